@@ -1,0 +1,43 @@
+# The task list. Everything longer than two lines is in Python.
+PYTHON ?= python3
+VENV    = .venv
+STAMP  := $(VENV)/stamp-$(shell cksum < pyproject.toml | cut -d' ' -f1)
+RUN     = $(VENV)/bin
+
+.PHONY: demo test test-all lint fmt build upstream patches-refresh patches-check clean
+
+demo: build             ## build, then answer a question from a long text with the demo model
+	$(RUN)/sparq-cpp demo
+
+test: build             ## build, then the quick tests
+	$(RUN)/python -m pytest -q -m 'not slow and not gpu' $(ARGS)
+
+test-all: build         ## every test that runs without a GPU
+	$(RUN)/python -m pytest -q -m 'not gpu' $(ARGS)
+
+build: $(STAMP)         ## the patched library and its Python bindings
+	$(RUN)/sparq-cpp build
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "error: Python 3.10 or newer is needed (set PYTHON=)")'
+	$(PYTHON) -m venv $(VENV)
+	$(RUN)/python -m pip install --quiet --editable '.[test]'
+	rm -f $(VENV)/stamp-* && touch $@
+
+lint: $(STAMP)          ## what the style asks, without changing anything
+	$(RUN)/ruff check pyorch tests && $(RUN)/ruff format --check pyorch tests
+
+fmt: $(STAMP)           ## bring the Python to that style
+	$(RUN)/ruff check --fix pyorch tests && $(RUN)/ruff format pyorch tests
+
+upstream:               ## .upstream/llama.cpp: the pinned source and the series as commits
+	$(PYTHON) -m pyorch.native.patches upstream $(if $(FORCE),--force)
+
+patches-refresh:        ## export its commits to patches/
+	$(PYTHON) -m pyorch.native.patches refresh
+
+patches-check:          ## the series applies, round-trips, and keeps its budget
+	$(PYTHON) -m pyorch.native.patches check
+
+clean:                  ## the virtual environment and the upstream work tree; the cache stays
+	rm -rf $(VENV) .upstream

