@@ -1,0 +1,210 @@
+#include "sparq-ref.h"
+
+#include <math.h>
+#include <stdbool.h>
+#include <stddef.h>
+
+// k_t is stored as f16 and only ranks positions.
+// DEVIATION: values beyond f16 are clamped, not turned into inf: one huge component must not rank as NaN (test_seal_clamps_to_f16)
+#define K_T_MAX 65504.0f
+
+#define NEG_INF ((double) -INFINITY)
+
+static bool hidden(float bias) {
+    return isinf(bias) && bias < 0;
+}
+
+static double cap(double logit, double softcap) {
+    return softcap > 0 ? softcap*tanh(logit/softcap) : logit;
+}
+
+void sparq_ref_seal(
+        float * k_t, float * v_sum, const float * k, const float * v,
+        int64_t n, int64_t d_k, int64_t d_v, int64_t t_stride, int64_t k_pos, int64_t v_pos) {
+    for (int64_t c = 0; c < d_k; c++) {
+        for (int64_t t = 0; t < n; t++) {
+            const float x = k[t*k_pos + c];
+            k_t[c*t_stride + t] = x > K_T_MAX ? K_T_MAX : x < -K_T_MAX ? -K_T_MAX : x;
+        }
+    }
+    for (int64_t c = 0; v_sum && c < d_v; c++) {
+        double sum = 0;
+        for (int64_t t = 0; t < n; t++) {
+            sum += (double) v[t*v_pos + c];
+        }
+        v_sum[c] = (float) sum;
+    }
+}
+
+void sparq_ref_components(int32_t * components, const float * q, int64_t g, int64_t d_k, int64_t rank) {
+    int64_t n = 0;
+    for (int64_t c = 0; c < d_k; c++) {
+        // c is kept when fewer than rank components come before it
+        int64_t before = 0;
+        for (int64_t o = 0; o < d_k; o++) {
+            double size_c = 0, size_o = 0; // sums over the group of |q|
+            for (int64_t h = 0; h < g; h++) {
+                size_c += fabs((double) q[h*d_k + c]);
+                size_o += fabs((double) q[h*d_k + o]);
+            }
+            before += size_o > size_c || (size_o == size_c && o < c);
+        }
+        if (before < rank) {
+            components[n++] = (int32_t) c;
+        }
+    }
+}
+
+void sparq_ref_score(
+        float * logits, const float * q, const float * k, const float * bias, const int32_t * components,
+        int64_t g, int64_t n, int64_t d_k, int64_t rank, int64_t k_pos, int64_t k_ch, double scale, double softcap) {
+    for (int64_t h = 0; h < g; h++) {
+        const float * qh = q + h*d_k;
+
+        double kept = 0, all = 0; // |q_r|_1, |q|_1
+        for (int64_t i = 0; i < rank; i++) {
+            kept += fabs((double) qh[components[i]]);
+        }
+        for (int64_t c = 0; c < d_k; c++) {
+            all += fabs((double) qh[c]);
+        }
+        // 1/tau of eq. 9, for any scale. DEVIATION: written with the model's scale, which is not 1/sqrt(d_k) everywhere (test_score_uses_model_scale)
+        const double inv_tau = kept > 0 ? scale/sqrt(kept/all) : 0;
+
+        for (int64_t t = 0; t < n; t++) {
+            const float b = bias[h*n + t];
+            if (hidden(b)) {
+                logits[h*n + t] = -INFINITY;
+                continue;
+            }
+            double dot = 0;
+            for (int64_t i = 0; i < rank; i++) {
+                const int32_t c = components[i];
+                dot += (double) qh[c]*(double) k[t*k_pos + c*k_ch];
+            }
+            logits[h*n + t] = (float) (cap(kept > 0 ? dot*inv_tau : 0, softcap) + (double) b);
+        }
+    }
+}
+
+// largest logit of a row, and the sum of exp(logit - largest), both with the sink
+static void softmax_stats(double * top, double * total, const float * logits, int64_t n, const float * sink) {
+    *top = sink ? (double) *sink : NEG_INF;
+    for (int64_t t = 0; t < n; t++) {
+        *top = fmax(*top, (double) logits[t]);
+    }
+    *total = sink ? exp((double) *sink - *top) : 0;
+    for (int64_t t = 0; t < n; t++) {
+        *total += hidden(logits[t]) ? 0 : exp((double) logits[t] - *top);
+    }
+}
+
+int64_t sparq_ref_select(
+        int32_t * sel, double * alpha, const float * logits, const int32_t * forced, const float * sinks, double * score,
+        int64_t g, int64_t n, int64_t n_forced, int64_t k, int64_t k_max) {
+    double top, total;
+
+    // what to rank by: softmaxed scores, summed over the group; with one query head the logit (same order, and no underflow)
+    for (int64_t t = 0; t < n; t++) {
+        score[t] = hidden(logits[t]) ? NEG_INF : g == 1 ? (double) logits[t] : 0;
+    }
+    for (int64_t h = 0; h < g && g > 1; h++) {
+        softmax_stats(&top, &total, logits + h*n, n, NULL);
+        for (int64_t t = 0; t < n; t++) {
+            score[t] += hidden(logits[t]) ? 0 : exp((double) logits[h*n + t] - top)/total;
+        }
+    }
+
+    // DEVIATION: some positions are always in (attention sinks, local window), and k counts them (test_select_k_counts_forced)
+    int64_t n_sel = 0;
+    for (int64_t i = 0; i < n_forced && n_sel < k_max; i++) {
+        if (forced[i] >= 0 && !hidden((float) score[forced[i]])) {
+            sel[n_sel++] = forced[i];
+            score[forced[i]] = NEG_INF; // taken
+        }
+    }
+    while (n_sel < k && n_sel < k_max) {
+        int64_t best = -1;
+        for (int64_t t = 0; t < n; t++) {
+            // DEVIATION: the paper leaves ties open; here the lower position wins (test_select_ties)
+            if (score[t] != NEG_INF && (best < 0 || score[t] > score[best])) {
+                best = t;
+            }
+        }
+        if (best < 0) {
+            break; // fewer than k positions are visible
+        }
+        sel[n_sel++] = (int32_t) best;
+        score[best] = NEG_INF;
+    }
+
+    // ascending, by insertion
+    for (int64_t i = 1; i < n_sel; i++) {
+        const int32_t x = sel[i];
+        int64_t j = i;
+        for (; j > 0 && sel[j - 1] > x; j--) {
+            sel[j] = sel[j - 1];
+        }
+        sel[j] = x;
+    }
+
+    // alpha = 1 - mass of what was not selected (score is finite only there)
+    // DEVIATION: a learned sink takes mass but carries no value: its share stays with the selection (test_attn_sinks_mean_v_equals_dense)
+    for (int64_t h = 0; h < g; h++) {
+        softmax_stats(&top, &total, logits + h*n, n, sinks ? sinks + h : NULL);
+        double rest = 0;
+        for (int64_t t = 0; t < n; t++) {
+            rest += score[t] == NEG_INF ? 0 : exp((double) logits[h*n + t] - top);
+        }
+        alpha[h] = total > 0 ? 1 - rest/total : 1;
+    }
+    return n_sel;
+}
+
+void sparq_ref_attend(
+        float * y, const float * q, const float * k, const float * v, const float * bias,
+        const int32_t * sel, const double * alpha, const float * sinks, double * weight,
+        int64_t g, int64_t n, int64_t n_sel, int64_t d_k, int64_t d_v, int64_t k_pos, int64_t v_pos, double scale, double softcap) {
+    const int64_t n_read = sel ? n_sel : n;
+
+    for (int64_t h = 0; h < g; h++) {
+        // exact logits of the positions read, then their softmax
+        double top = sinks ? (double) sinks[h] : NEG_INF;
+        for (int64_t i = 0; i < n_read; i++) {
+            const int64_t t = sel ? sel[i] : i;
+            weight[i] = NEG_INF;
+            if (!hidden(bias[h*n + t])) {
+                double dot = 0;
+                for (int64_t c = 0; c < d_k; c++) {
+                    dot += (double) q[h*d_k + c]*(double) k[t*k_pos + c];
+                }
+                weight[i] = cap(dot*scale, softcap) + (double) bias[h*n + t];
+            }
+            top = fmax(top, weight[i]);
+        }
+        double total = sinks ? exp((double) sinks[h] - top) : 0;
+        for (int64_t i = 0; i < n_read; i++) {
+            weight[i] = weight[i] == NEG_INF ? 0 : exp(weight[i] - top);
+            total += weight[i];
+        }
+
+        // weighted sum of v, and (eq. 10) the interpolation with the mean of v over all visible positions
+        for (int64_t c = 0; c < d_v; c++) {
+            double sum = 0, mean = 0;
+            for (int64_t i = 0; i < n_read; i++) {
+                const int64_t t = sel ? sel[i] : i;
+                sum += weight[i] == 0 ? 0 : weight[i]*(double) v[t*v_pos + c]; // no 0*NaN from hidden positions
+            }
+            sum = total > 0 ? sum/total : 0;
+
+            int64_t n_visible = 0;
+            for (int64_t t = 0; t < n && alpha; t++) {
+                if (!hidden(bias[h*n + t])) {
+                    mean += (double) v[t*v_pos + c];
+                    n_visible++;
+                }
+            }
+            y[h*d_v + c] = (float) (n_visible > 0 ? alpha[h]*sum + (1 - alpha[h])*mean/(double) n_visible : sum);
+        }
+    }
+}

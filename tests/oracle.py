@@ -1,0 +1,171 @@
+"""The methods in numpy, written from the papers: what every implementation is compared with.
+
+SparQ Attention, arXiv 2312.04985, sections 3-4 and appendix B; exact top-k, arXiv 2502.06766.
+Everything here is for one token and one KV head; `Heads` of a model are loops around it. Shapes:
+
+    q (g, d_k)   the g query heads that share the KV head       k (n, d_k)   v (n, d_v)
+    bias (g, n)  slope * mask; -inf hides a position            sinks (g,)   learned extra logits, or None
+
+Hidden positions are dropped before any arithmetic, so whatever k and v hold there cannot matter.
+`dtype=np.float32` runs the same plain steps in that precision: its distance from float64 is the scale of a fair error.
+Imports nothing of this project.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+F64 = np.float64
+NEG_INF = -np.inf
+
+
+def alibi_slopes(n_head: int, max_bias: float) -> np.ndarray:
+    """ALiBi slope of each head (n_head,); all ones when max_bias is 0 (the mask is then added as it is)."""
+    if max_bias <= 0:
+        return np.ones(n_head)
+    n = 2 ** int(np.floor(np.log2(n_head)))
+    head = np.arange(n_head)
+    return np.where(head < n, 2.0 ** (-max_bias / n * (head + 1)),
+                    2.0 ** (-max_bias / 2 / n * (2 * (head - n) + 1)))
+
+
+def make_bias(mask: np.ndarray, slopes: np.ndarray) -> np.ndarray:
+    """(n,) mask and (g,) slopes to (g, n); hidden stays hidden."""
+    hidden = np.isneginf(mask)
+    return np.where(hidden, NEG_INF, slopes[:, None] * np.where(hidden, 0.0, mask)[None, :])
+
+
+def visible_positions(bias: np.ndarray) -> np.ndarray:
+    return np.flatnonzero(~np.isneginf(bias[0]))
+
+
+# ---- step 1: scores ----
+
+def select_components(q: np.ndarray, rank: int) -> np.ndarray:
+    """The `rank` components with the largest sum over the group of |q|, ascending; ties: the lowest."""
+    size = np.abs(q.astype(F64)).sum(axis=0)
+    return np.sort(np.argsort(-size, kind="stable")[:rank])
+
+
+def temperature_factor(q: np.ndarray, components: np.ndarray, dtype=F64) -> np.ndarray:
+    """sqrt(|q_r|_1 / |q|_1) per query head (g,): tau of eq. 9 is sqrt(d_k) times this. 1 where q is zero."""
+    size = np.abs(q.astype(dtype))
+    total = size.sum(axis=1)
+    kept = size[:, components].sum(axis=1)
+    return np.sqrt(np.where(total > 0, kept / np.where(total > 0, total, 1), 1)).astype(dtype)
+
+
+def logits_of(q, k, bias, scale, softcap=0.0, components=None, dtype=F64) -> np.ndarray:
+    """Logits (g, n), -inf where hidden. components=None: exact; otherwise approximate (eq. 7).
+
+    scale is the model's (1/sqrt(d_k) in most); approximate logits are scale / sqrt(|q_r|_1/|q|_1) * (q_r . k_r).
+    A head whose kept components are all zero has logits 0 (before the bias).
+    """
+    out = np.full(bias.shape, NEG_INF, dtype)
+    vis = visible_positions(bias)
+    factor = dtype(scale) * np.ones(len(q), dtype)
+    if components is not None:
+        root = temperature_factor(q, components, dtype)
+        factor = np.where(root > 0, dtype(scale) / np.where(root > 0, root, 1), 0).astype(dtype)
+        q, k = q[:, components], k[:, components]
+    raw = q.astype(dtype) @ k[vis].astype(dtype).T * factor[:, None]
+    if softcap > 0:
+        raw = dtype(softcap) * np.tanh(raw / dtype(softcap))
+    out[:, vis] = raw + bias[:, vis].astype(dtype)
+    return out
+
+
+def softmax(logits: np.ndarray, sinks: np.ndarray | None = None) -> np.ndarray:
+    """Softmax of each row; a sink takes its share of the mass. Rows that see nothing give zeros."""
+    top = logits.max(axis=1, initial=NEG_INF)
+    if sinks is not None:
+        top = np.maximum(top, sinks.astype(logits.dtype))
+    top = np.where(np.isneginf(top), 0, top).astype(logits.dtype)
+    e = np.exp(logits - top[:, None])
+    total = e.sum(axis=1)
+    if sinks is not None:
+        total = total + np.exp(sinks.astype(logits.dtype) - top)
+    return e / np.where(total > 0, total, 1)[:, None]
+
+
+# ---- step 2: selection ----
+
+def rank_scores(logits: np.ndarray) -> np.ndarray:
+    """What positions are ranked by (n,): softmaxed scores summed over the group; the logit itself for one head."""
+    return logits[0] if len(logits) == 1 else softmax(logits).sum(axis=0)
+
+
+def forced_positions(bias, local, sinks, k_max) -> list[int]:
+    """Visible forced cells in order of importance (local window newest first, then sinks), without repeats."""
+    hidden = np.isneginf(bias[0])
+    cells = [int(c) for c in [*local, *sinks] if c >= 0 and not hidden[c]]
+    return list(dict.fromkeys(cells))[:k_max]
+
+
+def select(logits: np.ndarray, k: int, forced: list[int], k_max: int) -> np.ndarray:
+    """The selected positions, ascending: the forced ones, then the best others up to k. Ties: the lower cell."""
+    score = rank_scores(logits)
+    chosen = list(forced)
+    n_sel = min(max(min(k, k_max), len(chosen)), len(visible_positions(logits)))
+    taken = set(chosen)
+    for cell in np.argsort(-score, kind="stable"):
+        if len(chosen) >= n_sel:
+            break
+        if int(cell) not in taken and not np.isneginf(logits[0, cell]):
+            chosen.append(int(cell))
+    return np.sort(np.array(chosen, dtype=np.int64))
+
+
+def mass_kept(logits: np.ndarray, selected: np.ndarray, sinks: np.ndarray | None = None) -> np.ndarray:
+    """alpha (g,): 1 - the mass of the positions that were not selected.
+
+    Without learned sinks this is the paper's m_s . s. A learned sink carries no value, so its mass is not v_mean's.
+    """
+    s = softmax(logits, sinks)
+    rest = np.ones(logits.shape[1], bool)
+    rest[selected] = False
+    return 1 - s[:, rest].sum(axis=1)
+
+
+# ---- steps 2 and 3: attention ----
+
+def attend(q, k, v, bias, scale, softcap=0.0, selected=None, sinks=None, dtype=F64) -> np.ndarray:
+    """Exact attention over the selected (None: all) visible positions: (g, d_v)."""
+    pos = visible_positions(bias) if selected is None else np.asarray(selected, dtype=np.int64)
+    s = softmax(logits_of(q, k[pos], bias[:, pos], scale, softcap, dtype=dtype), sinks)
+    return s @ v[pos].astype(dtype)
+
+
+def v_mean(v: np.ndarray, bias: np.ndarray, dtype=F64) -> np.ndarray:
+    """Mean of v over the visible positions (d_v,); zeros when there are none."""
+    vis = visible_positions(bias)
+    return v[vis].astype(dtype).sum(axis=0) / dtype(max(len(vis), 1))
+
+
+def interpolate(y: np.ndarray, alpha: np.ndarray, mean: np.ndarray) -> np.ndarray:
+    """Eq. 10."""
+    alpha = alpha.astype(y.dtype)[:, None]
+    return alpha * y + (1 - alpha) * mean
+
+
+# ---- the methods ----
+
+def dense(q, k, v, bias, scale, softcap=0.0, sinks=None, dtype=F64) -> np.ndarray:
+    return attend(q, k, v, bias, scale, softcap, None, sinks, dtype)
+
+
+def sparse(q, k, v, bias, scale, topk, rank=None, local=(), first=(), softcap=0.0, sinks=None, mean_v=False,
+           k_max=None, k_score=None, dtype=F64) -> np.ndarray:
+    """SparQ attention (rank given) or exact top-k attention (rank None): (g, d_v).
+
+    local, first: cells always in (newest first; attention sinks). k_score: the keys that step 1 reads, when they are
+    stored in another precision than k.
+    """
+    k_max = topk if k_max is None else k_max
+    components = None if rank is None else select_components(q, rank)
+    logits = logits_of(q, k if k_score is None else k_score, bias, scale, softcap, components, dtype)
+    chosen = select(logits, topk, forced_positions(bias, local, first, k_max), k_max)
+    y = attend(q, k, v, bias, scale, softcap, chosen, sinks, dtype)
+    if mean_v:
+        y = interpolate(y, mass_kept(logits, chosen, sinks), v_mean(v, bias, dtype))
+    return y
