@@ -1,0 +1,32 @@
+# Attaches the sources of this folder to the targets of llama.cpp, without a line in upstream's CMake files.
+#
+#   cmake -DCMAKE_PROJECT_llama.cpp_INCLUDE=<this file> ...
+#
+# CMake includes this file right after upstream's project() call; the targets do not exist yet, so the work is deferred to the
+# end of the top-level directory. Every CPU variant (GGML_CPU_ALL_VARIANTS) compiles our CPU files with its own flags.
+
+set(SPARQ_OPS_DIR ${CMAKE_CURRENT_LIST_DIR})
+
+function(sparq_attach)
+    set(ops ${SPARQ_OPS_DIR})
+
+    # constructors and the scalar reference; -fno-tree-vectorize keeps the reference an honest baseline
+    target_sources(ggml-base PRIVATE ${ops}/ggml-sparse.c ${ops}/ref/sparq-ref.c)
+    target_include_directories(ggml-base PUBLIC $<BUILD_INTERFACE:${ops}>)
+    set_source_files_properties(${ops}/ref/sparq-ref.c TARGET_DIRECTORY ggml-base PROPERTIES COMPILE_OPTIONS "-fno-tree-vectorize")
+
+    get_property(targets DIRECTORY ${CMAKE_SOURCE_DIR}/ggml/src PROPERTY BUILDSYSTEM_TARGETS)
+    foreach (target IN LISTS targets)
+        if (target MATCHES "^ggml-cpu" AND NOT target MATCHES "-feats$")
+            target_sources(${target} PRIVATE ${ops}/cpu/sparse-attn.cpp)
+            target_include_directories(${target} PRIVATE ${ops}/cpu)
+        endif()
+    endforeach()
+
+    file(GLOB llama_sources CONFIGURE_DEPENDS ${ops}/llama/*.cpp)
+    target_sources(llama PRIVATE ${llama_sources})
+    target_include_directories(llama PUBLIC $<BUILD_INTERFACE:${ops}/llama>)
+    set_source_files_properties(${llama_sources} TARGET_DIRECTORY llama PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+endfunction()
+
+cmake_language(DEFER DIRECTORY ${CMAKE_SOURCE_DIR} CALL sparq_attach)

@@ -1,0 +1,234 @@
+// Constructors of the sparse attention operations: shape asserts, in the order of the contracts in ggml-sparse.h.
+
+#include "ggml-sparse.h"
+
+#include "ggml-impl.h"
+
+#include <stddef.h>
+#include <string.h>
+
+static bool is_kv_type(enum ggml_type type) {
+    return type == GGML_TYPE_F16 || type == GGML_TYPE_BF16 || type == GGML_TYPE_F32;
+}
+
+static int64_t n_groups(int64_t n_kv) {
+    return (n_kv + GGML_SPARSE_GROUP - 1)/GGML_SPARSE_GROUP;
+}
+
+// op_params[0] is the sub-operation, the rest a plain struct
+static void set_op(struct ggml_tensor * t, enum ggml_sparse_attn_op op, const void * params, size_t size) {
+    GGML_ASSERT(sizeof(int32_t) + size <= GGML_MAX_OP_PARAMS);
+
+    t->op = GGML_OP_SPARSE_ATTN;
+    t->op_params[0] = op;
+    if (size > 0) {
+        memcpy(t->op_params + 1, params, size);
+    }
+}
+
+static void assert_stats(const struct ggml_tensor * stats) {
+    GGML_ASSERT(!stats || (stats->type == GGML_TYPE_I64 && stats->ne[0] == GGML_SPARSE_STAT_COUNT));
+}
+
+static void assert_kv(const struct ggml_tensor * t) {
+    GGML_ASSERT(is_kv_type(t->type));
+    GGML_ASSERT(t->nb[0] == ggml_type_size(t->type)); // rows are contiguous
+}
+
+// mask [n_kv, n_tok, 1, n_stream], visible [n_grp, n_tok, 1, n_stream]
+static void assert_mask(const struct ggml_tensor * mask, const struct ggml_tensor * visible, int64_t n_kv, int64_t n_tok, int64_t n_stream) {
+    GGML_ASSERT(mask->type == GGML_TYPE_F16 && mask->nb[0] == sizeof(ggml_fp16_t));
+    GGML_ASSERT(mask->ne[0] == n_kv && mask->ne[1] == n_tok && mask->ne[2] == 1 && mask->ne[3] == n_stream);
+    GGML_ASSERT(visible->type == GGML_TYPE_I32 && ggml_is_contiguous(visible));
+    GGML_ASSERT(visible->ne[0] == n_groups(n_kv) && visible->ne[1] == n_tok && visible->ne[3] == n_stream);
+}
+
+struct ggml_tensor * ggml_sparse_attn_seal(
+        struct ggml_context * ctx,
+        struct ggml_tensor  * k_t,
+        struct ggml_tensor  * v_sum,
+        struct ggml_tensor  * k,
+        struct ggml_tensor  * v,
+        struct ggml_tensor  * list,
+        struct ggml_tensor  * stats) {
+    assert_kv(k);
+    GGML_ASSERT(k_t->type == GGML_TYPE_F16 && k_t->nb[0] == sizeof(ggml_fp16_t));
+    GGML_ASSERT(k_t->ne[0] >= k->ne[2] && k_t->ne[1] == k->ne[0]*k->ne[1] && k_t->ne[2] == k->ne[3]);
+    if (v_sum) {
+        assert_kv(v);
+        GGML_ASSERT(v_sum->type == GGML_TYPE_F32 && v_sum->nb[0] == sizeof(float));
+        GGML_ASSERT(v_sum->ne[0] == v->ne[0]*v->ne[1] && v_sum->ne[1] >= n_groups(v->ne[2]) && v_sum->ne[2] == v->ne[3]);
+    }
+    GGML_ASSERT(list->type == GGML_TYPE_I32 && ggml_is_contiguous(list) && list->ne[1] == k->ne[3]);
+    assert_stats(stats);
+
+    struct ggml_tensor * res = ggml_view_tensor(ctx, k_t);
+
+    set_op(res, GGML_SPARSE_ATTN_SEAL, NULL, 0);
+    res->src[0] = k_t;
+    res->src[1] = v_sum;
+    res->src[2] = k;
+    res->src[3] = v;
+    res->src[4] = list;
+    res->src[5] = stats;
+
+    return res;
+}
+
+struct ggml_tensor * ggml_sparse_attn_visible(struct ggml_context * ctx, struct ggml_tensor * mask) {
+    GGML_ASSERT(mask->type == GGML_TYPE_F16 && mask->nb[0] == sizeof(ggml_fp16_t) && mask->ne[2] == 1);
+
+    struct ggml_tensor * res = ggml_new_tensor_4d(ctx, GGML_TYPE_I32, n_groups(mask->ne[0]), mask->ne[1], 1, mask->ne[3]);
+
+    set_op(res, GGML_SPARSE_ATTN_VISIBLE, NULL, 0);
+    res->src[0] = mask;
+
+    return res;
+}
+
+struct ggml_tensor * ggml_sparse_attn_score(
+        struct ggml_context * ctx,
+        struct ggml_tensor  * q,
+        struct ggml_tensor  * k,
+        struct ggml_tensor  * k_t,
+        struct ggml_tensor  * sealed,
+        struct ggml_tensor  * mask,
+        struct ggml_tensor  * visible,
+        struct ggml_tensor  * stats,
+        struct ggml_sparse_score_params params) {
+    const int64_t n_kv = k->ne[2];
+
+    GGML_ASSERT(q->type == GGML_TYPE_F32 && q->nb[0] == sizeof(float));
+    assert_kv(k);
+    GGML_ASSERT(q->ne[0] == k->ne[0] && q->ne[1] % k->ne[1] == 0 && q->ne[3] == k->ne[3]);
+    if (k_t) {
+        GGML_ASSERT(k_t->type == GGML_TYPE_F16 && k_t->nb[0] == sizeof(ggml_fp16_t));
+        GGML_ASSERT(k_t->ne[0] >= n_kv && k_t->ne[1] == k->ne[0]*k->ne[1] && k_t->ne[2] == k->ne[3]);
+        GGML_ASSERT(sealed && sealed->type == GGML_TYPE_I32 && ggml_is_contiguous(sealed));
+        GGML_ASSERT(sealed->ne[0] == n_groups(n_kv) && sealed->ne[1] == k->ne[3]);
+        GGML_ASSERT(params.rank >= 1 && params.rank <= k->ne[0]);
+    }
+    assert_mask(mask, visible, n_kv, q->ne[2], q->ne[3]);
+    assert_stats(stats);
+
+    struct ggml_tensor * res = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, n_kv, q->ne[1], q->ne[2], q->ne[3]);
+
+    set_op(res, GGML_SPARSE_ATTN_SCORE, &params, sizeof(params));
+    res->src[0] = q;
+    res->src[1] = k;
+    res->src[2] = k_t;
+    res->src[3] = sealed;
+    res->src[4] = mask;
+    res->src[5] = visible;
+    res->src[6] = stats;
+
+    return res;
+}
+
+struct ggml_tensor * ggml_sparse_attn_select(
+        struct ggml_context * ctx,
+        struct ggml_tensor  * logits,
+        struct ggml_tensor  * forced,
+        struct ggml_tensor  * kl,
+        struct ggml_tensor  * sinks,
+        struct ggml_sparse_select_params params) {
+    GGML_ASSERT(logits->type == GGML_TYPE_F32 && ggml_is_contiguous(logits));
+    GGML_ASSERT(params.n_head_kv >= 1 && logits->ne[1] % params.n_head_kv == 0);
+    GGML_ASSERT(params.topk_max >= 1);
+    GGML_ASSERT(forced->type == GGML_TYPE_I32 && ggml_is_contiguous(forced));
+    GGML_ASSERT(forced->ne[0] >= 1 && forced->ne[1] == logits->ne[2] && forced->ne[3] == logits->ne[3]);
+    GGML_ASSERT(params.n_local_max >= 0 && params.n_local_max <= forced->ne[0]);
+    GGML_ASSERT(kl->type == GGML_TYPE_I32 && kl->nb[0] == sizeof(int32_t));
+    GGML_ASSERT(kl->ne[0] == 2 && kl->ne[1] == logits->ne[2] && kl->ne[3] == logits->ne[3]);
+    GGML_ASSERT(!sinks || (sinks->type == GGML_TYPE_F32 && sinks->ne[0] == logits->ne[1]));
+
+    const int64_t n_group_q = logits->ne[1]/params.n_head_kv;
+
+    struct ggml_tensor * res = ggml_new_tensor_4d(ctx, GGML_TYPE_I32,
+            1 + n_group_q + params.topk_max, params.n_head_kv, logits->ne[2], logits->ne[3]);
+
+    set_op(res, GGML_SPARSE_ATTN_SELECT, &params, sizeof(params));
+    res->src[0] = logits;
+    res->src[1] = forced;
+    res->src[2] = kl;
+    res->src[3] = sinks;
+
+    return res;
+}
+
+struct ggml_tensor * ggml_sparse_attn_attend(
+        struct ggml_context * ctx,
+        struct ggml_tensor  * q,
+        struct ggml_tensor  * k,
+        struct ggml_tensor  * v,
+        struct ggml_tensor  * mask,
+        struct ggml_tensor  * visible,
+        struct ggml_tensor  * sel,
+        struct ggml_tensor  * v_sum,
+        struct ggml_tensor  * sealed,
+        struct ggml_tensor  * sinks,
+        struct ggml_tensor  * stats,
+        struct ggml_sparse_attend_params params) {
+    const int64_t n_kv      = k->ne[2];
+    const int64_t n_group_q = q->ne[1]/k->ne[1];
+
+    GGML_ASSERT(q->type == GGML_TYPE_F32 && q->nb[0] == sizeof(float));
+    assert_kv(k);
+    assert_kv(v);
+    GGML_ASSERT(q->ne[0] == k->ne[0] && q->ne[1] % k->ne[1] == 0 && q->ne[3] == k->ne[3]);
+    GGML_ASSERT(v->ne[1] == k->ne[1] && v->ne[2] == n_kv && v->ne[3] == k->ne[3]);
+    assert_mask(mask, visible, n_kv, q->ne[2], q->ne[3]);
+    if (sel) {
+        GGML_ASSERT(sel->type == GGML_TYPE_I32 && ggml_is_contiguous(sel));
+        GGML_ASSERT(sel->ne[0] > 1 + n_group_q && sel->ne[1] == k->ne[1] && sel->ne[2] == q->ne[2] && sel->ne[3] == q->ne[3]);
+    }
+    GGML_ASSERT(!params.mean_v || (sel && v_sum && sealed));
+    if (v_sum) {
+        GGML_ASSERT(v_sum->type == GGML_TYPE_F32 && v_sum->nb[0] == sizeof(float));
+        GGML_ASSERT(v_sum->ne[0] == v->ne[0]*v->ne[1] && v_sum->ne[1] >= n_groups(n_kv) && v_sum->ne[2] == v->ne[3]);
+        GGML_ASSERT(sealed && sealed->type == GGML_TYPE_I32 && ggml_is_contiguous(sealed));
+        GGML_ASSERT(sealed->ne[0] == n_groups(n_kv) && sealed->ne[1] == k->ne[3]);
+    }
+    GGML_ASSERT(!sinks || (sinks->type == GGML_TYPE_F32 && sinks->ne[0] == q->ne[1]));
+    assert_stats(stats);
+
+    struct ggml_tensor * res = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, v->ne[0]*q->ne[1], q->ne[2]*q->ne[3]);
+
+    set_op(res, GGML_SPARSE_ATTN_ATTEND, &params, sizeof(params));
+    res->src[0] = q;
+    res->src[1] = k;
+    res->src[2] = v;
+    res->src[3] = mask;
+    res->src[4] = visible;
+    res->src[5] = sel;
+    res->src[6] = v_sum;
+    res->src[7] = sealed;
+    res->src[8] = sinks;
+    res->src[9] = stats;
+
+    return res;
+}
+
+static struct ggml_tensor * sparse_attn(
+        struct ggml_context * ctx, const struct ggml_sparse_attn_inputs * in, struct ggml_tensor * k_t, const struct ggml_sparse_attn_params * p) {
+    const struct ggml_sparse_score_params score = { p->rank, p->scale, p->max_bias, p->softcap };
+    struct ggml_tensor * logits = ggml_sparse_attn_score(ctx, in->q, in->k, k_t, in->sealed, in->mask, in->visible, in->stats, score);
+
+    const struct ggml_sparse_select_params select = { p->topk_max, (int32_t) in->k->ne[1], p->n_local_max, p->mean_v };
+    struct ggml_tensor * sel = ggml_sparse_attn_select(ctx, logits, in->forced, in->kl, in->sinks, select);
+
+    const struct ggml_sparse_attend_params attend = { p->scale, p->max_bias, p->softcap, p->mean_v };
+    return ggml_sparse_attn_attend(ctx, in->q, in->k, in->v, in->mask, in->visible, sel,
+            p->mean_v ? in->v_sum : NULL, p->mean_v ? in->sealed : NULL, in->sinks, in->stats, attend);
+}
+
+struct ggml_tensor * ggml_sparq_attn(
+        struct ggml_context * ctx, const struct ggml_sparse_attn_inputs * in, const struct ggml_sparse_attn_params * params) {
+    GGML_ASSERT(in->k_t);
+    return sparse_attn(ctx, in, in->k_t, params);
+}
+
+struct ggml_tensor * ggml_topk_attn(
+        struct ggml_context * ctx, const struct ggml_sparse_attn_inputs * in, const struct ggml_sparse_attn_params * params) {
+    return sparse_attn(ctx, in, NULL, params);
+}

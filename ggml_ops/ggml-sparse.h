@@ -1,0 +1,211 @@
+#pragma once
+
+// ggml_sparse: sparse attention for decoding, as ggml operations.
+//
+// One new op enum, GGML_OP_SPARSE_ATTN, with five sub-operations. Read them in this order; they are the paper's steps.
+//
+//   SEAL     copies complete groups of positions of K into the transposed copy k_t ("store K twice"), and sums V per group
+//   VISIBLE  counts the visible positions of each group once per token (from the mask; shared by all layers)
+//   SCORE    step 1: approximate scores from the `rank` largest |q| components (k_t given), or exact scores (k_t == NULL)
+//   SELECT   step 2: the top-k positions per KV head; sinks and the local window always in; alpha
+//   ATTEND   steps 2 and 3: exact attention over the selected positions (or over all: exact dense), mean-value interpolation
+//
+// paper: SparQ Attention, arXiv 2312.04985; algorithm in its Appendix B. Top-k: arXiv 2502.06766 (per-layer k).
+//
+// Sizes used in every shape below
+//   d_k, d_v    head sizes of K and V            n_head, n_head_kv   query and KV heads; n_group_q = n_head / n_head_kv
+//   n_kv        positions (cache cells) in view  n_tok, n_stream     tokens per stream; streams (a token reads its own stream only)
+//   n_grp       ceil(n_kv / GGML_SPARSE_GROUP)
+// A "position" here is a cell of the KV cache; cells need not be in the order of token positions.
+//
+// Call sites: patches/README.md lists each hook.
+
+#include "ggml.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define GGML_SPARSE_GROUP 64 // positions sealed together
+
+enum ggml_sparse_attn_op {
+    GGML_SPARSE_ATTN_SEAL,
+    GGML_SPARSE_ATTN_VISIBLE,
+    GGML_SPARSE_ATTN_SCORE,
+    GGML_SPARSE_ATTN_SELECT,
+    GGML_SPARSE_ATTN_ATTEND,
+    GGML_SPARSE_ATTN_COUNT,
+};
+
+// counters that the ops themselves add to when they run: an I64 tensor of GGML_SPARSE_STAT_COUNT in host memory
+enum ggml_sparse_stat {
+    GGML_SPARSE_STAT_ATTEND_SPARSE,     // ATTEND over a selection, per (token, node)
+    GGML_SPARSE_STAT_ATTEND_DENSE,      // ATTEND over all positions, per (token, node)
+    GGML_SPARSE_STAT_POS_VISIBLE,       // visible positions, summed over (token, KV head, node)
+    GGML_SPARSE_STAT_POS_READ,          // positions whose K and V rows ATTEND read, likewise
+    GGML_SPARSE_STAT_BYTES_SCORE,       // bytes of k_t and K that SCORE had to read
+    GGML_SPARSE_STAT_BYTES_ATTEND,      // bytes of K, V and v_sum that ATTEND had to read
+    GGML_SPARSE_STAT_BYTES_DENSE,       // bytes of all visible K and V rows: what dense attention reads
+    GGML_SPARSE_STAT_GROUPS_SEALED,     // groups sealed, per node
+    GGML_SPARSE_STAT_COUNT,
+};
+
+// ---- the five sub-operations ----
+
+// SEAL
+//   k_t    [n_pos_t, d_k*n_head_kv, n_stream]       f16      transposed K: row = one channel; n_pos_t >= n_kv (row stride may be padded)
+//   v_sum  [d_v*n_head_kv, n_grp_t, n_stream]       f32      sum of V over each group, or NULL
+//   k      [d_k, n_head_kv, n_kv, n_stream]         f16 | bf16 | f32
+//   v      [d_v, n_head_kv, n_kv, n_stream]         f16 | bf16 | f32   (may be NULL when v_sum is NULL)
+//   list   [n_list, n_stream]                       i32      group numbers to seal, < 0: none
+//   stats  [GGML_SPARSE_STAT_COUNT]                 i64      or NULL
+//   res    a view of k_t
+//   values beyond the range of f16 are clamped to +-65504 (k_t only ranks)
+GGML_API struct ggml_tensor * ggml_sparse_attn_seal(
+        struct ggml_context * ctx,
+        struct ggml_tensor  * k_t,
+        struct ggml_tensor  * v_sum,
+        struct ggml_tensor  * k,
+        struct ggml_tensor  * v,
+        struct ggml_tensor  * list,
+        struct ggml_tensor  * stats);
+
+// VISIBLE
+//   mask   [n_kv, n_tok, 1, n_stream]               f16      -inf hides a position; otherwise a bias (ALiBi) or 0
+//   res    [n_grp, n_tok, 1, n_stream]              i32      number of positions of the group whose mask is not -inf
+GGML_API struct ggml_tensor * ggml_sparse_attn_visible(
+        struct ggml_context * ctx,
+        struct ggml_tensor  * mask);
+
+struct ggml_sparse_score_params {
+    int32_t rank;       // r: components of q kept, 1..d_k; ignored when k_t == NULL
+    float   scale;      // kq_scale, 1/sqrt(d_k) in most models
+    float   max_bias;   // ALiBi: > 0 multiplies the mask by the head's slope
+    float   softcap;    // > 0: logit = softcap*tanh(logit/softcap), before the mask is added
+};
+
+// SCORE (step 1)
+//   q        [d_k, n_head, n_tok, n_stream]         f32
+//   k        [d_k, n_head_kv, n_kv, n_stream]       f16 | bf16 | f32
+//   k_t      [n_pos_t, d_k*n_head_kv, n_stream]     f16      the tensor SEAL returned; NULL: exact scores from k
+//   sealed   [n_grp, n_stream]                      i32      != 0: the group may be read from k_t; otherwise from k. NULL with k_t NULL
+//   mask     [n_kv, n_tok, 1, n_stream]             f16
+//   visible  [n_grp, n_tok, 1, n_stream]            i32      from VISIBLE
+//   stats    i64 or NULL
+//   res      [n_kv, n_head, n_tok, n_stream]        f32      logits per query head; -inf where hidden
+//
+//   approximate: the `rank` components c with the largest sum over the group's query heads of |q[c]| (ties: lowest c),
+//     logit[h,t] = sum_c q[h,c]*k[t,c] * scale / sqrt(|q_r|_1 / |q|_1)         (eq. 7 and 9: equals 1/tau for scale = 1/sqrt(d_k))
+//     where |q_r|_1 and |q|_1 are per query head; a head with |q|_1 = 0 has logits 0.
+//   then softcap, then + slope(h)*mask. Hidden positions are -inf whatever K holds there (NaN included).
+//   acc f32; the order of additions depends on the shapes only, not on the number of threads
+GGML_API struct ggml_tensor * ggml_sparse_attn_score(
+        struct ggml_context * ctx,
+        struct ggml_tensor  * q,
+        struct ggml_tensor  * k,
+        struct ggml_tensor  * k_t,
+        struct ggml_tensor  * sealed,
+        struct ggml_tensor  * mask,
+        struct ggml_tensor  * visible,
+        struct ggml_tensor  * stats,
+        struct ggml_sparse_score_params params);
+
+struct ggml_sparse_select_params {
+    int32_t topk_max;   // capacity of the result; the k of a token is min(kl[0], topk_max)
+    int32_t n_head_kv;
+    int32_t n_local_max; // forced[0 .. n_local_max) is the local window, newest first; the rest are sinks
+    int32_t alpha;      // != 0: compute alpha (needs a pass of exp over all scores)
+};
+
+// SELECT (step 2)
+//   logits   [n_kv, n_head, n_tok, n_stream]        f32      from SCORE
+//   forced   [n_forced, n_tok, 1, n_stream]         i32      cells that are always in: local window first, then sinks; < 0: none. n_forced >= 1
+//   kl       [2, n_tok, 1, n_stream]                i32      k, and l: how many entries of the local window count
+//   sinks    [n_head]                               f32      learned extra logit per query head (gpt-oss), or NULL; alpha only
+//   res      [1 + n_group_q + topk_max, n_head_kv, n_tok, n_stream]   i32
+//            n_sel, then alpha of each query head of the group (bits of an f32; 1.0 where not asked for), then the n_sel cells in
+//            ascending order, then -1
+//
+//   ranks by the sum over the group's query heads of softmax(logits) (with one query head: by the logit itself, the same order)
+//   k counts the forced cells. Hidden cells (-inf) are never selected, so n_sel = min(k, visible), but a visible forced cell always is
+//   (all forced are in even when there are more than k, as far as topk_max allows: sinks last).
+//   ties: the lower cell wins. alpha[h] = sum of softmax(logits[h]) over the selected cells.
+GGML_API struct ggml_tensor * ggml_sparse_attn_select(
+        struct ggml_context * ctx,
+        struct ggml_tensor  * logits,
+        struct ggml_tensor  * forced,
+        struct ggml_tensor  * kl,
+        struct ggml_tensor  * sinks,
+        struct ggml_sparse_select_params params);
+
+struct ggml_sparse_attend_params {
+    float   scale;
+    float   max_bias;
+    float   softcap;
+    int32_t mean_v;     // != 0: res = alpha*res + (1 - alpha)*mean of V over all visible positions (eq. 10); needs sel
+};
+
+// ATTEND (steps 2 and 3)
+//   q        [d_k, n_head, n_tok, n_stream]         f32
+//   k        [d_k, n_head_kv, n_kv, n_stream]       f16 | bf16 | f32
+//   v        [d_v, n_head_kv, n_kv, n_stream]       f16 | bf16 | f32
+//   mask     [n_kv, n_tok, 1, n_stream]             f16
+//   visible  [n_grp, n_tok, 1, n_stream]            i32
+//   sel      the result of SELECT, or NULL: all visible positions (exact dense)
+//   v_sum    [d_v*n_head_kv, n_grp_t, n_stream]     f32      with mean_v, else NULL
+//   sealed   [n_grp, n_stream]                      i32      with mean_v: which groups of v_sum are valid, else NULL
+//   sinks    [n_head]                               f32      or NULL
+//   stats    i64 or NULL
+//   res      [d_v*n_head, n_tok*n_stream]           f32      zeros where a token sees nothing
+GGML_API struct ggml_tensor * ggml_sparse_attn_attend(
+        struct ggml_context * ctx,
+        struct ggml_tensor  * q,
+        struct ggml_tensor  * k,
+        struct ggml_tensor  * v,
+        struct ggml_tensor  * mask,
+        struct ggml_tensor  * visible,
+        struct ggml_tensor  * sel,
+        struct ggml_tensor  * v_sum,
+        struct ggml_tensor  * sealed,
+        struct ggml_tensor  * sinks,
+        struct ggml_tensor  * stats,
+        struct ggml_sparse_attend_params params);
+
+// ---- the methods, composed of them ----
+
+struct ggml_sparse_attn_inputs { // as described above; NULL where optional
+    struct ggml_tensor * q;
+    struct ggml_tensor * k;
+    struct ggml_tensor * v;
+    struct ggml_tensor * k_t;
+    struct ggml_tensor * v_sum;
+    struct ggml_tensor * sealed;
+    struct ggml_tensor * mask;
+    struct ggml_tensor * visible;
+    struct ggml_tensor * forced;
+    struct ggml_tensor * kl;
+    struct ggml_tensor * sinks;
+    struct ggml_tensor * stats;
+};
+
+struct ggml_sparse_attn_params {
+    int32_t rank;
+    int32_t topk_max;
+    int32_t n_local_max;
+    float   scale;
+    float   max_bias;
+    float   softcap;
+    int32_t mean_v;
+};
+
+// SparQ attention: SCORE from k_t, SELECT, ATTEND
+GGML_API struct ggml_tensor * ggml_sparq_attn(
+        struct ggml_context * ctx, const struct ggml_sparse_attn_inputs * in, const struct ggml_sparse_attn_params * params);
+
+// exact top-k attention: SCORE from K, SELECT, ATTEND
+GGML_API struct ggml_tensor * ggml_topk_attn(
+        struct ggml_context * ctx, const struct ggml_sparse_attn_inputs * in, const struct ggml_sparse_attn_params * params);
+
+#ifdef __cplusplus
+}
+#endif

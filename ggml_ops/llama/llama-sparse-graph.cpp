@@ -1,0 +1,499 @@
+// The shadow of a KV cache, and the graph of one layer's attention.
+
+#include "llama-sparse-impl.h"
+
+#include "llama-context.h"
+#include "llama-cparams.h"
+#include "llama-graph.h"
+#include "llama-hparams.h"
+#include "llama-impl.h"
+#include "llama-kv-cache-iswa.h"
+#include "llama-kv-cache.h"
+#include "llama-memory-hybrid-iswa.h"
+#include "llama-memory-hybrid.h"
+
+#include "ggml-backend.h"
+
+#include <algorithm>
+#include <iterator>
+
+// row padding of k_t, in positions: a stride of a power of two would put all channels of a tile into the same cache sets
+static constexpr int64_t K_T_PAD = 192;
+
+// groups sealed per decoded token: more after a restored state would make single steps slow
+static constexpr int64_t N_SEAL_DECODE = 16;
+
+//
+// shadow
+//
+
+struct llama_sparse_shadow {
+    struct layer {
+        ggml_tensor * k_t   = nullptr; // [kv_size + pad, n_embd_k_gqa, n_stream] f16
+        ggml_tensor * v_sum = nullptr; // [n_embd_v_gqa, n_grp, n_stream] f32; only with mean_v
+    };
+
+    std::vector<layer> layers; // by layer of the cache; k_t == nullptr: this layer has no shadow
+
+    // [n_stream][n_grp]: the group's k_t and v_sum equal K and V
+    std::vector<std::vector<uint8_t>> sealed;
+
+    ggml_context_ptr                     ctx;
+    std::vector<ggml_backend_buffer_ptr> bufs;
+    bool                                 has_v_sum = false;
+};
+
+static uint32_t n_groups(uint32_t n_kv) {
+    return (n_kv + GGML_SPARSE_GROUP - 1)/GGML_SPARSE_GROUP;
+}
+
+// step 3 for a layer? auto: MHA only, as in the paper
+static bool wants_mean_v(const llama_sparse_spec & spec, const llama_hparams & hparams, int il) {
+    return spec.method == LLAMA_SPARSE_SPARQ && (spec.mean_v < 0 ? hparams.n_head(il) == hparams.n_head_kv(il) : spec.mean_v > 0);
+}
+
+static bool is_supported_type(ggml_type type) {
+    return type == GGML_TYPE_F16 || type == GGML_TYPE_BF16 || type == GGML_TYPE_F32;
+}
+
+// the private parts of upstream's classes that we read; they name this struct as a friend
+struct llama_sparse_access {
+    using slot_info = llama_kv_cache::slot_info;
+
+    static llama_kv_cache  * kv   (const llama_kv_cache_context * mctx) { return mctx->kv; }
+    static const slot_info & sinfo(const llama_kv_cache_context * mctx) { return mctx->sinfos[mctx->i_cur]; }
+
+    static const llama_kv_cells & cells(const llama_kv_cache * kv, uint32_t stream) { return kv->v_cells[stream]; }
+    static uint32_t stream_of(const llama_kv_cache * kv, llama_seq_id seq) { return kv->seq_to_stream[seq]; }
+    static int32_t  layer_of (const llama_kv_cache * kv, int il)           { return kv->map_layer_ids.at(il); }
+
+    static std::shared_ptr<llama_sparse_shadow> & shadow(llama_kv_cache * kv) { return kv->sparse; }
+
+    // "" or why no layer of this cache can be sparse
+    static const char * why_not(const llama_kv_cache * kv) {
+        return kv->other           ? "the cells are shared with another cache" :
+               kv->v_trans         ? "flash attention is off" :
+               kv->layers.empty()  ? "the cache has no layers" :
+               kv->hparams.is_mla() ? "multi-head latent attention" : "";
+    }
+
+    // "" or why this layer of the cache can not be sparse
+    static const char * why_not_layer(const llama_kv_cache * kv, int32_t ikv) {
+        const auto & layer = kv->layers[ikv];
+        return !layer.k || !layer.v                             ? "no separate K and V" :
+               !is_supported_type(layer.k->type) ||
+               !is_supported_type(layer.v->type)                ? "quantized K or V cache" :
+               !ggml_backend_buffer_is_host(layer.k->buffer) ||
+               !ggml_backend_buffer_is_host(layer.v->buffer)    ? "K and V are not in host memory" : "";
+    }
+
+    static void create(llama_kv_cache * kv, const llama_sparse_spec & spec, const llama_hparams & hparams) {
+        bool v_sum = false;
+        for (const auto & [il, ikv] : kv->map_layer_ids) {
+            v_sum = v_sum || wants_mean_v(spec, hparams, il);
+        }
+        auto & old = kv->sparse;
+        if (*why_not(kv) || (old && (old->has_v_sum || !v_sum))) {
+            return;
+        }
+
+        auto shadow = std::make_shared<llama_sparse_shadow>();
+        ggml_init_params params = { 2*kv->layers.size()*ggml_tensor_overhead(), nullptr, true };
+        shadow->ctx.reset(ggml_init(params));
+        shadow->has_v_sum = v_sum;
+        shadow->layers.resize(kv->layers.size());
+
+        for (size_t ikv = 0; ikv < kv->layers.size(); ++ikv) {
+            if (*why_not_layer(kv, ikv)) {
+                continue;
+            }
+            const auto & src = kv->layers[ikv];
+            auto & dst = shadow->layers[ikv];
+            dst.k_t = ggml_new_tensor_3d(shadow->ctx.get(), GGML_TYPE_F16, kv->get_size() + K_T_PAD, src.k->ne[0], kv->n_stream);
+            ggml_format_name(dst.k_t, "sparse_k_t_%d", (int) src.il);
+            if (v_sum) {
+                dst.v_sum = ggml_new_tensor_3d(shadow->ctx.get(), GGML_TYPE_F32, src.v->ne[0], n_groups(kv->get_size()), kv->n_stream);
+                ggml_format_name(dst.v_sum, "sparse_v_sum_%d", (int) src.il);
+            }
+        }
+        if (ggml_get_first_tensor(shadow->ctx.get())) {
+            // not cleared: a group is read only after it was sealed, and the pages are first touched by the threads that seal
+            ggml_backend_buffer_t buf = ggml_backend_alloc_ctx_tensors_from_buft(shadow->ctx.get(), ggml_backend_cpu_buffer_type());
+            if (!buf) {
+                throw std::runtime_error("no memory for the transposed copy of K\nuse a shorter context, or topk, which needs no copy");
+            }
+            shadow->bufs.emplace_back(buf);
+        }
+        shadow->sealed.assign(kv->n_stream, std::vector<uint8_t>(n_groups(kv->get_size()), 0));
+
+        old = std::move(shadow);
+    }
+};
+
+void llama_sparse_shadow_create(llama_kv_cache * kv, const llama_sparse_spec & spec, const llama_hparams & hparams) {
+    llama_sparse_access::create(kv, spec, hparams);
+}
+
+llama_sparse_shadow * llama_sparse_shadow_get(const llama_kv_cache * kv) {
+    return llama_sparse_access::shadow(const_cast<llama_kv_cache *>(kv)).get();
+}
+
+size_t llama_sparse_shadow_bytes(const llama_kv_cache * kv) {
+    size_t n = 0;
+    if (const auto * shadow = llama_sparse_shadow_get(kv)) {
+        for (const auto & buf : shadow->bufs) {
+            n += ggml_backend_buffer_get_size(buf.get());
+        }
+    }
+    return n;
+}
+
+void llama_sparse_unseal(llama_sparse_shadow * shadow, uint32_t stream, const std::vector<uint32_t> & cells) {
+    if (shadow) {
+        for (uint32_t i : cells) {
+            shadow->sealed[stream][i/GGML_SPARSE_GROUP] = 0;
+        }
+    }
+}
+
+void llama_sparse_unseal_all(llama_sparse_shadow * shadow) {
+    if (shadow) {
+        for (auto & sealed : shadow->sealed) {
+            std::fill(sealed.begin(), sealed.end(), 0);
+        }
+    }
+}
+
+//
+// graph input
+//
+
+static const llama_kv_cache_context * find_kv_context(const llama_memory_context_i * mctx) {
+    if (auto * kv = dynamic_cast<const llama_kv_cache_context *>(mctx)) {
+        return kv;
+    }
+    if (auto * iswa = dynamic_cast<const llama_kv_cache_iswa_context *>(mctx)) {
+        return iswa->get_base();
+    }
+    if (auto * hybrid = dynamic_cast<const llama_memory_hybrid_context *>(mctx)) {
+        return hybrid->get_attn();
+    }
+    if (auto * hybrid = dynamic_cast<const llama_memory_hybrid_iswa_context *>(mctx)) {
+        return hybrid->get_attn()->get_base();
+    }
+    return nullptr;
+}
+
+// Everything the sparse layers of one graph need from the host. Tensors are made by the first layer that wants them.
+class llm_graph_input_sparse : public llm_graph_input_i {
+public:
+    llm_graph_input_sparse(std::shared_ptr<llama_sparse_state> state, const llm_graph_context & g, const llama_kv_cache_context * mctx) :
+        state(std::move(state)), mctx(mctx),
+        is_decode(g.ubatch.n_tokens == g.ubatch.n_seqs_unq), // NOT n_seq_tokens == 1, which is true in the prefill of a single stream
+        n_kv(mctx ? mctx->get_n_kv() : 0), n_tok_all(g.n_tokens) {
+    }
+
+    void set_input(const llama_ubatch * ubatch) override;
+    bool can_reuse(const llm_graph_params & params) override;
+
+    std::shared_ptr<llama_sparse_state> state;
+    const llama_kv_cache_context * mctx; // nullptr: an architecture without a plain KV cache
+
+    const bool     is_decode;
+    const uint32_t n_kv;
+    const uint32_t n_tok_all;
+
+    ggml_tensor * list   = nullptr; // I32 [n_list, n_stream]
+    ggml_tensor * sealed = nullptr; // I32 [n_grp, n_stream]
+    ggml_tensor * forced = nullptr; // I32 [n_local_max + n_sinks, n_tok, 1, n_stream]
+    ggml_tensor * kl     = nullptr; // I32 [2, n_tok, n_stream, n_layer]: k and l
+
+    // the graph's nodes that layers share
+    ggml_tensor * visible = nullptr;
+    std::map<int32_t, ggml_tensor *> k_t; // SEAL's result, by layer of the cache
+
+    int32_t n_local_max = 0;
+
+    std::vector<std::pair<int, std::string>> layers; // (il, reason): reason "" = our op runs
+
+private:
+    void set_seal  (uint32_t s, uint32_t stream, const std::vector<uint32_t> & written);
+    void set_select(const llama_ubatch * ubatch);
+};
+
+// Seals up to n_list complete groups of one stream: every cell in use, none written by this ubatch. K and V of such a group are in the
+// cache already, so it does not matter where in the graph SEAL runs.
+void llm_graph_input_sparse::set_seal(uint32_t s, uint32_t stream, const std::vector<uint32_t> & written) {
+    const auto * kv = llama_sparse_access::kv(mctx);
+    const auto & cells = llama_sparse_access::cells(kv, stream);
+    auto & flags = llama_sparse_shadow_get(kv)->sealed[stream];
+
+    const int64_t n_list = list->ne[0];
+    int32_t * dst = (int32_t *) list->data + s*n_list;
+    int64_t n = 0;
+
+    // the cells this ubatch writes are in use already, and their groups were unsealed by apply_ubatch()
+    std::vector<uint8_t> busy(flags.size(), 0);
+    for (uint32_t i : written) {
+        busy[i/GGML_SPARSE_GROUP] = 1;
+    }
+
+    const uint32_t n_full = std::min(n_kv, cells.used_max_p1())/GGML_SPARSE_GROUP;
+    for (uint32_t g = 0; g < n_full && n < n_list; ++g) {
+        if (flags[g] || busy[g]) {
+            continue;
+        }
+        bool full = true;
+        for (uint32_t i = 0; i < GGML_SPARSE_GROUP && full; ++i) {
+            full = !cells.is_empty(g*GGML_SPARSE_GROUP + i);
+        }
+        if (full) {
+            flags[g] = 1;
+            dst[n++] = g;
+        }
+    }
+    std::fill(dst + n, dst + n_list, -1);
+
+    if (sealed) {
+        int32_t * out = (int32_t *) sealed->data + s*sealed->ne[0];
+        for (int64_t g = 0; g < sealed->ne[0]; ++g) {
+            out[g] = flags[g];
+        }
+    }
+}
+
+// The local window and the sinks are the newest and the oldest positions of the token's own sequence: found by position, since cells are
+// in no particular order.
+void llm_graph_input_sparse::set_select(const llama_ubatch * ubatch) {
+    const auto * kv = llama_sparse_access::kv(mctx);
+    const auto & spec = state->spec;
+
+    const int64_t n_forced = forced->ne[0];
+    const int64_t n_layer  = kl->ne[3];
+
+    for (uint32_t t = 0; t < n_tok_all; ++t) {
+        const llama_seq_id seq = ubatch->seq_id[t][0];
+        const auto & pos = llama_sparse_access::cells(kv, llama_sparse_access::stream_of(kv, seq)).seq_pos_get(seq);
+
+        const auto end = pos.upper_bound({ ubatch->pos[t], UINT32_MAX }); // the first after the token itself
+        const int32_t n_pos = end == pos.end() ? pos.size() : std::distance(pos.begin(), end);
+
+        int32_t * dst = (int32_t *) forced->data + t*n_forced;
+        std::fill(dst, dst + n_forced, -1);
+        auto it = end;
+        for (int32_t i = 0; i < n_local_max && it != pos.begin(); ++i) {
+            dst[i] = (--it)->second;
+        }
+        auto first = pos.begin();
+        for (int64_t i = n_local_max; i < n_forced && first != end; ++i, ++first) {
+            dst[i] = first->second;
+        }
+
+        for (int64_t il = 0; il < n_layer; ++il) {
+            int32_t * out = (int32_t *) kl->data + (il*n_tok_all + t)*2;
+            out[0] = spec.topk_for(il, n_layer, n_pos);
+            out[1] = std::min(spec.local_for(out[0]), n_local_max);
+        }
+    }
+}
+
+void llm_graph_input_sparse::set_input(const llama_ubatch * ubatch) {
+    if (list) {
+        const auto & sinfo = llama_sparse_access::sinfo(mctx);
+        // the graph's streams are s0..s1; those without tokens in this ubatch seal nothing new
+        static const std::vector<uint32_t> none;
+        for (uint32_t s = 0; s < list->ne[1]; ++s) {
+            const uint32_t stream = sinfo.s0 + s;
+            const auto it = std::find(sinfo.strm.begin(), sinfo.strm.end(), (llama_seq_id) stream);
+            set_seal(s, stream, it == sinfo.strm.end() ? none : sinfo.idxs[it - sinfo.strm.begin()]);
+        }
+    }
+    if (kl) {
+        set_select(ubatch);
+    }
+
+    if (is_decode) {
+        state->layers.clear();
+        state->n_steps += n_tok_all;
+    }
+    for (const auto & [il, reason] : layers) {
+        if (is_decode) {
+            state->layers[il] = reason;
+        }
+        if (!reason.empty()) {
+            state->n_stock[reason] += n_tok_all;
+        }
+    }
+}
+
+bool llm_graph_input_sparse::can_reuse(const llm_graph_params & params) {
+    const auto * next = find_kv_context(params.mctx);
+    if (!mctx || !next) {
+        return !mctx && !next;
+    }
+    mctx = next;
+    return n_kv == mctx->get_n_kv() && n_tok_all == params.ubatch.n_tokens;
+}
+
+//
+// graph
+//
+
+static llm_graph_input_sparse * get_input(const llm_graph_context & g, const llama_kv_cache_context * mctx) {
+    for (auto & input : g.res->inputs) {
+        if (auto * inp = dynamic_cast<llm_graph_input_sparse *>(input.get())) {
+            return inp;
+        }
+    }
+    auto inp = std::make_unique<llm_graph_input_sparse>(g.cparams.sparse, g, mctx ? mctx : find_kv_context(g.mctx));
+    return static_cast<llm_graph_input_sparse *>(g.res->add_input(std::move(inp)));
+}
+
+static ggml_tensor * new_input(const llm_graph_context & g, const char * name, int64_t ne0, int64_t ne1, int64_t ne2 = 1, int64_t ne3 = 1) {
+    ggml_tensor * t = ggml_new_tensor_4d(g.ctx0, GGML_TYPE_I32, ne0, ne1, ne2, ne3);
+    ggml_set_input(t);
+    g.cb(t, name, -1);
+    return t;
+}
+
+// "" or why this layer's attention is left to llama.cpp whatever the batch
+static std::string why_dense(const llm_graph_context & g, const llama_kv_cache_context * mctx, const ggml_tensor * kq_b, const ggml_tensor * kq_mask, int il) {
+    if (!mctx) {
+        return "sliding-window layer";
+    }
+    if (!g.cparams.flash_attn || !kq_mask || kq_mask->type != GGML_TYPE_F16) {
+        return "flash attention is off";
+    }
+    if (kq_b) {
+        return "attention with a learned bias";
+    }
+    if (g.cparams.training || !g.cparams.causal_attn) {
+        return "not causal decoding";
+    }
+    const auto * kv = llama_sparse_access::kv(mctx);
+    const char * reason = llama_sparse_access::why_not(kv);
+    return *reason ? reason : llama_sparse_access::why_not_layer(kv, llama_sparse_access::layer_of(kv, il));
+}
+
+// SEAL for the layer, once per graph; returns k_t of the graph's streams
+static ggml_tensor * build_seal(const llm_graph_context & g, llm_graph_input_sparse * inp, ggml_tensor * k, ggml_tensor * v, uint32_t s0, int il) {
+    const auto * kv = llama_sparse_access::kv(inp->mctx);
+    const int32_t ikv = llama_sparse_access::layer_of(kv, il);
+
+    auto & res = inp->k_t[ikv];
+    if (res) {
+        return res;
+    }
+    const int64_t ns = k->ne[3];
+    if (!inp->list) {
+        const int64_t n_written = g.n_tokens/ns/GGML_SPARSE_GROUP + 2;
+        inp->list = new_input(g, "sparse_list", std::max(N_SEAL_DECODE, n_written), ns);
+    }
+    const auto & layer = llama_sparse_shadow_get(kv)->layers[ikv];
+    const auto view = [&](ggml_tensor * t) {
+        return t ? ggml_view_3d(g.ctx0, t, t->ne[0], t->ne[1], ns, t->nb[1], t->nb[2], s0*t->nb[2]) : nullptr;
+    };
+    res = ggml_sparse_attn_seal(g.ctx0, view(layer.k_t), view(layer.v_sum), k, layer.v_sum ? v : nullptr, inp->list, inp->state->stats);
+    g.cb(res, "sparse_seal", il);
+    ggml_build_forward_expand(g.gf, res);
+    return res;
+}
+
+// the inputs of SELECT, shared by all layers
+static void build_select_inputs(const llm_graph_context & g, llm_graph_input_sparse * inp, int64_t n_tok, int64_t ns) {
+    if (inp->kl) {
+        return;
+    }
+    const auto & spec = inp->state->spec;
+    const int32_t n_layer = inp->state->n_layer;
+    for (int32_t il = 0; il < n_layer; ++il) {
+        inp->n_local_max = std::max(inp->n_local_max, spec.local_for(spec.topk_for(il, n_layer, inp->n_kv)));
+    }
+    inp->forced = new_input(g, "sparse_forced", std::max(inp->n_local_max + spec.sinks, 1), n_tok, 1, ns);
+    inp->kl     = new_input(g, "sparse_kl", 2, n_tok, ns, n_layer);
+}
+
+ggml_tensor * llama_sparse_build_attn(
+        const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
+        ggml_tensor * kq_b, ggml_tensor * kq_mask, ggml_tensor * sinks, float kq_scale, int il) {
+    const auto & state = g.cparams.sparse;
+    if (!state || state->spec.method == LLAMA_SPARSE_OFF) {
+        return nullptr;
+    }
+    const auto & spec = state->spec;
+
+    auto * inp = get_input(g, mctx);
+
+    const std::string reason = why_dense(g, mctx, kq_b, kq_mask, il);
+    if (!reason.empty()) {
+        inp->layers.emplace_back(il, reason);
+        return nullptr;
+    }
+
+    const auto * kv = llama_sparse_access::kv(mctx);
+    const int64_t ns    = k->ne[3];
+    const int64_t n_tok = g.n_tokens/ns;
+
+    const bool has_shadow = spec.method == LLAMA_SPARSE_SPARQ && !spec.is_dense();
+    ggml_tensor * k_t = has_shadow ? build_seal(g, inp, k, v, llama_sparse_access::sinfo(mctx).s0, il) : nullptr;
+
+    if (!inp->is_decode) {
+        inp->layers.emplace_back(il, "prefill");
+        return nullptr;
+    }
+    inp->layers.emplace_back(il, "");
+
+    if (!inp->visible) {
+        inp->visible = ggml_sparse_attn_visible(g.ctx0, kq_mask);
+        g.cb(inp->visible, "sparse_visible", -1);
+    }
+
+    ggml_sparse_attn_inputs in = {};
+    in.q       = ggml_view_4d(g.ctx0, q, q->ne[0], q->ne[1], n_tok, ns, q->nb[1], q->nb[2], q->nb[2]*n_tok, 0);
+    in.k       = k;
+    in.v       = v;
+    in.mask    = kq_mask;
+    in.visible = inp->visible;
+    in.sinks   = sinks;
+    in.stats   = state->stats;
+
+    ggml_sparse_attn_params params = {};
+    params.scale    = kq_scale;
+    params.max_bias = g.hparams.f_max_alibi_bias;
+    params.softcap  = g.hparams.attn_soft_cap ? g.hparams.f_attn_logit_softcapping : 0.0f;
+    params.topk_max = spec.topk_for(il, state->n_layer, inp->n_kv);
+
+    const bool all = spec.is_dense() || inp->n_kv < (uint32_t) spec.min_ctx || (uint32_t) params.topk_max >= inp->n_kv;
+
+    ggml_tensor * cur;
+    if (all) {
+        const ggml_sparse_attend_params attend = { params.scale, params.max_bias, params.softcap, 0 };
+        cur = ggml_sparse_attn_attend(g.ctx0, in.q, in.k, in.v, in.mask, in.visible, nullptr, nullptr, nullptr, in.sinks, in.stats, attend);
+    } else {
+        build_select_inputs(g, inp, n_tok, ns);
+        in.forced = inp->forced;
+        in.kl     = ggml_view_4d(g.ctx0, inp->kl, 2, n_tok, 1, ns, inp->kl->nb[1], inp->kl->nb[2], inp->kl->nb[2], il*inp->kl->nb[3]);
+        params.n_local_max = inp->n_local_max;
+        if (k_t) {
+            if (!inp->sealed) {
+                inp->sealed = new_input(g, "sparse_sealed", n_groups(inp->n_kv), ns);
+            }
+            in.k_t    = k_t;
+            in.v_sum  = nullptr;
+            in.sealed = inp->sealed;
+            params.mean_v = wants_mean_v(spec, g.hparams, il);
+            params.rank   = spec.rank_for(k->ne[0], ggml_type_size(k->type), ggml_type_size(k_t->type));
+            if (params.mean_v) {
+                ggml_tensor * t = llama_sparse_shadow_get(kv)->layers[llama_sparse_access::layer_of(kv, il)].v_sum;
+                in.v_sum = ggml_view_3d(g.ctx0, t, t->ne[0], t->ne[1], ns, t->nb[1], t->nb[2], llama_sparse_access::sinfo(mctx).s0*t->nb[2]);
+            }
+            cur = ggml_sparq_attn(g.ctx0, &in, &params);
+        } else {
+            cur = ggml_topk_attn(g.ctx0, &in, &params);
+        }
+    }
+    g.cb(cur, "sparse_attend", il);
+    ggml_build_forward_expand(g.gf, cur);
+
+    return cur;
+}

@@ -1,0 +1,81 @@
+#pragma once
+
+// What llama-sparse.cpp and llama-sparse-graph.cpp share.
+
+#include "llama-sparse.h"
+
+#include "ggml-cpp.h"
+#include "ggml-sparse.h"
+
+#include <map>
+#include <string>
+
+struct llama_hparams;
+class  llama_kv_cache;
+
+enum llama_sparse_method {
+    LLAMA_SPARSE_OFF,
+    LLAMA_SPARSE_DENSE,
+    LLAMA_SPARSE_SPARQ,
+    LLAMA_SPARSE_TOPK,
+};
+
+// the parsed form of a spec; the keys are described in llama-sparse.h
+struct llama_sparse_spec {
+    llama_sparse_method method = LLAMA_SPARSE_OFF;
+
+    double  ratio   = 1.0/8;
+    int32_t rank    = 0;    // 0: from ratio
+    int32_t topk    = 0;    // 0: from ratio
+    int32_t local   = -1;   // < 0: topk/4
+    int32_t sinks   = 4;
+    int32_t min_k   = 128;
+    int32_t min_ctx = 1024;
+    int32_t mean_v  = -1;   // < 0: auto
+    bool    ramp    = false;
+
+    std::vector<int32_t> k_layers;
+
+    std::string str() const;
+
+    // reads every position: run as the dense op
+    bool is_dense() const;
+
+    // size_kv, size_t: bytes of one element of K and of its transposed copy
+    int32_t rank_for(int32_t d_k, size_t size_kv, size_t size_t) const;
+
+    // k of layer il for a token that sees n_pos positions
+    int32_t topk_for(int32_t il, int32_t n_layer, int32_t n_pos) const;
+
+    int32_t local_for(int32_t k) const;
+};
+
+// per context
+struct llama_sparse_state {
+    llama_sparse_spec spec;
+
+    int32_t     n_layer = 0;
+    std::string reason; // why nothing is sparse, whatever the layer
+
+    // layer -> why its decode attention is not ours, "" if it is; as of the last graph that decoded
+    std::map<int, std::string> layers;
+
+    // counters: the ops add to stats when they run; attention left to llama.cpp is counted here, by reason
+    ggml_tensor * stats = nullptr;
+    uint64_t n_steps = 0;
+    std::map<std::string, uint64_t> n_stock;
+
+    llama_sparse_state();
+
+    void reset_counters();
+
+private:
+    ggml_context_ptr        ctx;
+    ggml_backend_buffer_ptr buf;
+};
+
+// the shadow of a cache: made on first use, kept until the cache goes; nullptr where there is none.
+// create throws std::runtime_error when there is no memory for it.
+void                  llama_sparse_shadow_create(llama_kv_cache * kv, const llama_sparse_spec & spec, const llama_hparams & hparams);
+llama_sparse_shadow * llama_sparse_shadow_get   (const llama_kv_cache * kv);
+size_t                llama_sparse_shadow_bytes (const llama_kv_cache * kv);

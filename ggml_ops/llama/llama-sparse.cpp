@@ -1,0 +1,461 @@
+// Settings, counters and the C API. The shadow and the graph are in llama-sparse-graph.cpp.
+
+#include "llama-sparse-impl.h"
+
+#include "llama-context.h"
+#include "llama-impl.h"
+#include "llama-kv-cache-iswa.h"
+#include "llama-kv-cache.h"
+#include "llama-memory-hybrid-iswa.h"
+#include "llama-memory-hybrid.h"
+#include "llama-model.h"
+
+#include "ggml-backend.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+
+//
+// spec
+//
+
+namespace {
+
+// what a user did wrong: the message and the hint, as the C API returns them
+struct spec_error : std::runtime_error {
+    spec_error(const std::string & msg, const std::string & hint) : std::runtime_error(msg + "\n" + hint) {}
+};
+
+const std::vector<std::string> METHODS = { "off", "dense", "sparq", "topk" };
+const std::vector<std::string> KEYS = {
+    "ratio", "rank", "topk", "k", "local", "sinks", "min_k", "min_ctx", "mean_v", "budget", "k_layers",
+};
+
+int edit_distance(const std::string & a, const std::string & b) {
+    std::vector<int> row(b.size() + 1);
+    for (size_t j = 0; j <= b.size(); ++j) {
+        row[j] = j;
+    }
+    for (size_t i = 1; i <= a.size(); ++i) {
+        int diag = row[0];
+        row[0] = i;
+        for (size_t j = 1; j <= b.size(); ++j) {
+            const int up = row[j];
+            row[j] = std::min({ up + 1, row[j - 1] + 1, diag + (a[i - 1] != b[j - 1]) });
+            diag = up;
+        }
+    }
+    return row.back();
+}
+
+std::string nearest(const std::string & word, const std::vector<std::string> & names) {
+    return *std::min_element(names.begin(), names.end(), [&](const auto & a, const auto & b) {
+        return edit_distance(word, a) < edit_distance(word, b);
+    });
+}
+
+std::string trim(const std::string & s) {
+    const size_t b = s.find_first_not_of(" \t\n");
+    return b == std::string::npos ? "" : s.substr(b, s.find_last_not_of(" \t\n") - b + 1);
+}
+
+std::vector<std::string> split(const std::string & s, char sep) {
+    std::vector<std::string> res;
+    size_t b = 0;
+    for (size_t e; (e = s.find(sep, b)) != std::string::npos; b = e + 1) {
+        res.push_back(trim(s.substr(b, e - b)));
+    }
+    res.push_back(trim(s.substr(b)));
+    return res;
+}
+
+// false unless all of s is a number
+bool to_double(const std::string & s, double & x) {
+    char * end = nullptr;
+    x = strtod(s.c_str(), &end);
+    return !s.empty() && *end == 0 && std::isfinite(x);
+}
+
+double parse_ratio(const std::string & s) {
+    double x = 0;
+    double den = 1;
+    bool ok = false;
+    const size_t slash = s.find('/');
+    if (slash != std::string::npos) {
+        ok = to_double(trim(s.substr(0, slash)), x) && to_double(trim(s.substr(slash + 1)), den) && den > 0;
+        x /= den;
+    } else if (!s.empty() && s.back() == '%') {
+        ok = to_double(trim(s.substr(0, s.size() - 1)), x);
+        x /= 100;
+    } else {
+        ok = to_double(s, x);
+    }
+    if (!ok) {
+        throw spec_error("ratio is not a number: " + s, "write it as 1/8, 0.125 or 12.5%");
+    }
+    if (!(x > 0 && x <= 1)) {
+        throw spec_error("ratio must be above 0 and at most 1: " + s, "ratio is the share of dense attention's bytes to read, as in 1/8");
+    }
+    return x;
+}
+
+int32_t parse_int(const std::string & key, const std::string & s, int32_t min) {
+    double x;
+    if (!to_double(s, x) || x != std::floor(x) || x > 1e9) {
+        throw spec_error(key + " is not a whole number: " + s, "as in " + key + "=" + std::to_string(std::max(min, 16)));
+    }
+    if (x < min) {
+        throw spec_error(key + " must be at least " + std::to_string(min) + ": " + s, "leave it out for the default");
+    }
+    return (int32_t) x;
+}
+
+std::string format_double(double x) {
+    char buf[32];
+    snprintf(buf, sizeof(buf), "%.9g", x);
+    return buf;
+}
+
+llama_sparse_spec parse_spec(const std::string & text) {
+    llama_sparse_spec spec;
+
+    const auto parts = split(text, ',');
+
+    const auto method = std::find(METHODS.begin(), METHODS.end(), parts[0]);
+    if (method == METHODS.end()) {
+        throw spec_error("unknown method: " + parts[0], "did you mean " + nearest(parts[0], METHODS) + "? methods: off, dense, sparq, topk");
+    }
+    spec.method = (llama_sparse_method) (method - METHODS.begin());
+
+    for (size_t i = 1; i < parts.size(); ++i) {
+        const size_t eq = parts[i].find('=');
+        // "budget" values may stand alone: topk,k=512,ramp
+        const std::string key = eq == std::string::npos ? "budget" : trim(parts[i].substr(0, eq));
+        const std::string val = eq == std::string::npos ? parts[i] : trim(parts[i].substr(eq + 1));
+
+        if (std::find(KEYS.begin(), KEYS.end(), key) == KEYS.end()) {
+            throw spec_error("unknown key: " + key, "did you mean " + nearest(key, KEYS) + "?");
+        }
+        if (key == "ratio") {
+            spec.ratio = parse_ratio(val);
+        } else if (key == "rank") {
+            spec.rank = parse_int(key, val, 1);
+        } else if (key == "topk" || key == "k") {
+            spec.topk = parse_int(key, val, 1);
+        } else if (key == "local") {
+            spec.local = parse_int(key, val, 0);
+        } else if (key == "sinks") {
+            spec.sinks = parse_int(key, val, 0);
+        } else if (key == "min_k") {
+            spec.min_k = parse_int(key, val, 1);
+        } else if (key == "min_ctx") {
+            spec.min_ctx = parse_int(key, val, 0);
+        } else if (key == "mean_v") {
+            if (val != "auto" && val != "on" && val != "off") {
+                throw spec_error("mean_v is not auto, on or off: " + val, "leave it out for auto: on for MHA, off for GQA");
+            }
+            spec.mean_v = val == "auto" ? -1 : val == "on";
+        } else if (key == "budget") {
+            if (val != "uniform" && val != "ramp") {
+                throw spec_error((eq == std::string::npos ? "not a key=value pair: " : "unknown budget: ") + val, "budgets: uniform, ramp");
+            }
+            spec.ramp = val == "ramp";
+        } else if (key == "k_layers") {
+            for (const auto & k : split(val, ':')) {
+                spec.k_layers.push_back(parse_int(key, k, 1));
+            }
+        }
+    }
+
+    const bool sparse = spec.method == LLAMA_SPARSE_SPARQ || spec.method == LLAMA_SPARSE_TOPK;
+    if (!sparse && parts.size() > 1 && !parts[1].empty()) {
+        throw spec_error(parts[0] + " takes no keys: " + text, "write just " + parts[0]);
+    }
+    if (spec.method == LLAMA_SPARSE_TOPK && (spec.rank > 0 || spec.mean_v > 0)) {
+        throw spec_error("rank and mean_v belong to sparq, not topk: " + text, "topk scores with all of K, so its scores are exact");
+    }
+    if (spec.topk > 0 && spec.sinks + std::max(spec.local, 0) > spec.topk) {
+        throw spec_error("sinks and local do not fit into topk: " + text, "topk counts them; raise topk");
+    }
+    return spec;
+}
+
+} // namespace
+
+std::string llama_sparse_spec::str() const {
+    if (method == LLAMA_SPARSE_OFF || method == LLAMA_SPARSE_DENSE) {
+        return METHODS[method];
+    }
+    const llama_sparse_spec def;
+    std::string s = METHODS[method];
+    const auto add = [&](const char * key, const std::string & val) { s += std::string(",") + key + "=" + val; };
+    const bool needs_ratio = (topk <= 0 && k_layers.empty()) || (method == LLAMA_SPARSE_SPARQ && rank <= 0);
+    if (needs_ratio)            { add("ratio",   format_double(ratio)); }
+    if (rank > 0)               { add("rank",    std::to_string(rank)); }
+    if (topk > 0)               { add("topk",    std::to_string(topk)); }
+    if (local >= 0)             { add("local",   std::to_string(local)); }
+    if (sinks   != def.sinks)   { add("sinks",   std::to_string(sinks)); }
+    if (min_k   != def.min_k)   { add("min_k",   std::to_string(min_k)); }
+    if (min_ctx != def.min_ctx) { add("min_ctx", std::to_string(min_ctx)); }
+    if (mean_v >= 0)            { add("mean_v",  mean_v ? "on" : "off"); }
+    if (ramp)                   { add("budget",  "ramp"); }
+    if (!k_layers.empty()) {
+        std::string list;
+        for (int32_t k : k_layers) {
+            list += (list.empty() ? "" : ":") + std::to_string(k);
+        }
+        add("k_layers", list);
+    }
+    return s;
+}
+
+bool llama_sparse_spec::is_dense() const {
+    return method == LLAMA_SPARSE_DENSE || (ratio >= 1 && rank <= 0 && topk <= 0 && k_layers.empty());
+}
+
+int32_t llama_sparse_spec::rank_for(int32_t d_k, size_t size_kv, size_t size_t_) const {
+    if (rank > 0) {
+        return rank;
+    }
+    // S*r*size_t = ratio/2 * 2*S*d_k*size_kv
+    return std::clamp((int32_t) std::lround(ratio*d_k*size_kv/size_t_), 1, d_k);
+}
+
+int32_t llama_sparse_spec::topk_for(int32_t il, int32_t n_layer, int32_t n_pos) const {
+    double k;
+    int32_t k_min = 1;
+    if (!k_layers.empty()) {
+        k = k_layers[il];
+    } else if (topk > 0) {
+        k = topk;
+    } else {
+        // sparq: 2*k*d*size = ratio/2 * 2*S*d*size. topk: ratio is the share of positions
+        k = (method == LLAMA_SPARSE_SPARQ ? ratio/2 : ratio)*n_pos;
+        k_min = min_k;
+    }
+    if (ramp && k_layers.empty()) {
+        k *= 2.0*(il + 1)/(n_layer + 1);
+    }
+    k_min = std::max(k_min, sinks + std::max(local, 0) + 1);
+    return (int32_t) std::min<int64_t>(std::max<int64_t>(std::lround(k), k_min), std::max(n_pos, 1));
+}
+
+int32_t llama_sparse_spec::local_for(int32_t k) const {
+    return local >= 0 ? local : std::max(k/4, 1);
+}
+
+//
+// per context
+//
+
+// the KV caches of a context whose layers we can serve
+static std::vector<llama_kv_cache *> find_caches(llama_memory_i * memory) {
+    if (auto * kv = dynamic_cast<llama_kv_cache *>(memory)) {
+        return { kv };
+    }
+    if (auto * iswa = dynamic_cast<llama_kv_cache_iswa *>(memory)) {
+        return { iswa->get_base() };
+    }
+    if (auto * hybrid = dynamic_cast<llama_memory_hybrid *>(memory)) {
+        return { hybrid->get_mem_attn() };
+    }
+    if (auto * hybrid = dynamic_cast<llama_memory_hybrid_iswa *>(memory)) {
+        return { hybrid->get_mem_attn()->get_base() };
+    }
+    return {};
+}
+
+static void write_text(const std::string & s, char * buf, size_t n) {
+    if (buf && n > 0) {
+        snprintf(buf, n, "%s", s.c_str());
+    }
+}
+
+llama_sparse_state::llama_sparse_state() {
+    ggml_init_params params = { ggml_tensor_overhead(), nullptr, true };
+    ctx.reset(ggml_init(params));
+    stats = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I64, GGML_SPARSE_STAT_COUNT);
+    ggml_set_name(stats, "sparse_stats");
+    buf.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_cpu_buffer_type()));
+    if (!buf) {
+        throw std::runtime_error("failed to allocate the counters of sparse attention");
+    }
+    reset_counters();
+}
+
+void llama_sparse_state::reset_counters() {
+    memset(stats->data, 0, ggml_nbytes(stats));
+    n_steps = 0;
+    n_stock.clear();
+}
+
+struct llama_sparse_access_ctx { // friend of llama_context
+    // throws spec_error; nothing has changed then
+    static void set(llama_context * ctx, const llama_sparse_spec & spec) {
+        const auto & hparams = ctx->model.hparams;
+        const int32_t n_layer = (int32_t) hparams.n_layer();
+
+        if (spec.method != LLAMA_SPARSE_OFF && !ctx->cparams.flash_attn) {
+            throw spec_error("sparse attention needs flash attention, which is off in this context",
+                    "create the context with flash attention on (-fa on; flash_attn=True in llama-cpp-python): V is stored transposed without it");
+        }
+        if (spec.method == LLAMA_SPARSE_SPARQ && spec.rank > 0) {
+            for (int32_t il = 0; il < n_layer; ++il) {
+                if (hparams.has_kv(il) && spec.rank > (int32_t) hparams.n_embd_head_k(il)) {
+                    throw spec_error("rank is above the head size of the model: " + std::to_string(spec.rank) + " > " +
+                            std::to_string(hparams.n_embd_head_k(il)), "use a rank of at most " + std::to_string(hparams.n_embd_head_k(il)));
+                }
+            }
+        }
+        if (!spec.k_layers.empty() && (int32_t) spec.k_layers.size() != n_layer) {
+            throw spec_error("k_layers has " + std::to_string(spec.k_layers.size()) + " entries for " + std::to_string(n_layer) + " layers",
+                    "give one k per layer, separated by ':'");
+        }
+
+        const auto caches = find_caches(ctx->memory.get());
+        if (spec.method == LLAMA_SPARSE_SPARQ && !spec.is_dense()) {
+            for (auto * kv : caches) {
+                llama_sparse_shadow_create(kv, spec, hparams);
+            }
+        }
+
+        auto & state = ctx->cparams.sparse;
+        if (!state) {
+            if (spec.method == LLAMA_SPARSE_OFF) {
+                return;
+            }
+            state = std::make_shared<llama_sparse_state>();
+        }
+        state->spec    = spec;
+        state->n_layer = n_layer;
+        state->reason  = spec.method != LLAMA_SPARSE_OFF && caches.empty() ? "this architecture has no plain KV cache" : "";
+
+        // a graph built with the old settings must not be reused: allow_reuse() compares this number
+        ctx->cparams.sparse_gen++;
+        ctx->sched_need_reserve = true;
+    }
+};
+
+int32_t llama_set_sparse_attn(llama_context * ctx, const char * text, char * err, size_t n_err) {
+    try {
+        ctx->synchronize();
+        llama_sparse_access_ctx::set(ctx, parse_spec(text ? text : "off"));
+    } catch (const std::exception & e) {
+        write_text(e.what(), err, n_err);
+        return -1;
+    }
+    write_text("", err, n_err);
+    return 0;
+}
+
+int32_t llama_sparse_attn_parse(const char * text, char * buf, size_t n_buf) {
+    try {
+        const std::string s = parse_spec(text ? text : "off").str();
+        write_text(s, buf, n_buf);
+        return (int32_t) s.size();
+    } catch (const std::exception & e) {
+        write_text(e.what(), buf, n_buf);
+        return -1;
+    }
+}
+
+void llama_sparse_attn_reset_counters(llama_context * ctx) {
+    ctx->synchronize();
+    if (auto & state = ctx->get_cparams().sparse) {
+        state->reset_counters();
+    }
+}
+
+int32_t llama_get_sparse_attn_info(const llama_context * ctx, char * buf, size_t n_buf) {
+    const auto & state = ctx->get_cparams().sparse;
+    if (!state) {
+        const std::string s = "{\"spec\": \"off\", \"active\": false, \"reason\": \"off\", \"method\": \"off\"}";
+        write_text(s, buf, n_buf);
+        return (int32_t) s.size();
+    }
+    const auto & spec = state->spec;
+
+    size_t shadow_bytes = 0;
+    for (auto * kv : find_caches(ctx->get_memory())) {
+        shadow_bytes += llama_sparse_shadow_bytes(kv);
+    }
+
+    int32_t n_sparse = 0;
+    std::string layers;
+    for (const auto & [il, reason] : state->layers) {
+        n_sparse += reason.empty();
+        layers += (layers.empty() ? "" : ", ") + std::string("{\"il\": ") + std::to_string(il) +
+            ", \"state\": \"" + (reason.empty() ? "sparse" : "dense") + "\", \"reason\": \"" + reason + "\"}";
+    }
+    std::string stock;
+    uint64_t n_stock = 0;
+    for (const auto & [reason, n] : state->n_stock) {
+        stock += (stock.empty() ? "\"" : ", \"") + reason + "\": " + std::to_string(n);
+        n_stock += n;
+    }
+    const int64_t * stat = (const int64_t *) state->stats->data;
+    const auto num = [](int64_t x) { return std::to_string(x); };
+
+    const std::string s =
+        "{\"spec\": \"" + spec.str() + "\", \"active\": " + (spec.method != LLAMA_SPARSE_OFF && state->reason.empty() ? "true" : "false") +
+        ", \"reason\": \"" + (spec.method == LLAMA_SPARSE_OFF ? "off" : state->reason) + "\", \"method\": \"" + METHODS[spec.method] + "\"" +
+        ", \"n_layer\": " + num(state->n_layer) + ", \"layers_sparse\": " + num(n_sparse) +
+        ", \"shadow_type\": \"f16\", \"shadow_bytes\": " + num(shadow_bytes) + ", \"layers\": [" + layers + "]" +
+        ", \"counters\": {\"steps\": " + num(state->n_steps) +
+        ", \"calls_sparse\": "      + num(stat[GGML_SPARSE_STAT_ATTEND_SPARSE]) +
+        ", \"calls_dense_op\": "    + num(stat[GGML_SPARSE_STAT_ATTEND_DENSE]) +
+        ", \"calls_stock\": "       + num(n_stock) + ", \"stock_reasons\": {" + stock + "}" +
+        ", \"positions_visible\": " + num(stat[GGML_SPARSE_STAT_POS_VISIBLE]) +
+        ", \"positions_read\": "    + num(stat[GGML_SPARSE_STAT_POS_READ]) +
+        ", \"bytes_read\": "        + num(stat[GGML_SPARSE_STAT_BYTES_SCORE] + stat[GGML_SPARSE_STAT_BYTES_ATTEND]) +
+        ", \"bytes_score\": "       + num(stat[GGML_SPARSE_STAT_BYTES_SCORE]) +
+        ", \"bytes_attend\": "      + num(stat[GGML_SPARSE_STAT_BYTES_ATTEND]) +
+        ", \"bytes_dense\": "       + num(stat[GGML_SPARSE_STAT_BYTES_DENSE]) +
+        ", \"groups_sealed\": "     + num(stat[GGML_SPARSE_STAT_GROUPS_SEALED]) + "}}";
+    write_text(s, buf, n_buf);
+    return (int32_t) s.size();
+}
+
+//
+// environment variable
+//
+
+static const char * env_spec() {
+    const char * text = getenv("SPARQ_ATTN");
+    return text && *text ? text : nullptr;
+}
+
+void llama_sparse_env_prepare(llama_cparams & cparams) {
+    if (!env_spec() || cparams.flash_attn) {
+        return;
+    }
+    try {
+        if (parse_spec(env_spec()).method != LLAMA_SPARSE_OFF) {
+            LLAMA_LOG_WARN("%s: SPARQ_ATTN is set: turning flash attention on, which the program had turned off\n", __func__);
+            cparams.flash_attn = true;
+        }
+    } catch (const spec_error &) {
+        // llama_sparse_env_apply() reports it
+    }
+}
+
+void llama_sparse_env_apply(llama_context * ctx) {
+    if (!env_spec()) {
+        return;
+    }
+    char err[512];
+    if (llama_set_sparse_attn(ctx, env_spec(), err, sizeof(err)) != 0) {
+        // a program that was asked for sparse attention must not run dense without a word
+        throw std::runtime_error(std::string("SPARQ_ATTN: ") + err);
+    }
+    LLAMA_LOG_INFO("%s: SPARQ_ATTN=%s\n", __func__, env_spec());
+}
+
+void llama_sparse_decode_failed(llama_memory_i * memory) {
+    for (auto * kv : find_caches(memory)) {
+        llama_sparse_unseal_all(llama_sparse_shadow_get(kv));
+    }
+}
