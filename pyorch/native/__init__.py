@@ -1,1 +1,89 @@
-"""The patched llama.cpp: get the pinned source, patch, build, load."""
+"""The patched llama.cpp: get the pinned source, patch, build, load.
+
+llama_cpp = native.load()          # the Python bindings on our library; builds it on first use
+folder = native.lib_dir()          # where libllama is, e.g. for a C program
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from pyorch.errors import SparqError
+
+
+def lib_dir(stock: bool = False, tools: tuple[str, ...] = (), portable: bool | None = None) -> Path:
+    """Folder with libllama and the named tools, built for the present inputs; builds if need be.
+
+    Args:
+        stock: the same pin without our patches.
+        tools: programs of llama.cpp that must be there too, from `build.TOOLS`.
+        portable: as `sparq-cpp build --portable`; None takes SPARQ_PORTABLE=1 for yes.
+
+    Raises:
+        SparqError: it cannot be built.
+    """
+    from pyorch.native import build
+
+    if portable is None:
+        portable = os.environ.get("SPARQ_PORTABLE") == "1"
+    options = build.Options(stock=stock, portable=portable)
+    found = build.find(options, tools)
+    if found is not None and (build.bindings() / "llama_cpp").is_dir():
+        return found
+    build.say(f"the {options.name} library is not built yet for these sources; building it, once")
+    return build.build(options, tools)
+
+
+def environment(stock: bool = False) -> dict[str, str]:
+    """Variables that make another Python process, or `python -m llama_cpp.server`, use our library."""
+    from pyorch.native import build
+
+    folder = str(lib_dir(stock))
+    return {
+        "PYTHONPATH": str(build.bindings()),
+        "LLAMA_CPP_LIB_PATH": folder,
+        "MTMD_CPP_LIB": folder,
+    }
+
+
+_loaded: tuple[bool, Path] | None = None  # (stock, folder) of the library in this process
+
+
+def load(stock: bool = False) -> ModuleType:
+    """Import `llama_cpp`, the pinned bindings, on our library. One process has one library.
+
+    An installed llama-cpp-python is left alone and not used.
+
+    Raises:
+        SparqError: `llama_cpp` was imported before, on another library; or the build fails.
+    """
+    global _loaded
+    module = sys.modules.get("llama_cpp")
+    if module is not None:
+        library = Path(module.llama_cpp._lib._name).parent
+        if _loaded != (stock, library):
+            raise SparqError(
+                f"llama_cpp is already imported in this process, on the library in {library}",
+                "call pyorch.native.load() before anything imports llama_cpp; one library per process",
+            )
+        return module
+    variables = environment(stock)
+    os.environ["LLAMA_CPP_LIB_PATH"] = variables["LLAMA_CPP_LIB_PATH"]
+    os.environ["MTMD_CPP_LIB"] = variables["MTMD_CPP_LIB"]
+    sys.path.insert(0, variables["PYTHONPATH"])
+    try:
+        module = importlib.import_module("llama_cpp")
+    except (OSError, RuntimeError, AttributeError) as error:
+        for name in [n for n in sys.modules if n.split(".")[0] == "llama_cpp"]:
+            del sys.modules[name]
+        raise SparqError(
+            f"the built library does not load: {error}", "sparq-cpp build --force"
+        ) from error
+    finally:
+        sys.path.remove(variables["PYTHONPATH"])
+    _loaded = (stock, Path(variables["LLAMA_CPP_LIB_PATH"]))
+    return module

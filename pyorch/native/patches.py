@@ -151,7 +151,8 @@ def apply(file: Path, tree: Path) -> None:
                 if tag != b"+":
                     if at >= len(before) or before[at] != text:
                         raise SparqError(
-                            f"{file.name} does not apply: {change.path} line {at + 1} differs", _HINT
+                            f"{file.name} does not apply: {change.path} line {at + 1} differs",
+                            _HINT,
                         )
                     at += 1
                 if tag != b"-":
@@ -182,13 +183,20 @@ def _git(cwd: Path, *args: str, env: dict[str, str] | None = None, stdin: str | 
     clean |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
     try:
         done = subprocess.run(
-            ["git", *args], cwd=cwd, env=clean | (env or {}), input=stdin, capture_output=True, text=True
+            ["git", *args],
+            cwd=cwd,
+            env=clean | (env or {}),
+            input=stdin,
+            capture_output=True,
+            text=True,
         )
     except FileNotFoundError:
         raise SparqError("git is missing", "install git: the patch tools need it") from None
     if done.returncode != 0:
         said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        line = next((s for s in said if s.startswith(("error:", "fatal:"))), said[0] if said else "")
+        line = next(
+            (s for s in said if s.startswith(("error:", "fatal:"))), said[0] if said else ""
+        )
         raise SparqError(f"git {args[0]} failed: {line}")
     return done.stdout.strip()
 
@@ -278,7 +286,9 @@ def refresh(patch_dir: Path, folder: Path) -> None:
     written = patch_dir / "UPSTREAM"
     text = written.read_text("utf-8")
     for key, value in (("base", "base"), ("tree", "HEAD^{tree}")):
-        text = re.sub(rf"^{key} .*$", f"{key:<8} {_git(folder, 'rev-parse', value)}", text, flags=re.M)
+        text = re.sub(
+            rf"^{key} .*$", f"{key:<8} {_git(folder, 'rev-parse', value)}", text, flags=re.M
+        )
     written.write_text(text, "utf-8")
     readme = patch_dir / "README.md"
     readme.write_text(_with_table(readme.read_text("utf-8"), patch_dir), "utf-8")
@@ -291,7 +301,9 @@ def _correct_core_touch(folder: Path) -> None:
     for commit in _git(folder, "rev-list", "--reverse", "base..HEAD").split():
         counts = [
             line.split("\t")
-            for line in _git(folder, "diff", "--numstat", "--no-renames", f"{commit}~", commit).splitlines()
+            for line in _git(
+                folder, "diff", "--numstat", "--no-renames", f"{commit}~", commit
+            ).splitlines()
         ]
         added, removed = (sum(int(c[i]) for c in counts if c[i] != "-") for i in (0, 1))
         n = len(counts)
@@ -302,7 +314,11 @@ def _correct_core_touch(folder: Path) -> None:
             folder, "log", "-1", "--format=%an%n%ae%n%aI%n%cn%n%ce%n%cI", commit
         ).split("\n")
         env = {"GIT_AUTHOR_NAME": name, "GIT_AUTHOR_EMAIL": mail, "GIT_AUTHOR_DATE": when}
-        env |= {"GIT_COMMITTER_NAME": cname, "GIT_COMMITTER_EMAIL": cmail, "GIT_COMMITTER_DATE": cwhen}
+        env |= {
+            "GIT_COMMITTER_NAME": cname,
+            "GIT_COMMITTER_EMAIL": cmail,
+            "GIT_COMMITTER_DATE": cwhen,
+        }
         parent = _git(
             folder, "commit-tree", f"{commit}^{{tree}}", "-p", parent, env=env, stdin=message + "\n"
         )

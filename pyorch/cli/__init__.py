@@ -1,0 +1,75 @@
+"""The command `sparq-cpp`. One module per verb, imported only when that verb runs."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+from pyorch import __version__
+from pyorch.errors import SparqError
+
+# verb -> (module below pyorch.cli, one line for --help). The module holds `command`.
+COMMANDS = {
+    "chat": ("chat", "Talk with a model in the terminal."),
+    "generate": ("generate", "Continue a prompt, once."),
+    "explain": ("explain", "Say what sparse attention reads for a model, a ratio and a length."),
+    "demo": ("demo", "Answer a question from a long text with the small model that comes along."),
+    "build": ("build", "Build the patched llama.cpp library."),
+    "doctor": ("doctor", "Say what is built, what this machine can do, and what is switched off."),
+}
+
+
+class LazyGroup(click.Group):
+    """Knows the names of its commands without importing them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"pyorch.cli.{COMMANDS[name][0]}")
+        return module.command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "SPARQ"},
+)
+@click.version_option(__version__, prog_name="sparq-cpp")
+def cli() -> None:
+    """Sparse attention decode (SparQ, top-k) for llama.cpp, on ordinary GGUF models."""
+
+
+def main() -> None:
+    """Entry point: our errors become two lines on stderr, never a traceback."""
+    try:
+        cli(standalone_mode=False)
+    except SparqError as error:
+        fail(error.message, error.hint, error.exit_code)
+    except click.ClickException as error:
+        if isinstance(error, click.UsageError) and error.ctx is not None:
+            fail(error.format_message(), f"{error.ctx.command_path} --help", 2)
+        fail(error.format_message(), "", error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our output went away
+        sys.stderr.close()
+        sys.exit(1)
+
+
+def fail(message: str, hint: str, exit_code: int) -> None:
+    """Print an error in the one form that this program has, and exit."""
+    click.secho("error: ", fg="red", bold=True, nl=False, err=True)
+    click.echo(message, err=True)
+    if hint:
+        click.secho("hint: ", fg="yellow", nl=False, err=True)
+        click.echo(hint, err=True)
+    sys.exit(exit_code)

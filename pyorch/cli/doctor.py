@@ -1,0 +1,84 @@
+"""`sparq-cpp doctor`: the first thing to paste into a bug report."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+def command(as_json: bool) -> None:
+    """Say what is built, what this machine can do, and what is switched off and why."""
+    facts = examine()
+    if as_json:
+        click.echo(json.dumps(facts))
+        return
+    for section, items in facts.items():
+        click.secho(section, bold=True)
+        rows = items.items() if isinstance(items, dict) else enumerate(items)
+        for key, value in rows:
+            shown = ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
+            click.echo(f"  {key}: {'none' if shown in ('', None) else shown}")
+        if not items:
+            click.echo("  none")
+
+
+def examine() -> dict[str, dict[str, Any]]:
+    """Collect the facts; nothing is built or downloaded. Sizes are in bytes."""
+    from pyorch import __version__, paths
+    from pyorch.errors import SparqError
+    from pyorch.native import build, patches, probe, source
+
+    pin = source.read_pin()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    machine = {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": probe.cpu()[0],
+        "cores": cores,
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "python": platform.python_version(),
+        "nvcc": probe.nvcc(),
+    }
+    compiler = probe.find_compiler()
+    toolchain: dict[str, Any] = {"compiler": compiler.version if compiler else ""}
+    off: dict[str, str] = {"cuda": "this version builds for the CPU only"}
+    if compiler is None:
+        off["build"] = "no C and C++ compiler found"
+    else:
+        try:
+            found = probe.probe(compiler, native=True)
+            toolchain |= {"isa": list(found.isa), "flags": list(found.flags)}
+            toolchain["openmp"] = found.openmp
+            off |= found.off
+        except SparqError as error:
+            off["build"] = error.message
+    builds: dict[str, Any] = {}
+    for options in (build.Options(), build.Options(stock=True), build.Options(portable=True)):
+        folder = build.find(options)
+        builds[options.name] = str(folder) if folder else "not built for the present sources"
+    root = paths.cache()
+    folders = [root / name for name in ("sdist", "python", "build", "lib")]
+    return {
+        "sparq-cpp": {
+            "version": __version__,
+            "pin": f"{pin.package} {pin.version}, {pin.repo} {pin.commit[:9]}",
+            "patches": len(patches.series()),
+            "SPARQ_ATTN": os.environ.get("SPARQ_ATTN", ""),
+            "SPARQ_LLAMA_SOURCE": os.environ.get("SPARQ_LLAMA_SOURCE", ""),
+        },
+        "built": builds,
+        "machine": machine,
+        "toolchain": toolchain,
+        "off": off,
+        "cache": {"path": str(root), **{folder.name: _size(folder) for folder in folders}},
+    }
+
+
+def _size(folder: Path) -> int:
+    return sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file())

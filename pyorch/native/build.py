@@ -1,0 +1,452 @@
+"""Build the patched library, at most once for the same inputs.
+
+Below the cache root:
+
+    sdist/                   the pinned source as downloaded
+    python/<source>/         its Python bindings, unpacked
+    build/<tree>/src         the patched source       one work tree per (source, patches, options, compiler);
+    build/<tree>/ops         a copy of ggml_ops/      only what changed is compiled again
+    build/<tree>/out         what ninja makes
+    lib/<stamp>/             a finished build: libraries, tools, stamp.json; never changed once it is there
+    lock                     held while any of this is written
+
+A build that was interrupted leaves no `lib/<stamp>`, so nothing half-built is ever used, and ninja goes on
+from where it was.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pyorch import paths
+from pyorch.errors import SparqError
+from pyorch.native import patches, probe, source
+from pyorch.native.source import Note
+
+TOOLS = ("llama-bench", "llama-perplexity", "llama-quantize", "llama-completion")
+
+# Parts of the source that no target of ours needs: 110 of 170 MB.
+_SKIP = ("models", "docs", "media", "benches", "gguf-py")
+_KEEP_BUILDS = 8
+_KEEP_TREES = 4
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to build. Two different options never share a file of the result."""
+
+    stock: bool = False  # the same pin, without patches and without ggml_ops
+    portable: bool = False  # for any CPU of this kind (x86: AVX2, FMA, F16C), not for this one
+
+    @property
+    def name(self) -> str:
+        return ("stock" if self.stock else "sparq") + ("-portable" if self.portable else "")
+
+
+def inputs(options: Options) -> dict[str, Any]:
+    """Everything that decides the result, except the compiler. Takes milliseconds."""
+    pin = source.read_pin()
+    return {
+        "pin": source.locate(pin).key,
+        "patches": "" if options.stock else patches.digest(),
+        "ops": "" if options.stock else _digest(_ops_files()),
+        "options": options.name,
+        "cpu": platform.machine() if options.portable else probe.cpu()[1],
+        "env": {k: os.environ[k] for k in ("CFLAGS", "CXXFLAGS", "LDFLAGS") if k in os.environ},
+    }
+
+
+def find(options: Options, tools: tuple[str, ...] = ()) -> Path | None:
+    """The finished build for the present inputs, if there is one.
+
+    Where the machine has no compiler, a build by any compiler will do.
+    """
+    want = inputs(options)
+    compiler = probe.find_compiler()
+    if compiler is not None:
+        want["compiler"] = compiler.version
+    for folder, stamp in finished():
+        if all(stamp["inputs"].get(key) == value for key, value in want.items()) and all(
+            (folder / tool).is_file() for tool in tools
+        ):
+            return folder
+    return None
+
+
+def finished() -> list[tuple[Path, dict[str, Any]]]:
+    """All finished builds with their stamps, newest first."""
+    found = []
+    for file in (paths.cache() / "lib").glob("*/stamp.json"):
+        if not file.parent.name.endswith(".partial"):
+            found.append((file.parent, json.loads(file.read_text("utf-8"))))
+    return sorted(found, key=lambda item: item[1]["time"], reverse=True)
+
+
+def bindings() -> Path:
+    """Folder that holds the `llama_cpp` package of the pinned source; put there by `build`."""
+    return paths.cache() / "python" / source.locate(source.read_pin()).key[:12]
+
+
+def build(
+    options: Options,
+    tools: tuple[str, ...] = (),
+    jobs: int | None = None,
+    force: bool = False,
+    note: Note | None = None,
+) -> Path:
+    """Make sure that the library is built. Returns the folder that holds it.
+
+    Args:
+        tools: programs of llama.cpp to build too, from `TOOLS`.
+        jobs: compilers to run at once; as many as cores, if there is memory for them.
+        force: build again even if the result is there.
+
+    Raises:
+        SparqError: it could not be built; the message names the log.
+    """
+    note = note or say
+    probe.check_system()
+    try:
+        return _build(options, tools, jobs or _default_jobs(), force, note)
+    except OSError as error:
+        root = paths.cache()
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise SparqError(f"no space left for the build in {root}", _SPACE) from None
+        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+            raise SparqError(f"cannot write to the cache: {error}", _WRITE) from None
+        raise
+
+
+_SPACE = "about 700 MB are needed: free some, or set SPARQ_CACHE to a folder on another disk"
+_WRITE = "set SPARQ_CACHE to a folder that you may write to"
+
+
+def _build(options: Options, tools: tuple[str, ...], jobs: int, force: bool, note: Note) -> Path:
+    compiler = probe.need_compiler()
+    found = probe.probe(compiler, native=not options.portable)
+    pin = source.read_pin()
+    where = source.locate(pin)
+    want = inputs(options) | {"compiler": compiler.version, "flags": list(found.flags)}
+    want["openmp"] = found.openmp
+    stamp = _hash(want)
+    target = paths.cache() / "lib" / f"{options.name}-{stamp}"
+    if not force and _complete(target, tools) and bindings().is_dir():
+        return target
+    with _lock(note):
+        if not force and _complete(target, tools) and bindings().is_dir():
+            return target  # another process built it while this one waited
+        for thing, why in found.off.items():
+            note(f"{thing} is off: {why}")
+        tree = paths.cache() / "build" / _hash({k: v for k, v in want.items() if k != "ops"})
+        if force:
+            shutil.rmtree(tree, ignore_errors=True)
+        _prepare(tree, options, pin, where, note)
+        log = tree / "build.log"
+        started = time.monotonic()
+        _compile(tree, options, tools, compiler, found, jobs, log, note)
+        stamped = {
+            "stamp": stamp,
+            "time": time.time(),
+            "inputs": want,
+            "pin": f"{pin.package} {pin.version}" if where.pinned else str(where.path),
+            "off": found.off,
+            "isa": list(found.isa),
+        }
+        _publish(tree / "out" / "bin", target, tools, stamped)
+        _prune()
+    note(f"built {target} in {time.monotonic() - started:.0f} s")
+    return target
+
+
+def _complete(target: Path, tools: tuple[str, ...]) -> bool:
+    return all((target / name).is_file() for name in ("stamp.json", *tools))
+
+
+def _default_jobs() -> int:
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(cores, memory // (1 << 30)))  # a compiler takes up to 1 GiB
+
+
+# ---- steps -------------------------------------------------------------------------------------------
+
+
+def _prepare(
+    tree: Path, options: Options, pin: source.Pin, where: source.Source, note: Note
+) -> None:
+    """Fetch, unpack and patch the source; copy ggml_ops. Each part appears complete or not at all."""
+    tree.mkdir(parents=True, exist_ok=True)
+    os.utime(tree)  # for _prune
+    todo = [(bindings() / "llama_cpp", "llama_cpp"), (tree / "src", pin.folder)]
+    missing = [(into, folder) for into, folder in todo if not into.is_dir()]
+    if missing:
+        source.fetch(pin, where, note)
+    for into, folder in missing:
+        partial = into.with_name(into.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        source.unpack(where, folder, partial, _SKIP)
+        if folder == pin.folder and not options.stock:
+            patches.apply_series(partial)
+        partial.rename(into)
+    if not options.stock:
+        _sync_ops(tree / "ops")
+
+
+def _ops_files() -> dict[str, Path]:
+    root = paths.data("ggml_ops")
+    return {
+        str(file.relative_to(root)): file
+        for file in sorted(root.rglob("*"))
+        if file.is_file() and file.suffix != ".md" and not file.name.startswith(".")
+    }
+
+
+def _sync_ops(into: Path) -> None:
+    """Make `into` a copy of ggml_ops/, touching only files that differ, so that ninja sees just those.
+
+    A copy, because modification times of an installed package or a git checkout say nothing about content.
+    """
+    files = _ops_files()
+    for old in sorted(into.rglob("*"), reverse=True):
+        if old.is_file() and str(old.relative_to(into)) not in files:
+            old.unlink()
+    for name, file in files.items():
+        content = file.read_bytes()
+        copy = into / name
+        if not copy.is_file() or copy.read_bytes() != content:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(content)
+
+
+def cmake_options(options: Options, tools: tuple[str, ...], openmp: bool, tree: Path) -> list[str]:
+    """The `-D` arguments of the configure step."""
+    origin = "@loader_path" if platform.system() == "Darwin" else "$ORIGIN"
+    pin = source.read_pin()
+    on_off = {
+        "BUILD_SHARED_LIBS": True,
+        "CMAKE_BUILD_WITH_INSTALL_RPATH": True,
+        "GGML_NATIVE": not options.portable,
+        "GGML_OPENMP": openmp,
+        "GGML_METAL": False,
+        "LLAMA_BUILD_COMMON": bool(tools),
+        "LLAMA_BUILD_TOOLS": bool(tools),
+        "LLAMA_BUILD_TESTS": False,
+        "LLAMA_BUILD_EXAMPLES": False,
+        "LLAMA_BUILD_SERVER": False,
+        "LLAMA_BUILD_APP": False,
+        "LLAMA_BUILD_UI": False,
+        "LLAMA_OPENSSL": False,
+    }
+    values = {key: "ON" if value else "OFF" for key, value in on_off.items()}
+    values["CMAKE_BUILD_TYPE"] = "Release"
+    values["CMAKE_INSTALL_RPATH"] = origin
+    values["LLAMA_BUILD_COMMIT"] = pin.commit[:9]
+    values["LLAMA_BUILD_NUMBER"] = "0"
+    if not options.stock:
+        values["SPARQ_OPS_DIR"] = str(tree / "ops")
+        if (tree / "ops" / "attach.cmake").is_file():
+            values["CMAKE_PROJECT_llama.cpp_INCLUDE"] = str(tree / "ops" / "attach.cmake")
+    return [f"-D{key}={value}" for key, value in values.items()]
+
+
+def _compile(
+    tree: Path,
+    options: Options,
+    tools: tuple[str, ...],
+    compiler: probe.Compiler,
+    found: probe.Probe,
+    jobs: int,
+    log: Path,
+    note: Note,
+) -> None:
+    env = {**os.environ, "CC": compiler.cc, "CXX": compiler.cxx, "LC_ALL": "C"}
+    env["NINJA_STATUS"] = "[%f/%t] "
+    for key in ("CFLAGS", "CXXFLAGS"):
+        env[key] = " ".join([*os.environ.get(key, "").split(), *found.flags])
+    ninja = _tool("ninja")
+    configure = [_tool("cmake"), "-S", str(tree / "src"), "-B", str(tree / "out"), "-G", "Ninja"]
+    configure += [f"-DCMAKE_MAKE_PROGRAM={ninja}"]
+    configure += cmake_options(options, tools, found.openmp, tree)
+    compile_ = [ninja, "-C", str(tree / "out"), "-j", str(jobs), "llama", *tools]
+    log.write_text("", "utf-8")
+    note(f"building {options.name}: {jobs} job{'s' if jobs > 1 else ''}, log in {log}")
+    with progress() as step:
+        for argv in (configure, compile_):
+            _run_logged(argv, env, log, tree, step)
+
+
+def _run_logged(argv: list[str], env: dict[str, str], log: Path, tree: Path, step: Any) -> None:
+    """Run one build command; its output goes to the log, `[n/m]` lines to `step(n, m)`."""
+    copy = str(tree / "ops")
+    original = "" if not Path(copy).is_dir() else str(paths.data("ggml_ops"))
+    lines: list[str] = []
+    with log.open("a", encoding="utf-8") as file:
+        file.write("$ " + " ".join(argv) + "\n")
+        process = subprocess.Popen(
+            argv, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, errors="replace",
+        )  # fmt: skip
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                if original:
+                    line = line.replace(copy, original)  # name the file that a person can edit
+                file.write(line)
+                lines.append(line)
+                if match := re.match(r"\[(\d+)/(\d+)\] ", line):
+                    step(int(match.group(1)), int(match.group(2)))
+            code = process.wait()
+        except BaseException:
+            process.terminate()  # ninja deletes what it was in the middle of
+            process.wait()
+            raise
+    if code != 0:
+        raise _failure(argv, code, lines, log)
+
+
+def _failure(argv: list[str], code: int, lines: list[str], log: Path) -> SparqError:
+    """Say in one line why a build command failed."""
+    text = "".join(lines)
+    what = Path(argv[0]).name
+    if "No space left on device" in text:
+        return SparqError(f"no space left for the build in {paths.cache()}", _SPACE)
+    if code < 0 or re.search(r"Killed signal|\bKilled\b", text):
+        how = f"signal {-code}" if code < 0 else "out of memory?"
+        return SparqError(f"{what} was killed ({how})", f"try again with --jobs 1; log: {log}")
+    errors = [line.strip() for line in lines if re.search(r"(?i)\berror\b[: ]", line)]
+    reason = errors[0] if errors else (lines[-1].strip() if lines else f"exit code {code}")
+    return SparqError(f"{what} failed: {reason}", f"full log: {log}")
+
+
+def _tool(name: str) -> str:
+    """cmake or ninja: from the Python package of that name, else from PATH."""
+    folders = {"cmake": "CMAKE_BIN_DIR", "ninja": "BIN_DIR"}
+    try:
+        module = __import__(name)
+        program = shutil.which(name, path=getattr(module, folders[name], ""))
+    except ImportError:
+        program = None
+    program = program or shutil.which(name)
+    if program is None:
+        raise SparqError(f"{name} is missing", f"{sys.executable} -m pip install {name}")
+    return program
+
+
+def _publish(bin_dir: Path, target: Path, tools: tuple[str, ...], stamp: dict[str, Any]) -> None:
+    """Copy the result out of the work tree, under a name that appears only when all of it is there."""
+    names = {file.name for file in bin_dir.iterdir() if file.name.startswith("lib")} | set(tools)
+    names |= {tool for tool in TOOLS if (target / tool).is_file() and (bin_dir / tool).is_file()}
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for name in sorted(names):
+        shutil.copy2(bin_dir / name, partial / name, follow_symlinks=False)
+    (partial / "stamp.json").write_text(json.dumps(stamp, indent=1), "utf-8")
+    if (
+        target.exists()
+    ):  # more tools, or --force: programs that run from there keep their open files
+        old = target.with_name(target.name + ".old.partial")
+        shutil.rmtree(old, ignore_errors=True)
+        target.rename(old)
+        partial.rename(target)
+        shutil.rmtree(old)
+    else:
+        partial.rename(target)
+
+
+def _prune() -> None:
+    """Delete the oldest builds and work trees, so that the cache does not grow with every edit."""
+    for folder, _ in finished()[_KEEP_BUILDS:]:
+        shutil.rmtree(folder, ignore_errors=True)
+    trees = [tree for tree in (paths.cache() / "build").iterdir() if tree.is_dir()]
+    trees.sort(key=lambda tree: tree.stat().st_mtime, reverse=True)
+    for tree in trees[_KEEP_TREES:]:
+        shutil.rmtree(tree, ignore_errors=True)
+
+
+# ---- shared ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _lock(note: Note) -> Iterator[None]:
+    """One build at a time in one cache, across processes. The system drops it when the holder dies."""
+    import fcntl  # not on Windows, where check_system() has already said so
+
+    root = paths.cache()
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / "lock").open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            note(
+                f"waiting for another build in {root} (process {file.read().strip() or 'unknown'})"
+            )
+            fcntl.flock(file, fcntl.LOCK_EX)
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[int, int], None]]:
+    """Yield `step(done, total)`: a bar with the time left on a terminal, else a line every quarter."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        said = 0
+
+        def quarter(done: int, total: int) -> None:
+            nonlocal said
+            if total >= 20 and done * 4 // total > said:
+                said = done * 4 // total
+                say(f"compiled {done} of {total}")
+
+        yield quarter
+        return
+    columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def say(text: str) -> None:
+    """Tell the user something that is not data."""
+    print(f"sparq-cpp: {text}", file=sys.stderr, flush=True)
+
+
+def _digest(files: dict[str, Path]) -> str:
+    total = hashlib.sha256()
+    for name, file in files.items():
+        content = file.read_bytes()
+        total.update(f"{name} {len(content)}\n".encode() + content)
+    return total.hexdigest()
+
+
+def _hash(value: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]

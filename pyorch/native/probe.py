@@ -1,0 +1,220 @@
+"""What this machine can compile and run, found out by doing it.
+
+`cpuid` is not to be trusted: some cloud machines report AMX and kill the process at its first tile
+instruction. So each instruction set that `-march=native` would use is executed once, in a child process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyorch.errors import SparqError
+
+_INSTALL = (
+    "install one (apt install g++, dnf install gcc-c++, xcode-select --install) or set CC and CXX"
+)
+
+
+@dataclass(frozen=True)
+class Compiler:
+    cc: str  # as in the variable CC: may hold arguments
+    cxx: str
+    version: str  # first lines of `--version` of both
+
+
+@dataclass(frozen=True)
+class Probe:
+    """`flags` go to the C and C++ compiler; `off` says for each thing switched off why."""
+
+    isa: tuple[str, ...]
+    flags: tuple[str, ...]
+    off: dict[str, str]
+    openmp: bool
+
+
+def check_system() -> None:
+    """Refuse systems on which nothing here was ever tried.
+
+    Raises:
+        SparqError: neither Linux nor macOS.
+    """
+    if platform.system() not in ("Linux", "Darwin"):
+        raise SparqError(
+            f"{platform.system() or 'this system'} is not supported",
+            "use Linux or macOS; on Windows, the Windows Subsystem for Linux",
+        )
+
+
+def find_compiler() -> Compiler | None:
+    """CC and CXX if set, else the first usual pair on PATH; None if there is none."""
+    if "CC" in os.environ or "CXX" in os.environ:
+        pairs = [(os.environ.get("CC", "cc"), os.environ.get("CXX", "c++"))]
+    else:
+        pairs = [("cc", "c++"), ("gcc", "g++"), ("clang", "clang++")]
+    for cc, cxx in pairs:
+        if all(command.split() and shutil.which(shlex.split(command)[0]) for command in (cc, cxx)):
+            said = (_first_line([*shlex.split(command), "--version"]) for command in (cc, cxx))
+            return Compiler(cc, cxx, "; ".join(said))
+    return None
+
+
+def need_compiler() -> Compiler:
+    """Like `find_compiler`.
+
+    Raises:
+        SparqError: none is there.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        chosen = " ".join(f"{k}={os.environ[k]}" for k in ("CC", "CXX") if k in os.environ)
+        raise SparqError(f"no C and C++ compiler found{f' ({chosen})' if chosen else ''}", _INSTALL)
+    return compiler
+
+
+def cpu() -> tuple[str, str]:
+    """(name, hash of everything the system says about its instruction sets)."""
+    if platform.system() == "Darwin":
+        text = _run(["sysctl", "machdep.cpu", "hw.optional"]).stdout
+        name = re.search(r"machdep.cpu.brand_string: (.*)", text)
+    else:
+        try:
+            info = Path("/proc/cpuinfo").read_text("utf-8", "replace").split("\n\n")[0]
+        except OSError:
+            info = ""
+        name = re.search(r"^model name\s*: (.*)", info, re.M)
+        lines = re.findall(r"^(?:flags|Features|model name|CPU part|isa)\s*:.*", info, re.M)
+        text = "\n".join(lines)
+    text += platform.machine()
+    return (
+        name.group(1) if name else platform.machine(),
+        hashlib.sha256(text.encode()).hexdigest()[:12],
+    )
+
+
+def nvcc() -> str:
+    """Version line of the CUDA compiler, or an empty string."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    folders = [f"{home}/bin" for home in homes if home]
+    found = shutil.which("nvcc") or shutil.which("nvcc", path=os.pathsep.join(folders))
+    if not found:
+        return ""
+    match = re.search(r"release [^,\n]+", _run([found, "--version"]).stdout)
+    return f"{found} ({match.group() if match else 'unknown release'})"
+
+
+# (name, macro that the compiler sets for it, switches that turn it off, statement that uses it).
+# The statements work on volatile data, so that nothing is computed at compile time.
+_X86 = (
+    ("avx2", "__AVX2__", ["-mno-avx2"],
+     "__m256i a = _mm256_set1_epi32(v); v = _mm256_extract_epi32(_mm256_abs_epi32(a), 0);"),
+    ("fma", "__FMA__", ["-mno-fma"],
+     "__m256 a = _mm256_set1_ps(v); v = (int) _mm256_cvtss_f32(_mm256_fmadd_ps(a, a, a));"),
+    ("f16c", "__F16C__", ["-mno-f16c"],
+     "v = (int) _mm_cvtss_f32(_mm_cvtph_ps(_mm_set1_epi16((short) v)));"),
+    ("avx512", "__AVX512F__", ["-mno-avx512f"],
+     "__m512i a = _mm512_set1_epi32(v); v = _mm512_reduce_add_epi32(_mm512_add_epi32(a, a));"),
+    ("avx512-vnni", "__AVX512VNNI__", ["-mno-avx512vnni"],
+     "__m512i a = _mm512_set1_epi32(v); v = _mm512_reduce_add_epi32(_mm512_dpbusd_epi32(a, a, a));"),
+    ("avx512-bf16", "__AVX512BF16__", ["-mno-avx512bf16"],
+     "__m512 a = _mm512_set1_ps(v); __m512bh b = _mm512_cvtne2ps_pbh(a, a);"
+     "v = (int) _mm512_reduce_add_ps(_mm512_dpbf16_ps(a, b, b));"),
+    ("avx-vnni", "__AVXVNNI__", ["-mno-avxvnni"],
+     "__m256i a = _mm256_set1_epi32(v);"
+     "v = _mm256_extract_epi32(_mm256_dpbusd_avx_epi32(a, a, a), 0);"),
+    # The kernel must be asked for tiles first (arch_prctl ARCH_REQ_XCOMP_PERM, XTILEDATA), as ggml does.
+    ("amx", "__AMX_TILE__", ["-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16"],
+     "if (syscall(SYS_arch_prctl, 0x1023, 18)) return 1;"
+     "static unsigned char config[64] __attribute__((aligned(64)));"
+     "config[0] = 1; for (int i = 0; i < 3; i++) { config[16 + 2*i] = 64; config[48 + i] = 16; }"
+     "_tile_loadconfig(config); _tile_zero(0); _tile_zero(1); _tile_zero(2);"
+     "_tile_dpbssd(0, 1, 2); _tile_release();"),
+)  # fmt: skip
+
+
+def probe(compiler: Compiler, native: bool) -> Probe:
+    """Compile and run tiny programs. Takes one or two seconds.
+
+    Args:
+        native: whether the build will use `-march=native`, so that instruction sets matter.
+
+    Raises:
+        SparqError: the compiler cannot make a C++17 program that runs.
+    """
+    off: dict[str, str] = {}
+    flags: list[str] = []
+    isa: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="sparq-probe-") as temp:
+        folder = Path(temp)
+        code = "#include <string_view>\n#include <thread>\nint main() {\n"
+        code += 'std::thread t([] {}); t.join(); return std::string_view("x").size() - 1; }\n'
+        said = _compile(compiler.cxx, folder / "cxx.cpp", code, ["-std=c++17", "-pthread"])
+        if not said and _run([str(folder / "cxx")]).returncode != 0:
+            said = "the program that it made does not run"
+        if said:
+            raise SparqError(f"{compiler.cxx} cannot build a C++17 program: {said}", _INSTALL)
+        code = "#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }\n"
+        openmp = not _compile(compiler.cc, folder / "omp.c", code, ["-fopenmp"])
+        openmp = openmp and _run([str(folder / "omp")]).returncode == 0
+        if not openmp:
+            off["openmp"] = "the compiler lacks it; ggml uses its own threads"
+        if native and platform.machine() in ("x86_64", "AMD64"):
+            isa, flags, dead = _probe_x86(compiler, folder)
+            off |= dead
+    if platform.system() == "Darwin":
+        off["metal"] = "sparse attention runs on the CPU and on CUDA only"
+    return Probe(tuple(isa), tuple(flags), off, openmp)
+
+
+def _probe_x86(compiler: Compiler, folder: Path) -> tuple[list[str], list[str], dict[str, str]]:
+    code = "#include <immintrin.h>\n#include <stdlib.h>\n#include <sys/syscall.h>\n"
+    code += "#include <unistd.h>\nint main(int n, char ** arg) {\n  volatile int w = n;\n"
+    code += "  int v = w;\n  switch (atoi(arg[1])) {\n"
+    for i, (_, macro, _, statement) in enumerate(_X86):
+        code += f"#ifdef {macro}\n  case {i}: {{ {statement} break; }}\n#endif\n"
+    code += "  default: return 3;\n  }\n  w = v;\n  return 0;\n}\n"
+    if said := _compile(compiler.cc, folder / "isa.c", code, ["-march=native", "-D_GNU_SOURCE"]):
+        return [], [], {"isa probe": f"did not compile: {said}"}
+    isa, flags, off = [], [], {}
+    for i, (name, _, switches, _) in enumerate(_X86):
+        status = _run([str(folder / "isa"), str(i)]).returncode
+        if status == 0:
+            isa.append(name)
+        elif status != 3:  # 3: the compiler would not use it anyway
+            flags += switches
+            how = f"signal {-status}" if status < 0 else "the kernel refuses it"
+            off[name] = f"the CPU reports it, but executing it fails ({how})"
+    return isa, flags, off
+
+
+def _compile(compiler: str, file: Path, code: str, options: list[str]) -> str:
+    """Compile to `file` without its suffix. Returns the first error line; empty on success."""
+    file.write_text(code, "utf-8")
+    done = _run([*shlex.split(compiler), *options, str(file), "-o", str(file.with_suffix(""))])
+    if done.returncode == 0:
+        return ""
+    lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
+    return lines[0].strip()
+
+
+def _run(argv: list[str]) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "LC_ALL": "C"}
+    try:
+        return subprocess.run(
+            argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
+            errors="replace",
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(argv, 127, "", f"error: {error}")
+
+
+def _first_line(argv: list[str]) -> str:
+    return (_run(argv).stdout.splitlines() or ["unknown version"])[0]
