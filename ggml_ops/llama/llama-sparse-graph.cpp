@@ -15,6 +15,8 @@
 #include "ggml-backend.h"
 
 #include <algorithm>
+#include <cmath>
+#include <cstring>
 #include <iterator>
 
 // row padding of k_t, in positions: a stride of a power of two would put all channels of a tile into the same cache sets
@@ -128,7 +130,61 @@ struct llama_sparse_access {
 
         old = std::move(shadow);
     }
+
+    // one row of K or V as f32; row [n] of a type that why_not_layer() accepts
+    static void load_row(const ggml_tensor * t, uint32_t stream, uint32_t cell, std::vector<float> & row) {
+        const void * src = (const char *) t->data + stream*t->nb[2] + cell*t->nb[1];
+        row.resize(t->ne[0]);
+        if (t->type == GGML_TYPE_F32) {
+            memcpy(row.data(), src, row.size()*sizeof(float));
+        } else {
+            ggml_get_type_traits(t->type)->to_float(src, row.data(), row.size());
+        }
+    }
+
+    // number of (layer, group) in which the sealed data differs from K and V
+    static int64_t check(const llama_kv_cache * kv) {
+        const auto & shadow = *kv->sparse;
+        int64_t n_bad = 0;
+        std::vector<float> row;
+        for (size_t ikv = 0; ikv < shadow.layers.size(); ++ikv) {
+            const auto & dst = shadow.layers[ikv];
+            for (uint32_t s = 0; dst.k_t && s < kv->n_stream; ++s) {
+                for (size_t g = 0; g < shadow.sealed[s].size(); ++g) {
+                    if (!shadow.sealed[s][g]) {
+                        continue;
+                    }
+                    bool bad = false;
+                    std::vector<double> sum(kv->layers[ikv].v->ne[0], 0.0);
+                    std::vector<double> mag(sum.size(), 0.0);
+                    for (uint32_t i = g*GGML_SPARSE_GROUP; i < (g + 1)*GGML_SPARSE_GROUP; ++i) {
+                        load_row(kv->layers[ikv].k, s, i, row);
+                        const auto * k_t = (const ggml_fp16_t *) ((const char *) dst.k_t->data + s*dst.k_t->nb[2]) + i;
+                        for (size_t c = 0; c < row.size(); ++c) {
+                            const float x = std::clamp(row[c], -65504.0f, 65504.0f);
+                            bad = bad || k_t[c*dst.k_t->nb[1]/sizeof(ggml_fp16_t)] != ggml_fp32_to_fp16(x);
+                        }
+                        load_row(kv->layers[ikv].v, s, i, row);
+                        for (size_t c = 0; c < row.size(); ++c) {
+                            sum[c] += row[c];
+                            mag[c] += std::abs(row[c]);
+                        }
+                    }
+                    const auto * v_sum = dst.v_sum ? (const float *) ((const char *) dst.v_sum->data + s*dst.v_sum->nb[2] + g*dst.v_sum->nb[1]) : nullptr;
+                    for (size_t c = 0; v_sum && c < sum.size(); ++c) {
+                        bad = bad || !(std::abs(v_sum[c] - sum[c]) <= 1e-5*mag[c] + 1e-30);
+                    }
+                    n_bad += bad;
+                }
+            }
+        }
+        return n_bad;
+    }
 };
+
+int64_t llama_sparse_shadow_check(const llama_kv_cache * kv) {
+    return llama_sparse_shadow_get(kv) ? llama_sparse_access::check(kv) : -1;
+}
 
 void llama_sparse_shadow_create(llama_kv_cache * kv, const llama_sparse_spec & spec, const llama_hparams & hparams) {
     llama_sparse_access::create(kv, spec, hparams);

@@ -79,3 +79,4 @@ private:
 void                  llama_sparse_shadow_create(llama_kv_cache * kv, const llama_sparse_spec & spec, const llama_hparams & hparams);
 llama_sparse_shadow * llama_sparse_shadow_get   (const llama_kv_cache * kv);
 size_t                llama_sparse_shadow_bytes (const llama_kv_cache * kv);
+int64_t               llama_sparse_shadow_check (const llama_kv_cache * kv); // see llama_sparse_attn_check()

@@ -369,6 +369,15 @@ void llama_sparse_attn_reset_counters(llama_context * ctx) {
     }
 }
 
+int64_t llama_sparse_attn_check(llama_context * ctx) {
+    ctx->synchronize();
+    int64_t n = -1;
+    for (auto * kv : find_caches(ctx->get_memory())) {
+        n = llama_sparse_shadow_check(kv);
+    }
+    return n;
+}
+
 int32_t llama_get_sparse_attn_info(const llama_context * ctx, char * buf, size_t n_buf) {
     const auto & state = ctx->get_cparams().sparse;
     if (!state) {

@@ -45,6 +45,9 @@ LLAMA_API int32_t llama_get_sparse_attn_info(const struct llama_context * ctx, c
 
 LLAMA_API void llama_sparse_attn_reset_counters(struct llama_context * ctx);
 
+// For tests: makes k_t and the sums of V of every sealed group anew from K and V. Returns how many (layer, group) differ; < 0: no shadow.
+LLAMA_API int64_t llama_sparse_attn_check(struct llama_context * ctx);
+
 #ifdef __cplusplus
 }
 
