@@ -1,0 +1,1 @@
+"""What attention reads: the settings (`spec`) and the bytes they cost (`bytes`)."""

@@ -1,0 +1,185 @@
+"""How many bytes a decoded token reads, and how fast it can be for that.
+
+The same split of a ratio into (rank, topk) is done by the native library at every token; a test
+compares the two. `S` is the number of visible positions, the current token included.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pyorch.attention.spec import AttentionSpec
+from pyorch.models.gguf_file import Geometry
+
+SHADOW_BYTES = 2  # per element of the transposed K (f16)
+GROUP = 64  # positions sealed together; the sums of V are per group
+CELLS = 256  # llama.cpp looks at the cache in blocks of this many positions
+BANDWIDTH_BUFFER = 256 << 20  # bytes read per thread and pass; far above any cache
+
+
+class _HasSize(Protocol):
+    @property
+    def bytes_per_element(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Split:
+    """What a layer reads at S positions. `dense` = all of them, and then `reason` says why."""
+
+    rank: int
+    topk: int
+    local: int
+    sinks: int
+    dense: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer, one decoded token. Bytes of K, V and shadow."""
+
+    il: int
+    n_head: int
+    n_head_kv: int
+    split: Split
+    bytes_dense: int
+    bytes_read: int
+
+
+def split(
+    spec: AttentionSpec,
+    n_pos: int,
+    head_dim: int,
+    kv_bytes: float = 2,
+    *,
+    il: int = 0,
+    n_layer: int = 1,
+) -> Split:
+    """Rank and k of layer `il` at `n_pos` visible positions, as the library chooses them."""
+    if not spec.sparse:
+        return _dense(n_pos, head_dim, spec.method)
+    n_cells = -(-n_pos // CELLS) * CELLS  # the library decides on whole blocks of the cache
+    if n_cells < spec.min_ctx:
+        return _dense(n_pos, head_dim, f"below min_ctx {spec.min_ctx}")
+    if _topk(spec, n_cells, il, n_layer) >= n_cells:
+        return _dense(n_pos, head_dim, "k covers every position")
+    topk = _topk(spec, n_pos, il, n_layer)
+    local = max(topk // 4, 1) if spec.local is None else spec.local
+    return Split(_rank(spec, head_dim, kv_bytes), topk, local, spec.sinks)
+
+
+def _dense(n_pos: int, head_dim: int, reason: str) -> Split:
+    return Split(head_dim, n_pos, n_pos, 0, dense=True, reason=reason)
+
+
+def _rank(spec: AttentionSpec, head_dim: int, kv_bytes: float) -> int:
+    """`S*r*SHADOW_BYTES = ratio/2 * 2*S*d*kv_bytes`: half of the bytes pay for the scores."""
+    if spec.method == "topk":
+        return head_dim  # exact scores
+    if spec.rank is not None:
+        return spec.rank
+    rank = _round((spec.ratio or 0) * head_dim * kv_bytes / SHADOW_BYTES)
+    return min(max(rank, 1), head_dim)
+
+
+def _topk(spec: AttentionSpec, n_pos: int, il: int, n_layer: int) -> int:
+    """`k = S*ratio/2`: the other half pays for the rows. Top-k: the ratio is the share of rows."""
+    least = spec.sinks + (spec.local or 0) + 1
+    k: float
+    if spec.k_layers is not None:
+        k = int(spec.k_layers.split(":")[il])
+    elif spec.topk is not None:
+        k = spec.topk
+    else:
+        k = (spec.ratio or 0) * n_pos * (0.5 if spec.method == "sparq" else 1)
+        least = max(least, spec.min_k)
+    if spec.budget == "ramp" and spec.k_layers is None:
+        k *= 2 * (il + 1) / (n_layer + 1)
+    return min(max(_round(k), least), max(n_pos, 1))
+
+
+def _round(x: float) -> int:
+    """Half away from zero, as C rounds."""
+    return math.floor(x + 0.5)
+
+
+def layer_costs(
+    geo: Geometry, spec: AttentionSpec, n_pos: int, kv_bytes: float = 2
+) -> list[LayerCost]:
+    """Bytes per token of every layer that has a cache."""
+    out = []
+    row = (geo.head_dim_k + geo.head_dim_v) * kv_bytes  # K and V of one position and head
+    for il, (n_head, n_head_kv) in enumerate(zip(geo.n_head, geo.n_head_kv, strict=True)):
+        if n_head_kv == 0:
+            continue
+        s = split(spec, n_pos, geo.head_dim_k, kv_bytes, il=il, n_layer=geo.n_layer)
+        dense = n_pos * row
+        read = dense
+        if not s.dense:
+            mean_v = uses_mean_v(spec, n_head, n_head_kv)
+            read = _scan_bytes(spec, s, geo, n_pos, kv_bytes, mean_v) + s.topk * row
+        out.append(
+            LayerCost(il, n_head, n_head_kv, s, int(dense * n_head_kv), int(read * n_head_kv))
+        )
+    return out
+
+
+def _scan_bytes(
+    spec: AttentionSpec, s: Split, geo: Geometry, n_pos: int, kv_bytes: float, mean_v: bool
+) -> float:
+    """Bytes per KV head to score every position, and to read the sums of V where they are used."""
+    if spec.method == "topk":
+        return n_pos * geo.head_dim_k * kv_bytes
+    sums = n_pos / GROUP * geo.head_dim_v * 4 if mean_v else 0
+    return n_pos * s.rank * SHADOW_BYTES + sums
+
+
+def uses_mean_v(spec: AttentionSpec, n_head: int, n_head_kv: int) -> bool:
+    """Whether the mean of V stands for what is not read. `auto`: where no KV head is shared."""
+    if spec.method != "sparq" or spec.mean_v == "off":
+        return False
+    return spec.mean_v == "on" or n_head == n_head_kv
+
+
+def cache_bytes(
+    geo: Geometry, n_ctx: int, type_k: _HasSize, type_v: _HasSize, *, shadow: bool
+) -> int:
+    """Memory of a cache of `n_ctx` positions, with the transposed K if `shadow`."""
+    per_head = geo.head_dim_k * type_k.bytes_per_element + geo.head_dim_v * type_v.bytes_per_element
+    kv = n_ctx * sum(geo.n_head_kv) * per_head
+    return int(kv + (shadow_bytes(geo, n_ctx) if shadow else 0))
+
+
+def shadow_bytes(geo: Geometry, n_ctx: int) -> int:
+    """Memory of the transposed K. The sums of V, where used, add a thirty-second of it."""
+    return n_ctx * sum(geo.n_head_kv) * geo.head_dim_k * SHADOW_BYTES
+
+
+def measure_bandwidth(n_threads: int, seconds: float = 1.0) -> float:
+    """Bytes per second that `n_threads` read from memory together: the best of several passes."""
+    import numpy as np
+
+    n = BANDWIDTH_BUFFER // 4
+    buffers = [np.ones(n, dtype=np.float32) for _ in range(n_threads)]
+    best, end = 0.0, time.perf_counter() + seconds
+    while best == 0.0 or time.perf_counter() < end:
+        best = max(best, _read_pass(buffers))
+    return best
+
+
+def _read_pass(buffers: Sequence[object]) -> float:
+    """Bytes per second of one pass, each buffer read once by its own thread."""
+    import numpy as np
+
+    threads = [threading.Thread(target=np.max, args=(b,)) for b in buffers]  # releases the GIL
+    started = time.perf_counter()
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    return len(buffers) * BANDWIDTH_BUFFER / (time.perf_counter() - started)

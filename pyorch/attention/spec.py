@@ -1,0 +1,197 @@
+"""The settings of attention, and their one-line form.
+
+The native library parses the same line (`llama_set_sparse_attn`, variable `SPARQ_ATTN`):
+
+    off                            stock llama.cpp, bit for bit
+    dense                          our exact attention (the same as ratio 1)
+    sparq,ratio=1/8                SparQ at an eighth of the bytes of dense f16 attention
+    sparq,rank=32,topk=128         SparQ with the paper's own parameters
+    topk,k=512,budget=ramp         exact top-k, k growing from the first layer to the last
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
+
+from pyorch.errors import SparqError
+
+METHODS = ("sparq", "topk", "dense", "off")
+MEAN_V = ("auto", "on", "off")
+BUDGETS = ("uniform", "ramp")
+DEFAULT_RATIO = 1 / 8
+
+_ALIASES = {"k": "topk", "r": "rank", "l": "local", "mean-v": "mean_v", "min-ctx": "min_ctx"}
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """How a decoded token attends. None = decided from `ratio` and the number of positions.
+
+    rank     r, components of q that score the positions
+    topk     k, positions read exactly; counts the sinks, the local window and the current token
+    local    positions of the recent window that are always in; None = k/4
+    sinks    first positions that are always in
+    min_ctx  with fewer visible positions attention is exact dense
+    min_k    the least k that a ratio gives
+    k_layers one k per layer, `64:64:128`, in place of topk
+    """
+
+    method: str = "off"
+    ratio: float | None = None
+    rank: int | None = None
+    topk: int | None = None
+    local: int | None = None
+    sinks: int = 4
+    min_ctx: int = 1024
+    mean_v: str = "auto"
+    budget: str = "uniform"
+    min_k: int = 128
+    k_layers: str | None = None
+
+    @property
+    def sparse(self) -> bool:
+        return self.method in ("sparq", "topk")
+
+    def __str__(self) -> str:
+        """The canonical line: the method, then what differs from the defaults."""
+        if not self.sparse:
+            return self.method
+        parts = [self.method]
+        for f in fields(self)[1:]:
+            value = getattr(self, f.name)
+            if value != f.default:
+                text = ratio_text(value) if f.name == "ratio" else str(value)
+                parts.append(f"{f.name}={text}")
+        return ",".join(parts)
+
+
+def parse_ratio(text: str) -> float:
+    """`1/8`, `0.125` and `12.5%` -> 0.125.
+
+    Raises:
+        SparqError: not a number, or not above 0 and at most 1.
+    """
+    hint = "a ratio is a share of dense attention's bytes: 1/8, 0.125 or 12.5%"
+    raw = text.strip()
+    try:
+        value = float(Fraction(raw[:-1]) / 100 if raw.endswith("%") else Fraction(raw))
+    except (ValueError, ZeroDivisionError, OverflowError):
+        raise SparqError(f"ratio {text!r} is not a number", hint, exit_code=2) from None
+    if not 0 < value <= 1:
+        raise SparqError(f"ratio {text} is not above 0 and at most 1", hint, exit_code=2)
+    return value
+
+
+def ratio_text(ratio: float) -> str:
+    """0.125 -> `1/8`; a ratio that is no short fraction keeps its decimals."""
+    f = Fraction(ratio).limit_denominator(1000)
+    return str(f) if math.isclose(float(f), ratio, rel_tol=1e-12) else repr(ratio)
+
+
+def nearest(what: str, value: str, allowed: tuple[str, ...]) -> SparqError:
+    """The error for a name that is not in `allowed`."""
+    match = difflib.get_close_matches(value.lower(), allowed, n=1, cutoff=0.5)
+    hint = f"did you mean {match[0]}?" if match else f"one of: {', '.join(allowed)}"
+    return SparqError(f"unknown {what} {value!r}", hint, exit_code=2)
+
+
+def parse_spec(line: str) -> AttentionSpec:
+    """One line, as described at the top of this module, to settings.
+
+    Raises:
+        SparqError: an unknown name or a value out of range.
+    """
+    head, *rest = [part.strip() for part in line.split(",")]
+    allowed = tuple(f.name for f in fields(AttentionSpec))[1:]
+    values: dict[str, object] = {}
+    for part in rest:
+        key, eq, text = part.partition("=")
+        key = _ALIASES.get(key.strip(), key.strip())
+        if key not in allowed:
+            raise nearest("attention setting", key, allowed)
+        if not eq:
+            raise SparqError(f"attention setting {part!r} has no value", f"{key}=...", exit_code=2)
+        values[key] = _parse_value(key, text.strip())
+    return make_spec(head, **values)
+
+
+def _parse_value(key: str, text: str) -> object:
+    if key == "ratio":
+        return parse_ratio(text)
+    if key in ("mean_v", "budget", "k_layers"):
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise SparqError(f"{key} {text!r} is not a whole number", exit_code=2) from None
+
+
+def make_spec(method: str | None = None, **values: object) -> AttentionSpec:
+    """Settings from keywords, None meaning "not given".
+
+    Without a method: `sparq` when a ratio, rank or topk is given, else `off`. A sparse method with
+    neither a ratio nor both its parameters gets ratio 1/8. Ratio 1 is `dense`.
+
+    Raises:
+        SparqError: an unknown name or a value out of range.
+    """
+    given = {k: v for k, v in values.items() if v is not None}
+    if method is None:
+        method = "sparq" if {"ratio", "rank", "topk"} & given.keys() else "off"
+    if method not in METHODS:
+        raise nearest("method", method, METHODS)
+    if method in ("off", "dense"):
+        return AttentionSpec(method)
+    spec = AttentionSpec(method, **given)  # type: ignore[arg-type]
+    _check_ranges(spec)
+    if spec.ratio == 1:
+        return AttentionSpec("dense")
+    k = spec.topk or spec.k_layers
+    needed = (spec.rank, k) if method == "sparq" else (k,)
+    if spec.ratio is None and None in needed:
+        spec = replace(spec, ratio=DEFAULT_RATIO)
+    return spec
+
+
+def _check_ranges(spec: AttentionSpec) -> None:
+    least = {"rank": 1, "topk": 1, "local": 0, "sinks": 0, "min_ctx": 0, "min_k": 1}
+    for key, low in least.items():
+        value = getattr(spec, key)
+        if value is not None and value < low:
+            raise SparqError(f"{key} {value} is below {low}", exit_code=2)
+    if spec.mean_v not in MEAN_V:
+        raise nearest("mean_v", spec.mean_v, MEAN_V)
+    if spec.budget not in BUDGETS:
+        raise nearest("budget", spec.budget, BUDGETS)
+    if spec.k_layers is not None and not all(
+        k.isdigit() and int(k) for k in spec.k_layers.split(":")
+    ):
+        raise SparqError(f"k_layers {spec.k_layers!r} is no list of k", "64:64:128", exit_code=2)
+    if spec.method == "topk" and (spec.rank is not None or spec.mean_v == "on"):
+        what = "rank" if spec.rank is not None else "mean_v"
+        raise SparqError(
+            f"{what} belongs to sparq, not to topk", "topk scores with all of K", exit_code=2
+        )
+    if spec.topk is not None and spec.topk < spec.sinks + (spec.local or 0):
+        raise SparqError(
+            f"topk {spec.topk} is below sinks {spec.sinks} + local {spec.local or 0}",
+            "topk counts the sinks and the local window",
+            exit_code=2,
+        )
+
+
+def check_against_model(spec: AttentionSpec, head_dim: int) -> None:
+    """Refuse a rank that the model's heads do not have.
+
+    Raises:
+        SparqError: rank above `head_dim`.
+    """
+    if spec.rank is not None and head_dim and spec.rank > head_dim:
+        raise SparqError(
+            f"rank {spec.rank} is above the model's head size {head_dim}",
+            f"--rank takes 1 to {head_dim}; {max(head_dim // 4, 1)} is a usual choice",
+            exit_code=2,
+        )

@@ -1,0 +1,71 @@
+"""A conversation as the tokens that a model was trained to see.
+
+Rendered by llama-cpp-python's formatter from the template inside the GGUF file. A model without one
+gets a plain transcript, which base models continue well enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pyorch.engine import Session, tokenize
+from pyorch.errors import SparqError
+
+Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": ...}
+
+_NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
+
+
+class ChatTemplate:
+    """The template of one model. `builtin` is False where the model brings none."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        raw = session.lib.llama_model_chat_template(session.model, None)
+        self.builtin = raw is not None
+        self.stop: list[str] = [] if self.builtin else ["\nUser:", "\nSystem:"]
+        self._formatter = self._make(raw.decode("utf-8", errors="replace")) if raw else None
+
+    def _make(self, template: str) -> Any:
+        from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
+        try:
+            return Jinja2ChatFormatter(
+                template, eos_token=self._text("eos"), bos_token=self._text("bos")
+            )
+        except (
+            Exception
+        ) as e:  # a template is code of the model's author: anything may be wrong with it
+            raise SparqError(f"{self.session.path}: its chat template is broken: {e}") from None
+
+    def _text(self, which: str) -> str:
+        lib, vocab = self.session.lib, self.session.vocab
+        token = getattr(lib, f"llama_vocab_{which}")(vocab)
+        text = lib.llama_vocab_get_text(vocab, token) if token >= 0 else b""
+        return str((text or b"").decode("utf-8", errors="replace"))
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The text up to where the assistant's next reply begins.
+
+        Raises:
+            SparqError: the template refuses these messages (some take no system message).
+        """
+        if self._formatter is None:
+            lines = [f"{_NAMES[m['role']]}: {m['content']}\n" for m in messages]
+            return "".join(lines) + "Assistant:"
+        try:
+            return str(self._formatter(messages=list(messages)).prompt)
+        except Exception as e:
+            raise SparqError(f"the model's chat template refuses this conversation: {e}") from None
+
+    def tokens(self, messages: Sequence[Message]) -> list[int]:
+        """`render`, tokenised, with the begin token where the model wants one."""
+        lib, vocab = self.session.lib, self.session.vocab
+        out = tokenize(
+            self.session, self.render(messages), add_special=False, parse_special=self.builtin
+        )
+        bos = lib.llama_vocab_bos(vocab)
+        if lib.llama_vocab_get_add_bos(vocab) and bos >= 0 and out[:1] != [bos]:
+            out.insert(0, bos)
+        return out

@@ -1,0 +1,277 @@
+"""`sparq-cpp chat`: talk to a model in the terminal, or through a pipe."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pyorch.attention.spec import AttentionSpec, make_spec, parse_ratio
+from pyorch.cli import options as opt
+from pyorch.errors import SparqError
+
+if TYPE_CHECKING:
+    from pyorch.chat_template import ChatTemplate
+    from pyorch.engine import Sampling, Session
+
+HELP = """\
+/stats        speed and attention of the last reply
+/ratio 1/4    sparse attention from the next reply on
+/dense        exact attention from the next reply on
+/save FILE    write the conversation; --resume FILE goes on from it
+/exit         leave (also Ctrl-D)
+Ctrl-C stops a reply; pressed again, the program"""
+
+REPLY_ROOM = 64  # positions kept free for a reply when old messages are dropped
+
+
+@dataclass
+class Chat:
+    """One conversation with one model."""
+
+    session: Session
+    template: ChatTemplate
+    spec: AttentionSpec
+    sampling: Sampling
+    max_tokens: int | None
+    as_json: bool
+    messages: list[dict[str, str]] = field(default_factory=list)
+    summary: dict[str, Any] | None = None  # of the last reply
+
+
+@click.command()
+@opt.model_options
+@click.option("--system", metavar="TEXT", help="System message.")
+@click.option("-n", "--tokens", type=opt.Number(int, 1), help="Tokens of one reply at most.")
+@click.option("--resume", metavar="FILE", help="Go on from a conversation written by /save.")
+@opt.context_options
+@opt.attention_options
+@opt.sampling_options
+@opt.json_option
+@opt.verbose_option
+def command(**options: Any) -> None:
+    """Talk to a model, with its own chat template.
+
+    In a terminal, /help lists the commands. From a pipe, each line is one message, and each reply
+    goes to stdout; with --json as one line of JSON.
+    """
+    from pyorch.chat_template import ChatTemplate
+
+    attention = opt.attention_from(options)
+    sampling = opt.sampling_from(options, default_temp=0.8)
+    messages = _resume(options["resume"]) if options["resume"] else []
+    if options["system"]:
+        messages.insert(0, {"role": "system", "content": options["system"]})
+    with opt.open_session(options, attention) as session:
+        template = ChatTemplate(session)
+        if not template.builtin:
+            opt.note("note: this model has no chat template; a plain transcript is used", "yellow")
+        chat = Chat(
+            session,
+            template,
+            attention or AttentionSpec(),
+            sampling,
+            options["tokens"],
+            options["as_json"],
+            messages,
+        )
+        _loop(chat, interactive=sys.stdin.isatty())
+
+
+def _loop(chat: Chat, interactive: bool) -> None:
+    if interactive:
+        opt.note(
+            f"{chat.session.path.name}, attention {chat.spec}. /help lists the commands", "dim"
+        )
+    for line in _lines(interactive):
+        try:
+            if line.startswith("/"):
+                if not _run_command(chat, line):
+                    return
+            else:
+                _reply(chat, line)
+        except SparqError as error:
+            if not interactive:
+                raise
+            opt.note(f"error: {error.message}", "red")
+            if error.hint:
+                opt.note(f"hint: {error.hint}", "yellow")
+
+
+def _lines(interactive: bool) -> Iterator[str]:
+    """Messages and commands, blank lines left out."""
+    if not interactive:
+        for raw in sys.stdin.buffer:
+            line = raw.decode("utf-8", errors="replace").strip()
+            if line:
+                yield line
+        return
+    import readline  # noqa: F401  line editing and history for input()
+
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+            opt.note("/exit or Ctrl-D leaves", "dim")
+            continue
+        if line:
+            yield line
+
+
+def _run_command(chat: Chat, line: str) -> bool:
+    """One `/command`. False = leave."""
+    name, _, rest = line.partition(" ")
+    rest = rest.strip()
+    if name in ("/exit", "/quit"):
+        return False
+    if name == "/help":
+        opt.note(HELP)
+    elif name == "/stats":
+        _print_stats(chat)
+    elif name == "/dense":
+        _set_attention(chat, AttentionSpec("dense"))
+    elif name == "/ratio":
+        method = chat.spec.method if chat.spec.sparse else "sparq"
+        base = chat.spec if chat.spec.sparse else AttentionSpec(method)
+        new = make_spec(method, ratio=parse_ratio(rest))
+        keep = {} if not new.sparse else {"rank": None, "topk": None, "k_layers": None}
+        _set_attention(chat, replace(base, ratio=new.ratio, **keep) if keep else new)
+    elif name == "/save":
+        _save(chat, rest)
+    else:
+        raise SparqError(f"unknown command {name}", "/help lists the commands", exit_code=2)
+    return True
+
+
+def _set_attention(chat: Chat, spec: AttentionSpec) -> None:
+    from pyorch import engine
+
+    engine.set_attention(chat.session, spec)
+    chat.spec = spec
+    opt.note(f"attention {spec}", "dim")
+
+
+def _print_stats(chat: Chat) -> None:
+    used, n_ctx = len(chat.session.tokens), chat.session.n_ctx
+    opt.note(f"attention {chat.spec}, context {used} of {n_ctx} positions")
+    opt.note(opt.summary_line(chat.summary) if chat.summary else "no reply yet")
+
+
+def _save(chat: Chat, name: str) -> None:
+    if not name:
+        raise SparqError("/save needs a file name", "/save chat.json", exit_code=2)
+    try:
+        text = json.dumps({"messages": chat.messages}, indent=2, ensure_ascii=False)
+        Path(name).write_text(text + "\n", encoding="utf-8")
+    except OSError as e:
+        raise SparqError(f"{name}: {e.strerror or e}") from None
+    opt.note(f"{len(chat.messages)} messages written to {name}", "dim")
+
+
+def _resume(name: str) -> list[dict[str, str]]:
+    hint = "it takes a file written by /save"
+    try:
+        messages = json.loads(Path(name).read_text(encoding="utf-8"))["messages"]
+        return [{"role": str(m["role"]), "content": str(m["content"])} for m in messages]
+    except OSError as e:
+        raise SparqError(f"{name}: {e.strerror or e}", hint) from None
+    except (ValueError, KeyError, TypeError):
+        raise SparqError(f"{name}: not a saved conversation", hint) from None
+
+
+def _reply(chat: Chat, text: str) -> None:
+    """Answer one message. What cannot be answered does not stay in the conversation."""
+    from pyorch import engine
+
+    chat.messages.append({"role": "user", "content": text})
+    try:
+        prompt = _fit(chat)
+        engine.reset_counters(chat.session)
+        reply, finish = _stream(chat, prompt)
+    except (SparqError, KeyboardInterrupt):
+        chat.messages.pop()
+        raise
+    chat.messages.append({"role": "assistant", "content": reply})
+    info = opt.info_if_ours(chat.session)
+    chat.summary = opt.run_summary(chat.session, info)
+    if chat.as_json:
+        print(json.dumps({"reply": reply, "finish": finish, **chat.summary}), flush=True)
+    if finish == "context":
+        opt.note(
+            f"note: the context is full ({chat.session.n_ctx} positions); raise --ctx", "yellow"
+        )
+    if info:
+        opt.note_if_dense(chat.spec, info)
+
+
+def _fit(chat: Chat) -> list[int]:
+    """The prompt's tokens; the oldest messages go where they would leave no room for a reply."""
+    dropped = 0
+    while True:
+        tokens = chat.template.tokens(chat.messages)
+        first = 1 if chat.messages[0]["role"] == "system" else 0
+        if len(tokens) + REPLY_ROOM <= chat.session.n_ctx or len(chat.messages) - first < 3:
+            break
+        del chat.messages[first : first + 2]  # a question and its answer
+        dropped += 2
+    if dropped:
+        opt.note(f"note: the context is full: the {dropped} oldest messages were dropped", "yellow")
+    return tokens
+
+
+def _stream(chat: Chat, prompt: list[int]) -> tuple[str, str]:
+    """Generate, print as it comes. The reply and why it ended."""
+    from pyorch import engine
+
+    reply, finish = "", ""
+    with _interruptible() as stopped, opt.progress_bar("reading") as progress:
+        pieces = engine.generate(
+            chat.session,
+            prompt,
+            max_tokens=chat.max_tokens or chat.session.n_ctx,
+            sampling=chat.sampling,
+            stop=chat.template.stop,
+            progress=progress,
+            should_stop=stopped,
+        )
+        for piece in pieces:
+            text = piece.text if reply else piece.text.lstrip()
+            reply, finish = reply + text, piece.finish
+            if not chat.as_json:
+                sys.stdout.write(text)
+                sys.stdout.flush()
+    if not chat.as_json:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    if finish == "interrupted":
+        opt.note("(stopped)", "dim")
+    return reply, finish
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C sets a flag, which the yielded function reads; a second Ctrl-C ends the program."""
+    flag = False
+
+    def on_sigint(*_: object) -> None:
+        nonlocal flag
+        if flag:
+            raise KeyboardInterrupt
+        flag = True
+
+    before = signal.signal(signal.SIGINT, on_sigint)
+    try:
+        yield lambda: flag
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,129 @@
+"""`sparq-cpp demo`: the embedded model recites from a long document, dense and sparse."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pyorch import paths
+from pyorch.attention.spec import AttentionSpec, make_spec
+from pyorch.cli import options as opt
+from pyorch.errors import SparqError
+from pyorch.models.gguf_file import human_bytes
+
+RATIO = 1 / 8
+PLACE = 0.35  # where in the document the passage is, as a share of its length
+CUE_WORDS = 24  # words of the passage that the model is given
+
+
+@click.command()
+@click.option("-n", "--tokens", type=opt.Number(int, 1), default=96, show_default=True)
+@click.option("--ratio", type=opt.Ratio(), default=RATIO, help="[default: 1/8]")
+@click.option("--threads", "-t", type=opt.Number(int, 1), help="Threads.  [default: all cores]")
+@opt.json_option
+@opt.verbose_option
+def command(**options: Any) -> None:
+    """Let the small model that comes along recite a passage of a long document.
+
+    The document is read once. Then the model is given the first words of a passage far back in it
+    and continues: once with llama.cpp's dense attention, once sparse. Fails if nothing ran sparse.
+    """
+    folder = paths.data("models") / "demo"
+    document = _read(folder / "document.txt")
+    cue, expected = passage(document)
+    spec = make_spec("sparq", ratio=options["ratio"])
+    with opt.open_session({**options, "model": folder / "demo.gguf"}, spec) as session:
+        report = _run(session, f"{document}\n\n{cue}", spec, options["tokens"])
+    report["expected"] = expected[: max(len(run["text"]) for run in report["runs"].values())]
+    if options["as_json"]:
+        opt.print_json(report)
+    else:
+        _print(report, cue)
+    calls = report["runs"]["sparse"]["attention"]["counters"]["calls_sparse"]
+    if spec.sparse and calls == 0:
+        raise SparqError("the demo ran without sparse attention: the counter of sparse calls is 0")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError as e:
+        raise SparqError(f"{path}: {e.strerror or e}", "reinstall, or restore the file") from None
+
+
+def passage(document: str) -> tuple[str, str]:
+    """The cue, and how the document goes on after it.
+
+    The passage begins with the first paragraph after PLACE of the document.
+    """
+    start = document.find("\n\n", int(len(document) * PLACE))
+    rest = document[start:].lstrip() if start >= 0 else document
+    end = 0
+    for word in rest.split()[:CUE_WORDS]:
+        end = rest.index(word, end) + len(word)
+    return rest[:end], rest[end:]
+
+
+def _run(session: Any, prompt: str, spec: AttentionSpec, n_tokens: int) -> dict[str, Any]:
+    from pyorch import engine
+
+    tokens = engine.tokenize(session, prompt)
+    with opt.progress_bar("reading the document") as progress:
+        engine.prefill(session, engine.align(session, tokens), progress=progress)
+    prefill = session.timings
+    runs = {"sparse": _continue(session, tokens, spec, n_tokens)}
+    runs["dense"] = _continue(session, tokens, AttentionSpec("off"), n_tokens)
+    differ = first_difference(runs["dense"]["tokens"], runs["sparse"]["tokens"])
+    return {
+        "spec": str(spec),
+        "document_tokens": len(tokens),
+        "prefill_s": round(prefill.prefill_s, 3),
+        "first_difference": differ,
+        "runs": runs,
+    }
+
+
+def _continue(session: Any, tokens: list[int], spec: AttentionSpec, n: int) -> dict[str, Any]:
+    """Greedy continuation of what is already in the cache."""
+    from pyorch import engine
+
+    engine.set_attention(session, spec)
+    engine.prefill(session, engine.align(session, tokens))
+    engine.reset_counters(session)
+    pieces = list(engine.generate(session, tokens, max_tokens=n))
+    summary = opt.run_summary(session, opt.info_if_ours(session))
+    return {"text": "".join(p.text for p in pieces), "tokens": [p.token for p in pieces], **summary}
+
+
+def first_difference(a: list[int], b: list[int]) -> int | None:
+    """Index of the first token that differs; None = the same."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return None if len(a) == len(b) else min(len(a), len(b))
+
+
+def _print(r: dict[str, Any], cue: str) -> None:
+    sparse, dense = r["runs"]["sparse"], r["runs"]["dense"]
+    print(
+        f"A document of {r['document_tokens']} tokens, read in {r['prefill_s']:.1f} s. "
+        "Far back in it is a passage that begins"
+    )
+    print(f"\n    {' '.join(cue.split())} ...\n")
+    for label, run in (("dense (llama.cpp)", dense), (f"sparse ({r['spec']})", sparse)):
+        print(f"{label}: {run['decode_tokens_per_s']:.1f} tokens/s")
+        print(f"\n    {' '.join(run['text'].split())}\n")
+    print(f"the document: \n\n    {' '.join(r['expected'].split())}\n")
+    n = r["first_difference"]
+    same = "the same, token for token" if n is None else f"the same up to token {n}"
+    print(f"texts                       {same}, of {len(dense['tokens'])}")
+    read, full = sparse["attention_bytes_per_token"], sparse["attention_bytes_per_token_dense"]
+    print(
+        f"attention bytes per token   {human_bytes(read)} of {human_bytes(full)}"
+        f" ({100 * read / max(full, 1):.1f} %)"
+    )
+    print(f"attention calls sparse      {100 * sparse['share_sparse']:.1f} %")
+    sys.stdout.flush()

@@ -1,0 +1,149 @@
+"""`sparq-cpp explain`: what a ratio means for a model, from its metadata alone."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from pyorch.attention import bytes as cost
+from pyorch.attention.spec import DEFAULT_RATIO, AttentionSpec, check_against_model, make_spec
+from pyorch.cli import options as opt
+from pyorch.errors import SparqError
+from pyorch.models.gguf_file import Geometry, geometry, human_bytes, read_gguf
+
+KV_BYTES = 2  # f16 cache
+
+
+@click.command()
+@opt.model_options
+@opt.context_options
+@opt.attention_options
+@opt.json_option
+def command(**options: Any) -> None:
+    """Show what attention reads per token, what it needs in memory, and the speed-up to expect.
+
+    Only the header of the model is read. The speed-ups are limits: bytes over measured memory
+    bandwidth, as if nothing else took time.
+    """
+    spec = opt.attention_from(options) or make_spec("sparq", ratio=DEFAULT_RATIO)
+    geo = geometry(read_gguf(options["model"]))
+    check_against_model(spec, geo.head_dim_k)
+    n_pos = _positions(geo, options["ctx"])
+    from pyorch.engine import usable_cores
+
+    n_threads = options["threads"] or usable_cores()
+    report = explain(geo, spec, n_pos, cost.measure_bandwidth(n_threads))
+    report["threads"] = n_threads
+    if options["as_json"]:
+        opt.print_json(report)
+    else:
+        _print(geo, report)
+
+
+def _positions(geo: Geometry, ctx: int | None) -> int:
+    limit = geo.n_ctx_train
+    if ctx is not None and limit and ctx > limit:
+        raise SparqError(
+            f"context {ctx} is beyond the {limit} positions this model was trained on",
+            f"--ctx {limit} or less",
+            exit_code=2,
+        )
+    return ctx or limit or 4096
+
+
+def explain(geo: Geometry, spec: AttentionSpec, n_pos: int, bandwidth: float) -> dict[str, Any]:
+    """Everything the command prints. `bandwidth` in bytes per second; times in seconds.
+
+    Raises:
+        SparqError: the model has no KV cache at all.
+    """
+    layers = cost.layer_costs(geo, spec, n_pos, KV_BYTES)
+    if not layers:
+        raise SparqError(f"{geo.arch}: no layer of this model has a KV cache to be sparse about")
+    dense, read = sum(c.bytes_dense for c in layers), sum(c.bytes_read for c in layers)
+    weights = geo.weight_bytes_per_token
+    kv = n_pos * sum(geo.n_head_kv) * (geo.head_dim_k + geo.head_dim_v) * KV_BYTES
+    return {
+        "model": geo.name,
+        "architecture": geo.arch,
+        "spec": str(spec),
+        "positions": n_pos,
+        "layers": [_layer_row(c, spec) for c in layers],
+        "attention_bytes_per_token_dense": dense,
+        "attention_bytes_per_token": read,
+        "weight_bytes_per_token": weights,
+        "kv_memory": kv,
+        "shadow_memory": cost.shadow_bytes(geo, n_pos) if spec.method == "sparq" else 0,
+        "bandwidth": bandwidth,
+        "token_s_dense": (dense + weights) / bandwidth,
+        "token_s": (read + weights) / bandwidth,
+        "speedup_attention": dense / read,
+        "speedup_token": (dense + weights) / (read + weights),
+    }
+
+
+def _layer_row(c: cost.LayerCost, spec: AttentionSpec) -> dict[str, Any]:
+    row = {"il": c.il, "n_head": c.n_head, "n_head_kv": c.n_head_kv, **asdict(c.split)}
+    row["mean_v"] = cost.uses_mean_v(spec, c.n_head, c.n_head_kv) and not c.split.dense
+    return {**row, "bytes_dense": c.bytes_dense, "bytes_read": c.bytes_read}
+
+
+def _print(geo: Geometry, r: dict[str, Any]) -> None:
+    heads = f"{max(geo.n_head)} heads, {max(geo.n_head_kv)} for K and V, of {geo.head_dim_k}"
+    print(f"{r['model']} ({r['architecture']}): {geo.n_layer} layers, {heads}")
+    print(f"attention {r['spec']} at {r['positions']} positions, f16 cache\n")
+    print(
+        f"  {'layers':<9}{'rank':>6}{'topk':>8}{'local':>8}{'sinks':>7}{'mean_v':>8}"
+        f"{'dense':>11}{'read':>11}"
+    )
+    for first, last, row in _runs(r["layers"]):
+        name = f"{first}" if first == last else f"{first}-{last}"
+        if row["dense"]:
+            print(
+                f"  {name:<9}exact dense: {row['reason']:<24}"
+                f"{human_bytes(row['bytes_dense']):>11}{human_bytes(row['bytes_read']):>11}"
+            )
+            continue
+        print(
+            f"  {name:<9}{row['rank']:>6}{row['topk']:>8}{row['local']:>8}{row['sinks']:>7}"
+            f"{'on' if row['mean_v'] else 'off':>8}"
+            f"{human_bytes(row['bytes_dense']):>11}{human_bytes(row['bytes_read']):>11}"
+        )
+    if geo.n_swa:
+        print(f"  (layers with a sliding window of {geo.n_swa} stay dense and read less)")
+    read, dense = r["attention_bytes_per_token"], r["attention_bytes_per_token_dense"]
+    print(
+        f"\n  attention, bytes per token  {human_bytes(read)} of {human_bytes(dense)}"
+        f"  ({100 * read / dense:.1f} %)"
+    )
+    print(f"  weights, bytes per token    {human_bytes(r['weight_bytes_per_token'])}")
+    print(
+        f"  memory                      cache {human_bytes(r['kv_memory'])}, "
+        f"transposed K {human_bytes(r['shadow_memory'])}"
+    )
+    print(
+        f"  memory bandwidth            {r['bandwidth'] / 1e9:.1f} GB/s, measured now, "
+        f"{r['threads']} threads"
+    )
+    print(
+        f"  limit of the speed-up       attention {r['speedup_attention']:.2f}x, "
+        f"whole token {r['speedup_token']:.2f}x"
+    )
+    print(
+        f"  token time at that limit    {1000 * r['token_s']:.2f} ms, "
+        f"dense {1000 * r['token_s_dense']:.2f} ms"
+    )
+
+
+def _runs(rows: list[dict[str, Any]]) -> list[tuple[int, int, dict[str, Any]]]:
+    """Neighbouring layers with the same numbers, as (first, last, row)."""
+    out: list[tuple[int, int, dict[str, Any]]] = []
+    for row in rows:
+        same = out and {**out[-1][2], "il": 0} == {**row, "il": 0} and out[-1][1] == row["il"] - 1
+        if same:
+            out[-1] = (out[-1][0], row["il"], out[-1][2])
+        else:
+            out.append((row["il"], row["il"], row))
+    return out

@@ -1,0 +1,87 @@
+"""`sparq-cpp generate`: continue a text."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pyorch.cli import options as opt
+from pyorch.errors import SparqError
+
+
+@click.command()
+@opt.model_options
+@click.option("-p", "--prompt", metavar="TEXT", help="The text to continue.")
+@click.option("-f", "--file", metavar="FILE", help="Read the text from a file; - is stdin.")
+@click.option(
+    "-n",
+    "--tokens",
+    type=opt.Number(int, 1),
+    default=128,
+    show_default=True,
+    help="Tokens to generate at most.",
+)
+@opt.context_options
+@opt.attention_options
+@opt.sampling_options
+@opt.json_option
+@opt.verbose_option
+def command(**options: Any) -> None:
+    """Continue a text; the continuation goes to stdout, speed and notes to stderr.
+
+    The text is given as it is, without a chat template. Greedy unless --temp is given.
+    """
+    prompt = _prompt(options["prompt"], options["file"])
+    attention = opt.attention_from(options)
+    sampling = opt.sampling_from(options, default_temp=0.0)
+    with opt.open_session(options, attention) as session:
+        _generate(session, prompt, attention, sampling, options)
+
+
+def _generate(session: Any, prompt: str, attention: Any, sampling: Any, options: Any) -> None:
+    from pyorch import engine
+
+    tokens = engine.tokenize(session, prompt)
+    text, ids, finish = "", [], ""
+    with opt.progress_bar("reading the prompt") as progress:
+        pieces = engine.generate(
+            session, tokens, max_tokens=options["tokens"], sampling=sampling, progress=progress
+        )
+        for piece in pieces:
+            text, finish = text + piece.text, piece.finish
+            ids.append(piece.token)
+            if not options["as_json"]:
+                sys.stdout.write(piece.text)
+                sys.stdout.flush()
+    if not options["as_json"]:
+        sys.stdout.write("\n")
+    info = opt.info_if_ours(session)
+    summary = opt.run_summary(session, info)
+    if info:
+        opt.note_if_dense(attention, info)
+    if finish == "context":
+        opt.note(f"note: the context is full ({session.n_ctx} positions); raise --ctx")
+    if options["as_json"]:
+        opt.print_json({"text": text, "tokens": ids, "finish": finish, **summary})
+    else:
+        opt.note(opt.summary_line(summary), "dim")
+
+
+def _prompt(text: str | None, file: str | None) -> str:
+    if (text is None) == (file is None):
+        raise SparqError("give the text with -p TEXT or with -f FILE", exit_code=2)
+    if file is None:
+        prompt = text or ""
+    elif file == "-":
+        prompt = sys.stdin.buffer.read().decode("utf-8", errors="replace")
+    else:
+        try:
+            prompt = Path(file).read_text(encoding="utf-8", errors="replace")
+        except OSError as e:
+            raise SparqError(f"{file}: {e.strerror or e}") from None
+    if not prompt:
+        raise SparqError("the prompt is empty", exit_code=2)
+    return prompt

@@ -1,0 +1,299 @@
+"""The options that commands share, and the values they stand for.
+
+A command takes groups of options as decorators (`@model_options` ...) and passes its keyword
+arguments to `attention_from`, `sampling_from` and `open_session`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pyorch.attention.spec import (
+    BUDGETS,
+    MEAN_V,
+    METHODS,
+    AttentionSpec,
+    make_spec,
+    nearest,
+    parse_ratio,
+)
+from pyorch.errors import SparqError
+
+if TYPE_CHECKING:
+    from pyorch.engine import AttentionInfo, Sampling, Session
+
+PROGRESS_AFTER_S = 2.0  # a bar is shown only for what takes longer
+
+
+class Ratio(click.ParamType):
+    """1/8, 0.125 or 12.5%."""
+
+    name = "ratio"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        return value if isinstance(value, float) else parse_ratio(str(value))
+
+
+class Number(click.ParamType):
+    """A number with bounds, refused in one line that names the option and the value."""
+
+    def __init__(self, kind: type, low: float, high: float = float("inf")) -> None:
+        self.kind, self.low, self.high = kind, low, high
+        self.name = "integer" if kind is int else "number"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        option = param.opts[0] if param else "value"
+        what = "a whole number" if self.kind is int else "a number"
+        try:
+            number = self.kind(value)
+        except ValueError:
+            raise SparqError(f"{option} {value!r} is not {what}", exit_code=2) from None
+        if not self.low <= number <= self.high:
+            bound = f"at least {self.low:g}"
+            bound += f" and at most {self.high:g}" if self.high < float("inf") else ""
+            raise SparqError(f"{option} {value} is out of range", f"it is {bound}", exit_code=2)
+        return number
+
+
+class Name(click.ParamType):
+    """One of a few names; a wrong one is answered with the nearest."""
+
+    name = "name"
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> str:
+        if value not in self.names:
+            raise nearest(param.opts[0] if param else "name", str(value), self.names)
+        return str(value)
+
+    def get_metavar(self, param: Any, ctx: Any = None) -> str:
+        return f"[{'|'.join(self.names)}]"
+
+
+def _group(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def decorate(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+model_options = _group(
+    click.option(
+        "--model", "-m", required=True, envvar="SPARQ_MODEL", metavar="FILE", help="GGUF model."
+    ),
+)
+context_options = _group(
+    click.option(
+        "--ctx",
+        type=Number(int, 1),
+        help="Positions of the context.  [default: the model's own, at most 8192]",
+    ),
+    click.option("--threads", "-t", type=Number(int, 1), help="Threads.  [default: all cores]"),
+)
+attention_options = _group(
+    click.option(
+        "--ratio",
+        type=Ratio(),
+        help="Share of dense attention's bytes: 1/8, 0.125 or 12.5%.  [default: dense]",
+    ),
+    click.option(
+        "--method",
+        type=Name(*METHODS),
+        help="[default: sparq with a ratio, else off]",
+    ),
+    click.option("--rank", type=Number(int, 1), help="SparQ's r: components that score."),
+    click.option("--topk", type=Number(int, 1), help="SparQ's k: positions read exactly."),
+    click.option(
+        "--local", type=Number(int, 0), help="Newest positions always in.  [default: k/4]"
+    ),
+    click.option("--sinks", type=Number(int, 0), help="First positions always in.  [default: 4]"),
+    click.option(
+        "--mean-v",
+        type=Name(*MEAN_V),
+        help="Mean of V for what is not read.  [default: auto: on for MHA, off for GQA]",
+    ),
+    click.option("--budget", type=Name(*BUDGETS), help="k over the layers.  [default: uniform]"),
+    click.option(
+        "--min-ctx",
+        type=Number(int, 0),
+        help="Exact dense attention below this many positions.  [default: 1024]",
+    ),
+)
+sampling_options = _group(
+    click.option("--temp", type=Number(float, 0), help="Temperature; 0 is greedy."),
+    click.option("--top-p", type=Number(float, 0, 1), default=0.95, show_default=True),
+    click.option("--min-p", type=Number(float, 0, 1), default=0.05, show_default=True),
+    click.option("--seed", type=Number(int, 0, 2**32 - 1), help="  [default: a new one each time]"),
+)
+verbose_option = click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's messages.")
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+
+
+def attention_from(options: Mapping[str, Any]) -> AttentionSpec | None:
+    """The settings that a command's keyword arguments ask for; None = none asked for."""
+    names = ("ratio", "rank", "topk", "local", "sinks", "mean_v", "budget", "min_ctx")
+    given = {n: options.get(n) for n in names}
+    if options.get("method") is None and not any(v is not None for v in given.values()):
+        return None
+    if options.get("method") in ("dense", "off"):
+        clash = [n for n in ("ratio", "rank", "topk") if given[n] is not None]
+        if clash:
+            raise SparqError(
+                f"--method {options['method']} reads everything: --{clash[0]} has no meaning",
+                "use --method sparq or topk",
+                exit_code=2,
+            )
+    return make_spec(options.get("method"), **given)
+
+
+def sampling_from(options: Mapping[str, Any], default_temp: float) -> Sampling:
+    from pyorch.engine import Sampling
+
+    temp = options.get("temp")
+    return Sampling(
+        temp=default_temp if temp is None else temp,
+        top_p=options["top_p"],
+        min_p=options["min_p"],
+        seed=options.get("seed"),
+    )
+
+
+def open_session(options: Mapping[str, Any], attention: AttentionSpec | None) -> Session:
+    """Load the model that the options name, with a bar if it takes long."""
+    from pyorch import engine
+
+    with progress_bar("loading the model") as progress:
+        return engine.load(
+            Path(options["model"]),
+            n_ctx=options.get("ctx"),
+            n_threads=options.get("threads"),
+            attention=attention,
+            verbose=bool(options.get("verbose")),
+            progress=progress,
+        )
+
+
+def note(text: str, style: str = "") -> None:
+    """One line on stderr; coloured only on a terminal and without NO_COLOR."""
+    from rich.console import Console
+
+    Console(stderr=True, highlight=False, soft_wrap=True).print(text, style=style, markup=False)
+
+
+def info_if_ours(session: Session) -> AttentionInfo | None:
+    """The library's account, or None while attention is llama.cpp's own."""
+    from pyorch import engine
+
+    if not hasattr(session.lib._lib, "llama_get_sparse_attn_info"):
+        return None
+    info = engine.info(session)
+    return info if info.method != "off" else None
+
+
+def note_if_dense(wanted: AttentionSpec | None, info: AttentionInfo) -> None:
+    """Say so when something sparse was asked for and not everything ran sparse."""
+    if wanted is None or not wanted.sparse:
+        return
+    reasons = "; ".join(info.dense_reasons)
+    if reasons:
+        n = info.n_layer - info.layers_sparse
+        which = "attention is dense" if not info.layers_sparse else f"{n} layers are dense"
+        note(f"note: {which}: {reasons}", "yellow")
+    elif info.counter("calls_dense_op") and not info.counter("calls_sparse"):
+        note(
+            f"note: attention was exact throughout: fewer than min_ctx {wanted.min_ctx} positions, "
+            "or k covers them all",
+            "yellow",
+        )
+
+
+@contextmanager
+def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A callback (done, total) that draws a bar on stderr once two seconds have passed."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+    task, started, shown = bar.add_task(label), time.monotonic(), False
+
+    def update(done: int, total: int) -> None:
+        nonlocal shown
+        if not shown and console.is_terminal and time.monotonic() - started > PROGRESS_AFTER_S:
+            bar.start()
+            shown = True
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield update
+    finally:
+        if shown:
+            bar.stop()
+
+
+def print_json(value: Any) -> None:
+    """One JSON object on stdout."""
+    json.dump(value, sys.stdout, indent=2, ensure_ascii=False)
+    sys.stdout.write("\n")
+
+
+def run_summary(session: Session, info: AttentionInfo | None) -> dict[str, Any]:
+    """Speed and attention of a run, for --json and for the line on stderr."""
+    t = session.timings
+    out: dict[str, Any] = {
+        "prefill_tokens": t.prefill_tokens,
+        "prefill_s": round(t.prefill_s, 4),
+        "decode_tokens": t.decode_tokens,
+        "decode_s": round(t.decode_s, 4),
+        "decode_tokens_per_s": round(t.decode_rate, 2),
+        "attention": dict(info.raw) if info else None,
+    }
+    if info:
+        n = max(info.counter("steps"), 1)
+        out["attention_bytes_per_token"] = info.counter("bytes_read") // n
+        out["attention_bytes_per_token_dense"] = info.counter("bytes_dense") // n
+        out["share_sparse"] = round(info.sparse_share, 4)
+    return out
+
+
+def summary_line(summary: Mapping[str, Any]) -> str:
+    """`run_summary` in one line."""
+    from pyorch.models.gguf_file import human_bytes
+
+    parts = [
+        f"prefill {summary['prefill_tokens']} tokens in {summary['prefill_s']:.2f} s",
+        f"decode {summary['decode_tokens_per_s']:.1f} tokens/s",
+    ]
+    if summary.get("share_sparse"):
+        read, dense = (
+            summary["attention_bytes_per_token"],
+            summary["attention_bytes_per_token_dense"],
+        )
+        parts.append(f"attention {human_bytes(read)}/token of {human_bytes(dense)}")
+        parts.append(f"{100 * summary['share_sparse']:.1f} % of calls sparse")
+    return ", ".join(parts)

@@ -1,0 +1,1 @@
+"""Model files: reading GGUF headers (`gguf_file`)."""

@@ -1,0 +1,436 @@
+"""Read the header of a GGUF file: metadata, tensor table, geometry; and weigh it against memory.
+
+A model file comes from anywhere, so nothing in it is believed: every length is checked against
+the size of the file before it is used, and every fault is a `SparqError` that names the file. No
+weights are read, so a 100 GB model takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pyorch.errors import SparqError
+
+MAGIC = b"GGUF"
+MAX_DIMS = 4
+MAX_ARRAY_KEPT = 4096  # longer arrays (vocabularies) are skipped: only their length is kept
+
+# value types of the metadata: struct format of the scalars; 8 = string, 9 = array
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+_STRING, _ARRAY = 8, 9
+
+# ggml type -> (name, elements per block, bytes per block)
+TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
+    0: ("f32", 1, 4),
+    1: ("f16", 1, 2),
+    2: ("q4_0", 32, 18),
+    3: ("q4_1", 32, 20),
+    6: ("q5_0", 32, 22),
+    7: ("q5_1", 32, 24),
+    8: ("q8_0", 32, 34),
+    9: ("q8_1", 32, 40),
+    10: ("q2_K", 256, 84),
+    11: ("q3_K", 256, 110),
+    12: ("q4_K", 256, 144),
+    13: ("q5_K", 256, 176),
+    14: ("q6_K", 256, 210),
+    15: ("q8_K", 256, 292),
+    16: ("iq2_xxs", 256, 66),
+    17: ("iq2_xs", 256, 74),
+    18: ("iq3_xxs", 256, 98),
+    19: ("iq1_s", 256, 50),
+    20: ("iq4_nl", 32, 18),
+    21: ("iq3_s", 256, 110),
+    22: ("iq2_s", 256, 82),
+    23: ("iq4_xs", 256, 136),
+    24: ("i8", 1, 1),
+    25: ("i16", 1, 2),
+    26: ("i32", 1, 4),
+    27: ("i64", 1, 8),
+    28: ("f64", 1, 8),
+    29: ("iq1_m", 256, 56),
+    30: ("bf16", 1, 2),
+    34: ("tq1_0", 256, 54),
+    35: ("tq2_0", 256, 66),
+    39: ("mxfp4", 32, 17),
+    40: ("nvfp4", 64, 36),
+    41: ("q1_0", 128, 18),
+}
+
+
+@dataclass(frozen=True)
+class SkippedArray:
+    """A metadata array that was not kept."""
+
+    length: int
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One row of the tensor table. `n_bytes` is 0 for a type this module does not know."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: str
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    """The header of one GGUF file (or of all parts of a split one)."""
+
+    path: Path
+    n_bytes: int
+    metadata: Mapping[str, Any]
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def arch(self) -> str:
+        return str(self.metadata.get("general.architecture", ""))
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What attention costs depend on. Sizes in elements unless a name says bytes."""
+
+    arch: str
+    name: str
+    n_layer: int
+    n_embd: int
+    n_head: tuple[int, ...]  # per layer; 0 = a layer without attention
+    n_head_kv: tuple[int, ...]  # per layer
+    head_dim_k: int
+    head_dim_v: int
+    n_ctx_train: int
+    n_swa: int  # sliding window of some or all layers, 0 = none
+    n_params: int
+    weight_bytes: int  # all tensors
+    weight_bytes_per_token: int  # tensors one decoded token reads
+
+    @property
+    def n_kv_layers(self) -> int:
+        return sum(1 for n in self.n_head_kv if n > 0)
+
+    @property
+    def gqa(self) -> bool:
+        return any(h > k > 0 for h, k in zip(self.n_head, self.n_head_kv, strict=True))
+
+
+class _Reader:
+    """A cursor over the mapped file that refuses to leave it."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path, self.data, self.pos = path, data, 0
+
+    def fail(self, what: str) -> SparqError:
+        return SparqError(
+            f"{self.path}: corrupt GGUF header: {what} at byte {self.pos}",
+            hint="the download may be incomplete: compare its size and checksum with the source",
+        )
+
+    def unpack(self, fmt: str) -> Any:
+        size = struct.calcsize("<" + fmt)
+        if self.pos + size > len(self.data):
+            raise self.fail("the file ends")
+        (value,) = struct.unpack_from("<" + fmt, self.data, self.pos)
+        self.pos += size
+        return value
+
+    def string(self) -> str:
+        n = self.unpack("Q")
+        if n > len(self.data) - self.pos:
+            raise self.fail(f"a string of {n} bytes passes the end of the file")
+        raw = self.data[self.pos : self.pos + n]
+        self.pos += n
+        return raw.decode("utf-8", errors="replace")
+
+    def value(self, kind: int) -> Any:
+        if kind in _SCALARS:
+            return self.unpack(_SCALARS[kind])
+        if kind == _STRING:
+            return self.string()
+        if kind == _ARRAY:
+            return self.array()
+        raise self.fail(f"unknown value type {kind}")
+
+    def array(self) -> list[Any] | SkippedArray:
+        kind, n = self.unpack("I"), self.unpack("Q")
+        if n > len(self.data) - self.pos:  # every element takes at least one byte
+            raise self.fail(f"an array of {n} elements passes the end of the file")
+        if kind == _STRING:
+            for _ in range(n):
+                length = self.unpack("Q")
+                self.pos += length
+            if self.pos > len(self.data):
+                raise self.fail("a string passes the end of the file")
+            return SkippedArray(n)
+        if kind not in _SCALARS:
+            raise self.fail(f"array of unsupported type {kind}")
+        if n <= MAX_ARRAY_KEPT:
+            return [self.unpack(_SCALARS[kind]) for _ in range(n)]
+        self.pos += n * struct.calcsize("<" + _SCALARS[kind])
+        if self.pos > len(self.data):
+            raise self.fail("an array passes the end of the file")
+        return SkippedArray(n)
+
+
+def read_gguf(path: str | os.PathLike[str]) -> GGUFFile:
+    """Read the header of `path`; of a split file (`...-00001-of-0000N.gguf`), of all parts.
+
+    Raises:
+        SparqError: not there, not a GGUF file, corrupt, or truncated.
+    """
+    first = _read_part(Path(path))
+    n_split = int(first.metadata.get("split.count", 1) or 1)
+    if n_split <= 1:
+        return first
+    parts = [first] + [_read_part(p) for p in _other_parts(first.path, n_split)]
+    return GGUFFile(
+        first.path,
+        sum(p.n_bytes for p in parts),
+        first.metadata,
+        tuple(t for p in parts for t in p.tensors),
+    )
+
+
+def _other_parts(path: Path, n_split: int) -> list[Path]:
+    mark = f"-00001-of-{n_split:05d}.gguf"
+    if not path.name.endswith(mark):
+        raise SparqError(
+            f"{path}: one of {n_split} parts of a split model, and not the first by its name",
+            hint=f"pass the part whose name ends in {mark}, with the others beside it",
+        )
+    stem = path.name[: -len(mark)]
+    return [path.with_name(f"{stem}-{i:05d}-of-{n_split:05d}.gguf") for i in range(2, n_split + 1)]
+
+
+def _read_part(path: Path) -> GGUFFile:
+    if not path.exists():
+        raise SparqError(f"{path}: no such file", hint="--model takes the path of a GGUF file")
+    if path.is_dir():
+        raise SparqError(f"{path}: a folder, not a GGUF file")
+    try:
+        with path.open("rb") as f:
+            if f.read(4) != MAGIC:
+                raise SparqError(
+                    f"{path}: not a GGUF file (it does not begin with the letters GGUF)",
+                    hint="safetensors and PyTorch files must be converted to GGUF first",
+                )
+            with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _parse(path, data)
+    except OSError as e:
+        raise SparqError(f"{path}: {e.strerror or e}") from None
+
+
+def _parse(path: Path, data: mmap.mmap) -> GGUFFile:
+    r = _Reader(path, data)
+    r.pos = len(MAGIC)
+    version = r.unpack("I")
+    if version not in (2, 3):
+        raise SparqError(
+            f"{path}: GGUF version {version}; this program reads versions 2 and 3",
+            hint="a very large number means a big-endian file" if version > 0xFFFF else "",
+        )
+    n_tensors, n_keys = r.unpack("Q"), r.unpack("Q")
+    if max(n_tensors, n_keys) > len(data) // 12:  # 12 bytes: less than the smallest entry
+        raise r.fail(f"{n_tensors} tensors and {n_keys} keys do not fit in {len(data)} bytes")
+    metadata = {}
+    for _ in range(n_keys):
+        key = r.string()
+        metadata[key] = r.value(r.unpack("I"))
+    table = [_tensor_row(r) for _ in range(n_tensors)]
+    _check_extent(r, metadata, table)
+    return GGUFFile(path, len(data), metadata, tuple(t for t, _ in table))
+
+
+def _tensor_row(r: _Reader) -> tuple[Tensor, int]:
+    """One tensor and the offset of its data from the start of the data section."""
+    name, n_dims = r.string(), r.unpack("I")
+    if n_dims > MAX_DIMS:
+        raise r.fail(f"tensor {name!r} has {n_dims} dimensions")
+    shape = tuple(r.unpack("Q") for _ in range(n_dims))
+    kind, offset = r.unpack("I"), r.unpack("Q")
+    n = math.prod(shape)
+    if n >= 2**63 or offset >= 2**63:
+        raise r.fail(f"tensor {name!r} has an impossible size")
+    type_name, per_block, block_bytes = TENSOR_TYPES.get(kind, (f"type {kind}", 1, 0))
+    return Tensor(name, shape, type_name, n // per_block * block_bytes), offset
+
+
+def _check_extent(r: _Reader, metadata: Mapping[str, Any], table: list[tuple[Tensor, int]]) -> None:
+    align = metadata.get("general.alignment", 32)
+    if not isinstance(align, int) or align <= 0:
+        raise r.fail(f"alignment {align!r}")
+    start = -(-r.pos // align) * align
+    end = max((start + offset + t.n_bytes for t, offset in table), default=start)
+    if end > len(r.data):
+        raise SparqError(
+            f"{r.path}: truncated: {len(r.data)} bytes, but its tensors end at byte {end}",
+            hint="download it again, or resume the download",
+        )
+
+
+def geometry(file: GGUFFile) -> Geometry:
+    """The attention geometry of a model, from its metadata.
+
+    Raises:
+        SparqError: the file is no language model, or lacks a key that every one has.
+    """
+    arch, m = file.arch, file.metadata
+
+    def number(key: str, default: int | None = None) -> int:
+        value = m.get(f"{arch}.{key}", default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+            shown = "missing" if value is None else f"not a usable number: {value!r}"
+            raise SparqError(
+                f"{file.path}: metadata key {arch}.{key} is {shown}",
+                hint="is this a language model? adapters and projectors have no such key",
+            )
+        return value
+
+    if not arch:
+        raise SparqError(
+            f"{file.path}: no general.architecture in its metadata",
+            hint="is this a language model? adapters and projectors are GGUF files too",
+        )
+    n_layer, n_embd = number("block_count"), number("embedding_length")
+    n_head = _per_layer(file, f"{arch}.attention.head_count", n_layer, None)
+    n_head_kv = _per_layer(file, f"{arch}.attention.head_count_kv", n_layer, n_head)
+    head_dim = n_embd // max(max(n_head, default=0), 1)
+    return Geometry(
+        arch=arch,
+        name=str(m.get("general.name", file.path.stem)),
+        n_layer=n_layer,
+        n_embd=n_embd,
+        n_head=n_head,
+        n_head_kv=n_head_kv,
+        head_dim_k=number("attention.key_length", head_dim),
+        head_dim_v=number("attention.value_length", head_dim),
+        n_ctx_train=number("context_length"),
+        n_swa=number("attention.sliding_window", 0),
+        n_params=sum(math.prod(t.shape) for t in file.tensors),
+        weight_bytes=sum(t.n_bytes for t in file.tensors),
+        weight_bytes_per_token=_weight_bytes_per_token(file),
+    )
+
+
+def _per_layer(
+    file: GGUFFile, key: str, n_layer: int, default: tuple[int, ...] | None
+) -> tuple[int, ...]:
+    value = file.metadata.get(key)
+    if value is None and default is not None:
+        return default
+    if value is None:
+        return (0,) * n_layer  # recurrent models have no attention heads
+    values = tuple(value) if isinstance(value, list) else (value,) * n_layer
+    ok = all(isinstance(v, int) and 0 <= v < 65536 for v in values) and len(values) >= n_layer
+    if not ok:
+        raise SparqError(f"{file.path}: metadata key {key} is not usable: {value!r}")
+    return values[:n_layer]
+
+
+def _weight_bytes_per_token(file: GGUFFile) -> int:
+    """Bytes of weights that one decoded token reads.
+
+    All tensors, but: an embedding table that is not also the output matrix is left out (one row is
+    read), and of the expert tensors (`_exps`) only the experts in use count.
+    """
+    arch, m = file.arch, file.metadata
+    tied = not any(t.name == "output.weight" for t in file.tensors)
+    used, n_expert = m.get(f"{arch}.expert_used_count"), m.get(f"{arch}.expert_count")
+    share = (
+        used / n_expert if isinstance(used, int) and isinstance(n_expert, int) and n_expert else 1
+    )
+    total = 0.0
+    for t in file.tensors:
+        if t.name == "token_embd.weight" and not tied:
+            continue
+        total += t.n_bytes * (share if "_exps." in t.name else 1)
+    return int(total)
+
+
+def available_memory() -> int:
+    """Bytes that can be taken without swapping: the least of the system's, the container's, and
+    `SPARQ_MEMORY_LIMIT` (bytes)."""
+    limits = [_meminfo_available(), _cgroup_available()]
+    own = os.environ.get("SPARQ_MEMORY_LIMIT", "")
+    if own:
+        if not own.isdigit():
+            raise SparqError(f"SPARQ_MEMORY_LIMIT is {own!r}, not a number of bytes", exit_code=2)
+        limits.append(int(own))
+    known = [n for n in limits if n is not None]
+    return min(known) if known else 2**63
+
+
+def _meminfo_available() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _cgroup_available() -> int | None:
+    """What a version 2 control group still allows; its file cache can be reclaimed, so is free."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        limit = int((root / "memory.max").read_text())  # "max" = no limit: ValueError
+        used = int((root / "memory.current").read_text())
+        stat = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+        return limit - used + int(stat.get("file", 0))
+    except (OSError, ValueError):
+        return None
+
+
+def check_memory(file: GGUFFile, kv_bytes: int) -> None:
+    """Refuse a model that, with a cache of `kv_bytes`, is larger than the available memory.
+
+    Raises:
+        SparqError: with both sizes and what to do.
+    """
+    weights = sum(t.n_bytes for t in file.tensors)
+    free = available_memory()
+    if weights + kv_bytes <= free:
+        return
+    if weights > free:
+        hint = "use a smaller quantisation of the model, or a machine with more memory"
+    else:
+        hint = "lower --ctx: the cache grows with it"
+    raise SparqError(
+        f"{file.path}: needs {human_bytes(weights)} for weights and {human_bytes(kv_bytes)} for "
+        f"the cache, but only {human_bytes(free)} of memory is available",
+        hint=hint,
+    )
+
+
+def human_bytes(n: float) -> str:
+    """`n` bytes in binary units with three digits: 1.41 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(n) < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" or n >= 100 else f"{n:.3g} {unit}"
+        n /= 1024
+    return f"{n:.3g} TiB"
