@@ -129,7 +129,8 @@ struct ggml_sparse_select_params {
 //   ranks by the sum over the group's query heads of softmax(logits) (with one query head: by the logit itself, the same order)
 //   k counts the forced cells. Hidden cells (-inf) are never selected, so n_sel = min(k, visible), but a visible forced cell always is
 //   (all forced are in even when there are more than k, as far as topk_max allows: sinks last).
-//   ties: the lower cell wins. alpha[h] = sum of softmax(logits[h]) over the selected cells.
+//   ties: the lower cell wins. alpha[h] = 1 - the share of softmax(logits[h]), sink included, that falls on cells not selected: the sink's
+//   mass carries no value and stays with the selection, so that selecting everything gives dense attention.
 GGML_API struct ggml_tensor * ggml_sparse_attn_select(
         struct ggml_context * ctx,
         struct ggml_tensor  * logits,
