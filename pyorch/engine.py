@@ -1,8 +1,7 @@
 """Load a model, prefill, decode, generate: plain functions over one small session.
 
 The command line, the server, the evaluations and the benchmarks share these; none of them adds to
-the mathematics. One session is one sequence: `session.tokens` are the tokens whose K and V are in the
-cache.
+the mathematics. A session is one sequence: `session.tokens` are those whose K and V are cached.
 
     with load("model.gguf", n_ctx=8192, attention="sparq,ratio=1/8") as s:
         for piece in generate(s, tokenize(s, "Once upon"), max_tokens=64):
@@ -15,6 +14,7 @@ import codecs
 import ctypes
 import json
 import os
+import re
 import secrets
 import sys
 import time
@@ -145,8 +145,9 @@ class Session:
 
 _log_lines: deque[str] = deque(maxlen=20)  # the newest warnings and errors
 _log_callback: Any = None  # kept alive as long as the library may call it
+_LOG_PREFIX = re.compile(r"^(?:[\w:~]+: |error loading model[\w ]*: )+")
 _interrupted = False  # Ctrl-C came while C code was calling us, where no exception can pass
-_LOG_WARN, _LOG_ERROR = 3, 4
+_LOG_DEBUG, _LOG_WARN, _LOG_ERROR, _LOG_CONT = 1, 3, 4, 5  # enum ggml_log_level
 
 
 def _set_log(lib: Any, verbose: bool) -> None:
@@ -158,11 +159,11 @@ def _set_log(lib: Any, verbose: bool) -> None:
         nonlocal level_now
         global _interrupted
         try:
-            level_now = level if level != 5 else level_now  # 5 = continues the line before
+            level_now = level if level != _LOG_CONT else level_now
             line = text.decode("utf-8", errors="replace")
             if level_now in (_LOG_WARN, _LOG_ERROR) and line.strip(" .\n"):
                 _log_lines.append(line.strip())
-            if verbose:
+            if verbose and level_now != _LOG_DEBUG:
                 sys.stderr.write(line)
         except KeyboardInterrupt:
             _interrupted = True
@@ -180,13 +181,10 @@ def _raise_interrupt() -> None:
 
 
 def _last_log() -> str:
-    """The first of the newest errors that says something, for an error message."""
+    """The first message since the list was cleared, without the names of functions."""
     useful = [s for s in _log_lines if "error" in s.lower() or "fail" in s.lower() or ":" in s]
-    if not useful:
-        return "no reason given"
-    first = useful[0]
     # "llama_model_load: error loading model: X" -> "X"
-    return first.split("error loading model: ")[-1].split(": ", 1)[-1] if ": " in first else first
+    return _LOG_PREFIX.sub("", useful[0]) if useful else "no reason given"
 
 
 # ---- load ----

@@ -1,0 +1,290 @@
+"""The engine on a tiny random model, and on the demo model where it matters that text has sense."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_gguf import write_tiny_gguf
+
+from pyorch import engine
+from pyorch.attention.bytes import layer_costs
+from pyorch.attention.spec import make_spec, parse_spec
+from pyorch.engine import Sampling
+from pyorch.errors import SparqError
+
+SPARSE = "sparq,rank=8,topk=64,min_ctx=0"
+
+
+def text_of(n: int, seed: int = 1) -> str:
+    """`n` bytes of letters; the tiny model has one token per byte."""
+    letters = np.random.default_rng(seed).integers(97, 123, n)
+    return bytes(letters.astype(np.uint8)).decode()
+
+
+def greedy(session: engine.Session, prompt: list[int], n: int = 24) -> list[int]:
+    return [p.token for p in engine.generate(session, prompt, max_tokens=n, ignore_eog=True)]
+
+
+# ---- text ----
+
+
+def test_text_survives_tokens(session: engine.Session) -> None:
+    text = "Grüße, 世界! 🙂 a  b"
+    tokens = engine.tokenize(session, text)
+    assert tokens[0] == session.lib.llama_vocab_bos(session.vocab)
+    assert engine.detokenize(session, tokens) == text
+
+
+def test_stream_gives_whole_characters_only(session: engine.Session) -> None:
+    stream = engine._TextStream(session, stop=[])
+    tokens = engine.tokenize(session, "é世🙂", add_special=False)
+    assert len(tokens) == 2 + 3 + 4  # one per byte: most end inside a character
+    parts = [stream.add(t)[0] for t in tokens]
+    assert [p for p in parts if p] == ["é", "世", "🙂"]
+
+
+def test_stream_holds_back_what_may_begin_a_stop_string(session: engine.Session) -> None:
+    stream = engine._TextStream(session, stop=["\nUser:", "END"])
+    shown, met = "", False
+    for token in engine.tokenize(session, "fine EN\nUs \nUser: no", add_special=False):
+        text, met = stream.add(token)
+        shown += text
+        assert "\nU" not in shown[-3:]  # never shown before it is certain
+        if met:
+            break
+    assert met and shown == "fine EN\nUs "
+
+
+def test_generate_stops_at_a_stop_string(session: engine.Session) -> None:
+    prompt = engine.tokenize(session, text_of(50))
+    whole = "".join(p.text for p in engine.generate(session, prompt, max_tokens=40))
+    printable = [c for c in whole if c.isprintable() and c != "\ufffd"]
+    assert printable, "the random model must say something for this test to mean anything"
+    stop = printable[len(printable) // 2]
+    pieces = list(engine.generate(session, prompt, max_tokens=40, stop=[stop]))
+    assert pieces[-1].finish == "stop"
+    assert "".join(p.text for p in pieces) == whole[: whole.index(stop)]
+
+
+# ---- prefill, decode, generate ----
+
+
+def test_decode_agrees_with_prefill(session: engine.Session) -> None:
+    tokens = engine.tokenize(session, text_of(40))
+    engine.prefill(session, tokens)
+    at_once = engine.logits(session)
+    engine.rewind(session, 0)
+    engine.prefill(session, tokens[:-1])
+    engine.decode(session, tokens[-1])
+    assert session.tokens == tokens
+    np.testing.assert_allclose(engine.logits(session), at_once, atol=2e-2, rtol=0)
+
+
+def test_align_keeps_the_common_prefix(session: engine.Session) -> None:
+    tokens = engine.tokenize(session, text_of(60))
+    engine.prefill(session, tokens)
+    other = [*tokens[:30], *tokens[40:50]]
+    assert engine.align(session, other) == other[30:]
+    assert session.tokens == tokens[:30]
+    assert engine.align(session, tokens[:30]) == tokens[29:30]  # logits of the last are needed
+
+
+def test_generate_is_the_same_from_a_warm_cache(session: engine.Session) -> None:
+    prompt = engine.tokenize(session, text_of(700))
+    cold = greedy(session, prompt)
+    assert greedy(session, prompt) == cold
+    assert len(cold) == 24
+
+
+def test_seeds(session: engine.Session) -> None:
+    prompt = engine.tokenize(session, text_of(40))
+
+    def run(seed: int) -> list[int]:
+        sampling = Sampling(temp=1.5, top_p=1, min_p=0, seed=seed)
+        pieces = engine.generate(session, prompt, max_tokens=16, sampling=sampling)
+        return [p.token for p in pieces]
+
+    assert run(7) == run(7)
+    assert run(7) != run(8)
+
+
+def test_full_context(tiny: Path) -> None:
+    with engine.load(tiny, n_ctx=256, n_threads=1) as s:
+        with pytest.raises(SparqError, match="300 tokens, but the context has 256"):
+            list(engine.generate(s, list(range(3, 259)) + [5] * 44))
+        prompt = engine.tokenize(s, text_of(250))
+        pieces = list(engine.generate(s, prompt, max_tokens=100, ignore_eog=True))
+        assert pieces[-1].finish == "context"
+        assert len(s.tokens) == s.n_ctx
+        with pytest.raises(SparqError, match="context full"):
+            engine.decode(s, 5)
+
+
+def test_progress_and_stopping(tiny: Path) -> None:
+    with engine.load(tiny, n_threads=1, n_batch=128) as s:
+        prompt, seen = engine.tokenize(s, text_of(400)), []
+        stopped = lambda: len(seen) == 2  # noqa: E731
+        pieces = list(
+            engine.generate(
+                s, prompt, progress=lambda d, n: seen.append((d, n)), should_stop=stopped
+            )
+        )
+        assert seen == [(128, len(prompt)), (256, len(prompt))]
+        assert [p.finish for p in pieces] == ["interrupted"]
+        assert len(s.tokens) == 256
+
+
+def test_saved_state_goes_on_the_same(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "state.bin"
+    with engine.load(tiny, n_threads=1) as s:
+        prompt = engine.tokenize(s, text_of(300))
+        engine.prefill(s, prompt)
+        engine.save_state(s, file)
+        expected = greedy(s, prompt)
+        with pytest.raises(SparqError, match="cannot write"):
+            engine.save_state(s, tmp_path / "none" / "state.bin")
+    with engine.load(tiny, n_threads=1) as s:
+        engine.load_state(s, file)
+        assert s.tokens == prompt
+        assert greedy(s, prompt) == expected
+        file.write_bytes(b"nonsense" * 40)
+        with pytest.raises(SparqError, match="not a saved session"):
+            engine.load_state(s, file)
+        assert s.tokens == []
+        assert greedy(s, prompt) == expected  # still usable
+
+
+# ---- attention ----
+
+
+def logits_with(session: engine.Session, prompt: list[int], spec: str) -> np.ndarray:
+    """Logits of the last prompt token, decoded alone so that attention is `spec`."""
+    engine.set_attention(session, spec)
+    engine.prefill(session, engine.align(session, prompt))
+    return engine.logits(session)
+
+
+def test_attention_switches_between_two_calls(session: engine.Session) -> None:
+    prompt = engine.tokenize(session, text_of(1500))
+    engine.prefill(session, prompt)
+    off = logits_with(session, prompt, "off")
+    dense = logits_with(session, prompt, "dense")
+    sparse = logits_with(session, prompt, SPARSE)
+    everything = logits_with(session, prompt, "sparq,rank=32,topk=4096,min_ctx=0")
+    error = np.abs(dense - off).max()
+    assert error < 1e-2
+    assert np.abs(everything - off).max() < 1e-2  # k covers all positions: nothing is lost
+    assert np.abs(sparse - off).max() > 10 * error  # and it does skip positions
+    assert np.array_equal(logits_with(session, prompt, "off"), off)  # off is off, bit for bit
+
+
+def test_counters_say_what_ran(session: engine.Session) -> None:
+    prompt = engine.tokenize(session, text_of(1500))
+    engine.set_attention(session, SPARSE)
+    engine.prefill(session, prompt)
+    engine.reset_counters(session)
+    greedy(session, prompt, n=9)
+    info = engine.info(session)
+    assert info.active and info.method == "sparq" and info.dense_reasons == []
+    assert info.counter("steps") == 9  # the last prompt token again, then 8
+    assert info.counter("calls_sparse") == 9 * session.geometry.n_layer
+    assert info.sparse_share == 1
+    assert info.shadow_bytes > 0
+    engine.reset_counters(session)
+    engine.set_attention(session, "dense")
+    greedy(session, prompt, n=3)
+    info = engine.info(session)
+    assert info.counter("calls_sparse") == 0
+    assert info.counter("calls_dense_op") > 0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "sparq,ratio=1/8",
+        "sparq,ratio=1/4,budget=ramp",
+        "sparq,rank=8,topk=300",
+        "sparq,ratio=1/8,mean_v=on",
+        "topk,ratio=1/8",
+        "dense",
+    ],
+)
+def test_byte_model_agrees_with_the_library(tiny: Path, line: str) -> None:
+    """`explain` and the library share one formula: rows exactly, bytes within the unsealed tail."""
+    spec = parse_spec(line)
+    with engine.load(tiny, n_threads=1, attention=spec) as s:
+        prompt = engine.tokenize(s, text_of(2175))
+        engine.prefill(s, prompt[:-1])
+        engine.reset_counters(s)
+        engine.decode(s, prompt[-1])
+        info = engine.info(s)
+        costs = layer_costs(s.geometry, spec, len(prompt))
+        assert info.counter("bytes_dense") == sum(c.bytes_dense for c in costs)
+        rows = sum(c.split.topk * c.n_head_kv for c in costs)
+        assert info.counter("positions_read") == rows
+        expected = sum(c.bytes_read for c in costs)
+        assert info.counter("bytes_read") == pytest.approx(expected, rel=0.03)
+
+
+def test_short_contexts_are_exact(session: engine.Session) -> None:
+    prompt = engine.tokenize(session, text_of(300))
+    engine.set_attention(session, "sparq,ratio=1/8")
+    greedy(session, prompt, n=4)
+    info = engine.info(session)
+    assert info.counter("calls_sparse") == 0
+    assert info.counter("calls_dense_op") > 0
+
+
+def test_a_quantised_cache_stays_dense_and_says_so(tiny: Path) -> None:
+    with engine.load(tiny, n_threads=1, type_k="q8_0", type_v="q8_0", attention=SPARSE) as s:
+        greedy(s, engine.tokenize(s, text_of(100)), n=3)
+        info = engine.info(s)
+        assert info.counter("calls_sparse") == 0
+        assert info.dense_reasons == ["quantized K or V cache"]
+
+
+def test_without_flash_attention_sparse_is_refused(tiny: Path) -> None:
+    with engine.load(tiny, n_threads=1, flash_attn=False) as s:
+        with pytest.raises(SparqError, match="flash attention"):
+            engine.set_attention(s, SPARSE)
+        assert len(greedy(s, engine.tokenize(s, "abc"), n=3)) == 3
+
+
+def test_the_environment_variable(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARQ_ATTN", "topk,k=100")
+    with engine.load(tiny, n_threads=1) as s:
+        assert engine.info(s).spec == "topk,topk=100"
+    monkeypatch.setenv("SPARQ_ATTN", "nonsense")
+    with pytest.raises(SparqError, match="nonsense"):
+        engine.load(tiny, n_threads=1)
+
+
+# ---- load ----
+
+
+def test_load_refuses_what_cannot_work(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SparqError, match="context 5000 is beyond the 4096") as e:
+        engine.load(tiny, n_ctx=5000)
+    assert "4096" in e.value.hint
+    with pytest.raises(SparqError, match="rank 33 is above the model's head size 32"):
+        engine.load(tiny, attention=make_spec("sparq", rank=33, topk=100))
+    with pytest.raises(SparqError, match="unknown cache type"):
+        engine.load(tiny, type_k="f17")
+    monkeypatch.setenv("SPARQ_MEMORY_LIMIT", "1000000")
+    with pytest.raises(SparqError, match="only 977 KiB of memory is available"):
+        engine.load(tiny)
+
+
+def test_unknown_architecture(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "m.gguf", arch="llama9")
+    with pytest.raises(SparqError, match="unknown model architecture: 'llama9'"):
+        engine.load(path)
+
+
+def test_a_missing_tensor_is_told(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "m.gguf")
+    path.write_bytes(path.read_bytes().replace(b"blk.1.attn_q", b"blk.1.attn_x"))
+    with pytest.raises(SparqError, match="blk.1.attn_q"):
+        engine.load(path)

@@ -1,0 +1,104 @@
+"""Reading GGUF headers: right numbers from good files, a `SparqError` from anything else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_gguf import write_tiny_gguf
+
+from pyorch.errors import SparqError
+from pyorch.models import gguf_file
+from pyorch.models.gguf_file import check_memory, geometry, read_gguf
+
+
+def test_geometry(tiny: Path) -> None:
+    file = read_gguf(tiny)
+    geo = geometry(file)
+    assert (geo.arch, geo.name, geo.n_layer, geo.n_embd) == ("llama", "tiny", 2, 128)
+    assert (geo.n_head, geo.n_head_kv) == ((4, 4), (2, 2))
+    assert (geo.head_dim_k, geo.head_dim_v, geo.n_ctx_train, geo.gqa) == (32, 32, 4096, True)
+    assert geo.weight_bytes == 4 * geo.n_params
+    embedding = next(t for t in file.tensors if t.name == "token_embd.weight")
+    assert geo.weight_bytes_per_token == geo.weight_bytes - embedding.n_bytes
+    assert file.n_bytes == tiny.stat().st_size
+
+
+def test_every_truncation_is_refused(tiny: Path, tmp_path: Path) -> None:
+    whole, cut = tiny.read_bytes(), tmp_path / "cut.gguf"
+    rng = np.random.default_rng(0)
+    for n in [0, 3, 4, 8, 20, 24, len(whole) - 1, *rng.integers(0, len(whole), 60)]:
+        cut.write_bytes(whole[:n])
+        with pytest.raises(SparqError, match="cut.gguf"):
+            read_gguf(cut)
+
+
+def test_a_corrupt_header_never_does_more_than_fail(tiny: Path, tmp_path: Path) -> None:
+    whole, bad = tiny.read_bytes(), tmp_path / "bad.gguf"
+    n_header, refused = 7000, 0
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        data = bytearray(whole)
+        for i in rng.integers(4, n_header, 8):
+            data[i] = rng.integers(256)
+        bad.write_bytes(data)
+        try:
+            geometry(read_gguf(bad))
+        except SparqError:
+            refused += 1
+    assert refused > 20  # most bytes are text of the vocabulary, where a change is harmless
+
+
+def test_other_files(tmp_path: Path) -> None:
+    (tmp_path / "text.gguf").write_text("not a model")
+    with pytest.raises(SparqError, match="not a GGUF file") as e:
+        read_gguf(tmp_path / "text.gguf")
+    assert "converted" in e.value.hint
+    with pytest.raises(SparqError, match="no such file"):
+        read_gguf(tmp_path / "none.gguf")
+    with pytest.raises(SparqError, match="a folder"):
+        read_gguf(tmp_path)
+    (tmp_path / "old.gguf").write_bytes(b"GGUF\x01\0\0\0" + bytes(40))
+    with pytest.raises(SparqError, match="GGUF version 1"):
+        read_gguf(tmp_path / "old.gguf")
+
+
+def test_a_file_that_is_no_language_model(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "m.gguf")
+    path.write_bytes(path.read_bytes().replace(b"llama.block_count", b"llama.blork_count"))
+    with pytest.raises(SparqError, match="llama.block_count is missing"):
+        geometry(read_gguf(path))
+
+
+def test_a_split_model_needs_its_parts(tmp_path: Path) -> None:
+    one = write_tiny_gguf(tmp_path / "m-00001-of-00002.gguf", **{"split.count": 2})
+    with pytest.raises(SparqError, match="m-00002-of-00002.gguf: no such file"):
+        read_gguf(one)
+    two = write_tiny_gguf(tmp_path / "m-00002-of-00002.gguf", **{"split.count": 2})
+    assert read_gguf(one).n_bytes == one.stat().st_size + two.stat().st_size
+    with pytest.raises(SparqError, match="not the first"):
+        read_gguf(two)
+
+
+def test_memory(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = read_gguf(tiny)
+    weights = geometry(file).weight_bytes
+    monkeypatch.setattr(gguf_file, "available_memory", lambda: weights + 100)
+    check_memory(file, 100)
+    with pytest.raises(SparqError, match="for the cache") as e:
+        check_memory(file, 101)
+    assert "--ctx" in e.value.hint
+    monkeypatch.setattr(gguf_file, "available_memory", lambda: weights - 1)
+    with pytest.raises(SparqError) as e:
+        check_memory(file, 0)
+    assert "smaller quantisation" in e.value.hint
+
+
+def test_available_memory_is_believable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 1 << 26 < gguf_file.available_memory() < 1 << 46
+    monkeypatch.setenv("SPARQ_MEMORY_LIMIT", "12345")
+    assert gguf_file.available_memory() == 12345
+    monkeypatch.setenv("SPARQ_MEMORY_LIMIT", "12 GB")
+    with pytest.raises(SparqError, match="12 GB"):
+        gguf_file.available_memory()
