@@ -519,7 +519,9 @@ ggml_tensor * llama_sparse_build_attn(
     params.softcap  = g.hparams.attn_soft_cap ? g.hparams.f_attn_logit_softcapping : 0.0f;
     params.topk_max = spec.topk_for(il, state->n_layer, inp->n_kv);
 
-    const bool all = spec.is_dense() || inp->n_kv < (uint32_t) spec.min_ctx || (uint32_t) params.topk_max >= inp->n_kv;
+    // n_kv is the number of cells in use, rounded up; round min_ctx in the same way, so that no shorter context is ever sparse
+    const bool is_short = inp->n_kv <= GGML_PAD((uint32_t) spec.min_ctx, 256u);
+    const bool all = spec.is_dense() || is_short || (uint32_t) params.topk_max >= inp->n_kv;
 
     ggml_tensor * cur;
     if (all) {

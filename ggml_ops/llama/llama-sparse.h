@@ -27,7 +27,7 @@ extern "C" {
 //   local    size of the local window, newest positions of the sequence (default topk/4)
 //   sinks    first positions of the sequence, always kept (default 4)
 //   min_k    lower bound of topk when it comes from ratio (default 128)
-//   min_ctx  fewer cells in use than this: exact dense (default 1024)
+//   min_ctx  up to this many cells in use (rounded up to 256): exact dense (default 1024)
 //   mean_v   auto | on | off       step 3, interpolation with the mean value (auto: on for MHA, off for GQA)
 //   budget   uniform | ramp        ramp: topk grows linearly from the first to the last layer, same total (arXiv 2502.06766, 4.4)
 //   k_layers 64:64:128:...         topk of each layer, explicit
