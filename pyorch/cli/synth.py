@@ -1,0 +1,49 @@
+"""`sparq-cpp synth`: a model of any shape with random weights, to measure speed with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pyorch.cli import options as opt
+
+
+def _size(name: str, key: str, text: str) -> Any:
+    return click.option(name, key, type=opt.Number(int, 1), help=text)
+
+
+@click.command()
+@click.option("--like", metavar="NAME", default="llama2-7b", show_default=True, help="Its shape.")
+@_size("--layers", "n_layer", "Layers.")
+@_size("--embd", "n_embd", "Width of the model.")
+@_size("--heads", "n_head", "Query heads.")
+@_size("--kv-heads", "n_head_kv", "KV heads.")
+@_size("--head-dim", "head_dim", "Size of a head.")
+@_size("--ffn", "n_ff", "Width of the feed-forward part; small lets attention dominate.")
+@_size("--vocab", "n_vocab", "Tokens.")
+@_size("--ctx", "n_ctx", "Positions it claims to be trained on.  [default: 131072]")
+@click.option("--quant", type=opt.Name("q8_0", "f16"), default="q8_0", show_default=True)
+@click.option("--seed", type=opt.Number(int, 0), default=0, show_default=True)
+@click.option("--output", "-o", required=True, metavar="FILE", help="The GGUF file to write.")
+@opt.json_option
+def command(**options: Any) -> None:
+    """Write a GGUF model with random weights.
+
+    It produces noise at the speed of a real model of that shape. NAME is one of llama2-7b,
+    llama2-13b, llama3-8b, llama3.2-1b, mistral-7b, tinyllama-1.1b; sizes given replace its own.
+    """
+    from dataclasses import asdict
+
+    from pyorch.models import synth
+    from pyorch.models.gguf_file import human_bytes
+
+    sizes = ("n_layer", "n_embd", "n_head", "n_head_kv", "head_dim", "n_ff", "n_vocab", "n_ctx")
+    shape = synth.shape_like(options["like"], **{k: options[k] for k in sizes})
+    path = Path(options["output"])
+    n_bytes = synth.write(path, shape, options["quant"], options["seed"])
+    if options["as_json"]:
+        opt.print_json({"path": str(path), "bytes": n_bytes, **asdict(shape)})
+    else:
+        print(f"{path}: {human_bytes(n_bytes)}, {shape.n_layer} layers like {options['like']}")
