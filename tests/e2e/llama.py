@@ -1,0 +1,281 @@
+"""llama.cpp of our build through its low-level bindings: models, contexts, batches, and our C API.
+
+    with Model(path) as model, Context(model, n_ctx=1024, watch=Watch()) as ctx:
+        ctx.set_sparse("sparq,rank=8,topk=32,min_ctx=0")
+        ctx.decode([(token, position, 0) for position, token in enumerate(prompt)])
+        logits = ctx.logits()
+
+SPARQ_TEST_LIB_DIR tests the library in that folder instead of the one that `sparq-cpp build` makes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from ctypes import c_char_p, c_int32, c_int64, c_size_t, c_void_p
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from pyorch import native
+from pyorch.native import build
+
+ROOT = Path(__file__).parents[2]
+TYPES = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}
+Token = tuple[int, int, int]  # (token, position, sequence)
+
+
+def environment(stock: bool = False) -> dict[str, str]:
+    """Variables for another process that is to use the library (the stock one, if `stock`)."""
+    folder = os.environ.get("SPARQ_TEST_LIB_DIR")
+    if stock or not folder:
+        return native.environment(stock=stock)
+    return {"LLAMA_CPP_LIB_PATH": folder, "PYTHONPATH": str(build.bindings())}
+
+
+def python_environment(stock: bool = False, **more: str) -> dict[str, str]:
+    """The whole environment of a Python process that imports these modules on that library."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("SPARQ_ATTN", "LLAMA_"))}
+    env |= environment(stock) | more
+    here = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "e2e"), str(ROOT / "tests" / "ops")]
+    env["PYTHONPATH"] = os.pathsep.join([*here, env["PYTHONPATH"]])
+    return env
+
+
+_module: ModuleType | None = None
+_log: deque[str] = deque(maxlen=200)
+_log_callback: Any = None
+
+
+def bindings() -> ModuleType:
+    """The module `llama_cpp.llama_cpp` on our library, with our functions declared; silent."""
+    global _module, _log_callback
+    if _module is not None:
+        return _module
+    folder = os.environ.get("SPARQ_TEST_LIB_DIR")
+    if "LLAMA_CPP_LIB_PATH" in os.environ:  # a child of `python_environment`
+        import llama_cpp
+    elif folder:
+        os.environ["LLAMA_CPP_LIB_PATH"] = folder
+        sys.path.insert(0, str(build.bindings()))
+        import llama_cpp
+    else:
+        llama_cpp = native.load()
+    m = llama_cpp.llama_cpp
+    for name, result, *args in (
+        ("llama_set_sparse_attn", c_int32, c_void_p, c_char_p, c_char_p, c_size_t),
+        ("llama_sparse_attn_parse", c_int32, c_char_p, c_char_p, c_size_t),
+        ("llama_get_sparse_attn_info", c_int32, c_void_p, c_char_p, c_size_t),
+        ("llama_sparse_attn_reset_counters", None, c_void_p),
+        ("llama_sparse_attn_check", c_int64, c_void_p),
+    ):
+        if hasattr(m._lib, name):  # not in the stock library
+            getattr(m._lib, name).argtypes = args
+            getattr(m._lib, name).restype = result
+
+    @m.llama_log_callback
+    def keep(_level: int, text: bytes, _data: Any) -> None:
+        _log.append(text.decode("utf-8", "replace"))
+
+    _log_callback = keep
+    m.llama_log_set(keep, None)
+    m.llama_backend_init()
+    _module = m
+    return m
+
+
+def log_text() -> str:
+    """The newest lines of the library's log."""
+    return "".join(_log)
+
+
+class SpecError(Exception):
+    """The library refused a spec; the text is its message and hint."""
+
+
+class Model:
+    def __init__(self, path: Path) -> None:
+        m = bindings()
+        params = m.llama_model_default_params()
+        params.n_gpu_layers = 0
+        self.handle = m.llama_model_load_from_file(str(path).encode(), params)
+        if not self.handle:
+            raise RuntimeError(f"cannot load {path}\n{log_text()}")
+        self.n_vocab: int = m.llama_vocab_n_tokens(m.llama_model_get_vocab(self.handle))
+        self.n_layer: int = m.llama_model_n_layer(self.handle)
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        bindings().llama_model_free(self.handle)
+
+
+class Context:
+    """One context. `watch.node` sees every tensor that `watch.wants` says, right after it was computed."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        n_ctx: int = 1024,
+        n_seq: int = 1,
+        unified: bool = True,
+        n_batch: int = 2048,
+        n_ubatch: int = 512,
+        n_threads: int = 1,
+        flash: bool = True,
+        type_k: str = "f16",
+        type_v: str = "f16",
+        watch: Any = None,
+    ) -> None:
+        m = bindings()
+        self.model, self.n_seq, self.watch = model, n_seq, watch
+        self._error: BaseException | None = None
+        p = m.llama_context_default_params()
+        p.n_ctx, p.n_batch, p.n_ubatch, p.n_seq_max = n_ctx, n_batch, min(n_ubatch, n_batch), n_seq
+        p.n_threads = p.n_threads_batch = n_threads
+        p.kv_unified, p.flash_attn_type, p.no_perf = unified, int(flash), True
+        p.type_k, p.type_v = TYPES[type_k], TYPES[type_v]
+        if watch is not None:
+            self._callback = m.ggml_backend_sched_eval_callback(self._eval)  # kept alive with us
+            p.cb_eval = self._callback
+        self.handle = m.llama_init_from_model(model.handle, p)
+        if not self.handle:
+            raise RuntimeError(log_text())
+        self.memory = m.llama_get_memory(self.handle)
+        self.n_ctx_seq: int = m.llama_n_ctx_seq(self.handle)
+        self._batch = m.llama_batch_init(n_batch, 0, 1)
+
+    def close(self) -> None:
+        if self.handle:
+            bindings().llama_batch_free(self._batch)
+            bindings().llama_free(self.handle)
+            self.handle = None
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _eval(self, address: int, ask: bool, _data: Any) -> bool:
+        # an exception cannot pass through C: keep the first, let the graph run on, raise it in decode()
+        try:
+            if ask:
+                return self.watch.wants(address)
+            if self._error is None:
+                self.watch.node(address)
+        except BaseException as error:  # noqa: BLE001
+            self._error = self._error or error
+        return True
+
+    # ---- batches ----
+
+    def decode(self, tokens: Sequence[Token], logits: str = "last") -> int:
+        """llama_decode of one batch. logits: for the "last" token, or for "all". Returns its result."""
+        b = self._batch
+        b.n_tokens = len(tokens)
+        for i, (token, position, seq) in enumerate(tokens):
+            b.token[i], b.pos[i], b.n_seq_id[i] = token, position, 1
+            b.seq_id[i][0] = seq
+            b.logits[i] = logits == "all" or i == len(tokens) - 1
+        result = bindings().llama_decode(self.handle, b)
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return result
+
+    def logits(self, i: int = -1) -> np.ndarray:
+        """(n_vocab,) of token `i` of the last batch."""
+        p = bindings().llama_get_logits_ith(self.handle, i)
+        return np.ctypeslib.as_array(p, (self.model.n_vocab,)).copy()
+
+    def abort_after(self, n_calls: int | None) -> None:
+        """Abort the computation at the n-th time it asks; None: never."""
+        m = bindings()
+        left = [n_calls or 0]
+
+        @m.ggml_abort_callback
+        def abort(_data: Any) -> bool:
+            left[0] -= 1
+            return left[0] == 0
+
+        self._abort = abort if n_calls else m.ggml_abort_callback(0)
+        m.llama_set_abort_callback(self.handle, self._abort, None)
+
+    # ---- sequences ----
+
+    def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> bool:
+        return bindings().llama_memory_seq_rm(self.memory, seq, p0, p1)
+
+    def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
+        bindings().llama_memory_seq_cp(self.memory, src, dst, p0, p1)
+
+    def seq_keep(self, seq: int) -> None:
+        bindings().llama_memory_seq_keep(self.memory, seq)
+
+    def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
+        bindings().llama_memory_seq_add(self.memory, seq, p0, p1, delta)
+
+    def seq_div(self, seq: int, p0: int, p1: int, d: int) -> None:
+        bindings().llama_memory_seq_div(self.memory, seq, p0, p1, d)
+
+    def clear(self, data: bool) -> None:
+        bindings().llama_memory_clear(self.memory, data)
+
+    def seq_range(self, seq: int) -> tuple[int, int]:
+        """(first, last) position; (-1, -1) for none."""
+        m = bindings()
+        return (
+            m.llama_memory_seq_pos_min(self.memory, seq),
+            m.llama_memory_seq_pos_max(self.memory, seq),
+        )
+
+    # ---- states ----
+
+    def get_state(self, seq: int | None = None) -> bytes:
+        """The state of a sequence, or of the whole context."""
+        m = bindings()
+        if seq is None:
+            size = m.llama_state_get_size(self.handle)
+            call: Callable = lambda p: m.llama_state_get_data(self.handle, p, size)  # noqa: E731
+        else:
+            size = m.llama_state_seq_get_size(self.handle, seq)
+            call = lambda p: m.llama_state_seq_get_data(self.handle, p, size, seq)  # noqa: E731
+        data = (ctypes.c_uint8 * size)()
+        return bytes(data)[: call(data)]
+
+    def set_state(self, data: bytes, seq: int | None = None) -> int:
+        """Bytes read; 0 when the library refuses it."""
+        m = bindings()
+        array = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
+        if seq is None:
+            return m.llama_state_set_data(self.handle, array, len(data))
+        return m.llama_state_seq_set_data(self.handle, array, len(data), seq)
+
+    # ---- ours ----
+
+    def set_sparse(self, spec: str) -> None:
+        error = ctypes.create_string_buffer(512)
+        if bindings()._lib.llama_set_sparse_attn(self.handle, spec.encode(), error, 512) != 0:
+            raise SpecError(error.value.decode())
+
+    def info(self) -> dict[str, Any]:
+        call = bindings()._lib.llama_get_sparse_attn_info
+        size = call(self.handle, None, 0) + 1
+        text = ctypes.create_string_buffer(size)
+        call(self.handle, text, size)
+        return json.loads(text.value)
+
+    def reset_counters(self) -> None:
+        bindings()._lib.llama_sparse_attn_reset_counters(self.handle)
+
+    def check_shadow(self) -> int:
+        return bindings()._lib.llama_sparse_attn_check(self.handle)

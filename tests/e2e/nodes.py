@@ -1,0 +1,242 @@
+"""Sparse attention as it runs inside llama.cpp: every node against the oracle, from the node's own inputs.
+
+`Watch` is called by the evaluation callback. SCORE is compared with scores from K itself, so a stale shadow shows;
+SELECT with the very logits it read; ATTEND with exact attention over the very cells it was given.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int32
+from dataclasses import dataclass, field
+
+import numpy as np
+import oracle
+from ggml_ctypes import NUMPY_TYPE, AttendParams, ScoreParams, SelectParams, Tensor
+from llama import bindings
+from tolerances import Errors, check_selection, score_scale
+
+SEAL, VISIBLE, SCORE, SELECT, ATTEND = range(5)
+GROUP = 64
+_OP, _PARAMS = Tensor.op.offset, Tensor.op_params.offset
+
+
+def read(t: Tensor) -> np.ndarray:
+    """View of a tensor in host memory, numpy axes; bf16 as a copy in f32."""
+    kind, dtype = NUMPY_TYPE[t.type]
+    shape, strides = tuple(t.ne[::-1]), tuple(t.nb[::-1])
+    size = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + np.dtype(dtype).itemsize
+    raw = np.frombuffer((ctypes.c_char * size).from_address(t.data), np.uint8)
+    array = np.lib.stride_tricks.as_strided(raw[: np.dtype(dtype).itemsize].view(dtype), shape, strides)
+    return (array.astype(np.uint32) << 16).view(np.float32) if kind == "bf16" else array
+
+
+def bits(t: Tensor) -> np.ndarray:
+    """(bytes,) view of the memory of a contiguous row-major tensor, to write to."""
+    size = t.nb[3] * t.ne[3]
+    return np.frombuffer((ctypes.c_char * size).from_address(t.data), np.uint8)
+
+
+def _source(t: Tensor, i: int) -> Tensor | None:
+    return t.src[i].contents if t.src[i] else None
+
+
+def _params(t: Tensor, kind: type):
+    return kind.from_address(ctypes.addressof(t) + _PARAMS + 4)
+
+
+@dataclass
+class Attend:
+    """What one ATTEND node did; axes (stream, token, KV head) where there are any."""
+
+    layer: int
+    shape: tuple[int, int, int]
+    k: np.ndarray  # (n_stream, n_kv, n_head_kv*d_k) f32, a copy of K in the cache; layer 0 only
+    visible: np.ndarray  # (n_stream, n_tok, n_kv) bool
+    n_read: int  # positions, over all KV heads
+    forced: np.ndarray | None  # (n_stream, n_tok, n_forced); None where the node is dense
+    kl: np.ndarray | None  # (n_stream, n_tok, 2)
+    n_local_max: int = 0
+    rank: int = 0
+    mean_v: bool = False
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.forced is not None
+
+    @property
+    def calls(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+
+@dataclass
+class Watch:
+    """Collects the nodes since the last `clear`; raises AssertionError at the first that is wrong.
+
+    checks=False only collects.
+    """
+
+    checks: bool = True
+    attends: list[Attend] = field(default_factory=list)
+    sealed: int = 0  # groups, over all layers
+    addresses: dict[str, int] = field(default_factory=dict)  # of the newest tensors: k, k_t, sealed
+
+    def __post_init__(self) -> None:
+        name = bindings()._lib.ggml_op_name
+        name.restype, name.argtypes = ctypes.c_char_p, [ctypes.c_int]
+        self._sparse_op = next(i for i in range(200) if name(i) == b"SPARSE_ATTN")
+        self._logits: dict[int, np.ndarray] = {}
+        self._selections: dict[int, tuple] = {}
+
+    def clear(self) -> None:
+        self.attends.clear()
+        self.sealed = 0
+
+    def wants(self, address: int) -> bool:
+        return c_int32.from_address(address + _OP).value == self._sparse_op
+
+    def node(self, address: int) -> None:
+        t = Tensor.from_address(address)
+        step = t.op_params[0]
+        if step == SEAL:
+            self.sealed += int((read(_source(t, 4)) >= 0).sum())
+        elif step == VISIBLE:
+            self._visible(t)
+        elif step == SCORE:
+            self._score(t)
+        elif step == SELECT:
+            self._select(t)
+        else:
+            self._attend(t)
+
+    def _visible(self, t: Tensor) -> None:
+        if not self.checks:
+            return
+        seen = ~np.isneginf(read(_source(t, 0))[:, 0])
+        counts = np.add.reduceat(seen, np.arange(0, seen.shape[2], GROUP), axis=2, dtype=np.int32)
+        assert np.array_equal(read(t)[:, 0], counts), "VISIBLE counts other positions than the mask shows"
+
+    def _score(self, t: Tensor) -> None:
+        q, k, mask = (read(_source(t, i)) for i in (0, 1, 4))
+        k_t, sealed = _source(t, 2), _source(t, 3)
+        p = _params(t, ScoreParams)
+        self._rank = p.rank if k_t else 0
+        self.addresses["k"] = _source(t, 1).data
+        if k_t:
+            self.addresses |= {"k_t": k_t.data, "sealed": sealed.data, "k_t_stride": k_t.nb[1]}
+        if not self.checks:
+            return
+        got, n_group_q = read(t), q.shape[2] // k.shape[2]
+        slopes = oracle.alibi_slopes(q.shape[2], p.max_bias)
+        errors = Errors("score")
+        for s, tok, h in np.ndindex(q.shape[0], q.shape[1], k.shape[2]):
+            heads = slice(h * n_group_q, (h + 1) * n_group_q)
+            qh, kh = q[s, tok, heads], k[s, :, h].astype(np.float32)
+            components = None
+            if k_t:
+                components = oracle.select_components(qh, p.rank)
+                in_shadow = np.repeat(read(sealed)[0, 0, s] != 0, GROUP)[: len(kh)]
+                as_f16 = np.clip(kh, -65504, 65504).astype(np.float16).astype(np.float32)
+                kh = np.where(in_shadow[:, None], as_f16, kh)
+            bias = oracle.make_bias(mask[s, 0, tok].astype(np.float64), slopes[heads])
+            want, plain = (
+                oracle.logits_of(qh, kh, bias, p.scale, p.softcap, components, dtype)
+                for dtype in (np.float64, np.float32)
+            )
+            factor = np.full(n_group_q, p.scale)
+            if k_t:
+                factor = p.scale / np.maximum(oracle.temperature_factor(qh, components), 1e-6)
+            errors.add(got[s, tok, heads], want, plain, score_scale(qh, kh, bias, factor))
+        errors.check()
+
+    def _select(self, t: Tensor) -> None:
+        logits, forced, kl = (read(_source(t, i)) for i in (0, 1, 2))
+        sinks, p = _source(t, 3), _params(t, SelectParams)
+        self._selections[ctypes.addressof(t)] = (
+            forced[:, 0].copy(),
+            kl[:, 0].copy(),
+            p.n_local_max,
+            self._rank,
+        )
+        if not self.checks:
+            return
+        result = read(t)
+        n_group_q = logits.shape[2] // p.n_head_kv
+        errors = Errors("alpha")
+        for s, tok, h in np.ndindex(logits.shape[0], logits.shape[1], p.n_head_kv):
+            heads = slice(h * n_group_q, (h + 1) * n_group_q)
+            row, (k, n_local) = result[s, tok, h], kl[s, 0, tok]
+            cells, alpha = _cells(row, n_group_q)
+            assert (row[1 + n_group_q + len(cells) :] == -1).all(), "cells after the last one"
+            lh = logits[s, tok, heads]
+            must = oracle.forced_positions(
+                lh, forced[s, 0, tok, : min(n_local, p.n_local_max)],
+                forced[s, 0, tok, p.n_local_max :], p.topk_max,
+            )
+            check_selection(cells, lh, min(k, p.topk_max), must)
+            if p.alpha:
+                sink = None if sinks is None else read(sinks)[0, 0, 0, heads]
+                want, plain = (
+                    oracle.mass_kept(lh.astype(d), cells, None if sink is None else sink.astype(d))
+                    for d in (np.float64, np.float32)
+                )
+                errors.add(alpha, want, plain, 1.0)
+            else:
+                assert (alpha == 1).all(), "alpha without being asked for"
+        errors.check()
+
+    def _attend(self, t: Tensor) -> None:
+        q, k, v, mask = (read(_source(t, i)) for i in range(4))
+        sel, sinks, p = _source(t, 5), _source(t, 8), _params(t, AttendParams)
+        n_stream, n_tok, n_head, _ = q.shape
+        n_head_kv, d_v = k.shape[2], v.shape[3]
+        n_group_q = n_head // n_head_kv
+        hidden = np.isneginf(mask[:, 0])
+        layer = int(t.name.decode().rpartition("-")[2])
+        record = Attend(
+            layer=layer,
+            shape=(n_stream, n_tok, n_head_kv),
+            k=k.astype(np.float32).reshape(n_stream, k.shape[1], -1) if layer == 0 else None,
+            visible=~hidden,
+            n_read=int((~hidden).sum()) * n_head_kv,
+            forced=None,
+            kl=None,
+            mean_v=bool(p.mean_v),
+        )
+        if sel is not None:
+            selection = self._selections[ctypes.addressof(sel)]
+            record.forced, record.kl, record.n_local_max, record.rank = selection
+            record.n_read = int(read(sel)[..., 0].sum())
+        self.attends.append(record)
+        if not self.checks:
+            return
+        got = read(t).reshape(n_stream, n_tok, n_head, d_v)
+        slopes = oracle.alibi_slopes(n_head, p.max_bias)
+        errors = Errors("attend")
+        for s, tok, h in np.ndindex(*record.shape):
+            heads = slice(h * n_group_q, (h + 1) * n_group_q)
+            seen = np.flatnonzero(~hidden[s, tok])
+            bias = oracle.make_bias(mask[s, 0, tok, seen].astype(np.float64), slopes[heads])
+            kh, vh = k[s, seen, h].astype(np.float32), v[s, seen, h].astype(np.float32)
+            cells = alpha = None
+            if sel is not None:
+                cells, alpha = _cells(read(sel)[s, tok, h], n_group_q)
+                assert not hidden[s, tok, cells].any(), "a hidden cell was selected"
+                cells = np.searchsorted(seen, cells)
+            sink = None if sinks is None else read(sinks)[0, 0, 0, heads]
+            results = []
+            for dtype in (np.float64, np.float32):
+                y = oracle.attend(
+                    q[s, tok, heads], kh, vh, bias, p.scale, p.softcap, cells,
+                    None if sink is None else sink.astype(dtype), dtype,
+                )
+                if p.mean_v:
+                    y = oracle.interpolate(y, alpha, oracle.v_mean(vh, bias, dtype))
+                results.append(y)
+            errors.add(got[s, tok, heads], *results, scale=float(np.abs(vh).max(initial=0)))
+        errors.check()
+
+
+def _cells(row: np.ndarray, n_group_q: int) -> tuple[np.ndarray, np.ndarray]:
+    """One row of SELECT's result: (cells, alpha of each query head)."""
+    return row[1 + n_group_q :][: row[0]], row[1 : 1 + n_group_q].view(np.float32)

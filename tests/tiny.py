@@ -1,0 +1,306 @@
+"""Tiny random models of the architectures whose attention differs, as GGUF files.
+
+    path = tiny.write(folder / "m.gguf", "gemma2", n_layer=4)
+
+The weights make attention uneven (logits of a few units), so that reading fewer positions changes the output.
+For text on a Llama see `tiny_gguf.py`; the vocabulary is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from tiny_gguf import N_VOCAB, _add_vocabulary
+
+
+@dataclass
+class Model:
+    """What one architecture adds to the file: metadata, and tensors under their GGUF names."""
+
+    arch: str
+    n_layer: int = 2
+    n_head: int = 4
+    n_head_kv: int = 2
+    head_dim: int = 32
+    n_ff: int = 96
+    n_ctx: int = 4096
+    seed: int = 0
+    keys: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+        self.n_embd = self.n_head * self.head_dim
+
+    def matrix(self, name: str, n_in: int, n_out: int, *stack: int, gain: float = 1.0) -> None:
+        """(*stack, n_out, n_in) normal; `gain` is what it does to the size of a vector."""
+        values = self.rng.standard_normal((*stack, n_out, n_in)) * gain / np.sqrt(n_in)
+        self.tensors[name] = values.astype(np.float32)
+
+    def vector(self, name: str, *shape: int, mean: float = 1.0, spread: float = 0.1) -> None:
+        values = mean + spread * self.rng.standard_normal(shape)
+        self.tensors[name] = values.astype(np.float32)
+
+    def norm(self, name: str, n: int | None = None, bias: bool = False) -> None:
+        self.vector(f"{name}.weight", n or self.n_embd)
+        if bias:
+            self.vector(f"{name}.bias", n or self.n_embd, mean=0.0)
+
+    def ends(self, output: bool = True, bias: bool = False, norm: str = "output_norm") -> None:
+        """Embedding, last norm, and the output matrix unless it is the embedding."""
+        self.matrix("token_embd.weight", self.n_embd, N_VOCAB, gain=np.sqrt(self.n_embd))
+        self.norm(norm, bias=bias)
+        if output:
+            self.matrix("output.weight", self.n_embd, N_VOCAB, gain=2.0)
+
+    def qkv(self, i: int, bias: bool = False, n_head_kv: int | None = None) -> None:
+        n_kv = (self.n_head_kv if n_head_kv is None else n_head_kv) * self.head_dim
+        for name, n_out, gain in (("q", self.n_embd, 1.6), ("k", n_kv, 1.6), ("v", n_kv, 1.0)):
+            self.matrix(f"blk.{i}.attn_{name}.weight", self.n_embd, n_out, gain=gain)
+            if bias:
+                self.vector(f"blk.{i}.attn_{name}.bias", n_out, mean=0.0, spread=0.5)
+        self.matrix(f"blk.{i}.attn_output.weight", self.n_embd, self.n_embd, gain=2.0)
+
+    def fused_qkv(self, i: int, bias: bool = False) -> None:
+        n_out = self.n_embd + 2 * self.n_head_kv * self.head_dim
+        self.matrix(f"blk.{i}.attn_qkv.weight", self.n_embd, n_out, gain=1.4)
+        self.matrix(f"blk.{i}.attn_output.weight", self.n_embd, self.n_embd, gain=2.0)
+        if bias:
+            self.vector(f"blk.{i}.attn_qkv.bias", n_out, mean=0.0)
+            self.vector(f"blk.{i}.attn_output.bias", self.n_embd, mean=0.0)
+
+    def mlp(self, i: int, gate: bool = True, bias: bool = False) -> None:
+        for name in ("gate", "up") if gate else ("up",):
+            self.matrix(f"blk.{i}.ffn_{name}.weight", self.n_embd, self.n_ff)
+        self.matrix(f"blk.{i}.ffn_down.weight", self.n_ff, self.n_embd)
+        if bias:
+            self.vector(f"blk.{i}.ffn_up.bias", self.n_ff, mean=0.0)
+            self.vector(f"blk.{i}.ffn_down.bias", self.n_embd, mean=0.0)
+
+
+def _llama(m: Model, bias: bool = False, qk_norm: bool = False) -> None:
+    m.ends()
+    for i in range(m.n_layer):
+        m.norm(f"blk.{i}.attn_norm")
+        m.qkv(i, bias)
+        if qk_norm:
+            m.norm(f"blk.{i}.attn_q_norm", m.head_dim)
+            m.norm(f"blk.{i}.attn_k_norm", m.head_dim)
+        m.norm(f"blk.{i}.ffn_norm")
+        m.mlp(i)
+
+
+def _gemma2(m: Model) -> None:
+    """Soft-capped logits; every second layer has a sliding window."""
+    m.keys |= {
+        "attn_logit_softcapping": 4.0,
+        "final_logit_softcapping": 30.0,
+        "attention.sliding_window": 64,
+    }
+    m.ends(output=False)
+    m.tensors["token_embd.weight"] /= np.sqrt(m.n_embd)  # the model scales embeddings itself
+    for i in range(m.n_layer):
+        for name in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
+            m.norm(f"blk.{i}.{name}")
+        m.qkv(i)
+        m.mlp(i)
+
+
+def _gpt_oss(m: Model) -> None:
+    """Learned sinks in every layer; every second layer has a sliding window; experts."""
+    n_expert = 2
+    m.keys |= {
+        "attention.sliding_window": 64,
+        "expert_count": n_expert,
+        "expert_used_count": 1,
+        "expert_feed_forward_length": m.n_ff,
+    }
+    m.ends()
+    for i in range(m.n_layer):
+        b = f"blk.{i}."
+        m.norm(b + "attn_norm")
+        m.norm(b + "post_attention_norm")
+        m.qkv(i, bias=True)
+        m.vector(b + "attn_output.bias", m.n_embd, mean=0.0)
+        m.vector(b + "attn_sinks.weight", m.n_head, mean=3.0, spread=1.0)
+        m.matrix(b + "ffn_gate_inp.weight", m.n_embd, n_expert)
+        m.vector(b + "ffn_gate_inp.bias", n_expert, mean=0.0)
+        for name, n_in, n_out in (
+            ("gate", m.n_embd, m.n_ff),
+            ("up", m.n_embd, m.n_ff),
+            ("down", m.n_ff, m.n_embd),
+        ):
+            m.matrix(b + f"ffn_{name}_exps.weight", n_in, n_out, n_expert)
+            m.vector(b + f"ffn_{name}_exps.bias", n_expert, n_out, mean=0.0)
+
+
+def _mpt(m: Model) -> None:
+    """No positions but ALiBi."""
+    m.keys["attention.max_alibi_bias"] = 8.0
+    m.ends()
+    for i in range(m.n_layer):
+        m.norm(f"blk.{i}.attn_norm")
+        m.fused_qkv(i)
+        m.norm(f"blk.{i}.ffn_norm")
+        m.mlp(i, gate=False)
+
+
+def _gptneox(m: Model) -> None:
+    """Attention and MLP side by side; RoPE on a part of the head."""
+    m.keys |= {"use_parallel_residual": True, "rope.dimension_count": m.head_dim // 4}
+    m.ends(bias=True)
+    for i in range(m.n_layer):
+        m.norm(f"blk.{i}.attn_norm", bias=True)
+        m.fused_qkv(i, bias=True)
+        m.norm(f"blk.{i}.ffn_norm", bias=True)
+        m.mlp(i, gate=False, bias=True)
+
+
+def _lfm2(m: Model) -> None:
+    """Hybrid: layers of convolution with a recurrent state between the layers of attention."""
+    kv = [m.n_head_kv if i % 2 else 0 for i in range(m.n_layer)]
+    m.keys |= {"attention.head_count_kv": kv, "shortconv.l_cache": 3}
+    m.ends(output=False, norm="token_embd_norm")
+    for i in range(m.n_layer):
+        m.norm(f"blk.{i}.attn_norm")
+        m.norm(f"blk.{i}.ffn_norm")
+        m.mlp(i)
+        if kv[i]:
+            m.qkv(i)
+            m.norm(f"blk.{i}.attn_q_norm", m.head_dim)
+            m.norm(f"blk.{i}.attn_k_norm", m.head_dim)
+        else:
+            m.matrix(f"blk.{i}.shortconv.conv.weight", 3, m.n_embd)
+            m.matrix(f"blk.{i}.shortconv.in_proj.weight", m.n_embd, 3 * m.n_embd)
+            m.matrix(f"blk.{i}.shortconv.out_proj.weight", m.n_embd, m.n_embd)
+
+
+def _deepseek2(m: Model) -> None:
+    """Multi-head latent attention: K and V are one compressed vector."""
+    nope, rope, lora, q_lora = m.head_dim, m.head_dim // 2, 2 * m.head_dim, m.n_embd
+    m.n_head_kv = 1
+    m.keys |= {
+        "attention.q_lora_rank": q_lora,
+        "attention.kv_lora_rank": lora,
+        "attention.key_length": lora + rope,
+        "attention.value_length": lora,
+        "attention.key_length_mla": nope + rope,
+        "attention.value_length_mla": m.head_dim,
+        "rope.dimension_count": rope,
+        "leading_dense_block_count": m.n_layer,
+        "expert_feed_forward_length": m.n_ff,
+        "expert_shared_count": 0,
+        "expert_weights_scale": 1.0,
+    }
+    m.ends()
+    for i in range(m.n_layer):
+        b = f"blk.{i}."
+        m.norm(b + "attn_norm")
+        m.norm(b + "ffn_norm")
+        m.matrix(b + "attn_q_a.weight", m.n_embd, q_lora)
+        m.norm(b + "attn_q_a_norm", q_lora)
+        m.matrix(b + "attn_q_b.weight", q_lora, m.n_head * (nope + rope))
+        m.matrix(b + "attn_kv_a_mqa.weight", m.n_embd, lora + rope)
+        m.norm(b + "attn_kv_a_norm", lora)
+        m.matrix(b + "attn_k_b.weight", nope, lora, m.n_head)
+        m.matrix(b + "attn_v_b.weight", lora, m.head_dim, m.n_head)
+        m.matrix(b + "attn_output.weight", m.n_head * m.head_dim, m.n_embd)
+        m.mlp(i)
+
+
+def _mamba(m: Model) -> None:
+    """Recurrent: no attention at all."""
+    inner, state, conv, dt = 2 * m.n_embd, 8, 4, 4
+    m.keys |= {
+        "ssm.conv_kernel": conv,
+        "ssm.inner_size": inner,
+        "ssm.state_size": state,
+        "ssm.time_step_rank": dt,
+        "attention.head_count": 0,
+        "attention.head_count_kv": 0,
+    }
+    m.ends()
+    for i in range(m.n_layer):
+        b = f"blk.{i}."
+        m.norm(b + "attn_norm")
+        m.matrix(b + "ssm_in.weight", m.n_embd, 2 * inner)
+        m.matrix(b + "ssm_conv1d.weight", conv, inner)
+        m.vector(b + "ssm_conv1d.bias", inner, mean=0.0)
+        m.matrix(b + "ssm_x.weight", inner, dt + 2 * state)
+        m.matrix(b + "ssm_dt.weight", dt, inner)
+        m.vector(b + "ssm_dt.bias", inner, mean=0.0)
+        m.vector(b + "ssm_a", inner, state, mean=-1.0)
+        m.vector(b + "ssm_d", inner)
+        m.matrix(b + "ssm_out.weight", inner, m.n_embd)
+
+
+ARCHITECTURES: dict[str, Callable[[Model], None]] = {
+    "llama": _llama,
+    "qwen2": lambda m: _llama(m, bias=True),
+    "qwen3": lambda m: _llama(m, qk_norm=True),
+    "gemma2": _gemma2,
+    "gpt-oss": _gpt_oss,
+    "mpt": _mpt,
+    "gptneox": _gptneox,
+    "lfm2": _lfm2,
+    "deepseek2": _deepseek2,
+    "mamba": _mamba,
+}
+
+
+def make(arch: str, **sizes: Any) -> Model:
+    """The model in memory; the same arguments give the same weights."""
+    m = Model(arch, **sizes)
+    ARCHITECTURES[arch](m)
+    return m
+
+
+def write(path: Path, arch: str = "llama", **sizes: Any) -> Path:
+    """Make the model, write it, and return the path. `sizes`: the fields of Model, up to `seed`."""
+    return save(make(arch, **sizes), path)
+
+
+def save(m: Model, path: Path) -> Path:
+    keys = {
+        "context_length": m.n_ctx,
+        "embedding_length": m.n_embd,
+        "block_count": m.n_layer,
+        "feed_forward_length": m.n_ff,
+        "attention.head_count": m.n_head,
+        "attention.head_count_kv": m.n_head_kv,
+        "attention.key_length": m.head_dim,
+        "attention.value_length": m.head_dim,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "attention.layer_norm_epsilon": 1e-5,
+        "rope.dimension_count": m.head_dim,
+        **m.keys,
+    }
+    w = gguf.GGUFWriter(path, m.arch)
+    w.add_name("tiny")
+    w.add_file_type(gguf.LlamaFileType.ALL_F32)
+    for name, value in keys.items():
+        _add_key(w, f"{m.arch}.{name}", value)
+    _add_vocabulary(w, None)
+    for name, values in m.tensors.items():
+        w.add_tensor(name, values)
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+    return path
+
+
+def _add_key(w: gguf.GGUFWriter, name: str, value: Any) -> None:
+    if isinstance(value, bool):
+        w.add_bool(name, value)
+    elif isinstance(value, int):
+        w.add_uint32(name, value)
+    elif isinstance(value, float):
+        w.add_float32(name, value)
+    else:
+        w.add_array(name, value)
