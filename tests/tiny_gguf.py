@@ -1,4 +1,4 @@
-"""A tiny Llama with random weights as a GGUF file: real enough for llama.cpp, written in milliseconds.
+"""A tiny Llama with random weights as a GGUF file, real enough for llama.cpp.
 
 Its vocabulary is the 256 bytes, so every text has a token per byte and any output is possible. The
 same arguments give the same file.
@@ -17,7 +17,8 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
 SPECIAL = (("<unk>", 2), ("<s>", 3), ("</s>", 3))  # (text, token type: 2 unknown, 3 control)
-N_VOCAB = len(SPECIAL) + 256 + 1
+N_SPECIAL = len(SPECIAL)
+N_VOCAB = N_SPECIAL + 256 + 1
 
 
 def write_tiny_gguf(
@@ -84,7 +85,9 @@ def _add_weights(
         w.add_tensor(name, np.ones(n_embd, dtype=np.float32))
 
     matrix("token_embd.weight", N_VOCAB, n_embd, gain=8.0)
-    matrix("output.weight", N_VOCAB, n_embd, gain=4.0)
+    output = rng.standard_normal((N_VOCAB, n_embd)) * 4 / np.sqrt(n_embd)
+    output[:N_SPECIAL] = 0  # logit 0, far below the largest: greedy text never ends by itself
+    w.add_tensor("output.weight", output.astype(np.float32))
     ones("output_norm.weight")
     for il in range(n_layer):
         ones(f"blk.{il}.attn_norm.weight")

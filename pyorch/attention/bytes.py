@@ -64,8 +64,8 @@ def split(
     if not spec.sparse:
         return _dense(n_pos, head_dim, spec.method)
     n_cells = -(-n_pos // CELLS) * CELLS  # the library decides on whole blocks of the cache
-    if n_cells < spec.min_ctx:
-        return _dense(n_pos, head_dim, f"below min_ctx {spec.min_ctx}")
+    if n_cells <= -(-spec.min_ctx // CELLS) * CELLS:
+        return _dense(n_pos, head_dim, f"not above min_ctx {spec.min_ctx}")
     if _topk(spec, n_cells, il, n_layer) >= n_cells:
         return _dense(n_pos, head_dim, "k covers every position")
     topk = _topk(spec, n_pos, il, n_layer)
@@ -118,6 +118,8 @@ def layer_costs(
         if n_head_kv == 0:
             continue
         s = split(spec, n_pos, geo.head_dim_k, kv_bytes, il=il, n_layer=geo.n_layer)
+        if geo.is_mla:
+            s = _dense(n_pos, geo.head_dim_k, "multi-head latent attention")
         dense = n_pos * row
         read = dense
         if not s.dense:

@@ -50,7 +50,7 @@ class Number(click.ParamType):
         self.name = "integer" if kind is int else "number"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        option = param.opts[0] if param else "value"
+        option = max(param.opts, key=len) if param else "value"
         what = "a whole number" if self.kind is int else "a number"
         try:
             number = self.kind(value)
@@ -73,7 +73,7 @@ class Name(click.ParamType):
 
     def convert(self, value: Any, param: Any, ctx: Any) -> str:
         if value not in self.names:
-            raise nearest(param.opts[0] if param else "name", str(value), self.names)
+            raise nearest(max(param.opts, key=len) if param else "name", str(value), self.names)
         return str(value)
 
     def get_metavar(self, param: Any, ctx: Any = None) -> str:

@@ -122,6 +122,7 @@ class Geometry:
     head_dim_v: int
     n_ctx_train: int
     n_swa: int  # sliding window of some or all layers, 0 = none
+    is_mla: bool  # multi-head latent attention: no separate K and V
     n_params: int
     weight_bytes: int  # all tensors
     weight_bytes_per_token: int  # tensors one decoded token reads
@@ -327,6 +328,7 @@ def geometry(file: GGUFFile) -> Geometry:
         head_dim_v=number("attention.value_length", head_dim),
         n_ctx_train=number("context_length"),
         n_swa=number("attention.sliding_window", 0),
+        is_mla=number("attention.kv_lora_rank", 0) > 0,
         n_params=sum(math.prod(t.shape) for t in file.tensors),
         weight_bytes=sum(t.n_bytes for t in file.tensors),
         weight_bytes_per_token=_weight_bytes_per_token(file),

@@ -1,0 +1,62 @@
+"""Fixtures of the command-line tests: tiny models, and the command run in this process."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tiny_gguf import CHATML, write_tiny_gguf
+
+import pyorch.cli
+
+
+@dataclass
+class Result:
+    """Exit code, stdout, stderr."""
+
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`run("generate", "-p", "x", stdin="...")`: the command as a user would run it."""
+
+    def run_command(*args: object, stdin: str = "") -> Result:
+        monkeypatch.setattr(sys, "argv", ["sparq-cpp", *map(str, args)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        capsys.readouterr()
+        code: object = 0
+        try:
+            pyorch.cli.main()
+        except SystemExit as e:
+            code = e.code or 0
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        assert isinstance(code, int)
+        return Result(code, out, err)
+
+    return run_command
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base model, 4096 positions."""
+    return write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+@pytest.fixture(scope="session")
+def tiny_chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a chat template, 4096 positions."""
+    return write_tiny_gguf(tmp_path_factory.mktemp("model") / "chat.gguf", chat_template=CHATML)

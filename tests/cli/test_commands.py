@@ -1,0 +1,267 @@
+"""generate, explain and chat: what they print, where, and how they fail."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Run
+
+LONG = "".join(random.Random(1).choices("abcdefghij klmnopqrstuvwxyz", k=1760))  # as many tokens
+SPARSE = ("--rank", 8, "--topk", 64, "--min-ctx", 0)
+
+
+@pytest.mark.parametrize("command", ["chat", "generate", "explain", "demo"])
+def test_help(run: Run, command: str) -> None:
+    result = run(command, "--help")
+    assert result.code == 0
+    assert result.out.startswith("Usage:") and "--json" in result.out
+
+
+# ---- generate ----
+
+
+def test_generate_prints_text_alone_on_stdout(run: Run, tiny: Path) -> None:
+    result = run("generate", "-m", tiny, "-p", "hello", "-n", 12)
+    assert result.code == 0
+    assert "tokens/s" in result.err and "tokens/s" not in result.out
+    as_json = json.loads(run("generate", "-m", tiny, "-p", "hello", "-n", 12, "--json").out)
+    assert as_json["text"] + "\n" == result.out
+    assert len(as_json["tokens"]) <= 12 and as_json["attention"] is None
+
+
+def test_generate_sparse_and_dense(run: Run, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text(LONG)
+    base = ("generate", "-m", tiny, "-f", tmp_path / "p.txt", "-n", 24, "--json")
+    dense = json.loads(run(*base, "--ratio", 1).out)
+    everything = json.loads(run(*base, "--rank", 32, "--topk", 4096).out)
+    sparse = json.loads(run(*base, *SPARSE).out)
+    assert everything["tokens"] == dense["tokens"]  # k covers every position
+    assert dense["attention"]["counters"]["calls_dense_op"] > 0
+    assert sparse["tokens"] != dense["tokens"]
+    assert sparse["share_sparse"] == 1
+    assert sparse["attention_bytes_per_token"] < sparse["attention_bytes_per_token_dense"] / 2
+
+
+def test_generate_reads_stdin(run: Run, tiny: Path) -> None:
+    piped = run("generate", "-m", tiny, "-f", "-", "-n", 8, stdin="hello")
+    assert piped.out == run("generate", "-m", tiny, "-p", "hello", "-n", 8).out
+
+
+def test_a_seed_repeats(run: Run, tiny: Path) -> None:
+    base = ("generate", "-m", tiny, "-p", "hello", "-n", 12, "--temp", 2, "--min-p", 0)
+    first = run(*base, "--seed", 5).out
+    assert run(*base, "--seed", 5).out == first
+    assert run(*base, "--seed", 6).out != first
+
+
+def test_dense_where_sparse_was_asked_is_told(run: Run, tiny: Path) -> None:
+    result = run("generate", "-m", tiny, "-p", "short", "-n", 4, "--ratio", "1/8")
+    assert result.code == 0
+    assert "note: attention was exact throughout: fewer than min_ctx 1024" in result.err
+
+
+USAGE = [  # (arguments, what the error names, what the hint names)
+    (["--ratio", "0"], "ratio 0 ", "1/8"),
+    (["--ratio", "1.5"], "ratio 1.5 ", "1/8"),
+    (["--ratio", "many"], "ratio 'many'", "12.5%"),
+    (["--method", "spraq"], "'spraq'", "did you mean sparq?"),
+    (["--method", "dense", "--ratio", "1/8"], "--ratio", "sparq"),
+    (["--rank", "33", "--topk", "64"], "rank 33 is above the model's head size 32", "1 to 32"),
+    (["--rank", "-1"], "--rank -1", "at least 1"),
+    (["--topk", "x"], "--topk 'x'", ""),
+    (["--topk", "8", "--local", "6"], "topk 8", "counts"),
+    (["--budget", "ramps"], "'ramps'", "did you mean ramp?"),
+    (["--ctx", "5000"], "context 5000 is beyond the 4096", "--ctx 4096"),
+    (["--ctx", "0"], "--ctx 0", "at least 1"),
+    (["--threads", "0"], "--threads 0", "at least 1"),
+    (["--temp", "-0.1"], "--temp -0.1", "at least 0"),
+    (["--top-p", "1.1"], "--top-p 1.1", "at most 1"),
+    (["--seed", "-3"], "--seed -3", "at least 0"),
+    (["--tokens", "0"], "--tokens 0", "at least 1"),
+    (["--frobnicate"], "--frobnicate", "--help"),
+]
+
+
+@pytest.mark.parametrize(("args", "named", "hint"), USAGE, ids=[" ".join(u[0]) for u in USAGE])
+def test_wrong_use(run: Run, tiny: Path, args: list[str], named: str, hint: str) -> None:
+    result = run("generate", "-m", tiny, "-p", "x", *args)
+    assert result.code == 2
+    assert result.out == ""
+    lines = result.err.splitlines()
+    assert lines[0].startswith("error: ") and named in lines[0]
+    assert len(lines) == (2 if hint else len(lines)) and hint in lines[-1]
+
+
+def test_prompt_is_given_once(run: Run, tiny: Path) -> None:
+    assert run("generate", "-m", tiny).code == 2
+    assert run("generate", "-m", tiny, "-p", "x", "-f", "y").code == 2
+    assert run("generate", "-m", tiny, "-f", "-", stdin="").code == 2
+    missing = run("generate", "-m", tiny, "-f", "none.txt")
+    assert missing.code == 1 and "none.txt: No such file" in missing.err
+
+
+@pytest.mark.parametrize("command", ["generate", "explain", "chat"])
+def test_bad_files(run: Run, tiny: Path, tmp_path: Path, command: str) -> None:
+    cut, text = tmp_path / "cut.gguf", tmp_path / "text.gguf"
+    cut.write_bytes(tiny.read_bytes()[:100_000])
+    text.write_text("hello, I am no model")
+    extra = ["-p", "x"] if command == "generate" else []
+    for path, said in ((cut, "truncated"), (text, "not a GGUF"), (tmp_path / "no", "no such file")):
+        result = run(command, "-m", path, *extra)
+        assert result.code == 1 and str(path) in result.err and said in result.err
+
+
+def test_memory_and_length(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = run("generate", "-m", tiny, "-p", LONG, "--ctx", 1000)
+    assert long.code == 1 and "the prompt has 1761 tokens" in long.err and "--ctx" in long.err
+    monkeypatch.setenv("SPARQ_MEMORY_LIMIT", "1000")
+    big = run("generate", "-m", tiny, "-p", "x")
+    assert big.code == 1 and "memory is available" in big.err and "hint:" in big.err
+
+
+# ---- explain ----
+
+
+def test_explain(run: Run, tiny: Path) -> None:
+    result = run("explain", "-m", tiny, "--ratio", "1/8", "--ctx", 4096)
+    assert result.code == 0 and result.err == ""
+    for piece in ("256 KiB of 2 MiB", "12.5 %", "GB/s, measured", "attention 8.00x", "cache 2 MiB"):
+        assert piece in result.out
+
+
+def test_explain_json(run: Run, tiny: Path) -> None:
+    args = ("explain", "-m", tiny, "--ratio", "1/8", "--ctx", 4096, "--json")
+    r = json.loads(run(*args).out)
+    assert [(x["rank"], x["topk"], x["local"]) for x in r["layers"]] == [(4, 256, 64)] * 2
+    assert r["attention_bytes_per_token"] * 8 == r["attention_bytes_per_token_dense"] == 2 << 20
+    assert r["shadow_memory"] * 2 == r["kv_memory"]
+    assert r["bandwidth"] > 1e8
+    whole = r["weight_bytes_per_token"]
+    assert r["speedup_token"] == pytest.approx((whole + (2 << 20)) / (whole + (256 << 10)))
+
+
+def test_explain_does_not_load_the_library(tiny: Path) -> None:
+    code = (
+        "import sys; sys.argv = ['sparq-cpp', 'explain', '-m', sys.argv[1]]\n"
+        "import pyorch.cli; pyorch.cli.main(); assert 'llama_cpp' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, tiny], check=True, stdout=subprocess.DEVNULL)
+
+
+# ---- chat ----
+
+
+def test_chat_through_a_pipe(run: Run, tiny_chat: Path) -> None:
+    result = run("chat", "-m", tiny_chat, "-n", 8, "--temp", 0, stdin="hello\n\nand you?\n/stats\n")
+    assert result.code == 0
+    assert result.out.endswith("\n") and "tokens/s" in result.err
+    again = run("chat", "-m", tiny_chat, "-n", 8, "--temp", 0, "--json", stdin="hello\nand you?\n")
+    replies = [json.loads(line) for line in again.out.splitlines()]
+    assert "".join(r["reply"] + "\n" for r in replies) == result.out
+    assert replies[1]["prefill_tokens"] < replies[0]["prefill_tokens"] + 40  # history is cached
+
+
+def test_chat_uses_the_models_template(tiny_chat: Path, tiny: Path) -> None:
+    from pyorch import engine
+    from pyorch.chat_template import ChatTemplate
+
+    messages = [{"role": "user", "content": "hi"}]
+    with engine.load(tiny_chat, n_threads=1) as s:
+        template = ChatTemplate(s)
+        assert template.builtin and template.render(messages) == "<user>hi\n<assistant>"
+        tokens = template.tokens(messages)
+        assert tokens[0] == s.lib.llama_vocab_bos(s.vocab) and tokens[1] != tokens[0]
+    with engine.load(tiny, n_threads=1) as s:
+        template = ChatTemplate(s)
+        assert not template.builtin and template.render(messages) == "User: hi\nAssistant:"
+
+
+def test_chat_commands(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    script = f"hello\n/ratio 1/4\n/stats\n/dense\nagain\n/help\n/save {file}\n/exit\nnever read\n"
+    result = run("chat", "-m", tiny_chat, "-n", 4, "--system", "be brief", stdin=script)
+    assert result.code == 0
+    for said in ("attention sparq,ratio=1/4", "attention dense", "/save FILE", "talk.json"):
+        assert said in result.err
+    messages = json.loads(file.read_text())["messages"]
+    assert [m["role"] for m in messages] == ["system"] + ["user", "assistant"] * 2
+    assert messages[3]["content"] == "again"
+    assert run("chat", "-m", tiny_chat, "-n", 4, "--resume", file, stdin="more\n").code == 0
+
+
+def test_chat_ratio_takes_effect(run: Run, tiny_chat: Path) -> None:
+    script = f"{LONG}\n/ratio 1/4\nand?\n/dense\nand?\n"
+    result = run("chat", "-m", tiny_chat, "-n", 6, "--json", stdin=script)
+    off, sparse, dense = [json.loads(line) for line in result.out.splitlines()]
+    assert off["attention"] is None
+    assert sparse["attention"]["spec"] == "sparq,ratio=0.25"
+    assert sparse["attention"]["counters"]["calls_sparse"] > 0
+    assert dense["attention"]["counters"]["calls_sparse"] == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ("/ratio 9", 2, "ratio 9"),
+        ("/frob", 2, "unknown command /frob"),
+        ("/save", 2, "file name"),
+        ("/save /none/x.json", 1, "/none/x.json"),
+        (LONG * 3, 1, "context has 4096"),
+    ],
+)
+def test_chat_errors(run: Run, tiny_chat: Path, line: str, code: int, said: str) -> None:
+    result = run("chat", "-m", tiny_chat, "-n", 4, stdin=line + "\n")
+    assert result.code == code and said in result.err and "hint:" in result.err or code == 1
+
+
+def test_chat_resume_errors(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.json"
+    for content in ("{", "[]", '{"messages": [1]}'):
+        bad.write_text(content)
+        result = run("chat", "-m", tiny_chat, "--resume", bad)
+        assert result.code == 1 and "not a saved conversation" in result.err
+
+
+def test_chat_drops_the_oldest_when_full(run: Run, tiny_chat: Path) -> None:
+    script = "".join(f"{i} {'x' * 150}\n" for i in range(6))
+    args = ("chat", "-m", tiny_chat, "--ctx", 512, "-n", 8, "--system", "sys", "--json")
+    result = run(*args, stdin=script)
+    assert result.code == 0
+    assert len(result.out.splitlines()) == 6
+    assert "oldest messages were dropped" in result.err
+
+
+def test_ctrl_c_stops_the_reply_and_not_the_program(tiny_chat: Path) -> None:
+    """SIGINT when the first reply has begun; it ends, the next line is read, the exit code is 0."""
+    code = "import sys; from pyorch.cli import main; main()"
+    args = ["chat", "-m", str(tiny_chat), "--threads", "1", "--temp", "0"]
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *args],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+    ) as child:
+        assert child.stdin and child.stdout and child.stderr
+        child.stdin.write(b"hello\n")
+        assert child.stdout.read(1), (
+            child.stderr.read()
+        )  # the reply goes on to the end of the context
+        child.send_signal(signal.SIGINT)
+        child.stdin.write(b"/stats\n")
+        _, err = child.communicate(timeout=60)
+    assert child.returncode == 0, err
+    said = err.decode()
+    assert "(stopped)" in said and "tokens/s" in said and "Traceback" not in said
+    used = int(re.search(r"context (\d+) of 4096", said).group(1))
+    assert used < 4096

@@ -1,0 +1,167 @@
+"""The attention settings: what people write, and that the library agrees."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+
+from pyorch import native
+from pyorch.attention.bytes import split
+from pyorch.attention.spec import (
+    AttentionSpec,
+    check_against_model,
+    make_spec,
+    parse_ratio,
+    parse_spec,
+)
+from pyorch.errors import SparqError
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1/8", 0.125), ("0.125", 0.125), ("12.5%", 0.125), (" 1/3 ", 1 / 3), ("1", 1), ("100%", 1)],
+)
+def test_ratio(text: str, value: float) -> None:
+    assert parse_ratio(text) == pytest.approx(value, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "text", ["0", "-1/8", "1.5", "101%", "", "%", "1/0", "a", "1/8/2", "nan", "inf", "1e999"]
+)
+def test_no_ratio(text: str) -> None:
+    with pytest.raises(SparqError, match="ratio") as e:
+        parse_ratio(text)
+    assert e.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "canonical"),
+    [
+        ("off", "off"),
+        ("dense", "dense"),
+        ("sparq", "sparq,ratio=1/8"),
+        ("sparq,ratio=12.5%", "sparq,ratio=1/8"),
+        ("sparq, r=32 , k=128", "sparq,rank=32,topk=128"),
+        ("sparq,rank=32", "sparq,ratio=1/8,rank=32"),
+        ("sparq,ratio=1", "dense"),
+        ("topk,k=512,budget=ramp", "topk,topk=512,budget=ramp"),
+        ("topk,min-ctx=0", "topk,ratio=1/8,min_ctx=0"),
+        ("sparq,ratio=0.2,mean_v=on,sinks=0,local=16,min_k=1", None),
+        ("topk,k_layers=64:64:128", None),
+    ],
+)
+def test_spec(line: str, canonical: str | None) -> None:
+    spec = parse_spec(line)
+    assert parse_spec(str(spec)) == spec
+    if canonical is not None:
+        assert str(spec) == canonical
+
+
+@pytest.mark.parametrize(
+    ("line", "message", "hint"),
+    [
+        ("spark,ratio=1/8", "unknown method 'spark'", "sparq"),
+        ("", "unknown method ''", "one of"),
+        ("sparq,ration=1/8", "unknown attention setting 'ration'", "ratio"),
+        ("sparq,ratio", "has no value", "ratio="),
+        ("sparq,rank=0", "rank 0 is below 1", ""),
+        ("sparq,rank=2.5", "rank '2.5' is not a whole number", ""),
+        ("sparq,sinks=-1", "sinks -1 is below 0", ""),
+        ("sparq,budget=rampe", "unknown budget 'rampe'", "ramp"),
+        ("sparq,mean_v=maybe", "unknown mean_v 'maybe'", "auto"),
+        ("sparq,topk=8,local=6", "topk 8 is below sinks 4 + local 6", ""),
+        ("topk,rank=4", "rank belongs to sparq", ""),
+        ("topk,k_layers=1:x", "k_layers '1:x'", ""),
+    ],
+)
+def test_wrong_spec(line: str, message: str, hint: str) -> None:
+    with pytest.raises(SparqError) as e:
+        parse_spec(line)
+    assert message in e.value.message and hint in e.value.hint
+    assert e.value.exit_code == 2 and "\n" not in e.value.message
+
+
+def library_parse(line: str) -> tuple[int, str]:
+    lib = native.load().llama_cpp._lib
+    buf = ctypes.create_string_buffer(512)
+    code = lib.llama_sparse_attn_parse(line.encode(), buf, ctypes.c_size_t(len(buf)))
+    return code, buf.value.decode()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "off",
+        "dense",
+        "sparq,ratio=1/8",
+        "sparq,ratio=0.2,rank=32",
+        "topk,topk=512,budget=ramp",
+        "sparq,rank=32,topk=128,local=16,sinks=0,min_ctx=0,mean_v=on",
+        "sparq,ratio=1/3,min_k=1",
+        "topk,k_layers=64:64:128",
+    ],
+)
+def test_the_library_reads_what_we_write(line: str) -> None:
+    spec = parse_spec(line)
+    code, canonical = library_parse(str(spec))
+    assert code >= 0, canonical
+    again = parse_spec(canonical)
+    assert again.ratio == pytest.approx(spec.ratio, rel=1e-8)
+    assert AttentionSpec(**{**vars(again), "ratio": spec.ratio}) == spec
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["spark", "sparq,ration=1/8", "sparq,ratio=0", "sparq,rank=0", "sparq,topk=8,local=6"]
+    + ["sparq,budget=rampe", "topk,rank=4", "sparq,sinks=-1", "sparq,ratio=1e999"],
+)
+def test_the_library_refuses_what_we_refuse(line: str) -> None:
+    with pytest.raises(SparqError):
+        parse_spec(line)
+    code, message = library_parse(line)
+    assert code < 0 and "\n" in message
+
+
+def test_make_spec() -> None:
+    assert make_spec() == AttentionSpec("off")
+    assert make_spec(ratio=1 / 4).method == "sparq"
+    assert make_spec("sparq").ratio == 1 / 8
+    assert make_spec("sparq", rank=8, topk=64).ratio is None
+
+
+def test_rank_above_the_head_size() -> None:
+    check_against_model(make_spec(rank=64, topk=128), 64)
+    with pytest.raises(SparqError, match="rank 65 is above the model's head size 64"):
+        check_against_model(make_spec(rank=65, topk=128), 64)
+
+
+@pytest.mark.parametrize(
+    ("line", "n_pos", "rank", "topk", "local"),
+    [
+        ("sparq,ratio=1/8", 16384, 16, 1024, 256),  # r = d*ratio, k = S*ratio/2
+        ("sparq,ratio=1/8", 1500, 16, 128, 32),  # never below min_k
+        ("sparq,rank=32,topk=128", 4096, 32, 128, 32),  # the paper's recipe
+        ("sparq,rank=32,topk=128,local=7", 4096, 32, 128, 7),
+        ("topk,ratio=1/8", 16384, 128, 2048, 512),  # scores from all of K
+    ],
+)
+def test_split(line: str, n_pos: int, rank: int, topk: int, local: int) -> None:
+    s = split(parse_spec(line), n_pos, head_dim=128)
+    assert (s.rank, s.topk, s.local, s.dense) == (rank, topk, local, False)
+
+
+@pytest.mark.parametrize(
+    ("line", "n_pos"),
+    [("sparq,ratio=1/8", 1024), ("sparq,rank=32,topk=4096", 4000), ("dense", 9000), ("off", 9000)],
+)
+def test_split_dense(line: str, n_pos: int) -> None:
+    s = split(parse_spec(line), n_pos, head_dim=128)
+    assert s.dense and s.reason and s.topk == n_pos
+
+
+def test_ramp_keeps_the_total() -> None:
+    spec = parse_spec("topk,k=512,budget=ramp")
+    ks = [split(spec, 8192, 128, il=il, n_layer=32).topk for il in range(32)]
+    assert ks == sorted(ks) and ks[-1] > 25 * ks[0]
+    assert sum(ks) == pytest.approx(512 * 32, rel=0.01)
