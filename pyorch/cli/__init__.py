@@ -16,6 +16,8 @@ COMMANDS = {
     "generate": ("generate", "Continue a prompt, once."),
     "explain": ("explain", "Say what sparse attention reads for a model, a ratio and a length."),
     "demo": ("demo", "Answer a question from a long text with the small model that comes along."),
+    "bench": ("bench", "Measure attention time, prefill time and the quality of what is recited."),
+    "synth": ("synth", "Write a model of any shape with random weights, to measure speed with."),
     "build": ("build", "Build the patched llama.cpp library."),
     "doctor": ("doctor", "Say what is built, what this machine can do, and what is switched off."),
 }
@@ -41,16 +43,21 @@ class LazyGroup(click.Group):
 @click.group(
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "SPARQ"},
+    invoke_without_command=True,
 )
 @click.version_option(__version__, prog_name="sparq-cpp")
-def cli() -> None:
+@click.pass_context
+def cli(ctx: click.Context) -> None:
     """Sparse attention decode (SparQ, top-k) for llama.cpp, on ordinary GGUF models."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
 
 
 def main() -> None:
     """Entry point: our errors become two lines on stderr, never a traceback."""
     try:
-        cli(standalone_mode=False)
+        status = cli(prog_name="sparq-cpp", standalone_mode=False)
+        sys.exit(status if isinstance(status, int) else 0)
     except SparqError as error:
         fail(error.message, error.hint, error.exit_code)
     except click.ClickException as error:

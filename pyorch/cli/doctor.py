@@ -36,12 +36,11 @@ def examine() -> dict[str, dict[str, Any]]:
     from pyorch.native import build, patches, probe, source
 
     pin = source.read_pin()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     machine = {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu": probe.cpu()[0],
-        "cores": cores,
-        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "cores": probe.cores(),
+        "memory": probe.memory(),
         "python": platform.python_version(),
         "nvcc": probe.nvcc(),
     }

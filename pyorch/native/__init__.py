@@ -39,7 +39,7 @@ def lib_dir(stock: bool = False, tools: tuple[str, ...] = (), portable: bool | N
 
 
 def environment(stock: bool = False) -> dict[str, str]:
-    """Variables that make another Python process, or `python -m llama_cpp.server`, use our library."""
+    """Variables that make another process, say `python -m llama_cpp.server`, use our library."""
     from pyorch.native import build
 
     folder = str(lib_dir(stock))
@@ -68,7 +68,7 @@ def load(stock: bool = False) -> ModuleType:
         if _loaded != (stock, library):
             raise SparqError(
                 f"llama_cpp is already imported in this process, on the library in {library}",
-                "call pyorch.native.load() before anything imports llama_cpp; one library per process",
+                "one library per process: call pyorch.native.load() before others import llama_cpp",
             )
         return module
     variables = environment(stock)

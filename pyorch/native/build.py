@@ -4,20 +4,21 @@ Below the cache root:
 
     sdist/                   the pinned source as downloaded
     python/<source>/         its Python bindings, unpacked
-    build/<tree>/src         the patched source       one work tree per (source, patches, options, compiler);
-    build/<tree>/ops         a copy of ggml_ops/      only what changed is compiled again
-    build/<tree>/out         what ninja makes
-    lib/<stamp>/             a finished build: libraries, tools, stamp.json; never changed once it is there
+    build/<tree>/            work tree of one (source, patches, options, compiler): only what
+                             changed is compiled again. In it:
+        src, ops, out        the patched source, a copy of ggml_ops/, what ninja makes
+    lib/<stamp>/             a finished build: libraries, tools, stamp.json
     lock                     held while any of this is written
 
-A build that was interrupted leaves no `lib/<stamp>`, so nothing half-built is ever used, and ninja goes on
-from where it was.
+A build that was interrupted leaves no `lib/<stamp>`, so nothing half-built is ever used, and ninja
+goes on from where it was.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -177,20 +178,16 @@ def _complete(target: Path, tools: tuple[str, ...]) -> bool:
 
 
 def _default_jobs() -> int:
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(1, min(cores, memory // (1 << 30)))  # a compiler takes up to 1 GiB
+    return max(1, min(probe.cores(), probe.memory() >> 30))  # a compiler takes up to 1 GiB
 
 
-# ---- steps -------------------------------------------------------------------------------------------
+# ---- steps ---------------------------------------------------------------------------------------
 
 
 def _prepare(
     tree: Path, options: Options, pin: source.Pin, where: source.Source, note: Note
 ) -> None:
-    """Fetch, unpack and patch the source; copy ggml_ops. Each part appears complete or not at all."""
+    """Fetch, unpack and patch the source; copy ggml_ops. Each part appears complete or not."""
     tree.mkdir(parents=True, exist_ok=True)
     os.utime(tree)  # for _prune
     todo = [(bindings() / "llama_cpp", "llama_cpp"), (tree / "src", pin.folder)]
@@ -218,9 +215,9 @@ def _ops_files() -> dict[str, Path]:
 
 
 def _sync_ops(into: Path) -> None:
-    """Make `into` a copy of ggml_ops/, touching only files that differ, so that ninja sees just those.
+    """Make `into` a copy of ggml_ops/, writing only files that differ: ninja rebuilds just those.
 
-    A copy, because modification times of an installed package or a git checkout say nothing about content.
+    A copy, because modification times of an installed package or a checkout say nothing of content.
     """
     files = _ops_files()
     for old in sorted(into.rglob("*"), reverse=True):
@@ -329,8 +326,14 @@ def _failure(argv: list[str], code: int, lines: list[str], log: Path) -> SparqEr
     if code < 0 or re.search(r"Killed signal|\bKilled\b", text):
         how = f"signal {-code}" if code < 0 else "out of memory?"
         return SparqError(f"{what} was killed ({how})", f"try again with --jobs 1; log: {log}")
-    errors = [line.strip() for line in lines if re.search(r"(?i)\berror\b[: ]", line)]
-    reason = errors[0] if errors else (lines[-1].strip() if lines else f"exit code {code}")
+    at = next((i for i, line in enumerate(lines) if re.search(r"(?i)\berror\b[: ]", line)), None)
+    if at is None:
+        reason = lines[-1].strip() if lines else f"exit code {code}"
+    elif lines[at].startswith("CMake Error"):  # it goes on, indented, until an unindented line
+        rest = itertools.takewhile(lambda s: s[0] in " \n", lines[at + 1 :])
+        reason = " ".join("".join([lines[at], *rest]).split())
+    else:
+        reason = lines[at].strip()
     return SparqError(f"{what} failed: {reason}", f"full log: {log}")
 
 
@@ -349,7 +352,7 @@ def _tool(name: str) -> str:
 
 
 def _publish(bin_dir: Path, target: Path, tools: tuple[str, ...], stamp: dict[str, Any]) -> None:
-    """Copy the result out of the work tree, under a name that appears only when all of it is there."""
+    """Copy the result out of the work tree, to a name that appears only when all of it is there."""
     names = {file.name for file in bin_dir.iterdir() if file.name.startswith("lib")} | set(tools)
     names |= {tool for tool in TOOLS if (target / tool).is_file() and (bin_dir / tool).is_file()}
     partial = target.with_name(target.name + ".partial")
@@ -380,12 +383,12 @@ def _prune() -> None:
         shutil.rmtree(tree, ignore_errors=True)
 
 
-# ---- shared ------------------------------------------------------------------------------------------
+# ---- shared --------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _lock(note: Note) -> Iterator[None]:
-    """One build at a time in one cache, across processes. The system drops it when the holder dies."""
+    """One build at a time in one cache. The system drops the lock when its holder dies."""
     import fcntl  # not on Windows, where check_system() has already said so
 
     root = paths.cache()
@@ -407,7 +410,7 @@ def _lock(note: Note) -> Iterator[None]:
 
 @contextmanager
 def progress() -> Iterator[Callable[[int, int], None]]:
-    """Yield `step(done, total)`: a bar with the time left on a terminal, else a line every quarter."""
+    """Yield `step(done, total)`: a bar with the time left, or a line per quarter off a terminal."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,

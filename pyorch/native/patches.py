@@ -1,7 +1,7 @@
 """The patch series: apply it strictly, and the developer's round trip through git.
 
-The build needs `apply_series` only, which is plain Python: a user may have no git. Developers run this
-file (`make upstream`, `make patches-refresh`, `make patches-check`), which needs git.
+The build needs `apply_series` only, which is plain Python: a user may have no git. Developers run
+this file (`make upstream`, `make patches-refresh`, `make patches-check`), which needs git.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def digest(patch_dir: Path | None = None) -> str:
     return total.hexdigest()
 
 
-# ---- apply -------------------------------------------------------------------------------------------
+# ---- apply ---------------------------------------------------------------------------------------
 
 
 def parse(file: Path) -> Patch:
@@ -172,13 +172,13 @@ def apply_series(tree: Path, patch_dir: Path | None = None) -> None:
         apply(patch, tree)
 
 
-# ---- the developer's round trip ----------------------------------------------------------------------
+# ---- the developer's round trip ------------------------------------------------------------------
 
 _EXPORT = ("--no-signature", "--no-numbered", "--zero-commit", "--full-index", "--no-stat")
 
 
 def _git(cwd: Path, *args: str, env: dict[str, str] | None = None, stdin: str | None = None) -> str:
-    """Run git free of the user's settings, which would change what it exports. Returns its output."""
+    """Run git without the user's settings, which change what it exports. Returns its output."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     clean |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
     try:
@@ -245,7 +245,7 @@ def _same_series(left: Path, right: Path) -> list[str]:
 
 
 def upstream(patch_dir: Path, folder: Path, force: bool = False) -> None:
-    """Make the work tree in which hooks are edited: one commit per patch on top of the tag `base`."""
+    """Make the work tree in which hooks are edited: a commit per patch on top of the tag `base`."""
     if (folder / ".git").is_dir() and not force:
         with tempfile.TemporaryDirectory() as temp:
             _export(folder, Path(temp))
@@ -257,7 +257,7 @@ def upstream(patch_dir: Path, folder: Path, force: bool = False) -> None:
         what = ", ".join(differing) if differing else "uncommitted edits"
         raise SparqError(
             f"{folder} differs from the series: {what}",
-            "export its commits with `make patches-refresh`, or drop them with `make upstream FORCE=1`",
+            "export its commits: make patches-refresh; or drop them: make upstream FORCE=1",
         )
     fresh = folder.with_name(folder.name + ".partial")
     shutil.rmtree(fresh, ignore_errors=True)
@@ -274,7 +274,7 @@ def refresh(patch_dir: Path, folder: Path) -> None:
     if dirty := _git(folder, "status", "--porcelain"):
         raise SparqError(
             f"{folder} has uncommitted edits: {dirty.splitlines()[0].strip()}",
-            "commit them; to change a patch: git commit --fixup <id>, git rebase -i --autosquash base",
+            "commit them; into a patch: git commit --fixup <id>; git rebase -i --autosquash base",
         )
     _correct_core_touch(folder)
     with tempfile.TemporaryDirectory() as temp:
@@ -296,7 +296,7 @@ def refresh(patch_dir: Path, folder: Path) -> None:
 
 
 def _correct_core_touch(folder: Path) -> None:
-    """Rewrite the Core-Touch line of each commit to the counts of its diff; trees stay as they are."""
+    """Rewrite the Core-Touch line of each commit to the counts of its diff; trees stay."""
     parent = _git(folder, "rev-parse", "base")
     for commit in _git(folder, "rev-list", "--reverse", "base..HEAD").split():
         counts = [
@@ -355,9 +355,8 @@ def audit(patch_dir: Path) -> list[str]:
             wrong.append(f"{p.name}: Core-Touch should read '{p.core_touch}'")
     added, removed = sum(p.added for p in patches), sum(p.removed for p in patches)
     if added > MAX_ADDED or removed > MAX_REMOVED:
-        wrong.append(
-            f"the series touches +{added} -{removed} lines; the budget is +{MAX_ADDED} -{MAX_REMOVED}"
-        )
+        budget = f"+{MAX_ADDED} -{MAX_REMOVED}"
+        wrong.append(f"the series touches +{added} -{removed} lines; the budget is {budget}")
     return wrong
 
 

@@ -1,7 +1,8 @@
 """What this machine can compile and run, found out by doing it.
 
 `cpuid` is not to be trusted: some cloud machines report AMX and kill the process at its first tile
-instruction. So each instruction set that `-march=native` would use is executed once, in a child process.
+instruction. So each instruction set that `-march=native` would use is executed once, in a child
+process.
 """
 
 from __future__ import annotations
@@ -100,6 +101,18 @@ def cpu() -> tuple[str, str]:
     )
 
 
+def cores() -> int:
+    """CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def memory() -> int:
+    """Bytes of main memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def nvcc() -> str:
     """Version line of the CUDA compiler, or an empty string."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
@@ -123,14 +136,15 @@ _X86 = (
     ("avx512", "__AVX512F__", ["-mno-avx512f"],
      "__m512i a = _mm512_set1_epi32(v); v = _mm512_reduce_add_epi32(_mm512_add_epi32(a, a));"),
     ("avx512-vnni", "__AVX512VNNI__", ["-mno-avx512vnni"],
-     "__m512i a = _mm512_set1_epi32(v); v = _mm512_reduce_add_epi32(_mm512_dpbusd_epi32(a, a, a));"),
+     "__m512i a = _mm512_set1_epi32(v);"
+     "v = _mm512_reduce_add_epi32(_mm512_dpbusd_epi32(a, a, a));"),
     ("avx512-bf16", "__AVX512BF16__", ["-mno-avx512bf16"],
      "__m512 a = _mm512_set1_ps(v); __m512bh b = _mm512_cvtne2ps_pbh(a, a);"
      "v = (int) _mm512_reduce_add_ps(_mm512_dpbf16_ps(a, b, b));"),
     ("avx-vnni", "__AVXVNNI__", ["-mno-avxvnni"],
      "__m256i a = _mm256_set1_epi32(v);"
      "v = _mm256_extract_epi32(_mm256_dpbusd_avx_epi32(a, a, a), 0);"),
-    # The kernel must be asked for tiles first (arch_prctl ARCH_REQ_XCOMP_PERM, XTILEDATA), as ggml does.
+    # The kernel must be asked for tiles first (ARCH_REQ_XCOMP_PERM, XTILEDATA), as ggml does.
     ("amx", "__AMX_TILE__", ["-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16"],
      "if (syscall(SYS_arch_prctl, 0x1023, 18)) return 1;"
      "static unsigned char config[64] __attribute__((aligned(64)));"

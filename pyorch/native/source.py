@@ -1,4 +1,4 @@
-"""The pinned source: one sdist of llama-cpp-python, which carries llama.cpp and its Python bindings."""
+"""The pinned source: one sdist of llama-cpp-python: llama.cpp and its Python bindings."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def locate(pin: Pin) -> Source:
 
 
 def fetch(pin: Pin, source: Source, note: Note) -> None:
-    """Make `source.path` exist and be the pinned content. A source of the user's own is not checked.
+    """Make `source.path` exist and be the pinned content. A source of the user's is not checked.
 
     Raises:
         SparqError: no download, or a wrong checksum.
@@ -110,8 +110,8 @@ def fetch(pin: Pin, source: Source, note: Note) -> None:
         )
 
 
-# pip prepares the metadata of every sdist that it downloads: it would install build tools and run code of
-# the sdist, before its checksum is known. This stands in for the sdist's build backend and only names it.
+# pip prepares the metadata of every sdist that it downloads: it would install build tools and run
+# code of the sdist, before its checksum is known. This stands in for the sdist's build backend.
 _STUB_BACKEND = """\
 import os
 def prepare_metadata_for_build_wheel(folder, config_settings=None):
