@@ -1,14 +1,16 @@
 """The methods in numpy, written from the papers: what every implementation is compared with.
 
 SparQ Attention, arXiv 2312.04985, sections 3-4 and appendix B; exact top-k, arXiv 2502.06766.
-Everything here is for one token and one KV head; `Heads` of a model are loops around it. Shapes:
+Everything here is for one token and one KV head; a model is loops around it. Shapes:
 
-    q (g, d_k)   the g query heads that share the KV head       k (n, d_k)   v (n, d_v)
-    bias (g, n)  slope * mask; -inf hides a position            sinks (g,)   learned extra logits, or None
+    q (g, d_k)     the g query heads that share the KV head
+    k (n, d_k)     v (n, d_v)
+    bias (g, n)    slope * mask; -inf hides a position
+    sinks (g,)     learned extra logits, or None
 
 Hidden positions are dropped before any arithmetic, so whatever k and v hold there cannot matter.
-`dtype=np.float32` runs the same plain steps in that precision: its distance from float64 is the scale of a fair error.
-Imports nothing of this project.
+`dtype=np.float32` runs the same plain steps in that precision: its distance from float64 is the
+scale of a fair error. Imports nothing of this project.
 """
 
 from __future__ import annotations
@@ -20,13 +22,16 @@ NEG_INF = -np.inf
 
 
 def alibi_slopes(n_head: int, max_bias: float) -> np.ndarray:
-    """ALiBi slope of each head (n_head,); all ones when max_bias is 0 (the mask is then added as it is)."""
+    """ALiBi slope of each head (n_head,); ones when max_bias is 0: the mask is added as it is."""
     if max_bias <= 0:
         return np.ones(n_head)
     n = 2 ** int(np.floor(np.log2(n_head)))
     head = np.arange(n_head)
-    return np.where(head < n, 2.0 ** (-max_bias / n * (head + 1)),
-                    2.0 ** (-max_bias / 2 / n * (2 * (head - n) + 1)))
+    return np.where(
+        head < n,
+        2.0 ** (-max_bias / n * (head + 1)),
+        2.0 ** (-max_bias / 2 / n * (2 * (head - n) + 1)),
+    )
 
 
 def make_bias(mask: np.ndarray, slopes: np.ndarray) -> np.ndarray:
@@ -41,14 +46,18 @@ def visible_positions(bias: np.ndarray) -> np.ndarray:
 
 # ---- step 1: scores ----
 
+
 def select_components(q: np.ndarray, rank: int) -> np.ndarray:
-    """The `rank` components with the largest sum over the group of |q|, ascending; ties: the lowest."""
+    """The `rank` components with the largest sum over the group of |q|, ascending.
+
+    Ties: the lowest.
+    """
     size = np.abs(q.astype(F64)).sum(axis=0)
     return np.sort(np.argsort(-size, kind="stable")[:rank])
 
 
 def temperature_factor(q: np.ndarray, components: np.ndarray, dtype=F64) -> np.ndarray:
-    """sqrt(|q_r|_1 / |q|_1) per query head (g,): tau of eq. 9 is sqrt(d_k) times this. 1 where q is zero."""
+    """sqrt(|q_r|_1 / |q|_1) per query head (g,), 1 where q is zero: tau of eq. 9 over sqrt(d_k)."""
     size = np.abs(q.astype(dtype))
     total = size.sum(axis=1)
     kept = size[:, components].sum(axis=1)
@@ -58,8 +67,8 @@ def temperature_factor(q: np.ndarray, components: np.ndarray, dtype=F64) -> np.n
 def logits_of(q, k, bias, scale, softcap=0.0, components=None, dtype=F64) -> np.ndarray:
     """Logits (g, n), -inf where hidden. components=None: exact; otherwise approximate (eq. 7).
 
-    scale is the model's (1/sqrt(d_k) in most); approximate logits are scale / sqrt(|q_r|_1/|q|_1) * (q_r . k_r).
-    A head whose kept components are all zero has logits 0 (before the bias).
+    scale is the model's (1/sqrt(d_k) in most); approximate logits are scale / sqrt(|q_r|_1/|q|_1) *
+    (q_r . k_r). A head whose kept components are all zero has logits 0 (before the bias).
     """
     out = np.full(bias.shape, NEG_INF, dtype)
     vis = visible_positions(bias)
@@ -90,20 +99,27 @@ def softmax(logits: np.ndarray, sinks: np.ndarray | None = None) -> np.ndarray:
 
 # ---- step 2: selection ----
 
+
 def rank_scores(logits: np.ndarray) -> np.ndarray:
-    """What positions are ranked by (n,): softmaxed scores summed over the group; the logit itself for one head."""
+    """What positions are ranked by (n,): softmaxed scores summed over the group.
+
+    With one head the logit itself: the same order, and no underflow.
+    """
     return logits[0] if len(logits) == 1 else softmax(logits).sum(axis=0)
 
 
 def forced_positions(bias, local, sinks, k_max) -> list[int]:
-    """Visible forced cells in order of importance (local window newest first, then sinks), without repeats."""
+    """Visible forced cells, each once: the local window newest first, then sinks."""
     hidden = np.isneginf(bias[0])
     cells = [int(c) for c in [*local, *sinks] if c >= 0 and not hidden[c]]
     return list(dict.fromkeys(cells))[:k_max]
 
 
 def select(logits: np.ndarray, k: int, forced: list[int], k_max: int) -> np.ndarray:
-    """The selected positions, ascending: the forced ones, then the best others up to k. Ties: the lower cell."""
+    """The selected positions, ascending: the forced ones, then the best others up to k.
+
+    Ties: the lower cell.
+    """
     score = rank_scores(logits)
     chosen = list(forced)
     n_sel = min(max(min(k, k_max), len(chosen)), len(visible_positions(logits)))
@@ -116,10 +132,13 @@ def select(logits: np.ndarray, k: int, forced: list[int], k_max: int) -> np.ndar
     return np.sort(np.array(chosen, dtype=np.int64))
 
 
-def mass_kept(logits: np.ndarray, selected: np.ndarray, sinks: np.ndarray | None = None) -> np.ndarray:
+def mass_kept(
+    logits: np.ndarray, selected: np.ndarray, sinks: np.ndarray | None = None
+) -> np.ndarray:
     """alpha (g,): 1 - the mass of the positions that were not selected.
 
-    Without learned sinks this is the paper's m_s . s. A learned sink carries no value, so its mass is not v_mean's.
+    Without learned sinks this is the paper's m_s . s. A learned sink carries no value, so its mass
+    is not v_mean's.
     """
     s = softmax(logits, sinks)
     rest = np.ones(logits.shape[1], bool)
@@ -128,6 +147,7 @@ def mass_kept(logits: np.ndarray, selected: np.ndarray, sinks: np.ndarray | None
 
 
 # ---- steps 2 and 3: attention ----
+
 
 def attend(q, k, v, bias, scale, softcap=0.0, selected=None, sinks=None, dtype=F64) -> np.ndarray:
     """Exact attention over the selected (None: all) visible positions: (g, d_v)."""
@@ -150,20 +170,38 @@ def interpolate(y: np.ndarray, alpha: np.ndarray, mean: np.ndarray) -> np.ndarra
 
 # ---- the methods ----
 
+
 def dense(q, k, v, bias, scale, softcap=0.0, sinks=None, dtype=F64) -> np.ndarray:
     return attend(q, k, v, bias, scale, softcap, None, sinks, dtype)
 
 
-def sparse(q, k, v, bias, scale, topk, rank=None, local=(), first=(), softcap=0.0, sinks=None, mean_v=False,
-           k_max=None, k_score=None, dtype=F64) -> np.ndarray:
+def sparse(
+    q,
+    k,
+    v,
+    bias,
+    scale,
+    topk,
+    rank=None,
+    local=(),
+    first=(),
+    softcap=0.0,
+    sinks=None,
+    mean_v=False,
+    k_max=None,
+    k_score=None,
+    dtype=F64,
+) -> np.ndarray:
     """SparQ attention (rank given) or exact top-k attention (rank None): (g, d_v).
 
-    local, first: cells always in (newest first; attention sinks). k_score: the keys that step 1 reads, when they are
-    stored in another precision than k.
+    local, first: cells always in (newest first; attention sinks). k_score: the keys that step 1
+    reads, when they are stored in another precision than k.
     """
     k_max = topk if k_max is None else k_max
     components = None if rank is None else select_components(q, rank)
-    logits = logits_of(q, k if k_score is None else k_score, bias, scale, softcap, components, dtype)
+    logits = logits_of(
+        q, k if k_score is None else k_score, bias, scale, softcap, components, dtype
+    )
     chosen = select(logits, topk, forced_positions(bias, local, first, k_max), k_max)
     y = attend(q, k, v, bias, scale, softcap, chosen, sinks, dtype)
     if mean_v:

@@ -1,0 +1,297 @@
+"""ggml of our build through ctypes: numpy in, numpy out, every buffer ours and guarded.
+
+    with ggml.graph() as g:
+        # numpy axes, slowest first: ggml's ne is the reverse
+        x = g.tensor(array, "f16", pad=(0, 0, 8))
+        y = g.op("ggml_sparse_attn_visible", x)
+        g.compute(y, n_threads=2)
+        print(g.read(y))
+
+Tensors are made without memory (no_alloc); each gets its own buffer with guard bytes on both sides,
+and so does the work buffer of the CPU backend. Padding between rows is NaN. `compute` checks that
+nothing outside the results was written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import (
+    POINTER,
+    c_bool,
+    c_char,
+    c_float,
+    c_int,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_void_p,
+)
+from pathlib import Path
+
+import numpy as np
+from cases import bf16_bits
+
+GUARD = 256  # bytes on each side
+GUARD_BYTE = 0xCD
+UNWRITTEN = 0xAB  # results are filled with it: a NaN-like pattern that no op writes by itself
+TYPES = {
+    "f32": (0, np.float32),
+    "f16": (1, np.float16),
+    "bf16": (30, np.uint16),
+    "i32": (26, np.int32),
+    "i64": (27, np.int64),
+}
+NUMPY_TYPE = {number: (name, dtype) for name, (number, dtype) in TYPES.items()}
+STATS = (
+    "attend_sparse",
+    "attend_dense",
+    "pos_visible",
+    "pos_read",
+    "bytes_score",
+    "bytes_attend",
+    "bytes_dense",
+    "groups_sealed",
+)
+
+
+class Tensor(ctypes.Structure):
+    """struct ggml_tensor of the pinned ggml.h."""
+
+
+Tensor._fields_ = [
+    ("type", c_int),
+    ("buffer", c_void_p),
+    ("ne", c_int64 * 4),
+    ("nb", c_size_t * 4),
+    ("op", c_int),
+    ("op_params", c_int32 * 16),
+    ("flags", c_int32),
+    ("src", POINTER(Tensor) * 10),
+    ("view_src", POINTER(Tensor)),
+    ("view_offs", c_size_t),
+    ("data", c_void_p),
+    ("name", c_char * 64),
+    ("extra", c_void_p),
+    ("padding", c_char * 8),
+]
+TensorPtr = POINTER(Tensor)
+
+
+class InitParams(ctypes.Structure):
+    _fields_ = [("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool)]
+
+
+class Plan(ctypes.Structure):
+    """struct ggml_cplan of ggml-cpu.h."""
+
+    _fields_ = [
+        ("work_size", c_size_t),
+        ("work_data", c_void_p),
+        ("n_threads", c_int),
+        ("threadpool", c_void_p),
+        ("abort_callback", c_void_p),
+        ("abort_callback_data", c_void_p),
+        ("use_ref", c_bool),
+    ]
+
+
+class ScoreParams(ctypes.Structure):
+    _fields_ = [("rank", c_int32), ("scale", c_float), ("max_bias", c_float), ("softcap", c_float)]
+
+
+class SelectParams(ctypes.Structure):
+    _fields_ = [
+        ("topk_max", c_int32),
+        ("n_head_kv", c_int32),
+        ("n_local_max", c_int32),
+        ("alpha", c_int32),
+    ]
+
+
+class AttendParams(ctypes.Structure):
+    _fields_ = [
+        ("scale", c_float),
+        ("max_bias", c_float),
+        ("softcap", c_float),
+        ("mean_v", c_int32),
+    ]
+
+
+class AttnParams(ctypes.Structure):
+    _fields_ = [
+        ("rank", c_int32),
+        ("topk_max", c_int32),
+        ("n_local_max", c_int32),
+        ("scale", c_float),
+        ("max_bias", c_float),
+        ("softcap", c_float),
+        ("mean_v", c_int32),
+    ]
+
+
+class AttnInputs(ctypes.Structure):
+    _fields_ = [
+        (name, TensorPtr)
+        for name in (
+            "q",
+            "k",
+            "v",
+            "k_t",
+            "v_sum",
+            "sealed",
+            "mask",
+            "visible",
+            "forced",
+            "kl",
+            "sinks",
+            "stats",
+        )
+    ]
+
+
+class Ggml:
+    """The loaded libraries, with prototypes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.base = ctypes.CDLL(str(_library(folder, "ggml-base")), mode=ctypes.RTLD_GLOBAL)
+        self.cpu = ctypes.CDLL(str(_library(folder, "ggml-cpu")))
+        base, cpu, t, ctx = self.base, self.cpu, TensorPtr, c_void_p
+        for lib, name, result, *args in [
+            (base, "ggml_init", ctx, InitParams),
+            (base, "ggml_free", None, ctx),
+            (base, "ggml_tensor_overhead", c_size_t),
+            (base, "ggml_new_tensor", t, ctx, c_int, c_int, POINTER(c_int64)),
+            (base, "ggml_nbytes", c_size_t, t),
+            (base, "ggml_new_graph", c_void_p, ctx),
+            (base, "ggml_build_forward_expand", None, c_void_p, t),
+            (base, "ggml_graph_n_nodes", c_int, c_void_p),
+            (base, "ggml_graph_node", t, c_void_p, c_int),
+            (cpu, "ggml_cpu_init", None),
+            (cpu, "ggml_graph_plan", Plan, c_void_p, c_int, c_void_p),
+            (cpu, "ggml_graph_compute", c_int, c_void_p, POINTER(Plan)),
+            (base, "ggml_sparse_attn_seal", t, ctx, *[t] * 6),
+            (base, "ggml_sparse_attn_visible", t, ctx, t),
+            (base, "ggml_sparse_attn_score", t, ctx, *[t] * 7, ScoreParams),
+            (base, "ggml_sparse_attn_select", t, ctx, *[t] * 4, SelectParams),
+            (base, "ggml_sparse_attn_attend", t, ctx, *[t] * 10, AttendParams),
+            (base, "ggml_sparq_attn", t, ctx, POINTER(AttnInputs), POINTER(AttnParams)),
+            (base, "ggml_topk_attn", t, ctx, POINTER(AttnInputs), POINTER(AttnParams)),
+        ]:
+            getattr(lib, name).restype = result
+            getattr(lib, name).argtypes = args
+        object_size = 32  # struct ggml_object, in front of every tensor of a context
+        if self.base.ggml_tensor_overhead() != ctypes.sizeof(Tensor) + object_size:
+            raise RuntimeError(
+                "struct ggml_tensor of this pin is not what tests/ops/ggml_ctypes.py says"
+            )
+        self.cpu.ggml_cpu_init()
+
+    def graph(self) -> Graph:
+        return Graph(self)
+
+
+def _library(folder: Path, name: str) -> Path:
+    for pattern in (f"lib{name}.so", f"lib{name}.dylib", f"{name}.dll"):
+        if (folder / pattern).exists():
+            return folder / pattern
+    raise FileNotFoundError(f"no {name} library in {folder}")
+
+
+class Buffer:
+    """`size` bytes at a 64-byte boundary between two guards."""
+
+    def __init__(self, size: int, fill: int) -> None:
+        self.raw = np.full(size + 2 * GUARD + 64, GUARD_BYTE, np.uint8)
+        self.start = GUARD + (-(self.raw.ctypes.data + GUARD)) % 64
+        self.bytes = self.raw[self.start : self.start + size]
+        self.bytes[:] = fill
+        self.address = self.raw.ctypes.data + self.start
+
+    def guards_intact(self) -> bool:
+        end = self.start + len(self.bytes)
+        return bool(
+            (self.raw[: self.start] == GUARD_BYTE).all() and (self.raw[end:] == GUARD_BYTE).all()
+        )
+
+
+class Graph:
+    """One context, its tensors, one computation."""
+
+    def __init__(self, ggml: Ggml) -> None:
+        self.ggml = ggml
+        self.buffers: dict[int, Buffer] = {}  # by the address of the tensor
+        self.inputs: list[
+            tuple[object, Buffer, np.ndarray]
+        ] = []  # tensors that nothing may write to, and their bytes
+
+    def __enter__(self) -> Graph:
+        self.ctx = self.ggml.base.ggml_init(InitParams(4 << 20, None, True))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.ggml.base.ggml_free(self.ctx)
+
+    def tensor(
+        self, array: np.ndarray | None, kind: str, pad: tuple[int, ...] = (), inplace: bool = False
+    ):
+        """A tensor with the values of `array` (None gives None: an optional source).
+
+        pad: extra elements per numpy axis, between the rows; filled with NaN (-1 for integers).
+        inplace: an op may write it.
+        """
+        if array is None:
+            return None
+        number, dtype = TYPES[kind]
+        shape = array.shape
+        full = [n + p for n, p in zip(shape, pad or [0] * len(shape), strict=True)]
+        ne = (c_int64 * len(shape))(*reversed(shape))
+        t = self.ggml.base.ggml_new_tensor(self.ctx, number, len(shape), ne)
+        buffer = Buffer(int(np.prod(full)) * np.dtype(dtype).itemsize, 0xFF)
+        whole = buffer.bytes.view(dtype).reshape(full)
+        with np.errstate(over="ignore"):
+            whole[tuple(map(slice, shape))] = (
+                bf16_bits(array) if kind == "bf16" else array.astype(dtype)
+            )
+        strides = [*whole.strides[::-1]]
+        strides += [strides[-1] * full[0]] * (4 - len(strides))
+        t.contents.nb[:] = strides
+        self._own(t, buffer)
+        if not inplace:
+            self.inputs.append((t, buffer, buffer.bytes.copy()))
+        return t
+
+    def op(self, name: str, *args):
+        return getattr(self.ggml.base, name)(self.ctx, *args)
+
+    def compute(self, *outputs, n_threads: int = 2) -> None:
+        base, cpu = self.ggml.base, self.ggml.cpu
+        graph = base.ggml_new_graph(self.ctx)
+        for t in outputs:
+            base.ggml_build_forward_expand(graph, t)
+        self.nodes = [base.ggml_graph_node(graph, i) for i in range(base.ggml_graph_n_nodes(graph))]
+        for node in self.nodes:
+            if node.contents.data is None:
+                self._own(node, Buffer(base.ggml_nbytes(node), UNWRITTEN))
+        plan = cpu.ggml_graph_plan(graph, n_threads, None)
+        work = Buffer(plan.work_size, UNWRITTEN)
+        plan.work_data = work.address
+        status = cpu.ggml_graph_compute(graph, ctypes.byref(plan))
+        assert status == 0, f"ggml_graph_compute: status {status}"
+        assert work.guards_intact(), "an op wrote outside its work buffer"
+        for buffer in self.buffers.values():
+            assert buffer.guards_intact(), "an op wrote outside a tensor"
+        for _, buffer, before in self.inputs:
+            assert np.array_equal(buffer.bytes, before), "an op wrote to its input"
+
+    def read(self, t) -> np.ndarray:
+        """A copy of the values, numpy axes. bf16 comes as its bits."""
+        c = t.contents
+        buffer = self.buffers[ctypes.addressof(c.view_src.contents if c.view_src else c)]
+        _, dtype = NUMPY_TYPE[c.type]
+        return np.lib.stride_tricks.as_strided(
+            buffer.bytes.view(dtype), tuple(c.ne[::-1]), tuple(c.nb[::-1])
+        ).copy()
+
+    def _own(self, t, buffer: Buffer) -> None:
+        t.contents.data = buffer.address
+        self.buffers[ctypes.addressof(t.contents)] = buffer

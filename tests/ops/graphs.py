@@ -1,0 +1,166 @@
+"""Graphs of our ops for the data of a case."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from cases import Data
+from ggml_ctypes import (
+    STATS,
+    AttendParams,
+    AttnInputs,
+    AttnParams,
+    Ggml,
+    Graph,
+    ScoreParams,
+    SelectParams,
+)
+
+PADDED = {  # extra elements per numpy axis, as views of larger tensors have them
+    "q": (0, 0, 0, 8),
+    "k": (0, 64, 2, 0),
+    "v": (0, 64, 2, 0),
+    "k_t": (0, 0, 32),
+    "v_sum": (0, 0, 8),
+    "mask": (0, 0, 0, 32),
+    "kl": (0, 0, 0, 2),
+}
+
+
+@dataclass
+class Sources:
+    """Tensors of a case, by the names of the contract."""
+
+    data: Data
+    graph: Graph
+    tensors: dict = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        d = self.data
+        for name, array, kind in [
+            ("q", d.q, "f32"),
+            ("k", d.k, d.case.type_k),
+            ("v", d.v, d.case.type_v),
+            ("k_t", d.k_t, "f16"),
+            ("v_sum", d.v_sum, "f32"),
+            ("sealed", d.sealed, "i32"),
+            ("mask", d.mask, "f16"),
+            ("visible", d.visible, "i32"),
+            ("forced", d.forced, "i32"),
+            ("kl", d.kl, "i32"),
+            ("sinks", d.sinks, "f32"),
+        ]:
+            pad = PADDED.get(name, ()) if d.case.strided else ()
+            self.tensors[name] = self.graph.tensor(array, kind, pad)
+        self.tensors["stats"] = self.graph.tensor(np.zeros(len(STATS)), "i64", inplace=True)
+
+    def __getattr__(self, name: str):
+        return self.tensors[name]
+
+    def stats_read(self) -> dict[str, int]:
+        return dict(
+            zip(STATS, self.graph.read(self.tensors["stats"])[0, 0, 0].tolist(), strict=True)
+        )
+
+
+def score(s: Sources, exact: bool = False):
+    case = s.data.case
+    params = ScoreParams(0 if exact else case.rank_value, case.scale, case.max_bias, case.softcap)
+    return s.graph.op(
+        "ggml_sparse_attn_score",
+        s.q,
+        s.k,
+        None if exact else s.k_t,
+        None if exact else s.sealed,
+        s.mask,
+        s.visible,
+        s.stats,
+        params,
+    )
+
+
+def select(s: Sources, logits):
+    case = s.data.case
+    params = SelectParams(s.data.topk_max, case.heads[1], s.data.n_local_max, case.mean_v)
+    return s.graph.op("ggml_sparse_attn_select", logits, s.forced, s.kl, s.sinks, params)
+
+
+def attend(s: Sources, sel):
+    case = s.data.case
+    mean_v = case.mean_v and sel is not None
+    params = AttendParams(case.scale, case.max_bias, case.softcap, mean_v)
+    return s.graph.op(
+        "ggml_sparse_attn_attend",
+        s.q,
+        s.k,
+        s.v,
+        s.mask,
+        s.visible,
+        sel,
+        s.v_sum if mean_v else None,
+        s.sealed if mean_v else None,
+        s.sinks,
+        s.stats,
+        params,
+    )
+
+
+def whole(s: Sources, exact: bool = False):
+    """ggml_sparq_attn, or ggml_topk_attn where exact."""
+    case = s.data.case
+    inputs = AttnInputs(**{name: t for name, t in s.tensors.items() if t is not None})
+    params = AttnParams(
+        case.rank_value,
+        s.data.topk_max,
+        s.data.n_local_max,
+        case.scale,
+        case.max_bias,
+        case.softcap,
+        case.mean_v,
+    )
+    return s.graph.op("ggml_topk_attn" if exact else "ggml_sparq_attn", inputs, params)
+
+
+@dataclass
+class Selection:
+    """The result of SELECT, unpacked: cells per (stream, token, KV head), alpha per query head."""
+
+    cells: dict[tuple[int, int, int], np.ndarray]
+    alpha: np.ndarray  # (n_stream, n_tok, n_head_kv, g)
+    raw: np.ndarray
+
+    @classmethod
+    def unpack(cls, raw: np.ndarray, g: int) -> Selection:
+        cells = {}
+        for index in np.ndindex(raw.shape[:-1]):
+            row = raw[index]
+            assert 0 <= row[0] <= len(row) - 1 - g, f"n_sel {row[0]}"
+            cells[index] = row[1 + g : 1 + g + row[0]]
+            assert (row[1 + g + row[0] :] == -1).all(), "the tail is not -1"
+        return cls(cells, raw[..., 1 : 1 + g].copy().view(np.float32), raw)
+
+    @staticmethod
+    def pack(cells: dict, alpha: np.ndarray, topk_max: int) -> np.ndarray:
+        g = alpha.shape[-1]
+        raw = np.full((*alpha.shape[:-1], 1 + g + topk_max), -1, np.int32)
+        raw[..., 1 : 1 + g] = alpha.astype(np.float32).view(np.int32)
+        for index, row in cells.items():
+            raw[index][0] = len(row)
+            raw[index][1 + g : 1 + g + len(row)] = row
+        return raw
+
+
+def sparse_run(ggml: Ggml, data: Data, n_threads: int = 2, exact: bool = False) -> np.ndarray:
+    """(n_stream, n_tok, n_head, d_v) of the whole op."""
+    with ggml.graph() as g:
+        out = whole(Sources(data, g), exact)
+        g.compute(out, n_threads=n_threads)
+        return g.read(out).reshape(*data.q.shape[:3], -1)
+
+
+def dense_run(ggml: Ggml, data: Data, n_threads: int = 2) -> np.ndarray:
+    with ggml.graph() as g:
+        out = attend(Sources(data, g), None)
+        g.compute(out, n_threads=n_threads)
+        return g.read(out).reshape(*data.q.shape[:3], -1)

@@ -1,0 +1,132 @@
+"""ggml_ops/ref through ctypes, compiled alone: the reference needs no build of llama.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+
+SOURCE = Path(__file__).parents[2] / "ggml_ops" / "ref" / "sparq-ref.c"
+FLAGS = [
+    "-std=c11",
+    "-O2",
+    "-fPIC",
+    "-shared",
+    "-fno-tree-vectorize",
+    "-Wall",
+    "-Wextra",
+    "-Wshadow",
+    "-Wconversion",
+    "-Wdouble-promotion",
+    "-Werror",
+]
+I64, F64 = ctypes.c_int64, ctypes.c_double
+
+
+def find_compiler() -> str | None:
+    return next(filter(None, map(shutil.which, [os.environ.get("CC", "cc"), "gcc", "clang"])), None)
+
+
+def _ptr(array: np.ndarray | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if array is None else array.ctypes.data)
+
+
+def _f32(array: np.ndarray | None) -> np.ndarray | None:
+    return None if array is None else np.ascontiguousarray(array, np.float32)
+
+
+class Ref:
+    """The steps for one token and one KV head; arrays as in tests/oracle.py."""
+
+    def __init__(self, folder: Path) -> None:
+        out = folder / "sparq-ref.so"
+        subprocess.run([find_compiler(), *FLAGS, str(SOURCE), "-o", str(out), "-lm"], check=True)
+        self.lib = ctypes.CDLL(str(out))
+        self.lib.sparq_ref_select.restype = I64
+
+    def seal(self, k, v, t_stride: int) -> tuple[np.ndarray, np.ndarray]:
+        k, v = _f32(k), _f32(v)
+        k_t = np.full((k.shape[1], t_stride), np.nan, np.float32)
+        v_sum = np.full(v.shape[1], np.nan, np.float32)
+        self.lib.sparq_ref_seal(
+            _ptr(k_t),
+            _ptr(v_sum),
+            _ptr(k),
+            _ptr(v),
+            *map(I64, (len(k), k.shape[1], v.shape[1], t_stride, k.shape[1], v.shape[1])),
+        )
+        return k_t, v_sum
+
+    def components(self, q, rank: int) -> np.ndarray:
+        q = _f32(q)
+        out = np.full(rank, -1, np.int32)
+        self.lib.sparq_ref_components(_ptr(out), _ptr(q), *map(I64, (*q.shape, rank)))
+        return out
+
+    def score(self, q, k, bias, components, scale, softcap=0.0, transposed=False) -> np.ndarray:
+        """k (n, d_k), or (d_k, n) with transposed."""
+        q, k, bias = _f32(q), _f32(k), _f32(bias)
+        (g, n), d = bias.shape, q.shape[1]
+        strides = (1, k.shape[1]) if transposed else (k.shape[1], 1)
+        out = np.full((g, n), np.nan, np.float32)
+        components = np.ascontiguousarray(components, np.int32)
+        self.lib.sparq_ref_score(
+            _ptr(out),
+            _ptr(q),
+            _ptr(k),
+            _ptr(bias),
+            _ptr(components),
+            *map(I64, (g, n, d, len(components), *strides)),
+            F64(scale),
+            F64(softcap),
+        )
+        return out
+
+    def select(
+        self, logits, k: int, forced, k_max: int, sinks=None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """selected (n_sel,), alpha (g,)"""
+        logits, sinks = _f32(logits), _f32(sinks)
+        g, n = logits.shape
+        forced = np.ascontiguousarray(forced, np.int32)
+        sel, alpha, score = np.full(k_max, -1, np.int32), np.empty(g), np.empty(n)
+        n_sel = self.lib.sparq_ref_select(
+            _ptr(sel),
+            _ptr(alpha),
+            _ptr(logits),
+            _ptr(forced),
+            _ptr(sinks),
+            _ptr(score),
+            *map(I64, (g, n, len(forced), k, k_max)),
+        )
+        return sel[:n_sel], alpha
+
+    def attend(
+        self, q, k, v, bias, scale, softcap=0.0, selected=None, alpha=None, sinks=None
+    ) -> np.ndarray:
+        q, k, v, bias, sinks = _f32(q), _f32(k), _f32(v), _f32(bias), _f32(sinks)
+        (g, n), d_k, d_v = bias.shape, q.shape[1], v.shape[1]
+        out, weight = np.full((g, d_v), np.nan, np.float32), np.empty(n)
+        if selected is not None:
+            selected = np.ascontiguousarray(selected, np.int32)
+        alpha = None if alpha is None else np.ascontiguousarray(alpha, np.float64)
+        n_sel = 0 if selected is None else len(selected)
+        self.lib.sparq_ref_attend(
+            _ptr(out),
+            _ptr(q),
+            _ptr(k),
+            _ptr(v),
+            _ptr(bias),
+            _ptr(selected),
+            _ptr(alpha),
+            _ptr(sinks),
+            _ptr(weight),
+            *map(I64, (g, n, n_sel, d_k, d_v, d_k, d_v)),
+            F64(scale),
+            F64(softcap),
+        )
+        return out

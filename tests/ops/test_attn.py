@@ -1,0 +1,307 @@
+"""The methods whole: ggml_sparq_attn, ggml_topk_attn, dense ATTEND. Oracle and properties."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import cases
+import graphs
+import numpy as np
+import oracle
+import pytest
+from cases import GROUP, Case
+from ggml_ctypes import Ggml
+from graphs import Selection, Sources, dense_run, sparse_run
+from tolerances import EPS32, Errors
+
+CASES = [
+    c if c.size <= 600_000 else pytest.param(c, marks=pytest.mark.slow) for c in cases.quick_cases()
+]
+
+SHAPES = [
+    Case(n_kv=2042, heads=(8, 2), topk="64", local=32),
+    Case(n_kv=501, heads=(4, 4), d=128, batch=(2, 2), mask="part", extra="mean_v", strided=True),
+    Case(n_kv=4097, heads=(7, 1), d=80, type_k="bf16", batch=(3, 1), extra="sinks"),
+    Case(n_kv=9000, heads=(2, 2), d=64, type_k="f32", extra="softcap", mask="alibi"),
+]
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["sparq", "topk"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attn_equals_oracle(case: Case, exact: bool, ggml: Ggml) -> None:
+    """End to end. Left out: blocks where rounding may flip a key (test_steps.py covers them)."""
+    data = cases.make(case)
+    got = sparse_run(ggml, data, exact=exact)
+    errors = Errors("attend")
+    flips = total = 0
+    for b in data.blocks():
+        total += 1
+        rank = None if exact else case.rank_value
+        k_score = b.k if exact else b.k_score
+        if _may_flip(b, k_score, rank, case, data.topk_max):
+            flips += 1
+            continue
+        y = [
+            oracle.sparse(
+                b.q,
+                b.k,
+                b.v,
+                b.bias,
+                case.scale,
+                b.topk,
+                rank,
+                b.forced,
+                (),
+                case.softcap,
+                b.sinks,
+                case.mean_v,
+                data.topk_max,
+                k_score,
+                dtype,
+            )
+            for dtype in (np.float64, np.float32)
+        ]
+        rows = slice(b.head * len(b.q), (b.head + 1) * len(b.q))
+        seen = oracle.visible_positions(b.bias)
+        errors.add(got[b.stream, b.tok, rows], *y, scale=float(np.abs(b.v[seen]).max(initial=0)))
+    errors.check()
+    assert np.isfinite(got).all()
+    if flips == total:
+        pytest.skip("ties or near-ties at every cut of this case")
+
+
+def _may_flip(b: cases.Block, k_score, rank, case: Case, topk_max: int) -> bool:
+    kept = None if rank is None else oracle.select_components(b.q, rank)
+    logits = oracle.logits_of(b.q, k_score, b.bias, case.scale, case.softcap, kept)
+    cells = oracle.select(logits, b.topk, b.forced, topk_max)
+    rest = np.setdiff1d(oracle.visible_positions(b.bias), cells)
+    chosen = np.setdiff1d(cells, b.forced)
+    if not len(rest) or not len(chosen):
+        return False
+    score = oracle.rank_scores(logits)
+    gap = score[chosen].min() - score[rest].max()
+    size = 1.0 if len(b.q) == 1 else score[chosen].min()
+    return bool(gap < 64 * EPS32 * size * max(1.0, np.abs(logits[:, cells]).max()))
+
+
+def clean(data: cases.Data) -> cases.Data:
+    """The same without poison: hidden positions hold zeros, so do unsealed groups."""
+
+    def zero(x: np.ndarray) -> np.ndarray:
+        return np.where(np.isfinite(x) & (np.abs(x) < 1e6), x, 0)
+
+    return replace(data, k=zero(data.k), v=zero(data.v), k_t=zero(data.k_t), v_sum=zero(data.v_sum))
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+@pytest.mark.parametrize("sealed", ["all", "mixed", "none"])
+def test_attn_hidden_positions_never_leak(case: Case, sealed: str, ggml: Ggml) -> None:
+    """NaN, inf and 1e9 at hidden positions change no bit of the result."""
+    case = replace(case, sealed=sealed, mask="part" if case.mask == "causal" else case.mask, seed=5)
+    data = cases.make(case)
+    assert not np.isfinite(data.k).all() or not data.hidden.any()
+    for exact in (False, True):
+        assert np.array_equal(
+            sparse_run(ggml, data, exact=exact), sparse_run(ggml, clean(data), exact=exact)
+        )
+    assert np.array_equal(dense_run(ggml, data), dense_run(ggml, clean(data)))
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+def test_attn_threads_are_bit_identical(case: Case, ggml: Ggml) -> None:
+    data = cases.make(case)
+    for run in (sparse_run, dense_run, lambda *a, **kw: sparse_run(*a, exact=True, **kw)):
+        one = run(ggml, data, n_threads=1)
+        for n_threads in (2, 3, 5):
+            assert np.array_equal(one, run(ggml, data, n_threads=n_threads)), f"{n_threads} threads"
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+def test_attn_everything_selected_equals_dense(case: Case, ggml: Ggml) -> None:
+    """rank = d and topk >= n_kv: nothing is approximated. With the mean value too: alpha is 1."""
+    data = cases.make(replace(case, rank="d", topk="n+5"))
+    for mean_v in ("plain", "mean_v"):
+        extra = case.extra if mean_v == "plain" else mean_v + "+sinks" * ("sinks" in case.extra)
+        data.case = replace(data.case, extra=extra)
+        dense = dense_run(ggml, data)
+        seen = np.abs(data.v[~data.hidden]).max()
+        for exact in (False, True):
+            assert np.abs(sparse_run(ggml, data, exact=exact) - dense).max() <= 16 * EPS32 * seen
+
+
+def test_attn_sinks_mean_v_equals_dense(ggml: Ggml) -> None:
+    """With exact scores, constant V in the unselected part, and a learned sink, interpolation is
+    exact.
+
+    Then only a right alpha (a sink takes mass, but none that v_mean may have) gives the dense
+    result.
+    """
+    data = cases.make(
+        Case(n_kv=501, heads=(4, 4), topk="64", local=0, extra="mean_v+sinks", mask="open")
+    )
+    data.v[:] = 2.0
+    data.v_sum[:] = 2.0 * GROUP
+    assert (
+        np.abs(sparse_run(ggml, data, exact=True) - dense_run(ggml, data)).max() <= 16 * EPS32 * 2
+    )
+
+
+@pytest.mark.parametrize("n_more", [1, 64, 5000])
+def test_attn_appending_hidden_positions_changes_nothing(n_more: int, ggml: Ggml) -> None:
+    """A larger view of the cache with the same visible positions: the same result."""
+    case = Case(
+        n_kv=960, heads=(8, 2), topk="64", local=32, mask="open", sealed="all", extra="mean_v"
+    )
+    data = cases.make(case)
+    rng = np.random.default_rng(0)
+    n_grp = -(-(case.n_kv + n_more) // GROUP)
+
+    def grow(x: np.ndarray, axis: int, n: int, fill: float | None = None) -> np.ndarray:
+        shape = [*x.shape]
+        shape[axis] = n
+        more = cases.poison(tuple(shape), rng) if fill is None else np.full(shape, fill)
+        return np.concatenate([x, more], axis=axis).astype(x.dtype)
+
+    more_groups = n_grp - case.n_kv // GROUP
+    bigger = replace(
+        data,
+        case=replace(case, n_kv=case.n_kv + n_more),
+        k=grow(data.k, 1, n_more),
+        v=grow(data.v, 1, n_more),
+        mask=grow(data.mask, 3, n_more, -np.inf),
+        sealed=grow(data.sealed, 1, more_groups, 1),
+        k_t=grow(data.k_t, 2, more_groups * GROUP),
+        v_sum=grow(data.v_sum, 1, more_groups),
+    )
+    for run in (sparse_run, dense_run):
+        a, b = run(ggml, data), run(ggml, bigger)
+        assert np.abs(a - b).max() <= 8 * EPS32 * np.abs(data.v).max()
+
+
+def test_attn_permuted_cells_same_result(ggml: Ggml) -> None:
+    """Cells are not in the order of positions: any order of the cells gives the same attention."""
+    case = Case(n_kv=1000, heads=(8, 2), topk="64", local=0, mask="open", sealed="none")
+    data = cases.make(case)
+    data.forced[:] = -1
+    order = np.random.default_rng(1).permutation(case.n_kv)
+    other = replace(data, k=data.k[:, order], v=data.v[:, order], mask=data.mask[..., order])
+    a, b = sparse_run(ggml, data), sparse_run(ggml, other)
+    assert np.abs(a - b).max() <= 8 * EPS32 * np.abs(data.v).max()
+
+
+@pytest.mark.parametrize("type_k", ["f16", "bf16", "f32"])
+def test_score_sealed_equals_unsealed(type_k: str, ggml: Ggml) -> None:
+    """The same keys, from k_t or from K, give the same logits (keys that f16 holds exactly)."""
+    case = Case(n_kv=4097, heads=(8, 2), d=128, rank="16", type_k=type_k, mask="part", batch=(2, 1))
+    logits = {}
+    for sealed in ("none", "all", "mixed"):
+        other = cases.make(replace(case, sealed=sealed))
+        other.k[:] = np.round(other.k * 8) / 8  # few bits: every type holds them
+        k = other.k.reshape(1, case.n_kv, -1).transpose(0, 2, 1)
+        other.k_t[..., : case.n_kv] = np.where(
+            np.repeat(other.sealed, GROUP, axis=1)[:, None, : case.n_kv] != 0, k, np.nan
+        )
+        with ggml.graph() as g:
+            out = graphs.score(Sources(other, g))
+            g.compute(out)
+            logits[sealed] = g.read(out)
+    seen = ~np.isneginf(logits["none"])
+    for sealed in ("all", "mixed"):
+        assert np.array_equal(np.isneginf(logits[sealed]), ~seen)
+        assert np.abs(logits[sealed][seen] - logits["none"][seen]).max() <= 64 * EPS32
+
+
+def test_score_uses_model_scale(ggml: Ggml) -> None:
+    """tau follows the model's own scale (Gemma's is not 1/sqrt(d)): logits are linear in it."""
+    data = cases.make(Case(n_kv=200, mask="open"))
+    out = []
+    for scale in (1.0, 0.25):
+        with ggml.graph() as g:
+            s = Sources(data, g)
+            params = graphs.ScoreParams(16, scale, 0.0, 0.0)
+            node = g.op(
+                "ggml_sparse_attn_score",
+                s.q,
+                s.k,
+                s.k_t,
+                s.sealed,
+                s.mask,
+                s.visible,
+                s.stats,
+                params,
+            )
+            g.compute(node)
+            out.append(g.read(node))
+    assert np.array_equal(out[0] * np.float32(0.25), out[1])
+
+
+def run_attend(ggml: Ggml, data: cases.Data, cells: np.ndarray, alpha: float) -> np.ndarray:
+    """ATTEND with a selection made by hand: the same cells and alpha everywhere."""
+    n_tok, n_stream = data.case.batch
+    n_head, n_head_kv = data.case.heads
+    index = list(np.ndindex(n_stream, n_tok, n_head_kv))
+    alphas = np.full((n_stream, n_tok, n_head_kv, n_head // n_head_kv), alpha, np.float32)
+    raw = Selection.pack(dict.fromkeys(index, cells), alphas, len(cells) + 3)
+    with ggml.graph() as g:
+        out = graphs.attend(Sources(data, g), g.tensor(raw, "i32"))
+        g.compute(out)
+        return g.read(out).reshape(*data.q.shape[:3], -1)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=["mha", "gqa"])
+def test_attend_alpha_weighs_the_mean(heads, ggml: Ggml) -> None:
+    """alpha = 1: v_mean is irrelevant, whatever v_sum holds. alpha = 0: only v_mean."""
+    case = Case(n_kv=700, heads=heads, mask="open", sealed="mixed", extra="mean_v")
+    data = cases.make(case)
+    cells = np.array([3, 64, 65, 500, 699])
+    plain = cases.make(replace(case, extra="plain"))
+    only = run_attend(ggml, plain, cells, 0.5)  # without mean_v alpha is not used
+    assert np.array_equal(run_attend(ggml, data, cells, 1.0), only)
+    other = replace(data, v_sum=np.full_like(data.v_sum, -7))
+    assert np.array_equal(run_attend(ggml, other, cells, 1.0), only)
+
+    mean = run_attend(ggml, data, cells, 0.0)
+    g = heads[0] // heads[1]
+    want = data.v.astype(np.float64).mean(axis=1).repeat(g, axis=1)[:, None]
+    assert np.abs(mean - want).max() <= 32 * EPS32 * np.abs(data.v).max()
+    mix = run_attend(ggml, data, cells, 0.25)
+    assert np.abs(mix - (0.25 * only + 0.75 * mean)).max() <= 8 * EPS32 * np.abs(data.v).max()
+    assert not np.allclose(run_attend(ggml, other, cells, 0.25), mix), "v_sum was not read at all"
+
+
+def test_attend_mean_of_partly_hidden_group_reads_rows(ggml: Ggml) -> None:
+    """A sealed group with a hidden position: its v_sum is no use, the rows are read."""
+    case = Case(n_kv=256, heads=(4, 4), mask="open", sealed="all", extra="mean_v")
+    data = cases.make(case)
+    data.mask[..., 70] = -np.inf
+    data.v[:, 70] = 1e4
+    data.v_sum[:, 1] = np.nan
+    mean = run_attend(ggml, data, np.array([3]), 0.0)
+    want = np.delete(data.v, 70, axis=1).astype(np.float64).mean(axis=1)[:, None]
+    assert np.abs(mean - want).max() <= 32 * EPS32 * 5
+
+
+def test_attend_empty_selection_gives_zeros(ggml: Ggml) -> None:
+    data = cases.make(Case(n_kv=100, extra="sinks", batch=(2, 2), mask="open"))
+    assert (run_attend(ggml, data, np.array([], np.int64), 1.0) == 0).all()
+
+
+def test_attend_one_position_returns_its_value(ggml: Ggml) -> None:
+    data = cases.make(Case(n_kv=300, heads=(8, 2), d=80, type_k="bf16", mask="open"))
+    got = run_attend(ggml, data, np.array([131]), 1.0)
+    assert np.array_equal(got, data.v[:, 131].repeat(4, axis=1)[:, None])
+
+
+@pytest.mark.parametrize("extra", ["softcap", "sinks"])
+@pytest.mark.parametrize("mask", ["open", "alibi"])
+def test_attn_extras_matter(extra: str, mask: str, ggml: Ggml) -> None:
+    """Soft-cap, learned sinks and ALiBi are not ignored: the result moves with each of them."""
+    case = Case(n_kv=501, mask="open", topk="64")
+    plain = sparse_run(ggml, cases.make(case))
+    assert not np.allclose(
+        sparse_run(ggml, cases.make(replace(case, extra=extra))), plain, atol=1e-3
+    )
+    if mask == "alibi":
+        assert not np.allclose(
+            sparse_run(ggml, cases.make(replace(case, mask=mask))), plain, atol=1e-3
+        )

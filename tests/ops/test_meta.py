@@ -1,0 +1,295 @@
+"""The comparisons can fail: each known way to be wrong must trip them. No build is needed.
+
+The oracle at f32 stands for an implementation; `break_it` says what is wrong with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import cases
+import numpy as np
+import oracle
+import pytest
+from cases import Case
+from tolerances import Errors, check_selection, score_scale
+
+CASE = Case(n_kv=501, heads=(8, 2), mask="causal", batch=(3, 1), extra="sinks")
+F32 = np.float32
+
+
+def blocks(case: Case = CASE) -> list[cases.Block]:
+    return list(cases.make(case).blocks())
+
+
+def compare_scores(
+    case: Case, implementation: Callable[[cases.Block, np.ndarray], np.ndarray]
+) -> None:
+    errors = Errors("score")
+    for b in blocks(case):
+        kept = oracle.select_components(b.q, case.rank_value)
+        args = (b.q, b.k_score, b.bias, case.scale, case.softcap, kept)
+        tau = oracle.temperature_factor(b.q, kept)
+        errors.add(
+            implementation(b, kept),
+            oracle.logits_of(*args),
+            oracle.logits_of(*args, dtype=F32),
+            score_scale(
+                b.q[:, kept], b.k_score[:, kept], b.bias, case.scale / np.where(tau == 0, 1, tau)
+            ),
+        )
+    errors.check()
+
+
+def f32_scores(
+    b: cases.Block, kept: np.ndarray, scale=CASE.scale, softcap=0.0, **changed
+) -> np.ndarray:
+    now = {"q": b.q, "k": b.k_score, "bias": b.bias} | changed
+    return oracle.logits_of(now["q"], now["k"], now["bias"], scale, softcap, kept, F32)
+
+
+def without_tau(b: cases.Block, kept: np.ndarray) -> np.ndarray:
+    return f32_scores(b, kept) * np.maximum(oracle.temperature_factor(b.q, kept), 0.01)[
+        :, None
+    ].astype(F32)
+
+
+def tau_without_root(b: cases.Block, kept: np.ndarray) -> np.ndarray:
+    return f32_scores(b, kept) / np.maximum(oracle.temperature_factor(b.q, kept), 0.01)[
+        :, None
+    ].astype(F32)
+
+
+def tau_of_the_group(b: cases.Block, kept: np.ndarray) -> np.ndarray:
+    root = oracle.temperature_factor(b.q, kept)
+    group = oracle.temperature_factor(
+        b.q.reshape(1, -1), np.concatenate([kept + h * b.q.shape[1] for h in range(len(b.q))])
+    )
+    return (f32_scores(b, kept) * (np.maximum(root, 0.01) / group)[:, None]).astype(F32)
+
+
+def components_per_head(b: cases.Block, kept: np.ndarray) -> np.ndarray:
+    return np.concatenate(
+        [
+            f32_scores(
+                b,
+                oracle.select_components(b.q[h : h + 1], len(kept)),
+                q=b.q[h : h + 1],
+                bias=b.bias[h : h + 1],
+            )
+            for h in range(len(b.q))
+        ]
+    )
+
+
+def one_component_less(b: cases.Block, kept: np.ndarray) -> np.ndarray:
+    return f32_scores(b, kept[1:])
+
+
+def query_in_f16(b: cases.Block, kept: np.ndarray) -> np.ndarray:
+    return f32_scores(b, kept, q=cases.to_type(b.q, "f16"))
+
+
+def neighbour_position(b: cases.Block, kept: np.ndarray) -> np.ndarray:
+    return f32_scores(b, kept, k=np.roll(b.k_score, 1, axis=0))
+
+
+def shows_a_hidden_position(b: cases.Block, kept: np.ndarray) -> np.ndarray:
+    out = f32_scores(b, kept)
+    out[:, -1] = 0
+    return out
+
+
+def last_position_missing(b: cases.Block, kept: np.ndarray) -> np.ndarray:
+    out = f32_scores(b, kept)
+    out[:, oracle.visible_positions(b.bias)[-1]] = -np.inf
+    return out
+
+
+def test_comparison_accepts_the_right_scores() -> None:
+    compare_scores(CASE, f32_scores)
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        without_tau,
+        tau_without_root,
+        tau_of_the_group,
+        components_per_head,
+        one_component_less,
+        query_in_f16,
+        neighbour_position,
+        shows_a_hidden_position,
+        last_position_missing,
+    ],
+)
+def test_comparison_trips_on_wrong_scores(break_it) -> None:
+    with pytest.raises(AssertionError, match=r"score: error|-inf|NaN"), np.errstate(all="ignore"):
+        compare_scores(CASE, break_it)
+
+
+@pytest.mark.parametrize(
+    ("extra", "mask", "wrong"), [("softcap", "causal", "softcap"), ("plain", "alibi", "bias")]
+)
+def test_comparison_trips_on_ignored_softcap_or_alibi(extra, mask, wrong) -> None:
+    case = Case(n_kv=501, mask=mask, extra=extra)
+
+    def ignores(b: cases.Block, kept: np.ndarray) -> np.ndarray:
+        if wrong == "bias":
+            return f32_scores(b, kept, bias=np.where(np.isneginf(b.bias), b.bias, 0))
+        return f32_scores(b, kept)
+
+    compare_scores(case, lambda b, kept: f32_scores(b, kept, softcap=case.softcap))
+    with pytest.raises(AssertionError, match="score: error"):
+        compare_scores(case, ignores)
+
+
+# ---- selection: (cells, logits, k, forced) with one thing wrong ----
+
+LOGITS = np.round(np.random.default_rng(1).standard_normal((1, 200)) * 2).astype(F32)  # heavy ties
+GROUP_LOGITS = np.random.default_rng(2).standard_normal((4, 200)).astype(F32) * 3
+
+
+def right_cells(logits: np.ndarray, k: int, forced: list[int]) -> np.ndarray:
+    return oracle.select(logits, k, forced, 200)
+
+
+@pytest.mark.parametrize("logits", [LOGITS, GROUP_LOGITS], ids=["one head", "group"])
+def test_comparison_accepts_the_right_selection(logits) -> None:
+    check_selection(right_cells(logits, 20, [3, 199]), logits, 20, [3, 199])
+
+
+@pytest.mark.parametrize("logits", [LOGITS, GROUP_LOGITS], ids=["one head", "group"])
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        lambda x, k: right_cells(x, k + 1, [3, 199]),
+        lambda x, k: right_cells(x, k - 1, [3, 199]),
+        lambda x, k: right_cells(x, k, []),
+        lambda x, k: right_cells(x, k, [3, 199])[::-1],
+        lambda x, k: np.sort(np.append(right_cells(x, k - 1, [3, 199]), 3)),
+        lambda x, k: right_cells(-x, k, [3, 199]),
+        lambda x, k: right_cells(np.roll(x, 1, axis=1), k, [3, 199]),
+        lambda x, k: np.setdiff1d(
+            right_cells(x, k + 1, [3, 199]),
+            [c for c in right_cells(x, k + 1, [3, 199]) if c not in (3, 199)][0],
+        ),
+    ],
+    ids=[
+        "k+1",
+        "k-1",
+        "forced left out",
+        "descending",
+        "repeated",
+        "smallest",
+        "shifted",
+        "better one left out",
+    ],
+)
+def test_comparison_trips_on_wrong_selection(logits, break_it) -> None:
+    with pytest.raises(AssertionError):
+        check_selection(break_it(logits, 20), logits, 20, [3, 199])
+
+
+def test_comparison_trips_on_other_ties() -> None:
+    last_wins = np.sort(199 - right_cells(LOGITS[:, ::-1], 20, []))
+    with pytest.raises(AssertionError, match="largest logits"):
+        check_selection(last_wins, LOGITS, 20, [])
+
+
+def test_comparison_trips_on_summed_logits() -> None:
+    """The authors' older code ranks by summed logits: another set."""
+    summed = right_cells(GROUP_LOGITS.sum(axis=0, keepdims=True), 20, [])
+    with pytest.raises(AssertionError, match="left out"):
+        check_selection(summed, GROUP_LOGITS, 20, [])
+
+
+def test_comparison_trips_on_hidden_cell() -> None:
+    logits = np.where(np.arange(200) == 5, -np.inf, LOGITS)
+    with pytest.raises(AssertionError, match="hidden"):
+        check_selection(np.arange(20), logits, 20, [])
+
+
+# ---- attention ----
+
+
+def compare_attend(implementation: Callable) -> None:
+    """implementation(b, alpha) at f32 on SparQ with mean_v and sinks, over one fixed selection."""
+    errors = Errors("attend")
+    for b in blocks():
+        cells, alpha = np.arange(0, 400, 7), np.full(len(b.q), 0.75)
+        y = [
+            oracle.interpolate(
+                oracle.attend(b.q, b.k, b.v, b.bias, CASE.scale, 0, cells, b.sinks, t),
+                alpha,
+                oracle.v_mean(b.v, b.bias, t),
+            )
+            for t in (np.float64, F32)
+        ]
+        seen = oracle.visible_positions(b.bias)
+        errors.add(
+            implementation(b, cells, alpha.astype(F32)), *y, scale=float(np.abs(b.v[seen]).max())
+        )
+    errors.check()
+
+
+def f32_attend(
+    b, cells, alpha, scale=CASE.scale, softcap=0.0, sinks=True, mean=None, **changed
+) -> np.ndarray:
+    now = {"q": b.q, "k": b.k, "v": b.v} | changed
+    y = oracle.attend(
+        now["q"], now["k"], now["v"], b.bias, scale, softcap, cells, b.sinks if sinks else None, F32
+    )
+    return oracle.interpolate(y, alpha, oracle.v_mean(b.v, b.bias, F32) if mean is None else mean)
+
+
+def test_comparison_accepts_the_right_attention() -> None:
+    compare_attend(f32_attend)
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        lambda b, c, a: f32_attend(b, c[:-1], a),
+        lambda b, c, a: f32_attend(b, c + 1, a),
+        lambda b, c, a: f32_attend(b, c, a * 0 + 1),
+        lambda b, c, a: f32_attend(b, c, 1 - a),
+        lambda b, c, a: f32_attend(b, c, a, scale=1.01 * CASE.scale),
+        lambda b, c, a: f32_attend(b, c, a, softcap=50.0),
+        lambda b, c, a: f32_attend(b, c, a, sinks=False),
+        lambda b, c, a: f32_attend(b, c, a, mean=b.v[c].mean(axis=0)),
+        lambda b, c, a: f32_attend(b, c, a, mean=oracle.v_mean(b.v, b.bias, F32) * F32(501 / 500)),
+        lambda b, c, a: f32_attend(b, c, a, q=cases.to_type(b.q, "f16")),
+        lambda b, c, a: cases.to_type(f32_attend(b, c, a), "f16"),
+        lambda b, c, a: f32_attend(b, c, a, v=np.roll(b.v, 1, axis=1)),
+        lambda b, c, a: f32_attend(b, c, a)[::-1],
+    ],
+    ids=[
+        "one position less",
+        "neighbours",
+        "alpha ignored",
+        "alpha reversed",
+        "scale",
+        "softcap",
+        "sinks ignored",
+        "mean of the selection",
+        "mean divided by another count",
+        "q in f16",
+        "result in f16",
+        "components shifted",
+        "heads swapped",
+    ],
+)
+def test_comparison_trips_on_wrong_attention(break_it) -> None:
+    with pytest.raises(AssertionError, match=r"attend: error|NaN"), np.errstate(all="ignore"):
+        compare_attend(break_it)
+
+
+def test_pairwise_covers_every_pair() -> None:
+    rows = cases.pairwise(cases.FACTORS)
+    names = list(cases.FACTORS)
+    for i, a in enumerate(names):
+        for b in names[i + 1 :]:
+            pairs = {(r[a], r[b]) for r in rows}
+            assert len(pairs) == len(cases.FACTORS[a]) * len(cases.FACTORS[b]), f"{a} x {b}"

@@ -1,0 +1,96 @@
+"""The scalar reference against the oracle. Needs a C compiler only."""
+
+from __future__ import annotations
+
+import cases
+import numpy as np
+import oracle
+import pytest
+from cases import Case
+from tolerances import Errors, check_selection, score_scale
+
+# the reference is O(n*k): the large sizes are for the kernels
+SMALL = [c for c in cases.quick_cases() if c.n_kv <= 2042]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_ref_equals_oracle(case: Case, ref) -> None:
+    """Each step apart, on the same inputs; and the whole."""
+    score, alphas, attend = Errors("ref"), Errors("ref"), Errors("ref")
+    for b in cases.make(case).blocks():
+        kept = oracle.select_components(b.q, case.rank_value)
+        assert np.array_equal(ref.components(b.q, case.rank_value), kept)
+
+        for components in (kept, np.arange(case.d)):
+            args = (b.q, b.k_score, b.bias, case.scale, case.softcap, components)
+            want = oracle.logits_of(*args)
+            got = ref.score(b.q, b.k_score, b.bias, components, case.scale, case.softcap)
+            size = score_scale(
+                b.q[:, components],
+                b.k_score[:, components],
+                b.bias,
+                np.full(len(b.q), case.scale)
+                / np.maximum(oracle.temperature_factor(b.q, components), 1e-3),
+            )
+            score.add(got, want, want, size)
+
+        logits = got.astype(np.float64)  # selection is compared on the very same numbers
+        sel, alpha = ref.select(got, b.topk, b.forced, case.topk_value, b.sinks)
+        check_selection(sel, logits, b.topk, b.forced)
+        want = oracle.mass_kept(logits, sel, b.sinks)
+        alphas.add(alpha, want, want, 1.0)
+
+        for selected, a in ((sel, alpha), (sel, None), (None, None)):
+            y = oracle.attend(b.q, b.k, b.v, b.bias, case.scale, case.softcap, selected, b.sinks)
+            if a is not None:
+                y = oracle.interpolate(y, a, oracle.v_mean(b.v, b.bias))
+            got_y = ref.attend(
+                b.q, b.k, b.v, b.bias, case.scale, case.softcap, selected, a, b.sinks
+            )
+            seen = oracle.visible_positions(b.bias)
+            attend.add(got_y, y, y, float(np.abs(b.v[seen]).max(initial=0)))
+    for errors in (score, alphas, attend):
+        errors.check()
+
+
+def test_ref_exact_scores_are_rank_equal_head_dim() -> None:
+    """tau is sqrt(d_k) when every component is kept: approximate scores then are the exact ones."""
+    for b in cases.make(Case(rank="d")).blocks():
+        every = np.arange(b.q.shape[1])
+        assert np.allclose(
+            oracle.logits_of(b.q, b.k, b.bias, 0.1, components=every),
+            oracle.logits_of(b.q, b.k, b.bias, 0.1),
+            rtol=1e-12,
+            atol=0,
+        )
+
+
+def test_ref_scores_from_either_layout(ref) -> None:
+    """k_t is the same keys with other strides."""
+    case = Case(n_kv=64, mask="open", type_k="f16")
+    for b in cases.make(case).blocks():
+        k_t, v_sum = ref.seal(b.k, b.v, 70)
+        assert np.array_equal(k_t[:, :64], b.k.T) and np.isnan(k_t[:, 64:]).all()
+        assert np.allclose(v_sum, b.v.sum(axis=0), rtol=1e-5, atol=1e-5)
+        kept = oracle.select_components(b.q, 16)
+        assert np.array_equal(
+            ref.score(b.q, b.k, b.bias, kept, case.scale),
+            ref.score(b.q, k_t, b.bias, kept, case.scale, transposed=True),
+        )
+
+
+def test_ref_seal_clamps_to_f16(ref) -> None:
+    k = np.array([[1e9, -np.inf], [3.0, np.inf]], np.float32)
+    k_t, _ = ref.seal(k, np.ones((2, 2), np.float32), 2)
+    assert k_t.tolist() == [[65504.0, 3.0], [-65504.0, 65504.0]]
+
+
+def test_ref_select_ties_and_forced(ref) -> None:
+    logits = np.array([[1, 5, 5, -np.inf, 5, 0, 1]], np.float32)
+    assert ref.select(logits, 2, [], 7)[0].tolist() == [1, 2]
+    assert ref.select(logits, 3, [6, 6, -1, 3], 7)[0].tolist() == [1, 2, 6]
+    assert ref.select(logits, 1, [6, 5, 0], 7)[0].tolist() == [0, 5, 6]
+    assert ref.select(logits, 1, [6, 5, 0], 2)[0].tolist() == [5, 6]
+    assert ref.select(logits, 9, [], 9)[0].tolist() == [0, 1, 2, 4, 5, 6]
+    sel, alpha = ref.select(np.full((2, 3), -np.inf, np.float32), 2, [1], 3)
+    assert len(sel) == 0 and alpha.tolist() == [1, 1]

@@ -1,0 +1,434 @@
+"""Each step of the CPU op apart, against the oracle, over the shapes of tests/cases.py."""
+
+from __future__ import annotations
+
+import cases
+import graphs
+import numpy as np
+import oracle
+import pytest
+from cases import GROUP, Case
+from ggml_ctypes import Ggml
+from graphs import Selection, Sources
+from tolerances import Errors, check_selection, score_scale
+
+QUICK = cases.quick_cases()
+SLOW = [pytest.param(c, marks=pytest.mark.slow) for c in cases.slow_cases()]
+ITEM = {"f16": 2, "bf16": 2, "f32": 4}
+
+over_cases = pytest.mark.parametrize("case", QUICK + SLOW, ids=str)
+
+
+@over_cases
+def test_steps_equal_oracle(case: Case, ggml: Ggml) -> None:
+    """One graph with every node, each compared with the oracle given that node's own input."""
+    data = cases.make(case)
+    with ggml.graph() as g:
+        s = Sources(data, g)
+        visible = g.op("ggml_sparse_attn_visible", s.mask)
+        exact = graphs.score(s, exact=True)
+        approximate = graphs.score(s)
+        sel = graphs.select(s, approximate)
+        out, dense = graphs.attend(s, sel), graphs.attend(s, None)
+        g.compute(visible, exact, approximate, out, dense)
+        assert np.array_equal(g.read(visible), data.visible)
+        logits = {None: g.read(exact), case.rank_value: g.read(approximate)}
+        chosen = Selection.unpack(g.read(sel), case.heads[0] // case.heads[1])
+        result = g.read(out).reshape(*data.q.shape[:3], -1)
+        dense_result = g.read(dense).reshape(*data.q.shape[:3], -1)
+        stats = s.stats_read()
+
+    check_scores(data, logits)
+    check_select(data, logits[case.rank_value], chosen)
+    check_attend(data, chosen, result)
+    check_attend(data, None, dense_result)
+    check_stats(data, chosen, stats)
+
+
+def check_scores(data: cases.Data, logits: dict) -> None:
+    case = data.case
+    errors = Errors("score")
+    for rank, got in logits.items():
+        for b in data.blocks():
+            rows = slice(b.head * len(b.q), (b.head + 1) * len(b.q))
+            k = b.k if rank is None else b.k_score
+            kept = None if rank is None else oracle.select_components(b.q, rank)
+            args = (b.q, k, b.bias, case.scale, case.softcap, kept)
+            part = slice(None) if kept is None else kept
+            tau = 1 if kept is None else oracle.temperature_factor(b.q, kept)
+            factor = case.scale / np.where(tau == 0, 1, tau) * np.ones(len(b.q))
+            errors.add(
+                got[b.stream, b.tok, rows],
+                oracle.logits_of(*args),
+                oracle.logits_of(*args, dtype=np.float32),
+                score_scale(b.q[:, part], k[:, part], b.bias, factor),
+            )
+    errors.check()
+
+
+def check_select(data: cases.Data, logits: np.ndarray, chosen: Selection) -> None:
+    errors = Errors("alpha")
+    for b in data.blocks():
+        rows = slice(b.head * len(b.q), (b.head + 1) * len(b.q))
+        seen = logits[b.stream, b.tok, rows]
+        index = (b.stream, b.tok, b.head)
+        check_selection(chosen.cells[index], seen, b.topk, b.forced)
+        if data.case.mean_v:
+            args = (chosen.cells[index], b.sinks)
+            errors.add(
+                chosen.alpha[index],
+                oracle.mass_kept(seen.astype(np.float64), *args),
+                oracle.mass_kept(seen, *args),
+                1.0,
+            )
+        else:
+            assert (chosen.alpha[index] == 1).all(), "alpha was not asked for"
+    errors.check()
+
+
+def check_attend(data: cases.Data, chosen: Selection | None, got: np.ndarray) -> None:
+    """chosen None: dense."""
+    case = data.case
+    errors = Errors("attend")
+    for b in data.blocks():
+        rows = slice(b.head * len(b.q), (b.head + 1) * len(b.q))
+        index = (b.stream, b.tok, b.head)
+        y = []
+        for dtype in (np.float64, np.float32):
+            cells = None if chosen is None else chosen.cells[index]
+            y.append(
+                oracle.attend(
+                    b.q, b.k, b.v, b.bias, case.scale, case.softcap, cells, b.sinks, dtype
+                )
+            )
+            if chosen is not None and case.mean_v:
+                y[-1] = oracle.interpolate(
+                    y[-1], chosen.alpha[index], oracle.v_mean(b.v, b.bias, dtype)
+                )
+        seen = oracle.visible_positions(b.bias)
+        errors.add(got[b.stream, b.tok, rows], *y, scale=float(np.abs(b.v[seen]).max(initial=0)))
+        if not len(seen):
+            assert (got[b.stream, b.tok, rows] == 0).all(), "a token that sees nothing gives zeros"
+    errors.check()
+
+
+def check_stats(data: cases.Data, chosen: Selection, stats: dict[str, int]) -> None:
+    """Counters after: one exact and one approximate SCORE, one sparse and one dense ATTEND."""
+    case = data.case
+    n_tok, n_stream = case.batch
+    _, n_head_kv = case.heads
+    row_k, row_v = case.d * ITEM[case.type_k], case.d_v * ITEM[case.type_v]
+    visible = data.visible[:, 0]  # (n_stream, n_tok, n_grp)
+    n_visible = int(visible.sum()) * n_head_kv
+    n_read = sum(map(len, chosen.cells.values()))
+
+    size = np.minimum(GROUP, case.n_kv - GROUP * np.arange(visible.shape[-1]))
+    sealed = data.sealed[:, None] != 0
+    scored = np.where(
+        visible == 0, 0, np.where(sealed, size * 2, visible * ITEM[case.type_k])
+    ).sum()
+    mean = 0
+    if case.mean_v:
+        from_sum = sealed & (visible == GROUP)
+        mean = int(np.where(from_sum, case.d_v * 4, visible * row_v).sum()) * n_head_kv
+    assert stats == {
+        "attend_sparse": n_tok * n_stream,
+        "attend_dense": n_tok * n_stream,
+        "pos_visible": 2 * n_visible,
+        "pos_read": n_read + n_visible,
+        "bytes_score": n_visible * row_k + int(scored) * case.rank_value * n_head_kv,
+        "bytes_attend": (n_read + n_visible) * (row_k + row_v) + mean,
+        "bytes_dense": 2 * n_visible * (row_k + row_v),
+        "groups_sealed": 0,
+    }
+
+
+# ---- SEAL ----
+
+
+@pytest.mark.parametrize("type_k", ["f16", "bf16", "f32"])
+@pytest.mark.parametrize(
+    ("n_kv", "d", "n_head_kv", "n_stream"),
+    [(64, 64, 1, 1), (640, 128, 2, 1), (200, 80, 3, 2), (31, 96, 1, 2), (4160, 64, 2, 1)],
+)
+@pytest.mark.parametrize("strided", [False, True])
+def test_seal_writes_listed_groups_only(
+    type_k, n_kv, d, n_head_kv, n_stream, strided, ggml
+) -> None:
+    """k_t is K transposed and rounded to f16, bit for bit; v_sum the sums; no more."""
+    rng = np.random.default_rng(n_kv + d)
+    d_v = d // 2
+    k = cases.to_type(rng.standard_normal((n_stream, n_kv, n_head_kv, d)), type_k)
+    v = cases.to_type(rng.standard_normal((n_stream, n_kv, n_head_kv, d_v)), type_k)
+    n_full = n_kv // GROUP
+    n_list = max(1, n_full // 2)
+    groups = np.stack([rng.permutation(max(1, n_full))[:n_list] for _ in range(n_stream)]).astype(
+        np.int32
+    )
+    groups = np.concatenate([groups, np.full((n_stream, 3), -1)], axis=1).astype(np.int32)
+    groups[0, 0] = -1
+    if n_full == 0:
+        groups[:] = -1
+    before_t = rng.standard_normal((n_stream, n_head_kv * d, n_kv + 96)).astype(np.float16)
+    before_sum = rng.standard_normal((n_stream, n_kv // GROUP + 3, n_head_kv * d_v)).astype(
+        np.float32
+    )
+    pad = (0, 64, 2, 0) if strided else ()
+    results = []
+    for n_threads in (1, 3):
+        with ggml.graph() as g:
+            k_t = g.tensor(before_t, "f16", (0, 0, 32) if strided else (), inplace=True)
+            v_sum = g.tensor(before_sum, "f32", (0, 0, 8) if strided else (), inplace=True)
+            stats = g.tensor(np.zeros(8), "i64", inplace=True)
+            out = g.op(
+                "ggml_sparse_attn_seal",
+                k_t,
+                v_sum,
+                g.tensor(k, type_k, pad),
+                g.tensor(v, type_k, pad),
+                g.tensor(groups, "i32"),
+                stats,
+            )
+            g.compute(out, n_threads=n_threads)
+            results.append((g.read(out)[0], g.read(v_sum)[0]))
+            assert g.read(stats).ravel().tolist() == [0] * 7 + [int((groups >= 0).sum())]
+    got_t, got_sum = results[0]
+    assert all(np.array_equal(a, b) for a, b in zip(*results, strict=True)), (
+        "depends on the number of threads"
+    )
+
+    errors = Errors("sum")
+    want_t = before_t.copy()
+    for s, i in zip(*np.nonzero(groups >= 0), strict=True):
+        cells = slice(groups[s, i] * GROUP, (groups[s, i] + 1) * GROUP)
+        want_t[s, :, cells] = k[s, cells].reshape(GROUP, -1).T.astype(np.float16)
+        rows = v[s, cells].reshape(GROUP, -1)
+        errors.add(
+            got_sum[s, groups[s, i]],
+            rows.astype(np.float64).sum(axis=0),
+            rows.sum(axis=0),
+            float(np.abs(rows).sum(axis=0).max()),
+        )
+        before_sum[s, groups[s, i]] = got_sum[s, groups[s, i]]
+    errors.check()
+    assert np.array_equal(got_t, want_t)
+    assert np.array_equal(got_sum, before_sum), "a group that was not listed changed"
+
+
+@pytest.mark.parametrize("type_k", ["f32", "bf16"])
+def test_seal_clamps_to_f16(type_k, ggml) -> None:
+    k = np.zeros((1, 64, 1, 64), np.float32)
+    k[0, :4, 0, 0] = [1e9, -1e9, 65504, 7e4]
+    k[0, 40, 0, 63] = -np.inf
+    with ggml.graph() as g:
+        k_t = g.tensor(np.zeros((1, 64, 64)), "f16", inplace=True)
+        out = g.op(
+            "ggml_sparse_attn_seal",
+            k_t,
+            None,
+            g.tensor(k, type_k),
+            None,
+            g.tensor(np.zeros((1, 1)), "i32"),
+            None,
+        )
+        g.compute(out)
+        got = g.read(out)[0, 0]
+    # bf16 has no 65504: it rounds to 65536, beyond f16
+    assert got[0, :5].tolist() == [65504, -65504, 65504, 65504, 0]
+    assert got[63, 40] == -65504
+
+
+def test_seal_last_group_may_be_incomplete(ggml) -> None:
+    """The view of the cache may end inside a group: columns past it stay as they are."""
+    k = (
+        np.random.default_rng(0)
+        .standard_normal((1, 70, 1, 64))
+        .astype(np.float16)
+        .astype(np.float32)
+    )
+    with ggml.graph() as g:
+        k_t = g.tensor(np.full((1, 64, 128), 7.0), "f16", inplace=True)
+        out = g.op(
+            "ggml_sparse_attn_seal",
+            k_t,
+            None,
+            g.tensor(k, "f16"),
+            None,
+            g.tensor(np.array([[1]]), "i32"),
+            None,
+        )
+        g.compute(out)
+        got = g.read(out)[0, 0]
+    assert np.array_equal(got[:, 64:70], k[0, 64:, 0].T.astype(np.float16))
+    assert (got[:, :64] == 7).all() and (got[:, 70:] == 7).all()
+
+
+# ---- SELECT ----
+
+
+def run_select(
+    ggml,
+    logits,
+    k,
+    forced=(-1,),
+    n_local_max=0,
+    local=0,
+    n_head_kv=1,
+    topk_max=None,
+    sinks=None,
+    alpha=False,
+    n_threads=2,
+) -> Selection:
+    """logits (n_stream, n_tok, n_head, n)"""
+    from ggml_ctypes import SelectParams
+
+    n_stream, n_tok, n_head, _ = logits.shape
+    forced = np.broadcast_to(np.asarray(forced), (n_stream, 1, n_tok, len(forced)))
+    kl = np.broadcast_to(np.array([k, local]), (n_stream, 1, n_tok, 2))
+    with ggml.graph() as g:
+        out = g.op(
+            "ggml_sparse_attn_select",
+            g.tensor(logits, "f32"),
+            g.tensor(forced, "i32"),
+            g.tensor(kl, "i32"),
+            g.tensor(sinks, "f32"),
+            SelectParams(topk_max or k, n_head_kv, n_local_max, alpha),
+        )
+        g.compute(out, n_threads=n_threads)
+        return Selection.unpack(g.read(out), n_head // n_head_kv)
+
+
+def logits_of_kind(kind: str, n: int, g: int, rng: np.random.Generator) -> np.ndarray:
+    x = rng.standard_normal((1, 1, g, n)).astype(np.float32)
+    if kind == "heavy ties":
+        x = np.round(x)  # five or so values
+    if kind == "all equal":
+        x[:] = -3.25
+    if kind == "ascending":
+        x = np.sort(x, axis=-1)
+    if kind == "descending":
+        x = -np.sort(x, axis=-1)
+    if kind == "huge":
+        x *= np.float32(1e30)
+    if kind == "tiny":
+        x *= np.float32(1e-40)  # subnormal
+    if kind == "signed zeros":
+        x = np.where(x > 0, np.float32(0.0), np.float32(-0.0))
+    if kind == "few visible":
+        x[..., rng.random(n) < 0.97] = -np.inf
+    if kind == "peaked":
+        x *= 40  # nearly all softmaxed scores underflow
+    return x
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "normal",
+        "heavy ties",
+        "all equal",
+        "ascending",
+        "descending",
+        "huge",
+        "tiny",
+        "signed zeros",
+        "few visible",
+        "peaked",
+    ],
+)
+@pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 1000, 9001, 40000])
+def test_select_one_head_equals_sort(kind, n, ggml) -> None:
+    """One query head: exactly the k largest logits, ties to the lower cell."""
+    rng = np.random.default_rng(n)
+    logits = logits_of_kind(kind, n, 1, rng)
+    for k in sorted({1, min(n, 7), max(1, n // 8), max(1, n - 1), n, n + 5}):
+        got = run_select(ggml, logits, k).cells[0, 0, 0]
+        want = oracle.select(logits[0, 0], k, [], k)
+        assert np.array_equal(got, want), f"k={k}"
+
+
+@pytest.mark.parametrize(
+    "kind", ["normal", "heavy ties", "ascending", "few visible", "peaked", "tiny"]
+)
+@pytest.mark.parametrize(("n", "g"), [(5, 4), (65, 2), (1000, 7), (9001, 4)])
+def test_select_group_sums_softmaxed_scores(kind, n, g, ggml) -> None:
+    rng = np.random.default_rng(n)
+    logits = logits_of_kind(kind, n, g, rng)
+    for k in sorted({1, max(1, n // 8), max(1, n - 1)}):
+        check_selection(run_select(ggml, logits, k).cells[0, 0, 0], logits[0, 0], k, [])
+
+
+def test_select_group_sums_scores_not_logits(ggml) -> None:
+    """Softmaxed scores are summed. Summed logits would choose cell 1 (12) over cell 0 (10)."""
+    logits = np.array([[10.0, 6.0, 0, 0], [0, 6.0, 9.5, 0]], np.float32)[None, None]
+    assert run_select(ggml, logits, 2).cells[0, 0, 0].tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("g", [1, 4])
+def test_select_ties(g, ggml) -> None:
+    """Equal columns: the lower cell wins, wherever the cells fall in vectors, tiles and tails."""
+    for n in (3, 17, 130, 1003, 5003):
+        logits = np.tile(np.float32(1.5), (1, 1, g, n))
+        for k in (1, n // 2, n - 1):
+            assert run_select(ggml, logits, k).cells[0, 0, 0].tolist() == list(range(k)), (
+                f"n={n} k={k}"
+            )
+
+
+@pytest.mark.parametrize("g", [1, 4])
+def test_select_k_counts_forced(g, ggml) -> None:
+    """Forced cells are among the k; hidden ones and -1 do not count; l limits the window only."""
+    n = 300
+    logits = -np.arange(n, dtype=np.float32)[None, None, None, :].repeat(g, axis=2) * 0.1
+    logits[..., 250] = -np.inf
+    forced = [299, 250, 298, 298, 297, 0, 299, -1]  # window of 5, then sinks
+
+    def cells(k: int, local: int, **kw) -> list[int]:
+        return (
+            run_select(ggml, logits, k, forced, n_local_max=5, local=local, **kw)
+            .cells[0, 0, 0]
+            .tolist()
+        )
+
+    assert cells(6, 5) == [0, 1, 2, 297, 298, 299]
+    assert cells(6, 1) == [0, 1, 2, 3, 4, 299]
+    assert cells(6, 0) == [0, 1, 2, 3, 4, 299], "299 is a sink too"
+    assert cells(2, 5, topk_max=10) == [0, 297, 298, 299], "all forced are in, even beyond k"
+    assert cells(2, 5, topk_max=3) == [297, 298, 299], "the capacity cuts the sinks first"
+    assert cells(2, 5, topk_max=2) == [298, 299]
+    assert cells(400, 5) == [i for i in range(n) if i != 250]
+    assert cells(400, 5, topk_max=20) == [*range(17), 297, 298, 299]
+
+
+@pytest.mark.parametrize("alpha", [False, True])
+def test_select_nothing_visible(alpha, ggml) -> None:
+    logits = np.full((2, 2, 4, 100), -np.inf, np.float32)
+    logits[1, 1, :, 3] = 0
+    got = run_select(ggml, logits, 8, [99, 0], n_local_max=1, local=1, n_head_kv=2, alpha=alpha)
+    assert {i: c.tolist() for i, c in got.cells.items() if len(c)} == {
+        (1, 1, 0): [3],
+        (1, 1, 1): [3],
+    }
+    assert (got.alpha == 1).all()
+
+
+def test_select_alpha_is_the_mass_kept(ggml) -> None:
+    """alpha in (0, 1], 1 when all are kept; a learned sink takes mass from both sides."""
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((1, 1, 4, 2000)).astype(np.float32) * 3
+    sinks = np.array([0.0, 5.0, -60.0, 30.0], np.float32)
+    for k in (1, 50, 1999, 2000):
+        for s in (None, sinks):
+            got = run_select(ggml, logits, k, n_head_kv=2, alpha=True, sinks=s)
+            assert (got.alpha > 0).all() and (got.alpha <= 1).all()
+            for h in range(2):
+                rows = slice(2 * h, 2 * h + 2)
+                args = (got.cells[0, 0, h], None if s is None else s[rows])
+                errors = Errors("alpha")
+                errors.add(
+                    got.alpha[0, 0, h],
+                    oracle.mass_kept(logits[0, 0, rows].astype(np.float64), *args),
+                    oracle.mass_kept(logits[0, 0, rows], *args),
+                    1.0,
+                )
+                errors.check()
