@@ -16,6 +16,7 @@ import json
 import os
 import re
 import secrets
+import statistics
 import sys
 import time
 from collections import deque
@@ -71,13 +72,17 @@ class Timings:
 
     prefill_tokens: int = 0
     prefill_s: float = 0.0
-    decode_tokens: int = 0
-    decode_s: float = 0.0
+    decode_s: list[float] = field(default_factory=list)  # one per decoded token
 
     @property
     def decode_rate(self) -> float:
         """Decoded tokens per second, 0 before the first."""
-        return self.decode_tokens / self.decode_s if self.decode_s > 0 else 0.0
+        return len(self.decode_s) / sum(self.decode_s) if self.decode_s else 0.0
+
+    @property
+    def decode_rate_median(self) -> float:
+        """The same from the median token, which other programs on the machine disturb less."""
+        return 1 / statistics.median(self.decode_s) if self.decode_s else 0.0
 
 
 @dataclass(frozen=True)
@@ -201,6 +206,7 @@ def load(
     flash_attn: bool = True,
     attention: AttentionSpec | str | None = None,
     n_gpu_layers: int | None = None,
+    stock: bool = False,
     verbose: bool = False,
     progress: Progress | None = None,
 ) -> Session:
@@ -214,6 +220,7 @@ def load(
         flash_attn: sparse attention needs True; False is the other stock path, to compare with.
         attention: as for `set_attention`; None = what SPARQ_ATTN says, or off.
         n_gpu_layers: layers on the GPU, None = llama.cpp's default.
+        stock: on the unpatched library, to compare with; a process has one library or the other.
         progress: called with (per mille done, 1000) while loading.
 
     Raises:
@@ -230,7 +237,7 @@ def load(
         file, cache_bytes(geo, n_ctx, *types, shadow=bool(spec and spec.method == "sparq"))
     )
 
-    lib = _library(verbose)
+    lib = _library(stock, verbose)
     model = _load_model(lib, file.path, n_gpu_layers, progress)
     params = lib.llama_context_default_params()
     params.n_ctx = n_ctx
@@ -296,9 +303,9 @@ def _checked_ctx(geo: Geometry, n_ctx: int | None) -> int:
     return n_ctx
 
 
-def _library(verbose: bool) -> Any:
+def _library(stock: bool, verbose: bool) -> Any:
     """The low-level llama_cpp bindings, on our library."""
-    lib = native.load()
+    lib = native.load(stock)
     lib = getattr(lib, "llama_cpp", lib)  # the package, or its module of C functions
     _set_log(lib, verbose)
     lib.llama_backend_init()
@@ -560,8 +567,7 @@ def decode(session: Session, token: int) -> None:
     started = time.perf_counter()
     _decode_tokens(session, [token])
     session.lib.llama_synchronize(session.ctx)
-    session.timings.decode_tokens += 1
-    session.timings.decode_s += time.perf_counter() - started
+    session.timings.decode_s.append(time.perf_counter() - started)
 
 
 def logits(session: Session) -> Any:

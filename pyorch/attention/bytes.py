@@ -1,4 +1,4 @@
-"""How many bytes a decoded token reads, and how fast it can be for that.
+"""How many bytes a decoded token reads.
 
 The same split of a ratio into (rank, topk) is done by the native library at every token; a test
 compares the two. `S` is the number of visible positions, the current token included.
@@ -7,9 +7,6 @@ compares the two. `S` is the number of visible positions, the current token incl
 from __future__ import annotations
 
 import math
-import threading
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +16,6 @@ from pyorch.models.gguf_file import Geometry
 SHADOW_BYTES = 2  # per element of the transposed K (f16)
 GROUP = 64  # positions sealed together; the sums of V are per group
 CELLS = 256  # llama.cpp looks at the cache in blocks of this many positions
-BANDWIDTH_BUFFER = 256 << 20  # bytes read per thread and pass; far above any cache
 
 
 class _HasSize(Protocol):
@@ -160,28 +156,3 @@ def cache_bytes(
 def shadow_bytes(geo: Geometry, n_ctx: int) -> int:
     """Memory of the transposed K. The sums of V, where used, add a thirty-second of it."""
     return n_ctx * sum(geo.n_head_kv) * geo.head_dim_k * SHADOW_BYTES
-
-
-def measure_bandwidth(n_threads: int, seconds: float = 1.0) -> float:
-    """Bytes per second that `n_threads` read from memory together: the best of several passes."""
-    import numpy as np
-
-    n = BANDWIDTH_BUFFER // 4
-    buffers = [np.ones(n, dtype=np.float32) for _ in range(n_threads)]
-    best, end = 0.0, time.perf_counter() + seconds
-    while best == 0.0 or time.perf_counter() < end:
-        best = max(best, _read_pass(buffers))
-    return best
-
-
-def _read_pass(buffers: Sequence[object]) -> float:
-    """Bytes per second of one pass, each buffer read once by its own thread."""
-    import numpy as np
-
-    threads = [threading.Thread(target=np.max, args=(b,)) for b in buffers]  # releases the GIL
-    started = time.perf_counter()
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    return len(buffers) * BANDWIDTH_BUFFER / (time.perf_counter() - started)

@@ -114,7 +114,7 @@ def _print(r: dict[str, Any], cue: str) -> None:
     )
     print(f"\n    {' '.join(cue.split())} ...\n")
     for label, run in (("dense (llama.cpp)", dense), (f"sparse ({r['spec']})", sparse)):
-        print(f"{label}: {run['decode_tokens_per_s']:.1f} tokens/s")
+        print(f"{label}: {run['decode_tokens_per_s_median']:.0f} tokens/s (median)")
         print(f"\n    {' '.join(run['text'].split())}\n")
     print(f"the document: \n\n    {' '.join(r['expected'].split())}\n")
     n = r["first_difference"]

@@ -29,12 +29,13 @@ def command(**options: Any) -> None:
     """
     spec = opt.attention_from(options) or make_spec("sparq", ratio=DEFAULT_RATIO)
     geo = geometry(read_gguf(options["model"]))
-    check_against_model(spec, geo.head_dim_k)
-    n_pos = _positions(geo, options["ctx"])
+    from pyorch.bench import bandwidth
     from pyorch.engine import usable_cores
 
+    check_against_model(spec, geo.head_dim_k)
+    n_pos = _positions(geo, options["ctx"])
     n_threads = options["threads"] or usable_cores()
-    report = explain(geo, spec, n_pos, cost.measure_bandwidth(n_threads))
+    report = explain(geo, spec, n_pos, bandwidth.measure(n_threads))
     report["threads"] = n_threads
     if options["as_json"]:
         opt.print_json(report)
@@ -53,8 +54,8 @@ def _positions(geo: Geometry, ctx: int | None) -> int:
     return ctx or limit or 4096
 
 
-def explain(geo: Geometry, spec: AttentionSpec, n_pos: int, bandwidth: float) -> dict[str, Any]:
-    """Everything the command prints. `bandwidth` in bytes per second; times in seconds.
+def explain(geo: Geometry, spec: AttentionSpec, n_pos: int, rate: float) -> dict[str, Any]:
+    """Everything the command prints. `rate`: bytes read from memory per second; times in seconds.
 
     Raises:
         SparqError: the model has no KV cache at all.
@@ -76,9 +77,9 @@ def explain(geo: Geometry, spec: AttentionSpec, n_pos: int, bandwidth: float) ->
         "weight_bytes_per_token": weights,
         "kv_memory": kv,
         "shadow_memory": cost.shadow_bytes(geo, n_pos) if spec.method == "sparq" else 0,
-        "bandwidth": bandwidth,
-        "token_s_dense": (dense + weights) / bandwidth,
-        "token_s": (read + weights) / bandwidth,
+        "bandwidth": rate,
+        "token_s_dense": (dense + weights) / rate,
+        "token_s": (read + weights) / rate,
         "speedup_attention": dense / read,
         "speedup_token": (dense + weights) / (read + weights),
     }

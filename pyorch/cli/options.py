@@ -268,9 +268,10 @@ def run_summary(session: Session, info: AttentionInfo | None) -> dict[str, Any]:
     out: dict[str, Any] = {
         "prefill_tokens": t.prefill_tokens,
         "prefill_s": round(t.prefill_s, 4),
-        "decode_tokens": t.decode_tokens,
-        "decode_s": round(t.decode_s, 4),
+        "decode_tokens": len(t.decode_s),
+        "decode_s": round(sum(t.decode_s), 4),
         "decode_tokens_per_s": round(t.decode_rate, 2),
+        "decode_tokens_per_s_median": round(t.decode_rate_median, 2),
         "attention": dict(info.raw) if info else None,
     }
     if info:
