@@ -23,7 +23,7 @@ F16_MAX = 65504.0
 
 FACTORS: dict[str, tuple] = {
     "n_kv": (1, 2, 7, 31, 33, 501, 2042, 4097, 9000),
-    "d": (64, 80, 96, 128, 256),
+    "d": (64, 80, 96, 100, 128, 256),
     "heads": ((1, 1), (4, 4), (8, 2), (7, 1), (32, 8)),
     "rank": ("1", "16", "d-1", "d"),
     "topk": ("1", "64", "n-1", "n", "n+5"),
@@ -59,7 +59,7 @@ class Case:
 
     @property
     def d_v(self) -> int:
-        return 64 if self.d == 96 else self.d
+        return {96: 64, 64: 100}.get(self.d, self.d)
 
     @property
     def size(self) -> int:

@@ -143,6 +143,27 @@ def check_stats(data: cases.Data, chosen: Selection, stats: dict[str, int]) -> N
     }
 
 
+@pytest.mark.parametrize("n_head", [1, 4])
+@pytest.mark.parametrize("rank", [1, 5, 63])
+def test_score_component_ties(n_head: int, rank: int, ggml: Ggml) -> None:
+    """Components of equal |q|: the lowest ones are kept. With keys that tell which ones were."""
+    case = Case(n_kv=64, heads=(n_head, 1), rank=str(rank), mask="open", sealed="all", type_k="f32")
+    data = cases.make(case)
+    data.q[:] = np.round(data.q / 3)
+    data.k[0, :, 0] = np.eye(64) * 4  # position t sees component t
+    data.k_t[0] = data.k[0, :, 0].T
+    with ggml.graph() as g:
+        out = graphs.score(Sources(data, g))
+        g.compute(out)
+        got = g.read(out)[0, 0]
+    kept = oracle.select_components(data.q[0, 0], rank)
+    want = np.zeros_like(got)
+    want[:, kept] = oracle.logits_of(
+        data.q[0, 0], data.k[0, :, 0], np.zeros_like(got), case.scale, 0, kept
+    )[:, kept]
+    assert np.allclose(got, want, rtol=1e-5, atol=0)
+
+
 # ---- SEAL ----
 
 
@@ -215,7 +236,7 @@ def test_seal_writes_listed_groups_only(
     assert np.array_equal(got_sum, before_sum), "a group that was not listed changed"
 
 
-@pytest.mark.parametrize("type_k", ["f32", "bf16"])
+@pytest.mark.parametrize("type_k", ["f32", "bf16", "f16"])
 def test_seal_clamps_to_f16(type_k, ggml) -> None:
     k = np.zeros((1, 64, 1, 64), np.float32)
     k[0, :4, 0, 0] = [1e9, -1e9, 65504, 7e4]
