@@ -1,7 +1,6 @@
 """How fast this machine reads memory, and how to make its caches forget.
 
-A few lines of C do the reading, compiled once with the compiler that the library needs anyway: numpy's
-own sums are limited by arithmetic on some machines.
+A few lines of C do the reading, compiled once with the compiler that the library needs anyway.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Fill a KV cache with S positions in seconds, without evaluating S tokens.
 
-llama.cpp restores sequences from a blob of bytes (`llama_state_seq_set_data`). We let it write the blob of
-one real token, read its layout from that, and write a blob of the same layout with S positions of random K
-and V. llama.cpp checks types, row sizes and lengths when it reads it back.
+llama.cpp restores a sequence from a blob of bytes (`llama_state_seq_set_data`). We let it write the
+blob of one real token, learn the layout from that, and make a blob of the same layout with S
+positions of random K and V. llama.cpp checks types, row sizes and lengths when it reads it.
 
     blob      magic u32, sequence i32, streams u32 (1), cells u32
     cell      position i32, number of sequences u32 (1), sequence i32
     K, V      transposed V u32, layers u32; per layer of K: type i32, row bytes u64, rows;
-              then per layer of V: the same, or if transposed: type i32, element bytes u32, width u32, columns
+              then per layer of V the same, or if transposed: type i32, element bytes u32,
+              width u32, columns
 """
 
 from __future__ import annotations
@@ -25,14 +26,12 @@ if TYPE_CHECKING:
     from pyorch.engine import Session
 
 F16 = 1  # ggml's number of the type
-_POOL = (
-    8_388_593  # a prime: no two rows are alike, though all are cut from one pool of random values
-)
+_POOL = 8_388_593  # a prime: no two rows are alike, though all are cut from one random pool
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What llama.cpp's blob of one token says. `k_width`, `v_width`: elements per position and layer."""
+    """What the blob of one token says. `k_width`, `v_width`: elements per position, by layer."""
 
     magic: int
     transposed_v: bool

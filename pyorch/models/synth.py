@@ -1,8 +1,8 @@
 """Write a Llama-shaped GGUF model with random weights, of any size, in constant memory.
 
-Its text is noise, but a decoded token costs what it costs in a real model of that shape, so speed is
-measured without a download. All tensors are cut from one small pool of random blocks. The vocabulary
-is the 256 bytes and a few special tokens; what is missing up to the asked size is never produced.
+Its text is noise, but a decoded token costs what it costs in a real model of that shape, so speed
+is measured without a download. All tensors are cut from a small pool of random blocks. The
+vocabulary is the 256 bytes and three special tokens, filled up with unused ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _UNKNOWN, _CONTROL, _UNUSED, _BYTE = 2, 3, 5, 6  # llama.cpp's types of tokens
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a Llama-like model. `n_ff`, `n_vocab` and `n_embd` do not touch attention itself."""
+    """The sizes of a Llama-like model. `n_embd`, `n_ff` and `n_vocab` do not touch attention."""
 
     n_layer: int
     n_embd: int

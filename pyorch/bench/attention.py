@@ -1,0 +1,367 @@
+"""Attention time per decoded token: stock llama.cpp beside ours, at the same cache, in one run.
+
+A model has the attention of Llama-2-7B or Llama-3-8B in a few layers, with next to nothing else.
+Its cache is filled with S positions of random K and V; single tokens are decoded there. The
+variants take turns (A B C, C B A, ...), a few tokens each: a machine that slows down slows all.
+
+    attention time = token time at S - token time at 256 positions, medians
+    roofline       = the bytes read (by the library's counters), at the speed of a plain sequential
+                     read by as many threads, measured between the turns
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pyorch import native, paths
+from pyorch.attention.spec import parse_spec
+from pyorch.bench import records
+from pyorch.bench.bandwidth import MemoryReader
+from pyorch.bench.records import Record, spread
+from pyorch.bench.worker import Worker
+from pyorch.errors import SparqError
+from pyorch.models import synth
+
+BENCH = "attention"
+LIKE = ("llama2-7b", "llama3-8b")
+POSITIONS = (4096, 16384, 32768)
+SPECS = ("dense", "sparq,ratio=1/4", "sparq,ratio=1/8", "topk,ratio=1/16")
+BASE = 256  # positions of the token time that is subtracted
+TURN = 5  # tokens per turn
+MAX_NMSE = 0.01  # of our dense logits against stock's: far above rounding, far below a mistake
+
+# The rest of the model is as small as it can be: what is measured is attention.
+_REST = {"n_embd": 512, "n_ff": 32, "n_vocab": 288}
+_LAYERS = {"llama2-7b": 2, "llama3-8b": 4}  # K and V of each case far above the caches of the CPU
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table. Field names that llama-bench has are its own."""
+
+    like: str
+    n_layer: int
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+    n_depth: int  # visible positions, the decoded token included
+    n_threads: int
+    library: str  # stock | sparq
+    flash_attn: bool
+    spec: str
+    n_samples: int
+    seed: int
+    type_k: str = "f16"
+    type_v: str = "f16"
+
+    @property
+    def place(self) -> str:
+        """Cases of the same place share a process and its cache."""
+        return f"{self.library} -fa {int(self.flash_attn)}"
+
+    @property
+    def label(self) -> str:
+        return self.place if self.library == "stock" else self.spec
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure. `n_samples` timed tokens per row, rounded up to whole turns."""
+
+    like: Sequence[str] = LIKE
+    positions: Sequence[int] = POSITIONS
+    threads: Sequence[int] = (1,)
+    specs: Sequence[str] = SPECS
+    n_samples: int = 30
+    n_layer: int | None = None
+    seed: int = 1
+
+    def groups(self) -> Iterator[list[Case]]:
+        """Cases that share a cache and take turns."""
+        for like in self.like:
+            shape = _shape(like, self.n_layer)
+            for n_depth in self.positions:
+                if n_depth <= BASE:
+                    raise SparqError(
+                        f"{n_depth} positions: attention time is what more than {BASE} cost",
+                        exit_code=2,
+                    )
+                for n_threads in self.threads:
+                    case = Case(
+                        like=like,
+                        n_layer=shape.n_layer,
+                        n_head=shape.n_head,
+                        n_head_kv=shape.n_head_kv,
+                        head_dim=shape.head_dim,
+                        n_depth=n_depth,
+                        n_threads=n_threads,
+                        library="stock",
+                        flash_attn=False,
+                        spec="off",
+                        n_samples=-(-self.n_samples // TURN) * TURN,
+                        seed=self.seed,
+                    )
+                    ours = replace(case, library="sparq", flash_attn=True)
+                    yield [
+                        case,
+                        replace(case, flash_attn=True),
+                        *(replace(ours, spec=str(parse_spec(s))) for s in self.specs),
+                    ]
+
+
+def _shape(like: str, n_layer: int | None) -> synth.Shape:
+    return synth.shape_like(like, n_layer=n_layer or _LAYERS.get(like, 2), **_REST)
+
+
+def model_file(like: str, n_layer: int | None = None) -> Path:
+    """The model of a case, written on first use."""
+    shape = _shape(like, n_layer)
+    path = paths.cache() / "bench" / f"attention-{like}-{shape.n_layer}-v{synth.VERSION}.gguf"
+    if not path.exists():
+        synth.write(path, shape)
+    return path
+
+
+def run(plan: Plan, file: Path, progress: Progress, *, force: bool = False) -> list[Record]:
+    """Measure what `file` lacks, add it there, and return all records of the plan in order.
+
+    Raises:
+        SparqError: a sparse row that did not run sparse, a result that differs from stock's, or
+            anything the library refuses.
+    """
+    libraries = {"stock": native.lib_dir(stock=True), "sparq": native.lib_dir()}
+    env = records.environment(libraries)
+    done = {} if force else records.load(file)
+    groups = list(plan.groups())
+
+    def key(case: Case) -> str:
+        return records.key(BENCH, asdict(case), env["stamps"][case.library])
+
+    todo = [g for g in groups if not all(key(c) in done for c in g)]
+    total = sum(_cost(g) for g in todo)
+    spent = 0
+    with ExitStack() as stack:
+        workers = {
+            case.place: stack.enter_context(Worker(stock=case.library == "stock"))
+            for case in ({c.place: c for c in todo[0]}.values() if todo else ())
+        }
+        for group in todo:
+            cost, start = _cost(group), spent
+            measured = _measure(
+                group, workers, lambda x, a=start, c=cost: progress(int(a + x * c), total)
+            )
+            for case, result in zip(group, measured, strict=True):
+                stamp = env["stamps"][case.library]
+                rec = records.record(BENCH, asdict(case), stamp, **result, env=env)
+                records.append(file, rec)
+                done[rec["key"]] = rec
+            spent += cost
+    return [done[key(case)] for group in groups for case in group]
+
+
+def _cost(group: Sequence[Case]) -> int:
+    """Relative duration of a group, for the time that is left."""
+    c = group[0]
+    return len(group) * (2000 + c.n_depth * c.n_head * c.n_layer // 64)
+
+
+Workers = Mapping[str, Worker]  # by `Case.place`
+
+
+def _measure(
+    group: Sequence[Case], workers: Workers, progress: Callable[[float], None]
+) -> list[dict[str, Any]]:
+    """One result per case: samples at S and at BASE, bytes, counters, bandwidth."""
+    first = group[0]
+    model = model_file(first.like, first.n_layer)
+    reader = MemoryReader(first.n_threads)
+    places = {c.place: c for c in group}
+    for place, case in places.items():
+        workers[place].open(
+            model=str(model),
+            n_ctx=case.n_depth,
+            n_threads=case.n_threads,
+            flash_attn=case.flash_attn,
+        )
+    bandwidth: list[float] = []
+    results = []
+    for n_pos, begin, end in ((BASE, 0.1, 0.3), (first.n_depth, 0.5, 1.0)):
+        for place in places:
+            workers[place].fill(n_pos=n_pos - 1, seed=first.seed)
+        _prepare(group, workers, check=n_pos > BASE)
+        progress(begin)
+        turns = first.n_samples // TURN
+        gathered: list[list[dict[str, Any]]] = [[] for _ in group]
+        for turn in range(turns):
+            bandwidth.append(reader.read())
+            order = range(len(group)) if turn % 2 == 0 else range(len(group) - 1, -1, -1)
+            for i in order:
+                worker = workers[group[i].place]
+                worker.attention(spec=group[i].spec)
+                gathered[i].append(worker.decode(n=TURN, seed=turn))
+            progress(begin + (end - begin) * (turn + 1) / turns)
+        results.append([_gather(case, g) for case, g in zip(group, gathered, strict=True)])
+    for place in places:
+        workers[place].close()
+    base, full = results
+    for case, r in zip(group, full, strict=True):
+        refuse_idle(case, r["counters"])
+    return [
+        {
+            "samples_ns": at_s["samples_ns"],
+            "base_samples_ns": at_base["samples_ns"],
+            "bytes_per_token": _bytes(case, at_s["counters"], case.n_depth),
+            "base_bytes_per_token": _bytes(case, at_base["counters"], BASE),
+            "counters": at_s["counters"],
+            "bandwidth_bytes_per_s": bandwidth,
+        }
+        for case, at_base, at_s in zip(group, base, full, strict=True)
+    ]
+
+
+def _prepare(group: Sequence[Case], workers: Workers, *, check: bool) -> None:
+    """Seal all that can be sealed, before the clock. `check`: a wrong kernel is not timed."""
+    logits: dict[str, list[float]] = {}
+    for case in group:
+        worker = workers[case.place]
+        worker.attention(spec=case.spec)
+        if parse_spec(case.spec).method == "sparq":
+            worker.seal()
+        if check and not parse_spec(case.spec).sparse:
+            logits[case.label] = worker.logits(token=77)
+    if "dense" in logits:
+        wanted, got = np.array(logits["stock -fa 0"]), np.array(logits["dense"])
+        nmse = float(((got - wanted) ** 2).sum() / (wanted**2).sum())
+        if not nmse <= MAX_NMSE:
+            raise SparqError(
+                f"our dense attention differs from stock's at {group[0].n_depth} positions: "
+                f"NMSE {nmse:.2g}",
+                "a wrong kernel is not timed; run `make test`",
+            )
+
+
+def _gather(case: Case, turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Samples and counters of all turns of one case; the first token of a turn was not timed."""
+    counters: dict[str, int] = {}
+    for turn in turns:
+        for name, value in turn["counters"].items():
+            if isinstance(value, int):
+                counters[name] = counters.get(name, 0) + value
+    return {"samples_ns": [x for turn in turns for x in turn["samples_ns"]], "counters": counters}
+
+
+def refuse_idle(case: Case, counters: dict[str, int]) -> None:
+    """A row of ours is reported only if every layer of every timed token ran as it says.
+
+    Raises:
+        SparqError: some, or all, did not.
+    """
+    if case.library == "stock":
+        return
+    name = "calls_sparse" if parse_spec(case.spec).sparse else "calls_dense_op"
+    wanted = case.n_samples * case.n_layer
+    if parse_spec(case.spec).method != "off" and counters.get(name, 0) != wanted:
+        raise SparqError(
+            f"{case.label} at {case.n_depth} positions: {counters.get(name, 0)} of {wanted} "
+            f"attention calls counted in {name}; not reported",
+            "`sparq-cpp explain` says when attention stays dense",
+        )
+
+
+def _bytes(case: Case, counters: dict[str, int], n_pos: int) -> int:
+    """Bytes of K, V and shadow per token: by our counters; for stock, all of K and V once."""
+    if counters.get("steps"):
+        return counters["bytes_read"] // counters["steps"]
+    return n_pos * 2 * 2 * case.n_layer * case.n_head_kv * case.head_dim
+
+
+# ---- what is said about it ----
+
+
+@dataclass(frozen=True)
+class Row:
+    """One record in the units of the table: milliseconds, bytes, shares."""
+
+    case: Case
+    attention_ms: float
+    attention_p10_ms: float
+    attention_p90_ms: float
+    token_ms: float
+    bytes_per_token: int
+    roofline: float  # share of the speed at which these bytes can be read; nan: lost in the noise
+    bandwidth: float
+    speedup: float  # against the faster of stock's two; nan: lost in the noise
+
+
+def rows(recs: Sequence[Record]) -> list[Row]:
+    """The table's rows. `recs` holds whole groups, as `run` returns them."""
+    out = []
+    best: dict[tuple[Any, ...], float] = {}
+    for rec in recs:
+        case = Case(**rec["case"])
+        if case.library == "stock":
+            at = _group_of(case)
+            best[at] = min(best.get(at, float("inf")), _attention_ns(rec)[0])
+    for rec in recs:
+        case = Case(**rec["case"])
+        mid, low, high = _attention_ns(rec)
+        bandwidth = float(np.median(rec["bandwidth_bytes_per_s"]))
+        moved = rec["bytes_per_token"] - rec["base_bytes_per_token"]
+        out.append(
+            Row(
+                case,
+                mid / 1e6,
+                low / 1e6,
+                high / 1e6,
+                spread(rec["samples_ns"])[0] / 1e6,
+                rec["bytes_per_token"],
+                moved / (mid / 1e9) / bandwidth if mid > 0 else math.nan,
+                bandwidth,
+                best[_group_of(case)] / mid if mid > 0 else math.nan,
+            )
+        )
+    return out
+
+
+def _group_of(case: Case) -> tuple[Any, ...]:
+    return case.like, case.n_layer, case.n_depth, case.n_threads
+
+
+def _attention_ns(rec: Record) -> tuple[float, float, float]:
+    base = spread(rec["base_samples_ns"])[0]
+    mid, low, high = spread(rec["samples_ns"])
+    return mid - base, low - base, high - base
+
+
+def markdown(recs: Sequence[Record]) -> str:
+    """One table per model and number of threads."""
+    out: list[str] = []
+    title = None
+    for row in rows(recs):
+        c = row.case
+        if title != (c.like, c.n_threads):
+            title = (c.like, c.n_threads)
+            out += ["", f"**{c.like}**, {c.n_layer} layers, {c.n_head} heads, "]
+            out[-1] += f"{c.n_head_kv} KV heads of {c.head_dim}, f16 cache, {c.n_threads} threads"
+            out += ["", "| positions | attention | ms per token (p10-p90) | against best stock |"]
+            out[-1] += " whole token, ms | MB read per token | share of roofline |"
+            out += ["| ---: | --- | ---: | ---: | ---: | ---: | ---: |"]
+        out += [
+            f"| {c.n_depth} | `{c.label}` | {row.attention_ms:.2f} "
+            f"({row.attention_p10_ms:.2f}-{row.attention_p90_ms:.2f}) | {row.speedup:.2f}x | "
+            f"{row.token_ms:.2f} | {row.bytes_per_token / 1e6:.1f} | {100 * row.roofline:.0f} % |"
+        ]
+    speeds = sorted(row.bandwidth / 1e9 for row in rows(recs))
+    machine = recs[0]["env"]["machine"]
+    out += ["", f"{machine['cpu']}, {machine['cores']} cores; sequential read "]
+    out[-1] += f"{speeds[0]:.1f}-{speeds[-1]:.1f} GB/s in the same run."
+    return "\n".join(out).strip()

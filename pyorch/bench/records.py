@@ -1,0 +1,155 @@
+"""Results as JSON lines: one line is one case with its samples and where they were taken.
+
+A record is written as soon as it is measured, and a later run leaves out what is there already. Its
+`key` is made from the case and the library that ran it, so a changed kernel is measured again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pyorch import __version__, paths
+from pyorch.errors import SparqError
+
+SCHEMA = 1
+Record = dict[str, Any]
+
+
+def default_folder() -> Path:
+    """bench/results/<machine>/ of a checkout, else below the present folder."""
+    root = paths.REPOSITORY if (paths.REPOSITORY / "bench").is_dir() else Path.cwd()
+    return root / "bench" / "results" / machine_name()
+
+
+def machine_name() -> str:
+    """Names the kind of machine, not the machine: `amd-epyc-2-cores`."""
+    m = machine()
+    name = re.sub(r"\((r|tm)\)|@.*|\b(cpu|processor)\b", "", m["cpu"].lower())
+    return re.sub(r"[^a-z0-9]+", "-", f"{name} {m['cores']} cores").strip("-")
+
+
+@cache
+def machine() -> dict[str, Any]:
+    from pyorch.engine import usable_cores
+    from pyorch.native import probe
+
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "cpu": probe.cpu()[0],
+        "cores": usable_cores(),
+        "memory_gib": round(pages / 2**30, 1),
+        "arch": platform.machine(),
+        "system": platform.system(),
+    }
+
+
+def environment(libraries: Mapping[str, Path]) -> dict[str, Any]:
+    """Everything that a number depends on and that is not in the case.
+
+    Args:
+        libraries: name -> folder of a built library, as `native.lib_dir` returns it.
+    """
+    stamps = {name: json.loads((p / "stamp.json").read_text()) for name, p in libraries.items()}
+    return {
+        "machine": machine(),
+        "version": __version__,
+        "stamps": {name: s["stamp"] for name, s in stamps.items()},
+        "pin": next(iter(stamps.values()))["pin"],
+        "isa": next(iter(stamps.values()))["isa"],
+        "compiler": next(iter(stamps.values()))["inputs"]["compiler"],
+        **_commit(),
+    }
+
+
+def _commit() -> dict[str, Any]:
+    def git(*args: str) -> str:
+        command = ["git", "-C", str(paths.REPOSITORY), *args]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        commit = git("rev-parse", "HEAD")
+        changed = git("status", "--porcelain", "--", "pyorch", "ggml_ops", "patches")
+        return {"commit": commit, "dirty": bool(changed)}
+    except (OSError, subprocess.CalledProcessError):
+        return {"commit": "", "dirty": False}  # not a checkout
+
+
+def key(bench: str, case: Mapping[str, Any], stamp: str) -> str:
+    text = json.dumps([SCHEMA, bench, case, stamp], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def record(bench: str, case: Mapping[str, Any], stamp: str, **result: Any) -> Record:
+    """`result`: what was measured; must hold `samples_ns` or `samples`, and `env`."""
+    if not (result.get("samples_ns") or result.get("samples")) or "env" not in result:
+        raise ValueError("a record without samples or env")
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return {
+        "schema": SCHEMA,
+        "bench": bench,
+        "key": key(bench, case, stamp),
+        "time": now,
+        "case": dict(case),
+        **result,
+    }
+
+
+def append(file: Path, rec: Mapping[str, Any]) -> None:
+    """Add one line, on disk before this returns.
+
+    Raises:
+        SparqError: it cannot be written.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a", encoding="utf-8") as f:
+            f.write(json.dumps(rec, separators=(",", ":")) + "\n")
+            f.flush()
+            os.fsync(f.fileno())
+    except OSError as e:
+        raise SparqError(f"{file}: {e.strerror or e}", "--out takes a folder to write to") from None
+
+
+def load(file: Path) -> dict[str, Record]:
+    """Records of a file by key, the last of each. A line cut short by an interruption is left out.
+
+    Raises:
+        SparqError: the file was written by another version of this program.
+    """
+    found: dict[str, Record] = {}
+    try:
+        lines = file.read_text("utf-8").splitlines()
+    except FileNotFoundError:
+        return found
+    for i, line in enumerate(lines):
+        try:
+            rec = json.loads(line)
+        except ValueError:
+            if i + 1 < len(lines):
+                raise SparqError(f"{file}: line {i + 1} is damaged", "remove that line") from None
+            continue
+        if rec.get("schema") != SCHEMA:
+            raise SparqError(
+                f"{file}: line {i + 1} has schema {rec.get('schema')}, not {SCHEMA}",
+                "keep the old file under another name",
+            )
+        found[rec["key"]] = rec
+    return found
+
+
+def spread(samples: Sequence[float]) -> tuple[float, float, float]:
+    """Median, 10th and 90th percentile."""
+    low, mid, high = np.percentile(np.asarray(samples, float), (10, 50, 90))
+    return float(mid), float(low), float(high)

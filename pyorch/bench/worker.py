@@ -1,0 +1,219 @@
+"""A process that holds one library and answers one request at a time.
+
+Two builds of llama.cpp do not fit in one process, so each is a worker: `python -m
+pyorch.bench.worker` reads requests as JSON lines from stdin and answers on stdout. The caller asks
+one worker at a time, so no two measurements run at once. `Worker` is the caller's side, `Subject`
+does the work.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from pyorch.errors import SparqError
+
+if TYPE_CHECKING:
+    from pyorch.bench.bandwidth import MemoryReader
+    from pyorch.engine import Session
+
+FORGET_BYTES = 128 << 20  # read before a timed token: more than a last-level cache holds
+_TOKENS = 256  # tokens used as input: the bytes, after three special ones
+
+
+class Subject:
+    """One model in one context of one library. The methods are the requests that a worker takes."""
+
+    def __init__(self, stock: bool = False) -> None:
+        self.stock = stock
+        self.session: Session | None = None
+        self.reader: MemoryReader | None = None
+
+    def open(
+        self, model: str, n_ctx: int, n_threads: int, n_batch: int = 32, flash_attn: bool = True
+    ) -> None:
+        """Load a model in place of the one before."""
+        from pyorch import engine
+        from pyorch.bench.bandwidth import MemoryReader
+
+        self.close()
+        self.reader = MemoryReader(n_threads, FORGET_BYTES // n_threads // 512 * 512)
+        self.session = engine.load(
+            model,
+            n_ctx=n_ctx,
+            n_threads=n_threads,
+            n_batch=n_batch,
+            flash_attn=flash_attn,
+            stock=self.stock,
+        )
+
+    def close(self) -> None:
+        if self.session is not None:
+            self.session.close()
+        self.session = None
+
+    def fill(self, n_pos: int, seed: int) -> None:
+        """Random K and V for `n_pos` positions."""
+        from pyorch.bench import state
+
+        state.fill(self._session, n_pos, seed)
+
+    def attention(self, spec: str) -> None:
+        from pyorch import engine
+
+        engine.set_attention(self._session, spec)
+
+    def seal(self) -> int:
+        """Decode, at the same position, until no more groups of positions are sealed.
+
+        Returns how many were sealed, counted per layer.
+        """
+        from pyorch import engine
+
+        engine.reset_counters(self._session)
+        sealed = -1
+        while (now := engine.info(self._session).counter("groups_sealed")) != sealed:
+            sealed = now
+            self._step(3)
+        return sealed
+
+    def decode(self, n: int, seed: int) -> dict[str, Any]:
+        """Time `n` tokens, each at the position after those in the cache, which stays as it is.
+
+        Every token differs, and the caches are made to forget before each: between two tokens of a
+        real model the weights of all layers pass through them. One more token goes first, untimed.
+        """
+        import numpy as np
+
+        from pyorch import engine
+
+        session, reader = self._session, self.reader
+        assert reader is not None
+        tokens = 3 + np.random.default_rng(seed).integers(0, _TOKENS, n + 1)
+        self._step(int(tokens[0]))
+        engine.reset_counters(session)
+        samples = []
+        for token in tokens[1:]:
+            reader.read()
+            samples.append(self._step(int(token)))
+        return {"samples_ns": samples, "counters": self._counters()}
+
+    def logits(self, token: int) -> list[float]:
+        """Logits after one more token, which is taken back."""
+        from pyorch import engine
+
+        self._step(token)
+        return [float(x) for x in engine.logits(self._session)]
+
+    def prefill(self, n: int, seed: int) -> dict[str, Any]:
+        """Time the prefill of `n` random tokens into an empty cache."""
+        import numpy as np
+
+        from pyorch import engine
+
+        session = self._session
+        engine.rewind(session, 0)
+        engine.reset_counters(session)
+        tokens = (3 + np.random.default_rng(seed).integers(0, _TOKENS, n)).tolist()
+        started = time.perf_counter_ns()
+        engine.prefill(session, tokens)
+        took = time.perf_counter_ns() - started
+        return {"samples_ns": [took], "counters": self._counters()}
+
+    @property
+    def _session(self) -> Session:
+        if self.session is None:
+            raise SparqError("no model is open")
+        return self.session
+
+    def _counters(self) -> dict[str, Any]:
+        from pyorch import engine
+
+        return {} if self.stock else dict(engine.info(self._session).counters)
+
+    def _step(self, token: int) -> int:
+        """Nanoseconds of one decoded token, which is taken back."""
+        from pyorch import engine
+
+        session = self._session
+        n_pos = len(session.tokens)
+        started = time.perf_counter_ns()
+        engine.decode(session, token)
+        took = time.perf_counter_ns() - started
+        engine.rewind(session, n_pos)
+        return took
+
+
+class Worker:
+    """A `Subject` in a process of its own. `worker.fill(n_pos=4095, seed=1)` is a request."""
+
+    def __init__(self, stock: bool = False) -> None:
+        # SPARQ_ATTN would switch the method behind our back
+        env = {k: v for k, v in os.environ.items() if k != "SPARQ_ATTN"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pyorch.bench.worker", *(["--stock"] if stock else [])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda **args: self._ask(name, args)
+
+    def _ask(self, call: str, args: dict[str, Any]) -> Any:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps({"call": call, "args": args}) + "\n")
+            self.process.stdin.flush()
+            answer = json.loads(self.process.stdout.readline())
+        except (OSError, ValueError):
+            code = self.process.wait()
+            raise SparqError(
+                f"the measured process ended during {call!r} (exit status {code})",
+                "its own messages are above; a status of -9 means that memory ran out",
+            ) from None
+        if "error" in answer:
+            raise SparqError(answer["error"], answer["hint"])
+        return answer["result"]
+
+    def stop(self) -> None:
+        """End the process; what it is doing is not waited for."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.terminate()
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def main() -> None:
+    """Answer requests until stdin ends. What C code prints goes to stderr, not into answers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller, who then ends us
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    subject = Subject(stock="--stock" in sys.argv)
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = {"result": getattr(subject, request["call"])(**request["args"])}
+        except SparqError as e:
+            answer = {"error": e.message, "hint": e.hint}
+        print(json.dumps(answer), file=answers, flush=True)
+    subject.close()
+
+
+if __name__ == "__main__":
+    main()
