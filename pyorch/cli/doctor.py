@@ -21,12 +21,21 @@ def command(as_json: bool) -> None:
         return
     for section, items in facts.items():
         click.secho(section, bold=True)
-        rows = items.items() if isinstance(items, dict) else enumerate(items)
-        for key, value in rows:
-            shown = ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
-            click.echo(f"  {key}: {'none' if shown in ('', None) else shown}")
-        if not items:
-            click.echo("  none")
+        for key, value in items.items():
+            in_bytes = section == "cache" or key == "memory"
+            click.echo(f"  {key}: {_text(value, in_bytes) or 'none'}")
+
+
+def _text(value: Any, in_bytes: bool) -> str:
+    if isinstance(value, dict):
+        return value["lib_dir"]
+    if isinstance(value, list):
+        return ", ".join(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int) and in_bytes:
+        return f"{value / 1e9:.1f} GB" if value >= 1e9 else f"{value / 1e6:.0f} MB"
+    return str(value)
 
 
 def examine() -> dict[str, dict[str, Any]]:
@@ -60,7 +69,10 @@ def examine() -> dict[str, dict[str, Any]]:
     builds: dict[str, Any] = {}
     for options in (build.Options(), build.Options(stock=True), build.Options(portable=True)):
         folder = build.find(options)
-        builds[options.name] = str(folder) if folder else "not built for the present sources"
+        builds[options.name] = "not built for the present sources"
+        if folder:
+            stamp = json.loads((folder / "stamp.json").read_text("utf-8"))
+            builds[options.name] = {"lib_dir": str(folder), "stamp": stamp["stamp"]}
     root = paths.cache()
     folders = [root / name for name in ("sdist", "python", "build", "lib")]
     return {

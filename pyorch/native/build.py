@@ -127,9 +127,7 @@ def build(
         root = paths.cache()
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise SparqError(f"no space left for the build in {root}", _SPACE) from None
-        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
-            raise SparqError(f"cannot write to the cache: {error}", _WRITE) from None
-        raise
+        raise SparqError(f"cannot build in the cache {root}: {error}", _WRITE) from None
 
 
 _SPACE = "about 700 MB are needed: free some, or set SPARQ_CACHE to a folder on another disk"
@@ -295,24 +293,23 @@ def _run_logged(argv: list[str], env: dict[str, str], log: Path, tree: Path, ste
     lines: list[str] = []
     with log.open("a", encoding="utf-8") as file:
         file.write("$ " + " ".join(argv) + "\n")
-        process = subprocess.Popen(
+        with subprocess.Popen(
             argv, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, errors="replace",
-        )  # fmt: skip
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                if original:
-                    line = line.replace(copy, original)  # name the file that a person can edit
-                file.write(line)
-                lines.append(line)
-                if match := re.match(r"\[(\d+)/(\d+)\] ", line):
-                    step(int(match.group(1)), int(match.group(2)))
-            code = process.wait()
-        except BaseException:
-            process.terminate()  # ninja deletes what it was in the middle of
-            process.wait()
-            raise
+        ) as process:  # fmt: skip
+            assert process.stdout is not None
+            try:
+                for line in process.stdout:
+                    if original:
+                        line = line.replace(copy, original)  # the file that a person can edit
+                    file.write(line)
+                    lines.append(line)
+                    if match := re.match(r"\[(\d+)/(\d+)\] ", line):
+                        step(int(match.group(1)), int(match.group(2)))
+            except BaseException:
+                process.terminate()  # ninja deletes what it was in the middle of
+                raise
+        code = process.returncode
     if code != 0:
         raise _failure(argv, code, lines, log)
 

@@ -365,7 +365,7 @@ def check(patch_dir: Path) -> list[str]:
     wrong = audit(patch_dir)
     pin = source.read_pin(patch_dir)
     with tempfile.TemporaryDirectory() as temp:
-        tree, exported, plain = (Path(temp) / name for name in ("tree", "exported", "plain"))
+        tree, exported = Path(temp) / "tree", Path(temp) / "exported"
         base = _checkout(tree, patch_dir)
         if base != pin.base:
             wrong.append(f"UPSTREAM: base is {base}")
@@ -377,12 +377,11 @@ def check(patch_dir: Path) -> list[str]:
         touched = {change.path for file in series(patch_dir) for change in parse(file).changes}
         with_git = {path: (tree / path).read_bytes() for path in touched}
         _git(tree, "checkout", "--quiet", "base")
-        shutil.copytree(tree, plain, ignore=shutil.ignore_patterns(".git", "models", "docs"))
-        apply_series(plain, patch_dir)
+        apply_series(tree, patch_dir)
         wrong += [
             f"{path}: git and the build apply it differently"
             for path, content in with_git.items()
-            if (plain / path).read_bytes() != content
+            if (tree / path).read_bytes() != content
         ]
     readme = (patch_dir / "README.md").read_text("utf-8")
     if readme != _with_table(readme, patch_dir):

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import fakes
+
+from pyorch import paths
+from pyorch.native import build, probe
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder in which a build takes milliseconds (see fakes.py)."""
+    for module, name in ((paths, "data"), (build, "_tool"), (probe, "probe")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # to be restored
+    for name in ("SPARQ_CACHE", "SPARQ_LLAMA_SOURCE"):
+        monkeypatch.setenv(name, "")
+    for name in ("CFLAGS", "CXXFLAGS", "LDFLAGS", "CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    assert "FAKE_NINJA" not in os.environ
+    fakes.world(tmp_path)
+    fakes.use(tmp_path)
+    yield tmp_path

@@ -1,0 +1,86 @@
+"""A build that takes milliseconds: a tiny source, and cmake and ninja replaced by scripts.
+
+`world(folder)` makes it. `python fakes.py FOLDER` builds in it, as another process would; the
+variable FAKE_NINJA is shell code that its ninja runs first.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from pyorch import paths
+from pyorch.native import build, probe
+
+UPSTREAM = """\
+package  llama-cpp-python
+version  0.0.1
+sha256   {sha256}
+folder   vendor/llama.cpp
+repo     -
+commit   0123456789abcdef
+base     -
+tree     -
+"""
+
+PATCH = """\
+Subject: [PATCH] llama : hook
+
+Upstream-Status: Pending
+Core-Touch: 1 file, +1 -0
+Calls: none
+Gate: none
+
+diff --git a/src/a.cpp b/src/a.cpp
+--- a/src/a.cpp
++++ b/src/a.cpp
+@@ -1,2 +1,3 @@
+ one
++hook
+ two
+"""
+
+NINJA = """\
+#!/bin/sh
+eval "$FAKE_NINJA"
+echo "run $@" >> {folder}/ninja.log
+mkdir -p $2/bin && echo library > $2/bin/libllama.so && echo tool > $2/bin/llama-bench
+echo "[1/1] done"
+"""
+
+
+def world(folder: Path) -> None:
+    """Write the tiny source, its patch, our sources and the two scripts below `folder`."""
+    files = {
+        "sdist/llama_cpp/__init__.py": "",
+        "sdist/vendor/llama.cpp/CMakeLists.txt": "",
+        "sdist/vendor/llama.cpp/src/a.cpp": "one\ntwo\n",
+        "patches/UPSTREAM": UPSTREAM.format(sha256="0" * 64),
+        "patches/0001-hook.patch": PATCH,
+        "ggml_ops/op.c": "int a;\n",
+        "ggml_ops/cpu/op.c": "int b;\n",
+        "bin/cmake": '#!/bin/sh\neval "$FAKE_CMAKE"\n',
+        "bin/ninja": NINJA.format(folder=folder),
+    }
+    for name, text in files.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, "utf-8")
+        if file.parent.name == "bin":
+            file.chmod(0o755)
+
+
+def use(folder: Path) -> None:
+    """Make this process build in that world."""
+    os.environ["SPARQ_CACHE"] = str(folder / "cache")
+    os.environ["SPARQ_LLAMA_SOURCE"] = str(folder / "sdist")
+    paths.data = lambda name: folder / name
+    build._tool = lambda name: str(folder / "bin" / name)
+    found = probe.Probe((), (), {}, True)
+    probe.probe = lambda compiler, native: found
+
+
+if __name__ == "__main__":
+    use(Path(sys.argv[1]))
+    print(build.build(build.Options()))

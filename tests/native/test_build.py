@@ -1,0 +1,351 @@
+"""Built once for the same inputs; nothing half-built is ever used; every failure is one line."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pyorch import paths
+from pyorch.errors import SparqError
+from pyorch.native import build, probe
+
+OPTIONS = build.Options()
+
+
+def quiet(text: str) -> None:
+    """Notes are not what these tests look at."""
+
+
+def make(options: build.Options = OPTIONS, **more: object) -> Path:
+    return build.build(options, note=quiet, **more)  # type: ignore[arg-type]
+
+
+def runs(world: Path) -> int:
+    log = world / "ninja.log"
+    return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def test_once(world: Path) -> None:
+    assert build.find(OPTIONS) is None
+    folder = make()
+    assert (folder / "libllama.so").read_text() == "library\n"
+    assert (build.bindings() / "llama_cpp" / "__init__.py").is_file()
+    assert build.find(OPTIONS) == folder
+    assert make() == folder
+    assert runs(world) == 1
+
+
+def append(file: str) -> Callable[[Path, pytest.MonkeyPatch], None]:
+    def change(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with (world / file).open("a") as handle:
+            handle.write("\n")
+
+    return change
+
+
+def compiler_changes(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "find_compiler", lambda: probe.Compiler("cc", "c++", "another"))
+
+
+def cpu_changes(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "cpu", lambda: ("another", "another"))
+
+
+def probe_changes(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "probe", lambda c, native: probe.Probe((), ("-O1",), {}, True))
+
+
+def openmp_changes(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "probe", lambda c, native: probe.Probe((), (), {}, False))
+
+
+def flags_change(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CFLAGS", "-O1")
+
+
+def file_appears(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (world / "ggml_ops" / "new.c").write_text("")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        append("sdist/vendor/llama.cpp/src/b.cpp"),
+        append("patches/0001-hook.patch"),
+        append("ggml_ops/cpu/op.c"),
+        file_appears,
+        compiler_changes,
+        cpu_changes,
+        probe_changes,
+        openmp_changes,
+        flags_change,
+    ],
+)
+def test_every_input_counts(
+    world: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Path, pytest.MonkeyPatch], None],
+) -> None:
+    before = make()
+    change(world, monkeypatch)
+    after = make()
+    assert after != before
+    assert runs(world) == 2
+    assert before.is_dir()  # programs that use it go on
+
+
+def test_options_count(world: Path) -> None:
+    every = [build.Options(stock=s, portable=p) for s in (False, True) for p in (False, True)]
+    assert len({make(options) for options in every}) == 4
+    stock = next((world / "cache" / "build").glob("*/src/src/a.cpp"))
+    texts = {f.read_text() for f in (world / "cache" / "build").glob("*/src/src/a.cpp")}
+    assert texts == {"one\ntwo\n", "one\nhook\ntwo\n"}, stock
+
+
+def test_what_does_not_count(world: Path) -> None:
+    before = make()
+    (world / "ggml_ops" / "README.md").write_text("prose")
+    os.utime(world / "ggml_ops" / "op.c", (1, 1))
+    assert build.find(OPTIONS) == before
+    assert make() == before
+    assert runs(world) == 1
+
+
+def test_an_edit_of_our_sources_keeps_the_work_tree(world: Path) -> None:
+    make()
+    (tree,) = (world / "cache" / "build").iterdir()
+    kept = (tree / "ops" / "op.c").stat().st_mtime_ns
+    (world / "ggml_ops" / "cpu" / "op.c").write_text("int c;\n")
+    (world / "ggml_ops" / "cpu" / "more.c").write_text("int d;\n")
+    make()
+    assert list((world / "cache" / "build").iterdir()) == [tree]
+    assert (tree / "ops" / "cpu" / "op.c").read_text() == "int c;\n"
+    assert (tree / "ops" / "op.c").stat().st_mtime_ns == kept  # ninja leaves it alone
+    (world / "ggml_ops" / "cpu" / "more.c").unlink()
+    make()
+    assert not (tree / "ops" / "cpu" / "more.c").exists()
+
+
+def test_tools_come_later(world: Path) -> None:
+    folder = make()
+    assert build.find(OPTIONS, ("llama-bench",)) is None
+    assert make(tools=("llama-bench",)) == folder
+    assert (folder / "llama-bench").is_file()
+    (world / "ggml_ops" / "op.c").write_text("int z;\n")
+    assert not (make() / "llama-bench").exists()
+
+
+def test_force(world: Path) -> None:
+    folder = make()
+    (folder / "libllama.so").write_text("spoilt")
+    assert make(force=True) == folder
+    assert (folder / "libllama.so").read_text() == "library\n"
+
+
+def test_without_a_compiler(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is built is used; what is not built says what to install."""
+    folder = make()
+    monkeypatch.setenv("PATH", "")
+    assert build.find(OPTIONS) == folder
+    (world / "ggml_ops" / "op.c").write_text("int z;\n")
+    assert build.find(OPTIONS) is None
+    with pytest.raises(SparqError, match="no C and C.. compiler found") as error:
+        make()
+    assert "apt install g++" in error.value.hint
+
+
+def test_compiler_named_but_missing(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-cc")
+    with pytest.raises(SparqError, match=r"no C and C.. compiler found \(CC=no-such-cc\)"):
+        make()
+
+
+def test_compile_error(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = world / "cache" / "build" / "*" / "ops" / "op.c"
+    say = (
+        f"echo 'note: fine'; for f in {file}; do echo \"$f:1: error: no such thing\"; done; exit 1"
+    )
+    monkeypatch.setenv("FAKE_NINJA", say)
+    with pytest.raises(SparqError) as error:
+        make()
+    # named where a person can edit it
+    assert error.value.message == f"ninja failed: {world}/ggml_ops/op.c:1: error: no such thing"
+    log = Path(error.value.hint.removeprefix("full log: "))
+    assert "note: fine" in log.read_text()
+    assert build.find(OPTIONS) is None
+
+
+def test_cmake_error_is_told_whole(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (
+        "CMake Error at x.cmake:1 (f):\\n  Cannot find source file:\\n\\n    y.cpp\\nCall Stack:\\n"
+    )
+    monkeypatch.setenv("FAKE_CMAKE", f"printf '{text}'; exit 1")
+    with pytest.raises(
+        SparqError, match=r"Error at x.cmake:1 \(f\): Cannot find source file: y.cpp$"
+    ):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("script", "message", "hint"),
+    [
+        ("kill -9 $$", "was killed", "--jobs 1"),
+        ("echo 'c++: fatal error: Killed signal terminated cc1plus'; exit 1", "killed", "--jobs 1"),
+        (
+            "echo 'ld: final link failed: No space left on device'; exit 1",
+            "no space",
+            "SPARQ_CACHE",
+        ),
+        ("exit 3", "exit code 3", "log"),
+    ],
+)
+def test_ninja_dies(
+    world: Path, monkeypatch: pytest.MonkeyPatch, script: str, message: str, hint: str
+) -> None:
+    monkeypatch.setenv("FAKE_NINJA", script)
+    with pytest.raises(SparqError, match=message) as error:
+        make()
+    assert hint in error.value.hint
+    assert build.find(OPTIONS) is None
+    monkeypatch.delenv("FAKE_NINJA")
+    assert make() == build.find(OPTIONS)
+
+
+@pytest.mark.parametrize("step", ["copy", "copy2", "rmtree"])
+def test_disk_is_full(world: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """At any of the steps that write: unpacking, publishing."""
+
+    def full(*args: object, **more: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, step, full)
+        with pytest.raises(SparqError, match="no space left") as error:
+            make()
+        assert "SPARQ_CACHE" in error.value.hint
+    assert build.find(OPTIONS) is None
+    assert (make() / "libllama.so").is_file()
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting needs root")
+def test_disk_is_really_full(world: Path) -> None:
+    disk = world / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=40k", "none", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("root may not mount here")
+    try:
+        os.environ["SPARQ_CACHE"] = str(disk / "cache")
+        (world / "sdist" / "vendor" / "llama.cpp" / "big").write_bytes(b"x" * 100_000)
+        with pytest.raises(SparqError, match="no space left for the build"):
+            make()
+        assert build.find(OPTIONS) is None
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_cache_not_writable(world: Path) -> None:
+    (world / "file").write_text("")
+    os.environ["SPARQ_CACHE"] = str(world / "file" / "cache")
+    with pytest.raises(SparqError, match="cannot build in the cache") as error:
+        make()
+    assert "SPARQ_CACHE" in error.value.hint
+
+
+def test_patch_does_not_apply(world: Path) -> None:
+    (world / "sdist" / "vendor" / "llama.cpp" / "src" / "a.cpp").write_text("one\nTWO\n")
+    with pytest.raises(
+        SparqError, match="0001-hook.patch does not apply: src/a.cpp line 2 differs"
+    ):
+        make()
+    assert runs(world) == 0
+    (world / "sdist" / "vendor" / "llama.cpp" / "src" / "a.cpp").write_text("one\ntwo\nmore\n")
+    make()
+
+
+def start(world: Path, ninja: str) -> subprocess.Popen[str]:
+    """The same build in another process."""
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "FAKE_NINJA": ninja, "PYTHONPATH": str(root)}
+    return subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("fakes.py")), str(world)],
+        env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.01)
+
+
+def test_killed_build_is_not_used(world: Path) -> None:
+    busy = world / "busy"
+    script = f"mkdir -p $2/bin; echo half > $2/bin/libllama.so; touch {busy}; sleep 60"
+    process = start(world, script)
+    wait_for(busy.exists)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert build.find(OPTIONS) is None
+    assert (make() / "libllama.so").read_text() == "library\n"
+
+
+def test_two_builds_at_once(world: Path) -> None:
+    busy, go = world / "busy", world / "go"
+    first = start(world, f"touch {busy}; while [ ! -e {go} ]; do sleep 0.05; done")
+    wait_for(busy.exists)
+    assert build.find(OPTIONS) is None  # not while it is being built
+    second = start(world, "echo 'second ninja ran'; exit 1")
+    assert second.stderr is not None
+    assert f"waiting for another build in {world}/cache (process {first.pid})" in (
+        second.stderr.readline()
+    )
+    go.touch()
+    out, _ = first.communicate(timeout=30)
+    assert second.communicate(timeout=30)[0] == out
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert Path(out.strip()) == build.find(OPTIONS)
+    assert runs(world) == 1
+
+
+def test_old_builds_are_deleted(world: Path) -> None:
+    for i in range(build._KEEP_BUILDS + 2):
+        (world / "ggml_ops" / "op.c").write_text(f"int a{i};\n")
+        newest = make()
+    assert len(build.finished()) == build._KEEP_BUILDS
+    assert newest.is_dir()
+
+
+@pytest.mark.parametrize("system", ["Windows", "Java", ""])
+def test_unsupported_system(world: Path, monkeypatch: pytest.MonkeyPatch, system: str) -> None:
+    monkeypatch.setattr("platform.system", lambda: system)
+    with pytest.raises(SparqError, match="is not supported") as error:
+        make()
+    assert "Linux or macOS" in error.value.hint
+
+
+def test_no_cmake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cmake", None)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SparqError, match="cmake is missing") as error:
+        build._tool("cmake")
+    assert error.value.hint.endswith("-m pip install cmake")
+
+
+def test_installed_data_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "PACKAGE", tmp_path)
+    assert paths.data("patches") == paths.REPOSITORY / "patches"
+    (tmp_path / "_data" / "patches").mkdir(parents=True)
+    assert paths.data("patches") == tmp_path / "_data" / "patches"
+    with pytest.raises(SparqError, match="lacks its nothing folder"):
+        paths.data("nothing")

@@ -1,0 +1,77 @@
+"""The bindings run on our library, whatever else is installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from pyorch import native
+from pyorch.errors import SparqError
+from pyorch.native import source
+
+
+def python(code: str, **env: str) -> str:
+    """Standard output of another Python process."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_our_library_with_our_functions(llama_cpp: ModuleType, native_lib_dir: Path) -> None:
+    assert Path(llama_cpp.llama_cpp._lib._name).parent == native_lib_dir
+    assert llama_cpp.__version__ == source.read_pin().version
+    assert llama_cpp.llama_cpp._lib.llama_set_sparse_attn
+    assert native.load() is llama_cpp
+    assert str(Path(llama_cpp.__file__).parents[1]) not in sys.path
+
+
+def test_one_library_per_process(llama_cpp: ModuleType) -> None:
+    with pytest.raises(SparqError, match="already imported in this process"):
+        native.load(stock=True)
+
+
+def test_imported_by_someone_else(monkeypatch: pytest.MonkeyPatch, native_lib_dir: Path) -> None:
+    library = SimpleNamespace(_name="/elsewhere/libllama.so")
+    foreign = SimpleNamespace(llama_cpp=SimpleNamespace(_lib=library))
+    monkeypatch.setitem(sys.modules, "llama_cpp", foreign)
+    monkeypatch.setattr(native, "_loaded", None)
+    with pytest.raises(SparqError, match="on the library in /elsewhere") as error:
+        native.load()
+    assert "before" in error.value.hint
+
+
+def test_an_installed_llama_cpp_python_is_left_alone(tmp_path: Path, native_lib_dir: Path) -> None:
+    (tmp_path / "llama_cpp").mkdir()
+    (tmp_path / "llama_cpp" / "__init__.py").write_text("raise SystemExit('the wrong one')")
+    root = str(Path(__file__).parents[2])
+    code = "from pyorch import native; print(native.load().llama_cpp._lib._name)"
+    out = python(code, PYTHONPATH=os.pathsep.join([str(tmp_path), root]))
+    assert out == str(native_lib_dir / "libllama.so")
+
+
+def test_environment_for_other_programs(native_lib_dir: Path) -> None:
+    code = "import llama_cpp; print(llama_cpp.llama_cpp._lib._name)"
+    assert python(code, **native.environment()) == str(native_lib_dir / "libllama.so")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_library_may_be_moved(native_lib_dir: Path, tmp_path: Path) -> None:
+    """Everything that libllama needs of ours is found beside it."""
+    moved = shutil.copytree(native_lib_dir, tmp_path / "moved", symlinks=True)
+    code = (
+        f"import ctypes; ctypes.CDLL('{moved}/libllama.so'); print(open('/proc/self/maps').read())"
+    )
+    maps = python(code)
+    used = {
+        line.split()[-1] for line in maps.splitlines() if "libggml" in line or "libllama" in line
+    }
+    assert len(used) >= 4
+    assert {str(Path(path).parent) for path in used} == {str(moved)}

@@ -1,0 +1,152 @@
+"""The series applies strictly, round-trips through git, and keeps its budget."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from fakes import PATCH
+
+from pyorch import paths
+from pyorch.errors import SparqError
+from pyorch.native import patches
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "a.cpp").write_text("one\ntwo\nthree\n")
+    return tmp_path
+
+
+def write(tree: Path, diff: str, name: str = "0001-x.patch") -> Path:
+    file = tree / name
+    file.write_bytes(diff.encode())
+    return file
+
+
+def test_applies(tree: Path) -> None:
+    patches.apply(write(tree, PATCH), tree)
+    assert (tree / "src" / "a.cpp").read_text() == "one\nhook\ntwo\nthree\n"
+
+
+def test_two_hunks_and_a_carriage_return(tree: Path) -> None:
+    lines = [f"line {i}" for i in range(1, 21)]
+    lines[9] = "a\rb"
+    (tree / "src" / "a.cpp").write_bytes(("\n".join(lines) + "\n").encode())
+    diff = "diff --git a/src/a.cpp b/src/a.cpp\n--- a/src/a.cpp\n+++ b/src/a.cpp\n"
+    diff += "@@ -2,2 +2,3 @@\n line 2\n+new\n line 3\n"
+    diff += "@@ -10,2 +11,1 @@\n a\rb\n-line 11\n"
+    patches.apply(write(tree, diff), tree)
+    expected = lines[:2] + ["new"] + lines[2:10] + lines[11:]
+    assert (tree / "src" / "a.cpp").read_bytes() == ("\n".join(expected) + "\n").encode()
+
+
+def test_new_file_without_last_newline(tree: Path) -> None:
+    diff = "diff --git a/src/b.cpp b/src/b.cpp\nnew file mode 100755\n--- /dev/null\n"
+    diff += "+++ b/src/b.cpp\n@@ -0,0 +1,2 @@\n+x\n+y\n\\ No newline at end of file\n"
+    patches.apply(write(tree, diff), tree)
+    assert (tree / "src" / "b.cpp").read_bytes() == b"x\ny"
+    assert (tree / "src" / "b.cpp").stat().st_mode & 0o111
+    with pytest.raises(SparqError, match="is there already"):
+        patches.apply(write(tree, diff), tree)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("one\nTWO\n", "line 2 differs"),
+        ("zero\none\ntwo\n", "line 1 differs"),  # git would accept the offset
+        ("one\n", "line 2 differs"),
+        ("one\ntwo", "line 2 differs"),  # no newline at the end
+        (None, "is missing"),
+    ],
+)
+def test_strict(tree: Path, content: str | None, why: str) -> None:
+    target = tree / "src" / "a.cpp"
+    target.unlink()
+    if content is not None:
+        target.write_text(content)
+    with pytest.raises(SparqError, match=rf"0001-x.patch does not apply: .*{why}"):
+        patches.apply(write(tree, PATCH), tree)
+    assert not target.exists() or target.read_text() == content
+
+
+@pytest.mark.parametrize("line", ["deleted file mode 100644", "rename from a", "GIT binary patch"])
+def test_only_edits(tree: Path, line: str) -> None:
+    with pytest.raises(SparqError, match="not for a hook patch"):
+        patches.parse(write(tree, f"diff --git a/a b/a\n{line}\n"))
+
+
+def test_digest_sees_names_and_content(tree: Path) -> None:
+    digests = {patches.digest(tree)}
+    file = write(tree, PATCH)
+    digests.add(patches.digest(tree))
+    file = file.rename(tree / "0002-x.patch")
+    digests.add(patches.digest(tree))
+    file.write_text(PATCH.replace("hook", "hooks"))
+    digests.add(patches.digest(tree))
+    assert len(digests) == 4
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "wrong"),
+    [
+        ("Gate: none\n", "", "no Gate line"),
+        ("Calls: none\n", "Calls:\n", "no Calls line"),
+        ("Pending", "Perhaps", "unknown Upstream-Status 'Perhaps'"),
+        ("+1 -0", "+2 -0", r"Core-Touch should read '1 file, \+1 -0'"),
+        ("+1,3 @@\n one\n", "+1,153 @@\n one\n" + "+more\n" * 150, r"touches \+151 -0 lines"),
+    ],
+)
+def test_audit(tree: Path, old: str, new: str, wrong: str) -> None:
+    write(tree, PATCH)
+    assert patches.audit(tree) == []
+    assert old in PATCH
+    write(tree, PATCH.replace(old, new))
+    assert any(re.search(wrong, line) for line in patches.audit(tree))
+
+
+def test_the_series(native_lib_dir: Path) -> None:
+    """`make patches-check`; the fixture is here because it has fetched the source."""
+    assert patches.check(paths.data("patches")) == []
+
+
+def test_round_trip_after_an_edit(
+    world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """upstream, commit, refresh, check; and work that is not exported is never thrown away."""
+    patch_dir, folder = world / "patches", world / "up" / "llama.cpp"
+    (patch_dir / "README.md").write_text("<!-- series -->\n<!-- /series -->\n")
+    (world / "sdist" / "vendor" / "llama.cpp" / "src" / "a.cpp").write_text("one\ntwo\nthree\n")
+    patch = patch_dir / "0001-hook.patch"
+    header = "From 0000000000000000000000000000000000000000 Mon Sep 17 00:00:00 2001\n"
+    header += "From: a <a@example.invalid>\nDate: Fri, 2 Jan 2026 00:00:00 +0000\n"
+    patch.write_text(header + PATCH)
+    with pytest.raises(SparqError, match="0001-hook.patch does not apply"):
+        patch.write_text(patch.read_text().replace("\n two\n", "\n 2\n"))
+        patches.upstream(patch_dir, folder)
+    patch.write_text(patch.read_text().replace("\n 2\n", "\n two\n"))
+    folder.parent.mkdir(exist_ok=True)
+    patches.upstream(patch_dir, folder)
+    assert (folder / "src" / "a.cpp").read_text() == "one\nhook\ntwo\nthree\n"
+
+    (folder / "src" / "a.cpp").write_text("one\nhook\ntwo\nthree\nfour\n")
+    with pytest.raises(SparqError, match="uncommitted edits"):
+        patches.refresh(patch_dir, folder)
+    message = "llama : second\n\nUpstream-Status: Pending\nCore-Touch: ?\nCalls: none\nGate: none\n"
+    patches._git(folder, "commit", "--quiet", "-am", message)
+    with pytest.raises(SparqError, match="differs from the series"):
+        patches.upstream(patch_dir, folder)
+    patches.refresh(patch_dir, folder)
+    assert [p.name for p in patches.series(patch_dir)] == [
+        "0001-llama-hook.patch",
+        "0002-llama-second.patch",
+    ]
+    assert "Core-Touch: 1 file, +1 -0" in (patch_dir / "0002-llama-second.patch").read_text()
+    assert "llama : second" in (patch_dir / "README.md").read_text()
+    patches.upstream(patch_dir, folder)  # up to date now
+    assert patches.check(patch_dir) == []
+    (patch_dir / "0002-llama-second.patch").unlink()
+    assert any("tree is" in wrong for wrong in patches.check(patch_dir))

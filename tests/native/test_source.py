@@ -1,0 +1,155 @@
+"""The pinned source: fetched whole and true, or not at all."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from pyorch.errors import SparqError
+from pyorch.native import source
+
+PIN = source.Pin("sparq-fake", "1.0", "0" * 64, "vendor/llama.cpp", "-", "-", "-", "-")
+
+
+def sdist(file: Path, members: dict[str, str]) -> Path:
+    with tarfile.open(file, "w:gz") as archive:
+        for name, text in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(text)
+            archive.addfile(info, io.BytesIO(text.encode()))
+    return file
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPARQ_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("SPARQ_LLAMA_SOURCE", raising=False)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """pip sees nothing but this folder."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("PIP_DISABLE_PIP_VERSION_CHECK", "1")
+    return folder
+
+
+def test_download_runs_nothing_of_the_sdist_and_checks_its_sum(cache: Path, index: Path) -> None:
+    project = (
+        '[build-system]\nrequires = ["not-there"]\nbuild-backend = "scikit_build_core.build"\n'
+    )
+    crash = "raise SystemExit('code of the sdist ran')"
+    members = {
+        f"sparq_fake-1.0/{name}": crash for name in ("setup.py", "scikit_build_core/build.py")
+    }
+    members["sparq_fake-1.0/pyproject.toml"] = project
+    file = sdist(index / "sparq_fake-1.0.tar.gz", members)
+    good = source.Pin(**{**PIN.__dict__, "sha256": source._sha256(file)})
+    where = source.locate(good)
+    notes: list[str] = []
+    source.fetch(good, where, notes.append)
+    assert where.path.read_bytes() == file.read_bytes()
+    assert [path.name for path in where.path.parent.iterdir()] == [where.path.name]  # no leftovers
+    assert "downloading" in notes[0]
+
+    with pytest.raises(SparqError, match="wrong checksum") as error:
+        source.fetch(PIN, where, notes.append)
+    assert "SPARQ_LLAMA_SOURCE" in error.value.hint
+    assert not where.path.exists()  # so that the next try downloads it again
+
+
+def test_offline(cache: Path, index: Path) -> None:
+    with pytest.raises(SparqError, match="could not download sparq-fake 1.0: No matching") as error:
+        source.fetch(PIN, source.locate(PIN), print)
+    assert "SPARQ_LLAMA_SOURCE" in error.value.hint
+    assert list((cache / "sdist").iterdir()) == []
+
+
+def test_no_pip(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'python: No module named pip' >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+    with pytest.raises(SparqError, match="pip is missing") as error:
+        source.fetch(PIN, source.locate(PIN), print)
+    assert "ensurepip" in error.value.hint
+
+
+@pytest.mark.parametrize(
+    "bad", ["x/vendor/llama.cpp/../../../evil", "x/vendor/llama.cpp/a/../../b"]
+)
+def test_unsafe_path(tmp_path: Path, bad: str) -> None:
+    file = sdist(tmp_path / "s.tar.gz", {"x/vendor/llama.cpp/ok": "1", bad: "2"})
+    with pytest.raises(SparqError, match="unsafe path"):
+        source.unpack(source.Source(file, "", True), "vendor/llama.cpp", tmp_path / "out" / "deep")
+    assert not list(tmp_path.rglob("evil")) and not list(tmp_path.rglob("b"))
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "s.tar.gz", "w:gz") as archive:
+        link = tarfile.TarInfo("x/vendor/llama.cpp/link")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc"
+        archive.addfile(link)
+    source.unpack(
+        source.Source(tmp_path / "s.tar.gz", "", True), "vendor/llama.cpp", tmp_path / "o"
+    )
+    assert list((tmp_path / "o").iterdir()) == []
+
+
+def test_truncated_archive(tmp_path: Path) -> None:
+    file = sdist(tmp_path / "s.tar.gz", {"x/vendor/llama.cpp/a": os.urandom(4000).hex()})
+    file.write_bytes(file.read_bytes()[:2000])
+    with pytest.raises(SparqError, match="is damaged"):
+        source.unpack(source.Source(file, "", True), "vendor/llama.cpp", tmp_path / "out")
+
+
+def test_unpack_leaves_out_git_and_what_is_skipped(tmp_path: Path) -> None:
+    top = "x/vendor/llama.cpp"
+    file = sdist(tmp_path / "s.tar.gz", {f"{top}/{n}": n for n in (".git", "a", "d/b", "docs/c")})
+    for where in (file, tmp_path / "tree"):
+        if where.suffix != ".gz":
+            with tarfile.open(file) as archive:
+                for member in archive:
+                    handle = archive.extractfile(member)
+                    target = where.joinpath(*Path(member.name).parts[1:])
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    target.write_bytes(handle.read() if handle else b"")
+        out = tmp_path / f"out-{where.name}"
+        source.unpack(source.Source(where, "", True), "vendor/llama.cpp", out, skip=("docs",))
+        found = {str(f.relative_to(out)): f.read_text() for f in out.rglob("*") if f.is_file()}
+        assert found == {"a": "a", "d/b": "d/b"}
+
+
+def test_own_source_is_said_and_not_checked(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = sdist(tmp_path / "mine.tar.gz", {"x/a": "1"})
+    monkeypatch.setenv("SPARQ_LLAMA_SOURCE", str(file))
+    notes: list[str] = []
+    where = source.locate(PIN)
+    source.fetch(PIN, where, notes.append)
+    assert where.path == file and not where.pinned
+    assert "not checked" in notes[0]
+    sdist(file, {"x/a": "2"})
+    assert source.locate(PIN).key != where.key
+
+    monkeypatch.setenv("SPARQ_LLAMA_SOURCE", str(tmp_path))
+    with pytest.raises(SparqError, match="neither an sdist file nor an unpacked sdist"):
+        source.locate(PIN)
+
+
+def test_damaged_pin(tmp_path: Path) -> None:
+    (tmp_path / "UPSTREAM").write_text("package  x\n")
+    with pytest.raises(SparqError, match="damaged"):
+        source.read_pin(tmp_path)
