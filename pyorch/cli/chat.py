@@ -44,6 +44,7 @@ class Chat:
     as_json: bool
     messages: list[dict[str, str]] = field(default_factory=list)
     summary: dict[str, Any] | None = None  # of the last reply
+    told: str = ""  # why attention is dense, said once
 
 
 @click.command()
@@ -211,8 +212,10 @@ def _reply(chat: Chat, text: str) -> None:
         opt.note(
             f"note: the context is full ({chat.session.n_ctx} positions); raise --ctx", "yellow"
         )
-    if info:
-        opt.note_if_dense(chat.spec, info)
+    why = opt.why_dense(chat.spec, info) if info else ""
+    if why and why != chat.told:
+        opt.note(why, "yellow")
+    chat.told = why
 
 
 def _fit(chat: Chat) -> list[int]:

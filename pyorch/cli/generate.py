@@ -60,8 +60,11 @@ def _generate(session: Any, prompt: str, attention: Any, sampling: Any, options:
         sys.stdout.write("\n")
     info = opt.info_if_ours(session)
     summary = opt.run_summary(session, info)
-    if info:
-        opt.note_if_dense(attention, info)
+    if info and (why := opt.why_dense(attention, info)):
+        opt.note(why, "yellow")
+    elif info and attention and attention.sparse and not info.counter("calls_sparse"):
+        what = f"up to min_ctx {attention.min_ctx} positions, or k covers them all"
+        opt.note(f"note: attention was exact throughout: {what}", "yellow")
     if finish == "context":
         opt.note(f"note: the context is full ({session.n_ctx} positions); raise --ctx")
     if options["as_json"]:

@@ -202,21 +202,13 @@ def info_if_ours(session: Session) -> AttentionInfo | None:
     return info if info.method != "off" else None
 
 
-def note_if_dense(wanted: AttentionSpec | None, info: AttentionInfo) -> None:
-    """Say so when something sparse was asked for and not everything ran sparse."""
-    if wanted is None or not wanted.sparse:
-        return
-    reasons = "; ".join(info.dense_reasons)
-    if reasons:
-        n = info.n_layer - info.layers_sparse
-        which = "attention is dense" if not info.layers_sparse else f"{n} layers are dense"
-        note(f"note: {which}: {reasons}", "yellow")
-    elif info.counter("calls_dense_op") and not info.counter("calls_sparse"):
-        note(
-            f"note: attention was exact throughout: fewer than min_ctx {wanted.min_ctx} positions, "
-            "or k covers them all",
-            "yellow",
-        )
+def why_dense(wanted: AttentionSpec | None, info: AttentionInfo) -> str:
+    """What to say when something sparse was asked for and a layer is left to llama.cpp; else ""."""
+    if wanted is None or not wanted.sparse or not info.dense_reasons:
+        return ""
+    n = info.n_layer - info.layers_sparse
+    which = f"{n} of {info.n_layer} layers are" if info.layers_sparse else "attention is"
+    return f"note: {which} dense: {'; '.join(info.dense_reasons)}"
 
 
 @contextmanager
@@ -297,4 +289,6 @@ def summary_line(summary: Mapping[str, Any]) -> str:
         )
         parts.append(f"attention {human_bytes(read)}/token of {human_bytes(dense)}")
         parts.append(f"{100 * summary['share_sparse']:.1f} % of calls sparse")
+    elif "share_sparse" in summary:
+        parts.append("attention exact throughout")
     return ", ".join(parts)

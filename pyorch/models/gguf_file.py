@@ -157,12 +157,14 @@ class _Reader:
         return value
 
     def string(self) -> str:
-        n = self.unpack("Q")
+        start = self.pos + 8
+        self._skip(self.unpack("Q"))
+        return self.data[start : self.pos].decode("utf-8", errors="replace")
+
+    def _skip(self, n: int) -> None:
         if n > len(self.data) - self.pos:
-            raise self.fail(f"a string of {n} bytes passes the end of the file")
-        raw = self.data[self.pos : self.pos + n]
+            raise self.fail(f"{n} bytes of text or numbers pass the end of the file")
         self.pos += n
-        return raw.decode("utf-8", errors="replace")
 
     def value(self, kind: int) -> Any:
         if kind in _SCALARS:
@@ -179,18 +181,13 @@ class _Reader:
             raise self.fail(f"an array of {n} elements passes the end of the file")
         if kind == _STRING:
             for _ in range(n):
-                length = self.unpack("Q")
-                self.pos += length
-            if self.pos > len(self.data):
-                raise self.fail("a string passes the end of the file")
+                self._skip(self.unpack("Q"))
             return SkippedArray(n)
         if kind not in _SCALARS:
             raise self.fail(f"array of unsupported type {kind}")
         if n <= MAX_ARRAY_KEPT:
             return [self.unpack(_SCALARS[kind]) for _ in range(n)]
-        self.pos += n * struct.calcsize("<" + _SCALARS[kind])
-        if self.pos > len(self.data):
-            raise self.fail("an array passes the end of the file")
+        self._skip(n * struct.calcsize("<" + _SCALARS[kind]))
         return SkippedArray(n)
 
 

@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from tiny_gguf import CHATML, write_tiny_gguf
 
 import pyorch.cli

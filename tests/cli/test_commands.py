@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import tiny as tiny_of
 
 if TYPE_CHECKING:
     from conftest import Run
@@ -67,7 +68,22 @@ def test_a_seed_repeats(run: Run, tiny: Path) -> None:
 def test_dense_where_sparse_was_asked_is_told(run: Run, tiny: Path) -> None:
     result = run("generate", "-m", tiny, "-p", "short", "-n", 4, "--ratio", "1/8")
     assert result.code == 0
-    assert "note: attention was exact throughout: fewer than min_ctx 1024" in result.err
+    assert "note: attention was exact throughout: up to min_ctx 1024" in result.err
+
+
+@pytest.mark.parametrize(
+    ("arch", "said"),
+    [
+        ("gemma2", "note: 1 of 2 layers are dense: sliding-window layer"),
+        ("deepseek2", "note: attention is dense: multi-head latent attention"),
+    ],
+)
+def test_layers_that_cannot_be_sparse_are_told(
+    run: Run, tmp_path: Path, arch: str, said: str
+) -> None:
+    path = tiny_of.write(tmp_path / "m.gguf", arch)
+    result = run("generate", "-m", path, "-p", LONG[:300], "-n", 4, *SPARSE)
+    assert result.code == 0 and said in result.err
 
 
 USAGE = [  # (arguments, what the error names, what the hint names)
