@@ -5,7 +5,9 @@ The oracle at f32 stands for an implementation; `break_it` says what is wrong wi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import cases
 import numpy as np
@@ -293,3 +295,21 @@ def test_pairwise_covers_every_pair() -> None:
         for b in names[i + 1 :]:
             pairs = {(r[a], r[b]) for r in rows}
             assert len(pairs) == len(cases.FACTORS[a]) * len(cases.FACTORS[b]), f"{a} x {b}"
+
+
+def test_deviations_name_tests_that_exist() -> None:
+    """docs/numerics.md and the DEVIATION comments of ggml_ops: same tests, and all defined."""
+    root = Path(__file__).parents[2]
+    page = set(re.findall(r"test_\w+", (root / "docs" / "numerics.md").read_text()))
+    defined = {
+        n for f in root.glob("tests/**/*.py") for n in re.findall(r"def (test_\w+)", f.read_text())
+    }
+    code = {
+        n
+        for f in root.glob("ggml_ops/**/*.[ch]*")
+        for line in f.read_text().splitlines()
+        if "DEVIATION" in line
+        for n in re.findall(r"test_\w+", line) or [f"no test in {f.name}: {line}"]
+    }
+    assert code <= page, "DEVIATION comments that docs/numerics.md does not have"
+    assert page <= defined

@@ -337,6 +337,10 @@ def logits_of_kind(kind: str, n: int, g: int, rng: np.random.Generator) -> np.nd
         x = np.where(x > 0, np.float32(0.0), np.float32(-0.0))
     if kind == "few visible":
         x[..., rng.random(n) < 0.97] = -np.inf
+    if kind == "uneven" and n >= 512:
+        # high just where a search that samples 256 cells evenly, with a drift, would look
+        step, cell = n // 256, np.arange(n)
+        x += 10.0 * (cell % step == (cell // step) % step).astype(np.float32)
     if kind == "peaked":
         x *= 40  # nearly all softmaxed scores underflow
     return x
@@ -355,6 +359,7 @@ def logits_of_kind(kind: str, n: int, g: int, rng: np.random.Generator) -> np.nd
         "signed zeros",
         "few visible",
         "peaked",
+        "uneven",
     ],
 )
 @pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 1000, 9001, 40000])
