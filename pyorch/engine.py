@@ -107,8 +107,7 @@ class AttentionInfo:
     @property
     def sparse_share(self) -> float:
         """Share of the attention calls of decoded tokens that ran sparse, 0 when there was none."""
-        total = sum(self.counter(f"calls_{kind}") for kind in ("sparse", "dense_op", "stock"))
-        total -= self.counters.get("stock_reasons", {}).get("prefill", 0)
+        total = self.counter("steps") * len(self.layers)
         return self.counter("calls_sparse") / total if total > 0 else 0.0
 
     @property

@@ -206,8 +206,8 @@ def why_dense(wanted: AttentionSpec | None, info: AttentionInfo) -> str:
     """What to say when something sparse was asked for and a layer is left to llama.cpp; else ""."""
     if wanted is None or not wanted.sparse or not info.dense_reasons:
         return ""
-    n = info.n_layer - info.layers_sparse
-    which = f"{n} of {info.n_layer} layers are" if info.layers_sparse else "attention is"
+    n = len(info.layers) - info.layers_sparse
+    which = f"{n} of {len(info.layers)} layers are" if info.layers_sparse else "attention is"
     return f"note: {which} dense: {'; '.join(info.dense_reasons)}"
 
 
