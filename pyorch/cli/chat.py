@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pyorch.attention.spec import AttentionSpec, make_spec, parse_ratio
+from pyorch.attention.spec import AttentionSpec, make_spec, parse_ratio, parse_spec
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
 
@@ -74,10 +74,11 @@ def command(**options: Any) -> None:
         template = ChatTemplate(session)
         if not template.builtin:
             opt.note("note: this model has no chat template; a plain transcript is used", "yellow")
+        info = opt.info_if_ours(session)  # SPARQ_ATTN may have chosen where no option did
         chat = Chat(
             session,
             template,
-            attention or AttentionSpec(),
+            attention or (parse_spec(info.spec) if info else AttentionSpec()),
             sampling,
             options["tokens"],
             options["as_json"],
@@ -143,16 +144,19 @@ def _run_command(chat: Chat, line: str) -> bool:
     elif name == "/dense":
         _set_attention(chat, AttentionSpec("dense"))
     elif name == "/ratio":
-        method = chat.spec.method if chat.spec.sparse else "sparq"
-        base = chat.spec if chat.spec.sparse else AttentionSpec(method)
-        new = make_spec(method, ratio=parse_ratio(rest))
-        keep = {} if not new.sparse else {"rank": None, "topk": None, "k_layers": None}
-        _set_attention(chat, replace(base, ratio=new.ratio, **keep) if keep else new)
+        _set_attention(chat, _with_ratio(chat.spec, parse_ratio(rest)))
     elif name == "/save":
         _save(chat, rest)
     else:
         raise SparqError(f"unknown command {name}", "/help lists the commands", exit_code=2)
     return True
+
+
+def _with_ratio(spec: AttentionSpec, ratio: float) -> AttentionSpec:
+    """The same settings at another ratio; what was given in place of a ratio goes."""
+    if not spec.sparse or ratio == 1:
+        return make_spec(ratio=ratio)
+    return replace(spec, ratio=ratio, rank=None, topk=None, k_layers=None)
 
 
 def _set_attention(chat: Chat, spec: AttentionSpec) -> None:

@@ -118,8 +118,11 @@ def _print(r: dict[str, Any], cue: str) -> None:
         print(f"\n    {' '.join(run['text'].split())}\n")
     print(f"the document: \n\n    {' '.join(r['expected'].split())}\n")
     n = r["first_difference"]
-    same = "the same, token for token" if n is None else f"the same up to token {n}"
-    print(f"texts                       {same}, of {len(dense['tokens'])}")
+    n_tokens = len(dense["tokens"])
+    if n is None:
+        print(f"the two texts               the same, all {n_tokens} tokens")
+    else:
+        print(f"the two texts               first differ at token {n + 1} of {n_tokens}")
     read, full = sparse["attention_bytes_per_token"], sparse["attention_bytes_per_token_dense"]
     print(
         f"attention bytes per token   {human_bytes(read)} of {human_bytes(full)}"
