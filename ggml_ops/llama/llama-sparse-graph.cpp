@@ -190,6 +190,10 @@ void llama_sparse_shadow_create(llama_kv_cache * kv, const llama_sparse_spec & s
     llama_sparse_access::create(kv, spec, hparams);
 }
 
+const char * llama_sparse_shadow_why_not(const llama_kv_cache * kv) {
+    return llama_sparse_access::why_not(kv);
+}
+
 llama_sparse_shadow * llama_sparse_shadow_get(const llama_kv_cache * kv) {
     return llama_sparse_access::shadow(const_cast<llama_kv_cache *>(kv)).get();
 }
@@ -341,7 +345,7 @@ void llm_graph_input_sparse::set_select(const llama_ubatch * ubatch) {
             dst[i] = (--it)->second;
         }
         auto first = pos.begin();
-        for (int64_t i = n_local_max; i < n_forced && first != end; ++i, ++first) {
+        for (int64_t i = n_local_max; i < n_local_max + spec.sinks && first != end; ++i, ++first) { // n_forced is at least 1
             dst[i] = first->second;
         }
 

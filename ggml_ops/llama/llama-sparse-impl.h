@@ -77,6 +77,7 @@ private:
 // the shadow of a cache: made on first use, kept until the cache goes; nullptr where there is none.
 // create throws std::runtime_error when there is no memory for it.
 void                  llama_sparse_shadow_create(llama_kv_cache * kv, const llama_sparse_spec & spec, const llama_hparams & hparams);
+const char *          llama_sparse_shadow_why_not(const llama_kv_cache * kv); // "" or why nothing in this cache can be sparse
 llama_sparse_shadow * llama_sparse_shadow_get   (const llama_kv_cache * kv);
 size_t                llama_sparse_shadow_bytes (const llama_kv_cache * kv);
 int64_t               llama_sparse_shadow_check (const llama_kv_cache * kv); // see llama_sparse_attn_check()

@@ -304,7 +304,8 @@ struct llama_sparse_access_ctx { // friend of llama_context
         }
         if (spec.method == LLAMA_SPARSE_SPARQ && spec.rank > 0) {
             for (int32_t il = 0; il < n_layer; ++il) {
-                if (hparams.has_kv(il) && spec.rank > (int32_t) hparams.n_embd_head_k(il)) {
+                const bool attends = hparams.has_kv(il) && hparams.n_head_kv(il) > 0; // not so in recurrent layers
+                if (attends && spec.rank > (int32_t) hparams.n_embd_head_k(il)) {
                     throw spec_error("rank is above the head size of the model: " + std::to_string(spec.rank) + " > " +
                             std::to_string(hparams.n_embd_head_k(il)), "use a rank of at most " + std::to_string(hparams.n_embd_head_k(il)));
                 }
@@ -331,7 +332,8 @@ struct llama_sparse_access_ctx { // friend of llama_context
         }
         state->spec    = spec;
         state->n_layer = n_layer;
-        state->reason  = spec.method != LLAMA_SPARSE_OFF && caches.empty() ? "this architecture has no plain KV cache" : "";
+        state->reason  = spec.method == LLAMA_SPARSE_OFF ? "" :
+                         caches.empty() ? "this architecture has no plain KV cache" : llama_sparse_shadow_why_not(caches[0]);
 
         // a graph built with the old settings must not be reused: allow_reuse() compares this number
         ctx->cparams.sparse_gen++;
