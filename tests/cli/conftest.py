@@ -30,6 +30,9 @@ Run = Callable[..., Result]
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """`run("generate", "-p", "x", stdin="...")`: the command as a user would run it."""
 
+    for command in ("GENERATE", "CHAT", "DEMO"):  # on a busy machine, threads wait for each other
+        monkeypatch.setenv(f"SPARQ_{command}_THREADS", "1")
+
     def run_command(*args: object, stdin: str = "") -> Result:
         monkeypatch.setattr(sys, "argv", ["sparq-cpp", *map(str, args)])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
@@ -41,6 +44,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
             code = e.code or 0
         out, err = capsys.readouterr()
         assert "Traceback" not in err
+        assert "\x1b" not in err  # colour is for terminals
         assert isinstance(code, int)
         return Result(code, out, err)
 

@@ -40,6 +40,15 @@ def test_generate_prints_text_alone_on_stdout(run: Run, tiny: Path) -> None:
     assert len(as_json["tokens"]) <= 12 and as_json["attention"] is None
 
 
+def test_llama_cpp_is_silent_unless_asked(tiny: Path) -> None:
+    command = "import sys; from pyorch.cli import main; main()"
+    args = [sys.executable, "-c", command, "generate", "-m", tiny, "-p", "x", "-n", "1", "-t", "1"]
+    quiet = subprocess.run(args, capture_output=True, check=True).stderr
+    loud = subprocess.run([*args, "-v"], capture_output=True, check=True).stderr
+    assert b"llama_model_loader" in loud
+    assert len(quiet.splitlines()) == 1  # speed
+
+
 def test_generate_sparse_and_dense(run: Run, tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text(LONG)
     base = ("generate", "-m", tiny, "-f", tmp_path / "p.txt", "-n", 24, "--json")

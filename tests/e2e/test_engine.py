@@ -137,16 +137,17 @@ def test_progress_and_stopping(tiny: Path) -> None:
         assert len(s.tokens) == 256
 
 
-def test_saved_state_goes_on_the_same(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("attention", ["off", SPARSE])
+def test_saved_state_goes_on_the_same(tiny: Path, tmp_path: Path, attention: str) -> None:
     file = tmp_path / "state.bin"
-    with engine.load(tiny, n_threads=1) as s:
-        prompt = engine.tokenize(s, text_of(300))
+    with engine.load(tiny, n_threads=1, attention=attention) as s:
+        prompt = engine.tokenize(s, text_of(1300))
         engine.prefill(s, prompt)
         engine.save_state(s, file)
         expected = greedy(s, prompt)
         with pytest.raises(SparqError, match="cannot write"):
             engine.save_state(s, tmp_path / "none" / "state.bin")
-    with engine.load(tiny, n_threads=1) as s:
+    with engine.load(tiny, n_threads=1, attention=attention) as s:
         engine.load_state(s, file)
         assert s.tokens == prompt
         assert greedy(s, prompt) == expected
@@ -154,6 +155,7 @@ def test_saved_state_goes_on_the_same(tiny: Path, tmp_path: Path) -> None:
         with pytest.raises(SparqError, match="not a saved session"):
             engine.load_state(s, file)
         assert s.tokens == []
+        engine.prefill(s, prompt)
         assert greedy(s, prompt) == expected  # still usable
 
 
