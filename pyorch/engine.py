@@ -4,8 +4,8 @@ The command line, the server, the evaluations and the benchmarks share these; no
 the mathematics. A session is one sequence: `session.tokens` are those whose K and V are cached.
 
     with load("model.gguf", n_ctx=8192, attention="sparq,ratio=1/8") as s:
-        for piece in generate(s, tokenize(s, "Once upon"), max_tokens=64):
-            print(piece.text, end="", flush=True)
+        for piece in generate(s, "Once upon a time", max_tokens=64):
+            print(piece, end="", flush=True)
 """
 
 from __future__ import annotations
@@ -64,6 +64,9 @@ class Piece:
     token: int
     text: str
     finish: str = ""
+
+    def __str__(self) -> str:
+        return self.text
 
 
 @dataclass
@@ -647,7 +650,7 @@ class Sampler:
 
 def generate(
     session: Session,
-    prompt: Sequence[int],
+    prompt: Sequence[int] | str,
     *,
     max_tokens: int = 256,
     sampling: Sampling | None = None,
@@ -659,6 +662,7 @@ def generate(
     """Prefill what the cache lacks of `prompt`, then yield one piece per token.
 
     Args:
+        prompt: tokens, or a text to tokenise.
         stop: texts that end the generation; they are not part of it.
         ignore_eog: go on when the model wants to end.
         progress, should_stop: as for `prefill`; `should_stop` is asked before each token too.
@@ -666,6 +670,7 @@ def generate(
     Raises:
         SparqError: the prompt is empty or does not fit, or the library failed.
     """
+    prompt = tokenize(session, prompt) if isinstance(prompt, str) else prompt
     if not prompt:
         raise SparqError("the prompt is empty", "give at least one token")
     if len(prompt) > session.n_ctx:

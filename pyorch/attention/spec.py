@@ -6,7 +6,7 @@ The native library parses the same line (`llama_set_sparse_attn`, variable `SPAR
     dense                          our exact attention (the same as ratio 1)
     sparq,ratio=1/8                SparQ at an eighth of the bytes of dense f16 attention
     sparq,rank=32,topk=128         SparQ with the paper's own parameters
-    topk,k=512,budget=ramp         exact top-k, k growing from the first layer to the last
+    topk,k=512,ramp                exact top-k, k growing from the first layer to the last
 """
 
 from __future__ import annotations
@@ -108,6 +108,7 @@ def parse_spec(line: str) -> AttentionSpec:
     allowed = tuple(f.name for f in fields(AttentionSpec))[1:]
     values: dict[str, object] = {}
     for part in rest:
+        part = f"budget={part}" if part in BUDGETS else part  # may stand alone
         key, eq, text = part.partition("=")
         key = _ALIASES.get(key.strip(), key.strip())
         if key not in allowed:

@@ -45,7 +45,7 @@ def test_no_ratio(text: str) -> None:
         ("sparq, r=32 , k=128", "sparq,rank=32,topk=128"),
         ("sparq,rank=32", "sparq,ratio=1/8,rank=32"),
         ("sparq,ratio=1", "dense"),
-        ("topk,k=512,budget=ramp", "topk,topk=512,budget=ramp"),
+        ("topk,k=512,ramp", "topk,topk=512,budget=ramp"),
         ("topk,min-ctx=0", "topk,ratio=1/8,min_ctx=0"),
         ("sparq,ratio=0.2,mean_v=on,sinks=0,local=16,min_k=1", None),
         ("topk,k_layers=64:64:128", None),

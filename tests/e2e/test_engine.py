@@ -24,7 +24,7 @@ def text_of(n: int, seed: int = 1) -> str:
     return bytes(letters.astype(np.uint8)).decode()
 
 
-def greedy(session: engine.Session, prompt: list[int], n: int = 24) -> list[int]:
+def greedy(session: engine.Session, prompt: list[int] | str, n: int = 24) -> list[int]:
     return [p.token for p in engine.generate(session, prompt, max_tokens=n, ignore_eog=True)]
 
 
@@ -96,6 +96,7 @@ def test_generate_is_the_same_from_a_warm_cache(session: engine.Session) -> None
     prompt = engine.tokenize(session, text_of(700))
     cold = greedy(session, prompt)
     assert greedy(session, prompt) == cold
+    assert greedy(session, text_of(700)) == cold  # a text is tokenised
     assert len(cold) == 24
 
 
