@@ -96,7 +96,7 @@ def record(bench: str, case: Mapping[str, Any], stamp: str, **result: Any) -> Re
     if not (result.get("samples_ns") or result.get("samples")) or "env" not in result:
         raise ValueError("a record without samples or env")
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return {
+    rec = {
         "schema": SCHEMA,
         "bench": bench,
         "key": key(bench, case, stamp),
@@ -104,18 +104,22 @@ def record(bench: str, case: Mapping[str, Any], stamp: str, **result: Any) -> Re
         "case": dict(case),
         **result,
     }
+    fresh: Record = json.loads(json.dumps(rec))  # exactly what `load` will give back
+    return fresh
 
 
 def append(file: Path, rec: Mapping[str, Any]) -> None:
-    """Add one line, on disk before this returns.
+    """Add one line, on disk before this returns. A line that was cut short is removed first.
 
     Raises:
         SparqError: it cannot be written.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a", encoding="utf-8") as f:
-            f.write(json.dumps(rec, separators=(",", ":")) + "\n")
+        with file.open("ab+") as f:
+            f.seek(0)
+            f.truncate(f.read().rfind(b"\n") + 1)
+            f.write(json.dumps(rec, separators=(",", ":")).encode() + b"\n")
             f.flush()
             os.fsync(f.fileno())
     except OSError as e:

@@ -2,7 +2,7 @@
 
 Its text is noise, but a decoded token costs what it costs in a real model of that shape, so speed
 is measured without a download. All tensors are cut from a small pool of random blocks. The
-vocabulary is the 256 bytes and three special tokens, filled up with unused ones.
+vocabulary is the 256 bytes, the space and three special tokens, filled up with unused ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _BLOCK = 32  # elements of a q8_0 block, all of one scale
 _POOL_BLOCKS = 32_771  # a prime: rows of a power of two never begin at the same block
 _CHUNK = 4 << 20  # bytes written at once
 _SPECIAL = ("<unk>", "<s>", "</s>")
-_UNKNOWN, _CONTROL, _UNUSED, _BYTE = 2, 3, 5, 6  # llama.cpp's types of tokens
+_SPACE = "\u2581"  # how SentencePiece writes a space
+_NORMAL, _UNKNOWN, _CONTROL, _UNUSED, _BYTE = 1, 2, 3, 5, 6  # llama.cpp's types of tokens
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,11 @@ def _check(shape: Shape) -> None:
                 "weights are quantised in blocks of 32",
                 exit_code=2,
             )
-    least = len(_SPECIAL) + 256
+    least = len(_SPECIAL) + 256 + 1
     if shape.n_vocab < least:
         raise SparqError(
             f"a vocabulary of {shape.n_vocab} tokens is too small",
-            f"at least {least}: the bytes and {len(_SPECIAL)} special tokens",
+            f"at least {least}: the bytes, the space and {len(_SPECIAL)} special tokens",
             exit_code=2,
         )
 
@@ -236,8 +237,8 @@ def _add_metadata(w: Any, s: Shape, quant: str, name: str) -> None:
     w.add_vocab_size(s.n_vocab)
 
     # SentencePiece kind: a byte that no token spells is its own token, so any text can be read
-    tokens = [*_SPECIAL, *(f"<0x{b:02X}>" for b in range(256))]
-    types = [_UNKNOWN, _CONTROL, _CONTROL] + [_BYTE] * 256
+    tokens = [*_SPECIAL, *(f"<0x{b:02X}>" for b in range(256)), _SPACE]
+    types = [_UNKNOWN, _CONTROL, _CONTROL] + [_BYTE] * 256 + [_NORMAL]
     n_unused = s.n_vocab - len(tokens)
     w.add_tokenizer_model("llama")
     w.add_token_list(tokens + [f"<unused{i}>" for i in range(n_unused)])

@@ -1,0 +1,125 @@
+"""The attention bench: rows that did not run are refused, times come out as differences."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from pyorch.bench import attention, prefill, records
+from pyorch.bench.worker import Worker
+from pyorch.cli.bench import command
+from pyorch.errors import SparqError
+from pyorch.native import build
+
+PLAN = attention.Plan(like=["llama2-7b"], positions=[4096], threads=[2], n_samples=8)
+
+
+def test_plan_takes_turns_in_groups_of_one_cache() -> None:
+    plan = replace(PLAN, positions=[512, 4096], threads=[1, 2])
+    groups = list(plan.groups())
+    assert len(groups) == 4
+    for group in groups:
+        assert [c.label for c in group[:2]] == ["stock -fa 0", "stock -fa 1"]
+        assert len({(c.n_depth, c.n_threads, c.like) for c in group}) == 1
+        assert group[0].n_samples == 10  # whole turns
+    with pytest.raises(SparqError, match="256"):
+        list(replace(PLAN, positions=[256]).groups())
+
+
+def test_row_of_ours_is_refused_unless_every_call_ran() -> None:
+    (group,) = PLAN.groups()
+    stock, dense = group[0], group[2]
+    sparse = group[4]
+    calls = sparse.n_samples * sparse.n_layer
+    attention.refuse_idle(stock, {})
+    attention.refuse_idle(sparse, {"calls_sparse": calls})
+    attention.refuse_idle(dense, {"calls_dense_op": calls})
+    for case, counters in (
+        (sparse, {}),
+        (sparse, {"calls_sparse": 0, "calls_dense_op": calls}),
+        (sparse, {"calls_sparse": calls - 1}),
+        (dense, {"calls_stock": calls}),
+    ):
+        with pytest.raises(SparqError, match="not reported"):
+            attention.refuse_idle(case, counters)
+
+
+def test_prefill_row_is_refused_when_nothing_was_sealed() -> None:
+    case = prefill.Case("llama3-8b", 1, 2048, 512, 2, "sparq", "sparq,ratio=1/8", 3)
+    prefill.refuse_idle(case, {"groups_sealed": 24})
+    prefill.refuse_idle(replace(case, spec="off"), {})
+    with pytest.raises(SparqError, match="not reported"):
+        prefill.refuse_idle(case, {"groups_sealed": 0})
+
+
+def fake_records() -> list[records.Record]:
+    """Stock takes 20 and 30 ms, dense 10, the others 5; 4 of each without attention."""
+    (group,) = PLAN.groups()
+    out = []
+    for case, ms in zip(group, (20, 30, 10, 5, 5, 5), strict=True):
+        out.append(
+            records.record(
+                attention.BENCH,
+                asdict(case),
+                "s",
+                samples_ns=[(4 + ms) * 10**6] * 10,
+                base_samples_ns=[4 * 10**6] * 10,
+                bytes_per_token=10**8 + 10**6,
+                base_bytes_per_token=10**6,
+                counters={},
+                bandwidth_bytes_per_s=[20e9, 20e9, 1e9],
+                env={"machine": {"cpu": "C", "cores": 2}},
+            )
+        )
+    return out
+
+
+def test_rows_are_differences_against_the_better_stock() -> None:
+    rows = attention.rows(fake_records())
+    assert [round(r.attention_ms, 6) for r in rows] == [20, 30, 10, 5, 5, 5]
+    assert [round(r.speedup, 6) for r in rows] == [1, 0.666667, 2, 4, 4, 4]
+    assert rows[2].roofline == pytest.approx(0.5)  # 100 MB in 10 ms, at 20 GB/s
+    assert rows[0].token_ms == pytest.approx(24)
+    table = attention.markdown(fake_records())
+    assert "| 4096 | `sparq,ratio=1/8` | 5.00 (5.00-5.00) | 4.00x | 9.00 | 101.0 | 100 % |" in table
+
+
+def test_worker_reports_errors_and_its_death(model: Path) -> None:
+    with Worker() as worker:
+        with pytest.raises(SparqError, match="no model is open"):
+            worker.seal()
+        worker.open(model=str(model), n_ctx=512, n_threads=1)
+        worker.fill(n_pos=400, seed=1)
+        worker.attention(spec="dense")
+        got = worker.decode(n=2, seed=1)
+        assert len(got["samples_ns"]) == 2 and min(got["samples_ns"]) > 1000
+        assert got["counters"]["calls_dense_op"] == 4
+        with pytest.raises(SparqError, match="unknown method"):
+            worker.attention(spec="nonsense")
+        worker.process.kill()
+        with pytest.raises(SparqError, match="ended during 'seal'"):
+            worker.seal()
+
+
+@pytest.mark.skipif(
+    build.find(build.Options(stock=True)) is None, reason="the stock library is not built"
+)
+def test_attention_command_measures_once(tmp_path: Path) -> None:
+    args = ["attn", "--like", "llama3-8b", "-S", "1280", "--layers", "1", "--samples", "5", "-t"]
+    args += ["1", "--spec", "dense", "--spec", "sparq,ratio=1/8", "--out", str(tmp_path)]
+    runner = CliRunner()
+    first = runner.invoke(command, args, catch_exceptions=False)
+    assert first.exit_code == 0
+    assert first.stdout.count("| 1280 |") == 4
+    file = tmp_path / "attention.jsonl"
+    found = records.load(file)
+    assert len(found) == 4
+    for rec in found.values():
+        assert len(rec["samples_ns"]) == len(rec["base_samples_ns"]) == 5
+        assert rec["bandwidth_bytes_per_s"]
+    again = runner.invoke(command, args, catch_exceptions=False)
+    assert again.stdout == first.stdout  # taken from the records
+    assert records.load(file) == found

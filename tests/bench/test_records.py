@@ -1,0 +1,91 @@
+"""Records, bandwidth, marks in a README."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pyorch import native
+from pyorch.bench import bandwidth, records
+from pyorch.cli.bench import update_marked
+from pyorch.errors import SparqError
+
+
+def make(n: int, stamp: str = "s") -> records.Record:
+    return records.record("b", {"n": n}, stamp, samples_ns=[n, 2], env={"machine": {}})
+
+
+def test_records_round_trip_and_the_last_of_a_key_wins(tmp_path: Path) -> None:
+    file = tmp_path / "folder" / "r.jsonl"
+    first, again, other = make(1), make(1), make(2)
+    again["samples_ns"] = [7]
+    for rec in (first, other, again):
+        records.append(file, rec)
+    assert records.load(file) == {again["key"]: again, other["key"]: other}
+    assert records.load(tmp_path / "none.jsonl") == {}
+
+
+def test_records_key_depends_on_case_and_library() -> None:
+    assert make(1)["key"] == make(1)["key"]
+    assert len({make(1)["key"], make(2)["key"], make(1, "t")["key"]}) == 3
+
+
+def test_records_survive_an_interrupted_write_but_not_damage(tmp_path: Path) -> None:
+    file = tmp_path / "r.jsonl"
+    records.append(file, make(1))
+    whole = file.read_text()
+    file.write_text(whole + whole[:30])
+    assert list(records.load(file)) == [make(1)["key"]]
+    file.write_text(whole[:30] + "\n" + whole)
+    with pytest.raises(SparqError, match="line 1 is damaged"):
+        records.load(file)
+    file.write_text(whole.replace('"schema":1', '"schema":0'))
+    with pytest.raises(SparqError, match="schema 0"):
+        records.load(file)
+
+
+def test_records_go_on_after_a_line_that_was_cut_short(tmp_path: Path) -> None:
+    file = tmp_path / "r.jsonl"
+    records.append(file, make(1))
+    file.write_text(file.read_text() + '{"schema":1,"be')
+    records.append(file, make(2))
+    assert set(records.load(file)) == {make(1)["key"], make(2)["key"]}
+
+
+def test_record_needs_samples_and_env() -> None:
+    with pytest.raises(ValueError, match="samples"):
+        records.record("b", {}, "s", samples_ns=[], env={})
+    with pytest.raises(ValueError, match="env"):
+        records.record("b", {}, "s", samples_ns=[1])
+
+
+def test_environment_says_what_ran_and_names_no_host() -> None:
+    env = records.environment({"sparq": native.lib_dir()})
+    assert env["stamps"]["sparq"] == native.lib_dir().name.rsplit("-", 1)[1]
+    assert env["pin"].startswith("llama-cpp-python")
+    assert set(env["machine"]) == {"cpu", "cores", "memory_gib", "arch", "system"}
+    assert records.machine_name().endswith("-cores")
+
+
+def test_read_reads_every_word() -> None:
+    words = np.random.default_rng(1).integers(0, 2**63, 64 * 1000, dtype=np.uint64)
+    aligned = bandwidth._aligned_ones(words.nbytes)
+    aligned[:] = words
+    got = bandwidth._read()(aligned.ctypes.data, aligned.size)
+    assert got == int(np.bitwise_xor.reduce(words))
+
+
+def test_bandwidth_is_that_of_memory() -> None:
+    assert 5e8 < bandwidth.measure(1, passes=2) < 2e12  # bytes per second
+
+
+def test_update_marked_replaces_only_its_own_part(tmp_path: Path) -> None:
+    file = tmp_path / "README.md"
+    file.write_text("a\n<!-- x -->\nold\n<!-- /x -->\nb\n<!-- y -->\n<!-- /y -->\n")
+    update_marked(file, "x", "| new |")
+    update_marked(file, "x", "| newer |")
+    assert file.read_text() == "a\n<!-- x -->\n| newer |\n<!-- /x -->\nb\n<!-- y -->\n<!-- /y -->\n"
+    with pytest.raises(SparqError, match="<!-- z -->"):
+        update_marked(file, "z", "t")

@@ -1,0 +1,87 @@
+"""Synthetic states of the cache: llama.cpp takes them, gives them back, and attends to them."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pyorch import engine
+from pyorch.bench import state
+from pyorch.bench.worker import Subject
+from pyorch.errors import SparqError
+
+
+@pytest.mark.parametrize("flash_attn", [True, False])
+def test_state_comes_back_as_it_was_written(model: Path, flash_attn: bool) -> None:
+    """Every cell is in use, at its position: llama.cpp writes only such cells."""
+    with engine.load(model, n_ctx=1024, n_threads=1, flash_attn=flash_attn) as s:
+        engine.decode(s, 3)
+        wanted = state.blob(state.layout(s), 1000, seed=5)
+        state.fill(s, 1000, seed=5)
+        assert state._get(s) == wanted.tobytes()
+        assert len(s.tokens) == 1000
+        engine.decode(s, 65)
+        assert np.isfinite(engine.logits(s)).all()
+
+
+def test_state_is_the_same_with_v_transposed(model: Path) -> None:
+    logits = []
+    for flash_attn in (True, False):
+        with engine.load(model, n_ctx=1024, n_threads=1, flash_attn=flash_attn) as s:
+            state.fill(s, 1023, seed=2)
+            engine.decode(s, 70)
+            logits.append(engine.logits(s))
+            state.fill(s, 1023, seed=3)
+            engine.decode(s, 70)
+            logits.append(engine.logits(s))
+    one, other_seed, transposed, _ = logits
+    scale = np.abs(one).max()
+    assert np.abs(one - transposed).max() < 0.05 * scale
+    assert np.abs(one - other_seed).max() > 0.1 * scale  # so the cache does matter
+
+
+def test_state_rows_all_differ(model: Path) -> None:
+    with engine.load(model, n_ctx=256, n_threads=1) as s:
+        engine.decode(s, 3)
+        form = state.layout(s)
+    n = 5000
+    data = state.blob(form, n, seed=1)
+    k_bytes = n * form.k_width[0] * 2
+    start = 16 + n * 12 + 8 + 12  # head, cells, K's head
+    rows = data[start : start + k_bytes].reshape(n, -1)
+    assert len(np.unique(rows, axis=0)) == n
+    values = rows.copy().view(np.float16).astype(np.float32)
+    assert abs(values.std() - 1) < 0.02
+
+
+def test_state_seals_every_complete_group(model: Path) -> None:
+    subject = Subject()
+    subject.open(str(model), n_ctx=2048, n_threads=1)
+    try:
+        subject.fill(2000, seed=1)
+        subject.attention("sparq,ratio=1/8")
+        assert subject.seal() == 2000 // 64 * 2  # two layers
+        session = subject.session
+        assert session is not None
+        check = engine._sparse_call(
+            session, "llama_sparse_attn_check", ctypes.c_int64, ctypes.c_void_p
+        )
+        assert check(session.ctx) == 0
+        counters = subject.decode(3, seed=1)["counters"]
+        assert counters["calls_sparse"] == 3 * 2
+        assert counters["positions_visible"] == 3 * 2 * 2 * 2001  # layers, KV heads
+        assert counters["groups_sealed"] == 0
+        assert len(session.tokens) == 2000
+    finally:
+        subject.close()
+
+
+def test_state_refuses_what_does_not_fit_or_is_not_f16(model: Path) -> None:
+    with engine.load(model, n_ctx=256, n_threads=1) as s, pytest.raises(SparqError, match="fit"):
+        state.fill(s, 5000)
+    quantised = engine.load(model, n_ctx=256, n_threads=1, type_k="q8_0", type_v="q8_0")
+    with quantised as s, pytest.raises(SparqError, match="type of the cache"):
+        state.fill(s, 100)
