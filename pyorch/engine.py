@@ -197,6 +197,15 @@ def _last_log() -> str:
 # ---- load ----
 
 
+@dataclass(frozen=True)
+class CacheType:
+    """A ggml type of the KV cache: its number, and its bytes per element."""
+
+    name: str
+    number: int
+    bytes_per_element: float
+
+
 def load(
     path: str | os.PathLike[str],
     *,
@@ -235,9 +244,8 @@ def load(
     spec = parse_spec(attention) if isinstance(attention, str) else attention
     if spec is not None:
         check_against_model(spec, geo.head_dim_k)
-    check_memory(
-        file, cache_bytes(geo, n_ctx, *types, shadow=bool(spec and spec.method == "sparq"))
-    )
+    shadow = spec is not None and spec.method == "sparq"
+    check_memory(file, cache_bytes(geo, n_ctx, *types, shadow=shadow))
 
     lib = _library(stock, verbose)
     model = _load_model(lib, file.path, n_gpu_layers, progress)
@@ -247,33 +255,27 @@ def load(
     params.n_threads = params.n_threads_batch = n_threads or usable_cores()
     params.flash_attn_type = 1 if flash_attn else 0
     params.type_k, params.type_v = (t.number for t in types)
-    params.offload_kqv = True
     params.no_perf = True
+    session = _make_session(lib, file.path, geo, model, params)
+    try:
+        if spec is not None:
+            set_attention(session, spec)
+    except SparqError:
+        session.close()
+        raise
+    return session
+
+
+def _make_session(lib: Any, path: Path, geo: Geometry, model: Any, params: Any) -> Session:
     _log_lines.clear()
     ctx = lib.llama_init_from_model(model, params)
     if not ctx:
         lib.llama_model_free(model)
         raise SparqError(
-            f"{path}: cannot make a context of {n_ctx} positions: {_last_log()}",
+            f"{path}: cannot make a context of {params.n_ctx} positions: {_last_log()}",
             "lower --ctx, or run with -v to see llama.cpp's own messages",
         )
-    session = Session(lib, file.path, geo, model, ctx)
-    if spec is not None:
-        try:
-            set_attention(session, spec)
-        except SparqError:
-            session.close()
-            raise
-    return session
-
-
-@dataclass(frozen=True)
-class CacheType:
-    """A ggml type of the KV cache: its number, and its bytes per element."""
-
-    name: str
-    number: int
-    bytes_per_element: float
+    return Session(lib, path, geo, model, ctx)
 
 
 def _cache_type(name: str) -> CacheType:
