@@ -153,6 +153,7 @@ class Ggml:
     """The loaded libraries, with prototypes."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.base = ctypes.CDLL(str(_library(folder, "ggml-base")), mode=ctypes.RTLD_GLOBAL)
         self.cpu = ctypes.CDLL(str(_library(folder, "ggml-cpu")))
         base, cpu, t, ctx = self.base, self.cpu, TensorPtr, c_void_p
@@ -220,9 +221,9 @@ class Graph:
     def __init__(self, ggml: Ggml) -> None:
         self.ggml = ggml
         self.buffers: dict[int, Buffer] = {}  # by the address of the tensor
-        self.inputs: list[
-            tuple[object, Buffer, np.ndarray]
-        ] = []  # tensors that nothing may write to, and their bytes
+        self.lazies: list[np.ndarray] = []
+        # tensors that nothing may write to, and their bytes
+        self.inputs: list[tuple[object, Buffer, np.ndarray]] = []
 
     def __enter__(self) -> Graph:
         self.ctx = self.ggml.base.ggml_init(InitParams(4 << 20, None, True))
@@ -259,6 +260,19 @@ class Graph:
         if not inplace:
             self.inputs.append((t, buffer, buffer.bytes.copy()))
         return t
+
+    def lazy(self, shape: tuple[int, ...], kind: str) -> tuple[object, np.ndarray]:
+        """A tensor of zeros larger than memory would like, and its values: pages come when touched.
+
+        Without guards, and not compared after the computation.
+        """
+        number, dtype = TYPES[kind]
+        ne = (c_int64 * len(shape))(*reversed(shape))
+        t = self.ggml.base.ggml_new_tensor(self.ctx, number, len(shape), ne)
+        array = np.zeros(shape, dtype)
+        self.lazies.append(array)
+        t.contents.data = array.ctypes.data
+        return t, array
 
     def op(self, name: str, *args):
         return getattr(self.ggml.base, name)(self.ctx, *args)

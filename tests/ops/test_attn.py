@@ -292,6 +292,44 @@ def test_attend_one_position_returns_its_value(ggml: Ggml) -> None:
     assert np.array_equal(got, data.v[:, 131].repeat(4, axis=1)[:, None])
 
 
+@pytest.mark.slow
+def test_attn_beyond_2_gib(ggml: Ggml) -> None:
+    """K, V and k_t of 2.4 GB each: offsets do not fit 32 bits. Only the last cells are visible."""
+    n_grp, n_head, d, n_seen = 18_750, 8, 128, 100
+    n_kv = n_grp * GROUP
+    case = Case(n_kv=n_seen, d=d, heads=(n_head, n_head), mask="open", sealed="none")
+    small = cases.make(case)
+    with ggml.graph() as g:
+        k, k_values = g.lazy((1, n_kv, n_head, d), "f16")
+        v, v_values = g.lazy((1, n_kv, n_head, d), "f16")
+        k_t, k_t_values = g.lazy((1, n_head * d, n_kv), "f16")
+        k_values[:, -n_seen:], v_values[:, -n_seen:] = small.k, small.v
+        k_t_values[0, :, -n_seen:] = small.k.reshape(n_seen, -1).T
+        mask = np.full((1, 1, 1, n_kv), -np.inf, np.float32)
+        mask[..., -n_seen:] = 0
+        visible = np.zeros((1, 1, 1, n_grp), np.int32)
+        visible[..., -2:] = n_seen - GROUP, GROUP
+        q, mask, visible = g.tensor(small.q, "f32"), g.tensor(mask, "f16"), g.tensor(visible, "i32")
+        logits = []
+        for sealed in (0, 1):
+            sources = (q, k, k_t, g.tensor(np.full((1, n_grp), sealed), "i32"), mask, visible, None)
+            params = graphs.ScoreParams(16, case.scale, 0, 0)
+            logits.append(g.op("ggml_sparse_attn_score", *sources, params))
+        sources = (q, k, v, mask, visible, None, None, None, None, None)
+        params = graphs.AttendParams(case.scale, 0, 0, 0)
+        dense = g.op("ggml_sparse_attn_attend", *sources, params)
+        g.compute(*logits, dense)
+        got = [g.read(x)[0, 0, :, -n_seen:] for x in logits]
+        got_dense = g.read(dense).reshape(n_head, d)
+    for b in small.blocks():
+        kept = oracle.select_components(b.q, 16)
+        want = oracle.logits_of(b.q, b.k, b.bias, case.scale, 0, kept)
+        for x in got:
+            assert np.allclose(x[b.head], want[0], rtol=0, atol=1e-5)
+        want = oracle.dense(b.q, b.k, b.v, b.bias, case.scale)
+        assert np.allclose(got_dense[b.head], want[0], rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("extra", ["softcap", "sinks"])
 @pytest.mark.parametrize("mask", ["open", "alibi"])
 def test_attn_extras_matter(extra: str, mask: str, ggml: Ggml) -> None:

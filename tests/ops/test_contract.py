@@ -1,0 +1,89 @@
+"""What the constructors refuse: a wrong graph stops with an assertion instead of computing.
+
+Each case runs in its own process, because GGML_ASSERT ends it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import sys
+from pathlib import Path
+sys.path[:0] = {paths!r}
+import cases, graphs
+import numpy as np
+from ggml_ctypes import Ggml, ScoreParams, SelectParams, AttendParams
+from graphs import Sources
+
+ggml = Ggml(Path({lib!r}))
+data = cases.make(cases.Case(n_kv=130, heads=(8, 2), extra="mean_v"))
+with ggml.graph() as g:
+    s = Sources(data, g)
+    def score(rank=16, **changed):
+        t = dict(q=s.q, k=s.k, k_t=s.k_t, sealed=s.sealed, mask=s.mask, visible=s.visible) | changed
+        return g.op("ggml_sparse_attn_score", *t.values(), None, ScoreParams(rank, 1, 0, 0))
+    def attend(mean_v=0, **changed):
+        t = dict(q=s.q, k=s.k, v=s.v, mask=s.mask, visible=s.visible, sel=None, v_sum=None,
+                 sealed=None, sinks=None) | changed
+        return g.op("ggml_sparse_attn_attend", *t.values(), None, AttendParams(1, 0, 0, mean_v))
+    print("before", flush=True)
+    {line}
+    print("after", flush=True)
+"""
+
+ACCEPTED = ["score()", "score(k_t=None, sealed=None, rank=0)", "attend()"]
+REFUSED = [
+    "score(rank=0)",
+    "score(rank=65)",
+    "score(sealed=None)",
+    "score(q=g.tensor(data.q[:, :, :7], 'f32'))",  # 7 query heads for 2 KV heads
+    "score(q=g.tensor(data.q, 'f16'))",
+    "score(k=g.tensor(data.k[:, :129], 'f16'))",  # fewer positions than the mask
+    "score(mask=g.tensor(data.mask, 'f32'))",  # the mask without flash attention
+    "score(k_t=g.tensor(data.k_t[:, :, :128], 'f16'))",  # shorter than the view
+    "score(k_t=g.tensor(data.k_t, 'f32'))",
+    "score(k=g.tensor(data.k, 'i32'))",  # a type that is not handled, as a quantised one is not
+    "attend(mean_v=1)",  # nothing to take alpha from
+    "attend(v=g.tensor(data.v[:, :, :1], 'f16'))",
+    "attend(sinks=g.tensor(np.zeros(7), 'f32'))",
+    "g.op('ggml_sparse_attn_select', score(), s.forced, s.kl, None, SelectParams(0, 2, 1, 0))",
+    "g.op('ggml_sparse_attn_select', score(), s.forced, s.kl, None, SelectParams(8, 3, 1, 0))",
+    "g.op('ggml_sparse_attn_select', score(), s.forced, s.kl, None, SelectParams(8, 2, 99, 0))",
+    "g.op('ggml_sparse_attn_seal', g.tensor(data.k_t[:, :64], 'f16'), None, s.k, None,"
+    " g.tensor(np.zeros((1, 1)), 'i32'), None)",
+]
+
+
+def run(line: str, lib: Path) -> subprocess.CompletedProcess[str]:
+    here = Path(__file__).parent
+    program = PROGRAM.format(paths=[str(here), str(here.parent)], lib=str(lib), line=line)
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"GGML_NO_BACKTRACE": "1"},
+    )
+
+
+@pytest.fixture(scope="module")
+def lib(ggml) -> Path:
+    return ggml.folder
+
+
+@pytest.mark.parametrize("line", ACCEPTED)
+def test_contract_accepts(line: str, lib: Path) -> None:
+    done = run(line, lib)
+    assert (done.returncode, done.stdout) == (0, "before\nafter\n"), done.stderr
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_contract_refuses(line: str, lib: Path) -> None:
+    done = run(line, lib)
+    assert done.stdout == "before\n", done.stderr
+    assert "GGML_ASSERT" in done.stderr
