@@ -213,7 +213,7 @@ def why_dense(wanted: AttentionSpec | None, info: AttentionInfo) -> str:
 
 @contextmanager
 def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A callback (done, total) that draws a bar on stderr once two seconds have passed."""
+    """A callback (done, total): a bar on stderr, from two seconds on until all is done."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -236,10 +236,14 @@ def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
 
     def update(done: int, total: int) -> None:
         nonlocal shown
-        if not shown and console.is_terminal and time.monotonic() - started > PROGRESS_AFTER_S:
+        slow = time.monotonic() - started > PROGRESS_AFTER_S
+        bar.update(task, completed=done, total=total)
+        if not shown and slow and done < total and console.is_terminal:
             bar.start()
             shown = True
-        bar.update(task, completed=done, total=total)
+        elif shown and done >= total:  # text follows on the same terminal
+            bar.stop()
+            shown = False
 
     try:
         yield update
