@@ -355,10 +355,13 @@ def markdown(recs: Sequence[Record]) -> str:
             out += ["", "| positions | attention | ms per token (p10-p90) | against best stock |"]
             out[-1] += " whole token, ms | MB read per token | share of roofline |"
             out += ["| ---: | --- | ---: | ---: | ---: | ---: | ---: |"]
+        lost = row.attention_ms <= 0  # the machine was too busy to tell it from nothing
+        speedup = "-" if lost else f"{row.speedup:.2f}x"
+        roofline = "-" if lost else f"{100 * row.roofline:.0f} %"
         out += [
             f"| {c.n_depth} | `{c.label}` | {row.attention_ms:.2f} "
-            f"({row.attention_p10_ms:.2f}-{row.attention_p90_ms:.2f}) | {row.speedup:.2f}x | "
-            f"{row.token_ms:.2f} | {row.bytes_per_token / 1e6:.1f} | {100 * row.roofline:.0f} % |"
+            f"({row.attention_p10_ms:.2f}-{row.attention_p90_ms:.2f}) | {speedup} | "
+            f"{row.token_ms:.2f} | {row.bytes_per_token / 1e6:.1f} | {roofline} |"
         ]
     speeds = sorted(row.bandwidth / 1e9 for row in rows(recs))
     machine = recs[0]["env"]["machine"]
