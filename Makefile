@@ -19,10 +19,10 @@ build: $(STAMP)         ## the patched library and its Python bindings
 	$(RUN)/sparq-cpp build
 
 $(STAMP): pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "error: Python 3.10 or newer is needed (set PYTHON=)")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "error: Python 3.10 or newer is needed: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(RUN)/python -m pip install --quiet --editable '.[test]'
-	rm -f $(VENV)/stamp-* && touch $@
+	@rm -f $(VENV)/stamp-* && touch $@
 
 lint: $(STAMP)          ## what the style asks, without changing anything
 	$(RUN)/ruff check pyorch tests && $(RUN)/ruff format --check pyorch tests

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import click
 
@@ -48,8 +49,8 @@ def command(
         stamp = json.loads((folder / "stamp.json").read_text("utf-8"))
         click.echo(json.dumps({"lib_dir": str(folder), **stamp}))
     elif env:
-        variables = {"PYTHONPATH": build.bindings(), "LLAMA_CPP_LIB_PATH": folder}
-        for key, value in (variables | {"MTMD_CPP_LIB": folder}).items():
-            click.echo(f"export {key}='{value}'")
+        lib, python = shlex.quote(str(folder)), shlex.quote(str(build.bindings()))
+        click.echo(f'export PYTHONPATH={python}"${{PYTHONPATH:+:$PYTHONPATH}}"')
+        click.echo(f"export LLAMA_CPP_LIB_PATH={lib} MTMD_CPP_LIB={lib}")
     else:
         click.echo(folder)

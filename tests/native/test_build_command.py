@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from pyorch import __version__, cli
+from pyorch.native import build as native_build
 
 Result = tuple[int, str, str]
 
@@ -64,13 +67,11 @@ def test_build(capsys: pytest.CaptureFixture[str], world: Path) -> None:
     code, out, err = run(capsys, "build", "--json")
     assert (code, err) == (0, "")  # nothing to do, nothing to say
     assert json.loads(out)["lib_dir"] == folder
-    lines = run(capsys, "build", "--env")[1].splitlines()
-    assert f"export LLAMA_CPP_LIB_PATH='{folder}'" in lines
-    assert [line.split("=")[0] for line in lines] == [
-        "export PYTHONPATH",
-        "export LLAMA_CPP_LIB_PATH",
-        "export MTMD_CPP_LIB",
-    ]
+    script = run(capsys, "build", "--env")[1]
+    script += 'echo "$PYTHONPATH $LLAMA_CPP_LIB_PATH $MTMD_CPP_LIB"'
+    env = {**os.environ, "PYTHONPATH": "/mine"}
+    said = subprocess.run(["sh", "-c", script], env=env, capture_output=True, text=True).stdout
+    assert said.split() == [f"{native_build.bindings()}:/mine", folder, folder]
 
 
 def test_failure_is_two_lines(
