@@ -5,7 +5,7 @@
         ctx.decode([(token, position, 0) for position, token in enumerate(prompt)])
         logits = ctx.logits()
 
-SPARQ_TEST_LIB_DIR tests the library in that folder instead of the one that `sparq-cpp build` makes.
+SPARQ_TEST_LIB_DIR and SPARQ_TEST_STOCK_DIR test the libraries in those folders instead of those that `sparq-cpp build` makes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Token = tuple[int, int, int]  # (token, position, sequence)
 
 def environment(stock: bool = False) -> dict[str, str]:
     """Variables for another process that is to use the library (the stock one, if `stock`)."""
-    folder = os.environ.get("SPARQ_TEST_LIB_DIR")
-    if stock or not folder:
+    folder = os.environ.get("SPARQ_TEST_STOCK_DIR" if stock else "SPARQ_TEST_LIB_DIR")
+    if not folder:
         return native.environment(stock=stock)
     return {"LLAMA_CPP_LIB_PATH": folder, "PYTHONPATH": str(build.bindings())}
 
@@ -109,6 +109,12 @@ class Model:
             raise RuntimeError(f"cannot load {path}\n{log_text()}")
         self.n_vocab: int = m.llama_vocab_n_tokens(m.llama_model_get_vocab(self.handle))
         self.n_layer: int = m.llama_model_n_layer(self.handle)
+
+    def tokenize(self, text: str) -> list[int]:
+        m, data = bindings(), text.encode()
+        tokens = (c_int32 * (len(data) + 8))()
+        vocab = m.llama_model_get_vocab(self.handle)
+        return tokens[: m.llama_tokenize(vocab, data, len(data), tokens, len(tokens), True, False)]
 
     def __enter__(self) -> Model:
         return self
@@ -250,7 +256,8 @@ class Context:
             size = m.llama_state_seq_get_size(self.handle, seq)
             call = lambda p: m.llama_state_seq_get_data(self.handle, p, size, seq)  # noqa: E731
         data = (ctypes.c_uint8 * size)()
-        return bytes(data)[: call(data)]
+        written = call(data)
+        return bytes(data)[:written]
 
     def set_state(self, data: bytes, seq: int | None = None) -> int:
         """Bytes read; 0 when the library refuses it."""

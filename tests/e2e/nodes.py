@@ -7,10 +7,15 @@ SELECT with the very logits it read; ATTEND with exact attention over the very c
 from __future__ import annotations
 
 import ctypes
+import sys
 from ctypes import c_int32
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).parents[1] / "ops"))
+
 import oracle
 from ggml_ctypes import NUMPY_TYPE, AttendParams, ScoreParams, SelectParams, Tensor
 from llama import bindings
@@ -59,6 +64,9 @@ class Attend:
     n_local_max: int = 0
     rank: int = 0
     mean_v: bool = False
+    softcap: float = 0.0
+    max_bias: float = 0.0
+    has_sinks: bool = False
 
     @property
     def is_sparse(self) -> bool:
@@ -121,7 +129,8 @@ class Watch:
         k_t, sealed = _source(t, 2), _source(t, 3)
         p = _params(t, ScoreParams)
         self._rank = p.rank if k_t else 0
-        self.addresses["k"] = _source(t, 1).data
+        source = _source(t, 1)
+        self.addresses |= {"k": source.data, "k_stride": source.nb[2], "k_size": source.nb[0]}
         if k_t:
             self.addresses |= {"k_t": k_t.data, "sealed": sealed.data, "k_t_stride": k_t.nb[1]}
         if not self.checks:
@@ -202,6 +211,9 @@ class Watch:
             forced=None,
             kl=None,
             mean_v=bool(p.mean_v),
+            softcap=p.softcap,
+            max_bias=p.max_bias,
+            has_sinks=sinks is not None,
         )
         if sel is not None:
             selection = self._selections[ctypes.addressof(sel)]

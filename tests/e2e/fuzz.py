@@ -1,0 +1,699 @@
+"""Random operations on a tiny model, next to a plain model of what the cache must hold.
+
+    python tests/e2e/fuzz.py --seed 3 --ops 400          (test_fuzz.py runs it; the environment: llama.python_environment)
+
+The plain model is a list of cells, each with a position, a token and the sequences that it belongs to; it knows nothing of
+where llama.cpp puts them. Layer 0 of K depends on token and position only, so its rows tell which cell is which.
+
+After every decoded batch
+    the shadow equals a fresh one;
+    every SCORE, SELECT and ATTEND node equals the oracle (nodes.py);
+    each token sees exactly the positions of its sequence, and K of layer 0 is what those tokens give;
+    the forced cells are the newest and the first positions of that sequence, k and l are those of the spec;
+    the counters moved by what was seen;
+    logits equal those of a fresh dense context, wherever every K and V of the sequence is exact.
+Prints the operations and exits 1 at the first thing that is wrong; with all well, one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import ctypes
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import tiny
+from llama import Context, Model, Token, log_text
+from nodes import GROUP, Attend, Watch
+
+HEAD_DIM = 32
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A spec, and what it must give: method (rank, k, l) at n positions, in layer il of n_layer."""
+
+    method: str
+    ratio: float = 0.0
+    rank: int = 0
+    topk: int = 0
+    local: int = -1
+    sinks: int = 4
+    min_k: int = 128
+    min_ctx: int = 0
+    mean_v: str = "auto"
+    ramp: bool = False
+    k_layers: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if self.method in ("off", "dense"):
+            return self.method
+        parts = [self.method, f"sinks={self.sinks}", f"min_ctx={self.min_ctx}"]
+        for key in ("ratio", "rank", "topk"):
+            if getattr(self, key):
+                parts.append(f"{key}={getattr(self, key)}")
+        if self.local >= 0:
+            parts.append(f"local={self.local}")
+        if self.ratio:
+            parts.append(f"min_k={self.min_k}")
+        if self.method == "sparq":
+            parts.append(f"mean_v={self.mean_v}")
+        if self.ramp:
+            parts.append("budget=ramp")
+        if self.k_layers:
+            parts.append("k_layers=" + ":".join(map(str, self.k_layers)))
+        return ",".join(parts)
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.method in ("sparq", "topk")
+
+    def kl(self, layer: int, n_layer: int, n: int) -> tuple[int, int]:
+        least = self.min_k if self.ratio and not self.k_layers else 1
+        if self.k_layers:
+            k = float(self.k_layers[layer])
+        elif self.topk:
+            k = float(self.topk)
+        else:
+            k = self.ratio * n / (2 if self.method == "sparq" else 1)
+        if self.ramp and not self.k_layers:
+            k *= 2 * (layer + 1) / (n_layer + 1)
+        k = np.floor(k + 0.5)
+        k = int(min(max(k, least, self.sinks + max(self.local, 0) + 1), n))
+        return k, self.local if self.local >= 0 else max(k // 4, 1)
+
+
+def random_spec(rng: np.random.Generator, n_layer: int) -> Spec:
+    kind = rng.choice(["off", "dense", "sparq", "sparq_ratio", "topk", "topk_ratio", "all"], p=[
+        0.06, 0.08, 0.4, 0.16, 0.12, 0.08, 0.1])  # fmt: skip
+    common = {
+        "sinks": int(rng.choice([0, 1, 4])),
+        "local": int(rng.choice([-1, -1, 0, 5])),
+        "min_ctx": int(rng.choice([0, 0, 0, 256, 512])),
+        "mean_v": str(rng.choice(["auto", "on", "off"])),
+        "ramp": bool(rng.random() < 0.2),
+    }
+    if kind in ("off", "dense"):
+        return Spec(str(kind))
+    if kind == "all":
+        return Spec("sparq", rank=int(rng.integers(1, HEAD_DIM + 1)), topk=10**6, **common)
+    if kind == "sparq":
+        k_layers = tuple(rng.integers(16, 64, n_layer).tolist()) if rng.random() < 0.2 else ()
+        topk = 0 if k_layers else int(rng.integers(16, 80))
+        return Spec("sparq", rank=int(rng.integers(1, HEAD_DIM + 1)), topk=topk, k_layers=k_layers, **common)
+    ratio = float(rng.choice([0.125, 0.25, 0.5]))
+    if kind == "sparq_ratio":
+        return Spec("sparq", ratio=ratio, min_k=int(rng.integers(12, 40)), **common)
+    if kind == "topk":
+        return Spec("topk", topk=int(rng.integers(16, 80)), **common)
+    return Spec("topk", ratio=ratio, min_k=int(rng.integers(12, 40)), **common)
+
+
+@dataclass(eq=False)
+class Cell:
+    position: int
+    token: int
+    seqs: set[int]
+    chain: int | None  # what its K and V were computed from, if by exact attention
+    turned: int = 0  # how far RoPE in K is ahead of the position
+    index: int | None = None  # where the library has it, once seen
+
+    def copy(self, seq: int) -> Cell:
+        """The same for one sequence, in a place not known yet."""
+        return Cell(self.position, self.token, {seq}, self.chain, self.turned)
+
+
+@dataclass
+class Plain:
+    """The cells that the cache must hold, per stream."""
+
+    unified: bool
+    n_seq: int
+    streams: list[list[Cell]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.streams = [[] for _ in range(1 if self.unified else self.n_seq)]
+
+    def stream(self, seq: int) -> list[Cell]:
+        return self.streams[0 if self.unified else seq]
+
+    def cells(self, seq: int) -> list[Cell]:
+        """The cells of a sequence by position."""
+        return sorted((c for c in self.stream(seq) if seq in c.seqs), key=lambda c: c.position)
+
+    def last(self, seq: int) -> int:
+        return max((c.position for c in self.stream(seq) if seq in c.seqs), default=-1)
+
+    def remove(self, seq: int, p0: int, p1: int) -> None:
+        for c in self.stream(seq):
+            if p0 <= c.position < p1:
+                c.seqs.discard(seq)
+        self.sweep()
+
+    def sweep(self) -> None:
+        for cells in self.streams:
+            cells[:] = [c for c in cells if c.seqs]
+
+    def chain(self, seq: int) -> int | None:
+        """Names the content of the sequence, if every K and V of it is what exact attention gives; else None."""
+        chain = 0
+        cells = self.cells(seq)
+        for i, c in enumerate(cells):
+            chain = link(chain, c.token, c.position)
+            if c.chain != chain or c.position != cells[0].position + i:
+                return None
+        return chain
+
+
+def link(chain: int, token: int, position: int) -> int:
+    return hash((chain, token, position))
+
+
+class Fuzz:
+    def __init__(self, seed: int, folder: Path, sabotage: str = "") -> None:
+        self.rng = rng = np.random.default_rng(seed)
+        self.sabotage = sabotage
+        self.trace: list[str] = []
+        self.counts: dict[str, int] = {}
+        self.damaged = False
+        self.compared = self.sparse_calls = 0
+
+        self.unified = seed % 2 == 0
+        self.n_seq = 3 if self.unified else 2
+        n_head, n_head_kv = [(4, 2), (2, 2), (3, 1)][seed // 2 % 3]
+        self.n_layer = 2 + seed % 3 // 2
+        type_k = str(rng.choice(["f16", "f16", "bf16", "f32"]))
+        self.can_shift = type_k != "bf16"  # llama.cpp aborts: its RoPE on the CPU does not know bf16
+        type_v = str(rng.choice([type_k, "f16"]))
+        n_ctx = 1024 if self.unified else 1280
+        self.n_ubatch = int(rng.choice([32, 64, 200]))
+        n_threads = 2 if seed % 8 == 7 else 1
+        self.note(f"{n_head}/{n_head_kv} heads, {self.n_layer} layers, unified={self.unified}, K {type_k}, V {type_v}, "
+                  f"n_ctx {n_ctx}, n_ubatch {self.n_ubatch}, {n_threads} threads")  # fmt: skip
+
+        weights = tiny.make(
+            "llama", n_layer=self.n_layer, n_head=n_head, n_head_kv=n_head_kv, head_dim=HEAD_DIM, seed=seed
+        )
+        self.keys = first_layer_keys(weights)
+        self.watch = Watch()
+        self.model = Model(tiny.save(weights, folder / "m.gguf"))
+        types = {"type_k": type_k, "type_v": type_v, "n_threads": n_threads}
+        self.ctx = Context(
+            self.model, n_ctx=n_ctx, n_seq=self.n_seq, unified=self.unified,
+            n_ubatch=self.n_ubatch, watch=self.watch, **types,
+        )  # fmt: skip
+        self.fresh = Context(self.model, n_ctx=1024, n_ubatch=512, **types)
+        self.plain = Plain(self.unified, self.n_seq)
+        self.size = self.ctx.n_ctx_seq  # cells per stream
+        self.spec = Spec("off")
+        self.pending = False  # a shift or copy that the next decode will carry out
+        self.divided = False  # a shift by seq_div, which llama.cpp cannot copy to another stream
+        self.saved: list[tuple[int | None, bytes, Plain]] = []
+        self.set_spec(Spec("sparq", rank=8, topk=40))
+
+    def note(self, text: str) -> None:
+        self.trace.append(text)
+
+    # ---- the loop ----
+
+    def run(self, n_ops: int) -> None:
+        actions: list[tuple[float, Callable[[], None]]] = [
+            (22, self.op_decode),
+            (14, self.op_decode_many),
+            (10, self.op_prefill),
+            (3, self.op_prefill_many),
+            (4, self.op_rm_tail),
+            (3, self.op_rm_middle),
+            (2, self.op_rm_head),
+            (2, self.op_rm_all),
+            (3, self.op_cp),
+            (1, self.op_keep),
+            (4, self.op_shift),
+            (1, self.op_divide),
+            (0.7, self.op_clear),
+            (3, self.op_save),
+            (3, self.op_restore),
+            (2, self.op_restore_damaged),
+            (4, self.op_abort),
+            (6, self.op_spec),
+        ]
+        weights = np.array([w for w, _ in actions])
+        done = 0
+        while done < n_ops:
+            if self.sabotage and not self.damaged and done >= n_ops // 2:
+                self.damaged = self.damage()
+            action = actions[self.rng.choice(len(actions), p=weights / weights.sum())][1]
+            # decoding comes in runs, so that graphs are reused
+            for _ in range(int(self.rng.integers(1, 8)) if action == self.op_decode else 1):
+                name = action.__name__[3:]
+                self.counts[name] = self.counts.get(name, 0) + 1
+                action()
+                self.check_ranges()
+                done += 1
+
+    def check_ranges(self) -> None:
+        for seq in range(self.n_seq):
+            cells = self.plain.cells(seq)
+            want = (cells[0].position, cells[-1].position) if cells else (-1, -1)
+            assert self.ctx.seq_range(seq) == want, f"sequence {seq} is {self.ctx.seq_range(seq)}, expected {want}"
+
+    def pick(self, least: int = 1) -> int | None:
+        """A sequence with at least that many cells."""
+        seqs = [s for s in range(self.n_seq) if len(self.plain.cells(s)) >= least]
+        return int(self.rng.choice(seqs)) if seqs else None
+
+    # ---- decoding ----
+
+    def tokens(self, seq: int, n: int) -> list[Token]:
+        first = self.plain.last(seq) + 1
+        return [(int(t), first + i, seq) for i, t in enumerate(self.rng.integers(3, 259, n))]
+
+    def op_decode(self) -> None:
+        seq = self.pick()
+        self.decode(self.tokens(seq if seq is not None else 0, 1))
+
+    def op_decode_many(self) -> None:
+        n = int(self.rng.integers(2, self.n_seq + 1))
+        seqs = sorted(self.rng.choice(self.n_seq, n, replace=False).tolist())
+        self.decode([t for s in seqs for t in self.tokens(s, 1)])
+
+    def op_prefill(self) -> None:
+        n = int(self.rng.choice([2, 3, 17, 64, 65, 130, 300]))
+        self.decode(self.tokens(int(self.rng.integers(self.n_seq)), n))
+
+    def op_prefill_many(self) -> None:
+        """Several sequences in one batch, of different lengths."""
+        self.decode([t for s in range(self.n_seq) for t in self.tokens(s, int(self.rng.integers(1, 60)))])
+
+    def decode(self, batch: list[Token], abort: int | None = None) -> None:
+        seqs = sorted({s for *_, s in batch})
+        self.note(f"decode {[(s, sum(q == s for *_, q in batch)) for s in seqs]} abort={abort}")
+        needed = {id(self.plain.stream(s)): 0 for s in seqs}
+        for *_, s in batch:
+            needed[id(self.plain.stream(s))] += 1
+        fits = all(len(self.plain.stream(s)) + needed[id(self.plain.stream(s))] <= self.size for s in seqs)
+        chains = {s: self.plain.chain(s) for s in seqs}
+
+        before = self.counters()
+        self.watch.clear()
+        if abort is not None:
+            self.ctx.abort_after(abort)
+        result = self.ctx.decode(batch)
+        self.pending = self.divided = False
+        self.note(f"  -> {result}")
+        assert result in ((1,) if not fits else (0,) if abort is None else (0, 2)), f"llama_decode: {result}"
+        if result == 1:
+            assert not self.watch.attends
+            return self.make_room()
+
+        exact = all(a.n_read == int(a.visible.sum()) * a.shape[2] for a in self.watch.attends)
+        for token, position, s in batch:
+            chains[s] = None if chains[s] is None or not exact else link(chains[s], token, position)
+            self.plain.stream(s).append(Cell(position, token, {s}, chains[s]))
+        if result == 2:  # what the failed part would have added is gone
+            for s in seqs:
+                self.plain.remove(s, self.ctx.seq_range(s)[1] + 1, 1 << 30)
+            self.note(f"  aborted; left {[self.ctx.seq_range(s) for s in seqs]}")
+            self.ctx.abort_after(None)
+            self.check_shadow()
+            return None
+        self.check_shadow()
+        self.check_counters(before)
+        self.check_attends(batch)
+        logits = self.ctx.logits()
+        assert np.isfinite(logits).all(), "logits are not finite"
+        self.check_logits(batch[-1][2], logits)
+        return None
+
+    def make_room(self) -> None:
+        seq = max(range(self.n_seq), key=lambda s: len(self.plain.cells(s)))
+        self.rm(seq, self.plain.cells(seq)[0].position + int(self.rng.integers(100)), 1 << 30)
+
+    # ---- what must hold ----
+
+    def check_shadow(self) -> None:
+        if self.damaged and self.sabotage == "score":
+            return
+        bad = self.ctx.check_shadow()
+        assert bad <= 0, f"the shadow differs from K and V in {bad} groups"
+
+    def counters(self) -> dict:
+        return self.ctx.info().get("counters", {})
+
+    def check_counters(self, before: dict) -> None:
+        if self.spec.method == "off":
+            return
+        after, seen = self.counters(), self.watch.attends
+        sparse = sum(a.calls for a in seen if a.is_sparse)
+        self.sparse_calls += sparse
+        for key, want in {
+            "calls_sparse": sparse,
+            "calls_dense_op": sum(a.calls for a in seen if not a.is_sparse),
+            "steps": sum(a.calls for a in seen if a.layer == 0),
+            "positions_visible": sum(int(a.visible.sum()) * a.shape[2] for a in seen),
+            "positions_read": sum(a.n_read for a in seen),
+            "groups_sealed": self.watch.sealed,
+        }.items():
+            moved = after[key] - before.get(key, 0)
+            assert moved == want, f"counter {key} moved by {moved}, expected {want}"
+
+    def check_attends(self, batch: list[Token]) -> None:
+        seen = self.watch.attends
+        if self.spec.method == "off":
+            assert not seen
+            return
+        n_of = {s: sum(q == s for *_, q in batch) for *_, s in batch}
+        if max(n_of.values()) == 1:  # a decode step: every token in every layer, by us
+            for layer in range(self.n_layer):
+                assert sum(a.calls for a in seen if a.layer == layer) == len(batch), "a decode step left to llama.cpp"
+        elif self.unified:  # ubatches are slices of the batch
+            slices = [batch[i : i + self.n_ubatch] for i in range(0, len(batch), self.n_ubatch)]
+            own = sum(len(part) for part in slices if len({s for *_, s in part}) == len(part))
+            assert sum(a.calls for a in seen) == own * self.n_layer, "prefill in sparse mode, or the reverse"
+
+        tokens = iter(batch)
+        if self.unified and max(n_of.values()) > 1:
+            tokens = iter(t for part in slices if len({s for *_, s in part}) == len(part) for t in part)
+        elif not self.unified and max(n_of.values()) > 1:
+            return  # which tokens went into which ubatch is not ours to know
+        rows: list[tuple[Attend, int, int, Token]] = []
+        for a in (a for a in seen if a.layer == 0):
+            order = [(s, t) for s in range(a.shape[0]) for t in range(a.shape[1])]
+            rows += [(a, s, t, next(tokens)) for s, t in order]
+        for a, s, t, (_, position, seq) in rows:
+            self.check_row(a, s, t, seq, position)
+        for a in seen:
+            if a.is_sparse:
+                self.check_forced(a, [r for r in rows])
+
+    def check_row(self, a: Attend, s: int, t: int, seq: int, position: int) -> None:
+        """The token sees its sequence, and K of layer 0 holds those tokens at those positions."""
+        cells = [c for c in self.plain.cells(seq) if c.position <= position]
+        where = np.flatnonzero(a.visible[s, t])
+        assert len(where) == len(cells), f"sees {len(where)} positions, expected {len(cells)}"
+        want = self.keys(np.array([c.token for c in cells]), np.array([c.position + c.turned for c in cells]))
+        known = {c.index for c in cells} - {None}
+        left = np.array([i for i in where if i not in known], dtype=int)
+        unknown = [i for i, c in enumerate(cells) if c.index is None]
+        if unknown:
+            assert len(left) == len(unknown)
+            far = ((want[unknown][:, None] - a.k[s, left][None]) ** 2).sum(axis=2)
+            for row, i in zip(far, unknown, strict=True):
+                j = int(row.argmin())
+                cells[i].index = int(left[j])
+                far[:, j] = np.inf
+        got = a.k[s, [c.index for c in cells]]
+        error = np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)
+        assert error.max() < 0.05, f"K of layer 0 is off by {error.max():.3f} at position {cells[error.argmax()].position}"
+
+    def check_forced(self, a: Attend, rows: list) -> None:
+        by_place = {(id(r[0].visible), r[1], r[2]): r[3] for r in rows}
+        for s in range(a.shape[0]):
+            for t in range(a.shape[1]):
+                # layers of one ubatch come in order: the row of layer 0 with the same place and the same mask
+                match = [
+                    token for (_, rs, rt), token in by_place.items()
+                    if (rs, rt) == (s, t) and self.sees(a, s, t, token)
+                ]  # fmt: skip
+                assert match, "no such token"
+                _, position, seq = match[0]
+                cells = {c.index: c for c in self.plain.cells(seq) if c.position <= position}
+                by_age = sorted((c.position for c in cells.values()), reverse=True)
+                k, n_local = self.spec.kl(a.layer, self.n_layer, len(cells))
+                got_k, got_l = a.kl[s, t].tolist()
+                assert abs(got_k - k) <= (self.spec.ratio > 0), f"k is {got_k}, expected {k}"
+                assert got_l == min(n_local, a.n_local_max) or abs(got_k - k) == 1, f"l is {got_l}, expected {n_local}"
+                window, first = a.forced[s, t, : a.n_local_max], a.forced[s, t, a.n_local_max :]
+                window, first = ([cells[i].position for i in part if i >= 0] for part in (window, first))
+                assert window == by_age[: a.n_local_max], f"local window {window} of {by_age}"
+                assert first == by_age[::-1][: self.spec.sinks], f"first positions {first} of {by_age[::-1]}"
+
+    def sees(self, a: Attend, s: int, t: int, token: Token) -> bool:
+        _, position, seq = token
+        return {c.index for c in self.plain.cells(seq) if c.position <= position} == set(
+            np.flatnonzero(a.visible[s, t]).tolist()
+        )
+
+    def check_logits(self, seq: int, logits: np.ndarray) -> None:
+        if self.plain.chain(seq) is None or self.rng.random() < 0.6:
+            return
+        cells = self.plain.cells(seq)
+        self.fresh.clear(data=False)
+        assert self.fresh.decode([(c.token, c.position, 0) for c in cells]) == 0
+        want = self.fresh.logits()
+        error = np.abs(logits - want).max() / want.std()
+        self.note(f"  logits against a fresh context: {error:.1e}")
+        assert error < 0.05, f"logits differ from those of a fresh dense context by {error:.3f} of their spread"
+        self.compared += 1
+
+    # ---- edits ----
+
+    def rm(self, seq: int, p0: int, p1: int) -> None:
+        self.note(f"seq_rm {seq} {p0} {p1}")
+        assert self.ctx.seq_rm(seq, p0, p1)
+        self.plain.remove(seq, max(p0, 0), p1 if p1 >= 0 else 1 << 30)
+
+    def span(self, seq: int) -> tuple[int, int]:
+        cells = self.plain.cells(seq)
+        return cells[0].position, cells[-1].position
+
+    def op_rm_tail(self) -> None:
+        if (seq := self.pick(2)) is not None:
+            p0, p1 = self.span(seq)
+            self.rm(seq, int(self.rng.integers(max(p0 + 1, p1 - 80), p1 + 1)), -1)
+
+    def op_rm_middle(self) -> None:
+        if (seq := self.pick(10)) is not None:
+            p0, p1 = self.span(seq)
+            a = int(self.rng.integers(p0, p1))
+            self.rm(seq, a, min(a + int(self.rng.integers(1, 100)), p1))
+
+    def op_rm_head(self) -> None:
+        if (seq := self.pick(10)) is not None:
+            p0, p1 = self.span(seq)
+            self.rm(seq, 0, int(self.rng.integers(p0, p1)))
+
+    def op_rm_all(self) -> None:
+        if (seq := self.pick()) is not None and self.rng.random() < 0.5:
+            self.rm(seq, -1, -1)
+
+    def op_cp(self) -> None:
+        if (src := self.pick()) is None:
+            return
+        dst = int(self.rng.choice([s for s in range(self.n_seq) if s != src]))
+        if self.unified:
+            self.rm(dst, -1, -1)
+            p0, p1 = self.span(src)
+            a, b = (0, -1) if self.rng.random() < 0.5 else (p0, int(self.rng.integers(p0, p1 + 1)) + 1)
+            self.note(f"seq_cp {src} {dst} {a} {b}")
+            self.ctx.seq_cp(src, dst, a, b)
+            for c in self.plain.cells(src):
+                if a <= c.position and (b < 0 or c.position < b):
+                    c.seqs.add(dst)
+        elif not self.divided:
+            self.note(f"seq_cp {src} {dst}")
+            self.ctx.seq_cp(src, dst)
+            self.plain.streams[dst] = [c.copy(dst) for c in self.plain.cells(src)]
+            self.pending = True
+
+    def op_keep(self) -> None:
+        if (seq := self.pick()) is None:
+            return
+        self.note(f"seq_keep {seq}")
+        self.ctx.seq_keep(seq)
+        for c in self.plain.stream(seq):
+            c.seqs &= {seq}
+        self.plain.sweep()
+
+    def op_shift(self) -> None:
+        """Context shift: the beginning goes, the rest moves up; at times just a move."""
+        if not self.can_shift or (seq := self.pick(20)) is None:
+            return
+        p0, p1 = self.span(seq)
+        n = int(self.rng.integers(1, (p1 - p0) // 2))
+        keep = p0 + int(self.rng.integers(0, 8))
+        self.rm(seq, keep, keep + n)
+        delta = -n if self.rng.random() < 0.8 else int(self.rng.integers(1, 50))
+        self.note(f"seq_add {seq} {keep + n} -1 {delta}")
+        self.ctx.seq_add(seq, keep + n, -1, delta)
+        self.move(seq, keep + n, lambda p: p + delta)
+
+    def op_divide(self) -> None:
+        if not self.can_shift or (seq := self.pick(20)) is None:
+            return
+        p0, p1 = self.span(seq)
+        a = int(self.rng.integers(p0, p1))
+        self.note(f"seq_div {seq} {a} -1 2")
+        self.ctx.seq_div(seq, a, -1, 2)
+        before = {id(c): c.position for c in self.plain.cells(seq)}
+        self.move(seq, a, lambda p: p // 2)
+        for c in self.plain.cells(seq):  # llama_kv_cells::pos_div() turns K forward by what it should turn back
+            c.turned += 2 * (before[id(c)] - c.position)
+        self.divided = True
+
+    def move(self, seq: int, p0: int, to: Callable[[int], int]) -> None:
+        for c in self.plain.cells(seq):
+            if c.position >= p0:
+                c.position = to(c.position)
+                c.chain = None
+                self.pending = True
+
+    def op_clear(self) -> None:
+        data = bool(self.rng.random() < 0.5)
+        self.note(f"clear data={data}")
+        self.ctx.clear(data)
+        for cells in self.plain.streams:
+            cells.clear()
+
+    # ---- states ----
+
+    def op_save(self) -> None:
+        if self.pending:  # llama.cpp would store positions that K does not have yet
+            return
+        seq = self.pick() if self.rng.random() < 0.6 else None
+        self.note(f"save {'everything' if seq is None else seq}")
+        plain = copy.deepcopy(self.plain)
+        for c in (c for cells in plain.streams for c in cells):
+            c.index = None
+        self.saved = [*self.saved[-3:], (seq, self.ctx.get_state(seq), plain)]
+
+    def op_restore(self) -> None:
+        if self.pending or not self.saved:
+            return
+        seq, data, plain = self.saved[self.rng.integers(len(self.saved))]
+        if seq is None:
+            self.note("restore everything")
+            assert self.ctx.set_state(data) > 0, "a whole state was refused"
+            self.plain = copy.deepcopy(plain)
+            return
+        dst = int(self.rng.integers(self.n_seq))
+        cells = [c.copy(dst) for c in plain.cells(seq)]
+        self.plain.remove(dst, 0, 1 << 30)
+        fits = len(self.plain.stream(dst)) + len(cells) <= self.size
+        result = self.ctx.set_state(data, dst)
+        self.note(f"restore {seq} into {dst} -> {result > 0}")
+        assert (result > 0) == fits, f"restore of {len(cells)} cells: {result}, fits: {fits}"
+        if fits:
+            self.plain.stream(dst).extend(cells)
+
+    def op_restore_damaged(self) -> None:
+        """A state that is cut short, or whose numbers are wrong: refused, and nothing wrong remains."""
+        if self.pending or not self.saved:
+            return
+        seq, data, _ = self.saved[self.rng.integers(len(self.saved))]
+        cut = int(self.rng.integers(9, len(data)))
+        damaged = data[:cut]
+        if self.rng.random() < 0.3:  # another number of streams
+            at = 8 if seq is not None else data.index(b"llama") + 5
+            damaged = data[:at] + b"\x07" + data[at + 1 :]
+        dst = None if seq is None else int(self.rng.integers(self.n_seq))
+        self.note(f"restore damaged ({len(damaged)} of {len(data)} bytes) into {dst}")
+        assert self.ctx.set_state(damaged, dst) == 0, "a damaged state was accepted"
+        self.check_shadow()
+        if dst is None:  # what is left is llama.cpp's affair: start again
+            self.ctx.clear(False)
+            for cells in self.plain.streams:
+                cells.clear()
+        elif self.ctx.seq_range(dst) == (-1, -1):
+            self.plain.remove(dst, 0, 1 << 30)
+
+    # ---- the rest ----
+
+    def op_abort(self) -> None:
+        if self.pending:  # the abort could hit the shift
+            return
+        seq = int(self.rng.integers(self.n_seq))
+        n = int(self.rng.choice([1, 1, 40, 150]))
+        self.decode(self.tokens(seq, n), abort=int(self.rng.integers(1, 160)))
+        self.ctx.abort_after(None)
+
+    def op_spec(self) -> None:
+        if self.rng.random() < 0.1:
+            self.note("reset counters")
+            self.ctx.reset_counters()
+            assert self.counters().get("calls_sparse", 0) == 0
+        self.set_spec(random_spec(self.rng, self.n_layer))
+
+    def set_spec(self, spec: Spec) -> None:
+        self.note(f"spec {spec}")
+        self.ctx.set_sparse(str(spec))
+        self.spec = spec
+
+    def damage(self) -> bool:
+        """Changes a sealed group behind the library's back; False if there is none to be seen next."""
+        seen = [a for a in self.watch.attends if a.is_sparse and a.rank]
+        if not seen or self.spec.method != "sparq":
+            return False
+        a, at = seen[-1], self.watch.addresses
+        n_group = a.visible.shape[2] // GROUP
+        sealed = np.frombuffer((ctypes.c_int32 * n_group).from_address(at["sealed"]), np.int32)
+        cells = np.flatnonzero(a.visible[0, 0])
+        cells = cells[sealed[cells // GROUP] != 0]
+        if not len(cells):
+            return False
+        start, step = at["k_t"] + 2 * int(cells[0]), at["k_t_stride"]
+        if self.sabotage == "k":
+            start, step = at["k"] + int(cells[0]) * at["k_stride"] + at["k_size"] - 2, at["k_size"]
+        for channel in range(HEAD_DIM):
+            ctypes.c_uint16.from_address(start + channel * step).value ^= 0x0400  # a bit of the exponent
+        self.note(f"DAMAGE ({self.sabotage})")
+        self.watch.checks = self.sabotage == "score"  # one check alone must find it
+        return True
+
+
+def first_layer_keys(weights: tiny.Model) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    """A function (tokens, positions) -> K of layer 0 (n, n_head_kv*d) of a Llama, from its weights."""
+    x = weights.tensors["token_embd.weight"].astype(np.float64)
+    x = x / np.sqrt((x**2).mean(axis=1, keepdims=True) + 1e-5) * weights.tensors["blk.0.attn_norm.weight"]
+    keys = x @ weights.tensors["blk.0.attn_k.weight"].T.astype(np.float64)
+    d = weights.head_dim
+    keys = keys.reshape(len(keys), -1, d // 2, 2)  # RoPE turns neighbours
+    speed = 10000.0 ** (-2 * np.arange(d // 2) / d)
+
+    def of(tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        k = keys[tokens]
+        angle = positions[:, None] * speed
+        cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+        turned = np.stack([k[..., 0] * cos - k[..., 1] * sin, k[..., 0] * sin + k[..., 1] * cos], axis=-1)
+        return turned.reshape(len(tokens), -1)
+
+    return of
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ops", type=int, default=250)
+    parser.add_argument("--trace", type=Path, help="also write the operations here, as they happen")
+    parser.add_argument(
+        "--sabotage", choices=["", "check", "score", "k"], default="",
+        help="half way, change k_t (or K) of a sealed group, and look with one check only",
+    )  # fmt: skip
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        fuzz = Fuzz(args.seed, Path(folder), args.sabotage)
+        if args.trace:  # survives a crash of the library
+            out = args.trace.open("w", buffering=1)
+            out.write("\n".join(fuzz.trace) + "\n")
+            fuzz.note = lambda text: (fuzz.trace.append(text), out.write(text + "\n"))[0]
+        try:
+            fuzz.run(args.ops)
+        except AssertionError as error:
+            print("\n".join(fuzz.trace[-60:]), file=sys.stderr)
+            print(log_text()[-1000:], file=sys.stderr)
+            print(f"seed {args.seed}, operation {sum(fuzz.counts.values())}: {error}", file=sys.stderr)
+            raise
+    print(json.dumps({
+        "seed": args.seed, "operations": fuzz.counts, "sparse_calls": fuzz.sparse_calls, "compared": fuzz.compared,
+    }))  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

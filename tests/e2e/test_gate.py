@@ -1,0 +1,94 @@
+"""The promise of `off`: the logits of a stock build of the same pin, bit for bit. And of k >= S: dense attention.
+
+Every run is a process of its own (gate.py); the stock library never meets ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny as tiny_models
+from llama import ROOT, python_environment
+
+SCRIPT = Path(__file__).with_name("gate.py")
+SPARSE = "sparq,rank=8,topk=64,min_ctx=0"
+ALL = "sparq,rank=8,topk=1000000,min_ctx=0"
+
+Run = Callable[..., "np.lib.npyio.NpzFile"]
+
+
+@pytest.fixture(scope="module", params=["tiny", "demo"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """run(*arguments of gate.py, stock=False): the logits and tokens, of the tiny and of the demo model."""
+    folder = tmp_path_factory.mktemp("gate")
+    if request.param == "demo":
+        model = request.getfixturevalue("demo_model")
+        arguments = ["--text", str(ROOT / "models" / "demo" / "document.txt")]
+    else:
+        model, arguments = tiny_models.write(folder / "m.gguf", "llama", n_layer=3), []
+
+    @functools.cache
+    def gate(*more: str, stock: bool = False):
+        out = folder / f"{len(list(folder.iterdir()))}.npz"
+        argv = [sys.executable, str(SCRIPT), str(model), str(out), *arguments, *more]
+        done = subprocess.run(argv, env=python_environment(stock), capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return np.load(out)
+
+    return gate
+
+
+def assert_same_bits(a, b) -> None:
+    assert a["logits"].shape == b["logits"].shape
+    assert np.array_equal(a["logits"].view(np.uint32), b["logits"].view(np.uint32))
+
+
+def test_never_set_is_stock(run: Run) -> None:
+    assert_same_bits(run(), run(stock=True))
+
+
+def test_off_after_sparse_is_stock(run: Run) -> None:
+    assert_same_bits(run("--spec", SPARSE, "--then-off"), run(stock=True))
+
+
+def test_never_set_without_flash_attention_is_stock(run: Run) -> None:
+    assert_same_bits(run("--no-flash"), run("--no-flash", stock=True))
+
+
+def test_prefill_with_sparse_on_is_stock(run: Run) -> None:
+    stock = run(stock=True)["logits"][0]
+    assert np.array_equal(run("--spec", SPARSE)["logits"][0].view(np.uint32), stock.view(np.uint32))
+
+
+def test_gate_can_fail(run: Run) -> None:
+    """With sparse on, logits differ: the comparison sees what it is to see."""
+    sparse, stock = run("--spec", SPARSE)["logits"], run(stock=True)["logits"]
+    assert not np.array_equal(sparse[1], stock[1])
+    assert np.abs(sparse - stock).max() > 0.05 * stock.std()
+
+
+@pytest.mark.parametrize("spec", [ALL, "dense", "topk,ratio=1,min_ctx=0"])
+def test_reading_everything_is_dense(run: Run, spec: str) -> None:
+    """Within rounding, and with the same greedy tokens (the tiny model gets its tokens from outside)."""
+    got, stock = run("--spec", spec), run(stock=True)
+    assert np.array_equal(got["tokens"], stock["tokens"])
+    spread = stock["logits"].std()
+    assert np.abs(got["logits"] - stock["logits"]).max() < 0.02 * spread
+    assert not np.array_equal(got["logits"], stock["logits"]), "our op did not run"
+
+
+def test_sparse_does_not_depend_on_threads_or_graph_reuse(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    two = run("--spec", SPARSE)
+    for threads in ("1", "3"):
+        assert_same_bits(run("--spec", SPARSE, "--threads", threads), two)
+    real = python_environment
+    monkeypatch.setitem(
+        globals(), "python_environment", lambda stock: real(stock, LLAMA_GRAPH_REUSE_DISABLE="1")
+    )
+    assert_same_bits(run("--spec", SPARSE, "--threads=2"), two)
