@@ -38,6 +38,8 @@ from pyorch.errors import SparqError
 from pyorch.native import patches, probe, source
 from pyorch.native.source import Note
 
+Step = Callable[[int, int], None]
+
 TOOLS = ("llama-bench", "llama-perplexity", "llama-quantize", "llama-completion")
 
 # Parts of the source that no target of ours needs: 110 of 170 MB.
@@ -145,7 +147,7 @@ def _build(options: Options, tools: tuple[str, ...], jobs: int, force: bool, not
     target = paths.cache() / "lib" / f"{options.name}-{stamp}"
     if not force and _complete(target, tools) and bindings().is_dir():
         return target
-    with _lock(note):
+    with _lock(note) as lock:
         if not force and _complete(target, tools) and bindings().is_dir():
             return target  # another process built it while this one waited
         for thing, why in found.off.items():
@@ -156,7 +158,7 @@ def _build(options: Options, tools: tuple[str, ...], jobs: int, force: bool, not
         _prepare(tree, options, pin, where, note)
         log = tree / "build.log"
         started = time.monotonic()
-        _compile(tree, options, tools, compiler, found, jobs, log, note)
+        _compile(tree, options, tools, compiler, found, jobs, log, note, lock)
         stamped = {
             "stamp": stamp,
             "time": time.time(),
@@ -269,6 +271,7 @@ def _compile(
     jobs: int,
     log: Path,
     note: Note,
+    lock: int,
 ) -> None:
     env = {**os.environ, "CC": compiler.cc, "CXX": compiler.cxx, "LC_ALL": "C"}
     env["NINJA_STATUS"] = "[%f/%t] "
@@ -283,11 +286,17 @@ def _compile(
     note(f"building {options.name}: {jobs} job{'s' if jobs > 1 else ''}, log in {log}")
     with progress() as step:
         for argv in (configure, compile_):
-            _run_logged(argv, env, log, tree, step)
+            _run_logged(argv, env, log, tree, step, lock)
 
 
-def _run_logged(argv: list[str], env: dict[str, str], log: Path, tree: Path, step: Any) -> None:
-    """Run one build command; its output goes to the log, `[n/m]` lines to `step(n, m)`."""
+def _run_logged(
+    argv: list[str], env: dict[str, str], log: Path, tree: Path, step: Step, lock: int
+) -> None:
+    """Run one build command; its output goes to the log, `[n/m]` lines to `step(n, m)`.
+
+    The command holds the lock too: should this process be killed, nobody enters the work tree
+    before the compilers have gone.
+    """
     copy = str(tree / "ops")
     original = "" if not Path(copy).is_dir() else str(paths.data("ggml_ops"))
     lines: list[str] = []
@@ -295,7 +304,7 @@ def _run_logged(argv: list[str], env: dict[str, str], log: Path, tree: Path, ste
         file.write("$ " + " ".join(argv) + "\n")
         with subprocess.Popen(
             argv, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, errors="replace",
+            stderr=subprocess.STDOUT, text=True, errors="replace", pass_fds=(lock,),
         ) as process:  # fmt: skip
             assert process.stdout is not None
             try:
@@ -384,8 +393,11 @@ def _prune() -> None:
 
 
 @contextmanager
-def _lock(note: Note) -> Iterator[None]:
-    """One build at a time in one cache. The system drops the lock when its holder dies."""
+def _lock(note: Note) -> Iterator[int]:
+    """One build at a time in one cache. Yields the lock's file descriptor.
+
+    The system drops the lock when its last holder is gone.
+    """
     import fcntl  # not on Windows, where check_system() has already said so
 
     root = paths.cache()
@@ -402,11 +414,11 @@ def _lock(note: Note) -> Iterator[None]:
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
-        yield
+        yield file.fileno()
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[int, int], None]]:
+def progress() -> Iterator[Step]:
     """Yield `step(done, total)`: a bar with the time left, or a line per quarter off a terminal."""
     from rich.console import Console
     from rich.progress import (

@@ -300,6 +300,21 @@ def test_killed_build_is_not_used(world: Path) -> None:
     assert (make() / "libllama.so").read_text() == "library\n"
 
 
+def test_compilers_that_outlive_a_killed_build_are_waited_for(world: Path) -> None:
+    busy, go, gone = world / "busy", world / "go", world / "gone"
+    first = start(world, f"touch {busy}; while [ ! -e {go} ]; do sleep 0.05; done; touch {gone}")
+    wait_for(busy.exists)
+    first.kill()  # and not its ninja
+    second = start(world, f"[ -e {gone} ] || exit 1")
+    assert second.stderr is not None
+    assert "waiting for another build" in second.stderr.readline()
+    go.touch()
+    out, err = second.communicate(timeout=30)
+    first.communicate()
+    assert second.returncode == 0, err
+    assert Path(out.strip()) == build.find(OPTIONS)
+
+
 def test_two_builds_at_once(world: Path) -> None:
     busy, go = world / "busy", world / "go"
     first = start(world, f"touch {busy}; while [ ! -e {go} ]; do sleep 0.05; done")
