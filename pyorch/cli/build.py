@@ -46,8 +46,7 @@ def command(
     names = build.TOOLS if tools else ()
     folder = build.build(options, names, jobs, force)
     if as_json:
-        stamp = json.loads((folder / "stamp.json").read_text("utf-8"))
-        click.echo(json.dumps({"lib_dir": str(folder), **stamp}))
+        click.echo(json.dumps({"lib_dir": str(folder), **(build.read_stamp(folder) or {})}))
     elif env:
         lib, python = shlex.quote(str(folder)), shlex.quote(str(build.bindings()))
         click.echo(f'export PYTHONPATH={python}"${{PYTHONPATH:+:$PYTHONPATH}}"')

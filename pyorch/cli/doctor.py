@@ -70,8 +70,7 @@ def examine() -> dict[str, dict[str, Any]]:
     for options in (build.Options(), build.Options(stock=True), build.Options(portable=True)):
         folder = build.find(options)
         builds[options.name] = "not built for the present sources"
-        if folder:
-            stamp = json.loads((folder / "stamp.json").read_text("utf-8"))
+        if folder and (stamp := build.read_stamp(folder)):
             builds[options.name] = {"lib_dir": str(folder), "stamp": stamp["stamp"]}
     root = paths.cache()
     folders = [root / name for name in ("sdist", "python", "build", "lib")]

@@ -15,25 +15,25 @@ from types import ModuleType
 from pyorch.errors import SparqError
 
 
-def lib_dir(stock: bool = False, tools: tuple[str, ...] = (), portable: bool | None = None) -> Path:
+def lib_dir(stock: bool = False, tools: tuple[str, ...] = ()) -> Path:
     """Folder with libllama and the named tools, built for the present inputs; builds if need be.
+
+    A build for this CPU is preferred to a portable one, which `sparq-cpp build --portable` makes.
 
     Args:
         stock: the same pin without our patches.
         tools: programs of llama.cpp that must be there too, from `build.TOOLS`.
-        portable: as `sparq-cpp build --portable`; None takes SPARQ_PORTABLE=1 for yes.
 
     Raises:
         SparqError: it cannot be built.
     """
     from pyorch.native import build
 
-    if portable is None:
-        portable = os.environ.get("SPARQ_PORTABLE") == "1"
-    options = build.Options(stock=stock, portable=portable)
-    found = build.find(options, tools)
-    if found is not None and (build.bindings() / "llama_cpp").is_dir():
-        return found
+    for portable in (False, True):
+        found = build.find(build.Options(stock, portable), tools)
+        if found is not None and (build.bindings() / "llama_cpp").is_dir():
+            return found
+    options = build.Options(stock)
     build.say(f"the {options.name} library is not built yet for these sources; building it, once")
     return build.build(options, tools)
 

@@ -66,7 +66,7 @@ def inputs(options: Options) -> dict[str, Any]:
     return {
         "pin": source.locate(pin).key,
         "patches": "" if options.stock else patches.digest(),
-        "ops": "" if options.stock else _digest(_ops_files()),
+        "ops": "" if options.stock else _digest(_ops_files(paths.data("ggml_ops"))),
         "options": options.name,
         "cpu": platform.machine() if options.portable else probe.cpu()[1],
         "env": {k: os.environ[k] for k in ("CFLAGS", "CXXFLAGS", "LDFLAGS") if k in os.environ},
@@ -92,11 +92,17 @@ def find(options: Options, tools: tuple[str, ...] = ()) -> Path | None:
 
 def finished() -> list[tuple[Path, dict[str, Any]]]:
     """All finished builds with their stamps, newest first."""
-    found = []
-    for file in (paths.cache() / "lib").glob("*/stamp.json"):
-        if not file.parent.name.endswith(".partial"):
-            found.append((file.parent, json.loads(file.read_text("utf-8"))))
+    folders = (paths.cache() / "lib").glob("*")
+    found = [(f, stamp) for f in folders if f.suffix != ".partial" and (stamp := read_stamp(f))]
     return sorted(found, key=lambda item: item[1]["time"], reverse=True)
+
+
+def read_stamp(folder: Path) -> dict[str, Any] | None:
+    """What a finished build was made from; None if there is no finished build in the folder."""
+    try:
+        return json.loads((folder / "stamp.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def bindings() -> Path:
@@ -132,7 +138,7 @@ def build(
         raise SparqError(f"cannot build in the cache {root}: {error}", _WRITE) from None
 
 
-_SPACE = "about 700 MB are needed: free some, or set SPARQ_CACHE to a folder on another disk"
+_SPACE = "about 300 MB are needed: free some, or set SPARQ_CACHE to a folder on another disk"
 _WRITE = "set SPARQ_CACHE to a folder that you may write to"
 
 
@@ -156,6 +162,13 @@ def _build(options: Options, tools: tuple[str, ...], jobs: int, force: bool, not
         if force:
             shutil.rmtree(tree, ignore_errors=True)
         _prepare(tree, options, pin, where, note)
+        if not options.stock:
+            if patches.digest() != want["patches"]:
+                shutil.rmtree(tree / "src")
+                raise SparqError("patches/ changed while it was applied", "build again")
+            want["ops"] = _digest(_ops_files(tree / "ops"))  # the truth, if edited meanwhile
+        stamp = _hash(want)
+        target = target.with_name(f"{options.name}-{stamp}")
         log = tree / "build.log"
         started = time.monotonic()
         _compile(tree, options, tools, compiler, found, jobs, log, note, lock)
@@ -174,7 +187,7 @@ def _build(options: Options, tools: tuple[str, ...], jobs: int, force: bool, not
 
 
 def _complete(target: Path, tools: tuple[str, ...]) -> bool:
-    return all((target / name).is_file() for name in ("stamp.json", *tools))
+    return read_stamp(target) is not None and all((target / tool).is_file() for tool in tools)
 
 
 def _default_jobs() -> int:
@@ -205,8 +218,8 @@ def _prepare(
         _sync_ops(tree / "ops")
 
 
-def _ops_files() -> dict[str, Path]:
-    root = paths.data("ggml_ops")
+def _ops_files(root: Path) -> dict[str, Path]:
+    """The files that are compiled, by their path below `root`."""
     return {
         str(file.relative_to(root)): file
         for file in sorted(root.rglob("*"))
@@ -219,7 +232,7 @@ def _sync_ops(into: Path) -> None:
 
     A copy, because modification times of an installed package or a checkout say nothing of content.
     """
-    files = _ops_files()
+    files = _ops_files(paths.data("ggml_ops"))
     for old in sorted(into.rglob("*"), reverse=True):
         if old.is_file() and str(old.relative_to(into)) not in files:
             old.unlink()

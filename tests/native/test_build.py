@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pyorch import paths
+from pyorch import native, paths
 from pyorch.errors import SparqError
 from pyorch.native import build, probe
 
@@ -133,6 +133,52 @@ def test_an_edit_of_our_sources_keeps_the_work_tree(world: Path) -> None:
     (world / "ggml_ops" / "cpu" / "more.c").unlink()
     make()
     assert not (tree / "ops" / "cpu" / "more.c").exists()
+
+
+def test_edits_during_a_build(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stamp is that of what was compiled, not of what was there when the build began."""
+    begun = build.inputs(OPTIONS)["ops"]
+    sync = build._sync_ops
+
+    def edited(into: Path) -> None:
+        (world / "ggml_ops" / "op.c").write_text("int edited;\n")
+        sync(into)
+
+    monkeypatch.setattr(build, "_sync_ops", edited)
+    folder = make()
+    assert build.inputs(OPTIONS)["ops"] != begun
+    assert build.find(OPTIONS) == folder
+    (world / "ggml_ops" / "op.c").write_text("int a;\n")
+    assert build.find(OPTIONS) is None
+
+    def patched(into: Path) -> None:
+        (world / "patches" / "0002-late.patch").write_text("")
+        sync(into)
+
+    monkeypatch.setattr(build, "_sync_ops", patched)
+    with pytest.raises(SparqError, match="patches/ changed while it was applied"):
+        make()
+
+
+def test_a_portable_build_is_used_where_there_is_no_other(world: Path) -> None:
+    portable = make(build.Options(portable=True))
+    assert native.lib_dir() == portable
+    best = make()
+    assert native.lib_dir() == best != portable
+
+
+def test_first_use_says_that_it_builds(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = native.lib_dir()
+    assert "not built yet" in capsys.readouterr().err
+    assert native.lib_dir() == folder
+    assert capsys.readouterr().err == ""
+
+
+def test_a_spoilt_stamp_is_no_build(world: Path) -> None:
+    folder = make()
+    (folder / "stamp.json").write_text("")
+    assert build.find(OPTIONS) is None
+    assert make() == folder == build.find(OPTIONS)
 
 
 def test_tools_come_later(world: Path) -> None:
