@@ -202,6 +202,7 @@ def _measure(
         turns = first.n_samples // TURN
         gathered: list[list[dict[str, Any]]] = [[] for _ in group]
         for turn in range(turns):
+            reader.read()  # meanwhile the threads of the last turn go to sleep
             bandwidth.append(reader.read())
             order = range(len(group)) if turn % 2 == 0 else range(len(group) - 1, -1, -1)
             for i in order:
@@ -363,8 +364,39 @@ def markdown(recs: Sequence[Record]) -> str:
             f"({row.attention_p10_ms:.2f}-{row.attention_p90_ms:.2f}) | {speedup} | "
             f"{row.token_ms:.2f} | {row.bytes_per_token / 1e6:.1f} | {roofline} |"
         ]
+    return "\n".join([*out, "", _machine_line(recs)]).strip()
+
+
+def summary(recs: Sequence[Record]) -> str:
+    """One line per model, length and number of threads; the form for a README."""
+    lines: dict[tuple[Any, ...], dict[str, str]] = {}
+    for row in rows(recs):
+        c = row.case
+        text = f"{row.attention_ms:.1f}"
+        if row.attention_ms > 0 and c.library != "stock":
+            text += f" ({row.speedup:.1f}x, {100 * row.roofline:.0f} %)"
+        lines.setdefault((c.like, c.n_depth, c.n_threads), {})[c.label] = text
+    labels = list(dict.fromkeys(label for cells in lines.values() for label in cells))
+    out = [
+        "| heads of | positions | threads | " + " | ".join(f"`{x}`" for x in labels) + " |",
+        "| --- | ---: | ---: |" + " ---: |" * len(labels),
+    ]
+    for (like, n_depth, n_threads), cells in lines.items():
+        values = " | ".join(cells.get(x, "") for x in labels)
+        out.append(f"| {like} | {n_depth} | {n_threads} | {values} |")
+    layers = sorted({f"{r['case']['n_layer']} layers of {r['case']['like']}" for r in recs})
+    text = (
+        f"Milliseconds of attention per token in {', '.join(layers)}; in brackets how many times "
+        "faster than the faster of llama.cpp's two, and the share of the speed at which memory "
+        "delivers the bytes that were read. "
+    )
+    return "\n".join([*out, "", text + _machine_line(recs)])
+
+
+def _machine_line(recs: Sequence[Record]) -> str:
     speeds = sorted(row.bandwidth / 1e9 for row in rows(recs))
     machine = recs[0]["env"]["machine"]
-    out += ["", f"{machine['cpu']}, {machine['cores']} cores; sequential read "]
-    out[-1] += f"{speeds[0]:.1f}-{speeds[-1]:.1f} GB/s in the same run."
-    return "\n".join(out).strip()
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores; sequential read "
+        f"{speeds[0]:.1f}-{speeds[-1]:.1f} GB/s in the same run."
+    )

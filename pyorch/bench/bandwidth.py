@@ -80,10 +80,3 @@ def _aligned_ones(n_bytes: int) -> np.ndarray:
     raw = np.ones(n_bytes // 8 + 8, np.uint64)
     skip = -raw.ctypes.data % 64 // 8
     return raw[skip : skip + n_bytes // 8]
-
-
-def measure(n_threads: int, passes: int = 9) -> float:
-    """Bytes per second of sequential reads by `n_threads`: the median of several passes."""
-    reader = MemoryReader(n_threads)
-    reader.read()
-    return float(np.median([reader.read() for _ in range(passes)]))

@@ -71,7 +71,7 @@ def attn(**options: Any) -> None:
     file = _file(options, "attention.jsonl")
     with opt.progress_bar("attention") as progress:
         found = attention.run(plan, file, progress, force=options["force"])
-    _print(found, attention.markdown(found), file, options)
+    _print(found, attention.markdown(found), file, options, attention.summary(found))
 
 
 @command.command("prefill")
@@ -172,13 +172,17 @@ def _file(options: dict[str, Any], name: str) -> Path:
     return (Path(options["out"]) if options["out"] else records.default_folder()) / name
 
 
-def _print(found: list[Any], table: str, file: Path, options: dict[str, Any]) -> None:
+def _print(
+    found: list[Any], table: str, file: Path, options: dict[str, Any], summary: str = ""
+) -> None:
+    """The table on stdout and beside the records; the summary, if there is one, into a README."""
+    file.with_suffix(".md").write_text(table + "\n", "utf-8")
     if options["as_json"]:
         opt.print_json({"records": found, "file": str(file)})
     else:
         print(table)
     if options["update_readme"]:
-        update_marked(Path(options["update_readme"]), file.stem, table)
+        update_marked(Path(options["update_readme"]), file.stem, summary or table)
     opt.note(f"records: {file}", "dim")
 
 

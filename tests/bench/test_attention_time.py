@@ -84,6 +84,8 @@ def test_rows_are_differences_against_the_better_stock() -> None:
     assert rows[2].roofline == pytest.approx(0.5)  # 100 MB in 10 ms, at 20 GB/s
     assert rows[0].token_ms == pytest.approx(24)
     table = attention.markdown(fake_records())
+    line = "| llama2-7b | 4096 | 2 | 20.0 | 30.0 | 10.0 (2.0x, 50 %) | 5.0 (4.0x, 100 %) |"
+    assert line in attention.summary(fake_records())
     assert "| 4096 | `sparq,ratio=1/8` | 5.00 (5.00-5.00) | 4.00x | 9.00 | 101.0 | 100 % |" in table
 
 
@@ -104,9 +106,26 @@ def test_worker_reports_errors_and_its_death(model: Path) -> None:
             worker.seal()
 
 
-@pytest.mark.skipif(
-    build.find(build.Options(stock=True)) is None, reason="the stock library is not built"
+needs_stock = pytest.mark.skipif(
+    build.find(build.Options(stock=True)) is None,
+    reason="the stock library is not built: sparq-cpp build --stock",
 )
+
+
+@needs_stock
+def test_prefill_takes_turns(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "model_file", lambda like: model)
+    file = tmp_path / "p.jsonl"
+    args = ("llama3-8b", 1024, 1, "sparq,ratio=1/8", 3, file)
+    found = prefill.run(*args, lambda done, total: None)
+    assert [len(r["samples_ns"]) for r in found] == [3, 3, 3]
+    sealed = [r["counters"].get("groups_sealed", 0) for r in found]
+    assert sealed[:2] == [0, 0] and sealed[2] >= 8 * 2  # the first of two batches, two layers
+    assert prefill.run(*args, lambda done, total: pytest.fail("measured again")) == found
+    assert prefill.markdown(found).count("| +0.0 % |") == 1
+
+
+@needs_stock
 def test_attention_command_measures_once(tmp_path: Path) -> None:
     args = ["attn", "--like", "llama3-8b", "-S", "1280", "--layers", "1", "--samples", "5", "-t"]
     args += ["1", "--spec", "dense", "--spec", "sparq,ratio=1/8", "--out", str(tmp_path)]

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from pyorch import engine
 from pyorch.bench import passages, records
+from pyorch.cli.bench import command
 from pyorch.errors import SparqError
 
 WORDS = ("the", "of", "and", "a", "to", "in", "he", "was", "that", "his", "it", "had", "with")
@@ -136,6 +138,29 @@ def test_passages_refuse_a_sparse_row_that_ran_dense(
             n_threads=1,
         )
     assert not (tmp_path / "p.jsonl").exists()
+
+
+def test_passages_command_updates_a_readme(model: Path, text: Path, tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("a\n<!-- passages -->\n<!-- /passages -->\nb\n")
+    args = [
+        "passages",
+        "-m",
+        str(model),
+        "--text",
+        str(text),
+        "--passages",
+        "2",
+        "--context",
+        "600",
+    ]
+    args += ["--chars", "20", "--spec", "dense", "--out", str(tmp_path), "--update-readme"]
+    result = CliRunner().invoke(command, [*args, str(readme)], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert readme.read_text() == (
+        f"a\n<!-- passages -->\n{result.stdout.strip()}\n<!-- /passages -->\nb\n"
+    )
+    assert (tmp_path / "passages.jsonl").exists()
 
 
 def test_interval_covers_the_mean_at_its_rate() -> None:

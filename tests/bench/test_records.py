@@ -78,7 +78,8 @@ def test_read_reads_every_word() -> None:
 
 
 def test_bandwidth_is_that_of_memory() -> None:
-    assert 5e8 < bandwidth.measure(1, passes=2) < 2e12  # bytes per second
+    reader = bandwidth.MemoryReader(2, 64 << 20)
+    assert 5e8 < max(reader.read() for _ in range(3)) < 2e12  # bytes per second
 
 
 def test_update_marked_replaces_only_its_own_part(tmp_path: Path) -> None:
