@@ -2,7 +2,8 @@
 
     path = tiny.write(folder / "m.gguf", "gemma2", n_layer=4)
 
-The weights make attention uneven (logits of a few units), so that reading fewer positions changes the output.
+The weights make attention uneven (logits of a few units), so that reading fewer positions changes
+the output.
 For text on a Llama see `tiny_gguf.py`; the vocabulary is the same.
 """
 
@@ -180,23 +181,54 @@ def _lfm2(m: Model) -> None:
             m.matrix(f"blk.{i}.shortconv.out_proj.weight", m.n_embd, m.n_embd)
 
 
-def _deepseek2(m: Model) -> None:
-    """Multi-head latent attention: K and V are one compressed vector."""
+def _openelm(m: Model) -> None:
+    """Another number of heads in every layer; the last one is MHA."""
+    n_head = [m.n_head + i for i in range(m.n_layer)]
+    n_head_kv = [1] * (m.n_layer - 1) + [n_head[-1]]
+    n_head = [h - h % kv for h, kv in zip(n_head, n_head_kv, strict=True)]
+    m.keys |= {
+        "attention.head_count": n_head,
+        "attention.head_count_kv": n_head_kv,
+        "feed_forward_length": [m.n_ff + 16 * i for i in range(m.n_layer)],
+    }
+    m.ends(output=False)
+    for i in range(m.n_layer):
+        b, n_q = f"blk.{i}.", n_head[i] * m.head_dim
+        m.norm(b + "attn_norm")
+        m.norm(b + "ffn_norm")
+        m.matrix(b + "attn_qkv.weight", m.n_embd, n_q + 2 * n_head_kv[i] * m.head_dim)
+        m.matrix(b + "attn_output.weight", n_q, m.n_embd, gain=2.0)
+        m.vector(b + "attn_q_norm.weight", m.head_dim, mean=1.6)
+        m.vector(b + "attn_k_norm.weight", m.head_dim, mean=1.6)
+        n_ff, m.n_ff = m.n_ff, m.n_ff + 16 * i
+        m.mlp(i)
+        m.n_ff = n_ff
+
+
+def _deepseek2(m: Model, latent: bool = True) -> None:
+    """Multi-head latent attention: K and V are one compressed vector.
+
+    Without `latent` they are unpacked into MHA before they are stored, keys longer than values.
+    """
     nope, rope, lora, q_lora = m.head_dim, m.head_dim // 2, 2 * m.head_dim, m.n_embd
-    m.n_head_kv = 1
+    m.arch = "deepseek2"
+    m.n_head_kv = 1 if latent else m.n_head
     m.keys |= {
         "attention.q_lora_rank": q_lora,
         "attention.kv_lora_rank": lora,
-        "attention.key_length": lora + rope,
-        "attention.value_length": lora,
-        "attention.key_length_mla": nope + rope,
-        "attention.value_length_mla": m.head_dim,
+        "attention.key_length": lora + rope if latent else nope + rope,
+        "attention.value_length": lora if latent else m.head_dim,
         "rope.dimension_count": rope,
         "leading_dense_block_count": m.n_layer,
         "expert_feed_forward_length": m.n_ff,
         "expert_shared_count": 0,
         "expert_weights_scale": 1.0,
     }
+    if latent:
+        m.keys |= {
+            "attention.key_length_mla": nope + rope,
+            "attention.value_length_mla": m.head_dim,
+        }
     m.ends()
     for i in range(m.n_layer):
         b = f"blk.{i}."
@@ -204,11 +236,14 @@ def _deepseek2(m: Model) -> None:
         m.norm(b + "ffn_norm")
         m.matrix(b + "attn_q_a.weight", m.n_embd, q_lora)
         m.norm(b + "attn_q_a_norm", q_lora)
-        m.matrix(b + "attn_q_b.weight", q_lora, m.n_head * (nope + rope))
-        m.matrix(b + "attn_kv_a_mqa.weight", m.n_embd, lora + rope)
+        m.matrix(b + "attn_q_b.weight", q_lora, m.n_head * (nope + rope), gain=1.6)
+        m.matrix(b + "attn_kv_a_mqa.weight", m.n_embd, lora + rope, gain=1.6)
         m.norm(b + "attn_kv_a_norm", lora)
-        m.matrix(b + "attn_k_b.weight", nope, lora, m.n_head)
-        m.matrix(b + "attn_v_b.weight", lora, m.head_dim, m.n_head)
+        if latent:
+            m.matrix(b + "attn_k_b.weight", nope, lora, m.n_head)
+            m.matrix(b + "attn_v_b.weight", lora, m.head_dim, m.n_head)
+        else:
+            m.matrix(b + "attn_kv_b.weight", lora, m.n_head * (nope + m.head_dim), gain=1.6)
         m.matrix(b + "attn_output.weight", m.n_head * m.head_dim, m.n_embd)
         m.mlp(i)
 
@@ -248,7 +283,9 @@ ARCHITECTURES: dict[str, Callable[[Model], None]] = {
     "mpt": _mpt,
     "gptneox": _gptneox,
     "lfm2": _lfm2,
+    "openelm": _openelm,
     "deepseek2": _deepseek2,
+    "deepseek2-unpacked": lambda m: _deepseek2(m, latent=False),
     "mamba": _mamba,
 }
 

@@ -1,5 +1,6 @@
-"""Prefill, then decode 200 tokens; writes the logits of every step (n + 1, n_vocab) and the tokens. Runs on the stock
-library too: the attention is touched only with --spec.
+"""Prefill, then decode 200 tokens; writes the logits of every step (n + 1, n_vocab) and the tokens.
+
+Runs on the stock library too: the attention is touched only with --spec.
 
     python gate.py MODEL OUT.npz [--spec S] [--then-off] [--text FILE] [--threads 2] [--no-flash]
 """
@@ -20,8 +21,14 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--spec", default="")
-    parser.add_argument("--then-off", action="store_true", help="decode with the spec first, take that back, set off")
-    parser.add_argument("--text", type=Path, help="prompt; without it random tokens, also in place of decoded ones")
+    parser.add_argument(
+        "--then-off",
+        action="store_true",
+        help="decode with the spec first, take that back, set off",
+    )
+    parser.add_argument(
+        "--text", type=Path, help="prompt; without it random tokens, also in place of decoded ones"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--no-flash", action="store_true")
     args = parser.parse_args()

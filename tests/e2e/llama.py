@@ -5,7 +5,8 @@
         ctx.decode([(token, position, 0) for position, token in enumerate(prompt)])
         logits = ctx.logits()
 
-SPARQ_TEST_LIB_DIR and SPARQ_TEST_STOCK_DIR test the libraries in those folders instead of those that `sparq-cpp build` makes.
+SPARQ_TEST_LIB_DIR and SPARQ_TEST_STOCK_DIR name folders of libraries to test, in place of those
+that `sparq-cpp build` makes.
 """
 
 from __future__ import annotations
@@ -43,7 +44,12 @@ def python_environment(stock: bool = False, **more: str) -> dict[str, str]:
     """The whole environment of a Python process that imports these modules on that library."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("SPARQ_ATTN", "LLAMA_"))}
     env |= environment(stock) | more
-    here = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "e2e"), str(ROOT / "tests" / "ops")]
+    here = [
+        str(ROOT),
+        str(ROOT / "tests"),
+        str(ROOT / "tests" / "e2e"),
+        str(ROOT / "tests" / "ops"),
+    ]
     env["PYTHONPATH"] = os.pathsep.join([*here, env["PYTHONPATH"]])
     return env
 
@@ -124,7 +130,7 @@ class Model:
 
 
 class Context:
-    """One context. `watch.node` sees every tensor that `watch.wants` says, right after it was computed."""
+    """One context. `watch.node` sees every tensor that `watch.wants`, once it is computed."""
 
     def __init__(
         self,
@@ -172,7 +178,7 @@ class Context:
         self.close()
 
     def _eval(self, address: int, ask: bool, _data: Any) -> bool:
-        # an exception cannot pass through C: keep the first, let the graph run on, raise it in decode()
+        # an exception cannot pass through C: keep the first, raise it in decode()
         try:
             if ask:
                 return self.watch.wants(address)
@@ -185,7 +191,7 @@ class Context:
     # ---- batches ----
 
     def decode(self, tokens: Sequence[Token], logits: str = "last") -> int:
-        """llama_decode of one batch. logits: for the "last" token, or for "all". Returns its result."""
+        """llama_decode; returns its result. logits: for the "last" token, or for "all"."""
         b = self._batch
         b.n_tokens = len(tokens)
         for i, (token, position, seq) in enumerate(tokens):
@@ -215,6 +221,9 @@ class Context:
 
         self._abort = abort if n_calls else m.ggml_abort_callback(0)
         m.llama_set_abort_callback(self.handle, self._abort, None)
+
+    def set_threads(self, n: int) -> None:
+        bindings().llama_set_n_threads(self.handle, n, n)
 
     # ---- sequences ----
 

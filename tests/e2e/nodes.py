@@ -1,7 +1,8 @@
-"""Sparse attention as it runs inside llama.cpp: every node against the oracle, from the node's own inputs.
+"""Sparse attention inside llama.cpp: every node against the oracle, from the node's own inputs.
 
-`Watch` is called by the evaluation callback. SCORE is compared with scores from K itself, so a stale shadow shows;
-SELECT with the very logits it read; ATTEND with exact attention over the very cells it was given.
+`Watch` is called by the evaluation callback. SCORE is compared with scores from K itself, so a
+stale shadow shows; SELECT with the very logits it read; ATTEND with exact attention over the very
+cells it was given.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def read(t: Tensor) -> np.ndarray:
     shape, strides = tuple(t.ne[::-1]), tuple(t.nb[::-1])
     size = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + np.dtype(dtype).itemsize
     raw = np.frombuffer((ctypes.c_char * size).from_address(t.data), np.uint8)
-    array = np.lib.stride_tricks.as_strided(raw[: np.dtype(dtype).itemsize].view(dtype), shape, strides)
+    array = np.lib.stride_tricks.as_strided(
+        raw[: np.dtype(dtype).itemsize].view(dtype), shape, strides
+    )
     return (array.astype(np.uint32) << 16).view(np.float32) if kind == "bf16" else array
 
 
@@ -55,6 +58,7 @@ class Attend:
     """What one ATTEND node did; axes (stream, token, KV head) where there are any."""
 
     layer: int
+    n_head: int
     shape: tuple[int, int, int]
     k: np.ndarray  # (n_stream, n_kv, n_head_kv*d_k) f32, a copy of K in the cache; layer 0 only
     visible: np.ndarray  # (n_stream, n_tok, n_kv) bool
@@ -122,7 +126,9 @@ class Watch:
             return
         seen = ~np.isneginf(read(_source(t, 0))[:, 0])
         counts = np.add.reduceat(seen, np.arange(0, seen.shape[2], GROUP), axis=2, dtype=np.int32)
-        assert np.array_equal(read(t)[:, 0], counts), "VISIBLE counts other positions than the mask shows"
+        assert np.array_equal(read(t)[:, 0], counts), (
+            "VISIBLE counts other positions than the mask shows"
+        )
 
     def _score(self, t: Tensor) -> None:
         q, k, mask = (read(_source(t, i)) for i in (0, 1, 4))
@@ -179,8 +185,10 @@ class Watch:
             assert (row[1 + n_group_q + len(cells) :] == -1).all(), "cells after the last one"
             lh = logits[s, tok, heads]
             must = oracle.forced_positions(
-                lh, forced[s, 0, tok, : min(n_local, p.n_local_max)],
-                forced[s, 0, tok, p.n_local_max :], p.topk_max,
+                lh,
+                forced[s, 0, tok, : min(n_local, p.n_local_max)],
+                forced[s, 0, tok, p.n_local_max :],
+                p.topk_max,
             )
             check_selection(cells, lh, min(k, p.topk_max), must)
             if p.alpha:
@@ -204,6 +212,7 @@ class Watch:
         layer = int(t.name.decode().rpartition("-")[2])
         record = Attend(
             layer=layer,
+            n_head=n_head,
             shape=(n_stream, n_tok, n_head_kv),
             k=k.astype(np.float32).reshape(n_stream, k.shape[1], -1) if layer == 0 else None,
             visible=~hidden,
@@ -239,8 +248,15 @@ class Watch:
             results = []
             for dtype in (np.float64, np.float32):
                 y = oracle.attend(
-                    q[s, tok, heads], kh, vh, bias, p.scale, p.softcap, cells,
-                    None if sink is None else sink.astype(dtype), dtype,
+                    q[s, tok, heads],
+                    kh,
+                    vh,
+                    bias,
+                    p.scale,
+                    p.softcap,
+                    cells,
+                    None if sink is None else sink.astype(dtype),
+                    dtype,
                 )
                 if p.mean_v:
                     y = oracle.interpolate(y, alpha, oracle.v_mean(vh, bias, dtype))

@@ -1,4 +1,6 @@
-"""Random sequences of cache operations (fuzz.py), each seed in a process of its own, since a fault may end it.
+"""Random sequences of cache operations (fuzz.py).
+
+Each seed is a process of its own, since a fault in the library may end it.
 
 SPARQ_FUZZ_OPS=20000 makes it longer; SPARQ_FUZZ_SEED=100 takes other seeds.
 """
@@ -51,17 +53,19 @@ def test_random_operations(results: dict[int, tuple], seed: int) -> None:
 
 
 def test_every_operation_happened(results: dict[int, tuple]) -> None:
-    """Together the seeds do everything that fuzz.py can, and comparisons with a fresh context take place."""
+    """Together the seeds do all that fuzz.py can, comparisons with a fresh context included."""
     reports = [json.loads(run.stdout) for run, _ in results.values() if run.returncode == 0]
     done = {name for r in reports for name, n in r["operations"].items() if n > 0}
     source = SCRIPT.read_text()
-    assert done == {line.split("(")[0][11:] for line in source.splitlines() if line.startswith("    def op_")}
+    assert done == {
+        line.split("(")[0][11:] for line in source.splitlines() if line.startswith("    def op_")
+    }
     assert sum(r["compared"] for r in reports) > 20
 
 
 @pytest.mark.parametrize(("sabotage", "message"), [
     ("check", "the shadow differs from K and V"),  # k_t changed: found by llama_sparse_attn_check
-    ("k", "the shadow differs from K and V"),  # K changed, which is what a forgotten unseal amounts to
+    ("k", "the shadow differs from K and V"),  # K changed: as if an unseal were forgotten
     ("score", "score: error"),  # k_t changed: found by the oracle
 ])  # fmt: skip
 def test_stale_shadow_is_found(sabotage: str, message: str) -> None:

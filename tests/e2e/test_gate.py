@@ -1,4 +1,4 @@
-"""The promise of `off`: the logits of a stock build of the same pin, bit for bit. And of k >= S: dense attention.
+"""The promise of `off`: the logits of a stock build of the same pin, bit for bit; of k >= S: dense.
 
 Every run is a process of its own (gate.py); the stock library never meets ours.
 """
@@ -25,7 +25,7 @@ Run = Callable[..., "np.lib.npyio.NpzFile"]
 
 @pytest.fixture(scope="module", params=["tiny", "demo"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """run(*arguments of gate.py, stock=False): the logits and tokens, of the tiny and of the demo model."""
+    """run(*arguments of gate.py, stock=False): logits and tokens, tiny and demo model."""
     folder = tmp_path_factory.mktemp("gate")
     if request.param == "demo":
         model = request.getfixturevalue("demo_model")
@@ -37,7 +37,9 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     def gate(*more: str, stock: bool = False):
         out = folder / f"{len(list(folder.iterdir()))}.npz"
         argv = [sys.executable, str(SCRIPT), str(model), str(out), *arguments, *more]
-        done = subprocess.run(argv, env=python_environment(stock), capture_output=True, text=True, timeout=600)
+        done = subprocess.run(
+            argv, env=python_environment(stock), capture_output=True, text=True, timeout=600
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         return np.load(out)
 
@@ -75,7 +77,7 @@ def test_gate_can_fail(run: Run) -> None:
 
 @pytest.mark.parametrize("spec", [ALL, "dense", "topk,ratio=1,min_ctx=0"])
 def test_reading_everything_is_dense(run: Run, spec: str) -> None:
-    """Within rounding, and with the same greedy tokens (the tiny model gets its tokens from outside)."""
+    """Within rounding, and with the same greedy tokens (those of the tiny model are given)."""
     got, stock = run("--spec", spec), run(stock=True)
     assert np.array_equal(got["tokens"], stock["tokens"])
     spread = stock["logits"].std()
@@ -83,7 +85,9 @@ def test_reading_everything_is_dense(run: Run, spec: str) -> None:
     assert not np.array_equal(got["logits"], stock["logits"]), "our op did not run"
 
 
-def test_sparse_does_not_depend_on_threads_or_graph_reuse(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparse_does_not_depend_on_threads_or_graph_reuse(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     two = run("--spec", SPARSE)
     for threads in ("1", "3"):
         assert_same_bits(run("--spec", SPARSE, "--threads", threads), two)

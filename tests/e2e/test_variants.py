@@ -1,0 +1,385 @@
+"""Every kind of attention that reaches our hook, with the oracle looking at each node (nodes.py).
+
+And every kind that must stay dense, with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny as tiny_models
+from llama import Context, Model, SpecError, Token, log_text, python_environment
+from nodes import Watch
+
+N_PROMPT, N_STEP = 330, 12
+SPARQ = "sparq,rank=8,topk=40,min_ctx=0"
+TOPK = "topk,k=40,min_ctx=0"
+
+GetModel = Callable[..., Model]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> GetModel:
+    """model(arch, **sizes): a loaded tiny model; the same arguments, the same model."""
+    folder = tmp_path_factory.mktemp("models")
+    loaded: dict[str, Model] = {}
+
+    def get(arch: str = "llama", **sizes: int) -> Model:
+        name = "-".join([arch, *(f"{k}{v}" for k, v in sizes.items())])
+        if name not in loaded:
+            loaded[name] = Model(
+                tiny_models.write(folder / f"{name}.gguf", arch, **{"n_layer": 4, **sizes})
+            )
+        return loaded[name]
+
+    return get
+
+
+def prompt(n: int = N_PROMPT, seq: int = 0, seed: int = 3) -> list[Token]:
+    rng = np.random.default_rng(seed + seq)
+    return [(int(t), i, seq) for i, t in enumerate(rng.integers(3, 259, n))]
+
+
+def steps(ctx: Context, n: int = N_STEP, first: int = N_PROMPT) -> np.ndarray:
+    """Decode n single tokens: logits (n, n_vocab)."""
+    out = []
+    for i in range(n):
+        assert ctx.decode([(7 + 5 * i, first + i, 0)]) == 0
+        out.append(ctx.logits())
+    return np.array(out)
+
+
+def run(model: Model, spec: str, **options) -> np.ndarray:
+    """Prefill and decode, checked by the oracle: logits (n, n_vocab) of the decoded tokens."""
+    with Context(model, watch=Watch(), **options) as ctx:
+        ctx.set_sparse(spec)
+        assert ctx.decode(prompt()) == 0
+        logits = steps(ctx)
+        assert np.isfinite(logits).all()
+        assert ctx.check_shadow() <= 0
+        return logits
+
+
+def spread(a: np.ndarray, b: np.ndarray) -> float:
+    """Largest difference in units of the spread of b."""
+    return float(np.abs(a - b).max() / b.std())
+
+
+# ---- architectures ----
+
+# arch, sizes, layers that are sparse (of 4)
+ARCHITECTURES = [
+    ("llama", {}, [0, 1, 2, 3]),
+    ("llama", {"n_head_kv": 4}, [0, 1, 2, 3]),  # MHA: mean value on by itself
+    ("llama", {"n_head": 3, "n_head_kv": 1, "head_dim": 80}, [0, 1, 2, 3]),  # MQA, odd sizes
+    ("llama", {"n_head": 2, "n_head_kv": 1, "head_dim": 256}, [0, 1, 2, 3]),
+    ("qwen2", {}, [0, 1, 2, 3]),
+    ("qwen3", {}, [0, 1, 2, 3]),
+    ("gptneox", {"n_head_kv": 4}, [0, 1, 2, 3]),
+    ("mpt", {"n_head_kv": 4}, [0, 1, 2, 3]),
+    (
+        "mpt",
+        {"n_head": 6, "n_head_kv": 2},
+        [0, 1, 2, 3],
+    ),  # ALiBi, a number of heads that is no power of two
+    ("openelm", {}, [0, 1, 2, 3]),  # heads differ from layer to layer
+    ("deepseek2-unpacked", {}, [0, 1, 2, 3]),  # longer keys than values
+    ("gemma2", {}, [1, 3]),  # the others have a sliding window
+    ("gpt-oss", {}, [1, 3]),
+    ("lfm2", {}, [1, 3]),  # the others are convolutions
+]
+
+
+@pytest.mark.parametrize(
+    ("arch", "sizes", "sparse"),
+    ARCHITECTURES,
+    ids=[f"{a}-{'-'.join(map(str, s.values()))}" for a, s, _ in ARCHITECTURES],
+)
+def test_architecture_matches_the_oracle(
+    model: GetModel, arch: str, sizes: dict[str, int], sparse: list[int]
+) -> None:
+    m = model(arch, **sizes)
+    with Context(m) as ctx:
+        assert ctx.decode(prompt()) == 0
+        dense = steps(ctx)
+    for spec in (SPARQ, SPARQ + ",mean_v=on,local=0,sinks=0", TOPK):
+        watch = Watch()
+        with Context(m, watch=watch) as ctx:
+            ctx.set_sparse(spec)
+            assert ctx.decode(prompt()) == 0
+            assert not watch.attends, "prefill went through the sparse op"
+            logits = steps(ctx)
+            info = ctx.info()
+            assert ctx.check_shadow() == (-1 if spec == TOPK else 0)
+        assert np.isfinite(logits).all()
+        assert spread(logits, dense) > 0.05, (
+            "sparse attention changed nothing: the test would not see a fault"
+        )
+        assert [x["il"] for x in info["layers"] if x["state"] == "sparse"] == sparse
+        assert info["active"] and info["layers_sparse"] == len(sparse)
+        assert info["counters"]["calls_sparse"] == N_STEP * len(sparse)
+        assert {a.layer for a in watch.attends} == set(sparse)
+        for a in watch.attends:
+            assert (a.softcap > 0) == (arch == "gemma2")
+            assert (a.max_bias > 0) == (arch == "mpt")
+            assert a.has_sinks == (arch == "gpt-oss")
+            is_mha = a.n_head == a.shape[2]
+            assert a.mean_v == (spec != TOPK and (is_mha or "mean_v=on" in spec))
+            assert a.rank == (0 if spec == TOPK else 8)
+
+
+@pytest.mark.parametrize(("arch", "sizes", "sparse"), ARCHITECTURES[:4] + ARCHITECTURES[7:])
+@pytest.mark.parametrize("spec", ["dense", "sparq,rank=4,topk=100000,min_ctx=0,mean_v=on"])
+def test_reading_everything_equals_llama_cpp(
+    model: GetModel, arch: str, sizes: dict[str, int], sparse: list[int], spec: str
+) -> None:
+    """Our exact attention against llama.cpp's own, which accumulates V in f16."""
+    with Context(model(arch, **sizes)) as ctx:
+        assert ctx.decode(prompt()) == 0
+        want = steps(ctx)
+    assert spread(run(model(arch, **sizes), spec), want) < 0.03
+
+
+def test_sliding_window_layers_say_why_they_are_dense(model: GetModel) -> None:
+    for arch in ("gemma2", "gpt-oss"):
+        with Context(model(arch)) as ctx:
+            ctx.set_sparse(SPARQ)
+            ctx.decode(prompt())
+            steps(ctx, 2)
+            reasons = {x["il"]: x["reason"] for x in ctx.info()["layers"]}
+        assert reasons == {0: "sliding-window layer", 1: "", 2: "sliding-window layer", 3: ""}
+
+
+@pytest.mark.parametrize(("arch", "reason"), [
+    ("deepseek2", "multi-head latent attention"),
+    ("mamba", "this architecture has no plain KV cache"),
+])  # fmt: skip
+def test_other_attention_stays_dense_and_says_why(model: GetModel, arch: str, reason: str) -> None:
+    with Context(model(arch)) as ctx:
+        ctx.decode(prompt())
+        want = steps(ctx)
+    with Context(model(arch)) as ctx:
+        ctx.set_sparse(SPARQ)
+        ctx.decode(prompt())
+        assert np.array_equal(steps(ctx), want)
+        info = ctx.info()
+    assert not info["active"] and info["reason"] == reason
+    assert info["layers_sparse"] == 0 and info["counters"]["calls_sparse"] == 0
+
+
+# ---- caches ----
+
+
+@pytest.mark.parametrize("type_k", ["f16", "bf16", "f32"])
+@pytest.mark.parametrize("type_v", ["f16", "bf16", "f32"])
+def test_cache_types_are_sparse(model: GetModel, type_k: str, type_v: str) -> None:
+    for heads in ({}, {"n_head_kv": 4}):
+        run(model(**heads), SPARQ, type_k=type_k, type_v=type_v)
+
+
+@pytest.mark.parametrize("types", [{"type_k": "q8_0"}, {"type_v": "q8_0"}])
+def test_quantized_cache_stays_dense_and_says_why(model: GetModel, types: dict[str, str]) -> None:
+    with Context(model(), **types) as ctx:
+        ctx.decode(prompt())
+        want = steps(ctx)
+    with Context(model(), **types) as ctx:
+        ctx.set_sparse(SPARQ)
+        ctx.decode(prompt())
+        assert np.array_equal(steps(ctx), want)
+        info = ctx.info()
+    assert {x["reason"] for x in info["layers"]} == {"quantized K or V cache"}
+    assert info["layers_sparse"] == 0
+    assert info["counters"]["stock_reasons"] == {"quantized K or V cache": 4 * (N_PROMPT + N_STEP)}
+
+
+@pytest.mark.parametrize("unified", [True, False])
+@pytest.mark.parametrize("arch", ["llama", "gemma2", "lfm2"])
+def test_several_sequences(model: GetModel, arch: str, unified: bool) -> None:
+    """Sequences of different lengths, decoded together, give what each gives alone."""
+    m, lengths = model(arch), (330, 200, 77)
+    alone = []
+    for seq, n in enumerate(lengths):
+        with Context(m, watch=Watch()) as ctx:
+            ctx.set_sparse(SPARQ)
+            ctx.decode([(t, p, 0) for t, p, _ in prompt(n, seq)])
+            ctx.decode([(50, n, 0)])
+            alone.append(ctx.logits())
+    watch = Watch()
+    with Context(m, watch=watch, n_ctx=3072, n_seq=3, unified=unified) as ctx:
+        ctx.set_sparse(SPARQ)
+        for seq, n in enumerate(lengths):
+            ctx.decode(prompt(n, seq))
+        assert not watch.attends
+        ctx.decode([(50, n, seq) for seq, n in enumerate(lengths)], logits="all")
+        together = [ctx.logits(i) for i in range(3)]
+    assert watch.attends and all(a.is_sparse for a in watch.attends)
+    for a, b in zip(together, alone, strict=True):
+        assert spread(a, b) < 0.02
+
+
+def test_min_ctx_is_a_promise(model: GetModel) -> None:
+    """No sparse call before the context is longer than min_ctx, and some soon after."""
+    watch = Watch()
+    with Context(model(), watch=watch) as ctx:
+        ctx.set_sparse("sparq,rank=8,topk=40,min_ctx=300")
+        ctx.decode(prompt(250))
+        steps(ctx, 50, first=250)
+        assert watch.attends and not any(a.is_sparse for a in watch.attends)
+        ctx.decode([(t, 300 + i, 0) for i, (t, *_) in enumerate(prompt(260, 1))])
+        watch.clear()
+        steps(ctx, 5, first=560)
+        assert all(a.is_sparse for a in watch.attends)
+
+
+def test_a_token_of_several_sequences(model: GetModel) -> None:
+    """A prompt that two sequences share is one set of cells; each then goes its own way."""
+    watch = Watch()
+    with Context(model(), watch=watch, n_seq=2) as ctx:
+        ctx.set_sparse(SPARQ)
+        ctx.decode(prompt())
+        ctx.seq_cp(0, 1)
+        for i in range(4):
+            assert (
+                ctx.decode([(60 + i, N_PROMPT + i, 0), (90 + i, N_PROMPT + i, 1)], logits="all")
+                == 0
+            )
+        assert watch.attends and all(a.is_sparse for a in watch.attends)
+        assert not np.array_equal(ctx.logits(0), ctx.logits(1))
+
+
+# ---- settings ----
+
+
+@pytest.mark.parametrize("spec", [SPARQ, SPARQ + ",mean_v=on", TOPK, "dense"])
+def test_prefill_is_untouched(model: GetModel, spec: str) -> None:
+    """Logits of every prompt token have the bits that `off` gives, over several ubatches."""
+    results = []
+    for s in ("off", spec):
+        with Context(model(n_head_kv=4), n_ubatch=128) as ctx:
+            ctx.set_sparse(s)
+            rows = []
+            for part in (prompt()[:200], prompt()[200:]):
+                assert ctx.decode(part, logits="all") == 0
+                rows += [ctx.logits(i) for i in range(len(part))]
+            results.append(np.array(rows))
+    assert np.array_equal(results[0].view(np.uint32), results[1].view(np.uint32))
+
+
+def test_threads_do_not_change_sparse_logits(model: GetModel) -> None:
+    for arch in ("llama", "gemma2"):
+        one, *others = (run(model(arch), SPARQ + ",mean_v=on", n_threads=n) for n in (1, 2, 3))
+        assert all(np.array_equal(one.view(np.uint32), x.view(np.uint32)) for x in others)
+
+
+def test_flash_attention_off_is_refused_with_a_hint(model: GetModel) -> None:
+    with Context(model(), flash=False) as ctx:
+        for spec in ("dense", SPARQ, TOPK):
+            with pytest.raises(SpecError) as error:
+                ctx.set_sparse(spec)
+            message, hint = str(error.value).split("\n")
+            assert "flash attention" in message and "flash_attn=True" in hint
+        ctx.set_sparse("off")
+        assert ctx.decode(prompt(20)) == 0
+        assert not ctx.info()["active"]
+
+
+@pytest.mark.parametrize(("spec", "message", "hint"), [
+    ("sparq,rank=33", "rank is above the head size of the model: 33 > 32", "at most 32"),
+    ("topk,k_layers=8:8", "k_layers has 2 entries for 4 layers", "one k per layer"),
+    ("sprq", "unknown method: sprq", "did you mean sparq"),
+    ("sparq,rnk=3", "unknown key: rnk", "did you mean rank"),
+    ("sparq,ratio=2", "ratio must be above 0 and at most 1: 2", "1/8"),
+])  # fmt: skip
+def test_refused_spec_changes_nothing(model: GetModel, spec: str, message: str, hint: str) -> None:
+    with Context(model(), watch=Watch()) as ctx:
+        ctx.set_sparse(SPARQ)
+        with pytest.raises(SpecError) as error:
+            ctx.set_sparse(spec)
+        assert str(error.value).startswith(message) and hint in str(error.value).split("\n")[1]
+        assert ctx.info()["spec"] == SPARQ
+        ctx.decode(prompt())
+        steps(ctx, 2)
+        assert ctx.info()["counters"]["calls_sparse"] == 8
+
+
+# ---- the environment variable ----
+
+PROGRAM = """
+import ctypes, json, sys
+import llama_cpp
+llm = llama_cpp.Llama(sys.argv[1], n_ctx=1024, seed=1, **json.loads(sys.argv[2]))
+llm.eval([3 + 7 * i % 250 for i in range(400)])
+out = []
+for i in range(8):
+    llm.eval([40 + i])
+    out.append(llama_cpp.llama_get_logits_ith(llm.ctx, -1)[: llm.n_vocab()])
+info = llama_cpp.llama_cpp._lib.llama_get_sparse_attn_info
+info.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t]
+text = ctypes.create_string_buffer(1 << 16)
+info(llm.ctx, text, len(text))
+print(json.dumps({"logits": out, "info": json.loads(text.value)}))
+"""
+
+
+def program(
+    model: Path, spec: str | None, options: dict | None = None
+) -> subprocess.CompletedProcess[str]:
+    """An ordinary program of llama-cpp-python, which knows nothing of us but the variable."""
+    argv: Sequence[str] = [sys.executable, "-c", PROGRAM, str(model), json.dumps(options or {})]
+    env = python_environment(**({} if spec is None else {"SPARQ_ATTN": spec}))
+    return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.write(tmp_path_factory.mktemp("model") / "m.gguf", "llama", n_layer=3)
+
+
+def test_variable_makes_an_unmodified_program_sparse(file: Path) -> None:
+    plain, sparse = program(file, None), program(file, SPARQ)
+    assert plain.returncode == 0, plain.stderr
+    assert sparse.returncode == 0, sparse.stderr
+    assert "turning flash attention on" in sparse.stderr  # the class has it off by default
+    a, b = json.loads(plain.stdout), json.loads(sparse.stdout)
+    assert not a["info"]["active"]
+    assert b["info"]["active"] and b["info"]["counters"]["calls_sparse"] == 8 * 3
+    assert spread(np.array(b["logits"]), np.array(a["logits"])) > 0.05
+
+
+def test_variable_off_is_as_if_not_set(file: Path) -> None:
+    plain, off = program(file, None), program(file, "off")
+    assert off.returncode == 0, off.stderr
+    assert json.loads(plain.stdout) == json.loads(off.stdout)
+    assert "flash attention on" not in off.stderr
+
+
+def test_wrong_variable_stops_the_program(file: Path) -> None:
+    run = program(file, "sparq,rnk=8")
+    assert run.returncode != 0 and not run.stdout
+    assert (
+        "SPARQ_ATTN" in run.stderr
+        and "unknown key: rnk" in run.stderr
+        and "did you mean rank?" in run.stderr
+    )
+
+
+def test_wrong_variable_stops_a_silent_program_too(file: Path) -> None:
+    """verbose=False hides what the library prints, but it must not run dense."""
+    run = program(file, "sparq,rnk=8", {"verbose": False})
+    assert run.returncode != 0 and not run.stdout and "Failed to create llama_context" in run.stderr
+
+
+def test_wrong_variable_fails_context_creation(
+    model: GetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARQ_ATTN", "sparq,rank=999")
+    m = model()
+    with pytest.raises(RuntimeError):
+        Context(m)
+    assert "SPARQ_ATTN: rank is above the head size" in log_text()
