@@ -31,6 +31,7 @@ from pathlib import Path
 import numpy as np
 from cases import bf16_bits
 
+CONTEXT = 1 << 20  # bytes for the structs of the tensors and the graph
 GUARD = 256  # bytes on each side
 GUARD_BYTE = 0xCD
 UNWRITTEN = 0xAB  # results are filled with it: a NaN-like pattern that no op writes by itself
@@ -190,6 +191,21 @@ class Ggml:
     def graph(self) -> Graph:
         return Graph(self)
 
+    def memory(self, size: int) -> np.ndarray:
+        """Bytes for tensors and buffers."""
+        return np.empty(size, np.uint8)
+
+    def buffer(self, size: int, fill: int) -> Buffer:
+        return Buffer(self.memory(Buffer.bytes_for(size)), size, fill)
+
+    def compute(self, graph: c_void_p, nodes: list, n_threads: int) -> None:
+        plan = self.cpu.ggml_graph_plan(graph, n_threads, None)
+        work = self.buffer(plan.work_size, UNWRITTEN)
+        plan.work_data = work.address
+        status = self.cpu.ggml_graph_compute(graph, ctypes.byref(plan))
+        assert status == 0, f"ggml_graph_compute: status {status}"
+        assert work.guards_intact(), "an op wrote outside its work buffer"
+
 
 def _library(folder: Path, name: str) -> Path:
     for pattern in (f"lib{name}.so", f"lib{name}.dylib", f"{name}.dll"):
@@ -199,14 +215,19 @@ def _library(folder: Path, name: str) -> Path:
 
 
 class Buffer:
-    """`size` bytes at a 64-byte boundary between two guards."""
+    """`size` bytes at a 64-byte boundary between two guards; raw: `bytes_for(size)` bytes."""
 
-    def __init__(self, size: int, fill: int) -> None:
-        self.raw = np.full(size + 2 * GUARD + 64, GUARD_BYTE, np.uint8)
+    def __init__(self, raw: np.ndarray, size: int, fill: int) -> None:
+        self.raw = raw
+        self.raw[:] = GUARD_BYTE
         self.start = GUARD + (-(self.raw.ctypes.data + GUARD)) % 64
         self.bytes = self.raw[self.start : self.start + size]
         self.bytes[:] = fill
         self.address = self.raw.ctypes.data + self.start
+
+    @staticmethod
+    def bytes_for(size: int) -> int:
+        return size + 2 * GUARD + 64
 
     def guards_intact(self) -> bool:
         end = self.start + len(self.bytes)
@@ -226,7 +247,8 @@ class Graph:
         self.inputs: list[tuple[object, Buffer, np.ndarray]] = []
 
     def __enter__(self) -> Graph:
-        self.ctx = self.ggml.base.ggml_init(InitParams(4 << 20, None, True))
+        self.memory = self.ggml.memory(CONTEXT)
+        self.ctx = self.ggml.base.ggml_init(InitParams(CONTEXT, self.memory.ctypes.data, True))
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -247,7 +269,7 @@ class Graph:
         full = [n + p for n, p in zip(shape, pad or [0] * len(shape), strict=True)]
         ne = (c_int64 * len(shape))(*reversed(shape))
         t = self.ggml.base.ggml_new_tensor(self.ctx, number, len(shape), ne)
-        buffer = Buffer(int(np.prod(full)) * np.dtype(dtype).itemsize, 0xFF)
+        buffer = self.ggml.buffer(int(np.prod(full)) * np.dtype(dtype).itemsize, 0xFF)
         whole = buffer.bytes.view(dtype).reshape(full)
         with np.errstate(over="ignore"):
             whole[tuple(map(slice, shape))] = (
@@ -278,20 +300,15 @@ class Graph:
         return getattr(self.ggml.base, name)(self.ctx, *args)
 
     def compute(self, *outputs, n_threads: int = 2) -> None:
-        base, cpu = self.ggml.base, self.ggml.cpu
+        base = self.ggml.base
         graph = base.ggml_new_graph(self.ctx)
         for t in outputs:
             base.ggml_build_forward_expand(graph, t)
         self.nodes = [base.ggml_graph_node(graph, i) for i in range(base.ggml_graph_n_nodes(graph))]
         for node in self.nodes:
             if node.contents.data is None:
-                self._own(node, Buffer(base.ggml_nbytes(node), UNWRITTEN))
-        plan = cpu.ggml_graph_plan(graph, n_threads, None)
-        work = Buffer(plan.work_size, UNWRITTEN)
-        plan.work_data = work.address
-        status = cpu.ggml_graph_compute(graph, ctypes.byref(plan))
-        assert status == 0, f"ggml_graph_compute: status {status}"
-        assert work.guards_intact(), "an op wrote outside its work buffer"
+                self._own(node, self.ggml.buffer(base.ggml_nbytes(node), UNWRITTEN))
+        self.ggml.compute(graph, self.nodes, n_threads)
         for buffer in self.buffers.values():
             assert buffer.guards_intact(), "an op wrote outside a tensor"
         for _, buffer, before in self.inputs:

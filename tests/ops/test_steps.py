@@ -21,6 +21,10 @@ over_cases = pytest.mark.parametrize("case", QUICK + SLOW, ids=str)
 
 @over_cases
 def test_steps_equal_oracle(case: Case, ggml: Ggml) -> None:
+    check_steps(case, ggml)
+
+
+def check_steps(case: Case, ggml: Ggml) -> None:
     """One graph with every node, each compared with the oracle given that node's own input."""
     data = cases.make(case)
     with ggml.graph() as g:

@@ -1,0 +1,119 @@
+"""Our CPU kernels compiled alone, for another instruction set, and called by the same tests.
+
+The one source file of the op needs ggml headers only. For a CPU of this machine's kind it becomes a
+shared library; for arm64 a program that an emulator runs: tensors and buffers then live in a file
+that both processes map at one address.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from ctypes import c_int, c_long, c_size_t, c_void_p
+from pathlib import Path
+
+import numpy as np
+from ggml_ctypes import CONTEXT, UNWRITTEN, Ggml
+
+HERE = Path(__file__).parent
+OPS = HERE.parents[1] / "ggml_ops"
+
+# name: prefix of the compilers, flags, emulator
+TARGETS = {
+    "scalar": ("", ["-DSPARQ_SCALAR"], ""),
+    "avx2": ("", ["-mavx2", "-mfma", "-mf16c"], ""),
+    "neon": ("aarch64-linux-gnu-", [], "qemu-aarch64"),
+}
+
+
+def why_not(target: str) -> str:
+    """Why this machine can not run the target; empty: it can."""
+    prefix, _, emulator = TARGETS[target]
+    for tool in (f"{prefix}gcc", f"{prefix}g++", emulator):
+        if tool and not shutil.which(tool):
+            return f"no {tool}"
+    if target == "avx2":
+        info = Path("/proc/cpuinfo")
+        if not (info.exists() and {"avx2", "fma", "f16c"} <= set(info.read_text().split())):
+            return "no AVX2"
+    return ""
+
+
+class IsaGgml(Ggml):
+    """Ggml whose graphs run on kernels compiled for `target`, with one thread.
+
+    headers: folder `ggml` of the source.
+    """
+
+    def __init__(self, lib_dir: Path, target: str, headers: Path, folder: Path) -> None:
+        super().__init__(lib_dir)
+        prefix, flags, emulator = TARGETS[target]
+        out = folder / f"isa-{target}"
+        include = ["include", "src", "src/ggml-cpu"]
+        flags = [*flags, "-w", "-O2", "-fPIC", f"-I{OPS}", f"-I{OPS / 'cpu'}"]
+        flags += [f"-I{headers / i}" for i in include]
+        objects = []
+        for tool, standard, source in (
+            ("g++", "-std=gnu++17", OPS / "cpu" / "sparse-attn.cpp"),
+            ("gcc", "-std=gnu11", HERE / "isa_main.c"),
+        ):
+            objects.append(f"{out}-{tool}.o")
+            argv = [prefix + tool, standard, *flags, "-c", str(source), "-o", objects[-1]]
+            subprocess.run(argv, check=True)
+        kind = "-static" if emulator else "-shared"
+        subprocess.run([f"{prefix}g++", *objects, kind, "-o", str(out)], check=True)
+        self.program = [emulator, str(out)] if emulator else []
+        self.arena = Arena(folder / f"{target}.arena") if emulator else None
+        if not emulator:
+            self.lib = ctypes.CDLL(str(out))
+            self.lib.ggml_sparse_attn_work_size.restype = c_size_t
+            self.lib.ggml_sparse_attn_work_size.argtypes = [c_void_p, c_int]
+            self.lib.isa_compute.argtypes = [c_void_p, c_void_p, c_size_t]
+
+    def memory(self, size: int) -> np.ndarray:
+        return self.arena.take(size) if self.arena else super().memory(size)
+
+    def compute(self, graph: c_void_p, nodes: list, n_threads: int) -> None:
+        for node in nodes:
+            address = ctypes.addressof(node.contents)
+            if self.arena:
+                subprocess.run([*self.program, str(self.arena.file), f"{address:x}"], check=True)
+                continue
+            size = self.lib.ggml_sparse_attn_work_size(address, 1)
+            work = self.buffer(size, UNWRITTEN)
+            self.lib.isa_compute(address, work.address, size)
+            assert work.guards_intact(), "an op wrote outside its work buffer"
+
+
+class Arena:
+    """Memory in a file, at the address that isa_main.c maps it to. A new context starts anew."""
+
+    ADDRESS = 0x2000_0000_0000
+    SIZE = 128 << 20
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.used = 0
+        with open(file, "wb") as f:
+            f.truncate(self.SIZE)
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = c_void_p
+        libc.mmap.argtypes = [c_void_p, c_size_t, c_int, c_int, c_int, c_long]
+        prot_read_write, map_shared_fixed_noreplace = 3, 0x100001
+        fd = os.open(file, os.O_RDWR)
+        flags = map_shared_fixed_noreplace
+        got = libc.mmap(self.ADDRESS, self.SIZE, prot_read_write, flags, fd, 0)
+        os.close(fd)
+        if got != self.ADDRESS:
+            raise OSError(ctypes.get_errno(), "no memory at the address of the arena")
+        self.bytes = np.frombuffer((ctypes.c_uint8 * self.SIZE).from_address(got), np.uint8)
+
+    def take(self, size: int) -> np.ndarray:
+        if size == CONTEXT:
+            self.used = 0
+        start = self.used
+        self.used += -(-size // 64) * 64
+        assert self.used <= self.SIZE, "the case is too large for the arena"
+        return self.bytes[start : start + size]
