@@ -352,7 +352,7 @@ def markdown(recs: Sequence[Record]) -> str:
         if title != (c.like, c.n_threads):
             title = (c.like, c.n_threads)
             out += ["", f"**{c.like}**, {c.n_layer} layers, {c.n_head} heads, "]
-            out[-1] += f"{c.n_head_kv} KV heads of {c.head_dim}, f16 cache, {c.n_threads} threads"
+            out[-1] += f"{c.n_head_kv} KV heads of {c.head_dim}, f16 cache, threads: {c.n_threads}"
             out += ["", "| positions | attention | ms per token (p10-p90) | against best stock |"]
             out[-1] += " whole token, ms | MB read per token | share of roofline |"
             out += ["| ---: | --- | ---: | ---: | ---: | ---: | ---: |"]
