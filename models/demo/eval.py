@@ -42,6 +42,14 @@ def trial(session: engine.Session, book: list[int], rng: random.Random, n: int, 
     return len(commonprefix((truth, text)))
 
 
+def read_book(path: Path) -> str:
+    raw = path.read_bytes()
+    try:
+        return raw.decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError:
+        return raw.decode("latin-1").replace("\r\n", "\n")
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--data", type=Path, required=True, help="folder of the books")
@@ -57,7 +65,7 @@ def main() -> None:
     n_ctx = args.context + args.cue + CAP
     with engine.load(args.model, n_ctx=n_ctx, attention=args.attention) as session:
         books = [
-            engine.tokenize(session, (args.data / name).read_text(encoding="utf-8"))
+            engine.tokenize(session, read_book(args.data / name))
             for name in HELD_OUT
         ]
         for i in range(args.count):

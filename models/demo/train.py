@@ -16,7 +16,6 @@ contexts that grow from 128 to 4096 tokens.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from dataclasses import dataclass
@@ -68,9 +67,9 @@ class Stage:
 STAGES = (
     Stage(1_500_000, 256, 8192, 0.40, 0.10),
     Stage(1_500_000, 512, 8192, 0.15, 0.10),
-    Stage(4_000_000, 1024, 8192, 0.10, 0.10),
-    Stage(8_000_000, 2048, 8192, 0.10, 0.10),
-    Stage(4_000_000, 4096, 8192, 0.10, 0.10),
+    Stage(2_500_000, 1024, 8192, 0.10, 0.10),
+    Stage(3_000_000, 2048, 8192, 0.10, 0.10),
+    Stage(1_500_000, 4096, 8192, 0.10, 0.10),
 )
 WARMUP = 60  # steps
 DECAY = 0.40  # the last share of all tokens, learning rate falling linearly to 3 %
@@ -281,6 +280,7 @@ class Data:
             raise SystemExit(f"train.py: {folder} lacks the held-out book {missing[0]}")
         train = [b for b in books if b.name not in HELD_OUT + LEFT_OUT]
         self.tok = make_tokenizer([read_book(b) for b in train], out / "tokenizer.json")
+        self.newline = self.tok.token_to_id("\u010a")  # byte-level BPE's name of \n
         cache = out / "tokens.npz"
         if not cache.exists():
             np.savez(
@@ -315,14 +315,16 @@ class Data:
         """Prose, then passages of it from anywhere. Returns tokens, loss weights, prose length."""
         body = int(n * rng.uniform(0.4, 0.75))
         out = [self.slice(rng, body, held)]
-        weight = [np.ones(body, np.float32)]
+        weight = [np.full(body, 0.5, np.float32)]
         left = n - body
         while left > 0:
             size = int(min(rng.integers(24, max(40, min(256, body // 2))), left))
             at = int(rng.integers(0, body - size))
-            piece = out[0][at : at + size]
-            w = np.full(size, 1.5, np.float32)
-            w[:2] = 0.0  # where the passage starts cannot be known
+            piece = out[0][at : at + size].copy()
+            if rng.random() < 0.5:
+                piece[:2] = self.newline  # an empty line, then from the third token on
+            w = np.full(size, 3.0, np.float32)
+            w[:4] = 0.0  # where the passage starts cannot be known
             out.append(piece)
             weight.append(w)
             left -= size
@@ -506,6 +508,10 @@ def main() -> None:
         torch.multiprocessing.spawn(train, (args,), nprocs=args.workers)
     else:
         train(0, args)
+    if args.gguf is not None:
+        from export import export
+
+        export(args.out, args.gguf)
 
 
 if __name__ == "__main__":
