@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from fakes import PATCH
 from pyorch import paths
 from pyorch.errors import SparqError
 from pyorch.native import patches
+
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 
 
 @pytest.fixture
@@ -108,11 +111,13 @@ def test_audit(tree: Path, old: str, new: str, wrong: str) -> None:
     assert any(re.search(wrong, line) for line in patches.audit(tree))
 
 
+@needs_git
 def test_the_series(native_lib_dir: Path) -> None:
     """`make patches-check`; the fixture is here because it has fetched the source."""
     assert patches.check(paths.data("patches")) == []
 
 
+@needs_git
 def test_round_trip_after_an_edit(
     world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
