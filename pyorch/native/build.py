@@ -169,9 +169,15 @@ def _build(options: Options, tools: tuple[str, ...], jobs: int, force: bool, not
             want["ops"] = _digest(_ops_files(tree / "ops"))  # the truth, if edited meanwhile
         stamp = _hash(want)
         target = target.with_name(f"{options.name}-{stamp}")
+        tools = tuple(sorted({*tools, *(tool for tool in TOOLS if (target / tool).is_file())}))
         log = tree / "build.log"
+        log.write_text("", "utf-8")
+        note(f"building {options.name}: {jobs} job{'s' if jobs > 1 else ''}, log in {log}")
         started = time.monotonic()
-        _compile(tree, options, tools, compiler, found, jobs, log, note, lock)
+        env = _environment(compiler, found)
+        with progress() as step:
+            for argv in _commands(tree, options, tools, found.openmp, jobs):
+                _run_logged(argv, env, tree, step, lock)
         stamped = {
             "stamp": stamp,
             "time": time.time(),
@@ -275,41 +281,32 @@ def cmake_options(options: Options, tools: tuple[str, ...], openmp: bool, tree: 
     return [f"-D{key}={value}" for key, value in values.items()]
 
 
-def _compile(
-    tree: Path,
-    options: Options,
-    tools: tuple[str, ...],
-    compiler: probe.Compiler,
-    found: probe.Probe,
-    jobs: int,
-    log: Path,
-    note: Note,
-    lock: int,
-) -> None:
+def _environment(compiler: probe.Compiler, found: probe.Probe) -> dict[str, str]:
+    """The variables that cmake and ninja run with."""
     env = {**os.environ, "CC": compiler.cc, "CXX": compiler.cxx, "LC_ALL": "C"}
     env["NINJA_STATUS"] = "[%f/%t] "
     for key in ("CFLAGS", "CXXFLAGS"):
         env[key] = " ".join([*os.environ.get(key, "").split(), *found.flags])
+    return env
+
+
+def _commands(
+    tree: Path, options: Options, tools: tuple[str, ...], openmp: bool, jobs: int
+) -> list[list[str]]:
+    """Configure, compile."""
     ninja = _tool("ninja")
     configure = [_tool("cmake"), "-S", str(tree / "src"), "-B", str(tree / "out"), "-G", "Ninja"]
-    configure += [f"-DCMAKE_MAKE_PROGRAM={ninja}"]
-    configure += cmake_options(options, tools, found.openmp, tree)
-    compile_ = [ninja, "-C", str(tree / "out"), "-j", str(jobs), "llama", *tools]
-    log.write_text("", "utf-8")
-    note(f"building {options.name}: {jobs} job{'s' if jobs > 1 else ''}, log in {log}")
-    with progress() as step:
-        for argv in (configure, compile_):
-            _run_logged(argv, env, log, tree, step, lock)
+    configure += [f"-DCMAKE_MAKE_PROGRAM={ninja}", *cmake_options(options, tools, openmp, tree)]
+    return [configure, [ninja, "-C", str(tree / "out"), "-j", str(jobs), "llama", *tools]]
 
 
-def _run_logged(
-    argv: list[str], env: dict[str, str], log: Path, tree: Path, step: Step, lock: int
-) -> None:
+def _run_logged(argv: list[str], env: dict[str, str], tree: Path, step: Step, lock: int) -> None:
     """Run one build command; its output goes to the log, `[n/m]` lines to `step(n, m)`.
 
     The command holds the lock too: should this process be killed, nobody enters the work tree
     before the compilers have gone.
     """
+    log = tree / "build.log"
     copy = str(tree / "ops")
     original = "" if not Path(copy).is_dir() else str(paths.data("ggml_ops"))
     lines: list[str] = []
@@ -372,17 +369,15 @@ def _tool(name: str) -> str:
 
 def _publish(bin_dir: Path, target: Path, tools: tuple[str, ...], stamp: dict[str, Any]) -> None:
     """Copy the result out of the work tree, to a name that appears only when all of it is there."""
-    names = {file.name for file in bin_dir.iterdir() if file.name.startswith("lib")} | set(tools)
-    names |= {tool for tool in TOOLS if (target / tool).is_file() and (bin_dir / tool).is_file()}
+    libraries = "lib" if tools else ("libllama.", "libggml")  # others may be from an older build
+    names = {file.name for file in bin_dir.iterdir() if file.name.startswith(libraries)}
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    for name in sorted(names):
+    for name in sorted(names | set(tools)):
         shutil.copy2(bin_dir / name, partial / name, follow_symlinks=False)
     (partial / "stamp.json").write_text(json.dumps(stamp, indent=1), "utf-8")
-    if (
-        target.exists()
-    ):  # more tools, or --force: programs that run from there keep their open files
+    if target.exists():  # more tools, or --force; running programs keep the files they opened
         old = target.with_name(target.name + ".old.partial")
         shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
@@ -420,9 +415,8 @@ def _lock(note: Note) -> Iterator[int]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            note(
-                f"waiting for another build in {root} (process {file.read().strip() or 'unknown'})"
-            )
+            holder = file.read().strip() or "unknown"
+            note(f"waiting for another build in {root} (process {holder})")
             fcntl.flock(file, fcntl.LOCK_EX)
         file.truncate(0)
         file.write(str(os.getpid()))

@@ -45,7 +45,8 @@ NINJA = """\
 #!/bin/sh
 eval "$FAKE_NINJA"
 echo "run $@" >> {folder}/ninja.log
-mkdir -p $2/bin && echo library > $2/bin/libllama.so && echo tool > $2/bin/llama-bench
+mkdir -p $2/bin && echo library > $2/bin/libllama.so
+case "$*" in *llama-bench*) for f in llama-bench libllama-common.so; do echo tool > $2/bin/$f; done; esac
 echo "[1/1] done"
 """
 
