@@ -35,6 +35,27 @@ static void assert_kv(const struct ggml_tensor * t) {
     GGML_ASSERT(t->nb[0] == ggml_type_size(t->type)); // rows are contiguous
 }
 
+// sealed [n_grp, n_stream]
+static void assert_sealed(const struct ggml_tensor * sealed, const struct ggml_tensor * k) {
+    GGML_ASSERT(sealed && sealed->type == GGML_TYPE_I32 && ggml_is_contiguous(sealed));
+    GGML_ASSERT(sealed->ne[0] == n_groups(k->ne[2]) && sealed->ne[1] == k->ne[3]);
+}
+
+// k_t [n_pos_t, d_k*n_head_kv, n_stream] f16, or codes with their ranges [2, d_k*n_head_kv, n_run_t, n_stream]
+static void assert_k_t(const struct ggml_tensor * k_t, const struct ggml_tensor * k_range, const struct ggml_tensor * k, int32_t n_bit) {
+    GGML_ASSERT(k_t->ne[1] == k->ne[0]*k->ne[1] && k_t->ne[2] == k->ne[3] && k_t->nb[0] == ggml_type_size(k_t->type));
+    if (n_bit == 16) {
+        GGML_ASSERT(k_t->type == GGML_TYPE_F16 && k_t->ne[0] >= k->ne[2] && !k_range);
+        return;
+    }
+    const int64_t n_run = (k->ne[2] + GGML_SPARSE_RUN - 1)/GGML_SPARSE_RUN;
+    GGML_ASSERT(n_bit == 8 || n_bit == 4);
+    GGML_ASSERT(k_t->type == GGML_TYPE_I8 && k_t->ne[0] >= n_run*GGML_SPARSE_RUN*n_bit/8);
+    GGML_ASSERT(k->ne[0] <= GGML_SPARSE_RUN); // a table per channel fits the scratch of the scan
+    GGML_ASSERT(k_range && k_range->type == GGML_TYPE_F32 && k_range->nb[0] == sizeof(float) && k_range->nb[1] == 2*sizeof(float));
+    GGML_ASSERT(k_range->ne[0] == 2 && k_range->ne[1] == k_t->ne[1] && k_range->ne[2] >= n_run && k_range->ne[3] == k->ne[3]);
+}
+
 // mask [n_kv, n_tok, 1, n_stream], visible [n_grp, n_tok, 1, n_stream]
 static void assert_mask(const struct ggml_tensor * mask, const struct ggml_tensor * visible, int64_t n_kv, int64_t n_tok, int64_t n_stream) {
     GGML_ASSERT(mask->type == GGML_TYPE_F16 && mask->nb[0] == sizeof(ggml_fp16_t));
@@ -50,10 +71,15 @@ struct ggml_tensor * ggml_sparse_attn_seal(
         struct ggml_tensor  * k,
         struct ggml_tensor  * v,
         struct ggml_tensor  * list,
-        struct ggml_tensor  * stats) {
+        struct ggml_tensor  * stats,
+        struct ggml_tensor  * k_range,
+        struct ggml_tensor  * sealed,
+        int32_t               n_bit) {
     assert_kv(k);
-    GGML_ASSERT(k_t->type == GGML_TYPE_F16 && k_t->nb[0] == sizeof(ggml_fp16_t));
-    GGML_ASSERT(k_t->ne[0] >= k->ne[2] && k_t->ne[1] == k->ne[0]*k->ne[1] && k_t->ne[2] == k->ne[3]);
+    assert_k_t(k_t, k_range, k, n_bit);
+    if (n_bit != 16) {
+        assert_sealed(sealed, k);
+    }
     if (v_sum) {
         assert_kv(v);
         GGML_ASSERT(v_sum->type == GGML_TYPE_F32 && v_sum->nb[0] == sizeof(float));
@@ -64,13 +90,15 @@ struct ggml_tensor * ggml_sparse_attn_seal(
 
     struct ggml_tensor * res = ggml_view_tensor(ctx, k_t);
 
-    set_op(res, GGML_SPARSE_ATTN_SEAL, NULL, 0);
+    set_op(res, GGML_SPARSE_ATTN_SEAL, &n_bit, sizeof(n_bit));
     res->src[0] = k_t;
     res->src[1] = v_sum;
     res->src[2] = k;
     res->src[3] = v;
     res->src[4] = list;
     res->src[5] = stats;
+    res->src[6] = k_range;
+    res->src[7] = n_bit == 16 ? NULL : sealed;
 
     return res;
 }
@@ -95,6 +123,7 @@ struct ggml_tensor * ggml_sparse_attn_score(
         struct ggml_tensor  * mask,
         struct ggml_tensor  * visible,
         struct ggml_tensor  * stats,
+        struct ggml_tensor  * k_range,
         struct ggml_sparse_score_params params) {
     const int64_t n_kv = k->ne[2];
 
@@ -102,10 +131,8 @@ struct ggml_tensor * ggml_sparse_attn_score(
     assert_kv(k);
     GGML_ASSERT(q->ne[0] == k->ne[0] && q->ne[1] % k->ne[1] == 0 && q->ne[3] == k->ne[3]);
     if (k_t) {
-        GGML_ASSERT(k_t->type == GGML_TYPE_F16 && k_t->nb[0] == sizeof(ggml_fp16_t));
-        GGML_ASSERT(k_t->ne[0] >= n_kv && k_t->ne[1] == k->ne[0]*k->ne[1] && k_t->ne[2] == k->ne[3]);
-        GGML_ASSERT(sealed && sealed->type == GGML_TYPE_I32 && ggml_is_contiguous(sealed));
-        GGML_ASSERT(sealed->ne[0] == n_groups(n_kv) && sealed->ne[1] == k->ne[3]);
+        assert_k_t(k_t, k_range, k, params.n_bit);
+        assert_sealed(sealed, k);
         GGML_ASSERT(params.rank >= 1 && params.rank <= k->ne[0]);
     }
     assert_mask(mask, visible, n_kv, q->ne[2], q->ne[3]);
@@ -121,6 +148,7 @@ struct ggml_tensor * ggml_sparse_attn_score(
     res->src[4] = mask;
     res->src[5] = visible;
     res->src[6] = stats;
+    res->src[7] = k_range;
 
     return res;
 }
@@ -186,8 +214,7 @@ struct ggml_tensor * ggml_sparse_attn_attend(
     if (v_sum) {
         GGML_ASSERT(v_sum->type == GGML_TYPE_F32 && v_sum->nb[0] == sizeof(float));
         GGML_ASSERT(v_sum->ne[0] == v->ne[0]*v->ne[1] && v_sum->ne[1] >= n_groups(n_kv) && v_sum->ne[2] == v->ne[3]);
-        GGML_ASSERT(sealed && sealed->type == GGML_TYPE_I32 && ggml_is_contiguous(sealed));
-        GGML_ASSERT(sealed->ne[0] == n_groups(n_kv) && sealed->ne[1] == k->ne[3]);
+        assert_sealed(sealed, k);
     }
     GGML_ASSERT(!sinks || (sinks->type == GGML_TYPE_F32 && sinks->ne[0] == q->ne[1]));
     assert_stats(stats);
@@ -211,8 +238,9 @@ struct ggml_tensor * ggml_sparse_attn_attend(
 
 static struct ggml_tensor * sparse_attn(
         struct ggml_context * ctx, const struct ggml_sparse_attn_inputs * in, struct ggml_tensor * k_t, const struct ggml_sparse_attn_params * p) {
-    const struct ggml_sparse_score_params score = { p->rank, p->scale, p->max_bias, p->softcap };
-    struct ggml_tensor * logits = ggml_sparse_attn_score(ctx, in->q, in->k, k_t, in->sealed, in->mask, in->visible, in->stats, score);
+    const struct ggml_sparse_score_params score = { p->rank, p->scale, p->max_bias, p->softcap, p->n_bit };
+    struct ggml_tensor * logits = ggml_sparse_attn_score(
+            ctx, in->q, in->k, k_t, in->sealed, in->mask, in->visible, in->stats, k_t ? in->k_range : NULL, score);
 
     const struct ggml_sparse_select_params select = { p->topk_max, (int32_t) in->k->ne[1], p->n_local_max, p->mean_v };
     struct ggml_tensor * sel = ggml_sparse_attn_select(ctx, logits, in->forced, in->kl, in->sinks, select);

@@ -26,7 +26,8 @@
 extern "C" {
 #endif
 
-#define GGML_SPARSE_GROUP 64 // positions sealed together
+#define GGML_SPARSE_GROUP 64  // positions sealed together
+#define GGML_SPARSE_RUN   512 // positions of a channel that share a scale in a quantised k_t
 
 enum ggml_sparse_attn_op {
     GGML_SPARSE_ATTN_SEAL,
@@ -54,10 +55,16 @@ enum ggml_sparse_stat {
 
 // SEAL
 //   k_t    [n_pos_t, d_k*n_head_kv, n_stream]       f16      transposed K: row = one channel; n_pos_t >= n_kv (row stride may be padded)
+//          [n_pos_t*n_bit/8, d_k*n_head_kv, n_stream] i8     or its codes, n_bit = 8 or 4; n_pos_t a multiple of GGML_SPARSE_RUN. The
+//                                                            layout is cpu/sparse-quant.h's business
+//   k_range [2, d_k*n_head_kv, n_run_t, n_stream]   f32      scale and zero of each run of codes, or NULL with f16
 //   v_sum  [d_v*n_head_kv, n_grp_t, n_stream]       f32      sum of V over each group, or NULL
 //   k      [d_k, n_head_kv, n_kv, n_stream]         f16 | bf16 | f32
 //   v      [d_v, n_head_kv, n_kv, n_stream]         f16 | bf16 | f32   (may be NULL when v_sum is NULL)
 //   list   [n_list, n_stream]                       i32      group numbers to seal, < 0: none
+//   sealed [n_grp, n_stream]                        i32      with codes: the groups that are sealed after this node, those of list among
+//                                                            them (a run is coded anew with all its sealed groups), else NULL. Only
+//                                                            groups that lie wholly below n_kv count
 //   stats  [GGML_SPARSE_STAT_COUNT]                 i64      or NULL
 //   res    a view of k_t
 //   values beyond the range of f16 are clamped to +-65504 (k_t only ranks)
@@ -68,7 +75,10 @@ GGML_API struct ggml_tensor * ggml_sparse_attn_seal(
         struct ggml_tensor  * k,
         struct ggml_tensor  * v,
         struct ggml_tensor  * list,
-        struct ggml_tensor  * stats);
+        struct ggml_tensor  * stats,
+        struct ggml_tensor  * k_range,
+        struct ggml_tensor  * sealed,
+        int32_t               n_bit);
 
 // VISIBLE
 //   mask   [n_kv, n_tok, 1, n_stream]               f16      -inf hides a position; otherwise a bias (ALiBi) or 0
@@ -82,6 +92,7 @@ struct ggml_sparse_score_params {
     float   scale;      // kq_scale, 1/sqrt(d_k) in most models
     float   max_bias;   // ALiBi: > 0 multiplies the mask by the head's slope
     float   softcap;    // > 0: logit = softcap*tanh(logit/softcap), before the mask is added
+    int32_t n_bit;      // of k_t: 16 (f16), 8 or 4
 };
 
 // SCORE (step 1)
@@ -92,6 +103,7 @@ struct ggml_sparse_score_params {
 //   mask     [n_kv, n_tok, 1, n_stream]             f16
 //   visible  [n_grp, n_tok, 1, n_stream]            i32      from VISIBLE
 //   stats    i64 or NULL
+//   k_range  as for SEAL
 //   res      [n_kv, n_head, n_tok, n_stream]        f32      logits per query head; -inf where hidden
 //
 //   approximate: the `rank` components c with the largest sum over the group's query heads of |q[c]| (ties: lowest c),
@@ -108,6 +120,7 @@ GGML_API struct ggml_tensor * ggml_sparse_attn_score(
         struct ggml_tensor  * mask,
         struct ggml_tensor  * visible,
         struct ggml_tensor  * stats,
+        struct ggml_tensor  * k_range,
         struct ggml_sparse_score_params params);
 
 struct ggml_sparse_select_params {
@@ -187,6 +200,7 @@ struct ggml_sparse_attn_inputs { // as described above; NULL where optional
     struct ggml_tensor * kl;
     struct ggml_tensor * sinks;
     struct ggml_tensor * stats;
+    struct ggml_tensor * k_range;
 };
 
 struct ggml_sparse_attn_params {
@@ -197,6 +211,7 @@ struct ggml_sparse_attn_params {
     float   max_bias;
     float   softcap;
     int32_t mean_v;
+    int32_t n_bit;
 };
 
 // SparQ attention: SCORE from k_t, SELECT, ATTEND

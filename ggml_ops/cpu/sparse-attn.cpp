@@ -1,6 +1,6 @@
 // ggml glue of the sparse attention steps: unpack tensors, split work over threads, call sparse-steps.h, merge.
 //
-//   types    q f32; K, V f16 | bf16 | f32; k_t f16; mask f16; everything else as in ggml-sparse.h (asserted by the constructors)
+//   types    q f32; K, V f16 | bf16 | f32; k_t f16 or codes of 8 or 4 bits; mask f16; everything else as in ggml-sparse.h (asserted by the constructors)
 //   threads  work is cut into units whose size depends on shapes only, and partial results are merged in the order of the units:
 //            the result has the same bits for any number of threads. Every thread reaches every barrier.
 //   memory   scratch comes from params->wdata; its layout is written once, in *_work, and serves ggml_sparse_attn_work_size too
@@ -9,6 +9,7 @@
 #include "sparse-attn.h"
 
 #include "ggml-cpu-impl.h"
+#include "sparse-quant.h"
 #include "sparse-steps.h"
 
 #include <algorithm>
@@ -79,7 +80,52 @@ int group_size(int64_t g, int64_t n_kv) { return (int) std::min<int64_t>(GROUP, 
 
 void add_stat(const ggml_tensor * stats, ggml_sparse_stat i, int64_t n) { ((int64_t *) stats->data)[i] += n; }
 
+// how many rows before their use K and V are asked for: a block of rows is too short for the hardware to run ahead
+constexpr int AHEAD = 2*ROW_BLOCK;
+
+void prefetch_rows(const ggml_tensor * x, int64_t h, int64_t s, const int32_t * rows, int r, int n) {
+    const size_t size = x->ne[0]*ggml_type_size(x->type);
+    for (int i = r; i < std::min(r + ROW_BLOCK, n); ++i) {
+        for (size_t o = 0; o < size; o += 64) {
+            prefetch(at(x, h, rows[i], s) + o);
+        }
+    }
+}
+
+// the units [u0, u1) of this thread where consecutive units are neighbours in memory
+struct unit_range {
+    int64_t u0, u1;
+
+    unit_range(const ggml_compute_params * params, int64_t n) : u0(n*params->ith/params->nth), u1(n*(params->ith + 1)/params->nth) {}
+};
+
 // ---- SEAL ----
+
+// codes the run of group g anew, for one KV head; once per run, at the first of its groups in the list
+void seal_codes(const ggml_tensor * dst, int64_t h, int64_t g, int64_t s, const int32_t * list, int64_t i) {
+    constexpr int N = RUN/GROUP;
+    const ggml_tensor * k_t     = dst->src[0];
+    const ggml_tensor * k       = dst->src[2];
+    const ggml_tensor * k_range = dst->src[6];
+    const ggml_tensor * sealed  = dst->src[7];
+
+    const int64_t run = g/N;
+    for (int64_t j = 0; j < i; ++j) {
+        if (list[j] >= 0 && list[j]/N == run) {
+            return;
+        }
+    }
+    uint8_t valid[N];
+    for (int64_t j = 0; j < N; ++j) {
+        valid[j] = (run*N + j + 1)*GROUP <= k->ne[2] && at<const int32_t>(sealed, s)[run*N + j] != 0;
+    }
+    const int n_bit = op_params<int32_t>(dst);
+    const int d_k   = (int) k->ne[0];
+    with_type(k->type, [&](auto * t) {
+        seal_run<std::decay_t<decltype(*t)>>(at(k_t, h*d_k, s) + run*RUN*n_bit/8, k_t->nb[1], at<float>(k_range, h*d_k, run, s),
+                at(k, h, run*RUN, s), k->nb[2], valid, d_k, n_bit);
+    });
+}
 
 void forward_seal(const ggml_compute_params * params, ggml_tensor * dst) {
     const ggml_tensor * k_t   = dst->src[0];
@@ -89,6 +135,7 @@ void forward_seal(const ggml_compute_params * params, ggml_tensor * dst) {
     const ggml_tensor * list  = dst->src[4];
     const ggml_tensor * stats = dst->src[5];
 
+    const int     n_bit     = op_params<int32_t>(dst);
     const int64_t n_list    = list->ne[0];
     const int64_t n_stream  = list->ne[1];
     const int64_t n_head_kv = k->ne[1];
@@ -106,9 +153,13 @@ void forward_seal(const ggml_compute_params * params, ggml_tensor * dst) {
             continue;
         }
         const int n = group_size(g, n_kv);
-        with_type(k->type, [&](auto * t) {
-            seal_k<std::decay_t<decltype(*t)>>(at(k_t, h*d_k, s) + g*GROUP*sizeof(f16), k_t->nb[1], at(k, h, g*GROUP, s), k->nb[2], n, d_k);
-        });
+        if (n_bit != 16) {
+            seal_codes(dst, h, g, s, at<const int32_t>(list, s), u/n_head_kv % n_list);
+        } else {
+            with_type(k->type, [&](auto * t) {
+                seal_k<std::decay_t<decltype(*t)>>(at(k_t, h*d_k, s) + g*GROUP*sizeof(f16), k_t->nb[1], at(k, h, g*GROUP, s), k->nb[2], n, d_k);
+            });
+        }
         if (v_sum) {
             with_type(v->type, [&](auto * t) {
                 float * sum = at<float>(v_sum, g, s) + h*d_v;
@@ -159,6 +210,7 @@ struct score_work {
     float   * x;        // [rank][GROUP]            this thread's
     float   * s;        // [n_head or n_group_q][tile]
     float   * sum;      // [d_k]
+    uint8_t * table;    // what the scan of codes needs
     size_t    size;     // of all threads
 
     score_work(const ggml_tensor * dst, const void * wdata, int ith, int nth) {
@@ -182,6 +234,8 @@ struct score_work {
                 x   = own.take<float>(rank*GROUP);
                 s   = own.take<float>(approx ? n_group_q*score_tile(n_group_q) : q->ne[1]*EXACT_TILE);
                 sum = own.take<float>(q->ne[0]);
+                table = own.take<uint8_t>(!approx || p.n_bit == 16 ? 0 : p.n_bit == 4 ?
+                        n_group_q*(rank + 1)*16 : (score_tile(n_group_q)/RUN + 2)*n_group_q*(rank + 1)*sizeof(float));
             }
             if (i == 0) {
                 size = shared.used + nth*own.used + bump::ALIGN;
@@ -190,6 +244,11 @@ struct score_work {
     }
 };
 
+// may the group be read from k_t? Codes exist for complete groups only
+bool in_k_t(const int32_t * sealed, int64_t g, int64_t n_kv, int64_t n_bit) {
+    return sealed[g] != 0 && (n_bit == 16 || (g + 1)*GROUP <= n_kv);
+}
+
 void score_stats(const ggml_tensor * dst) {
     const ggml_tensor * q       = dst->src[0];
     const ggml_tensor * k       = dst->src[1];
@@ -197,8 +256,9 @@ void score_stats(const ggml_tensor * dst) {
     const ggml_tensor * sealed  = dst->src[3];
     const ggml_tensor * visible = dst->src[5];
 
-    const int64_t rank = op_params<ggml_sparse_score_params>(dst).rank;
-    const int64_t ts   = ggml_type_size(k->type);
+    const int64_t rank  = op_params<ggml_sparse_score_params>(dst).rank;
+    const int64_t n_bit = op_params<ggml_sparse_score_params>(dst).n_bit;
+    const int64_t ts    = ggml_type_size(k->type);
 
     int64_t bytes = 0;
     for (int64_t s = 0; s < q->ne[3]; ++s) {
@@ -207,8 +267,9 @@ void score_stats(const ggml_tensor * dst) {
             for (int64_t g = 0; g < visible->ne[0]; ++g) {
                 if (!k_t) {
                     bytes += vis[g]*k->ne[0]*ts;
-                } else if (vis[g] > 0 && at<const int32_t>(sealed, s)[g]) {
-                    bytes += group_size(g, k->ne[2])*rank*sizeof(f16);
+                } else if (vis[g] > 0 && in_k_t(at<const int32_t>(sealed, s), g, k->ne[2], n_bit)) {
+                    // the positions, and the group's share of scale and zero of its run
+                    bytes += group_size(g, k->ne[2])*rank*n_bit/8 + (n_bit == 16 ? 0 : rank*2*(int64_t) sizeof(float)*GROUP/RUN);
                 } else {
                     bytes += vis[g]*rank*ts;
                 }
@@ -227,6 +288,7 @@ void score_approx(const ggml_compute_params * params, ggml_tensor * dst) {
     const ggml_tensor * sealed  = dst->src[3];
     const ggml_tensor * mask    = dst->src[4];
     const ggml_tensor * visible = dst->src[5];
+    const ggml_tensor * k_range = dst->src[7];
     const auto p = op_params<ggml_sparse_score_params>(dst);
 
     const int64_t n_kv      = k->ne[2];
@@ -271,11 +333,22 @@ void score_approx(const ggml_compute_params * params, ggml_tensor * dst) {
                 }
                 continue;
             }
-            if (seal[g]) {
-                while (b < t1 && vis[b/GROUP] > 0 && seal[b/GROUP]) {
+            if (in_k_t(seal, g, n_kv, p.n_bit)) {
+                while (b < t1 && vis[b/GROUP] > 0 && in_k_t(seal, b/GROUP, n_kv, p.n_bit)) {
                     b = std::min(b + GROUP, t1);
                 }
-                score_channels<f16>(w.s, tile, n_group_q, at(k_t, h*d_k, s) + a*sizeof(f16), k_t->nb[1], chan, w.n_chan[u0], coef, p.rank, b - a);
+                const char * x = at(k_t, h*d_k, s);
+                if (p.n_bit == 16) {
+                    score_channels<f16>(w.s, tile, n_group_q, x + a*sizeof(f16), k_t->nb[1], chan, w.n_chan[u0], coef, p.rank, b - a);
+                } else {
+                    const float * range = at<const float>(k_range, h*d_k, 0, s);
+                    const int64_t ld_range = k_range->nb[2]/sizeof(float);
+                    if (p.n_bit == 8) {
+                        score_q8(w.s, tile, n_group_q, x, k_t->nb[1], range, ld_range, chan, w.n_chan[u0], coef, p.rank, a, b, (float *) w.table);
+                    } else {
+                        score_q4(w.s, tile, n_group_q, x, k_t->nb[1], range, ld_range, chan, w.n_chan[u0], coef, p.rank, a, b, w.table);
+                    }
+                }
             } else {
                 gather_channels<T>(w.x, at(k, h, a, s), k->nb[2], chan, w.n_chan[u0], m + a, (int) (b - a));
                 score_channels<float>(w.s, tile, n_group_q, (const char *) w.x, GROUP*sizeof(float), nullptr, w.n_chan[u0], coef, p.rank, b - a);
@@ -306,7 +379,8 @@ void score_exact(const ggml_compute_params * params, ggml_tensor * dst) {
 
     const score_work w(dst, params->wdata, params->ith, params->nth);
 
-    for (int64_t u = params->ith; u < n_tile*n_tok*q->ne[3]; u += params->nth) {
+    const unit_range own(params, n_tile*n_tok*q->ne[3]);
+    for (int64_t u = own.u0; u < own.u1; ++u) {
         const int64_t i = u/n_tile % n_tok, s = u/n_tile/n_tok;
         const int64_t t0 = u % n_tile*EXACT_TILE, t1 = std::min(t0 + EXACT_TILE, n_kv);
 
@@ -326,7 +400,7 @@ void score_exact(const ggml_compute_params * params, ggml_tensor * dst) {
         for (int r = 0; r < n; r += ROW_BLOCK) {
             for (int h = 0; h < n_head_kv; ++h) {
                 dot_rows<T>(w.s + h*n_group_q*EXACT_TILE + r, EXACT_TILE, at<const float>(q, h*n_group_q, i, s), ldq, n_group_q,
-                        at(k, h, t0, s), k->nb[2], rows + r, std::min(ROW_BLOCK, n - r), d_k);
+                        at(k, h, t0, s), k->nb[2], rows + r, std::min(ROW_BLOCK, n - r), d_k, AHEAD*k->nb[2]);
             }
         }
         for (int h = 0; h < n_head; ++h) {
@@ -490,11 +564,24 @@ void attend_rows(const ggml_tensor * dst, const attend_work & w, int64_t h0, int
     float * state = w.state + ((s*q->ne[2] + i)*n_head*w.n_chunk + c)*w.ld;
     const int64_t ld_h = w.n_chunk*w.ld; // from one query head to the next
 
+    for (int r = 0; r < AHEAD && !w.dense; r += ROW_BLOCK) {
+        prefetch_rows(k, h0, s, w.rows, r, n);
+    }
+
     // logits: q . k, rows outside so that all heads of a few positions are read together
     for (int r = 0; r < n; r += ROW_BLOCK) {
         for (int64_t h = h0; h < h1; ++h) {
+            const char * kh = at(k, h, 0, s);
+            ptrdiff_t ahead = 0;
+            if (w.dense) { // then the first rows of V
+                const char * next = r + AHEAD < n ? kh + w.rows[r + AHEAD]*k->nb[2] : at(v, h, w.rows[std::min(r + AHEAD - n, n - 1)], s);
+                ahead = next - (kh + w.rows[r]*k->nb[2]);
+            } else {
+                prefetch_rows(k, h, s, w.rows, r + AHEAD, n);
+                prefetch_rows(v, h, s, w.rows, r, n);
+            }
             dot_rows<TK>(w.s + (h - h0)*n_group_q*ld_s + r, ld_s, at<const float>(q, h*n_group_q, i, s), q->nb[1]/sizeof(float), n_group_q,
-                    at(k, h, 0, s), k->nb[2], w.rows + r, std::min(ROW_BLOCK, n - r), d_k);
+                    kh, k->nb[2], w.rows + r, std::min(ROW_BLOCK, n - r), d_k, ahead);
         }
     }
 
@@ -513,8 +600,15 @@ void attend_rows(const ggml_tensor * dst, const attend_work & w, int64_t h0, int
     // sum of p * v
     for (int r = 0; r < n; r += ROW_BLOCK) {
         for (int64_t h = h0; h < h1; ++h) {
+            const char * vh = at(v, h, 0, s);
+            ptrdiff_t ahead = 0;
+            if (w.dense) { // then the first rows of K of the next unit
+                const int64_t t = w.rows[n - 1] + 1 + r + AHEAD - n;
+                const char * next = r + AHEAD < n ? vh + w.rows[r + AHEAD]*v->nb[2] : at(k, h, std::min(t, k->ne[2] - 1), s);
+                ahead = next - (vh + w.rows[r]*v->nb[2]);
+            }
             add_rows<TV>(state + h*n_group_q*ld_h, ld_h, w.s + (h - h0)*n_group_q*ld_s + r, ld_s, n_group_q,
-                    at(v, h, 0, s), v->nb[2], w.rows + r, std::min(ROW_BLOCK, n - r), d_v);
+                    vh, v->nb[2], w.rows + r, std::min(ROW_BLOCK, n - r), d_v, ahead);
         }
     }
 }
@@ -626,7 +720,8 @@ void attend(const ggml_compute_params * params, ggml_tensor * dst) {
 
     // stage 1
     const int64_t n_unit = n_row*w.n_chunk*(w.dense ? 1 : n_head_kv);
-    for (int64_t u = params->ith; u < n_unit + n_row*w.n_mean; u += params->nth) {
+    const unit_range own(params, n_unit + n_row*w.n_mean);
+    for (int64_t u = own.u0; u < own.u1; ++u) {
         if (u >= n_unit) {
             const int64_t b = (u - n_unit) % w.n_mean, r = (u - n_unit)/w.n_mean;
             mean_unit<TV>(dst, w.mean + (u - n_unit)*d_mean, b*w.MEAN_GROUPS, std::min((b + 1)*w.MEAN_GROUPS, n_grp), r % n_tok, r/n_tok);

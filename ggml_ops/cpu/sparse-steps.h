@@ -155,20 +155,40 @@ static int choose_channels(int32_t * chan, float * coef, float * sum, const floa
 }
 
 // s[h][t] += sum over NC channels of coef[h][c]*x[c][t] for n positions and n_head heads; first: s starts from 0
+//   next [NC]: rows that the next pass will read (or NULL), asked for on the way: rows are too short for the hardware to run ahead
 template <int NC, typename T>
-static inline void add_channels(float * s, int64_t ld_s, int n_head, const T * const * x, const float * coef, int ld_coef, int64_t n, bool first) {
+static SPARQ_NOINLINE void add_channels(float * s, int64_t ld_s, int n_head, const T * const * x, const T * const * next,
+        const float * coef, int ld_coef, int64_t n, bool first) {
+    constexpr int NT = 64/sizeof(T) > W ? 64/sizeof(T)/W : 1; // vectors per cache line
+    constexpr int NB = NT*NC <= N_ACC ? NT : 1;               // vectors that share a coefficient, as the registers allow
     int64_t t = 0;
-    for (; t + W <= n; t += W) {
-        vf k[NC];
-        for (int c = 0; c < NC; ++c) {
-            k[c] = load(x[c] + t);
+    for (; t + NT*W <= n; t += NT*W) {
+        for (int c = 0; c < NC && next; ++c) {
+            prefetch(next[c] + t);
         }
-        for (int h = 0; h < n_head; ++h) {
-            vf a = first ? set1(0.0f) : load(s + h*ld_s + t);
+        for (int j = 0; j < NT*W; j += NB*W) {
+            vf k[NC][NB];
             for (int c = 0; c < NC; ++c) {
-                a = fma(k[c], set1(coef[h*ld_coef + c]), a);
+                for (int i = 0; i < NB; ++i) {
+                    k[c][i] = load(x[c] + t + j + i*W);
+                }
             }
-            store(s + h*ld_s + t, a);
+            for (int h = 0; h < n_head; ++h) {
+                float * sh = s + h*ld_s + t + j;
+                vf a[NB];
+                for (int i = 0; i < NB; ++i) {
+                    a[i] = first ? set1(0.0f) : load(sh + i*W);
+                }
+                for (int c = 0; c < NC; ++c) {
+                    const vf b = set1(coef[h*ld_coef + c]);
+                    for (int i = 0; i < NB; ++i) {
+                        a[i] = fma(k[c][i], b, a[i]);
+                    }
+                }
+                for (int i = 0; i < NB; ++i) {
+                    store(sh + i*W, a[i]);
+                }
+            }
         }
     }
     for (; t < n; ++t) {
@@ -188,15 +208,20 @@ template <typename T>
 static void score_channels(float * s, int64_t ld_s, int n_head, const char * x, size_t nb_chan, const int32_t * chan, int n_chan,
         const float * coef, int ld_coef, int64_t n) {
     const T * row[8];
+    const T * next[8];
     for (int i = 0; i < n_chan; ) {
         const int nc = n_chan - i >= 8 ? 8 : n_chan - i >= 4 ? 4 : 1;
         for (int c = 0; c < nc; ++c) {
             row[c] = (const T *) (x + (chan ? chan[i + c] : i + c)*nb_chan);
         }
+        const bool more = i + 2*nc <= n_chan && chan;
+        for (int c = 0; c < nc && more; ++c) {
+            next[c] = (const T *) (x + chan[i + nc + c]*nb_chan);
+        }
         switch (nc) {
-            case 8:  add_channels<8>(s, ld_s, n_head, row, coef + i, ld_coef, n, i == 0); break;
-            case 4:  add_channels<4>(s, ld_s, n_head, row, coef + i, ld_coef, n, i == 0); break;
-            default: add_channels<1>(s, ld_s, n_head, row, coef + i, ld_coef, n, i == 0); break;
+            case 8:  add_channels<8>(s, ld_s, n_head, row, more ? next : nullptr, coef + i, ld_coef, n, i == 0); break;
+            case 4:  add_channels<4>(s, ld_s, n_head, row, more ? next : nullptr, coef + i, ld_coef, n, i == 0); break;
+            default: add_channels<1>(s, ld_s, n_head, row, more ? next : nullptr, coef + i, ld_coef, n, i == 0); break;
         }
         i += nc;
     }
@@ -247,8 +272,10 @@ static void finish_logits(float * res, const float * s, const f16 * mask, int64_
 // ---- exact scores: dot products with gathered rows ----
 
 // s[h][i] = q[h] . k[rows[i]] for HB heads and up to W rows; NR rows share each load of q
+//   ahead: if not 0, what lies so many bytes behind each row is asked for, a line at a time (bursts of requests stall)
 template <int HB, int NR, typename T>
-static inline void dot_block(float * s, int64_t ld_s, const float * q, int64_t ld_q, const char * k, size_t nb_pos, const int32_t * rows, int n, int d) {
+static SPARQ_NOINLINE void dot_block( // inlined, its pointers no longer fit the registers (2x slower)
+        float * s, int64_t ld_s, const float * q, int64_t ld_q, const char * k, size_t nb_pos, const int32_t * rows, int n, int d, ptrdiff_t ahead) {
     constexpr int NW = NR < W ? NR : W;
     vf part[HB][W];
     for (int j = 0; j < W; j += NW) {
@@ -264,6 +291,11 @@ static inline void dot_block(float * s, int64_t ld_s, const float * q, int64_t l
         }
         int c = 0;
         for (; c + W <= d; c += W) {
+            if (ahead && c % (64/sizeof(T)) == 0) {
+                for (int i = 0; i < NW; ++i) {
+                    prefetch((const char *) (x[i] + c) + ahead);
+                }
+            }
             vf kx[NW];
             for (int i = 0; i < NW; ++i) {
                 kx[i] = load(x[i] + c);
@@ -294,20 +326,21 @@ static inline void dot_block(float * s, int64_t ld_s, const float * q, int64_t l
     }
 }
 
-// s[h][i] = q[h] . k[rows[i]] for n rows; each row is loaded once for all heads (once per 4 heads from L1)
+// s[h][i] = q[h] . k[rows[i]] for n rows; ahead as above; each row is loaded once for all heads (once per 4 heads from L1)
 template <typename T>
-static void dot_rows(float * s, int64_t ld_s, const float * q, int64_t ld_q, int n_head, const char * k, size_t nb_pos, const int32_t * rows, int n, int d) {
+static void dot_rows(float * s, int64_t ld_s, const float * q, int64_t ld_q, int n_head, const char * k, size_t nb_pos, const int32_t * rows, int n, int d,
+        ptrdiff_t ahead) {
     for (int i = 0; i < n; i += W) {
         const int ni = n - i < W ? n - i : W;
         int h = 0;
         for (; h + 4 <= n_head; h += 4) {
-            dot_block<4, 2, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, k, nb_pos, rows + i, ni, d);
+            dot_block<4, N_ACC/4, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, k, nb_pos, rows + i, ni, d, h == 0 ? ahead : 0);
         }
         for (; h + 2 <= n_head; h += 2) {
-            dot_block<2, 4, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, k, nb_pos, rows + i, ni, d);
+            dot_block<2, N_ACC/2, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, k, nb_pos, rows + i, ni, d, h == 0 ? ahead : 0);
         }
         for (; h < n_head; ++h) {
-            dot_block<1, 8, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, k, nb_pos, rows + i, ni, d);
+            dot_block<1, 8, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, k, nb_pos, rows + i, ni, d, h == 0 ? ahead : 0);
         }
     }
 }
@@ -478,9 +511,10 @@ struct attn_state {
     float & l()   const { return x[d + 1]; }
 };
 
-// acc[h][c] += sum_i p[h][i]*v[rows[i]][c] for HB heads and NV vectors of c
+// acc[h][c] += sum_i p[h][i]*v[rows[i]][c] for HB heads and NV vectors of c; ahead as in dot_block
 template <int HB, int NV, typename T>
-static inline void add_rows_block(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, const char * v, size_t nb_pos, const int32_t * rows, int n) {
+static SPARQ_NOINLINE void add_rows_block(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, const char * v, size_t nb_pos, const int32_t * rows, int n,
+        ptrdiff_t ahead) {
     vf a[HB][NV];
     for (int h = 0; h < HB; ++h) {
         for (int j = 0; j < NV; ++j) {
@@ -489,6 +523,9 @@ static inline void add_rows_block(float * acc, int64_t ld_acc, const float * p, 
     }
     for (int i = 0; i < n; ++i) {
         const T * row = (const T *) (v + rows[i]*nb_pos);
+        for (int j = 0; j < NV && ahead; j += 64/(int) sizeof(T) > W ? 64/(int) sizeof(T)/W : 1) {
+            prefetch((const char *) (row + j*W) + ahead);
+        }
         vf x[NV];
         for (int j = 0; j < NV; ++j) {
             x[j] = load(row + j*W);
@@ -509,14 +546,15 @@ static inline void add_rows_block(float * acc, int64_t ld_acc, const float * p, 
 
 // acc[h][c] += sum_i p[h][i]*v[rows[i]][c] for HB heads and d columns
 template <int HB, typename T>
-static inline void add_rows_heads(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, const char * v, size_t nb_pos, const int32_t * rows, int n, int d) {
-    constexpr int NV = HB <= 2 ? 8 : 4; // accumulators fit the registers
+static inline void add_rows_heads(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, const char * v, size_t nb_pos, const int32_t * rows, int n, int d,
+        ptrdiff_t ahead) {
+    constexpr int NV = N_ACC/HB < 8 ? N_ACC/HB : 8;
     int c = 0;
     for (; c + NV*W <= d; c += NV*W) {
-        add_rows_block<HB, NV, T>(acc + c, ld_acc, p, ld_p, v + c*sizeof(T), nb_pos, rows, n);
+        add_rows_block<HB, NV, T>(acc + c, ld_acc, p, ld_p, v + c*sizeof(T), nb_pos, rows, n, ahead);
     }
     for (; c + W <= d; c += W) {
-        add_rows_block<HB, 1, T>(acc + c, ld_acc, p, ld_p, v + c*sizeof(T), nb_pos, rows, n);
+        add_rows_block<HB, 1, T>(acc + c, ld_acc, p, ld_p, v + c*sizeof(T), nb_pos, rows, n, ahead);
     }
     for (; c < d; ++c) {
         for (int h = 0; h < HB; ++h) {
@@ -530,16 +568,17 @@ static inline void add_rows_heads(float * acc, int64_t ld_acc, const float * p, 
 }
 
 template <typename T>
-static void add_rows(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, int n_head, const char * v, size_t nb_pos, const int32_t * rows, int n, int d) {
+static void add_rows(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, int n_head, const char * v, size_t nb_pos, const int32_t * rows, int n, int d,
+        ptrdiff_t ahead) {
     int h = 0;
     for (; h + 4 <= n_head; h += 4) {
-        add_rows_heads<4, T>(acc + h*ld_acc, ld_acc, p + h*ld_p, ld_p, v, nb_pos, rows, n, d);
+        add_rows_heads<4, T>(acc + h*ld_acc, ld_acc, p + h*ld_p, ld_p, v, nb_pos, rows, n, d, h == 0 ? ahead : 0);
     }
     for (; h + 2 <= n_head; h += 2) {
-        add_rows_heads<2, T>(acc + h*ld_acc, ld_acc, p + h*ld_p, ld_p, v, nb_pos, rows, n, d);
+        add_rows_heads<2, T>(acc + h*ld_acc, ld_acc, p + h*ld_p, ld_p, v, nb_pos, rows, n, d, h == 0 ? ahead : 0);
     }
     for (; h < n_head; ++h) {
-        add_rows_heads<1, T>(acc + h*ld_acc, ld_acc, p + h*ld_p, ld_p, v, nb_pos, rows, n, d);
+        add_rows_heads<1, T>(acc + h*ld_acc, ld_acc, p + h*ld_p, ld_p, v, nb_pos, rows, n, d, h == 0 ? ahead : 0);
     }
 }
 

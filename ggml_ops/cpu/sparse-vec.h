@@ -31,6 +31,12 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 
+#if defined(__GNUC__) || defined(__clang__)
+#define SPARQ_NOINLINE __attribute__((noinline))
+#else
+#define SPARQ_NOINLINE
+#endif
+
 namespace sparse {
 
 // element types in memory; float is the third
@@ -253,6 +259,12 @@ static inline vf sum_rows(const vf * x)  { return x[0]; }
 
 // ---- common to all ----
 
+#if defined(SPARQ_AVX2)
+constexpr int N_ACC = 8;    // accumulators that fit the registers, beside operands
+#else
+constexpr int N_ACC = 16;
+#endif
+
 #if !defined(SPARQ_AVX512)
 
 template <typename T>
@@ -325,9 +337,10 @@ static inline int append_index(int32_t * dst, int32_t first, vm m) {
 #endif
 }
 
+// asks for the cache line of p, into the second level
 static inline void prefetch(const void * p) {
 #if defined(__GNUC__) || defined(__clang__)
-    __builtin_prefetch(p);
+    __builtin_prefetch(p, 0, 2);
 #else
     (void) p;
 #endif
@@ -335,7 +348,6 @@ static inline void prefetch(const void * p) {
 
 // e^x, within 2 ulp; 0 below -104 (so exp(-inf) = 0), +inf above 89, NaN for NaN
 static inline vf exp(vf x) {
-    const vm under = lt(x, set1(-104.0f));
     x = vmin(set1(89.0f), vmax(set1(-104.0f), x)); // NaN passes: the second operand wins
 
     // x = n*ln(2) + r, |r| <= ln(2)/2; ln(2) in two parts, n times the first is exact
@@ -351,7 +363,7 @@ static inline vf exp(vf x) {
     p = fma(p, r, set1(5.0000001201e-1f));
     p = add(fma(p, mul(r, r), r), set1(1.0f));
 
-    return select(under, set1(0.0f), mul_2n(p, n));
+    return mul_2n(p, n); // e^-104 rounds to 0
 }
 
 // tanh(x), relative error below 1e-6

@@ -31,8 +31,9 @@ static constexpr int64_t N_SEAL_DECODE = 16;
 
 struct llama_sparse_shadow {
     struct layer {
-        ggml_tensor * k_t   = nullptr; // [kv_size + pad, n_embd_k_gqa, n_stream] f16
-        ggml_tensor * v_sum = nullptr; // [n_embd_v_gqa, n_grp, n_stream] f32; only with mean_v
+        ggml_tensor * k_t     = nullptr; // [kv_size + pad, n_embd_k_gqa, n_stream] f16, or codes
+        ggml_tensor * k_range = nullptr; // [2, n_embd_k_gqa, n_run, n_stream] f32: scale and zero of the codes; only with codes
+        ggml_tensor * v_sum   = nullptr; // [n_embd_v_gqa, n_grp, n_stream] f32; only with mean_v
     };
 
     std::vector<layer> layers; // by layer of the cache; k_t == nullptr: this layer has no shadow
@@ -43,6 +44,7 @@ struct llama_sparse_shadow {
     ggml_context_ptr                     ctx;
     std::vector<ggml_backend_buffer_ptr> bufs;
     bool                                 has_v_sum = false;
+    int32_t                              n_bit     = 16;
 };
 
 static uint32_t n_groups(uint32_t n_kv) {
@@ -95,14 +97,15 @@ struct llama_sparse_access {
             v_sum = v_sum || wants_mean_v(spec, hparams, il);
         }
         auto & old = kv->sparse;
-        if (*why_not(kv) || (old && (old->has_v_sum || !v_sum))) {
+        if (*why_not(kv) || (old && old->n_bit == spec.n_bit && (old->has_v_sum || !v_sum))) {
             return;
         }
 
         auto shadow = std::make_shared<llama_sparse_shadow>();
-        ggml_init_params params = { 2*kv->layers.size()*ggml_tensor_overhead(), nullptr, true };
+        ggml_init_params params = { 3*kv->layers.size()*ggml_tensor_overhead(), nullptr, true };
         shadow->ctx.reset(ggml_init(params));
         shadow->has_v_sum = v_sum;
+        shadow->n_bit     = spec.n_bit;
         shadow->layers.resize(kv->layers.size());
 
         for (size_t ikv = 0; ikv < kv->layers.size(); ++ikv) {
@@ -111,7 +114,14 @@ struct llama_sparse_access {
             }
             const auto & src = kv->layers[ikv];
             auto & dst = shadow->layers[ikv];
-            dst.k_t = ggml_new_tensor_3d(shadow->ctx.get(), GGML_TYPE_F16, kv->get_size() + K_T_PAD, src.k->ne[0], kv->n_stream);
+            if (spec.n_bit == 16) {
+                dst.k_t = ggml_new_tensor_3d(shadow->ctx.get(), GGML_TYPE_F16, kv->get_size() + K_T_PAD, src.k->ne[0], kv->n_stream);
+            } else {
+                const int64_t n_run = (kv->get_size() + GGML_SPARSE_RUN - 1)/GGML_SPARSE_RUN;
+                dst.k_t = ggml_new_tensor_3d(shadow->ctx.get(), GGML_TYPE_I8, n_run*GGML_SPARSE_RUN*spec.n_bit/8 + K_T_PAD, src.k->ne[0], kv->n_stream);
+                dst.k_range = ggml_new_tensor_4d(shadow->ctx.get(), GGML_TYPE_F32, 2, src.k->ne[0], n_run, kv->n_stream);
+                ggml_format_name(dst.k_range, "sparse_k_range_%d", (int) src.il);
+            }
             ggml_format_name(dst.k_t, "sparse_k_t_%d", (int) src.il);
             if (v_sum) {
                 dst.v_sum = ggml_new_tensor_3d(shadow->ctx.get(), GGML_TYPE_F32, src.v->ne[0], n_groups(kv->get_size()), kv->n_stream);
@@ -142,6 +152,18 @@ struct llama_sparse_access {
         }
     }
 
+    // does k_t hold x for cell i and channel c? As exactly as its type can
+    static bool matches(int32_t n_bit, const llama_sparse_shadow::layer & layer, uint32_t s, uint32_t i, size_t c, float x) {
+        const auto * row = (const uint8_t *) layer.k_t->data + s*layer.k_t->nb[2] + c*layer.k_t->nb[1];
+        if (n_bit == 16) {
+            return ((const ggml_fp16_t *) row)[i] == ggml_fp32_to_fp16(x);
+        }
+        const auto * range = (const float *) ((const char *) layer.k_range->data + s*layer.k_range->nb[3] + i/GGML_SPARSE_RUN*layer.k_range->nb[2]) + 2*c;
+        const uint8_t byte = n_bit == 8 ? row[i] : row[i/128*64 + i % 64];
+        const int     code = n_bit == 8 ? byte : i % 128 < 64 ? byte & 15 : byte >> 4;
+        return std::abs(range[1] + range[0]*code - x) <= 0.501f*range[0] + 1e-6f*std::abs(x);
+    }
+
     // number of (layer, group) in which the sealed data differs from K and V
     static int64_t check(const llama_kv_cache * kv) {
         const auto & shadow = *kv->sparse;
@@ -159,10 +181,8 @@ struct llama_sparse_access {
                     std::vector<double> mag(sum.size(), 0.0);
                     for (uint32_t i = g*GGML_SPARSE_GROUP; i < (g + 1)*GGML_SPARSE_GROUP; ++i) {
                         load_row(kv->layers[ikv].k, s, i, row);
-                        const auto * k_t = (const ggml_fp16_t *) ((const char *) dst.k_t->data + s*dst.k_t->nb[2]) + i;
                         for (size_t c = 0; c < row.size(); ++c) {
-                            const float x = std::clamp(row[c], -65504.0f, 65504.0f);
-                            bad = bad || k_t[c*dst.k_t->nb[1]/sizeof(ggml_fp16_t)] != ggml_fp32_to_fp16(x);
+                            bad = bad || !matches(shadow.n_bit, dst, s, i, c, std::clamp(row[c], -65504.0f, 65504.0f));
                         }
                         load_row(kv->layers[ikv].v, s, i, row);
                         for (size_t c = 0; c < row.size(); ++c) {
@@ -336,7 +356,7 @@ void llm_graph_input_sparse::set_select(const llama_ubatch * ubatch) {
         const auto & pos = llama_sparse_access::cells(kv, llama_sparse_access::stream_of(kv, seq)).seq_pos_get(seq);
 
         const auto end = pos.upper_bound({ ubatch->pos[t], UINT32_MAX }); // the first after the token itself
-        const int32_t n_pos = end == pos.end() ? pos.size() : std::distance(pos.begin(), end);
+        const int32_t n_pos = pos.size() - std::distance(end, pos.end()); // most often nothing comes after
 
         int32_t * dst = (int32_t *) forced->data + t*n_forced;
         std::fill(dst, dst + n_forced, -1);
@@ -435,6 +455,10 @@ static std::string why_dense(const llm_graph_context & g, const llama_kv_cache_c
     return *reason ? reason : llama_sparse_access::why_not_layer(kv, llama_sparse_access::layer_of(kv, il));
 }
 
+static ggml_tensor * view_range(const llm_graph_context & g, ggml_tensor * t, int64_t ns, uint32_t s0) {
+    return t ? ggml_view_4d(g.ctx0, t, t->ne[0], t->ne[1], t->ne[2], ns, t->nb[1], t->nb[2], t->nb[3], s0*t->nb[3]) : nullptr;
+}
+
 // SEAL for the layer, once per graph; returns k_t of the graph's streams
 static ggml_tensor * build_seal(const llm_graph_context & g, llm_graph_input_sparse * inp, ggml_tensor * k, ggml_tensor * v, uint32_t s0, int il) {
     const auto * kv = llama_sparse_access::kv(inp->mctx);
@@ -453,7 +477,11 @@ static ggml_tensor * build_seal(const llm_graph_context & g, llm_graph_input_spa
     const auto view = [&](ggml_tensor * t) {
         return t ? ggml_view_3d(g.ctx0, t, t->ne[0], t->ne[1], ns, t->nb[1], t->nb[2], s0*t->nb[2]) : nullptr;
     };
-    res = ggml_sparse_attn_seal(g.ctx0, view(layer.k_t), view(layer.v_sum), k, layer.v_sum ? v : nullptr, inp->list, inp->state->stats);
+    if (layer.k_range && !inp->sealed) {
+        inp->sealed = new_input(g, "sparse_sealed", n_groups(inp->n_kv), ns);
+    }
+    res = ggml_sparse_attn_seal(g.ctx0, view(layer.k_t), view(layer.v_sum), k, layer.v_sum ? v : nullptr, inp->list, inp->state->stats,
+            view_range(g, layer.k_range, ns, s0), inp->sealed, inp->state->spec.n_bit);
     g.cb(res, "sparse_seal", il);
     ggml_build_forward_expand(g.gf, res);
     return res;
@@ -544,10 +572,14 @@ ggml_tensor * llama_sparse_build_attn(
             in.v_sum  = nullptr;
             in.sealed = inp->sealed;
             params.mean_v = wants_mean_v(spec, g.hparams, il);
-            params.rank   = spec.rank_for(k->ne[0], ggml_type_size(k->type), ggml_type_size(k_t->type));
+            params.rank   = spec.rank_for(k->ne[0], ggml_type_size(k->type));
+            params.n_bit  = spec.n_bit;
+            const auto   & layer = llama_sparse_shadow_get(kv)->layers[llama_sparse_access::layer_of(kv, il)];
+            const uint32_t s0    = llama_sparse_access::sinfo(mctx).s0;
+            in.k_range = view_range(g, layer.k_range, ns, s0);
             if (params.mean_v) {
-                ggml_tensor * t = llama_sparse_shadow_get(kv)->layers[llama_sparse_access::layer_of(kv, il)].v_sum;
-                in.v_sum = ggml_view_3d(g.ctx0, t, t->ne[0], t->ne[1], ns, t->nb[1], t->nb[2], llama_sparse_access::sinfo(mctx).s0*t->nb[2]);
+                ggml_tensor * t = layer.v_sum;
+                in.v_sum = ggml_view_3d(g.ctx0, t, t->ne[0], t->ne[1], ns, t->nb[1], t->nb[2], s0*t->nb[2]);
             }
             cur = ggml_sparq_attn(g.ctx0, &in, &params);
         } else {

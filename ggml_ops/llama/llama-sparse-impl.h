@@ -33,16 +33,19 @@ struct llama_sparse_spec {
     int32_t min_ctx = 1024;
     int32_t mean_v  = -1;   // < 0: auto
     bool    ramp    = false;
+    int32_t n_bit   = 16;   // of the transposed copy of K: 16 (f16), 8 or 4
 
     std::vector<int32_t> k_layers;
 
     std::string str() const;
 
+    const char * shadow_name() const;
+
     // reads every position: run as the dense op
     bool is_dense() const;
 
-    // size_kv, size_t: bytes of one element of K and of its transposed copy
-    int32_t rank_for(int32_t d_k, size_t size_kv, size_t size_t) const;
+    // size_kv: bytes of one element of K
+    int32_t rank_for(int32_t d_k, size_t size_kv) const;
 
     // k of layer il for a token that sees n_pos positions
     int32_t topk_for(int32_t il, int32_t n_layer, int32_t n_pos) const;

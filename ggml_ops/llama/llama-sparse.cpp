@@ -31,7 +31,7 @@ struct spec_error : std::runtime_error {
 
 const std::vector<std::string> METHODS = { "off", "dense", "sparq", "topk" };
 const std::vector<std::string> KEYS = {
-    "ratio", "rank", "topk", "k", "local", "sinks", "min_k", "min_ctx", "mean_v", "budget", "k_layers",
+    "ratio", "rank", "topk", "k", "local", "sinks", "min_k", "min_ctx", "mean_v", "shadow", "budget", "k_layers",
 };
 
 int edit_distance(const std::string & a, const std::string & b) {
@@ -158,6 +158,11 @@ llama_sparse_spec parse_spec(const std::string & text) {
                 throw spec_error("mean_v is not auto, on or off: " + val, "leave it out for auto: on for MHA, off for GQA");
             }
             spec.mean_v = val == "auto" ? -1 : val == "on";
+        } else if (key == "shadow") {
+            if (val != "f16" && val != "q8" && val != "q4") {
+                throw spec_error("shadow is not f16, q8 or q4: " + val, "leave it out for the default");
+            }
+            spec.n_bit = val == "f16" ? 16 : val == "q8" ? 8 : 4;
         } else if (key == "budget") {
             if (val != "uniform" && val != "ramp") {
                 throw spec_error((eq == std::string::npos ? "not a key=value pair: " : "unknown budget: ") + val, "budgets: uniform, ramp");
@@ -201,6 +206,7 @@ std::string llama_sparse_spec::str() const {
     if (min_k   != def.min_k)   { add("min_k",   std::to_string(min_k)); }
     if (min_ctx != def.min_ctx) { add("min_ctx", std::to_string(min_ctx)); }
     if (mean_v >= 0)            { add("mean_v",  mean_v ? "on" : "off"); }
+    if (n_bit != def.n_bit)     { add("shadow",  shadow_name()); }
     if (ramp)                   { add("budget",  "ramp"); }
     if (!k_layers.empty()) {
         std::string list;
@@ -216,12 +222,16 @@ bool llama_sparse_spec::is_dense() const {
     return method == LLAMA_SPARSE_DENSE || (ratio >= 1 && rank <= 0 && topk <= 0 && k_layers.empty());
 }
 
-int32_t llama_sparse_spec::rank_for(int32_t d_k, size_t size_kv, size_t size_t_) const {
+const char * llama_sparse_spec::shadow_name() const {
+    return n_bit == 16 ? "f16" : n_bit == 8 ? "q8" : "q4";
+}
+
+int32_t llama_sparse_spec::rank_for(int32_t d_k, size_t size_kv) const {
     if (rank > 0) {
         return rank;
     }
-    // S*r*size_t = ratio/2 * 2*S*d_k*size_kv
-    return std::clamp((int32_t) std::lround(ratio*d_k*size_kv/size_t_), 1, d_k);
+    // S*r*n_bit/8 = ratio/2 * 2*S*d_k*size_kv
+    return std::clamp((int32_t) std::lround(ratio*d_k*size_kv*8/n_bit), 1, d_k);
 }
 
 int32_t llama_sparse_spec::topk_for(int32_t il, int32_t n_layer, int32_t n_pos) const {
@@ -414,7 +424,7 @@ int32_t llama_get_sparse_attn_info(const llama_context * ctx, char * buf, size_t
         "{\"spec\": \"" + spec.str() + "\", \"active\": " + (spec.method != LLAMA_SPARSE_OFF && state->reason.empty() ? "true" : "false") +
         ", \"reason\": \"" + (spec.method == LLAMA_SPARSE_OFF ? "off" : state->reason) + "\", \"method\": \"" + METHODS[spec.method] + "\"" +
         ", \"n_layer\": " + num(state->n_layer) + ", \"layers_sparse\": " + num(n_sparse) +
-        ", \"shadow_type\": \"f16\", \"shadow_bytes\": " + num(shadow_bytes) + ", \"layers\": [" + layers + "]" +
+        ", \"shadow_type\": \"" + spec.shadow_name() + "\", \"shadow_bytes\": " + num(shadow_bytes) + ", \"layers\": [" + layers + "]" +
         ", \"counters\": {\"steps\": " + num(state->n_steps) +
         ", \"calls_sparse\": "      + num(stat[GGML_SPARSE_STAT_ATTEND_SPARSE]) +
         ", \"calls_dense_op\": "    + num(stat[GGML_SPARSE_STAT_ATTEND_DENSE]) +

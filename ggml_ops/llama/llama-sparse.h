@@ -29,6 +29,7 @@ extern "C" {
 //   min_k    lower bound of topk when it comes from ratio (default 128)
 //   min_ctx  up to this many cells in use (rounded up to 256): exact dense (default 1024)
 //   mean_v   auto | on | off       step 3, interpolation with the mean value (auto: on for MHA, off for GQA)
+//   shadow   f16 | q8 | q4         the transposed copy of K: +50 %, +26 %, +13 % of f16 KV; fewer bits, more rank at the same ratio
 //   budget   uniform | ramp        ramp: topk grows linearly from the first to the last layer, same total (arXiv 2502.06766, 4.4)
 //   k_layers 64:64:128:...         topk of each layer, explicit
 //

@@ -39,6 +39,7 @@ TYPES = {
     "f32": (0, np.float32),
     "f16": (1, np.float16),
     "bf16": (30, np.uint16),
+    "i8": (24, np.int8),
     "i32": (26, np.int32),
     "i64": (27, np.int64),
 }
@@ -97,7 +98,13 @@ class Plan(ctypes.Structure):
 
 
 class ScoreParams(ctypes.Structure):
-    _fields_ = [("rank", c_int32), ("scale", c_float), ("max_bias", c_float), ("softcap", c_float)]
+    _fields_ = [
+        ("rank", c_int32),
+        ("scale", c_float),
+        ("max_bias", c_float),
+        ("softcap", c_float),
+        ("n_bit", c_int32),
+    ]
 
 
 class SelectParams(ctypes.Structure):
@@ -127,6 +134,7 @@ class AttnParams(ctypes.Structure):
         ("max_bias", c_float),
         ("softcap", c_float),
         ("mean_v", c_int32),
+        ("n_bit", c_int32),
     ]
 
 
@@ -146,6 +154,7 @@ class AttnInputs(ctypes.Structure):
             "kl",
             "sinks",
             "stats",
+            "k_range",
         )
     ]
 
@@ -171,9 +180,9 @@ class Ggml:
             (cpu, "ggml_cpu_init", None),
             (cpu, "ggml_graph_plan", Plan, c_void_p, c_int, c_void_p),
             (cpu, "ggml_graph_compute", c_int, c_void_p, POINTER(Plan)),
-            (base, "ggml_sparse_attn_seal", t, ctx, *[t] * 6),
+            (base, "ggml_sparse_attn_seal", t, ctx, *[t] * 8, c_int32),
             (base, "ggml_sparse_attn_visible", t, ctx, t),
-            (base, "ggml_sparse_attn_score", t, ctx, *[t] * 7, ScoreParams),
+            (base, "ggml_sparse_attn_score", t, ctx, *[t] * 8, ScoreParams),
             (base, "ggml_sparse_attn_select", t, ctx, *[t] * 4, SelectParams),
             (base, "ggml_sparse_attn_attend", t, ctx, *[t] * 10, AttendParams),
             (base, "ggml_sparq_attn", t, ctx, POINTER(AttnInputs), POINTER(AttnParams)),

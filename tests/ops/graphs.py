@@ -66,7 +66,8 @@ class Sources:
 
 def score(s: Sources, exact: bool = False):
     case = s.data.case
-    params = ScoreParams(0 if exact else case.rank_value, case.scale, case.max_bias, case.softcap)
+    rank = 0 if exact else case.rank_value
+    params = ScoreParams(rank, case.scale, case.max_bias, case.softcap, 16)
     return s.graph.op(
         "ggml_sparse_attn_score",
         s.q,
@@ -76,6 +77,7 @@ def score(s: Sources, exact: bool = False):
         s.mask,
         s.visible,
         s.stats,
+        None,
         params,
     )
 
@@ -118,6 +120,7 @@ def whole(s: Sources, exact: bool = False):
         case.max_bias,
         case.softcap,
         case.mean_v,
+        16,
     )
     return s.graph.op("ggml_topk_attn" if exact else "ggml_sparq_attn", inputs, params)
 

@@ -218,7 +218,7 @@ def test_score_uses_model_scale(ggml: Ggml) -> None:
     for scale in (1.0, 0.25):
         with ggml.graph() as g:
             s = Sources(data, g)
-            params = graphs.ScoreParams(16, scale, 0.0, 0.0)
+            params = graphs.ScoreParams(16, scale, 0.0, 0.0, 16)
             node = g.op(
                 "ggml_sparse_attn_score",
                 s.q,
@@ -228,6 +228,7 @@ def test_score_uses_model_scale(ggml: Ggml) -> None:
                 s.mask,
                 s.visible,
                 s.stats,
+                None,
                 params,
             )
             g.compute(node)

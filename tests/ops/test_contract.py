@@ -27,7 +27,7 @@ with ggml.graph() as g:
     s = Sources(data, g)
     def score(rank=16, **changed):
         t = dict(q=s.q, k=s.k, k_t=s.k_t, sealed=s.sealed, mask=s.mask, visible=s.visible) | changed
-        return g.op("ggml_sparse_attn_score", *t.values(), None, ScoreParams(rank, 1, 0, 0))
+        return g.op("ggml_sparse_attn_score", *t.values(), None, None, ScoreParams(rank, 1, 0, 0, 16))
     def attend(mean_v=0, **changed):
         t = dict(q=s.q, k=s.k, v=s.v, mask=s.mask, visible=s.visible, sel=None, v_sum=None,
                  sealed=None, sinks=None) | changed
@@ -56,7 +56,7 @@ REFUSED = [
     "g.op('ggml_sparse_attn_select', score(), s.forced, s.kl, None, SelectParams(8, 3, 1, 0))",
     "g.op('ggml_sparse_attn_select', score(), s.forced, s.kl, None, SelectParams(8, 2, 99, 0))",
     "g.op('ggml_sparse_attn_seal', g.tensor(data.k_t[:, :64], 'f16'), None, s.k, None,"
-    " g.tensor(np.zeros((1, 1)), 'i32'), None)",
+    " g.tensor(np.zeros((1, 1)), 'i32'), None, None, None, 16)",
 ]
 
 

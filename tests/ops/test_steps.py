@@ -213,6 +213,9 @@ def test_seal_writes_listed_groups_only(
                 g.tensor(v, type_k, pad),
                 g.tensor(groups, "i32"),
                 stats,
+                None,
+                None,
+                16,
             )
             g.compute(out, n_threads=n_threads)
             results.append((g.read(out)[0], g.read(v_sum)[0]))
@@ -255,6 +258,9 @@ def test_seal_clamps_to_f16(type_k, ggml) -> None:
             None,
             g.tensor(np.zeros((1, 1)), "i32"),
             None,
+            None,
+            None,
+            16,
         )
         g.compute(out)
         got = g.read(out)[0, 0]
@@ -281,6 +287,9 @@ def test_seal_last_group_may_be_incomplete(ggml) -> None:
             None,
             g.tensor(np.array([[1]]), "i32"),
             None,
+            None,
+            None,
+            16,
         )
         g.compute(out)
         got = g.read(out)[0, 0]
