@@ -46,7 +46,8 @@ NINJA = """\
 eval "$FAKE_NINJA"
 echo "run $@" >> {folder}/ninja.log
 mkdir -p $2/bin && echo library > $2/bin/libllama.so
-case "$*" in *llama-bench*) for f in llama-bench libllama-common.so; do echo tool > $2/bin/$f; done; esac
+tools="$2/bin/llama-bench $2/bin/libllama-common.so"
+case "$*" in *llama-bench*) for f in $tools; do echo tool > $f; done; esac
 echo "[1/1] done"
 """
 
