@@ -32,7 +32,13 @@ from pyorch.models import synth
 BENCH = "attention"
 LIKE = ("llama2-7b", "llama3-8b")
 POSITIONS = (4096, 16384, 32768)
-SPECS = ("dense", "sparq,ratio=1/4", "sparq,ratio=1/8", "topk,ratio=1/16")
+SPECS = (
+    "dense",
+    "sparq,ratio=1/4",
+    "sparq,ratio=1/8",
+    "sparq,ratio=1/8,shadow=q4",
+    "topk,ratio=1/16",
+)
 BASE = 256  # positions of the token time that is subtracted
 TURN = 5  # tokens per turn
 MAX_NMSE = 0.01  # of our dense logits against stock's: far above rounding, far below a mistake
@@ -65,8 +71,9 @@ class Case:
 
     @property
     def place(self) -> str:
-        """Cases of the same place share a process and its cache."""
-        return f"{self.library} -fa {int(self.flash_attn)}"
+        """Cases of the same place share a process and its cache, the transposed K included."""
+        name = f"{self.library} -fa {int(self.flash_attn)}"
+        return name if self.library == "stock" else f"{name} {parse_spec(self.spec).shadow}"
 
     @property
     def label(self) -> str:

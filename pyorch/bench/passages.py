@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from pyorch import native
 from pyorch.attention.spec import parse_spec
-from pyorch.bench import records
+from pyorch.bench import records, state
 from pyorch.bench.records import Record
 from pyorch.errors import SparqError
 
@@ -41,6 +41,9 @@ SPECS = (
     f"topk,ratio=1/8,{_BOUNDS}",
     f"sparq,ratio=1/8,{_BOUNDS}",
     f"topk,ratio=1/16,{_BOUNDS}",
+    f"sparq,ratio=1/8,shadow=q4,{_BOUNDS}",
+    f"sparq,ratio=1/16,{_BOUNDS}",
+    f"sparq,ratio=1/16,shadow=q4,{_BOUNDS}",
     "sparq,ratio=1/8",
 )
 CHUNK = 10  # passages per record: what an interrupted run loses at most
@@ -236,12 +239,13 @@ def _measure(
     counters: dict[str, dict[str, int]] = {s: {} for s in specs}
     for n, passage in enumerate(chunk):
         engine.rewind(session, 0)
-        # with SparQ on, so that the prompt's groups are sealed as they come
-        engine.set_attention(session, _first_sparq(specs))
+        engine.set_attention(session, "off")
         engine.prefill(session, passage.prompt[:-1])
         for spec in specs:
             engine.rewind(session, len(passage.prompt) - 1)
             engine.set_attention(session, spec)
+            if parse_spec(spec).method == "sparq":
+                state.seal(session)
             engine.reset_counters(session)
             samples[spec].append(recite(session, passage))
             _add(counters[spec], engine.info(session).counters)
@@ -249,10 +253,6 @@ def _measure(
     for spec in specs:
         refuse_idle(spec, counters[spec])
     return {"samples": samples, "counters": counters}
-
-
-def _first_sparq(specs: Sequence[str]) -> str:
-    return next((s for s in specs if parse_spec(s).method == "sparq"), "off")
 
 
 def recite(session: Session, passage: Passage) -> int:
@@ -354,10 +354,11 @@ def interval(samples: np.ndarray, seed: int = 0) -> tuple[float, float]:
 
 def label(spec: str) -> str:
     """The spec without the bounds that make a ratio exact, which the line below the table names."""
-    if not parse_spec(spec).sparse:
-        return f"`{spec}`"
-    short = spec.replace(f",{_BOUNDS}", "")
-    return f"`{short}`" + ("" if short != spec else " with default bounds")
+    parsed = parse_spec(spec)
+    exact = parsed.min_ctx == 0 and parsed.min_k == 1
+    if parsed.sparse and exact:
+        return f"`{replace(parsed, min_ctx=1024, min_k=128)}`"
+    return f"`{spec}`" + (" with default bounds" if parsed.sparse else "")
 
 
 def markdown(recs: Sequence[Record]) -> str:

@@ -154,6 +154,23 @@ def fill(session: Session, n_pos: int, seed: int = 0) -> None:
     session.tokens[:] = [3] * n_pos
 
 
+def seal(session: Session) -> int:
+    """Decode, at the same position, until no more groups of positions are sealed.
+
+    Returns how many were sealed, counted per layer. Resets the counters.
+    """
+    from pyorch import engine
+
+    n_pos = len(session.tokens)
+    engine.reset_counters(session)
+    sealed = -1
+    while (now := engine.info(session).counter("groups_sealed")) != sealed:
+        sealed = now
+        engine.decode(session, 3)
+        engine.rewind(session, n_pos)
+    return sealed
+
+
 def _get(session: Session) -> bytes:
     lib = session.lib
     size = lib.llama_state_seq_get_size(session.ctx, 0)

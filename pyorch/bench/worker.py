@@ -69,18 +69,10 @@ class Subject:
         engine.set_attention(self._session, spec)
 
     def seal(self) -> int:
-        """Decode, at the same position, until no more groups of positions are sealed.
+        """Seal all complete groups of positions; returns how many, counted per layer."""
+        from pyorch.bench import state
 
-        Returns how many were sealed, counted per layer.
-        """
-        from pyorch import engine
-
-        engine.reset_counters(self._session)
-        sealed = -1
-        while (now := engine.info(self._session).counter("groups_sealed")) != sealed:
-            sealed = now
-            self._step(3)
-        return sealed
+        return state.seal(self._session)
 
     def decode(self, n: int, seed: int) -> dict[str, Any]:
         """Time `n` tokens, each at the position after those in the cache, which stays as it is.

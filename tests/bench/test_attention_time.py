@@ -25,6 +25,10 @@ def test_plan_takes_turns_in_groups_of_one_cache() -> None:
         assert [c.label for c in group[:2]] == ["stock -fa 0", "stock -fa 1"]
         assert len({(c.n_depth, c.n_threads, c.like) for c in group}) == 1
         assert group[0].n_samples == 10  # whole turns
+        place = {c.spec: c.place for c in group}
+        assert place["sparq,ratio=1/8"] == place["dense"] != place["sparq,ratio=1/8,shadow=q4"]
+            shadows["sparq,ratio=1/8"] == shadows["dense"] != shadows["sparq,ratio=1/8,shadow=q4"]
+        )
     with pytest.raises(SparqError, match="256"):
         list(replace(PLAN, positions=[256]).groups())
 
@@ -59,7 +63,7 @@ def fake_records() -> list[records.Record]:
     """Stock takes 20 and 30 ms, dense 10, the others 5; 4 of each without attention."""
     (group,) = PLAN.groups()
     out = []
-    for case, ms in zip(group, (20, 30, 10, 5, 5, 5), strict=True):
+    for case, ms in zip(group, (20, 30, 10, 5, 5, 5, 5), strict=True):
         out.append(
             records.record(
                 attention.BENCH,
@@ -79,8 +83,8 @@ def fake_records() -> list[records.Record]:
 
 def test_rows_are_differences_against_the_better_stock() -> None:
     rows = attention.rows(fake_records())
-    assert [round(r.attention_ms, 6) for r in rows] == [20, 30, 10, 5, 5, 5]
-    assert [round(r.speedup, 6) for r in rows] == [1, 0.666667, 2, 4, 4, 4]
+    assert [round(r.attention_ms, 6) for r in rows] == [20, 30, 10, 5, 5, 5, 5]
+    assert [round(r.speedup, 6) for r in rows] == [1, 0.666667, 2, 4, 4, 4, 4]
     assert rows[2].roofline == pytest.approx(0.5)  # 100 MB in 10 ms, at 20 GB/s
     assert rows[0].token_ms == pytest.approx(24)
     table = attention.markdown(fake_records())
