@@ -58,16 +58,15 @@ def main() -> None:
     p.add_argument("--count", type=int, default=100, help="passages")
     p.add_argument("--context", type=int, default=2000, help="tokens of prose")
     p.add_argument("--cue", type=int, default=20, help="tokens of the passage that are given")
+    p.add_argument("--threads", type=int, help="default: all cores")
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args()
     rng = random.Random(args.seed)
     scores = []
     n_ctx = args.context + args.cue + CAP
-    with engine.load(args.model, n_ctx=n_ctx, attention=args.attention) as session:
-        books = [
-            engine.tokenize(session, read_book(args.data / name))
-            for name in HELD_OUT
-        ]
+    options = {"n_ctx": n_ctx, "n_threads": args.threads, "attention": args.attention}
+    with engine.load(args.model, **options) as session:
+        books = [engine.tokenize(session, read_book(args.data / name)) for name in HELD_OUT]
         for i in range(args.count):
             scores.append(trial(session, books[i % 3], rng, args.context, args.cue))
             print(f"\r{i + 1}/{args.count}", end="", file=sys.stderr, flush=True)

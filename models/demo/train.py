@@ -10,7 +10,7 @@ and every step draws its batch from (seed, step), so a resumed run sees the data
 
 Copying does not appear in a small model by itself, so it is taught first on sequences that nothing
 but copying predicts (random tokens, repeated), then on prose followed by passages of that prose, in
-contexts that grow from 128 to 4096 tokens.
+contexts that grow from 256 to 4096 tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Never seen in training: two of them score the model, the third gives the demo document.
+# Never seen in training: they score the model, and the first gives the demo document.
 HELD_OUT = (
     "the-wonderful-wizard-of-oz-by-l-frank-baum.txt",
     "charles-dickens-christmas-carol.txt",
@@ -68,8 +68,8 @@ STAGES = (
     Stage(1_500_000, 256, 8192, 0.40, 0.10),
     Stage(1_500_000, 512, 8192, 0.15, 0.10),
     Stage(2_500_000, 1024, 8192, 0.10, 0.10),
-    Stage(3_000_000, 2048, 8192, 0.10, 0.10),
-    Stage(1_500_000, 4096, 8192, 0.10, 0.10),
+    Stage(2_500_000, 2048, 8192, 0.10, 0.10),
+    Stage(700_000, 4096, 8192, 0.10, 0.10),
 )
 WARMUP = 60  # steps
 DECAY = 0.40  # the last share of all tokens, learning rate falling linearly to 3 %
@@ -286,9 +286,7 @@ class Data:
             np.savez(
                 cache,
                 train=np.concatenate([self.encode(read_book(b)) for b in train]),
-                held=np.concatenate(
-                    [self.encode(read_book(folder / n)) for n in HELD_OUT[:2]]
-                ),
+                held=np.concatenate([self.encode(read_book(folder / n)) for n in HELD_OUT[:2]]),
             )
         with np.load(cache) as z:
             self.train, self.held = z["train"], z["held"]
