@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from pyorch import native
-from pyorch.attention.bytes import cache_bytes
+from pyorch.attention.bytes import cache_bytes, shadow_bytes
 from pyorch.attention.spec import AttentionSpec, check_against_model, parse_spec
 from pyorch.errors import SparqError
 from pyorch.models.gguf_file import (
@@ -244,8 +244,8 @@ def load(
     spec = parse_spec(attention) if isinstance(attention, str) else attention
     if spec is not None:
         check_against_model(spec, geo.head_dim_k)
-    shadow = spec is not None and spec.method == "sparq"
-    check_memory(file, cache_bytes(geo, n_ctx, *types, shadow=shadow))
+    shadow = shadow_bytes(geo, n_ctx, spec) if spec is not None else 0
+    check_memory(file, cache_bytes(geo, n_ctx, *types) + shadow)
 
     lib = _library(stock, verbose)
     model = _load_model(lib, file.path, n_gpu_layers, progress)

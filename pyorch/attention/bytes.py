@@ -13,7 +13,7 @@ from typing import Protocol
 from pyorch.attention.spec import AttentionSpec
 from pyorch.models.gguf_file import Geometry
 
-SHADOW_BYTES = 2  # per element of the transposed K (f16)
+SHADOW_BYTES = {"f16": 2.0, "q8": 1.0, "q4": 0.5}  # per element of the transposed K
 GROUP = 64  # positions sealed together; the sums of V are per group
 CELLS = 256  # llama.cpp looks at the cache in blocks of this many positions
 
@@ -74,12 +74,12 @@ def _dense(n_pos: int, head_dim: int, reason: str) -> Split:
 
 
 def _rank(spec: AttentionSpec, head_dim: int, kv_bytes: float) -> int:
-    """`S*r*SHADOW_BYTES = ratio/2 * 2*S*d*kv_bytes`: half of the bytes pay for the scores."""
+    """`S*r*shadow_bytes = ratio/2 * 2*S*d*kv_bytes`: half of the bytes pay for the scores."""
     if spec.method == "topk":
         return head_dim  # exact scores
     if spec.rank is not None:
         return spec.rank
-    rank = _round((spec.ratio or 0) * head_dim * kv_bytes / SHADOW_BYTES)
+    rank = _round((spec.ratio or 0) * head_dim * kv_bytes / SHADOW_BYTES[spec.shadow])
     return min(max(rank, 1), head_dim)
 
 
@@ -134,7 +134,7 @@ def _scan_bytes(
     if spec.method == "topk":
         return n_pos * geo.head_dim_k * kv_bytes
     sums = n_pos / GROUP * geo.head_dim_v * 4 if mean_v else 0
-    return n_pos * s.rank * SHADOW_BYTES + sums
+    return n_pos * s.rank * SHADOW_BYTES[spec.shadow] + sums
 
 
 def uses_mean_v(spec: AttentionSpec, n_head: int, n_head_kv: int) -> bool:
@@ -144,15 +144,17 @@ def uses_mean_v(spec: AttentionSpec, n_head: int, n_head_kv: int) -> bool:
     return spec.mean_v == "on" or n_head == n_head_kv
 
 
-def cache_bytes(
-    geo: Geometry, n_ctx: int, type_k: _HasSize, type_v: _HasSize, *, shadow: bool
-) -> int:
-    """Memory of a cache of `n_ctx` positions, with the transposed K if `shadow`."""
+def cache_bytes(geo: Geometry, n_ctx: int, type_k: _HasSize, type_v: _HasSize) -> int:
+    """Memory of K and V of `n_ctx` positions."""
     per_head = geo.head_dim_k * type_k.bytes_per_element + geo.head_dim_v * type_v.bytes_per_element
-    kv = n_ctx * sum(geo.n_head_kv) * per_head
-    return int(kv + (shadow_bytes(geo, n_ctx) if shadow else 0))
+    return int(n_ctx * sum(geo.n_head_kv) * per_head)
 
 
-def shadow_bytes(geo: Geometry, n_ctx: int) -> int:
-    """Memory of the transposed K. The sums of V, where used, add a thirty-second of it."""
-    return n_ctx * sum(geo.n_head_kv) * geo.head_dim_k * SHADOW_BYTES
+def shadow_bytes(geo: Geometry, n_ctx: int, spec: AttentionSpec) -> int:
+    """Memory of the transposed K, and of the sums of V where they are used."""
+    if spec.method != "sparq" or geo.is_mla:
+        return 0
+    mean_v = any(uses_mean_v(spec, *n) for n in zip(geo.n_head, geo.n_head_kv, strict=True))
+    per_head = geo.head_dim_k * SHADOW_BYTES[spec.shadow]
+    per_head += geo.head_dim_v * 4 / GROUP if mean_v else 0
+    return int(n_ctx * sum(geo.n_head_kv) * per_head)

@@ -21,6 +21,7 @@ from pyorch.errors import SparqError
 METHODS = ("sparq", "topk", "dense", "off")
 MEAN_V = ("auto", "on", "off")
 BUDGETS = ("uniform", "ramp")
+SHADOWS = ("f16", "q8", "q4")
 DEFAULT_RATIO = 1 / 8
 
 _ALIASES = {"k": "topk", "r": "rank", "l": "local", "mean-v": "mean_v", "min-ctx": "min_ctx"}
@@ -35,6 +36,7 @@ class AttentionSpec:
     local    positions of the recent window that are always in; None = k/4
     sinks    first positions that are always in
     min_ctx  with fewer visible positions attention is exact dense
+    shadow   type of the transposed copy of K; with fewer bits a ratio buys more rank
     min_k    the least k that a ratio gives
     k_layers one k per layer, `64:64:128`, in place of topk
     """
@@ -48,6 +50,7 @@ class AttentionSpec:
     min_ctx: int = 1024
     mean_v: str = "auto"
     budget: str = "uniform"
+    shadow: str = "f16"
     min_k: int = 128
     k_layers: str | None = None
 
@@ -122,7 +125,7 @@ def parse_spec(line: str) -> AttentionSpec:
 def _parse_value(key: str, text: str) -> object:
     if key == "ratio":
         return parse_ratio(text)
-    if key in ("mean_v", "budget", "k_layers"):
+    if key in ("mean_v", "budget", "shadow", "k_layers"):
         return text
     try:
         return int(text)
@@ -133,7 +136,7 @@ def _parse_value(key: str, text: str) -> object:
 def make_spec(method: str | None = None, **values: object) -> AttentionSpec:
     """Settings from keywords, None meaning "not given".
 
-    Without a method: `sparq` when a ratio, rank or topk is given, else `off`. A sparse method with
+    Without a method: `sparq` when anything else is given, else `off`. A sparse method with
     neither a ratio nor both its parameters gets ratio 1/8. Ratio 1 is `dense`.
 
     Raises:
@@ -141,7 +144,7 @@ def make_spec(method: str | None = None, **values: object) -> AttentionSpec:
     """
     given = {k: v for k, v in values.items() if v is not None}
     if method is None:
-        method = "sparq" if {"ratio", "rank", "topk"} & given.keys() else "off"
+        method = "sparq" if given else "off"
     if method not in METHODS:
         raise nearest("method", method, METHODS)
     if method in ("off", "dense"):
@@ -163,10 +166,9 @@ def _check_ranges(spec: AttentionSpec) -> None:
         value = getattr(spec, key)
         if value is not None and value < low:
             raise SparqError(f"{key} {value} is below {low}", exit_code=2)
-    if spec.mean_v not in MEAN_V:
-        raise nearest("mean_v", spec.mean_v, MEAN_V)
-    if spec.budget not in BUDGETS:
-        raise nearest("budget", spec.budget, BUDGETS)
+    for key, names in (("mean_v", MEAN_V), ("budget", BUDGETS), ("shadow", SHADOWS)):
+        if getattr(spec, key) not in names:
+            raise nearest(key, getattr(spec, key), names)
     if spec.k_layers is not None and not all(
         k.isdigit() and int(k) for k in spec.k_layers.split(":")
     ):

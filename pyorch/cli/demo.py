@@ -15,7 +15,7 @@ from pyorch.errors import SparqError
 from pyorch.models.gguf_file import human_bytes
 
 RATIO = 1 / 8
-PLACE = 0.35  # where in the document the passage is, as a share of its length
+PLACE = 0.65  # where in the document the passage is, as a share of its length
 CUE_WORDS = 24  # words of the passage that the model is given
 
 
@@ -28,7 +28,7 @@ CUE_WORDS = 24  # words of the passage that the model is given
 def command(**options: Any) -> None:
     """Let the small model that comes along recite a passage of a long document.
 
-    The document is read once. Then the model is given the first words of a passage far back in it
+    The document is read once. Then the model is given the first words of a passage of it
     and continues: once with llama.cpp's dense attention, once sparse. Fails if nothing ran sparse.
     """
     folder = paths.data("models") / "demo"
@@ -110,7 +110,7 @@ def _print(r: dict[str, Any], cue: str) -> None:
     sparse, dense = r["runs"]["sparse"], r["runs"]["dense"]
     print(
         f"A document of {r['document_tokens']} tokens, read in {r['prefill_s']:.1f} s. "
-        "Far back in it is a passage that begins"
+        "In it is a passage that begins"
     )
     print(f"\n    {' '.join(cue.split())} ...\n")
     for label, run in (("dense (llama.cpp)", dense), (f"sparse ({r['spec']})", sparse)):

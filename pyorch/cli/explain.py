@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import asdict
 from typing import Any
 
@@ -29,18 +30,26 @@ def command(**options: Any) -> None:
     """
     spec = opt.attention_from(options) or make_spec("sparq", ratio=DEFAULT_RATIO)
     geo = geometry(read_gguf(options["model"]))
-    from pyorch.bench import bandwidth
     from pyorch.engine import usable_cores
 
     check_against_model(spec, geo.head_dim_k)
     n_pos = _positions(geo, options["ctx"])
     n_threads = options["threads"] or usable_cores()
-    report = explain(geo, spec, n_pos, bandwidth.measure(n_threads))
+    report = explain(geo, spec, n_pos, _bandwidth(n_threads))
     report["threads"] = n_threads
     if options["as_json"]:
         opt.print_json(report)
     else:
         _print(geo, report)
+
+
+def _bandwidth(n_threads: int) -> float:
+    """Bytes per second that the threads read from memory: the median of a few passes."""
+    from pyorch.bench.bandwidth import MemoryReader
+
+    reader = MemoryReader(n_threads)
+    reader.read()
+    return statistics.median(reader.read() for _ in range(5))
 
 
 def _positions(geo: Geometry, ctx: int | None) -> int:
@@ -76,7 +85,7 @@ def explain(geo: Geometry, spec: AttentionSpec, n_pos: int, rate: float) -> dict
         "attention_bytes_per_token": read,
         "weight_bytes_per_token": weights,
         "kv_memory": kv,
-        "shadow_memory": cost.shadow_bytes(geo, n_pos) if spec.method == "sparq" else 0,
+        "shadow_memory": cost.shadow_bytes(geo, n_pos, spec),
         "bandwidth": rate,
         "token_s_dense": (dense + weights) / rate,
         "token_s": (read + weights) / rate,

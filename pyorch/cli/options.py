@@ -20,6 +20,7 @@ from pyorch.attention.spec import (
     BUDGETS,
     MEAN_V,
     METHODS,
+    SHADOWS,
     AttentionSpec,
     make_spec,
     nearest,
@@ -111,7 +112,7 @@ attention_options = _group(
     click.option(
         "--method",
         type=Name(*METHODS),
-        help="[default: sparq with a ratio, else off]",
+        help="[default: sparq with a setting, else off]",
     ),
     click.option("--rank", type=Number(int, 1), help="SparQ's r: components that score."),
     click.option("--topk", type=Number(int, 1), help="SparQ's k: positions read exactly."),
@@ -125,6 +126,11 @@ attention_options = _group(
         help="Mean of V for what is not read.  [default: auto: on for MHA, off for GQA]",
     ),
     click.option("--budget", type=Name(*BUDGETS), help="k over the layers.  [default: uniform]"),
+    click.option(
+        "--shadow",
+        type=Name(*SHADOWS),
+        help="Type of the transposed copy of K; fewer bits, more rank.  [default: f16]",
+    ),
     click.option(
         "--min-ctx",
         type=Number(int, 0),
@@ -143,12 +149,12 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON obj
 
 def attention_from(options: Mapping[str, Any]) -> AttentionSpec | None:
     """The settings that a command's keyword arguments ask for; None = none asked for."""
-    names = ("ratio", "rank", "topk", "local", "sinks", "mean_v", "budget", "min_ctx")
+    names = ("ratio", "rank", "topk", "local", "sinks", "mean_v", "budget", "shadow", "min_ctx")
     given = {n: options.get(n) for n in names}
     if options.get("method") is None and not any(v is not None for v in given.values()):
         return None
     if options.get("method") in ("dense", "off"):
-        clash = [n for n in ("ratio", "rank", "topk") if given[n] is not None]
+        clash = [n.replace("_", "-") for n in names if given[n] is not None]
         if clash:
             raise SparqError(
                 f"--method {options['method']} reads everything: --{clash[0]} has no meaning",

@@ -9,7 +9,7 @@ import pytest
 from tiny_gguf import write_tiny_gguf
 
 from pyorch import engine
-from pyorch.attention.bytes import layer_costs
+from pyorch.attention.bytes import layer_costs, shadow_bytes
 from pyorch.attention.spec import make_spec, parse_spec
 from pyorch.engine import Sampling
 from pyorch.errors import SparqError
@@ -215,6 +215,8 @@ def test_counters_say_what_ran(session: engine.Session) -> None:
         "sparq,ratio=1/4,budget=ramp",
         "sparq,rank=8,topk=300",
         "sparq,ratio=1/8,mean_v=on",
+        "sparq,ratio=1/8,shadow=q8",
+        "sparq,ratio=1/16,shadow=q4",
         "topk,ratio=1/8",
         "dense",
     ],
@@ -235,6 +237,11 @@ def test_byte_model_agrees_with_the_library(tiny: Path, line: str) -> None:
         assert info.counter("positions_read") == rows
         expected = sum(c.bytes_read for c in costs)
         assert info.counter("bytes_read") == pytest.approx(expected, rel=0.03)
+        if spec.method == "sparq":
+            assert info.shadow_bytes == pytest.approx(
+                shadow_bytes(s.geometry, s.n_ctx, spec),
+                rel=0.15,  # its rows are padded
+            )
 
 
 def test_short_contexts_are_exact(session: engine.Session) -> None:
