@@ -6,6 +6,12 @@
 //   memory   scratch comes from params->wdata; its layout is written once, in *_work, and serves ggml_sparse_attn_work_size too
 //   stats    thread 0 adds; the numbers follow from shapes, visible, sealed and n_sel
 
+// gcc 12 takes the "undefined" operands inside its own AVX-512 header for mistakes (GCC bug 105593)
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
 #include "sparse-attn.h"
 
 #include "ggml-cpu-impl.h"

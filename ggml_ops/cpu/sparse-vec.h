@@ -24,13 +24,6 @@
 #define SPARQ_SCALAR
 #endif
 
-// gcc 12 takes the "undefined" operands inside its own AVX-512 header for mistakes (GCC bug 105593)
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-
 #if defined(__GNUC__) || defined(__clang__)
 #define SPARQ_NOINLINE __attribute__((noinline))
 #else
@@ -382,7 +375,3 @@ static inline vf tanh(vf x) {
 }
 
 } // namespace sparse
-
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic pop
-#endif
