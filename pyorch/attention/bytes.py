@@ -14,6 +14,7 @@ from pyorch.attention.spec import AttentionSpec
 from pyorch.models.gguf_file import Geometry
 
 SHADOW_BYTES = {"f16": 2.0, "q8": 1.0, "q4": 0.5}  # per element of the transposed K
+RUN = 512  # positions of a channel that share a scale and a zero (two f32) where K is quantised
 GROUP = 64  # positions sealed together; the sums of V are per group
 CELLS = 256  # llama.cpp looks at the cache in blocks of this many positions
 
@@ -134,7 +135,12 @@ def _scan_bytes(
     if spec.method == "topk":
         return n_pos * geo.head_dim_k * kv_bytes
     sums = n_pos / GROUP * geo.head_dim_v * 4 if mean_v else 0
-    return n_pos * s.rank * SHADOW_BYTES[spec.shadow] + sums
+    return n_pos * s.rank * SHADOW_BYTES[spec.shadow] + s.rank * _scale_bytes(spec, n_pos) + sums
+
+
+def _scale_bytes(spec: AttentionSpec, n_pos: int) -> int:
+    """Bytes of the scales and zeros of one channel of the transposed K."""
+    return 0 if spec.shadow == "f16" else -(-n_pos // RUN) * 8
 
 
 def uses_mean_v(spec: AttentionSpec, n_head: int, n_head_kv: int) -> bool:
@@ -155,6 +161,6 @@ def shadow_bytes(geo: Geometry, n_ctx: int, spec: AttentionSpec) -> int:
     if spec.method != "sparq" or geo.is_mla:
         return 0
     mean_v = any(uses_mean_v(spec, *n) for n in zip(geo.n_head, geo.n_head_kv, strict=True))
-    per_head = geo.head_dim_k * SHADOW_BYTES[spec.shadow]
-    per_head += geo.head_dim_v * 4 / GROUP if mean_v else 0
-    return int(n_ctx * sum(geo.n_head_kv) * per_head)
+    k_t = geo.head_dim_k * (n_ctx * SHADOW_BYTES[spec.shadow] + _scale_bytes(spec, n_ctx))
+    v_sum = geo.head_dim_v * n_ctx / GROUP * 4 if mean_v else 0
+    return int(sum(geo.n_head_kv) * (k_t + v_sum))

@@ -35,6 +35,7 @@ def command(**options: Any) -> None:
     document = _read(folder / "document.txt")
     cue, expected = passage(document)
     spec = make_spec("sparq", ratio=options["ratio"])
+    opt.note_if_busy()
     with opt.open_session({**options, "model": folder / "demo.gguf"}, spec) as session:
         report = _run(session, f"{document}\n\n{cue}", spec, options["tokens"])
     report["expected"] = expected[: max(len(run["text"]) for run in report["runs"].values())]

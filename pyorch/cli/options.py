@@ -7,6 +7,7 @@ arguments to `attention_from`, `sampling_from` and `open_session`.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -196,6 +197,13 @@ def note(text: str, style: str = "") -> None:
     from rich.console import Console
 
     Console(stderr=True, highlight=False, soft_wrap=True).print(text, style=style, markup=False)
+
+
+def note_if_busy() -> None:
+    """What else runs, or ran in the last minute, makes times long and uneven: say so."""
+    load = os.getloadavg()[0]
+    if load > 0.5:
+        note(f"note: this machine is busy (load {load:.1f}): times will be off", "yellow")
 
 
 def info_if_ours(session: Session) -> AttentionInfo | None:
