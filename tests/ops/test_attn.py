@@ -313,9 +313,9 @@ def test_attn_beyond_2_gib(ggml: Ggml) -> None:
         q, mask, visible = g.tensor(small.q, "f32"), g.tensor(mask, "f16"), g.tensor(visible, "i32")
         logits = []
         for sealed in (0, 1):
-            sources = (q, k, k_t, g.tensor(np.full((1, n_grp), sealed), "i32"), mask, visible, None)
-            params = graphs.ScoreParams(16, case.scale, 0, 0)
-            logits.append(g.op("ggml_sparse_attn_score", *sources, params))
+            sources = (q, k, k_t, g.tensor(np.full((1, n_grp), sealed), "i32"), mask, visible)
+            params = graphs.ScoreParams(16, case.scale, 0, 0, 16)
+            logits.append(g.op("ggml_sparse_attn_score", *sources, None, None, params))
         sources = (q, k, v, mask, visible, None, None, None, None, None)
         params = graphs.AttendParams(case.scale, 0, 0, 0)
         dense = g.op("ggml_sparse_attn_attend", *sources, params)

@@ -27,7 +27,8 @@ with ggml.graph() as g:
     s = Sources(data, g)
     def score(rank=16, **changed):
         t = dict(q=s.q, k=s.k, k_t=s.k_t, sealed=s.sealed, mask=s.mask, visible=s.visible) | changed
-        return g.op("ggml_sparse_attn_score", *t.values(), None, None, ScoreParams(rank, 1, 0, 0, 16))
+        params = ScoreParams(rank, 1, 0, 0, 16)
+        return g.op("ggml_sparse_attn_score", *t.values(), None, None, params)
     def attend(mean_v=0, **changed):
         t = dict(q=s.q, k=s.k, v=s.v, mask=s.mask, visible=s.visible, sel=None, v_sum=None,
                  sealed=None, sinks=None) | changed

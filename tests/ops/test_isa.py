@@ -7,6 +7,7 @@ from pathlib import Path
 
 import cases
 import pytest
+import test_quant
 import test_steps
 from isa import TARGETS, IsaGgml, why_not
 
@@ -49,3 +50,15 @@ def test_isa_seal_and_select(isa: IsaGgml) -> None:
     for g in (1, 4):
         test_steps.test_select_ties(g, isa)
         test_steps.test_select_k_counts_forced(g, isa)
+
+
+def test_isa_quantised_shadow(isa: IsaGgml) -> None:
+    for n_bit in test_quant.BITS:
+        test_quant.test_codes_hold_k_to_half_a_step(isa, n_bit, 768, 33, 3, 1, "f16")
+        test_quant.test_codes_of_values_that_are_not_finite(isa, n_bit)
+        for sizes in (
+            (1280, 128, (4, 4), 32, 2),
+            (768, 64, (8, 2), 33, 1),
+            (2304, 64, (7, 1), 64, 1),
+        ):
+            test_quant.test_scan_equals_the_values_of_the_codes(isa, n_bit, *sizes)

@@ -1,4 +1,4 @@
-"""The quantised k_t: codes against K, and the scan of the codes against the values they stand for."""
+"""The quantised k_t: codes against K, and the scan against the values the codes stand for."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ class Shadow:
 
     def values(self, n_kv: int) -> np.ndarray:
         """(n_stream, n_kv, n_chan) f64: zero + scale*code."""
-        scale, zero = self.ranges[:, np.arange(n_kv) // RUN].astype(np.float64).transpose(3, 0, 1, 2)
+        scale, zero = (
+            self.ranges[:, np.arange(n_kv) // RUN].astype(np.float64).transpose(3, 0, 1, 2)
+        )
         return zero + scale * self.code(n_kv)
 
 
@@ -109,7 +111,12 @@ def keys(rng: np.random.Generator, shape: tuple[int, ...], kind: str = "f16") ->
 @pytest.mark.parametrize("n_bit", BITS)
 @pytest.mark.parametrize(
     ("n_kv", "d", "n_head_kv", "n_stream", "type_k"),
-    [(512, 64, 1, 1, "f16"), (1280, 80, 2, 2, "bf16"), (2048, 128, 2, 1, "f32"), (768, 33, 3, 1, "f16")],
+    [
+        (512, 64, 1, 1, "f16"),
+        (1280, 80, 2, 2, "bf16"),
+        (2048, 128, 2, 1, "f32"),
+        (768, 33, 3, 1, "f16"),
+    ],
 )
 def test_codes_hold_k_to_half_a_step(ggml, n_bit, n_kv, d, n_head_kv, n_stream, type_k) -> None:
     """Groups are sealed in random order, a few at a time: every sealed one holds, after each."""
@@ -165,11 +172,13 @@ def test_codes_of_values_that_are_not_finite(ggml, n_bit) -> None:
     ],
 )
 def test_scan_equals_the_values_of_the_codes(ggml, n_bit, n_kv, d, heads, rank, n_tok) -> None:
-    """Sealed, unsealed, hidden groups mixed; the 4-bit scan may be off by the rounding of its table."""
+    """Sealed, unsealed, hidden groups mixed; 4 bits: up to the rounding of the scan's table."""
     n_head, n_head_kv = heads
     rng = np.random.default_rng(n_kv + rank)
     k = keys(rng, (1, n_kv, n_head_kv, d))
-    q = (rng.standard_normal((1, n_tok, n_head, d)) * np.exp(rng.standard_normal(d))).astype(np.float32)
+    q = (rng.standard_normal((1, n_tok, n_head, d)) * np.exp(rng.standard_normal(d))).astype(
+        np.float32
+    )
     sealed = (rng.random((1, n_kv // GROUP)) < 0.7).astype(np.int32)
     mask = np.where(rng.random((1, 1, n_tok, n_kv)) < 0.2, -np.inf, 0).astype(np.float32)
     mask[..., n_kv // 2 // GROUP * GROUP :][..., :GROUP] = -np.inf
@@ -194,7 +203,9 @@ def test_scan_equals_the_values_of_the_codes(ggml, n_bit, n_kv, d, heads, rank, 
             assert np.isneginf(got[:, hidden]).all() and np.isfinite(got[:, ~hidden]).all()
 
             # plain f32 sums, and in 4 bits half a table step per channel
-            allowed = 2e-6 * (np.abs(coef) @ np.abs(x).T + 8 * np.abs(coef) @ np.abs(values[:, h][:, kept]).T)
+            allowed = 2e-6 * (
+                np.abs(coef) @ np.abs(x).T + 8 * np.abs(coef) @ np.abs(values[:, h][:, kept]).T
+            )
             if n_bit == 4:
                 scale = shadow.ranges[0, np.arange(n_kv) // RUN][:, h * d : (h + 1) * d, 0][:, kept]
                 step = np.abs(coef)[:, None] * scale  # (g, n_kv, rank)
