@@ -22,7 +22,7 @@ CUE_WORDS = 24  # words of the passage that the model is given
 @click.command()
 @click.option("-n", "--tokens", type=opt.Number(int, 1), default=96, show_default=True)
 @click.option("--ratio", type=opt.Ratio(), default=RATIO, help="[default: 1/8]")
-@click.option("--threads", "-t", type=opt.Number(int, 1), help="Threads.  [default: all cores]")
+@click.option("--threads", "-t", type=opt.THREADS, help="[default: all cores]")
 @opt.json_option
 @opt.verbose_option
 def command(**options: Any) -> None:

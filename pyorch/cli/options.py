@@ -59,10 +59,15 @@ class Number(click.ParamType):
         except ValueError:
             raise SparqError(f"{option} {value!r} is not {what}", exit_code=2) from None
         if not self.low <= number <= self.high:
-            bound = f"at least {self.low:g}"
-            bound += f" and at most {self.high:g}" if self.high < float("inf") else ""
+            bound = f"at least {self.low}"
+            bound += f" and at most {self.high}" if self.high < float("inf") else ""
             raise SparqError(f"{option} {value} is out of range", f"it is {bound}", exit_code=2)
         return number
+
+
+THREADS = Number(int, 1, 512)  # ggml's limit
+POSITIONS = Number(int, 0, 10**9)  # the library's limit
+SOME_POSITIONS = Number(int, 1, 10**9)
 
 
 class Name(click.ParamType):
@@ -99,10 +104,10 @@ model_options = _group(
 context_options = _group(
     click.option(
         "--ctx",
-        type=Number(int, 1),
+        type=SOME_POSITIONS,
         help="Positions of the context.  [default: the model's own, at most 8192]",
     ),
-    click.option("--threads", "-t", type=Number(int, 1), help="Threads.  [default: all cores]"),
+    click.option("--threads", "-t", type=THREADS, help="Threads.  [default: all cores]"),
 )
 attention_options = _group(
     click.option(
@@ -115,12 +120,18 @@ attention_options = _group(
         type=Name(*METHODS),
         help="[default: sparq with a setting, else off]",
     ),
-    click.option("--rank", type=Number(int, 1), help="SparQ's r: components that score."),
-    click.option("--topk", type=Number(int, 1), help="SparQ's k: positions read exactly."),
+    click.option("--rank", type=SOME_POSITIONS, help="SparQ's r: components that score."),
+    click.option("--topk", type=SOME_POSITIONS, help="SparQ's k: positions read exactly."),
     click.option(
-        "--local", type=Number(int, 0), help="Newest positions always in.  [default: k/4]"
+        "--local",
+        type=POSITIONS,
+        help="Newest positions always in.  [default: k/4]",
     ),
-    click.option("--sinks", type=Number(int, 0), help="First positions always in.  [default: 4]"),
+    click.option(
+        "--sinks",
+        type=POSITIONS,
+        help="First positions always in.  [default: 4]",
+    ),
     click.option(
         "--mean-v",
         type=Name(*MEAN_V),
@@ -134,7 +145,7 @@ attention_options = _group(
     ),
     click.option(
         "--min-ctx",
-        type=Number(int, 0),
+        type=POSITIONS,
         help="Exact dense attention below this many positions.  [default: 1024]",
     ),
 )
@@ -181,6 +192,8 @@ def open_session(options: Mapping[str, Any], attention: AttentionSpec | None) ->
     """Load the model that the options name, with a bar if it takes long."""
     from pyorch import engine
 
+    for stream in (sys.stdout, sys.stderr):  # a terminal without Unicode shows ? and goes on
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     with progress_bar("loading the model") as progress:
         return engine.load(
             Path(options["model"]),

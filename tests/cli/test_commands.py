@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import signal
@@ -47,6 +48,15 @@ def test_llama_cpp_is_silent_unless_asked(tiny: Path) -> None:
     loud = subprocess.run([*args, "-v"], capture_output=True, check=True).stderr
     assert b"llama_model_loader" in loud
     assert len(quiet.splitlines()) == 1  # speed
+
+
+def test_a_terminal_without_unicode(tiny: Path) -> None:
+    command = "import sys; from pyorch.cli import main; main()"
+    args = [sys.executable, "-c", command, "generate", "-m", tiny, "-p", "é", "-n", "9", "-t", "1"]
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(args, capture_output=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert b"?" in done.stdout
 
 
 def test_generate_sparse_and_dense(run: Run, tiny: Path, tmp_path: Path) -> None:
@@ -109,6 +119,8 @@ USAGE = [  # (arguments, what the error names, what the hint names)
     (["--ctx", "5000"], "context 5000 is beyond the 4096", "--ctx 4096"),
     (["--ctx", "0"], "--ctx 0", "at least 1"),
     (["--threads", "0"], "--threads 0", "at least 1"),
+    (["--threads", "513"], "--threads 513", "at most 512"),
+    (["--topk", "9999999999"], "--topk 9999999999", "at most 1000000000"),
     (["--temp", "-0.1"], "--temp -0.1", "at least 0"),
     (["--top-p", "1.1"], "--top-p 1.1", "at most 1"),
     (["--seed", "-3"], "--seed -3", "at least 0"),
