@@ -38,6 +38,7 @@ from pyorch.models.gguf_file import (
     read_gguf,
 )
 
+MAX_THREADS = 512  # of ggml, which does not check
 DEFAULT_CTX = 8192  # when none is asked for; less if the model was trained on less
 Progress = Callable[[int, int], None]  # (done, total)
 
@@ -252,7 +253,7 @@ def load(
     params = lib.llama_context_default_params()
     params.n_ctx = n_ctx
     params.n_batch = params.n_ubatch = min(n_batch, n_ctx)
-    params.n_threads = params.n_threads_batch = n_threads or usable_cores()
+    params.n_threads = params.n_threads_batch = min(n_threads or usable_cores(), MAX_THREADS)
     params.flash_attn_type = 1 if flash_attn else 0
     params.type_k, params.type_v = (t.number for t in types)
     params.no_perf = True
