@@ -51,6 +51,7 @@ class Spec:
     mean_v: str = "auto"
     ramp: bool = False
     k_layers: tuple[int, ...] = ()
+    shadow: str = "f16"
 
     def __str__(self) -> str:
         if self.method in ("off", "dense"):
@@ -64,7 +65,7 @@ class Spec:
         if self.ratio:
             parts.append(f"min_k={self.min_k}")
         if self.method == "sparq":
-            parts.append(f"mean_v={self.mean_v}")
+            parts += [f"mean_v={self.mean_v}", f"shadow={self.shadow}"]
         if self.ramp:
             parts.append("budget=ramp")
         if self.k_layers:
@@ -99,6 +100,7 @@ def random_spec(rng: np.random.Generator, n_layer: int) -> Spec:
         "min_ctx": int(rng.choice([0, 0, 0, 256, 512])),
         "mean_v": str(rng.choice(["auto", "on", "off"])),
         "ramp": bool(rng.random() < 0.2),
+        "shadow": str(rng.choice(["f16", "q8", "q4"])),
     }
     if kind in ("off", "dense"):
         return Spec(str(kind))
@@ -648,7 +650,7 @@ class Fuzz:
     def damage(self) -> bool:
         """Changes a sealed group behind the library's back; False if there is none in use."""
         seen = [a for a in self.watch.attends if a.is_sparse and a.rank]
-        if not seen or self.spec.method != "sparq":
+        if not seen or self.spec.method != "sparq" or self.spec.shadow != "f16":
             return False
         a, at = seen[-1], self.watch.addresses
         n_group = a.visible.shape[2] // GROUP
@@ -720,6 +722,7 @@ def main() -> int:
             )
             raise
     report = {
+        "shadow_bits": sorted(fuzz.watch.n_bits),
         "operations": fuzz.counts,
         "sparse_calls": fuzz.sparse_calls,
         "compared": fuzz.compared,

@@ -1,8 +1,9 @@
 """Sparse attention inside llama.cpp: every node against the oracle, from the node's own inputs.
 
-`Watch` is called by the evaluation callback. SCORE is compared with scores from K itself, so a
-stale shadow shows; SELECT with the very logits it read; ATTEND with exact attention over the very
-cells it was given.
+`Watch` is called by the evaluation callback. The shadow that SCORE reads must be what K gives in
+its type, so a stale one shows; its result is compared with scores of those values, that of SELECT
+with a choice from the very logits it read, that of ATTEND with attention over the very cells it was
+given.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from llama import bindings
 from tolerances import Errors, check_selection, score_scale
 
 SEAL, VISIBLE, SCORE, SELECT, ATTEND = range(5)
-GROUP = 64
+GROUP, RUN = 64, 512  # GGML_SPARSE_GROUP, GGML_SPARSE_RUN
 _OP, _PARAMS = Tensor.op.offset, Tensor.op_params.offset
 
 
@@ -43,6 +44,22 @@ def bits(t: Tensor) -> np.ndarray:
     """(bytes,) view of the memory of a contiguous row-major tensor, to write to."""
     size = t.nb[3] * t.ne[3]
     return np.frombuffer((ctypes.c_char * size).from_address(t.data), np.uint8)
+
+
+def shadow_values(k_t: Tensor, k_range: Tensor | None, n_bit: int) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers that k_t stands for, and the steps of the codes: both (n_stream, channels, n_pos)."""
+    stored = read(k_t)[0]
+    if n_bit == 16:
+        return stored.astype(np.float32), np.zeros(stored.shape, np.float32)
+    codes = stored.view(np.uint8)
+    if n_bit == 4:  # 64 bytes: low halves, then high halves
+        blocks = codes[..., : codes.shape[2] // 64 * 64].reshape(*codes.shape[:2], -1, 1, 64)
+        codes = np.concatenate([blocks & 15, blocks >> 4], axis=3).reshape(*codes.shape[:2], -1)
+    ranges = read(k_range)  # (n_stream, n_run, channels, 2)
+    codes = codes[..., : ranges.shape[1] * RUN]
+    step, zero = (np.repeat(ranges[..., i].swapaxes(1, 2), RUN, axis=2) for i in (0, 1))
+    with np.errstate(invalid="ignore", over="ignore"):  # ranges of runs that were never sealed
+        return zero + step * codes, step
 
 
 def _source(t: Tensor, i: int) -> Tensor | None:
@@ -91,6 +108,7 @@ class Watch:
     checks: bool = True
     attends: list[Attend] = field(default_factory=list)
     sealed: int = 0  # groups, over all layers
+    n_bits: set[int] = field(default_factory=set)  # of the shadows that were read
     addresses: dict[str, int] = field(default_factory=dict)  # of the newest tensors: k, k_t, sealed
 
     def __post_init__(self) -> None:
@@ -139,20 +157,21 @@ class Watch:
         self.addresses |= {"k": source.data, "k_stride": source.nb[2], "k_size": source.nb[0]}
         if k_t:
             self.addresses |= {"k_t": k_t.data, "sealed": sealed.data, "k_t_stride": k_t.nb[1]}
+            self.n_bits.add(p.n_bit)
         if not self.checks:
             return
         got, n_group_q = read(t), q.shape[2] // k.shape[2]
         slopes = oracle.alibi_slopes(q.shape[2], p.max_bias)
         errors = Errors("score")
-        for s, tok, h in np.ndindex(q.shape[0], q.shape[1], k.shape[2]):
+        n_kv, n_head_kv, d = k.shape[1:]
+        keys, steps = k.astype(np.float32), np.zeros((q.shape[0], n_head_kv, n_kv, d), np.float32)
+        keys = keys.swapaxes(1, 2)
+        if k_t:
+            keys, steps = self._shadow(keys, k_t, _source(t, 7), read(sealed)[0, 0], p.n_bit)
+        for s, tok, h in np.ndindex(q.shape[0], q.shape[1], n_head_kv):
             heads = slice(h * n_group_q, (h + 1) * n_group_q)
-            qh, kh = q[s, tok, heads], k[s, :, h].astype(np.float32)
-            components = None
-            if k_t:
-                components = oracle.select_components(qh, p.rank)
-                in_shadow = np.repeat(read(sealed)[0, 0, s] != 0, GROUP)[: len(kh)]
-                as_f16 = np.clip(kh, -65504, 65504).astype(np.float16).astype(np.float32)
-                kh = np.where(in_shadow[:, None], as_f16, kh)
+            qh, kh = q[s, tok, heads], keys[s, h]
+            components = oracle.select_components(qh, p.rank) if k_t else None
             bias = oracle.make_bias(mask[s, 0, tok].astype(np.float64), slopes[heads])
             want, plain = (
                 oracle.logits_of(qh, kh, bias, p.scale, p.softcap, components, dtype)
@@ -161,8 +180,35 @@ class Watch:
             factor = np.full(n_group_q, p.scale)
             if k_t:
                 factor = p.scale / np.maximum(oracle.temperature_factor(qh, components), 1e-6)
-            errors.add(got[s, tok, heads], want, plain, score_scale(qh, kh, bias, factor))
+            result = got[s, tok, heads]
+            if k_t and p.n_bit == 4:
+                # products are looked up in whole steps, 254 for the largest pair of channels
+                largest = np.abs(qh[:, components, None] * steps[s, h].T[components]).max(axis=1)
+                allowed = factor[:, None] * p.rank / 2 * 2 * largest * 15 / 254
+                seen = ~np.isneginf(want)
+                off = result[seen] - want[seen]
+                result = result.copy()
+                result[seen] -= np.clip(off, -allowed[seen], allowed[seen])
+            errors.add(result, want, plain, score_scale(qh, kh, bias, factor))
         errors.check()
+
+    def _shadow(
+        self, k: np.ndarray, k_t: Tensor, k_range: Tensor | None, sealed: np.ndarray, n_bit: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Keys as SCORE reads them, and steps of the codes: both (n_stream, n_head_kv, n_kv, d)."""
+        values, steps = (
+            x[..., : k.shape[2]].reshape(*k.shape[:2], k.shape[3], -1).swapaxes(2, 3)
+            for x in shadow_values(k_t, k_range, n_bit)
+        )
+        in_shadow = np.repeat(sealed != 0, GROUP, axis=1)[:, None, : k.shape[2], None]
+        exact = np.clip(k, -65504, 65504)
+        if n_bit == 16:
+            exact = exact.astype(np.float16).astype(np.float32)
+        with np.errstate(invalid="ignore", over="ignore"):  # elsewhere k_t holds anything
+            near = np.abs(values - exact) <= 0.501 * steps + 1e-6 * np.abs(exact)
+        stale = in_shadow & ~near
+        assert not stale.any(), f"k_t is stale in cells {np.flatnonzero(stale.any(axis=(0, 1, 3)))}"
+        return np.where(in_shadow, values, k), np.where(in_shadow, steps, 0)
 
     def _select(self, t: Tensor) -> None:
         logits, forced, kl = (read(_source(t, i)) for i in (0, 1, 2))
