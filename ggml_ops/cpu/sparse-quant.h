@@ -28,68 +28,92 @@ static inline float to_f32(u8 x) { return x.code; }
 
 // ---- seal ----
 
-// codes of one channel of one run from x [RUN] in f32; only groups with valid[g] count, the others get code 0
-//   codes: RUN bytes (n_bit 8) or RUN/2 bytes (4); range[0] = scale, range[1] = zero
-static void encode_run(uint8_t * codes, float * range, const float * x, const uint8_t * valid, int n_bit) {
-    constexpr int G = GGML_SPARSE_GROUP;
-    const float top = n_bit == 8 ? 255.0f : 15.0f;
-
-    vf lo = set1(65504.0f), hi = set1(-65504.0f);
-    for (int g = 0; g < RUN/G; ++g) {
-        for (int t = g*G; valid[g] && t < (g + 1)*G; t += W) {
-            const vf y = load(x + t);
-            lo = vmin(y, lo);
-            hi = vmax(y, hi);
-        }
+// W values in 0..255 to bytes
+static inline void store_u8(uint8_t * p, vf x) {
+#if defined(SPARQ_AVX512)
+    _mm_storeu_si128((__m128i *) p, _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32(x)));
+#else
+    float y[W];
+    store(y, x);
+    for (int i = 0; i < W; ++i) {
+        p[i] = (uint8_t) y[i];
     }
-    const float min   = -reduce_max(sub(set1(0.0f), lo));
-    const float max   = reduce_max(hi);
-    const float scale = max > min ? (max - min)/top : 0.0f;
-    const float inv   = scale > 0.0f ? 1.0f/scale : 0.0f;
-    range[0] = scale;
-    range[1] = max >= min ? min : 0.0f;
-
-    uint8_t c[RUN];
-    for (int t = 0; t < RUN; t += W) {
-        float y[W];
-        const vf z = mul(sub(load(x + t), set1(range[1])), set1(inv));
-        store(y, vmin(set1(top), vmax(set1(0.0f), round_even(z))));
-        for (int i = 0; i < W; ++i) {
-            c[t + i] = valid[t/G] ? (uint8_t) y[i] : 0;
-        }
-    }
-    if (n_bit == 8) {
-        memcpy(codes, c, RUN);
-        return;
-    }
-    for (int b = 0; b < RUN; b += BLOCK) {
-        for (int t = 0; t < BLOCK/2; ++t) {
-            codes[b/2 + t] = c[b + t] | c[b + BLOCK/2 + t] << 4;
-        }
-    }
+#endif
 }
 
 // K as the shadow sees it: finite
-static inline float seal_value(float x) { return x != x ? 0.0f : x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x; }
+static inline vf seal_value(vf x) {
+    x = select(eq(x, x), x, set1(0.0f));
+    return vmin(set1(65504.0f), vmax(set1(-65504.0f), x));
+}
 
-// the d channels of one KV head over one run; k points at the run's first position, codes and range at the head's first channel
+// codes the d channels of one KV head over one run; only groups with valid[g] count, the others get code 0 and are not read
+//   codes, range: of the head's first channel; k: the run's first position
+// Channels lie in the lanes: a scale and a zero for each come out of the first pass over the positions, codes out of the second
 template <typename T>
 static void seal_run(char * codes, size_t nb_chan, float * range, const char * k, size_t nb_pos, const uint8_t * valid, int d, int n_bit) {
     constexpr int G  = GGML_SPARSE_GROUP;
-    constexpr int NC = 16;
+    constexpr int NC = 16;   // channels at a time
+    constexpr int NV = NC/W; // vectors of them
+    const vf top = set1(n_bit == 8 ? 255.0f : 15.0f);
+
     for (int c0 = 0; c0 < d; c0 += NC) {
         const int nc = std::min(NC, d - c0);
-        float x[NC][RUN];
-        for (int g = 0; g < RUN/G; ++g) {
-            for (int t = g*G; t < (g + 1)*G; ++t) {
-                const T * row = (const T *) (k + t*nb_pos) + c0;
-                for (int c = 0; c < nc; ++c) {
-                    x[c][t] = valid[g] ? seal_value(to_f32(row[c])) : 0.0f;
+        const auto value = [&](int t, int v) {
+            const T * x = (const T *) (k + t*nb_pos) + c0 + v*W;
+            const int n = nc - v*W;
+            return seal_value(n >= W ? load(x) : load_n(x, std::max(n, 0)));
+        };
+
+        vf lo[NV], hi[NV];
+        for (int v = 0; v < NV; ++v) {
+            lo[v] = set1(65504.0f);
+            hi[v] = set1(-65504.0f);
+        }
+        for (int t = 0; t < RUN; ++t) {
+            for (int v = 0; valid[t/G] && v < NV; ++v) {
+                const vf x = value(t, v);
+                lo[v] = vmin(lo[v], x);
+                hi[v] = vmax(hi[v], x);
+            }
+        }
+        vf inv[NV];
+        for (int v = 0; v < NV; ++v) {
+            const vf none  = set1(0.0f);
+            const vf scale = vmax(none, div(sub(hi[v], lo[v]), top)); // no valid group: hi < lo
+            lo[v]  = select(lt(hi[v], lo[v]), none, lo[v]);
+            inv[v] = select(lt(none, scale), div(set1(1.0f), scale), none);
+            float sc[W], ze[W];
+            store(sc, scale);
+            store(ze, lo[v]);
+            for (int i = 0; i < W && v*W + i < nc; ++i) {
+                range[2*(c0 + v*W + i)]     = sc[i];
+                range[2*(c0 + v*W + i) + 1] = ze[i];
+            }
+        }
+
+        uint8_t tile[RUN][NC];
+        for (int t = 0; t < RUN; ++t) {
+            for (int v = 0; v < NV; ++v) {
+                vf x = set1(0.0f);
+                if (valid[t/G]) {
+                    x = round_even(mul(sub(value(t, v), lo[v]), inv[v]));
+                    x = vmin(top, vmax(set1(0.0f), x));
                 }
+                store_u8(&tile[t][v*W], x);
             }
         }
         for (int c = 0; c < nc; ++c) {
-            encode_run((uint8_t *) (codes + (c0 + c)*nb_chan), range + 2*(c0 + c), x[c], valid, n_bit);
+            uint8_t * dst = (uint8_t *) (codes + (c0 + c)*nb_chan);
+            if (n_bit == 8) {
+                for (int t = 0; t < RUN; ++t) {
+                    dst[t] = tile[t][c];
+                }
+            } else for (int b = 0; b < RUN; b += BLOCK) {
+                for (int t = 0; t < BLOCK/2; ++t) {
+                    dst[b/2 + t] = tile[b + t][c] | tile[b + BLOCK/2 + t][c] << 4;
+                }
+            }
         }
     }
 }
