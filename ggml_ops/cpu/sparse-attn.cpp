@@ -442,9 +442,7 @@ void forward_score(const ggml_compute_params * params, ggml_tensor * dst) {
 // ---- SELECT ----
 
 struct select_work : select_scratch {
-    float * max;    // [n_group_q]
-    float * sum;    // [n_group_q]
-    size_t  size;
+    size_t size;    // of all threads
 
     select_work(const ggml_tensor * dst, const void * wdata, int ith, int nth) {
         const int64_t n_kv      = dst->src[0]->ne[0];
@@ -457,8 +455,9 @@ struct select_work : select_scratch {
                 cand = own.take<float>(n_kv + 2*W);
                 cell = own.take<int32_t>(n_kv + 2*W);
                 e    = own.take<float>(n_group_q > 1 ? n_group_q*(n_kv + 2*W) : 0);
-                max  = own.take<float>(n_group_q);
+                ref  = own.take<float>(n_group_q);
                 sum  = own.take<float>(n_group_q);
+                inv  = own.take<float>(n_group_q);
             }
             if (i == 0) {
                 size = nth*own.used + bump::ALIGN;
@@ -486,7 +485,7 @@ void forward_select(const ggml_compute_params * params, ggml_tensor * dst) {
         const int32_t * kl_i = at<const int32_t>(kl, i, 0, s);
         select_topk(at<int32_t>(dst, h, i, s), p.topk_max, w, at<const float>(logits, h*n_group_q, i, s), logits->nb[1]/sizeof(float), n_group_q, logits->ne[0],
                 at<const int32_t>(forced, i, 0, s), (int) forced->ne[0], kl_i[1], p.n_local_max, kl_i[0],
-                sinks ? (const float *) sinks->data + h*n_group_q : nullptr, p.alpha != 0, w.max, w.sum);
+                sinks ? (const float *) sinks->data + h*n_group_q : nullptr, p.alpha != 0);
     }
 }
 

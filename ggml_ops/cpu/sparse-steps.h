@@ -207,10 +207,10 @@ static SPARQ_NOINLINE void add_channels(float * s, int64_t ld_s, int n_head, con
 template <typename T>
 static void score_channels(float * s, int64_t ld_s, int n_head, const char * x, size_t nb_chan, const int32_t * chan, int n_chan,
         const float * coef, int ld_coef, int64_t n) {
-    const T * row[8];
-    const T * next[8];
+    const T * row[16];
+    const T * next[16];
     for (int i = 0; i < n_chan; ) {
-        const int nc = n_chan - i >= 8 ? 8 : n_chan - i >= 4 ? 4 : 1;
+        const int nc = n_chan - i >= 16 && N_ACC >= 16 ? 16 : n_chan - i >= 8 ? 8 : n_chan - i >= 4 ? 4 : 1;
         for (int c = 0; c < nc; ++c) {
             row[c] = (const T *) (x + (chan ? chan[i + c] : i + c)*nb_chan);
         }
@@ -219,6 +219,7 @@ static void score_channels(float * s, int64_t ld_s, int n_head, const char * x, 
             next[c] = (const T *) (x + chan[i + nc + c]*nb_chan);
         }
         switch (nc) {
+            case 16: add_channels<16>(s, ld_s, n_head, row, more ? next : nullptr, coef + i, ld_coef, n, i == 0); break;
             case 8:  add_channels<8>(s, ld_s, n_head, row, more ? next : nullptr, coef + i, ld_coef, n, i == 0); break;
             case 4:  add_channels<4>(s, ld_s, n_head, row, more ? next : nullptr, coef + i, ld_coef, n, i == 0); break;
             default: add_channels<1>(s, ld_s, n_head, row, more ? next : nullptr, coef + i, ld_coef, n, i == 0); break;
@@ -347,57 +348,75 @@ static void dot_rows(float * s, int64_t ld_s, const float * q, int64_t ld_q, int
 
 // ---- step 2: the top k positions ----
 
-// scratch of select_topk, n_kv + 2*W floats each
+// scratch of select_topk; key, cand, cell: n_kv + 2*W each
 struct select_scratch {
     float   * key;      // what is ranked: > -inf where visible
     float   * cand;     // keys near or above the cut ..
     int32_t * cell;     // .. and their cells
-    float   * e;        // [n_head][n_kv + 2*W] exp(logit - max), if there is more than one head
+    float   * e;        // [n_head][n_kv + 2*W] exp(logit - ref), if there is more than one head
+    float   * ref;      // [n_head] about the largest logit
+    float   * sum;      // [n_head] sum of exp(logit - ref) ..
+    float   * inv;      // .. and its inverse
 };
 
-// key[t] = sum_h softmax(logits[h])[t], or the logit itself with one head; inv_sum[h], max[h] if want_softmax
-static void rank_keys(const select_scratch & w, float * max, float * sum, const float * logits, int64_t ld, int n_head, int64_t n, bool want_softmax) {
+// W logits of a row with n left; -inf behind its end
+static inline vf load_row(const float * x, int64_t n) {
+    return n >= W ? load(x) : select(lt(iota(), set1((float) n)), load_n(x, (int) n), set1(-INFINITY));
+}
+
+// sum of exp(x - ref) over a row, where ref is at most a little below the largest x: the largest of a sample, so that the row need not
+// be read twice; of all, in the rare case that the sample misses it by far. e, if given, gets the terms, and -inf where x is
+static float sum_exp(float * ref, const float * x, int64_t n, float * e) {
+    constexpr float FAR = 60.0f; // e^60 times the length of a row is within f32
+    const vf inf = set1(-INFINITY);
+
+    vf top = inf;
+    for (int64_t t = 0; t < n; t += 16*W) {
+        top = vmax(load_row(x + t, n - t), top);
+    }
+    while (true) {
+        const float m = reduce_max(top);
+        *ref = m == -INFINITY ? 0.0f : m < FLT_MAX ? m : FLT_MAX;
+
+        const vf r = set1(*ref);
+        vf sum = set1(0.0f);
+        for (int64_t t = 0; t < n; t += W) {
+            prefetch(x + t + 1024); // two pages: exp leaves the processor little room to run ahead
+            const vf y = load_row(x + t, n - t);
+            const vf z = exp(sub(y, r));
+            top = vmax(y, top);
+            sum = add(sum, z);
+            if (e) {
+                store(e + t, select(eq(y, inf), inf, z));
+            }
+        }
+        if (reduce_max(top) - *ref <= FAR || *ref == FLT_MAX) {
+            return reduce_add(sum);
+        }
+    }
+}
+
+// key[t] = sum_h softmax(logits[h])[t], or the logit itself with one head; -inf where hidden (or NaN), and behind n
+//   w.ref and w.sum are filled with want_softmax or several heads
+static void rank_keys(const select_scratch & w, const float * logits, int64_t ld, int n_head, int64_t n, bool want_softmax) {
     const vf inf = set1(-INFINITY);
     const int64_t ld_e = n + 2*W;
 
     for (int h = 0; h < n_head && (want_softmax || n_head > 1); ++h) {
-        const float * x = logits + h*ld;
-        vf m = inf;
-        for (int64_t t = 0; t < n; t += W) {
-            m = vmax(n - t < W ? select(lt(iota(), set1((float) (n - t))), load_n(x + t, (int) (n - t)), inf) : load(x + t), m);
-        }
-        max[h] = reduce_max(m);
-
-        const vf m0 = set1(max[h] == -INFINITY ? 0.0f : max[h]);
-        float  * e  = w.e + h*ld_e; // with one head only the sum is wanted
-        vf s = set1(0.0f);
-        for (int64_t t = 0; t < n; t += W) {
-            const vf y = n - t < W ? select(lt(iota(), set1((float) (n - t))), exp(sub(load_n(x + t, (int) (n - t)), m0)), set1(0.0f)) : exp(sub(load(x + t), m0));
-            s = add(s, y);
-            if (n_head > 1) {
-                store(e + t, y);
-            }
-        }
-        sum[h] = reduce_add(s);
+        w.sum[h] = sum_exp(w.ref + h, logits + h*ld, n, n_head > 1 ? w.e + h*ld_e : nullptr);
+        w.inv[h] = w.sum[h] > 0.0f ? 1.0f/w.sum[h] : 0.0f;
     }
-
     for (int64_t t = 0; t < n; t += W) {
-        const int nt = n - t < W ? (int) (n - t) : W;
-        const vf  x  = nt == W ? load(logits + t) : load_n(logits + t, nt);
-        vf p = x;
-        if (n_head > 1) {
+        vf p;
+        if (n_head == 1) {
+            p = load_row(logits + t, n - t);
+        } else {
             p = set1(0.0f);
             for (int h = 0; h < n_head; ++h) {
-                p = fma(load(w.e + h*ld_e + t), set1(sum[h] > 0.0f ? 1.0f/sum[h] : 0.0f), p);
+                p = fma(load(w.e + h*ld_e + t), set1(w.inv[h]), p);
             }
         }
-        // hidden and NaN: never selected; +inf is left for the forced cells
-        p = select(lt(inf, p), vmin(p, set1(FLT_MAX)), inf);
-        p = select(lt(inf, x), p, inf);
-        if (nt < W) {
-            p = select(lt(iota(), set1((float) nt)), p, inf);
-        }
-        store(w.key + t, p);
+        store(w.key + t, select(lt(inf, p), vmin(p, set1(FLT_MAX)), inf)); // +inf is left for the forced cells
     }
 }
 
@@ -453,8 +472,8 @@ static int take_largest(int32_t * res, const select_scratch & w, int64_t n, int 
 // one KV head of one token: res = n_sel, alpha [n_head], cells, -1 ..
 //   forced: the first n_local, then those from n_local_max on; sinks [n_head] or NULL
 static void select_topk(int32_t * res, int topk_max, const select_scratch & w, const float * logits, int64_t ld, int n_head, int64_t n,
-        const int32_t * forced, int n_forced, int n_local, int n_local_max, int k, const float * sinks, bool want_alpha, float * max, float * sum) {
-    rank_keys(w, max, sum, logits, ld, n_head, n, want_alpha);
+        const int32_t * forced, int n_forced, int n_local, int n_local_max, int k, const float * sinks, bool want_alpha) {
+    rank_keys(w, logits, ld, n_head, n, want_alpha);
 
     int n_in = 0; // forced cells, each counted once
     for (int i = 0; i < n_forced && n_in < topk_max; ++i) {
@@ -479,18 +498,17 @@ static void select_topk(int32_t * res, int topk_max, const select_scratch & w, c
     for (int h = 0; h < n_head; ++h) {
         float alpha = 1.0f;
         if (want_alpha) {
-            const float m0 = max[h] == -INFINITY ? 0.0f : max[h];
             float part = 0.0f;
             for (int i = 0; i < n_sel; i += W) {
                 float x[W];
                 for (int j = 0; j < W; ++j) {
-                    x[j] = i + j < n_sel ? logits[h*ld + cells[i + j]] - m0 : -INFINITY;
+                    x[j] = i + j < n_sel ? logits[h*ld + cells[i + j]] - w.ref[h] : -INFINITY;
                 }
                 part += reduce_add(exp(load(x)));
             }
             // the sink takes mass but carries no value: its share stays with the selection
-            const float sink = sinks ? expf(sinks[h] - m0) : 0.0f;
-            const float all  = sum[h] + sink;
+            const float sink = sinks ? expf(sinks[h] - w.ref[h]) : 0.0f;
+            const float all  = w.sum[h] + sink;
             alpha = all > 0.0f ? std::fmin((part + sink)/all, 1.0f) : 1.0f;
         }
         memcpy(res + 1 + h, &alpha, sizeof(alpha));
