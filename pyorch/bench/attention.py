@@ -36,7 +36,10 @@ SPECS = (
     "dense",
     "sparq,ratio=1/4",
     "sparq,ratio=1/8",
+    "sparq,ratio=1/8,shadow=q8",
     "sparq,ratio=1/8,shadow=q4",
+    "sparq,rank=32,topk=128",
+    "sparq,rank=32,topk=128,shadow=q4",
     "topk,ratio=1/16",
 )
 BASE = 256  # positions of the token time that is subtracted
@@ -375,22 +378,20 @@ def markdown(recs: Sequence[Record]) -> str:
 
 
 def summary(recs: Sequence[Record]) -> str:
-    """One line per model, length and number of threads; the form for a README."""
-    lines: dict[tuple[Any, ...], dict[str, str]] = {}
+    """One line per attention, one column per model, length and number of threads: for a README."""
+    cells: dict[str, dict[tuple[str, int, int], str]] = {}
     for row in rows(recs):
         c = row.case
         text = f"{row.attention_ms:.1f}"
         if row.attention_ms > 0 and c.library != "stock":
             text += f" ({row.speedup:.1f}x, {100 * row.roofline:.0f} %)"
-        lines.setdefault((c.like, c.n_depth, c.n_threads), {})[c.label] = text
-    labels = list(dict.fromkeys(label for cells in lines.values() for label in cells))
-    out = [
-        "| heads of | positions | threads | " + " | ".join(f"`{x}`" for x in labels) + " |",
-        "| --- | ---: | ---: |" + " ---: |" * len(labels),
-    ]
-    for (like, n_depth, n_threads), cells in lines.items():
-        values = " | ".join(cells.get(x, "") for x in labels)
-        out.append(f"| {like} | {n_depth} | {n_threads} | {values} |")
+        cells.setdefault(c.label, {})[c.like, c.n_depth, c.n_threads] = text
+    columns = list(dict.fromkeys(column for line in cells.values() for column in line))
+    several = len({n for _, _, n in columns}) > 1
+    heads = [f"{like}, S {s}" + (f", threads {n}" if several else "") for like, s, n in columns]
+    out = [f"| attention | {' | '.join(heads)} |", "| --- |" + " ---: |" * len(columns)]
+    for name, line in cells.items():
+        out.append(f"| `{name}` | " + " | ".join(line.get(c, "") for c in columns) + " |")
     layers = sorted({f"{r['case']['n_layer']} layers of {r['case']['like']}" for r in recs})
     text = (
         f"Milliseconds of attention per token in {', '.join(layers)}; in brackets how many times "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,7 @@ def attn(**options: Any) -> None:
         n_samples=options["samples"],
         n_layer=options["layers"],
     )
-    _note_if_busy()
+    opt.note_if_busy()
     file = _file(options, "attention.jsonl")
     with opt.progress_bar("attention") as progress:
         found = attention.run(plan, file, progress, force=options["force"])
@@ -89,7 +88,7 @@ def prefill(**options: Any) -> None:
     from pyorch.bench import prefill as bench
     from pyorch.engine import usable_cores
 
-    _note_if_busy()
+    opt.note_if_busy()
     file = _file(options, "prefill.jsonl")
     with opt.progress_bar("prefill") as progress:
         found = bench.run(
@@ -154,16 +153,6 @@ def passages(**options: Any) -> None:
             force=options["force"],
         )
     _print(found, bench.markdown(found), file, options)
-
-
-def _note_if_busy() -> None:
-    """Other programs make times long and uneven; say so before an hour is lost."""
-    load = os.getloadavg()[0]
-    if load > 0.5:
-        opt.note(
-            f"note: other programs use this machine (load {load:.1f}): times will be wrong",
-            "yellow",
-        )
 
 
 def _file(options: dict[str, Any], name: str) -> Path:

@@ -34,7 +34,7 @@ def test_plan_takes_turns_in_groups_of_one_cache() -> None:
 def test_row_of_ours_is_refused_unless_every_call_ran() -> None:
     (group,) = PLAN.groups()
     stock, dense = group[0], group[2]
-    sparse = group[4]
+    sparse = group[4]  # ratio 1/8
     calls = sparse.n_samples * sparse.n_layer
     attention.refuse_idle(stock, {})
     attention.refuse_idle(sparse, {"calls_sparse": calls})
@@ -61,7 +61,7 @@ def fake_records() -> list[records.Record]:
     """Stock takes 20 and 30 ms, dense 10, the others 5; 4 of each without attention."""
     (group,) = PLAN.groups()
     out = []
-    for case, ms in zip(group, (20, 30, 10, 5, 5, 5, 5), strict=True):
+    for case, ms in zip(group, (20, 30, 10, 5, 5, 5, 5, 5, 5, 5), strict=True):
         out.append(
             records.record(
                 attention.BENCH,
@@ -81,13 +81,15 @@ def fake_records() -> list[records.Record]:
 
 def test_rows_are_differences_against_the_better_stock() -> None:
     rows = attention.rows(fake_records())
-    assert [round(r.attention_ms, 6) for r in rows] == [20, 30, 10, 5, 5, 5, 5]
-    assert [round(r.speedup, 6) for r in rows] == [1, 0.666667, 2, 4, 4, 4, 4]
+    assert [round(r.attention_ms, 6) for r in rows] == [20, 30, 10] + [5] * 7
+    assert [round(r.speedup, 6) for r in rows] == [1, 0.666667, 2] + [4] * 7
     assert rows[2].roofline == pytest.approx(0.5)  # 100 MB in 10 ms, at 20 GB/s
     assert rows[0].token_ms == pytest.approx(24)
     table = attention.markdown(fake_records())
-    line = "| llama2-7b | 4096 | 2 | 20.0 | 30.0 | 10.0 (2.0x, 50 %) | 5.0 (4.0x, 100 %) |"
-    assert line in attention.summary(fake_records())
+    summary = attention.summary(fake_records())
+    assert "| attention | llama2-7b, S 4096 |" in summary
+    assert "| `stock -fa 0` | 20.0 |" in summary
+    assert "| `dense` | 10.0 (2.0x, 50 %) |" in summary
     assert "| 4096 | `sparq,ratio=1/8` | 5.00 (5.00-5.00) | 4.00x | 9.00 | 101.0 | 100 % |" in table
 
 
