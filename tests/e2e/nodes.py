@@ -189,7 +189,9 @@ class Watch:
                 off = result[seen] - want[seen]
                 result = result.copy()
                 result[seen] -= np.clip(off, -allowed[seen], allowed[seen])
-            errors.add(result, want, plain, score_scale(qh, kh, bias, factor))
+            # codes are summed apart from their zero: terms are larger than the keys
+            terms = np.abs(kh) + steps[s, h] * ((1 << p.n_bit) - 1 if k_t else 0)
+            errors.add(result, want, plain, score_scale(qh, terms, bias, factor))
         errors.check()
 
     def _shadow(
