@@ -262,6 +262,8 @@ class Fuzz:
         while done < n_ops:
             if self.sabotage and not self.damaged and done >= n_ops // 2:
                 self.damaged = self.damage()
+                for _ in range(20 if self.damaged else 0):
+                    self.op_decode()
             action = actions[self.rng.choice(len(actions), p=weights / weights.sum())][1]
             # decoding comes in runs, so that graphs are reused
             for _ in range(int(self.rng.integers(1, 8)) if action == self.op_decode else 1):
@@ -644,7 +646,8 @@ class Fuzz:
             self.note("reset counters")
             self.ctx.reset_counters()
             assert self.counters().get("calls_sparse", 0) == 0
-        self.set_spec(random_spec(self.rng, self.n_layer))
+        if not self.sabotage:  # which is of the shadow that we begin with
+            self.set_spec(random_spec(self.rng, self.n_layer))
 
     def op_threads(self) -> None:
         n = int(self.rng.choice([1, 1, 1, 2, 3]))
@@ -659,13 +662,11 @@ class Fuzz:
     def damage(self) -> bool:
         """Changes a sealed group behind the library's back; False if there is none in use."""
         seen = [a for a in self.watch.attends if a.is_sparse and a.rank]
-        if not seen or self.spec.method != "sparq" or self.spec.shadow != "f16":
+        if not seen:
             return False
         a, at = seen[-1], self.watch.addresses
-        n_group = a.visible.shape[2] // GROUP
-        sealed = np.frombuffer((ctypes.c_int32 * n_group).from_address(at["sealed"]), np.int32)
         cells = np.flatnonzero(a.visible[0, 0])
-        cells = cells[sealed[cells // GROUP] != 0]
+        cells = cells[self.watch.in_shadow[0, cells // GROUP] != 0]
         if not len(cells):
             return False
         start, step = at["k_t"] + 2 * int(cells[0]), at["k_t_stride"]

@@ -109,7 +109,8 @@ class Watch:
     attends: list[Attend] = field(default_factory=list)
     sealed: int = 0  # groups, over all layers
     n_bits: set[int] = field(default_factory=set)  # of the shadows that were read
-    addresses: dict[str, int] = field(default_factory=dict)  # of the newest tensors: k, k_t, sealed
+    addresses: dict[str, int] = field(default_factory=dict)  # of K and k_t of the last SCORE
+    in_shadow: np.ndarray | None = None  # (n_stream, n_group) groups that it read from k_t
 
     def __post_init__(self) -> None:
         name = bindings()._lib.ggml_op_name
@@ -156,7 +157,8 @@ class Watch:
         source = _source(t, 1)
         self.addresses |= {"k": source.data, "k_stride": source.nb[2], "k_size": source.nb[0]}
         if k_t:
-            self.addresses |= {"k_t": k_t.data, "sealed": sealed.data, "k_t_stride": k_t.nb[1]}
+            self.addresses |= {"k_t": k_t.data, "k_t_stride": k_t.nb[1]}
+            self.in_shadow = read(sealed)[0, 0].copy()
             self.n_bits.add(p.n_bit)
         if not self.checks:
             return
