@@ -4,7 +4,7 @@ A model has the attention of Llama-2-7B or Llama-3-8B in a few layers, with next
 Its cache is filled with S positions of random K and V; single tokens are decoded there. The
 variants take turns (A B C, C B A, ...), a few tokens each: a machine that slows down slows all.
 
-    attention time = token time at S - token time at 256 positions, medians
+    attention time = token time at S - token time at 32 positions, medians
     roofline       = the bytes read (by the library's counters), at the speed of a plain sequential
                      read by as many threads, measured between the turns
 """
@@ -42,7 +42,8 @@ SPECS = (
     "sparq,rank=32,topk=128,shadow=q4",
     "topk,ratio=1/16",
 )
-BASE = 256  # positions of the token time that is subtracted
+BASE = 32  # positions of the token time that is subtracted
+CELLS = 256  # llama.cpp attends to whole blocks of this many cells
 TURN = 5  # tokens per turn
 MAX_NMSE = 0.01  # of our dense logits against stock's: far above rounding, far below a mistake
 
@@ -100,9 +101,10 @@ class Plan:
         for like in self.like:
             shape = _shape(like, self.n_layer)
             for n_depth in self.positions:
-                if n_depth <= BASE:
+                if n_depth < 2 * CELLS:
                     raise SparqError(
-                        f"{n_depth} positions: attention time is what more than {BASE} cost",
+                        f"{n_depth} positions are too few to see attention in a token's time",
+                        f"at least {2 * CELLS}",
                         exit_code=2,
                     )
                 for n_threads in self.threads:
@@ -292,7 +294,8 @@ def _bytes(case: Case, counters: dict[str, int], n_pos: int) -> int:
     """Bytes of K, V and shadow per token: by our counters; for stock, all of K and V once."""
     if counters.get("steps"):
         return counters["bytes_read"] // counters["steps"]
-    return n_pos * 2 * 2 * case.n_layer * case.n_head_kv * case.head_dim
+    n_cells = -(-n_pos // CELLS) * CELLS
+    return n_cells * 2 * 2 * case.n_layer * case.n_head_kv * case.head_dim
 
 
 # ---- what is said about it ----
