@@ -365,7 +365,7 @@ static inline vf load_row(const float * x, int64_t n) {
 }
 
 // sum of exp(x - ref) over a row, where ref is at most a little below the largest x: the largest of a sample, so that the row need not
-// be read twice; of all, in the rare case that the sample misses it by far. e, if given, gets the terms, and -inf where x is
+// be read twice; of all, in the rare case that the sample misses it by far or saw nothing. e, if given, gets the terms, and -inf where x is
 static float sum_exp(float * ref, const float * x, int64_t n, float * e) {
     constexpr float FAR = 60.0f; // e^60 times the length of a row is within f32
     const vf inf = set1(-INFINITY);
@@ -390,7 +390,9 @@ static float sum_exp(float * ref, const float * x, int64_t n, float * e) {
                 store(e + t, select(eq(y, inf), inf, z));
             }
         }
-        if (reduce_max(top) - *ref <= FAR || *ref == FLT_MAX) {
+        const float max = reduce_max(top);
+        const bool  low = m == -INFINITY && max > -INFINITY; // all of the sample was hidden: ref says nothing
+        if ((max - *ref <= FAR && !low) || *ref == FLT_MAX) {
             return reduce_add(sum);
         }
     }

@@ -403,6 +403,34 @@ def test_select_group_sums_scores_not_logits(ggml) -> None:
     assert run_select(ggml, logits, 2).cells[0, 0, 0].tolist() == [0, 2]
 
 
+@pytest.mark.parametrize("level", [-300.0, 0.0, 300.0])
+@pytest.mark.parametrize("first", [0, 16, 100, 5000])
+@pytest.mark.parametrize("g", [1, 4])
+def test_select_does_not_depend_on_the_level(g: int, first: int, level: float, ggml) -> None:
+    """Softmax knows differences only: the same cells and alpha at any level, wherever cells are."""
+    rng = np.random.default_rng(first)
+    x = rng.standard_normal((1, 1, g, 40)).astype(np.float32) * 3
+    logits = np.full((1, 1, g, 6000), -np.inf, np.float32)
+    logits[..., first : first + 40] = np.round(x * 64) / 64 + level  # exact in f32
+    got = run_select(ggml, logits, 10, alpha=True)
+    check_selection(got.cells[0, 0, 0], logits[0, 0], 10, [])
+    want = oracle.mass_kept(logits[0, 0].astype(np.float64), got.cells[0, 0, 0])
+    assert np.abs(got.alpha[0, 0, 0] - want).max() < 1e-5
+
+
+@pytest.mark.parametrize("g", [1, 4])
+def test_select_one_huge_logit(g: int, ggml) -> None:
+    """A maximum far above all that a sample of the row would show."""
+    for cell in (0, 77, 5001, 5999):
+        logits = np.random.default_rng(cell).standard_normal((1, 1, g, 6000)).astype(np.float32)
+        for height in (50.0, 70.0, 500.0, 1e30):
+            logits[..., cell] = height
+            got = run_select(ggml, logits, 4, alpha=True)
+            assert cell in got.cells[0, 0, 0]
+            check_selection(got.cells[0, 0, 0], logits[0, 0], 4, [])
+            assert np.allclose(got.alpha, 1, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("g", [1, 4])
 def test_select_ties(g, ggml) -> None:
     """Equal columns: the lower cell wins, wherever the cells fall in vectors, tiles and tails."""
