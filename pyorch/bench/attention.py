@@ -72,6 +72,7 @@ class Case:
     seed: int
     type_k: str = "f16"
     type_v: str = "f16"
+    n_base: int = BASE
 
     @property
     def place(self) -> str:
