@@ -8,9 +8,9 @@ One command does everything: byte-level BPE, training, GGUF export.
 DIR holds plain-text books (*.txt). Stop it at any time: the same command goes on from RUN/last.pt,
 and every step draws its batch from (seed, step), so a resumed run sees the data of an unbroken one.
 
-Copying does not appear in a small model by itself, so it is taught first on sequences that nothing
-but copying predicts (random tokens, repeated), then on prose followed by passages of that prose, in
-contexts that grow from 256 to 4096 tokens.
+Copying does not appear in a small model within a small budget, so the first weights draft it
+(`Llama.prepare`). Training is on prose followed by passages of that prose, and on random tokens
+repeated, which nothing but copying predicts, in contexts that grow from 256 to 4096 tokens.
 """
 
 from __future__ import annotations
