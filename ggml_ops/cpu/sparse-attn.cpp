@@ -98,6 +98,14 @@ void prefetch_rows(const ggml_tensor * x, int64_t h, int64_t s, const int32_t * 
     }
 }
 
+// the share of KV head h in asking for the block of rows from r on: a block holds all heads of its positions, and is asked for in the
+// order of memory. Behind the n rows of x follow those of y
+template <typename TX, typename TY>
+const char * block_of(const ggml_tensor * x, const ggml_tensor * y, int64_t h, int64_t s, const int32_t * rows, int r, int n) {
+    return r < n ? at(x, 0, rows[r], s) + h*ROW_BLOCK*x->ne[0]*sizeof(TX) :
+        at(y, 0, rows[std::min(r - n, n - 1)], s) + h*ROW_BLOCK*y->ne[0]*sizeof(TY);
+}
+
 // the units [u0, u1) of this thread where consecutive units are neighbours in memory
 struct unit_range {
     int64_t u0, u1;
@@ -405,8 +413,9 @@ void score_exact(const ggml_compute_params * params, ggml_tensor * dst) {
 
         for (int r = 0; r < n; r += ROW_BLOCK) {
             for (int h = 0; h < n_head_kv; ++h) {
+                const char * next = at(k, 0, t0 + r + AHEAD, s) + h*ROW_BLOCK*d_k*sizeof(T); // in the order of memory
                 dot_rows<T>(w.s + h*n_group_q*EXACT_TILE + r, EXACT_TILE, at<const float>(q, h*n_group_q, i, s), ldq, n_group_q,
-                        at(k, h, t0, s), k->nb[2], rows + r, std::min(ROW_BLOCK, n - r), d_k, AHEAD*k->nb[2]);
+                        at(k, h, t0, s), k->nb[2], rows + r, std::min(ROW_BLOCK, n - r), d_k, next);
             }
         }
         for (int h = 0; h < n_head; ++h) {
@@ -576,17 +585,15 @@ void attend_rows(const ggml_tensor * dst, const attend_work & w, int64_t h0, int
     // logits: q . k, rows outside so that all heads of a few positions are read together
     for (int r = 0; r < n; r += ROW_BLOCK) {
         for (int64_t h = h0; h < h1; ++h) {
-            const char * kh = at(k, h, 0, s);
-            ptrdiff_t ahead = 0;
-            if (w.dense) { // then the first rows of V
-                const char * next = r + AHEAD < n ? kh + w.rows[r + AHEAD]*k->nb[2] : at(v, h, w.rows[std::min(r + AHEAD - n, n - 1)], s);
-                ahead = next - (kh + w.rows[r]*k->nb[2]);
+            const char * next = nullptr;
+            if (w.dense) { // what follows, in the order of memory; then the first rows of V
+                next = block_of<TK, TV>(k, v, h, s, w.rows, r + AHEAD, n);
             } else {
                 prefetch_rows(k, h, s, w.rows, r + AHEAD, n);
                 prefetch_rows(v, h, s, w.rows, r, n);
             }
             dot_rows<TK>(w.s + (h - h0)*n_group_q*ld_s + r, ld_s, at<const float>(q, h*n_group_q, i, s), q->nb[1]/sizeof(float), n_group_q,
-                    kh, k->nb[2], w.rows + r, std::min(ROW_BLOCK, n - r), d_k, ahead);
+                    at(k, h, 0, s), k->nb[2], w.rows + r, std::min(ROW_BLOCK, n - r), d_k, next);
         }
     }
 
@@ -605,15 +612,14 @@ void attend_rows(const ggml_tensor * dst, const attend_work & w, int64_t h0, int
     // sum of p * v
     for (int r = 0; r < n; r += ROW_BLOCK) {
         for (int64_t h = h0; h < h1; ++h) {
-            const char * vh = at(v, h, 0, s);
-            ptrdiff_t ahead = 0;
-            if (w.dense) { // then the first rows of K of the next unit
-                const int64_t t = w.rows[n - 1] + 1 + r + AHEAD - n;
-                const char * next = r + AHEAD < n ? vh + w.rows[r + AHEAD]*v->nb[2] : at(k, h, std::min(t, k->ne[2] - 1), s);
-                ahead = next - (vh + w.rows[r]*v->nb[2]);
+            const char * next = nullptr;
+            if (w.dense && r + AHEAD < n) {
+                next = block_of<TV, TV>(v, v, h, s, w.rows, r + AHEAD, n);
+            } else if (w.dense) { // then the first rows of K of the next unit
+                next = at(k, 0, std::min<int64_t>(w.rows[n - 1] + 1 + r + AHEAD - n, k->ne[2] - 1), s) + h*ROW_BLOCK*d_k*sizeof(TK);
             }
             add_rows<TV>(state + h*n_group_q*ld_h, ld_h, w.s + (h - h0)*n_group_q*ld_s + r, ld_s, n_group_q,
-                    vh, v->nb[2], w.rows + r, std::min(ROW_BLOCK, n - r), d_v, ahead);
+                    at(v, h, 0, s), v->nb[2], w.rows + r, std::min(ROW_BLOCK, n - r), d_v, next);
         }
     }
 }

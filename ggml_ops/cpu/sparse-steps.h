@@ -273,10 +273,10 @@ static void finish_logits(float * res, const float * s, const f16 * mask, int64_
 // ---- exact scores: dot products with gathered rows ----
 
 // s[h][i] = q[h] . k[rows[i]] for HB heads and up to W rows; NR rows share each load of q
-//   ahead: if not 0, what lies so many bytes behind each row is asked for, a line at a time (bursts of requests stall)
+//   next: if given, W*d elements there are asked for, a line at a time (bursts of requests stall)
 template <int HB, int NR, typename T>
 static SPARQ_NOINLINE void dot_block( // inlined, its pointers no longer fit the registers (2x slower)
-        float * s, int64_t ld_s, const float * q, int64_t ld_q, const char * k, size_t nb_pos, const int32_t * rows, int n, int d, ptrdiff_t ahead) {
+        float * s, int64_t ld_s, const float * q, int64_t ld_q, const char * k, size_t nb_pos, const int32_t * rows, int n, int d, const char * next) {
     constexpr int NW = NR < W ? NR : W;
     vf part[HB][W];
     for (int j = 0; j < W; j += NW) {
@@ -292,9 +292,9 @@ static SPARQ_NOINLINE void dot_block( // inlined, its pointers no longer fit the
         }
         int c = 0;
         for (; c + W <= d; c += W) {
-            if (ahead && c % (64/sizeof(T)) == 0) {
+            if (next && c % (64/sizeof(T)) == 0) {
                 for (int i = 0; i < NW; ++i) {
-                    prefetch((const char *) (x[i] + c) + ahead);
+                    prefetch((const T *) next + (j + i)*d + c);
                 }
             }
             vf kx[NW];
@@ -327,21 +327,21 @@ static SPARQ_NOINLINE void dot_block( // inlined, its pointers no longer fit the
     }
 }
 
-// s[h][i] = q[h] . k[rows[i]] for n rows; ahead as above; each row is loaded once for all heads (once per 4 heads from L1)
+// s[h][i] = q[h] . k[rows[i]] for n rows; next as above (n*d elements); each row is loaded once for all heads (once per 4 heads from L1)
 template <typename T>
 static void dot_rows(float * s, int64_t ld_s, const float * q, int64_t ld_q, int n_head, const char * k, size_t nb_pos, const int32_t * rows, int n, int d,
-        ptrdiff_t ahead) {
+        const char * next) {
     for (int i = 0; i < n; i += W) {
         const int ni = n - i < W ? n - i : W;
         int h = 0;
         for (; h + 4 <= n_head; h += 4) {
-            dot_block<4, N_ACC/4, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, k, nb_pos, rows + i, ni, d, h == 0 ? ahead : 0);
+            dot_block<4, N_ACC/4, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, k, nb_pos, rows + i, ni, d, next && h == 0 ? next + i*d*sizeof(T) : nullptr);
         }
         for (; h + 2 <= n_head; h += 2) {
-            dot_block<2, N_ACC/2, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, k, nb_pos, rows + i, ni, d, h == 0 ? ahead : 0);
+            dot_block<2, N_ACC/2, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, k, nb_pos, rows + i, ni, d, next && h == 0 ? next + i*d*sizeof(T) : nullptr);
         }
         for (; h < n_head; ++h) {
-            dot_block<1, 8, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, k, nb_pos, rows + i, ni, d, h == 0 ? ahead : 0);
+            dot_block<1, 8, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, k, nb_pos, rows + i, ni, d, next && h == 0 ? next + i*d*sizeof(T) : nullptr);
         }
     }
 }
@@ -531,10 +531,10 @@ struct attn_state {
     float & l()   const { return x[d + 1]; }
 };
 
-// acc[h][c] += sum_i p[h][i]*v[rows[i]][c] for HB heads and NV vectors of c; ahead as in dot_block
+// acc[h][c] += sum_i p[h][i]*v[rows[i]][c] for HB heads and NV vectors of c; next: rows of d elements to be asked for, as in dot_block
 template <int HB, int NV, typename T>
 static SPARQ_NOINLINE void add_rows_block(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, const char * v, size_t nb_pos, const int32_t * rows, int n,
-        ptrdiff_t ahead) {
+        const char * next, int d) {
     vf a[HB][NV];
     for (int h = 0; h < HB; ++h) {
         for (int j = 0; j < NV; ++j) {
@@ -543,8 +543,8 @@ static SPARQ_NOINLINE void add_rows_block(float * acc, int64_t ld_acc, const flo
     }
     for (int i = 0; i < n; ++i) {
         const T * row = (const T *) (v + rows[i]*nb_pos);
-        for (int j = 0; j < NV && ahead; j += 64/(int) sizeof(T) > W ? 64/(int) sizeof(T)/W : 1) {
-            prefetch((const char *) (row + j*W) + ahead);
+        for (int j = 0; j < NV && next; j += 64/(int) sizeof(T) > W ? 64/(int) sizeof(T)/W : 1) {
+            prefetch((const T *) next + i*d + j*W);
         }
         vf x[NV];
         for (int j = 0; j < NV; ++j) {
@@ -567,14 +567,14 @@ static SPARQ_NOINLINE void add_rows_block(float * acc, int64_t ld_acc, const flo
 // acc[h][c] += sum_i p[h][i]*v[rows[i]][c] for HB heads and d columns
 template <int HB, typename T>
 static inline void add_rows_heads(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, const char * v, size_t nb_pos, const int32_t * rows, int n, int d,
-        ptrdiff_t ahead) {
+        const char * next) {
     constexpr int NV = N_ACC/HB < 8 ? N_ACC/HB : 8;
     int c = 0;
     for (; c + NV*W <= d; c += NV*W) {
-        add_rows_block<HB, NV, T>(acc + c, ld_acc, p, ld_p, v + c*sizeof(T), nb_pos, rows, n, ahead);
+        add_rows_block<HB, NV, T>(acc + c, ld_acc, p, ld_p, v + c*sizeof(T), nb_pos, rows, n, next ? next + c*sizeof(T) : nullptr, d);
     }
     for (; c + W <= d; c += W) {
-        add_rows_block<HB, 1, T>(acc + c, ld_acc, p, ld_p, v + c*sizeof(T), nb_pos, rows, n, ahead);
+        add_rows_block<HB, 1, T>(acc + c, ld_acc, p, ld_p, v + c*sizeof(T), nb_pos, rows, n, next ? next + c*sizeof(T) : nullptr, d);
     }
     for (; c < d; ++c) {
         for (int h = 0; h < HB; ++h) {
@@ -589,16 +589,16 @@ static inline void add_rows_heads(float * acc, int64_t ld_acc, const float * p, 
 
 template <typename T>
 static void add_rows(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, int n_head, const char * v, size_t nb_pos, const int32_t * rows, int n, int d,
-        ptrdiff_t ahead) {
+        const char * next) {
     int h = 0;
     for (; h + 4 <= n_head; h += 4) {
-        add_rows_heads<4, T>(acc + h*ld_acc, ld_acc, p + h*ld_p, ld_p, v, nb_pos, rows, n, d, h == 0 ? ahead : 0);
+        add_rows_heads<4, T>(acc + h*ld_acc, ld_acc, p + h*ld_p, ld_p, v, nb_pos, rows, n, d, h == 0 ? next : nullptr);
     }
     for (; h + 2 <= n_head; h += 2) {
-        add_rows_heads<2, T>(acc + h*ld_acc, ld_acc, p + h*ld_p, ld_p, v, nb_pos, rows, n, d, h == 0 ? ahead : 0);
+        add_rows_heads<2, T>(acc + h*ld_acc, ld_acc, p + h*ld_p, ld_p, v, nb_pos, rows, n, d, h == 0 ? next : nullptr);
     }
     for (; h < n_head; ++h) {
-        add_rows_heads<1, T>(acc + h*ld_acc, ld_acc, p + h*ld_p, ld_p, v, nb_pos, rows, n, d, h == 0 ? ahead : 0);
+        add_rows_heads<1, T>(acc + h*ld_acc, ld_acc, p + h*ld_p, ld_p, v, nb_pos, rows, n, d, h == 0 ? next : nullptr);
     }
 }
 
