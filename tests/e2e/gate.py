@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 import numpy as np
-from llama import Context, Model
+from llama import Context, Model, bindings
 
 N_PROMPT, N_DECODE, N_CTX = 700, 200, 1024
 
@@ -57,7 +57,8 @@ def main() -> None:
             tokens.append(forced[N_PROMPT + i] if forced else int(logits[-1].argmax()))
             assert ctx.decode([(tokens[-1], len(prompt) + i, 0)]) == 0
             logits.append(ctx.logits())
-    np.savez(args.out, logits=np.array(logits), tokens=np.array(tokens))
+    ours = hasattr(bindings()._lib, "llama_set_sparse_attn")
+    np.savez(args.out, logits=np.array(logits), tokens=np.array(tokens), ours=ours)
 
 
 if __name__ == "__main__":
