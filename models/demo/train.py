@@ -33,7 +33,7 @@ HELD_OUT = (
     "charles-dickens-christmas-carol.txt",
     "the-story-of-alchemy-and-the-beginnings-of-chemistry.txt",
 )
-# A book of quotations repeats lines of the other books, the held-out ones included.
+# A book of quotations repeats lines of other books, of A Christmas Carol too.
 LEFT_OUT = ("bartletts-familiar-quotations.txt",)
 
 EOT = "<|endoftext|>"
