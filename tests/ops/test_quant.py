@@ -157,6 +157,7 @@ def test_codes_of_values_that_are_not_finite(ggml, n_bit) -> None:
     shadow = seal(ggml, Shadow.empty(n_bit, 1, 16, 512), k, sealed, groups, "f32")
     assert np.isfinite(shadow.ranges).all()
     assert np.allclose(shadow.values(512)[0, 1:4, 0], [65504, -65504, 65504])
+    assert abs(shadow.values(512)[0, 0, 0]) <= 0.501 * shadow.ranges[0, 0, 0, 0], "NaN counts as 0"
     assert (shadow.values(512)[0, :, 1:] == 0).all(), "a constant channel"
 
 
