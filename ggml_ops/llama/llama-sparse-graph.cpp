@@ -318,6 +318,9 @@ void llm_graph_input_sparse::set_seal(uint32_t s, uint32_t stream, const std::ve
         busy[i/GGML_SPARSE_GROUP] = 1;
     }
 
+    // no cell past the view is in use, and coding a run anew leaves out its groups there
+    std::fill(flags.begin() + std::min<size_t>(n_kv/GGML_SPARSE_GROUP, flags.size()), flags.end(), 0);
+
     const uint32_t n_full = std::min(n_kv, cells.used_max_p1())/GGML_SPARSE_GROUP;
     for (uint32_t g = 0; g < n_full && n < n_list; ++g) {
         if (flags[g] || busy[g]) {
