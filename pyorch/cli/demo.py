@@ -15,7 +15,7 @@ from pyorch.errors import SparqError
 from pyorch.models.gguf_file import human_bytes
 
 RATIO = 1 / 8
-PLACE = 0.65  # where in the document the passage is, as a share of its length
+PLACE = 0.05  # where in the document the passage is, as a share of its length
 CUE_WORDS = 24  # words of the passage that the model is given
 
 
@@ -111,7 +111,7 @@ def _print(r: dict[str, Any], cue: str) -> None:
     sparse, dense = r["runs"]["sparse"], r["runs"]["dense"]
     print(
         f"A document of {r['document_tokens']} tokens, read in {r['prefill_s']:.1f} s. "
-        "In it is a passage that begins"
+        "Near its beginning is a passage that begins"
     )
     print(f"\n    {' '.join(cue.split())} ...\n")
     for label, run in (("dense (llama.cpp)", dense), (f"sparse ({r['spec']})", sparse)):
