@@ -388,9 +388,16 @@ def _publish(bin_dir: Path, target: Path, tools: tuple[str, ...], stamp: dict[st
 
 
 def _prune() -> None:
-    """Delete the oldest builds and work trees, so that the cache does not grow with every edit."""
-    for folder, _ in finished()[_KEEP_BUILDS:]:
-        shutil.rmtree(folder, ignore_errors=True)
+    """Delete the oldest builds and work trees, so that the cache does not grow with every edit.
+
+    Builds of each kind are counted by themselves: edits of ours do not cost a stock build.
+    """
+    kept: dict[str, int] = {}
+    for folder, stamp in finished():
+        kind = stamp["inputs"]["options"]
+        kept[kind] = kept.get(kind, 0) + 1
+        if kept[kind] > _KEEP_BUILDS:
+            shutil.rmtree(folder, ignore_errors=True)
     trees = [tree for tree in (paths.cache() / "build").iterdir() if tree.is_dir()]
     trees.sort(key=lambda tree: tree.stat().st_mtime, reverse=True)
     for tree in trees[_KEEP_TREES:]:
