@@ -4,7 +4,10 @@ VENV    = .venv
 STAMP  := $(VENV)/stamp-$(shell cksum < pyproject.toml | cut -d' ' -f1)
 RUN     = $(VENV)/bin
 
-.PHONY: demo test test-all lint fmt build upstream patches-refresh patches-check clean
+# the threads of numpy and of ggml together slow the tests down
+export OPENBLAS_NUM_THREADS = 1
+
+.PHONY: demo test test-all fuzz lint fmt build upstream patches-refresh patches-check clean
 
 demo: build             ## build, then answer a question from a long text with the demo model
 	$(RUN)/sparq-cpp demo
@@ -23,6 +26,9 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(RUN)/python -m pip install --quiet --editable '.[test]'
 	@rm -f $(VENV)/stamp-* && touch $@
+
+fuzz: build             ## random operations on the cache, spec changes, restored states; OPS=20000, SPARQ_FUZZ_SEED=N
+	SPARQ_FUZZ_OPS=$(or $(OPS),20000) $(RUN)/python -m pytest -q tests/e2e/test_fuzz.py
 
 lint: $(STAMP)          ## what the style asks, without changing anything
 	$(RUN)/ruff check pyorch tests && $(RUN)/ruff format --check pyorch tests
