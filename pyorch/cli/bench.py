@@ -78,7 +78,7 @@ def attn(**options: Any) -> None:
 @click.option("--tokens", "-n", type=opt.Number(int, 1024), default=2048, show_default=True)
 @click.option("--threads", "-t", type=opt.Number(int, 1), help="[default: all cores]")
 @click.option("--spec", default="sparq,ratio=1/8", show_default=True)
-@click.option("--samples", type=opt.Number(int, 1), default=7, show_default=True)
+@click.option("--samples", type=opt.Number(int, 1), default=20, show_default=True)
 @out_option
 @force_option
 @readme_option
