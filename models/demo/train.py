@@ -2,7 +2,7 @@
 
 One command does everything: byte-level BPE, training, GGUF export.
 
-    pip install torch numpy tokenizers gguf
+    pip install '.[train]'
     python models/demo/train.py --data DIR --out RUN --gguf models/demo/demo.gguf
 
 DIR holds plain-text books (*.txt). Stop it at any time: the same command goes on from RUN/last.pt,
