@@ -14,6 +14,10 @@
 
 #include "ggml-backend.h"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -134,6 +138,7 @@ struct llama_sparse_access {
             if (!buf) {
                 throw std::runtime_error("no memory for the transposed copy of K\nuse a shorter context, or topk, which needs no copy");
             }
+            llama_sparse_huge_pages(buf);
             shadow->bufs.emplace_back(buf);
         }
         shadow->sealed.assign(kv->n_stream, std::vector<uint8_t>(n_groups(kv->get_size()), 0));
@@ -216,6 +221,20 @@ const char * llama_sparse_shadow_why_not(const llama_kv_cache * kv) {
 
 llama_sparse_shadow * llama_sparse_shadow_get(const llama_kv_cache * kv) {
     return llama_sparse_access::shadow(const_cast<llama_kv_cache *>(kv)).get();
+}
+
+void llama_sparse_huge_pages(ggml_backend_buffer_t buf) {
+#if defined(__linux__)
+    // rows of K and V, gathered, lie in a page each: without huge pages address translation takes longer than the bytes
+    constexpr uintptr_t PAGE = 2*1024*1024;
+    const uintptr_t b = (uintptr_t) ggml_backend_buffer_get_base(buf);
+    const uintptr_t first = (b + PAGE - 1)/PAGE*PAGE, last = (b + ggml_backend_buffer_get_size(buf))/PAGE*PAGE;
+    if (ggml_backend_buffer_is_host(buf) && last >= first + 2*PAGE) {
+        madvise((void *) first, last - first, MADV_HUGEPAGE); // a wish: where the kernel refuses, nothing is lost
+    }
+#else
+    GGML_UNUSED(buf);
+#endif
 }
 
 size_t llama_sparse_shadow_bytes(const llama_kv_cache * kv) {

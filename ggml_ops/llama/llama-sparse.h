@@ -8,6 +8,8 @@
 
 #include "llama.h"
 
+#include "ggml-backend.h"
+
 #include <stddef.h>
 #include <stdint.h>
 
@@ -82,6 +84,9 @@ ggml_tensor * llama_sparse_build_attn(
 // llama_kv_cache: bytes of K or V were written, or are about to be
 void llama_sparse_unseal    (llama_sparse_shadow * shadow, uint32_t stream, const std::vector<uint32_t> & cells);
 void llama_sparse_unseal_all(llama_sparse_shadow * shadow);
+
+// llama_kv_cache(): a buffer was allocated and not touched yet. Linux, host memory, 4 MiB and more; elsewhere nothing
+void llama_sparse_huge_pages(ggml_backend_buffer_t buf);
 
 // llama_context::decode(): an ubatch failed, so what it was to seal is unknown
 void llama_sparse_decode_failed(llama_memory_i * memory);
