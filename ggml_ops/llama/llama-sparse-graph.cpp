@@ -23,7 +23,8 @@
 #include <cstring>
 #include <iterator>
 
-// row padding of k_t, in positions: a stride of a power of two would put all channels of a tile into the same cache sets
+// row padding of k_t, in elements, against strides of a power of two, which map all channels to the same cache sets. Measured here: no
+// difference between 0, 64 and 192 beyond the noise; kept for caches with fewer ways
 static constexpr int64_t K_T_PAD = 192;
 
 // groups sealed per decoded token: more after a restored state would make single steps slow

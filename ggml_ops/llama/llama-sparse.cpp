@@ -182,8 +182,8 @@ llama_sparse_spec parse_spec(const std::string & text) {
     if (spec.method == LLAMA_SPARSE_TOPK && (spec.rank > 0 || spec.mean_v > 0)) {
         throw spec_error("rank and mean_v belong to sparq, not topk: " + text, "topk scores with all of K, so its scores are exact");
     }
-    if (spec.topk > 0 && spec.sinks + std::max(spec.local, 0) > spec.topk) {
-        throw spec_error("sinks and local do not fit into topk: " + text, "topk counts them; raise topk");
+    if (spec.topk > 0 && spec.sinks + std::max(spec.local, 0) + 1 > spec.topk) {
+        throw spec_error("topk leaves no room beside sinks and local: " + text, "topk counts them; raise topk, or lower sinks or local");
     }
     return spec;
 }

@@ -28,7 +28,7 @@ extern "C" {
 //   rank, topk (or k)              explicit values, instead of those from ratio
 //   local    size of the local window, newest positions of the sequence (default topk/4)
 //   sinks    first positions of the sequence, always kept (default 4)
-//   min_k    lower bound of topk when it comes from ratio (default 128)
+//   min_k    lower bound of topk when it comes from ratio (default 128); whatever its source, no layer's k is below sinks + local + 1
 //   min_ctx  up to this many cells in use (rounded up to 256): exact dense (default 1024)
 //   mean_v   auto | on | off       step 3, interpolation with the mean value (auto: on for MHA, off for GQA)
 //   shadow   f16 | q8 | q4         the transposed copy of K: +50 %, +26 %, +13 % of f16 KV; fewer bits, more rank at the same ratio

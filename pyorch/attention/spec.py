@@ -35,7 +35,7 @@ class AttentionSpec:
     topk     k, positions read exactly; counts the sinks, the local window and the current token
     local    positions of the recent window that are always in; None = k/4
     sinks    first positions that are always in
-    min_ctx  with fewer visible positions attention is exact dense
+    min_ctx  up to this many cells in use, rounded up to 256, attention is exact dense
     shadow   type of the transposed copy of K; with fewer bits a ratio buys more rank
     min_k    the least k that a ratio gives
     k_layers one k per layer, `64:64:128`, in place of topk
@@ -178,10 +178,11 @@ def _check_ranges(spec: AttentionSpec) -> None:
         raise SparqError(
             f"{what} belongs to sparq, not to topk", "topk scores with all of K", exit_code=2
         )
-    if spec.topk is not None and spec.topk < spec.sinks + (spec.local or 0):
+    if spec.topk is not None and spec.topk < spec.sinks + (spec.local or 0) + 1:
         raise SparqError(
-            f"topk {spec.topk} is below sinks {spec.sinks} + local {spec.local or 0}",
-            "topk counts the sinks and the local window",
+            f"topk {spec.topk} leaves no room beside sinks {spec.sinks}"
+            f" and local {spec.local or 0}",
+            "topk counts both; raise topk, or lower sinks or local",
             exit_code=2,
         )
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from pyorch import native
 from pyorch.bench import attention, prefill, records
 from pyorch.bench.worker import Worker
 from pyorch.cli.bench import command
 from pyorch.errors import SparqError
-from pyorch.native import build
 
 PLAN = attention.Plan(like=["llama2-7b"], positions=[4096], threads=[2], n_samples=8)
 
@@ -110,13 +110,13 @@ def test_worker_reports_errors_and_its_death(model: Path) -> None:
             worker.seal()
 
 
-needs_stock = pytest.mark.skipif(
-    build.find(build.Options(stock=True)) is None,
-    reason="the stock library is not built: sparq-cpp build --stock",
-)
+@pytest.fixture(scope="module")
+def stock() -> None:
+    """The unpatched library, built if need be."""
+    native.lib_dir(stock=True)
 
 
-@needs_stock
+@pytest.mark.usefixtures("stock")
 def test_prefill_takes_turns(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill, "model_file", lambda like: model)
     file = tmp_path / "p.jsonl"
@@ -129,7 +129,7 @@ def test_prefill_takes_turns(model: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert prefill.markdown(found).count("| +0.0 % |") == 1
 
 
-@needs_stock
+@pytest.mark.usefixtures("stock")
 def test_attention_command_measures_once(tmp_path: Path) -> None:
     args = ["attn", "--like", "llama3-8b", "-S", "1280", "--layers", "1", "--samples", "5", "-t"]
     args += ["1", "--spec", "dense", "--spec", "sparq,ratio=1/8", "--out", str(tmp_path)]

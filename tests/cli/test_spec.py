@@ -73,7 +73,8 @@ def test_spec(line: str, canonical: str | None) -> None:
         ("sparq,budget=rampe", "unknown budget 'rampe'", "ramp"),
         ("sparq,mean_v=maybe", "unknown mean_v 'maybe'", "auto"),
         ("sparq,shadow=q5", "unknown shadow 'q5'", "q"),
-        ("sparq,topk=8,local=6", "topk 8 is below sinks 4 + local 6", ""),
+        ("sparq,topk=8,local=6", "topk 8 leaves no room beside sinks 4 and local 6", ""),
+        ("topk,k=4", "topk 4 leaves no room beside sinks 4 and local 0", ""),
         ("topk,rank=4", "rank belongs to sparq", ""),
         ("topk,k_layers=1:x", "k_layers '1:x'", ""),
     ],
@@ -118,7 +119,7 @@ def test_the_library_reads_what_we_write(line: str) -> None:
 @pytest.mark.parametrize(
     "line",
     ["spark", "sparq,ration=1/8", "sparq,ratio=0", "sparq,rank=0", "sparq,topk=8,local=6"]
-    + ["sparq,budget=rampe", "topk,rank=4", "sparq,sinks=-1", "sparq,ratio=1e999"],
+    + ["sparq,budget=rampe", "topk,rank=4", "sparq,sinks=-1", "sparq,ratio=1e999", "topk,k=4"],
 )
 def test_the_library_refuses_what_we_refuse(line: str) -> None:
     with pytest.raises(SparqError):
