@@ -15,8 +15,8 @@ from pyorch.errors import SparqError
 from pyorch.models.gguf_file import human_bytes
 
 RATIO = 1 / 8
-# where in the document the passage is, as a share of its length: one of the places (seven of nine tried) whose passage the demo model
-# recites at length. At 0.85 it fails, with dense attention too
+# where in the document the passage is, as a share of its length: one of the places (seven of nine
+# tried) whose passage the demo model recites at length. At 0.85 it fails, dense attention too
 PLACE = 0.05
 CUE_WORDS = 24  # words of the passage that the model is given
 
