@@ -13,7 +13,7 @@
 //   The 4-bit scan looks products up: a channel's contribution to a logit takes 16 values, so a table of 16 bytes per (query head,
 //   channel, run) and a byte shuffle give 64 of them at once; they are summed as integers.
 
-#include "sparse-steps.h"
+#include "sparse-score.h"
 
 #include <algorithm>
 
@@ -137,7 +137,7 @@ static inline vf load(const u8 * p) {
 // s[h][t - t0] for the positions t0 <= t < t1 of one KV head, as score_channels() does from f16; the coefficients change with the run
 //   codes, range: of the head's first channel; range of run i at range + i*ld_range
 //   w: scratch [runs touched][n_head][n_chan + 1]; the last is the constant of the run
-static void score_q8(float * s, int64_t ld_s, int n_head, const char * codes, size_t nb_chan, const float * range, int64_t ld_range,
+static inline void score_q8(float * s, int64_t ld_s, int n_head, const char * codes, size_t nb_chan, const float * range, int64_t ld_range,
         const int32_t * chan, int n_chan, const float * coef, int ld_coef, int64_t t0, int64_t t1, float * w) {
     const int     ld_w = n_chan + 1;
     const int64_t run0 = t0/RUN;
@@ -192,7 +192,7 @@ struct run_table {
 
 // NUMERICS: a table entry is a whole number of steps; the step lets the largest pair of channels sum to 254 (255 after rounding), so that
 // pairs are added as bytes. Its rounding stays below that of the 4-bit codes themselves (test_scan_equals_the_values_of_the_codes)
-static void make_table(run_table & res, const float * coef, const int32_t * chan, int n_chan, const float * range) {
+static inline void make_table(run_table & res, const float * coef, const int32_t * chan, int n_chan, const float * range) {
     float max  = 0.0f; // of |a_i| + |a_j| over the pairs
     float prev = 0.0f;
     res.base = 0.0f;
@@ -347,7 +347,7 @@ static void score_block(float * s, int64_t ld_s, const run_table * tab, const ui
 // s[h][t - t0] for the positions t0 <= t < t1 (multiples of GROUP, or t1 the end of the cache) of one KV head
 //   codes, range: of the head's first channel; range of run i at range + i*ld_range
 //   u: scratch [n_head][n_chan + 1][16]
-static void score_q4(float * s, int64_t ld_s, int n_head, const char * codes, size_t nb_chan, const float * range, int64_t ld_range,
+static inline void score_q4(float * s, int64_t ld_s, int n_head, const char * codes, size_t nb_chan, const float * range, int64_t ld_range,
         const int32_t * chan, int n_chan, const float * coef, int ld_coef, int64_t t0, int64_t t1, uint8_t * u) {
     constexpr int MAX_HB = 4, MAX_CHAN = 512;
     run_table tab[MAX_HB];

@@ -374,4 +374,8 @@ static inline vf tanh(vf x) {
     return select(lt(vabs(x), set1(0.625f)), p, y);
 }
 
+static inline vf soft_cap(vf x, float cap) {
+    return mul(set1(cap), tanh(div(x, set1(cap))));
+}
+
 } // namespace sparse

@@ -1,6 +1,6 @@
 """Our CPU kernels compiled alone, for another instruction set, and called by the same tests.
 
-The one source file of the op needs ggml headers only. For a CPU of this machine's kind it becomes a
+The sources of the op need ggml headers only. For a CPU of this machine's kind it becomes a
 shared library; for arm64 a program that an emulator runs: tensors and buffers then live in a file
 that both processes map at one address.
 """
@@ -55,11 +55,11 @@ class IsaGgml(Ggml):
         flags = [*flags, "-w", "-O2", "-fPIC", f"-I{OPS}", f"-I{OPS / 'cpu'}"]
         flags += [f"-I{headers / i}" for i in include]
         objects = []
-        for tool, standard, source in (
-            ("g++", "-std=gnu++17", OPS / "cpu" / "sparse-attn.cpp"),
-            ("gcc", "-std=gnu11", HERE / "isa_main.c"),
-        ):
-            objects.append(f"{out}-{tool}.o")
+        sources = [*sorted((OPS / "cpu").glob("*.cpp")), HERE / "isa_main.c"]
+        for source in sources:
+            cpp = source.suffix == ".cpp"
+            tool, standard = ("g++", "-std=gnu++17") if cpp else ("gcc", "-std=gnu11")
+            objects.append(f"{out}-{source.stem}.o")
             argv = [prefix + tool, standard, *flags, "-c", str(source), "-o", objects[-1]]
             subprocess.run(argv, check=True)
         kind = "-static" if emulator else "-shared"

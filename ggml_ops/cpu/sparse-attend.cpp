@@ -1,0 +1,319 @@
+// ggml glue of ATTEND.
+
+#include "sparse-glue.h"
+
+namespace {
+
+void prefetch_rows(const ggml_tensor * x, int64_t h, int64_t s, const int32_t * rows, int r, int n) {
+    const size_t size = x->ne[0]*ggml_type_size(x->type);
+    for (int i = r; i < std::min(r + ROW_BLOCK, n); ++i) {
+        for (size_t o = 0; o < size; o += 64) {
+            prefetch(at(x, h, rows[i], s) + o);
+        }
+    }
+}
+
+// the share of KV head h in asking for the block of rows from r on: a block holds all heads of its positions, and is asked for in the
+// order of memory. Behind the n rows of x follow those of y
+template <typename TX, typename TY>
+const char * block_of(const ggml_tensor * x, const ggml_tensor * y, int64_t h, int64_t s, const int32_t * rows, int r, int n) {
+    return r < n ? at(x, 0, rows[r], s) + h*ROW_BLOCK*x->ne[0]*sizeof(TX) :
+        at(y, 0, rows[std::min(r - n, n - 1)], s) + h*ROW_BLOCK*y->ne[0]*sizeof(TY);
+}
+
+// ---- ATTEND ----
+
+// Stage 1: units of a fixed number of positions leave partial states; with mean_v, further units leave partial sums of V.
+// Stage 2: one unit per (token, query head) merges.
+//   over a selection: a unit is one KV head and part of its cells; over all: all KV heads and a run of positions, so that K and V are
+//   read in the order of memory
+struct attend_work {
+    bool    dense;
+    int64_t chunk;      // positions per unit
+    int64_t n_chunk;    // units per token (and KV head, over a selection)
+    int64_t n_mean;     // units of the mean per token
+    int     ld;         // floats per state
+
+    float   * state;    // [n_tok*n_stream][n_head][n_chunk][ld]
+    float   * mean;     // [n_tok*n_stream][n_mean][d_v*n_head_kv]
+    int32_t * rows;     // [chunk]                              this thread's
+    float   * bias;     // [chunk + W]                          mask values
+    float   * s;        // [n_head or n_group_q][chunk + W]     logits, then softmax numerators
+    size_t    size;
+
+    static constexpr int64_t MEAN_GROUPS = 64; // groups per unit of the mean
+
+    attend_work(const ggml_tensor * dst, const void * wdata, int ith, int nth) {
+        const ggml_tensor * q   = dst->src[0];
+        const ggml_tensor * k   = dst->src[1];
+        const ggml_tensor * v   = dst->src[2];
+        const ggml_tensor * sel = dst->src[5];
+
+        const int64_t n_head    = q->ne[1];
+        const int64_t n_group_q = n_head/k->ne[1];
+        const int64_t n_row     = q->ne[2]*q->ne[3];
+
+        dense  = sel == nullptr;
+        ld     = attn_state::size((int) v->ne[0]);
+        n_mean = op_params<ggml_sparse_attend_params>(dst).mean_v ? ceil_div(ceil_div(k->ne[2], GROUP), MEAN_GROUPS) : 0;
+
+        // larger units when many tokens would need much memory for their states
+        const int64_t n_max = dense ? k->ne[2] : sel->ne[0] - 1 - n_group_q;
+        const int64_t limit = 64*1024*1024/(n_row*n_head*ld*(int64_t) sizeof(float)) + 1;
+        chunk = dense ? 256 : 128;
+        while (ceil_div(n_max, chunk) > limit) {
+            chunk *= 2;
+        }
+        n_chunk = ceil_div(n_max, chunk);
+
+        bump shared(wdata);
+        state = shared.take<float>(n_row*n_head*n_chunk*ld);
+        mean  = shared.take<float>(n_row*n_mean*v->ne[0]*v->ne[1]);
+
+        bump own(shared.end());
+        for (int i = 0; i < nth; ++i) {
+            if (i <= ith) {
+                rows = own.take<int32_t>(chunk);
+                bias = own.take<float>(chunk + W);
+                s    = own.take<float>((dense ? n_head : n_group_q)*(chunk + W));
+            }
+            if (i == 0) {
+                size = shared.used + nth*own.used + bump::ALIGN;
+            }
+        }
+    }
+};
+
+// attention of the query heads of KV heads [h0, h1) over the n rows in w.rows
+template <typename TK, typename TV>
+void attend_rows(const ggml_tensor * dst, const attend_work & w, int64_t h0, int64_t h1, int64_t i, int64_t s, int64_t c, int n) {
+    const ggml_tensor * q = dst->src[0];
+    const ggml_tensor * k = dst->src[1];
+    const ggml_tensor * v = dst->src[2];
+    const auto p = op_params<ggml_sparse_attend_params>(dst);
+
+    const int     n_head    = (int) q->ne[1];
+    const int     n_group_q = (int) (n_head/k->ne[1]);
+    const int     d_k       = (int) k->ne[0];
+    const int     d_v       = (int) v->ne[0];
+    const int64_t ld_s      = w.chunk + W;
+
+    float * state = w.state + ((s*q->ne[2] + i)*n_head*w.n_chunk + c)*w.ld;
+    const int64_t ld_h = w.n_chunk*w.ld; // from one query head to the next
+
+    for (int r = 0; r < AHEAD && !w.dense; r += ROW_BLOCK) {
+        prefetch_rows(k, h0, s, w.rows, r, n);
+    }
+
+    // logits: q . k, rows outside so that all heads of a few positions are read together
+    for (int r = 0; r < n; r += ROW_BLOCK) {
+        for (int64_t h = h0; h < h1; ++h) {
+            const char * next = nullptr;
+            if (w.dense) { // what follows, in the order of memory; then the first rows of V
+                next = block_of<TK, TV>(k, v, h, s, w.rows, r + AHEAD, n);
+            } else {
+                prefetch_rows(k, h, s, w.rows, r + AHEAD, n);
+                prefetch_rows(v, h, s, w.rows, r, n);
+            }
+            dot_rows<TK>(w.s + (h - h0)*n_group_q*ld_s + r, ld_s, at<const float>(q, h*n_group_q, i, s), q->nb[1]/sizeof(float), n_group_q,
+                    at(k, h, 0, s), k->nb[2], w.rows + r, std::min(ROW_BLOCK, n - r), d_k, next);
+        }
+    }
+
+    // softmax within the unit
+    for (int r = n; r < n + W; ++r) {
+        w.bias[r] = -INFINITY;
+    }
+    for (int64_t j = h0*n_group_q; j < h1*n_group_q; ++j) {
+        const attn_state st { state + j*ld_h, d_v };
+        float * x = w.s + (j - h0*n_group_q)*ld_s;
+        std::fill(x + n, x + n + W, 0.0f);
+        softmax_part(st, x, w.bias, n, p.scale, p.softcap, head_slope((int) j, n_head, p.max_bias));
+        std::fill(st.acc(), st.acc() + d_v, 0.0f);
+    }
+
+    // sum of p * v
+    for (int r = 0; r < n; r += ROW_BLOCK) {
+        for (int64_t h = h0; h < h1; ++h) {
+            const char * next = nullptr;
+            if (w.dense && r + AHEAD < n) {
+                next = block_of<TV, TV>(v, v, h, s, w.rows, r + AHEAD, n);
+            } else if (w.dense) { // then the first rows of K of the next unit
+                next = at(k, 0, std::min<int64_t>(w.rows[n - 1] + 1 + r + AHEAD - n, k->ne[2] - 1), s) + h*ROW_BLOCK*d_k*sizeof(TK);
+            }
+            add_rows<TV>(state + h*n_group_q*ld_h, ld_h, w.s + (h - h0)*n_group_q*ld_s + r, ld_s, n_group_q,
+                    at(v, h, 0, s), v->nb[2], w.rows + r, std::min(ROW_BLOCK, n - r), d_v, next);
+        }
+    }
+}
+
+// the visible cells among n cells -> w.rows, w.bias; cell(j): the j-th
+template <typename F>
+int visible_rows(const attend_work & w, const f16 * mask, int64_t n_kv, int64_t n, F cell) {
+    int res = 0;
+    for (int64_t j = 0; j < n; ++j) {
+        const int64_t t = cell(j);
+        if (t >= 0 && t < n_kv && mask[t].bits != F16_NEG_INF) {
+            w.rows[res] = (int32_t) t;
+            w.bias[res] = to_f32(mask[t]);
+            ++res;
+        }
+    }
+    return res;
+}
+
+// sums of V over the visible positions of the groups [g0, g1), all KV heads: from v_sum where a group is sealed and fully visible
+template <typename TV>
+void mean_unit(const ggml_tensor * dst, float * sum, int64_t g0, int64_t g1, int64_t i, int64_t s) {
+    const ggml_tensor * v       = dst->src[2];
+    const ggml_tensor * mask    = dst->src[3];
+    const ggml_tensor * visible = dst->src[4];
+    const ggml_tensor * v_sum   = dst->src[6];
+    const ggml_tensor * sealed  = dst->src[7];
+
+    const int     d_v       = (int) v->ne[0];
+    const int64_t n_head_kv = v->ne[1];
+
+    memset(sum, 0, d_v*n_head_kv*sizeof(float));
+    for (int64_t g = g0; g < g1; ++g) {
+        const int32_t vis = at<const int32_t>(visible, i, 0, s)[g];
+        if (vis == GROUP && at<const int32_t>(sealed, s)[g]) {
+            sum_v<float>(sum, at(v_sum, g, s), 0, 1, (int) (d_v*n_head_kv));
+            continue;
+        }
+        const f16 * m = at<const f16>(mask, i, 0, s);
+        for (int64_t t = g*GROUP; vis > 0 && t < g*GROUP + group_size(g, v->ne[2]); ++t) {
+            for (int64_t h = 0; h < n_head_kv && m[t].bits != F16_NEG_INF; ++h) {
+                sum_v<TV>(sum + h*d_v, at(v, h, t, s), 0, 1, d_v);
+            }
+        }
+    }
+}
+
+void attend_stats(const ggml_tensor * dst) {
+    const ggml_tensor * q       = dst->src[0];
+    const ggml_tensor * k       = dst->src[1];
+    const ggml_tensor * v       = dst->src[2];
+    const ggml_tensor * visible = dst->src[4];
+    const ggml_tensor * sel     = dst->src[5];
+    const ggml_tensor * sealed  = dst->src[7];
+    const ggml_tensor * stats   = dst->src[9];
+    const bool mean_v = op_params<ggml_sparse_attend_params>(dst).mean_v;
+
+    const int64_t n_head_kv = k->ne[1];
+    const int64_t row_v     = v->ne[0]*ggml_type_size(v->type);
+    const int64_t row       = k->ne[0]*ggml_type_size(k->type) + row_v;
+
+    int64_t n_vis = 0, n_read = 0, bytes_mean = 0;
+    for (int64_t s = 0; s < q->ne[3]; ++s) {
+        for (int64_t i = 0; i < q->ne[2]; ++i) {
+            for (int64_t g = 0; g < visible->ne[0]; ++g) {
+                const int32_t vis = at<const int32_t>(visible, i, 0, s)[g];
+                n_vis += vis;
+                if (mean_v) {
+                    bytes_mean += vis == GROUP && at<const int32_t>(sealed, s)[g] ? v->ne[0]*(int64_t) sizeof(float) : vis*row_v;
+                }
+            }
+            for (int64_t h = 0; sel && h < n_head_kv; ++h) {
+                n_read += at<const int32_t>(sel, h, i, s)[0];
+            }
+        }
+    }
+    n_read = sel ? n_read : n_vis*n_head_kv;
+
+    add_stat(stats, sel ? GGML_SPARSE_STAT_ATTEND_SPARSE : GGML_SPARSE_STAT_ATTEND_DENSE, q->ne[2]*q->ne[3]);
+    add_stat(stats, GGML_SPARSE_STAT_POS_VISIBLE,  n_vis*n_head_kv);
+    add_stat(stats, GGML_SPARSE_STAT_POS_READ,     n_read);
+    add_stat(stats, GGML_SPARSE_STAT_BYTES_ATTEND, n_read*row + bytes_mean*n_head_kv);
+    add_stat(stats, GGML_SPARSE_STAT_BYTES_DENSE,  n_vis*n_head_kv*row);
+}
+
+template <typename TK, typename TV>
+void attend(const ggml_compute_params * params, ggml_tensor * dst) {
+    const ggml_tensor * q       = dst->src[0];
+    const ggml_tensor * k       = dst->src[1];
+    const ggml_tensor * v       = dst->src[2];
+    const ggml_tensor * mask    = dst->src[3];
+    const ggml_tensor * visible = dst->src[4];
+    const ggml_tensor * sel     = dst->src[5];
+    const ggml_tensor * sinks   = dst->src[8];
+
+    const int64_t n_kv      = k->ne[2];
+    const int64_t n_grp     = visible->ne[0];
+    const int64_t n_head_kv = k->ne[1];
+    const int64_t n_head    = q->ne[1];
+    const int64_t n_group_q = n_head/n_head_kv;
+    const int64_t n_tok     = q->ne[2];
+    const int64_t n_row     = n_tok*q->ne[3];
+    const int     d_v       = (int) v->ne[0];
+    const int64_t d_mean    = d_v*n_head_kv;
+
+    const attend_work w(dst, params->wdata, params->ith, params->nth);
+
+    const auto n_sel = [&](const int32_t * x) { return std::min<int64_t>(std::max(x[0], 0), sel->ne[0] - 1 - n_group_q); };
+
+    // stage 1
+    const int64_t n_unit = n_row*w.n_chunk*(w.dense ? 1 : n_head_kv);
+    const unit_range own(params, n_unit + n_row*w.n_mean);
+    for (int64_t u = own.u0; u < own.u1; ++u) {
+        if (u >= n_unit) {
+            const int64_t b = (u - n_unit) % w.n_mean, r = (u - n_unit)/w.n_mean;
+            mean_unit<TV>(dst, w.mean + (u - n_unit)*d_mean, b*w.MEAN_GROUPS, std::min((b + 1)*w.MEAN_GROUPS, n_grp), r % n_tok, r/n_tok);
+        } else if (w.dense) {
+            const int64_t c = u % w.n_chunk, i = u/w.n_chunk % n_tok, s = u/w.n_chunk/n_tok;
+            const int64_t t0 = c*w.chunk;
+            const int n = visible_rows(w, at<const f16>(mask, i, 0, s), n_kv, std::min(w.chunk, n_kv - t0), [&](int64_t j) { return t0 + j; });
+            attend_rows<TK, TV>(dst, w, 0, n_head_kv, i, s, c, n);
+        } else {
+            const int64_t c = u % w.n_chunk, h = u/w.n_chunk % n_head_kv, i = u/w.n_chunk/n_head_kv % n_tok, s = u/w.n_chunk/n_head_kv/n_tok;
+            const int32_t * x = at<const int32_t>(sel, h, i, s);
+            const int64_t j0 = c*w.chunk, n_cell = std::min(w.chunk, n_sel(x) - j0);
+            if (n_cell <= 0) {
+                continue; // not merged either
+            }
+            const int n = visible_rows(w, at<const f16>(mask, i, 0, s), n_kv, n_cell, [&](int64_t j) { return x[1 + n_group_q + j0 + j]; });
+            attend_rows<TK, TV>(dst, w, h, h + 1, i, s, c, n);
+        }
+    }
+    ggml_barrier(params->threadpool);
+
+    // stage 2
+    for (int64_t u = params->ith; u < n_row*n_head; u += params->nth) {
+        const int64_t j = u % n_head, r = u/n_head, h = j/n_group_q, i = r % n_tok, s = r/n_tok;
+
+        const int32_t * x = sel ? at<const int32_t>(sel, h, i, s) : nullptr;
+        float * res = (float *) dst->data + r*dst->nb[1]/sizeof(float) + j*d_v;
+        merge(res, w.state + u*w.n_chunk*w.ld, w.ld, (int) (sel ? ceil_div(n_sel(x), w.chunk) : w.n_chunk), d_v, sinks ? (const float *) sinks->data + j : nullptr);
+
+        if (w.n_mean > 0) {
+            int64_t n_vis = 0;
+            for (int64_t g = 0; g < n_grp; ++g) {
+                n_vis += at<const int32_t>(visible, i, 0, s)[g];
+            }
+            float alpha;
+            memcpy(&alpha, x + 1 + j % n_group_q, sizeof(alpha));
+            for (int c = 0; c < d_v && n_vis > 0; ++c) {
+                float sum = 0.0f;
+                for (int64_t b = 0; b < w.n_mean; ++b) {
+                    sum += w.mean[(r*w.n_mean + b)*d_mean + h*d_v + c];
+                }
+                res[c] = alpha*res[c] + (1.0f - alpha)*(sum/n_vis);
+            }
+        }
+    }
+}
+
+} // namespace
+
+void sparse::forward_attend(const ggml_compute_params * params, ggml_tensor * dst) {
+    with_type(dst->src[1]->type, [&](auto * tk) {
+        with_type(dst->src[2]->type, [&](auto * tv) {
+            attend<std::decay_t<decltype(*tk)>, std::decay_t<decltype(*tv)>>(params, dst);
+        });
+    });
+    if (dst->src[9] && params->ith == 0) {
+        attend_stats(dst);
+    }
+}
+
+size_t sparse::attend_work_size(const ggml_tensor * dst, int n_threads) { return attend_work(dst, nullptr, 0, n_threads).size; }

@@ -1,0 +1,103 @@
+#pragma once
+
+// What the glue of the steps shares: tensors to pointers, types, work buffers, units of work.
+//
+//   types    q f32; K, V f16 | bf16 | f32; k_t f16 or codes of 8 or 4 bits; mask f16; everything else as in ggml-sparse.h (asserted by the constructors)
+//   threads  work is cut into units whose size depends on shapes only, and partial results are merged in the order of the units:
+//            the result has the same bits for any number of threads. Every thread reaches every barrier.
+//   memory   scratch comes from params->wdata; its layout is written once, in *_work, and serves ggml_sparse_attn_work_size too
+//   stats    thread 0 adds; the numbers follow from shapes, visible, sealed and n_sel
+
+// gcc 12 takes the "undefined" operands inside its own AVX-512 header for mistakes (GCC bug 105593)
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
+#include "sparse-attn.h"
+
+#include "ggml-cpu-impl.h"
+#include "sparse-rows.h"
+
+#include <algorithm>
+
+namespace sparse {
+
+// by sub-operation: run it; bytes of work buffer it needs
+void   forward_score   (const ggml_compute_params * params, ggml_tensor * dst);
+void   forward_select  (const ggml_compute_params * params, ggml_tensor * dst);
+void   forward_attend  (const ggml_compute_params * params, ggml_tensor * dst);
+size_t score_work_size (const ggml_tensor * dst, int n_threads);
+size_t select_work_size(const ggml_tensor * dst, int n_threads);
+size_t attend_work_size(const ggml_tensor * dst, int n_threads);
+
+template <typename T = char>
+T * at(const ggml_tensor * t, int64_t i1, int64_t i2 = 0, int64_t i3 = 0) {
+    return (T *) ((char *) t->data + i1*t->nb[1] + i2*t->nb[2] + i3*t->nb[3]);
+}
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1)/b; }
+
+// calls f with a pointer of the element type of K or V
+template <typename F>
+void with_type(ggml_type type, F f) {
+    switch (type) {
+        case GGML_TYPE_F16:  f((const f16   *) nullptr); break;
+        case GGML_TYPE_BF16: f((const bf16  *) nullptr); break;
+        case GGML_TYPE_F32:  f((const float *) nullptr); break;
+        default: GGML_ABORT("sparse_attn: type %s of K or V is not supported", ggml_type_name(type));
+    }
+}
+
+template <typename P>
+P op_params(const ggml_tensor * dst) {
+    P p;
+    memcpy(&p, dst->op_params + 1, sizeof(p));
+    return p;
+}
+
+// ALiBi; the same slopes as ggml's softmax
+inline float head_slope(int h, int n_head, float max_bias) {
+    if (max_bias <= 0.0f) {
+        return 1.0f;
+    }
+    const int   n_log2 = 1 << (int) floorf(log2f((float) n_head));
+    const float m0     = powf(2.0f, -max_bias/n_log2);
+    const float m1     = powf(2.0f, -max_bias/2.0f/n_log2);
+    return h < n_log2 ? powf(m0, h + 1) : powf(m1, 2*(h - n_log2) + 1);
+}
+
+// hands out pieces of the work buffer, in cache lines of their own; with a NULL buffer it only counts
+struct bump {
+    static constexpr size_t ALIGN = 128; // lines are fetched in pairs
+
+    uintptr_t base;
+    size_t    used = 0;
+
+    explicit bump(const void * buf) : base(((uintptr_t) buf + ALIGN - 1)/ALIGN*ALIGN) {}
+
+    template <typename T>
+    T * take(size_t n) {
+        T * res = (T *) (base + used);
+        used += (n*sizeof(T) + ALIGN - 1)/ALIGN*ALIGN;
+        return res;
+    }
+
+    const void * end() const { return (const void *) (base + used); }
+};
+
+// cells of a group that lie below n_kv
+inline int group_size(int64_t g, int64_t n_kv) { return (int) std::min<int64_t>(GROUP, n_kv - g*GROUP); }
+
+inline void add_stat(const ggml_tensor * stats, ggml_sparse_stat i, int64_t n) { ((int64_t *) stats->data)[i] += n; }
+
+// the units [u0, u1) of this thread where consecutive units are neighbours in memory
+struct unit_range {
+    int64_t u0, u1;
+
+    unit_range(const ggml_compute_params * params, int64_t n) : u0(n*params->ith/params->nth), u1(n*(params->ith + 1)/params->nth) {}
+};
+
+} // namespace sparse
+
+using namespace sparse;

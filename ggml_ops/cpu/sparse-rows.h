@@ -1,0 +1,234 @@
+#pragma once
+
+// Rows of K and V: dot products with them, weighted sums of them, softmax in between. Exact scores and step 3 are made of these.
+// On plain pointers and strides: no ggml tensors, no threads. Contracts in ggml-sparse.h; the same step, one float at a time, in ref/.
+// Strides called nb_* are in bytes, ld_* in elements.
+
+#include "sparse-seal.h"
+
+namespace sparse {
+
+// rows handled together by the gather: a multiple of every W
+constexpr int ROW_BLOCK = 16;
+
+// how many rows before their use K and V are asked for: a block of rows is too short for the hardware to run ahead
+constexpr int AHEAD = 2*ROW_BLOCK;
+
+// ---- exact scores: dot products with gathered rows ----
+
+// s[h][i] = q[h] . k[rows[i]] for HB heads and up to W rows; NR rows share each load of q
+//   next: if given, W*d elements there are asked for, a line at a time (bursts of requests stall)
+template <int HB, int NR, typename T>
+static SPARQ_NOINLINE void dot_block( // inlined, its pointers no longer fit the registers (2x slower)
+        float * s, int64_t ld_s, const float * q, int64_t ld_q, const char * k, size_t nb_pos, const int32_t * rows, int n, int d, const char * next) {
+    constexpr int NW = NR < W ? NR : W;
+    vf part[HB][W];
+    for (int j = 0; j < W; j += NW) {
+        const T * x[NW];
+        for (int i = 0; i < NW; ++i) {
+            x[i] = (const T *) (k + rows[j + i < n ? j + i : n - 1]*nb_pos);
+        }
+        vf a[HB][NW];
+        for (int h = 0; h < HB; ++h) {
+            for (int i = 0; i < NW; ++i) {
+                a[h][i] = set1(0.0f);
+            }
+        }
+        int c = 0;
+        for (; c + W <= d; c += W) {
+            if (next && c % (64/sizeof(T)) == 0) {
+                for (int i = 0; i < NW; ++i) {
+                    prefetch((const T *) next + (j + i)*d + c);
+                }
+            }
+            vf kx[NW];
+            for (int i = 0; i < NW; ++i) {
+                kx[i] = load(x[i] + c);
+            }
+            for (int h = 0; h < HB; ++h) {
+                const vf qx = load(q + h*ld_q + c);
+                for (int i = 0; i < NW; ++i) {
+                    a[h][i] = fma(qx, kx[i], a[h][i]);
+                }
+            }
+        }
+        if (c < d) {
+            for (int h = 0; h < HB; ++h) {
+                const vf qx = load_n(q + h*ld_q + c, d - c);
+                for (int i = 0; i < NW; ++i) {
+                    a[h][i] = fma(qx, load_n(x[i] + c, d - c), a[h][i]);
+                }
+            }
+        }
+        for (int h = 0; h < HB; ++h) {
+            for (int i = 0; i < NW; ++i) {
+                part[h][j + i] = a[h][i];
+            }
+        }
+    }
+    for (int h = 0; h < HB; ++h) {
+        store_n(s + h*ld_s, sum_rows(part[h]), n);
+    }
+}
+
+// s[h][i] = q[h] . k[rows[i]] for n rows; next as above (n*d elements); each row is loaded once for all heads (once per 4 heads from L1)
+template <typename T>
+static void dot_rows(float * s, int64_t ld_s, const float * q, int64_t ld_q, int n_head, const char * k, size_t nb_pos, const int32_t * rows, int n, int d,
+        const char * next) {
+    for (int i = 0; i < n; i += W) {
+        const int ni = n - i < W ? n - i : W;
+        int h = 0;
+        for (; h + 4 <= n_head; h += 4) {
+            dot_block<4, N_ACC/4, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, k, nb_pos, rows + i, ni, d, next && h == 0 ? next + i*d*sizeof(T) : nullptr);
+        }
+        for (; h + 2 <= n_head; h += 2) {
+            dot_block<2, N_ACC/2, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, k, nb_pos, rows + i, ni, d, next && h == 0 ? next + i*d*sizeof(T) : nullptr);
+        }
+        for (; h < n_head; ++h) {
+            dot_block<1, 8, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, k, nb_pos, rows + i, ni, d, next && h == 0 ? next + i*d*sizeof(T) : nullptr);
+        }
+    }
+}
+
+// ---- step 3: attention over rows ----
+
+// the partial result of one query head over some positions: acc [d_v], max logit m, sum of exp(logit - m)
+struct attn_state {
+    float * x;
+    int     d;
+
+    static int size(int d) { return (d + 2 + 15)/16*16; } // floats; whole cache lines
+
+    float * acc() const { return x; }
+    float & m()   const { return x[d]; }
+    float & l()   const { return x[d + 1]; }
+};
+
+// acc[h][c] += sum_i p[h][i]*v[rows[i]][c] for HB heads and NV vectors of c; next: rows of d elements to be asked for, as in dot_block
+template <int HB, int NV, typename T>
+static SPARQ_NOINLINE void add_rows_block(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, const char * v, size_t nb_pos, const int32_t * rows, int n,
+        const char * next, int d) {
+    vf a[HB][NV];
+    for (int h = 0; h < HB; ++h) {
+        for (int j = 0; j < NV; ++j) {
+            a[h][j] = load(acc + h*ld_acc + j*W);
+        }
+    }
+    for (int i = 0; i < n; ++i) {
+        const T * row = (const T *) (v + rows[i]*nb_pos);
+        for (int j = 0; j < NV && next; j += 64/(int) sizeof(T) > W ? 64/(int) sizeof(T)/W : 1) {
+            prefetch((const T *) next + i*d + j*W);
+        }
+        vf x[NV];
+        for (int j = 0; j < NV; ++j) {
+            x[j] = load(row + j*W);
+        }
+        for (int h = 0; h < HB; ++h) {
+            const vf ph = set1(p[h*ld_p + i]);
+            for (int j = 0; j < NV; ++j) {
+                a[h][j] = fma(ph, x[j], a[h][j]);
+            }
+        }
+    }
+    for (int h = 0; h < HB; ++h) {
+        for (int j = 0; j < NV; ++j) {
+            store(acc + h*ld_acc + j*W, a[h][j]);
+        }
+    }
+}
+
+// acc[h][c] += sum_i p[h][i]*v[rows[i]][c] for HB heads and d columns
+template <int HB, typename T>
+static inline void add_rows_heads(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, const char * v, size_t nb_pos, const int32_t * rows, int n, int d,
+        const char * next) {
+    constexpr int NV = N_ACC/HB < 8 ? N_ACC/HB : 8;
+    int c = 0;
+    for (; c + NV*W <= d; c += NV*W) {
+        add_rows_block<HB, NV, T>(acc + c, ld_acc, p, ld_p, v + c*sizeof(T), nb_pos, rows, n, next ? next + c*sizeof(T) : nullptr, d);
+    }
+    for (; c + W <= d; c += W) {
+        add_rows_block<HB, 1, T>(acc + c, ld_acc, p, ld_p, v + c*sizeof(T), nb_pos, rows, n, next ? next + c*sizeof(T) : nullptr, d);
+    }
+    for (; c < d; ++c) {
+        for (int h = 0; h < HB; ++h) {
+            float a = acc[h*ld_acc + c];
+            for (int i = 0; i < n; ++i) {
+                a = fmaf(p[h*ld_p + i], to_f32(((const T *) (v + rows[i]*nb_pos))[c]), a);
+            }
+            acc[h*ld_acc + c] = a;
+        }
+    }
+}
+
+template <typename T>
+static void add_rows(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, int n_head, const char * v, size_t nb_pos, const int32_t * rows, int n, int d,
+        const char * next) {
+    int h = 0;
+    for (; h + 4 <= n_head; h += 4) {
+        add_rows_heads<4, T>(acc + h*ld_acc, ld_acc, p + h*ld_p, ld_p, v, nb_pos, rows, n, d, h == 0 ? next : nullptr);
+    }
+    for (; h + 2 <= n_head; h += 2) {
+        add_rows_heads<2, T>(acc + h*ld_acc, ld_acc, p + h*ld_p, ld_p, v, nb_pos, rows, n, d, h == 0 ? next : nullptr);
+    }
+    for (; h < n_head; ++h) {
+        add_rows_heads<1, T>(acc + h*ld_acc, ld_acc, p + h*ld_p, ld_p, v, nb_pos, rows, n, d, h == 0 ? next : nullptr);
+    }
+}
+
+// logits of one query head over n rows -> softmax numerators in place; fills m and l of the state
+static inline void softmax_part(const attn_state & st, float * s, const float * bias, int n, float scale, float softcap, float slope) {
+    const vf inf = set1(-INFINITY);
+    vf m = inf;
+    for (int i = 0; i < n; i += W) { // s and bias are readable up to a multiple of W; bias is -inf there
+        vf x = mul(load(s + i), set1(scale));
+        if (softcap > 0.0f) {
+            x = soft_cap(x, softcap);
+        }
+        const vf b = load(bias + i);
+        x = select(eq(b, inf), inf, fma(b, set1(slope), x));
+        store(s + i, x);
+        m = vmax(x, m);
+    }
+    st.m() = reduce_max(m);
+
+    const vf m0 = set1(st.m() == -INFINITY ? 0.0f : st.m());
+    vf l = set1(0.0f);
+    for (int i = 0; i < n; i += W) {
+        const vf p = exp(sub(load(s + i), m0));
+        store(s + i, p);
+        l = add(l, p);
+    }
+    st.l() = reduce_add(l);
+}
+
+// res [d] = sum over the states (x, x + ld, ..) of one query head, in order; then the sink, if any. Zeros if nothing was seen
+static inline void merge(float * res, const float * x, int64_t ld, int n_state, int d, const float * sink) {
+    float m = sink ? *sink : -INFINITY;
+    for (int i = 0; i < n_state; ++i) {
+        const float mi = x[i*ld + d];
+        m = mi > m ? mi : m;
+    }
+    const float m0 = m == -INFINITY ? 0.0f : m;
+
+    for (int c = 0; c < d; ++c) {
+        res[c] = 0.0f;
+    }
+    float l = 0.0f;
+    for (int i = 0; i < n_state; ++i) {
+        const float * xi = x + i*ld;
+        const float   f  = expf(xi[d] - m0);
+        l += xi[d + 1]*f;
+        for (int c = 0; c < d; ++c) {
+            res[c] += xi[c]*f;
+        }
+    }
+    if (sink) {
+        l += expf(*sink - m0);
+    }
+    const float inv = l != 0.0f ? 1.0f/l : 0.0f;
+    for (int c = 0; c < d; ++c) {
+        res[c] *= inv;
+    }
+}
+
+} // namespace sparse

@@ -1,0 +1,211 @@
+#pragma once
+
+// Step 1: the channels of q that count, approximate scores from the transposed K, and what turns scores into logits.
+// On plain pointers and strides: no ggml tensors, no threads. Contracts in ggml-sparse.h; the same step, one float at a time, in ref/.
+// Strides called nb_* are in bytes, ld_* in elements.
+
+#include "sparse-seal.h"
+
+#include <cfloat>
+
+namespace sparse {
+
+// ---- order statistics ----
+
+static inline int count_ge(const float * x, int64_t n, float lim) {
+    const vf l = set1(lim);
+    int res = 0;
+    int64_t i = 0;
+    for (; i + W <= n; i += W) {
+        res += popcount(bits(ge(load(x + i), l)));
+    }
+    if (i < n) {
+        res += popcount(bits(ge(load_n(x + i, (int) (n - i)), l)) & ((1u << (n - i)) - 1));
+    }
+    return res;
+}
+
+// floats in the order of integers, and back
+static inline int64_t to_order(float x) {
+    int32_t b;
+    memcpy(&b, &x, sizeof(b));
+    return b >= 0 ? b : INT32_MIN - (int64_t) b;
+}
+static inline float from_order(int64_t o) {
+    const int32_t b = (int32_t) (o >= 0 ? o : INT32_MIN - o);
+    float res;
+    memcpy(&res, &b, sizeof(res));
+    return res;
+}
+
+// the largest value that at least k of the n values reach; lo if fewer than k are >= lo. Bisection over the floats between lo and hi:
+// at most 32 counting passes without a branch on the data
+static inline float kth_largest(const float * x, int64_t n, int64_t k, float lo, float hi) {
+    int64_t a = to_order(lo); // count_ge(a) >= k, or a == lo
+    int64_t b = to_order(hi);
+    while (a < b) {
+        const int64_t m = a + (b - a + 1)/2;
+        if (count_ge(x, n, from_order(m)) >= k) {
+            a = m;
+        } else {
+            b = m - 1;
+        }
+    }
+    return from_order(a);
+}
+
+// ---- step 1: approximate scores ----
+
+// the r channels with the largest sum over the heads of |q|, ascending, and per head the coefficients q*scale/sqrt(|q_r|_1/|q|_1)
+//   q [n_head][d], chan [r], coef [n_head][r], sum: scratch [d]; returns the number of channels (r, or fewer if q holds NaN)
+static inline int choose_channels(int32_t * chan, float * coef, float * sum, const float * q, int64_t ld_q, int n_head, int d, int r, float scale) {
+    for (int c = 0; c < d; ++c) {
+        sum[c] = 0.0f;
+        for (int h = 0; h < n_head; ++h) {
+            sum[c] += fabsf(q[h*ld_q + c]);
+        }
+    }
+
+    const float cut = kth_largest(sum, d, r, 0.0f, INFINITY);
+
+    int n_tie = r; // channels equal to the cut that still fit
+    for (int c = 0; c < d; ++c) {
+        n_tie -= sum[c] > cut;
+    }
+    int n = 0;
+    for (int c = 0; c < d; ++c) {
+        if (sum[c] > cut || (sum[c] == cut && n_tie-- > 0)) {
+            chan[n++] = c;
+        }
+    }
+
+    for (int h = 0; h < n_head; ++h) {
+        const float * qh = q + h*ld_q;
+        float l1 = 0.0f, l1_r = 0.0f;
+        for (int c = 0; c < d; ++c) {
+            l1 += fabsf(qh[c]);
+        }
+        for (int i = 0; i < n; ++i) {
+            l1_r += fabsf(qh[chan[i]]);
+        }
+        const float s = l1_r > 0.0f ? scale/sqrtf(l1_r/l1) : 0.0f;
+        for (int i = 0; i < n; ++i) {
+            coef[h*r + i] = qh[chan[i]]*s;
+        }
+    }
+    return n;
+}
+
+// s[h][t] += sum over NC channels of coef[h][c]*x[c][t] for n positions and n_head heads; first: s starts from 0
+//   next [NC]: rows that the next pass will read (or NULL), asked for on the way: rows are too short for the hardware to run ahead
+template <int NC, typename T>
+static SPARQ_NOINLINE void add_channels(float * s, int64_t ld_s, int n_head, const T * const * x, const T * const * next,
+        const float * coef, int ld_coef, int64_t n, bool first) {
+    constexpr int NT = 64/sizeof(T) > W ? 64/sizeof(T)/W : 1; // vectors per cache line
+    constexpr int NB = NT*NC <= N_ACC ? NT : 1;               // vectors that share a coefficient, as the registers allow
+    int64_t t = 0;
+    for (; t + NT*W <= n; t += NT*W) {
+        for (int c = 0; c < NC && next; ++c) {
+            prefetch(next[c] + t);
+        }
+        for (int j = 0; j < NT*W; j += NB*W) {
+            vf k[NC][NB];
+            for (int c = 0; c < NC; ++c) {
+                for (int i = 0; i < NB; ++i) {
+                    k[c][i] = load(x[c] + t + j + i*W);
+                }
+            }
+            for (int h = 0; h < n_head; ++h) {
+                float * sh = s + h*ld_s + t + j;
+                vf a[NB];
+                for (int i = 0; i < NB; ++i) {
+                    a[i] = first ? set1(0.0f) : load(sh + i*W);
+                }
+                for (int c = 0; c < NC; ++c) {
+                    const vf b = set1(coef[h*ld_coef + c]);
+                    for (int i = 0; i < NB; ++i) {
+                        a[i] = fma(k[c][i], b, a[i]);
+                    }
+                }
+                for (int i = 0; i < NB; ++i) {
+                    store(sh + i*W, a[i]);
+                }
+            }
+        }
+    }
+    for (; t < n; ++t) {
+        for (int h = 0; h < n_head; ++h) {
+            float a = first ? 0.0f : s[h*ld_s + t];
+            for (int c = 0; c < NC; ++c) {
+                a = fmaf(to_f32(x[c][t]), coef[h*ld_coef + c], a);
+            }
+            s[h*ld_s + t] = a;
+        }
+    }
+}
+
+// s[h][t] = sum over all n_chan channels, in their order; x points at position t of channel 0, chan == NULL: channel i is row i
+// NUMERICS: one fma per channel in ascending order, whatever the instruction set and the split into passes
+template <typename T>
+static void score_channels(float * s, int64_t ld_s, int n_head, const char * x, size_t nb_chan, const int32_t * chan, int n_chan,
+        const float * coef, int ld_coef, int64_t n) {
+    const T * row[16];
+    const T * next[16];
+    for (int i = 0; i < n_chan; ) {
+        const int nc = n_chan - i >= 16 && N_ACC >= 16 ? 16 : n_chan - i >= 8 ? 8 : n_chan - i >= 4 ? 4 : 1;
+        for (int c = 0; c < nc; ++c) {
+            row[c] = (const T *) (x + (chan ? chan[i + c] : i + c)*nb_chan);
+        }
+        const bool more = i + 2*nc <= n_chan && chan;
+        for (int c = 0; c < nc && more; ++c) {
+            next[c] = (const T *) (x + chan[i + nc + c]*nb_chan);
+        }
+        switch (nc) {
+            case 16: add_channels<16>(s, ld_s, n_head, row, more ? next : nullptr, coef + i, ld_coef, n, i == 0); break;
+            case 8:  add_channels<8>(s, ld_s, n_head, row, more ? next : nullptr, coef + i, ld_coef, n, i == 0); break;
+            case 4:  add_channels<4>(s, ld_s, n_head, row, more ? next : nullptr, coef + i, ld_coef, n, i == 0); break;
+            default: add_channels<1>(s, ld_s, n_head, row, more ? next : nullptr, coef + i, ld_coef, n, i == 0); break;
+        }
+        i += nc;
+    }
+}
+
+// the chosen channels of n positions of K, transposed: x [n_chan][GROUP]; for a group that is not sealed
+template <typename T>
+static void gather_channels(float * x, const char * k, size_t nb_pos, const int32_t * chan, int n_chan, const f16 * mask, int n) {
+    for (int t = 0; t < n; ++t) {
+        if (mask[t].bits == F16_NEG_INF) {
+            for (int i = 0; i < n_chan; ++i) {
+                x[i*GROUP + t] = 0.0f;
+            }
+            continue;
+        }
+        const T * row = (const T *) (k + t*nb_pos);
+        for (int i = 0; i < n_chan; ++i) {
+            x[i*GROUP + t] = to_f32(row[chan[i]]);
+        }
+    }
+}
+
+// ---- logits: scale, softcap, mask ----
+
+// res = softcap(s*scale) + slope*mask; -inf where hidden, whatever s was. res may be s
+static inline void finish_logits(float * res, const float * s, const f16 * mask, int64_t n, float scale, float softcap, float slope) {
+    const vf inf = set1(-INFINITY);
+    for (int64_t t = 0; t < n; t += W) {
+        const int  nt = n - t < W ? (int) (n - t) : W;
+        const vf   m  = nt == W ? load(mask + t) : load_n(mask + t, nt);
+        vf x = mul(nt == W ? load(s + t) : load_n(s + t, nt), set1(scale));
+        if (softcap > 0.0f) {
+            x = soft_cap(x, softcap);
+        }
+        x = select(eq(m, inf), inf, fma(m, set1(slope), x));
+        if (nt == W) {
+            store(res + t, x);
+        } else {
+            store_n(res + t, x, nt);
+        }
+    }
+}
+
+} // namespace sparse

@@ -1,0 +1,67 @@
+#pragma once
+
+// "Store K twice": the transposed K, the sums of V, the visible positions of a group.
+// On plain pointers and strides: no ggml tensors, no threads. Contracts in ggml-sparse.h; the same step, one float at a time, in ref/.
+// Strides called nb_* are in bytes, ld_* in elements.
+
+#include "ggml-sparse.h"
+#include "sparse-vec.h"
+
+namespace sparse {
+
+constexpr int GROUP = GGML_SPARSE_GROUP;
+
+// ---- seal: "store K twice" ----
+
+static inline f16 clamp_f16(f16 x) {
+    return (x.bits & 0x7FFF) == 0x7C00 ? f16 { (uint16_t) (x.bits - 1) } : x; // +-inf -> +-65504
+}
+static inline f16 clamp_f16(float x) { return to_f16(x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x); }
+static inline f16 clamp_f16(bf16  x) { return clamp_f16(to_f32(x)); }
+
+// the n <= GROUP positions of a group of one KV head: k [n][d] -> k_t [d][n]
+template <typename T>
+static void seal_k(char * k_t, size_t nb_chan, const char * k, size_t nb_pos, int n, int d) {
+    constexpr int NC = 32; // one line of K per position, then whole lines of k_t
+    for (int c0 = 0; c0 < d; c0 += NC) {
+        const int nc = d - c0 < NC ? d - c0 : NC;
+
+        f16 tile[NC][GROUP];
+        for (int t = 0; t < n; ++t) {
+            const T * row = (const T *) (k + t*nb_pos) + c0;
+            for (int c = 0; c < nc; ++c) {
+                tile[c][t] = clamp_f16(row[c]);
+            }
+        }
+        for (int c = 0; c < nc; ++c) {
+            memcpy(k_t + (c0 + c)*nb_chan, tile[c], n*sizeof(f16));
+        }
+    }
+}
+
+// sum[c] += v[t][c] over n positions
+template <typename T>
+static void sum_v(float * sum, const char * v, size_t nb_pos, int n, int d) {
+    for (int t = 0; t < n; ++t) {
+        const T * row = (const T *) (v + t*nb_pos);
+        int c = 0;
+        for (; c + W <= d; c += W) {
+            store(sum + c, add(load(sum + c), load(row + c)));
+        }
+        for (; c < d; ++c) {
+            sum[c] += to_f32(row[c]);
+        }
+    }
+}
+
+// ---- visible ----
+
+static inline int count_visible(const f16 * mask, int n) {
+    int res = 0;
+    for (int t = 0; t < n; ++t) {
+        res += mask[t].bits != F16_NEG_INF;
+    }
+    return res;
+}
+
+} // namespace sparse
