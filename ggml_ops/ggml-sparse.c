@@ -8,7 +8,12 @@
 #include <string.h>
 
 static bool is_kv_type(enum ggml_type type) {
-    return type == GGML_TYPE_F16 || type == GGML_TYPE_BF16 || type == GGML_TYPE_F32;
+    return type == GGML_TYPE_F16 || type == GGML_TYPE_BF16 || type == GGML_TYPE_F32 || type == GGML_TYPE_Q8_0 || type == GGML_TYPE_Q4_0;
+}
+
+// blocks of the Hadamard matrix: a power of two that divides the head
+static void assert_rot(int32_t n_rot, int64_t d_k) {
+    GGML_ASSERT(n_rot >= 0 && (n_rot & (n_rot - 1)) == 0 && (n_rot == 0 || d_k % n_rot == 0));
 }
 
 static int64_t n_groups(int64_t n_kv) {
@@ -74,10 +79,11 @@ struct ggml_tensor * ggml_sparse_attn_seal(
         struct ggml_tensor  * stats,
         struct ggml_tensor  * k_range,
         struct ggml_tensor  * sealed,
-        int32_t               n_bit) {
+        struct ggml_sparse_seal_params params) {
     assert_kv(k);
-    assert_k_t(k_t, k_range, k, n_bit);
-    if (n_bit != 16) {
+    assert_k_t(k_t, k_range, k, params.n_bit);
+    assert_rot(params.n_rot, k->ne[0]);
+    if (params.n_bit != 16) {
         assert_sealed(sealed, k);
     }
     if (v_sum) {
@@ -90,7 +96,7 @@ struct ggml_tensor * ggml_sparse_attn_seal(
 
     struct ggml_tensor * res = ggml_view_tensor(ctx, k_t);
 
-    set_op(res, GGML_SPARSE_ATTN_SEAL, &n_bit, sizeof(n_bit));
+    set_op(res, GGML_SPARSE_ATTN_SEAL, &params, sizeof(params));
     res->src[0] = k_t;
     res->src[1] = v_sum;
     res->src[2] = k;
@@ -98,7 +104,7 @@ struct ggml_tensor * ggml_sparse_attn_seal(
     res->src[4] = list;
     res->src[5] = stats;
     res->src[6] = k_range;
-    res->src[7] = n_bit == 16 ? NULL : sealed;
+    res->src[7] = params.n_bit == 16 ? NULL : sealed;
 
     return res;
 }
@@ -135,6 +141,8 @@ struct ggml_tensor * ggml_sparse_attn_score(
         assert_sealed(sealed, k);
         GGML_ASSERT(params.rank >= 1 && params.rank <= k->ne[0]);
     }
+    assert_rot(params.n_rot, k->ne[0]);
+    GGML_ASSERT(k_t || params.n_rot == 0);
     assert_mask(mask, visible, n_kv, q->ne[2], q->ne[3]);
     assert_stats(stats);
 
@@ -238,9 +246,9 @@ struct ggml_tensor * ggml_sparse_attn_attend(
 
 static struct ggml_tensor * sparse_attn(
         struct ggml_context * ctx, const struct ggml_sparse_attn_inputs * in, struct ggml_tensor * k_t, const struct ggml_sparse_attn_params * p) {
-    const struct ggml_sparse_score_params score = { p->rank, p->scale, p->max_bias, p->softcap, p->n_bit };
+    const struct ggml_sparse_score_params score = { p->rank, p->scale, p->max_bias, p->softcap, p->n_bit, k_t ? p->n_rot : 0 };
     struct ggml_tensor * logits = ggml_sparse_attn_score(
-            ctx, in->q, in->k, k_t, in->sealed, in->mask, in->visible, in->stats, k_t ? in->k_range : NULL, score);
+            ctx, score.n_rot > 0 ? in->q_score : in->q, in->k, k_t, in->sealed, in->mask, in->visible, in->stats, k_t ? in->k_range : NULL, score);
 
     const struct ggml_sparse_select_params select = { p->topk_max, (int32_t) in->k->ne[1], p->n_local_max, p->mean_v };
     struct ggml_tensor * sel = ggml_sparse_attn_select(ctx, logits, in->forced, in->kl, in->sinks, select);

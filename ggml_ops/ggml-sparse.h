@@ -18,6 +18,11 @@
 //   n_grp       ceil(n_kv / GGML_SPARSE_GROUP)
 // A "position" here is a cell of the KV cache; cells need not be in the order of token positions.
 //
+// Types of K and V: f16, bf16, f32, q8_0, q4_0 ("any" below), rows contiguous. llama.cpp turns K (and q) by a Hadamard matrix before it
+// quantises them (n_rot > 0: blocks of n_rot components, its own inverse, scaled to length 1). Products of turned q and turned K are
+// what they were, but a turned q has no large components: step 1 chooses its components in the original basis. So k_t holds K turned
+// back, and SCORE gets the original q; ATTEND gets the turned one. V may be turned too: the result is, and llama.cpp turns it back.
+//
 // Call sites: patches/README.md lists each hook.
 
 #include "ggml.h"
@@ -53,14 +58,19 @@ enum ggml_sparse_stat {
 
 // ---- the five sub-operations ----
 
+struct ggml_sparse_seal_params {
+    int32_t n_bit;      // of k_t: 16 (f16), 8 or 4
+    int32_t n_rot;      // > 0: K is turned, k_t is not
+};
+
 // SEAL
 //   k_t    [n_pos_t, d_k*n_head_kv, n_stream]       f16      transposed K: row = one channel; n_pos_t >= n_kv (row stride may be padded)
 //          [n_pos_t*n_bit/8, d_k*n_head_kv, n_stream] i8     or its codes, n_bit = 8 or 4; n_pos_t a multiple of GGML_SPARSE_RUN. The
 //                                                            layout is cpu/sparse-quant.h's business
 //   k_range [2, d_k*n_head_kv, n_run_t, n_stream]   f32      scale and zero of each run of codes, or NULL with f16
 //   v_sum  [d_v*n_head_kv, n_grp_t, n_stream]       f32      sum of V over each group, or NULL
-//   k      [d_k, n_head_kv, n_kv, n_stream]         f16 | bf16 | f32
-//   v      [d_v, n_head_kv, n_kv, n_stream]         f16 | bf16 | f32   (may be NULL when v_sum is NULL)
+//   k      [d_k, n_head_kv, n_kv, n_stream]         any
+//   v      [d_v, n_head_kv, n_kv, n_stream]         any      (may be NULL when v_sum is NULL)
 //   list   [n_list, n_stream]                       i32      group numbers to seal, < 0: none
 //   sealed [n_grp, n_stream]                        i32      with codes: the groups that are sealed after this node, those of list among
 //                                                            them (a run is coded anew with all its sealed groups), else NULL. Only
@@ -78,7 +88,7 @@ GGML_API struct ggml_tensor * ggml_sparse_attn_seal(
         struct ggml_tensor  * stats,
         struct ggml_tensor  * k_range,
         struct ggml_tensor  * sealed,
-        int32_t               n_bit);
+        struct ggml_sparse_seal_params params);
 
 // VISIBLE
 //   mask   [n_kv, n_tok, 1, n_stream]               f16      -inf hides a position; otherwise a bias (ALiBi) or 0
@@ -93,6 +103,7 @@ struct ggml_sparse_score_params {
     float   max_bias;   // ALiBi: > 0 multiplies the mask by the head's slope
     float   softcap;    // > 0: logit = softcap*tanh(logit/softcap), before the mask is added
     int32_t n_bit;      // of k_t: 16 (f16), 8 or 4
+    int32_t n_rot;      // > 0: K is turned, q and k_t are not; 0 with k_t == NULL (exact scores: q turned as K is)
 };
 
 // SCORE (step 1)
@@ -189,6 +200,7 @@ GGML_API struct ggml_tensor * ggml_sparse_attn_attend(
 
 struct ggml_sparse_attn_inputs { // as described above; NULL where optional
     struct ggml_tensor * q;
+    struct ggml_tensor * q_score; // with n_rot > 0: the original q; else NULL
     struct ggml_tensor * k;
     struct ggml_tensor * v;
     struct ggml_tensor * k_t;
@@ -212,6 +224,7 @@ struct ggml_sparse_attn_params {
     float   softcap;
     int32_t mean_v;
     int32_t n_bit;
+    int32_t n_rot;
 };
 
 // SparQ attention: SCORE from k_t, SELECT, ATTEND

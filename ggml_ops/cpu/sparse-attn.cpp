@@ -25,7 +25,7 @@ void seal_codes(const ggml_tensor * dst, int64_t h, int64_t g, int64_t s, const 
     for (int64_t j = 0; j < N; ++j) {
         valid[j] = (run*N + j + 1)*GROUP <= k->ne[2] && at<const int32_t>(sealed, s)[run*N + j] != 0;
     }
-    const int n_bit = op_params<int32_t>(dst);
+    const int n_bit = op_params<ggml_sparse_seal_params>(dst).n_bit;
     const int d_k   = (int) k->ne[0];
     with_type(k->type, [&](auto * t) {
         seal_run<std::decay_t<decltype(*t)>>(at(k_t, h*d_k, s) + run*RUN*n_bit/8, k_t->nb[1], at<float>(k_range, h*d_k, run, s),
@@ -41,7 +41,7 @@ void forward_seal(const ggml_compute_params * params, ggml_tensor * dst) {
     const ggml_tensor * list  = dst->src[4];
     const ggml_tensor * stats = dst->src[5];
 
-    const int     n_bit     = op_params<int32_t>(dst);
+    const int     n_bit     = op_params<ggml_sparse_seal_params>(dst).n_bit;
     const int64_t n_list    = list->ne[0];
     const int64_t n_stream  = list->ne[1];
     const int64_t n_head_kv = k->ne[1];

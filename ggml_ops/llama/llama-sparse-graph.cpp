@@ -504,7 +504,7 @@ static ggml_tensor * build_seal(const llm_graph_context & g, llm_graph_input_spa
         inp->sealed = new_input(g, "sparse_sealed", n_groups(inp->n_kv), ns);
     }
     res = ggml_sparse_attn_seal(g.ctx0, view(layer.k_t), view(layer.v_sum), k, layer.v_sum ? v : nullptr, inp->list, inp->state->stats,
-            view_range(g, layer.k_range, ns, s0), inp->sealed, inp->state->spec.n_bit);
+            view_range(g, layer.k_range, ns, s0), inp->sealed, { inp->state->spec.n_bit, 0 });
     g.cb(res, "sparse_seal", il);
     ggml_build_forward_expand(g.gf, res);
     return res;

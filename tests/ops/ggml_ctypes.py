@@ -97,6 +97,10 @@ class Plan(ctypes.Structure):
     ]
 
 
+class SealParams(ctypes.Structure):
+    _fields_ = [("n_bit", c_int32), ("n_rot", c_int32)]
+
+
 class ScoreParams(ctypes.Structure):
     _fields_ = [
         ("rank", c_int32),
@@ -104,6 +108,7 @@ class ScoreParams(ctypes.Structure):
         ("max_bias", c_float),
         ("softcap", c_float),
         ("n_bit", c_int32),
+        ("n_rot", c_int32),
     ]
 
 
@@ -135,6 +140,7 @@ class AttnParams(ctypes.Structure):
         ("softcap", c_float),
         ("mean_v", c_int32),
         ("n_bit", c_int32),
+        ("n_rot", c_int32),
     ]
 
 
@@ -143,6 +149,7 @@ class AttnInputs(ctypes.Structure):
         (name, TensorPtr)
         for name in (
             "q",
+            "q_score",
             "k",
             "v",
             "k_t",
@@ -180,7 +187,7 @@ class Ggml:
             (cpu, "ggml_cpu_init", None),
             (cpu, "ggml_graph_plan", Plan, c_void_p, c_int, c_void_p),
             (cpu, "ggml_graph_compute", c_int, c_void_p, POINTER(Plan)),
-            (base, "ggml_sparse_attn_seal", t, ctx, *[t] * 8, c_int32),
+            (base, "ggml_sparse_attn_seal", t, ctx, *[t] * 8, SealParams),
             (base, "ggml_sparse_attn_visible", t, ctx, t),
             (base, "ggml_sparse_attn_score", t, ctx, *[t] * 8, ScoreParams),
             (base, "ggml_sparse_attn_select", t, ctx, *[t] * 4, SelectParams),

@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import to_type
-from ggml_ctypes import Ggml, ScoreParams
+from ggml_ctypes import Ggml, ScoreParams, SealParams
 
 GROUP, RUN = 64, 512
 BITS = [8, 4]
@@ -75,7 +75,7 @@ def seal(
             None,
             k_range,
             g.tensor(sealed, "i32"),
-            shadow.n_bit,
+            SealParams(shadow.n_bit),
         )
         g.compute(out, n_threads=n_threads)
         return Shadow(shadow.n_bit, g.read(k_t)[0], g.read(k_range))

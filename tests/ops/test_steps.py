@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import GROUP, Case
-from ggml_ctypes import Ggml
+from ggml_ctypes import Ggml, SealParams
 from graphs import Selection, Sources
 from tolerances import Errors, check_selection, score_scale
 
@@ -215,7 +215,7 @@ def test_seal_writes_listed_groups_only(
                 stats,
                 None,
                 None,
-                16,
+                SealParams(16),
             )
             g.compute(out, n_threads=n_threads)
             results.append((g.read(out)[0], g.read(v_sum)[0]))
@@ -260,7 +260,7 @@ def test_seal_clamps_to_f16(type_k, ggml) -> None:
             None,
             None,
             None,
-            16,
+            SealParams(16),
         )
         g.compute(out)
         got = g.read(out)[0, 0]
@@ -289,7 +289,7 @@ def test_seal_last_group_may_be_incomplete(ggml) -> None:
             None,
             None,
             None,
-            16,
+            SealParams(16),
         )
         g.compute(out)
         got = g.read(out)[0, 0]
