@@ -142,7 +142,6 @@ struct ggml_tensor * ggml_sparse_attn_score(
         GGML_ASSERT(params.rank >= 1 && params.rank <= k->ne[0]);
     }
     assert_rot(params.n_rot, k->ne[0]);
-    GGML_ASSERT(k_t || params.n_rot == 0);
     assert_mask(mask, visible, n_kv, q->ne[2], q->ne[3]);
     assert_stats(stats);
 
@@ -246,9 +245,9 @@ struct ggml_tensor * ggml_sparse_attn_attend(
 
 static struct ggml_tensor * sparse_attn(
         struct ggml_context * ctx, const struct ggml_sparse_attn_inputs * in, struct ggml_tensor * k_t, const struct ggml_sparse_attn_params * p) {
-    const struct ggml_sparse_score_params score = { p->rank, p->scale, p->max_bias, p->softcap, p->n_bit, k_t ? p->n_rot : 0 };
+    const struct ggml_sparse_score_params score = { p->rank, p->scale, p->max_bias, p->softcap, p->n_bit, p->n_rot };
     struct ggml_tensor * logits = ggml_sparse_attn_score(
-            ctx, score.n_rot > 0 ? in->q_score : in->q, in->k, k_t, in->sealed, in->mask, in->visible, in->stats, k_t ? in->k_range : NULL, score);
+            ctx, in->q, in->k, k_t, in->sealed, in->mask, in->visible, in->stats, k_t ? in->k_range : NULL, score);
 
     const struct ggml_sparse_select_params select = { p->topk_max, (int32_t) in->k->ne[1], p->n_local_max, p->mean_v };
     struct ggml_tensor * sel = ggml_sparse_attn_select(ctx, logits, in->forced, in->kl, in->sinks, select);

@@ -20,8 +20,8 @@
 //
 // Types of K and V: f16, bf16, f32, q8_0, q4_0 ("any" below), rows contiguous. llama.cpp turns K (and q) by a Hadamard matrix before it
 // quantises them (n_rot > 0: blocks of n_rot components, its own inverse, scaled to length 1). Products of turned q and turned K are
-// what they were, but a turned q has no large components: step 1 chooses its components in the original basis. So k_t holds K turned
-// back, and SCORE gets the original q; ATTEND gets the turned one. V may be turned too: the result is, and llama.cpp turns it back.
+// what they were, but a turned q has no large components: step 1 needs the original basis. So SEAL turns K back for k_t, and SCORE turns
+// q (and rows of K that are not sealed) back. V may be turned too: then the result is, and llama.cpp turns it back.
 //
 // Call sites: patches/README.md lists each hook.
 
@@ -103,7 +103,7 @@ struct ggml_sparse_score_params {
     float   max_bias;   // ALiBi: > 0 multiplies the mask by the head's slope
     float   softcap;    // > 0: logit = softcap*tanh(logit/softcap), before the mask is added
     int32_t n_bit;      // of k_t: 16 (f16), 8 or 4
-    int32_t n_rot;      // > 0: K is turned, q and k_t are not; 0 with k_t == NULL (exact scores: q turned as K is)
+    int32_t n_rot;      // > 0: q and K are turned, k_t is not; without k_t it does not matter
 };
 
 // SCORE (step 1)
@@ -200,7 +200,6 @@ GGML_API struct ggml_tensor * ggml_sparse_attn_attend(
 
 struct ggml_sparse_attn_inputs { // as described above; NULL where optional
     struct ggml_tensor * q;
-    struct ggml_tensor * q_score; // with n_rot > 0: the original q; else NULL
     struct ggml_tensor * k;
     struct ggml_tensor * v;
     struct ggml_tensor * k_t;

@@ -149,7 +149,6 @@ class AttnInputs(ctypes.Structure):
         (name, TensorPtr)
         for name in (
             "q",
-            "q_score",
             "k",
             "v",
             "k_t",
