@@ -36,6 +36,11 @@ namespace sparse {
 struct f16  { uint16_t bits; };
 struct bf16 { uint16_t bits; };
 
+// rows may also be made of blocks of 32 elements that share a scale: ggml's block_q8_0 and block_q4_0. Element i of 4 bits is
+// scale*(code - 8), code: the low halves of the bytes for i < 16, then the high halves
+struct q8_0 { uint16_t scale; int8_t  code[32]; };
+struct q4_0 { uint16_t scale; uint8_t code[16]; };
+
 constexpr uint16_t F16_NEG_INF = 0xFC00;
 
 static inline float to_f32(float x) { return x; }
@@ -250,6 +255,92 @@ static inline vf sum_rows(const vf * x)  { return x[0]; }
 
 #endif
 
+// ---- rows of K and V ----
+
+// span<T>: SIZE neighbours in a row of elements T (T may be a type of blocks: then they are a block); vec(j) gives the j-th W of them
+template <typename T>
+struct span {
+    static constexpr int SIZE = W;
+    const T * p;
+
+    span(const char * row, int c) : p((const T *) row + c) {}
+    vf vec(int) const { return load(p); }
+};
+
+static inline vf block_scale(uint16_t bits) {
+#if defined(SPARQ_AVX512)
+    return _mm512_cvtph_ps(_mm256_set1_epi16((short) bits));
+#elif defined(SPARQ_AVX2)
+    return _mm256_cvtph_ps(_mm_set1_epi16((short) bits));
+#else
+    return set1(to_f32(f16 { bits }));
+#endif
+}
+
+template <>
+struct span<q8_0> {
+    static constexpr int SIZE = 32;
+    const int8_t * code;
+    vf scale;
+
+    span(const char * row, int c) {
+        const q8_0 * b = (const q8_0 *) row + c/SIZE;
+        code  = b->code;
+        scale = block_scale(b->scale);
+    }
+    vf vec(int j) const {
+#if defined(SPARQ_AVX512)
+        return mul(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *) (code + j*W)))), scale);
+#elif defined(SPARQ_AVX2)
+        return mul(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *) (code + j*W)))), scale);
+#else
+        float x[W];
+        for (int i = 0; i < W; ++i) {
+            x[i] = code[j*W + i];
+        }
+        return mul(load(x), scale);
+#endif
+    }
+};
+
+template <>
+struct span<q4_0> {
+    static constexpr int SIZE = 32;
+    const uint8_t * code;
+    vf scale; // AVX-512: the 16 values that a code can stand for
+
+    span(const char * row, int c) {
+        const q4_0 * b = (const q4_0 *) row + c/SIZE;
+        code  = b->code;
+        scale = block_scale(b->scale);
+#if defined(SPARQ_AVX512)
+        scale = mul(scale, sub(iota(), set1(8.0f)));
+#endif
+    }
+    vf vec(int j) const {
+#if defined(SPARQ_AVX512)
+        const __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *) code));
+        return _mm512_permutexvar_ps(j == 0 ? x : _mm512_srli_epi32(x, 4), scale); // looks at the lowest 4 bits
+#elif defined(SPARQ_AVX2)
+        const __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) (code + j % 2*W)));
+        const __m256i y = j < 2 ? _mm256_and_si256(x, _mm256_set1_epi32(15)) : _mm256_srli_epi32(x, 4);
+        return mul(_mm256_cvtepi32_ps(_mm256_sub_epi32(y, _mm256_set1_epi32(8))), scale);
+#else
+        float x[W];
+        for (int i = 0; i < W; ++i) {
+            const int n = j*W + i;
+            x[i] = (float) ((n < 16 ? code[n] & 15 : code[n - 16] >> 4) - 8);
+        }
+        return mul(load(x), scale);
+#endif
+    }
+};
+
+// bytes of n elements in a row
+template <typename T> static inline size_t row_bytes(int64_t n) { return n*sizeof(T); }
+template <> inline size_t row_bytes<q8_0>(int64_t n) { return n/32*sizeof(q8_0); }
+template <> inline size_t row_bytes<q4_0>(int64_t n) { return n/32*sizeof(q4_0); }
+
 // ---- common to all ----
 
 #if defined(SPARQ_AVX2)
@@ -372,6 +463,36 @@ static inline vf tanh(vf x) {
 
     const vf y = sub(set1(1.0f), div(set1(2.0f), add(exp(add(x, x)), set1(1.0f))));
     return select(lt(vabs(x), set1(0.625f)), p, y);
+}
+
+// one pass: neighbours added, and the lowest bit of the index moved to the top. The same loop every time, in place after log2(n) of them
+static inline void hadamard_pass(float * GGML_RESTRICT to, const float * GGML_RESTRICT from, int n) {
+    for (int i = 0; i < n/2; ++i) {
+        to[i]       = from[2*i] + from[2*i + 1];
+        to[i + n/2] = from[2*i] - from[2*i + 1];
+    }
+}
+
+// x [d] times the Hadamard matrix, in blocks of n_rot components (a power of two), scaled so that it is its own inverse; n_rot = 0: nothing
+static inline void hadamard(float * x, int d, int n_rot) {
+    constexpr int N = 1024;
+    GGML_ASSERT(n_rot <= N);
+    float buf[N];
+    const float scale = n_rot > 0 ? 1.0f/sqrtf((float) n_rot) : 1.0f;
+    for (int c = 0; n_rot > 0 && c < d; c += n_rot) {
+        float * from = x + c;
+        float * to   = buf;
+        for (int i = 0; i < n_rot; ++i) {
+            from[i] *= scale;
+        }
+        for (int n = 1; n < n_rot; n *= 2) {
+            hadamard_pass(to, from, n_rot);
+            float * t = from; from = to; to = t;
+        }
+        if (from == buf) {
+            memcpy(x + c, buf, n_rot*sizeof(float));
+        }
+    }
 }
 
 static inline vf soft_cap(vf x, float cap) {
