@@ -30,6 +30,7 @@ from pyorch.attention.bytes import cache_bytes, shadow_bytes
 from pyorch.attention.spec import AttentionSpec, check_against_model, parse_spec
 from pyorch.errors import SparqError
 from pyorch.models.gguf_file import (
+    CACHE_TYPES,
     TENSOR_TYPES,
     Geometry,
     check_memory,
@@ -40,6 +41,7 @@ from pyorch.models.gguf_file import (
 
 MAX_THREADS = 512  # of ggml, which does not check
 DEFAULT_CTX = 8192  # when none is asked for; less if the model was trained on less
+NUMA = {"distribute": 1, "isolate": 2, "numactl": 3}  # ggml_numa_strategy
 Progress = Callable[[int, int], None]  # (done, total)
 
 
@@ -218,6 +220,7 @@ def load(
     flash_attn: bool = True,
     attention: AttentionSpec | str | None = None,
     n_gpu_layers: int | None = None,
+    numa: str = "",
     stock: bool = False,
     verbose: bool = False,
     progress: Progress | None = None,
@@ -228,10 +231,11 @@ def load(
         n_ctx: positions; None = the model's training context, at most 8192.
         n_threads: None = the number of cores this process may use.
         n_batch: tokens evaluated at once in prefill.
-        type_k, type_v: types of the cache, ggml names (`f16`, `q8_0`...).
+        type_k, type_v: types of the cache, from `CACHE_TYPES`.
         flash_attn: sparse attention needs True; False is the other stock path, to compare with.
         attention: as for `set_attention`; None = what SPARQ_ATTN says, or off.
         n_gpu_layers: layers on the GPU, None = llama.cpp's default.
+        numa: a key of `NUMA`, llama.cpp's own strategies; the first one in a process counts.
         stock: on the unpatched library, to compare with; a process has one library or the other.
         progress: called with (per mille done, 1000) while loading.
 
@@ -242,13 +246,17 @@ def load(
     geo = geometry(file)
     n_ctx = _checked_ctx(geo, n_ctx)
     types = [_cache_type(t) for t in (type_k, type_v)]
+    if attention is None and not stock:
+        attention = os.environ.get("SPARQ_ATTN") or None
     spec = parse_spec(attention) if isinstance(attention, str) else attention
     if spec is not None:
         check_against_model(spec, geo.head_dim_k)
     shadow = shadow_bytes(geo, n_ctx, spec) if spec is not None else 0
-    check_memory(file, cache_bytes(geo, n_ctx, *types) + shadow)
+    check_memory(file, cache_bytes(geo, n_ctx, *types), shadow)
 
     lib = _library(stock, verbose)
+    if numa:
+        lib.llama_numa_init(NUMA[numa])
     model = _load_model(lib, file.path, n_gpu_layers, progress)
     params = lib.llama_context_default_params()
     params.n_ctx = n_ctx
@@ -281,9 +289,9 @@ def _make_session(lib: Any, path: Path, geo: Geometry, model: Any, params: Any) 
 
 def _cache_type(name: str) -> CacheType:
     for number, (type_name, per_block, block_bytes) in TENSOR_TYPES.items():
-        if type_name == name.lower():
+        if type_name == name and name in CACHE_TYPES:
             return CacheType(name, number, block_bytes / per_block)
-    raise SparqError(f"unknown cache type {name!r}", "f16, bf16, q8_0 or q4_0", exit_code=2)
+    raise SparqError(f"unknown cache type {name!r}", ", ".join(CACHE_TYPES), exit_code=2)
 
 
 def usable_cores() -> int:
@@ -429,6 +437,22 @@ def reset_counters(session: Session) -> None:
         _sparse_call(session, "llama_sparse_attn_reset_counters", None, ctypes.c_void_p)(
             session.ctx
         )
+
+
+def seal(session: Session) -> int:
+    """Bring the transposed K up to date now, not little by little while decoding.
+
+    Of use after a restored state. Returns how many groups of positions were sealed, counted per
+    layer; 0 without a transposed K.
+
+    Raises:
+        SparqError: the library could not.
+    """
+    call = _sparse_call(session, "llama_sparse_attn_seal", ctypes.c_int64, ctypes.c_void_p)
+    n = int(call(session.ctx))
+    if n < 0:
+        raise SparqError("the transposed K could not be brought up to date")
+    return n
 
 
 # ---- text ----

@@ -65,6 +65,31 @@ static bool is_supported_type(ggml_type type) {
     return type == GGML_TYPE_F16 || type == GGML_TYPE_BF16 || type == GGML_TYPE_F32;
 }
 
+// x [n] = H*x, the orthonormal Walsh-Hadamard matrix, its own inverse
+static void turn(float * x, int32_t n) {
+    for (int32_t s = 1; s < n; s *= 2) {
+        for (int32_t i = 0; i < n; ++i) {
+            if (!(i & s)) {
+                const float a = x[i], b = x[i + s];
+                x[i]     = a + b;
+                x[i + s] = a - b;
+            }
+        }
+    }
+    for (int32_t i = 0; i < n; ++i) {
+        x[i] /= std::sqrt((float) n);
+    }
+}
+
+// the graph's streams of a tensor of the shadow; nullptr of nullptr
+static ggml_tensor * view_streams(ggml_context * ctx, ggml_tensor * t, int64_t n_stream, uint32_t s0) {
+    return t ? ggml_view_3d(ctx, t, t->ne[0], t->ne[1], n_stream, t->nb[1], t->nb[2], s0*t->nb[2]) : nullptr;
+}
+
+static ggml_tensor * view_range(ggml_context * ctx, ggml_tensor * t, int64_t n_stream, uint32_t s0) {
+    return t ? ggml_view_4d(ctx, t, t->ne[0], t->ne[1], t->ne[2], n_stream, t->nb[1], t->nb[2], t->nb[3], s0*t->nb[3]) : nullptr;
+}
+
 // the private parts of upstream's classes that we read; they name this struct as a friend
 struct llama_sparse_access {
     using slot_info = llama_kv_cache::slot_info;
@@ -77,6 +102,11 @@ struct llama_sparse_access {
     static int32_t  layer_of (const llama_kv_cache * kv, int il)           { return kv->map_layer_ids.at(il); }
 
     static std::shared_ptr<llama_sparse_shadow> & shadow(llama_kv_cache * kv) { return kv->sparse; }
+
+    // components of K (and q) that llama.cpp turns together by a Hadamard matrix, 0: none; as in build_input_k_rot()
+    static int32_t n_rot(const llama_kv_cache * kv) {
+        return kv->attn_rot_k ? kv->n_embd_head_k_all & -kv->n_embd_head_k_all : 0;
+    }
 
     // "" or why no layer of this cache can be sparse
     static const char * why_not(const llama_kv_cache * kv) {
@@ -158,16 +188,101 @@ struct llama_sparse_access {
         }
     }
 
-    // does k_t hold x for cell i and channel c? As exactly as its type can
-    static bool matches(int32_t n_bit, const llama_sparse_shadow::layer & layer, uint32_t s, uint32_t i, size_t c, float x) {
+    // does k_t hold x for cell i and channel c? As exactly as its type can; err: of x itself
+    static bool matches(int32_t n_bit, const llama_sparse_shadow::layer & layer, uint32_t s, uint32_t i, size_t c, float x, float err) {
         const auto * row = (const uint8_t *) layer.k_t->data + s*layer.k_t->nb[2] + c*layer.k_t->nb[1];
         if (n_bit == 16) {
-            return ((const ggml_fp16_t *) row)[i] == ggml_fp32_to_fp16(x);
+            const ggml_fp16_t y = ((const ggml_fp16_t *) row)[i];
+            return y == ggml_fp32_to_fp16(x) || (err > 0.0f && std::abs(ggml_fp16_to_fp32(y) - x) <= err + 5e-4f*std::abs(x));
         }
         const auto * range = (const float *) ((const char *) layer.k_range->data + s*layer.k_range->nb[3] + i/GGML_SPARSE_RUN*layer.k_range->nb[2]) + 2*c;
         const uint8_t byte = n_bit == 8 ? row[i] : row[i/128*64 + i % 64];
         const int     code = n_bit == 8 ? byte : i % 128 < 64 ? byte & 15 : byte >> 4;
-        return std::abs(range[1] + range[0]*code - x) <= 0.501f*range[0] + 1e-6f*std::abs(x);
+        return std::abs(range[1] + range[0]*code - x) <= 0.501f*range[0] + 1e-6f*std::abs(x) + err;
+    }
+
+    // complete groups below n_kv that are not sealed and not busy [n_grp] (or NULL), at most n_max
+    static std::vector<int32_t> sealable(const llama_kv_cache * kv, uint32_t stream, uint32_t n_kv, const uint8_t * busy, size_t n_max) {
+        const auto & cells  = kv->v_cells[stream];
+        const auto & sealed = kv->sparse->sealed[stream];
+        std::vector<int32_t> res;
+        const uint32_t n_full = std::min(n_kv, cells.used_max_p1())/GGML_SPARSE_GROUP;
+        for (uint32_t g = 0; g < n_full && res.size() < n_max; ++g) {
+            bool full = !sealed[g] && !(busy && busy[g]);
+            for (uint32_t i = 0; i < GGML_SPARSE_GROUP && full; ++i) {
+                full = !cells.is_empty(g*GGML_SPARSE_GROUP + i);
+            }
+            if (full) {
+                res.push_back(g);
+            }
+        }
+        return res;
+    }
+
+    // SEAL for one layer. k, v: views of the cache with n_stream streams from s0 on
+    static ggml_tensor * build_seal(ggml_context * ctx, const llama_kv_cache * kv, int32_t ikv, ggml_tensor * k, ggml_tensor * v, uint32_t s0,
+            ggml_tensor * list, ggml_tensor * sealed, ggml_tensor * stats) {
+        const auto & shadow = *kv->sparse;
+        const auto & layer  = shadow.layers[ikv];
+        return ggml_sparse_attn_seal(ctx, view_streams(ctx, layer.k_t, k->ne[3], s0), view_streams(ctx, layer.v_sum, k->ne[3], s0),
+                k, layer.v_sum ? v : nullptr, list, stats, view_range(ctx, layer.k_range, k->ne[3], s0), sealed, { shadow.n_bit, n_rot(kv) });
+    }
+
+    // seals every complete group of every layer and stream; number of (layer, group), < 0: not computed
+    static int64_t seal(llama_kv_cache * kv, ggml_backend_t backend, ggml_tensor * stats) {
+        auto & shadow = *kv->sparse;
+        std::vector<std::vector<int32_t>> todo;
+        size_t n_list = 0, n_group = 0;
+        for (uint32_t s = 0; s < kv->n_stream; ++s) {
+            todo.push_back(sealable(kv, s, kv->get_size(), nullptr, SIZE_MAX));
+            n_list   = std::max(n_list, todo.back().size());
+            n_group += todo.back().size();
+        }
+        if (n_group == 0) {
+            return 0;
+        }
+        // computed apart from the context's scheduler, whose allocations stay as they are; all tensors lie in host memory
+        const size_t n_flag = shadow.sealed[0].size();
+        const ggml_init_params params = {
+            (16*kv->layers.size() + 16)*ggml_tensor_overhead() + ggml_graph_overhead() + (n_list + n_flag + 64)*kv->n_stream*sizeof(int32_t), nullptr, false };
+        ggml_context_ptr ctx_list(ggml_init(params));
+        ggml_context * ctx = ctx_list.get();
+
+        ggml_tensor * list   = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, n_list, kv->n_stream);
+        ggml_tensor * sealed = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, n_flag, kv->n_stream);
+        for (uint32_t s = 0; s < kv->n_stream; ++s) {
+            auto * dst = (int32_t *) list->data + s*n_list;
+            std::fill(std::copy(todo[s].begin(), todo[s].end(), dst), dst + n_list, -1);
+            auto * out = (int32_t *) sealed->data + s*n_flag;
+            std::copy(shadow.sealed[s].begin(), shadow.sealed[s].end(), out);
+            for (int32_t g : todo[s]) {
+                out[g] = 1;
+            }
+        }
+        ggml_set_no_alloc(ctx, true); // from here on views only
+
+        llama_kv_cache::slot_info all;
+        all.s0 = 0;
+        all.s1 = kv->n_stream - 1;
+        ggml_cgraph * gf = ggml_new_graph(ctx);
+        int64_t n_layer = 0;
+        for (const auto & [il, ikv] : kv->map_layer_ids) {
+            if (shadow.layers[ikv].k_t && kv->layers[ikv].il == (uint32_t) il) { // a layer that reuses another's cells has none of its own
+                ggml_tensor * k = kv->get_k(ctx, il, kv->get_size(), all);
+                ggml_tensor * v = kv->get_v(ctx, il, kv->get_size(), all);
+                ggml_build_forward_expand(gf, build_seal(ctx, kv, ikv, k, v, 0, list, shadow.n_bit == 16 ? nullptr : sealed, stats));
+                ++n_layer;
+            }
+        }
+        if (ggml_backend_graph_compute(backend, gf) != GGML_STATUS_SUCCESS) {
+            return -1;
+        }
+        for (uint32_t s = 0; s < kv->n_stream; ++s) {
+            for (int32_t g : todo[s]) {
+                shadow.sealed[s][g] = 1;
+            }
+        }
+        return n_layer*n_group;
     }
 
     // number of (layer, group) in which the sealed data differs from K and V
@@ -187,8 +302,15 @@ struct llama_sparse_access {
                     std::vector<double> mag(sum.size(), 0.0);
                     for (uint32_t i = g*GGML_SPARSE_GROUP; i < (g + 1)*GGML_SPARSE_GROUP; ++i) {
                         load_row(kv->layers[ikv].k, s, i, row);
+                        float err = 0.0f;
+                        for (size_t c = 0; n_rot(kv) > 0 && c < row.size(); c += n_rot(kv)) {
+                            turn(&row[c], n_rot(kv));
+                        }
+                        for (size_t c = 0; n_rot(kv) > 0 && c < row.size(); ++c) {
+                            err = std::max(err, 1e-5f*std::abs(row[c])); // turning rounds
+                        }
                         for (size_t c = 0; c < row.size(); ++c) {
-                            bad = bad || !matches(shadow.n_bit, dst, s, i, c, std::clamp(row[c], -65504.0f, 65504.0f));
+                            bad = bad || !matches(shadow.n_bit, dst, s, i, c, std::clamp(row[c], -65504.0f, 65504.0f), err);
                         }
                         load_row(kv->layers[ikv].v, s, i, row);
                         for (size_t c = 0; c < row.size(); ++c) {
@@ -207,6 +329,10 @@ struct llama_sparse_access {
         return n_bad;
     }
 };
+
+int64_t llama_sparse_shadow_seal(llama_kv_cache * kv, ggml_backend_t backend, ggml_tensor * stats) {
+    return llama_sparse_shadow_get(kv) ? llama_sparse_access::seal(kv, backend, stats) : 0;
+}
 
 int64_t llama_sparse_shadow_check(const llama_kv_cache * kv) {
     return llama_sparse_shadow_get(kv) ? llama_sparse_access::check(kv) : -1;
@@ -325,12 +451,7 @@ private:
 // cache already, so it does not matter where in the graph SEAL runs.
 void llm_graph_input_sparse::set_seal(uint32_t s, uint32_t stream, const std::vector<uint32_t> & written) {
     const auto * kv = llama_sparse_access::kv(mctx);
-    const auto & cells = llama_sparse_access::cells(kv, stream);
     auto & flags = llama_sparse_shadow_get(kv)->sealed[stream];
-
-    const int64_t n_list = list->ne[0];
-    int32_t * dst = (int32_t *) list->data + s*n_list;
-    int64_t n = 0;
 
     // the cells this ubatch writes are in use already, and their groups were unsealed by apply_ubatch()
     std::vector<uint8_t> busy(flags.size(), 0);
@@ -341,21 +462,13 @@ void llm_graph_input_sparse::set_seal(uint32_t s, uint32_t stream, const std::ve
     // no cell past the view is in use, and coding a run anew leaves out its groups there
     std::fill(flags.begin() + std::min<size_t>(n_kv/GGML_SPARSE_GROUP, flags.size()), flags.end(), 0);
 
-    const uint32_t n_full = std::min(n_kv, cells.used_max_p1())/GGML_SPARSE_GROUP;
-    for (uint32_t g = 0; g < n_full && n < n_list; ++g) {
-        if (flags[g] || busy[g]) {
-            continue;
-        }
-        bool full = true;
-        for (uint32_t i = 0; i < GGML_SPARSE_GROUP && full; ++i) {
-            full = !cells.is_empty(g*GGML_SPARSE_GROUP + i);
-        }
-        if (full) {
-            flags[g] = 1;
-            dst[n++] = g;
-        }
+    const int64_t n_list = list->ne[0];
+    int32_t * dst = (int32_t *) list->data + s*n_list;
+    const auto groups = llama_sparse_access::sealable(kv, stream, n_kv, busy.data(), n_list);
+    std::fill(std::copy(groups.begin(), groups.end(), dst), dst + n_list, -1);
+    for (int32_t g : groups) {
+        flags[g] = 1;
     }
-    std::fill(dst + n, dst + n_list, -1);
 
     if (sealed) {
         int32_t * out = (int32_t *) sealed->data + s*sealed->ne[0];
@@ -478,10 +591,6 @@ static std::string why_dense(const llm_graph_context & g, const llama_kv_cache_c
     return *reason ? reason : llama_sparse_access::why_not_layer(kv, llama_sparse_access::layer_of(kv, il));
 }
 
-static ggml_tensor * view_range(const llm_graph_context & g, ggml_tensor * t, int64_t ns, uint32_t s0) {
-    return t ? ggml_view_4d(g.ctx0, t, t->ne[0], t->ne[1], t->ne[2], ns, t->nb[1], t->nb[2], t->nb[3], s0*t->nb[3]) : nullptr;
-}
-
 // SEAL for the layer, once per graph; returns k_t of the graph's streams
 static ggml_tensor * build_seal(const llm_graph_context & g, llm_graph_input_sparse * inp, ggml_tensor * k, ggml_tensor * v, uint32_t s0, int il) {
     const auto * kv = llama_sparse_access::kv(inp->mctx);
@@ -496,15 +605,10 @@ static ggml_tensor * build_seal(const llm_graph_context & g, llm_graph_input_spa
         const int64_t n_written = g.n_tokens/ns/GGML_SPARSE_GROUP + 2;
         inp->list = new_input(g, "sparse_list", std::max(N_SEAL_DECODE, n_written), ns);
     }
-    const auto & layer = llama_sparse_shadow_get(kv)->layers[ikv];
-    const auto view = [&](ggml_tensor * t) {
-        return t ? ggml_view_3d(g.ctx0, t, t->ne[0], t->ne[1], ns, t->nb[1], t->nb[2], s0*t->nb[2]) : nullptr;
-    };
-    if (layer.k_range && !inp->sealed) {
+    if (inp->state->spec.n_bit != 16 && !inp->sealed) {
         inp->sealed = new_input(g, "sparse_sealed", n_groups(inp->n_kv), ns);
     }
-    res = ggml_sparse_attn_seal(g.ctx0, view(layer.k_t), view(layer.v_sum), k, layer.v_sum ? v : nullptr, inp->list, inp->state->stats,
-            view_range(g, layer.k_range, ns, s0), inp->sealed, { inp->state->spec.n_bit, 0 });
+    res = llama_sparse_access::build_seal(g.ctx0, kv, ikv, k, v, s0, inp->list, inp->sealed, inp->state->stats);
     g.cb(res, "sparse_seal", il);
     ggml_build_forward_expand(g.gf, res);
     return res;
@@ -595,14 +699,14 @@ ggml_tensor * llama_sparse_build_attn(
             in.v_sum  = nullptr;
             in.sealed = inp->sealed;
             params.mean_v = wants_mean_v(spec, g.hparams, il);
-            params.rank   = spec.rank_for(k->ne[0], ggml_type_size(k->type));
+            params.rank   = spec.rank_for(k->ne[0], ggml_row_size(k->type, k->ne[0])/(double) k->ne[0]);
             params.n_bit  = spec.n_bit;
+            params.n_rot  = llama_sparse_access::n_rot(kv);
             const auto   & layer = llama_sparse_shadow_get(kv)->layers[llama_sparse_access::layer_of(kv, il)];
             const uint32_t s0    = llama_sparse_access::sinfo(mctx).s0;
-            in.k_range = view_range(g, layer.k_range, ns, s0);
+            in.k_range = view_range(g.ctx0, layer.k_range, ns, s0);
             if (params.mean_v) {
-                ggml_tensor * t = layer.v_sum;
-                in.v_sum = ggml_view_3d(g.ctx0, t, t->ne[0], t->ne[1], ns, t->nb[1], t->nb[2], s0*t->nb[2]);
+                in.v_sum = view_streams(g.ctx0, layer.v_sum, ns, s0);
             }
             cur = ggml_sparq_attn(g.ctx0, &in, &params);
         } else {

@@ -45,7 +45,7 @@ struct llama_sparse_spec {
     bool is_dense() const;
 
     // size_kv: bytes of one element of K
-    int32_t rank_for(int32_t d_k, size_t size_kv) const;
+    int32_t rank_for(int32_t d_k, double size_kv) const;
 
     // k of layer il for a token that sees n_pos positions
     int32_t topk_for(int32_t il, int32_t n_layer, int32_t n_pos) const;
@@ -83,4 +83,5 @@ void                  llama_sparse_shadow_create(llama_kv_cache * kv, const llam
 const char *          llama_sparse_shadow_why_not(const llama_kv_cache * kv); // "" or why nothing in this cache can be sparse
 llama_sparse_shadow * llama_sparse_shadow_get   (const llama_kv_cache * kv);
 size_t                llama_sparse_shadow_bytes (const llama_kv_cache * kv);
+int64_t               llama_sparse_shadow_seal  (llama_kv_cache * kv, ggml_backend_t cpu, ggml_tensor * stats); // see llama_sparse_attn_seal()
 int64_t               llama_sparse_shadow_check (const llama_kv_cache * kv); // see llama_sparse_attn_check()

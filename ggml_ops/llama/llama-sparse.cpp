@@ -226,7 +226,7 @@ const char * llama_sparse_spec::shadow_name() const {
     return n_bit == 16 ? "f16" : n_bit == 8 ? "q8" : "q4";
 }
 
-int32_t llama_sparse_spec::rank_for(int32_t d_k, size_t size_kv) const {
+int32_t llama_sparse_spec::rank_for(int32_t d_k, double size_kv) const {
     if (rank > 0) {
         return rank;
     }
@@ -349,6 +349,19 @@ struct llama_sparse_access_ctx { // friend of llama_context
         ctx->cparams.sparse_gen++;
         ctx->sched_need_reserve = true;
     }
+
+    static int64_t seal(llama_context * ctx) {
+        const auto & state = ctx->cparams.sparse;
+        for (const auto & [backend, set_n_threads] : ctx->set_n_threads_fns) {
+            set_n_threads(backend, ctx->cparams.n_threads_batch);
+        }
+        int64_t res = 0;
+        for (auto * kv : state ? find_caches(ctx->memory.get()) : std::vector<llama_kv_cache *>()) {
+            const int64_t n = llama_sparse_shadow_seal(kv, ctx->backend_cpu, state->stats);
+            res = n < 0 || res < 0 ? -1 : res + n;
+        }
+        return res;
+    }
 };
 
 int32_t llama_set_sparse_attn(llama_context * ctx, const char * text, char * err, size_t n_err) {
@@ -379,6 +392,11 @@ void llama_sparse_attn_reset_counters(llama_context * ctx) {
     if (auto & state = ctx->get_cparams().sparse) {
         state->reset_counters();
     }
+}
+
+int64_t llama_sparse_attn_seal(llama_context * ctx) {
+    ctx->synchronize();
+    return llama_sparse_access_ctx::seal(ctx);
 }
 
 int64_t llama_sparse_attn_check(llama_context * ctx) {

@@ -23,7 +23,7 @@ extern "C" {
 //              dense  exact attention through our op (reads every visible position once per KV head)
 //              sparq  SparQ: approximate scores from `rank` components, then exact attention over `topk` positions
 //              topk   exact scores from all of K, then attention over `topk` positions
-//   ratio    1/8 | 0.125 | 12.5%   sparq: bytes moved / bytes of dense f16; half for the scores, half for the gathered rows
+//   ratio    1/8 | 0.125 | 12.5%   sparq: bytes moved / bytes of all K and V; half for the scores, half for the gathered rows
 //                                  topk:  share of the positions that is kept
 //   rank, topk (or k)              explicit values, instead of those from ratio
 //   local    size of the local window, newest positions of the sequence (default topk/4)
@@ -47,6 +47,10 @@ LLAMA_API int32_t llama_sparse_attn_parse(const char * spec, char * buf, size_t 
 LLAMA_API int32_t llama_get_sparse_attn_info(const struct llama_context * ctx, char * buf, size_t n_buf);
 
 LLAMA_API void llama_sparse_attn_reset_counters(struct llama_context * ctx);
+
+// Seals now what decoding would seal little by little (after a restored state: some groups per token). Returns how many (layer, group)
+// that were, < 0: failed.
+LLAMA_API int64_t llama_sparse_attn_seal(struct llama_context * ctx);
 
 // For tests: makes k_t and the sums of V of every sealed group anew from K and V. Returns how many (layer, group) differ; < 0: no shadow.
 LLAMA_API int64_t llama_sparse_attn_check(struct llama_context * ctx);
