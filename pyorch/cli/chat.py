@@ -53,6 +53,8 @@ class Chat:
 @click.option("-n", "--tokens", type=opt.Number(int, 1), help="Tokens of one reply at most.")
 @click.option("--resume", metavar="FILE", help="Go on from a conversation written by /save.")
 @opt.context_options
+@opt.cache_options
+@opt.numa_option
 @opt.attention_options
 @opt.sampling_options
 @opt.json_option

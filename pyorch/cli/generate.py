@@ -25,6 +25,8 @@ from pyorch.errors import SparqError
     help="Tokens to generate at most.",
 )
 @opt.context_options
+@opt.cache_options
+@opt.numa_option
 @opt.attention_options
 @opt.sampling_options
 @opt.json_option

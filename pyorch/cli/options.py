@@ -28,6 +28,7 @@ from pyorch.attention.spec import (
     parse_ratio,
 )
 from pyorch.errors import SparqError
+from pyorch.models.gguf_file import CACHE_TYPES
 
 if TYPE_CHECKING:
     from pyorch.engine import AttentionInfo, Sampling, Session
@@ -109,6 +110,17 @@ context_options = _group(
     ),
     click.option("--threads", "-t", type=THREADS, help="Threads.  [default: all cores]"),
 )
+cache_options = _group(
+    click.option(
+        "-ctk", "--cache-type-k", type=Name(*CACHE_TYPES), default="f16", help="  [default: f16]"
+    ),
+    click.option(
+        "-ctv", "--cache-type-v", type=Name(*CACHE_TYPES), default="f16", help="  [default: f16]"
+    ),
+)
+numa_option = click.option(
+    "--numa", type=Name("distribute", "isolate", "numactl"), help="As in llama.cpp."
+)
 attention_options = _group(
     click.option(
         "--ratio",
@@ -139,9 +151,10 @@ attention_options = _group(
     ),
     click.option("--budget", type=Name(*BUDGETS), help="k over the layers.  [default: uniform]"),
     click.option(
-        "--shadow",
+        "--shadow-type",
+        "shadow",
         type=Name(*SHADOWS),
-        help="Type of the transposed copy of K; fewer bits, more rank.  [default: f16]",
+        help="Type of the transposed copy of K; fewer bits, more rank.  [default: q4]",
     ),
     click.option(
         "--min-ctx",
@@ -199,6 +212,9 @@ def open_session(options: Mapping[str, Any], attention: AttentionSpec | None) ->
             Path(options["model"]),
             n_ctx=options.get("ctx"),
             n_threads=options.get("threads"),
+            type_k=options.get("cache_type_k", "f16"),
+            type_v=options.get("cache_type_v", "f16"),
+            numa=options.get("numa") or "",
             attention=attention,
             verbose=bool(options.get("verbose")),
             progress=progress,

@@ -75,6 +75,7 @@ TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     40: ("nvfp4", 64, 36),
     41: ("q1_0", 128, 18),
 }
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")  # those of K and V that we offer
 
 
 @dataclass(frozen=True)
@@ -405,24 +406,27 @@ def _cgroup_available() -> int | None:
         return None
 
 
-def check_memory(file: GGUFFile, kv_bytes: int) -> None:
-    """Refuse a model that, with a cache of `kv_bytes`, is larger than the available memory.
+def check_memory(file: GGUFFile, kv_bytes: int, shadow_bytes: int = 0) -> None:
+    """Refuse a model that does not fit into the available memory with its cache and the shadow.
 
     Raises:
         SparqError: with both sizes and what to do.
     """
     weights = sum(t.n_bytes for t in file.tensors)
     free = available_memory()
-    if weights + kv_bytes <= free:
+    if weights + kv_bytes + shadow_bytes <= free:
         return
     if weights > free:
         hint = "use a smaller quantisation of the model, or a machine with more memory"
-    else:
+    elif weights + kv_bytes > free:
         hint = "lower --ctx: the cache grows with it"
+    else:
+        hint = "lower --ctx, or use --shadow-type q4, or --method topk, which needs no transposed K"
+    what = f"{human_bytes(weights)} for weights and {human_bytes(kv_bytes)} for the cache"
+    if shadow_bytes:
+        what += f" and {human_bytes(shadow_bytes)} for its transposed K"
     raise SparqError(
-        f"{file.path}: needs {human_bytes(weights)} for weights and {human_bytes(kv_bytes)} for "
-        f"the cache, but only {human_bytes(free)} of memory is available",
-        hint=hint,
+        f"{file.path}: needs {what}, but only {human_bytes(free)} of memory is available", hint
     )
 
 

@@ -72,6 +72,17 @@ def test_generate_sparse_and_dense(run: Run, tiny: Path, tmp_path: Path) -> None
     assert sparse["attention_bytes_per_token"] < sparse["attention_bytes_per_token_dense"] / 2
 
 
+def test_types_of_cache_and_shadow(run: Run, tiny: Path) -> None:
+    """The shadow's type shows in its size, those of the cache in the bytes of dense attention."""
+    base = ("generate", "-m", tiny, "-p", "hello", "-n", 4, "--json", *SPARSE)
+    f16 = json.loads(run(*base, "--shadow-type", "f16").out)["attention"]
+    q4 = json.loads(run(*base, "--shadow-type", "q4").out)["attention"]
+    assert (f16["shadow_type"], q4["shadow_type"]) == ("f16", "q4")
+    assert q4["shadow_bytes"] < 0.4 * f16["shadow_bytes"]
+    f32 = json.loads(run(*base, "-ctk", "f32", "--cache-type-v", "f32").out)["attention"]
+    assert f32["counters"]["bytes_dense"] == 2 * f16["counters"]["bytes_dense"]
+
+
 def test_generate_reads_stdin(run: Run, tiny: Path) -> None:
     piped = run("generate", "-m", tiny, "-f", "-", "-n", 8, stdin="hello")
     assert piped.out == run("generate", "-m", tiny, "-p", "hello", "-n", 8).out
@@ -116,6 +127,10 @@ USAGE = [  # (arguments, what the error names, what the hint names)
     (["--topk", "x"], "--topk 'x'", ""),
     (["--topk", "8", "--local", "6"], "topk 8", "counts"),
     (["--budget", "ramps"], "'ramps'", "did you mean ramp?"),
+    (["--shadow-type", "q5"], "--shadow-type 'q5'", "did you mean q8?"),
+    (["-ctk", "f15"], "--cache-type-k 'f15'", "did you mean f16?"),
+    (["--cache-type-v", "q6_K"], "--cache-type-v 'q6_K'", "q8_0"),
+    (["--numa", "on"], "--numa 'on'", "isolate"),
     (["--ctx", "5000"], "context 5000 is beyond the 4096", "--ctx 4096"),
     (["--ctx", "0"], "--ctx 0", "at least 1"),
     (["--threads", "0"], "--threads 0", "at least 1"),
