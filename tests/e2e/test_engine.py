@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +14,10 @@ from tiny_gguf import write_tiny_gguf
 from pyorch import engine
 from pyorch.attention.bytes import layer_costs, shadow_bytes
 from pyorch.attention.spec import make_spec, parse_spec
+from pyorch.bench import state
 from pyorch.engine import Sampling
 from pyorch.errors import SparqError
+from pyorch.models.gguf_file import read_gguf
 
 SPARSE = "sparq,rank=8,topk=64,min_ctx=0"
 EVERYTHING = "sparq,rank=32,topk=4096,min_ctx=0"
@@ -244,6 +249,39 @@ def test_byte_model_agrees_with_the_library(tiny: Path, line: str) -> None:
             )
 
 
+@pytest.mark.parametrize("shadow", ["f16", "q8", "q4"])
+def test_sealing_at_once_equals_sealing_while_decoding(tiny: Path, shadow: str) -> None:
+    """A restored state leaves nothing sealed; 20 groups are more than one token seals."""
+    got = []
+    for at_once in (True, False):
+        spec = f"sparq,rank=8,topk=64,min_ctx=0,shadow={shadow}"
+        with engine.load(tiny, n_ctx=2048, n_threads=2, attention=spec) as s:
+            state.fill(s, 20 * 64 + 10, seed=4)
+            if at_once:
+                n_layer = s.geometry.n_layer
+                assert engine.seal(s) == 20 * n_layer
+                assert engine.seal(s) == 0
+                assert engine.info(s).counter("groups_sealed") == 20 * n_layer
+            else:
+                for _ in range(3):  # 16 groups with each token
+                    engine.decode(s, 3)
+                    engine.rewind(s, 20 * 64 + 10)
+            check = s.lib._lib.llama_sparse_attn_check
+            check.restype, check.argtypes = ctypes.c_int64, [ctypes.c_void_p]
+            assert check(s.ctx) == 0
+            engine.reset_counters(s)
+            engine.decode(s, 70)
+            assert engine.info(s).counter("groups_sealed") == 0
+            got.append((engine.logits(s), engine.info(s).counter("bytes_score")))
+    assert np.array_equal(got[0][0], got[1][0]) and got[0][1] == got[1][1]
+
+
+def test_there_is_nothing_to_seal_without_a_transposed_k(session: engine.Session) -> None:
+    engine.set_attention(session, "topk,k=100,min_ctx=0")
+    engine.prefill(session, engine.tokenize(session, text_of(300)))
+    assert engine.seal(session) == 0
+
+
 def test_short_contexts_are_exact(session: engine.Session) -> None:
     prompt = engine.tokenize(session, text_of(300))
     engine.set_attention(session, "sparq,ratio=1/8")
@@ -291,6 +329,32 @@ def test_load_refuses_what_cannot_work(tiny: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("SPARQ_MEMORY_LIMIT", "1000000")
     with pytest.raises(SparqError, match="only 977 KiB of memory is available"):
         engine.load(tiny)
+
+
+def test_memory_is_checked_with_the_shadow(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough for 2 MiB of cache; with half as much of shadow only if the cache is quantised."""
+    spec = SPARSE + ",shadow=f16"
+    weights = sum(t.n_bytes for t in read_gguf(tiny).tensors)
+    monkeypatch.setenv("SPARQ_MEMORY_LIMIT", str(weights + (2 << 20) + (200 << 10)))
+    engine.load(tiny, n_threads=1).close()
+    with pytest.raises(SparqError, match="2 MiB for the cache and 1 MiB for its transposed K"):
+        engine.load(tiny, attention=spec)
+    engine.load(tiny, n_threads=1, type_k="q8_0", type_v="q8_0", attention=spec).close()
+    monkeypatch.setenv("SPARQ_ATTN", spec)
+    with pytest.raises(SparqError, match="transposed K"):
+        engine.load(tiny)
+
+
+def test_numa_strategies(tiny: Path) -> None:
+    """Set in a process of their own: the first one counts, for good."""
+    code = "import sys; from pyorch import engine; engine.load(sys.argv[1], numa=sys.argv[2])"
+    for name in engine.NUMA:
+        done = subprocess.run([sys.executable, "-c", code, tiny, name], capture_output=True)
+        assert done.returncode == 0, done.stderr
+    bindings = engine.native.load().llama_cpp
+    assert {
+        name: getattr(bindings, f"GGML_NUMA_STRATEGY_{name.upper()}") for name in engine.NUMA
+    } == engine.NUMA
 
 
 def test_unknown_architecture(tmp_path: Path) -> None:
