@@ -12,22 +12,23 @@ variants take turns (A B C, C B A, ...), a few tokens each: a machine that slows
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pyorch import native, paths
+from pyorch import paths
 from pyorch.attention.spec import parse_spec
 from pyorch.bench import records
 from pyorch.bench.bandwidth import MemoryReader
-from pyorch.bench.records import Record, spread
-from pyorch.bench.worker import Worker
+from pyorch.bench.records import Progress, Record, spread
+from pyorch.bench.worker import Workers
 from pyorch.errors import SparqError
 from pyorch.models import synth
+from pyorch.models.gguf_file import TENSOR_TYPES
 
 BENCH = "attention"
 LIKE = ("llama2-7b", "llama3-8b")
@@ -43,6 +44,7 @@ SPECS = (
     "topk,ratio=1/16",
 )
 BASE = 32  # positions of the token time that is subtracted
+FLOATS = ("f16", "bf16")  # llama.cpp quantises V only with flash attention
 CELLS = 256  # llama.cpp attends to whole blocks of this many cells
 TURN = 5  # tokens per turn
 MAX_NMSE = 0.01  # of our dense logits against stock's: far above rounding, far below a mistake
@@ -50,8 +52,6 @@ MAX_NMSE = 0.01  # of our dense logits against stock's: far above rounding, far 
 # The rest of the model is as small as it can be: what is measured is attention.
 _REST = {"n_embd": 512, "n_ff": 32, "n_vocab": 288}
 _LAYERS = {"llama2-7b": 2, "llama3-8b": 4}  # K and V of each case far above the caches of the CPU
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -96,39 +96,43 @@ class Plan:
     n_samples: int = 30
     n_layer: int | None = None
     seed: int = 1
+    type_k: Sequence[str] = ("f16",)
+    type_v: Sequence[str] = ("f16",)
 
     def groups(self) -> Iterator[list[Case]]:
         """Cases that share a cache and take turns."""
-        for like in self.like:
+        too_few = [n for n in self.positions if n < 2 * CELLS]
+        if too_few:
+            raise SparqError(
+                f"{too_few[0]} positions are too few to see attention in a token's time",
+                f"at least {2 * CELLS}",
+                exit_code=2,
+            )
+        every = product(self.like, self.type_k, self.type_v, self.positions, self.threads)
+        for like, type_k, type_v, n_depth, n_threads in every:
             shape = _shape(like, self.n_layer)
-            for n_depth in self.positions:
-                if n_depth < 2 * CELLS:
-                    raise SparqError(
-                        f"{n_depth} positions are too few to see attention in a token's time",
-                        f"at least {2 * CELLS}",
-                        exit_code=2,
-                    )
-                for n_threads in self.threads:
-                    case = Case(
-                        like=like,
-                        n_layer=shape.n_layer,
-                        n_head=shape.n_head,
-                        n_head_kv=shape.n_head_kv,
-                        head_dim=shape.head_dim,
-                        n_depth=n_depth,
-                        n_threads=n_threads,
-                        library="stock",
-                        flash_attn=False,
-                        spec="off",
-                        n_samples=-(-self.n_samples // TURN) * TURN,
-                        seed=self.seed,
-                    )
-                    ours = replace(case, library="sparq", flash_attn=True)
-                    yield [
-                        case,
-                        replace(case, flash_attn=True),
-                        *(replace(ours, spec=str(parse_spec(s))) for s in self.specs),
-                    ]
+            case = Case(
+                like=like,
+                n_layer=shape.n_layer,
+                n_head=shape.n_head,
+                n_head_kv=shape.n_head_kv,
+                head_dim=shape.head_dim,
+                n_depth=n_depth,
+                n_threads=n_threads,
+                library="stock",
+                flash_attn=False,
+                spec="off",
+                n_samples=-(-self.n_samples // TURN) * TURN,
+                seed=self.seed,
+                type_k=type_k,
+                type_v=type_v,
+            )
+            ours = replace(case, library="sparq", flash_attn=True)
+            yield [
+                *([case] if type_v in FLOATS else []),
+                replace(case, flash_attn=True),
+                *(replace(ours, spec=str(parse_spec(s))) for s in self.specs),
+            ]
 
 
 def _shape(like: str, n_layer: int | None) -> synth.Shape:
@@ -151,43 +155,23 @@ def run(plan: Plan, file: Path, progress: Progress, *, force: bool = False) -> l
         SparqError: a sparse row that did not run sparse, a result that differs from stock's, or
             anything the library refuses.
     """
-    libraries = {"stock": native.lib_dir(stock=True), "sparq": native.lib_dir()}
-    env = records.environment(libraries)
-    done = {} if force else records.load(file)
     groups = list(plan.groups())
-
-    def key(case: Case) -> str:
-        return records.key(BENCH, asdict(case), env["stamps"][case.library])
-
-    todo = [g for g in groups if not all(key(c) in done for c in g)]
-    total = sum(_cost(g) for g in todo)
-    spent = 0
-    with ExitStack() as stack:
-        workers = {
-            case.place: stack.enter_context(Worker(stock=case.library == "stock"))
-            for case in ({c.place: c for c in todo[0]}.values() if todo else ())
-        }
-        for group in todo:
-            cost, start = _cost(group), spent
-            measured = _measure(
-                group, workers, lambda x, a=start, c=cost: progress(int(a + x * c), total)
-            )
-            for case, result in zip(group, measured, strict=True):
-                stamp = env["stamps"][case.library]
-                rec = records.record(BENCH, asdict(case), stamp, **result, env=env)
-                records.append(file, rec)
-                done[rec["key"]] = rec
-            spent += cost
-    return [done[key(case)] for group in groups for case in group]
+    with Workers() as workers:
+        return records.resume(
+            BENCH,
+            groups,
+            lambda group, done: _measure(group, workers, done),
+            file,
+            progress,
+            cost=_cost,
+            force=force,
+        )
 
 
 def _cost(group: Sequence[Case]) -> int:
     """Relative duration of a group, for the time that is left."""
     c = group[0]
     return len(group) * (2000 + c.n_depth * c.n_head * c.n_layer // 64)
-
-
-Workers = Mapping[str, Worker]  # by `Case.place`
 
 
 def _measure(
@@ -204,6 +188,8 @@ def _measure(
             n_ctx=case.n_depth,
             n_threads=case.n_threads,
             flash_attn=case.flash_attn,
+            type_k=case.type_k,
+            type_v=case.type_v,
         )
     bandwidth: list[float] = []
     results = []
@@ -253,14 +239,22 @@ def _prepare(group: Sequence[Case], workers: Workers, *, check: bool) -> None:
         if check and not parse_spec(case.spec).sparse:
             logits[case.label] = worker.logits(token=77)
     if "dense" in logits:
-        wanted, got = np.array(logits["stock -fa 0"]), np.array(logits["dense"])
-        nmse = float(((got - wanted) ** 2).sum() / (wanted**2).sum())
-        if not nmse <= MAX_NMSE:
-            raise SparqError(
-                f"our dense attention differs from stock's at {group[0].n_depth} positions: "
-                f"NMSE {nmse:.2g}",
-                "a wrong kernel is not timed; run `make test`",
-            )
+        check_same(logits[group[0].label], logits["dense"], group[0].n_depth)
+
+
+def check_same(wanted: Sequence[float], got: Sequence[float], n_depth: int) -> None:
+    """A wrong kernel is not timed.
+
+    Raises:
+        SparqError: logits of our dense attention differ from stock's.
+    """
+    a, b = np.array(wanted), np.array(got)
+    nmse = float(((b - a) ** 2).sum() / (a**2).sum())
+    if not nmse <= MAX_NMSE:
+        raise SparqError(
+            f"our dense attention differs from stock's at {n_depth} positions: NMSE {nmse:.2g}",
+            "a wrong kernel is not timed; run `make test`",
+        )
 
 
 def _gather(case: Case, turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -296,7 +290,13 @@ def _bytes(case: Case, counters: dict[str, int], n_pos: int) -> int:
     if counters.get("steps"):
         return counters["bytes_read"] // counters["steps"]
     n_cells = -(-n_pos // CELLS) * CELLS
-    return n_cells * 2 * 2 * case.n_layer * case.n_head_kv * case.head_dim
+    width = case.n_layer * case.n_head_kv * case.head_dim
+    return int(n_cells * width * (element_bytes(case.type_k) + element_bytes(case.type_v)))
+
+
+def element_bytes(name: str) -> float:
+    """Bytes per element of a type of the cache."""
+    return next(size / n for kind, n, size in TENSOR_TYPES.values() if kind == name)
 
 
 # ---- what is said about it ----
@@ -348,7 +348,17 @@ def rows(recs: Sequence[Record]) -> list[Row]:
 
 
 def _group_of(case: Case) -> tuple[Any, ...]:
-    return case.like, case.n_layer, case.n_depth, case.n_threads
+    return case.like, case.n_layer, case.n_depth, case.n_threads, case.type_k, case.type_v
+
+
+def flat(recs: Sequence[Record]) -> list[dict[str, Any]]:
+    """The rows, one level deep, for CSV and the like."""
+    out = []
+    for rec, row in zip(recs, rows(recs), strict=True):
+        values = asdict(row)
+        env = {"build_commit": rec["env"]["commit"][:9], "cpu_info": rec["env"]["machine"]["cpu"]}
+        out.append(env | values.pop("case") | values | {"test_time": rec["time"]})
+    return out
 
 
 def _attention_ns(rec: Record) -> tuple[float, float, float]:
@@ -363,10 +373,11 @@ def markdown(recs: Sequence[Record]) -> str:
     title = None
     for row in rows(recs):
         c = row.case
-        if title != (c.like, c.n_threads):
-            title = (c.like, c.n_threads)
+        if title != (c.like, c.n_threads, c.type_k, c.type_v):
+            title = (c.like, c.n_threads, c.type_k, c.type_v)
             out += ["", f"**{c.like}**, {c.n_layer} layers, {c.n_head} heads, "]
-            out[-1] += f"{c.n_head_kv} KV heads of {c.head_dim}, f16 cache, threads: {c.n_threads}"
+            out[-1] += f"{c.n_head_kv} KV heads of {c.head_dim}, "
+            out[-1] += f"{c.type_k} K, {c.type_v} V, threads: {c.n_threads}"
             out += ["", "| positions | attention | ms per token (p10-p90) | against best stock |"]
             out[-1] += " whole token, ms | MB read per token | share of roofline |"
             out += ["| ---: | --- | ---: | ---: | ---: | ---: | ---: |"]

@@ -21,7 +21,7 @@ import numpy as np
 
 from pyorch import native
 from pyorch.attention.spec import parse_spec
-from pyorch.bench import records, state
+from pyorch.bench import records
 from pyorch.bench.records import Record
 from pyorch.errors import SparqError
 
@@ -246,7 +246,7 @@ def _measure(
             engine.rewind(session, len(passage.prompt) - 1)
             engine.set_attention(session, spec)
             if parse_spec(spec).method == "sparq":
-                state.seal(session)
+                engine.seal(session)
             engine.reset_counters(session)
             samples[spec].append(recite(session, passage))
             _add(counters[spec], engine.info(session).counters)

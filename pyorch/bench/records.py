@@ -13,7 +13,8 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,49 @@ def load(file: Path) -> dict[str, Record]:
             )
         found[rec["key"]] = rec
     return found
+
+
+Progress = Callable[[int, int], None]
+Groups = Sequence[Sequence[Any]]  # of cases: dataclasses with the field `library`
+Measure = Callable[[Sequence[Any], Callable[[float], None]], list[dict[str, Any]]]
+
+
+def resume(
+    bench: str,
+    groups: Groups,
+    measure: Measure,
+    file: Path,
+    progress: Progress,
+    *,
+    cost: Callable[[Sequence[Any]], int],
+    force: bool = False,
+) -> list[Record]:
+    """Measure the groups that `file` lacks, add them there, and return all records in order.
+
+    Args:
+        measure: (group, called with the share that is done) -> one result per case.
+        cost: how long a group takes, in any unit: for the time that is left.
+    """
+    from pyorch import native
+
+    env = environment({"stock": native.lib_dir(stock=True), "sparq": native.lib_dir()})
+    done = {} if force else load(file)
+
+    def key_of(case: Any) -> str:
+        return key(bench, asdict(case), env["stamps"][case.library])
+
+    todo = [g for g in groups if not all(key_of(c) in done for c in g)]
+    total, spent = sum(cost(g) for g in todo), 0
+    for group in todo:
+        share = cost(group)
+        results = measure(group, lambda x, a=spent, b=share: progress(int(a + x * b), total))
+        for case, result in zip(group, results, strict=True):
+            stamp = env["stamps"][case.library]
+            rec = record(bench, asdict(case), stamp, **result, env=env)
+            append(file, rec)
+            done[rec["key"]] = rec
+        spent += share
+    return [done[key_of(case)] for group in groups for case in group]
 
 
 def spread(samples: Sequence[float]) -> tuple[float, float, float]:

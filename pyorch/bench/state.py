@@ -21,29 +21,48 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pyorch.errors import SparqError
+from pyorch.models.gguf_file import TENSOR_TYPES
 
 if TYPE_CHECKING:
     from pyorch.engine import Session
 
-F16 = 1  # ggml's number of the type
-_POOL = 8_388_593  # a prime: no two rows are alike, though all are cut from one random pool
+TYPES = ("f16", "bf16", "q8_0", "q4_0")
+_POOL = 8_388_593  # elements or
+_POOL_BLOCKS = 262_139  # blocks: primes, so no two rows are alike, though all are of one pool
+
+
+@dataclass(frozen=True)
+class Part:
+    """K or V of one layer: ggml's number of its type, and elements per position."""
+
+    type: int
+    width: int
+
+    @property
+    def name(self) -> str:
+        return TENSOR_TYPES[self.type][0]
+
+    @property
+    def row_bytes(self) -> int:
+        _, per_block, block_bytes = TENSOR_TYPES[self.type]
+        return self.width // per_block * block_bytes
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What the blob of one token says. `k_width`, `v_width`: elements per position, by layer."""
+    """What the blob of one token says, by layer."""
 
     magic: int
     transposed_v: bool
-    k_width: tuple[int, ...]
-    v_width: tuple[int, ...]
+    k: tuple[Part, ...]
+    v: tuple[Part, ...]
 
 
 def layout(session: Session) -> Layout:
     """The layout of this session's blobs. The session must hold exactly one token.
 
     Raises:
-        SparqError: the blob is not what this module knows, or the cache is not f16.
+        SparqError: the blob is not what this module knows, or the cache is of another type.
     """
     blob = _get(session)
     at = 0
@@ -59,20 +78,23 @@ def layout(session: Session) -> Layout:
         _expect("streams and cells", (n_stream, n_cell), (1, 1))
         _expect("position, sequences, sequence", (take("i"), take("I"), take("i")), (0, 1, 0))
         transposed, n_layer = bool(take("I")), take("I")
-        widths: list[int] = []
+        parts: list[Part] = []
         for i in range(2 * n_layer):
-            _expect("type of the cache", take("i"), F16)
+            number = take("i")
+            name, per_block, block_bytes = TENSOR_TYPES.get(number, (f"type {number}", 1, 1))
+            if name not in TYPES:
+                raise SparqError(f"a cache of {name} cannot be filled", f"only {', '.join(TYPES)}")
             if i >= n_layer and transposed:
-                _expect("bytes of an element of V", take("I"), 2)
+                _expect("bytes of an element of V", take("I"), block_bytes)
                 width = take("I")
             else:
-                width = take("Q") // 2
-            widths.append(width)
-            at += 2 * width
+                width = take("Q") // block_bytes * per_block
+            parts.append(Part(number, width))
+            at += parts[-1].row_bytes
     except struct.error:
         raise SparqError("the state of the cache ends early: its layout is unknown") from None
     _expect("bytes of the state", len(blob), at)
-    return Layout(magic, transposed, tuple(widths[:n_layer]), tuple(widths[n_layer:]))
+    return Layout(magic, transposed, tuple(parts[:n_layer]), tuple(parts[n_layer:]))
 
 
 def _expect(what: str, found: object, wanted: object) -> None:
@@ -81,13 +103,12 @@ def _expect(what: str, found: object, wanted: object) -> None:
 
 
 def blob(form: Layout, n_pos: int, seed: int = 0) -> np.ndarray:
-    """The state of a sequence with positions 0 .. n_pos-1, normally distributed f16 K and V.
+    """The state of a sequence with positions 0 .. n_pos-1, normally distributed K and V.
 
     The same seed gives the same K and V whether or not V is transposed.
     """
-    pool = np.random.default_rng(seed).standard_normal(_POOL, np.float32).astype(np.float16)
-    pool = np.concatenate([pool, pool])  # a row that passes the end goes on at the start
-    n_layer = len(form.k_width)
+    pools = {name: _pool(name, seed) for name in {p.name for p in form.k + form.v}}
+    n_layer = len(form.k)
     cells = np.zeros(n_pos, np.dtype([("pos", "<i4"), ("n_seq", "<u4"), ("seq", "<i4")]))
     cells["pos"], cells["n_seq"] = np.arange(n_pos), 1
     head = struct.pack("<IiII", form.magic, 0, 1, n_pos) + cells.tobytes()
@@ -95,41 +116,58 @@ def blob(form: Layout, n_pos: int, seed: int = 0) -> np.ndarray:
     row_head, column_head = struct.Struct("<iQ"), struct.Struct("<iII")
     v_head = column_head if form.transposed_v else row_head
     size = len(head) + n_layer * (row_head.size + v_head.size)
-    size += 2 * n_pos * (sum(form.k_width) + sum(form.v_width))
+    size += n_pos * sum(p.row_bytes for p in form.k + form.v)
     out = np.empty(size, np.uint8)
     out[: len(head)] = np.frombuffer(head, np.uint8)
     at = len(head)
 
-    for i, width in enumerate(form.k_width + form.v_width):
+    for i, part in enumerate(form.k + form.v):
+        pool = pools[part.name]
         transposed = i >= n_layer and form.transposed_v
-        mark = column_head.pack(F16, 2, width) if transposed else row_head.pack(F16, 2 * width)
+        mark = row_head.pack(part.type, part.row_bytes)
+        if transposed:
+            mark = column_head.pack(part.type, pool.shape[1], part.width)
         out[at : at + len(mark)] = np.frombuffer(mark, np.uint8)
         at += len(mark)
-        n = 2 * n_pos * width
-        _fill(out[at : at + n], pool, i * 7_919_123, n_pos, width, transposed)
+        n = n_pos * part.row_bytes
+        _fill(out[at : at + n], pool, i * 7_919_123, n_pos, part.row_bytes, transposed)
         at += n
     return out
 
 
+def _pool(name: str, seed: int) -> np.ndarray:
+    """Normally distributed values of a type, as bytes (blocks, bytes of a block)."""
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[name.upper()]
+    per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    n = _POOL if per_block == 1 else _POOL_BLOCKS * per_block
+    values = np.random.default_rng(seed).standard_normal(n, np.float32)
+    return gguf.quantize(values, kind).view(np.uint8).reshape(-1, block_bytes)
+
+
 def _fill(
-    out: np.ndarray, pool: np.ndarray, start: int, n_pos: int, width: int, transposed: bool
+    out: np.ndarray, pool: np.ndarray, start: int, n_pos: int, row_bytes: int, transposed: bool
 ) -> None:
-    """Rows of f16 as bytes into `out`: (n_pos, width), or (width, n_pos) if transposed."""
+    """Rows of blocks into `out`: (n_pos, blocks of a row), or the other way round if transposed."""
     step = 1024  # positions at once: the unaligned target is written through a small buffer
-    target = out.reshape(width, n_pos, 2) if transposed else out.reshape(n_pos, width, 2)
+    unit = pool.shape[1]
+    n_row = row_bytes // unit
+    target = out.reshape(n_row, n_pos, unit) if transposed else out.reshape(n_pos, n_row, unit)
     for p in range(0, n_pos, step):
         n = min(step, n_pos - p)
-        rows = np.empty((n, width), np.float16)
-        flat, done = rows.reshape(-1), 0
-        while done < flat.size:
-            at = (start + p * width + done) % _POOL
-            piece = pool[at : at + min(_POOL, flat.size - done)]
-            flat[done : done + piece.size] = piece
-            done += piece.size
+        rows = np.empty((n * n_row, unit), np.uint8)
+        done = 0
+        while done < len(rows):
+            at = (start + p * n_row + done) % len(pool)
+            piece = pool[at : at + len(rows) - done]
+            rows[done : done + len(piece)] = piece
+            done += len(piece)
+        rows = rows.reshape(n, n_row, unit)
         if transposed:
-            target[:, p : p + n] = np.ascontiguousarray(rows.T).view(np.uint8).reshape(width, n, 2)
+            target[:, p : p + n] = rows.transpose(1, 0, 2)
         else:
-            target[p : p + n] = rows.view(np.uint8).reshape(n, width, 2)
+            target[p : p + n] = rows
 
 
 def fill(session: Session, n_pos: int, seed: int = 0) -> None:
@@ -152,23 +190,6 @@ def fill(session: Session, n_pos: int, seed: int = 0) -> None:
     if read != data.size or last != n_pos - 1:
         raise SparqError(f"llama.cpp took {read} of {data.size} bytes of a state, up to {last}")
     session.tokens[:] = [3] * n_pos
-
-
-def seal(session: Session) -> int:
-    """Decode, at the same position, until no more groups of positions are sealed.
-
-    Returns how many were sealed, counted per layer. Resets the counters.
-    """
-    from pyorch import engine
-
-    n_pos = len(session.tokens)
-    engine.reset_counters(session)
-    sealed = -1
-    while (now := engine.info(session).counter("groups_sealed")) != sealed:
-        sealed = now
-        engine.decode(session, 3)
-        engine.rewind(session, n_pos)
-    return sealed
 
 
 def _get(session: Session) -> bytes:

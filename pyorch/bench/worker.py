@@ -35,7 +35,15 @@ class Subject:
         self.reader: MemoryReader | None = None
 
     def open(
-        self, model: str, n_ctx: int, n_threads: int, n_batch: int = 32, flash_attn: bool = True
+        self,
+        model: str,
+        n_ctx: int,
+        n_threads: int,
+        n_batch: int = 32,
+        flash_attn: bool = True,
+        type_k: str = "f16",
+        type_v: str = "f16",
+        numa: str = "",
     ) -> None:
         """Load a model in place of the one before."""
         from pyorch import engine
@@ -49,6 +57,9 @@ class Subject:
             n_threads=n_threads,
             n_batch=n_batch,
             flash_attn=flash_attn,
+            type_k=type_k,
+            type_v=type_v,
+            numa=numa,
             stock=self.stock,
         )
 
@@ -70,9 +81,9 @@ class Subject:
 
     def seal(self) -> int:
         """Seal all complete groups of positions; returns how many, counted per layer."""
-        from pyorch.bench import state
+        from pyorch import engine
 
-        return state.seal(self._session)
+        return engine.seal(self._session)
 
     def decode(self, n: int, seed: int) -> dict[str, Any]:
         """Time `n` tokens, each at the position after those in the cache, which stays as it is.
@@ -95,6 +106,34 @@ class Subject:
             samples.append(self._step(int(token)))
         return {"samples_ns": samples, "counters": self._counters()}
 
+    def generate(self, n: int, seed: int) -> dict[str, Any]:
+        """Time `n` tokens, each at the next position; then all are taken back. One goes first."""
+        import numpy as np
+
+        from pyorch import engine
+
+        session = self._session
+        n_pos = len(session.tokens)
+        tokens = 3 + np.random.default_rng(seed).integers(0, _TOKENS, n + 1)
+        self._step(int(tokens[0]))
+        engine.reset_counters(session)
+        samples = []
+        for token in tokens[1:]:
+            started = time.perf_counter_ns()
+            engine.decode(session, int(token))
+            samples.append(time.perf_counter_ns() - started)
+        counters = self._counters()
+        engine.rewind(session, n_pos)
+        return {"samples_ns": samples, "counters": counters}
+
+    def layers(self) -> tuple[int, list[str]]:
+        """How many layers are ours, by the last token, and why the others are llama.cpp's."""
+        from pyorch import engine
+
+        self._step(3)
+        info = engine.info(self._session)
+        return info.layers_sparse if info.active else 0, info.dense_reasons
+
     def logits(self, token: int) -> list[float]:
         """Logits after one more token, which is taken back."""
         from pyorch import engine
@@ -103,19 +142,24 @@ class Subject:
         return [float(x) for x in engine.logits(self._session)]
 
     def prefill(self, n: int, seed: int) -> dict[str, Any]:
-        """Time the prefill of `n` random tokens into an empty cache."""
+        """Time the prefill of `n` random tokens after those in the cache, and keep them."""
         import numpy as np
 
         from pyorch import engine
 
         session = self._session
-        engine.rewind(session, 0)
         engine.reset_counters(session)
         tokens = (3 + np.random.default_rng(seed).integers(0, _TOKENS, n)).tolist()
         started = time.perf_counter_ns()
         engine.prefill(session, tokens)
         took = time.perf_counter_ns() - started
         return {"samples_ns": [took], "counters": self._counters()}
+
+    def rewind(self, n_pos: int) -> None:
+        """Forget all but the first `n_pos` positions."""
+        from pyorch import engine
+
+        engine.rewind(self._session, n_pos)
 
     @property
     def _session(self) -> Session:
@@ -189,6 +233,21 @@ class Worker:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+class Workers(dict[str, Worker]):
+    """Processes by name, each started when first asked for. A name that begins with stock is."""
+
+    def __missing__(self, name: str) -> Worker:
+        self[name] = Worker(stock=name.startswith("stock"))
+        return self[name]
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self.values():
+            worker.stop()
 
 
 def main() -> None:

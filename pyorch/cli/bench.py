@@ -2,25 +2,82 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import click
 
+from pyorch.attention.spec import BUDGETS, SHADOWS
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
 
+CACHE_TYPE = opt.Name("f16", "bf16", "q8_0", "q4_0")
+
+
+class Several(click.ParamType):
+    """A comma list; an option given several times adds to it."""
+
+    def __init__(self, one: click.ParamType, name: str) -> None:
+        self.one, self.name = one, name
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> list[Any]:
+        if isinstance(value, list):
+            return value
+        return [self.one.convert(part.strip(), param, ctx) for part in str(value).split(",")]
+
 
 class Numbers(click.ParamType):
-    """4096,16384 -> [4096, 16384]."""
+    """Whole numbers as llama-bench takes them: 0,512  1-4  1024-4096+1024  4096-131072*2."""
 
     name = "list"
+    _part = re.compile(r"(\d+)(?:-(\d+)(?:([+*])(\d+))?)?")
+
+    def __init__(self, low: int = 0) -> None:
+        self.low = low
 
     def convert(self, value: Any, param: Any, ctx: Any) -> list[int]:
         if isinstance(value, list):
             return value
-        number = opt.Number(int, 1)
-        return [number.convert(part.strip(), param, ctx) for part in str(value).split(",")]
+        return [n for part in str(value).split(",") for n in self._numbers(part.strip(), param)]
+
+    def _numbers(self, part: str, param: Any) -> list[int]:
+        option = max(param.opts, key=len) if param else "value"
+        match = self._part.fullmatch(part)
+        if match is None:
+            raise SparqError(
+                f"{option} {part!r} is no number or range",
+                "512, first-last, first-last+step or first-last*mult",
+                exit_code=2,
+            )
+        number = opt.Number(int, self.low)
+        first = number.convert(match[1], param, None)
+        last = number.convert(match[2] or match[1], param, None)
+        step, out = int(match[4] or 1), [first]
+        while (following := out[-1] * step if match[3] == "*" else out[-1] + step) <= last:
+            if following <= out[-1]:
+                raise SparqError(f"{option} {part!r}: the range has no end", exit_code=2)
+            out.append(following)
+        return out
+
+
+def _joined(ctx: Any, param: Any, values: Any) -> list[Any]:
+    """The lists of an option that was given several times, as one."""
+    return [x for value in values for x in value]
+
+
+def several(*names: str, of: click.ParamType, default: str = "", text: str = "") -> Any:
+    """An option that takes a comma list, and may be given several times."""
+    kind = of if isinstance(of, Numbers) else Several(of, "list")
+    shown = f"{text}  [default: {default}]" if default else text
+    return click.option(
+        *names,
+        type=kind,
+        multiple=True,
+        default=(default,) if default else (),
+        callback=_joined,
+        help=shown,
+    )
 
 
 out_option = click.option(
@@ -34,74 +91,139 @@ readme_option = click.option(
 force_option = click.option("--force", is_flag=True, help="Measure again what is there already.")
 
 
-@click.group()
-def command() -> None:
-    """Measure. Records are JSON lines; a run leaves out what is recorded already."""
-
-
-@command.command("attn")
-@click.option("--like", multiple=True, metavar="NAME", help="[default: llama2-7b and llama3-8b]")
-@click.option("--positions", "-S", type=Numbers(), default="4096,16384,32768", show_default=True)
-@click.option("--threads", "-t", type=Numbers(), help="One or several.  [default: all cores]")
-@click.option("--spec", multiple=True, help="What of ours.  [default: dense, SparQ and top-k]")
-@click.option("--samples", type=opt.Number(int, 1), default=30, show_default=True)
-@click.option("--layers", type=opt.Number(int, 1), help="Layers of the model.")
+@click.group(invoke_without_command=True)
+@click.option("--model", "-m", "models", multiple=True, metavar="FILE", help="GGUF models.")
+@click.option(
+    "--like",
+    multiple=True,
+    metavar="NAME",
+    help="Without -m: a synthetic model of this shape.  [default: llama2-7b]",
+)
+@click.option("--layers", type=opt.Number(int, 1), help="Of --like.  [default: as many as fit]")
+@click.option("--quant", type=opt.Name("q8_0", "q4_k_m", "f16"), default="q8_0", show_default=True)
+@several("-p", "--n-prompt", of=Numbers(), default="0", text="Prompts of this many tokens.")
+@several("-n", "--n-gen", of=Numbers(), default="16", text="Tests of this many decoded tokens.")
+@several("-d", "--n-depth", of=Numbers(), text="Positions before.  [default: 4096]")
+@several("-t", "--threads", of=Numbers(1), text="Threads.  [default: all cores]")
+@several("-ctk", "--cache-type-k", of=CACHE_TYPE, default="f16", text="Type of K.")
+@several("-ctv", "--cache-type-v", of=CACHE_TYPE, default="f16", text="Type of V.")
+@several("-fa", "--flash-attn", of=opt.Name("0", "1"), default="0,1", text="Of stock.")
+@click.option("-r", "--repetitions", type=opt.Number(int, 1), default=5, show_default=True)
+@click.option(
+    "-o",
+    "--output",
+    type=opt.Name("md", "csv", "json", "jsonl", "sql"),
+    default="md",
+    show_default=True,
+)
+@several("--method", of=opt.Name("sparq", "topk", "dense"), default="sparq", text="Ours.")
+@several("--ratio", of=opt.Ratio(), default="1/8", text="Share of dense attention's bytes.")
+@several("--shadow-type", of=opt.Name(*SHADOWS), text="Type of the transposed K.")
+@several("--budget", of=opt.Name(*BUDGETS), text="k over the layers.")
+@click.option("--spec", multiple=True, help="In place of these four: a whole line, all settings.")
+@click.option("--numa", type=opt.Name("distribute", "isolate", "numactl"), help="As llama-bench.")
+@click.option("--prefill", is_flag=True, help="Read the positions before for real.")
+@click.option("--attn-only", is_flag=True, help="Time attention by itself.")
 @out_option
 @force_option
 @readme_option
-@opt.json_option
-def attn(**options: Any) -> None:
-    """Attention time per token, stock beside ours in turns, and the roofline of their bytes.
+@click.pass_context
+def command(ctx: click.Context, **options: Any) -> None:
+    """Measure speed: stock llama.cpp beside ours, in turns, with llama-bench's options.
+
+    Lists are 4096,16384; ranges are 1-4, 1024-4096+1024 and 4096-131072*2. Records are JSON lines;
+    a run leaves out what is recorded already, so an interrupted one goes on where it was.
 
     Fails when our dense attention differs from stock's, or when a sparse row did not run sparse.
     """
-    from pyorch.bench import attention
+    if ctx.invoked_subcommand is not None:
+        return
     from pyorch.engine import usable_cores
 
+    options["threads"] = options["threads"] or [usable_cores()]
+    opt.note_if_busy()
+    if options["attn_only"]:
+        _attention(ctx, options)
+    else:
+        _speed(options)
+
+
+def _specs(options: dict[str, Any]) -> list[str]:
+    """The settings of ours: `--spec`, or all combinations of the four options."""
+    from pyorch.attention.spec import make_spec
+
+    if options["spec"]:
+        return list(options["spec"])
+    return [
+        str(make_spec(method, ratio=ratio, shadow=shadow, budget=budget))
+        for method in options["method"]
+        for ratio in options["ratio"]
+        for shadow in options["shadow_type"] or [None]
+        for budget in options["budget"] or [None]
+    ]
+
+
+def _speed(options: dict[str, Any]) -> None:
+    from pyorch.bench import output, speed
+
+    plan = speed.Plan(
+        models=[Path(part) for m in options["models"] for part in m.split(",")],
+        like=options["like"] or ["llama2-7b"],
+        n_layer=options["layers"],
+        quant=options["quant"],
+        n_prompt=options["n_prompt"],
+        n_gen=options["n_gen"],
+        n_depth=options["n_depth"] or [4096],
+        threads=options["threads"],
+        type_k=options["cache_type_k"],
+        type_v=options["cache_type_v"],
+        flash_attn=[fa == "1" for fa in options["flash_attn"]],
+        specs=_specs(options),
+        repetitions=options["repetitions"],
+        prefill=options["prefill"],
+        numa=options["numa"] or "",
+    )
+    file = _file(options, "speed.jsonl")
+    with opt.progress_bar("bench") as progress:
+        found = speed.run(plan, file, progress, force=options["force"])
+    _print(found, output.markdown(found), file, options, rows=speed.rows(found))
+
+
+def _attention(ctx: click.Context, options: dict[str, Any]) -> None:
+    from pyorch.bench import attention
+
+    default = click.core.ParameterSource.DEFAULT
+    given = {name for name in options if ctx.get_parameter_source(name) is not default}
+    for name in ("models", "quant", "n_prompt", "n_gen", "flash_attn", "numa", "prefill"):
+        if name in given:
+            param = next(p for p in ctx.command.params if p.name == name)
+            raise SparqError(
+                f"{max(param.opts, key=len)} has no meaning with --attn-only",
+                "--like chooses the heads, -d the positions, -r the turns of five tokens",
+                exit_code=2,
+            )
+    ours = given & {"method", "ratio", "shadow_type", "budget", "spec"}
     plan = attention.Plan(
         like=options["like"] or attention.LIKE,
-        positions=options["positions"],
-        threads=options["threads"] or [usable_cores()],
-        specs=options["spec"] or attention.SPECS,
-        n_samples=options["samples"],
+        positions=options["n_depth"] or attention.POSITIONS,
+        threads=options["threads"],
+        specs=_specs(options) if ours else attention.SPECS,
+        n_samples=options["repetitions"] * attention.TURN,
         n_layer=options["layers"],
+        type_k=options["cache_type_k"],
+        type_v=options["cache_type_v"],
     )
-    opt.note_if_busy()
     file = _file(options, "attention.jsonl")
     with opt.progress_bar("attention") as progress:
         found = attention.run(plan, file, progress, force=options["force"])
-    _print(found, attention.markdown(found), file, options, attention.summary(found))
-
-
-@command.command("prefill")
-@click.option("--like", metavar="NAME", default="llama3-8b", show_default=True)
-@click.option("--tokens", "-n", type=opt.Number(int, 1024), default=2048, show_default=True)
-@click.option("--threads", "-t", type=opt.Number(int, 1), help="[default: all cores]")
-@click.option("--spec", default="sparq,ratio=1/8", show_default=True)
-@click.option("--samples", type=opt.Number(int, 1), default=20, show_default=True)
-@out_option
-@force_option
-@readme_option
-@opt.json_option
-def prefill(**options: Any) -> None:
-    """Prefill time with sparse attention off and on: one layer of a model's own shape, in turns."""
-    from pyorch.bench import prefill as bench
-    from pyorch.engine import usable_cores
-
-    opt.note_if_busy()
-    file = _file(options, "prefill.jsonl")
-    with opt.progress_bar("prefill") as progress:
-        found = bench.run(
-            options["like"],
-            options["tokens"],
-            options["threads"] or usable_cores(),
-            options["spec"],
-            options["samples"],
-            file,
-            progress,
-            force=options["force"],
-        )
-    _print(found, bench.markdown(found), file, options)
+    _print(
+        found,
+        attention.markdown(found),
+        file,
+        options,
+        attention.summary(found),
+        rows=attention.flat(found),
+    )
 
 
 @command.command("passages")
@@ -162,14 +284,22 @@ def _file(options: dict[str, Any], name: str) -> Path:
 
 
 def _print(
-    found: list[Any], table: str, file: Path, options: dict[str, Any], summary: str = ""
+    found: list[Any],
+    table: str,
+    file: Path,
+    options: dict[str, Any],
+    summary: str = "",
+    rows: list[dict[str, Any]] | None = None,
 ) -> None:
     """The table on stdout and beside the records; the summary, if there is one, into a README."""
+    from pyorch.bench import output
+
     file.with_suffix(".md").write_text(table + "\n", "utf-8")
-    if options["as_json"]:
+    form = output.FORMATS.get(options.get("output", "md"))
+    if options.get("as_json"):
         opt.print_json({"records": found, "file": str(file)})
     else:
-        print(table)
+        print(form(rows, found) if form and rows else table)
     if options["update_readme"]:
         update_marked(Path(options["update_readme"]), file.stem, summary or table)
     opt.note(f"records: {file}", "dim")

@@ -73,6 +73,20 @@ def shape_like(name: str, **changes: int | None) -> Shape:
     return shape
 
 
+def fewer_layers(name: str, n_layer: int) -> Shape:
+    """The shape of a known model with fewer layers and the vocabulary in proportion: what a token
+    costs is then in proportion too, the output head included."""
+    full = shape_like(name)
+    least = len(_SPECIAL) + 256 + 1
+    n_vocab = max(full.n_vocab * n_layer // full.n_layer // _BLOCK, -(-least // _BLOCK)) * _BLOCK
+    return shape_like(name, n_layer=n_layer, n_vocab=min(n_vocab, full.n_vocab))
+
+
+def file_bytes(shape: Shape, quant: str) -> int:
+    """Bytes of all tensors."""
+    return sum(_n_bytes(t, quant) for t in _tensors(shape))
+
+
 def _check(shape: Shape) -> None:
     for f in fields(shape):
         if getattr(shape, f.name) < 1:
@@ -117,7 +131,7 @@ def write(path: Path, shape: Shape, quant: str = "q8_0", seed: int = 0, name: st
     except OSError as e:
         raise SparqError(
             f"{path}: cannot be written: {e.strerror or e}",
-            f"it takes {sum(_n_bytes(t, quant) for t in _tensors(shape)) / 1e9:.1f} GB",
+            f"it takes {file_bytes(shape, quant) / 1e9:.1f} GB",
         ) from None
     finally:
         partial.unlink(missing_ok=True)

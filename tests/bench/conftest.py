@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pyorch import native
 from pyorch.models import synth
 
 SHAPE = synth.Shape(
@@ -18,3 +19,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("synth") / "small.gguf"
     synth.write(path, SHAPE)
     return path
+
+
+@pytest.fixture(scope="session")
+def stock() -> None:
+    """The unpatched library, built if need be."""
+    native.lib_dir(stock=True)

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pyorch import native
-from pyorch.bench import attention, prefill, records
+from pyorch.bench import attention, records
 from pyorch.bench.worker import Worker
 from pyorch.cli.bench import command
 from pyorch.errors import SparqError
@@ -47,14 +46,6 @@ def test_row_of_ours_is_refused_unless_every_call_ran() -> None:
     ):
         with pytest.raises(SparqError, match="not reported"):
             attention.refuse_idle(case, counters)
-
-
-def test_prefill_row_is_refused_when_nothing_was_sealed() -> None:
-    case = prefill.Case("llama3-8b", 1, 2048, 512, 2, "sparq", "sparq,ratio=1/8", 3)
-    prefill.refuse_idle(case, {"groups_sealed": 24})
-    prefill.refuse_idle(replace(case, spec="off"), {})
-    with pytest.raises(SparqError, match="not reported"):
-        prefill.refuse_idle(case, {"groups_sealed": 0})
 
 
 def fake_records() -> list[records.Record]:
@@ -110,28 +101,9 @@ def test_worker_reports_errors_and_its_death(model: Path) -> None:
             worker.seal()
 
 
-@pytest.fixture(scope="module")
-def stock() -> None:
-    """The unpatched library, built if need be."""
-    native.lib_dir(stock=True)
-
-
-@pytest.mark.usefixtures("stock")
-def test_prefill_takes_turns(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "model_file", lambda like: model)
-    file = tmp_path / "p.jsonl"
-    args = ("llama3-8b", 1024, 1, "sparq,ratio=1/8", 3, file)
-    found = prefill.run(*args, lambda done, total: None)
-    assert [len(r["samples_ns"]) for r in found] == [3, 3, 3]
-    sealed = [r["counters"].get("groups_sealed", 0) for r in found]
-    assert sealed[:2] == [0, 0] and sealed[2] >= 8 * 2  # the first of two batches, two layers
-    assert prefill.run(*args, lambda done, total: pytest.fail("measured again")) == found
-    assert prefill.markdown(found).count("| +0.0 % |") == 1
-
-
 @pytest.mark.usefixtures("stock")
 def test_attention_command_measures_once(tmp_path: Path) -> None:
-    args = ["attn", "--like", "llama3-8b", "-S", "1280", "--layers", "1", "--samples", "5", "-t"]
+    args = ["--attn-only", "--like", "llama3-8b", "-d", "1280", "--layers", "1", "-r", "1", "-t"]
     args += ["1", "--spec", "dense", "--spec", "sparq,ratio=1/8", "--out", str(tmp_path)]
     runner = CliRunner()
     first = runner.invoke(command, args, catch_exceptions=False)

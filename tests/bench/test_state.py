@@ -49,7 +49,7 @@ def test_state_rows_all_differ(model: Path) -> None:
         form = state.layout(s)
     n = 5000
     data = state.blob(form, n, seed=1)
-    k_bytes = n * form.k_width[0] * 2
+    k_bytes = n * form.k[0].row_bytes
     start = 16 + n * 12 + 8 + 12  # head, cells, K's head
     rows = data[start : start + k_bytes].reshape(n, -1)
     assert len(np.unique(rows, axis=0)) == n
@@ -79,9 +79,20 @@ def test_state_seals_every_complete_group(model: Path) -> None:
         subject.close()
 
 
-def test_state_refuses_what_does_not_fit_or_is_not_f16(model: Path) -> None:
+@pytest.mark.parametrize("kind", ["bf16", "q8_0", "q4_0"])
+def test_state_of_other_types_comes_back(model: Path, kind: str) -> None:
+    with engine.load(model, n_ctx=512, n_threads=1, type_k=kind, type_v=kind) as s:
+        engine.decode(s, 3)
+        wanted = state.blob(state.layout(s), 500, seed=5)
+        state.fill(s, 500, seed=5)
+        assert state._get(s) == wanted.tobytes()
+        engine.decode(s, 65)
+        assert np.isfinite(engine.logits(s)).all()
+
+
+def test_state_refuses_what_does_not_fit_or_is_of_another_type(model: Path) -> None:
     with engine.load(model, n_ctx=256, n_threads=1) as s, pytest.raises(SparqError, match="fit"):
         state.fill(s, 5000)
-    quantised = engine.load(model, n_ctx=256, n_threads=1, type_k="q8_0", type_v="q8_0")
-    with quantised as s, pytest.raises(SparqError, match="type of the cache"):
+    quantised = engine.load(model, n_ctx=256, n_threads=1, type_k="q5_0", type_v="q5_0")
+    with quantised as s, pytest.raises(SparqError, match="q5_0 cannot be filled"):
         state.fill(s, 100)

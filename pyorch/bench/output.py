@@ -1,0 +1,117 @@
+"""Rows of `sparq-cpp bench` as Markdown, CSV, JSON, JSON lines or SQL, as llama-bench writes them.
+
+`compare-llama-bench.py` and other tools of llama.cpp find their fields under their names; those
+that are ours come after.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Sequence
+
+from pyorch.bench.records import Record
+from pyorch.bench.speed import Row, label, rows, test
+
+TABLE = "llama_bench"  # as llama-bench names it
+
+
+def markdown(recs: Sequence[Record]) -> str:
+    """llama-bench's table, and what is only ours to its right."""
+    found = rows(recs)
+    shown = {
+        "model": lambda r: r["model_type"],
+        "size": lambda r: _size(r["model_size"]),
+        "threads": lambda r: r["n_threads"],
+        "type_k": lambda r: r["type_k"],
+        "type_v": lambda r: r["type_v"],
+        "attention": lambda r: f"`{label(r)}`",
+        "test": test,
+        "t/s": lambda r: f"{r['avg_ts']:.2f} ± {r['stddev_ts']:.2f}",
+        "ms (p10-p90)": lambda r: (
+            f"{r['median_ns'] / 1e6:.2f} ({r['p10_ns'] / 1e6:.2f}-{r['p90_ns'] / 1e6:.2f})"
+        ),
+        "against best stock": lambda r: _number(r["speedup"], "{:.2f}x"),
+        "limit": lambda r: _number(r["roofline_speedup"], "{:.2f}x"),
+        "share of roofline": lambda r: _number(100 * r["roofline_share"], "{:.0f} %"),
+    }
+    for name in ("type_k", "type_v"):  # as llama-bench, only if there is something to tell apart
+        if {r[name] for r in found} == {"f16"}:
+            del shown[name]
+    left = {"model", "attention"}
+    out = ["| " + " | ".join(shown) + " |"]
+    out += ["| " + " | ".join("---" if n in left else "---:" for n in shown) + " |"]
+    out += ["| " + " | ".join(str(show(r)) for show in shown.values()) + " |" for r in found]
+    return "\n".join([*out, "", _machine(recs)])
+
+
+def _machine(recs: Sequence[Record]) -> str:
+    speeds = sorted(r["bandwidth_bytes_per_s"] / 1e9 for r in rows(recs))
+    env = recs[0]["env"]
+    depth = "read for real" if recs[0]["case"]["prefill"] else "random K and V"
+    return (
+        f"{env['machine']['cpu']}, {env['machine']['cores']} cores; sequential read "
+        f"{speeds[0]:.1f}-{speeds[-1]:.1f} GB/s in the same run; positions before: {depth}; "
+        f"{env['pin']}, {env['commit'][:9]}{' and changes' if env['dirty'] else ''}."
+    )
+
+
+def _size(n: int) -> str:
+    return f"{n / 2**30:.2f} GiB" if n >= 2**30 else f"{n / 2**20:.2f} MiB"
+
+
+def _number(x: float, form: str) -> str:
+    return "-" if math.isnan(x) else form.format(x)
+
+
+def as_csv(found: Sequence[Row], _: Sequence[Record]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(found[0]), quoting=csv.QUOTE_ALL, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({k: _plain(v) for k, v in row.items()} for row in found)
+    return text.getvalue().rstrip()
+
+
+def as_json(found: Sequence[Row], recs: Sequence[Record]) -> str:
+    return json.dumps(_with_samples(found, recs), indent=2)
+
+
+def as_jsonl(found: Sequence[Row], recs: Sequence[Record]) -> str:
+    return "\n".join(json.dumps(row) for row in _with_samples(found, recs))
+
+
+def _with_samples(found: Sequence[Row], recs: Sequence[Record]) -> list[Row]:
+    return [
+        {k: _plain(v) for k, v in row.items()}
+        | {"counters": rec["counters"], "samples_ns": rec["samples_ns"]}
+        for row, rec in zip(found, recs, strict=True)
+    ]
+
+
+def as_sql(found: Sequence[Row], _: Sequence[Record]) -> str:
+    kinds = {bool: "INTEGER", int: "INTEGER", float: "REAL", str: "TEXT"}
+    columns = ",\n".join(f"  {k} {kinds[type(v)]}" for k, v in found[0].items())
+    out = [f"CREATE TABLE IF NOT EXISTS {TABLE} (\n{columns}\n);\n"]
+    for row in found:
+        values = ", ".join(_quoted(_plain(v)) for v in row.values())
+        out.append(f"INSERT INTO {TABLE} ({', '.join(row)}) VALUES ({values});")
+    return "\n".join(out)
+
+
+def _plain(value: object) -> object:
+    """NaN, which neither JSON nor SQL has, is nothing."""
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _quoted(value: object) -> str:
+    if value is None:
+        return "NULL"
+    if isinstance(value, bool | int | float):
+        return str(int(value) if isinstance(value, bool) else value)
+    return "'" + str(value).replace("'", "''") + "'"
+
+
+# besides Markdown, which each bench writes itself
+FORMATS = {"csv": as_csv, "json": as_json, "jsonl": as_jsonl, "sql": as_sql}

@@ -1,0 +1,509 @@
+"""Speed of decoded tokens and of prompts at a depth: stock llama.cpp beside ours, in one run.
+
+The tests are those of llama-bench: `tg N @ dD` decodes N tokens after D positions, `pp N @ dD`
+reads a prompt of N. The D positions hold random K and V (`pyorch/bench/state.py`), or a prompt
+that was read for real. Stock `-fa 0`, stock `-fa 1` and ours are processes of their own; they take
+turns (A B C, C B A, ...), a whole test each, after one that is not timed.
+
+    roofline   the bytes a token needs (weights once, K and V and shadow as read), at the speed of
+               a plain sequential read by as many threads, measured between the turns
+    limit      bytes stock needs / bytes ours needs: the speed-up of a program that does nothing
+               but read
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from pyorch import paths
+from pyorch.attention.bytes import GROUP, cache_bytes, shadow_bytes
+from pyorch.attention.spec import parse_spec
+from pyorch.bench import records
+from pyorch.bench.attention import CELLS, FLOATS, check_same, element_bytes
+from pyorch.bench.bandwidth import BUFFER_BYTES, MemoryReader
+from pyorch.bench.records import Progress, Record, spread
+from pyorch.bench.worker import FORGET_BYTES, Workers
+from pyorch.errors import SparqError
+from pyorch.models import synth
+from pyorch.models.gguf_file import Geometry, available_memory, geometry, human_bytes, read_gguf
+
+BENCH = "speed"
+N_BATCH = 512  # of a prompt
+PROCESS_BYTES = 300 << 20  # of a measured process, beside the model, the cache and FORGET_BYTES
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row. Field names that llama-bench has are its own."""
+
+    model_filename: str
+    model_type: str
+    model_size: int  # bytes of all tensors
+    model_n_params: int
+    n_threads: int
+    type_k: str
+    type_v: str
+    n_prompt: int  # either this
+    n_gen: int  # or this is 0
+    n_depth: int
+    library: str  # stock | sparq
+    flash_attn: bool
+    spec: str
+    prefill: bool  # the positions before were read for real
+    repetitions: int
+    numa: str = ""
+    seed: int = 1
+
+    @property
+    def place(self) -> str:
+        """Cases of the same place share a process and its cache, the transposed K included."""
+        name = f"{self.library} -fa {int(self.flash_attn)}"
+        return name if self.library == "stock" else f"{name} {parse_spec(self.spec).shadow}"
+
+    @property
+    def label(self) -> str:
+        return self.place if self.library == "stock" else self.spec
+
+    @property
+    def test(self) -> str:
+        """As llama-bench prints it: `tg16 @ d4096`."""
+        name = f"pp{self.n_prompt}" if self.n_prompt else f"tg{self.n_gen}"
+        return f"{name} @ d{self.n_depth}" if self.n_depth else name
+
+    @property
+    def n_positions(self) -> int:
+        """The largest number of positions in the cache; one token goes before those of a test."""
+        return self.n_depth + max(self.n_prompt, self.n_gen, 1) + 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure: the product of all lists. Models are files, or one to be synthesised."""
+
+    models: Sequence[Path] = ()
+    like: Sequence[str] = ("llama2-7b",)  # without models
+    n_layer: int | None = None  # of `like`; None = as many as fit into memory, a power of two
+    quant: str = "q8_0"
+    n_prompt: Sequence[int] = (0,)
+    n_gen: Sequence[int] = (16,)
+    n_depth: Sequence[int] = (0,)
+    threads: Sequence[int] = (1,)
+    type_k: Sequence[str] = ("f16",)
+    type_v: Sequence[str] = ("f16",)
+    flash_attn: Sequence[bool] = (False, True)  # of stock
+    specs: Sequence[str] = ("sparq,ratio=1/8",)
+    repetitions: int = 5
+    prefill: bool = False
+    numa: str = ""
+
+    def groups(self) -> Iterator[tuple[Path, list[Case]]]:
+        """A model, and cases that share its cache and take turns. Writes synthetic models."""
+        specs = list(dict.fromkeys(str(parse_spec(s)) for s in self.specs))
+        tests = [(n, 0) for n in self.n_prompt if n] + [(0, n) for n in self.n_gen if n]
+        if not tests:
+            raise SparqError("nothing to measure: -p 0 and -n 0", "-n 16", exit_code=2)
+        sources = list(self.models) or list(self.like)
+        every = product(sources, self.n_depth, self.type_k, self.type_v)
+        for source, n_depth, type_k, type_v in every:
+            stock = [fa for fa in self.flash_attn if fa or type_v in FLOATS]
+            if not stock:
+                raise SparqError(
+                    f"llama.cpp has no {type_v} V without flash attention",
+                    "-fa 1, or a -ctv of f16 or bf16",
+                    exit_code=2,
+                )
+            first = Case(
+                model_filename="",
+                model_type="",
+                model_size=0,
+                model_n_params=0,
+                n_threads=1,
+                type_k=type_k,
+                type_v=type_v,
+                n_prompt=0,
+                n_gen=max(max(test) for test in tests),
+                n_depth=n_depth,
+                library="stock",
+                flash_attn=False,
+                spec="off",
+                prefill=self.prefill,
+                repetitions=self.repetitions,
+                numa=self.numa,
+            )
+            cases = [replace(first, flash_attn=fa) for fa in stock]
+            cases += [replace(first, library="sparq", flash_attn=True, spec=s) for s in specs]
+            path = source if isinstance(source, Path) else self._synthetic(source, cases)
+            model = _model(path)
+            for (n_prompt, n_gen), n in product(tests, self.threads):
+                this = model | {"n_prompt": n_prompt, "n_gen": n_gen, "n_threads": n}
+                yield path, [replace(c, **this) for c in cases]
+
+    def _synthetic(self, like: str, cases: Sequence[Case]) -> Path:
+        full = synth.shape_like(like).n_layer
+        if self.n_layer is not None:
+            return synthetic(like, self.n_layer, self.quant)
+        fewer = [2**i for i in range(10, -1, -1) if 2**i < full]
+        fitting = (
+            n
+            for n in [full, *fewer]
+            if _needs(cases, *_sizes(like, n, self.quant)) < available_memory()
+        )
+        return synthetic(like, next(fitting, 1), self.quant)
+
+
+def synthetic(like: str, n_layer: int, quant: str) -> Path:
+    """A model of `n_layer` layers with the output head in proportion; written on first use."""
+    name = f"{like}-{n_layer}-{quant}-v{synth.VERSION}"
+    path = paths.cache() / "bench" / f"{name}.gguf"
+    if not path.exists():
+        full = synth.LIKE[like]
+        synth.write(
+            path,
+            synth.fewer_layers(like, n_layer),
+            quant,
+            name=f"{like} {quant}"
+            + (f", {n_layer} of {full.n_layer} layers" if n_layer != full.n_layer else ""),
+        )
+    return path
+
+
+def _sizes(like: str, n_layer: int, quant: str) -> tuple[int, Geometry]:
+    """Bytes of weights and geometry of a synthetic model that need not exist."""
+    shape = synth.fewer_layers(like, n_layer)
+    n_bytes = synth.file_bytes(shape, quant)
+    return n_bytes, Geometry(
+        arch="llama",
+        name=like,
+        n_layer=n_layer,
+        n_embd=shape.n_embd,
+        n_head=(shape.n_head,) * n_layer,
+        n_head_kv=(shape.n_head_kv,) * n_layer,
+        head_dim_k=shape.head_dim,
+        head_dim_v=shape.head_dim,
+        n_ctx_train=shape.n_ctx,
+        n_swa=0,
+        is_mla=False,
+        n_params=0,
+        weight_bytes=n_bytes,
+        weight_bytes_per_token=n_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class _Type:
+    bytes_per_element: float
+
+
+def _needs(cases: Sequence[Case], weights: int, geo: Geometry) -> int:
+    """Bytes of memory while the cases of a group are measured.
+
+    Each process has a cache of its own and a copy of the weights that llama.cpp packs anew; a cache
+    is filled from a copy.
+    """
+    places = {c.place: c for c in cases}.values()
+    c = cases[0]
+    cache = cache_bytes(
+        geo, c.n_positions, *(_Type(element_bytes(t)) for t in (c.type_k, c.type_v))
+    )
+    shadows = [
+        shadow_bytes(geo, c.n_positions, parse_spec(c.spec)) for c in places if c.library == "sparq"
+    ]
+    each = cache + FORGET_BYTES + PROCESS_BYTES
+    packed = weights * (len(places) - 1) if geo.name.endswith("q4_k_m") else 0
+    return weights + packed + each * len(places) + sum(shadows) + cache + c.n_threads * BUFFER_BYTES
+
+
+@cache
+def _geometry(path: Path) -> Geometry:
+    return geometry(read_gguf(path))
+
+
+def _model(path: Path) -> dict[str, Any]:
+    geo = _geometry(path)
+    return {
+        "model_filename": path.name,
+        "model_type": geo.name,
+        "model_size": geo.weight_bytes,
+        "model_n_params": geo.n_params,
+    }
+
+
+def run(plan: Plan, file: Path, progress: Progress, *, force: bool = False) -> list[Record]:
+    """Measure what `file` lacks, add it there, and return all records of the plan in order.
+
+    Raises:
+        SparqError: a sparse row that did not run sparse, a result that differs from stock's, or
+            anything the library refuses.
+    """
+    planned = list(plan.groups())
+    models = {id(group): path for path, group in planned}
+    with Workers() as workers:
+        return records.resume(
+            BENCH,
+            [group for _, group in planned],
+            lambda group, done: _measure(models[id(group)], group, workers, done),
+            file,
+            progress,
+            cost=_cost,
+            force=force,
+        )
+
+
+def _cost(group: Sequence[Case]) -> int:
+    """Relative duration of a group, for the time that is left."""
+    c = group[0]
+    tokens = c.n_gen or c.n_prompt / 10
+    return int(len(group) * (2e9 + c.model_size * (5 + (c.repetitions + 1) * tokens)) / 1e6)
+
+
+def _measure(
+    model: Path, group: Sequence[Case], workers: Workers, progress: Callable[[float], None]
+) -> list[dict[str, Any]]:
+    """One result per case: samples, bytes, counters, bandwidth."""
+    first, geo = group[0], _geometry(model)
+    places = {c.place: c for c in group}
+    _check_memory(group, geo)
+    reader = MemoryReader(first.n_threads)
+    for i, (place, case) in enumerate(places.items()):
+        _open(workers, place, case, model)
+        progress(0.1 * (i + 1) / len(places))
+    layers = _prepare(group, workers)
+    progress(0.2)
+    bandwidth: list[float] = []
+    turns: list[list[dict[str, Any]]] = [[] for _ in group]
+    for turn in range(-1, first.repetitions):  # the first turn is not kept
+        reader.read()  # meanwhile the threads of the last turn go to sleep
+        bandwidth.append(reader.read())
+        order = range(len(group)) if turn % 2 == 0 else range(len(group) - 1, -1, -1)
+        for i in order:
+            got = _once(workers, group[i], turn)
+            if turn >= 0:
+                turns[i].append(got)
+        progress(0.2 + 0.8 * (turn + 2) / (first.repetitions + 1))
+    for place in places:
+        workers[place].close()
+    results = [_gather(t) for t in turns]
+    for case, result, n_layer in zip(group, results, layers, strict=True):
+        refuse_idle(case, result["counters"], n_layer)
+        result["bytes_weights"] = geo.weight_bytes_per_token
+        result["bytes_kv"] = _kv_bytes(case, geo, result["counters"])
+        result["layers_sparse"] = n_layer
+        result["n_layer"] = geo.n_layer
+        result["bandwidth_bytes_per_s"] = bandwidth
+    return results
+
+
+def _check_memory(group: Sequence[Case], geo: Geometry) -> None:
+    needed, free = _needs(group, geo.weight_bytes, geo), available_memory()
+    if needed > free:
+        n = len({c.place for c in group})
+        raise SparqError(
+            f"{n} processes with {group[0].n_positions} positions each need about "
+            f"{human_bytes(needed)}, but only {human_bytes(free)} of memory is available",
+            "a lower -d, one of -fa 0 and -fa 1, or fewer --layers of a synthetic model",
+        )
+
+
+def _open(workers: Workers, place: str, case: Case, model: Path) -> None:
+    """Load the model and put `n_depth` positions into its cache."""
+    whole = bool(case.n_prompt or case.prefill)
+    workers[place].open(
+        model=str(model),
+        n_ctx=-(-case.n_positions // CELLS) * CELLS,
+        n_threads=case.n_threads,
+        n_batch=N_BATCH if whole else 8,  # llama.cpp sets memory aside for a batch of this size
+        flash_attn=case.flash_attn,
+        type_k=case.type_k,
+        type_v=case.type_v,
+        numa=case.numa,
+    )
+    if case.prefill and case.n_depth:
+        workers[place].prefill(n=case.n_depth, seed=case.seed)
+    elif case.n_depth:
+        workers[place].fill(n_pos=case.n_depth, seed=case.seed)
+
+
+def _prepare(group: Sequence[Case], workers: Workers) -> list[int]:
+    """Check, and seal all that can be sealed, before the clock. Returns how many layers of each
+    case are not left to llama.cpp."""
+    first, layers = group[0], []
+    wanted = workers[first.place].logits(token=77)
+    ours = next((c for c in group if c.library == "sparq"), None)
+    if ours is not None:
+        workers[ours.place].attention(spec="dense")
+        check_same(wanted, workers[ours.place].logits(token=77), first.n_depth)
+    for case in group:
+        worker, spec = workers[case.place], parse_spec(case.spec)
+        worker.attention(spec=case.spec)
+        if spec.method == "off":
+            layers.append(0)
+            continue
+        if spec.method == "sparq" and case.n_depth:
+            worker.seal()
+        n_layer, reasons = worker.layers()
+        if not n_layer:
+            raise SparqError(
+                f"{case.label} with {case.type_k} K and {case.type_v} V stays dense: "
+                f"{'; '.join(reasons) or 'no reason given'}",
+                "what does not run is not reported; `sparq-cpp explain` says more",
+            )
+        layers.append(n_layer)
+    return layers
+
+
+def _once(workers: Workers, case: Case, turn: int) -> dict[str, Any]:
+    """One test of one case; the cache is then as it was."""
+    worker = workers[case.place]
+    worker.attention(spec=case.spec)
+    if case.n_gen:
+        got: dict[str, Any] = worker.generate(n=case.n_gen if turn >= 0 else 3, seed=turn + 1)
+        return got
+    # the first turn only warms up: a short prompt is enough
+    n = case.n_prompt if turn >= 0 else min(case.n_prompt, 256)
+    got = worker.prefill(n=n, seed=turn + 1)
+    worker.rewind(n_pos=case.n_depth)
+    return got
+
+
+def _gather(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Samples and counters of all turns of one case."""
+    counters: dict[str, int] = {}
+    for turn in turns:
+        for name, value in turn["counters"].items():
+            if isinstance(value, int):
+                counters[name] = counters.get(name, 0) + value
+    return {"samples_ns": [x for turn in turns for x in turn["samples_ns"]], "counters": counters}
+
+
+def refuse_idle(case: Case, counters: dict[str, int], n_layer: int) -> None:
+    """A row of ours is reported only if what it says happened, in every timed test.
+
+    Args:
+        n_layer: layers that are not left to llama.cpp.
+
+    Raises:
+        SparqError: an attention call of a decoded token was not sparse (or not our dense), or a
+            prompt with SparQ on sealed fewer groups of positions than it has to.
+    """
+    spec = parse_spec(case.spec)
+    if case.library == "stock" or spec.method == "off":
+        return
+    if case.n_gen:
+        name, wanted = "calls_sparse" if spec.sparse else "calls_dense_op", n_layer * case.n_gen
+    elif spec.method == "sparq":
+        # those of the last batch are left to the tokens that follow
+        least = max(case.n_prompt - N_BATCH, 0) // GROUP
+        name, wanted = "groups_sealed", n_layer * least
+    else:
+        return
+    got = counters.get(name, 0)
+    wanted *= case.repetitions
+    if got < wanted or (case.n_gen and got != wanted):
+        raise SparqError(
+            f"{case.label}, {case.test}: {name} is {got}, not {wanted}; not reported",
+            "`sparq-cpp explain` says when attention stays dense, for example below min_ctx",
+        )
+
+
+def _kv_bytes(case: Case, geo: Geometry, counters: dict[str, int]) -> int:
+    """Bytes of K, V, shadow and sums of V per token: by our counters; of stock, every visible
+    position once. 0: not known (a prompt, or a model whose cache is not plain)."""
+    if case.n_prompt or geo.n_swa or geo.is_mla:
+        return 0
+    if counters.get("steps"):
+        return counters["bytes_read"] // counters["steps"]
+    n_pos = case.n_depth + (case.n_gen + 1) / 2  # the mean over the tokens of a test
+    per_head = geo.head_dim_k * element_bytes(case.type_k)
+    per_head += geo.head_dim_v * element_bytes(case.type_v)
+    return int(n_pos * sum(geo.n_head_kv) * per_head)
+
+
+# ---- what is said about it ----
+
+Row = dict[str, Any]
+
+
+def rows(recs: Sequence[Record]) -> list[Row]:
+    """One flat row per record, llama-bench's fields first. `recs` holds whole groups.
+
+    `samples_ns` are of single tokens (or of whole prompts), `avg_ns` is of a whole test.
+    `speedup` and `roofline_speedup` are against the faster of stock's; nan where they mean nothing.
+    """
+    best: dict[tuple[Any, ...], tuple[float, int]] = {}
+    for rec in recs:
+        if rec["case"]["library"] == "stock":
+            at, this = _group_of(rec["case"]), spread(rec["samples_ns"])[0]
+            best[at] = min(best.get(at, (math.inf, 0)), (this, rec["bytes_kv"]))
+    return [_row(rec, *best.get(_group_of(rec["case"]), (math.nan, 0))) for rec in recs]
+
+
+def _group_of(case: dict[str, Any]) -> tuple[Any, ...]:
+    own = ("library", "flash_attn", "spec")
+    return tuple(v for k, v in case.items() if k not in own)
+
+
+def _row(rec: Record, best_ns: float, best_kv: int) -> Row:
+    c, env = Case(**rec["case"]), rec["env"]
+    samples = rec["samples_ns"]
+    n = c.n_prompt or c.n_gen
+    # whole tests, as llama-bench has them
+    per = c.n_gen or 1
+    tests = [sum(samples[i : i + per]) for i in range(0, len(samples), per)]
+    speeds = [1e9 * n / t for t in tests]
+    mid, low, high = spread(samples)
+    bandwidth = statistics.median(rec["bandwidth_bytes_per_s"])
+    weights = rec["bytes_weights"]
+    moved = weights + rec["bytes_kv"] if rec["bytes_kv"] else math.nan
+    case = asdict(c)
+    spec = case.pop("spec")
+    return {
+        "build_commit": env["commit"][:9],
+        "cpu_info": env["machine"]["cpu"],
+        "backends": "CPU",
+        **{k: case.pop(k) for k in list(case)[:4]},
+        "n_batch": N_BATCH,
+        "n_ubatch": N_BATCH,
+        **case,
+        "flash_attn": int(c.flash_attn),
+        "test_time": rec["time"],
+        "avg_ns": round(statistics.fmean(tests)),
+        "stddev_ns": round(statistics.stdev(tests)) if len(tests) > 1 else 0,
+        "avg_ts": statistics.fmean(speeds),
+        "stddev_ts": statistics.stdev(speeds) if len(speeds) > 1 else 0.0,
+        "sparse_attn": spec,
+        "median_ns": round(mid),
+        "p10_ns": round(low),
+        "p90_ns": round(high),
+        "speedup": best_ns / mid,
+        "roofline_speedup": (weights + best_kv) / moved if best_kv else math.nan,
+        "bytes_weights": weights,
+        "bytes_kv": rec["bytes_kv"],
+        "bandwidth_bytes_per_s": round(bandwidth),
+        "roofline_ns": moved / bandwidth * 1e9,
+        "roofline_share": moved / bandwidth * 1e9 / mid,
+        "n_layer": rec["n_layer"],
+        "layers_sparse": rec["layers_sparse"],
+        "calls_sparse": rec["counters"].get("calls_sparse", 0),
+        "pin": env["pin"],
+        "stamp": env["stamps"][c.library],
+        "dirty": env["dirty"],
+        "key": rec["key"],
+    }
+
+
+def label(row: Row) -> str:
+    """What a row is of."""
+    return f"stock -fa {row['flash_attn']}" if row["library"] == "stock" else row["sparse_attn"]
+
+
+def test(row: Row) -> str:
+    """As llama-bench prints it."""
+    name = f"pp{row['n_prompt']}" if row["n_prompt"] else f"tg{row['n_gen']}"
+    return f"{name} @ d{row['n_depth']}" if row["n_depth"] else name

@@ -1,0 +1,185 @@
+"""`sparq-cpp bench`: llama-bench's lists, rows that did not run are refused, all five formats."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sqlite3
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from pyorch.bench import records, speed
+from pyorch.cli.bench import Numbers, command
+from pyorch.errors import SparqError
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("512", [512]),
+        ("0,16", [0, 16]),
+        ("1-4", [1, 2, 3, 4]),
+        ("1024-4096+1024", [1024, 2048, 3072, 4096]),
+        ("4096-131072*2", [4096, 8192, 16384, 32768, 65536, 131072]),
+        ("1-10*3,7", [1, 3, 9, 7]),
+    ],
+)
+def test_numbers_are_those_of_llama_bench(text: str, wanted: list[int]) -> None:
+    assert Numbers().convert(text, None, None) == wanted
+
+
+@pytest.mark.parametrize("text", ["", "x", "1-", "1-2*1", "0-4*2", "1-4+0", "-3", "1.5", "1,,2"])
+def test_numbers_refuse_what_has_no_end_or_meaning(text: str) -> None:
+    with pytest.raises(SparqError) as e:
+        Numbers().convert(text, None, None)
+    assert e.value.exit_code == 2
+
+
+CASE = speed.Case(
+    model_filename="m.gguf",
+    model_type="m",
+    model_size=10,
+    model_n_params=10,
+    n_threads=1,
+    type_k="f16",
+    type_v="f16",
+    n_prompt=0,
+    n_gen=4,
+    n_depth=2048,
+    library="sparq",
+    flash_attn=True,
+    spec="sparq,ratio=1/8",
+    prefill=False,
+    repetitions=3,
+)
+
+
+def test_a_row_of_ours_is_refused_unless_it_ran() -> None:
+    prompt = replace(CASE, n_gen=0, n_prompt=speed.N_BATCH + 64)
+    dense = replace(CASE, spec="dense")
+    speed.refuse_idle(CASE, {"calls_sparse": 4 * 3 * 2}, 2)
+    speed.refuse_idle(dense, {"calls_dense_op": 4 * 3 * 2}, 2)
+    speed.refuse_idle(prompt, {"groups_sealed": 3 * 2}, 2)
+    speed.refuse_idle(replace(CASE, library="stock", spec="off"), {}, 0)
+    for case, counters in (
+        (CASE, {}),
+        (CASE, {"calls_sparse": 4 * 3 * 2 - 1}),
+        (CASE, {"calls_dense_op": 4 * 3 * 2}),
+        (dense, {"calls_sparse": 4 * 3 * 2}),
+        (prompt, {"groups_sealed": 3 * 2 - 1}),
+    ):
+        with pytest.raises(SparqError, match="not reported"):
+            speed.refuse_idle(case, counters, 2)
+
+
+def test_rows_compare_with_the_faster_stock() -> None:
+    stock = replace(CASE, library="stock", spec="off")
+    recs = [
+        record(replace(stock, flash_attn=False), ms=20, kv=60),
+        record(stock, ms=30, kv=60),
+        record(CASE, ms=5, kv=10),
+    ]
+    first, second, ours = speed.rows(recs)
+    assert (first["speedup"], second["speedup"], ours["speedup"]) == (1, 20 / 30, 4)
+    assert ours["roofline_speedup"] == (40 + 60) / (40 + 10)
+    assert ours["roofline_share"] == pytest.approx((40 + 10) * 1e6 / 20e9 / 5e-3)
+    assert ours["avg_ns"] == 4 * 5e6 and ours["avg_ts"] == pytest.approx(200)
+    assert speed.test(ours) == "tg4 @ d2048"
+
+
+def record(case: speed.Case, ms: float, kv: int) -> records.Record:
+    from dataclasses import asdict
+
+    return records.record(
+        speed.BENCH,
+        asdict(case),
+        "s",
+        samples_ns=[int(ms * 1e6)] * 12,
+        counters={},
+        bytes_weights=40 * 10**6,
+        bytes_kv=kv * 10**6,
+        layers_sparse=2,
+        n_layer=2,
+        bandwidth_bytes_per_s=[20e9],
+        env={
+            "machine": {"cpu": "C", "cores": 2},
+            "commit": "c",
+            "dirty": False,
+            "pin": "p",
+            "stamps": {"stock": "a", "sparq": "b"},
+        },
+    )
+
+
+@pytest.fixture
+def bench(model: Path, tmp_path: Path, stock: None) -> Callable[..., Any]:
+    """Runs the command on the small model with few, short tests."""
+
+    def run(*args: str) -> Any:
+        few = ["-m", str(model), "-r", "2", "-t", "1", "--out", str(tmp_path)]
+        few += [] if "-n" in args else ["-n", "3"]
+        return CliRunner().invoke(command, [*few, *args])
+
+    return run
+
+
+def test_bench_writes_every_format_from_one_measurement(
+    bench: Callable[..., Any], tmp_path: Path
+) -> None:
+    table = bench("-d", "2048").stdout
+    assert table.count("| tg3 @ d2048 |") == 3 and "`sparq,ratio=1/8`" in table
+    before = (tmp_path / "speed.jsonl").read_text()
+
+    rows = list(csv.DictReader(io.StringIO(bench("-d", "2048", "-o", "csv").stdout)))
+    as_json = json.loads(bench("-d", "2048", "-o", "json").stdout)
+    lines = [json.loads(x) for x in bench("-d", "2048", "-o", "jsonl").stdout.splitlines()]
+    assert (tmp_path / "speed.jsonl").read_text() == before  # nothing was measured again
+    assert as_json == lines and len(rows) == len(lines) == 3
+    assert [r["library"] for r in rows] == ["stock", "stock", "sparq"]
+    assert [r["flash_attn"] for r in rows] == ["0", "1", "1"]
+    assert lines[2]["calls_sparse"] == 2 * 3 * 2 and len(lines[2]["samples_ns"]) == 6
+    assert lines[0]["roofline_speedup"] == 1 < lines[2]["roofline_speedup"]
+    with sqlite3.connect(":memory:") as db:
+        db.executescript(bench("-d", "2048", "-o", "sql").stdout)
+        found = db.execute("SELECT n_depth, avg_ns, type_k, sparse_attn FROM llama_bench")
+        assert found.fetchall()[2] == (2048, lines[2]["avg_ns"], "f16", "sparq,ratio=1/8")
+
+
+def test_bench_reads_prompts_and_depths_for_real(bench: Callable[..., Any]) -> None:
+    result = bench("-d", "1280", "--prefill", "-p", "640", "-o", "jsonl")
+    lines = [json.loads(x) for x in result.stdout.splitlines()]
+    assert [speed.test(r) for r in lines] == ["pp640 @ d1280"] * 3 + ["tg3 @ d1280"] * 3
+    assert lines[2]["counters"]["groups_sealed"] >= 2 * 2 * 2
+    assert lines[5]["counters"]["calls_sparse"] == 2 * 3 * 2
+
+
+def test_bench_refuses_a_sparse_row_that_ran_dense(
+    bench: Callable[..., Any], tmp_path: Path
+) -> None:
+    result = bench("-d", "512")  # below min_ctx
+    assert isinstance(result.exception, SparqError)
+    assert "calls_sparse is 0" in result.exception.message
+    assert not (tmp_path / "speed.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["-n", "0", "-d", "64"], "nothing to measure"),
+        (["-fa", "0", "-ctv", "q8_0"], "without flash attention"),
+        (["--attn-only", "-d", "2048"], "--model has no meaning"),
+        (["-ctk", "q3_K"], "unknown"),
+    ],
+)
+def test_bench_refuses_in_one_line(
+    bench: Callable[..., Any], args: list[str], message: str
+) -> None:
+    result = bench(*args)
+    assert isinstance(result.exception, SparqError)
+    assert result.exception.exit_code == 2 and message in result.exception.message
