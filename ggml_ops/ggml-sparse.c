@@ -61,12 +61,50 @@ static void assert_k_t(const struct ggml_tensor * k_t, const struct ggml_tensor 
     GGML_ASSERT(k_range->ne[0] == 2 && k_range->ne[1] == k_t->ne[1] && k_range->ne[2] >= n_run && k_range->ne[3] == k->ne[3]);
 }
 
-// mask [n_kv, n_tok, 1, n_stream], visible [n_grp, n_tok, 1, n_stream]
-static void assert_mask(const struct ggml_tensor * mask, const struct ggml_tensor * visible, int64_t n_kv, int64_t n_tok, int64_t n_stream) {
+// mask [n_kv, n_tok, 1, n_stream]
+static void assert_mask(const struct ggml_tensor * mask, int64_t n_kv, int64_t n_tok, int64_t n_stream) {
     GGML_ASSERT(mask->type == GGML_TYPE_F16 && mask->nb[0] == sizeof(ggml_fp16_t));
     GGML_ASSERT(mask->ne[0] == n_kv && mask->ne[1] == n_tok && mask->ne[2] == 1 && mask->ne[3] == n_stream);
+}
+
+// visible [n_grp, n_tok, 1, n_stream]
+static void assert_visible(const struct ggml_tensor * visible, int64_t n_kv, int64_t n_tok, int64_t n_stream) {
     GGML_ASSERT(visible->type == GGML_TYPE_I32 && ggml_is_contiguous(visible));
     GGML_ASSERT(visible->ne[0] == n_groups(n_kv) && visible->ne[1] == n_tok && visible->ne[3] == n_stream);
+}
+
+// q [d_k, n_head, n_tok, n_stream], k [d_k, n_head_kv, n_kv, n_stream]
+static void assert_qk(const struct ggml_tensor * q, const struct ggml_tensor * k) {
+    GGML_ASSERT(q->type == GGML_TYPE_F32 && q->nb[0] == sizeof(float));
+    assert_kv(k);
+    GGML_ASSERT(q->ne[0] == k->ne[0] && q->ne[1] % k->ne[1] == 0 && q->ne[3] == k->ne[3]);
+}
+
+// what step 1 reads beside q and K
+static void assert_shadow(const struct ggml_tensor * k_t, const struct ggml_tensor * sealed, const struct ggml_tensor * k_range,
+        const struct ggml_tensor * k, const struct ggml_sparse_score_params * p) {
+    assert_k_t(k_t, k_range, k, p->n_bit);
+    assert_sealed(sealed, k);
+    assert_rot(p->n_rot, k->ne[0]);
+    GGML_ASSERT(p->rank >= 1 && p->rank <= k->ne[0]);
+}
+
+// forced [n_forced, n_tok, 1, n_stream], kl [2, n_tok, 1, n_stream], sinks [n_head]
+static void assert_select(const struct ggml_tensor * forced, const struct ggml_tensor * kl, const struct ggml_tensor * sinks,
+        int64_t n_head, int64_t n_tok, int64_t n_stream, const struct ggml_sparse_select_params * p) {
+    GGML_ASSERT(p->n_head_kv >= 1 && n_head % p->n_head_kv == 0);
+    GGML_ASSERT(p->topk_max >= 1);
+    GGML_ASSERT(forced->type == GGML_TYPE_I32 && ggml_is_contiguous(forced));
+    GGML_ASSERT(forced->ne[0] >= 1 && forced->ne[1] == n_tok && forced->ne[3] == n_stream);
+    GGML_ASSERT(p->n_local_max >= 0 && p->n_local_max <= forced->ne[0]);
+    GGML_ASSERT(kl->type == GGML_TYPE_I32 && kl->nb[0] == sizeof(int32_t));
+    GGML_ASSERT(kl->ne[0] == 2 && kl->ne[1] == n_tok && kl->ne[3] == n_stream);
+    GGML_ASSERT(!sinks || (sinks->type == GGML_TYPE_F32 && sinks->ne[0] == n_head));
+}
+
+// the result of step 2
+static struct ggml_tensor * new_selection(struct ggml_context * ctx, int64_t n_head, int64_t n_tok, int64_t n_stream, const struct ggml_sparse_select_params * p) {
+    return ggml_new_tensor_4d(ctx, GGML_TYPE_I32, 1 + n_head/p->n_head_kv + p->topk_max, p->n_head_kv, n_tok, n_stream);
 }
 
 struct ggml_tensor * ggml_sparse_attn_seal(
@@ -131,21 +169,15 @@ struct ggml_tensor * ggml_sparse_attn_score(
         struct ggml_tensor  * stats,
         struct ggml_tensor  * k_range,
         struct ggml_sparse_score_params params) {
-    const int64_t n_kv = k->ne[2];
-
-    GGML_ASSERT(q->type == GGML_TYPE_F32 && q->nb[0] == sizeof(float));
-    assert_kv(k);
-    GGML_ASSERT(q->ne[0] == k->ne[0] && q->ne[1] % k->ne[1] == 0 && q->ne[3] == k->ne[3]);
+    assert_qk(q, k);
     if (k_t) {
-        assert_k_t(k_t, k_range, k, params.n_bit);
-        assert_sealed(sealed, k);
-        GGML_ASSERT(params.rank >= 1 && params.rank <= k->ne[0]);
+        assert_shadow(k_t, sealed, k_range, k, &params);
     }
-    assert_rot(params.n_rot, k->ne[0]);
-    assert_mask(mask, visible, n_kv, q->ne[2], q->ne[3]);
+    assert_mask(mask, k->ne[2], q->ne[2], q->ne[3]);
+    assert_visible(visible, k->ne[2], q->ne[2], q->ne[3]);
     assert_stats(stats);
 
-    struct ggml_tensor * res = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, n_kv, q->ne[1], q->ne[2], q->ne[3]);
+    struct ggml_tensor * res = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, k->ne[2], q->ne[1], q->ne[2], q->ne[3]);
 
     set_op(res, GGML_SPARSE_ATTN_SCORE, &params, sizeof(params));
     res->src[0] = q;
@@ -168,25 +200,52 @@ struct ggml_tensor * ggml_sparse_attn_select(
         struct ggml_tensor  * sinks,
         struct ggml_sparse_select_params params) {
     GGML_ASSERT(logits->type == GGML_TYPE_F32 && ggml_is_contiguous(logits));
-    GGML_ASSERT(params.n_head_kv >= 1 && logits->ne[1] % params.n_head_kv == 0);
-    GGML_ASSERT(params.topk_max >= 1);
-    GGML_ASSERT(forced->type == GGML_TYPE_I32 && ggml_is_contiguous(forced));
-    GGML_ASSERT(forced->ne[0] >= 1 && forced->ne[1] == logits->ne[2] && forced->ne[3] == logits->ne[3]);
-    GGML_ASSERT(params.n_local_max >= 0 && params.n_local_max <= forced->ne[0]);
-    GGML_ASSERT(kl->type == GGML_TYPE_I32 && kl->nb[0] == sizeof(int32_t));
-    GGML_ASSERT(kl->ne[0] == 2 && kl->ne[1] == logits->ne[2] && kl->ne[3] == logits->ne[3]);
-    GGML_ASSERT(!sinks || (sinks->type == GGML_TYPE_F32 && sinks->ne[0] == logits->ne[1]));
+    assert_select(forced, kl, sinks, logits->ne[1], logits->ne[2], logits->ne[3], &params);
 
-    const int64_t n_group_q = logits->ne[1]/params.n_head_kv;
-
-    struct ggml_tensor * res = ggml_new_tensor_4d(ctx, GGML_TYPE_I32,
-            1 + n_group_q + params.topk_max, params.n_head_kv, logits->ne[2], logits->ne[3]);
+    struct ggml_tensor * res = new_selection(ctx, logits->ne[1], logits->ne[2], logits->ne[3], &params);
 
     set_op(res, GGML_SPARSE_ATTN_SELECT, &params, sizeof(params));
     res->src[0] = logits;
     res->src[1] = forced;
     res->src[2] = kl;
     res->src[3] = sinks;
+
+    return res;
+}
+
+struct ggml_tensor * ggml_sparse_attn_pick(
+        struct ggml_context * ctx,
+        struct ggml_tensor  * q,
+        struct ggml_tensor  * k,
+        struct ggml_tensor  * k_t,
+        struct ggml_tensor  * sealed,
+        struct ggml_tensor  * mask,
+        struct ggml_tensor  * forced,
+        struct ggml_tensor  * kl,
+        struct ggml_tensor  * sinks,
+        struct ggml_tensor  * stats,
+        struct ggml_tensor  * k_range,
+        struct ggml_sparse_pick_params params) {
+    assert_qk(q, k);
+    assert_shadow(k_t, sealed, k_range, k, &params.score);
+    assert_mask(mask, k->ne[2], q->ne[2], q->ne[3]);
+    assert_select(forced, kl, sinks, q->ne[1], q->ne[2], q->ne[3], &params.select);
+    GGML_ASSERT(params.select.n_head_kv == k->ne[1]);
+    assert_stats(stats);
+
+    struct ggml_tensor * res = new_selection(ctx, q->ne[1], q->ne[2], q->ne[3], &params.select);
+
+    set_op(res, GGML_SPARSE_ATTN_PICK, &params, sizeof(params));
+    res->src[0] = q;
+    res->src[1] = k;
+    res->src[2] = k_t;
+    res->src[3] = sealed;
+    res->src[4] = mask;
+    res->src[5] = forced;
+    res->src[6] = kl;
+    res->src[7] = sinks;
+    res->src[8] = stats;
+    res->src[9] = k_range;
 
     return res;
 }
@@ -207,12 +266,11 @@ struct ggml_tensor * ggml_sparse_attn_attend(
     const int64_t n_kv      = k->ne[2];
     const int64_t n_group_q = q->ne[1]/k->ne[1];
 
-    GGML_ASSERT(q->type == GGML_TYPE_F32 && q->nb[0] == sizeof(float));
-    assert_kv(k);
+    assert_qk(q, k);
     assert_kv(v);
-    GGML_ASSERT(q->ne[0] == k->ne[0] && q->ne[1] % k->ne[1] == 0 && q->ne[3] == k->ne[3]);
     GGML_ASSERT(v->ne[1] == k->ne[1] && v->ne[2] == n_kv && v->ne[3] == k->ne[3]);
-    assert_mask(mask, visible, n_kv, q->ne[2], q->ne[3]);
+    assert_mask(mask, n_kv, q->ne[2], q->ne[3]);
+    assert_visible(visible, n_kv, q->ne[2], q->ne[3]);
     if (sel) {
         GGML_ASSERT(sel->type == GGML_TYPE_I32 && ggml_is_contiguous(sel));
         GGML_ASSERT(sel->ne[0] > 1 + n_group_q && sel->ne[1] == k->ne[1] && sel->ne[2] == q->ne[2] && sel->ne[3] == q->ne[3]);

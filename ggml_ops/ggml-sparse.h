@@ -2,12 +2,13 @@
 
 // ggml_sparse: sparse attention for decoding, as ggml operations.
 //
-// One new op enum, GGML_OP_SPARSE_ATTN, with five sub-operations. Read them in this order; they are the paper's steps.
+// One new op enum, GGML_OP_SPARSE_ATTN, with six sub-operations. Read them in this order; they are the paper's steps.
 //
 //   SEAL     copies complete groups of positions of K into the transposed copy k_t ("store K twice"), and sums V per group
 //   VISIBLE  counts the visible positions of each group once per token (from the mask; shared by all layers)
 //   SCORE    step 1: approximate scores from the `rank` largest |q| components (k_t given), or exact scores (k_t == NULL)
 //   SELECT   step 2: the top-k positions per KV head; sinks and the local window always in; alpha
+//   PICK     SCORE from k_t and SELECT in one node: the logits stay in the cache of the thread that makes them
 //   ATTEND   steps 2 and 3: exact attention over the selected positions (or over all: exact dense), mean-value interpolation
 //
 // paper: SparQ Attention, arXiv 2312.04985; algorithm in its Appendix B. Top-k: arXiv 2502.06766 (per-layer k).
@@ -39,6 +40,7 @@ enum ggml_sparse_attn_op {
     GGML_SPARSE_ATTN_VISIBLE,
     GGML_SPARSE_ATTN_SCORE,
     GGML_SPARSE_ATTN_SELECT,
+    GGML_SPARSE_ATTN_PICK,
     GGML_SPARSE_ATTN_ATTEND,
     GGML_SPARSE_ATTN_COUNT,
 };
@@ -56,7 +58,7 @@ enum ggml_sparse_stat {
     GGML_SPARSE_STAT_COUNT,
 };
 
-// ---- the five sub-operations ----
+// ---- the six sub-operations ----
 
 struct ggml_sparse_seal_params {
     int32_t n_bit;      // of k_t: 16 (f16), 8 or 4
@@ -162,6 +164,27 @@ GGML_API struct ggml_tensor * ggml_sparse_attn_select(
         struct ggml_tensor  * kl,
         struct ggml_tensor  * sinks,
         struct ggml_sparse_select_params params);
+
+// PICK
+//   sources as for SCORE and SELECT; visible is counted on the way. res and its bits as SELECT(SCORE(..))
+struct ggml_sparse_pick_params {
+    struct ggml_sparse_score_params  score;
+    struct ggml_sparse_select_params select;
+};
+
+GGML_API struct ggml_tensor * ggml_sparse_attn_pick(
+        struct ggml_context * ctx,
+        struct ggml_tensor  * q,
+        struct ggml_tensor  * k,
+        struct ggml_tensor  * k_t,
+        struct ggml_tensor  * sealed,
+        struct ggml_tensor  * mask,
+        struct ggml_tensor  * forced,
+        struct ggml_tensor  * kl,
+        struct ggml_tensor  * sinks,
+        struct ggml_tensor  * stats,
+        struct ggml_tensor  * k_range,
+        struct ggml_sparse_pick_params params);
 
 struct ggml_sparse_attend_params {
     float   scale;
