@@ -4,21 +4,32 @@
 
 namespace {
 
+// what is done with rows of a type of K or V
+struct row_ops {
+    decltype(&dot_rows<float>)  dot;
+    decltype(&add_rows<float>)  add;
+    decltype(&sum_v<float>)     sum;
+};
+
+row_ops ops_of(ggml_type type) {
+    row_ops res;
+    with_kv_type(type, [&](auto * t) {
+        using T = std::decay_t<decltype(*t)>;
+        res = { dot_rows<T>, add_rows<T>, sum_v<T> };
+    });
+    return res;
+}
+
 void prefetch_rows(const ggml_tensor * x, int64_t h, int64_t s, const int32_t * rows, int r, int n) {
-    const size_t size = x->ne[0]*ggml_type_size(x->type);
     for (int i = r; i < std::min(r + ROW_BLOCK, n); ++i) {
-        for (size_t o = 0; o < size; o += 64) {
-            prefetch(at(x, h, rows[i], s) + o);
-        }
+        prefetch_bytes(at(x, h, rows[i], s), row_size(x));
     }
 }
 
 // the share of KV head h in asking for the block of rows from r on: a block holds all heads of its positions, and is asked for in the
 // order of memory. Behind the n rows of x follow those of y
-template <typename TX, typename TY>
 const char * block_of(const ggml_tensor * x, const ggml_tensor * y, int64_t h, int64_t s, const int32_t * rows, int r, int n) {
-    return r < n ? at(x, 0, rows[r], s) + h*ROW_BLOCK*x->ne[0]*sizeof(TX) :
-        at(y, 0, rows[std::min(r - n, n - 1)], s) + h*ROW_BLOCK*y->ne[0]*sizeof(TY);
+    return r < n ? at(x, 0, rows[r], s) + h*ROW_BLOCK*row_size(x) : at(y, 0, rows[std::min(r - n, n - 1)], s) + h*ROW_BLOCK*row_size(y);
 }
 
 // ---- ATTEND ----
@@ -85,12 +96,12 @@ struct attend_work {
 };
 
 // attention of the query heads of KV heads [h0, h1) over the n rows in w.rows
-template <typename TK, typename TV>
 void attend_rows(const ggml_tensor * dst, const attend_work & w, int64_t h0, int64_t h1, int64_t i, int64_t s, int64_t c, int n) {
     const ggml_tensor * q = dst->src[0];
     const ggml_tensor * k = dst->src[1];
     const ggml_tensor * v = dst->src[2];
     const auto p = op_params<ggml_sparse_attend_params>(dst);
+    const row_ops ops_k = ops_of(k->type), ops_v = ops_of(v->type);
 
     const int     n_head    = (int) q->ne[1];
     const int     n_group_q = (int) (n_head/k->ne[1]);
@@ -110,12 +121,12 @@ void attend_rows(const ggml_tensor * dst, const attend_work & w, int64_t h0, int
         for (int64_t h = h0; h < h1; ++h) {
             const char * next = nullptr;
             if (w.dense) { // what follows, in the order of memory; then the first rows of V
-                next = block_of<TK, TV>(k, v, h, s, w.rows, r + AHEAD, n);
+                next = block_of(k, v, h, s, w.rows, r + AHEAD, n);
             } else {
                 prefetch_rows(k, h, s, w.rows, r + AHEAD, n);
                 prefetch_rows(v, h, s, w.rows, r, n);
             }
-            dot_rows<TK>(w.s + (h - h0)*n_group_q*ld_s + r, ld_s, at<const float>(q, h*n_group_q, i, s), q->nb[1]/sizeof(float), n_group_q,
+            ops_k.dot(w.s + (h - h0)*n_group_q*ld_s + r, ld_s, at<const float>(q, h*n_group_q, i, s), q->nb[1]/sizeof(float), n_group_q,
                     at(k, h, 0, s), k->nb[2], w.rows + r, std::min(ROW_BLOCK, n - r), d_k, next);
         }
     }
@@ -137,11 +148,11 @@ void attend_rows(const ggml_tensor * dst, const attend_work & w, int64_t h0, int
         for (int64_t h = h0; h < h1; ++h) {
             const char * next = nullptr;
             if (w.dense && r + AHEAD < n) {
-                next = block_of<TV, TV>(v, v, h, s, w.rows, r + AHEAD, n);
+                next = block_of(v, v, h, s, w.rows, r + AHEAD, n);
             } else if (w.dense) { // then the first rows of K of the next unit
-                next = at(k, 0, std::min<int64_t>(w.rows[n - 1] + 1 + r + AHEAD - n, k->ne[2] - 1), s) + h*ROW_BLOCK*d_k*sizeof(TK);
+                next = at(k, 0, std::min<int64_t>(w.rows[n - 1] + 1 + r + AHEAD - n, k->ne[2] - 1), s) + h*ROW_BLOCK*row_size(k);
             }
-            add_rows<TV>(state + h*n_group_q*ld_h, ld_h, w.s + (h - h0)*n_group_q*ld_s + r, ld_s, n_group_q,
+            ops_v.add(state + h*n_group_q*ld_h, ld_h, w.s + (h - h0)*n_group_q*ld_s + r, ld_s, n_group_q,
                     at(v, h, 0, s), v->nb[2], w.rows + r, std::min(ROW_BLOCK, n - r), d_v, next);
         }
     }
@@ -163,7 +174,6 @@ int visible_rows(const attend_work & w, const f16 * mask, int64_t n_kv, int64_t 
 }
 
 // sums of V over the visible positions of the groups [g0, g1), all KV heads: from v_sum where a group is sealed and fully visible
-template <typename TV>
 void mean_unit(const ggml_tensor * dst, float * sum, int64_t g0, int64_t g1, int64_t i, int64_t s) {
     const ggml_tensor * v       = dst->src[2];
     const ggml_tensor * mask    = dst->src[3];
@@ -173,6 +183,8 @@ void mean_unit(const ggml_tensor * dst, float * sum, int64_t g0, int64_t g1, int
 
     const int     d_v       = (int) v->ne[0];
     const int64_t n_head_kv = v->ne[1];
+
+    const auto    sum_row   = ops_of(v->type).sum;
 
     memset(sum, 0, d_v*n_head_kv*sizeof(float));
     for (int64_t g = g0; g < g1; ++g) {
@@ -184,7 +196,7 @@ void mean_unit(const ggml_tensor * dst, float * sum, int64_t g0, int64_t g1, int
         const f16 * m = at<const f16>(mask, i, 0, s);
         for (int64_t t = g*GROUP; vis > 0 && t < g*GROUP + group_size(g, v->ne[2]); ++t) {
             for (int64_t h = 0; h < n_head_kv && m[t].bits != F16_NEG_INF; ++h) {
-                sum_v<TV>(sum + h*d_v, at(v, h, t, s), 0, 1, d_v);
+                sum_row(sum + h*d_v, at(v, h, t, s), 0, 1, d_v);
             }
         }
     }
@@ -201,8 +213,8 @@ void attend_stats(const ggml_tensor * dst) {
     const bool mean_v = op_params<ggml_sparse_attend_params>(dst).mean_v;
 
     const int64_t n_head_kv = k->ne[1];
-    const int64_t row_v     = v->ne[0]*ggml_type_size(v->type);
-    const int64_t row       = k->ne[0]*ggml_type_size(k->type) + row_v;
+    const int64_t row_v     = row_size(v);
+    const int64_t row       = row_size(k) + row_v;
 
     int64_t n_vis = 0, n_read = 0, bytes_mean = 0;
     for (int64_t s = 0; s < q->ne[3]; ++s) {
@@ -228,7 +240,6 @@ void attend_stats(const ggml_tensor * dst) {
     add_stat(stats, GGML_SPARSE_STAT_BYTES_DENSE,  n_vis*n_head_kv*row);
 }
 
-template <typename TK, typename TV>
 void attend(const ggml_compute_params * params, ggml_tensor * dst) {
     const ggml_tensor * q       = dst->src[0];
     const ggml_tensor * k       = dst->src[1];
@@ -258,12 +269,12 @@ void attend(const ggml_compute_params * params, ggml_tensor * dst) {
     for (int64_t u = own.u0; u < own.u1; ++u) {
         if (u >= n_unit) {
             const int64_t b = (u - n_unit) % w.n_mean, r = (u - n_unit)/w.n_mean;
-            mean_unit<TV>(dst, w.mean + (u - n_unit)*d_mean, b*w.MEAN_GROUPS, std::min((b + 1)*w.MEAN_GROUPS, n_grp), r % n_tok, r/n_tok);
+            mean_unit(dst, w.mean + (u - n_unit)*d_mean, b*w.MEAN_GROUPS, std::min((b + 1)*w.MEAN_GROUPS, n_grp), r % n_tok, r/n_tok);
         } else if (w.dense) {
             const int64_t c = u % w.n_chunk, i = u/w.n_chunk % n_tok, s = u/w.n_chunk/n_tok;
             const int64_t t0 = c*w.chunk;
             const int n = visible_rows(w, at<const f16>(mask, i, 0, s), n_kv, std::min(w.chunk, n_kv - t0), [&](int64_t j) { return t0 + j; });
-            attend_rows<TK, TV>(dst, w, 0, n_head_kv, i, s, c, n);
+            attend_rows(dst, w, 0, n_head_kv, i, s, c, n);
         } else {
             const int64_t c = u % w.n_chunk, h = u/w.n_chunk % n_head_kv, i = u/w.n_chunk/n_head_kv % n_tok, s = u/w.n_chunk/n_head_kv/n_tok;
             const int32_t * x = at<const int32_t>(sel, h, i, s);
@@ -272,7 +283,7 @@ void attend(const ggml_compute_params * params, ggml_tensor * dst) {
                 continue; // not merged either
             }
             const int n = visible_rows(w, at<const f16>(mask, i, 0, s), n_kv, n_cell, [&](int64_t j) { return x[1 + n_group_q + j0 + j]; });
-            attend_rows<TK, TV>(dst, w, h, h + 1, i, s, c, n);
+            attend_rows(dst, w, h, h + 1, i, s, c, n);
         }
     }
     ggml_barrier(params->threadpool);
@@ -306,11 +317,7 @@ void attend(const ggml_compute_params * params, ggml_tensor * dst) {
 } // namespace
 
 void sparse::forward_attend(const ggml_compute_params * params, ggml_tensor * dst) {
-    with_type(dst->src[1]->type, [&](auto * tk) {
-        with_type(dst->src[2]->type, [&](auto * tv) {
-            attend<std::decay_t<decltype(*tk)>, std::decay_t<decltype(*tv)>>(params, dst);
-        });
-    });
+    attend(params, dst);
     if (dst->src[9] && params->ith == 0) {
         attend_stats(dst);
     }

@@ -7,13 +7,33 @@ namespace {
 
 // ---- SEAL ----
 
+// K in blocks, or turned, is brought to f32 first: a group, or the run it is coded with
+struct seal_work {
+    float * rows = nullptr; // [GROUP or RUN][d_k]  this thread's
+    size_t  size = 0;       // of all threads
+
+    seal_work(const ggml_tensor * dst, const void * wdata, int ith, int nth) {
+        const ggml_tensor * k = dst->src[2];
+        const auto p = op_params<ggml_sparse_seal_params>(dst);
+        if (!ggml_is_quantized(k->type) && p.n_rot == 0) {
+            return;
+        }
+        bump own(wdata);
+        for (int i = 0; i <= ith; ++i) {
+            rows = own.take<float>((p.n_bit == 16 ? GROUP : RUN)*k->ne[0]);
+        }
+        size = own.used/(ith + 1)*nth + bump::ALIGN;
+    }
+};
+
 // codes the run of group g anew, for one KV head; once per run, at the first of its groups in the list
-void seal_codes(const ggml_tensor * dst, int64_t h, int64_t g, int64_t s, const int32_t * list, int64_t i) {
+void seal_codes(const ggml_tensor * dst, const seal_work & w, int64_t h, int64_t g, int64_t s, const int32_t * list, int64_t i) {
     constexpr int N = RUN/GROUP;
     const ggml_tensor * k_t     = dst->src[0];
     const ggml_tensor * k       = dst->src[2];
     const ggml_tensor * k_range = dst->src[6];
     const ggml_tensor * sealed  = dst->src[7];
+    const auto p = op_params<ggml_sparse_seal_params>(dst);
 
     const int64_t run = g/N;
     for (int64_t j = 0; j < i; ++j) {
@@ -25,11 +45,21 @@ void seal_codes(const ggml_tensor * dst, int64_t h, int64_t g, int64_t s, const 
     for (int64_t j = 0; j < N; ++j) {
         valid[j] = (run*N + j + 1)*GROUP <= k->ne[2] && at<const int32_t>(sealed, s)[run*N + j] != 0;
     }
-    const int n_bit = op_params<ggml_sparse_seal_params>(dst).n_bit;
-    const int d_k   = (int) k->ne[0];
-    with_type(k->type, [&](auto * t) {
-        seal_run<std::decay_t<decltype(*t)>>(at(k_t, h*d_k, s) + run*RUN*n_bit/8, k_t->nb[1], at<float>(k_range, h*d_k, run, s),
-                at(k, h, run*RUN, s), k->nb[2], valid, d_k, n_bit);
+    const int   d_k   = (int) k->ne[0];
+    char      * codes = at(k_t, h*d_k, s) + run*RUN*p.n_bit/8;
+    float     * range = at<float>(k_range, h*d_k, run, s);
+    with_kv_type(k->type, [&](auto * t) {
+        using T = std::decay_t<decltype(*t)>;
+        if (w.rows) {
+            for (int64_t j = 0; j < N; ++j) {
+                if (valid[j]) {
+                    load_rows<T>(w.rows + j*GROUP*d_k, at(k, h, (run*N + j)*GROUP, s), k->nb[2], GROUP, d_k, p.n_rot);
+                }
+            }
+            seal_run<float>(codes, k_t->nb[1], range, (const char *) w.rows, d_k*sizeof(float), valid, d_k, p.n_bit);
+        } else if constexpr (span<T>::SIZE == W) {
+            seal_run<T>(codes, k_t->nb[1], range, at(k, h, run*RUN, s), k->nb[2], valid, d_k, p.n_bit);
+        }
     });
 }
 
@@ -40,14 +70,16 @@ void forward_seal(const ggml_compute_params * params, ggml_tensor * dst) {
     const ggml_tensor * v     = dst->src[3];
     const ggml_tensor * list  = dst->src[4];
     const ggml_tensor * stats = dst->src[5];
+    const auto p = op_params<ggml_sparse_seal_params>(dst);
 
-    const int     n_bit     = op_params<ggml_sparse_seal_params>(dst).n_bit;
     const int64_t n_list    = list->ne[0];
     const int64_t n_stream  = list->ne[1];
     const int64_t n_head_kv = k->ne[1];
     const int     d_k       = (int) k->ne[0];
     const int     d_v       = v_sum ? (int) v->ne[0] : 0;
     const int64_t n_kv      = k->ne[2];
+
+    const seal_work w(dst, params->wdata, params->ith, params->nth);
 
     const auto valid = [&](int32_t g) { return g >= 0 && g*(int64_t) GROUP < n_kv; };
 
@@ -59,15 +91,23 @@ void forward_seal(const ggml_compute_params * params, ggml_tensor * dst) {
             continue;
         }
         const int n = group_size(g, n_kv);
-        if (n_bit != 16) {
-            seal_codes(dst, h, g, s, at<const int32_t>(list, s), u/n_head_kv % n_list);
+        if (p.n_bit != 16) {
+            seal_codes(dst, w, h, g, s, at<const int32_t>(list, s), u/n_head_kv % n_list);
         } else {
-            with_type(k->type, [&](auto * t) {
-                seal_k<std::decay_t<decltype(*t)>>(at(k_t, h*d_k, s) + g*GROUP*sizeof(f16), k_t->nb[1], at(k, h, g*GROUP, s), k->nb[2], n, d_k);
+            const char * rows = at(k, h, g*GROUP, s);
+            char       * x    = at(k_t, h*d_k, s) + g*GROUP*sizeof(f16);
+            with_kv_type(k->type, [&](auto * t) {
+                using T = std::decay_t<decltype(*t)>;
+                if (w.rows) {
+                    load_rows<T>(w.rows, rows, k->nb[2], n, d_k, p.n_rot);
+                    seal_k<float>(x, k_t->nb[1], (const char *) w.rows, d_k*sizeof(float), n, d_k);
+                } else if constexpr (span<T>::SIZE == W) {
+                    seal_k<T>(x, k_t->nb[1], rows, k->nb[2], n, d_k);
+                }
             });
         }
         if (v_sum) {
-            with_type(v->type, [&](auto * t) {
+            with_kv_type(v->type, [&](auto * t) {
                 float * sum = at<float>(v_sum, g, s) + h*d_v;
                 memset(sum, 0, d_v*sizeof(float));
                 sum_v<std::decay_t<decltype(*t)>>(sum, at(v, h, g*GROUP, s), v->nb[2], n, d_v);
@@ -105,6 +145,7 @@ void forward_visible(const ggml_compute_params * params, ggml_tensor * dst) {
 
 size_t ggml_sparse_attn_work_size(const ggml_tensor * node, int n_threads) {
     switch ((ggml_sparse_attn_op) node->op_params[0]) {
+        case GGML_SPARSE_ATTN_SEAL:   return seal_work(node, nullptr, 0, n_threads).size;
         case GGML_SPARSE_ATTN_SCORE:  return score_work_size(node, n_threads);
         case GGML_SPARSE_ATTN_SELECT: return select_work_size(node, n_threads);
         case GGML_SPARSE_ATTN_ATTEND: return attend_work_size(node, n_threads);

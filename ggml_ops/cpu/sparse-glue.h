@@ -2,7 +2,7 @@
 
 // What the glue of the steps shares: tensors to pointers, types, work buffers, units of work.
 //
-//   types    q f32; K, V f16 | bf16 | f32; k_t f16 or codes of 8 or 4 bits; mask f16; everything else as in ggml-sparse.h (asserted by the constructors)
+//   types    q f32; K, V f16 | bf16 | f32 | q8_0 | q4_0; k_t f16 or codes of 8 or 4 bits; mask f16; everything else as in ggml-sparse.h (asserted by the constructors)
 //   threads  work is cut into units whose size depends on shapes only, and partial results are merged in the order of the units:
 //            the result has the same bits for any number of threads. Every thread reaches every barrier.
 //   memory   scratch comes from params->wdata; its layout is written once, in *_work, and serves ggml_sparse_attn_work_size too
@@ -36,6 +36,9 @@ T * at(const ggml_tensor * t, int64_t i1, int64_t i2 = 0, int64_t i3 = 0) {
     return (T *) ((char *) t->data + i1*t->nb[1] + i2*t->nb[2] + i3*t->nb[3]);
 }
 
+// bytes of one head of one position of K or V
+inline int64_t row_size(const ggml_tensor * x) { return ggml_row_size(x->type, x->ne[0]); }
+
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1)/b; }
 
 // calls f with a pointer of the element type of K or V
@@ -46,6 +49,16 @@ void with_type(ggml_type type, F f) {
         case GGML_TYPE_BF16: f((const bf16  *) nullptr); break;
         case GGML_TYPE_F32:  f((const float *) nullptr); break;
         default: GGML_ABORT("sparse_attn: type %s of K or V is not supported", ggml_type_name(type));
+    }
+}
+
+// the same, with the types that are made of blocks
+template <typename F>
+void with_kv_type(ggml_type type, F f) {
+    switch (type) {
+        case GGML_TYPE_Q8_0: f((const q8_0 *) nullptr); break;
+        case GGML_TYPE_Q4_0: f((const q4_0 *) nullptr); break;
+        default: with_type(type, f);
     }
 }
 

@@ -14,19 +14,27 @@ constexpr int ROW_BLOCK = 16;
 // how many rows before their use K and V are asked for: a block of rows is too short for the hardware to run ahead
 constexpr int AHEAD = 2*ROW_BLOCK;
 
+// asks for `size` bytes from p on
+static inline void prefetch_bytes(const char * p, size_t size) {
+    for (size_t o = 0; o < size; o += 64) {
+        prefetch(p + o);
+    }
+}
+
 // ---- exact scores: dot products with gathered rows ----
 
 // s[h][i] = q[h] . k[rows[i]] for HB heads and up to W rows; NR rows share each load of q
-//   next: if given, W*d elements there are asked for, a line at a time (bursts of requests stall)
+//   next: if given, W rows' worth of bytes there are asked for, a few lines at a time (bursts of requests stall)
 template <int HB, int NR, typename T>
 static SPARQ_NOINLINE void dot_block( // inlined, its pointers no longer fit the registers (2x slower)
         float * s, int64_t ld_s, const float * q, int64_t ld_q, const char * k, size_t nb_pos, const int32_t * rows, int n, int d, const char * next) {
     constexpr int NW = NR < W ? NR : W;
+    constexpr int NC = span<T>::SIZE;
     vf part[HB][W];
     for (int j = 0; j < W; j += NW) {
-        const T * x[NW];
+        const char * x[NW];
         for (int i = 0; i < NW; ++i) {
-            x[i] = (const T *) (k + rows[j + i < n ? j + i : n - 1]*nb_pos);
+            x[i] = k + rows[j + i < n ? j + i : n - 1]*nb_pos;
         }
         vf a[HB][NW];
         for (int h = 0; h < HB; ++h) {
@@ -35,20 +43,25 @@ static SPARQ_NOINLINE void dot_block( // inlined, its pointers no longer fit the
             }
         }
         int c = 0;
-        for (; c + W <= d; c += W) {
-            if (next && c % (64/sizeof(T)) == 0) {
-                for (int i = 0; i < NW; ++i) {
-                    prefetch((const T *) next + (j + i)*d + c);
-                }
+        for (; c + NC <= d; c += NC) {
+            if (next) {
+                prefetch_bytes(next, NW*row_bytes<T>(NC));
+                next += NW*row_bytes<T>(NC);
             }
-            vf kx[NW];
+            span<T> y[NW];
             for (int i = 0; i < NW; ++i) {
-                kx[i] = load(x[i] + c);
+                y[i] = span<T>(x[i], c);
             }
-            for (int h = 0; h < HB; ++h) {
-                const vf qx = load(q + h*ld_q + c);
+            for (int v = 0; v < NC/W; ++v) {
+                vf kx[NW];
                 for (int i = 0; i < NW; ++i) {
-                    a[h][i] = fma(qx, kx[i], a[h][i]);
+                    kx[i] = y[i].vec(v);
+                }
+                for (int h = 0; h < HB; ++h) {
+                    const vf qx = load(q + h*ld_q + c + v*W);
+                    for (int i = 0; i < NW; ++i) {
+                        a[h][i] = fma(qx, kx[i], a[h][i]);
+                    }
                 }
             }
         }
@@ -56,7 +69,7 @@ static SPARQ_NOINLINE void dot_block( // inlined, its pointers no longer fit the
             for (int h = 0; h < HB; ++h) {
                 const vf qx = load_n(q + h*ld_q + c, d - c);
                 for (int i = 0; i < NW; ++i) {
-                    a[h][i] = fma(qx, load_n(x[i] + c, d - c), a[h][i]);
+                    a[h][i] = fma(qx, span<T>::tail(x[i], c, d - c), a[h][i]);
                 }
             }
         }
@@ -71,21 +84,22 @@ static SPARQ_NOINLINE void dot_block( // inlined, its pointers no longer fit the
     }
 }
 
-// s[h][i] = q[h] . k[rows[i]] for n rows; next as above (n*d elements); each row is loaded once for all heads (once per 4 heads from L1)
+// s[h][i] = q[h] . k[rows[i]] for n rows; next as above (n rows); each row is loaded once for all heads (once per 4 heads from L1)
 template <typename T>
 static void dot_rows(float * s, int64_t ld_s, const float * q, int64_t ld_q, int n_head, const char * k, size_t nb_pos, const int32_t * rows, int n, int d,
         const char * next) {
     for (int i = 0; i < n; i += W) {
-        const int ni = n - i < W ? n - i : W;
+        const int    ni = n - i < W ? n - i : W;
+        const char * ne = next ? next + i*row_bytes<T>(d) : nullptr;
         int h = 0;
         for (; h + 4 <= n_head; h += 4) {
-            dot_block<4, N_ACC/4, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, k, nb_pos, rows + i, ni, d, next && h == 0 ? next + i*d*sizeof(T) : nullptr);
+            dot_block<4, N_ACC/4, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, k, nb_pos, rows + i, ni, d, h == 0 ? ne : nullptr);
         }
         for (; h + 2 <= n_head; h += 2) {
-            dot_block<2, N_ACC/2, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, k, nb_pos, rows + i, ni, d, next && h == 0 ? next + i*d*sizeof(T) : nullptr);
+            dot_block<2, N_ACC/2, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, k, nb_pos, rows + i, ni, d, h == 0 ? ne : nullptr);
         }
         for (; h < n_head; ++h) {
-            dot_block<1, 8, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, k, nb_pos, rows + i, ni, d, next && h == 0 ? next + i*d*sizeof(T) : nullptr);
+            dot_block<1, 8, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, k, nb_pos, rows + i, ni, d, h == 0 ? ne : nullptr);
         }
     }
 }
@@ -104,24 +118,30 @@ struct attn_state {
     float & l()   const { return x[d + 1]; }
 };
 
-// acc[h][c] += sum_i p[h][i]*v[rows[i]][c] for HB heads and NV vectors of c; next: rows of d elements to be asked for, as in dot_block
+// acc[h][c] += sum_i p[h][i]*v[rows[i]][c] for HB heads and the NV vectors from column c on; next: a row to be asked for with each of
+// the n, behind each other in memory (NULL: none)
 template <int HB, int NV, typename T>
 static SPARQ_NOINLINE void add_rows_block(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, const char * v, size_t nb_pos, const int32_t * rows, int n,
-        const char * next, int d) {
+        int c, const char * next, size_t nb_next) {
+    constexpr int NC = span<T>::SIZE/W; // vectors per span
     vf a[HB][NV];
     for (int h = 0; h < HB; ++h) {
         for (int j = 0; j < NV; ++j) {
-            a[h][j] = load(acc + h*ld_acc + j*W);
+            a[h][j] = load(acc + h*ld_acc + c + j*W);
         }
     }
     for (int i = 0; i < n; ++i) {
-        const T * row = (const T *) (v + rows[i]*nb_pos);
-        for (int j = 0; j < NV && next; j += 64/(int) sizeof(T) > W ? 64/(int) sizeof(T)/W : 1) {
-            prefetch((const T *) next + i*d + j*W);
+        const char * row = v + rows[i]*nb_pos;
+        if (next) {
+            prefetch_bytes(next + i*nb_next, nb_next);
         }
         vf x[NV];
-        for (int j = 0; j < NV; ++j) {
-            x[j] = load(row + j*W);
+        for (int j = 0; j < NV; j += NC < NV ? NC : NV) { // a strip may be a part of a span
+            const span<T> y(row, c + j*W);
+            const int j0 = NC <= NV ? 0 : c/W % NC;
+            for (int l = j; l < NV && l < j + NC; ++l) {
+                x[l] = y.vec(j0 + l - j);
+            }
         }
         for (int h = 0; h < HB; ++h) {
             const vf ph = set1(p[h*ld_p + i]);
@@ -132,7 +152,7 @@ static SPARQ_NOINLINE void add_rows_block(float * acc, int64_t ld_acc, const flo
     }
     for (int h = 0; h < HB; ++h) {
         for (int j = 0; j < NV; ++j) {
-            store(acc + h*ld_acc + j*W, a[h][j]);
+            store(acc + h*ld_acc + c + j*W, a[h][j]);
         }
     }
 }
@@ -144,18 +164,18 @@ static inline void add_rows_heads(float * acc, int64_t ld_acc, const float * p, 
     constexpr int NV = N_ACC/HB < 8 ? N_ACC/HB : 8;
     int c = 0;
     for (; c + NV*W <= d; c += NV*W) {
-        add_rows_block<HB, NV, T>(acc + c, ld_acc, p, ld_p, v + c*sizeof(T), nb_pos, rows, n, next ? next + c*sizeof(T) : nullptr, d);
+        add_rows_block<HB, NV, T>(acc, ld_acc, p, ld_p, v, nb_pos, rows, n, c, next ? next + row_bytes<T>(c) : nullptr, row_bytes<T>(NV*W));
     }
     for (; c + W <= d; c += W) {
-        add_rows_block<HB, 1, T>(acc + c, ld_acc, p, ld_p, v + c*sizeof(T), nb_pos, rows, n, next ? next + c*sizeof(T) : nullptr, d);
+        add_rows_block<HB, 1, T>(acc, ld_acc, p, ld_p, v, nb_pos, rows, n, c, nullptr, 0);
     }
-    for (; c < d; ++c) {
+    if (c < d) {
         for (int h = 0; h < HB; ++h) {
-            float a = acc[h*ld_acc + c];
+            vf a = load_n(acc + h*ld_acc + c, d - c);
             for (int i = 0; i < n; ++i) {
-                a = fmaf(p[h*ld_p + i], to_f32(((const T *) (v + rows[i]*nb_pos))[c]), a);
+                a = fma(set1(p[h*ld_p + i]), span<T>::tail(v + rows[i]*nb_pos, c, d - c), a);
             }
-            acc[h*ld_acc + c] = a;
+            store_n(acc + h*ld_acc + c, a, d - c);
         }
     }
 }

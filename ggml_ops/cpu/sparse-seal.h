@@ -39,17 +39,39 @@ static void seal_k(char * k_t, size_t nb_chan, const char * k, size_t nb_pos, in
     }
 }
 
+// rows of n positions as f32: res [n][d]; turned back, see hadamard()
+template <typename T>
+static void load_rows(float * res, const char * x, size_t nb_pos, int n, int d, int n_rot) {
+    for (int t = 0; t < n; ++t, res += d) {
+        const char * row = x + t*nb_pos;
+        int c = 0;
+        for (; c + span<T>::SIZE <= d; c += span<T>::SIZE) {
+            const span<T> y(row, c);
+            for (int j = 0; j < span<T>::SIZE/W; ++j) {
+                store(res + c + j*W, y.vec(j));
+            }
+        }
+        if (c < d) {
+            store_n(res + c, span<T>::tail(row, c, d - c), d - c);
+        }
+        hadamard(res, d, n_rot);
+    }
+}
+
 // sum[c] += v[t][c] over n positions
 template <typename T>
 static void sum_v(float * sum, const char * v, size_t nb_pos, int n, int d) {
     for (int t = 0; t < n; ++t) {
-        const T * row = (const T *) (v + t*nb_pos);
+        const char * row = v + t*nb_pos;
         int c = 0;
-        for (; c + W <= d; c += W) {
-            store(sum + c, add(load(sum + c), load(row + c)));
+        for (; c + span<T>::SIZE <= d; c += span<T>::SIZE) {
+            const span<T> y(row, c);
+            for (int j = 0; j < span<T>::SIZE/W; ++j) {
+                store(sum + c + j*W, add(load(sum + c + j*W), y.vec(j)));
+            }
         }
-        for (; c < d; ++c) {
-            sum[c] += to_f32(row[c]);
+        if (c < d) {
+            store_n(sum + c, add(load_n(sum + c, d - c), span<T>::tail(row, c, d - c)), d - c);
         }
     }
 }

@@ -255,92 +255,6 @@ static inline vf sum_rows(const vf * x)  { return x[0]; }
 
 #endif
 
-// ---- rows of K and V ----
-
-// span<T>: SIZE neighbours in a row of elements T (T may be a type of blocks: then they are a block); vec(j) gives the j-th W of them
-template <typename T>
-struct span {
-    static constexpr int SIZE = W;
-    const T * p;
-
-    span(const char * row, int c) : p((const T *) row + c) {}
-    vf vec(int) const { return load(p); }
-};
-
-static inline vf block_scale(uint16_t bits) {
-#if defined(SPARQ_AVX512)
-    return _mm512_cvtph_ps(_mm256_set1_epi16((short) bits));
-#elif defined(SPARQ_AVX2)
-    return _mm256_cvtph_ps(_mm_set1_epi16((short) bits));
-#else
-    return set1(to_f32(f16 { bits }));
-#endif
-}
-
-template <>
-struct span<q8_0> {
-    static constexpr int SIZE = 32;
-    const int8_t * code;
-    vf scale;
-
-    span(const char * row, int c) {
-        const q8_0 * b = (const q8_0 *) row + c/SIZE;
-        code  = b->code;
-        scale = block_scale(b->scale);
-    }
-    vf vec(int j) const {
-#if defined(SPARQ_AVX512)
-        return mul(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *) (code + j*W)))), scale);
-#elif defined(SPARQ_AVX2)
-        return mul(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *) (code + j*W)))), scale);
-#else
-        float x[W];
-        for (int i = 0; i < W; ++i) {
-            x[i] = code[j*W + i];
-        }
-        return mul(load(x), scale);
-#endif
-    }
-};
-
-template <>
-struct span<q4_0> {
-    static constexpr int SIZE = 32;
-    const uint8_t * code;
-    vf scale; // AVX-512: the 16 values that a code can stand for
-
-    span(const char * row, int c) {
-        const q4_0 * b = (const q4_0 *) row + c/SIZE;
-        code  = b->code;
-        scale = block_scale(b->scale);
-#if defined(SPARQ_AVX512)
-        scale = mul(scale, sub(iota(), set1(8.0f)));
-#endif
-    }
-    vf vec(int j) const {
-#if defined(SPARQ_AVX512)
-        const __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *) code));
-        return _mm512_permutexvar_ps(j == 0 ? x : _mm512_srli_epi32(x, 4), scale); // looks at the lowest 4 bits
-#elif defined(SPARQ_AVX2)
-        const __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) (code + j % 2*W)));
-        const __m256i y = j < 2 ? _mm256_and_si256(x, _mm256_set1_epi32(15)) : _mm256_srli_epi32(x, 4);
-        return mul(_mm256_cvtepi32_ps(_mm256_sub_epi32(y, _mm256_set1_epi32(8))), scale);
-#else
-        float x[W];
-        for (int i = 0; i < W; ++i) {
-            const int n = j*W + i;
-            x[i] = (float) ((n < 16 ? code[n] & 15 : code[n - 16] >> 4) - 8);
-        }
-        return mul(load(x), scale);
-#endif
-    }
-};
-
-// bytes of n elements in a row
-template <typename T> static inline size_t row_bytes(int64_t n) { return n*sizeof(T); }
-template <> inline size_t row_bytes<q8_0>(int64_t n) { return n/32*sizeof(q8_0); }
-template <> inline size_t row_bytes<q4_0>(int64_t n) { return n/32*sizeof(q4_0); }
-
 // ---- common to all ----
 
 #if defined(SPARQ_AVX2)
@@ -373,6 +287,99 @@ static inline vf mul_2n(vf x, vf n) {
 }
 
 #endif
+
+// ---- rows of K and V ----
+
+// span<T>(row, c): SIZE neighbours of a row of elements T, from c on (T may be a type of blocks: the block that c lies in); vec(j) gives
+// the j-th W of them. tail(row, c, n): n < W elements, zeros behind
+template <typename T>
+struct span {
+    static constexpr int SIZE = W;
+    const T * p;
+
+    span() = default;
+    span(const char * row, int c) : p((const T *) row + c) {}
+    vf vec(int) const { return load(p); }
+    static vf tail(const char * row, int c, int n) { return load_n((const T *) row + c, n); }
+};
+
+static inline vf block_scale(uint16_t bits) {
+#if defined(SPARQ_AVX512)
+    return _mm512_cvtph_ps(_mm256_set1_epi16((short) bits));
+#elif defined(SPARQ_AVX2)
+    return _mm256_cvtph_ps(_mm_set1_epi16((short) bits));
+#else
+    return set1(to_f32(f16 { bits }));
+#endif
+}
+
+template <>
+struct span<q8_0> {
+    static constexpr int SIZE = 32;
+    const int8_t * code;
+    vf scale;
+
+    span() = default;
+    span(const char * row, int c) {
+        const q8_0 * b = (const q8_0 *) row + c/SIZE;
+        code  = b->code;
+        scale = block_scale(b->scale);
+    }
+    vf vec(int j) const {
+#if defined(SPARQ_AVX512)
+        return mul(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *) (code + j*W)))), scale);
+#elif defined(SPARQ_AVX2)
+        return mul(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *) (code + j*W)))), scale);
+#else
+        float x[W];
+        for (int i = 0; i < W; ++i) {
+            x[i] = code[j*W + i];
+        }
+        return mul(load(x), scale);
+#endif
+    }
+    static vf tail(const char *, int, int) { return set1(0.0f); } // there is none
+};
+
+template <>
+struct span<q4_0> {
+    static constexpr int SIZE = 32;
+    const uint8_t * code;
+    vf scale; // AVX-512: the 16 values that a code can stand for
+
+    span() = default;
+    span(const char * row, int c) {
+        const q4_0 * b = (const q4_0 *) row + c/SIZE;
+        code  = b->code;
+        scale = block_scale(b->scale);
+#if defined(SPARQ_AVX512)
+        scale = mul(scale, sub(iota(), set1(8.0f)));
+#endif
+    }
+    vf vec(int j) const {
+#if defined(SPARQ_AVX512)
+        const __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *) code));
+        return _mm512_permutexvar_ps(j == 0 ? x : _mm512_srli_epi32(x, 4), scale); // looks at the lowest 4 bits
+#elif defined(SPARQ_AVX2)
+        const __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) (code + j % 2*W)));
+        const __m256i y = j < 2 ? _mm256_and_si256(x, _mm256_set1_epi32(15)) : _mm256_srli_epi32(x, 4);
+        return mul(_mm256_cvtepi32_ps(_mm256_sub_epi32(y, _mm256_set1_epi32(8))), scale);
+#else
+        float x[W];
+        for (int i = 0; i < W; ++i) {
+            const int n = j*W + i;
+            x[i] = (float) ((n < 16 ? code[n] & 15 : code[n - 16] >> 4) - 8);
+        }
+        return mul(load(x), scale);
+#endif
+    }
+    static vf tail(const char *, int, int) { return set1(0.0f); } // there is none
+};
+
+// bytes of n elements in a row
+template <typename T> static inline size_t row_bytes(int64_t n) { return n*sizeof(T); }
+template <> inline size_t row_bytes<q8_0>(int64_t n) { return n/32*sizeof(q8_0); }
+template <> inline size_t row_bytes<q4_0>(int64_t n) { return n/32*sizeof(q4_0); }
 
 static inline int popcount(uint32_t x) {
 #if defined(__GNUC__) || defined(__clang__)
