@@ -1,0 +1,101 @@
+"""Attention caught per byte read, what the default rests on: from the records of `recall.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import plot
+import recall
+
+from pyorch.attention.spec import ratio_text
+
+NAME = "recall_per_byte"
+TITLE = "Attention caught per byte read"
+CAPTION = (
+    "Demo model (heads of 64), passages of the context read once more. Left: the best rank at each "
+    "budget, by the type of the transposed K; grey: the best positions that all of the bytes could "
+    "buy; diamonds: the default rule. Middle: one budget of 1/8, by the share of it that goes to "
+    "the scan. Right: error of the heads' outputs under the default rule."
+)
+NEEDS = "python bench/recall.py --text BOOKS"
+N_POS, TASK, RATIO = 4096, "recite", 1 / 8
+_COLOURS = {"f16": plot.OURS, "q8": plot.OURS_3, "q4": plot.OURS_2}
+
+
+def data(folder: Path) -> list[plot.Row]:
+    recs = [
+        r
+        for r in recall.records.load(folder / "recall.jsonl").values()
+        if (r["case"]["n_pos"], r["case"]["task"]) == (N_POS, TASK)
+    ]
+    plot.need(recs, f"recall per byte at {N_POS} positions", NEEDS)
+    d, found = recs[-1]["head_dim"], recall.rows(recs[-1])
+    out = []
+    for row in found:
+        rule = row.shadow in recall.KINDS and row is recall.by_rule(
+            found, row.ratio, row.shadow, d, recall.RULES[recall.RULE]
+        )
+        best = row is recall.best(found, row.ratio, row.shadow)
+        out.append(asdict(row) | {"best": int(best), "rule": int(rule)})
+    return out
+
+
+def draw(rows: Sequence[plot.Row]) -> Any:
+    figure, (left, middle, right) = plot.panels(3, width=3.7)
+    ratios = sorted({r["ratio"] for r in rows})
+    ends = []
+    for kind, colour in {"oracle": plot.PAPER, **_COLOURS}.items():
+        line = _pick(rows, shadow=kind, best=1)
+        left.plot([r["ratio"] for r in line], [r["mass"] for r in line], "o-", color=colour)
+        name = "free choice" if kind == "oracle" else kind
+        ends.append((name, line[-1]["ratio"], line[-1]["mass"], colour))
+        line = _pick(rows, shadow=kind, rule=1)
+        left.plot([r["ratio"] for r in line], [r["mass"] for r in line], "D", color=colour,
+                  markerfacecolor="none", markersize=8)  # fmt: skip
+    left.set(ylabel="share of attention captured", title=f"by budget, S = {N_POS}", ylim=(0, 1))
+
+    for kind, colour in _COLOURS.items():
+        line = sorted(_pick(rows, shadow=kind, ratio=RATIO), key=lambda r: r["scan"])
+        x, y = [100 * r["scan"] for r in line], [r["mass"] for r in line]
+        middle.plot(x, y, ".-", color=colour)
+        for r in _pick(line, rule=1):
+            at = 100 * r["scan"], r["mass"]
+            middle.plot(*at, "D", color=colour, markerfacecolor="none", markersize=8)
+        middle.text(x[-1] + 1.5, y[-1], f"{kind}", color=colour, fontsize=8, va="center")
+    low, high = min(r["mass"] for r in line), max(r["mass"] for r in rows if r["ratio"] == RATIO)
+    middle.set(xlabel="share of the bytes for the scan (%)", xlim=(0, 100))
+    middle.set_ylabel("share of attention captured")
+    middle.set(title=f"by split, ratio {ratio_text(RATIO)}", ylim=(low - 0.1, high))
+
+    errors = []
+    for kind in ("f16", "q4"):
+        line = _pick(rows, shadow=kind, rule=1)
+        for name, style, extra in (("error", "o-", ""), ("error_mean_v", "s--", " + mean of V")):
+            right.plot([r["ratio"] for r in line], [r[name] for r in line], style,
+                       color=_COLOURS[kind])  # fmt: skip
+            errors.append((kind + extra, line[-1]["ratio"], line[-1][name], _COLOURS[kind]))
+    plot.decades(right, [r[n] for r in rows if r["rule"] for n in ("error", "error_mean_v")])
+    right.set(ylabel="|y - y'|² / |y|²", title="error of the output")
+    for ax in (left, right):
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(ratios, [ratio_text(r) for r in ratios])
+        ax.set_xticks([], minor=True)
+        ax.set_xlabel("ratio: share of dense attention's bytes")
+    figure.canvas.draw()
+    plot.label_ends(left, ends, pad=0.05)
+    plot.label_ends(right, errors)
+    return figure
+
+
+def _pick(rows: Sequence[plot.Row], **values: Any) -> list[plot.Row]:
+    here = [r for r in rows if all(r[k] == v for k, v in values.items())]
+    return sorted(here, key=lambda r: r["ratio"])
+
+
+if __name__ == "__main__":
+    import recall_per_byte as this
+
+    plot.main(this)
