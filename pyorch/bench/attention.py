@@ -50,7 +50,7 @@ TURN = 5  # tokens per turn
 MAX_NMSE = 0.01  # of our dense logits against stock's: far above rounding, far below a mistake
 
 # The rest of the model is as small as it can be: what is measured is attention.
-_REST = {"n_embd": 512, "n_ff": 32, "n_vocab": 288}
+_REST = {"n_embd": 512, "n_ff": 32, "n_vocab": 288, "tokenizer": "bytes"}
 _LAYERS = {"llama2-7b": 2, "llama3-8b": 4}  # K and V of each case far above the caches of the CPU
 
 

@@ -24,14 +24,14 @@ def _size(name: str, key: str, text: str) -> Any:
 @_size("--ffn", "n_ff", "Width of the feed-forward part; small lets attention dominate.")
 @_size("--vocab", "n_vocab", "Tokens.")
 @_size("--ctx", "n_ctx", "Positions it claims to be trained on.  [default: 131072]")
-@click.option("--quant", type=opt.Name("q8_0", "f16"), default="q8_0", show_default=True)
+@click.option("--quant", type=opt.Name("q8_0", "q4_k_m", "f16"), default="q8_0", show_default=True)
 @click.option("--seed", type=opt.Number(int, 0), default=0, show_default=True)
 @click.option("--output", "-o", required=True, metavar="FILE", help="The GGUF file to write.")
 @opt.json_option
 def command(**options: Any) -> None:
     """Write a GGUF model with random weights.
 
-    It produces noise at the speed of a real model of that shape. NAME is one of llama2-7b,
+    It produces noise at the speed of a real model of that shape, with a real tokenizer. NAME is one of llama2-7b,
     llama2-13b, llama3-8b, llama3.2-1b, mistral-7b, tinyllama-1.1b; sizes given replace its own.
     """
     from dataclasses import asdict

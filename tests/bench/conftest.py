@@ -10,7 +10,15 @@ from pyorch import native
 from pyorch.models import synth
 
 SHAPE = synth.Shape(
-    n_layer=2, n_embd=64, n_head=4, n_head_kv=2, head_dim=32, n_ff=32, n_vocab=288, n_ctx=4096
+    n_layer=2,
+    n_embd=64,
+    n_head=4,
+    n_head_kv=2,
+    head_dim=32,
+    n_ff=32,
+    n_vocab=288,
+    n_ctx=4096,
+    tokenizer="bytes",
 )
 
 

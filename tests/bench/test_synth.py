@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -19,12 +20,20 @@ from pyorch.models.gguf_file import geometry, read_gguf
 def test_synth_has_the_asked_shape_and_decodes(tmp_path: Path, quant: str) -> None:
     path = tmp_path / "m.gguf"
     shape = synth.shape_like(
-        "llama3-8b", n_layer=3, n_embd=128, n_head=8, n_head_kv=2, head_dim=64, n_ff=96, n_vocab=300
+        "llama2-7b",
+        n_layer=3,
+        n_embd=256,
+        n_head=8,
+        n_head_kv=2,
+        head_dim=64,
+        n_ff=512,
+        n_vocab=300,
+        rope_base=5e5,
     )
     n_bytes = synth.write(path, shape, quant)
     geo = geometry(read_gguf(path))
     assert n_bytes == path.stat().st_size
-    assert (geo.n_layer, geo.n_embd, geo.head_dim_k, geo.n_ctx_train) == (3, 128, 64, 131_072)
+    assert (geo.n_layer, geo.n_embd, geo.head_dim_k, geo.n_ctx_train) == (3, 256, 64, 131_072)
     assert geo.n_head == (8,) * 3 and geo.n_head_kv == (2,) * 3
     with engine.load(path, n_ctx=64, n_threads=1) as s:
         tokens = engine.tokenize(s, "Any text: ä, 漢.")
@@ -36,8 +45,46 @@ def test_synth_has_the_asked_shape_and_decodes(tmp_path: Path, quant: str) -> No
     assert np.isfinite(logits).all() and 0.01 < logits.std() < 100
 
 
+@pytest.mark.parametrize(("like", "n_vocab"), [("llama2-7b", None), ("llama3-8b", 5000)])
+def test_synth_has_a_real_tokenizer(tmp_path: Path, like: str, n_vocab: int | None) -> None:
+    """Whole, or cut in proportion to the layers: fewer and longer words, the same text back."""
+    path = tmp_path / "m.gguf"
+    small = {"n_layer": 1, "n_embd": 64, "n_ff": 32, "n_head": 2, "n_head_kv": 2, "head_dim": 32}
+    synth.write(path, synth.shape_like(like, **small, n_vocab=n_vocab))
+    text = "The answer is in the text: ä, 漢.\n\n  Two  spaces."
+    with engine.load(path, n_ctx=64, n_threads=1) as s:
+        tokens = engine.tokenize(s, text, add_special=False)
+        assert engine.detokenize(s, tokens) == text
+        assert len(tokens) < 0.6 * len(text)
+        assert engine.tokenize(s, "")[0] == s.lib.llama_vocab_bos(s.vocab)
+        assert engine.is_eog(s, s.lib.llama_vocab_eos(s.vocab))
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_K", "Q6_K"])
+def test_synth_blocks_are_valid(kind: str) -> None:
+    """Read by gguf's own code they are finite, of mean 0, and as wide as asked."""
+    blocks = synth._BLOCKS[kind](np.random.default_rng(1), 0.02)
+    raw = blocks.view(np.uint8).reshape(len(blocks), -1)
+    values = gguf.dequantize(raw, gguf.GGMLQuantizationType[kind])
+    assert np.isfinite(values).all()
+    assert abs(values.mean()) < 1e-4 and values.std() == pytest.approx(0.02, rel=0.02)
+
+
+def test_synth_fewer_layers_cost_in_proportion() -> None:
+    full = synth.LIKE["llama2-7b"]
+    for quant in synth.QUANTS:
+        whole, part = (
+            synth.file_bytes(s, quant) for s in (full, synth.fewer_layers("llama2-7b", 8))
+        )
+        assert part / whole == pytest.approx(1 / 4, rel=0.01)
+    assert synth.fewer_layers("llama2-7b", 32) == full
+    assert synth.file_bytes(full, "q4_k_m") == pytest.approx(4.08e9, rel=0.01)  # as published
+
+
 def test_synth_tensors_differ_and_seeds_matter(tmp_path: Path) -> None:
-    shape = synth.shape_like("tinyllama-1.1b", n_layer=1, n_ff=32, n_embd=64, n_vocab=288)
+    shape = synth.shape_like(
+        "tinyllama-1.1b", n_layer=1, n_ff=32, n_embd=64, n_vocab=288, tokenizer="bytes"
+    )
     files = [tmp_path / f"{i}.gguf" for i in range(3)]
     for file, seed in zip(files, (0, 0, 1), strict=True):
         synth.write(file, shape, seed=seed, name="same")
@@ -48,8 +95,9 @@ def test_synth_tensors_differ_and_seeds_matter(tmp_path: Path) -> None:
 
 def test_synth_file_size_is_that_of_the_model() -> None:
     shape = synth.LIKE["llama2-7b"]
-    n = sum(synth._n_bytes(t, "f16") for t in synth._tensors(shape))
-    assert n == pytest.approx(2 * 6.738e9, rel=0.001)  # 6.74 B parameters
+    assert synth.file_bytes(shape, "f16") == pytest.approx(
+        2 * 6.738e9, rel=0.001
+    )  # 6.74 B parameters
 
 
 @pytest.mark.parametrize(
