@@ -17,9 +17,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import oracle
+from gguf import GGMLQuantizationType, quants
 
 GROUP = 64  # GGML_SPARSE_GROUP
+BLOCKS = {"q8_0": GGMLQuantizationType.Q8_0, "q4_0": GGMLQuantizationType.Q4_0}
 F16_MAX = 65504.0
+ITEM = {"f16": 2, "bf16": 2, "f32": 4}
 
 FACTORS: dict[str, tuple] = {
     "n_kv": (1, 2, 7, 31, 33, 501, 2042, 4097, 9000),
@@ -59,7 +62,7 @@ class Case:
 
     @property
     def d_v(self) -> int:
-        return {96: 64, 64: 100}.get(self.d, self.d)
+        return {96: 64, 64: 96 if self.type_k in BLOCKS else 100}.get(self.d, self.d)
 
     @property
     def size(self) -> int:
@@ -96,7 +99,13 @@ class Case:
     @property
     def type_v(self) -> str:
         """Mostly the type of K; another one where the size of the group is odd."""
-        return "f32" if self.heads == (7, 1) and self.type_k == "f16" else self.type_k
+        other = {"f16": "f32", "q8_0": "q4_0", "q4_0": "f16"}
+        return other.get(self.type_k, self.type_k) if self.heads == (7, 1) else self.type_k
+
+    @property
+    def n_rot(self) -> int:
+        """q and K are turned in blocks of so many: mostly where K is quantised."""
+        return self.d & -self.d if self.type_k in BLOCKS and self.seed % 3 else 0
 
 
 def pairwise(factors: dict[str, tuple], seed: int = 1) -> list[dict]:
@@ -128,11 +137,24 @@ def _new_pairs(item: tuple[str, int], row: dict[str, int], todo: set) -> int:
 
 
 def _limited(case: Case) -> Case:
-    """Few tokens and streams where the cache is large: keeps one case below a second or so."""
+    """Few tokens and streams where the cache is large: keeps one case below a second or so.
+
+    Heads that blocks of 32 do not fill get another size.
+    """
+    if case.type_k in BLOCKS and case.d % 32:
+        case = replace(case, d={80: 96, 100: 160}[case.d])
     return replace(case, batch=(1, 1)) if case.size > 1_500_000 else case
 
 
 # pairs are not enough where three things must meet: an alpha well below 1 and the mean over a part
+QUANTISED = [
+    Case(501, 64, (8, 2), "16", "64", 1, "q8_0", (2, 1), "part", "mixed", "mean_v", False, 201),
+    Case(700, 96, (4, 4), "16", "64", 0, "q4_0", (1, 2), "part", "none", "mean_v", True, 202),
+    Case(2042, 128, (8, 2), "16", "64", 32, "q4_0", (1, 1), "part", "mixed", "plain", True, 203),
+    Case(1100, 160, (7, 1), "16", "64", 0, "q8_0", (1, 1), "causal", "all", "sinks", False, 204),
+    Case(300, 256, (2, 1), "d", "n", 0, "q4_0", (1, 1), "part", "mixed", "mean_v", False, 205),
+    Case(900, 128, (7, 1), "16", "64", 0, "q8_0", (1, 1), "alibi", "mixed", "mean_v", True, 207),
+]
 TYPICAL = [
     Case(2042, 128, (4, 4), "16", "64", 32, "f16", (1, 1), "part", "mixed", "mean_v", True, 101),
     Case(
@@ -186,7 +208,25 @@ def to_type(x: np.ndarray, kind: str) -> np.ndarray:
             return x.astype(np.float16).astype(np.float32)
     if kind == "bf16":
         return bf16_bits(x).astype(np.uint32).__lshift__(16).view(np.float32)
+    if kind in BLOCKS:
+        return quants.dequantize(quants.quantize(x, BLOCKS[kind]), BLOCKS[kind])
     return x
+
+
+def to_blocks(x: np.ndarray, kind: str) -> np.ndarray:
+    """The bytes of x (..., d), whose values `kind` holds exactly; NaN scales where x is poison."""
+    poisoned = ~(np.isfinite(x) & (np.abs(x) < 1e6)).reshape(*x.shape[:-1], -1, 32).all(axis=-1)
+    clean = np.where(np.repeat(poisoned, 32, axis=-1), 0, x).astype(np.float32)
+    raw = quants.quantize(clean, BLOCKS[kind])
+    assert np.array_equal(quants.dequantize(raw, BLOCKS[kind]), clean), f"not values of {kind}"
+    blocks = raw.reshape(*poisoned.shape, -1)
+    blocks[poisoned] = 0x7F  # as a scale, NaN
+    return raw
+
+
+def row_bytes(d: int, kind: str) -> int:
+    """Bytes of d elements."""
+    return d // 32 * {"q8_0": 34, "q4_0": 18}[kind] if kind in BLOCKS else d * ITEM[kind]
 
 
 def bf16_bits(x: np.ndarray) -> np.ndarray:
@@ -194,6 +234,11 @@ def bf16_bits(x: np.ndarray) -> np.ndarray:
     bits = x.astype(np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(x), np.uint32(0x7FC0), rounded).astype(np.uint16)
+
+
+def turn_back(x: np.ndarray, n_rot: int) -> np.ndarray:
+    with np.errstate(invalid="ignore"):
+        return oracle.hadamard(x, n_rot).astype(np.float32)
 
 
 def poison(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
@@ -209,6 +254,7 @@ class Block:
     head: int  # of K and V
     q: np.ndarray
     k: np.ndarray
+    q_score: np.ndarray  # what step 1 reads
     k_score: np.ndarray
     v: np.ndarray
     bias: np.ndarray
@@ -245,12 +291,11 @@ class Data:
 
     @property
     def k_score(self) -> np.ndarray:
-        """The keys as step 1 reads them: sealed groups are stored as f16."""
+        """The keys as step 1 reads them: turned back, and sealed groups are stored as f16."""
         from_t = np.repeat(self.sealed != 0, GROUP, axis=1)[:, : self.case.n_kv, None, None]
+        k = turn_back(self.k, self.case.n_rot)
         return np.where(
-            from_t,
-            np.clip(to_type(np.clip(self.k, -F16_MAX, F16_MAX), "f16"), -F16_MAX, F16_MAX),
-            self.k,
+            from_t, np.clip(to_type(np.clip(k, -F16_MAX, F16_MAX), "f16"), -F16_MAX, F16_MAX), k
         )
 
     def blocks(self) -> Iterator[Block]:
@@ -258,7 +303,7 @@ class Data:
         n_head, n_head_kv = case.heads
         g = n_head // n_head_kv
         slopes = oracle.alibi_slopes(n_head, case.max_bias)
-        k_score = self.k_score
+        q_score, k_score = turn_back(self.q, case.n_rot), self.k_score
         for s, t, h in itertools.product(
             range(len(self.q)), range(self.q.shape[1]), range(n_head_kv)
         ):
@@ -272,6 +317,7 @@ class Data:
                 h,
                 self.q[s, t, rows],
                 self.k[s, :, h],
+                q_score[s, t, rows],
                 k_score[s, :, h],
                 self.v[s, :, h],
                 bias,
@@ -321,6 +367,7 @@ def make(case: Case) -> Data:
     ).astype(np.float32)
     if n_tok > 1:
         q[0, 1, 0] = 0
+    q = oracle.hadamard(q, case.n_rot).astype(np.float32)
     shape = (n_stream, case.n_kv, n_head_kv)
     k = to_type(rng.standard_normal((*shape, case.d), np.float32), case.type_k)
     v = to_type(rng.standard_normal((*shape, case.d_v), np.float32) + 0.5, case.type_v)
@@ -339,12 +386,13 @@ def make(case: Case) -> Data:
     n_pos_t = n_grp * GROUP + (GROUP if case.strided else 0)
     k_t = poison((n_stream, n_head_kv * case.d, n_pos_t), rng)
     v_sum = poison((n_stream, n_pos_t // GROUP, n_head_kv * case.d_v), rng)
+    k_back = turn_back(k, case.n_rot)
     for s, i in zip(*np.nonzero(sealed), strict=True):
         cells = slice(i * GROUP, min((i + 1) * GROUP, case.n_kv))
         n = cells.stop - cells.start
         with np.errstate(invalid="ignore"):
             k_t[s, :, cells.start : cells.stop] = np.clip(
-                k[s, cells].reshape(n, -1).T, -F16_MAX, F16_MAX
+                k_back[s, cells].reshape(n, -1).T, -F16_MAX, F16_MAX
             )
             if n == GROUP:
                 v_sum[s, i] = v[s, cells].reshape(n, -1).astype(np.float64).sum(axis=0)

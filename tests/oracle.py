@@ -44,6 +44,16 @@ def visible_positions(bias: np.ndarray) -> np.ndarray:
     return np.flatnonzero(~np.isneginf(bias[0]))
 
 
+def hadamard(x: np.ndarray, n_rot: int) -> np.ndarray:
+    """The last axis in blocks of n_rot, each times the Hadamard matrix over sqrt(n_rot); 0: x."""
+    if n_rot == 0:
+        return x
+    i = np.arange(n_rot)
+    odd = np.array([[bin(a & b).count("1") % 2 for a in i] for b in i])
+    matrix = np.where(odd, -1.0, 1.0) / np.sqrt(n_rot)
+    return (x.astype(F64).reshape(*x.shape[:-1], -1, n_rot) @ matrix).reshape(x.shape)
+
+
 # ---- step 1: scores ----
 
 
@@ -189,19 +199,19 @@ def sparse(
     sinks=None,
     mean_v=False,
     k_max=None,
+    q_score=None,
     k_score=None,
     dtype=F64,
 ) -> np.ndarray:
     """SparQ attention (rank given) or exact top-k attention (rank None): (g, d_v).
 
-    local, first: cells always in (newest first; attention sinks). k_score: the keys that step 1
-    reads, when they are stored in another precision than k.
+    local, first: cells always in (newest first; attention sinks). q_score, k_score: what step 1
+    reads, when that is in another basis or precision than q and k.
     """
     k_max = topk if k_max is None else k_max
-    components = None if rank is None else select_components(q, rank)
-    logits = logits_of(
-        q, k if k_score is None else k_score, bias, scale, softcap, components, dtype
-    )
+    q_score, k_score = q if q_score is None else q_score, k if k_score is None else k_score
+    components = None if rank is None else select_components(q_score, rank)
+    logits = logits_of(q_score, k_score, bias, scale, softcap, components, dtype)
     chosen = select(logits, topk, forced_positions(bias, local, first, k_max), k_max)
     y = attend(q, k, v, bias, scale, softcap, chosen, sinks, dtype)
     if mean_v:

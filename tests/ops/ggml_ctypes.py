@@ -29,7 +29,7 @@ from ctypes import (
 from pathlib import Path
 
 import numpy as np
-from cases import bf16_bits
+from cases import BLOCKS, bf16_bits, row_bytes, to_blocks
 
 CONTEXT = 1 << 20  # bytes for the structs of the tensors and the graph
 GUARD = 256  # bytes on each side
@@ -39,10 +39,13 @@ TYPES = {
     "f32": (0, np.float32),
     "f16": (1, np.float16),
     "bf16": (30, np.uint16),
+    "q8_0": (8, np.uint8),
+    "q4_0": (2, np.uint8),
     "i8": (24, np.int8),
     "i32": (26, np.int32),
     "i64": (27, np.int64),
 }
+BLOCK_BYTES = {kind: row_bytes(32, kind) for kind in BLOCKS}
 NUMPY_TYPE = {number: (name, dtype) for name, (number, dtype) in TYPES.items()}
 STATS = (
     "attend_sparse",
@@ -173,7 +176,7 @@ class Ggml:
         self.base = ctypes.CDLL(str(_library(folder, "ggml-base")), mode=ctypes.RTLD_GLOBAL)
         self.cpu = ctypes.CDLL(str(_library(folder, "ggml-cpu")))
         base, cpu, t, ctx = self.base, self.cpu, TensorPtr, c_void_p
-        for lib, name, result, *args in [
+        self.prototypes = [
             (base, "ggml_init", ctx, InitParams),
             (base, "ggml_free", None, ctx),
             (base, "ggml_tensor_overhead", c_size_t),
@@ -193,9 +196,11 @@ class Ggml:
             (base, "ggml_sparse_attn_attend", t, ctx, *[t] * 10, AttendParams),
             (base, "ggml_sparq_attn", t, ctx, POINTER(AttnInputs), POINTER(AttnParams)),
             (base, "ggml_topk_attn", t, ctx, POINTER(AttnInputs), POINTER(AttnParams)),
-        ]:
+        ]
+        for lib, name, result, *args in self.prototypes:
             getattr(lib, name).restype = result
             getattr(lib, name).argtypes = args
+        self.ops = base  # where the constructors of our ops are
         object_size = 32  # struct ggml_object, in front of every tensor of a context
         if self.base.ggml_tensor_overhead() != ctypes.sizeof(Tensor) + object_size:
             raise RuntimeError(
@@ -280,9 +285,11 @@ class Graph:
         if array is None:
             return None
         number, dtype = TYPES[kind]
+        ne = (c_int64 * array.ndim)(*reversed(array.shape))
+        if kind in BLOCKS:
+            array = to_blocks(array, kind)  # bytes from here on
         shape = array.shape
         full = [n + p for n, p in zip(shape, pad or [0] * len(shape), strict=True)]
-        ne = (c_int64 * len(shape))(*reversed(shape))
         t = self.ggml.base.ggml_new_tensor(self.ctx, number, len(shape), ne)
         buffer = self.ggml.buffer(int(np.prod(full)) * np.dtype(dtype).itemsize, 0xFF)
         whole = buffer.bytes.view(dtype).reshape(full)
@@ -291,6 +298,8 @@ class Graph:
                 bf16_bits(array) if kind == "bf16" else array.astype(dtype)
             )
         strides = [*whole.strides[::-1]]
+        if kind in BLOCKS:
+            strides[0] = BLOCK_BYTES[kind]
         strides += [strides[-1] * full[0]] * (4 - len(strides))
         t.contents.nb[:] = strides
         self._own(t, buffer)
@@ -312,7 +321,7 @@ class Graph:
         return t, array
 
     def op(self, name: str, *args):
-        return getattr(self.ggml.base, name)(self.ctx, *args)
+        return getattr(self.ggml.ops, name)(self.ctx, *args)
 
     def compute(self, *outputs, n_threads: int = 2) -> None:
         base = self.ggml.base

@@ -67,7 +67,7 @@ class Sources:
 def score(s: Sources, exact: bool = False):
     case = s.data.case
     rank = 0 if exact else case.rank_value
-    params = ScoreParams(rank, case.scale, case.max_bias, case.softcap, 16)
+    params = ScoreParams(rank, case.scale, case.max_bias, case.softcap, 16, case.n_rot)
     return s.graph.op(
         "ggml_sparse_attn_score",
         s.q,
@@ -121,6 +121,7 @@ def whole(s: Sources, exact: bool = False):
         case.softcap,
         case.mean_v,
         16,
+        case.n_rot,
     )
     return s.graph.op("ggml_topk_attn" if exact else "ggml_sparq_attn", inputs, params)
 

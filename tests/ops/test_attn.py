@@ -37,8 +37,8 @@ def test_attn_equals_oracle(case: Case, exact: bool, ggml: Ggml) -> None:
     for b in data.blocks():
         total += 1
         rank = None if exact else case.rank_value
-        k_score = b.k if exact else b.k_score
-        if _may_flip(b, k_score, rank, case, data.topk_max):
+        scored = (b.q, b.k) if exact else (b.q_score, b.k_score)
+        if _may_flip(b, scored, rank, case, data.topk_max):
             flips += 1
             continue
         y = [
@@ -56,7 +56,7 @@ def test_attn_equals_oracle(case: Case, exact: bool, ggml: Ggml) -> None:
                 b.sinks,
                 case.mean_v,
                 data.topk_max,
-                k_score,
+                *scored,
                 dtype,
             )
             for dtype in (np.float64, np.float32)
@@ -70,9 +70,9 @@ def test_attn_equals_oracle(case: Case, exact: bool, ggml: Ggml) -> None:
         pytest.skip("ties or near-ties at every cut of this case")
 
 
-def _may_flip(b: cases.Block, k_score, rank, case: Case, topk_max: int) -> bool:
-    kept = None if rank is None else oracle.select_components(b.q, rank)
-    logits = oracle.logits_of(b.q, k_score, b.bias, case.scale, case.softcap, kept)
+def _may_flip(b: cases.Block, scored, rank, case: Case, topk_max: int) -> bool:
+    kept = None if rank is None else oracle.select_components(scored[0], rank)
+    logits = oracle.logits_of(*scored, b.bias, case.scale, case.softcap, kept)
     cells = oracle.select(logits, b.topk, b.forced, topk_max)
     rest = np.setdiff1d(oracle.visible_positions(b.bias), cells)
     chosen = np.setdiff1d(cells, b.forced)
@@ -280,6 +280,29 @@ def test_attend_mean_of_partly_hidden_group_reads_rows(ggml: Ggml) -> None:
     mean = run_attend(ggml, data, np.array([3]), 0.0)
     want = np.delete(data.v, 70, axis=1).astype(np.float64).mean(axis=1)[:, None]
     assert np.abs(mean - want).max() <= 32 * EPS32 * 5
+
+
+@pytest.mark.parametrize("case", cases.QUANTISED, ids=str)
+def test_attend_reads_blocks(case: Case, ggml: Ggml) -> None:
+    """K and V in blocks of codes: dense, and over a selection, without SCORE in front."""
+    data = cases.make(case)
+    cells = np.sort(np.random.default_rng(case.seed).permutation(case.n_kv)[: case.n_kv // 3])
+    for selected in (None, cells):
+        got = dense_run(ggml, data) if selected is None else run_attend(ggml, data, cells, 0.75)
+        errors = Errors("attend")
+        for b in data.blocks():
+            y = []
+            for dtype in (np.float64, np.float32):
+                seen = oracle.visible_positions(b.bias)
+                read = None if selected is None else np.intersect1d(cells, seen)
+                args = (b.q, b.k, b.v, b.bias, case.scale, case.softcap, read, b.sinks, dtype)
+                y.append(oracle.attend(*args))
+                if case.mean_v and selected is not None:
+                    alpha = np.full(len(b.q), 0.75)
+                    y[-1] = oracle.interpolate(y[-1], alpha, oracle.v_mean(b.v, b.bias, dtype))
+            rows = slice(b.head * len(b.q), (b.head + 1) * len(b.q))
+            errors.add(got[b.stream, b.tok, rows], *y, float(np.abs(b.v[seen]).max(initial=0)))
+        errors.check()
 
 
 def test_attend_empty_selection_gives_zeros(ggml: Ggml) -> None:

@@ -18,19 +18,19 @@ def test_ref_equals_oracle(case: Case, ref) -> None:
     """Each step apart, on the same inputs; and the whole."""
     score, alphas, attend = Errors("ref"), Errors("ref"), Errors("ref")
     for b in cases.make(case).blocks():
-        kept = oracle.select_components(b.q, case.rank_value)
-        assert np.array_equal(ref.components(b.q, case.rank_value), kept)
+        kept = oracle.select_components(b.q_score, case.rank_value)
+        assert np.array_equal(ref.components(b.q_score, case.rank_value), kept)
 
         for components in (kept, np.arange(case.d)):
-            args = (b.q, b.k_score, b.bias, case.scale, case.softcap, components)
+            args = (b.q_score, b.k_score, b.bias, case.scale, case.softcap, components)
             want = oracle.logits_of(*args)
-            got = ref.score(b.q, b.k_score, b.bias, components, case.scale, case.softcap)
+            got = ref.score(b.q_score, b.k_score, b.bias, components, case.scale, case.softcap)
             size = score_scale(
-                b.q[:, components],
+                b.q_score[:, components],
                 b.k_score[:, components],
                 b.bias,
-                np.full(len(b.q), case.scale)
-                / np.maximum(oracle.temperature_factor(b.q, components), 1e-3),
+                np.full(len(b.q_score), case.scale)
+                / np.maximum(oracle.temperature_factor(b.q_score, components), 1e-3),
             )
             score.add(got, want, want, size)
 

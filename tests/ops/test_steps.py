@@ -7,14 +7,13 @@ import graphs
 import numpy as np
 import oracle
 import pytest
-from cases import GROUP, Case
+from cases import BLOCKS, GROUP, Case, row_bytes
 from ggml_ctypes import Ggml, SealParams
 from graphs import Selection, Sources
-from tolerances import Errors, check_selection, score_scale
+from tolerances import EPS32, Errors, check_selection, score_scale
 
 QUICK = cases.quick_cases()
 SLOW = [pytest.param(c, marks=pytest.mark.slow) for c in cases.slow_cases()]
-ITEM = {"f16": 2, "bf16": 2, "f32": 4}
 
 over_cases = pytest.mark.parametrize("case", QUICK + SLOW, ids=str)
 
@@ -55,17 +54,17 @@ def check_scores(data: cases.Data, logits: dict) -> None:
     for rank, got in logits.items():
         for b in data.blocks():
             rows = slice(b.head * len(b.q), (b.head + 1) * len(b.q))
-            k = b.k if rank is None else b.k_score
-            kept = None if rank is None else oracle.select_components(b.q, rank)
-            args = (b.q, k, b.bias, case.scale, case.softcap, kept)
+            q, k = (b.q, b.k) if rank is None else (b.q_score, b.k_score)
+            kept = None if rank is None else oracle.select_components(q, rank)
+            args = (q, k, b.bias, case.scale, case.softcap, kept)
             part = slice(None) if kept is None else kept
-            tau = 1 if kept is None else oracle.temperature_factor(b.q, kept)
+            tau = 1 if kept is None else oracle.temperature_factor(q, kept)
             factor = case.scale / np.where(tau == 0, 1, tau) * np.ones(len(b.q))
             errors.add(
                 got[b.stream, b.tok, rows],
                 oracle.logits_of(*args),
                 oracle.logits_of(*args, dtype=np.float32),
-                score_scale(b.q[:, part], k[:, part], b.bias, factor),
+                score_scale(q[:, part], k[:, part], b.bias, factor),
             )
     errors.check()
 
@@ -121,15 +120,17 @@ def check_stats(data: cases.Data, chosen: Selection, stats: dict[str, int]) -> N
     case = data.case
     n_tok, n_stream = case.batch
     _, n_head_kv = case.heads
-    row_k, row_v = case.d * ITEM[case.type_k], case.d_v * ITEM[case.type_v]
+    row_k, row_v = row_bytes(case.d, case.type_k), row_bytes(case.d_v, case.type_v)
     visible = data.visible[:, 0]  # (n_stream, n_tok, n_grp)
     n_visible = int(visible.sum()) * n_head_kv
     n_read = sum(map(len, chosen.cells.values()))
 
     size = np.minimum(GROUP, case.n_kv - GROUP * np.arange(visible.shape[-1]))
     sealed = data.sealed[:, None] != 0
+    # rows of blocks are read whole
+    unsealed = row_k if case.type_k in BLOCKS else case.rank_value * row_bytes(1, case.type_k)
     scored = np.where(
-        visible == 0, 0, np.where(sealed, size * 2, visible * ITEM[case.type_k])
+        visible == 0, 0, np.where(sealed, size * 2 * case.rank_value, visible * unsealed)
     ).sum()
     mean = 0
     if case.mean_v:
@@ -140,7 +141,7 @@ def check_stats(data: cases.Data, chosen: Selection, stats: dict[str, int]) -> N
         "attend_dense": n_tok * n_stream,
         "pos_visible": 2 * n_visible,
         "pos_read": n_read + n_visible,
-        "bytes_score": n_visible * row_k + int(scored) * case.rank_value * n_head_kv,
+        "bytes_score": n_visible * row_k + int(scored) * n_head_kv,
         "bytes_attend": (n_read + n_visible) * (row_k + row_v) + mean,
         "bytes_dense": 2 * n_visible * (row_k + row_v),
         "groups_sealed": 0,
@@ -171,7 +172,7 @@ def test_score_component_ties(n_head: int, rank: int, ggml: Ggml) -> None:
 # ---- SEAL ----
 
 
-@pytest.mark.parametrize("type_k", ["f16", "bf16", "f32"])
+@pytest.mark.parametrize("type_k", ["f16", "bf16", "f32", "q8_0", "q4_0"])
 @pytest.mark.parametrize(
     ("n_kv", "d", "n_head_kv", "n_stream"),
     [(64, 64, 1, 1), (640, 128, 2, 1), (200, 80, 3, 2), (31, 96, 1, 2), (4160, 64, 2, 1)],
@@ -182,6 +183,8 @@ def test_seal_writes_listed_groups_only(
 ) -> None:
     """k_t is K transposed and rounded to f16, bit for bit; v_sum the sums; no more."""
     rng = np.random.default_rng(n_kv + d)
+    if type_k in BLOCKS:
+        d = -(-d // 64) * 64
     d_v = d // 2
     k = cases.to_type(rng.standard_normal((n_stream, n_kv, n_head_kv, d)), type_k)
     v = cases.to_type(rng.standard_normal((n_stream, n_kv, n_head_kv, d_v)), type_k)
@@ -241,6 +244,25 @@ def test_seal_writes_listed_groups_only(
     errors.check()
     assert np.array_equal(got_t, want_t)
     assert np.array_equal(got_sum, before_sum), "a group that was not listed changed"
+
+
+@pytest.mark.parametrize("type_k", ["q8_0", "q4_0", "f16"])
+@pytest.mark.parametrize(("d", "n_rot"), [(64, 64), (192, 64), (128, 128), (256, 32)])
+def test_seal_turns_k_back(type_k, d, n_rot, ggml) -> None:
+    rng = np.random.default_rng(d)
+    k = cases.to_type(rng.standard_normal((1, 150, 2, d)) * 3, type_k)
+    with ggml.graph() as g:
+        k_t = g.tensor(np.full((1, 2 * d, 150), 7.0), "f16", inplace=True)
+        sources = (g.tensor(k, type_k, (0, 3, 2, 0)), None, g.tensor(np.array([[1, 2]]), "i32"))
+        out = g.op(
+            "ggml_sparse_attn_seal", k_t, None, *sources, None, None, None, SealParams(16, n_rot)
+        )
+        g.compute(out)
+        got = g.read(out)[0, 0].astype(np.float32)
+    want = oracle.hadamard(k, n_rot)[0].reshape(150, -1).T
+    size = np.linalg.norm(k, axis=-1).max()
+    assert np.abs(got - want)[:, 64:].max() <= 2**-11 * np.abs(want).max() + 8 * EPS32 * size
+    assert (got[:, :64] == 7).all()
 
 
 @pytest.mark.parametrize("type_k", ["f32", "bf16", "f16"])
