@@ -38,7 +38,7 @@ struct llama_sparse_shadow {
     struct layer {
         ggml_tensor * k_t     = nullptr; // [kv_size + pad, n_embd_k_gqa, n_stream] f16, or codes
         ggml_tensor * k_range = nullptr; // [2, n_embd_k_gqa, n_run, n_stream] f32: scale and zero of the codes; only with codes
-        ggml_tensor * v_sum   = nullptr; // [n_embd_v_gqa, n_grp, n_stream] f32; only with mean_v
+        ggml_tensor * v_sum   = nullptr; // [n_embd_v_gqa, n_sum, n_stream] f32; only with mean_v
     };
 
     std::vector<layer> layers; // by layer of the cache; k_t == nullptr: this layer has no shadow
@@ -108,6 +108,25 @@ struct llama_sparse_access {
         return kv->attn_rot_k ? kv->n_embd_head_k_all & -kv->n_embd_head_k_all : 0;
     }
 
+    // bytes of one position of a KV head: K and V
+    static double row_bytes(const llama_kv_cache * kv, int il) {
+        const auto & layer = kv->layers[layer_of(kv, il)];
+        return (double) (ggml_row_size(layer.k->type, layer.k->ne[0]) + ggml_row_size(layer.v->type, layer.v->ne[0]))/kv->hparams.n_head_kv(il);
+    }
+
+    // the share of dense attention's bytes that step 1 reads in each layer [n_layer]; 0 for layers of other caches
+    static std::vector<double> score_shares(const llama_kv_cache * kv, const llama_sparse_spec & spec, int32_t n_layer) {
+        std::vector<double> res(n_layer, 0.0);
+        for (const auto & [il, ikv] : kv->map_layer_ids) {
+            if (!*why_not_layer(kv, ikv) && il < n_layer) {
+                const double bytes = row_bytes(kv, il);
+                const double scale = spec.n_bit == 16 ? 0.0 : 2.0*sizeof(float)/GGML_SPARSE_RUN; // and zero
+                res[il] = spec.rank_for(kv->hparams.n_embd_head_k(il), bytes)*(spec.n_bit/8.0 + scale)/bytes;
+            }
+        }
+        return res;
+    }
+
     // "" or why no layer of this cache can be sparse
     static const char * why_not(const llama_kv_cache * kv) {
         return kv->other           ? "the cells are shared with another cache" :
@@ -159,7 +178,7 @@ struct llama_sparse_access {
             }
             ggml_format_name(dst.k_t, "sparse_k_t_%d", (int) src.il);
             if (v_sum) {
-                dst.v_sum = ggml_new_tensor_3d(shadow->ctx.get(), GGML_TYPE_F32, src.v->ne[0], n_groups(kv->get_size()), kv->n_stream);
+                dst.v_sum = ggml_new_tensor_3d(shadow->ctx.get(), GGML_TYPE_F32, src.v->ne[0], ggml_sparse_n_sum_rows(n_groups(kv->get_size())), kv->n_stream);
                 ggml_format_name(dst.v_sum, "sparse_v_sum_%d", (int) src.il);
             }
         }
@@ -318,7 +337,7 @@ struct llama_sparse_access {
                             mag[c] += std::abs(row[c]);
                         }
                     }
-                    const auto * v_sum = dst.v_sum ? (const float *) ((const char *) dst.v_sum->data + s*dst.v_sum->nb[2] + g*dst.v_sum->nb[1]) : nullptr;
+                    const auto * v_sum = dst.v_sum ? (const float *) ((const char *) dst.v_sum->data + s*dst.v_sum->nb[2] + ggml_sparse_sum_row(g)*dst.v_sum->nb[1]) : nullptr;
                     for (size_t c = 0; v_sum && c < sum.size(); ++c) {
                         bad = bad || !(std::abs(v_sum[c] - sum[c]) <= 1e-5*mag[c] + 1e-30);
                     }
@@ -439,6 +458,7 @@ public:
     std::map<int32_t, ggml_tensor *> k_t; // SEAL's result, by layer of the cache
 
     int32_t n_local_max = 0;
+    std::vector<double> score_shares; // [n_layer], see there
 
     std::vector<std::pair<int, std::string>> layers; // (il, reason): reason "" = our op runs
 
@@ -507,7 +527,7 @@ void llm_graph_input_sparse::set_select(const llama_ubatch * ubatch) {
 
         for (int64_t il = 0; il < n_layer; ++il) {
             int32_t * out = (int32_t *) kl->data + (il*n_tok_all + t)*2;
-            out[0] = spec.topk_for(il, n_layer, n_pos);
+            out[0] = spec.topk_for(il, n_layer, n_pos, score_shares[il]);
             out[1] = std::min(spec.local_for(out[0]), n_local_max);
         }
     }
@@ -622,7 +642,7 @@ static void build_select_inputs(const llm_graph_context & g, llm_graph_input_spa
     const auto & spec = inp->state->spec;
     const int32_t n_layer = inp->state->n_layer;
     for (int32_t il = 0; il < n_layer; ++il) {
-        inp->n_local_max = std::max(inp->n_local_max, spec.local_for(spec.topk_for(il, n_layer, inp->n_kv)));
+        inp->n_local_max = std::max(inp->n_local_max, spec.local_for(spec.topk_for(il, n_layer, inp->n_kv, inp->score_shares[il])));
     }
     inp->forced = new_input(g, "sparse_forced", std::max(inp->n_local_max + spec.sinks, 1), n_tok, 1, ns);
     inp->kl     = new_input(g, "sparse_kl", 2, n_tok, ns, n_layer);
@@ -676,7 +696,10 @@ ggml_tensor * llama_sparse_build_attn(
     params.scale    = kq_scale;
     params.max_bias = g.hparams.f_max_alibi_bias;
     params.softcap  = g.hparams.attn_soft_cap ? g.hparams.f_attn_logit_softcapping : 0.0f;
-    params.topk_max = spec.topk_for(il, state->n_layer, inp->n_kv);
+    if (inp->score_shares.empty()) {
+        inp->score_shares = llama_sparse_access::score_shares(kv, spec, state->n_layer);
+    }
+    params.topk_max = spec.topk_for(il, state->n_layer, inp->n_kv, inp->score_shares[il]);
 
     // n_kv is the number of cells in use, rounded up; round min_ctx in the same way, so that no shorter context is ever sparse
     const bool is_short = inp->n_kv <= GGML_PAD((uint32_t) spec.min_ctx, 256u);
@@ -699,7 +722,7 @@ ggml_tensor * llama_sparse_build_attn(
             in.v_sum  = nullptr;
             in.sealed = inp->sealed;
             params.mean_v = wants_mean_v(spec, g.hparams, il);
-            params.rank   = spec.rank_for(k->ne[0], ggml_row_size(k->type, k->ne[0])/(double) k->ne[0]);
+            params.rank   = spec.rank_for(k->ne[0], llama_sparse_access::row_bytes(kv, il));
             params.n_bit  = spec.n_bit;
             params.n_rot  = llama_sparse_access::n_rot(kv);
             const auto   & layer = llama_sparse_shadow_get(kv)->layers[llama_sparse_access::layer_of(kv, il)];

@@ -33,7 +33,7 @@ struct llama_sparse_spec {
     int32_t min_ctx = 1024;
     int32_t mean_v  = -1;   // < 0: auto
     bool    ramp    = false;
-    int32_t n_bit   = 16;   // of the transposed copy of K: 16 (f16), 8 or 4
+    int32_t n_bit   = 4;    // of the transposed copy of K: 16 (f16), 8 or 4
 
     std::vector<int32_t> k_layers;
 
@@ -44,11 +44,11 @@ struct llama_sparse_spec {
     // reads every position: run as the dense op
     bool is_dense() const;
 
-    // size_kv: bytes of one element of K
-    int32_t rank_for(int32_t d_k, double size_kv) const;
+    // row_bytes: of K and V of one position and KV head
+    int32_t rank_for(int32_t d_k, double row_bytes) const;
 
-    // k of layer il for a token that sees n_pos positions
-    int32_t topk_for(int32_t il, int32_t n_layer, int32_t n_pos) const;
+    // k of layer il for a token that sees n_pos positions; score_share: of dense attention's bytes, read by step 1
+    int32_t topk_for(int32_t il, int32_t n_layer, int32_t n_pos, double score_share) const;
 
     int32_t local_for(int32_t k) const;
 };
@@ -69,6 +69,7 @@ struct llama_sparse_state {
     std::map<std::string, uint64_t> n_stock;
 
     llama_sparse_state();
+    ~llama_sparse_state(); // logs the counters
 
     void reset_counters();
 

@@ -226,15 +226,15 @@ const char * llama_sparse_spec::shadow_name() const {
     return n_bit == 16 ? "f16" : n_bit == 8 ? "q8" : "q4";
 }
 
-int32_t llama_sparse_spec::rank_for(int32_t d_k, double size_kv) const {
+// Half of the bytes pay for the scores, but a quarter of the components is enough: beyond that, rows bring more (bench/recall.py)
+int32_t llama_sparse_spec::rank_for(int32_t d_k, double row_bytes) const {
     if (rank > 0) {
         return rank;
     }
-    // S*r*n_bit/8 = ratio/2 * 2*S*d_k*size_kv
-    return std::clamp((int32_t) std::lround(ratio*d_k*size_kv*8/n_bit), 1, d_k);
+    return std::clamp((int32_t) std::lround(ratio/2*row_bytes*8/n_bit), 1, std::max(d_k/4, 1));
 }
 
-int32_t llama_sparse_spec::topk_for(int32_t il, int32_t n_layer, int32_t n_pos) const {
+int32_t llama_sparse_spec::topk_for(int32_t il, int32_t n_layer, int32_t n_pos, double score_share) const {
     double k;
     int32_t k_min = 1;
     if (!k_layers.empty()) {
@@ -242,8 +242,8 @@ int32_t llama_sparse_spec::topk_for(int32_t il, int32_t n_layer, int32_t n_pos) 
     } else if (topk > 0) {
         k = topk;
     } else {
-        // sparq: 2*k*d*size = ratio/2 * 2*S*d*size. topk: ratio is the share of positions
-        k = (method == LLAMA_SPARSE_SPARQ ? ratio/2 : ratio)*n_pos;
+        // sparq: what the scores leave of the bytes. topk: ratio is the share of positions
+        k = (method == LLAMA_SPARSE_SPARQ ? ratio - score_share : ratio)*n_pos;
         k_min = min_k;
     }
     if (ramp && k_layers.empty()) {
@@ -294,6 +294,26 @@ llama_sparse_state::llama_sparse_state() {
         throw std::runtime_error("failed to allocate the counters of sparse attention");
     }
     reset_counters();
+}
+
+// at the end of a context: what was asked for and what ran. Not one sparse call is worth a warning: nobody else says it in the programs
+// of llama.cpp
+llama_sparse_state::~llama_sparse_state() {
+    const int64_t * stat = (const int64_t *) stats->data;
+    const int64_t n_sparse = stat[GGML_SPARSE_STAT_ATTEND_SPARSE], n_dense = stat[GGML_SPARSE_STAT_ATTEND_DENSE];
+    if (n_sparse + n_dense == 0 && n_stock.empty()) {
+        return;
+    }
+    std::string text = std::to_string(n_sparse) + " attention calls sparse, " + std::to_string(n_dense) + " exact";
+    for (const auto & [reason, n] : n_stock) {
+        text += ", " + std::to_string(n) + " left to llama.cpp (" + reason + ")";
+    }
+    const bool none = n_sparse == 0 && (spec.method == LLAMA_SPARSE_SPARQ || spec.method == LLAMA_SPARSE_TOPK);
+    if (none) {
+        LLAMA_LOG_WARN("sparse attention %s: %s\n", spec.str().c_str(), text.c_str());
+    } else {
+        LLAMA_LOG_INFO("sparse attention %s: %s\n", spec.str().c_str(), text.c_str());
+    }
 }
 
 void llama_sparse_state::reset_counters() {

@@ -23,7 +23,8 @@ extern "C" {
 //              dense  exact attention through our op (reads every visible position once per KV head)
 //              sparq  SparQ: approximate scores from `rank` components, then exact attention over `topk` positions
 //              topk   exact scores from all of K, then attention over `topk` positions
-//   ratio    1/8 | 0.125 | 12.5%   sparq: bytes moved / bytes of all K and V; half for the scores, half for the gathered rows
+//   ratio    1/8 | 0.125 | 12.5%   sparq: bytes moved / bytes of all K and V: half for the scores, but at most a quarter
+//                                  of the components; the rest for the gathered rows
 //                                  topk:  share of the positions that is kept
 //   rank, topk (or k)              explicit values, instead of those from ratio
 //   local    size of the local window, newest positions of the sequence (default topk/4)
@@ -31,7 +32,7 @@ extern "C" {
 //   min_k    lower bound of topk when it comes from ratio (default 128); whatever its source, no layer's k is below sinks + local + 1
 //   min_ctx  up to this many cells in use (rounded up to 256): exact dense (default 1024)
 //   mean_v   auto | on | off       step 3, interpolation with the mean value (auto: on for MHA, off for GQA)
-//   shadow   f16 | q8 | q4         the transposed copy of K: +50 %, +26 %, +13 % of f16 KV; fewer bits, more rank at the same ratio
+//   shadow   q4 | q8 | f16         the transposed copy of K: +13 %, +26 %, +50 % of f16 KV; at the same ratio fewer bits find more (default q4)
 //   budget   uniform | ramp        ramp: topk grows linearly from the first to the last layer, same total (arXiv 2502.06766, 4.4)
 //   k_layers 64:64:128:...         topk of each layer, explicit
 //

@@ -63,11 +63,14 @@ def split(
     n_cells = -(-n_pos // CELLS) * CELLS  # the library decides on whole blocks of the cache
     if n_cells <= -(-spec.min_ctx // CELLS) * CELLS:
         return _dense(n_pos, head_dim, f"not above min_ctx {spec.min_ctx}")
-    if _topk(spec, n_cells, il, n_layer) >= n_cells:
+    rank = _rank(spec, head_dim, kv_bytes)
+    element = SHADOW_BYTES[spec.shadow] + _scale_bytes(spec, RUN) / RUN
+    share = rank * element / (2 * head_dim * kv_bytes)
+    if _topk(spec, n_cells, share, il, n_layer) >= n_cells:
         return _dense(n_pos, head_dim, "k covers every position")
-    topk = _topk(spec, n_pos, il, n_layer)
+    topk = _topk(spec, n_pos, share, il, n_layer)
     local = max(topk // 4, 1) if spec.local is None else spec.local
-    return Split(_rank(spec, head_dim, kv_bytes), topk, local, spec.sinks)
+    return Split(rank, topk, local, spec.sinks)
 
 
 def _dense(n_pos: int, head_dim: int, reason: str) -> Split:
@@ -75,17 +78,20 @@ def _dense(n_pos: int, head_dim: int, reason: str) -> Split:
 
 
 def _rank(spec: AttentionSpec, head_dim: int, kv_bytes: float) -> int:
-    """`S*r*shadow_bytes = ratio/2 * 2*S*d*kv_bytes`: half of the bytes pay for the scores."""
+    """Half of the bytes pay for the scores: `S*r*shadow_bytes = ratio/2 * 2*S*d*kv_bytes`.
+
+    But a quarter of the components is enough; beyond that, rows bring more (bench/recall.py).
+    """
     if spec.method == "topk":
         return head_dim  # exact scores
     if spec.rank is not None:
         return spec.rank
     rank = _round((spec.ratio or 0) * head_dim * kv_bytes / SHADOW_BYTES[spec.shadow])
-    return min(max(rank, 1), head_dim)
+    return min(max(rank, 1), max(head_dim // 4, 1))
 
 
-def _topk(spec: AttentionSpec, n_pos: int, il: int, n_layer: int) -> int:
-    """`k = S*ratio/2`: the other half pays for the rows. Top-k: the ratio is the share of rows."""
+def _topk(spec: AttentionSpec, n_pos: int, score_share: float, il: int, n_layer: int) -> int:
+    """What the scores leave of the bytes pays for rows. Top-k: the ratio is the share of rows."""
     least = spec.sinks + (spec.local or 0) + 1
     k: float
     if spec.k_layers is not None:
@@ -93,7 +99,7 @@ def _topk(spec: AttentionSpec, n_pos: int, il: int, n_layer: int) -> int:
     elif spec.topk is not None:
         k = spec.topk
     else:
-        k = (spec.ratio or 0) * n_pos * (0.5 if spec.method == "sparq" else 1)
+        k = ((spec.ratio or 0) - (score_share if spec.method == "sparq" else 0)) * n_pos
         least = max(least, spec.min_k)
     if spec.budget == "ramp" and spec.k_layers is None:
         k *= 2 * (il + 1) / (n_layer + 1)

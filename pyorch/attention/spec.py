@@ -4,7 +4,7 @@ The native library parses the same line (`llama_set_sparse_attn`, variable `SPAR
 
     off                            stock llama.cpp, bit for bit
     dense                          our exact attention (the same as ratio 1)
-    sparq,ratio=1/8                SparQ at an eighth of the bytes of dense f16 attention
+    sparq,ratio=1/8                SparQ at an eighth of the bytes of dense attention
     sparq,rank=32,topk=128         SparQ with the paper's own parameters
     topk,k=512,ramp                exact top-k, k growing from the first layer to the last
 """
@@ -21,7 +21,7 @@ from pyorch.errors import SparqError
 METHODS = ("sparq", "topk", "dense", "off")
 MEAN_V = ("auto", "on", "off")
 BUDGETS = ("uniform", "ramp")
-SHADOWS = ("f16", "q8", "q4")
+SHADOWS = ("q4", "q8", "f16")
 DEFAULT_RATIO = 1 / 8
 
 _ALIASES = {"k": "topk", "r": "rank", "l": "local", "mean-v": "mean_v", "min-ctx": "min_ctx"}
@@ -36,7 +36,7 @@ class AttentionSpec:
     local    positions of the recent window that are always in; None = k/4
     sinks    first positions that are always in
     min_ctx  up to this many cells in use, rounded up to 256, attention is exact dense
-    shadow   type of the transposed copy of K; with fewer bits a ratio buys more rank
+    shadow   type of the transposed copy of K; at the same ratio fewer bits find more
     min_k    the least k that a ratio gives
     k_layers one k per layer, `64:64:128`, in place of topk
     """
@@ -50,7 +50,7 @@ class AttentionSpec:
     min_ctx: int = 1024
     mean_v: str = "auto"
     budget: str = "uniform"
-    shadow: str = "f16"
+    shadow: str = "q4"
     min_k: int = 128
     k_layers: str | None = None
 

@@ -50,7 +50,7 @@ def test_no_ratio(text: str) -> None:
         ("topk,min-ctx=0", "topk,ratio=1/8,min_ctx=0"),
         ("sparq,ratio=0.2,mean_v=on,sinks=0,local=16,min_k=1", None),
         ("topk,k_layers=64:64:128", None),
-        ("sparq,shadow=q4", "sparq,ratio=1/8,shadow=q4"),
+        ("sparq,shadow=q8", "sparq,ratio=1/8,shadow=q8"),
     ],
 )
 def test_spec(line: str, canonical: str | None) -> None:
@@ -145,11 +145,12 @@ def test_rank_above_the_head_size() -> None:
 @pytest.mark.parametrize(
     ("line", "n_pos", "rank", "topk", "local"),
     [
-        ("sparq,ratio=1/8", 16384, 16, 1024, 256),  # r = d*ratio, k = S*ratio/2
-        ("sparq,ratio=1/8", 1500, 16, 128, 32),  # never below min_k
+        ("sparq,ratio=1/8", 16384, 32, 1520, 380),  # r = d/4: 1/31 of the bytes; the rest for rows
+        ("sparq,ratio=1/32", 16384, 16, 248, 62),  # half and half
+        ("sparq,ratio=1/8", 1200, 32, 128, 32),  # never below min_k
         ("sparq,rank=32,topk=128", 4096, 32, 128, 32),  # the paper's recipe
         ("sparq,rank=32,topk=128,local=7", 4096, 32, 128, 7),
-        ("sparq,ratio=1/8,shadow=q4", 16384, 64, 1024, 256),  # a quarter of the bits
+        ("sparq,ratio=1/8,shadow=f16", 16384, 16, 1024, 256),  # half and half, four times the bits
         ("topk,ratio=1/8", 16384, 128, 2048, 512),  # scores from all of K
     ],
 )

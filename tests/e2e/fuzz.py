@@ -77,14 +77,26 @@ class Spec:
     def is_sparse(self) -> bool:
         return self.method in ("sparq", "topk")
 
-    def kl(self, layer: int, n_layer: int, n: int) -> tuple[int, int]:
+    def score_share(self, row: int) -> float:
+        """Share of the bytes that the scores read: half of the ratio, or less.
+
+        row: bytes of K and V of one position and head.
+        """
+        if self.method != "sparq":
+            return 0
+        bits = {"f16": 16, "q8": 8, "q4": 4}[self.shadow]
+        rank = self.rank or min(max(np.floor(self.ratio * row * 4 / bits + 0.5), 1), HEAD_DIM // 4)
+        scale_and_zero = 0 if bits == 16 else 8 / 512
+        return rank * (bits / 8 + scale_and_zero) / row
+
+    def kl(self, layer: int, n_layer: int, n: int, row: int) -> tuple[int, int]:
         least = self.min_k if self.ratio and not self.k_layers else 1
         if self.k_layers:
             k = float(self.k_layers[layer])
         elif self.topk:
             k = float(self.topk)
         else:
-            k = self.ratio * n / (2 if self.method == "sparq" else 1)
+            k = (self.ratio - self.score_share(row)) * n
         if self.ramp and not self.k_layers:
             k *= 2 * (layer + 1) / (n_layer + 1)
         k = np.floor(k + 0.5)
@@ -199,6 +211,7 @@ class Fuzz:
             type_k != "bf16"
         )  # llama.cpp aborts: its RoPE on the CPU does not know bf16
         type_v = str(rng.choice([type_k, "f16"]))
+        self.row = HEAD_DIM * sum(4 if t == "f32" else 2 for t in (type_k, type_v))
         n_ctx = 1024 if self.unified else 1280
         self.n_ubatch = int(rng.choice([32, 64, 200]))
         n_threads = 2 if seed % 8 == 7 else 1
@@ -450,7 +463,7 @@ class Fuzz:
         cells = [c for c in self.plain.cells(seq) if c.position <= position]
         position_of = {c.index: c.position for c in cells}
         by_age = sorted((c.position for c in cells), reverse=True)
-        k, n_local = self.spec.kl(a.layer, self.n_layer, len(by_age))
+        k, n_local = self.spec.kl(a.layer, self.n_layer, len(by_age), self.row)
         got_k, got_l = a.kl[place].tolist()
         off_by = abs(got_k - k)
         assert off_by <= (self.spec.ratio > 0), (

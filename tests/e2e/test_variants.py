@@ -18,7 +18,7 @@ from llama import Context, Model, SpecError, Token, log_text, python_environment
 from nodes import Watch
 
 N_PROMPT, N_STEP = 330, 12
-SPARQ = "sparq,rank=8,topk=40,min_ctx=0"
+SPARQ = "sparq,rank=8,topk=40,min_ctx=0,shadow=f16"
 TOPK = "topk,k=40,min_ctx=0"
 
 GetModel = Callable[..., Model]
