@@ -36,7 +36,11 @@ def markdown(recs: Sequence[Record]) -> str:
         "against best stock": lambda r: _number(r["speedup"], "{:.2f}x"),
         "limit": lambda r: _number(r["roofline_speedup"], "{:.2f}x"),
         "share of roofline": lambda r: _number(100 * r["roofline_share"], "{:.0f} %"),
+        "paper: limit": lambda r: _number(r["paper_limit"], "{:.2f}x"),
+        "paper: measured": lambda r: _number(r["paper_speedup"], "{:.2f}x"),
     }
+    if all(math.isnan(r["paper_limit"]) for r in found):
+        del shown["paper: limit"], shown["paper: measured"]
     for name in ("type_k", "type_v"):  # as llama-bench, only if there is something to tell apart
         if {r[name] for r in found} == {"f16"}:
             del shown[name]

@@ -36,6 +36,18 @@ from pyorch.models.gguf_file import Geometry, available_memory, geometry, human_
 
 BENCH = "speed"
 N_BATCH = 512  # of a prompt
+
+# Llama-2-7B, Q8_0 weights, f16 cache, ratio 1/8, by depth: the limit by bytes, and the speed-up
+# that was measured on a CPU with 32 threads (SparQ, arXiv 2312.04985, figure 9)
+PAPER = {
+    4096: (1.27, 1.14),
+    8192: (1.52, 1.26),
+    16384: (1.97, 1.57),
+    32768: (2.71, 1.73),
+    65536: (3.77, 2.06),
+    131072: (4.99, 2.54),
+}
+FILL = 0.75  # share of the memory that a model chosen by us may take
 PROCESS_BYTES = 300 << 20  # of a measured process, beside the model, the cache and FORGET_BYTES
 
 
@@ -59,6 +71,7 @@ class Case:
     prefill: bool  # the positions before were read for real
     repetitions: int
     numa: str = ""
+    below_min_ctx: bool = False  # ours is to run dense
     seed: int = 1
 
     @property
@@ -102,6 +115,7 @@ class Plan:
     repetitions: int = 5
     prefill: bool = False
     numa: str = ""
+    below_min_ctx: bool = False
 
     def groups(self) -> Iterator[tuple[Path, list[Case]]]:
         """A model, and cases that share its cache and take turns. Writes synthetic models."""
@@ -136,6 +150,7 @@ class Plan:
                 prefill=self.prefill,
                 repetitions=self.repetitions,
                 numa=self.numa,
+                below_min_ctx=self.below_min_ctx,
             )
             cases = [replace(first, flash_attn=fa) for fa in stock]
             cases += [replace(first, library="sparq", flash_attn=True, spec=s) for s in specs]
@@ -146,16 +161,14 @@ class Plan:
                 yield path, [replace(c, **this) for c in cases]
 
     def _synthetic(self, like: str, cases: Sequence[Case]) -> Path:
-        full = synth.shape_like(like).n_layer
-        if self.n_layer is not None:
-            return synthetic(like, self.n_layer, self.quant)
+        """With as many layers as fit: decided by the size of the memory, not by what is free, so
+        that another run has the same cases."""
+        full, memory = synth.shape_like(like).n_layer, records.machine()["memory_gib"] * 2**30
         fewer = [2**i for i in range(10, -1, -1) if 2**i < full]
         fitting = (
-            n
-            for n in [full, *fewer]
-            if _needs(cases, *_sizes(like, n, self.quant)) < available_memory()
+            n for n in [full, *fewer] if _needs(cases, *_sizes(like, n, self.quant)) < FILL * memory
         )
-        return synthetic(like, next(fitting, 1), self.quant)
+        return synthetic(like, self.n_layer or next(fitting, 1), self.quant)
 
 
 def synthetic(like: str, n_layer: int, quant: str) -> Path:
@@ -396,7 +409,8 @@ def refuse_idle(case: Case, counters: dict[str, int], n_layer: int) -> None:
     if case.library == "stock" or spec.method == "off":
         return
     if case.n_gen:
-        name, wanted = "calls_sparse" if spec.sparse else "calls_dense_op", n_layer * case.n_gen
+        sparse = spec.sparse and not case.below_min_ctx
+        name, wanted = "calls_sparse" if sparse else "calls_dense_op", n_layer * case.n_gen
     elif spec.method == "sparq":
         # those of the last batch are left to the tokens that follow
         least = max(case.n_prompt - N_BATCH, 0) // GROUP
@@ -463,6 +477,13 @@ def _row(rec: Record, best_ns: float, best_kv: int) -> Row:
     moved = weights + rec["bytes_kv"] if rec["bytes_kv"] else math.nan
     case = asdict(c)
     spec = case.pop("spec")
+    like_paper = (
+        c.model_type.startswith("llama2-7b q8_0")
+        and (c.type_k, c.type_v, parse_spec(c.spec).method) == ("f16", "f16", "sparq")
+        and parse_spec(c.spec).ratio == 1 / 8
+        and c.n_gen
+    )
+    paper_limit, paper_speedup = PAPER.get(c.n_depth if like_paper else 0, (math.nan, math.nan))
     return {
         "build_commit": env["commit"][:9],
         "cpu_info": env["machine"]["cpu"],
@@ -483,6 +504,8 @@ def _row(rec: Record, best_ns: float, best_kv: int) -> Row:
         "p90_ns": round(high),
         "speedup": best_ns / mid,
         "roofline_speedup": (weights + best_kv) / moved if best_kv else math.nan,
+        "paper_speedup": paper_speedup,
+        "paper_limit": paper_limit,
         "bytes_weights": weights,
         "bytes_kv": rec["bytes_kv"],
         "bandwidth_bytes_per_s": round(bandwidth),

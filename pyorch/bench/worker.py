@@ -126,6 +126,27 @@ class Subject:
         engine.rewind(session, n_pos)
         return {"samples_ns": samples, "counters": counters}
 
+    def seal_by_decoding(self, spec: str, n_after: int) -> dict[str, Any]:
+        """Time each token from a restored state on, until nothing is left to seal, and then
+        `n_after` more. All are decoded at the same position.
+
+        Returns what each token sealed, counted per layer, and its time.
+        """
+        from pyorch import engine
+
+        session = self._session
+        self._step(3)
+        engine.set_attention(session, spec)
+        engine.reset_counters(session)
+        times: list[int] = []
+        sealed: list[int] = []
+        while not sealed or sealed[-1]:
+            before = engine.info(session).counter("groups_sealed")
+            times.append(self._step(3))
+            sealed.append(engine.info(session).counter("groups_sealed") - before)
+        after = [self._step(3) for _ in range(n_after)]
+        return {"sealing_ns": times[:-1], "sealed": sealed[:-1], "after_ns": after}
+
     def layers(self) -> tuple[int, list[str]]:
         """How many layers are ours, by the last token, and why the others are llama.cpp's."""
         from pyorch import engine

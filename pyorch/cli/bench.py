@@ -12,6 +12,7 @@ from pyorch.attention.spec import BUDGETS, SHADOWS
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
 
+QUANTS = ("q8_0", "q4_k_m", "f16")
 CACHE_TYPE = opt.Name("f16", "bf16", "q8_0", "q4_0")
 
 
@@ -100,7 +101,7 @@ force_option = click.option("--force", is_flag=True, help="Measure again what is
     help="Without -m: a synthetic model of this shape.  [default: llama2-7b]",
 )
 @click.option("--layers", type=opt.Number(int, 1), help="Of --like.  [default: as many as fit]")
-@click.option("--quant", type=opt.Name("q8_0", "q4_k_m", "f16"), default="q8_0", show_default=True)
+@click.option("--quant", type=opt.Name(*QUANTS), default="q8_0", show_default=True)
 @several("-p", "--n-prompt", of=Numbers(), default="0", text="Prompts of this many tokens.")
 @several("-n", "--n-gen", of=Numbers(), default="16", text="Tests of this many decoded tokens.")
 @several("-d", "--n-depth", of=Numbers(), text="Positions before.  [default: 4096]")
@@ -226,6 +227,43 @@ def _attention(ctx: click.Context, options: dict[str, Any]) -> None:
     )
 
 
+@command.command("growth")
+@click.option("--like", metavar="NAME", default="llama2-7b", show_default=True)
+@click.option("--layers", type=opt.Number(int, 1), default=2, show_default=True)
+@click.option("--quant", type=opt.Name(*QUANTS), default="q8_0", show_default=True)
+@several("-d", "--n-depth", of=Numbers(), default="4096,8192,16384-32768+8192")
+@click.option("--threads", "-t", type=opt.Number(int, 1), help="[default: all cores]")
+@click.option("--spec", multiple=True, default=["sparq,ratio=1/8"], show_default=True)
+@click.option("-n", "--n-gen", type=opt.Number(int, 1), default=8, show_default=True)
+@click.option("-r", "--repetitions", type=opt.Number(int, 1), default=5, show_default=True)
+@out_option
+@force_option
+@readme_option
+@opt.json_option
+def growth(**options: Any) -> None:
+    """How token time grows with the positions; below min_ctx; after a restored state."""
+    from pyorch.bench import growth as bench
+    from pyorch.bench.speed import Plan
+    from pyorch.engine import usable_cores
+
+    opt.note_if_busy()
+    file = _file(options, "speed.jsonl")
+    plan = Plan(
+        like=[options["like"]],
+        n_layer=options["layers"],
+        quant=options["quant"],
+        n_gen=[options["n_gen"]],
+        n_depth=options["n_depth"],
+        threads=[options["threads"] or usable_cores()],
+        specs=options["spec"],
+        repetitions=options["repetitions"],
+    )
+    with opt.progress_bar("growth") as progress:
+        found, sealing = bench.run(plan, file, progress, force=options["force"])
+    table = bench.markdown(found, sealing)
+    _print(found + sealing, table, file, options, name="growth")
+
+
 @command.command("passages")
 @click.option("--model", "-m", metavar="FILE", help="GGUF model.  [default: the demo model]")
 @click.option(
@@ -290,18 +328,20 @@ def _print(
     options: dict[str, Any],
     summary: str = "",
     rows: list[dict[str, Any]] | None = None,
+    name: str = "",
 ) -> None:
     """The table on stdout and beside the records; the summary, if there is one, into a README."""
     from pyorch.bench import output
 
-    file.with_suffix(".md").write_text(table + "\n", "utf-8")
+    name = name or file.stem
+    file.with_name(f"{name}.md").write_text(table + "\n", "utf-8")
     form = output.FORMATS.get(options.get("output", "md"))
     if options.get("as_json"):
         opt.print_json({"records": found, "file": str(file)})
     else:
         print(form(rows, found) if form and rows else table)
     if options["update_readme"]:
-        update_marked(Path(options["update_readme"]), file.stem, summary or table)
+        update_marked(Path(options["update_readme"]), name, summary or table)
     opt.note(f"records: {file}", "dim")
 
 

@@ -31,8 +31,9 @@ def _size(name: str, key: str, text: str) -> Any:
 def command(**options: Any) -> None:
     """Write a GGUF model with random weights.
 
-    It produces noise at the speed of a real model of that shape, with a real tokenizer. NAME is one of llama2-7b,
-    llama2-13b, llama3-8b, llama3.2-1b, mistral-7b, tinyllama-1.1b; sizes given replace its own.
+    It produces noise at the speed of a real model of that shape, and has a real tokenizer. NAME is
+    one of llama2-7b, llama2-13b, llama3-8b, llama3.2-1b, mistral-7b, tinyllama-1.1b; sizes given
+    replace its own.
     """
     from dataclasses import asdict
 

@@ -1,0 +1,184 @@
+"""How token time grows with the number of positions, and what happens at the edges.
+
+slope       of token time over positions, fitted through the medians at several depths: stock
+            and ours; below ratio times stock's, if nothing but bytes counts
+min_ctx     below it ours is exact dense: token time beside stock's
+sealing     after a restored state nothing is transposed yet: the time of each token until all
+            is, and of those that follow
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pyorch.attention.spec import parse_spec
+from pyorch.bench import records, speed
+from pyorch.bench.records import Progress, Record, spread
+from pyorch.bench.worker import Workers
+from pyorch.errors import SparqError
+
+BENCH = "sealing"
+SHORT = (256, 768)  # with one test more, still below the default min_ctx
+
+
+@dataclass(frozen=True)
+class Case:
+    """A restored state of `n_depth` positions, decoded from until everything is sealed."""
+
+    model_filename: str
+    model_type: str
+    n_threads: int
+    type_k: str
+    type_v: str
+    n_depth: int
+    spec: str
+    n_after: int = 20  # tokens timed when all is sealed
+    repetitions: int = 3
+    seed: int = 1
+    library: str = "sparq"
+
+
+def run(
+    plan: speed.Plan, file: Path, progress: Progress, *, force: bool = False
+) -> tuple[list[Record], list[Record]]:
+    """Records of speed at the plan's depths, at `SHORT`, and of sealing at the largest depth.
+
+    Returns:
+        Those of speed, and those of sealing.
+
+    Raises:
+        SparqError: what `speed.run` raises; or nothing was sealed.
+    """
+
+    def part(n: int) -> Progress:
+        return lambda done, total: progress(n * total + done, 3 * total)
+
+    long = speed.run(plan, file, part(0), force=force)
+    short = speed.run(replace(plan, n_depth=SHORT, below_min_ctx=True), file, part(1), force=force)
+    ((model, group), *_) = replace(plan, n_depth=[max(plan.n_depth)]).groups()
+    first = group[0]
+    cases = [
+        Case(
+            first.model_filename,
+            first.model_type,
+            first.n_threads,
+            first.type_k,
+            first.type_v,
+            first.n_depth,
+            c.spec,
+        )
+        for c in group
+        if parse_spec(c.spec).method == "sparq"
+    ]
+    with Workers() as workers:
+        sealing = records.resume(
+            BENCH,
+            [cases] if cases else [],
+            lambda cases, done: _measure(model, cases, workers, done),
+            file.with_name("sealing.jsonl"),
+            part(2),
+            cost=len,
+            force=force,
+        )
+    return long + short, sealing
+
+
+def _measure(
+    model: Path, cases: Sequence[Case], workers: Workers, progress: Callable[[float], None]
+) -> list[dict[str, Any]]:
+    results = []
+    for i, case in enumerate(cases):
+        worker = workers["sparq"]
+        worker.open(
+            model=str(model),
+            n_ctx=case.n_depth + 256,
+            n_threads=case.n_threads,
+            n_batch=8,
+            type_k=case.type_k,
+            type_v=case.type_v,
+        )
+        runs = []
+        for n in range(case.repetitions):
+            worker.attention(spec="off")  # the first token, which reads the pages in, is not ours
+            worker.fill(n_pos=case.n_depth, seed=case.seed)
+            runs.append(worker.seal_by_decoding(spec=case.spec, n_after=case.n_after))
+            progress((i + (n + 1) / case.repetitions) / len(cases))
+        worker.close()
+        if not all(r["sealing_ns"] for r in runs):
+            raise SparqError(f"{case.spec}: no group of positions was sealed; not reported")
+        results.append(
+            {
+                "samples_ns": [x for r in runs for x in r["sealing_ns"]],
+                "after_ns": [x for r in runs for x in r["after_ns"]],
+                "sealed_per_token": runs[0]["sealed"],
+                "counters": {"groups_sealed": sum(sum(r["sealed"]) for r in runs)},
+            }
+        )
+    return results
+
+
+# ---- what is said about it ----
+
+
+def slope(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Slope and intercept of the straight line through (x, y), least squares."""
+    a, b = np.polyfit(*zip(*points, strict=True), 1)
+    return float(a), float(b)
+
+
+def markdown(recs: Sequence[Record], sealing: Sequence[Record]) -> str:
+    """Three tables: slopes, short contexts, sealing."""
+    long = [r for r in speed.rows(recs) if not r["below_min_ctx"]]
+    short = [r for r in speed.rows(recs) if r["below_min_ctx"]]
+    times: dict[str, list[tuple[float, float]]] = {}
+    for row in long:
+        times.setdefault(speed.label(row), []).append((row["n_depth"], row["median_ns"]))
+    fits = {name: slope(points) for name, points in times.items()}
+    best = min(fit[0] for name, fit in fits.items() if name.startswith("stock"))
+    depths = f"{min(r['n_depth'] for r in long)}-{max(r['n_depth'] for r in long)}"
+    out = [
+        f"**Growth** of token time, {long[0]['model_type']}, threads: {long[0]['n_threads']}",
+        "",
+        f"| attention | ns per position, d {depths} | share of stock's | at 0, ms |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    out += [
+        f"| `{name}` | {a:.1f} | {100 * a / best:.1f} % | {b / 1e6:.2f} |"
+        for name, (a, b) in fits.items()
+    ]
+    out += ["", "| below min_ctx | test | ms (p10-p90) | against best stock |"]
+    out += ["| --- | ---: | ---: | ---: |"]
+    for r in short:
+        out.append(
+            f"| `{speed.label(r)}` | {speed.test(r)} | {r['median_ns'] / 1e6:.2f} "
+            f"({r['p10_ns'] / 1e6:.2f}-{r['p90_ns'] / 1e6:.2f}) | {r['speedup']:.3f}x |"
+        )
+    if sealing:
+        out += [
+            "",
+            "| after a restored state | positions | tokens until sealed | slowest, ms |"
+            " median then, ms | slowest / median |",
+            "| --- | ---: | ---: | ---: | ---: | ---: |",
+        ]
+    for rec in sealing:
+        mid, worst = spread(rec["after_ns"])[0], slowest(rec)
+        out.append(
+            f"| `{rec['case']['spec']}` | {rec['case']['n_depth']} | "
+            f"{len(rec['sealed_per_token'])} | {worst / 1e6:.2f} | {mid / 1e6:.2f} | "
+            f"{worst / mid:.2f} |"
+        )
+    return "\n".join(out)
+
+
+def slowest(rec: Record) -> float:
+    """The slowest token while groups are sealed; of each, the median over the repetitions: a
+    single one may be the machine's doing."""
+    n = len(rec["sealed_per_token"])
+    runs = [rec["samples_ns"][i : i + n] for i in range(0, len(rec["samples_ns"]), n)]
+    return max(statistics.median(token) for token in zip(*runs, strict=False))
