@@ -127,7 +127,7 @@ struct ggml_tensor * ggml_sparse_attn_seal(
     if (v_sum) {
         assert_kv(v);
         GGML_ASSERT(v_sum->type == GGML_TYPE_F32 && v_sum->nb[0] == sizeof(float));
-        GGML_ASSERT(v_sum->ne[0] == v->ne[0]*v->ne[1] && v_sum->ne[1] >= n_groups(v->ne[2]) && v_sum->ne[2] == v->ne[3]);
+        GGML_ASSERT(v_sum->ne[0] == v->ne[0]*v->ne[1] && v_sum->ne[1] >= ggml_sparse_n_sum_rows(n_groups(v->ne[2])) && v_sum->ne[2] == v->ne[3]);
     }
     GGML_ASSERT(list->type == GGML_TYPE_I32 && ggml_is_contiguous(list) && list->ne[1] == k->ne[3]);
     assert_stats(stats);
@@ -278,7 +278,7 @@ struct ggml_tensor * ggml_sparse_attn_attend(
     GGML_ASSERT(!params.mean_v || (sel && v_sum && sealed));
     if (v_sum) {
         GGML_ASSERT(v_sum->type == GGML_TYPE_F32 && v_sum->nb[0] == sizeof(float));
-        GGML_ASSERT(v_sum->ne[0] == v->ne[0]*v->ne[1] && v_sum->ne[1] >= n_groups(n_kv) && v_sum->ne[2] == v->ne[3]);
+        GGML_ASSERT(v_sum->ne[0] == v->ne[0]*v->ne[1] && v_sum->ne[1] >= ggml_sparse_n_sum_rows(n_groups(n_kv)) && v_sum->ne[2] == v->ne[3]);
         assert_sealed(sealed, k);
     }
     GGML_ASSERT(!sinks || (sinks->type == GGML_TYPE_F32 && sinks->ne[0] == q->ne[1]));

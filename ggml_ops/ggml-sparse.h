@@ -34,6 +34,11 @@ extern "C" {
 
 #define GGML_SPARSE_GROUP 64  // positions sealed together
 #define GGML_SPARSE_RUN   512 // positions of a channel that share a scale in a quantised k_t
+#define GGML_SPARSE_SUM   16  // groups whose sums of V are summed once more
+
+// rows of v_sum: the sums of GGML_SPARSE_SUM groups, then their total, and so on
+static inline int64_t ggml_sparse_sum_row(int64_t group) { return group/GGML_SPARSE_SUM*(GGML_SPARSE_SUM + 1) + group % GGML_SPARSE_SUM; }
+static inline int64_t ggml_sparse_n_sum_rows(int64_t n_group) { return (n_group + GGML_SPARSE_SUM - 1)/GGML_SPARSE_SUM*(GGML_SPARSE_SUM + 1); }
 
 enum ggml_sparse_attn_op {
     GGML_SPARSE_ATTN_SEAL,
@@ -70,7 +75,8 @@ struct ggml_sparse_seal_params {
 //          [n_pos_t*n_bit/8, d_k*n_head_kv, n_stream] i8     or its codes, n_bit = 8 or 4; n_pos_t a multiple of GGML_SPARSE_RUN. The
 //                                                            layout is cpu/sparse-quant.h's business
 //   k_range [2, d_k*n_head_kv, n_run_t, n_stream]   f32      scale and zero of each run of codes, or NULL with f16
-//   v_sum  [d_v*n_head_kv, n_grp_t, n_stream]       f32      sum of V over each group, or NULL
+//   v_sum  [d_v*n_head_kv, n_sum_t, n_stream]       f32      sums of V over each group, and over GGML_SPARSE_SUM groups (true where all
+//                                                            of them are sealed); n_sum_t >= ggml_sparse_n_sum_rows(n_grp). Or NULL
 //   k      [d_k, n_head_kv, n_kv, n_stream]         any
 //   v      [d_v, n_head_kv, n_kv, n_stream]         any      (may be NULL when v_sum is NULL)
 //   list   [n_list, n_stream]                       i32      group numbers to seal, < 0: none
@@ -200,7 +206,7 @@ struct ggml_sparse_attend_params {
 //   mask     [n_kv, n_tok, 1, n_stream]             f16
 //   visible  [n_grp, n_tok, 1, n_stream]            i32
 //   sel      the result of SELECT, or NULL: all visible positions (exact dense)
-//   v_sum    [d_v*n_head_kv, n_grp_t, n_stream]     f32      with mean_v, else NULL
+//   v_sum    [d_v*n_head_kv, n_sum_t, n_stream]     f32      with mean_v, else NULL
 //   sealed   [n_grp, n_stream]                      i32      with mean_v: which groups of v_sum are valid, else NULL
 //   sinks    [n_head]                               f32      or NULL
 //   stats    i64 or NULL

@@ -20,6 +20,7 @@ import oracle
 from gguf import GGMLQuantizationType, quants
 
 GROUP = 64  # GGML_SPARSE_GROUP
+SUM = 16  # GGML_SPARSE_SUM
 BLOCKS = {"q8_0": GGMLQuantizationType.Q8_0, "q4_0": GGMLQuantizationType.Q4_0}
 F16_MAX = 65504.0
 ITEM = {"f16": 2, "bf16": 2, "f32": 4}
@@ -241,6 +242,11 @@ def turn_back(x: np.ndarray, n_rot: int) -> np.ndarray:
         return oracle.hadamard(x, n_rot).astype(np.float32)
 
 
+def sum_row(group):
+    """Row of v_sum that holds the sum of the group (a number or an array)."""
+    return group // SUM * (SUM + 1) + group % SUM
+
+
 def poison(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
     return rng.choice(np.array([np.nan, np.inf, -np.inf, 1e9], np.float32), size=shape)
 
@@ -270,7 +276,7 @@ class Data:
     k: np.ndarray
     v: np.ndarray
     k_t: np.ndarray  # (n_stream, n_head_kv*d, n_pos_t)
-    v_sum: np.ndarray  # (n_stream, n_grp_t, n_head_kv*d_v)
+    v_sum: np.ndarray  # (n_stream, n_sum_t, n_head_kv*d_v): SUM groups, their total, and so on
     sealed: np.ndarray
     mask: np.ndarray
     forced: np.ndarray
@@ -385,7 +391,9 @@ def make(case: Case) -> Data:
 
     n_pos_t = n_grp * GROUP + (GROUP if case.strided else 0)
     k_t = poison((n_stream, n_head_kv * case.d, n_pos_t), rng)
-    v_sum = poison((n_stream, n_pos_t // GROUP, n_head_kv * case.d_v), rng)
+    n_sum = -(-n_pos_t // GROUP // SUM)
+    v_sum = poison((n_stream, n_sum, SUM + 1, n_head_kv * case.d_v), rng)
+    summed = np.zeros((n_stream, n_sum, SUM), bool)
     k_back = turn_back(k, case.n_rot)
     for s, i in zip(*np.nonzero(sealed), strict=True):
         cells = slice(i * GROUP, min((i + 1) * GROUP, case.n_kv))
@@ -395,7 +403,14 @@ def make(case: Case) -> Data:
                 k_back[s, cells].reshape(n, -1).T, -F16_MAX, F16_MAX
             )
             if n == GROUP:
-                v_sum[s, i] = v[s, cells].reshape(n, -1).astype(np.float64).sum(axis=0)
+                v_sum[s, i // SUM, i % SUM] = (
+                    v[s, cells].reshape(n, -1).astype(np.float64).sum(axis=0)
+                )
+                summed[s, i // SUM, i % SUM] = True
+    with np.errstate(invalid="ignore"):
+        totals = v_sum[:, :, :SUM].astype(np.float64).sum(axis=2)
+    v_sum[:, :, SUM] = np.where(summed.all(axis=2)[..., None], totals, v_sum[:, :, SUM])
+    v_sum = v_sum.reshape(n_stream, -1, n_head_kv * case.d_v)
 
     # forced cells: any visible ones, newest first; then sinks. With -1, hidden and repeated entries
     n_local_max, n_sinks = case.local, 4

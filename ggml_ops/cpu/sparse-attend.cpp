@@ -2,6 +2,8 @@
 
 #include "sparse-glue.h"
 
+#include <numeric>
+
 namespace {
 
 // what is done with rows of a type of K or V
@@ -34,7 +36,7 @@ const char * block_of(const ggml_tensor * x, const ggml_tensor * y, int64_t h, i
 
 // ---- ATTEND ----
 
-// Stage 1: units of a fixed number of positions leave partial states; with mean_v, further units leave partial sums of V.
+// Stage 1: units of a fixed number of positions leave partial states; with mean_v, a unit per KV head leaves the mean of V.
 // Stage 2: one unit per (token, query head) merges.
 //   over a selection: a unit is one KV head and part of its cells; over all: all KV heads and a run of positions, so that K and V are
 //   read in the order of memory
@@ -42,17 +44,15 @@ struct attend_work {
     bool    dense;
     int64_t chunk;      // positions per unit
     int64_t n_chunk;    // units per token (and KV head, over a selection)
-    int64_t n_mean;     // units of the mean per token
+    int64_t n_mean;     // units of the mean per token: one per KV head, or none
     int     ld;         // floats per state
 
     float   * state;    // [n_tok*n_stream][n_head][n_chunk][ld]
-    float   * mean;     // [n_tok*n_stream][n_mean][d_v*n_head_kv]
+    float   * mean;     // [n_tok*n_stream][n_mean][d_v]
     int32_t * rows;     // [chunk]                              this thread's
     float   * bias;     // [chunk + W]                          mask values
     float   * s;        // [n_head or n_group_q][chunk + W]     logits, then softmax numerators
     size_t    size;
-
-    static constexpr int64_t MEAN_GROUPS = 64; // groups per unit of the mean
 
     attend_work(const ggml_tensor * dst, const void * wdata, int ith, int nth) {
         const ggml_tensor * q   = dst->src[0];
@@ -66,7 +66,7 @@ struct attend_work {
 
         dense  = sel == nullptr;
         ld     = attn_state::size((int) v->ne[0]);
-        n_mean = op_params<ggml_sparse_attend_params>(dst).mean_v ? ceil_div(ceil_div(k->ne[2], GROUP), MEAN_GROUPS) : 0;
+        n_mean = op_params<ggml_sparse_attend_params>(dst).mean_v ? k->ne[1] : 0;
 
         // larger units when many tokens would need much memory for their states
         const int64_t n_max = dense ? k->ne[2] : sel->ne[0] - 1 - n_group_q;
@@ -79,7 +79,7 @@ struct attend_work {
 
         bump shared(wdata);
         state = shared.take<float>(n_row*n_head*n_chunk*ld);
-        mean  = shared.take<float>(n_row*n_mean*v->ne[0]*v->ne[1]);
+        mean  = shared.take<float>(n_row*n_mean*v->ne[0]);
 
         bump own(shared.end());
         for (int i = 0; i < nth; ++i) {
@@ -173,32 +173,61 @@ int visible_rows(const attend_work & w, const f16 * mask, int64_t n_kv, int64_t 
     return res;
 }
 
-// sums of V over the visible positions of the groups [g0, g1), all KV heads: from v_sum where a group is sealed and fully visible
-void mean_unit(const ggml_tensor * dst, float * sum, int64_t g0, int64_t g1, int64_t i, int64_t s) {
-    const ggml_tensor * v       = dst->src[2];
-    const ggml_tensor * mask    = dst->src[3];
+// walks the visible positions of token i: on_sum(row of v_sum, positions) where groups are sealed and fully visible, many at a time or one;
+// on_group(group) for the others
+template <typename F, typename G>
+void for_mean(const ggml_tensor * dst, int64_t i, int64_t s, F on_sum, G on_group) {
     const ggml_tensor * visible = dst->src[4];
-    const ggml_tensor * v_sum   = dst->src[6];
-    const ggml_tensor * sealed  = dst->src[7];
+    const int32_t * vis    = at<const int32_t>(visible, i, 0, s);
+    const int32_t * sealed = at<const int32_t>(dst->src[7], s);
+    const int64_t   n_grp  = visible->ne[0];
 
-    const int     d_v       = (int) v->ne[0];
-    const int64_t n_head_kv = v->ne[1];
-
-    const auto    sum_row   = ops_of(v->type).sum;
-
-    memset(sum, 0, d_v*n_head_kv*sizeof(float));
-    for (int64_t g = g0; g < g1; ++g) {
-        const int32_t vis = at<const int32_t>(visible, i, 0, s)[g];
-        if (vis == GROUP && at<const int32_t>(sealed, s)[g]) {
-            sum_v<float>(sum, at(v_sum, g, s), 0, 1, (int) (d_v*n_head_kv));
+    for (int64_t g0 = 0; g0 < n_grp; g0 += SUM) {
+        const int64_t n = std::min<int64_t>(SUM, n_grp - g0);
+        int64_t n_whole = 0;
+        for (int64_t g = g0; g < g0 + n; ++g) {
+            n_whole += vis[g] == GROUP && sealed[g];
+        }
+        if (n_whole == SUM) {
+            on_sum(ggml_sparse_sum_row(g0) + SUM, SUM*GROUP);
             continue;
         }
-        const f16 * m = at<const f16>(mask, i, 0, s);
-        for (int64_t t = g*GROUP; vis > 0 && t < g*GROUP + group_size(g, v->ne[2]); ++t) {
-            for (int64_t h = 0; h < n_head_kv && m[t].bits != F16_NEG_INF; ++h) {
-                sum_row(sum + h*d_v, at(v, h, t, s), 0, 1, d_v);
+        for (int64_t g = g0; g < g0 + n; ++g) {
+            if (vis[g] == GROUP && sealed[g]) {
+                on_sum(ggml_sparse_sum_row(g), GROUP);
+            } else if (vis[g] > 0) {
+                on_group(g);
             }
         }
+    }
+}
+
+// the mean of V over the positions that token i sees, one KV head
+void mean_unit(const ggml_tensor * dst, float * mean, int64_t h, int64_t i, int64_t s) {
+    const ggml_tensor * v     = dst->src[2];
+    const ggml_tensor * v_sum = dst->src[6];
+
+    const f16 * mask    = at<const f16>(dst->src[3], i, 0, s);
+    const int   d_v     = (int) v->ne[0];
+    const auto  sum_row = ops_of(v->type).sum;
+
+    int64_t n_vis = 0;
+    std::fill(mean, mean + d_v, 0.0f);
+    for_mean(dst, i, s,
+        [&](int64_t row, int n) {
+            sum_v<float>(mean, at(v_sum, row, s) + h*d_v*sizeof(float), 0, 1, d_v);
+            n_vis += n;
+        },
+        [&](int64_t g) {
+            for (int64_t t = g*GROUP; t < g*GROUP + group_size(g, v->ne[2]); ++t) {
+                if (mask[t].bits != F16_NEG_INF) {
+                    sum_row(mean, at(v, h, t, s), 0, 1, d_v);
+                    ++n_vis;
+                }
+            }
+        });
+    for (int c = 0; c < d_v && n_vis > 0; ++c) {
+        mean[c] /= n_vis;
     }
 }
 
@@ -208,7 +237,6 @@ void attend_stats(const ggml_tensor * dst) {
     const ggml_tensor * v       = dst->src[2];
     const ggml_tensor * visible = dst->src[4];
     const ggml_tensor * sel     = dst->src[5];
-    const ggml_tensor * sealed  = dst->src[7];
     const ggml_tensor * stats   = dst->src[9];
     const bool mean_v = op_params<ggml_sparse_attend_params>(dst).mean_v;
 
@@ -219,12 +247,10 @@ void attend_stats(const ggml_tensor * dst) {
     int64_t n_vis = 0, n_read = 0, bytes_mean = 0;
     for (int64_t s = 0; s < q->ne[3]; ++s) {
         for (int64_t i = 0; i < q->ne[2]; ++i) {
-            for (int64_t g = 0; g < visible->ne[0]; ++g) {
-                const int32_t vis = at<const int32_t>(visible, i, 0, s)[g];
-                n_vis += vis;
-                if (mean_v) {
-                    bytes_mean += vis == GROUP && at<const int32_t>(sealed, s)[g] ? v->ne[0]*(int64_t) sizeof(float) : vis*row_v;
-                }
+            const int32_t * vis = at<const int32_t>(visible, i, 0, s);
+            n_vis += std::accumulate(vis, vis + visible->ne[0], (int64_t) 0);
+            if (mean_v) {
+                for_mean(dst, i, s, [&](int64_t, int) { bytes_mean += v->ne[0]*(int64_t) sizeof(float); }, [&](int64_t g) { bytes_mean += vis[g]*row_v; });
             }
             for (int64_t h = 0; sel && h < n_head_kv; ++h) {
                 n_read += at<const int32_t>(sel, h, i, s)[0];
@@ -245,19 +271,16 @@ void attend(const ggml_compute_params * params, ggml_tensor * dst) {
     const ggml_tensor * k       = dst->src[1];
     const ggml_tensor * v       = dst->src[2];
     const ggml_tensor * mask    = dst->src[3];
-    const ggml_tensor * visible = dst->src[4];
     const ggml_tensor * sel     = dst->src[5];
     const ggml_tensor * sinks   = dst->src[8];
 
     const int64_t n_kv      = k->ne[2];
-    const int64_t n_grp     = visible->ne[0];
     const int64_t n_head_kv = k->ne[1];
     const int64_t n_head    = q->ne[1];
     const int64_t n_group_q = n_head/n_head_kv;
     const int64_t n_tok     = q->ne[2];
     const int64_t n_row     = n_tok*q->ne[3];
     const int     d_v       = (int) v->ne[0];
-    const int64_t d_mean    = d_v*n_head_kv;
 
     const attend_work w(dst, params->wdata, params->ith, params->nth);
 
@@ -268,8 +291,8 @@ void attend(const ggml_compute_params * params, ggml_tensor * dst) {
     const unit_range own(params, n_unit + n_row*w.n_mean);
     for (int64_t u = own.u0; u < own.u1; ++u) {
         if (u >= n_unit) {
-            const int64_t b = (u - n_unit) % w.n_mean, r = (u - n_unit)/w.n_mean;
-            mean_unit(dst, w.mean + (u - n_unit)*d_mean, b*w.MEAN_GROUPS, std::min((b + 1)*w.MEAN_GROUPS, n_grp), r % n_tok, r/n_tok);
+            const int64_t h = (u - n_unit) % n_head_kv, r = (u - n_unit)/n_head_kv;
+            mean_unit(dst, w.mean + (u - n_unit)*d_v, h, r % n_tok, r/n_tok);
         } else if (w.dense) {
             const int64_t c = u % w.n_chunk, i = u/w.n_chunk % n_tok, s = u/w.n_chunk/n_tok;
             const int64_t t0 = c*w.chunk;
@@ -297,18 +320,11 @@ void attend(const ggml_compute_params * params, ggml_tensor * dst) {
         merge(res, w.state + u*w.n_chunk*w.ld, w.ld, (int) (sel ? ceil_div(n_sel(x), w.chunk) : w.n_chunk), d_v, sinks ? (const float *) sinks->data + j : nullptr);
 
         if (w.n_mean > 0) {
-            int64_t n_vis = 0;
-            for (int64_t g = 0; g < n_grp; ++g) {
-                n_vis += at<const int32_t>(visible, i, 0, s)[g];
-            }
+            const float * mean = w.mean + (r*n_head_kv + h)*d_v;
             float alpha;
             memcpy(&alpha, x + 1 + j % n_group_q, sizeof(alpha));
-            for (int c = 0; c < d_v && n_vis > 0; ++c) {
-                float sum = 0.0f;
-                for (int64_t b = 0; b < w.n_mean; ++b) {
-                    sum += w.mean[(r*w.n_mean + b)*d_mean + h*d_v + c];
-                }
-                res[c] = alpha*res[c] + (1.0f - alpha)*(sum/n_vis);
+            for (int c = 0; c < d_v; ++c) {
+                res[c] = alpha*res[c] + (1.0f - alpha)*mean[c];
             }
         }
     }

@@ -108,19 +108,36 @@ void forward_seal(const ggml_compute_params * params, ggml_tensor * dst) {
         }
         if (v_sum) {
             with_kv_type(v->type, [&](auto * t) {
-                float * sum = at<float>(v_sum, g, s) + h*d_v;
+                float * sum = at<float>(v_sum, ggml_sparse_sum_row(g), s) + h*d_v;
                 memset(sum, 0, d_v*sizeof(float));
                 sum_v<std::decay_t<decltype(*t)>>(sum, at(v, h, g*GROUP, s), v->nb[2], n, d_v);
             });
         }
     }
 
-    if (stats && params->ith == 0) {
-        int64_t n = 0;
-        for (int64_t i = 0; i < n_list*n_stream; ++i) {
-            n += valid(((const int32_t *) list->data)[i]);
+    int64_t n_seal = 0;
+    for (int64_t i = 0; i < n_list*n_stream; ++i) {
+        n_seal += valid(((const int32_t *) list->data)[i]);
+    }
+    if (v_sum && n_seal > 0) {
+        ggml_barrier(params->threadpool);
+    }
+
+    // the sums of sums that hold a group of the list, at the first of their groups in it
+    for (int64_t u = params->ith; v_sum && u < n_list*n_stream*n_head_kv; u += params->nth) {
+        const int64_t h = u % n_head_kv, i = u/n_head_kv % n_list, s = u/n_head_kv/n_list;
+        const int32_t * x = at<const int32_t>(list, s);
+        const auto same = [&](int32_t g) { return valid(g) && g/SUM == x[i]/SUM; };
+        if (valid(x[i]) && std::find_if(x, x + i, same) == x + i) {
+            const int64_t row = ggml_sparse_sum_row(x[i]/SUM*SUM);
+            float * sum = at<float>(v_sum, row + SUM, s) + h*d_v;
+            memset(sum, 0, d_v*sizeof(float));
+            sum_v<float>(sum, (const char *) (at<float>(v_sum, row, s) + h*d_v), v_sum->nb[1], SUM, d_v);
         }
-        add_stat(stats, GGML_SPARSE_STAT_GROUPS_SEALED, n);
+    }
+
+    if (stats && params->ith == 0) {
+        add_stat(stats, GGML_SPARSE_STAT_GROUPS_SEALED, n_seal);
     }
 }
 

@@ -10,6 +10,7 @@
 namespace sparse {
 
 constexpr int GROUP = GGML_SPARSE_GROUP;
+constexpr int SUM   = GGML_SPARSE_SUM;
 
 // ---- seal: "store K twice" ----
 

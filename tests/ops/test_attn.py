@@ -9,7 +9,7 @@ import graphs
 import numpy as np
 import oracle
 import pytest
-from cases import GROUP, Case
+from cases import GROUP, SUM, Case
 from ggml_ctypes import Ggml
 from graphs import Selection, Sources, dense_run, sparse_run
 from tolerances import EPS32, Errors
@@ -171,7 +171,7 @@ def test_attn_appending_hidden_positions_changes_nothing(n_more: int, ggml: Ggml
         mask=grow(data.mask, 3, n_more, -np.inf),
         sealed=grow(data.sealed, 1, more_groups, 1),
         k_t=grow(data.k_t, 2, more_groups * GROUP),
-        v_sum=grow(data.v_sum, 1, more_groups),
+        v_sum=grow(data.v_sum, 1, -(-n_grp // SUM) * (SUM + 1) - data.v_sum.shape[1]),
     )
     for run in (sparse_run, dense_run):
         a, b = run(ggml, data), run(ggml, bigger)
@@ -276,7 +276,7 @@ def test_attend_mean_of_partly_hidden_group_reads_rows(ggml: Ggml) -> None:
     data = cases.make(case)
     data.mask[..., 70] = -np.inf
     data.v[:, 70] = 1e4
-    data.v_sum[:, 1] = np.nan
+    data.v_sum[:, cases.sum_row(1)] = np.nan
     mean = run_attend(ggml, data, np.array([3]), 0.0)
     want = np.delete(data.v, 70, axis=1).astype(np.float64).mean(axis=1)[:, None]
     assert np.abs(mean - want).max() <= 32 * EPS32 * 5
@@ -303,6 +303,28 @@ def test_attend_reads_blocks(case: Case, ggml: Ggml) -> None:
             rows = slice(b.head * len(b.q), (b.head + 1) * len(b.q))
             errors.add(got[b.stream, b.tok, rows], *y, float(np.abs(b.v[seen]).max(initial=0)))
         errors.check()
+
+
+@pytest.mark.parametrize("damage", ["nothing", "hidden", "unsealed", "end"])
+def test_attend_mean_reads_totals_where_they_hold(damage: str, ggml: Ggml) -> None:
+    """The total of 16 groups counts only when each of them is sealed and fully visible."""
+    n_kv = 2 * SUM * GROUP - (GROUP if damage == "end" else 0)
+    data = cases.make(Case(n_kv=n_kv, heads=(4, 2), mask="open", sealed="all", extra="mean_v"))
+    at = SUM + 3  # a group of the second total
+    if damage == "hidden":
+        data.mask[..., at * GROUP + 5] = -np.inf
+        data.v[:, at * GROUP + 5] = np.nan
+    if damage == "unsealed":
+        data.sealed[:, at] = 0
+        data.v_sum[:, cases.sum_row(at)] = np.nan
+    total = data.v_sum[:, 2 * SUM + 1]
+    total[:] = total if damage == "nothing" else np.nan
+    mean = run_attend(ggml, data, np.array([3]), 0.0)
+    want = np.nanmean(data.v.astype(np.float64), axis=1).repeat(2, axis=1)[:, None]
+    assert np.abs(mean - want).max() <= 32 * EPS32 * 5
+    if damage == "nothing":
+        total[:] = 0
+        assert not np.allclose(run_attend(ggml, data, np.array([3]), 0.0), want, atol=1e-3)
 
 
 def test_attend_empty_selection_gives_zeros(ggml: Ggml) -> None:

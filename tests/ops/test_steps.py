@@ -7,7 +7,7 @@ import graphs
 import numpy as np
 import oracle
 import pytest
-from cases import BLOCKS, GROUP, Case, row_bytes
+from cases import BLOCKS, GROUP, SUM, Case, row_bytes
 from ggml_ctypes import Ggml, SealParams
 from graphs import Selection, Sources
 from tolerances import EPS32, Errors, check_selection, score_scale
@@ -135,7 +135,12 @@ def check_stats(data: cases.Data, chosen: Selection, stats: dict[str, int]) -> N
     mean = 0
     if case.mean_v:
         from_sum = sealed & (visible == GROUP)
-        mean = int(np.where(from_sum, case.d_v * 4, visible * row_v).sum()) * n_head_kv
+        mean = int(np.where(from_sum, 0, visible * row_v).sum())
+        for token in from_sum.reshape(-1, from_sum.shape[-1]):
+            for whole in np.split(token, range(SUM, len(token), SUM)):
+                n_sums = 1 if len(whole) == SUM and whole.all() else int(whole.sum())
+                mean += n_sums * case.d_v * 4
+        mean *= n_head_kv
     assert stats == {
         "attend_sparse": n_tok * n_stream,
         "attend_dense": n_tok * n_stream,
@@ -198,9 +203,8 @@ def test_seal_writes_listed_groups_only(
     if n_full == 0:
         groups[:] = -1
     before_t = rng.standard_normal((n_stream, n_head_kv * d, n_kv + 96)).astype(np.float16)
-    before_sum = rng.standard_normal((n_stream, n_kv // GROUP + 3, n_head_kv * d_v)).astype(
-        np.float32
-    )
+    n_sum = (n_kv // GROUP // SUM + 1) * (SUM + 1) + 3
+    before_sum = rng.standard_normal((n_stream, n_sum, n_head_kv * d_v)).astype(np.float32)
     pad = (0, 64, 2, 0) if strided else ()
     results = []
     for n_threads in (1, 3):
@@ -234,13 +238,21 @@ def test_seal_writes_listed_groups_only(
         cells = slice(groups[s, i] * GROUP, (groups[s, i] + 1) * GROUP)
         want_t[s, :, cells] = k[s, cells].reshape(GROUP, -1).T.astype(np.float16)
         rows = v[s, cells].reshape(GROUP, -1)
+        row = cases.sum_row(groups[s, i])
         errors.add(
-            got_sum[s, groups[s, i]],
+            got_sum[s, row],
             rows.astype(np.float64).sum(axis=0),
             rows.sum(axis=0),
             float(np.abs(rows).sum(axis=0).max()),
         )
-        before_sum[s, groups[s, i]] = got_sum[s, groups[s, i]]
+        before_sum[s, row] = got_sum[s, row]
+    listed = [(s, groups[s, i]) for s, i in zip(*np.nonzero(groups >= 0), strict=True)]
+    for s, first in {(s, g // SUM * (SUM + 1)) for s, g in listed}:
+        parts = got_sum[s, first : first + SUM]
+        total = parts.astype(np.float64).sum(axis=0)
+        size = float(np.abs(parts).sum(axis=0).max())
+        errors.add(got_sum[s, first + SUM], total, parts.sum(axis=0), size)
+        before_sum[s, first + SUM] = got_sum[s, first + SUM]
     errors.check()
     assert np.array_equal(got_t, want_t)
     assert np.array_equal(got_sum, before_sum), "a group that was not listed changed"
