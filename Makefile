@@ -7,7 +7,7 @@ RUN     = $(VENV)/bin
 # the threads of numpy and of ggml together slow the tests down
 export OPENBLAS_NUM_THREADS = 1
 
-.PHONY: demo test test-all fuzz lint fmt build upstream patches-refresh patches-check clean
+.PHONY: demo test test-all figures fuzz lint fmt build upstream patches-refresh patches-check clean
 
 demo: build             ## build, then answer a question from a long text with the demo model
 	$(RUN)/sparq-cpp demo
@@ -27,14 +27,18 @@ $(STAMP): pyproject.toml
 	$(RUN)/python -m pip install --quiet --editable '.[test]'
 	@rm -f $(VENV)/stamp-* && touch $@
 
+figures: $(STAMP)       ## draw bench/figures again from the committed records
+	$(RUN)/python -m pip install --quiet --editable '.[figures]'
+	$(RUN)/python bench/draw.py
+
 fuzz: build             ## random operations on the cache, spec changes, restored states; OPS=20000, SPARQ_FUZZ_SEED=N
 	SPARQ_FUZZ_OPS=$(or $(OPS),20000) $(RUN)/python -m pytest -q tests/e2e/test_fuzz.py
 
 lint: $(STAMP)          ## what the style asks, without changing anything
-	$(RUN)/ruff check pyorch tests && $(RUN)/ruff format --check pyorch tests
+	$(RUN)/ruff check pyorch tests bench && $(RUN)/ruff format --check pyorch tests bench
 
 fmt: $(STAMP)           ## bring the Python to that style
-	$(RUN)/ruff check --fix pyorch tests && $(RUN)/ruff format pyorch tests
+	$(RUN)/ruff check --fix pyorch tests bench && $(RUN)/ruff format pyorch tests bench
 
 upstream:               ## .upstream/llama.cpp: the pinned source and the series as commits
 	$(PYTHON) -m pyorch.native.patches upstream $(if $(FORCE),--force)

@@ -1,7 +1,7 @@
 """What the figures share: records in, a picture and its numbers out, all drawn alike.
 
-A figure is a module with NAME, TITLE, NEEDS (the command that makes its records), `data(folder)`
--> rows and `draw(rows)` -> a matplotlib figure. `main` writes NAME.csv and NAME.svg.
+A figure is a module with NAME, TITLE, CAPTION, `data(folder)` -> rows, and `draw(rows)` -> a
+matplotlib figure. `main` writes NAME.csv and NAME.svg.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,7 @@ from typing import Any
 import click
 import numpy as np
 
+from pyorch.attention.spec import make_spec, parse_spec, ratio_text
 from pyorch.bench import records
 from pyorch.cli import fail
 from pyorch.errors import SparqError
@@ -32,8 +34,8 @@ OURS, OURS_2, OURS_3, STOCK, STOCK_2, PAPER = (
     "#2f7ed8",
     "#e8710a",
     "#1a9850",
-    "#c2410c",
-    "#a16207",
+    "#d9480f",
+    "#b7791f",
     "#868e96",
 )
 _INK = "#010203"  # stands for the reader's own text colour until the SVG is written
@@ -121,6 +123,20 @@ def default_folder() -> Path:
     return others[-1] if others else own
 
 
+def name_of(label: str) -> str:
+    """What a line is called: `SparQ 1/8 q4` for `sparq,ratio=1/8,shadow=q4`."""
+    if label.startswith("stock"):
+        return label
+    spec = parse_spec(label)
+    if not spec.sparse:
+        return f"our {label}"
+    plain = replace(make_spec(spec.method, ratio=spec.ratio), shadow=spec.shadow)
+    if spec.ratio is None or spec != plain:
+        return label
+    shadow = f" {spec.shadow}" if spec.method == "sparq" else ""
+    return f"{dict(sparq='SparQ', topk='top-k')[spec.method]} {ratio_text(spec.ratio)}{shadow}"
+
+
 @cache
 def paper(figure: str, series: str) -> list[tuple[float, float]]:
     """Published points (x, y)."""
@@ -199,9 +215,11 @@ def decades(ax: Any, values: Sequence[float]) -> None:
     ax.set_yticks([], minor=True)
 
 
-def label_ends(ax: Any, ends: Sequence[tuple[str, float, float, str]], pad: float = 0.02) -> None:
-    """Names of lines at their right ends, moved apart: (text, x, y, colour)."""
-    height = 0.062  # of one line of text, as a share of the axis
+def label_ends(
+    ax: Any, ends: Sequence[tuple[str, float, float, str]], *, pad: float = 0.02, lines: int = 1
+) -> None:
+    """Names of lines at their right ends, moved apart: (text of some lines, x, y, colour)."""
+    height = 0.062 * lines  # as a share of the axis
     to_axes = ax.transData + ax.transAxes.inverted()
     spots = sorted(
         ((*to_axes.transform((x, y)), text, colour) for text, x, y, colour in ends),
@@ -219,10 +237,11 @@ def label_ends(ax: Any, ends: Sequence[tuple[str, float, float, str]], pad: floa
         ax.text(right + pad, y, text, color=colour, transform=ax.transAxes, va="center", fontsize=8)
 
 
-def write(figure: Any, rows: Sequence[Row], name: str, out: Path, png: bool = False) -> None:
-    """`name`.svg and `name`.csv."""
+def write(picture: Any, rows: Sequence[Row], figure: Any, out: Path, png: bool = False) -> None:
+    """NAME.svg, with the title and caption inside, and NAME.csv."""
     import matplotlib.pyplot as plt
 
+    name = figure.NAME
     out.mkdir(parents=True, exist_ok=True)
     names = list(dict.fromkeys(k for row in rows for k in row))
     with (out / f"{name}.csv").open("w", newline="") as f:
@@ -230,14 +249,15 @@ def write(figure: Any, rows: Sequence[Row], name: str, out: Path, png: bool = Fa
         writer.writeheader()
         writer.writerows({k: _short(v) for k, v in row.items()} for row in rows)
     svg = out / f"{name}.svg"
-    figure.savefig(svg, metadata={"Date": None, "Creator": None})
+    about = {"Title": figure.TITLE, "Description": figure.CAPTION}
+    picture.savefig(svg, metadata={"Date": None, "Creator": None, **about})
     text = svg.read_text("utf-8").replace(_INK, "currentColor")
     style = "<style>svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#d1d7e0}}</style>"
     text = re.sub(r"(<svg [^>]*>)", rf"\1{style}", text, count=1)
     svg.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n", "utf-8")
     if png:
-        figure.savefig(out / f"{name}.png", dpi=110, facecolor="white")
-    plt.close(figure)
+        picture.savefig(out / f"{name}.png", dpi=110, facecolor="white")
+    plt.close(picture)
 
 
 def _short(value: Any) -> Any:
@@ -258,7 +278,7 @@ def make(figure: ModuleType | Any, folder: Path, out: Path, png: bool = False) -
         picture = figure.draw(rows)
     except ModuleNotFoundError as e:
         raise SparqError(f"{e.name} is not installed", "pip install '.[figures]'") from None
-    write(picture, rows, figure.NAME, out, png)
+    write(picture, rows, figure, out, png)
 
 
 def main(*figures: ModuleType | Any) -> None:

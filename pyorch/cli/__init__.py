@@ -17,6 +17,7 @@ COMMANDS = {
     "explain": ("explain", "Say what sparse attention reads for a model, a ratio and a length."),
     "demo": ("demo", "Answer a question from a long text with the small model that comes along."),
     "bench": ("bench", "Measure attention time, prefill time and the quality of what is recited."),
+    "report": ("report", "Write one HTML page with what was measured."),
     "synth": ("synth", "Write a model of any shape with random weights, to measure speed with."),
     "build": ("build", "Build the patched llama.cpp library."),
     "doctor": ("doctor", "Say what is built, what this machine can do, and what is switched off."),

@@ -1,0 +1,159 @@
+"""Time of the attention nodes by themselves, in stock llama.cpp: the check of `time_in_attention`.
+
+    python bench/node_times.py [-d 1024,4096,16384] [-fa 0,1]
+
+ggml is stopped before the first and after the last node of each layer's attention (q.k to
+the weighted sum of V), and the clock is read there. Writes node_times.jsonl.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import watch
+
+from pyorch import engine, native
+from pyorch.bench import records, speed, state
+from pyorch.bench.bandwidth import MemoryReader
+from pyorch.bench.records import Record
+from pyorch.bench.worker import FORGET_BYTES
+from pyorch.cli import fail
+from pyorch.cli import options as opt
+from pyorch.cli.bench import Numbers
+from pyorch.errors import SparqError
+from pyorch.models.gguf_file import geometry, read_gguf
+
+BENCH = "node_times"
+BEGINS, ENDS = "Qcur-", "kqv_out-"  # `Qcur-0 (view)` comes after K and V are written
+
+
+@dataclass(frozen=True)
+class Case:
+    model_type: str
+    n_depth: int
+    n_threads: int
+    flash_attn: bool
+    n_samples: int
+    library: str = "stock"
+
+
+class Clock:
+    """Adds up the time from the last node before a layer's attention to the last of it."""
+
+    def __init__(self) -> None:
+        self.total = self.started = self.layers = 0
+
+    def see(self, t: watch.Tensor, ask: bool) -> bool:
+        name = t.name.decode()
+        begins, ends = name.startswith(BEGINS) and name.endswith(" (view)"), name.startswith(ENDS)
+        if not ask:
+            if ends:
+                self.total += time.perf_counter_ns() - self.started
+                self.layers += 1
+            self.started = time.perf_counter_ns()
+        return begins or ends
+
+
+def measure(model: Path, case: Case) -> dict[str, Any]:
+    """Nanoseconds of whole tokens and of their attention."""
+    reader = MemoryReader(case.n_threads, FORGET_BYTES // case.n_threads // 512 * 512)
+    clock = Clock()
+    with engine.load(model, n_ctx=256, n_threads=case.n_threads, stock=True) as loaded:
+        watched = watch.Watched(
+            loaded,
+            clock.see,
+            n_ctx=-(-(case.n_depth + 1) // 256) * 256,
+            n_threads=case.n_threads,
+            n_batch=8,
+            flash_attn=case.flash_attn,
+        )
+        session = watched.session
+        try:
+            state.fill(session, case.n_depth, 1)
+            samples: list[int] = []
+            attention: list[int] = []
+            for i in range(-2, case.n_samples):
+                reader.read()  # as in `sparq-cpp bench`: nothing is left in the caches
+                clock.total, clock.layers, started = 0, 0, time.perf_counter_ns()
+                engine.decode(session, 5 + i % 200)
+                took = time.perf_counter_ns() - started
+                watched.check()
+                engine.rewind(session, case.n_depth)
+                if clock.layers != loaded.geometry.n_layer:
+                    raise SparqError(
+                        f"attention of {clock.layers} layers was seen, not of all "
+                        f"{loaded.geometry.n_layer}: a model whose nodes have other names"
+                    )
+                if i >= 0:
+                    samples.append(took)
+                    attention.append(clock.total)
+        finally:
+            watched.close()
+    return {"samples_ns": samples, "attention_ns": attention}
+
+
+def run(model: Path, cases: Sequence[Case], file: Path, *, force: bool = False) -> list[Record]:
+    env = records.environment({"stock": native.lib_dir(stock=True)})
+    stamp = env["stamps"]["stock"]
+    done = {} if force else records.load(file)
+    out = []
+    for case in cases:
+        key = records.key(BENCH, asdict(case), stamp)
+        if key not in done:
+            result = measure(model, case)
+            done[key] = records.record(BENCH, asdict(case), stamp, **result, env=env)
+            records.append(file, done[key])
+        out.append(done[key])
+    return out
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--model", "-m", metavar="FILE", help="[default: llama2-7b q8_0, synthetic]")
+@click.option("--layers", type=opt.Number(int, 1), default=4, show_default=True, help="Of it.")
+@click.option("-d", "--n-depth", type=Numbers(256), default="1024,4096,16384", show_default=True)
+@click.option("-fa", "--flash-attn", type=Numbers(), default="0,1", show_default=True)
+@click.option("-t", "--threads", type=opt.THREADS, help="[default: all cores]")
+@click.option("--samples", type=opt.Number(int, 1), default=20, show_default=True)
+@click.option("--out", metavar="DIR", help="[default: bench/results/<kind of machine>]")
+@click.option("--force", is_flag=True, help="Measure again what is there already.")
+def command(**options: Any) -> None:
+    """Time of the attention nodes of stock llama.cpp, token by token."""
+    model = (
+        Path(options["model"])
+        if options["model"]
+        else speed.synthetic("llama2-7b", options["layers"], "q8_0")
+    )
+    name = geometry(read_gguf(model)).name
+    threads = options["threads"] or engine.usable_cores()
+    cases = [
+        Case(name, n, threads, bool(fa), options["samples"])
+        for n in options["n_depth"]
+        for fa in options["flash_attn"]
+    ]
+    folder = Path(options["out"]) if options["out"] else records.default_folder()
+    for rec in run(model, cases, folder / "node_times.jsonl", force=options["force"]):
+        case = Case(**rec["case"])
+        token, share = records.spread(rec["samples_ns"])[0], shares(rec)
+        print(
+            f"-fa {int(case.flash_attn)}  S {case.n_depth:6d}  {token / 1e6:8.2f} ms per token  "
+            f"{100 * records.spread(share)[0]:5.1f} % in attention"
+        )
+
+
+def shares(rec: Record) -> list[float]:
+    """Share of attention in each token."""
+    return [a / b for a, b in zip(rec["attention_ns"], rec["samples_ns"], strict=True)]
+
+
+if __name__ == "__main__":
+    try:
+        command(standalone_mode=False)
+    except SparqError as error:
+        fail(error.message, error.hint, error.exit_code)
+    except click.UsageError as error:
+        fail(error.format_message(), "--help", 2)

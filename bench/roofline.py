@@ -1,0 +1,182 @@
+"""Fig. 2: decoding on the roofline of this CPU, from the records of `sparq-cpp bench`.
+
+A point is (multiply-adds / bytes read, multiply-adds / second) of one token or prompt. The slope of
+the roof is the sequential read measured in the same run; its top is a product of large f32
+matrices, measured here by `--measure`. Eight-bit products (of prompts) may pass that top.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plot
+
+from pyorch.attention.bytes import split
+from pyorch.attention.spec import parse_spec
+from pyorch.bench import records, speed
+from pyorch.engine import usable_cores
+from pyorch.models import synth
+
+NAME = "roofline"
+TITLE = "Roofline of this CPU (Fig. 2)"
+CAPTION = (
+    "Decoded tokens and prompts of the Llama-2-7B geometry, 8-bit weights, f16 cache, batch 1. "
+    "Decoding lies on the slope: memory decides. Right: the bytes a token reads (weights, K and V, "
+    "transposed K), at the speed of a sequential read, by the time it took."
+)
+NEEDS = "sparq-cpp bench -d 4096,32768 -p 0,512 -n 16 --ratio 1/8"
+PEAK = "peak"
+N, REPEATS = 2048, 20  # of the matrix product
+
+
+def peak_file(folder: Path) -> Path:
+    return folder / "peak.jsonl"
+
+
+def measure(folder: Path) -> None:
+    """Time products of f32 matrices on all cores."""
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal((N, N), np.float32) for _ in range(2))
+    samples = []
+    for i in range(-2, REPEATS):
+        started = time.perf_counter_ns()
+        a @ b
+        if i >= 0:
+            samples.append(time.perf_counter_ns() - started)
+    env = {"machine": records.machine()}
+    case = {"n": N, "n_threads": usable_cores(), "library": "numpy"}
+    rec = records.record(PEAK, case, np.__version__, samples_ns=samples, env=env)
+    records.append(peak_file(folder), rec)
+    print(f"{N**3 / records.spread(samples)[0]:.0f} G multiply-adds/s")
+
+
+def data(folder: Path) -> list[plot.Row]:
+    """Points, and the two lines of the roof."""
+    found = plot.rows_of(folder, "speed.jsonl", speed.rows, _key)
+    plain = [r for r in found if r["type_k"] == r["type_v"] == "f16" and not r["prefill"]]
+    models = sorted({r["model_type"] for r in plain if r["model_type"].startswith("llama2-7b q8")})
+    here = [r for r in plain if r["model_type"] == (models or [""])[-1]]
+    threads = max((r["n_threads"] for r in here), default=0)
+    here = [r for r in here if r["n_threads"] == threads]
+    plot.need(here, "decoded tokens of llama2-7b q8_0 with an f16 cache", NEEDS)
+    peaks = [
+        r for r in records.load(peak_file(folder)).values() if r["case"]["n_threads"] == threads
+    ]
+    plot.need(
+        peaks, f"the compute peak with {threads} threads", "python bench/roofline.py --measure"
+    )
+    bandwidth = float(np.median([r["bandwidth_bytes_per_s"] for r in here]))
+    peak = N**3 / records.spread(peaks[-1]["samples_ns"])[0] * 1e9
+    out: list[plot.Row] = []
+    for r in here:
+        point = _point(r)
+        if point:
+            out.append(point)
+    out.append({"what": "roof", "macs_per_byte": peak / bandwidth, "macs_per_s": peak})
+    return out
+
+
+def _key(r: plot.Row) -> Any:
+    return r["model_type"], r["n_threads"], r["type_k"], r["type_v"], r["prefill"], *_what(r)
+
+
+def _what(r: plot.Row) -> tuple[Any, ...]:
+    return speed.label(r), r["n_depth"], r["n_prompt"]
+
+
+def _point(r: plot.Row) -> plot.Row | None:
+    """Multiply-adds and bytes of a test; None for what has no place here."""
+    # weights are read once; each of their elements is multiplied with each token
+    macs = r["bytes_weights"] * 32 / 34  # q8_0: 34 bytes hold 32 elements
+    moved = r["bytes_weights"]
+    if r["n_prompt"]:
+        if r["n_depth"] or r["library"] == "sparq":
+            return None
+        macs *= r["n_prompt"]
+        name = f"prompt of {r['n_prompt']}"
+    elif r["bytes_kv"]:
+        macs += attention_macs(r["sparse_attn"], r["n_depth"], r["n_layer"])
+        moved += r["bytes_kv"]
+        name = plot.name_of(speed.label(r))
+    else:
+        return None
+    return {
+        "what": name,
+        "model": r["model_type"],
+        "threads": r["n_threads"],
+        "positions": r["n_depth"],
+        "test_ms": r["median_ns"] / 1e6,
+        "macs_per_byte": macs / moved,
+        "macs_per_s": macs / r["median_ns"] * 1e9,
+        "roofline_share": r["roofline_share"],
+    }
+
+
+def attention_macs(line: str, n_pos: int, n_layer: int) -> float:
+    """Multiply-adds of attention per token, Llama-2-7B heads."""
+    shape = synth.LIKE["llama2-7b"]
+    s = split(parse_spec(line), n_pos, shape.head_dim)
+    per_head = 2 * s.topk * shape.head_dim + (0 if s.dense else n_pos * s.rank)
+    return float(n_layer * shape.n_head * per_head)
+
+
+def draw(rows: Sequence[plot.Row]) -> Any:
+    figure, (left, right) = plot.panels(2)
+    (roof,) = [r for r in rows if r["what"] == "roof"]
+    ridge, peak = roof["macs_per_byte"], roof["macs_per_s"]
+    x = [0.2, ridge, 1000]
+    left.plot(x, [v / 1e9 for v in (x[0] / ridge * peak, peak, peak)], color=plot.PAPER)
+    left.text(
+        x[2], peak / 1e9 * 1.1, "f32 matrix product", color=plot.PAPER, fontsize=8, ha="right"
+    )
+    slope = f"sequential read, {peak / ridge / 1e9:.0f} GB/s"
+    left.text(0.8 * ridge, 0.45e-9 * peak, slope, color=plot.PAPER, fontsize=8)
+    points = [r for r in rows if r["what"] != "roof"]
+    names = list(dict.fromkeys(r["what"] for r in points))
+    tokens = [n for n in names if not n.startswith("prompt")]
+    colours = {"stock -fa 0": plot.STOCK, "stock -fa 1": plot.STOCK_2}
+    ours = [n for n in tokens if n not in colours]
+    colours |= dict(zip(ours, (plot.OURS, plot.OURS_2, plot.OURS_3) * 4, strict=False))
+    ends = []
+    for name in names:
+        here = sorted((r for r in points if r["what"] == name), key=lambda r: r["positions"])
+        colour = colours.get(name, plot.OURS_3)
+        at = [r["macs_per_byte"] for r in here], [r["macs_per_s"] / 1e9 for r in here]
+        left.plot(*at, "o", color=colour, alpha=0.8)
+        if name in tokens:
+            s, y = [r["positions"] for r in here], [100 * r["roofline_share"] for r in here]
+            right.plot(s, y, "o-", color=colour)
+            ends.append((name, s[-1], y[-1], colour))
+        else:
+            left.text(
+                at[0][0] / 1.3, at[1][0], name, color=colour, fontsize=8, ha="right", va="center"
+            )
+    tops = [r for r in points if r["what"] in tokens]
+    middle = float(np.median([r["macs_per_s"] for r in tops])) / 1e9
+    edge = max(r["macs_per_byte"] for r in tops) * 1.5
+    left.text(edge, middle, "decoded tokens", fontsize=8, va="center")
+    low = min(r["macs_per_s"] for r in points) / 1e9
+    left.set_ylim(low / 3, 3 * max(peak, *(r["macs_per_s"] for r in points)) / 1e9)
+    left.set(xscale="log", yscale="log", xlim=(x[0], x[2]))
+    left.set(xlabel="multiply-adds per byte read", ylabel="G multiply-adds per second")
+    left.set_title(points[0]["model"])
+    plot.positions_axis(right, [r["positions"] for r in points if r["what"] in tokens])
+    right.axhline(100, color=plot.PAPER, linewidth=0.8)
+    right.set(ylabel="share of the read bandwidth (%)", ylim=(0, 110), title="decoded tokens")
+    figure.canvas.draw()
+    plot.label_ends(right, ends)
+    return figure
+
+
+if __name__ == "__main__":
+    if "--measure" in sys.argv:
+        measure(plot.default_folder())
+    else:
+        import roofline as this
+
+        plot.main(this)

@@ -1,0 +1,33 @@
+"""`sparq-cpp report`: what was measured, as one page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from pyorch.cli import options as opt
+from pyorch.errors import SparqError
+
+
+@click.command()
+@click.option("--output", "-o", metavar="FILE", default="report.html", show_default=True)
+@click.option(
+    "--results",
+    metavar="DIR",
+    help="Records and tables of one machine.  [default: bench/results/<kind of machine>]",
+)
+@click.option("--figures", metavar="DIR", help="Pictures.  [default: bench/figures]")
+def command(output: str, results: str | None, figures: str | None) -> None:
+    """Write one HTML page with the figures and tables. It opens without a network."""
+    from pyorch.bench import records, report
+
+    text = report.page(
+        Path(results) if results else records.default_folder(),
+        Path(figures) if figures else report.default_figures(),
+    )
+    try:
+        Path(output).write_text(text, "utf-8")
+    except OSError as e:
+        raise SparqError(f"{output}: {e.strerror or e}", "--output takes a file") from None
+    opt.note(f"{output}: {len(text) / 1e6:.1f} MB")

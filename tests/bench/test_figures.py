@@ -1,0 +1,263 @@
+"""The figures: what is drawn from records, and what is said when they are missing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+
+import draw
+import end_to_end
+import intensity
+import microbenchmark
+import node_times
+import plot
+import recall
+import roofline
+import time_in_attention
+
+from pyorch.bench import attention, records, speed
+from pyorch.errors import SparqError
+
+BENCH = Path(__file__).parents[2] / "bench"
+ENV = {
+    "machine": {"cpu": "A CPU", "cores": 2},
+    "commit": "0123456789",
+    "stamps": {"stock": "a", "sparq": "b"},
+    "pin": "a pin",
+    "dirty": False,
+}
+WEIGHTS, SPEED = 1_000_000_000, 1e10  # bytes; bytes per second
+STOCK = speed.Case(
+    model_filename="m.gguf",
+    model_type="llama2-7b q8_0, 4 of 32 layers",
+    model_size=WEIGHTS,
+    model_n_params=WEIGHTS,
+    n_threads=2,
+    type_k="f16",
+    type_v="f16",
+    n_prompt=0,
+    n_gen=4,
+    n_depth=4096,
+    library="stock",
+    flash_attn=False,
+    spec="off",
+    prefill=False,
+    repetitions=2,
+)
+OURS = replace(STOCK, library="sparq", flash_attn=True, spec="sparq,ratio=1/8")
+LENGTHS = (4096, 8192, 16384)
+
+
+def kv_bytes(n_depth: int) -> int:
+    return 4 * 2 * 2 * 32 * 128 * n_depth
+
+
+def add_speed(folder: Path, case: speed.Case, factor: float = 1.0) -> None:
+    """A record in which a token takes as long as its bytes, times `factor`."""
+    kv = 0 if case.n_prompt else kv_bytes(case.n_depth) // (1 if case.library == "stock" else 8)
+    ns = round((WEIGHTS + kv) / SPEED * 1e9 * factor)
+    n = case.repetitions * (case.n_gen or 1)
+    rec = records.record(
+        speed.BENCH,
+        asdict(case),
+        ENV["stamps"][case.library],
+        samples_ns=[ns] * n,
+        counters={},
+        env=ENV,
+        bytes_weights=WEIGHTS,
+        bytes_kv=kv,
+        n_layer=4,
+        layers_sparse=4,
+        bandwidth_bytes_per_s=[SPEED],
+    )
+    records.append(folder / "speed.jsonl", rec)
+
+
+def add_lengths(folder: Path, stock_factor: float = 1.0) -> None:
+    for n in LENGTHS:
+        add_speed(folder, replace(STOCK, n_depth=n), stock_factor)
+        add_speed(folder, replace(STOCK, n_depth=n, flash_attn=True), 3.0)
+        add_speed(folder, replace(OURS, n_depth=n))
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Path:
+    """Records of every figure."""
+    add_lengths(tmp_path)
+    add_speed(tmp_path, replace(STOCK, n_depth=0, n_gen=0, n_prompt=512))
+    (group,) = attention.Plan(
+        like=["llama2-7b"], positions=[4096], specs=microbenchmark.SPECS
+    ).groups()
+    for case, ms in zip(group, (20, 30, 19, 6, 4), strict=True):
+        rec = records.record(
+            attention.BENCH,
+            asdict(case),
+            "s",
+            samples_ns=[ms * 10**6] * 5,
+            base_samples_ns=[10**6] * 5,
+            bytes_per_token=1000 // (1 if case.library == "stock" or case.spec == "dense" else 8),
+            base_bytes_per_token=0,
+            counters={},
+            bandwidth_bytes_per_s=[1e9],
+            env=ENV,
+        )
+        records.append(tmp_path / "attention.jsonl", rec)
+    case = node_times.Case(STOCK.model_type, 8192, 2, False, 3)
+    rec = records.record(
+        node_times.BENCH, asdict(case), "s", samples_ns=[100] * 3, attention_ns=[40] * 3, env=ENV
+    )
+    records.append(tmp_path / "node_times.jsonl", rec)
+    case = {"n": roofline.N, "n_threads": 2, "library": "numpy"}
+    rec = records.record(roofline.PEAK, case, "v", samples_ns=[10**8] * 3, env=ENV)
+    records.append(roofline.peak_file(tmp_path), rec)
+    samples = [
+        c | {"mass": [0.5, 0.6], "error": 0.1, "error_mean_v": 0.05, "peaks": 2, "peaks_found": 1}
+        for c in recall.configs(4096, 64, recall.RATIOS)
+    ]
+    case = recall.Case("m", "t", 4096, "recite", 2, 8, recall.RATIOS, 1)
+    rec = records.record(
+        recall.BENCH, asdict(case), "s", samples=samples, env=ENV, model_name="m", head_dim=64
+    )
+    records.append(tmp_path / "recall.jsonl", rec)
+    return tmp_path
+
+
+def test_end_to_end_is_against_the_better_stock_of_the_same_run(tmp_path: Path) -> None:
+    add_lengths(tmp_path)
+    rows = [r for r in end_to_end.data(tmp_path) if r["attention"] == "SparQ 1/8 q4"]
+    assert [r["positions"] for r in rows] == list(LENGTHS)
+    for row, n in zip(rows, LENGTHS, strict=True):
+        limit = (WEIGHTS + kv_bytes(n)) / (WEIGHTS + kv_bytes(n) // 8)
+        assert row["speedup"] == pytest.approx(row["limit"]) == pytest.approx(limit)
+        assert row["full_token_ms"] == pytest.approx(8 * row["token_ms"])
+    # a later run with a slower stock: its own ratio, never a mixture of two runs
+    add_lengths(tmp_path, stock_factor=2.0)
+    again = [r for r in end_to_end.data(tmp_path) if r["attention"] == "SparQ 1/8 q4"]
+    assert [r["speedup"] for r in again] == pytest.approx([2 * r["speedup"] for r in rows])
+
+
+def test_the_same_cases_again_are_another_run(tmp_path: Path) -> None:
+    for factor in (1.0, 2.0):
+        for case in (STOCK, OURS):
+            add_speed(tmp_path, case, factor if case is STOCK else 1.0)
+    runs = list(plot.batches(tmp_path / "speed.jsonl"))
+    assert [[r["case"]["library"] for r in run] for run in runs] == [["stock", "sparq"]] * 2
+    assert runs[1][0]["samples_ns"][0] == pytest.approx(2 * runs[0][0]["samples_ns"][0])
+
+
+def test_fit_uses_the_samples_between_the_quartiles() -> None:
+    at = {}
+    for n in LENGTHS:
+        values = 5 + 0.001 * n + np.linspace(-0.1, 0.1, 40)
+        values[-8:] += 1000  # interrupted tokens
+        at[n] = values
+    slope, start = time_in_attention.fit(at)
+    assert slope == pytest.approx(0.001, rel=1e-6)
+    assert start == pytest.approx(5, abs=0.05)
+
+
+def test_time_in_attention_is_what_grows(full: Path) -> None:
+    rows = time_in_attention.data(full)
+    (row,) = [r for r in rows if (r["attention"], r["positions"]) == ("stock -fa 0", 8192)]
+    assert row["share"] == pytest.approx(kv_bytes(8192) / (WEIGHTS + kv_bytes(8192)), rel=1e-3)
+    assert row["share_nodes"] == pytest.approx(0.4)
+    ours = [r for r in rows if r["attention"] == "SparQ 1/8 q4"]
+    assert ours[0]["fit_ms_per_1k"] == pytest.approx(row["fit_ms_per_1k"] / 8, rel=1e-3)
+
+
+def test_microbenchmark_limit_is_by_bytes_read(full: Path) -> None:
+    rows = {r["attention"]: r for r in microbenchmark.data(full)}
+    assert list(rows) == ["stock -fa 0", "stock -fa 1", "our dense", "SparQ f16", "SparQ q4"]
+    assert rows["SparQ q4"]["limit"] == 8
+    assert rows["SparQ f16"]["speedup"] == pytest.approx((20 - 1) / (6 - 1))
+
+
+def test_intensity_is_that_of_the_paper() -> None:
+    for name, g in (("Llama 2 7B", 1), ("Llama 2 70B", 8)):
+        for rho, most in plot.paper("intensity", name):
+            assert intensity.intensity(rho, 10**9, g) == pytest.approx(most, rel=0.01)
+    assert intensity.share(6, 1) == 0.5
+    assert intensity.share(6, 1, 1 / 8) == pytest.approx(1 / 9)
+
+
+def test_roofline_counts_the_multiply_adds_of_attention() -> None:
+    dense = roofline.attention_macs("off", 4096, 4)
+    assert dense == 4 * 32 * 2 * 4096 * 128
+    spec = "sparq,rank=32,topk=128"
+    assert roofline.attention_macs(spec, 4096, 4) == 4 * 32 * (4096 * 32 + 2 * 128 * 128)
+
+
+def test_names_of_lines() -> None:
+    assert plot.name_of("stock -fa 0") == "stock -fa 0"
+    assert plot.name_of("dense") == "our dense"
+    assert plot.name_of("sparq,ratio=1/8,shadow=f16") == "SparQ 1/8 f16"
+    assert plot.name_of("topk,ratio=1/16") == "top-k 1/16"
+    assert plot.name_of("sparq,ratio=1/8,sinks=1") == "sparq,ratio=1/8,sinks=1"
+
+
+@pytest.mark.parametrize("figure", draw.FIGURES, ids=lambda f: f.NAME)
+def test_a_missing_record_is_named_with_its_command(figure: object, tmp_path: Path) -> None:
+    if figure is intensity:
+        assert intensity.data(tmp_path)  # computed
+        return
+    with pytest.raises(SparqError, match="no records of") as caught:
+        figure.data(tmp_path)
+    assert caught.value.hint == f"first: {figure.NEEDS}"
+
+
+def test_every_figure_is_drawn_twice_alike(full: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "out"
+    for figure in draw.FIGURES:
+        plot.make(figure, full, out)
+        svg = (out / f"{figure.NAME}.svg").read_text()
+        root = ElementTree.fromstring(svg)
+        assert figure.CAPTION in "".join(root.itertext())
+        assert "currentColor" in svg and plot._INK not in svg
+        assert (out / f"{figure.NAME}.csv").read_text().count("\n") > 2
+        plot.make(figure, full, out)
+        assert (out / f"{figure.NAME}.svg").read_text() == svg
+
+
+def test_command_says_what_is_missing_and_draws_the_rest(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    done = subprocess.run(
+        [sys.executable, str(BENCH / "draw.py"), "--results", str(tmp_path), "--out",
+         str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stdout.split() == [str(tmp_path / "out" / "intensity.svg")]
+    assert "end_to_end: not drawn: no records of" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "error: 5 of 6 figures not drawn" in done.stderr
+
+
+def test_node_times_sees_the_attention_of_every_layer(model: Path, stock: None) -> None:
+    code = """
+import json, sys
+from pathlib import Path
+sys.path.append(sys.argv[2])
+import node_times
+case = node_times.Case("m", 600, 1, sys.argv[3] == "1", 3)
+print(json.dumps(node_times.measure(Path(sys.argv[1]), case)))
+"""
+    for flash_attn in "01":  # a process has one library or the other, stock or ours
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(model), str(BENCH), flash_attn],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        got = json.loads(done.stdout)
+        assert all(0 < a < b for a, b in zip(got["attention_ns"], got["samples_ns"], strict=True))
