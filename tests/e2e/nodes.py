@@ -3,7 +3,7 @@
 `Watch` is called by the evaluation callback. The shadow that SCORE reads must be what K gives in
 its type, so a stale one shows; its result is compared with scores of those values, that of SELECT
 with a choice from the very logits it read, that of ATTEND with attention over the very cells it was
-given.
+given. PICK keeps its logits to itself: SCORE computes them beside it, and both are checked.
 """
 
 from __future__ import annotations
@@ -19,11 +19,21 @@ import numpy as np
 sys.path.append(str(Path(__file__).parents[1] / "ops"))
 
 import oracle
-from ggml_ctypes import NUMPY_TYPE, AttendParams, ScoreParams, SelectParams, Tensor
+from ggml_ctypes import (
+    NUMPY_TYPE,
+    AttendParams,
+    Ggml,
+    Graph,
+    PickParams,
+    ScoreParams,
+    SelectParams,
+    Tensor,
+    TensorPtr,
+)
 from llama import bindings
 from tolerances import Errors, check_selection, score_scale
 
-SEAL, VISIBLE, SCORE, SELECT, ATTEND = range(5)
+SEAL, VISIBLE, SCORE, SELECT, PICK, ATTEND = range(6)
 GROUP, RUN = 64, 512  # GGML_SPARSE_GROUP, GGML_SPARSE_RUN
 _OP, _PARAMS = Tensor.op.offset, Tensor.op_params.offset
 
@@ -60,6 +70,16 @@ def shadow_values(k_t: Tensor, k_range: Tensor | None, n_bit: int) -> tuple[np.n
     step, zero = (np.repeat(ranges[..., i].swapaxes(1, 2), RUN, axis=2) for i in (0, 1))
     with np.errstate(invalid="ignore", over="ignore"):  # ranges of runs that were never sealed
         return zero + step * codes, step
+
+
+def _leaf(g: Graph, t: Tensor | None) -> TensorPtr | None:
+    """The same values without what computed them."""
+    if t is None:
+        return None
+    leaf = g.ggml.base.ggml_new_tensor(g.ctx, t.type, 4, (ctypes.c_int64 * 4)(*t.ne))
+    leaf.contents.nb[:] = t.nb[:]
+    leaf.contents.data = t.data
+    return leaf
 
 
 def _source(t: Tensor, i: int) -> Tensor | None:
@@ -116,7 +136,7 @@ class Watch:
         name = bindings()._lib.ggml_op_name
         name.restype, name.argtypes = ctypes.c_char_p, [ctypes.c_int]
         self._sparse_op = next(i for i in range(200) if name(i) == b"SPARSE_ATTN")
-        self._logits: dict[int, np.ndarray] = {}
+        self._ggml = Ggml(Path(bindings()._lib._name).parent)
         self._selections: dict[int, tuple] = {}
 
     def clear(self) -> None:
@@ -137,7 +157,10 @@ class Watch:
             self._score(t)
         elif step == SELECT:
             self._select(t)
+        elif step == PICK:
+            self._pick(t)
         else:
+            assert step == ATTEND
             self._attend(t)
 
     def _visible(self, t: Tensor) -> None:
@@ -148,6 +171,27 @@ class Watch:
         assert np.array_equal(read(t)[:, 0], counts), (
             "VISIBLE counts other positions than the mask shows"
         )
+
+    def _pick(self, t: Tensor) -> None:
+        """SELECT(SCORE(..)) of the same sources: SCORE is computed here, then both are checked."""
+        p = _params(t, PickParams)
+        with self._ggml.graph() as g:
+            q, k, k_t, sealed, mask, forced, kl, sinks, _, k_range = (
+                _leaf(g, _source(t, i)) for i in range(10)
+            )
+            visible = g.op("ggml_sparse_attn_visible", mask)
+            score = g.op(
+                "ggml_sparse_attn_score",
+                *(q, k, k_t, sealed, mask, visible, None, k_range, p.score),
+            )
+            g.compute(score)
+            self._score(score.contents)
+            select = g.op("ggml_sparse_attn_select", score, forced, kl, sinks, p.select)
+            select.contents.data = t.data
+            self._select(select.contents)
+            self._selections[ctypes.addressof(t)] = self._selections.pop(
+                ctypes.addressof(select.contents)
+            )
 
     def _score(self, t: Tensor) -> None:
         q, k, mask = (read(_source(t, i)) for i in (0, 1, 4))

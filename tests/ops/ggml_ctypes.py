@@ -124,6 +124,10 @@ class SelectParams(ctypes.Structure):
     ]
 
 
+class PickParams(ctypes.Structure):
+    _fields_ = [("score", ScoreParams), ("select", SelectParams)]
+
+
 class AttendParams(ctypes.Structure):
     _fields_ = [
         ("scale", c_float),
@@ -193,6 +197,7 @@ class Ggml:
             (base, "ggml_sparse_attn_visible", t, ctx, t),
             (base, "ggml_sparse_attn_score", t, ctx, *[t] * 8, ScoreParams),
             (base, "ggml_sparse_attn_select", t, ctx, *[t] * 4, SelectParams),
+            (base, "ggml_sparse_attn_pick", t, ctx, *[t] * 10, PickParams),
             (base, "ggml_sparse_attn_attend", t, ctx, *[t] * 10, AttendParams),
             (base, "ggml_sparq_attn", t, ctx, POINTER(AttnInputs), POINTER(AttnParams)),
             (base, "ggml_topk_attn", t, ctx, POINTER(AttnInputs), POINTER(AttnParams)),
