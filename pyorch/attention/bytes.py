@@ -15,7 +15,8 @@ from pyorch.models.gguf_file import Geometry
 
 SHADOW_BYTES = {"f16": 2.0, "q8": 1.0, "q4": 0.5}  # per element of the transposed K
 RUN = 512  # positions of a channel that share a scale and a zero (two f32) where K is quantised
-GROUP = 64  # positions sealed together; the sums of V are per group
+GROUP = 64  # positions sealed together; the sums of V are per group ..
+SUM = 16  # .. and once more per this many groups
 CELLS = 256  # llama.cpp looks at the cache in blocks of this many positions
 
 
@@ -140,7 +141,10 @@ def _scan_bytes(
     """Bytes per KV head to score every position, and to read the sums of V where they are used."""
     if spec.method == "topk":
         return n_pos * geo.head_dim_k * kv_bytes
-    sums = n_pos / GROUP * geo.head_dim_v * 4 if mean_v else 0
+    groups = n_pos // GROUP
+    rows = groups // SUM + groups % SUM  # totals, then groups, then V itself
+    last = n_pos % GROUP * geo.head_dim_v * kv_bytes
+    sums = rows * geo.head_dim_v * 4 + last if mean_v else 0
     return n_pos * s.rank * SHADOW_BYTES[spec.shadow] + s.rank * _scale_bytes(spec, n_pos) + sums
 
 
@@ -168,5 +172,6 @@ def shadow_bytes(geo: Geometry, n_ctx: int, spec: AttentionSpec) -> int:
         return 0
     mean_v = any(uses_mean_v(spec, *n) for n in zip(geo.n_head, geo.n_head_kv, strict=True))
     k_t = geo.head_dim_k * (n_ctx * SHADOW_BYTES[spec.shadow] + _scale_bytes(spec, n_ctx))
-    v_sum = geo.head_dim_v * n_ctx / GROUP * 4 if mean_v else 0
+    rows = -(-n_ctx // (GROUP * SUM)) * (SUM + 1)
+    v_sum = geo.head_dim_v * rows * 4 if mean_v else 0
     return int(sum(geo.n_head_kv) * (k_t + v_sum))
