@@ -40,7 +40,14 @@ from pyorch.native.source import Note
 
 Step = Callable[[int, int], None]
 
-TOOLS = ("llama-bench", "llama-perplexity", "llama-quantize", "llama-completion")
+TOOLS = (
+    "llama-bench",
+    "llama-cli",
+    "llama-completion",
+    "llama-perplexity",
+    "llama-quantize",
+    "llama-server",
+)
 
 # Parts of the source that no target of ours needs: 110 of 170 MB.
 _SKIP = ("models", "docs", "media", "benches", "gguf-py")
@@ -264,9 +271,10 @@ def cmake_options(options: Options, tools: tuple[str, ...], openmp: bool, tree: 
         "LLAMA_BUILD_TOOLS": bool(tools),
         "LLAMA_BUILD_TESTS": False,
         "LLAMA_BUILD_EXAMPLES": False,
-        "LLAMA_BUILD_SERVER": False,
+        "LLAMA_BUILD_SERVER": bool(tools),
         "LLAMA_BUILD_APP": False,
         "LLAMA_BUILD_UI": False,
+        "LLAMA_USE_PREBUILT_UI": False,  # it would download the web page of llama-server
         "LLAMA_OPENSSL": False,
     }
     values = {key: "ON" if value else "OFF" for key, value in on_off.items()}

@@ -1,0 +1,74 @@
+// --sparse-attn in the programs of llama.cpp.
+
+#include "llama-sparse-tools.h"
+
+#include "llama-context.h"
+#include "llama-sparse-impl.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <sstream>
+#include <stdexcept>
+
+static void check(const std::string & spec) {
+    char err[512];
+    if (llama_sparse_attn_parse(spec.c_str(), err, sizeof(err)) < 0) {
+        throw std::invalid_argument(err);
+    }
+}
+
+void llama_sparse_arg(const std::string & spec) {
+    check(spec);
+    setenv("SPARQ_ATTN", spec.c_str(), 1);
+}
+
+static std::vector<std::string> bench_specs; // empty: the option was not given
+
+void llama_sparse_bench_arg(const std::string & specs) {
+    if (specs.empty()) {
+        check(specs); // refuses it
+    }
+    std::istringstream list(specs);
+    for (std::string spec; std::getline(list, spec, ';');) {
+        check(spec);
+        bench_specs.push_back(spec);
+    }
+}
+
+std::vector<std::string> llama_sparse_bench_specs() {
+    return bench_specs.empty() ? std::vector<std::string>{ "" } : bench_specs;
+}
+
+std::vector<std::string> llama_sparse_bench_fields(const std::vector<std::string> & fields) {
+    auto res = fields;
+    if (!bench_specs.empty()) {
+        res.insert(res.end(), { "sparse_attn", "sparse_calls" });
+    }
+    return res;
+}
+
+std::vector<std::string> llama_sparse_bench_values(llama_context * ctx) {
+    if (bench_specs.empty()) {
+        return {};
+    }
+    ctx->synchronize();
+    const auto & state = ctx->get_cparams().sparse;
+    if (!state) {
+        return { "off", "0" };
+    }
+    return { state->spec.str(), std::to_string(((const int64_t *) state->stats->data)[GGML_SPARSE_STAT_ATTEND_SPARSE]) };
+}
+
+bool llama_sparse_bench_begin(llama_context * ctx, const std::string & spec) {
+    char err[512];
+    if (!spec.empty() && llama_set_sparse_attn(ctx, spec.c_str(), err, sizeof(err)) != 0) {
+        fprintf(stderr, "llama_bench: error: --sparse-attn %s: %s\n", spec.c_str(), err);
+        return false;
+    }
+    return true;
+}
+
+void llama_sparse_bench_ready(llama_context * ctx) {
+    llama_sparse_attn_seal(ctx);
+    llama_sparse_attn_reset_counters(ctx);
+}

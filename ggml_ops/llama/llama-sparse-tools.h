@@ -1,0 +1,29 @@
+#pragma once
+
+// --sparse-attn in the programs of llama.cpp: what common/arg.cpp and llama-bench call.
+
+#include "llama.h"
+
+#include <string>
+#include <vector>
+
+// --sparse-attn SPEC of all programs but llama-bench: contexts made from now on take it, as from the environment variable SPARQ_ATTN.
+// Throws std::invalid_argument: what is wrong with the spec, and a hint.
+LLAMA_API void llama_sparse_arg(const std::string & spec);
+
+// llama-bench: -sa, --sparse-attn SPEC[;SPEC]... Given again, it adds. A spec has commas in it, so they do not separate. Throws likewise.
+LLAMA_API void llama_sparse_bench_arg(const std::string & specs);
+
+// the specs to run one after the other; without the option one empty text, which leaves a context as it is
+LLAMA_API std::vector<std::string> llama_sparse_bench_specs();
+
+// `fields`, and with the option two more: sparse_attn (the spec in full) and sparse_calls (attention calls that ran sparse in the last
+// repetition: of n_gen tokens in every layer that can). Their values are in the same order.
+LLAMA_API std::vector<std::string> llama_sparse_bench_fields(const std::vector<std::string> & fields);
+LLAMA_API std::vector<std::string> llama_sparse_bench_values(llama_context * ctx);
+
+// sets the spec of a fresh context; false: refused, and said so on stderr
+LLAMA_API bool llama_sparse_bench_begin(llama_context * ctx, const std::string & spec);
+
+// before the clock starts: what sealing the tokens of the depth costs is not part of a generated token
+LLAMA_API void llama_sparse_bench_ready(llama_context * ctx);

@@ -1,0 +1,130 @@
+"""The programs of llama.cpp with --sparse-attn: that it ran sparse, as the library counts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from test_engine import text_of
+
+from pyorch import native
+from pyorch.native import build
+
+pytestmark = pytest.mark.slow  # it builds them
+
+SPARSE = "sparq,rank=8,topk=64,min_ctx=0"
+N_LAYER = 2  # of the model `tiny`
+
+
+@pytest.fixture(scope="module")
+def tools() -> Path:
+    return Path(os.environ.get("SPARQ_TEST_LIB_DIR") or native.lib_dir(tools=build.TOOLS))
+
+
+def run(tools: Path, *args: object, **env: str) -> subprocess.CompletedProcess[str]:
+    program, *rest = map(str, args)
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SPARQ_ATTN", "LLAMA_"))}
+    return subprocess.run(
+        [str(tools / program), *rest],
+        env=clean | env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def bench(tools: Path, model: Path, *args: object, **env: str) -> list[dict]:
+    base = ("-m", model, "-p", 0, "-n", 5, "-d", 300, "-r", 2, "-t", 1, "-o", "json")
+    done = run(tools, "llama-bench", *base, *args, **env)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def calls(text: str) -> int:
+    """Sparse calls, in the line that a context logs at its end."""
+    return int(re.findall(r"sparse attention .*: (\d+) attention calls sparse", text)[-1])
+
+
+@pytest.mark.parametrize("options", [("-sa", f"off;{SPARSE}"), ("-sa", "off", "-sa", SPARSE)])
+def test_bench_runs_each_spec(tools: Path, tiny: Path, options: tuple[str, ...]) -> None:
+    off, sparse = bench(tools, tiny, *options)
+    assert (off["sparse_attn"], off["sparse_calls"]) == ("off", 0)
+    assert sparse["sparse_attn"] == "sparq,rank=8,topk=64,min_ctx=0"
+    assert sparse["sparse_calls"] == 5 * N_LAYER
+    for key in ("n_depth", "n_gen", "flash_attn", "type_k"):
+        assert sparse[key] == off[key]
+
+
+def test_bench_shows_where_nothing_was_sparse(tools: Path, tiny: Path) -> None:
+    """300 positions are below min_ctx."""
+    (row,) = bench(tools, tiny, "--sparse-attn", "sparq,ratio=1/8")
+    assert row["sparse_calls"] == 0
+
+
+def test_bench_without_the_option_is_as_ever(tools: Path, tiny: Path) -> None:
+    (row,) = bench(tools, tiny)
+    assert not [key for key in row if "sparse" in key]
+    table = run(tools, "llama-bench", "-m", tiny, "-p", 8, "-n", 1, "-r", 1, "-t", 1).stdout
+    assert "t/s" in table and "sparse" not in table
+
+
+@pytest.mark.parametrize("output", ["md", "csv", "jsonl", "sql"])
+def test_bench_columns(tools: Path, tiny: Path, output: str) -> None:
+    args = ("-m", tiny, "-p", 0, "-n", 1, "-d", 200, "-r", 1, "-t", 1, "-sa", SPARSE, "-o", output)
+    out = run(tools, "llama-bench", *args).stdout
+    assert "sparse_calls" in out and SPARSE in out
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["llama-bench", "llama-cli", "llama-completion", "llama-perplexity", "llama-server"],
+)
+def test_a_bad_spec_is_an_error_like_others(tools: Path, tiny: Path, program: str) -> None:
+    done = run(tools, program, "-m", tiny, "--sparse-attn", "spraq,ratio=1/8")
+    assert done.returncode == 1
+    assert "unknown method: spraq\ndid you mean sparq?" in done.stderr
+    assert "--sparse-attn" in done.stderr
+
+
+def test_what_a_context_refuses_ends_the_bench(tools: Path, tiny: Path) -> None:
+    done = run(tools, "llama-bench", "-m", tiny, "-n", 1, "-fa", "off", "-sa", SPARSE)
+    assert done.returncode == 1 and "needs flash attention" in done.stderr
+
+
+@pytest.mark.parametrize("spec", [SPARSE, "off", None])
+def test_completion_runs_sparse(tools: Path, tiny: Path, spec: str | None) -> None:
+    """Greedy: the text is that of the engine with the same setting."""
+    from pyorch import engine
+
+    option = ("--sparse-attn", spec) if spec else ()
+    base = ("-m", tiny, "-p", text_of(400), "-n", 12, "-t", 1, "--temp", 0, "--ignore-eos")
+    done = run(tools, "llama-completion", *base, "-no-cnv", "--no-display-prompt", "-v", *option)
+    assert done.returncode == 0, done.stderr
+    if spec == SPARSE:
+        assert calls(done.stderr) == 11 * N_LAYER
+    else:
+        assert "attention calls sparse" not in done.stderr
+    with engine.load(tiny, n_threads=1, attention=spec) as s:
+        pieces = engine.generate(s, text_of(400), max_tokens=12, ignore_eog=True)
+        assert done.stdout.startswith("".join(map(str, pieces)).strip())
+
+
+def test_perplexity_needs_single_tokens(tools: Path, tiny: Path, tmp_path: Path) -> None:
+    """It evaluates batches, as in prefill, which stay dense: with a warning. `-b 1` decodes."""
+    (tmp_path / "text").write_text(text_of(800))
+    base = ("-m", tiny, "-f", tmp_path / "text", "-c", 256, "-t", 1, "--sparse-attn", SPARSE)
+    batches = run(tools, "llama-perplexity", *base)
+    assert batches.returncode == 0 and calls(batches.stderr) == 0
+    assert re.search(r"W .*0 attention calls sparse", batches.stderr)
+    single = run(tools, "llama-perplexity", *base, "-b", 1, "-ub", 1, "-v")
+    assert single.returncode == 0 and calls(single.stderr) > 1000
+
+    def perplexity(done: subprocess.CompletedProcess[str]) -> str:
+        return re.findall(r"PPL = ([\d.]+)", done.stdout + done.stderr)[-1]
+
+    assert perplexity(batches) != perplexity(single)
