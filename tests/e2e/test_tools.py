@@ -34,6 +34,7 @@ def run(tools: Path, *args: object, **env: str) -> subprocess.CompletedProcess[s
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
+        errors="replace",
         timeout=300,
     )
 
