@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,9 @@ def _read() -> Any:
 class MemoryReader:
     """One buffer per thread, read by all threads together.
 
+    With several NUMA nodes each thread keeps to one core, so that its buffer is in the memory next
+    to it; the cores are spread over all that may be used.
+
     Args:
         n_threads: threads that read.
         buffer_bytes: per thread, a multiple of 512.
@@ -59,20 +63,37 @@ class MemoryReader:
 
     def __init__(self, n_threads: int, buffer_bytes: int = BUFFER_BYTES) -> None:
         self.function = _read()
-        self.buffers = [_aligned_ones(buffer_bytes) for _ in range(n_threads)]
+        self.buffers = [np.empty(0, np.uint64)] * n_threads
+
+        def make(i: int) -> None:
+            self.buffers[i] = _aligned_ones(buffer_bytes)
+
+        self._on_each_core(make)
 
     def read(self) -> float:
         """Read every buffer once. Returns bytes per second."""
-        threads = [
-            threading.Thread(target=self.function, args=(b.ctypes.data, b.size))
-            for b in self.buffers
-        ]
+
+        def read(i: int) -> None:
+            self.function(self.buffers[i].ctypes.data, self.buffers[i].size)
+
         started = time.perf_counter()
+        self._on_each_core(read)
+        return sum(b.nbytes for b in self.buffers) / (time.perf_counter() - started)
+
+    def _on_each_core(self, work: Callable[[int], None]) -> None:
+        n = len(self.buffers)
+
+        def pinned(i: int) -> None:
+            if len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) > 1:
+                cores = sorted(os.sched_getaffinity(0))
+                os.sched_setaffinity(0, {cores[i * len(cores) // n % len(cores)]})  # this thread's
+            work(i)
+
+        threads = [threading.Thread(target=pinned, args=(i,)) for i in range(n)]
         for t in threads:
             t.start()
         for t in threads:
             t.join()
-        return sum(b.nbytes for b in self.buffers) / (time.perf_counter() - started)
 
 
 def _aligned_ones(n_bytes: int) -> np.ndarray:

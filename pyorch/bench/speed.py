@@ -47,6 +47,7 @@ PAPER = {
     65536: (3.77, 2.06),
     131072: (4.99, 2.54),
 }
+MAX_POSITIONS = 1 << 20  # that a synthetic model claims to be trained on
 FILL = 0.75  # share of the memory that a model chosen by us may take
 PROCESS_BYTES = 300 << 20  # of a measured process, beside the model, the cache and FORGET_BYTES
 
@@ -173,17 +174,12 @@ class Plan:
 
 def synthetic(like: str, n_layer: int, quant: str) -> Path:
     """A model of `n_layer` layers with the output head in proportion; written on first use."""
-    name = f"{like}-{n_layer}-{quant}-v{synth.VERSION}"
-    path = paths.cache() / "bench" / f"{name}.gguf"
+    path = paths.cache() / "bench" / f"{like}-{n_layer}-{quant}-v{synth.VERSION}.gguf"
     if not path.exists():
-        full = synth.LIKE[like]
-        synth.write(
-            path,
-            synth.fewer_layers(like, n_layer),
-            quant,
-            name=f"{like} {quant}"
-            + (f", {n_layer} of {full.n_layer} layers" if n_layer != full.n_layer else ""),
-        )
+        full = synth.LIKE[like].n_layer
+        name = f"{like} {quant}" + (f", {n_layer} of {full} layers" if n_layer != full else "")
+        shape = replace(synth.fewer_layers(like, n_layer), n_ctx=MAX_POSITIONS)
+        synth.write(path, shape, quant, name=name)
     return path
 
 

@@ -33,6 +33,7 @@ class Subject:
         self.stock = stock
         self.session: Session | None = None
         self.reader: MemoryReader | None = None
+        self.loaded = False
 
     def open(
         self,
@@ -59,9 +60,10 @@ class Subject:
             flash_attn=flash_attn,
             type_k=type_k,
             type_v=type_v,
-            numa=numa,
+            numa="" if self.loaded else numa,  # once per process
             stock=self.stock,
         )
+        self.loaded = True
 
     def close(self) -> None:
         if self.session is not None:

@@ -24,7 +24,7 @@ from pyorch.native import build, source
 
 QUANTS = ("q8_0", "q4_k_m", "f16")
 TOKENIZERS = ("llama-spm", "llama-bpe", "bytes")
-VERSION = 2  # raised when the same arguments give another file
+VERSION = 3  # raised when the same arguments give another file
 
 _BLOCK = 32  # elements of a q8_0 block, all of one scale
 _SUPER = 256  # elements of a block of q4_K or q6_K

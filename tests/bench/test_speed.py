@@ -183,3 +183,31 @@ def test_bench_refuses_in_one_line(
     result = bench(*args)
     assert isinstance(result.exception, SparqError)
     assert result.exception.exit_code == 2 and message in result.exception.message
+
+
+def test_bench_says_what_does_not_fit_before_it_begins(
+    bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARQ_MEMORY_LIMIT", str(1 << 30))
+    result = bench("-d", "2048")
+    assert isinstance(result.exception, SparqError)
+    assert "3 processes with 2052 positions" in result.exception.message
+
+
+def test_layers_that_fit_do_not_depend_on_what_is_free(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The same machine plans the same cases; another depth has fewer layers."""
+    made = []
+
+    def synthetic(like: str, n_layer: int, quant: str) -> Path:
+        made.append(n_layer)
+        raise SparqError("enough")
+
+    monkeypatch.setattr(speed, "synthetic", synthetic)
+    monkeypatch.setattr(records, "machine", lambda: {"memory_gib": 24.0})
+    for depth, free in ((4096, 1 << 30), (4096, 1 << 40), (131072, 1 << 30)):
+        monkeypatch.setenv("SPARQ_MEMORY_LIMIT", str(free))
+        with pytest.raises(SparqError, match="enough"):
+            list(speed.Plan(n_depth=[depth]).groups())
+    assert made == [32, 32, 1]

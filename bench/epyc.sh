@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# A sweep for a large server: threads x depth x ratio, for each way to place memory on NUMA nodes.
+#
+#     bench/epyc.sh MODEL.gguf [OUT]       a model of yours
+#     bench/epyc.sh llama2-7b  [OUT]       random weights of that shape: no download, any depth
+#
+# Stock llama.cpp (-fa 0 and -fa 1) and ours take turns in each case. Everything that is measured is
+# recorded at once, below OUT; run the same line again and it goes on where it was. In place of
+# editing: DEPTHS, THREADS, RATIOS, PLACES, ARGS (more options of `sparq-cpp bench`).
+set -euo pipefail
+
+model=${1:?usage: bench/epyc.sh MODEL.gguf|NAME [OUT]}
+out=${2:-bench/results/epyc-$(basename "$model" .gguf)}
+if [[ -f $model ]]; then what=(-m "$model"); else what=(--like "$model"); fi
+
+cores=$(lscpu -p=CORE,SOCKET | grep -v '^#' | sort -u | wc -l)                # without SMT twins
+nodes=$(lscpu -p=NODE | grep -v '^#' | sort -u | wc -l)
+node0=$(lscpu -p=CORE,SOCKET,NODE | grep -v '^#' | sort -u | grep -c ',0$' || true)
+
+upto() { # 1,2,4,... below $1, and $1
+    local n=1 list=
+    while ((n < $1)); do list+=$n,; n=$((2 * n)); done
+    echo "$list$1"
+}
+depths=${DEPTHS:-4096 16384 65536 131072}
+ratios=${RATIOS:-1/4,1/8,1/16}
+
+# place -> the command before `sparq-cpp`, the --numa mode, the threads. llama.cpp touches the
+# weights and the cache first with the threads that use them; `interleave` ignores that on purpose
+declare -A before=([plain]="" [distribute]="" [interleave]="numactl --interleave=all" \
+                   [node0]="numactl --cpunodebind=0 --membind=0")
+declare -A mode=([plain]="" [distribute]="--numa distribute" [interleave]="--numa numactl" \
+                 [node0]="--numa numactl")
+declare -A threads=([plain]=$(upto "$cores") [distribute]=$(upto "$cores") \
+                    [interleave]=$(upto "$cores") [node0]=$(upto "$node0"))
+places=${PLACES:-$(((nodes > 1)) && echo plain distribute interleave node0 || echo plain)}
+
+echo "$cores cores, $nodes NUMA nodes ($node0 cores on node 0); places: $places" >&2
+show() { [[ -r $2 ]] && echo "$1: $(<"$2")" >&2 || true; }
+show "NUMA balancing, better 0" /proc/sys/kernel/numa_balancing
+show "huge pages" /sys/kernel/mm/transparent_hugepage/enabled
+show "governor" /sys/devices/system/cpu/cpu0/cpufreq/scaling_governor
+
+failed=0
+for place in $places; do
+    if [[ ${before[$place]} == numactl* ]] && ! command -v numactl >/dev/null; then
+        echo "$place: skipped, there is no numactl here" >&2
+        continue
+    fi
+    for depth in $depths; do
+        echo "== $place, depth $depth" >&2
+        # pages of the model stay where another place put them: only root can make the kernel forget
+        [[ $nodes -gt 1 && -w /proc/sys/vm/drop_caches ]] && echo 3 >/proc/sys/vm/drop_caches
+        mkdir -p "$out/$place"
+        ${before[$place]} sparq-cpp bench "${what[@]}" ${mode[$place]} -d "$depth" \
+            -t "${THREADS:-${threads[$place]}}" --ratio "$ratios" --out "$out/$place" \
+            ${ARGS:-} | tee "$out/$place/d$depth.md.partial" || { failed=1; continue; }
+        mv "$out/$place/d$depth.md.partial" "$out/$place/d$depth.md"
+    done
+done
+exit $failed

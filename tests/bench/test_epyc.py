@@ -1,0 +1,55 @@
+"""The sweep for servers: what it calls for each place, and that one failure does not end it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "bench" / "epyc.sh"
+pytestmark = pytest.mark.skipif(not shutil.which("lscpu"), reason="needs lscpu")
+
+
+def sweep(folder: Path, **env: str) -> tuple[int, list[str]]:
+    """Runs the script with commands that only write down how they were called."""
+    log = folder / "calls"
+    programs = {
+        "sparq-cpp": '[[ "$*" != *"-d 99 "* ]] && echo table',
+        "numactl": 'while [[ $1 == -* ]]; do shift; done; "$@"',
+    }
+    for name, text in programs.items():
+        path = folder / name
+        path.write_text(f'#!/bin/bash\necho "{name} $*" >> {log}\n{text}\n')
+        path.chmod(0o755)
+    env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", **env}
+    argv = ["bash", str(SCRIPT), "llama2-7b", str(folder / "out")]
+    code = subprocess.run(argv, env=env, capture_output=True).returncode
+    return code, log.read_text().splitlines()
+
+
+def test_sweep_covers_threads_depths_and_ratios(tmp_path: Path) -> None:
+    code, calls = sweep(tmp_path, DEPTHS="64 128", THREADS="1,4", RATIOS="1/8", PLACES="plain")
+    out = tmp_path / "out" / "plain"
+    assert code == 0
+    assert calls == [
+        f"sparq-cpp bench --like llama2-7b -d {d} -t 1,4 --ratio 1/8 --out {out}" for d in (64, 128)
+    ]
+    assert (out / "d128.md").read_text() == "table\n"
+
+
+def test_sweep_goes_on_after_a_failure_and_says_so(tmp_path: Path) -> None:
+    code, calls = sweep(tmp_path, DEPTHS="99 64", PLACES="plain", ARGS="-r 2")
+    assert code == 1 and len(calls) == 2 and calls[1].endswith("-r 2")
+    assert not (tmp_path / "out" / "plain" / "d99.md").exists()
+
+
+def test_sweep_binds_memory_with_numactl(tmp_path: Path) -> None:
+    code, calls = sweep(tmp_path, DEPTHS="64", PLACES="distribute interleave node0")
+    assert code == 0
+    assert "--numa distribute" in calls[0]
+    assert calls[1].startswith("numactl --interleave=all sparq-cpp bench")
+    assert "--numa numactl" in calls[2]
+    assert calls[3].startswith("numactl --cpunodebind=0 --membind=0 sparq-cpp bench")

@@ -1,0 +1,47 @@
+"""Growth: the fitted line, what may run dense, and what a restored state costs until sealed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pyorch.bench import growth, records, speed
+from pyorch.errors import SparqError
+
+
+def test_slope_is_that_of_the_line() -> None:
+    assert growth.slope([(0, 3), (10, 5), (20, 7)]) == pytest.approx((0.2, 3))
+
+
+def test_slowest_is_a_token_that_is_slow_each_time() -> None:
+    """Three repetitions of two tokens: 90 is an accident, the first token is slow each time."""
+    rec = {"sealed_per_token": [4, 4], "samples_ns": [50, 20, 52, 90, 54, 20]}
+    assert growth.slowest(rec) == 52
+
+
+@pytest.mark.usefixtures("stock")
+def test_growth_measures_all_three_and_only_once(model: Path, tmp_path: Path) -> None:
+    plan = speed.Plan(models=[model], n_depth=[1280, 2048], n_gen=[3], repetitions=2)
+    file = tmp_path / "speed.jsonl"
+    found, sealing = growth.run(plan, file, lambda done, total: None)
+    assert [r["case"]["n_depth"] for r in found[::3]] == [1280, 2048, 256, 768]
+    for rec in found[2::3]:
+        short = rec["case"]["below_min_ctx"]
+        assert rec["counters"]["calls_dense_op" if short else "calls_sparse"] == 2 * 3 * 2
+    (rec,) = sealing
+    assert sum(rec["sealed_per_token"]) <= 2048 // 64 * 2  # two layers; the first was not timed
+    assert len(rec["samples_ns"]) == 3 * len(rec["sealed_per_token"])
+    table = growth.markdown(found, sealing)
+    assert table.count("tg3 @ d768") == 3 and "| 2048 |" in table
+
+    before = len(records.load(file))
+    again = growth.run(plan, file, lambda done, total: pytest.fail("measured again"))
+    assert again == (found, sealing) and len(records.load(file)) == before
+
+
+@pytest.mark.usefixtures("stock")
+def test_what_is_to_run_dense_is_refused_when_it_runs_sparse(model: Path, tmp_path: Path) -> None:
+    plan = speed.Plan(models=[model], n_depth=[1280], n_gen=[3], repetitions=1, below_min_ctx=True)
+    with pytest.raises(SparqError, match="calls_dense_op is 0"):
+        speed.run(plan, tmp_path / "s.jsonl", lambda done, total: None)
