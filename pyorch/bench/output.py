@@ -10,7 +10,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pyorch.bench.records import Record
 from pyorch.bench.speed import Row, label, rows, test
@@ -21,7 +21,7 @@ TABLE = "llama_bench"  # as llama-bench names it
 def markdown(recs: Sequence[Record]) -> str:
     """llama-bench's table, and what is only ours to its right."""
     found = rows(recs)
-    shown = {
+    shown: dict[str, Callable[[Row], object]] = {
         "model": lambda r: r["model_type"],
         "size": lambda r: _size(r["model_size"]),
         "threads": lambda r: r["n_threads"],
@@ -39,16 +39,43 @@ def markdown(recs: Sequence[Record]) -> str:
         "paper: limit": lambda r: _number(r["paper_limit"], "{:.2f}x"),
         "paper: measured": lambda r: _number(r["paper_speedup"], "{:.2f}x"),
     }
-    if all(math.isnan(r["paper_limit"]) for r in found):
-        del shown["paper: limit"], shown["paper: measured"]
     for name in ("type_k", "type_v"):  # as llama-bench, only if there is something to tell apart
         if {r[name] for r in found} == {"f16"}:
             del shown[name]
+    return _table(shown, found) + "\n\n" + _machine(recs)
+
+
+def summary(recs: Sequence[Record]) -> str:
+    """One line per row of ours, the faster stock in it: for a README."""
+    found = rows(recs)
+    ours = [r for r in found if r["library"] != "stock" and r["n_gen"] and not r["below_min_ctx"]]
+    shown = {
+        "model": lambda r: r["model_type"],
+        "K, V": lambda r: ", ".join(dict.fromkeys((r["type_k"], r["type_v"]))),
+        "positions": lambda r: r["n_depth"],
+        "attention": lambda r: f"`{label(r)}`",
+        "best stock, ms": lambda r: f"{r['speedup'] * r['median_ns'] / 1e6:.1f}",
+        "ours, ms": lambda r: f"{r['median_ns'] / 1e6:.1f}",
+        "faster": lambda r: f"{r['speedup']:.2f}x",
+        "limit by bytes": lambda r: _number(r["roofline_speedup"], "{:.2f}x"),
+        "share of roofline": lambda r: _number(100 * r["roofline_share"], "{:.0f} %"),
+        "paper: limit": lambda r: _number(r["paper_limit"], "{:.2f}x"),
+        "paper: measured": lambda r: _number(r["paper_speedup"], "{:.2f}x"),
+    }
+    if len({r["n_threads"] for r in ours}) > 1:
+        shown["threads"] = lambda r: r["n_threads"]
+    return _table(shown, ours) + "\n\n" + _machine(recs)
+
+
+def _table(shown: dict[str, Callable[[Row], object]], found: Sequence[Row]) -> str:
+    """Markdown; a column that says nothing is left out."""
+    cells = {name: [str(show(r)) for r in found] for name, show in shown.items()}
+    cells = {name: column for name, column in cells.items() if set(column) != {"-"}}
     left = {"model", "attention"}
-    out = ["| " + " | ".join(shown) + " |"]
-    out += ["| " + " | ".join("---" if n in left else "---:" for n in shown) + " |"]
-    out += ["| " + " | ".join(str(show(r)) for show in shown.values()) + " |" for r in found]
-    return "\n".join([*out, "", _machine(recs)])
+    out = ["| " + " | ".join(cells) + " |"]
+    out += ["| " + " | ".join("---" if n in left else "---:" for n in cells) + " |"]
+    out += ["| " + " | ".join(line) + " |" for line in zip(*cells.values(), strict=True)]
+    return "\n".join(out)
 
 
 def _machine(recs: Sequence[Record]) -> str:

@@ -519,7 +519,9 @@ def _row(rec: Record, best_ns: float, best_kv: int) -> Row:
 
 def label(row: Row) -> str:
     """What a row is of."""
-    return f"stock -fa {row['flash_attn']}" if row["library"] == "stock" else row["sparse_attn"]
+    if row["library"] == "stock":
+        return f"stock -fa {row['flash_attn']}"
+    return row["sparse_attn"] + (", dense: below min_ctx" if row["below_min_ctx"] else "")
 
 
 def test(row: Row) -> str:

@@ -165,7 +165,7 @@ def _specs(options: dict[str, Any]) -> list[str]:
 
 
 def _speed(options: dict[str, Any]) -> None:
-    from pyorch.bench import output, speed
+    from pyorch.bench import output, records, speed
 
     plan = speed.Plan(
         models=[Path(part) for m in options["models"] for part in m.split(",")],
@@ -187,7 +187,12 @@ def _speed(options: dict[str, Any]) -> None:
     file = _file(options, "speed.jsonl")
     with opt.progress_bar("bench") as progress:
         found = speed.run(plan, file, progress, force=options["force"])
-    _print(found, output.markdown(found), file, options, rows=speed.rows(found))
+    table = output.markdown(found)
+    _print(found, table, file, options, output.summary(found), rows=speed.rows(found))
+    # beside the records: everything that this library ran, not only what was asked for now
+    stamps = found[0]["env"]["stamps"]
+    every = [r for r in records.load(file).values() if r["env"]["stamps"] == stamps]
+    file.with_suffix(".md").write_text(output.markdown(every) + "\n", "utf-8")
 
 
 def _attention(ctx: click.Context, options: dict[str, Any]) -> None:
