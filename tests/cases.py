@@ -181,7 +181,7 @@ TYPICAL = [
 
 def quick_cases() -> list[Case]:
     rows = [Case(**row, seed=i) for i, row in enumerate(pairwise(FACTORS))]
-    return [_limited(case) for case in rows + TYPICAL]
+    return [_limited(case) for case in rows + TYPICAL + QUANTISED]
 
 
 def slow_cases() -> list[Case]:

@@ -56,9 +56,9 @@ void seal_codes(const ggml_tensor * dst, const seal_work & w, int64_t h, int64_t
                     load_rows<T>(w.rows + j*GROUP*d_k, at(k, h, (run*N + j)*GROUP, s), k->nb[2], GROUP, d_k, p.n_rot);
                 }
             }
-            seal_run<float>(codes, k_t->nb[1], range, (const char *) w.rows, d_k*sizeof(float), valid, d_k, p.n_bit);
+            seal_run<float>(codes, k_t->nb[1], range, (const char *) w.rows, d_k*sizeof(float), valid, d_k, p.n_bit, k_range->nb[1]/sizeof(float));
         } else if constexpr (span<T>::SIZE == W) {
-            seal_run<T>(codes, k_t->nb[1], range, at(k, h, run*RUN, s), k->nb[2], valid, d_k, p.n_bit);
+            seal_run<T>(codes, k_t->nb[1], range, at(k, h, run*RUN, s), k->nb[2], valid, d_k, p.n_bit, k_range->nb[1]/sizeof(float));
         }
     });
 }
@@ -165,6 +165,7 @@ size_t ggml_sparse_attn_work_size(const ggml_tensor * node, int n_threads) {
         case GGML_SPARSE_ATTN_SEAL:   return seal_work(node, nullptr, 0, n_threads).size;
         case GGML_SPARSE_ATTN_SCORE:  return score_work_size(node, n_threads);
         case GGML_SPARSE_ATTN_SELECT: return select_work_size(node, n_threads);
+        case GGML_SPARSE_ATTN_PICK:   return pick_work_size(node, n_threads);
         case GGML_SPARSE_ATTN_ATTEND: return attend_work_size(node, n_threads);
         default:                      return 0;
     }
@@ -176,6 +177,7 @@ void ggml_compute_forward_sparse_attn(const ggml_compute_params * params, ggml_t
         case GGML_SPARSE_ATTN_VISIBLE: forward_visible(params, dst); break;
         case GGML_SPARSE_ATTN_SCORE:   forward_score  (params, dst); break;
         case GGML_SPARSE_ATTN_SELECT:  forward_select (params, dst); break;
+        case GGML_SPARSE_ATTN_PICK:    forward_pick   (params, dst); break;
         case GGML_SPARSE_ATTN_ATTEND:  forward_attend (params, dst); break;
         default: GGML_ABORT("sparse_attn: unknown sub-operation %d", dst->op_params[0]);
     }

@@ -8,10 +8,12 @@
 //   Sealing a group codes its whole run anew from K, with the groups that were sealed before: K is still there, and a later key may
 //   lie outside the range of those before it.
 //
-//   8 bits: one byte a position. 4 bits: blocks of 128 positions in 64 bytes; the low halves of the bytes hold the first 64.
+//   Codes lie in lines of 64 bytes: 64 positions of 8 bits, or 128 of 4 bits, the first 64 in the low halves of the bytes. Inside a line
+//   position 16*j + 4*i + l has byte 16*i + 4*j + l, so that zipping four channels within 128 bits, which is what every instruction set
+//   can do, leaves consecutive positions in a register.
 //
-//   The 4-bit scan looks products up: a channel's contribution to a logit takes 16 values, so a table of 16 bytes per (query head,
-//   channel, run) and a byte shuffle give 64 of them at once; they are summed as integers.
+//   The scan is one of integers: the coefficients of a run (times the scales of its channels) are rounded to small whole numbers, four
+//   channels are zipped, and one instruction (VNNI; two or three without it) multiplies and adds four codes of every position.
 
 #include "sparse-score.h"
 
@@ -19,12 +21,14 @@
 
 namespace sparse {
 
-constexpr int RUN   = GGML_SPARSE_RUN;
-constexpr int BLOCK = 128; // positions of 4-bit codes that share 64 bytes
+constexpr int RUN  = GGML_SPARSE_RUN;
+constexpr int LINE = 64; // bytes
 
-struct u8 { uint8_t code; };
+// positions in a line of codes
+static constexpr int line_pos(int n_bit) { return LINE*8/n_bit; }
 
-static inline float to_f32(u8 x) { return x.code; }
+// the byte in a line of position t of its 64
+static inline int line_byte(int t) { return t/4%4*16 + t/16*4 + t%4; }
 
 // ---- seal ----
 
@@ -41,6 +45,19 @@ static inline void store_u8(uint8_t * p, vf x) {
 #endif
 }
 
+// W whole numbers in -128..127 to bytes
+static inline void store_i8(int8_t * p, vf x) {
+#if defined(SPARQ_AVX512)
+    _mm_storeu_si128((__m128i *) p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x)));
+#else
+    float y[W];
+    store(y, x);
+    for (int i = 0; i < W; ++i) {
+        p[i] = (int8_t) y[i];
+    }
+#endif
+}
+
 // K as the shadow sees it: finite
 static inline vf seal_value(vf x) {
     x = select(eq(x, x), x, set1(0.0f));
@@ -48,10 +65,10 @@ static inline vf seal_value(vf x) {
 }
 
 // codes the d channels of one KV head over one run; only groups with valid[g] count, the others get code 0 and are not read
-//   codes, range: of the head's first channel; k: the run's first position
+//   codes, range: of the head's first channel, ld_range floats apart; k: the run's first position
 // Channels lie in the lanes: a scale and a zero for each come out of the first pass over the positions, codes out of the second
 template <typename T>
-static void seal_run(char * codes, size_t nb_chan, float * range, const char * k, size_t nb_pos, const uint8_t * valid, int d, int n_bit) {
+static void seal_run(char * codes, size_t nb_chan, float * range, const char * k, size_t nb_pos, const uint8_t * valid, int d, int n_bit, int64_t ld_range = 2) {
     constexpr int G  = GGML_SPARSE_GROUP;
     constexpr int NC = 16;   // channels at a time
     constexpr int NV = NC/W; // vectors of them
@@ -87,8 +104,8 @@ static void seal_run(char * codes, size_t nb_chan, float * range, const char * k
             store(sc, scale);
             store(ze, lo[v]);
             for (int i = 0; i < W && v*W + i < nc; ++i) {
-                range[2*(c0 + v*W + i)]     = sc[i];
-                range[2*(c0 + v*W + i) + 1] = ze[i];
+                range[(c0 + v*W + i)*ld_range]     = sc[i];
+                range[(c0 + v*W + i)*ld_range + 1] = ze[i];
             }
         }
 
@@ -105,287 +122,285 @@ static void seal_run(char * codes, size_t nb_chan, float * range, const char * k
         }
         for (int c = 0; c < nc; ++c) {
             uint8_t * dst = (uint8_t *) (codes + (c0 + c)*nb_chan);
-            if (n_bit == 8) {
-                for (int t = 0; t < RUN; ++t) {
-                    dst[t] = tile[t][c];
-                }
-            } else for (int b = 0; b < RUN; b += BLOCK) {
-                for (int t = 0; t < BLOCK/2; ++t) {
-                    dst[b/2 + t] = tile[b + t][c] | tile[b + BLOCK/2 + t][c] << 4;
+            for (int b = 0; b < RUN; b += line_pos(n_bit), dst += LINE) {
+                for (int t = 0; t < LINE; ++t) {
+                    dst[line_byte(t)] = n_bit == 8 ? tile[b + t][c] : tile[b + t][c] | tile[b + LINE + t][c] << 4;
                 }
             }
         }
     }
 }
 
-// ---- step 1 from 8 bits ----
+// ---- step 1 from codes ----
 
+// vectors of bytes, VB of them, and of 32-bit sums
+//   zip8, zip16   interleave bytes or pairs of bytes of a and b, within 128 bits: the lower or the upper half of each
+//   dot           acc + the sum over four neighbouring bytes of x (unsigned) times w (signed); |w| <= 64 where bytes exceed 127
 #if defined(SPARQ_AVX512)
-static inline vf load(const u8 * p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *) p))); }
-#elif defined(SPARQ_AVX2)
-static inline vf load(const u8 * p) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) p))); }
+typedef __m512i vi;
+constexpr int VB = 64;
+static inline vi vi_load(const uint8_t * p)       { return _mm512_loadu_si512(p); }
+static inline vi vi_set4(const int8_t * p)        { int32_t x; memcpy(&x, p, 4); return _mm512_set1_epi32(x); }
+static inline vi vi_zero()                        { return _mm512_setzero_si512(); }
+static inline vi zip8_lo(vi a, vi b)              { return _mm512_unpacklo_epi8(a, b); }
+static inline vi zip8_hi(vi a, vi b)              { return _mm512_unpackhi_epi8(a, b); }
+static inline vi zip16_lo(vi a, vi b)             { return _mm512_unpacklo_epi16(a, b); }
+static inline vi zip16_hi(vi a, vi b)             { return _mm512_unpackhi_epi16(a, b); }
+static inline vi low4(vi x)                       { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+static inline vi high4(vi x)                      { return low4(_mm512_srli_epi16(x, 4)); }
+static inline vf to_float(vi x)                   { return _mm512_cvtepi32_ps(x); }
+static inline vi dot(vi acc, vi x, vi w) {
+#if defined(__AVX512VNNI__)
+    return _mm512_dpbusd_epi32(acc, x, w);
 #else
-static inline vf load(const u8 * p) {
-    float x[W];
-    for (int i = 0; i < W; ++i) {
-        x[i] = p[i].code;
-    }
-    return load(x);
-}
+    return _mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_maddubs_epi16(x, w), _mm512_set1_epi16(1)));
 #endif
-
-// s[h][t - t0] for the positions t0 <= t < t1 of one KV head, as score_channels() does from f16; the coefficients change with the run
-//   codes, range: of the head's first channel; range of run i at range + i*ld_range
-//   w: scratch [runs touched][n_head][n_chan + 1]; the last is the constant of the run
-static inline void score_q8(float * s, int64_t ld_s, int n_head, const char * codes, size_t nb_chan, const float * range, int64_t ld_range,
-        const int32_t * chan, int n_chan, const float * coef, int ld_coef, int64_t t0, int64_t t1, float * w) {
-    const int     ld_w = n_chan + 1;
-    const int64_t run0 = t0/RUN;
-    for (int64_t run = run0; run*RUN < t1; ++run) {
-        const float * r = range + run*ld_range;
-        for (int h = 0; h < n_head; ++h) {
-            float * wh = w + ((run - run0)*n_head + h)*ld_w;
-            wh[n_chan] = 0.0f;
-            for (int i = 0; i < n_chan; ++i) {
-                wh[i] = coef[h*ld_coef + i]*r[2*chan[i]];
-                wh[n_chan] += coef[h*ld_coef + i]*r[2*chan[i] + 1];
-            }
-        }
-    }
-    const u8 * row[8];
-    for (int i = 0; i < n_chan; ) { // few channels at a time over all runs: long reads
-        const int nc = n_chan - i >= 8 ? 8 : n_chan - i >= 4 ? 4 : 1;
-        for (int64_t run = run0; run*RUN < t1; ++run) {
-            const int64_t a = std::max(run*RUN, t0), b = std::min((run + 1)*RUN, t1);
-            const float * wr = w + (run - run0)*n_head*ld_w + i;
-            for (int c = 0; c < nc; ++c) {
-                row[c] = (const u8 *) (codes + chan[i + c]*nb_chan) + a;
-            }
-            float * d = s + (a - t0);
-            switch (nc) {
-                case 8:  add_channels<8>(d, ld_s, n_head, row, (const u8 * const *) nullptr, wr, ld_w, b - a, i == 0); break;
-                case 4:  add_channels<4>(d, ld_s, n_head, row, (const u8 * const *) nullptr, wr, ld_w, b - a, i == 0); break;
-                default: add_channels<1>(d, ld_s, n_head, row, (const u8 * const *) nullptr, wr, ld_w, b - a, i == 0); break;
-            }
-        }
-        i += nc;
-    }
-    for (int64_t run = run0; run*RUN < t1; ++run) {
-        const int64_t a = std::max(run*RUN, t0), b = std::min((run + 1)*RUN, t1);
-        for (int h = 0; h < n_head; ++h) {
-            const float base = w[((run - run0)*n_head + h)*ld_w + n_chan];
-            for (int64_t t = a; t < b; ++t) {
-                s[h*ld_s + t - t0] += base;
-            }
-        }
-    }
-}
-
-// ---- step 1 from 4 bits ----
-
-// what the scan needs of one (query head, run): table [n_chan][16], and logit = step*sum + base
-struct run_table {
-    uint8_t * u;
-    float     step;
-    float     base;
-};
-
-// NUMERICS: a table entry is a whole number of steps; the step lets the largest pair of channels sum to 254 (255 after rounding), so that
-// pairs are added as bytes. Its rounding stays below that of the 4-bit codes themselves (test_scan_equals_the_values_of_the_codes)
-static inline void make_table(run_table & res, const float * coef, const int32_t * chan, int n_chan, const float * range) {
-    float max  = 0.0f; // of |a_i| + |a_j| over the pairs
-    float prev = 0.0f;
-    res.base = 0.0f;
-    for (int i = 0; i < n_chan; ++i) {
-        const float * r = range + 2*chan[i];
-        const float   a = coef[i]*r[0];
-        prev = std::fabs(a) + (i % 2 ? prev : 0.0f);
-        max  = std::max(max, prev);
-        res.base += coef[i]*r[1] + (a < 0.0f ? 15.0f*a : 0.0f);
-    }
-    res.step = max*15.0f/254.0f;
-    const float inv = max > 0.0f ? 254.0f/(max*15.0f) : 0.0f;
-    for (int i = 0; i < n_chan; ++i) {
-        const float a = coef[i]*range[2*chan[i]]*inv;
-        uint8_t * u = res.u + 16*i;
-#if defined(SPARQ_AVX512)
-        // a < 0: |a|*(15 - code)
-        const __m512 code = iota();
-        const __m512 y    = a < 0.0f ? mul(set1(-a), sub(set1(15.0f), code)) : mul(set1(a), code);
-        _mm_storeu_si128((__m128i *) u, _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32(y)));
-#else
-        for (int c = 0; c < 16; ++c) {
-            u[c] = (uint8_t) std::nearbyint(a < 0.0f ? -a*(15 - c) : a*c);
-        }
-#endif
-    }
-    if (n_chan % 2) { // channels are summed in pairs
-        memset(res.u + 16*n_chan, 0, 16);
-    }
-}
-
-// s[h][0 .. 128) = step*sum of table entries + base over one block; code[i]: 64 bytes of channel i. HB heads at a time
-// a pair of channels sums to at most 255, a byte; the sums of even and odd bytes are kept apart in 16 bits
-#if defined(SPARQ_AVX512)
-typedef __m512i vb;
-constexpr int NB = 64;
-static inline vb  vb_load(const uint8_t * p)  { return _mm512_loadu_si512(p); }
-static inline vb  vb_table(const uint8_t * p) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *) p)); }
-static inline vb  vb_lo(vb x)                 { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
-static inline vb  vb_hi(vb x)                 { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
-static inline vb  vb_look(vb t, vb x)         { return _mm512_shuffle_epi8(t, x); }
-static inline vb  vb_add8(vb a, vb b)         { return _mm512_add_epi8(a, b); }
-static inline vb  vb_add16(vb a, vb b)        { return _mm512_add_epi16(a, b); }
-static inline vb  vb_shr8(vb a)               { return _mm512_srli_epi16(a, 8); }
-static inline vb  vb_zero()                   { return _mm512_setzero_si512(); }
-static inline void vb_store(float * s, vb e, vb o, float step, float base) {
-    e = _mm512_sub_epi16(e, _mm512_slli_epi16(o, 8));
-    const vb lo = _mm512_unpacklo_epi16(e, o), hi = _mm512_unpackhi_epi16(e, o); // 8 positions per 128 bits, alternating
-    const vb p0 = _mm512_permutex2var_epi64(lo, _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), hi);
-    const vb p1 = _mm512_permutex2var_epi64(lo, _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), hi);
-    const vf st = set1(step), ba = set1(base);
-    const auto put = [&](float * d, __m256i x) { store(d, fma(_mm512_cvtepi32_ps(_mm512_cvtepu16_epi32(x)), st, ba)); };
-    put(s,      _mm512_castsi512_si256(p0));
-    put(s + 16, _mm512_extracti64x4_epi64(p0, 1));
-    put(s + 32, _mm512_castsi512_si256(p1));
-    put(s + 48, _mm512_extracti64x4_epi64(p1, 1));
 }
 #elif defined(SPARQ_AVX2)
-typedef __m256i vb;
-constexpr int NB = 32;
-static inline vb  vb_load(const uint8_t * p)  { return _mm256_loadu_si256((const __m256i *) p); }
-static inline vb  vb_table(const uint8_t * p) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *) p)); }
-static inline vb  vb_lo(vb x)                 { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
-static inline vb  vb_hi(vb x)                 { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
-static inline vb  vb_look(vb t, vb x)         { return _mm256_shuffle_epi8(t, x); }
-static inline vb  vb_add8(vb a, vb b)         { return _mm256_add_epi8(a, b); }
-static inline vb  vb_add16(vb a, vb b)        { return _mm256_add_epi16(a, b); }
-static inline vb  vb_shr8(vb a)               { return _mm256_srli_epi16(a, 8); }
-static inline vb  vb_zero()                   { return _mm256_setzero_si256(); }
-static inline void vb_store(float * s, vb e, vb o, float step, float base) {
-    e = _mm256_sub_epi16(e, _mm256_slli_epi16(o, 8));
-    const vb lo = _mm256_unpacklo_epi16(e, o), hi = _mm256_unpackhi_epi16(e, o);
-    const vf st = set1(step), ba = set1(base);
-    const auto put = [&](float * d, __m128i x) { store(d, fma(_mm256_cvtepi32_ps(_mm256_cvtepu16_epi32(x)), st, ba)); };
-    put(s,      _mm256_castsi256_si128(lo));
-    put(s + 8,  _mm256_castsi256_si128(hi));
-    put(s + 16, _mm256_extracti128_si256(lo, 1));
-    put(s + 24, _mm256_extracti128_si256(hi, 1));
+typedef __m256i vi;
+constexpr int VB = 32;
+static inline vi vi_load(const uint8_t * p)       { return _mm256_loadu_si256((const __m256i *) p); }
+static inline vi vi_set4(const int8_t * p)        { int32_t x; memcpy(&x, p, 4); return _mm256_set1_epi32(x); }
+static inline vi vi_zero()                        { return _mm256_setzero_si256(); }
+static inline vi zip8_lo(vi a, vi b)              { return _mm256_unpacklo_epi8(a, b); }
+static inline vi zip8_hi(vi a, vi b)              { return _mm256_unpackhi_epi8(a, b); }
+static inline vi zip16_lo(vi a, vi b)             { return _mm256_unpacklo_epi16(a, b); }
+static inline vi zip16_hi(vi a, vi b)             { return _mm256_unpackhi_epi16(a, b); }
+static inline vi low4(vi x)                       { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+static inline vi high4(vi x)                      { return low4(_mm256_srli_epi16(x, 4)); }
+static inline vf to_float(vi x)                   { return _mm256_cvtepi32_ps(x); }
+static inline vi dot(vi acc, vi x, vi w) {
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(x, w), _mm256_set1_epi16(1)));
 }
 #elif defined(SPARQ_NEON)
-typedef uint8x16_t vb;
-constexpr int NB = 16;
-static inline vb  vb_load(const uint8_t * p)  { return vld1q_u8(p); }
-static inline vb  vb_table(const uint8_t * p) { return vld1q_u8(p); }
-static inline vb  vb_lo(vb x)                 { return vandq_u8(x, vdupq_n_u8(15)); }
-static inline vb  vb_hi(vb x)                 { return vshrq_n_u8(x, 4); }
-static inline vb  vb_look(vb t, vb x)         { return vqtbl1q_u8(t, x); }
-static inline vb  vb_add8(vb a, vb b)         { return vaddq_u8(a, b); }
-static inline vb  vb_add16(vb a, vb b)        { return vreinterpretq_u8_u16(vaddq_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b))); }
-static inline vb  vb_shr8(vb a)               { return vreinterpretq_u8_u16(vshrq_n_u16(vreinterpretq_u16_u8(a), 8)); }
-static inline vb  vb_zero()                   { return vdupq_n_u8(0); }
-static inline void vb_store(float * s, vb e8, vb o8, float step, float base) {
-    const uint16x8_t o = vreinterpretq_u16_u8(o8);
-    const uint16x8_t e = vsubq_u16(vreinterpretq_u16_u8(e8), vshlq_n_u16(o, 8));
-    const uint16x8_t p[2] = { vzip1q_u16(e, o), vzip2q_u16(e, o) };
-    for (int i = 0; i < 2; ++i) {
-        store(s + 8*i,     fma(vcvtq_f32_u32(vmovl_u16(vget_low_u16(p[i]))), set1(step), set1(base)));
-        store(s + 8*i + 4, fma(vcvtq_f32_u32(vmovl_high_u16(p[i])),          set1(step), set1(base)));
-    }
-}
-#endif
-
-#if defined(SPARQ_SCALAR)
-template <int HB>
-static void score_block(float * s, int64_t ld_s, const run_table * tab, const uint8_t * const * code, int n_chan, int64_t) {
-    for (int h = 0; h < HB; ++h) {
-        for (int t = 0; t < BLOCK; ++t) {
-            uint32_t sum = 0;
-            for (int i = 0; i < n_chan; ++i) {
-                const uint8_t c = code[i][t % (BLOCK/2)];
-                sum += tab[h].u[16*i + (t < BLOCK/2 ? c & 15 : c >> 4)];
-            }
-            s[h*ld_s + t] = fmaf((float) sum, tab[h].step, tab[h].base);
-        }
-    }
-}
+typedef uint8x16_t vi;
+constexpr int VB = 16;
+static inline vi vi_load(const uint8_t * p)       { return vld1q_u8(p); }
+static inline vi vi_set4(const int8_t * p)        { int32_t x; memcpy(&x, p, 4); return vreinterpretq_u8_s32(vdupq_n_s32(x)); }
+static inline vi vi_zero()                        { return vdupq_n_u8(0); }
+static inline vi zip8_lo(vi a, vi b)              { return vzip1q_u8(a, b); }
+static inline vi zip8_hi(vi a, vi b)              { return vzip2q_u8(a, b); }
+static inline vi zip16_lo(vi a, vi b)             { return vreinterpretq_u8_u16(vzip1q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b))); }
+static inline vi zip16_hi(vi a, vi b)             { return vreinterpretq_u8_u16(vzip2q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b))); }
+static inline vi low4(vi x)                       { return vandq_u8(x, vdupq_n_u8(15)); }
+static inline vi high4(vi x)                      { return vshrq_n_u8(x, 4); }
+static inline vf to_float(vi x)                   { return vcvtq_f32_s32(vreinterpretq_s32_u8(x)); }
+static inline vi dot(vi acc, vi x, vi w) {
+    const int8x16_t s = vreinterpretq_s8_u8(w);
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    return vreinterpretq_u8_s32(vusdotq_s32(vreinterpretq_s32_u8(acc), x, s));
 #else
-template <int HB>
-static void score_block(float * s, int64_t ld_s, const run_table * tab, const uint8_t * const * code, int n_chan, int64_t ahead) {
-    for (int b = 0; b < BLOCK/2; b += NB) {
-        vb e[HB][2], o[HB][2];
-        for (int h = 0; h < HB; ++h) {
-            e[h][0] = e[h][1] = o[h][0] = o[h][1] = vb_zero();
-        }
-        for (int i = 0; i < n_chan; i += 2) {
-            const uint8_t * c0 = code[i] + b;
-            const uint8_t * c1 = code[i + 1 < n_chan ? i + 1 : i] + b; // its table is zero where there is no second
-            if (b == 0) {
-                prefetch(c0 + ahead);
-                prefetch(c1 + ahead);
-            }
-            const vb x0 = vb_load(c0), x1 = vb_load(c1);
-            const vb l0 = vb_lo(x0), l1 = vb_lo(x1), h0 = vb_hi(x0), h1 = vb_hi(x1);
-            for (int h = 0; h < HB; ++h) {
-                const vb t0 = vb_table(tab[h].u + 16*i), t1 = vb_table(tab[h].u + 16*i + 16);
-                const vb lo = vb_add8(vb_look(t0, l0), vb_look(t1, l1));
-                const vb hi = vb_add8(vb_look(t0, h0), vb_look(t1, h1));
-                e[h][0] = vb_add16(e[h][0], lo);
-                o[h][0] = vb_add16(o[h][0], vb_shr8(lo));
-                e[h][1] = vb_add16(e[h][1], hi);
-                o[h][1] = vb_add16(o[h][1], vb_shr8(hi));
-            }
-        }
-        for (int h = 0; h < HB; ++h) {
-            vb_store(s + h*ld_s + b,           e[h][0], o[h][0], tab[h].step, tab[h].base);
-            vb_store(s + h*ld_s + BLOCK/2 + b, e[h][1], o[h][1], tab[h].step, tab[h].base);
-        }
-    }
+    const int16x8_t lo = vmulq_s16(vreinterpretq_s16_u16(vmovl_u8(vget_low_u8(x))), vmovl_s8(vget_low_s8(s)));
+    const int16x8_t hi = vmulq_s16(vreinterpretq_s16_u16(vmovl_high_u8(x)), vmovl_high_s8(s));
+    return vreinterpretq_u8_s32(vaddq_s32(vreinterpretq_s32_u8(acc), vpaddq_s32(vpaddlq_s16(lo), vpaddlq_s16(hi))));
+#endif
 }
 #endif
 
-// s[h][t - t0] for the positions t0 <= t < t1 (multiples of GROUP, or t1 the end of the cache) of one KV head
-//   codes, range: of the head's first channel; range of run i at range + i*ld_range
-//   u: scratch [n_head][n_chan + 1][16]
-static inline void score_q4(float * s, int64_t ld_s, int n_head, const char * codes, size_t nb_chan, const float * range, int64_t ld_range,
-        const int32_t * chan, int n_chan, const float * coef, int ld_coef, int64_t t0, int64_t t1, uint8_t * u) {
-    constexpr int MAX_HB = 4, MAX_CHAN = 512;
-    run_table tab[MAX_HB];
-    const uint8_t * code[MAX_CHAN];
+// channels of a pass: few enough to read long runs of each, many enough to seldom load and store sums
+constexpr int PASS_CHAN = 8;
 
-    for (int h0 = 0; h0 < n_head; ) {
-        const int hb = n_head - h0 >= 4 ? 4 : n_head - h0 >= 2 ? 2 : 1;
-        int64_t run = -1;
-        for (int64_t b = t0/BLOCK*BLOCK; b < t1; b += BLOCK) {
-            if (b/RUN != run) {
-                run = b/RUN;
-                for (int h = 0; h < hb; ++h) {
-                    tab[h].u = u + (h0 + h)*(n_chan + 1)*16;
-                    make_table(tab[h], coef + (h0 + h)*ld_coef, chan, n_chan, range + run*ld_range);
+// the coefficients of one (query head, run) as whole numbers: logit = sum_i w[i]*step*code[i] + base
+//   4 bits: w = w0, |w0| <= 127; 8 bits: w = 64*w0 + w1, |w0| <= 64, |w1| <= 32
+struct run_coef {
+    int8_t * w0; // [n_chan rounded up to 4], zeros behind n_chan
+    int8_t * w1;
+    float    step;
+    float    base;
+};
+
+// NUMERICS: rounding a coefficient costs less than the codes themselves (test_scan_equals_the_values_of_the_codes). Of the error
+// (a - w*step)*code the part that all positions share, with a code in the middle, goes to the base
+//   scale, zero [n_chan]: of the run
+static inline void make_coef(run_coef & res, const float * coef, const float * scale, const float * zero, int n_chan, int n_bit) {
+    vf max = set1(0.0f);
+    for (int i = 0; i < n_chan; i += W) {
+        const int n = n_chan - i;
+        const vf  a = n >= W ? mul(load(coef + i), load(scale + i)) : mul(load_n(coef + i, n), load_n(scale + i, n));
+        max = vmax(vabs(a), max);
+    }
+    const float top  = reduce_max(max);
+    const float most = n_bit == 4 ? 127.0f : 64.0f*64.0f;
+    res.step = top/most;
+    const vf inv  = set1(top > 0.0f ? most/top : 0.0f);
+    const vf step = set1(res.step), mid = set1(n_bit == 4 ? 7.5f : 127.5f);
+
+    vf base = set1(0.0f);
+    for (int i = 0; i < n_chan; i += W) {
+        const int n = n_chan - i;
+        const vf  c = n >= W ? load(coef + i)  : load_n(coef + i, n);
+        const vf  a = mul(c, n >= W ? load(scale + i) : load_n(scale + i, n));
+        const vf  z = n >= W ? load(zero + i)  : load_n(zero + i, n);
+        const vf  w = round_even(mul(a, inv));
+        base = fma(c, z, base);
+        base = fma(sub(a, mul(w, step)), mid, base);
+        const vf w0 = n_bit == 4 ? w : round_even(mul(w, set1(1.0f/64.0f)));
+        store_i8(res.w0 + i, w0); // there is room for whole vectors
+        if (n_bit == 8) {
+            store_i8(res.w1 + i, sub(w, mul(w0, set1(64.0f))));
+        }
+    }
+    for (int i = (n_chan + W - 1)/W*W; i % 4 != 0; ++i) {
+        res.w0[i] = 0;
+        if (n_bit == 8) {
+            res.w1[i] = 0;
+        }
+    }
+    res.base = reduce_add(base);
+}
+
+// s[h][..] += or = one line of codes of n_quad*4 channels, from c0 on, for HB heads
+//   row [n_quad*4]: the lines; next, if given: as many lines, behind each other, that a later pass will read
+template <int N_BIT, int HB>
+static SPARQ_NOINLINE void score_line(float * s, int64_t ld_s, const run_coef * coef, int c0, const uint8_t * const * row, const uint8_t * next,
+        int64_t at, int n_quad, bool first) {
+#if defined(SPARQ_SCALAR)
+    for (int h = 0; h < HB; ++h) {
+        for (int t = 0; t < line_pos(N_BIT); ++t) {
+            int32_t sum = 0;
+            for (int i = 0; i < 4*n_quad; ++i) {
+                const int x = row[i][at + line_byte(t % LINE)];
+                sum += N_BIT == 4 ? coef[h].w0[c0 + i]*(t < LINE ? x & 15 : x >> 4) : (64*coef[h].w0[c0 + i] + coef[h].w1[c0 + i])*x;
+            }
+            float & d = s[h*ld_s + t];
+            d = fmaf((float) sum, coef[h].step, first ? coef[h].base : d);
+        }
+    }
+    (void) next;
+#else
+    for (int b = 0; b < LINE; b += VB) {
+        vi a0[HB][4], a1[HB][4]; // sums of the low and high halves of the bytes, or with w0 and w1
+        for (int h = 0; h < HB; ++h) {
+            for (int j = 0; j < 4; ++j) {
+                a0[h][j] = a1[h][j] = vi_zero();
+            }
+        }
+#pragma GCC unroll 2
+        for (int q = 0; q < n_quad; ++q) {
+            vi x[4], v[4];
+            for (int i = 0; i < 4; ++i) {
+                x[i] = vi_load(row[4*q + i] + at + b);
+                if (next && b == 0) {
+                    prefetch(next + (4*q + i)*LINE);
                 }
             }
-            for (int i = 0; i < n_chan; ++i) {
-                code[i] = (const uint8_t *) codes + chan[i]*nb_chan + b/2;
-            }
-            // blocks at the ends may be half ours
-            float part[MAX_HB][BLOCK];
-            const bool whole = b >= t0 && b + BLOCK <= t1;
-            float * out = whole ? s + h0*ld_s + (b - t0) : part[0];
-            const int64_t ld = whole ? ld_s : BLOCK;
-            constexpr int64_t AHEAD = RUN/2;
-            switch (hb) {
-                case 4:  score_block<4>(out, ld, tab, code, n_chan, AHEAD); break;
-                case 2:  score_block<2>(out, ld, tab, code, n_chan, AHEAD); break;
-                default: score_block<1>(out, ld, tab, code, n_chan, AHEAD); break;
-            }
-            if (!whole) {
-                const int64_t a0 = std::max(b, t0), a1 = std::min(b + BLOCK, t1);
-                for (int h = 0; h < hb; ++h) {
-                    memcpy(s + (h0 + h)*ld_s + (a0 - t0), part[h] + (a0 - b), (a1 - a0)*sizeof(float));
+            const vi l01 = zip8_lo(x[0], x[1]), h01 = zip8_hi(x[0], x[1]);
+            const vi l23 = zip8_lo(x[2], x[3]), h23 = zip8_hi(x[2], x[3]);
+            v[0] = zip16_lo(l01, l23);
+            v[1] = zip16_hi(l01, l23);
+            v[2] = zip16_lo(h01, h23);
+            v[3] = zip16_hi(h01, h23);
+            for (int j = 0; j < 4; ++j) {
+                const vi lo = N_BIT == 4 ? low4(v[j]) : v[j], hi = N_BIT == 4 ? high4(v[j]) : v[j];
+                for (int h = 0; h < HB; ++h) {
+                    const vi w = vi_set4(coef[h].w0 + c0 + 4*q);
+                    a0[h][j] = dot(a0[h][j], lo, w);
+                    a1[h][j] = dot(a1[h][j], hi, N_BIT == 4 ? w : vi_set4(coef[h].w1 + c0 + 4*q));
                 }
             }
         }
-        h0 += hb;
+        for (int h = 0; h < HB; ++h) {
+            const vf step = set1(coef[h].step), base = set1(coef[h].base);
+            for (int j = 0; j < 4; ++j) {
+                float * d = s + h*ld_s + 16*j + b/4;
+                if (N_BIT == 4) {
+                    store(d,        fma(to_float(a0[h][j]), step, first ? base : load(d)));
+                    store(d + LINE, fma(to_float(a1[h][j]), step, first ? base : load(d + LINE)));
+                } else { // below 2^24: exact
+                    store(d, fma(fma(to_float(a0[h][j]), set1(64.0f), to_float(a1[h][j])), step, first ? base : load(d)));
+                }
+            }
+        }
+    }
+#endif
+}
+
+// where the codes of a KV head are, and their scales and zeros: range of channel c in run i at range + c*ld_chan + i*ld_run
+struct code_rows {
+    const uint8_t * codes;
+    size_t          nb_chan;
+    const float   * range;
+    int64_t         ld_chan, ld_run;
+};
+
+static inline size_t code_scratch(int n_head, int n_chan, int64_t n_run) {
+    return n_run*n_head*(sizeof(run_coef) + 2*(n_chan + W + 4)) + 2*n_chan*sizeof(float);
+}
+
+// s[h][t - t0] for the positions t0 <= t < t1 (multiples of GROUP) of one KV head
+//   scratch: code_scratch() bytes for the runs touched
+template <int N_BIT>
+static void score_codes(float * s, int64_t ld_s, int n_head, const code_rows & x, const int32_t * chan, int n_chan,
+        const float * coef, int ld_coef, int64_t t0, int64_t t1, const scan_next & then, void * scratch) {
+    constexpr int N_POS = line_pos(N_BIT);
+#if defined(SPARQ_AVX2)
+    constexpr int HB = 1; // query heads that share the zipping, as the registers allow
+#else
+    constexpr int HB = 2;
+#endif
+    constexpr int PAD   = W > 4 ? W : 4;
+    const int     ld_w  = (n_chan + PAD - 1)/PAD*PAD;
+    const int64_t run0  = t0/RUN;
+    const int64_t n_run = (t1 - 1)/RUN - run0 + 1;
+
+    run_coef * rc    = (run_coef *) scratch; // [n_run][n_head]
+    float    * scale = (float *) (rc + n_run*n_head);
+    float    * zero  = scale + n_chan;
+    int8_t   * w     = (int8_t *) (zero + n_chan);
+    for (int64_t run = 0; run < n_run; ++run) {
+        for (int i = 0; i < n_chan; ++i) {
+            const float * r = x.range + chan[i]*x.ld_chan + (run0 + run)*x.ld_run;
+            scale[i] = r[0];
+            zero[i]  = r[1];
+        }
+        for (int h = 0; h < n_head; ++h, w += 2*ld_w) {
+            run_coef & c = rc[run*n_head + h];
+            c.w0 = w;
+            c.w1 = w + ld_w;
+            make_coef(c, coef + h*ld_coef, scale, zero, n_chan, N_BIT);
+        }
+    }
+
+    for (int i = 0; i < then.n_chan; ++i) {
+        prefetch(x.range + (then.row + then.chan[i])*x.ld_chan + (t0 + then.dt)/RUN*x.ld_run);
+    }
+
+    const uint8_t * row[PASS_CHAN], * next[PASS_CHAN];
+    for (int c0 = 0; c0 < n_chan; c0 += PASS_CHAN) {
+        const int  n_quad = (std::min(PASS_CHAN, n_chan - c0) + 3)/4;
+        const bool last   = c0 + PASS_CHAN >= n_chan;
+        for (int i = 0; i < 4*n_quad; ++i) { // where there is no channel its coefficient is zero
+            row[i] = x.codes + chan[std::min(c0 + i, n_chan - 1)]*x.nb_chan;
+            if (!last) {
+                next[i] = x.codes + chan[std::min(c0 + PASS_CHAN + i, n_chan - 1)]*x.nb_chan;
+            } else if (then.n_chan > 0) {
+                const int64_t c = then.row + then.chan[std::min(i, then.n_chan - 1)];
+                next[i] = x.codes + c*(int64_t) x.nb_chan + then.dt*N_BIT/8;
+            }
+        }
+        const bool more = !last || then.n_chan > 0;
+        const int64_t n_line = std::max<int64_t>((t1 - t0)/N_POS, 1);
+        int64_t i_ahead = 0;
+        for (int64_t t = t0/N_POS*N_POS; t < t1; t += N_POS, i_ahead += 4*n_quad) {
+            // lines at the ends may be half ours
+            const bool    whole = t >= t0 && t + N_POS <= t1;
+            const int64_t a0 = std::max(t, t0), a1 = std::min(t + N_POS, t1);
+            for (int h = 0; h < n_head; ) {
+                const int n = n_head - h < HB ? 1 : HB;
+                float part[HB][N_POS];
+                for (int j = 0; j < n && !whole && c0 > 0; ++j) {
+                    memcpy(part[j] + (a0 - t), s + (h + j)*ld_s + (a0 - t0), (a1 - a0)*sizeof(float));
+                }
+                float * out = whole ? s + h*ld_s + (t - t0) : part[0];
+                const auto line = n == HB ? score_line<N_BIT, HB> : score_line<N_BIT, 1>;
+                const uint8_t * ahead = more && h == 0 ? next[i_ahead/n_line % (4*n_quad)] + t0*N_BIT/8 + i_ahead % n_line*LINE : nullptr;
+                line(out, whole ? ld_s : N_POS, rc + (t/RUN - run0)*n_head + h, c0, row, ahead, t*N_BIT/8, n_quad, c0 == 0);
+                for (int j = 0; j < n && !whole; ++j) {
+                    memcpy(s + (h + j)*ld_s + (a0 - t0), part[j] + (a0 - t), (a1 - a0)*sizeof(float));
+                }
+                h += n;
+            }
+        }
     }
 }
 

@@ -8,50 +8,82 @@ namespace {
 
 // ---- SCORE ----
 
-// positions per unit of the approximate scores: long runs per channel, accumulators of all heads within L1
+// positions per unit of work: long runs per channel, scores of all heads within L1
 int64_t score_tile(int64_t n_group_q) { return n_group_q <= 2 ? 4096 : n_group_q <= 4 ? 2048 : 1024; }
 
 // positions per unit of the exact scores; a unit holds all KV heads, so that K is read in the order of memory
 constexpr int64_t EXACT_TILE = 256;
 
+// what SCORE and PICK share: sources and sizes. A "head" below is one KV head of one token of one stream
+struct score_src {
+    const ggml_tensor * q, * k, * k_t, * sealed, * mask, * stats, * k_range;
+    const ggml_tensor * visible; // NULL for PICK
+    ggml_sparse_score_params p;
+    int64_t n_kv, n_grp, n_head_kv, n_tok, n_all, tile, n_tile; // n_all: heads
+    int     n_head, n_group_q, d_k, rank;
+
+    explicit score_src(const ggml_tensor * dst) {
+        const bool pick = dst->op_params[0] == GGML_SPARSE_ATTN_PICK;
+        q       = dst->src[0];
+        k       = dst->src[1];
+        k_t     = dst->src[2];
+        sealed  = dst->src[3];
+        mask    = dst->src[4];
+        visible = pick ? nullptr : dst->src[5];
+        stats   = dst->src[pick ? 8 : 6];
+        k_range = dst->src[pick ? 9 : 7];
+        p       = pick ? op_params<ggml_sparse_pick_params>(dst).score : op_params<ggml_sparse_score_params>(dst);
+
+        n_kv      = k->ne[2];
+        n_grp     = ceil_div(n_kv, GROUP);
+        n_head_kv = k->ne[1];
+        n_tok     = q->ne[2];
+        n_all     = n_head_kv*n_tok*q->ne[3];
+        n_head    = (int) q->ne[1];
+        n_group_q = (int) (n_head/n_head_kv);
+        d_k       = (int) q->ne[0];
+        rank      = k_t ? p.rank : 0;
+        tile      = score_tile(n_group_q);
+        n_tile    = ceil_div(n_kv, tile);
+    }
+};
+
 struct score_work {
-    int32_t * n_chan;   // [n_unit0]                one per (stream, token, KV head)
-    int32_t * chan;     // [n_unit0][rank]
-    float   * coef;     // [n_unit0][n_group_q][rank]
-    float   * x;        // [rank][GROUP]            this thread's
-    float   * s;        // [n_head or n_group_q][tile]
+    int32_t * n_chan;   // [n_all]
+    int32_t * chan;     // [n_all][rank]
+    float   * coef;     // [n_all][n_group_q][rank]
+    int32_t * visible;  // [n_stream][n_tok][n_grp]     where it is not given
+    float   * q;        // [n_group_q][d_k]             this thread's: q turned back, or its kept components only
+    float   * x;        // [n_group_q][GROUP]
+    float   * s;        // [n_head][EXACT_TILE]
     float   * sum;      // [d_k]
-    uint8_t * table;    // what the scan of codes needs
+    uint8_t * code;     // what the scan of codes needs
     size_t    size;     // of all threads
 
-    score_work(const ggml_tensor * dst, const void * wdata, int ith, int nth) {
-        const ggml_tensor * q = dst->src[0];
-        const ggml_tensor * k = dst->src[1];
-        const auto p = op_params<ggml_sparse_score_params>(dst);
-
-        const int64_t n_group_q = q->ne[1]/k->ne[1];
-        const int64_t n_unit0   = k->ne[1]*q->ne[2]*q->ne[3];
-        const bool    approx    = dst->src[2] != nullptr;
-        const int64_t rank      = approx ? p.rank : 0;
-
+    score_work(const score_src & a, const void * wdata, int ith, int nth) {
         bump shared(wdata);
-        n_chan = shared.take<int32_t>(n_unit0);
-        chan   = shared.take<int32_t>(n_unit0*rank);
-        coef   = shared.take<float>(n_unit0*n_group_q*rank);
+        n_chan  = shared.take<int32_t>(a.rank ? a.n_all : 0);
+        chan    = shared.take<int32_t>(a.n_all*a.rank);
+        coef    = shared.take<float>(a.n_all*a.n_group_q*a.rank);
+        visible = shared.take<int32_t>(a.visible ? 0 : a.n_tok*a.q->ne[3]*a.n_grp);
 
         bump own(shared.end());
         for (int i = 0; i < nth; ++i) {
             if (i <= ith) {
-                x   = own.take<float>(rank*GROUP);
-                s   = own.take<float>(approx ? n_group_q*score_tile(n_group_q) : q->ne[1]*EXACT_TILE);
-                sum = own.take<float>(q->ne[0]);
-                table = own.take<uint8_t>(!approx || p.n_bit == 16 ? 0 : p.n_bit == 4 ?
-                        n_group_q*(rank + 1)*16 : (score_tile(n_group_q)/RUN + 2)*n_group_q*(rank + 1)*sizeof(float));
+                q    = own.take<float>(a.rank ? a.n_group_q*a.d_k : 0);
+                x    = own.take<float>(a.n_group_q*GROUP);
+                s    = own.take<float>(a.rank ? 0 : a.n_head*EXACT_TILE);
+                sum  = own.take<float>(a.d_k);
+                code = own.take<uint8_t>(!a.rank || a.p.n_bit == 16 ? 0 : code_scratch(a.n_group_q, a.rank, a.tile/RUN));
             }
             if (i == 0) {
                 size = shared.used + nth*own.used + bump::ALIGN;
             }
         }
+    }
+
+    const int32_t * vis(const score_src & a, int64_t i, int64_t s) const {
+        return a.visible ? at<const int32_t>(a.visible, i, 0, s) : visible + (s*a.n_tok + i)*a.n_grp;
     }
 };
 
@@ -60,144 +92,163 @@ bool in_k_t(const int32_t * sealed, int64_t g, int64_t n_kv, int64_t n_bit) {
     return sealed[g] != 0 && (n_bit == 16 || (g + 1)*GROUP <= n_kv);
 }
 
-void score_stats(const ggml_tensor * dst) {
-    const ggml_tensor * q       = dst->src[0];
-    const ggml_tensor * k       = dst->src[1];
-    const ggml_tensor * k_t     = dst->src[2];
-    const ggml_tensor * sealed  = dst->src[3];
-    const ggml_tensor * visible = dst->src[5];
-
-    const int64_t rank  = op_params<ggml_sparse_score_params>(dst).rank;
-    const int64_t n_bit = op_params<ggml_sparse_score_params>(dst).n_bit;
-    const int64_t ts    = ggml_type_size(k->type);
+void score_stats(const score_src & a, const score_work & w) {
+    if (!a.stats) {
+        return;
+    }
+    const int64_t n_bit = a.p.n_bit;
+    const int64_t row   = row_size(a.k);
 
     int64_t bytes = 0;
-    for (int64_t s = 0; s < q->ne[3]; ++s) {
-        for (int64_t i = 0; i < q->ne[2]; ++i) {
-            const int32_t * vis = at<const int32_t>(visible, i, 0, s);
-            for (int64_t g = 0; g < visible->ne[0]; ++g) {
-                if (!k_t) {
-                    bytes += vis[g]*k->ne[0]*ts;
-                } else if (vis[g] > 0 && in_k_t(at<const int32_t>(sealed, s), g, k->ne[2], n_bit)) {
+    for (int64_t s = 0; s < a.q->ne[3]; ++s) {
+        for (int64_t i = 0; i < a.n_tok; ++i) {
+            const int32_t * vis = w.vis(a, i, s);
+            for (int64_t g = 0; g < a.n_grp; ++g) {
+                if (a.k_t && vis[g] > 0 && in_k_t(at<const int32_t>(a.sealed, s), g, a.n_kv, n_bit)) {
                     // the positions, and the group's share of scale and zero of its run
-                    bytes += group_size(g, k->ne[2])*rank*n_bit/8 + (n_bit == 16 ? 0 : rank*2*(int64_t) sizeof(float)*GROUP/RUN);
+                    bytes += group_size(g, a.n_kv)*a.rank*n_bit/8 + (n_bit == 16 ? 0 : a.rank*2*(int64_t) sizeof(float)*GROUP/RUN);
                 } else {
-                    bytes += vis[g]*rank*ts;
+                    bytes += vis[g]*row;
                 }
             }
         }
     }
-    add_stat(dst->src[6], GGML_SPARSE_STAT_BYTES_SCORE, bytes*k->ne[1]);
+    add_stat(a.stats, GGML_SPARSE_STAT_BYTES_SCORE, bytes*a.n_head_kv);
 }
 
-// step 1 from k_t; T: the type of K
-template <typename T>
-void score_approx(const ggml_compute_params * params, ggml_tensor * dst) {
-    const ggml_tensor * q       = dst->src[0];
-    const ggml_tensor * k       = dst->src[1];
-    const ggml_tensor * k_t     = dst->src[2];
-    const ggml_tensor * sealed  = dst->src[3];
-    const ggml_tensor * mask    = dst->src[4];
-    const ggml_tensor * visible = dst->src[5];
-    const ggml_tensor * k_range = dst->src[7];
-    const auto p = op_params<ggml_sparse_score_params>(dst);
-
-    const int64_t n_kv      = k->ne[2];
-    const int64_t n_head_kv = k->ne[1];
-    const int64_t n_tok     = q->ne[2];
-    const int64_t n_unit0   = n_head_kv*n_tok*q->ne[3];
-    const int     n_head    = (int) q->ne[1];
-    const int     n_group_q = (int) (n_head/n_head_kv);
-    const int     d_k       = (int) q->ne[0];
-    const int64_t tile      = score_tile(n_group_q);
-    const int64_t n_tile    = ceil_div(n_kv, tile);
-
-    const score_work w(dst, params->wdata, params->ith, params->nth);
-
-    for (int64_t u = params->ith; u < n_unit0; u += params->nth) {
-        const int64_t h = u % n_head_kv, i = u/n_head_kv % n_tok, s = u/n_head_kv/n_tok;
-        w.n_chan[u] = choose_channels(w.chan + u*p.rank, w.coef + u*n_group_q*p.rank, w.sum,
-                at<const float>(q, h*n_group_q, i, s), q->nb[1]/sizeof(float), n_group_q, d_k, p.rank, p.scale);
+// before the scan: the channels of every head, and the visible positions where they are not given. Ends at a barrier
+void score_prepare(const ggml_compute_params * params, const score_src & a, const score_work & w) {
+    for (int64_t u = params->ith; u < a.n_all; u += params->nth) {
+        const int64_t h = u % a.n_head_kv, i = u/a.n_head_kv % a.n_tok, s = u/a.n_head_kv/a.n_tok;
+        const float * q  = at<const float>(a.q, h*a.n_group_q, i, s);
+        int64_t       ld = a.q->nb[1]/sizeof(float);
+        if (a.p.n_rot > 0) {
+            for (int j = 0; j < a.n_group_q; ++j) {
+                memcpy(w.q + j*a.d_k, q + j*ld, a.d_k*sizeof(float));
+                hadamard(w.q + j*a.d_k, a.d_k, a.p.n_rot);
+            }
+            q  = w.q;
+            ld = a.d_k;
+        }
+        w.n_chan[u] = choose_channels(w.chan + u*a.rank, w.coef + u*a.n_group_q*a.rank, w.sum, q, ld, a.n_group_q, a.d_k, a.rank, a.p.scale);
+    }
+    if (!a.visible) {
+        const unit_range own(params, a.n_grp*a.n_tok*a.q->ne[3]);
+        for (int64_t u = own.u0; u < own.u1; ++u) {
+            const int64_t g = u % a.n_grp, i = u/a.n_grp % a.n_tok, s = u/a.n_grp/a.n_tok;
+            w.visible[u] = count_visible(at<const f16>(a.mask, i, 0, s) + g*GROUP, group_size(g, a.n_kv));
+        }
     }
     ggml_barrier(params->threadpool);
+}
 
-    for (int64_t u = params->ith; u < n_unit0*n_tile; u += params->nth) {
-        const int64_t u0 = u/n_tile;
-        const int64_t h = u0 % n_head_kv, i = u0/n_head_kv % n_tok, s = u0/n_head_kv/n_tok;
-        const int64_t t0 = u % n_tile*tile, t1 = std::min(t0 + tile, n_kv);
+// step 1 for one tile: logits of head u at out + j*ld + position; next: the head of the tile that this thread scores then, and its place
+// T: the type of K
+template <typename T>
+void score_tile(const score_src & a, const score_work & w, int64_t u, int64_t i_tile, float * out, int64_t ld, int64_t next) {
+    const int64_t h = u % a.n_head_kv, i = u/a.n_head_kv % a.n_tok, s = u/a.n_head_kv/a.n_tok;
+    const int64_t t0 = i_tile*a.tile, t1 = std::min(t0 + a.tile, a.n_kv);
 
-        const int32_t * vis  = at<const int32_t>(visible, i, 0, s);
-        const int32_t * seal = at<const int32_t>(sealed, s);
-        const f16     * m    = at<const f16>(mask, i, 0, s);
-        const int32_t * chan = w.chan + u0*p.rank;
-        const float   * coef = w.coef + u0*n_group_q*p.rank;
-        float         * out  = at<float>(dst, h*n_group_q, i, s);
-        const int64_t   ld   = dst->nb[1]/sizeof(float);
+    const int32_t * vis    = w.vis(a, i, s);
+    const int32_t * seal   = at<const int32_t>(a.sealed, s);
+    const f16     * m      = at<const f16>(a.mask, i, 0, s);
+    const int32_t * chan   = w.chan + u*a.rank;
+    const int       n_chan = w.n_chan[u];
+    const float   * coef   = w.coef + u*a.n_group_q*a.rank;
 
-        // runs of groups of one kind: hidden, sealed, or (one at a time) neither
-        for (int64_t a = t0, b; a < t1; a = b) {
-            const int64_t g = a/GROUP;
-            b = std::min(a + GROUP, t1);
-            if (vis[g] == 0) {
-                for (int j = 0; j < n_group_q; ++j) {
-                    std::fill(out + j*ld + a, out + j*ld + b, -INFINITY);
-                }
-                continue;
+    bool kept = false; // w.q is filled
+
+    // runs of groups of one kind: hidden, sealed, or (one at a time) neither
+    for (int64_t p = t0, b; p < t1; p = b) {
+        const int64_t g = p/GROUP;
+        b = std::min(p + GROUP, t1);
+        if (vis[g] == 0) {
+            for (int j = 0; j < a.n_group_q; ++j) {
+                std::fill(out + j*ld + p, out + j*ld + b, -INFINITY);
             }
-            if (in_k_t(seal, g, n_kv, p.n_bit)) {
-                while (b < t1 && vis[b/GROUP] > 0 && in_k_t(seal, b/GROUP, n_kv, p.n_bit)) {
-                    b = std::min(b + GROUP, t1);
-                }
-                const char * x = at(k_t, h*d_k, s);
-                if (p.n_bit == 16) {
-                    score_channels<f16>(w.s, tile, n_group_q, x + a*sizeof(f16), k_t->nb[1], chan, w.n_chan[u0], coef, p.rank, b - a);
-                } else {
-                    const float * range = at<const float>(k_range, h*d_k, 0, s);
-                    const int64_t ld_range = k_range->nb[2]/sizeof(float);
-                    if (p.n_bit == 8) {
-                        score_q8(w.s, tile, n_group_q, x, k_t->nb[1], range, ld_range, chan, w.n_chan[u0], coef, p.rank, a, b, (float *) w.table);
-                    } else {
-                        score_q4(w.s, tile, n_group_q, x, k_t->nb[1], range, ld_range, chan, w.n_chan[u0], coef, p.rank, a, b, w.table);
-                    }
-                }
+            continue;
+        }
+        if (in_k_t(seal, g, a.n_kv, a.p.n_bit)) {
+            while (b < t1 && vis[b/GROUP] > 0 && in_k_t(seal, b/GROUP, a.n_kv, a.p.n_bit)) {
+                b = std::min(b + GROUP, t1);
+            }
+            scan_next then;
+            if (next >= 0 && next/a.n_tile/a.n_head_kv == u/a.n_head_kv) { // of the same token
+                const int64_t un = next/a.n_tile;
+                then = { w.chan + un*a.rank, w.n_chan[un], (un - u)*a.d_k, next % a.n_tile*a.tile - p };
+            }
+            const char * x = at(a.k_t, h*a.d_k, s);
+            if (a.p.n_bit == 16) {
+                score_channels(out + p, ld, a.n_group_q, (const f16 *) x + p, a.k_t->nb[1]/sizeof(f16), chan, n_chan, coef, a.rank, b - p, then);
             } else {
-                gather_channels<T>(w.x, at(k, h, a, s), k->nb[2], chan, w.n_chan[u0], m + a, (int) (b - a));
-                score_channels<float>(w.s, tile, n_group_q, (const char *) w.x, GROUP*sizeof(float), nullptr, w.n_chan[u0], coef, p.rank, b - a);
+                const code_rows rows = { (const uint8_t *) x, a.k_t->nb[1], at<const float>(a.k_range, h*a.d_k, 0, s),
+                                         (int64_t) (a.k_range->nb[1]/sizeof(float)), (int64_t) (a.k_range->nb[2]/sizeof(float)) };
+                const auto scan = a.p.n_bit == 8 ? score_codes<8> : score_codes<4>;
+                scan(out + p, ld, a.n_group_q, rows, chan, n_chan, coef, a.rank, p, b, then, w.code);
             }
-            for (int j = 0; j < n_group_q; ++j) {
-                finish_logits(out + j*ld + a, w.s + j*tile, m + a, b - a, 1.0f, p.softcap, head_slope((int) h*n_group_q + j, n_head, p.max_bias));
+        } else {
+            // products of whole rows with the kept components of q, turned as K is
+            if (!kept) {
+                kept = true;
+                memset(w.q, 0, a.n_group_q*a.d_k*sizeof(float));
+                for (int j = 0; j < a.n_group_q; ++j) {
+                    for (int c = 0; c < n_chan; ++c) {
+                        w.q[j*a.d_k + chan[c]] = coef[j*a.rank + c];
+                    }
+                    hadamard(w.q + j*a.d_k, a.d_k, a.p.n_rot);
+                }
+            }
+            int32_t rows[GROUP];
+            int n = 0;
+            for (int64_t t = p; t < b; ++t) {
+                if (m[t].bits != F16_NEG_INF) {
+                    rows[n++] = (int32_t) (t - p);
+                }
+            }
+            for (int r = 0; r < n; r += ROW_BLOCK) {
+                for (int64_t t = p + r + AHEAD, t_end = std::min(t + ROW_BLOCK, a.n_kv); t < t_end; ++t) {
+                    prefetch_bytes(at(a.k, h, t, s), row_size(a.k));
+                }
+                dot_rows<T>(w.x + r, GROUP, w.q, a.d_k, a.n_group_q, at(a.k, h, p, s), a.k->nb[2], rows + r, std::min(ROW_BLOCK, n - r), a.d_k, nullptr);
+            }
+            for (int j = 0; j < a.n_group_q; ++j) {
+                std::fill(out + j*ld + p, out + j*ld + b, 0.0f); // hidden ones become -inf below
+                for (int r = 0; r < n; ++r) {
+                    out[j*ld + p + rows[r]] = w.x[j*GROUP + r];
+                }
             }
         }
+        for (int j = 0; j < a.n_group_q; ++j) {
+            float * x = out + j*ld + p;
+            finish_logits(x, x, m + p, b - p, 1.0f, a.p.softcap, head_slope((int) h*a.n_group_q + j, a.n_head, a.p.max_bias));
+        }
+    }
+}
+
+// step 1 from k_t
+template <typename T>
+void score_approx(const ggml_compute_params * params, ggml_tensor * dst, const score_src & a, const score_work & w) {
+    score_prepare(params, a, w);
+    const unit_range own(params, a.n_all*a.n_tile);
+    for (int64_t x = own.u0; x < own.u1; ++x) {
+        const int64_t u = x/a.n_tile, h = u % a.n_head_kv, i = u/a.n_head_kv % a.n_tok, s = u/a.n_head_kv/a.n_tok;
+        score_tile<T>(a, w, u, x % a.n_tile, at<float>(dst, h*a.n_group_q, i, s), dst->nb[1]/sizeof(float), x + 1 < own.u1 ? x + 1 : -1);
     }
 }
 
 // exact scores from K
 template <typename T>
-void score_exact(const ggml_compute_params * params, ggml_tensor * dst) {
-    const ggml_tensor * q       = dst->src[0];
-    const ggml_tensor * k       = dst->src[1];
-    const ggml_tensor * mask    = dst->src[4];
-    const ggml_tensor * visible = dst->src[5];
-    const auto p = op_params<ggml_sparse_score_params>(dst);
+void score_exact(const ggml_compute_params * params, ggml_tensor * dst, const score_src & a, const score_work & w) {
+    const int64_t n_tile = ceil_div(a.n_kv, EXACT_TILE);
 
-    const int64_t n_kv      = k->ne[2];
-    const int     n_head_kv = (int) k->ne[1];
-    const int64_t n_tok     = q->ne[2];
-    const int     n_head    = (int) q->ne[1];
-    const int     n_group_q = n_head/n_head_kv;
-    const int     d_k       = (int) q->ne[0];
-    const int64_t n_tile    = ceil_div(n_kv, EXACT_TILE);
-
-    const score_work w(dst, params->wdata, params->ith, params->nth);
-
-    const unit_range own(params, n_tile*n_tok*q->ne[3]);
+    const unit_range own(params, n_tile*a.n_tok*a.q->ne[3]);
     for (int64_t u = own.u0; u < own.u1; ++u) {
-        const int64_t i = u/n_tile % n_tok, s = u/n_tile/n_tok;
-        const int64_t t0 = u % n_tile*EXACT_TILE, t1 = std::min(t0 + EXACT_TILE, n_kv);
+        const int64_t i = u/n_tile % a.n_tok, s = u/n_tile/a.n_tok;
+        const int64_t t0 = u % n_tile*EXACT_TILE, t1 = std::min(t0 + EXACT_TILE, a.n_kv);
 
-        const int32_t * vis = at<const int32_t>(visible, i, 0, s);
-        const f16     * m   = at<const f16>(mask, i, 0, s);
-        const int64_t   ldq = q->nb[1]/sizeof(float);
+        const int32_t * vis = w.vis(a, i, s);
+        const f16     * m   = at<const f16>(a.mask, i, 0, s);
+        const int64_t   ldq = a.q->nb[1]/sizeof(float);
 
         int32_t rows[EXACT_TILE]; // visible positions, relative to t0
         int     n = 0;
@@ -209,13 +260,13 @@ void score_exact(const ggml_compute_params * params, ggml_tensor * dst) {
         const bool all = n == t1 - t0;
 
         for (int r = 0; r < n; r += ROW_BLOCK) {
-            for (int h = 0; h < n_head_kv; ++h) {
-                const char * next = at(k, 0, t0 + r + AHEAD, s) + h*ROW_BLOCK*d_k*sizeof(T); // in the order of memory
-                dot_rows<T>(w.s + h*n_group_q*EXACT_TILE + r, EXACT_TILE, at<const float>(q, h*n_group_q, i, s), ldq, n_group_q,
-                        at(k, h, t0, s), k->nb[2], rows + r, std::min(ROW_BLOCK, n - r), d_k, next);
+            for (int h = 0; h < a.n_head_kv; ++h) {
+                const char * next = at(a.k, 0, t0 + r + AHEAD, s) + h*ROW_BLOCK*row_size(a.k); // in the order of memory
+                dot_rows<T>(w.s + h*a.n_group_q*EXACT_TILE + r, EXACT_TILE, at<const float>(a.q, h*a.n_group_q, i, s), ldq, a.n_group_q,
+                        at(a.k, h, t0, s), a.k->nb[2], rows + r, std::min(ROW_BLOCK, n - r), a.d_k, next);
             }
         }
-        for (int h = 0; h < n_head; ++h) {
+        for (int h = 0; h < a.n_head; ++h) {
             float * x   = w.s + h*EXACT_TILE;
             float * out = at<float>(dst, h, i, s) + t0;
             if (all) {
@@ -226,77 +277,172 @@ void score_exact(const ggml_compute_params * params, ggml_tensor * dst) {
                     out[rows[r]] = x[r];
                 }
             }
-            finish_logits(out, out, m + t0, t1 - t0, p.scale, p.softcap, head_slope(h, n_head, p.max_bias));
+            finish_logits(out, out, m + t0, t1 - t0, a.p.scale, a.p.softcap, head_slope(h, a.n_head, a.p.max_bias));
         }
     }
 }
 
-// ---- SELECT ----
+// ---- SELECT, PICK ----
 
+// the sources of step 2, of either node, and their sizes
+struct select_src {
+    const ggml_tensor * forced, * kl, * sinks;
+    ggml_sparse_select_params p;
+    int64_t n_kv, n_head_kv, n_tok, n_all, tile, n_tile;
+    int     n_group_q;
+
+    explicit select_src(const ggml_tensor * dst) {
+        const bool pick = dst->op_params[0] == GGML_SPARSE_ATTN_PICK;
+        forced = dst->src[pick ? 5 : 1];
+        kl     = dst->src[pick ? 6 : 2];
+        sinks  = dst->src[pick ? 7 : 3];
+        p      = pick ? op_params<ggml_sparse_pick_params>(dst).select : op_params<ggml_sparse_select_params>(dst);
+
+        n_kv      = pick ? dst->src[1]->ne[2] : dst->src[0]->ne[0];
+        n_head_kv = dst->ne[1];
+        n_tok     = dst->ne[2];
+        n_all     = n_head_kv*n_tok*dst->ne[3];
+        n_group_q = (int) (dst->src[0]->ne[1]/n_head_kv);
+        tile      = score_tile(n_group_q);
+        n_tile    = ceil_div(n_kv, tile);
+    }
+};
+
+// Logits wait in slots of a head each. Of consecutive units (tiles, head by head) a thread has whole heads, one after another in one slot
+// that stays in its cache, and perhaps a part of a head at either end; that head has a slot of the thread that has its first tile
 struct select_work : select_scratch {
-    size_t size;    // of all threads
+    char  * slots;
+    size_t  slot_size;
+    int64_t n_slot;
+    size_t  size;       // of all threads
 
-    select_work(const ggml_tensor * dst, const void * wdata, int ith, int nth) {
-        const int64_t n_kv      = dst->src[0]->ne[0];
-        const int64_t n_group_q = dst->src[0]->ne[1]/dst->ne[1];
+    select_work(const select_src & a, const void * wdata, int ith, int nth) {
+        n_slot    = std::min<int64_t>(2*nth, a.n_all);
+        slot_size = slot(a, nullptr, nullptr).used;
 
-        bump own(wdata);
+        bump shared(wdata);
+        slots = shared.take<char>(n_slot*slot_size);
+
+        bump own(shared.end());
         for (int i = 0; i < nth; ++i) {
             if (i <= ith) {
-                key  = own.take<float>(n_kv + 2*W);
-                cand = own.take<float>(n_kv + 2*W);
-                cell = own.take<int32_t>(n_kv + 2*W);
-                e    = own.take<float>(n_group_q > 1 ? n_group_q*(n_kv + 2*W) : 0);
-                ref  = own.take<float>(n_group_q);
-                sum  = own.take<float>(n_group_q);
-                inv  = own.take<float>(n_group_q);
+                key   = own.take<float>(a.n_group_q > 1 ? a.n_kv + 2*W : 0);
+                cand  = own.take<float>(a.n_kv + 2*W);
+                cell  = own.take<int32_t>(a.n_kv + 2*W);
+                saved = own.take<float>(a.forced->ne[0]);
+                top   = own.take<float>(a.n_group_q);
+                all   = own.take<float>(a.n_group_q);
             }
             if (i == 0) {
-                size = nth*own.used + bump::ALIGN;
+                size = shared.used + nth*own.used + bump::ALIGN;
             }
         }
     }
+
+    static bump slot(const select_src & a, const void * base, head_scores * s) {
+        bump b(base);
+        const int64_t ld = ceil_div(a.n_kv, W)*W + 2*W; // rows do not share their lines of the cache
+        float * x   = b.take<float>(a.n_group_q*ld);
+        float * max = b.take<float>(a.n_group_q*a.n_tile);
+        float * sum = b.take<float>(a.n_group_q*a.n_tile);
+        if (s) {
+            *s = { x, max, sum, ld, a.n_kv, a.tile, a.n_group_q };
+        }
+        return b;
+    }
+
+    // of head u; whole: all its tiles are of thread ith
+    head_scores scores(const select_src & a, int64_t u, bool whole, int ith, int nth) const {
+        int64_t i = u;
+        if (n_slot < a.n_all) {
+            i = whole ? ith : nth + ((u*a.n_tile + 1)*nth - 1)/(a.n_all*a.n_tile);
+        }
+        head_scores s;
+        slot(a, slots + i*slot_size, &s);
+        return s;
+    }
 };
+
+// step 2; make_tile(u, i_tile, x, ld, next): writes the logits of a tile of head u at x + j*ld + position
+template <typename F>
+void select_heads(const ggml_compute_params * params, ggml_tensor * dst, const select_src & a, const select_work & w, F make_tile) {
+    const auto finish = [&](int64_t u, const head_scores & x) {
+        const int64_t h = u % a.n_head_kv, i = u/a.n_head_kv % a.n_tok, s = u/a.n_head_kv/a.n_tok;
+        const int32_t * kl = at<const int32_t>(a.kl, i, 0, s);
+        select_topk(at<int32_t>(dst, h, i, s), a.p.topk_max, w, x, at<const int32_t>(a.forced, i, 0, s), (int) a.forced->ne[0], kl[1],
+                a.p.n_local_max, kl[0], a.sinks ? (const float *) a.sinks->data + h*a.n_group_q : nullptr, a.p.alpha != 0);
+    };
+
+    const unit_range own(params, a.n_all*a.n_tile);
+    int64_t shared = -1; // the head that begins here and ends elsewhere
+    for (int64_t x = own.u0; x < own.u1; ++x) {
+        const int64_t u     = x/a.n_tile, i_tile = x % a.n_tile;
+        const bool    whole = u*a.n_tile >= own.u0 && (u + 1)*a.n_tile <= own.u1;
+        const head_scores s = w.scores(a, u, whole, params->ith, params->nth);
+        make_tile(u, i_tile, s.x, s.ld, x + 1 < own.u1 ? x + 1 : -1);
+        finish_tile(s, i_tile, a.p.alpha != 0);
+        if (whole && i_tile == a.n_tile - 1) {
+            finish(u, s);
+        }
+        shared = !whole && i_tile == 0 ? u : shared;
+    }
+    ggml_barrier(params->threadpool);
+    if (shared >= 0) {
+        finish(shared, w.scores(a, shared, false, params->ith, params->nth));
+    }
+}
 
 } // namespace
 
 void sparse::forward_score(const ggml_compute_params * params, ggml_tensor * dst) {
-    with_type(dst->src[1]->type, [&](auto * t) {
+    const score_src  a(dst);
+    const score_work w(a, params->wdata, params->ith, params->nth);
+    with_kv_type(a.k->type, [&](auto * t) {
         using T = std::decay_t<decltype(*t)>;
-        if (dst->src[2]) {
-            score_approx<T>(params, dst);
+        if (a.k_t) {
+            score_approx<T>(params, dst, a, w);
         } else {
-            score_exact<T>(params, dst);
+            score_exact<T>(params, dst, a, w);
         }
     });
-    if (dst->src[6] && params->ith == 0) {
-        score_stats(dst);
+    if (params->ith == 0) {
+        score_stats(a, w);
     }
 }
 
-size_t sparse::score_work_size(const ggml_tensor * dst, int n_threads) { return score_work(dst, nullptr, 0, n_threads).size; }
+size_t sparse::score_work_size(const ggml_tensor * dst, int n_threads) { return score_work(score_src(dst), nullptr, 0, n_threads).size; }
 
 void sparse::forward_select(const ggml_compute_params * params, ggml_tensor * dst) {
+    const select_src  a(dst);
+    const select_work w(a, params->wdata, params->ith, params->nth);
     const ggml_tensor * logits = dst->src[0];
-    const ggml_tensor * forced = dst->src[1];
-    const ggml_tensor * kl     = dst->src[2];
-    const ggml_tensor * sinks  = dst->src[3];
-    const auto p = op_params<ggml_sparse_select_params>(dst);
+    select_heads(params, dst, a, w, [&](int64_t u, int64_t i_tile, float * x, int64_t ld, int64_t) {
+        const int64_t h = u % a.n_head_kv, i = u/a.n_head_kv % a.n_tok, s = u/a.n_head_kv/a.n_tok;
+        const int64_t t0 = i_tile*a.tile, n = std::min(a.tile, a.n_kv - t0);
+        for (int j = 0; j < a.n_group_q; ++j) {
+            memcpy(x + j*ld + t0, at<const float>(logits, h*a.n_group_q + j, i, s) + t0, n*sizeof(float));
+        }
+    });
+}
 
-    const int64_t n_head_kv = dst->ne[1];
-    const int64_t n_tok     = dst->ne[2];
-    const int     n_group_q = (int) (logits->ne[1]/n_head_kv);
+size_t sparse::select_work_size(const ggml_tensor * dst, int n_threads) { return select_work(select_src(dst), nullptr, 0, n_threads).size; }
 
-    const select_work w(dst, params->wdata, params->ith, params->nth);
-
-    for (int64_t u = params->ith; u < n_head_kv*n_tok*dst->ne[3]; u += params->nth) {
-        const int64_t h = u % n_head_kv, i = u/n_head_kv % n_tok, s = u/n_head_kv/n_tok;
-
-        const int32_t * kl_i = at<const int32_t>(kl, i, 0, s);
-        select_topk(at<int32_t>(dst, h, i, s), p.topk_max, w, at<const float>(logits, h*n_group_q, i, s), logits->nb[1]/sizeof(float), n_group_q, logits->ne[0],
-                at<const int32_t>(forced, i, 0, s), (int) forced->ne[0], kl_i[1], p.n_local_max, kl_i[0],
-                sinks ? (const float *) sinks->data + h*n_group_q : nullptr, p.alpha != 0);
+void sparse::forward_pick(const ggml_compute_params * params, ggml_tensor * dst) {
+    const score_src   a(dst);
+    const select_src  b(dst);
+    const score_work  w(a, params->wdata, params->ith, params->nth);
+    const select_work v(b, (const char *) params->wdata + w.size, params->ith, params->nth);
+    score_prepare(params, a, w);
+    with_kv_type(a.k->type, [&](auto * t) {
+        select_heads(params, dst, b, v, [&](int64_t u, int64_t i_tile, float * x, int64_t ld, int64_t next) {
+            score_tile<std::decay_t<decltype(*t)>>(a, w, u, i_tile, x, ld, next);
+        });
+    });
+    if (params->ith == 0) {
+        score_stats(a, w);
     }
 }
 
-size_t sparse::select_work_size(const ggml_tensor * dst, int n_threads) { return select_work(dst, nullptr, 0, n_threads).size; }
+size_t sparse::pick_work_size(const ggml_tensor * dst, int n_threads) {
+    return score_work_size(dst, n_threads) + select_work_size(dst, n_threads);
+}

@@ -98,10 +98,10 @@ static inline int choose_channels(int32_t * chan, float * coef, float * sum, con
 
 // s[h][t] += sum over NC channels of coef[h][c]*x[c][t] for n positions and n_head heads; first: s starts from 0
 //   next [NC]: rows that the next pass will read (or NULL), asked for on the way: rows are too short for the hardware to run ahead
-template <int NC, typename T>
-static SPARQ_NOINLINE void add_channels(float * s, int64_t ld_s, int n_head, const T * const * x, const T * const * next,
+template <int NC>
+static SPARQ_NOINLINE void add_channels(float * s, int64_t ld_s, int n_head, const f16 * const * x, const f16 * const * next,
         const float * coef, int ld_coef, int64_t n, bool first) {
-    constexpr int NT = 64/sizeof(T) > W ? 64/sizeof(T)/W : 1; // vectors per cache line
+    constexpr int NT = 32/W; // vectors per cache line
     constexpr int NB = NT*NC <= N_ACC ? NT : 1;               // vectors that share a coefficient, as the registers allow
     int64_t t = 0;
     for (; t + NT*W <= n; t += NT*W) {
@@ -144,46 +144,30 @@ static SPARQ_NOINLINE void add_channels(float * s, int64_t ld_s, int n_head, con
     }
 }
 
-// s[h][t] = sum over all n_chan channels, in their order; x points at position t of channel 0, chan == NULL: channel i is row i
+// what the next scan will read, so that this one can ask for it on the way; n_chan = 0: not known
+struct scan_next {
+    const int32_t * chan   = nullptr;
+    int             n_chan = 0;
+    int64_t         row    = 0; // channels from this KV head's first to that one's
+    int64_t         dt     = 0; // positions from this scan's first to that one's
+};
+
+// s[h][t] = sum over all n_chan channels, in their order; x points at position t of channel 0
 // NUMERICS: one fma per channel in ascending order, whatever the instruction set and the split into passes
-template <typename T>
-static void score_channels(float * s, int64_t ld_s, int n_head, const char * x, size_t nb_chan, const int32_t * chan, int n_chan,
-        const float * coef, int ld_coef, int64_t n) {
-    const T * row[16];
-    const T * next[16];
+static inline void score_channels(float * s, int64_t ld_s, int n_head, const f16 * x, int64_t ld_chan, const int32_t * chan, int n_chan,
+        const float * coef, int ld_coef, int64_t n, const scan_next & then) {
+    const f16 * row[16];
+    const f16 * next[16];
     for (int i = 0; i < n_chan; ) {
         const int nc = n_chan - i >= 16 && N_ACC >= 16 ? 16 : n_chan - i >= 8 ? 8 : n_chan - i >= 4 ? 4 : 1;
+        const bool here = i + 2*nc <= n_chan, there = i + nc == n_chan && nc <= then.n_chan;
         for (int c = 0; c < nc; ++c) {
-            row[c] = (const T *) (x + (chan ? chan[i + c] : i + c)*nb_chan);
+            row[c]  = x + chan[i + c]*ld_chan;
+            next[c] = here ? x + chan[i + nc + c]*ld_chan : there ? x + (then.row + then.chan[c])*ld_chan + then.dt : nullptr;
         }
-        const bool more = i + 2*nc <= n_chan && chan;
-        for (int c = 0; c < nc && more; ++c) {
-            next[c] = (const T *) (x + chan[i + nc + c]*nb_chan);
-        }
-        switch (nc) {
-            case 16: add_channels<16>(s, ld_s, n_head, row, more ? next : nullptr, coef + i, ld_coef, n, i == 0); break;
-            case 8:  add_channels<8>(s, ld_s, n_head, row, more ? next : nullptr, coef + i, ld_coef, n, i == 0); break;
-            case 4:  add_channels<4>(s, ld_s, n_head, row, more ? next : nullptr, coef + i, ld_coef, n, i == 0); break;
-            default: add_channels<1>(s, ld_s, n_head, row, more ? next : nullptr, coef + i, ld_coef, n, i == 0); break;
-        }
+        const auto add = nc == 16 ? add_channels<16> : nc == 8 ? add_channels<8> : nc == 4 ? add_channels<4> : add_channels<1>;
+        add(s, ld_s, n_head, row, here || there ? next : nullptr, coef + i, ld_coef, n, i == 0);
         i += nc;
-    }
-}
-
-// the chosen channels of n positions of K, transposed: x [n_chan][GROUP]; for a group that is not sealed
-template <typename T>
-static void gather_channels(float * x, const char * k, size_t nb_pos, const int32_t * chan, int n_chan, const f16 * mask, int n) {
-    for (int t = 0; t < n; ++t) {
-        if (mask[t].bits == F16_NEG_INF) {
-            for (int i = 0; i < n_chan; ++i) {
-                x[i*GROUP + t] = 0.0f;
-            }
-            continue;
-        }
-        const T * row = (const T *) (k + t*nb_pos);
-        for (int i = 0; i < n_chan; ++i) {
-            x[i*GROUP + t] = to_f32(row[chan[i]]);
-        }
     }
 }
 

@@ -10,15 +10,27 @@ namespace sparse {
 
 // ---- step 2: the top k positions ----
 
-// scratch of select_topk; key, cand, cell: n_kv + 2*W each
+// the logits of one KV head of one token, tile by tile; each tile is brought into the form that is ranked by the thread that made it
+struct head_scores {
+    float * x;      // [n_head][ld] logits; with several heads exp(logit - max) once the tile is finished, -inf where hidden
+    float * max;    // [n_tile][n_head] the largest logit of the tile, -inf: nothing is visible
+    float * sum;    // [n_tile][n_head] of exp(logit - max)
+    int64_t ld;     // >= n + W
+    int64_t n;      // positions
+    int64_t tile;   // positions per tile
+    int     n_head;
+
+    int64_t n_tile() const { return (n + tile - 1)/tile; }
+};
+
+// scratch of a thread
 struct select_scratch {
-    float   * key;      // what is ranked: > -inf where visible
-    float   * cand;     // keys near or above the cut ..
-    int32_t * cell;     // .. and their cells
-    float   * e;        // [n_head][n_kv + 2*W] exp(logit - ref), if there is more than one head
-    float   * ref;      // [n_head] about the largest logit
-    float   * sum;      // [n_head] sum of exp(logit - ref) ..
-    float   * inv;      // .. and its inverse
+    float   * key;      // [n + 2*W] what is ranked, with several heads
+    float   * cand;     // [n + 2*W] keys near or above the cut ..
+    int32_t * cell;     // [n + 2*W] .. and their cells
+    float   * saved;    // [n_forced]
+    float   * top;      // [n_head] the largest logit ..
+    float   * all;      // [n_head] .. and the sum of exp(logit - top)
 };
 
 // W logits of a row with n left; -inf behind its end
@@ -26,66 +38,103 @@ static inline vf load_row(const float * x, int64_t n) {
     return n >= W ? load(x) : select(lt(iota(), set1((float) n)), load_n(x, (int) n), set1(-INFINITY));
 }
 
-// sum of exp(x - ref) over a row, where ref is at most a little below the largest x: the largest of a sample, so that the row need not
-// be read twice; of all, in the rare case that the sample misses it by far or saw nothing. e, if given, gets the terms, and -inf where x is
-static inline float sum_exp(float * ref, const float * x, int64_t n, float * e) {
-    constexpr float FAR = 60.0f; // e^60 times the length of a row is within f32
+// e^x for x <= 0; 0 below -104. Cheaper than exp(): its relative error grows with |x|, 2 ulp near 0, |x|/2 ulp far from it
+// NUMERICS: weighs positions against each other (ranking, alpha), where what is far from 0 counts little; attention itself uses exp()
+static inline vf exp_rank(vf x) {
+    const vf y = vmax(set1(-150.0f), mul(x, set1(1.44269504f))); // NaN passes
+    const vf n = round_even(y);
+    const vf f = sub(y, n);
+    vf p = set1(1.32647273e-03f); // 2^f = 1 + f*p(f) on [-1/2, 1/2]
+    p = fma(p, f, set1(9.67151299e-03f));
+    p = fma(p, f, set1(5.55073358e-02f));
+    p = fma(p, f, set1(2.40222424e-01f));
+    p = fma(p, f, set1(6.93147004e-01f));
+    p = fma(p, f, set1(1.0f));
+    return mul_2n(p, n);
+}
+
+// makes a tile of logits ready: its maxima, its sums of exp (with several heads, or where wanted), keys
+static inline void finish_tile(const head_scores & s, int64_t tile, bool want_softmax) {
     const vf inf = set1(-INFINITY);
-
-    vf top = inf;
-    for (int64_t t = 0; t < n; t += 16*W) {
-        top = vmax(load_row(x + t, n - t), top);
-    }
-    while (true) {
-        const float m = reduce_max(top);
-        *ref = m == -INFINITY ? 0.0f : m < FLT_MAX ? m : FLT_MAX;
-
-        const vf r = set1(*ref);
+    const int64_t t0 = tile*s.tile, n = s.n - t0 < s.tile ? s.n - t0 : s.tile;
+    for (int h = 0; h < s.n_head; ++h) {
+        float * x = s.x + h*s.ld + t0;
+        vf top = inf;
+        for (int64_t t = 0; t < n; t += W) {
+            top = vmax(load_row(x + t, n - t), top);
+        }
+        const float max = std::fmin(reduce_max(top), FLT_MAX);
+        const vf    ref = set1(max == -INFINITY ? 0.0f : max);
         vf sum = set1(0.0f);
         for (int64_t t = 0; t < n; t += W) {
-            prefetch(x + t + 1024); // two pages: exp leaves the processor little room to run ahead
             const vf y = load_row(x + t, n - t);
-            const vf z = exp(sub(y, r));
-            top = vmax(y, top);
-            sum = add(sum, z);
-            if (e) {
-                store(e + t, select(eq(y, inf), inf, z));
+            vf e = y;
+            if (want_softmax || s.n_head > 1) {
+                e   = exp_rank(sub(y, ref));
+                sum = add(sum, e);
             }
+            // the key of one head is the logit itself; NaN counts as hidden; +inf is left for the forced cells
+            store(x + t, s.n_head == 1 ? select(lt(inf, y), vmin(y, set1(FLT_MAX)), inf) : select(eq(y, inf), inf, e));
         }
-        const float max = reduce_max(top);
-        const bool  low = m == -INFINITY && max > -INFINITY; // all of the sample was hidden: ref says nothing
-        if ((max - *ref <= FAR && !low) || *ref == FLT_MAX) {
-            return reduce_add(sum);
+        s.max[tile*s.n_head + h] = max;
+        s.sum[tile*s.n_head + h] = reduce_add(sum);
+    }
+}
+
+// what brings exp(logit - max) of a tile to exp(logit - top)
+static inline float tile_factor(const head_scores & s, int64_t tile, int h, float top) {
+    const float max = s.max[tile*s.n_head + h];
+    return max == -INFINITY ? 0.0f : expf(max - top);
+}
+
+// w.top and w.all, from the tiles
+static inline void sum_tiles(const select_scratch & w, const head_scores & s) {
+    for (int h = 0; h < s.n_head; ++h) {
+        float top = -INFINITY;
+        for (int64_t i = 0; i < s.n_tile(); ++i) {
+            top = std::fmax(top, s.max[i*s.n_head + h]);
+        }
+        w.top[h] = top == -INFINITY ? 0.0f : top;
+        w.all[h] = 0.0f;
+        for (int64_t i = 0; i < s.n_tile(); ++i) {
+            w.all[h] += s.sum[i*s.n_head + h]*tile_factor(s, i, h, w.top[h]);
         }
     }
 }
 
-// key[t] = sum_h softmax(logits[h])[t], or the logit itself with one head; -inf where hidden (or NaN), and behind n
-//   w.ref and w.sum are filled with want_softmax or several heads
-static inline void rank_keys(const select_scratch & w, const float * logits, int64_t ld, int n_head, int64_t n, bool want_softmax) {
-    const vf inf = set1(-INFINITY);
-    const int64_t ld_e = n + 2*W;
-
-    for (int h = 0; h < n_head && (want_softmax || n_head > 1); ++h) {
-        w.sum[h] = sum_exp(w.ref + h, logits + h*ld, n, n_head > 1 ? w.e + h*ld_e : nullptr);
-        w.inv[h] = w.sum[h] > 0.0f ? 1.0f/w.sum[h] : 0.0f;
+// what is ranked: the logits of the only head, or the sum over the heads of softmax(logits); -inf where hidden or NaN, and behind n
+static inline float * rank_keys(const select_scratch & w, const head_scores & s) {
+    if (s.n_head == 1) {
+        return s.x;
     }
-    for (int64_t t = 0; t < n; t += W) {
-        vf p;
-        if (n_head == 1) {
-            p = load_row(logits + t, n - t);
-        } else {
-            p = set1(0.0f);
-            for (int h = 0; h < n_head; ++h) {
-                p = fma(load(w.e + h*ld_e + t), set1(w.inv[h]), p);
+    constexpr int NH = 4; // heads of a pass
+    const vf inf = set1(-INFINITY);
+    for (int64_t i = 0; i < s.n_tile(); ++i) {
+        const int64_t t0 = i*s.tile, t1 = s.n - t0 < s.tile ? s.n : t0 + s.tile;
+        for (int h0 = 0; h0 < s.n_head; h0 += NH) {
+            vf f[NH];
+            const float * e[NH];
+            for (int h = 0; h < NH; ++h) {
+                const int hh = h0 + h < s.n_head ? h0 + h : h0;
+                const bool in = h0 + h < s.n_head && w.all[hh] > 0.0f;
+                f[h] = set1(in ? tile_factor(s, i, hh, w.top[hh])/w.all[hh] : 0.0f);
+                e[h] = s.x + hh*s.ld;
+            }
+            const bool last = h0 + NH >= s.n_head;
+            for (int64_t t = t0; t < t1; t += W) {
+                vf p = h0 == 0 ? set1(0.0f) : load(w.key + t);
+                for (int h = 0; h < NH; ++h) {
+                    p = fma(load(e[h] + t), f[h], p);
+                }
+                store(w.key + t, last ? select(lt(inf, p), vmin(p, set1(FLT_MAX)), inf) : p);
             }
         }
-        store(w.key + t, select(lt(inf, p), vmin(p, set1(FLT_MAX)), inf)); // +inf is left for the forced cells
     }
+    return w.key;
 }
 
 // the cells with the k largest keys, ascending, ties to the lower cell; returns their number, fewer than k if fewer are visible
-static inline int take_largest(int32_t * res, const select_scratch & w, int64_t n, int k) {
+static inline int take_largest(int32_t * res, const select_scratch & w, const float * key, int64_t n, int k) {
     // a guess of the cut from a sample, low enough to leave at least k candidates almost always; the result does not depend on it
     constexpr int N_SAMPLE = 256;
     float guess = -FLT_MAX;
@@ -93,21 +142,23 @@ static inline int take_largest(int32_t * res, const select_scratch & w, int64_t 
         float sample[N_SAMPLE];
         const int64_t step = n/N_SAMPLE;
         for (int i = 0; i < N_SAMPLE; ++i) {
-            sample[i] = w.key[i*step + i % step];
+            sample[i] = key[i*step + i % step];
         }
         const float want = (float) k*N_SAMPLE/n;
         guess = kth_largest(sample, N_SAMPLE, (int64_t) (want + 3.0f*sqrtf(want) + 2.0f), -FLT_MAX, INFINITY);
     }
 
+    float   * cand = w.cand;
+    int32_t * cell = w.cell;
     int n_cand = 0;
     while (true) {
         n_cand = 0;
         const vf g = set1(guess);
         for (int64_t t = 0; t < n; t += W) { // keys behind n are -inf
-            const vf x = load(w.key + t);
+            const vf x = load(key + t);
             const vm m = ge(x, g);
-            append(w.cand + n_cand, x, m);
-            n_cand += append_index(w.cell + n_cand, (int32_t) t, m);
+            append(cand + n_cand, x, m);
+            n_cand += append_index(cell + n_cand, (int32_t) t, m);
         }
         if (n_cand >= k || guess == -FLT_MAX) {
             break;
@@ -115,64 +166,86 @@ static inline int take_largest(int32_t * res, const select_scratch & w, int64_t 
         guess = -FLT_MAX;
     }
 
-    const float cut = n_cand > k ? kth_largest(w.cand, n_cand, k, guess, INFINITY) : -FLT_MAX;
+    const float cut = n_cand > k ? kth_largest(cand, n_cand, k, guess, INFINITY) : -FLT_MAX;
 
     int n_tie = n_cand > k ? k : n_cand; // candidates equal to the cut that still fit
     for (int i = 0; i < n_cand; ++i) {
-        n_tie -= w.cand[i] > cut;
+        n_tie -= cand[i] > cut;
     }
     int n_res = 0;
-    for (int i = 0; i < n_cand; ++i) {
-        const bool tie  = w.cand[i] == cut && n_tie > 0;
-        const bool take = w.cand[i] > cut || tie;
+    for (int i = 0; i < n_cand && n_res < k; ++i) { // without a branch on the data
+        const int tie = (cand[i] == cut) & (n_tie > 0);
+        res[n_res] = cell[i];
+        n_res += (cand[i] > cut) | tie;
         n_tie -= tie;
-        if (take) {
-            res[n_res++] = w.cell[i];
-        }
     }
     return n_res;
 }
 
-// one KV head of one token: res = n_sel, alpha [n_head], cells, -1 ..
+// one KV head of one token, its tiles being finished: res = n_sel, alpha [n_head], cells, -1 ..
 //   forced: the first n_local, then those from n_local_max on; sinks [n_head] or NULL
-static inline void select_topk(int32_t * res, int topk_max, const select_scratch & w, const float * logits, int64_t ld, int n_head, int64_t n,
+static inline void select_topk(int32_t * res, int topk_max, const select_scratch & w, const head_scores & s,
         const int32_t * forced, int n_forced, int n_local, int n_local_max, int k, const float * sinks, bool want_alpha) {
-    rank_keys(w, logits, ld, n_head, n, want_alpha);
+    if (want_alpha || s.n_head > 1) {
+        sum_tiles(w, s);
+    }
+    float * key = rank_keys(w, s);
 
-    int n_in = 0; // forced cells, each counted once
-    for (int i = 0; i < n_forced && n_in < topk_max; ++i) {
+    int n_in = 0; // forced cells, each counted once; their keys are kept in w.saved, NaN: not forced
+    for (int i = 0; i < n_forced; ++i) {
         const int32_t cell = forced[i];
-        if ((i >= n_local && i < n_local_max) || cell < 0 || cell >= n || !(w.key[cell] > -INFINITY && w.key[cell] < INFINITY)) {
-            continue;
+        const bool    in   = (i < n_local || i >= n_local_max) && cell >= 0 && cell < s.n && n_in < topk_max;
+        w.saved[i] = in && key[cell] > -INFINITY && key[cell] < INFINITY ? key[cell] : NAN;
+        if (w.saved[i] == w.saved[i]) {
+            key[cell] = INFINITY;
+            ++n_in;
         }
-        w.key[cell] = INFINITY;
-        ++n_in;
     }
 
     k = k < topk_max ? k : topk_max;
     k = k > n_in     ? k : n_in;
 
-    int32_t * cells = res + 1 + n_head;
-    const int n_sel = k > 0 ? take_largest(cells, w, n, k) : 0;
+    int32_t * cells = res + 1 + s.n_head;
+    const int n_sel = k > 0 ? take_largest(cells, w, key, s.n, k) : 0;
     res[0] = n_sel;
     for (int i = n_sel; i < topk_max; ++i) {
         cells[i] = -1;
     }
+    for (int i = 0; i < n_forced && want_alpha; ++i) {
+        if (w.saved[i] == w.saved[i]) {
+            key[forced[i]] = w.saved[i];
+        }
+    }
 
-    for (int h = 0; h < n_head; ++h) {
+    for (int h = 0; h < s.n_head; ++h) {
         float alpha = 1.0f;
         if (want_alpha) {
-            float part = 0.0f;
+            const float * x = s.x + h*s.ld;
+            vf      sum  = set1(0.0f);
+            int64_t tile = -1;
+            float   f    = 0.0f;
             for (int i = 0; i < n_sel; i += W) {
-                float x[W];
+                float y[W];
                 for (int j = 0; j < W; ++j) {
-                    x[j] = i + j < n_sel ? logits[h*ld + cells[i + j]] - w.ref[h] : -INFINITY;
+                    if (i + j >= n_sel) {
+                        y[j] = s.n_head == 1 ? -INFINITY : 0.0f;
+                    } else if (s.n_head == 1) {
+                        y[j] = x[cells[i + j]] - w.top[h];
+                    } else {
+                        const int32_t cell = cells[i + j]; // they ascend
+                        if (cell/s.tile != tile) {
+                            tile = cell/s.tile;
+                            f    = tile_factor(s, tile, h, w.top[h]);
+                        }
+                        y[j] = x[cell]*f;
+                    }
                 }
-                part += reduce_add(exp(load(x)));
+                sum = add(sum, s.n_head == 1 ? exp_rank(load(y)) : load(y));
             }
+            const float part = reduce_add(sum);
             // the sink takes mass but carries no value: its share stays with the selection
-            const float sink = sinks ? expf(sinks[h] - w.ref[h]) : 0.0f;
-            const float all  = w.sum[h] + sink;
+            const float sink = sinks ? expf(sinks[h] - w.top[h]) : 0.0f;
+            const float all  = w.all[h] + sink;
             alpha = all > 0.0f ? std::fmin((part + sink)/all, 1.0f) : 1.0f;
         }
         memcpy(res + 1 + h, &alpha, sizeof(alpha));

@@ -13,6 +13,7 @@ from ggml_ctypes import (
     AttnParams,
     Ggml,
     Graph,
+    PickParams,
     ScoreParams,
     SelectParams,
 )
@@ -80,6 +81,17 @@ def score(s: Sources, exact: bool = False):
         None,
         params,
     )
+
+
+def pick(s: Sources):
+    """SCORE and SELECT in one node."""
+    case = s.data.case
+    params = PickParams(
+        ScoreParams(case.rank_value, case.scale, case.max_bias, case.softcap, 16, case.n_rot),
+        SelectParams(s.data.topk_max, case.heads[1], s.data.n_local_max, case.mean_v),
+    )
+    sources = (s.q, s.k, s.k_t, s.sealed, s.mask, s.forced, s.kl, s.sinks, s.stats, None)
+    return s.graph.op("ggml_sparse_attn_pick", *sources, params)
 
 
 def select(s: Sources, logits):

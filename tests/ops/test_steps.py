@@ -33,9 +33,11 @@ def check_steps(case: Case, ggml: Ggml) -> None:
         approximate = graphs.score(s)
         sel = graphs.select(s, approximate)
         out, dense = graphs.attend(s, sel), graphs.attend(s, None)
-        g.compute(visible, exact, approximate, out, dense)
+        pick = graphs.pick(s)
+        g.compute(visible, exact, approximate, out, dense, pick)
         assert np.array_equal(g.read(visible), data.visible)
         logits = {None: g.read(exact), case.rank_value: g.read(approximate)}
+        assert np.array_equal(g.read(pick), g.read(sel)), "PICK is not SELECT(SCORE)"
         chosen = Selection.unpack(g.read(sel), case.heads[0] // case.heads[1])
         result = g.read(out).reshape(*data.q.shape[:3], -1)
         dense_result = g.read(dense).reshape(*data.q.shape[:3], -1)
@@ -116,7 +118,7 @@ def check_attend(data: cases.Data, chosen: Selection | None, got: np.ndarray) ->
 
 
 def check_stats(data: cases.Data, chosen: Selection, stats: dict[str, int]) -> None:
-    """Counters after: one exact and one approximate SCORE, one sparse and one dense ATTEND."""
+    """Counters after: one exact and one approximate SCORE, PICK, a sparse and a dense ATTEND."""
     case = data.case
     n_tok, n_stream = case.batch
     _, n_head_kv = case.heads
@@ -127,10 +129,8 @@ def check_stats(data: cases.Data, chosen: Selection, stats: dict[str, int]) -> N
 
     size = np.minimum(GROUP, case.n_kv - GROUP * np.arange(visible.shape[-1]))
     sealed = data.sealed[:, None] != 0
-    # rows of blocks are read whole
-    unsealed = row_k if case.type_k in BLOCKS else case.rank_value * row_bytes(1, case.type_k)
     scored = np.where(
-        visible == 0, 0, np.where(sealed, size * 2 * case.rank_value, visible * unsealed)
+        visible == 0, 0, np.where(sealed, size * 2 * case.rank_value, visible * row_k)
     ).sum()
     mean = 0
     if case.mean_v:
@@ -146,7 +146,7 @@ def check_stats(data: cases.Data, chosen: Selection, stats: dict[str, int]) -> N
         "attend_dense": n_tok * n_stream,
         "pos_visible": 2 * n_visible,
         "pos_read": n_read + n_visible,
-        "bytes_score": n_visible * row_k + int(scored) * n_head_kv,
+        "bytes_score": n_visible * row_k + 2 * int(scored) * n_head_kv,
         "bytes_attend": (n_read + n_visible) * (row_k + row_v) + mean,
         "bytes_dense": 2 * n_visible * (row_k + row_v),
         "groups_sealed": 0,
