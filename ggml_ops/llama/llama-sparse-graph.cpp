@@ -463,6 +463,8 @@ public:
     std::vector<std::pair<int, std::string>> layers; // (il, reason): reason "" = our op runs
 
 private:
+    std::vector<uint8_t> busy; // [n_grp] groups that the ubatch writes; kept, so that a token allocates nothing
+
     void set_seal  (uint32_t s, uint32_t stream, const std::vector<uint32_t> & written);
     void set_select(const llama_ubatch * ubatch);
 };
@@ -474,7 +476,7 @@ void llm_graph_input_sparse::set_seal(uint32_t s, uint32_t stream, const std::ve
     auto & flags = llama_sparse_shadow_get(kv)->sealed[stream];
 
     // the cells this ubatch writes are in use already, and their groups were unsealed by apply_ubatch()
-    std::vector<uint8_t> busy(flags.size(), 0);
+    busy.assign(flags.size(), 0);
     for (uint32_t i : written) {
         busy[i/GGML_SPARSE_GROUP] = 1;
     }
@@ -549,7 +551,9 @@ void llm_graph_input_sparse::set_input(const llama_ubatch * ubatch) {
     }
 
     if (is_decode) {
-        state->layers.clear();
+        if (state->layers.size() != layers.size()) {
+            state->layers.clear(); // else the same ones, whose entries are written again: nothing is allocated
+        }
         state->n_steps += n_tok_all;
     }
     for (const auto & [il, reason] : layers) {
