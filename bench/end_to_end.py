@@ -16,6 +16,7 @@ import plot
 from pyorch.bench import speed
 
 NAME = "end_to_end"
+FILE = "speed.jsonl"
 TITLE = "End-to-end speed-up on a CPU (Fig. 9)"
 CAPTION = (
     "Time of one decoded token against the faster of llama.cpp's two attentions in the same run, "
@@ -30,7 +31,7 @@ NEEDS = "sparq-cpp bench -d 4096-131072*2 -n 10 -r 3 --ratio 1/8 --shadow-type f
 
 def data(folder: Path) -> list[plot.Row]:
     """One row per (model, length, what ran)."""
-    found = plot.rows_of(folder, "speed.jsonl", speed.rows, lambda r: (_setting(r), _who(r)))
+    found = plot.rows_of(folder, FILE, speed.rows, lambda r: (_setting(r), _who(r)))
     found = [r for r in found if _is_ours(r)]
     plot.need(found, "decoded tokens of llama2-7b q8_0 with an f16 cache", NEEDS)
     threads = max(r["n_threads"] for r in found)

@@ -15,6 +15,7 @@ from typing import Any
 import plot
 
 NAME = "intensity"
+FILE = ""  # computed
 TITLE = "Arithmetic intensity of decoding (Fig. C1, eq. 1)"
 CAPTION = (
     "Multiply-adds per element read, by rho = S/(g*d_m); computed, not measured. Left and middle: "

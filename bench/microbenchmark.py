@@ -16,6 +16,7 @@ from pyorch.attention.spec import parse_spec
 from pyorch.bench import attention
 
 NAME = "microbenchmark"
+FILE = "attention.jsonl"
 TITLE = "Attention by itself (Fig. 8, F1)"
 CAPTION = (
     "32 query heads of 128, one layer, batch 1, cold caches; medians, bars are the 10th to 90th "
@@ -70,7 +71,7 @@ def _rows(recs: Sequence[Any]) -> list[plot.Row]:
 
 def data(folder: Path) -> list[plot.Row]:
     names = ("model", "threads", "type_k", "type_v", "positions", "attention")
-    found = plot.rows_of(folder, "attention.jsonl", _rows, lambda r: tuple(r[n] for n in names))
+    found = plot.rows_of(folder, FILE, _rows, lambda r: tuple(r[n] for n in names))
     found = [r for r in found if r["attention"] in _COLOURS and r["model"] in MODELS]
     found = [r for r in found if r["type_k"] == r["type_v"] == "f16"]
     plot.need(found, "attention by itself with r = 32, k = 128", NEEDS)

@@ -1,7 +1,7 @@
 """What the figures share: records in, a picture and its numbers out, all drawn alike.
 
-A figure is a module with NAME, TITLE, CAPTION, `data(folder)` -> rows, and `draw(rows)` -> a
-matplotlib figure. `main` writes NAME.csv and NAME.svg.
+A figure is a module with NAME, TITLE, CAPTION, FILE (of its records), `data(folder)` -> rows, and
+`draw(rows)` -> a matplotlib figure. `main` writes NAME.csv and NAME.svg.
 """
 
 from __future__ import annotations
@@ -82,11 +82,7 @@ def rows_of(
     rows: Callable[[Sequence[Any]], Sequence[Row]],
     key: Callable[[Row], Any],
 ) -> list[Row]:
-    """Rows of all batches of a file; of several with the same key, the last.
-
-    Raises:
-        SparqError: no such records.
-    """
+    """Rows of all batches of a file that have a stock row; of several with one key, the last."""
     found: dict[Any, Row] = {}
     for batch in batches(folder / name):
         if any(rec["case"]["library"] == "stock" for rec in batch):
@@ -105,10 +101,12 @@ def need(rows: Sequence[Any], what: str, command: str) -> None:
         raise SparqError(f"no records of {what}", f"first: {command}")
 
 
-def machine(folder: Path, name: str) -> str:
-    """`AMD EPYC, 2 cores`, of the last record of a file."""
-    m = _lines(folder / name)[-1]["env"]["machine"]
-    return f"{m['cpu']}, {m['cores']} cores"
+def caption(figure: ModuleType | Any, folder: Path) -> str:
+    """Its text, and the machine of the last record."""
+    if not figure.FILE:
+        return figure.CAPTION
+    m = _lines(folder / figure.FILE)[-1]["env"]["machine"]
+    return f"{figure.CAPTION} {m['cpu']}, {m['cores']} cores."
 
 
 def default_folder() -> Path:
@@ -237,11 +235,12 @@ def label_ends(
         ax.text(right + pad, y, text, color=colour, transform=ax.transAxes, va="center", fontsize=8)
 
 
-def write(picture: Any, rows: Sequence[Row], figure: Any, out: Path, png: bool = False) -> None:
-    """NAME.svg, with the title and caption inside, and NAME.csv."""
+def write(
+    picture: Any, rows: Sequence[Row], name: str, about: dict[str, str], out: Path, png: bool
+) -> None:
+    """`name`.svg, with the title and caption inside, and `name`.csv."""
     import matplotlib.pyplot as plt
 
-    name = figure.NAME
     out.mkdir(parents=True, exist_ok=True)
     names = list(dict.fromkeys(k for row in rows for k in row))
     with (out / f"{name}.csv").open("w", newline="") as f:
@@ -249,7 +248,6 @@ def write(picture: Any, rows: Sequence[Row], figure: Any, out: Path, png: bool =
         writer.writeheader()
         writer.writerows({k: _short(v) for k, v in row.items()} for row in rows)
     svg = out / f"{name}.svg"
-    about = {"Title": figure.TITLE, "Description": figure.CAPTION}
     picture.savefig(svg, metadata={"Date": None, "Creator": None, **about})
     text = svg.read_text("utf-8").replace(_INK, "currentColor")
     style = "<style>svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#d1d7e0}}</style>"
@@ -278,7 +276,8 @@ def make(figure: ModuleType | Any, folder: Path, out: Path, png: bool = False) -
         picture = figure.draw(rows)
     except ModuleNotFoundError as e:
         raise SparqError(f"{e.name} is not installed", "pip install '.[figures]'") from None
-    write(picture, rows, figure, out, png)
+    about = {"Title": figure.TITLE, "Description": caption(figure, folder)}
+    write(picture, rows, figure.NAME, about, out, png)
 
 
 def main(*figures: ModuleType | Any) -> None:

@@ -13,6 +13,7 @@ import recall
 from pyorch.attention.spec import ratio_text
 
 NAME = "recall_per_byte"
+FILE = "recall.jsonl"
 TITLE = "Attention caught per byte read"
 CAPTION = (
     "Demo model (heads of 64), passages of the context read once more. Left: the best rank at each "
@@ -28,7 +29,7 @@ _COLOURS = {"f16": plot.OURS, "q8": plot.OURS_3, "q4": plot.OURS_2}
 def data(folder: Path) -> list[plot.Row]:
     recs = [
         r
-        for r in recall.records.load(folder / "recall.jsonl").values()
+        for r in recall.records.load(folder / FILE).values()
         if (r["case"]["n_pos"], r["case"]["task"]) == (N_POS, TASK)
     ]
     plot.need(recs, f"recall per byte at {N_POS} positions", NEEDS)

@@ -23,6 +23,7 @@ from pyorch.engine import usable_cores
 from pyorch.models import synth
 
 NAME = "roofline"
+FILE = "speed.jsonl"
 TITLE = "Roofline of this CPU (Fig. 2)"
 CAPTION = (
     "Decoded tokens and prompts of the Llama-2-7B geometry, 8-bit weights, f16 cache, batch 1. "
@@ -57,7 +58,7 @@ def measure(folder: Path) -> None:
 
 def data(folder: Path) -> list[plot.Row]:
     """Points, and the two lines of the roof."""
-    found = plot.rows_of(folder, "speed.jsonl", speed.rows, _key)
+    found = plot.rows_of(folder, FILE, speed.rows, _key)
     plain = [r for r in found if r["type_k"] == r["type_v"] == "f16" and not r["prefill"]]
     models = sorted({r["model_type"] for r in plain if r["model_type"].startswith("llama2-7b q8")})
     here = [r for r in plain if r["model_type"] == (models or [""])[-1]]

@@ -19,6 +19,7 @@ from pyorch.bench import speed
 from pyorch.bench.records import spread
 
 NAME = "time_in_attention"
+FILE = "speed.jsonl"
 TITLE = "Time in attention (Fig. 3, D1)"
 CAPTION = (
     "Single-token times of the Llama-2-7B geometry, 8-bit weights, f16 cache, batch 1; bars span "
@@ -82,7 +83,7 @@ def fit(at: dict[int, np.ndarray]) -> tuple[float, float]:
 def _samples(folder: Path) -> dict[tuple[Any, tuple[str, int]], np.ndarray]:
     """ms of single tokens, by (model and threads, (what ran, S)); of equal ones, the last."""
     out = {}
-    for batch in plot.batches(folder / "speed.jsonl"):
+    for batch in plot.batches(folder / FILE):
         for rec in batch:
             c = speed.Case(**rec["case"])
             plain = c.n_gen and not c.prefill and c.type_k == c.type_v == "f16"
