@@ -7,7 +7,7 @@ RUN     = $(VENV)/bin
 # the threads of numpy and of ggml together slow the tests down
 export OPENBLAS_NUM_THREADS = 1
 
-.PHONY: demo test test-all figures fuzz lint fmt build upstream patches-refresh patches-check clean
+.PHONY: demo test test-all figures fuzz soak sanitize lint fmt build upstream patches-refresh patches-check clean
 
 demo: build             ## build, then answer a question from a long text with the demo model
 	$(RUN)/sparq-cpp demo
@@ -33,6 +33,12 @@ figures: $(STAMP)       ## draw bench/figures again from the committed records
 
 fuzz: build             ## random operations on the cache, spec changes, restored states; OPS=20000, SPARQ_FUZZ_SEED=N
 	SPARQ_FUZZ_OPS=$(or $(OPS),20000) $(RUN)/python -m pytest -q tests/e2e/test_fuzz.py
+
+soak: build             ## 100,000 decoded tokens with shifts and reused cells; TOKENS=1000000
+	SPARQ_SOAK_TOKENS=$(or $(TOKENS),100000) $(RUN)/python -m pytest -q tests/e2e/test_soak.py
+
+sanitize: build         ## the op tests on sanitized builds of our sources: addresses, undefined behaviour, threads
+	$(RUN)/python -m pytest -q tests/ops/test_sanitize.py
 
 lint: $(STAMP)          ## what the style asks, without changing anything
 	$(RUN)/ruff check pyorch tests bench && $(RUN)/ruff format --check pyorch tests bench

@@ -1,4 +1,4 @@
-"""Our CPU kernels compiled alone, for another instruction set, and called by the same tests.
+"""Our op compiled alone, for another instruction set or for a sanitizer, and called by the tests.
 
 The sources of the op need ggml headers only. For a CPU of this machine's kind it becomes a
 shared library; for arm64 a program that an emulator runs: tensors and buffers then live in a file
@@ -11,11 +11,12 @@ import ctypes
 import os
 import shutil
 import subprocess
+import weakref
 from ctypes import c_int, c_long, c_size_t, c_void_p
 from pathlib import Path
 
 import numpy as np
-from ggml_ctypes import CONTEXT, UNWRITTEN, Ggml
+from ggml_ctypes import CONTEXT, UNWRITTEN, Buffer, Ggml
 
 HERE = Path(__file__).parent
 OPS = HERE.parents[1] / "ggml_ops"
@@ -25,6 +26,14 @@ TARGETS = {
     "scalar": ("", ["-DSPARQ_SCALAR"], ""),
     "avx2": ("", ["-mavx2", "-mfma", "-mf16c"], ""),
     "neon": ("aarch64-linux-gnu-", [], "qemu-aarch64"),
+}
+# tests/ops/test_sanitize.py loads their runtime into Python; every access is seen in scalar code,
+# with vectors not those under a mask
+_UB = "-fsanitize=address,undefined"
+SANITIZED = {
+    "address": ("", ["-march=native", _UB, "-fno-sanitize-recover=undefined"], ""),
+    "address-scalar": ("", ["-DSPARQ_SCALAR", _UB, "-fno-sanitize-recover=undefined"], ""),
+    "thread": ("", ["-march=native", "-fsanitize=thread"], ""),
 }
 
 
@@ -42,48 +51,75 @@ def why_not(target: str) -> str:
 
 
 class IsaGgml(Ggml):
-    """Ggml whose graphs run on kernels compiled for `target`, with one thread.
+    """Ggml whose graphs run on kernels compiled for `target`, and in the same library its ops.
 
     headers: folder `ggml` of the source.
     """
 
     def __init__(self, lib_dir: Path, target: str, headers: Path, folder: Path) -> None:
         super().__init__(lib_dir)
-        prefix, flags, emulator = TARGETS[target]
+        prefix, flags, emulator = (TARGETS | SANITIZED)[target]
         out = folder / f"isa-{target}"
         include = ["include", "src", "src/ggml-cpu"]
-        flags = [*flags, "-w", "-O2", "-fPIC", f"-I{OPS}", f"-I{OPS / 'cpu'}"]
+        flags = [*flags, "-g1", "-w", "-O2", "-fPIC", f"-I{OPS}", f"-I{OPS / 'cpu'}"]
         flags += [f"-I{headers / i}" for i in include]
         objects = []
         sources = [*sorted((OPS / "cpu").glob("*.cpp")), HERE / "isa_main.c"]
+        self.target, self.poison = target, None
+        if target in SANITIZED:
+            sources.append(OPS / "ggml-sparse.c")
+            flags.append("-DGGML_OP_SPARSE_ATTN=GGML_OP_COUNT")  # as the patched header numbers it
         for source in sources:
             cpp = source.suffix == ".cpp"
             tool, standard = ("g++", "-std=gnu++17") if cpp else ("gcc", "-std=gnu11")
             objects.append(f"{out}-{source.stem}.o")
             argv = [prefix + tool, standard, *flags, "-c", str(source), "-o", objects[-1]]
             subprocess.run(argv, check=True)
-        kind = "-static" if emulator else "-shared"
-        subprocess.run([f"{prefix}g++", *objects, kind, "-o", str(out)], check=True)
+        link = ["-static" if emulator else "-shared", "-pthread"]
+        link += [flag for flag in flags if "sanitize" in flag]
+        subprocess.run([f"{prefix}g++", *objects, *link, "-o", str(out)], check=True)
         self.program = [emulator, str(out)] if emulator else []
         self.arena = Arena(folder / f"{target}.arena") if emulator else None
         if not emulator:
             self.lib = ctypes.CDLL(str(out))
             self.lib.ggml_sparse_attn_work_size.restype = c_size_t
             self.lib.ggml_sparse_attn_work_size.argtypes = [c_void_p, c_int]
-            self.lib.isa_compute.argtypes = [c_void_p, c_void_p, c_size_t]
+            self.lib.isa_compute.argtypes = [c_void_p, c_void_p, c_size_t, c_int]
+        if target in SANITIZED:
+            for _, name, result, *args in self.prototypes:
+                if hasattr(self.lib, name):
+                    getattr(self.lib, name).restype = result
+                    getattr(self.lib, name).argtypes = args
+            self.ops = self.lib
+        if target.startswith("address"):
+            self.poison = self.lib["__asan_poison_memory_region"]
+            self.unpoison = self.lib["__asan_unpoison_memory_region"]
+            self.poison.argtypes = self.unpoison.argtypes = [c_void_p, c_size_t]
 
     def memory(self, size: int) -> np.ndarray:
         return self.arena.take(size) if self.arena else super().memory(size)
 
+    def buffer(self, size: int, fill: int) -> Buffer:
+        """Its guards must not even be read, if the sanitizer can tell."""
+        buffer = super().buffer(size, fill)
+        if self.poison:
+            whole = buffer.raw.ctypes.data, len(buffer.raw)
+            self.poison(*whole)
+            self.unpoison(buffer.address, size)
+            weakref.finalize(buffer, self.unpoison, *whole)
+        return buffer
+
     def compute(self, graph: c_void_p, nodes: list, n_threads: int) -> None:
+        if self.target == "thread":
+            n_threads = max(n_threads, 3)
         for node in nodes:
             address = ctypes.addressof(node.contents)
             if self.arena:
                 subprocess.run([*self.program, str(self.arena.file), f"{address:x}"], check=True)
                 continue
-            size = self.lib.ggml_sparse_attn_work_size(address, 1)
+            size = self.lib.ggml_sparse_attn_work_size(address, n_threads)
             work = self.buffer(size, UNWRITTEN)
-            self.lib.isa_compute(address, work.address, size)
+            self.lib.isa_compute(address, work.address, size, n_threads)
             assert work.guards_intact(), "an op wrote outside its work buffer"
 
 

@@ -1,11 +1,13 @@
-// Runs one node of our CPU op in another process, for tests/ops/isa.py: the other process may be an emulated CPU.
+// Runs one node of our CPU op without ggml's threads, for tests/ops/isa.py: in this process, or as a program for an emulated CPU.
 //
 //   isa_main FILE NODE     FILE: raw bytes to be mapped at ARENA, tensors, buffers and all; NODE: address of the ggml_tensor
 //
-// Also holds the few functions of ggml that the op calls, so that nothing of ggml has to be compiled.
+// Also holds the few functions of ggml that the op calls, so that nothing of ggml has to be compiled. Threads and their barrier are
+// those of POSIX, which a thread sanitizer understands; it does not understand OpenMP.
 
 #define _GNU_SOURCE
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -26,8 +28,26 @@ struct ggml_compute_params { // of ggml-cpu-impl.h
     bool use_ref;
 };
 
+struct ggml_threadpool {
+    pthread_mutex_t lock;
+    pthread_cond_t  all_here;
+    int n, n_here, round;
+};
+
 void ggml_barrier(struct ggml_threadpool * tp);
-void ggml_barrier(struct ggml_threadpool * tp) { (void) tp; } // one thread
+void ggml_barrier(struct ggml_threadpool * tp) {
+    pthread_mutex_lock(&tp->lock);
+    const int round = tp->round;
+    if (++tp->n_here == tp->n) {
+        tp->n_here = 0;
+        tp->round++;
+        pthread_cond_broadcast(&tp->all_here);
+    }
+    while (tp->round == round) {
+        pthread_cond_wait(&tp->all_here, &tp->lock);
+    }
+    pthread_mutex_unlock(&tp->lock);
+}
 
 void ggml_abort(const char * file, int line, const char * fmt, ...) {
     va_list args;
@@ -47,11 +67,44 @@ size_t ggml_type_size(enum ggml_type type) {
     }
 }
 
-// with one thread; work: a buffer of ggml_sparse_attn_work_size(node, 1) bytes
-void isa_compute(struct ggml_tensor * node, void * work, size_t size);
-void isa_compute(struct ggml_tensor * node, void * work, size_t size) {
-    const struct ggml_compute_params params = { 0, 1, size, work, NULL, false };
-    ggml_compute_forward_sparse_attn(&params, node);
+// of the types that hold K and V
+size_t ggml_row_size(enum ggml_type type, int64_t ne) {
+    switch (type) {
+        case GGML_TYPE_Q8_0: return ne/32*34;
+        case GGML_TYPE_Q4_0: return ne/32*18;
+        default:             return ne*ggml_type_size(type);
+    }
+}
+
+bool ggml_is_quantized(enum ggml_type type) { return type == GGML_TYPE_Q8_0 || type == GGML_TYPE_Q4_0; }
+
+struct task {
+    struct ggml_compute_params params;
+    struct ggml_tensor * node;
+};
+
+static void * run_task(void * task) {
+    ggml_compute_forward_sparse_attn(&((struct task *) task)->params, ((struct task *) task)->node);
+    return NULL;
+}
+
+// work: a buffer of ggml_sparse_attn_work_size(node, n_threads) bytes; n_threads: 1 to 128
+void isa_compute(struct ggml_tensor * node, void * work, size_t size, int n_threads);
+void isa_compute(struct ggml_tensor * node, void * work, size_t size, int n_threads) {
+    struct ggml_threadpool tp = { PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, n_threads, 0, 0 };
+    struct task tasks[128];
+    pthread_t threads[128];
+    for (int i = 0; i < n_threads; ++i) {
+        tasks[i] = (struct task) { { i, n_threads, size, work, &tp, false }, node };
+        if (i > 0 && pthread_create(&threads[i], NULL, run_task, &tasks[i]) != 0) {
+            perror("isa_main");
+            abort();
+        }
+    }
+    run_task(&tasks[0]);
+    for (int i = 1; i < n_threads; ++i) {
+        pthread_join(threads[i], NULL);
+    }
 }
 
 int main(int argc, char ** argv) {
@@ -62,9 +115,10 @@ int main(int argc, char ** argv) {
         return 2;
     }
     struct ggml_tensor * node = (struct ggml_tensor *) (uintptr_t) strtoull(argv[2], NULL, 16);
-    const size_t size = ggml_sparse_attn_work_size(node, 1);
+    const int n_threads = 2;
+    const size_t size = ggml_sparse_attn_work_size(node, n_threads);
     void * work = malloc(size + 1);
-    isa_compute(node, work, size);
+    isa_compute(node, work, size, n_threads);
     free(work);
     return 0;
 }

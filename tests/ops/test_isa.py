@@ -14,19 +14,6 @@ from isa import TARGETS, IsaGgml, why_not
 CASES = [c for c in cases.quick_cases() if c.size <= 300_000]
 
 
-@pytest.fixture(scope="session")
-def ggml_headers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from pyorch.native import source
-
-    pin = source.read_pin()
-    where = source.locate(pin)
-    if not where.path.exists():
-        pytest.skip("the source of the build is no longer in the cache")
-    into = tmp_path_factory.mktemp("ggml")
-    source.unpack(where, f"{pin.folder}/ggml", into, skip=("cmake",))
-    return into
-
-
 @pytest.fixture(scope="module", params=TARGETS)
 def isa(request, ggml, ggml_headers: Path, tmp_path_factory) -> IsaGgml:
     if reason := why_not(request.param):
