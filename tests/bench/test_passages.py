@@ -115,7 +115,9 @@ def test_passages_run_resumes_and_counts(model: Path, text: Path, tmp_path: Path
     off, dense, sparse = rows.values()
     assert off.bytes_per_token == dense.bytes_per_token == dense.bytes_dense
     assert sparse.share_sparse == 1 and dense.share_sparse == 0
-    assert sparse.bytes_per_token / sparse.bytes_dense == pytest.approx(0.25, rel=0.02)
+    # up to 63 positions are not sealed yet and are scored from whole rows of K, half of dense's
+    share = sparse.bytes_per_token / sparse.bytes_dense
+    assert 0.24 < share < 0.25 + 63 / 600 / 2
     assert sparse.positions == pytest.approx(0.125, rel=0.02)
     assert sum(r["case"]["n_passages"] for r in more) == 12
     assert "12 passages" in passages.markdown(more)
