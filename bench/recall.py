@@ -14,9 +14,9 @@ K and V that are read exactly. For every type of the transposed K and every rank
 
 Two kinds of text: `prose`, a book going on, and `recite`, a passage of the context read once more.
 Queries are of the last 64 positions, so the positions before them are sealed in whole groups and
-the last group is scored from K itself, as in the library. The 4-bit scan's look-up tables are
-modelled with their rounding. The byte arithmetic is that of `pyorch/attention/bytes.py` without
-`min_k` and `min_ctx`.
+the last group is scored from K itself, as in the library; the coefficients of the scan are rounded
+as it rounds them. The byte arithmetic is that of `pyorch/attention/bytes.py` without `min_k` and
+`min_ctx`.
 
 Writes recall.jsonl, recall.csv and recall.md.
 """
@@ -163,56 +163,54 @@ def contexts(
 # ---- what the library does with them ----
 
 
-def shadow_of(k: np.ndarray, n_sealed: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """K (S, d) as the scan reads it, and the step of each code; cells not sealed are K itself."""
-    values, steps = k.copy(), np.zeros_like(k)
+@dataclass(frozen=True)
+class Shadow:
+    """K (S, d) as the scan reads it; of each run of codes the scale and the value of the middle
+    code, both (n_run, d). Cells from `n_sealed` on are K itself."""
+
+    values: np.ndarray
+    scales: np.ndarray
+    middles: np.ndarray
+    n_sealed: int
+    most: int  # whole numbers that a coefficient is rounded to
+
+
+def shadow_of(k: np.ndarray, n_sealed: int, kind: str) -> Shadow:
+    """The transposed copy of `k` (S, d)."""
+    none = np.zeros((0, k.shape[1]), np.float32)
     if kind == "f16":
-        return values.astype(np.float16).astype(np.float32), steps
-    top = 255 if kind == "q8" else 15
+        return Shadow(k.astype(np.float16).astype(np.float32), none, none, 0, 0)
+    top, most = (255, 64 * 64) if kind == "q8" else (15, 127)
+    values, scales, middles = k.copy(), [], []
     for a in range(0, n_sealed, RUN):
         run = k[a : min(a + RUN, n_sealed)]
         low = run.min(0)
-        step = (run.max(0) - low) / np.float32(top)
-        codes = np.rint((run - low) / np.where(step > 0, step, 1))
-        values[a : a + len(run)] = low + step * codes
-        steps[a : a + len(run)] = step
-    return values, steps
+        scale = (run.max(0) - low) / np.float32(top)
+        codes = np.rint((run - low) / np.where(scale > 0, scale, 1))
+        values[a : a + len(run)] = low + scale * codes
+        scales.append(scale)
+        middles.append(low + scale * np.float32(top / 2))
+    return Shadow(values, np.stack(scales), np.stack(middles), n_sealed, most)
 
 
-def approximate(
-    q: np.ndarray, k: np.ndarray, steps: np.ndarray, rank: int, scale: float, table: bool
-) -> np.ndarray:
-    """Logits (n_query, group, S) from the `rank` components with the largest sum of |q|.
-
-    table: products are rounded to whole table steps, as the 4-bit scan rounds them.
-    """
+def approximate(q: np.ndarray, shadow: Shadow, rank: int, scale: float) -> np.ndarray:
+    """Logits (n_query, group, S) from the `rank` components with the largest sum of |q|."""
     size = np.abs(q)
     order = np.argsort(-size.sum(1), axis=1, kind="stable")[:, :rank]
-    kept = np.zeros(q.shape[::2], np.float32)
-    np.put_along_axis(kept, order, 1, axis=1)
-    part = size.sum(2)
-    share = (size * kept[:, None]).sum(2) / np.where(part > 0, part, 1)
-    factor = scale / np.sqrt(np.where(share > 0, share, 1))
-    logits = (q * kept[:, None]) @ k.T
-    if table:
-        logits += _table_error(q, k, steps, np.sort(order, axis=1))
-    return logits * factor[..., None]
-
-
-def _table_error(q: np.ndarray, k: np.ndarray, steps: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """A rounded product is off by up to half a step, evenly: drawn, not looked up.
-
-    A step is 1/254 of the largest pair of channels at their top codes.
-    """
-    per_run = steps[::RUN]  # (n_run, d)
-    coef = np.abs(np.take_along_axis(q, order[:, None], axis=2))  # (n_query, group, rank)
-    a = coef[:, :, None] * per_run[:, order].swapaxes(0, 1)[:, None]
-    if a.shape[3] % 2:
-        a = np.concatenate([a, np.zeros_like(a[..., :1])], axis=3)
-    step = (a[..., ::2] + a[..., 1::2]).max(-1) * 15 / 254  # (n_query, group, n_run)
-    step = np.repeat(step, RUN, axis=2)[..., : len(k)] * (steps[:, 0] > 0)
-    noise = np.random.default_rng(0).standard_normal(step.shape, np.float32)
-    return noise * step * np.float32(np.sqrt(order.shape[1] / 12))
+    kept = np.zeros((len(q), 1, q.shape[2]), np.float32)
+    np.put_along_axis(kept[:, 0], order, 1, axis=1)
+    whole, part = size.sum(2), (size * kept).sum(2)
+    factor = scale / np.sqrt(np.where(whole > 0, part / np.where(whole > 0, whole, 1), 1))
+    coef = (q * kept * factor[..., None]).astype(np.float32)
+    logits = coef @ shadow.values.T
+    for i, (scales, middles) in enumerate(zip(shadow.scales, shadow.middles, strict=True)):
+        rows = slice(i * RUN, min((i + 1) * RUN, shadow.n_sealed))
+        step = np.abs(coef * scales).max(2, keepdims=True) / shadow.most
+        whole_steps = np.rint(coef * scales / np.where(step > 0, step, 1)) * step
+        rounded = np.where(scales > 0, whole_steps / np.where(scales > 0, scales, 1), coef)
+        rest = ((coef - rounded) * middles).sum(2)
+        logits[..., rows] = rounded @ shadow.values[rows].T + rest[..., None]
+    return logits
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
@@ -284,10 +282,7 @@ def measure(layer: Heads, n_query: int, cases: Sequence[dict[str, Any]]) -> np.n
                 last = c["shadow"], c["rank"]
                 guess = true
                 if c["shadow"] != "oracle":
-                    values, steps = shadows[c["shadow"]]
-                    guess = approximate(
-                        q, values, steps, c["rank"], layer.scale, c["shadow"] == "q4"
-                    )
+                    guess = approximate(q, shadows[c["shadow"]], c["rank"], layer.scale)
                     guess = softmax(np.where(hidden[:, None], -np.inf, guess))
                 # one query head: the order of the logits, which softmax keeps
                 score = guess.sum(1)

@@ -68,24 +68,37 @@ def test_captured_q_k_v_give_the_result_of_llama_cpp(
 def test_codes_are_per_channel_and_run_up_to_what_is_sealed(kind: str, top: int) -> None:
     k = np.random.default_rng(0).standard_normal((700, 3)).astype(np.float32)
     k[600:] *= 100  # not sealed: they must not widen the range of their run
-    values, steps = recall.shadow_of(k, 600, kind)
-    assert np.array_equal(values[600:], k[600:]) and not steps[600:].any()
-    for a, b in ((0, 512), (512, 600)):
-        step = np.ptp(k[a:b], axis=0) / top
-        assert np.allclose(steps[a:b], step, rtol=1e-5)
-        assert (np.abs(values[a:b] - k[a:b]) <= 0.501 * step).all()
+    shadow = recall.shadow_of(k, 600, kind)
+    assert np.array_equal(shadow.values[600:], k[600:]) and len(shadow.scales) == 2
+    for i, (a, b) in enumerate(((0, 512), (512, 600))):
+        scale = np.ptp(k[a:b], axis=0) / top
+        assert np.allclose(shadow.scales[i], scale, rtol=1e-5)
+        assert (np.abs(shadow.values[a:b] - k[a:b]) <= 0.501 * scale).all()
 
 
 def test_all_components_are_the_exact_scores() -> None:
     rng = np.random.default_rng(1)
     q, k = (rng.standard_normal(s).astype(np.float32) for s in ((3, 2, D), (100, D)))
-    got = recall.approximate(q, k, np.zeros_like(k), D, 0.125, table=False)
-    assert np.allclose(got, (q @ k.T) * 0.125, atol=1e-5)
-    part = recall.approximate(q, k, np.zeros_like(k), 8, 0.125, table=False)
+    k = k.astype(np.float16).astype(np.float32)
+    shadow = recall.shadow_of(k, 64, "f16")
+    assert np.allclose(recall.approximate(q, shadow, D, 0.125), (q @ k.T) * 0.125, atol=1e-5)
+    part = recall.approximate(q, shadow, 8, 0.125)
     chosen = np.argsort(-np.abs(q).sum(1), axis=1)[0, :8]
     share = np.abs(q[0][:, chosen]).sum(1) / np.abs(q[0]).sum(1)
     want = q[0][:, chosen] @ k[:, chosen].T * 0.125 / np.sqrt(share)[:, None]
     assert np.allclose(part[0], want, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["q8", "q4"])
+def test_rounding_of_coefficients_costs_less_than_the_codes(kind: str) -> None:
+    rng = np.random.default_rng(3)
+    q, k = (rng.standard_normal(s).astype(np.float32) for s in ((3, 2, D), (700, D)))
+    shadow = recall.shadow_of(k, 640, kind)
+    exact, codes = (q @ x.T * 0.125 for x in (k, shadow.values))
+    got = recall.approximate(q, shadow, D, 0.125)
+    assert np.allclose(got[..., 640:], exact[..., 640:], atol=1e-5)
+    rounding, coding = got - codes, codes - exact
+    assert np.abs(rounding).max() > 0 and rounding.std() < 0.5 * coding.std()
 
 
 def test_selection_holds_sinks_and_window_and_nothing_hidden() -> None:
