@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -60,10 +61,11 @@ def data(folder: Path) -> list[plot.Row]:
     """Points, and the two lines of the roof."""
     found = plot.rows_of(folder, FILE, speed.rows, _key)
     plain = [r for r in found if r["type_k"] == r["type_v"] == "f16" and not r["prefill"]]
-    models = sorted({r["model_type"] for r in plain if r["model_type"].startswith("llama2-7b q8")})
-    here = [r for r in plain if r["model_type"] == (models or [""])[-1]]
-    threads = max((r["n_threads"] for r in here), default=0)
-    here = [r for r in here if r["n_threads"] == threads]
+    plain = [r for r in plain if r["model_type"].startswith("llama2-7b q8_0")]
+    sizes = Counter((r["n_threads"], r["model_type"]) for r in plain)
+    # of all threads the most, then the model with most points
+    threads, model = max(sizes, key=lambda size: (size[0], sizes[size]), default=(0, ""))
+    here = [r for r in plain if (r["n_threads"], r["model_type"]) == (threads, model)]
     plot.need(here, "decoded tokens of llama2-7b q8_0 with an f16 cache", NEEDS)
     peaks = [
         r for r in records.load(peak_file(folder)).values() if r["case"]["n_threads"] == threads
