@@ -304,11 +304,15 @@ struct ggml_tensor * ggml_sparse_attn_attend(
 static struct ggml_tensor * sparse_attn(
         struct ggml_context * ctx, const struct ggml_sparse_attn_inputs * in, struct ggml_tensor * k_t, const struct ggml_sparse_attn_params * p) {
     const struct ggml_sparse_score_params score = { p->rank, p->scale, p->max_bias, p->softcap, p->n_bit, p->n_rot };
-    struct ggml_tensor * logits = ggml_sparse_attn_score(
-            ctx, in->q, in->k, k_t, in->sealed, in->mask, in->visible, in->stats, k_t ? in->k_range : NULL, score);
-
     const struct ggml_sparse_select_params select = { p->topk_max, (int32_t) in->k->ne[1], p->n_local_max, p->mean_v };
-    struct ggml_tensor * sel = ggml_sparse_attn_select(ctx, logits, in->forced, in->kl, in->sinks, select);
+    struct ggml_tensor * sel;
+    if (k_t) {
+        const struct ggml_sparse_pick_params pick = { score, select };
+        sel = ggml_sparse_attn_pick(ctx, in->q, in->k, k_t, in->sealed, in->mask, in->forced, in->kl, in->sinks, in->stats, in->k_range, pick);
+    } else {
+        struct ggml_tensor * logits = ggml_sparse_attn_score(ctx, in->q, in->k, NULL, NULL, in->mask, in->visible, in->stats, NULL, score);
+        sel = ggml_sparse_attn_select(ctx, logits, in->forced, in->kl, in->sinks, select);
+    }
 
     const struct ggml_sparse_attend_params attend = { p->scale, p->max_bias, p->softcap, p->mean_v };
     return ggml_sparse_attn_attend(ctx, in->q, in->k, in->v, in->mask, in->visible, sel,

@@ -37,7 +37,7 @@ static constexpr int64_t N_SEAL_DECODE = 16;
 struct llama_sparse_shadow {
     struct layer {
         ggml_tensor * k_t     = nullptr; // [kv_size + pad, n_embd_k_gqa, n_stream] f16, or codes
-        ggml_tensor * k_range = nullptr; // [2, n_embd_k_gqa, n_run, n_stream] f32: scale and zero of the codes; only with codes
+        ggml_tensor * k_range = nullptr; // [2, n_run, n_embd_k_gqa, n_stream] f32: scale and zero of the codes; only with codes
         ggml_tensor * v_sum   = nullptr; // [n_embd_v_gqa, n_sum, n_stream] f32; only with mean_v
     };
 
@@ -62,7 +62,7 @@ static bool wants_mean_v(const llama_sparse_spec & spec, const llama_hparams & h
 }
 
 static bool is_supported_type(ggml_type type) {
-    return type == GGML_TYPE_F16 || type == GGML_TYPE_BF16 || type == GGML_TYPE_F32;
+    return type == GGML_TYPE_F16 || type == GGML_TYPE_BF16 || type == GGML_TYPE_F32 || type == GGML_TYPE_Q8_0 || type == GGML_TYPE_Q4_0;
 }
 
 // x [n] = H*x, the orthonormal Walsh-Hadamard matrix, its own inverse
@@ -86,8 +86,9 @@ static ggml_tensor * view_streams(ggml_context * ctx, ggml_tensor * t, int64_t n
     return t ? ggml_view_3d(ctx, t, t->ne[0], t->ne[1], n_stream, t->nb[1], t->nb[2], s0*t->nb[2]) : nullptr;
 }
 
+// scales and zeros lie in memory channel by channel, since SCORE reads those of few channels; the ops see [2, channels, n_run, n_stream]
 static ggml_tensor * view_range(ggml_context * ctx, ggml_tensor * t, int64_t n_stream, uint32_t s0) {
-    return t ? ggml_view_4d(ctx, t, t->ne[0], t->ne[1], t->ne[2], n_stream, t->nb[1], t->nb[2], t->nb[3], s0*t->nb[3]) : nullptr;
+    return t ? ggml_view_4d(ctx, t, t->ne[0], t->ne[2], t->ne[1], n_stream, t->nb[2], t->nb[1], t->nb[3], s0*t->nb[3]) : nullptr;
 }
 
 // the private parts of upstream's classes that we read; they name this struct as a friend
@@ -140,7 +141,7 @@ struct llama_sparse_access {
         const auto & layer = kv->layers[ikv];
         return !layer.k || !layer.v                             ? "no separate K and V" :
                !is_supported_type(layer.k->type) ||
-               !is_supported_type(layer.v->type)                ? "quantized K or V cache" :
+               !is_supported_type(layer.v->type)                ? "K or V of a type without a kernel" :
                !ggml_backend_buffer_is_host(layer.k->buffer) ||
                !ggml_backend_buffer_is_host(layer.v->buffer)    ? "K and V are not in host memory" : "";
     }
@@ -173,7 +174,7 @@ struct llama_sparse_access {
             } else {
                 const int64_t n_run = (kv->get_size() + GGML_SPARSE_RUN - 1)/GGML_SPARSE_RUN;
                 dst.k_t = ggml_new_tensor_3d(shadow->ctx.get(), GGML_TYPE_I8, n_run*GGML_SPARSE_RUN*spec.n_bit/8 + K_T_PAD, src.k->ne[0], kv->n_stream);
-                dst.k_range = ggml_new_tensor_4d(shadow->ctx.get(), GGML_TYPE_F32, 2, src.k->ne[0], n_run, kv->n_stream);
+                dst.k_range = ggml_new_tensor_4d(shadow->ctx.get(), GGML_TYPE_F32, 2, n_run, src.k->ne[0], kv->n_stream);
                 ggml_format_name(dst.k_range, "sparse_k_range_%d", (int) src.il);
             }
             ggml_format_name(dst.k_t, "sparse_k_t_%d", (int) src.il);
@@ -214,9 +215,11 @@ struct llama_sparse_access {
             const ggml_fp16_t y = ((const ggml_fp16_t *) row)[i];
             return y == ggml_fp32_to_fp16(x) || (err > 0.0f && std::abs(ggml_fp16_to_fp32(y) - x) <= err + 5e-4f*std::abs(x));
         }
-        const auto * range = (const float *) ((const char *) layer.k_range->data + s*layer.k_range->nb[3] + i/GGML_SPARSE_RUN*layer.k_range->nb[2]) + 2*c;
-        const uint8_t byte = n_bit == 8 ? row[i] : row[i/128*64 + i % 64];
-        const int     code = n_bit == 8 ? byte : i % 128 < 64 ? byte & 15 : byte >> 4;
+        const auto * range = (const float *) ((const char *) layer.k_range->data + s*layer.k_range->nb[3] + c*layer.k_range->nb[2] + i/GGML_SPARSE_RUN*layer.k_range->nb[1]);
+        // the order of the codes: cpu/sparse-quant.h
+        const uint32_t t    = i % 64;
+        const uint8_t  byte = row[i/(512/n_bit)*64 + t/4%4*16 + t/16*4 + t%4];
+        const int      code = n_bit == 8 ? byte : i % 128 < 64 ? byte & 15 : byte >> 4;
         return std::abs(range[1] + range[0]*code - x) <= 0.501f*range[0] + 1e-6f*std::abs(x) + err;
     }
 

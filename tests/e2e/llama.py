@@ -28,7 +28,7 @@ from pyorch import native
 from pyorch.native import build
 
 ROOT = Path(__file__).parents[2]
-TYPES = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}
+TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q5_1": 7, "q8_0": 8, "bf16": 30}
 Token = tuple[int, int, int]  # (token, position, sequence)
 
 

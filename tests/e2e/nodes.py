@@ -14,12 +14,14 @@ from ctypes import c_int32
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import gguf
 import numpy as np
 
 sys.path.append(str(Path(__file__).parents[1] / "ops"))
 
 import oracle
 from ggml_ctypes import (
+    BLOCK_BYTES,
     NUMPY_TYPE,
     AttendParams,
     Ggml,
@@ -39,8 +41,14 @@ _OP, _PARAMS = Tensor.op.offset, Tensor.op_params.offset
 
 
 def read(t: Tensor) -> np.ndarray:
-    """View of a tensor in host memory, numpy axes; bf16 as a copy in f32."""
+    """View of a tensor in host memory, numpy axes; bf16, q8_0 and q4_0 as a copy in f32."""
     kind, dtype = NUMPY_TYPE[t.type]
+    if kind in BLOCK_BYTES:
+        shape = (*t.ne[:0:-1], t.ne[0] // 32 * BLOCK_BYTES[kind])
+        size = sum((n - 1) * s for n, s in zip(t.ne[1:], t.nb[1:], strict=True)) + shape[-1]
+        raw = np.frombuffer((ctypes.c_char * size).from_address(t.data), np.uint8)
+        blocks = np.lib.stride_tricks.as_strided(raw, shape, (*t.nb[:0:-1], 1))
+        return gguf.quants.dequantize(blocks.copy(), gguf.GGMLQuantizationType[kind.upper()])
     shape, strides = tuple(t.ne[::-1]), tuple(t.nb[::-1])
     size = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + np.dtype(dtype).itemsize
     raw = np.frombuffer((ctypes.c_char * size).from_address(t.data), np.uint8)
@@ -62,9 +70,12 @@ def shadow_values(k_t: Tensor, k_range: Tensor | None, n_bit: int) -> tuple[np.n
     if n_bit == 16:
         return stored.astype(np.float32), np.zeros(stored.shape, np.float32)
     codes = stored.view(np.uint8)
-    if n_bit == 4:  # 64 bytes: low halves, then high halves
-        blocks = codes[..., : codes.shape[2] // 64 * 64].reshape(*codes.shape[:2], -1, 1, 64)
-        codes = np.concatenate([blocks & 15, blocks >> 4], axis=3).reshape(*codes.shape[:2], -1)
+    t = np.arange(64)  # lines of 64 bytes, as cpu/sparse-quant.h orders them
+    lines = codes[..., : codes.shape[2] // 64 * 64].reshape(*codes.shape[:2], -1, 1, 64)
+    lines = lines[..., t // 4 % 4 * 16 + t // 16 * 4 + t % 4]
+    if n_bit == 4:  # low halves, then high halves
+        lines = np.concatenate([lines & 15, lines >> 4], axis=3)
+    codes = lines.reshape(*codes.shape[:2], -1)
     ranges = read(k_range)  # (n_stream, n_run, channels, 2)
     codes = codes[..., : ranges.shape[1] * RUN]
     step, zero = (np.repeat(ranges[..., i].swapaxes(1, 2), RUN, axis=2) for i in (0, 1))
@@ -206,6 +217,8 @@ class Watch:
             self.n_bits.add(p.n_bit)
         if not self.checks:
             return
+        if k_t and p.n_rot:  # step 1 is done in the basis before llama.cpp turned q and K
+            q, k = (oracle.hadamard(x, p.n_rot).astype(np.float32) for x in (q, k))
         got, n_group_q = read(t), q.shape[2] // k.shape[2]
         slopes = oracle.alibi_slopes(q.shape[2], p.max_bias)
         errors = Errors("score")
@@ -213,7 +226,7 @@ class Watch:
         keys, steps = k.astype(np.float32), np.zeros((q.shape[0], n_head_kv, n_kv, d), np.float32)
         keys = keys.swapaxes(1, 2)
         if k_t:
-            keys, steps = self._shadow(keys, k_t, _source(t, 7), read(sealed)[0, 0], p.n_bit)
+            keys, steps = self._shadow(keys, k_t, _source(t, 7), read(sealed)[0, 0], p)
         for s, tok, h in np.ndindex(q.shape[0], q.shape[1], n_head_kv):
             heads = slice(h * n_group_q, (h + 1) * n_group_q)
             qh, kh = q[s, tok, heads], keys[s, h]
@@ -227,10 +240,11 @@ class Watch:
             if k_t:
                 factor = p.scale / np.maximum(oracle.temperature_factor(qh, components), 1e-6)
             result = got[s, tok, heads]
-            if k_t and p.n_bit == 4:
-                # products are looked up in whole steps, 254 for the largest pair of channels
+            if k_t and p.n_bit < 16:
+                # coefficients are rounded; a code is at most so far from the middle one
+                half_step, middle = (0.5 / 127, 7.5) if p.n_bit == 4 else (0.5 / 4096, 127.5)
                 largest = np.abs(qh[:, components, None] * steps[s, h].T[components]).max(axis=1)
-                allowed = factor[:, None] * p.rank / 2 * 2 * largest * 15 / 254
+                allowed = 1.001 * factor[:, None] * p.rank * half_step * middle * largest
                 seen = ~np.isneginf(want)
                 off = result[seen] - want[seen]
                 result = result.copy()
@@ -241,19 +255,23 @@ class Watch:
         errors.check()
 
     def _shadow(
-        self, k: np.ndarray, k_t: Tensor, k_range: Tensor | None, sealed: np.ndarray, n_bit: int
+        self, k: np.ndarray, k_t: Tensor, k_range: Tensor | None, sealed: np.ndarray, p: ScoreParams
     ) -> tuple[np.ndarray, np.ndarray]:
         """Keys as SCORE reads them, and steps of the codes: both (n_stream, n_head_kv, n_kv, d)."""
         values, steps = (
             x[..., : k.shape[2]].reshape(*k.shape[:2], k.shape[3], -1).swapaxes(2, 3)
-            for x in shadow_values(k_t, k_range, n_bit)
+            for x in shadow_values(k_t, k_range, p.n_bit)
         )
         in_shadow = np.repeat(sealed != 0, GROUP, axis=1)[:, None, : k.shape[2], None]
         exact = np.clip(k, -65504, 65504)
-        if n_bit == 16:
+        if p.n_bit == 16 and not p.n_rot:
             exact = exact.astype(np.float16).astype(np.float32)
+        allowed = 0.501 * steps + 1e-6 * np.abs(exact)
+        if p.n_rot:  # turning rounds, and then k_t may round to the other side
+            largest = np.abs(exact).max(axis=3, keepdims=True)
+            allowed += 1e-6 * largest + (p.n_bit == 16) * 2**-10 * np.abs(exact)
         with np.errstate(invalid="ignore", over="ignore"):  # elsewhere k_t holds anything
-            near = np.abs(values - exact) <= 0.501 * steps + 1e-6 * np.abs(exact)
+            near = np.abs(values - exact) <= allowed
         stale = in_shadow & ~near
         assert not stale.any(), f"k_t is stale in cells {np.flatnonzero(stale.any(axis=(0, 1, 3)))}"
         return np.where(in_shadow, values, k), np.where(in_shadow, steps, 0)

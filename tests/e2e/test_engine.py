@@ -291,14 +291,6 @@ def test_short_contexts_are_exact(session: engine.Session) -> None:
     assert info.counter("calls_dense_op") > 0
 
 
-def test_a_quantised_cache_stays_dense_and_says_so(tiny: Path) -> None:
-    with engine.load(tiny, n_threads=1, type_k="q8_0", type_v="q8_0", attention=SPARSE) as s:
-        greedy(s, engine.tokenize(s, text_of(100)), n=3)
-        info = engine.info(s)
-        assert info.counter("calls_sparse") == 0
-        assert info.dense_reasons == ["quantized K or V cache"]
-
-
 def test_without_flash_attention_sparse_is_refused(tiny: Path) -> None:
     with engine.load(tiny, n_threads=1, flash_attn=False) as s:
         with pytest.raises(SparqError, match="flash attention"):

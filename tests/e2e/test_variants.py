@@ -184,8 +184,27 @@ def test_cache_types_are_sparse(model: GetModel, type_k: str, type_v: str) -> No
         run(model(**heads), SPARQ, type_k=type_k, type_v=type_v)
 
 
-@pytest.mark.parametrize("types", [{"type_k": "q8_0"}, {"type_v": "q8_0"}])
-def test_quantized_cache_stays_dense_and_says_why(model: GetModel, types: dict[str, str]) -> None:
+@pytest.mark.parametrize("head_dim", [32, 64])  # K and V in heads of 64 are turned (Hadamard)
+@pytest.mark.parametrize(
+    ("type_k", "type_v"), [("q8_0", "q8_0"), ("q4_0", "q4_0"), ("q8_0", "f16"), ("f16", "q4_0")]
+)
+def test_quantised_caches_are_sparse(
+    model: GetModel, type_k: str, type_v: str, head_dim: int
+) -> None:
+    m, types = model(head_dim=head_dim), {"type_k": type_k, "type_v": type_v}
+    for spec in (SPARQ, SPARQ.replace("f16", "q4") + ",mean_v=on", TOPK):
+        run(m, spec, **types)
+    with Context(m, **types) as ctx:
+        ctx.decode(prompt())
+        want = steps(ctx)
+    everything = f"sparq,rank={head_dim},topk=4096,min_ctx=0"
+    for spec in ("dense", everything):
+        assert spread(run(m, spec, **types), want) < 0.1  # stock quantises q as well
+
+
+@pytest.mark.parametrize("types", [{"type_k": "q5_1"}, {"type_v": "q5_1"}])
+def test_other_caches_stay_dense_and_say_why(model: GetModel, types: dict[str, str]) -> None:
+    reason = "K or V of a type without a kernel"
     with Context(model(), **types) as ctx:
         ctx.decode(prompt())
         want = steps(ctx)
@@ -194,9 +213,9 @@ def test_quantized_cache_stays_dense_and_says_why(model: GetModel, types: dict[s
         ctx.decode(prompt())
         assert np.array_equal(steps(ctx), want)
         info = ctx.info()
-    assert {x["reason"] for x in info["layers"]} == {"quantized K or V cache"}
+    assert {x["reason"] for x in info["layers"]} == {reason}
     assert info["layers_sparse"] == 0
-    assert info["counters"]["stock_reasons"] == {"quantized K or V cache": 4 * (N_PROMPT + N_STEP)}
+    assert info["counters"]["stock_reasons"] == {reason: 4 * (N_PROMPT + N_STEP)}
 
 
 @pytest.mark.parametrize("unified", [True, False])
