@@ -8,9 +8,9 @@ namespace {
 
 // what is done with rows of a type of K or V
 struct row_ops {
-    decltype(&dot_rows<float>)  dot;
-    decltype(&add_rows<float>)  add;
-    decltype(&sum_v<float>)     sum;
+    decltype(&dot_rows<float>) dot;
+    decltype(&add_rows<float>) add;
+    decltype(&sum_v<float>)    sum;
 };
 
 row_ops ops_of(ggml_type type) {
@@ -28,13 +28,10 @@ void prefetch_rows(const ggml_tensor * x, int64_t h, int64_t s, const int32_t * 
     }
 }
 
-// the share of KV head h in asking for the block of rows from r on: a block holds all heads of its positions, and is asked for in the
-// order of memory. Behind the n rows of x follow those of y
-const char * block_of(const ggml_tensor * x, const ggml_tensor * y, int64_t h, int64_t s, const int32_t * rows, int r, int n) {
-    return r < n ? at(x, 0, rows[r], s) + h*ROW_BLOCK*row_size(x) : at(y, 0, rows[std::min(r - n, n - 1)], s) + h*ROW_BLOCK*row_size(y);
-}
-
 // ---- ATTEND ----
+
+// how far dense attention asks ahead: a block is too short for the hardware to run ahead by itself
+constexpr int64_t AHEAD_BYTES = 32*1024;
 
 // Stage 1: units of a fixed number of positions leave partial states; with mean_v, a unit per KV head leaves the mean of V.
 // Stage 2: one unit per (token, query head) merges.
@@ -47,7 +44,7 @@ struct attend_work {
     int64_t n_mean;     // units of the mean per token: one per KV head, or none
     int     ld;         // floats per state
 
-    float   * state;    // [n_tok*n_stream][n_head][n_chunk][ld]
+    float   * state;    // [n_tok*n_stream][n_chunk][n_head][ld]
     float   * mean;     // [n_tok*n_stream][n_mean][d_v]
     int32_t * rows;     // [chunk]                              this thread's
     float   * bias;     // [chunk + W]                          mask values
@@ -109,25 +106,35 @@ void attend_rows(const ggml_tensor * dst, const attend_work & w, int64_t h0, int
     const int     d_v       = (int) v->ne[0];
     const int64_t ld_s      = w.chunk + W;
 
-    float * state = w.state + ((s*q->ne[2] + i)*n_head*w.n_chunk + c)*w.ld;
-    const int64_t ld_h = w.n_chunk*w.ld; // from one query head to the next
+    float * state = w.state + ((s*q->ne[2] + i)*w.n_chunk + c)*n_head*w.ld;
 
+    // over all positions, K and V are read in the order of memory: a block of positions, all its heads, then the next block. This is the
+    // share of KV head h in asking for the block that is used `ahead` positions later. Behind the n rows of K lie those of V, and behind
+    // these the next rows of K
+    const int ahead = (int) ceil_div(AHEAD_BYTES, ROW_BLOCK*k->ne[1]*row_size(k))*ROW_BLOCK;
+    const auto next_k = [&](int r, int64_t h) -> const char * {
+        return !w.dense      ? nullptr :
+               r + ahead < n ? at(k, 0, w.rows[r + ahead], s) + h*ROW_BLOCK*row_size(k) :
+                               at(v, 0, w.rows[std::min(r + ahead - n, n - 1)], s) + h*ROW_BLOCK*row_size(v);
+    };
+    const auto next_v = [&](int r, int64_t h) -> const char * {
+        return !w.dense      ? nullptr :
+               r + ahead < n ? at(v, 0, w.rows[r + ahead], s) + h*ROW_BLOCK*row_size(v) :
+                               at(k, 0, std::min<int64_t>(w.rows[n - 1] + 1 + r + ahead - n, k->ne[2] - 1), s) + h*ROW_BLOCK*row_size(k);
+    };
+
+    // logits: q . k
     for (int r = 0; r < AHEAD && !w.dense; r += ROW_BLOCK) {
         prefetch_rows(k, h0, s, w.rows, r, n);
     }
-
-    // logits: q . k, rows outside so that all heads of a few positions are read together
     for (int r = 0; r < n; r += ROW_BLOCK) {
         for (int64_t h = h0; h < h1; ++h) {
-            const char * next = nullptr;
-            if (w.dense) { // what follows, in the order of memory; then the first rows of V
-                next = block_of(k, v, h, s, w.rows, r + AHEAD, n);
-            } else {
+            if (!w.dense) {
                 prefetch_rows(k, h, s, w.rows, r + AHEAD, n);
                 prefetch_rows(v, h, s, w.rows, r, n);
             }
             ops_k.dot(w.s + (h - h0)*n_group_q*ld_s + r, ld_s, at<const float>(q, h*n_group_q, i, s), q->nb[1]/sizeof(float), n_group_q,
-                    at(k, h, 0, s), k->nb[2], w.rows + r, std::min(ROW_BLOCK, n - r), d_k, next);
+                    at(k, h, 0, s), k->nb[2], w.rows + r, std::min(ROW_BLOCK, n - r), d_k, next_k(r, h));
         }
     }
 
@@ -136,7 +143,7 @@ void attend_rows(const ggml_tensor * dst, const attend_work & w, int64_t h0, int
         w.bias[r] = -INFINITY;
     }
     for (int64_t j = h0*n_group_q; j < h1*n_group_q; ++j) {
-        const attn_state st { state + j*ld_h, d_v };
+        const attn_state st { state + j*w.ld, d_v };
         float * x = w.s + (j - h0*n_group_q)*ld_s;
         std::fill(x + n, x + n + W, 0.0f);
         softmax_part(st, x, w.bias, n, p.scale, p.softcap, head_slope((int) j, n_head, p.max_bias));
@@ -146,14 +153,8 @@ void attend_rows(const ggml_tensor * dst, const attend_work & w, int64_t h0, int
     // sum of p * v
     for (int r = 0; r < n; r += ROW_BLOCK) {
         for (int64_t h = h0; h < h1; ++h) {
-            const char * next = nullptr;
-            if (w.dense && r + AHEAD < n) {
-                next = block_of(v, v, h, s, w.rows, r + AHEAD, n);
-            } else if (w.dense) { // then the first rows of K of the next unit
-                next = at(k, 0, std::min<int64_t>(w.rows[n - 1] + 1 + r + AHEAD - n, k->ne[2] - 1), s) + h*ROW_BLOCK*row_size(k);
-            }
-            ops_v.add(state + h*n_group_q*ld_h, ld_h, w.s + (h - h0)*n_group_q*ld_s + r, ld_s, n_group_q,
-                    at(v, h, 0, s), v->nb[2], w.rows + r, std::min(ROW_BLOCK, n - r), d_v, next);
+            ops_v.add(state + h*n_group_q*w.ld, w.ld, w.s + (h - h0)*n_group_q*ld_s + r, ld_s, n_group_q,
+                    at(v, h, 0, s), v->nb[2], w.rows + r, std::min(ROW_BLOCK, n - r), d_v, next_v(r, h));
         }
     }
 }
@@ -317,7 +318,7 @@ void attend(const ggml_compute_params * params, ggml_tensor * dst) {
 
         const int32_t * x = sel ? at<const int32_t>(sel, h, i, s) : nullptr;
         float * res = (float *) dst->data + r*dst->nb[1]/sizeof(float) + j*d_v;
-        merge(res, w.state + u*w.n_chunk*w.ld, w.ld, (int) (sel ? ceil_div(n_sel(x), w.chunk) : w.n_chunk), d_v, sinks ? (const float *) sinks->data + j : nullptr);
+        merge(res, w.state + (r*w.n_chunk*n_head + j)*w.ld, n_head*w.ld, (int) (sel ? ceil_div(n_sel(x), w.chunk) : w.n_chunk), d_v, sinks ? (const float *) sinks->data + j : nullptr);
 
         if (w.n_mean > 0) {
             const float * mean = w.mean + (r*n_head_kv + h)*d_v;

@@ -6,6 +6,8 @@
 
 #include "sparse-seal.h"
 
+#include <algorithm>
+
 namespace sparse {
 
 // rows handled together by the gather: a multiple of every W
@@ -30,17 +32,18 @@ static SPARQ_NOINLINE void dot_block( // inlined, its pointers no longer fit the
         float * s, int64_t ld_s, const float * q, int64_t ld_q, const char * k, size_t nb_pos, const int32_t * rows, int n, int d, const char * next) {
     constexpr int NW = NR < W ? NR : W;
     constexpr int NC = span<T>::SIZE;
+    constexpr bool AT_ONCE = HB*NW == W; // the sums of all accumulators fill one vector
     vf part[HB][W];
-    for (int j = 0; j < W; j += NW) {
+    for (int j = 0; j < W && j < n; j += NW) {
         const char * x[NW];
+        SPARQ_UNROLL
         for (int i = 0; i < NW; ++i) {
             x[i] = k + rows[j + i < n ? j + i : n - 1]*nb_pos;
         }
-        vf a[HB][NW];
-        for (int h = 0; h < HB; ++h) {
-            for (int i = 0; i < NW; ++i) {
-                a[h][i] = set1(0.0f);
-            }
+        vf a[HB*NW];
+        SPARQ_UNROLL
+        for (int i = 0; i < HB*NW; ++i) {
+            a[i] = set1(0.0f);
         }
         int c = 0;
         for (; c + NC <= d; c += NC) {
@@ -49,37 +52,56 @@ static SPARQ_NOINLINE void dot_block( // inlined, its pointers no longer fit the
                 next += NW*row_bytes<T>(NC);
             }
             span<T> y[NW];
+            SPARQ_UNROLL
             for (int i = 0; i < NW; ++i) {
                 y[i] = span<T>(x[i], c);
             }
+            SPARQ_UNROLL
             for (int v = 0; v < NC/W; ++v) {
                 vf kx[NW];
+                SPARQ_UNROLL
                 for (int i = 0; i < NW; ++i) {
                     kx[i] = y[i].vec(v);
                 }
+                SPARQ_UNROLL
                 for (int h = 0; h < HB; ++h) {
-                    const vf qx = load(q + h*ld_q + c + v*W);
+                    const vf qx = in_register(load(q + h*ld_q + c + v*W));
+                    SPARQ_UNROLL
                     for (int i = 0; i < NW; ++i) {
-                        a[h][i] = fma(qx, kx[i], a[h][i]);
+                        a[h*NW + i] = fma(qx, kx[i], a[h*NW + i]);
                     }
                 }
             }
         }
         if (c < d) {
+            SPARQ_UNROLL
             for (int h = 0; h < HB; ++h) {
                 const vf qx = load_n(q + h*ld_q + c, d - c);
+                SPARQ_UNROLL
                 for (int i = 0; i < NW; ++i) {
-                    a[h][i] = fma(qx, span<T>::tail(x[i], c, d - c), a[h][i]);
+                    a[h*NW + i] = fma(qx, span<T>::tail(x[i], c, d - c), a[h*NW + i]);
                 }
             }
         }
-        for (int h = 0; h < HB; ++h) {
-            for (int i = 0; i < NW; ++i) {
-                part[h][j + i] = a[h][i];
+        if (AT_ONCE) {
+            float sum[W];
+            store(sum, sum_rows(a));
+            SPARQ_UNROLL
+            for (int h = 0; h < HB; ++h) {
+                if (j + NW <= n) {
+                    memcpy(s + h*ld_s + j, sum + h*NW, NW*sizeof(float));
+                } else {
+                    std::copy_n(sum + h*NW, n - j, s + h*ld_s + j);
+                }
+            }
+        } else {
+            SPARQ_UNROLL
+            for (int i = 0; i < HB*NW; ++i) {
+                part[i/NW][j + i % NW] = a[i];
             }
         }
     }
-    for (int h = 0; h < HB; ++h) {
+    for (int h = 0; h < HB && !AT_ONCE; ++h) {
         store_n(s + h*ld_s, sum_rows(part[h]), n);
     }
 }
@@ -118,14 +140,17 @@ struct attn_state {
     float & l()   const { return x[d + 1]; }
 };
 
-// acc[h][c] += sum_i p[h][i]*v[rows[i]][c] for HB heads and the NV vectors from column c on; next: a row to be asked for with each of
-// the n, behind each other in memory (NULL: none)
+// acc[h][c] += sum_i p[h][i]*v[rows[i]][c] for HB heads and the NV vectors from column c on; next: nb_next bytes to be asked for with
+// each row, behind each other in memory (NULL: none)
 template <int HB, int NV, typename T>
 static SPARQ_NOINLINE void add_rows_block(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, const char * v, size_t nb_pos, const int32_t * rows, int n,
         int c, const char * next, size_t nb_next) {
     constexpr int NC = span<T>::SIZE/W; // vectors per span
+    constexpr int NL = NC < NV ? NC : NV; // the strip of columns may be a part of a span
     vf a[HB][NV];
+    SPARQ_UNROLL
     for (int h = 0; h < HB; ++h) {
+        SPARQ_UNROLL
         for (int j = 0; j < NV; ++j) {
             a[h][j] = load(acc + h*ld_acc + c + j*W);
         }
@@ -136,21 +161,26 @@ static SPARQ_NOINLINE void add_rows_block(float * acc, int64_t ld_acc, const flo
             prefetch_bytes(next + i*nb_next, nb_next);
         }
         vf x[NV];
-        for (int j = 0; j < NV; j += NC < NV ? NC : NV) { // a strip may be a part of a span
+        SPARQ_UNROLL
+        for (int j = 0; j < NV; j += NL) {
             const span<T> y(row, c + j*W);
-            const int j0 = NC <= NV ? 0 : c/W % NC;
-            for (int l = j; l < NV && l < j + NC; ++l) {
-                x[l] = y.vec(j0 + l - j);
+            SPARQ_UNROLL
+            for (int l = 0; l < NL; ++l) {
+                x[j + l] = y.vec(NC <= NV ? l : c/W % NC + l);
             }
         }
+        SPARQ_UNROLL
         for (int h = 0; h < HB; ++h) {
             const vf ph = set1(p[h*ld_p + i]);
+            SPARQ_UNROLL
             for (int j = 0; j < NV; ++j) {
                 a[h][j] = fma(ph, x[j], a[h][j]);
             }
         }
     }
+    SPARQ_UNROLL
     for (int h = 0; h < HB; ++h) {
+        SPARQ_UNROLL
         for (int j = 0; j < NV; ++j) {
             store(acc + h*ld_acc + c + j*W, a[h][j]);
         }
@@ -164,7 +194,7 @@ static inline void add_rows_heads(float * acc, int64_t ld_acc, const float * p, 
     constexpr int NV = N_ACC/HB < 8 ? N_ACC/HB : 8;
     int c = 0;
     for (; c + NV*W <= d; c += NV*W) {
-        add_rows_block<HB, NV, T>(acc, ld_acc, p, ld_p, v, nb_pos, rows, n, c, next ? next + row_bytes<T>(c) : nullptr, row_bytes<T>(NV*W));
+        add_rows_block<HB, NV, T>(acc, ld_acc, p, ld_p, v, nb_pos, rows, n, c, next ? next + n*row_bytes<T>(c) : nullptr, row_bytes<T>(NV*W));
     }
     for (; c + W <= d; c += W) {
         add_rows_block<HB, 1, T>(acc, ld_acc, p, ld_p, v, nb_pos, rows, n, c, nullptr, 0);

@@ -30,6 +30,15 @@
 #define SPARQ_NOINLINE
 #endif
 
+// in front of a loop whose count is a constant: unrolled early, so that arrays of vectors are registers (left to itself, gcc may keep them in memory)
+#if defined(__GNUC__) && !defined(__clang__)
+#define SPARQ_UNROLL _Pragma("GCC unroll 16")
+#elif defined(__clang__)
+#define SPARQ_UNROLL _Pragma("unroll")
+#else
+#define SPARQ_UNROLL
+#endif
+
 namespace sparse {
 
 // element types in memory; float is the third
@@ -287,6 +296,14 @@ static inline vf mul_2n(vf x, vf n) {
 }
 
 #endif
+
+// keeps a loaded vector that is used often in a register; compilers read it from memory at every use, and then loads are what limits
+static inline vf in_register(vf x) {
+#if defined(SPARQ_AVX512) && (defined(__GNUC__) || defined(__clang__))
+    asm("" : "+v"(x));
+#endif
+    return x;
+}
 
 // ---- rows of K and V ----
 
