@@ -197,8 +197,19 @@ static inline vi dot(vi acc, vi x, vi w) {
 }
 #endif
 
-// channels of a pass: few enough to read long runs of each, many enough to seldom load and store sums
-constexpr int PASS_CHAN = 8;
+// channels of a pass: so many that sums are seldom loaded and stored
+constexpr int PASS_CHAN = 32;
+
+// how many bytes before their use codes are asked for, into the first level: so near, a second step would be too late
+constexpr int CODE_AHEAD = 4*LINE;
+
+static inline void prefetch_first(const void * p) {
+#if defined(__GNUC__) || defined(__clang__)
+    __builtin_prefetch(p, 0, 3);
+#else
+    (void) p;
+#endif
+}
 
 // the coefficients of one (query head, run) as whole numbers: logit = sum_i w[i]*step*code[i] + base
 //   4 bits: w = w0, |w0| <= 127; 8 bits: w = 64*w0 + w1, |w0| <= 64, |w1| <= 32
@@ -249,26 +260,27 @@ static inline void make_coef(run_coef & res, const float * coef, const float * s
     res.base = reduce_add(base);
 }
 
-// s[h][..] += or = one line of codes of n_quad*4 channels, from c0 on, for HB heads
-//   row [n_quad*4]: the lines; next, if given: as many lines, behind each other, that a later pass will read
+// s[h][..] += or = n_line lines of codes of 4*n_quad channels, from c0 on, within a run, for HB heads
+//   row [4*n_quad]: the first lines
 template <int N_BIT, int HB>
-static SPARQ_NOINLINE void score_line(float * s, int64_t ld_s, const run_coef * coef, int c0, const uint8_t * const * row, const uint8_t * next,
-        int64_t at, int n_quad, bool first) {
+static SPARQ_NOINLINE void score_lines(float * s, int64_t ld_s, const run_coef * coef, int c0, const uint8_t * const * row,
+        int64_t at, int n_line, int n_quad, bool first) {
 #if defined(SPARQ_SCALAR)
     for (int h = 0; h < HB; ++h) {
-        for (int t = 0; t < line_pos(N_BIT); ++t) {
+        for (int t = 0; t < n_line*line_pos(N_BIT); ++t) {
+            const int64_t byte = at + t/line_pos(N_BIT)*LINE + line_byte(t % LINE);
             int32_t sum = 0;
             for (int i = 0; i < 4*n_quad; ++i) {
-                const int x = row[i][at + line_byte(t % LINE)];
-                sum += N_BIT == 4 ? coef[h].w0[c0 + i]*(t < LINE ? x & 15 : x >> 4) : (64*coef[h].w0[c0 + i] + coef[h].w1[c0 + i])*x;
+                const int x = row[i][byte];
+                const int w = N_BIT == 4 ? coef[h].w0[c0 + i] : 64*coef[h].w0[c0 + i] + coef[h].w1[c0 + i];
+                sum += w*(N_BIT == 8 ? x : t % line_pos(N_BIT) < LINE ? x & 15 : x >> 4);
             }
             float & d = s[h*ld_s + t];
             d = fmaf((float) sum, coef[h].step, first ? coef[h].base : d);
         }
     }
-    (void) next;
 #else
-    for (int b = 0; b < LINE; b += VB) {
+    for (const int64_t end = at + n_line*LINE; at < end; at += VB) {
         vi a0[HB][4], a1[HB][4]; // sums of the low and high halves of the bytes, or with w0 and w1
         for (int h = 0; h < HB; ++h) {
             for (int j = 0; j < 4; ++j) {
@@ -279,9 +291,9 @@ static SPARQ_NOINLINE void score_line(float * s, int64_t ld_s, const run_coef * 
         for (int q = 0; q < n_quad; ++q) {
             vi x[4], v[4];
             for (int i = 0; i < 4; ++i) {
-                x[i] = vi_load(row[4*q + i] + at + b);
-                if (next && b == 0) {
-                    prefetch(next + (4*q + i)*LINE);
+                x[i] = vi_load(row[4*q + i] + at);
+                if (at % LINE == 0) {
+                    prefetch_first(row[4*q + i] + at + CODE_AHEAD);
                 }
             }
             const vi l01 = zip8_lo(x[0], x[1]), h01 = zip8_hi(x[0], x[1]);
@@ -302,15 +314,17 @@ static SPARQ_NOINLINE void score_line(float * s, int64_t ld_s, const run_coef * 
         for (int h = 0; h < HB; ++h) {
             const vf step = set1(coef[h].step), base = set1(coef[h].base);
             for (int j = 0; j < 4; ++j) {
-                float * d = s + h*ld_s + 16*j + b/4;
+                float * d = s + h*ld_s + 16*j;
                 if (N_BIT == 4) {
                     store(d,        fma(to_float(a0[h][j]), step, first ? base : load(d)));
                     store(d + LINE, fma(to_float(a1[h][j]), step, first ? base : load(d + LINE)));
-                } else { // below 2^24: exact
+                } else { // the sums are below 2^24: exact
                     store(d, fma(fma(to_float(a0[h][j]), set1(64.0f), to_float(a1[h][j])), step, first ? base : load(d)));
                 }
             }
         }
+        // the vectors of a line lie 4*NL positions apart
+        s += (at + VB) % LINE == 0 ? line_pos(N_BIT) - (LINE - VB)/4 : VB/4;
     }
 #endif
 }
@@ -361,45 +375,39 @@ static void score_codes(float * s, int64_t ld_s, int n_head, const code_rows & x
         }
     }
 
-    for (int i = 0; i < then.n_chan; ++i) {
-        prefetch(x.range + (then.row + then.chan[i])*x.ld_chan + (t0 + then.dt)/RUN*x.ld_run);
-    }
-
-    const uint8_t * row[PASS_CHAN], * next[PASS_CHAN];
+    const uint8_t * row[PASS_CHAN];
     for (int c0 = 0; c0 < n_chan; c0 += PASS_CHAN) {
-        const int  n_quad = (std::min(PASS_CHAN, n_chan - c0) + 3)/4;
-        const bool last   = c0 + PASS_CHAN >= n_chan;
+        const int n_quad = (std::min(PASS_CHAN, n_chan - c0) + 3)/4;
         for (int i = 0; i < 4*n_quad; ++i) { // where there is no channel its coefficient is zero
             row[i] = x.codes + chan[std::min(c0 + i, n_chan - 1)]*x.nb_chan;
-            if (!last) {
-                next[i] = x.codes + chan[std::min(c0 + PASS_CHAN + i, n_chan - 1)]*x.nb_chan;
-            } else if (then.n_chan > 0) {
-                const int64_t c = then.row + then.chan[std::min(i, then.n_chan - 1)];
-                next[i] = x.codes + c*(int64_t) x.nb_chan + then.dt*N_BIT/8;
-            }
         }
-        const bool more = !last || then.n_chan > 0;
-        const int64_t n_line = std::max<int64_t>((t1 - t0)/N_POS, 1);
-        int64_t i_ahead = 0;
-        for (int64_t t = t0/N_POS*N_POS; t < t1; t += N_POS, i_ahead += 4*n_quad) {
-            // lines at the ends may be half ours
-            const bool    whole = t >= t0 && t + N_POS <= t1;
-            const int64_t a0 = std::max(t, t0), a1 = std::min(t + N_POS, t1);
+        for (int64_t t = t0/N_POS*N_POS, b; t < t1; t = b) {
+            // up to the end of the run; a line that is only half ours, at an end, by itself
+            const bool whole = t >= t0 && t + N_POS <= t1;
+            b = whole ? std::min((t/RUN + 1)*RUN, t1/N_POS*N_POS) : t + N_POS;
+            const int64_t a0 = std::max(t, t0), a1 = std::min(b, t1);
             for (int h = 0; h < n_head; ) {
                 const int n = n_head - h < HB ? 1 : HB;
                 float part[HB][N_POS];
                 for (int j = 0; j < n && !whole && c0 > 0; ++j) {
                     memcpy(part[j] + (a0 - t), s + (h + j)*ld_s + (a0 - t0), (a1 - a0)*sizeof(float));
                 }
-                float * out = whole ? s + h*ld_s + (t - t0) : part[0];
-                const auto line = n == HB ? score_line<N_BIT, HB> : score_line<N_BIT, 1>;
-                const uint8_t * ahead = more && h == 0 ? next[i_ahead/n_line % (4*n_quad)] + t0*N_BIT/8 + i_ahead % n_line*LINE : nullptr;
-                line(out, whole ? ld_s : N_POS, rc + (t/RUN - run0)*n_head + h, c0, row, ahead, t*N_BIT/8, n_quad, c0 == 0);
+                const auto lines = n == HB ? score_lines<N_BIT, HB> : score_lines<N_BIT, 1>;
+                lines(whole ? s + h*ld_s + (t - t0) : part[0], whole ? ld_s : N_POS, rc + (t/RUN - run0)*n_head + h, c0, row,
+                        t*N_BIT/8, (int) ((b - t)/N_POS), n_quad, c0 == 0);
                 for (int j = 0; j < n && !whole; ++j) {
                     memcpy(s + (h + j)*ld_s + (a0 - t0), part[j] + (a0 - t), (a1 - a0)*sizeof(float));
                 }
                 h += n;
             }
+        }
+    }
+
+    for (int i = 0; i < then.n_chan; ++i) {
+        const int64_t c = then.row + then.chan[i], t = t0 + then.dt;
+        prefetch(x.range + c*x.ld_chan + t/RUN*x.ld_run);
+        for (int b = 0; b < CODE_AHEAD; b += LINE) {
+            prefetch(x.codes + c*(int64_t) x.nb_chan + t*N_BIT/8 + b);
         }
     }
 }

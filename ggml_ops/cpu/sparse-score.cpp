@@ -218,7 +218,8 @@ void score_tile(const score_src & a, const score_work & w, int64_t u, int64_t i_
                 }
             }
         }
-        for (int j = 0; j < a.n_group_q; ++j) {
+        const bool done = a.p.softcap <= 0.0f && is_zero(m + p, b - p);
+        for (int j = 0; j < a.n_group_q && !done; ++j) {
             float * x = out + j*ld + p;
             finish_logits(x, x, m + p, b - p, 1.0f, a.p.softcap, head_slope((int) h*a.n_group_q + j, a.n_head, a.p.max_bias));
         }

@@ -96,17 +96,19 @@ static inline int choose_channels(int32_t * chan, float * coef, float * sum, con
     return n;
 }
 
+// how many positions before their use channels are asked for
+constexpr int CHAN_AHEAD = 384;
+
 // s[h][t] += sum over NC channels of coef[h][c]*x[c][t] for n positions and n_head heads; first: s starts from 0
-//   next [NC]: rows that the next pass will read (or NULL), asked for on the way: rows are too short for the hardware to run ahead
 template <int NC>
-static SPARQ_NOINLINE void add_channels(float * s, int64_t ld_s, int n_head, const f16 * const * x, const f16 * const * next,
+static SPARQ_NOINLINE void add_channels(float * s, int64_t ld_s, int n_head, const f16 * const * x,
         const float * coef, int ld_coef, int64_t n, bool first) {
     constexpr int NT = 32/W; // vectors per cache line
     constexpr int NB = NT*NC <= N_ACC ? NT : 1;               // vectors that share a coefficient, as the registers allow
     int64_t t = 0;
     for (; t + NT*W <= n; t += NT*W) {
-        for (int c = 0; c < NC && next; ++c) {
-            prefetch(next[c] + t);
+        for (int c = 0; c < NC; ++c) {
+            prefetch(x[c] + t + CHAN_AHEAD);
         }
         for (int j = 0; j < NT*W; j += NB*W) {
             vf k[NC][NB];
@@ -157,21 +159,32 @@ struct scan_next {
 static inline void score_channels(float * s, int64_t ld_s, int n_head, const f16 * x, int64_t ld_chan, const int32_t * chan, int n_chan,
         const float * coef, int ld_coef, int64_t n, const scan_next & then) {
     const f16 * row[16];
-    const f16 * next[16];
     for (int i = 0; i < n_chan; ) {
         const int nc = n_chan - i >= 16 && N_ACC >= 16 ? 16 : n_chan - i >= 8 ? 8 : n_chan - i >= 4 ? 4 : 1;
-        const bool here = i + 2*nc <= n_chan, there = i + nc == n_chan && nc <= then.n_chan;
         for (int c = 0; c < nc; ++c) {
-            row[c]  = x + chan[i + c]*ld_chan;
-            next[c] = here ? x + chan[i + nc + c]*ld_chan : there ? x + (then.row + then.chan[c])*ld_chan + then.dt : nullptr;
+            row[c] = x + chan[i + c]*ld_chan;
         }
         const auto add = nc == 16 ? add_channels<16> : nc == 8 ? add_channels<8> : nc == 4 ? add_channels<4> : add_channels<1>;
-        add(s, ld_s, n_head, row, here || there ? next : nullptr, coef + i, ld_coef, n, i == 0);
+        add(s, ld_s, n_head, row, coef + i, ld_coef, n, i == 0);
         i += nc;
+    }
+    for (int c = 0; c < then.n_chan && c < 16; ++c) { // its first pass
+        for (int t = 0; t < CHAN_AHEAD; t += 32) {
+            prefetch(x + (then.row + then.chan[c])*ld_chan + then.dt + t);
+        }
     }
 }
 
 // ---- logits: scale, softcap, mask ----
+
+// is the mask zero all over? Then nothing is hidden and nothing is added
+static inline bool is_zero(const f16 * mask, int64_t n) {
+    uint32_t any = 0;
+    for (int64_t t = 0; t < n; ++t) {
+        any |= mask[t].bits;
+    }
+    return any == 0;
+}
 
 // res = softcap(s*scale) + slope*mask; -inf where hidden, whatever s was. res may be s
 static inline void finish_logits(float * res, const float * s, const f16 * mask, int64_t n, float scale, float softcap, float slope) {

@@ -13,7 +13,7 @@ namespace sparse {
 // the logits of one KV head of one token, tile by tile; each tile is brought into the form that is ranked by the thread that made it
 struct head_scores {
     float * x;      // [n_head][ld] logits; with several heads exp(logit - max) once the tile is finished, -inf where hidden
-    float * max;    // [n_tile][n_head] the largest logit of the tile, -inf: nothing is visible
+    float * max;    // [n_tile][n_head] the largest logit of the tile, -inf: nothing is visible; see sum_tiles
     float * sum;    // [n_tile][n_head] of exp(logit - max)
     int64_t ld;     // >= n + W
     int64_t n;      // positions
@@ -32,11 +32,6 @@ struct select_scratch {
     float   * top;      // [n_head] the largest logit ..
     float   * all;      // [n_head] .. and the sum of exp(logit - top)
 };
-
-// W logits of a row with n left; -inf behind its end
-static inline vf load_row(const float * x, int64_t n) {
-    return n >= W ? load(x) : select(lt(iota(), set1((float) n)), load_n(x, (int) n), set1(-INFINITY));
-}
 
 // e^x for x <= 0; 0 below -104. Cheaper than exp(): its relative error grows with |x|, 2 ulp near 0, |x|/2 ulp far from it
 // NUMERICS: weighs positions against each other (ranking, alpha), where what is far from 0 counts little; attention itself uses exp()
@@ -59,35 +54,39 @@ static inline void finish_tile(const head_scores & s, int64_t tile, bool want_so
     const int64_t t0 = tile*s.tile, n = s.n - t0 < s.tile ? s.n - t0 : s.tile;
     for (int h = 0; h < s.n_head; ++h) {
         float * x = s.x + h*s.ld + t0;
+        for (int64_t t = n; t % W != 0; ++t) {
+            x[t] = -INFINITY; // behind the end
+        }
         vf top = inf;
         for (int64_t t = 0; t < n; t += W) {
-            top = vmax(load_row(x + t, n - t), top);
+            top = vmax(load(x + t), top);
         }
         const float max = std::fmin(reduce_max(top), FLT_MAX);
         const vf    ref = set1(max == -INFINITY ? 0.0f : max);
         vf sum = set1(0.0f);
-        for (int64_t t = 0; t < n; t += W) {
-            const vf y = load_row(x + t, n - t);
-            vf e = y;
-            if (want_softmax || s.n_head > 1) {
-                e   = exp_rank(sub(y, ref));
+        if (s.n_head > 1) {
+            for (int64_t t = 0; t < n; t += W) {
+                const vf y = load(x + t);
+                const vf e = exp_rank(sub(y, ref));
                 sum = add(sum, e);
+                store(x + t, select(eq(y, inf), inf, e));
             }
-            // the key of one head is the logit itself; NaN counts as hidden; +inf is left for the forced cells
-            store(x + t, s.n_head == 1 ? select(lt(inf, y), vmin(y, set1(FLT_MAX)), inf) : select(eq(y, inf), inf, e));
+        } else {
+            // the key is the logit itself; NaN counts as hidden; +inf is left for the forced cells
+            for (int64_t t = 0; t < n; t += W) {
+                const vf y = load(x + t);
+                if (want_softmax) {
+                    sum = add(sum, exp_rank(sub(y, ref)));
+                }
+                store(x + t, select(lt(inf, y), vmin(y, set1(FLT_MAX)), inf));
+            }
         }
         s.max[tile*s.n_head + h] = max;
         s.sum[tile*s.n_head + h] = reduce_add(sum);
     }
 }
 
-// what brings exp(logit - max) of a tile to exp(logit - top)
-static inline float tile_factor(const head_scores & s, int64_t tile, int h, float top) {
-    const float max = s.max[tile*s.n_head + h];
-    return max == -INFINITY ? 0.0f : expf(max - top);
-}
-
-// w.top and w.all, from the tiles
+// w.top and w.all, from the tiles; leaves in s.max what brings exp(logit - max) of a tile to exp(logit - top)
 static inline void sum_tiles(const select_scratch & w, const head_scores & s) {
     for (int h = 0; h < s.n_head; ++h) {
         float top = -INFINITY;
@@ -97,7 +96,9 @@ static inline void sum_tiles(const select_scratch & w, const head_scores & s) {
         w.top[h] = top == -INFINITY ? 0.0f : top;
         w.all[h] = 0.0f;
         for (int64_t i = 0; i < s.n_tile(); ++i) {
-            w.all[h] += s.sum[i*s.n_head + h]*tile_factor(s, i, h, w.top[h]);
+            float & f = s.max[i*s.n_head + h];
+            f = f == -INFINITY ? 0.0f : expf(f - w.top[h]);
+            w.all[h] += s.sum[i*s.n_head + h]*f;
         }
     }
 }
@@ -117,7 +118,7 @@ static inline float * rank_keys(const select_scratch & w, const head_scores & s)
             for (int h = 0; h < NH; ++h) {
                 const int hh = h0 + h < s.n_head ? h0 + h : h0;
                 const bool in = h0 + h < s.n_head && w.all[hh] > 0.0f;
-                f[h] = set1(in ? tile_factor(s, i, hh, w.top[hh])/w.all[hh] : 0.0f);
+                f[h] = set1(in ? s.max[i*s.n_head + hh]/w.all[hh] : 0.0f);
                 e[h] = s.x + hh*s.ld;
             }
             const bool last = h0 + NH >= s.n_head;
@@ -136,22 +137,21 @@ static inline float * rank_keys(const select_scratch & w, const head_scores & s)
 // the cells with the k largest keys, ascending, ties to the lower cell; returns their number, fewer than k if fewer are visible
 static inline int take_largest(int32_t * res, const select_scratch & w, const float * key, int64_t n, int k) {
     // a guess of the cut from a sample, low enough to leave at least k candidates almost always; the result does not depend on it
-    constexpr int N_SAMPLE = 256;
-    float guess = -FLT_MAX;
-    if (n > 8*N_SAMPLE) {
-        float sample[N_SAMPLE];
-        const int64_t step = n/N_SAMPLE;
-        for (int i = 0; i < N_SAMPLE; ++i) {
-            sample[i] = key[i*step + i % step];
-        }
-        const float want = (float) k*N_SAMPLE/n;
-        guess = kth_largest(sample, N_SAMPLE, (int64_t) (want + 3.0f*sqrtf(want) + 2.0f), -FLT_MAX, INFINITY);
-    }
-
+    constexpr int N_SAMPLE = 1024;
     float   * cand = w.cand;
     int32_t * cell = w.cell;
-    int n_cand = 0;
-    while (true) {
+    int   n_cand = 0;
+    float guess  = -FLT_MAX;
+    for (float want = (float) k*N_SAMPLE/n; ; want *= 4.0f) {
+        const int64_t rank = (int64_t) (want + 3.0f*sqrtf(want) + 2.0f);
+        guess = -FLT_MAX;
+        if (n > 4*N_SAMPLE && rank < N_SAMPLE/2) {
+            const int64_t step = n/(N_SAMPLE/W);
+            for (int i = 0; i < N_SAMPLE/W; ++i) {
+                store(cand + i*W, load(key + i*step));
+            }
+            guess = kth_largest(cand, N_SAMPLE, rank, -FLT_MAX, INFINITY);
+        }
         n_cand = 0;
         const vf g = set1(guess);
         for (int64_t t = 0; t < n; t += W) { // keys behind n are -inf
@@ -163,17 +163,20 @@ static inline int take_largest(int32_t * res, const select_scratch & w, const fl
         if (n_cand >= k || guess == -FLT_MAX) {
             break;
         }
-        guess = -FLT_MAX;
+    }
+    if (n_cand <= k) {
+        memcpy(res, cell, n_cand*sizeof(int32_t));
+        return n_cand;
     }
 
-    const float cut = n_cand > k ? kth_largest(cand, n_cand, k, guess, INFINITY) : -FLT_MAX;
+    const float cut = kth_largest(cand, n_cand, k, guess, INFINITY);
 
-    int n_tie = n_cand > k ? k : n_cand; // candidates equal to the cut that still fit
+    int n_tie = k; // candidates equal to the cut that still fit
     for (int i = 0; i < n_cand; ++i) {
         n_tie -= cand[i] > cut;
     }
     int n_res = 0;
-    for (int i = 0; i < n_cand && n_res < k; ++i) { // without a branch on the data
+    for (int i = 0; n_res < k; ++i) { // without a branch on the data
         const int tie = (cand[i] == cut) & (n_tie > 0);
         res[n_res] = cell[i];
         n_res += (cand[i] > cut) | tie;
@@ -221,23 +224,15 @@ static inline void select_topk(int32_t * res, int topk_max, const select_scratch
         float alpha = 1.0f;
         if (want_alpha) {
             const float * x = s.x + h*s.ld;
-            vf      sum  = set1(0.0f);
-            int64_t tile = -1;
-            float   f    = 0.0f;
+            vf sum = set1(0.0f);
             for (int i = 0; i < n_sel; i += W) {
                 float y[W];
                 for (int j = 0; j < W; ++j) {
-                    if (i + j >= n_sel) {
-                        y[j] = s.n_head == 1 ? -INFINITY : 0.0f;
-                    } else if (s.n_head == 1) {
-                        y[j] = x[cells[i + j]] - w.top[h];
+                    const bool in = i + j < n_sel;
+                    if (s.n_head == 1) {
+                        y[j] = in ? x[cells[i + j]] - w.top[h] : -INFINITY;
                     } else {
-                        const int32_t cell = cells[i + j]; // they ascend
-                        if (cell/s.tile != tile) {
-                            tile = cell/s.tile;
-                            f    = tile_factor(s, tile, h, w.top[h]);
-                        }
-                        y[j] = x[cell]*f;
+                        y[j] = in ? x[cells[i + j]]*s.max[cells[i + j]/s.tile*s.n_head + h] : 0.0f;
                     }
                 }
                 sum = add(sum, s.n_head == 1 ? exp_rank(load(y)) : load(y));
