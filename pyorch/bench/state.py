@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pyorch.errors import SparqError
-from pyorch.models.gguf_file import TENSOR_TYPES
+from pyorch.models.gguf_file import CACHE_TYPES, TENSOR_TYPES
 
 if TYPE_CHECKING:
     from pyorch.engine import Session
 
-TYPES = ("f16", "bf16", "q8_0", "q4_0")
 _POOL = 8_388_593  # elements or
 _POOL_BLOCKS = 262_139  # blocks: primes, so no two rows are alike, though all are of one pool
 
@@ -82,8 +81,10 @@ def layout(session: Session) -> Layout:
         for i in range(2 * n_layer):
             number = take("i")
             name, per_block, block_bytes = TENSOR_TYPES.get(number, (f"type {number}", 1, 1))
-            if name not in TYPES:
-                raise SparqError(f"a cache of {name} cannot be filled", f"only {', '.join(TYPES)}")
+            if name not in CACHE_TYPES:
+                raise SparqError(
+                    f"a cache of {name} cannot be filled", f"only {', '.join(CACHE_TYPES)}"
+                )
             if i >= n_layer and transposed:
                 _expect("bytes of an element of V", take("I"), block_bytes)
                 width = take("I")

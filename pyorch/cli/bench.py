@@ -11,9 +11,10 @@ import click
 from pyorch.attention.spec import BUDGETS, SHADOWS
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
+from pyorch.models.gguf_file import CACHE_TYPES
 
 QUANTS = ("q8_0", "q4_k_m", "f16")
-CACHE_TYPE = opt.Name("f16", "bf16", "q8_0", "q4_0")
+CACHE_TYPE = opt.Name(*CACHE_TYPES)
 
 
 class Several(click.ParamType):

@@ -25,7 +25,7 @@ def test_plan_takes_turns_in_groups_of_one_cache() -> None:
         assert len({(c.n_depth, c.n_threads, c.like) for c in group}) == 1
         assert group[0].n_samples == 10  # whole turns
         place = {c.spec: c.place for c in group}
-        assert place["sparq,ratio=1/8"] == place["dense"] != place["sparq,ratio=1/8,shadow=q4"]
+        assert place["sparq,ratio=1/8"] == place["dense"] != place["sparq,ratio=1/8,shadow=f16"]
     with pytest.raises(SparqError, match="too few"):
         list(replace(PLAN, positions=[256]).groups())
 

@@ -79,7 +79,7 @@ def test_state_seals_every_complete_group(model: Path) -> None:
         subject.close()
 
 
-@pytest.mark.parametrize("kind", ["bf16", "q8_0", "q4_0"])
+@pytest.mark.parametrize("kind", ["f32", "bf16", "q8_0", "q4_0"])
 def test_state_of_other_types_comes_back(model: Path, kind: str) -> None:
     with engine.load(model, n_ctx=512, n_threads=1, type_k=kind, type_v=kind) as s:
         engine.decode(s, 3)
@@ -90,9 +90,6 @@ def test_state_of_other_types_comes_back(model: Path, kind: str) -> None:
         assert np.isfinite(engine.logits(s)).all()
 
 
-def test_state_refuses_what_does_not_fit_or_is_of_another_type(model: Path) -> None:
+def test_state_refuses_what_does_not_fit(model: Path) -> None:
     with engine.load(model, n_ctx=256, n_threads=1) as s, pytest.raises(SparqError, match="fit"):
         state.fill(s, 5000)
-    quantised = engine.load(model, n_ctx=256, n_threads=1, type_k="q5_0", type_v="q5_0")
-    with quantised as s, pytest.raises(SparqError, match="q5_0 cannot be filled"):
-        state.fill(s, 100)
