@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import to_type
-from ggml_ctypes import Ggml, ScoreParams, SealParams
+from ggml_ctypes import Ggml, PickParams, ScoreParams, SealParams, SelectParams
 
 GROUP, RUN = 64, 512
 BITS = [8, 4]
@@ -241,3 +241,39 @@ def test_scan_notices_a_wrong_code(ggml) -> None:
         after = score(ggml, shadow, q, k, sealed, mask, 16)
         moved = np.flatnonzero((before != after).ravel())
         assert moved.tolist() == ([7, 71] if n_bit == 4 else [7])
+
+
+@pytest.mark.parametrize("n_bit", BITS)
+@pytest.mark.parametrize("heads", [(3, 3), (8, 2)])
+@pytest.mark.parametrize("alpha", [0, 1])
+def test_pick_is_select_of_score(ggml, n_bit, heads, alpha) -> None:
+    """Bit for bit, whether a thread has whole KV heads or parts of them."""
+    n_kv, d, rank, topk = 9216, 64, 16, 500
+    rng = np.random.default_rng(n_bit + heads[0])
+    k = keys(rng, (1, n_kv, heads[1], d))
+    q = rng.standard_normal((1, 2, heads[0], d)).astype(np.float32)
+    mask = np.where(rng.random((1, 1, 2, n_kv)) < 0.2, -np.inf, 0).astype(np.float32)
+    sealed = (rng.random((1, n_kv // GROUP)) < 0.9).astype(np.int32)
+    groups = np.where(sealed, np.arange(n_kv // GROUP), -1).astype(np.int32)
+    shadow = seal(ggml, Shadow.empty(n_bit, 1, heads[1] * d, n_kv), k, sealed, groups, "f16")
+    params = PickParams(
+        ScoreParams(rank, 0.125, 0.0, 0.0, n_bit), SelectParams(topk, heads[1], 16, alpha)
+    )
+    rows = []
+    for n_threads in (1, 2, 3, 4, 16):
+        with ggml.graph() as g:
+            m, stats = g.tensor(mask, "f16"), g.tensor(np.zeros(8), "i64", inplace=True)
+            tensors = [g.tensor(q, "f32"), g.tensor(k, "f16"), g.tensor(shadow.codes, "i8")]
+            tensors += [g.tensor(sealed, "i32"), m]
+            k_range = g.tensor(shadow.ranges, "f32")
+            forced = g.tensor(np.broadcast_to(np.arange(20) * 7, (1, 1, 2, 20)), "i32")
+            kl = g.tensor(np.broadcast_to([topk, 16], (1, 1, 2, 2)), "i32")
+            visible = g.op("ggml_sparse_attn_visible", m)
+            logits = g.op("ggml_sparse_attn_score", *tensors, visible, None, k_range, params.score)
+            sel = g.op("ggml_sparse_attn_select", logits, forced, kl, None, params.select)
+            pick = g.op("ggml_sparse_attn_pick", *tensors, forced, kl, None, stats, k_range, params)
+            g.compute(sel, pick, n_threads=n_threads)
+            assert np.array_equal(g.read(pick), g.read(sel)), f"{n_threads} threads"
+            rows.append((g.read(pick), g.read(stats)))
+    assert all(np.array_equal(a, b) for r in rows[1:] for a, b in zip(rows[0], r, strict=True))
+    assert (rows[0][0][..., 0] == topk).all()
