@@ -251,8 +251,8 @@ def test_pick_is_select_of_score(ggml, n_bit, heads, alpha) -> None:
     n_kv, d, rank, topk = 9216, 64, 16, 500
     rng = np.random.default_rng(n_bit + heads[0])
     k = keys(rng, (1, n_kv, heads[1], d))
-    q = rng.standard_normal((1, 2, heads[0], d)).astype(np.float32)
-    mask = np.where(rng.random((1, 1, 2, n_kv)) < 0.2, -np.inf, 0).astype(np.float32)
+    q = rng.standard_normal((1, 3, heads[0], d)).astype(np.float32)
+    mask = np.where(rng.random((1, 1, 3, n_kv)) < 0.2, -np.inf, 0).astype(np.float32)
     sealed = (rng.random((1, n_kv // GROUP)) < 0.9).astype(np.int32)
     groups = np.where(sealed, np.arange(n_kv // GROUP), -1).astype(np.int32)
     shadow = seal(ggml, Shadow.empty(n_bit, 1, heads[1] * d, n_kv), k, sealed, groups, "f16")
@@ -266,8 +266,8 @@ def test_pick_is_select_of_score(ggml, n_bit, heads, alpha) -> None:
             tensors = [g.tensor(q, "f32"), g.tensor(k, "f16"), g.tensor(shadow.codes, "i8")]
             tensors += [g.tensor(sealed, "i32"), m]
             k_range = g.tensor(shadow.ranges, "f32")
-            forced = g.tensor(np.broadcast_to(np.arange(20) * 7, (1, 1, 2, 20)), "i32")
-            kl = g.tensor(np.broadcast_to([topk, 16], (1, 1, 2, 2)), "i32")
+            forced = g.tensor(np.broadcast_to(np.arange(20) * 7, (1, 1, 3, 20)), "i32")
+            kl = g.tensor(np.broadcast_to([topk, 16], (1, 1, 3, 2)), "i32")
             visible = g.op("ggml_sparse_attn_visible", m)
             logits = g.op("ggml_sparse_attn_score", *tensors, visible, None, k_range, params.score)
             sel = g.op("ggml_sparse_attn_select", logits, forced, kl, None, params.select)
