@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from pyorch.bench import records, speed
+from pyorch.bench import output, records, speed
 from pyorch.cli.bench import Numbers, command
 from pyorch.errors import SparqError
 
@@ -91,6 +91,8 @@ def test_rows_compare_with_the_faster_stock() -> None:
     assert ours["roofline_share"] == pytest.approx((40 + 10) * 1e6 / 20e9 / 5e-3)
     assert ours["avg_ns"] == 4 * 5e6 and ours["avg_ts"] == pytest.approx(200)
     assert speed.test(ours) == "tg4 @ d2048"
+    (line,) = (x for x in output.summary(recs).splitlines() if "sparq" in x)
+    assert "| 20.0 | 5.0 | 4.00x | 2.00x | 50 % |" in line  # no columns of the paper's
 
 
 def record(case: speed.Case, ms: float, kv: int) -> records.Record:
