@@ -183,11 +183,11 @@ def synthetic(like: str, n_layer: int, quant: str) -> Path:
     return path
 
 
-def _sizes(like: str, n_layer: int, quant: str) -> tuple[int, Geometry]:
-    """Bytes of weights and geometry of a synthetic model that need not exist."""
+def _sizes(like: str, n_layer: int, quant: str) -> tuple[int, Geometry, bool]:
+    """What `_needs` has to know of a synthetic model that need not exist."""
     shape = synth.fewer_layers(like, n_layer)
     n_bytes = synth.file_bytes(shape, quant)
-    return n_bytes, Geometry(
+    geo = Geometry(
         arch="llama",
         name=like,
         n_layer=n_layer,
@@ -203,6 +203,7 @@ def _sizes(like: str, n_layer: int, quant: str) -> tuple[int, Geometry]:
         weight_bytes=n_bytes,
         weight_bytes_per_token=n_bytes,
     )
+    return n_bytes, geo, quant == "q4_k_m"
 
 
 @dataclass(frozen=True)
@@ -210,11 +211,11 @@ class _Type:
     bytes_per_element: float
 
 
-def _needs(cases: Sequence[Case], weights: int, geo: Geometry) -> int:
+def _needs(cases: Sequence[Case], weights: int, geo: Geometry, packed: bool) -> int:
     """Bytes of memory while the cases of a group are measured.
 
-    Each process has a cache of its own and a copy of the weights that llama.cpp packs anew; a cache
-    is filled from a copy.
+    Each process has a cache of its own, which is filled from a copy. `packed`: and weights of its
+    own, because llama.cpp arranges them anew; otherwise the file is mapped once for all.
     """
     places = {c.place: c for c in cases}.values()
     c = cases[0]
@@ -225,8 +226,8 @@ def _needs(cases: Sequence[Case], weights: int, geo: Geometry) -> int:
         shadow_bytes(geo, c.n_positions, parse_spec(c.spec)) for c in places if c.library == "sparq"
     ]
     each = cache + FORGET_BYTES + PROCESS_BYTES
-    packed = weights * (len(places) - 1) if geo.name.endswith("q4_k_m") else 0
-    return weights + packed + each * len(places) + sum(shadows) + cache + c.n_threads * BUFFER_BYTES
+    weights *= 1 + len(places) if packed else 1
+    return weights + each * len(places) + sum(shadows) + cache + c.n_threads * BUFFER_BYTES
 
 
 @cache
@@ -278,7 +279,7 @@ def _measure(
     """One result per case: samples, bytes, counters, bandwidth."""
     first, geo = group[0], _geometry(model)
     places = {c.place: c for c in group}
-    _check_memory(group, geo)
+    _check_memory(group, model)
     reader = MemoryReader(first.n_threads)
     for i, (place, case) in enumerate(places.items()):
         _open(workers, place, case, model)
@@ -309,8 +310,10 @@ def _measure(
     return results
 
 
-def _check_memory(group: Sequence[Case], geo: Geometry) -> None:
-    needed, free = _needs(group, geo.weight_bytes, geo), available_memory()
+def _check_memory(group: Sequence[Case], model: Path) -> None:
+    geo = _geometry(model)
+    packed = any(t.type.startswith(("q2_", "q4_", "iq4_")) for t in read_gguf(model).tensors)
+    needed, free = _needs(group, geo.weight_bytes, geo, packed), available_memory()
     if needed > free:
         n = len({c.place for c in group})
         raise SparqError(
