@@ -1,0 +1,79 @@
+"""Many tokens (soak.py): memory stays as it is, and so does what is computed. Nothing per token."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from llama import python_environment
+
+SCRIPT = Path(__file__).with_name("soak.py")
+N_TOKENS = int(os.environ.get("SPARQ_SOAK_TOKENS", "100000"))
+
+# Allocations of each decoded token, by spec; the growth of the cache's view makes a new graph.
+COUNT = """
+import ctypes, json, statistics, sys
+from llama import Context, Model, bindings
+
+def count():
+    calls, largest = ctypes.c_long(), ctypes.c_long()
+    ctypes.CDLL(None).allocations(ctypes.byref(calls), ctypes.byref(largest))
+    return calls.value, largest.value
+
+found = {}
+with Model(sys.argv[1]) as model:
+    for spec in sys.argv[2:]:
+        with Context(model, n_ctx=4096, n_threads=2) as ctx:
+            ctx.set_sparse(spec)
+            ctx.decode([(5, i, 0) for i in range(1000)])
+            samples = []
+            for i in range(1000, 1200):
+                count()
+                assert ctx.decode([(7, i, 0)]) == 0
+                bindings().llama_synchronize(ctx.handle)
+                samples.append(count())
+            found[spec] = [statistics.median(s) for s in zip(*samples[40:])]
+print(json.dumps(found))
+"""
+SPECS = (
+    "off",
+    "dense",
+    "topk,k=64,min_ctx=0",
+    "sparq,rank=8,topk=64,min_ctx=0,shadow=f16",
+    "sparq,rank=8,topk=64,min_ctx=0,shadow=q4,mean_v=on",
+)
+
+
+def run(*args: object, **env: str) -> dict:
+    argv = [sys.executable, *map(str, args)]
+    done = subprocess.run(argv, env=python_environment(**env), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_soak_stays_equal() -> None:
+    report = run(SCRIPT, "--tokens", N_TOKENS, "--sample", 1000)
+    assert report["tokens"] >= N_TOKENS and report["samples"] >= N_TOKENS // 1000 - 4
+    assert report["shifts"] > N_TOKENS // 1000 and report["cuts"] > N_TOKENS // 500
+
+
+@pytest.mark.slow
+def test_soak_does_not_grow() -> None:
+    report = run(SCRIPT, "--tokens", N_TOKENS, "--sample", 0, "--threads", 2)
+    assert report["tokens"] >= N_TOKENS
+    assert max(report["grown_kib"].values()) < 256, report
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts with glibc's functions")
+def test_sparse_attention_allocates_nothing_per_token(tiny: Path, tmp_path: Path) -> None:
+    """llama.cpp allocates for each token; with sparse attention it is not one call more."""
+    source, library = SCRIPT.with_name("count_malloc.c"), tmp_path / "count_malloc.so"
+    subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    found = run("-c", COUNT, tiny, *SPECS, LD_PRELOAD=str(library))
+    assert found["off"][0] > 10
+    assert all(found[spec] == found["off"] for spec in SPECS), found
