@@ -318,12 +318,12 @@ static SPARQ_NOINLINE void score_lines(float * s, int64_t ld_s, const run_coef *
                 if (N_BIT == 4) {
                     store(d,        fma(to_float(a0[h][j]), step, first ? base : load(d)));
                     store(d + LINE, fma(to_float(a1[h][j]), step, first ? base : load(d + LINE)));
-                } else { // the sums are below 2^24: exact
+                } else { // either sum is below 2^24, so exact as a float
                     store(d, fma(fma(to_float(a0[h][j]), set1(64.0f), to_float(a1[h][j])), step, first ? base : load(d)));
                 }
             }
         }
-        // the vectors of a line lie 4*NL positions apart
+        // the sums of a part of a line lie VB/4 positions behind those of the part before
         s += (at + VB) % LINE == 0 ? line_pos(N_BIT) - (LINE - VB)/4 : VB/4;
     }
 #endif

@@ -9,7 +9,7 @@ namespace {
 // ---- SCORE ----
 
 // positions per unit of work: long runs per channel, scores of all heads within L1
-int64_t score_tile(int64_t n_group_q) { return n_group_q <= 2 ? 4096 : n_group_q <= 4 ? 2048 : 1024; }
+int64_t tile_size(int64_t n_group_q) { return n_group_q <= 2 ? 4096 : n_group_q <= 4 ? 2048 : 1024; }
 
 // positions per unit of the exact scores; a unit holds all KV heads, so that K is read in the order of memory
 constexpr int64_t EXACT_TILE = 256;
@@ -43,7 +43,7 @@ struct score_src {
         n_group_q = (int) (n_head/n_head_kv);
         d_k       = (int) q->ne[0];
         rank      = k_t ? p.rank : 0;
-        tile      = score_tile(n_group_q);
+        tile      = tile_size(n_group_q);
         n_tile    = ceil_div(n_kv, tile);
     }
 };
@@ -304,7 +304,7 @@ struct select_src {
         n_tok     = dst->ne[2];
         n_all     = n_head_kv*n_tok*dst->ne[3];
         n_group_q = (int) (dst->src[0]->ne[1]/n_head_kv);
-        tile      = score_tile(n_group_q);
+        tile      = tile_size(n_group_q);
         n_tile    = ceil_div(n_kv, tile);
     }
 };
