@@ -440,10 +440,9 @@ def reset_counters(session: Session) -> None:
 
 
 def seal(session: Session) -> int:
-    """Bring the transposed K up to date now, not little by little while decoding.
+    """Bring the transposed K up to date now, not with the next token.
 
-    Of use after a restored state. Returns how many groups of positions were sealed, counted per
-    layer; 0 without a transposed K.
+    Returns how many groups of positions were sealed, counted per layer; 0 without a transposed K.
 
     Raises:
         SparqError: the library could not.

@@ -27,8 +27,9 @@
 // difference between 0, 64 and 192 beyond the noise; kept for caches with fewer ways
 static constexpr int64_t K_T_PAD = 192;
 
-// groups sealed per decoded token: more after a restored state would make single steps slow
-static constexpr int64_t N_SEAL_DECODE = 16;
+// groups that a graph can seal, so that it can be used again; when more wait (after a shift), one graph is made that seals them all: a
+// position that is not sealed is scored from K, which costs more with every token than sealing it does once
+static constexpr int64_t N_SEAL = 16;
 
 //
 // shadow
@@ -444,6 +445,8 @@ public:
     void set_input(const llama_ubatch * ubatch) override;
     bool can_reuse(const llm_graph_params & params) override;
 
+    int64_t n_waiting() const; // complete groups that are not sealed, in the stream with most of them
+
     std::shared_ptr<llama_sparse_state> state;
     const llama_kv_cache_context * mctx; // nullptr: an architecture without a plain KV cache
 
@@ -575,7 +578,16 @@ bool llm_graph_input_sparse::can_reuse(const llm_graph_params & params) {
         return !mctx && !next;
     }
     mctx = next;
-    return n_kv == mctx->get_n_kv() && n_tok_all == params.ubatch.n_tokens;
+    return n_kv == mctx->get_n_kv() && n_tok_all == params.ubatch.n_tokens && (!list || n_waiting() <= list->ne[0]);
+}
+
+int64_t llm_graph_input_sparse::n_waiting() const {
+    const auto & sinfo = llama_sparse_access::sinfo(mctx);
+    int64_t n = 0;
+    for (uint32_t s = sinfo.s0; s <= sinfo.s1; ++s) {
+        n = std::max<int64_t>(n, llama_sparse_access::sealable(llama_sparse_access::kv(mctx), s, n_kv, nullptr, SIZE_MAX).size());
+    }
+    return n;
 }
 
 //
@@ -630,7 +642,7 @@ static ggml_tensor * build_seal(const llm_graph_context & g, llm_graph_input_spa
     const int64_t ns = k->ne[3];
     if (!inp->list) {
         const int64_t n_written = g.n_tokens/ns/GGML_SPARSE_GROUP + 2;
-        inp->list = new_input(g, "sparse_list", std::max(N_SEAL_DECODE, n_written), ns);
+        inp->list = new_input(g, "sparse_list", std::max({ N_SEAL, n_written, inp->n_waiting() }), ns);
     }
     if (inp->state->spec.n_bit != 16 && !inp->sealed) {
         inp->sealed = new_input(g, "sparse_sealed", n_groups(inp->n_kv), ns);

@@ -49,8 +49,8 @@ LLAMA_API int32_t llama_get_sparse_attn_info(const struct llama_context * ctx, c
 
 LLAMA_API void llama_sparse_attn_reset_counters(struct llama_context * ctx);
 
-// Seals now what decoding would seal little by little (after a restored state: some groups per token). Returns how many (layer, group)
-// that were, < 0: failed.
+// Seals now what the next token would have to seal first: after a restored state, everything. Returns how many (layer, group) that were,
+// < 0: failed.
 LLAMA_API int64_t llama_sparse_attn_seal(struct llama_context * ctx);
 
 // For tests: makes k_t and the sums of V of every sealed group anew from K and V. Returns how many (layer, group) differ; < 0: no shadow.

@@ -250,22 +250,23 @@ def test_byte_model_agrees_with_the_library(tiny: Path, line: str) -> None:
 
 
 @pytest.mark.parametrize("shadow", ["f16", "q8", "q4"])
-def test_sealing_at_once_equals_sealing_while_decoding(tiny: Path, shadow: str) -> None:
-    """A restored state leaves nothing sealed; 20 groups are more than one token seals."""
-    got = []
-    for at_once in (True, False):
-        spec = f"sparq,rank=8,topk=64,min_ctx=0,shadow={shadow}"
+def test_a_restored_state_is_sealed_at_once(tiny: Path, tmp_path: Path, shadow: str) -> None:
+    """When asked, with the next token, or by `load_state`: more than an ordinary graph seals."""
+    spec, got, n_pos = f"sparq,rank=8,topk=64,min_ctx=0,shadow={shadow}", [], 20 * 64 + 10
+    for when in ("asked", "decoded", "loaded"):
         with engine.load(tiny, n_ctx=2048, n_threads=2, attention=spec) as s:
-            state.fill(s, 20 * 64 + 10, seed=4)
-            if at_once:
-                n_layer = s.geometry.n_layer
-                assert engine.seal(s) == 20 * n_layer
-                assert engine.seal(s) == 0
-                assert engine.info(s).counter("groups_sealed") == 20 * n_layer
+            state.fill(s, n_pos, seed=4)
+            n_group = 20 * s.geometry.n_layer
+            if when == "asked":
+                assert engine.seal(s) == n_group
+            elif when == "decoded":
+                engine.decode(s, 3)
+                engine.rewind(s, n_pos)
             else:
-                for _ in range(3):  # 16 groups with each token
-                    engine.decode(s, 3)
-                    engine.rewind(s, 20 * 64 + 10)
+                engine.save_state(s, tmp_path / "state")
+                engine.load_state(s, tmp_path / "state")
+            assert engine.seal(s) == 0
+            assert engine.info(s).counter("groups_sealed") == n_group
             check = s.lib._lib.llama_sparse_attn_check
             check.restype, check.argtypes = ctypes.c_int64, [ctypes.c_void_p]
             assert check(s.ctx) == 0
@@ -273,7 +274,8 @@ def test_sealing_at_once_equals_sealing_while_decoding(tiny: Path, shadow: str) 
             engine.decode(s, 70)
             assert engine.info(s).counter("groups_sealed") == 0
             got.append((engine.logits(s), engine.info(s).counter("bytes_score")))
-    assert np.array_equal(got[0][0], got[1][0]) and got[0][1] == got[1][1]
+    for logits, n_bytes in got[1:]:
+        assert np.array_equal(logits, got[0][0]) and n_bytes == got[0][1]
 
 
 def test_there_is_nothing_to_seal_without_a_transposed_k(session: engine.Session) -> None:
