@@ -22,9 +22,9 @@ row_ops ops_of(ggml_type type) {
     return res;
 }
 
-void prefetch_rows(const ggml_tensor * x, int64_t h, int64_t s, const int32_t * rows, int r, int n) {
+SPARQ_INLINE void prefetch_rows(const ggml_tensor * x, size_t size, int64_t h, int64_t s, const int32_t * rows, int r, int n) {
     for (int i = r; i < std::min(r + ROW_BLOCK, n); ++i) {
-        prefetch_bytes(at(x, h, rows[i], s), row_size(x));
+        prefetch_bytes(at(x, h, rows[i], s), size);
     }
 }
 
@@ -105,33 +105,35 @@ void attend_rows(const ggml_tensor * dst, const attend_work & w, int64_t h0, int
     const int     d_k       = (int) k->ne[0];
     const int     d_v       = (int) v->ne[0];
     const int64_t ld_s      = w.chunk + W;
+    const int64_t size_k    = row_size(k);
+    const int64_t size_v    = row_size(v);
 
     float * state = w.state + ((s*q->ne[2] + i)*w.n_chunk + c)*n_head*w.ld;
 
     // over all positions, K and V are read in the order of memory: a block of positions, all its heads, then the next block. This is the
     // share of KV head h in asking for the block that is used `ahead` positions later. Behind the n rows of K lie those of V, and behind
     // these the next rows of K
-    const int ahead = (int) ceil_div(AHEAD_BYTES, ROW_BLOCK*k->ne[1]*row_size(k))*ROW_BLOCK;
+    const int ahead = (int) ceil_div(AHEAD_BYTES, ROW_BLOCK*k->ne[1]*size_k)*ROW_BLOCK;
     const auto next_k = [&](int r, int64_t h) -> const char * {
         return !w.dense      ? nullptr :
-               r + ahead < n ? at(k, 0, w.rows[r + ahead], s) + h*ROW_BLOCK*row_size(k) :
-                               at(v, 0, w.rows[std::min(r + ahead - n, n - 1)], s) + h*ROW_BLOCK*row_size(v);
+               r + ahead < n ? at(k, 0, w.rows[r + ahead], s) + h*ROW_BLOCK*size_k :
+                               at(v, 0, w.rows[std::min(r + ahead - n, n - 1)], s) + h*ROW_BLOCK*size_v;
     };
     const auto next_v = [&](int r, int64_t h) -> const char * {
         return !w.dense      ? nullptr :
-               r + ahead < n ? at(v, 0, w.rows[r + ahead], s) + h*ROW_BLOCK*row_size(v) :
-                               at(k, 0, std::min<int64_t>(w.rows[n - 1] + 1 + r + ahead - n, k->ne[2] - 1), s) + h*ROW_BLOCK*row_size(k);
+               r + ahead < n ? at(v, 0, w.rows[r + ahead], s) + h*ROW_BLOCK*size_v :
+                               at(k, 0, std::min<int64_t>(w.rows[n - 1] + 1 + r + ahead - n, k->ne[2] - 1), s) + h*ROW_BLOCK*size_k;
     };
 
     // logits: q . k
     for (int r = 0; r < AHEAD && !w.dense; r += ROW_BLOCK) {
-        prefetch_rows(k, h0, s, w.rows, r, n);
+        prefetch_rows(k, size_k, h0, s, w.rows, r, n);
     }
     for (int r = 0; r < n; r += ROW_BLOCK) {
         for (int64_t h = h0; h < h1; ++h) {
             if (!w.dense) {
-                prefetch_rows(k, h, s, w.rows, r + AHEAD, n);
-                prefetch_rows(v, h, s, w.rows, r, n);
+                prefetch_rows(k, size_k, h, s, w.rows, r + AHEAD, n);
+                prefetch_rows(v, size_v, h, s, w.rows, r, n);
             }
             ops_k.dot(w.s + (h - h0)*n_group_q*ld_s + r, ld_s, at<const float>(q, h*n_group_q, i, s), q->nb[1]/sizeof(float), n_group_q,
                     at(k, h, 0, s), k->nb[2], w.rows + r, std::min(ROW_BLOCK, n - r), d_k, next_k(r, h));

@@ -16,8 +16,8 @@ constexpr int ROW_BLOCK = 16;
 // how many rows before their use K and V are asked for: a block of rows is too short for the hardware to run ahead
 constexpr int AHEAD = 2*ROW_BLOCK;
 
-// asks for `size` bytes from p on
-static inline void prefetch_bytes(const char * p, size_t size) {
+// asks for `size` bytes from p on. Inlined, as its callers that do nothing else must be: gcc drops calls of a function that only prefetches
+static SPARQ_INLINE void prefetch_bytes(const char * p, size_t size) {
     for (size_t o = 0; o < size; o += 64) {
         prefetch(p + o);
     }

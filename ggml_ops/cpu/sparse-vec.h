@@ -26,8 +26,10 @@
 
 #if defined(__GNUC__) || defined(__clang__)
 #define SPARQ_NOINLINE __attribute__((noinline))
+#define SPARQ_INLINE   inline __attribute__((always_inline))
 #else
 #define SPARQ_NOINLINE
+#define SPARQ_INLINE   inline
 #endif
 
 // in front of a loop whose count is a constant: unrolled early, so that arrays of vectors are registers (left to itself, gcc may keep them in memory)
