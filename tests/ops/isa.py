@@ -35,6 +35,8 @@ SANITIZED = {
     "address-scalar": ("", ["-DSPARQ_SCALAR", _UB, "-fno-sanitize-recover=undefined"], ""),
     "thread": ("", ["-march=native", "-fsanitize=thread"], ""),
 }
+# the thread sanitizer's calls at each access, to functions that count: see partition.py
+COUNTED = {"count": ("", ["-DSPARQ_SCALAR", "-fsanitize=thread"], "")}
 
 
 def why_not(target: str) -> str:
@@ -58,7 +60,7 @@ class IsaGgml(Ggml):
 
     def __init__(self, lib_dir: Path, target: str, headers: Path, folder: Path) -> None:
         super().__init__(lib_dir)
-        prefix, flags, emulator = (TARGETS | SANITIZED)[target]
+        prefix, flags, emulator = (TARGETS | SANITIZED | COUNTED)[target]
         out = folder / f"isa-{target}"
         include = ["include", "src", "src/ggml-cpu"]
         flags = [*flags, "-g1", "-w", "-O2", "-fPIC", f"-I{OPS}", f"-I{OPS / 'cpu'}"]
@@ -69,6 +71,10 @@ class IsaGgml(Ggml):
         if target in SANITIZED:
             sources.append(OPS / "ggml-sparse.c")
             flags.append("-DGGML_OP_SPARSE_ATTN=GGML_OP_COUNT")  # as the patched header numbers it
+        if target in COUNTED:
+            objects.append(f"{out}-count.o")
+            argv = ["gcc", "-O2", "-fPIC", "-c", str(HERE / "count_reads.c"), "-o", objects[0]]
+            subprocess.run(argv, check=True)
         for source in sources:
             cpp = source.suffix == ".cpp"
             tool, standard = ("g++", "-std=gnu++17") if cpp else ("gcc", "-std=gnu11")
@@ -76,7 +82,8 @@ class IsaGgml(Ggml):
             argv = [prefix + tool, standard, *flags, "-c", str(source), "-o", objects[-1]]
             subprocess.run(argv, check=True)
         link = ["-static" if emulator else "-shared", "-pthread"]
-        link += [flag for flag in flags if "sanitize" in flag]
+        if target in SANITIZED:
+            link += [flag for flag in flags if "sanitize" in flag]
         subprocess.run([f"{prefix}g++", *objects, *link, "-o", str(out)], check=True)
         self.program = [emulator, str(out)] if emulator else []
         self.arena = Arena(folder / f"{target}.arena") if emulator else None

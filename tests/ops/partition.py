@@ -1,0 +1,126 @@
+"""How evenly the op's work splits over threads: counted at every access of the real kernels.
+
+    python -m pytest -q -s tests/ops/test_partition.py      prints the table
+
+Two cores cannot show by time what 64 would do. The kernels are compiled so that each of their
+accesses calls a function that counts (count_reads.c), and run with 1 to 128 threads. The balance of
+a node is the mean over the threads of the bytes of K, V and the transposed K, divided by the
+largest: 1 is perfect, and times the number of threads it is the speed-up that the split allows.
+"""
+
+from __future__ import annotations
+
+from ctypes import POINTER, c_int, c_long, c_size_t, c_void_p
+from pathlib import Path
+
+import numpy as np
+from ggml_ctypes import AttendParams, AttnInputs, AttnParams
+from isa import IsaGgml
+
+THREADS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+HEADS = (32, 8)
+D = 128
+Found = dict[tuple[int, str, str], dict[int, float]]  # (positions, method, node): by threads
+NAMES = {0: "seal", 1: "visible", 2: "score", 3: "select", 4: "pick", 5: "attend"}
+
+
+class Counting(IsaGgml):
+    """Runs each node by itself; `bytes[name]` is (threads, 2): those of K, V and k_t, and all."""
+
+    def __init__(self, lib_dir: Path, headers: Path, folder: Path) -> None:
+        super().__init__(lib_dir, "count", headers, folder)
+        self.lib.count_watch.argtypes = [c_void_p, c_size_t]
+        self.lib.count_take.argtypes = [POINTER(c_long), c_int]
+        self.bytes: dict[str, np.ndarray] = {}
+
+    def take(self, forget: bool = False) -> np.ndarray:
+        counts = np.zeros((128, 2), np.int64)
+        self.lib.count_take(counts.ctypes.data_as(POINTER(c_long)), forget)
+        return counts
+
+    def compute(self, graph: c_void_p, nodes: list, n_threads: int) -> None:
+        for node in nodes:
+            self.take()
+            super().compute(graph, [node], n_threads)
+            if node.contents.op_params[0] in NAMES:
+                name = NAMES[node.contents.op_params[0]]
+                self.bytes[name] = self.take()[:n_threads]
+
+
+def count(ggml: Counting, n_pos: int, n_bit: int, rank: int, topk: int, n_threads: int) -> None:
+    """One token over `n_pos` sealed positions; K and V are zeros, which any split treats alike.
+
+    n_bit: of the transposed K; 0 runs exact dense attention.
+    """
+    n_head, n_kv = HEADS
+    n_run, n_group = n_pos // 512, n_pos // 64
+    with ggml.graph() as g:
+        ggml.take(forget=True)
+
+        def zeros(shape: tuple[int, ...], kind: str, watched: bool = True):
+            t, array = g.lazy(shape, kind)
+            if watched:
+                ggml.lib.count_watch(array.ctypes.data, array.nbytes)
+            return t, array
+
+        q, values = zeros((1, 1, n_head, D), "f32", False)
+        values[:] = np.random.default_rng(0).standard_normal(values.shape)
+        k, _ = zeros((1, n_pos, n_kv, D), "f16")
+        v, _ = zeros((1, n_pos, n_kv, D), "f16")
+        mask, _ = zeros((1, 1, 1, n_pos), "f16", False)
+        visible = g.op("ggml_sparse_attn_visible", mask)
+        if n_bit == 0:
+            params = AttendParams(D**-0.5, 0, 0, 0)
+            sources = (q, k, v, mask, visible, *[None] * 5)
+            out = g.op("ggml_sparse_attn_attend", *sources, params)
+            g.compute(out, n_threads=n_threads)
+            return
+        if n_bit == 16:
+            k_t, k_range = zeros((1, n_kv * D, n_pos + 192), "f16")[0], None
+        else:
+            k_t, _ = zeros((1, n_kv * D, n_run * 512 * n_bit // 8 + 192), "i8")
+            k_range, ranges = zeros((1, n_run, n_kv * D, 2), "f32")
+            ranges[..., 0] = 1
+        sealed, flags = zeros((1, 1, 1, n_group), "i32", False)
+        flags[:] = 1
+        n_local = topk // 4
+        forced, cells = zeros((1, 1, 1, n_local + 4), "i32", False)
+        cells[..., :n_local] = np.arange(n_pos - 1, n_pos - 1 - n_local, -1)
+        cells[..., n_local:] = np.arange(4)
+        kl, numbers = zeros((1, 1, 1, 2), "i32", False)
+        numbers[:] = topk, n_local
+        inputs = {"q": q, "k": k, "v": v, "k_t": k_t, "k_range": k_range, "sealed": sealed}
+        inputs |= {"mask": mask, "visible": visible, "forced": forced, "kl": kl}
+        given = AttnInputs(**{name: t for name, t in inputs.items() if t is not None})
+        params = AttnParams(rank, topk, n_local, D**-0.5, 0, 0, 0, n_bit, 0)
+        g.compute(g.op("ggml_sparq_attn", given, params), n_threads=n_threads)
+
+
+def add(
+    found: Found, key: tuple[int, str], n_threads: int, counts: dict[str, np.ndarray]
+) -> dict[str, int]:
+    """Put the balance of each node that reads K or V into `found`; returns the bytes.
+
+    "all": of the nodes together; threads wait for each other between them, so the largest counts
+    add up. "accesses": of one node, whatever memory it reads or writes, the logits of PICK too.
+    """
+    own = {name: c[:, 0] for name, c in counts.items() if c[:, 0].any()}
+    for name, c in own.items():
+        found.setdefault((*key, name), {})[n_threads] = float(c.mean() / c.max())
+        any_memory = counts[name][:, 1]
+        balance = float(any_memory.mean() / any_memory.max())
+        found.setdefault((*key, f"{name}, accesses"), {})[n_threads] = balance
+    longest = sum(int(c.max()) for c in own.values())
+    mean = sum(float(c.mean()) for c in own.values())
+    found.setdefault((*key, "all"), {})[n_threads] = mean / longest
+    return {name: int(c.sum()) for name, c in own.items()}
+
+
+def table(found: Found) -> str:
+    """Markdown: a row per length, method and node; a column per number of threads."""
+    rows = ["| positions | method | node | " + " | ".join(map(str, THREADS)) + " |"]
+    rows.append("| ---: | --- | --- |" + " ---: |" * len(THREADS))
+    for (n_pos, method, name), by_threads in found.items():
+        cells = " | ".join(f"{by_threads[n]:.2f}" if n in by_threads else "" for n in THREADS)
+        rows.append(f"| {n_pos} | {method} | {name} | {cells} |")
+    return "\n".join(rows)
