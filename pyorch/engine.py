@@ -245,7 +245,7 @@ def load(
     file = read_gguf(path)
     geo = geometry(file)
     n_ctx = _checked_ctx(geo, n_ctx)
-    types = [_cache_type(t) for t in (type_k, type_v)]
+    types = [cache_type(t) for t in (type_k, type_v)]
     if attention is None and not stock:
         attention = os.environ.get("SPARQ_ATTN") or None
     spec = parse_spec(attention) if isinstance(attention, str) else attention
@@ -287,7 +287,12 @@ def _make_session(lib: Any, path: Path, geo: Geometry, model: Any, params: Any) 
     return Session(lib, path, geo, model, ctx)
 
 
-def _cache_type(name: str) -> CacheType:
+def cache_type(name: str) -> CacheType:
+    """The type of this name.
+
+    Raises:
+        SparqError: there is none, or the cache cannot have it.
+    """
     for number, (type_name, per_block, block_bytes) in TENSOR_TYPES.items():
         if type_name == name and name in CACHE_TYPES:
             return CacheType(name, number, block_bytes / per_block)

@@ -113,39 +113,41 @@ def _round(x: float) -> int:
 
 
 def layer_costs(
-    geo: Geometry, spec: AttentionSpec, n_pos: int, kv_bytes: float = 2
+    geo: Geometry, spec: AttentionSpec, n_pos: int, k_bytes: float = 2, v_bytes: float = 2
 ) -> list[LayerCost]:
-    """Bytes per token of every layer that has a cache."""
+    """Bytes per token of every layer that has a cache; its types by their bytes per element."""
     out = []
-    row = (geo.head_dim_k + geo.head_dim_v) * kv_bytes  # K and V of one position and head
+    row = geo.head_dim_k * k_bytes + geo.head_dim_v * v_bytes  # of one position and head
     for il, (n_head, n_head_kv) in enumerate(zip(geo.n_head, geo.n_head_kv, strict=True)):
         if n_head_kv == 0:
             continue
+        kv_bytes = row / (2 * geo.head_dim_k)
         s = split(spec, n_pos, geo.head_dim_k, kv_bytes, il=il, n_layer=geo.n_layer)
         if geo.is_mla:
             s = _dense(n_pos, geo.head_dim_k, "multi-head latent attention")
         dense = n_pos * row
         read = dense
         if not s.dense:
-            mean_v = uses_mean_v(spec, n_head, n_head_kv)
-            read = _scan_bytes(spec, s, geo, n_pos, kv_bytes, mean_v) + s.topk * row
+            sums = _mean_bytes(geo, n_pos, v_bytes) if uses_mean_v(spec, n_head, n_head_kv) else 0
+            read = _scan_bytes(spec, s, geo, n_pos, k_bytes) + sums + s.topk * row
         out.append(
             LayerCost(il, n_head, n_head_kv, s, int(dense * n_head_kv), int(read * n_head_kv))
         )
     return out
 
 
-def _scan_bytes(
-    spec: AttentionSpec, s: Split, geo: Geometry, n_pos: int, kv_bytes: float, mean_v: bool
-) -> float:
-    """Bytes per KV head to score every position, and to read the sums of V where they are used."""
+def _scan_bytes(spec: AttentionSpec, s: Split, geo: Geometry, n_pos: int, k_bytes: float) -> float:
+    """Bytes per KV head to score every position."""
     if spec.method == "topk":
-        return n_pos * geo.head_dim_k * kv_bytes
+        return n_pos * geo.head_dim_k * k_bytes
+    return n_pos * s.rank * SHADOW_BYTES[spec.shadow] + s.rank * _scale_bytes(spec, n_pos)
+
+
+def _mean_bytes(geo: Geometry, n_pos: int, v_bytes: float) -> float:
+    """Bytes per KV head of the sums of V: totals, then groups, then V itself."""
     groups = n_pos // GROUP
-    rows = groups // SUM + groups % SUM  # totals, then groups, then V itself
-    last = n_pos % GROUP * geo.head_dim_v * kv_bytes
-    sums = rows * geo.head_dim_v * 4 + last if mean_v else 0
-    return n_pos * s.rank * SHADOW_BYTES[spec.shadow] + s.rank * _scale_bytes(spec, n_pos) + sums
+    rows = groups // SUM + groups % SUM
+    return rows * geo.head_dim_v * 4 + n_pos % GROUP * geo.head_dim_v * v_bytes
 
 
 def _scale_bytes(spec: AttentionSpec, n_pos: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,12 +14,14 @@ from pyorch.cli import options as opt
 from pyorch.errors import SparqError
 from pyorch.models.gguf_file import Geometry, geometry, human_bytes, read_gguf
 
-KV_BYTES = 2  # f16 cache
+if TYPE_CHECKING:
+    from pyorch.engine import CacheType
 
 
 @click.command()
 @opt.model_options
 @opt.context_options
+@opt.cache_options
 @opt.attention_options
 @opt.json_option
 def command(**options: Any) -> None:
@@ -30,12 +32,13 @@ def command(**options: Any) -> None:
     """
     spec = opt.attention_from(options) or make_spec("sparq", ratio=DEFAULT_RATIO)
     geo = geometry(read_gguf(options["model"]))
-    from pyorch.engine import usable_cores
+    from pyorch.engine import cache_type, usable_cores
 
     check_against_model(spec, geo.head_dim_k)
     n_pos = _positions(geo, options["ctx"])
     n_threads = options["threads"] or usable_cores()
-    report = explain(geo, spec, n_pos, _bandwidth(n_threads))
+    types = [cache_type(options[f"cache_type_{x}"]) for x in "kv"]
+    report = explain(geo, spec, n_pos, types, _bandwidth(n_threads))
     report["threads"] = n_threads
     if options["as_json"]:
         opt.print_json(report)
@@ -63,18 +66,23 @@ def _positions(geo: Geometry, ctx: int | None) -> int:
     return ctx or limit or 4096
 
 
-def explain(geo: Geometry, spec: AttentionSpec, n_pos: int, rate: float) -> dict[str, Any]:
-    """Everything the command prints. `rate`: bytes read from memory per second; times in seconds.
+def explain(
+    geo: Geometry, spec: AttentionSpec, n_pos: int, types: list[CacheType], rate: float
+) -> dict[str, Any]:
+    """Everything the command prints, times in seconds.
+
+    Args:
+        types: of K and V in the cache.
+        rate: bytes read from memory per second.
 
     Raises:
         SparqError: the model has no KV cache at all.
     """
-    layers = cost.layer_costs(geo, spec, n_pos, KV_BYTES)
+    layers = cost.layer_costs(geo, spec, n_pos, *(t.bytes_per_element for t in types))
     if not layers:
         raise SparqError(f"{geo.arch}: no layer of this model has a KV cache to be sparse about")
     dense, read = sum(c.bytes_dense for c in layers), sum(c.bytes_read for c in layers)
     weights = geo.weight_bytes_per_token
-    kv = n_pos * sum(geo.n_head_kv) * (geo.head_dim_k + geo.head_dim_v) * KV_BYTES
     return {
         "model": geo.name,
         "architecture": geo.arch,
@@ -84,7 +92,8 @@ def explain(geo: Geometry, spec: AttentionSpec, n_pos: int, rate: float) -> dict
         "attention_bytes_per_token_dense": dense,
         "attention_bytes_per_token": read,
         "weight_bytes_per_token": weights,
-        "kv_memory": kv,
+        "cache_types": [t.name for t in types],
+        "kv_memory": cost.cache_bytes(geo, n_pos, *types),
         "shadow_memory": cost.shadow_bytes(geo, n_pos, spec),
         "bandwidth": rate,
         "token_s_dense": (dense + weights) / rate,
@@ -103,7 +112,8 @@ def _layer_row(c: cost.LayerCost, spec: AttentionSpec) -> dict[str, Any]:
 def _print(geo: Geometry, r: dict[str, Any]) -> None:
     heads = f"{max(geo.n_head)} heads, {max(geo.n_head_kv)} for K and V, of {geo.head_dim_k}"
     print(f"{r['model']} ({r['architecture']}): {geo.n_layer} layers, {heads}")
-    print(f"attention {r['spec']} at {r['positions']} positions, f16 cache\n")
+    types = "/".join(dict.fromkeys(r["cache_types"]))
+    print(f"attention {r['spec']} at {r['positions']} positions, {types} cache\n")
     print(
         f"  {'layers':<9}{'rank':>6}{'topk':>8}{'local':>8}{'sinks':>7}{'mean_v':>8}"
         f"{'dense':>11}{'read':>11}"

@@ -226,17 +226,19 @@ def test_counters_say_what_ran(session: engine.Session) -> None:
         "dense",
     ],
 )
-def test_byte_model_agrees_with_the_library(tiny: Path, line: str) -> None:
+@pytest.mark.parametrize("types", [("f16", "f16"), ("q8_0", "q8_0"), ("q8_0", "f16")])
+def test_byte_model_agrees_with_the_library(tiny: Path, line: str, types: tuple[str, str]) -> None:
     """`explain` and the library share one formula: rows exactly, bytes within the unsealed tail
     (here one position)."""
     spec = parse_spec(line)
-    with engine.load(tiny, n_threads=1, attention=spec) as s:
+    with engine.load(tiny, n_threads=1, type_k=types[0], type_v=types[1], attention=spec) as s:
         prompt = engine.tokenize(s, text_of(2176))
         engine.prefill(s, prompt[:-1])
         engine.reset_counters(s)
         engine.decode(s, prompt[-1])
         info = engine.info(s)
-        costs = layer_costs(s.geometry, spec, len(prompt))
+        element = [engine.cache_type(t).bytes_per_element for t in types]
+        costs = layer_costs(s.geometry, spec, len(prompt), *element)
         assert info.counter("bytes_dense") == sum(c.bytes_dense for c in costs)
         rows = sum(c.split.topk * c.n_head_kv for c in costs)
         assert info.counter("positions_read") == rows
