@@ -10,7 +10,9 @@ import click
 
 @click.command()
 @click.option("--stock", is_flag=True, help="The same llama.cpp without our patches, beside it.")
-@click.option("--tools", is_flag=True, help="Also llama-bench and a few more of its programs.")
+@click.option(
+    "--tools", is_flag=True, help="Also llama-bench, -cli, -server and more: --sparse-attn."
+)
 @click.option(
     "--portable", is_flag=True, help="For any CPU of this kind (x86-64: AVX2), not just this one."
 )

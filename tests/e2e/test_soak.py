@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from llama import python_environment
+from llama import Context, Model, python_environment
+from soak import resident
+from tiny import write
 
 SCRIPT = Path(__file__).with_name("soak.py")
 N_TOKENS = int(os.environ.get("SPARQ_SOAK_TOKENS", "100000"))
@@ -67,6 +69,17 @@ def test_soak_does_not_grow() -> None:
     report = run(SCRIPT, "--tokens", N_TOKENS, "--sample", 0, "--threads", 2)
     assert report["tokens"] >= N_TOKENS
     assert max(report["grown_kib"].values()) < 256, report
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_threads_that_seal_touch_the_shadow_first(tmp_path: Path) -> None:
+    """Then its pages lie in their part of a NUMA machine: making it must not write to it."""
+    model_file = write(tmp_path / "m.gguf", "llama", n_ctx=1 << 17)
+    with Model(model_file) as model, Context(model, n_ctx=1 << 17, n_threads=2) as ctx:
+        before = resident()
+        ctx.set_sparse("sparq,rank=8,topk=64,shadow=f16,mean_v=on")
+        assert ctx.info()["shadow_bytes"] > 33 << 20
+        assert resident() - before < 1 << 20
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts with glibc's functions")
