@@ -21,8 +21,8 @@ TITLE = "Attention by itself (Fig. 8, F1)"
 CAPTION = (
     "32 query heads of 128, one layer, batch 1, cold caches; medians, bars are the 10th to 90th "
     "percentile of single tokens. Dotted: dense bytes by bytes read, what a program that does "
-    "nothing but read would gain. llama.cpp's own attention is slower than its bytes, most so where "
-    "query heads share KV heads, and ours may pass that line."
+    "nothing but read would gain. llama.cpp's own attention is slower than its bytes, most so "
+    "where query heads share KV heads, and ours may pass that line."
 )
 SHADOWS = {"f16": plot.OURS, "q4": plot.OURS_2}
 SPECS = ("dense", *(f"sparq,rank=32,topk=128,shadow={s}" for s in SHADOWS))
