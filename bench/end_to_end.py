@@ -36,13 +36,14 @@ def data(folder: Path) -> list[plot.Row]:
     plot.need(found, "decoded tokens of llama2-7b q8_0 with an f16 cache", NEEDS)
     threads = max(r["n_threads"] for r in found)
     found = [r for r in found if r["n_threads"] == threads]
-    # of several models with fewer layers than the whole one, the largest measured at a length
-    layers: dict[int, int] = {}
+    # of several models with fewer layers than the whole one, the largest that was measured
+    layers: dict[tuple[int, str], int] = {}
     for r in found:
-        layers[r["n_depth"]] = max(layers.get(r["n_depth"], 0), r["n_layer"])
+        at = r["n_depth"], _who(r)
+        layers[at] = max(layers.get(at, 0), r["n_layer"])
     out = []
     for r in sorted(found, key=lambda r: r["n_depth"]):
-        if r["n_layer"] != layers[r["n_depth"]]:
+        if r["n_layer"] != layers[r["n_depth"], _who(r)]:
             continue
         best = r["median_ns"] * r["speedup"]
         out.append(
