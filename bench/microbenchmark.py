@@ -108,13 +108,17 @@ def draw(rows: Sequence[plot.Row]) -> Any:
                 if name != "our dense":
                     gains.plot(x, [r["limit"] for r in here], ":", color=colour, linewidth=1.2)
         if model == "llama2-7b":
-            for name in ("A100: Triton", "A10G: Triton", "IPU"):
+            for name, text in (
+                ("A10G: Triton", ""),
+                ("A100: Triton", "paper, A100 and A10G"),
+                ("IPU", "paper, IPU"),
+            ):
                 ((x0, y0),) = plot.paper(NAME, name)
                 gains.plot(x0, y0, "s", color=plot.PAPER)
                 gains.annotate(
-                    f"paper, {name.split(':')[0]}",
+                    text,
                     (x0, y0),
-                    (5, -11),
+                    (6, -9),
                     textcoords="offset points",
                     color=plot.PAPER,
                     fontsize=7.5,
