@@ -68,7 +68,8 @@ def data(folder: Path) -> list[plot.Row]:
 
 def _is_ours(r: plot.Row) -> bool:
     plain = r["type_k"] == r["type_v"] == "f16" and not r["n_prompt"] and not r["prefill"]
-    return plain and r["model_type"].startswith("llama2-7b q8_0") and r["n_depth"] >= 1024
+    lengths = [x for x, _ in plot.paper(NAME, "SparQ CPU: dense")]
+    return plain and r["model_type"].startswith("llama2-7b q8_0") and r["n_depth"] in lengths
 
 
 def _setting(r: plot.Row) -> tuple[Any, ...]:

@@ -82,12 +82,13 @@ def rows_of(
     rows: Callable[[Sequence[Any]], Sequence[Row]],
     key: Callable[[Row], Any],
 ) -> list[Row]:
-    """Rows of all batches of a file that have a stock row; of several with one key, the last."""
+    """Rows that ran as they say, of all batches with a stock row; of one key, the last."""
     found: dict[Any, Row] = {}
     for batch in batches(folder / name):
         if any(rec["case"]["library"] == "stock" for rec in batch):
             for row in rows(batch):
-                found[key(row)] = row
+                if not row.get("below_min_ctx"):  # dense, whatever it is called
+                    found[key(row)] = row
     return list(found.values())
 
 

@@ -153,8 +153,9 @@ def draw(rows: Sequence[plot.Row]) -> Any:
         left.plot(*at, "o", color=colour, alpha=0.8)
         if name in tokens:
             s, y = [r["positions"] for r in here], [100 * r["roofline_share"] for r in here]
-            right.plot(s, y, "o-", color=colour)
-            ends.append((name, s[-1], y[-1], colour))
+            if len(s) > 1:
+                right.plot(s, y, "o-", color=colour)
+                ends.append((name, s[-1], y[-1], colour))
         else:
             left.text(
                 at[0][0] / 1.3, at[1][0], name, color=colour, fontsize=8, ha="right", va="center"

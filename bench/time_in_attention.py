@@ -15,6 +15,7 @@ import node_times
 import numpy as np
 import plot
 
+from pyorch.attention.spec import parse_spec
 from pyorch.bench import speed
 from pyorch.bench.records import spread
 
@@ -87,6 +88,8 @@ def _samples(folder: Path) -> dict[tuple[Any, tuple[str, int]], np.ndarray]:
         for rec in batch:
             c = speed.Case(**rec["case"])
             plain = c.n_gen and not c.prefill and c.type_k == c.type_v == "f16"
+            if parse_spec(c.spec).sparse and not rec["counters"].get("calls_sparse"):
+                continue  # dense, below min_ctx: not on the line of what it is called
             if plain and c.model_type.startswith("llama2-7b q8_0") and c.n_depth:
                 kind = c.model_type, c.n_threads
                 out[kind, (plot.name_of(c.label), c.n_depth)] = np.array(rec["samples_ns"]) / 1e6
@@ -132,14 +135,9 @@ def draw(rows: Sequence[plot.Row]) -> Any:
         nodes = [(r["positions"], 100 * r["share_nodes"]) for r in here if r["share_nodes"] != ""]
         if nodes:
             right.plot(*zip(*nodes, strict=True), "x", color=colours[name], markersize=7)
-            right.annotate(
-                "attention nodes alone",
-                nodes[0],
-                (-4, 8),
-                textcoords="offset points",
-                color=colours[name],
-                fontsize=7.5,
-            )
+    if any(r["share_nodes"] != "" for r in rows):
+        note = "× attention nodes timed alone"
+        right.text(0.03, 0.94, note, transform=right.transAxes, fontsize=8)
     for name in ("CPU", "A100"):
         ((_, slope),), ((_, start),) = _paper(name)
         z = slope * grid / (start + slope * grid)

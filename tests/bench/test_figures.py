@@ -71,7 +71,7 @@ def add_speed(folder: Path, case: speed.Case, factor: float = 1.0) -> None:
         asdict(case),
         ENV["stamps"][case.library],
         samples_ns=[ns] * n,
-        counters={},
+        counters={"calls_sparse": 1},
         env=ENV,
         bytes_weights=WEIGHTS,
         bytes_kv=kv,
