@@ -122,7 +122,7 @@ def _point(r: plot.Row) -> plot.Row | None:
 
 def attention_macs(line: str, n_pos: int, n_layer: int) -> float:
     """Multiply-adds of attention per token, Llama-2-7B heads."""
-    shape = synth.LIKE["llama2-7b"]
+    shape = synth.shape_like("llama2-7b")
     s = split(parse_spec(line), n_pos, shape.head_dim)
     per_head = 2 * s.topk * shape.head_dim + (0 if s.dense else n_pos * s.rank)
     return float(n_layer * shape.n_head * per_head)

@@ -176,7 +176,7 @@ def synthetic(like: str, n_layer: int, quant: str) -> Path:
     """A model of `n_layer` layers with the output head in proportion; written on first use."""
     path = paths.cache() / "bench" / f"{like}-{n_layer}-{quant}-v{synth.VERSION}.gguf"
     if not path.exists():
-        full = synth.LIKE[like].n_layer
+        full = synth.shape_like(like).n_layer
         name = f"{like} {quant}" + (f", {n_layer} of {full} layers" if n_layer != full else "")
         shape = replace(synth.fewer_layers(like, n_layer), n_ctx=MAX_POSITIONS)
         synth.write(path, shape, quant, name=name)

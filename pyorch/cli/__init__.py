@@ -15,6 +15,7 @@ COMMANDS = {
     "chat": ("chat", "Talk with a model in the terminal."),
     "generate": ("generate", "Continue a prompt, once."),
     "explain": ("explain", "Say what sparse attention reads for a model, a ratio and a length."),
+    "models": ("models", "List known models: geometry, settings to try first, evidence."),
     "demo": ("demo", "Answer a question from a long text with the small model that comes along."),
     "bench": ("bench", "Measure attention time, prefill time and the quality of what is recited."),
     "report": ("report", "Write one HTML page with what was measured."),

@@ -32,8 +32,7 @@ def command(**options: Any) -> None:
     """Write a GGUF model with random weights.
 
     It produces noise at the speed of a real model of that shape, and has a real tokenizer. NAME is
-    one of llama2-7b, llama2-13b, llama3-8b, llama3.2-1b, mistral-7b, tinyllama-1.1b; sizes given
-    replace its own.
+    one that `sparq-cpp models` lists with the architecture llama; sizes given replace its own.
     """
     from dataclasses import asdict
 

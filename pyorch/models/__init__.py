@@ -1,1 +1,1 @@
-"""Model files: reading GGUF headers (`gguf_file`)."""
+"""Models: reading GGUF headers (`gguf_file`), cards (`cards`), random weights (`synth`)."""

@@ -11,7 +11,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 from pyorch import paths
 from pyorch.attention.spec import nearest
 from pyorch.errors import SparqError
+from pyorch.models import cards
 from pyorch.native import build, source
 
 QUANTS = ("q8_0", "q4_k_m", "f16")
@@ -56,26 +57,25 @@ class Shape:
         return 2 * 2 * self.n_layer * self.n_head_kv * self.head_dim
 
 
-LIKE = {
-    "llama2-7b": Shape(32, 4096, 32, 32, 128, 11008, 32_000),
-    "llama2-13b": Shape(40, 5120, 40, 40, 128, 13824, 32_000),
-    "llama3-8b": Shape(32, 4096, 32, 8, 128, 14336, 128_256, 500_000.0, tokenizer="llama-bpe"),
-    "llama3.2-1b": Shape(16, 2048, 32, 8, 64, 8192, 128_256, 500_000.0, tokenizer="llama-bpe"),
-    "mistral-7b": Shape(32, 4096, 32, 8, 128, 14336, 32_000, 1_000_000.0),
-    "tinyllama-1.1b": Shape(22, 2048, 32, 4, 64, 5632, 32_000),
-}
+_TOKENIZER = {"llama": "llama-spm", "gpt2": "llama-bpe"}  # of a card's kind of vocabulary
 
 
 def shape_like(name: str, **changes: int | str | None) -> Shape:
-    """The shape of a known model, with some sizes replaced; None leaves a size as it is.
+    """The shape of a model that has a card, with some sizes replaced; None leaves a size as it is.
 
     Raises:
-        SparqError: an unknown model, or sizes that do not go together.
+        SparqError: an unknown model or one that is no Llama, or sizes that do not go together.
     """
-    if name not in LIKE:
-        raise nearest("model shape", name, tuple(LIKE))
-    given: dict[str, Any] = {k: v for k, v in changes.items() if v is not None}
-    shape = replace(LIKE[name], **given)
+    card = cards.load(name)
+    if card.architecture != "llama":
+        raise SparqError(
+            f"{name} is no Llama but a {card.architecture}, which is not written",
+            "sparq-cpp models lists the architectures",
+            exit_code=2,
+        )
+    known: dict[str, Any] = {f.name: getattr(card, f.name) for f in fields(Shape)}
+    known |= {"n_ctx": Shape.n_ctx, "tokenizer": _TOKENIZER[card.tokenizer]}
+    shape = Shape(**known | {k: v for k, v in changes.items() if v is not None})
     _check(shape)
     return shape
 

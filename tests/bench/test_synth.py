@@ -71,7 +71,7 @@ def test_synth_blocks_are_valid(kind: str) -> None:
 
 
 def test_synth_fewer_layers_cost_in_proportion() -> None:
-    full = synth.LIKE["llama2-7b"]
+    full = synth.shape_like("llama2-7b")
     for quant in synth.QUANTS:
         whole, part = (
             synth.file_bytes(s, quant) for s in (full, synth.fewer_layers("llama2-7b", 8))
@@ -94,7 +94,7 @@ def test_synth_tensors_differ_and_seeds_matter(tmp_path: Path) -> None:
 
 
 def test_synth_file_size_is_that_of_the_model() -> None:
-    shape = synth.LIKE["llama2-7b"]
+    shape = synth.shape_like("llama2-7b")
     assert synth.file_bytes(shape, "f16") == pytest.approx(
         2 * 6.738e9, rel=0.001
     )  # 6.74 B parameters

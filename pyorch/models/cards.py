@@ -1,0 +1,106 @@
+"""What is known of a model without having its file: `models/*.toml`, one card per model.
+
+The geometry is that of the published configuration. `settings` is what to try first: ratio 1/4
+where the paper's tables lose more than 4 points at 1/8, or have 1/4 only; else 1/8. `evidence` says
+what was measured. The paper splits a ratio otherwise (k = 128, K in f16), so its numbers speak for
+the method; none of these models was measured with this program.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from pyorch import paths
+from pyorch.attention.spec import nearest
+from pyorch.errors import SparqError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+@dataclass(frozen=True)
+class Card:
+    """One model. Sizes in elements."""
+
+    name: str
+    title: str
+    repository: str  # owner/name on the hub
+    licence: str
+    architecture: str  # as GGUF names it
+    loads: bool  # by the pinned llama.cpp; if not, `note` says what happens instead
+    evidence: str
+
+    n_params: int  # as published
+    n_layer: int
+    n_embd: int
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+    n_ff: int  # of one expert
+    n_vocab: int
+    n_ctx: int  # of the published configuration
+    ffn: str  # gated: three matrices, plain: two
+    positions: str  # rope, learned, alibi
+    tied: bool  # the output head is the embedding
+    tokenizer: str  # as GGUF names it: llama (SentencePiece), gpt2 (BPE)
+
+    note: str = ""
+    settings: str = ""  # an attention spec; "" = it does not load
+    rope_base: float = 0.0
+    n_swa: int = 0  # sliding window of some layers
+    n_expert: int = 1
+
+    @property
+    def n_group_q(self) -> int:
+        """Query heads that share a KV head."""
+        return self.n_head // self.n_head_kv
+
+    @property
+    def layer_params(self) -> int:
+        """Parameters of a layer's matrices; norms and biases, under 1 %, left out."""
+        attention = 2 * self.n_embd * (self.n_head + self.n_head_kv) * self.head_dim
+        matrices = 3 if self.ffn == "gated" else 2
+        router = self.n_embd * self.n_expert if self.n_expert > 1 else 0
+        return attention + matrices * self.n_embd * self.n_ff * self.n_expert + router
+
+    @property
+    def params(self) -> int:
+        """`n_params` from the geometry."""
+        rows = self.n_vocab * (1 if self.tied else 2)
+        rows += self.n_ctx if self.positions == "learned" else 0
+        return rows * self.n_embd + self.n_layer * self.layer_params
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements of K and V of one position in one layer."""
+        return 2 * self.n_head_kv * self.head_dim
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V of one position in all layers, as f16."""
+        return 2 * self.n_layer * self.kv_elements
+
+
+def names() -> tuple[str, ...]:
+    """All cards, sorted."""
+    return tuple(sorted(p.stem for p in paths.data("models").glob("*.toml")))
+
+
+def load(name: str) -> Card:
+    """One card.
+
+    Raises:
+        SparqError: no such card, or a damaged one.
+    """
+    if name not in names():
+        raise nearest("model", name, names())
+    path = paths.data("models") / f"{name}.toml"
+    try:
+        card: dict[str, Any] = tomllib.loads(path.read_text("utf-8"))
+        return Card(name=name, **card.pop("geometry"), **card.pop("sparse"), **card)
+    except (tomllib.TOMLDecodeError, TypeError, KeyError) as e:
+        raise SparqError(f"{path} is damaged: {e}", "restore it from git, or reinstall") from None
