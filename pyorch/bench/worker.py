@@ -161,8 +161,12 @@ class Subject:
         """Logits after one more token, which is taken back."""
         from pyorch import engine
 
-        self._step(token)
-        return [float(x) for x in engine.logits(self._session)]
+        session = self._session
+        n_pos = len(session.tokens)
+        engine.decode(session, token)
+        found = [float(x) for x in engine.logits(session)]
+        engine.rewind(session, n_pos)
+        return found
 
     def prefill(self, n: int, seed: int) -> dict[str, Any]:
         """Time the prefill of `n` random tokens after those in the cache, and keep them."""

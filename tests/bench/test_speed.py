@@ -161,6 +161,11 @@ def test_bench_reads_prompts_and_depths_for_real(bench: Callable[..., Any]) -> N
     assert lines[5]["counters"]["calls_sparse"] == 2 * 3 * 2
 
 
+def test_bench_begins_with_an_empty_cache(bench: Callable[..., Any]) -> None:
+    lines = bench("-d", "0", "-n", "0", "-p", "640", "-o", "jsonl").stdout.splitlines()
+    assert [speed.test(json.loads(x)) for x in lines] == ["pp640"] * 3
+
+
 def test_bench_refuses_a_sparse_row_that_ran_dense(
     bench: Callable[..., Any], tmp_path: Path
 ) -> None:
