@@ -19,6 +19,7 @@ from pyorch.errors import SparqError
 # file of a table -> its title
 TABLES = {
     "speed": "Decoded tokens, end to end",
+    "growth": "Growth with the length of the context",
     "attention": "Attention by itself",
     "passages": "Passages recited word for word",
     "recall": "Attention caught per byte read",
