@@ -56,7 +56,6 @@ static void assert_k_t(const struct ggml_tensor * k_t, const struct ggml_tensor 
     const int64_t n_run = (k->ne[2] + GGML_SPARSE_RUN - 1)/GGML_SPARSE_RUN;
     GGML_ASSERT(n_bit == 8 || n_bit == 4);
     GGML_ASSERT(k_t->type == GGML_TYPE_I8 && k_t->ne[0] >= n_run*GGML_SPARSE_RUN*n_bit/8);
-    GGML_ASSERT(k->ne[0] <= GGML_SPARSE_RUN); // a table per channel fits the scratch of the scan
     GGML_ASSERT(k_range && k_range->type == GGML_TYPE_F32 && k_range->nb[0] == sizeof(float));
     GGML_ASSERT(k_range->ne[0] == 2 && k_range->ne[1] == k_t->ne[1] && k_range->ne[2] >= n_run && k_range->ne[3] == k->ne[3]);
 }

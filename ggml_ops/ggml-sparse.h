@@ -56,7 +56,7 @@ enum ggml_sparse_stat {
     GGML_SPARSE_STAT_ATTEND_DENSE,      // ATTEND over all positions, per (token, node)
     GGML_SPARSE_STAT_POS_VISIBLE,       // visible positions, summed over (token, KV head, node)
     GGML_SPARSE_STAT_POS_READ,          // positions whose K and V rows ATTEND read, likewise
-    GGML_SPARSE_STAT_BYTES_SCORE,       // bytes of k_t and K that SCORE had to read
+    GGML_SPARSE_STAT_BYTES_SCORE,       // bytes of k_t and K that SCORE or PICK had to read
     GGML_SPARSE_STAT_BYTES_ATTEND,      // bytes of K, V and v_sum that ATTEND had to read
     GGML_SPARSE_STAT_BYTES_DENSE,       // bytes of all visible K and V rows: what dense attention reads
     GGML_SPARSE_STAT_GROUPS_SEALED,     // groups sealed, per node
@@ -81,8 +81,8 @@ struct ggml_sparse_seal_params {
 //   v      [d_v, n_head_kv, n_kv, n_stream]         any      (may be NULL when v_sum is NULL)
 //   list   [n_list, n_stream]                       i32      group numbers to seal, < 0: none
 //   sealed [n_grp, n_stream]                        i32      with codes: the groups that are sealed after this node, those of list among
-//                                                            them (a run is coded anew with all its sealed groups), else NULL. Only
-//                                                            groups that lie wholly below n_kv count
+//                                                            them (a run is coded anew with all its sealed groups), else NULL. With
+//                                                            codes only groups that lie wholly below n_kv count
 //   stats  [GGML_SPARSE_STAT_COUNT]                 i64      or NULL
 //   res    a view of k_t
 //   values beyond the range of f16 are clamped to +-65504 (k_t only ranks)
@@ -116,8 +116,8 @@ struct ggml_sparse_score_params {
 
 // SCORE (step 1)
 //   q        [d_k, n_head, n_tok, n_stream]         f32
-//   k        [d_k, n_head_kv, n_kv, n_stream]       f16 | bf16 | f32
-//   k_t      [n_pos_t, d_k*n_head_kv, n_stream]     f16      the tensor SEAL returned; NULL: exact scores from k
+//   k        [d_k, n_head_kv, n_kv, n_stream]       any
+//   k_t      as for SEAL, the tensor it returned; NULL: exact scores from k
 //   sealed   [n_grp, n_stream]                      i32      != 0: the group may be read from k_t; otherwise from k. NULL with k_t NULL
 //   mask     [n_kv, n_tok, 1, n_stream]             f16
 //   visible  [n_grp, n_tok, 1, n_stream]            i32      from VISIBLE
@@ -129,7 +129,8 @@ struct ggml_sparse_score_params {
 //     logit[h,t] = sum_c q[h,c]*k[t,c] * scale / sqrt(|q_r|_1 / |q|_1)         (eq. 7 and 9: equals 1/tau for scale = 1/sqrt(d_k))
 //     where |q_r|_1 and |q|_1 are per query head; a head with |q|_1 = 0 has logits 0.
 //   then softcap, then + slope(h)*mask. Hidden positions are -inf whatever K holds there (NaN included).
-//   acc f32; the order of additions depends on the shapes only, not on the number of threads
+//   acc f32; the order of additions depends on the shapes only, not on the number of threads. From codes: coefficients rounded to whole
+//   numbers, sums of integers (docs/numerics.md, 11a)
 GGML_API struct ggml_tensor * ggml_sparse_attn_score(
         struct ggml_context * ctx,
         struct ggml_tensor  * q,
@@ -201,11 +202,11 @@ struct ggml_sparse_attend_params {
 
 // ATTEND (steps 2 and 3)
 //   q        [d_k, n_head, n_tok, n_stream]         f32
-//   k        [d_k, n_head_kv, n_kv, n_stream]       f16 | bf16 | f32
-//   v        [d_v, n_head_kv, n_kv, n_stream]       f16 | bf16 | f32
+//   k        [d_k, n_head_kv, n_kv, n_stream]       any
+//   v        [d_v, n_head_kv, n_kv, n_stream]       any
 //   mask     [n_kv, n_tok, 1, n_stream]             f16
 //   visible  [n_grp, n_tok, 1, n_stream]            i32
-//   sel      the result of SELECT, or NULL: all visible positions (exact dense)
+//   sel      the result of SELECT or PICK, or NULL: all visible positions (exact dense)
 //   v_sum    [d_v*n_head_kv, n_sum_t, n_stream]     f32      with mean_v, else NULL
 //   sealed   [n_grp, n_stream]                      i32      with mean_v: which groups of v_sum are valid, else NULL
 //   sinks    [n_head]                               f32      or NULL
@@ -255,7 +256,7 @@ struct ggml_sparse_attn_params {
     int32_t n_rot;
 };
 
-// SparQ attention: SCORE from k_t, SELECT, ATTEND
+// SparQ attention: PICK, ATTEND
 GGML_API struct ggml_tensor * ggml_sparq_attn(
         struct ggml_context * ctx, const struct ggml_sparse_attn_inputs * in, const struct ggml_sparse_attn_params * params);
 

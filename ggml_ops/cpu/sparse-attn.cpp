@@ -37,7 +37,7 @@ void seal_codes(const ggml_tensor * dst, const seal_work & w, int64_t h, int64_t
 
     const int64_t run = g/N;
     for (int64_t j = 0; j < i; ++j) {
-        if (list[j] >= 0 && list[j]/N == run) {
+        if (list[j] >= 0 && list[j]*(int64_t) GROUP < k->ne[2] && list[j]/N == run) {
             return;
         }
     }

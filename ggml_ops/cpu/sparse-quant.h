@@ -230,7 +230,8 @@ static inline void make_coef(run_coef & res, const float * coef, const float * s
         const vf  a = n >= W ? mul(load(coef + i), load(scale + i)) : mul(load_n(coef + i, n), load_n(scale + i, n));
         max = vmax(vabs(a), max);
     }
-    const float top  = reduce_max(max);
+    const float m    = reduce_max(max);
+    const float top  = m > 1e-30f ? m : 0.0f; // what is smaller would overflow below, and weighs nothing
     const float most = n_bit == 4 ? 127.0f : 64.0f*64.0f;
     res.step = top/most;
     const vf inv  = set1(top > 0.0f ? most/top : 0.0f);

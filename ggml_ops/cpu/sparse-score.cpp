@@ -1,4 +1,4 @@
-// ggml glue of SCORE and SELECT.
+// ggml glue of SCORE, SELECT and PICK.
 
 #include "sparse-glue.h"
 #include "sparse-quant.h"
@@ -178,7 +178,11 @@ void score_tile(const score_src & a, const score_work & w, int64_t u, int64_t i_
                 then = { w.chan + un*a.rank, w.n_chan[un], (un - u)*a.d_k, next % a.n_tile*a.tile - p };
             }
             const char * x = at(a.k_t, h*a.d_k, s);
-            if (a.p.n_bit == 16) {
+            if (n_chan == 0) { // a q of NaN
+                for (int j = 0; j < a.n_group_q; ++j) {
+                    std::fill(out + j*ld + p, out + j*ld + b, 0.0f);
+                }
+            } else if (a.p.n_bit == 16) {
                 score_channels(out + p, ld, a.n_group_q, (const f16 *) x + p, a.k_t->nb[1]/sizeof(f16), chan, n_chan, coef, a.rank, b - p, then);
             } else {
                 const code_rows rows = { (const uint8_t *) x, a.k_t->nb[1], at<const float>(a.k_range, h*a.d_k, 0, s),

@@ -165,7 +165,7 @@ struct llama_sparse_access {
         shadow->layers.resize(kv->layers.size());
 
         for (size_t ikv = 0; ikv < kv->layers.size(); ++ikv) {
-            if (*why_not_layer(kv, ikv)) {
+            if (*why_not_layer(kv, ikv) || kv->layers[ikv].il >= hparams.n_layer()) {
                 continue;
             }
             const auto & src = kv->layers[ikv];
@@ -578,7 +578,12 @@ bool llm_graph_input_sparse::can_reuse(const llm_graph_params & params) {
         return !mctx && !next;
     }
     mctx = next;
-    return n_kv == mctx->get_n_kv() && n_tok_all == params.ubatch.n_tokens && (!list || n_waiting() <= list->ne[0]);
+    if (n_kv != mctx->get_n_kv() || n_tok_all != params.ubatch.n_tokens) {
+        return false;
+    }
+    const int64_t n = list ? n_waiting() : 0;
+    // a long list is walked by every layer, so a decode graph that has one serves once
+    return !list || (n <= list->ne[0] && (!is_decode || list->ne[0] <= N_SEAL || n > N_SEAL));
 }
 
 int64_t llm_graph_input_sparse::n_waiting() const {
@@ -615,6 +620,9 @@ static ggml_tensor * new_input(const llm_graph_context & g, const char * name, i
 static std::string why_dense(const llm_graph_context & g, const llama_kv_cache_context * mctx, const ggml_tensor * kq_b, const ggml_tensor * kq_mask, int il) {
     if (!mctx) {
         return "sliding-window layer";
+    }
+    if (il >= g.cparams.sparse->n_layer) {
+        return "not a layer of the trunk"; // of a draft head, or one that routes
     }
     if (!g.cparams.flash_attn || !kq_mask || kq_mask->type != GGML_TYPE_F16) {
         return "flash attention is off";

@@ -225,6 +225,25 @@ def test_scan_equals_the_values_of_the_codes(ggml, n_bit, n_kv, d, heads, rank, 
             assert rank == 1 or lost < 0.3 * codes
 
 
+@pytest.mark.parametrize("n_bit", BITS)
+@pytest.mark.parametrize("q_value", [1e-36, 1e-38, np.nan])
+def test_scan_of_a_dead_query_gives_numbers(ggml, n_bit, q_value) -> None:
+    """Coefficients too small to divide by, or none at all: logits near 0, not NaN, nothing old."""
+    rng = np.random.default_rng(2)
+    k = keys(rng, (1, 512, 1, 64))
+    q = np.full((1, 1, 2, 64), q_value, np.float32)
+    q[0, 0, 1] = rng.standard_normal(64)  # a healthy head beside it
+    sealed, groups = np.ones((1, 8), np.int32), np.arange(8, dtype=np.int32)[None]
+    mask = np.zeros((1, 1, 1, 512), np.float32)
+    shadow = seal(ggml, Shadow.empty(n_bit, 1, 64, 512), k, sealed, groups, "f16")
+    got = score(ggml, shadow, q, k, sealed, mask, 16)[0, 0]
+    assert np.abs(got[0]).max() < 1e-30
+    if np.isnan(q_value):  # its sums of |q| are NaN: no component is chosen
+        assert (got[1] == 0).all()
+    else:
+        assert np.ptp(got[1]) > 0.1
+
+
 def test_scan_notices_a_wrong_code(ggml) -> None:
     """The comparison above can fail: one flipped code moves its logit by more than is allowed."""
     rng = np.random.default_rng(1)
