@@ -83,7 +83,7 @@ def _who(r: plot.Row) -> str:
 def draw(rows: Sequence[plot.Row]) -> Any:
     figure, (left, right) = plot.panels(2)
     ours = list(dict.fromkeys(r["attention"] for r in rows if "stock" not in r["attention"]))
-    styles = dict(zip(ours, (plot.OURS, plot.OURS_2, plot.OURS_3, plot.STOCK_2) * 3, strict=False))
+    styles = plot.colours(ours)
     published = {s: dict(plot.paper(NAME, f"SparQ CPU: {s}")) for s in ("dense", "SparQ 1/8")}
     paper = [(x, published["dense"][x] / y) for x, y in published["SparQ 1/8"].items()]
 

@@ -24,16 +24,13 @@ CAPTION = (
     "nothing but read would gain. llama.cpp's own attention is slower than its bytes, most so "
     "where query heads share KV heads, and ours may pass that line."
 )
-SHADOWS = {"f16": plot.OURS, "q4": plot.OURS_2}
+SHADOWS = ("f16", "q4")
 SPECS = ("dense", *(f"sparq,rank=32,topk=128,shadow={s}" for s in SHADOWS))
 NEEDS = "sparq-cpp bench --attn-only -d 4096-65536*2 " + " ".join(f"--spec {s}" for s in SPECS)
 MODELS = {"llama2-7b": "32 KV heads (Llama-2-7B)", "llama3-8b": "8 KV heads (Llama-3-8B)"}
-_COLOURS = {
-    "stock -fa 0": plot.STOCK,
-    "stock -fa 1": plot.STOCK_2,
-    "our dense": plot.OURS_3,
-    **{f"SparQ {s}": colour for s, colour in SHADOWS.items()},
-}
+_COLOURS = plot.colours(
+    ["stock -fa 0", "stock -fa 1", "our dense", *(f"SparQ {s}" for s in SHADOWS)]
+)
 
 
 def _name(label: str) -> str:

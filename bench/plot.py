@@ -136,6 +136,13 @@ def name_of(label: str) -> str:
     return f"{dict(sparq='SparQ', topk='top-k')[spec.method]} {ratio_text(spec.ratio)}{shadow}"
 
 
+def colours(names: Sequence[str]) -> dict[str, str]:
+    """Of lines, by name; the same in every figure."""
+    fixed = {"stock -fa 0": STOCK, "stock -fa 1": STOCK_2, "our dense": OURS_3}
+    by_type = {"q4": OURS, "f16": OURS_2, "q8": OURS_3}
+    return {n: fixed.get(n) or by_type.get(n.rpartition(" ")[2], PAPER) for n in names}
+
+
 @cache
 def paper(figure: str, series: str) -> list[tuple[float, float]]:
     """Published points (x, y)."""

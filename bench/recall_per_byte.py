@@ -23,7 +23,7 @@ CAPTION = (
 )
 NEEDS = "python bench/recall.py --text BOOKS"
 N_POS, TASK, RATIO = 4096, "recite", 1 / 8
-_COLOURS = {"f16": plot.OURS, "q8": plot.OURS_3, "q4": plot.OURS_2}
+_COLOURS = plot.colours(["f16", "q8", "q4"])
 
 
 def data(folder: Path) -> list[plot.Row]:

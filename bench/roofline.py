@@ -142,13 +142,11 @@ def draw(rows: Sequence[plot.Row]) -> Any:
     points = [r for r in rows if r["what"] != "roof"]
     names = list(dict.fromkeys(r["what"] for r in points))
     tokens = [n for n in names if not n.startswith("prompt")]
-    colours = {"stock -fa 0": plot.STOCK, "stock -fa 1": plot.STOCK_2}
-    ours = [n for n in tokens if n not in colours]
-    colours |= dict(zip(ours, (plot.OURS, plot.OURS_2, plot.OURS_3) * 4, strict=False))
+    colours = plot.colours(names)
     ends = []
     for name in names:
         here = sorted((r for r in points if r["what"] == name), key=lambda r: r["positions"])
-        colour = colours.get(name, plot.OURS_3)
+        colour = colours[name]
         at = [r["macs_per_byte"] for r in here], [r["macs_per_s"] / 1e9 for r in here]
         left.plot(*at, "o", color=colour, alpha=0.8)
         if name in tokens:

@@ -110,9 +110,7 @@ def _node_shares(folder: Path, kind: tuple[str, int]) -> dict[tuple[str, int], f
 def draw(rows: Sequence[plot.Row]) -> Any:
     figure, (left, right) = plot.panels(2)
     names = list(dict.fromkeys(r["attention"] for r in rows))
-    colours = {"stock -fa 0": plot.STOCK, "stock -fa 1": plot.STOCK_2}
-    ours = [n for n in names if n not in colours]
-    colours |= dict(zip(ours, (plot.OURS, plot.OURS_2, plot.OURS_3) * 4, strict=False))
+    colours = plot.colours(names)
     all_x = [r["positions"] for r in rows]
     grid = np.geomspace(min(all_x), max(all_x), 80)
     lines, shares = [], []
