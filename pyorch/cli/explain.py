@@ -31,7 +31,7 @@ def command(**options: Any) -> None:
     bandwidth, as if nothing else took time.
     """
     spec = opt.attention_from(options) or make_spec("sparq", ratio=DEFAULT_RATIO)
-    geo = geometry(read_gguf(options["model"]))
+    geo = geometry(read_gguf(opt.model_file(options)))
     from pyorch.engine import cache_type, usable_cores
 
     check_against_model(spec, geo.head_dim_k)

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from pyorch.models.gguf_file import CACHE_TYPES
 
 if TYPE_CHECKING:
     from pyorch.engine import AttentionInfo, Sampling, Session
+    from pyorch.models.pull import Model
 
 PROGRESS_AFTER_S = 2.0  # a bar is shown only for what takes longer
 
@@ -99,8 +100,14 @@ def _group(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 model_options = _group(
     click.option(
-        "--model", "-m", required=True, envvar="SPARQ_MODEL", metavar="FILE", help="GGUF model."
+        "--model",
+        "-m",
+        required=True,
+        envvar="SPARQ_MODEL",
+        metavar="FILE|SPEC",
+        help="GGUF model: a file, or one on the hub: hf:org/repo, see `sparq-cpp pull`.",
     ),
+    click.option("--yes", is_flag=True, help="Download the model without asking."),
 )
 context_options = _group(
     click.option(
@@ -201,15 +208,47 @@ def sampling_from(options: Mapping[str, Any], default_temp: float) -> Sampling:
     )
 
 
+def model_file(options: Mapping[str, Any]) -> Path:
+    """The file of the model that the options name; one on the hub is downloaded, after asking."""
+    from pyorch.models import pull
+    from pyorch.models.gguf_file import human_bytes
+
+    name = str(options["model"])
+    spec = pull.parse_spec(name)
+    if spec is None:
+        return Path(name)
+    model = pull.find(spec)
+    if model.complete:
+        return model.path
+    what = f"{model.files[0].name} ({human_bytes(model.missing_bytes)}) of {spec.repo}"
+    if not options.get("yes"):
+        if not (sys.stdin.isatty() and sys.stderr.isatty()):
+            hint = f"download it with --yes, or before: sparq-cpp pull {name}"
+            raise SparqError(f"{what} is not here", hint)
+        click.confirm(f"Download {what}?", abort=True, err=True)
+    return fetch_model(model).path
+
+
+def fetch_model(model: Model, quiet: bool = False) -> Model:
+    """Download and check a model, with bars on a terminal only."""
+    from pyorch.models import pull
+
+    model = pull.download(model, quiet or not sys.stderr.isatty())
+    with nullcontext(lambda *_: None) if quiet else progress_bar("checking") as progress:
+        pull.check(model, progress)
+    return model
+
+
 def open_session(options: Mapping[str, Any], attention: AttentionSpec | None) -> Session:
     """Load the model that the options name, with a bar if it takes long."""
     from pyorch import engine
 
     for stream in (sys.stdout, sys.stderr):  # a terminal without Unicode shows ? and goes on
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    path = model_file(options)
     with progress_bar("loading the model") as progress:
         return engine.load(
-            Path(options["model"]),
+            path,
             n_ctx=options.get("ctx"),
             n_threads=options.get("threads"),
             type_k=options.get("cache_type_k", "f16"),

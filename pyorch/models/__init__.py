@@ -1,1 +1,1 @@
-"""Models: reading GGUF headers (`gguf_file`), cards (`cards`), random weights (`synth`)."""
+"""Models: GGUF headers (`gguf_file`), cards (`cards`), the hub (`pull`), random ones (`synth`)."""

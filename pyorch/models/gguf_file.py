@@ -224,7 +224,9 @@ def _other_parts(path: Path, n_split: int) -> list[Path]:
 
 def _read_part(path: Path) -> GGUFFile:
     if not path.exists():
-        raise SparqError(f"{path}: no such file", hint="--model takes the path of a GGUF file")
+        raise SparqError(
+            f"{path}: no such file", hint="it takes a GGUF file, or one on the hub: hf:org/repo"
+        )
     if path.is_dir():
         raise SparqError(f"{path}: a folder, not a GGUF file")
     try:

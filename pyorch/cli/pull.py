@@ -1,0 +1,43 @@
+"""`sparq-cpp pull`: a model from the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from pyorch.cli import options as opt
+
+
+@click.command()
+@click.argument("spec")
+@click.option("-q", "--quiet", is_flag=True, help="Neither progress nor notes.")
+@opt.json_option
+def command(spec: str, quiet: bool, as_json: bool) -> None:
+    """Download a model into the hub's shared cache, check it, and print its path.
+
+    SPEC is hf:org/repo (its only model, else the Q4_K_M), hf:org/repo:Q8_0, org/repo/file.gguf,
+    each with @REVISION if need be, or a file that is here. HF_HOME, HF_TOKEN, HF_ENDPOINT and
+    HF_HUB_OFFLINE are respected.
+    """
+    from pyorch.models import pull
+    from pyorch.models.gguf_file import human_bytes, read_gguf
+
+    wanted = pull.parse_spec(spec)
+    if wanted is None:
+        path = read_gguf(Path(spec)).path
+        result = {"path": str(path), "repo": None, "commit": None, "files": []}
+    else:
+        model = pull.find(wanted)
+        missing = model.missing_bytes
+        if missing and not quiet:
+            opt.note(f"{model.files[0].name}, {human_bytes(missing)} to download", "dim")
+        model = opt.fetch_model(model, quiet)
+        path = model.path
+        files = [{"name": f.name, "bytes": f.n_bytes, "checksum": f.digest} for f in model.files]
+        result = {"path": str(path), "repo": wanted.repo, "commit": model.commit, "files": files}
+        result["downloaded_bytes"] = missing
+    if as_json:
+        opt.print_json(result)
+    else:
+        print(path)
