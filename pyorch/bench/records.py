@@ -11,9 +11,10 @@ import json
 import os
 import platform
 import re
+import secrets
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -128,12 +129,21 @@ def append(file: Path, rec: Mapping[str, Any]) -> None:
 
 
 def load(file: Path) -> dict[str, Record]:
-    """Records of a file by key, the last of each. A line cut short by an interruption is left out.
+    """Records of a file by key, the last of each.
 
     Raises:
         SparqError: the file was written by another version of this program.
     """
-    found: dict[str, Record] = {}
+    return {rec["key"]: rec for rec in load_all(file)}
+
+
+def load_all(file: Path) -> list[Record]:
+    """All records of a file. A line cut short by an interruption is left out.
+
+    Raises:
+        SparqError: the file was written by another version of this program.
+    """
+    found: list[Record] = []
     try:
         lines = file.read_text("utf-8").splitlines()
     except FileNotFoundError:
@@ -150,7 +160,7 @@ def load(file: Path) -> dict[str, Record]:
                 f"{file}: line {i + 1} has schema {rec.get('schema')}, not {SCHEMA}",
                 "keep the old file under another name",
             )
-        found[rec["key"]] = rec
+        found.append(rec)
     return found
 
 
@@ -178,23 +188,50 @@ def resume(
     from pyorch import native
 
     env = environment({"stock": native.lib_dir(stock=True), "sparq": native.lib_dir()})
-    done = {} if force else load(file)
+    runs = [] if force else by_run(load_all(file))
 
-    def key_of(case: Any) -> str:
-        return key(bench, asdict(case), env["stamps"][case.library])
+    def known(group: Sequence[Any]) -> list[Record] | None:
+        """The latest run that has all cases of a group: ratios are within one run."""
+        keys = [key(bench, asdict(c), env["stamps"][c.library]) for c in group]
+        found = (run for run in reversed(runs) if all(k in run for k in keys))
+        return next(([run[k] for k in keys] for run in found), None)
 
-    todo = [g for g in groups if not all(key_of(c) in done for c in g)]
+    todo = [g for g in groups if known(g) is None]
     total, spent = sum(cost(g) for g in todo), 0
     for group in todo:
         share = cost(group)
         results = measure(group, lambda x, a=spent, b=share: progress(int(a + x * b), total))
+        run = secrets.token_hex(4)
+        made = []
         for case, result in zip(group, results, strict=True):
             stamp = env["stamps"][case.library]
-            rec = record(bench, asdict(case), stamp, **result, env=env)
-            append(file, rec)
-            done[rec["key"]] = rec
+            made.append(record(bench, asdict(case), stamp, **result, run=run, env=env))
+            append(file, made[-1])
+        runs += by_run(made)
         spent += share
-    return [done[key_of(case)] for group in groups for case in group]
+    return [rec for group in groups for rec in known(group) or []]
+
+
+def run_of(rec: Record) -> str:
+    """What tells the records apart that were taken in turns. Older ones share their bandwidths."""
+    return str(rec.get("run") or rec.get("bandwidth_bytes_per_s") or rec["key"])
+
+
+def by_run(recs: Iterable[Record]) -> list[dict[str, Record]]:
+    """The records of each run by key, in order."""
+    runs: dict[str, dict[str, Record]] = {}
+    for rec in recs:
+        runs.setdefault(run_of(rec), {})[rec["key"]] = rec
+    return list(runs.values())
+
+
+def latest(recs: Iterable[Record]) -> list[Record]:
+    """Of runs with the same cases, by whatever library, the last; each run whole."""
+    found = {
+        json.dumps([rec["case"] for rec in run.values()]): list(run.values())
+        for run in by_run(recs)
+    }
+    return [rec for run in found.values() for rec in run]
 
 
 def spread(samples: Sequence[float]) -> tuple[float, float, float]:

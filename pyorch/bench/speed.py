@@ -452,14 +452,15 @@ def rows(recs: Sequence[Record]) -> list[Row]:
     best: dict[tuple[Any, ...], tuple[float, int]] = {}
     for rec in recs:
         if rec["case"]["library"] == "stock":
-            at, this = _group_of(rec["case"]), spread(rec["samples_ns"])[0]
+            at, this = _group_of(rec), spread(rec["samples_ns"])[0]
             best[at] = min(best.get(at, (math.inf, 0)), (this, rec["bytes_kv"]))
-    return [_row(rec, *best.get(_group_of(rec["case"]), (math.nan, 0))) for rec in recs]
+    return [_row(rec, *best.get(_group_of(rec), (math.nan, 0))) for rec in recs]
 
 
-def _group_of(case: dict[str, Any]) -> tuple[Any, ...]:
+def _group_of(rec: Record) -> tuple[Any, ...]:
     own = ("library", "flash_attn", "spec")
-    return tuple(v for k, v in case.items() if k not in own)
+    case = tuple(v for k, v in rec["case"].items() if k not in own)
+    return records.run_of(rec), case
 
 
 def _row(rec: Record, best_ns: float, best_kv: int) -> Row:

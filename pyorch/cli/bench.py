@@ -190,9 +190,8 @@ def _speed(options: dict[str, Any]) -> None:
         found = speed.run(plan, file, progress, force=options["force"])
     table = output.markdown(found)
     _print(found, table, file, options, output.summary(found), rows=speed.rows(found))
-    # beside the records: everything that this library ran, not only what was asked for now
-    stamps = found[0]["env"]["stamps"]
-    every = [r for r in records.load(file).values() if r["env"]["stamps"] == stamps]
+    # beside the records: all of them, not only what was asked for now
+    every = records.latest(records.load_all(file))
     file.with_suffix(".md").write_text(output.markdown(every) + "\n", "utf-8")
 
 
