@@ -7,7 +7,7 @@ import io
 import json
 import sqlite3
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +95,23 @@ def test_rows_compare_with_the_faster_stock() -> None:
     assert "| 20.0 | 5.0 | 4.00x | 2.00x | 50 % |" in line  # no columns of the paper's
 
 
-def record(case: speed.Case, ms: float, kv: int) -> records.Record:
-    from dataclasses import asdict
+def test_rows_compare_within_one_run_only() -> None:
+    """A later run of stock, beside other settings, is not what an earlier row took turns with."""
+    stock = replace(CASE, library="stock", spec="off")
+    first = [record(stock, ms=20, kv=60), record(CASE, ms=5, kv=10)]
+    other = replace(CASE, spec="sparq,ratio=1/4")
+    later = [record(stock, ms=10, kv=60), record(other, ms=5, kv=20)]
+    for run, recs in (("a", first), ("b", later)):
+        for rec in recs:
+            rec["run"] = run
+    found = {r["sparse_attn"]: r["speedup"] for r in speed.rows(first + later)}
+    assert found["sparq,ratio=1/8"] == 4 and found["sparq,ratio=1/4"] == 2
+    assert records.latest(first + later) == first + later
+    again = [dict(rec, run="c") for rec in first]
+    assert records.latest(first + later + again) == again + later
 
+
+def record(case: speed.Case, ms: float, kv: int) -> records.Record:
     return records.record(
         speed.BENCH,
         asdict(case),
