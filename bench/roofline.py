@@ -135,7 +135,7 @@ def draw(rows: Sequence[plot.Row]) -> Any:
     x = [0.2, ridge, 1000]
     left.plot(x, [v / 1e9 for v in (x[0] / ridge * peak, peak, peak)], color=plot.PAPER)
     left.text(
-        x[2], peak / 1e9 * 1.1, "f32 matrix product", color=plot.PAPER, fontsize=8, ha="right"
+        x[2], peak / 1e9 * 0.78, "f32 matrix product", color=plot.PAPER, fontsize=8, ha="right"
     )
     slope = f"sequential read, {peak / ridge / 1e9:.0f} GB/s"
     left.text(0.8 * ridge, 0.45e-9 * peak, slope, color=plot.PAPER, fontsize=8)
