@@ -16,7 +16,7 @@ FAMILIES = {
     "ref": (0.0, 1.0),  # f64 arithmetic, the result rounded to f32
     "score": (2.0, 4.0),  # scale: sum |q k| of the largest logit, plus the largest bias
     "attend": (2.0, 4.0),  # scale: the largest |v| that was read
-    "alpha": (2.0, 32.0),  # scale: 1; scalar code adds thousands of terms one after the other
+    "alpha": (2.0, 16.0),  # scale: 1
     "sum": (2.0, 16.0),  # v_sum: sums of 64, in any order; scale: sum |v|
 }
 

@@ -48,6 +48,22 @@ static inline vf exp_rank(vf x) {
     return mul_2n(p, n);
 }
 
+// a sum of many terms. Few lanes would add thousands of them one after the other: there, the sums of blocks are summed
+struct long_sum {
+    vf  all = set1(0.0f), block = set1(0.0f);
+    int n = 0;
+
+    void operator+=(vf x) {
+        block = add(block, x);
+        if (W < 8 && ++n % 64 == 0) {
+            all   = add(all, block);
+            block = set1(0.0f);
+        }
+    }
+
+    float total() const { return reduce_add(W < 8 ? add(all, block) : block); }
+};
+
 // makes a tile of logits ready: its maxima, its sums of exp (with several heads, or where wanted), keys
 static inline void finish_tile(const head_scores & s, int64_t tile, bool want_softmax) {
     const vf inf = set1(-INFINITY);
@@ -63,12 +79,12 @@ static inline void finish_tile(const head_scores & s, int64_t tile, bool want_so
         }
         const float max = std::fmin(reduce_max(top), FLT_MAX);
         const vf    ref = set1(max == -INFINITY ? 0.0f : max);
-        vf sum = set1(0.0f);
+        long_sum sum;
         if (s.n_head > 1) {
             for (int64_t t = 0; t < n; t += W) {
                 const vf y = load(x + t);
                 const vf e = exp_rank(sub(y, ref));
-                sum = add(sum, e);
+                sum += e;
                 store(x + t, select(eq(y, inf), inf, e));
             }
         } else {
@@ -76,13 +92,13 @@ static inline void finish_tile(const head_scores & s, int64_t tile, bool want_so
             for (int64_t t = 0; t < n; t += W) {
                 const vf y = load(x + t);
                 if (want_softmax) {
-                    sum = add(sum, exp_rank(sub(y, ref)));
+                    sum += exp_rank(sub(y, ref));
                 }
                 store(x + t, select(lt(inf, y), vmin(y, set1(FLT_MAX)), inf));
             }
         }
         s.max[tile*s.n_head + h] = max;
-        s.sum[tile*s.n_head + h] = reduce_add(sum);
+        s.sum[tile*s.n_head + h] = sum.total();
     }
 }
 
@@ -224,7 +240,7 @@ static inline void select_topk(int32_t * res, int topk_max, const select_scratch
         float alpha = 1.0f;
         if (want_alpha) {
             const float * x = s.x + h*s.ld;
-            vf sum = set1(0.0f);
+            long_sum sum;
             for (int i = 0; i < n_sel; i += W) {
                 float y[W];
                 for (int j = 0; j < W; ++j) {
@@ -235,9 +251,9 @@ static inline void select_topk(int32_t * res, int topk_max, const select_scratch
                         y[j] = in ? x[cells[i + j]]*s.max[cells[i + j]/s.tile*s.n_head + h] : 0.0f;
                     }
                 }
-                sum = add(sum, s.n_head == 1 ? exp_rank(load(y)) : load(y));
+                sum += s.n_head == 1 ? exp_rank(load(y)) : load(y);
             }
-            const float part = reduce_add(sum);
+            const float part = sum.total();
             // the sink takes mass but carries no value: its share stays with the selection
             const float sink = sinks ? expf(sinks[h] - w.top[h]) : 0.0f;
             const float all  = w.all[h] + sink;
