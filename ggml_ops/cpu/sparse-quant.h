@@ -8,13 +8,12 @@
 //   Sealing a group codes its whole run anew from K, with the groups that were sealed before: K is still there, and a later key may
 //   lie outside the range of those before it.
 //
-//   Codes lie in lines of 64 bytes: 64 positions of 8 bits, or 128 of 4 bits, the first 64 in the low halves of the bytes. Inside a line
-//   position 16*j + 4*i + l has byte 16*i + 4*j + l, so that zipping four channels within 128 bits, which is what every instruction set
-//   can do, leaves consecutive positions in a register.
+//   The order of the codes: ../sparse-codes.h.
 //
 //   The scan is one of integers: the coefficients of a run (times the scales of its channels) are rounded to small whole numbers, four
 //   channels are zipped, and one instruction (VNNI; two or three without it) multiplies and adds four codes of every position.
 
+#include "sparse-codes.h"
 #include "sparse-score.h"
 
 #include <algorithm>
@@ -22,13 +21,10 @@
 namespace sparse {
 
 constexpr int RUN  = GGML_SPARSE_RUN;
-constexpr int LINE = 64; // bytes
+constexpr int LINE = GGML_SPARSE_LINE; // bytes
 
 // positions in a line of codes
 static constexpr int line_pos(int n_bit) { return LINE*8/n_bit; }
-
-// the byte in a line of position t of its 64
-static inline int line_byte(int t) { return t/4%4*16 + t/16*4 + t%4; }
 
 // ---- seal ----
 
@@ -124,7 +120,7 @@ static void seal_run(char * codes, size_t nb_chan, float * range, const char * k
             uint8_t * dst = (uint8_t *) (codes + (c0 + c)*nb_chan);
             for (int b = 0; b < RUN; b += line_pos(n_bit), dst += LINE) {
                 for (int t = 0; t < LINE; ++t) {
-                    dst[line_byte(t)] = n_bit == 8 ? tile[b + t][c] : tile[b + t][c] | tile[b + LINE + t][c] << 4;
+                    dst[ggml_sparse_line_byte(t)] = n_bit == 8 ? tile[b + t][c] : tile[b + t][c] | tile[b + LINE + t][c] << 4;
                 }
             }
         }
@@ -269,7 +265,7 @@ static SPARQ_NOINLINE void score_lines(float * s, int64_t ld_s, const run_coef *
 #if defined(SPARQ_SCALAR)
     for (int h = 0; h < HB; ++h) {
         for (int t = 0; t < n_line*line_pos(N_BIT); ++t) {
-            const int64_t byte = at + t/line_pos(N_BIT)*LINE + line_byte(t % LINE);
+            const int64_t byte = at + t/line_pos(N_BIT)*LINE + ggml_sparse_line_byte(t % LINE);
             int32_t sum = 0;
             for (int i = 0; i < 4*n_quad; ++i) {
                 const int x = row[i][byte];

@@ -13,6 +13,7 @@
 #include "llama-memory-hybrid.h"
 
 #include "ggml-backend.h"
+#include "sparse-codes.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -217,10 +218,7 @@ struct llama_sparse_access {
             return y == ggml_fp32_to_fp16(x) || (err > 0.0f && std::abs(ggml_fp16_to_fp32(y) - x) <= err + 5e-4f*std::abs(x));
         }
         const auto * range = (const float *) ((const char *) layer.k_range->data + s*layer.k_range->nb[3] + c*layer.k_range->nb[2] + i/GGML_SPARSE_RUN*layer.k_range->nb[1]);
-        // the order of the codes: cpu/sparse-quant.h
-        const uint32_t t    = i % 64;
-        const uint8_t  byte = row[i/(512/n_bit)*64 + t/4%4*16 + t/16*4 + t%4];
-        const int      code = n_bit == 8 ? byte : i % 128 < 64 ? byte & 15 : byte >> 4;
+        const int code = row[ggml_sparse_code_byte(i, n_bit)] >> ggml_sparse_code_shift(i, n_bit) & ((1 << n_bit) - 1);
         return std::abs(range[1] + range[0]*code - x) <= 0.501f*range[0] + 1e-6f*std::abs(x) + err;
     }
 

@@ -70,7 +70,7 @@ def shadow_values(k_t: Tensor, k_range: Tensor | None, n_bit: int) -> tuple[np.n
     if n_bit == 16:
         return stored.astype(np.float32), np.zeros(stored.shape, np.float32)
     codes = stored.view(np.uint8)
-    t = np.arange(64)  # lines of 64 bytes, as cpu/sparse-quant.h orders them
+    t = np.arange(64)  # lines of 64 bytes, as sparse-codes.h orders them
     lines = codes[..., : codes.shape[2] // 64 * 64].reshape(*codes.shape[:2], -1, 1, 64)
     lines = lines[..., t // 4 % 4 * 16 + t // 16 * 4 + t % 4]
     if n_bit == 4:  # low halves, then high halves

@@ -39,7 +39,7 @@ class Shadow:
         )
 
     def code(self, n_kv: int) -> np.ndarray:
-        """(n_stream, n_kv, n_chan), from the layout of ggml_ops/cpu/sparse-quant.h."""
+        """(n_stream, n_kv, n_chan), from the layout of ggml_ops/sparse-codes.h."""
         raw = self.codes.view(np.uint8)
         t = np.arange(n_kv)
         byte = raw[:, :, t // (512 // self.n_bit) * 64 + BYTE[t % 64]].transpose(0, 2, 1)
