@@ -17,6 +17,7 @@ COMMANDS = {
     "explain": ("explain", "Say what sparse attention reads for a model, a ratio and a length."),
     "models": ("models", "List known models: geometry, settings to try first, evidence."),
     "pull": ("pull", "Download a model from the hub and check it."),
+    "quantize": ("quantize", "Quantise a GGUF model with llama.cpp's own quantiser."),
     "demo": ("demo", "Answer a question from a long text with the small model that comes along."),
     "bench": ("bench", "Measure attention time, prefill time and the quality of what is recited."),
     "report": ("report", "Write one HTML page with what was measured."),

@@ -74,6 +74,7 @@ TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     39: ("mxfp4", 32, 17),
     40: ("nvfp4", 64, 36),
     41: ("q1_0", 128, 18),
+    42: ("q2_0", 64, 18),
 }
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")  # those of K and V that we offer
 
@@ -103,6 +104,7 @@ class GGUFFile:
     n_bytes: int
     metadata: Mapping[str, Any]
     tensors: tuple[Tensor, ...]
+    parts: tuple[Path, ...]  # all files of a split model, else (path,)
 
     @property
     def arch(self) -> str:
@@ -208,6 +210,7 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFFile:
         sum(p.n_bytes for p in parts),
         first.metadata,
         tuple(t for p in parts for t in p.tensors),
+        tuple(p.path for p in parts),
     )
 
 
@@ -260,7 +263,7 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFFile:
         metadata[key] = r.value(r.unpack("I"))
     table = [_tensor_row(r) for _ in range(n_tensors)]
     _check_extent(r, metadata, table)
-    return GGUFFile(path, len(data), metadata, tuple(t for t, _ in table))
+    return GGUFFile(path, len(data), metadata, tuple(t for t, _ in table), (path,))
 
 
 def _tensor_row(r: _Reader) -> tuple[Tensor, int]:

@@ -1,0 +1,63 @@
+"""`sparq-cpp quantize`: a GGUF model in fewer bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pyorch.cli import options as opt
+
+
+class Quantize(click.Command):
+    """Names the library's types in the help text; they are read only when it is shown."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from pyorch.models.quantize import types
+
+        names = ", ".join(types()) or "listed here once the library is built (sparq-cpp build)"
+        with formatter.section("Types"):
+            formatter.write_text(names)
+
+
+@click.command(cls=Quantize)
+@click.argument("model", metavar="IN")
+@click.argument("output", metavar="OUT")
+@click.option("--type", "type_name", metavar="TYPE", default="Q4_K_M", show_default=True)
+@click.option("--imatrix", metavar="FILE", help="Importance matrix, made by llama-imatrix.")
+@click.option("--threads", "-t", type=opt.THREADS, help="Threads.  [default: all cores]")
+@click.option("--force", is_flag=True, help="Replace OUT if it is there.")
+@click.option("--allow-requantize", is_flag=True, help="Also from a quantised model: loses more.")
+@click.option("--yes", is_flag=True, help="Download the model without asking.")
+@opt.json_option
+def command(**options: Any) -> None:
+    """Write the model IN as OUT, with weights of another type.
+
+    IN is a GGUF file (of a split model the first part) or one on the hub, as in `sparq-cpp pull`.
+    OUT appears when it is finished.
+    """
+    from pyorch.engine import usable_cores
+    from pyorch.models.gguf_file import human_bytes
+    from pyorch.models.quantize import quantize
+
+    source = opt.model_file(options)
+    with opt.progress_bar("quantising") as progress:
+        result = quantize(
+            source,
+            Path(options["output"]),
+            options["type_name"],
+            imatrix=Path(options["imatrix"]) if options["imatrix"] else None,
+            n_threads=options["threads"] or usable_cores(),
+            force=options["force"],
+            allow_requantize=options["allow_requantize"],
+            progress=progress,
+        )
+    if result.fallbacks:
+        n = len(result.fallbacks)
+        opt.note(f"note: another type for {n} tensors: {result.fallbacks[0]}", "yellow")
+    if options["as_json"]:
+        opt.print_json({**vars(result), "path": str(result.path), "type": options["type_name"]})
+    else:
+        sizes = f"{human_bytes(result.bytes_before)} -> {human_bytes(result.bytes_after)}"
+        print(f"{result.path}: {sizes}, {result.bits_per_weight:.2f} bits per weight")

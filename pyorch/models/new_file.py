@@ -1,0 +1,96 @@
+"""A file that appears under its name only when it is finished.
+
+It is written as `NAME.partial` in the same folder and renamed at the end. Whoever writes it holds a
+lock on it, so that what a killed run left behind is overwritten, and what another run is writing is
+not.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pyorch.errors import SparqError
+from pyorch.models.gguf_file import human_bytes
+
+
+def check_target(path: Path, force: bool) -> None:
+    """Refuse a name that cannot or should not be written.
+
+    Raises:
+        SparqError: the file is there and `force` is not given, it is no plain file, or its folder
+            is not there.
+    """
+    if not path.absolute().parent.is_dir():
+        raise SparqError(f"{path}: there is no folder {path.parent}", "make it first", 2)
+    if path.exists() and not path.is_file():
+        raise SparqError(f"{path}: not a plain file", "give another name", 2)
+    if os.path.lexists(path) and not force:
+        raise SparqError(f"{path}: exists already", "--force replaces it", 2)
+
+
+def check_space(folder: Path, n_bytes: int, what: str) -> None:
+    """Refuse to begin what the disk has no room for.
+
+    Raises:
+        SparqError: with both sizes.
+    """
+    while not folder.exists():
+        folder = folder.absolute().parent
+    free = shutil.disk_usage(folder).free
+    if n_bytes > free:
+        raise SparqError(
+            f"{what} takes {human_bytes(n_bytes)}, but only {human_bytes(free)} are free in "
+            f"{folder}",
+            "make room, or write to another disk",
+        )
+
+
+@contextmanager
+def new_file(path: Path, force: bool = False) -> Iterator[Path]:
+    """Yield a temporary name to write to; it becomes `path` when the block ends without an error.
+
+    Whatever ends the block otherwise, Ctrl-C too, deletes it; a killed process leaves
+    `NAME.partial`, which the next run replaces.
+
+    Raises:
+        SparqError: as `check_target`; another process is writing the file; or the system refuses.
+    """
+    import fcntl
+
+    check_target(path, force)
+    real = Path(os.path.realpath(path))  # a link stays a link
+    partial = real.with_name(real.name + ".partial")
+    try:
+        lock = os.open(partial, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise SparqError(f"{path}: another process is writing it", "wait for it") from None
+            if not partial.exists() or not os.path.samestat(os.fstat(lock), partial.stat()):
+                raise SparqError(f"{path}: another process has just written it", "try again")
+            try:
+                os.truncate(lock, 0)
+                yield partial
+                check_target(path, force)
+                os.fsync(lock)
+                os.replace(partial, real)
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
+        finally:
+            os.close(lock)
+    except OSError as e:
+        raise cannot_write(path, e) from None
+
+
+def cannot_write(path: Path, e: OSError) -> SparqError:
+    """The error to tell instead of the system's."""
+    if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return SparqError(f"{path}: the disk is full; nothing was kept", "make room")
+    return SparqError(f"{path}: cannot be written: {e.strerror or e}")

@@ -1,0 +1,294 @@
+"""Quantise a GGUF model with llama.cpp's own quantiser.
+
+The quantiser is a function of the library that cannot be interrupted and ends the process on some
+damaged inputs. So it runs in a child process (this module as a program), which reports as JSON
+lines on stdout; this side shows, interrupts, and renames the file when it is finished.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pyorch import native
+from pyorch.attention.spec import nearest
+from pyorch.errors import SparqError
+from pyorch.models.gguf_file import MAGIC, read_gguf
+from pyorch.models.new_file import check_space, check_target, new_file
+
+Progress = Callable[[int, int], None]  # (done, total)
+Imatrix = dict[str, Any]  # tensor -> float32 weight of each column (and expert)
+
+_STEP = re.compile(r"\[ *(\d+)/ *(\d+)\] ")
+_SLACK = 64 << 20  # metadata and padding, which the library does not count beforehand
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a model. Sizes in bytes of the whole files."""
+
+    path: Path
+    bytes_before: int
+    bytes_after: int
+    bits_per_weight: float
+    fallbacks: tuple[str, ...]  # tensors that got another type, in the library's words
+
+
+def types() -> dict[str, int]:
+    """The library's types by name, such as Q4_K_M, with their numbers; {} before the first build.
+
+    Read from the text of the bindings: a list for `--help` must not start a build.
+    """
+    from pyorch.native import build
+
+    file = build.bindings() / "llama_cpp" / "llama_cpp.py"
+    if not file.is_file():
+        return {}
+    found = re.findall(
+        r"^LLAMA_FTYPE_(?:MOSTLY|ALL)_(\w+) = (\d+)$", file.read_text("utf-8"), re.MULTILINE
+    )
+    return {name: int(number) for name, number in found}
+
+
+def quantize(
+    source: Path,
+    target: Path,
+    type_name: str,
+    *,
+    imatrix: Path | None = None,
+    n_threads: int = 1,
+    force: bool = False,
+    allow_requantize: bool = False,
+    progress: Progress | None = None,
+) -> Result:
+    """Write `target`, a copy of the model `source` (any part of a split model's first) in a type.
+
+    Args:
+        type_name: a key of `types`, in any case of letters.
+        imatrix: importance matrix of llama-imatrix, as GGUF or in its older format.
+        force: replace `target` if it is there.
+        allow_requantize: also from a quantised model, which loses more than from the original.
+        progress: called with (tensors done, tensors).
+
+    Raises:
+        SparqError: wrong arguments, a damaged model, no space, or the library refuses. `target` is
+            then what it was.
+    """
+    native.lib_dir()  # builds on first use, and the types come with it
+    known = types()
+    if type_name.upper() not in known:
+        raise nearest("--type", type_name.upper(), tuple(known))
+    before = read_gguf(source)
+    check_target(target, force)
+    if target.exists() and any(os.path.samefile(target, p) for p in before.parts):
+        raise SparqError(f"{target}: is the model itself", "give another name", 2)
+    if imatrix is not None:
+        read_imatrix(imatrix)  # for its error, before anything is written
+    job = {
+        "source": str(source),
+        "type": known[type_name.upper()],
+        "imatrix": str(imatrix) if imatrix else None,
+        "n_threads": n_threads,
+        "allow_requantize": allow_requantize,
+    }
+    plan = _run(job | {"target": None}, None)
+    check_space(target.absolute().parent, plan["n_bytes"] + _SLACK, str(target))
+    with new_file(target, force) as partial:
+        done = _run(job | {"target": str(partial)}, progress)
+        if progress is not None:
+            progress(len(before.tensors), len(before.tensors))
+        after = read_gguf(partial)
+        if len(after.tensors) != len(before.tensors):
+            raise SparqError(f"{target}: the library wrote {len(after.tensors)} tensors", "a bug")
+    weights = sum(math.prod(t.shape) for t in after.tensors)
+    return Result(
+        target,
+        before.n_bytes,
+        after.n_bytes,
+        8 * sum(t.n_bytes for t in after.tensors) / max(weights, 1),
+        tuple(done["fallbacks"]),
+    )
+
+
+def _run(job: dict[str, Any], progress: Progress | None) -> dict[str, Any]:
+    """Do one job in a child process. It ends with us: its stdout is then closed."""
+    argv = [sys.executable, "-m", "pyorch.models.quantize", json.dumps(job)]
+    with (
+        tempfile.TemporaryFile() as said,
+        subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said, text=True
+        ) as child,
+    ):
+        assert child.stdout is not None
+        try:
+            for line in child.stdout:
+                answer = json.loads(line)
+                if "step" in answer:
+                    if progress is not None:
+                        progress(*answer["step"])
+                    continue
+                child.wait()
+                if "error" in answer:
+                    raise _explained(job, answer["error"], answer.get("hint", ""))
+                return answer
+        except BaseException:
+            child.kill()
+            raise
+        code = child.wait()
+        said.seek(0)
+        text = said.read().decode("utf-8", errors="replace").strip()
+    if code == -9:
+        raise SparqError("the quantiser was killed: out of memory?", "free some memory")
+    reason = next((s for s in text.splitlines() if s), f"exit code {code}")
+    raise SparqError(
+        f"{job['source']}: llama.cpp's quantiser ended: {reason}", "is the model damaged?"
+    )
+
+
+def _explained(job: dict[str, Any], reason: str, hint: str) -> SparqError:
+    if "requantizing" in reason:
+        hint = "quantise from the f16 or bf16 model; --allow-requantize does it nevertheless"
+    elif "mportance matrix" in reason or "requires an imatrix" in reason:
+        hint = "make one with llama-imatrix and give it as --imatrix FILE"
+    elif "invalid output file type" in reason:
+        reason, hint = "the library cannot quantise to this type", "sparq-cpp quantize --help"
+    elif "iostream error" in reason or "basic_ios" in reason:
+        reason, hint = "cannot write all of it: the disk is full?", "make room; nothing was kept"
+    return SparqError(f"{job['source']}: {reason}", hint)
+
+
+def read_imatrix(path: Path) -> Imatrix:
+    """Read an importance matrix: mean square of the inputs of each tensor, float32.
+
+    As `common_imatrix_load` and `load_imatrix` of llama.cpp do: GGUF (`NAME.in_sum2` over
+    `NAME.counts`, one count per expert), else the older format (already means, times calls).
+
+    Raises:
+        SparqError: not there, or not an importance matrix.
+    """
+    import numpy as np
+
+    try:
+        with path.open("rb") as f:
+            is_gguf = f.read(4) == MAGIC
+        found = _imatrix_gguf(path) if is_gguf else _imatrix_old(path.read_bytes())
+    except OSError as e:
+        raise SparqError(f"{path}: {e.strerror or e}") from None
+    except (struct.error, ValueError, KeyError):
+        found = {}
+    if not found or not all(np.isfinite(v).all() and v.size for v in found.values()):
+        raise SparqError(f"{path}: not an importance matrix", "llama-imatrix makes one")
+    return found
+
+
+def _imatrix_gguf(path: Path) -> Imatrix:
+    import gguf
+    import numpy as np
+
+    read_gguf(path)  # the library's reader believes what a file says
+    tensors = {t.name: t.data for t in gguf.GGUFReader(path).tensors}
+    out = {}
+    for name, sums in tensors.items():
+        if not name.endswith(".in_sum2"):
+            continue
+        counts = np.rint(tensors[name.removesuffix(".in_sum2") + ".counts"]).reshape(-1, 1)
+        sums = sums.reshape(len(counts), -1).astype(np.float32)
+        means = np.divide(sums, counts, out=np.ones_like(sums), where=counts > 0)
+        out[name.removesuffix(".in_sum2")] = means.astype(np.float32).ravel()
+    return out
+
+
+def _imatrix_old(data: bytes) -> Imatrix:
+    import numpy as np
+
+    def number() -> int:
+        nonlocal at
+        (n,) = struct.unpack_from("<i", data, at)
+        at += 4
+        if not 0 <= n <= len(data):
+            raise ValueError("a length beyond the file")
+        return n
+
+    out, at = {}, 0
+    for _ in range(number()):
+        n = number()
+        name = data[at : at + n].decode()
+        at += n
+        n_calls, n = number(), number()
+        values = np.frombuffer(data, "<f4", n, at)
+        at += 4 * n
+        out[name] = (values / max(n_calls, 1)).astype(np.float32)
+    return out
+
+
+# ---- the child ----
+
+
+def _work(job: dict[str, Any]) -> dict[str, Any]:
+    """Quantise in this process; with no target only plan. Returns the answer to send."""
+    lib: Any = native.load()
+    lib = getattr(lib, "llama_cpp", lib)
+    lines: list[str] = []
+    line = ""
+
+    def on_log(level: int, raw: bytes, _: object) -> None:
+        nonlocal line
+        text = raw.decode("utf-8", errors="replace")
+        if job["target"] and (match := _STEP.match(text)):
+            try:
+                send({"step": [int(match[1]) - 1, int(match[2])]})
+            except BaseException:  # who asked is gone; no exception can pass through C
+                os._exit(1)
+        line += text
+        if line.endswith("\n"):
+            lines.append(line.strip())
+            line = ""
+
+    callback = lib.llama_log_callback(on_log)
+    lib.llama_log_set(callback, None)
+    params = lib.llama_model_quantize_default_params()
+    params.nthread, params.ftype = job["n_threads"], job["type"]
+    params.allow_requantize = job["allow_requantize"]
+    params.dry_run = job["target"] is None
+    weights = read_imatrix(Path(job["imatrix"])) if job["imatrix"] else {}
+    if weights:
+        data = (lib.llama_model_imatrix_data * (len(weights) + 1))()  # the last one stays NULL
+        for entry, (name, values) in zip(data, weights.items(), strict=False):
+            entry.name, entry.size = name.encode(), values.size
+            entry.data = values.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        params.imatrix = data
+    source, target = os.fsencode(job["source"]), os.fsencode(job["target"] or "unused")
+    failed = lib.llama_model_quantize(source, target, ctypes.byref(params))
+    lines.append(line)
+    text = "\n".join(lines)
+    needs = "will require an imatrix" in text or "requires an imatrix" in text
+    if failed or (needs and not weights):
+        found = re.findall(r"failed to quantize: (.*)", text)
+        return {"error": found[-1] if found else "this type requires an importance matrix"}
+    size = re.search(r"quant size += +([\d.]+) MiB", text)
+    return {
+        "n_bytes": int(float(size[1]) * (1 << 20)) if size else 0,
+        "fallbacks": [s for s in lines if "falling back to" in s],
+    }
+
+
+def send(answer: dict[str, Any]) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        send(_work(json.loads(sys.argv[1])))
+    except SparqError as e:
+        send({"error": e.message, "hint": e.hint})
