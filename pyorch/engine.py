@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pyorch import native
 from pyorch.attention.bytes import cache_bytes, shadow_bytes
@@ -124,8 +124,24 @@ class AttentionInfo:
         return list(dict.fromkeys(r for r in found if r))
 
 
+class Watch(Protocol):
+    """Sees the tensors of every llama_decode; `pyorch.policies` decides with it what is read."""
+
+    def node(self, address: int, ask: bool) -> bool:
+        """llama.cpp's evaluation callback; may not raise."""
+
+    def done(self, n_past: int) -> None:
+        """After a llama_decode that began with `n_past` positions; may raise."""
+
+    def reset(self) -> None:
+        """With `reset_counters`."""
+
+
 class Session:
     """A loaded model with one context. Made by `load`; to be closed, or used with `with`."""
+
+    watch: Watch | None = None
+    on_node: Any = None
 
     def __init__(self, lib: Any, path: Path, geo: Geometry, model: Any, ctx: Any) -> None:
         self.lib, self.path, self.geometry, self.model, self.ctx = lib, path, geo, model, ctx
@@ -224,6 +240,7 @@ def load(
     stock: bool = False,
     verbose: bool = False,
     progress: Progress | None = None,
+    watch: Watch | None = None,
 ) -> Session:
     """Map a GGUF model into memory and make a context for it.
 
@@ -238,6 +255,7 @@ def load(
         numa: a key of `NUMA`, llama.cpp's own strategies; the first one in a process counts.
         stock: on the unpatched library, to compare with; a process has one library or the other.
         progress: called with (per mille done, 1000) while loading.
+        watch: sees every tensor that is computed.
 
     Raises:
         SparqError: anything wrong with the file, the sizes, or the library.
@@ -265,7 +283,12 @@ def load(
     params.flash_attn_type = 1 if flash_attn else 0
     params.type_k, params.type_v = (t.number for t in types)
     params.no_perf = True
+    if watch is not None:
+        on_node = lib.ggml_backend_sched_eval_callback(lambda t, ask, _: watch.node(t, ask))
+        params.cb_eval = on_node
     session = _make_session(lib, file.path, geo, model, params)
+    if watch is not None:
+        session.watch, session.on_node = watch, on_node  # kept alive with the context
     try:
         if spec is not None:
             set_attention(session, spec)
@@ -438,6 +461,8 @@ def info(session: Session) -> AttentionInfo:
 def reset_counters(session: Session) -> None:
     """Set the library's counters and `session.timings` to zero."""
     session.timings = Timings()
+    if session.watch is not None:
+        session.watch.reset()
     if hasattr(session.lib._lib, "llama_sparse_attn_reset_counters"):
         _sparse_call(session, "llama_sparse_attn_reset_counters", None, ctypes.c_void_p)(
             session.ctx
@@ -554,6 +579,8 @@ def _decode_tokens(session: Session, tokens: Sequence[int]) -> None:
     if code != 0:
         raise SparqError(f"llama.cpp could not evaluate {len(tokens)} tokens: {_last_log()}")
     session.tokens.extend(tokens)
+    if session.watch is not None:
+        session.watch.done(len(session.tokens) - len(tokens))
 
 
 def prefill(

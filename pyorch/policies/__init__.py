@@ -1,0 +1,203 @@
+"""Every method of the papers on real decode steps, at equal bytes. docs/methods.md has the table.
+
+    with open_session("model.gguf", "h2o,ratio=1/8", n_ctx=4096) as s:
+        engine.prefill(s, prompt)           # llama.cpp's own attention, always
+        engine.decode(s, token)             # reads what the method decides
+        print(bytes_per_token(s).share)     # counted
+        engine.rewind(s, len(prompt))
+        switch(s, "sparq,ratio=1/8")        # a native method: no Python in the loop
+
+`sparq`, `topk`, `dense` and `off` are the library's own (`pyorch.attention.spec`). The others are
+in this folder, one file each; `watch.py` says how they decide.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from typing import Any
+
+from pyorch import engine
+from pyorch.attention.bytes import layer_costs
+from pyorch.attention.spec import (
+    DEFAULT_RATIO,
+    METHODS,
+    AttentionSpec,
+    nearest,
+    parse_ratio,
+    parse_spec,
+)
+from pyorch.errors import SparqError
+from pyorch.models.gguf_file import Geometry
+from pyorch.policies.base import Heads, Policy
+from pyorch.policies.lm_infinite import LMInfinite
+from pyorch.policies.oracle import Oracle
+from pyorch.policies.streaming_llm import StreamingLLM
+from pyorch.policies.watch import SPEC, Counters, Watch
+
+POLICIES: dict[str, type[Policy]] = {p.name: p for p in (Oracle, LMInfinite, StreamingLLM)}
+
+Method = AttentionSpec | Policy
+
+
+def parse(text: str) -> Method:
+    """One line to settings: `METHOD[,key=value]...`. Without ratio and k: ratio 1/8.
+
+    Raises:
+        SparqError: an unknown name or a value out of range.
+    """
+    head, *rest = [part.strip() for part in text.split(",")]
+    if head in METHODS:
+        return parse_spec(text)
+    if head not in POLICIES:
+        raise nearest("method", head, (*METHODS, *POLICIES))
+    kind = POLICIES[head]
+    types = {f.name: str(f.type) for f in fields(kind)}
+    values: dict[str, Any] = {}
+    for part in rest:
+        key, eq, value = (s.strip() for s in part.partition("="))
+        if key not in types:
+            raise nearest(f"setting of {head}", key, tuple(types))
+        if not eq:
+            raise SparqError(f"{head}: {key} has no value", f"{key}=...", exit_code=2)
+        values[key] = _value(head, key, value, types[key])
+    if "ratio" in values and "k" in values:
+        raise SparqError(f"{head}: ratio and k", "ratio gives k; say one of them", exit_code=2)
+    if "k" not in values:
+        values.setdefault("ratio", DEFAULT_RATIO)
+    elif values["k"] < 1:
+        raise SparqError(f"{head}: k {values['k']} is below 1", exit_code=2)
+    policy = kind(**values)
+    policy.check()
+    return policy
+
+
+def _value(head: str, key: str, text: str, kind: str) -> Any:
+    if key == "ratio":
+        return parse_ratio(text)
+    try:
+        return float(text) if kind == "float" else int(text) if kind.startswith("int") else text
+    except ValueError:
+        raise SparqError(f"{head}: {key} {text!r} is not a number", exit_code=2) from None
+
+
+def open_session(
+    model: str | os.PathLike[str], text: str = "off", *, keep_queries: bool = False, **load: Any
+) -> engine.Session:
+    """A session of `engine.load(model, **load)` that decodes with the method `text`.
+
+    Args:
+        keep_queries: capture the queries of every prefill, so that a method that needs the
+            attention of the prompt can be switched to after it. As much memory as K in f16 (times
+            the query heads that share a KV head). Without it: only while such a method is set.
+
+    Raises:
+        SparqError: a bad text, or whatever `engine.load` raises.
+    """
+    parse(text)
+    watch = Watch(keep_queries=keep_queries)
+    session = engine.load(model, watch=watch, attention="off", **load)
+    try:
+        watch.attach(session, engine.cache_type(load.get("type_v", "f16")).bytes_per_element)
+        switch(session, text)
+    except BaseException:
+        session.close()
+        raise
+    return session
+
+
+def switch(session: engine.Session, text: str | Method) -> Method:
+    """Decode with another method from the next token on; counters begin at zero.
+
+    What the method before knew of the sequence is forgotten: the new one takes all that is in the
+    cache as its prompt. The cache stays as it is (rewind it yourself).
+
+    Raises:
+        SparqError: a bad text, or a session that `open_session` did not make.
+    """
+    method = parse(text) if isinstance(text, str) else text
+    watch = _watch(session)
+    watch.use(method if isinstance(method, Policy) else None)
+    engine.set_attention(session, SPEC if isinstance(method, Policy) else method)
+    engine.reset_counters(session)
+    return method
+
+
+def counters(session: engine.Session) -> Counters:
+    """What the method in Python wrote since `switch` or `engine.reset_counters`.
+
+    `selections` 0 after decoding: the method decided nothing, and a result must not be reported.
+    """
+    return _watch(session).counters
+
+
+def _watch(session: engine.Session) -> Watch:
+    if not isinstance(session.watch, Watch):
+        raise SparqError("not a session of pyorch.policies.open_session")
+    return session.watch
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Per decoded token, over all layers: of K, V and what a method keeps beside them."""
+
+    read: float
+    dense: float
+
+    @property
+    def share(self) -> float:
+        return self.read / self.dense if self.dense else 0.0
+
+
+def bytes_per_token(
+    what: engine.Session | Method | str,
+    geometry: Geometry | None = None,
+    n_pos: int = 0,
+    *,
+    k_bytes: float = 2,
+    v_bytes: float = 2,
+) -> Bytes:
+    """Counted, of a session since its counters were reset; or by formula, of a method.
+
+    Args:
+        geometry, n_pos, k_bytes, v_bytes: for a method: the model, positions in the cache with the
+            token's own, bytes per element of K and V.
+
+    Raises:
+        SparqError: nothing was decoded, nothing ran sparse that should, or the library read other
+            positions than the method chose.
+    """
+    if isinstance(what, engine.Session):
+        return _counted(what)
+    method = parse(what) if isinstance(what, str) else what
+    assert geometry is not None
+    if isinstance(method, AttentionSpec):
+        costs = layer_costs(geometry, method, n_pos, k_bytes, v_bytes)
+        return Bytes(sum(c.bytes_read for c in costs), sum(c.bytes_dense for c in costs))
+    read = dense = 0.0
+    for n_head, n_head_kv in zip(geometry.n_head, geometry.n_head_kv, strict=True):
+        if n_head_kv:
+            d_k, d_v = geometry.head_dim_k, geometry.head_dim_v
+            heads = Heads(n_head, n_head_kv, d_k, d_v, d_k * k_bytes, d_v * v_bytes)
+            n_read = method.n_read(n_pos, heads)
+            read += n_head_kv * method.bytes_read(n_read, n_pos, heads)
+            dense += n_head_kv * n_pos * heads.row
+    return Bytes(read, dense)
+
+
+def _counted(session: engine.Session) -> Bytes:
+    watch, info = _watch(session), engine.info(session)
+    if watch.policy is None:
+        n = info.counter("steps")
+        if not n:
+            raise SparqError("no token was decoded, or all with llama.cpp's own attention")
+        return Bytes(info.counter("bytes_read") / n, info.counter("bytes_dense") / n)
+    c = watch.counters
+    if not c.selections:
+        raise SparqError(f"{watch.policy}: nothing was selected", "no token was decoded sparsely")
+    if info.counter("positions_read") != c.positions - c.no_room:
+        raise SparqError(
+            f"{watch.policy}: chose {c.positions - c.no_room} positions, but the library read "
+            f"{info.counter('positions_read')}"
+        )
+    return Bytes(c.bytes_read / c.steps, c.bytes_dense / c.steps)

@@ -1,0 +1,199 @@
+"""What the methods share: the interface, and how a ratio becomes a number of positions.
+
+A method is a frozen dataclass of its settings (`Policy`). For each layer of a decoding session it
+makes a `Selector`, which is asked at every token which positions each KV head reads. The part that
+decides is a plain function of arrays in the method's file.
+
+Bytes are those of what lives from one token to the next and is read for a token: rows of K and V,
+and what a method keeps beside them. Logits, which do not outlive a token, cost nothing; nor does
+what is written. SparQ's and dense attention's bytes are counted in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from pyorch.attention.spec import ratio_text
+from pyorch.errors import SparqError
+
+
+@dataclass(frozen=True)
+class Heads:
+    """One layer. k_bytes, v_bytes: of the row of one position and KV head, as the cache has it."""
+
+    n_head: int
+    n_head_kv: int
+    d_k: int
+    d_v: int
+    k_bytes: float
+    v_bytes: float
+
+    @property
+    def row(self) -> float:
+        return self.k_bytes + self.v_bytes
+
+
+@dataclass(frozen=True)
+class Step:
+    """One token in one layer; positions 0 .. n_pos-1, the last is the token's own.
+
+    logits (n_head_kv, group, n_pos) f32: exact, scaled, soft-capped, biased
+    q      (n_head_kv, group, d_k) f32
+    keys   keys(a, b) reads K of the positions a .. b-1: (b - a, n_head_kv, d_k) f32
+    """
+
+    n_pos: int
+    logits: np.ndarray
+    q: np.ndarray
+    scale: float
+    keys: Callable[[int, int], np.ndarray]
+
+    @property
+    def last(self) -> int:
+        return self.n_pos - 1
+
+
+class Prompt(Protocol):
+    """The attention of the positions before the first one that a method decides on, one layer.
+
+    n       positions
+    blocks  yields (first row, logits (n_head_kv, group, rows, cols) f32): of the rows from `first`
+            on, over positions 0 .. cols-1, -inf above the diagonal. `start`: rows before it are
+            left out
+    once    the value of a function of this prompt, shared by all methods and ratios by its key
+    """
+
+    n: int
+
+    def blocks(self, start: int = 0) -> Iterator[tuple[int, np.ndarray]]: ...
+
+    def once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any: ...
+
+
+class Selector(Protocol):
+    """A method's state in one layer of one sequence. Asked once per token, in order."""
+
+    def select(self, step: Step) -> np.ndarray:
+        """Positions that are read: (n_head_kv, n) ascending, each once."""
+        ...
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Settings of a method. Exactly one of `ratio` and `k` decides how many positions are read.
+
+    ratio  bytes read / bytes of all K and V, what the method keeps beside them included
+    k      positions, whatever they cost
+    """
+
+    ratio: float | None = None
+    k: int | None = None
+
+    name: ClassVar[str]
+    needs_prompt: ClassVar[bool] = False  # reads the attention of the prompt
+    evicts: ClassVar[bool] = False  # what is not read once is never read again
+    renormalises: ClassVar[bool] = True  # softmax over what is read; else over all positions
+    least: ClassVar[int] = 1  # positions, whatever the ratio
+
+    def start(self, heads: Heads, prompt: Prompt | None) -> Selector:
+        """A new sequence in one layer. `prompt` is given if `needs_prompt`."""
+        raise NotImplementedError
+
+    def fixed_bytes(self, n_pos: int, heads: Heads) -> float:
+        """Bytes per KV head that do not depend on how many positions are read."""
+        return 0.0
+
+    def position_bytes(self, heads: Heads) -> float:
+        """Bytes per KV head and position that is read."""
+        return heads.row
+
+    def bytes_read(self, n_read: int, n_pos: int, heads: Heads) -> float:
+        """Bytes per KV head of a token that reads `n_read` positions of `n_pos`."""
+        return self.fixed_bytes(n_pos, heads) + n_read * self.position_bytes(heads)
+
+    def k_at(self, n_pos: int, heads: Heads) -> int:
+        """Positions that a token may read at `n_pos` positions, itself included.
+
+        Raises:
+            SparqError: what does not depend on k costs more than the ratio allows.
+        """
+        if self.k is not None:
+            return min(max(self.k, self.least), n_pos)
+        allowed = self.ratio * n_pos * heads.row  # type: ignore[operator]
+        rest = allowed - self.fixed_bytes(n_pos, heads)
+        k = int(rest / self.position_bytes(heads) + 1e-9)
+        if k < 1:
+            share = self.fixed_bytes(n_pos, heads) / (n_pos * heads.row)
+            raise SparqError(
+                f"{self}: what {self.name} reads to choose is {100 * share:.1f} % of the bytes",
+                f"a ratio above {share:.3f}, or k=N",
+                exit_code=2,
+            )
+        return min(max(k, self.least), n_pos)
+
+    def n_read(self, n_pos: int, heads: Heads) -> int:
+        """Positions that a token reads: `k_at`, unless a method reads whole pages."""
+        return self.k_at(n_pos, heads)
+
+    def check(self) -> None:
+        """Raise SparqError if a setting is out of range. `parse` calls it."""
+
+    def __str__(self) -> str:
+        """The canonical line: the name, then what differs from the defaults."""
+        parts = [self.name]
+        for field, default in _defaults(type(self)).items():
+            value = getattr(self, field)
+            if value != default:
+                text = ratio_text(value) if field == "ratio" else str(value)
+                parts.append(f"{field}={text}")
+        return ",".join(parts)
+
+
+def _defaults(kind: type[Policy]) -> dict[str, Any]:
+    from dataclasses import fields
+
+    return {f.name: f.default for f in fields(kind)}
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Over the last axis; -inf is 0. A row of -inf alone gives NaN."""
+    e = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    e /= e.sum(axis=-1, keepdims=True)
+    return e
+
+
+def group_scores(logits: np.ndarray) -> np.ndarray:
+    """(n_head_kv, group, n) logits to (n_head_kv, n): what positions are ranked by.
+
+    As SparQ does for shared KV heads: softmaxed scores, summed over the group. With one query head
+    the logit itself, the same order.
+    """
+    return logits[:, 0] if logits.shape[1] == 1 else softmax(logits).sum(axis=1)
+
+
+def top(scores: np.ndarray, k: int) -> np.ndarray:
+    """Indices of the k largest of (n,) scores, ascending. Ties: the lower index."""
+    n = len(scores)
+    if k >= n:
+        return np.arange(n)
+    if k <= 0:
+        return np.empty(0, np.int64)
+    cut = np.partition(scores, n - k)[n - k]
+    chosen = scores > cut
+    ties = np.flatnonzero(scores == cut)
+    chosen[ties[: k - np.count_nonzero(chosen)]] = True
+    return np.flatnonzero(chosen)
+
+
+def top_rows(scores: np.ndarray, k: int) -> np.ndarray:
+    """`top` of each row: (h, n) to (h, min(k, n))."""
+    return np.stack([top(row, k) for row in scores])
+
+
+def same_for_all(positions: np.ndarray, n_head_kv: int) -> np.ndarray:
+    """(n,) to (n_head_kv, n)."""
+    return np.broadcast_to(positions, (n_head_kv, len(positions)))

@@ -1,0 +1,48 @@
+"""LM-Infinite (Han et al., arXiv 2308.16137): the first positions and a window of the newest.
+
+As SparQ's comparison has it (arXiv 2312.04985, appendix G): 16 first positions and k - 16 newest.
+Left out: the ceiling on distances, which is there for texts longer than a model was trained on;
+ours are not, and then it changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pyorch.errors import SparqError
+from pyorch.policies.base import Heads, Policy, Prompt, Step, same_for_all
+
+
+@dataclass(frozen=True)
+class LMInfinite(Policy):
+    """sinks: first positions that are always read."""
+
+    sinks: int = 16
+    name = "lm-infinite"
+    evicts = True
+
+    def check(self) -> None:
+        if self.sinks < 0:
+            raise SparqError(f"sinks {self.sinks} is below 0", exit_code=2)
+
+    def start(self, heads: Heads, prompt: Prompt | None) -> WindowSelector:
+        return WindowSelector(self, heads)
+
+
+@dataclass
+class WindowSelector:
+    policy: LMInfinite
+    heads: Heads
+
+    def select(self, step: Step) -> np.ndarray:
+        k = self.policy.k_at(step.n_pos, self.heads)
+        return same_for_all(select(step.n_pos, k, self.policy.sinks), self.heads.n_head_kv)
+
+
+def select(n_pos: int, k: int, sinks: int) -> np.ndarray:
+    """(min(k, n_pos),): the first `sinks` positions and the newest; at least the newest one."""
+    k = min(k, n_pos)
+    sinks = min(sinks, k - 1)
+    return np.concatenate([np.arange(sinks), np.arange(n_pos - (k - sinks), n_pos)])

@@ -1,0 +1,35 @@
+"""Oracle: the exact top-k positions, as if the scores cost nothing.
+
+The upper bound of SparQ's ablation (arXiv 2312.04985, section 5.4 and Fig. 7a): all of the bytes
+pay for rows of K and V. Shared KV heads: softmaxed scores summed over the group, as SparQ ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pyorch.policies.base import Heads, Policy, Prompt, Step, group_scores, top_rows
+
+
+@dataclass(frozen=True)
+class Oracle(Policy):
+    name = "oracle"
+
+    def start(self, heads: Heads, prompt: Prompt | None) -> OracleSelector:
+        return OracleSelector(self, heads)
+
+
+@dataclass
+class OracleSelector:
+    policy: Oracle
+    heads: Heads
+
+    def select(self, step: Step) -> np.ndarray:
+        return select(step.logits, self.policy.k_at(step.n_pos, self.heads))
+
+
+def select(logits: np.ndarray, k: int) -> np.ndarray:
+    """(n_head_kv, group, n) to (n_head_kv, min(k, n)): the positions of the k largest scores."""
+    return top_rows(group_scores(logits), k)

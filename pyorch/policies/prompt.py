@@ -1,0 +1,153 @@
+"""The attention of a prompt, for methods that keep what the prompt attended to most.
+
+Prefill runs llama.cpp's own attention. `Queries` captures each layer's q there (one copy, in the
+f16 that llama.cpp multiplies with an f16 K), and `LayerPrompt` computes its softmax in numpy from
+them and K in the cache, in blocks, when a method first asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pyorch.errors import SparqError
+from pyorch.native.tensor import Tensor, floats, source, view
+
+_ROWS = 128  # of a block
+
+
+@dataclass
+class _Layer:
+    q: np.ndarray  # (room, n_head, d_k) f16; room grows
+    logit: tuple[float, float, float]  # scale, ALiBi's max_bias, soft-cap
+    known: int = 0  # rows of the first positions without a gap
+    cache: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # by (key.., positions)
+
+    def put(self, rows: np.ndarray, first: int) -> None:
+        """Rows of the positions from `first` on; what was known of them and later is forgotten."""
+        n = first + len(rows)
+        if n > len(self.q):
+            grown = np.empty((max(n, 2 * len(self.q)), *rows.shape[1:]), np.float16)
+            grown[: self.known] = self.q[: self.known]
+            self.q = grown
+        self.q[first:n] = np.clip(rows, -65504, 65504)
+        self.cut(first)
+        if first == self.known:
+            self.known = n
+
+    def cut(self, n: int) -> None:
+        """Forget the positions from n on."""
+        self.known = min(self.known, n)
+        for key in [key for key in self.cache if key[-1] > n]:
+            del self.cache[key]
+
+
+@dataclass
+class Queries:
+    """q of all layers, by the address of the layer's K."""
+
+    layers: dict[int, _Layer] = field(default_factory=dict)
+    seen: bool = False  # in this llama_decode
+
+    def add(self, t: Tensor, n_past: int) -> None:
+        """From a FLASH_ATTN_EXT node whose tokens come after `n_past` others.
+
+        Raises:
+            SparqError: more than one sequence.
+        """
+        q, k, sinks = source(t, 0), source(t, 1), source(t, 4)
+        assert q is not None and k is not None
+        if q.ne[3] != 1 or sinks is not None:
+            raise SparqError("capturing a prompt: one sequence, and no model with learned sinks")
+        rows = view(q)[0].swapaxes(0, 1)  # (n_tok, n_head, d_k)
+        scale, max_bias, softcap = np.array(t.op_params[:3], np.int32).view(np.float32).tolist()
+        self.put(k.data, rows, n_past, (scale, max_bias, softcap))
+
+    def put(
+        self, layer: int, rows: np.ndarray, first: int, logit: tuple[float, float, float] | None
+    ) -> None:
+        """Rows (n, n_head, d_k) of the positions from `first` on."""
+        if layer not in self.layers:
+            if logit is None:
+                return
+            self.layers[layer] = _Layer(np.empty((0, *rows.shape[1:]), np.float16), logit)
+        self.layers[layer].put(rows, first)
+        self.seen = True
+
+    def done(self, n_past: int) -> None:
+        """After each llama_decode: where nothing was captured, what comes after is not known."""
+        if not self.seen:
+            for layer in self.layers.values():
+                layer.cut(n_past)
+        self.seen = False
+
+    def prompt(self, k: Tensor, n: int, name: str) -> LayerPrompt:
+        """Of the first n positions.
+
+        Raises:
+            SparqError: they were not captured.
+        """
+        layer = self.layers.get(k.data)
+        if layer is None or layer.known < n:
+            raise SparqError(
+                f"{name} needs the attention of the prompt, which was read before it was asked for",
+                "switch to the method before prefill, or open the session with keep_queries=True",
+            )
+        return LayerPrompt(layer, n, floats(view(k)[0, :n], k.type))
+
+
+@dataclass
+class LayerPrompt:
+    """`base.Prompt`. k (n, n_head_kv, d_k)."""
+
+    layer: _Layer
+    n: int
+    k: np.ndarray
+
+    def once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        full = (*key, self.n)
+        if full not in self.layer.cache:
+            self.layer.cache[full] = make()
+        return self.layer.cache[full]
+
+    def blocks(self, start: int = 0) -> Iterator[tuple[int, np.ndarray]]:
+        for first in range(start, self.n, _ROWS):
+            last = min(first + _ROWS, self.n)
+            q = self.layer.q[first:last].astype(np.float32)
+            yield first, causal_logits(q, self.k[:last], first, *self.layer.logit)
+
+
+def causal_logits(
+    q: np.ndarray, k: np.ndarray, first: int, scale: float, max_bias: float, softcap: float
+) -> np.ndarray:
+    """(n_head_kv, group, rows, cols): logits of the rows from position `first` on.
+
+    q (rows, n_head, d_k), k (cols, n_head_kv, d_k); -inf above the diagonal.
+    """
+    (rows, n_head, d), (cols, n_head_kv, _) = q.shape, k.shape
+    # (n_head_kv, group*rows, d) @ (n_head_kv, d, cols)
+    grouped = q.reshape(rows, n_head_kv, -1, d).transpose(1, 2, 0, 3).reshape(n_head_kv, -1, d)
+    x = (grouped * np.float32(scale)) @ k.transpose(1, 2, 0)
+    x = x.reshape(n_head_kv, -1, rows, cols)
+    if softcap > 0:
+        x = np.float32(softcap) * np.tanh(x / np.float32(softcap))
+    distance = np.arange(first, first + rows)[:, None] - np.arange(cols)
+    if max_bias > 0:
+        slopes = alibi_slopes(n_head, max_bias).reshape(n_head_kv, -1, 1, 1)
+        x -= (slopes * distance).astype(np.float32)
+    x[..., distance < 0] = -np.inf
+    return x
+
+
+def alibi_slopes(n_head: int, max_bias: float) -> np.ndarray:
+    """(n_head,), as ggml has them."""
+    power = 2 ** int(np.log2(n_head))
+    h = np.arange(n_head)
+    return np.where(
+        h < power,
+        2.0 ** (-max_bias / power * (h + 1)),
+        2.0 ** (-max_bias / 2 / power * (2 * (h - power) + 1)),
+    )

@@ -1,0 +1,276 @@
+"""Lets a method in Python decide what llama.cpp's real decoding reads.
+
+The library runs its `topk` method: SCORE (exact), SELECT, ATTEND for each layer. `Watch` is
+llama.cpp's evaluation callback: after SELECT was computed it asks the method, and writes what the
+method chose over SELECT's result, which ATTEND then reads. Where a method's softmax runs over all
+positions, ATTEND's result is scaled by the share of what was read. The very few positions that a
+selection has no room for (it holds nearly all, not all) are attended to in numpy.
+
+The sources of prefill's own attention nodes give the queries of the prompt, for methods that need
+its attention.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from pyorch.errors import SparqError
+from pyorch.native.tensor import Tensor, floats, row_bytes, source, view
+from pyorch.policies.base import Heads, Policy, Selector, Step, softmax
+from pyorch.policies.prompt import Queries
+
+# SCORE from all of K, and SELECT with room for (nearly) all positions; `forced` begins with the
+# newest cell, then come the first four
+SPEC = "topk,ratio=0.997,min_k=1,min_ctx=0,local=1,sinks=4"
+_SELECT, _ATTEND = 3, 5  # ggml_sparse_attn_op
+_SCALE = 2  # in the op_params of SCORE: the step, the rank, the scale
+_OBJECT = 32  # struct ggml_object, in front of every tensor of a context
+_OP, _PARAMS = Tensor.op.offset, Tensor.op_params.offset
+
+
+@dataclass
+class Counters:
+    """Since the last reset. `positions` and bytes are summed over layers and KV heads."""
+
+    steps: int = 0  # tokens
+    selections: int = 0  # of a layer and token, written over SELECT's
+    positions: int = 0
+    bytes_read: float = 0.0
+    bytes_dense: float = 0.0
+    no_room: int = 0  # of these positions, those that SELECT's result had no room for
+
+
+@dataclass
+class _Layer:
+    heads: Heads
+    selector: Selector
+
+
+@dataclass
+class Watch:
+    """`engine.load(watch=...)` calls `node`, `done` and `reset`. `policy` None: looks at nothing.
+
+    keep_queries: capture the prompt even for methods that do not need it, for those that come next
+    """
+
+    keep_queries: bool = False
+    policy: Policy | None = None
+    counters: Counters = field(default_factory=Counters)
+    queries: Queries = field(default_factory=Queries)
+
+    def __post_init__(self) -> None:
+        self.n_tokens: Any = lambda: 0  # positions in the cache before this llama_decode
+        self._layers: dict[int, _Layer] = {}  # by the address of the layer's K
+        self._n_seen = -1  # positions that the selectors know
+        self._n_pos = 0  # of this step; 0: nothing selected yet
+        # by the address of the SELECT node: changes ATTEND's result (n_head, d_v)
+        self._after: dict[int, Callable[[Tensor, np.ndarray], None]] = {}
+        self._error: BaseException | None = None
+        self._ops: tuple[int, int] | None = None
+
+    # ---- what the session calls ----
+
+    def attach(self, session: Any, v_element: float) -> None:
+        """Learn the numbers of the ops, and what a row of V is. v_element: bytes of an element.
+
+        Raises:
+            SparqError: the tensors of the library are not those of `Tensor`.
+        """
+        lib = session.lib._lib
+        lib.ggml_op_name.restype, lib.ggml_op_name.argtypes = ctypes.c_char_p, [ctypes.c_int]
+        lib.ggml_tensor_overhead.restype = ctypes.c_size_t
+        if lib.ggml_tensor_overhead() != ctypes.sizeof(Tensor) + _OBJECT:
+            raise SparqError("struct ggml_tensor is not what pyorch/native/tensor.py says")
+
+        def number(op: bytes) -> int:
+            return next(i for i in count() if lib.ggml_op_name(i) == op)
+
+        self._ops = number(b"SPARSE_ATTN"), number(b"FLASH_ATTN_EXT")
+        self._d_v = session.geometry.head_dim_v
+        self._v_bytes = self._d_v * v_element
+        self.n_tokens = lambda: len(session.tokens)
+
+    def use(self, policy: Policy | None) -> None:
+        """Another method, or none; what the one before knew is forgotten, the prompt is not."""
+        self.policy = policy
+        self._forget()
+
+    def reset(self) -> None:
+        self.counters = Counters()
+
+    def done(self, n_past: int) -> None:
+        """After each llama_decode of a cache with `n_past` positions.
+
+        Raises:
+            SparqError, ..: what went wrong in `node`, where no exception can pass.
+        """
+        if self._n_pos:
+            self._n_seen = self._n_pos
+            self.counters.steps += 1
+        else:
+            self._forget()
+        self.queries.done(n_past)
+        self._n_pos = 0
+        error, self._error = self._error, None
+        if error is not None:
+            self._forget()
+            raise error
+
+    def _forget(self) -> None:
+        self._layers.clear()
+        self._after.clear()
+        self._n_seen = -1
+
+    def node(self, address: int, ask: bool) -> bool:
+        """llama.cpp asks whether a tensor is wanted, and shows those that are, once computed."""
+        if self._ops is None or self._error is not None:
+            return not ask
+        try:
+            op = ctypes.c_int.from_address(address + _OP).value
+            if op == self._ops[0]:
+                step = ctypes.c_int32.from_address(address + _PARAMS).value
+                if self.policy is None or step not in (_SELECT, _ATTEND):
+                    return not ask
+                if step == _ATTEND and not self._after:
+                    return not ask
+                if not ask:
+                    t = Tensor.from_address(address)
+                    self._select(t, address) if step == _SELECT else self._attend(t)
+                return True
+            if op == self._ops[1] and self._captures:
+                if not ask:
+                    self.queries.add(Tensor.from_address(address), self.n_tokens())
+                return True
+        except BaseException as error:  # noqa: BLE001
+            self._error = error
+        return not ask
+
+    @property
+    def _captures(self) -> bool:
+        return self.keep_queries or (self.policy is not None and self.policy.needs_prompt)
+
+    # ---- SELECT and ATTEND ----
+
+    def _select(self, t: Tensor, address: int) -> None:
+        score = source(t, 0)
+        assert score is not None and self.policy is not None
+        q, k, logits = source(score, 0), source(score, 1), view(score)
+        assert q is not None and k is not None
+        if logits.shape[:2] != (1, 1):
+            raise SparqError(f"{self.policy}: serves one sequence, one token at a time")
+        if source(t, 3) is not None:
+            raise SparqError(f"{self.policy}: not for models with learned sinks")
+        if self._n_pos == 0:
+            self._begin_step(t, logits[0, 0])
+        n_pos, n_head_kv = self._n_pos, k.ne[1]
+        stored, q_rows = view(k)[0], view(q)[0, 0]
+        layer = self._layers.get(k.data) or self._start(k, q)
+        step = Step(
+            n_pos=n_pos,
+            logits=logits[0, 0, :, :n_pos].reshape(n_head_kv, -1, n_pos),
+            q=q_rows.reshape(n_head_kv, -1, k.ne[0]),
+            scale=_f32(score.op_params[_SCALE]),
+            keys=lambda a, b: floats(stored[a:b], k.type),
+        )
+        positions = layer.selector.select(step)
+        if self._captures:
+            self.queries.put(k.data, q_rows[None], n_pos - 1, None)
+        self._write(t, positions, step)
+        self._account(layer.heads, positions.shape[1])
+        if not self.policy.renormalises:
+            kept = np.take_along_axis(softmax(step.logits), positions[:, None], axis=2).sum(axis=2)
+            self._after[address] = lambda _, out: np.multiply(out, kept.reshape(-1, 1), out=out)
+
+    def _begin_step(self, t: Tensor, logits: np.ndarray) -> None:
+        """The first layer of a token: cells are positions, and the selectors know all before it.
+
+        Raises:
+            SparqError: cells are not in the order of positions.
+        """
+        n_pos = self.n_tokens() + 1
+        forced = source(t, 1)
+        assert forced is not None
+        newest, *first = view(forced)[0, 0, 0]
+        hidden = np.isneginf(logits[0])
+        in_order = newest == n_pos - 1 and all(c in (i, -1) for i, c in enumerate(first))
+        if not in_order or hidden[:n_pos].any() or not hidden[n_pos:].all():
+            raise SparqError(
+                f"{self.policy}: the cells of the cache are not in the order of positions",
+                "a session that only prefills, decodes and rewinds keeps them in order",
+            )
+        if n_pos != self._n_seen + 1:
+            self._forget()
+        self._n_pos = n_pos
+
+    def _start(self, k: Tensor, q: Tensor) -> _Layer:
+        assert self.policy is not None
+        heads = Heads(
+            n_head=q.ne[1],
+            n_head_kv=k.ne[1],
+            d_k=k.ne[0],
+            d_v=self._d_v,
+            k_bytes=row_bytes(k),
+            v_bytes=self._v_bytes,
+        )
+        prompt = None
+        if self.policy.needs_prompt:
+            prompt = self.queries.prompt(k, self._n_pos - 1, self.policy.name)
+        layer = _Layer(heads, self.policy.start(heads, prompt))
+        self._layers[k.data] = layer
+        return layer
+
+    def _write(self, t: Tensor, positions: np.ndarray, step: Step) -> None:
+        """SELECT's result: n_sel, alpha (1: not asked for), cells in ascending order, -1.
+
+        Raises:
+            SparqError: a position that there is not, or not in ascending order.
+        """
+        n = positions.shape[1]
+        if n < 1 or positions[:, 0].min() < 0 or positions[:, -1].max() >= step.n_pos:
+            raise SparqError(f"{self.policy}: chose positions that are not there")
+        if (positions[:, 1:] <= positions[:, :-1]).any():
+            raise SparqError(f"{self.policy}: chose a position twice, or not in order")
+        rows, first = view(t)[0, 0], 1 + step.logits.shape[1]
+        room = rows.shape[1] - first
+        rows[:, 0] = min(n, room)
+        rows[:, first : first + n] = positions[:, :room]
+        rows[:, first + n :] = -1
+        if n > room:
+            weights = softmax(np.take_along_axis(step.logits, positions[:, None], axis=2))
+            self._after[ctypes.addressof(t)] = lambda attend, out: _attend(
+                attend, out, weights, positions
+            )
+            self.counters.no_room += (n - room) * len(positions)
+
+    def _account(self, heads: Heads, n_read: int) -> None:
+        assert self.policy is not None
+        c, n_pos = self.counters, self._n_pos
+        c.selections += 1
+        c.positions += n_read * heads.n_head_kv
+        c.bytes_read += self.policy.bytes_read(n_read, n_pos, heads) * heads.n_head_kv
+        c.bytes_dense += n_pos * heads.row * heads.n_head_kv
+
+    def _attend(self, t: Tensor) -> None:
+        change = self._after.pop(ctypes.addressof(t.src[5].contents), None)
+        if change is not None:
+            change(t, view(t)[0, 0, 0].reshape(-1, self._d_v))
+
+
+def _attend(t: Tensor, out: np.ndarray, weights: np.ndarray, positions: np.ndarray) -> None:
+    """out (n_head, d_v) = weights (n_head_kv, group, n) times V of the positions (n_head_kv, n)."""
+    v = source(t, 2)
+    assert v is not None
+    stored, group = view(v)[0], weights.shape[1]
+    for h, (w, p) in enumerate(zip(weights, positions, strict=True)):
+        out[h * group : (h + 1) * group] = w @ floats(stored[p, h], v.type)
+
+
+def _f32(bits: int) -> float:
+    """The float with these bits, as op_params hold them."""
+    return float(np.int32(bits).view(np.float32))

@@ -1,0 +1,199 @@
+"""Every method on the demo model by real decode steps, against what the library really did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import oracles
+import pytest
+from trace_session import trace, untrace
+
+from pyorch import engine, policies
+from pyorch.errors import SparqError
+
+N_PROMPT, N_STEP = 200, 12
+
+MakeOracle = Callable[..., oracles.Oracle]
+# settings: they read few positions; then the oracle
+METHODS: dict[str, MakeOracle] = {
+    "oracle,k=20": oracles.Exact,
+    "lm-infinite,k=30": lambda *a: oracles.Window(*a, sinks=16),
+    "streaming-llm,k=30": lambda *a: oracles.Window(*a, sinks=4),
+}
+
+
+def tokens_of(session: engine.Session, text: str, n: int = N_PROMPT + N_STEP) -> list[int]:
+    return engine.tokenize(session, text)[:n]
+
+
+def decode(session: engine.Session, tokens: list[int]) -> np.ndarray:
+    """Prefill anew all tokens but N_STEP, decode these: their logits (N_STEP, n_vocab)."""
+    engine.rewind(session, 0)
+    engine.prefill(session, tokens[:-N_STEP])
+    out = []
+    for t in tokens[-N_STEP:]:
+        engine.decode(session, t)
+        out.append(engine.logits(session))
+    return np.array(out)
+
+
+@pytest.mark.parametrize("line", METHODS)
+def test_positions_read_are_the_oracle_s(demo: engine.Session, text: str, line: str) -> None:
+    tokens = tokens_of(demo, text)
+    policy = policies.switch(demo, line)
+    assert isinstance(policy, policies.Policy)
+    found = trace(demo)
+    try:
+        decode(demo, tokens)
+    finally:
+        untrace(demo)
+    assert len(found.reads) == demo.geometry.n_layer
+    for layer, reads in found.reads.items():
+        n_head, d = reads[0].q.shape
+        n_head_kv = reads[0].k.shape[1]
+        heads = policies.Heads(n_head, n_head_kv, d, d, 2 * d, 2 * d)
+        oracle = METHODS[line](
+            n_head, n_head_kv, lambda n, h=heads: policy.n_read(n, h), 1 / np.sqrt(d)
+        )
+        queries = np.concatenate(found.prompt[layer])
+        oracle.prompt(queries, reads[0].k[: len(queries)])
+        for read in reads:
+            want = oracle.choose(read.q, read.k)
+            assert read.cells == want or oracle.margin < 1e-3, f"layer {layer}"
+            check_output(read, oracle, policy.renormalises)
+            oracle.follow(read.cells)
+
+
+def check_output(read, oracle: oracles.Oracle, renormalises: bool) -> None:
+    """Attention over the positions that were read, and over no other."""
+    for head in range(oracle.n_head):
+        cells = read.cells[head // oracle.group]
+        over = cells if renormalises else None
+        weights = oracle.scores(read.q, read.k, head, over)
+        want = sum(weights[p] * read.v[p, head // oracle.group].astype(float) for p in cells)
+        assert np.allclose(read.out[head], want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("line", METHODS)
+def test_bytes_by_formula_are_those_counted(
+    demo: engine.Session, text: str, line: str, demo_model: Path
+) -> None:
+    tokens = tokens_of(demo, text)
+    method = policies.switch(demo, line)
+    decode(demo, tokens)
+    counted = policies.bytes_per_token(demo)
+    n_layer = demo.geometry.n_layer
+    assert policies.counters(demo).selections == N_STEP * n_layer
+    assert policies.counters(demo).steps == N_STEP
+    want = [
+        policies.bytes_per_token(method, demo.geometry, n)
+        for n in range(N_PROMPT + 1, N_PROMPT + N_STEP + 1)
+    ]
+    assert counted.read == pytest.approx(np.mean([w.read for w in want]))
+    assert counted.dense == pytest.approx(np.mean([w.dense for w in want]))
+    assert engine.info(demo).counter("bytes_dense") == pytest.approx(counted.dense * N_STEP)
+
+
+@pytest.mark.parametrize("name", [line.partition(",")[0] for line in METHODS])
+@pytest.mark.parametrize("n", [N_PROMPT, 512 - N_STEP])
+def test_reading_all_is_dense(demo: engine.Session, text: str, name: str, n: int) -> None:
+    """At 512 positions SELECT's result has no room for all of them."""
+    tokens = tokens_of(demo, text, n + N_STEP)
+    policies.switch(demo, "dense")
+    dense = decode(demo, tokens)
+    policies.switch(demo, f"{name},k=100000")
+    got = decode(demo, tokens)
+    assert (policies.counters(demo).no_room > 0) == (n > N_PROMPT)
+    assert np.abs(got - dense).max() < 0.005 * dense.std()  # other orders of the same sums
+    policies.switch(demo, f"{name},k=20")
+    assert np.abs(decode(demo, tokens) - dense).max() > 0.1 * dense.std()
+
+
+@pytest.mark.parametrize("line", METHODS)
+def test_a_rewound_session_begins_again(demo: engine.Session, text: str, line: str) -> None:
+    tokens = tokens_of(demo, text)
+    policies.switch(demo, line)
+    once = decode(demo, tokens)
+    engine.rewind(demo, N_PROMPT)
+    again = []
+    for t in tokens[N_PROMPT:]:
+        engine.decode(demo, t)
+        again.append(engine.logits(demo))
+    assert np.array_equal(once, again)
+
+
+def test_a_method_that_writes_nothing_is_refused(demo: engine.Session, text: str) -> None:
+    policies.switch(demo, "oracle,k=20")
+    engine.rewind(demo, 0)
+    engine.prefill(demo, tokens_of(demo, text))
+    assert policies.counters(demo).selections == 0
+    with pytest.raises(SparqError, match="nothing was selected"):
+        policies.bytes_per_token(demo)
+
+
+def test_a_selection_the_library_did_not_read_is_noticed(demo: engine.Session, text: str) -> None:
+    policies.switch(demo, "oracle,k=20")
+    decode(demo, tokens_of(demo, text))
+    policies.counters(demo).positions += 1
+    with pytest.raises(SparqError, match="the library read"):
+        policies.bytes_per_token(demo)
+
+
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        ([5, 5], "twice"),
+        ([7, 3], "not in order"),
+        ([3, 10_000], "not there"),
+        ([-1, 3], "not there"),
+        ([], "not there"),
+    ],
+)
+def test_a_bad_choice_is_refused(
+    demo: engine.Session,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    positions: list[int],
+    message: str,
+) -> None:
+    bad = np.array([positions, positions], int).reshape(2, -1)
+    monkeypatch.setattr("pyorch.policies.oracle.select", lambda *_: bad)
+    policies.switch(demo, "oracle,k=20")
+    with pytest.raises(SparqError, match=message):
+        decode(demo, tokens_of(demo, text))
+
+
+def test_native_methods_are_the_library_s(
+    demo: engine.Session, text: str, demo_model: Path
+) -> None:
+    """Bit for bit what a session without a watch gives."""
+    tokens = tokens_of(demo, text)
+    for line in ("off", "sparq,ratio=1/8,min_ctx=0,min_k=8", "topk,k=20,min_ctx=0"):
+        policies.switch(demo, line)
+        got = decode(demo, tokens)
+        with engine.load(demo_model, n_ctx=512, n_threads=1, attention=line) as plain:
+            assert np.array_equal(got, decode(plain, tokens))
+
+
+def test_bad_settings_are_refused() -> None:
+    for line, message in {
+        "orakel": "did you mean oracle",
+        "oracle,ratio=1/8,k=3": "say one of them",
+        "oracle,k=0": "below 1",
+        "oracle,k=x": "not a number",
+        "oracle,sinks=3": "unknown setting of oracle",
+        "lm-infinite,sinks=-1": "below 0",
+        "lm-infinite,ratio": "no value",
+    }.items():
+        with pytest.raises(SparqError) as e:
+            policies.parse(line)
+        assert message in f"{e.value} {e.value.hint}"
+
+
+def test_settings_have_one_canonical_line() -> None:
+    for line in ("oracle,ratio=1/8", "lm-infinite,k=30", "streaming-llm,ratio=1/2,sinks=6"):
+        assert str(policies.parse(line)) == line
+    assert str(policies.parse("oracle")) == "oracle,ratio=1/8"
+    assert policies.parse("sparq,ratio=1/8") == engine.parse_spec("sparq,ratio=1/8")
