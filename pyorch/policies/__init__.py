@@ -29,13 +29,24 @@ from pyorch.attention.spec import (
 )
 from pyorch.errors import SparqError
 from pyorch.models.gguf_file import Geometry
+from pyorch.policies.alisa import Alisa
 from pyorch.policies.base import Heads, Policy
+from pyorch.policies.flexgen import FlexGen
+from pyorch.policies.h2o import H2O
+from pyorch.policies.keyformer import Keyformer
 from pyorch.policies.lm_infinite import LMInfinite
+from pyorch.policies.low_rank import LowRank
 from pyorch.policies.oracle import Oracle
+from pyorch.policies.page_mean_std import PageMeanStd
+from pyorch.policies.quest import Quest
 from pyorch.policies.streaming_llm import StreamingLLM
 from pyorch.policies.watch import SPEC, Counters, Watch
 
-POLICIES: dict[str, type[Policy]] = {p.name: p for p in (Oracle, LMInfinite, StreamingLLM)}
+_ALL = (
+    *(Oracle, FlexGen, LowRank, Quest, PageMeanStd),
+    *(LMInfinite, StreamingLLM, H2O, Keyformer, Alisa),
+)
+POLICIES: dict[str, type[Policy]] = {p.name: p for p in _ALL}
 
 Method = AttentionSpec | Policy
 

@@ -23,7 +23,10 @@ from pyorch.errors import SparqError
 
 @dataclass(frozen=True)
 class Heads:
-    """One layer. k_bytes, v_bytes: of the row of one position and KV head, as the cache has it."""
+    """One layer, the index-th that a method serves.
+
+    k_bytes, v_bytes: of the row of one position and KV head, as the cache has it
+    """
 
     n_head: int
     n_head_kv: int
@@ -31,6 +34,7 @@ class Heads:
     d_v: int
     k_bytes: float
     v_bytes: float
+    index: int = 0
 
     @property
     def row(self) -> float:
@@ -61,15 +65,15 @@ class Prompt(Protocol):
     """The attention of the positions before the first one that a method decides on, one layer.
 
     n       positions
-    blocks  yields (first row, logits (n_head_kv, group, rows, cols) f32): of the rows from `first`
-            on, over positions 0 .. cols-1, -inf above the diagonal. `start`: rows before it are
-            left out
+    blocks  logits of the rows start .. stop-1 (None: n), a few rows at a time: (n_head_kv, group,
+            rows, cols) f32 over positions 0 .. cols-1, -inf above the diagonal, which ends at the
+            last row and column
     once    the value of a function of this prompt, shared by all methods and ratios by its key
     """
 
     n: int
 
-    def blocks(self, start: int = 0) -> Iterator[tuple[int, np.ndarray]]: ...
+    def blocks(self, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]: ...
 
     def once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any: ...
 
@@ -97,7 +101,6 @@ class Policy:
     needs_prompt: ClassVar[bool] = False  # reads the attention of the prompt
     evicts: ClassVar[bool] = False  # what is not read once is never read again
     renormalises: ClassVar[bool] = True  # softmax over what is read; else over all positions
-    least: ClassVar[int] = 1  # positions, whatever the ratio
 
     def start(self, heads: Heads, prompt: Prompt | None) -> Selector:
         """A new sequence in one layer. `prompt` is given if `needs_prompt`."""
@@ -115,6 +118,11 @@ class Policy:
         """Bytes per KV head of a token that reads `n_read` positions of `n_pos`."""
         return self.fixed_bytes(n_pos, heads) + n_read * self.position_bytes(heads)
 
+    @property
+    def least(self) -> int:
+        """Positions that are read whatever the ratio."""
+        return 1
+
     def k_at(self, n_pos: int, heads: Heads) -> int:
         """Positions that a token may read at `n_pos` positions, itself included.
 
@@ -122,17 +130,16 @@ class Policy:
             SparqError: what does not depend on k costs more than the ratio allows.
         """
         if self.k is not None:
-            return min(max(self.k, self.least), n_pos)
-        allowed = self.ratio * n_pos * heads.row  # type: ignore[operator]
-        rest = allowed - self.fixed_bytes(n_pos, heads)
-        k = int(rest / self.position_bytes(heads) + 1e-9)
-        if k < 1:
-            share = self.fixed_bytes(n_pos, heads) / (n_pos * heads.row)
+            return min(self.k, n_pos)
+        assert self.ratio is not None
+        fixed, dense = self.fixed_bytes(n_pos, heads), n_pos * heads.row
+        if fixed >= self.ratio * dense:
             raise SparqError(
-                f"{self}: what {self.name} reads to choose is {100 * share:.1f} % of the bytes",
-                f"a ratio above {share:.3f}, or k=N",
+                f"{self}: what it reads to choose is {100 * fixed / dense:.1f} % of the bytes",
+                f"a ratio above {fixed / dense:.3f}, or k=N",
                 exit_code=2,
             )
+        k = int((self.ratio * dense - fixed) / self.position_bytes(heads) + 1e-9)
         return min(max(k, self.least), n_pos)
 
     def n_read(self, n_pos: int, heads: Heads) -> int:

@@ -23,9 +23,15 @@ class LMInfinite(Policy):
     name = "lm-infinite"
     evicts = True
 
+    @property
+    def least(self) -> int:
+        return self.sinks + 1
+
     def check(self) -> None:
         if self.sinks < 0:
             raise SparqError(f"sinks {self.sinks} is below 0", exit_code=2)
+        if self.k is not None and self.k < self.least:
+            raise SparqError(f"{self}: no room for {self.sinks} sinks and a window", exit_code=2)
 
     def start(self, heads: Heads, prompt: Prompt | None) -> WindowSelector:
         return WindowSelector(self, heads)

@@ -113,17 +113,18 @@ class LayerPrompt:
             self.layer.cache[full] = make()
         return self.layer.cache[full]
 
-    def blocks(self, start: int = 0) -> Iterator[tuple[int, np.ndarray]]:
-        for first in range(start, self.n, _ROWS):
-            last = min(first + _ROWS, self.n)
+    def blocks(self, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
+        stop = self.n if stop is None else stop
+        for first in range(start, stop, _ROWS):
+            last = min(first + _ROWS, stop)
             q = self.layer.q[first:last].astype(np.float32)
-            yield first, causal_logits(q, self.k[:last], first, *self.layer.logit)
+            yield causal_logits(q, self.k[:last], *self.layer.logit)
 
 
 def causal_logits(
-    q: np.ndarray, k: np.ndarray, first: int, scale: float, max_bias: float, softcap: float
+    q: np.ndarray, k: np.ndarray, scale: float, max_bias: float, softcap: float
 ) -> np.ndarray:
-    """(n_head_kv, group, rows, cols): logits of the rows from position `first` on.
+    """(n_head_kv, group, rows, cols): logits of the last `rows` positions of `cols`.
 
     q (rows, n_head, d_k), k (cols, n_head_kv, d_k); -inf above the diagonal.
     """
@@ -134,7 +135,7 @@ def causal_logits(
     x = x.reshape(n_head_kv, -1, rows, cols)
     if softcap > 0:
         x = np.float32(softcap) * np.tanh(x / np.float32(softcap))
-    distance = np.arange(first, first + rows)[:, None] - np.arange(cols)
+    distance = np.arange(cols - rows, cols)[:, None] - np.arange(cols)
     if max_bias > 0:
         slopes = alibi_slopes(n_head, max_bias).reshape(n_head_kv, -1, 1, 1)
         x -= (slopes * distance).astype(np.float32)

@@ -141,7 +141,7 @@ class Watch:
                     return not ask
                 if not ask:
                     t = Tensor.from_address(address)
-                    self._select(t, address) if step == _SELECT else self._attend(t)
+                    self._select(t) if step == _SELECT else self._attend(t)
                 return True
             if op == self._ops[1] and self._captures:
                 if not ask:
@@ -157,7 +157,7 @@ class Watch:
 
     # ---- SELECT and ATTEND ----
 
-    def _select(self, t: Tensor, address: int) -> None:
+    def _select(self, t: Tensor) -> None:
         score = source(t, 0)
         assert score is not None and self.policy is not None
         q, k, logits = source(score, 0), source(score, 1), view(score)
@@ -183,9 +183,7 @@ class Watch:
             self.queries.put(k.data, q_rows[None], n_pos - 1, None)
         self._write(t, positions, step)
         self._account(layer.heads, positions.shape[1])
-        if not self.policy.renormalises:
-            kept = np.take_along_axis(softmax(step.logits), positions[:, None], axis=2).sum(axis=2)
-            self._after[address] = lambda _, out: np.multiply(out, kept.reshape(-1, 1), out=out)
+        self._plan_result(t, positions, step)
 
     def _begin_step(self, t: Tensor, logits: np.ndarray) -> None:
         """The first layer of a token: cells are positions, and the selectors know all before it.
@@ -217,6 +215,7 @@ class Watch:
             d_v=self._d_v,
             k_bytes=row_bytes(k),
             v_bytes=self._v_bytes,
+            index=len(self._layers),
         )
         prompt = None
         if self.policy.needs_prompt:
@@ -241,12 +240,28 @@ class Watch:
         rows[:, 0] = min(n, room)
         rows[:, first : first + n] = positions[:, :room]
         rows[:, first + n :] = -1
-        if n > room:
-            weights = softmax(np.take_along_axis(step.logits, positions[:, None], axis=2))
-            self._after[ctypes.addressof(t)] = lambda attend, out: _attend(
+
+    def _plan_result(self, t: Tensor, positions: np.ndarray, step: Step) -> None:
+        """What ATTEND's result is changed by, if it is."""
+        assert self.policy is not None
+        room = t.ne[0] - 1 - step.logits.shape[1]
+        missing = positions.shape[1] - room
+        if missing <= 0 and self.policy.renormalises:
+            return
+
+        def at(x: np.ndarray) -> np.ndarray:
+            return np.take_along_axis(x, positions[:, None], axis=2)
+
+        renormalise = self.policy.renormalises
+        weights = softmax(at(step.logits)) if renormalise else at(softmax(step.logits))
+        if missing > 0:
+            self.counters.no_room += missing * len(positions)
+            self._after[ctypes.addressof(t)] = lambda attend, out: _weigh(
                 attend, out, weights, positions
             )
-            self.counters.no_room += (n - room) * len(positions)
+        else:
+            kept = weights.sum(axis=2).reshape(-1, 1)
+            self._after[ctypes.addressof(t)] = lambda _, out: np.multiply(out, kept, out=out)
 
     def _account(self, heads: Heads, n_read: int) -> None:
         assert self.policy is not None
@@ -262,7 +277,7 @@ class Watch:
             change(t, view(t)[0, 0, 0].reshape(-1, self._d_v))
 
 
-def _attend(t: Tensor, out: np.ndarray, weights: np.ndarray, positions: np.ndarray) -> None:
+def _weigh(t: Tensor, out: np.ndarray, weights: np.ndarray, positions: np.ndarray) -> None:
     """out (n_head, d_v) = weights (n_head_kv, group, n) times V of the positions (n_head_kv, n)."""
     v = source(t, 2)
     assert v is not None

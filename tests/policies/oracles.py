@@ -99,3 +99,193 @@ class Window(Oracle):
             if len(chosen) < budget:
                 chosen.add(p)
         return [chosen] * self.n_head_kv
+
+
+class TopOfV(Oracle):
+    """FlexGen: the token's own position and the largest scores of the others."""
+
+    def choose(self, q, k) -> Sets:
+        out = []
+        last = len(k) - 1
+        for h in range(self.n_head_kv):
+            total = dict.fromkeys(range(last), 0.0)
+            for head in self.heads_of(h):
+                for p, s in self.scores(q, k, head).items():
+                    if p != last:
+                        total[p] += s
+            out.append(self.best(total, self.k_of(len(k)) - 1) | {last})
+        return out
+
+
+class Projected(Oracle):
+    """Scores from k projected with matrix (n_head_kv, d, rank), kept as f16."""
+
+    def __init__(self, *args, matrix, sinks: int) -> None:
+        super().__init__(*args)
+        self.matrix, self.sinks = matrix.astype(np.float64), sinks
+
+    def choose(self, q, k) -> Sets:
+        n, out = len(k), []
+        budget = min(self.k_of(n), n)
+        local = max(budget // 4, 1)
+        always = set(range(n - local, n)) | set(range(min(self.sinks, budget - local)))
+        for h in range(self.n_head_kv):
+            kept = [(k[p, h] @ self.matrix[h]).astype(np.float16).astype(float) for p in range(n)]
+            total = dict.fromkeys(range(n), 0.0)
+            for head in self.heads_of(h):
+                small = q[head] @ self.matrix[h]
+                for p, s in enumerate(softmax([small @ x * self.scale for x in kept])):
+                    total[p] += s
+            rest = {p: s for p, s in total.items() if p not in always}
+            out.append(always | self.best(rest, budget - len(always)))
+        return out
+
+
+class Pages(Oracle):
+    """Whole pages of `page` positions by `score(q, keys of the page)`, and the token's own page.
+
+    parts(keys) makes two vectors, kept as f16, of a page; score(q, a, b) is one number.
+    """
+
+    def __init__(self, *args, page: int, parts, score) -> None:
+        super().__init__(*args)
+        self.page, self.parts, self.score = page, parts, score
+
+    def choose(self, q, k) -> Sets:
+        n, out = len(k), []
+        own = set(range((n - 1) // self.page * self.page, n))
+        full = range((n - 1) // self.page)
+        # n_read counts positions of whole pages
+        m = (self.k_of(n) - len(own)) // self.page if self.k_of(n) > len(own) else 0
+        for h in range(self.n_head_kv):
+            total = dict.fromkeys(full, 0.0)
+            for head in self.heads_of(h):
+                bounds = []
+                for p in full:
+                    a, b = self.parts(k[p * self.page : (p + 1) * self.page, h].astype(float))
+                    a, b = (x.astype(np.float16).astype(float) for x in (a, b))
+                    bounds.append(self.score(q[head].astype(float), a, b) * self.scale)
+                for p, s in enumerate(softmax(bounds) if bounds else []):
+                    total[p] += s
+            chosen = self.best(total, m)
+            out.append(own | {p * self.page + i for p in chosen for i in range(self.page)})
+        return out
+
+
+def quest_parts(keys):
+    return np.array([min(c) for c in keys.T]), np.array([max(c) for c in keys.T])
+
+
+def quest_score(q, least, most):
+    return sum(max(x * a, x * b) for x, a, b in zip(q, least, most, strict=True))
+
+
+def mean_std_parts(keys):
+    mean = sum(keys) / len(keys)
+    return mean, np.sqrt(sum((x - mean) ** 2 for x in keys) / len(keys))
+
+
+def mean_std_score(q, mean, std):
+    return sum(x * m + abs(x) * s for x, m, s in zip(q, mean, std, strict=True))
+
+
+class Evicting(Oracle):
+    """A cache per KV head; local_of(k): how many of the newest stay whatever their sum.
+
+    `weigh` gives what is added to the sums; here, as for H2O, the attention itself.
+    """
+
+    def __init__(self, *args, local_of) -> None:
+        super().__init__(*args)
+        self.local_of = local_of
+        self.step = 0
+
+    def weigh(self, logits: dict[int, float], head: int, row: int) -> dict[int, float]:
+        return dict(zip(logits, softmax(list(logits.values())), strict=True))
+
+    def logits(self, q, k, head: int, positions) -> dict[int, float]:
+        q, k = q[head].astype(float), k[:, head // self.group].astype(float)
+        return {p: q @ k[p] * self.scale for p in sorted(positions)}
+
+    def prompt(self, queries, k) -> None:
+        n = len(k)
+        self.sums = [dict.fromkeys(range(n), 0.0) for _ in range(self.n_head_kv)]
+        for row in range(n):
+            self.add(queries[row], k, [set(range(row + 1))] * self.n_head_kv, row)
+        self.gone: Sets = [set() for _ in range(self.n_head_kv)]
+
+    def add(self, q, k, cells: Sets, row: int) -> None:
+        for head in range(self.n_head):
+            h = head // self.group
+            for p, w in self.weigh(self.logits(q, k, head, cells[h]), head, row).items():
+                self.sums[h][p] += w
+
+    def choose(self, q, k) -> Sets:
+        n, out = len(k), []
+        self.step += 1
+        budget = min(self.k_of(n), n)
+        local = set(range(n - self.local_of(budget), n))
+        for h in range(self.n_head_kv):
+            self.sums[h][n - 1] = 0.0
+            if len(self.sums[h]) <= budget:
+                out.append(set(self.sums[h]))
+                continue
+            old = {p: s for p, s in self.sums[h].items() if p not in local}
+            out.append(local | self.best(old, budget - len(local)))
+        self.last = q, k, n - 1
+        return out
+
+    def follow(self, read: Sets) -> None:
+        q, k, row = self.last
+        for h, cells in enumerate(read):
+            assert not cells & self.gone[h], "a position came back"
+            self.gone[h] |= set(self.sums[h]) - cells
+            self.sums[h] = {p: s for p, s in self.sums[h].items() if p in cells}
+        self.add(q, k, read, row)
+        super().follow(read)
+
+
+class Keyformer(Evicting):
+    """noise(head, row, position); tau(step), 0 for the prompt."""
+
+    def __init__(self, *args, local_of, noise, tau) -> None:
+        super().__init__(*args, local_of=local_of)
+        self.noise, self.tau = noise, tau
+
+    def weigh(self, logits: dict[int, float], head: int, row: int) -> dict[int, float]:
+        tau = self.tau(self.step)
+        noisy = [(x + self.noise(head, row, p)) / tau for p, x in logits.items()]
+        return dict(zip(logits, softmax(noisy), strict=True))
+
+
+class SparseWindow(Oracle):
+    """ALISA: rows[i] is what row i gave to each position, summed over all heads."""
+
+    def prompt(self, queries, k) -> None:
+        self.rows: list[dict[int, float]] = []
+        for row in range(len(k)):
+            self.add(queries[row], k, set(range(row + 1)))
+
+    def add(self, q, k, cells: set[int]) -> None:
+        row = dict.fromkeys(cells, 0.0)
+        for head in range(self.n_head):
+            for p, w in self.scores(q, k, head, cells).items():
+                row[p] += w
+        self.rows.append(row)
+
+    def choose(self, q, k) -> Sets:
+        n = len(k)
+        budget = min(self.k_of(n), n)
+        newest = set(range(n - (budget - budget // 2), n))
+        total = {p: 0.0 for p in range(n) if p not in newest}
+        for row in self.rows[max(n - 1 - max(budget // 2, 1), 0) :]:
+            for p, w in row.items():
+                if p in total:
+                    total[p] += w
+        self.last = q, k
+        return [newest | self.best(total, budget // 2)] * self.n_head_kv
+
+    def follow(self, read: Sets) -> None:
+        assert all(cells == read[0] for cells in read)
+        self.add(*self.last, read[0])
+        super().follow(read)

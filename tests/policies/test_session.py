@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import oracles
 import pytest
+from test_select import oracle_of
 from trace_session import trace, untrace
 
 from pyorch import engine, policies
@@ -15,13 +15,20 @@ from pyorch.errors import SparqError
 
 N_PROMPT, N_STEP = 200, 12
 
-MakeOracle = Callable[..., oracles.Oracle]
-# settings: they read few positions; then the oracle
-METHODS: dict[str, MakeOracle] = {
-    "oracle,k=20": oracles.Exact,
-    "lm-infinite,k=30": lambda *a: oracles.Window(*a, sinks=16),
-    "streaming-llm,k=30": lambda *a: oracles.Window(*a, sinks=4),
-}
+METHODS = [
+    "oracle,k=20",
+    "flexgen,k=20",
+    "low-rank,k=20,rank=8",
+    "quest,k=50",
+    "page-mean-std,k=70",
+    "lm-infinite,k=30",
+    "streaming-llm,k=30",
+    "h2o,k=20",
+    "keyformer,k=20",
+    "alisa,k=20",
+]
+RATIOS = [f"{name},ratio=1/8" for name in policies.POLICIES if name != "flexgen"]
+RATIOS += ["flexgen,ratio=5/8"]
 
 
 def tokens_of(session: engine.Session, text: str, n: int = N_PROMPT + N_STEP) -> list[int]:
@@ -50,15 +57,12 @@ def test_positions_read_are_the_oracle_s(demo: engine.Session, text: str, line: 
     finally:
         untrace(demo)
     assert len(found.reads) == demo.geometry.n_layer
-    for layer, reads in found.reads.items():
-        n_head, d = reads[0].q.shape
-        n_head_kv = reads[0].k.shape[1]
-        heads = policies.Heads(n_head, n_head_kv, d, d, 2 * d, 2 * d)
-        oracle = METHODS[line](
-            n_head, n_head_kv, lambda n, h=heads: policy.n_read(n, h), 1 / np.sqrt(d)
-        )
-        queries = np.concatenate(found.prompt[layer])
-        oracle.prompt(queries, reads[0].k[: len(queries)])
+    for layer, (address, reads) in enumerate(found.reads.items()):
+        queries = np.concatenate(found.prompt[address])
+        assert len(queries) == N_PROMPT
+        scale = reads[0].q.shape[1] ** -0.5
+        oracle = oracle_of(policy, queries, reads[0].k, scale, layer)
+        oracle.prompt(queries, reads[0].k[:N_PROMPT])
         for read in reads:
             want = oracle.choose(read.q, read.k)
             assert read.cells == want or oracle.margin < 1e-3, f"layer {layer}"
@@ -74,6 +78,18 @@ def check_output(read, oracle: oracles.Oracle, renormalises: bool) -> None:
         weights = oracle.scores(read.q, read.k, head, over)
         want = sum(weights[p] * read.v[p, head // oracle.group].astype(float) for p in cells)
         assert np.allclose(read.out[head], want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("line", RATIOS)
+def test_a_ratio_is_that_share_of_the_bytes(demo: engine.Session, text: str, line: str) -> None:
+    """From below, and by less than a page of positions."""
+    method = policies.switch(demo, line)
+    decode(demo, tokens_of(demo, text))
+    page = getattr(method, "page", 1)
+    share = policies.bytes_per_token(demo).share
+    slack = 1.1 * page / N_PROMPT
+    own = page / N_PROMPT  # the token's own page is read whatever it costs
+    assert method.ratio - slack <= share <= method.ratio + (own if page > 1 else 1e-9)
 
 
 @pytest.mark.parametrize("line", METHODS)
@@ -96,18 +112,19 @@ def test_bytes_by_formula_are_those_counted(
     assert engine.info(demo).counter("bytes_dense") == pytest.approx(counted.dense * N_STEP)
 
 
-@pytest.mark.parametrize("name", [line.partition(",")[0] for line in METHODS])
+@pytest.mark.parametrize("name", policies.POLICIES)
 @pytest.mark.parametrize("n", [N_PROMPT, 512 - N_STEP])
 def test_reading_all_is_dense(demo: engine.Session, text: str, name: str, n: int) -> None:
     """At 512 positions SELECT's result has no room for all of them."""
     tokens = tokens_of(demo, text, n + N_STEP)
     policies.switch(demo, "dense")
     dense = decode(demo, tokens)
-    policies.switch(demo, f"{name},k=100000")
+    rank = ",rank=8" if name == "low-rank" else ""
+    policies.switch(demo, f"{name},k=100000{rank}")
     got = decode(demo, tokens)
     assert (policies.counters(demo).no_room > 0) == (n > N_PROMPT)
     assert np.abs(got - dense).max() < 0.005 * dense.std()  # other orders of the same sums
-    policies.switch(demo, f"{name},k=20")
+    policies.switch(demo, f"{name},k=20{rank}")
     assert np.abs(decode(demo, tokens) - dense).max() > 0.1 * dense.std()
 
 
@@ -122,6 +139,50 @@ def test_a_rewound_session_begins_again(demo: engine.Session, text: str, line: s
         engine.decode(demo, t)
         again.append(engine.logits(demo))
     assert np.array_equal(once, again)
+
+
+def test_a_prompt_read_before_is_asked_for(demo: engine.Session, text: str) -> None:
+    policies.switch(demo, "off")
+    engine.rewind(demo, 0)
+    tokens = tokens_of(demo, text)
+    engine.prefill(demo, tokens[:-1])
+    policies.switch(demo, "h2o,k=20")
+    with pytest.raises(SparqError, match="before it was asked for"):
+        engine.decode(demo, tokens[-1])
+
+
+def test_one_prefill_serves_all_methods(demo_model: Path, demo: engine.Session, text: str) -> None:
+    """keep_queries: switched to after the prompt, or before it, in any order: the same."""
+    tokens = tokens_of(demo, text)
+    lines = ["h2o,k=20", "sparq,ratio=1/8,min_ctx=0", "alisa,k=20", "keyformer,k=20", "h2o,k=30"]
+    with policies.open_session(demo_model, n_ctx=512, n_threads=1, keep_queries=True) as s:
+        engine.prefill(s, tokens[:N_PROMPT])
+        for line in lines:
+            engine.rewind(s, N_PROMPT)
+            policies.switch(s, line)
+            got = []
+            for t in tokens[N_PROMPT:]:
+                engine.decode(s, t)
+                got.append(engine.logits(s))
+            policies.switch(demo, line)
+            assert np.array_equal(got, decode(demo, tokens))
+
+
+@pytest.mark.parametrize("line", ["h2o,k=20", "keyformer,k=20", "alisa,k=20"])
+def test_another_prompt_after_a_rewind(demo: engine.Session, text: str, line: str) -> None:
+    """Half of the prompt stays: what was known of the other half does not."""
+    tokens = tokens_of(demo, text, 2 * N_PROMPT + N_STEP)
+    other = tokens[:100] + tokens[-100 - N_STEP :]
+    policies.switch(demo, line)
+    want = decode(demo, other)
+    decode(demo, tokens[: N_PROMPT + N_STEP])
+    engine.rewind(demo, 100)
+    engine.prefill(demo, other[100:-N_STEP])
+    got = []
+    for t in other[-N_STEP:]:
+        engine.decode(demo, t)
+        got.append(engine.logits(demo))
+    assert np.abs(np.array(got) - want).max() < 0.01 * want.std()
 
 
 def test_a_method_that_writes_nothing_is_refused(demo: engine.Session, text: str) -> None:
@@ -185,11 +246,27 @@ def test_bad_settings_are_refused() -> None:
         "oracle,k=x": "not a number",
         "oracle,sinks=3": "unknown setting of oracle",
         "lm-infinite,sinks=-1": "below 0",
+        "streaming-llm,k=4": "no room",
         "lm-infinite,ratio": "no value",
+        "keyformer,recent=0": "recent",
+        "keyformer,tau_end=-1": "tau_end",
+        "keyformer,noise=pink": "noise=row",
+        "quest,page=0": "below 1",
+        "low-rank,k=20": "needs a rank",
+        "low-rank,rank=0": "at least 1",
     }.items():
         with pytest.raises(SparqError) as e:
             policies.parse(line)
         assert message in f"{e.value} {e.value.hint}"
+
+
+def test_a_ratio_below_what_choosing_costs_is_refused(demo: engine.Session, text: str) -> None:
+    for line in ("flexgen,ratio=1/2", "quest,ratio=1/20", "low-rank,ratio=1/8,rank=16"):
+        with pytest.raises(SparqError, match="reads to choose"):
+            policies.bytes_per_token(line, demo.geometry, 1000)
+        policies.switch(demo, line)
+        with pytest.raises(SparqError, match="reads to choose"):
+            decode(demo, tokens_of(demo, text))
 
 
 def test_settings_have_one_canonical_line() -> None:

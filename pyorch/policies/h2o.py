@@ -1,0 +1,74 @@
+"""H2O (Zhang et al., arXiv 2306.14048): heavy hitters by accumulated attention, and the newest.
+
+As SparQ's comparison has it (arXiv 2312.04985, appendix G): a cache of k positions, l = k/4 of them
+the newest, the others those with the largest sum of attention over all rows so far, the prompt's
+included. What leaves the cache never comes back. Shared KV heads: attention summed over the group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pyorch.policies.base import Heads, Policy, Prompt, Step, softmax, top
+
+
+@dataclass(frozen=True)
+class H2O(Policy):
+    name = "h2o"
+    needs_prompt = True
+    evicts = True
+
+    def position_bytes(self, heads: Heads) -> float:
+        return heads.row + 4  # its sum, f32
+
+    def start(self, heads: Heads, prompt: Prompt | None) -> H2OSelector:
+        assert prompt is not None
+        sums = prompt.once(("h2o",), lambda: prompt_sums(prompt, heads.n_head_kv))
+        positions = np.tile(np.arange(prompt.n), (heads.n_head_kv, 1))
+        return H2OSelector(self, heads, positions, sums)
+
+
+def prompt_sums(prompt: Prompt, n_head_kv: int) -> np.ndarray:
+    """(n_head_kv, n) f32: attention that each position got from all rows of the prompt."""
+    out = np.zeros((n_head_kv, prompt.n), np.float32)
+    for logits in prompt.blocks():
+        out[:, : logits.shape[3]] += softmax(logits).sum(axis=(1, 2))
+    return out
+
+
+@dataclass
+class H2OSelector:
+    """positions (n_head_kv, m): in the cache, ascending; sums (n_head_kv, m) of their attention."""
+
+    policy: H2O
+    heads: Heads
+    positions: np.ndarray
+    sums: np.ndarray
+
+    def select(self, step: Step) -> np.ndarray:
+        k = self.policy.k_at(step.n_pos, self.heads)
+        self.positions, self.sums = evict(self.positions, self.sums, step.last, k, max(k // 4, 1))
+        kept = np.take_along_axis(step.logits, self.positions[:, None], axis=2)
+        self.sums += softmax(kept).sum(axis=1)
+        return self.positions
+
+
+def evict(
+    positions: np.ndarray, sums: np.ndarray, last: int, k: int, local: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Add position `last` with sum 0, then keep k: the newest `local`, and the largest sums.
+
+    (n_head_kv, m) to (n_head_kv, min(k, m + 1)), both. Ties: the lower position. The newest `local`
+    positions up to `last` must be among `positions`.
+    """
+    h = len(positions)
+    positions = np.concatenate([positions, np.full((h, 1), last)], axis=1)
+    sums = np.concatenate([sums, np.zeros((h, 1), sums.dtype)], axis=1)
+    n_old = positions.shape[1] - local
+    if k >= positions.shape[1]:
+        return positions, sums
+    newest = np.arange(n_old, positions.shape[1])
+    keep = np.stack([np.append(top(row[:n_old], k - local), newest) for row in sums])
+    return np.take_along_axis(positions, keep, axis=1), np.take_along_axis(sums, keep, axis=1)

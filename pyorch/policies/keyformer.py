@@ -1,0 +1,128 @@
+"""Keyformer (Adnan et al., arXiv 2403.09054): key tokens by a Gumbel softmax, and the newest.
+
+As H2O, but what is summed is softmax((x + noise) / tau) over the positions in the cache (eq. 9),
+tau growing from 1 in the prompt to 2 (eq. 10), and the newest are a share `recent` of k. Original
+positions, scores per layer: the best of its table 3. What leaves the cache never comes back.
+Shared KV heads: scores summed over the group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pyorch.errors import SparqError
+from pyorch.policies.base import Heads, Policy, Prompt, Step, softmax
+from pyorch.policies.h2o import evict
+
+
+@dataclass(frozen=True)
+class Keyformer(Policy):
+    """recent: share of k that is the newest positions (its section 4.4.4: 0.2 to 0.3).
+
+    tokens: of the text to be generated; tau reaches `tau_end` with the last of them
+    noise: drawn once per position and query head (`once`, its algorithm 1) or anew for each row
+        (`row`, its authors' code)
+    """
+
+    recent: float = 0.25
+    tau_init: float = 1.0
+    tau_end: float = 2.0
+    tokens: int = 256
+    noise: str = "once"
+    seed: int = 0
+    name = "keyformer"
+    needs_prompt = True
+    evicts = True
+
+    def check(self) -> None:
+        if not 0 < self.recent <= 1:
+            raise SparqError(f"recent {self.recent} is not above 0 and at most 1", exit_code=2)
+        if min(self.tau_init, self.tau_end) <= 0 or self.tokens < 1:
+            raise SparqError("tau_init, tau_end and tokens are above 0", exit_code=2)
+        if self.noise not in ("once", "row"):
+            raise SparqError(f"noise {self.noise!r}", "noise=once or noise=row", exit_code=2)
+
+    def position_bytes(self, heads: Heads) -> float:
+        """A row, its score (f32) and with noise=once the noise of each query head (f32)."""
+        noise = 4 * heads.n_head / heads.n_head_kv if self.noise == "once" else 0
+        return heads.row + 4 + noise
+
+    def tau(self, step: int) -> float:
+        """Of the step-th decoded token, from 1; the prompt is step 0."""
+        return self.tau_init + (self.tau_end - self.tau_init) * min(step / self.tokens, 1)
+
+    def start(self, heads: Heads, prompt: Prompt | None) -> KeyformerSelector:
+        assert prompt is not None
+        noise = Noise(self, heads)
+        key = ("keyformer", self.noise, self.seed, self.tau_init)
+        sums, drawn = prompt.once(key, lambda: prompt_sums(prompt, heads, noise, self.tau_init))
+        noise.restore(drawn)
+        positions = np.tile(np.arange(prompt.n), (heads.n_head_kv, 1))
+        return KeyformerSelector(self, heads, positions, sums, noise)
+
+
+class Noise:
+    """Standard Gumbel noise of one layer, from its own stream of random numbers."""
+
+    def __init__(self, policy: Keyformer, heads: Heads) -> None:
+        self.once = policy.noise == "once"
+        self.shape = heads.n_head_kv, heads.n_head // heads.n_head_kv
+        self.rng = np.random.default_rng((policy.seed, heads.index))
+        self.fixed = np.empty((*self.shape, 0), np.float32)
+
+    def draw(self, n: int) -> np.ndarray:
+        e = self.rng.standard_exponential((*self.shape, n), np.float32)
+        return -np.log(np.maximum(e, np.float32(1e-30)))
+
+    def rows(self, n_rows: int, n: int) -> np.ndarray:
+        """(n_head_kv, group, n_rows, n), or 1 row for all, for the positions 0 .. n-1."""
+        if not self.once:
+            return self.draw(n_rows * n).reshape(*self.shape, n_rows, n)
+        if n > self.fixed.shape[2]:
+            more = self.draw(max(n - self.fixed.shape[2], 256))
+            self.fixed = np.concatenate([self.fixed, more], axis=2)
+        return self.fixed[:, :, None, :n]
+
+    def state(self) -> tuple[dict, np.ndarray]:
+        return self.rng.bit_generator.state, self.fixed
+
+    def restore(self, state: tuple[dict, np.ndarray]) -> None:
+        self.rng.bit_generator.state, self.fixed = state
+
+
+def prompt_sums(
+    prompt: Prompt, heads: Heads, noise: Noise, tau: float
+) -> tuple[np.ndarray, tuple[dict, np.ndarray]]:
+    """(n_head_kv, n) f32: scores of the prompt's positions; and what the noise is after them."""
+    out = np.zeros((heads.n_head_kv, prompt.n), np.float32)
+    for logits in prompt.blocks():
+        rows, cols = logits.shape[2:]
+        logits += noise.rows(rows, cols)
+        out[:, :cols] += softmax(logits / np.float32(tau)).sum(axis=(1, 2))
+    return out, noise.state()
+
+
+@dataclass
+class KeyformerSelector:
+    """positions, sums: as of H2O."""
+
+    policy: Keyformer
+    heads: Heads
+    positions: np.ndarray
+    sums: np.ndarray
+    noise: Noise
+    step: int = 0
+
+    def select(self, step: Step) -> np.ndarray:
+        self.step += 1
+        k = self.policy.k_at(step.n_pos, self.heads)
+        local = max(int(k * self.policy.recent), 1)
+        self.positions, self.sums = evict(self.positions, self.sums, step.last, k, local)
+        noise = np.take_along_axis(
+            self.noise.rows(1, step.n_pos)[:, :, 0], self.positions[:, None], axis=2
+        )
+        kept = np.take_along_axis(step.logits, self.positions[:, None], axis=2)
+        self.sums += softmax((kept + noise) / np.float32(self.policy.tau(self.step))).sum(axis=1)
+        return self.positions

@@ -1,0 +1,28 @@
+"""Pages by the mean of their keys, with the standard deviation as an offset (arXiv 2605.27740).
+
+Score of a page: sum over channels of q*mean + offset*|q|*std. The paper's offset is the norm of q
+times one deviation per page; per channel it is Quest's bound with other numbers, at the same bytes,
+as GGUF runtimes use it. Shared KV heads: as for Quest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pyorch.policies.pages import Paged
+
+
+@dataclass(frozen=True)
+class PageMeanStd(Paged):
+    """offset: weight of the standard deviation."""
+
+    offset: float = 1.0
+    name = "page-mean-std"
+
+    def summary(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return keys.mean(axis=1), keys.std(axis=1)
+
+    def weights(self, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return q, np.abs(q) * np.float32(self.offset)

@@ -1,0 +1,92 @@
+"""What the methods that choose whole pages share: two vectors per page, and which pages are read.
+
+A page is `page` positions in a row. Its two vectors are made once it is full, and kept in f16. The
+page of the token itself is always read, and needs none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from pyorch.errors import SparqError
+from pyorch.policies.base import Heads, Policy, Prompt, Step, group_scores, top_rows
+
+
+@dataclass(frozen=True)
+class Paged(Policy):
+    """page: positions of a page."""
+
+    page: int = 32
+    name: ClassVar[str]
+
+    def check(self) -> None:
+        if self.page < 1:
+            raise SparqError(f"page {self.page} is below 1", exit_code=2)
+
+    def fixed_bytes(self, n_pos: int, heads: Heads) -> float:
+        """Two vectors of d_k f16 for each page before the token's own."""
+        return (n_pos - 1) // self.page * 2 * heads.d_k * 2
+
+    def n_read(self, n_pos: int, heads: Heads) -> int:
+        n_full = (n_pos - 1) // self.page
+        own = n_pos - n_full * self.page
+        return own + self.page * n_pages(self.k_at(n_pos, heads), n_pos, self.page)
+
+    def summary(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(pages, page, n_head_kv, d_k) f32 to two vectors of each: (pages, n_head_kv, d_k)."""
+        raise NotImplementedError
+
+    def weights(self, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What they are multiplied with, of q (n_head_kv, group, d_k): the same shape, twice."""
+        raise NotImplementedError
+
+    def start(self, heads: Heads, prompt: Prompt | None) -> PageSelector:
+        empty = np.empty((0, heads.n_head_kv, heads.d_k), np.float32)
+        return PageSelector(self, heads, [empty, empty])
+
+
+@dataclass
+class PageSelector:
+    """summaries: the two vectors of the full pages (pages, n_head_kv, d_k), f16 values as f32."""
+
+    policy: Paged
+    heads: Heads
+    summaries: list[np.ndarray] = field(default_factory=list)
+
+    def select(self, step: Step) -> np.ndarray:
+        page = self.policy.page
+        known, n_full = len(self.summaries[0]), step.last // page
+        if n_full > known:
+            keys = step.keys(known * page, n_full * page)
+            new = self.policy.summary(keys.reshape(n_full - known, page, *keys.shape[1:]))
+            self.summaries = [
+                np.concatenate([old, add.astype(np.float16).astype(np.float32)])
+                for old, add in zip(self.summaries, new, strict=True)
+            ]
+        scores = page_scores(self.policy.weights(step.q), self.summaries) * np.float32(step.scale)
+        return select(scores, self.policy.k_at(step.n_pos, self.heads), step.n_pos, page)
+
+
+def page_scores(weights: tuple[np.ndarray, ...], summaries: list[np.ndarray]) -> np.ndarray:
+    """(n_head_kv, group, pages): sum over the vectors of weight . vector."""
+    return sum(w @ s.transpose(1, 2, 0) for w, s in zip(weights, summaries, strict=True))
+
+
+def n_pages(k: int, n_pos: int, page: int) -> int:
+    """How many full pages are read beside the token's own, if at most k positions are read."""
+    n_full = (n_pos - 1) // page
+    own = n_pos - n_full * page
+    return min(max(k - own, 0) // page, n_full)
+
+
+def select(scores: np.ndarray, k: int, n_pos: int, page: int) -> np.ndarray:
+    """(n_head_kv, group, full pages) scores to positions: the best pages, and the token's own."""
+    n_head_kv, _, n_full = scores.shape
+    m = n_pages(k, n_pos, page)
+    pages = top_rows(group_scores(scores), m) if m else np.empty((n_head_kv, 0), np.int64)
+    positions = (pages[:, :, None] * page + np.arange(page)).reshape(n_head_kv, -1)
+    own = np.tile(np.arange(n_full * page, n_pos), (n_head_kv, 1))
+    return np.concatenate([positions, own], axis=1)

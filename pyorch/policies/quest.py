@@ -1,0 +1,27 @@
+"""Quest (Tang et al., arXiv 2406.10774): pages by an upper bound of their scores.
+
+Per page and channel the least and the largest value of K; the bound of q.k is the sum over channels
+of max(q*min, q*max). Pages of 16 positions, as in its code. Shared KV heads: the bounds as logits,
+softmaxed and summed over the group (its code repeats K for every query head). Left out: its first
+two layers stay dense there; here every layer has the same bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pyorch.policies.pages import Paged
+
+
+@dataclass(frozen=True)
+class Quest(Paged):
+    page: int = 16
+    name = "quest"
+
+    def summary(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return keys.min(axis=1), keys.max(axis=1)
+
+    def weights(self, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return np.minimum(q, 0), np.maximum(q, 0)
