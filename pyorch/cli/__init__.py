@@ -15,7 +15,7 @@ COMMANDS = {
     "chat": ("chat", "Talk with a model in the terminal."),
     "generate": ("generate", "Continue a prompt, once."),
     "explain": ("explain", "Say what sparse attention reads for a model, a ratio and a length."),
-    "models": ("models", "List known models: geometry, settings to try first, evidence."),
+    "models": ("models", "List known models and what is here of them; show or remove one."),
     "pull": ("pull", "Download a model from the hub and check it."),
     "quantize": ("quantize", "Quantise a GGUF model with llama.cpp's own quantiser."),
     "demo": ("demo", "Answer a question from a long text with the small model that comes along."),

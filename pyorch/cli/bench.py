@@ -94,7 +94,10 @@ force_option = click.option("--force", is_flag=True, help="Measure again what is
 
 
 @click.group(invoke_without_command=True)
-@click.option("--model", "-m", "models", multiple=True, metavar="FILE", help="GGUF models.")
+@click.option(
+    "--model", "-m", "models", multiple=True, metavar="FILE|SPEC", help="GGUF models, see `pull`."
+)
+@opt.yes_option
 @click.option(
     "--like",
     multiple=True,
@@ -169,7 +172,7 @@ def _speed(options: dict[str, Any]) -> None:
     from pyorch.bench import output, records, speed
 
     plan = speed.Plan(
-        models=[Path(part) for m in options["models"] for part in m.split(",")],
+        models=[opt.model_path(p, options["yes"]) for m in options["models"] for p in m.split(",")],
         like=options["like"] or ["llama2-7b"],
         n_layer=options["layers"],
         quant=options["quant"],
@@ -270,7 +273,8 @@ def growth(**options: Any) -> None:
 
 
 @command.command("passages")
-@click.option("--model", "-m", metavar="FILE", help="GGUF model.  [default: the demo model]")
+@click.option("--model", "-m", metavar="FILE|SPEC", help="[default: the demo model]")
+@opt.yes_option
 @click.option(
     "--text",
     multiple=True,
@@ -304,7 +308,7 @@ def passages(**options: Any) -> None:
     file = _file(options, "passages.jsonl")
     with opt.progress_bar("passages") as progress:
         found = bench.run(
-            Path(options["model"] or demo / "demo.gguf"),
+            opt.model_path(options["model"] or str(demo / "demo.gguf"), options["yes"]),
             [Path(t) for t in options["text"]] or [demo / "document.txt"],
             file,
             progress,

@@ -1,20 +1,24 @@
-"""`sparq-cpp models`: the cards of known models."""
+"""`sparq-cpp models`: the cards of known models, and what of models is in the hub's cache."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from typing import Any
 
 import click
 
 from pyorch.cli import options as opt
+from pyorch.errors import SparqError
 from pyorch.models import cards
 from pyorch.models.gguf_file import human_bytes
+
+Q4_K_M_BITS = 4.85  # per parameter, of a Llama; other shapes differ by a few percent
 
 
 @click.group(invoke_without_command=True)
 @click.pass_context
 def command(ctx: click.Context) -> None:
-    """List known models, or show one: geometry, settings to try first, and the evidence."""
+    """List known models, show one, or remove one from the hub's cache."""
     if ctx.invoked_subcommand is None:
         ctx.invoke(list_command)
 
@@ -22,21 +26,39 @@ def command(ctx: click.Context) -> None:
 @command.command("list")
 @opt.json_option
 def list_command(as_json: bool = False) -> None:
-    """One line per model."""
+    """One line per model, then what else the cache holds."""
+    from pyorch.models import cache
+
     known = [cards.load(name) for name in cards.names()]
+    here, parts = cache.models(), cache.unfinished()
     if as_json:
-        opt.print_json({"models": [asdict(c) for c in known]})
+        cached = [{"repo": m.repo, "name": m.name, "bytes": m.n_bytes} for m in here]
+        left = {repo: sum(p.stat().st_size for p in paths) for repo, paths in parts.items()}
+        result = {"models": [asdict(c) for c in known], "cached": cached, "unfinished": left}
+        opt.print_json(result)
         return
     print(
-        f"{'name':<18}{'architecture':<14}{'parameters':>10}{'context':>9}  {'K and V':<10}settings"
+        f"{'name':<23}{'architecture':<14}{'Q4_K_M':>9}{'context':>9}  {'K and V':<9}"
+        f"{'settings':<17}here"
     )
     for c in known:
-        size = f"{c.n_params / 1e9:.2f} B"
-        kv = human_bytes(c.kv_bytes)
-        settings = c.settings if c.loads else "llama.cpp does not load it"
-        print(f"{c.name:<18}{c.architecture:<14}{size:>10}{c.n_ctx:>9}  {kv:<10}{settings}")
+        size = "~" + human_bytes(int(c.n_params * Q4_K_M_BITS / 8))
+        mine = sum(m.n_bytes for m in here if m.repo == c.gguf)
+        found = human_bytes(mine) if mine else "-" if c.gguf else "to convert"
+        rest = f"{human_bytes(c.kv_bytes):<9}{c.settings:<17}{found}"
+        rest = rest if c.loads else "llama.cpp does not load it"
+        print(f"{c.name:<23}{c.architecture:<14}{size:>9}{c.n_ctx:>9}  {rest}")
+    others = [m for m in here if m.repo not in {c.gguf for c in known}]
+    if others:
+        print("\nalso here")
+    for m in others:
+        print(f"{m.spec:<82}{human_bytes(m.n_bytes)}")
+    for repo, paths in parts.items():
+        n_bytes = sum(p.stat().st_size for p in paths)
+        opt.note(f"unfinished: {human_bytes(n_bytes)} of {repo}; pull it again, or models rm")
     opt.note(
-        "K and V: bytes per position, f16. Evidence for the settings: sparq-cpp models show NAME"
+        "K and V: bytes per position, f16. A name is a model for --model and for sparq-cpp pull,\n"
+        "also as NAME:Q8_0. The evidence for the settings: sparq-cpp models show NAME"
     )
 
 
@@ -54,8 +76,12 @@ def show_command(name: str, as_json: bool) -> None:
         return
     kv = f"{human_bytes(c.kv_bytes)} per position, {human_bytes(c.kv_bytes * c.n_ctx)} at {c.n_ctx}"
     experts = f" in each of {c.n_expert} experts" if c.n_expert > 1 else ""
+    gguf = f"hf:{c.gguf}:{c.quant}"
+    if not c.gguf and c.loads:
+        gguf = f"none known for sure; make one: sparq-cpp convert hf:{c.repository}"
     lines = {
         "repository": c.repository,
+        "GGUF": gguf if c.loads else "",
         "licence": c.licence,
         "architecture": c.architecture + ("" if c.loads else ", which llama.cpp does not load"),
         "note": c.note,
@@ -72,3 +98,43 @@ def show_command(name: str, as_json: bool) -> None:
     for key, value in lines.items():
         if value:
             print(f"  {key:<14}{value}")
+    if c.gguf:
+        print(f"  {'try':<14}sparq-cpp chat --model {name} --ratio {c.ratio}")
+
+
+@command.command("rm")
+@click.argument("spec", metavar="NAME|SPEC")
+@click.option("--yes", is_flag=True, help="Remove without asking.")
+@opt.json_option
+def rm_command(spec: str, yes: bool, as_json: bool) -> None:
+    """Remove a model from the hub's cache, in all its revisions.
+
+    NAME or hf:org/repo is every GGUF model of that repository, with what is left of interrupted
+    downloads; NAME:Q8_0, hf:org/repo:Q8_0 and org/repo/file.gguf are one.
+    """
+    from pyorch.models import cache, pull
+    from pyorch.models.transfer import repo_folder
+
+    wanted = pull.parse_spec(spec)
+    if wanted is None:
+        raise SparqError(f"{spec} is a file of yours", "rm removes from the hub's cache only", 2)
+    if wanted.card and ":" not in spec:
+        wanted = replace(wanted, quant="")
+    here = [m for m in cache.models() if m.repo == wanted.repo]
+    chosen = [m for m in here if pull.is_named(wanted, m.name)]
+    whole = not wanted.file and not wanted.quant
+    parts = cache.unfinished().get(wanted.repo, []) if whole else []
+    if not chosen and not parts:
+        hint = ", ".join(m.spec for m in here) or "sparq-cpp models list shows what is"
+        raise SparqError(f"{spec} is not in the cache", hint)
+    names = [m.name for m in chosen] + ["unfinished downloads"] * bool(parts)
+    n_bytes = sum(m.n_bytes for m in chosen) + sum(p.stat().st_size for p in parts)
+    what = f"{', '.join(names)} ({human_bytes(n_bytes)}) of {wanted.repo}"
+    opt.confirm(f"Remove {what}?", yes, f"{what} would be removed", "remove it with --yes")
+    entries = [e for m in chosen for e in m.entries]
+    freed = cache.remove(repo_folder(wanted.repo), entries, parts)
+    result: dict[str, Any] = {"removed": names, "repo": wanted.repo, "freed_bytes": freed}
+    if as_json:
+        opt.print_json(result)
+    else:
+        print(f"{human_bytes(freed)} freed ({freed} bytes)")

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from pyorch.attention.spec import (
     parse_ratio,
 )
 from pyorch.errors import SparqError
+from pyorch.models import cards
 from pyorch.models.gguf_file import CACHE_TYPES
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ def _group(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return decorate
 
 
+yes_option = click.option("--yes", is_flag=True, help="Download models without asking.")
 model_options = _group(
     click.option(
         "--model",
@@ -105,9 +107,9 @@ model_options = _group(
         required=True,
         envvar="SPARQ_MODEL",
         metavar="FILE|SPEC",
-        help="GGUF model: a file, or one on the hub: hf:org/repo, see `sparq-cpp pull`.",
+        help="GGUF model: a file, a card's name, or hf:org/repo, see `sparq-cpp pull`.",
     ),
-    click.option("--yes", is_flag=True, help="Download the model without asking."),
+    yes_option,
 )
 context_options = _group(
     click.option(
@@ -209,11 +211,20 @@ def sampling_from(options: Mapping[str, Any], default_temp: float) -> Sampling:
 
 
 def model_file(options: Mapping[str, Any]) -> Path:
-    """The file of the model that the options name; one on the hub is downloaded, after asking."""
+    """The file of the model that `@model_options` name; one on the hub is loaded, after asking."""
+    return model_path(str(options["model"]), bool(options.get("yes")))
+
+
+def model_path(name: str, yes: bool = False) -> Path:
+    """The file that `--model NAME` means, see `sparq-cpp pull`; one on the hub is loaded, after
+    asking.
+
+    Raises:
+        SparqError: nothing of that name, it cannot be loaded, or there is nobody to ask.
+    """
     from pyorch.models import pull
     from pyorch.models.gguf_file import human_bytes
 
-    name = str(options["model"])
     spec = pull.parse_spec(name)
     if spec is None:
         return Path(name)
@@ -221,20 +232,35 @@ def model_file(options: Mapping[str, Any]) -> Path:
     if model.complete:
         return model.path
     what = f"{model.files[0].name} ({human_bytes(model.missing_bytes)}) of {spec.repo}"
-    if not options.get("yes"):
-        if not (sys.stdin.isatty() and sys.stderr.isatty()):
-            hint = f"download it with --yes, or before: sparq-cpp pull {name}"
-            raise SparqError(f"{what} is not here", hint)
-        click.confirm(f"Download {what}?", abort=True, err=True)
+    confirm(
+        f"Download {what}?",
+        yes,
+        f"{what} is not here",
+        f"download it with --yes, or before: sparq-cpp pull {name}",
+    )
     return fetch_model(model).path
+
+
+def confirm(question: str, yes: bool, otherwise: str, hint: str) -> None:
+    """Ask on the terminal; without one, and without --yes, fail with `otherwise` and `hint`."""
+    if yes:
+        return
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise SparqError(otherwise, hint)
+    click.confirm(question, abort=True, err=True)
 
 
 def fetch_model(model: Model, quiet: bool = False) -> Model:
     """Download and check a model, with bars on a terminal only."""
     from pyorch.models import pull
 
-    model = pull.download(model, quiet or not sys.stderr.isatty())
-    with nullcontext(lambda *_: None) if quiet else progress_bar("checking") as progress:
+    if quiet:
+        model = pull.download(model)
+        pull.check(model, lambda done, total: None)
+        return model
+    with progress_bar("downloading", of_bytes=True) as progress:
+        model = pull.download(model, progress, note)
+    with progress_bar("checking", of_bytes=True) as progress:
         pull.check(model, progress)
     return model
 
@@ -246,6 +272,9 @@ def open_session(options: Mapping[str, Any], attention: AttentionSpec | None) ->
     for stream in (sys.stdout, sys.stderr):  # a terminal without Unicode shows ? and goes on
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     path = model_file(options)
+    card = str(options["model"]).split(":")[0].split("@")[0]
+    if attention is None and card in cards.names() and path != Path(options["model"]):
+        note(f"attention is exact; for {card} try --ratio {cards.load(card).ratio}", "dim")
     with progress_bar("loading the model") as progress:
         return engine.load(
             path,
@@ -294,15 +323,17 @@ def why_dense(wanted: AttentionSpec | None, info: AttentionInfo) -> str:
 
 
 @contextmanager
-def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
+def progress_bar(label: str, of_bytes: bool = False) -> Iterator[Callable[[int, int], None]]:
     """A callback (done, total): a bar on stderr, from two seconds on until all is done."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
+        DownloadColumn,
         Progress,
         TaskProgressColumn,
         TextColumn,
         TimeRemainingColumn,
+        TransferSpeedColumn,
     )
 
     console = Console(stderr=True)
@@ -310,6 +341,7 @@ def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
         TextColumn("{task.description}"),
         BarColumn(),
         TaskProgressColumn(),
+        *((DownloadColumn(), TransferSpeedColumn()) if of_bytes else ()),
         TimeRemainingColumn(),
         console=console,
         transient=True,

@@ -16,9 +16,10 @@ from pyorch.cli import options as opt
 def command(spec: str, quiet: bool, as_json: bool) -> None:
     """Download a model into the hub's shared cache, check it, and print its path.
 
-    SPEC is hf:org/repo (its only model, else the Q4_K_M), hf:org/repo:Q8_0, org/repo/file.gguf,
-    each with @REVISION if need be, or a file that is here. HF_HOME, HF_TOKEN, HF_ENDPOINT and
-    HF_HUB_OFFLINE are respected.
+    SPEC is hf:org/repo (its only model, else the Q4_K_M), hf:org/repo:Q8_0, org/repo/file.gguf, a
+    card's name of `sparq-cpp models` (llama2-7b, llama2-7b:Q8_0), each with @REVISION if need be,
+    or a file that is here. An interrupted download goes on where it was. HF_HOME, HF_TOKEN,
+    HF_ENDPOINT and HF_HUB_OFFLINE are respected.
     """
     from pyorch.models import pull
     from pyorch.models.gguf_file import human_bytes, read_gguf
@@ -31,7 +32,10 @@ def command(spec: str, quiet: bool, as_json: bool) -> None:
         model = pull.find(wanted)
         missing = model.missing_bytes
         if missing and not quiet:
-            opt.note(f"{model.files[0].name}, {human_bytes(missing)} to download", "dim")
+            n, here = len(model.files), sum(f.n_here for f in model.files)
+            what = model.files[0].name + (f" and {n - 1} more" if n > 1 else "")
+            rest = f", {human_bytes(here)} of it are here" if here else ""
+            opt.note(f"{what}, {human_bytes(missing)} to download{rest}", "dim")
         model = opt.fetch_model(model, quiet)
         path = model.path
         files = [{"name": f.name, "bytes": f.n_bytes, "checksum": f.digest} for f in model.files]

@@ -4,12 +4,17 @@ The geometry is that of the published configuration. `settings` is what to try f
 where the paper's tables lose more than 4 points at 1/8, or have 1/4 only; else 1/8. `evidence` says
 what was measured. The paper splits a ratio otherwise (k = 128, K in f16), so its numbers speak for
 the method; none of these models was measured with this program.
+
+`[gguf]` names a repository with files for llama.cpp and the one to take of them. It is there only
+where public sources name that repository together with its files; what is not so sure is left out,
+and `sparq-cpp convert` makes a file from the original.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from pyorch import paths
@@ -49,10 +54,18 @@ class Card:
     tokenizer: str  # as GGUF names it: llama (SentencePiece), gpt2 (BPE)
 
     note: str = ""
+    gguf: str = ""  # owner/name of GGUF files of it; "" = none known for sure
+    quant: str = ""  # the one to take of them
+    sha256: Mapping[str, str] = field(default_factory=dict)  # of its files, where known
     settings: str = ""  # an attention spec; "" = it does not load
     rope_base: float = 0.0
     n_swa: int = 0  # sliding window of some layers
     n_expert: int = 1
+
+    @property
+    def ratio(self) -> str:
+        """Of `settings`, as --ratio takes it."""
+        return self.settings.rpartition("ratio=")[2]
 
     @property
     def n_group_q(self) -> int:
@@ -101,6 +114,15 @@ def load(name: str) -> Card:
     path = paths.data("models") / f"{name}.toml"
     try:
         card: dict[str, Any] = tomllib.loads(path.read_text("utf-8"))
-        return Card(name=name, **card.pop("geometry"), **card.pop("sparse"), **card)
-    except (tomllib.TOMLDecodeError, TypeError, KeyError) as e:
+        gguf = card.pop("gguf", {"repository": "", "quant": ""})
+        return Card(
+            name=name,
+            gguf=gguf.pop("repository"),
+            quant=gguf.pop("quant"),
+            **gguf,
+            **card.pop("geometry"),
+            **card.pop("sparse"),
+            **card,
+        )
+    except (tomllib.TOMLDecodeError, TypeError, KeyError, AttributeError) as e:
         raise SparqError(f"{path} is damaged: {e}", "restore it from git, or reinstall") from None

@@ -1,36 +1,49 @@
 """Models from the hub: which files a short name means, and how they come into the shared cache.
 
-The transfer is huggingface-hub's. What is added here: a choice among the files of a repository,
-the disk's space before and the checksum after, and errors that say what to do. Names and hashes
-that a hub sends are checked before they become part of a path.
+`transfer` brings the bytes. Here are the names, the choice among the files of a repository, the
+disk's space before and the header after, and errors that say what to do. Names and hashes that a
+hub sends are checked before they become part of a path.
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 
+from pyorch.attention.spec import nearest
 from pyorch.errors import SparqError
+from pyorch.models import cache, cards
 from pyorch.models.gguf_file import human_bytes, read_gguf
+from pyorch.models.hub_errors import explained
+from pyorch.models.transfer import (
+    BLOCK,
+    DIGEST,
+    HubFile,
+    Patience,
+    Transfer,
+    fetch,
+    new_digest,
+    repo_folder,
+    unfinished,
+    wrong_checksum,
+)
 
 PREFERRED = "Q4_K_M"  # of several files, when none is named
-BLOCK = 1 << 20  # bytes hashed at once
 
 _SPEC = re.compile(
     r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(:(?P<quant>\w[\w.-]*)|/(?P<file>[^@]+\.gguf))?"
     r"(@(?P<revision>\w[\w./-]*))?",
     re.ASCII,
 )
-_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_CARD = re.compile(
+    r"(?P<name>\w[\w.-]*)(:(?P<quant>\w[\w.-]*))?(@(?P<revision>\w[\w./-]*))?", re.ASCII
+)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -41,16 +54,7 @@ class Spec:
     file: str = ""
     quant: str = ""
     revision: str = "main"
-
-
-@dataclass(frozen=True)
-class HubFile:
-    """A file of a repository. `path` is None unless it is in the cache."""
-
-    name: str
-    n_bytes: int
-    digest: str  # SHA-256, of small files git's SHA-1; "" = not known
-    path: Path | None
+    card: str = ""  # that named the repository
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class Model:
 
     @property
     def missing_bytes(self) -> int:
-        return sum(f.n_bytes for f in self.files if f.path is None)
+        return sum(f.n_bytes - f.n_here for f in self.files if f.path is None)
 
     @property
     def complete(self) -> bool:
@@ -76,20 +80,28 @@ class Model:
         return self.files[0].path
 
 
-def parse_spec(text: str) -> Spec | None:
-    """`hf:org/repo`, `hf:org/repo:QUANT`, `[hf:]org/repo/file.gguf`, each with `@REVISION`.
+def parse_spec(text: str, original: bool = False) -> Spec | None:
+    """`hf:org/repo`, `hf:org/repo:QUANT`, `[hf:]org/repo/file.gguf`, a card's name with `:QUANT` or
+    without, each with `@REVISION`.
 
     Returns None for the path of a file: what is there, or begins with a folder that is there, or
     has no such form.
 
+    Args:
+        original: a card stands for the repository it was published in, not for its GGUF files.
+
     Raises:
-        SparqError: begins with `hf:` but goes on wrongly.
+        SparqError: begins with `hf:` but goes on wrongly; a card whose model llama.cpp does not
+            load or that knows no GGUF files; one word that is neither a file nor a card.
     """
     named = text.startswith("hf:")
+    if not named:
+        if Path(text).exists():
+            return None
+        if (word := _CARD.fullmatch(text)) and not text.endswith(".gguf"):
+            return _of_card(word, original)
     match = _SPEC.fullmatch(text.removeprefix("hf:"))
-    if not named and (
-        not match or not match["file"] or Path(text).exists() or Path(text.split("/")[0]).exists()
-    ):
+    if not named and (not match or not match["file"] or Path(text.split("/")[0]).exists()):
         return None
     if not match:
         raise SparqError(
@@ -106,10 +118,32 @@ def parse_spec(text: str) -> Spec | None:
     return spec
 
 
+def _of_card(word: re.Match[str], original: bool) -> Spec:
+    if word["name"] not in cards.names():
+        raise SparqError(
+            f"{word['name']}: no such file, and no model of that name",
+            f"{nearest('model', word['name'], cards.names()).hint}; on the hub: hf:org/repo",
+            exit_code=2,
+        )
+    card = cards.load(word["name"])
+    if not card.loads:
+        raise SparqError(f"{card.title} cannot be used: llama.cpp does not load it", card.note)
+    revision = word["revision"] or "main"
+    if original:
+        return Spec(card.repository, revision=revision, card=card.name)
+    if not card.gguf:
+        raise SparqError(
+            f"{card.name}: no repository with GGUF files of it is known for sure",
+            f"make one: sparq-cpp convert hf:{card.repository}; or name one: hf:org/repo",
+        )
+    return Spec(card.gguf, "", word["quant"] or card.quant, revision, card.name)
+
+
 def _is_safe(name: str) -> bool:
     """Whether a name with slashes stays below the folder it is put in, on any system."""
     return name.isprintable() and not any(
-        part in ("", ".", "..") or "\\" in part for part in name.split("/")
+        part in ("", ".", "..") or len(part.encode()) > 255 or re.search(r"[\\:]", part)
+        for part in name.split("/")
     )
 
 
@@ -117,28 +151,59 @@ def find(spec: Spec) -> Model:
     """Choose the files that `spec` means, among those of the hub; offline, of the cache.
 
     Raises:
-        SparqError: no such repository, revision or file, no access, no connection, or a choice
-            that only the user can make.
+        SparqError: no such repository, revision or file, no access, no connection, a choice that
+            only the user can make, or a checksum that is not the one on the card.
     """
+    commit, files = _files(spec, lambda name: name.endswith(".gguf"))
+    model = Model(spec, commit, _choose(spec, files))
+    known = cards.load(spec.card).sha256 if spec.card else {}
+    for f in model.files:
+        if f.digest and known.get(f.name, f.digest) != f.digest:
+            raise SparqError(
+                f"{f.name}: its checksum on the hub, {f.digest}, is not the one on the card",
+                f"it was exchanged since; to take it nevertheless: hf:{spec.repo}/{f.name}",
+            )
+    return model
+
+
+def find_files(spec: Spec, patterns: tuple[str, ...]) -> Model:
+    """All files of a repository that match one of the patterns, as `*.json`; not of subfolders.
+
+    Raises:
+        SparqError: as `find`.
+    """
+
+    def wanted(name: str) -> bool:
+        return "/" not in name and any(fnmatch(name, p) for p in patterns)
+
+    commit, files = _files(spec, wanted)
+    if not files:
+        raise SparqError(f"{spec.repo}: none of {', '.join(patterns)} in it at {spec.revision}")
+    return Model(spec, commit, tuple(files[n] for n in sorted(files)))
+
+
+def _files(spec: Spec, wanted: Callable[[str], bool]) -> tuple[str, dict[str, HubFile]]:
+    """The commit that the revision means, and files of it."""
     from huggingface_hub import constants
 
-    commit, files = _cached(spec) if constants.HF_HUB_OFFLINE else _listed(spec)
-    return Model(spec, commit, _choose(spec, files))
+    return (_cached if constants.HF_HUB_OFFLINE else _listed)(spec, wanted)
 
 
-def _listed(spec: Spec) -> tuple[str, dict[str, HubFile]]:
-    """The commit that the revision means and the GGUF files of it, by the hub's account."""
+def _listed(spec: Spec, wanted: Callable[[str], bool]) -> tuple[str, dict[str, HubFile]]:
+    """By the hub's account."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
-    files = {}
-    with _explained(spec):
-        info = HfApi().model_info(spec.repo, revision=spec.revision, files_metadata=True)
+    files, patience = {}, Patience(Transfer(0), spec.repo, broken=False)
+    with explained(spec.repo, spec.revision):
+        info = patience.call(
+            lambda: HfApi().model_info(spec.repo, revision=spec.revision, files_metadata=True)
+        )
         commit = str(info.sha)
         if not _COMMIT.fullmatch(commit):
             raise SparqError(f"{spec.repo}: {commit!r} is no commit", "is HF_ENDPOINT a hub?")
         for s in info.siblings or ():
             name = s.rfilename
-            if not name.endswith(".gguf"):
+            if not wanted(name):
                 continue
             if not _is_safe(name):
                 raise SparqError(
@@ -147,13 +212,14 @@ def _listed(spec: Spec) -> tuple[str, dict[str, HubFile]]:
                 )
             found = try_to_load_from_cache(spec.repo, name, revision=commit)
             path = Path(found) if isinstance(found, str) else None
-            digest = s.lfs.sha256 if s.lfs else s.blob_id
-            files[name] = HubFile(name, s.size or 0, str(digest), path)
+            digest = str(s.lfs.sha256 if s.lfs else s.blob_id)
+            n_here = 0 if path else min(unfinished(spec.repo, digest), s.size or 0)
+            files[name] = HubFile(name, s.size or 0, digest, path, n_here)
     return commit, files
 
 
-def _cached(spec: Spec) -> tuple[str, dict[str, HubFile]]:
-    """The same, of what the cache holds."""
+def _cached(spec: Spec, wanted: Callable[[str], bool]) -> tuple[str, dict[str, HubFile]]:
+    """By what the cache holds."""
     from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.utils import CacheNotFound
 
@@ -171,8 +237,8 @@ def _cached(spec: Spec) -> tuple[str, dict[str, HubFile]]:
                     name = f.file_path.relative_to(rev.snapshot_path).as_posix()
                     # the cache names a file's content by its hash
                     blob = os.readlink(f.file_path) if f.file_path.is_symlink() else ""
-                    digest = Path(blob).name if _DIGEST.fullmatch(Path(blob).name) else ""
-                    if name.endswith(".gguf"):
+                    digest = Path(blob).name if DIGEST.fullmatch(Path(blob).name) else ""
+                    if wanted(name):
                         files[name] = HubFile(name, f.size_on_disk, digest, f.file_path)
                 return rev.commit_hash, files
     raise SparqError(
@@ -184,7 +250,7 @@ def _cached(spec: Spec) -> tuple[str, dict[str, HubFile]]:
 def _choose(spec: Spec, files: Mapping[str, HubFile]) -> tuple[HubFile, ...]:
     models: dict[str, list[str]] = {}  # name with the part's number left out -> files
     for name in sorted(files):
-        shard = _SHARD.fullmatch(name)
+        shard = cache.SHARD.fullmatch(name)
         models.setdefault(f"{shard[1]}.gguf of {shard[3]}" if shard else name, []).append(name)
     if spec.file:
         chosen = [names for names in models.values() if spec.file in names]
@@ -197,7 +263,7 @@ def _choose(spec: Spec, files: Mapping[str, HubFile]) -> tuple[HubFile, ...]:
     if len(chosen) != 1:
         raise _no_choice(spec, files, chosen)
     names = chosen[0]
-    shard = _SHARD.fullmatch(names[0])
+    shard = cache.SHARD.fullmatch(names[0])
     if shard:
         wanted = [f"{shard[1]}-{i:05d}-of-{shard[3]}.gguf" for i in range(1, int(shard[3]) + 1)]
         lacking = [n for n in wanted if n not in names]
@@ -213,6 +279,14 @@ def _of_quant(models: Mapping[str, list[str]], quant: str) -> list[list[str]]:
     """Those with this quantisation as a word of their name: Q4_K is not in Q4_K_M or IQ4_K."""
     word = re.compile(rf"(?<![A-Za-z0-9]){re.escape(quant)}(?![A-Za-z0-9_])", re.IGNORECASE)
     return [n for key, n in models.items() if word.search(key.rpartition("/")[2])]
+
+
+def is_named(spec: Spec, name: str) -> bool:
+    """Whether a model's file is what `spec` names; without file and quantisation, all are."""
+    if spec.file:
+        shard, asked = cache.SHARD.fullmatch(name), cache.SHARD.fullmatch(spec.file)
+        return shard[1] == asked[1] if shard and asked else name == spec.file
+    return not spec.quant or bool(_of_quant({name: [name]}, spec.quant))
 
 
 def _no_choice(spec: Spec, files: Mapping[str, HubFile], chosen: list[list[str]]) -> SparqError:
@@ -231,155 +305,93 @@ def _no_choice(spec: Spec, files: Mapping[str, HubFile], chosen: list[list[str]]
     )
 
 
-def download(model: Model, quiet: bool = False) -> Model:
-    """Bring what is missing into the cache; `check` comes next.
+def download(
+    model: Model,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Model:
+    """Bring what is missing into the cache, with its checksum; `check` comes next.
+
+    Args:
+        progress: called with (bytes here, bytes of the files to load), from other threads.
+        say: called with one line when there is something to wait for.
 
     Raises:
-        SparqError: no space, no connection, or no access.
+        SparqError: no space, no connection, no access, or a wrong checksum.
     """
     from huggingface_hub import constants
-    from huggingface_hub.utils import disable_progress_bars, logging
+    from huggingface_hub.utils import logging
 
-    if quiet:
-        logging.set_verbosity_error()
-        disable_progress_bars()
+    logging.set_verbosity_error()  # what matters is said here
+    missing = [f for f in model.files if f.path is None]
+    if not missing:
+        return model
     _check_space(model.missing_bytes, Path(constants.HF_HUB_CACHE))
-    with _explained(model.spec):
-        files = tuple(f if f.path else replace(f, path=_download(model, f)) for f in model.files)
+    transfer = Transfer(sum(f.n_bytes for f in missing), progress, say)
+    with explained(model.spec.repo, model.spec.revision):
+        paths = fetch(model.spec.repo, model.commit, missing, transfer)
+        files = tuple(
+            f if f.path else replace(f, path=paths[f.name], checked=True) for f in model.files
+        )
     return replace(model, files=files)
 
 
 def check(model: Model, progress: Callable[[int, int], None]) -> None:
-    """Compare the checksums of a complete model and read its header.
+    """Compare the checksums of what was in the cache before, and read the model's header.
 
     Args:
-        progress: called with (bytes read, bytes of the model).
+        progress: called with (bytes read, bytes to read).
 
     Raises:
         SparqError: a wrong checksum (the file is deleted), or not a GGUF file.
     """
-    from huggingface_hub import constants
-    from huggingface_hub.file_download import repo_folder_name
-
-    total, done = sum(f.n_bytes for f in model.files), 0
-    with _explained(model.spec):
-        for f in model.files:
-            if f.digest:
-                _check_digest(f, lambda n, before=done: progress(before + n, total))
+    unchecked = [f for f in model.files if f.digest and not f.checked]
+    total, done = sum(f.n_bytes for f in unchecked), 0
+    with explained(model.spec.repo, model.spec.revision):
+        for f in unchecked:
+            folder = repo_folder(model.spec.repo)
+            _check_digest(folder, f, lambda n, before=done: progress(before + n, total))
             done += f.n_bytes
         try:
-            read_gguf(model.path)
+            if model.path.suffix == ".gguf":
+                read_gguf(model.path)
         except SparqError as e:
             hint = "its checksum is right: the file is like that on the hub"
             raise SparqError(e.message, hint if model.files[0].digest else e.hint) from None
-        # not before: offline, the name of a revision finds what is complete and checked
-        folder = repo_folder_name(repo_id=model.spec.repo, repo_type="model")
-        ref = Path(constants.HF_HUB_CACHE) / folder / "refs" / model.spec.revision
-        known = ref.is_file() and ref.read_text() == model.commit
-        if not known and model.spec.revision != model.commit:
-            ref.parent.mkdir(parents=True, exist_ok=True)
-            ref.write_text(model.commit)
+        _remember(model)
 
 
-def _check_space(n_bytes: int, cache: Path) -> None:
-    folder = cache.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
+def _remember(model: Model) -> None:
+    """Note what the revision meant: offline, its name finds what is complete and checked."""
+    if model.spec.revision == model.commit:
+        return
+    ref = repo_folder(model.spec.repo) / "refs" / model.spec.revision
+    if not (ref.is_file() and ref.read_text() == model.commit):
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        ref.write_text(model.commit)
+
+
+def _check_space(n_bytes: int, folder: Path) -> None:
+    there = folder.absolute()
+    while not there.exists():
+        there = there.parent
+    free = shutil.disk_usage(there).free
     if n_bytes > free:
         raise SparqError(
-            f"{human_bytes(n_bytes)} to download, but only {human_bytes(free)} free in {cache}",
+            f"{human_bytes(n_bytes)} to download, but only {human_bytes(free)} free in {folder}",
             "make room, choose a smaller quantisation, or set HF_HOME to a folder on another disk",
         )
 
 
-def _download(model: Model, file: HubFile) -> Path:
-    """Bring one file into the cache; a broken connection is resumed."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
-
-    repo, commit = model.spec.repo, model.commit
-    etag = get_hf_file_metadata(hf_hub_url(repo, file.name, revision=commit)).etag
-    # the cache names a file by its etag, so that has to be the hash it ought to be
-    if etag != file.digest or not _DIGEST.fullmatch(etag):
-        raise SparqError(
-            f"{repo}: {file.name}: the hub contradicts itself on the checksum",
-            "try again later; is HF_ENDPOINT a hub?",
-        )
-    return Path(hf_hub_download(repo, file.name, revision=commit))
-
-
-def _check_digest(file: HubFile, progress: Callable[[int], None]) -> None:
+def _check_digest(folder: Path, file: HubFile, progress: Callable[[int], None]) -> None:
     path = file.path
     assert path is not None
-    n_bytes = path.stat().st_size
-    digest = hashlib.sha256()
-    if len(file.digest) == 40:
-        digest = hashlib.sha1(b"blob %d\0" % n_bytes)  # as git does
-    done = 0
+    digest, done = new_digest(file, path.stat().st_size), 0
     with path.open("rb") as f:
         while block := f.read(BLOCK):
             digest.update(block)
             done += len(block)
             progress(done)
     if digest.hexdigest() != file.digest:
-        path.resolve().unlink(missing_ok=True)
-        path.unlink(missing_ok=True)
-        raise SparqError(
-            f"{file.name}: wrong checksum {digest.hexdigest()}, the hub says {file.digest}",
-            "the file was deleted: pull it again",
-        )
-
-
-@contextmanager
-def _explained(spec: Spec) -> Iterator[None]:
-    """Turn what huggingface-hub raises into one line and a hint."""
-    from huggingface_hub.utils import HfHubHTTPError
-
-    base = HfHubHTTPError.__bases__[0]  # of requests or httpx, with the version of the hub's client
-    try:
-        yield
-    except (base, OSError, ValueError) as e:
-        raise _reason(spec, e) from None
-
-
-def _reason(spec: Spec, e: BaseException) -> SparqError:
-    from huggingface_hub import get_token
-    from huggingface_hub import utils as hub
-
-    if isinstance(e, hub.LocalEntryNotFoundError) and e.__cause__:
-        e = e.__cause__
-    repo, login = spec.repo, "log in with `hf auth login`, or set HF_TOKEN"
-    response = getattr(e, "response", None)
-    status = getattr(response, "status_code", None)
-    if isinstance(e, hub.GatedRepoError):
-        return SparqError(
-            f"{repo} is gated: its owner gives access to those who accept the terms",
-            f"accept them on the repository's page, then {login}",
-        )
-    if isinstance(e, hub.RevisionNotFoundError):
-        return SparqError(f"{repo}: no revision {spec.revision}", "@main is the newest")
-    token = get_token()
-    if isinstance(e, hub.RepositoryNotFoundError) or status == 404 or (status == 401 and not token):
-        who = "your token may not see it" if token else "private"
-        return SparqError(f"{repo}: not found, or {who}", f"check the name; if private, {login}")
-    if status == 401:
-        return SparqError(f"{repo}: the hub refused the token", login)
-    if status == 403:
-        return SparqError(f"{repo}: access denied", f"{login}, of an account that has access")
-    if status == 429:
-        wait = response.headers.get("Retry-After", "") if response is not None else ""
-        hint = f"wait {wait} s" if wait.isdigit() else "wait a few minutes"
-        return SparqError(f"{repo}: the hub refuses: too many requests", f"{hint}, or {login}")
-    if status is not None:
-        return SparqError(f"{repo}: the hub answered {status}", "try again later")
-    if isinstance(e, hub.HFValidationError):
-        return SparqError(f"{repo!r} is no repository's name", "it is org/repo", exit_code=2)
-    what = (str(e).splitlines() or [type(e).__name__])[0]
-    if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT):
-        return SparqError(f"{repo}: the disk is full", "make room, then pull again")
-    if isinstance(e, OSError) and e.filename:
-        return SparqError(f"{e.filename}: {e.strerror}")
-    return SparqError(
-        f"{repo}: no usable answer from the hub: {what}",
-        "check the network and HF_ENDPOINT; with HF_HUB_OFFLINE=1 the cache alone is used",
-    )
+        cache.drop(folder, path)
+        raise wrong_checksum(file, digest.hexdigest())

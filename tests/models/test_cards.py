@@ -31,7 +31,7 @@ def of_standard_width(c: cards.Card) -> bool:
 
 
 def test_the_models_of_the_papers_have_cards() -> None:
-    assert len({c.title for c in CARDS}) == len(CARDS) == 25
+    assert len({c.title for c in CARDS}) == len(CARDS) == 29
     for name in ("llama2-13b", "gemma-7b", "pythia-2.8b", "mpt-7b", "opt-30b", "gpt-j-6b"):
         assert name in NAMES
 
@@ -45,7 +45,11 @@ def test_card_is_whole(c: cards.Card) -> None:
     )
     assert c.tokenizer in ("llama", "gpt2")
     assert bool(c.settings) == c.loads and (c.loads or c.note)
+    assert bool(c.gguf) == bool(c.quant) and (c.loads or not c.gguf)
+    assert not c.gguf or re.fullmatch(r"[\w-]+/[\w.-]+", c.gguf)
+    assert re.search(r"not measured|arXiv \d{4}\.\d{5}\b.*(Table|Figure)", c.evidence)
     if c.settings:
+        assert f"sparq,ratio={c.ratio}" == c.settings
         s = split(parse_spec(c.settings), c.n_ctx, c.head_dim)
         assert not s.dense and s.topk < c.n_ctx  # it does something at the model's own length
 
@@ -179,7 +183,14 @@ def test_unknown_and_damaged_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         with pytest.raises(SparqError, match="a.toml is damaged"):
             cards.load("a")
     (tmp_path / "a.toml").write_text(text)
-    assert cards.load("a").n_layer == 32
+    assert cards.load("a").n_layer == 32 and cards.load("a").sha256 == {}
+    (tmp_path / "a.toml").write_text(text.replace("[geometry]", 'quants = "x"\n[geometry]'))
+    with pytest.raises(SparqError, match="a.toml is damaged"):
+        cards.load("a")
+    (tmp_path / "a.toml").write_text(
+        text.replace("[geometry]", '[gguf.sha256]\n"x.gguf" = "00"\n[geometry]')
+    )
+    assert cards.load("a").sha256 == {"x.gguf": "00"}
 
 
 def test_command() -> None:
@@ -187,10 +198,13 @@ def test_command() -> None:
     assert COMMANDS["models"][0] == "models"
     listed = run(command, []).stdout.splitlines()
     assert listed == run(command, ["list"]).stdout.splitlines()
-    assert [line.split()[0] for line in listed[1:]] == list(NAMES)
-    assert max(len(line) for line in listed) <= 100
-    as_json = json.loads(run(command, ["list", "--json"]).stdout)["models"]
-    assert [c["name"] for c in as_json] == list(NAMES)
+    assert all(any(line.startswith(f"{n} ") for line in listed) for n in NAMES)
+    shown = run(command, ["show", "llama2-7b"]).stdout
+    assert "hf:TheBloke/Llama-2-7B-GGUF:Q4_K_M" in shown
+    assert "sparq-cpp chat --model llama2-7b --ratio 1/4" in shown
+    assert "none known for sure; make one: sparq-cpp convert hf:cerebras/" in (
+        run(command, ["show", "cerebras-gpt-6.7b"]).stdout
+    )
     shown = run(command, ["show", "opt-13b"]).stdout
     assert "facebook/opt-13b" in shown and "unknown model architecture: 'opt'" in shown
     assert "settings" not in shown

@@ -1,158 +1,34 @@
-"""pull: against a small hub on this machine, over real HTTP."""
+"""pull: names, choices and refusals, against a small hub on this machine, over real HTTP."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
-import huggingface_hub
 import pytest
+from hub_server import COMMIT, REPO, Hub
 from huggingface_hub import constants
 from tiny_gguf import write_tiny_gguf
 
-import pyorch.cli
 from pyorch.errors import SparqError
-from pyorch.models import pull
-
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-REPO = "org/repo"
-
-
-@dataclass
-class Hub:
-    """What the server has and how it misbehaves."""
-
-    files: dict[str, bytes] = field(default_factory=dict)
-    small: bool = False  # files kept by git itself, without a SHA-256
-    status: int = 200  # of every answer
-    headers: dict[str, str] = field(default_factory=dict)  # of an answer that is no 200
-    break_after: int = 0  # bytes of a file, then the connection is cut, once
-    wrong: bytes = b""  # sent in place of a file's first bytes
-    etag: str = ""  # in place of the right one
-    api: bytes | None = None  # in place of the listing
-    log: list[tuple[str, str, str, str]] = field(default_factory=list)  # verb, path, range, token
-    url: str = ""
-
-    def digest(self, data: bytes) -> str:
-        if self.small:
-            return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-        return hashlib.sha256(data).hexdigest()
-
-    def listing(self) -> bytes:
-        if self.api is not None:
-            return self.api
-        siblings = []
-        for name, data in self.files.items():
-            row: dict[str, Any] = {"rfilename": name, "size": len(data), "blobId": "0" * 40}
-            if self.small:
-                row["blobId"] = self.digest(data)
-            else:
-                row["lfs"] = {"sha256": self.digest(data), "size": len(data), "pointerSize": 1}
-            siblings.append(row)
-        return json.dumps({"id": REPO, "sha": COMMIT, "siblings": siblings}).encode()
-
-    def fetched(self) -> list[str]:
-        """Names of the files that were sent, without their folder."""
-        sent = [path for verb, path, _, _ in self.log if verb == "GET" and "/resolve/" in path]
-        return [path.rpartition("/")[2] for path in sent]
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    hub: Hub
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def do_HEAD(self) -> None:
-        self.answer(False)
-
-    def do_GET(self) -> None:
-        self.answer(True)
-
-    def reply(self, status: int, headers: dict[str, str], body: bytes, whole: bool) -> None:
-        self.send_response(status)
-        for key, value in {"Content-Length": str(len(body)), **headers}.items():
-            self.send_header(key, value)
-        self.end_headers()
-        if whole:
-            self.wfile.write(body)
-
-    def answer(self, whole: bool) -> None:
-        hub, path = self.hub, unquote(urlsplit(self.path).path)
-        asked = self.headers.get("Range", "")
-        hub.log.append((self.command, path, asked, self.headers.get("Authorization", "")))
-        if hub.status != 200:
-            return self.reply(hub.status, hub.headers, b"", whole)
-        if path.startswith(f"/api/models/{REPO}/revision/"):
-            if path.endswith(("/main", "/" + COMMIT)):
-                return self.reply(200, {"Content-Type": "application/json"}, hub.listing(), whole)
-            return self.reply(404, {"X-Error-Code": "RevisionNotFound"}, b"", whole)
-        data = hub.files.get(path.removeprefix(f"/{REPO}/resolve/{COMMIT}/"))
-        if data is None:
-            return self.reply(404, {"X-Error-Code": "RepoNotFound"}, b"", whole)
-        headers = {"ETag": f'"{hub.etag or hub.digest(data)}"', "X-Repo-Commit": COMMIT}
-        data = hub.wrong + data[len(hub.wrong) :]
-        start = int(asked.removeprefix("bytes=").partition("-")[0]) if asked else 0
-        if start:
-            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-        if whole and hub.break_after:
-            headers["Content-Length"] = str(len(data) - start)
-            data, hub.break_after = data[: start + hub.break_after], 0
-            self.close_connection = True
-        return self.reply(206 if start else 200, headers, data[start:], whole)
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub with one small model, and an empty cache. All that huggingface-hub reads at import."""
-    hub = Hub()
-    handler = type("HubHandler", (Handler,), {"hub": hub})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    cache = tmp_path / "home" / "hub"
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    yield hub
-    huggingface_hub.close_session()
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
-@pytest.fixture(scope="module")
-def gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    return write_tiny_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", n_layer=1).read_bytes()
+from pyorch.models import cards, pull
 
 
 def get(text: str) -> pull.Model:
     spec = pull.parse_spec(text)
     assert spec is not None
-    model = pull.download(pull.find(spec), quiet=True)
-    seen = [(0, sum(f.n_bytes for f in model.files))]
+    model = pull.download(pull.find(spec))
+    total = sum(f.n_bytes for f in model.files if not f.checked)
+    seen = [(0, total)]
     pull.check(model, lambda done, total: seen.append((done, total)))
-    assert seen == sorted(seen) and seen[-1] == (seen[0][1], seen[0][1])  # bytes checked
+    assert seen == sorted(seen) and seen[-1] == (total, total)  # bytes checked
     return model
 
 
@@ -192,6 +68,51 @@ def test_wrong_specs(text: str) -> None:
     with pytest.raises(SparqError) as e:
         pull.parse_spec(text)
     assert e.value.exit_code == 2 and "\n" not in e.value.message
+
+
+def test_a_cards_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parse, card = pull.parse_spec, cards.load("llama2-7b")
+    assert parse("llama2-7b") == pull.Spec(card.gguf, quant="Q4_K_M", card="llama2-7b")
+    assert parse("llama2-7b:Q8_0@v2") == pull.Spec(card.gguf, "", "Q8_0", "v2", "llama2-7b")
+    assert parse("llama2-7b", original=True) == pull.Spec(card.repository, card="llama2-7b")
+    with pytest.raises(SparqError, match="does not load") as e:
+        parse("opt-13b")
+    assert "unknown model architecture: 'opt'" in e.value.hint
+    with pytest.raises(SparqError, match="no repository with GGUF files of it is known") as e:
+        parse("cerebras-gpt-6.7b")
+    assert "sparq-cpp convert hf:cerebras/Cerebras-GPT-6.7B" in e.value.hint
+    with pytest.raises(SparqError, match="llama2-8b: no such file, and no model") as e:
+        parse("llama2-8b")
+    assert "did you mean llama2-7b" in e.value.hint or "llama3-8b" in e.value.hint
+    monkeypatch.chdir(tmp_path)
+    Path("llama2-7b").touch()
+    assert parse("llama2-7b") is None  # a file that is here
+
+
+@pytest.mark.parametrize("name", [c for c in cards.names() if cards.load(c).gguf])
+def test_every_card_with_files_can_be_pulled(
+    hub: Hub, gguf: bytes, run: Callable[..., Any], name: str
+) -> None:
+    card = cards.load(name)
+    hub.repo, hub.files = card.gguf, {"m-Q2_K.gguf": b"", f"m.{card.quant}.gguf": gguf}
+    code, out, _ = run("pull", name)
+    assert code == 0 and Path(out.strip()).read_bytes() == gguf
+
+
+def test_a_cards_checksum(hub: Hub, gguf: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.repo, hub.files = cards.load("llama2-7b").gguf, {"m-Q4_K_M.gguf": gguf}
+    load = cards.load
+
+    def with_checksum(name: str) -> cards.Card:
+        return replace(load(name), sha256={"m-Q4_K_M.gguf": checksum})
+
+    monkeypatch.setattr(cards, "load", with_checksum)
+    checksum = "0" * 64
+    error = refused("llama2-7b")
+    assert "not the one on the card" in error.message and f"hf:{hub.repo}/m-Q4" in error.hint
+    assert hub.fetched() == []
+    checksum = hub.digest(gguf)
+    assert get("llama2-7b").path.read_bytes() == gguf
 
 
 # ---- what is chosen and fetched ----
@@ -262,17 +183,6 @@ def test_all_parts_of_a_split_model(hub: Hub, gguf: bytes, tmp_path: Path) -> No
 # ---- what goes wrong on the way ----
 
 
-def test_a_broken_connection_is_resumed(
-    hub: Hub, gguf: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)  # written as they arrive
-    hub.files, hub.break_after = {"m.gguf": gguf}, 1000
-    assert get(f"hf:{REPO}").path.read_bytes() == gguf
-    ranges = [r for verb, path, r, _ in hub.log if verb == "GET" and path.endswith(".gguf")]
-    assert ranges[0] == "" and len(ranges) == 2
-    assert ranges[1] == "bytes=1000-"
-
-
 def test_wrong_checksum_leaves_nothing(hub: Hub, gguf: bytes, tmp_path: Path) -> None:
     hub.files, hub.wrong = {"m.gguf": gguf}, gguf[:99] + bytes([gguf[99] ^ 1])
     error = refused(f"hf:{REPO}")
@@ -305,7 +215,9 @@ def test_not_a_model(hub: Hub, gguf: bytes, tmp_path: Path) -> None:
         (403, {}, "access denied", "login"),
         (403, {"X-Error-Code": "GatedRepo"}, "is gated", "accept them"),
         (404, {"X-Error-Code": "RepoNotFound"}, "not found, or private", "check the name"),
-        (429, {"Retry-After": "7"}, "too many requests", "wait 7 s"),
+        (429, {"Retry-After": "3600"}, "too many requests", "wait 3600 s"),
+        (429, {"RateLimit": '"api";r=0;t=222'}, "too many requests", "wait 222 s"),
+        (429, {}, "too many requests", "wait a few minutes"),
         (503, {}, "answered 503", "later"),
     ],
 )
@@ -368,6 +280,10 @@ def test_no_disk_space(hub: Hub, gguf: bytes, monkeypatch: pytest.MonkeyPatch) -
         "a/../../evil.gguf",
         "a\\..\\evil.gguf",
         "a\x1b.gguf",
+        "a\0.gguf",
+        "C:evil.gguf",
+        "x" * 300 + ".gguf",
+        "~/../../evil.gguf",
     ],
 )
 def test_names_cannot_leave_the_cache(hub: Hub, gguf: bytes, tmp_path: Path, name: str) -> None:
@@ -382,6 +298,49 @@ def test_an_etag_cannot_leave_the_cache(hub: Hub, gguf: bytes, tmp_path: Path) -
     hub.files, hub.etag = {"m.gguf": gguf}, "../../../../evil"
     assert "contradicts itself" in refused(f"hf:{REPO}").message
     assert hub.fetched() == [] and not any("evil" in n for n in everything_below(tmp_path))
+
+
+def test_a_link_in_the_cache_leads_nowhere(hub: Hub, gguf: bytes, tmp_path: Path) -> None:
+    hub.files = {"sub/m.gguf": gguf}
+    (tmp_path / "outside").mkdir()
+    snapshot = tmp_path / "home" / "hub" / "models--org--repo" / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (snapshot / "sub").symlink_to(tmp_path / "outside")
+    assert "leads out of the cache" in refused(f"hf:{REPO}").message
+    assert not everything_below(tmp_path / "outside") and hub.fetched() == []
+    (snapshot / "sub").unlink()
+    blobs = snapshot.parent.parent / "blobs"
+    blobs.rmdir()
+    blobs.symlink_to(tmp_path / "outside")
+    assert "leads out of the cache" in refused(f"hf:{REPO}").message
+    assert not everything_below(tmp_path / "outside") and hub.fetched() == []
+
+
+def test_a_damaged_file_outside_of_the_cache_stays(hub: Hub, gguf: bytes, tmp_path: Path) -> None:
+    hub.files = {"m.gguf": gguf}
+    path, mine = get(f"hf:{REPO}").path, tmp_path / "mine.gguf"
+    mine.write_bytes(b"not that model")
+    path.unlink()
+    path.symlink_to(mine)
+    assert "wrong checksum" in refused(f"hf:{REPO}").message
+    assert mine.exists() and not path.exists()
+    assert get(f"hf:{REPO}").path.read_bytes() == gguf
+
+
+# ---- revisions ----
+
+
+def test_a_pinned_revision_stays(hub: Hub, gguf: bytes) -> None:
+    hub.files = {"m.gguf": gguf}
+    old = get(f"hf:{REPO}@{COMMIT}")
+    assert get(f"hf:{REPO}@v1.0").path == old.path and hub.fetched() == ["m.gguf"]
+    hub.history[COMMIT], hub.commit = hub.files, "f" * 40
+    hub.files = {"m.gguf": gguf[:-1] + b"!"}
+    new = get(f"hf:{REPO}")
+    assert new.commit == "f" * 40 and new.path.read_bytes() == hub.files["m.gguf"]
+    again = get(f"hf:{REPO}@{COMMIT}")
+    assert again.path == old.path and again.path.read_bytes() == gguf
+    assert hub.fetched() == ["m.gguf"] * 2
 
 
 # ---- offline ----
@@ -409,17 +368,6 @@ def test_offline_without_a_cache(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 # ---- the command ----
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    def run_command(*args: str) -> tuple[object, str, str]:
-        monkeypatch.setattr(sys, "argv", ["sparq-cpp", *args])
-        with pytest.raises(SystemExit) as e:
-            pyorch.cli.main()
-        return (e.value.code or 0, *capsys.readouterr())
-
-    return run_command
 
 
 def test_command(hub: Hub, gguf: bytes, run: Callable[..., Any], tmp_path: Path) -> None:

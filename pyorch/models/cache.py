@@ -1,0 +1,143 @@
+"""The GGUF models in the hub's cache: what is there, and how to remove some of it.
+
+The cache is shared with other programs and laid out by huggingface-hub: `blobs/HASH`, and in
+`snapshots/COMMIT/` links to these by the files' names. What a link shows to outside of the
+repository's `blobs` is never touched, the link alone is removed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyorch.errors import SparqError
+
+SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """A model of one or several files, in all revisions that are here."""
+
+    repo: str
+    name: str  # of the first file, with its folders
+    n_bytes: int
+    entries: tuple[Path, ...]  # in the snapshots
+
+    @property
+    def spec(self) -> str:
+        return f"{self.repo}/{self.name}"
+
+
+def models() -> list[CachedModel]:
+    """All that is complete in the cache, by repository and name."""
+    from huggingface_hub import constants
+
+    found = []
+    for folder in sorted(Path(constants.HF_HUB_CACHE).glob("models--*")):
+        repo = folder.name.removeprefix("models--").replace("--", "/")
+        entries: dict[str, list[Path]] = {}
+        for entry in sorted((folder / "snapshots").rglob("*.gguf")):
+            if entry.is_file():
+                name = "/".join(entry.relative_to(folder / "snapshots").parts[1:])
+                shard = SHARD.fullmatch(name)
+                key = f"{shard[1]}-00001-of-{shard[3]}.gguf" if shard else name
+                entries.setdefault(key, []).append(entry)
+        for name, paths in entries.items():
+            sizes = {path.resolve(): path.stat().st_size for path in paths}
+            found.append(CachedModel(repo, name, sum(sizes.values()), tuple(paths)))
+    return found
+
+
+def unfinished() -> dict[str, list[Path]]:
+    """What is left of interrupted downloads, by repository."""
+    from huggingface_hub import constants
+
+    found: dict[str, list[Path]] = {}
+    for path in sorted(Path(constants.HF_HUB_CACHE).glob("models--*/blobs/*.incomplete")):
+        repo = path.parent.parent.name.removeprefix("models--").replace("--", "/")
+        found.setdefault(repo, []).append(path)
+    return found
+
+
+def remove(folder: Path, entries: Iterable[Path], parts: Iterable[Path] = ()) -> int:
+    """Remove files of a repository, and the repository with the last of them.
+
+    Args:
+        folder: the repository's, in the cache.
+        entries: in its snapshots; their content goes if nothing else in them refers to it.
+        parts: of interrupted downloads.
+
+    Returns:
+        Bytes that are free now.
+
+    Raises:
+        SparqError: something cannot be removed, or is in another place.
+    """
+    for link in (folder, folder / "snapshots", folder / "blobs"):
+        if link.is_symlink():
+            raise SparqError(f"{link} is a link: what it leads to stays", "remove it there")
+    freed = 0
+    try:
+        for entry in entries:
+            blob = _blob(folder, entry)
+            if blob is None and not entry.is_symlink():  # a file system without links
+                freed += entry.stat().st_size
+            entry.unlink()
+            if blob and not _entries_of(folder, blob):
+                freed += _remove_blob(folder, blob)
+        for part in parts:
+            freed += part.lstat().st_size
+            part.unlink()
+        left = [p for f in ("snapshots", "blobs") for p in (folder / f).rglob("*")]
+        if not any(p.is_file() or p.is_symlink() for p in left):
+            shutil.rmtree(folder)
+    except OSError as e:
+        raise SparqError(f"{e.filename or folder}: {e.strerror or e}") from None
+    return freed
+
+
+def drop(folder: Path, entry: Path) -> None:
+    """Remove a damaged file with all that refers to its content."""
+    blob = _blob(folder, entry)
+    for same in _entries_of(folder, blob) if blob else [entry]:
+        same.unlink(missing_ok=True)
+    if blob:
+        _remove_blob(folder, blob)
+
+
+def _blob(folder: Path, entry: Path) -> Path | None:
+    """What an entry links to, if it is in the repository's own `blobs`."""
+    if not entry.is_symlink():
+        return None
+    target = Path(os.path.normpath(entry.parent / os.readlink(entry)))
+    in_blobs = target.parent.resolve() == (folder / "blobs").resolve()
+    return target if in_blobs and (target.is_file() or target.is_symlink()) else None
+
+
+def _entries_of(folder: Path, blob: Path) -> list[Path]:
+    return [p for p in (folder / "snapshots").rglob("*") if _blob(folder, p) == blob]
+
+
+def _remove_blob(folder: Path, blob: Path) -> int:
+    """Returns the bytes freed."""
+    store = (
+        folder.parent / "blobs"
+    )  # huggingface-hub 2 keeps content there for several repositories
+    content = blob.resolve()
+    n_bytes = blob.lstat().st_size
+    linked = blob.is_symlink()
+    blob.unlink()
+    if not linked:
+        return n_bytes
+    others = [p for p in folder.parent.glob("*--*/blobs/*") if p.resolve() == content]
+    if others or content.parent.parent != store.resolve() or not content.is_file():
+        return 0
+    n_bytes = content.stat().st_size
+    content.unlink()
+    content.with_name(f"{content.name}.refs").unlink(missing_ok=True)
+    return n_bytes

@@ -1,0 +1,315 @@
+"""Files of the hub into its cache: several at once, resumed where they broke off, hashed.
+
+huggingface-hub loads into a file of a random name and deletes it on any failure, so a process that
+was killed begins anew. Here bytes go into `blobs/HASH.incomplete`, the name that its earlier
+versions resumed from, and become `blobs/HASH` when the hash is right. Addresses, tokens, locks, the
+HTTP client and the layout of the cache are huggingface-hub's.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from pyorch.errors import SparqError
+from pyorch.models.hub_errors import is_from_client, retry_after, status_of
+
+AT_ONCE = 4  # files
+TRIES = 5  # in a row that bring nothing, half a minute with the waits between
+FIRST_WAIT_S = 2.0  # doubled from try to try
+LONGEST_WAIT_S = 120.0  # that a hub may ask for
+PART = 32 << 30  # bytes asked for at once: some servers refuse more than 50 GB
+BLOCK = 1 << 20  # bytes hashed at once
+
+DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+PASSES = (408, 429, 500, 502, 503, 504)  # answers after which to try again
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file of a repository. `path` is None unless it is in the cache."""
+
+    name: str
+    n_bytes: int
+    digest: str  # SHA-256, of small files git's SHA-1; "" = not known
+    path: Path | None
+    n_here: int = 0  # bytes of an unfinished download
+    checked: bool = field(default=False, compare=False)  # that its content has this digest
+
+
+class Stopped(Exception):
+    """Another file failed, or the user has had enough."""
+
+
+class Transfer:
+    """What the files of one download share."""
+
+    def __init__(
+        self,
+        total: int,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """`progress` is called with (bytes here, bytes in all), `say` with what is waited for."""
+        self.total, self.done = total, 0
+        self.progress, self.say = progress, say
+        self.stop = threading.Event()
+        self._lock = threading.Lock()
+
+    def add(self, n_bytes: int) -> None:
+        with self._lock:
+            self.done += n_bytes
+            self.progress(self.done, self.total)
+        if self.stop.is_set():
+            raise Stopped
+
+
+class Patience:
+    """Whether to try again, after which wait."""
+
+    def __init__(self, transfer: Transfer, name: str, broken: bool = True) -> None:
+        """`broken`: whether a connection that fails is tried again, or busy servers only."""
+        self.transfer, self.name, self.broken, self.failed = transfer, name, broken, 0
+
+    def bear(self, error: Exception) -> None:
+        """Wait before the next try.
+
+        Raises:
+            `error` itself, if it will not pass or has not passed.
+        """
+        status = status_of(error)
+        broken = isinstance(error, (Short, ConnectionError)) or is_from_client(error)
+        passes = status in PASSES if status else self.broken and broken
+        asked = retry_after(error)
+        self.failed += 1
+        if not passes or self.failed >= TRIES or (asked or 0) > LONGEST_WAIT_S:
+            raise error
+        wait_s = FIRST_WAIT_S * 2 ** (self.failed - 1) if asked is None else asked
+        what = f"the hub answered {status}" if status else "the connection broke"
+        again = f"try {self.failed + 1} of {TRIES}"
+        self.transfer.say(f"{self.name}: {what}; {again} in {wait_s:.0f} s")
+        if self.transfer.stop.wait(wait_s):
+            raise Stopped
+
+    def call(self, function: Callable[[], T]) -> T:
+        while True:
+            try:
+                return function()
+            except Exception as e:
+                self.bear(e)
+
+
+class Short(OSError):
+    """An answer that ended early."""
+
+
+def repo_folder(repo: str) -> Path:
+    """Where the cache keeps a model's repository."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model")
+
+
+def unfinished(repo: str, digest: str) -> int:
+    """Bytes that are here of a download that was interrupted."""
+    part = repo_folder(repo) / "blobs" / f"{digest}.incomplete"
+    return part.stat().st_size if DIGEST.fullmatch(digest) and part.is_file() else 0
+
+
+def fetch(repo: str, commit: str, files: Sequence[HubFile], transfer: Transfer) -> dict[str, Path]:
+    """Bring files into the cache and return where they are, by name.
+
+    What is here of one when another fails, or when the process is killed, stays for the next time.
+
+    Raises:
+        SparqError: a wrong checksum (what was loaded is deleted), or the hub contradicts itself.
+        OSError, or what huggingface-hub raises.
+    """
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        running = {f.name: pool.submit(_fetch_one, repo, commit, f, transfer) for f in files}
+        try:
+            done, _ = wait(running.values(), return_when=FIRST_EXCEPTION)
+            for future in done:
+                if (error := future.exception()) and not isinstance(error, Stopped):
+                    raise error
+            return {name: future.result() for name, future in running.items()}
+        finally:
+            transfer.stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _fetch_one(repo: str, commit: str, file: HubFile, transfer: Transfer) -> Path:
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    url, folder = hf_hub_url(repo, file.name, revision=commit), repo_folder(repo)
+    etag = Patience(transfer, file.name).call(lambda: get_hf_file_metadata(url).etag)
+    # the cache names a file by its etag, so that has to be the hash it ought to be
+    if etag != file.digest or not DIGEST.fullmatch(etag):
+        raise SparqError(
+            f"{repo}: {file.name}: the hub contradicts itself on the checksum",
+            "try again later; is HF_ENDPOINT a hub?",
+        )
+    blob = folder / "blobs" / etag
+    pointer = folder / "snapshots" / commit / file.name
+    lock = folder.parent / ".locks" / folder.name / f"{etag}.lock"
+    for path in (blob, pointer, lock):
+        _make_folder(path.parent, folder.parent)
+    with _locked(lock, file, transfer):
+        if blob.is_file():
+            transfer.add(file.n_bytes)
+        else:
+            part = blob.with_name(f"{etag}.incomplete")
+            _download(url, part, file, transfer)
+            part.replace(blob)
+        _point(pointer, blob)
+    return pointer
+
+
+@contextmanager
+def _locked(lock: Path, file: HubFile, transfer: Transfer) -> Iterator[None]:
+    """Only one process loads a file, of those that use huggingface-hub too."""
+    from filelock import Timeout
+    from huggingface_hub.utils import WeakFileLock
+
+    waited = False
+    with ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(WeakFileLock(lock, timeout=0.2))
+                break
+            except Timeout:
+                if not waited:
+                    transfer.say(f"{file.name}: another process is loading it; waiting")
+                waited = True
+                transfer.add(0)
+        yield
+
+
+def _make_folder(folder: Path, cache: Path) -> None:
+    """Make a folder of the cache, unless a link in its path leads out of it."""
+    top = folder.relative_to(cache).parts[0]
+    folder.mkdir(parents=True, exist_ok=True)
+    # a repository's folder may be on another disk, but nothing in it may lead elsewhere
+    if not folder.resolve().is_relative_to((cache / top).resolve()):
+        raise SparqError(f"{folder} leads out of the cache", "remove that link")
+
+
+def _point(pointer: Path, blob: Path) -> None:
+    """Give a file of the cache its name in a snapshot, as huggingface-hub does."""
+    if pointer.is_file():
+        return
+    pointer.unlink(missing_ok=True)  # a link to nothing
+    try:
+        pointer.symlink_to(os.path.relpath(blob, pointer.parent))
+    except OSError:  # a file system without links
+        if not blob.is_file():
+            raise
+        shutil.move(blob, pointer)
+
+
+def _download(url: str, part: Path, file: HubFile, transfer: Transfer) -> None:
+    """Complete `part`, whose content is trusted no more than the hub's: the hash decides."""
+    descriptor = os.open(part, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
+    with os.fdopen(descriptor, "r+b", buffering=0) as f:
+        state = _State(f, file, transfer)
+        state.take_what_is_here()
+        patience = Patience(transfer, file.name)
+        while state.n < file.n_bytes:
+            before = state.n
+            try:
+                _ask(url, state)
+            except Exception as e:
+                if state.n > before:
+                    patience.failed = 0
+                patience.bear(e)
+        found = state.digest.hexdigest()
+    if found != file.digest:
+        part.unlink()
+        raise wrong_checksum(file, found)
+
+
+def wrong_checksum(file: HubFile, found: str) -> SparqError:
+    return SparqError(
+        f"{file.name}: wrong checksum {found}, the hub says {file.digest}",
+        "the file was deleted: pull it again",
+    )
+
+
+def new_digest(file: HubFile, n_bytes: int) -> Any:
+    """The hash that a file's content is named by: SHA-256, or git's for what is small."""
+    if len(file.digest) == 40:
+        return hashlib.sha1(b"blob %d\0" % n_bytes, usedforsecurity=False)
+    return hashlib.sha256()
+
+
+class _State:
+    """A file on its way: `n` bytes are written and hashed."""
+
+    def __init__(self, f: BinaryIO, file: HubFile, transfer: Transfer) -> None:
+        self.f, self.file, self.transfer = f, file, transfer
+        self.n, self.digest = 0, new_digest(file, file.n_bytes)
+
+    def take_what_is_here(self) -> None:
+        while self.n < self.file.n_bytes and (block := self.f.read(BLOCK)):
+            self._count(block[: self.file.n_bytes - self.n])
+        self.f.truncate(self.n)
+
+    def write(self, block: bytes) -> None:
+        # at its own place, so that two processes on a disk without locks write the same
+        self.f.seek(self.n)
+        if self.f.write(block) != len(block):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._count(block)
+
+    def _count(self, block: bytes) -> None:
+        self.digest.update(block)
+        self.n += len(block)
+        self.transfer.add(len(block))
+
+    def begin_anew(self) -> None:
+        self.transfer.add(-self.n)
+        self.n, self.digest = 0, new_digest(self.file, self.file.n_bytes)
+        self.f.truncate(0)
+
+
+def _ask(url: str, state: _State) -> None:
+    """One request for what is still to come."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    first, size = state.n, state.file.n_bytes
+    last = min(first + PART, size) - 1
+    headers = build_hf_headers() | {"Accept-Encoding": "identity", "Range": f"bytes={first}-{last}"}
+    # The timeout is for each read: a slow link may take all day, a dead one this long. Redirected
+    # to another host, the client leaves the token behind.
+    timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+    with get_session().stream("GET", url, headers=headers, timeout=timeout) as answer:
+        hf_raise_for_status(answer)
+        if answer.status_code != 206:  # all of it, whatever was asked for
+            state.begin_anew()
+        elif not answer.headers.get("Content-Range", "").startswith(f"bytes {first}-"):
+            raise SparqError(
+                f"{state.file.name}: the hub sent another part of it than was asked for",
+                "try again later; is HF_ENDPOINT a hub?",
+            )
+        for block in answer.iter_bytes():
+            if len(block) > size - state.n:
+                block = block[: size - state.n]
+            state.write(block)
+            if state.n == size:
+                return
+    if state.n <= last:
+        raise Short("the answer ended early")
