@@ -41,6 +41,7 @@ struct llama_sparse_shadow {
         ggml_tensor * k_t     = nullptr; // [kv_size + pad, n_embd_k_gqa, n_stream] f16, or codes
         ggml_tensor * k_range = nullptr; // [2, n_run, n_embd_k_gqa, n_stream] f32: scale and zero of the codes; only with codes
         ggml_tensor * v_sum   = nullptr; // [n_embd_v_gqa, n_sum, n_stream] f32; only with mean_v
+        std::string   reason;            // why there is no k_t
     };
 
     std::vector<layer> layers; // by layer of the cache; k_t == nullptr: this layer has no shadow
@@ -48,7 +49,7 @@ struct llama_sparse_shadow {
     // [n_stream][n_grp]: the group's k_t and v_sum equal K and V
     std::vector<std::vector<uint8_t>> sealed;
 
-    ggml_context_ptr                     ctx;
+    std::vector<ggml_context_ptr>        ctxs;
     std::vector<ggml_backend_buffer_ptr> bufs;
     bool                                 has_v_sum = false;
     int32_t                              n_bit     = 16;
@@ -65,6 +66,34 @@ static bool wants_mean_v(const llama_sparse_spec & spec, const llama_hparams & h
 
 static bool is_supported_type(ggml_type type) {
     return type == GGML_TYPE_F16 || type == GGML_TYPE_BF16 || type == GGML_TYPE_F32 || type == GGML_TYPE_Q8_0 || type == GGML_TYPE_Q4_0;
+}
+
+// the device whose memory holds t; nullptr: the host, whatever device allocated it
+static ggml_backend_dev_t device_of(const ggml_tensor * t) {
+    return ggml_backend_buffer_is_host(t->buffer) ? nullptr : ggml_backend_buft_get_device(ggml_backend_buffer_get_type(t->buffer));
+}
+
+// calls f for each of our nodes that t is made of, t last
+template <typename F>
+static void for_each_node(ggml_tensor * t, F f) {
+    if (t && t->op == GGML_OP_SPARSE_ATTN) {
+        for (ggml_tensor * src : t->src) {
+            for_each_node(src, f);
+        }
+        f(t);
+    }
+}
+
+// "" or why a device can not run all nodes that t is made of
+static std::string why_not_run(ggml_backend_dev_t dev, ggml_tensor * t) {
+    static const char * names[GGML_SPARSE_ATTN_COUNT] = { "SEAL", "VISIBLE", "SCORE", "SELECT", "PICK", "ATTEND" };
+    std::string res;
+    for_each_node(t, [&](ggml_tensor * node) {
+        if (dev && res.empty() && !ggml_backend_dev_supports_op(dev, node)) {
+            res = std::string(ggml_backend_dev_name(dev)) + " has no kernel for " + names[node->op_params[0]];
+        }
+    });
+    return res;
 }
 
 // x [n] = H*x, the orthonormal Walsh-Hadamard matrix, its own inverse
@@ -104,6 +133,8 @@ struct llama_sparse_access {
     static uint32_t stream_of(const llama_kv_cache * kv, llama_seq_id seq) { return kv->seq_to_stream[seq]; }
     static int32_t  layer_of (const llama_kv_cache * kv, int il)           { return kv->map_layer_ids.at(il); }
 
+    static ggml_backend_dev_t device(const llama_kv_cache * kv, int32_t ikv) { return device_of(kv->layers[ikv].k); }
+
     static std::shared_ptr<llama_sparse_shadow> & shadow(llama_kv_cache * kv) { return kv->sparse; }
 
     // components of K (and q) that llama.cpp turns together by a Hadamard matrix, 0: none; as in build_input_k_rot()
@@ -141,11 +172,21 @@ struct llama_sparse_access {
     // "" or why this layer of the cache can not be sparse
     static const char * why_not_layer(const llama_kv_cache * kv, int32_t ikv) {
         const auto & layer = kv->layers[ikv];
-        return !layer.k || !layer.v                             ? "no separate K and V" :
-               !is_supported_type(layer.k->type) ||
-               !is_supported_type(layer.v->type)                ? "K or V of a type without a kernel" :
-               !ggml_backend_buffer_is_host(layer.k->buffer) ||
-               !ggml_backend_buffer_is_host(layer.v->buffer)    ? "K and V are not in host memory" : "";
+        if (!layer.k || !layer.v) {
+            return "no separate K and V";
+        }
+        if (!is_supported_type(layer.k->type) || !is_supported_type(layer.v->type)) {
+            return "K or V of a type without a kernel";
+        }
+        const ggml_backend_dev_t dev = device_of(layer.k);
+        if (dev != device_of(layer.v)) {
+            return "K and V are on different devices";
+        }
+        if (dev && ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_META) {
+            return "K and V are split among devices (tensor split)";
+        }
+        // says that it runs every op, whatever the other machine can do
+        return dev && !strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(dev)), "RPC") ? "K and V are on another machine" : "";
     }
 
     static void create(llama_kv_cache * kv, const llama_sparse_spec & spec, const llama_hparams & hparams) {
@@ -159,49 +200,131 @@ struct llama_sparse_access {
         }
 
         auto shadow = std::make_shared<llama_sparse_shadow>();
-        ggml_init_params params = { 3*kv->layers.size()*ggml_tensor_overhead(), nullptr, true };
-        shadow->ctx.reset(ggml_init(params));
         shadow->has_v_sum = v_sum;
         shadow->n_bit     = spec.n_bit;
         shadow->layers.resize(kv->layers.size());
 
+        // in the memory of K, layer by layer; what the device can not run gets none
+        std::map<ggml_backend_dev_t, ggml_context_ptr> ctxs;
         for (size_t ikv = 0; ikv < kv->layers.size(); ++ikv) {
             if (*why_not_layer(kv, ikv) || kv->layers[ikv].il >= hparams.n_layer()) {
                 continue;
             }
-            const auto & src = kv->layers[ikv];
-            auto & dst = shadow->layers[ikv];
-            if (spec.n_bit == 16) {
-                dst.k_t = ggml_new_tensor_3d(shadow->ctx.get(), GGML_TYPE_F16, kv->get_size() + K_T_PAD, src.k->ne[0], kv->n_stream);
-            } else {
-                const int64_t n_run = (kv->get_size() + GGML_SPARSE_RUN - 1)/GGML_SPARSE_RUN;
-                dst.k_t = ggml_new_tensor_3d(shadow->ctx.get(), GGML_TYPE_I8, n_run*GGML_SPARSE_RUN*spec.n_bit/8 + K_T_PAD, src.k->ne[0], kv->n_stream);
-                dst.k_range = ggml_new_tensor_4d(shadow->ctx.get(), GGML_TYPE_F32, 2, n_run, src.k->ne[0], kv->n_stream);
-                ggml_format_name(dst.k_range, "sparse_k_range_%d", (int) src.il);
+            auto & ctx = ctxs[device_of(kv->layers[ikv].k)];
+            if (!ctx) {
+                ctx.reset(ggml_init({ 3*kv->layers.size()*ggml_tensor_overhead(), nullptr, true }));
             }
-            ggml_format_name(dst.k_t, "sparse_k_t_%d", (int) src.il);
-            if (v_sum) {
-                dst.v_sum = ggml_new_tensor_3d(shadow->ctx.get(), GGML_TYPE_F32, src.v->ne[0], ggml_sparse_n_sum_rows(n_groups(kv->get_size())), kv->n_stream);
-                ggml_format_name(dst.v_sum, "sparse_v_sum_%d", (int) src.il);
+            auto & dst = shadow->layers[ikv];
+            dst.reason = why_not_sparq(kv, hparams, spec, ikv, v_sum);
+            if (dst.reason.empty()) {
+                new_layer(ctx.get(), kv, spec, ikv, v_sum, dst);
             }
         }
-        if (ggml_get_first_tensor(shadow->ctx.get())) {
+        for (auto & [dev, ctx] : ctxs) {
+            ggml_tensor * first = ggml_get_first_tensor(ctx.get());
+            if (!first) {
+                continue;
+            }
+            const ggml_backend_buffer_type_t buft = dev ? ggml_backend_dev_buffer_type(dev) : ggml_backend_cpu_buffer_type();
             // not cleared: a group is read only after it was sealed, and the pages are first touched by the threads that seal
-            ggml_backend_buffer_t buf = ggml_backend_alloc_ctx_tensors_from_buft(shadow->ctx.get(), ggml_backend_cpu_buffer_type());
+            const bool no_alloc = kv->hparams.no_alloc;
+            ggml_backend_buffer_ptr buf(no_alloc ? ggml_backend_buft_alloc_buffer(buft, 0) : ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), buft));
             if (!buf) {
                 throw std::runtime_error("no memory for the transposed copy of K\nuse a shorter context, or topk, which needs no copy");
             }
-            llama_sparse_huge_pages(buf);
-            shadow->bufs.emplace_back(buf);
+            if (no_alloc) { // a context that only measures: without memory, as upstream makes K and V, and counted with them
+                for (ggml_tensor * t = first; t; t = ggml_get_next_tensor(ctx.get(), t)) {
+                    t->buffer = buf.get();
+                }
+                kv->ctxs_bufs.emplace_back(std::move(ctx), std::move(buf));
+                continue;
+            }
+            llama_sparse_huge_pages(buf.get());
+            shadow->ctxs.push_back(std::move(ctx));
+            shadow->bufs.push_back(std::move(buf));
         }
         shadow->sealed.assign(kv->n_stream, std::vector<uint8_t>(n_groups(kv->get_size()), 0));
 
         old = std::move(shadow);
     }
 
+    // the tensors of one layer's shadow, without memory
+    static void new_layer(ggml_context * ctx, const llama_kv_cache * kv, const llama_sparse_spec & spec, size_t ikv, bool v_sum, llama_sparse_shadow::layer & dst) {
+        const auto & src = kv->layers[ikv];
+        if (spec.n_bit == 16) {
+            dst.k_t = ggml_new_tensor_3d(ctx, GGML_TYPE_F16, kv->get_size() + K_T_PAD, src.k->ne[0], kv->n_stream);
+        } else {
+            const int64_t n_run = (kv->get_size() + GGML_SPARSE_RUN - 1)/GGML_SPARSE_RUN;
+            dst.k_t = ggml_new_tensor_3d(ctx, GGML_TYPE_I8, n_run*GGML_SPARSE_RUN*spec.n_bit/8 + K_T_PAD, src.k->ne[0], kv->n_stream);
+            dst.k_range = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, 2, n_run, src.k->ne[0], kv->n_stream);
+            ggml_format_name(dst.k_range, "sparse_k_range_%d", (int) src.il);
+        }
+        ggml_format_name(dst.k_t, "sparse_k_t_%d", (int) src.il);
+        if (v_sum) {
+            dst.v_sum = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, src.v->ne[0], ggml_sparse_n_sum_rows(n_groups(kv->get_size())), kv->n_stream);
+            ggml_format_name(dst.v_sum, "sparse_v_sum_%d", (int) src.il);
+        }
+    }
+
+    // "" or why the device of a layer's K can not run SparQ on it: asks with the nodes of a token that sees all of the cache
+    static std::string why_not_sparq(const llama_kv_cache * kv, const llama_hparams & hparams, const llama_sparse_spec & spec, size_t ikv, bool v_sum) {
+        const int il = kv->layers[ikv].il;
+        const ggml_backend_dev_t dev = device_of(kv->layers[ikv].k);
+        if (!dev) {
+            return "";
+        }
+        ggml_context_ptr scratch(ggml_init({ 64*ggml_tensor_overhead(), nullptr, true }));
+        ggml_context * ctx = scratch.get();
+        llama_sparse_shadow::layer layer;
+        new_layer(ctx, kv, spec, ikv, v_sum, layer);
+
+        const int64_t n_kv = kv->get_size(), ns = kv->n_stream;
+        llama_kv_cache::slot_info all;
+        all.s0 = 0;
+        all.s1 = ns - 1;
+        ggml_sparse_attn_inputs in = {};
+        in.k       = kv->get_k(ctx, il, n_kv, all);
+        in.v       = kv->get_v(ctx, il, n_kv, all);
+        in.q       = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, in.k->ne[0], hparams.n_head(il), 1, ns);
+        in.mask    = ggml_new_tensor_4d(ctx, GGML_TYPE_F16, n_kv, 1, 1, ns);
+        in.visible = ggml_sparse_attn_visible(ctx, in.mask);
+        in.sealed  = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, n_groups(n_kv), ns);
+        in.forced  = ggml_new_tensor_4d(ctx, GGML_TYPE_I32, std::max(spec.sinks, 1), 1, 1, ns);
+        in.kl      = ggml_new_tensor_4d(ctx, GGML_TYPE_I32, 2, 1, 1, ns);
+        in.k_range = view_range(ctx, layer.k_range, ns, 0);
+        in.v_sum   = layer.v_sum;
+        in.k_t     = ggml_sparse_attn_seal(ctx, view_streams(ctx, layer.k_t, ns, 0), layer.v_sum, in.k, layer.v_sum ? in.v : nullptr, in.sealed,
+                nullptr, in.k_range, spec.n_bit == 16 ? nullptr : in.sealed, { spec.n_bit, n_rot(kv) });
+
+        ggml_sparse_attn_params params = {};
+        params.rank     = spec.rank_for(in.k->ne[0], row_bytes(kv, il));
+        params.topk_max = spec.topk_for(il, hparams.n_layer(), n_kv, 0.0);
+        params.scale    = 1.0f;
+        params.mean_v   = layer.v_sum && wants_mean_v(spec, hparams, il);
+        params.n_bit    = spec.n_bit;
+        params.n_rot    = n_rot(kv);
+        return why_not_run(dev, ggml_sparq_attn(ctx, &in, &params));
+    }
+
+    // a tensor where the CPU can read it: its own data, or a copy from the device
+    struct host_view {
+        const ggml_tensor * t;
+        std::vector<char>   copy;
+        const char        * data;
+
+        explicit host_view(const ggml_tensor * t) : t(t), data(t ? (const char *) t->data : nullptr) {
+            if (t && device_of(t)) {
+                copy.resize(ggml_nbytes(t));
+                ggml_backend_tensor_get(t, copy.data(), 0, copy.size());
+                data = copy.data();
+            }
+        }
+    };
+
     // one row of K or V as f32; row [n] of a type that why_not_layer() accepts
-    static void load_row(const ggml_tensor * t, uint32_t stream, uint32_t cell, std::vector<float> & row) {
-        const void * src = (const char *) t->data + stream*t->nb[2] + cell*t->nb[1];
+    static void load_row(const host_view & view, uint32_t stream, uint32_t cell, std::vector<float> & row) {
+        const ggml_tensor * t = view.t;
+        const void * src = view.data + stream*t->nb[2] + cell*t->nb[1];
         row.resize(t->ne[0]);
         if (t->type == GGML_TYPE_F32) {
             memcpy(row.data(), src, row.size()*sizeof(float));
@@ -211,13 +334,14 @@ struct llama_sparse_access {
     }
 
     // does k_t hold x for cell i and channel c? As exactly as its type can; err: of x itself
-    static bool matches(int32_t n_bit, const llama_sparse_shadow::layer & layer, uint32_t s, uint32_t i, size_t c, float x, float err) {
-        const auto * row = (const uint8_t *) layer.k_t->data + s*layer.k_t->nb[2] + c*layer.k_t->nb[1];
+    static bool matches(int32_t n_bit, const host_view & k_t, const host_view & k_range, uint32_t s, uint32_t i, size_t c, float x, float err) {
+        const auto * row = (const uint8_t *) k_t.data + s*k_t.t->nb[2] + c*k_t.t->nb[1];
         if (n_bit == 16) {
             const ggml_fp16_t y = ((const ggml_fp16_t *) row)[i];
             return y == ggml_fp32_to_fp16(x) || (err > 0.0f && std::abs(ggml_fp16_to_fp32(y) - x) <= err + 5e-4f*std::abs(x));
         }
-        const auto * range = (const float *) ((const char *) layer.k_range->data + s*layer.k_range->nb[3] + c*layer.k_range->nb[2] + i/GGML_SPARSE_RUN*layer.k_range->nb[1]);
+        const auto * nb = k_range.t->nb;
+        const auto * range = (const float *) (k_range.data + s*nb[3] + c*nb[2] + i/GGML_SPARSE_RUN*nb[1]);
         const int code = row[ggml_sparse_code_byte(i, n_bit)] >> ggml_sparse_code_shift(i, n_bit) & ((1 << n_bit) - 1);
         return std::abs(range[1] + range[0]*code - x) <= 0.501f*range[0] + 1e-6f*std::abs(x) + err;
     }
@@ -250,7 +374,7 @@ struct llama_sparse_access {
     }
 
     // seals every complete group of every layer and stream; number of (layer, group), < 0: not computed
-    static int64_t seal(llama_kv_cache * kv, ggml_backend_t backend, ggml_tensor * stats) {
+    static int64_t seal(llama_kv_cache * kv, ggml_backend_sched_t like, llama_sparse_state & state) {
         auto & shadow = *kv->sparse;
         std::vector<std::vector<int32_t>> todo;
         size_t n_list = 0, n_group = 0;
@@ -262,25 +386,14 @@ struct llama_sparse_access {
         if (n_group == 0) {
             return 0;
         }
-        // computed apart from the context's scheduler, whose allocations stay as they are; all tensors lie in host memory
         const size_t n_flag = shadow.sealed[0].size();
-        const ggml_init_params params = {
-            (16*kv->layers.size() + 16)*ggml_tensor_overhead() + ggml_graph_overhead() + (n_list + n_flag + 64)*kv->n_stream*sizeof(int32_t), nullptr, false };
-        ggml_context_ptr ctx_list(ggml_init(params));
-        ggml_context * ctx = ctx_list.get();
+        ggml_context_ptr scratch(ggml_init({ (16*kv->layers.size() + 16)*ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true }));
+        ggml_context * ctx = scratch.get();
 
         ggml_tensor * list   = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, n_list, kv->n_stream);
         ggml_tensor * sealed = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, n_flag, kv->n_stream);
-        for (uint32_t s = 0; s < kv->n_stream; ++s) {
-            auto * dst = (int32_t *) list->data + s*n_list;
-            std::fill(std::copy(todo[s].begin(), todo[s].end(), dst), dst + n_list, -1);
-            auto * out = (int32_t *) sealed->data + s*n_flag;
-            std::copy(shadow.sealed[s].begin(), shadow.sealed[s].end(), out);
-            for (int32_t g : todo[s]) {
-                out[g] = 1;
-            }
-        }
-        ggml_set_no_alloc(ctx, true); // from here on views only
+        ggml_set_input(list);
+        ggml_set_input(sealed);
 
         llama_kv_cache::slot_info all;
         all.s0 = 0;
@@ -291,11 +404,38 @@ struct llama_sparse_access {
             if (shadow.layers[ikv].k_t && kv->layers[ikv].il == (uint32_t) il) { // a layer that reuses another's cells has none of its own
                 ggml_tensor * k = kv->get_k(ctx, il, kv->get_size(), all);
                 ggml_tensor * v = kv->get_v(ctx, il, kv->get_size(), all);
+                ggml_tensor * stats = state.stats(device_of(kv->layers[ikv].k));
                 ggml_build_forward_expand(gf, build_seal(ctx, kv, ikv, k, v, 0, list, shadow.n_bit == 16 ? nullptr : sealed, stats));
                 ++n_layer;
             }
         }
-        if (ggml_backend_graph_compute(backend, gf) != GGML_STATUS_SUCCESS) {
+        if (n_layer == 0) {
+            return 0;
+        }
+
+        // a scheduler of its own, so that the allocations of the context's stay as they are; each node runs where its k_t lies
+        std::vector<ggml_backend_t> backends;
+        for (int i = 0; i < ggml_backend_sched_get_n_backends(like); ++i) {
+            backends.push_back(ggml_backend_sched_get_backend(like, i));
+        }
+        ggml_backend_sched_ptr sched(ggml_backend_sched_new(backends.data(), nullptr, backends.size(), GGML_DEFAULT_GRAPH_SIZE, false, false));
+        if (!ggml_backend_sched_alloc_graph(sched.get(), gf)) {
+            return -1;
+        }
+        for (uint32_t s = 0; s < kv->n_stream; ++s) {
+            std::vector<int32_t> row(todo[s]);
+            row.resize(n_list, -1);
+            ggml_backend_tensor_set(list, row.data(), s*list->nb[1], list->nb[1]);
+
+            row.assign(shadow.sealed[s].begin(), shadow.sealed[s].end());
+            for (int32_t g : todo[s]) {
+                row[g] = 1;
+            }
+            if (shadow.n_bit != 16) {
+                ggml_backend_tensor_set(sealed, row.data(), s*sealed->nb[1], sealed->nb[1]);
+            }
+        }
+        if (ggml_backend_sched_graph_compute(sched.get(), gf) != GGML_STATUS_SUCCESS) {
             return -1;
         }
         for (uint32_t s = 0; s < kv->n_stream; ++s) {
@@ -313,7 +453,11 @@ struct llama_sparse_access {
         std::vector<float> row;
         for (size_t ikv = 0; ikv < shadow.layers.size(); ++ikv) {
             const auto & dst = shadow.layers[ikv];
-            for (uint32_t s = 0; dst.k_t && s < kv->n_stream; ++s) {
+            if (!dst.k_t) {
+                continue;
+            }
+            const host_view k(kv->layers[ikv].k), v(kv->layers[ikv].v), k_t(dst.k_t), k_range(dst.k_range), v_sum(dst.v_sum);
+            for (uint32_t s = 0; s < kv->n_stream; ++s) {
                 for (size_t g = 0; g < shadow.sealed[s].size(); ++g) {
                     if (!shadow.sealed[s][g]) {
                         continue;
@@ -322,7 +466,7 @@ struct llama_sparse_access {
                     std::vector<double> sum(kv->layers[ikv].v->ne[0], 0.0);
                     std::vector<double> mag(sum.size(), 0.0);
                     for (uint32_t i = g*GGML_SPARSE_GROUP; i < (g + 1)*GGML_SPARSE_GROUP; ++i) {
-                        load_row(kv->layers[ikv].k, s, i, row);
+                        load_row(k, s, i, row);
                         float err = 0.0f;
                         for (size_t c = 0; n_rot(kv) > 0 && c < row.size(); c += n_rot(kv)) {
                             turn(&row[c], n_rot(kv));
@@ -331,17 +475,17 @@ struct llama_sparse_access {
                             err = std::max(err, 1e-5f*std::abs(row[c])); // turning rounds
                         }
                         for (size_t c = 0; c < row.size(); ++c) {
-                            bad = bad || !matches(shadow.n_bit, dst, s, i, c, std::clamp(row[c], -65504.0f, 65504.0f), err);
+                            bad = bad || !matches(shadow.n_bit, k_t, k_range, s, i, c, std::clamp(row[c], -65504.0f, 65504.0f), err);
                         }
-                        load_row(kv->layers[ikv].v, s, i, row);
+                        load_row(v, s, i, row);
                         for (size_t c = 0; c < row.size(); ++c) {
                             sum[c] += row[c];
                             mag[c] += std::abs(row[c]);
                         }
                     }
-                    const auto * v_sum = dst.v_sum ? (const float *) ((const char *) dst.v_sum->data + s*dst.v_sum->nb[2] + ggml_sparse_sum_row(g)*dst.v_sum->nb[1]) : nullptr;
-                    for (size_t c = 0; v_sum && c < sum.size(); ++c) {
-                        bad = bad || !(std::abs(v_sum[c] - sum[c]) <= 1e-5*mag[c] + 1e-30);
+                    const auto * sums = v_sum.t ? (const float *) (v_sum.data + s*v_sum.t->nb[2] + ggml_sparse_sum_row(g)*v_sum.t->nb[1]) : nullptr;
+                    for (size_t c = 0; sums && c < sum.size(); ++c) {
+                        bad = bad || !(std::abs(sums[c] - sum[c]) <= 1e-5*mag[c] + 1e-30);
                     }
                     n_bad += bad;
                 }
@@ -351,8 +495,8 @@ struct llama_sparse_access {
     }
 };
 
-int64_t llama_sparse_shadow_seal(llama_kv_cache * kv, ggml_backend_t backend, ggml_tensor * stats) {
-    return llama_sparse_shadow_get(kv) ? llama_sparse_access::seal(kv, backend, stats) : 0;
+int64_t llama_sparse_shadow_seal(llama_kv_cache * kv, ggml_backend_sched_t like, llama_sparse_state & state) {
+    return llama_sparse_shadow_get(kv) ? llama_sparse_access::seal(kv, like, state) : 0;
 }
 
 int64_t llama_sparse_shadow_check(const llama_kv_cache * kv) {
@@ -457,8 +601,9 @@ public:
     ggml_tensor * forced = nullptr; // I32 [n_local_max + n_sinks, n_tok, 1, n_stream]
     ggml_tensor * kl     = nullptr; // I32 [2, n_tok, n_stream, n_layer]: k and l
 
-    // the graph's nodes that layers share
-    ggml_tensor * visible = nullptr;
+    // the graph's nodes that layers share, by the device that runs them (nullptr: the CPU)
+    std::map<ggml_backend_dev_t, ggml_tensor *> visible;
+    std::map<ggml_backend_dev_t, ggml_tensor *> kl_of; // copied there once, not once per layer
     std::map<int32_t, ggml_tensor *> k_t; // SEAL's result, by layer of the cache
 
     int32_t n_local_max = 0;
@@ -472,6 +617,11 @@ private:
     void set_seal  (uint32_t s, uint32_t stream, const std::vector<uint32_t> & written);
     void set_select(const llama_ubatch * ubatch);
 };
+
+// an input without memory was made for nodes that are in no graph, since their device refused one of them
+static bool is_used(const ggml_tensor * t) {
+    return t && t->data;
+}
 
 // Seals up to n_list complete groups of one stream: every cell in use, none written by this ubatch. K and V of such a group are in the
 // cache already, so it does not matter where in the graph SEAL runs.
@@ -496,7 +646,7 @@ void llm_graph_input_sparse::set_seal(uint32_t s, uint32_t stream, const std::ve
         flags[g] = 1;
     }
 
-    if (sealed) {
+    if (is_used(sealed)) {
         int32_t * out = (int32_t *) sealed->data + s*sealed->ne[0];
         for (int64_t g = 0; g < sealed->ne[0]; ++g) {
             out[g] = flags[g];
@@ -550,7 +700,7 @@ void llm_graph_input_sparse::set_input(const llama_ubatch * ubatch) {
             set_seal(s, stream, it == sinfo.strm.end() ? none : sinfo.idxs[it - sinfo.strm.begin()]);
         }
     }
-    if (kl) {
+    if (is_used(kl)) {
         set_select(ubatch);
     }
 
@@ -632,8 +782,31 @@ static std::string why_dense(const llm_graph_context & g, const llama_kv_cache_c
         return "not causal decoding";
     }
     const auto * kv = llama_sparse_access::kv(mctx);
-    const char * reason = llama_sparse_access::why_not(kv);
-    return *reason ? reason : llama_sparse_access::why_not_layer(kv, llama_sparse_access::layer_of(kv, il));
+    const int32_t ikv = llama_sparse_access::layer_of(kv, il);
+    for (const char * reason : { llama_sparse_access::why_not(kv), llama_sparse_access::why_not_layer(kv, ikv) }) {
+        if (*reason) {
+            return reason;
+        }
+    }
+    const auto & spec = g.cparams.sparse->spec;
+    return spec.method == LLAMA_SPARSE_SPARQ && !spec.is_dense() ? llama_sparse_shadow_get(kv)->layers[ikv].reason : "";
+}
+
+// our nodes run where K lies: left to the scheduler, they could follow q, and all of K be copied to them
+static void set_device(const llm_graph_context & g, ggml_backend_dev_t dev, ggml_tensor * node) {
+    ggml_backend_t backend = g.backend_cpu;
+    for (int i = 0; dev && i < ggml_backend_sched_get_n_backends(g.sched); ++i) {
+        ggml_backend_t b = ggml_backend_sched_get_backend(g.sched, i);
+        backend = ggml_backend_get_device(b) == dev ? b : backend;
+    }
+    ggml_backend_sched_set_tensor_backend(g.sched, node, backend);
+}
+
+// puts our nodes that t is made of into the graph
+static void emit(const llm_graph_context & g, ggml_backend_dev_t dev, ggml_tensor * t, const char * name, int il) {
+    for_each_node(t, [&](ggml_tensor * node) { set_device(g, dev, node); });
+    g.cb(t, name, il);
+    ggml_build_forward_expand(g.gf, t);
 }
 
 // SEAL for the layer, once per graph; returns k_t of the graph's streams
@@ -653,9 +826,9 @@ static ggml_tensor * build_seal(const llm_graph_context & g, llm_graph_input_spa
     if (inp->state->spec.n_bit != 16 && !inp->sealed) {
         inp->sealed = new_input(g, "sparse_sealed", n_groups(inp->n_kv), ns);
     }
-    res = llama_sparse_access::build_seal(g.ctx0, kv, ikv, k, v, s0, inp->list, inp->sealed, inp->state->stats);
-    g.cb(res, "sparse_seal", il);
-    ggml_build_forward_expand(g.gf, res);
+    const ggml_backend_dev_t dev = llama_sparse_access::device(kv, ikv);
+    res = llama_sparse_access::build_seal(g.ctx0, kv, ikv, k, v, s0, inp->list, inp->sealed, inp->state->stats(dev));
+    emit(g, dev, res, "sparse_seal", il);
     return res;
 }
 
@@ -697,15 +870,31 @@ ggml_tensor * llama_sparse_build_attn(
     const bool has_shadow = spec.method == LLAMA_SPARSE_SPARQ && !spec.is_dense();
     ggml_tensor * k_t = has_shadow ? build_seal(g, inp, k, v, llama_sparse_access::sinfo(mctx).s0, il) : nullptr;
 
+    const auto leave = [&](const std::string & why) { inp->layers.emplace_back(il, why); return nullptr; };
     if (!inp->is_decode) {
-        inp->layers.emplace_back(il, "prefill");
-        return nullptr;
+        return leave("prefill");
     }
-    inp->layers.emplace_back(il, "");
 
-    if (!inp->visible) {
-        inp->visible = ggml_sparse_attn_visible(g.ctx0, kq_mask);
-        g.cb(inp->visible, "sparse_visible", -1);
+    if (inp->score_shares.empty()) {
+        inp->score_shares = llama_sparse_access::score_shares(kv, spec, state->n_layer);
+    }
+    const int32_t topk_max = spec.topk_for(il, state->n_layer, inp->n_kv, inp->score_shares[il]);
+
+    // n_kv is the number of cells in use, rounded up; round min_ctx in the same way, so that no shorter context is ever sparse
+    const bool is_short = inp->n_kv <= GGML_PAD((uint32_t) spec.min_ctx, 256u);
+    const bool all = spec.is_dense() || is_short || (uint32_t) topk_max >= inp->n_kv;
+
+    // a device reads few bytes faster than it picks: what is short stays with its own flash attention
+    const auto dev = llama_sparse_access::device(kv, llama_sparse_access::layer_of(kv, il));
+    const double dense_bytes = llama_sparse_access::row_bytes(kv, il)*k->ne[1]*inp->n_kv*ns*n_tok;
+    if (dev && !spec.is_dense() && (all || dense_bytes < spec.gpu_min_mb*1e6)) {
+        return leave("short for a GPU");
+    }
+
+    auto & visible = inp->visible[dev];
+    if (!visible) {
+        visible = ggml_sparse_attn_visible(g.ctx0, kq_mask);
+        g.cb(visible, "sparse_visible", -1);
     }
 
     ggml_sparse_attn_inputs in = {};
@@ -713,22 +902,15 @@ ggml_tensor * llama_sparse_build_attn(
     in.k       = k;
     in.v       = v;
     in.mask    = kq_mask;
-    in.visible = inp->visible;
+    in.visible = visible;
     in.sinks   = sinks;
-    in.stats   = state->stats;
+    in.stats   = state->stats(dev);
 
     ggml_sparse_attn_params params = {};
     params.scale    = kq_scale;
     params.max_bias = g.hparams.f_max_alibi_bias;
     params.softcap  = g.hparams.attn_soft_cap ? g.hparams.f_attn_logit_softcapping : 0.0f;
-    if (inp->score_shares.empty()) {
-        inp->score_shares = llama_sparse_access::score_shares(kv, spec, state->n_layer);
-    }
-    params.topk_max = spec.topk_for(il, state->n_layer, inp->n_kv, inp->score_shares[il]);
-
-    // n_kv is the number of cells in use, rounded up; round min_ctx in the same way, so that no shorter context is ever sparse
-    const bool is_short = inp->n_kv <= GGML_PAD((uint32_t) spec.min_ctx, 256u);
-    const bool all = spec.is_dense() || is_short || (uint32_t) params.topk_max >= inp->n_kv;
+    params.topk_max = topk_max;
 
     ggml_tensor * cur;
     if (all) {
@@ -736,8 +918,17 @@ ggml_tensor * llama_sparse_build_attn(
         cur = ggml_sparse_attn_attend(g.ctx0, in.q, in.k, in.v, in.mask, in.visible, nullptr, nullptr, nullptr, in.sinks, in.stats, attend);
     } else {
         build_select_inputs(g, inp, n_tok, ns);
+        ggml_tensor * kl = inp->kl;
+        if (dev) {
+            auto & copy = inp->kl_of[dev];
+            if (!copy) {
+                copy = ggml_cont(g.ctx0, inp->kl);
+                set_device(g, dev, copy);
+            }
+            kl = copy;
+        }
         in.forced = inp->forced;
-        in.kl     = ggml_view_4d(g.ctx0, inp->kl, 2, n_tok, 1, ns, inp->kl->nb[1], inp->kl->nb[2], inp->kl->nb[2], il*inp->kl->nb[3]);
+        in.kl     = ggml_view_4d(g.ctx0, kl, 2, n_tok, 1, ns, kl->nb[1], kl->nb[2], kl->nb[2], il*kl->nb[3]);
         params.n_local_max = inp->n_local_max;
         if (k_t) {
             if (!inp->sealed) {
@@ -761,8 +952,12 @@ ggml_tensor * llama_sparse_build_attn(
             cur = ggml_topk_attn(g.ctx0, &in, &params);
         }
     }
-    g.cb(cur, "sparse_attend", il);
-    ggml_build_forward_expand(g.gf, cur);
+    const std::string why = why_not_run(dev, cur);
+    if (!why.empty()) {
+        return leave(why); // the nodes made above are in no graph
+    }
+    inp->layers.emplace_back(il, "");
+    emit(g, dev, cur, "sparse_attend", il);
 
     return cur;
 }

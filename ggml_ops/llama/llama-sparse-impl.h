@@ -7,6 +7,7 @@
 #include "ggml-cpp.h"
 #include "ggml-sparse.h"
 
+#include <array>
 #include <map>
 #include <string>
 
@@ -31,6 +32,7 @@ struct llama_sparse_spec {
     int32_t sinks   = 4;
     int32_t min_k   = 128;
     int32_t min_ctx = 1024;
+    int32_t gpu_min_mb = 256;
     int32_t mean_v  = -1;   // < 0: auto
     bool    ramp    = false;
     int32_t n_bit   = 4;    // of the transposed copy of K: 16 (f16), 8 or 4
@@ -64,18 +66,26 @@ struct llama_sparse_state {
     std::map<int, std::string> layers;
 
     // counters: the ops add to stats when they run; attention left to llama.cpp is counted here, by reason
-    ggml_tensor * stats = nullptr;
     uint64_t n_steps = 0;
     std::map<std::string, uint64_t> n_stock;
 
-    llama_sparse_state();
     ~llama_sparse_state(); // logs the counters
+
+    // I64 [GGML_SPARSE_STAT_COUNT] in the memory of a device, nullptr: of the host; made when first asked for
+    ggml_tensor * stats(ggml_backend_dev_t dev);
+
+    // the sum over all of them; what runs on a device must be done
+    std::array<int64_t, GGML_SPARSE_STAT_COUNT> read_stats() const;
 
     void reset_counters();
 
 private:
-    ggml_context_ptr        ctx;
-    ggml_backend_buffer_ptr buf;
+    struct stats_tensor {
+        ggml_context_ptr        ctx;
+        ggml_backend_buffer_ptr buf;
+        ggml_tensor           * t = nullptr;
+    };
+    std::map<ggml_backend_dev_t, stats_tensor> all_stats;
 };
 
 // the shadow of a cache: made on first use, kept until the cache goes; nullptr where there is none.
@@ -84,5 +94,5 @@ void                  llama_sparse_shadow_create(llama_kv_cache * kv, const llam
 const char *          llama_sparse_shadow_why_not(const llama_kv_cache * kv); // "" or why nothing in this cache can be sparse
 llama_sparse_shadow * llama_sparse_shadow_get   (const llama_kv_cache * kv);
 size_t                llama_sparse_shadow_bytes (const llama_kv_cache * kv);
-int64_t               llama_sparse_shadow_seal  (llama_kv_cache * kv, ggml_backend_t cpu, ggml_tensor * stats); // see llama_sparse_attn_seal()
+int64_t               llama_sparse_shadow_seal  (llama_kv_cache * kv, ggml_backend_sched_t like, llama_sparse_state & state); // see llama_sparse_attn_seal(); with the backends of `like`
 int64_t               llama_sparse_shadow_check (const llama_kv_cache * kv); // see llama_sparse_attn_check()

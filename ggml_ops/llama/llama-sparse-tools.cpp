@@ -56,7 +56,7 @@ std::vector<std::string> llama_sparse_bench_values(llama_context * ctx) {
     if (!state) {
         return { "off", "0" };
     }
-    return { state->spec.str(), std::to_string(((const int64_t *) state->stats->data)[GGML_SPARSE_STAT_ATTEND_SPARSE]) };
+    return { state->spec.str(), std::to_string(state->read_stats()[GGML_SPARSE_STAT_ATTEND_SPARSE]) };
 }
 
 bool llama_sparse_bench_begin(llama_context * ctx, const std::string & spec) {

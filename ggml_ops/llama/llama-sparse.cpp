@@ -15,7 +15,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
-#include <cstring>
+#include <functional>
 #include <stdexcept>
 
 //
@@ -31,7 +31,7 @@ struct spec_error : std::runtime_error {
 
 const std::vector<std::string> METHODS = { "off", "dense", "sparq", "topk" };
 const std::vector<std::string> KEYS = {
-    "ratio", "rank", "topk", "k", "local", "sinks", "min_k", "min_ctx", "mean_v", "shadow", "budget", "k_layers",
+    "ratio", "rank", "topk", "k", "local", "sinks", "min_k", "min_ctx", "gpu_min_mb", "mean_v", "shadow", "budget", "k_layers",
 };
 
 int edit_distance(const std::string & a, const std::string & b) {
@@ -153,6 +153,8 @@ llama_sparse_spec parse_spec(const std::string & text) {
             spec.min_k = parse_int(key, val, 1);
         } else if (key == "min_ctx") {
             spec.min_ctx = parse_int(key, val, 0);
+        } else if (key == "gpu_min_mb") {
+            spec.gpu_min_mb = parse_int(key, val, 0);
         } else if (key == "mean_v") {
             if (val != "auto" && val != "on" && val != "off") {
                 throw spec_error("mean_v is not auto, on or off: " + val, "leave it out for auto: on for MHA, off for GQA");
@@ -205,6 +207,7 @@ std::string llama_sparse_spec::str() const {
     if (sinks   != def.sinks)   { add("sinks",   std::to_string(sinks)); }
     if (min_k   != def.min_k)   { add("min_k",   std::to_string(min_k)); }
     if (min_ctx != def.min_ctx) { add("min_ctx", std::to_string(min_ctx)); }
+    if (gpu_min_mb != def.gpu_min_mb) { add("gpu_min_mb", std::to_string(gpu_min_mb)); }
     if (mean_v >= 0)            { add("mean_v",  mean_v ? "on" : "off"); }
     if (n_bit != def.n_bit)     { add("shadow",  shadow_name()); }
     if (ramp)                   { add("budget",  "ramp"); }
@@ -284,22 +287,35 @@ static void write_text(const std::string & s, char * buf, size_t n) {
     }
 }
 
-llama_sparse_state::llama_sparse_state() {
-    ggml_init_params params = { ggml_tensor_overhead(), nullptr, true };
-    ctx.reset(ggml_init(params));
-    stats = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I64, GGML_SPARSE_STAT_COUNT);
-    ggml_set_name(stats, "sparse_stats");
-    buf.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_cpu_buffer_type()));
-    if (!buf) {
-        throw std::runtime_error("failed to allocate the counters of sparse attention");
+ggml_tensor * llama_sparse_state::stats(ggml_backend_dev_t dev) {
+    auto & s = all_stats[dev];
+    if (!s.t) {
+        s.ctx.reset(ggml_init({ ggml_tensor_overhead(), nullptr, true }));
+        ggml_tensor * t = ggml_new_tensor_1d(s.ctx.get(), GGML_TYPE_I64, GGML_SPARSE_STAT_COUNT);
+        ggml_set_name(t, "sparse_stats");
+        s.buf.reset(ggml_backend_alloc_ctx_tensors_from_buft(s.ctx.get(), dev ? ggml_backend_dev_buffer_type(dev) : ggml_backend_cpu_buffer_type()));
+        if (!s.buf) {
+            throw std::runtime_error("failed to allocate the counters of sparse attention");
+        }
+        ggml_backend_buffer_clear(s.buf.get(), 0);
+        s.t = t;
     }
-    reset_counters();
+    return s.t;
+}
+
+std::array<int64_t, GGML_SPARSE_STAT_COUNT> llama_sparse_state::read_stats() const {
+    std::array<int64_t, GGML_SPARSE_STAT_COUNT> sum = {}, one;
+    for (const auto & [_, s] : all_stats) {
+        ggml_backend_tensor_get(s.t, one.data(), 0, sizeof(one));
+        std::transform(one.begin(), one.end(), sum.begin(), sum.begin(), std::plus<>());
+    }
+    return sum;
 }
 
 // at the end of a context: what was asked for and what ran. Not one sparse call is worth a warning: nobody else says it in the programs
 // of llama.cpp
 llama_sparse_state::~llama_sparse_state() {
-    const int64_t * stat = (const int64_t *) stats->data;
+    const auto stat = read_stats();
     const int64_t n_sparse = stat[GGML_SPARSE_STAT_ATTEND_SPARSE], n_dense = stat[GGML_SPARSE_STAT_ATTEND_DENSE];
     if (n_sparse + n_dense == 0 && n_stock.empty()) {
         return;
@@ -317,7 +333,9 @@ llama_sparse_state::~llama_sparse_state() {
 }
 
 void llama_sparse_state::reset_counters() {
-    memset(stats->data, 0, ggml_nbytes(stats));
+    for (const auto & [_, s] : all_stats) {
+        ggml_backend_buffer_clear(s.buf.get(), 0);
+    }
     n_steps = 0;
     n_stock.clear();
 }
@@ -377,7 +395,7 @@ struct llama_sparse_access_ctx { // friend of llama_context
         }
         int64_t res = 0;
         for (auto * kv : state ? find_caches(ctx->memory.get()) : std::vector<llama_kv_cache *>()) {
-            const int64_t n = llama_sparse_shadow_seal(kv, ctx->backend_cpu, state->stats);
+            const int64_t n = llama_sparse_shadow_seal(kv, ctx->sched.get(), *state);
             res = n < 0 || res < 0 ? -1 : res + n;
         }
         return res;
@@ -455,7 +473,8 @@ int32_t llama_get_sparse_attn_info(const llama_context * ctx, char * buf, size_t
         stock += (stock.empty() ? "\"" : ", \"") + reason + "\": " + std::to_string(n);
         n_stock += n;
     }
-    const int64_t * stat = (const int64_t *) state->stats->data;
+    const_cast<llama_context *>(ctx)->synchronize(); // devices may still be counting
+    const auto stat = state->read_stats();
     const auto num = [](int64_t x) { return std::to_string(x); };
 
     const std::string s =

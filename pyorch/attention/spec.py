@@ -36,6 +36,7 @@ class AttentionSpec:
     local    positions of the recent window that are always in; None = k/4
     sinks    first positions that are always in
     min_ctx  up to this many cells in use, rounded up to 256, attention is exact dense
+    gpu_min_mb  on a GPU, a layer stays dense if dense attention would read less than so many MB
     shadow   type of the transposed copy of K; at the same ratio fewer bits find more
     min_k    the least k that a ratio gives
     k_layers one k per layer, `64:64:128`, in place of topk
@@ -48,6 +49,7 @@ class AttentionSpec:
     local: int | None = None
     sinks: int = 4
     min_ctx: int = 1024
+    gpu_min_mb: int = 256
     mean_v: str = "auto"
     budget: str = "uniform"
     shadow: str = "q4"
@@ -161,7 +163,8 @@ def make_spec(method: str | None = None, **values: object) -> AttentionSpec:
 
 
 def _check_ranges(spec: AttentionSpec) -> None:
-    least = {"rank": 1, "topk": 1, "local": 0, "sinks": 0, "min_ctx": 0, "min_k": 1}
+    least = {"rank": 1, "topk": 1, "local": 0, "sinks": 0, "min_k": 1}
+    least |= {"min_ctx": 0, "gpu_min_mb": 0}
     for key, low in least.items():
         value = getattr(spec, key)
         if value is not None and value < low:

@@ -51,6 +51,7 @@ def test_no_ratio(text: str) -> None:
         ("sparq,ratio=0.2,mean_v=on,sinks=0,local=16,min_k=1", None),
         ("topk,k_layers=64:64:128", None),
         ("sparq,shadow=q8", "sparq,ratio=1/8,shadow=q8"),
+        ("topk,gpu_min_mb=0,k=64", "topk,topk=64,gpu_min_mb=0"),
     ],
 )
 def test_spec(line: str, canonical: str | None) -> None:
@@ -105,6 +106,7 @@ def library_parse(line: str) -> tuple[int, str]:
         "sparq,ratio=1/3,min_k=1",
         "topk,k_layers=64:64:128",
         "sparq,ratio=1/8,shadow=q8",
+        "sparq,rank=8,topk=64,gpu_min_mb=0",
     ],
 )
 def test_the_library_reads_what_we_write(line: str) -> None:
@@ -119,7 +121,14 @@ def test_the_library_reads_what_we_write(line: str) -> None:
 @pytest.mark.parametrize(
     "line",
     ["spark", "sparq,ration=1/8", "sparq,ratio=0", "sparq,rank=0", "sparq,topk=8,local=6"]
-    + ["sparq,budget=rampe", "topk,rank=4", "sparq,sinks=-1", "sparq,ratio=1e999", "topk,k=4"],
+    + [
+        "sparq,budget=rampe",
+        "topk,rank=4",
+        "sparq,sinks=-1",
+        "sparq,gpu_min_mb=-1",
+        "sparq,ratio=1e999",
+        "topk,k=4",
+    ],
 )
 def test_the_library_refuses_what_we_refuse(line: str) -> None:
     with pytest.raises(SparqError):

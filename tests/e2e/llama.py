@@ -79,6 +79,7 @@ def bindings() -> ModuleType:
         ("llama_sparse_attn_parse", c_int32, c_char_p, c_char_p, c_size_t),
         ("llama_get_sparse_attn_info", c_int32, c_void_p, c_char_p, c_size_t),
         ("llama_sparse_attn_reset_counters", None, c_void_p),
+        ("llama_sparse_attn_seal", c_int64, c_void_p),
         ("llama_sparse_attn_check", c_int64, c_void_p),
     ):
         if hasattr(m._lib, name):  # not in the stock library
@@ -106,10 +107,10 @@ class SpecError(Exception):
 
 
 class Model:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, n_gpu_layers: int = 0) -> None:
         m = bindings()
         params = m.llama_model_default_params()
-        params.n_gpu_layers = 0
+        params.n_gpu_layers = n_gpu_layers
         self.handle = m.llama_model_load_from_file(str(path).encode(), params)
         if not self.handle:
             raise RuntimeError(f"cannot load {path}\n{log_text()}")
@@ -145,6 +146,7 @@ class Context:
         flash: bool = True,
         type_k: str = "f16",
         type_v: str = "f16",
+        offload_kqv: bool = True,
         watch: Any = None,
     ) -> None:
         m = bindings()
@@ -154,7 +156,7 @@ class Context:
         p.n_ctx, p.n_batch, p.n_ubatch, p.n_seq_max = n_ctx, n_batch, min(n_ubatch, n_batch), n_seq
         p.n_threads = p.n_threads_batch = n_threads
         p.kv_unified, p.flash_attn_type, p.no_perf = unified, int(flash), True
-        p.type_k, p.type_v = TYPES[type_k], TYPES[type_v]
+        p.type_k, p.type_v, p.offload_kqv = TYPES[type_k], TYPES[type_v], offload_kqv
         if watch is not None:
             self._callback = m.ggml_backend_sched_eval_callback(self._eval)  # kept alive with us
             p.cb_eval = self._callback
@@ -292,6 +294,9 @@ class Context:
 
     def reset_counters(self) -> None:
         bindings()._lib.llama_sparse_attn_reset_counters(self.handle)
+
+    def seal(self) -> int:
+        return bindings()._lib.llama_sparse_attn_seal(self.handle)
 
     def check_shadow(self) -> int:
         return bindings()._lib.llama_sparse_attn_check(self.handle)

@@ -1,0 +1,66 @@
+"""One run on devices that are not there (fake_device.cpp): prefill, then decode 40 tokens.
+
+    python placed.py MODEL LIBRARY JSON
+
+JSON: spec, and n_gpu_layers, offload_kqv, type_k, type_v, n_seq, reseal. Prints one line of JSON:
+what `llama_get_sparse_attn_info` says, nodes run by each device, a hash of the logits' bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+from llama import Context, Model, bindings
+
+N_PROMPT, N_DECODE, N_CTX = 600, 40, 1024
+SUB_OPS = ("SEAL", "VISIBLE", "SCORE", "SELECT", "PICK", "ATTEND")
+
+
+def main() -> None:
+    path, library, options = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    spec, n_gpu_layers = options.pop("spec"), options.pop("n_gpu_layers", 0)
+    n_seq, reseal = options.get("n_seq", 1), options.pop("reseal", False)
+    m = bindings()
+    load = m._lib.ggml_backend_load
+    load.restype, load.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
+    assert load(library.encode())
+    count = ctypes.CDLL(library).fake_count
+    count.restype = ctypes.c_long
+
+    rng = np.random.default_rng(7)
+    logits = []
+    with (
+        Model(path, n_gpu_layers) as model,
+        Context(model, n_ctx=N_CTX * n_seq, unified=n_seq == 1, **options) as ctx,
+    ):
+        ctx.set_sparse(spec)
+        for seq in range(n_seq):
+            prompt = rng.integers(3, model.n_vocab, N_PROMPT - 70 * seq).tolist()
+            assert ctx.decode([(t, i, seq) for i, t in enumerate(prompt)]) == 0
+        logits.append(ctx.logits())
+        sealed = 0
+        if reseal:  # a restored state is sealed anew
+            assert ctx.set_state(ctx.get_state()) > 0
+            sealed = ctx.seal()
+        for i in range(N_DECODE):
+            batch = [(5 + i, N_PROMPT - 70 * seq + i, seq) for seq in range(n_seq)]
+            assert ctx.decode(batch, logits="all") == 0
+            logits += [ctx.logits(t) for t in range(n_seq)]
+        info, differ = ctx.info(), ctx.check_shadow()
+        if spec != "off":
+            ctx.reset_counters()
+            assert ctx.info()["counters"]["bytes_read"] == 0
+    bits = np.array(logits)
+    assert np.isfinite(bits).all()
+    nodes = [{name: count(dev, op) for op, name in enumerate(SUB_OPS)} for dev in range(2)]
+    result = {"info": info, "nodes": nodes, "differ": differ, "sealed": sealed}
+    print(json.dumps(result | {"bits": hashlib.sha256(bits.tobytes()).hexdigest()}))
+
+
+if __name__ == "__main__":
+    main()

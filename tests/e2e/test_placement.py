@@ -1,0 +1,149 @@
+"""Where attention runs when K and V lie in a device's memory, on devices that are not there.
+
+fake_device.cpp: "GPUs" computed by the CPU backend, whose memory the CPU backend cannot touch. So
+every run must give the very bits of the run on the CPU, or crash.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny as tiny_models
+from llama import ROOT, python_environment
+
+from pyorch.native import probe, source
+
+HERE = Path(__file__).parent
+SPARQ = "sparq,rank=8,topk=64,min_ctx=0,gpu_min_mb=0"
+TOPK = "topk,k=64,min_ctx=0,gpu_min_mb=0"
+ALL = 99  # layers on devices
+N_LAYER, N_PROMPT, N_DECODE = 3, 600, 40  # of placed.py
+
+pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="builds an ELF library")
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory: pytest.TempPathFactory, native_lib_dir: Path) -> Path:
+    compiler, pin = probe.need_compiler(), source.read_pin()
+    where = source.locate(pin)
+    if not where.path.exists():
+        pytest.skip("the source of the build is no longer in the cache")
+    folder = tmp_path_factory.mktemp("fake")
+    source.unpack(where, f"{pin.folder}/ggml", folder / "ggml", skip=("cmake",))
+    argv = [compiler.cxx, "-std=c++17", "-O1", "-shared", "-fPIC", "-w", HERE / "fake_device.cpp"]
+    argv += [f"-I{folder}/ggml/include", f"-I{folder}/ggml/src", f"-I{ROOT}/ggml_ops"]
+    lib_dir = os.environ.get("SPARQ_TEST_LIB_DIR") or native_lib_dir
+    argv += [f"-L{lib_dir}", "-lggml-base", "-lggml-cpu", "-o", folder / "fake.so"]
+    # our op is in no header of the pinned source: its number is that of GGML_OP_COUNT there
+    argv += ["-DGGML_OP_SPARSE_ATTN=GGML_OP_COUNT"]
+    subprocess.run(argv, check=True)
+    return folder / "fake.so"
+
+
+@pytest.fixture(scope="module")
+def run(fake: Path, tmp_path_factory: pytest.TempPathFactory):
+    """run(spec, n_gpu_layers, variables of the fake devices, other options of placed.py)."""
+    model = tiny_models.write(tmp_path_factory.mktemp("m") / "m.gguf", "llama", n_layer=N_LAYER)
+
+    @functools.cache
+    def go(spec: str, n_gpu_layers: int, variables: str = "", **options: Any) -> dict[str, Any]:
+        text = json.dumps({"spec": spec, "n_gpu_layers": n_gpu_layers, **options})
+        more = dict(item.split("=") for item in variables.split())
+        env = python_environment(FAKE_DEVICES="2", FAKE_POISON="1", **more)
+        argv = [sys.executable, HERE / "placed.py", model, fake, text]
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return json.loads(done.stdout)
+
+    return go
+
+
+def ran(result: dict[str, Any], name: str) -> list[int]:
+    """Nodes of a sub-operation, by device."""
+    return [nodes[name] for nodes in result["nodes"]]
+
+
+def reasons(result: dict[str, Any]) -> set[str]:
+    return {layer["reason"] for layer in result["info"]["layers"]}
+
+
+VARIANTS = {
+    "sparq": (SPARQ, {}),
+    "sequences": (SPARQ, {"n_seq": 3}),
+    "q8_0": (SPARQ, {"type_k": "q8_0", "type_v": "q8_0"}),
+    "restored": (SPARQ, {"reseal": True}),
+    "mean_v": (SPARQ + ",mean_v=on,shadow=f16", {}),
+    "topk": (TOPK, {}),
+    "dense": ("dense", {}),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_layers_on_two_devices(name: str, run) -> None:
+    """Layer split: each layer's nodes run where its K lies, with the bits of the CPU."""
+    spec, options = VARIANTS[name]
+    got, want = run(spec, ALL, **options), run(spec, 0, **options)
+    assert got["bits"] == want["bits"]
+    assert ran(got, "ATTEND") == [2 * N_DECODE, N_DECODE] and ran(want, "ATTEND") == [0, 0]
+    assert ran(got, "VISIBLE") == [N_DECODE, N_DECODE]  # once per token and device
+    for key in ("info", "differ", "sealed"):  # counters and shadow, read back from the devices
+        assert got[key] == want[key], key
+    if name == "restored":
+        assert got["sealed"] == N_LAYER * (N_PROMPT // 64)
+    if spec.startswith("sparq"):
+        assert got["differ"] == 0 and got["info"]["shadow_bytes"] > 0
+        assert got["info"]["counters"]["calls_sparse"] > 0
+
+
+def test_a_part_of_the_layers_on_a_device(run) -> None:
+    got = run(SPARQ, 2)  # the last layer, and the output
+    assert got["bits"] == run(SPARQ, 0)["bits"] and sum(ran(got, "ATTEND")) == N_DECODE
+
+
+def test_kv_on_the_host(run) -> None:
+    """-nkvo: the CPU attends, whatever the device could do; K does not travel."""
+    got = run(SPARQ, ALL, offload_kqv=False)
+    assert got["bits"] == run(SPARQ, 0)["bits"]
+    assert all(count == 0 for nodes in got["nodes"] for count in nodes.values())
+    assert got["info"]["layers_sparse"] == N_LAYER
+
+
+@pytest.mark.parametrize(
+    ("spec", "variables", "why"),
+    [
+        (SPARQ, "FAKE_REFUSE=0", "no kernel for SEAL"),
+        (SPARQ, "FAKE_REFUSE=4", "no kernel for PICK"),
+        (TOPK, "FAKE_REFUSE=3", "no kernel for SELECT"),
+        ("dense", "FAKE_REFUSE=1", "no kernel for VISIBLE"),
+        (SPARQ, "FAKE_NAME=RPC", "K and V are on another machine"),
+    ],
+)
+def test_what_a_device_cannot_run_stays_dense(spec: str, variables: str, why: str, run) -> None:
+    """llama.cpp's attention, the reason, and no memory for a shadow that nothing would read."""
+    got = run(spec, ALL, variables)
+    assert got["bits"] == run("off", 0)["bits"]
+    assert reasons(got) and all(why in reason for reason in reasons(got))
+    assert got["info"]["shadow_bytes"] == 0 and got["info"]["layers_sparse"] == 0
+    assert all(count == 0 for nodes in got["nodes"] for count in nodes.values())
+
+
+def test_short_on_a_device(run) -> None:
+    """Below gpu_min_mb: the device's own attention, sealed meanwhile. The CPU does not care."""
+    spec = SPARQ.replace("gpu_min_mb=0", "gpu_min_mb=1")
+    got = run(spec, ALL)
+    assert got["bits"] == run("off", 0)["bits"] and reasons(got) == {"short for a GPU"}
+    assert got["info"]["counters"]["groups_sealed"] == N_LAYER * (N_PROMPT // 64)
+    assert run(spec, 0)["bits"] == run(SPARQ, 0)["bits"]
+
+
+def test_the_comparison_can_fail(run) -> None:
+    """The comparison sees what it is to see: sparse logits are not the dense ones."""
+    assert len({run(spec, 0)["bits"] for spec in (SPARQ, TOPK, "dense", "off")}) == 4
