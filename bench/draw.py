@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import attention_sparsity
 import end_to_end
 import intensity
 import microbenchmark
 import plot
+import query_tails
 import recall_per_byte
 import roofline
 import time_in_attention
+import topk_agreement
 
 FIGURES = (
     end_to_end,
@@ -17,6 +20,9 @@ FIGURES = (
     roofline,
     intensity,
     recall_per_byte,
+    attention_sparsity,
+    query_tails,
+    topk_agreement,
 )
 
 if __name__ == "__main__":

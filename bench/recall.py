@@ -24,7 +24,6 @@ Writes recall.jsonl, recall.csv and recall.md.
 from __future__ import annotations
 
 import csv
-import ctypes
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +43,7 @@ from pyorch.bench.records import Record
 from pyorch.cli import fail
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
+from pyorch.native.tensor import Tensor, floats, op_number, view
 
 BENCH = "recall"
 RATIOS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
@@ -73,17 +73,11 @@ class Case:
 # ---- q, K and V of a model ----
 
 
-def _read(t: watch.Tensor) -> np.ndarray:
+def _read(t: Tensor) -> np.ndarray:
     """A copy in f32, numpy axes (slowest first)."""
-    dtypes = {watch.F32: np.float32, watch.F16: np.float16}
-    if t.type not in dtypes:
+    if t.type not in (0, 1):
         raise SparqError("q, K or V is neither f16 nor f32")
-    dtype = np.dtype(dtypes[t.type])
-    shape, strides = tuple(t.ne[::-1]), tuple(t.nb[::-1])
-    size = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + dtype.itemsize
-    raw = np.frombuffer((ctypes.c_char * size).from_address(t.data), np.uint8)
-    view = np.lib.stride_tricks.as_strided(raw[: dtype.itemsize].view(dtype), shape, strides)
-    return view.astype(np.float32)
+    return floats(view(t), t.type)
 
 
 @dataclass(frozen=True)
@@ -100,11 +94,11 @@ class Capture:
     """Attention's inputs in a context of a loaded model."""
 
     def __init__(self, session: engine.Session, n_ctx: int, n_threads: int) -> None:
-        self._op = watch.op_number(session, "FLASH_ATTN_EXT")
+        self._op = op_number(session.lib, "FLASH_ATTN_EXT")
         self._layers: list[Heads] | None = None
         self.watched = watch.Watched(session, self._see, n_ctx=n_ctx, n_threads=n_threads)
 
-    def _see(self, t: watch.Tensor, ask: bool) -> bool:
+    def _see(self, t: Tensor, ask: bool) -> bool:
         if self._layers is None or t.op != self._op:
             return not ask
         if not ask:
@@ -126,7 +120,7 @@ class Capture:
         return [Heads(h.q, h.k[:, :n], h.v[:, :n], h.scale) for h in found]
 
 
-def _heads(t: watch.Tensor) -> Heads:
+def _heads(t: Tensor) -> Heads:
     q, k, v, mask = (_read(t.src[i].contents)[0] for i in range(4))
     scale, max_bias, softcap = np.array(t.op_params[:3], np.int32).view(np.float32)
     seen = np.isfinite(mask.reshape(-1, mask.shape[-1])[: q.shape[1]]).sum(1)

@@ -2,33 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 
 from pyorch import engine
 from pyorch.errors import SparqError
-
-F32, F16 = 0, 1
-
-
-class Tensor(ctypes.Structure):
-    """The fields of struct ggml_tensor of the pinned ggml.h."""
-
-
-Tensor._fields_ = [
-    ("type", ctypes.c_int),
-    ("buffer", ctypes.c_void_p),
-    ("ne", ctypes.c_int64 * 4),
-    ("nb", ctypes.c_size_t * 4),
-    ("op", ctypes.c_int),
-    ("op_params", ctypes.c_int32 * 16),
-    ("flags", ctypes.c_int32),
-    ("src", ctypes.POINTER(Tensor) * 10),
-    ("view_src", ctypes.POINTER(Tensor)),
-    ("view_offs", ctypes.c_size_t),
-    ("data", ctypes.c_void_p),
-    ("name", ctypes.c_char * 64),
-]
+from pyorch.native.tensor import Tensor
 
 See = Callable[[Tensor, bool], bool]
 
@@ -79,10 +57,3 @@ class Watched:
 
     def close(self) -> None:
         self.session.close()
-
-
-def op_number(session: engine.Session, name: str) -> int:
-    """The value of an op in this build of ggml: `FLASH_ATTN_EXT`."""
-    call = session.lib._lib.ggml_op_name
-    call.restype, call.argtypes = ctypes.c_char_p, [ctypes.c_int]
-    return next(i for i in range(200) if call(i) == name.encode())

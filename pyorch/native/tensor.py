@@ -6,6 +6,7 @@ For the evaluation callback of llama.cpp, which hands out the address of every t
 from __future__ import annotations
 
 import ctypes
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,13 @@ Tensor._fields_ = [
     ("extra", ctypes.c_void_p),
     ("padding", ctypes.c_char * 8),
 ]
+
+
+def op_number(lib: Any, name: str) -> int:
+    """The value of an op in this build of ggml. lib: the module of C functions."""
+    call = lib._lib.ggml_op_name
+    call.restype, call.argtypes = ctypes.c_char_p, [ctypes.c_int]
+    return next(i for i in count() if call(i) == name.encode())
 
 
 def source(t: Tensor, i: int) -> Tensor | None:

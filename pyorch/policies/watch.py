@@ -15,13 +15,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 import numpy as np
 
 from pyorch.errors import SparqError
-from pyorch.native.tensor import Tensor, floats, row_bytes, source, view
+from pyorch.native.tensor import Tensor, floats, op_number, row_bytes, source, view
 from pyorch.policies.base import Heads, Policy, Selector, Step, softmax
 from pyorch.policies.prompt import Queries
 
@@ -72,7 +71,7 @@ class Watch:
         # by the address of the SELECT node: changes ATTEND's result (n_head, d_v)
         self._after: dict[int, Callable[[Tensor, np.ndarray], None]] = {}
         self._error: BaseException | None = None
-        self._ops: tuple[int, int] | None = None
+        self._ops: tuple[int, ...] | None = None
 
     # ---- what the session calls ----
 
@@ -82,16 +81,11 @@ class Watch:
         Raises:
             SparqError: the tensors of the library are not those of `Tensor`.
         """
-        lib = session.lib._lib
-        lib.ggml_op_name.restype, lib.ggml_op_name.argtypes = ctypes.c_char_p, [ctypes.c_int]
-        lib.ggml_tensor_overhead.restype = ctypes.c_size_t
-        if lib.ggml_tensor_overhead() != ctypes.sizeof(Tensor) + _OBJECT:
+        overhead = session.lib._lib.ggml_tensor_overhead
+        overhead.restype = ctypes.c_size_t
+        if overhead() != ctypes.sizeof(Tensor) + _OBJECT:
             raise SparqError("struct ggml_tensor is not what pyorch/native/tensor.py says")
-
-        def number(op: bytes) -> int:
-            return next(i for i in count() if lib.ggml_op_name(i) == op)
-
-        self._ops = number(b"SPARSE_ATTN"), number(b"FLASH_ATTN_EXT")
+        self._ops = tuple(op_number(session.lib, n) for n in ("SPARSE_ATTN", "FLASH_ATTN_EXT"))
         self._d_v = session.geometry.head_dim_v
         self._v_bytes = self._d_v * v_element
         self.n_tokens = lambda: len(session.tokens)

@@ -14,6 +14,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
+import attention_stats
 import draw
 import end_to_end
 import intensity
@@ -55,6 +56,7 @@ STOCK = speed.Case(
 )
 OURS = replace(STOCK, library="sparq", flash_attn=True, spec="sparq,ratio=1/8")
 LENGTHS = (4096, 8192, 16384)
+SHAPES = (64, 2, 2, 32), (2, 256, 32), (2, 256, 32)  # q, k, v of one layer
 
 
 def kv_bytes(n_depth: int) -> int:
@@ -128,6 +130,19 @@ def full(tmp_path: Path) -> Path:
         recall.BENCH, asdict(case), "s", samples=samples, env=ENV, model_name="m", head_dim=64
     )
     records.append(tmp_path / "recall.jsonl", rec)
+    rng = np.random.default_rng(0)
+    layers = [
+        recall.Heads(*(rng.normal(size=s).astype(np.float32) for s in SHAPES), scale=0.2)
+        for _ in range(2)
+    ]
+    samples = attention_stats.Samples(2, 0)
+    samples.add(layers)
+    for n_pos in (256, 512):
+        case = attention_stats.Case("m", "t", n_pos, "prose", 1, 2, 1)
+        rec = records.record(
+            attention_stats.BENCH, asdict(case), "s", samples=samples.record(), env=ENV
+        )
+        records.append(tmp_path / "attention_stats.jsonl", rec)
     return tmp_path
 
 
@@ -240,7 +255,8 @@ def test_command_says_what_is_missing_and_draws_the_rest(tmp_path: Path) -> None
     assert done.stdout.split() == [str(tmp_path / "out" / "intensity.svg")]
     assert "end_to_end: not drawn: no records of" in done.stderr
     assert "Traceback" not in done.stderr
-    assert "error: 5 of 6 figures not drawn" in done.stderr
+    n = len(draw.FIGURES)
+    assert f"error: {n - 1} of {n} figures not drawn" in done.stderr
 
 
 def test_node_times_sees_the_attention_of_every_layer(model: Path, stock: None) -> None:

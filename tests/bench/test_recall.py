@@ -13,13 +13,13 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 import recall
-import watch
 
 from pyorch import engine, paths
 from pyorch.attention.bytes import layer_costs
 from pyorch.attention.spec import parse_spec
 from pyorch.errors import SparqError
 from pyorch.models.gguf_file import Geometry
+from pyorch.native.tensor import Tensor
 
 D = 64
 DEMO = paths.data("models") / "demo"
@@ -46,7 +46,7 @@ def test_captured_q_k_v_give_the_result_of_llama_cpp(
 ) -> None:
     results, plain = [], recall._heads
 
-    def keep(t: watch.Tensor) -> recall.Heads:
+    def keep(t: Tensor) -> recall.Heads:
         results.append(recall._read(t)[0])  # (n_tok, n_head, d)
         return plain(t)
 

@@ -60,6 +60,7 @@ def trace(session: engine.Session) -> Trace:
             n = len(session.tokens) + 1
             group = q.shape[1] // k.shape[1]
             rows = [set(r[1 + group :][: r[0]].tolist()) for r in sel[0]]
+            assert all((r[1 + group + r[0] :] == -1).all() for r in sel[0])
             out = nodes.read(t).reshape(q.shape[1], -1).copy()
             found.reads[layer].append(
                 Read(q[0].copy(), k[:n].astype(np.float32), v[:n].astype(np.float32), rows, out)
