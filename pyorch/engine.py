@@ -262,7 +262,7 @@ def load(
     """
     file = read_gguf(path)
     geo = geometry(file)
-    n_ctx = _checked_ctx(geo, n_ctx)
+    n_ctx = checked_ctx(geo, n_ctx)
     types = [cache_type(t) for t in (type_k, type_v)]
     if attention is None and not stock:
         attention = os.environ.get("SPARQ_ATTN") or None
@@ -329,7 +329,7 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _checked_ctx(geo: Geometry, n_ctx: int | None) -> int:
+def checked_ctx(geo: Geometry, n_ctx: int | None) -> int:
     limit = geo.n_ctx_train
     if n_ctx is None:
         return min(DEFAULT_CTX, limit) if limit else DEFAULT_CTX

@@ -14,6 +14,7 @@ from pyorch.errors import SparqError
 COMMANDS = {
     "chat": ("chat", "Talk with a model in the terminal."),
     "generate": ("generate", "Continue a prompt, once."),
+    "serve": ("serve", "Answer OpenAI's API over HTTP."),
     "explain": ("explain", "Say what sparse attention reads for a model, a ratio and a length."),
     "models": ("models", "List known models and what is here of them; show or remove one."),
     "pull": ("pull", "Download a model from the hub and check it."),

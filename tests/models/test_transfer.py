@@ -64,7 +64,7 @@ def test_a_killed_process_is_resumed(
 ) -> None:
     hub.files, hub.hold_after = {"m.gguf": gguf}, 300_000
     home = str(Path(constants.HF_HUB_CACHE).parent)
-    env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": home, "HF_HUB_DOWNLOAD_TIMEOUT": "1"}
+    env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": home, "HF_HUB_DOWNLOAD_TIMEOUT": "2"}
     env.pop("HF_HUB_CACHE", None)
     code = "from pyorch.cli import main; main()"
     with subprocess.Popen(
@@ -126,11 +126,11 @@ def test_a_hub_that_goes_away(hub: Hub, gguf: bytes, monkeypatch: pytest.MonkeyP
 def test_a_slow_link_is_let_be_and_a_dead_one_is_not(
     hub: Hub, gguf: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.4)
-    hub.files, hub.block_s = {"slow.gguf": gguf[:20_000]}, 0.04
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.8)
+    hub.files, hub.block_s = {"slow.gguf": gguf[:20_000]}, 0.06
     began = time.monotonic()
     load()
-    assert time.monotonic() - began > 0.8 and starts(hub) == [0]
+    assert time.monotonic() - began > 1.2 and starts(hub) == [0]
     hub.files, hub.block_s, hub.hold_after = {"dead.gguf": gguf[:5000]}, 0, 2000
 
     def wakes(_: str) -> None:
@@ -141,7 +141,7 @@ def test_a_slow_link_is_let_be_and_a_dead_one_is_not(
     hub.files, hub.hold_after = {"deader.gguf": gguf[:6000]}, 0
     began = time.monotonic()
     assert "no usable answer" in refused().message
-    assert time.monotonic() - began < 0.4 * transfer.TRIES + 2
+    assert time.monotonic() - began < 0.8 * transfer.TRIES + 5
 
 
 # ---- refused ----
@@ -260,7 +260,7 @@ def test_a_refused_part_stops_the_others(hub: Hub, tmp_path: Path) -> None:
     hub.refuse, hub.refusals = "-00002-of", [(403, {})] * 9
     began = time.monotonic()
     assert "access denied" in refused().message
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 5
     there = incomplete(hub)
     hub.refusals, hub.block_s = [], 0
     model = load()

@@ -1,0 +1,121 @@
+"""`sparq-cpp serve`: OpenAI's API over HTTP, by llama-cpp-python's own server."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pyorch.cli import options as opt
+from pyorch.errors import SparqError
+
+NEEDED = ("uvicorn", "fastapi", "pydantic_settings", "sse_starlette", "starlette_context", "yaml")
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@click.command()
+@opt.model_options
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--port",
+    type=opt.Number(int, 0, 65535),
+    default=8000,
+    show_default=True,
+    help="0 is any free one.",
+)
+@click.option("--api-key", metavar="KEY", help="Answer only who sends it.")
+@opt.context_options
+@opt.cache_options
+@opt.attention_options
+@opt.verbose_option
+def command(**options: Any) -> None:
+    """Answer OpenAI's API (/v1/chat/completions, /v1/completions) with sparse attention.
+
+    One request at a time: the next one waits, or ends the one that streams. It needs the extra
+    `server`: pip install 'sparq-cpp[server]'.
+    """
+    lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if lacking:
+        raise SparqError(
+            f"serve needs what is not installed: {', '.join(lacking)}",
+            "install the extra: pip install 'sparq-cpp[server]', or in a clone '.[server]'",
+        )
+    attention = opt.attention_from(options)
+    if attention is not None:
+        os.environ["SPARQ_ATTN"] = str(attention)
+    path = opt.model_file(options)
+    with _listen(options["host"], options["port"]) as listener:
+        _serve(path, listener, options)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
+    except OSError as e:
+        hint = "another program listens there: --port 0 takes a free one"
+        raise SparqError(f"cannot listen on {host}:{port}: {e.strerror or e}", hint) from None
+
+
+def _serve(path: Path, listener: socket.socket, options: dict[str, Any]) -> None:
+    from pyorch import engine, native
+    from pyorch.attention.bytes import cache_bytes, shadow_bytes
+    from pyorch.attention.spec import check_against_model, parse_spec
+    from pyorch.models.gguf_file import check_memory, geometry, read_gguf
+
+    file = read_gguf(path)
+    geo = geometry(file)
+    n_ctx = engine.checked_ctx(geo, options["ctx"])
+    types = [engine.cache_type(options[f"cache_type_{x}"]) for x in "kv"]
+    spec = parse_spec(os.environ.get("SPARQ_ATTN") or "off")
+    check_against_model(spec, geo.head_dim_k)
+    check_memory(file, cache_bytes(geo, n_ctx, *types), shadow_bytes(geo, n_ctx, spec))
+
+    lib = native.load().llama_cpp
+    import uvicorn
+    from llama_cpp.server import app as server
+    from llama_cpp.server.settings import ModelSettings, ServerSettings
+
+    n_threads = options["threads"] or engine.usable_cores()
+    host, port = listener.getsockname()[:2]
+    model = ModelSettings(
+        model=str(path),
+        model_alias=options["model"],
+        n_ctx=n_ctx,
+        n_threads=n_threads,
+        n_threads_batch=n_threads,
+        type_k=types[0].number,
+        type_v=types[1].number,
+        flash_attn=True,  # sparse attention needs it
+        logits_all=False,  # else n_ctx times the vocabulary in memory
+        verbose=options["verbose"],
+    )
+    try:
+        app = server.create_app(
+            server_settings=ServerSettings(host=host, port=port, api_key=options["api_key"]),
+            model_settings=[model],
+        )
+    except (ValueError, RuntimeError) as e:
+        raise SparqError(f"{path}: {e}", "run with -v to see llama.cpp's own messages") from None
+    llama = server._llama_proxy()
+    session = engine.Session(lib, path, geo, llama._model.model, llama._ctx.ctx)
+    if (info := opt.info_if_ours(session)) and (why := opt.why_dense(spec, info)):
+        opt.note(why, "yellow")
+    if host not in LOOPBACK and not options["api_key"]:
+        opt.note(
+            "note: whoever reaches this address can use it; --api-key KEY asks for one", "yellow"
+        )
+    shown = f"[{host}]" if ":" in host else host
+    opt.note(f"{path.name}, attention {spec}, {n_ctx} positions")
+    opt.note(f"http://{shown}:{port}/v1 is ready (all calls: /docs); Ctrl-C ends it")
+    level = "info" if options["verbose"] else "warning"
+    with suppress(KeyboardInterrupt):
+        uvicorn.Server(uvicorn.Config(app, log_level=level)).run(sockets=[listener])
+    if info := opt.info_if_ours(session):
+        share = f"{100 * info.sparse_share:.1f} % of their attention calls sparse"
+        opt.note(f"{info.counter('steps')} tokens decoded, {share}", "dim")

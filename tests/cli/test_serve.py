@@ -1,0 +1,78 @@
+"""serve: OpenAI's API of llama-cpp-python's server, on our library."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyorch.cli import serve
+
+LACKING = [name for name in serve.NEEDED if importlib.util.find_spec(name) is None]
+
+
+def post(url: str, value: dict[str, Any], key: str = "") -> dict[str, Any]:
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    request = urllib.request.Request(url, json.dumps(value).encode(), headers)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+@pytest.mark.skipif(bool(LACKING), reason=f"the extra `server` is not installed: {LACKING}")
+def test_serve(demo_model: Path) -> None:
+    main = [sys.executable, "-c", "from pyorch.cli import main; main()", "serve"]
+    settings = ["--ratio", "1/8", "--min-ctx", "0", "--ctx", "1024", "-t", "1"]
+    args = [*main, "-m", str(demo_model), "--port", "0", "--api-key", "k", *settings]
+    with subprocess.Popen(
+        args, stderr=subprocess.PIPE, text=True, env={**os.environ, "NO_COLOR": "1"}
+    ) as server:
+        assert server.stderr is not None
+        try:
+            first, ready = server.stderr.readline(), server.stderr.readline()
+            assert first == "demo.gguf, attention sparq,ratio=1/8,min_ctx=0, 1024 positions\n"
+            assert ready.startswith("http://127.0.0.1:") and "/v1 is ready" in ready
+            url = ready.split()[0]
+            prompt = {"prompt": "It was a dark night. " * 30, "max_tokens": 8, "temperature": 0}
+            answer = post(f"{url}/completions", prompt, "k")
+            assert answer["usage"]["completion_tokens"] == 8 and answer["choices"][0]["text"]
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                post(f"{url}/completions", prompt, "wrong")
+            chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+            assert post(f"{url}/chat/completions", chat, "k")["choices"][0]["message"]["content"]
+        finally:
+            server.send_signal(signal.SIGINT)
+        rest = server.stderr.read()
+    assert server.returncode == 0
+    assert rest.startswith("10 tokens decoded, ") and " 0.0 % of" not in rest
+
+
+def test_without_the_extra(
+    run: Callable[..., Any], tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "uvicorn" else find(name, *a)
+    )
+    result = run("serve", "-m", tiny)
+    assert result.code == 1 and "uvicorn" in result.err and "sparq-cpp[server]" in result.err
+
+
+def test_a_port_in_use(
+    run: Callable[..., Any], tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "NEEDED", ())
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        result = run("serve", "-m", tiny, "--port", other.getsockname()[1])
+    assert result.code == 1 and "cannot listen on 127.0.0.1:" in result.err
