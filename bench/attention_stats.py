@@ -33,11 +33,12 @@ import numpy as np
 import recall
 
 from pyorch import engine, native, paths
-from pyorch.bench import passages, records
+from pyorch.bench import records
 from pyorch.bench.records import Record
 from pyorch.cli import fail
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
+from pyorch.evals.texts import read_texts
 
 BENCH = "attention_stats"
 TOP, TOP_ALPHA = 32, 128  # positions of Fig. 4a and of Fig. 4f
@@ -287,8 +288,8 @@ def run(
     os.environ.pop("SPARQ_ATTN", None)
     env = records.environment({"sparq": native.lib_dir()})
     stamp = env["stamps"]["sparq"]
-    books = passages.read_texts(texts)
-    hashes = {"model": passages._hash_file(model), "text": recall._hash(books)}
+    books = read_texts(texts)
+    hashes = {"model": records.file_hash(model), "text": recall._hash(books)}
     sizes = {"n_context": n_context, "n_query": n_query, "seed": seed}
     cases = [Case(**hashes, n_pos=n, task=t, **sizes) for n in positions for t in recall.TASKS]
     done = {} if force else records.load(file)

@@ -38,11 +38,12 @@ import watch
 from pyorch import engine, native, paths
 from pyorch.attention.bytes import GROUP, RUN, SHADOW_BYTES
 from pyorch.attention.spec import ratio_text
-from pyorch.bench import passages, records
+from pyorch.bench import records
 from pyorch.bench.records import Record
 from pyorch.cli import fail
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
+from pyorch.evals.texts import read_texts
 from pyorch.native.tensor import Tensor, floats, op_number, view
 
 BENCH = "recall"
@@ -330,8 +331,8 @@ def run(
     os.environ.pop("SPARQ_ATTN", None)
     env = records.environment({"sparq": native.lib_dir()})
     stamp = env["stamps"]["sparq"]
-    books = passages.read_texts(texts)
-    hashes = {"model": passages._hash_file(model), "text": _hash(books)}
+    books = read_texts(texts)
+    hashes = {"model": records.file_hash(model), "text": _hash(books)}
     done = {} if force else records.load(file)
     sizes = {"n_context": n_context, "n_query": n_query, "ratios": tuple(ratios), "seed": seed}
     cases = [Case(**hashes, n_pos=n, task=t, **sizes) for n in positions for t in TASKS]

@@ -88,6 +88,22 @@ def _commit() -> dict[str, Any]:
         return {"commit": "", "dirty": False}  # not a checkout
 
 
+def file_hash(path: Path) -> str:
+    """16 digits that stand for the content of a file.
+
+    Raises:
+        SparqError: it cannot be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as f:
+            while piece := f.read(1 << 20):
+                digest.update(piece)
+    except OSError as e:
+        raise SparqError(f"{path}: {e.strerror or e}") from None
+    return digest.hexdigest()[:16]
+
+
 def key(bench: str, case: Mapping[str, Any], stamp: str) -> str:
     text = json.dumps([SCHEMA, bench, case, stamp], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -21,7 +21,7 @@ TABLES = {
     "speed": "Decoded tokens, end to end",
     "growth": "Growth with the length of the context",
     "attention": "Attention by itself",
-    "passages": "Passages recited word for word",
+    "eval": "Quality, task by task",
     "recall": "Attention caught per byte read",
 }
 _DUBLIN_CORE = "{http://purl.org/dc/elements/1.1/}"

@@ -272,58 +272,6 @@ def growth(**options: Any) -> None:
     _print(found + sealing, table, file, options, name="growth")
 
 
-@command.command("passages")
-@click.option("--model", "-m", metavar="FILE|SPEC", help="[default: the demo model]")
-@opt.yes_option
-@click.option(
-    "--text",
-    multiple=True,
-    metavar="FILE|DIR",
-    help="Books the model has not seen.  [default: the demo document]",
-)
-@click.option("--passages", "n", type=opt.Number(int, 1), default=100, show_default=True)
-@click.option(
-    "--context", type=opt.Number(int, 64), default=2000, show_default=True, help="Tokens."
-)
-@click.option("--cue", type=opt.Number(int, 1), default=20, show_default=True, help="Tokens.")
-@click.option(
-    "--chars", type=opt.Number(int, 1), default=300, show_default=True, help="Where counting ends."
-)
-@click.option("--spec", multiple=True, help="What to compare.  [default: dense, SparQ, top-k]")
-@click.option("--threads", "-t", type=opt.Number(int, 1), default=1, show_default=True)
-@click.option("--seed", type=opt.Number(int, 0), default=1, show_default=True)
-@out_option
-@force_option
-@readme_option
-@opt.json_option
-def passages(**options: Any) -> None:
-    """How far a model recites passages of its context, dense beside sparse.
-
-    Fails when nothing of a sparse row ran sparse.
-    """
-    from pyorch import paths
-    from pyorch.bench import passages as bench
-
-    demo = paths.data("models") / "demo"
-    file = _file(options, "passages.jsonl")
-    with opt.progress_bar("passages") as progress:
-        found = bench.run(
-            opt.model_path(options["model"] or str(demo / "demo.gguf"), options["yes"]),
-            [Path(t) for t in options["text"]] or [demo / "document.txt"],
-            file,
-            progress,
-            n_passages=options["n"],
-            n_context=options["context"],
-            n_cue=options["cue"],
-            max_chars=options["chars"],
-            specs=options["spec"] or bench.SPECS,
-            n_threads=options["threads"],
-            seed=options["seed"],
-            force=options["force"],
-        )
-    _print(found, bench.markdown(found), file, options)
-
-
 def _file(options: dict[str, Any], name: str) -> Path:
     from pyorch.bench import records
 

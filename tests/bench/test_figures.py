@@ -25,7 +25,7 @@ import recall
 import roofline
 import time_in_attention
 
-from pyorch.bench import attention, records, speed
+from pyorch.bench import attention, pictures, records, speed
 from pyorch.errors import SparqError
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -237,7 +237,7 @@ def test_every_figure_is_drawn_twice_alike(full: Path, tmp_path: Path) -> None:
         svg = (out / f"{figure.NAME}.svg").read_text()
         root = ElementTree.fromstring(svg)
         assert figure.CAPTION in "".join(root.itertext())
-        assert "currentColor" in svg and plot._INK not in svg
+        assert "currentColor" in svg and pictures._INK not in svg
         assert (out / f"{figure.NAME}.csv").read_text().count("\n") > 2
         plot.make(figure, full, out)
         assert (out / f"{figure.NAME}.svg").read_text() == svg

@@ -1,0 +1,214 @@
+"""`sparq-cpp eval`: several methods on the same examples; `eval plot`, `table` and `pack`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pyorch.cli import options as opt
+from pyorch.cli.bench import several, update_marked
+from pyorch.errors import SparqError
+
+if TYPE_CHECKING:
+    from pyorch.evals.task import Task
+
+METHODS = ("off", "sparq,ratio=1/8")
+EXACT = "min_ctx=0,min_k=1"
+
+
+class _Group(click.Group):
+    """Tasks stand where a subcommand would: what is not one of these is `run`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(
+            ctx, args if args[:1] and args[0] in self.commands else ["run", *args]
+        )
+
+
+@click.group(cls=_Group)
+def command() -> None:
+    """Measure quality."""
+
+
+@command.command("run")
+@click.argument("names", metavar="[TASK]...", nargs=-1)
+@click.option("--list", "listed", is_flag=True, help="The tasks, and what each needs.")
+@click.option(
+    "--model",
+    "-m",
+    envvar="SPARQ_MODEL",
+    metavar="FILE|SPEC",
+    help="GGUF model, a card's name, or hf:org/repo.",
+)
+@opt.yes_option
+@click.option(
+    "--attention",
+    "--method",
+    "-a",
+    "methods",
+    multiple=True,
+    metavar="SPEC",
+    help=f"Several: what to compare, the first with all others.  [default: {' '.join(METHODS)}]",
+)
+@several("--ratio", of=opt.Ratio(), text="Each sparse method at each of these: 1/2,1/8.")
+@click.option("--exact", is_flag=True, help=f"Ratios that hold at any length: adds {EXACT}.")
+@click.option("-n", type=opt.Number(int, 1), default=100, show_default=True, help="Examples.")
+@click.option("--ctx", type=opt.SOME_POSITIONS, default=2048, show_default=True, help="Positions.")
+@click.option("--seed", type=opt.Number(int, 0), default=1, show_default=True)
+@click.option("--threads", "-t", type=opt.THREADS, help="[default: all cores]")
+@opt.cache_options
+@click.option(
+    "--text",
+    multiple=True,
+    metavar="FILE|DIR",
+    help="Books: haystacks, passages.  [default: the demo document]",
+)
+@click.option(
+    "--data",
+    multiple=True,
+    metavar="[TASK=]FILE",
+    help="In place of a download: JSON, JSON lines, parquet.",
+)
+@click.option("--chat", is_flag=True, help="Prompts go through the model's chat template.")
+@click.option("--confusion", type=opt.Number(int, 0, 63), default=7, help="squad.  [default: 7]")
+@several("--lengths", of=opt.SOME_POSITIONS, text="needle: positions.  [default: 8 up to --ctx]")
+@click.option("--depths", type=opt.Number(int, 1), default=11, help="needle.  [default: 11]")
+@click.option("--out", metavar="DIR", help="Records.  [default: sparq-eval/MODEL]")
+@click.option("--force", is_flag=True, help="Measure again what is there already.")
+@click.option("--output", "-o", type=opt.Name("md", "csv", "json"), default="md")
+def run(**options: Any) -> None:
+    """Measure what sparse attention costs in quality, task by task.
+
+    Without TASK: all tasks that need no download. All methods see the same examples, and answer by
+    real decode steps after a dense prefill. Every answer is recorded at once; the same line again
+    goes on where it was.
+
+    \b
+      sparq-cpp eval --list
+      sparq-cpp eval repetition needle -m M -a off -a sparq -a topk --ratio 1/2,1/8
+      sparq-cpp eval plot DIR      curves of score against bytes and speed; needle heatmaps
+      sparq-cpp eval table DIR     the table again
+      sparq-cpp eval pack DIR TO   one line per method: small enough to keep
+    """
+    from pyorch import evals
+
+    if options["listed"]:
+        _list(evals.find(options["names"]) if options["names"] else list(evals.tasks().values()))
+        return
+    tasks = evals.find(options["names"])
+    if not options["model"]:
+        raise SparqError("no model", "-m FILE, a card's name, or hf:org/repo", exit_code=2)
+
+    from pyorch import paths
+    from pyorch.evals import run as evaluate
+    from pyorch.evals import table, texts
+
+    model = opt.model_path(options["model"], options["yes"])
+    books = [Path(t) for t in options["text"]] or [paths.data("models") / "demo" / "document.txt"]
+    folder = Path(options["out"] or Path("sparq-eval") / model.stem)
+    plan = evaluate.Plan(
+        model=model,
+        tasks=tasks,
+        methods=_methods(options),
+        n=options["n"],
+        setup={
+            "ctx": options["ctx"],
+            "seed": options["seed"],
+            "texts": texts.read_texts(books),
+            "chat": options["chat"],
+            "confusion": options["confusion"],
+            "lengths": options["lengths"],
+            "depths": options["depths"],
+        },
+        data=_data(options["data"], tasks),
+        n_threads=options["threads"],
+        type_k=options["cache_type_k"],
+        type_v=options["cache_type_v"],
+    )
+    opt.note_if_busy()
+    with opt.progress_bar("eval") as progress:
+        found = evaluate.run(plan, folder, progress, force=options["force"])
+    print(table.FORMATS[options["output"]](found))
+    opt.note(f"records: {folder}", "dim")
+
+
+def _methods(options: dict[str, Any]) -> list[str]:
+    """The specs: each sparse one without a ratio at each of the ratios, if there are any."""
+    from pyorch.attention.spec import ratio_text
+    from pyorch.evals.methods import is_native, is_sparse
+
+    out = []
+    for line in options["methods"] or METHODS:
+        sparse = is_sparse(line)
+        sizes = [f",ratio={ratio_text(r)}" for r in options["ratio"]]
+        free = sparse and not {"ratio", "rank", "topk", "k", "k_layers"} & _keys(line)
+        exact = f",{EXACT}" if options["exact"] and sparse and is_native(line) else ""
+        out += [f"{line}{size}{exact}" for size in (sizes if free and sizes else [""])]
+    return out
+
+
+def _keys(line: str) -> set[str]:
+    return {part.partition("=")[0].strip() for part in line.split(",")[1:]}
+
+
+def _data(given: tuple[str, ...], tasks: list[Task]) -> dict[str, Path]:
+    """Task -> file. A file without a task's name is for the only task that needs data."""
+    wanting = [t.name for t in tasks if t.data]
+    out: dict[str, Path] = {}
+    for text in given:
+        name, eq, file = text.partition("=")
+        if not eq or name not in wanting:
+            if len(wanting) != 1 or (eq and not Path(text).exists()):
+                names = ", ".join(wanting) or "no task here needs data"
+                raise SparqError(
+                    f"--data {text!r}: for which task?", f"--data TASK=FILE: {names}", exit_code=2
+                )
+            name, file = wanting[0], text
+        out[name] = Path(file)
+    return out
+
+
+def _list(tasks: list[Task]) -> None:
+    width = [max(len(getattr(t, f)) for t in tasks) for f in ("name", "about", "metric")]
+    for t in tasks:
+        cells = [s.ljust(w) for s, w in zip((t.name, t.about, t.metric), width, strict=True)]
+        click.echo("  ".join([*cells, "download, or --data" if t.data else "generated"]))
+
+
+@command.command("table")
+@click.argument("folder", metavar="DIR")
+@click.option("--output", "-o", type=opt.Name("md", "csv", "json"), default="md")
+@click.option("--update-readme", metavar="FILE", help="Put it between this file's eval marks.")
+def table_command(folder: str, output: str, update_readme: str | None) -> None:
+    """Print the tables of a folder of records again."""
+    from pyorch.evals import series, table
+
+    text = table.FORMATS[output](series.read_folder(Path(folder)))
+    if update_readme:
+        update_marked(Path(update_readme), "eval", text)
+    print(text)
+
+
+@command.command("plot")
+@click.argument("folder", metavar="DIR")
+@click.option("--out", metavar="DIR", help="[default: DIR]")
+@click.option("--png", is_flag=True, help="PNG as well as SVG.")
+def plot(folder: str, out: str | None, png: bool) -> None:
+    """Draw score against bytes and speed, all methods in one picture, and needle heatmaps."""
+    from pyorch.evals import figures, series
+
+    for file in figures.draw(series.read_folder(Path(folder)), Path(out or folder), png):
+        print(file)
+
+
+@command.command("pack")
+@click.argument("folder", metavar="DIR")
+@click.argument("to", metavar="TO")
+def pack(folder: str, to: str) -> None:
+    """Keep the scores of a folder, one line per method, without what was said."""
+    from pyorch.evals import series
+
+    for file in series.pack(series.read_folder(Path(folder)), Path(to)):
+        print(file)

@@ -1,0 +1,55 @@
+"""Evaluations: what sparse attention does to quality, task by task.
+
+One file per task (or family); each holds `TASKS`, its `Task` objects. `run` measures and keeps one
+record per example and method, `table` and `figures` show them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from pyorch.attention.spec import nearest
+
+if TYPE_CHECKING:
+    from pyorch.evals.task import Task
+
+MODULES = (
+    "repetition",
+    "needle",
+    "ruler_niah",
+    "ruler_vt",
+    "ruler_cwe",
+    "ruler_fwe",
+    "key_value",
+    "fidelity",
+    "squad",
+    "triviaqa",
+    "cnn_dailymail",
+    "wikitext",
+)
+
+
+def tasks() -> dict[str, Task]:
+    """All tasks by name, in the order of the list above."""
+    modules = [importlib.import_module(f"pyorch.evals.{name}") for name in MODULES]
+    return {task.name: task for module in modules for task in module.TASKS}
+
+
+def find(names: tuple[str, ...]) -> list[Task]:
+    """Tasks of these names; a family's name stands for all of it. None given: the generated ones.
+
+    Raises:
+        SparqError: there is no such task.
+    """
+    known = tasks()
+    if not names:
+        return [t for t in known.values() if not t.data]
+    found: dict[str, Task] = {}
+    for name in names:
+        here = {k: t for k, t in known.items() if name in (k, t.family)}
+        if not here:
+            families = {t.family for t in known.values() if t.family}
+            raise nearest("task", name, (*known, *sorted(families)))
+        found |= here
+    return list(found.values())

@@ -1,0 +1,132 @@
+"""Rows of published data sets: from a file that the user has, or from the hub's shared cache.
+
+A file is JSON, JSON lines, or parquet; a download is what the hub holds, which is parquet (package
+`pyarrow`). HF_HUB_OFFLINE=1 takes what is in the cache already.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pyorch.errors import SparqError
+
+Row = Mapping[str, Any]
+# data set -> its repository on the hub and the files of the split that is evaluated
+HUB = {
+    "squad": ("rajpurkar/squad", "plain_text/validation-*.parquet"),
+    "triviaqa": ("mandarjoshi/trivia_qa", "rc/validation-*.parquet"),
+    "cnn_dailymail": ("abisee/cnn_dailymail", "3.0.0/validation-*.parquet"),
+    "wikitext": ("Salesforce/wikitext", "wikitext-103-raw-v1/validation-*.parquet"),
+}
+
+
+def rows(name: str, file: Path | None) -> list[Row]:
+    """All rows of a data set; of a JSON file the list in it or the list under "data"/"Data".
+
+    Raises:
+        SparqError: the file is not one of these, or the download failed.
+    """
+    files = [file] if file is not None else _download(name)
+    found = [row for f in files for row in _read(f)]
+    if not found:
+        raise SparqError(f"{files[0]}: no rows", f"--data takes the {name} data, or a download")
+    return found
+
+
+def _read(file: Path) -> list[Row]:
+    try:
+        if file.suffix == ".parquet":
+            return _parquet(file)
+        text = file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        reason = getattr(e, "strerror", None) or "not a text file"
+        raise SparqError(f"{file}: {reason}", "--data takes JSON, JSON lines or parquet") from None
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        return list(_lines(file, text))
+    if isinstance(whole, dict):
+        whole = whole.get("data", whole.get("Data", [whole]))
+    if not isinstance(whole, list) or not all(isinstance(r, dict) for r in whole):
+        raise SparqError(f"{file}: no list of rows", "--data takes JSON, JSON lines or parquet")
+    return whole
+
+
+def _lines(file: Path, text: str) -> Iterator[Row]:
+    for i, line in enumerate(text.splitlines()):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            raise SparqError(
+                f"{file}: line {i + 1} is no JSON object",
+                "--data takes JSON, JSON lines or parquet",
+            )
+        yield row
+
+
+def _parquet(file: Path) -> list[Row]:
+    try:
+        from pyarrow import parquet
+    except ModuleNotFoundError:
+        raise SparqError(
+            f"{file}: parquet needs the package pyarrow", "pip install '.[eval]'"
+        ) from None
+    try:
+        return parquet.read_table(file).to_pylist()
+    except (OSError, ValueError) as e:  # of pyarrow too
+        raise SparqError(f"{file}: {e}", "is it parquet?") from None
+
+
+def _download(name: str) -> list[Path]:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    repo, pattern = HUB[name]
+    hint = f"--data FILE: the {name} data as JSON, JSON lines or parquet"
+    try:
+        folder = snapshot_download(repo, repo_type="dataset", allow_patterns=[pattern])
+    except LocalEntryNotFoundError:
+        raise SparqError(
+            f"{repo} is not in the cache and the hub cannot be reached", hint
+        ) from None
+    except (HfHubHTTPError, OSError) as e:
+        raise SparqError(f"{repo}: {str(e).splitlines()[0]}", hint) from None
+    files = sorted(Path(folder).glob(pattern))
+    if not files:
+        raise SparqError(f"{repo} has no {pattern} in the cache", hint)
+    return files
+
+
+def need(row: Row, keys: Sequence[str], what: str) -> list[Any]:
+    """Values of a row under `keys`.
+
+    Raises:
+        SparqError: one is missing: this is another data set.
+    """
+    missing = [k for k in keys if k not in row]
+    if missing:
+        raise SparqError(
+            f"--data: a row has no {missing[0]!r}, it has {', '.join(sorted(row)) or 'nothing'}",
+            f"is this {what}?",
+            exit_code=2,
+        )
+    return [row[k] for k in keys]
+
+
+def some(answers: Sequence[str], what: str) -> tuple[str, ...]:
+    """The answers that are not empty.
+
+    Raises:
+        SparqError: there is none.
+    """
+    found = tuple(dict.fromkeys(a for a in answers if a.strip()))
+    if not found:
+        raise SparqError(f"{what} has no answers", "data with questions that have answers")
+    return found

@@ -1,0 +1,67 @@
+"""Decoding of one example: greedy answers, and teacher-forced texts. Every step is a real one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pyorch import engine
+
+if TYPE_CHECKING:
+    from pyorch.evals.task import Example
+
+
+class Decoder:
+    """A session that has read all of a prompt but its last token, with a method set.
+
+    reference  logits (n_forced, n_vocab) of dense attention, where a task compares with them
+    masses     then, too: share of the true attention that the method reads, layer by layer
+    """
+
+    def __init__(
+        self,
+        session: engine.Session,
+        reference: np.ndarray | None = None,
+        masses: Sequence[float] | None = None,
+    ) -> None:
+        self.session, self.reference, self.masses = session, reference, masses
+
+    def answer(
+        self, example: Example, *, stop: Sequence[str] = (), follow: bytes | None = None
+    ) -> bytes:
+        """What the model says, greedily, up to `max_tokens` tokens, its end, or a stop string.
+
+        follow: what it should say; given, it ends with the first token that differs.
+        """
+        s, said = self.session, b""
+        stops = [x.encode() for x in stop]
+        token = example.prompt[-1]
+        for _ in range(example.max_tokens):
+            engine.decode(s, token)
+            token = int(np.argmax(engine.logits(s)))
+            if engine.is_eog(s, token):
+                break
+            said += engine.token_bytes(s, token)
+            ends = [at for at in (said.find(x) for x in stops) if at >= 0]
+            if ends:
+                return said[: min(ends)]
+            if follow is not None and (
+                len(said) >= len(follow) or not said or not follow.startswith(said)
+            ):
+                break
+        return said
+
+    def forced(self, example: Example) -> Iterator[np.ndarray]:
+        """Logits [n_vocab] before each of the example's forced tokens, one decode step each."""
+        for token in (example.prompt[-1], *example.forced[:-1]):
+            engine.decode(self.session, token)
+            yield engine.logits(self.session)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Over the last axis, in double precision."""
+    x = logits.astype(np.float64)
+    x -= x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))

@@ -1,0 +1,61 @@
+"""Fidelity without a task: how near the next-token distribution stays to dense attention's.
+
+A book is read up to a place, then goes on token by token; before each token the logits of dense
+attention and of the method are compared. The score is the mean Kullback-Leibler divergence
+KL(dense || method) in nats; with it go the share of tokens whose most likely successor agrees, and
+the share of the true attention that is read, layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from pyorch.errors import SparqError
+from pyorch.evals.decode import Decoder, log_softmax
+from pyorch.evals.task import Example, Outcome, Setup, Task
+from pyorch.evals.texts import haystack
+
+TOKENS = 64  # that are given one at a time
+
+
+def examples(setup: Setup) -> Iterator[Example]:
+    head = setup.tokens("") if setup.chat else setup.prompt("")
+    n = setup.ctx - len(head) - TOKENS
+    if n < TOKENS:
+        raise SparqError(
+            f"fidelity: --ctx {setup.ctx} is too short", f"--ctx {4 * TOKENS} or more", 2
+        )
+    books = setup.books(n + TOKENS)
+    i = 0
+    while True:
+        text = haystack(books, n + TOKENS, setup.rng(i))
+        yield Example(str(i), head + text[:n], TOKENS, forced=tuple(text[n:]))
+        i += 1
+
+
+def divergence(dense: np.ndarray, other: np.ndarray) -> tuple[float, float]:
+    """Mean KL(dense || other) in nats and top-1 agreement, of logits (n, n_vocab)."""
+    p, q = log_softmax(dense), log_softmax(other)
+    kl = (np.exp(p) * (p - q)).sum(1)
+    return float(kl.mean()), float((dense.argmax(1) == other.argmax(1)).mean())
+
+
+def score(decoder: Decoder, example: Example) -> Outcome:
+    assert decoder.reference is not None and decoder.masses is not None
+    kl, agree = divergence(decoder.reference, np.stack(list(decoder.forced(example))))
+    return Outcome(kl, more={"top1_agreement": agree, "mass_read": decoder.masses})
+
+
+TASKS = (
+    Task(
+        "fidelity",
+        "distance of the next-token distribution from dense",
+        "KL to dense, nats",
+        examples,
+        score,
+        higher=False,
+        reference=True,
+    ),
+)

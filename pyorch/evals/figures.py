@@ -1,0 +1,169 @@
+"""Figures of evaluations: score against bytes and against speed, and needle heatmaps."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pyorch.bench import pictures
+from pyorch.errors import SparqError
+from pyorch.evals import stats, table, tasks
+from pyorch.evals.series import Series, by_setting
+
+CURVES, NEEDLE = "eval_curves", "eval_needle"
+_COLOURS = (
+    pictures.OURS,
+    pictures.OURS_2,
+    pictures.OURS_3,
+    "#ae3ec9",
+    "#c92a2a",
+    "#0c8599",
+    "#b7791f",
+    "#e64980",
+    "#5c7cfa",
+    "#74b816",
+    "#495057",
+)
+_MARKS = "osD^vPX*<>"
+
+
+def draw(found: Sequence[Series], out: Path, png: bool = False) -> list[Path]:
+    """Write eval_curves.svg, and eval_needle.svg if there are needles; a CSV with each.
+
+    Raises:
+        SparqError: there is nothing to draw, or matplotlib is missing.
+    """
+    groups = by_setting(found)
+    needles = [g for g in groups if g[0].task == "needle"]
+    try:
+        written = [(CURVES, *curves(groups))] if any(len(g) > 1 for g in groups) else []
+        written += [(NEEDLE, *heatmaps(needles[-1]))] if needles else []
+    except ModuleNotFoundError as e:
+        raise SparqError(f"{e.name} is not installed", "pip install '.[figures]'") from None
+    if not written:
+        raise SparqError("one method alone makes no curve", "sparq-cpp eval ... -a off -a sparq")
+    files = []
+    for name, picture, rows, title in written:
+        pictures.write(picture, rows, name, {"Title": title}, out, png)
+        files += [out / f"{name}.{end}" for end in (("svg", "png") if png else ("svg",))]
+    return files
+
+
+# ---- curves ----
+
+
+def curves(groups: Sequence[Sequence[Series]]) -> tuple[Any, list[pictures.Row], str]:
+    """(figure, numbers, title): a row per setting, bytes to the left, speed to the right."""
+    data = [table.rows(g) for g in groups if len(g) > 1]
+    names = list(dict.fromkeys(line_of(r.method) for rows in data for r in rows))
+    looks = {n: (pictures.PAPER, "x") for n in names if n in ("off", "dense")}
+    for i, name in enumerate(n for n in names if n not in looks):
+        looks[name] = (_COLOURS[i % len(_COLOURS)], _MARKS[i % len(_MARKS)])
+    figure, axes = pictures.panels(2, len(data), width=4.6, height=3.7)
+    drawn: dict[str, Any] = {}
+    for i, rows in enumerate(data):
+        left, right = axes[2 * i : 2 * i + 2]
+        drawn |= _panel(left, rows, looks, "bytes_per_token")
+        drawn |= _panel(right, rows, looks, "tokens_per_s")
+        left.set_xlabel("KB of K and V read per token")
+        right.set_xlabel("decoded tokens per second")
+        left.set_title(f"{rows[0].task}, up to {rows[0].ctx} positions")
+    figure.legend(drawn.values(), drawn, loc="outside lower center", ncols=4, frameon=False)
+    flat = [
+        {k: v for k, v in vars(r).items() if k not in ("more", "by_layer")}
+        for rows in data
+        for r in rows
+    ]
+    return figure, flat, "Score against bytes read and against speed"
+
+
+def line_of(method: str) -> str:
+    """The name of a method's line: its spec without the ratio and what makes that exact."""
+    head, *rest = method.split(",")
+    drop = ("ratio=", *table.BOUNDS.split(","))
+    return ",".join([head, *(part for part in rest if not part.startswith(drop))])
+
+
+def _panel(
+    ax: Any, rows: Sequence[table.Row], looks: dict[str, tuple[str, str]], x_of: str
+) -> dict[str, Any]:
+    """Draws one panel; returns what was drawn, by name."""
+    task = tasks()[rows[0].task]
+    factor = 100 if task.percent else 1
+
+    def x(r: table.Row) -> float:
+        return r.bytes_per_token / 1e3 if x_of == "bytes_per_token" else r.tokens_per_s
+
+    base = rows[0]
+    ax.axhline(factor * base.score, color=pictures.PAPER, linestyle="--", linewidth=1)
+    ax.axhspan(factor * base.score_low, factor * base.score_high, color=pictures.PAPER, alpha=0.12)
+    drawn = {}
+    for name, (colour, mark) in looks.items():
+        line = [r for r in rows if line_of(r.method) == name and not math.isnan(x(r))]
+        if line:
+            line.sort(key=x)
+            ys = [factor * r.score for r in line]
+            spread = np.array([[r.score - r.score_low, r.score_high - r.score] for r in line]).T
+            drawn[name] = ax.errorbar(
+                [x(r) for r in line],
+                ys,
+                factor * spread.clip(0),
+                fmt=f"{mark}-",
+                color=colour,
+                elinewidth=0.7,
+            )
+    at = [x(r) for r in rows if not math.isnan(x(r))]
+    ax.set_xscale("log", base=2)
+    if at:
+        ticks = [2.0**k for k in range(-4, 31) if min(at) / 1.3 <= 2.0**k <= max(at) * 1.3]
+        ax.set_xticks(ticks, [f"{t:g}" for t in ticks])
+    ax.set_xticks([], minor=True)
+    ax.set_ylabel(task.metric + (", %" if task.percent else ""))
+    return drawn
+
+
+# ---- needles ----
+
+
+def heatmaps(group: Sequence[Series]) -> tuple[Any, list[pictures.Row], str]:
+    """(figure, numbers, title): a panel per method, depth over length, share found."""
+    n = min(4, len(group))
+    figure, axes = pictures.panels(n, -(-len(group) // n), width=2.7, height=2.5)
+    rows: list[pictures.Row] = []
+    for ax, s in itertools.zip_longest(axes, group):
+        if s is None:
+            ax.set_axis_off()
+            continue
+        cells: dict[tuple[int, float], list[float]] = {}
+        for about, score in zip(s.about, s.scores, strict=True):
+            cells.setdefault((about["length"], about["depth"]), []).append(score)
+        lengths, depths = (sorted({c[i] for c in cells}) for i in (0, 1))
+        grid = np.full((len(depths), len(lengths)), np.nan)
+        for (length, depth), found in cells.items():
+            grid[depths.index(depth), lengths.index(length)] = np.mean(found)
+            rows.append(
+                {
+                    "method": s.method,
+                    "length": length,
+                    "depth": depth,
+                    "found": float(np.mean(found)),
+                    "n": len(found),
+                }
+            )
+        ax.imshow(grid, cmap="RdYlBu", vmin=0, vmax=1, aspect="auto")
+        ax.grid(False)
+        ax.set_xticks(range(len(lengths)), lengths, rotation=45, fontsize=7)
+        some = range(0, len(depths), max(len(depths) // 5, 1))
+        ax.set_yticks(some, [f"{depths[i]:.0%}" for i in some], fontsize=7)
+        low, high = stats.wilson(float(s.scores.sum()), len(s.scores))
+        ax.set_title(
+            f"{table.plain(s.method)}\n{s.scores.mean():.0%} ({low:.0%}-{high:.0%})", fontsize=8
+        )
+    axes[0].set_ylabel("depth of the needle", fontsize=8)
+    axes[0].set_xlabel("positions", fontsize=8)
+    return figure, rows, "Needle in a haystack: share found by depth and length"

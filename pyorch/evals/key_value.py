@@ -1,0 +1,69 @@
+"""Key-value retrieval (Lost in the Middle, arXiv 2307.03172, section 3): one of many random pairs.
+
+Prompt and match as there: the value of one 128-bit key of a JSON object has to occur in the answer.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+from pyorch.errors import SparqError
+from pyorch.evals.decode import Decoder
+from pyorch.evals.task import Example, Outcome, Setup, Task, largest, share_found
+
+ASK = (
+    "Extract the value corresponding to the specified key in the JSON object below.\n\n"
+    'JSON data:\n{data}\n\nKey: "{key}"'
+)
+CUE = "\nCorresponding value:"
+SPARE = 8  # tokens of the answer beside the value
+
+
+def examples(setup: Setup) -> Iterator[Example]:
+    i = 0
+    while True:
+        rng = setup.rng(i)
+
+        def draw(rng=rng) -> str:
+            return str(uuid.UUID(bytes=rng.bytes(16), version=4))
+
+        pairs = [(draw(), draw()) for _ in range(max(setup.ctx // 16, 2))]
+        place = rng.random()  # of the pair that is asked for
+        max_tokens = max(len(setup.tokens(f' "{v}"')) for _, v in pairs) + SPARE
+
+        def prompt(n: int, pairs=pairs, place=place) -> list[int]:
+            data = "{" + ",\n ".join(f'"{k}": "{v}"' for k, v in pairs[:n]) + "}"
+            return setup.prompt(ASK.format(data=data, key=pairs[int(place * n)][0]), CUE)
+
+        n = largest(2, len(pairs), lambda n: len(prompt(n)), setup.ctx - max_tokens)
+        if n < 2:
+            need = len(prompt(2)) + max_tokens
+            raise SparqError(
+                f"key_value: two pairs take {need} positions, --ctx is {setup.ctx}",
+                f"--ctx {-(-need // 64) * 64} or more",
+                exit_code=2,
+            )
+        at = int(place * n)
+        about = {"pairs": n, "depth": round(at / (n - 1), 3)}
+        yield Example(str(i), prompt(n), max_tokens, (pairs[at][1],), about=about)
+        i += 1
+
+
+def score(decoder: Decoder, example: Example) -> Outcome:
+    said = decoder.answer(example, stop=("\n",)).decode("utf-8", errors="replace")
+    return Outcome(share_found(said, example.answers), said)
+
+
+TASKS = (
+    Task(
+        "key_value",
+        "the value of one of many random keys",
+        "found",
+        examples,
+        score,
+        options=("chat",),
+        proportion=True,
+        percent=True,
+    ),
+)

@@ -1,0 +1,128 @@
+"""Methods of attention, native and in Python, behind one door: what is read first, then decoded.
+
+A native method runs in a session without a callback, which would cost it time; methods in Python
+(`pyorch.policies`) share a second one.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pyorch import engine, policies
+from pyorch.attention.spec import AttentionSpec
+from pyorch.evals.recall import RecallWatch
+
+# of the library's counters, those that tables need
+_COUNTED = ("steps", "bytes_read", "bytes_dense", "positions_read", "calls_sparse")
+
+
+def canonical(method: str) -> str:
+    return str(policies.parse(method))
+
+
+def is_native(method: str) -> bool:
+    """The library does it by itself."""
+    return isinstance(policies.parse(method), AttentionSpec)
+
+
+def is_sparse(method: str) -> bool:
+    spec = policies.parse(method)
+    return not isinstance(spec, AttentionSpec) or spec.sparse
+
+
+class Runner:
+    """Opens what the methods need; closes it with `with`."""
+
+    def __init__(
+        self, model: str | os.PathLike[str], methods: Sequence[str], recall: bool, **load: Any
+    ) -> None:
+        """recall: `masses` will be asked for."""
+        self.session = engine.load(model, attention="off", **load)  # tokenises, too
+        self._watched: engine.Session | None = None
+        specs = [policies.parse(m) for m in methods]
+        python = [p for p in specs if isinstance(p, policies.Policy)]
+        if python or recall:
+            self._watch = RecallWatch(keep_queries=any(p.needs_prompt for p in python))
+            self._watched = engine.load(model, attention="off", watch=self._watch, **load)
+            self._watch.attach(self._watched, engine.cache_type(load["type_v"]).bytes_per_element)
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.session.close()
+        if self._watched is not None:
+            self._watched.close()
+
+    def _of(self, method: str) -> engine.Session:
+        if is_native(method):
+            return self.session
+        assert self._watched is not None
+        return self._watched
+
+    def read(self, tokens: Sequence[int], methods: Sequence[str], recall: bool) -> None:
+        """Read a prompt with llama.cpp's own attention, where these methods will go on."""
+        sessions = [*map(self._of, methods), *([self._watched] if recall else [])]
+        for s in {id(s): s for s in sessions}.values():
+            engine.rewind(s, 0)
+            if s is self._watched:
+                policies.switch(s, "off")
+            engine.set_attention(s, "off")
+            engine.prefill(s, tokens)
+
+    def decode(
+        self, method: str, n: int, work: Callable[[engine.Session], Any]
+    ) -> tuple[Any, Mapping[str, int], float | None]:
+        """`work` after the first `n` tokens, with the method set.
+
+        Returns:
+            its result; counters; seconds of the median token, None for a method in Python.
+        """
+        s = self._of(method)
+        engine.rewind(s, n)
+        if s is not self.session:
+            policies.switch(s, method)
+            result = work(s)
+            c = policies.counters(s)
+            policies.bytes_per_token(s)  # refuses what the library did not read as chosen
+            counters = {
+                "steps": c.steps,
+                "bytes_read": round(c.bytes_read),
+                "bytes_dense": round(c.bytes_dense),
+                "positions_read": c.positions,
+                "calls_sparse": c.selections,
+            }
+            return result, counters, None
+        spec = policies.parse(method)
+        engine.set_attention(s, spec)
+        if spec.method == "sparq":
+            engine.seal(s)  # not counted as decoding
+        engine.reset_counters(s)
+        result = work(s)
+        counters = engine.info(s).counters
+        seconds = round(statistics.median(s.timings.decode_s), 6) if s.timings.decode_s else None
+        return result, {name: int(counters.get(name, 0)) for name in _COUNTED}, seconds
+
+    def masses(self, method: str, n: int, work: Callable[[engine.Session], Any]) -> list[float]:
+        """Share of the true attention that `work` reads with this method, of each layer in order.
+
+        1 where a layer is dense; see `recall`.
+        """
+        s = self._watched
+        assert s is not None
+        engine.rewind(s, n)
+        policies.switch(s, method)
+        if getattr(policies.parse(method), "method", "") == "sparq":
+            engine.seal(s)
+        self._watch.masses = found = {}
+        try:
+            work(s)
+        finally:
+            self._watch.masses = None
+        layers = range(s.geometry.n_layer)
+        return [float(np.mean(found[i])) if i in found else 1.0 for i in layers]

@@ -1,0 +1,87 @@
+"""Needle in a haystack: one sentence in a long text, asked for at its end (SparQ, A.4, Table 3).
+
+Prompt, needle and match are those of the paper's code (llm-inference-research, tasks/needle.py),
+after the Gemini 1.5 report: the question ends with the needle's first words, so a model that only
+continues text can answer. The haystack is `--text` from a random place on, in place of essays by
+Paul Graham, which may not be passed on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from pyorch.errors import SparqError
+from pyorch.evals.decode import Decoder
+from pyorch.evals.task import Example, Outcome, Setup, Task
+from pyorch.evals.texts import haystack
+
+ANSWER = "eat a sandwich and sit in Dolores Park on a sunny day"
+NEEDLE = f"The best thing to do in San Francisco is to {ANSWER}.\n"
+QUESTION = "\n\nWhat is the best thing to do in San Francisco?"
+CUE = ' "The best thing to do in San Francisco is to'
+MOST_LENGTHS = 8
+
+
+def lengths(ctx: int) -> list[int]:
+    """Up to eight, equally far apart, multiples of 64 but for the last."""
+    step = -(-ctx // (MOST_LENGTHS * 64)) * 64
+    return sorted({ctx, *range(step, ctx, step)})
+
+
+def examples(setup: Setup) -> Iterator[Example]:
+    """One example of each depth and length, then one more of each, without end.
+
+    A length is that of the prompt and the answer together.
+    """
+    room = len(setup.tokens(ANSWER)) + 5
+    ends = len(setup.prompt(".\n" + NEEDLE + ".\n" + QUESTION, CUE)) + room + 2
+    # half of the text or more is hay, unless other lengths are asked for
+    wanted = list(setup.lengths) or [n for n in lengths(setup.ctx) if n >= 2 * ends]
+    if not wanted:
+        raise SparqError(
+            f"needle: needle and question alone take {ends} positions, --ctx is {setup.ctx}",
+            f"--ctx {2 * ends}",
+            exit_code=2,
+        )
+    if min(wanted) < ends + 16 or max(wanted) > setup.ctx:
+        raise SparqError(
+            f"needle: --lengths {min(wanted)} to {max(wanted)}: possible are {ends + 16} to "
+            f"{setup.ctx}",
+            "other --lengths, or a larger --ctx",
+            exit_code=2,
+        )
+    books = setup.books(16)
+    cells = [(n, d) for n in wanted for d in np.linspace(0, 1, setup.depths).round(4)]
+    order = setup.rng().permutation(len(cells))  # any number of examples is spread over all cells
+    i = 0
+    while True:
+        n, depth = cells[order[i % len(cells)]]
+        hay = haystack(books, n - ends, setup.rng(i))
+        at = int(depth * len(hay))
+        text = setup.text(hay[:at]) + (".\n" if at else "") + NEEDLE + setup.text(hay[at:])
+        prompt = setup.prompt(text + ".\n" + QUESTION, CUE)
+        about = {"length": int(n), "depth": float(depth)}
+        yield Example(f"{n}@{depth:g}#{i // len(cells)}", prompt, room, (ANSWER,), about=about)
+        i += 1
+
+
+def score(decoder: Decoder, example: Example) -> Outcome:
+    said = decoder.answer(example, stop=(".", "\n\n")).decode("utf-8", errors="replace")
+    return Outcome(float(bool(re.match(r"\s*" + re.escape(ANSWER), said))), said)
+
+
+TASKS = (
+    Task(
+        "needle",
+        "one sentence in a haystack, by depth and length",
+        "found",
+        examples,
+        score,
+        options=("lengths", "depths", "chat"),
+        proportion=True,
+        percent=True,
+    ),
+)

@@ -1,0 +1,88 @@
+"""Repetition: a passage of the context, recited from its first words (SparQ, 5.1 and G.1.4).
+
+The context is a piece of a book, then an empty line and the first tokens of a passage from
+somewhere in it; the model goes on. Counted are the characters until the first that differs from the
+book: only attention to the right place gives them.
+
+The paper cuts tiny-Shakespeare into 6,000 characters with a cue of 128 and a passage of 256. Here
+sizes follow `--ctx`, the cue is 20 tokens, and counting ends at 300 characters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from pyorch import engine
+from pyorch.errors import SparqError
+from pyorch.evals.decode import Decoder
+from pyorch.evals.task import Example, Outcome, Setup, Task
+
+CUE = 20  # tokens
+CHARS = 300
+SPARE = 16  # the begin token and the empty line
+
+
+def examples(setup: Setup) -> Iterator[Example]:
+    """Passages without end, books in turn."""
+    session = setup.session
+    n = setup.ctx - CUE - CHARS - SPARE
+    if n < CUE + CHARS + 64:
+        need = 2 * (CUE + CHARS) + SPARE + 64
+        raise SparqError(
+            f"--ctx {setup.ctx} is too short for a passage of {CHARS} characters",
+            f"--ctx {need} or more",
+            exit_code=2,
+        )
+    books = setup.books(n)
+    head = setup.prompt("") if not setup.chat else []
+    gap = setup.tokens("\n\n")
+    rng = np.random.default_rng(setup.seed)
+    i = 0
+    while True:
+        book = books[i % len(books)]
+        start = int(rng.integers(0, len(book) - n + 1))
+        context = book[start : start + n]
+        # at least one token per character, so the passage cannot pass the end of the context
+        words = _word_starts(session, context, n - CUE - CHARS)
+        at = words[int(rng.integers(len(words)))]
+        expected = b"".join(engine.token_bytes(session, t) for t in context[at + CUE :])[:CHARS]
+        yield Example(
+            id=f"{i % len(books)}:{start + at}",
+            prompt=head + context + gap + context[at : at + CUE],
+            answers=(expected.decode("utf-8", errors="ignore"),),
+            max_tokens=CHARS,
+        )
+        i += 1
+
+
+def _word_starts(session: engine.Session, tokens: Sequence[int], end: int) -> list[int]:
+    """Indices below `end` at which a word begins."""
+    found = [i for i in range(end) if engine.token_bytes(session, tokens[i])[:1] == b" "]
+    if not found:
+        raise SparqError("a context has no words", "another --text", exit_code=2)
+    return found
+
+
+def score(decoder: Decoder, example: Example) -> Outcome:
+    expected = example.answers[0].encode()
+    said = decoder.answer(example, follow=expected)
+    right = 0
+    for a, b in zip(said, expected, strict=False):
+        if a != b:
+            break
+        right += 1
+    n = len(expected[:right].decode("utf-8", errors="ignore"))
+    return Outcome(n, said.decode("utf-8", errors="replace"))
+
+
+TASKS = (
+    Task(
+        "repetition",
+        "recite a passage of the context, from its first words",
+        "characters until divergence",
+        examples,
+        score,
+    ),
+)

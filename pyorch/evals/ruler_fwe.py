@@ -1,0 +1,76 @@
+"""RULER's frequent words (arXiv 2404.06654, table 2): the three most frequent of made-up words.
+
+Frequencies fall as rank^-2 (a zeta distribution); the first rank is the noise `...`. The score is
+the share of the next three in the answer.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator
+
+import numpy as np
+
+from pyorch.errors import SparqError
+from pyorch.evals.decode import Decoder
+from pyorch.evals.task import Example, Outcome, Setup, Task, largest, share_found
+
+ASK = (
+    "Read the following coded text and track the frequency of each coded word. Find the three most "
+    "frequently appeared coded words. {context}\nQuestion: Do not provide any explanation. Please "
+    "ignore the dots '....'. What are the three most frequently appeared words in the above coded "
+    "text?"
+)
+CUE = " Answer: According to the coded text above, the three most frequently appeared words are:"
+LETTERS = 6
+ALPHA = 2.0
+ZETA = np.pi**2 / 6  # zeta(2)
+MAX_TOKENS = 50
+FEWEST = 32  # words: the fourth rank then stands in it once
+
+
+def examples(setup: Setup) -> Iterator[Example]:
+    i = 0
+    while True:
+        rng = setup.rng(i)
+        vocabulary: list[str] = ["..."]
+        while len(vocabulary) < max(setup.ctx // 50, 8):
+            word = "".join(rng.choice(list(string.ascii_lowercase), LETTERS))
+            vocabulary += [word] if word not in vocabulary else []
+
+        def prompt(n: int, vocabulary=vocabulary, i=i) -> list[int]:
+            rank = np.arange(1, len(vocabulary) + 1)
+            counts = (n * rank**-ALPHA / ZETA).astype(int)
+            words = [w for w, c in zip(vocabulary, counts, strict=True) for _ in range(c)]
+            setup.rng(i, n).shuffle(words)
+            return setup.prompt(ASK.format(context=" ".join(words)), CUE)
+
+        n = largest(FEWEST, setup.ctx, lambda n: len(prompt(n)), setup.ctx - MAX_TOKENS)
+        if n < FEWEST:
+            need = len(prompt(FEWEST)) + MAX_TOKENS
+            raise SparqError(
+                f"fwe: the shortest text takes {need} positions, --ctx is {setup.ctx}",
+                f"--ctx {-(-need // 64) * 64} or more",
+                exit_code=2,
+            )
+        yield Example(str(i), prompt(n), MAX_TOKENS, tuple(vocabulary[1:4]))
+        i += 1
+
+
+def score(decoder: Decoder, example: Example) -> Outcome:
+    said = decoder.answer(example).decode("utf-8", errors="replace")
+    return Outcome(share_found(said, example.answers), said)
+
+
+TASKS = (
+    Task(
+        "fwe",
+        "RULER: the three most frequent of made-up words",
+        "share of the words found",
+        examples,
+        score,
+        family="ruler",
+        options=("chat",),
+        percent=True,
+    ),
+)

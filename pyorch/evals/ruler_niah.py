@@ -1,0 +1,162 @@
+"""RULER's eight needle tasks (arXiv 2404.06654, table 2, appendix B): prompts and scores as there.
+
+Needles are `One of the special magic numbers for KEY is: VALUE.`; the score is the share of the
+values asked for that occur in the answer. Deviations: the haystack `essay` is `--text` from a
+random place on, in place of essays by Paul Graham; words of keys come from our own shorter lists.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from pyorch.errors import SparqError
+from pyorch.evals.decode import Decoder
+from pyorch.evals.task import Example, Outcome, Setup, Task, largest, share_found
+from pyorch.evals.texts import ADJECTIVES, NOUNS, haystack
+
+NEEDLE = "One of the special magic {kind} for {key} is: {value}."
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+MANY = (
+    "Some special magic {kind} are hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {kind} afterwards.\n{context}\nWhat are all the special magic {kind}"
+    " for {query} mentioned in the provided text?",
+    " The special magic {kind} for {query} mentioned in the provided text are",
+)
+ONE = (
+    "A special magic {kind} is hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {kind} afterwards.\n{context}\nWhat is the special magic {kind}"
+    " for {query} mentioned in the provided text?",
+    " The special magic {kind} for {query} mentioned in the provided text is",
+)
+MAX_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What the haystack, the keys and the values are, and how many of each are hidden or asked."""
+
+    name: str
+    haystack: str  # noise, essay or needle
+    keys: str = "words"
+    values: str = "numbers"
+    n_keys: int = 1
+    n_values: int = 1
+    n_queries: int = 1
+
+
+VARIANTS = (
+    Variant("single_1", "noise"),
+    Variant("single_2", "essay"),
+    Variant("single_3", "essay", values="uuids"),
+    Variant("multikey_1", "essay", n_keys=4),
+    Variant("multikey_2", "needle"),
+    Variant("multikey_3", "needle", keys="uuids", values="uuids"),
+    Variant("multivalue", "essay", n_values=4),
+    Variant("multiquery", "essay", n_keys=4, n_queries=4),
+)
+
+
+def draw(kind: str, rng: np.random.Generator) -> str:
+    """A key or value: `numbers` (7 digits), `words` (adjective-noun) or `uuids`."""
+    if kind == "numbers":
+        return str(int(rng.integers(10**6, 10**7)))
+    if kind == "words":
+        return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
+    return str(uuid.UUID(bytes=rng.bytes(16), version=4))
+
+
+def examples(variant: Variant, setup: Setup) -> Iterator[Example]:
+    i = 0
+    while True:
+        yield _example(variant, setup, i)
+        i += 1
+
+
+def _example(v: Variant, setup: Setup, i: int) -> Example:
+    rng = setup.rng(i)
+    keys: list[str] = []
+    while len(keys) < v.n_keys:
+        keys += [k for k in [draw(v.keys, rng)] if k not in keys]
+    values = [[draw(v.values, rng) for _ in range(v.n_values)] for _ in keys]
+    needles = [
+        NEEDLE.format(kind=v.values, key=k, value=x)
+        for k, xs in zip(keys, values, strict=True)
+        for x in xs
+    ]
+    rng.shuffle(needles)
+    asked = rng.choice(v.n_keys, v.n_queries, replace=False)
+    names = [keys[j] for j in asked]
+    query = ", ".join(names[:-1]) + ", and " + names[-1] if len(names) > 1 else names[0]
+    many = v.n_queries * v.n_values > 1
+    ask, cue = MANY if many else ONE
+    kind = v.values if many else v.values[:-1]
+    cue = cue.format(kind=kind, query=query)
+    hay, most = _haystack(v, setup, needles, rng)
+
+    def prompt(n: int) -> list[int]:
+        return setup.prompt(ask.format(kind=kind, context=hay(n), query=query), cue)
+
+    n = largest(len(needles), most, lambda n: len(prompt(n)), setup.ctx - MAX_TOKENS)
+    if n < len(needles):
+        # other lengths draw other sentences, longer ones maybe
+        need = -(-(len(prompt(len(needles))) + MAX_TOKENS + 64) // 256) * 256
+        raise SparqError(
+            f"niah_{v.name}: question and answer alone take up to {need} positions, "
+            f"--ctx is {setup.ctx}",
+            f"--ctx {need} or more",
+            exit_code=2,
+        )
+    answers = tuple(x for j in asked for x in values[j])
+    return Example(str(i), prompt(n), MAX_TOKENS, answers)
+
+
+def _haystack(
+    v: Variant, setup: Setup, needles: list[str], rng: np.random.Generator
+) -> tuple[Callable[[int], str], int]:
+    """n -> a text of n sentences with the needles in it, from the same draws; and the most n."""
+    places = np.sort(rng.random(len(needles)))[::-1]
+    if v.haystack == "essay":
+        text = setup.text(haystack(setup.books(16), setup.ctx, rng))
+        sentences, glue = re.split(r"(?<=[.!?])\s+", text), " "
+    elif v.haystack == "noise":
+        sentences, glue = [NOISE] * (setup.ctx // 8), "\n"
+    else:
+        pairs = [(draw(v.keys, rng), draw(v.values, rng)) for _ in range(setup.ctx // 8)]
+        sentences = [NEEDLE.format(kind=v.values, key=k, value=x) for k, x in pairs]
+        glue = "\n"
+
+    def text_of(n: int) -> str:
+        out = sentences[:n]
+        for place, needle in zip(places, needles, strict=True):
+            out.insert(int(place * (n + 1)), needle)
+        return glue.join(out)
+
+    return text_of, len(sentences)
+
+
+def score(decoder: Decoder, example: Example) -> Outcome:
+    said = decoder.answer(example).decode("utf-8", errors="replace")
+    return Outcome(share_found(said, example.answers), said)
+
+
+TASKS = tuple(
+    Task(
+        f"niah_{v.name}",
+        f"RULER: {v.n_queries * v.n_values} of {max(v.n_keys, 1) * v.n_values} "
+        f"{v.values} in {v.haystack}",
+        "share of the values found",
+        partial(examples, v),
+        score,
+        family="ruler",
+        options=("chat",),
+        proportion=v.n_queries * v.n_values == 1,
+        percent=True,
+    )
+    for v in VARIANTS
+)

@@ -1,0 +1,95 @@
+"""RULER's variable tracking (arXiv 2404.06654, table 2): a chain of assignments among noise.
+
+One chain of four hops, one worked example before it, as RULER's `vt`; the score is the share of the
+five variables that occur in the answer.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator
+
+import numpy as np
+
+from pyorch.errors import SparqError
+from pyorch.evals.decode import Decoder
+from pyorch.evals.ruler_niah import NOISE
+from pyorch.evals.task import Example, Outcome, Setup, Task, largest, share_found
+
+ASK = (
+    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
+    "{context}\nQuestion: Find all variables that are assigned the value {value} in the text above."
+)
+CUE = (  # the spelling is RULER's
+    " Answer: According to the chain(s) of variable assignment in the text above, {n} variables are"
+    " assgined the value {value}, they are: "
+)
+HOPS = 4
+MAX_TOKENS = 30
+
+
+def _chain(rng: np.random.Generator, n_letters: int) -> tuple[list[str], list[str], int]:
+    """Names of the variables, their assignments, and the value."""
+    names: list[str] = []
+    while len(names) <= HOPS:
+        name = "".join(rng.choice(list(string.ascii_uppercase), n_letters))
+        names += [name] if name not in names else []
+    value = int(rng.integers(10000, 99999))
+    lines = [f"VAR {names[0]} = {value}"]
+    lines += [f"VAR {b} = VAR {a} " for a, b in zip(names, names[1:], strict=False)]
+    return names, lines, value
+
+
+def _text(lines: list[str], places: np.ndarray, n: int) -> str:
+    """`n` sentences of noise, the assignments among them in their order."""
+    out = [NOISE + "\n"] * n
+    for place, line in zip(np.sort(places)[::-1], reversed(lines), strict=True):
+        out.insert(int(place * (n + 1)), line)
+    return " ".join(out).replace(". \n", ".\n")
+
+
+def examples(setup: Setup) -> Iterator[Example]:
+    i = 0
+    while True:
+        rng = setup.rng(i)
+        shown, lines, value = _chain(rng, 3)
+        shot = ASK.format(context=_text(lines, rng.random(len(lines)), 5), value=value)
+        shot += CUE.format(n=HOPS + 1, value=value) + " ".join(shown) + "\n\n\n"
+        names, lines, value = _chain(rng, 5)
+        places = rng.random(len(lines))
+        cue = CUE.format(n=HOPS + 1, value=value)
+
+        def prompt(n: int, shot=shot, lines=lines, places=places, value=value, cue=cue):
+            return setup.prompt(
+                shot + ASK.format(context=_text(lines, places, n), value=value), cue
+            )
+
+        n = largest(1, setup.ctx // 8, lambda n: len(prompt(n)), setup.ctx - MAX_TOKENS)
+        if n < 1:
+            need = len(prompt(1)) + MAX_TOKENS
+            raise SparqError(
+                f"vt: question and answer alone take {need} positions, --ctx is {setup.ctx}",
+                f"--ctx {-(-need // 64) * 64} or more",
+                exit_code=2,
+            )
+        yield Example(str(i), prompt(n), MAX_TOKENS, tuple(names))
+        i += 1
+
+
+def score(decoder: Decoder, example: Example) -> Outcome:
+    said = decoder.answer(example).decode("utf-8", errors="replace")
+    return Outcome(share_found(said, example.answers), said)
+
+
+TASKS = (
+    Task(
+        "vt",
+        "RULER: follow a chain of five variables",
+        "share of the variables found",
+        examples,
+        score,
+        family="ruler",
+        options=("chat",),
+        percent=True,
+    ),
+)

@@ -1,0 +1,196 @@
+"""Runs tasks: every method on the same examples, one record each, kept at once.
+
+A prompt is read once, densely; then for each method the cache goes back to that state, its last
+token is decoded with the method, and so is all that follows. What is recorded already is left out,
+so a run that was cut short goes on where it was.
+
+A file holds, per task, lines of two kinds. A *setting* is everything that the scores depend on but
+the example and the method (model, context, seed, data, library) with the environment; all other
+lines name theirs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pyorch import engine, native
+from pyorch.bench import records
+from pyorch.bench.records import Record
+from pyorch.errors import SparqError
+from pyorch.evals.decode import Decoder
+from pyorch.evals.methods import Runner, canonical
+from pyorch.evals.series import Series, make
+from pyorch.evals.task import Example, Outcome, Setup, Task
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run. `methods`: specs; the first is what the others are compared with."""
+
+    model: Path
+    tasks: Sequence[Task]
+    methods: Sequence[str]
+    n: int
+    setup: Mapping[str, Any] = field(default_factory=dict)  # fields of Setup
+    data: Mapping[str, Path] = field(default_factory=dict)  # task -> its file
+    n_threads: int | None = None
+    type_k: str = "f16"
+    type_v: str = "f16"
+
+
+def run(plan: Plan, folder: Path, progress: Progress, *, force: bool = False) -> list[Series]:
+    """Measure what the files in `folder` lack; return all that the plan asks for.
+
+    Raises:
+        SparqError: data, sizes or settings are wrong; or nothing of a sparse method ran sparse.
+    """
+    methods = list(dict.fromkeys(canonical(m) for m in plan.methods))
+    env = records.environment({"sparq": native.lib_dir()})
+    model = {"name": plan.model.name, "hash": records.file_hash(plan.model)}
+    load = {"n_threads": plan.n_threads, "type_k": plan.type_k, "type_v": plan.type_v}
+    recall = any(t.reference for t in plan.tasks)
+    with Runner(plan.model, methods, recall, n_ctx=plan.setup["ctx"], **load) as runner:
+        work = [_prepare(plan, task, runner.session, model, env, folder) for task in plan.tasks]
+        for w in work:
+            w.find_todo(methods, force)
+        total, done = sum(w.n_todo for w in work), 0
+        for w in work:
+            for i, todo in w.todo.items():
+                for result in _measure(runner, w.task, w.examples[i], todo):
+                    records.append(w.file, w.record(i, result))
+                    done += 1
+                    progress(done, total)
+    found = [series for w in work for series in w.series(methods)]
+    for series in found:
+        series.refuse_idle()
+    return found
+
+
+@dataclass
+class _Work:
+    """One task: its examples, its file, and what of them is not in the file."""
+
+    task: Task
+    file: Path
+    setting: str
+    header: Record
+    examples: list[Example]
+    todo: dict[int, list[str]] = field(default_factory=dict)  # example -> methods
+
+    @property
+    def n_todo(self) -> int:
+        return sum(map(len, self.todo.values()))
+
+    def key(self, i: int, method: str) -> str:
+        e = self.examples[i]
+        what = [self.setting, method, i, e.prompt, e.answers, e.forced, e.max_tokens]
+        return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+
+    def find_todo(self, methods: Sequence[str], force: bool) -> None:
+        known = {} if force else records.load(self.file)
+        if self.header["key"] not in known:
+            records.append(self.file, self.header)
+        for i in range(len(self.examples)):
+            missing = [m for m in methods if self.key(i, m) not in known]
+            if missing:
+                self.todo[i] = missing
+
+    def series(self, methods: Sequence[str]) -> list[Series]:
+        known = records.load(self.file)
+        return [
+            make(self.header, m, [known[self.key(i, m)] for i in range(len(self.examples))])
+            for m in methods
+        ]
+
+    def record(self, i: int, result: Record) -> Record:
+        e = self.examples[i]
+        return {
+            "schema": records.SCHEMA,
+            "key": self.key(i, result["method"]),
+            "setting": self.setting,
+            "i": i,
+            "id": e.id,
+            **result,
+            "about": dict(e.about),
+        }
+
+
+def _prepare(
+    plan: Plan, task: Task, session: engine.Session, model: Record, env: Record, folder: Path
+) -> _Work:
+    data = plan.data.get(task.name)
+    setup = Setup(session=session, **plan.setup, data=data)
+    examples = list(itertools.islice(task.examples(setup), plan.n))
+    _check_room(task, examples, setup.ctx)
+    texts = [] if task.data else [hashlib.sha256(t.encode()).hexdigest()[:16] for t in setup.texts]
+    case = {
+        "task": task.name,
+        "model": model,
+        "ctx": setup.ctx,
+        "seed": setup.seed,
+        "options": {name: getattr(setup, name) for name in task.options},
+        "data": records.file_hash(data) if data else task.data,
+        "texts": texts,
+        "type_k": plan.type_k,
+        "type_v": plan.type_v,
+        "threads": plan.n_threads or engine.usable_cores(),
+    }
+    case = json.loads(json.dumps(case))
+    setting = records.key("eval", case, env["stamps"]["sparq"])
+    header = {"schema": records.SCHEMA, "key": setting, "case": case, "env": env}
+    return _Work(task, folder / f"{task.name}.jsonl", setting, header, examples)
+
+
+def _check_room(task: Task, examples: Sequence[Example], ctx: int) -> None:
+    if not examples:
+        raise SparqError(f"{task.name}: no examples", "other --data")
+    sizes = [len(e.prompt) + e.max_tokens for e in examples]
+    over = [n for n in sizes if n > ctx]
+    if over:
+        raise SparqError(
+            f"{task.name}: {len(over)} of {len(examples)} examples do not fit: up to {max(over)} "
+            f"positions, --ctx is {ctx}",
+            f"--ctx {-(-max(over) // 64) * 64}",
+            exit_code=2,
+        )
+
+
+def _measure(
+    runner: Runner, task: Task, example: Example, methods: Sequence[str]
+) -> Iterator[Record]:
+    """One result per method, in order, each as soon as it is there."""
+    n = len(example.prompt) - 1
+    compared = [*methods, "off"] if task.reference else methods
+    runner.read(example.prompt[:n], compared, task.reference)
+    reference = masses = None
+
+    def forced(s: engine.Session) -> list[np.ndarray]:
+        return list(Decoder(s).forced(example))
+
+    def score(s: engine.Session) -> Outcome:
+        return task.score(Decoder(s, reference, masses), example)
+
+    if task.reference:
+        reference = np.stack(runner.decode("off", n, forced)[0])
+    for method in methods:
+        if task.reference:
+            masses = runner.masses(method, n, forced)
+        outcome, counters, seconds = runner.decode(method, n, score)
+        yield {
+            "method": method,
+            "score": outcome.score,
+            "said": outcome.said,
+            "more": dict(outcome.more),
+            "seconds": seconds,
+            "counters": counters,
+        }

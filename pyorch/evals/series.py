@@ -1,0 +1,196 @@
+"""Scores of one method on the examples of one task, and the files that hold them.
+
+`run` writes one line per example and method. `pack` makes one line per method of these: all scores,
+in order, but not what was said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pyorch.bench import records
+from pyorch.bench.records import Record
+from pyorch.errors import SparqError
+from pyorch.evals.methods import is_sparse
+
+
+@dataclass(frozen=True)
+class Series:
+    """One method in one setting. Example i of them has scores[i], about[i] and more[name][i], a
+    number or one of each layer.
+
+    case, env  of the setting, see `run`
+    seconds    of a decoded token, median of each example; NaN where it has no meaning
+    """
+
+    setting: str
+    case: Mapping[str, Any]
+    env: Mapping[str, Any]
+    method: str
+    scores: np.ndarray
+    seconds: np.ndarray
+    counters: Mapping[str, int]
+    about: Sequence[Mapping[str, Any]]
+    more: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def task(self) -> str:
+        return str(self.case["task"])
+
+    def _per_step(self, name: str) -> float:
+        steps = self.counters.get("steps", 0)
+        return self.counters.get(name, 0) / steps if steps else float("nan")
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of K, V and what a method keeps beside them, over all layers. NaN: not counted."""
+        return self._per_step("bytes_read")
+
+    @property
+    def bytes_dense(self) -> float:
+        """What all of K and V would have been."""
+        return self._per_step("bytes_dense")
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the median example."""
+        known = self.seconds[~np.isnan(self.seconds)]
+        return 1 / float(np.median(known)) if len(known) else float("nan")
+
+    def refuse_idle(self) -> None:
+        """A sparse row is reported only if something ran sparse.
+
+        Raises:
+            SparqError: nothing did.
+        """
+        if is_sparse(self.method) and self.counters.get("calls_sparse", 0) == 0:
+            raise SparqError(
+                f"{self.task}, {self.method}: no attention call ran sparse; not reported",
+                "min_ctx=0,min_k=1 in the setting lets it run at any length; "
+                "`sparq-cpp explain` says why attention stays dense",
+            )
+
+
+def make(header: Record, method: str, recs: Sequence[Record]) -> Series:
+    """From the lines of one setting and method, in the order of the examples."""
+    counters: dict[str, int] = {}
+    for rec in recs:
+        for name, value in rec["counters"].items():
+            counters[name] = counters.get(name, 0) + value
+    names = recs[0]["more"]
+    return Series(
+        header["key"],
+        header["case"],
+        header["env"],
+        method,
+        np.array([r["score"] for r in recs], float),
+        np.array([r["seconds"] for r in recs], float),
+        counters,
+        [r["about"] for r in recs],
+        {name: np.array([r["more"][name] for r in recs], float) for name in names},
+    )
+
+
+def read(file: Path) -> list[Series]:
+    """All series of a file, in the order in which they began.
+
+    Raises:
+        SparqError: the file is not one of ours.
+    """
+    headers: dict[str, Record] = {}
+    lines: dict[tuple[str, str], dict[int, Record]] = {}
+    packed: dict[tuple[str, str], Series] = {}
+    for rec in records.load_all(file):
+        if "case" in rec:
+            headers[rec["key"]] = rec
+        elif rec.get("setting") not in headers:
+            raise SparqError(f"{file}: a record without its setting", "not a file of `eval`?")
+        elif "scores" in rec:
+            packed[rec["setting"], rec["method"]] = _unpack(headers[rec["setting"]], rec)
+        else:
+            lines.setdefault((rec["setting"], rec["method"]), {})[rec["i"]] = rec
+    made = {
+        (setting, method): make(headers[setting], method, [found[i] for i in sorted(found)])
+        for (setting, method), found in lines.items()
+    }
+    return list((packed | made).values())
+
+
+def read_folder(folder: Path) -> list[Series]:
+    """All series of a folder, task by task.
+
+    Raises:
+        SparqError: there are none.
+    """
+    found = [s for file in sorted(folder.glob("*.jsonl")) for s in read(file)]
+    if not found:
+        raise SparqError(f"no results in {folder}", "first: sparq-cpp eval ... --out DIR")
+    return found
+
+
+def by_setting(found: Iterable[Series]) -> list[list[Series]]:
+    """Those that may be compared with each other; `off` or `dense` first."""
+    groups: dict[str, list[Series]] = {}
+    for s in found:
+        groups.setdefault(s.setting, []).append(s)
+    return [sorted(g, key=lambda s: s.method not in ("off", "dense")) for g in groups.values()]
+
+
+def pack(found: Iterable[Series], folder: Path) -> list[Path]:
+    """Write each task's series to `folder`, one line per method.
+
+    Raises:
+        SparqError: a file is there already, or cannot be written.
+    """
+    files: list[Path] = []
+    for group in by_setting(found):
+        file = folder / f"{group[0].task}.jsonl"
+        if file not in files and file.exists():
+            raise SparqError(f"{file} is there already", "remove it, or another folder")
+        files.append(file)
+        head = group[0]
+        longest = max((s.about for s in group), key=len)
+        header = {"schema": records.SCHEMA, "key": head.setting, "case": head.case}
+        records.append(file, header | {"env": head.env, "about": longest})
+        for s in group:
+            seconds = None if np.isnan(s.tokens_per_s) else round(1 / s.tokens_per_s, 9)
+            line = {
+                "schema": records.SCHEMA,
+                "key": records.key("pack", {"method": s.method}, s.setting),
+                "setting": s.setting,
+                "method": s.method,
+                "scores": [_short(x) for x in s.scores],
+                "more": {name: _short_all(values) for name, values in s.more.items()},
+                "seconds": seconds,
+                "counters": dict(s.counters),
+            }
+            records.append(file, line)
+    return list(dict.fromkeys(files))
+
+
+def _unpack(header: Record, rec: Record) -> Series:
+    scores = np.array(rec["scores"], float)
+    return Series(
+        header["key"],
+        header["case"],
+        header["env"],
+        rec["method"],
+        scores,
+        np.array([rec["seconds"]], float),
+        rec["counters"],
+        header["about"][: len(scores)],
+        {name: np.array(values, float) for name, values in rec["more"].items()},
+    )
+
+
+def _short_all(values: np.ndarray) -> list[Any]:
+    return [[_short(y) for y in x] if x.ndim else _short(x) for x in values]
+
+
+def _short(x: float) -> float:
+    return int(x) if float(x).is_integer() else float(f"{x:.6g}")

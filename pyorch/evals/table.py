@@ -1,0 +1,195 @@
+"""Tables of evaluations: Markdown for people, CSV and JSON for programs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from pyorch import policies
+from pyorch.attention.spec import AttentionSpec
+from pyorch.evals import stats, tasks
+from pyorch.evals.series import Series, by_setting
+
+BOUNDS = "min_ctx=0,min_k=1"  # what makes a ratio exact at any length
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method on one task. `difference` is from the first method, example by example.
+
+    more: further numbers of the task, means; by_layer: the means of each layer
+    """
+
+    task: str
+    metric: str
+    method: str
+    model: str
+    ctx: int
+    n: int
+    score: float
+    score_low: float
+    score_high: float
+    standard_error: float
+    difference: float
+    difference_low: float
+    difference_high: float
+    bytes_per_token: float
+    share_of_dense: float
+    tokens_per_s: float
+    more: dict[str, float]
+    by_layer: dict[str, list[float]]
+
+
+def rows(group: Sequence[Series]) -> list[Row]:
+    """Of one setting; all compared with the first, on the examples that both have."""
+    base, task = group[0], tasks()[group[0].task]
+    counted = next((s for s in group if s.counters.get("steps")), base)
+    out = []
+    for s in group:
+        n = min(len(s.scores), len(base.scores))
+        low, high = stats.interval(s.scores, task.proportion)
+        gap = s.scores[:n] - base.scores[:n]
+        gap_low, gap_high = stats.bootstrap(gap)
+        # llama.cpp's own attention keeps no account: it reads all of K and V
+        is_stock = s.method == "off"
+        read = counted.bytes_dense if is_stock else s.bytes_per_token
+        dense = counted.bytes_dense if is_stock else s.bytes_dense
+        out.append(
+            Row(
+                task.name,
+                task.metric,
+                s.method,
+                s.case["model"]["name"],
+                s.case["ctx"],
+                len(s.scores),
+                float(s.scores.mean()),
+                low,
+                high,
+                stats.standard_error(s.scores),
+                float(gap.mean()),
+                gap_low,
+                gap_high,
+                read,
+                read / dense,
+                s.tokens_per_s,
+                {name: float(values.mean()) for name, values in s.more.items()},
+                {n: v.mean(0).tolist() for n, v in s.more.items() if v.ndim > 1},
+            )
+        )
+    return out
+
+
+def plain(method: str) -> str:
+    """The spec without the bounds that make a ratio exact."""
+    spec = policies.parse(method)
+    return str(replace(spec, min_ctx=1024, min_k=128)) if _exact(spec) else method
+
+
+def _bounded(spec: policies.Method) -> bool:
+    return isinstance(spec, AttentionSpec) and spec.sparse
+
+
+def _exact(spec: policies.Method) -> bool:
+    return _bounded(spec) and spec.min_ctx == 0 and spec.min_k == 1
+
+
+def label(method: str) -> str:
+    """The spec in a table; the bounds that make a ratio exact are named in the line below it."""
+    spec = policies.parse(method)
+    default = _bounded(spec) and not _exact(spec)
+    return f"`{plain(method)}`" + (" with default bounds" if default else "")
+
+
+def markdown(found: Sequence[Series]) -> str:
+    """A table per setting, with a line of what it was."""
+    return "\n\n".join(_table(group) for group in by_setting(found))
+
+
+def _table(group: Sequence[Series]) -> str:
+    here, task = rows(group), tasks()[group[0].task]
+    factor = 100 if task.percent else 1
+    digits = 1 if task.percent or max(r.score_high for r in here) >= 10 else 4
+    unit = ", %" if task.percent else ""
+    base = here[0].method
+    more = list(here[0].more)
+    head = ["attention", f"{task.metric}{unit} (95 % CI)", f"against `{base}` (95 % CI)"]
+    head += [name.replace("_", " ") for name in more]
+    head += ["KB read per token", "share of dense", "tokens/s"]
+    out = [f"**{task.name}**: {task.about}", ""]
+    out += ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
+
+    def text(x: float, sign: str = "") -> str:
+        return f"{round(factor * x, digits) + 0.0:{sign}.{digits}f}"  # + 0.0: no "-0.0"
+
+    for r in here:
+        cells = [label(r.method), f"{text(r.score)} ({text(r.score_low)}-{text(r.score_high)})"]
+        gap = f"{text(r.difference, '+')} ({text(r.difference_low, '+')} to "
+        cells.append("" if r.method == base else f"{gap}{text(r.difference_high, '+')})")
+        cells += [f"{r.more[name]:.3f}" for name in more]
+        cells.append(_number(r.bytes_per_token / 1e3, "{:.0f}"))
+        cells.append(_number(100 * r.share_of_dense, "{:.1f} %"))
+        cells.append(_number(r.tokens_per_s, "{:.0f}"))
+        out.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*out, "", _about(group)])
+
+
+def _about(group: Sequence[Series]) -> str:
+    case, env = group[0].case, group[0].env
+    n = sorted({len(s.scores) for s in group})
+    cache = (
+        ""
+        if {case["type_k"], case["type_v"]} == {"f16"}
+        else (f", cache {case['type_k']}/{case['type_v']}")
+    )
+    better = "higher" if tasks()[case["task"]].higher else "lower"
+    text = (
+        f"{'-'.join(map(str, n))} examples of up to {case['ctx']} positions, "
+        f"{case['model']['name']}{cache}, {case['threads']} thread{'s' * (case['threads'] > 1)}, "
+        f"{env['machine']['cpu']}; {better} is better."
+    )
+    if any(_exact(policies.parse(s.method)) for s in group):
+        text += (
+            f" Ratios of `sparq` and `topk` with `{BOUNDS}`, which makes them exact at this length."
+        )
+    return text
+
+
+def _number(x: float, form: str) -> str:
+    return "-" if math.isnan(x) else form.format(x)
+
+
+def as_csv(found: Sequence[Series]) -> str:
+    flat = []
+    for row in (r for group in by_setting(found) for r in rows(group)):
+        values = asdict(row)
+        more, by_layer = values.pop("more"), values.pop("by_layer")
+        more |= {f"{n}_{i}": x for n, xs in by_layer.items() for i, x in enumerate(xs)}
+        flat.append(values | more)
+    names = list(dict.fromkeys(name for row in flat for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n", restval="")
+    writer.writeheader()
+    writer.writerows({k: _plain(v) for k, v in row.items()} for row in flat)
+    return text.getvalue().rstrip()
+
+
+def as_json(found: Sequence[Series]) -> str:
+    """Rows, each with its scores."""
+    out: list[dict[str, Any]] = []
+    for group in by_setting(found):
+        for row, s in zip(rows(group), group, strict=True):
+            values = {k: _plain(v) for k, v in asdict(row).items()}
+            out.append(values | {"scores": s.scores.tolist(), "about": list(s.about)})
+    return json.dumps(out, indent=2)
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+FORMATS = {"md": markdown, "csv": as_csv, "json": as_json}

@@ -1,0 +1,150 @@
+"""What a task is: examples made from a set-up, and a score for what was decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pyorch import engine
+from pyorch.chat_template import ChatTemplate
+from pyorch.errors import SparqError
+from pyorch.evals.decode import Decoder
+
+
+@dataclass(frozen=True)
+class Example:
+    """One question. All of `prompt` but its last token is read densely, before any method runs.
+
+    answers     what is right, as texts; what has to be met is the task's affair
+    max_tokens  of the answer; for teacher-forced tasks the number of `forced`
+    forced      tokens whose probability is asked for, in place of an answer
+    about       what a table or a figure sorts by, `{"length": 2048, "depth": 0.5}`
+    """
+
+    id: str
+    prompt: list[int]
+    max_tokens: int
+    answers: tuple[str, ...] = ()
+    forced: tuple[int, ...] = ()
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`said` is the answer, or empty where the text is given; `more`: further numbers, or one of
+    each layer."""
+
+    score: float
+    said: str = ""
+    more: Mapping[str, float | Sequence[float]] = field(default_factory=dict)
+
+
+@dataclass
+class Setup:
+    """What examples are made from.
+
+    ctx      positions that prompt and answer may take together
+    texts    books, for haystacks and passages
+    data     a data file that stands for the download
+    chat     prompts go through the model's chat template
+    """
+
+    session: engine.Session
+    ctx: int
+    seed: int = 1
+    texts: Sequence[str] = ()
+    data: Path | None = None
+    chat: bool = False
+    confusion: int = 7
+    lengths: Sequence[int] = ()
+    depths: int = 11
+
+    def __post_init__(self) -> None:
+        self._template = ChatTemplate(self.session) if self.chat else None
+        if self._template is not None and not self._template.builtin:
+            raise SparqError(
+                f"{self.session.path}: this model has no chat template",
+                "leave out --chat: the prompts are then plain text, for base models",
+                exit_code=2,
+            )
+        self._books: list[list[int]] | None = None
+
+    def rng(self, *key: int) -> np.random.Generator:
+        """The draws of one example: those of the seed and its number, whatever ran before."""
+        return np.random.default_rng((self.seed, *key))
+
+    def prompt(self, text: str, cue: str = "") -> list[int]:
+        """Tokens of a question, and of the beginning of its answer if the task gives one."""
+        if self._template is None:
+            return engine.tokenize(self.session, text + cue)
+        tokens = self._template.tokens([{"role": "user", "content": text}])
+        return tokens + engine.tokenize(self.session, cue.lstrip(), add_special=False)
+
+    def tokens(self, text: str) -> list[int]:
+        """Of a text that stands in the middle of others."""
+        return engine.tokenize(self.session, text, add_special=False)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return engine.detokenize(self.session, tokens)
+
+    def books(self, at_least: int) -> list[list[int]]:
+        """Tokens of the texts that have so many of them.
+
+        Raises:
+            SparqError: none has.
+        """
+        if self._books is None:
+            self._books = [self.tokens(t) for t in self.texts]
+        found = [b for b in self._books if len(b) >= at_least]
+        if not found:
+            raise SparqError(
+                f"no text has {at_least} tokens", "a longer --text, or a smaller --ctx", exit_code=2
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task of `sparq-cpp eval`.
+
+    examples    the i-th is the same in every run with the same set-up; may have no end
+    score       decodes an example with the method that is set, and judges
+    options     fields of `Setup` that the examples depend on, besides `ctx` and `seed`
+    proportion  each score is 0 or 1
+    percent     a score is a share and shown in percent
+    higher      is better
+    data        the name of the data set that is downloaded, "" for a generated task
+    reference   `score` wants `Decoder.reference` and `Decoder.masses`
+    """
+
+    name: str
+    about: str
+    metric: str
+    examples: Callable[[Setup], Iterator[Example]]
+    score: Callable[[Decoder, Example], Outcome]
+    family: str = ""
+    options: tuple[str, ...] = ()
+    proportion: bool = False
+    percent: bool = False
+    higher: bool = True
+    data: str = ""
+    reference: bool = False
+
+
+def share_found(said: str, answers: Sequence[str]) -> float:
+    """RULER's string_match_all: the share of the answers that occur, whatever their case."""
+    return sum(a.lower() in said.lower() for a in answers) / len(answers)
+
+
+def largest(low: int, high: int, size: Callable[[int], int], room: int) -> int:
+    """The largest n in [low, high] with size(n) <= room, or `low` - 1. `size` grows with n."""
+    if size(low) > room:
+        return low - 1
+    while low < high:
+        mid = (low + high + 1) // 2
+        low, high = (mid, high) if size(mid) <= room else (low, mid - 1)
+    return low

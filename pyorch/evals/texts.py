@@ -1,0 +1,91 @@
+"""Books to take passages and haystacks from, and words for generated tasks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from pyorch.errors import SparqError
+
+
+def read_texts(names: Sequence[Path]) -> list[str]:
+    """The books: each name is a file, or a folder with *.txt. What Project Gutenberg adds is cut.
+
+    Raises:
+        SparqError: nothing there.
+    """
+    files: list[Path] = []
+    for name in names:
+        files += sorted(name.glob("*.txt")) if name.is_dir() else [name]
+    if not files:
+        raise SparqError(f"no *.txt in {', '.join(map(str, names))}", "--text FILE or DIR")
+    try:
+        return [_body(_decode(f.read_bytes())) for f in files]
+    except OSError as e:
+        raise SparqError(f"{e.filename}: {e.strerror or e}", "--text FILE or DIR") from None
+
+
+def _decode(raw: bytes) -> str:
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError:
+        text = raw.decode("latin-1")  # old Gutenberg files
+    return text.replace("\r\n", "\n")
+
+
+def _body(text: str) -> str:
+    start = re.search(r"^\*\*\* ?START OF .*$", text, re.M)
+    end = re.search(r"^\*\*\* ?END OF .*$", text, re.M)
+    return text[start.end() if start else 0 : end.start() if end else len(text)].strip()
+
+
+def haystack(books: Sequence[Sequence[int]], n: int, rng: np.random.Generator) -> list[int]:
+    """`n` tokens of a book from a random place on; a shorter book begins again."""
+    book = books[int(rng.integers(len(books)))]
+    at = int(rng.integers(max(len(book) - n, 0) + 1))
+    return [book[(at + i) % len(book)] for i in range(n)]
+
+
+# RULER draws keys from a package's list of 3,000 adjectives and 6,800 nouns
+_ADJECTIVES = """
+able aged amber ample arid azure bald bitter blank bleak blunt bold brave brief bright brisk
+brittle broad bronze calm candid careful cheap chief civil clean clever cold coral cosmic crisp
+cruel curly damp daring dark dear deep dense dim distant dizzy drab dry dull dusty eager early
+easy elder empty equal even exact faint fair fancy fast feral fierce final firm flat fluffy foggy
+fond formal frail frank fresh frosty full funny gentle giant glad gloomy golden grand grave gray
+great green grim gross handy happy harsh hasty heavy hidden high hollow honest huge humble hungry
+icy idle inner ivory jolly keen kind lame large late lazy lean level light limp little lively
+local lone loud loyal lucky lush mad major mellow merry mild minor misty modern moist mute narrow
+neat noble noisy novel oblong odd olive orange oval pale patient plain polite prime proud pure
+quaint quick quiet rapid rare raw ready regal rich rigid ripe rough round royal rude rustic sad
+safe scarlet sharp shiny short shy silent silver simple sleepy slim slow small smooth sober soft
+solid sour spare stale steady steep stern stiff strange strict strong sturdy sudden sunny super
+sweet swift tall tame tender thick thin tidy tiny tired tough true twin ugly upper urban vague
+vast vivid warm wary weak weary wet wide wild wise witty wooden worthy young zany
+"""
+_NOUNS = """
+acorn actor alley anchor ankle apple apron arch arrow atlas attic badge baker banjo barn barrel
+basin basket beach beacon beard beaver bell bench berry bicycle blanket boat bonnet bottle bowl
+branch bread brick bridge broom brush bucket buffalo bugle button cabin cable camel candle canoe
+canyon carpet castle cave cellar chain chair chalk cherry chest chimney circle citrus clock cloud
+coast coat coffee coin collar comet compass copper corner cotton cousin cradle crane creek cricket
+crown crystal curtain cushion daisy dancer desk diary dinner doctor donkey door dragon drawer drum
+eagle easel elbow engine falcon farmer feather fence ferry field finger flag flame flower flute
+forest fountain fox frame garden gate ghost glacier glove goose grape gravel guitar hammer harbor
+harp hat hawk hedge helmet hill hinge honey hook horse hotel hunter island ivy jacket jar jewel
+judge jungle kettle key kitchen kite knife ladder lake lamp lantern lawyer leaf lemon letter
+library lion lizard locket magnet mango map marble market mask meadow melon mirror moon motor
+mountain museum napkin nephew nest needle north notebook ocean onion orchard otter oven owl oyster
+paddle page palace panda paper parrot pasture peach pearl pebble pencil pepper piano pigeon pillow
+pilot pine pirate planet plate plum pocket poet pond potato prairie prince puddle puppet quarry
+queen quilt rabbit radio raft rail rain raven ribbon rice river road robin rocket roof rope rose
+saddle sailor salad salmon sand scarf school seed shadow sheep shelf ship shoe shovel sister
+sketch sled snail soldier song spider spoon spring squash stable star statue stone store storm
+stove street sugar swan table tailor teacher temple tent thread throne thumb tiger tile toast
+tower train tree trumpet tulip tunnel turtle uncle valley vase velvet village violin wagon wall
+walnut water weaver whale wheel whistle willow window winter wolf wrist yard zebra
+"""
+ADJECTIVES, NOUNS = _ADJECTIVES.split(), _NOUNS.split()

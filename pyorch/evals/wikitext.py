@@ -1,0 +1,102 @@
+"""WikiText in bits per character, one teacher-forced token at a time (SparQ, 5.1 and G.1.5).
+
+About 6,000 characters of an article are read densely, then about 400 more are given token by
+token; both end before white space. As the paper's code (llm-inference-research, tasks/bpc.py), but
+with the validation split in place of a part of the training split. With a short `--ctx` the first
+part is shorter. Data: `wiki.valid.raw` or another text of that form, or the hub's rows (`text`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from pyorch.errors import SparqError
+from pyorch.evals import data
+from pyorch.evals.decode import Decoder, log_softmax
+from pyorch.evals.task import Example, Outcome, Setup, Task
+
+READ, GIVEN = 6000, 400  # characters
+MAX_TOKENS = 256
+_TITLE = re.compile(r"^ = [^=].*[^=] = ?$", re.M)
+
+
+def articles(file: Path | None) -> list[str]:
+    """The pages: a text is cut at its headings of the first level.
+
+    Raises:
+        SparqError: the data cannot be read.
+    """
+    if file is not None and file.suffix not in (".json", ".jsonl", ".parquet"):
+        try:
+            text = file.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            reason = getattr(e, "strerror", None) or "not a text file"
+            raise SparqError(f"{file}: {reason}", "--data takes wiki.valid.raw") from None
+    else:
+        rows = data.rows("wikitext", file)
+        if "page" in rows[0]:
+            return [r["page"] for r in rows]
+        text = "".join(data.need(r, ("text",), "WikiText")[0] for r in rows)
+    starts = [m.start() for m in _TITLE.finditer(text)]
+    return [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=True)] or [text]
+
+
+def examples(setup: Setup) -> Iterator[Example]:
+    pages = articles(setup.data)
+    found = False
+    for i in setup.rng().permutation(len(pages)):
+        cut = _cut(pages[i], setup)
+        if cut:
+            found = True
+            read, given = cut
+            about = {"chars": len(given)}
+            forced = tuple(setup.tokens(given)[:MAX_TOKENS])
+            if len(forced) == MAX_TOKENS:  # characters of the tokens that are scored
+                about["chars"] = len(setup.text(forced))
+            prompt = setup.prompt(read)
+            yield Example(str(i), prompt, len(forced), forced=forced, about=about)
+    if not found:
+        raise SparqError(
+            f"WikiText: no article of {READ + GIVEN} characters", "is --data the raw text?"
+        )
+
+
+def _cut(page: str, setup: Setup) -> tuple[str, str] | None:
+    """(what is read, what is given), or None: the page is too short."""
+    n = READ
+    while True:
+        m = re.search(rf"^(.{{{n}}}.*?)(\s.{{{GIVEN - 1}}}.*?)(?:\s|$)", page, re.S)
+        if m is None:
+            return None
+        size = len(setup.prompt(m[1])) + min(len(setup.tokens(m[2])), MAX_TOKENS)
+        if size <= setup.ctx:
+            return m[1], m[2]
+        n = n * (setup.ctx - MAX_TOKENS - 8) // size
+        if n < GIVEN:
+            raise SparqError(
+                f"wikitext: --ctx {setup.ctx} leaves no room to read", "--ctx 1024 or more", 2
+            )
+
+
+def score(decoder: Decoder, example: Example) -> Outcome:
+    nats = sum(
+        -log_softmax(logits)[token]
+        for logits, token in zip(decoder.forced(example), example.forced, strict=True)
+    )
+    return Outcome(float(nats) / math.log(2) / example.about["chars"])
+
+
+TASKS = (
+    Task(
+        "wikitext",
+        "WikiText, a text given token by token",
+        "bits per character",
+        examples,
+        score,
+        higher=False,
+        data="wikitext",
+    ),
+)

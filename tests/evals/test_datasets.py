@@ -1,0 +1,333 @@
+"""Tasks on published data: prompts as in the paper, judging, and what is wrong with a file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import Parrot
+
+from pyorch import engine, evals
+from pyorch.errors import SparqError
+from pyorch.evals import data, qa, wikitext
+from pyorch.evals.decode import Decoder
+from pyorch.evals.task import Example, Setup
+
+CTX = 4096
+
+
+@pytest.fixture(scope="module")
+def session(tiny: Path) -> Iterator[engine.Session]:
+    with engine.load(tiny, n_ctx=CTX, n_threads=1) as s:
+        yield s
+
+
+def write(path: Path, value: Any) -> Path:
+    path.write_text(value if isinstance(value, str) else json.dumps(value))
+    return path
+
+
+def lines(path: Path, rows: list[Any]) -> Path:
+    return write(path, "\n".join(map(json.dumps, rows)))
+
+
+def first(name: str, session: engine.Session, file: Path, n: int = 1, **kw: Any) -> list[Example]:
+    setup = Setup(session, CTX, data=file, **kw)
+    return list(islice(evals.tasks()[name].examples(setup), n))
+
+
+def question(n: int, answers: list[str]) -> dict[str, Any]:
+    return {
+        "id": f"q{n}",
+        "question": f"What is {n}?",
+        "answers": [{"text": a, "answer_start": 0} for a in answers],
+    }
+
+
+@pytest.fixture
+def squad(tmp_path: Path) -> Path:
+    """Ten paragraphs, two questions on each."""
+    articles = [
+        {
+            "title": f"Town_{i}",
+            "paragraphs": [
+                {
+                    "context": f"Town {i} has {i} towers.",
+                    "qas": [question(2 * i, [f"{i} towers", f"{i}"]), question(2 * i + 1, ["x"])],
+                }
+            ],
+        }
+        for i in range(10)
+    ]
+    return write(tmp_path / "dev.json", {"version": "1.1", "data": articles})
+
+
+def test_squad_prompt(session: engine.Session, squad: Path) -> None:
+    found = first("squad", session, squad, 20)
+    assert sorted(e.id for e in found) == sorted(f"q{i}" for i in range(20))
+    places = set()
+    for e in found:
+        town, shot = int(e.id[1:]) // 2, int(e.id[1:]) ^ 1
+        *contexts, instruction, q1, a1, q2, a2 = engine.detokenize(session, e.prompt).split("\n")
+        assert len(contexts) == len(set(contexts)) == 8
+        mine = f"Title: Town {town}. Background: Town {town} has {town} towers."
+        places.add(contexts.index(mine))
+        assert instruction == (
+            f"From what you've just read about Town {town}, please answer the following questions."
+        )
+        shortest = "x" if shot % 2 else str(town)
+        assert (q1, a1) == (f"Question: What is {shot}?", f"Answer: {shortest}")
+        assert (q2, a2) == (f"Question: What is {e.id[1:]}?", "Answer:")
+        longest = max(e.answers, key=len)
+        assert e.max_tokens == min(len(longest) + 5, 30)  # a byte is a token
+    assert len(places) > 3
+
+
+def test_squad_rows_of_the_hub_are_the_same_questions(
+    session: engine.Session, squad: Path, tmp_path: Path
+) -> None:
+    rows = [
+        {
+            "id": q["id"],
+            "title": a["title"],
+            "context": p["context"],
+            "question": q["question"],
+            "answers": {"text": [x["text"] for x in q["answers"]], "answer_start": [0]},
+        }
+        for a in json.loads(squad.read_text())["data"]
+        for p in a["paragraphs"]
+        for q in p["qas"]
+    ]
+    flat = lines(tmp_path / "flat.jsonl", rows)
+    assert first("squad", session, flat, 20) == first("squad", session, squad, 20)
+
+
+def test_squad_refuses_more_confusion_than_there_is(session: engine.Session, squad: Path) -> None:
+    assert first("squad", session, squad, confusion=9)
+    with pytest.raises(SparqError, match="10 confusion contexts asked for, but there are 10"):
+        first("squad", session, squad, confusion=10)
+
+
+@pytest.mark.parametrize(
+    ("said", "answers", "right"),
+    [
+        (" 1978\nQuestion: What", ("1978",), True),
+        (" The Eiffel Tower.", ("Eiffel tower",), True),
+        (" Eiffel", ("the Eiffel",), True),
+        (' "Paris", of course', ("Paris",), True),
+        (" in Paris", ("Paris",), False),
+        (" 197", ("1978",), False),
+        ("", ("a",), False),
+        (" London", ("Paris", "London"), True),
+    ],
+)
+def test_exact_match(said: str, answers: tuple[str, ...], right: bool) -> None:
+    assert qa.matches(said, answers) is right
+
+
+def test_an_answer_is_scored_as_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    e = Example("x", [1, 2], 7, ("Fresno",))
+    for said, want in ((" Fresno, California", 1), (" California", 0)):
+        parrot = Parrot(said.encode())
+        outcome = qa.score(Decoder(parrot.install(monkeypatch)), e)
+        assert (outcome.score, outcome.said) == (want, said[:7])
+        assert parrot.asked[0] == 2 and len(parrot.asked) == 7
+
+
+def trivia(n: int, size: int = 5000) -> dict[str, Any]:
+    return {
+        "question_id": f"t{n}",
+        "question": f"Who is {n}?",
+        "answer": {"aliases": [f"Ann {n}", f"A. {n}"]},
+        "search_results": {"search_context": ["short", "w" * size, "v" * 9000]},
+    }
+
+
+def test_triviaqa_takes_a_result_of_the_right_length(
+    session: engine.Session, tmp_path: Path
+) -> None:
+    file = lines(tmp_path / "t.jsonl", [trivia(0), trivia(1, 100), trivia(2)])
+    found = first("triviaqa", session, file, 5)
+    assert sorted(e.id for e in found) == ["t0", "t2"]
+    for e in found:
+        text = engine.detokenize(session, e.prompt)
+        assert text == "w" * 5000 + f"\nQuestion: Who is {e.id[1]}?\nAnswer:"
+        assert e.answers == (f"Ann {e.id[1]}", f"A. {e.id[1]}")
+    with pytest.raises(SparqError, match="no question has a search result"):
+        first("triviaqa", session, lines(tmp_path / "s.jsonl", [trivia(1, 100)]))
+
+
+def test_triviaqa_official_files(session: engine.Session, tmp_path: Path) -> None:
+    (tmp_path / "qa").mkdir()
+    row = {
+        "QuestionId": "t1",
+        "Question": "Who?",
+        "Answer": {"Aliases": ["Ann"]},
+        "SearchResults": [{"Filename": "0/0_1.txt"}, {"Filename": "0/gone.txt"}],
+    }
+    file = write(tmp_path / "qa" / "web-dev.json", {"Data": [row]})
+    with pytest.raises(SparqError, match="evidence is missing"):
+        first("triviaqa", session, file)
+    (tmp_path / "evidence" / "web" / "0").mkdir(parents=True)
+    (tmp_path / "evidence" / "web" / "0" / "0_1.txt").write_text("u" * 4000)
+    (e,) = first("triviaqa", session, file)
+    assert engine.detokenize(session, e.prompt) == "u" * 4000 + "\nQuestion: Who?\nAnswer:"
+
+
+def test_cnn_dailymail(
+    session: engine.Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rouge_score")
+    article = {"id": "a", "article": "A cat sat. " * 400, "highlights": "A cat sat on the mat ."}
+    short = {"id": "b", "article": "A cat sat.", "highlights": "A cat."}
+    file = write(tmp_path / "c.json", [article, short])
+    (e,) = first("cnn_dailymail", session, file, 5)
+    text = engine.detokenize(session, e.prompt)
+    assert text == "Article: " + article["article"] + "\nSummary:"
+    assert e.max_tokens == len(article["highlights"])
+    task = evals.tasks()["cnn_dailymail"]
+    # longest common subsequence of words 5: precision 5/5, recall 5/6
+    for said, want in (("cats sat on the mat", 10 / 11), ("A cat sat on the mat .", 1), ("no", 0)):
+        decoder = Decoder(Parrot(said.encode()).install(monkeypatch))
+        assert task.score(decoder, e).score == pytest.approx(want)
+
+
+def test_cnn_dailymail_without_rouge_says_what_to_install(
+    session: engine.Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pyorch.evals import cnn_dailymail
+
+    cnn_dailymail._scorer.cache_clear()
+    monkeypatch.setitem(__import__("sys").modules, "rouge_score.rouge_scorer", None)
+    with pytest.raises(SparqError, match="rouge-score") as e:
+        first("cnn_dailymail", session, tmp_path / "absent.json")
+    assert "[eval]" in e.value.hint
+
+
+WIKI = " = One fort = \n" + " The hill is old ." * 500 + "\n = = Site = = \n" + " A site ." * 20
+WIKI += "\n = Short = \n A page ."
+
+
+def test_wikitext_cuts_pages_and_ends_before_white_space(
+    session: engine.Session, tmp_path: Path
+) -> None:
+    file = write(tmp_path / "wiki.valid.raw", WIKI)
+    assert [p[:12] for p in wikitext.articles(file)] == [" = One fort ", " = Short = \n"]
+    setup = Setup(session, 7000, data=file)
+    (e,) = islice(wikitext.examples(setup), 5)
+    read, given = engine.detokenize(session, e.prompt), engine.detokenize(session, e.forced)
+    assert WIKI.startswith(read + given) and len(read) >= 6000 and given[0] == " "
+    assert len(e.forced) == e.about["chars"] == 256  # bytes; at most 256 tokens
+    # a shorter context reads less and gives the same number of characters
+    (e,) = first("wikitext", session, file, 5)
+    assert len(e.prompt) + len(e.forced) <= CTX and len(e.prompt) > 0.85 * CTX
+    rows = lines(tmp_path / "w.jsonl", [{"text": x + "\n"} for x in WIKI.split("\n")])
+    assert wikitext.articles(rows)[0] == wikitext.articles(file)[0]
+
+
+def test_wikitext_bits_are_those_of_one_dense_pass(session: engine.Session, tmp_path: Path) -> None:
+    """Teacher-forced steps against all logits of one batch, in f64."""
+    tokens = engine.tokenize(session, "The hill is old, and the site is older.")
+    n = 12
+    e = Example("x", tokens[:n], len(tokens) - n, (), tuple(tokens[n:]), {"chars": 27})
+    engine.rewind(session, 0)
+    engine.set_attention(session, "off")
+    engine.prefill(session, e.prompt[:-1])
+    got = wikitext.score(Decoder(session), e).score
+    nats = 0.0
+    for i in range(n, len(tokens)):
+        engine.rewind(session, 0)
+        engine.prefill(session, tokens[:i])
+        x = engine.logits(session).astype(np.float64)
+        nats += math.log(np.exp(x - x[tokens[i]]).sum())
+    assert got == pytest.approx(nats / math.log(2) / 27, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("absent.json", None, "No such file"),
+        ("a.json", "{not json\n", "line 1 is no JSON object"),
+        ("a.json", "[1, 2]", "no list of rows"),
+        ("a.json", '{"data": []}', "no rows"),
+        ("a.jsonl", '{"a": 1}\n{"b"\n', "line 2 is no JSON object"),
+        ("a.json", '{"a": 1}', "a row has no 'id', it has a"),
+        ("a.json", b"\xff\xfe\x00", "not a text file"),
+    ],
+)
+def test_a_wrong_file_is_said_in_one_line(
+    session: engine.Session, tmp_path: Path, name: str, content: Any, message: str
+) -> None:
+    file = tmp_path / name
+    if content is not None:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(SparqError, match=message) as e:
+        first("squad", session, file)
+    assert "\n" not in e.value.message and e.value.hint
+
+
+@pytest.mark.parametrize("name", ["squad", "triviaqa", "cnn_dailymail"])
+def test_no_answers_are_refused(session: engine.Session, tmp_path: Path, name: str) -> None:
+    rows = {
+        "squad": {
+            "id": "q",
+            "title": "T",
+            "context": "C",
+            "question": "Q?",
+            "answers": {"text": []},
+        },
+        "triviaqa": trivia(1) | {"answer": {"aliases": [" "]}},
+        "cnn_dailymail": {"id": "a", "article": "x" * 5000, "highlights": ""},
+    }
+    file = lines(tmp_path / "rows.jsonl", [rows[name]])
+    with pytest.raises(SparqError, match="has no answers"):
+        first(name, session, file)
+
+
+def test_parquet_and_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot in the cache is read; without one and without a network, one line says so."""
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    calls: list[Any] = []
+
+    def snapshot(repo: str, **kw: Any) -> str:
+        calls.append((repo, kw))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    with pytest.raises(SparqError, match="has no plain_text/validation"):
+        data.rows("squad", None)
+    assert calls[0] == (
+        "rajpurkar/squad",
+        {"repo_type": "dataset", "allow_patterns": ["plain_text/validation-*.parquet"]},
+    )
+    file = tmp_path / "plain_text" / "validation-00000-of-00001.parquet"
+    file.parent.mkdir()
+    file.write_bytes(b"no parquet")
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ModuleNotFoundError:
+        with pytest.raises(SparqError, match="needs the package pyarrow"):
+            data.rows("squad", None)
+    else:
+        with pytest.raises(SparqError, match="validation-00000"):
+            data.rows("squad", None)
+        row = {"id": "q", "answers": {"text": ["x"]}}
+        parquet.write_table(pa.Table.from_pylist([row]), file)
+        assert data.rows("squad", None) == [row]
+
+    def offline(*_: Any, **__: Any) -> str:
+        raise LocalEntryNotFoundError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(SparqError, match="cannot be reached") as e:
+        data.rows("squad", None)
+    assert e.value.hint.startswith("--data FILE")

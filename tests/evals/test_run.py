@@ -1,0 +1,311 @@
+"""Runs: resumed, compared, refused, shown."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pyorch import engine
+from pyorch.errors import SparqError
+from pyorch.evals import series, table
+from pyorch.evals.fidelity import divergence
+
+SPARSE = "sparq,ratio=1/4,min_ctx=0,min_k=1"
+Run = Callable[..., Any]
+
+
+def records(file: Path) -> list[dict[str, Any]]:
+    return [r for r in map(json.loads, file.read_text().splitlines()) if "i" in r]
+
+
+def test_kill_9_loses_and_repeats_nothing(tiny: Path, tmp_path: Path) -> None:
+    """200 examples, killed in the middle, run again."""
+    rows = [
+        {"id": f"q{i}", "title": "T", "context": f"Town {i}", "question": "Q?",
+         "answers": {"text": ["x"]}}
+        for i in range(200)
+    ]  # fmt: skip
+    data = tmp_path / "rows.json"
+    data.write_text(json.dumps(rows))
+    command = "from pyorch.cli import main; main()"
+    line = [sys.executable, "-c", command, "eval", "squad", "-m", tiny, "--confusion", "0"]
+    line += ["--data", data, "-a", "off", "-a", SPARSE, "-n", "200", "--ctx", "256", "-t", "1"]
+    line += ["--out", tmp_path, "-o", "json"]
+    file = tmp_path / "squad.jsonl"
+    env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+
+    def start() -> subprocess.Popen[str]:
+        line_ = [str(x) for x in line]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(line_, env=env, stdout=pipe, stderr=pipe, text=True)
+
+    process = start()
+    deadline = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline:
+        if file.exists() and file.read_bytes().count(b"\n") > 60:
+            break
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    before = file.read_bytes()
+    n_before = len(before[: before.rfind(b"\n")].splitlines()) - 1  # the first is the setting
+    assert 60 <= n_before < 400
+    with file.open("ab") as f:  # what a line that was being written leaves
+        f.write(b'{"schema":1,"key":"dea')
+
+    out, err = start().communicate()
+    after = file.read_bytes()
+    assert after.startswith(before[: before.rfind(b"\n") + 1]), err
+    found = [(r["method"], r["i"]) for r in records(file)]
+    assert len(found) == len(set(found)) == 400
+    assert {i for _, i in found} == set(range(200))
+    # the same scores as a run that was never cut short would have: those in the file
+    shown = {r["method"]: r["scores"] for r in json.loads(out)}
+    for method, scores in shown.items():
+        by_i = {r["i"]: r["score"] for r in records(file) if r["method"] == method}
+        assert scores == [by_i[i] for i in range(200)]
+
+    process = start()
+    process.communicate()
+    assert file.read_bytes() == after
+
+
+def test_a_longer_run_and_another_method_add_only_what_is_missing(
+    run_eval: Run, tmp_path: Path
+) -> None:
+    file = tmp_path / "out" / "needle.jsonl"
+
+    def run(*args: object) -> list[dict[str, Any]]:
+        result = run_eval("needle", "--ctx", 576, *args)
+        assert result.exit_code == 0, result.output
+        return records(file)
+
+    first = run("-n", 3, "-a", "off")
+    assert [r["i"] for r in first] == [0, 1, 2]
+    more = run("-n", 5, "-a", "off", "-a", "dense")
+    assert more[:3] == first and len(more) == 10
+    assert run("-n", 4, "-a", "dense") == more
+    # another seed is another setting
+    assert len(run("-n", 2, "-a", "off", "--seed", 2)) == 12
+    groups = series.by_setting(series.read(file))
+    assert [[(s.method, len(s.scores)) for s in g] for g in groups] == [
+        [("off", 5), ("dense", 5)],
+        [("off", 2)],
+    ]
+
+
+def test_methods_see_the_same_and_off_is_dense(run_eval: Run, tmp_path: Path) -> None:
+    args = ["fidelity", "--ctx", 320, "-n", 3, "-a", "off", "-a", "dense", "-a", SPARSE]
+    result = run_eval(*args, "-o", "json")
+    assert result.exit_code == 0, result.output
+    off, dense, sparse = json.loads(result.stdout)
+    assert off["scores"] == [0, 0, 0] and off["more"] == {"top1_agreement": 1, "mass_read": 1}
+    assert off["by_layer"] == {"mass_read": [1, 1]}
+    assert 0.2 < min(sparse["by_layer"]["mass_read"]) < 1
+    assert 0 < dense["score"] < 1e-4 < sparse["score"]
+    assert off["bytes_per_token"] == dense["bytes_per_token"]
+    assert sparse["share_of_dense"] == pytest.approx(0.27, abs=0.1)
+    by_id = {}
+    for r in records(tmp_path / "out" / "fidelity.jsonl"):
+        by_id.setdefault(r["id"], set()).add(r["counters"]["steps"])
+    # the library counts steps for all but `off`
+    assert all(steps == {0, 64} for steps in by_id.values())
+
+
+def test_divergence_against_its_definition() -> None:
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(2, 5, 7)).astype(np.float32) * 4
+    kl = 0.0
+    for x, y in zip(a.astype(float), b.astype(float), strict=True):
+        p, q = np.exp(x) / np.exp(x).sum(), np.exp(y) / np.exp(y).sum()
+        kl += sum(pi * np.log(pi / qi) for pi, qi in zip(p, q, strict=True)) / 5
+    agree = np.mean([x.argmax() == y.argmax() for x, y in zip(a, b, strict=True)])
+    assert divergence(a, b) == pytest.approx((kl, agree))
+    assert divergence(a, a) == (0, 1)
+
+
+def test_a_sparse_row_that_ran_dense_is_refused(run_eval: Run) -> None:
+    result = run_eval("needle", "--ctx", 576, "-n", 1, "-a", "off", "-a", "sparq,ratio=1/8")
+    assert isinstance(result.exception, SparqError)
+    assert "no attention call ran sparse" in result.exception.message  # min_ctx is 1024
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["neddle"], "unknown task 'neddle'"),
+        (["needle", "--ctx", 100], "--ctx is 100"),
+        (["needle", "--ctx", 576, "--chat"], "no chat template"),
+        (["squad", "--data", "absent.json"], "absent.json: No such file"),
+        (["needle", "--data", "x.json"], "for which task"),
+        (["needle", "--ctx", 5000], "5000 is beyond the 4096"),
+        (["needle", "--ctx", 576, "-a", "sparc"], "unknown method 'sparc'"),
+        (["repetition", "--ctx", 576], "too short for a passage"),
+    ],
+)
+def test_what_is_wrong_is_said(run_eval: Run, args: list[object], message: str) -> None:
+    result = run_eval(*args)
+    assert isinstance(result.exception, SparqError)
+    assert message in result.exception.message and result.exception.hint
+
+
+def test_a_text_that_does_not_fit_is_said_before_anything_runs(
+    run_eval: Run, tmp_path: Path
+) -> None:
+    rows = [
+        {"id": f"a{n}", "title": "T", "context": "c" * 700 * n, "question": "Q?",
+         "answers": {"text": ["x"]}}
+        for n in (1, 2)
+    ]  # fmt: skip
+    data = tmp_path / "rows.json"
+    data.write_text(json.dumps(rows))
+    args = ["squad", "--data", data, "--confusion", 0, "-n", 2]
+    result = run_eval(*args, "--ctx", 1024)
+    assert "1 of 2 examples do not fit: up to" in result.exception.message
+    enough = result.exception.hint.split()[1]
+    assert not (tmp_path / "out").exists()
+    assert run_eval(*args, "--ctx", enough, "-a", "off").exit_code == 0
+
+
+def test_ratios_go_to_the_methods_that_have_none(run_eval: Run) -> None:
+    args = ["needle", "--ctx", 576, "-n", 1, "--ratio", "1/2,1/4", "--exact", "-o", "json"]
+    result = run_eval(*args, "-a", "off", "-a", "sparq", "-a", "topk,ratio=1/8")
+    exact = "min_ctx=0,min_k=1"
+    assert [r["method"] for r in json.loads(result.stdout)] == [
+        "off",
+        *(f"{m},{exact}" for m in ("sparq,ratio=1/2", "sparq,ratio=1/4", "topk,ratio=1/8")),
+    ]
+
+
+def test_tables_and_packed_results_say_the_same(run_eval: Run, tmp_path: Path) -> None:
+    args = ["needle", "fidelity", "--ctx", 576, "-n", 4, "-a", "off", "-a", "dense", "-a", SPARSE]
+    shown = run_eval(*args)
+    assert "**needle**" in shown.stdout and "`sparq,ratio=1/4`" in shown.stdout
+    out, packed = tmp_path / "out", tmp_path / "packed"
+    from click.testing import CliRunner
+
+    from pyorch.cli.eval import command
+
+    def call(*line: object) -> Any:
+        return CliRunner().invoke(command, [str(x) for x in line])
+
+    again = call("table", out)
+    assert sorted(again.stdout.splitlines()) == sorted(shown.stdout.splitlines())
+    assert call("pack", out, packed).exit_code == 0
+    assert call("table", packed).stdout == again.stdout
+    long, short = (json.loads(call("table", d, "-o", "json").stdout) for d in (out, packed))
+    for a, b in zip(long, short, strict=True):
+        assert a["scores"] == pytest.approx(b["scores"], rel=1e-5)  # six digits are kept
+        assert a["about"] == b["about"] and a["bytes_per_token"] == b["bytes_per_token"]
+    assert "is there already" in call("pack", out, packed).exception.message
+    rows = list(csv.DictReader(call("table", out, "-o", "csv").stdout.splitlines()))
+    assert [(r["task"], r["method"]) for r in rows][0] == ("fidelity", "off")
+    assert len(rows) == 6 and float(rows[0]["top1_agreement"]) == 1
+    readme = tmp_path / "README.md"
+    readme.write_text("a\n<!-- eval -->\n<!-- /eval -->\nb\n")
+    call("table", packed, "--update-readme", readme)
+    assert readme.read_text() == f"a\n<!-- eval -->\n{again.stdout.strip()}\n<!-- /eval -->\nb\n"
+    (packed / "needle.jsonl").write_text('{"schema":1,"key":"x","setting":"y","i":0}\n')
+    assert "a record without its setting" in call("table", packed).exception.message
+    assert "no results in" in call("table", tmp_path / "nothing").exception.message
+
+
+def test_figures(run_eval: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from click.testing import CliRunner
+
+    from pyorch.cli.eval import command
+
+    run_eval("needle", "--ctx", 576, "-n", 6, "-a", "off", "-a", SPARSE)
+    args = ["plot", str(tmp_path / "out"), "--out", str(tmp_path / "figures"), "--png"]
+    result = CliRunner().invoke(command, args)
+    names = [f"{n}.{e}" for n in ("eval_curves", "eval_needle") for e in ("svg", "png")]
+    assert [Path(x).name for x in result.stdout.split()] == names
+    assert (tmp_path / "figures" / "eval_curves.png").read_bytes()[:4] == b"\x89PNG"
+    with (tmp_path / "figures" / "eval_needle.csv").open() as f:
+        cells = list(csv.DictReader(f))
+    assert sum(int(c["n"]) for c in cells) == 12
+    svg = (tmp_path / "figures" / "eval_curves.svg").read_text()
+    assert ">sparq<" in svg and ">off<" in svg
+
+
+def scored(method: str, scores: list[float], n_steps: int = 10, n_bytes: int = 100) -> Any:
+    case = {"task": "needle", "model": {"name": "m"}, "ctx": 576}
+    counters = {"steps": n_steps, "bytes_read": n_bytes, "bytes_dense": 1000}
+    x = np.array(scores)
+    return series.Series("s", case, {}, method, x, np.full(len(x), 0.5), counters, [])
+
+
+def test_rows_are_paired_with_the_first() -> None:
+    off = scored("off", [1, 1, 0, 1, 1, 1, 0, 1], 0)
+    row, other = table.rows([off, scored(SPARSE, [1, 0, 0, 1, 1, 0, 0, 1])])
+    assert (row.score, row.difference, row.share_of_dense) == (0.75, 0, 1)
+    assert row.bytes_per_token == 100  # what the other counted as dense
+    assert other.difference == -0.25 and other.difference_high <= 0
+    assert other.bytes_per_token == 10 and other.tokens_per_s == 2
+    # fewer examples are compared with the same examples
+    assert table.rows([off, scored(SPARSE, [1, 0, 0])])[1].difference == pytest.approx(-1 / 3)
+
+
+def test_a_model_that_ends_is_not_asked_again(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
+    from fakes import Parrot
+
+    from pyorch.evals.decode import Decoder
+    from pyorch.evals.task import Example
+
+    parrot = Parrot(b"one. two")
+    decoder = Decoder(parrot.install(monkeypatch))
+    assert decoder.answer(Example("x", [5], 99)) == b"one. two"
+    assert len(parrot.asked) == 9  # the prompt's last token, and all that was said
+    parrot = Parrot(b"one. two")
+    assert Decoder(parrot.install(monkeypatch)).answer(Example("x", [5], 99), stop=(".",)) == b"one"
+    assert engine.decode == parrot.decode
+
+
+def test_mass_read_is_the_share_of_softmax_over_what_was_chosen(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From ATTEND's inputs, against the scores of SCORE that a method in Python was shown."""
+    from pyorch import paths
+    from pyorch.evals.decode import Decoder
+    from pyorch.evals.methods import Runner
+    from pyorch.evals.task import Example
+    from pyorch.policies.oracle import OracleSelector
+
+    shown: list[float] = []
+    plain = OracleSelector.select
+
+    def select(self: Any, step: Any) -> np.ndarray:
+        chosen = plain(self, step)
+        e = np.exp(step.logits.astype(float) - step.logits.max(2, keepdims=True))
+        e /= e.sum(2, keepdims=True)
+        shown.append(float(np.mean([x[:, c].sum(1) for x, c in zip(e, chosen, strict=True)])))
+        return chosen
+
+    monkeypatch.setattr(OracleSelector, "select", select)
+    methods = ["off", "dense", "oracle,ratio=1/8", SPARSE, SPARSE.replace("sparq", "topk")]
+    text = (paths.data("models") / "demo" / "document.txt").read_text()
+    with Runner(demo_model, methods, True, n_ctx=512, n_threads=1, type_k="f16", type_v="f16") as r:
+        tokens = engine.tokenize(r.session, text)[:320]
+        example = Example("x", tokens[:301], 19, forced=tuple(tokens[301:]))
+        r.read(tokens[:300], methods, True)
+        found = {m: r.masses(m, 300, lambda s: list(Decoder(s).forced(example))) for m in methods}
+    n_layer = 5
+    assert found["off"] == found["dense"] == [1.0] * n_layer
+    want = np.array(shown).reshape(-1, n_layer).mean(0)
+    assert found["oracle,ratio=1/8"] == pytest.approx(want, abs=2e-3)
+    sparq, topk = (np.array(found[m]) for m in methods[3:])
+    assert (sparq < topk).all() and (topk < 1).all()  # topk keeps 1/4 of all, SparQ 1/4 less scan
+    assert (sparq > 0.5).all()
