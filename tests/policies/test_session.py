@@ -7,11 +7,13 @@ from pathlib import Path
 import numpy as np
 import oracles
 import pytest
+import tiny as tiny_models
 from test_select import oracle_of
 from trace_session import trace, untrace
 
 from pyorch import engine, policies
 from pyorch.errors import SparqError
+from pyorch.policies import h2o
 
 N_PROMPT, N_STEP = 200, 12
 
@@ -282,3 +284,72 @@ def test_settings_have_one_canonical_line() -> None:
         assert str(policies.parse(line)) == line
     assert str(policies.parse("oracle")) == "oracle,ratio=1/8"
     assert policies.parse("sparq,ratio=1/8") == engine.parse_spec("sparq,ratio=1/8")
+
+
+# ---- other models ----
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory):
+    """tiny(arch): a model file of four layers with random weights."""
+    folder = tmp_path_factory.mktemp("models")
+
+    def write(arch: str) -> Path:
+        return tiny_models.write(folder / f"{arch}.gguf", arch, n_layer=4, **SIZES.get(arch, {}))
+
+    return write
+
+
+SIZES = {"mpt": {"n_head": 6, "n_head_kv": 2}, "gptneox": {"n_head_kv": 4}}
+
+
+@pytest.mark.parametrize(
+    ("arch", "n_sparse", "types"),
+    [
+        ("llama", 4, "f16"),
+        ("llama", 4, "q8_0"),  # q and K are turned
+        ("gptneox", 4, "f16"),  # no KV head is shared
+        ("mpt", 4, "f16"),  # ALiBi
+        ("gemma2", 2, "f16"),  # soft-capped; two layers have a window
+    ],
+)
+def test_the_attention_of_the_prompt_is_that_of_the_library(
+    tiny, arch: str, n_sparse: int, types: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of it, made from captured queries, has the logits that SCORE made of the same token."""
+    tokens = np.random.default_rng(0).integers(3, 259, 300).tolist()
+    rows: dict[int, list[np.ndarray]] = {}
+    plain = h2o.H2OSelector.select
+
+    def select(self, step):
+        rows.setdefault(self.heads.index, []).append(step.logits.copy())
+        return plain(self, step)
+
+    monkeypatch.setattr(h2o.H2OSelector, "select", select)
+    cache = {"type_k": types, "type_v": types}
+    with policies.open_session(tiny(arch), "h2o,k=50", n_ctx=512, n_threads=1, **cache) as s:
+        engine.prefill(s, tokens[:290])
+        for t in tokens[290:]:
+            engine.decode(s, t)
+        assert sorted(rows) == list(range(n_sparse))
+        monkeypatch.undo()
+        policies.switch(s, "h2o,k=50")
+        prompts = []
+        monkeypatch.setattr(h2o.H2O, "start", lambda self, heads, prompt: prompts.append(prompt))
+        with pytest.raises(AttributeError):  # there is no selector
+            engine.decode(s, 5)
+    (prompt,) = prompts[:1]
+    for position, want in enumerate(rows[0], 290):
+        (got,) = prompt.blocks(position, position + 1)
+        spread = want.max() - want.min()
+        assert np.abs(got[:, :, 0] - want).max() < 0.004 * spread  # q in f16
+
+
+def test_learned_sinks_are_refused(tiny) -> None:
+    for line in ("oracle,k=20", "h2o,k=20"):
+        with (
+            policies.open_session(tiny("gpt-oss"), line, n_ctx=512, n_threads=1) as s,
+            pytest.raises(SparqError, match="learned sinks"),
+        ):
+            engine.prefill(s, list(range(3, 253)))
+            engine.decode(s, 5)
