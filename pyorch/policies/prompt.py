@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -96,16 +97,22 @@ class Queries:
                 f"{name} needs the attention of the prompt, which was read before it was asked for",
                 "switch to the method before prefill, or open the session with keep_queries=True",
             )
-        return LayerPrompt(layer, n, floats(view(k)[0, :n], k.type))
+        return LayerPrompt(layer, n, view(k)[0, :n], k.type)
 
 
 @dataclass
 class LayerPrompt:
-    """`base.Prompt`. k (n, n_head_kv, d_k)."""
+    """`base.Prompt`. stored: K of the cache (n, n_head_kv, ..), of that ggml type."""
 
     layer: _Layer
     n: int
-    k: np.ndarray
+    stored: np.ndarray
+    kind: int = 0
+
+    @cached_property
+    def k(self) -> np.ndarray:
+        """(n, n_head_kv, d_k) f32"""
+        return floats(self.stored, self.kind)
 
     def once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         full = (*key, self.n)

@@ -83,6 +83,8 @@ class Watch:
         """
         overhead = session.lib._lib.ggml_tensor_overhead
         overhead.restype = ctypes.c_size_t
+        self._is_host = session.lib._lib.ggml_backend_buffer_is_host
+        self._is_host.restype, self._is_host.argtypes = ctypes.c_bool, [ctypes.c_void_p]
         if overhead() != ctypes.sizeof(Tensor) + _OBJECT:
             raise SparqError("struct ggml_tensor is not what pyorch/native/tensor.py says")
         self._ops = tuple(op_number(session.lib, n) for n in ("SPARSE_ATTN", "FLASH_ATTN_EXT"))
@@ -139,7 +141,9 @@ class Watch:
                 return True
             if op == self._ops[1] and self._captures:
                 if not ask:
-                    self.queries.add(Tensor.from_address(address), self.n_tokens())
+                    t = Tensor.from_address(address)
+                    self.check_host(source(t, 0), source(t, 1))
+                    self.queries.add(t, self.n_tokens())
                 return True
         except BaseException as error:  # noqa: BLE001
             self._error = error
@@ -154,8 +158,11 @@ class Watch:
     def _select(self, t: Tensor) -> None:
         score = source(t, 0)
         assert score is not None and self.policy is not None
-        q, k, logits = source(score, 0), source(score, 1), view(score)
+        q, k = source(score, 0), source(score, 1)
         assert q is not None and k is not None
+        if self._n_pos == 0:
+            self.check_host(t, score, q, k)
+        logits = view(score)
         if logits.shape[:2] != (1, 1):
             raise SparqError(f"{self.policy}: serves one sequence, one token at a time")
         if source(t, 3) is not None:
@@ -200,6 +207,20 @@ class Watch:
             self._forget()
         self._n_pos = n_pos
 
+    def check_host(self, *tensors: Tensor | None) -> None:
+        """Refuse tensors that lie in the memory of another device.
+
+        Raises:
+            SparqError: one does.
+        """
+        for t in tensors:
+            buffer = t and (t.buffer or (t.view_src and t.view_src.contents.buffer))
+            if buffer and not self._is_host(buffer):
+                raise SparqError(
+                    "attention is computed on a GPU, where Python does not see it",
+                    "load the model with n_gpu_layers=0",
+                )
+
     def _start(self, k: Tensor, q: Tensor) -> _Layer:
         assert self.policy is not None
         heads = Heads(
@@ -243,11 +264,11 @@ class Watch:
         if missing <= 0 and self.policy.renormalises:
             return
 
-        def at(x: np.ndarray) -> np.ndarray:
-            return np.take_along_axis(x, positions[:, None], axis=2)
+        def at(values: np.ndarray) -> np.ndarray:
+            return np.take_along_axis(values, positions[:, None], axis=2)
 
-        renormalise = self.policy.renormalises
-        weights = softmax(at(step.logits)) if renormalise else at(softmax(step.logits))
+        x = step.logits
+        weights = softmax(at(x)) if self.policy.renormalises else at(softmax(x))
         if missing > 0:
             self.counters.no_room += missing * len(positions)
             self._after[ctypes.addressof(t)] = lambda attend, out: _weigh(

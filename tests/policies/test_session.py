@@ -338,11 +338,31 @@ def test_the_attention_of_the_prompt_is_that_of_the_library(
         monkeypatch.setattr(h2o.H2O, "start", lambda self, heads, prompt: prompts.append(prompt))
         with pytest.raises(AttributeError):  # there is no selector
             engine.decode(s, 5)
-    (prompt,) = prompts[:1]
-    for position, want in enumerate(rows[0], 290):
-        (got,) = prompt.blocks(position, position + 1)
-        spread = want.max() - want.min()
-        assert np.abs(got[:, :, 0] - want).max() < 0.004 * spread  # q in f16
+        for position, want in enumerate(rows[0], 290):
+            (got,) = prompts[0].blocks(position, position + 1)
+            spread = want.max() - want.min()
+            assert np.abs(got[:, :, 0] - want).max() < 0.004 * spread  # q in f16
+
+
+def test_attention_on_a_gpu_is_refused(
+    demo_model: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for line in ("oracle,k=20", "h2o,k=20"):
+        with policies.open_session(demo_model, line, n_ctx=512, n_threads=1) as s:
+            assert s.watch._is_host(_buffer_of_k(s, text))
+            monkeypatch.setattr(s.watch, "_is_host", lambda buffer: False)
+            with pytest.raises(SparqError, match="on a GPU"):
+                decode(s, tokens_of(s, text))
+
+
+def _buffer_of_k(session: engine.Session, text: str) -> int:
+    """The address that is asked about, as another reader sees it."""
+    seen: list[int] = []
+    plain = session.watch._is_host
+    session.watch._is_host = lambda buffer: seen.append(buffer) or plain(buffer)
+    decode(session, tokens_of(session, text))
+    session.watch._is_host = plain
+    return seen[-1]
 
 
 def test_learned_sinks_are_refused(tiny) -> None:
