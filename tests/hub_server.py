@@ -41,7 +41,7 @@ class Hub:
     shift: int = 0  # the part that is sent begins so many bytes off
     more: bytes = b""  # sent after the end of a file
     wrong: bytes = b""  # sent in place of a file's first bytes
-    etag: str = ""  # in place of the right one
+    checksum: str = ""  # in the listing, in place of the right one
     sizes: dict[str, int] = field(default_factory=dict)  # in place of the right ones
     api: bytes | None = None  # in place of the listing
     elsewhere: str = ""  # a server that files are redirected to
@@ -62,10 +62,11 @@ class Hub:
         for name, data in self.at(commit).items():
             size = self.sizes.get(name, len(data))
             row: dict[str, Any] = {"rfilename": name, "size": size, "blobId": "0" * 40}
+            checksum = self.checksum or self.digest(data)
             if self.small:
-                row["blobId"] = self.digest(data)
+                row["blobId"] = checksum
             else:
-                row["lfs"] = {"sha256": self.digest(data), "size": size, "pointerSize": 1}
+                row["lfs"] = {"sha256": checksum, "size": size, "pointerSize": 1}
             siblings.append(row)
         return json.dumps({"id": self.repo, "sha": commit, "siblings": siblings}).encode()
 
@@ -126,7 +127,7 @@ class Handler(BaseHTTPRequestHandler):
         data = hub.at(commit).get(name)
         if data is None:
             return self.reply(404, {"X-Error-Code": "RepoNotFound"}, b"", whole)
-        headers = {"ETag": f'"{hub.etag or hub.digest(data)}"', "X-Repo-Commit": commit}
+        headers = {"ETag": f'"{hub.digest(data)}"', "X-Repo-Commit": commit}
         if hub.elsewhere and whole:
             return self.reply(302, {**headers, "Location": hub.elsewhere + self.path}, b"", whole)
         return self.send_file(data, asked, headers, whole)

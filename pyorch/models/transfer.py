@@ -152,26 +152,23 @@ def fetch(repo: str, commit: str, files: Sequence[HubFile], transfer: Transfer) 
 
 
 def _fetch_one(repo: str, commit: str, file: HubFile, transfer: Transfer) -> Path:
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub import hf_hub_url
 
-    url, folder = hf_hub_url(repo, file.name, revision=commit), repo_folder(repo)
-    etag = Patience(transfer, file.name).call(lambda: get_hf_file_metadata(url).etag)
-    # the cache names a file by its etag, so that has to be the hash it ought to be
-    if etag != file.digest or not DIGEST.fullmatch(etag):
+    if not DIGEST.fullmatch(file.digest):  # it becomes a file's name, and is what decides
         raise SparqError(
-            f"{repo}: {file.name}: the hub contradicts itself on the checksum",
-            "try again later; is HF_ENDPOINT a hub?",
+            f"{repo}: {file.name}: the hub gives no checksum of it", "is HF_ENDPOINT a hub?"
         )
-    blob = folder / "blobs" / etag
+    url, folder = hf_hub_url(repo, file.name, revision=commit), repo_folder(repo)
+    blob = folder / "blobs" / file.digest
     pointer = folder / "snapshots" / commit / file.name
-    lock = folder.parent / ".locks" / folder.name / f"{etag}.lock"
+    lock = folder.parent / ".locks" / folder.name / f"{file.digest}.lock"
     for path in (blob, pointer, lock):
         _make_folder(path.parent, folder.parent)
     with _locked(lock, file, transfer):
         if blob.is_file():
             transfer.add(file.n_bytes)
         else:
-            part = blob.with_name(f"{etag}.incomplete")
+            part = blob.with_name(f"{file.digest}.incomplete")
             _download(url, part, file, transfer)
             part.replace(blob)
         _point(pointer, blob)

@@ -294,10 +294,14 @@ def test_names_cannot_leave_the_cache(hub: Hub, gguf: bytes, tmp_path: Path, nam
     assert hub.fetched() == [] and everything_below(tmp_path) == before
 
 
-def test_an_etag_cannot_leave_the_cache(hub: Hub, gguf: bytes, tmp_path: Path) -> None:
-    hub.files, hub.etag = {"m.gguf": gguf}, "../../../../evil"
-    assert "contradicts itself" in refused(f"hf:{REPO}").message
-    assert hub.fetched() == [] and not any("evil" in n for n in everything_below(tmp_path))
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("checksum", ["../../../../evil", "a" * 63, "A" * 64, "None"])
+def test_a_checksum_cannot_leave_the_cache(
+    hub: Hub, gguf: bytes, tmp_path: Path, checksum: str, small: bool
+) -> None:
+    hub.files, hub.checksum, hub.small = {"m.gguf": gguf}, checksum, small
+    assert "no checksum" in refused(f"hf:{REPO}").message
+    assert hub.fetched() == [] and not everything_below(tmp_path)
 
 
 def test_a_link_in_the_cache_leads_nowhere(hub: Hub, gguf: bytes, tmp_path: Path) -> None:
