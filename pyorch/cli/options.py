@@ -231,10 +231,11 @@ def model_path(name: str, yes: bool = False) -> Path:
     model = pull.find(spec)
     if model.complete:
         return model.path
-    what = f"{model.files[0].name} ({human_bytes(model.missing_bytes)}) of {spec.repo}"
+    n_bytes = model.missing_bytes  # 0 = a new revision with the old content
+    what = f"{model.files[0].name} ({human_bytes(n_bytes)}) of {spec.repo}"
     confirm(
         f"Download {what}?",
-        yes,
+        yes or not n_bytes,
         f"{what} is not here",
         f"download it with --yes, or before: sparq-cpp pull {name}",
     )

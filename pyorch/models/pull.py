@@ -26,10 +26,10 @@ from pyorch.models.transfer import (
     HubFile,
     Patience,
     Transfer,
+    bytes_here,
     fetch,
     new_digest,
     repo_folder,
-    unfinished,
     wrong_checksum,
 )
 
@@ -213,7 +213,7 @@ def _listed(spec: Spec, wanted: Callable[[str], bool]) -> tuple[str, dict[str, H
             found = try_to_load_from_cache(spec.repo, name, revision=commit)
             path = Path(found) if isinstance(found, str) else None
             digest = str(s.lfs.sha256 if s.lfs else s.blob_id)
-            n_here = 0 if path else min(unfinished(spec.repo, digest), s.size or 0)
+            n_here = 0 if path else min(bytes_here(spec.repo, digest), s.size or 0)
             files[name] = HubFile(name, s.size or 0, digest, path, n_here)
     return commit, files
 
@@ -329,10 +329,8 @@ def download(
     _check_space(model.missing_bytes, Path(constants.HF_HUB_CACHE))
     transfer = Transfer(sum(f.n_bytes for f in missing), progress, say)
     with explained(model.spec.repo, model.spec.revision):
-        paths = fetch(model.spec.repo, model.commit, missing, transfer)
-        files = tuple(
-            f if f.path else replace(f, path=paths[f.name], checked=True) for f in model.files
-        )
+        got = fetch(model.spec.repo, model.commit, missing, transfer)
+    files = tuple(got.get(f.name, f) for f in model.files)
     return replace(model, files=files)
 
 

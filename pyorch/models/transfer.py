@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -45,7 +45,7 @@ class HubFile:
     n_bytes: int
     digest: str  # SHA-256, of small files git's SHA-1; "" = not known
     path: Path | None
-    n_here: int = 0  # bytes of an unfinished download
+    n_here: int = 0  # bytes that need not be loaded
     checked: bool = field(default=False, compare=False)  # that its content has this digest
 
 
@@ -123,14 +123,19 @@ def repo_folder(repo: str) -> Path:
     return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model")
 
 
-def unfinished(repo: str, digest: str) -> int:
-    """Bytes that are here of a download that was interrupted."""
-    part = repo_folder(repo) / "blobs" / f"{digest}.incomplete"
-    return part.stat().st_size if DIGEST.fullmatch(digest) and part.is_file() else 0
+def bytes_here(repo: str, digest: str) -> int:
+    """Bytes of a file that are in the cache: of an interrupted download, or all by another name."""
+    if not DIGEST.fullmatch(digest):
+        return 0
+    blobs = repo_folder(repo) / "blobs"
+    there = [p for p in (blobs / digest, blobs / f"{digest}.incomplete") if p.is_file()]
+    return there[0].stat().st_size if there else 0
 
 
-def fetch(repo: str, commit: str, files: Sequence[HubFile], transfer: Transfer) -> dict[str, Path]:
-    """Bring files into the cache and return where they are, by name.
+def fetch(
+    repo: str, commit: str, files: Sequence[HubFile], transfer: Transfer
+) -> dict[str, HubFile]:
+    """Bring files into the cache and return them, with their paths, by name.
 
     What is here of one when another fails, or when the process is killed, stays for the next time.
 
@@ -151,7 +156,7 @@ def fetch(repo: str, commit: str, files: Sequence[HubFile], transfer: Transfer) 
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _fetch_one(repo: str, commit: str, file: HubFile, transfer: Transfer) -> Path:
+def _fetch_one(repo: str, commit: str, file: HubFile, transfer: Transfer) -> HubFile:
     from huggingface_hub import hf_hub_url
 
     if not DIGEST.fullmatch(file.digest):  # it becomes a file's name, and is what decides
@@ -165,14 +170,14 @@ def _fetch_one(repo: str, commit: str, file: HubFile, transfer: Transfer) -> Pat
     for path in (blob, pointer, lock):
         _make_folder(path.parent, folder.parent)
     with _locked(lock, file, transfer):
-        if blob.is_file():
+        if there := blob.is_file():
             transfer.add(file.n_bytes)
         else:
             part = blob.with_name(f"{file.digest}.incomplete")
             _download(url, part, file, transfer)
             part.replace(blob)
         _point(pointer, blob)
-    return pointer
+    return replace(file, path=pointer, checked=not there)
 
 
 @contextmanager

@@ -215,7 +215,7 @@ def test_not_a_model(hub: Hub, gguf: bytes, tmp_path: Path) -> None:
         (403, {}, "access denied", "login"),
         (403, {"X-Error-Code": "GatedRepo"}, "is gated", "accept them"),
         (404, {"X-Error-Code": "RepoNotFound"}, "not found, or private", "check the name"),
-        (429, {"Retry-After": "3600"}, "too many requests", "wait 3600 s"),
+        (429, {"Retry-After": "130"}, "too many requests", "wait 130 s"),
         (429, {"RateLimit": '"api";r=0;t=222'}, "too many requests", "wait 222 s"),
         (429, {}, "too many requests", "wait a few minutes"),
         (503, {}, "answered 503", "later"),
@@ -404,6 +404,24 @@ def test_a_model_is_pulled_on_demand(
     code, out, _ = run(*command, "--yes")
     assert code == 0 and json.loads(out)["model"] == "tiny" and hub.fetched() == ["m.gguf"]
     assert run(*command)[0] == 0 and hub.fetched() == ["m.gguf"]  # it is here now
+
+
+def test_bench_takes_the_same_names(
+    hub: Hub, gguf: bytes, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.files, plans = {"m.gguf": gguf}, []
+
+    def measure(plan: Any, *_: object, **__: object) -> None:
+        plans.append(plan)
+        raise SparqError("enough")
+
+    monkeypatch.setattr("pyorch.bench.speed.run", measure)
+    code, _, err = run("bench", "-m", f"hf:{REPO}")
+    assert code == 1 and "is not here" in err and not plans
+    code, _, err = run("bench", "--yes", "-m", f"hf:{REPO},{REPO}/m.gguf")
+    assert "enough" in err and [m.read_bytes() for m in plans[0].models] == [gguf] * 2
+    code, _, err = run("bench", "passages", "-m", "opt-13b")
+    assert code == 1 and "llama.cpp does not load it" in err
 
 
 def test_the_environment_is_respected(hub: Hub, gguf: bytes, tmp_path: Path) -> None:

@@ -170,13 +170,20 @@ def test_a_busy_hub_is_waited_for(hub: Hub, gguf: bytes, where: str) -> None:
         (401, {}, "not found, or private", "HF_TOKEN"),
         (403, {"X-Error-Code": "GatedRepo"}, "is gated", "accept them"),
         (404, {"X-Error-Code": "EntryNotFound"}, "not found", "check the name"),
-        (429, {"Retry-After": "3600"}, "too many requests", "wait 3600 s"),
+        (429, {"Retry-After": "9"}, "too many requests", "wait 9 s"),
     ],
 )
 def test_what_will_not_pass_is_not_tried_again(
-    hub: Hub, gguf: bytes, status: int, headers: dict[str, str], said: str, hint: str
+    hub: Hub,
+    gguf: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    headers: dict[str, str],
+    said: str,
+    hint: str,
 ) -> None:
     """The listing is public, the file is not."""
+    monkeypatch.setattr(transfer, "LONGEST_WAIT_S", 8)
     hub.files, hub.refusals = {"m.gguf": gguf}, [(status, headers)] * 9
     error = refused()
     assert said in error.message and hint in error.hint and len(hub.refusals) == 8
@@ -297,6 +304,20 @@ def test_huggingface_hub_finds_it(hub: Hub, gguf: bytes, monkeypatch: pytest.Mon
     scan = scan_cache_dir(constants.HF_HUB_CACHE)
     assert not scan.warnings and [r.repo_id for r in scan.repos] == [REPO]
     assert scan.size_on_disk == len(gguf)
+
+
+def test_a_new_revision_with_the_old_content(
+    hub: Hub, gguf: bytes, run: Callable[..., Any]
+) -> None:
+    hub.files = {"m.gguf": gguf}
+    old = load().path
+    hub.history[COMMIT], hub.commit = hub.files, "f" * 40
+    command = ("explain", "--ctx", "64", "--json", "-m", f"hf:{REPO}")
+    assert run(*command)[0] == 0 and hub.fetched() == ["m.gguf"]  # not asked for, not loaded
+    hub.history["f" * 40], hub.commit = hub.files, "e" * 40
+    old.resolve().write_bytes(gguf[:-1] + b"!")
+    code, _, err = run(*command)
+    assert code == 1 and "wrong checksum" in err and not old.is_symlink()
 
 
 def test_what_huggingface_hub_loaded_is_not_loaded_again(hub: Hub, gguf: bytes) -> None:
