@@ -86,7 +86,9 @@ def select(scores: np.ndarray, k: int, n_pos: int, page: int) -> np.ndarray:
     """(n_head_kv, group, full pages) scores to positions: the best pages, and the token's own."""
     n_head_kv, _, n_full = scores.shape
     m = n_pages(k, n_pos, page)
-    pages = top_rows(group_scores(scores), m) if m else np.empty((n_head_kv, 0), np.int64)
+    pages = np.empty((n_head_kv, 0), np.int64)
+    if m:  # in f64, since bounds differ by more than the exp of f32 holds
+        pages = top_rows(group_scores(scores.astype(np.float64)), m)
     positions = (pages[:, :, None] * page + np.arange(page)).reshape(n_head_kv, -1)
     own = np.tile(np.arange(n_full * page, n_pos), (n_head_kv, 1))
     return np.concatenate([positions, own], axis=1)

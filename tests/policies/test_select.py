@@ -275,6 +275,11 @@ def test_quest_s_bound_is_one() -> None:
     assert (bound >= exact - 1e-4).all()
 
 
+def test_bounds_far_apart_keep_their_order() -> None:
+    scores = np.tile(np.array([[0, -300, -150, -200, -400]], np.float32), (1, 2, 1))
+    assert set(pages.select(scores, 16, 21, 4)[0].tolist()) == {*range(4), *range(8, 16), 20}
+
+
 @pytest.mark.parametrize("max_bias", [0.0, 8.0])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_prompt_logits(max_bias: float, softcap: float) -> None:
