@@ -6,6 +6,7 @@ A record is written as soon as it is measured, and a later run leaves out what i
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -135,6 +136,7 @@ def append(file: Path, rec: Mapping[str, Any]) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("ab+") as f:
+            fcntl.flock(f, fcntl.LOCK_EX)  # another run may write to the same file
             f.seek(0)
             f.truncate(f.read().rfind(b"\n") + 1)
             f.write(json.dumps(rec, separators=(",", ":")).encode() + b"\n")

@@ -128,8 +128,8 @@ def run(**options: Any) -> None:
         type_v=options["cache_type_v"],
     )
     opt.note_if_busy()
-    with opt.progress_bar("eval") as progress:
-        found = evaluate.run(plan, folder, progress, force=options["force"])
+    with opt.progress_bar("making the examples") as making, opt.progress_bar("eval") as progress:
+        found = evaluate.run(plan, folder, making, progress, force=options["force"])
     print(table.FORMATS[options["output"]](found))
     opt.note(f"records: {folder}", "dim")
 
@@ -179,13 +179,14 @@ def _list(tasks: list[Task]) -> None:
 
 @command.command("table")
 @click.argument("folder", metavar="DIR")
-@click.option("--output", "-o", type=opt.Name("md", "csv", "json"), default="md")
+@click.option("--output", "-o", type=opt.Name("md", "summary", "csv", "json"), default="md")
 @click.option("--update-readme", metavar="FILE", help="Put it between this file's eval marks.")
 def table_command(folder: str, output: str, update_readme: str | None) -> None:
-    """Print the tables of a folder of records again."""
-    from pyorch.evals import series, table
+    """Print the tables of a folder of records again; `-o summary`: all tasks in one."""
+    from pyorch.evals import series, summary, table
 
-    text = table.FORMATS[output](series.read_folder(Path(folder)))
+    form = table.FORMATS.get(output, summary.markdown)
+    text = form(series.read_folder(Path(folder)))
     if update_readme:
         update_marked(Path(update_readme), "eval", text)
     print(text)

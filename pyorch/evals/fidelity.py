@@ -21,7 +21,7 @@ TOKENS = 64  # that are given one at a time
 
 
 def examples(setup: Setup) -> Iterator[Example]:
-    head = setup.tokens("") if setup.chat else setup.prompt("")
+    head = setup.head
     n = setup.ctx - len(head) - TOKENS
     if n < TOKENS:
         raise SparqError(

@@ -28,8 +28,15 @@ _COLOURS = (
     "#5c7cfa",
     "#74b816",
     "#495057",
+    "#82c91e",
+    "#1098ad",
+    "#d6336c",
 )
-_MARKS = "osD^vPX*<>"
+_MARKS = "osD^vPX*<>hpd8"
+_CAPTIONS = {
+    CURVES: "Points of a line are ratios; bars are 95 % intervals; the grey band is that of dense.",
+    NEEDLE: "Blue: found; red: not found; in brackets the 95 % interval.",
+}
 
 
 def draw(found: Sequence[Series], out: Path, png: bool = False) -> list[Path]:
@@ -49,7 +56,9 @@ def draw(found: Sequence[Series], out: Path, png: bool = False) -> list[Path]:
         raise SparqError("one method alone makes no curve", "sparq-cpp eval ... -a off -a sparq")
     files = []
     for name, picture, rows, title in written:
-        pictures.write(picture, rows, name, {"Title": title}, out, png)
+        head = groups[0][0]
+        about = f"{head.case['model']['name']}, {head.env['machine']['cpu']}. {_CAPTIONS[name]}"
+        pictures.write(picture, rows, name, {"Title": title, "Description": about}, out, png)
         files += [out / f"{name}.{end}" for end in (("svg", "png") if png else ("svg",))]
     return files
 
@@ -60,7 +69,7 @@ def draw(found: Sequence[Series], out: Path, png: bool = False) -> list[Path]:
 def curves(groups: Sequence[Sequence[Series]]) -> tuple[Any, list[pictures.Row], str]:
     """(figure, numbers, title): a row per setting, bytes to the left, speed to the right."""
     data = [table.rows(g) for g in groups if len(g) > 1]
-    names = list(dict.fromkeys(line_of(r.method) for rows in data for r in rows))
+    names = list(dict.fromkeys(table.line_of(r.method) for rows in data for r in rows))
     looks = {n: (pictures.PAPER, "x") for n in names if n in ("off", "dense")}
     for i, name in enumerate(n for n in names if n not in looks):
         looks[name] = (_COLOURS[i % len(_COLOURS)], _MARKS[i % len(_MARKS)])
@@ -82,13 +91,6 @@ def curves(groups: Sequence[Sequence[Series]]) -> tuple[Any, list[pictures.Row],
     return figure, flat, "Score against bytes read and against speed"
 
 
-def line_of(method: str) -> str:
-    """The name of a method's line: its spec without the ratio and what makes that exact."""
-    head, *rest = method.split(",")
-    drop = ("ratio=", *table.BOUNDS.split(","))
-    return ",".join([head, *(part for part in rest if not part.startswith(drop))])
-
-
 def _panel(
     ax: Any, rows: Sequence[table.Row], looks: dict[str, tuple[str, str]], x_of: str
 ) -> dict[str, Any]:
@@ -104,7 +106,7 @@ def _panel(
     ax.axhspan(factor * base.score_low, factor * base.score_high, color=pictures.PAPER, alpha=0.12)
     drawn = {}
     for name, (colour, mark) in looks.items():
-        line = [r for r in rows if line_of(r.method) == name and not math.isnan(x(r))]
+        line = [r for r in rows if table.line_of(r.method) == name and not math.isnan(x(r))]
         if line:
             line.sort(key=x)
             ys = [factor * r.score for r in line]
@@ -132,7 +134,7 @@ def _panel(
 
 def heatmaps(group: Sequence[Series]) -> tuple[Any, list[pictures.Row], str]:
     """(figure, numbers, title): a panel per method, depth over length, share found."""
-    n = min(4, len(group))
+    n = min(6, len(group))
     figure, axes = pictures.panels(n, -(-len(group) // n), width=2.7, height=2.5)
     rows: list[pictures.Row] = []
     for ax, s in itertools.zip_longest(axes, group):

@@ -31,7 +31,9 @@ class RecallWatch(Watch):
         wanted = self.masses is not None and self._is_attend(address)
         if wanted and not ask:
             try:
-                self._note(Tensor.from_address(address))
+                t = Tensor.from_address(address)
+                self.check_host(t, *filter(None, (source(t, i) for i in (0, 1, 3, 5))))
+                self._note(t)
             except BaseException as error:  # noqa: BLE001  raised by `done`
                 self._error = self._error or error
         mine = super().node(address, ask)

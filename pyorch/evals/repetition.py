@@ -36,7 +36,7 @@ def examples(setup: Setup) -> Iterator[Example]:
             exit_code=2,
         )
     books = setup.books(n)
-    head = setup.prompt("") if not setup.chat else []
+    head = setup.head
     gap = setup.tokens("\n\n")
     rng = np.random.default_rng(setup.seed)
     i = 0

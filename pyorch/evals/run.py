@@ -48,8 +48,14 @@ class Plan:
     type_v: str = "f16"
 
 
-def run(plan: Plan, folder: Path, progress: Progress, *, force: bool = False) -> list[Series]:
+def run(
+    plan: Plan, folder: Path, preparing: Progress, progress: Progress, *, force: bool = False
+) -> list[Series]:
     """Measure what the files in `folder` lack; return all that the plan asks for.
+
+    Args:
+        preparing: called with (tasks whose examples are made, tasks).
+        progress: called with (examples times methods that are done, all of them).
 
     Raises:
         SparqError: data, sizes or settings are wrong; or nothing of a sparse method ran sparse.
@@ -60,7 +66,11 @@ def run(plan: Plan, folder: Path, progress: Progress, *, force: bool = False) ->
     load = {"n_threads": plan.n_threads, "type_k": plan.type_k, "type_v": plan.type_v}
     recall = any(t.reference for t in plan.tasks)
     with Runner(plan.model, methods, recall, n_ctx=plan.setup["ctx"], **load) as runner:
-        work = [_prepare(plan, task, runner.session, model, env, folder) for task in plan.tasks]
+        work: list[_Work] = []
+        for i, task in enumerate(plan.tasks):
+            preparing(i, len(plan.tasks))
+            work.append(_prepare(plan, task, runner.session, model, env, folder))
+        preparing(1, 1)
         for w in work:
             w.find_todo(methods, force)
         total, done = sum(w.n_todo for w in work), 0

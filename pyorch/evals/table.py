@@ -105,6 +105,13 @@ def label(method: str) -> str:
     return f"`{plain(method)}`" + (" with default bounds" if default else "")
 
 
+def line_of(method: str) -> str:
+    """The name of a method's line: its spec without the ratio and what makes that exact."""
+    head, *rest = method.split(",")
+    drop = ("ratio=", *BOUNDS.split(","))
+    return ",".join([head, *(part for part in rest if not part.startswith(drop))])
+
+
 def markdown(found: Sequence[Series]) -> str:
     """A table per setting, with a line of what it was."""
     return "\n\n".join(_table(group) for group in by_setting(found))

@@ -84,6 +84,11 @@ class Setup:
         tokens = self._template.tokens([{"role": "user", "content": text}])
         return tokens + engine.tokenize(self.session, cue.lstrip(), add_special=False)
 
+    @property
+    def head(self) -> list[int]:
+        """What begins every text: the model's begin token, where it wants one."""
+        return engine.tokenize(self.session, "")
+
     def tokens(self, text: str) -> list[int]:
         """Of a text that stands in the middle of others."""
         return engine.tokenize(self.session, text, add_special=False)

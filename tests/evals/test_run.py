@@ -259,6 +259,33 @@ def test_rows_are_paired_with_the_first() -> None:
     assert table.rows([off, scored(SPARSE, [1, 0, 0])])[1].difference == pytest.approx(-1 / 3)
 
 
+def test_summary_has_a_column_per_task_and_ratio() -> None:
+    from dataclasses import replace
+
+    from pyorch.evals import summary
+
+    def needle(method: str, scores: list[float], share: float) -> Any:
+        return scored(method, scores, n_bytes=int(1e6 * share))
+
+    exact = ",min_ctx=0,min_k=1"
+    off = replace(scored("off", [1] * 50, 0), counters={})
+    found = [
+        needle(f"sparq,ratio=1/2{exact}", [1] * 50, 0.05),
+        needle(f"sparq,ratio=1/8{exact}", [1] * 45 + [0] * 5, 0.01),
+        needle(f"topk,ratio=1/8{exact}", [1] * 49 + [0], 0.05),
+        needle("h2o,ratio=1/8", [0] * 50, 0.01),
+        needle("h2o,ratio=1/16", [0] * 50, 0.01),
+        off,
+    ]
+    head, _, dense, sparq, topk, h2o, _, about = summary.markdown(found).splitlines()
+    assert head == "| method | needle 1/8 |"  # 1/2 and 1/16 have one method each
+    assert dense == "| `off`, dense | 100 ± 4 |"
+    assert sparq == "| `sparq` | 90 ± 9 * |"
+    assert topk == "| `topk` | 98 ± 5 |"  # one in 50 may be chance
+    assert h2o == "| `h2o` | 0 ± 4 * |"
+    assert "needle: found in %, 50 examples of up to 576 positions" in about
+
+
 def test_a_model_that_ends_is_not_asked_again(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
     from fakes import Parrot
 

@@ -1,0 +1,79 @@
+"""One table over all tasks, as SparQ's Table 2: a row per method, a column per task and ratio."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from pyorch.attention.spec import parse_ratio, ratio_text
+from pyorch.evals import tasks
+from pyorch.evals.series import Series, by_setting
+from pyorch.evals.table import Row, line_of, rows
+
+_RATIO = re.compile(r",ratio=([^,]+)")
+
+
+def markdown(found: Sequence[Series]) -> str:
+    """Ratios that only one method was run at, and settings with one method, are left out."""
+    groups = [rows(g) for g in by_setting(found) if len(g) > 1]
+    ratios = {r: set() for g in groups for r in map(_ratio, g) if r}
+    for row in (row for g in groups for row in g):
+        if _ratio(row):
+            ratios[_ratio(row)].add(line_of(row.method))
+    shown = sorted((r for r, lines in ratios.items() if len(lines) > 1), reverse=True)
+    lines = dict.fromkeys(line_of(row.method) for g in groups for row in g if _ratio(row))
+    head, dense = ["method"], ["`off`, dense"]
+    body = {line: [f"`{line}`"] for line in lines}
+    for g in groups:
+        by_key = {(line_of(row.method), _ratio(row)): row for row in g}
+        for ratio in shown:
+            head.append(f"{g[0].task} {ratio_text(ratio)}")
+            dense.append(_cell(g[0], plain=True))
+            for line, cells in body.items():
+                row = by_key.get((line, ratio))
+                cells.append(_cell(row) if row else "-")
+    out = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
+    out += ["| " + " | ".join(cells) + " |" for cells in (dense, *body.values())]
+    return "\n".join([*out, "", _about(groups)])
+
+
+def _ratio(row: Row) -> float:
+    """The ratio that was asked for; 0: none."""
+    m = _RATIO.search(row.method)
+    return parse_ratio(m[1]) if m else 0.0
+
+
+def _cell(row: Row, plain: bool = False) -> str:
+    """Score and half of its interval; a star where it differs from dense."""
+    task = tasks()[row.task]
+    score = row.score * (100 if task.percent else 1)
+    half = (row.score_high - row.score_low) / 2 * (100 if task.percent else 1)
+    digits = 0 if task.percent or score >= 9.95 else 1 if task.metric.startswith("char") else 3
+    star = "" if plain or row.difference_low <= 0 <= row.difference_high else " *"
+    return f"{score:.{digits}f} ± {half:.{digits}f}{star}"
+
+
+def _about(groups: Sequence[Sequence[Row]]) -> str:
+    parts = []
+    for g in groups:
+        task = tasks()[g[0].task]
+        n = sorted({row.n for row in g})
+        count = f"{n[0]} to {n[-1]}" if len(n) > 1 else str(n[0])
+        unit = " in %" if task.percent else ""
+        what = f"{task.name}: {task.metric}{unit}, {count} examples"
+        parts.append(f"{what} of up to {g[0].ctx} positions")
+    text = "; ".join(parts)
+    text += ". ± half of the 95 % interval; * differs from dense on the same examples."
+    over: dict[str, list[float]] = {}
+    for row in (row for g in groups for row in g):
+        # SparQ's last positions, not sealed yet, come on top of its ratio
+        if _ratio(row) and row.share_of_dense > _ratio(row) + 0.05:
+            over.setdefault(line_of(row.method), []).append(100 * row.share_of_dense)
+    for line, shares in over.items():
+        text += f" `{line}` reads {min(shares):.0f} to {max(shares):.0f} % of dense's bytes"
+        text += (
+            " whatever its ratio, which is that of the positions it keeps."
+            if line == "topk"
+            else "."
+        )
+    return text
