@@ -420,7 +420,7 @@ def test_bench_takes_the_same_names(
     assert code == 1 and "is not here" in err and not plans
     code, _, err = run("bench", "--yes", "-m", f"hf:{REPO},{REPO}/m.gguf")
     assert "enough" in err and [m.read_bytes() for m in plans[0].models] == [gguf] * 2
-    code, _, err = run("bench", "passages", "-m", "opt-13b")
+    code, _, err = run("bench", "-m", "opt-13b")
     assert code == 1 and "llama.cpp does not load it" in err
 
 
