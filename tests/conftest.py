@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 
 from pyorch import native, paths
+from pyorch.native import source
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +21,18 @@ def native_lib_dir() -> Path:
 def llama_cpp() -> ModuleType:
     """The Python bindings on the patched library."""
     return native.load()
+
+
+@pytest.fixture(scope="session")
+def ggml_headers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder `ggml` of the source that the library is built from."""
+    pin = source.read_pin()
+    where = source.locate(pin)
+    if not where.path.exists():
+        pytest.skip("the source of the build is no longer in the cache")
+    into = tmp_path_factory.mktemp("ggml")
+    source.unpack(where, f"{pin.folder}/ggml", into, skip=("cmake",))
+    return into
 
 
 @pytest.fixture(scope="session")

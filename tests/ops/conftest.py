@@ -24,19 +24,6 @@ def ref(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture(scope="session")
-def ggml_headers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from pyorch.native import source
-
-    pin = source.read_pin()
-    where = source.locate(pin)
-    if not where.path.exists():
-        pytest.skip("the source of the build is no longer in the cache")
-    into = tmp_path_factory.mktemp("ggml")
-    source.unpack(where, f"{pin.folder}/ggml", into, skip=("cmake",))
-    return into
-
-
-@pytest.fixture(scope="session")
 def ggml(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """ggml of our build; SPARQ_TEST_LIB_DIR names another one, SPARQ_TEST_SANITIZE a sanitizer."""
     from ggml_ctypes import Ggml

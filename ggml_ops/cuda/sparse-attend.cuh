@@ -1,0 +1,373 @@
+#pragma once
+
+// Steps 2 and 3: exact attention over a selection, or over all positions; interpolation with the mean of V.
+//
+// The positions of a row (a KV head of a token) are split over blocks, in tiles of 64; a state {m, l, o} per block and query head is merged by
+// a second launch, or written as the result where one block has it all.
+
+#include "sparse-device.cuh"
+
+namespace sparse_cuda {
+
+struct attend_args {
+    view q, k, v, mask, v_sum;
+    const int32_t * visible;            // [row][n_grp]; row = stream*n_tok + token
+    const int32_t * sel;                // [row][n_head_kv][ld_sel] or NULL: all positions
+    const int32_t * sealed;             // [n_stream][n_grp], with mean_v
+    const float   * sinks;              // [n_head] or NULL
+    float * state;                      // [row][n_head][n_split][d_v + 2], or NULL with one split: straight to res
+    float * mean;                       // [row][n_head_kv][d_v], with mean_v
+    float * res;                        // [row][n_head*d_v], rows ld_res floats apart
+    unsigned long long * stats;
+    int64_t n_kv, n_grp, ld_res;
+    int     n_head, n_head_kv, n_group_q, n_tok, n_row, d_k, d_v, ld_sel, n_split, n_log2, n_pass, row_k, row_v, mean_v;
+    float   scale, softcap, max_bias;
+};
+
+constexpr int TILE = GROUP; // positions
+
+__device__ __forceinline__ int n_selected(const attend_args & a, const int32_t * sel) { return min(max(sel[0], 0), a.ld_sel - 1 - a.n_group_q); }
+
+template <int GB>
+struct alignas(16) attend_shared {
+    float    q[GB][D_MAX];          // see q_place()
+    float    s[GB][TILE];           // products, then softmax numerators
+    float    sum[N_THREAD*8];       // to add up what threads have summed of V
+    float    m[GB], l[GB], f[GB];   // largest logit, sum of exp(logit - it), what brings older sums to it
+    int32_t  cell[2][TILE];         // of this tile and of the one before; < 0: none, or hidden
+    uint16_t mask[2][TILE];
+};
+
+// one block: tiles blockIdx.x, + n_split, .. for GB query heads of a KV head of a token
+//   TYPE_K, TYPE_V: ANY where not known; D: size of the rows of V (and K) if known, 0 if not. With D all rows begin at multiples of 16 bytes
+template <int GB, int TYPE_K, int TYPE_V, int D>
+__device__ __forceinline__ void attend_split(const attend_args & a, attend_shared<GB> & m) {
+    const int64_t h_kv = blockIdx.y/a.n_pass, row = blockIdx.z, i = row % a.n_tok, s = row/a.n_tok;
+    const int     h0   = (int) (blockIdx.y % a.n_pass)*GB, n_head = min(GB, a.n_group_q - h0), head = (int) h_kv*a.n_group_q + h0;
+    const int     tid  = threadIdx.x, d_k = D > 0 ? D : a.d_k, d_v = D > 0 ? D : a.d_v;
+    const int32_t  * sel  = a.sel ? a.sel + (row*a.n_head_kv + h_kv)*a.ld_sel : nullptr;
+    const uint16_t * mask = a.mask.at<const uint16_t>(i, 0, s);
+    const char     * k    = a.k.at(h_kv, 0, s), * v = a.v.at(h_kv, 0, s);
+    const int      n_sel  = sel ? n_selected(a, sel) : 0;
+    const int64_t  n_tile = ((sel ? n_sel : a.n_kv) + TILE - 1)/TILE;
+
+    // V: a thread has 8 columns of every n_slice-th row of a tile
+    const int  n_col = (d_v + 7)/8, n_slice = N_THREAD/n_col, col = tid % n_col, slice = tid/n_col;
+    const bool has_v = slice < n_slice;
+    constexpr int N_V = D > 0 ? TILE*D/8/N_THREAD : 1; // rows of V that are on their way while K is worked on
+
+    for (int h = 0; h < GB; ++h) {
+        if (tid < (d_k + 7)/8*8) {
+            m.q[h][q_place(tid, d_k)] = h < n_head && tid < d_k ? a.q.at<const float>(head + h, i, s)[tid] : 0.0f;
+        }
+    }
+    if (tid < GB) {
+        m.m[tid] = neg_inf();
+        m.l[tid] = 0.0f;
+    }
+    float acc[GB][8] = {};
+
+    // the tiles of this block that have something to see
+    const auto next = [&](int64_t tile) {
+        while (!sel && tile < n_tile && a.visible[row*a.n_grp + tile] == 0) {
+            tile += a.n_split;
+        }
+        return tile;
+    };
+    int64_t tile = next(blockIdx.x);
+    for (int turn = 0; tile < n_tile; ++turn) {
+        const int par = turn & 1; // the cells of the tile before may still be read
+        if (tid < TILE) {
+            const int64_t j = tile*TILE + tid;
+            const int64_t t = sel ? (j < n_sel ? sel[1 + a.n_group_q + j] : -1) : j;
+            const uint16_t mt = t >= 0 && t < a.n_kv ? mask[t] : F16_NEG_INF;
+            m.cell[par][tid] = mt == F16_NEG_INF ? -1 : (int32_t) t;
+            m.mask[par][tid] = mt;
+        }
+        __syncthreads();
+
+        uint4 v_raw[N_V];
+        if (D > 0) { // all loads first
+            constexpr int N_K = D/64 + (D == 0);
+            uint4 k_raw[2][N_K];
+            const int32_t t[2] = { m.cell[par][tid/8], m.cell[par][tid/8 + 32] };
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+#pragma unroll
+                for (int j = 0; j < N_K; ++j) {
+                    k_raw[r][j] = t[r] < 0 ? make_uint4(0, 0, 0, 0) : *(const uint4 *) (k + t[r]*a.k.nb2 + (tid % 8 + 8*j)*16);
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < N_V; ++j) {
+                const int32_t tv = m.cell[par][slice + j*n_slice];
+                v_raw[j] = tv < 0 ? make_uint4(0, 0, 0, 0) : *(const uint4 *) (v + tv*a.v.nb2 + col*16);
+            }
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                float x[GB] = {};
+#pragma unroll
+                for (int j = 0; j < N_K; ++j) {
+                    float y[8];
+                    unpack_f16(y, k_raw[r][j]);
+                    dot_span<GB>(x, m.q, tid % 8 + 8*j, D/8, y);
+                }
+                store_products<GB>(m.s, x, tid/8 + 32*r);
+            }
+        } else {
+            for (int r = tid/8; r < TILE; r += N_THREAD/8) {
+                const int32_t t = m.cell[par][r];
+                float x[GB] = {};
+                dot_row<TYPE_K, GB>(x, m.q, a.k.type, t < 0 ? nullptr : k + t*a.k.nb2, d_k);
+                store_products<GB>(m.s, x, r);
+            }
+        }
+        __syncthreads();
+
+        // softmax so far: a warp per head
+        for (int h = tid/32; h < GB; h += N_WARP) {
+            const float slope = head_slope(head + h, a.n_log2, a.max_bias);
+            const int   r     = tid % 32;
+            const float x0 = make_logit(m.s[h][r], m.mask[par][r], a.scale, a.softcap, slope);
+            const float x1 = make_logit(m.s[h][r + 32], m.mask[par][r + 32], a.scale, a.softcap, slope);
+            const float old = m.m[h], top = fmaxf(old, warp_max(fmaxf(x0, x1))), ref = top > neg_inf() ? top : 0.0f;
+            const float p0 = expf(x0 - ref), p1 = expf(x1 - ref);
+            const float f = expf(old - ref), l = lane_sum<32>(p0 + p1);
+            m.s[h][r]      = p0;
+            m.s[h][r + 32] = p1;
+            if (r == 0) {
+                m.f[h] = f;
+                m.m[h] = top;
+                m.l[h] = m.l[h]*f + l;
+            }
+        }
+        __syncthreads();
+
+#pragma unroll
+        for (int h = 0; h < GB; ++h) {
+            const float f = m.f[h];
+#pragma unroll
+            for (int c = 0; c < 8; ++c) {
+                acc[h][c] *= f;
+            }
+        }
+        const auto add = [&](const float (&x)[8], int r) {
+#pragma unroll
+            for (int h = 0; h < GB; ++h) {
+                const float p = m.s[h][r];
+#pragma unroll
+                for (int c = 0; c < 8; ++c) {
+                    acc[h][c] += p*x[c];
+                }
+            }
+        };
+        if (D > 0) {
+#pragma unroll
+            for (int j = 0; j < N_V; ++j) {
+                float x[8];
+                unpack_f16(x, v_raw[j]);
+                add(x, slice + j*n_slice);
+            }
+        } else {
+            for (int r = slice; has_v && r < TILE; r += n_slice) {
+                const int32_t t = m.cell[par][r];
+                if (t >= 0) { // what is hidden may hold NaN
+                    float x[8];
+                    load_span<TYPE_V>(x, a.v.type, v + t*a.v.nb2, col*8, d_v);
+                    add(x, r);
+                }
+            }
+        }
+        tile = next(tile + a.n_split);
+    }
+    __syncthreads();
+
+    // the slices together, head by head
+#pragma unroll
+    for (int h = 0; h < GB; ++h) {
+#pragma unroll
+        for (int c = 0; c < 8; ++c) {
+            m.sum[tid*8 + c] = acc[h][c];
+        }
+        __syncthreads();
+        if (h < n_head && tid < d_v) {
+            float o = 0.0f;
+            for (int j = 0; j < n_slice; ++j) {
+                o += m.sum[j*n_col*8 + tid];
+            }
+            if (a.state) {
+                float * st = a.state + ((row*a.n_head + head + h)*a.n_split + blockIdx.x)*(d_v + 2);
+                st[tid] = o;
+                if (tid == 0) {
+                    st[d_v]     = m.m[h];
+                    st[d_v + 1] = m.l[h];
+                }
+            } else {
+                float top = m.m[h], l = m.l[h];
+                if (a.sinks) {
+                    const float sink = a.sinks[head + h], all = fmaxf(top, sink), f = expf(top - all);
+                    o *= f;
+                    l  = l*f + expf(sink - all);
+                }
+                a.res[row*a.ld_res + (int64_t) (head + h)*d_v + tid] = l > 0.0f ? __fdiv_rn(o, l) : 0.0f;
+            }
+        }
+        __syncthreads();
+    }
+}
+
+// the mean of V over the positions that a token sees, one KV head, and the counters; the work of a block
+__device__ inline void attend_mean(const attend_args & a, float * buf) {
+    const int64_t h = blockIdx.y, row = blockIdx.z, i = row % a.n_tok, s = row/a.n_tok;
+    const int     tid = threadIdx.x;
+    const int32_t * vis = a.visible + row*a.n_grp;
+
+    int64_t n_vis = 0;
+    for (int64_t g = tid; g < a.n_grp; g += N_THREAD) {
+        n_vis += vis[g];
+    }
+    n_vis = lane_sum<32>(n_vis);
+    __shared__ int64_t part[N_WARP];
+    if (tid % 32 == 0) {
+        part[tid/32] = n_vis;
+    }
+    __syncthreads();
+    n_vis = 0;
+    for (int w = 0; w < N_WARP; ++w) {
+        n_vis += part[w];
+    }
+
+    int64_t bytes = 0; // of the mean
+    if (a.mean_v) {
+        const int32_t  * sealed = a.sealed + s*a.n_grp;
+        const uint16_t * mask   = a.mask.at<const uint16_t>(i, 0, s);
+        const int n_col = (a.d_v + 7)/8, n_slice = N_THREAD/n_col, col = tid % n_col, slice = tid/n_col;
+
+        float sum[8] = {};
+        const auto add = [&](int64_t r) { // row r of v_sum
+            const float * x = a.v_sum.at<const float>(r, s) + h*a.d_v + col*8;
+            for (int c = 0; c < 8 && col*8 + c < a.d_v; ++c) {
+                sum[c] += x[c];
+            }
+            bytes += a.d_v*(int64_t) sizeof(float);
+        };
+        for (int64_t g0 = slice*SUM; slice < n_slice && g0 < a.n_grp; g0 += n_slice*SUM) {
+            const int n = (int) min((int64_t) SUM, a.n_grp - g0);
+            int n_whole = 0;
+            for (int64_t g = g0; g < g0 + n; ++g) {
+                n_whole += vis[g] == GROUP && sealed[g];
+            }
+            if (n_whole == SUM) {
+                add(g0/SUM*(SUM + 1) + SUM);
+                continue;
+            }
+            for (int64_t g = g0; g < g0 + n; ++g) {
+                if (vis[g] == GROUP && sealed[g]) {
+                    add(g0/SUM*(SUM + 1) + g - g0);
+                } else if (vis[g] > 0) {
+                    for (int64_t t = g*GROUP; t < min((g + 1)*GROUP, a.n_kv); ++t) {
+                        if (mask[t] != F16_NEG_INF) {
+                            float x[8];
+                            load_span<ANY>(x, a.v.type, a.v.at(h, t, s), col*8, a.d_v);
+                            for (int c = 0; c < 8; ++c) {
+                                sum[c] += x[c];
+                            }
+                        }
+                    }
+                    bytes += (int64_t) vis[g]*a.row_v;
+                }
+            }
+        }
+        bytes = col == 0 ? bytes : 0;
+        for (int c = 0; c < 8; ++c) {
+            buf[tid*8 + c] = sum[c];
+        }
+        __syncthreads();
+        if (tid < a.d_v) {
+            float x = 0.0f;
+            for (int j = 0; j < n_slice; ++j) {
+                x += buf[j*n_col*8 + tid];
+            }
+            a.mean[(row*a.n_head_kv + h)*a.d_v + tid] = n_vis > 0 ? __fdiv_rn(x, (float) n_vis) : 0.0f;
+        }
+        __syncthreads();
+    }
+
+    if (a.stats && bytes > 0) {
+        add_stat(a.stats, GGML_SPARSE_STAT_BYTES_ATTEND, bytes);
+    }
+    if (a.stats && tid == 0) {
+        const int64_t n_read = a.sel ? n_selected(a, a.sel + (row*a.n_head_kv + h)*a.ld_sel) : n_vis, bytes_row = a.row_k + a.row_v;
+        if (h == 0) {
+            add_stat(a.stats, a.sel ? GGML_SPARSE_STAT_ATTEND_SPARSE : GGML_SPARSE_STAT_ATTEND_DENSE, 1);
+        }
+        add_stat(a.stats, GGML_SPARSE_STAT_POS_VISIBLE,  n_vis);
+        add_stat(a.stats, GGML_SPARSE_STAT_POS_READ,     n_read);
+        add_stat(a.stats, GGML_SPARSE_STAT_BYTES_ATTEND, n_read*bytes_row);
+        add_stat(a.stats, GGML_SPARSE_STAT_BYTES_DENSE,  n_vis*bytes_row);
+    }
+}
+
+// blocks n_split of each row: the mean, and counting
+template <int GB, int TYPE_K, int TYPE_V, int D>
+static __global__ void __launch_bounds__(N_THREAD, GB == 8 || (GB == 4 && D == 256) ? 1 : 2) attend(const attend_args a) {
+    __shared__ attend_shared<GB> m;
+    if ((int) blockIdx.x < a.n_split) {
+        attend_split<GB, TYPE_K, TYPE_V, D>(a, m);
+    } else if ((int) blockIdx.y < a.n_head_kv) {
+        attend_mean(a, m.sum);
+    }
+}
+
+// one block per (query head, row): the states in order, then the sink; eq. 10
+static __global__ void __launch_bounds__(N_THREAD) merge(const attend_args a) {
+    __shared__ float f[N_THREAD], l[N_THREAD], part[N_THREAD];
+    const int64_t j = blockIdx.x, row = blockIdx.y, h_kv = j/a.n_group_q;
+    const int     tid = threadIdx.x, ld = a.d_v + 2;
+    const float * st = a.state + (row*a.n_head + j)*a.n_split*ld;
+
+    const float sink = a.sinks ? a.sinks[j] : neg_inf();
+    f[tid] = tid < a.n_split ? st[tid*ld + a.d_v]     : neg_inf();
+    l[tid] = tid < a.n_split ? st[tid*ld + a.d_v + 1] : 0.0f;
+    __syncthreads();
+    float top = sink;
+    for (int i = tid % 32; i < N_THREAD; i += 32) {
+        top = fmaxf(top, f[i]);
+    }
+    top = warp_max(top);
+    const float ref = top > neg_inf() ? top : 0.0f;
+    __syncthreads();
+    f[tid] = expf(f[tid] - ref);
+    __syncthreads();
+    float all = 0.0f;
+    for (int i = tid % 32; i < N_THREAD; i += 32) {
+        all += l[i]*f[i];
+    }
+    all = lane_sum<32>(all) + (a.sinks ? expf(sink - ref) : 0.0f);
+
+    const int n_slice = N_THREAD/a.d_v, c = tid % a.d_v, slice = tid/a.d_v;
+    float o = 0.0f;
+    if (slice < n_slice) {
+#pragma unroll 8
+        for (int i = slice; i < a.n_split; i += n_slice) {
+            o += st[i*ld + c]*f[i];
+        }
+    }
+    part[tid] = o;
+    __syncthreads();
+    if (tid >= a.d_v) {
+        return;
+    }
+    for (int i = 1; i < n_slice; ++i) {
+        o += part[i*a.d_v + c];
+    }
+    o = all > 0.0f ? __fdiv_rn(o, all) : 0.0f;
+    if (a.mean_v) {
+        const int32_t * sel = a.sel + (row*a.n_head_kv + h_kv)*a.ld_sel;
+        const float alpha = ((const float *) sel)[1 + j % a.n_group_q];
+        o = alpha*o + (1.0f - alpha)*a.mean[(row*a.n_head_kv + h_kv)*a.d_v + c];
+    }
+    a.res[row*a.ld_res + j*a.d_v + c] = o;
+}
+
+} // namespace sparse_cuda

@@ -1,0 +1,401 @@
+// GGML_OP_SPARSE_ATTN on CUDA: tensors to arguments, and which kernels run for a node.
+//
+//   SEAL     seal                                         1 launch
+//   VISIBLE  visible                                      1
+//   SCORE    score                                        1
+//   SELECT   (sum_runs), (rank_keys), select              1 to 3: sum_runs with several query heads per KV head or alpha, rank_keys with several
+//   PICK     score, (rank_keys), select                   2 or 3
+//   ATTEND   attend, (merge)                              1 or 2: merge where a row is split over blocks, or with the mean of V
+
+#include "sparse-attn.cuh"
+
+#include "ggml-backend.h"
+#include "sparse-attend.cuh"
+#include "sparse-score.cuh"
+#include "sparse-seal.cuh"
+#include "sparse-select.cuh"
+
+#include <algorithm>
+#include <cstring>
+
+using namespace sparse_cuda;
+
+namespace {
+
+view make_view(const ggml_tensor * t) {
+    return t ? view { (char *) t->data, (int64_t) t->nb[1], (int64_t) t->nb[2], (int64_t) t->nb[3], (int) t->type } : view {};
+}
+
+template <typename T>
+T * data_of(const ggml_tensor * t) { return t ? (T *) t->data : nullptr; }
+
+template <typename P>
+P op_params(const ggml_tensor * dst) {
+    P p;
+    memcpy(&p, dst->op_params + 1, sizeof(p));
+    return p;
+}
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1)/b; }
+
+int n_log2(int n) {
+    int res = 1;
+    while (2*res <= n) {
+        res *= 2;
+    }
+    return res;
+}
+
+int n_sm(const ggml_backend_cuda_context & ctx) { return ggml_cuda_info().devices[ctx.device].nsm; }
+
+// query heads of a group that a block works on at a time: 1, 4 or 8
+int heads_per_pass(int n_group_q) { return n_group_q == 1 ? 1 : n_group_q <= 4 ? 4 : 8; }
+
+// do all rows begin at multiples of 16 bytes?
+bool is_aligned(const ggml_tensor * t) {
+    return (uintptr_t) t->data % 16 == 0 && t->nb[1] % 16 == 0 && t->nb[2] % 16 == 0 && t->nb[3] % 16 == 0;
+}
+
+// ---- SEAL, VISIBLE ----
+
+void op_seal(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
+    const ggml_tensor * v_sum = dst->src[1], * k = dst->src[2], * v = dst->src[3], * list = dst->src[4];
+    const auto p = op_params<ggml_sparse_seal_params>(dst);
+
+    seal_args a = {};
+    a.k_t     = make_view(dst->src[0]);
+    a.k_range = make_view(dst->src[6]);
+    a.v_sum   = make_view(v_sum);
+    a.k       = make_view(k);
+    a.v       = make_view(v);
+    a.list    = data_of<const int32_t>(list);
+    a.sealed  = data_of<const int32_t>(dst->src[7]);
+    a.stats   = data_of<unsigned long long>(dst->src[5]);
+    a.n_kv    = k->ne[2];
+    a.n_list  = (int) list->ne[0];
+    a.d_k     = (int) k->ne[0];
+    a.d_v     = v_sum ? (int) v->ne[0] : 0;
+    a.n_bit   = p.n_bit;
+    a.n_rot   = p.n_rot;
+    SPARQ_LAUNCH(seal, dim3(list->ne[0], k->ne[1], list->ne[1]), dim3(N_THREAD), ctx.stream(), a);
+}
+
+void op_visible(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
+    const ggml_tensor * mask = dst->src[0];
+    const view m = make_view(mask);
+    int32_t * res = data_of<int32_t>(dst);
+    const int64_t n_kv = mask->ne[0], n_grp = dst->ne[0];
+    const int n_tok = (int) dst->ne[1];
+    SPARQ_LAUNCH(visible, dim3(ceil_div(n_grp, N_WARP), dst->ne[1], dst->ne[3]), dim3(N_THREAD), ctx.stream(), res, m, n_kv, n_grp, n_tok);
+}
+
+// ---- SCORE, SELECT, PICK ----
+
+// dst: SCORE or PICK
+score_args make_score(const ggml_tensor * dst) {
+    const bool pick = dst->op_params[0] == GGML_SPARSE_ATTN_PICK;
+    const ggml_tensor * q = dst->src[0], * k = dst->src[1], * k_t = dst->src[2], * sealed = dst->src[3];
+    const auto p = pick ? op_params<ggml_sparse_pick_params>(dst).score : op_params<ggml_sparse_score_params>(dst);
+
+    score_args a = {};
+    a.q         = make_view(q);
+    a.k         = make_view(k);
+    a.k_t       = make_view(k_t);
+    a.k_range   = make_view(dst->src[pick ? 9 : 7]);
+    a.mask      = make_view(dst->src[4]);
+    a.sealed    = data_of<const int32_t>(sealed);
+    a.stats     = data_of<unsigned long long>(dst->src[pick ? 8 : 6]);
+    a.n_kv      = k->ne[2];
+    a.n_grp     = ceil_div(a.n_kv, GROUP);
+    a.n_run     = ceil_div(a.n_kv, RUN);
+    a.n_head    = (int) q->ne[1];
+    a.n_head_kv = (int) k->ne[1];
+    a.n_group_q = a.n_head/a.n_head_kv;
+    a.n_tok     = (int) q->ne[2];
+    a.d         = (int) k->ne[0];
+    a.rank      = p.rank;
+    a.n_rot     = k_t ? p.n_rot : 0;
+    a.n_log2    = n_log2(a.n_head);
+    a.row_bytes = (int) ggml_row_size(k->type, k->ne[0]);
+    a.scale     = p.scale;
+    a.softcap   = p.softcap;
+    a.max_bias  = p.max_bias;
+    return a;
+}
+
+template <int N_BIT, int GB, int TYPE>
+void launch_score(ggml_backend_cuda_context & ctx, score_args a, int64_t n_row) {
+    a.n_pass = (int) ceil_div(a.n_group_q, GB);
+    const int64_t n_y = (int64_t) a.n_head_kv*a.n_pass;
+    const int64_t n_x = std::min(a.n_run, std::max<int64_t>(1, 8*n_sm(ctx)/(n_y*n_row))); // more runs per block than would fill the device
+    SPARQ_LAUNCH((score<N_BIT, GB, TYPE>), dim3(n_x, n_y, n_row), dim3(N_THREAD), ctx.stream(), a);
+}
+
+template <int N_BIT, int TYPE>
+void launch_score(ggml_backend_cuda_context & ctx, const score_args & a, int64_t n_row) {
+    switch (heads_per_pass(a.n_group_q)) {
+        case 1:  launch_score<N_BIT, 1, TYPE>(ctx, a, n_row); break;
+        case 4:  launch_score<N_BIT, 4, TYPE>(ctx, a, n_row); break;
+        default: launch_score<N_BIT, 8, TYPE>(ctx, a, n_row); break;
+    }
+}
+
+// n_bit 0: exact
+void run_score(ggml_backend_cuda_context & ctx, const score_args & a, const ggml_tensor * q, int n_bit) {
+    const int64_t n_row = q->ne[2]*q->ne[3];
+    switch (n_bit) {
+        case 16: launch_score<16, ANY>(ctx, a, n_row); break;
+        case 8:  launch_score< 8, ANY>(ctx, a, n_row); break;
+        case 4:  launch_score< 4, ANY>(ctx, a, n_row); break;
+        default:
+            if (a.k.type == GGML_TYPE_F16) {
+                launch_score<0, GGML_TYPE_F16>(ctx, a, n_row);
+            } else {
+                launch_score<0, ANY>(ctx, a, n_row);
+            }
+    }
+}
+
+void op_score(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
+    score_args a = make_score(dst);
+    a.logits = data_of<float>(dst);
+    run_score(ctx, a, dst->src[0], dst->src[2] ? op_params<ggml_sparse_score_params>(dst).n_bit : 0);
+}
+
+template <int GB>
+void launch_sum_runs(ggml_backend_cuda_context & ctx, const select_args & a, int64_t n_row) {
+    score_args b = {};
+    b.logits    = (float *) a.logits; // only read
+    b.n_kv      = a.n_kv;
+    b.n_run     = a.n_run;
+    b.n_head    = a.n_head;
+    b.n_group_q = a.n_group_q;
+    b.n_pass    = (int) ceil_div(a.n_group_q, GB);
+    b.run_max   = a.run_max;
+    b.run_sum   = a.run_sum;
+    SPARQ_LAUNCH(sum_runs<GB>, dim3(a.n_run, (int64_t) a.n_head_kv*b.n_pass, n_row), dim3(N_THREAD), ctx.stream(), b);
+}
+
+// SELECT, and the second half of PICK; run_max and run_sum: from score(), or NULL
+void run_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, float * logits, int64_t n_kv, int n_head, float * run_max, float * run_sum) {
+    const bool pick = dst->op_params[0] == GGML_SPARSE_ATTN_PICK;
+    const ggml_tensor * forced = dst->src[pick ? 5 : 1];
+    const auto p = pick ? op_params<ggml_sparse_pick_params>(dst).select : op_params<ggml_sparse_select_params>(dst);
+
+    const int64_t n_row = dst->ne[2]*dst->ne[3], n_run = ceil_div(n_kv, RUN);
+    select_args a = {};
+    a.forced      = make_view(forced);
+    a.kl          = make_view(dst->src[pick ? 6 : 2]);
+    a.logits      = logits;
+    a.key         = logits;
+    a.run_max     = run_max;
+    a.run_sum     = run_sum;
+    a.sinks       = data_of<const float>(dst->src[pick ? 7 : 3]);
+    a.res         = data_of<int32_t>(dst);
+    a.n_kv        = n_kv;
+    a.n_run       = n_run;
+    a.n_bits      = ceil_div(n_kv, 32);
+    a.n_cand      = ceil_div(n_kv, 1024)*1024;
+    a.n_head      = n_head;
+    a.n_head_kv   = p.n_head_kv;
+    a.n_group_q   = n_head/p.n_head_kv;
+    a.n_tok       = (int) dst->ne[2];
+    a.n_forced    = (int) forced->ne[0];
+    a.n_local_max = p.n_local_max;
+    a.topk_max    = p.topk_max;
+    a.alpha       = p.alpha;
+
+    ggml_cuda_pool_alloc<unsigned> bits(ctx.pool(), n_row*a.n_head_kv*a.n_bits);
+    ggml_cuda_pool_alloc<int32_t>  cand(ctx.pool(), n_row*a.n_head_kv*a.n_cand);
+    ggml_cuda_pool_alloc<float>    key(ctx.pool()), runs(ctx.pool());
+    a.bits = bits.get();
+    a.cand = cand.get();
+
+    if (!run_max && (a.alpha || a.n_group_q > 1)) {
+        a.run_max = runs.alloc(2*n_row*n_head*n_run);
+        a.run_sum = a.run_max + n_row*n_head*n_run;
+        switch (heads_per_pass(a.n_group_q)) {
+            case 1:  launch_sum_runs<1>(ctx, a, n_row); break;
+            case 4:  launch_sum_runs<4>(ctx, a, n_row); break;
+            default: launch_sum_runs<8>(ctx, a, n_row); break;
+        }
+    }
+    if (a.n_group_q > 1) {
+        a.key = key.alloc(n_row*a.n_head_kv*n_kv);
+        SPARQ_LAUNCH(rank_keys, dim3(ceil_div(n_kv, KEYS), a.n_head_kv, n_row), dim3(N_THREAD), ctx.stream(), a);
+    }
+    const dim3 grid(a.n_head_kv, n_row);
+    if (n_kv <= 4*SAMPLE) { // each thread has few keys; small blocks leave room for many rows at once
+        SPARQ_LAUNCH(select<256>, grid, dim3(256), ctx.stream(), a);
+    } else {
+        SPARQ_LAUNCH(select<SAMPLE>, grid, dim3(SAMPLE), ctx.stream(), a);
+    }
+}
+
+void op_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
+    const ggml_tensor * logits = dst->src[0];
+    run_select(ctx, dst, data_of<float>(logits), logits->ne[0], (int) logits->ne[1], nullptr, nullptr);
+}
+
+void op_pick(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
+    const auto p = op_params<ggml_sparse_pick_params>(dst);
+    score_args a = make_score(dst);
+
+    const int64_t n_heads = (int64_t) a.n_head*dst->ne[2]*dst->ne[3]; // of all rows
+    ggml_cuda_pool_alloc<float> logits(ctx.pool(), n_heads*a.n_kv), runs(ctx.pool());
+    a.logits = logits.get();
+    if (p.select.alpha || a.n_group_q > 1) {
+        a.run_max = runs.alloc(2*n_heads*a.n_run);
+        a.run_sum = a.run_max + n_heads*a.n_run;
+    }
+    run_score(ctx, a, dst->src[0], p.score.n_bit);
+    run_select(ctx, dst, a.logits, a.n_kv, a.n_head, a.run_max, a.run_sum);
+}
+
+// ---- ATTEND ----
+
+template <int GB, int TYPE, int D>
+void launch_attend(ggml_backend_cuda_context & ctx, attend_args a) {
+    a.n_pass = (int) ceil_div(a.n_group_q, GB);
+    const int64_t n_y    = (int64_t) a.n_head_kv*a.n_pass;
+    const int64_t n_tile = ceil_div(a.sel ? a.ld_sel - 1 - a.n_group_q : a.n_kv, TILE);
+    const int64_t fill   = std::max<int64_t>(1, 4*n_sm(ctx)/(n_y*a.n_row));
+    a.n_split = (int) std::min<int64_t>({ n_tile, fill, N_THREAD }); // merge() has a thread per split
+
+    const bool merged = a.n_split > 1 || a.mean_v;
+    ggml_cuda_pool_alloc<float> state(ctx.pool()), mean(ctx.pool());
+    if (merged) {
+        a.state = state.alloc((int64_t) a.n_row*a.n_head*a.n_split*(a.d_v + 2));
+    }
+    if (a.mean_v) {
+        a.mean = mean.alloc((int64_t) a.n_row*a.n_head_kv*a.d_v);
+    }
+    const int n_count = a.stats || a.mean_v ? 1 : 0;
+    SPARQ_LAUNCH((attend<GB, TYPE, TYPE, D>), dim3(a.n_split + n_count, n_y, a.n_row), dim3(N_THREAD), ctx.stream(), a);
+    if (merged) {
+        SPARQ_LAUNCH(merge, dim3(a.n_head, a.n_row), dim3(N_THREAD), ctx.stream(), a);
+    }
+}
+
+template <int D>
+void launch_attend_f16(ggml_backend_cuda_context & ctx, const attend_args & a) {
+    switch (heads_per_pass(a.n_group_q)) {
+        case 1:  launch_attend<1, GGML_TYPE_F16, D>(ctx, a); break;
+        case 4:  launch_attend<4, GGML_TYPE_F16, D>(ctx, a); break;
+        default: launch_attend<8, GGML_TYPE_F16, D>(ctx, a); break;
+    }
+}
+
+void op_attend(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
+    const ggml_tensor * q = dst->src[0], * k = dst->src[1], * v = dst->src[2], * sel = dst->src[5];
+    const auto p = op_params<ggml_sparse_attend_params>(dst);
+
+    attend_args a = {};
+    a.q         = make_view(q);
+    a.k         = make_view(k);
+    a.v         = make_view(v);
+    a.mask      = make_view(dst->src[3]);
+    a.visible   = data_of<const int32_t>(dst->src[4]);
+    a.sel       = data_of<const int32_t>(sel);
+    a.v_sum     = make_view(dst->src[6]);
+    a.sealed    = data_of<const int32_t>(dst->src[7]);
+    a.sinks     = data_of<const float>(dst->src[8]);
+    a.stats     = data_of<unsigned long long>(dst->src[9]);
+    a.res       = data_of<float>(dst);
+    a.n_kv      = k->ne[2];
+    a.n_grp     = ceil_div(a.n_kv, GROUP);
+    a.ld_res    = dst->nb[1]/sizeof(float);
+    a.n_head    = (int) q->ne[1];
+    a.n_head_kv = (int) k->ne[1];
+    a.n_group_q = a.n_head/a.n_head_kv;
+    a.n_tok     = (int) q->ne[2];
+    a.n_row     = (int) (q->ne[2]*q->ne[3]);
+    a.d_k       = (int) k->ne[0];
+    a.d_v       = (int) v->ne[0];
+    a.ld_sel    = sel ? (int) sel->ne[0] : 0;
+    a.n_log2    = n_log2(a.n_head);
+    a.row_k     = (int) ggml_row_size(k->type, k->ne[0]);
+    a.row_v     = (int) ggml_row_size(v->type, v->ne[0]);
+    a.mean_v    = p.mean_v;
+    a.scale     = p.scale;
+    a.softcap   = p.softcap;
+    a.max_bias  = p.max_bias;
+
+    const bool f16 = k->type == GGML_TYPE_F16 && v->type == GGML_TYPE_F16 && a.d_k == a.d_v && is_aligned(k) && is_aligned(v);
+    switch (f16 ? a.d_k : 0) {
+        case 64:  launch_attend_f16< 64>(ctx, a); break;
+        case 128: launch_attend_f16<128>(ctx, a); break;
+        case 256: launch_attend_f16<256>(ctx, a); break;
+        default:
+            if (a.n_group_q == 1) {
+                launch_attend<1, ANY, 0>(ctx, a);
+            } else {
+                launch_attend<4, ANY, 0>(ctx, a);
+            }
+    }
+}
+
+// ---- what can run ----
+
+bool is_kv(const ggml_tensor * t) {
+    switch (t->type) {
+        case GGML_TYPE_F16:
+        case GGML_TYPE_BF16:
+        case GGML_TYPE_F32:  return t->ne[0] <= D_MAX;
+        case GGML_TYPE_Q8_0:
+        case GGML_TYPE_Q4_0: return t->ne[0] <= D_MAX && t->ne[0] % 32 == 0;
+        default:             return false;
+    }
+}
+
+// the scan reads 16 bytes of f16 at a time, 4 or 8 of codes
+bool is_shadow(const ggml_tensor * k_t, const ggml_tensor * k_range) {
+    return is_aligned(k_t) && k_t->ne[0] % 8 == 0 && (!k_range || k_range->nb[0] == sizeof(float));
+}
+
+bool is_on_host(const ggml_tensor * t) { return t && t->buffer && ggml_backend_buffer_is_host(t->buffer); }
+
+constexpr int64_t GRID_MAX = 65535; // blocks along y and z
+
+} // namespace
+
+void ggml_cuda_op_sparse_attn(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
+    switch ((ggml_sparse_attn_op) dst->op_params[0]) {
+        case GGML_SPARSE_ATTN_SEAL:    op_seal   (ctx, dst); break;
+        case GGML_SPARSE_ATTN_VISIBLE: op_visible(ctx, dst); break;
+        case GGML_SPARSE_ATTN_SCORE:   op_score  (ctx, dst); break;
+        case GGML_SPARSE_ATTN_SELECT:  op_select (ctx, dst); break;
+        case GGML_SPARSE_ATTN_PICK:    op_pick   (ctx, dst); break;
+        case GGML_SPARSE_ATTN_ATTEND:  op_attend (ctx, dst); break;
+        default: GGML_ABORT("sparse_attn: unknown sub-operation %d", dst->op_params[0]);
+    }
+}
+
+bool ggml_cuda_sparse_attn_supported(const ggml_tensor * dst, int cc) {
+    if (cc < 750 || cc >= 0x10000) { // larger numbers are GPUs of other makers
+        return false;
+    }
+    switch ((ggml_sparse_attn_op) dst->op_params[0]) {
+        case GGML_SPARSE_ATTN_SEAL: {
+            const ggml_tensor * k = dst->src[2], * v = dst->src[3];
+            return is_kv(k) && (!dst->src[1] || is_kv(v)) && k->ne[1] <= GRID_MAX && k->ne[3] <= GRID_MAX && !is_on_host(dst->src[5]);
+        }
+        case GGML_SPARSE_ATTN_VISIBLE:
+            return dst->ne[1] <= GRID_MAX && dst->ne[3] <= GRID_MAX;
+        case GGML_SPARSE_ATTN_SCORE:
+        case GGML_SPARSE_ATTN_PICK: {
+            const bool pick = dst->op_params[0] == GGML_SPARSE_ATTN_PICK;
+            const ggml_tensor * q = dst->src[0], * k = dst->src[1], * k_t = dst->src[2];
+            return is_kv(k) && q->ne[1] <= GRID_MAX && q->ne[1]/k->ne[1] <= G_MAX && q->ne[2]*q->ne[3] <= GRID_MAX && k->ne[2] < INT32_MAX &&
+                   (!k_t || is_shadow(k_t, dst->src[pick ? 9 : 7])) && !is_on_host(dst->src[pick ? 8 : 6]);
+        }
+        case GGML_SPARSE_ATTN_SELECT:
+            return dst->src[0]->ne[0] < INT32_MAX && dst->src[0]->ne[1] <= GRID_MAX && dst->src[0]->ne[1]/dst->ne[1] <= G_MAX && dst->ne[2]*dst->ne[3] <= GRID_MAX;
+        case GGML_SPARSE_ATTN_ATTEND: {
+            const ggml_tensor * q = dst->src[0], * k = dst->src[1], * v = dst->src[2];
+            return is_kv(k) && is_kv(v) && q->ne[1] <= GRID_MAX && q->ne[1]/k->ne[1] <= G_MAX && q->ne[2]*q->ne[3] <= GRID_MAX && k->ne[2] < INT32_MAX && !is_on_host(dst->src[9]);
+        }
+        default:
+            return false;
+    }
+}

@@ -1,0 +1,11 @@
+#pragma once
+
+// GGML_OP_SPARSE_ATTN on CUDA: what the hook in ggml-cuda calls. The operations and their rules: ../ggml-sparse.h; what runs where: docs/cuda.md.
+
+#include "common.cuh"
+
+// runs a node for which the function below says true; no synchronisation, grids that follow from shapes alone, scratch from ctx.pool()
+void ggml_cuda_op_sparse_attn(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
+
+// can this node run on a device of compute capability cc (ggml's number: 750, 860, ..)? Sources without a buffer are taken to be on the device
+bool ggml_cuda_sparse_attn_supported(const ggml_tensor * dst, int cc);

@@ -1,0 +1,253 @@
+#pragma once
+
+// What the kernels share: rows of any type as floats, the order of floats, sums over lanes, logits.
+//
+// The kernels are plain CUDA. tests/cuda compiles the same files for the host, with an emulation of what they use of the language.
+// They stay right under -use_fast_math, which ggml-cuda is compiled with: what must be exact is an intrinsic, or in whole numbers.
+
+#include "common.cuh"
+#include "ggml-sparse.h"
+
+#include <cfloat>
+#include <cstdint>
+
+#ifndef SPARQ_LAUNCH
+#define SPARQ_LAUNCH(kernel, grid, block, stream, ...) kernel<<<grid, block, 0, stream>>>(__VA_ARGS__)
+#endif
+
+namespace sparse_cuda {
+
+constexpr int GROUP = GGML_SPARSE_GROUP;
+constexpr int RUN   = GGML_SPARSE_RUN;
+constexpr int SUM   = GGML_SPARSE_SUM;
+
+constexpr int      N_THREAD = 256; // of a block, where nothing else is said
+constexpr int      N_WARP   = N_THREAD/32;
+constexpr int      D_MAX    = 256; // head size
+constexpr unsigned ALL      = 0xFFFFFFFFu;
+
+constexpr uint16_t F16_NEG_INF = 0xFC00;
+
+// a tensor as a kernel sees it; strides in bytes
+struct view {
+    char  * data;
+    int64_t nb1, nb2, nb3;
+    int     type;
+
+    template <typename T = char>
+    __device__ __forceinline__ T * at(int64_t i1, int64_t i2 = 0, int64_t i3 = 0) const {
+        return (T *) (data + i1*nb1 + i2*nb2 + i3*nb3);
+    }
+};
+
+__device__ __forceinline__ float neg_inf() { return __int_as_float((int) 0xFF800000); }
+
+__device__ __forceinline__ float f16_value(uint16_t bits) {
+    half h;
+    *(uint16_t *) &h = bits;
+    return __half2float(h);
+}
+
+__device__ __forceinline__ float2 f16_pair(unsigned bits) {
+    half2 h;
+    *(unsigned *) &h = bits;
+    return __half22float2(h);
+}
+
+// ---- rows ----
+
+constexpr int ANY = -1; // a type that is known at run time only
+
+// 16 bytes of f16
+__device__ __forceinline__ void unpack_f16(float (&x)[8], uint4 raw) {
+    const float2 a = f16_pair(raw.x), b = f16_pair(raw.y), c = f16_pair(raw.z), d = f16_pair(raw.w);
+    x[0] = a.x; x[1] = a.y; x[2] = b.x; x[3] = b.y;
+    x[4] = c.x; x[5] = c.y; x[6] = d.x; x[7] = d.y;
+}
+
+// elements c .. c + 7 of a row of d elements of K or V as floats, zeros from d on; c is a multiple of 8
+//   the only place that knows the types. Blocks have 32 elements: q8_0 a f16 scale and 32 codes, q4_0 a scale and 16 bytes, element i < 16 in
+//   the low half of byte i, the others in the high halves; value = scale*(code - 8)
+__device__ __forceinline__ void load8(float (&x)[8], int type, const char * row, int c, int d) {
+    if (type == GGML_TYPE_F16) {
+        const char * p = row + c*2;
+        if (c + 8 <= d && ((uintptr_t) p & 15) == 0) {
+            unpack_f16(x, *(const uint4 *) p);
+            return;
+        }
+        for (int j = 0; j < 8; ++j) {
+            x[j] = c + j < d ? f16_value(((const uint16_t *) p)[j]) : 0.0f;
+        }
+    } else if (type == GGML_TYPE_BF16) {
+        const char * p = row + c*2;
+        if (c + 8 <= d && ((uintptr_t) p & 15) == 0) {
+            const uint4 raw = *(const uint4 *) p;
+            const unsigned w[4] = { raw.x, raw.y, raw.z, raw.w };
+            for (int j = 0; j < 4; ++j) {
+                x[2*j]     = __uint_as_float(w[j] << 16);
+                x[2*j + 1] = __uint_as_float(w[j] & 0xFFFF0000u);
+            }
+            return;
+        }
+        for (int j = 0; j < 8; ++j) {
+            x[j] = c + j < d ? __uint_as_float((unsigned) ((const uint16_t *) p)[j] << 16) : 0.0f;
+        }
+    } else if (type == GGML_TYPE_F32) {
+        const float * p = (const float *) row + c;
+        if (c + 8 <= d && ((uintptr_t) p & 15) == 0) {
+            const float4 a = ((const float4 *) p)[0], b = ((const float4 *) p)[1];
+            x[0] = a.x; x[1] = a.y; x[2] = a.z; x[3] = a.w;
+            x[4] = b.x; x[5] = b.y; x[6] = b.z; x[7] = b.w;
+            return;
+        }
+        for (int j = 0; j < 8; ++j) {
+            x[j] = c + j < d ? p[j] : 0.0f;
+        }
+    } else if (type == GGML_TYPE_Q8_0) {
+        const uint16_t * block = (const uint16_t *) (row + c/32*34); // only this aligned
+        const float scale = f16_value(block[0]);
+        for (int j = 0; j < 4; ++j) {
+            const unsigned w = block[1 + c % 32/2 + j];
+            x[2*j]     = scale*(float) (int8_t) (w & 255);
+            x[2*j + 1] = scale*(float) (int8_t) (w >> 8);
+        }
+    } else { // Q4_0
+        const uint16_t * block = (const uint16_t *) (row + c/32*18);
+        const float scale = f16_value(block[0]);
+        const int   shift = c % 32 < 16 ? 0 : 4;
+        for (int j = 0; j < 4; ++j) {
+            const unsigned w = block[1 + c % 16/2 + j] >> shift;
+            x[2*j]     = scale*(float) ((int) (w & 15) - 8);
+            x[2*j + 1] = scale*(float) ((int) (w >> 8 & 15) - 8);
+        }
+    }
+}
+
+// TYPE: a ggml_type, or ANY: then `type`
+template <int TYPE>
+__device__ __forceinline__ void load_span(float (&x)[8], int type, const char * row, int c, int d) {
+    load8(x, TYPE == ANY ? type : TYPE, row, c, d);
+}
+
+// ---- the order of floats ----
+
+constexpr int ORDER_HIDDEN = (int) 0x80000000; // below every number
+constexpr int ORDER_MAX    = 0x7F7FFFFF;       // of FLT_MAX
+constexpr int ORDER_FORCED = 0x7FFFFFFF;       // above every number
+
+// whole numbers in the order of floats; +-0 are alike, -inf and NaN are hidden, +inf counts as FLT_MAX
+__device__ __forceinline__ int order_of(float x) {
+    const int b = __float_as_int(x), a = b & 0x7FFFFFFF;
+    return b == (int) 0xFF800000 || a > 0x7F800000 ? ORDER_HIDDEN : b < 0 ? -a : min(a, ORDER_MAX);
+}
+
+// ---- over lanes ----
+
+// the sum over N neighbouring lanes, in all of them
+template <int N, typename T>
+__device__ __forceinline__ T lane_sum(T x) {
+#pragma unroll
+    for (int i = N/2; i > 0; i /= 2) {
+        x += __shfl_xor_sync(ALL, x, i);
+    }
+    return x;
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int i = 16; i > 0; i /= 2) {
+        x = fmaxf(x, __shfl_xor_sync(ALL, x, i));
+    }
+    return x;
+}
+
+// ---- logits ----
+
+__device__ __forceinline__ float soft_cap(float x, float cap) {
+    // cap*tanh(x/cap); tanhf is a rough one under -use_fast_math
+    return cap - __fdiv_rn(2.0f*cap, expf(__fdiv_rn(2.0f*x, cap)) + 1.0f);
+}
+
+// ALiBi; the same slopes as ggml's softmax. n_log2: the largest power of two up to the number of heads
+__device__ __forceinline__ float head_slope(int h, int n_log2, float max_bias) {
+    if (max_bias <= 0.0f) {
+        return 1.0f;
+    }
+    return h < n_log2 ? exp2f(-max_bias*(h + 1)/n_log2) : exp2f(-max_bias*0.5f*(2*(h - n_log2) + 1)/n_log2);
+}
+
+// the logit of a product; -inf where hidden, whatever x is
+__device__ __forceinline__ float make_logit(float x, uint16_t mask, float scale, float softcap, float slope) {
+    if (mask == F16_NEG_INF) {
+        return neg_inf();
+    }
+    x *= scale;
+    if (softcap > 0.0f) {
+        x = soft_cap(x, softcap);
+    }
+    return x + slope*f16_value(mask);
+}
+
+// where component c of a row of d is kept in shared memory: lanes that read spans of 8 side by side then read 16 bytes side by side
+__device__ __forceinline__ int q_place(int c, int d) { return c % 8/4*((d + 7)/8*4) + c/8*4 + c % 4; }
+
+// res[h] += span s of n_span of query h times x
+template <int GB>
+__device__ __forceinline__ void dot_span(float (&res)[GB], const float (*q)[D_MAX], int s, int n_span, const float (&x)[8]) {
+#pragma unroll
+    for (int h = 0; h < GB; ++h) {
+        const float4 a = *(const float4 *) &q[h][s*4], b = *(const float4 *) &q[h][n_span*4 + s*4];
+        res[h] += a.x*x[0] + a.y*x[1] + a.z*x[2] + a.w*x[3] + b.x*x[4] + b.y*x[5] + b.z*x[6] + b.w*x[7];
+    }
+}
+
+// res[h] += this lane's share, of 8 neighbouring ones, of the products of GB queries with one row
+//   q [GB][D_MAX] in the order of q_place(), zeros up to a multiple of 8; row NULL: nothing
+template <int TYPE, int GB>
+__device__ __forceinline__ void dot_row(float (&res)[GB], const float (*q)[D_MAX], int type, const char * row, int d) {
+    const int n_span = (d + 7)/8;
+    for (int s = threadIdx.x % 8; row && s < n_span; s += 8) {
+        float x[8];
+        load_span<TYPE>(x, type, row, s*8, d);
+        dot_span<GB>(res, q, s, n_span, x);
+    }
+}
+
+// s[h][r] = the sums of x[h] over 8 neighbouring lanes
+template <int GB, int N>
+__device__ __forceinline__ void store_products(float (*s)[N], const float (&x)[GB], int r) {
+#pragma unroll
+    for (int h = 0; h < GB; ++h) {
+        const float sum = lane_sum<8>(x[h]);
+        if (threadIdx.x % 8 == 0) {
+            s[h][r] = sum;
+        }
+    }
+}
+
+// x, component threadIdx.x of a vector of zeros behind d, times the Hadamard matrix in blocks of n_rot, scaled so that it is its own inverse
+//   all threads of the block take part, of which there are D_MAX or more; buf [D_MAX] in shared memory, left free to be written
+__device__ __forceinline__ float hadamard(float x, int n_rot, float * buf) {
+    const int c = threadIdx.x;
+    for (int s = 1; s < n_rot; s *= 2) {
+        float y;
+        if (s < 32) {
+            y = __shfl_xor_sync(ALL, x, s);
+        } else {
+            buf[c] = x;
+            __syncthreads();
+            y = buf[c ^ s];
+            __syncthreads();
+        }
+        x = c & s ? y - x : x + y;
+    }
+    return n_rot > 0 ? __fdiv_rn(x, __fsqrt_rn((float) n_rot)) : x;
+}
+
+__device__ __forceinline__ void add_stat(unsigned long long * stats, ggml_sparse_stat i, int64_t n) {
+    if (stats) {
+        atomicAdd(&stats[i], (unsigned long long) n);
+    }
+}
+
+} // namespace sparse_cuda

@@ -1,0 +1,409 @@
+#pragma once
+
+// Step 1: the channels of q that count, approximate scores from the transposed K, or exact ones from K; what they become as logits.
+
+#include "sparse-device.cuh"
+
+namespace sparse_cuda {
+
+struct score_args {
+    view q, k, k_t, k_range, mask;
+    const int32_t * sealed;             // [n_stream][n_grp]
+    float * logits;                     // [row][n_head][n_kv]; row = stream*n_tok + token
+    float * run_max, * run_sum;         // [row][n_head][n_run] the largest logit of a run, the sum of exp(logit - it); or NULL
+    unsigned long long * stats;
+    int64_t n_kv, n_grp, n_run;
+    int     n_head, n_head_kv, n_group_q, n_tok, d, rank, n_rot, n_log2, n_pass, row_bytes; // n_pass: of the heads of a group, GB at a time
+    float   scale, softcap, max_bias;
+};
+
+enum group_state : uint8_t { IS_HIDDEN, IS_SEALED, IS_ROWS }; // nothing to see; read from k_t; read from K
+
+constexpr int N_LANE  = RUN/8;            // threads beside each other: each has 8 positions of the run
+constexpr int N_SLICE = N_THREAD/N_LANE;  // threads that share these positions, and split the channels
+
+// where the 8 positions of a lane are: 4 from the first result on, 4 from the second. Codes: 4 bytes (4 bits) or 8 (8 bits) side by side,
+// see sparse-codes.h; f16: 16 bytes
+template <int N_BIT>
+__device__ __forceinline__ int2 lane_positions(int lane) {
+    if (N_BIT == 16) {
+        return { lane*8, lane*8 + 4 };
+    }
+    if (N_BIT == 8) {
+        const int w = 2*lane, p = w/16*64 + w % 4*16 + w/4 % 4*4;
+        return { p, p + 16 };
+    }
+    const int p = lane/16*128 + lane % 4*16 + lane/4 % 4*4;
+    return { p, p + 64 };
+}
+
+// byte l of four words, for l = 0..3
+__device__ __forceinline__ void zip4(unsigned (&v)[4], const unsigned (&x)[4]) {
+    const unsigned a = __byte_perm(x[0], x[1], 0x5140), b = __byte_perm(x[0], x[1], 0x7362);
+    const unsigned c = __byte_perm(x[2], x[3], 0x5140), d = __byte_perm(x[2], x[3], 0x7362);
+    v[0] = __byte_perm(a, c, 0x5410);
+    v[1] = __byte_perm(a, c, 0x7632);
+    v[2] = __byte_perm(b, d, 0x5410);
+    v[3] = __byte_perm(b, d, 0x7632);
+}
+
+template <int GB>
+struct alignas(16) score_shared {
+    float    q[GB][D_MAX];          // what rows of K are multiplied with, see q_place()
+    float    coef[GB][D_MAX];       // per kept channel
+    float    x[GB][RUN];            // products, then logits
+    float    size[D_MAX];           // sum over the heads of |q|; then scale ..
+    float    zero[D_MAX];           // .. and zero of the kept channels
+    int8_t   w0[GB][D_MAX], w1[GB][D_MAX]; // whole coefficients, see code_coef()
+    float    step[GB], base[GB];
+    int16_t  chan[D_MAX];           // kept channels, ascending
+    uint16_t mask[RUN];
+    uint8_t  state[RUN/GROUP];
+    int      n_warp[N_WARP];
+    float    top[N_WARP], sum[N_WARP];
+};
+
+// the `rank` channels with the largest sum over the group of |q| (ties: the lowest), and per head of this pass the coefficients
+//   q*scale/sqrt(|q_r|_1/|q|_1). Returns the number of channels: fewer where q holds NaN
+template <int GB>
+__device__ __forceinline__ int choose_channels(score_shared<GB> & m, const score_args & a, int64_t h_kv, int h0, int64_t i, int64_t s) {
+    const int c = threadIdx.x;
+    float size = 0.0f;
+    for (int j = 0; j < a.n_group_q; ++j) {
+        float x = c < a.d ? a.q.at<const float>(h_kv*a.n_group_q + j, i, s)[c] : 0.0f;
+        x = hadamard(x, a.n_rot, m.size);
+        if (j >= h0 && j < h0 + GB) {
+            m.q[j - h0][c] = x;
+        }
+        size += fabsf(x);
+    }
+    for (int j = a.n_group_q - h0; j < GB; ++j) {
+        m.q[j][c] = 0.0f;
+    }
+    m.size[c] = size;
+    __syncthreads();
+
+    int before = 0; // channels that come before c
+    for (int o = 0; o < a.d; ++o) {
+        const float y = m.size[o];
+        before += y > size || (y == size && o < c);
+    }
+    const bool     kept = c < a.d && size == size && before < a.rank;
+    const unsigned bits = __ballot_sync(ALL, kept);
+    if (c % 32 == 0) {
+        m.n_warp[c/32] = __popc(bits);
+    }
+    __syncthreads();
+    int n = 0, place = __popc(bits & ((1u << c % 32) - 1));
+    for (int w = 0; w < N_WARP; ++w) {
+        place += w < c/32 ? m.n_warp[w] : 0;
+        n     += m.n_warp[w];
+    }
+    if (kept) {
+        m.chan[place] = (int16_t) c;
+    }
+    __syncthreads();
+
+    const int h = c/32, lane = c % 32; // a warp per head
+    if (h < GB) {
+        float all = 0.0f, part = 0.0f;
+        for (int o = lane; o < a.d; o += 32) {
+            all += fabsf(m.q[h][o]);
+        }
+        for (int o = lane; o < n; o += 32) {
+            part += fabsf(m.q[h][m.chan[o]]);
+        }
+        all  = lane_sum<32>(all);
+        part = lane_sum<32>(part);
+        const float f = part > 0.0f ? __fdiv_rn(a.scale, __fsqrt_rn(__fdiv_rn(part, all))) : 0.0f;
+        for (int o = lane; o < n; o += 32) {
+            m.coef[h][o] = m.q[h][m.chan[o]]*f;
+        }
+    }
+    __syncthreads();
+
+    // for rows of K: the kept components, turned as K is
+    for (int j = 0; j < GB; ++j) {
+        float x = kept ? m.coef[j][place] : 0.0f;
+        x = hadamard(x, a.n_rot, m.size);
+        if (c < (a.d + 7)/8*8) {
+            m.q[j][q_place(c, a.d)] = x;
+        }
+        __syncthreads();
+    }
+    return n;
+}
+
+// the coefficients of head h, times the scales of the run, as whole numbers: logit = sum w*step*code + base; the work of a warp
+//   4 bits: w = w0, |w0| <= 127; 8 bits: w = 64*w0 + w1, |w0| <= 64, |w1| <= 32, and codes less 128, so that they have a sign
+//   NUMERICS: as on the CPU (make_coef in cpu/sparse-quant.h)
+template <int N_BIT, int GB>
+__device__ __forceinline__ void code_coef(score_shared<GB> & m, int h, int n_chan) {
+    const int lane = threadIdx.x % 32;
+    float top = 0.0f;
+    for (int i = lane; i < n_chan; i += 32) {
+        top = fmaxf(top, fabsf(m.coef[h][i]*m.size[i]));
+    }
+    top = warp_max(top);
+    top = top > 1e-30f ? top : 0.0f;
+    const float most = N_BIT == 4 ? 127.0f : 4096.0f, mid = N_BIT == 4 ? 7.5f : 127.5f;
+    const float step = __fdiv_rn(top, most), inv = top > 0.0f ? __fdiv_rn(most, top) : 0.0f;
+
+    float base = 0.0f;
+    for (int i = lane; i < (n_chan + 3)/4*4; i += 32) {
+        const bool  in = i < n_chan;
+        const float c = in ? m.coef[h][i] : 0.0f, f = in ? c*m.size[i] : 0.0f;
+        const float w = rintf(f*inv);
+        base += in ? c*m.zero[i] + (f - w*step)*mid : 0.0f;
+        if (N_BIT == 8) {
+            const float w0 = rintf(w*(1.0f/64.0f));
+            m.w0[h][i] = (int8_t) w0;
+            m.w1[h][i] = (int8_t) (w - 64.0f*w0);
+            base += 128.0f*w*step;
+        } else {
+            m.w0[h][i] = (int8_t) w;
+        }
+    }
+    base = lane_sum<32>(base);
+    if (lane == 0) {
+        m.step[h] = step;
+        m.base[h] = base;
+    }
+}
+
+// sums over this thread's channels, for its 8 positions
+//   k_t: the head's first channel at the first position of the run
+template <int N_BIT, int GB>
+__device__ __forceinline__ void score_channels(float (&acc)[GB][8], const score_shared<GB> & m, const char * k_t, int64_t nb_chan, int n_chan, int lane, int slice) {
+    k_t += lane*N_BIT;
+    if (N_BIT == 16) {
+        constexpr int AT_ONCE = GB == 8 ? 1 : 4;
+#pragma unroll AT_ONCE
+        for (int i = slice; i < n_chan; i += N_SLICE) {
+            float x[8];
+            unpack_f16(x, *(const uint4 *) (k_t + m.chan[i]*nb_chan));
+#pragma unroll
+            for (int h = 0; h < GB; ++h) {
+                const float c = m.coef[h][i];
+#pragma unroll
+                for (int j = 0; j < 8; ++j) {
+                    acc[h][j] += c*x[j];
+                }
+            }
+        }
+        return;
+    }
+    int sum[GB][8] = {};
+    constexpr int AT_ONCE = GB == 8 ? 1 : 2;
+#pragma unroll AT_ONCE
+    for (int i = 4*slice; i < n_chan; i += 4*N_SLICE) {
+        unsigned lo[4], hi[4]; // codes of four channels at the first four positions, and at the others
+        if (N_BIT == 8) {
+            unsigned x[4], y[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const uint2 raw = *(const uint2 *) (k_t + m.chan[min(i + j, n_chan - 1)]*nb_chan);
+                x[j] = raw.x ^ 0x80808080u;
+                y[j] = raw.y ^ 0x80808080u;
+            }
+            zip4(lo, x);
+            zip4(hi, y);
+        } else {
+            unsigned x[4], v[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                x[j] = *(const unsigned *) (k_t + m.chan[min(i + j, n_chan - 1)]*nb_chan);
+            }
+            zip4(v, x);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                lo[j] = v[j] & 0x0F0F0F0Fu;
+                hi[j] = v[j] >> 4 & 0x0F0F0F0Fu;
+            }
+        }
+#pragma unroll
+        for (int h = 0; h < GB; ++h) {
+            const int w0 = *(const int *) &m.w0[h][i], w1 = N_BIT == 8 ? *(const int *) &m.w1[h][i] : 0;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                if (N_BIT == 8) {
+                    sum[h][j]     = __dp4a((int) lo[j], w1, sum[h][j])     + 64*__dp4a((int) lo[j], w0, 0);
+                    sum[h][4 + j] = __dp4a((int) hi[j], w1, sum[h][4 + j]) + 64*__dp4a((int) hi[j], w0, 0);
+                } else {
+                    sum[h][j]     = __dp4a((int) lo[j], w0, sum[h][j]);
+                    sum[h][4 + j] = __dp4a((int) hi[j], w0, sum[h][4 + j]);
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int h = 0; h < GB; ++h) {
+        const float step = m.step[h], base = slice == 0 ? m.base[h] : 0.0f;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            acc[h][j] = (float) sum[h][j]*step + base;
+        }
+    }
+}
+
+// the largest logit of the run and the sum of exp(logit - it), per head
+template <int GB>
+__device__ __forceinline__ void finish_run(score_shared<GB> & m, const score_args & a, int64_t head, int n_head, int64_t run) {
+    constexpr int N = N_WARP/GB; // warps per head
+    const int w = threadIdx.x/32, h = w/N;
+    const float * x = m.x[h] + w % N*(RUN/N);
+    float top = neg_inf(), sum = 0.0f;
+    for (int t = threadIdx.x % 32; t < RUN/N; t += 32) {
+        top = fmaxf(top, x[t]);
+    }
+    top = fminf(warp_max(top), FLT_MAX);
+    for (int t = threadIdx.x % 32; t < RUN/N && top > neg_inf(); t += 32) {
+        sum += expf(x[t] - top);
+    }
+    sum = lane_sum<32>(sum);
+    if (threadIdx.x % 32 == 0) {
+        m.top[w] = top;
+        m.sum[w] = sum;
+    }
+    __syncthreads();
+    if ((int) threadIdx.x < n_head) {
+        const int j = threadIdx.x;
+        float all = neg_inf(), total = 0.0f;
+        for (int i = 0; i < N; ++i) {
+            all = fmaxf(all, m.top[j*N + i]);
+        }
+        for (int i = 0; i < N && all > neg_inf(); ++i) {
+            total += m.sum[j*N + i]*expf(m.top[j*N + i] - all);
+        }
+        a.run_max[(head + j)*a.n_run + run] = all;
+        a.run_sum[(head + j)*a.n_run + run] = total;
+    }
+}
+
+// one block: runs blockIdx.x, + gridDim.x, .. for GB query heads of a KV head of a token
+//   N_BIT: of k_t, 0: exact scores from K; TYPE of K where it is known (its rows begin at multiples of 16 bytes then or are read by elements)
+template <int N_BIT, int GB, int TYPE>
+static __global__ void __launch_bounds__(N_THREAD, 2) score(const score_args a) {
+    __shared__ score_shared<GB> m;
+
+    const int64_t h_kv = blockIdx.y/a.n_pass, row = blockIdx.z, i = row % a.n_tok, s = row/a.n_tok;
+    const int     h0   = (int) (blockIdx.y % a.n_pass)*GB, n_head = min(GB, a.n_group_q - h0);
+    const int64_t head = row*a.n_head + h_kv*a.n_group_q + h0;
+    const int     tid  = threadIdx.x, lane = tid % N_LANE, slice = tid/N_LANE;
+
+    int n_chan = 0;
+    if (N_BIT == 0) {
+        for (int j = 0; j < GB; ++j) {
+            if (tid < (a.d + 7)/8*8) {
+                m.q[j][q_place(tid, a.d)] = j < n_head && tid < a.d ? a.q.at<const float>(h_kv*a.n_group_q + h0 + j, i, s)[tid] : 0.0f;
+            }
+        }
+    } else {
+        n_chan = choose_channels<GB>(m, a, h_kv, h0, i, s);
+    }
+    const uint16_t * mask   = a.mask.at<const uint16_t>(i, 0, s);
+    const int32_t  * sealed = N_BIT == 0 ? nullptr : a.sealed + s*a.n_grp;
+
+    int64_t bytes = 0; // what this warp had to read; the first pass counts
+    for (int64_t run = blockIdx.x; run < a.n_run; run += gridDim.x) {
+        const int64_t t0 = run*RUN;
+        { // what there is to see: a warp per group
+            const int w = tid/32;
+            int n = 0;
+            for (int j = tid % 32; j < GROUP; j += 32) {
+                const int64_t  t  = t0 + w*GROUP + j;
+                const uint16_t mt = t < a.n_kv ? mask[t] : F16_NEG_INF;
+                m.mask[w*GROUP + j] = mt;
+                n += __popc(__ballot_sync(ALL, mt != F16_NEG_INF));
+            }
+            const int64_t g = run*(RUN/GROUP) + w;
+            const bool in_k_t = N_BIT > 0 && g < a.n_grp && sealed[g] != 0 && (N_BIT == 16 || (g + 1)*GROUP <= a.n_kv);
+            if (tid % 32 == 0) {
+                m.state[w] = n == 0 ? IS_HIDDEN : in_k_t ? IS_SEALED : IS_ROWS;
+                if (n > 0 && h0 == 0) {
+                    bytes += in_k_t ? min((int64_t) GROUP, a.n_kv - g*GROUP)*a.rank*N_BIT/8 + (N_BIT == 16 ? 0 : a.rank*2*(int64_t) sizeof(float)*GROUP/RUN) :
+                                      (int64_t) n*a.row_bytes;
+                }
+            }
+        }
+        __syncthreads();
+
+        if (N_BIT == 4 || N_BIT == 8) {
+            for (int c = tid; c < n_chan; c += N_THREAD) {
+                const float * range = a.k_range.at<const float>(h_kv*a.d + m.chan[c], run, s);
+                m.size[c] = range[0];
+                m.zero[c] = range[1];
+            }
+            __syncthreads();
+            if (tid/32 < GB) {
+                code_coef<N_BIT, GB>(m, tid/32, n_chan);
+            }
+            __syncthreads();
+        }
+        if (N_BIT > 0) {
+            const int2 p = lane_positions<N_BIT>(lane);
+            float acc[GB][8] = {};
+            const bool in = N_BIT != 16 || t0 + p.x < a.n_kv; // rows of f16 end there, rounded up to 8
+            if (n_chan > 0 && in && (m.state[p.x/GROUP] == IS_SEALED || m.state[p.y/GROUP] == IS_SEALED)) {
+                score_channels<N_BIT, GB>(acc, m, a.k_t.at(h_kv*a.d, s) + t0*N_BIT/8, a.k_t.nb1, n_chan, lane, slice);
+            }
+            for (int o = 0; o < N_SLICE; ++o) { // slice by slice, in order
+                if (o == slice) {
+#pragma unroll
+                    for (int h = 0; h < GB; ++h) {
+                        float4 * x = (float4 *) &m.x[h][p.x], * y = (float4 *) &m.x[h][p.y];
+                        const float4 u = o == 0 ? make_float4(0, 0, 0, 0) : *x, v = o == 0 ? make_float4(0, 0, 0, 0) : *y;
+                        *x = make_float4(u.x + acc[h][0], u.y + acc[h][1], u.z + acc[h][2], u.w + acc[h][3]);
+                        *y = make_float4(v.x + acc[h][4], v.y + acc[h][5], v.z + acc[h][6], v.w + acc[h][7]);
+                    }
+                }
+                __syncthreads();
+            }
+        }
+        for (int w = 0; w < RUN/GROUP; ++w) { // products with rows of K, 8 lanes each
+            if (m.state[w] != IS_ROWS) {
+                continue;
+            }
+            for (int r = w*GROUP + tid/8; r < (w + 1)*GROUP; r += N_THREAD/8) {
+                float x[GB] = {};
+                dot_row<TYPE, GB>(x, m.q, a.k.type, m.mask[r] == F16_NEG_INF ? nullptr : a.k.at(h_kv, t0 + r, s), a.d);
+                store_products<GB>(m.x, x, r);
+            }
+        }
+        __syncthreads();
+
+        for (int h = 0; h < n_head; ++h) {
+            const float slope = head_slope((int) h_kv*a.n_group_q + h0 + h, a.n_log2, a.max_bias);
+            for (int t = tid; t < RUN; t += N_THREAD) {
+                const float x = make_logit(m.x[h][t], m.mask[t], N_BIT == 0 ? a.scale : 1.0f, a.softcap, slope);
+                m.x[h][t] = x;
+                if (t0 + t < a.n_kv) {
+                    a.logits[(head + h)*a.n_kv + t0 + t] = x;
+                }
+            }
+        }
+        __syncthreads();
+        if (a.run_max) {
+            finish_run<GB>(m, a, head, n_head, run);
+        }
+    }
+    if (tid % 32 == 0 && bytes > 0) {
+        add_stat(a.stats, GGML_SPARSE_STAT_BYTES_SCORE, bytes);
+    }
+}
+
+// the same where the logits come from another node, bit for bit; a block per (run, GB heads of a group)
+template <int GB>
+static __global__ void __launch_bounds__(N_THREAD) sum_runs(const score_args a) {
+    __shared__ score_shared<GB> m;
+    const int     h0   = (int) (blockIdx.y % a.n_pass)*GB, n_head = min(GB, a.n_group_q - h0);
+    const int64_t run  = blockIdx.x, head = (int64_t) blockIdx.z*a.n_head + (int64_t) (blockIdx.y/a.n_pass)*a.n_group_q + h0;
+    for (int i = threadIdx.x; i < n_head*RUN; i += N_THREAD) {
+        const int64_t t = run*RUN + i % RUN;
+        m.x[i/RUN][i % RUN] = t < a.n_kv ? a.logits[(head + i/RUN)*a.n_kv + t] : neg_inf();
+    }
+    __syncthreads();
+    finish_run<GB>(m, a, head, n_head, run);
+}
+
+} // namespace sparse_cuda

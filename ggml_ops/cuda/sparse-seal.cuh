@@ -1,0 +1,221 @@
+#pragma once
+
+// "Store K twice": the transposed K, the sums of V; the visible positions of a group. Layouts as on the CPU, byte for byte.
+
+#include "sparse-codes.h"
+#include "sparse-device.cuh"
+
+namespace sparse_cuda {
+
+struct seal_args {
+    view k_t, k_range, v_sum, k, v;
+    const int32_t * list;           // [n_stream][n_list]
+    const int32_t * sealed;         // [n_stream][n_grp], with codes
+    unsigned long long * stats;
+    int64_t n_kv;
+    int     n_list, d_k, d_v, n_bit, n_rot; // d_v = 0: no sums of V
+};
+
+// rows of a tile that are turned in shared memory at a time
+constexpr int SEAL_ROWS = 16;
+
+__device__ __forceinline__ float clamp_f16(float x) { return fminf(fmaxf(x, -65504.0f), 65504.0f); }
+
+// K as the codes see it: finite
+__device__ __forceinline__ float seal_value(float x) { return x == x ? clamp_f16(x) : 0.0f; }
+
+// rows [n][d] of K from position t on, as f32 and turned back; 0 for rows of groups that valid [RUN/GROUP] (of the run of t) leaves out, if given
+__device__ inline void load_tile(float (*tile)[D_MAX], const seal_args & a, int64_t h, int64_t s, int64_t t, int n, const uint8_t * valid) {
+    const int n_span = (a.d_k + 7)/8;
+    for (int u = threadIdx.x; u < n*n_span; u += N_THREAD) {
+        const int r = u/n_span, c = u % n_span*8;
+        float x[8] = {};
+        if (!valid || valid[(t + r) % RUN/GROUP]) {
+            load_span<ANY>(x, a.k.type, a.k.at(h, t + r, s), c, a.d_k);
+        }
+        for (int j = 0; j < 8; ++j) {
+            tile[r][c + j] = x[j];
+        }
+    }
+    __syncthreads();
+    for (int step = 1; step < a.n_rot; step *= 2) {
+        for (int u = threadIdx.x; u < n*a.d_k/2; u += N_THREAD) {
+            const int r = u/(a.d_k/2), i = u % (a.d_k/2), c = i/step*2*step + i % step;
+            const float x = tile[r][c], y = tile[r][c + step];
+            tile[r][c]        = x + y;
+            tile[r][c + step] = x - y;
+        }
+        __syncthreads();
+    }
+    if (a.n_rot > 0) {
+        const float root = __fsqrt_rn((float) a.n_rot);
+        for (int u = threadIdx.x; u < n*a.d_k; u += N_THREAD) {
+            float & x = tile[u/a.d_k][u % a.d_k];
+            x = __fdiv_rn(x, root);
+        }
+        __syncthreads();
+    }
+}
+
+// the group of f16 that begins at position t0
+__device__ inline void seal_k(const seal_args & a, int64_t h, int64_t s, int64_t t0, float (*tile)[D_MAX]) {
+    const int n = (int) min((int64_t) GROUP, a.n_kv - t0);
+    for (int r0 = 0; r0 < n; r0 += SEAL_ROWS) {
+        const int nr = min(SEAL_ROWS, n - r0);
+        load_tile(tile, a, h, s, t0 + r0, nr, nullptr);
+        for (int u = threadIdx.x; u < nr*a.d_k; u += N_THREAD) {
+            const float x = tile[u % nr][u/nr];
+            a.k_t.at<half>(h*a.d_k + u/nr, s)[t0 + r0 + u % nr] = __float2half_rn(x != x ? x : clamp_f16(x));
+        }
+        __syncthreads();
+    }
+}
+
+// codes a run anew, with all its sealed groups; cpu/sparse-quant.h describes codes, sparse-codes.h their lines
+__device__ inline void seal_run(const seal_args & a, int64_t h, int64_t s, int64_t run, float (*tile)[D_MAX], uint8_t (*code)[D_MAX], uint8_t * valid) {
+    const int c = threadIdx.x;
+    if (c < RUN/GROUP) {
+        const int64_t g = run*(RUN/GROUP) + c;
+        valid[c] = (g + 1)*GROUP <= a.n_kv && a.sealed[s*((a.n_kv + GROUP - 1)/GROUP) + g] != 0;
+    }
+    __syncthreads();
+
+    const float top = a.n_bit == 8 ? 255.0f : 15.0f;
+    float lo = 65504.0f, hi = -65504.0f; // of channel c
+    for (int t = 0; t < RUN; t += SEAL_ROWS) {
+        if (valid[t/GROUP]) {
+            load_tile(tile, a, h, s, run*RUN + t, SEAL_ROWS, valid);
+            for (int r = 0; r < SEAL_ROWS && c < a.d_k; ++r) {
+                const float x = seal_value(tile[r][c]);
+                lo = fminf(lo, x);
+                hi = fmaxf(hi, x);
+            }
+            __syncthreads();
+        }
+    }
+    const float scale = hi > lo ? __fdiv_rn(hi - lo, top) : 0.0f;
+    const float inv   = scale > 0.0f ? __fdiv_rn(1.0f, scale) : 0.0f;
+    lo = hi < lo ? 0.0f : lo; // no valid group
+    if (c < a.d_k) {
+        float * range = a.k_range.at<float>(h*a.d_k + c, run, s);
+        range[0] = scale;
+        range[1] = lo;
+    }
+
+    const int n_line = ggml_sparse_line_pos(a.n_bit);
+    for (int t0 = 0; t0 < RUN; t0 += n_line) {
+        for (int t = 0; t < n_line; t += SEAL_ROWS) {
+            load_tile(tile, a, h, s, run*RUN + t0 + t, SEAL_ROWS, valid);
+            for (int r = 0; r < SEAL_ROWS && c < a.d_k; ++r) {
+                const float   x = valid[(t0 + t)/GROUP] ? rintf((seal_value(tile[r][c]) - lo)*inv) : 0.0f;
+                const uint8_t y = (uint8_t) fminf(fmaxf(x, 0.0f), top);
+                uint8_t & dst = code[(t + r) % 64][c];
+                dst = t < 64 ? y : (uint8_t) (dst | y << 4);
+            }
+            __syncthreads();
+        }
+        for (int u = threadIdx.x; u < 64*a.d_k; u += N_THREAD) {
+            const int t = u % 64;
+            ((uint8_t *) a.k_t.at(h*a.d_k + u/64, s))[run*RUN*a.n_bit/8 + t0/n_line*GGML_SPARSE_LINE + ggml_sparse_line_byte(t)] = code[t][u/64];
+        }
+        __syncthreads();
+    }
+}
+
+// one block per (entry of the list, KV head, stream). The first entry of a block of SUM groups does all of the list that lie in it, so that
+// runs are coded and sums summed once, and nobody waits for anybody
+static __global__ void __launch_bounds__(N_THREAD, 2) seal(const seal_args a) {
+    static_assert(SUM*GROUP % RUN == 0, "runs do not cross blocks");
+    __shared__ float   tile[SEAL_ROWS][D_MAX];
+    __shared__ uint8_t code[64][D_MAX];
+    __shared__ uint8_t valid[RUN/GROUP];
+    __shared__ uint8_t listed[SUM];
+
+    const int64_t h = blockIdx.y, s = blockIdx.z;
+    const int32_t * list = a.list + s*a.n_list;
+    const int       i    = blockIdx.x;
+
+    const auto ok = [&](int32_t g) { return g >= 0 && (int64_t) g*GROUP < a.n_kv; };
+    if (!ok(list[i])) {
+        return;
+    }
+    const int block = list[i]/SUM;
+    bool before = false;
+    for (int j = threadIdx.x; j < i; j += N_THREAD) {
+        before = before || (ok(list[j]) && list[j]/SUM == block);
+    }
+    if (threadIdx.x < SUM) {
+        listed[threadIdx.x] = 0;
+    }
+    if (h == 0 && threadIdx.x == 0) {
+        add_stat(a.stats, GGML_SPARSE_STAT_GROUPS_SEALED, 1);
+    }
+    if (__syncthreads_or(before)) {
+        return;
+    }
+    for (int j = i + threadIdx.x; j < a.n_list; j += N_THREAD) {
+        if (ok(list[j]) && list[j]/SUM == block) {
+            listed[list[j] % SUM] = 1;
+        }
+    }
+    __syncthreads();
+
+    for (int j = 0; j < SUM; ++j) {
+        const int64_t g = (int64_t) block*SUM + j;
+        if (listed[j] && a.n_bit == 16) {
+            seal_k(a, h, s, g*GROUP, tile);
+        }
+        if (a.n_bit != 16 && j % (RUN/GROUP) == 0) {
+            bool any = false;
+            for (int l = 0; l < RUN/GROUP; ++l) {
+                any = any || listed[j + l];
+            }
+            if (any) {
+                seal_run(a, h, s, g/(RUN/GROUP), tile, code, valid);
+            }
+        }
+        if (listed[j]) {
+            const int n = (int) min((int64_t) GROUP, a.n_kv - g*GROUP);
+            for (int c = threadIdx.x*8; c < a.d_v; c += N_THREAD*8) {
+                float sum[8] = {};
+                for (int t = 0; t < n; ++t) {
+                    float x[8];
+                    load_span<ANY>(x, a.v.type, a.v.at(h, g*GROUP + t, s), c, a.d_v);
+                    for (int l = 0; l < 8; ++l) {
+                        sum[l] += x[l];
+                    }
+                }
+                for (int l = 0; l < 8 && c + l < a.d_v; ++l) {
+                    a.v_sum.at<float>((int64_t) block*(SUM + 1) + j, s)[h*a.d_v + c + l] = sum[l];
+                }
+            }
+        }
+    }
+    __syncthreads();
+    for (int c = threadIdx.x; c < a.d_v; c += N_THREAD) {
+        float sum = 0.0f;
+        for (int j = 0; j < SUM; ++j) {
+            sum += a.v_sum.at<float>((int64_t) block*(SUM + 1) + j, s)[h*a.d_v + c];
+        }
+        a.v_sum.at<float>((int64_t) block*(SUM + 1) + SUM, s)[h*a.d_v + c] = sum;
+    }
+}
+
+// ---- visible ----
+
+// a warp per group
+static __global__ void __launch_bounds__(N_THREAD) visible(int32_t * res, const view mask, int64_t n_kv, int64_t n_grp, int n_tok) {
+    const int64_t g = (int64_t) blockIdx.x*N_WARP + threadIdx.x/32;
+    const int64_t i = blockIdx.y, s = blockIdx.z;
+    const uint16_t * m = mask.at<const uint16_t>(i, 0, s);
+    int n = 0;
+    for (int64_t t = g*GROUP + threadIdx.x % 32; t < n_kv && t < (g + 1)*GROUP; t += 32) {
+        n += m[t] != F16_NEG_INF;
+    }
+    n = lane_sum<32>(n);
+    if (g < n_grp && threadIdx.x % 32 == 0) {
+        res[(s*n_tok + i)*n_grp + g] = n;
+    }
+}
+
+} // namespace sparse_cuda

@@ -1,0 +1,334 @@
+#pragma once
+
+// Step 2: the top k positions, and alpha. A row is what one KV head of one token ranks.
+
+#include "sparse-device.cuh"
+
+namespace sparse_cuda {
+
+struct select_args {
+    view forced, kl;
+    const float * logits;               // [row][n_head][n_kv]; row = stream*n_tok + token
+    float       * key;                  // [row][n_head_kv][n_kv] what is ranked; the logits where a group is one query head
+    float       * run_max, * run_sum;   // [row][n_head][n_run]; where a group is several heads, or alpha is wanted
+    const float * sinks;                // [n_head] or NULL
+    unsigned    * bits;                 // [row][n_head_kv][n_bits] scratch: cells that are always in
+    int32_t     * cand;                 // [row][n_head_kv][n_cand] scratch: cells near or above the cut
+    int32_t     * res;                  // [row][n_head_kv][1 + n_group_q + topk_max]
+    int64_t n_kv, n_run, n_bits, n_cand;
+    int     n_head, n_head_kv, n_group_q, n_tok, n_forced, n_local_max, topk_max, alpha;
+};
+
+constexpr int G_MAX = 128; // query heads of a group
+
+// a head's largest logit (0 if it sees nothing) and the sum of exp(logit - it), from its runs; the work of a warp
+__device__ __forceinline__ float2 sum_head(const select_args & a, int64_t head) {
+    const float * max = a.run_max + head*a.n_run, * sum = a.run_sum + head*a.n_run;
+    float top = neg_inf(), all = 0.0f;
+    for (int64_t i = threadIdx.x % 32; i < a.n_run; i += 32) {
+        top = fmaxf(top, max[i]);
+    }
+    top = warp_max(top);
+    for (int64_t i = threadIdx.x % 32; i < a.n_run; i += 32) {
+        all += max[i] > neg_inf() ? sum[i]*expf(max[i] - top) : 0.0f;
+    }
+    all = lane_sum<32>(all);
+    return make_float2(top > neg_inf() ? top : 0.0f, all);
+}
+
+// NaN stays
+__device__ __forceinline__ float finite_top(float x) { return x > FLT_MAX ? FLT_MAX : x; }
+
+constexpr int KEYS = 2048; // positions of a block of rank_keys
+
+// with several query heads: the sum over them of softmax(logits); -inf where hidden
+static __global__ void __launch_bounds__(N_THREAD) rank_keys(const select_args a) {
+    __shared__ float top[G_MAX], inv[G_MAX];
+    const int64_t u = (int64_t) blockIdx.z*a.n_head_kv + blockIdx.y, head = u*a.n_group_q;
+    for (int h = threadIdx.x/32; h < a.n_group_q; h += N_WARP) {
+        const float2 x = sum_head(a, head + h);
+        if (threadIdx.x % 32 == 0) {
+            top[h] = x.x;
+            inv[h] = x.y > 0.0f ? __fdiv_rn(1.0f, x.y) : 0.0f;
+        }
+    }
+    __syncthreads();
+    const int64_t t0 = (int64_t) blockIdx.x*KEYS + threadIdx.x;
+    float key[KEYS/N_THREAD] = {};
+    for (int h = 0; h < a.n_group_q; ++h) {
+#pragma unroll
+        for (int j = 0; j < KEYS/N_THREAD; ++j) {
+            const int64_t t = t0 + j*N_THREAD;
+            const float   x = t < a.n_kv ? a.logits[(head + h)*a.n_kv + t] : neg_inf();
+            key[j] = x == neg_inf() ? x : key[j] + expf(finite_top(x) - top[h])*inv[h];
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < KEYS/N_THREAD; ++j) {
+        const int64_t t = t0 + j*N_THREAD;
+        if (t < a.n_kv) {
+            a.key[u*a.n_kv + t] = key[j];
+        }
+    }
+}
+
+// the sum of x over the block, in all threads; buf [NT/32]
+template <int NT, typename T>
+__device__ __forceinline__ T block_sum(T x, T * buf) {
+    x = lane_sum<32>(x);
+    __syncthreads(); // the last one was read
+    if (threadIdx.x % 32 == 0) {
+        buf[threadIdx.x/32] = x;
+    }
+    __syncthreads();
+    return lane_sum<32>(threadIdx.x % 32 < NT/32 ? buf[threadIdx.x % 32] : (T) 0);
+}
+
+// a mark of cell t as always in; 1: it is visible and was not marked yet
+__device__ __forceinline__ int mark(unsigned * bits, const float * key, int32_t t, int64_t n) {
+    return t >= 0 && t < n && order_of(key[t]) != ORDER_HIDDEN && !(atomicOr(&bits[t/32], 1u << t % 32) >> t % 32 & 1);
+}
+
+// marks the forced cells: the first n_local, then those from n_local_max on, at most topk_max of them. Returns how many
+template <int NT>
+__device__ __forceinline__ int mark_forced(const select_args & a, unsigned * bits, const float * key, const int32_t * forced, int n_local, int * buf) {
+    for (int round = 0; ; ++round) {
+        for (int64_t j = threadIdx.x; j < a.n_bits; j += NT) {
+            bits[j] = 0;
+        }
+        __syncthreads();
+        int n = 0;
+        if (round == 0) {
+            for (int j = threadIdx.x; j < a.n_forced; j += NT) {
+                n += j < n_local || j >= a.n_local_max ? mark(bits, key, forced[j], a.n_kv) : 0;
+            }
+        } else if (threadIdx.x == 0) { // there are too many: in their order, which is that of their importance
+            for (int j = 0; j < a.n_forced && n < a.topk_max; ++j) {
+                n += j < n_local || j >= a.n_local_max ? mark(bits, key, forced[j], a.n_kv) : 0;
+            }
+        }
+        n = block_sum<NT>(n, buf);
+        if (n <= a.topk_max) {
+            return n;
+        }
+    }
+}
+
+constexpr int SAMPLE = 1024; // cells
+
+// the largest order that at least k of the sampled keys reach; ORDER_HIDDEN + 1: all that is visible
+template <int NT>
+__device__ __forceinline__ int sample_cut(const float * key, int64_t n, int k) {
+    static_assert(SAMPLE == NT, "a key per thread");
+    const int x = order_of(key[threadIdx.x/8*(n/(SAMPLE/8)) + threadIdx.x % 8]);
+    int64_t a = ORDER_HIDDEN + 1, b = ORDER_MAX;
+    while (a < b) {
+        const int64_t mid = a + (b - a + 1)/2;
+        const int n_ge = __syncthreads_count(x >= mid);
+        if (n_ge >= k) {
+            a = mid;
+        } else {
+            b = mid - 1;
+        }
+        if (n_ge == k) {
+            break;
+        }
+    }
+    return (int) a;
+}
+
+// one block per row: the k cells with the largest keys, ascending, ties to the lower cell; alpha
+//   Each warp has a part of the row and lists the cells that reach a guess of the cut, in order. The exact cut among them comes from bisection.
+//   The result does not depend on the guess
+template <int NT>
+static __global__ void __launch_bounds__(NT) select(const select_args a) {
+    constexpr int NW = NT/32;
+    constexpr int N_REG = 16; // candidates that a thread keeps in registers
+    __shared__ int     sum_i[NW];
+    __shared__ int64_t sum_l[NW];
+    __shared__ float   sum_f[NW];
+    __shared__ int     first[NW + 1]; // candidates before those of each warp
+
+    const int     tid = threadIdx.x, w = tid/32, lane = tid % 32;
+    const int64_t row = blockIdx.y, u = row*a.n_head_kv + blockIdx.x, n = a.n_kv;
+    const int64_t i = row % a.n_tok, s = row/a.n_tok;
+    const float   * key    = a.key + u*n;
+    unsigned      * bits   = a.bits + u*a.n_bits;
+    int32_t       * cand   = a.cand + u*a.n_cand;
+    int32_t       * res    = a.res + u*(1 + a.n_group_q + a.topk_max);
+    int32_t       * cells  = res + 1 + a.n_group_q;
+    const int32_t * kl     = a.kl.at<const int32_t>(i, 0, s);
+
+    const int n_in = mark_forced<NT>(a, bits, key, a.forced.at<const int32_t>(i, 0, s), kl[1], sum_i);
+    const int k    = max(min(kl[0], a.topk_max), n_in);
+
+    // ---- candidates ----
+    const int64_t part = (n + NW*32 - 1)/(NW*32)*32; // cells of a warp
+    const int64_t p0 = w*part, p1 = min(p0 + part, n);
+    int guess = ORDER_HIDDEN + 1, n_cand = 0;
+    for (float want = (float) k*SAMPLE/n; k > 0; want *= 4.0f) {
+        const float rank = want + 3.0f*__fsqrt_rn(want) + 2.0f;
+        guess = ORDER_HIDDEN + 1;
+        if constexpr (NT == SAMPLE) {
+            if (n > 4*SAMPLE && rank < SAMPLE/2) {
+                guess = sample_cut<NT>(key, n, (int) rank);
+            }
+        }
+        int mine = 0;
+        for (int64_t t = p0; t < p1; t += 4*32) {
+            int x[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const int64_t tj = t + j*32;
+                x[j] = tj + lane < p1 ? order_of(key[tj + lane]) : ORDER_HIDDEN;
+                if (tj < p1 && (__ldcg(&bits[tj/32]) >> lane & 1)) {
+                    x[j] = ORDER_FORCED;
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const unsigned in = __ballot_sync(ALL, x[j] >= guess);
+                if (x[j] >= guess) {
+                    cand[p0 + mine + __popc(in & ((1u << lane) - 1))] = (int32_t) (t + j*32 + lane);
+                }
+                mine += __popc(in);
+            }
+        }
+        __syncthreads(); // first[] of the last round was read
+        if (lane == 0) {
+            first[w + 1] = mine;
+        }
+        __syncthreads();
+        if (tid == 0) {
+            first[0] = 0;
+            for (int j = 0; j < NW; ++j) {
+                first[j + 1] += first[j];
+            }
+        }
+        __syncthreads();
+        n_cand = first[NW];
+        if (n_cand >= k || guess == ORDER_HIDDEN + 1) {
+            break;
+        }
+    }
+
+    // ---- the cut ----
+    // a thread has the candidates j0 .. j1 - 1, in the order of cells
+    const int per = (n_cand + NT - 1)/NT, j0 = min(tid*per, n_cand), j1 = min(j0 + per, n_cand);
+    int w0 = 0;
+    while (w0 < NW - 1 && first[w0 + 1] <= j0) {
+        ++w0;
+    }
+    const auto cell_at = [&](int j, int & wj) { // j ascending
+        while (first[wj + 1] <= j) {
+            ++wj;
+        }
+        return cand[wj*part + j - first[wj]];
+    };
+    const auto order_at = [&](int32_t t) { return __ldcg(&bits[t/32]) >> t % 32 & 1 ? ORDER_FORCED : order_of(key[t]); };
+
+    int x[N_REG];
+    {
+        int wj = w0;
+#pragma unroll
+        for (int j = 0; j < N_REG; ++j) {
+            x[j] = j0 + j < j1 ? order_at(cell_at(j0 + j, wj)) : ORDER_HIDDEN;
+        }
+    }
+    const auto count_ge = [&](int lim) {
+        int c = 0;
+        if (per <= N_REG) {
+#pragma unroll
+            for (int j = 0; j < N_REG; ++j) {
+                c += x[j] >= lim;
+            }
+        } else {
+            for (int j = j0, wj = w0; j < j1; ++j) {
+                c += order_at(cell_at(j, wj)) >= lim;
+            }
+        }
+        return block_sum<NT>(c, sum_i);
+    };
+    int cut = ORDER_HIDDEN; // all candidates
+    if (n_cand > k) {
+        int64_t lo = k == n_in ? ORDER_FORCED : guess, hi = k == n_in ? ORDER_FORCED : ORDER_MAX;
+        while (lo < hi) {
+            const int64_t mid = lo + (hi - lo + 1)/2;
+            const int c = count_ge((int) mid);
+            if (c >= k) {
+                lo = mid;
+            } else {
+                hi = mid - 1;
+            }
+            if (c == k) {
+                break;
+            }
+        }
+        cut = (int) lo;
+    }
+
+    // ---- the cells ----
+    const int n_sel = min(n_cand, max(k, 0));
+    int64_t mine = 0; // candidates above the cut, in the upper half; those equal to it
+    for (int j = j0, wj = w0; j < j1; ++j) {
+        const int o = order_at(cell_at(j, wj));
+        mine += o > cut ? (int64_t) 1 << 32 : o == cut ? 1 : 0;
+    }
+    int64_t before = mine; // of the threads before this one
+#pragma unroll
+    for (int o = 1; o < 32; o *= 2) {
+        const int64_t y = __shfl_up_sync(ALL, before, o);
+        before += lane >= o ? y : 0;
+    }
+    if (lane == 31) {
+        sum_l[w] = before;
+    }
+    before -= mine;
+    __syncthreads();
+    int64_t total = 0;
+    for (int j = 0; j < NW; ++j) {
+        before += j < w ? sum_l[j] : 0;
+        total  += sum_l[j];
+    }
+    const int n_tie = n_sel - (int) (total >> 32); // ties that still fit
+    int n_gt = (int) (before >> 32), n_eq = (int) before;
+    for (int j = j0, wj = w0; j < j1; ++j) {
+        const int32_t t = cell_at(j, wj);
+        const int     o = order_at(t);
+        if (o > cut || (o == cut && n_eq < n_tie)) {
+            cells[n_gt + min(n_eq, n_tie)] = t;
+        }
+        n_gt += o > cut;
+        n_eq += o == cut;
+    }
+    for (int j = n_sel + tid; j < a.topk_max; j += NT) {
+        cells[j] = -1;
+    }
+    if (tid == 0) {
+        res[0] = n_sel;
+    }
+
+    // ---- alpha ----
+    __syncthreads();
+    for (int h = 0; h < a.n_group_q; ++h) {
+        float alpha = 1.0f;
+        if (a.alpha) {
+            const int64_t head = u*a.n_group_q + h;
+            const float2  x    = sum_head(a, head);
+            float kept = 0.0f;
+            for (int j = tid; j < n_sel; j += NT) {
+                kept += expf(finite_top(a.logits[head*n + cells[j]]) - x.x);
+            }
+            kept = block_sum<NT>(kept, sum_f);
+            // the sink takes mass but carries no value: its share stays with the selection
+            const float sink = a.sinks ? expf(a.sinks[head % a.n_head] - x.x) : 0.0f;
+            const float all  = x.y + sink;
+            alpha = all > 0.0f ? fminf(__fdiv_rn(kept + sink, all), 1.0f) : 1.0f;
+        }
+        if (tid == 0) {
+            ((float *) res)[1 + h] = alpha;
+        }
+    }
+}
+
+} // namespace sparse_cuda

@@ -1,0 +1,61 @@
+"""Fixtures of the tests of the CUDA kernels."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "ops"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import cuda_lib
+from cuda_lib import CudaGgml
+
+
+@pytest.fixture(
+    scope="session", params=["host", pytest.param("gpu", marks=pytest.mark.gpu)], ids=str
+)
+def ggml(request, ggml_headers, tmp_path_factory) -> CudaGgml:
+    """ggml of our build, whose graphs run on the CUDA kernels: emulated, or on a GPU.
+
+    Its constructors and structs come from SPARQ_TEST_LIB_DIR, if set, or the built library.
+    """
+    lib_dir = os.environ.get("SPARQ_TEST_LIB_DIR") or request.getfixturevalue("native_lib_dir")
+    folder = tmp_path_factory.mktemp("cuda")
+    if request.param == "gpu":
+        if not shutil.which("nvcc"):
+            pytest.skip("no nvcc")
+        return CudaGgml(Path(lib_dir), cuda_lib.build_gpu(ggml_headers, folder))
+    if reason := cuda_lib.why_no_host():
+        pytest.skip(reason)
+    return CudaGgml(Path(lib_dir), cuda_lib.build_host(ggml_headers, folder))
+
+
+N_QUICK = 4  # of the parameters of a test
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The emulator is a thousand times slower than a GPU: in a quick run a few small parameters of
+    each test, evenly chosen."""
+    tests: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if "test_kernels.py" in item.nodeid and item.get_closest_marker("gpu") is None:
+            tests.setdefault(item.originalname, []).append(item)
+    for group in tests.values():
+        small = [i for i in group if _is_small(i) and i.get_closest_marker("slow") is None]
+        step = -(-len(small) // N_QUICK)
+        quick = small[::step] if small else []
+        for item in group:
+            if item not in quick:
+                item.add_marker(pytest.mark.slow)
+
+
+def _is_small(item: pytest.Function) -> bool:
+    params = item.callspec.params
+    case = params.get("case")
+    n = max(params.get("n", 0), params.get("n_kv", 0))
+    return n < 5000 and (case is None or case.size < 400_000)

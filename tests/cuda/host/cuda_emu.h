@@ -1,0 +1,275 @@
+#pragma once
+
+// CUDA kernels on one CPU thread: what our kernels use of the language and its intrinsics, so that g++ compiles them as they are.
+//
+//   Every thread of a block is a fiber. A fiber runs until it waits (at a barrier of the block or of its warp) or ends; then the next one runs.
+//   Blocks run one after another. cuda_emu_order(1) runs threads and blocks from the last to the first: results that differ between the
+//   two orders betray a missing barrier.
+//   A barrier that not every thread reaches, and a warp operation that lanes reach at different places, abort.
+//   Not emulated: time, weak memory order, the exact bits of the fast exp and division, what lies in shared memory at the start.
+
+#include <csetjmp>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <cmath>
+#include <functional>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__ static
+
+struct dim3 {
+    unsigned x, y, z;
+    dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+struct alignas(8)  int2   { int x, y; };
+struct alignas(8)  uint2  { unsigned x, y; };
+struct alignas(8)  float2 { float x, y; };
+struct alignas(16) uint4  { unsigned x, y, z, w; };
+struct alignas(16) float4 { float x, y, z, w; };
+static inline float2 make_float2(float x, float y) { return { x, y }; }
+static inline float4 make_float4(float x, float y, float z, float w) { return { x, y, z, w }; }
+static inline uint4  make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return { x, y, z, w }; }
+
+namespace emu {
+
+struct fiber {
+    ucontext_t ctx;
+    jmp_buf    at;
+    bool       started = false;
+    int        state = 0; // 0 ends, 1 runs, 2 waits for its warp, 3 for its block
+    unsigned   n_warp = 0, n_block = 0; // operations so far
+    dim3       thread;
+};
+
+constexpr int N_MAX = 1024, STACK = 64*1024;
+
+struct machine {
+    fiber    f[N_MAX];
+    char   * stacks = nullptr;
+    jmp_buf  home;
+    int      self = 0, n = 0;
+    bool     backwards = false;
+    dim3     grid, block, index;
+    uint64_t lane_value[2][N_MAX]; // by the parity of the operation
+    int      lane_op[2][N_MAX];
+    int      arrived[N_MAX/32];
+    int      n_block_arrived = 0;
+    int      block_value[2][N_MAX];
+    const std::function<void()> * kernel = nullptr;
+};
+
+inline machine & m() {
+    static machine * x = new machine;
+    return *x;
+}
+
+[[noreturn]] inline void fail(const char * what) {
+    fprintf(stderr, "cuda_emu: %s (block %u %u %u, thread %d)\n", what, m().index.x, m().index.y, m().index.z, m().self);
+    abort();
+}
+
+inline void wait() { // back to the loop of run_block
+    if (_setjmp(m().f[m().self].at) == 0) {
+        _longjmp(m().home, 1);
+    }
+}
+
+inline void body() {
+    for (;;) {
+        (*m().kernel)();
+        m().f[m().self].state = 0;
+        wait();
+    }
+}
+
+inline void run_fiber(int i) {
+    m().self = i;
+    if (_setjmp(m().home) == 0) {
+        fiber & f = m().f[i];
+        if (f.started) {
+            _longjmp(f.at, 1);
+        }
+        f.started = true;
+        getcontext(&f.ctx);
+        f.ctx.uc_stack.ss_sp   = m().stacks + (size_t) i*STACK;
+        f.ctx.uc_stack.ss_size = STACK;
+        f.ctx.uc_link = nullptr;
+        makecontext(&f.ctx, body, 0);
+        setcontext(&f.ctx);
+    }
+}
+
+inline void run_block() {
+    machine & x = m();
+    memset(x.arrived, 0, sizeof(x.arrived));
+    x.n_block_arrived = 0;
+    for (int i = 0; i < x.n; ++i) {
+        x.f[i].state  = 1;
+        x.f[i].n_warp = x.f[i].n_block = 0;
+        x.f[i].thread = dim3(i);
+    }
+    for (int alive = x.n; alive > 0; ) {
+        bool ran = false;
+        alive = 0;
+        for (int j = 0; j < x.n; ++j) {
+            const int i = x.backwards ? x.n - 1 - j : j;
+            if (x.f[i].state == 1) {
+                run_fiber(i);
+                ran = true;
+            }
+        }
+        for (int i = 0; i < x.n; ++i) {
+            alive += x.f[i].state != 0;
+        }
+        if (!ran && alive > 0) {
+            fail("threads wait for others that ended, or that wait elsewhere");
+        }
+    }
+}
+
+inline void launch(dim3 grid, dim3 block, const std::function<void()> & kernel) {
+    machine & x = m();
+    if (!x.stacks) {
+        x.stacks = (char *) mmap(nullptr, (size_t) N_MAX*STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    }
+    if (block.y != 1 || block.z != 1 || block.x % 32 != 0 || block.x > N_MAX || grid.x < 1 || grid.y < 1 || grid.z < 1 || grid.y > 65535 || grid.z > 65535) {
+        fail("a launch that CUDA would refuse, or that is not emulated");
+    }
+    x.grid   = grid;
+    x.block  = block;
+    x.n      = (int) block.x;
+    x.kernel = &kernel;
+    const uint64_t n = (uint64_t) grid.x*grid.y*grid.z;
+    for (uint64_t j = 0; j < n; ++j) {
+        const uint64_t i = x.backwards ? n - 1 - j : j;
+        x.index = dim3(i % grid.x, i/grid.x % grid.y, i/grid.x/grid.y);
+        run_block();
+    }
+}
+
+// every lane leaves a value and waits for the others; returns where the values of its warp are
+inline const uint64_t * exchange(uint64_t value, int op) {
+    machine & x = m();
+    const int i = x.self, w = i/32, parity = x.f[i].n_warp++ % 2;
+    x.lane_value[parity][i] = value;
+    x.lane_op[parity][i]    = op;
+    if (++x.arrived[w] < 32) {
+        x.f[i].state = 2;
+        wait();
+    } else {
+        x.arrived[w] = 0;
+        for (int j = w*32; j < w*32 + 32; ++j) {
+            if (x.lane_op[parity][j] != op) {
+                fail("the lanes of a warp are at different operations");
+            }
+            x.f[j].state = 1;
+        }
+    }
+    return x.lane_value[parity] + w*32;
+}
+
+inline const int * sync_block(int value) {
+    machine & x = m();
+    const int i = x.self, parity = x.f[i].n_block++ % 2;
+    x.block_value[parity][i] = value;
+    if (++x.n_block_arrived < x.n) {
+        x.f[i].state = 3;
+        wait();
+    } else {
+        x.n_block_arrived = 0;
+        for (int j = 0; j < x.n; ++j) {
+            x.f[j].state = 1;
+        }
+    }
+    return x.block_value[parity];
+}
+
+template <typename T> inline uint64_t to_bits(T v) { uint64_t b = 0; memcpy(&b, &v, sizeof(v)); return b; }
+template <typename T> inline T from_bits(uint64_t b) { T v; memcpy(&v, &b, sizeof(v)); return v; }
+
+inline void check_mask(unsigned mask) { if (mask != 0xFFFFFFFFu) { fail("a mask of less than the whole warp is not emulated"); } }
+
+} // namespace emu
+
+#define threadIdx (emu::m().f[emu::m().self].thread)
+#define blockIdx  (emu::m().index)
+#define blockDim  (emu::m().block)
+#define gridDim   (emu::m().grid)
+
+static inline void __syncthreads() { emu::sync_block(0); }
+static inline int __syncthreads_count(int p) {
+    const int * v = emu::sync_block(p != 0);
+    int res = 0;
+    for (int i = 0; i < emu::m().n; ++i) { res += v[i]; }
+    return res;
+}
+static inline int __syncthreads_or(int p) { return __syncthreads_count(p) > 0; }
+static inline void __syncwarp() { emu::exchange(0, 1); }
+
+template <typename T> static inline T __shfl_sync(unsigned mask, T v, int lane) {
+    emu::check_mask(mask);
+    return emu::from_bits<T>(emu::exchange(emu::to_bits(v), 2)[lane & 31]);
+}
+template <typename T> static inline T __shfl_xor_sync(unsigned mask, T v, int x) {
+    emu::check_mask(mask);
+    const int lane = emu::m().self % 32;
+    return emu::from_bits<T>(emu::exchange(emu::to_bits(v), 3)[lane ^ x]);
+}
+template <typename T> static inline T __shfl_up_sync(unsigned mask, T v, int n) {
+    emu::check_mask(mask);
+    const int lane = emu::m().self % 32;
+    return emu::from_bits<T>(emu::exchange(emu::to_bits(v), 4)[lane >= n ? lane - n : lane]);
+}
+static inline unsigned __ballot_sync(unsigned mask, int p) {
+    emu::check_mask(mask);
+    const uint64_t * v = emu::exchange(p != 0, 5);
+    unsigned res = 0;
+    for (int i = 0; i < 32; ++i) { res |= (unsigned) v[i] << i; }
+    return res;
+}
+
+static inline int      __popc(unsigned x)            { return __builtin_popcount(x); }
+static inline int      __float_as_int(float x)       { int b; memcpy(&b, &x, 4); return b; }
+static inline float    __int_as_float(int b)         { float x; memcpy(&x, &b, 4); return x; }
+static inline float    __uint_as_float(unsigned b)   { float x; memcpy(&x, &b, 4); return x; }
+static inline float    __fdiv_rn(float a, float b)   { return a/b; }
+static inline float    __fsqrt_rn(float a)           { return sqrtf(a); }
+template <typename T> static inline T __ldcg(const T * p) { return *p; }
+static inline int      min(int a, int b)             { return a < b ? a : b; }
+static inline int      max(int a, int b)             { return a > b ? a : b; }
+static inline int64_t  min(int64_t a, int64_t b)     { return a < b ? a : b; }
+static inline int __dp4a(int a, int b, int c) {
+    for (int i = 0; i < 4; ++i) { c += (int) (int8_t) (a >> 8*i)*(int) (int8_t) (b >> 8*i); }
+    return c;
+}
+static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned s) {
+    const uint64_t x = (uint64_t) b << 32 | a;
+    unsigned res = 0;
+    for (int i = 0; i < 4; ++i) { res |= (unsigned) (x >> 8*(s >> 4*i & 7) & 255) << 8*i; }
+    return res;
+}
+template <typename T> static inline T atomicAdd(T * p, T v) { const T old = *p; *p += v; return old; }
+static inline unsigned atomicOr(unsigned * p, unsigned v) { const unsigned old = *p; *p |= v; return old; }
+
+// ---- cuda_fp16.h; conversions by ggml, included before ----
+
+struct __half { uint16_t bits; };
+typedef __half half;
+struct __half2 { __half x, y; };
+typedef __half2 half2;
+static inline float  __half2float(__half h)       { return GGML_FP16_TO_FP32(h.bits); }
+static inline __half __float2half_rn(float x)     { return { (uint16_t) GGML_FP32_TO_FP16(x) }; }
+static inline float2 __half22float2(__half2 h)    { return { __half2float(h.x), __half2float(h.y) }; }
+
+// ---- the runtime ----
+
+typedef void * cudaStream_t;
+#define SPARQ_LAUNCH(kernel, grid, block, stream, ...) ((void) (stream), emu::launch(grid, block, [=] { kernel(__VA_ARGS__); }))

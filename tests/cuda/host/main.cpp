@@ -1,0 +1,140 @@
+// Runs nodes of our CUDA op for tests/cuda: on the emulator, or on a GPU when nvcc compiles it. One shared library with sparse-attn.cu.
+
+#include "sparse-attn.cuh"
+
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include "ggml-backend.h"
+
+// ---- what little of ggml the op calls ----
+
+extern "C" {
+void ggml_abort(const char * file, int line, const char * fmt, ...) {
+    va_list args;
+    va_start(args, fmt);
+    fprintf(stderr, "%s:%d: ", file, line);
+    vfprintf(stderr, fmt, args);
+    abort();
+}
+size_t ggml_row_size(enum ggml_type type, int64_t ne) {
+    switch (type) {
+        case GGML_TYPE_Q8_0: return ne/32*34;
+        case GGML_TYPE_Q4_0: return ne/32*18;
+        case GGML_TYPE_F32:  return ne*4;
+        default:             return ne*2;
+    }
+}
+bool ggml_backend_buffer_is_host(ggml_backend_buffer_t) { return false; }
+}
+
+static ggml_cuda_device_info info;
+const ggml_cuda_device_info & ggml_cuda_info() { return info; }
+
+#ifdef __CUDACC__
+#define CHECK(call) do { const cudaError_t err = (call); if (err != cudaSuccess) { \
+    fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(err)); abort(); } } while (0)
+static void * device_alloc(size_t size)            { void * p; CHECK(cudaMalloc(&p, size)); return p; }
+static void   device_free (void * p)               { CHECK(cudaFree(p)); }
+static void   device_fill (void * p, size_t size)  { CHECK(cudaMemset(p, 0xAB, size)); }
+#else
+static void * device_alloc(size_t size)            { return aligned_alloc(256, size); }
+static void   device_free (void * p)               { free(p); }
+static void   device_fill (void * p, size_t size)  { memset(p, 0xAB, size); }
+#endif
+
+// every piece of scratch is filled with a pattern first, and what lies behind it must still hold the pattern at the end
+struct test_pool : ggml_cuda_pool {
+    static constexpr size_t GUARD = 256;
+    size_t used = 0, most = 0;
+
+    void * alloc(size_t size, size_t * actual) override {
+        *actual = (size + 255)/256*256 + GUARD;
+        void * p = device_alloc(*actual);
+        device_fill(p, *actual);
+        sizes[p] = size;
+        used += size;
+        most = std::max(most, used);
+        return p;
+    }
+    void free(void * p, size_t actual) override {
+        std::vector<unsigned char> tail(actual - sizes[p]);
+#ifdef __CUDACC__
+        CHECK(cudaMemcpy(tail.data(), (char *) p + sizes[p], tail.size(), cudaMemcpyDeviceToHost));
+#else
+        memcpy(tail.data(), (char *) p + sizes[p], tail.size());
+#endif
+        for (unsigned char x : tail) {
+            if (x != 0xAB) {
+                fprintf(stderr, "a kernel wrote behind its scratch\n");
+                abort();
+            }
+        }
+        used -= sizes[p];
+        sizes.erase(p);
+        device_free(p);
+    }
+    std::map<void *, size_t> sizes;
+};
+
+// 0: done; 1: not supported. n_sm: multiprocessors to plan for, 0: those there are; backwards: the order of the emulator's threads;
+// scratch: the most bytes of it at a time; buffers [n]: {address, bytes} of all memory that the node's tensors lie in (on a GPU: copied there and back)
+extern "C" int sparq_cuda_compute(ggml_tensor * node, int cc, int n_sm, int backwards, size_t * scratch, const uint64_t (*buffers)[2], int n) {
+    test_pool pool;
+    ggml_backend_cuda_context ctx;
+    ctx.the_pool = &pool;
+    info.devices[0].nsm = n_sm > 0 ? n_sm : 4;
+#ifdef __CUDACC__
+    int nsm = 0;
+    CHECK(cudaDeviceGetAttribute(&nsm, cudaDevAttrMultiProcessorCount, 0));
+    info.devices[0].nsm = n_sm > 0 ? n_sm : nsm;
+    (void) backwards;
+    std::vector<char *> device(n);
+    const auto moved = [&](ggml_tensor * t) {
+        for (int i = 0; i < n; ++i) {
+            const uint64_t o = (uint64_t) t->data - buffers[i][0];
+            if (o < buffers[i][1]) {
+                t->data = device[i] + o;
+                return;
+            }
+        }
+        fprintf(stderr, "a tensor lies in no buffer\n");
+        abort();
+    };
+    for (int i = 0; i < n; ++i) { // at the same distance from a multiple of 256
+        const size_t shift = buffers[i][0] % 256;
+        device[i] = (char *) device_alloc(buffers[i][1] + 256) + shift;
+        CHECK(cudaMemcpy(device[i], (void *) buffers[i][0], buffers[i][1], cudaMemcpyHostToDevice));
+    }
+    ggml_tensor dst = *node, src[GGML_MAX_SRC];
+    moved(&dst);
+    for (int i = 0; i < GGML_MAX_SRC; ++i) {
+        if (node->src[i]) {
+            src[i] = *node->src[i];
+            moved(&src[i]);
+            dst.src[i] = &src[i];
+        }
+    }
+    const bool ok = ggml_cuda_sparse_attn_supported(&dst, cc);
+    if (ok) {
+        ggml_cuda_op_sparse_attn(ctx, &dst);
+        CHECK(cudaGetLastError());
+        CHECK(cudaDeviceSynchronize());
+    }
+    for (int i = 0; i < n; ++i) {
+        CHECK(cudaMemcpy((void *) buffers[i][0], device[i], buffers[i][1], cudaMemcpyDeviceToHost));
+        device_free(device[i] - buffers[i][0] % 256);
+    }
+#else
+    (void) buffers;
+    (void) n;
+    emu::m().backwards = backwards;
+    const bool ok = ggml_cuda_sparse_attn_supported(node, cc);
+    if (ok) {
+        ggml_cuda_op_sparse_attn(ctx, node);
+    }
+#endif
+    *scratch = pool.most;
+    return ok ? 0 : 1;
+}

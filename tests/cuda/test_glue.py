@@ -1,0 +1,73 @@
+"""How nodes are cut into launches: splits, runs per block, scratch, what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import cases
+import graphs
+import numpy as np
+import pytest
+import test_steps
+from cases import Case
+from graphs import Sources
+
+CASE = Case(n_kv=1500, heads=(7, 1), d=64, mask="part", extra="mean_v+sinks", strided=True)
+
+
+@pytest.mark.parametrize("n_sm", [1, 200])
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASE,
+        replace(CASE, heads=(4, 4), type_k="q4_0", extra="plain"),
+        replace(CASE, d=128, heads=(2, 2), batch=(2, 1), extra="sinks"),
+    ],
+    ids=str,
+)
+def test_any_number_of_multiprocessors(case: Case, n_sm: int, ggml) -> None:
+    """1: a block walks all its runs, rows are not split. 200: as many blocks as there are tiles."""
+    ggml.n_sm = n_sm
+    try:
+        test_steps.check_steps(case, ggml)
+    finally:
+        ggml.n_sm = 0
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (8, 2), (12, 1)])
+@pytest.mark.parametrize("mean_v", [False, True])
+def test_scratch_is_what_the_docs_say(heads: tuple[int, int], mean_v: bool, ggml) -> None:
+    """docs/cuda.md has the formulas."""
+    extra = "mean_v" if mean_v else "plain"
+    case = Case(n_kv=1500, heads=heads, d=64, extra=extra, batch=(2, 1))
+    n_head, n_head_kv = heads
+    n_row, n, g = 2, case.n_kv, n_head // n_head_kv
+    with ggml.graph() as graph:
+        s = Sources(cases.make(case), graph)
+        ggml.scratch = 0
+        graph.compute(graphs.pick(s))
+        want = 4 * n * n_head + n_head_kv * (4 * -(-n // 32) + 4 * 2048)
+        want += 8 * -(-n // 512) * n_head * (g > 1 or mean_v) + 4 * n * n_head_kv * (g > 1)
+        assert ggml.scratch == n_row * want
+
+
+def test_what_is_refused(ggml) -> None:
+    """An old GPU, another maker's, a shadow whose rows begin anywhere."""
+    data = cases.make(Case(n_kv=512, d=64, heads=(4, 2), sealed="all"))
+    odd = replace(data, k_t=np.concatenate([data.k_t, data.k_t[..., :3]], axis=-1))
+    for cc, data_, runs in ((900, data, True), (750, data, True), (700, data, False)):
+        ggml.cc = cc
+        assert runs == _runs(ggml, data_)
+    for cc, data_ in ((0x1000000 + 900, data), (900, odd)):
+        ggml.cc = cc
+        assert not _runs(ggml, data_)
+    ggml.cc = 900
+
+
+def _runs(ggml, data: cases.Data) -> bool:
+    with ggml.graph() as graph:
+        try:
+            graph.compute(graphs.pick(Sources(data, graph)))
+        except NotImplementedError:
+            return False
+        return True

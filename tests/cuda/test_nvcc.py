@@ -1,0 +1,127 @@
+"""The CUDA sources compile for every architecture we name, and the hot kernels spill nothing.
+
+Needs nvcc; a GPU is not needed.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import cuda_lib
+import pytest
+
+QUICK = "sm_90"
+ARCHS = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
+
+# registers of a multiprocessor (by sm_75 and later), threads of a block: what the launches ask for
+N_REGISTER, MAX_STATIC_SHARED = 65536, 48 * 1024
+
+pytestmark = pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Of one kernel: registers per thread; bytes per block, per thread, and stored by spills."""
+
+    registers: int
+    shared: int
+    stack: int
+    spilled: int
+
+
+def parse_report(text: str) -> dict[str, Resources]:
+    """ptxas -v, by the kernel's name and template arguments, as in `attend<4,1,1,128>`."""
+    found = {}
+    for part in re.split(r"Compiling entry function '", text)[1:]:
+        mangled = part.partition("'")[0]
+        stack, stores, loads = (
+            int(re.search(rf"(\d+) bytes {what}", part)[1])
+            for what in ("stack frame", "spill stores", "spill loads")
+        )
+        shared = re.search(r"(\d+) bytes smem", part)
+        registers = int(re.search(r"Used (\d+) registers", part)[1])
+        found[kernel_name(mangled)] = Resources(
+            registers, int(shared[1]) if shared else 0, stack, stores + loads
+        )
+    return found
+
+
+def kernel_name(mangled: str) -> str:
+    """Itanium mangling of a function of our namespace: its name, and whole numbers in its template
+    arguments."""
+    length, rest = re.search(r"sparse_cuda(\d+)(.*)", mangled).groups()
+    name, rest = rest[: int(length)], rest[int(length) :]
+    numbers = re.match(r"I((?:Li(?:n?\d+)E)+)E", rest)
+    if not numbers:
+        return name
+    return f"{name}<{','.join(re.findall(r'Li(n?[0-9]+)E', numbers[1])).replace('n', '-')}>"
+
+
+def is_hot(name: str) -> bool:
+    """The kernels of a decoded token with K and V in f16: not exact scores, not other types."""
+    return not name.startswith(("seal", "visible", "score<0", "sum_runs")) and ",-1,-1," not in name
+
+
+def compile_for(arch: str, headers: Path, folder: Path) -> dict[str, Resources]:
+    argv = ["nvcc", *cuda_lib.NVCC_FLAGS, f"-arch={arch}", "-Xptxas=-v", "-cubin"]
+    argv += [*cuda_lib.include_flags(headers), str(cuda_lib.SOURCES[0])]
+    done = subprocess.run(
+        [*argv, "-o", str(folder / f"{arch}.cubin")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "warning" not in done.stderr, done.stderr
+    return parse_report(done.stderr)
+
+
+@pytest.mark.parametrize(
+    "arch", [pytest.param(a, marks=[] if a == QUICK else pytest.mark.slow) for a in ARCHS]
+)
+def test_hot_kernels_spill_nothing(arch: str, ggml_headers: Path, tmp_path: Path) -> None:
+    kernels = compile_for(arch, ggml_headers, tmp_path)
+    hot = {name: r for name, r in kernels.items() if is_hot(name)}
+    assert {"select<1024>", "merge", "attend<4,1,1,128>", "score<4,1,-1>"} <= set(hot)
+    for name, r in hot.items():
+        assert (r.stack, r.spilled) == (0, 0), f"{name}: {r}"
+    for name, r in kernels.items():
+        n_thread = 1024 if name == "select<1024>" else 256
+        assert r.registers * n_thread <= N_REGISTER, f"{name}: {r}"
+        assert r.shared <= MAX_STATIC_SHARED, f"{name}: {r}"
+
+
+def test_report_of_a_spill_is_seen() -> None:
+    """The check above can fail: a report as ptxas prints it."""
+    name = "_ZN11sparse_cuda6attendILi4ELin1ELi1ELi128EEEvNS_11attend_argsE"
+    text = f"""ptxas info    : Compiling entry function '{name}' for 'sm_90'
+ptxas info    : Function properties for {name}
+    16 bytes stack frame, 16 bytes spill stores, 28 bytes spill loads
+ptxas info    : Used 128 registers, used 1 barriers, 14192 bytes smem
+ptxas info    : Compile time = 812.211 ms
+"""
+    assert parse_report(text) == {"attend<4,-1,1,128>": Resources(128, 14192, 16, 44)}
+    assert kernel_name("_ZN11sparse_cuda5mergeENS_11attend_argsE") == "merge"
+
+
+@pytest.mark.slow
+def test_compiles_within_ggml_cuda(ggml_headers: Path, tmp_path: Path) -> None:
+    """With ggml-cuda's own common.cuh, which needs the headers of cuBLAS."""
+    argv = ["nvcc", *cuda_lib.NVCC_FLAGS, "-arch=sm_90", "-c"]
+    argv += cuda_lib.include_flags(ggml_headers, ggml_cuda=True)
+    argv += [f"-I{folder}" for folder in cublas_headers()]
+    source = str(cuda_lib.SOURCES[0])
+    done = subprocess.run([*argv, source, "-o", str(tmp_path / "x.o")], capture_output=True)
+    if b"cublas_v2.h: No such file" in done.stderr:
+        pytest.skip("no headers of cuBLAS (pip install nvidia-cublas, or the whole toolkit)")
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+
+
+def cublas_headers() -> list[Path]:
+    """Those of the package nvidia-cublas, if it is installed."""
+    import importlib.util
+
+    spec = importlib.util.find_spec("nvidia")
+    roots = spec.submodule_search_locations if spec else None
+    return [p.parent for root in roots or [] for p in Path(root).glob("*/include/cublas_v2.h")]
