@@ -36,6 +36,7 @@ def ggml(request, ggml_headers, tmp_path_factory) -> CudaGgml:
 
 
 N_QUICK = 4  # of the parameters of a test
+SLOW_TESTS = {"test_pick_is_select_of_score", "test_select_ties", "test_select_one_huge_logit"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,9 +46,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "test_kernels.py" in item.nodeid and item.get_closest_marker("gpu") is None:
             tests.setdefault(item.originalname, []).append(item)
-    for group in tests.values():
+    for name, group in tests.items():
         small = [i for i in group if _is_small(i) and i.get_closest_marker("slow") is None]
-        step = -(-len(small) // N_QUICK)
+        step = len(small) if name in SLOW_TESTS else -(-len(small) // N_QUICK)
         quick = small[::step] if small else []
         for item in group:
             if item not in quick:
