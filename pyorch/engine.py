@@ -16,11 +16,14 @@ import json
 import os
 import re
 import secrets
+import signal
 import statistics
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -204,6 +207,25 @@ def _raise_interrupt() -> None:
     if _interrupted:
         _interrupted = False
         raise KeyboardInterrupt
+
+
+@contextmanager
+def _interrupt_later(calls_us: bool) -> Iterator[None]:
+    """Ctrl-C waits, for `_raise_interrupt`, while C code runs that calls us at any moment."""
+
+    def later(*_: object) -> None:
+        global _interrupted
+        _interrupted = True
+
+    plain = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not (calls_us and plain and threading.current_thread() is threading.main_thread()):
+        yield
+        return
+    signal.signal(signal.SIGINT, later)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _last_log() -> str:
@@ -574,13 +596,17 @@ def _decode_tokens(session: Session, tokens: Sequence[int]) -> None:
         )
     buf = (ctypes.c_int32 * len(tokens))(*tokens)
     _log_lines.clear()
-    code = session.lib.llama_decode(session.ctx, session.lib.llama_batch_get_one(buf, len(tokens)))
+    with _interrupt_later(session.watch is not None):
+        code = session.lib.llama_decode(
+            session.ctx, session.lib.llama_batch_get_one(buf, len(tokens))
+        )
+        if code == 0:
+            session.tokens.extend(tokens)
+    if session.watch is not None:
+        session.watch.done(len(session.tokens) - (len(tokens) if code == 0 else 0))
     _raise_interrupt()
     if code != 0:
         raise SparqError(f"llama.cpp could not evaluate {len(tokens)} tokens: {_last_log()}")
-    session.tokens.extend(tokens)
-    if session.watch is not None:
-        session.watch.done(len(session.tokens) - len(tokens))
 
 
 def prefill(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -193,6 +194,38 @@ def test_another_prompt_after_a_rewind(
         engine.decode(demo, t)
         got.append(engine.logits(demo))
     assert np.abs(np.array(got) - want).max() < 0.01 * want.std()
+
+
+@pytest.mark.parametrize("where", ["select", "node"])
+def test_ctrl_c_waits_for_the_end_of_the_token(
+    demo: engine.Session, text: str, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """An exception in a callback of C code would be lost. The session goes on as if nothing was."""
+    tokens = tokens_of(demo, text)
+    policies.switch(demo, "oracle,k=20")
+    want = decode(demo, tokens)
+    engine.rewind(demo, N_PROMPT)
+    pressed = []
+
+    def press(plain):
+        def call(*args):
+            if not pressed:
+                pressed.append(signal.raise_signal(signal.SIGINT))
+            return plain(*args)
+
+        return call
+
+    if where == "select":
+        monkeypatch.setattr("pyorch.policies.oracle.select", press(policies.oracle.select))
+    else:
+        monkeypatch.setattr(demo.watch, "node", press(demo.watch.node))
+    with pytest.raises(KeyboardInterrupt):
+        engine.decode(demo, tokens[N_PROMPT])
+    assert pressed and len(demo.tokens) == N_PROMPT + 1
+    for t in tokens[N_PROMPT + 1 :]:
+        engine.decode(demo, t)
+    assert np.array_equal(engine.logits(demo), want[-1])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_method_that_writes_nothing_is_refused(demo: engine.Session, text: str) -> None:
