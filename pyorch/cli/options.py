@@ -228,7 +228,7 @@ def model_path(name: str, yes: bool = False) -> Path:
     spec = pull.parse_spec(name)
     if spec is None:
         return Path(name)
-    model = pull.find(spec)
+    model = pull.find(spec, note)
     if model.complete:
         return model.path
     n_bytes = model.missing_bytes  # 0 = a new revision with the old content

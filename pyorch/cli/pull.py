@@ -29,7 +29,7 @@ def command(spec: str, quiet: bool, as_json: bool) -> None:
         path = read_gguf(Path(spec)).path
         result = {"path": str(path), "repo": None, "commit": None, "files": []}
     else:
-        model = pull.find(wanted)
+        model = pull.find(wanted, pull.silent if quiet else opt.note)
         missing = model.missing_bytes
         if missing and not quiet:
             n, here = len(model.files), sum(f.n_here for f in model.files)

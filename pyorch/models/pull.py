@@ -28,12 +28,15 @@ from pyorch.models.transfer import (
     Transfer,
     bytes_here,
     fetch,
+    make_folder,
     new_digest,
     repo_folder,
     wrong_checksum,
 )
 
 PREFERRED = "Q4_K_M"  # of several files, when none is named
+
+Say = Callable[[str], None]
 
 _SPEC = re.compile(
     r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(:(?P<quant>\w[\w.-]*)|/(?P<file>[^@]+\.gguf))?"
@@ -78,6 +81,10 @@ class Model:
         """Of the first file, in the cache. Only of a complete model."""
         assert self.files[0].path is not None
         return self.files[0].path
+
+
+def silent(_: str) -> None:
+    """Says nothing."""
 
 
 def parse_spec(text: str, original: bool = False) -> Spec | None:
@@ -147,14 +154,17 @@ def _is_safe(name: str) -> bool:
     )
 
 
-def find(spec: Spec) -> Model:
+def find(spec: Spec, say: Say = silent) -> Model:
     """Choose the files that `spec` means, among those of the hub; offline, of the cache.
+
+    Args:
+        say: called with one line when there is something to wait for.
 
     Raises:
         SparqError: no such repository, revision or file, no access, no connection, a choice that
             only the user can make, or a checksum that is not the one on the card.
     """
-    commit, files = _files(spec, lambda name: name.endswith(".gguf"))
+    commit, files = _files(spec, lambda name: name.endswith(".gguf"), say)
     model = Model(spec, commit, _choose(spec, files))
     known = cards.load(spec.card).sha256 if spec.card else {}
     for f in model.files:
@@ -166,7 +176,7 @@ def find(spec: Spec) -> Model:
     return model
 
 
-def find_files(spec: Spec, patterns: tuple[str, ...]) -> Model:
+def find_files(spec: Spec, patterns: tuple[str, ...], say: Say = silent) -> Model:
     """All files of a repository that match one of the patterns, as `*.json`; not of subfolders.
 
     Raises:
@@ -176,24 +186,24 @@ def find_files(spec: Spec, patterns: tuple[str, ...]) -> Model:
     def wanted(name: str) -> bool:
         return "/" not in name and any(fnmatch(name, p) for p in patterns)
 
-    commit, files = _files(spec, wanted)
+    commit, files = _files(spec, wanted, say)
     if not files:
         raise SparqError(f"{spec.repo}: none of {', '.join(patterns)} in it at {spec.revision}")
     return Model(spec, commit, tuple(files[n] for n in sorted(files)))
 
 
-def _files(spec: Spec, wanted: Callable[[str], bool]) -> tuple[str, dict[str, HubFile]]:
+def _files(spec: Spec, wanted: Callable[[str], bool], say: Say) -> tuple[str, dict[str, HubFile]]:
     """The commit that the revision means, and files of it."""
     from huggingface_hub import constants
 
-    return (_cached if constants.HF_HUB_OFFLINE else _listed)(spec, wanted)
+    return _cached(spec, wanted) if constants.HF_HUB_OFFLINE else _listed(spec, wanted, say)
 
 
-def _listed(spec: Spec, wanted: Callable[[str], bool]) -> tuple[str, dict[str, HubFile]]:
+def _listed(spec: Spec, wanted: Callable[[str], bool], say: Say) -> tuple[str, dict[str, HubFile]]:
     """By the hub's account."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
-    files, patience = {}, Patience(Transfer(0), spec.repo, broken=False)
+    files, patience = {}, Patience(Transfer(0, say=say), spec.repo, broken=False)
     with explained(spec.repo, spec.revision):
         info = patience.call(
             lambda: HfApi().model_info(spec.repo, revision=spec.revision, files_metadata=True)
@@ -293,7 +303,7 @@ def _no_choice(spec: Spec, files: Mapping[str, HubFile], chosen: list[list[str]]
     if not files:
         return SparqError(
             f"{spec.repo}: no GGUF file in it at {spec.revision}",
-            "look for a repository with GGUF in its name; other formats must be converted first",
+            f"make one: sparq-cpp convert hf:{spec.repo}; or look for one with GGUF in its name",
         )
     offered = [names[0] for names in chosen] or sorted(files)
     shown = ", ".join(f"{n} ({human_bytes(files[n].n_bytes)})" for n in offered[:40])
@@ -308,7 +318,7 @@ def _no_choice(spec: Spec, files: Mapping[str, HubFile], chosen: list[list[str]]
 def download(
     model: Model,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = silent,
 ) -> Model:
     """Bring what is missing into the cache, with its checksum; `check` comes next.
 
@@ -365,7 +375,7 @@ def _remember(model: Model) -> None:
         return
     ref = repo_folder(model.spec.repo) / "refs" / model.spec.revision
     if not (ref.is_file() and ref.read_text() == model.commit):
-        ref.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(ref.parent)
         ref.write_text(model.commit)
 
 

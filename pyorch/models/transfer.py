@@ -168,7 +168,7 @@ def _fetch_one(repo: str, commit: str, file: HubFile, transfer: Transfer) -> Hub
     pointer = folder / "snapshots" / commit / file.name
     lock = folder.parent / ".locks" / folder.name / f"{file.digest}.lock"
     for path in (blob, pointer, lock):
-        _make_folder(path.parent, folder.parent)
+        make_folder(path.parent)
     with _locked(lock, file, transfer):
         if there := blob.is_file():
             transfer.add(file.n_bytes)
@@ -200,13 +200,19 @@ def _locked(lock: Path, file: HubFile, transfer: Transfer) -> Iterator[None]:
         yield
 
 
-def _make_folder(folder: Path, cache: Path) -> None:
-    """Make a folder of the cache, unless a link in its path leads out of it."""
-    top = folder.relative_to(cache).parts[0]
-    folder.mkdir(parents=True, exist_ok=True)
-    # a repository's folder may be on another disk, but nothing in it may lead elsewhere
-    if not folder.resolve().is_relative_to((cache / top).resolve()):
+def make_folder(folder: Path) -> None:
+    """Make a folder of the cache, unless a link in its path leads out of it.
+
+    Raises:
+        SparqError: one does. A repository's own folder may be a link, to another disk.
+    """
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE)
+    top = cache / folder.relative_to(cache).parts[0]
+    if not folder.resolve().is_relative_to(top.resolve()):
         raise SparqError(f"{folder} leads out of the cache", "remove that link")
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 def _point(pointer: Path, blob: Path) -> None:
@@ -224,7 +230,7 @@ def _point(pointer: Path, blob: Path) -> None:
 
 def _download(url: str, part: Path, file: HubFile, transfer: Transfer) -> None:
     """Complete `part`, whose content is trusted no more than the hub's: the hash decides."""
-    descriptor = os.open(part, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
+    descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     with os.fdopen(descriptor, "r+b", buffering=0) as f:
         state = _State(f, file, transfer)
         state.take_what_is_here()

@@ -19,6 +19,7 @@ from tiny_gguf import write_tiny_gguf
 
 from pyorch.errors import SparqError
 from pyorch.models import cards, pull
+from pyorch.models.transfer import repo_folder
 
 
 def get(text: str) -> pull.Model:
@@ -304,20 +305,29 @@ def test_a_checksum_cannot_leave_the_cache(
     assert hub.fetched() == [] and not everything_below(tmp_path)
 
 
-def test_a_link_in_the_cache_leads_nowhere(hub: Hub, gguf: bytes, tmp_path: Path) -> None:
-    hub.files = {"sub/m.gguf": gguf}
-    (tmp_path / "outside").mkdir()
-    snapshot = tmp_path / "home" / "hub" / "models--org--repo" / "snapshots" / COMMIT
-    snapshot.mkdir(parents=True)
-    (snapshot / "sub").symlink_to(tmp_path / "outside")
+@pytest.mark.parametrize("link", ["snapshots/COMMIT/sub", "snapshots", "blobs", "refs"])
+def test_a_link_in_the_cache_leads_nowhere(
+    hub: Hub, gguf: bytes, tmp_path: Path, link: str
+) -> None:
+    hub.files = {"sub/dir/m.gguf": gguf}
+    outside, folder = tmp_path / "outside", repo_folder(REPO)
+    outside.mkdir()
+    path = folder / link.replace("COMMIT", COMMIT)
+    path.parent.mkdir(parents=True)
+    path.symlink_to(outside)
     assert "leads out of the cache" in refused(f"hf:{REPO}").message
-    assert not everything_below(tmp_path / "outside") and hub.fetched() == []
-    (snapshot / "sub").unlink()
-    blobs = snapshot.parent.parent / "blobs"
-    blobs.rmdir()
-    blobs.symlink_to(tmp_path / "outside")
-    assert "leads out of the cache" in refused(f"hf:{REPO}").message
-    assert not everything_below(tmp_path / "outside") and hub.fetched() == []
+    assert list(outside.iterdir()) == [] and (link == "refs") == (hub.fetched() != [])
+
+
+def test_a_link_in_place_of_a_download_leads_nowhere(hub: Hub, gguf: bytes, tmp_path: Path) -> None:
+    hub.files, mine = {"m.gguf": gguf}, tmp_path / "mine"
+    mine.write_bytes(b"mine")
+    part = repo_folder(REPO) / "blobs" / f"{hub.digest(gguf)}.incomplete"
+    part.parent.mkdir(parents=True)
+    part.symlink_to(mine)
+    with pytest.raises(SparqError, match="symbolic links"):
+        get(f"hf:{REPO}")
+    assert mine.read_bytes() == b"mine"
 
 
 def test_a_damaged_file_outside_of_the_cache_stays(hub: Hub, gguf: bytes, tmp_path: Path) -> None:
