@@ -23,6 +23,12 @@ function(sparq_attach)
         endif()
     endforeach()
 
+    if (TARGET ggml-cuda)
+        file(GLOB cuda_sources CONFIGURE_DEPENDS ${ops}/cuda/*.cu)
+        target_sources(ggml-cuda PRIVATE ${cuda_sources})
+        target_include_directories(ggml-cuda PRIVATE ${ops}/cuda)
+    endif()
+
     file(GLOB llama_sources CONFIGURE_DEPENDS ${ops}/llama/*.cpp)
     target_sources(llama PRIVATE ${llama_sources})
     target_include_directories(llama PUBLIC $<BUILD_INTERFACE:${ops}/llama>)

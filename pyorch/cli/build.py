@@ -17,7 +17,9 @@ import click
     "--portable", is_flag=True, help="For any CPU of this kind (x86-64: AVX2), not just this one."
 )
 @click.option("--native", is_flag=True, help="For this CPU and no other; the default.")
-@click.option("--cuda", is_flag=True, help="With CUDA: not there yet.")
+@click.option("--cuda", is_flag=True, help="With CUDA; the default where nvcc and a device are.")
+@click.option("--cpu", is_flag=True, help="For the CPU alone, even where a device is.")
+@click.option("--cuda-arch", help="native, all, or as in 80,90  [native, or all without a device]")
 @click.option("--jobs", type=click.IntRange(1), help="Compilers at once [default: one per core].")
 @click.option("--force", is_flag=True, help="Build again from the start.")
 @click.option("--env", is_flag=True, help="Print shell lines that point other programs at it.")
@@ -28,6 +30,8 @@ def command(
     portable: bool,
     native: bool,
     cuda: bool,
+    cpu: bool,
+    cuda_arch: str | None,
     jobs: int | None,
     force: bool,
     env: bool,
@@ -39,12 +43,24 @@ def command(
     """
     from pyorch.errors import SparqError
     from pyorch.native import build
+    from pyorch.native import cuda as toolkit
 
-    if cuda:
-        raise SparqError("CUDA builds are not there yet", "build for the CPU: sparq-cpp build", 2)
-    if native and portable:
-        raise SparqError("--native and --portable exclude each other", "give one of them", 2)
-    options = build.Options(stock=stock, portable=portable)
+    cuda = cuda or cuda_arch is not None
+    for one, other, both in (
+        ("native", "portable", native and portable),
+        ("cuda", "cpu", cuda and cpu),
+    ):
+        if both:
+            raise SparqError(f"--{one} and --{other} exclude each other", "give one of them", 2)
+    if cuda and not toolkit.find_nvcc():
+        raise SparqError(
+            "CUDA builds need nvcc, which is not here", "install a CUDA toolkit, 12 or 13", 2
+        )
+    usual = "" if cpu or portable else build.usual().cuda
+    arch = toolkit.archs(cuda_arch) if cuda else usual
+    if arch:
+        build.say(f"with CUDA, for the architectures {arch.replace(';', ', ')}")
+    options = build.Options(stock=stock, portable=portable, cuda=arch)
     names = build.TOOLS if tools else ()
     folder = build.build(options, names, jobs, force)
     if as_json:

@@ -42,7 +42,7 @@ def examine() -> dict[str, dict[str, Any]]:
     """Collect the facts; nothing is built or downloaded. Sizes are in bytes."""
     from pyorch import __version__, paths
     from pyorch.errors import SparqError
-    from pyorch.native import build, patches, probe, source
+    from pyorch.native import build, cuda, patches, probe, source
 
     pin = source.read_pin()
     machine = {
@@ -52,10 +52,11 @@ def examine() -> dict[str, dict[str, Any]]:
         "memory": probe.memory(),
         "python": platform.python_version(),
         "nvcc": probe.nvcc(),
+        "gpu": [f"{device.name} (sm_{device.arch})" for device in cuda.devices()[0]],
     }
     compiler = probe.find_compiler()
     toolchain: dict[str, Any] = {"compiler": compiler.version if compiler else ""}
-    off: dict[str, str] = {"cuda": "this version builds for the CPU only"}
+    off: dict[str, str] = {}
     if compiler is None:
         off["build"] = "no C and C++ compiler found"
     else:
@@ -64,10 +65,18 @@ def examine() -> dict[str, dict[str, Any]]:
             toolchain |= {"isa": list(found.isa), "flags": list(found.flags)}
             toolchain["openmp"] = found.openmp
             off |= found.off
+            toolkit, why = cuda.toolkit(compiler)
+            if toolkit:
+                toolchain["cuda"] = f"{toolkit.release}, programs with cuBLAS link"
+                toolchain["cuda"] += " and run" if cuda.devices()[0] else ""
+            if why := why or cuda.devices()[1]:
+                off["cuda"] = why
         except SparqError as error:
             off["build"] = error.message
     builds: dict[str, Any] = {}
-    for options in (build.Options(), build.Options(stock=True), build.Options(portable=True)):
+    kinds = [build.Options(), build.Options(stock=True), build.Options(portable=True)]
+    kinds += [build.Options(cuda=cuda.archs(None))] if probe.nvcc() else []
+    for options in kinds:
         folder = build.find(options)
         builds[options.name] = "not built for the present sources"
         if folder and (stamp := build.read_stamp(folder)):

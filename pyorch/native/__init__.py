@@ -18,7 +18,8 @@ from pyorch.errors import SparqError
 def lib_dir(stock: bool = False, tools: tuple[str, ...] = ()) -> Path:
     """Folder with libllama and the named tools, built for the present inputs; builds if need be.
 
-    A build for this CPU is preferred to a portable one, which `sparq-cpp build --portable` makes.
+    A build with CUDA is preferred where there is a device, and one for this CPU to a portable one,
+    which `sparq-cpp build --portable` makes.
 
     Args:
         stock: the same pin without our patches.
@@ -29,11 +30,14 @@ def lib_dir(stock: bool = False, tools: tuple[str, ...] = ()) -> Path:
     """
     from pyorch.native import build
 
-    for portable in (False, True):
-        found = build.find(build.Options(stock, portable), tools)
+    usual = build.usual(stock)
+    for options in (usual, build.Options(stock), build.Options(stock, portable=True)):
+        found = build.find(options, tools)
         if found is not None and (build.bindings() / "llama_cpp").is_dir():
+            if usual.cuda and not options.cuda:
+                build.say("a CUDA device is here, but this build is for the CPU: sparq-cpp build")
             return found
-    options = build.Options(stock)
+    options = usual
     build.say(f"the {options.name} library is not built yet for these sources; building it, once")
     return build.build(options, tools)
 

@@ -35,7 +35,7 @@ from typing import Any
 
 from pyorch import paths
 from pyorch.errors import SparqError
-from pyorch.native import patches, probe, source
+from pyorch.native import cuda, patches, probe, source
 from pyorch.native.source import Note
 
 Step = Callable[[int, int], None]
@@ -61,10 +61,17 @@ class Options:
 
     stock: bool = False  # the same pin, without patches and without ggml_ops
     portable: bool = False  # for any CPU of this kind (x86: AVX2, FMA, F16C), not for this one
+    cuda: str = ""  # architectures, as in 80;90; none: for the CPU only
 
     @property
     def name(self) -> str:
-        return ("stock" if self.stock else "sparq") + ("-portable" if self.portable else "")
+        kind = "stock" if self.stock else "sparq"
+        return kind + ("-portable" if self.portable else "") + ("-cuda" if self.cuda else "")
+
+
+def usual(stock: bool = False) -> Options:
+    """What is built when nothing else is said: with CUDA where a compiler and a device are."""
+    return Options(stock, cuda=cuda.archs("native") if cuda.present() else "")
 
 
 def inputs(options: Options) -> dict[str, Any]:
@@ -73,11 +80,11 @@ def inputs(options: Options) -> dict[str, Any]:
     return {
         "pin": source.locate(pin).key,
         "patches": "" if options.stock else patches.digest(),
-        "ops": "" if options.stock else _digest(_ops_files(paths.data("ggml_ops"))),
+        "ops": "" if options.stock else _digest(_ops_files(paths.data("ggml_ops"), options)),
         "options": options.name,
         "cpu": platform.machine() if options.portable else probe.cpu()[1],
         "env": {k: os.environ[k] for k in ("CFLAGS", "CXXFLAGS", "LDFLAGS") if k in os.environ},
-    }
+    } | ({"cuda": f"{probe.nvcc()}; {options.cuda}"} if options.cuda else {})
 
 
 def find(options: Options, tools: tuple[str, ...] = ()) -> Path | None:
@@ -152,6 +159,9 @@ _WRITE = "set SPARQ_CACHE to a folder that you may write to"
 def _build(options: Options, tools: tuple[str, ...], jobs: int, force: bool, note: Note) -> Path:
     compiler = probe.need_compiler()
     found = probe.probe(compiler, native=not options.portable)
+    toolkit, why = cuda.toolkit(compiler) if options.cuda else (None, "")
+    if why:
+        raise SparqError(f"CUDA cannot be used: {why}", "for the CPU alone: sparq-cpp build --cpu")
     pin = source.read_pin()
     where = source.locate(pin)
     want = inputs(options) | {"compiler": compiler.version, "flags": list(found.flags)}
@@ -173,7 +183,7 @@ def _build(options: Options, tools: tuple[str, ...], jobs: int, force: bool, not
             if patches.digest() != want["patches"]:
                 shutil.rmtree(tree / "src")
                 raise SparqError("patches/ changed while it was applied", "build again")
-            want["ops"] = _digest(_ops_files(tree / "ops"))  # the truth, if edited meanwhile
+            want["ops"] = _digest(_ops_files(tree / "ops", options))  # true, if edited meanwhile
         stamp = _hash(want)
         target = target.with_name(f"{options.name}-{stamp}")
         tools = tuple(sorted({*tools, *(tool for tool in TOOLS if (target / tool).is_file())}))
@@ -181,9 +191,9 @@ def _build(options: Options, tools: tuple[str, ...], jobs: int, force: bool, not
         log.write_text("", "utf-8")
         note(f"building {options.name}: {jobs} job{'s' if jobs > 1 else ''}, log in {log}")
         started = time.monotonic()
-        env = _environment(compiler, found)
+        env = _environment(compiler, found, toolkit)
         with progress() as step:
-            for argv in _commands(tree, options, tools, found.openmp, jobs):
+            for argv in _commands(tree, options, tools, found.openmp, jobs, toolkit):
                 _run_logged(argv, env, tree, step, lock)
         stamped = {
             "stamp": stamp,
@@ -228,24 +238,29 @@ def _prepare(
             patches.apply_series(partial)
         partial.rename(into)
     if not options.stock:
-        _sync_ops(tree / "ops")
+        if (cache := tree / "out" / "CMakeCache.txt").is_file() and (
+            f"CMAKE_HOME_DIRECTORY:INTERNAL={tree / 'src'}\n" not in cache.read_text("utf-8")
+        ):
+            shutil.rmtree(tree / "out")  # the folder was moved, which cmake cannot follow
+        _sync_ops(tree / "ops", options)
 
 
-def _ops_files(root: Path) -> dict[str, Path]:
+def _ops_files(root: Path, options: Options) -> dict[str, Path]:
     """The files that are compiled, by their path below `root`."""
     return {
         str(file.relative_to(root)): file
         for file in sorted(root.rglob("*"))
         if file.is_file() and file.suffix != ".md" and not file.name.startswith(".")
+        if options.cuda or file.relative_to(root).parts[0] != "cuda"
     }
 
 
-def _sync_ops(into: Path) -> None:
+def _sync_ops(into: Path, options: Options) -> None:
     """Make `into` a copy of ggml_ops/, writing only files that differ: ninja rebuilds just those.
 
     A copy, because modification times of an installed package or a checkout say nothing of content.
     """
-    files = _ops_files(paths.data("ggml_ops"))
+    files = _ops_files(paths.data("ggml_ops"), options)
     for old in sorted(into.rglob("*"), reverse=True):
         if old.is_file() and str(old.relative_to(into)) not in files:
             old.unlink()
@@ -257,7 +272,13 @@ def _sync_ops(into: Path) -> None:
             copy.write_bytes(content)
 
 
-def cmake_options(options: Options, tools: tuple[str, ...], openmp: bool, tree: Path) -> list[str]:
+def cmake_options(
+    options: Options,
+    tools: tuple[str, ...],
+    openmp: bool,
+    tree: Path,
+    toolkit: cuda.Toolkit | None = None,
+) -> list[str]:
     """The `-D` arguments of the configure step."""
     origin = "@loader_path" if platform.system() == "Darwin" else "$ORIGIN"
     pin = source.read_pin()
@@ -279,7 +300,9 @@ def cmake_options(options: Options, tools: tuple[str, ...], openmp: bool, tree: 
     }
     values = {key: "ON" if value else "OFF" for key, value in on_off.items()}
     values["CMAKE_BUILD_TYPE"] = "Release"
-    values["CMAKE_INSTALL_RPATH"] = origin
+    values["CMAKE_INSTALL_RPATH"] = ";".join([origin, *(toolkit.lib if toolkit else ())])
+    if toolkit:
+        values |= cuda.cmake_options(toolkit, options.cuda)
     values["LLAMA_BUILD_COMMIT"] = pin.commit[:9]
     values["LLAMA_BUILD_NUMBER"] = "0"
     if not options.stock:
@@ -289,22 +312,32 @@ def cmake_options(options: Options, tools: tuple[str, ...], openmp: bool, tree: 
     return [f"-D{key}={value}" for key, value in values.items()]
 
 
-def _environment(compiler: probe.Compiler, found: probe.Probe) -> dict[str, str]:
+def _environment(
+    compiler: probe.Compiler, found: probe.Probe, toolkit: cuda.Toolkit | None = None
+) -> dict[str, str]:
     """The variables that cmake and ninja run with."""
     env = {**os.environ, "CC": compiler.cc, "CXX": compiler.cxx, "LC_ALL": "C"}
     env["NINJA_STATUS"] = "[%f/%t] "
     for key in ("CFLAGS", "CXXFLAGS"):
         env[key] = " ".join([*os.environ.get(key, "").split(), *found.flags])
+    if toolkit:
+        env["CUDAFLAGS"] = " ".join([os.environ.get("CUDAFLAGS", ""), *toolkit.flags]).strip()
     return env
 
 
 def _commands(
-    tree: Path, options: Options, tools: tuple[str, ...], openmp: bool, jobs: int
+    tree: Path,
+    options: Options,
+    tools: tuple[str, ...],
+    openmp: bool,
+    jobs: int,
+    toolkit: cuda.Toolkit | None = None,
 ) -> list[list[str]]:
     """Configure, compile."""
     ninja = _tool("ninja")
     configure = [_tool("cmake"), "-S", str(tree / "src"), "-B", str(tree / "out"), "-G", "Ninja"]
-    configure += [f"-DCMAKE_MAKE_PROGRAM={ninja}", *cmake_options(options, tools, openmp, tree)]
+    configure += [f"-DCMAKE_MAKE_PROGRAM={ninja}"]
+    configure += cmake_options(options, tools, openmp, tree, toolkit)
     return [configure, [ninja, "-C", str(tree / "out"), "-j", str(jobs), "llama", *tools]]
 
 

@@ -115,13 +115,10 @@ def memory() -> int:
 
 def nvcc() -> str:
     """Version line of the CUDA compiler, or an empty string."""
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    folders = [f"{home}/bin" for home in homes if home]
-    found = shutil.which("nvcc") or shutil.which("nvcc", path=os.pathsep.join(folders))
-    if not found:
-        return ""
-    match = re.search(r"release [^,\n]+", _run([found, "--version"]).stdout)
-    return f"{found} ({match.group() if match else 'unknown release'})"
+    from pyorch.native import cuda
+
+    found = cuda.find_nvcc()
+    return f"{found} (release {cuda.release(found) or 'unknown'})" if found else ""
 
 
 # (name, macro that the compiler sets for it, switches that turn it off, statement that uses it).

@@ -1,0 +1,210 @@
+"""CUDA on this machine: the compiler, its libraries, the devices; found out by using them.
+
+A toolkit counts when a program compiled with it links with cuBLAS and, where there is a device,
+runs on it. Headers and libraries that the toolkit lacks are taken from NVIDIA's Python packages
+(`nvidia-cublas`, `nvidia-cuda-cccl`, ...), if this Python has them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyorch.errors import SparqError
+from pyorch.native import probe
+
+ARCHS = ("75", "80", "86", "89", "90", "100", "120")  # sm_75: Turing ... sm_120: Blackwell
+RELEASES = (12, 13)
+
+# In a process of its own: a driver that is broken must not take ours with it.
+_DEVICES = """
+import ctypes
+c = ctypes.CDLL("libcuda.so.1")
+code = c.cuInit(0)
+if code: raise SystemExit(f"cuInit: error {code}")
+n = ctypes.c_int()
+c.cuDeviceGetCount(ctypes.byref(n))
+for i in range(n.value):
+    name, x, cc = ctypes.create_string_buffer(256), ctypes.c_int(), []
+    c.cuDeviceGetName(name, 256, i)
+    for attribute in (75, 76):
+        c.cuDeviceGetAttribute(ctypes.byref(x), attribute, i)
+        cc.append(x.value)
+    print(f"{cc[0]}{cc[1]}\\t{name.value.decode()}")
+"""
+
+_PROGRAM = """
+#include <cub/cub.cuh>
+#include <cublas_v2.h>
+__global__ void add(int * x) { *x += 1; }
+int main(int n, char **) {
+    if (n == 1) return 0; // no device: that it links is all there is to see
+    int * x = nullptr, y = 41;
+    cublasHandle_t handle;
+    if (cudaMalloc(&x, sizeof(y)) || cudaMemcpy(x, &y, sizeof(y), cudaMemcpyDefault)) return 2;
+    add<<<1, 1>>>(x);
+    if (cudaMemcpy(&y, x, sizeof(y), cudaMemcpyDefault) || y != 42) return 3;
+    return cublasCreate(&handle) == CUBLAS_STATUS_SUCCESS ? 0 : 4;
+}
+"""
+
+
+@dataclass(frozen=True)
+class Device:
+    arch: str  # compute capability, "90" for 9.0
+    name: str
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    nvcc: str
+    release: str  # "13.0"
+    include: tuple[str, ...]  # folders that the toolkit itself does not have
+    lib: tuple[str, ...]
+    libraries: dict[str, str]  # name, as cublas -> file, where not the toolkit's own
+
+    @property
+    def flags(self) -> list[str]:
+        return [f"-I{folder}" for folder in self.include]
+
+
+def find_nvcc() -> str:
+    """Path of the CUDA compiler, or an empty string."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    folders = [f"{home}/bin" for home in homes if home]
+    found = shutil.which("nvcc") or shutil.which("nvcc", path=os.pathsep.join(folders))
+    return found or ""
+
+
+def release(nvcc: str) -> str:
+    """`13.0`; an empty string where it says nothing of the kind."""
+    match = re.search(r"release (\d+\.\d+)", probe._run([nvcc, "--version"]).stdout)
+    return match.group(1) if match else ""
+
+
+@functools.cache
+def devices() -> tuple[tuple[Device, ...], str]:
+    """The devices, and why there is none. Costs nothing where the kernel knows of no GPU."""
+    if not any(Path(file).exists() for file in ("/dev/nvidiactl", "/dev/dxg")):
+        return (), "the system has no NVIDIA device"
+    done = probe._run([sys.executable, "-c", _DEVICES])
+    rows = [line.split("\t") for line in done.stdout.splitlines()]
+    if done.returncode != 0 or not rows:
+        said = (done.stderr.strip().splitlines() or ["the driver lists none"])[-1]
+        return (), f"no CUDA device: {said}"
+    return tuple(Device(arch, name) for arch, name in rows), ""
+
+
+def present() -> bool:
+    """A compiler and a device: what a build without options is made for. SPARQ_CUDA=0: no."""
+    return os.environ.get("SPARQ_CUDA") != "0" and bool(find_nvcc()) and bool(devices()[0])
+
+
+def archs(text: str | None) -> str:
+    """`75;90` from `native`, `all`, or `75,90`; None: native where there is a device, else all.
+
+    Raises:
+        SparqError: another architecture; native without a device.
+    """
+    here = sorted({device.arch for device in devices()[0]})
+    if text is None:
+        text = "native" if here else "all"
+    if text == "native" and not here:
+        raise SparqError(f"no CUDA device here: {devices()[1]}", "--cuda-arch all, or 80,90", 2)
+    chosen = {"native": here, "all": [*ARCHS]}.get(text) or re.split("[,;]", text)
+    wrong = [arch for arch in chosen if arch not in ARCHS and arch not in here]
+    if wrong:
+        raise SparqError(
+            f"no architecture we build for: {wrong[0]}", "one of " + ", ".join(ARCHS), 2
+        )
+    return ";".join(chosen)
+
+
+def toolkit(compiler: probe.Compiler) -> tuple[Toolkit | None, str]:
+    """The toolkit, or why it cannot be used. Compiles and runs a program: some seconds."""
+    nvcc = find_nvcc()
+    if not nvcc:
+        return None, "no nvcc on PATH, in CUDA_HOME or in /usr/local/cuda"
+    number = release(nvcc)
+    if int(number.partition(".")[0] or 0) not in RELEASES:
+        return None, f"{nvcc} is of release {number or 'unknown'}; 12 and 13 are supported"
+    root = Path(nvcc).resolve().parent.parent
+    if (match := re.search(r"exec (\S+)/bin/nvcc", _text(nvcc))) is not None:
+        root = Path(match.group(1))  # a script that calls it
+    own = [folder for folder in (root / "lib64", root / "lib") if folder.is_dir()]
+    include, lib, libraries = [], [], {}
+    for folder in _python_packages(number.partition(".")[0]):
+        if (folder / "include").is_dir():
+            include.append(str(folder / "include"))
+        if (folder / "include" / "cccl").is_dir():
+            include.append(str(folder / "include" / "cccl"))
+        lib += [str(f) for f in [folder / "lib"] if f.is_dir()]
+    for name in ("cublas", "cublasLt", "cudart"):
+        if not any((folder / f"lib{name}.so").exists() for folder in own):
+            files = [f for folder in lib for f in sorted(Path(folder).glob(f"lib{name}.so*"))]
+            if files:
+                libraries[name] = str(files[0])
+    if not libraries:
+        lib = []
+    found = Toolkit(nvcc, number, tuple(include), tuple(lib), libraries)
+    with tempfile.TemporaryDirectory(prefix="sparq-probe-") as temp:
+        file, program = Path(temp) / "cuda.cu", Path(temp) / "cuda"
+        file.write_text(_PROGRAM, "utf-8")
+        here = devices()[0]
+        argv = [nvcc, str(file), "-o", str(program), "-ccbin", compiler.cxx.split()[0]]
+        argv += [f"-arch=sm_{here[0].arch if here else ARCHS[1]}", *found.flags]
+        argv += [libraries.get(name, f"-l{name}") for name in ("cublas", "cublasLt")]
+        argv += [f"-Xlinker=-rpath={folder}" for folder in (*lib, *map(str, own))]
+        done = probe._run(argv)
+        if done.returncode != 0:
+            lines = [s for s in (done.stdout + done.stderr).splitlines() if "error" in s.lower()]
+            return None, f"nvcc cannot build a program with cuBLAS: {(lines or ['no message'])[0]}"
+        if here and (code := probe._run([str(program), "run"]).returncode) != 0:
+            how = f"signal {-code}" if code < 0 else f"code {code}"
+            return None, f"a CUDA program compiled here does not run on {here[0].name} ({how})"
+    return found, ""
+
+
+def _text(file: str) -> str:
+    content = Path(file).read_bytes()[:4096]
+    return content.decode() if content.startswith(b"#!") else ""
+
+
+def _python_packages(major: str) -> list[Path]:
+    """Folders of NVIDIA's packages: `nvidia/cu13` for 13, `nvidia/cublas` and so on for 12."""
+    found: list[Path] = []
+    for entry in sys.path:
+        base = Path(entry) / "nvidia"
+        found += [base / f"cu{major}"] if (base / f"cu{major}").is_dir() else []
+        if major == "12":
+            names = ("cublas", "cuda_cccl", "cuda_runtime")
+            found += [base / name for name in names if (base / name).is_dir()]
+    return found
+
+
+def cmake_options(found: Toolkit, arch: str) -> dict[str, str]:
+    """For the configure step, by name."""
+    values = {
+        "GGML_CUDA": "ON",
+        "GGML_CUDA_NCCL": "OFF",
+        "CMAKE_CUDA_COMPILER": found.nvcc,
+        "CMAKE_CUDA_ARCHITECTURES": arch,
+    }
+    values |= {f"CUDA_{name}_LIBRARY": file for name, file in found.libraries.items()}
+    if not _driver_library(found):
+        values["GGML_CUDA_NO_VMM"] = "ON"  # nothing to link it with
+    return values
+
+
+def _driver_library(found: Toolkit) -> bool:
+    root = Path(found.nvcc).resolve().parent.parent
+    stubs = list(root.glob("**/stubs/libcuda.so"))
+    said = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True).stdout
+    return bool(stubs) or re.search(r"libcuda\.so .*=>", said) is not None
