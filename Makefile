@@ -7,16 +7,31 @@ RUN     = $(VENV)/bin
 # the threads of numpy and of ggml together slow the tests down
 export OPENBLAS_NUM_THREADS = 1
 
-.PHONY: demo test test-all figures fuzz soak sanitize lint fmt build upstream patches-refresh patches-check clean
+.PHONY: demo test test-all test-gpu bench-gpu gpu-all figures fuzz soak sanitize lint fmt build upstream patches-refresh patches-check clean
 
 demo: build             ## build, then answer a question from a long text with the demo model
 	$(RUN)/sparq-cpp demo
+
+# both build for, and run on, the CPU, even where a GPU is
+test test-all: export SPARQ_CUDA = 0
 
 test: build             ## build, then the quick tests
 	$(RUN)/python -m pytest -q -m 'not slow and not gpu' $(ARGS)
 
 test-all: build         ## every test that runs without a GPU
 	$(RUN)/python -m pytest -q -m 'not gpu' $(ARGS)
+
+test-gpu: build         ## with a CUDA device: the op tests on it, CPU against CUDA, decode, compute-sanitizer
+	SPARQ_TEST_DEVICE=cuda $(RUN)/python -m pytest -q -m 'not slow' tests/ops/test_steps.py tests/ops/test_attn.py tests/ops/test_quant.py
+	$(RUN)/python -m pytest -q -m gpu tests/gpu tests/cuda $(ARGS)
+
+bench-gpu: build        ## with a CUDA device: attention by itself and tokens, as records
+	$(RUN)/sparq-cpp build --stock
+	$(RUN)/python bench/gpu.py
+	$(RUN)/sparq-cpp bench --like llama2-7b --quant f16 -d 8192,16384,32768,46080 -n 16 -r 3 --spec sparq,ratio=1/8,gpu_min_mb=0
+
+gpu-all:                ## everything that needs a CUDA device, on a bare machine: no package index
+	bench/gpu_all.sh
 
 build: $(STAMP)         ## the patched library and its Python bindings
 	$(RUN)/sparq-cpp build

@@ -26,7 +26,7 @@ function(sparq_attach)
     if (TARGET ggml-cuda)
         file(GLOB cuda_sources CONFIGURE_DEPENDS ${ops}/cuda/*.cu)
         target_sources(ggml-cuda PRIVATE ${cuda_sources})
-        target_include_directories(ggml-cuda PRIVATE ${ops}/cuda)
+        target_include_directories(ggml-cuda PRIVATE ${ops}/cuda ${CMAKE_SOURCE_DIR}/ggml/src/ggml-cuda)
     endif()
 
     file(GLOB llama_sources CONFIGURE_DEPENDS ${ops}/llama/*.cpp)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 
 import click
 
@@ -52,15 +53,19 @@ def command(
     ):
         if both:
             raise SparqError(f"--{one} and --{other} exclude each other", "give one of them", 2)
-    if cuda and not toolkit.find_nvcc():
-        raise SparqError(
-            "CUDA builds need nvcc, which is not here", "install a CUDA toolkit, 12 or 13", 2
-        )
-    usual = "" if cpu or portable else build.usual().cuda
-    arch = toolkit.archs(cuda_arch) if cuda else usual
-    if arch:
-        build.say(f"with CUDA, for the architectures {arch.replace(';', ', ')}")
-    options = build.Options(stock=stock, portable=portable, cuda=arch)
+    options = build.Options(stock=stock, portable=portable)
+    if cuda:
+        options = replace(options, cuda=toolkit.archs(cuda_arch))
+        if not toolkit.find_nvcc():
+            raise SparqError(
+                "CUDA builds need nvcc, which is not here", "install a CUDA toolkit, 12 or 13", 2
+            )
+    elif not (cpu or portable):
+        options = build.usual(stock)
+        if build.find(options, build.TOOLS if tools else ()) is None:
+            options = build.working(options)
+    if options.cuda:
+        build.say(f"with CUDA, for sm_{options.cuda.replace(';', ', sm_')}")
     names = build.TOOLS if tools else ()
     folder = build.build(options, names, jobs, force)
     if as_json:

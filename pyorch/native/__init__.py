@@ -37,7 +37,7 @@ def lib_dir(stock: bool = False, tools: tuple[str, ...] = ()) -> Path:
             if usual.cuda and not options.cuda:
                 build.say("a CUDA device is here, but this build is for the CPU: sparq-cpp build")
             return found
-    options = usual
+    options = build.working(usual)
     build.say(f"the {options.name} library is not built yet for these sources; building it, once")
     return build.build(options, tools)
 

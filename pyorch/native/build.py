@@ -29,7 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,16 @@ class Options:
 def usual(stock: bool = False) -> Options:
     """What is built when nothing else is said: with CUDA where a compiler and a device are."""
     return Options(stock, cuda=cuda.archs("native") if cuda.present() else "")
+
+
+def working(options: Options) -> Options:
+    """The same, without CUDA where it does not work, which is said. Compiles a program for that."""
+    if options.cuda:
+        _, why = cuda.toolkit(probe.need_compiler())
+        if why:
+            say(f"for the CPU only, though a CUDA device is here: {why}")
+            return replace(options, cuda="")
+    return options
 
 
 def inputs(options: Options) -> dict[str, Any]:

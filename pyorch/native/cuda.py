@@ -41,7 +41,7 @@ for i in range(n.value):
 """
 
 _PROGRAM = """
-#include <cub/cub.cuh>
+#include <cub/version.cuh>
 #include <cublas_v2.h>
 __global__ void add(int * x) { *x += 1; }
 int main(int n, char **) {
@@ -72,7 +72,8 @@ class Toolkit:
 
     @property
     def flags(self) -> list[str]:
-        return [f"-I{folder}" for folder in self.include]
+        # after the toolkit's own headers, which may be of another release
+        return [f"-isystem={folder}" for folder in self.include]
 
 
 def find_nvcc() -> str:
@@ -160,11 +161,16 @@ def toolkit(compiler: probe.Compiler) -> tuple[Toolkit | None, str]:
         here = devices()[0]
         argv = [nvcc, str(file), "-o", str(program), "-ccbin", compiler.cxx.split()[0]]
         argv += [f"-arch=sm_{here[0].arch if here else ARCHS[1]}", *found.flags]
-        argv += [libraries.get(name, f"-l{name}") for name in ("cublas", "cublasLt")]
+        for name in ("cublas", "cublasLt"):
+            argv.append(f"-Xlinker={libraries[name]}" if name in libraries else f"-l{name}")
         argv += [f"-Xlinker=-rpath={folder}" for folder in (*lib, *map(str, own))]
         done = probe._run(argv)
         if done.returncode != 0:
-            lines = [s for s in (done.stdout + done.stderr).splitlines() if "error" in s.lower()]
+            lines = [
+                s
+                for s in (done.stdout + done.stderr).splitlines()
+                if re.search("error|fatal|cannot", s)
+            ]
             return None, f"nvcc cannot build a program with cuBLAS: {(lines or ['no message'])[0]}"
         if here and (code := probe._run([str(program), "run"]).returncode) != 0:
             how = f"signal {-code}" if code < 0 else f"code {code}"

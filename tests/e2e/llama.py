@@ -97,6 +97,14 @@ def bindings() -> ModuleType:
     return m
 
 
+def keep_log() -> deque[str]:
+    """All lines of the library's log from now on, in place of the newest 200."""
+    global _log
+    bindings()
+    _log = deque()
+    return _log
+
+
 def log_text() -> str:
     """The newest lines of the library's log."""
     return "".join(_log)

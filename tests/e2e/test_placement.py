@@ -9,17 +9,15 @@ from __future__ import annotations
 import functools
 import json
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import fake_device
 import pytest
 import tiny as tiny_models
-from llama import ROOT, python_environment
-
-from pyorch.native import probe, source
+from llama import python_environment
 
 HERE = Path(__file__).parent
 SPARQ = "sparq,rank=8,topk=64,min_ctx=0,gpu_min_mb=0"
@@ -27,25 +25,11 @@ TOPK = "topk,k=64,min_ctx=0,gpu_min_mb=0"
 ALL = 99  # layers on devices
 N_LAYER, N_PROMPT, N_DECODE = 3, 600, 40  # of placed.py
 
-pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="builds an ELF library")
-
 
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory: pytest.TempPathFactory, native_lib_dir: Path) -> Path:
-    compiler, pin = probe.need_compiler(), source.read_pin()
-    where = source.locate(pin)
-    if not where.path.exists():
-        pytest.skip("the source of the build is no longer in the cache")
-    folder = tmp_path_factory.mktemp("fake")
-    source.unpack(where, f"{pin.folder}/ggml", folder / "ggml", skip=("cmake",))
-    argv = [compiler.cxx, "-std=c++17", "-O1", "-shared", "-fPIC", "-w", HERE / "fake_device.cpp"]
-    argv += [f"-I{folder}/ggml/include", f"-I{folder}/ggml/src", f"-I{ROOT}/ggml_ops"]
-    lib_dir = os.environ.get("SPARQ_TEST_LIB_DIR") or native_lib_dir
-    argv += [f"-L{lib_dir}", "-lggml-base", "-lggml-cpu", "-o", folder / "fake.so"]
-    # our op is in no header of the pinned source: its number is that of GGML_OP_COUNT there
-    argv += ["-DGGML_OP_SPARSE_ATTN=GGML_OP_COUNT"]
-    subprocess.run(argv, check=True)
-    return folder / "fake.so"
+    folder = os.environ.get("SPARQ_TEST_LIB_DIR") or native_lib_dir
+    return fake_device.build(tmp_path_factory.mktemp("fake"), Path(folder))
 
 
 @pytest.fixture(scope="module")

@@ -140,9 +140,9 @@ def test_edits_during_a_build(world: Path, monkeypatch: pytest.MonkeyPatch) -> N
     begun = build.inputs(OPTIONS)["ops"]
     sync = build._sync_ops
 
-    def edited(into: Path) -> None:
+    def edited(into: Path, options: build.Options) -> None:
         (world / "ggml_ops" / "op.c").write_text("int edited;\n")
-        sync(into)
+        sync(into, options)
 
     monkeypatch.setattr(build, "_sync_ops", edited)
     folder = make()
@@ -151,9 +151,9 @@ def test_edits_during_a_build(world: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (world / "ggml_ops" / "op.c").write_text("int a;\n")
     assert build.find(OPTIONS) is None
 
-    def patched(into: Path) -> None:
+    def patched(into: Path, options: build.Options) -> None:
         (world / "patches" / "0002-late.patch").write_text("")
-        sync(into)
+        sync(into, options)
 
     monkeypatch.setattr(build, "_sync_ops", patched)
     with pytest.raises(SparqError, match="patches/ changed while it was applied"):

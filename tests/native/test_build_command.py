@@ -45,7 +45,8 @@ def test_group(capsys: pytest.CaptureFixture[str]) -> None:
         (["bulid"], "No such command 'bulid'.", "sparq-cpp --help"),
         (["build", "--job"], "--job", "sparq-cpp build --help"),
         (["build", "--jobs", "0"], "0", "sparq-cpp build --help"),
-        (["build", "--cuda"], "CUDA builds are not there yet", "sparq-cpp build"),
+        (["build", "--cuda", "--cpu"], "exclude each other", "one of them"),
+        (["build", "--cuda-arch", "60"], "no architecture we build for: 60", "75, 80"),
         (["build", "--native", "--portable"], "exclude each other", "one of them"),
     ],
 )

@@ -25,7 +25,8 @@ def ref(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="session")
 def ggml(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """ggml of our build; SPARQ_TEST_LIB_DIR names another one, SPARQ_TEST_SANITIZE a sanitizer."""
+    """ggml of our build; SPARQ_TEST_LIB_DIR names another one, SPARQ_TEST_SANITIZE a sanitizer,
+    SPARQ_TEST_DEVICE a device."""
     from ggml_ctypes import Ggml
     from isa import IsaGgml
 
@@ -33,6 +34,10 @@ def ggml(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if target := os.environ.get("SPARQ_TEST_SANITIZE"):
         headers = request.getfixturevalue("ggml_headers")
         return IsaGgml(Path(folder), target, headers, tmp_path_factory.mktemp(target))
+    if device := os.environ.get("SPARQ_TEST_DEVICE"):
+        from device import DeviceGgml
+
+        return DeviceGgml(Path(folder), device)
     return Ggml(Path(folder))
 
 

@@ -1,0 +1,43 @@
+"""Greedy tokens after the first 1500 of a text, with K and V where the layers are.
+
+    python decode.py MODEL TEXT N SPEC N_GPU_LAYERS [--log]
+
+Prints JSON: text, calls_sparse, reasons of the layers, groups of the shadow that differ, the log.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from llama import Context, Model, keep_log
+
+N_PROMPT = 1500
+
+
+def main() -> None:
+    path, text, n, spec, layers = sys.argv[1:6]
+    log = keep_log() if "--log" in sys.argv else []
+    with Model(Path(path), int(layers)) as model, Context(model, n_ctx=4096) as ctx:
+        ctx.set_sparse(spec)
+        prompt = model.tokenize(Path(text).read_text("utf-8")[:20000])[:N_PROMPT]
+        assert ctx.decode([(t, i, 0) for i, t in enumerate(prompt)]) == 0
+        tokens = []
+        log.clear()
+        for i in range(int(n)):
+            tokens.append(int(ctx.logits().argmax()))
+            assert ctx.decode([(tokens[-1], len(prompt) + i, 0)]) == 0
+        info = ctx.info()
+        result = {
+            "text": tokens,
+            "calls_sparse": info["counters"]["calls_sparse"],
+            "reasons": sorted({layer["reason"] for layer in info["layers"]}),
+            "differ": ctx.check_shadow(),
+            "log": [line for line in log if "graph" in line.lower()],
+        }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

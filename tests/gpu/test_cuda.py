@@ -1,0 +1,74 @@
+"""With a CUDA device (`make test-gpu`): CPU against CUDA, decoding, graphs, compute-sanitizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import cases
+import compare
+import pytest
+from device import DeviceGgml
+from llama import ROOT, python_environment
+
+from pyorch.native import cuda
+
+pytestmark = pytest.mark.gpu
+DECODE = Path(__file__).with_name("decode.py")
+
+
+@pytest.fixture(scope="module")
+def device(cuda_lib_dir: Path) -> DeviceGgml:
+    return DeviceGgml(cuda_lib_dir, "cuda")
+
+
+@pytest.mark.parametrize("case", compare.ALL_CASES, ids=str)
+def test_cpu_against_cuda(case: cases.Case, device: DeviceGgml) -> None:
+    compare.compare(device, case)
+
+
+def decode(model: Path, n: int, *options: str) -> dict:
+    argv = [sys.executable, DECODE, model, ROOT / "models/demo/document.txt", str(n), *options]
+    done = subprocess.run(argv, env=python_environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("spec", ["sparq,rank=16,topk=128", "topk,k=256"])
+def test_1000_greedy_tokens_are_those_of_the_cpu(spec: str, demo_model, cuda_lib_dir: Path) -> None:
+    line = spec + ",min_ctx=0,gpu_min_mb=0"
+    on_cpu, on_gpu = decode(demo_model, 1000, line, "0"), decode(demo_model, 1000, line, "99")
+    assert on_gpu["calls_sparse"] == on_cpu["calls_sparse"] > 0
+    assert on_gpu["reasons"] == [""] and on_gpu["differ"] in (0, -1)  # -1: top-k has no shadow
+    assert on_gpu["text"] == on_cpu["text"]
+
+
+def test_cuda_graphs_stay_captured(demo_model, cuda_lib_dir: Path) -> None:
+    """Captured anew when the view of the cache grows (every 256 tokens), not per token."""
+    found = decode(demo_model, 400, "sparq,rank=16,topk=128,min_ctx=0,gpu_min_mb=0", "99", "--log")
+    log = found["log"]
+    if any("due to GPU architecture" in line for line in log):
+        pytest.skip("no CUDA graphs on this device")
+    assert not any("unsupported node" in line or "update failed" in line for line in log)
+    reused = sum("reused" in line for line in log)
+    reset = sum("warmup reset" in line for line in log)
+    assert reused > 300 and reset < 20, (reused, reset)
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_compute_sanitizer(tool: str, cuda_lib_dir: Path) -> None:
+    beside = str(Path(cuda.find_nvcc()).resolve().parent)
+    program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=beside)
+    if program is None:
+        pytest.skip("no compute-sanitizer")
+    argv = [program, "--tool", tool, "--error-exitcode", "99", sys.executable, "-m", "pytest", "-q"]
+    argv += ["-p", "no:cacheprovider", "tests/ops/test_attn.py", "-k", "reads_blocks or extras"]
+    env = {**os.environ, "SPARQ_TEST_DEVICE": "cuda", "SPARQ_TEST_LIB_DIR": str(cuda_lib_dir)}
+    done = subprocess.run(argv, env=env, cwd=ROOT, capture_output=True, text=True, timeout=1500)
+    if "Device not supported" in done.stdout:
+        pytest.skip("compute-sanitizer refuses this device")
+    assert done.returncode == 0, done.stdout[-3000:]

@@ -1,0 +1,157 @@
+"""Building with CUDA: what is found, what is asked for, and that the CPU build never notices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pyorch.errors import SparqError
+from pyorch.native import build, cuda, probe
+
+H100 = cuda.Device("90", "NVIDIA H100")
+TOOLKIT = cuda.Toolkit(
+    "/opt/cuda/bin/nvcc", "13.0", ("/i",), ("/l",), {"cublas": "/l/libcublas.so"}
+)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch):
+    """machine(devices, nvcc): what this one pretends to have."""
+
+    def pretend(*devices: cuda.Device, nvcc: str = "/opt/cuda/bin/nvcc") -> None:
+        monkeypatch.setattr(cuda, "devices", lambda: (devices, "" if devices else "none here"))
+        monkeypatch.setattr(cuda, "find_nvcc", lambda: nvcc)
+        monkeypatch.setattr(cuda, "release", lambda nvcc: "13.0")
+        monkeypatch.setattr(cuda, "toolkit", lambda compiler: (TOOLKIT, ""))
+
+    return pretend
+
+
+def nvcc(folder: Path, release: str, body: str) -> str:
+    """A compiler that says it is of a release, and otherwise does `body`."""
+    file = folder / "nvcc"
+    said = f'[ "$1" = --version ] && {{ echo "Cuda, release {release}, V{release}.1"; exit; }}'
+    file.write_text(f"#!/bin/sh\n{said}\n{body}\n")
+    file.chmod(0o755)
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "expected"),
+    [
+        (None, (), "75;80;86;89;90;100;120"),
+        (None, (H100,), "90"),
+        ("all", (H100,), "75;80;86;89;90;100;120"),
+        ("80,90", (), "80;90"),
+        ("native", (H100, H100), "90"),
+        ("native", (cuda.Device("87", "Orin"),), "87"),  # not on the list, but here
+    ],
+)
+def test_archs(text: str | None, devices: tuple, expected: str, machine) -> None:
+    machine(*devices)
+    assert cuda.archs(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("native", "no CUDA device here"), ("60", "we build for: 60")]
+)
+def test_wrong_arch(text: str, message: str, machine) -> None:
+    machine()
+    with pytest.raises(SparqError, match=message) as e:
+        cuda.archs(text)
+    assert e.value.exit_code == 2 and e.value.hint
+
+
+@pytest.mark.parametrize(
+    ("release", "body", "why"),
+    [
+        ("11.8", "exit 1", "is of release 11.8; 12 and 13 are supported"),
+        ("13.0", "echo 'a.cu:1: fatal error: cublas_v2.h: No such file'; exit 1", "cublas_v2.h"),
+        ("12.4", "exit 1", "cannot build a program with cuBLAS: no message"),
+        ("13.0", 'printf "#!/bin/sh\\nexit 3\\n" > "$3"; chmod +x "$3"', "does not run on NVIDIA"),
+        ("12.8", 'printf "#!/bin/sh\\n" > "$3"; chmod +x "$3"', ""),
+    ],
+)
+def test_toolkit(
+    release: str, body: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found out by compiling and running; `$3` is the program that it is to make."""
+    monkeypatch.setattr(cuda, "find_nvcc", lambda: nvcc(tmp_path, release, body))
+    monkeypatch.setattr(cuda, "devices", lambda: ((H100,), ""))
+    found, said = cuda.toolkit(probe.Compiler("cc", "c++", ""))
+    assert why in said and (found is None) == bool(why)
+    if found:
+        assert found.release == release
+
+
+def test_libraries_of_python_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the toolkit lacks comes from nvidia-cublas; what it has is its own."""
+    for file in ("lib/libcublas.so.13", "lib/libcublasLt.so.13", "include/cccl/cub/version.cuh"):
+        (tmp_path / "nvidia" / "cu13" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "nvidia" / "cu13" / file).touch()
+    (tmp_path / "cuda" / "lib64").mkdir(parents=True)
+    (tmp_path / "cuda" / "lib64" / "libcudart.so").touch()
+    (tmp_path / "cuda" / "bin").mkdir()
+    compiler = nvcc(tmp_path / "cuda" / "bin", "13.0", 'touch "$3"')
+    monkeypatch.setattr(cuda, "find_nvcc", lambda: compiler)
+    monkeypatch.setattr(cuda, "devices", lambda: ((), "none"))
+    monkeypatch.syspath_prepend(tmp_path)
+    found, why = cuda.toolkit(probe.Compiler("cc", "c++", ""))
+    assert found is not None, why
+    assert set(found.libraries) == {"cublas", "cublasLt"}
+    options = cuda.cmake_options(found, "90")
+    assert options["CUDA_cublas_LIBRARY"].endswith("cu13/lib/libcublas.so.13")
+    assert f"-isystem={tmp_path}/nvidia/cu13/include" in found.flags
+
+
+def test_what_is_usual(machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(nvcc="")
+    assert build.usual() == build.Options()
+    machine()
+    assert build.usual() == build.Options()
+    machine(H100)
+    assert build.usual(stock=True) == build.Options(stock=True, cuda="90")
+    monkeypatch.setenv("SPARQ_CUDA", "0")
+    assert build.usual() == build.Options()
+
+
+def test_build(world: Path, machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own folder and stamp; the sources in cuda/ concern it alone."""
+    machine(H100)
+    monkeypatch.setenv(
+        "FAKE_CMAKE", f'echo "$@" > {world}/cmake.args; echo $CUDAFLAGS >> {world}/cmake.args'
+    )
+    with_cuda = build.Options(cuda="90")
+    plain = build.build(build.Options())
+    folder = build.build(with_cuda)
+    args = (world / "cmake.args").read_text()
+    assert folder.name.startswith("sparq-cuda-") and folder != plain
+    assert "-DGGML_CUDA=ON" in args and "-DCMAKE_CUDA_ARCHITECTURES=90" in args
+    assert "-isystem=/i" in args and "-DCMAKE_INSTALL_RPATH=$ORIGIN;/l" in args
+    assert build.find(with_cuda) == folder and build.find(build.Options(cuda="80")) is None
+
+    (world / "ggml_ops" / "cuda").mkdir()
+    (world / "ggml_ops" / "cuda" / "op.cu").write_text("")
+    assert build.find(build.Options()) == plain and build.find(with_cuda) is None
+
+
+def test_build_without_a_working_toolkit(world: Path, machine, monkeypatch, capsys) -> None:
+    machine(H100)
+    monkeypatch.setattr(cuda, "toolkit", lambda compiler: (None, "it is broken"))
+    with pytest.raises(SparqError, match="CUDA cannot be used: it is broken") as e:
+        build.build(build.Options(cuda="90"))
+    assert "--cpu" in e.value.hint
+    assert build.working(build.usual()) == build.Options()
+    assert "for the CPU only, though a CUDA device is here: it is broken" in capsys.readouterr().err
+
+
+def test_a_moved_tree_is_configured_anew(world: Path) -> None:
+    """cmake refuses a build folder that another place has configured."""
+    build.build(build.Options())
+    (tree,) = (world / "cache" / "build").iterdir()
+    (tree / "out" / "CMakeCache.txt").write_text("CMAKE_HOME_DIRECTORY:INTERNAL=/elsewhere/src\n")
+    (tree / "out" / "left-over").touch()
+    (world / "ggml_ops" / "op.c").write_text("int changed;\n")
+    build.build(build.Options())
+    assert not (tree / "out" / "left-over").exists()
