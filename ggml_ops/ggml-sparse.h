@@ -148,6 +148,7 @@ struct ggml_sparse_select_params {
     int32_t n_head_kv;
     int32_t n_local_max; // forced[0 .. n_local_max) is the local window, newest first; the rest are sinks
     int32_t alpha;      // != 0: compute alpha (needs a pass of exp over all scores)
+    float   top_p;      // in (0, 1): fewer than k positions, where these carry that share of the mass; else exactly k
 };
 
 // SELECT (step 2)
@@ -162,6 +163,8 @@ struct ggml_sparse_select_params {
 //   ranks by the sum over the group's query heads of softmax(logits) (with one query head: by the logit itself, the same order)
 //   k counts the forced cells. Hidden cells (-inf) are never selected, so n_sel = min(k, visible), but a visible forced cell always is
 //   (all forced are in even when there are more than k, as far as topk_max allows: sinks last).
+//   top_p: of the k positions only the forced ones and then the highest ranked, until they carry top_p of the softmaxed scores (mean over
+//   the group's query heads, without sinks): k caps, n_sel varies with head and token
 //   ties: the lower cell wins. alpha[h] = 1 - the share of softmax(logits[h]), sink included, that falls on cells not selected: the sink's
 //   mass carries no value and stays with the selection, so that selecting everything gives dense attention.
 GGML_API struct ggml_tensor * ggml_sparse_attn_select(
@@ -254,6 +257,7 @@ struct ggml_sparse_attn_params {
     int32_t mean_v;
     int32_t n_bit;
     int32_t n_rot;
+    float   top_p;
 };
 
 // SparQ attention: PICK, ATTEND

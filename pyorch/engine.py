@@ -30,6 +30,7 @@ from typing import Any, Protocol
 
 from pyorch import native
 from pyorch.attention.bytes import cache_bytes, shadow_bytes
+from pyorch.attention.calibrate import resolve
 from pyorch.attention.spec import AttentionSpec, check_against_model, parse_spec
 from pyorch.errors import SparqError
 from pyorch.models.gguf_file import (
@@ -290,6 +291,7 @@ def load(
         attention = os.environ.get("SPARQ_ATTN") or None
     spec = parse_spec(attention) if isinstance(attention, str) else attention
     if spec is not None:
+        spec = resolve(spec, file.path)
         check_against_model(spec, geo.head_dim_k)
     shadow = shadow_bytes(geo, n_ctx, spec) if spec is not None else 0
     check_memory(file, cache_bytes(geo, n_ctx, *types), shadow)
@@ -428,7 +430,7 @@ def set_attention(session: Session, spec: AttentionSpec | str) -> None:
     Raises:
         SparqError: the library refuses the settings.
     """
-    spec = parse_spec(spec) if isinstance(spec, str) else spec
+    spec = resolve(parse_spec(spec) if isinstance(spec, str) else spec, session.path)
     check_against_model(spec, session.geometry.head_dim_k)
     if spec.method == "off" and not hasattr(session.lib._lib, "llama_set_sparse_attn"):
         return  # a stock library is off already

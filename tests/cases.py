@@ -98,6 +98,10 @@ class Case:
         return self.extra.startswith("mean_v")
 
     @property
+    def top_p(self) -> float:
+        return 0.6 if "top_p" in self.extra else 1.0
+
+    @property
     def type_v(self) -> str:
         """Mostly the type of K; another one where the size of the group is odd."""
         other = {"f16": "f32", "q8_0": "q4_0", "q4_0": "f16"}
@@ -177,11 +181,45 @@ TYPICAL = [
     Case(501, 80, (4, 4), "16", "64", 0, "f16", (2, 3), "part", "none", "mean_v+sinks", True, 104),
     Case(9000, 128, (8, 2), "16", "64", 32, "f16", (1, 1), "causal", "all", "plain", True, 105),
 ]
+# fewer than k positions carry the mass in some of their heads, not in others
+TOP_P = [
+    Case(2042, 64, (4, 4), "16", "512", 8, "f16", (2, 1), "part", "mixed", "top_p", True, 301),
+    Case(
+        4097,
+        64,
+        (8, 2),
+        "16",
+        "n-1",
+        1,
+        "bf16",
+        (1, 2),
+        "causal",
+        "all",
+        "mean_v+top_p",
+        False,
+        302,
+    ),
+    Case(
+        501,
+        80,
+        (7, 1),
+        "d",
+        "n+5",
+        32,
+        "f32",
+        (3, 1),
+        "hidden",
+        "none",
+        "mean_v+sinks+top_p",
+        True,
+        303,
+    ),
+]
 
 
 def quick_cases() -> list[Case]:
     rows = [Case(**row, seed=i) for i, row in enumerate(pairwise(FACTORS))]
-    return [_limited(case) for case in rows + TYPICAL + QUANTISED]
+    return [_limited(case) for case in rows + TYPICAL + QUANTISED + TOP_P]
 
 
 def slow_cases() -> list[Case]:

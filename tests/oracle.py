@@ -125,17 +125,21 @@ def forced_positions(bias, local, sinks, k_max) -> list[int]:
     return list(dict.fromkeys(cells))[:k_max]
 
 
-def select(logits: np.ndarray, k: int, forced: list[int], k_max: int) -> np.ndarray:
+def select(
+    logits: np.ndarray, k: int, forced: list[int], k_max: int, top_p: float = 1.0
+) -> np.ndarray:
     """The selected positions, ascending: the forced ones, then the best others up to k.
 
-    Ties: the lower cell.
+    Ties: the lower cell. top_p < 1: no more than carry that share of the softmaxed scores, mean
+    over the group.
     """
+    mass = softmax(logits).mean(axis=0)
     score = rank_scores(logits)
     chosen = list(forced)
     n_sel = min(max(min(k, k_max), len(chosen)), len(visible_positions(logits)))
     taken = set(chosen)
     for cell in np.argsort(-score, kind="stable"):
-        if len(chosen) >= n_sel:
+        if len(chosen) >= n_sel or (top_p < 1 and mass[chosen].sum() >= top_p):
             break
         if int(cell) not in taken and not np.isneginf(logits[0, cell]):
             chosen.append(int(cell))
@@ -202,6 +206,7 @@ def sparse(
     q_score=None,
     k_score=None,
     dtype=F64,
+    top_p=1.0,
 ) -> np.ndarray:
     """SparQ attention (rank given) or exact top-k attention (rank None): (g, d_v).
 
@@ -212,7 +217,7 @@ def sparse(
     q_score, k_score = q if q_score is None else q_score, k if k_score is None else k_score
     components = None if rank is None else select_components(q_score, rank)
     logits = logits_of(q_score, k_score, bias, scale, softcap, components, dtype)
-    chosen = select(logits, topk, forced_positions(bias, local, first, k_max), k_max)
+    chosen = select(logits, topk, forced_positions(bias, local, first, k_max), k_max, top_p)
     y = attend(q, k, v, bias, scale, softcap, chosen, sinks, dtype)
     if mean_v:
         y = interpolate(y, mass_kept(logits, chosen, sinks), v_mean(v, bias, dtype))

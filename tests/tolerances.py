@@ -64,7 +64,9 @@ def score_scale(q: np.ndarray, k: np.ndarray, bias: np.ndarray, factor: np.ndarr
     return float((terms * factor[:, None]).max() + np.abs(bias[:, seen]).max())
 
 
-def check_selection(got: np.ndarray, logits: np.ndarray, k: int, forced: list[int]) -> None:
+def check_selection(
+    got: np.ndarray, logits: np.ndarray, k: int, forced: list[int], top_p: float = 1.0
+) -> None:
     """A selection as a set: the right number, no repeats, forced ones in, and nothing better left
     out.
 
@@ -76,6 +78,8 @@ def check_selection(got: np.ndarray, logits: np.ndarray, k: int, forced: list[in
 
     n_visible = int((~np.isneginf(logits[0])).sum())
     n_sel = min(max(k, len(forced)), n_visible)
+    if top_p < 1:
+        n_sel = _top_p_size(got, logits, n_sel, forced, top_p)
     assert len(got) == n_sel, f"n_sel {len(got)}, expected {n_sel}"
     assert (np.diff(got) > 0).all(), "not ascending, or repeated"
     assert set(forced) <= set(got.tolist()), "a forced cell is missing"
@@ -92,6 +96,22 @@ def check_selection(got: np.ndarray, logits: np.ndarray, k: int, forced: list[in
         assert best_left <= cut + score_rounding(logits, best_left), (
             f"left out a score of {best_left:.9g} for one of {cut:.9g}"
         )
+
+
+def _top_p_size(
+    got: np.ndarray, logits: np.ndarray, n_max: int, forced: list[int], top_p: float
+) -> int:
+    """How many cells top_p keeps: as `got` has it, where rounding may make it that number."""
+    import oracle
+
+    mass = oracle.softmax(logits.astype(np.float64)).mean(axis=0)
+    free = np.setdiff1d(got, forced)
+    kept, eps = mass[got].sum(), 64 * EPS32
+    enough = kept >= top_p - eps or len(got) == n_max
+    needed = not len(free) or kept - mass[free].min() < top_p + eps
+    if enough and needed:
+        return len(got)
+    return len(oracle.select(logits.astype(np.float64), n_max, forced, n_max, top_p))
 
 
 def score_rounding(logits: np.ndarray, score: float) -> float:

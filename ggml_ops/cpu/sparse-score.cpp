@@ -331,12 +331,13 @@ struct select_work : select_scratch {
         bump own(shared.end());
         for (int i = 0; i < nth; ++i) {
             if (i <= ith) {
-                key   = own.take<float>(a.n_group_q > 1 ? a.n_kv + 2*W : 0);
-                cand  = own.take<float>(a.n_kv + 2*W);
-                cell  = own.take<int32_t>(a.n_kv + 2*W);
-                saved = own.take<float>(a.forced->ne[0]);
-                top   = own.take<float>(a.n_group_q);
-                all   = own.take<float>(a.n_group_q);
+                key    = own.take<float>(a.n_group_q > 1 ? a.n_kv + 2*W : 0);
+                cand   = own.take<float>(a.n_kv + 2*W);
+                cell   = own.take<int32_t>(a.n_kv + 2*W);
+                weight = own.take<float>(is_top_p(a.p.top_p) ? a.n_kv + 2*W : 0);
+                saved  = own.take<float>(a.forced->ne[0]);
+                top    = own.take<float>(a.n_group_q);
+                all    = own.take<float>(a.n_group_q);
             }
             if (i == 0) {
                 size = shared.used + nth*own.used + bump::ALIGN;
@@ -375,7 +376,7 @@ void select_heads(const ggml_compute_params * params, ggml_tensor * dst, const s
         const int64_t h = u % a.n_head_kv, i = u/a.n_head_kv % a.n_tok, s = u/a.n_head_kv/a.n_tok;
         const int32_t * kl = at<const int32_t>(a.kl, i, 0, s);
         select_topk(at<int32_t>(dst, h, i, s), a.p.topk_max, w, x, at<const int32_t>(a.forced, i, 0, s), (int) a.forced->ne[0], kl[1],
-                a.p.n_local_max, kl[0], a.sinks ? (const float *) a.sinks->data + h*a.n_group_q : nullptr, a.p.alpha != 0);
+                a.p.n_local_max, kl[0], a.sinks ? (const float *) a.sinks->data + h*a.n_group_q : nullptr, a.p.alpha != 0, a.p.top_p);
     };
 
     const unit_range own(params, a.n_all*a.n_tile);
@@ -385,7 +386,7 @@ void select_heads(const ggml_compute_params * params, ggml_tensor * dst, const s
         const bool    whole = u*a.n_tile >= own.u0 && (u + 1)*a.n_tile <= own.u1;
         const head_scores s = w.scores(a, u, whole, params->ith, params->nth);
         make_tile(u, i_tile, s.x, s.ld, x + 1 < own.u1 ? x + 1 : -1);
-        finish_tile(s, i_tile, a.p.alpha != 0);
+        finish_tile(s, i_tile, a.p.alpha != 0 || is_top_p(a.p.top_p));
         if (whole && i_tile == a.n_tile - 1) {
             finish(u, s);
         }

@@ -28,6 +28,7 @@ struct select_scratch {
     float   * key;      // [n + 2*W] what is ranked, with several heads
     float   * cand;     // [n + 2*W] keys near or above the cut ..
     int32_t * cell;     // [n + 2*W] .. and their cells
+    float   * weight;   // [n + 2*W] with top_p
     float   * saved;    // [n_forced]
     float   * top;      // [n_head] the largest logit ..
     float   * all;      // [n_head] .. and the sum of exp(logit - top)
@@ -201,11 +202,87 @@ static inline int take_largest(int32_t * res, const select_scratch & w, const fl
     return n_res;
 }
 
+// does step 2 stop early?
+static inline bool is_top_p(float p) { return p > 0.0f && p < 1.0f; }
+
+// sum of the weights whose key is at least `least`; for a larger `least` never more, since adding a term or 0 rounds in order
+static inline float mass_from(const float * key, const float * weight, int n, float least) {
+    const vf l = set1(least);
+    long_sum sum;
+    for (int i = 0; i < n; i += W) {
+        sum += select(ge(load(key + i), l), load(weight + i), set1(0.0f));
+    }
+    return sum.total();
+}
+
+// of n cells those with the key -inf, and of the others those with the largest keys, until their weights add up to `want`; ties to the
+// lower cell. key, weight [n + W]; from n on the keys are -inf. Returns how many are left, in the order they had
+static inline int cut_at_mass(int32_t * cells, const float * key, const float * weight, int n, float want) {
+    if (!(mass_from(key, weight, n, -FLT_MAX) >= want)) {
+        return n; // all of them do not carry it (or NaN)
+    }
+    // the largest key from which on they do, by bisection of floats in their order
+    const auto number = [](uint32_t i) {
+        const uint32_t bits = i >> 31 ? i ^ 0x80000000 : ~i;
+        float x;
+        memcpy(&x, &bits, sizeof(x));
+        return x;
+    };
+    uint32_t lo = 0x00800000, hi = 0xff800000; // -FLT_MAX, inf
+    while (hi - lo > 1) {
+        const uint32_t mid = lo + (hi - lo)/2;
+        (mass_from(key, weight, n, number(mid)) >= want ? lo : hi) = mid;
+    }
+    const float cut = number(lo);
+
+    float mass  = mass_from(key, weight, n, number(hi));
+    int   n_res = 0;
+    for (int i = 0; i < n; ++i) {
+        const bool tie = key[i] == cut && mass < want;
+        mass += tie ? weight[i] : 0.0f;
+        cells[n_res] = cells[i];
+        n_res += key[i] == -INFINITY || key[i] > cut || tie;
+    }
+    return n_res;
+}
+
+// the cells of a selection that top_p keeps; forced cells have the key +inf, and their own keys are in w.saved
+static inline int keep_top_p(int32_t * cells, int n_sel, const select_scratch & w, const head_scores & s, const float * key, int n_forced, float top_p) {
+    // a position weighs what the heads softmax it to: the key, or what the only head's logit gives
+    float all = 0.0f;
+    for (int h = 0; h < s.n_head; ++h) {
+        all += s.n_head == 1 ? w.all[h] : w.all[h] > 0.0f;
+    }
+    const auto weigh = [&](float * weight, float * x, int n) {
+        for (int i = n; i % W != 0; ++i) {
+            x[i] = -INFINITY;
+        }
+        for (int i = 0; i < n; i += W) {
+            const vf y = load(x + i);
+            store(weight + i, s.n_head == 1 ? exp_rank(sub(y, set1(w.top[0]))) : y);
+        }
+    };
+    float * x = w.cand;
+    int n_in = 0;
+    for (int i = 0; i < n_forced; ++i) {
+        x[n_in] = w.saved[i];
+        n_in += w.saved[i] == w.saved[i];
+    }
+    weigh(w.weight, x, n_in);
+    const float forced = mass_from(x, w.weight, n_in, -FLT_MAX);
+
+    for (int i = 0; i < n_sel; ++i) {
+        x[i] = key[cells[i]] == INFINITY ? -INFINITY : key[cells[i]];
+    }
+    weigh(w.weight, x, n_sel);
+    return cut_at_mass(cells, x, w.weight, n_sel, top_p*all - forced);
+}
+
 // one KV head of one token, its tiles being finished: res = n_sel, alpha [n_head], cells, -1 ..
 //   forced: the first n_local, then those from n_local_max on; sinks [n_head] or NULL
 static inline void select_topk(int32_t * res, int topk_max, const select_scratch & w, const head_scores & s,
-        const int32_t * forced, int n_forced, int n_local, int n_local_max, int k, const float * sinks, bool want_alpha) {
-    if (want_alpha || s.n_head > 1) {
+        const int32_t * forced, int n_forced, int n_local, int n_local_max, int k, const float * sinks, bool want_alpha, float top_p) {
+    if (want_alpha || is_top_p(top_p) || s.n_head > 1) {
         sum_tiles(w, s);
     }
     float * key = rank_keys(w, s);
@@ -225,7 +302,10 @@ static inline void select_topk(int32_t * res, int topk_max, const select_scratch
     k = k > n_in     ? k : n_in;
 
     int32_t * cells = res + 1 + s.n_head;
-    const int n_sel = k > 0 ? take_largest(cells, w, key, s.n, k) : 0;
+    int n_sel = k > 0 ? take_largest(cells, w, key, s.n, k) : 0;
+    if (is_top_p(top_p)) {
+        n_sel = keep_top_p(cells, n_sel, w, s, key, n_forced, top_p);
+    }
     res[0] = n_sel;
     for (int i = n_sel; i < topk_max; ++i) {
         cells[i] = -1;

@@ -155,7 +155,7 @@ struct llama_sparse_access {
             if (!*why_not_layer(kv, ikv) && il < n_layer) {
                 const double bytes = row_bytes(kv, il);
                 const double scale = spec.n_bit == 16 ? 0.0 : 2.0*sizeof(float)/GGML_SPARSE_RUN; // and zero
-                res[il] = spec.rank_for(kv->hparams.n_embd_head_k(il), bytes)*(spec.n_bit/8.0 + scale)/bytes;
+                res[il] = spec.rank_for(il, kv->hparams.n_embd_head_k(il), bytes)*(spec.n_bit/8.0 + scale)/bytes;
             }
         }
         return res;
@@ -297,12 +297,13 @@ struct llama_sparse_access {
                 nullptr, in.k_range, spec.n_bit == 16 ? nullptr : in.sealed, { spec.n_bit, n_rot(kv) });
 
         ggml_sparse_attn_params params = {};
-        params.rank     = spec.rank_for(in.k->ne[0], row_bytes(kv, il));
-        params.topk_max = spec.topk_for(il, hparams.n_layer(), n_kv, 0.0);
+        params.rank     = spec.rank_for(il, in.k->ne[0], row_bytes(kv, il));
+        params.topk_max = spec.cap_for(spec.topk_for(il, n_kv, score_shares(kv, spec, hparams.n_layer())), n_kv);
         params.scale    = 1.0f;
         params.mean_v   = layer.v_sum && wants_mean_v(spec, hparams, il);
         params.n_bit    = spec.n_bit;
         params.n_rot    = n_rot(kv);
+        params.top_p    = (float) spec.top_p;
         return why_not_run(dev, ggml_sparq_attn(ctx, &in, &params));
     }
 
@@ -683,8 +684,9 @@ void llm_graph_input_sparse::set_select(const llama_ubatch * ubatch) {
 
         for (int64_t il = 0; il < n_layer; ++il) {
             int32_t * out = (int32_t *) kl->data + (il*n_tok_all + t)*2;
-            out[0] = spec.topk_for(il, n_layer, n_pos, score_shares[il]);
-            out[1] = std::min(spec.local_for(out[0]), n_local_max);
+            const int32_t k = spec.topk_for(il, n_pos, score_shares);
+            out[0] = spec.cap_for(k, n_pos);
+            out[1] = std::min(spec.local_for(k), n_local_max);
         }
     }
 }
@@ -840,7 +842,8 @@ static void build_select_inputs(const llm_graph_context & g, llm_graph_input_spa
     const auto & spec = inp->state->spec;
     const int32_t n_layer = inp->state->n_layer;
     for (int32_t il = 0; il < n_layer; ++il) {
-        inp->n_local_max = std::max(inp->n_local_max, spec.local_for(spec.topk_for(il, n_layer, inp->n_kv, inp->score_shares[il])));
+        const int32_t k = spec.topk_for(il, inp->n_kv, inp->score_shares);
+        inp->n_local_max = std::max(inp->n_local_max, (uint32_t) k < inp->n_kv ? spec.local_for(k) : 0);
     }
     inp->forced = new_input(g, "sparse_forced", std::max(inp->n_local_max + spec.sinks, 1), n_tok, 1, ns);
     inp->kl     = new_input(g, "sparse_kl", 2, n_tok, ns, n_layer);
@@ -878,11 +881,11 @@ ggml_tensor * llama_sparse_build_attn(
     if (inp->score_shares.empty()) {
         inp->score_shares = llama_sparse_access::score_shares(kv, spec, state->n_layer);
     }
-    const int32_t topk_max = spec.topk_for(il, state->n_layer, inp->n_kv, inp->score_shares[il]);
+    const int32_t topk = spec.topk_for(il, inp->n_kv, inp->score_shares);
 
     // n_kv is the number of cells in use, rounded up; round min_ctx in the same way, so that no shorter context is ever sparse
     const bool is_short = inp->n_kv <= GGML_PAD((uint32_t) spec.min_ctx, 256u);
-    const bool all = spec.is_dense() || is_short || (uint32_t) topk_max >= inp->n_kv;
+    const bool all = spec.is_dense() || is_short || (uint32_t) topk >= inp->n_kv;
 
     // a device reads few bytes faster than it picks: what is short stays with its own flash attention
     const auto dev = llama_sparse_access::device(kv, llama_sparse_access::layer_of(kv, il));
@@ -910,7 +913,8 @@ ggml_tensor * llama_sparse_build_attn(
     params.scale    = kq_scale;
     params.max_bias = g.hparams.f_max_alibi_bias;
     params.softcap  = g.hparams.attn_soft_cap ? g.hparams.f_attn_logit_softcapping : 0.0f;
-    params.topk_max = topk_max;
+    params.topk_max = spec.cap_for(topk, inp->n_kv);
+    params.top_p    = (float) spec.top_p;
 
     ggml_tensor * cur;
     if (all) {
@@ -938,7 +942,7 @@ ggml_tensor * llama_sparse_build_attn(
             in.v_sum  = nullptr;
             in.sealed = inp->sealed;
             params.mean_v = wants_mean_v(spec, g.hparams, il);
-            params.rank   = spec.rank_for(k->ne[0], llama_sparse_access::row_bytes(kv, il));
+            params.rank   = spec.rank_for(il, k->ne[0], llama_sparse_access::row_bytes(kv, il));
             params.n_bit  = spec.n_bit;
             params.n_rot  = llama_sparse_access::n_rot(kv);
             const auto   & layer = llama_sparse_shadow_get(kv)->layers[llama_sparse_access::layer_of(kv, il)];

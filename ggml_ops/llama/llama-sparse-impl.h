@@ -34,10 +34,17 @@ struct llama_sparse_spec {
     int32_t min_ctx = 1024;
     int32_t gpu_min_mb = 256;
     int32_t mean_v  = -1;   // < 0: auto
-    bool    ramp    = false;
+    int32_t ramp    = 0;    // 1: k grows over the layers, -1: it falls
+    double  top_p   = 1.0;
+    double  cap     = 1.0;  // of top_p: up to so many times k
     int32_t n_bit   = 4;    // of the transposed copy of K: 16 (f16), 8 or 4
 
-    std::vector<int32_t> k_layers;
+    struct layer_k {
+        double x;       // positions, or percent of them
+        bool   percent;
+    };
+    std::vector<layer_k> k_layers;
+    std::vector<int32_t> rank_layers;
 
     std::string str() const;
 
@@ -47,10 +54,12 @@ struct llama_sparse_spec {
     bool is_dense() const;
 
     // row_bytes: of K and V of one position and KV head
-    int32_t rank_for(int32_t d_k, double row_bytes) const;
+    int32_t rank_for(int32_t il, int32_t d_k, double row_bytes) const;
 
-    // k of layer il for a token that sees n_pos positions; score_share: of dense attention's bytes, read by step 1
-    int32_t topk_for(int32_t il, int32_t n_layer, int32_t n_pos, double score_share) const;
+    // k of layer il for a token that sees n_pos positions; score_shares [n_layer]: of dense attention's bytes, read by step 1; 0: not our layer
+    int32_t topk_for(int32_t il, int32_t n_pos, const std::vector<double> & score_shares) const;
+
+    int32_t cap_for(int32_t k, int32_t n_pos) const; // most positions of a head
 
     int32_t local_for(int32_t k) const;
 };

@@ -31,7 +31,8 @@ struct spec_error : std::runtime_error {
 
 const std::vector<std::string> METHODS = { "off", "dense", "sparq", "topk" };
 const std::vector<std::string> KEYS = {
-    "ratio", "rank", "topk", "k", "local", "sinks", "min_k", "min_ctx", "gpu_min_mb", "mean_v", "shadow", "budget", "k_layers",
+    "ratio", "rank", "topk", "k", "local", "sinks", "min_k", "min_ctx", "gpu_min_mb", "mean_v", "shadow", "budget", "top_p", "cap",
+    "k_layers", "rank_layers",
 };
 
 int edit_distance(const std::string & a, const std::string & b) {
@@ -119,6 +120,25 @@ std::string format_double(double x) {
     return buf;
 }
 
+double parse_double(const std::string & key, const std::string & s, double min, double max, const std::string & hint) {
+    double x;
+    if (!to_double(s, x) || !(x > min && x <= max)) {
+        throw spec_error(key + " is not a number above " + format_double(min) + " and at most " + format_double(max) + ": " + s, hint);
+    }
+    return x;
+}
+
+// 64, 12.5% or dense
+llama_sparse_spec::layer_k parse_layer_k(const std::string & s) {
+    if (s == "dense") {
+        return { 100.0, true };
+    }
+    if (!s.empty() && s.back() == '%') {
+        return { parse_double("k_layers", trim(s.substr(0, s.size() - 1)), 0.0, 100.0, "as in k_layers=64:12.5%:dense"), true };
+    }
+    return { (double) parse_int("k_layers", s, 1), false };
+}
+
 llama_sparse_spec parse_spec(const std::string & text) {
     llama_sparse_spec spec;
 
@@ -166,13 +186,25 @@ llama_sparse_spec parse_spec(const std::string & text) {
             }
             spec.n_bit = val == "f16" ? 16 : val == "q8" ? 8 : 4;
         } else if (key == "budget") {
-            if (val != "uniform" && val != "ramp") {
-                throw spec_error((eq == std::string::npos ? "not a key=value pair: " : "unknown budget: ") + val, "budgets: uniform, ramp");
+            if (val == "calibrated" || val == "top-p") {
+                throw spec_error("budget " + val + " is measured for each model, by sparq-cpp calibrate",
+                        "write what it found here: sparq-cpp explain --budget " + val + " names it");
             }
-            spec.ramp = val == "ramp";
+            if (val != "uniform" && val != "ramp" && val != "ramp-down") {
+                throw spec_error((eq == std::string::npos ? "not a key=value pair: " : "unknown budget: ") + val, "budgets: uniform, ramp, ramp-down");
+            }
+            spec.ramp = val == "ramp" ? 1 : val == "ramp-down" ? -1 : 0;
+        } else if (key == "top_p") {
+            spec.top_p = parse_double(key, val, 0.0, 1.0, "the share of the mass to select, as in top_p=0.95");
+        } else if (key == "cap") {
+            spec.cap = parse_double(key, val, 0.0, 1e6, "up to how many times k, as in cap=4");
         } else if (key == "k_layers") {
             for (const auto & k : split(val, ':')) {
-                spec.k_layers.push_back(parse_int(key, k, 1));
+                spec.k_layers.push_back(parse_layer_k(k));
+            }
+        } else if (key == "rank_layers") {
+            for (const auto & r : split(val, ':')) {
+                spec.rank_layers.push_back(parse_int(key, r, 1));
             }
         }
     }
@@ -181,7 +213,10 @@ llama_sparse_spec parse_spec(const std::string & text) {
     if (!sparse && parts.size() > 1 && !parts[1].empty()) {
         throw spec_error(parts[0] + " takes no keys: " + text, "write just " + parts[0]);
     }
-    if (spec.method == LLAMA_SPARSE_TOPK && (spec.rank > 0 || spec.mean_v > 0)) {
+    if (spec.cap != 1.0 && (spec.cap < 1.0 || spec.top_p >= 1.0)) {
+        throw spec_error("cap is 1 or more, and belongs to top_p: " + text, "as in top_p=0.95,cap=4");
+    }
+    if (spec.method == LLAMA_SPARSE_TOPK && (spec.rank > 0 || !spec.rank_layers.empty() || spec.mean_v > 0)) {
         throw spec_error("rank and mean_v belong to sparq, not topk: " + text, "topk scores with all of K, so its scores are exact");
     }
     if (spec.topk > 0 && spec.sinks + std::max(spec.local, 0) + 1 > spec.topk) {
@@ -199,7 +234,7 @@ std::string llama_sparse_spec::str() const {
     const llama_sparse_spec def;
     std::string s = METHODS[method];
     const auto add = [&](const char * key, const std::string & val) { s += std::string(",") + key + "=" + val; };
-    const bool needs_ratio = (topk <= 0 && k_layers.empty()) || (method == LLAMA_SPARSE_SPARQ && rank <= 0);
+    const bool needs_ratio = (topk <= 0 && k_layers.empty()) || (method == LLAMA_SPARSE_SPARQ && rank <= 0 && rank_layers.empty());
     if (needs_ratio)            { add("ratio",   format_double(ratio)); }
     if (rank > 0)               { add("rank",    std::to_string(rank)); }
     if (topk > 0)               { add("topk",    std::to_string(topk)); }
@@ -210,19 +245,27 @@ std::string llama_sparse_spec::str() const {
     if (gpu_min_mb != def.gpu_min_mb) { add("gpu_min_mb", std::to_string(gpu_min_mb)); }
     if (mean_v >= 0)            { add("mean_v",  mean_v ? "on" : "off"); }
     if (n_bit != def.n_bit)     { add("shadow",  shadow_name()); }
-    if (ramp)                   { add("budget",  "ramp"); }
-    if (!k_layers.empty()) {
-        std::string list;
-        for (int32_t k : k_layers) {
-            list += (list.empty() ? "" : ":") + std::to_string(k);
+    if (ramp)                   { add("budget",  ramp > 0 ? "ramp" : "ramp-down"); }
+    if (top_p < 1.0)            { add("top_p",   format_double(top_p)); }
+    if (cap != def.cap)         { add("cap",     format_double(cap)); }
+    const auto add_list = [&](const char * key, const auto & list, auto text) {
+        std::string res;
+        for (const auto & x : list) {
+            res += (res.empty() ? "" : ":") + text(x);
         }
-        add("k_layers", list);
-    }
+        if (!res.empty()) {
+            add(key, res);
+        }
+    };
+    add_list("k_layers", k_layers, [](const layer_k & k) {
+        return !k.percent ? std::to_string((int32_t) k.x) : k.x >= 100.0 ? "dense" : format_double(k.x) + "%";
+    });
+    add_list("rank_layers", rank_layers, [](int32_t r) { return std::to_string(r); });
     return s;
 }
 
 bool llama_sparse_spec::is_dense() const {
-    return method == LLAMA_SPARSE_DENSE || (ratio >= 1 && rank <= 0 && topk <= 0 && k_layers.empty());
+    return method == LLAMA_SPARSE_DENSE || (ratio >= 1 && rank <= 0 && rank_layers.empty() && topk <= 0 && k_layers.empty());
 }
 
 const char * llama_sparse_spec::shadow_name() const {
@@ -230,30 +273,44 @@ const char * llama_sparse_spec::shadow_name() const {
 }
 
 // Half of the bytes pay for the scores, but a quarter of the components is enough: beyond that, rows bring more (bench/recall.py)
-int32_t llama_sparse_spec::rank_for(int32_t d_k, double row_bytes) const {
+int32_t llama_sparse_spec::rank_for(int32_t il, int32_t d_k, double row_bytes) const {
+    if (!rank_layers.empty()) {
+        return rank_layers[il];
+    }
     if (rank > 0) {
         return rank;
     }
     return std::clamp((int32_t) std::lround(ratio/2*row_bytes*8/n_bit), 1, std::max(d_k/4, 1));
 }
 
-int32_t llama_sparse_spec::topk_for(int32_t il, int32_t n_layer, int32_t n_pos, double score_share) const {
+int32_t llama_sparse_spec::topk_for(int32_t il, int32_t n_pos, const std::vector<double> & score_shares) const {
     double k;
     int32_t k_min = 1;
     if (!k_layers.empty()) {
-        k = k_layers[il];
+        const auto & layer = k_layers[il];
+        k     = layer.percent ? layer.x/100*n_pos : layer.x;
+        k_min = layer.percent ? min_k : 1;
     } else if (topk > 0) {
         k = topk;
     } else {
         // sparq: what the scores leave of the bytes. topk: ratio is the share of positions
-        k = (method == LLAMA_SPARSE_SPARQ ? ratio - score_share : ratio)*n_pos;
+        k = (method == LLAMA_SPARSE_SPARQ ? ratio - score_shares[il] : ratio)*n_pos;
         k_min = min_k;
     }
     if (ramp && k_layers.empty()) {
-        k *= 2.0*(il + 1)/(n_layer + 1);
+        // among the layers that are ours, so that the total stays what it is
+        const auto ours = [](double share) { return share > 0; };
+        const auto at   = score_shares.begin() + il;
+        const auto i    = std::count_if(score_shares.begin(), at, ours) + 1;
+        const auto n    = std::count_if(at, score_shares.end(), ours) + i - 1;
+        k *= 2.0*(ramp > 0 ? i : n + 1 - i)/(n + 1);
     }
     k_min = std::max(k_min, sinks + std::max(local, 0) + 1);
     return (int32_t) std::min<int64_t>(std::max<int64_t>(std::lround(k), k_min), std::max(n_pos, 1));
+}
+
+int32_t llama_sparse_spec::cap_for(int32_t k, int32_t n_pos) const {
+    return (int32_t) std::min<double>(std::ceil(k*cap), std::max(n_pos, 1));
 }
 
 int32_t llama_sparse_spec::local_for(int32_t k) const {
@@ -350,18 +407,21 @@ struct llama_sparse_access_ctx { // friend of llama_context
             throw spec_error("sparse attention needs flash attention, which is off in this context",
                     "create the context with flash attention on (-fa on; flash_attn=True in llama-cpp-python): V is stored transposed without it");
         }
-        if (spec.method == LLAMA_SPARSE_SPARQ && spec.rank > 0) {
-            for (int32_t il = 0; il < n_layer; ++il) {
-                const bool attends = hparams.has_kv(il) && hparams.n_head_kv(il) > 0; // not so in recurrent layers
-                if (attends && spec.rank > (int32_t) hparams.n_embd_head_k(il)) {
-                    throw spec_error("rank is above the head size of the model: " + std::to_string(spec.rank) + " > " +
-                            std::to_string(hparams.n_embd_head_k(il)), "use a rank of at most " + std::to_string(hparams.n_embd_head_k(il)));
-                }
+        const auto check_size = [&](const std::string & key, size_t n) {
+            if (n > 0 && (int32_t) n != n_layer) {
+                throw spec_error(key + " has " + std::to_string(n) + " entries for " + std::to_string(n_layer) + " layers",
+                        "give one for each layer, separated by ':'");
             }
-        }
-        if (!spec.k_layers.empty() && (int32_t) spec.k_layers.size() != n_layer) {
-            throw spec_error("k_layers has " + std::to_string(spec.k_layers.size()) + " entries for " + std::to_string(n_layer) + " layers",
-                    "give one k per layer, separated by ':'");
+        };
+        check_size("k_layers",    spec.k_layers.size());
+        check_size("rank_layers", spec.rank_layers.size());
+        for (int32_t il = 0; il < n_layer && spec.method == LLAMA_SPARSE_SPARQ; ++il) {
+            const bool    attends = hparams.has_kv(il) && hparams.n_head_kv(il) > 0; // not so in recurrent layers
+            const int32_t rank    = spec.rank_layers.empty() ? spec.rank : spec.rank_layers[il];
+            if (attends && rank > (int32_t) hparams.n_embd_head_k(il)) {
+                throw spec_error("rank is above the head size of the model: " + std::to_string(rank) + " > " +
+                        std::to_string(hparams.n_embd_head_k(il)), "use a rank of at most " + std::to_string(hparams.n_embd_head_k(il)));
+            }
         }
 
         const auto caches = find_caches(ctx->memory.get());

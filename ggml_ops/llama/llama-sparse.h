@@ -35,8 +35,11 @@ extern "C" {
 //            attention (default 256, not measured; 0: always sparse)
 //   mean_v   auto | on | off       step 3, interpolation with the mean value (auto: on for MHA, off for GQA)
 //   shadow   q4 | q8 | f16         the transposed copy of K: +13 %, +26 %, +50 % of f16 KV; at the same ratio fewer bits find more (default q4)
-//   budget   uniform | ramp        ramp: topk grows linearly from the first to the last layer, same total (arXiv 2502.06766, 4.4)
-//   k_layers 64:64:128:...         topk of each layer, explicit
+//   budget   uniform | ramp | ramp-down    ramp: topk grows linearly from the first to the last layer, same total (arXiv 2502.06766, 4.4)
+//   top_p    0.95                  of the topk positions only as many as carry this share of the scores, for each KV head and token (default 1)
+//   cap      4                     with top_p: up to so many times topk (default 1); sinks and local follow from topk itself
+//   k_layers 64:12.5%:dense:...    topk of each layer, explicit: positions, a share of those in view (min_k holds), or all
+//   rank_layers 8:16:...           rank of each layer, explicit
 //
 // Errors are text in `err`/`buf`: a message, a line feed, a hint.
 

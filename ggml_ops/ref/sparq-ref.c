@@ -99,9 +99,20 @@ static void softmax_stats(double * top, double * total, const float * logits, in
     }
 }
 
+// softmax(logits) of position t, mean over the heads
+static double mean_mass(const float * logits, int64_t g, int64_t n, int64_t t) {
+    double sum = 0;
+    for (int64_t h = 0; h < g; h++) {
+        double top, total;
+        softmax_stats(&top, &total, logits + h*n, n, NULL);
+        sum += exp((double) logits[h*n + t] - top)/total;
+    }
+    return sum/(double) g;
+}
+
 int64_t sparq_ref_select(
         int32_t * sel, double * alpha, const float * logits, const int32_t * forced, const float * sinks, double * score,
-        int64_t g, int64_t n, int64_t n_forced, int64_t k, int64_t k_max) {
+        int64_t g, int64_t n, int64_t n_forced, int64_t k, int64_t k_max, double top_p) {
     double top, total;
 
     // what to rank by: softmaxed scores, summed over the group; with one query head the logit (same order, and no underflow)
@@ -117,13 +128,16 @@ int64_t sparq_ref_select(
 
     // DEVIATION: some positions are always in (attention sinks, local window), and k counts them (test_select_k_counts_forced)
     int64_t n_sel = 0;
+    double mass = 0;
     for (int64_t i = 0; i < n_forced && n_sel < k_max; i++) {
         if (forced[i] >= 0 && !hidden((float) score[forced[i]])) {
             sel[n_sel++] = forced[i];
+            mass += mean_mass(logits, g, n, forced[i]);
             score[forced[i]] = NEG_INF; // taken
         }
     }
-    while (n_sel < k && n_sel < k_max) {
+    // DEVIATION: not the paper's: top_p < 1 stops early (test_select_top_p)
+    while (n_sel < k && n_sel < k_max && !(top_p < 1 && mass >= top_p)) {
         int64_t best = -1;
         for (int64_t t = 0; t < n; t++) {
             // DEVIATION: the paper leaves ties open; here the lower position wins (test_select_ties)
@@ -135,6 +149,7 @@ int64_t sparq_ref_select(
             break; // fewer than k positions are visible
         }
         sel[n_sel++] = (int32_t) best;
+        mass += top_p < 1 ? mean_mass(logits, g, n, best) : 0;
         score[best] = NEG_INF;
     }
 

@@ -46,11 +46,12 @@ SPARQ_REF_API void sparq_ref_score(
 // step 2: returns the number of selected positions and writes them, ascending, to sel [k_max]; alpha [g]
 //   forced [n_forced]   positions that are always in, most important first; hidden ones, repeats and < 0 are ignored
 //   k                   counts the forced positions; k_max >= k is the capacity
+//   top_p               < 1: stops before k where the selected positions carry that share of the softmaxed scores (mean over the heads)
 //   sinks [g]           learned extra logits, or NULL: they take mass, and none of it is the unselected positions'
 //   score [n]           scratch
 SPARQ_REF_API int64_t sparq_ref_select(
         int32_t * sel, double * alpha, const float * logits, const int32_t * forced, const float * sinks, double * score,
-        int64_t g, int64_t n, int64_t n_forced, int64_t k, int64_t k_max);
+        int64_t g, int64_t n, int64_t n_forced, int64_t k, int64_t k_max, double top_p);
 
 // steps 2 and 3: y [g][d_v]. sel NULL: all positions; alpha NULL: no interpolation with the mean of v. Zeros when nothing is visible
 //   weight [n]          scratch

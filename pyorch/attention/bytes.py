@@ -7,10 +7,11 @@ compares the two. `S` is the number of visible positions, the current token incl
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pyorch.attention.spec import AttentionSpec
+from pyorch.attention.spec import AttentionSpec, layer_k
 from pyorch.models.gguf_file import Geometry
 
 SHADOW_BYTES = {"f16": 2.0, "q8": 1.0, "q4": 0.5}  # per element of the transposed K
@@ -27,7 +28,10 @@ class _HasSize(Protocol):
 
 @dataclass(frozen=True)
 class Split:
-    """What a layer reads at S positions. `dense` = all of them, and then `reason` says why."""
+    """What a layer reads at S positions. `dense` = all of them, and then `reason` says why.
+
+    With top_p a head reads fewer than topk or, where its cap allows, more: as the text has it.
+    """
 
     rank: int
     topk: int
@@ -57,19 +61,24 @@ def split(
     *,
     il: int = 0,
     n_layer: int = 1,
+    cached: Sequence[int] | None = None,
 ) -> Split:
-    """Rank and k of layer `il` at `n_pos` visible positions, as the library chooses them."""
+    """Rank and k of layer `il` at `n_pos` visible positions, as the library chooses them.
+
+    cached: the layers with a KV cache, over which a ramp goes; None = all `n_layer`.
+    """
     if not spec.sparse:
         return _dense(n_pos, head_dim, spec.method)
     n_cells = -(-n_pos // CELLS) * CELLS  # the library decides on whole blocks of the cache
     if n_cells <= -(-spec.min_ctx // CELLS) * CELLS:
         return _dense(n_pos, head_dim, f"not above min_ctx {spec.min_ctx}")
-    rank = _rank(spec, head_dim, kv_bytes)
+    rank = _rank(spec, head_dim, kv_bytes, il)
     element = SHADOW_BYTES[spec.shadow] + _scale_bytes(spec, RUN) / RUN
     share = rank * element / (2 * head_dim * kv_bytes)
-    if _topk(spec, n_cells, share, il, n_layer) >= n_cells:
+    cached = range(n_layer) if cached is None else cached
+    if _topk(spec, n_cells, share, il, cached) >= n_cells:
         return _dense(n_pos, head_dim, "k covers every position")
-    topk = _topk(spec, n_pos, share, il, n_layer)
+    topk = _topk(spec, n_pos, share, il, cached)
     local = max(topk // 4, 1) if spec.local is None else spec.local
     return Split(rank, topk, local, spec.sinks)
 
@@ -78,32 +87,39 @@ def _dense(n_pos: int, head_dim: int, reason: str) -> Split:
     return Split(head_dim, n_pos, n_pos, 0, dense=True, reason=reason)
 
 
-def _rank(spec: AttentionSpec, head_dim: int, kv_bytes: float) -> int:
+def _rank(spec: AttentionSpec, head_dim: int, kv_bytes: float, il: int) -> int:
     """Half of the bytes pay for the scores: `S*r*shadow_bytes = ratio/2 * 2*S*d*kv_bytes`.
 
     But a quarter of the components is enough; beyond that, rows bring more (bench/recall.py).
     """
     if spec.method == "topk":
         return head_dim  # exact scores
+    if spec.rank_layers is not None:
+        return int(spec.rank_layers.split(":")[il])
     if spec.rank is not None:
         return spec.rank
     rank = _round((spec.ratio or 0) * head_dim * kv_bytes / SHADOW_BYTES[spec.shadow])
     return min(max(rank, 1), max(head_dim // 4, 1))
 
 
-def _topk(spec: AttentionSpec, n_pos: int, score_share: float, il: int, n_layer: int) -> int:
+def _topk(
+    spec: AttentionSpec, n_pos: int, score_share: float, il: int, cached: Sequence[int]
+) -> int:
     """What the scores leave of the bytes pays for rows. Top-k: the ratio is the share of rows."""
     least = spec.sinks + (spec.local or 0) + 1
     k: float
     if spec.k_layers is not None:
-        k = int(spec.k_layers.split(":")[il])
+        k, share = layer_k(spec, il)
+        if share:
+            k, least = k * n_pos, max(least, spec.min_k)
     elif spec.topk is not None:
         k = spec.topk
     else:
         k = ((spec.ratio or 0) - (score_share if spec.method == "sparq" else 0)) * n_pos
         least = max(least, spec.min_k)
-    if spec.budget == "ramp" and spec.k_layers is None:
-        k *= 2 * (il + 1) / (n_layer + 1)
+    if spec.budget.startswith("ramp") and spec.k_layers is None:
+        i, n = cached.index(il), len(cached)
+        k *= 2 * (i + 1 if spec.budget == "ramp" else n - i) / (n + 1)
     return min(max(_round(k), least), max(n_pos, 1))
 
 
@@ -117,12 +133,13 @@ def layer_costs(
 ) -> list[LayerCost]:
     """Bytes per token of every layer that has a cache; its types by their bytes per element."""
     out = []
+    cached = [il for il, n in enumerate(geo.n_head_kv) if n > 0]
     row = geo.head_dim_k * k_bytes + geo.head_dim_v * v_bytes  # of one position and head
     for il, (n_head, n_head_kv) in enumerate(zip(geo.n_head, geo.n_head_kv, strict=True)):
         if n_head_kv == 0:
             continue
         kv_bytes = row / (2 * geo.head_dim_k)
-        s = split(spec, n_pos, geo.head_dim_k, kv_bytes, il=il, n_layer=geo.n_layer)
+        s = split(spec, n_pos, geo.head_dim_k, kv_bytes, il=il, cached=cached)
         if geo.is_mla:
             s = _dense(n_pos, geo.head_dim_k, "multi-head latent attention")
         dense = n_pos * row

@@ -7,6 +7,10 @@ The native library parses the same line (`llama_set_sparse_attn`, variable `SPAR
     sparq,ratio=1/8                SparQ at an eighth of the bytes of dense attention
     sparq,rank=32,topk=128         SparQ with the paper's own parameters
     topk,k=512,ramp                exact top-k, k growing from the first layer to the last
+    sparq,ratio=1/8,calibrated     k and rank per layer as `sparq-cpp calibrate` found them
+
+A budget `calibrated` or `top-p` belongs to a model: `attention.calibrate.resolve` puts what was
+found in its place. The library knows only what stands in the result.
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ from pyorch.errors import SparqError
 
 METHODS = ("sparq", "topk", "dense", "off")
 MEAN_V = ("auto", "on", "off")
-BUDGETS = ("uniform", "ramp")
+CALIBRATED = ("calibrated", "top-p")  # of a model: see `attention.calibrate`
+BUDGETS = ("uniform", "ramp", "ramp-down", *CALIBRATED)
 SHADOWS = ("q4", "q8", "f16")
 DEFAULT_RATIO = 1 / 8
 
@@ -39,7 +44,10 @@ class AttentionSpec:
     gpu_min_mb  on a GPU, a layer stays dense if dense attention would read less than so many MB
     shadow   type of the transposed copy of K; at the same ratio fewer bits find more
     min_k    the least k that a ratio gives
-    k_layers one k per layer, `64:64:128`, in place of topk
+    top_p    of the topk positions only as many as carry this share of the approximate scores
+    cap      with top_p: up to so many times topk
+    k_layers one k per layer, `64:12.5%:dense`, in place of topk; a share counts all positions
+    rank_layers one rank per layer
     """
 
     method: str = "off"
@@ -54,7 +62,10 @@ class AttentionSpec:
     budget: str = "uniform"
     shadow: str = "q4"
     min_k: int = 128
+    top_p: float | None = None
+    cap: float = 1
     k_layers: str | None = None
+    rank_layers: str | None = None
 
     @property
     def sparse(self) -> bool:
@@ -68,7 +79,7 @@ class AttentionSpec:
         for f in fields(self)[1:]:
             value = getattr(self, f.name)
             if value != f.default:
-                text = ratio_text(value) if f.name == "ratio" else str(value)
+                text = ratio_text(value) if f.name == "ratio" else _text(value)
                 parts.append(f"{f.name}={text}")
         return ",".join(parts)
 
@@ -94,6 +105,10 @@ def ratio_text(ratio: float) -> str:
     """0.125 -> `1/8`; a ratio that is no short fraction keeps its decimals."""
     f = Fraction(ratio).limit_denominator(1000)
     return str(f) if math.isclose(float(f), ratio, rel_tol=1e-12) else repr(ratio)
+
+
+def _text(value: object) -> str:
+    return f"{value:.9g}" if isinstance(value, float) else str(value)
 
 
 def nearest(what: str, value: str, allowed: tuple[str, ...]) -> SparqError:
@@ -127,8 +142,13 @@ def parse_spec(line: str) -> AttentionSpec:
 def _parse_value(key: str, text: str) -> object:
     if key == "ratio":
         return parse_ratio(text)
-    if key in ("mean_v", "budget", "shadow", "k_layers"):
+    if key in ("mean_v", "budget", "shadow", "k_layers", "rank_layers"):
         return text
+    if key in ("top_p", "cap"):
+        try:
+            return float(text)
+        except ValueError:
+            raise SparqError(f"{key} {text!r} is not a number", exit_code=2) from None
     try:
         return int(text)
     except ValueError:
@@ -145,6 +165,8 @@ def make_spec(method: str | None = None, **values: object) -> AttentionSpec:
         SparqError: an unknown name or a value out of range.
     """
     given = {k: v for k, v in values.items() if v is not None}
+    if given.get("budget") == "top-p" and "top_p" in given:
+        del given["budget"]  # p is given: nothing to look up
     if method is None:
         method = "sparq" if given else "off"
     if method not in METHODS:
@@ -156,7 +178,7 @@ def make_spec(method: str | None = None, **values: object) -> AttentionSpec:
     if spec.ratio == 1:
         return AttentionSpec("dense")
     k = spec.topk or spec.k_layers
-    needed = (spec.rank, k) if method == "sparq" else (k,)
+    needed = (spec.rank or spec.rank_layers, k) if method == "sparq" else (k,)
     if spec.ratio is None and None in needed:
         spec = replace(spec, ratio=DEFAULT_RATIO)
     return spec
@@ -172,12 +194,29 @@ def _check_ranges(spec: AttentionSpec) -> None:
     for key, names in (("mean_v", MEAN_V), ("budget", BUDGETS), ("shadow", SHADOWS)):
         if getattr(spec, key) not in names:
             raise nearest(key, getattr(spec, key), names)
-    if spec.k_layers is not None and not all(
-        k.isdigit() and int(k) for k in spec.k_layers.split(":")
+    chosen = [n for n in ("rank", "topk", "k_layers", "rank_layers", "top_p") if getattr(spec, n)]
+    if spec.budget in CALIBRATED and chosen:
+        raise SparqError(
+            f"budget {spec.budget} chooses k and rank: {chosen[0]} has no place beside it",
+            "give a ratio",
+            exit_code=2,
+        )
+    if spec.top_p is not None and not 0 < spec.top_p <= 1:
+        raise SparqError(
+            f"top_p {spec.top_p} is not above 0 and at most 1", "top_p=0.95", exit_code=2
+        )
+    if not (1 <= spec.cap <= 1e6 and (spec.cap == 1 or spec.top_p is not None)):
+        raise SparqError("cap is 1 or more, and belongs to top_p", "top_p=0.95,cap=4", exit_code=2)
+    for k in (spec.k_layers or "1").split(":"):
+        _parse_layer_k(k)
+    if spec.rank_layers is not None and not all(
+        r.isdigit() and int(r) for r in spec.rank_layers.split(":")
     ):
-        raise SparqError(f"k_layers {spec.k_layers!r} is no list of k", "64:64:128", exit_code=2)
-    if spec.method == "topk" and (spec.rank is not None or spec.mean_v == "on"):
-        what = "rank" if spec.rank is not None else "mean_v"
+        raise SparqError(
+            f"rank_layers {spec.rank_layers!r} is no list of ranks", "8:8:16", exit_code=2
+        )
+    if spec.method == "topk" and (spec.rank or spec.rank_layers or spec.mean_v == "on"):
+        what = "mean_v" if spec.mean_v == "on" else "rank"
         raise SparqError(
             f"{what} belongs to sparq, not to topk", "topk scores with all of K", exit_code=2
         )
@@ -190,15 +229,36 @@ def _check_ranges(spec: AttentionSpec) -> None:
         )
 
 
+def _parse_layer_k(text: str) -> tuple[float, bool]:
+    """An entry of k_layers: (positions, False), or (share of all positions, True)."""
+    if text == "dense":
+        return 1.0, True
+    try:
+        value = float(text[:-1]) / 100 if text.endswith("%") else float(int(text))
+    except ValueError:
+        value = 0.0
+    share = text.endswith("%")
+    if not 0 < value <= (1 if share else 1e9):
+        raise SparqError(f"k_layers: {text!r} is no k", "64:12.5%:dense", exit_code=2)
+    return value, share
+
+
+def layer_k(spec: AttentionSpec, il: int) -> tuple[float, bool]:
+    """k of a layer as `k_layers` has it: (positions, False), or (share of them, True)."""
+    return _parse_layer_k(str(spec.k_layers).split(":")[il])
+
+
 def check_against_model(spec: AttentionSpec, head_dim: int) -> None:
     """Refuse a rank that the model's heads do not have.
 
     Raises:
         SparqError: rank above `head_dim`.
     """
-    if spec.rank is not None and head_dim and spec.rank > head_dim:
+    ranks = spec.rank_layers.split(":") if spec.rank_layers else [spec.rank or 0]
+    most = max(map(int, ranks))
+    if head_dim and most > head_dim:
         raise SparqError(
-            f"rank {spec.rank} is above the model's head size {head_dim}",
+            f"rank {most} is above the model's head size {head_dim}",
             f"--rank takes 1 to {head_dim}; {max(head_dim // 4, 1)} is a usual choice",
             exit_code=2,
         )

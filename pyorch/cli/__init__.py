@@ -16,6 +16,7 @@ COMMANDS = {
     "generate": ("generate", "Continue a prompt, once."),
     "serve": ("serve", "Answer OpenAI's API over HTTP."),
     "explain": ("explain", "Say what sparse attention reads for a model, a ratio and a length."),
+    "calibrate": ("calibrate", "Measure which k and rank each layer of a model needs."),
     "models": ("models", "List known models and what is here of them; show or remove one."),
     "pull": ("pull", "Download a model from the hub and check it."),
     "quantize": ("quantize", "Quantise a GGUF model with llama.cpp's own quantiser."),

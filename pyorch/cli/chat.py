@@ -158,7 +158,8 @@ def _with_ratio(spec: AttentionSpec, ratio: float) -> AttentionSpec:
     """The same settings at another ratio; what was given in place of a ratio goes."""
     if not spec.sparse or ratio == 1:
         return make_spec(ratio=ratio)
-    return replace(spec, ratio=ratio, rank=None, topk=None, k_layers=None)
+    cleared = dict.fromkeys(("rank", "topk", "k_layers", "rank_layers"))
+    return replace(spec, ratio=ratio, **cleared)
 
 
 def _set_attention(chat: Chat, spec: AttentionSpec) -> None:

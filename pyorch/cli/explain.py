@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pyorch.attention import bytes as cost
+from pyorch.attention.calibrate import resolve
 from pyorch.attention.spec import DEFAULT_RATIO, AttentionSpec, check_against_model, make_spec
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
@@ -30,8 +31,10 @@ def command(**options: Any) -> None:
     Only the header of the model is read. The speed-ups are limits: bytes over measured memory
     bandwidth, as if nothing else took time.
     """
+    path = opt.model_file(options)
     spec = opt.attention_from(options) or make_spec("sparq", ratio=DEFAULT_RATIO)
-    geo = geometry(read_gguf(opt.model_file(options)))
+    spec = resolve(spec, path)
+    geo = geometry(read_gguf(path))
     from pyorch.engine import cache_type, usable_cores
 
     check_against_model(spec, geo.head_dim_k)
@@ -88,6 +91,8 @@ def explain(
         "architecture": geo.arch,
         "spec": str(spec),
         "positions": n_pos,
+        "top_p": spec.top_p,
+        "cap": spec.cap,
         "layers": [_layer_row(c, spec) for c in layers],
         "attention_bytes_per_token_dense": dense,
         "attention_bytes_per_token": read,
@@ -131,6 +136,8 @@ def _print(geo: Geometry, r: dict[str, Any]) -> None:
             f"{'on' if row['mean_v'] else 'off':>8}"
             f"{human_bytes(row['bytes_dense']):>11}{human_bytes(row['bytes_read']):>11}"
         )
+    if r["top_p"]:
+        print(f"  (top-p {r['top_p']:g}: a head reads fewer, or up to {r['cap']:g} times as many)")
     if geo.n_swa:
         print(f"  (layers with a sliding window of {geo.n_swa} stay dense and read less)")
     read, dense = r["attention_bytes_per_token"], r["attention_bytes_per_token_dense"]

@@ -50,6 +50,10 @@ def test_no_ratio(text: str) -> None:
         ("topk,min-ctx=0", "topk,ratio=1/8,min_ctx=0"),
         ("sparq,ratio=0.2,mean_v=on,sinks=0,local=16,min_k=1", None),
         ("topk,k_layers=64:64:128", None),
+        ("sparq,k_layers=64:12.5%:dense,rank_layers=8:8:16", None),
+        ("sparq,ratio=1/8,ramp-down", "sparq,ratio=1/8,budget=ramp-down"),
+        ("sparq,calibrated", "sparq,ratio=1/8,budget=calibrated"),
+        ("sparq,budget=top-p,top_p=0.9,cap=4", "sparq,ratio=1/8,top_p=0.9,cap=4"),
         ("sparq,shadow=q8", "sparq,ratio=1/8,shadow=q8"),
         ("topk,gpu_min_mb=0,k=64", "topk,topk=64,gpu_min_mb=0"),
     ],
@@ -77,7 +81,18 @@ def test_spec(line: str, canonical: str | None) -> None:
         ("sparq,topk=8,local=6", "topk 8 leaves no room beside sinks 4 and local 6", ""),
         ("topk,k=4", "topk 4 leaves no room beside sinks 4 and local 0", ""),
         ("topk,rank=4", "rank belongs to sparq", ""),
-        ("topk,k_layers=1:x", "k_layers '1:x'", ""),
+        ("topk,k_layers=1:x", "k_layers: 'x' is no k", "64:12.5%"),
+        ("topk,k_layers=1:101%", "k_layers: '101%' is no k", "dense"),
+        ("topk,k_layers=1:0", "k_layers: '0' is no k", "dense"),
+        ("topk,k_layers=1:2.5", "k_layers: '2.5' is no k", "dense"),
+        ("sparq,rank_layers=8:0", "rank_layers '8:0'", "8:8"),
+        ("topk,rank_layers=8:8", "rank belongs to sparq", ""),
+        ("sparq,top_p=0", "top_p 0.0 is not above 0", ""),
+        ("sparq,top_p=1.1", "top_p 1.1 is not above 0 and at most 1", ""),
+        ("sparq,top_p=x", "top_p 'x' is not a number", ""),
+        ("sparq,cap=4", "cap is 1 or more, and belongs to top_p", ""),
+        ("sparq,top_p=0.9,cap=0.5", "cap is 1 or more", ""),
+        ("sparq,calibrated,rank=8", "budget calibrated chooses k and rank: rank", "ratio"),
     ],
 )
 def test_wrong_spec(line: str, message: str, hint: str) -> None:
@@ -107,6 +122,9 @@ def library_parse(line: str) -> tuple[int, str]:
         "topk,k_layers=64:64:128",
         "sparq,ratio=1/8,shadow=q8",
         "sparq,rank=8,topk=64,gpu_min_mb=0",
+        "sparq,k_layers=64:12.5%:dense,rank_layers=8:8:16",
+        "sparq,ratio=1/8,top_p=0.9375,cap=2.5",
+        "sparq,ratio=1/8,budget=ramp-down",
     ],
 )
 def test_the_library_reads_what_we_write(line: str) -> None:
@@ -125,10 +143,12 @@ def test_the_library_reads_what_we_write(line: str) -> None:
         "sparq,budget=rampe",
         "topk,rank=4",
         "sparq,sinks=-1",
-        "sparq,gpu_min_mb=-1",
         "sparq,ratio=1e999",
         "topk,k=4",
-    ],
+        "sparq,gpu_min_mb=-1",
+    ]
+    + ["topk,k_layers=1:x", "topk,k_layers=0%", "topk,k_layers=101%", "topk,rank_layers=8:8"]
+    + ["sparq,rank_layers=0", "sparq,top_p=0", "sparq,top_p=1.1", "sparq,cap=4", "sparq,cap=x"],
 )
 def test_the_library_refuses_what_we_refuse(line: str) -> None:
     with pytest.raises(SparqError):
@@ -177,8 +197,23 @@ def test_split_dense(line: str, n_pos: int) -> None:
     assert s.dense and s.reason and s.topk == n_pos
 
 
-def test_ramp_keeps_the_total() -> None:
-    spec = parse_spec("topk,k=512,budget=ramp")
-    ks = [split(spec, 8192, 128, il=il, n_layer=32).topk for il in range(32)]
-    assert ks == sorted(ks) and ks[-1] > 25 * ks[0]
-    assert sum(ks) == pytest.approx(512 * 32, rel=0.01)
+def test_ramps_keep_the_total() -> None:
+    for cached in (range(32), range(3, 32, 4)):
+        up, down = (
+            [split(parse_spec(line), 8192, 128, il=il, cached=cached).topk for il in cached]
+            for line in ("topk,k=512,budget=ramp", "topk,k=512,budget=ramp-down")
+        )
+        assert up == sorted(up) == down[::-1] and up[-1] >= (len(cached) - 4) * up[0]
+        assert sum(up) == pytest.approx(512 * len(cached), rel=0.01)
+
+
+def test_split_of_lists() -> None:
+    spec = parse_spec("sparq,ratio=1/8,k_layers=64:12.5%:dense:1%,rank_layers=8:16:4:2")
+    s = [split(spec, 4096, 128, il=il) for il in range(4)]
+    assert [x.topk for x in s] == [64, 512, 4096, 128], "min_k bounds shares, not numbers"
+    assert [x.rank for x in s] == [8, 16, 128, 2] and [x.dense for x in s] == [0, 0, 1, 0]
+
+
+def test_the_library_leaves_measuring_to_us() -> None:
+    code, message = library_parse("sparq,ratio=1/8,budget=calibrated")
+    assert code < 0 and "sparq-cpp calibrate" in message

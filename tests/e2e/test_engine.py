@@ -218,6 +218,8 @@ def test_counters_say_what_ran(session: engine.Session) -> None:
     [
         "sparq,ratio=1/8",
         "sparq,ratio=1/4,budget=ramp",
+        "sparq,ratio=1/4,budget=ramp-down",
+        "sparq,k_layers=dense:20%,rank_layers=4:16,mean_v=on",
         "sparq,rank=8,topk=300",
         "sparq,ratio=1/8,mean_v=on",
         "sparq,ratio=1/8,shadow=q8",
@@ -249,6 +251,23 @@ def test_byte_model_agrees_with_the_library(tiny: Path, line: str, types: tuple[
                 shadow_bytes(s.geometry, s.n_ctx, spec),
                 rel=0.15,  # its rows are padded
             )
+
+
+def test_top_p_reads_less_within_its_cap(session: engine.Session) -> None:
+    """Fewer rows with a smaller p, up to cap times k with p near 1, and never fewer than forced."""
+    prompt = engine.tokenize(session, text_of(2176))
+    engine.prefill(session, prompt[:-1])
+
+    def rows(keys: str) -> int:
+        engine.rewind(session, len(prompt) - 1)
+        engine.set_attention(session, "sparq,rank=16,topk=200,local=50,min_ctx=0" + keys)
+        engine.reset_counters(session)
+        engine.decode(session, prompt[-1])
+        return engine.info(session).counter("positions_read") // sum(session.geometry.n_head_kv)
+
+    assert rows("") == rows(",top_p=1") == 200
+    counts = [rows(f",top_p={p},cap=4") for p in (1e-6, 0.1, 0.3, 0.9999)]
+    assert counts == sorted(counts) and counts[0] == 54 < counts[2] < counts[3] == 800
 
 
 @pytest.mark.parametrize("shadow", ["f16", "q8", "q4"])

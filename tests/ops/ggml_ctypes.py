@@ -121,6 +121,7 @@ class SelectParams(ctypes.Structure):
         ("n_head_kv", c_int32),
         ("n_local_max", c_int32),
         ("alpha", c_int32),
+        ("top_p", c_float),
     ]
 
 
@@ -148,6 +149,7 @@ class AttnParams(ctypes.Structure):
         ("mean_v", c_int32),
         ("n_bit", c_int32),
         ("n_rot", c_int32),
+        ("top_p", c_float),
     ]
 
 

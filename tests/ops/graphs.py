@@ -88,7 +88,7 @@ def pick(s: Sources):
     case = s.data.case
     params = PickParams(
         ScoreParams(case.rank_value, case.scale, case.max_bias, case.softcap, 16, case.n_rot),
-        SelectParams(s.data.topk_max, case.heads[1], s.data.n_local_max, case.mean_v),
+        SelectParams(s.data.topk_max, case.heads[1], s.data.n_local_max, case.mean_v, case.top_p),
     )
     sources = (s.q, s.k, s.k_t, s.sealed, s.mask, s.forced, s.kl, s.sinks, s.stats, None)
     return s.graph.op("ggml_sparse_attn_pick", *sources, params)
@@ -96,7 +96,9 @@ def pick(s: Sources):
 
 def select(s: Sources, logits):
     case = s.data.case
-    params = SelectParams(s.data.topk_max, case.heads[1], s.data.n_local_max, case.mean_v)
+    params = SelectParams(
+        s.data.topk_max, case.heads[1], s.data.n_local_max, case.mean_v, case.top_p
+    )
     return s.graph.op("ggml_sparse_attn_select", logits, s.forced, s.kl, s.sinks, params)
 
 
@@ -134,6 +136,7 @@ def whole(s: Sources, exact: bool = False):
         case.mean_v,
         16,
         case.n_rot,
+        case.top_p,
     )
     return s.graph.op("ggml_topk_attn" if exact else "ggml_sparq_attn", inputs, params)
 

@@ -87,7 +87,7 @@ class Ref:
         return out
 
     def select(
-        self, logits, k: int, forced, k_max: int, sinks=None
+        self, logits, k: int, forced, k_max: int, sinks=None, top_p=1.0
     ) -> tuple[np.ndarray, np.ndarray]:
         """selected (n_sel,), alpha (g,)"""
         logits, sinks = _f32(logits), _f32(sinks)
@@ -102,6 +102,7 @@ class Ref:
             _ptr(sinks),
             _ptr(score),
             *map(I64, (g, n, len(forced), k, k_max)),
+            F64(top_p),
         )
         return sel[:n_sel], alpha
 

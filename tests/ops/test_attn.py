@@ -58,6 +58,7 @@ def test_attn_equals_oracle(case: Case, exact: bool, ggml: Ggml) -> None:
                 data.topk_max,
                 *scored,
                 dtype,
+                case.top_p,
             )
             for dtype in (np.float64, np.float32)
         ]
@@ -73,12 +74,17 @@ def test_attn_equals_oracle(case: Case, exact: bool, ggml: Ggml) -> None:
 def _may_flip(b: cases.Block, scored, rank, case: Case, topk_max: int) -> bool:
     kept = None if rank is None else oracle.select_components(scored[0], rank)
     logits = oracle.logits_of(*scored, b.bias, case.scale, case.softcap, kept)
-    cells = oracle.select(logits, b.topk, b.forced, topk_max)
+    cells = oracle.select(logits, b.topk, b.forced, topk_max, case.top_p)
     rest = np.setdiff1d(oracle.visible_positions(b.bias), cells)
     chosen = np.setdiff1d(cells, b.forced)
     if not len(rest) or not len(chosen):
         return False
     score = oracle.rank_scores(logits)
+    if case.top_p < 1:
+        mass = oracle.softmax(logits).mean(axis=0)
+        kept = mass[cells].sum()
+        if min(abs(kept - case.top_p), abs(kept - mass[chosen].min() - case.top_p)) < 1e-5:
+            return True
     gap = score[chosen].min() - score[rest].max()
     size = 1.0 if len(b.q) == 1 else score[chosen].min()
     return bool(gap < 64 * EPS32 * size * max(1.0, np.abs(logits[:, cells]).max()))

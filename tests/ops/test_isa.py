@@ -40,6 +40,7 @@ def test_isa_seal_and_select(isa: IsaGgml) -> None:
     for g in (1, 4):
         test_steps.test_select_ties(g, isa)
         test_steps.test_select_k_counts_forced(g, isa)
+        test_steps.test_select_top_p("heavy ties", 1003, g, isa)
 
 
 def test_isa_quantised_shadow(isa: IsaGgml) -> None:

@@ -77,7 +77,7 @@ def check_select(data: cases.Data, logits: np.ndarray, chosen: Selection) -> Non
         rows = slice(b.head * len(b.q), (b.head + 1) * len(b.q))
         seen = logits[b.stream, b.tok, rows]
         index = (b.stream, b.tok, b.head)
-        check_selection(chosen.cells[index], seen, b.topk, b.forced)
+        check_selection(chosen.cells[index], seen, b.topk, b.forced, data.case.top_p)
         if data.case.mean_v:
             args = (chosen.cells[index], b.sinks)
             errors.add(
@@ -346,6 +346,7 @@ def run_select(
     sinks=None,
     alpha=False,
     n_threads=2,
+    top_p=1.0,
 ) -> Selection:
     """logits (n_stream, n_tok, n_head, n)"""
     from ggml_ctypes import SelectParams
@@ -360,7 +361,7 @@ def run_select(
             g.tensor(forced, "i32"),
             g.tensor(kl, "i32"),
             g.tensor(sinks, "f32"),
-            SelectParams(topk_max or k, n_head_kv, n_local_max, alpha),
+            SelectParams(topk_max or k, n_head_kv, n_local_max, alpha, top_p),
         )
         g.compute(out, n_threads=n_threads)
         return Selection.unpack(g.read(out), n_head // n_head_kv)
@@ -533,3 +534,49 @@ def test_select_alpha_is_the_mass_kept(ggml) -> None:
                     1.0,
                 )
                 errors.check()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["normal", "heavy ties", "all equal", "huge", "tiny", "signed zeros", "few visible", "peaked"],
+)
+@pytest.mark.parametrize(("n", "g"), [(1, 1), (65, 4), (1000, 1), (1003, 7), (9001, 2)])
+def test_select_top_p(kind, n, g, ggml) -> None:
+    """As many as carry the mass; the forced ones at least, k at most; alpha of the rest."""
+    rng = np.random.default_rng(n)
+    logits = logits_of_kind(kind, n, g, rng)
+    seen = np.flatnonzero(~np.isneginf(logits[0, 0, 0]))
+    forced = [int(c) for c in rng.choice(seen, min(3, len(seen)), replace=False)]
+    for p in (1e-6, 0.3, 0.9, 0.999):
+        for k in (max(1, n // 8), n):
+            runs = [
+                run_select(
+                    ggml, logits, k, [*forced, -1], topk_max=n, alpha=True, top_p=p, n_threads=t
+                )
+                for t in (1, 3)
+            ]
+            assert np.array_equal(runs[0].raw, runs[1].raw)
+            cells = runs[0].cells[0, 0, 0]
+            check_selection(cells, logits[0, 0], k, forced, p)
+            want = oracle.mass_kept(logits[0, 0].astype(np.float64), cells)
+            assert np.abs(runs[0].alpha[0, 0, 0] - want).max() < 1e-5
+
+
+def test_select_top_p_counts(ggml) -> None:
+    """By hand: masses 1/2, 1/4, 1/8 .. of one head, and of two that disagree."""
+    one = np.log(2.0) * -np.arange(12, dtype=np.float32)[None, None, None, :]
+
+    def count(logits, p, k=12, forced=(-1,), n_local=0) -> list[int]:
+        return (
+            run_select(ggml, logits, k, forced, n_local, n_local, top_p=p).cells[0, 0, 0].tolist()
+        )
+
+    assert count(one, 0.45) == [0]
+    assert count(one, 0.7) == [0, 1]
+    assert count(one, 0.7, forced=[11, 3], n_local=1) == [0, 1, 3, 11], "3 alone is too little"
+    assert count(one, 0.05, forced=[11, 3], n_local=1) == [3, 11], "the forced ones are enough"
+    assert count(one, 0.999, k=3) == [0, 1, 2], "k caps"
+    assert count(one, 1.0, k=5) == count(one, 0.0, k=5) == [0, 1, 2, 3, 4], "off"
+    two = np.concatenate([one, one[..., ::-1]], axis=2)
+    assert count(two, 0.45) == [0, 11]
+    assert count(two, 0.7) == [0, 1, 10, 11]

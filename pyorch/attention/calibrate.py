@@ -1,0 +1,140 @@
+"""What `sparq-cpp calibrate` found for a model: kept beside it, found again, put into settings.
+
+`MODEL.gguf.sparq.json`, or a file in the cache folder where that cannot be written, has the results
+of several ratios, and a hash of the model's content. `resolve` turns `budget=calibrated` or `top-p`
+into what was found. How it is found: `search.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pyorch import paths
+from pyorch.attention.spec import CALIBRATED, AttentionSpec, ratio_text
+from pyorch.errors import SparqError
+
+SCHEMA = 1
+
+
+# ---- where results are ----
+
+
+def model_hash(path: str | os.PathLike[str]) -> str:
+    """Of the content: size, the first MiB (all metadata of most models), 64 samples of the rest.
+
+    Raises:
+        SparqError: the file cannot be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        size = Path(path).stat().st_size
+        digest.update(str(size).encode())
+        with Path(path).open("rb") as f:
+            digest.update(f.read(1 << 20))
+            for i in range(64):
+                f.seek(size * i // 64)
+                digest.update(f.read(4096))
+    except OSError as e:
+        raise SparqError(f"{path}: {e.strerror or e}", "--model takes a GGUF file") from None
+    return digest.hexdigest()[:16]
+
+
+def _files(model: Path, digest: str) -> list[Path]:
+    beside = model.with_name(model.name + ".sparq.json")
+    return [beside, paths.cache() / "calibrated" / f"{digest}.json"]
+
+
+def load(model: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """All results for this model, the newest of each ratio and shadow.
+
+    Raises:
+        SparqError: a file of results is damaged.
+    """
+    digest = model_hash(model)
+    found: dict[tuple[float, str], dict[str, Any]] = {}
+    for file in _files(Path(model), digest):
+        try:
+            data = json.loads(file.read_text("utf-8"))
+            fits = data["schema"] == SCHEMA and data["model"] == digest
+            for r in data["results"] if fits else []:
+                key = (round(r["ratio"], 9), r["shadow"])
+                if key not in found or found[key]["time"] < r["time"]:
+                    found[key] = r
+        except OSError:
+            continue
+        except (ValueError, KeyError, TypeError):
+            raise SparqError(f"{file} is damaged", "delete it, and calibrate again") from None
+    return list(found.values())
+
+
+def save(model: Path, result: Mapping[str, Any]) -> Path:
+    """Keep a result with those of other ratios; where it now is.
+
+    Raises:
+        SparqError: neither beside the model nor into the cache folder.
+    """
+    digest = model_hash(model)
+    same = (result["ratio"], result["shadow"])
+    others = [r for r in load(model) if (r["ratio"], r["shadow"]) != same]
+    data = {"schema": SCHEMA, "model": digest, "results": [*others, result]}
+    text = json.dumps(data, indent=1)
+    reason = ""
+    for file in _files(model, digest):
+        new = file.with_name(f"{file.name}.{os.getpid()}.new")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            new.write_text(text + "\n", "utf-8")
+            new.replace(file)
+            return file
+        except OSError as e:
+            new.unlink(missing_ok=True) if new.exists() else None
+            reason = f"{file}: {e.strerror or e}"
+    raise SparqError(f"the result cannot be kept: {reason}", "SPARQ_CACHE names another folder")
+
+
+def find(model: str | os.PathLike[str], ratio: float, shadow: str) -> dict[str, Any]:
+    """The result for this ratio and type of the transposed K.
+
+    Raises:
+        SparqError: there is none.
+    """
+    results = load(model)
+    for r in results:
+        if abs(r["ratio"] - ratio) < 1e-9 and r["shadow"] == shadow:
+            return r
+    known = ", ".join(f"{ratio_text(r['ratio'])} ({r['shadow']})" for r in results)
+    also = f"; there are results for {known}" if known else ""
+    raise SparqError(
+        f"{Path(model).name} is not calibrated for ratio {ratio_text(ratio)} ({shadow}){also}",
+        f"sparq-cpp calibrate --model {model} --ratio {ratio_text(ratio)}",
+    )
+
+
+def resolve(spec: AttentionSpec, model: str | os.PathLike[str]) -> AttentionSpec:
+    """The settings that `budget=calibrated` or `top-p` stands for with this model; others as is.
+
+    mean_v and min_k of the result hold where the settings leave them open.
+
+    Raises:
+        SparqError: the model is not calibrated for the ratio, or the method is not sparq.
+    """
+    if spec.budget not in CALIBRATED:
+        return spec
+    if spec.method != "sparq":
+        raise SparqError(
+            f"budget {spec.budget} belongs to sparq, not to {spec.method}",
+            "uniform, ramp and ramp-down do without measuring",
+            exit_code=2,
+        )
+    found = dict(find(model, spec.ratio or 0, spec.shadow)[spec.budget])
+    default = AttentionSpec()
+    for name in ("mean_v", "min_k"):
+        if getattr(spec, name) != getattr(default, name):
+            found.pop(name, None)
+    return replace(spec, budget="uniform", **found)
