@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,8 +20,20 @@ from typing import Any
 from pyorch.errors import SparqError
 
 MAGIC = b"GGUF"
-MAX_DIMS = 4
 MAX_ARRAY_KEPT = 4096  # longer arrays (vocabularies) are skipped: only their length is kept
+
+# Limits of llama.cpp: what is beyond them it refuses, or it ends the process
+MAX_DIMS = 4  # GGML_MAX_DIMS
+MAX_NAME = 64  # GGML_MAX_NAME, with the byte that ends it
+MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
+MAX_EXPERTS = 1024  # LLAMA_MAX_EXPERTS
+ALIGNMENT = 32  # TENSOR_ALIGNMENT, of what is mapped
+# Limits of ours: far above any model, so that a small lie costs neither time nor memory
+MAX_KEYS = 1 << 16
+MAX_KEY_NAME = 1 << 16  # of the GGUF specification
+MAX_TENSORS = 1 << 17
+MAX_STRINGS = 1 << 22  # of an array
+MAX_KEPT = 64 << 20  # bytes of all metadata that is kept
 
 # value types of the metadata: struct format of the scalars; 8 = string, 9 = array
 _SCALARS = {
@@ -47,7 +60,7 @@ TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     6: ("q5_0", 32, 22),
     7: ("q5_1", 32, 24),
     8: ("q8_0", 32, 34),
-    9: ("q8_1", 32, 40),
+    9: ("q8_1", 32, 36),
     10: ("q2_K", 256, 84),
     11: ("q3_K", 256, 110),
     12: ("q4_K", 256, 144),
@@ -76,6 +89,7 @@ TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     41: ("q1_0", 128, 18),
     42: ("q2_0", 64, 18),
 }
+_NO_WEIGHTS = ("i8", "i16", "i32", "i64", "f64", "q8_1", "q8_K")  # no op multiplies by these
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")  # those of K and V that we offer
 
 
@@ -84,11 +98,12 @@ class SkippedArray:
     """A metadata array that was not kept."""
 
     length: int
+    lacks: str = ""  # of a vocabulary: the first byte that no token stands for
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One row of the tensor table. `n_bytes` is 0 for a type this module does not know."""
+    """One row of the tensor table."""
 
     name: str
     shape: tuple[int, ...]
@@ -108,7 +123,9 @@ class GGUFFile:
 
     @property
     def arch(self) -> str:
-        return str(self.metadata.get("general.architecture", ""))
+        """The name of the architecture; "" if there is none that could be one."""
+        name = self.metadata.get("general.architecture")
+        return name if isinstance(name, str) and re.fullmatch(r"[\w.-]{1,64}", name) else ""
 
 
 @dataclass(frozen=True)
@@ -143,7 +160,7 @@ class _Reader:
     """A cursor over the mapped file that refuses to leave it."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
-        self.path, self.data, self.pos = path, data, 0
+        self.path, self.data, self.pos, self.kept = path, data, 0, 0
 
     def fail(self, what: str) -> SparqError:
         return SparqError(
@@ -159,57 +176,112 @@ class _Reader:
         self.pos += size
         return value
 
-    def string(self) -> str:
+    def text(self) -> str:
+        """A string of any length and content."""
         start = self.pos + 8
-        self._skip(self.unpack("Q"))
+        n = self.unpack("Q")
+        self._skip(n)
+        self._keep(n)
         return self.data[start : self.pos].decode("utf-8", errors="replace")
+
+    def name(self, what: str, limit: int) -> str:
+        """The name of a key or tensor: printable, below `limit` bytes."""
+        start = self.pos + 8
+        text = self.text()
+        if not text or not text.isprintable() or self.pos - start >= limit:
+            raise self.fail(f"unusable name {text[:MAX_NAME]!r} of a {what}")
+        return text
 
     def _skip(self, n: int) -> None:
         if n > len(self.data) - self.pos:
             raise self.fail(f"{n} bytes of text or numbers pass the end of the file")
         self.pos += n
 
-    def value(self, kind: int) -> Any:
+    def _keep(self, n: int) -> None:
+        self.kept += n
+        if self.kept > MAX_KEPT:
+            raise self.fail(f"more than {human_bytes(MAX_KEPT)} of metadata")
+
+    def value(self, kind: int, key: str) -> Any:
         if kind in _SCALARS:
             return self.unpack(_SCALARS[kind])
         if kind == _STRING:
-            return self.string()
+            return self.text()
         if kind == _ARRAY:
-            return self.array()
+            return self._array(key)
         raise self.fail(f"unknown value type {kind}")
 
-    def array(self) -> list[Any] | SkippedArray:
+    def _array(self, key: str) -> list[Any] | SkippedArray:
         kind, n = self.unpack("I"), self.unpack("Q")
-        if n > len(self.data) - self.pos:  # every element takes at least one byte
-            raise self.fail(f"an array of {n} elements passes the end of the file")
         if kind == _STRING:
-            for _ in range(n):
-                self._skip(self.unpack("Q"))
-            return SkippedArray(n)
+            return self._strings(key, n)
         if kind not in _SCALARS:
             raise self.fail(f"array of unsupported type {kind}")
-        if n <= MAX_ARRAY_KEPT:
-            return [self.unpack(_SCALARS[kind]) for _ in range(n)]
-        self._skip(n * struct.calcsize("<" + _SCALARS[kind]))
-        return SkippedArray(n)
+        size = struct.calcsize("<" + _SCALARS[kind])
+        start = self.pos
+        self._skip(n * size)
+        if n > MAX_ARRAY_KEPT:
+            return SkippedArray(n)
+        self._keep(32 * n)  # as Python objects
+        return list(struct.unpack_from(f"<{n}{_SCALARS[kind]}", self.data, start))
+
+    def _strings(self, key: str, n: int) -> SkippedArray:
+        if n > min(MAX_STRINGS, (len(self.data) - self.pos) // 8):
+            raise self.fail(f"an array of {n} strings")
+        data, pos, length = self.data, self.pos, struct.Struct("<Q").unpack_from
+        seen: set[bytes] | None = set() if key == "tokenizer.ggml.tokens" else None
+        for i in range(n):
+            end = pos + 8
+            end += length(data, pos)[0] if end <= len(data) else len(data)
+            if end > len(data):
+                self.pos = pos
+                raise self.fail("a string passes the end of the file")
+            if seen is not None:
+                seen.add(data[pos + 8 : end] or b"[EMPTY_%d]" % i)  # as llama.cpp calls it
+            pos = end
+        self.pos = pos
+        if seen is not None and len(seen) != n:  # llama.cpp ends the process
+            raise self.fail(f"{n} tokens, but {len(seen)} different ones")
+        bytes_of = ((f"<0x{b:02X}>", bytes([b])) for b in range(256)) if seen else ()
+        lacks = (name for name, raw in bytes_of if not {name.encode(), raw} & (seen or set()))
+        return SkippedArray(n, next(lacks, ""))
 
 
 def read_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     """Read the header of `path`; of a split file (`...-00001-of-0000N.gguf`), of all parts.
 
     Raises:
-        SparqError: not there, not a GGUF file, corrupt, or truncated.
+        SparqError: not there, not a GGUF file, corrupt, truncated, or of parts that do not match.
     """
     first = _read_part(Path(path))
-    n_split = int(first.metadata.get("split.count", 1) or 1)
+    n_split = first.metadata.get("split.count", 0)
+    if not isinstance(n_split, int) or not 0 <= n_split < 1 << 16:
+        raise SparqError(f"{path}: corrupt GGUF header: split.count is {n_split!r:.80}")
     if n_split <= 1:
         return first
     parts = [first] + [_read_part(p) for p in _other_parts(first.path, n_split)]
+    tensors = tuple(t for p in parts for t in p.tensors)
+    told = first.metadata.get("split.tensors.count", len(tensors))
+    if told != len(tensors) or len({t.name for t in tensors}) != len(tensors):
+        raise SparqError(
+            f"{path}: its {n_split} parts do not go together: {told!r:.80} tensors expected, "
+            f"{len({t.name for t in tensors})} of {len(tensors)} are different",
+            hint="download all parts again, from one place",
+        )
+    for i, part in enumerate(parts):
+        number = part.metadata.get("split.no", i)
+        count = part.metadata.get("split.count", n_split)
+        if (number, count) != (i, n_split):
+            raise SparqError(
+                f"{part.path}: by its name part {i + 1} of {n_split}, but it holds part number "
+                f"{number!r:.80} (from 0) of {count!r:.80}",
+                hint="download all parts again, and do not rename them",
+            )
     return GGUFFile(
         first.path,
         sum(p.n_bytes for p in parts),
         first.metadata,
-        tuple(t for p in parts for t in p.tensors),
+        tensors,
         tuple(p.path for p in parts),
     )
 
@@ -232,12 +304,14 @@ def _read_part(path: Path) -> GGUFFile:
         )
     if path.is_dir():
         raise SparqError(f"{path}: a folder, not a GGUF file")
+    if not path.is_file():  # reading a pipe would wait for ever
+        raise SparqError(f"{path}: not a plain file")
     try:
         with path.open("rb") as f:
             if f.read(4) != MAGIC:
                 raise SparqError(
                     f"{path}: not a GGUF file (it does not begin with the letters GGUF)",
-                    hint="safetensors and PyTorch files must be converted to GGUF first",
+                    hint="safetensors must be converted first: sparq-cpp convert FOLDER",
                 )
             with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _parse(path, data)
@@ -255,37 +329,53 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFFile:
             hint="a very large number means a big-endian file" if version > 0xFFFF else "",
         )
     n_tensors, n_keys = r.unpack("Q"), r.unpack("Q")
-    if max(n_tensors, n_keys) > len(data) // 12:  # 12 bytes: less than the smallest entry
-        raise r.fail(f"{n_tensors} tensors and {n_keys} keys do not fit in {len(data)} bytes")
-    metadata = {}
+    # 12 bytes: less than the smallest entry
+    if n_tensors > min(MAX_TENSORS, len(data) // 12) or n_keys > min(MAX_KEYS, len(data) // 12):
+        raise r.fail(f"{n_tensors} tensors and {n_keys} keys in {len(data)} bytes")
+    metadata: dict[str, Any] = {}
     for _ in range(n_keys):
-        key = r.string()
-        metadata[key] = r.value(r.unpack("I"))
+        key = r.name("key", MAX_KEY_NAME)
+        if key in metadata:
+            raise r.fail(f"key {key[:MAX_NAME]!r} is there twice")
+        kind = r.unpack("I")
+        metadata[key] = r.value(kind, key)
+        if key == "general.alignment":
+            align = metadata[key]
+            if kind != 4 or align <= 0 or align & (align - 1):
+                raise r.fail(f"the alignment {align!r:.80} is no power of 2 as u32")
     table = [_tensor_row(r) for _ in range(n_tensors)]
-    _check_extent(r, metadata, table)
+    _check_extent(r, metadata.get("general.alignment", ALIGNMENT), table)
     return GGUFFile(path, len(data), metadata, tuple(t for t, _ in table), (path,))
 
 
 def _tensor_row(r: _Reader) -> tuple[Tensor, int]:
     """One tensor and the offset of its data from the start of the data section."""
-    name, n_dims = r.string(), r.unpack("I")
+    name, n_dims = r.name("tensor", MAX_NAME), r.unpack("I")
     if n_dims > MAX_DIMS:
         raise r.fail(f"tensor {name!r} has {n_dims} dimensions")
     shape = tuple(r.unpack("Q") for _ in range(n_dims))
     kind, offset = r.unpack("I"), r.unpack("Q")
+    if kind not in TENSOR_TYPES:
+        raise r.fail(f"tensor {name!r} has the unknown type {kind}")
+    type_name, per_block, block_bytes = TENSOR_TYPES[kind]
     n = math.prod(shape)
-    if n >= 2**63 or offset >= 2**63:
-        raise r.fail(f"tensor {name!r} has an impossible size")
-    type_name, per_block, block_bytes = TENSOR_TYPES.get(kind, (f"type {kind}", 1, 0))
+    if n == 0 or n >= 2**63 or (shape[0] if shape else 1) % per_block:
+        raise r.fail(f"tensor {name!r} of {type_name} cannot have the shape {shape}")
     return Tensor(name, shape, type_name, n // per_block * block_bytes), offset
 
 
-def _check_extent(r: _Reader, metadata: Mapping[str, Any], table: list[tuple[Tensor, int]]) -> None:
-    align = metadata.get("general.alignment", 32)
-    if not isinstance(align, int) or align <= 0:
-        raise r.fail(f"alignment {align!r}")
-    start = -(-r.pos // align) * align
-    end = max((start + offset + t.n_bytes for t, offset in table), default=start)
+def _check_extent(r: _Reader, align: int, table: list[tuple[Tensor, int]]) -> None:
+    """Tensors follow each other without gap or overlap (llama.cpp wants it), inside the file."""
+    names = set()
+    start, expected, end = -(-r.pos // align) * align, 0, r.pos
+    for t, offset in table:
+        if t.name in names:
+            raise r.fail(f"tensor {t.name!r} is there twice")
+        names.add(t.name)
+        if offset != expected:
+            raise r.fail(f"tensor {t.name!r} begins at {offset}, where {expected} is its place")
+        end = start + offset + t.n_bytes
+        expected += -(-t.n_bytes // align) * align
     if end > len(r.data):
         raise SparqError(
             f"{r.path}: truncated: {len(r.data)} bytes, but its tensors end at byte {end}",
@@ -301,10 +391,10 @@ def geometry(file: GGUFFile) -> Geometry:
     """
     arch, m = file.arch, file.metadata
 
-    def number(key: str, default: int | None = None) -> int:
+    def number(key: str, default: int | None = None, most: int = 2**31 - 1) -> int:
         value = m.get(f"{arch}.{key}", default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
-            shown = "missing" if value is None else f"not a usable number: {value!r}"
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+            shown = "missing" if value is None else f"not a usable number: {value!r:.80}"
             raise SparqError(
                 f"{file.path}: metadata key {arch}.{key} is {shown}",
                 hint="is this a language model? adapters and projectors have no such key",
@@ -316,13 +406,16 @@ def geometry(file: GGUFFile) -> Geometry:
             f"{file.path}: no general.architecture in its metadata",
             hint="is this a language model? adapters and projectors are GGUF files too",
         )
-    n_layer, n_embd = number("block_count"), number("embedding_length")
+    n_layer, n_embd = number("block_count", most=MAX_LAYERS), number("embedding_length")
+    _check_assertions(file, n_layer, number("expert_count", 0, MAX_EXPERTS))
+    _check_vocabulary(file)
+    _check_tensors(file)
     n_head = _per_layer(file, f"{arch}.attention.head_count", n_layer, None)
     n_head_kv = _per_layer(file, f"{arch}.attention.head_count_kv", n_layer, n_head)
     head_dim = n_embd // max(max(n_head, default=0), 1)
     return Geometry(
         arch=arch,
-        name=str(m.get("general.name", file.path.stem)),
+        name=_printable(m.get("general.name", file.path.stem)),
         n_layer=n_layer,
         n_embd=n_embd,
         n_head=n_head,
@@ -338,6 +431,68 @@ def geometry(file: GGUFFile) -> Geometry:
     )
 
 
+def _check_assertions(file: GGUFFile, n_layer: int, n_expert: int) -> None:
+    """Refuse values on which llama.cpp ends the process instead of refusing the model.
+
+    Each is an assertion in `load_hparams` of llama-model.cpp or in an op that reads the value.
+    """
+    arch, m = file.arch, file.metadata
+
+    def need(key: str, good: bool) -> None:
+        if not good:
+            value = m.get(f"{arch}.{key}")
+            raise SparqError(f"{file.path}: metadata key {arch}.{key} cannot be {value!r:.80}")
+
+    used = m.get(f"{arch}.expert_used_count", 0)
+    most = (
+        max((u for u in used if isinstance(u, int)), default=0) if isinstance(used, list) else used
+    )
+    groups = m.get(f"{arch}.expert_group_count", 0)
+    group_used = m.get(f"{arch}.expert_group_used_count", 0)
+    need("block_count", n_layer > 0)
+    need("nextn_predict_layers", _is_number(m.get(f"{arch}.nextn_predict_layers", 0), 0, n_layer))
+    need("expert_used_count", _is_number(most, min(n_expert, 1), n_expert))
+    need("expert_group_count", _is_number(groups, 0, max(n_expert - 1, 0)))
+    if groups > 1:
+        need("expert_group_count", n_expert % groups == 0)
+        need("expert_group_used_count", _is_number(group_used, 1, groups - 1))
+    scaling = m.get(f"{arch}.rope.scaling.type", "none")
+    need("rope.scaling.type", scaling in ("none", "linear", "yarn", "longrope"))
+    for key, value in m.items():
+        if key.startswith(arch + ".") and key.endswith("epsilon"):
+            need(key.removeprefix(arch + "."), isinstance(value, float) and 0 <= value < math.inf)
+
+
+def _check_vocabulary(file: GGUFFile) -> None:
+    """Refuse vocabularies on which llama.cpp ends the process, at once or when it meets a text."""
+    kind, tokens = (file.metadata.get(f"tokenizer.ggml.{k}") for k in ("model", "tokens"))
+    lacks = tokens.lacks if isinstance(tokens, SkippedArray) else ""
+    if lacks and kind == "llama":  # of SentencePiece: what has no token is written as bytes
+        raise SparqError(f"{file.path}: no token of its vocabulary stands for the byte {lacks}")
+    if kind == "bert":
+        raise SparqError(f"{file.path}: a vocabulary of BERT, which writes no text")
+
+
+def _check_tensors(file: GGUFFile) -> None:
+    """Refuse types that no op of llama.cpp takes where such a tensor is used."""
+    if file.metadata.get("general.alignment", ALIGNMENT) < ALIGNMENT:
+        raise SparqError(f"{file.path}: its tensors are aligned to less than {ALIGNMENT} bytes")
+    for t in file.tensors:
+        vector = len(t.shape) < 2  # norms and biases: ops add and multiply them as f32
+        number = t.type in _NO_WEIGHTS and "tid2eid" not in t.name  # which is looked up
+        if (vector and t.type != "f32") or number:
+            raise SparqError(f"{file.path}: tensor {t.name!r} of {t.shape} cannot be {t.type}")
+
+
+def _is_number(value: object, least: int, most: int) -> bool:
+    return isinstance(value, int) and least <= value <= most
+
+
+def _printable(text: object) -> str:
+    """For people: without what a terminal would obey."""
+    return "".join(c if c.isprintable() else "?" for c in str(text)[:200])
+
+
 def _per_layer(
     file: GGUFFile, key: str, n_layer: int, default: tuple[int, ...] | None
 ) -> tuple[int, ...]:
@@ -349,7 +504,7 @@ def _per_layer(
     values = tuple(value) if isinstance(value, list) else (value,) * n_layer
     ok = all(isinstance(v, int) and 0 <= v < 65536 for v in values) and len(values) >= n_layer
     if not ok:
-        raise SparqError(f"{file.path}: metadata key {key} is not usable: {value!r}")
+        raise SparqError(f"{file.path}: metadata key {key} is not usable: {value!r:.80}")
     return values[:n_layer]
 
 

@@ -75,7 +75,10 @@ def test_a_split_model_needs_its_parts(tmp_path: Path) -> None:
     one = write_tiny_gguf(tmp_path / "m-00001-of-00002.gguf", **{"split.count": 2})
     with pytest.raises(SparqError, match="m-00002-of-00002.gguf: no such file"):
         read_gguf(one)
-    two = write_tiny_gguf(tmp_path / "m-00002-of-00002.gguf", **{"split.count": 2})
+    two = write_tiny_gguf(tmp_path / "m-00002-of-00002.gguf", **{"split.count": 2, "split.no": 1})
+    with pytest.raises(SparqError, match="21 of 42 are different"):
+        read_gguf(one)
+    two.write_bytes(two.read_bytes().replace(b".weight", b".second"))
     assert read_gguf(one).n_bytes == one.stat().st_size + two.stat().st_size
     with pytest.raises(SparqError, match="not the first"):
         read_gguf(two)

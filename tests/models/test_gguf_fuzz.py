@@ -1,0 +1,322 @@
+"""Damaged GGUF files end in a `SparqError` or a model that runs: no crash, no hang, no 1 GiB.
+
+The reader sees them all; llama.cpp sees what the reader lets through, in a child process. A crash
+there is a fault of the reader. The minimal cases of what was found are at the end.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf_mutations as mutations
+import pytest
+from gguf_mutations import Key, Model
+from tiny_gguf import write_tiny_gguf
+
+from pyorch.errors import SparqError
+from pyorch.models import gguf_file
+from pyorch.models.gguf_file import TENSOR_TYPES, geometry, read_gguf
+
+HERE = Path(__file__).parent
+LIMIT_S = 5.0  # a file of 100 KB; a busy machine is slow
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    path = tmp_path_factory.mktemp("base") / "a.gguf"
+    write_tiny_gguf(path, n_layer=1, n_head=2, n_head_kv=1, n_ff=32, n_ctx=64)
+    return mutations.parse(path)
+
+
+class Child:
+    """gguf_child.py; it is started again when it has died."""
+
+    def __init__(self, mode: str, errors: Path) -> None:
+        self.mode, self.errors = mode, errors
+        self.process: Any = None
+
+    def __call__(self, path: Path) -> tuple[float, str]:
+        if self.process is None:
+            env = {**os.environ, "GGML_NO_BACKTRACE": "1", "SPARQ_MEMORY_LIMIT": str(1 << 30)}
+            argv = [sys.executable, str(HERE / "gguf_child.py"), self.mode]
+            with self.errors.open("wb") as said:
+                self.process = subprocess.Popen(
+                    argv,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=said,
+                    text=True,
+                    env=env,
+                )
+        self.process.stdin.write(f"{path}\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            code, said = self.close(), self.errors.read_text(errors="replace")[-400:]
+            return 0.0, f"CRASH {code}: {said}"
+        seconds, _, answer = line.rstrip("\n").partition(" ")
+        return float(seconds), answer
+
+    def close(self) -> int:
+        process, self.process = self.process, None
+        if process is None:
+            return 0
+        process.stdin.close()
+        process.stdout.close()
+        return process.wait(timeout=60)
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Iterator[Callable[[str], Child]]:
+    made: list[Child] = []
+
+    def make(mode: str) -> Child:
+        made.append(Child(mode, tmp_path / f"{mode}.err"))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def fuzz(base: Model, seeds: range, n_run: int, path: Path, child: Callable[[str], Child]) -> None:
+    """Read the files of all seeds; of the first `n_run` run what is accepted."""
+    read, run, bad, seen = child("read"), child("run"), [], Counter()
+    for seed in seeds:
+        path.write_bytes(mutations.mutate(base, seed))
+        seconds, answer = read(path)
+        seen[f"read {answer.split(':')[0]}"] += 1
+        if answer == "ok" and seed - seeds.start < n_run:
+            more, answer = run(path)
+            seconds = max(seconds, more)
+            seen[f"run {answer.split(':')[0]}"] += 1
+        if answer != "ok" and not answer.startswith("refused: ") or seconds > LIMIT_S:
+            bad.append((seed, seconds, answer[:300]))
+    print(dict(seen))
+    assert not bad
+    for what in ("read ok", "read refused", "run ok", "run refused"):
+        assert seen[what] > n_run / 20, seen  # else the files are all good, or all hopeless
+
+
+def test_damaged_files(base: Model, tmp_path: Path, child: Callable[[str], Child]) -> None:
+    fuzz(base, range(2000), 300, tmp_path / "m.gguf", child)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vocabulary", ["sentencepiece", "bpe"])
+def test_10000_damaged_files(
+    base: Model, vocabulary: str, tmp_path: Path, child: Callable[[str], Child]
+) -> None:
+    model = base if vocabulary == "sentencepiece" else mutations.with_bpe(base)
+    first = int(os.environ.get("SPARQ_FUZZ_SEED", "100000"))
+    fuzz(model, range(first, first + 10000), 10000, tmp_path / "m.gguf", child)
+
+
+def test_the_bases_are_good(base: Model, tmp_path: Path, child: Callable[[str], Child]) -> None:
+    run = child("run")
+    for i, model in enumerate((base, mutations.with_bpe(base))):
+        path = tmp_path / f"{i}.gguf"
+        path.write_bytes(model.pack())
+        assert run(path)[1] == "ok"
+
+
+def test_types_are_those_of_the_library(llama_cpp: Any) -> None:
+    """Sizes of blocks; a type that a newer llama.cpp adds has to be added here."""
+    library = Path(llama_cpp.llama_cpp._lib._name).parent
+    ggml = ctypes.CDLL(str(next(library.glob("libggml-base.*"))))
+    ggml.ggml_blck_size.restype, ggml.ggml_type_size.restype = ctypes.c_int64, ctypes.c_size_t
+    ggml.ggml_type_name.restype = ctypes.c_char_p
+    found = {}
+    for number in range(llama_cpp.llama_cpp.GGML_TYPE_COUNT):
+        per_block, name = ggml.ggml_blck_size(number), ggml.ggml_type_name(number)
+        if per_block:  # 0: a type that was taken out
+            found[number] = (name.decode(), per_block, ggml.ggml_type_size(number))
+    assert found == TENSOR_TYPES
+
+
+# ---- single lies ----
+
+
+def _key(name: str, kind: int, value: object) -> Callable[[Model], None]:
+    def change(m: Model) -> None:
+        m.keys = [k for k in m.keys if k.name != name.encode()]
+        m.keys.append(Key(name.encode(), kind, value))
+
+    return change
+
+
+def _row(i: int, **changes: object) -> Callable[[Model], None]:
+    def change(m: Model) -> None:
+        for name, value in changes.items():
+            setattr(m.rows[i], name, value)
+
+    return change
+
+
+def _tokens(change: Callable[[list[bytes]], None]) -> Callable[[Model], None]:
+    def run(m: Model) -> None:
+        key = next(k for k in m.keys if k.name == b"tokenizer.ggml.tokens")
+        change(key.value[1])
+
+    return run
+
+
+def _twice(m: Model) -> None:
+    m.keys.append(m.keys[0])
+
+
+def _row_twice(m: Model) -> None:
+    m.rows[1].name = m.rows[0].name
+
+
+def _renamed(name: bytes) -> Callable[[Model], None]:
+    def change(m: Model) -> None:
+        m.rows[0].name = name
+
+    return change
+
+
+def _lie(**fields: object) -> Callable[[Model], None]:
+    def change(m: Model) -> None:
+        for name, value in fields.items():
+            setattr(m, name, value)
+
+    return change
+
+
+NAN = float("nan")
+LIES = {
+    "many keys": (_lie(n_keys=2**40), "keys in"),
+    "negative keys": (_lie(n_keys=2**64 - 1), "keys in"),
+    "many tensors": (_lie(n_rows=2**61), "tensors and"),
+    "endless string": (_lie(lies={0: 2**63}), "pass the end of the file"),
+    "endless string, overflow": (_lie(lies={1: 2**64 - 1}), "pass the end of the file"),
+    "key twice": (_twice, "is there twice"),
+    "key of control characters": (_key("a\x1b[2J", 4, 0), "unusable name"),
+    "key without a name": (_key("", 4, 0), "unusable name"),
+    "unknown type of a value": (_key("a", 13, 0), "unknown value type 13"),
+    "array of arrays": (_key("a", 9, (9, [])), "array of unsupported type 9"),
+    "alignment 0": (_key("general.alignment", 4, 0), "no power of 2"),
+    "alignment 24": (_key("general.alignment", 4, 24), "no power of 2"),
+    "alignment as u64": (_key("general.alignment", 10, 32), "no power of 2"),
+    "tensor twice": (_row_twice, "is there twice"),
+    "tensor with a path": (_renamed(b"a\n/../x"), "unusable name"),
+    "tensor with a long name": (_renamed(b"a" * 64), "unusable name"),
+    "5 dimensions": (_row(0, dims=[1] * 5), "has 5 dimensions"),
+    "empty tensor": (_row(0, dims=[0, 4]), "cannot have the shape"),
+    "negative size": (_row(0, dims=[2**64 - 1, 1]), "cannot have the shape"),
+    "overflowing size": (_row(0, dims=[2**32, 2**32]), "cannot have the shape"),
+    "half a block": (_row(0, dims=[33, 260], kind=8), "cannot have the shape"),
+    "unknown type of a tensor": (_row(0, kind=4), "unknown type 4"),
+    "overlapping tensors": (_row(1, offset=0), "where .* is its place"),
+    "offset beyond the file": (_row(1, offset=2**40), "where .* is its place"),
+    "larger than the file": (_row(-1, dims=[64, 2**20]), "truncated"),
+    "split.count is a list": (_key("split.count", 9, (4, [2])), "split.count is"),
+    "split.count is text": (_key("split.count", 8, b"2"), "split.count is"),
+    "no architecture": (_key("general.architecture", 8, b"\x1b[2J"), "no general.architecture"),
+    "2**31 layers": (_key("llama.block_count", 4, 2**31 - 1), "block_count is not a usable"),
+    # what follows ended the process in llama.cpp, or would have
+    "no layers": (_key("llama.block_count", 4, 0), "block_count cannot be 0"),
+    "experts in use": (_key("llama.expert_used_count", 4, 2), "expert_used_count cannot be 2"),
+    "experts unused": (_key("llama.expert_count", 4, 2), "expert_used_count cannot be None"),
+    "expert groups": (_key("llama.expert_group_count", 4, 1), "expert_group_count cannot be 1"),
+    "scaling": (_key("llama.rope.scaling.type", 8, b"x"), "rope.scaling.type cannot be 'x'"),
+    "epsilon": (_key("llama.attention.layer_norm_rms_epsilon", 6, -1.0), "cannot be -1.0"),
+    "epsilon NaN": (_key("llama.attention.layer_norm_rms_epsilon", 6, NAN), "cannot be nan"),
+    "token twice": (_tokens(lambda t: t.__setitem__(9, t[8])), "260 tokens, but 259 different"),
+    "byte missing": (_tokens(lambda t: t.__setitem__(9, b"x!")), "stands for the byte <0x06>"),
+    "bert": (_key("tokenizer.ggml.model", 8, b"bert"), "vocabulary of BERT"),
+    "alignment 16": (_key("general.alignment", 4, 16), "aligned to less than 32|its place"),
+    "norm of integers": (_row(2, kind=26), "cannot be i32"),
+    "matrix of integers": (_row(1, kind=26), "cannot be i32"),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_lie_is_refused(base: Model, tmp_path: Path, name: str) -> None:
+    change, message = LIES[name]
+    m = copy.deepcopy(base)
+    change(m)
+    path = tmp_path / "m.gguf"
+    path.write_bytes(m.pack())
+    with pytest.raises(SparqError, match=message) as e:
+        geometry(read_gguf(path))
+    assert str(e.value).isprintable()
+
+
+def test_large_lies_cost_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of 1 TB that holds nothing: strings without end, and too much to keep."""
+    path = tmp_path / "m.gguf"
+    m = Model([Key(b"a", 9, (8, []))], [], b"")
+    m.lies = {1: 2**36}  # strings
+    path.write_bytes(m.pack())
+    os.truncate(path, 1 << 40)
+    with pytest.raises(SparqError, match="an array of 68719476736 strings"):
+        read_gguf(path)
+    m = Model([Key(b"a", 8, b"")], [], b"")
+    m.lies = {1: 2**35}
+    path.write_bytes(m.pack())
+    os.truncate(path, 1 << 40)
+    with pytest.raises(SparqError, match="more than 64 MiB of metadata"):
+        read_gguf(path)
+    monkeypatch.setattr(gguf_file, "MAX_KEPT", 1000)
+    keys = [Key(f"k{i}".encode(), 9, (4, [1] * 10)) for i in range(9)]
+    path.write_bytes(Model(keys, [], b"").pack())
+    with pytest.raises(SparqError, match="of metadata"):
+        read_gguf(path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "m.gguf")
+    with pytest.raises(SparqError, match="not a plain file"):
+        read_gguf(tmp_path / "m.gguf")
+
+
+def test_split_files_that_lie(base: Model, tmp_path: Path) -> None:
+    half = len(base.rows) // 2
+    parts = []
+    for i, rows in enumerate((base.rows[:half], base.rows[half:])):
+        m = copy.deepcopy(base)
+        start = rows[0].offset
+        end = base.rows[half].offset if i == 0 else len(base.data)
+        m.rows, m.data = copy.deepcopy(rows), base.data[start:end]
+        for r in m.rows:
+            r.offset -= start
+        for name, kind, value in (
+            ("split.no", 2, i),
+            ("split.count", 2, 2),
+            ("split.tensors.count", 5, len(base.rows)),
+        ):
+            _key(name, kind, value)(m)
+        parts.append(m)
+
+    def write(one: Model, two: Model) -> Path:
+        for i, m in enumerate((one, two), 1):
+            (tmp_path / f"m-{i:05d}-of-00002.gguf").write_bytes(m.pack())
+        return tmp_path / "m-00001-of-00002.gguf"
+
+    good = read_gguf(write(*parts))
+    assert len(good.tensors) == len(base.rows) and len(good.parts) == 2
+    geometry(good)
+    with pytest.raises(SparqError, match="do not go together"):
+        read_gguf(write(parts[0], parts[0]))
+    for name, value, message in (
+        ("split.no", 0, "holds part number 0"),
+        ("split.count", 3, "of 3"),
+    ):
+        bad = copy.deepcopy(parts[1])
+        _key(name, 2, value)(bad)
+        with pytest.raises(SparqError, match=message):
+            read_gguf(write(parts[0], bad))
+    bad = copy.deepcopy(parts[0])
+    _key("split.tensors.count", 5, 99)(bad)
+    with pytest.raises(SparqError, match="99 tensors expected"):
+        read_gguf(write(bad, parts[1]))
