@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pyorch.policies.base import Heads, Policy, Prompt, Step, same_for_all, softmax, top
+from pyorch.policies.base import Heads, Policy, Prompt, Selector, Step, same_for_all, softmax, top
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Alisa(Policy):
 
 
 @dataclass
-class AlisaSelector:
+class AlisaSelector(Selector):
     """sums (n,) f64 of the rows from `first` on; `rows`: of those after the prompt, what was read
     and its weights (summed over heads)."""
 

@@ -17,7 +17,8 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from pyorch.attention.spec import ratio_text
+from pyorch.attention.bytes import GROUP, SUM
+from pyorch.attention.spec import MEAN_V, nearest, ratio_text
 from pyorch.errors import SparqError
 
 
@@ -78,12 +79,18 @@ class Prompt(Protocol):
     def once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any: ...
 
 
-class Selector(Protocol):
-    """A method's state in one layer of one sequence. Asked once per token, in order."""
+class Selector:
+    """A method's state in one layer of one sequence. Asked once per token, in order.
+
+    alpha (n_head_kv, group), set by `select`: the share of attention that it believes to be on the
+    positions it chose; the mean of V stands for the rest (SparQ, eq. 10). None: no mean of V.
+    """
+
+    alpha: np.ndarray | None = None
 
     def select(self, step: Step) -> np.ndarray:
         """Positions that are read: (n_head_kv, n) ascending, each once."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -166,6 +173,29 @@ def _defaults(kind: type[Policy]) -> dict[str, Any]:
     return {f.name: f.default for f in fields(kind)}
 
 
+@dataclass(frozen=True)
+class WithMeanV(Policy):
+    """mean_v: the mean of V stands for what is not read: on, off, or auto: where no KV head is
+    shared, as for `sparq`."""
+
+    mean_v: str = "auto"
+    name: ClassVar[str]
+
+    def check(self) -> None:
+        if self.mean_v not in MEAN_V:
+            raise nearest("mean_v", self.mean_v, MEAN_V)
+
+    def uses_mean_v(self, heads: Heads) -> bool:
+        return self.mean_v == "on" or (self.mean_v == "auto" and heads.n_head == heads.n_head_kv)
+
+    def fixed_bytes(self, n_pos: int, heads: Heads) -> float:
+        """Of the sums of V, as `sparq` keeps them: of GROUP positions, and of SUM such groups."""
+        if not self.uses_mean_v(heads):
+            return 0.0
+        groups = n_pos // GROUP
+        return (groups // SUM + groups % SUM) * heads.d_v * 4 + n_pos % GROUP * heads.v_bytes
+
+
 def softmax(logits: np.ndarray) -> np.ndarray:
     """Over the last axis; -inf is 0. A row of -inf alone gives NaN."""
     e = np.exp(logits - logits.max(axis=-1, keepdims=True))
@@ -199,6 +229,11 @@ def top(scores: np.ndarray, k: int) -> np.ndarray:
 def top_rows(scores: np.ndarray, k: int) -> np.ndarray:
     """`top` of each row: (h, n) to (h, min(k, n))."""
     return np.stack([top(row, k) for row in scores])
+
+
+def at(values: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """(n_head_kv, group, n) at (n_head_kv, k) positions: (n_head_kv, group, k)."""
+    return np.take_along_axis(values, positions[:, None], axis=2)
 
 
 def same_for_all(positions: np.ndarray, n_head_kv: int) -> np.ndarray:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyorch.policies.base import Heads, Policy, Prompt, Step, group_scores, top_rows
+from pyorch.policies.base import Heads, Policy, Prompt, Selector, Step, group_scores, top_rows
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class FlexGen(Policy):
 
 
 @dataclass
-class FlexGenSelector:
+class FlexGenSelector(Selector):
     policy: FlexGen
     heads: Heads
 

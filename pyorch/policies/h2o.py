@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyorch.policies.base import Heads, Policy, Prompt, Step, softmax, top
+from pyorch.policies.base import Heads, Policy, Prompt, Selector, Step, at, softmax, top
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def prompt_sums(prompt: Prompt, n_head_kv: int) -> np.ndarray:
 
 
 @dataclass
-class H2OSelector:
+class H2OSelector(Selector):
     """positions (n_head_kv, m): in the cache, ascending; sums (n_head_kv, m) of their attention."""
 
     policy: H2O
@@ -50,7 +50,7 @@ class H2OSelector:
     def select(self, step: Step) -> np.ndarray:
         k = self.policy.k_at(step.n_pos, self.heads)
         self.positions, self.sums = evict(self.positions, self.sums, step.last, k, max(k // 4, 1))
-        kept = np.take_along_axis(step.logits, self.positions[:, None], axis=2)
+        kept = at(step.logits, self.positions)
         self.sums += softmax(kept).sum(axis=1)
         return self.positions
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyorch.errors import SparqError
-from pyorch.policies.base import Heads, Policy, Prompt, Step, softmax
+from pyorch.policies.base import Heads, Policy, Prompt, Selector, Step, at, softmax
 from pyorch.policies.h2o import evict
 
 
@@ -105,7 +105,7 @@ def prompt_sums(
 
 
 @dataclass
-class KeyformerSelector:
+class KeyformerSelector(Selector):
     """positions, sums: as of H2O."""
 
     policy: Keyformer
@@ -120,9 +120,7 @@ class KeyformerSelector:
         k = self.policy.k_at(step.n_pos, self.heads)
         local = max(int(k * self.policy.recent), 1)
         self.positions, self.sums = evict(self.positions, self.sums, step.last, k, local)
-        noise = np.take_along_axis(
-            self.noise.rows(1, step.n_pos)[:, :, 0], self.positions[:, None], axis=2
-        )
-        kept = np.take_along_axis(step.logits, self.positions[:, None], axis=2)
+        noise = at(self.noise.rows(1, step.n_pos)[:, :, 0], self.positions)
+        kept = at(step.logits, self.positions)
         self.sums += softmax((kept + noise) / np.float32(self.policy.tau(self.step))).sum(axis=1)
         return self.positions

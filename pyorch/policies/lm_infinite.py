@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyorch.errors import SparqError
-from pyorch.policies.base import Heads, Policy, Prompt, Step, same_for_all
+from pyorch.policies.base import Heads, Policy, Prompt, Selector, Step, same_for_all
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class LMInfinite(Policy):
 
 
 @dataclass
-class WindowSelector:
+class WindowSelector(Selector):
     policy: LMInfinite
     heads: Heads
 

@@ -3,8 +3,7 @@
 One orthonormal (d_k, rank) matrix per layer and KV head projects q and K; the projected K is kept
 in f16 and read whole, then rows of K and V of the best positions (arXiv 2312.04985, section 5.4,
 and its code). The newest k/4 and the first 4 positions are always in, as for `sparq`. Shared KV
-heads: softmaxed scores summed over the group. Left out: the mean value, which `sparq` adds by
-itself only where no KV head is shared.
+heads: softmaxed scores summed over the group.
 """
 
 from __future__ import annotations
@@ -14,11 +13,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyorch.errors import SparqError
-from pyorch.policies.base import Heads, Policy, Prompt, Step, group_scores, top_rows
+from pyorch.policies.base import (
+    Heads,
+    Prompt,
+    Selector,
+    Step,
+    WithMeanV,
+    at,
+    group_scores,
+    softmax,
+    top_rows,
+)
 
 
 @dataclass(frozen=True)
-class LowRank(Policy):
+class LowRank(WithMeanV):
     """rank: components of the projection; None: half of the bytes, but at most d_k/4 of them."""
 
     rank: int | None = None
@@ -27,6 +36,7 @@ class LowRank(Policy):
     name = "low-rank"
 
     def check(self) -> None:
+        super().check()
         if self.rank is None and self.ratio is None:
             raise SparqError("low-rank: k needs a rank", "low-rank,k=128,rank=8", exit_code=2)
         if (self.rank is not None and self.rank < 1) or self.sinks < 0:
@@ -39,7 +49,7 @@ class LowRank(Policy):
         return min(max(round(self.ratio * heads.row / 4), 1), max(heads.d_k // 4, 1))
 
     def fixed_bytes(self, n_pos: int, heads: Heads) -> float:
-        return n_pos * self.rank_of(heads) * 2
+        return n_pos * self.rank_of(heads) * 2 + super().fixed_bytes(n_pos, heads)
 
     def start(self, heads: Heads, prompt: Prompt | None) -> LowRankSelector:
         rank = self.rank_of(heads)
@@ -54,7 +64,7 @@ def projection(n_head_kv: int, d: int, rank: int, seed: tuple[int, ...]) -> np.n
 
 
 @dataclass
-class LowRankSelector:
+class LowRankSelector(Selector):
     """projected (n_head_kv, rank, n): K, f16 values as f32."""
 
     policy: LowRank
@@ -68,7 +78,11 @@ class LowRankSelector:
         new = new.astype(np.float16).astype(np.float32)
         self.projected = np.concatenate([self.projected, new], axis=2) if known else new
         scores = (step.q @ self.matrix) @ self.projected * np.float32(step.scale)
-        return select(scores, self.policy.k_at(step.n_pos, self.heads), self.policy.sinks)
+        k = self.policy.k_at(step.n_pos, self.heads)
+        positions = select(scores, k, self.policy.sinks)
+        if self.policy.uses_mean_v(self.heads):
+            self.alpha = at(softmax(scores), positions).sum(axis=2)
+        return positions
 
 
 def select(logits: np.ndarray, k: int, sinks: int) -> np.ndarray:

@@ -1,7 +1,8 @@
 """Oracle: the exact top-k positions, as if the scores cost nothing.
 
 The upper bound of SparQ's ablation (arXiv 2312.04985, section 5.4 and Fig. 7a): all of the bytes
-pay for rows of K and V. Shared KV heads: softmaxed scores summed over the group, as SparQ ranks.
+pay for rows of K and V, and alpha is exact. Shared KV heads: softmaxed scores summed over the
+group, as SparQ ranks.
 """
 
 from __future__ import annotations
@@ -10,11 +11,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyorch.policies.base import Heads, Policy, Prompt, Step, group_scores, top_rows
+from pyorch.policies.base import (
+    Heads,
+    Prompt,
+    Selector,
+    Step,
+    WithMeanV,
+    at,
+    group_scores,
+    softmax,
+    top_rows,
+)
 
 
 @dataclass(frozen=True)
-class Oracle(Policy):
+class Oracle(WithMeanV):
     name = "oracle"
 
     def start(self, heads: Heads, prompt: Prompt | None) -> OracleSelector:
@@ -22,12 +33,15 @@ class Oracle(Policy):
 
 
 @dataclass
-class OracleSelector:
+class OracleSelector(Selector):
     policy: Oracle
     heads: Heads
 
     def select(self, step: Step) -> np.ndarray:
-        return select(step.logits, self.policy.k_at(step.n_pos, self.heads))
+        positions = select(step.logits, self.policy.k_at(step.n_pos, self.heads))
+        if self.policy.uses_mean_v(self.heads):
+            self.alpha = at(softmax(step.logits), positions).sum(axis=2)
+        return positions
 
 
 def select(logits: np.ndarray, k: int) -> np.ndarray:

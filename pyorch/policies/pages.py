@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from pyorch.errors import SparqError
-from pyorch.policies.base import Heads, Policy, Prompt, Step, group_scores, top_rows
+from pyorch.policies.base import Heads, Policy, Prompt, Selector, Step, group_scores, top_rows
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Paged(Policy):
 
 
 @dataclass
-class PageSelector:
+class PageSelector(Selector):
     """summaries: the two vectors of the full pages (pages, n_head_kv, d_k), f16 values as f32."""
 
     policy: Paged

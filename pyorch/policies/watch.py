@@ -3,8 +3,9 @@
 The library runs its `topk` method: SCORE (exact), SELECT, ATTEND for each layer. `Watch` is
 llama.cpp's evaluation callback: after SELECT was computed it asks the method, and writes what the
 method chose over SELECT's result, which ATTEND then reads. Where a method's softmax runs over all
-positions, ATTEND's result is scaled by the share of what was read. The very few positions that a
-selection has no room for (it holds nearly all, not all) are attended to in numpy.
+positions, ATTEND's result is scaled by the share of what was read; where the mean of V stands for
+the rest, it is added. The very few positions that a selection has no room for (it holds nearly all,
+not all) are attended to in numpy.
 
 The sources of prefill's own attention nodes give the queries of the prompt, for methods that need
 its attention.
@@ -21,7 +22,7 @@ import numpy as np
 
 from pyorch.errors import SparqError
 from pyorch.native.tensor import Tensor, floats, op_number, row_bytes, source, view
-from pyorch.policies.base import Heads, Policy, Selector, Step, softmax
+from pyorch.policies.base import Heads, Policy, Selector, Step, at, softmax
 from pyorch.policies.prompt import Queries
 
 # SCORE from all of K, and SELECT with room for (nearly) all positions; `forced` begins with the
@@ -68,8 +69,9 @@ class Watch:
         self._layers: dict[int, _Layer] = {}  # by the address of the layer's K
         self._n_seen = -1  # positions that the selectors know
         self._n_pos = 0  # of this step; 0: nothing selected yet
-        # by the address of the SELECT node: changes ATTEND's result (n_head, d_v)
-        self._after: dict[int, Callable[[Tensor, np.ndarray], None]] = {}
+        # by the address of the SELECT node: what changes ATTEND's result (n_head, d_v)
+        self._after: dict[int, list[Callable[[Tensor, np.ndarray], None]]] = {}
+        self._v_sums: dict[int, tuple[int, Any]] = {}  # by the address of V: of its first n rows
         self._error: BaseException | None = None
         self._ops: tuple[int, ...] | None = None
 
@@ -121,6 +123,7 @@ class Watch:
     def _forget(self) -> None:
         self._layers.clear()
         self._after.clear()
+        self._v_sums.clear()
         self._n_seen = -1
 
     def node(self, address: int, ask: bool) -> bool:
@@ -184,7 +187,7 @@ class Watch:
             self.queries.put(k.data, q_rows[None], n_pos - 1, None)
         self._write(t, positions, step)
         self._account(layer.heads, positions.shape[1])
-        self._plan_result(t, positions, step)
+        self._plan_result(t, positions, step, layer.selector.alpha)
 
     def _begin_step(self, t: Tensor, logits: np.ndarray) -> None:
         """The first layer of a token: cells are positions, and the selectors know all before it.
@@ -256,27 +259,39 @@ class Watch:
         rows[:, first : first + n] = positions[:, :room]
         rows[:, first + n :] = -1
 
-    def _plan_result(self, t: Tensor, positions: np.ndarray, step: Step) -> None:
+    def _plan_result(
+        self, t: Tensor, positions: np.ndarray, step: Step, alpha: np.ndarray | None
+    ) -> None:
         """What ATTEND's result is changed by, if it is."""
         assert self.policy is not None
-        room = t.ne[0] - 1 - step.logits.shape[1]
-        missing = positions.shape[1] - room
-        if missing <= 0 and self.policy.renormalises:
-            return
+        changes: list[Callable[[Tensor, np.ndarray], None]] = []
+        missing = positions.shape[1] - (t.ne[0] - 1 - step.logits.shape[1])
+        if missing > 0 or not self.policy.renormalises:
+            if self.policy.renormalises:
+                weights = softmax(at(step.logits, positions))
+            else:
+                weights = at(softmax(step.logits), positions)
+            if missing > 0:
+                self.counters.no_room += missing * len(positions)
+                changes.append(lambda attend, out: _weigh(attend, out, weights, positions))
+            else:
+                kept = weights.sum(axis=2).reshape(-1, 1)
+                changes.append(lambda _, out: np.multiply(out, kept, out=out))
+        if alpha is not None:
+            changes.append(lambda attend, out: self._interpolate(attend, out, alpha, step.n_pos))
+        if changes:
+            self._after[ctypes.addressof(t)] = changes
 
-        def at(values: np.ndarray) -> np.ndarray:
-            return np.take_along_axis(values, positions[:, None], axis=2)
-
-        x = step.logits
-        weights = softmax(at(x)) if self.policy.renormalises else at(softmax(x))
-        if missing > 0:
-            self.counters.no_room += missing * len(positions)
-            self._after[ctypes.addressof(t)] = lambda attend, out: _weigh(
-                attend, out, weights, positions
-            )
-        else:
-            kept = weights.sum(axis=2).reshape(-1, 1)
-            self._after[ctypes.addressof(t)] = lambda _, out: np.multiply(out, kept, out=out)
+    def _interpolate(self, t: Tensor, out: np.ndarray, alpha: np.ndarray, n_pos: int) -> None:
+        """out (n_head, d_v) times alpha (n_head_kv, group), plus the mean of V times the rest."""
+        v = source(t, 2)
+        assert v is not None
+        n, total = self._v_sums.get(v.data, (0, 0.0))
+        total = total + floats(view(v)[0, n:n_pos], v.type).sum(axis=0, dtype=np.float64)
+        self._v_sums[v.data] = n_pos, total
+        mean = np.repeat(total / n_pos, alpha.shape[1], axis=0)
+        share = alpha.reshape(-1, 1)
+        out[:] = share * out + (1 - share) * mean
 
     def _account(self, heads: Heads, n_read: int) -> None:
         assert self.policy is not None
@@ -287,8 +302,7 @@ class Watch:
         c.bytes_dense += n_pos * heads.row * heads.n_head_kv
 
     def _attend(self, t: Tensor) -> None:
-        change = self._after.pop(ctypes.addressof(t.src[5].contents), None)
-        if change is not None:
+        for change in self._after.pop(ctypes.addressof(t.src[5].contents), ()):
             change(t, view(t)[0, 0, 0].reshape(-1, self._d_v))
 
 

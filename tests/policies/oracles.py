@@ -57,6 +57,11 @@ class Oracle:
         self.margin = min(self.margin, margin)
         return chosen
 
+    def alpha(self, q, k, head: int, cells: set[int]) -> float:
+        """The share of attention on what was read, as the method believes it to be."""
+        scores = self.scores(q, k, head)
+        return sum(scores[p] for p in cells)
+
     def prompt(self, queries, k) -> None:
         """The queries (n, n_head, d) and keys of all positions before the first `choose`."""
 
@@ -130,15 +135,22 @@ class Projected(Oracle):
         local = max(budget // 4, 1)
         always = set(range(n - local, n)) | set(range(min(self.sinks, budget - local)))
         for h in range(self.n_head_kv):
-            kept = [(k[p, h] @ self.matrix[h]).astype(np.float16).astype(float) for p in range(n)]
             total = dict.fromkeys(range(n), 0.0)
             for head in self.heads_of(h):
-                small = q[head] @ self.matrix[h]
-                for p, s in enumerate(softmax([small @ x * self.scale for x in kept])):
+                for p, s in enumerate(self.guess(q, k, head)):
                     total[p] += s
             rest = {p: s for p, s in total.items() if p not in always}
             out.append(always | self.best(rest, budget - len(always)))
         return out
+
+    def guess(self, q, k, head: int) -> list[float]:
+        m = self.matrix[head // self.group]
+        kept = [(x @ m).astype(np.float16).astype(float) for x in k[:, head // self.group]]
+        return softmax([(q[head] @ m) @ x * self.scale for x in kept])
+
+    def alpha(self, q, k, head: int, cells: set[int]) -> float:
+        guess = self.guess(q, k, head)
+        return sum(guess[p] for p in cells)
 
 
 class Pages(Oracle):

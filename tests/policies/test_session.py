@@ -22,6 +22,8 @@ METHODS = [
     "oracle,k=20",
     "flexgen,k=20",
     "low-rank,k=20,rank=8",
+    "oracle,k=20,mean_v=on",
+    "low-rank,k=20,rank=8,mean_v=on",
     "quest,k=50",
     "page-mean-std,k=70",
     "lm-infinite,k=30",
@@ -79,7 +81,11 @@ def check_output(read, oracle: oracles.Oracle, line: str) -> None:
         cells = read.cells[head // oracle.group]
         over = None if line.startswith("flexgen") else cells  # its softmax is over all
         weights = oracle.scores(read.q, read.k, head, over)
-        want = sum(weights[p] * read.v[p, head // oracle.group].astype(float) for p in cells)
+        v = read.v[:, head // oracle.group].astype(float)
+        want = sum(weights[p] * v[p] for p in cells)
+        if line.endswith("mean_v=on"):
+            alpha = oracle.alpha(read.q, read.k, head, cells)
+            want = alpha * want + (1 - alpha) * v.mean(axis=0)
         assert np.allclose(read.out[head], want, rtol=1e-3, atol=1e-3)
 
 
@@ -297,6 +303,7 @@ def test_bad_settings_are_refused() -> None:
         "quest,page=0": "below 1",
         "low-rank,k=20": "needs a rank",
         "low-rank,rank=0": "at least 1",
+        "oracle,mean_v=yes": "unknown mean_v",
     }.items():
         with pytest.raises(SparqError) as e:
             policies.parse(line)
@@ -313,7 +320,11 @@ def test_a_ratio_below_what_choosing_costs_is_refused(demo: engine.Session, text
 
 
 def test_settings_have_one_canonical_line() -> None:
-    for line in ("oracle,ratio=1/8", "lm-infinite,k=30", "streaming-llm,ratio=1/2,sinks=6"):
+    for line in (
+        "oracle,ratio=1/8,mean_v=on",
+        "lm-infinite,k=30",
+        "streaming-llm,ratio=1/2,sinks=6",
+    ):
         assert str(policies.parse(line)) == line
     assert str(policies.parse("oracle")) == "oracle,ratio=1/8"
     assert policies.parse("sparq,ratio=1/8") == engine.parse_spec("sparq,ratio=1/8")
