@@ -19,6 +19,7 @@ COMMANDS = {
     "calibrate": ("calibrate", "Measure which k and rank each layer of a model needs."),
     "models": ("models", "List known models and what is here of them; show or remove one."),
     "pull": ("pull", "Download a model from the hub and check it."),
+    "convert": ("convert", "Convert a model of safetensors, here or on the hub, to GGUF."),
     "quantize": ("quantize", "Quantise a GGUF model with llama.cpp's own quantiser."),
     "demo": ("demo", "Answer a question from a long text with the small model that comes along."),
     "bench": ("bench", "Measure attention time and token time, llama.cpp's beside ours."),

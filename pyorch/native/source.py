@@ -152,19 +152,31 @@ def _pip_download(pin: Pin, folder: Path) -> Path:
     )
 
 
-def unpack(source: Source, folder: str, into: Path, skip: tuple[str, ...] = ()) -> None:
+def unpack(
+    source: Source,
+    folder: str,
+    into: Path,
+    skip: tuple[str, ...] = (),
+    only: tuple[str, ...] = (),
+) -> None:
     """Write every file below `folder` of the sdist to `into`, except top-level names in `skip`.
+
+    With `only`, nothing but those top-level names.
 
     Only plain files are written, and only inside `into`; git administration is left out.
 
     Raises:
         SparqError: the archive is damaged or holds a path that would escape.
     """
+
+    def unwanted(name: str) -> bool:
+        return name in skip or bool(only and name not in only)
+
     into.mkdir(parents=True, exist_ok=True)
     if source.path.is_dir():
         ignore = shutil.ignore_patterns(".git", "__pycache__")
         for entry in sorted((source.path / folder).iterdir()):
-            if entry.name in skip or entry.name in (".git", "__pycache__"):
+            if unwanted(entry.name) or entry.name in (".git", "__pycache__"):
                 continue
             if entry.is_dir():
                 shutil.copytree(entry, into / entry.name, ignore=ignore, dirs_exist_ok=True)
@@ -173,7 +185,7 @@ def unpack(source: Source, folder: str, into: Path, skip: tuple[str, ...] = ()) 
         return
     try:
         for path, mode, content in _members(source.path, folder):
-            if path.parts[0] in skip or ".git" in path.parts:
+            if unwanted(path.parts[0]) or ".git" in path.parts:
                 continue
             file = into.joinpath(*path.parts)
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,85 @@
+"""`sparq-cpp convert`: a model of safetensors as GGUF."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from pyorch.cli import options as opt
+from pyorch.errors import SparqError
+
+_OUTTYPES = ("auto", "f16", "bf16", "f32", "q8_0")
+
+
+@click.command()
+@click.argument("model", metavar="DIR|SPEC")
+@click.option("--output", "-o", metavar="FILE", help="[default: NAME.gguf in this folder]")
+@click.option(
+    "--outtype",
+    type=opt.Name(*_OUTTYPES),
+    default="auto",
+    show_default=True,
+    help="Type of the weights; auto: the 16 bits that keep most.",
+)
+@click.option("--force", is_flag=True, help="Replace FILE if it is there.")
+@click.option("--yes", is_flag=True, help="Download what is needed without asking.")
+@opt.json_option
+def command(
+    model: str, output: str | None, outtype: str, force: bool, yes: bool, as_json: bool
+) -> None:
+    """Convert a model of safetensors to GGUF with llama.cpp's converter.
+
+    DIR is a folder with config.json, tokenizer and model*.safetensors; SPEC is such a repository of
+    the hub, hf:org/repo, with @REVISION if need be. The converter needs torch: an environment of
+    its own is made in the cache, once, after asking. SPARQ_CONVERT_PYTHON names a Python that has
+    torch and transformers.
+    """
+    from pyorch.models import convert, convert_env, pull
+    from pyorch.models.gguf_file import human_bytes
+    from pyorch.models.new_file import check_target
+    from pyorch.native.build import say
+
+    def agree(what: str) -> None:
+        if not yes:
+            if not (sys.stdin.isatty() and sys.stderr.isatty()):
+                raise SparqError(what, "--yes downloads it; it goes into SPARQ_CACHE")
+            say(what)
+            click.confirm("Download it?", abort=True, err=True)
+        else:
+            say(what)
+
+    spec = None if Path(model).is_dir() else pull.parse_spec(model, original=True)
+    if spec is not None and (spec.file or spec.quant):
+        raise SparqError(f"{model!r} is GGUF already", f"sparq-cpp pull {model}", exit_code=2)
+    name = spec.repo.split("/")[1] if spec else Path(model).resolve().name
+    target = Path(output or f"{name}.gguf")
+    check_target(target, force)
+    folder = Path(model)
+    if spec is not None:
+        found = pull.find_files(spec, convert.FILES)
+        if not any(f.name.endswith(".safetensors") for f in found.files):
+            raise SparqError(
+                f"{spec.repo}: no safetensors in it", "it may have GGUF: sparq-cpp pull"
+            )
+        if not found.complete:
+            agree(f"{spec.repo}: {human_bytes(found.missing_bytes)} to download")
+        folder = opt.fetch_model(found).path.parent
+    checkpoint = convert.read_checkpoint(folder, name)
+    convert.check_architecture(checkpoint, say)
+    python = convert_env.python(say, agree)
+    with opt.progress_bar("converting") as progress:
+        file = convert.convert(
+            checkpoint,
+            target,
+            outtype,
+            python=python,
+            scripts=convert_env.scripts(say),
+            force=force,
+            progress=progress,
+        )
+    if as_json:
+        opt.print_json({"path": str(target), "bytes": file.n_bytes, "architecture": file.arch})
+    else:
+        print(f"{target}: {human_bytes(file.n_bytes)}, {file.arch}, {len(file.tensors)} tensors")

@@ -1,0 +1,315 @@
+"""Convert a checkpoint of safetensors to GGUF with the converter of the pinned llama.cpp.
+
+What is passed to the converter was looked at before: the shards are there and whole, the
+architecture is known, and neither Python code nor pickles of the model's folder come along.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import tempfile
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pyorch.errors import SparqError
+from pyorch.models import convert_env
+from pyorch.models.gguf_file import GGUFFile, human_bytes, read_gguf
+from pyorch.models.new_file import check_space, check_target, new_file
+from pyorch.native.source import Note
+
+Progress = Callable[[int, int], None]  # (done, total)
+
+OUTTYPES = {"auto": 2.0, "f16": 2.0, "bf16": 2.0, "f32": 4.0, "q8_0": 34 / 32}  # bytes a weight
+# What the converter may see of a model's folder, and what is downloaded of a repository: no .py,
+# no .bin. README.md has the licence and the name
+FILES = ("model*.safetensors", "*.json", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt")
+FILES += ("*.jinja", "README.md")
+_MAX_HEADER = 100 << 20  # of a safetensors file, by its definition
+_MAX_CONFIG = 64 << 20  # tokenizer.json of a large vocabulary: 35 MB
+_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1}
+_DTYPES |= {"U8": 1, "U16": 2, "U32": 4, "U64": 8, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
+_DTYPES |= {"F8_E8M0": 1, "C64": 8}
+_SLACK = 64 << 20  # the vocabulary, norms that stay f32, padding
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder that can be converted."""
+
+    folder: Path
+    name: str  # the converter makes the model's name of it
+    architectures: tuple[str, ...]
+    n_weights: int
+    n_bytes: int  # of the shards
+
+
+def read_checkpoint(folder: Path, name: str = "") -> Checkpoint:
+    """Look at a folder with `config.json` and safetensors. No weights are read.
+
+    Raises:
+        SparqError: something is missing or damaged, with what to do.
+    """
+    if not folder.is_dir():
+        what = "a file" if folder.exists() else "no such folder"
+        raise SparqError(
+            f"{folder}: {what}",
+            "it takes a folder with config.json and safetensors, or hf:org/repo",
+        )
+    if not (folder / "config.json").is_file():
+        hint = "is it the folder of a model in the format of transformers?"
+        if (folder / "params.json").is_file():
+            hint = "this is the original format of its authors: take the one for transformers"
+        raise SparqError(f"{folder}: no config.json in it", hint)
+    config = _read_json(folder / "config.json")
+    shards = _shards(folder)
+    tensors: dict[str, int] = {}
+    for shard in shards:
+        for tensor, n in _read_header(shard).items():
+            if tensor in tensors:
+                raise SparqError(f"{shard}: tensor {tensor!r} is in another shard too", _AGAIN)
+            tensors[tensor] = n
+    lacking = _indexed(folder).keys() - tensors.keys()
+    if lacking:
+        raise SparqError(
+            f"{folder}: tensor {min(lacking)!r} is in the index, but in no shard", _AGAIN
+        )
+    text = config.get("text_config")
+    found = [*_names(config), *(_names(text) if isinstance(text, dict) else ())]
+    if not found:
+        raise SparqError(
+            f"{folder}/config.json names no architecture", "is it the config.json of a model?"
+        )
+    n_bytes = sum(s.stat().st_size for s in shards)
+    name = name or folder.resolve().name
+    return Checkpoint(folder, name, tuple(found), sum(tensors.values()), n_bytes)
+
+
+_AGAIN = "the download may be incomplete: compare it with the source, or download it again"
+
+
+def _names(config: dict[str, Any]) -> list[str]:
+    value = config.get("architectures")
+    return [str(v) for v in value] if isinstance(value, list) else []
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        if file.stat().st_size > _MAX_CONFIG:
+            raise SparqError(
+                f"{file}: {human_bytes(file.stat().st_size)} are too many for it", _AGAIN
+            )
+        value = json.loads(file.read_bytes())
+    except OSError as e:
+        raise SparqError(f"{file}: {e.strerror or e}") from None
+    except (ValueError, RecursionError) as e:
+        raise SparqError(f"{file}: not JSON: {e}", _AGAIN) from None
+    if not isinstance(value, dict):
+        raise SparqError(f"{file}: not what it should be: {type(value).__name__}", _AGAIN)
+    return value
+
+
+def _indexed(folder: Path) -> dict[str, str]:
+    """Tensor -> shard, by the index of a model in several shards; {} without one."""
+    file = folder / "model.safetensors.index.json"
+    if not file.exists():
+        return {}
+    names = _read_json(file).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(v, str) for v in names.values()):
+        raise SparqError(f"{file}: it has no weight_map", _AGAIN)
+    for name in set(names.values()):
+        if Path(name).name != name or not name.isprintable():
+            raise SparqError(f"{file}: refused: {name!r} leads out of the folder")
+    return names
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The files of weights: those that the converter would take, all that the index names."""
+    named = set(_indexed(folder).values())
+    lacking = sorted(n for n in named if not (folder / n).is_file())
+    if lacking:
+        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        raise SparqError(f"{folder}: {lacking[0]} is missing{more}", _AGAIN)
+    shards = sorted(folder.glob("model*.safetensors"))
+    if not shards:
+        hint = "is it the folder of a model in the format of transformers?"
+        if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+            hint = (
+                "PyTorch's .bin files can run code when they are read, and are not: ask its authors"
+            )
+            hint += " for safetensors, or save it again with transformers"
+        elif any(folder.glob("*.gguf")):
+            hint = "there is a GGUF file in it, which needs no conversion"
+        raise SparqError(f"{folder}: no model*.safetensors in it", hint)
+    return shards
+
+
+def _read_header(shard: Path) -> dict[str, int]:
+    """Tensor -> number of elements, of one safetensors file whose header fits its size."""
+
+    def fail(what: str) -> SparqError:
+        return SparqError(f"{shard}: damaged: {what}", _AGAIN)
+
+    try:
+        size = shard.stat().st_size
+        with shard.open("rb") as f:
+            n = int.from_bytes(f.read(8), "little")
+            if size < 8 or n > min(size - 8, _MAX_HEADER):
+                f.seek(0)
+                if f.read(40).startswith(b"version https://git-lfs"):
+                    raise SparqError(f"{shard}: a pointer of git-lfs, not the file", "git lfs pull")
+                raise fail(f"its header of {n} bytes does not fit into {size} bytes")
+            header = json.loads(f.read(n))
+    except OSError as e:
+        raise SparqError(f"{shard}: {e.strerror or e}") from None
+    except (ValueError, RecursionError) as e:
+        raise fail(f"its header is not JSON: {e}") from None
+    if not isinstance(header, dict):
+        raise fail("its header is no table")
+    found, end = {}, 0
+    for name, row in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            shape, (first, last) = [int(d) for d in row["shape"]], row["data_offsets"]
+            n_bytes = math.prod(shape) * _DTYPES[row["dtype"]]
+        except (KeyError, TypeError, ValueError):
+            raise fail(f"tensor {name!r} has no usable type, shape or place") from None
+        if (
+            not 0 <= first <= last <= size - 8 - n
+            or last - first != n_bytes
+            or min(shape, default=0) < 0
+        ):
+            if isinstance(last, int) and last > size - 8 - n:
+                raise fail(f"{size} bytes, but tensor {name!r} ends at byte {8 + n + last}")
+            raise fail(f"tensor {name!r} does not fit its place")
+        found[name], end = math.prod(shape), max(end, last)
+    if end != size - 8 - n:
+        raise fail(f"{size} bytes, but its tensors end at byte {8 + n + end}")
+    return found
+
+
+def convert(
+    checkpoint: Checkpoint,
+    target: Path,
+    outtype: str = "auto",
+    *,
+    python: Sequence[str],
+    scripts: Path,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> GGUFFile:
+    """Write `target`, the model of a checkpoint as GGUF.
+
+    Args:
+        outtype: a key of `OUTTYPES`; auto keeps f16 or bf16 and makes f16 of f32.
+        python, scripts: from `convert_env`.
+        force: replace `target` if it is there.
+        progress: called with (per cent written, 100).
+
+    Raises:
+        SparqError: no space, or the converter refuses. `target` is then what it was.
+    """
+    check_target(target, force)
+    needed = int(checkpoint.n_weights * OUTTYPES[outtype]) + _SLACK
+    check_space(target.absolute().parent, needed, str(target))
+    with new_file(target, force) as partial, tempfile.TemporaryDirectory() as temp:
+        folder = _stage(checkpoint, Path(temp))
+        # the converter reads {} in a name as places to fill
+        name = partial.with_name(partial.name.replace("{", "{{").replace("}", "}}"))
+        argv = [*python, str(scripts / convert_env.SCRIPT), str(folder)]
+        argv += ["--outfile", str(name), "--outtype", outtype]
+        _run(checkpoint, argv, Path(temp), progress)
+        if partial.stat().st_size == 0:
+            raise SparqError(f"{target}: the converter wrote nothing")
+        return read_gguf(partial)
+
+
+def _stage(checkpoint: Checkpoint, temp: Path) -> Path:
+    """A folder of links to those files that the converter may see."""
+    folder = temp / (checkpoint.name or "model")
+    folder.mkdir()
+    for pattern in FILES:
+        for file in checkpoint.folder.glob(pattern):
+            if file.is_file():
+                (folder / file.name).symlink_to(file.absolute())
+    return folder
+
+
+def _run(checkpoint: Checkpoint, argv: list[str], temp: Path, progress: Progress | None) -> None:
+    """Run the converter; its bar of what it writes goes to `progress`."""
+    lines: deque[str] = deque(maxlen=400)
+    child = subprocess.Popen(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=convert_env.environment(temp / "hub"),
+        start_new_session=True,  # Ctrl-C is for us alone: no traceback of its own
+    )
+    with child:
+        assert child.stderr is not None
+        try:
+            rest = b""
+            while block := os.read(child.stderr.fileno(), 1 << 16):
+                *found, rest = re.split(rb"[\r\n]+", rest + block)
+                for line in (s.decode("utf-8", errors="replace") for s in found):
+                    if match := re.match(r"Writing: +(\d+)%", line):
+                        if progress is not None:
+                            progress(int(match[1]), 100)
+                    elif line.strip():
+                        lines.append(line)
+            lines.append(rest.decode("utf-8", errors="replace"))
+        except BaseException:
+            child.kill()
+            raise
+    if child.returncode:
+        raise _failure(checkpoint, child.returncode, lines)
+
+
+def _failure(checkpoint: Checkpoint, code: int, lines: Sequence[str]) -> SparqError:
+    """Say in one line why the converter failed."""
+    text = "\n".join(lines)
+    name = str(checkpoint.folder)
+    if code == -signal.SIGKILL:
+        return SparqError(f"{name}: the converter was killed: out of memory?", "free some memory")
+    if "No space left" in text or "Disk quota" in text or "File too large" in text:
+        return SparqError(f"{name}: the disk is full; nothing was kept", "make room")
+    if "pre-tokenizer was not recognized" in text:
+        return SparqError(
+            f"{name}: llama.cpp does not know this model's tokenizer",
+            "it recognises tokenizers by what they do to a test text; a changed one is refused",
+        )
+    if "is not supported" in text:
+        return unsupported(checkpoint)
+    errors = [s for s in lines if re.match(r"ERROR:|(\w+\.)*\w*(Error|Exception|Exit)\b", s)]
+    reason = errors[-1] if errors else lines[-1] if text.strip() else f"exit code {code}"
+    if reason == "AssertionError":  # the line of code says more
+        asserts = [s.strip() for s in lines if s.strip().startswith("assert ")]
+        reason = asserts[-1].partition("  #")[0] if asserts else reason
+    reason = re.sub(r"^ERROR:[\w-]+:", "", reason).strip()
+    return SparqError(f"{name}: the converter failed: {reason[:300]}", "is the model complete?")
+
+
+def unsupported(checkpoint: Checkpoint) -> SparqError:
+    return SparqError(
+        f"{checkpoint.folder}: the pinned llama.cpp cannot convert {checkpoint.architectures[0]}",
+        "look for a GGUF of it on the hub; a newer llama.cpp may know it",
+    )
+
+
+def check_architecture(checkpoint: Checkpoint, note: Note) -> None:
+    """Refuse what the converter does not know, before anything big is downloaded.
+
+    Raises:
+        SparqError: an architecture that is not in its table.
+    """
+    if not set(checkpoint.architectures) & convert_env.architectures(note):
+        raise unsupported(checkpoint)

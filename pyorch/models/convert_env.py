@@ -1,0 +1,227 @@
+"""The converter of the pinned llama.cpp and a Python that can run it.
+
+It needs torch and transformers, which nothing else here does. So it has a virtual environment of
+its own in the cache, made on first use, found again by the hash of what it was made from. Who has
+torch names a Python: SPARQ_CONVERT_PYTHON.
+
+Below the cache root:
+
+    convert/scripts-<source>/    convert_hf_to_gguf.py with what it imports, unpacked
+    convert/env-<needs>/         the virtual environment; its file `ready` comes last
+    convert/lock                 held while any of this is written
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pyorch import paths
+from pyorch.errors import SparqError
+from pyorch.models.new_file import check_space
+from pyorch.native import source
+from pyorch.native.source import Note
+
+SCRIPT = "convert_hf_to_gguf.py"
+_PARTS = (SCRIPT, "conversion", "gguf-py", "requirements")
+# llama.cpp pins one version of torch, of which not every index has a build without CUDA
+_TORCH = "torch>=2.11,<2.14"
+_IMPORTS = "torch, transformers, sentencepiece, numpy, yaml"
+_OWN = "SPARQ_CONVERT_PYTHON=/path/to/python uses one that has torch and transformers"
+
+
+def scripts(note: Note) -> Path:
+    """Folder of the converter; unpacked (the source downloaded) if need be.
+
+    Raises:
+        SparqError: no source.
+    """
+    pin = source.read_pin()
+    where = source.locate(pin)
+    folder = paths.cache() / "convert" / f"scripts-{where.key[:12]}"
+    if (folder / SCRIPT).is_file():
+        return folder
+    with _lock(note):
+        if not (folder / SCRIPT).is_file():
+            source.fetch(pin, where, note)
+            partial = folder.with_name(folder.name + ".partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            source.unpack(where, pin.folder, partial, only=_PARTS)
+            if not (partial / SCRIPT).is_file():
+                raise SparqError(f"{where.path} holds no {SCRIPT}", "unset SPARQ_LLAMA_SOURCE")
+            partial.rename(folder)
+    return folder
+
+
+def python(note: Note, agree: Callable[[str], None]) -> list[str]:
+    """Command line of a Python that can run the converter; its environment is made if need be.
+
+    Args:
+        agree: called with what will be downloaded, before it is; raises to refuse.
+
+    Raises:
+        SparqError: SPARQ_CONVERT_PYTHON cannot; no space; pip failed. No half environment stays.
+    """
+    own = os.environ.get("SPARQ_CONVERT_PYTHON")
+    if own:
+        return [_checked(own)]
+    needs, options = _needs(scripts(note) / "requirements")
+    tag = f"{sys.implementation.cache_tag} {platform.machine()}"
+    digest = hashlib.sha256("\n".join([*needs, *options, tag]).encode()).hexdigest()[:12]
+    folder = paths.cache() / "convert" / f"env-{digest}"
+    if not (folder / "ready").is_file():
+        with _lock(note) as lock:
+            if not (folder / "ready").is_file():  # another process may have made it meanwhile
+                _make(folder, needs, options, lock, note, agree)
+    return [str(folder / "bin" / "python"), "-E", "-s"]
+
+
+def _checked(program: str) -> str:
+    try:
+        argv = [program, "-c", f"import {_IMPORTS}"]
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    except OSError as e:
+        raise SparqError(f"SPARQ_CONVERT_PYTHON={program}: {e.strerror or e}") from None
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise SparqError(
+            f"SPARQ_CONVERT_PYTHON={program} cannot run the converter: {reason}",
+            f"it has to import {_IMPORTS}; or unset it: then an environment is made",
+        )
+    return program
+
+
+def _needs(folder: Path) -> tuple[list[str], list[str]]:
+    """What the converter's own list of requirements says: packages, and options for pip."""
+    lines: list[str] = []
+    for name in ("requirements-convert_legacy_llama.txt", "requirements-convert_hf_to_gguf.txt"):
+        lines += [s.strip() for s in (folder / name).read_text("utf-8").splitlines()]
+    packages = [s for s in lines if s and s[0] not in "-#" and not s.startswith("torch=")]
+    indexes = [s for s in lines if s.startswith("--extra-index-url ")]
+    return [_TORCH, *packages], [word for s in indexes for word in s.split()]
+
+
+def _make(
+    folder: Path,
+    needs: list[str],
+    options: list[str],
+    lock: int,
+    note: Note,
+    agree: Callable[[str], None],
+) -> None:
+    shutil.rmtree(folder, ignore_errors=True)  # one that was interrupted
+    try:
+        _run([sys.executable, "-m", "venv", str(folder)], lock, show=False)
+        # -I: nothing of the caller's Python. The index of llama.cpp has torch without CUDA; the
+        # rest is asked of the user's own index only
+        pip = [str(folder / "bin" / "python"), "-I", "-m", "pip", "install"]
+        pip += ["--disable-pip-version-check", "--no-input"]
+        torch = ["--no-deps", "--retries", "2", *options, needs[0]]
+        what, n_bytes = _size_of(_run([*pip, "--dry-run", *torch], lock, show=False))
+        check_space(folder, n_bytes, "the converter's environment")
+        agree(f"the converter of llama.cpp needs an environment of its own, once: {what}")
+        note(f"making {folder}")
+        _run([*pip, *torch], lock, show=True)
+        _run([*pip, *needs], lock, show=True)
+        _run([str(folder / "bin" / "python"), "-I", "-c", f"import {_IMPORTS}"], lock, show=False)
+        (folder / "ready").touch()
+    except BaseException as e:
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(e, OSError):
+            reason = "the disk is full" if e.errno == errno.ENOSPC else e.strerror or str(e)
+            raise SparqError(f"{folder}: {reason}", "set SPARQ_CACHE to another disk") from None
+        raise
+
+
+def _size_of(said: str) -> tuple[str, int]:
+    """What pip would download, in words, and bytes that it takes installed.
+
+    Sizes measured with torch 2.13 on Linux for x86; those with CUDA are what its packages add.
+    """
+    found = re.findall(r"torch-([\w.]+(?:\+\w+)?)", said)
+    version = found[-1] if found else ""
+    if sys.platform == "darwin" or "+cpu" in version:
+        return f"torch {version}, transformers: about 300 MB to download, 1.2 GB on disk", 1 << 30
+    return (
+        f"torch {version} WITH CUDA (no smaller build found), transformers: about 3 GB to "
+        f"download, 7 GB on disk. {_OWN}",
+        7 << 30,
+    )
+
+
+def _run(argv: list[str], lock: int, show: bool) -> str:
+    """Run one command; its progress is shown on a terminal. Returns its stdout if not shown.
+
+    It holds the lock too: if this process is killed, nobody comes near until it has ended.
+    """
+    visible = show and sys.stderr.isatty()
+    with tempfile.TemporaryFile() as errors, tempfile.TemporaryFile() as out:
+        done = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr if visible else out,
+            stderr=errors,
+            pass_fds=(lock,),
+        )
+        for file in (errors, out):
+            file.seek(0)
+        text = errors.read().decode("utf-8", errors="replace")
+        said = out.read().decode("utf-8", errors="replace")
+    if done.returncode == 0:
+        return said
+    if "No space left" in text + said:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    lines = text.strip().splitlines() or said.strip().splitlines() or [f"exit {done.returncode}"]
+    reason = next((s for s in reversed(lines) if s.startswith("ERROR:")), lines[-1])
+    raise SparqError(
+        f"cannot make the converter's environment: {reason.removeprefix('ERROR:').strip()}",
+        f"connect to a package index; {_OWN}",
+    )
+
+
+@contextmanager
+def _lock(note: Note) -> Iterator[int]:
+    root = paths.cache() / "convert"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        file = (root / "lock").open("a")
+    except OSError as e:
+        raise SparqError(f"{root}: {e.strerror}", "set SPARQ_CACHE to another folder") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            note("waiting for another process that makes the converter's environment")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield file.fileno()
+
+
+def environment(cache: Path) -> dict[str, str]:
+    """Variables for the converter: no network, none of the user's hub cache, so no remote code.
+
+    llama.cpp loads tokenizers with `trust_remote_code`; a model's `auto_map` may name code in its
+    folder (which is not passed on, see convert.py) or in any repository of the hub.
+    """
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "TRANSFORMERS_"))}
+    env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HOME": str(cache)}
+    return env | {"TOKENIZERS_PARALLELISM": "false"}
+
+
+def architectures(note: Note) -> set[str]:
+    """The names in `config.json` that the converter knows; read from its source, without torch."""
+    text = (scripts(note) / "conversion" / "__init__.py").read_text("utf-8")
+    table = re.search(r"^TEXT_MODEL_MAP[^{]*(\{.*?^\})", text, re.MULTILINE | re.DOTALL)
+    names = re.findall(r'^ *("\w+"): "\w+",?$', table[1], re.MULTILINE) if table else []
+    return {json.loads(name) for name in names}

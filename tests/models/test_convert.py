@@ -1,0 +1,518 @@
+"""convert: the real converter on six architectures (slow), our own code around it (quick)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import ARCHS, forward, make_weights, write_checkpoint, write_safetensors
+from hub_server import REPO, Hub
+from tiny_gguf import write_tiny_gguf
+
+from pyorch import engine, paths
+from pyorch.errors import SparqError
+from pyorch.models import convert, convert_env
+from pyorch.models.gguf_file import read_gguf
+from pyorch.native import build, source
+
+SPARSE = "sparq,rank=8,topk=24,min_ctx=0"
+# Largest difference of a logit, in standard deviations of the logits; all weights are f32.
+# Measured: 8e-6; with gelu 7e-4 (Gemma) and 1.5e-3 (GPT-NeoX), because ggml reads gelu from a table
+# in f16, and for GPT-NeoX takes its approximation by tanh.
+TOLERANCE = {"gemma": 3e-3, "gpt_neox": 5e-3}
+
+
+@pytest.fixture(scope="session")
+def python() -> list[str]:
+    """The converter's environment; made here if it is not in the cache."""
+    return convert_env.python(build.say, build.say)
+
+
+@pytest.fixture(scope="session")
+def vocab(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The vocabularies that come with the pinned source."""
+    pin = source.read_pin()
+    where, folder = source.locate(pin), tmp_path_factory.mktemp("vocab")
+    source.fetch(pin, where, build.say)
+    names = ("ggml-vocab-qwen2.gguf", "ggml-vocab-gpt-neox.gguf")
+    source.unpack(where, f"{pin.folder}/models", folder, only=names)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARCHS)
+def test_a_converted_model_computes_the_same(
+    tmp_path: Path, python: list[str], vocab: Path, name: str
+) -> None:
+    arch = ARCHS[name]
+    weights = make_weights(arch)
+    folder = write_checkpoint(tmp_path / "model", arch, weights, vocab)
+    checkpoint = convert.read_checkpoint(folder)
+    assert checkpoint.n_weights == sum(w.size for w in weights.values())
+    convert.check_architecture(checkpoint, build.say)
+    out = tmp_path / "model.gguf"
+    scripts = convert_env.scripts(build.say)
+    convert.convert(checkpoint, out, "f32", python=python, scripts=scripts)
+    tokens = list(map(int, np.random.default_rng(1).integers(5, 250, 120)))
+    want = forward(arch, weights, tokens)
+    n = len(tokens) - 8
+    # llama.cpp's flash attention rounds to f16, its other path does not
+    f32 = {"n_ctx": 256, "n_threads": 1, "type_k": "f32", "type_v": "f32"}
+    with engine.load(out, **f32, flash_attn=False, attention="off") as s:
+        engine.prefill(s, tokens[:n])
+        got = [engine.logits(s)]
+        for token in tokens[n:]:
+            engine.decode(s, token)
+            got.append(engine.logits(s))
+        error = np.abs(np.array(got) - want[n - 1 :, : s.n_vocab]).max() / want.std()
+        print(name, error)
+        assert error < TOLERANCE.get(name, 2e-5)
+        text = "Hello, world! 3.14"
+        assert engine.detokenize(s, engine.tokenize(s, text, add_special=False)).strip() == text
+    with engine.load(out, **f32, attention=SPARSE) as s:
+        engine.prefill(s, tokens[:n])
+        engine.reset_counters(s)
+        engine.decode(s, tokens[n])
+        info = engine.info(s)
+        assert info.counter("calls_sparse") == arch.config["num_hidden_layers"]
+        assert 0 < info.counter("bytes_read") < info.counter("bytes_dense")
+        assert np.abs(engine.logits(s) - got[1]).max() > 1e-2 * want.std()  # it is sparse
+        engine.set_attention(s, "topk,k=256,min_ctx=0")  # everything: exact attention by our op
+        engine.rewind(s, n)
+        engine.decode(s, tokens[n])
+        assert np.abs(engine.logits(s) - got[1]).max() < 2e-2 * want.std()  # the prefill's f16
+    assert read_gguf(out).metadata["general.name"] == "Model"
+
+
+@pytest.mark.slow
+def test_types_of_weights(tmp_path: Path, python: list[str]) -> None:
+    folder = write_checkpoint(tmp_path / "m", ARCHS["llama"], make_weights(ARCHS["llama"]))
+    checkpoint, scripts = convert.read_checkpoint(folder), convert_env.scripts(build.say)
+    for outtype, kind in (("auto", "f16"), ("f16", "f16"), ("bf16", "bf16"), ("q8_0", "q8_0")):
+        out = tmp_path / f"{outtype}.gguf"
+        file = convert.convert(checkpoint, out, outtype, python=python, scripts=scripts)
+        assert {t.type for t in file.tensors} == {"f32", kind}
+        needed = checkpoint.n_weights * convert.OUTTYPES[outtype] + convert._SLACK
+        assert file.n_bytes <= needed
+    with pytest.raises(SparqError, match="exists already"):
+        convert.convert(checkpoint, out, python=python, scripts=scripts)
+
+
+# ---- our own code around a converter that is a few lines ----
+
+FAKE = """\
+import json, os, shutil, sys, time
+from pathlib import Path
+folder, out = Path(sys.argv[1]), sys.argv[sys.argv.index("--outfile") + 1]
+seen = {"files": sorted(p.name for p in folder.iterdir()), "name": folder.name}
+seen["env"] = {k: v for k, v in os.environ.items() if k.startswith(("HF_", "TRANSFORMERS_"))}
+Path(os.environ["FAKE_SEEN"]).write_text(json.dumps(seen))
+out = out.replace("{{", "{").replace("}}", "}")
+data = Path(os.environ["FAKE_GGUF"]).read_bytes()
+Path(out).write_bytes(data[: len(data) // 2])
+for i in (0, 50):
+    sys.stderr.write(f"\\rWriting: {i:3d}%|###   | 1.0M/2.0M [00:00<00:00, 1Mbyte/s]")
+sys.stderr.write("\\n")
+exec(os.environ.get("FAKE_DO", ""))
+Path(out).write_bytes(data)
+"""
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a converter that writes half a file, does FAKE_DO, then writes the whole."""
+    folder = tmp_path / "scripts"
+    (folder / "conversion").mkdir(parents=True)
+    (folder / convert_env.SCRIPT).write_text(FAKE)
+    table = 'TEXT_MODEL_MAP: dict[str, str] = {\n    "LlamaForCausalLM": "llama",\n}\n'
+    (folder / "conversion" / "__init__.py").write_text(table)
+    monkeypatch.setenv("FAKE_GGUF", str(write_tiny_gguf(tmp_path / "fake.gguf", n_layer=1)))
+    monkeypatch.setenv("FAKE_SEEN", str(tmp_path / "seen.json"))
+    monkeypatch.setattr(convert_env, "scripts", lambda note: folder)
+    monkeypatch.setattr(convert_env, "python", lambda note, agree: [sys.executable])
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint of two shards."""
+    path = tmp_path / "My-Model"
+    return write_checkpoint(path, ARCHS["llama"], make_weights(ARCHS["llama"]))
+
+
+def test_what_the_converter_sees(
+    fake: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither code nor pickles of the model's folder, nor the hub."""
+    for name in ("evil.py", "pytorch_model.bin", "x.pt", "README.md", "chat_template.jinja"):
+        (folder / name).write_text("x")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("HF_HUB_CACHE", "/somewhere")
+    steps: list[tuple[int, int]] = []
+    out = tmp_path / "a {b}.gguf"
+    file = convert.convert(
+        convert.read_checkpoint(folder),
+        out,
+        python=[sys.executable],
+        scripts=fake,
+        progress=lambda *a: steps.append(a),
+    )
+    assert file.arch == "llama" and read_gguf(out).n_bytes == file.n_bytes
+    assert steps == [(0, 100), (50, 100)]
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert seen["name"] == "My-Model"
+    assert seen["files"] == [
+        "README.md",
+        "chat_template.jinja",
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.model",
+    ]
+    assert seen["env"].keys() == {"HF_HUB_OFFLINE", "HF_HOME", "TRANSFORMERS_OFFLINE"}
+    assert "secret" not in str(seen) and not Path(seen["env"]["HF_HOME"]).exists()
+
+
+@pytest.mark.parametrize(
+    ("do", "message"),
+    [
+        ("sys.exit('ERROR:hf-to-gguf:Model X is not supported')", "cannot convert LlamaForCausal"),
+        ("raise OSError(28, 'No space left on device')", "the disk is full"),
+        ("raise NotImplementedError('BPE pre-tokenizer was not recognized')", "tokenizer"),
+        ("import os; os.kill(os.getpid(), 9)", "killed: out of memory"),
+        ("raise KeyError('hidden_size')", "failed: KeyError: 'hidden_size'"),
+        ("sys.exit(3)", "failed"),
+        ("Path(out).write_bytes(b''); sys.exit(0)", "wrote nothing"),
+        ("sys.exit(0)", "fake.gguf|partial"),  # half a file
+    ],
+)
+def test_a_failed_conversion_leaves_nothing(
+    fake: Path,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    do: str,
+    message: str,
+) -> None:
+    monkeypatch.setenv("FAKE_DO", do)
+    out = tmp_path / "out" / "m.gguf"
+    out.parent.mkdir()
+    checkpoint = convert.read_checkpoint(folder)
+    with pytest.raises(SparqError, match=message) as e:
+        convert.convert(checkpoint, out, python=[sys.executable], scripts=fake)
+    assert "\n" not in e.value.message
+    assert not list(out.parent.iterdir())
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_conversion(
+    fake: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
+) -> None:
+    out, partial = tmp_path / "m.gguf", tmp_path / "m.gguf.partial"
+    code = f"""if True:
+        import sys
+        from pathlib import Path
+        from pyorch.models import convert
+        c = convert.read_checkpoint(Path({str(folder)!r}))
+        python, scripts = [sys.executable], Path({str(fake)!r})
+        convert.convert(c, Path({str(out)!r}), python=python, scripts=scripts)
+    """
+    monkeypatch.setenv("FAKE_DO", "time.sleep(600)")
+    child = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    while not (partial.exists() and partial.stat().st_size):
+        assert child.poll() is None
+        time.sleep(0.01)
+    ours = [p for p in Path("/proc").glob("[0-9]*") if _parent(p) == child.pid]
+    child.send_signal(how)
+    assert child.wait(timeout=60) != 0
+    assert not out.exists()
+    if how is signal.SIGINT:
+        assert not partial.exists()
+    for process in ours:  # a killed parent leaves its converter behind
+        with pytest.MonkeyPatch.context():
+            if process.exists():
+                os.kill(int(process.name), signal.SIGKILL)
+    monkeypatch.setenv("FAKE_DO", "")
+    convert.convert(convert.read_checkpoint(folder), out, python=[sys.executable], scripts=fake)
+    assert read_gguf(out).arch == "llama" and not partial.exists()
+
+
+def _parent(process: Path) -> int:
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def _edit_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _header(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    file = folder / "model-00001-of-00002.safetensors"
+    raw = file.read_bytes()
+    n = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + n])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + n :])
+
+
+def _first(header: dict[str, Any]) -> dict[str, Any]:
+    return header["model.embed_tokens.weight"]
+
+
+SHARD = "model-00001-of-00002.safetensors"
+INDEX = "model.safetensors.index.json"
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no folder": (shutil.rmtree, "no such folder"),
+    "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
+    "config is text": (lambda f: (f / "config.json").write_text("{"), "not JSON"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "list"),
+    "deep config": (lambda f: (f / "config.json").write_text("[" * 99999), "not JSON"),
+    "no architecture": (lambda f: _edit_config(f, architectures=None), "names no architecture"),
+    "shard missing": (lambda f: (f / SHARD).unlink(), f"{SHARD} is missing"),
+    "shard cut": (lambda f: os.truncate(f / SHARD, 9999), "ends at byte"),
+    "shard empty": (lambda f: os.truncate(f / SHARD, 0), "damaged"),
+    "shard too long": (lambda f: os.truncate(f / SHARD, 1 << 20), "its tensors end at"),
+    "header too long": (lambda f: (f / SHARD).write_bytes(b"\xff" * 99), "header of .* bytes"),
+    "header no JSON": (lambda f: (f / SHARD).write_bytes(b"\4" + bytes(20)), "not JSON"),
+    "git-lfs": (
+        lambda f: (f / SHARD).write_text("version https://git-lfs.github.com/spec/v1\noid x"),
+        "pointer of git-lfs",
+    ),
+    "type": (lambda f: _header(f, lambda h: _first(h).update(dtype="X")), "no usable type"),
+    "shape": (lambda f: _header(f, lambda h: _first(h).update(shape=[-1, -2])), "fit its place"),
+    "place": (
+        lambda f: _header(f, lambda h: _first(h).update(data_offsets=[0, 2**62])),
+        "ends at byte",
+    ),
+    "place is text": (lambda f: _header(f, lambda h: _first(h).update(data_offsets="a")), "usable"),
+    "tensor missing": (lambda f: _header(f, lambda h: h.popitem()), "end at byte|in no shard"),
+    "index with a path": (
+        lambda f: (f / INDEX).write_text('{"weight_map": {"a": "../b.safetensors"}}'),
+        "leads out of the folder",
+    ),
+    "index empty": (lambda f: (f / INDEX).write_text("{}"), "no weight_map"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_is_no_checkpoint(folder: Path, name: str) -> None:
+    damage, message = FAULTS[name]
+    convert.read_checkpoint(folder)
+    damage(folder)
+    with pytest.raises(SparqError, match=message) as e:
+        convert.read_checkpoint(folder)
+    assert e.value.hint or name == "index with a path"
+    assert "\n" not in e.value.message
+
+
+def test_folders_of_other_kinds(tmp_path: Path) -> None:
+    (tmp_path / "params.json").write_text("{}")
+    with pytest.raises(SparqError) as e:
+        convert.read_checkpoint(tmp_path)
+    assert "original format" in e.value.hint
+    (tmp_path / "config.json").write_text(json.dumps(ARCHS["llama"].config))
+    (tmp_path / "pytorch_model.bin").write_text("")
+    with pytest.raises(SparqError, match="no model.*safetensors") as e:
+        convert.read_checkpoint(tmp_path)
+    assert "can run code" in e.value.hint
+    write_safetensors(tmp_path / "model.safetensors", {"a": np.ones(3, np.float32)})
+    assert convert.read_checkpoint(tmp_path).n_weights == 3
+
+
+def test_the_command(
+    fake: Path, folder: Path, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run("convert", folder)
+    assert (code, err) == (0, "") and out.startswith("My-Model.gguf: ")
+    code, _, err = run("convert", folder)
+    assert code == 2 and "exists already" in err and "--force" in err
+    code, out, _ = run("convert", folder, "--force", "--json", "--outtype", "f16")
+    assert json.loads(out)["architecture"] == "llama"
+    _edit_config(folder, architectures=["EvilForCausalLM"])
+    code, _, err = run("convert", folder, "-o", "x.gguf")
+    assert code == 1 and "cannot convert EvilForCausalLM" in err
+    code, _, err = run("convert", folder, "--outtype", "q9", "-o", "x.gguf")
+    assert code == 2 and "q8_0" in err
+    code, _, err = run("convert", "hf:org/repo:Q8_0")
+    assert code == 2 and "is GGUF already" in err
+
+
+def test_a_repository(
+    fake: Path, folder: Path, hub: Hub, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    hub.files = {p.name: p.read_bytes() for p in folder.iterdir()}
+    hub.files |= {"evil.py": b"x", "pytorch_model.bin": b"x", "onnx/config.json": b"x"}
+    code, _, err = run("convert", f"hf:{REPO}")
+    assert code == 1 and "to download" in err and "--yes" in err
+    code, out, err = run("convert", f"hf:{REPO}", "--yes")
+    assert code == 0, err
+    assert out.startswith("repo.gguf: ")
+    loaded = {path.rpartition("/")[2] for verb, path, *_ in hub.log if "/resolve/" in path}
+    assert "config.json" in loaded and not loaded & {"evil.py", "pytorch_model.bin"}
+    assert not any("onnx" in path for _, path, *_ in hub.log)
+    assert json.loads((tmp_path / "seen.json").read_text())["name"] == "repo"
+    hub.files = {"a.gguf": b"x", "config.json": b"{}"}
+    hub.commit = "f" * 40
+    code, _, err = run("convert", f"hf:{REPO}", "--yes", "-o", "y.gguf")
+    assert code == 1 and "no safetensors" in err
+
+
+# ---- the environment ----
+
+
+class FakePip:
+    """In place of the commands that make the environment."""
+
+    def __init__(self, version: str = "2.13.0+cpu") -> None:
+        self.version, self.runs, self.error = version, [], None
+
+    def __call__(self, argv: list[str], lock: int, show: bool) -> str:
+        self.runs.append(argv)
+        if argv[1:3] == ["-m", "venv"]:
+            (Path(argv[3]) / "bin").mkdir(parents=True)
+        if self.error and "transformers==4.57.6" in argv:
+            time.sleep(0.2)
+            raise self.error
+        return f"Would install torch-{self.version}\n" if "--dry-run" in argv else ""
+
+
+@pytest.fixture
+def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip:
+    scripts, pip = tmp_path / "s", FakePip()
+    (scripts / "requirements").mkdir(parents=True)
+    for name, text in (
+        ("legacy_llama", "numpy~=2.2.6\n\ntransformers==4.57.6\n"),
+        ("hf_to_gguf", "--extra-index-url https://x/cpu\n# why\ntorch==2.11.0\n"),
+    ):
+        (scripts / "requirements" / f"requirements-convert_{name}.txt").write_text(text)
+    monkeypatch.setenv("SPARQ_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("SPARQ_CONVERT_PYTHON", raising=False)
+    monkeypatch.setattr(convert_env, "scripts", lambda note: scripts)
+    monkeypatch.setattr(convert_env, "_run", pip)
+    return pip
+
+
+def make(said: list[str]) -> list[str]:
+    return convert_env.python(said.append, said.append)
+
+
+def test_the_environment_is_made_once(pip: FakePip) -> None:
+    said: list[str] = []
+    argv = make(said)
+    assert "about 300 MB to download" in said[0] and "torch 2.13.0+cpu" in said[0]
+    torch, rest = pip.runs[2], pip.runs[3]
+    assert torch[-5:] == [
+        "--retries",
+        "2",
+        "--extra-index-url",
+        "https://x/cpu",
+        convert_env._TORCH,
+    ]
+    assert "--extra-index-url" not in rest and rest[-2:] == ["numpy~=2.2.6", "transformers==4.57.6"]
+    n = len(pip.runs)
+    assert make(said) == argv and len(pip.runs) == n
+    folder = Path(argv[0]).parent.parent
+    (folder / "ready").unlink()  # as if it had been interrupted
+    (folder / "half").touch()
+    assert make(said) == argv and not (folder / "half").exists() and len(pip.runs) == 2 * n
+
+
+def test_other_needs_are_another_environment(
+    pip: FakePip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make([])
+    monkeypatch.setattr(convert_env, "_TORCH", "torch==9")
+    assert make([]) != first
+
+
+def test_cuda_is_announced(pip: FakePip, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    pip.version = "2.13.0"
+    said: list[str] = []
+    make(said)
+    assert "WITH CUDA" in said[0] and "3 GB" in said[0] and "SPARQ_CONVERT_PYTHON" in said[0]
+
+
+def test_a_failure_or_a_no_leaves_no_environment(pip: FakePip) -> None:
+    left = paths.cache() / "convert"
+    for error, message in (
+        (SparqError("cannot make the environment: no index"), "no index"),
+        (OSError(28, "No space left on device"), "the disk is full"),
+    ):
+        pip.error = error
+        with pytest.raises(SparqError, match=message):
+            make([])
+        assert [p.name for p in left.iterdir()] == ["lock"]
+
+    def refuse(what: str) -> None:
+        raise SparqError(what, "--yes")
+
+    with pytest.raises(SparqError, match="300 MB"):
+        convert_env.python(print, refuse)
+    assert [p.name for p in left.iterdir()] == ["lock"]
+    pip.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        make([])
+    assert [p.name for p in left.iterdir()] == ["lock"]
+
+
+def test_two_at_once_make_one(pip: FakePip, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def slow(argv: list[str], lock: int, show: bool) -> str:
+        time.sleep(0.1)
+        return pip(argv, lock, show)
+
+    monkeypatch.setattr(convert_env, "_run", slow)
+    threads = [threading.Thread(target=make, args=(said,)) for _ in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert sum(argv[1:3] == ["-m", "venv"] for argv in pip.runs) == 1
+    assert any("waiting for another process" in s for s in said)
+
+
+def test_what_pip_says(tmp_path: Path) -> None:
+    """The real commands: one line of it, the full disk apart."""
+    with (tmp_path / "lock").open("a") as lock:
+        fd = lock.fileno()
+        assert convert_env._run([sys.executable, "-c", "print(1)"], fd, False) == "1\n"
+        code = "import sys; sys.exit('x\\nERROR: No matching distribution\\ny')"
+        with pytest.raises(SparqError, match="environment: No matching distribution$"):
+            convert_env._run([sys.executable, "-c", code], fd, False)
+        code = "import sys; sys.exit('ERROR: [Errno 28] No space left on device')"
+        with pytest.raises(OSError, match="No space"):
+            convert_env._run([sys.executable, "-c", code], fd, False)
+
+
+def test_a_python_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in re.findall(r"\w+", convert_env._IMPORTS):
+        (tmp_path / f"{name}.py").touch()
+    monkeypatch.setenv("SPARQ_CONVERT_PYTHON", sys.executable)
+    with pytest.raises(SparqError, match="cannot run the converter: ModuleNotFoundError"):
+        make([])
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert make([]) == [sys.executable]
+    monkeypatch.setenv("SPARQ_CONVERT_PYTHON", str(tmp_path / "none"))
+    with pytest.raises(SparqError, match="No such file"):
+        make([])
