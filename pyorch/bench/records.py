@@ -40,14 +40,16 @@ def machine_name() -> str:
     """Names the kind of machine, not the machine: `amd-epyc-2-cores`."""
     m = machine()
     name = re.sub(r"\((r|tm)\)|@.*|\b(cpu|processor)\b", "", m["cpu"].lower())
-    return re.sub(r"[^a-z0-9]+", "-", f"{name} {m['cores']} cores").strip("-")
+    name = f"{m.get('gpu', '')} {name} {m['cores']} cores".lower()
+    return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
 
 
 @cache
 def machine() -> dict[str, Any]:
     from pyorch.engine import usable_cores
-    from pyorch.native import probe
+    from pyorch.native import cuda, probe
 
+    gpu = {"gpu": cuda.devices()[0][0].name} if cuda.present() else {}
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "cpu": probe.cpu()[0],
@@ -55,6 +57,7 @@ def machine() -> dict[str, Any]:
         "memory_gib": round(pages / 2**30, 1),
         "arch": platform.machine(),
         "system": platform.system(),
+        **gpu,
     }
 
 

@@ -1,0 +1,44 @@
+#!/bin/sh
+# Packs what a bare machine with a CUDA toolkit, but no package index, needs for `make gpu-all`:
+#
+#   bench/gpu_pack.sh FOLDER      (below 64 MiB; needs the built cache, see `make build`)
+#
+# Our files as committed, the pinned source without what no target of ours compiles, and Python packages without
+# compiled parts. The machine brings python3 with numpy, cmake, ninja, a C++ compiler and nvcc.
+set -eu
+[ $# = 1 ] || { sed -n '2,7p' "$0"; exit 2; }
+root=$(cd "$(dirname "$0")/.." && pwd)
+out=$1
+[ ! -e "$out" ] || { echo "error: $out is there already"; echo "hint: name a new folder"; exit 2; }
+python=${PYTHON:-$root/.venv/bin/python}
+mkdir -p "$out/vendor"
+
+git -C "$root" archive HEAD -- . ':!bench/results' ':!bench/figures' | tar -x -C "$out"
+
+# the source that the build is pinned to, as a folder (SPARQ_LLAMA_SOURCE)
+(cd "$root" && "$python" - "$out/llama-source" <<'PY'
+import shutil, sys
+from pathlib import Path
+from pyorch.native import source
+pin, into = source.read_pin(), Path(sys.argv[1])
+where = source.locate(pin)
+for folder in (pin.folder, "llama_cpp"):
+    source.unpack(where, folder, into / folder, ("models", "docs", "media", "benches", "gguf-py"))
+upstream = into / pin.folder
+for name in ("ggml-sycl", "ggml-vulkan", "ggml-opencl", "ggml-metal", "ggml-cann", "ggml-hexagon", "ggml-webgpu", "ggml-musa"):
+    folder = upstream / "ggml" / "src" / name
+    for file in [f for f in folder.rglob("*") if f.is_file() and f.name != "CMakeLists.txt"]:
+        file.unlink()
+for name in ("examples", "tests", "ci", ".devops", ".github", "tools/ui", "tools/server/public", "tools/server/tests", "tools/server/webui"):
+    shutil.rmtree(upstream / name, ignore_errors=True)
+PY
+)
+
+# Python packages; what is compiled in them is left out, each of them runs without
+"$python" -m pip install --quiet --no-compile --no-deps --target "$out/vendor" \
+    click rich markdown-it-py mdurl pygments gguf pyyaml tqdm jinja2 markupsafe diskcache typing-extensions \
+    pytest pluggy iniconfig packaging
+find "$out/vendor" -name '*.so' -delete
+rm -rf "$out/vendor/bin" "$out"/vendor/*.dist-info/RECORD
+
+du -sh "$out" | sed 's/\t.*/ packed/'

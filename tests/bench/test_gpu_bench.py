@@ -1,0 +1,84 @@
+"""bench/gpu.py on a device that is not there, and the figures of its records."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import fake_device
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+sys.path.append(str(BENCH))
+
+import gpu_attention  # noqa: E402
+import gpu_end_to_end  # noqa: E402
+import plot  # noqa: E402
+
+from pyorch.bench import records  # noqa: E402
+from pyorch.errors import SparqError  # noqa: E402
+
+ENV = {"device": "a GPU", "machine": {"cpu": "A CPU", "cores": 2}}
+
+
+def test_quick_run(native_lib_dir: Path, tmp_path: Path) -> None:
+    """Every case that needs no torch is measured; a second run finds them measured."""
+    library = fake_device.build(tmp_path, native_lib_dir)
+    argv = [sys.executable, BENCH / "gpu.py", "--quick", "--device", library, "--out", tmp_path]
+    for _ in range(2):
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-2000:]
+        found = records.load_all(tmp_path / "gpu_attention.jsonl")
+        methods = ["ggml flash", "sparq f16", "sparq q8", "sparq q4"] * 2
+        assert [r["case"]["method"] for r in found] == methods
+    for rec in found:
+        assert min(rec["samples_ns"]) > 0 and rec["env"]["device"] == "FAKE0"
+        dense = rec["case"]["positions"] * rec["case"]["batch"] * rec["case"]["n_head_kv"] * 512
+        sparse = rec["case"]["method"].startswith("sparq")
+        assert 0 < rec["bytes_read"] <= dense and (rec["bytes_read"] < dense) == sparse
+
+
+def add(folder: Path, method: str, us: float, **shape: int) -> None:
+    case = dict(batch=1, n_head=32, n_head_kv=32, positions=4096, method=method) | shape
+    more = {"bytes_read": 10**6, "copy_gb_s": 100.0, "samples_ns": [us * 1e3]}
+    records.append(
+        folder / gpu_attention.FILE, records.record("gpu_attention", case, "s", env=ENV, **more)
+    )
+
+
+def test_figure(tmp_path: Path) -> None:
+    """Against the best dense of the same shape; what has none is left out."""
+    add(tmp_path, "ggml flash", 80)
+    add(tmp_path, "torch sdpa", 60)
+    add(tmp_path, "sparq q4", 20)
+    add(tmp_path, "sparq q4", 10, positions=8192)
+    add(tmp_path, "ggml flash", 30, n_head_kv=8)
+    add(tmp_path, "sparq q4", 15, n_head_kv=8, batch=1)
+    rows = gpu_attention.data(tmp_path)
+    ours = [r for r in rows if r["method"] == "sparq q4"]
+    assert [(r["n_head_kv"], r["positions"], r["speedup"]) for r in ours] == [
+        (8, 4096, 2.0),
+        (32, 4096, 3.0),
+    ]
+    assert ours[1]["dense_is"] == "torch sdpa" and ours[1]["gb_s"] == pytest.approx(50)
+    pytest.importorskip("matplotlib")
+    plot.make(gpu_attention, tmp_path, tmp_path)
+    assert "Fig. 8" in (tmp_path / "gpu_attention.svg").read_text()
+
+
+@pytest.mark.parametrize("figure", [gpu_attention, gpu_end_to_end])
+def test_without_records_nothing_is_drawn(figure, tmp_path: Path) -> None:
+    with pytest.raises(SparqError, match="no records of .* on a GPU"):
+        figure.data(tmp_path)
+
+
+def test_the_cases_of_the_paper_are_there() -> None:
+    sys.path.append(str(BENCH.parent / "tests" / "ops"))
+    import gpu
+
+    shapes = [asdict(c) for c in gpu.cases(quick=False)]
+    assert sum(c["batch"] == 64 and c["positions"] == 4096 for c in shapes) == 5
+    assert {c["positions"] for c in shapes if c["batch"] == 1} == {4096 << i for i in range(6)}
+    assert all(c["rank"] == 32 and c["topk"] == 128 for c in shapes)
