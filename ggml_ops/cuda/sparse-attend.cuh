@@ -221,6 +221,9 @@ __device__ inline void attend_mean(const attend_args & a, float * buf) {
     const int64_t h = blockIdx.y, row = blockIdx.z, i = row % a.n_tok, s = row/a.n_tok;
     const int     tid = threadIdx.x;
     const int32_t * vis = a.visible + row*a.n_grp;
+    if (!a.mean_v && h > 0) { // the first one counts for all
+        return;
+    }
 
     int64_t n_vis = 0;
     for (int64_t g = tid; g < a.n_grp; g += N_THREAD) {
@@ -296,21 +299,28 @@ __device__ inline void attend_mean(const attend_args & a, float * buf) {
     if (a.stats && bytes > 0) {
         add_stat(a.stats, GGML_SPARSE_STAT_BYTES_ATTEND, bytes);
     }
-    if (a.stats && tid == 0) {
-        const int64_t n_read = a.sel ? n_selected(a, a.sel + (row*a.n_head_kv + h)*a.ld_sel) : n_vis, bytes_row = a.row_k + a.row_v;
-        if (h == 0) {
-            add_stat(a.stats, a.sel ? GGML_SPARSE_STAT_ATTEND_SPARSE : GGML_SPARSE_STAT_ATTEND_DENSE, 1);
+    if (a.stats && h == 0 && tid < 32) {
+        int64_t n_read = 0; // of all KV heads
+        for (int j = tid; j < a.n_head_kv; j += 32) {
+            n_read += a.sel ? n_selected(a, a.sel + (row*a.n_head_kv + j)*a.ld_sel) : n_vis;
         }
-        add_stat(a.stats, GGML_SPARSE_STAT_POS_VISIBLE,  n_vis);
-        add_stat(a.stats, GGML_SPARSE_STAT_POS_READ,     n_read);
-        add_stat(a.stats, GGML_SPARSE_STAT_BYTES_ATTEND, n_read*bytes_row);
-        add_stat(a.stats, GGML_SPARSE_STAT_BYTES_DENSE,  n_vis*bytes_row);
+        n_read = lane_sum<32>(n_read);
+        if (tid == 0) {
+            add_stat(a.stats, a.sel ? GGML_SPARSE_STAT_ATTEND_SPARSE : GGML_SPARSE_STAT_ATTEND_DENSE, 1);
+            add_stat(a.stats, GGML_SPARSE_STAT_POS_VISIBLE,  n_vis*a.n_head_kv);
+            add_stat(a.stats, GGML_SPARSE_STAT_POS_READ,     n_read);
+            add_stat(a.stats, GGML_SPARSE_STAT_BYTES_ATTEND, n_read*(a.row_k + a.row_v));
+            add_stat(a.stats, GGML_SPARSE_STAT_BYTES_DENSE,  n_vis*a.n_head_kv*(a.row_k + a.row_v));
+        }
     }
 }
 
+// blocks that a multiprocessor shall hold at least: what leaves enough registers
+constexpr int attend_blocks(int gb, int d) { return gb == 1 ? (d == 256 ? 2 : 3) : gb == 4 && d < 256 ? 2 : 1; }
+
 // blocks n_split of each row: the mean, and counting
 template <int GB, int TYPE_K, int TYPE_V, int D>
-static __global__ void __launch_bounds__(N_THREAD, GB == 8 || (GB == 4 && D == 256) ? 1 : 2) attend(const attend_args a) {
+static __global__ void __launch_bounds__(N_THREAD, attend_blocks(GB, D)) attend(const attend_args a) {
     __shared__ attend_shared<GB> m;
     if ((int) blockIdx.x < a.n_split) {
         attend_split<GB, TYPE_K, TYPE_V, D>(a, m);

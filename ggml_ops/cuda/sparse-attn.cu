@@ -207,7 +207,7 @@ void run_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, float 
 
     ggml_cuda_pool_alloc<unsigned> bits(ctx.pool(), n_row*a.n_head_kv*a.n_bits);
     ggml_cuda_pool_alloc<int32_t>  cand(ctx.pool(), n_row*a.n_head_kv*a.n_cand);
-    ggml_cuda_pool_alloc<float>    key(ctx.pool()), runs(ctx.pool());
+    ggml_cuda_pool_alloc<float>    runs(ctx.pool()), key(ctx.pool()); // in this order: the pool is a stack
     a.bits = bits.get();
     a.cand = cand.get();
 

@@ -283,7 +283,7 @@ __device__ __forceinline__ void finish_run(score_shared<GB> & m, const score_arg
 // one block: runs blockIdx.x, + gridDim.x, .. for GB query heads of a KV head of a token
 //   N_BIT: of k_t, 0: exact scores from K; TYPE of K where it is known (its rows begin at multiples of 16 bytes then or are read by elements)
 template <int N_BIT, int GB, int TYPE>
-static __global__ void __launch_bounds__(N_THREAD, 2) score(const score_args a) {
+static __global__ void __launch_bounds__(N_THREAD, GB == 1 ? 3 : 2) score(const score_args a) {
     __shared__ score_shared<GB> m;
 
     const int64_t h_kv = blockIdx.y/a.n_pass, row = blockIdx.z, i = row % a.n_tok, s = row/a.n_tok;

@@ -68,7 +68,8 @@ class CudaGgml(Ggml):
 
     def graph(self):
         self.held = []
-        return super().graph()
+        self.current = super().graph()
+        return self.current
 
     def buffer(self, size: int, fill: int) -> Buffer:
         self.held.append(super().buffer(size, fill))
@@ -76,7 +77,8 @@ class CudaGgml(Ggml):
 
     def compute(self, graph: c_void_p, nodes: list, n_threads: int) -> None:
         """n_threads 2, which is what most tests ask for: the emulator runs backwards."""
-        table = np.array([[b.raw.ctypes.data, len(b.raw)] for b in self.held], np.uint64)
+        arrays = [b.raw for b in self.held] + self.current.lazies
+        table = np.array([[a.ctypes.data, a.nbytes] for a in arrays], np.uint64)
         pointer = table.ctypes.data_as(POINTER(c_uint64))
         for node in nodes:
             scratch = c_size_t()

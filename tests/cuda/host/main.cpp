@@ -44,7 +44,8 @@ static void   device_free (void * p)               { free(p); }
 static void   device_fill (void * p, size_t size)  { memset(p, 0xAB, size); }
 #endif
 
-// every piece of scratch is filled with a pattern first, and what lies behind it must still hold the pattern at the end
+// every piece of scratch is filled with a pattern first, and what lies behind it must still hold the pattern at the end. As in ggml, the
+// last piece taken must be the first given back
 struct test_pool : ggml_cuda_pool {
     static constexpr size_t GUARD = 256;
     size_t used = 0, most = 0;
@@ -54,11 +55,17 @@ struct test_pool : ggml_cuda_pool {
         void * p = device_alloc(*actual);
         device_fill(p, *actual);
         sizes[p] = size;
+        taken.push_back(p);
         used += size;
         most = std::max(most, used);
         return p;
     }
     void free(void * p, size_t actual) override {
+        if (taken.back() != p) {
+            fprintf(stderr, "scratch given back out of turn\n");
+            abort();
+        }
+        taken.pop_back();
         std::vector<unsigned char> tail(actual - sizes[p]);
 #ifdef __CUDACC__
         CHECK(cudaMemcpy(tail.data(), (char *) p + sizes[p], tail.size(), cudaMemcpyDeviceToHost));
@@ -76,6 +83,7 @@ struct test_pool : ggml_cuda_pool {
         device_free(p);
     }
     std::map<void *, size_t> sizes;
+    std::vector<void *> taken;
 };
 
 // 0: done; 1: not supported. n_sm: multiprocessors to plan for, 0: those there are; backwards: the order of the emulator's threads;
