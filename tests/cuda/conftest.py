@@ -36,7 +36,8 @@ def ggml(request, ggml_headers, tmp_path_factory) -> CudaGgml:
 
 
 N_QUICK = 4  # of the parameters of a test
-SLOW_TESTS = {"test_pick_is_select_of_score", "test_select_ties", "test_select_one_huge_logit"}
+# tests without small parameters, and how many of them are quick
+LARGE = {"test_pick_is_select_of_score": 0, "test_select_ties": 0, "test_select_one_huge_logit": 1}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -48,8 +49,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             tests.setdefault(item.originalname, []).append(item)
     for name, group in tests.items():
         small = [i for i in group if _is_small(i) and i.get_closest_marker("slow") is None]
-        step = len(small) if name in SLOW_TESTS else -(-len(small) // N_QUICK)
-        quick = small[::step] if small else []
+        n_quick = LARGE.get(name, N_QUICK)
+        quick = small[:: -(-len(small) // n_quick)] if small and n_quick else []
         for item in group:
             if item not in quick:
                 item.add_marker(pytest.mark.slow)
