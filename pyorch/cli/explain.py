@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pyorch.attention import bytes as cost
-from pyorch.attention.calibrate import resolve
+from pyorch.attention.calibrate import CALIBRATED, resolve
 from pyorch.attention.spec import DEFAULT_RATIO, AttentionSpec, check_against_model, make_spec
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 def command(**options: Any) -> None:
     """Show what attention reads per token, what it needs in memory, and the speed-up to expect.
 
-    Only the header of the model is read. The speed-ups are limits: bytes over measured memory
-    bandwidth, as if nothing else took time.
+    Only the header of the model is read; of a model that has a card and is not here, the card. The
+    speed-ups are limits: bytes over measured memory bandwidth, as if nothing else took time.
     """
-    path = opt.model_file(options)
     spec = opt.attention_from(options) or make_spec("sparq", ratio=DEFAULT_RATIO)
-    spec = resolve(spec, path)
-    geo = geometry(read_gguf(path))
+    geo = _from_card(options["model"]) if spec.budget not in CALIBRATED else None
+    if geo is None:
+        path = opt.model_file(options)
+        spec, geo = resolve(spec, path), geometry(read_gguf(path))
     from pyorch.engine import cache_type, usable_cores
 
     check_against_model(spec, geo.head_dim_k)
@@ -47,6 +48,20 @@ def command(**options: Any) -> None:
         opt.print_json(report)
     else:
         _print(geo, report)
+
+
+def _from_card(name: str) -> Geometry | None:
+    """Of a card's model, unless one of its files is in the cache."""
+    from pyorch.models import cache, cards, pull
+
+    spec = pull.parse_spec(name, original=True)
+    if spec is None or not spec.card:
+        return None
+    card = cards.load(spec.card)
+    if any(m.repo == card.gguf for m in cache.models()):
+        return None
+    opt.note(f"{name} is not here: this is from its card, weights in Q4_K_M", "dim")
+    return card.geometry
 
 
 def _bandwidth(n_threads: int) -> float:

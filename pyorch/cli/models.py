@@ -12,8 +12,6 @@ from pyorch.errors import SparqError
 from pyorch.models import cards
 from pyorch.models.gguf_file import human_bytes
 
-Q4_K_M_BITS = 4.85  # per parameter, of a Llama; other shapes differ by a few percent
-
 
 @click.group(invoke_without_command=True)
 @click.pass_context
@@ -42,7 +40,7 @@ def list_command(as_json: bool = False) -> None:
         f"{'settings':<17}here"
     )
     for c in known:
-        size = "~" + human_bytes(int(c.n_params * Q4_K_M_BITS / 8))
+        size = "~" + human_bytes(c.file_bytes)
         mine = sum(m.n_bytes for m in here if m.repo == c.gguf)
         found = human_bytes(mine) if mine else "-" if c.gguf else "to convert"
         rest = f"{human_bytes(c.kv_bytes):<9}{c.settings:<17}{found}"

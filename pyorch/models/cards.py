@@ -20,11 +20,14 @@ from typing import Any
 from pyorch import paths
 from pyorch.attention.spec import nearest
 from pyorch.errors import SparqError
+from pyorch.models.gguf_file import Geometry
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+Q4_K_M_BITS = 4.85  # per parameter, of a Llama; other shapes differ by some percent
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class Card:
     rope_base: float = 0.0
     n_swa: int = 0  # sliding window of some layers
     n_expert: int = 1
+    n_expert_used: int = 1  # for one token
 
     @property
     def ratio(self) -> str:
@@ -73,12 +77,16 @@ class Card:
         return self.n_head // self.n_head_kv
 
     @property
+    def expert_params(self) -> int:
+        """Parameters of a feed-forward block, or of one expert's."""
+        return (3 if self.ffn == "gated" else 2) * self.n_embd * self.n_ff
+
+    @property
     def layer_params(self) -> int:
         """Parameters of a layer's matrices; norms and biases, under 1 %, left out."""
         attention = 2 * self.n_embd * (self.n_head + self.n_head_kv) * self.head_dim
-        matrices = 3 if self.ffn == "gated" else 2
         router = self.n_embd * self.n_expert if self.n_expert > 1 else 0
-        return attention + matrices * self.n_embd * self.n_ff * self.n_expert + router
+        return attention + self.expert_params * self.n_expert + router
 
     @property
     def params(self) -> int:
@@ -86,6 +94,33 @@ class Card:
         rows = self.n_vocab * (1 if self.tied else 2)
         rows += self.n_ctx if self.positions == "learned" else 0
         return rows * self.n_embd + self.n_layer * self.layer_params
+
+    @property
+    def file_bytes(self) -> int:
+        """Of a file in Q4_K_M, about."""
+        return int(self.n_params * Q4_K_M_BITS / 8)
+
+    @property
+    def geometry(self) -> Geometry:
+        """What the file's metadata would say, with the weights in Q4_K_M, about."""
+        idle = (self.n_expert - self.n_expert_used) * self.expert_params * self.n_layer
+        idle += 0 if self.tied else self.n_vocab * self.n_embd  # the embedding: one row is read
+        return Geometry(
+            arch=self.architecture,
+            name=self.title,
+            n_layer=self.n_layer,
+            n_embd=self.n_embd,
+            n_head=(self.n_head,) * self.n_layer,
+            n_head_kv=(self.n_head_kv,) * self.n_layer,
+            head_dim_k=self.head_dim,
+            head_dim_v=self.head_dim,
+            n_ctx_train=self.n_ctx,
+            n_swa=self.n_swa,
+            is_mla=False,
+            n_params=self.n_params,
+            weight_bytes=self.file_bytes,
+            weight_bytes_per_token=int((self.n_params - idle) * Q4_K_M_BITS / 8),
+        )
 
     @property
     def kv_elements(self) -> int:

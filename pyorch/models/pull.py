@@ -98,8 +98,8 @@ def parse_spec(text: str, original: bool = False) -> Spec | None:
         original: a card stands for the repository it was published in, not for its GGUF files.
 
     Raises:
-        SparqError: begins with `hf:` but goes on wrongly; a card whose model llama.cpp does not
-            load or that knows no GGUF files; one word that is neither a file nor a card.
+        SparqError: `hf:` with something wrong after it, or lacking; a card whose model llama.cpp
+            does not load or that knows no GGUF files; one word that is neither a file nor a card.
     """
     named = text.startswith("hf:")
     if not named:
@@ -108,8 +108,12 @@ def parse_spec(text: str, original: bool = False) -> Spec | None:
         if (word := _CARD.fullmatch(text)) and not text.endswith(".gguf"):
             return _of_card(word, original)
     match = _SPEC.fullmatch(text.removeprefix("hf:"))
-    if not named and (not match or not match["file"] or Path(text.split("/")[0]).exists()):
+    if not named and (not match or Path(text.split("/")[0]).exists()):
         return None
+    if match and not named and not match["file"]:
+        if text.endswith(".gguf"):
+            return None
+        raise SparqError(f"{text}: no such file", f"on the hub it is hf:{text}", exit_code=2)
     if not match:
         raise SparqError(
             f"{text!r} names no model on the hub",

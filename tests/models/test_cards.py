@@ -170,6 +170,15 @@ def test_architectures_are_those_of_the_pinned_source(tmp_path: Path) -> None:
             assert said in model and f"{said}{c.architecture}'" in c.note
 
 
+def test_weights_that_a_token_reads() -> None:
+    """Llama 2 7B without its embedding; gpt-oss: 3.61 B active, as published."""
+    c, bits = cards.load("llama2-7b"), cards.Q4_K_M_BITS
+    assert c.geometry.weight_bytes_per_token == pytest.approx(6.607e9 * bits / 8, rel=1e-3)
+    c = cards.load("gpt-oss-20b")
+    assert c.geometry.weight_bytes_per_token == pytest.approx(3.61e9 * bits / 8, rel=2e-3)
+    assert c.geometry.n_kv_layers == 24 and c.geometry.gqa
+
+
 def test_unknown_and_damaged_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SparqError, match="unknown model 'llama3-8'") as e:
         cards.load("llama3-8")

@@ -54,8 +54,13 @@ def test_specs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse("a/b/c/d.gguf@refs/pr/1") == pull.Spec("a/b", "c/d.gguf", revision="refs/pr/1")
     for path in ("x.gguf", "a/x.gguf", "./a/b/x.gguf", "../a/b/x.gguf", "/a/b/x.gguf", "a/b/c"):
         assert parse(path) is None
+    for text in ("a/b", "a/b:Q4_K_M", "a/b@v1"):
+        with pytest.raises(SparqError, match="no such file") as e:
+            parse(text)
+        assert e.value.hint == f"on the hub it is hf:{text}"
     monkeypatch.chdir(tmp_path)
     Path("a").mkdir()
+    assert parse("a/b") is None
     assert parse("a/b/c.gguf") is None  # begins with a folder that is here
     assert parse("hf:a/b/c.gguf") == pull.Spec("a/b", "c.gguf")
 
@@ -98,6 +103,21 @@ def test_every_card_with_files_can_be_pulled(
     hub.repo, hub.files = card.gguf, {"m-Q2_K.gguf": b"", f"m.{card.quant}.gguf": gguf}
     code, out, _ = run("pull", name)
     assert code == 0 and Path(out.strip()).read_bytes() == gguf
+
+
+def test_explain_asks_the_card_until_the_file_is_here(
+    hub: Hub, gguf: bytes, run: Callable[..., Any]
+) -> None:
+    for name in ("llama2-7b", "cerebras-gpt-6.7b", "gpt-oss-20b"):
+        code, out, err = run("explain", "-m", name, "--ctx", "2048", "--json", "-t", "1")
+        assert code == 0 and "from its card" in err and not hub.log
+        result, card = json.loads(out), cards.load(name)
+        assert result["model"] == card.title and result["kv_memory"] == 2048 * card.kv_bytes
+    assert run("explain", "-m", "opt-13b")[0] == 1
+    hub.repo, hub.files = cards.load("llama2-7b").gguf, {"m.Q4_K_M.gguf": gguf}
+    get("llama2-7b")
+    code, out, err = run("explain", "-m", "llama2-7b", "--json", "-t", "1")
+    assert code == 0 and json.loads(out)["model"] == "tiny" and "card" not in err
 
 
 def test_a_cards_checksum(hub: Hub, gguf: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
