@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from pyorch.attention.spec import AttentionSpec
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
 
@@ -46,11 +47,9 @@ def command(**options: Any) -> None:
             "install the extra: pip install 'sparq-cpp[server]', or in a clone '.[server]'",
         )
     attention = opt.attention_from(options)
-    if attention is not None:
-        os.environ["SPARQ_ATTN"] = str(attention)
     path = opt.model_file(options)
     with _listen(options["host"], options["port"]) as listener:
-        _serve(path, listener, options)
+        _serve(path, listener, attention, options)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -62,9 +61,12 @@ def _listen(host: str, port: int) -> socket.socket:
         raise SparqError(f"cannot listen on {host}:{port}: {e.strerror or e}", hint) from None
 
 
-def _serve(path: Path, listener: socket.socket, options: dict[str, Any]) -> None:
+def _serve(
+    path: Path, listener: socket.socket, attention: AttentionSpec | None, options: dict[str, Any]
+) -> None:
     from pyorch import engine, native
     from pyorch.attention.bytes import cache_bytes, shadow_bytes
+    from pyorch.attention.calibrate import resolve
     from pyorch.attention.spec import check_against_model, parse_spec
     from pyorch.models.gguf_file import check_memory, geometry, read_gguf
 
@@ -72,7 +74,8 @@ def _serve(path: Path, listener: socket.socket, options: dict[str, Any]) -> None
     geo = geometry(file)
     n_ctx = engine.checked_ctx(geo, options["ctx"])
     types = [engine.cache_type(options[f"cache_type_{x}"]) for x in "kv"]
-    spec = parse_spec(os.environ.get("SPARQ_ATTN") or "off")
+    spec = resolve(attention or parse_spec(os.environ.get("SPARQ_ATTN") or "off"), path)
+    os.environ["SPARQ_ATTN"] = str(spec)  # what the library reads
     check_against_model(spec, geo.head_dim_k)
     check_memory(file, cache_bytes(geo, n_ctx, *types), shadow_bytes(geo, n_ctx, spec))
 

@@ -437,6 +437,19 @@ def test_a_model_is_pulled_on_demand(
     assert run(*command)[0] == 0 and hub.fetched() == ["m.gguf"]  # it is here now
 
 
+def test_a_cards_settings_are_named(
+    hub: Hub, gguf: bytes, run: Callable[..., Any], tmp_path: Path
+) -> None:
+    hub.repo, hub.files = cards.load("llama2-7b").gguf, {"m.Q4_K_M.gguf": gguf}
+    command = ("generate", "-p", "x", "-n", "1", "--ctx", "64", "-t", "1", "--yes", "-m")
+    code, _, err = run(*command, "llama2-7b:Q4_K_M")
+    assert code == 0 and "attention is exact; for llama2-7b try --ratio 1/4" in err
+    code, _, err = run(*command, "llama2-7b", "--ratio", "1/8")
+    assert code == 0 and "try --ratio" not in err
+    (tmp_path / "x.gguf").write_bytes(gguf)
+    assert "try --ratio" not in run(*command, tmp_path / "x.gguf")[2]
+
+
 def test_bench_takes_the_same_names(
     hub: Hub, gguf: bytes, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
