@@ -70,7 +70,10 @@ def main() -> None:
         fail(error.message, error.hint, error.exit_code)
     except click.ClickException as error:
         if isinstance(error, click.UsageError) and error.ctx is not None:
-            fail(error.format_message(), f"{error.ctx.command_path} --help", 2)
+            hint = f"{error.ctx.command_path} --help"
+            if getattr(getattr(error, "param", None), "name", "") == "model":
+                hint = "a file, hf:org/repo, or a name that `sparq-cpp models` lists"
+            fail(error.format_message(), hint, 2)
         fail(error.format_message(), "", error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         print("interrupted", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
@@ -21,7 +22,7 @@ def command(spec: str, quiet: bool, as_json: bool) -> None:
     or a file that is here. An interrupted download goes on where it was. HF_HOME, HF_TOKEN,
     HF_ENDPOINT and HF_HUB_OFFLINE are respected.
     """
-    from pyorch.models import pull
+    from pyorch.models import cards, pull
     from pyorch.models.gguf_file import human_bytes, read_gguf
 
     wanted = pull.parse_spec(spec)
@@ -43,5 +44,8 @@ def command(spec: str, quiet: bool, as_json: bool) -> None:
         result["downloaded_bytes"] = missing
     if as_json:
         opt.print_json(result)
-    else:
-        print(path)
+        return
+    print(path)
+    if wanted is not None and sys.stderr.isatty() and not quiet:
+        ratio = cards.load(wanted.card).ratio if wanted.card else "1/8"
+        opt.note(f"next: sparq-cpp chat -m {spec} --ratio {ratio}", "dim")

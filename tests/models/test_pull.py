@@ -405,7 +405,13 @@ def test_offline_without_a_cache(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> N
 # ---- the command ----
 
 
-def test_command(hub: Hub, gguf: bytes, run: Callable[..., Any], tmp_path: Path) -> None:
+def test_command(
+    hub: Hub,
+    gguf: bytes,
+    run: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     hub.files = {"m.gguf": gguf}
     code, out, err = run("pull", f"hf:{REPO}")
     assert code == 0 and Path(out.strip()).read_bytes() == gguf
@@ -415,6 +421,11 @@ def test_command(hub: Hub, gguf: bytes, run: Callable[..., Any], tmp_path: Path)
     assert code == 0 and err == "" and r["path"] == out.strip() and r["downloaded_bytes"] == 0
     assert r["files"] == [{"name": "m.gguf", "bytes": len(gguf), "checksum": hub.digest(gguf)}]
     assert run("pull", out.strip()) == (0, out, "")  # a file that is here
+    with monkeypatch.context() as terminal:
+        terminal.setattr(sys.stderr, "isatty", lambda: True)
+        err = run("pull", f"hf:{REPO}")[2]
+        assert f"next: sparq-cpp chat -m hf:{REPO} --ratio 1/8" in err
+    assert "`sparq-cpp models` lists" in run("chat")[2]
     code, out, err = run("pull", str(tmp_path / "no.gguf"))
     assert (code, out) == (1, "") and "no such file" in err
 

@@ -126,11 +126,12 @@ def test_a_hub_that_goes_away(hub: Hub, gguf: bytes, monkeypatch: pytest.MonkeyP
 def test_a_slow_link_is_let_be_and_a_dead_one_is_not(
     hub: Hub, gguf: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.8)
-    hub.files, hub.block_s = {"slow.gguf": gguf[:20_000]}, 0.06
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1.2)
+    monkeypatch.setattr(transfer, "TRIES", 2)
+    hub.files, hub.block_s = {"slow.gguf": gguf[:30_000]}, 0.06
     began = time.monotonic()
     load()
-    assert time.monotonic() - began > 1.2 and starts(hub) == [0]
+    assert time.monotonic() - began > 1.8 and starts(hub) == [0]
     hub.files, hub.block_s, hub.hold_after = {"dead.gguf": gguf[:5000]}, 0, 2000
 
     def wakes(_: str) -> None:
@@ -141,7 +142,7 @@ def test_a_slow_link_is_let_be_and_a_dead_one_is_not(
     hub.files, hub.hold_after = {"deader.gguf": gguf[:6000]}, 0
     began = time.monotonic()
     assert "no usable answer" in refused().message
-    assert time.monotonic() - began < 0.8 * transfer.TRIES + 5
+    assert time.monotonic() - began < 10
 
 
 # ---- refused ----
