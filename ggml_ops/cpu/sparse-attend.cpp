@@ -22,11 +22,12 @@ row_ops ops_of(ggml_type type) {
     return res;
 }
 
-SPARQ_INLINE void prefetch_rows(const ggml_tensor * x, size_t size, int64_t h, int64_t s, const int32_t * rows, int r, int n) {
-    for (int i = r; i < std::min(r + ROW_BLOCK, n); ++i) {
-        prefetch_bytes(at(x, h, rows[i], s), size);
-    }
-}
+// the cells of a unit over a selection: those of KV head h of stream s
+struct unit_cells {
+    const int32_t * cell;
+    int     n;
+    int64_t h, s;
+};
 
 // ---- ATTEND ----
 
@@ -46,8 +47,9 @@ struct attend_work {
 
     float   * state;    // [n_tok*n_stream][n_chunk][n_head][ld]
     float   * mean;     // [n_tok*n_stream][n_mean][d_v]
-    int32_t * rows;     // [chunk]                              this thread's
-    float   * bias;     // [chunk + W]                          mask values
+    int32_t * cell;     // [chunk]                              this thread's: visible cells ..
+    float   * bias;     // [chunk + W]                          .. their mask values ..
+    const char ** row;  // [2*chunk + AHEAD]                    .. and the addresses of their rows, see attend_rows
     float   * s;        // [n_head or n_group_q][chunk + W]     logits, then softmax numerators
     size_t    size;
 
@@ -81,8 +83,9 @@ struct attend_work {
         bump own(shared.end());
         for (int i = 0; i < nth; ++i) {
             if (i <= ith) {
-                rows = own.take<int32_t>(chunk);
+                cell = own.take<int32_t>(chunk);
                 bias = own.take<float>(chunk + W);
+                row  = own.take<const char *>(2*chunk + AHEAD);
                 s    = own.take<float>((dense ? n_head : n_group_q)*(chunk + W));
             }
             if (i == 0) {
@@ -92,8 +95,8 @@ struct attend_work {
     }
 };
 
-// attention of the query heads of KV heads [h0, h1) over the n rows in w.rows
-void attend_rows(const ggml_tensor * dst, const attend_work & w, int64_t h0, int64_t h1, int64_t i, int64_t s, int64_t c, int n) {
+// attention of the query heads of KV heads [h0, h1) over the n cells in w.cell; then: the cells that this thread reads next (over a selection)
+void attend_rows(const ggml_tensor * dst, const attend_work & w, int64_t h0, int64_t h1, int64_t i, int64_t s, int64_t c, int n, const unit_cells & then) {
     const ggml_tensor * q = dst->src[0];
     const ggml_tensor * k = dst->src[1];
     const ggml_tensor * v = dst->src[2];
@@ -110,33 +113,43 @@ void attend_rows(const ggml_tensor * dst, const attend_work & w, int64_t h0, int
 
     float * state = w.state + ((s*q->ne[2] + i)*w.n_chunk + c)*n_head*w.ld;
 
-    // over all positions, K and V are read in the order of memory: a block of positions, all its heads, then the next block. This is the
-    // share of KV head h in asking for the block that is used `ahead` positions later. Behind the n rows of K lie those of V, and behind
-    // these the next rows of K
+    // the rows in the order of their use: those of K, of V, and the first of K of the next unit. K and V are filled up to whole blocks
+    const int n_pad = (int) ceil_div(n, ROW_BLOCK)*ROW_BLOCK;
+    const char ** const row_v = w.row + n_pad, ** const row_then = row_v + n_pad;
+    const char * const k0 = at(k, h0, 0, s), * const v0 = at(v, h0, 0, s);
+    for (int j = 0; j < n_pad; ++j) {
+        const int64_t t = w.cell[std::min(j, n - 1)];
+        w.row[j] = k0 + t*k->nb[2];
+        row_v[j] = v0 + t*v->nb[2];
+    }
+
+    // what is asked for while block r of rows is used. Over a selection, the rows AHEAD later. Over all positions K and V are read in the
+    // order of memory, a block of positions, all its heads, then the next block: a head's share of the block `ahead` positions later
+    if (!w.dense) {
+        for (int j = 0; j < AHEAD; ++j) { // after the last unit, something that is in the cache
+            row_then[j] = j < then.n ? at(k, then.h, std::max(then.cell[j], 0), then.s) : (const char *) w.row;
+        }
+    }
     const int ahead = (int) ceil_div(AHEAD_BYTES, ROW_BLOCK*k->ne[1]*size_k)*ROW_BLOCK;
-    const auto next_k = [&](int r, int64_t h) -> const char * {
-        return !w.dense      ? nullptr :
-               r + ahead < n ? at(k, 0, w.rows[r + ahead], s) + h*ROW_BLOCK*size_k :
-                               at(v, 0, w.rows[std::min(r + ahead - n, n - 1)], s) + h*ROW_BLOCK*size_v;
-    };
-    const auto next_v = [&](int r, int64_t h) -> const char * {
-        return !w.dense      ? nullptr :
-               r + ahead < n ? at(v, 0, w.rows[r + ahead], s) + h*ROW_BLOCK*size_v :
-                               at(k, 0, std::min<int64_t>(w.rows[n - 1] + 1 + r + ahead - n, k->ne[2] - 1), s) + h*ROW_BLOCK*size_k;
+    const char * share[ROW_BLOCK];
+    const auto next = [&](int r, int64_t h) -> const char * const * {
+        if (!w.dense) {
+            return w.row + r + AHEAD;
+        }
+        const int    x    = r + ahead;
+        const bool   is_v = x >= n_pad && x < 2*n_pad;
+        const char * base = x < 2*n_pad ? w.row[x] : k0 + std::min<int64_t>(w.cell[n - 1] + 1 + x - 2*n_pad, k->ne[2] - 1)*k->nb[2];
+        for (int j = 0; j < ROW_BLOCK; ++j) {
+            share[j] = base + (h*ROW_BLOCK + j)*(is_v ? size_v : size_k);
+        }
+        return share;
     };
 
     // logits: q . k
-    for (int r = 0; r < AHEAD && !w.dense; r += ROW_BLOCK) {
-        prefetch_rows(k, size_k, h0, s, w.rows, r, n);
-    }
     for (int r = 0; r < n; r += ROW_BLOCK) {
         for (int64_t h = h0; h < h1; ++h) {
-            if (!w.dense) {
-                prefetch_rows(k, size_k, h, s, w.rows, r + AHEAD, n);
-                prefetch_rows(v, size_v, h, s, w.rows, r, n);
-            }
             ops_k.dot(w.s + (h - h0)*n_group_q*ld_s + r, ld_s, at<const float>(q, h*n_group_q, i, s), q->nb[1]/sizeof(float), n_group_q,
-                    at(k, h, 0, s), k->nb[2], w.rows + r, std::min(ROW_BLOCK, n - r), d_k, next_k(r, h));
+                    w.row + r, (h - h0)*k->nb[1], std::min(ROW_BLOCK, n - r), d_k, next(r, h));
         }
     }
 
@@ -156,19 +169,33 @@ void attend_rows(const ggml_tensor * dst, const attend_work & w, int64_t h0, int
     for (int r = 0; r < n; r += ROW_BLOCK) {
         for (int64_t h = h0; h < h1; ++h) {
             ops_v.add(state + h*n_group_q*w.ld, w.ld, w.s + (h - h0)*n_group_q*ld_s + r, ld_s, n_group_q,
-                    at(v, h, 0, s), v->nb[2], w.rows + r, std::min(ROW_BLOCK, n - r), d_v, next_v(r, h));
+                    row_v + r, (h - h0)*v->nb[1], std::min(ROW_BLOCK, n - r), d_v, next(n_pad + r, h));
         }
     }
 }
 
-// the visible cells among n cells -> w.rows, w.bias; cell(j): the j-th
+// the visible cells among n cells -> w.cell, w.bias; at(j): the j-th
 template <typename F>
-int visible_rows(const attend_work & w, const f16 * mask, int64_t n_kv, int64_t n, F cell) {
+int visible_cells(const attend_work & w, const f16 * mask, int64_t n_kv, int64_t n, F at) {
+    // most often all are visible and nothing is added
+    uint32_t bits = 0;
+    bool     in   = true;
+    for (int64_t j = 0; j < n; ++j) {
+        const int64_t t = at(j);
+        const bool    x = t >= 0 && t < n_kv;
+        w.cell[j] = (int32_t) t;
+        bits |= mask[x ? t : 0].bits;
+        in   &= x;
+    }
+    if (in && bits == 0) {
+        std::fill(w.bias, w.bias + n, 0.0f);
+        return (int) n;
+    }
     int res = 0;
     for (int64_t j = 0; j < n; ++j) {
-        const int64_t t = cell(j);
+        const int64_t t = at(j);
         if (t >= 0 && t < n_kv && mask[t].bits != F16_NEG_INF) {
-            w.rows[res] = (int32_t) t;
+            w.cell[res] = (int32_t) t;
             w.bias[res] = to_f32(mask[t]);
             ++res;
         }
@@ -289,28 +316,43 @@ void attend(const ggml_compute_params * params, ggml_tensor * dst) {
 
     const auto n_sel = [&](const int32_t * x) { return std::min<int64_t>(std::max(x[0], 0), sel->ne[0] - 1 - n_group_q); };
 
+    const auto cells = [&](int64_t u) -> unit_cells {
+        const int64_t c = u % w.n_chunk, h = u/w.n_chunk % n_head_kv, i = u/w.n_chunk/n_head_kv % n_tok, s = u/w.n_chunk/n_head_kv/n_tok;
+        const int32_t * x = at<const int32_t>(sel, h, i, s);
+        return { x + 1 + n_group_q + c*w.chunk, (int) std::min(w.chunk, n_sel(x) - c*w.chunk), h, s };
+    };
+
     // stage 1
     const int64_t n_unit = n_row*w.n_chunk*(w.dense ? 1 : n_head_kv);
-    const unit_range own(params, n_unit + n_row*w.n_mean);
+    const unit_range own(params, n_unit), own_mean(params, n_row*w.n_mean);
     for (int64_t u = own.u0; u < own.u1; ++u) {
-        if (u >= n_unit) {
-            const int64_t h = (u - n_unit) % n_head_kv, r = (u - n_unit)/n_head_kv;
-            mean_unit(dst, w.mean + (u - n_unit)*d_v, h, r % n_tok, r/n_tok);
-        } else if (w.dense) {
+        if (w.dense) {
             const int64_t c = u % w.n_chunk, i = u/w.n_chunk % n_tok, s = u/w.n_chunk/n_tok;
             const int64_t t0 = c*w.chunk;
-            const int n = visible_rows(w, at<const f16>(mask, i, 0, s), n_kv, std::min(w.chunk, n_kv - t0), [&](int64_t j) { return t0 + j; });
-            attend_rows(dst, w, 0, n_head_kv, i, s, c, n);
+            const int n = visible_cells(w, at<const f16>(mask, i, 0, s), n_kv, std::min(w.chunk, n_kv - t0), [&](int64_t j) { return t0 + j; });
+            attend_rows(dst, w, 0, n_head_kv, i, s, c, n, {});
         } else {
-            const int64_t c = u % w.n_chunk, h = u/w.n_chunk % n_head_kv, i = u/w.n_chunk/n_head_kv % n_tok, s = u/w.n_chunk/n_head_kv/n_tok;
-            const int32_t * x = at<const int32_t>(sel, h, i, s);
-            const int64_t j0 = c*w.chunk, n_cell = std::min(w.chunk, n_sel(x) - j0);
-            if (n_cell <= 0) {
+            const unit_cells x = cells(u);
+            if (x.n <= 0) {
                 continue; // not merged either
             }
-            const int n = visible_rows(w, at<const f16>(mask, i, 0, s), n_kv, n_cell, [&](int64_t j) { return x[1 + n_group_q + j0 + j]; });
-            attend_rows(dst, w, h, h + 1, i, s, c, n);
+            if (u == own.u0) {
+                for (int j = 0; j < std::min(x.n, AHEAD); ++j) {
+                    prefetch_bytes(at(k, x.h, std::max(x.cell[j], 0), x.s), row_size(k));
+                }
+            }
+            const int64_t c = u % w.n_chunk, i = u/w.n_chunk/n_head_kv % n_tok;
+            int64_t next = u + 1;
+            while (next < own.u1 && cells(next).n <= 0) {
+                ++next;
+            }
+            const int n = visible_cells(w, at<const f16>(mask, i, 0, x.s), n_kv, x.n, [&](int64_t j) { return x.cell[j]; });
+            attend_rows(dst, w, x.h, x.h + 1, i, x.s, c, n, next < own.u1 ? cells(next) : unit_cells{});
         }
+    }
+    for (int64_t u = own_mean.u0; u < own_mean.u1; ++u) {
+        const int64_t h = u % n_head_kv, r = u/n_head_kv;
+        mean_unit(dst, w.mean + u*d_v, h, r % n_tok, r/n_tok);
     }
     ggml_barrier(params->threadpool);
 

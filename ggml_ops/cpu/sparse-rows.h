@@ -25,20 +25,22 @@ static SPARQ_INLINE void prefetch_bytes(const char * p, size_t size) {
 
 // ---- exact scores: dot products with gathered rows ----
 
-// s[h][i] = q[h] . k[rows[i]] for HB heads and up to W rows; NR rows share each load of q
-//   next: if given, W rows' worth of bytes there are asked for, a few lines at a time (bursts of requests stall)
+// Rows are given by their addresses: x [n], readable up to a multiple of ROW_BLOCK (the last one again), each row at x[i] + o. next, if
+// given, are as many other rows, asked for on the way, a line of each at a time: requests in bursts keep the loads waiting
+
+// s[h][i] = q[h] . row i for HB heads and up to W rows; NR rows share each load of q
 template <int HB, int NR, typename T>
 static SPARQ_NOINLINE void dot_block( // inlined, its pointers no longer fit the registers (2x slower)
-        float * s, int64_t ld_s, const float * q, int64_t ld_q, const char * k, size_t nb_pos, const int32_t * rows, int n, int d, const char * next) {
+        float * s, int64_t ld_s, const float * q, int64_t ld_q, const char * const * x, int64_t o, int n, int d, const char * const * next) {
     constexpr int NW = NR < W ? NR : W;
     constexpr int NC = span<T>::SIZE;
     constexpr bool AT_ONCE = HB*NW == W; // the sums of all accumulators fill one vector
     vf part[HB][W];
     for (int j = 0; j < W && j < n; j += NW) {
-        const char * x[NW];
+        const char * row[NW];
         SPARQ_UNROLL
         for (int i = 0; i < NW; ++i) {
-            x[i] = k + rows[j + i < n ? j + i : n - 1]*nb_pos;
+            row[i] = x[j + i] + o;
         }
         vf a[HB*NW];
         SPARQ_UNROLL
@@ -47,18 +49,15 @@ static SPARQ_NOINLINE void dot_block( // inlined, its pointers no longer fit the
         }
         int c = 0;
         for (; c + NC <= d; c += NC) {
-            if (next && NC == W && row_bytes<T>(c) % 64 < row_bytes<T>(NC)) {
+            if (next && row_bytes<T>(c) % 64 < row_bytes<T>(NC)) {
                 for (int i = 0; i < NW; ++i) { // a line of each row: neighbours at once are slower (GQA-4, f16: 68 instead of 78 % of bandwidth)
-                    prefetch(next + (j + i)*row_bytes<T>(d) + row_bytes<T>(c));
+                    prefetch_bytes(next[j + i] + row_bytes<T>(c), row_bytes<T>(NC));
                 }
-            } else if (next && NC != W) {
-                prefetch_bytes(next, NW*row_bytes<T>(NC));
-                next += NW*row_bytes<T>(NC);
             }
             span<T> y[NW];
             SPARQ_UNROLL
             for (int i = 0; i < NW; ++i) {
-                y[i] = span<T>(x[i], c);
+                y[i] = span<T>(row[i], c);
             }
             SPARQ_UNROLL
             for (int v = 0; v < NC/W; ++v) {
@@ -83,7 +82,7 @@ static SPARQ_NOINLINE void dot_block( // inlined, its pointers no longer fit the
                 const vf qx = load_n(q + h*ld_q + c, d - c);
                 SPARQ_UNROLL
                 for (int i = 0; i < NW; ++i) {
-                    a[h*NW + i] = fma(qx, span<T>::tail(x[i], c, d - c), a[h*NW + i]);
+                    a[h*NW + i] = fma(qx, span<T>::tail(row[i], c, d - c), a[h*NW + i]);
                 }
             }
         }
@@ -110,22 +109,22 @@ static SPARQ_NOINLINE void dot_block( // inlined, its pointers no longer fit the
     }
 }
 
-// s[h][i] = q[h] . k[rows[i]] for n rows; next as above (n rows); each row is loaded once for all heads (once per 4 heads from L1)
+// the same for any number of heads and rows; each row is loaded once for all heads (once per 4 heads from L1)
 template <typename T>
-static void dot_rows(float * s, int64_t ld_s, const float * q, int64_t ld_q, int n_head, const char * k, size_t nb_pos, const int32_t * rows, int n, int d,
-        const char * next) {
+static void dot_rows(float * s, int64_t ld_s, const float * q, int64_t ld_q, int n_head, const char * const * x, int64_t o, int n, int d,
+        const char * const * next) {
     for (int i = 0; i < n; i += W) {
         const int    ni = n - i < W ? n - i : W;
-        const char * ne = next ? next + i*row_bytes<T>(d) : nullptr;
+        const char * const * ne = next ? next + i : nullptr;
         int h = 0;
         for (; h + 4 <= n_head; h += 4) {
-            dot_block<4, N_ACC/4, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, k, nb_pos, rows + i, ni, d, h == 0 ? ne : nullptr);
+            dot_block<4, N_ACC/4, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, x + i, o, ni, d, h == 0 ? ne : nullptr);
         }
         for (; h + 2 <= n_head; h += 2) {
-            dot_block<2, N_ACC/2, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, k, nb_pos, rows + i, ni, d, h == 0 ? ne : nullptr);
+            dot_block<2, N_ACC/2, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, x + i, o, ni, d, h == 0 ? ne : nullptr);
         }
         for (; h < n_head; ++h) {
-            dot_block<1, 8, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, k, nb_pos, rows + i, ni, d, h == 0 ? ne : nullptr);
+            dot_block<1, 8, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, x + i, o, ni, d, h == 0 ? ne : nullptr);
         }
     }
 }
@@ -144,11 +143,10 @@ struct attn_state {
     float & l()   const { return x[d + 1]; }
 };
 
-// acc[h][c] += sum_i p[h][i]*v[rows[i]][c] for HB heads and the NV vectors from column c on; next: nb_next bytes to be asked for with
-// each row, behind each other in memory (NULL: none)
+// acc[h][c] += sum_i p[h][i]*row i[c] for HB heads and the NV vectors from column c on; of the rows of next the same part is asked for
 template <int HB, int NV, typename T>
-static SPARQ_NOINLINE void add_rows_block(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, const char * v, size_t nb_pos, const int32_t * rows, int n,
-        int c, const char * next, size_t nb_next) {
+static SPARQ_NOINLINE void add_rows_block(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, const char * const * x, int64_t o, int n,
+        int c, const char * const * next) {
     constexpr int NC = span<T>::SIZE/W; // vectors per span
     constexpr int NL = NC < NV ? NC : NV; // the strip of columns may be a part of a span
     vf a[HB][NV];
@@ -160,17 +158,17 @@ static SPARQ_NOINLINE void add_rows_block(float * acc, int64_t ld_acc, const flo
         }
     }
     for (int i = 0; i < n; ++i) {
-        const char * row = v + rows[i]*nb_pos;
+        const char * row = x[i] + o;
         if (next) {
-            prefetch_bytes(next + i*nb_next, nb_next);
+            prefetch_bytes(next[i] + row_bytes<T>(c), row_bytes<T>(NV*W));
         }
-        vf x[NV];
+        vf v[NV];
         SPARQ_UNROLL
         for (int j = 0; j < NV; j += NL) {
             const span<T> y(row, c + j*W);
             SPARQ_UNROLL
             for (int l = 0; l < NL; ++l) {
-                x[j + l] = y.vec(NC <= NV ? l : c/W % NC + l);
+                v[j + l] = y.vec(NC <= NV ? l : c/W % NC + l);
             }
         }
         SPARQ_UNROLL
@@ -178,7 +176,7 @@ static SPARQ_NOINLINE void add_rows_block(float * acc, int64_t ld_acc, const flo
             const vf ph = set1(p[h*ld_p + i]);
             SPARQ_UNROLL
             for (int j = 0; j < NV; ++j) {
-                a[h][j] = fma(ph, x[j], a[h][j]);
+                a[h][j] = fma(ph, v[j], a[h][j]);
             }
         }
     }
@@ -191,23 +189,23 @@ static SPARQ_NOINLINE void add_rows_block(float * acc, int64_t ld_acc, const flo
     }
 }
 
-// acc[h][c] += sum_i p[h][i]*v[rows[i]][c] for HB heads and d columns
+// the same for d columns
 template <int HB, typename T>
-static inline void add_rows_heads(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, const char * v, size_t nb_pos, const int32_t * rows, int n, int d,
-        const char * next) {
+static inline void add_rows_heads(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, const char * const * x, int64_t o, int n, int d,
+        const char * const * next) {
     constexpr int NV = N_ACC/HB < 8 ? N_ACC/HB : 8;
     int c = 0;
     for (; c + NV*W <= d; c += NV*W) {
-        add_rows_block<HB, NV, T>(acc, ld_acc, p, ld_p, v, nb_pos, rows, n, c, next ? next + n*row_bytes<T>(c) : nullptr, row_bytes<T>(NV*W));
+        add_rows_block<HB, NV, T>(acc, ld_acc, p, ld_p, x, o, n, c, next);
     }
     for (; c + W <= d; c += W) {
-        add_rows_block<HB, 1, T>(acc, ld_acc, p, ld_p, v, nb_pos, rows, n, c, nullptr, 0);
+        add_rows_block<HB, 1, T>(acc, ld_acc, p, ld_p, x, o, n, c, nullptr);
     }
     if (c < d) {
         for (int h = 0; h < HB; ++h) {
             vf a = load_n(acc + h*ld_acc + c, d - c);
             for (int i = 0; i < n; ++i) {
-                a = fma(set1(p[h*ld_p + i]), span<T>::tail(v + rows[i]*nb_pos, c, d - c), a);
+                a = fma(set1(p[h*ld_p + i]), span<T>::tail(x[i] + o, c, d - c), a);
             }
             store_n(acc + h*ld_acc + c, a, d - c);
         }
@@ -215,17 +213,17 @@ static inline void add_rows_heads(float * acc, int64_t ld_acc, const float * p, 
 }
 
 template <typename T>
-static void add_rows(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, int n_head, const char * v, size_t nb_pos, const int32_t * rows, int n, int d,
-        const char * next) {
+static void add_rows(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, int n_head, const char * const * x, int64_t o, int n, int d,
+        const char * const * next) {
     int h = 0;
     for (; h + 4 <= n_head; h += 4) {
-        add_rows_heads<4, T>(acc + h*ld_acc, ld_acc, p + h*ld_p, ld_p, v, nb_pos, rows, n, d, h == 0 ? next : nullptr);
+        add_rows_heads<4, T>(acc + h*ld_acc, ld_acc, p + h*ld_p, ld_p, x, o, n, d, h == 0 ? next : nullptr);
     }
     for (; h + 2 <= n_head; h += 2) {
-        add_rows_heads<2, T>(acc + h*ld_acc, ld_acc, p + h*ld_p, ld_p, v, nb_pos, rows, n, d, h == 0 ? next : nullptr);
+        add_rows_heads<2, T>(acc + h*ld_acc, ld_acc, p + h*ld_p, ld_p, x, o, n, d, h == 0 ? next : nullptr);
     }
     for (; h < n_head; ++h) {
-        add_rows_heads<1, T>(acc + h*ld_acc, ld_acc, p + h*ld_p, ld_p, v, nb_pos, rows, n, d, h == 0 ? next : nullptr);
+        add_rows_heads<1, T>(acc + h*ld_acc, ld_acc, p + h*ld_p, ld_p, x, o, n, d, h == 0 ? next : nullptr);
     }
 }
 

@@ -202,19 +202,21 @@ void score_tile(const score_src & a, const score_work & w, int64_t u, int64_t i_
                     hadamard(w.q + j*a.d_k, a.d_k, a.p.n_rot);
                 }
             }
-            int32_t rows[GROUP];
+            int32_t      rows[GROUP];
+            const char * row[GROUP], * next[GROUP]; // the next group's, or the same again
             int n = 0;
             for (int64_t t = p; t < b; ++t) {
                 if (m[t].bits != F16_NEG_INF) {
-                    rows[n++] = (int32_t) (t - p);
+                    rows[n]   = (int32_t) (t - p);
+                    row[n]    = at(a.k, h, t, s);
+                    next[n++] = at(a.k, h, std::min(t + GROUP, a.n_kv - 1), s);
                 }
             }
-            for (int r = 0; r < n; r += ROW_BLOCK) {
-                for (int64_t t = p + r + AHEAD, t_end = std::min(t + ROW_BLOCK, a.n_kv); t < t_end; ++t) {
-                    prefetch_bytes(at(a.k, h, t, s), row_size(a.k));
-                }
-                dot_rows<T>(w.x + r, GROUP, w.q, a.d_k, a.n_group_q, at(a.k, h, p, s), a.k->nb[2], rows + r, std::min(ROW_BLOCK, n - r), a.d_k, nullptr);
+            for (int r = n; r % ROW_BLOCK != 0; ++r) {
+                row[r]  = row[n - 1];
+                next[r] = next[n - 1];
             }
+            dot_rows<T>(w.x, GROUP, w.q, a.d_k, a.n_group_q, row, 0, n, a.d_k, next);
             for (int j = 0; j < a.n_group_q; ++j) {
                 std::fill(out + j*ld + p, out + j*ld + b, 0.0f); // hidden ones become -inf below
                 for (int r = 0; r < n; ++r) {
@@ -255,20 +257,28 @@ void score_exact(const ggml_compute_params * params, ggml_tensor * dst, const sc
         const f16     * m   = at<const f16>(a.mask, i, 0, s);
         const int64_t   ldq = a.q->nb[1]/sizeof(float);
 
-        int32_t rows[EXACT_TILE]; // visible positions, relative to t0
-        int     n = 0;
+        int32_t      rows[EXACT_TILE]; // visible positions, relative to t0
+        const char * row [EXACT_TILE];
+        int n = 0;
         for (int64_t t = t0; t < t1; ++t) {
             if (vis[t/GROUP] > 0 && m[t].bits != F16_NEG_INF) {
-                rows[n++] = (int32_t) (t - t0);
+                rows[n]  = (int32_t) (t - t0);
+                row[n++] = at(a.k, 0, t, s);
             }
+        }
+        for (int r = n; r % ROW_BLOCK != 0 && n > 0; ++r) {
+            row[r] = row[n - 1];
         }
         const bool all = n == t1 - t0;
 
         for (int r = 0; r < n; r += ROW_BLOCK) {
             for (int h = 0; h < a.n_head_kv; ++h) {
-                const char * next = at(a.k, 0, t0 + r + AHEAD, s) + h*ROW_BLOCK*row_size(a.k); // in the order of memory
+                const char * next[ROW_BLOCK]; // in the order of memory
+                for (int j = 0; j < ROW_BLOCK; ++j) {
+                    next[j] = at(a.k, 0, t0 + r + AHEAD, s) + (h*ROW_BLOCK + j)*row_size(a.k);
+                }
                 dot_rows<T>(w.s + h*a.n_group_q*EXACT_TILE + r, EXACT_TILE, at<const float>(a.q, h*a.n_group_q, i, s), ldq, a.n_group_q,
-                        at(a.k, h, t0, s), a.k->nb[2], rows + r, std::min(ROW_BLOCK, n - r), a.d_k, next);
+                        row + r, h*a.k->nb[1], std::min(ROW_BLOCK, n - r), a.d_k, next);
             }
         }
         for (int h = 0; h < a.n_head; ++h) {

@@ -38,20 +38,65 @@ static inline float from_order(int64_t o) {
     return res;
 }
 
-// the largest value that at least k of the n values reach; lo if fewer than k are >= lo. Bisection over the floats between lo and hi:
-// at most 32 counting passes without a branch on the data
-static inline float kth_largest(const float * x, int64_t n, int64_t k, float lo, float hi) {
-    int64_t a = to_order(lo); // count_ge(a) >= k, or a == lo
-    int64_t b = to_order(hi);
-    while (a < b) {
-        const int64_t m = a + (b - a + 1)/2;
-        if (count_ge(x, n, from_order(m)) >= k) {
-            a = m;
+// the values that reach a limit: how many, and the smallest; the largest of the others. NaN is neither
+struct split {
+    int64_t n;
+    float   min; // +inf: none
+    float   max; // -inf: none
+};
+
+static inline split split_at(const float * x, int64_t n, float lim) {
+    const vf l = set1(lim), inf = set1(INFINITY), none = set1(-INFINITY);
+    vf min = inf, max = none;
+    split res = { 0, INFINITY, -INFINITY };
+    int64_t i = 0;
+    for (; i + W <= n; i += W) {
+        const vf v = load(x + i);
+        const vm m = ge(v, l);
+        res.n += popcount(bits(m));
+        min = vmin(select(m, v, inf), min);
+        max = vmax(select(lt(v, l), v, none), max);
+    }
+    for (; i < n; ++i) {
+        res.n  += x[i] >= lim;
+        res.min = x[i] >= lim && x[i] < res.min ? x[i] : res.min;
+        res.max = x[i] <  lim && x[i] > res.max ? x[i] : res.max;
+    }
+    res.min = std::fmin(-reduce_max(sub(set1(0.0f), min)), res.min);
+    res.max = std::fmax(reduce_max(max), res.max);
+    return res;
+}
+
+// the k-th largest of the n values; lo if fewer than k reach lo. NaN does not count.
+// Splits between the smallest and the largest value that it can be, at a place guessed from their ranks and halfway, in turns. The guesses
+// decide how many passes there are (7 or so, 32 at most two times), not the result
+static inline float kth_largest(const float * x, int64_t n, int64_t k, float lo) {
+    const split all = split_at(x, n, lo), infinite = split_at(x, n, INFINITY);
+    if (all.n < k) {
+        return lo;
+    }
+    if (infinite.n >= k) {
+        return INFINITY;
+    }
+    float   a   = all.min,      b   = infinite.max; // what is wanted is in [a, b]
+    int64_t n_a = all.n,        n_b = infinite.n;   // values >= a (k or more), values > b (fewer than k)
+    for (bool guess = true; n_a > k && a < b; guess = !guess) {
+        const int64_t oa = to_order(a), ob = to_order(b);
+        float m = from_order(oa + (ob - oa + 1)/2);
+        if (guess) {
+            m = a + (b - a)*((float) (n_a - k)/(float) (n_a - n_b));
+            m = m > a ? std::fmin(m, b) : from_order(oa + 1);
+        }
+        const split part = split_at(x, n, m);
+        if (part.n >= k) {
+            a   = part.min;
+            n_a = part.n;
         } else {
-            b = m - 1;
+            b   = part.max;
+            n_b = part.n;
         }
     }
-    return from_order(a);
+    return a;
 }
 
 // ---- step 1: approximate scores ----
@@ -66,7 +111,7 @@ static inline int choose_channels(int32_t * chan, float * coef, float * sum, con
         }
     }
 
-    const float cut = kth_largest(sum, d, r, 0.0f, INFINITY);
+    const float cut = kth_largest(sum, d, r, 0.0f);
 
     int n_tie = r; // channels equal to the cut that still fit
     for (int c = 0; c < d; ++c) {

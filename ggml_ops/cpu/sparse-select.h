@@ -167,7 +167,7 @@ static inline int take_largest(int32_t * res, const select_scratch & w, const fl
             for (int i = 0; i < N_SAMPLE/W; ++i) {
                 store(cand + i*W, load(key + i*step));
             }
-            guess = kth_largest(cand, N_SAMPLE, rank, -FLT_MAX, INFINITY);
+            guess = kth_largest(cand, N_SAMPLE, rank, -FLT_MAX);
         }
         n_cand = 0;
         const vf g = set1(guess);
@@ -186,13 +186,23 @@ static inline int take_largest(int32_t * res, const select_scratch & w, const fl
         return n_cand;
     }
 
-    const float cut = kth_largest(cand, n_cand, k, guess, INFINITY);
+    const float cut = kth_largest(cand, n_cand, k, guess);
 
     int n_tie = k; // candidates equal to the cut that still fit
+    int n_eq  = 0;
     for (int i = 0; i < n_cand; ++i) {
         n_tie -= cand[i] > cut;
+        n_eq  += cand[i] == cut;
     }
     int n_res = 0;
+    if (n_eq <= n_tie) { // all of them fit
+        store(cand + n_cand, set1(-INFINITY));
+        for (int i = 0; i < n_cand; i += W) {
+            n_res += append_cells(cell + n_res, cell + i, ge(load(cand + i), set1(cut))); // never past what is still to be read
+        }
+        memcpy(res, cell, n_res*sizeof(int32_t));
+        return n_res;
+    }
     for (int i = 0; n_res < k; ++i) { // without a branch on the data
         const int tie = (cand[i] == cut) & (n_tie > 0);
         res[n_res] = cell[i];

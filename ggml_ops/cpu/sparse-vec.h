@@ -430,6 +430,22 @@ static inline int append(float * dst, vf x, vm m) {
 #endif
 }
 
+// the same for W whole numbers at src, which may overlap dst if that is not behind it
+static inline int append_cells(int32_t * dst, const int32_t * src, vm m) {
+#if defined(SPARQ_AVX512)
+    _mm512_storeu_si512(dst, _mm512_maskz_compress_epi32(m, _mm512_loadu_si512(src)));
+    return popcount(bits(m));
+#else
+    int n = 0;
+    const uint32_t b = bits(m);
+    for (int i = 0; i < W; ++i) {
+        dst[n] = src[i];
+        n += (b >> i) & 1;
+    }
+    return n;
+#endif
+}
+
 // the same for the numbers first, first + 1, ..
 static inline int append_index(int32_t * dst, int32_t first, vm m) {
 #if defined(SPARQ_AVX512)
