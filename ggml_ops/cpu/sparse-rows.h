@@ -157,18 +157,20 @@ static SPARQ_NOINLINE void add_rows_block(float * acc, int64_t ld_acc, const flo
             a[h][j] = load(acc + h*ld_acc + c + j*W);
         }
     }
+    const int     c0 = NC <= NV ? 0 : c % (NC*W); // first column within its span
+    const int64_t oc = row_bytes<T>(c - c0);
     for (int i = 0; i < n; ++i) {
-        const char * row = x[i] + o;
+        const char * row = x[i] + (o + oc); // columns at fixed places from here: otherwise gcc keeps an address for each, in vector registers
         if (next) {
-            prefetch_bytes(next[i] + row_bytes<T>(c), row_bytes<T>(NV*W));
+            prefetch_bytes(next[i] + oc, row_bytes<T>(NV*W));
         }
         vf v[NV];
         SPARQ_UNROLL
         for (int j = 0; j < NV; j += NL) {
-            const span<T> y(row, c + j*W);
+            const span<T> y(row, j*W);
             SPARQ_UNROLL
             for (int l = 0; l < NL; ++l) {
-                v[j + l] = y.vec(NC <= NV ? l : c/W % NC + l);
+                v[j + l] = y.vec(NC <= NV ? l : c0/W + l);
             }
         }
         SPARQ_UNROLL
