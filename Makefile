@@ -45,6 +45,7 @@ $(STAMP): pyproject.toml
 figures: $(STAMP)       ## draw bench/figures again from the committed records
 	@$(RUN)/python -c 'import matplotlib' 2> /dev/null || $(RUN)/python -m pip install --quiet --editable '.[figures]'
 	$(RUN)/python bench/draw.py
+	$(RUN)/sparq-cpp eval plot bench/results/*/eval repetition needle fidelity --out bench/figures
 
 fuzz: build             ## random operations on the cache, spec changes, restored states; OPS=20000, SPARQ_FUZZ_SEED=N
 	SPARQ_FUZZ_OPS=$(or $(OPS),20000) $(RUN)/python -m pytest -q tests/e2e/test_fuzz.py

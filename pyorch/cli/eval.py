@@ -179,14 +179,17 @@ def _list(tasks: list[Task]) -> None:
 
 @command.command("table")
 @click.argument("folder", metavar="DIR")
+@click.argument("names", metavar="[TASK]...", nargs=-1)
 @click.option("--output", "-o", type=opt.Name("md", "summary", "csv", "json"), default="md")
 @click.option("--update-readme", metavar="FILE", help="Put it between this file's eval marks.")
-def table_command(folder: str, output: str, update_readme: str | None) -> None:
+def table_command(
+    folder: str, names: tuple[str, ...], output: str, update_readme: str | None
+) -> None:
     """Print the tables of a folder of records again; `-o summary`: all tasks in one."""
     from pyorch.evals import series, summary, table
 
     form = table.FORMATS.get(output, summary.markdown)
-    text = form(series.read_folder(Path(folder)))
+    text = form(series.read_folder(Path(folder), names))
     if update_readme:
         update_marked(Path(update_readme), "eval", text)
     print(text)
@@ -194,13 +197,14 @@ def table_command(folder: str, output: str, update_readme: str | None) -> None:
 
 @command.command("plot")
 @click.argument("folder", metavar="DIR")
+@click.argument("names", metavar="[TASK]...", nargs=-1)
 @click.option("--out", metavar="DIR", help="[default: DIR]")
 @click.option("--png", is_flag=True, help="PNG as well as SVG.")
-def plot(folder: str, out: str | None, png: bool) -> None:
+def plot(folder: str, names: tuple[str, ...], out: str | None, png: bool) -> None:
     """Draw score against bytes and speed, all methods in one picture, and needle heatmaps."""
     from pyorch.evals import figures, series
 
-    for file in figures.draw(series.read_folder(Path(folder)), Path(out or folder), png):
+    for file in figures.draw(series.read_folder(Path(folder), names), Path(out or folder), png):
         print(file)
 
 

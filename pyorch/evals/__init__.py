@@ -7,6 +7,7 @@ record per example and method, `table` and `figures` show them.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pyorch.attention.spec import nearest
@@ -36,7 +37,7 @@ def tasks() -> dict[str, Task]:
     return {task.name: task for module in modules for task in module.TASKS}
 
 
-def find(names: tuple[str, ...]) -> list[Task]:
+def find(names: Sequence[str]) -> list[Task]:
     """Tasks of these names; a family's name stands for all of it. None given: the generated ones.
 
     Raises:

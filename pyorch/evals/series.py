@@ -16,6 +16,7 @@ import numpy as np
 from pyorch.bench import records
 from pyorch.bench.records import Record
 from pyorch.errors import SparqError
+from pyorch.evals import find, tasks
 from pyorch.evals.methods import is_sparse
 
 
@@ -121,13 +122,14 @@ def read(file: Path) -> list[Series]:
     return list((packed | made).values())
 
 
-def read_folder(folder: Path) -> list[Series]:
-    """All series of a folder, task by task.
+def read_folder(folder: Path, names: Sequence[str] = ()) -> list[Series]:
+    """All series of a folder, or those of some tasks, in the tasks' order.
 
     Raises:
         SparqError: there are none.
     """
-    found = [s for file in sorted(folder.glob("*.jsonl")) for s in read(file)]
+    wanted = [t.name for t in find(names)] if names else list(tasks())
+    found = [s for name in wanted for s in read(folder / f"{name}.jsonl")]
     if not found:
         raise SparqError(f"no results in {folder}", "first: sparq-cpp eval ... --out DIR")
     return found

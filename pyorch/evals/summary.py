@@ -21,7 +21,7 @@ def markdown(found: Sequence[Series]) -> str:
         if _ratio(row):
             ratios[_ratio(row)].add(line_of(row.method))
     shown = sorted((r for r, lines in ratios.items() if len(lines) > 1), reverse=True)
-    lines = dict.fromkeys(line_of(row.method) for g in groups for row in g if _ratio(row))
+    lines = dict.fromkeys(line_of(r.method) for g in groups for r in g if _ratio(r) in shown)
     head, dense = ["method"], ["`off`, dense"]
     body = {line: [f"`{line}`"] for line in lines}
     for g in groups:

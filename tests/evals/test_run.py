@@ -202,7 +202,7 @@ def test_tables_and_packed_results_say_the_same(run_eval: Run, tmp_path: Path) -
         return CliRunner().invoke(command, [str(x) for x in line])
 
     again = call("table", out)
-    assert sorted(again.stdout.splitlines()) == sorted(shown.stdout.splitlines())
+    assert again.stdout == shown.stdout
     assert call("pack", out, packed).exit_code == 0
     assert call("table", packed).stdout == again.stdout
     long, short = (json.loads(call("table", d, "-o", "json").stdout) for d in (out, packed))
@@ -211,8 +211,13 @@ def test_tables_and_packed_results_say_the_same(run_eval: Run, tmp_path: Path) -
         assert a["about"] == b["about"] and a["bytes_per_token"] == b["bytes_per_token"]
     assert "is there already" in call("pack", out, packed).exception.message
     rows = list(csv.DictReader(call("table", out, "-o", "csv").stdout.splitlines()))
-    assert [(r["task"], r["method"]) for r in rows][0] == ("fidelity", "off")
-    assert len(rows) == 6 and float(rows[0]["top1_agreement"]) == 1
+    methods = ["off", "dense", SPARSE]
+    assert [(r["task"], r["method"]) for r in rows] == [
+        (task, m) for task in ("needle", "fidelity") for m in methods
+    ]
+    assert float(rows[3]["top1_agreement"]) == 1 and rows[0]["top1_agreement"] == ""
+    only = call("table", out, "fidelity").stdout
+    assert only in again.stdout and "needle" not in only
     readme = tmp_path / "README.md"
     readme.write_text("a\n<!-- eval -->\n<!-- /eval -->\nb\n")
     call("table", packed, "--update-readme", readme)
