@@ -3,7 +3,7 @@
 //   SEAL     seal                                         1 launch
 //   VISIBLE  visible                                      1
 //   SCORE    score                                        1
-//   SELECT   (sum_runs), (rank_keys), select              1 to 3: sum_runs with several query heads per KV head or alpha, rank_keys with several
+//   SELECT   (sum_runs), (rank_keys), select              1 to 3: sum_runs with several query heads per KV head, alpha or top_p, rank_keys with several
 //   PICK     score, (rank_keys), select                   2 or 3
 //   ATTEND   attend, (merge)                              1 or 2: merge where a row is split over blocks, or with the mean of V
 
@@ -162,6 +162,11 @@ void op_score(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
     run_score(ctx, a, dst->src[0], dst->src[2] ? op_params<ggml_sparse_score_params>(dst).n_bit : 0);
 }
 
+bool is_top_p(const ggml_sparse_select_params & p) { return p.top_p > 0.0f && p.top_p < 1.0f; }
+
+// does SELECT need the softmax of the logits?
+bool wants_sums(const ggml_sparse_select_params & p, int n_group_q) { return p.alpha || is_top_p(p) || n_group_q > 1; }
+
 template <int GB>
 void launch_sum_runs(ggml_backend_cuda_context & ctx, const select_args & a, int64_t n_row) {
     score_args b = {};
@@ -204,6 +209,7 @@ void run_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, float 
     a.n_local_max = p.n_local_max;
     a.topk_max    = p.topk_max;
     a.alpha       = p.alpha;
+    a.top_p       = is_top_p(p) ? p.top_p : 0.0f;
 
     ggml_cuda_pool_alloc<unsigned> bits(ctx.pool(), n_row*a.n_head_kv*a.n_bits);
     ggml_cuda_pool_alloc<int32_t>  cand(ctx.pool(), n_row*a.n_head_kv*a.n_cand);
@@ -211,7 +217,7 @@ void run_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, float 
     a.bits = bits.get();
     a.cand = cand.get();
 
-    if (!run_max && (a.alpha || a.n_group_q > 1)) {
+    if (!run_max && wants_sums(p, a.n_group_q)) {
         a.run_max = runs.alloc(2*n_row*n_head*n_run);
         a.run_sum = a.run_max + n_row*n_head*n_run;
         switch (heads_per_pass(a.n_group_q)) {
@@ -244,7 +250,7 @@ void op_pick(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
     const int64_t n_heads = (int64_t) a.n_head*dst->ne[2]*dst->ne[3]; // of all rows
     ggml_cuda_pool_alloc<float> logits(ctx.pool(), n_heads*a.n_kv), runs(ctx.pool());
     a.logits = logits.get();
-    if (p.select.alpha || a.n_group_q > 1) {
+    if (wants_sums(p.select, a.n_group_q)) {
         a.run_max = runs.alloc(2*n_heads*a.n_run);
         a.run_sum = a.run_max + n_heads*a.n_run;
     }

@@ -10,13 +10,14 @@ struct select_args {
     view forced, kl;
     const float * logits;               // [row][n_head][n_kv]; row = stream*n_tok + token
     float       * key;                  // [row][n_head_kv][n_kv] what is ranked; the logits where a group is one query head
-    float       * run_max, * run_sum;   // [row][n_head][n_run]; where a group is several heads, or alpha is wanted
+    float       * run_max, * run_sum;   // [row][n_head][n_run]; where a group is several heads, or alpha or top_p is wanted
     const float * sinks;                // [n_head] or NULL
     unsigned    * bits;                 // [row][n_head_kv][n_bits] scratch: cells that are always in
     int32_t     * cand;                 // [row][n_head_kv][n_cand] scratch: cells near or above the cut
     int32_t     * res;                  // [row][n_head_kv][1 + n_group_q + topk_max]
     int64_t n_kv, n_run, n_bits, n_cand;
     int     n_head, n_head_kv, n_group_q, n_tok, n_forced, n_local_max, topk_max, alpha;
+    float   top_p;                      // in (0, 1), or 0
 };
 
 constexpr int G_MAX = 128; // query heads of a group
@@ -84,6 +85,30 @@ __device__ __forceinline__ T block_sum(T x, T * buf) {
     return lane_sum<32>(threadIdx.x % 32 < NT/32 ? buf[threadIdx.x % 32] : (T) 0);
 }
 
+// the sum of x over the threads before this one; total: over all. buf [NT/32]
+template <int NT>
+__device__ __forceinline__ int64_t block_before(int64_t x, int64_t * total, int64_t * buf) {
+    const int w = threadIdx.x/32, lane = threadIdx.x % 32;
+    int64_t before = x;
+#pragma unroll
+    for (int o = 1; o < 32; o *= 2) {
+        const int64_t y = __shfl_up_sync(ALL, before, o);
+        before += lane >= o ? y : 0;
+    }
+    __syncthreads(); // the last one was read
+    if (lane == 31) {
+        buf[w] = before;
+    }
+    __syncthreads();
+    before -= x;
+    *total = 0;
+    for (int j = 0; j < NT/32; ++j) {
+        before += j < w ? buf[j] : 0;
+        *total += buf[j];
+    }
+    return before;
+}
+
 // a mark of cell t as always in; 1: it is visible and was not marked yet
 __device__ __forceinline__ int mark(unsigned * bits, const float * key, int32_t t, int64_t n) {
     return t >= 0 && t < n && order_of(key[t]) != ORDER_HIDDEN && !(atomicOr(&bits[t/32], 1u << t % 32) >> t % 32 & 1);
@@ -135,6 +160,83 @@ __device__ __forceinline__ int sample_cut(const float * key, int64_t n, int k) {
         }
     }
     return (int) a;
+}
+
+// of n_sel cells those that are always in, and of the others those with the largest keys, until the weights add up to top_p of all; ties
+// to the lower cell. Returns how many are left, in the order they had; copy [n_sel]: scratch
+//   a cell weighs what the heads softmax it to: the key, or what the only head's logit gives
+template <int NT>
+__device__ __forceinline__ int keep_top_p(const select_args & a, int64_t head, const float * key, const unsigned * bits, int32_t * cells, int32_t * copy, int n_sel,
+        float * sum_f, int64_t * sum_l) {
+    const int per = (n_sel + NT - 1)/NT, j0 = min((int) threadIdx.x*per, n_sel), j1 = min(j0 + per, n_sel);
+    for (int j = j0; j < j1; ++j) {
+        copy[j] = cells[j];
+    }
+    const bool   one = a.n_group_q == 1;
+    const float2 x   = one ? sum_head(a, head) : make_float2(0.0f, (float) a.n_group_q);
+    const auto is_forced = [&](int32_t t) { return (__ldcg(&bits[t/32]) >> t % 32 & 1) != 0; };
+    const auto weight    = [&](int32_t t) { return one ? expf(finite_top(key[t]) - x.x) : key[t]; };
+    // the sum of the weights from an order on; for a higher order never more, since adding a term or 0 rounds in order
+    const auto mass_from = [&](int least) {
+        float sum = 0.0f;
+        for (int j = j0; j < j1; ++j) {
+            sum += !is_forced(copy[j]) && order_of(key[copy[j]]) >= least ? weight(copy[j]) : 0.0f;
+        }
+        return block_sum<NT>(sum, sum_f);
+    };
+    float forced = 0.0f;
+    for (int j = j0; j < j1; ++j) {
+        forced += is_forced(copy[j]) ? weight(copy[j]) : 0.0f;
+    }
+    const float want = a.top_p*x.y - block_sum<NT>(forced, sum_f);
+
+    int64_t lo = ORDER_HIDDEN + 1, hi = (int64_t) ORDER_MAX + 1;
+    if (!(mass_from((int) lo) >= want)) {
+        return n_sel; // all of them do not carry it
+    }
+    while (hi - lo > 1) {
+        const int64_t mid = lo + (hi - lo)/2;
+        if (mass_from((int) mid) >= want) {
+            lo = mid;
+        } else {
+            hi = mid;
+        }
+    }
+    float mass = mass_from((int) hi);
+
+    int64_t mine = 0, total; // cells above the cut, in the upper half; those equal to it
+    float   tie  = 0.0f;     // what one of these weighs
+    for (int j = j0; j < j1; ++j) {
+        const int o = order_of(key[copy[j]]);
+        const bool in = is_forced(copy[j]) || o > lo;
+        mine += in ? (int64_t) 1 << 32 : o == lo ? 1 : 0;
+        tie = !in && o == lo ? weight(copy[j]) : tie;
+    }
+    const int64_t before = block_before<NT>(mine, &total, sum_l);
+    tie = warp_max(tie);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) {
+        sum_f[threadIdx.x/32] = tie;
+    }
+    __syncthreads();
+    tie = warp_max(threadIdx.x % 32 < NT/32 ? sum_f[threadIdx.x % 32] : 0.0f);
+
+    int n_tie = 0;
+    for (; n_tie < (int) total && mass < want; ++n_tie) {
+        mass += tie;
+    }
+    int n_gt = (int) (before >> 32), n_eq = (int) before;
+    for (int j = j0; j < j1; ++j) {
+        const int  o  = order_of(key[copy[j]]);
+        const bool in = is_forced(copy[j]) || o > lo, eq = !in && o == lo;
+        if (in || (eq && n_eq < n_tie)) {
+            cells[n_gt + min(n_eq, n_tie)] = copy[j];
+        }
+        n_gt += in;
+        n_eq += eq;
+    }
+    __syncthreads();
+    return (int) (total >> 32) + n_tie;
 }
 
 // one block per row: the k cells with the largest keys, ascending, ties to the lower cell; alpha
@@ -268,28 +370,13 @@ static __global__ void __launch_bounds__(NT) select(const select_args a) {
     }
 
     // ---- the cells ----
-    const int n_sel = min(n_cand, max(k, 0));
-    int64_t mine = 0; // candidates above the cut, in the upper half; those equal to it
+    int n_sel = min(n_cand, max(k, 0));
+    int64_t mine = 0, total; // candidates above the cut, in the upper half; those equal to it
     for (int j = j0, wj = w0; j < j1; ++j) {
         const int o = order_at(cell_at(j, wj));
         mine += o > cut ? (int64_t) 1 << 32 : o == cut ? 1 : 0;
     }
-    int64_t before = mine; // of the threads before this one
-#pragma unroll
-    for (int o = 1; o < 32; o *= 2) {
-        const int64_t y = __shfl_up_sync(ALL, before, o);
-        before += lane >= o ? y : 0;
-    }
-    if (lane == 31) {
-        sum_l[w] = before;
-    }
-    before -= mine;
-    __syncthreads();
-    int64_t total = 0;
-    for (int j = 0; j < NW; ++j) {
-        before += j < w ? sum_l[j] : 0;
-        total  += sum_l[j];
-    }
+    const int64_t before = block_before<NT>(mine, &total, sum_l);
     const int n_tie = n_sel - (int) (total >> 32); // ties that still fit
     int n_gt = (int) (before >> 32), n_eq = (int) before;
     for (int j = j0, wj = w0; j < j1; ++j) {
@@ -300,6 +387,10 @@ static __global__ void __launch_bounds__(NT) select(const select_args a) {
         }
         n_gt += o > cut;
         n_eq += o == cut;
+    }
+    __syncthreads();
+    if (a.top_p > 0.0f) {
+        n_sel = keep_top_p<NT>(a, u*a.n_group_q, key, bits, cells, cand, n_sel, sum_f, sum_l);
     }
     for (int j = n_sel + tid; j < a.topk_max; j += NT) {
         cells[j] = -1;

@@ -212,7 +212,6 @@ static inline int __syncthreads_count(int p) {
     return res;
 }
 static inline int __syncthreads_or(int p) { return __syncthreads_count(p) > 0; }
-static inline void __syncwarp() { emu::exchange(0, 1); }
 
 template <typename T> static inline T __shfl_sync(unsigned mask, T v, int lane) {
     emu::check_mask(mask);
