@@ -22,7 +22,7 @@ METHODS = {
 def test_eight_kv_heads_feed_many_threads(
     tmp_path: Path, native_lib_dir: Path, ggml_headers: Path, capsys
 ) -> None:
-    """With 32 query heads. Where a node reads little, its units are few: k = 128 is 8 of them."""
+    """With 32 query heads. Where a node reads little, its units are few: k = 128 is 32 of them."""
     if not shutil.which("gcc"):
         pytest.skip("no gcc")
     ggml = partition.Counting(native_lib_dir, ggml_headers, tmp_path)
