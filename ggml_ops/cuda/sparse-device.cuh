@@ -173,7 +173,8 @@ __device__ __forceinline__ float head_slope(int h, int n_log2, float max_bias) {
     if (max_bias <= 0.0f) {
         return 1.0f;
     }
-    return h < n_log2 ? exp2f(-max_bias*(h + 1)/n_log2) : exp2f(-max_bias*0.5f*(2*(h - n_log2) + 1)/n_log2);
+    const float steps = h < n_log2 ? h + 1 : h - n_log2 + 0.5f;
+    return exp2f(__fdiv_rn(-max_bias*steps, (float) n_log2));
 }
 
 // the logit of a product; -inf where hidden, whatever x is

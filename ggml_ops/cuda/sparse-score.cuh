@@ -281,7 +281,7 @@ __device__ __forceinline__ void finish_run(score_shared<GB> & m, const score_arg
 }
 
 // one block: runs blockIdx.x, + gridDim.x, .. for GB query heads of a KV head of a token
-//   N_BIT: of k_t, 0: exact scores from K; TYPE of K where it is known (its rows begin at multiples of 16 bytes then or are read by elements)
+//   N_BIT: of k_t, 0: exact scores from K; TYPE: of K, or ANY
 template <int N_BIT, int GB, int TYPE>
 static __global__ void __launch_bounds__(N_THREAD, GB == 1 ? 3 : 2) score(const score_args a) {
     __shared__ score_shared<GB> m;
