@@ -20,9 +20,10 @@ CAPTION = (
     "Demo model, prose, the longest texts measured. Left and middle: share of the k "
     "highest-scoring positions that approximate scores find, by the share of the components of q "
     "that is used: the largest ones, the first ones, a random projection; means over layers and "
-    "heads. Right: a point for each context and head: attention on the 128 highest-scoring "
+    "heads. Right: a point for each head in ten contexts: attention on the 128 highest-scoring "
     "positions, and what approximate scores (r = d/4) say of theirs, by softmax temperature."
 )
+N_CONTEXT = 10  # more points hide each other
 _CHOICES = dict(zip(stats.CHOICES, (plot.OURS, plot.OURS_2, plot.PAPER), strict=True))
 _TOPS = dict(zip(stats.TOPS, (plot.OURS_2, plot.OURS, plot.OURS_3), strict=True))
 _TEMPERATURES = dict(zip(stats.TEMPERATURES, (plot.OURS, plot.OURS_2, plot.OURS_3), strict=True))
@@ -36,8 +37,8 @@ def data(folder: Path) -> list[plot.Row]:
             for k in stats.TOPS:
                 value = stats.agreement(rec, choice, str(part), k)
                 out.append({"series": choice, "k": k, "x": 1 / part, "value": value})
-    coverage = np.array(rec["samples"]["coverage"]).reshape(-1, 1 + len(stats.TEMPERATURES))
-    for true, *guesses in coverage.tolist():
+    coverage = np.array(rec["samples"]["coverage"])[:N_CONTEXT]
+    for true, *guesses in coverage.reshape(-1, coverage.shape[-1]).tolist():
         for name, guess in zip(stats.TEMPERATURES, guesses, strict=True):
             out.append({"series": name, "k": stats.TOP_ALPHA, "x": true, "value": guess})
     return out
