@@ -35,7 +35,7 @@ _COLOURS = (
 _MARKS = "osD^vPX*<>hpd8"
 _CAPTIONS = {
     CURVES: "Points of a line are ratios; bars are 95 % intervals; the grey band is that of dense.",
-    NEEDLE: "Blue: found; red: not found; in brackets the 95 % interval.",
+    NEEDLE: "Blue: found; red: not found; white: not asked; in brackets the 95 % interval.",
 }
 
 
