@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from fakes import WORDS
+from parrot import WORDS
 from tiny_gguf import CHATML, write_tiny_gguf
 
 from pyorch.cli.eval import command

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import Parrot
+from parrot import Parrot
 
 from pyorch import engine, evals
 from pyorch.errors import SparqError

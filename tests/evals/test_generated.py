@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Parrot
+from parrot import Parrot
 
 from pyorch import engine, evals
 from pyorch.errors import SparqError

@@ -292,7 +292,7 @@ def test_summary_has_a_column_per_task_and_ratio() -> None:
 
 
 def test_a_model_that_ends_is_not_asked_again(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
-    from fakes import Parrot
+    from parrot import Parrot
 
     from pyorch.evals.decode import Decoder
     from pyorch.evals.task import Example
