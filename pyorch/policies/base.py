@@ -12,7 +12,7 @@ what is written. SparQ's and dense attention's bytes are counted in the same way
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -159,18 +159,12 @@ class Policy:
     def __str__(self) -> str:
         """The canonical line: the name, then what differs from the defaults."""
         parts = [self.name]
-        for field, default in _defaults(type(self)).items():
-            value = getattr(self, field)
-            if value != default:
-                text = ratio_text(value) if field == "ratio" else str(value)
-                parts.append(f"{field}={text}")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value != f.default:
+                text = ratio_text(value) if f.name == "ratio" else str(value)
+                parts.append(f"{f.name}={text}")
         return ",".join(parts)
-
-
-def _defaults(kind: type[Policy]) -> dict[str, Any]:
-    from dataclasses import fields
-
-    return {f.name: f.default for f in fields(kind)}
 
 
 @dataclass(frozen=True)
@@ -179,7 +173,6 @@ class WithMeanV(Policy):
     shared, as for `sparq`."""
 
     mean_v: str = "auto"
-    name: ClassVar[str]
 
     def check(self) -> None:
         if self.mean_v not in MEAN_V:

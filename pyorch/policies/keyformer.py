@@ -39,8 +39,10 @@ class Keyformer(Policy):
     def check(self) -> None:
         if not 0 < self.recent <= 1:
             raise SparqError(f"recent {self.recent} is not above 0 and at most 1", exit_code=2)
-        if min(self.tau_init, self.tau_end) <= 0 or self.tokens < 1:
-            raise SparqError("tau_init, tau_end and tokens are above 0", exit_code=2)
+        if min(self.tau_init, self.tau_end) <= 0 or self.tokens < 1 or self.seed < 0:
+            raise SparqError(
+                "tau_init, tau_end, tokens are above 0, seed is not below", exit_code=2
+            )
         if self.noise not in ("once", "row"):
             raise SparqError(f"noise {self.noise!r}", "noise=once or noise=row", exit_code=2)
 

@@ -39,8 +39,8 @@ class LowRank(WithMeanV):
         super().check()
         if self.rank is None and self.ratio is None:
             raise SparqError("low-rank: k needs a rank", "low-rank,k=128,rank=8", exit_code=2)
-        if (self.rank is not None and self.rank < 1) or self.sinks < 0:
-            raise SparqError("low-rank: rank is at least 1, sinks at least 0", exit_code=2)
+        if (self.rank is not None and self.rank < 1) or min(self.sinks, self.seed) < 0:
+            raise SparqError("low-rank: rank is at least 1, sinks and seed 0", exit_code=2)
 
     def rank_of(self, heads: Heads) -> int:
         if self.rank is not None:

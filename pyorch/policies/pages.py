@@ -7,7 +7,6 @@ page of the token itself is always read, and needs none.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import numpy as np
 
@@ -20,7 +19,6 @@ class Paged(Policy):
     """page: positions of a page."""
 
     page: int = 32
-    name: ClassVar[str]
 
     def check(self) -> None:
         if self.page < 1:
