@@ -246,6 +246,7 @@ def _stage(checkpoint: Checkpoint, temp: Path) -> Path:
 def _run(checkpoint: Checkpoint, argv: list[str], temp: Path, progress: Progress | None) -> None:
     """Run the converter; its bar of what it writes goes to `progress`."""
     lines: deque[str] = deque(maxlen=400)
+    done = 0
     child = subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,
@@ -262,10 +263,11 @@ def _run(checkpoint: Checkpoint, argv: list[str], temp: Path, progress: Progress
                 *found, rest = re.split(rb"[\r\n]+", rest + block)
                 for line in (s.decode("utf-8", errors="replace") for s in found):
                     if match := re.match(r"Writing: +(\d+)%", line):
-                        if progress is not None:
-                            progress(int(match[1]), 100)
+                        done = int(match[1])
                     elif line.strip():
                         lines.append(line)
+                    if progress is not None:
+                        progress(done, 100)  # lines before the first weights too: it is alive
             lines.append(rest.decode("utf-8", errors="replace"))
         except BaseException:
             child.kill()

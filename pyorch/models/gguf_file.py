@@ -413,7 +413,7 @@ def geometry(file: GGUFFile) -> Geometry:
     n_head = _per_layer(file, f"{arch}.attention.head_count", n_layer, None)
     n_head_kv = _per_layer(file, f"{arch}.attention.head_count_kv", n_layer, n_head)
     head_dim = n_embd // max(max(n_head, default=0), 1)
-    return Geometry(
+    geo = Geometry(
         arch=arch,
         name=_printable(m.get("general.name", file.path.stem)),
         n_layer=n_layer,
@@ -429,6 +429,8 @@ def geometry(file: GGUFFile) -> Geometry:
         weight_bytes=sum(t.n_bytes for t in file.tensors),
         weight_bytes_per_token=_weight_bytes_per_token(file),
     )
+    _check_heads(file, geo)
+    return geo
 
 
 def _check_assertions(file: GGUFFile, n_layer: int, n_expert: int) -> None:
@@ -461,6 +463,42 @@ def _check_assertions(file: GGUFFile, n_layer: int, n_expert: int) -> None:
     for key, value in m.items():
         if key.startswith(arch + ".") and key.endswith("epsilon"):
             need(key.removeprefix(arch + "."), isinstance(value, float) and 0 <= value < math.inf)
+
+
+def _check_heads(file: GGUFFile, geo: Geometry) -> None:
+    """The same for what the ops of attention assert: RoPE, and that K, V and weights fit."""
+    if not geo.n_kv_layers:
+        return
+    m = {k.removeprefix(geo.arch + "."): v for k, v in file.metadata.items()}
+
+    def need(what: str, number: object, good: bool) -> None:
+        if not good:
+            raise SparqError(
+                f"{file.path}: {what} is {number!r:.80}, where heads have {geo.head_dim_k} "
+                f"elements of K and {geo.head_dim_v} of V"
+            )
+
+    lengths = [v for k, v in m.items() if k.startswith("attention.key_length")]
+    longest = max((n for n in lengths if isinstance(n, int)), default=geo.head_dim_k)
+    for key in ("rope.dimension_count", "rope.dimension_count_swa"):
+        n_rot = m.get(key, 0)
+        need(key, n_rot, _is_number(n_rot, 0, longest) and n_rot % 2 == 0)
+    if "attention.key_length_mla" in m:  # what is cached is the latent vector
+        rank, n_rot = m.get("attention.kv_lora_rank"), m.get("rope.dimension_count", 0)
+        need("attention.kv_lora_rank", rank, rank == geo.head_dim_v == geo.head_dim_k - n_rot)
+    if geo.is_mla or any(k.endswith("_length_swa") for k in m):
+        return
+    same = geo.head_dim_k == geo.head_dim_v
+    shapes = {t.name: t.shape for t in file.tensors if len(t.shape) == 2}
+    for i, (n_head, n_head_kv) in enumerate(zip(geo.n_head, geo.n_head_kv, strict=True)):
+        fused = f"blk.{i}.attn_qkv.weight"
+        need(f"the shape of {fused}", shapes.get(fused), fused not in shapes or same)
+        for name, axis, want in (
+            (f"blk.{i}.attn_k.weight", 1, n_head_kv * geo.head_dim_k),
+            (f"blk.{i}.attn_output.weight", 0, n_head * geo.head_dim_v),
+        ):
+            if name in shapes and n_head_kv:
+                need(f"the shape of {name}", shapes[name], shapes[name][axis] == want)
 
 
 def _check_vocabulary(file: GGUFFile) -> None:

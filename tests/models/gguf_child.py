@@ -1,4 +1,5 @@
-"""Reads damaged files, one per line of stdin, in little memory; answers with one line each.
+"""Reads damaged files, one per line of stdin, in little memory; answers with one line each:
+the seconds of CPU that it took, and what came of it.
 
 python gguf_child.py read            `read_gguf` and `geometry`
 python gguf_child.py run             the whole path: load in llama.cpp, tokenise, decode
@@ -7,6 +8,7 @@ python gguf_child.py run             the whole path: load in llama.cpp, tokenise
 from __future__ import annotations
 
 import resource
+import signal
 import sys
 import time
 from pathlib import Path
@@ -43,7 +45,8 @@ def main() -> None:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
     for line in sys.stdin:
-        started = time.monotonic()
+        signal.alarm(300)  # a hang ends as a crash
+        started = time.process_time()
         try:
             {"read": read, "run": run}[sys.argv[1]](Path(line.rstrip("\n")))
             answer = "ok"
@@ -51,7 +54,7 @@ def main() -> None:
             answer = "refused: " + e.message.replace("\n", "\\n")
         except BaseException as e:
             answer = f"WRONG {type(e).__name__}: {e}".replace("\n", "\\n")
-        print(f"{time.monotonic() - started:.3f} {answer}", flush=True)
+        print(f"{time.process_time() - started:.3f} {answer}", flush=True)
 
 
 if __name__ == "__main__":
