@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import attention_sparsity
+import budgets
 import end_to_end
 import intensity
 import microbenchmark
@@ -20,6 +21,7 @@ FIGURES = (
     roofline,
     intensity,
     recall_per_byte,
+    budgets,
     attention_sparsity,
     query_tails,
     topk_agreement,

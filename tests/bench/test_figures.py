@@ -15,6 +15,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 import attention_stats
+import budgets
 import draw
 import end_to_end
 import intensity
@@ -57,6 +58,8 @@ STOCK = speed.Case(
 OURS = replace(STOCK, library="sparq", flash_attn=True, spec="sparq,ratio=1/8")
 LENGTHS = (4096, 8192, 16384)
 SHAPES = (64, 2, 2, 32), (2, 256, 32), (2, 256, 32)  # q, k, v of one layer
+
+WOBBLE = 1 + 0.1 * np.linspace(-1, 1, 8)  # of contexts
 
 
 def kv_bytes(n_depth: int) -> int:
@@ -143,7 +146,48 @@ def full(tmp_path: Path) -> Path:
             attention_stats.BENCH, asdict(case), "s", samples=samples.record(), env=ENV
         )
         records.append(tmp_path / "attention_stats.jsonl", rec)
+    add_budgets(tmp_path)
     return tmp_path
+
+
+def add_budgets(folder: Path) -> None:
+    """KL is 1e-3 / bytes; calibrated and top-p need half and a quarter of the bytes for it."""
+    spec = "sparq,ratio=1/8,min_ctx=0,min_k=1"
+    found = {"mean_v": "on", "k_layers": "10%:dense", "rank_layers": "8:4", "min_k": 30}
+    for ratio in (1 / 2, 1 / 4, 1 / 8, 1 / 16):
+        samples = [
+            {
+                "line": n,
+                "spec": spec,
+                "kl": (1e-3 / ratio * x * WOBBLE).tolist(),
+                "share": [ratio] * 8,
+            }
+            for n, x in zip(budgets.LINES, (1, 1, 2, 1, 1 / 2, 1 / 4), strict=True)
+        ]
+        names = ("uniform", "uniform, mean_v=on", "ramp", "ramp-down")
+        result = {
+            "candidates": [{"name": n, "spec": spec} for n in names],
+            "calibrated": found,
+            "top-p": found,
+            "layers": [0, 1],
+        }
+        case = budgets.Case("m", "t", "c", ratio, 2048, 8, 32, 7)
+        rec = records.record(
+            budgets.BENCH, asdict(case), "s", samples=samples, env=ENV, model_name="m",
+            calibration=result,
+        )  # fmt: skip
+        records.append(folder / "budgets.jsonl", rec)
+
+
+def test_budgets_say_how_many_bytes_the_same_kl_takes(tmp_path: Path) -> None:
+    add_budgets(tmp_path)
+    recs = list(records.load(tmp_path / "budgets.jsonl").values())
+    for line, want in (("uniform", 1), ("calibrated", 1 / 2), ("top-p", 1 / 4)):
+        share, low, high = budgets.needed(recs, line, 1 / 4)
+        assert share == pytest.approx(want) and low <= share * 1.001 and high >= share * 0.999
+    assert np.isnan(budgets.needed(recs, "ramp", 1 / 2)[0]), "it never gets there"
+    assert budgets.needed(recs, "top-p", 1 / 8)[0] == pytest.approx(1 / 2), "no fewer were measured"
+    assert "| 1/4 |" in budgets.markdown(recs)
 
 
 def test_end_to_end_is_against_the_better_stock_of_the_same_run(tmp_path: Path) -> None:

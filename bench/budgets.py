@@ -1,0 +1,328 @@
+"""What a byte buys by how it is spread: KL to dense over bytes, uniform, ramps, calibrated, top-p.
+
+    python bench/budgets.py --text UNSEEN BOOKS [--model FILE] [--calibrate-text FILE]
+
+For each ratio the model is calibrated on one text (`sparq-cpp calibrate`, that of the demo unless
+another is given), and all budgets are measured on others by the same real decode steps: contexts
+of `--ctx` positions, half of them prose that goes on, half a passage of the context read once
+more. KL(dense || sparse) in nats, mean over a context's decoded tokens; bytes as the library counts
+them. The top-k paper's Fig. 8 asks the same of exact top-k: score over k, uniform and adaptive.
+
+Writes budgets.jsonl and budgets.md; `make figures` draws it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import plot
+
+from pyorch import engine, native, paths
+from pyorch.attention import calibrate, search
+from pyorch.attention.meter import Meter, contexts
+from pyorch.attention.spec import AttentionSpec, layer_k, parse_spec, ratio_text
+from pyorch.bench import records
+from pyorch.bench.records import Record
+from pyorch.cli import fail
+from pyorch.cli import options as opt
+from pyorch.errors import SparqError
+from pyorch.evals import stats, texts
+
+BENCH = "budgets"
+RATIOS = (1 / 4, 1 / 8, 1 / 12)
+N_BOOT = 10_000
+MEAN_V = "uniform, mean of V"
+LINES = ("uniform", MEAN_V, "ramp", "ramp-down", "calibrated", "top-p")
+
+NAME = "budgets"
+FILE = "budgets.jsonl"
+TITLE = "KL to dense over bytes, by budget"
+CAPTION = (
+    "Demo model, unseen books; a ratio is calibrated on another text. Left: all budgets, with 95 % "
+    "bootstrap intervals over contexts. Middle: k of each layer as calibrated, as a share of the "
+    "positions. Right: bytes at which a budget reaches the KL that uniform has."
+)
+NEEDS = "python bench/budgets.py --text BOOKS"
+COLOURS = dict(
+    zip(
+        LINES,
+        (plot.STOCK, plot.STOCK_2, plot.PAPER, "#ae3ec9", plot.OURS, plot.OURS_3),
+        strict=True,
+    )
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One ratio, all budgets, the same contexts. `model` and the texts are hashes of contents."""
+
+    model: str
+    text: str
+    calibrate_text: str
+    ratio: float
+    n_pos: int
+    n_contexts: int
+    n_tokens: int
+    seed: int
+
+
+def specs(result: dict[str, Any]) -> dict[str, AttentionSpec]:
+    """The settings of each line, from what calibration found."""
+    tried = {c["name"]: parse_spec(c["spec"]) for c in result["candidates"]}
+    base = tried["uniform"]
+    found = {n: replace(base, **result[n]) for n in ("calibrated", "top-p")}
+    with_mean = next(s for n, s in tried.items() if n.startswith("uniform, "))
+    lines = {"uniform": base, MEAN_V: with_mean, "ramp": tried["ramp"]}
+    return {**lines, "ramp-down": tried["ramp-down"], **found}
+
+
+def run(
+    model: Path,
+    books: Sequence[Path],
+    calibrate_text: Path,
+    file: Path,
+    bar: search.Bar,
+    *,
+    ratios: Sequence[float] = RATIOS,
+    n_pos: int = 2048,
+    n_contexts: int = 48,
+    n_tokens: int = 32,
+    n_threads: int = 1,
+    seed: int = 7,
+    force: bool = False,
+) -> list[Record]:
+    """Measure what `file` lacks, add it there, return all records of these ratios.
+
+    Raises:
+        SparqError: a text that is too short, or no layer can be sparse.
+    """
+    env = records.environment({"sparq": native.lib_dir()})
+    stamp = env["stamps"]["sparq"]
+    found_texts = texts.read_texts(books)
+    other = "\n\n".join(texts.read_texts([calibrate_text]))
+    sizes = {"n_pos": n_pos, "n_contexts": n_contexts, "n_tokens": n_tokens, "seed": seed}
+    hashes = {"text": _hash("\0".join(found_texts)), "calibrate_text": _hash(other)}
+    found = calibrate.model_hash(model)
+    cases = [Case(found, **hashes, ratio=r, **sizes) for r in ratios]
+    done = {} if force else records.load(file)
+    with engine.load(model, n_ctx=n_pos, n_threads=n_threads) as session:
+        types = [engine.cache_type("f16")] * 2
+        made = [contexts(session, text, n_contexts, n_pos, n_tokens, seed + i)
+                for i, text in enumerate(found_texts)]  # fmt: skip
+        # the books in turn, in pairs: prose, and a repeated passage
+        chosen = [made[i // 2 % len(made)][i] for i in range(n_contexts)]
+        results = {}
+        for case in cases:
+            if records.key(BENCH, asdict(case), stamp) not in done:
+                results[case] = search.run(
+                    session, other, ratio=case.ratio, types=types, n_pos=n_pos, bar=bar
+                )
+        work = {**asdict(cases[0]), "ratio": 0, "n_contexts": 0, "stamp": stamp}
+        partial = paths.cache() / "calibrated" / f"{_hash(repr(work))}.jsonl"
+        meter = Meter(session, chosen, partial)  # an interrupted run goes on
+        try:
+            lines = {case: specs(r) for case, r in results.items()}
+            wanted = [s for line in lines.values() for s in line.values()]
+            with bar("budgets") as progress:
+                meter.measure(wanted, range(len(chosen)), progress)
+            for case, line in lines.items():
+                samples = [
+                    {"line": n, "spec": str(s), "kl": m.kl.tolist(), "share": m.share.tolist()}
+                    for n, s in line.items()
+                    for m in meter.measure([s], range(len(chosen)), lambda *_: None)
+                ]
+                about = {"model_name": model.name, "calibration": results[case]}
+                rec = records.record(BENCH, asdict(case), stamp, samples=samples, env=env, **about)
+                records.append(file, rec)
+                done[rec["key"]] = rec
+        finally:
+            meter.close()
+    return [done[records.key(BENCH, asdict(c), stamp)] for c in cases]
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# ---- numbers ----
+
+
+def curves(recs: Sequence[Record], which: Callable[[int], bool] = lambda _: True) -> dict[str, Any]:
+    """line -> (share (n_ratio,), kl (n_ratio, n_context)), by falling ratio."""
+    recs = sorted(recs, key=lambda r: -r["case"]["ratio"])
+    out = {}
+    for i, name in enumerate(LINES):
+        rows = [r["samples"][i] for r in recs]
+        kl = np.array([[x for n, x in enumerate(r["kl"]) if which(n)] for r in rows])
+        out[name] = np.array([np.mean(r["share"]) for r in rows]), kl
+    return out
+
+
+def bytes_at(kl: np.ndarray, share: np.ndarray, level: float) -> float:
+    """The bytes at which a line reaches a KL: by straight lines between logarithms; NaN: never."""
+    order = np.argsort(share)
+    x, y = np.log(share[order]), np.log(np.minimum.accumulate(kl[order]))
+    if not y[-1] <= np.log(level) <= y[0]:
+        return float("nan") if np.log(level) < y[-1] else float(share.min())
+    return float(np.exp(np.interp(-np.log(level), -y, x)))
+
+
+def needed(recs: Sequence[Record], line: str, ratio: float, against: str = "uniform",
+           seed: int = 0) -> tuple[float, float, float]:  # fmt: skip
+    """Bytes at which `line` has the KL that `against` has at `ratio`, over that one's bytes.
+
+    With its 95 % bootstrap interval over contexts. A line that is better even at its smallest
+    number of bytes counts with that number: the share is then at most what is said.
+    """
+    found = curves(recs)
+    at = sorted((r["case"]["ratio"] for r in recs), reverse=True).index(ratio)
+    (share, kl), (base_share, base) = found[line], found[against]
+    rng = np.random.default_rng(seed)
+    draws = [np.arange(kl.shape[1])] + list(
+        rng.integers(0, kl.shape[1], (N_BOOT // 10, kl.shape[1]))
+    )
+    x = [bytes_at(kl[:, d].mean(1), share, base[at, d].mean()) / base_share[at] for d in draws]
+    if np.isnan(x).all():
+        return x[0], x[0], x[0]
+    low, high = np.nanpercentile(x[1:], (2.5, 97.5))
+    return x[0], float(low), float(high)
+
+
+def interval(samples: np.ndarray) -> tuple[float, float, float]:
+    """Mean, and its 95 % bootstrap interval."""
+    return (float(samples.mean()), *stats.bootstrap(samples))
+
+
+def markdown(recs: Sequence[Record]) -> str:
+    recs = sorted(recs, key=lambda r: -r["case"]["ratio"])
+    case = recs[0]["case"]
+    out = ["| ratio | " + " | ".join(LINES) + " | calibrated: bytes at uniform's KL |"]
+    out.append("| ---: |" + " ---: |" * (len(LINES) + 1))
+    found = curves(recs)
+    for i, rec in enumerate(recs):
+        cells = [ratio_text(rec["case"]["ratio"])]
+        for name in LINES:
+            share, kl = found[name]
+            mean, low, high = interval(kl[i])
+            cells.append(f"{mean:.4f} ({low:.4f}-{high:.4f}), {100 * share[i]:.1f} %")
+        x, low, high = needed(recs, "calibrated", rec["case"]["ratio"])
+        cells.append(f"{100 * x:.0f} % ({100 * low:.0f}-{100 * high:.0f})")
+        out.append("| " + " | ".join(cells) + " |")
+    text = (
+        f"KL(dense, sparse) in nats (95 % CI over contexts) and bytes as a share of dense's: "
+        f"{case['n_contexts']} contexts of {case['n_pos']} positions, {case['n_tokens']} decoded "
+        f"tokens each, {recs[0]['model_name']}; calibrated on another text. Last column: the bytes "
+        "with which the calibrated budget has the KL of uniform at this ratio, over uniform's."
+    )
+    return "\n".join([*out, "", text])
+
+
+# ---- figure ----
+
+
+def data(folder: Path) -> list[plot.Row]:
+    recs = list(records.load(folder / FILE).values())
+    plot.need(recs, "budgets", NEEDS)
+    last = recs[-1]["case"]
+    recs = [r for r in recs if {**r["case"], "ratio": 0} == {**last, "ratio": 0}]
+    recs = list({r["case"]["ratio"]: r for r in recs}.values())
+    ratios = sorted((r["case"]["ratio"] for r in recs), reverse=True)
+    rows: list[plot.Row] = []
+    for name, (share, kl) in curves(recs).items():
+        for i, ratio in enumerate(ratios):
+            mean, low, high = interval(kl[i])
+            x = needed(recs, name, ratio)
+            rows.append({"what": "kl", "line": name, "ratio": ratio, "share": share[i], "kl": mean,
+                         "low": low, "high": high, "needed": x[0], "needed_low": x[1],
+                         "needed_high": x[2]})  # fmt: skip
+    for rec in recs:
+        found = parse_spec(str(specs(rec["calibration"])["calibrated"]))
+        for il in rec["calibration"]["layers"] if found.k_layers else []:
+            k = layer_k(found, il)[0]
+            rows.append({"what": "k", "line": il, "ratio": rec["case"]["ratio"], "share": k})
+    return rows
+
+
+def draw(rows: Sequence[plot.Row]) -> Any:
+    figure, (left, middle, right) = plot.panels(3, width=3.7)
+    ends = []
+    for name, colour in COLOURS.items():
+        line = sorted((r for r in rows if r["line"] == name), key=lambda r: r["share"])
+        x, y = [100 * r["share"] for r in line], [r["kl"] for r in line]
+        left.plot(x, y, "o-", color=colour, markersize=4)
+        left.fill_between(x, [r["low"] for r in line], [r["high"] for r in line], color=colour,
+                          alpha=0.12, linewidth=0)  # fmt: skip
+        ends.append((name, x[-1], y[-1], colour))
+        if name != "uniform":
+            right.plot([100 * r["ratio"] for r in line], [100 * r["needed"] for r in line], "o-",
+                       color=colour, markersize=4)  # fmt: skip
+    left.set(yscale="log", xscale="log", xlabel="bytes, % of dense", ylabel="KL to dense (nats)")
+    left.set_xticks([4, 8, 16, 25], ["4", "8", "16", "25"])
+    left.set_xticks([], minor=True)
+    left.set_title("quality over bytes")
+    right.axhline(100, color=COLOURS["uniform"], linewidth=1)
+    right.axhline(70, color=plot.PAPER, linewidth=1, linestyle=":")
+    right.set(xscale="log", xlabel="uniform's ratio, %", ylabel="bytes at uniform's KL, %")
+    right.set_xticks([4, 8, 16, 25], ["4", "8", "16", "25"])
+    right.set_xticks([], minor=True)
+    right.set_title("bytes for the same KL")
+    ks = [r for r in rows if r["what"] == "k"]
+    names = sorted({r["ratio"] for r in ks}, reverse=True)
+    for ratio, colour in zip(
+        names, (plot.OURS, plot.OURS_2, plot.OURS_3, plot.PAPER), strict=False
+    ):
+        line = sorted((r for r in ks if r["ratio"] == ratio), key=lambda r: int(r["line"]))
+        middle.plot([r["line"] for r in line], [100 * r["share"] for r in line], "o-",
+                    color=colour, markersize=4, label=ratio_text(ratio))  # fmt: skip
+    middle.set(yscale="log", xlabel="layer", ylabel="k, % of the positions", title="calibrated k")
+    middle.legend(fontsize=7, frameon=False)
+    figure.canvas.draw()
+    plot.label_ends(left, ends)
+    return figure
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--model", "-m", metavar="FILE", help="GGUF model.  [default: the demo model]")
+@click.option("--text", multiple=True, required=True, metavar="FILE|DIR", help="Unseen books.")
+@click.option("--calibrate-text", metavar="FILE", help="[default: the demo's document]")
+@click.option("--ctx", type=opt.Number(int, 512), default=2048, show_default=True)
+@click.option("--contexts", type=opt.Number(int, 2), default=48, show_default=True)
+@click.option("--tokens", type=opt.Number(int, 1), default=32, show_default=True)
+@click.option("--threads", "-t", type=opt.THREADS, default=1, show_default=True)
+@click.option("--out", metavar="DIR", help="[default: bench/results/<kind of machine>]")
+@click.option("--force", is_flag=True, help="Measure again what is there already.")
+def command(**options: Any) -> None:
+    """KL to dense over bytes: uniform, ramps, calibrated, top-p."""
+    demo = paths.data("models") / "demo"
+    folder = Path(options["out"]) if options["out"] else records.default_folder()
+    found = run(
+        Path(options["model"] or demo / "demo.gguf"),
+        [Path(t) for t in options["text"]],
+        Path(options["calibrate_text"] or demo / "document.txt"),
+        folder / FILE,
+        opt.progress_bar,
+        n_pos=options["ctx"],
+        n_contexts=options["contexts"],
+        n_tokens=options["tokens"],
+        n_threads=options["threads"],
+        force=options["force"],
+    )
+    table = markdown(found)
+    (folder / "budgets.md").write_text(table + "\n", "utf-8")
+    print(table)
+    opt.note(f"records: {folder / FILE}", "dim")
+
+
+if __name__ == "__main__":
+    try:
+        command(standalone_mode=False)
+    except SparqError as error:
+        fail(error.message, error.hint, error.exit_code)
+    except click.UsageError as error:
+        fail(error.format_message(), "--help", 2)

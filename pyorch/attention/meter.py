@@ -1,0 +1,178 @@
+"""KL to dense and bytes of attention settings, by real decode steps on real text.
+
+A context is read densely; the tokens after it are decoded one by one, as the text has them. Half of
+the contexts go on as a book does, half repeat a passage of themselves: the second need retrieval,
+which prose seldom does.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pyorch.attention.spec import AttentionSpec
+from pyorch.errors import SparqError
+from pyorch.evals.fidelity import divergence
+
+if TYPE_CHECKING:
+    from pyorch.engine import Session
+
+N_CUE = 24  # tokens of a repeated passage before the decoded ones
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Context:
+    """`prompt` is read densely but for its last token; `rest` is decoded after it, as given."""
+
+    prompt: list[int]
+    rest: list[int]
+
+
+def contexts(
+    session: Session, text: str, n: int, n_pos: int, n_tokens: int, seed: int = 1
+) -> list[Context]:
+    """`n` contexts of `n_pos` tokens in all: prose and repeated passages in turn.
+
+    Raises:
+        SparqError: the text is too short.
+    """
+    from pyorch import engine
+
+    head = engine.tokenize(session, "")
+    gap = engine.tokenize(session, "\n\n", add_special=False)
+    book = engine.tokenize(session, text, add_special=False)
+    need = n_pos - len(head)
+    if len(book) < need or need < 4 * (n_tokens + N_CUE):
+        raise SparqError(
+            f"the text has {len(book)} tokens; {n_pos} positions with {n_tokens} decoded ones"
+            f" need {max(need, 4 * (n_tokens + N_CUE))}",
+            "a longer --text, or fewer of --ctx and --tokens",
+            exit_code=2,
+        )
+    rng = np.random.default_rng(seed)
+    out = []
+    for i in range(n):
+        again = N_CUE + n_tokens if i % 2 else 0
+        size = need - (len(gap) + again if again else 0)
+        at = int(rng.integers(0, len(book) - size + 1))
+        tokens = book[at : at + size]
+        if again:
+            start = int(rng.integers(0, size - again - n_tokens))
+            tokens = tokens + gap + tokens[start : start + again]
+        tokens = head + tokens
+        out.append(Context(tokens[:-n_tokens], tokens[-n_tokens:]))
+    return out
+
+
+@dataclass(frozen=True)
+class Measured:
+    """kl: mean over the decoded tokens of each context; share: bytes read / dense, likewise."""
+
+    kl: np.ndarray
+    share: np.ndarray
+
+
+class Meter:
+    """KL and bytes of settings, context by context; each measured once, also over restarts.
+
+    file: JSON lines of what was measured; None: forget it. A prefill is kept in a file while the
+    meter lives, so each context is read once.
+    """
+
+    def __init__(
+        self, session: Session, contexts: Sequence[Context], file: Path | None = None
+    ) -> None:
+        from pyorch.bench import records
+
+        self.session, self.contexts, self.file = session, contexts, file
+        self.layers: list[int] = []  # that can be sparse, once something was measured
+        self._known: dict[tuple[str, int], dict[str, Any]] = {}
+        for r in records.load_all(file) if file else []:
+            self._known[r["spec"], r["context"]] = r
+        self._folder = tempfile.TemporaryDirectory(prefix="sparq-calibrate-")
+        self._dense: dict[int, np.ndarray] = {}
+
+    def close(self) -> None:
+        self._folder.cleanup()
+
+    def measure(
+        self, specs: Sequence[AttentionSpec], which: Sequence[int], progress: Progress
+    ) -> list[Measured]:
+        """Each of `specs` in the contexts `which`."""
+        names = dict.fromkeys(map(str, specs))  # two may have come to the same
+        todo = [(c, s) for c in which for s in names if (s, c) not in self._known]
+        for n, (context, spec) in enumerate(todo):
+            self._known[spec, context] = self._run(context, spec)
+            progress(n + 1, len(todo))
+        rows = [[self._known[str(s), c] for c in which] for s in specs]
+        self.layers = rows[0][0]["layers"]
+        return [
+            Measured(np.array([r["kl"] for r in row]), np.array([r["share"] for r in row]))
+            for row in rows
+        ]
+
+    def _run(self, context: int, spec: str) -> dict[str, Any]:
+        from pyorch import engine
+        from pyorch.bench import records
+
+        session = self.session
+        if context not in self._dense:
+            self._begin(context)
+            self._dense[context] = self._decode(context, "off")
+        self._begin(context)
+        got = self._decode(context, spec)
+        info = engine.info(session)
+        if not info.counter("bytes_dense"):
+            raise SparqError(
+                f"no layer of this model can be sparse: {'; '.join(info.dense_reasons)}"
+            )
+        rec = {
+            "schema": records.SCHEMA,
+            "spec": spec,
+            "context": context,
+            "layers": [x["il"] for x in info.layers if x["state"] == "sparse"],
+            "kl": divergence(self._dense[context], got)[0],
+            "share": info.counter("bytes_read") / info.counter("bytes_dense"),
+        }
+        if self.file:
+            records.append(self.file, rec)
+        return rec
+
+    def _begin(self, context: int) -> None:
+        """The cache as it is after the prompt but its last token."""
+        from pyorch import engine
+
+        prompt = self.contexts[context].prompt
+        if self.session.tokens[: len(prompt) - 1] == prompt[:-1]:
+            engine.rewind(self.session, len(prompt) - 1)
+            return
+        state = Path(self._folder.name) / str(context)
+        engine.set_attention(self.session, "off")
+        if state.exists():
+            engine.load_state(self.session, state)
+            return
+        engine.rewind(self.session, 0)
+        engine.prefill(self.session, prompt[:-1])
+        engine.save_state(self.session, state)
+
+    def _decode(self, context: int, spec: str) -> np.ndarray:
+        """Logits (n_tokens, n_vocab) of what follows the prompt."""
+        from pyorch import engine
+
+        c = self.contexts[context]
+        engine.set_attention(self.session, spec)
+        if spec.startswith("sparq"):
+            engine.seal(self.session)
+        engine.reset_counters(self.session)
+        out = []
+        for token in [c.prompt[-1], *c.rest[:-1]]:
+            engine.decode(self.session, token)
+            out.append(engine.logits(self.session))
+        return np.array(out)

@@ -1,0 +1,100 @@
+"""`sparq-cpp calibrate`: which k and rank each layer needs, and where the result is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pyorch import paths
+from pyorch.attention import calibrate
+from pyorch.attention.spec import DEFAULT_RATIO, SHADOWS, layer_k, make_spec, ratio_text
+from pyorch.cli import options as opt
+
+WIDTH = 40  # characters of the widest bar
+
+
+@click.command()
+@opt.model_options
+@opt.context_options
+@opt.cache_options
+@click.option("--ratio", type=opt.Ratio(), default=str(DEFAULT_RATIO), help="[default: 1/8]")
+@click.option(
+    "--shadow-type", "shadow", type=opt.Name(*SHADOWS), default="q4", help="[default: q4]"
+)
+@click.option("--text", metavar="FILE|DIR", help="Text to decode.  [default: one that comes along]")
+@click.option("--contexts", type=opt.Number(int, 2, 1000), default=8, show_default=True)
+@click.option(
+    "--tokens",
+    type=opt.Number(int, 1, 10_000),
+    default=32,
+    show_default=True,
+    help="Decoded tokens of each context.",
+)
+@click.option("--seed", type=opt.Number(int, 0), default=1, show_default=True)
+@click.option("--show", is_flag=True, help="Only draw what was found earlier.")
+@opt.json_option
+@opt.verbose_option
+def command(**options: Any) -> None:
+    """Measure which k and rank each layer needs at the bytes of a ratio, and keep it.
+
+    `--budget calibrated` and `--budget top-p` of other commands then use it. Interrupted, the same
+    command goes on where it was.
+    """
+    path = opt.model_file(options)
+    if not options["show"]:
+        _measure(path, options)
+    result = calibrate.find(path, options["ratio"], options["shadow"])
+    if options["as_json"]:
+        opt.print_json(result)
+    else:
+        show(result)
+
+
+def _measure(path: Path, options: dict[str, Any]) -> None:
+    from pyorch import engine
+    from pyorch.attention import search
+    from pyorch.evals.texts import read_texts
+
+    source = Path(options["text"] or paths.data("models") / "demo" / "document.txt")
+    text = "\n\n".join(read_texts([source]))
+    types = [engine.cache_type(options[f"cache_type_{x}"]) for x in "kv"]
+    ctx = options["ctx"] or 2048
+    with opt.open_session({**options, "model": str(path), "ctx": ctx}, None) as session:
+        result = search.run(
+            session,
+            text,
+            ratio=options["ratio"],
+            shadow=options["shadow"],
+            types=types,
+            n_pos=ctx,
+            n_contexts=options["contexts"],
+            n_tokens=options["tokens"],
+            seed=options["seed"],
+            bar=opt.progress_bar,
+        )
+    opt.note(f"kept in {calibrate.save(path, result)}", "dim")
+
+
+def show(result: dict[str, Any]) -> None:
+    """k of every layer as bars, and what was compared."""
+    found = {k: v for k, v in result["calibrated"].items() if k != "min_k"}
+    spec = make_spec("sparq", ratio=result["ratio"], **found)
+    n_pos = result["n_pos"]
+    print(f"ratio {ratio_text(result['ratio'])} at {n_pos} positions: {result['chosen']}\n")
+    if spec.k_layers:
+        ranks = str(spec.rank_layers).split(":")
+        shares = {il: layer_k(spec, il)[0] for il in result["layers"]}
+        most = max((s for s in shares.values() if s < 1), default=1)
+        for il, share in shares.items():
+            bar = "=" * max(round(WIDTH * share / most), 1) if share < 1 else "#" * WIDTH
+            what = f"k {share * n_pos:5.0f}  rank {ranks[il]:>3}" if share < 1 else "dense"
+            print(f"  {il:>3} {bar:<{WIDTH}} {what}")
+        print(f"\n  mean of V {spec.mean_v}")
+    print(f"\n  {'settings':<22}{'KL to dense':>12}{'bytes':>9}")
+    for c in result["candidates"]:
+        mark = " <" if c["name"] == result["chosen"] else ""
+        print(f"  {c['name']:<22}{c['kl']:>12.5f}{100 * c['share']:>8.2f} %{mark}")
+    n = result["n_contexts"] // 2 * result["n_tokens"]
+    print(f"\n  nats, mean over {n} decoded tokens")
