@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pyorch import engine, policies
+from pyorch.attention.calibrate import resolve
 from pyorch.attention.spec import AttentionSpec
 from pyorch.evals.recall import RecallWatch
 
@@ -33,6 +35,16 @@ def is_native(method: str) -> bool:
 def is_sparse(method: str) -> bool:
     spec = policies.parse(method)
     return not isinstance(spec, AttentionSpec) or spec.sparse
+
+
+def meaning(method: str, model: Path) -> str:
+    """What a method is with this model: a calibrated one has the settings that were found for it.
+
+    Raises:
+        SparqError: the model is not calibrated for it.
+    """
+    spec = policies.parse(method)
+    return str(resolve(spec, model) if isinstance(spec, AttentionSpec) else spec)
 
 
 class Runner:

@@ -26,7 +26,7 @@ from pyorch.bench import records
 from pyorch.bench.records import Record
 from pyorch.errors import SparqError
 from pyorch.evals.decode import Decoder
-from pyorch.evals.methods import Runner, canonical
+from pyorch.evals.methods import Runner, canonical, meaning
 from pyorch.evals.series import Series, make
 from pyorch.evals.task import Example, Outcome, Setup, Task
 
@@ -61,6 +61,7 @@ def run(
         SparqError: data, sizes or settings are wrong; or nothing of a sparse method ran sparse.
     """
     methods = list(dict.fromkeys(canonical(m) for m in plan.methods))
+    meanings = {m: meaning(m, plan.model) for m in methods}
     env = records.environment({"sparq": native.lib_dir()})
     model = {"name": plan.model.name, "hash": records.file_hash(plan.model)}
     load = {"n_threads": plan.n_threads, "type_k": plan.type_k, "type_v": plan.type_v}
@@ -72,7 +73,7 @@ def run(
             work.append(_prepare(plan, task, runner.session, model, env, folder))
         preparing(1, 1)
         for w in work:
-            w.find_todo(methods, force)
+            w.find_todo(meanings, force)
         total, done = sum(w.n_todo for w in work), 0
         for w in work:
             for i, todo in w.todo.items():
@@ -80,7 +81,7 @@ def run(
                     records.append(w.file, w.record(i, result))
                     done += 1
                     progress(done, total)
-    found = [series for w in work for series in w.series(methods)]
+    found = [series for w in work for series in w.series()]
     for series in found:
         series.refuse_idle()
     return found
@@ -95,6 +96,7 @@ class _Work:
     setting: str
     header: Record
     examples: list[Example]
+    meanings: Mapping[str, str] = field(default_factory=dict)  # of the methods, with this model
     todo: dict[int, list[str]] = field(default_factory=dict)  # example -> methods
 
     @property
@@ -109,22 +111,25 @@ class _Work:
 
     def key(self, i: int, method: str) -> str:
         """Of a record: another one where the task's code makes another example."""
-        return records.key(self.setting, {"i": i, "method": method}, self._digests[i])
+        return records.key(
+            self.setting, {"i": i, "method": self.meanings[method]}, self._digests[i]
+        )
 
-    def find_todo(self, methods: Sequence[str], force: bool) -> None:
+    def find_todo(self, meanings: Mapping[str, str], force: bool) -> None:
+        self.meanings = meanings
         known = {} if force else records.load(self.file)
         if self.header["key"] not in known:
             records.append(self.file, self.header)
         for i in range(len(self.examples)):
-            missing = [m for m in methods if self.key(i, m) not in known]
+            missing = [m for m in meanings if self.key(i, m) not in known]
             if missing:
                 self.todo[i] = missing
 
-    def series(self, methods: Sequence[str]) -> list[Series]:
+    def series(self) -> list[Series]:
         known = records.load(self.file)
         return [
             make(self.header, m, [known[self.key(i, m)] for i in range(len(self.examples))])
-            for m in methods
+            for m in self.meanings
         ]
 
     def record(self, i: int, result: Record) -> Record:

@@ -341,3 +341,22 @@ def test_mass_read_is_the_share_of_softmax_over_what_was_chosen(
     sparq, topk = (np.array(found[m]) for m in methods[3:])
     assert (sparq < topk).all() and (topk < 1).all()  # topk keeps 1/4 of all, SparQ 1/4 less scan
     assert (sparq > 0.5).all()
+
+
+def test_a_calibrated_method_is_what_was_found_for_the_model(
+    run_eval: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another calibration is another method: nothing is taken for it that is not."""
+    from pyorch.attention import calibrate
+
+    args = ["needle", "--ctx", 576, "-n", 1, "-a", "off", "-a", "sparq,ratio=1/4,calibrated"]
+    result = run_eval(*args)
+    assert "is not calibrated for ratio 1/4" in result.exception.message
+    counts = []
+    for rank in (8, 9, 8):
+        found = {"calibrated": {"ratio": None, "rank": rank, "topk": 40, "min_ctx": 0}}
+        monkeypatch.setattr(calibrate, "find", lambda *_, found=found: found)
+        result = run_eval(*args)
+        assert result.exit_code == 0, result.output
+        counts.append(len(records(tmp_path / "out" / "needle.jsonl")))
+    assert counts == [2, 3, 3]
