@@ -36,7 +36,7 @@ from pyorch.evals import stats, texts
 
 BENCH = "budgets"
 RATIOS = (1 / 4, 1 / 8, 1 / 12)
-N_BOOT = 10_000
+N_BOOT = 1_000
 MEAN_V = "uniform, mean of V"
 LINES = ("uniform", MEAN_V, "ramp", "ramp-down", "calibrated", "top-p")
 
@@ -46,7 +46,7 @@ TITLE = "KL to dense over bytes, by budget"
 CAPTION = (
     "Demo model, unseen books; a ratio is calibrated on another text. Left: all budgets, with 95 % "
     "bootstrap intervals over contexts. Middle: k of each layer as calibrated, as a share of the "
-    "positions. Right: bytes at which a budget reaches the KL that uniform has."
+    "positions. Right: bytes at which a budget reaches uniform's KL, if fewer bytes were measured."
 )
 NEEDS = "python bench/budgets.py --text BOOKS"
 COLOURS = dict(
@@ -173,25 +173,40 @@ def bytes_at(kl: np.ndarray, share: np.ndarray, level: float) -> float:
     return float(np.exp(np.interp(-np.log(level), -y, x)))
 
 
-def needed(recs: Sequence[Record], line: str, ratio: float, against: str = "uniform",
-           seed: int = 0) -> tuple[float, float, float]:  # fmt: skip
-    """Bytes at which `line` has the KL that `against` has at `ratio`, over that one's bytes.
+@dataclass(frozen=True)
+class Needed:
+    """Bytes for the KL that uniform has, over uniform's bytes, with a 95 % bootstrap interval.
 
-    With its 95 % bootstrap interval over contexts. A line that is better even at its smallest
-    number of bytes counts with that number: the share is then at most what is said.
+    at_most: no fewer bytes were measured, and with these the KL is lower already.
     """
-    found = curves(recs)
+
+    share: float
+    low: float
+    high: float
+    at_most: bool
+
+    def __str__(self) -> str:
+        if self.at_most:
+            return f"at most {100 * self.share:.0f} %"
+        return f"{100 * self.share:.0f} % ({100 * self.low:.0f}-{100 * self.high:.0f})"
+
+
+def needed(
+    recs: Sequence[Record], line: str, ratio: float, which: Callable[[int], bool] = lambda _: True
+) -> Needed:
+    """Of `line`, against uniform at `ratio`, in the contexts `which`."""
+    found = curves(recs, which)
     at = sorted((r["case"]["ratio"] for r in recs), reverse=True).index(ratio)
-    (share, kl), (base_share, base) = found[line], found[against]
-    rng = np.random.default_rng(seed)
-    draws = [np.arange(kl.shape[1])] + list(
-        rng.integers(0, kl.shape[1], (N_BOOT // 10, kl.shape[1]))
-    )
+    (share, kl), (base_share, base) = found[line], found["uniform"]
+    n = kl.shape[1]
+    rng = np.random.default_rng(0)
+    draws = [np.arange(n), *rng.integers(0, n, (N_BOOT, n))]
     x = [bytes_at(kl[:, d].mean(1), share, base[at, d].mean()) / base_share[at] for d in draws]
     if np.isnan(x).all():
-        return x[0], x[0], x[0]
+        return Needed(x[0], x[0], x[0], False)
     low, high = np.nanpercentile(x[1:], (2.5, 97.5))
-    return x[0], float(low), float(high)
+    least = bool(x[0] * base_share[at] <= share.min() * (1 + 1e-9))
+    return Needed(x[0], float(low), float(high), least and line != "uniform")
 
 
 def interval(samples: np.ndarray) -> tuple[float, float, float]:
@@ -202,8 +217,8 @@ def interval(samples: np.ndarray) -> tuple[float, float, float]:
 def markdown(recs: Sequence[Record]) -> str:
     recs = sorted(recs, key=lambda r: -r["case"]["ratio"])
     case = recs[0]["case"]
-    out = ["| ratio | " + " | ".join(LINES) + " | calibrated: bytes at uniform's KL |"]
-    out.append("| ---: |" + " ---: |" * (len(LINES) + 1))
+    head = ["ratio", *LINES, "calibrated: bytes for uniform's KL", "prose", "repeated passages"]
+    out = ["| " + " | ".join(head) + " |", "|" + " ---: |" * len(head)]
     found = curves(recs)
     for i, rec in enumerate(recs):
         cells = [ratio_text(rec["case"]["ratio"])]
@@ -211,14 +226,15 @@ def markdown(recs: Sequence[Record]) -> str:
             share, kl = found[name]
             mean, low, high = interval(kl[i])
             cells.append(f"{mean:.4f} ({low:.4f}-{high:.4f}), {100 * share[i]:.1f} %")
-        x, low, high = needed(recs, "calibrated", rec["case"]["ratio"])
-        cells.append(f"{100 * x:.0f} % ({100 * low:.0f}-{100 * high:.0f})")
+        for which in (lambda _: True, lambda n: n % 2 == 0, lambda n: n % 2 == 1):
+            cells.append(str(needed(recs, "calibrated", rec["case"]["ratio"], which)))
         out.append("| " + " | ".join(cells) + " |")
     text = (
         f"KL(dense, sparse) in nats (95 % CI over contexts) and bytes as a share of dense's: "
         f"{case['n_contexts']} contexts of {case['n_pos']} positions, {case['n_tokens']} decoded "
-        f"tokens each, {recs[0]['model_name']}; calibrated on another text. Last column: the bytes "
-        "with which the calibrated budget has the KL of uniform at this ratio, over uniform's."
+        f"tokens each, {recs[0]['model_name']}; calibrated on another text. Last columns: bytes "
+        "with which the calibrated budget has the KL of uniform at this ratio, over uniform's; in "
+        "all contexts, in those that are prose, in those that repeat a passage of themselves."
     )
     return "\n".join([*out, "", text])
 
@@ -239,8 +255,8 @@ def data(folder: Path) -> list[plot.Row]:
             mean, low, high = interval(kl[i])
             x = needed(recs, name, ratio)
             rows.append({"what": "kl", "line": name, "ratio": ratio, "share": share[i], "kl": mean,
-                         "low": low, "high": high, "needed": x[0], "needed_low": x[1],
-                         "needed_high": x[2]})  # fmt: skip
+                         "low": low, "high": high, "needed": x.share, "needed_low": x.low,
+                         "needed_high": x.high, "at_most": int(x.at_most)})  # fmt: skip
     for rec in recs:
         found = parse_spec(str(specs(rec["calibration"])["calibrated"]))
         for il in rec["calibration"]["layers"] if found.k_layers else []:
@@ -259,6 +275,7 @@ def draw(rows: Sequence[plot.Row]) -> Any:
         left.fill_between(x, [r["low"] for r in line], [r["high"] for r in line], color=colour,
                           alpha=0.12, linewidth=0)  # fmt: skip
         ends.append((name, x[-1], y[-1], colour))
+        line = [r for r in line if not r["at_most"]]
         if name != "uniform":
             right.plot([100 * r["ratio"] for r in line], [100 * r["needed"] for r in line], "o-",
                        color=colour, markersize=4)  # fmt: skip

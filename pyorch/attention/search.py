@@ -163,7 +163,6 @@ def run(
     Raises:
         SparqError: the text is too short, or no layer can be sparse.
     """
-    started = time.time()
     base = make_spec("sparq", ratio=ratio, shadow=shadow, min_ctx=0, min_k=1)
     about = {
         "ratio": ratio,
@@ -195,7 +194,6 @@ def run(
     return {
         **about,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "seconds": round(time.time() - started, 1),
         "layers": list(budgets[0].layers),
         "chosen": best.name,
         "calibrated": _settings(best.spec, n_pos),

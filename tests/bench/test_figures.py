@@ -183,10 +183,11 @@ def test_budgets_say_how_many_bytes_the_same_kl_takes(tmp_path: Path) -> None:
     add_budgets(tmp_path)
     recs = list(records.load(tmp_path / "budgets.jsonl").values())
     for line, want in (("uniform", 1), ("calibrated", 1 / 2), ("top-p", 1 / 4)):
-        share, low, high = budgets.needed(recs, line, 1 / 4)
-        assert share == pytest.approx(want) and low <= share * 1.001 and high >= share * 0.999
-    assert np.isnan(budgets.needed(recs, "ramp", 1 / 2)[0]), "it never gets there"
-    assert budgets.needed(recs, "top-p", 1 / 8)[0] == pytest.approx(1 / 2), "no fewer were measured"
+        x = budgets.needed(recs, line, 1 / 4, lambda n: n % 2 == 0)
+        assert x.share == pytest.approx(want) == pytest.approx(x.low) == pytest.approx(x.high)
+        assert x.at_most == (line == "top-p"), "no fewer bytes were measured"
+    assert np.isnan(budgets.needed(recs, "ramp", 1 / 2).share), "it never gets there"
+    assert str(budgets.needed(recs, "top-p", 1 / 8)) == "at most 50 %"
     assert "| 1/4 |" in budgets.markdown(recs)
 
 
