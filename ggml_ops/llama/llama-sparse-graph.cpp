@@ -891,7 +891,7 @@ ggml_tensor * llama_sparse_build_attn(
     const auto dev = llama_sparse_access::device(kv, llama_sparse_access::layer_of(kv, il));
     const double dense_bytes = llama_sparse_access::row_bytes(kv, il)*k->ne[1]*inp->n_kv*ns*n_tok;
     if (dev && !spec.is_dense() && (all || dense_bytes < spec.gpu_min_mb*1e6)) {
-        return leave("short for a GPU");
+        return leave(all ? "every position is read" : "short for a GPU");
     }
 
     auto & visible = inp->visible[dev];

@@ -115,10 +115,11 @@ class SpecError(Exception):
 
 
 class Model:
-    def __init__(self, path: Path, n_gpu_layers: int = 0) -> None:
+    def __init__(self, path: Path, n_gpu_layers: int = 0, no_alloc: bool = False) -> None:
         m = bindings()
         params = m.llama_model_default_params()
-        params.n_gpu_layers = n_gpu_layers
+        params.n_gpu_layers, params.no_alloc = n_gpu_layers, no_alloc
+        params.use_mmap = params.use_mmap and not no_alloc
         self.handle = m.llama_model_load_from_file(str(path).encode(), params)
         if not self.handle:
             raise RuntimeError(f"cannot load {path}\n{log_text()}")

@@ -17,7 +17,7 @@ from typing import Any
 import fake_device
 import pytest
 import tiny as tiny_models
-from llama import python_environment
+from llama import Context, Model, python_environment
 
 HERE = Path(__file__).parent
 SPARQ = "sparq,rank=8,topk=64,min_ctx=0,gpu_min_mb=0"
@@ -126,6 +126,22 @@ def test_short_on_a_device(run) -> None:
     assert got["bits"] == run("off", 0)["bits"] and reasons(got) == {"short for a GPU"}
     assert got["info"]["counters"]["groups_sealed"] == N_LAYER * (N_PROMPT // 64)
     assert run(spec, 0)["bits"] == run(SPARQ, 0)["bits"]
+
+
+def test_whole_context_on_a_device(run) -> None:
+    """Up to min_ctx nothing is chosen: the device's own attention, and the shadow is filled."""
+    got = run(SPARQ.replace("min_ctx=0", "min_ctx=1024"), ALL)
+    assert got["bits"] == run("off", 0)["bits"] and reasons(got) == {"every position is read"}
+    assert got["differ"] == 0 and got["info"]["counters"]["groups_sealed"] > 0
+
+
+def test_a_context_that_only_measures_gets_no_shadow(tmp_path: Path) -> None:
+    """As llama.cpp makes them to see what fits: nothing may be allocated for K, V or the shadow."""
+    path = tiny_models.write(tmp_path / "m.gguf", "llama", n_layer=N_LAYER)
+    for no_alloc in (False, True):
+        with Model(path, no_alloc=no_alloc) as model, Context(model, n_ctx=8192) as ctx:
+            ctx.set_sparse(SPARQ)
+            assert (ctx.info()["shadow_bytes"] == 0) == no_alloc
 
 
 def test_the_comparison_can_fail(run) -> None:
