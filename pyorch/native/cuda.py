@@ -11,7 +11,6 @@ import functools
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -136,9 +135,7 @@ def toolkit(compiler: probe.Compiler) -> tuple[Toolkit | None, str]:
     number = release(nvcc)
     if int(number.partition(".")[0] or 0) not in RELEASES:
         return None, f"{nvcc} is of release {number or 'unknown'}; 12 and 13 are supported"
-    root = Path(nvcc).resolve().parent.parent
-    if (match := re.search(r"exec (\S+)/bin/nvcc", _text(nvcc))) is not None:
-        root = Path(match.group(1))  # a script that calls it
+    root = _root(nvcc)
     own = [folder for folder in (root / "lib64", root / "lib") if folder.is_dir()]
     include, lib, libraries = [], [], {}
     for folder in _python_packages(number.partition(".")[0]):
@@ -178,9 +175,11 @@ def toolkit(compiler: probe.Compiler) -> tuple[Toolkit | None, str]:
     return found, ""
 
 
-def _text(file: str) -> str:
-    content = Path(file).read_bytes()[:4096]
-    return content.decode() if content.startswith(b"#!") else ""
+def _root(nvcc: str) -> Path:
+    """The folder of the toolkit; nvcc may be a link, or a script that calls the real one."""
+    content = Path(nvcc).read_bytes()[:4096] if Path(nvcc).is_file() else b""
+    match = re.search(rb"exec (\S+)/bin/nvcc", content) if content.startswith(b"#!") else None
+    return Path(match.group(1).decode()) if match else Path(nvcc).resolve().parent.parent
 
 
 def _python_packages(major: str) -> list[Path]:
@@ -210,7 +209,7 @@ def cmake_options(found: Toolkit, arch: str) -> dict[str, str]:
 
 
 def _driver_library(found: Toolkit) -> bool:
-    root = Path(found.nvcc).resolve().parent.parent
-    stubs = list(root.glob("**/stubs/libcuda.so"))
-    said = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True).stdout
+    root = _root(found.nvcc)
+    stubs = [*root.glob("lib*/stubs/libcuda.so"), *root.glob("targets/*/lib/stubs/libcuda.so")]
+    said = probe._run(["/sbin/ldconfig", "-p"]).stdout
     return bool(stubs) or re.search(r"libcuda\.so .*=>", said) is not None
