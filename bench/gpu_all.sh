@@ -44,7 +44,7 @@ step doctor 120 $sparq doctor
 step "build with CUDA" 1800 $sparq build --cuda --cuda-arch native
 step "stock, with CUDA" 1800 $sparq build --stock --cuda --cuda-arch native
 step "op tests on the device" 1800 env SPARQ_TEST_DEVICE=cuda "$python" -m pytest -q -p no:cacheprovider -m 'not slow' $ops
-step "CPU against CUDA, decoding, graphs, sanitizer; kernels by themselves" 3600 "$python" -m pytest -q -p no:cacheprovider -m gpu tests/gpu tests/cuda
+step "CPU against CUDA, decoding, graphs, sanitizer; kernels by themselves" 3600 "$python" -m pytest -q -p no:cacheprovider -m 'gpu and not slow' tests/gpu tests/cuda
 step "attention by itself" 1800 "$python" bench/gpu.py
 step "tokens" 3600 $sparq bench --like llama2-7b --quant f16 -d 8192,16384,32768,46080 -n 16 -r 3 --spec sparq,ratio=1/8,gpu_min_mb=0
 step figures 300 "$python" bench/draw_gpu.py
