@@ -119,7 +119,7 @@ class Model:
         m = bindings()
         params = m.llama_model_default_params()
         params.n_gpu_layers, params.no_alloc = n_gpu_layers, no_alloc
-        params.use_mmap = params.use_mmap and not no_alloc
+        params.load_mode = m.LLAMA_LOAD_MODE_NONE if no_alloc else params.load_mode
         self.handle = m.llama_model_load_from_file(str(path).encode(), params)
         if not self.handle:
             raise RuntimeError(f"cannot load {path}\n{log_text()}")
