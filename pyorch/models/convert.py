@@ -220,13 +220,13 @@ def convert(
     check_target(target, force)
     needed = int(checkpoint.n_weights * OUTTYPES[outtype]) + _SLACK
     check_space(target.absolute().parent, needed, str(target))
-    with new_file(target, force) as partial, tempfile.TemporaryDirectory() as temp:
+    with new_file(target, force) as (partial, lock), tempfile.TemporaryDirectory() as temp:
         folder = _stage(checkpoint, Path(temp))
         # the converter reads {} in a name as places to fill
         name = partial.with_name(partial.name.replace("{", "{{").replace("}", "}}"))
         argv = [*python, str(scripts / convert_env.SCRIPT), str(folder)]
         argv += ["--outfile", str(name), "--outtype", outtype]
-        _run(checkpoint, argv, Path(temp), progress)
+        _run(checkpoint, argv, Path(temp), lock, progress)
         if partial.stat().st_size == 0:
             raise SparqError(f"{target}: the converter wrote nothing")
         return read_gguf(partial)
@@ -243,7 +243,9 @@ def _stage(checkpoint: Checkpoint, temp: Path) -> Path:
     return folder
 
 
-def _run(checkpoint: Checkpoint, argv: list[str], temp: Path, progress: Progress | None) -> None:
+def _run(
+    checkpoint: Checkpoint, argv: list[str], temp: Path, lock: int, progress: Progress | None
+) -> None:
     """Run the converter; its bar of what it writes goes to `progress`."""
     lines: deque[str] = deque(maxlen=400)
     done = 0
@@ -253,6 +255,7 @@ def _run(checkpoint: Checkpoint, argv: list[str], temp: Path, progress: Progress
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         env=convert_env.environment(temp / "hub"),
+        pass_fds=(lock,),
         start_new_session=True,  # Ctrl-C is for us alone: no traceback of its own
     )
     with child:

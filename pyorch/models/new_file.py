@@ -2,7 +2,7 @@
 
 It is written as `NAME.partial` in the same folder and renamed at the end. Whoever writes it holds a
 lock on it, so that what a killed run left behind is overwritten, and what another run is writing is
-not.
+not. A child process that writes is given the lock too: it may outlive a killed parent.
 """
 
 from __future__ import annotations
@@ -51,8 +51,10 @@ def check_space(folder: Path, n_bytes: int, what: str) -> None:
 
 
 @contextmanager
-def new_file(path: Path, force: bool = False) -> Iterator[Path]:
-    """Yield a temporary name to write to; it becomes `path` when the block ends without an error.
+def new_file(path: Path, force: bool = False) -> Iterator[tuple[Path, int]]:
+    """Yield a temporary name to write to and the descriptor of its lock, for `pass_fds`.
+
+    The file becomes `path` when the block ends without an error.
 
     Whatever ends the block otherwise, Ctrl-C too, deletes it; a killed process leaves
     `NAME.partial`, which the next run replaces.
@@ -76,7 +78,7 @@ def new_file(path: Path, force: bool = False) -> Iterator[Path]:
                 raise SparqError(f"{path}: another process has just written it", "try again")
             try:
                 os.truncate(lock, 0)
-                yield partial
+                yield partial, lock
                 check_target(path, force)
                 os.fsync(lock)
                 os.replace(partial, real)

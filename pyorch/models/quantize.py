@@ -104,8 +104,8 @@ def quantize(
     }
     plan = _run(job | {"target": None}, None)
     check_space(target.absolute().parent, plan["n_bytes"] + _SLACK, str(target))
-    with new_file(target, force) as partial:
-        done = _run(job | {"target": str(partial)}, progress)
+    with new_file(target, force) as (partial, lock):
+        done = _run(job | {"target": str(partial)}, progress, lock)
         if progress is not None:
             progress(len(before.tensors), len(before.tensors))
         after = read_gguf(partial)
@@ -121,13 +121,18 @@ def quantize(
     )
 
 
-def _run(job: dict[str, Any], progress: Progress | None) -> dict[str, Any]:
+def _run(job: dict[str, Any], progress: Progress | None, *locks: int) -> dict[str, Any]:
     """Do one job in a child process. It ends with us: its stdout is then closed."""
     argv = [sys.executable, "-m", "pyorch.models.quantize", json.dumps(job)]
     with (
         tempfile.TemporaryFile() as said,
         subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said, text=True
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+            pass_fds=locks,
         ) as child,
     ):
         assert child.stdout is not None

@@ -241,12 +241,16 @@ def test_a_killed_conversion(
     assert not out.exists()
     if how is signal.SIGINT:
         assert not partial.exists()
-    for process in ours:  # a killed parent leaves its converter behind
-        with pytest.MonkeyPatch.context():
-            if process.exists():
-                os.kill(int(process.name), signal.SIGKILL)
     monkeypatch.setenv("FAKE_DO", "")
-    convert.convert(convert.read_checkpoint(folder), out, python=[sys.executable], scripts=fake)
+    checkpoint = convert.read_checkpoint(folder)
+    if how is signal.SIGKILL:  # its converter is still there, and may write
+        with pytest.raises(SparqError, match="another process is writing"):
+            convert.convert(checkpoint, out, python=[sys.executable], scripts=fake)
+        (converter,) = ours
+        os.kill(int(converter.name), signal.SIGKILL)
+        while converter.exists():
+            time.sleep(0.01)
+    convert.convert(checkpoint, out, python=[sys.executable], scripts=fake)
     assert read_gguf(out).arch == "llama" and not partial.exists()
 
 
