@@ -148,7 +148,8 @@ def _make(
 def _size_of(said: str) -> tuple[str, int]:
     """What pip would download, in words, and bytes that it takes installed.
 
-    Sizes measured with torch 2.13 on Linux for x86; those with CUDA are what its packages add.
+    What the build without CUDA takes on disk was measured (torch 2.13, Linux, x86); the other sizes
+    are estimates.
     """
     found = re.findall(r"torch-([\w.]+(?:\+\w+)?)", said)
     version = found[-1] if found else ""

@@ -311,7 +311,7 @@ def test_flash_attention_off_is_refused_with_a_hint(model: GetModel) -> None:
 
 @pytest.mark.parametrize(("spec", "message", "hint"), [
     ("sparq,rank=33", "rank is above the head size of the model: 33 > 32", "at most 32"),
-    ("topk,k_layers=8:8", "k_layers has 2 entries for 4 layers", "one k per layer"),
+    ("topk,k_layers=8:8", "k_layers has 2 entries for 4 layers", "one for each layer"),
     ("sprq", "unknown method: sprq", "did you mean sparq"),
     ("sparq,rnk=3", "unknown key: rnk", "did you mean rank"),
     ("sparq,ratio=2", "ratio must be above 0 and at most 1: 2", "1/8"),
