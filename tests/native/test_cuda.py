@@ -19,6 +19,8 @@ TOOLKIT = cuda.Toolkit(
 def machine(monkeypatch: pytest.MonkeyPatch):
     """machine(devices, nvcc): what this one pretends to have."""
 
+    monkeypatch.delenv("SPARQ_CUDA", raising=False)  # `make test` sets it
+
     def pretend(*devices: cuda.Device, nvcc: str = "/opt/cuda/bin/nvcc") -> None:
         monkeypatch.setattr(cuda, "devices", lambda: (devices, "" if devices else "none here"))
         monkeypatch.setattr(cuda, "find_nvcc", lambda: nvcc)
