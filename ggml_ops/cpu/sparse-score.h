@@ -12,19 +12,6 @@ namespace sparse {
 
 // ---- order statistics ----
 
-static inline int count_ge(const float * x, int64_t n, float lim) {
-    const vf l = set1(lim);
-    int res = 0;
-    int64_t i = 0;
-    for (; i + W <= n; i += W) {
-        res += popcount(bits(ge(load(x + i), l)));
-    }
-    if (i < n) {
-        res += popcount(bits(ge(load_n(x + i, (int) (n - i)), l)) & ((1u << (n - i)) - 1));
-    }
-    return res;
-}
-
 // floats in the order of integers, and back
 static inline int64_t to_order(float x) {
     int32_t b;
