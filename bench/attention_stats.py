@@ -28,14 +28,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import click
+import commands
 import numpy as np
 import recall
 
-from pyorch import engine, native, paths
+from pyorch import engine, native
 from pyorch.bench import records
 from pyorch.bench.records import Record
-from pyorch.cli import fail
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
 from pyorch.evals.texts import read_texts
@@ -350,45 +349,17 @@ def agreement(rec: Record, choice: str, part: str, k: int = TOP) -> float:
     return float(np.array(rec["samples"]["agreement"][choice][part])[..., TOPS.index(k)].mean())
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--model", "-m", metavar="FILE", help="GGUF model.  [default: the demo model]")
-@click.option("--text", multiple=True, required=True, metavar="FILE|DIR", help="Unseen books.")
-@click.option(
-    "--positions", "-S", type=recall._Positions(), default="1024,2048,4096", show_default=True
-)
-@click.option("--contexts", "n", type=opt.Number(int, 2), default=30, show_default=True)
-@click.option("--queries", type=opt.Number(int, 1, recall.GROUP), default=8, show_default=True)
-@click.option("--threads", "-t", type=opt.THREADS, default=1, show_default=True)
-@click.option("--seed", type=opt.Number(int, 0), default=1, show_default=True)
-@click.option("--out", metavar="DIR", help="[default: bench/results/<kind of machine>]")
-@click.option("--force", is_flag=True, help="Measure again what is there already.")
-def command(**options: Any) -> None:
+@commands.measurement(*recall.SIZES)
+def command(model: Path, texts: list[Path], folder: Path, threads: int, **sizes: Any) -> None:
     """What attention of a model looks like: sparsity, tails of q, top-k agreement, spread of V."""
-    model = Path(options["model"] or paths.data("models") / "demo" / "demo.gguf")
-    folder = Path(options["out"]) if options["out"] else records.default_folder()
+    file = folder / "attention_stats.jsonl"
     with opt.progress_bar("attention") as progress:
-        found = run(
-            model,
-            [Path(t) for t in options["text"]],
-            folder / "attention_stats.jsonl",
-            progress,
-            positions=options["positions"],
-            n_context=options["n"],
-            n_query=options["queries"],
-            n_threads=options["threads"],
-            seed=options["seed"],
-            force=options["force"],
-        )
+        found = run(model, texts, file, progress, n_threads=threads, **sizes)
     table = markdown(found)
     (folder / "attention_stats.md").write_text(table + "\n", "utf-8")
     print(table)
-    opt.note(f"records: {folder / 'attention_stats.jsonl'}", "dim")
+    opt.note(f"records: {file}", "dim")
 
 
 if __name__ == "__main__":
-    try:
-        command(standalone_mode=False)
-    except SparqError as error:
-        fail(error.message, error.hint, error.exit_code)
-    except click.UsageError as error:
-        fail(error.format_message(), "--help", 2)
+    commands.main(command)

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import click
+import commands
 import watch
 
 from pyorch import engine, native
 from pyorch.bench import records, speed, state
 from pyorch.bench.records import Record
-from pyorch.cli import fail
 from pyorch.cli import options as opt
 from pyorch.cli.bench import Numbers
 from pyorch.errors import SparqError
@@ -108,7 +108,7 @@ def run(model: Path, cases: Sequence[Case], file: Path, *, force: bool = False) 
     return out
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(context_settings=commands.SETTINGS)
 @click.option("--model", "-m", metavar="FILE", help="[default: llama2-7b q8_0, synthetic]")
 @click.option("--layers", type=opt.Number(int, 1), default=4, show_default=True, help="Of it.")
 @click.option("-d", "--n-depth", type=Numbers(256), default="1024,4096,16384", show_default=True)
@@ -147,9 +147,4 @@ def shares(rec: Record) -> list[float]:
 
 
 if __name__ == "__main__":
-    try:
-        command(standalone_mode=False)
-    except SparqError as error:
-        fail(error.message, error.hint, error.exit_code)
-    except click.UsageError as error:
-        fail(error.format_message(), "--help", 2)
+    commands.main(command)

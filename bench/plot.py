@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import click
+import commands
 
 from pyorch.attention.spec import make_spec, parse_spec, ratio_text
 from pyorch.bench import records
@@ -34,7 +35,6 @@ from pyorch.bench.pictures import (  # noqa: F401  the figures have them from he
     positions_axis,
     write,
 )
-from pyorch.cli import fail
 from pyorch.errors import SparqError
 
 HERE = Path(__file__).parent
@@ -105,7 +105,7 @@ def caption(figure: ModuleType | Any, folder: Path) -> str:
     """Its text, and the machine of the last record."""
     if not figure.FILE:
         return figure.CAPTION
-    m = _lines(folder / figure.FILE)[-1]["env"]["machine"]
+    m = next(r["env"]["machine"] for r in reversed(_lines(folder / figure.FILE)) if "env" in r)
     return f"{figure.CAPTION} {m['cpu']}, {m['cores']} cores."
 
 
@@ -173,7 +173,7 @@ def make(figure: ModuleType | Any, folder: Path, out: Path, png: bool = False) -
 def main(*figures: ModuleType | Any) -> None:
     """The command line of the figures: draw those that have records, say what the others lack."""
 
-    @click.command(context_settings={"help_option_names": ["-h", "--help"]})
+    @click.command(context_settings=commands.SETTINGS)
     @click.option("--results", metavar="DIR", help="Records.  [default: bench/results/<machine>]")
     @click.option("--out", metavar="DIR", default=str(FIGURES), help="[default: bench/figures]")
     @click.option("--png", is_flag=True, help="A PNG as well.")
@@ -191,9 +191,4 @@ def main(*figures: ModuleType | Any) -> None:
         if missing:
             raise SparqError(f"{missing} of {len(figures)} figures not drawn", str(folder))
 
-    try:
-        command(standalone_mode=False)
-    except SparqError as error:
-        fail(error.message, error.hint, error.exit_code)
-    except click.UsageError as error:
-        fail(error.format_message(), "--help", 2)
+    commands.main(command)

@@ -32,15 +32,15 @@ from pathlib import Path
 from typing import Any
 
 import click
+import commands
 import numpy as np
 import watch
 
-from pyorch import engine, native, paths
+from pyorch import engine, native
 from pyorch.attention.bytes import GROUP, RUN, SHADOW_BYTES
 from pyorch.attention.spec import ratio_text
 from pyorch.bench import records
 from pyorch.bench.records import Record
-from pyorch.cli import fail
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
 from pyorch.evals.texts import read_texts
@@ -528,41 +528,23 @@ def _cell(row: Row | None) -> str:
     return f"{row.mass:.3f} ({row.rank}, {100 * row.scan:.0f} %)"
 
 
-class _Positions(click.ParamType):
-    name = "list"
+SIZES = (
+    click.option(
+        "--positions", "-S", type=commands.Positions(), default="1024,2048,4096", show_default=True
+    ),
+    click.option("--contexts", "n_context", type=opt.Number(int, 2), default=30, show_default=True),
+    click.option(
+        "--queries", "n_query", type=opt.Number(int, 1, GROUP), default=8, show_default=True
+    ),
+    click.option("--seed", type=opt.Number(int, 0), default=1, show_default=True),
+)
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> list[int]:
-        number = opt.Number(int, 256)
-        return [number.convert(part.strip(), param, ctx) for part in str(value).split(",")]
 
-
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--model", "-m", metavar="FILE", help="GGUF model.  [default: the demo model]")
-@click.option("--text", multiple=True, required=True, metavar="FILE|DIR", help="Unseen books.")
-@click.option("--positions", "-S", type=_Positions(), default="1024,2048,4096", show_default=True)
-@click.option("--contexts", "n", type=opt.Number(int, 2), default=30, show_default=True)
-@click.option("--queries", type=opt.Number(int, 1, GROUP), default=8, show_default=True)
-@click.option("--threads", "-t", type=opt.THREADS, default=1, show_default=True)
-@click.option("--seed", type=opt.Number(int, 0), default=1, show_default=True)
-@click.option("--out", metavar="DIR", help="[default: bench/results/<kind of machine>]")
-@click.option("--force", is_flag=True, help="Measure again what is there already.")
-def command(**options: Any) -> None:
+@commands.measurement(*SIZES)
+def command(model: Path, texts: list[Path], folder: Path, threads: int, **sizes: Any) -> None:
     """Attention caught per byte read: rank, type of the transposed K, and what is left for k."""
-    model = Path(options["model"] or paths.data("models") / "demo" / "demo.gguf")
-    folder = Path(options["out"]) if options["out"] else records.default_folder()
     with opt.progress_bar("recall") as progress:
-        found = run(
-            model,
-            [Path(t) for t in options["text"]],
-            folder / "recall.jsonl",
-            progress,
-            positions=options["positions"],
-            n_context=options["n"],
-            n_query=options["queries"],
-            n_threads=options["threads"],
-            seed=options["seed"],
-            force=options["force"],
-        )
+        found = run(model, texts, folder / "recall.jsonl", progress, n_threads=threads, **sizes)
     write_csv(found, folder / "recall.csv")
     table = markdown(found)
     (folder / "recall.md").write_text(table + "\n", "utf-8")
@@ -571,9 +553,4 @@ def command(**options: Any) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        command(standalone_mode=False)
-    except SparqError as error:
-        fail(error.message, error.hint, error.exit_code)
-    except click.UsageError as error:
-        fail(error.format_message(), "--help", 2)
+    commands.main(command)

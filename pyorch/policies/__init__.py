@@ -39,11 +39,12 @@ from pyorch.policies.low_rank import LowRank
 from pyorch.policies.oracle import Oracle
 from pyorch.policies.page_mean_std import PageMeanStd
 from pyorch.policies.quest import Quest
+from pyorch.policies.sparq_tau import SparQTau
 from pyorch.policies.streaming_llm import StreamingLLM
 from pyorch.policies.watch import SPEC, Counters, Watch
 
 _ALL = (
-    *(Oracle, FlexGen, LowRank, Quest, PageMeanStd),
+    *(Oracle, FlexGen, LowRank, SparQTau, Quest, PageMeanStd),
     *(LMInfinite, StreamingLLM, H2O, Keyformer, Alisa),
 )
 POLICIES: dict[str, type[Policy]] = {p.name: p for p in _ALL}

@@ -153,6 +153,25 @@ class Projected(Oracle):
         return sum(guess[p] for p in cells)
 
 
+class Components(Projected):
+    """Scores from the `rank` components of K in which |q| is largest, summed over the group."""
+
+    def __init__(self, *args, rank: int, tau: str, sinks: int) -> None:
+        Oracle.__init__(self, *args)
+        self.rank, self.tau, self.sinks = rank, tau, sinks
+
+    def guess(self, q, k, head: int) -> list[float]:
+        h, d = head // self.group, q.shape[1]
+        size = [sum(abs(float(q[i, c])) for i in self.heads_of(h)) for c in range(d)]
+        parts = sorted(range(d), key=lambda c: (-size[c], c))[: self.rank]
+        x, every = q[head].astype(float), k[:, h].astype(float)
+        kept = sum(abs(x[c]) for c in parts) / sum(abs(v) for v in x)
+        # the papers' temperatures, over the sqrt(d) that the scale stands for
+        tau = {"eq9": math.sqrt(d * kept), "sqrt-d": math.sqrt(d), "sqrt-r": math.sqrt(self.rank)}
+        factor = self.scale * math.sqrt(d) / tau[self.tau]
+        return softmax([sum(x[c] * row[c] for c in parts) * factor for row in every])
+
+
 class Pages(Oracle):
     """Whole pages of `page` positions by `score(q, keys of the page)`, and the token's own page.
 

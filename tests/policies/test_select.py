@@ -152,6 +152,8 @@ def oracle_of(
         case "low-rank":
             matrix = low_rank.projection(heads.n_head_kv, heads.d_k, policy.rank, (0, heads.index))
             return oracles.Projected(*base, matrix=matrix, sinks=4)
+        case "sparq-tau":
+            return oracles.Components(*base, rank=policy.rank, tau=policy.tau, sinks=4)
     raise KeyError(policy.name)
 
 
@@ -180,6 +182,9 @@ LINES = [
     "low-rank,k=9,rank=3",
     "low-rank,k=1,rank=5",
     "low-rank,k=30,rank=8",
+    "sparq-tau,k=9,rank=3",
+    "sparq-tau,k=1,rank=5,tau=sqrt-d",
+    "sparq-tau,k=30,rank=8,tau=sqrt-r",
 ]
 
 

@@ -24,6 +24,8 @@ METHODS = [
     "low-rank,k=20,rank=8",
     "oracle,k=20,mean_v=on",
     "low-rank,k=20,rank=8,mean_v=on",
+    "sparq-tau,k=20,rank=8,mean_v=on",
+    "sparq-tau,k=20,rank=8,tau=sqrt-r,mean_v=on",
     "quest,k=50",
     "page-mean-std,k=70",
     "lm-infinite,k=30",
@@ -73,6 +75,25 @@ def test_positions_read_are_the_oracle_s(demo: engine.Session, text: str, line: 
             assert read.cells == want or oracle.margin < 1e-3, f"layer {layer}"
             check_output(read, oracle, line)
             oracle.follow(read.cells)
+
+
+@pytest.mark.parametrize("mean_v", ["on", "off"])
+def test_sparq_tau_is_sparq(demo: engine.Session, text: str, mean_v: str) -> None:
+    """With eq. 9 it reads what the library's own SparQ reads, and says the same."""
+    tokens, found, said = tokens_of(demo, text), [], []
+    rule = f"k=20,rank=8,mean_v={mean_v}"
+    for line in (f"sparq,{rule},shadow=f16,min_ctx=0", f"sparq-tau,{rule}"):
+        policies.switch(demo, line)
+        reads = trace(demo)
+        try:
+            said.append(decode(demo, tokens))
+        finally:
+            untrace(demo)
+        found.append([read.cells for layer in reads.reads.values() for read in layer])
+    native, ours = found
+    assert len(native) == N_STEP * demo.geometry.n_layer
+    assert np.mean([a == b for a, b in zip(native, ours, strict=True)]) > 0.98
+    assert np.abs(said[0] - said[1]).max() < 0.02 * said[0].std()
 
 
 def check_output(read, oracle: oracles.Oracle, line: str) -> None:
@@ -128,7 +149,7 @@ def test_reading_all_is_dense(demo: engine.Session, text: str, name: str, n: int
     tokens = tokens_of(demo, text, n + N_STEP)
     policies.switch(demo, "dense")
     dense = decode(demo, tokens)
-    rank = ",rank=8" if name == "low-rank" else ""
+    rank = ",rank=8" if name in ("low-rank", "sparq-tau") else ""
     policies.switch(demo, f"{name},k=100000{rank}")
     got = decode(demo, tokens)
     assert (policies.counters(demo).no_room > 0) == (n > N_PROMPT)

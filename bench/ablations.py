@@ -1,0 +1,197 @@
+"""What SparQ's choices are worth, one at a time: its Fig. 7, on real decode steps.
+
+    python bench/ablations.py --text BOOKS [--model FILE]
+
+All methods on the same examples of two tasks of `sparq-cpp eval`: `fidelity` (KL to dense) and
+`repetition`. At equal bytes, or with the paper's own parameters r (rank) and k:
+
+    7a  the largest components of q against a random low-rank projection and against the oracle
+    7b  temperatures of the approximate softmax, which says how much the mean of V stands for
+    7c  r x k
+
+Answers are kept in `sparq-eval/ablations`, where an interrupted run goes on; the scores alone, in
+the files of `sparq-cpp eval pack`, with ablations.md, in `--out`. `make figures` draws them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import commands
+import plot
+
+from pyorch import policies
+from pyorch.cli import options as opt
+from pyorch.evals import find, series, table
+from pyorch.evals import run as evaluate
+from pyorch.evals.texts import read_texts
+
+EXACT = "min_ctx=0,min_k=1"
+RATIOS = ("1/2", "1/4", "1/8", "1/16", "1/32")
+SCANS = {
+    "oracle": "oracle",
+    "SparQ f16": f"sparq,shadow=f16,{EXACT}",
+    "SparQ q4": f"sparq,{EXACT}",
+    "low-rank": "low-rank",
+}
+CONFIGS = ((16, 128), (8, 64), (4, 32))  # r, k
+TAUS = {
+    "eq. 9": "mean_v=on",
+    "sqrt(d)": "mean_v=on,tau=sqrt-d",
+    "sqrt(r)": "mean_v=on,tau=sqrt-r",
+    "no mean of V": "mean_v=off",
+}
+RANKS, KS = (4, 8, 16, 32), (16, 32, 64, 128, 256, 512)
+TASKS = {"fidelity": 2048, "repetition": 2336}  # positions
+RAW = Path("sparq-eval") / "ablations"
+
+NAME = "ablations"
+FILE = "ablations/fidelity.jsonl"
+TITLE = "SparQ's choices, one at a time (SparQ Fig. 7)"
+CAPTION = (
+    "Demo model (heads of 64), unseen books; bars and bands are 95 % intervals. Above: KL to dense "
+    "attention, 2,048 positions; below: characters recited, 2,336. Left: what finds the positions, "
+    "by bytes. Middle: the temperature of the approximate softmax. Right: r x k, transposed K in "
+    "q4; points of a line are k; diamonds: k = 128, the paper's recipe."
+)
+NEEDS = "python bench/ablations.py --text BOOKS"
+_COLOURS = {
+    **dict(zip(SCANS, (plot.PAPER, plot.OURS_2, plot.OURS, "#ae3ec9"), strict=True)),
+    **dict(zip(TAUS, (plot.OURS, plot.OURS_2, plot.OURS_3, plot.PAPER), strict=True)),
+}
+_LINES = (plot.OURS_3, plot.OURS, plot.OURS_2, plot.STOCK)  # of RANKS
+
+
+def points() -> list[tuple[str, str, str, str]]:
+    """Each as (panel, line, point, spec)."""
+    out = [("", "dense", "", "off")]
+    out += [("a", n, r, f"{spec},ratio={r}") for n, spec in SCANS.items() for r in RATIOS]
+    out += [
+        ("b", name, f"r={r} k={k}", f"sparq-tau,rank={r},k={k},{more}")
+        for name, more in TAUS.items()
+        for r, k in CONFIGS
+    ]
+    out += [
+        ("c", f"r = {r}", str(k), f"sparq,rank={r},topk={k},{EXACT}") for r in RANKS for k in KS
+    ]
+    return [(*where, str(policies.parse(spec))) for *where, spec in out]
+
+
+@commands.measurement(
+    click.option(
+        "--fidelity", type=opt.Number(int, 0), default=20, help="Examples.  [default: 20]"
+    ),
+    click.option("--repetition", type=opt.Number(int, 0), default=100, show_default=True),
+)
+def command(
+    model: Path, texts: list[Path], folder: Path, threads: int, force: bool, **n: int
+) -> None:
+    """SparQ's choices, one at a time: selection, temperature, rank and k."""
+    for task, ctx in TASKS.items():
+        if n[task]:
+            plan = evaluate.Plan(
+                model=model,
+                tasks=find([task]),
+                methods=[spec for *_, spec in points()],
+                n=n[task],
+                setup={"ctx": ctx, "texts": read_texts(texts)},
+                n_threads=threads,
+            )
+            with opt.progress_bar("making the examples") as making, opt.progress_bar(task) as bar:
+                evaluate.run(plan, RAW, making, bar, force=force)
+    found = series.read_folder(RAW, list(TASKS))
+    to = folder / "ablations"
+    for file in to.glob("*.jsonl"):
+        file.unlink()
+    series.pack(found, to)
+    text = table.markdown(found)
+    (folder / "ablations.md").write_text(text + "\n", "utf-8")
+    print(text)
+    opt.note(f"records: {to}", "dim")
+
+
+# ---- figure ----
+
+
+def data(folder: Path) -> list[plot.Row]:
+    files = [folder / "ablations" / f"{task}.jsonl" for task in TASKS]
+    found = [s for file in files for s in series.read(file)]
+    plot.need(found, "ablations", NEEDS)
+    out: list[plot.Row] = []
+    for group in series.by_setting(found):
+        rows = {r.method: r for r in table.rows(group)}
+        for panel, line, point, spec in points():
+            if r := rows.get(spec):
+                out.append({"task": r.task, "panel": panel, "line": line, "point": point, "n": r.n,
+                            "share": r.share_of_dense, "score": r.score, "low": r.score_low,
+                            "high": r.score_high, "spec": spec})  # fmt: skip
+    return out
+
+
+def draw(rows: Sequence[plot.Row]) -> Any:
+    tasks = [t for t in TASKS if any(r["task"] == t for r in rows)]
+    figure, axes = plot.panels(3, len(tasks), width=3.9, height=3.2)
+    for i, task in enumerate(tasks):
+        here = [r for r in rows if r["task"] == task]
+        dense = next(r for r in here if r["line"] == "dense")
+        left, middle, right = axes[3 * i : 3 * i + 3]
+        for ax in (left, middle, right):
+            if task == "fidelity":
+                plot.decades(ax, [x for r in here if r["panel"] for x in (r["low"], r["high"])])
+                ax.set_ylabel("KL to dense (nats)")
+            else:
+                ax.axhline(dense["score"], color=plot.PAPER, linewidth=1, linestyle="--")
+                ax.axhspan(dense["low"], dense["high"], color=plot.PAPER, alpha=0.12)
+                ax.set(ylabel="characters recited", ylim=(0, None))
+        ends = [_line(left, here, "a", name, _COLOURS[name]) for name in SCANS]
+        ranks = [f"r = {r}" for r in RANKS]
+        grid = [_line(right, here, "c", name, c) for name, c in zip(ranks, _LINES, strict=True)]
+        for r in here:
+            if r["panel"] == "c" and r["point"] == "128":
+                colour = _LINES[ranks.index(r["line"])]
+                right.plot(100 * r["share"], r["score"], "D", color=colour, markersize=8,
+                           markerfacecolor="none")  # fmt: skip
+        _temperatures(middle, here)
+        for ax, title in ((left, "what finds the positions"), (right, "rank x k")):
+            ax.set(xscale="log", xlabel="bytes, % of dense", title=title)
+            ticks = [3, 6, 12, 25, 50]
+            ax.set_xticks(ticks, map(str, ticks))
+            ax.set_xticks([], minor=True)
+        figure.canvas.draw()
+        plot.label_ends(left, ends)
+        plot.label_ends(right, grid)
+    return figure
+
+
+def _line(
+    ax: Any, rows: Sequence[plot.Row], panel: str, name: str, colour: str
+) -> tuple[str, float, float, str]:
+    """Draws it; returns its right end, for `label_ends`."""
+    line = [r for r in rows if (r["panel"], r["line"]) == (panel, name)]
+    line.sort(key=lambda r: r["share"])
+    x, y = [100 * r["share"] for r in line], [r["score"] for r in line]
+    ax.plot(x, y, "o-", color=colour)
+    low, high = [r["low"] for r in line], [r["high"] for r in line]
+    ax.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
+    return name, x[-1], y[-1], colour
+
+
+def _temperatures(ax: Any, rows: Sequence[plot.Row]) -> None:
+    """A group of points for each configuration."""
+    here = [r for r in rows if r["panel"] == "b"]
+    groups = list(dict.fromkeys(r["point"] for r in here))
+    for j, name in enumerate(TAUS):
+        line = [r for r in here if r["line"] == name]
+        x = [groups.index(r["point"]) + (j - 1.5) / 6 for r in line]
+        bars = [[r["score"] - r["low"] for r in line], [r["high"] - r["score"] for r in line]]
+        ax.errorbar(x, [r["score"] for r in line], bars, fmt="o", color=_COLOURS[name], label=name)
+    ax.set_xticks(range(len(groups)), groups)
+    ax.set(xlim=(-0.5, len(groups) - 0.5), title="temperature of the scores")
+    ax.legend(frameon=False, fontsize=8)
+
+
+if __name__ == "__main__":
+    commands.main(command)

@@ -1,0 +1,66 @@
+"""What the command lines of the measurements share: options, and errors in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pyorch import paths
+from pyorch.bench import records
+from pyorch.cli import fail
+from pyorch.cli import options as opt
+from pyorch.errors import SparqError
+
+SETTINGS = {"help_option_names": ["-h", "--help"]}
+_OPTIONS = (
+    click.option("--model", "-m", metavar="FILE", help="GGUF model.  [default: the demo model]"),
+    click.option("--text", multiple=True, required=True, metavar="FILE|DIR", help="Unseen books."),
+    click.option("--threads", "-t", type=opt.THREADS, default=1, show_default=True),
+    click.option("--out", metavar="DIR", help="[default: bench/results/<kind of machine>]"),
+    click.option("--force", is_flag=True, help="Measure again what is there already."),
+)
+
+
+def measurement(*own: Any) -> Callable[[Callable[..., Any]], click.Command]:
+    """A command with the options of all measurements of a model over books, and its own.
+
+    It is called with `model`, `texts` and `folder` as paths; all else as click has it.
+    """
+
+    def decorate(body: Callable[..., Any]) -> click.Command:
+        def command(model: str, text: tuple[str, ...], out: str, **options: Any) -> None:
+            body(
+                model=Path(model or paths.data("models") / "demo" / "demo.gguf"),
+                texts=[Path(t) for t in text],
+                folder=Path(out) if out else records.default_folder(),
+                **options,
+            )
+
+        for option in reversed((*_OPTIONS, *own)):
+            command = option(command)
+        return click.command(context_settings=SETTINGS, help=body.__doc__)(command)
+
+    return decorate
+
+
+class Positions(click.ParamType):
+    """1024,2048: numbers of positions."""
+
+    name = "list"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> list[int]:
+        number = opt.Number(int, 256)
+        return [number.convert(part.strip(), param, ctx) for part in str(value).split(",")]
+
+
+def main(command: click.Command) -> None:
+    """Run it; a mistake is one line and a hint."""
+    try:
+        command(standalone_mode=False)
+    except SparqError as error:
+        fail(error.message, error.hint, error.exit_code)
+    except click.UsageError as error:
+        fail(error.format_message(), "--help", 2)

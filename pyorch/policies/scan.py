@@ -1,0 +1,78 @@
+"""A scan of a few numbers of every position, then rows of K and V of the best ones, as SparQ does.
+
+What SparQ's ablations compare (arXiv 2312.04985, section 5.4): the numbers and the temperature
+differ, the bytes do not. The newest k/4 and the first 4 positions are always in, as for `sparq`.
+Shared KV heads: softmaxed scores summed over the group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pyorch.errors import SparqError
+from pyorch.policies.base import (
+    Heads,
+    Selector,
+    Step,
+    WithMeanV,
+    at,
+    group_scores,
+    softmax,
+    top_rows,
+)
+
+
+@dataclass(frozen=True)
+class Scan(WithMeanV):
+    """rank: f16 numbers of a position; None: half of the bytes, but at most d_k/4 of them."""
+
+    rank: int | None = None
+    sinks: int = 4
+
+    def check(self) -> None:
+        super().check()
+        if self.rank is None and self.ratio is None:
+            raise SparqError(
+                f"{self.name}: k needs a rank", f"{self.name},k=128,rank=8", exit_code=2
+            )
+        if (self.rank is not None and self.rank < 1) or self.sinks < 0:
+            raise SparqError(f"{self.name}: rank is at least 1, sinks 0", exit_code=2)
+
+    def rank_of(self, heads: Heads) -> int:
+        if self.rank is not None:
+            return min(self.rank, heads.d_k)
+        assert self.ratio is not None
+        return min(max(round(self.ratio * heads.row / 4), 1), max(heads.d_k // 4, 1))
+
+    def fixed_bytes(self, n_pos: int, heads: Heads) -> float:
+        return n_pos * self.rank_of(heads) * 2 + super().fixed_bytes(n_pos, heads)
+
+
+@dataclass
+class ScanSelector(Selector):
+    policy: Scan
+    heads: Heads
+
+    def scores(self, step: Step) -> np.ndarray:
+        """Approximate logits (n_head_kv, group, n_pos)."""
+        raise NotImplementedError
+
+    def select(self, step: Step) -> np.ndarray:
+        scores = self.scores(step)
+        k = self.policy.k_at(step.n_pos, self.heads)
+        positions = select(scores, k, self.policy.sinks)
+        if self.policy.uses_mean_v(self.heads):
+            self.alpha = at(softmax(scores), positions).sum(axis=2)
+        return positions
+
+
+def select(logits: np.ndarray, k: int, sinks: int) -> np.ndarray:
+    """(n_head_kv, group, n) to (n_head_kv, min(k, n)): newest k/4, first `sinks`, best others."""
+    n = logits.shape[2]
+    local = max(min(k, n) // 4, 1)
+    scores = group_scores(logits).copy()
+    scores[:, n - local :] = np.inf
+    scores[:, : min(sinks, max(k - local, 0))] = np.inf
+    return top_rows(scores, k)
