@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from functools import partial
 
-from pyorch.errors import SparqError
-from pyorch.evals.decode import Decoder
-from pyorch.evals.task import Example, Outcome, Setup, Task, largest, share_found
+from pyorch.evals import ruler
+from pyorch.evals.task import Example, Setup, Task
 
 ASK = (
     "Extract the value corresponding to the specified key in the JSON object below.\n\n"
@@ -36,23 +36,11 @@ def examples(setup: Setup) -> Iterator[Example]:
             data = "{" + ",\n ".join(f'"{k}": "{v}"' for k, v in pairs[:n]) + "}"
             return setup.prompt(ASK.format(data=data, key=pairs[int(place * n)][0]), CUE)
 
-        n = largest(2, len(pairs), lambda n: len(prompt(n)), setup.ctx - max_tokens)
-        if n < 2:
-            need = len(prompt(2)) + max_tokens
-            raise SparqError(
-                f"key_value: two pairs take {need} positions, --ctx is {setup.ctx}",
-                f"--ctx {-(-need // 64) * 64} or more",
-                exit_code=2,
-            )
+        n = ruler.largest(setup, "key_value: two pairs", (2, len(pairs)), prompt, max_tokens)
         at = int(place * n)
         about = {"pairs": n, "depth": round(at / (n - 1), 3)}
         yield Example(str(i), prompt(n), max_tokens, (pairs[at][1],), about=about)
         i += 1
-
-
-def score(decoder: Decoder, example: Example) -> Outcome:
-    said = decoder.answer(example, stop=("\n",)).decode("utf-8", errors="replace")
-    return Outcome(share_found(said, example.answers), said)
 
 
 TASKS = (
@@ -61,7 +49,7 @@ TASKS = (
         "the value of one of many random keys",
         "found",
         examples,
-        score,
+        partial(ruler.score, stop=("\n",)),
         options=("chat",),
         proportion=True,
         percent=True,

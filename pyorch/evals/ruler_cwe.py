@@ -12,9 +12,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pyorch.errors import SparqError
-from pyorch.evals.decode import Decoder
-from pyorch.evals.task import Example, Outcome, Setup, Task, largest, share_found
+from pyorch.evals import ruler
+from pyorch.evals.task import Example, Setup
 from pyorch.evals.texts import ADJECTIVES, NOUNS
 
 ASK = (
@@ -61,33 +60,10 @@ def examples(setup: Setup) -> Iterator[Example]:
             context = _list(words[:n], often, seldom, setup.rng(i, n))
             return setup.prompt(shot + ASK.format(context=context), CUE)
 
-        room = setup.ctx - MAX_TOKENS
-        n = largest(COMMON + 1, setup.ctx // 2, lambda n: len(prompt(n)), room)
-        if n <= COMMON:
-            need = len(prompt(COMMON + 1)) + MAX_TOKENS
-            raise SparqError(
-                f"cwe: the shortest list takes {need} positions, --ctx is {setup.ctx}",
-                f"--ctx {-(-need // 64) * 64} or more",
-                exit_code=2,
-            )
+        sizes = COMMON + 1, setup.ctx // 2
+        n = ruler.largest(setup, "cwe: the shortest lists", sizes, prompt, MAX_TOKENS)
         yield Example(str(i), prompt(n), MAX_TOKENS, tuple(words[:COMMON]))
         i += 1
 
 
-def score(decoder: Decoder, example: Example) -> Outcome:
-    said = decoder.answer(example).decode("utf-8", errors="replace")
-    return Outcome(share_found(said, example.answers), said)
-
-
-TASKS = (
-    Task(
-        "cwe",
-        "RULER: the ten most common words of a list",
-        "share of the words found",
-        examples,
-        score,
-        family="ruler",
-        options=("chat",),
-        percent=True,
-    ),
-)
+TASKS = (ruler.task("cwe", "the ten most common words of a list", "words", examples),)

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pyorch.errors import SparqError
-from pyorch.evals.decode import Decoder
-from pyorch.evals.task import Example, Outcome, Setup, Task, largest, share_found
+from pyorch.evals import ruler
+from pyorch.evals.task import Example, Setup
 
 ASK = (
     "Read the following coded text and track the frequency of each coded word. Find the three most "
@@ -45,32 +44,10 @@ def examples(setup: Setup) -> Iterator[Example]:
             setup.rng(i, n).shuffle(words)
             return setup.prompt(ASK.format(context=" ".join(words)), CUE)
 
-        n = largest(FEWEST, setup.ctx, lambda n: len(prompt(n)), setup.ctx - MAX_TOKENS)
-        if n < FEWEST:
-            need = len(prompt(FEWEST)) + MAX_TOKENS
-            raise SparqError(
-                f"fwe: the shortest text takes {need} positions, --ctx is {setup.ctx}",
-                f"--ctx {-(-need // 64) * 64} or more",
-                exit_code=2,
-            )
+        sizes = FEWEST, setup.ctx
+        n = ruler.largest(setup, "fwe: the shortest texts", sizes, prompt, MAX_TOKENS)
         yield Example(str(i), prompt(n), MAX_TOKENS, tuple(vocabulary[1:4]))
         i += 1
 
 
-def score(decoder: Decoder, example: Example) -> Outcome:
-    said = decoder.answer(example).decode("utf-8", errors="replace")
-    return Outcome(share_found(said, example.answers), said)
-
-
-TASKS = (
-    Task(
-        "fwe",
-        "RULER: the three most frequent of made-up words",
-        "share of the words found",
-        examples,
-        score,
-        family="ruler",
-        options=("chat",),
-        percent=True,
-    ),
-)
+TASKS = (ruler.task("fwe", "the three most frequent of made-up words", "words", examples),)

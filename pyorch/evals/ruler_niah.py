@@ -15,9 +15,8 @@ from functools import partial
 
 import numpy as np
 
-from pyorch.errors import SparqError
-from pyorch.evals.decode import Decoder
-from pyorch.evals.task import Example, Outcome, Setup, Task, largest, share_found
+from pyorch.evals import ruler
+from pyorch.evals.task import Example, Setup
 from pyorch.evals.texts import ADJECTIVES, NOUNS, haystack
 
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
@@ -102,16 +101,8 @@ def _example(v: Variant, setup: Setup, i: int) -> Example:
     def prompt(n: int) -> list[int]:
         return setup.prompt(ask.format(kind=kind, context=hay(n), query=query), cue)
 
-    n = largest(len(needles), most, lambda n: len(prompt(n)), setup.ctx - MAX_TOKENS)
-    if n < len(needles):
-        # other lengths draw other sentences, longer ones maybe
-        need = -(-(len(prompt(len(needles))) + MAX_TOKENS + 64) // 256) * 256
-        raise SparqError(
-            f"niah_{v.name}: question and answer alone take up to {need} positions, "
-            f"--ctx is {setup.ctx}",
-            f"--ctx {need} or more",
-            exit_code=2,
-        )
+    what = f"niah_{v.name}: question and answer alone"
+    n = ruler.largest(setup, what, (len(needles), most), prompt, MAX_TOKENS)
     answers = tuple(x for j in asked for x in values[j])
     return Example(str(i), prompt(n), MAX_TOKENS, answers)
 
@@ -140,23 +131,13 @@ def _haystack(
     return text_of, len(sentences)
 
 
-def score(decoder: Decoder, example: Example) -> Outcome:
-    said = decoder.answer(example).decode("utf-8", errors="replace")
-    return Outcome(share_found(said, example.answers), said)
-
-
 TASKS = tuple(
-    Task(
+    ruler.task(
         f"niah_{v.name}",
-        f"RULER: {v.n_queries * v.n_values} of {max(v.n_keys, 1) * v.n_values} "
-        f"{v.values} in {v.haystack}",
-        "share of the values found",
+        f"{v.n_queries * v.n_values} of {max(v.n_keys, 1) * v.n_values} {v.values} in {v.haystack}",
+        "values",
         partial(examples, v),
-        score,
-        family="ruler",
-        options=("chat",),
-        proportion=v.n_queries * v.n_values == 1,
-        percent=True,
+        single=v.n_queries * v.n_values == 1,
     )
     for v in VARIANTS
 )

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pyorch.errors import SparqError
-from pyorch.evals.decode import Decoder
+from pyorch.evals import ruler
 from pyorch.evals.ruler_niah import NOISE
-from pyorch.evals.task import Example, Outcome, Setup, Task, largest, share_found
+from pyorch.evals.task import Example, Setup
 
 ASK = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
@@ -64,32 +63,10 @@ def examples(setup: Setup) -> Iterator[Example]:
                 shot + ASK.format(context=_text(lines, places, n), value=value), cue
             )
 
-        n = largest(1, setup.ctx // 8, lambda n: len(prompt(n)), setup.ctx - MAX_TOKENS)
-        if n < 1:
-            need = len(prompt(1)) + MAX_TOKENS
-            raise SparqError(
-                f"vt: question and answer alone take {need} positions, --ctx is {setup.ctx}",
-                f"--ctx {-(-need // 64) * 64} or more",
-                exit_code=2,
-            )
+        sizes = 1, setup.ctx // 8
+        n = ruler.largest(setup, "vt: question and answer alone", sizes, prompt, MAX_TOKENS)
         yield Example(str(i), prompt(n), MAX_TOKENS, tuple(names))
         i += 1
 
 
-def score(decoder: Decoder, example: Example) -> Outcome:
-    said = decoder.answer(example).decode("utf-8", errors="replace")
-    return Outcome(share_found(said, example.answers), said)
-
-
-TASKS = (
-    Task(
-        "vt",
-        "RULER: follow a chain of five variables",
-        "share of the variables found",
-        examples,
-        score,
-        family="ruler",
-        options=("chat",),
-        percent=True,
-    ),
-)
+TASKS = (ruler.task("vt", "follow a chain of five variables", "variables", examples),)

@@ -138,18 +138,3 @@ class Task:
     higher: bool = True
     data: str = ""
     reference: bool = False
-
-
-def share_found(said: str, answers: Sequence[str]) -> float:
-    """RULER's string_match_all: the share of the answers that occur, whatever their case."""
-    return sum(a.lower() in said.lower() for a in answers) / len(answers)
-
-
-def largest(low: int, high: int, size: Callable[[int], int], room: int) -> int:
-    """The largest n in [low, high] with size(n) <= room, or `low` - 1. `size` grows with n."""
-    if size(low) > room:
-        return low - 1
-    while low < high:
-        mid = (low + high + 1) // 2
-        low, high = (mid, high) if size(mid) <= room else (low, mid - 1)
-    return low
