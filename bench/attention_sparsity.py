@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import attention_stats as stats
 import numpy as np
 import plot
+
+from pyorch.bench import records
 
 NAME = "attention_sparsity"
 FILE = "attention_stats.jsonl"
@@ -25,7 +26,7 @@ _COLOURS = (plot.OURS, plot.OURS_2, plot.OURS_3, plot.STOCK, plot.STOCK_2, plot.
 
 def records_of(folder: Path, task: str = TASK) -> list[plot.Row]:
     """Those of one kind of text, by length."""
-    recs = [r for r in stats.records.load(folder / FILE).values() if r["case"]["task"] == task]
+    recs = [r for r in records.load(folder / FILE).values() if r["case"]["task"] == task]
     plot.need(recs, f"attention over {task}", NEEDS)
     return sorted(recs, key=lambda r: r["case"]["n_pos"])
 

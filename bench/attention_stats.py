@@ -22,9 +22,8 @@ Writes attention_stats.jsonl and attention_stats.md; `make figures` draws them.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,8 @@ import commands
 import numpy as np
 import recall
 
-from pyorch import engine, native
-from pyorch.bench import records
 from pyorch.bench.records import Record
 from pyorch.cli import options as opt
-from pyorch.errors import SparqError
-from pyorch.evals.texts import read_texts
 
 BENCH = "attention_stats"
 TOP, TOP_ALPHA = 32, 128  # positions of Fig. 4a and of Fig. 4f
@@ -240,78 +235,19 @@ class Samples:
         }
 
 
-def sweep(
-    session: engine.Session,
-    books: Sequence[str],
-    case: Case,
-    n_threads: int,
-    progress: Callable[[int], None],
-) -> dict[str, Any]:
-    """The samples of one record."""
-    samples = Samples(case.n_query, case.seed)
-    capture = recall.Capture(session, case.n_pos, n_threads)
-    try:
-        texts = recall.contexts(session, books, case.n_pos, case.task, case.seed)
-        for i in range(case.n_context):
-            samples.add(capture.layers(next(texts)))
-            progress(i + 1)
-    finally:
-        capture.watched.close()
-    return samples.record()
-
-
 # ---- records ----
 
 
-def run(
-    model: Path,
-    texts: Sequence[Path],
-    file: Path,
-    progress: Callable[[int, int], None],
-    *,
-    positions: Sequence[int],
-    n_context: int,
-    n_query: int = 8,
-    n_threads: int = 1,
-    seed: int = 1,
-    force: bool = False,
-) -> list[Record]:
-    """Measure what `file` lacks, add it there, return all records of these cases.
+def run(*args: Any, **options: Any) -> list[Record]:
+    """Measure what a file lacks, as `recall.measured` has the arguments; all of its records."""
+    return recall.measured(BENCH, Case, _samples, *args, **options)
 
-    Raises:
-        SparqError: a text that is too short, a model whose attention is not modelled.
-    """
-    for n_pos in positions:
-        if n_pos % recall.GROUP or n_pos < 4 * recall.GROUP:
-            raise SparqError(f"{n_pos} positions: a multiple of {recall.GROUP}, 256 or more")
-    os.environ.pop("SPARQ_ATTN", None)
-    env = records.environment({"sparq": native.lib_dir()})
-    stamp = env["stamps"]["sparq"]
-    books = read_texts(texts)
-    hashes = {"model": records.file_hash(model), "text": recall._hash(books)}
-    sizes = {"n_context": n_context, "n_query": n_query, "seed": seed}
-    cases = [Case(**hashes, n_pos=n, task=t, **sizes) for n in positions for t in recall.TASKS]
-    done = {} if force else records.load(file)
-    total, spent, out = sum(c.n_pos * n_context for c in cases), 0, []
-    with engine.load(model, n_ctx=256, n_threads=n_threads) as session:
-        for case in cases:
-            key = records.key(BENCH, asdict(case), stamp)
-            if key not in done:
-                samples = sweep(
-                    session,
-                    books,
-                    case,
-                    n_threads,
-                    lambda n, a=spent, c=case: progress(a + n * c.n_pos, total),
-                )
-                about = {"model_name": model.name, "head_dim": session.geometry.head_dim_k}
-                done[key] = records.record(
-                    BENCH, asdict(case), stamp, samples=samples, env=env, **about
-                )
-                records.append(file, done[key])
-            spent += case.n_pos * n_context
-            out.append(done[key])
-    return out
+
+def _samples(contexts: Iterator[list[recall.Heads]], case: Case) -> dict[str, Any]:
+    samples = Samples(case.n_query, case.seed)
+    for layers in contexts:
+        samples.add(layers)
+    return samples.record()
 
 
 def markdown(recs: Sequence[Record]) -> str:

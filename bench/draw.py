@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ablations
 import attention_sparsity
 import budgets
 import end_to_end
@@ -26,7 +25,6 @@ FIGURES = (
     attention_sparsity,
     query_tails,
     topk_agreement,
-    ablations,
 )
 
 if __name__ == "__main__":

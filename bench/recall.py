@@ -26,7 +26,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -312,15 +312,36 @@ def run(
     file: Path,
     progress: Callable[[int, int], None],
     *,
+    ratios: Sequence[float] = RATIOS,
+    **options: Any,
+) -> list[Record]:
+    """Measure what `file` lacks, add it there, return all records: `measured` has the options."""
+    more = {"ratios": tuple(ratios)}
+    return measured(BENCH, Case, _samples, model, texts, file, progress, more=more, **options)
+
+
+def measured(
+    bench: str,
+    case_of: Callable[..., Any],
+    samples_of: Callable[[Iterator[list[Heads]], Any], Any],
+    model: Path,
+    texts: Sequence[Path],
+    file: Path,
+    progress: Callable[[int, int], None],
+    *,
     positions: Sequence[int],
     n_context: int,
     n_query: int = 8,
     n_threads: int = 1,
     seed: int = 1,
-    ratios: Sequence[float] = RATIOS,
     force: bool = False,
+    more: Mapping[str, Any] | None = None,
 ) -> list[Record]:
-    """Measure what `file` lacks, add it there, return all records of this sweep.
+    """A record for each length and kind of text that `file` lacks; all of them.
+
+    Args:
+        case_of: makes a record's case of these sizes and `more`.
+        samples_of: what is recorded of a case, from the layers of each of its contexts.
 
     Raises:
         SparqError: a text that is too short, a model whose attention is not modelled.
@@ -332,53 +353,51 @@ def run(
     env = records.environment({"sparq": native.lib_dir()})
     stamp = env["stamps"]["sparq"]
     books = read_texts(texts)
-    hashes = {"model": records.file_hash(model), "text": _hash(books)}
+    text = hashlib.sha256("\0".join(books).encode()).hexdigest()[:16]
+    sizes = {"model": records.file_hash(model), "text": text, "n_context": n_context}
+    sizes |= {"n_query": n_query, "seed": seed, **(more or {})}
+    cases = [case_of(**sizes, n_pos=n, task=t) for n in positions for t in TASKS]
     done = {} if force else records.load(file)
-    sizes = {"n_context": n_context, "n_query": n_query, "ratios": tuple(ratios), "seed": seed}
-    cases = [Case(**hashes, n_pos=n, task=t, **sizes) for n in positions for t in TASKS]
-    total = sum(c.n_pos * n_context for c in cases)
-    spent = 0
+    total, spent = sum(c.n_pos * n_context for c in cases), 0
     with engine.load(model, n_ctx=256, n_threads=n_threads) as session:
+        about = {"model_name": model.name, "head_dim": session.geometry.head_dim_k}
         for case in cases:
-            key = records.key(BENCH, asdict(case), stamp)
+            key = records.key(bench, asdict(case), stamp)
             if key not in done:
-                samples = _sweep(
-                    session,
-                    books,
-                    case,
-                    n_threads,
-                    lambda n, a=spent, c=case: progress(a + n * c.n_pos, total),
+                step = lambda n, a=spent, c=case: progress(a + n * c.n_pos, total)  # noqa: E731
+                samples = samples_of(_layers(session, books, case, n_threads, step), case)
+                done[key] = records.record(
+                    bench, asdict(case), stamp, samples=samples, env=env, **about
                 )
-                about = {"model_name": model.name, "head_dim": session.geometry.head_dim_k}
-                rec = records.record(BENCH, asdict(case), stamp, samples=samples, env=env, **about)
-                records.append(file, rec)
-                done[key] = rec
+                records.append(file, done[key])
             spent += case.n_pos * n_context
-    return [done[records.key(BENCH, asdict(c), stamp)] for c in cases]
+    return [done[records.key(bench, asdict(c), stamp)] for c in cases]
 
 
-def _hash(books: Sequence[str]) -> str:
-    return hashlib.sha256("\0".join(books).encode()).hexdigest()[:16]
-
-
-def _sweep(
+def _layers(
     session: engine.Session,
     books: Sequence[str],
-    case: Case,
+    case: Any,
     n_threads: int,
     progress: Callable[[int], None],
-) -> list[dict[str, Any]]:
-    todo = configs(case.n_pos, session.geometry.head_dim_k, case.ratios)
+) -> Iterator[list[Heads]]:
+    """Of each of the contexts of a case."""
     capture = Capture(session, case.n_pos, n_threads)
-    results = []
     try:
         texts = contexts(session, books, case.n_pos, case.task, case.seed)
         for i in range(case.n_context):
-            layers = capture.layers(next(texts))
-            results.append(np.stack([measure(h, case.n_query, todo) for h in layers], axis=1))
+            yield capture.layers(next(texts))
             progress(i + 1)
     finally:
         capture.watched.close()
+
+
+def _samples(found_layers: Iterator[list[Heads]], case: Case) -> list[dict[str, Any]]:
+    todo: list[dict[str, Any]] = []
+    results = []
+    for layers in found_layers:
+        todo = todo or configs(case.n_pos, layers[0].k.shape[2], case.ratios)
+        results.append(np.stack([measure(h, case.n_query, todo) for h in layers], axis=1))
     found = np.stack(results)  # (n_context, n_config, n_layer, n_head_kv, 5)
     out = []
     for i, c in enumerate(todo):

@@ -14,6 +14,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
+import ablations
 import attention_stats
 import budgets
 import draw
@@ -28,6 +29,7 @@ import time_in_attention
 
 from pyorch.bench import attention, pictures, records, speed
 from pyorch.errors import SparqError
+from pyorch.evals import series
 
 BENCH = Path(__file__).parents[2] / "bench"
 ENV = {
@@ -147,7 +149,34 @@ def full(tmp_path: Path) -> Path:
         )
         records.append(tmp_path / "attention_stats.jsonl", rec)
     add_budgets(tmp_path)
+    add_ablations(tmp_path)
     return tmp_path
+
+
+def add_ablations(folder: Path) -> None:
+    """The score falls with each method in turn; each reads an eighth of the bytes."""
+    counters = {"steps": 1, "bytes_read": 1, "bytes_dense": 8, "calls_sparse": 1}
+    model = {"name": "demo.gguf", "hash": "m"}
+    about = {"type_k": "f16", "type_v": "f16", "threads": 1, "model": model}
+    for task, ctx in ablations.TASKS.items():
+        case = {"task": task, "ctx": ctx, **about}
+        found = [
+            series.Series(task, case, ENV, spec, WOBBLE / (i + 1), np.ones(8), counters, [{}] * 8)
+            for i, (*_, spec) in enumerate(ablations.points())
+        ]
+        series.pack(found, folder / "ablations")
+
+
+def test_ablations_are_of_valid_methods_each_once(tmp_path: Path) -> None:
+    specs = [spec for *_, spec in ablations.points()]
+    assert len(specs) == len(set(specs)) == 1 + 4 * 5 + 4 * 3 + 4 * 6
+    add_ablations(tmp_path)
+    rows = ablations.data(tmp_path)
+    assert [r["spec"] for r in rows] == 2 * specs
+    assert rows[0]["share"] == 1 and rows[1]["share"] == 1 / 8
+    assert [r["score"] for r in rows[:3]] == pytest.approx([1, 1 / 2, 1 / 3], rel=1e-5)
+    pairs = {(r["line"], r["point"]) for r in rows if r["panel"] == "b"}
+    assert len(pairs) == len(ablations.TAUS) * len(ablations.CONFIGS)
 
 
 def add_budgets(folder: Path) -> None:
