@@ -10,6 +10,7 @@ import microbenchmark
 import plot
 import query_tails
 import recall_per_byte
+import repetition
 import roofline
 import time_in_attention
 import topk_agreement
@@ -25,6 +26,7 @@ FIGURES = (
     attention_sparsity,
     query_tails,
     topk_agreement,
+    repetition,
 )
 
 if __name__ == "__main__":

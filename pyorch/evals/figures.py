@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from pyorch.attention.spec import ratio_text
 from pyorch.bench import pictures
 from pyorch.errors import SparqError
 from pyorch.evals import stats, table, tasks
@@ -77,9 +78,9 @@ def curves(groups: Sequence[Sequence[Series]]) -> tuple[Any, list[pictures.Row],
     drawn: dict[str, Any] = {}
     for i, rows in enumerate(data):
         left, right = axes[2 * i : 2 * i + 2]
-        drawn |= _panel(left, rows, looks, "bytes_per_token")
-        drawn |= _panel(right, rows, looks, "tokens_per_s")
-        left.set_xlabel("KB of K and V read per token")
+        drawn |= _panel(left, rows, looks, lambda r: 100 * r.share_of_dense)
+        drawn |= _panel(right, rows, looks, lambda r: r.tokens_per_s)
+        left.set_xlabel("bytes of K and V read per token, % of dense")
         right.set_xlabel("decoded tokens per second")
         left.set_title(f"{rows[0].task}, up to {rows[0].ctx} positions")
     figure.legend(drawn.values(), drawn, loc="outside lower center", ncols=4, frameon=False)
@@ -92,18 +93,23 @@ def curves(groups: Sequence[Sequence[Series]]) -> tuple[Any, list[pictures.Row],
 
 
 def _panel(
-    ax: Any, rows: Sequence[table.Row], looks: dict[str, tuple[str, str]], x_of: str
+    ax: Any,
+    rows: Sequence[table.Row],
+    looks: dict[str, tuple[str, str]],
+    x: Callable[[table.Row], float],
 ) -> dict[str, Any]:
     """Draws one panel; returns what was drawn, by name."""
     task = tasks()[rows[0].task]
     factor = 100 if task.percent else 1
 
-    def x(r: table.Row) -> float:
-        return r.bytes_per_token / 1e3 if x_of == "bytes_per_token" else r.tokens_per_s
-
     base = rows[0]
-    ax.axhline(factor * base.score, color=pictures.PAPER, linestyle="--", linewidth=1)
-    ax.axhspan(factor * base.score_low, factor * base.score_high, color=pictures.PAPER, alpha=0.12)
+    far = [r for r in rows if r.score_low > 0]
+    if task.reference and far:  # a distance from dense, from small to very large
+        pictures.decades(ax, [y for r in far for y in (r.score_low, r.score_high)])
+    else:
+        low, y, high = (factor * v for v in (base.score_low, base.score, base.score_high))
+        ax.axhline(y, color=pictures.PAPER, linestyle="--", linewidth=1)
+        ax.axhspan(low, high, color=pictures.PAPER, alpha=0.12)
     drawn = {}
     for name, (colour, mark) in looks.items():
         line = [r for r in rows if table.line_of(r.method) == name and not math.isnan(x(r))]
@@ -122,8 +128,10 @@ def _panel(
     at = [x(r) for r in rows if not math.isnan(x(r))]
     ax.set_xscale("log", base=2)
     if at:
-        ticks = [2.0**k for k in range(-4, 31) if min(at) / 1.3 <= 2.0**k <= max(at) * 1.3]
-        ax.set_xticks(ticks, [f"{t:g}" for t in ticks])
+        unit = 100 if max(at) < 125 else 1000  # %, or tokens
+        ticks = [unit * 2.0**k for k in range(-10, 10)]
+        ticks = [t for t in ticks if min(at) / 1.1 <= t <= max(at) * 1.1]
+        ax.set_xticks(ticks, [f"{t:.3g}" if t < 20 else f"{t:.0f}" for t in ticks])
     ax.set_xticks([], minor=True)
     ax.set_ylabel(task.metric + (", %" if task.percent else ""))
     return drawn
@@ -133,39 +141,50 @@ def _panel(
 
 
 def heatmaps(group: Sequence[Series]) -> tuple[Any, list[pictures.Row], str]:
-    """(figure, numbers, title): a panel per method, depth over length, share found."""
-    n = min(6, len(group))
-    figure, axes = pictures.panels(n, -(-len(group) // n), width=2.7, height=2.5)
+    """(figure, numbers, title): a row per method, a panel per ratio: depth over length."""
+    lines: dict[str, list[Series]] = {}
+    for s in sorted(group, key=lambda s: -table.ratio_of(s.method)):
+        lines.setdefault(table.line_of(s.method), []).append(s)
+    order = list(dict.fromkeys(table.line_of(s.method) for s in group))
+    n = max(map(len, lines.values()))
+    figure, axes = pictures.panels(n, len(order), width=2.4, height=1.15)
     rows: list[pictures.Row] = []
-    for ax, s in itertools.zip_longest(axes, group):
-        if s is None:
-            ax.set_axis_off()
-            continue
-        cells: dict[tuple[int, float], list[float]] = {}
-        for about, score in zip(s.about, s.scores, strict=True):
-            cells.setdefault((about["length"], about["depth"]), []).append(score)
-        lengths, depths = (sorted({c[i] for c in cells}) for i in (0, 1))
-        grid = np.full((len(depths), len(lengths)), np.nan)
-        for (length, depth), found in cells.items():
-            grid[depths.index(depth), lengths.index(length)] = np.mean(found)
-            rows.append(
-                {
-                    "method": s.method,
-                    "length": length,
-                    "depth": depth,
-                    "found": float(np.mean(found)),
-                    "n": len(found),
-                }
-            )
-        ax.imshow(grid, cmap="RdYlBu", vmin=0, vmax=1, aspect="auto")
-        ax.grid(False)
-        ax.set_xticks(range(len(lengths)), lengths, rotation=45, fontsize=7)
-        some = range(0, len(depths), max(len(depths) // 5, 1))
-        ax.set_yticks(some, [f"{depths[i]:.0%}" for i in some], fontsize=7)
-        low, high = stats.wilson(float(s.scores.sum()), len(s.scores))
-        ax.set_title(
-            f"{table.plain(s.method)}\n{s.scores.mean():.0%} ({low:.0%}-{high:.0%})", fontsize=8
-        )
-    axes[0].set_ylabel("depth of the needle", fontsize=8)
-    axes[0].set_xlabel("positions", fontsize=8)
+    for i, name in enumerate(order):
+        panels = axes[n * i : n * (i + 1)]
+        below = len(lines[order[i + 1]]) if i + 1 < len(order) else 0
+        for j, (ax, s) in enumerate(itertools.zip_longest(panels, lines[name])):
+            if s is None:
+                ax.set_axis_off()
+            else:
+                rows += _heatmap(ax, s)
+                if j < below:
+                    ax.set_xticklabels([])
+        panels[0].set_ylabel(name, fontsize=8, fontweight="bold")
+    figure.supxlabel("positions", fontsize=8)
+    figure.supylabel("method; depth of the needle", fontsize=8)
     return figure, rows, "Needle in a haystack: share found by depth and length"
+
+
+def _heatmap(ax: Any, s: Series) -> list[pictures.Row]:
+    """Draws one panel; returns its numbers."""
+    cells: dict[tuple[int, float], list[float]] = {}
+    for about, score in zip(s.about, s.scores, strict=True):
+        cells.setdefault((about["length"], about["depth"]), []).append(score)
+    lengths, depths = (sorted({c[i] for c in cells}) for i in (0, 1))
+    grid = np.full((len(depths), len(lengths)), np.nan)
+    for (length, depth), found in cells.items():
+        grid[depths.index(depth), lengths.index(length)] = np.mean(found)
+    ax.imshow(grid, cmap="RdYlBu", vmin=0, vmax=1, aspect="auto")
+    ax.grid(False)
+    ax.set_xticks(range(len(lengths)), lengths, rotation=45, fontsize=6)
+    some = range(0, len(depths), max(len(depths) // 2, 1))
+    ax.set_yticks(some, [f"{depths[i]:.0%}" for i in some], fontsize=6)
+    low, high = stats.wilson(float(s.scores.sum()), len(s.scores))
+    ratio = table.ratio_of(s.method)
+    head = f"{ratio_text(ratio)}: " if ratio else ""
+    ax.set_title(f"{head}{s.scores.mean():.0%} ({low:.0%}-{high:.0%})", fontsize=8)
+    return [
+        {"method": s.method, "length": length, "depth": depth, "found": float(np.mean(found)),
+         "n": len(found)}
+        for (length, depth), found in cells.items()
+    ]  # fmt: skip

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
-from pyorch.attention.spec import parse_ratio, ratio_text
+from pyorch.attention.spec import ratio_text
 from pyorch.evals import tasks
 from pyorch.evals.series import Series, by_setting
-from pyorch.evals.table import Row, line_of, rows
-
-_RATIO = re.compile(r",ratio=([^,]+)")
+from pyorch.evals.table import Row, line_of, ratio_of, rows
 
 
 def markdown(found: Sequence[Series]) -> str:
     """Ratios that only one method was run at, and settings with one method, are left out."""
     groups = [rows(g) for g in by_setting(found) if len(g) > 1]
-    ratios = {r: set() for g in groups for r in map(_ratio, g) if r}
+    lines_at: dict[float, set[str]] = {}
     for row in (row for g in groups for row in g):
-        if _ratio(row):
-            ratios[_ratio(row)].add(line_of(row.method))
-    shown = sorted((r for r, lines in ratios.items() if len(lines) > 1), reverse=True)
-    lines = dict.fromkeys(line_of(r.method) for g in groups for r in g if _ratio(r) in shown)
+        lines_at.setdefault(ratio_of(row.method), set()).add(line_of(row.method))
+    shown = sorted((r for r, n in lines_at.items() if r and len(n) > 1), reverse=True)
+    lines = dict.fromkeys(
+        line_of(r.method) for g in groups for r in g if ratio_of(r.method) in shown
+    )
     head, dense = ["method"], ["`off`, dense"]
     body = {line: [f"`{line}`"] for line in lines}
     for g in groups:
-        by_key = {(line_of(row.method), _ratio(row)): row for row in g}
+        by_key = {(line_of(row.method), ratio_of(row.method)): row for row in g}
         for ratio in shown:
             head.append(f"{g[0].task} {ratio_text(ratio)}")
             dense.append(_cell(g[0], plain=True))
@@ -35,12 +33,6 @@ def markdown(found: Sequence[Series]) -> str:
     out = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
     out += ["| " + " | ".join(cells) + " |" for cells in (dense, *body.values())]
     return "\n".join([*out, "", _about(groups)])
-
-
-def _ratio(row: Row) -> float:
-    """The ratio that was asked for; 0: none."""
-    m = _RATIO.search(row.method)
-    return parse_ratio(m[1]) if m else 0.0
 
 
 def _cell(row: Row, plain: bool = False) -> str:
@@ -67,7 +59,7 @@ def _about(groups: Sequence[Sequence[Row]]) -> str:
     over: dict[str, list[float]] = {}
     for row in (row for g in groups for row in g):
         # SparQ's last positions, not sealed yet, come on top of its ratio
-        if _ratio(row) and row.share_of_dense > _ratio(row) + 0.05:
+        if ratio_of(row.method) and row.share_of_dense > ratio_of(row.method) + 0.05:
             over.setdefault(line_of(row.method), []).append(100 * row.share_of_dense)
     for line, shares in over.items():
         text += f" `{line}` reads {min(shares):.0f} to {max(shares):.0f} % of dense's bytes"

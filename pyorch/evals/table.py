@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pyorch import policies
-from pyorch.attention.spec import AttentionSpec
+from pyorch.attention.spec import AttentionSpec, parse_ratio
 from pyorch.evals import stats, tasks
 from pyorch.evals.series import Series, by_setting
 
@@ -110,6 +110,12 @@ def line_of(method: str) -> str:
     head, *rest = method.split(",")
     drop = ("ratio=", *BOUNDS.split(","))
     return ",".join([head, *(part for part in rest if not part.startswith(drop))])
+
+
+def ratio_of(method: str) -> float:
+    """The ratio that was asked for; 0: none."""
+    found = [part for part in method.split(",") if part.startswith("ratio=")]
+    return parse_ratio(found[0].removeprefix("ratio=")) if found else 0.0
 
 
 def markdown(found: Sequence[Series]) -> str:

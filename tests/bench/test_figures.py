@@ -24,6 +24,7 @@ import microbenchmark
 import node_times
 import plot
 import recall
+import repetition
 import roofline
 import time_in_attention
 
@@ -150,6 +151,7 @@ def full(tmp_path: Path) -> Path:
         records.append(tmp_path / "attention_stats.jsonl", rec)
     add_budgets(tmp_path)
     add_ablations(tmp_path)
+    add_repetition(tmp_path)
     return tmp_path
 
 
@@ -165,6 +167,31 @@ def add_ablations(folder: Path) -> None:
             for i, (*_, spec) in enumerate(ablations.points())
         ]
         series.pack(found, folder / "ablations")
+
+
+def add_repetition(folder: Path) -> None:
+    """SparQ recites all that dense does, the others a tenth of it."""
+    counters = {"steps": 1, "bytes_read": 1, "bytes_dense": 8, "calls_sparse": 1}
+    case = {"task": "repetition", "model": {"name": "m"}, "ctx": 2336}
+    scores = {"off": 1, "sparq,ratio=1/8": 1, "h2o,ratio=1/8": 0.1, "lm-infinite,ratio=1/8": 0.1}
+    found = [
+        series.Series("s", case, ENV, spec, 100 * x * WOBBLE, np.ones(8), counters, [{}] * 8)
+        for spec, x in scores.items()
+    ]
+    series.pack(found, folder / "eval")
+
+
+def test_repetition_is_a_share_of_what_dense_recites(tmp_path: Path) -> None:
+    add_repetition(tmp_path)
+    ours = [r for r in repetition.data(tmp_path) if r["model"] == "m"]
+    assert {r["method"]: r["y"] for r in ours} == pytest.approx(
+        {"SparQ": 100, "H2O": 10, "LM-Infinite": 10}
+    )
+    assert all(r["x"] == 12.5 and r["low"] == pytest.approx(r["high"]) for r in ours)
+    n = len(repetition.MODELS) * len(repetition.METHODS) * 2
+    assert len(repetition.data(tmp_path)) == 3 + n
+    low, high = repetition.share(np.array([0, 200.0] * 4), np.full(8, 100.0))[1:]
+    assert 20 < low < 70 and 130 < high < 180
 
 
 def test_ablations_are_of_valid_methods_each_once(tmp_path: Path) -> None:

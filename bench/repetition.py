@@ -1,0 +1,89 @@
+"""Repetition beside the paper's: SparQ's Table 2, as shares of what dense attention recites."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plot
+
+from pyorch.evals import series, table
+
+NAME = "repetition"
+FILE = "eval/repetition.jsonl"
+TITLE = "Repetition at equal bytes, beside SparQ's Table 2"
+CAPTION = (
+    "Lines: the demo model, with 95 % bootstrap intervals over the passages. "
+    "Rings: the paper's Llama 2 13B, Llama 3 8B, Mistral 7B, Gemma 7B and Pythia 6.9B."
+)
+NEEDS = "sparq-cpp eval repetition, then sparq-cpp eval pack: docs/evals.md"
+N_BOOT = 2_000
+MODELS = ("Llama 2 13B", "Llama 3 8B", "Mistral 7B", "Gemma 7B", "Pythia 6.9B")
+METHODS = {
+    "SparQ": ("sparq", plot.OURS),
+    "LM-Infinite": ("lm-infinite", "#ae3ec9"),
+    "H2O": ("h2o", plot.OURS_2),
+}
+
+
+def data(folder: Path) -> list[plot.Row]:
+    found = series.read(folder / FILE)
+    plot.need(found, "repetition", NEEDS)
+    base, *others = series.by_setting(found)[-1]
+    out: list[plot.Row] = []
+    for name, (line, _) in METHODS.items():
+        for s in others:
+            if table.line_of(s.method) == line:
+                y, low, high = share(s.scores, base.scores)
+                out.append({"method": name, "model": s.case["model"]["name"],
+                            "x": 100 * s.bytes_per_token / s.bytes_dense, "y": y, "low": low,
+                            "high": high, "n": len(s.scores)})  # fmt: skip
+        for model in MODELS:
+            for x, y in plot.paper(NAME, f"{name}: {model}"):
+                out.append({"method": name, "model": model, "x": x, "y": y})
+    return out
+
+
+def share(scores: np.ndarray, dense: np.ndarray) -> tuple[float, float, float]:
+    """Of the same passages, in %: mean over dense's mean, and its 95 % bootstrap interval."""
+    n = min(len(scores), len(dense))
+    draws = np.random.default_rng(0).integers(0, n, (N_BOOT, n))
+    found = 100 * scores[draws].mean(1) / dense[draws].mean(1)
+    low, high = np.percentile(found, (2.5, 97.5))
+    return 100 * float(scores[:n].mean() / dense[:n].mean()), float(low), float(high)
+
+
+def draw(rows: Sequence[plot.Row]) -> Any:
+    figure, (ax,) = plot.panels()
+    ends = []
+    for name, (_, colour) in METHODS.items():
+        here = [r for r in rows if r["method"] == name]
+        theirs = [r for r in here if r["model"] in MODELS]
+        ours = sorted((r for r in here if r not in theirs), key=lambda r: r["x"])
+        x, y = [r["x"] for r in ours], [r["y"] for r in ours]
+        bars = [[r["y"] - r["low"] for r in ours], [r["high"] - r["y"] for r in ours]]
+        ax.errorbar(x, y, bars, fmt="o-", color=colour, elinewidth=1)
+        ax.plot([r["x"] for r in theirs], [r["y"] for r in theirs], "o", color=colour,
+                markerfacecolor="none", markersize=7)  # fmt: skip
+        ends.append((name, x[-1], y[-1], colour))
+    ax.plot([], [], "o", color=plot.PAPER, markerfacecolor="none", markersize=7,
+            label="the paper's five models")  # fmt: skip
+    ax.legend(frameon=False, fontsize=8, loc="center")
+    ax.axhline(100, color=plot.PAPER, linewidth=1, linestyle="--")
+    ax.set_xscale("log", base=2)
+    ticks = [6.25, 12.5, 25, 50]
+    ax.set_xticks(ticks, [f"{t:g}" for t in ticks])
+    ax.set_xticks([], minor=True)
+    ax.set(ylim=(0, None), xlabel="bytes of K and V read, % of dense")
+    ax.set(ylabel="characters recited, % of dense", title="Repetition")
+    figure.canvas.draw()
+    plot.label_ends(ax, ends)
+    return figure
+
+
+if __name__ == "__main__":
+    import repetition as this
+
+    plot.main(this)
