@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 import sys
+from typing import Any, NoReturn
 
 import click
 
@@ -62,9 +65,18 @@ def cli(ctx: click.Context) -> None:
 
 
 def main() -> None:
-    """Entry point: our errors become two lines on stderr, never a traceback."""
+    """Entry point of `sparq-cpp`."""
+    run(cli, prog_name="sparq-cpp")
+
+
+def run(command: click.Command, **options: Any) -> NoReturn:
+    """Run a command; what goes wrong becomes two lines on stderr and an exit code."""
+    for i, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # closed: no file of ours may take its number
+            setattr(sys, name, open(os.devnull, "w" if i else "r"))  # noqa: SIM115
     try:
-        status = cli(prog_name="sparq-cpp", standalone_mode=False)
+        status = command(standalone_mode=False, **options)
+        sys.stdout.flush()
         sys.exit(status if isinstance(status, int) else 0)
     except SparqError as error:
         fail(error.message, error.hint, error.exit_code)
@@ -78,12 +90,17 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort):
         print("interrupted", file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:  # the reader of our output went away
-        sys.stderr.close()
-        sys.exit(1)
+    except OSError as error:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  what is left is not tried again
+        if isinstance(error, BrokenPipeError):  # the reader of our output went away
+            sys.exit(1)
+        where = f"{error.filename}: " if error.filename else ""
+        full = error.errno == errno.ENOSPC
+        hint = "make room, or write elsewhere" if full else "is it there, and may you use it?"
+        fail(f"{where}{error.strerror or error}", hint, 1)
 
 
-def fail(message: str, hint: str, exit_code: int) -> None:
+def fail(message: str, hint: str, exit_code: int) -> NoReturn:
     """Print an error in the one form that this program has, and exit."""
     click.secho("error: ", fg="red", bold=True, nl=False, err=True)
     click.echo(message, err=True)

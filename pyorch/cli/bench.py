@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,9 @@ out_option = click.option(
 readme_option = click.option(
     "--update-readme", metavar="FILE", help="Put the table between this file's marks for it."
 )
+spec_option = partial(
+    click.option, "--attention", "-a", "--spec", "spec", multiple=True, metavar="SPEC"
+)
 force_option = click.option("--force", is_flag=True, help="Measure again what is there already.")
 
 
@@ -125,7 +129,7 @@ force_option = click.option("--force", is_flag=True, help="Measure again what is
 @several("--ratio", of=opt.Ratio(), default="1/8", text="Share of dense attention's bytes.")
 @several("--shadow-type", of=opt.Name(*SHADOWS), text="Type of the transposed K.")
 @several("--budget", of=opt.Name(*BUDGETS), text="k over the layers.")
-@click.option("--spec", multiple=True, help="In place of these four: a whole line, all settings.")
+@spec_option(help="In place of these four: all settings as one line.")
 @click.option("--numa", type=opt.Name("distribute", "isolate", "numactl"), help="As llama-bench.")
 @click.option("--prefill", is_flag=True, help="Read the positions before for real.")
 @click.option("--attn-only", is_flag=True, help="Time attention by itself.")
@@ -141,14 +145,16 @@ def command(ctx: click.Context, **options: Any) -> None:
 
     Fails when our dense attention differs from stock's, or when a sparse row did not run sparse.
     """
+    given = _given(ctx)
     if ctx.invoked_subcommand is not None:
+        _refuse(ctx, given, f"stands before {ctx.invoked_subcommand}", "put it behind")
         return
     from pyorch.engine import usable_cores
 
     options["threads"] = options["threads"] or [usable_cores()]
     opt.note_if_busy()
     if options["attn_only"]:
-        _attention(ctx, options)
+        _attention(ctx, given, options)
     else:
         _speed(options)
 
@@ -198,19 +204,24 @@ def _speed(options: dict[str, Any]) -> None:
     file.with_suffix(".md").write_text(output.markdown(every) + "\n", "utf-8")
 
 
-def _attention(ctx: click.Context, options: dict[str, Any]) -> None:
+def _given(ctx: click.Context) -> set[str]:
+    """The options that do not have their default."""
+    default = click.core.ParameterSource.DEFAULT
+    return {name for name in ctx.params if ctx.get_parameter_source(name) is not default}
+
+
+def _refuse(ctx: click.Context, names: set[str], why: str, hint: str) -> None:
+    for param in ctx.command.params:
+        if param.name in names:
+            raise SparqError(f"{max(param.opts, key=len)} {why}", hint, exit_code=2)
+
+
+def _attention(ctx: click.Context, given: set[str], options: dict[str, Any]) -> None:
     from pyorch.bench import attention
 
-    default = click.core.ParameterSource.DEFAULT
-    given = {name for name in options if ctx.get_parameter_source(name) is not default}
-    for name in ("models", "quant", "n_prompt", "n_gen", "flash_attn", "numa", "prefill"):
-        if name in given:
-            param = next(p for p in ctx.command.params if p.name == name)
-            raise SparqError(
-                f"{max(param.opts, key=len)} has no meaning with --attn-only",
-                "--like chooses the heads, -d the positions, -r the turns of five tokens",
-                exit_code=2,
-            )
+    foreign = {"models", "quant", "n_prompt", "n_gen", "flash_attn", "numa", "prefill"}
+    hint = "--like chooses the heads, -d the positions, -r the turns of five tokens"
+    _refuse(ctx, given & foreign, "has no meaning with --attn-only", hint)
     ours = given & {"method", "ratio", "shadow_type", "budget", "spec"}
     plan = attention.Plan(
         like=options["like"] or attention.LIKE,
@@ -236,12 +247,14 @@ def _attention(ctx: click.Context, options: dict[str, Any]) -> None:
 
 
 @command.command("growth")
+@click.option("--model", "-m", metavar="FILE|SPEC", help="In place of --like.")
+@opt.yes_option
 @click.option("--like", metavar="NAME", default="llama2-7b", show_default=True)
 @click.option("--layers", type=opt.Number(int, 1), default=2, show_default=True)
 @click.option("--quant", type=opt.Name(*QUANTS), default="q8_0", show_default=True)
 @several("-d", "--n-depth", of=Numbers(), default="4096,8192,16384-32768+8192")
 @click.option("--threads", "-t", type=opt.Number(int, 1), help="[default: all cores]")
-@click.option("--spec", multiple=True, default=["sparq,ratio=1/8"], show_default=True)
+@spec_option(default=["sparq,ratio=1/8"], show_default=True)
 @click.option("-n", "--n-gen", type=opt.Number(int, 1), default=8, show_default=True)
 @click.option("-r", "--repetitions", type=opt.Number(int, 1), default=5, show_default=True)
 @out_option
@@ -257,6 +270,7 @@ def growth(**options: Any) -> None:
     opt.note_if_busy()
     file = _file(options, "speed.jsonl")
     plan = Plan(
+        models=[opt.model_file(options)] if options["model"] else [],
         like=[options["like"]],
         n_layer=options["layers"],
         quant=options["quant"],
@@ -314,7 +328,9 @@ def update_marked(file: Path, name: str, text: str) -> None:
         before, found, rest = old.partition(begin)
         _, found_end, after = rest.partition(end)
         if not (found and found_end):
-            raise SparqError(f"{file}: no {begin} ... {end} to put the table in")
+            hint = "put both lines where the table shall be"
+            raise SparqError(f"{file}: no {begin} ... {end} to put the table in", hint)
         file.write_text(f"{before}{begin}\n{text}\n{end}{after}", "utf-8")
     except OSError as e:
-        raise SparqError(f"{file}: {e.strerror or e}") from None
+        hint = "--update-readme takes a file with such marks"
+        raise SparqError(f"{file}: {e.strerror or e}", hint) from None

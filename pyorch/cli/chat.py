@@ -6,13 +6,14 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from pyorch import paths
 from pyorch.attention.spec import AttentionSpec, make_spec, parse_ratio, parse_spec
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
@@ -22,12 +23,14 @@ if TYPE_CHECKING:
     from pyorch.engine import Sampling, Session
 
 HELP = """\
+/read FILE    put a text before the next message
 /stats        speed and attention of the last reply
 /ratio 1/4    sparse attention from the next reply on
 /dense        exact attention from the next reply on
+/clear        begin a new conversation
 /save FILE    write the conversation; --resume FILE goes on from it
 /exit         leave (also Ctrl-D)
-Ctrl-C stops a reply; pressed again, the program"""
+Ctrl-C stops a reply; pressed again, the program. Arrow up: earlier messages"""
 
 REPLY_ROOM = 64  # positions kept free for a reply when old messages are dropped
 
@@ -42,7 +45,9 @@ class Chat:
     sampling: Sampling
     max_tokens: int | None
     as_json: bool
+    interactive: bool
     messages: list[dict[str, str]] = field(default_factory=list)
+    text: str = ""  # of /read, for the next message
     summary: dict[str, Any] | None = None  # of the last reply
     told: str = ""  # why attention is dense, said once
 
@@ -84,17 +89,18 @@ def command(**options: Any) -> None:
             sampling,
             options["tokens"],
             options["as_json"],
+            sys.stdin.isatty(),
             messages,
         )
-        _loop(chat, interactive=sys.stdin.isatty())
+        _loop(chat)
 
 
-def _loop(chat: Chat, interactive: bool) -> None:
-    if interactive:
+def _loop(chat: Chat) -> None:
+    if chat.interactive:
         opt.note(
             f"{chat.session.path.name}, attention {chat.spec}. /help lists the commands", "dim"
         )
-    for line in _lines(interactive):
+    for line in _typed() if chat.interactive else _piped():
         try:
             if line.startswith("/"):
                 if not _run_command(chat, line):
@@ -102,23 +108,29 @@ def _loop(chat: Chat, interactive: bool) -> None:
             else:
                 _reply(chat, line)
         except SparqError as error:
-            if not interactive:
+            if not chat.interactive:
                 raise
             opt.note(f"error: {error.message}", "red")
             if error.hint:
                 opt.note(f"hint: {error.hint}", "yellow")
 
 
-def _lines(interactive: bool) -> Iterator[str]:
+def _piped() -> Iterator[str]:
     """Messages and commands, blank lines left out."""
-    if not interactive:
-        for raw in sys.stdin.buffer:
-            line = raw.decode("utf-8", errors="replace").strip()
-            if line:
-                yield line
-        return
-    import readline  # noqa: F401  line editing and history for input()
+    for raw in sys.stdin.buffer:
+        if line := raw.decode("utf-8", errors="replace").strip():
+            yield line
 
+
+def _typed() -> Iterator[str]:
+    """The same from a terminal, with line editing and history, which is kept in the cache."""
+    with suppress(ImportError):  # some builds of Python lack it
+        import readline
+
+        history = paths.cache() / "chat_history"
+        with suppress(OSError):
+            readline.read_history_file(history)
+        readline.set_history_length(1000)
     while True:
         try:
             line = input("> ").strip()
@@ -130,6 +142,9 @@ def _lines(interactive: bool) -> Iterator[str]:
             opt.note("/exit or Ctrl-D leaves", "dim")
             continue
         if line:
+            with suppress(OSError, NameError):
+                history.parent.mkdir(parents=True, exist_ok=True)
+                readline.write_history_file(history)
             yield line
 
 
@@ -141,8 +156,13 @@ def _run_command(chat: Chat, line: str) -> bool:
         return False
     if name == "/help":
         opt.note(HELP)
+    elif name == "/read":
+        _read(chat, rest)
     elif name == "/stats":
         _print_stats(chat)
+    elif name == "/clear":
+        chat.messages = [m for m in chat.messages if m["role"] == "system"]
+        chat.text = ""
     elif name == "/dense":
         _set_attention(chat, AttentionSpec("dense"))
     elif name == "/ratio":
@@ -176,14 +196,37 @@ def _print_stats(chat: Chat) -> None:
     opt.note(opt.summary_line(chat.summary) if chat.summary else "no reply yet")
 
 
-def _save(chat: Chat, name: str) -> None:
+def _read(chat: Chat, name: str) -> None:
+    from pyorch import engine
+
+    try:
+        text = _path("/read", name).read_text(encoding="utf-8", errors="replace")
+    except OSError as e:
+        raise SparqError(f"{name}: {e.strerror or e}", "/read FILE") from None
+    n = len(engine.tokenize(chat.session, text, add_special=False))
+    n_ctx = chat.session.n_ctx
+    if n + REPLY_ROOM > n_ctx:
+        raise SparqError(f"{name} has {n} tokens, but the context has {n_ctx} positions", _LONGER)
+    chat.text = f"{text}\n\n"
+    opt.note(f"{name}: {n} tokens, before your next message", "dim")
+
+
+_LONGER = "leave, and come back with a larger --ctx (up to the model's training context)"
+
+
+def _path(command: str, name: str) -> Path:
     if not name:
-        raise SparqError("/save needs a file name", "/save chat.json", exit_code=2)
+        raise SparqError(f"{command} needs a file name", f"{command} FILE", exit_code=2)
+    return Path(name).expanduser()
+
+
+def _save(chat: Chat, name: str) -> None:
+    path = _path("/save", name)
     try:
         text = json.dumps({"messages": chat.messages}, indent=2, ensure_ascii=False)
-        Path(name).write_text(text + "\n", encoding="utf-8")
+        path.write_text(text + "\n", encoding="utf-8")
     except OSError as e:
-        raise SparqError(f"{name}: {e.strerror or e}") from None
+        raise SparqError(f"{name}: {e.strerror or e}", "/save FILE, where you may write") from None
     opt.note(f"{len(chat.messages)} messages written to {name}", "dim")
 
 
@@ -202,7 +245,8 @@ def _reply(chat: Chat, text: str) -> None:
     """Answer one message. What cannot be answered does not stay in the conversation."""
     from pyorch import engine
 
-    chat.messages.append({"role": "user", "content": text})
+    chat.messages.append({"role": "user", "content": chat.text + text})
+    chat.text = ""
     try:
         prompt = _fit(chat)
         engine.reset_counters(chat.session)
@@ -215,6 +259,8 @@ def _reply(chat: Chat, text: str) -> None:
     chat.summary = opt.run_summary(chat.session, info)
     if chat.as_json:
         print(json.dumps({"reply": reply, "finish": finish, **chat.summary}), flush=True)
+    if chat.interactive:
+        opt.note(opt.summary_line(chat.summary), "dim")
     if finish == "context":
         opt.note(
             f"note: the context is full ({chat.session.n_ctx} positions); raise --ctx", "yellow"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from pathlib import Path
@@ -10,14 +9,16 @@ from typing import Any
 
 import click
 
+from pyorch.cli import options as opt
+
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+@opt.json_option
 def command(as_json: bool) -> None:
     """Say what is built, what this machine can do, and what is switched off and why."""
     facts = examine()
     if as_json:
-        click.echo(json.dumps(facts))
+        opt.print_json(facts)
         return
     for section, items in facts.items():
         click.secho(section, bold=True)
@@ -82,7 +83,7 @@ def examine() -> dict[str, dict[str, Any]]:
         if folder and (stamp := build.read_stamp(folder)):
             builds[options.name] = {"lib_dir": str(folder), "stamp": stamp["stamp"]}
     root = paths.cache()
-    folders = [root / name for name in ("sdist", "python", "build", "lib")]
+    folders = sorted(folder for folder in root.glob("*") if folder.is_dir())
     return {
         "sparq-cpp": {
             "version": __version__,

@@ -77,7 +77,8 @@ def _generate(session: Any, prompt: str, attention: Any, sampling: Any, options:
 
 def _prompt(text: str | None, file: str | None) -> str:
     if (text is None) == (file is None):
-        raise SparqError("give the text with -p TEXT or with -f FILE", exit_code=2)
+        what = "no prompt" if text is None else "two prompts"
+        raise SparqError(what, "-p TEXT, -f FILE, or -f - for what comes through a pipe", 2)
     if file is None:
         prompt = text or ""
     elif file == "-":
@@ -86,7 +87,7 @@ def _prompt(text: str | None, file: str | None) -> str:
         try:
             prompt = Path(file).read_text(encoding="utf-8", errors="replace")
         except OSError as e:
-            raise SparqError(f"{file}: {e.strerror or e}") from None
+            raise SparqError(f"{file}: {e.strerror or e}", "-f takes a text file, or -") from None
     if not prompt:
-        raise SparqError("the prompt is empty", exit_code=2)
+        raise SparqError("the prompt is empty", "give at least one character", exit_code=2)
     return prompt

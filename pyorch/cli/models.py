@@ -14,16 +14,18 @@ from pyorch.models.gguf_file import human_bytes
 
 
 @click.group(invoke_without_command=True)
+@opt.json_option
 @click.pass_context
-def command(ctx: click.Context) -> None:
+def command(ctx: click.Context, as_json: bool) -> None:
     """List known models, show one, or remove one from the hub's cache."""
+    ctx.default_map = dict.fromkeys(command.commands, {"as_json": as_json})
     if ctx.invoked_subcommand is None:
-        ctx.invoke(list_command)
+        ctx.invoke(list_command, as_json=as_json)
 
 
 @command.command("list")
 @opt.json_option
-def list_command(as_json: bool = False) -> None:
+def list_command(as_json: bool) -> None:
     """One line per model, then what else the cache holds."""
     from pyorch.models import cache
 

@@ -26,6 +26,7 @@ from pyorch.attention.spec import (
     make_spec,
     nearest,
     parse_ratio,
+    parse_spec,
 )
 from pyorch.errors import SparqError
 from pyorch.models import cards
@@ -114,6 +115,7 @@ model_options = _group(
 context_options = _group(
     click.option(
         "--ctx",
+        "-c",
         type=SOME_POSITIONS,
         help="Positions of the context.  [default: the model's own, at most 8192]",
     ),
@@ -131,6 +133,12 @@ numa_option = click.option(
     "--numa", type=Name("distribute", "isolate", "numactl"), help="As in llama.cpp."
 )
 attention_options = _group(
+    click.option(
+        "--attention",
+        "-a",
+        metavar="SPEC",
+        help="All settings as one line: sparq,ratio=1/8,mean_v=on.",
+    ),
     click.option(
         "--ratio",
         type=Ratio(),
@@ -182,20 +190,25 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON obj
 
 
 def attention_from(options: Mapping[str, Any]) -> AttentionSpec | None:
-    """The settings that a command's keyword arguments ask for; None = none asked for."""
+    """The settings that a command's keyword arguments ask for; None = none asked for.
+
+    Raises:
+        SparqError: values out of range, or some that exclude each other.
+    """
     names = ("ratio", "rank", "topk", "local", "sinks", "mean_v", "budget", "shadow", "min_ctx")
-    given = {n: options.get(n) for n in names}
-    if options.get("method") is None and not any(v is not None for v in given.values()):
-        return None
-    if options.get("method") in ("dense", "off"):
-        clash = [n.replace("_", "-") for n in names if given[n] is not None]
-        if clash:
-            raise SparqError(
-                f"--method {options['method']} reads everything: --{clash[0]} has no meaning",
-                "use --method sparq or topk",
-                exit_code=2,
-            )
-    return make_spec(options.get("method"), **given)
+    given = {n: options[n] for n in names if options.get(n) is not None}
+    line, method = options.get("attention"), options.get("method")
+    beside = [*given, *(["method"] if line and method else [])]
+    if beside and (line or method in ("dense", "off")):
+        what = "--attention has all settings" if line else f"--method {method} reads everything"
+        raise SparqError(
+            f"{what}: --{beside[0].replace('_', '-')} has no place beside it",
+            "-a sparq,ratio=1/8,mean_v=on" if line else "use --method sparq or topk",
+            exit_code=2,
+        )
+    if line:
+        return parse_spec(line)
+    return make_spec(method, **given) if method or given else None
 
 
 def sampling_from(options: Mapping[str, Any], default_temp: float) -> Sampling:

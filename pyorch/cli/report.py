@@ -22,6 +22,9 @@ def command(output: str, results: str | None, figures: str | None) -> None:
     """Write one HTML page with the figures and tables. It opens without a network."""
     from pyorch.bench import records, report
 
+    for name in filter(None, (results, figures)):
+        if not Path(name).is_dir():
+            raise SparqError(f"{name}: no such folder", "sparq-cpp bench --out, make figures")
     text = report.page(
         Path(results) if results else records.default_folder(),
         Path(figures) if figures else report.default_figures(),

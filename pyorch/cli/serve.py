@@ -61,6 +61,14 @@ def _listen(host: str, port: int) -> socket.socket:
         raise SparqError(f"cannot listen on {host}:{port}: {e.strerror or e}", hint) from None
 
 
+async def _no_json(_: Any, error: Exception) -> Any:
+    """Answer to a body that is no JSON, for which the server itself has a traceback only."""
+    from fastapi.responses import JSONResponse
+
+    error_of = {"message": f"the body is no JSON: {error}", "type": "invalid_request_error"}
+    return JSONResponse({"error": error_of}, 400)
+
+
 def _serve(
     path: Path, listener: socket.socket, attention: AttentionSpec | None, options: dict[str, Any]
 ) -> None:
@@ -88,7 +96,7 @@ def _serve(
     host, port = listener.getsockname()[:2]
     model = ModelSettings(
         model=str(path),
-        model_alias=options["model"],
+        model_alias=path.name if Path(options["model"]).exists() else options["model"],
         n_ctx=n_ctx,
         n_threads=n_threads,
         n_threads_batch=n_threads,
@@ -105,6 +113,7 @@ def _serve(
         )
     except (ValueError, RuntimeError) as e:
         raise SparqError(f"{path}: {e}", "run with -v to see llama.cpp's own messages") from None
+    app.add_exception_handler(ValueError, _no_json)
     llama = server._llama_proxy()
     session = engine.Session(lib, path, geo, llama._model.model, llama._ctx.ctx)
     if (info := opt.info_if_ours(session)) and (why := opt.why_dense(spec, info)):

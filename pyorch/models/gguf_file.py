@@ -302,9 +302,10 @@ def _read_part(path: Path) -> GGUFFile:
             f"{path}: no such file", hint="it takes a GGUF file, or one on the hub: hf:org/repo"
         )
     if path.is_dir():
-        raise SparqError(f"{path}: a folder, not a GGUF file")
+        hint = "name the file in it; a folder of safetensors: sparq-cpp convert FOLDER"
+        raise SparqError(f"{path}: a folder, not a GGUF file", hint)
     if not path.is_file():  # reading a pipe would wait for ever
-        raise SparqError(f"{path}: not a plain file")
+        raise SparqError(f"{path}: not a plain file", "it takes a GGUF file")
     try:
         with path.open("rb") as f:
             if f.read(4) != MAGIC:
@@ -315,7 +316,7 @@ def _read_part(path: Path) -> GGUFFile:
             with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _parse(path, data)
     except OSError as e:
-        raise SparqError(f"{path}: {e.strerror or e}") from None
+        raise SparqError(f"{path}: {e.strerror or e}", "may you read it?") from None
 
 
 def _parse(path: Path, data: mmap.mmap) -> GGUFFile:

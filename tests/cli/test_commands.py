@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import random
 import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from threading import Timer
 from typing import TYPE_CHECKING
 
 import pytest
@@ -65,6 +68,8 @@ def test_generate_sparse_and_dense(run: Run, tiny: Path, tmp_path: Path) -> None
     dense = json.loads(run(*base, "--ratio", 1).out)
     everything = json.loads(run(*base, "--rank", 32, "--topk", 4096).out)
     sparse = json.loads(run(*base, *SPARSE).out)
+    spec = json.loads(run(*base, "-a", "sparq,rank=8,topk=64,min_ctx=0").out)
+    assert spec["attention"]["spec"] == sparse["attention"]["spec"]
     assert everything["tokens"] == dense["tokens"]  # k covers every position
     assert dense["attention"]["counters"]["calls_dense_op"] > 0
     assert sparse["tokens"] != dense["tokens"]
@@ -134,6 +139,8 @@ USAGE = [  # (arguments, what the error names, what the hint names)
     (["--ratio", "many"], "ratio 'many'", "12.5%"),
     (["--method", "spraq"], "'spraq'", "did you mean sparq?"),
     (["--method", "dense", "--ratio", "1/8"], "--ratio", "sparq"),
+    (["-a", "sparq", "--method", "topk"], "--method", "mean_v=on"),
+    (["--attention", "spraq"], "'spraq'", "did you mean sparq?"),
     (["--rank", "33", "--topk", "64"], "rank 33 is above the model's head size 32", "1 to 32"),
     (["--rank", "-1"], "--rank -1", "at least 1"),
     (["--topk", "x"], "--topk 'x'", ""),
@@ -191,6 +198,25 @@ def test_memory_and_length(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("SPARQ_MEMORY_LIMIT", "1000")
     big = run("generate", "-m", tiny, "-p", "x")
     assert big.code == 1 and "memory is available" in big.err and "hint:" in big.err
+
+
+@pytest.mark.parametrize("args", ["models", "--help", "explain --json", "generate -p x -t 1"])
+def test_nowhere_to_write(tiny: Path, args: str) -> None:
+    verb, *rest = args.split()
+    argv = [sys.executable, "-c", "from pyorch.cli import main; main()", verb, *rest]
+    argv += ["-m", str(tiny)] * (verb in ("explain", "generate"))
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True)
+    want = "error: No space left on device\nhint: make room, or write elsewhere\n"
+    assert (done.returncode, done.stderr) == (1, want)
+
+
+def test_closed_streams(tiny: Path) -> None:
+    line = f"{sys.executable} -c 'from pyorch.cli import main; main()' generate -m {tiny} -t 1"
+    shell = partial(subprocess.run, shell=True, capture_output=True, text=True)
+    assert shell(f"{line} -p x -n 2 >&- 2>&-").returncode == 0
+    empty = shell(f"{line} -f - <&-")
+    assert empty.returncode == 2 and "the prompt is empty" in empty.stderr
 
 
 # ---- explain ----
@@ -252,14 +278,22 @@ def test_chat_uses_the_models_template(tiny_chat: Path, tiny: Path) -> None:
 
 def test_chat_commands(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
-    script = f"hello\n/ratio 1/4\n/stats\n/dense\nagain\n/help\n/save {file}\n/exit\nnever read\n"
+    (tmp_path / "text.txt").write_text("a text")
+    script = f"forget me\n/clear\nhello\n/ratio 1/4\n/stats\n/dense\n/read {tmp_path}/text.txt\n"
+    script += f"again\n/help\n/save {file}\n/exit\nnever read\n"
     result = run("chat", "-m", tiny_chat, "-n", 4, "--system", "be brief", stdin=script)
     assert result.code == 0
-    for said in ("attention sparq,ratio=1/4", "attention dense", "/save FILE", "talk.json"):
+    for said in (
+        "attention sparq,ratio=1/4",
+        "attention dense",
+        "/save FILE",
+        "talk.json",
+        "6 tokens",
+    ):
         assert said in result.err
     messages = json.loads(file.read_text())["messages"]
     assert [m["role"] for m in messages] == ["system"] + ["user", "assistant"] * 2
-    assert messages[3]["content"] == "again"
+    assert [m["content"] for m in messages[1::2]] == ["hello", "a text\n\nagain"]
     assert run("chat", "-m", tiny_chat, "-n", 4, "--resume", file, stdin="more\n").code == 0
 
 
@@ -279,13 +313,15 @@ def test_chat_ratio_takes_effect(run: Run, tiny_chat: Path) -> None:
         ("/ratio 9", 2, "ratio 9"),
         ("/frob", 2, "unknown command /frob"),
         ("/save", 2, "file name"),
+        ("/read", 2, "file name"),
+        ("/read /none", 1, "/none: No such file"),
         ("/save /none/x.json", 1, "/none/x.json"),
         (LONG * 3, 1, "context has 4096"),
     ],
 )
 def test_chat_errors(run: Run, tiny_chat: Path, line: str, code: int, said: str) -> None:
     result = run("chat", "-m", tiny_chat, "-n", 4, stdin=line + "\n")
-    assert result.code == code and said in result.err and "hint:" in result.err or code == 1
+    assert result.code == code and said in result.err and "hint:" in result.err
 
 
 def test_chat_resume_errors(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
@@ -303,6 +339,39 @@ def test_chat_drops_the_oldest_when_full(run: Run, tiny_chat: Path) -> None:
     assert result.code == 0
     assert len(result.out.splitlines()) == 6
     assert "oldest messages were dropped" in result.err
+
+
+def test_chat_in_a_terminal(tiny_chat: Path, tmp_path: Path) -> None:
+    """A pasted text of two lines is one message; a reply says its speed; history is kept."""
+    code = f"""if True:
+        import os, types, pathlib, pyorch.cli, pyorch.cli.chat as chat
+        os.open(os.ttyname(0), os.O_RDWR)  # Ctrl-C comes from the terminal that a session has
+        chat.paths = types.SimpleNamespace(cache=lambda: pathlib.Path({str(tmp_path)!r}))
+        pyorch.cli.main()"""
+    argv = [sys.executable, "-c", code, "chat", "-m", tiny_chat, "-t", "1", "-n", "4"]
+    ours, theirs = pty.openpty()
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    env = {**os.environ, "TERM": "xterm"}
+    with subprocess.Popen(argv, **streams, env=env, start_new_session=True) as child:
+        os.close(theirs)
+        (timer := Timer(60, child.kill)).start()
+        said = b""
+        for mark, then in (
+            (b"> ", "\x1b[200~one\ntwo\x1b[201~\n"),
+            (b"tokens/s.*> ", "\x03"),
+            (b"/exit or Ctrl-D leaves.*> ", f"/save {tmp_path}/talk.json\n"),
+            (b"2 messages written.*> ", "\x04"),
+        ):
+            while not re.search(mark, said, re.DOTALL):
+                said += os.read(ours, 4096)
+            said = b""
+            os.write(ours, then.encode())
+    timer.cancel()
+    os.close(ours)
+    assert child.returncode == 0
+    messages = json.loads((tmp_path / "talk.json").read_text())["messages"]
+    assert messages[0]["content"] == "one\ntwo"
+    assert "two\n/save" in (tmp_path / "chat_history").read_text()
 
 
 def test_ctrl_c_stops_the_reply_and_not_the_program(tiny_chat: Path) -> None:

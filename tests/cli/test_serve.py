@@ -22,9 +22,10 @@ from pyorch.cli import serve
 LACKING = [name for name in serve.NEEDED if importlib.util.find_spec(name) is None]
 
 
-def post(url: str, value: dict[str, Any], key: str = "") -> dict[str, Any]:
+def post(url: str, value: dict[str, Any] | bytes, key: str = "") -> dict[str, Any]:
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    request = urllib.request.Request(url, json.dumps(value).encode(), headers)
+    body = value if isinstance(value, bytes) else json.dumps(value).encode()
+    request = urllib.request.Request(url, body, headers)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request, timeout=60) as answer:
         return json.load(answer)
@@ -49,13 +50,20 @@ def test_serve(demo_model: Path) -> None:
             assert answer["usage"]["completion_tokens"] == 8 and answer["choices"][0]["text"]
             with pytest.raises(urllib.error.HTTPError, match="401"):
                 post(f"{url}/completions", prompt, "wrong")
+            for body in (b"{no json", b"\xff"):
+                with pytest.raises(urllib.error.HTTPError, match="400"):
+                    post(f"{url}/completions", body, "k")
             chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
             assert post(f"{url}/chat/completions", chat, "k")["choices"][0]["message"]["content"]
         finally:
             server.send_signal(signal.SIGINT)
         rest = server.stderr.read()
     assert server.returncode == 0
-    assert rest.startswith("10 tokens decoded, ") and " 0.0 % of" not in rest
+    assert (
+        "Traceback" not in rest
+        and rest.startswith("10 tokens decoded, ")
+        and " 0.0 % of" not in rest
+    )
 
 
 def test_without_the_extra(
