@@ -63,13 +63,13 @@ fmt: $(STAMP)           ## bring the Python to that style
 	$(RUN)/ruff check --fix pyorch tests bench && $(RUN)/ruff format pyorch tests bench
 
 upstream:               ## .upstream/llama.cpp: the pinned source and the series as commits
-	$(PYTHON) -m pyorch.native.patches upstream $(if $(FORCE),--force)
+	$(PYTHON) -m pyorch.native.upstream upstream $(if $(FORCE),--force)
 
 patches-refresh:        ## export its commits to patches/
-	$(PYTHON) -m pyorch.native.patches refresh
+	$(PYTHON) -m pyorch.native.upstream refresh
 
 patches-check:          ## the series applies, round-trips, and keeps its budget
-	$(PYTHON) -m pyorch.native.patches check
+	$(PYTHON) -m pyorch.native.upstream check
 
 clean:                  ## the virtual environment and the upstream work tree; the cache stays
 	rm -rf $(VENV) .upstream

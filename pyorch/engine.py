@@ -37,11 +37,12 @@ from pyorch.models.gguf_file import (
     CACHE_TYPES,
     TENSOR_TYPES,
     Geometry,
-    check_memory,
     geometry,
     human_bytes,
     read_gguf,
 )
+from pyorch.models.memory import check_memory
+from pyorch.native.probe import cores as usable_cores
 
 MAX_THREADS = 512  # of ggml, which does not check
 DEFAULT_CTX = 8192  # when none is asked for; less if the model was trained on less
@@ -344,13 +345,6 @@ def cache_type(name: str) -> CacheType:
         if type_name == name and name in CACHE_TYPES:
             return CacheType(name, number, block_bytes / per_block)
     raise SparqError(f"unknown cache type {name!r}", ", ".join(CACHE_TYPES), exit_code=2)
-
-
-def usable_cores() -> int:
-    """Cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def checked_ctx(geo: Geometry, n_ctx: int | None) -> int:

@@ -46,15 +46,13 @@ def machine_name() -> str:
 
 @cache
 def machine() -> dict[str, Any]:
-    from pyorch.engine import usable_cores
     from pyorch.native import cuda, probe
 
     gpu = {"gpu": cuda.devices()[0][0].name} if cuda.present() else {}
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "cpu": probe.cpu()[0],
-        "cores": usable_cores(),
-        "memory_gib": round(pages / 2**30, 1),
+        "cores": probe.cores(),
+        "memory_gib": round(probe.memory() / 2**30, 1),
         "arch": platform.machine(),
         "system": platform.system(),
         **gpu,

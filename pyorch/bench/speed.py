@@ -32,7 +32,8 @@ from pyorch.bench.records import Progress, Record, spread
 from pyorch.bench.worker import FORGET_BYTES, Workers
 from pyorch.errors import SparqError
 from pyorch.models import synth
-from pyorch.models.gguf_file import Geometry, available_memory, geometry, human_bytes, read_gguf
+from pyorch.models.gguf_file import Geometry, geometry, human_bytes, read_gguf
+from pyorch.models.memory import available_memory
 
 BENCH = "speed"
 N_BATCH = 512  # of a prompt

@@ -76,7 +76,8 @@ def _serve(
     from pyorch.attention.bytes import cache_bytes, shadow_bytes
     from pyorch.attention.calibrate import resolve
     from pyorch.attention.spec import check_against_model, parse_spec
-    from pyorch.models.gguf_file import check_memory, geometry, read_gguf
+    from pyorch.models.gguf_file import geometry, read_gguf
+    from pyorch.models.memory import check_memory
 
     file = read_gguf(path)
     geo = geometry(file)

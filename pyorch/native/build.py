@@ -90,7 +90,9 @@ def inputs(options: Options) -> dict[str, Any]:
     return {
         "pin": source.locate(pin).key,
         "patches": "" if options.stock else patches.digest(),
-        "ops": "" if options.stock else _digest(_ops_files(paths.data("ggml_ops"), options)),
+        "ops": ""
+        if options.stock
+        else source.digest_of(_ops_files(paths.data("ggml_ops"), options)),
         "options": options.name,
         "cpu": platform.machine() if options.portable else probe.cpu()[1],
         "env": {k: os.environ[k] for k in ("CFLAGS", "CXXFLAGS", "LDFLAGS") if k in os.environ},
@@ -193,7 +195,9 @@ def _build(options: Options, tools: tuple[str, ...], jobs: int, force: bool, not
             if patches.digest() != want["patches"]:
                 shutil.rmtree(tree / "src")
                 raise SparqError("patches/ changed while it was applied", "build again")
-            want["ops"] = _digest(_ops_files(tree / "ops", options))  # true, if edited meanwhile
+            want["ops"] = source.digest_of(
+                _ops_files(tree / "ops", options)
+            )  # true, if edited meanwhile
         stamp = _hash(want)
         target = target.with_name(f"{options.name}-{stamp}")
         tools = tuple(sorted({*tools, *(tool for tool in TOOLS if (target / tool).is_file())}))
@@ -515,14 +519,6 @@ def progress() -> Iterator[Step]:
 def say(text: str) -> None:
     """Tell the user something that is not data."""
     print(f"sparq-cpp: {text}", file=sys.stderr, flush=True)
-
-
-def _digest(files: dict[str, Path]) -> str:
-    total = hashlib.sha256()
-    for name, file in files.items():
-        content = file.read_bytes()
-        total.update(f"{name} {len(content)}\n".encode() + content)
-    return total.hexdigest()
 
 
 def _hash(value: dict[str, Any]) -> str:

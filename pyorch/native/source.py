@@ -211,6 +211,15 @@ def _members(sdist: Path, folder: str) -> Iterator[tuple[PurePosixPath, int, byt
             yield path, member.mode, handle.read()
 
 
+def digest_of(files: dict[str, Path]) -> str:
+    """Content hash of files: names and bytes, in order."""
+    total = hashlib.sha256()
+    for name, file in files.items():
+        content = file.read_bytes()
+        total.update(f"{name} {len(content)}\n".encode() + content)
+    return total.hexdigest()
+
+
 def _sha256(file: Path) -> str:
     digest = hashlib.sha256()
     with file.open("rb") as handle:

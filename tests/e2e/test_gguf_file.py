@@ -9,8 +9,9 @@ import pytest
 from tiny_gguf import write_tiny_gguf
 
 from pyorch.errors import SparqError
-from pyorch.models import gguf_file
-from pyorch.models.gguf_file import check_memory, geometry, read_gguf
+from pyorch.models import memory
+from pyorch.models.gguf_file import geometry, read_gguf
+from pyorch.models.memory import check_memory
 
 
 def test_geometry(tiny: Path) -> None:
@@ -87,7 +88,7 @@ def test_a_split_model_needs_its_parts(tmp_path: Path) -> None:
 def test_memory(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = read_gguf(tiny)
     weights = geometry(file).weight_bytes
-    monkeypatch.setattr(gguf_file, "available_memory", lambda: weights + 100)
+    monkeypatch.setattr(memory, "available_memory", lambda: weights + 100)
     check_memory(file, 100)
     with pytest.raises(SparqError, match="for the cache") as e:
         check_memory(file, 101)
@@ -96,16 +97,16 @@ def test_memory(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SparqError, match="60 B for the cache and 41 B for its transposed K") as e:
         check_memory(file, 60, 41)
     assert "--shadow-type q4" in e.value.hint
-    monkeypatch.setattr(gguf_file, "available_memory", lambda: weights - 1)
+    monkeypatch.setattr(memory, "available_memory", lambda: weights - 1)
     with pytest.raises(SparqError) as e:
         check_memory(file, 0)
     assert "smaller quantisation" in e.value.hint
 
 
 def test_available_memory_is_believable(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 1 << 26 < gguf_file.available_memory() < 1 << 46
+    assert 1 << 26 < memory.available_memory() < 1 << 46
     monkeypatch.setenv("SPARQ_MEMORY_LIMIT", "12345")
-    assert gguf_file.available_memory() == 12345
+    assert memory.available_memory() == 12345
     monkeypatch.setenv("SPARQ_MEMORY_LIMIT", "12 GB")
     with pytest.raises(SparqError, match="12 GB"):
-        gguf_file.available_memory()
+        memory.available_memory()

@@ -11,7 +11,7 @@ from fakes import PATCH
 
 from pyorch import paths
 from pyorch.errors import SparqError
-from pyorch.native import patches
+from pyorch.native import patches, upstream
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 
@@ -105,16 +105,16 @@ def test_digest_sees_names_and_content(tree: Path) -> None:
 )
 def test_audit(tree: Path, old: str, new: str, wrong: str) -> None:
     write(tree, PATCH)
-    assert patches.audit(tree) == []
+    assert upstream.audit(tree) == []
     assert old in PATCH
     write(tree, PATCH.replace(old, new))
-    assert any(re.search(wrong, line) for line in patches.audit(tree))
+    assert any(re.search(wrong, line) for line in upstream.audit(tree))
 
 
 @needs_git
 def test_the_series(native_lib_dir: Path) -> None:
     """`make patches-check`; the fixture is here because it has fetched the source."""
-    assert patches.check(paths.data("patches")) == []
+    assert upstream.check(paths.data("patches")) == []
 
 
 @needs_git
@@ -131,27 +131,27 @@ def test_round_trip_after_an_edit(
     patch.write_text(header + PATCH)
     with pytest.raises(SparqError, match="0001-hook.patch does not apply"):
         patch.write_text(patch.read_text().replace("\n two\n", "\n 2\n"))
-        patches.upstream(patch_dir, folder)
+        upstream.upstream(patch_dir, folder)
     patch.write_text(patch.read_text().replace("\n 2\n", "\n two\n"))
     folder.parent.mkdir(exist_ok=True)
-    patches.upstream(patch_dir, folder)
+    upstream.upstream(patch_dir, folder)
     assert (folder / "src" / "a.cpp").read_text() == "one\nhook\ntwo\nthree\n"
 
     (folder / "src" / "a.cpp").write_text("one\nhook\ntwo\nthree\nfour\n")
     with pytest.raises(SparqError, match="uncommitted edits"):
-        patches.refresh(patch_dir, folder)
+        upstream.refresh(patch_dir, folder)
     message = "llama : second\n\nUpstream-Status: Pending\nCore-Touch: ?\nCalls: none\nGate: none\n"
-    patches._git(folder, "commit", "--quiet", "-am", message)
+    upstream._git(folder, "commit", "--quiet", "-am", message)
     with pytest.raises(SparqError, match="differs from the series"):
-        patches.upstream(patch_dir, folder)
-    patches.refresh(patch_dir, folder)
+        upstream.upstream(patch_dir, folder)
+    upstream.refresh(patch_dir, folder)
     assert [p.name for p in patches.series(patch_dir)] == [
         "0001-llama-hook.patch",
         "0002-llama-second.patch",
     ]
     assert "Core-Touch: 1 file, +1 -0" in (patch_dir / "0002-llama-second.patch").read_text()
     assert "llama : second" in (patch_dir / "README.md").read_text()
-    patches.upstream(patch_dir, folder)  # up to date now
-    assert patches.check(patch_dir) == []
+    upstream.upstream(patch_dir, folder)  # up to date now
+    assert upstream.check(patch_dir) == []
     (patch_dir / "0002-llama-second.patch").unlink()
-    assert any("tree is" in wrong for wrong in patches.check(patch_dir))
+    assert any("tree is" in wrong for wrong in upstream.check(patch_dir))

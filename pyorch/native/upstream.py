@@ -1,0 +1,271 @@
+"""The developer's round trip of the patch series through git.
+
+`make upstream`, `make patches-refresh` and `make patches-check` run this file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from pyorch import paths
+from pyorch.errors import SparqError
+from pyorch.native import source
+from pyorch.native.patches import HINT, TRAILERS, apply_series, parse, series
+
+# The series as a whole may touch this many lines of upstream files.
+MAX_ADDED = 150
+MAX_REMOVED = 10
+
+STATUS = ("Inappropriate [sparq-specific]", "Submitted ", "Backport ", "Pending")
+_EXPORT = ("--no-signature", "--no-numbered", "--zero-commit", "--full-index", "--no-stat")
+
+
+def _git(cwd: Path, *args: str, env: dict[str, str] | None = None, stdin: str | None = None) -> str:
+    """Run git without the user's settings, which change what it exports. Returns its output."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
+    clean |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
+    try:
+        done = subprocess.run(
+            ["git", *args],
+            cwd=cwd,
+            env=clean | (env or {}),
+            input=stdin,
+            capture_output=True,
+            text=True,
+        )
+    except FileNotFoundError:
+        raise SparqError("git is missing", "install git: the patch tools need it") from None
+    if done.returncode != 0:
+        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        line = next(
+            (s for s in said if s.startswith(("error:", "fatal:"))), said[0] if said else ""
+        )
+        raise SparqError(f"git {args[0]} failed: {line}")
+    return done.stdout.strip()
+
+
+def _checkout(folder: Path, patch_dir: Path) -> str:
+    """Make a git work tree of the untouched source plus the series. Returns the base commit id.
+
+    The base has fixed names and dates, so that its id is the same on every machine.
+    """
+    pin = source.read_pin(patch_dir)
+    where = source.locate(pin)
+    source.fetch(pin, where, _say)
+    source.unpack(where, pin.folder, folder)
+    _git(folder, "init", "--quiet", "--initial-branch=series")
+    for key, value in (
+        ("user.name", "sparq-cpp authors"),
+        ("user.email", "sparq-cpp@example.invalid"),
+        ("core.autocrlf", "false"),
+        ("core.fileMode", "true"),
+        ("gc.auto", "0"),
+        ("advice.detachedHead", "false"),
+    ):
+        _git(folder, "config", key, value)
+    _git(folder, "add", "--all", "--force")
+    fixed = "2026-01-01T00:00:00 +0000"
+    message = f"{pin.repo} {pin.commit[:12]}, from {pin.filename}"
+    dates = {"GIT_AUTHOR_DATE": fixed, "GIT_COMMITTER_DATE": fixed}
+    _git(folder, "commit", "--quiet", "--no-verify", "-m", message, env=dates)
+    _git(folder, "tag", "base")
+    for patch in series(patch_dir):
+        try:
+            _git(folder, "am", "--quiet", "--keep-cr", str(patch.absolute()), env=dates)
+        except SparqError as error:
+            raise SparqError(f"{patch.name} does not apply: {error.message}", HINT) from None
+    return _git(folder, "rev-parse", "base")
+
+
+def _export(folder: Path, into: Path) -> None:
+    _git(folder, "format-patch", "--quiet", *_EXPORT, "-o", str(into.absolute()), "base")
+
+
+def _same_series(left: Path, right: Path) -> list[str]:
+    """Names of the patches that differ between two folders."""
+    a, b = ({p.name: p.read_bytes() for p in series(folder)} for folder in (left, right))
+    return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
+
+
+def upstream(patch_dir: Path, folder: Path, force: bool = False) -> None:
+    """Make the work tree in which hooks are edited: a commit per patch on top of the tag `base`."""
+    if (folder / ".git").is_dir() and not force:
+        with tempfile.TemporaryDirectory() as temp:
+            _export(folder, Path(temp))
+            differing = _same_series(patch_dir, Path(temp))
+        dirty = _git(folder, "status", "--porcelain")
+        if not differing and not dirty:
+            _say(f"{folder} is up to date")
+            return
+        what = ", ".join(differing) if differing else "uncommitted edits"
+        raise SparqError(
+            f"{folder} differs from the series: {what}",
+            "export its commits: make patches-refresh; or drop them: make upstream FORCE=1",
+        )
+    fresh = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(fresh, ignore_errors=True)
+    _checkout(fresh, patch_dir)
+    shutil.rmtree(folder, ignore_errors=True)
+    fresh.rename(folder)
+    _say(f"{folder}: {len(series(patch_dir))} patches on top of the tag 'base'")
+
+
+def refresh(patch_dir: Path, folder: Path) -> None:
+    """Write the commits of the work tree back as the series, with true Core-Touch lines."""
+    if not (folder / ".git").is_dir():
+        raise SparqError(f"{folder} is not there", "make upstream")
+    if dirty := _git(folder, "status", "--porcelain"):
+        raise SparqError(
+            f"{folder} has uncommitted edits: {dirty.splitlines()[0].strip()}",
+            "commit them; into a patch: git commit --fixup <id>; git rebase -i --autosquash base",
+        )
+    _correct_core_touch(folder)
+    with tempfile.TemporaryDirectory() as temp:
+        _export(folder, Path(temp))
+        for old in series(patch_dir):
+            old.unlink()
+        for new in series(Path(temp)):
+            shutil.copy(new, patch_dir / new.name)
+    written = patch_dir / "UPSTREAM"
+    text = written.read_text("utf-8")
+    for key, value in (("base", "base"), ("tree", "HEAD^{tree}")):
+        text = re.sub(
+            rf"^{key} .*$", f"{key:<8} {_git(folder, 'rev-parse', value)}", text, flags=re.M
+        )
+    written.write_text(text, "utf-8")
+    readme = patch_dir / "README.md"
+    readme.write_text(_with_table(readme.read_text("utf-8"), patch_dir), "utf-8")
+    _say(f"wrote {len(series(patch_dir))} patches")
+
+
+def _correct_core_touch(folder: Path) -> None:
+    """Rewrite the Core-Touch line of each commit to the counts of its diff; trees stay."""
+    parent = _git(folder, "rev-parse", "base")
+    for commit in _git(folder, "rev-list", "--reverse", "base..HEAD").split():
+        counts = [
+            line.split("\t")
+            for line in _git(
+                folder, "diff", "--numstat", "--no-renames", f"{commit}~", commit
+            ).splitlines()
+        ]
+        added, removed = (sum(int(c[i]) for c in counts if c[i] != "-") for i in (0, 1))
+        n = len(counts)
+        true = f"Core-Touch: {n} file{'' if n == 1 else 's'}, +{added} -{removed}"
+        message = _git(folder, "log", "-1", "--format=%B", commit)
+        message = re.sub(r"^Core-Touch:.*$", true, message, flags=re.M)
+        name, mail, when, cname, cmail, cwhen = _git(
+            folder, "log", "-1", "--format=%an%n%ae%n%aI%n%cn%n%ce%n%cI", commit
+        ).split("\n")
+        env = {"GIT_AUTHOR_NAME": name, "GIT_AUTHOR_EMAIL": mail, "GIT_AUTHOR_DATE": when}
+        env |= {
+            "GIT_COMMITTER_NAME": cname,
+            "GIT_COMMITTER_EMAIL": cmail,
+            "GIT_COMMITTER_DATE": cwhen,
+        }
+        parent = _git(
+            folder, "commit-tree", f"{commit}^{{tree}}", "-p", parent, env=env, stdin=message + "\n"
+        )
+    _git(folder, "update-ref", "HEAD", parent)
+
+
+def _with_table(readme: str, patch_dir: Path) -> str:
+    rows = ["| patch | what | touches | calls | gate |", "| --- | --- | --- | --- | --- |"]
+    patches = [parse(file) for file in series(patch_dir)]
+    for p in patches:
+        cells = (p.trailers.get(key, "missing") for key in ("Core-Touch", "Calls", "Gate"))
+        rows.append(f"| [{p.name[:4]}]({p.name}) | {p.title} | {' | '.join(cells)} |")
+    added, removed = sum(p.added for p in patches), sum(p.removed for p in patches)
+    files = len({change.path for p in patches for change in p.changes})
+    rows.append(
+        f"| all | at most +{MAX_ADDED} -{MAX_REMOVED} | {files} files, +{added} -{removed} | | |"
+    )
+    block = "<!-- series -->\n" + "\n".join(rows) + "\n<!-- /series -->"
+    return re.sub(r"<!-- series -->.*?<!-- /series -->", lambda _: block, readme, flags=re.S)
+
+
+def audit(patch_dir: Path) -> list[str]:
+    """What is wrong with the series as text: trailers and budget. Empty when all is well."""
+    wrong = []
+    patches = [parse(file) for file in series(patch_dir)]
+    for p in patches:
+        for key in TRAILERS:
+            if not p.trailers.get(key):
+                wrong.append(f"{p.name}: no {key} line")
+        status = p.trailers.get("Upstream-Status", "")
+        if status and not status.startswith(STATUS):
+            wrong.append(f"{p.name}: unknown Upstream-Status '{status}'")
+        if p.trailers.get("Core-Touch", p.core_touch) != p.core_touch:
+            wrong.append(f"{p.name}: Core-Touch should read '{p.core_touch}'")
+    added, removed = sum(p.added for p in patches), sum(p.removed for p in patches)
+    if added > MAX_ADDED or removed > MAX_REMOVED:
+        budget = f"+{MAX_ADDED} -{MAX_REMOVED}"
+        wrong.append(f"the series touches +{added} -{removed} lines; the budget is {budget}")
+    return wrong
+
+
+def check(patch_dir: Path) -> list[str]:
+    """What is wrong with the series, tried in a fresh work tree. Empty when all is well."""
+    wrong = audit(patch_dir)
+    pin = source.read_pin(patch_dir)
+    with tempfile.TemporaryDirectory() as temp:
+        tree, exported = Path(temp) / "tree", Path(temp) / "exported"
+        base = _checkout(tree, patch_dir)
+        if base != pin.base:
+            wrong.append(f"UPSTREAM: base is {base}")
+        if (found := _git(tree, "rev-parse", "HEAD^{tree}")) != pin.tree:
+            wrong.append(f"UPSTREAM: tree is {found}")
+        _export(tree, exported)
+        wrong += [f"{name}: not as git exports it" for name in _same_series(patch_dir, exported)]
+        # The build applies the series without git: it must give the same bytes.
+        touched = {change.path for file in series(patch_dir) for change in parse(file).changes}
+        with_git = {path: (tree / path).read_bytes() for path in touched}
+        _git(tree, "checkout", "--quiet", "base")
+        apply_series(tree, patch_dir)
+        wrong += [
+            f"{path}: git and the build apply it differently"
+            for path, content in with_git.items()
+            if (tree / path).read_bytes() != content
+        ]
+    readme = (patch_dir / "README.md").read_text("utf-8")
+    if readme != _with_table(readme, patch_dir):
+        wrong.append("README.md: the table of patches is out of date")
+    return wrong
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def main(argv: list[str]) -> int:
+    """`python -m pyorch.native.upstream upstream [--force] | refresh | check`."""
+    patch_dir = paths.REPOSITORY / "patches"
+    folder = paths.REPOSITORY / ".upstream" / "llama.cpp"
+    folder.parent.mkdir(exist_ok=True)
+    try:
+        if argv[:1] == ["upstream"]:
+            upstream(patch_dir, folder, force="--force" in argv)
+        elif argv == ["refresh"]:
+            refresh(patch_dir, folder)
+        elif argv == ["check"]:
+            if wrong := check(patch_dir):
+                raise SparqError("; ".join(wrong), "make upstream, mend, make patches-refresh")
+            n = len(series(patch_dir))
+            _say(f"{n} patches apply, export to the same bytes and keep the budget")
+        else:
+            raise SparqError("say upstream [--force], refresh or check", exit_code=2)
+    except SparqError as error:
+        _say(f"error: {error.message}")
+        if error.hint:
+            _say(f"hint: {error.hint}")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
