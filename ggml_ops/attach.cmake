@@ -26,8 +26,12 @@ function(sparq_attach)
     if (TARGET ggml-cuda)
         file(GLOB cuda_sources CONFIGURE_DEPENDS ${ops}/cuda/*.cu)
         target_sources(ggml-cuda PRIVATE ${cuda_sources})
-        target_include_directories(ggml-cuda PRIVATE ${ops}/cuda ${CMAKE_SOURCE_DIR}/ggml/src/ggml-cuda)
     endif()
+    foreach (target ggml-cuda ggml-hip ggml-musa) # all compile the hooked file; the header says where there are kernels
+        if (TARGET ${target})
+            target_include_directories(${target} PRIVATE ${ops}/cuda ${CMAKE_SOURCE_DIR}/ggml/src/ggml-cuda)
+        endif()
+    endforeach()
 
     file(GLOB llama_sources CONFIGURE_DEPENDS ${ops}/llama/*.cpp)
     target_sources(llama PRIVATE ${llama_sources})

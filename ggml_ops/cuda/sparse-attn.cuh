@@ -4,8 +4,18 @@
 
 #include "common.cuh"
 
+#if defined(GGML_USE_HIP) || defined(GGML_USE_MUSA)
+
+// ggml-hip and ggml-musa compile the hooked file too, without our kernels: nothing is supported there
+inline void ggml_cuda_op_sparse_attn(ggml_backend_cuda_context &, ggml_tensor *) { GGML_ABORT("sparse_attn: no kernels for this device"); }
+inline bool ggml_cuda_sparse_attn_supported(const ggml_tensor *, int) { return false; }
+
+#else
+
 // runs a node for which the function below says true; no synchronisation, grids that follow from shapes alone, scratch from ctx.pool()
 void ggml_cuda_op_sparse_attn(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
 
 // can this node run on a device of compute capability cc (ggml's number: 750, 860, ..)? Sources without a buffer are taken to be on the device
 bool ggml_cuda_sparse_attn_supported(const ggml_tensor * dst, int cc);
+
+#endif
