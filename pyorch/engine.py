@@ -275,7 +275,7 @@ def load(
         type_k, type_v: types of the cache, from `CACHE_TYPES`.
         flash_attn: sparse attention needs True; False is the other stock path, to compare with.
         attention: as for `set_attention`; None = what SPARQ_ATTN says, or off.
-        n_gpu_layers: layers on the GPU, None = llama.cpp's default.
+        n_gpu_layers: layers on the GPU, None = llama.cpp's default: all.
         numa: a key of `NUMA`, llama.cpp's own strategies; the first one in a process counts.
         stock: on the unpatched library, to compare with; a process has one library or the other.
         progress: called with (per mille done, 1000) while loading.
@@ -298,6 +298,7 @@ def load(
     check_memory(file, cache_bytes(geo, n_ctx, *types), shadow)
 
     lib = _library(stock, verbose)
+    check_gpu(lib, n_gpu_layers)
     if numa:
         lib.llama_numa_init(NUMA[numa])
     model = _load_model(lib, file.path, n_gpu_layers, progress)
@@ -369,6 +370,20 @@ def _library(stock: bool, verbose: bool) -> Any:
     _set_log(lib, verbose)
     lib.llama_backend_init()
     return lib
+
+
+def check_gpu(lib: Any, n_gpu_layers: int | None) -> None:
+    """Refuse layers on a GPU where there is none for this library.
+
+    Raises:
+        SparqError: it is a build without CUDA, or sees no device.
+    """
+    if n_gpu_layers and not lib.llama_supports_gpu_offload():
+        raise SparqError(
+            f"{n_gpu_layers} layers cannot go to a GPU: this library has none",
+            "sparq-cpp doctor says why; with a device, sparq-cpp build --cuda",
+            exit_code=2,
+        )
 
 
 def _load_model(lib: Any, path: Path, n_gpu_layers: int | None, progress: Progress | None) -> Any:

@@ -188,6 +188,11 @@ Groups = Sequence[Sequence[Any]]  # of cases: dataclasses with the field `librar
 Measure = Callable[[Sequence[Any], Callable[[float], None]], list[dict[str, Any]]]
 
 
+def case_of(case: Any) -> dict[str, Any]:
+    """A case as it is recorded: layers on the GPU only where they were given."""
+    return {k: v for k, v in asdict(case).items() if k != "n_gpu_layers" or v is not None}
+
+
 def resume(
     bench: str,
     groups: Groups,
@@ -211,7 +216,7 @@ def resume(
 
     def known(group: Sequence[Any]) -> list[Record] | None:
         """The latest run that has all cases of a group: ratios are within one run."""
-        keys = [key(bench, asdict(c), env["stamps"][c.library]) for c in group]
+        keys = [key(bench, case_of(c), env["stamps"][c.library]) for c in group]
         found = (run for run in reversed(runs) if all(k in run for k in keys))
         return next(([run[k] for k in keys] for run in found), None)
 
@@ -224,7 +229,7 @@ def resume(
         made = []
         for case, result in zip(group, results, strict=True):
             stamp = env["stamps"][case.library]
-            made.append(record(bench, asdict(case), stamp, **result, run=run, env=env))
+            made.append(record(bench, case_of(case), stamp, **result, run=run, env=env))
             append(file, made[-1])
         runs += by_run(made)
         spent += share

@@ -75,6 +75,7 @@ class Case:
     numa: str = ""
     below_min_ctx: bool = False  # ours is to run dense
     seed: int = 1
+    n_gpu_layers: int | None = None  # all
 
     @property
     def place(self) -> str:
@@ -117,6 +118,7 @@ class Plan:
     repetitions: int = 5
     prefill: bool = False
     numa: str = ""
+    n_gpu_layers: int | None = None
     below_min_ctx: bool = False
 
     def groups(self) -> Iterator[tuple[Path, list[Case]]]:
@@ -152,6 +154,7 @@ class Plan:
                 prefill=self.prefill,
                 repetitions=self.repetitions,
                 numa=self.numa,
+                n_gpu_layers=self.n_gpu_layers,
                 below_min_ctx=self.below_min_ctx,
             )
             cases = [replace(first, flash_attn=fa) for fa in stock]
@@ -336,6 +339,7 @@ def _open(workers: Workers, place: str, case: Case, model: Path) -> None:
         type_k=case.type_k,
         type_v=case.type_v,
         numa=case.numa,
+        n_gpu_layers=case.n_gpu_layers,
     )
     if case.prefill and case.n_depth:
         workers[place].prefill(n=case.n_depth, seed=case.seed)

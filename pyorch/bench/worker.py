@@ -45,6 +45,7 @@ class Subject:
         type_k: str = "f16",
         type_v: str = "f16",
         numa: str = "",
+        n_gpu_layers: int | None = None,
     ) -> None:
         """Load a model in place of the one before."""
         from pyorch import engine
@@ -62,6 +63,7 @@ class Subject:
             type_v=type_v,
             numa="" if self.loaded else numa,  # once per process
             stock=self.stock,
+            n_gpu_layers=n_gpu_layers,
         )
         self.loaded = True
 

@@ -131,6 +131,7 @@ force_option = click.option("--force", is_flag=True, help="Measure again what is
 @several("--budget", of=opt.Name(*BUDGETS), text="k over the layers.")
 @spec_option(help="In place of these four: all settings as one line.")
 @click.option("--numa", type=opt.Name("distribute", "isolate", "numactl"), help="As llama-bench.")
+@opt.gpu_option
 @click.option("--prefill", is_flag=True, help="Read the positions before for real.")
 @click.option("--attn-only", is_flag=True, help="Time attention by itself.")
 @out_option
@@ -193,6 +194,7 @@ def _speed(options: dict[str, Any]) -> None:
         repetitions=options["repetitions"],
         prefill=options["prefill"],
         numa=options["numa"] or "",
+        n_gpu_layers=options["n_gpu_layers"],
     )
     file = _file(options, "speed.jsonl")
     with opt.progress_bar("bench") as progress:
@@ -219,7 +221,8 @@ def _refuse(ctx: click.Context, names: set[str], why: str, hint: str) -> None:
 def _attention(ctx: click.Context, given: set[str], options: dict[str, Any]) -> None:
     from pyorch.bench import attention
 
-    foreign = {"models", "quant", "n_prompt", "n_gen", "flash_attn", "numa", "prefill"}
+    foreign = {"models", "quant", "n_prompt", "n_gen", "flash_attn", "numa"}
+    foreign |= {"n_gpu_layers", "prefill"}
     hint = "--like chooses the heads, -d the positions, -r the turns of five tokens"
     _refuse(ctx, given & foreign, "has no meaning with --attn-only", hint)
     ours = given & {"method", "ratio", "shadow_type", "budget", "spec"}

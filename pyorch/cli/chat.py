@@ -58,6 +58,7 @@ class Chat:
 @click.option("-n", "--tokens", type=opt.Number(int, 1), help="Tokens of one reply at most.")
 @click.option("--resume", metavar="FILE", help="Go on from a conversation written by /save.")
 @opt.context_options
+@opt.gpu_option
 @opt.cache_options
 @opt.numa_option
 @opt.attention_options

@@ -58,6 +58,7 @@ def command() -> None:
 @click.option("--ctx", type=opt.SOME_POSITIONS, default=2048, show_default=True, help="Positions.")
 @click.option("--seed", type=opt.Number(int, 0), default=1, show_default=True)
 @click.option("--threads", "-t", type=opt.THREADS, help="[default: all cores]")
+@opt.gpu_option
 @opt.cache_options
 @click.option(
     "--text",
@@ -124,6 +125,7 @@ def run(**options: Any) -> None:
         },
         data=_data(options["data"], tasks),
         n_threads=options["threads"],
+        n_gpu_layers=options["n_gpu_layers"],
         type_k=options["cache_type_k"],
         type_v=options["cache_type_v"],
     )

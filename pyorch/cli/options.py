@@ -112,6 +112,12 @@ model_options = _group(
     ),
     yes_option,
 )
+gpu_option = click.option(
+    "-ngl",
+    "--n-gpu-layers",
+    type=POSITIONS,
+    help="Layers on the GPU.  [default: all, if there is one]",
+)
 context_options = _group(
     click.option(
         "--ctx",
@@ -294,6 +300,7 @@ def open_session(options: Mapping[str, Any], attention: AttentionSpec | None) ->
             path,
             n_ctx=options.get("ctx"),
             n_threads=options.get("threads"),
+            n_gpu_layers=options.get("n_gpu_layers"),
             type_k=options.get("cache_type_k", "f16"),
             type_v=options.get("cache_type_v", "f16"),
             numa=options.get("numa") or "",

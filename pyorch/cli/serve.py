@@ -31,6 +31,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 )
 @click.option("--api-key", metavar="KEY", help="Answer only who sends it.")
 @opt.context_options
+@opt.gpu_option
 @opt.cache_options
 @opt.attention_options
 @opt.verbose_option
@@ -89,6 +90,8 @@ def _serve(
     check_memory(file, cache_bytes(geo, n_ctx, *types), shadow_bytes(geo, n_ctx, spec))
 
     lib = native.load().llama_cpp
+    n_gpu_layers = options["n_gpu_layers"]
+    engine.check_gpu(lib, n_gpu_layers)
     import uvicorn
     from llama_cpp.server import app as server
     from llama_cpp.server.settings import ModelSettings, ServerSettings
@@ -101,6 +104,7 @@ def _serve(
         n_ctx=n_ctx,
         n_threads=n_threads,
         n_threads_batch=n_threads,
+        n_gpu_layers=-1 if n_gpu_layers is None else n_gpu_layers,  # its own default is none
         type_k=types[0].number,
         type_v=types[1].number,
         flash_attn=True,  # sparse attention needs it

@@ -44,6 +44,7 @@ class Plan:
     setup: Mapping[str, Any] = field(default_factory=dict)  # fields of Setup
     data: Mapping[str, Path] = field(default_factory=dict)  # task -> its file
     n_threads: int | None = None
+    n_gpu_layers: int | None = None
     type_k: str = "f16"
     type_v: str = "f16"
 
@@ -64,7 +65,12 @@ def run(
     meanings = {m: meaning(m, plan.model) for m in methods}
     env = records.environment({"sparq": native.lib_dir()})
     model = {"name": plan.model.name, "hash": records.file_hash(plan.model)}
-    load = {"n_threads": plan.n_threads, "type_k": plan.type_k, "type_v": plan.type_v}
+    load = {
+        "n_threads": plan.n_threads,
+        "n_gpu_layers": plan.n_gpu_layers,
+        "type_k": plan.type_k,
+        "type_v": plan.type_v,
+    }
     recall = any(t.reference for t in plan.tasks)
     with Runner(plan.model, methods, recall, n_ctx=plan.setup["ctx"], **load) as runner:
         work: list[_Work] = []
@@ -164,6 +170,7 @@ def _prepare(
         "type_k": plan.type_k,
         "type_v": plan.type_v,
         "threads": plan.n_threads or engine.usable_cores(),
+        **({} if plan.n_gpu_layers is None else {"n_gpu_layers": plan.n_gpu_layers}),
     }
     case = json.loads(json.dumps(case))
     setting = records.key("eval", case, env["stamps"]["sparq"])

@@ -60,6 +60,17 @@ CASE = speed.Case(
 )
 
 
+def test_layers_on_a_gpu_are_recorded_where_they_are_given(
+    model: Path, stock: None, tmp_path: Path
+) -> None:
+    """And arrive where the model is loaded: the tests' library has no GPU, and says so."""
+    assert "n_gpu_layers" not in records.case_of(CASE)
+    assert records.case_of(replace(CASE, n_gpu_layers=0))["n_gpu_layers"] == 0
+    plan = speed.Plan(models=[model], n_gpu_layers=7)
+    with pytest.raises(SparqError, match="7 layers cannot go to a GPU"):
+        speed.run(plan, tmp_path / "x.jsonl", lambda done, total: None)
+
+
 def test_a_row_of_ours_is_refused_unless_it_ran() -> None:
     prompt = replace(CASE, n_gen=0, n_prompt=speed.N_BATCH + 64)
     dense = replace(CASE, spec="dense")

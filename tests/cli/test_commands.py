@@ -159,6 +159,7 @@ USAGE = [  # (arguments, what the error names, what the hint names)
     (["--top-p", "1.1"], "--top-p 1.1", "at most 1"),
     (["--seed", "-3"], "--seed -3", "at least 0"),
     (["--tokens", "0"], "--tokens 0", "at least 1"),
+    (["-ngl", "-1"], "--n-gpu-layers -1", "at least 0"),
     (["--frobnicate"], "--frobnicate", "--help"),
 ]
 
@@ -171,6 +172,21 @@ def test_wrong_use(run: Run, tiny: Path, args: list[str], named: str, hint: str)
     lines = result.err.splitlines()
     assert lines[0].startswith("error: ") and named in lines[0]
     assert len(lines) == (2 if hint else len(lines)) and hint in lines[-1]
+
+
+def test_layers_on_a_gpu(run: Run, tiny: Path, tmp_path: Path) -> None:
+    """The tests' library is for the CPU: every command that takes -ngl passes it on."""
+    line = ["-m", tiny, "-ngl", "7"]
+    for args in (
+        ["generate", "-p", "x"],
+        ["chat"],
+        ["eval", "repetition", "-n", "1", "--ctx", "512", "--out", tmp_path],
+    ):
+        result = run(*args, *line, stdin="x")
+        assert (result.code, result.out) == (2, ""), args
+        said = result.err.splitlines()
+        assert "7 layers cannot go to a GPU" in said[-2] and "build --cuda" in said[-1], args
+    assert run("generate", "-m", tiny, "-p", "x", "-n", "1", "-ngl", "0").code == 0
 
 
 def test_prompt_is_given_once(run: Run, tiny: Path) -> None:

@@ -66,6 +66,12 @@ def test_serve(demo_model: Path) -> None:
     )
 
 
+@pytest.mark.skipif(bool(LACKING), reason=f"the extra `server` is not installed: {LACKING}")
+def test_layers_on_a_gpu(run: Callable[..., Any], tiny: Path) -> None:
+    result = run("serve", "-m", tiny, "--port", "0", "-ngl", "7")
+    assert result.code == 2 and "7 layers cannot go to a GPU" in result.err
+
+
 def test_without_the_extra(
     run: Callable[..., Any], tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
