@@ -1,4 +1,4 @@
-"""What all tests share: the built library, its Python bindings, the demo model."""
+"""What all tests share: the built library, its Python bindings, small models."""
 
 from __future__ import annotations
 
@@ -41,3 +41,19 @@ def demo_model() -> Path:
     files = sorted((paths.data("models") / "demo").glob("*.gguf"))
     assert files, "models/demo holds no .gguf file"
     return files[0]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base model: GQA, 2 layers, 4096 positions, a token is a byte."""
+    from tiny_gguf import write_tiny_gguf  # numpy: not before ops/conftest.py has set its threads
+
+    return write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+@pytest.fixture(scope="session")
+def tiny_chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a chat template."""
+    from tiny_gguf import CHATML, write_tiny_gguf
+
+    return write_tiny_gguf(tmp_path_factory.mktemp("model") / "chat.gguf", chat_template=CHATML)

@@ -25,10 +25,11 @@ from pyorch.attention.spec import parse_spec
 from pyorch.bench import records
 from pyorch.bench.bandwidth import MemoryReader
 from pyorch.bench.records import Progress, Record, spread
+from pyorch.bench.turns import CELLS, FLOATS, Side, check_same, gather, turns
 from pyorch.bench.worker import Workers
+from pyorch.engine import cache_type
 from pyorch.errors import SparqError
 from pyorch.models import synth
-from pyorch.models.gguf_file import TENSOR_TYPES
 
 BENCH = "attention"
 LIKE = ("llama2-7b", "llama3-8b")
@@ -44,10 +45,7 @@ SPECS = (
     "topk,ratio=1/16",
 )
 BASE = 32  # positions of the token time that is subtracted
-FLOATS = ("f32", "f16", "bf16")  # llama.cpp quantises V only with flash attention
-CELLS = 256  # llama.cpp attends to whole blocks of this many cells
 TURN = 5  # tokens per turn
-MAX_NMSE = 0.01  # of our dense logits against stock's: far above rounding, far below a mistake
 
 # The rest of the model is as small as it can be: what is measured is attention.
 _REST = {"n_embd": 512, "n_ff": 32, "n_vocab": 288, "tokenizer": "bytes"}
@@ -55,7 +53,7 @@ _LAYERS = {"llama2-7b": 2, "llama3-8b": 4}  # K and V of each case far above the
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Side):
     """One row of the table. Field names that llama-bench has are its own."""
 
     like: str
@@ -73,16 +71,6 @@ class Case:
     type_k: str = "f16"
     type_v: str = "f16"
     n_base: int = BASE
-
-    @property
-    def place(self) -> str:
-        """Cases of the same place share a process and its cache, the transposed K included."""
-        name = f"{self.library} -fa {int(self.flash_attn)}"
-        return name if self.library == "stock" else f"{name} {parse_spec(self.spec).shadow}"
-
-    @property
-    def label(self) -> str:
-        return self.place if self.library == "stock" else self.spec
 
 
 @dataclass(frozen=True)
@@ -144,6 +132,7 @@ def model_file(like: str, n_layer: int | None = None) -> Path:
     shape = _shape(like, n_layer)
     path = paths.cache() / "bench" / f"attention-{like}-{shape.n_layer}-v{synth.VERSION}.gguf"
     if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
         synth.write(path, shape)
     return path
 
@@ -198,18 +187,15 @@ def _measure(
             workers[place].fill(n_pos=n_pos - 1, seed=first.seed)
         _prepare(group, workers, check=n_pos > BASE)
         progress(begin)
-        turns = first.n_samples // TURN
+        n_turns = first.n_samples // TURN
         gathered: list[list[dict[str, Any]]] = [[] for _ in group]
-        for turn in range(turns):
-            reader.read()  # meanwhile the threads of the last turn go to sleep
-            bandwidth.append(reader.read())
-            order = range(len(group)) if turn % 2 == 0 else range(len(group) - 1, -1, -1)
+        for turn, order in turns(len(group), range(n_turns), reader, bandwidth):
             for i in order:
                 worker = workers[group[i].place]
                 worker.attention(spec=group[i].spec)
                 gathered[i].append(worker.decode(n=TURN, seed=turn))
-            progress(begin + (end - begin) * (turn + 1) / turns)
-        results.append([_gather(case, g) for case, g in zip(group, gathered, strict=True)])
+            progress(begin + (end - begin) * (turn + 1) / n_turns)
+        results.append([gather(g) for g in gathered])
     for place in places:
         workers[place].close()
     base, full = results
@@ -242,31 +228,6 @@ def _prepare(group: Sequence[Case], workers: Workers, *, check: bool) -> None:
         check_same(logits[group[0].label], logits["dense"], group[0].n_depth)
 
 
-def check_same(wanted: Sequence[float], got: Sequence[float], n_depth: int) -> None:
-    """A wrong kernel is not timed.
-
-    Raises:
-        SparqError: logits of our dense attention differ from stock's.
-    """
-    a, b = np.array(wanted), np.array(got)
-    nmse = float(((b - a) ** 2).sum() / (a**2).sum())
-    if not nmse <= MAX_NMSE:
-        raise SparqError(
-            f"our dense attention differs from stock's at {n_depth} positions: NMSE {nmse:.2g}",
-            "a wrong kernel is not timed; run `make test`",
-        )
-
-
-def _gather(case: Case, turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Samples and counters of all turns of one case; the first token of a turn was not timed."""
-    counters: dict[str, int] = {}
-    for turn in turns:
-        for name, value in turn["counters"].items():
-            if isinstance(value, int):
-                counters[name] = counters.get(name, 0) + value
-    return {"samples_ns": [x for turn in turns for x in turn["samples_ns"]], "counters": counters}
-
-
 def refuse_idle(case: Case, counters: dict[str, int]) -> None:
     """A row of ours is reported only if every layer of every timed token ran as it says.
 
@@ -291,12 +252,8 @@ def _bytes(case: Case, counters: dict[str, int], n_pos: int) -> int:
         return counters["bytes_read"] // counters["steps"]
     n_cells = -(-n_pos // CELLS) * CELLS
     width = case.n_layer * case.n_head_kv * case.head_dim
-    return int(n_cells * width * (element_bytes(case.type_k) + element_bytes(case.type_v)))
-
-
-def element_bytes(name: str) -> float:
-    """Bytes per element of a type of the cache."""
-    return next(size / n for kind, n, size in TENSOR_TYPES.values() if kind == name)
+    k, v = (cache_type(t).bytes_per_element for t in (case.type_k, case.type_v))
+    return int(n_cells * width * (k + v))
 
 
 # ---- what is said about it ----

@@ -26,10 +26,11 @@ from pyorch import paths
 from pyorch.attention.bytes import GROUP, cache_bytes, shadow_bytes
 from pyorch.attention.spec import parse_spec
 from pyorch.bench import records
-from pyorch.bench.attention import CELLS, FLOATS, check_same, element_bytes
 from pyorch.bench.bandwidth import BUFFER_BYTES, MemoryReader
 from pyorch.bench.records import Progress, Record, spread
+from pyorch.bench.turns import CELLS, FLOATS, Side, check_same, gather, turns
 from pyorch.bench.worker import FORGET_BYTES, Workers
+from pyorch.engine import cache_type
 from pyorch.errors import SparqError
 from pyorch.models import synth
 from pyorch.models.gguf_file import Geometry, geometry, human_bytes, read_gguf
@@ -54,7 +55,7 @@ PROCESS_BYTES = 300 << 20  # of a measured process, beside the model, the cache 
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Side):
     """One row. Field names that llama-bench has are its own."""
 
     model_filename: str
@@ -78,20 +79,8 @@ class Case:
     n_gpu_layers: int | None = None  # all
 
     @property
-    def place(self) -> str:
-        """Cases of the same place share a process and its cache, the transposed K included."""
-        name = f"{self.library} -fa {int(self.flash_attn)}"
-        return name if self.library == "stock" else f"{name} {parse_spec(self.spec).shadow}"
-
-    @property
-    def label(self) -> str:
-        return self.place if self.library == "stock" else self.spec
-
-    @property
     def test(self) -> str:
-        """As llama-bench prints it: `tg16 @ d4096`."""
-        name = f"pp{self.n_prompt}" if self.n_prompt else f"tg{self.n_gen}"
-        return f"{name} @ d{self.n_depth}" if self.n_depth else name
+        return test(vars(self))
 
     @property
     def n_positions(self) -> int:
@@ -183,6 +172,7 @@ def synthetic(like: str, n_layer: int, quant: str) -> Path:
         full = synth.shape_like(like).n_layer
         name = f"{like} {quant}" + (f", {n_layer} of {full} layers" if n_layer != full else "")
         shape = replace(synth.fewer_layers(like, n_layer), n_ctx=MAX_POSITIONS)
+        path.parent.mkdir(parents=True, exist_ok=True)
         synth.write(path, shape, quant, name=name)
     return path
 
@@ -210,11 +200,6 @@ def _sizes(like: str, n_layer: int, quant: str) -> tuple[int, Geometry, bool]:
     return n_bytes, geo, quant == "q4_k_m"
 
 
-@dataclass(frozen=True)
-class _Type:
-    bytes_per_element: float
-
-
 def _needs(cases: Sequence[Case], weights: int, geo: Geometry, packed: bool) -> int:
     """Bytes of memory while the cases of a group are measured.
 
@@ -223,9 +208,7 @@ def _needs(cases: Sequence[Case], weights: int, geo: Geometry, packed: bool) -> 
     """
     places = {c.place: c for c in cases}.values()
     c = cases[0]
-    cache = cache_bytes(
-        geo, c.n_positions, *(_Type(element_bytes(t)) for t in (c.type_k, c.type_v))
-    )
+    cache = cache_bytes(geo, c.n_positions, cache_type(c.type_k), cache_type(c.type_v))
     shadows = [
         shadow_bytes(geo, c.n_positions, parse_spec(c.spec)) for c in places if c.library == "sparq"
     ]
@@ -291,19 +274,17 @@ def _measure(
     layers = _prepare(group, workers)
     progress(0.2)
     bandwidth: list[float] = []
-    turns: list[list[dict[str, Any]]] = [[] for _ in group]
-    for turn in range(-1, first.repetitions):  # the first turn is not kept
-        reader.read()  # meanwhile the threads of the last turn go to sleep
-        bandwidth.append(reader.read())
-        order = range(len(group)) if turn % 2 == 0 else range(len(group) - 1, -1, -1)
+    found: list[list[dict[str, Any]]] = [[] for _ in group]
+    which = range(-1, first.repetitions)  # the first turn is not kept
+    for turn, order in turns(len(group), which, reader, bandwidth):
         for i in order:
             got = _once(workers, group[i], turn)
             if turn >= 0:
-                turns[i].append(got)
+                found[i].append(got)
         progress(0.2 + 0.8 * (turn + 2) / (first.repetitions + 1))
     for place in places:
         workers[place].close()
-    results = [_gather(t) for t in turns]
+    results = [gather(f) for f in found]
     for case, result, n_layer in zip(group, results, layers, strict=True):
         refuse_idle(case, result["counters"], n_layer)
         result["bytes_weights"] = geo.weight_bytes_per_token
@@ -389,16 +370,6 @@ def _once(workers: Workers, case: Case, turn: int) -> dict[str, Any]:
     return got
 
 
-def _gather(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Samples and counters of all turns of one case."""
-    counters: dict[str, int] = {}
-    for turn in turns:
-        for name, value in turn["counters"].items():
-            if isinstance(value, int):
-                counters[name] = counters.get(name, 0) + value
-    return {"samples_ns": [x for turn in turns for x in turn["samples_ns"]], "counters": counters}
-
-
 def refuse_idle(case: Case, counters: dict[str, int], n_layer: int) -> None:
     """A row of ours is reported only if what it says happened, in every timed test.
 
@@ -438,9 +409,8 @@ def _kv_bytes(case: Case, geo: Geometry, counters: dict[str, int]) -> int:
     if counters.get("steps"):
         return counters["bytes_read"] // counters["steps"]
     n_pos = case.n_depth + (case.n_gen + 1) / 2  # the mean over the tokens of a test
-    per_head = geo.head_dim_k * element_bytes(case.type_k)
-    per_head += geo.head_dim_v * element_bytes(case.type_v)
-    return int(n_pos * sum(geo.n_head_kv) * per_head)
+    per_pos = cache_bytes(geo, 1, cache_type(case.type_k), cache_type(case.type_v))
+    return int(n_pos * per_pos)
 
 
 # ---- what is said about it ----
@@ -534,6 +504,6 @@ def label(row: Row) -> str:
 
 
 def test(row: Row) -> str:
-    """As llama-bench prints it."""
+    """As llama-bench prints it: `tg16 @ d4096`."""
     name = f"pp{row['n_prompt']}" if row["n_prompt"] else f"tg{row['n_gen']}"
     return f"{name} @ d{row['n_depth']}" if row["n_depth"] else name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
@@ -42,12 +41,8 @@ def command(
     from pyorch.native.build import say
 
     def agree(what: str) -> None:
-        if not yes:
-            if not (sys.stdin.isatty() and sys.stderr.isatty()):
-                raise SparqError(what, "--yes downloads it; it goes into SPARQ_CACHE")
-            say(what)
-            click.confirm("Download it?", abort=True, err=True)
-        else:
+        opt.confirm(f"{what}. Download it?", yes, what, "--yes downloads it, into SPARQ_CACHE")
+        if yes:
             say(what)
 
     spec = None if Path(model).is_dir() else pull.parse_spec(model, original=True)

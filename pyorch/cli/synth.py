@@ -27,6 +27,7 @@ def _size(name: str, key: str, text: str) -> Any:
 @click.option("--quant", type=opt.Name("q8_0", "q4_k_m", "f16"), default="q8_0", show_default=True)
 @click.option("--seed", type=opt.Number(int, 0), default=0, show_default=True)
 @click.option("--output", "-o", required=True, metavar="FILE", help="The GGUF file to write.")
+@click.option("--force", is_flag=True, help="Replace FILE if it is there.")
 @opt.json_option
 def command(**options: Any) -> None:
     """Write a GGUF model with random weights.
@@ -42,7 +43,8 @@ def command(**options: Any) -> None:
     sizes = ("n_layer", "n_embd", "n_head", "n_head_kv", "head_dim", "n_ff", "n_vocab", "n_ctx")
     shape = synth.shape_like(options["like"], **{k: options[k] for k in sizes})
     path = Path(options["output"])
-    n_bytes = synth.write(path, shape, options["quant"], options["seed"])
+    quant, seed, force = (options[name] for name in ("quant", "seed", "force"))
+    n_bytes = synth.write(path, shape, quant, seed, force=force)
     if options["as_json"]:
         opt.print_json({"path": str(path), "bytes": n_bytes, **asdict(shape)})
     else:

@@ -21,6 +21,7 @@ from pyorch import paths
 from pyorch.attention.spec import nearest
 from pyorch.errors import SparqError
 from pyorch.models import cards
+from pyorch.models.new_file import check_space, check_target, new_file
 from pyorch.native import build, source
 
 QUANTS = ("q8_0", "q4_k_m", "f16")
@@ -126,28 +127,28 @@ def _check(shape: Shape, block: int = _BLOCK) -> None:
         )
 
 
-def write(path: Path, shape: Shape, quant: str = "q8_0", seed: int = 0, name: str = "") -> int:
+def write(
+    path: Path,
+    shape: Shape,
+    quant: str = "q8_0",
+    seed: int = 0,
+    name: str = "",
+    force: bool = True,
+) -> int:
     """Write the model; the file appears when it is complete. Returns its size in bytes.
 
     Raises:
-        SparqError: sizes that do not go together, or the file cannot be written.
+        SparqError: sizes that do not go together, the file is there and `force` is not given, or it
+            cannot be written.
     """
     if quant not in QUANTS:
         raise nearest("type of weights", quant, QUANTS)
     _check(shape, _SUPER if quant == "q4_k_m" else _BLOCK)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    check_target(path, force)
+    check_space(path.absolute().parent, file_bytes(shape, quant), str(path))
+    with new_file(path, force) as (partial, _):
         _write(partial, shape, quant, seed, name or f"synthetic {path.stem}")
-        os.replace(partial, path)
-        return path.stat().st_size
-    except OSError as e:
-        raise SparqError(
-            f"{path}: cannot be written: {e.strerror or e}",
-            f"it takes {file_bytes(shape, quant) / 1e9:.1f} GB",
-        ) from None
-    finally:
-        partial.unlink(missing_ok=True)
+    return path.stat().st_size
 
 
 @dataclass(frozen=True)

@@ -122,5 +122,13 @@ def test_synth_command(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert str(path) in result.stdout
     assert geometry(read_gguf(path)).n_head_kv == (32,)
+    for to, said in (
+        (path, "--force"),
+        (tmp_path / "no" / "m.gguf", "make it"),
+        (tmp_path, "name"),
+    ):
+        result = CliRunner().invoke(command, [*args, "-o", str(to)])
+        assert isinstance(result.exception, SparqError) and said in result.exception.hint
+    assert CliRunner().invoke(command, [*args, "-o", str(path), "--force"]).exit_code == 0
     result = CliRunner().invoke(command, ["--like", "llama2", "-o", str(path)])
     assert isinstance(result.exception, SparqError) and "llama2-7b" in result.exception.hint

@@ -1,4 +1,4 @@
-"""Fixtures of the command-line tests: tiny models, and the command run in this process."""
+"""Fixtures of the command-line tests: the command run in this process."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import io
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-from tiny_gguf import CHATML, write_tiny_gguf
 
 import pyorch.cli
 
@@ -49,15 +47,3 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return Result(code, out, err)
 
     return run_command
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base model, 4096 positions."""
-    return write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf")
-
-
-@pytest.fixture(scope="session")
-def tiny_chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a chat template, 4096 positions."""
-    return write_tiny_gguf(tmp_path_factory.mktemp("model") / "chat.gguf", chat_template=CHATML)

@@ -1,4 +1,4 @@
-"""Fixtures of the end-to-end tests: a tiny model file and sessions on it."""
+"""Fixtures of the end-to-end tests: sessions on the tiny model."""
 
 from __future__ import annotations
 
@@ -6,15 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_gguf import write_tiny_gguf
 
 from pyorch import engine
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """GQA, 2 layers, 4096 positions."""
-    return write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf")
 
 
 @pytest.fixture

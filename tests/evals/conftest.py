@@ -1,4 +1,4 @@
-"""Fixtures of the evaluations: a tiny model, a book, the command."""
+"""Fixtures of the evaluations: a book, the command."""
 
 from __future__ import annotations
 
@@ -8,20 +8,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from parrot import WORDS
-from tiny_gguf import CHATML, write_tiny_gguf
 
 from pyorch.cli.eval import command
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base model; a token is a byte."""
-    return write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf")
-
-
-@pytest.fixture(scope="session")
-def tiny_chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_gguf(tmp_path_factory.mktemp("chat") / "chat.gguf", chat_template=CHATML)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,69 @@
+"""What benches share that measure stock llama.cpp and ours side by side, in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from pyorch.attention.spec import parse_spec
+from pyorch.bench.bandwidth import MemoryReader
+from pyorch.errors import SparqError
+
+FLOATS = ("f32", "f16", "bf16")  # llama.cpp quantises V only with flash attention
+CELLS = 256  # llama.cpp attends to whole blocks of this many cells
+MAX_NMSE = 0.01  # of our dense logits against stock's: far above rounding, far below a mistake
+
+
+class Side:
+    """What the cases of a bench say of who runs. `library` is stock or sparq."""
+
+    library: str
+    flash_attn: bool
+    spec: str
+
+    @property
+    def place(self) -> str:
+        """Cases of the same place share a process and its cache, the transposed K included."""
+        name = f"{self.library} -fa {int(self.flash_attn)}"
+        return name if self.library == "stock" else f"{name} {parse_spec(self.spec).shadow}"
+
+    @property
+    def label(self) -> str:
+        return self.place if self.library == "stock" else self.spec
+
+
+def turns(
+    n: int, which: range, reader: MemoryReader, bandwidth: list[float]
+) -> Iterator[tuple[int, Iterable[int]]]:
+    """(turn, order of the `n` cases): forwards, then backwards. Adds what `reader` reads first."""
+    for turn in which:
+        reader.read()  # meanwhile the threads of the last turn go to sleep
+        bandwidth.append(reader.read())
+        yield turn, range(n) if turn % 2 == 0 else range(n - 1, -1, -1)
+
+
+def gather(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Samples and counters of all turns of one case."""
+    counters: dict[str, int] = {}
+    for turn in found:
+        for name, value in turn["counters"].items():
+            if isinstance(value, int):
+                counters[name] = counters.get(name, 0) + value
+    return {"samples_ns": [x for turn in found for x in turn["samples_ns"]], "counters": counters}
+
+
+def check_same(wanted: Sequence[float], got: Sequence[float], n_depth: int) -> None:
+    """A wrong kernel is not timed.
+
+    Raises:
+        SparqError: logits of our dense attention differ from stock's.
+    """
+    a, b = np.array(wanted), np.array(got)
+    nmse = float(((b - a) ** 2).sum() / (a**2).sum())
+    if not nmse <= MAX_NMSE:
+        raise SparqError(
+            f"our dense attention differs from stock's at {n_depth} positions: NMSE {nmse:.2g}",
+            "a wrong kernel is not timed; run `make test`",
+        )
