@@ -66,7 +66,7 @@ class Toolkit:
     nvcc: str
     release: str  # "13.0"
     include: tuple[str, ...]  # folders that the toolkit itself does not have
-    lib: tuple[str, ...]
+    lib: tuple[str, ...]  # where the libraries are at run time; the toolkit's own first
     libraries: dict[str, str]  # name, as cublas -> file, where not the toolkit's own
 
     @property
@@ -149,8 +149,8 @@ def toolkit(compiler: probe.Compiler) -> tuple[Toolkit | None, str]:
             files = [f for folder in lib for f in sorted(Path(folder).glob(f"lib{name}.so*"))]
             if files:
                 libraries[name] = str(files[0])
-    if not libraries:
-        lib = []
+    # not all toolkits are known to the loader
+    lib = [*map(str, own), *(lib if libraries else ())]
     found = Toolkit(nvcc, number, tuple(include), tuple(lib), libraries)
     with tempfile.TemporaryDirectory(prefix="sparq-probe-") as temp:
         file, program = Path(temp) / "cuda.cu", Path(temp) / "cuda"
@@ -160,7 +160,7 @@ def toolkit(compiler: probe.Compiler) -> tuple[Toolkit | None, str]:
         argv += [f"-arch=sm_{here[0].arch if here else ARCHS[1]}", *found.flags]
         for name in ("cublas", "cublasLt"):
             argv.append(f"-Xlinker={libraries[name]}" if name in libraries else f"-l{name}")
-        argv += [f"-Xlinker=-rpath={folder}" for folder in (*lib, *map(str, own))]
+        argv += [f"-Xlinker=-rpath={folder}" for folder in lib]
         done = probe._run(argv)
         if done.returncode != 0:
             lines = [
