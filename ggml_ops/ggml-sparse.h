@@ -50,7 +50,7 @@ enum ggml_sparse_attn_op {
     GGML_SPARSE_ATTN_COUNT,
 };
 
-// counters that the ops themselves add to when they run: an I64 tensor of GGML_SPARSE_STAT_COUNT in host memory
+// counters that the ops themselves add to when they run: an I64 tensor of GGML_SPARSE_STAT_COUNT in the memory of the device that runs them
 enum ggml_sparse_stat {
     GGML_SPARSE_STAT_ATTEND_SPARSE,     // ATTEND over a selection, per (token, node)
     GGML_SPARSE_STAT_ATTEND_DENSE,      // ATTEND over all positions, per (token, node)

@@ -324,9 +324,19 @@ void attend(const ggml_compute_params * params, ggml_tensor * dst) {
     };
 
     // stage 1
-    const int64_t n_unit = n_row*w.n_chunk*(w.dense ? 1 : n_head_kv);
-    const unit_range own(params, n_unit), own_mean(params, n_row*w.n_mean);
-    for (int64_t u = own.u0; u < own.u1; ++u) {
+    unit_queue::open(params);
+    ggml_barrier(params->threadpool);
+    unit_queue queue(params, n_row*w.n_chunk*(w.dense ? 1 : n_head_kv));
+    const auto next = [&]() { // the next unit that has cells; the others are not merged either
+        int64_t u = queue.peek();
+        while (u >= 0 && !w.dense && cells(u).n <= 0) {
+            queue.take();
+            u = queue.peek();
+        }
+        return u;
+    };
+    for (bool first = true; next() >= 0; first = false) {
+        const int64_t u = queue.take();
         if (w.dense) {
             const int64_t c = u % w.n_chunk, i = u/w.n_chunk % n_tok, s = u/w.n_chunk/n_tok;
             const int64_t t0 = c*w.chunk;
@@ -334,24 +344,15 @@ void attend(const ggml_compute_params * params, ggml_tensor * dst) {
             attend_rows(dst, w, 0, n_head_kv, i, s, c, n, {});
         } else {
             const unit_cells x = cells(u);
-            if (x.n <= 0) {
-                continue; // not merged either
-            }
-            if (u == own.u0) {
-                for (int j = 0; j < std::min(x.n, AHEAD); ++j) {
-                    prefetch_bytes(at(k, x.h, std::max(x.cell[j], 0), x.s), row_size(k));
-                }
+            for (int j = 0; first && j < std::min(x.n, AHEAD); ++j) {
+                prefetch_bytes(at(k, x.h, std::max(x.cell[j], 0), x.s), row_size(k));
             }
             const int64_t c = u % w.n_chunk, i = u/w.n_chunk/n_head_kv % n_tok;
-            int64_t next = u + 1;
-            while (next < own.u1 && cells(next).n <= 0) {
-                ++next;
-            }
             const int n = visible_cells(w, at<const f16>(mask, i, 0, x.s), n_kv, x.n, [&](int64_t j) { return x.cell[j]; });
-            attend_rows(dst, w, x.h, x.h + 1, i, x.s, c, n, next < own.u1 ? cells(next) : unit_cells{});
+            attend_rows(dst, w, x.h, x.h + 1, i, x.s, c, n, next() >= 0 ? cells(next()) : unit_cells{});
         }
     }
-    for (int64_t u = own_mean.u0; u < own_mean.u1; ++u) {
+    for (int64_t u = params->ith; u < n_row*w.n_mean; u += params->nth) {
         const int64_t h = u % n_head_kv, r = u/n_head_kv;
         mean_unit(dst, w.mean + u*d_v, h, r % n_tok, r/n_tok);
     }

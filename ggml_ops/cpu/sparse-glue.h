@@ -4,7 +4,7 @@
 //
 //   types    q f32; K, V f16 | bf16 | f32 | q8_0 | q4_0; k_t f16 or codes of 8 or 4 bits; mask f16; everything else as in ggml-sparse.h (asserted by the constructors)
 //   threads  work is cut into units whose size depends on shapes only, and partial results are merged in the order of the units:
-//            the result has the same bits for any number of threads. Every thread reaches every barrier.
+//            the result has the same bits for any number of threads, whoever takes which unit. Every thread reaches every barrier.
 //   memory   scratch comes from params->wdata; its layout is written once, in *_work, and serves ggml_sparse_attn_work_size too
 //   stats    thread 0 adds; the numbers follow from shapes, visible, sealed and n_sel
 
@@ -17,6 +17,7 @@
 #include "sparse-attn.h"
 
 #include "ggml-cpu-impl.h"
+#include "ggml-cpu.h"
 #include "sparse-rows.h"
 
 #include <algorithm>
@@ -106,11 +107,72 @@ inline int group_size(int64_t g, int64_t n_kv) { return (int) std::min<int64_t>(
 
 inline void add_stat(const ggml_tensor * stats, ggml_sparse_stat i, int64_t n) { ((int64_t *) stats->data)[i] += n; }
 
-// the units [u0, u1) of this thread where consecutive units are neighbours in memory
-struct unit_range {
-    int64_t u0, u1;
+// Hands out the units 0 .. n - 1. Each thread has a part of them, neighbours in memory; the second half of every part is open to all, in
+// blocks: threads of one core, of unlike cores or of a busy machine are not equally fast. Not so where memory has NUMA nodes: there, a thread
+// keeps to the pages that it touched first
+struct unit_queue {
+    const ggml_compute_params * params;
+    int64_t n, align; // units; neighbours that stay together
+    int64_t n_whole;  // n in pieces of `align` units
+    int64_t size;     // a block likewise, 0: none is open
+    int64_t u0, u1;   // the units at hand: [u0, u1)
+    int64_t u;        // of it, the unit that comes next
+    int64_t v0 = 0, v1 = 0; // the block after it, where it is known already
 
-    unit_range(const ggml_compute_params * params, int64_t n) : u0(n*params->ith/params->nth), u1(n*(params->ith + 1)/params->nth) {}
+    // before a barrier, after which queues are made. One at a time: the count is the pool's
+    static void open(const ggml_compute_params * params) {
+        if (params->ith == 0) {
+            ggml_threadpool_chunk_set(params->threadpool, 0);
+        }
+    }
+
+    // align: units that stay together, as long as each thread finds some
+    unit_queue(const ggml_compute_params * params, int64_t n, int64_t align = 1) : params(params), n(n), align(align) {
+        const int64_t nth = params->nth;
+        n_whole = ceil_div(n, align);
+        size   = ceil_div(n_whole, 16*nth);
+        if (ggml_is_numa() || n_whole < 4*nth) {
+            size = 0;
+            u0   = n*params->ith/nth;
+            u1   = n*(params->ith + 1)/nth;
+        } else {
+            u0 = part(params->ith)*align;
+            u1 = std::min(n, open_from(params->ith)*align);
+        }
+        u = u0;
+    }
+
+    // the part of thread i, and the second half of it, in pieces
+    int64_t part(int64_t i)      const { return n_whole*i/params->nth; }
+    int64_t open_from(int64_t i) const { return (part(i) + part(i + 1) + 1)/2; }
+
+    // the unit that comes next, -1: none is left
+    int64_t peek() {
+        if (u < u1) {
+            return u;
+        }
+        while (v0 >= v1 && size > 0) {
+            const int64_t b = ggml_threadpool_chunk_add(params->threadpool, 1), i = b % params->nth;
+            v0 = open_from(i) + b/params->nth*size;
+            v1 = std::min(v0 + size, part(i + 1));
+            v0 *= align;
+            v1 = std::min(n, v1*align);
+            size = b/params->nth*size < ceil_div(n_whole, params->nth) ? size : 0; // 0: all are taken
+        }
+        return v0 < v1 ? v0 : -1;
+    }
+
+    // takes it
+    int64_t take() {
+        const int64_t res = peek();
+        if (u >= u1 && res >= 0) {
+            u  = u0 = v0;
+            u1 = v1;
+            v0 = v1 = 0;
+        }
+        u += res >= 0;
+        return res;
+    }
 };
 
 } // namespace sparse

@@ -131,10 +131,16 @@ static void seal_run(char * codes, size_t nb_chan, float * range, const char * k
 
 // vectors of bytes, VB of them, and of 32-bit sums
 //   zip8, zip16   interleave bytes or pairs of bytes of a and b, within 128 bits: the lower or the upper half of each
-//   dot           acc + the sum over four neighbouring bytes of x (unsigned) times w (signed); |w| <= 64 where bytes exceed 127
+//   dot           acc + the sum over four neighbouring bytes of x (unsigned) times w (signed); |w| <= 64 where bytes exceed 127 and
+//                 not DOT_ANY
 #if defined(SPARQ_AVX512)
 typedef __m512i vi;
 constexpr int VB = 64;
+#if defined(__AVX512VNNI__)
+constexpr bool DOT_ANY = true;
+#else
+constexpr bool DOT_ANY = false;
+#endif
 static inline vi vi_load(const uint8_t * p)       { return _mm512_loadu_si512(p); }
 static inline vi vi_set4(const int8_t * p)        { int32_t x; memcpy(&x, p, 4); return _mm512_set1_epi32(x); }
 static inline vi vi_zero()                        { return _mm512_setzero_si512(); }
@@ -154,7 +160,8 @@ static inline vi dot(vi acc, vi x, vi w) {
 }
 #elif defined(SPARQ_AVX2)
 typedef __m256i vi;
-constexpr int VB = 32;
+constexpr int  VB      = 32;
+constexpr bool DOT_ANY = false;
 static inline vi vi_load(const uint8_t * p)       { return _mm256_loadu_si256((const __m256i *) p); }
 static inline vi vi_set4(const int8_t * p)        { int32_t x; memcpy(&x, p, 4); return _mm256_set1_epi32(x); }
 static inline vi vi_zero()                        { return _mm256_setzero_si256(); }
@@ -170,7 +177,8 @@ static inline vi dot(vi acc, vi x, vi w) {
 }
 #elif defined(SPARQ_NEON)
 typedef uint8x16_t vi;
-constexpr int VB = 16;
+constexpr int  VB      = 16;
+constexpr bool DOT_ANY = true;
 static inline vi vi_load(const uint8_t * p)       { return vld1q_u8(p); }
 static inline vi vi_set4(const int8_t * p)        { int32_t x; memcpy(&x, p, 4); return vreinterpretq_u8_s32(vdupq_n_s32(x)); }
 static inline vi vi_zero()                        { return vdupq_n_u8(0); }
@@ -197,7 +205,7 @@ static inline vi dot(vi acc, vi x, vi w) {
 constexpr int PASS_CHAN = 32;
 
 // how many bytes before their use codes are asked for, into the first level: so near, a second step would be too late
-constexpr int CODE_AHEAD = 4*LINE;
+constexpr int CODE_AHEAD = 2*LINE;
 
 static inline void prefetch_first(const void * p) {
 #if defined(__GNUC__) || defined(__clang__)
@@ -218,13 +226,14 @@ struct run_coef {
 
 // NUMERICS: rounding a coefficient costs less than the codes themselves (test_scan_equals_the_values_of_the_codes). Of the error
 // (a - w*step)*code the part that all positions share, with a code in the middle, goes to the base
-//   scale, zero [n_chan]: of the run
-static inline void make_coef(run_coef & res, const float * coef, const float * scale, const float * zero, int n_chan, int n_bit) {
+//   range [n_chan rounded up to W][2]: scale and zero of the run
+static inline void make_coef(run_coef & res, const float * coef, const float * range, int n_chan, int n_bit) {
     vf max = set1(0.0f);
     for (int i = 0; i < n_chan; i += W) {
         const int n = n_chan - i;
-        const vf  a = n >= W ? mul(load(coef + i), load(scale + i)) : mul(load_n(coef + i, n), load_n(scale + i, n));
-        max = vmax(vabs(a), max);
+        vf scale, zero;
+        load_pairs(range + 2*i, scale, zero);
+        max = vmax(vabs(mul(n >= W ? load(coef + i) : load_n(coef + i, n), scale)), max);
     }
     const float m    = reduce_max(max);
     const float top  = m > 1e-30f ? m : 0.0f; // what is smaller would overflow below, and weighs nothing
@@ -236,11 +245,12 @@ static inline void make_coef(run_coef & res, const float * coef, const float * s
     vf base = set1(0.0f);
     for (int i = 0; i < n_chan; i += W) {
         const int n = n_chan - i;
-        const vf  c = n >= W ? load(coef + i)  : load_n(coef + i, n);
-        const vf  a = mul(c, n >= W ? load(scale + i) : load_n(scale + i, n));
-        const vf  z = n >= W ? load(zero + i)  : load_n(zero + i, n);
+        const vf  c = n >= W ? load(coef + i) : load_n(coef + i, n);
+        vf scale, zero;
+        load_pairs(range + 2*i, scale, zero);
+        const vf  a = mul(c, scale);
         const vf  w = round_even(mul(a, inv));
-        base = fma(c, z, base);
+        base = fma(c, zero, base);
         base = fma(sub(a, mul(w, step)), mid, base);
         const vf w0 = n_bit == 4 ? w : round_even(mul(w, set1(1.0f/64.0f)));
         store_i8(res.w0 + i, w0); // there is room for whole vectors
@@ -277,8 +287,9 @@ static SPARQ_NOINLINE void score_lines(float * s, int64_t ld_s, const run_coef *
         }
     }
 #else
+    constexpr bool WHOLE = N_BIT == 4 && DOT_ANY; // a byte as it is instead of its high half: one step less
     for (const int64_t end = at + n_line*LINE; at < end; at += VB) {
-        vi a0[HB][4], a1[HB][4]; // sums of the low and high halves of the bytes, or with w0 and w1
+        vi a0[HB][4], a1[HB][4]; // sums of the low and high halves (or of the whole bytes), or with w0 and w1
         for (int h = 0; h < HB; ++h) {
             for (int j = 0; j < 4; ++j) {
                 a0[h][j] = a1[h][j] = vi_zero();
@@ -300,7 +311,7 @@ static SPARQ_NOINLINE void score_lines(float * s, int64_t ld_s, const run_coef *
             v[2] = zip16_lo(h01, h23);
             v[3] = zip16_hi(h01, h23);
             for (int j = 0; j < 4; ++j) {
-                const vi lo = N_BIT == 4 ? low4(v[j]) : v[j], hi = N_BIT == 4 ? high4(v[j]) : v[j];
+                const vi lo = N_BIT == 4 ? low4(v[j]) : v[j], hi = WHOLE || N_BIT == 8 ? v[j] : high4(v[j]);
                 for (int h = 0; h < HB; ++h) {
                     const vi w = vi_set4(coef[h].w0 + c0 + 4*q);
                     a0[h][j] = dot(a0[h][j], lo, w);
@@ -309,12 +320,14 @@ static SPARQ_NOINLINE void score_lines(float * s, int64_t ld_s, const run_coef *
             }
         }
         for (int h = 0; h < HB; ++h) {
-            const vf step = set1(coef[h].step), base = set1(coef[h].base);
+            const vf step = set1(coef[h].step), high = set1(coef[h].step/16.0f), base = set1(coef[h].base);
             for (int j = 0; j < 4; ++j) {
                 float * d = s + h*ld_s + 16*j;
                 if (N_BIT == 4) {
-                    store(d,        fma(to_float(a0[h][j]), step, first ? base : load(d)));
-                    store(d + LINE, fma(to_float(a1[h][j]), step, first ? base : load(d + LINE)));
+                    // whole sums are below 2^24, so exact as floats, and 16 times those of the high halves more
+                    const vf lo = to_float(a0[h][j]), hi = to_float(a1[h][j]);
+                    store(d,        fma(lo, step, first ? base : load(d)));
+                    store(d + LINE, WHOLE ? fma(sub(hi, lo), high, first ? base : load(d + LINE)) : fma(hi, step, first ? base : load(d + LINE)));
                 } else { // either sum is below 2^24, so exact as a float
                     store(d, fma(fma(to_float(a0[h][j]), set1(64.0f), to_float(a1[h][j])), step, first ? base : load(d)));
                 }
@@ -335,7 +348,7 @@ struct code_rows {
 };
 
 static inline size_t code_scratch(int n_head, int n_chan, int64_t n_run) {
-    return n_run*n_head*(sizeof(run_coef) + 2*(n_chan + W + 4)) + 2*n_chan*sizeof(float);
+    return n_run*n_head*(sizeof(run_coef) + 2*(n_chan + W + 4)) + 2*(n_chan + W)*sizeof(float);
 }
 
 // s[h][t - t0] for the positions t0 <= t < t1 (multiples of GROUP) of one KV head
@@ -355,20 +368,18 @@ static void score_codes(float * s, int64_t ld_s, int n_head, const code_rows & x
     const int64_t n_run = (t1 - 1)/RUN - run0 + 1;
 
     run_coef * rc    = (run_coef *) scratch; // [n_run][n_head]
-    float    * scale = (float *) (rc + n_run*n_head);
-    float    * zero  = scale + n_chan;
-    int8_t   * w     = (int8_t *) (zero + n_chan);
+    float    * range = (float *) (rc + n_run*n_head); // [n_chan rounded up to W][2]
+    int8_t   * w     = (int8_t *) (range + 2*(n_chan + W));
+    memset(range + 2*n_chan, 0, 2*W*sizeof(float));
     for (int64_t run = 0; run < n_run; ++run) {
         for (int i = 0; i < n_chan; ++i) {
-            const float * r = x.range + chan[i]*x.ld_chan + (run0 + run)*x.ld_run;
-            scale[i] = r[0];
-            zero[i]  = r[1];
+            memcpy(range + 2*i, x.range + chan[i]*x.ld_chan + (run0 + run)*x.ld_run, 2*sizeof(float));
         }
         for (int h = 0; h < n_head; ++h, w += 2*ld_w) {
             run_coef & c = rc[run*n_head + h];
             c.w0 = w;
             c.w1 = w + ld_w;
-            make_coef(c, coef + h*ld_coef, scale, zero, n_chan, N_BIT);
+            make_coef(c, coef + h*ld_coef, range, n_chan, N_BIT);
         }
     }
 

@@ -53,6 +53,7 @@ struct score_work {
     int32_t * chan;     // [n_all][rank]
     float   * coef;     // [n_all][n_group_q][rank]
     int32_t * visible;  // [n_stream][n_tok][n_grp]     where it is not given
+    uint8_t * plain;    // [n_stream][n_tok][n_tile]    is the mask zero all over the tile?
     float   * q;        // [n_group_q][d_k]             this thread's: q turned back, or its kept components only
     float   * x;        // [n_group_q][GROUP]
     float   * s;        // [n_head][EXACT_TILE]
@@ -66,6 +67,7 @@ struct score_work {
         chan    = shared.take<int32_t>(a.n_all*a.rank);
         coef    = shared.take<float>(a.n_all*a.n_group_q*a.rank);
         visible = shared.take<int32_t>(a.visible ? 0 : a.n_tok*a.q->ne[3]*a.n_grp);
+        plain   = shared.take<uint8_t>(a.rank ? a.n_tok*a.q->ne[3]*a.n_tile : 0);
 
         bump own(shared.end());
         for (int i = 0; i < nth; ++i) {
@@ -116,7 +118,7 @@ void score_stats(const score_src & a, const score_work & w) {
     add_stat(a.stats, GGML_SPARSE_STAT_BYTES_SCORE, bytes*a.n_head_kv);
 }
 
-// before the scan: the channels of every head, and the visible positions where they are not given. Ends at a barrier
+// before the scan: the channels of every head, the visible positions where they are not given, tiles without a mask. Ends at a barrier
 void score_prepare(const ggml_compute_params * params, const score_src & a, const score_work & w) {
     for (int64_t u = params->ith; u < a.n_all; u += params->nth) {
         const int64_t h = u % a.n_head_kv, i = u/a.n_head_kv % a.n_tok, s = u/a.n_head_kv/a.n_tok;
@@ -133,12 +135,16 @@ void score_prepare(const ggml_compute_params * params, const score_src & a, cons
         w.n_chan[u] = choose_channels(w.chan + u*a.rank, w.coef + u*a.n_group_q*a.rank, w.sum, q, ld, a.n_group_q, a.d_k, a.rank, a.p.scale);
     }
     if (!a.visible) {
-        const unit_range own(params, a.n_grp*a.n_tok*a.q->ne[3]);
-        for (int64_t u = own.u0; u < own.u1; ++u) {
+        for (int64_t u = params->ith; u < a.n_grp*a.n_tok*a.q->ne[3]; u += params->nth) {
             const int64_t g = u % a.n_grp, i = u/a.n_grp % a.n_tok, s = u/a.n_grp/a.n_tok;
             w.visible[u] = count_visible(at<const f16>(a.mask, i, 0, s) + g*GROUP, group_size(g, a.n_kv));
         }
     }
+    for (int64_t u = params->ith; u < a.n_tile*a.n_tok*a.q->ne[3]; u += params->nth) {
+        const int64_t t = u % a.n_tile*a.tile, i = u/a.n_tile % a.n_tok, s = u/a.n_tile/a.n_tok;
+        w.plain[u] = is_zero(at<const f16>(a.mask, i, 0, s) + t, std::min(a.tile, a.n_kv - t));
+    }
+    unit_queue::open(params);
     ggml_barrier(params->threadpool);
 }
 
@@ -224,7 +230,7 @@ void score_tile(const score_src & a, const score_work & w, int64_t u, int64_t i_
                 }
             }
         }
-        const bool done = a.p.softcap <= 0.0f && is_zero(m + p, b - p);
+        const bool done = a.p.softcap <= 0.0f && w.plain[(s*a.n_tok + i)*a.n_tile + i_tile];
         for (int j = 0; j < a.n_group_q && !done; ++j) {
             float * x = out + j*ld + p;
             finish_logits(x, x, m + p, b - p, 1.0f, a.p.softcap, head_slope((int) h*a.n_group_q + j, a.n_head, a.p.max_bias));
@@ -236,10 +242,10 @@ void score_tile(const score_src & a, const score_work & w, int64_t u, int64_t i_
 template <typename T>
 void score_approx(const ggml_compute_params * params, ggml_tensor * dst, const score_src & a, const score_work & w) {
     score_prepare(params, a, w);
-    const unit_range own(params, a.n_all*a.n_tile);
-    for (int64_t x = own.u0; x < own.u1; ++x) {
+    unit_queue queue(params, a.n_all*a.n_tile, a.n_tile);
+    for (int64_t x; (x = queue.take()) >= 0; ) {
         const int64_t u = x/a.n_tile, h = u % a.n_head_kv, i = u/a.n_head_kv % a.n_tok, s = u/a.n_head_kv/a.n_tok;
-        score_tile<T>(a, w, u, x % a.n_tile, at<float>(dst, h*a.n_group_q, i, s), dst->nb[1]/sizeof(float), x + 1 < own.u1 ? x + 1 : -1);
+        score_tile<T>(a, w, u, x % a.n_tile, at<float>(dst, h*a.n_group_q, i, s), dst->nb[1]/sizeof(float), queue.peek());
     }
 }
 
@@ -248,8 +254,10 @@ template <typename T>
 void score_exact(const ggml_compute_params * params, ggml_tensor * dst, const score_src & a, const score_work & w) {
     const int64_t n_tile = ceil_div(a.n_kv, EXACT_TILE);
 
-    const unit_range own(params, n_tile*a.n_tok*a.q->ne[3]);
-    for (int64_t u = own.u0; u < own.u1; ++u) {
+    unit_queue::open(params);
+    ggml_barrier(params->threadpool);
+    unit_queue queue(params, n_tile*a.n_tok*a.q->ne[3]);
+    for (int64_t u; (u = queue.take()) >= 0; ) {
         const int64_t i = u/n_tile % a.n_tok, s = u/n_tile/a.n_tok;
         const int64_t t0 = u % n_tile*EXACT_TILE, t1 = std::min(t0 + EXACT_TILE, a.n_kv);
 
@@ -324,7 +332,8 @@ struct select_src {
 };
 
 // Logits wait in slots of a head each. Of consecutive units (tiles, head by head) a thread has whole heads, one after another in one slot
-// that stays in its cache, and perhaps a part of a head at either end; that head has a slot of the thread that has its first tile
+// that stays in its cache, and where heads are few perhaps a part of one at either end; that head has a slot of the thread that has its
+// first tile
 struct select_work : select_scratch {
     char  * slots;
     size_t  slot_size;
@@ -379,7 +388,7 @@ struct select_work : select_scratch {
     }
 };
 
-// step 2; make_tile(u, i_tile, x, ld, next): writes the logits of a tile of head u at x + j*ld + position
+// step 2, after unit_queue::open and a barrier; make_tile(u, i_tile, x, ld, next): writes the logits of a tile of head u at x + j*ld + position
 template <typename F>
 void select_heads(const ggml_compute_params * params, ggml_tensor * dst, const select_src & a, const select_work & w, F make_tile) {
     const auto finish = [&](int64_t u, const head_scores & x) {
@@ -389,13 +398,13 @@ void select_heads(const ggml_compute_params * params, ggml_tensor * dst, const s
                 a.p.n_local_max, kl[0], a.sinks ? (const float *) a.sinks->data + h*a.n_group_q : nullptr, a.p.alpha != 0, a.p.top_p);
     };
 
-    const unit_range own(params, a.n_all*a.n_tile);
+    unit_queue queue(params, a.n_all*a.n_tile, a.n_tile);
     int64_t shared = -1; // the head that begins here and ends elsewhere
-    for (int64_t x = own.u0; x < own.u1; ++x) {
+    for (int64_t x; (x = queue.take()) >= 0; ) {
         const int64_t u     = x/a.n_tile, i_tile = x % a.n_tile;
-        const bool    whole = u*a.n_tile >= own.u0 && (u + 1)*a.n_tile <= own.u1;
+        const bool    whole = u*a.n_tile >= queue.u0 && (u + 1)*a.n_tile <= queue.u1;
         const head_scores s = w.scores(a, u, whole, params->ith, params->nth);
-        make_tile(u, i_tile, s.x, s.ld, x + 1 < own.u1 ? x + 1 : -1);
+        make_tile(u, i_tile, s.x, s.ld, queue.peek());
         finish_tile(s, i_tile, a.p.alpha != 0 || is_top_p(a.p.top_p));
         if (whole && i_tile == a.n_tile - 1) {
             finish(u, s);
@@ -432,6 +441,8 @@ void sparse::forward_select(const ggml_compute_params * params, ggml_tensor * ds
     const select_src  a(dst);
     const select_work w(a, params->wdata, params->ith, params->nth);
     const ggml_tensor * logits = dst->src[0];
+    unit_queue::open(params);
+    ggml_barrier(params->threadpool);
     select_heads(params, dst, a, w, [&](int64_t u, int64_t i_tile, float * x, int64_t ld, int64_t) {
         const int64_t h = u % a.n_head_kv, i = u/a.n_head_kv % a.n_tok, s = u/a.n_head_kv/a.n_tok;
         const int64_t t0 = i_tile*a.tile, n = std::min(a.tile, a.n_kv - t0);

@@ -9,6 +9,8 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdarg.h>
+#include <stdatomic.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -32,6 +34,7 @@ struct ggml_threadpool {
     pthread_mutex_t lock;
     pthread_cond_t  all_here;
     int n, n_here, round;
+    atomic_int chunk;
 };
 
 void ggml_barrier(struct ggml_threadpool * tp);
@@ -48,6 +51,17 @@ void ggml_barrier(struct ggml_threadpool * tp) {
     }
     pthread_mutex_unlock(&tp->lock);
 }
+
+void ggml_threadpool_chunk_set(struct ggml_threadpool * tp, int value);
+void ggml_threadpool_chunk_set(struct ggml_threadpool * tp, int value) { atomic_store_explicit(&tp->chunk, value, memory_order_relaxed); }
+
+int ggml_threadpool_chunk_add(struct ggml_threadpool * tp, int value);
+int ggml_threadpool_chunk_add(struct ggml_threadpool * tp, int value) {
+    return atomic_fetch_add_explicit(&tp->chunk, value, memory_order_relaxed);
+}
+
+bool isa_numa; // as if memory had NUMA nodes
+bool ggml_is_numa(void) { return isa_numa; }
 
 void ggml_abort(const char * file, int line, const char * fmt, ...) {
     va_list args;
@@ -91,7 +105,7 @@ static void * run_task(void * task) {
 // work: a buffer of ggml_sparse_attn_work_size(node, n_threads) bytes; n_threads: 1 to 128
 void isa_compute(struct ggml_tensor * node, void * work, size_t size, int n_threads);
 void isa_compute(struct ggml_tensor * node, void * work, size_t size, int n_threads) {
-    struct ggml_threadpool tp = { PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, n_threads, 0, 0 };
+    struct ggml_threadpool tp = { PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, n_threads, 0, 0, 0 };
     struct task tasks[128];
     pthread_t threads[128];
     for (int i = 0; i < n_threads; ++i) {

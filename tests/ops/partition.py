@@ -6,11 +6,13 @@ Two cores cannot show by time what 64 would do. The kernels are compiled so that
 accesses calls a function that counts (count_reads.c), and run with 1 to 128 threads. The balance of
 a node is the mean over the threads of the bytes of K, V and the transposed K, divided by the
 largest: 1 is perfect, and times the number of threads it is the speed-up that the split allows.
+It is that of the parts that threads begin with, and with NUMA nodes keep to; elsewhere, those that
+are done early take from the others, which more threads than cores would not show.
 """
 
 from __future__ import annotations
 
-from ctypes import POINTER, c_int, c_long, c_size_t, c_void_p
+from ctypes import POINTER, c_bool, c_int, c_long, c_size_t, c_void_p
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +33,7 @@ class Counting(IsaGgml):
         super().__init__(lib_dir, "count", headers, folder)
         self.lib.count_watch.argtypes = [c_void_p, c_size_t]
         self.lib.count_take.argtypes = [POINTER(c_long), c_int]
+        c_bool.in_dll(self.lib, "isa_numa").value = True
         self.bytes: dict[str, np.ndarray] = {}
 
     def take(self, forget: bool = False) -> np.ndarray:
