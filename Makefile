@@ -9,7 +9,7 @@ export OPENBLAS_NUM_THREADS = 1
 
 .PHONY: demo test test-all test-gpu bench-gpu gpu-all figures fuzz soak sanitize lint fmt build upstream patches-refresh patches-check clean
 
-demo: build             ## build, then answer a question from a long text with the demo model
+demo: build             ## build, then let the demo model recite from a long document, dense and sparse
 	$(RUN)/sparq-cpp demo
 
 # both build for, and run on, the CPU, even where a GPU is

@@ -86,9 +86,3 @@ def draw(rows: Sequence[plot.Row]) -> Any:
 
 def _pick(rows: Sequence[plot.Row], panel: str, n_pos: int) -> list[plot.Row]:
     return [r for r in rows if r["panel"] == panel and r["n_pos"] == n_pos]
-
-
-if __name__ == "__main__":
-    import attention_sparsity as this
-
-    plot.main(this)

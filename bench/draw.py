@@ -1,4 +1,4 @@
-"""`make figures`: draw every figure again from the records."""
+"""`make figures`: draw every figure again from the records; with NAMEs, these."""
 
 from __future__ import annotations
 

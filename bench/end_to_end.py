@@ -125,9 +125,3 @@ def draw(rows: Sequence[plot.Row]) -> Any:
     plot.label_ends(left, ends)
     plot.label_ends(right, more)
     return figure
-
-
-if __name__ == "__main__":
-    import end_to_end as this
-
-    plot.main(this)

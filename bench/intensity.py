@@ -98,9 +98,3 @@ def draw(rows: Sequence[plot.Row]) -> Any:
 def _line(rows: Sequence[plot.Row], panel: str, series: float) -> tuple[list[float], list[float]]:
     here = [r for r in rows if r["panel"] == panel and r["series"] == series]
     return [r["rho"] for r in here], [r["value"] for r in here]
-
-
-if __name__ == "__main__":
-    import intensity as this
-
-    plot.main(this)

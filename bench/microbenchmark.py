@@ -132,9 +132,3 @@ def draw(rows: Sequence[plot.Row]) -> Any:
     for ax, ends in labels:
         plot.label_ends(ax, ends)
     return figure
-
-
-if __name__ == "__main__":
-    import microbenchmark as this
-
-    plot.main(this)

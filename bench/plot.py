@@ -19,7 +19,7 @@ from typing import Any
 import click
 import commands
 
-from pyorch.attention.spec import make_spec, parse_spec, ratio_text
+from pyorch.attention.spec import make_spec, nearest, parse_spec, ratio_text
 from pyorch.bench import records
 from pyorch.bench.pictures import (  # noqa: F401  the figures have them from here
     OURS,
@@ -174,14 +174,20 @@ def main(*figures: ModuleType | Any) -> None:
     """The command line of the figures: draw those that have records, say what the others lack."""
 
     @click.command(context_settings=commands.SETTINGS)
+    @click.argument("names", nargs=-1, metavar="[NAME]...")
     @click.option("--results", metavar="DIR", help="Records.  [default: bench/results/<machine>]")
     @click.option("--out", metavar="DIR", default=str(FIGURES), help="[default: bench/figures]")
     @click.option("--png", is_flag=True, help="A PNG as well.")
-    def command(results: str | None, out: str, png: bool) -> None:
-        """Draw from records: NAME.svg and NAME.csv."""
+    def command(names: tuple[str, ...], results: str | None, out: str, png: bool) -> None:
+        """Draw from records: NAME.svg and NAME.csv; without NAME all of them."""
+        known = {figure.NAME: figure for figure in figures}
+        for name in names:
+            if name not in known:
+                raise nearest("figure", name, tuple(known))
+        chosen = [known[name] for name in names or known]
         folder = Path(results) if results else default_folder()
         missing = 0
-        for figure in figures:
+        for figure in chosen:
             try:
                 make(figure, folder, Path(out), png)
                 print(Path(out) / f"{figure.NAME}.svg")
@@ -189,6 +195,6 @@ def main(*figures: ModuleType | Any) -> None:
                 missing += 1
                 click.echo(f"{figure.NAME}: not drawn: {e.message} ({e.hint})", err=True)
         if missing:
-            raise SparqError(f"{missing} of {len(figures)} figures not drawn", str(folder))
+            raise SparqError(f"{missing} of {len(chosen)} figures not drawn", str(folder))
 
     commands.main(command)

@@ -57,9 +57,3 @@ def draw(rows: Sequence[plot.Row]) -> Any:
     kurtosis.set_ylabel("Fisher kurtosis")
     tail.set_ylabel("share over a Gaussian's")
     return figure
-
-
-if __name__ == "__main__":
-    import query_tails as this
-
-    plot.main(this)

@@ -94,9 +94,3 @@ def draw(rows: Sequence[plot.Row]) -> Any:
 def _pick(rows: Sequence[plot.Row], **values: Any) -> list[plot.Row]:
     here = [r for r in rows if all(r[k] == v for k, v in values.items())]
     return sorted(here, key=lambda r: r["ratio"])
-
-
-if __name__ == "__main__":
-    import recall_per_byte as this
-
-    plot.main(this)

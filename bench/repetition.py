@@ -81,9 +81,3 @@ def draw(rows: Sequence[plot.Row]) -> Any:
     figure.canvas.draw()
     plot.label_ends(ax, ends)
     return figure
-
-
-if __name__ == "__main__":
-    import repetition as this
-
-    plot.main(this)

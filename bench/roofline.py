@@ -175,10 +175,5 @@ def draw(rows: Sequence[plot.Row]) -> Any:
     return figure
 
 
-if __name__ == "__main__":
-    if "--measure" in sys.argv:
-        measure(plot.default_folder())
-    else:
-        import roofline as this
-
-        plot.main(this)
+if __name__ == "__main__" and "--measure" in sys.argv:
+    measure(plot.default_folder())

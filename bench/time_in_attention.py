@@ -159,9 +159,3 @@ def _paper(name: str) -> tuple[list[tuple[float, float]], list[tuple[float, floa
     """Slope and value at 0 of a published line, in s."""
     points = plot.paper(NAME, name)
     return [p for p in points if p[0] == 1], [p for p in points if p[0] == 0]
-
-
-if __name__ == "__main__":
-    import time_in_attention as this
-
-    plot.main(this)

@@ -79,9 +79,3 @@ def draw(rows: Sequence[plot.Row]) -> Any:
 def _line(rows: Sequence[plot.Row], series: str, k: int) -> tuple[list[float], list[float]]:
     here = [r for r in rows if r["series"] == series and r["k"] == k]
     return [r["x"] for r in here], [r["value"] for r in here]
-
-
-if __name__ == "__main__":
-    import topk_agreement as this
-
-    plot.main(this)

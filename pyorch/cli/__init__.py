@@ -24,7 +24,7 @@ COMMANDS = {
     "pull": ("pull", "Download a model from the hub and check it."),
     "convert": ("convert", "Convert a model of safetensors, here or on the hub, to GGUF."),
     "quantize": ("quantize", "Quantise a GGUF model with llama.cpp's own quantiser."),
-    "demo": ("demo", "Answer a question from a long text with the small model that comes along."),
+    "demo": ("demo", "Let the small model that comes along recite from a long document."),
     "bench": ("bench", "Measure attention time and token time, llama.cpp's beside ours."),
     "eval": ("eval", "Measure what sparse attention costs in quality, task by task."),
     "report": ("report", "Write one HTML page with what was measured."),
