@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from pyorch.errors import SparqError
@@ -28,3 +30,27 @@ def data(name: str) -> Path:
 def cache() -> Path:
     """Root of everything that is built or downloaded; not created here."""
     return Path(os.environ.get("SPARQ_CACHE") or "~/.cache/sparq-cpp").expanduser().absolute()
+
+
+@contextmanager
+def locked(root: Path, waiting: Callable[[str], None]) -> Iterator[int]:
+    """Hold `root/lock`, which is made if need be. Yields its descriptor, for children: the system
+    drops the lock when its last holder is gone.
+
+    Args:
+        waiting: called with the process that holds it, if one does.
+    """
+    import fcntl  # not on Windows, where `probe.check_system` says so
+
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / "lock").open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            waiting(file.read().strip() or "unknown")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield file.fileno()

@@ -325,6 +325,8 @@ def update_marked(file: Path, name: str, text: str) -> None:
     Raises:
         SparqError: the file has no such marks, or cannot be read or written.
     """
+    from pyorch.models.new_file import new_file
+
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     try:
         old = file.read_text("utf-8")
@@ -333,7 +335,8 @@ def update_marked(file: Path, name: str, text: str) -> None:
         if not (found and found_end):
             hint = "put both lines where the table shall be"
             raise SparqError(f"{file}: no {begin} ... {end} to put the table in", hint)
-        file.write_text(f"{before}{begin}\n{text}\n{end}{after}", "utf-8")
+        with new_file(file, force=True) as (partial, _):
+            partial.write_text(f"{before}{begin}\n{text}\n{end}{after}", "utf-8")
     except OSError as e:
         hint = "--update-readme takes a file with such marks"
         raise SparqError(f"{file}: {e.strerror or e}", hint) from None

@@ -222,12 +222,11 @@ def _path(command: str, name: str) -> Path:
 
 
 def _save(chat: Chat, name: str) -> None:
-    path = _path("/save", name)
-    try:
-        text = json.dumps({"messages": chat.messages}, indent=2, ensure_ascii=False)
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as e:
-        raise SparqError(f"{name}: {e.strerror or e}", "/save FILE, where you may write") from None
+    from pyorch.models.new_file import new_file
+
+    text = json.dumps({"messages": chat.messages}, indent=2, ensure_ascii=False)
+    with new_file(_path("/save", name), force=True) as (partial, _):
+        partial.write_text(text + "\n", encoding="utf-8")
     opt.note(f"{len(chat.messages)} messages written to {name}", "dim")
 
 

@@ -21,6 +21,7 @@ from pyorch.errors import SparqError
 def command(output: str, results: str | None, figures: str | None) -> None:
     """Write one HTML page with the figures and tables. It opens without a network."""
     from pyorch.bench import records, report
+    from pyorch.models.new_file import new_file
 
     for name in filter(None, (results, figures)):
         if not Path(name).is_dir():
@@ -29,8 +30,6 @@ def command(output: str, results: str | None, figures: str | None) -> None:
         Path(results) if results else records.default_folder(),
         Path(figures) if figures else report.default_figures(),
     )
-    try:
-        Path(output).write_text(text, "utf-8")
-    except OSError as e:
-        raise SparqError(f"{output}: {e.strerror or e}", "--output takes a file") from None
+    with new_file(Path(output), force=True) as (partial, _):
+        partial.write_text(text, "utf-8")
     opt.note(f"{output}: {len(text) / 1e6:.1f} MB")

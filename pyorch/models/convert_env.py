@@ -14,7 +14,6 @@ Below the cache root:
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -195,18 +194,12 @@ def _run(argv: list[str], lock: int, show: bool) -> str:
 @contextmanager
 def _lock(note: Note) -> Iterator[int]:
     root = paths.cache() / "convert"
+    text = "waiting for another process that makes the converter's environment"
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        file = (root / "lock").open("a")
+        with paths.locked(root, lambda _: note(text)) as lock:
+            yield lock
     except OSError as e:
         raise SparqError(f"{root}: {e.strerror}", "set SPARQ_CACHE to another folder") from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            note("waiting for another process that makes the converter's environment")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield file.fileno()
 
 
 def environment(cache: Path) -> dict[str, str]:

@@ -95,4 +95,4 @@ def cannot_write(path: Path, e: OSError) -> SparqError:
     """The error to tell instead of the system's."""
     if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return SparqError(f"{path}: the disk is full; nothing was kept", "make room")
-    return SparqError(f"{path}: cannot be written: {e.strerror or e}")
+    return SparqError(f"{path}: cannot be written: {e.strerror or e}", "write to another folder")

@@ -182,7 +182,11 @@ def _build(options: Options, tools: tuple[str, ...], jobs: int, force: bool, not
     target = paths.cache() / "lib" / f"{options.name}-{stamp}"
     if not force and _complete(target, tools) and bindings().is_dir():
         return target
-    with _lock(note) as lock:
+
+    def waiting(who: str) -> None:
+        note(f"waiting for another build in {paths.cache()} (process {who})")
+
+    with paths.locked(paths.cache(), waiting) as lock:
         if not force and _complete(target, tools) and bindings().is_dir():
             return target  # another process built it while this one waited
         for thing, why in found.off.items():
@@ -460,30 +464,6 @@ def _prune() -> None:
 
 
 # ---- shared --------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _lock(note: Note) -> Iterator[int]:
-    """One build at a time in one cache. Yields the lock's file descriptor.
-
-    The system drops the lock when its last holder is gone.
-    """
-    import fcntl  # not on Windows, where check_system() has already said so
-
-    root = paths.cache()
-    root.mkdir(parents=True, exist_ok=True)
-    with (root / "lock").open("a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "unknown"
-            note(f"waiting for another build in {root} (process {holder})")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield file.fileno()
 
 
 @contextmanager

@@ -311,6 +311,7 @@ def test_chat_commands(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
     assert [m["role"] for m in messages] == ["system"] + ["user", "assistant"] * 2
     assert [m["content"] for m in messages[1::2]] == ["hello", "a text\n\nagain"]
     assert run("chat", "-m", tiny_chat, "-n", 4, "--resume", file, stdin="more\n").code == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["talk.json", "text.txt"]
 
 
 def test_chat_ratio_takes_effect(run: Run, tiny_chat: Path) -> None:
@@ -331,7 +332,7 @@ def test_chat_ratio_takes_effect(run: Run, tiny_chat: Path) -> None:
         ("/save", 2, "file name"),
         ("/read", 2, "file name"),
         ("/read /none", 1, "/none: No such file"),
-        ("/save /none/x.json", 1, "/none/x.json"),
+        ("/save /none/x.json", 2, "there is no folder /none"),
         (LONG * 3, 1, "context has 4096"),
     ],
 )
