@@ -26,11 +26,13 @@ import plot
 import recall
 import repetition
 import roofline
+import step_times
 import time_in_attention
 
 from pyorch.bench import attention, pictures, records, speed
 from pyorch.errors import SparqError
 from pyorch.evals import series
+from pyorch.models.gguf_file import geometry, read_gguf
 
 BENCH = Path(__file__).parents[2] / "bench"
 ENV = {
@@ -378,3 +380,16 @@ print(json.dumps(node_times.measure(Path(sys.argv[1]), case)))
         assert done.returncode == 0, done.stderr
         got = json.loads(done.stdout)
         assert all(0 < a < b for a, b in zip(got["attention_ns"], got["samples_ns"], strict=True))
+
+
+def test_step_times_sees_both_steps_and_what_they_read(model: Path) -> None:
+    n_layer = geometry(read_gguf(model)).n_layer
+    case = step_times.Case("m", n_layer, 600, 1, "sparq,rank=8,topk=64,min_ctx=0", 3)
+    got = step_times.measure(model, case)
+    assert {step: len(ns) for step, ns in got["samples_ns"].items()} == {"pick": 3, "attend": 3}
+    assert min(got["samples_ns"]["pick"] + got["samples_ns"]["attend"]) > 0
+    assert min(got["bytes"].values()) > 0
+    rows = step_times.table([{"case": asdict(case), **got}]).splitlines()
+    assert [row.split(" | ")[4] for row in rows[2:]] == ["attend", "pick"]
+    with pytest.raises(SparqError, match="0 of .* not reported"):
+        step_times.measure(model, replace(case, spec="sparq,rank=8,topk=64"))  # below min_ctx

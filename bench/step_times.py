@@ -1,0 +1,168 @@
+"""Time of the steps of sparse attention by themselves, beside the bytes they read.
+
+    python bench/step_times.py [--like llama2-7b,llama3-8b] [-d 16384,65536] [-a SPEC]...
+
+ggml is stopped after every node, and the clock is read around SCORE (or PICK: SCORE and SELECT in
+one) and ATTEND. Before each token the caches are made to forget, by a sequential read that is timed
+too: a share is of that read's speed. Writes step_times.jsonl.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import commands
+import numpy as np
+import watch
+
+from pyorch import engine, native
+from pyorch.attention.spec import parse_spec
+from pyorch.bench import attention, records, state
+from pyorch.bench.bandwidth import MemoryReader
+from pyorch.bench.records import Record
+from pyorch.cli import options as opt
+from pyorch.cli import run as run_command
+from pyorch.errors import SparqError
+from pyorch.native.tensor import Tensor, op_number
+
+BENCH = "step_times"
+STEPS = {2: "score", 3: "select", 4: "pick", 5: "attend"}  # ggml_sparse_attn_op
+SPECS = tuple(f"sparq,rank=32,topk=128,shadow={s}" for s in ("f16", "q8", "q4"))
+SPECS += ("sparq,ratio=1/8", "dense")
+
+
+@dataclass(frozen=True)
+class Case:
+    like: str
+    n_layer: int
+    n_depth: int
+    n_threads: int
+    spec: str
+    n_samples: int
+
+
+class Clock:
+    """Adds up nanoseconds by step; every node is computed by itself."""
+
+    def __init__(self, op: int) -> None:
+        self.op, self.started = op, 0
+        self.spent: dict[str, int] = {}
+
+    def see(self, t: Tensor, ask: bool) -> bool:
+        now = time.perf_counter_ns()
+        if not ask and t.op == self.op and t.op_params[0] in STEPS:
+            step = STEPS[t.op_params[0]]
+            self.spent[step] = self.spent.get(step, 0) + now - self.started
+        self.started = time.perf_counter_ns()
+        return True
+
+
+def measure(model: Path, case: Case) -> dict[str, Any]:
+    """Per step the nanoseconds of each token, in all layers; bytes per token; bytes per second."""
+    reader = MemoryReader(case.n_threads)
+    with engine.load(model, n_ctx=256, n_threads=case.n_threads) as loaded:
+        clock = Clock(op_number(loaded.lib, "SPARSE_ATTN"))
+        watched = watch.Watched(
+            loaded, clock.see, n_ctx=case.n_depth, n_threads=case.n_threads, n_batch=32
+        )
+        session = watched.session
+        try:
+            engine.set_attention(session, case.spec)
+            state.fill(session, case.n_depth - 1, 1)
+            engine.seal(session)
+            samples: dict[str, list[int]] = {}
+            bandwidth = []
+            for i in range(-2, case.n_samples):
+                if i == 0:
+                    engine.reset_counters(session)
+                bandwidth.append(reader.read())
+                clock.spent = {}
+                engine.decode(session, 5 + i % 200)
+                watched.check()
+                engine.rewind(session, case.n_depth - 1)
+                for step, ns in clock.spent.items() if i >= 0 else ():
+                    samples.setdefault(step, []).append(ns)
+            counters = engine.info(session).counters
+        finally:
+            watched.close()
+    name = "calls_sparse" if parse_spec(case.spec).sparse else "calls_dense_op"
+    calls, wanted = counters[name], case.n_samples * case.n_layer
+    if calls != wanted:
+        raise SparqError(f"{case.spec}: {calls} of {wanted} calls counted in {name}; not reported")
+    bytes_read = {"attend": counters["bytes_read"] - counters["bytes_score"]}
+    for step in samples.keys() & {"score", "pick"}:
+        bytes_read[step] = counters["bytes_score"]
+    return {
+        "samples_ns": samples,
+        "bytes": {step: n / case.n_samples for step, n in bytes_read.items()},
+        "bandwidth_bytes_per_s": bandwidth[2:],
+    }
+
+
+def run(cases: Sequence[Case], file: Path, *, force: bool = False) -> list[Record]:
+    env = records.environment({"sparq": native.lib_dir()})
+    stamp = env["stamps"]["sparq"]
+    done = {} if force else records.load(file)
+    out = []
+    for case in cases:
+        key = records.key(BENCH, asdict(case), stamp)
+        if key not in done:
+            result = measure(attention.model_file(case.like, case.n_layer), case)
+            done[key] = records.record(BENCH, asdict(case), stamp, **result, env=env)
+            records.append(file, done[key])
+        out.append(done[key])
+    return out
+
+
+def table(recs: Sequence[Record]) -> str:
+    """Markdown: a row per case and step."""
+    out = [
+        "| heads | positions | threads | attention | step | us per layer (p10-p90) | GB/s | share |"
+    ]
+    out.append("| --- | ---: | ---: | --- | --- | ---: | ---: | ---: |")
+    for rec in recs:
+        case = Case(**rec["case"])
+        name = f"{case.like} | {case.n_depth} | {case.n_threads} | `{case.spec}`"
+        for step, n_bytes in rec["bytes"].items():
+            ns = np.array(rec["samples_ns"][step])
+            lo, mid, hi = np.percentile(ns, [10, 50, 90]) / case.n_layer / 1e3
+            share = np.median(n_bytes / ns * 1e9 / np.array(rec["bandwidth_bytes_per_s"]))
+            speed = n_bytes / np.median(ns)
+            out.append(
+                f"| {name} | {step} | {mid:.0f} ({lo:.0f}-{hi:.0f}) | {speed:.1f} | {share:.0%} |"
+            )
+    return "\n".join(out)
+
+
+@click.command(context_settings=commands.SETTINGS)
+@click.option("--like", default="llama2-7b,llama3-8b", show_default=True, help="Heads.")
+@click.option(
+    "-d", "--n-depth", type=commands.Positions(), default="16384,65536", show_default=True
+)
+@click.option("-a", "--attention", "specs", multiple=True, metavar="SPEC", help="[default: five]")
+@click.option("-t", "--threads", type=opt.THREADS, help="[default: all cores]")
+@click.option("--samples", type=opt.Number(int, 1), default=21, show_default=True)
+@click.option("--out", metavar="DIR", help="[default: bench/results/<kind of machine>]")
+@click.option("--force", is_flag=True, help="Measure again what is there already.")
+def command(**options: Any) -> None:
+    """Time of the steps of sparse attention, token by token."""
+    threads = options["threads"] or engine.usable_cores()
+    cases = [
+        Case(like, 2, n, threads, str(parse_spec(spec)), options["samples"])
+        for like in options["like"].split(",")
+        for n in options["n_depth"]
+        for spec in options["specs"] or SPECS
+    ]
+    folder = Path(options["out"]) if options["out"] else records.default_folder()
+    text = table(run(cases, folder / f"{BENCH}.jsonl", force=options["force"]))
+    (folder / f"{BENCH}.md").write_text(text + "\n", encoding="utf-8")
+    click.echo(text)
+
+
+if __name__ == "__main__":
+    run_command(command)
