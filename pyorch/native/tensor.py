@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-_BLOCK = {2: ("Q4_0", 18), 8: ("Q8_0", 34)}  # type: (its name in gguf, bytes of 32 elements)
+_BLOCK = {2: ("Q4_0", 18), 8: ("Q8_0", 34)}  # (name in gguf, bytes of 32 elements)
 _BF16 = 30
 _DTYPES = {0: np.float32, 1: np.float16, _BF16: np.uint16, 24: np.int8, 26: np.int32, 27: np.int64}
 

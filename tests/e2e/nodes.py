@@ -14,26 +14,25 @@ from ctypes import c_int32
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import gguf
 import numpy as np
 
 sys.path.append(str(Path(__file__).parents[1] / "ops"))
 
 import oracle
 from ggml_ctypes import (
-    BLOCK_BYTES,
-    NUMPY_TYPE,
     AttendParams,
     Ggml,
     Graph,
     PickParams,
     ScoreParams,
     SelectParams,
-    Tensor,
     TensorPtr,
 )
 from llama import bindings
 from tolerances import Errors, check_selection, score_scale
+
+from pyorch.native.tensor import Tensor, floats, view
+from pyorch.native.tensor import source as _source
 
 SEAL, VISIBLE, SCORE, SELECT, PICK, ATTEND = range(6)
 GROUP, RUN = 64, 512  # GGML_SPARSE_GROUP, GGML_SPARSE_RUN
@@ -42,20 +41,8 @@ _OP, _PARAMS = Tensor.op.offset, Tensor.op_params.offset
 
 def read(t: Tensor) -> np.ndarray:
     """View of a tensor in host memory, numpy axes; bf16, q8_0 and q4_0 as a copy in f32."""
-    kind, dtype = NUMPY_TYPE[t.type]
-    if kind in BLOCK_BYTES:
-        shape = (*t.ne[:0:-1], t.ne[0] // 32 * BLOCK_BYTES[kind])
-        size = sum((n - 1) * s for n, s in zip(t.ne[1:], t.nb[1:], strict=True)) + shape[-1]
-        raw = np.frombuffer((ctypes.c_char * size).from_address(t.data), np.uint8)
-        blocks = np.lib.stride_tricks.as_strided(raw, shape, (*t.nb[:0:-1], 1))
-        return gguf.quants.dequantize(blocks.copy(), gguf.GGMLQuantizationType[kind.upper()])
-    shape, strides = tuple(t.ne[::-1]), tuple(t.nb[::-1])
-    size = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + np.dtype(dtype).itemsize
-    raw = np.frombuffer((ctypes.c_char * size).from_address(t.data), np.uint8)
-    array = np.lib.stride_tricks.as_strided(
-        raw[: np.dtype(dtype).itemsize].view(dtype), shape, strides
-    )
-    return (array.astype(np.uint32) << 16).view(np.float32) if kind == "bf16" else array
+    stored = view(t)
+    return stored if stored.dtype not in (np.uint8, np.uint16) else floats(stored, t.type)
 
 
 def bits(t: Tensor) -> np.ndarray:
@@ -91,10 +78,6 @@ def _leaf(g: Graph, t: Tensor | None) -> TensorPtr | None:
     leaf.contents.nb[:] = t.nb[:]
     leaf.contents.data = t.data
     return leaf
-
-
-def _source(t: Tensor, i: int) -> Tensor | None:
-    return t.src[i].contents if t.src[i] else None
 
 
 def _params(t: Tensor, kind: type):

@@ -18,7 +18,6 @@ import ctypes
 from ctypes import (
     POINTER,
     c_bool,
-    c_char,
     c_float,
     c_int,
     c_int32,
@@ -30,6 +29,8 @@ from pathlib import Path
 
 import numpy as np
 from cases import BLOCKS, bf16_bits, row_bytes, to_blocks
+
+from pyorch.native.tensor import Tensor
 
 CONTEXT = 1 << 20  # bytes for the structs of the tensors and the graph
 GUARD = 256  # bytes on each side
@@ -59,26 +60,6 @@ STATS = (
 )
 
 
-class Tensor(ctypes.Structure):
-    """struct ggml_tensor of the pinned ggml.h."""
-
-
-Tensor._fields_ = [
-    ("type", c_int),
-    ("buffer", c_void_p),
-    ("ne", c_int64 * 4),
-    ("nb", c_size_t * 4),
-    ("op", c_int),
-    ("op_params", c_int32 * 16),
-    ("flags", c_int32),
-    ("src", POINTER(Tensor) * 10),
-    ("view_src", POINTER(Tensor)),
-    ("view_offs", c_size_t),
-    ("data", c_void_p),
-    ("name", c_char * 64),
-    ("extra", c_void_p),
-    ("padding", c_char * 8),
-]
 TensorPtr = POINTER(Tensor)
 
 
@@ -154,24 +135,8 @@ class AttnParams(ctypes.Structure):
 
 
 class AttnInputs(ctypes.Structure):
-    _fields_ = [
-        (name, TensorPtr)
-        for name in (
-            "q",
-            "k",
-            "v",
-            "k_t",
-            "v_sum",
-            "sealed",
-            "mask",
-            "visible",
-            "forced",
-            "kl",
-            "sinks",
-            "stats",
-            "k_range",
-        )
-    ]
+    _NAMES = "q k v k_t v_sum sealed mask visible forced kl sinks stats k_range"
+    _fields_ = [(name, TensorPtr) for name in _NAMES.split()]
 
 
 class Ggml:
@@ -211,7 +176,7 @@ class Ggml:
         object_size = 32  # struct ggml_object, in front of every tensor of a context
         if self.base.ggml_tensor_overhead() != ctypes.sizeof(Tensor) + object_size:
             raise RuntimeError(
-                "struct ggml_tensor of this pin is not what tests/ops/ggml_ctypes.py says"
+                "struct ggml_tensor of this pin is not what pyorch/native/tensor.py says"
             )
         self.cpu.ggml_cpu_init()
 

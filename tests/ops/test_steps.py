@@ -177,6 +177,13 @@ def test_score_component_ties(n_head: int, rank: int, ggml: Ggml) -> None:
 # ---- SEAL ----
 
 
+def seal(g, k_t, k, groups, v_sum=None, v=None, stats=None, n_rot=0):
+    """Of `groups`, into an f16 k_t."""
+    list_ = g.tensor(groups, "i32")
+    tail = stats, None, None, SealParams(16, n_rot)
+    return g.op("ggml_sparse_attn_seal", k_t, v_sum, k, v, list_, *tail)
+
+
 @pytest.mark.parametrize("type_k", ["f16", "bf16", "f32", "q8_0", "q4_0"])
 @pytest.mark.parametrize(
     ("n_kv", "d", "n_head_kv", "n_stream"),
@@ -212,18 +219,8 @@ def test_seal_writes_listed_groups_only(
             k_t = g.tensor(before_t, "f16", (0, 0, 32) if strided else (), inplace=True)
             v_sum = g.tensor(before_sum, "f32", (0, 0, 8) if strided else (), inplace=True)
             stats = g.tensor(np.zeros(8), "i64", inplace=True)
-            out = g.op(
-                "ggml_sparse_attn_seal",
-                k_t,
-                v_sum,
-                g.tensor(k, type_k, pad),
-                g.tensor(v, type_k, pad),
-                g.tensor(groups, "i32"),
-                stats,
-                None,
-                None,
-                SealParams(16),
-            )
+            sums = v_sum, g.tensor(v, type_k, pad), stats
+            out = seal(g, k_t, g.tensor(k, type_k, pad), groups, *sums)
             g.compute(out, n_threads=n_threads)
             results.append((g.read(out)[0], g.read(v_sum)[0]))
             assert g.read(stats).ravel().tolist() == [0] * 7 + [int((groups >= 0).sum())]
@@ -265,10 +262,7 @@ def test_seal_turns_k_back(type_k, d, n_rot, ggml) -> None:
     k = cases.to_type(rng.standard_normal((1, 150, 2, d)) * 3, type_k)
     with ggml.graph() as g:
         k_t = g.tensor(np.full((1, 2 * d, 150), 7.0), "f16", inplace=True)
-        sources = (g.tensor(k, type_k, (0, 3, 2, 0)), None, g.tensor(np.array([[1, 2]]), "i32"))
-        out = g.op(
-            "ggml_sparse_attn_seal", k_t, None, *sources, None, None, None, SealParams(16, n_rot)
-        )
+        out = seal(g, k_t, g.tensor(k, type_k, (0, 3, 2, 0)), np.array([[1, 2]]), n_rot=n_rot)
         g.compute(out)
         got = g.read(out)[0, 0].astype(np.float32)
     want = oracle.hadamard(k, n_rot)[0].reshape(150, -1).T
@@ -284,18 +278,7 @@ def test_seal_clamps_to_f16(type_k, ggml) -> None:
     k[0, 40, 0, 63] = -np.inf
     with ggml.graph() as g:
         k_t = g.tensor(np.zeros((1, 64, 64)), "f16", inplace=True)
-        out = g.op(
-            "ggml_sparse_attn_seal",
-            k_t,
-            None,
-            g.tensor(k, type_k),
-            None,
-            g.tensor(np.zeros((1, 1)), "i32"),
-            None,
-            None,
-            None,
-            SealParams(16),
-        )
+        out = seal(g, k_t, g.tensor(k, type_k), np.zeros((1, 1)))
         g.compute(out)
         got = g.read(out)[0, 0]
     # bf16 has no 65504: it rounds to 65536, beyond f16
@@ -313,18 +296,7 @@ def test_seal_last_group_may_be_incomplete(ggml) -> None:
     )
     with ggml.graph() as g:
         k_t = g.tensor(np.full((1, 64, 128), 7.0), "f16", inplace=True)
-        out = g.op(
-            "ggml_sparse_attn_seal",
-            k_t,
-            None,
-            g.tensor(k, "f16"),
-            None,
-            g.tensor(np.array([[1]]), "i32"),
-            None,
-            None,
-            None,
-            SealParams(16),
-        )
+        out = seal(g, k_t, g.tensor(k, "f16"), np.array([[1]]))
         g.compute(out)
         got = g.read(out)[0, 0]
     assert np.array_equal(got[:, 64:70], k[0, 64:, 0].T.astype(np.float16))
