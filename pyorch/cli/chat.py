@@ -124,14 +124,8 @@ def _piped() -> Iterator[str]:
 
 
 def _typed() -> Iterator[str]:
-    """The same from a terminal, with line editing and history, which is kept in the cache."""
-    with suppress(ImportError):  # some builds of Python lack it
-        import readline
-
-        history = paths.cache() / "chat_history"
-        with suppress(OSError):
-            readline.read_history_file(history)
-        readline.set_history_length(1000)
+    """The same from a terminal, with line editing and history."""
+    keep_history = _history()
     while True:
         try:
             line = input("> ").strip()
@@ -143,10 +137,27 @@ def _typed() -> Iterator[str]:
             opt.note("/exit or Ctrl-D leaves", "dim")
             continue
         if line:
-            with suppress(OSError, NameError):
-                history.parent.mkdir(parents=True, exist_ok=True)
-                readline.write_history_file(history)
+            keep_history()
             yield line
+
+
+def _history() -> Callable[[], None]:
+    """What was typed in earlier sessions, for input(). Returns what adds to it, in the cache."""
+    try:
+        import readline
+    except ImportError:  # some builds of Python lack it
+        return lambda: None
+    file = paths.cache() / "chat_history"
+    with suppress(OSError):
+        readline.read_history_file(file)
+    readline.set_history_length(1000)
+
+    def keep() -> None:
+        with suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            readline.write_history_file(file)
+
+    return keep
 
 
 def _run_command(chat: Chat, line: str) -> bool:

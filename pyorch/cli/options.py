@@ -206,9 +206,10 @@ def attention_from(options: Mapping[str, Any]) -> AttentionSpec | None:
     line, method = options.get("attention"), options.get("method")
     beside = [*given, *(["method"] if line and method else [])]
     if beside and (line or method in ("dense", "off")):
+        option = {"shadow": "shadow-type"}.get(beside[0], beside[0].replace("_", "-"))
         what = "--attention has all settings" if line else f"--method {method} reads everything"
         raise SparqError(
-            f"{what}: --{beside[0].replace('_', '-')} has no place beside it",
+            f"{what}: --{option} has no place beside it",
             "-a sparq,ratio=1/8,mean_v=on" if line else "use --method sparq or topk",
             exit_code=2,
         )

@@ -139,6 +139,7 @@ USAGE = [  # (arguments, what the error names, what the hint names)
     (["--ratio", "many"], "ratio 'many'", "12.5%"),
     (["--method", "spraq"], "'spraq'", "did you mean sparq?"),
     (["--method", "dense", "--ratio", "1/8"], "--ratio", "sparq"),
+    (["--method", "off", "--shadow-type", "q4"], "--shadow-type", "sparq"),
     (["-a", "sparq", "--method", "topk"], "--method", "mean_v=on"),
     (["--attention", "spraq"], "'spraq'", "did you mean sparq?"),
     (["--rank", "33", "--topk", "64"], "rank 33 is above the model's head size 32", "1 to 32"),
