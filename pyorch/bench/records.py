@@ -15,11 +15,12 @@ import re
 import secrets
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -134,15 +135,21 @@ def append(file: Path, rec: Mapping[str, Any]) -> None:
     Raises:
         SparqError: it cannot be written.
     """
+    with _opened(file) as f:
+        fcntl.flock(f, fcntl.LOCK_EX)  # another run may write to the same file
+        f.seek(0)
+        f.truncate(f.read().rfind(b"\n") + 1)
+        f.write(json.dumps(rec, separators=(",", ":")).encode() + b"\n")
+        f.flush()
+        os.fsync(f.fileno())
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[BinaryIO]:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("ab+") as f:
-            fcntl.flock(f, fcntl.LOCK_EX)  # another run may write to the same file
-            f.seek(0)
-            f.truncate(f.read().rfind(b"\n") + 1)
-            f.write(json.dumps(rec, separators=(",", ":")).encode() + b"\n")
-            f.flush()
-            os.fsync(f.fileno())
+            yield f
     except OSError as e:
         raise SparqError(f"{file}: {e.strerror or e}", "--out takes a folder to write to") from None
 
@@ -221,6 +228,9 @@ def resume(
         return next(([run[k] for k in keys] for run in found), None)
 
     todo = [g for g in groups if known(g) is None]
+    if todo:
+        with _opened(file):  # what cannot be kept is not measured
+            pass
     total, spent = sum(cost(g) for g in todo), 0
     for group in todo:
         share = cost(group)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pyorch import native
-from pyorch.bench import bandwidth, records
+from pyorch.bench import bandwidth, growth, records
 from pyorch.cli.bench import update_marked
 from pyorch.errors import SparqError
 
@@ -52,6 +52,16 @@ def test_records_go_on_after_a_line_that_was_cut_short(tmp_path: Path) -> None:
     file.write_text(file.read_text() + '{"schema":1,"be')
     records.append(file, make(2))
     assert set(records.load(file)) == {make(1)["key"], make(2)["key"]}
+
+
+def test_what_cannot_be_kept_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = {"stamps": {"sparq": "s"}}
+    monkeypatch.setattr(native, "lib_dir", lambda stock=False: Path())
+    monkeypatch.setattr(records, "environment", lambda libraries: env)
+    case = growth.Case("m.gguf", "m", 1, "f16", "f16", 512, "sparq")
+    with pytest.raises(SparqError, match="Not a directory") as e:
+        records.resume("b", [[case]], pytest.fail, Path("/dev/null/r"), print, cost=len, force=True)
+    assert "--out" in e.value.hint
 
 
 def test_record_needs_samples_and_env() -> None:
