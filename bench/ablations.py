@@ -42,7 +42,8 @@ TAUS = {
     "eq. 9": "mean_v=on",
     "sqrt(d)": "mean_v=on,tau=sqrt-d",
     "sqrt(r)": "mean_v=on,tau=sqrt-r",
-    "no mean of V": "mean_v=off",
+    "eq. 9, no mean of V": "mean_v=off",
+    "sqrt(r), no mean of V": "mean_v=off,tau=sqrt-r",  # what the ranking of shared heads gains
 }
 RANKS, KS = (4, 8, 16, 32), (16, 32, 64, 128, 256, 512)
 TASKS = {"fidelity": 2048, "repetition": 2336}  # positions
@@ -60,7 +61,7 @@ CAPTION = (
 NEEDS = "python bench/ablations.py --text BOOKS"
 _COLOURS = {
     **dict(zip(SCANS, (plot.PAPER, plot.OURS_2, plot.OURS, "#ae3ec9"), strict=True)),
-    **dict(zip(TAUS, (plot.OURS, plot.OURS_2, plot.OURS_3, plot.PAPER), strict=True)),
+    **dict(zip(TAUS, (plot.OURS, plot.OURS_2, plot.OURS_3, plot.PAPER, "#74b816"), strict=True)),
 }
 _LINES = (plot.OURS_3, plot.OURS, plot.OURS_2, plot.STOCK)  # of RANKS
 
@@ -155,10 +156,13 @@ def draw(rows: Sequence[plot.Row]) -> Any:
                 right.plot(100 * r["share"], r["score"], "D", color=colour, markersize=8,
                            markerfacecolor="none")  # fmt: skip
         _temperatures(middle, here)
+        if i == 0:
+            middle.legend(frameon=False, fontsize=8)
         for ax, title in ((left, "what finds the positions"), (right, "rank x k")):
             ax.set(xscale="log", xlabel="bytes, % of dense", title=title)
             ticks = [3, 6, 12, 25, 50]
             ax.set_xticks(ticks, map(str, ticks))
+            ax.set_xlim(2, 60)
             ax.set_xticks([], minor=True)
         figure.canvas.draw()
         plot.label_ends(left, ends)
@@ -185,12 +189,11 @@ def _temperatures(ax: Any, rows: Sequence[plot.Row]) -> None:
     groups = list(dict.fromkeys(r["point"] for r in here))
     for j, name in enumerate(TAUS):
         line = [r for r in here if r["line"] == name]
-        x = [groups.index(r["point"]) + (j - 1.5) / 6 for r in line]
+        x = [groups.index(r["point"]) + (j - 2) / 7 for r in line]
         bars = [[r["score"] - r["low"] for r in line], [r["high"] - r["score"] for r in line]]
         ax.errorbar(x, [r["score"] for r in line], bars, fmt="o", color=_COLOURS[name], label=name)
     ax.set_xticks(range(len(groups)), groups)
     ax.set(xlim=(-0.5, len(groups) - 0.5), title="temperature of the scores")
-    ax.legend(frameon=False, fontsize=8)
 
 
 if __name__ == "__main__":

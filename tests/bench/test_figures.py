@@ -198,7 +198,7 @@ def test_repetition_is_a_share_of_what_dense_recites(tmp_path: Path) -> None:
 
 def test_ablations_are_of_valid_methods_each_once(tmp_path: Path) -> None:
     specs = [spec for *_, spec in ablations.points()]
-    assert len(specs) == len(set(specs)) == 1 + 4 * 5 + 4 * 3 + 4 * 6
+    assert len(specs) == len(set(specs)) == 1 + 4 * 5 + 5 * 3 + 4 * 6
     add_ablations(tmp_path)
     rows = ablations.data(tmp_path)
     assert [r["spec"] for r in rows] == 2 * specs
