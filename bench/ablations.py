@@ -25,6 +25,7 @@ import plot
 
 from pyorch import policies
 from pyorch.cli import options as opt
+from pyorch.cli import run as run_command
 from pyorch.evals import find, series, table
 from pyorch.evals import run as evaluate
 from pyorch.evals.texts import read_texts
@@ -197,4 +198,4 @@ def _temperatures(ax: Any, rows: Sequence[plot.Row]) -> None:
 
 
 if __name__ == "__main__":
-    commands.main(command)
+    run_command(command)

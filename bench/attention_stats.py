@@ -33,6 +33,7 @@ import recall
 
 from pyorch.bench.records import Record
 from pyorch.cli import options as opt
+from pyorch.cli import run as run_command
 
 BENCH = "attention_stats"
 TOP, TOP_ALPHA = 32, 128  # positions of Fig. 4a and of Fig. 4f
@@ -298,4 +299,4 @@ def command(model: Path, texts: list[Path], folder: Path, threads: int, **sizes:
 
 
 if __name__ == "__main__":
-    commands.main(command)
+    run_command(command)

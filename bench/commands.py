@@ -1,4 +1,4 @@
-"""What the command lines of the measurements share: options, and errors in one line."""
+"""What the command lines of the measurements share."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import click
 
 from pyorch import paths
 from pyorch.bench import records
-from pyorch.cli import fail
 from pyorch.cli import options as opt
-from pyorch.errors import SparqError
 
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 _OPTIONS = (
@@ -54,13 +52,3 @@ class Positions(click.ParamType):
     def convert(self, value: Any, param: Any, ctx: Any) -> list[int]:
         number = opt.Number(int, 256)
         return [number.convert(part.strip(), param, ctx) for part in str(value).split(",")]
-
-
-def main(command: click.Command) -> None:
-    """Run it; a mistake is one line and a hint."""
-    try:
-        command(standalone_mode=False)
-    except SparqError as error:
-        fail(error.message, error.hint, error.exit_code)
-    except click.UsageError as error:
-        fail(error.format_message(), "--help", 2)

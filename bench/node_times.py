@@ -22,6 +22,7 @@ from pyorch import engine, native
 from pyorch.bench import records, speed, state
 from pyorch.bench.records import Record
 from pyorch.cli import options as opt
+from pyorch.cli import run as run_command
 from pyorch.cli.bench import Numbers
 from pyorch.errors import SparqError
 from pyorch.models.gguf_file import geometry, read_gguf
@@ -147,4 +148,4 @@ def shares(rec: Record) -> list[float]:
 
 
 if __name__ == "__main__":
-    commands.main(command)
+    run_command(command)

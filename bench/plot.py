@@ -35,6 +35,7 @@ from pyorch.bench.pictures import (  # noqa: F401  the figures have them from he
     positions_axis,
     write,
 )
+from pyorch.cli import run as run_command
 from pyorch.errors import SparqError
 
 HERE = Path(__file__).parent
@@ -197,4 +198,4 @@ def main(*figures: ModuleType | Any) -> None:
         if missing:
             raise SparqError(f"{missing} of {len(chosen)} figures not drawn", str(folder))
 
-    commands.main(command)
+    run_command(command)

@@ -42,6 +42,7 @@ from pyorch.attention.spec import ratio_text
 from pyorch.bench import records
 from pyorch.bench.records import Record
 from pyorch.cli import options as opt
+from pyorch.cli import run as run_command
 from pyorch.errors import SparqError
 from pyorch.evals.texts import read_texts
 from pyorch.native.tensor import Tensor, floats, op_number, view
@@ -572,4 +573,4 @@ def command(model: Path, texts: list[Path], folder: Path, threads: int, **sizes:
 
 
 if __name__ == "__main__":
-    commands.main(command)
+    run_command(command)
