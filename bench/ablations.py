@@ -28,6 +28,7 @@ from pyorch.cli import options as opt
 from pyorch.cli import run as run_command
 from pyorch.evals import find, series, table
 from pyorch.evals import run as evaluate
+from pyorch.evals.repetition import CHARS
 from pyorch.evals.texts import read_texts
 
 EXACT = "min_ctx=0,min_k=1"
@@ -92,6 +93,7 @@ def command(
     model: Path, texts: list[Path], folder: Path, threads: int, force: bool, **n: int
 ) -> None:
     """SparQ's choices, one at a time: selection, temperature, rank and k."""
+    found: list[series.Series] = []
     for task, ctx in TASKS.items():
         if n[task]:
             plan = evaluate.Plan(
@@ -103,8 +105,7 @@ def command(
                 n_threads=threads,
             )
             with opt.progress_bar("making the examples") as making, opt.progress_bar(task) as bar:
-                evaluate.run(plan, RAW, making, bar, force=force)
-    found = series.read_folder(RAW, list(TASKS))
+                found += evaluate.run(plan, RAW, making, bar, force=force)
     to = folder / "ablations"
     for file in to.glob("*.jsonl"):
         file.unlink()
@@ -147,7 +148,7 @@ def draw(rows: Sequence[plot.Row]) -> Any:
             else:
                 ax.axhline(dense["score"], color=plot.PAPER, linewidth=1, linestyle="--")
                 ax.axhspan(dense["low"], dense["high"], color=plot.PAPER, alpha=0.12)
-                ax.set(ylabel="characters recited", ylim=(0, None))
+                ax.set(ylabel="characters recited", ylim=(0, CHARS))
         ends = [_line(left, here, "a", name, _COLOURS[name]) for name in SCANS]
         ranks = [f"r = {r}" for r in RANKS]
         grid = [_line(right, here, "c", name, c) for name, c in zip(ranks, _LINES, strict=True)]

@@ -53,7 +53,12 @@ def _about(groups: Sequence[Sequence[Row]]) -> str:
         count = f"{n[0]} to {n[-1]}" if len(n) > 1 else str(n[0])
         unit = " in %" if task.percent else ""
         what = f"{task.name}: {task.metric}{unit}, {count} examples"
-        parts.append(f"{what} of up to {g[0].ctx} positions")
+        what += f" of up to {g[0].ctx} positions"
+        if len(n) > 1:
+            fewest = min(g, key=lambda row: row.n)
+            dense = (fewest.score - fewest.difference) * (100 if task.percent else 1)
+            what += f" (dense on the first {n[0]}: {dense:.0f})"
+        parts.append(what)
     text = "; ".join(parts)
     text += ". ± half of the 95 % interval; * differs from dense on the same examples."
     over: dict[str, list[float]] = {}
