@@ -164,7 +164,7 @@ def draw(rows: Sequence[plot.Row]) -> Any:
             ax.set(xscale="log", xlabel="bytes, % of dense", title=title)
             ticks = [3, 6, 12, 25, 50]
             ax.set_xticks(ticks, map(str, ticks))
-            ax.set_xlim(2, 60)
+            ax.set_xlim(2, 60 if ax is left else 36)
             ax.set_xticks([], minor=True)
         figure.canvas.draw()
         plot.label_ends(left, ends)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ablations
 import attention_sparsity
 import budgets
 import end_to_end
@@ -26,6 +27,7 @@ FIGURES = (
     attention_sparsity,
     query_tails,
     topk_agreement,
+    ablations,
     repetition,
 )
 
