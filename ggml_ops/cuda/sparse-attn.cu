@@ -127,7 +127,8 @@ template <int N_BIT, int GB, int TYPE>
 void launch_score(ggml_backend_cuda_context & ctx, score_args a, int64_t n_row) {
     a.n_pass = (int) ceil_div(a.n_group_q, GB);
     const int64_t n_y = (int64_t) a.n_head_kv*a.n_pass;
-    const int64_t n_x = std::min(a.n_run, std::max<int64_t>(1, 8*n_sm(ctx)/(n_y*n_row))); // more runs per block than would fill the device
+    // as many blocks as there is room for at once: each chooses its channels first
+    const int64_t n_x = std::min(a.n_run, std::max<int64_t>(1, score_blocks(GB)*n_sm(ctx)/(n_y*n_row)));
     SPARQ_LAUNCH((score<N_BIT, GB, TYPE>), dim3(n_x, n_y, n_row), dim3(N_THREAD), ctx.stream(), a);
 }
 
@@ -231,10 +232,10 @@ void run_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, float 
         SPARQ_LAUNCH(rank_keys, dim3(ceil_div(n_kv, KEYS), a.n_head_kv, n_row), dim3(N_THREAD), ctx.stream(), a);
     }
     const dim3 grid(a.n_head_kv, n_row);
-    if (n_kv <= 4*SAMPLE) { // each thread has few keys; small blocks leave room for many rows at once
+    if (n_kv <= N_SMALL) {
         SPARQ_LAUNCH(select<256>, grid, dim3(256), ctx.stream(), a);
     } else {
-        SPARQ_LAUNCH(select<SAMPLE>, grid, dim3(SAMPLE), ctx.stream(), a);
+        SPARQ_LAUNCH(select<1024>, grid, dim3(1024), ctx.stream(), a);
     }
 }
 
@@ -361,7 +362,8 @@ bool is_shadow(const ggml_tensor * k_t, const ggml_tensor * k_range) {
 
 bool is_on_host(const ggml_tensor * t) { return t && t->buffer && ggml_backend_buffer_is_host(t->buffer); }
 
-constexpr int64_t GRID_MAX = 65535; // blocks along y and z
+constexpr int64_t GRID_MAX = 65535;   // blocks along y and z
+constexpr int64_t N_KV_MAX = 1 << 30; // cells are numbered in 32 bits, with room for a stride
 
 } // namespace
 
@@ -392,14 +394,14 @@ bool ggml_cuda_sparse_attn_supported(const ggml_tensor * dst, int cc) {
         case GGML_SPARSE_ATTN_PICK: {
             const bool pick = dst->op_params[0] == GGML_SPARSE_ATTN_PICK;
             const ggml_tensor * q = dst->src[0], * k = dst->src[1], * k_t = dst->src[2];
-            return is_kv(k) && q->ne[1] <= GRID_MAX && q->ne[1]/k->ne[1] <= G_MAX && q->ne[2]*q->ne[3] <= GRID_MAX && k->ne[2] < INT32_MAX &&
+            return is_kv(k) && q->ne[1] <= GRID_MAX && q->ne[1]/k->ne[1] <= G_MAX && q->ne[2]*q->ne[3] <= GRID_MAX && k->ne[2] <= N_KV_MAX &&
                    (!k_t || is_shadow(k_t, dst->src[pick ? 9 : 7])) && !is_on_host(dst->src[pick ? 8 : 6]);
         }
         case GGML_SPARSE_ATTN_SELECT:
-            return dst->src[0]->ne[0] < INT32_MAX && dst->src[0]->ne[1] <= GRID_MAX && dst->src[0]->ne[1]/dst->ne[1] <= G_MAX && dst->ne[2]*dst->ne[3] <= GRID_MAX;
+            return dst->src[0]->ne[0] <= N_KV_MAX && dst->src[0]->ne[1] <= GRID_MAX && dst->src[0]->ne[1]/dst->ne[1] <= G_MAX && dst->ne[2]*dst->ne[3] <= GRID_MAX;
         case GGML_SPARSE_ATTN_ATTEND: {
             const ggml_tensor * q = dst->src[0], * k = dst->src[1], * v = dst->src[2];
-            return is_kv(k) && is_kv(v) && q->ne[1] <= GRID_MAX && q->ne[1]/k->ne[1] <= G_MAX && q->ne[2]*q->ne[3] <= GRID_MAX && k->ne[2] < INT32_MAX && !is_on_host(dst->src[9]);
+            return is_kv(k) && is_kv(v) && q->ne[1] <= GRID_MAX && q->ne[1]/k->ne[1] <= G_MAX && q->ne[2]*q->ne[3] <= GRID_MAX && k->ne[2] <= N_KV_MAX && !is_on_host(dst->src[9]);
         }
         default:
             return false;

@@ -164,8 +164,9 @@ __device__ __forceinline__ float warp_max(float x) {
 // ---- logits ----
 
 __device__ __forceinline__ float soft_cap(float x, float cap) {
-    // cap*tanh(x/cap); tanhf is a rough one under -use_fast_math
-    return cap - __fdiv_rn(2.0f*cap, expf(__fdiv_rn(2.0f*x, cap)) + 1.0f);
+    // cap*tanh(x/cap); tanhf is a rough one under -use_fast_math, and small x must not cancel. NaN stays
+    const float y = __fdiv_rn(2.0f*x, cap), e = expm1f(y > 80.0f ? 80.0f : y);
+    return cap*__fdiv_rn(e, e + 2.0f);
 }
 
 // ALiBi; the same slopes as ggml's softmax. n_log2: the largest power of two up to the number of heads

@@ -61,6 +61,7 @@ struct alignas(16) score_shared {
     uint8_t  state[RUN/GROUP];
     int      n_warp[N_WARP];
     float    top[N_WARP], sum[N_WARP];
+    int64_t  bytes[N_WARP];         // what a warp had to read; the first pass counts
 };
 
 // the `rank` channels with the largest sum over the group of |q| (ties: the lowest), and per head of this pass the coefficients
@@ -171,13 +172,29 @@ __device__ __forceinline__ void code_coef(score_shared<GB> & m, int h, int n_cha
     }
 }
 
-// sums over this thread's channels, for its 8 positions
-//   k_t: the head's first channel at the first position of the run
+// codes of one channel at a thread's 8 positions
+template <int N_BIT> struct codes     { using type = unsigned; };
+template <>          struct codes<8>  { using type = uint2; };
+
+// steps of four channels each whose codes are asked for before their coefficients are known
+template <int GB> constexpr int EARLY = GB == 8 ? 1 : 2;
+
+// codes of the four channels from i on; k_t: at the thread's positions
 template <int N_BIT, int GB>
-__device__ __forceinline__ void score_channels(float (&acc)[GB][8], const score_shared<GB> & m, const char * k_t, int64_t nb_chan, int n_chan, int lane, int slice) {
-    k_t += lane*N_BIT;
+__device__ __forceinline__ void load_codes(typename codes<N_BIT>::type (&x)[4], const score_shared<GB> & m, const char * k_t, int64_t nb_chan, int n_chan, int i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        x[j] = *(const typename codes<N_BIT>::type *) (k_t + m.chan[min(i + j, n_chan - 1)]*nb_chan);
+    }
+}
+
+// sums over this thread's channels, for its 8 positions
+//   k_t: the head's first channel at the thread's positions; early: its first codes, by load_codes()
+template <int N_BIT, int GB>
+__device__ __forceinline__ void score_channels(float (&acc)[GB][8], const score_shared<GB> & m, const char * k_t, int64_t nb_chan, int n_chan, int slice,
+        const typename codes<N_BIT>::type (&early)[EARLY<GB>][4]) {
     if (N_BIT == 16) {
-        constexpr int AT_ONCE = GB == 8 ? 1 : 4;
+        constexpr int AT_ONCE = GB == 1 ? 8 : GB == 4 ? 4 : 1;
 #pragma unroll AT_ONCE
         for (int i = slice; i < n_chan; i += N_SLICE) {
             float x[8];
@@ -194,27 +211,20 @@ __device__ __forceinline__ void score_channels(float (&acc)[GB][8], const score_
         return;
     }
     int sum[GB][8] = {};
-    constexpr int AT_ONCE = GB == 8 ? 1 : 2;
-#pragma unroll AT_ONCE
-    for (int i = 4*slice; i < n_chan; i += 4*N_SLICE) {
+    const auto add = [&](const typename codes<N_BIT>::type (&raw)[4], int i) {
         unsigned lo[4], hi[4]; // codes of four channels at the first four positions, and at the others
-        if (N_BIT == 8) {
+        if constexpr (N_BIT == 8) {
             unsigned x[4], y[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                const uint2 raw = *(const uint2 *) (k_t + m.chan[min(i + j, n_chan - 1)]*nb_chan);
-                x[j] = raw.x ^ 0x80808080u;
-                y[j] = raw.y ^ 0x80808080u;
+                x[j] = raw[j].x ^ 0x80808080u;
+                y[j] = raw[j].y ^ 0x80808080u;
             }
             zip4(lo, x);
             zip4(hi, y);
-        } else {
-            unsigned x[4], v[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                x[j] = *(const unsigned *) (k_t + m.chan[min(i + j, n_chan - 1)]*nb_chan);
-            }
-            zip4(v, x);
+        } else if constexpr (N_BIT == 4) {
+            unsigned v[4];
+            zip4(v, raw);
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 lo[j] = v[j] & 0x0F0F0F0Fu;
@@ -235,6 +245,17 @@ __device__ __forceinline__ void score_channels(float (&acc)[GB][8], const score_
                 }
             }
         }
+    };
+#pragma unroll
+    for (int e = 0; e < EARLY<GB>; ++e) {
+        if (const int i = 4*(slice + e*N_SLICE); i < n_chan) {
+            add(early[e], i);
+        }
+    }
+    for (int i = 4*(slice + EARLY<GB>*N_SLICE); i < n_chan; i += 4*N_SLICE) {
+        typename codes<N_BIT>::type raw[4];
+        load_codes<N_BIT, GB>(raw, m, k_t, nb_chan, n_chan, i);
+        add(raw, i);
     }
 #pragma unroll
     for (int h = 0; h < GB; ++h) {
@@ -280,10 +301,14 @@ __device__ __forceinline__ void finish_run(score_shared<GB> & m, const score_arg
     }
 }
 
-// one block: runs blockIdx.x, + gridDim.x, .. for GB query heads of a KV head of a token
+// blocks that a multiprocessor shall hold at least: what leaves enough registers
+constexpr int score_blocks(int gb) { return gb == 1 ? 3 : 2; }
+
+// one block: runs blockIdx.x, + gridDim.x, .. for GB query heads of a KV head of a token. What a run is to be read with (its mask, what of it
+// is sealed, the scales of its codes) is on its way while the run before is worked on
 //   N_BIT: of k_t, 0: exact scores from K; TYPE: of K, or ANY
 template <int N_BIT, int GB, int TYPE>
-static __global__ void __launch_bounds__(N_THREAD, GB == 1 ? 3 : 2) score(const score_args a) {
+static __global__ void __launch_bounds__(N_THREAD, score_blocks(GB)) score(const score_args a) {
     __shared__ score_shared<GB> m;
 
     const int64_t h_kv = blockIdx.y/a.n_pass, row = blockIdx.z, i = row % a.n_tok, s = row/a.n_tok;
@@ -304,48 +329,82 @@ static __global__ void __launch_bounds__(N_THREAD, GB == 1 ? 3 : 2) score(const 
     const uint16_t * mask   = a.mask.at<const uint16_t>(i, 0, s);
     const int32_t  * sealed = N_BIT == 0 ? nullptr : a.sealed + s*a.n_grp;
 
-    int64_t bytes = 0; // what this warp had to read; the first pass counts
-    for (int64_t run = blockIdx.x; run < a.n_run; run += gridDim.x) {
-        const int64_t t0 = run*RUN;
-        { // what there is to see: a warp per group
-            const int w = tid/32;
+    static_assert(D_MAX <= N_THREAD && N_WARP == RUN/GROUP, "a thread per channel, a warp per group");
+    constexpr bool HAS_CODES = N_BIT == 4 || N_BIT == 8;
+    const int w = tid/32;
+    uint16_t next_mask[GROUP/32];
+    int32_t  next_sealed = 0;
+    float    next_size = 0.0f, next_zero = 0.0f;
+    const int n_kv = (int) a.n_kv, n_run = (int) a.n_run;
+    const auto fetch = [&](int run) {
+        const int t = run*RUN + w*GROUP + tid % 32, g = run*(RUN/GROUP) + w;
+#pragma unroll
+        for (int j = 0; j < GROUP/32; ++j) {
+            next_mask[j] = t + j*32 < n_kv ? mask[t + j*32] : F16_NEG_INF;
+        }
+        if (N_BIT > 0) {
+            next_sealed = g < a.n_grp ? sealed[g] : 0;
+        }
+        if (HAS_CODES && tid < n_chan && run < n_run) {
+            const float * range = a.k_range.at<const float>(h_kv*a.d + m.chan[tid], run, s);
+            next_size = range[0];
+            next_zero = range[1];
+        }
+    };
+    fetch(blockIdx.x);
+
+    if (tid % 32 == 0) {
+        m.bytes[w] = 0;
+    }
+    for (int run = blockIdx.x; run < n_run; run += gridDim.x) {
+        const int t0 = run*RUN;
+        { // what there is to see
             int n = 0;
-            for (int j = tid % 32; j < GROUP; j += 32) {
-                const int64_t  t  = t0 + w*GROUP + j;
-                const uint16_t mt = t < a.n_kv ? mask[t] : F16_NEG_INF;
-                m.mask[w*GROUP + j] = mt;
-                n += __popc(__ballot_sync(ALL, mt != F16_NEG_INF));
+#pragma unroll
+            for (int j = 0; j < GROUP/32; ++j) {
+                m.mask[w*GROUP + tid % 32 + j*32] = next_mask[j];
+                n += __popc(__ballot_sync(ALL, next_mask[j] != F16_NEG_INF));
             }
-            const int64_t g = run*(RUN/GROUP) + w;
-            const bool in_k_t = N_BIT > 0 && g < a.n_grp && sealed[g] != 0 && (N_BIT == 16 || (g + 1)*GROUP <= a.n_kv);
+            const int g = run*(RUN/GROUP) + w;
+            const bool in_k_t = next_sealed != 0 && (N_BIT == 16 || (g + 1)*GROUP <= n_kv);
             if (tid % 32 == 0) {
                 m.state[w] = n == 0 ? IS_HIDDEN : in_k_t ? IS_SEALED : IS_ROWS;
                 if (n > 0 && h0 == 0) {
-                    bytes += in_k_t ? min((int64_t) GROUP, a.n_kv - g*GROUP)*a.rank*N_BIT/8 + (N_BIT == 16 ? 0 : a.rank*2*(int64_t) sizeof(float)*GROUP/RUN) :
+                    m.bytes[w] += in_k_t ? (int64_t) min(GROUP, n_kv - g*GROUP)*a.rank*N_BIT/8 + (N_BIT == 16 ? 0 : a.rank*2*(int64_t) sizeof(float)*GROUP/RUN) :
                                       (int64_t) n*a.row_bytes;
                 }
             }
         }
+        if (HAS_CODES && tid < n_chan) {
+            m.size[tid] = next_size;
+            m.zero[tid] = next_zero;
+        }
         __syncthreads();
 
-        if (N_BIT == 4 || N_BIT == 8) {
-            for (int c = tid; c < n_chan; c += N_THREAD) {
-                const float * range = a.k_range.at<const float>(h_kv*a.d + m.chan[c], run, s);
-                m.size[c] = range[0];
-                m.zero[c] = range[1];
-            }
-            __syncthreads();
-            if (tid/32 < GB) {
-                code_coef<N_BIT, GB>(m, tid/32, n_chan);
-            }
-            __syncthreads();
-        }
         if (N_BIT > 0) {
             const int2 p = lane_positions<N_BIT>(lane);
+            const char * k_t = a.k_t.at(h_kv*a.d, s) + (int64_t) t0*N_BIT/8 + lane*N_BIT;
             float acc[GB][8] = {};
-            const bool in = N_BIT != 16 || t0 + p.x < a.n_kv; // rows of f16 end there, rounded up to 8
-            if (n_chan > 0 && in && (m.state[p.x/GROUP] == IS_SEALED || m.state[p.y/GROUP] == IS_SEALED)) {
-                score_channels<N_BIT, GB>(acc, m, a.k_t.at(h_kv*a.d, s) + t0*N_BIT/8, a.k_t.nb1, n_chan, lane, slice);
+            const bool in = n_chan > 0 && (N_BIT != 16 || t0 + p.x < n_kv) && // rows of f16 end there, rounded up to 8
+                            (m.state[p.x/GROUP] == IS_SEALED || m.state[p.y/GROUP] == IS_SEALED);
+            typename codes<N_BIT>::type early[EARLY<GB>][4] = {};
+            if constexpr (HAS_CODES) {
+#pragma unroll
+                for (int e = 0; e < EARLY<GB>; ++e) {
+                    if (const int c = 4*(slice + e*N_SLICE); in && c < n_chan) {
+                        load_codes<N_BIT, GB>(early[e], m, k_t, a.k_t.nb1, n_chan, c);
+                    }
+                }
+            }
+            fetch(run + gridDim.x);
+            if constexpr (HAS_CODES) {
+                if (w < GB) {
+                    code_coef<N_BIT, GB>(m, w, n_chan);
+                }
+                __syncthreads();
+            }
+            if (in) {
+                score_channels<N_BIT, GB>(acc, m, k_t, a.k_t.nb1, n_chan, slice, early);
             }
             for (int o = 0; o < N_SLICE; ++o) { // slice by slice, in order
                 if (o == slice) {
@@ -359,12 +418,14 @@ static __global__ void __launch_bounds__(N_THREAD, GB == 1 ? 3 : 2) score(const 
                 }
                 __syncthreads();
             }
+        } else {
+            fetch(run + gridDim.x);
         }
-        for (int w = 0; w < RUN/GROUP; ++w) { // products with rows of K, 8 lanes each
-            if (m.state[w] != IS_ROWS) {
+        for (int g = 0; g < RUN/GROUP; ++g) { // products with rows of K, 8 lanes each
+            if (m.state[g] != IS_ROWS) {
                 continue;
             }
-            for (int r = w*GROUP + tid/8; r < (w + 1)*GROUP; r += N_THREAD/8) {
+            for (int r = g*GROUP + tid/8; r < (g + 1)*GROUP; r += N_THREAD/8) {
                 float x[GB] = {};
                 dot_row<TYPE, GB>(x, m.q, a.k.type, m.mask[r] == F16_NEG_INF ? nullptr : a.k.at(h_kv, t0 + r, s), a.d);
                 store_products<GB>(m.x, x, r);
@@ -377,7 +438,7 @@ static __global__ void __launch_bounds__(N_THREAD, GB == 1 ? 3 : 2) score(const 
             for (int t = tid; t < RUN; t += N_THREAD) {
                 const float x = make_logit(m.x[h][t], m.mask[t], N_BIT == 0 ? a.scale : 1.0f, a.softcap, slope);
                 m.x[h][t] = x;
-                if (t0 + t < a.n_kv) {
+                if (t0 + t < n_kv) {
                     a.logits[(head + h)*a.n_kv + t0 + t] = x;
                 }
             }
@@ -387,8 +448,8 @@ static __global__ void __launch_bounds__(N_THREAD, GB == 1 ? 3 : 2) score(const 
             finish_run<GB>(m, a, head, n_head, run);
         }
     }
-    if (tid % 32 == 0 && bytes > 0) {
-        add_stat(a.stats, GGML_SPARSE_STAT_BYTES_SCORE, bytes);
+    if (tid % 32 == 0 && m.bytes[w] > 0) {
+        add_stat(a.stats, GGML_SPARSE_STAT_BYTES_SCORE, m.bytes[w]);
     }
 }
 

@@ -139,13 +139,23 @@ __device__ __forceinline__ int mark_forced(const select_args & a, unsigned * bit
     }
 }
 
-constexpr int SAMPLE = 1024; // cells
+// rows up to this long are selected by small blocks, of which there is room for many at once, and their marks are in shared memory
+constexpr int N_SMALL = 4096;
 
-// the largest order that at least k of the sampled keys reach; ORDER_HIDDEN + 1: all that is visible
+// the words of marks, as they are now
+template <int NT>
+__device__ __forceinline__ unsigned marks_at(const unsigned * bits, int64_t i) {
+    if constexpr (NT == 1024) {
+        return __ldcg(&bits[i]); // atomics do not change what L1 holds
+    } else {
+        return bits[i];
+    }
+}
+
+// the largest order that at least k of NT sampled keys reach; ORDER_HIDDEN + 1: all that is visible
 template <int NT>
 __device__ __forceinline__ int sample_cut(const float * key, int64_t n, int k) {
-    static_assert(SAMPLE == NT, "a key per thread");
-    const int x = order_of(key[threadIdx.x/8*(n/(SAMPLE/8)) + threadIdx.x % 8]);
+    const int x = order_of(key[threadIdx.x/8*(n/(NT/8)) + threadIdx.x % 8]);
     int64_t a = ORDER_HIDDEN + 1, b = ORDER_MAX;
     while (a < b) {
         const int64_t mid = a + (b - a + 1)/2;
@@ -174,7 +184,7 @@ __device__ __forceinline__ int keep_top_p(const select_args & a, int64_t head, c
     }
     const bool   one = a.n_group_q == 1;
     const float2 x   = one ? sum_head(a, head) : make_float2(0.0f, (float) a.n_group_q);
-    const auto is_forced = [&](int32_t t) { return (__ldcg(&bits[t/32]) >> t % 32 & 1) != 0; };
+    const auto is_forced = [&](int32_t t) { return (marks_at<NT>(bits, t/32) >> t % 32 & 1) != 0; };
     const auto weight    = [&](int32_t t) { return one ? expf(finite_top(key[t]) - x.x) : key[t]; };
     // the sum of the weights from an order on; for a higher order never more, since adding a term or 0 rounds in order
     const auto mass_from = [&](int least) {
@@ -243,9 +253,10 @@ __device__ __forceinline__ int keep_top_p(const select_args & a, int64_t head, c
 //   Each warp has a part of the row and lists the cells that reach a guess of the cut, in order. The exact cut among them comes from bisection.
 //   The result does not depend on the guess
 template <int NT>
-static __global__ void __launch_bounds__(NT) select(const select_args a) {
+static __global__ void __launch_bounds__(NT, NT == 1024 ? 1 : 4) select(const select_args a) {
     constexpr int NW = NT/32;
-    constexpr int N_REG = 16; // candidates that a thread keeps in registers
+    constexpr int N_REG = 8;   // candidates that a thread keeps in registers
+    constexpr int AT_ONCE = 8; // keys that a lane waits for at a time
     __shared__ int     sum_i[NW];
     __shared__ int64_t sum_l[NW];
     __shared__ float   sum_f[NW];
@@ -255,7 +266,13 @@ static __global__ void __launch_bounds__(NT) select(const select_args a) {
     const int64_t row = blockIdx.y, u = row*a.n_head_kv + blockIdx.x, n = a.n_kv;
     const int64_t i = row % a.n_tok, s = row/a.n_tok;
     const float   * key    = a.key + u*n;
-    unsigned      * bits   = a.bits + u*a.n_bits;
+    unsigned      * bits;
+    if constexpr (NT == 1024) {
+        bits = a.bits + u*a.n_bits;
+    } else {
+        __shared__ unsigned marks[N_SMALL/32];
+        bits = marks;
+    }
     int32_t       * cand   = a.cand + u*a.n_cand;
     int32_t       * res    = a.res + u*(1 + a.n_group_q + a.topk_max);
     int32_t       * cells  = res + 1 + a.n_group_q;
@@ -265,33 +282,28 @@ static __global__ void __launch_bounds__(NT) select(const select_args a) {
     const int k    = max(min(kl[0], a.topk_max), n_in);
 
     // ---- candidates ----
-    const int64_t part = (n + NW*32 - 1)/(NW*32)*32; // cells of a warp
-    const int64_t p0 = w*part, p1 = min(p0 + part, n);
+    const int part = ((int) n + NW*32 - 1)/(NW*32)*32; // cells of a warp
+    const int p0 = w*part, p1 = min(p0 + part, (int) n);
     int guess = ORDER_HIDDEN + 1, n_cand = 0;
-    for (float want = (float) k*SAMPLE/n; k > 0; want *= 4.0f) {
+    for (float want = (float) k*NT/n; k > 0; want *= 4.0f) {
         const float rank = want + 3.0f*__fsqrt_rn(want) + 2.0f;
-        guess = ORDER_HIDDEN + 1;
-        if constexpr (NT == SAMPLE) {
-            if (n > 4*SAMPLE && rank < SAMPLE/2) {
-                guess = sample_cut<NT>(key, n, (int) rank);
-            }
-        }
+        guess = n > 4*NT && rank < NT/2 ? sample_cut<NT>(key, n, (int) rank) : ORDER_HIDDEN + 1;
         int mine = 0;
-        for (int64_t t = p0; t < p1; t += 4*32) {
-            int x[4];
+        for (int t = p0; t < p1; t += AT_ONCE*32) {
+            int x[AT_ONCE];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const int64_t tj = t + j*32;
+            for (int j = 0; j < AT_ONCE; ++j) {
+                const int tj = t + j*32;
                 x[j] = tj + lane < p1 ? order_of(key[tj + lane]) : ORDER_HIDDEN;
-                if (tj < p1 && (__ldcg(&bits[tj/32]) >> lane & 1)) {
+                if (tj < p1 && (marks_at<NT>(bits, tj/32) >> lane & 1)) {
                     x[j] = ORDER_FORCED;
                 }
             }
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
+            for (int j = 0; j < AT_ONCE; ++j) {
                 const unsigned in = __ballot_sync(ALL, x[j] >= guess);
                 if (x[j] >= guess) {
-                    cand[p0 + mine + __popc(in & ((1u << lane) - 1))] = (int32_t) (t + j*32 + lane);
+                    cand[p0 + mine + __popc(in & ((1u << lane) - 1))] = t + j*32 + lane;
                 }
                 mine += __popc(in);
             }
@@ -327,7 +339,7 @@ static __global__ void __launch_bounds__(NT) select(const select_args a) {
         }
         return cand[wj*part + j - first[wj]];
     };
-    const auto order_at = [&](int32_t t) { return __ldcg(&bits[t/32]) >> t % 32 & 1 ? ORDER_FORCED : order_of(key[t]); };
+    const auto order_at = [&](int32_t t) { return marks_at<NT>(bits, t/32) >> t % 32 & 1 ? ORDER_FORCED : order_of(key[t]); };
 
     int x[N_REG];
     {
@@ -338,6 +350,9 @@ static __global__ void __launch_bounds__(NT) select(const select_args a) {
         }
     }
     const auto count_ge = [&](int lim) {
+        if (per <= 2) { // as a rule: the barrier counts
+            return __syncthreads_count(x[0] >= lim) + __syncthreads_count(x[1] >= lim);
+        }
         int c = 0;
         if (per <= N_REG) {
 #pragma unroll
@@ -370,24 +385,36 @@ static __global__ void __launch_bounds__(NT) select(const select_args a) {
     }
 
     // ---- the cells ----
+    // f(cell, order) for the candidates of this thread, in order
+    const auto for_each = [&](const auto & f) {
+        int wj = w0;
+        if (per <= N_REG) {
+#pragma unroll
+            for (int j = 0; j < N_REG; ++j) {
+                if (j0 + j < j1) {
+                    f(cell_at(j0 + j, wj), x[j]);
+                }
+            }
+        } else {
+            for (int j = j0; j < j1; ++j) {
+                const int32_t t = cell_at(j, wj);
+                f(t, order_at(t));
+            }
+        }
+    };
     int n_sel = min(n_cand, max(k, 0));
     int64_t mine = 0, total; // candidates above the cut, in the upper half; those equal to it
-    for (int j = j0, wj = w0; j < j1; ++j) {
-        const int o = order_at(cell_at(j, wj));
-        mine += o > cut ? (int64_t) 1 << 32 : o == cut ? 1 : 0;
-    }
+    for_each([&](int32_t, int o) { mine += o > cut ? (int64_t) 1 << 32 : o == cut ? 1 : 0; });
     const int64_t before = block_before<NT>(mine, &total, sum_l);
     const int n_tie = n_sel - (int) (total >> 32); // ties that still fit
     int n_gt = (int) (before >> 32), n_eq = (int) before;
-    for (int j = j0, wj = w0; j < j1; ++j) {
-        const int32_t t = cell_at(j, wj);
-        const int     o = order_at(t);
+    for_each([&](int32_t t, int o) {
         if (o > cut || (o == cut && n_eq < n_tie)) {
             cells[n_gt + min(n_eq, n_tie)] = t;
         }
         n_gt += o > cut;
         n_eq += o == cut;
-    }
+    });
     __syncthreads();
     if (a.top_p > 0.0f) {
         n_sel = keep_top_p<NT>(a, u*a.n_group_q, key, bits, cells, cand, n_sel, sum_f, sum_l);
