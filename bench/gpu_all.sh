@@ -1,51 +1,66 @@
 #!/bin/sh
-# Everything that needs a CUDA device, in one command: build, tests, benches, figures. Stops at nothing: each step says how it
-# ended, and the exit code is 1 if one failed. Results: bench/results/<machine>, bench/figures, gpu-all.log.
+# Everything that needs a CUDA device, in one command: build, tests, benches, figures. A step that fails does not stop the others; the exit
+# code is 1 if one failed. Results: bench/results/<machine>, bench/figures, gpu-all.log.
 #
 #   bench/gpu_all.sh            what it wants: python3 (3.10+) with numpy, cmake, ninja, a C++ compiler, nvcc, a device
+#   bench/gpu_all.sh STEP...    only these, by the names below, again if need be
 #   bench/gpu_all.sh --cpu      only what runs without a device: the build for the CPU and its op tests
 #
-# In a pack (bench/gpu_pack.sh) nothing is downloaded; in a checkout `make build` comes first.
+# Where time is short: call it again after it was cut off. Steps that succeeded with the same sources are left out (gpu-all.done), builds go on
+# with the next file, benches with the next case. In a pack (bench/gpu_pack.sh) nothing is downloaded; in a checkout `make build` comes first.
 cd "$(dirname "$0")/.." || exit 1
 python=python3
 [ -x .venv/bin/python ] && python=.venv/bin/python
 if [ -d vendor ]; then
     # the machine's own packages first: they may have compiled parts
     export PYTHONPATH="$PWD:$("$python" -c 'import site; print(":".join(site.getsitepackages()))'):$PWD/vendor"
-    export SPARQ_LLAMA_SOURCE="$PWD/llama-source" PIP_NO_INDEX=1
+    export SPARQ_LLAMA_SOURCE="$PWD/llama-source" PIP_NO_INDEX=1 SPARQ_CACHE="${SPARQ_CACHE:-$PWD/cache}"
 fi
-export SPARQ_CACHE="${SPARQ_CACHE:-$PWD/cache}" OPENBLAS_NUM_THREADS=1
+export OPENBLAS_NUM_THREADS=1
+sources=$(find pyorch ggml_ops patches tests bench -type f \( -name '*.py' -o -name '*.c*' -o -name '*.h' -o -name '*.patch' -o -name '*.sh' \) |
+    LC_ALL=C sort | xargs cat | cksum | cut -d' ' -f1)
 failed=0
-: > gpu-all.log
+wanted=" $* "
+case "${1:-}" in -*) wanted="  " ;; esac
 
 step() { # step NAME SECONDS COMMAND...
     name=$1; limit=$2; shift 2
-    echo "== $name"
+    if [ "$wanted" = "  " ]; then
+        grep -qsx "$sources $name" gpu-all.done && { echo "== $name: done before"; return; }
+    else
+        case "$wanted" in *" $name "*) ;; *) return ;; esac
+    fi
+    echo "== $name" | tee -a gpu-all.log
     start=$(date +%s)
     timeout "$limit" "$@" > step.log 2>&1
     code=$?
     cat step.log >> gpu-all.log
     tail -n 5 step.log
-    echo "== $name: exit code $code, $(($(date +%s) - start)) s"
-    [ $code = 0 ] || failed=1
+    echo "== $name: exit code $code, $(($(date +%s) - start)) s" | tee -a gpu-all.log
+    if [ $code = 0 ]; then echo "$sources $name" >> gpu-all.done; else failed=1; fi
     rm -f step.log
 }
 ops="tests/ops/test_steps.py tests/ops/test_attn.py tests/ops/test_quant.py"
 sparq="$python -c __import__('pyorch.cli').cli.main()"
+pytest="$python -m pytest -q -p no:cacheprovider"
 
 if [ "${1:-}" = --cpu ]; then
     export SPARQ_CUDA=0
-    step "build for the CPU" 3000 $sparq build
-    step "op tests on the CPU" 1800 "$python" -m pytest -q -p no:cacheprovider -m 'not slow' $ops
-    step "the harness of the device tests" 600 "$python" -m pytest -q -p no:cacheprovider -m 'not gpu' tests/gpu
+    step cpu-build 3000 $sparq build
+    step cpu-ops 1800 $pytest -m 'not slow' $ops
+    step harness 600 $pytest -m 'not gpu' tests/gpu
     exit $failed
 fi
 step doctor 120 $sparq doctor
-step "build with CUDA" 1800 $sparq build --cuda --cuda-arch native
-step "stock, with CUDA" 1800 $sparq build --stock --cuda --cuda-arch native
-step "op tests on the device" 1800 env SPARQ_TEST_DEVICE=cuda "$python" -m pytest -q -p no:cacheprovider -m 'not slow' $ops
-step "CPU against CUDA, decoding, graphs, sanitizer; kernels by themselves" 3600 "$python" -m pytest -q -p no:cacheprovider -m 'gpu and not slow' tests/gpu tests/cuda
-step "attention by itself" 1800 "$python" bench/gpu.py
-step "tokens" 3600 $sparq bench --like llama2-7b --quant f16 -d 8192,16384,32768,46080 -n 16 -r 3 --spec sparq,ratio=1/8,gpu_min_mb=0
+step build 3000 $sparq build --cuda --cuda-arch native
+step ops 1800 env SPARQ_TEST_DEVICE=cuda $pytest -m 'not slow' $ops
+step kernels 1800 $pytest -m 'gpu and not slow' tests/cuda
+step decode 1800 $pytest -m 'gpu and not slow' tests/gpu -k 'not sanitizer'
+step attention 1800 "$python" bench/gpu.py
+step sanitizer 1800 $pytest -m 'gpu and not slow' tests/gpu -k sanitizer
+step stock 3000 $sparq build --stock --cuda --cuda-arch native
+for depth in 8192 16384 32768 46080; do
+    step tokens-$depth 1800 $sparq bench --like llama2-7b --quant f16 -ngl 99 -fa 1 -d $depth -n 16 -r 3 --spec sparq,ratio=1/8,gpu_min_mb=0
+done
 step figures 300 "$python" bench/draw_gpu.py
 exit $failed

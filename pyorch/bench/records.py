@@ -49,7 +49,10 @@ def machine_name() -> str:
 def machine() -> dict[str, Any]:
     from pyorch.native import cuda, probe
 
-    gpu = {"gpu": cuda.devices()[0][0].name} if cuda.present() else {}
+    gpu: dict[str, Any] = {}
+    if cuda.present():
+        first = cuda.devices()[0][0]
+        gpu = {"gpu": first.name, "gpu_gib": round(first.memory / 2**30, 1)}
     return {
         "cpu": probe.cpu()[0],
         "cores": probe.cores(),

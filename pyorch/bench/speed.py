@@ -157,10 +157,12 @@ class Plan:
     def _synthetic(self, like: str, cases: Sequence[Case]) -> Path:
         """With as many layers as fit: decided by the size of the memory, not by what is free, so
         that another run has the same cases."""
-        full, memory = synth.shape_like(like).n_layer, records.machine()["memory_gib"] * 2**30
+        full, (memory, on_gpu) = synth.shape_like(like).n_layer, _memory(cases)
         fewer = [2**i for i in range(10, -1, -1) if 2**i < full]
         fitting = (
-            n for n in [full, *fewer] if _needs(cases, *_sizes(like, n, self.quant)) < FILL * memory
+            n
+            for n in [full, *fewer]
+            if _needs(cases, *_sizes(like, n, self.quant), on_gpu) < FILL * memory
         )
         return synthetic(like, self.n_layer or next(fitting, 1), self.quant)
 
@@ -200,11 +202,21 @@ def _sizes(like: str, n_layer: int, quant: str) -> tuple[int, Geometry, bool]:
     return n_bytes, geo, quant == "q4_k_m"
 
 
-def _needs(cases: Sequence[Case], weights: int, geo: Geometry, packed: bool) -> int:
-    """Bytes of memory while the cases of a group are measured.
+def _memory(cases: Sequence[Case]) -> tuple[float, bool]:
+    """Bytes of the memory that the layers go to, and whether it is a GPU's."""
+    machine = records.machine()
+    on_gpu = "gpu_gib" in machine and cases[0].n_gpu_layers != 0
+    return machine["gpu_gib" if on_gpu else "memory_gib"] * 2**30, on_gpu
+
+
+def _needs(
+    cases: Sequence[Case], weights: int, geo: Geometry, packed: bool, on_gpu: bool = False
+) -> int:
+    """Bytes of memory, the GPU's or the machine's, while the cases of a group are measured.
 
     Each process has a cache of its own, which is filled from a copy. `packed`: and weights of its
-    own, because llama.cpp arranges them anew; otherwise the file is mapped once for all.
+    own, because llama.cpp arranges them anew; otherwise the file is mapped once for all. On a GPU
+    each has weights of its own, and the copy is not there.
     """
     places = {c.place: c for c in cases}.values()
     c = cases[0]
@@ -212,6 +224,8 @@ def _needs(cases: Sequence[Case], weights: int, geo: Geometry, packed: bool) -> 
     shadows = [
         shadow_bytes(geo, c.n_positions, parse_spec(c.spec)) for c in places if c.library == "sparq"
     ]
+    if on_gpu:
+        return (weights + cache + PROCESS_BYTES) * len(places) + sum(shadows)
     each = cache + FORGET_BYTES + PROCESS_BYTES
     weights *= 1 + len(places) if packed else 1
     return weights + each * len(places) + sum(shadows) + cache + c.n_threads * BUFFER_BYTES
@@ -298,7 +312,9 @@ def _measure(
 def _check_memory(group: Sequence[Case], model: Path) -> None:
     geo = _geometry(model)
     packed = any(t.type.startswith(("q2_", "q4_", "iq4_")) for t in read_gguf(model).tensors)
-    needed, free = _needs(group, geo.weight_bytes, geo, packed), available_memory()
+    memory, on_gpu = _memory(group)
+    needed = _needs(group, geo.weight_bytes, geo, packed, on_gpu)
+    free = int(memory) if on_gpu else available_memory()
     if needed > free:
         n = len({c.place for c in group})
         raise SparqError(
@@ -462,7 +478,7 @@ def _row(rec: Record, best_ns: float, best_kv: int) -> Row:
     return {
         "build_commit": env["commit"][:9],
         "cpu_info": env["machine"]["cpu"],
-        "backends": "CPU",
+        "backends": "CUDA" if "gpu" in env["machine"] and c.n_gpu_layers != 0 else "CPU",
         **{k: case.pop(k) for k in list(case)[:4]},
         "n_batch": N_BATCH,
         "n_ubatch": N_BATCH,

@@ -36,7 +36,9 @@ for i in range(n.value):
     for attribute in (75, 76):
         c.cuDeviceGetAttribute(ctypes.byref(x), attribute, i)
         cc.append(x.value)
-    print(f"{cc[0]}{cc[1]}\\t{name.value.decode()}")
+    size = ctypes.c_size_t()
+    c.cuDeviceTotalMem_v2(ctypes.byref(size), i)
+    print(f"{cc[0]}{cc[1]}\\t{name.value.decode()}\\t{size.value}")
 """
 
 _PROGRAM = """
@@ -59,6 +61,7 @@ int main(int n, char **) {
 class Device:
     arch: str  # compute capability, "90" for 9.0
     name: str
+    memory: int = 0  # bytes
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ def devices() -> tuple[tuple[Device, ...], str]:
     if done.returncode != 0 or not rows:
         said = (done.stderr.strip().splitlines() or ["the driver lists none"])[-1]
         return (), f"no CUDA device: {said}"
-    return tuple(Device(arch, name) for arch, name in rows), ""
+    return tuple(Device(arch, name, int(memory)) for arch, name, memory in rows), ""
 
 
 def present() -> bool:

@@ -243,3 +243,12 @@ def test_layers_that_fit_do_not_depend_on_what_is_free(
         with pytest.raises(SparqError, match="enough"):
             list(speed.Plan(n_depth=[depth]).groups())
     assert made == [32, 32, 1]
+
+    made.clear()  # of a GPU: each process has the weights, too
+    plan = speed.Plan(quant="f16", flash_attn=[True], n_depth=[46080])
+    for gpu_gib, layers_on_gpu in ((79.6, None), (139.8, None), (139.8, 0)):
+        machine = {"memory_gib": 24.0, "gpu": "G", "gpu_gib": gpu_gib}
+        monkeypatch.setattr(records, "machine", lambda found=machine: found)
+        with pytest.raises(SparqError, match="enough"):
+            list(replace(plan, n_gpu_layers=layers_on_gpu).groups())
+    assert made == [16, 32, 4]

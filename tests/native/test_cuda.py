@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,29 @@ def nvcc(folder: Path, release: str, body: str) -> str:
     file.write_text(f"#!/bin/sh\n{said}\n{body}\n")
     file.chmod(0o755)
     return str(file)
+
+
+DRIVER = """
+#include <stdio.h>
+#include <string.h>
+int cuInit(unsigned flags) { return flags; }
+int cuDeviceGetCount(int * n) { *n = 2; return 0; }
+int cuDeviceGetName(char * name, int n, int i) { snprintf(name, n, "GPU %d", i); return 0; }
+int cuDeviceGetAttribute(int * x, int what, int i) { *x = what == 75 ? 8 + i : 0; return 0; }
+int cuDeviceTotalMem_v2(size_t * n, int i) { *n = (i + 5ul) << 30; return 0; }
+"""
+
+
+def test_devices_are_those_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that is not there: its calls, as cuda.h has them."""
+    (tmp_path / "driver.c").write_text(DRIVER)
+    argv = [probe.need_compiler().cc.split()[0], "-shared", "-fPIC", str(tmp_path / "driver.c")]
+    subprocess.run([*argv, "-o", str(tmp_path / "libcuda.so.1")], check=True)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    monkeypatch.setattr(cuda.Path, "exists", lambda path: True)
+    found, why = cuda.devices.__wrapped__()
+    assert (found[0], why) == (cuda.Device("80", "GPU 0", 5 << 30), "")
+    assert found[1] == cuda.Device("90", "GPU 1", 6 << 30) and len(found) == 2
 
 
 @pytest.mark.parametrize(
