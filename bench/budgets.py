@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import commands
 import numpy as np
 import plot
 
@@ -29,9 +30,8 @@ from pyorch.attention.meter import Meter, contexts
 from pyorch.attention.spec import AttentionSpec, layer_k, parse_spec, ratio_text
 from pyorch.bench import records
 from pyorch.bench.records import Record
-from pyorch.cli import fail
 from pyorch.cli import options as opt
-from pyorch.errors import SparqError
+from pyorch.cli import run as run_command
 from pyorch.evals import stats, texts
 
 BENCH = "budgets"
@@ -304,42 +304,31 @@ def draw(rows: Sequence[plot.Row]) -> Any:
     return figure
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--model", "-m", metavar="FILE", help="GGUF model.  [default: the demo model]")
-@click.option("--text", multiple=True, required=True, metavar="FILE|DIR", help="Unseen books.")
-@click.option("--calibrate-text", metavar="FILE", help="[default: the demo's document]")
-@click.option("--ctx", type=opt.Number(int, 512), default=2048, show_default=True)
-@click.option("--contexts", type=opt.Number(int, 2), default=48, show_default=True)
-@click.option("--tokens", type=opt.Number(int, 1), default=32, show_default=True)
-@click.option("--threads", "-t", type=opt.THREADS, default=1, show_default=True)
-@click.option("--out", metavar="DIR", help="[default: bench/results/<kind of machine>]")
-@click.option("--force", is_flag=True, help="Measure again what is there already.")
-def command(**options: Any) -> None:
+@commands.measurement(
+    click.option("--calibrate-text", metavar="FILE", help="[default: the demo's document]"),
+    click.option("--ctx", "n_pos", type=opt.Number(int, 512), default=2048, show_default=True),
+    click.option(
+        "--contexts", "n_contexts", type=opt.Number(int, 2), default=48, show_default=True
+    ),
+    click.option("--tokens", "n_tokens", type=opt.Number(int, 1), default=32, show_default=True),
+)
+def command(
+    model: Path,
+    texts: list[Path],
+    folder: Path,
+    calibrate_text: str | None,
+    threads: int,
+    **sizes: Any,
+) -> None:
     """KL to dense over bytes: uniform, ramps, calibrated, top-p."""
-    demo = paths.data("models") / "demo"
-    folder = Path(options["out"]) if options["out"] else records.default_folder()
-    found = run(
-        Path(options["model"] or demo / "demo.gguf"),
-        [Path(t) for t in options["text"]],
-        Path(options["calibrate_text"] or demo / "document.txt"),
-        folder / FILE,
-        opt.progress_bar,
-        n_pos=options["ctx"],
-        n_contexts=options["contexts"],
-        n_tokens=options["tokens"],
-        n_threads=options["threads"],
-        force=options["force"],
-    )
+    other = Path(calibrate_text or paths.data("models") / "demo" / "document.txt")
+    file = folder / FILE
+    found = run(model, texts, other, file, opt.progress_bar, n_threads=threads, **sizes)
     table = markdown(found)
     (folder / "budgets.md").write_text(table + "\n", "utf-8")
     print(table)
-    opt.note(f"records: {folder / FILE}", "dim")
+    opt.note(f"records: {file}", "dim")
 
 
 if __name__ == "__main__":
-    try:
-        command(standalone_mode=False)
-    except SparqError as error:
-        fail(error.message, error.hint, error.exit_code)
-    except click.UsageError as error:
-        fail(error.format_message(), "--help", 2)
+    run_command(command)
