@@ -42,13 +42,3 @@ def measurement(*own: Any) -> Callable[[Callable[..., Any]], click.Command]:
         return click.command(context_settings=SETTINGS, help=body.__doc__)(command)
 
     return decorate
-
-
-class Positions(click.ParamType):
-    """1024,2048: numbers of positions."""
-
-    name = "list"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> list[int]:
-        number = opt.Number(int, 256)
-        return [number.convert(part.strip(), param, ctx) for part in str(value).split(",")]

@@ -43,6 +43,7 @@ from pyorch.bench import records
 from pyorch.bench.records import Record
 from pyorch.cli import options as opt
 from pyorch.cli import run as run_command
+from pyorch.cli.bench import Numbers
 from pyorch.errors import SparqError
 from pyorch.evals.texts import read_texts
 from pyorch.native.tensor import Tensor, floats, op_number, view
@@ -550,7 +551,7 @@ def _cell(row: Row | None) -> str:
 
 SIZES = (
     click.option(
-        "--positions", "-S", type=commands.Positions(), default="1024,2048,4096", show_default=True
+        "--positions", "-S", type=Numbers(256), default="1024,2048,4096", show_default=True
     ),
     click.option("--contexts", "n_context", type=opt.Number(int, 2), default=30, show_default=True),
     click.option(

@@ -27,6 +27,7 @@ from pyorch.bench.bandwidth import MemoryReader
 from pyorch.bench.records import Record
 from pyorch.cli import options as opt
 from pyorch.cli import run as run_command
+from pyorch.cli.bench import Numbers
 from pyorch.errors import SparqError
 from pyorch.native.tensor import Tensor, op_number
 
@@ -141,9 +142,7 @@ def table(recs: Sequence[Record]) -> str:
 
 @click.command(context_settings=commands.SETTINGS)
 @click.option("--like", default="llama2-7b,llama3-8b", show_default=True, help="Heads.")
-@click.option(
-    "-d", "--n-depth", type=commands.Positions(), default="16384,65536", show_default=True
-)
+@click.option("-d", "--n-depth", type=Numbers(256), default="16384,65536", show_default=True)
 @click.option("-a", "--attention", "specs", multiple=True, metavar="SPEC", help="[default: five]")
 @click.option("-t", "--threads", type=opt.THREADS, help="[default: all cores]")
 @click.option("--samples", type=opt.Number(int, 1), default=21, show_default=True)
