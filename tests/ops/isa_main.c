@@ -9,7 +9,6 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdarg.h>
-#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -34,7 +33,7 @@ struct ggml_threadpool {
     pthread_mutex_t lock;
     pthread_cond_t  all_here;
     int n, n_here, round;
-    atomic_int chunk;
+    int chunk;
 };
 
 void ggml_barrier(struct ggml_threadpool * tp);
@@ -53,11 +52,19 @@ void ggml_barrier(struct ggml_threadpool * tp) {
 }
 
 void ggml_threadpool_chunk_set(struct ggml_threadpool * tp, int value);
-void ggml_threadpool_chunk_set(struct ggml_threadpool * tp, int value) { atomic_store_explicit(&tp->chunk, value, memory_order_relaxed); }
+void ggml_threadpool_chunk_set(struct ggml_threadpool * tp, int value) {
+    pthread_mutex_lock(&tp->lock);
+    tp->chunk = value;
+    pthread_mutex_unlock(&tp->lock);
+}
 
 int ggml_threadpool_chunk_add(struct ggml_threadpool * tp, int value);
 int ggml_threadpool_chunk_add(struct ggml_threadpool * tp, int value) {
-    return atomic_fetch_add_explicit(&tp->chunk, value, memory_order_relaxed);
+    pthread_mutex_lock(&tp->lock);
+    const int res = tp->chunk;
+    tp->chunk += value;
+    pthread_mutex_unlock(&tp->lock);
+    return res;
 }
 
 bool isa_numa; // as if memory had NUMA nodes
