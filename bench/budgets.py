@@ -1,6 +1,6 @@
 """What a byte buys by how it is spread: KL to dense over bytes, uniform, ramps, calibrated, top-p.
 
-    python bench/budgets.py --text UNSEEN BOOKS [--model FILE] [--calibrate-text FILE]
+    python bench/budgets.py --text UNSEEN_BOOK [--text ..] [--model FILE] [--calibrate-text FILE]
 
 For each ratio the model is calibrated on one text (`sparq-cpp calibrate`, that of the demo unless
 another is given), and all budgets are measured on others by the same real decode steps: contexts
@@ -35,7 +35,7 @@ from pyorch.cli import run as run_command
 from pyorch.evals import stats, texts
 
 BENCH = "budgets"
-RATIOS = (1 / 4, 1 / 8, 1 / 12)
+RATIOS = (1 / 4, 1 / 8, 1 / 12, 1 / 16, 1 / 24)
 N_BOOT = 1_000
 MEAN_V = "uniform, mean of V"
 LINES = ("uniform", MEAN_V, "ramp", "ramp-down", "calibrated", "top-p")
@@ -91,8 +91,8 @@ def run(
     *,
     ratios: Sequence[float] = RATIOS,
     n_pos: int = 2048,
-    n_contexts: int = 48,
-    n_tokens: int = 32,
+    n_contexts: int = 24,
+    n_tokens: int = 64,
     n_threads: int = 1,
     seed: int = 7,
     force: bool = False,
@@ -218,6 +218,7 @@ def markdown(recs: Sequence[Record]) -> str:
     recs = sorted(recs, key=lambda r: -r["case"]["ratio"])
     case = recs[0]["case"]
     head = ["ratio", *LINES, "calibrated: bytes for uniform's KL", "prose", "repeated passages"]
+    head.append("top-p: bytes for uniform's KL")
     out = ["| " + " | ".join(head) + " |", "|" + " ---: |" * len(head)]
     found = curves(recs)
     for i, rec in enumerate(recs):
@@ -228,13 +229,14 @@ def markdown(recs: Sequence[Record]) -> str:
             cells.append(f"{mean:.4f} ({low:.4f}-{high:.4f}), {100 * share[i]:.1f} %")
         for which in (lambda _: True, lambda n: n % 2 == 0, lambda n: n % 2 == 1):
             cells.append(str(needed(recs, "calibrated", rec["case"]["ratio"], which)))
+        cells.append(str(needed(recs, "top-p", rec["case"]["ratio"])))
         out.append("| " + " | ".join(cells) + " |")
     text = (
         f"KL(dense, sparse) in nats (95 % CI over contexts) and bytes as a share of dense's: "
         f"{case['n_contexts']} contexts of {case['n_pos']} positions, {case['n_tokens']} decoded "
         f"tokens each, {recs[0]['model_name']}; calibrated on another text. Last columns: bytes "
-        "with which the calibrated budget has the KL of uniform at this ratio, over uniform's; in "
-        "all contexts, in those that are prose, in those that repeat a passage of themselves."
+        "with which the budget has the KL of uniform at this ratio, over uniform's; in all "
+        "contexts, in those that are prose, in those that repeat a passage of themselves."
     )
     return "\n".join([*out, "", text])
 
@@ -280,19 +282,19 @@ def draw(rows: Sequence[plot.Row]) -> Any:
             right.plot([100 * r["ratio"] for r in line], [100 * r["needed"] for r in line], "o-",
                        color=colour, markersize=4)  # fmt: skip
     left.set(yscale="log", xscale="log", xlabel="bytes, % of dense", ylabel="KL to dense (nats)")
-    left.set_xticks([4, 8, 16, 25], ["4", "8", "16", "25"])
+    left.set_xticks([5, 8, 14, 25], ["5", "8", "14", "25"])
     left.set_xticks([], minor=True)
     left.set_title("quality over bytes")
     right.axhline(100, color=COLOURS["uniform"], linewidth=1)
     right.axhline(70, color=plot.PAPER, linewidth=1, linestyle=":")
     right.set(xscale="log", xlabel="uniform's ratio, %", ylabel="bytes at uniform's KL, %")
-    right.set_xticks([4, 8, 16, 25], ["4", "8", "16", "25"])
+    right.set_xticks([5, 8, 14, 25], ["5", "8", "14", "25"])
     right.set_xticks([], minor=True)
     right.set_title("bytes for the same KL")
     ks = [r for r in rows if r["what"] == "k"]
     names = sorted({r["ratio"] for r in ks}, reverse=True)
     for ratio, colour in zip(
-        names, (plot.OURS, plot.OURS_2, plot.OURS_3, plot.PAPER), strict=False
+        names, (plot.OURS, plot.OURS_2, plot.OURS_3, plot.PAPER, plot.STOCK), strict=False
     ):
         line = sorted((r for r in ks if r["ratio"] == ratio), key=lambda r: int(r["line"]))
         middle.plot([r["line"] for r in line], [100 * r["share"] for r in line], "o-",
@@ -308,9 +310,9 @@ def draw(rows: Sequence[plot.Row]) -> Any:
     click.option("--calibrate-text", metavar="FILE", help="[default: the demo's document]"),
     click.option("--ctx", "n_pos", type=opt.Number(int, 512), default=2048, show_default=True),
     click.option(
-        "--contexts", "n_contexts", type=opt.Number(int, 2), default=48, show_default=True
+        "--contexts", "n_contexts", type=opt.Number(int, 2), default=24, show_default=True
     ),
-    click.option("--tokens", "n_tokens", type=opt.Number(int, 1), default=32, show_default=True),
+    click.option("--tokens", "n_tokens", type=opt.Number(int, 1), default=64, show_default=True),
 )
 def command(
     model: Path,

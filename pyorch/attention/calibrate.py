@@ -119,7 +119,7 @@ def find(model: str | os.PathLike[str], ratio: float, shadow: str) -> dict[str, 
 def resolve(spec: AttentionSpec, model: str | os.PathLike[str]) -> AttentionSpec:
     """The settings that `budget=calibrated` or `top-p` stands for with this model; others as is.
 
-    mean_v and min_k of the result hold where the settings leave them open.
+    mean_v, min_k and local of the result hold where the settings leave them open.
 
     Raises:
         SparqError: the model is not calibrated for the ratio, or the method is not sparq.
@@ -134,7 +134,7 @@ def resolve(spec: AttentionSpec, model: str | os.PathLike[str]) -> AttentionSpec
         )
     found = dict(find(model, spec.ratio or 0, spec.shadow)[spec.budget])
     default = AttentionSpec()
-    for name in ("mean_v", "min_k"):
+    for name in ("mean_v", "min_k", "local"):
         if getattr(spec, name) != getattr(default, name):
             found.pop(name, None)
     return replace(spec, budget="uniform", **found)

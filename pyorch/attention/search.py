@@ -1,19 +1,24 @@
-"""Which k and rank each layer gets: measured on the model, kept beside it, found again.
+"""Which k and rank each layer gets: found by decoding real text with many settings.
 
-`calibrate` decodes real text token by token, densely and with candidate settings, and compares the
-distributions of the next token: KL(dense || candidate), in nats, mean over the decoded positions.
+What counts is KL(dense || sparse) of the next token, in nats, mean over the decoded positions, with
+all layers sparse at once: errors of single layers do not add up to it. From the uniform budget, in
+rounds with ever smaller steps:
 
-1. One layer at a time is sparse, the others dense: KL over k, for every layer.
-2. These curves are added up (errors of different layers hardly meet), and k is given to the layers
-   where a byte lowers the sum most, until the bytes of the ratio are spent. A layer may end dense.
-3. At that k, half and twice the rank at the same bytes; a layer keeps what is better.
-4. All this without and with the mean of V. Contexts that were not used so far decide between
-   uniform, ramps, what 2 and 3 gave and what lies halfway, all layers at once and at equal bytes.
-   Uniform wins unless something is better.
-5. For `top-p`: several p, and for each the cap with which the library counts the winner's bytes.
+1. One layer at a time gets more and less k, higher and lower rank, the others stay where they are:
+   what that does to KL, and to the bytes that the library counts. On half of the contexts, the
+   other half in the next round.
+2. Near this point the changes add up: each layer takes the k and rank at which the price of a byte
+   is the same for all (`allocate`). A layer may end dense.
+3. All k are scaled until as many bytes are read as by uniform; the full step, half of it, and the
+   step without the ranks are measured, and the best is the next point, if it is better.
+4. There other local windows are tried at equal bytes.
 
-Half of the contexts go on as a book does, half repeat a passage of themselves: the second need
-retrieval, which prose seldom does. No gradients, no weights change.
+In 3 and 4 all contexts decide, so that a step which only suits those it was found on is not taken.
+Done without and with the mean of V; the better of the two is the result, or uniform or a ramp if
+these are better. Then the same with `top_p`, from there: k is now the most that a KV head may read,
+and p one more shared setting.
+
+No gradients, no weights change. Contexts: `meter.py`.
 """
 
 from __future__ import annotations
@@ -22,107 +27,55 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pyorch import native, paths
 from pyorch.attention import calibrate
-from pyorch.attention.bytes import layer_costs, split
+from pyorch.attention.bytes import split, uses_mean_v
 from pyorch.attention.meter import Measured, Meter, Progress, contexts
 from pyorch.attention.spec import AttentionSpec, layer_k, make_spec
 
 if TYPE_CHECKING:
     from pyorch.engine import CacheType, Session
 
-FACTORS = (1 / 4, 1 / 2, 1, 2, 4)  # of the uniform k, on the curve of a layer
-TOP_P = (0.98, 0.99, 0.995, 0.999)
-CAPS = (1.05, 1.2, 1.5, 2.0)
-LEAST_KL = 1e-9  # nats; below it f32 logits say nothing
+STEPS = (4.0, 2.0, 1.4)  # k of a layer times and divided by; the rank by at most 2
+STEPS_P = (2.0, 1.4)  # with top_p
+FIRST_P = 0.99
+LOCAL = (None, 4, 16)  # windows tried; None: a quarter of k
+N = 61  # values of k between the two that were measured
+LEAST = 8  # positions of a layer
+BYTES = 1.005  # of uniform's that may be read
+BETTER = 0.99  # KL of another shared setting, over the present one's, for a change
+
+OTHER = "uniform, other mean_v"
 
 Bar = Callable[[str], AbstractContextManager[Progress]]
 
 
-# ---- what settings cost ----
-
-
 @dataclass(frozen=True)
-class Budget:
-    """The bytes that may be read. `layers`: those that can be sparse; the others do not count."""
+class Point:
+    """k (n_layer,) as a share of all positions, 1: dense; rank (n_layer,); the other settings.
 
-    session: Session
-    base: AttentionSpec  # sparq with a ratio and mean_v, without lower bounds
-    n_pos: int
-    types: Sequence[CacheType]
-    layers: Sequence[int]
-    share: float = 0.0  # of what `layers` read densely
+    Layers that cannot be sparse have entries, which nothing reads.
+    """
 
-    def costs(self, spec: AttentionSpec) -> np.ndarray:
-        """Bytes that each of `layers` reads, as a share of what all of them read densely."""
-        sizes = (t.bytes_per_element for t in self.types)
-        costs = {c.il: c for c in layer_costs(self.session.geometry, spec, self.n_pos, *sizes)}
-        dense = sum(costs[il].bytes_dense for il in self.layers)
-        return np.array([costs[il].bytes_read / dense for il in self.layers])
+    k: np.ndarray
+    rank: np.ndarray
+    base: AttentionSpec
 
-    def uniform(self) -> tuple[np.ndarray, np.ndarray]:
-        """k, as a share of all positions, and rank of each of `layers`."""
-        geo, sizes = self.session.geometry, [t.bytes_per_element for t in self.types]
-        row = geo.head_dim_k * sizes[0] + geo.head_dim_v * sizes[1]
-        s = split(self.base, self.n_pos, geo.head_dim_k, row / (2 * geo.head_dim_k))
-        n = len(self.layers)
-        return np.full(n, s.topk / self.n_pos), np.full(n, s.rank)
-
-    def spec(self, k: np.ndarray, rank: np.ndarray) -> AttentionSpec:
-        """k of 1: dense. Layers that are not ours get the same as the first that is."""
-        at = {il: i for i, il in enumerate(self.layers)}
-        index = [at.get(il, 0) for il in range(self.session.geometry.n_layer)]
-        ks = ":".join("dense" if k[i] >= 1 else f"{100 * k[i]:.4g}%" for i in index)
-        ranks = ":".join(str(int(rank[i])) for i in index)
+    @property
+    def spec(self) -> AttentionSpec:
+        ks = ":".join("dense" if k >= 1 else f"{100 * k:.4g}%" for k in self.k)
+        ranks = ":".join(str(int(r)) for r in self.rank)
         return replace(self.base, k_layers=ks, rank_layers=ranks)
 
-    def fit(self, k: np.ndarray, rank: np.ndarray) -> AttentionSpec:
-        """The settings with all k below 1 times a number such that they read `share`."""
-
-        def scaled(factor: float) -> AttentionSpec:
-            return self.spec(np.where(k >= 1, 1, np.minimum(k * factor, 0.999)), rank)
-
-        low, high = 1e-3, 1e3
-        for _ in range(50):
-            mid = float(np.sqrt(low * high))
-            fits = self.costs(scaled(mid)).sum() <= self.share
-            low, high = (mid, high) if fits else (low, mid)
-        return scaled(low)
-
-
-def curve(k: np.ndarray, kl: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """KL at shares `at` from that measured at shares `k`, ascending: straight lines of logarithms,
-    never rising, and 0 where everything is read."""
-    x, y = np.log(k), np.log(np.maximum(np.minimum.accumulate(kl), LEAST_KL))
-    z = np.log(at)
-    out = np.interp(z, x, y)
-    slopes = np.minimum(np.diff(y) / np.diff(x), 0)
-    out = np.where(z < x[0], y[0] + slopes[0] * (z - x[0]), out)
-    out = np.where(z > x[-1], y[-1] + slopes[-1] * (z - x[-1]), out)
-    return np.where(at >= 1, 0, np.exp(out))
-
-
-def allocate(kl: np.ndarray, cost: np.ndarray, budget: float) -> np.ndarray:
-    """One option per layer, least sum of KL at a sum of costs of at most `budget`.
-
-    kl, cost (n_layer, n_option). By the price of a byte: each layer takes what is best at the
-    price, and the price is the lowest at which the budget holds.
-    """
-    low, high = 1e-9, 1e9
-    for _ in range(100):
-        price = float(np.sqrt(low * high))
-        choice = np.argmin(kl + price * cost, axis=1)
-        spent = np.take_along_axis(cost, choice[:, None], 1).sum()
-        low, high = (low, price) if spent <= budget else (price, high)
-    return np.asarray(np.argmin(kl + high * cost, axis=1))
-
-
-# ---- the search ----
+    def scaled(self, factor: float, least: float) -> Point:
+        """All k below 1 times `factor`."""
+        k = np.where(self.k < 1, np.clip(self.k * factor, least, 0.999), 1)
+        return replace(self, k=k)
 
 
 @dataclass(frozen=True)
@@ -140,6 +93,117 @@ class Candidate:
         return float(self.found.share.mean())
 
 
+def allocate(kl: np.ndarray, cost: np.ndarray, budget: float) -> np.ndarray:
+    """One option per layer, least sum of KL at a sum of costs of at most `budget`.
+
+    kl, cost (n_layer, n_option). By the price of a byte: each layer takes what is best at the
+    price, and the price is the lowest at which the budget holds.
+    """
+    low, high = 1e-9, 1e9
+    for _ in range(100):
+        price = float(np.sqrt(low * high))
+        choice = np.argmin(kl + price * cost, axis=1)
+        spent = np.take_along_axis(cost, choice[:, None], 1).sum()
+        low, high = (low, price) if spent <= budget else (price, high)
+    return np.asarray(np.argmin(kl + high * cost, axis=1))
+
+
+@dataclass
+class Search:
+    """Points at the bytes of `share`. Contexts come in pairs: prose, and a repeated passage."""
+
+    meter: Meter
+    n_contexts: int
+    n_pos: int
+    head_dim: int
+    share: float
+    progress: Progress = field(default=lambda done, total: None)
+
+    def measure(
+        self, points: Sequence[Point], which: Sequence[int] = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """KL and bytes of each, in the contexts `which`, otherwise in all."""
+        which = which or range(self.n_contexts)
+        found = self.meter.measure([p.spec for p in points], which, self.progress)
+        return np.array([m.kl.mean() for m in found]), np.array([m.share.mean() for m in found])
+
+    def best(self, points: Sequence[Point]) -> tuple[Point, float]:
+        """That of the least KL among those that read no more than they may; the first if none."""
+        kl, share = self.measure(points)
+        i = int(np.argmin(np.where(share <= BYTES * self.share, kl, np.inf)))
+        return points[i], float(kl[i])
+
+    def fit(self, p: Point) -> Point:
+        """All k scaled such that `share` is read, as near as a few measurements come."""
+        # without top_p the bytes are the same whatever the text
+        which = range(self.n_contexts if p.base.top_p else 1)
+        at = np.where(p.k < 1, p.k, 0)[self.meter.layers].sum() / len(self.meter.layers)
+        x, tried = 1.0, []
+        for _ in range(5 if at else 0):
+            (m,) = self.meter.measure(
+                [p.scaled(x, LEAST / self.n_pos).spec], which, lambda *_: None
+            )
+            tried.append((x, float(m.share.mean())))
+            missing = self.share - tried[-1][1]
+            if abs(missing) < 0.002 * self.share:
+                break
+            (x0, y0), (x1, y1) = tried[-2:] if len(tried) > 1 else [(0.0, tried[0][1] - at)] + tried
+            slope = (y1 - y0) / (x1 - x0) if (y1 - y0) * (x1 - x0) > 0 else at
+            x = float(np.clip(x + missing / slope, x / 4, x * 4))
+        if tried:
+            x = min(tried, key=lambda t: (t[1] > BYTES * self.share, abs(t[1] - self.share)))[0]
+        return p.scaled(x, LEAST / self.n_pos)
+
+    def round(self, p: Point, step: float, half: int) -> Point:
+        """Steps 1 to 4 of the module's text; `half`, 0 or 1, of the contexts proposes."""
+        which = [c for c in range(self.n_contexts) if c // 2 % 2 == half % 2]
+        full = self._step(p, step, which or range(self.n_contexts))
+        between = np.where(full.k < 1, np.minimum(np.sqrt(p.k * full.k), 0.999), 1)
+        points = [full, replace(full, k=between), replace(full, rank=p.rank)]
+        if (full.k > 0.5).any():  # a dense layer needs no scores: a leap that small steps miss
+            points.append(replace(full, k=np.where(full.k > 0.5, 1, full.k)))
+        p, kl = self.best([p, *map(self.fit, points)])
+        b = p.base
+        bases = [replace(b, local=x) for x in LOCAL if x != b.local]
+        if b.top_p:
+            bases += [replace(b, top_p=1 - (1 - b.top_p) * x) for x in (1 / 3, 3)]
+        other, least = self.best([p, *(self.fit(replace(p, base=x)) for x in bases)])
+        return other if least < BETTER * kl else p
+
+    def _step(self, p: Point, step: float, which: Sequence[int]) -> Point:
+        """Steps 1 and 2."""
+        layers, turn = self.meter.layers, min(step, 2)
+        ks = np.array([p.k / step, p.k, np.minimum(p.k * step, 1)])
+        ranks = np.array([np.minimum(p.rank - 1, p.rank / turn), p.rank,
+                          np.maximum(p.rank + 1, p.rank * turn)])  # fmt: skip
+        ranks = np.clip(np.round(ranks), 1, self.head_dim).astype(int)
+        points = [p]
+        for il in layers:
+            me = np.arange(len(p.k)) == il
+            points += [replace(p, k=np.where(me, ks[i], p.k)) for i in (0, 2)]
+            points += [replace(p, rank=np.where(me, ranks[i], p.rank)) for i in (0, 2)]
+        kl, share = self.measure(points, which)
+        left = self.share - share[0]
+        # (n_layer, k or rank, less or more)
+        kl, share = ((x[1:] - x[0]).reshape(-1, 2, 2) for x in (kl, share))
+        # per layer: N of k, and each with three ranks
+        grid = np.geomspace(ks[0], ks[2], N)
+        kls, costs = [], []
+        for i, il in enumerate(layers):
+            for out, x, scale in ((kls, kl, np.log), (costs, share, np.asarray)):
+                of_k = np.interp(scale(grid[:, il]), scale(ks[:, il]), np.insert(x[i, 0], 1, 0))
+                out.append(np.add.outer(np.insert(x[i, 1], 1, 0), of_k).ravel())
+        choice = allocate(np.array(kls), np.array(costs), left)
+        k, rank = p.k.copy(), p.rank.copy()
+        for il, j in zip(layers, choice, strict=True):
+            k[il] = grid[j % N, il]
+            rank[il] = ranks[j // N, il]
+        return replace(p, k=k, rank=rank)
+
+
+# ---- the whole ----
+
+
 def run(
     session: Session,
     text: str,
@@ -149,7 +213,7 @@ def run(
     types: Sequence[CacheType],
     n_pos: int = 2048,
     n_contexts: int = 8,
-    n_tokens: int = 32,
+    n_tokens: int = 64,
     seed: int = 1,
     bar: Bar,
 ) -> dict[str, Any]:
@@ -158,7 +222,7 @@ def run(
     Args:
         types: of K and V in the cache of the session.
         n_pos: positions that the last decoded token sees.
-        n_contexts: an even number; half measure layers, half decide between the candidates.
+        n_contexts: an even number; better a multiple of 4.
 
     Raises:
         SparqError: the text is too short, or no layer can be sparse.
@@ -179,25 +243,32 @@ def run(
     key = hashlib.sha256(repr((model, {**about, "ratio": 0})).encode()).hexdigest()[:16]
     file = paths.cache() / "calibrated" / f"{key}.jsonl"
     meter = Meter(session, contexts(session, text, n_contexts, n_pos, n_tokens, seed), file)
-    # contexts come in pairs: prose, and a repeated passage
-    some = [c for c in range(n_contexts) if c // 2 % 2 == 0]
-    others = [c for c in range(n_contexts) if c not in some] or some
     try:
-        budgets = _budgets(meter, base, n_pos, types, some, bar)
-        found = [_choose(meter, b, some, bar) for b in budgets]
-        candidates = _compare(meter, base, budgets, found, others, bar)
-        fits = [c for c in candidates if c.share <= 1.02 * candidates[0].share]
-        best = min(fits, key=lambda c: c.kl)
-        with_p = _top_p(meter, best, others, bar)
+        with bar("uniform") as progress:
+            (m,) = meter.measure([base], range(n_contexts), progress)
+        head_dim = session.geometry.head_dim_k
+        search = Search(meter, n_contexts, n_pos, head_dim, float(m.share.mean()))
+        points = {n: search.fit(p) for n, p in _usual(session, base, types, n_pos, meter).items()}
+        for name in ("uniform", OTHER):
+            points |= _rounds(search, points[name], STEPS, bar)
+        candidates = _measured(meter, points, n_contexts)
+        candidates[0] = replace(candidates[0], spec=base)  # the same, but for rounding
+        best = _least(candidates)
+        p = points[best.name]
+        points = {"top-p": search.fit(replace(p, base=replace(p.base, top_p=FIRST_P)))}
+        points |= _rounds(search, points["top-p"], STEPS_P, bar)
+        with_p = _measured(meter, points, n_contexts)
+        best_p = _least([candidates[0], best, *with_p])
     finally:
         meter.close()
     return {
         **about,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "layers": list(budgets[0].layers),
+        "layers": list(meter.layers),
         "chosen": best.name,
+        "chosen_top_p": best_p.name,
         "calibrated": _settings(best.spec, n_pos),
-        "top-p": _settings(with_p[-1].spec, n_pos),
+        "top-p": _settings(best_p.spec, n_pos),
         "candidates": [
             {
                 "name": c.name,
@@ -208,146 +279,58 @@ def run(
             }
             for c in [*candidates, *with_p]
         ],
-        "curves": [c for f in found for c in f["curves"]],
     }
 
 
+def _usual(
+    session: Session, base: AttentionSpec, types: Sequence[CacheType], n_pos: int, meter: Meter
+) -> dict[str, Point]:
+    """Uniform, also with the other `mean_v`, and ramps: as points, not yet at equal bytes."""
+    geo, sizes = session.geometry, [t.bytes_per_element for t in types]
+    row = geo.head_dim_k * sizes[0] + geo.head_dim_v * sizes[1]
+    s = split(base, n_pos, geo.head_dim_k, row / (2 * geo.head_dim_k))
+    n, layers = geo.n_layer, meter.layers
+    mean = any(uses_mean_v(base, *x) for x in zip(geo.n_head, geo.n_head_kv, strict=True))
+    modes = [replace(base, mean_v=x) for x in (("on", "off") if mean else ("off", "on"))]
+    uniform, other = (Point(np.full(n, s.topk / n_pos), np.full(n, s.rank), x) for x in modes)
+    up, down = np.ones(n), np.ones(n)
+    up[layers] = 2 * (np.arange(len(layers)) + 1) / (len(layers) + 1)
+    down[layers] = up[layers][::-1]
+    ramp, ramp_down = (replace(uniform, k=uniform.k * x) for x in (up, down))
+    return {"uniform": uniform, OTHER: other, "ramp": ramp, "ramp-down": ramp_down}
+
+
+def _rounds(search: Search, p: Point, steps: Sequence[float], bar: Bar) -> dict[str, Point]:
+    out = {}
+    name = "top-p" if p.base.top_p else f"mean_v={p.base.mean_v}"
+    for i, step in enumerate(steps):
+        with bar(f"{name}, round {i + 1} of {len(steps)}") as progress:
+            p = replace(search, progress=progress).round(p, step, i)
+        out[f"{name}, round {i + 1}"] = p
+    return out
+
+
+def _measured(meter: Meter, points: Mapping[str, Point], n_contexts: int) -> list[Candidate]:
+    specs = [p.spec for p in points.values()]
+    found = meter.measure(specs, range(n_contexts), lambda *_: None)
+    return [Candidate(*x) for x in zip(points, specs, found, strict=True)]
+
+
+def _least(candidates: Sequence[Candidate]) -> Candidate:
+    """The least KL at no more bytes than the first, uniform, reads."""
+    return min((c for c in candidates if c.share <= 1.01 * candidates[0].share), key=lambda c: c.kl)
+
+
 def _settings(spec: AttentionSpec, n_pos: int) -> dict[str, Any]:
-    """What `resolve` puts in: no layer gets fewer positions than it had when this was measured."""
+    """What replaces a spec's own. min_k: what the smallest k had when this was measured."""
     out: dict[str, Any] = {"mean_v": spec.mean_v}
+    if spec.local is not None:
+        out["local"] = spec.local
     if spec.k_layers:
         ks = [layer_k(spec, il)[0] for il in range(len(spec.k_layers.split(":")))]
         least = min((k for k in ks if k < 1), default=1)
         out |= {"k_layers": spec.k_layers, "rank_layers": spec.rank_layers}
         out["min_k"] = min(max(int(least * n_pos), 1), AttentionSpec().min_k)
     if spec.top_p is not None:
-        out |= {"top_p": spec.top_p, "cap": spec.cap}
+        out["top_p"] = spec.top_p
     return out
-
-
-def _budgets(
-    meter: Meter,
-    base: AttentionSpec,
-    n_pos: int,
-    types: Sequence[CacheType],
-    which: Sequence[int],
-    bar: Bar,
-) -> list[Budget]:
-    """Without and with the mean of V, at the bytes that uniform without it reads."""
-    modes = [replace(base, mean_v=m) for m in ("off", "on")]
-    with bar("uniform") as progress:
-        measured = meter.measure(modes, which, progress)
-    share = float(measured[0].share.mean())
-    out = []
-    for mode, m in zip(modes, measured, strict=True):
-        budget = Budget(meter.session, mode, n_pos, types, meter.layers, share)
-        # the library counts what the formula does not know: groups that are not sealed yet
-        extra = float(m.share.mean() - budget.costs(mode).sum())
-        out.append(replace(budget, share=share - extra))
-    return out
-
-
-def _choose(meter: Meter, budget: Budget, which: Sequence[int], bar: Bar) -> dict[str, Any]:
-    """Steps 1 to 3: `k` and `rank` of `layers` by k alone and with rank, and the curves."""
-    k0, r0 = budget.uniform()
-    n = len(k0)
-    ones = np.ones(n)
-
-    def alone(i: int, k: float, rank: float) -> AttentionSpec:
-        me = np.arange(n) == i
-        return budget.spec(np.where(me, k, 1), np.where(me, rank, r0))
-
-    ks = [np.array([f * k for f in FACTORS if f * k < 1]) for k in k0]
-    specs = [alone(i, k, r0[i]) for i in range(n) for k in ks[i]]
-    with bar("k of each layer") as progress:
-        flat = [m.kl.mean() for m in meter.measure(specs, which, progress)]
-    curves, at = [], 0
-    for i in range(n):
-        curves.append(np.array(flat[at : at + len(ks[i])]))
-        at += len(ks[i])
-
-    grid = np.append(np.geomspace(k0.min() / 8, 0.98, 120), 1)
-    options = np.array([curve(ks[i], curves[i], grid) for i in range(n)])
-    cost = np.stack([budget.costs(budget.spec(g * ones, r0)) for g in grid], 1)
-    choice = allocate(options, cost, budget.share)
-    k = grid[choice]
-
-    # half and twice the rank, k such that the layer reads the same
-    head = budget.session.geometry.head_dim_k
-    tries: list[tuple[int, int, float]] = []
-    for rank in (r0 // 2, r0 * 2):
-        rank = np.clip(rank, 1, head)
-        costs = np.stack([budget.costs(budget.spec(g * ones, rank)) for g in grid], 1)
-        for i in range(n):
-            fits = np.flatnonzero(costs[i] <= cost[i, choice[i]])
-            if k[i] < 1 and rank[i] != r0[i] and len(fits):
-                tries.append((i, int(rank[i]), float(grid[fits[-1]])))
-    specs = [alone(i, kk, r) for i, r, kk in tries]
-    specs += [alone(i, k[i], r0[i]) for i in range(n)]
-    with bar("rank of each layer") as progress:
-        kls = [float(m.kl.mean()) for m in meter.measure(specs, which, progress)]
-    least = np.array(kls[len(tries) :])
-    k2, rank2 = k.copy(), r0.copy()
-    for (i, r, kk), x in zip(tries, kls, strict=False):
-        if x < least[i]:
-            least[i], k2[i], rank2[i] = x, kk, r
-    return {
-        "by k": (k, r0),
-        "by k and rank": (k2, rank2),
-        "curves": [
-            {
-                "layer": il,
-                "mean_v": budget.base.mean_v,
-                "k": ks[i].tolist(),
-                "kl": curves[i].tolist(),
-            }
-            for i, il in enumerate(budget.layers)
-        ],
-    }
-
-
-def _compare(
-    meter: Meter,
-    base: AttentionSpec,
-    budgets: Sequence[Budget],
-    found: Sequence[Mapping[str, Any]],
-    which: Sequence[int],
-    bar: Bar,
-) -> list[Candidate]:
-    """Step 4. The uniform budget is the first: what wins must be better."""
-    specs = {"uniform": base}
-    for budget, f in zip(budgets, found, strict=True):
-        k0, r0 = budget.uniform()
-        n, name = len(k0), f"mean_v={budget.base.mean_v}"
-        if budget.base.mean_v == "on":
-            specs[f"uniform, {name}"] = budget.fit(k0, r0)
-        else:
-            ramp = 2 * (np.arange(n) + 1) / (n + 1)
-            specs["ramp"] = budget.fit(k0 * ramp, r0)
-            specs["ramp-down"] = budget.fit(k0 * ramp[::-1], r0)
-        (k, r), (k2, r2) = f["by k"], f["by k and rank"]
-        specs[f"by k, {name}"] = budget.fit(k, r)
-        specs[f"by k and rank, {name}"] = budget.fit(k2, r2)
-        specs[f"halfway, {name}"] = budget.fit(np.where(k2 >= 1, 1, np.sqrt(k0 * k2)), r2)
-    with bar("candidates") as progress:
-        measured = meter.measure(list(specs.values()), which, progress)
-    return [Candidate(*x) for x in zip(specs, specs.values(), measured, strict=True)]
-
-
-def _top_p(meter: Meter, best: Candidate, which: Sequence[int], bar: Bar) -> list[Candidate]:
-    """Step 5: the settings tried; the last is the choice, which may be `best` itself."""
-    specs = [replace(best.spec, top_p=p, cap=c) for p in TOP_P for c in CAPS]
-    with bar("top-p") as progress:
-        shares = np.array([m.share.mean() for m in meter.measure(specs, which, progress)])
-    specs = [
-        replace(best.spec, top_p=p, cap=round(float(np.interp(best.share, row, CAPS)), 4))
-        for p, row in zip(TOP_P, shares.reshape(len(TOP_P), -1), strict=True)
-    ]
-    with bar("top-p") as progress:
-        measured = meter.measure(specs, which, progress)
-    out = [
-        Candidate(f"top-p {s.top_p:g}, cap {s.cap:.2f}", s, m)
-        for s, m in zip(specs, measured, strict=True)
-    ]
-    fits = [c for c in out if c.share <= 1.01 * best.share]
-    return [*out, min([best, *fits], key=lambda c: c.kl)]

@@ -28,7 +28,7 @@ WIDTH = 40  # characters of the widest bar
 @click.option(
     "--tokens",
     type=opt.Number(int, 1, 10_000),
-    default=32,
+    default=64,
     show_default=True,
     help="Decoded tokens of each context.",
 )
@@ -91,10 +91,13 @@ def show(result: dict[str, Any]) -> None:
             bar = "=" * max(round(WIDTH * share / most), 1) if share < 1 else "#" * WIDTH
             what = f"k {share * n_pos:5.0f}  rank {ranks[il]:>3}" if share < 1 else "dense"
             print(f"  {il:>3} {bar:<{WIDTH}} {what}")
-        print(f"\n  mean of V {spec.mean_v}")
+        local = "a quarter of k" if spec.local is None else spec.local
+        print(f"\n  mean of V {spec.mean_v}, local window {local}")
     print(f"\n  {'settings':<22}{'KL to dense':>12}{'bytes':>9}")
     for c in result["candidates"]:
-        mark = " <" if c["name"] == result["chosen"] else ""
-        print(f"  {c['name']:<22}{c['kl']:>12.5f}{100 * c['share']:>8.2f} %{mark}")
-    n = result["n_contexts"] // 2 * result["n_tokens"]
+        mark = {result["chosen"]: " < calibrated", result["chosen_top_p"]: " < top-p"}
+        print(
+            f"  {c['name']:<22}{c['kl']:>12.5f}{100 * c['share']:>8.2f} %{mark.get(c['name'], '')}"
+        )
+    n = result["n_contexts"] * result["n_tokens"]
     print(f"\n  nats, mean over {n} decoded tokens")

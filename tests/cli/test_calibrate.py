@@ -15,7 +15,7 @@ import pytest
 
 from pyorch import engine
 from pyorch.attention import calibrate, meter, search
-from pyorch.attention.spec import AttentionSpec, make_spec, parse_spec
+from pyorch.attention.spec import AttentionSpec, layer_k, make_spec, parse_spec
 from pyorch.errors import SparqError
 
 if TYPE_CHECKING:
@@ -43,15 +43,6 @@ def model(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # ---- numbers ----
 
 
-def test_curve_goes_through_what_was_measured() -> None:
-    k, kl = np.array([0.01, 0.04, 0.16]), np.array([0.1, 0.2, 0.025])
-    at = np.array([0.0025, 0.01, 0.04, 0.08, 0.16, 0.64, 1.0])
-    got = search.curve(k, kl, at)
-    assert got[[1, 2, 4]] == pytest.approx([0.1, 0.1, 0.025]), "noise that rises is flat"
-    assert got[3] == pytest.approx(0.05) and got[5] == pytest.approx(0.025 / 4)
-    assert got[0] == pytest.approx(0.1) and got[6] == 0
-
-
 def test_allocation_is_the_best_there_is() -> None:
     """Against all choices, where the curves are convex; within the budget in any case."""
     rng = np.random.default_rng(0)
@@ -69,22 +60,132 @@ def test_allocation_is_the_best_there_is() -> None:
             assert found <= kls[costs <= spent].min() + 1e-9
 
 
-def test_all_candidates_cost_the_same(tiny: Path) -> None:
-    with engine.load(tiny, n_ctx=512, n_threads=1) as session:
-        base = make_spec("sparq", ratio=1 / 8, min_ctx=0, min_k=1)
-        types = [engine.cache_type("f16")] * 2
-        share = float(search.Budget(session, base, 2048, types, [0, 1]).costs(base).sum())
-        assert share == pytest.approx(1 / 8, rel=0.03)
-        for mean_v in ("on", "off"):
-            mode = replace(base, mean_v=mean_v)
-            budget = search.Budget(session, mode, 2048, types, [0, 1], share)
-            k, rank = budget.uniform()
-            for weight in ((1, 1), (1, 5), (0.2, 1)):
-                spec = budget.fit(k * weight, rank)
-                assert budget.costs(spec).sum() == pytest.approx(share, rel=0.01)
-                assert spec.mean_v == mean_v
-        dense = budget.fit(np.array([1.0, 0.1]), rank)
-        assert dense.k_layers is not None and dense.k_layers.startswith("dense:")
+class Formula:
+    """A meter of three layers whose errors do not add up: the KL is the square of their sum.
+
+    Bytes: rows, a scan of 1/1000 per rank, 1/100 for the mean of V; a dense layer reads all.
+    With top_p two thirds of the rows are read, more in one context than in the next, and a higher p
+    is better.
+    """
+
+    layers = [0, 1, 2]
+    weight = np.array([0.002, 0.03, 0.005])
+
+    def one(
+        self, k: np.ndarray, rank: np.ndarray, spec: AttentionSpec
+    ) -> tuple[np.ndarray, np.ndarray]:
+        dense = k >= 1
+        error = np.where(dense, 0, self.weight * np.maximum(1 / k - 1, 0) ** 0.5 * (1 + 8 / rank))
+        kl = error.sum(-1) ** 2 * (0.5 if spec.mean_v == "on" else 1)
+        kl *= 1 + 0.001 * (16 if spec.local is None else spec.local)
+        if spec.top_p is not None:
+            kl *= 2 - spec.top_p
+        rows = k * (1 if spec.top_p is None else 2 / 3)
+        cost = rows + rank / 1000 + 0.01 * (spec.mean_v == "on")
+        return kl, np.where(dense, 1, cost).mean(-1)
+
+    def measure(self, specs: list[AttentionSpec], which: list[int], progress: object) -> list:
+        out = []
+        for spec in specs:
+            k = np.array([layer_k(spec, il)[0] for il in self.layers])
+            kl, share = self.one(k, np.array(str(spec.rank_layers).split(":"), float), spec)
+            wobble = 0.05 * (-1.0) ** np.array(which) * (spec.top_p is not None)
+            out.append(meter.Measured(np.full(len(which), kl), share * (1 + wobble)))
+        self.seen.append((len(specs), list(which)))
+        return out
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, list[int]]] = []
+
+
+def formula_search(share: float, mean_v: str = "off") -> tuple[search.Search, search.Point]:
+    base = make_spec("sparq", ratio=1 / 8, min_ctx=0, min_k=1, mean_v=mean_v)
+    s = search.Search(Formula(), 2, 2048, 64, share)  # type: ignore[arg-type]
+    start = s.fit(search.Point(np.full(3, 0.1), np.full(3, 16), base))
+    return s, start
+
+
+def test_rounds_find_the_joint_optimum() -> None:
+    """Against all ranks and k on a grid, where the errors of layers do not add up."""
+    for share in (0.06, 0.125, 0.4):
+        s, p = formula_search(share)
+        kls = [s.measure([p])[0][0]]
+        for half, step in enumerate(search.STEPS):
+            p = s.round(p, step, half)
+            kl, read = s.measure([p])
+            assert read[0] <= search.BYTES * share and kl[0] <= kls[-1]
+            kls.append(kl[0])
+        assert p.base.local == 4, "the better window"
+        grid = np.array([*np.geomspace(0.004, 0.9, 40), 1.0])
+        ranks = np.array(list(itertools.product((4, 8, 16, 32, 64), repeat=3)))[:, None, None]
+        k0, k2 = grid[:, None], grid
+        k1 = 3 * share - ranks.sum(-1) / 1000 - k0 - k2
+        k = np.stack(np.broadcast_arrays(k0, np.where(k1 < 0.004, 1e-9, k1), k2), -1)
+        best = Formula().one(k, ranks, p.base)[0].min()
+        assert kls[-1] < 1.05 * best
+        assert kls[-1] < 0.8 * kls[0]
+
+
+def test_with_top_p_the_bytes_that_were_read_count() -> None:
+    s, p = formula_search(0.125)
+    q = s.fit(replace(p, base=replace(p.base, top_p=0.9)))
+    assert q.k == pytest.approx(1.5 * p.k, rel=0.01), "two thirds of them are read"
+    best = s.round(q, 2.0, 0)
+    assert s.measure([best])[1][0] <= search.BYTES * s.share
+    assert best.base.top_p == pytest.approx(1 - 0.1 / 3), "the better p"
+
+
+def test_half_of_the_contexts_propose_and_all_decide() -> None:
+    s, p = formula_search(0.125)
+    s = replace(s, n_contexts=8)
+    for half, which in enumerate(([0, 1, 4, 5], [2, 3, 6, 7], [0, 1, 4, 5])):
+        seen = s.meter.seen  # type: ignore[attr-defined]
+        seen.clear()
+        s.round(p, 2.0, half)
+        assert seen[0] == (1 + 4 * 3, which), "this point, and 4 changes of each layer"
+        assert [list(range(8))] * 2 == [w for n, w in seen[1:] if n > 1]
+
+
+def test_what_is_too_dear_gets_cheaper() -> None:
+    """At rank 64 the scores alone read more than the budget."""
+    s, p = formula_search(0.05)
+    p = s.fit(replace(p, rank=np.full(3, 64)))
+    assert s.measure([p])[1][0] > 1.2 * s.share
+    p = s.round(p, 4.0, 0)
+    assert s.measure([p])[1][0] <= search.BYTES * s.share
+
+
+def test_what_reads_more_does_not_win() -> None:
+    s, p = formula_search(0.125)
+    more = replace(p, k=p.k * 1.05)
+    assert s.measure([more])[0][0] < s.measure([p])[0][0]
+    assert s.best([p, more])[0] is p
+
+
+def test_a_shared_setting_changes_for_more_than_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    s, p = formula_search(0.125)
+    for local, taken in ((14, False), (2, True)):  # 0.2 % and 1.4 % better
+        monkeypatch.setattr(search, "LOCAL", (None, local))
+        assert s.round(p, 1.0001, 0).base.local == (local if taken else None)
+
+
+def test_points_cost_the_same(model: Path) -> None:
+    """As the library counts: whatever the weights of the layers and the mean of V."""
+    text = "".join(np.random.default_rng(0).choice(list("abcdefgh "), 2000))
+    with engine.load(model, n_ctx=512, n_threads=1) as session:
+        m = meter.Meter(session, meter.contexts(session, text, 2, 512, 4))
+        base = make_spec("sparq", ratio=1 / 4, min_ctx=0, min_k=1)
+        (uniform,) = m.measure([base], [0, 1], lambda *_: None)
+        share = float(uniform.share.mean())
+        s = search.Search(m, 2, 512, session.geometry.head_dim_k, share)
+        n = session.geometry.n_layer
+        for mean_v, weight in itertools.product(("on", "off"), (1.0, 3.0)):
+            k = np.full(n, 0.1) * weight ** np.arange(n)
+            p = search.Point(k, np.full(n, 2), replace(base, mean_v=mean_v))
+            assert s.measure([s.fit(p)])[1][0] == pytest.approx(share, rel=0.005)
+        dense = s.fit(search.Point(np.array([1.0, *k[1:]]), np.full(n, 2), base))
+        assert str(dense.spec.k_layers).startswith("dense:")
+        m.close()
 
 
 def test_contexts_repeat_themselves(tiny: Path) -> None:
@@ -168,9 +269,8 @@ def test_calibrate_and_use(
     run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Measured, kept, drawn, used; and what an interrupted run measured is not measured again."""
-    monkeypatch.setattr(search, "FACTORS", (1 / 2, 2))
-    monkeypatch.setattr(search, "TOP_P", (0.999,))
-    monkeypatch.setattr(search, "CAPS", (1.05, 2.0))
+    monkeypatch.setattr(search, "STEPS", (2.0,))
+    monkeypatch.setattr(search, "STEPS_P", (1.4,))
     text = tmp_path / "text.txt"
     text.write_text("".join(np.random.default_rng(0).choice(list("abcdefgh "), 2000)))
     args = ("calibrate", "-m", model, "--text", text, "--ctx", 512, "-t", 1)
