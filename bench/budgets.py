@@ -105,7 +105,7 @@ def run(
     env = records.environment({"sparq": native.lib_dir()})
     stamp = env["stamps"]["sparq"]
     found_texts = texts.read_texts(books)
-    other = "\n\n".join(texts.read_texts([calibrate_text]))
+    other = search.joined([calibrate_text])
     sizes = {"n_pos": n_pos, "n_contexts": n_contexts, "n_tokens": n_tokens, "seed": seed}
     hashes = {"text": _hash("\0".join(found_texts)), "calibrate_text": _hash(other)}
     found = calibrate.model_hash(model)

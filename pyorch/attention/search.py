@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,6 +38,7 @@ from pyorch.attention import calibrate
 from pyorch.attention.bytes import split, uses_mean_v
 from pyorch.attention.meter import Measured, Meter, Progress, contexts
 from pyorch.attention.spec import AttentionSpec, layer_k, make_spec
+from pyorch.evals.texts import read_texts
 
 if TYPE_CHECKING:
     from pyorch.engine import CacheType, Session
@@ -202,6 +204,15 @@ class Search:
 
 
 # ---- the whole ----
+
+
+def joined(sources: Sequence[Path]) -> str:
+    """Texts of files and folders as `run` takes them: one, an empty line after each.
+
+    Raises:
+        SparqError: no such file, or no text.
+    """
+    return "".join(f"{t}\n\n" for t in read_texts(sources))
 
 
 def run(

@@ -55,10 +55,9 @@ def command(**options: Any) -> None:
 def _measure(path: Path, options: dict[str, Any]) -> None:
     from pyorch import engine
     from pyorch.attention import search
-    from pyorch.evals.texts import read_texts
 
     source = Path(options["text"] or paths.data("models") / "demo" / "document.txt")
-    text = "\n\n".join(read_texts([source]))
+    text = search.joined([source])
     types = [engine.cache_type(options[f"cache_type_{x}"]) for x in "kv"]
     ctx = options["ctx"] or 2048
     with opt.open_session({**options, "model": str(path), "ctx": ctx}, None) as session:

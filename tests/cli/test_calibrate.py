@@ -192,14 +192,50 @@ def test_contexts_repeat_themselves(tiny: Path) -> None:
     text = "".join(np.random.default_rng(0).choice(list("abcdefgh "), 3000))
     with engine.load(tiny, n_ctx=512, n_threads=1) as session:
         made = meter.contexts(session, text, 4, 512, 8)
+        places = set()
         for i, c in enumerate(made):
             tokens = [*c.prompt, *c.rest]
             assert len(tokens) == 512 and len(c.rest) == 8
             tail = engine.detokenize(session, tokens[-meter.N_CUE - 8 :])
             head = engine.detokenize(session, tokens[: -meter.N_CUE - 8])
             assert (tail in head) == (i % 2 == 1)
+            places.add(head.find(tail))
+        assert len(places - {-1, 0}) == 2, "passages from different places"
         with pytest.raises(SparqError, match="the text has 3001 tokens|need"):
             meter.contexts(session, text, 2, 4000, 8)
+
+
+def test_meter_measures_what_one_session_alone_gives(tiny: Path) -> None:
+    """KL from dense to sparse in double precision, and the bytes, each in a session of its own."""
+    text = "".join(np.random.default_rng(0).choice(list("abcdefgh "), 2000))
+    specs = ["sparq,ratio=1/8,min_ctx=0,min_k=1", "sparq,rank=1,topk=20,min_ctx=0,mean_v=on"]
+
+    def alone(c: meter.Context, spec: str) -> tuple[np.ndarray, float]:
+        with engine.load(tiny, n_ctx=512, n_threads=1) as session:
+            engine.prefill(session, c.prompt[:-1])
+            engine.set_attention(session, spec)
+            rows = []
+            for token in [c.prompt[-1], *c.rest[:-1]]:
+                engine.decode(session, token)
+                x = engine.logits(session).astype(np.float64)
+                rows.append(x - x.max() - np.log(np.exp(x - x.max()).sum()))
+            info = engine.info(session)
+            dense = info.counter("bytes_dense")
+            return np.array(rows), info.counter("bytes_read") / dense if dense else 1.0
+
+    with engine.load(tiny, n_ctx=512, n_threads=1) as session:
+        made = meter.contexts(session, text, 2, 512, 3)
+        m = meter.Meter(session, made)
+        got = m.measure([parse_spec(s) for s in specs], [1, 0], lambda *_: None)
+        again = m.measure([parse_spec(specs[0])], [0, 1], lambda *_: None)[0]
+        m.close()
+    assert got[0].kl.tolist() == again.kl.tolist()[::-1], "in the order asked for"
+    for spec, measured in zip(specs, got, strict=True):
+        for c, kl, share in zip((1, 0), measured.kl, measured.share, strict=True):
+            p, _ = alone(made[c], "off")
+            q, bytes_read = alone(made[c], spec)
+            assert kl == pytest.approx((np.exp(p) * (p - q)).sum(1).mean(), rel=1e-3, abs=1e-7)
+            assert share == pytest.approx(bytes_read) and share < 0.6
 
 
 # ---- where results are ----
