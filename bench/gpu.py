@@ -43,7 +43,7 @@ from ggml_ctypes import (  # noqa: E402
 
 from pyorch import native  # noqa: E402
 from pyorch.bench import records  # noqa: E402
-from pyorch.cli import fail  # noqa: E402
+from pyorch.cli import run as run_command  # noqa: E402
 from pyorch.errors import SparqError  # noqa: E402
 
 FILE = "gpu_attention.jsonl"
@@ -385,9 +385,4 @@ def main(device: str, quick: bool, out: str | None, force: bool) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(standalone_mode=False)
-    except SparqError as error:
-        fail(error.message, error.hint, error.exit_code)
-    except click.UsageError as error:
-        fail(error.format_message(), "--help", 2)
+    run_command(main)
