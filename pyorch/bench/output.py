@@ -122,7 +122,7 @@ def _with_samples(found: Sequence[Row], recs: Sequence[Record]) -> list[Row]:
 
 
 def as_sql(found: Sequence[Row], _: Sequence[Record]) -> str:
-    kinds = {bool: "INTEGER", int: "INTEGER", float: "REAL", str: "TEXT"}
+    kinds = {bool: "INTEGER", int: "INTEGER", float: "REAL", str: "TEXT", type(None): "INTEGER"}
     columns = ",\n".join(f"  {k} {kinds[type(v)]}" for k, v in found[0].items())
     out = [f"CREATE TABLE IF NOT EXISTS {TABLE} (\n{columns}\n);\n"]
     for row in found:

@@ -197,7 +197,7 @@ def test_bench_refuses_a_sparse_row_that_ran_dense(
     result = bench("-d", "512")  # below min_ctx
     assert isinstance(result.exception, SparqError)
     assert "calls_sparse is 0" in result.exception.message
-    assert not (tmp_path / "speed.jsonl").exists()
+    assert not records.load(tmp_path / "speed.jsonl")
 
 
 @pytest.mark.parametrize(
