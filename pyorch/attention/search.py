@@ -18,7 +18,8 @@ Done without and with the mean of V; the better of the two is the result, or uni
 these are better. Then the same with `top_p`, from there: k is now the most that a KV head may read,
 and p one more shared setting.
 
-No gradients, no weights change. Contexts: `meter.py`.
+No gradients, no weights change. Contexts: `meter.py`. With the defaults some 8,000 decoded tokens
+per layer and 40,000 in any case: minutes for a small model, hours for 32 layers at 0.1 s a token.
 """
 
 from __future__ import annotations
@@ -157,8 +158,8 @@ class Search:
         return p.scaled(x, LEAST / self.n_pos)
 
     def round(self, p: Point, step: float, half: int) -> Point:
-        """Steps 1 to 4 of the module's text; `half`, 0 or 1, of the contexts proposes."""
-        which = [c for c in range(self.n_contexts) if c // 2 % 2 == half % 2]
+        """Steps 1 to 4 of the module's text; `half` of the contexts, 0 or 1, proposes."""
+        which = [c for c in range(self.n_contexts) if c // 2 % 2 == half]
         full = self._step(p, step, which or range(self.n_contexts))
         between = np.where(full.k < 1, np.minimum(np.sqrt(p.k * full.k), 0.999), 1)
         points = [full, replace(full, k=between), replace(full, rank=p.rank)]
@@ -316,7 +317,7 @@ def _rounds(search: Search, p: Point, steps: Sequence[float], bar: Bar) -> dict[
     name = "top-p" if p.base.top_p else f"mean_v={p.base.mean_v}"
     for i, step in enumerate(steps):
         with bar(f"{name}, round {i + 1} of {len(steps)}") as progress:
-            p = replace(search, progress=progress).round(p, step, i)
+            p = replace(search, progress=progress).round(p, step, i % 2)
         out[f"{name}, round {i + 1}"] = p
     return out
 

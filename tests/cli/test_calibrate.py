@@ -111,7 +111,7 @@ def test_rounds_find_the_joint_optimum() -> None:
         s, p = formula_search(share)
         kls = [s.measure([p])[0][0]]
         for half, step in enumerate(search.STEPS):
-            p = s.round(p, step, half)
+            p = s.round(p, step, half % 2)
             kl, read = s.measure([p])
             assert read[0] <= search.BYTES * share and kl[0] <= kls[-1]
             kls.append(kl[0])
@@ -138,7 +138,7 @@ def test_with_top_p_the_bytes_that_were_read_count() -> None:
 def test_half_of_the_contexts_propose_and_all_decide() -> None:
     s, p = formula_search(0.125)
     s = replace(s, n_contexts=8)
-    for half, which in enumerate(([0, 1, 4, 5], [2, 3, 6, 7], [0, 1, 4, 5])):
+    for half, which in enumerate(([0, 1, 4, 5], [2, 3, 6, 7])):
         seen = s.meter.seen  # type: ignore[attr-defined]
         seen.clear()
         s.round(p, 2.0, half)
