@@ -110,7 +110,8 @@ def test_compiles_within_ggml_cuda(ggml_headers: Path, tmp_path: Path) -> None:
     """With ggml-cuda's own common.cuh, which needs the headers of cuBLAS."""
     argv = ["nvcc", *cuda_lib.NVCC_FLAGS, "-arch=sm_90", "-c"]
     argv += cuda_lib.include_flags(ggml_headers, ggml_cuda=True)
-    argv += [f"-I{folder}" for folder in cublas_headers()]
+    # after the toolkit's own: such a folder may hold another release's cuda_runtime.h
+    argv += [f"-isystem={folder}" for folder in cublas_headers()]
     source = str(cuda_lib.SOURCES[0])
     done = subprocess.run([*argv, source, "-o", str(tmp_path / "x.o")], capture_output=True)
     if b"cublas_v2.h: No such file" in done.stderr:
