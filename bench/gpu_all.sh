@@ -1,6 +1,6 @@
 #!/bin/sh
 # Everything that needs a CUDA device, in one command: build, tests, benches, figures. A step that fails does not stop the others; the exit
-# code is 1 if one failed. Results: bench/results/<machine>, bench/figures, gpu-all.log.
+# code is 1 if one failed, or tests were all skipped. Results: bench/results/<machine>, bench/figures, gpu-all.log.
 #
 #   bench/gpu_all.sh            what it wants: python3 (3.10+) with numpy, cmake, ninja, a C++ compiler, nvcc, a device
 #   bench/gpu_all.sh STEP...    only these, by the names below, again if need be
@@ -34,6 +34,9 @@ step() { # step NAME SECONDS COMMAND...
     start=$(date +%s)
     timeout "$limit" "$@" > step.log 2>&1
     code=$?
+    if grep -Eq '^[0-9]+ skipped' step.log; then # tests, and none of them ran
+        code=5
+    fi
     cat step.log >> gpu-all.log
     tail -n 5 step.log
     echo "== $name: exit code $code, $(($(date +%s) - start)) s" | tee -a gpu-all.log
@@ -42,7 +45,7 @@ step() { # step NAME SECONDS COMMAND...
 }
 ops="tests/ops/test_steps.py tests/ops/test_attn.py tests/ops/test_quant.py"
 sparq="$python -c __import__('pyorch.cli').cli.main()"
-pytest="$python -m pytest -q -p no:cacheprovider"
+pytest="$python -m pytest -q -rs -p no:cacheprovider"
 
 if [ "${1:-}" = --cpu ]; then
     export SPARQ_CUDA=0
