@@ -44,10 +44,11 @@ static inline split split_at(const float * x, int64_t n, float lim) {
         min = vmin(select(m, v, inf), min);
         max = vmax(select(lt(v, l), v, none), max);
     }
-    for (; i < n; ++i) {
-        res.n  += x[i] >= lim;
-        res.min = x[i] >= lim && x[i] < res.min ? x[i] : res.min;
-        res.max = x[i] <  lim && x[i] > res.max ? x[i] : res.max;
+    for (int j = 0, rest = (int) (n - i); j < rest; ++j) {
+        const float v = x[i + j];
+        res.n  += v >= lim;
+        res.min = v >= lim && v < res.min ? v : res.min;
+        res.max = v <  lim && v > res.max ? v : res.max;
     }
     res.min = std::fmin(-reduce_max(sub(set1(0.0f), min)), res.min);
     res.max = std::fmax(reduce_max(max), res.max);
