@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from types import ModuleType
 
@@ -9,6 +10,9 @@ import pytest
 
 from pyorch import native, paths
 from pyorch.native import source
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what is in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # or programs under test had it too
 
 
 @pytest.fixture(scope="session")

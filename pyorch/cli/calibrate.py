@@ -13,6 +13,7 @@ from pyorch.attention.spec import DEFAULT_RATIO, SHADOWS, layer_k, make_spec, ra
 from pyorch.cli import options as opt
 
 WIDTH = 40  # characters of the widest bar
+SIZES = ((0.1e9, 8, 64), (1e9, 8, 16), (float("inf"), 4, 16))  # bytes of a model: contexts, tokens
 
 
 @click.command()
@@ -24,13 +25,15 @@ WIDTH = 40  # characters of the widest bar
     "--shadow-type", "shadow", type=opt.Name(*SHADOWS), default="q4", help="[default: q4]"
 )
 @click.option("--text", metavar="FILE|DIR", help="Text to decode.  [default: one that comes along]")
-@click.option("--contexts", type=opt.Number(int, 2, 1000), default=8, show_default=True)
+@click.option(
+    "--contexts",
+    type=opt.Number(int, 2, 1000),
+    help="[default: 8; 4 for a model of 1 GB and more]",
+)
 @click.option(
     "--tokens",
     type=opt.Number(int, 1, 10_000),
-    default=64,
-    show_default=True,
-    help="Decoded tokens of each context.",
+    help="Decoded in each context.  [default: 64; 16 for a model of 0.1 GB and more]",
 )
 @click.option("--seed", type=opt.Number(int, 0), default=1, show_default=True)
 @click.option("--show", is_flag=True, help="Only draw what was found earlier.")
@@ -60,6 +63,7 @@ def _measure(path: Path, options: dict[str, Any]) -> None:
     text = search.joined([source])
     types = [engine.cache_type(options[f"cache_type_{x}"]) for x in "kv"]
     ctx = options["ctx"] or 2048
+    n_contexts, n_tokens = sizes(path)
     with opt.open_session({**options, "model": str(path), "ctx": ctx}, None) as session:
         result = search.run(
             session,
@@ -68,12 +72,21 @@ def _measure(path: Path, options: dict[str, Any]) -> None:
             shadow=options["shadow"],
             types=types,
             n_pos=ctx,
-            n_contexts=options["contexts"],
-            n_tokens=options["tokens"],
+            n_contexts=options["contexts"] or n_contexts,
+            n_tokens=options["tokens"] or n_tokens,
             seed=options["seed"],
             bar=opt.progress_bar,
         )
     opt.note(f"kept in {calibrate.save(path, result)}", "dim")
+
+
+def sizes(path: Path) -> tuple[int, int]:
+    """Contexts, and tokens of each, with which a model of this size takes minutes.
+
+    By its size, not by a clock, so that a run which is interrupted goes on with the same.
+    """
+    size = path.stat().st_size
+    return next((contexts, tokens) for most, contexts, tokens in SIZES if size < most)
 
 
 def show(result: dict[str, Any]) -> None:

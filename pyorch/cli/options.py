@@ -312,9 +312,11 @@ def open_session(options: Mapping[str, Any], attention: AttentionSpec | None) ->
 
 
 def note(text: str, style: str = "") -> None:
-    """One line on stderr; coloured only on a terminal and without NO_COLOR."""
+    """One line on stderr, after what was printed so far; coloured only on a terminal and without
+    NO_COLOR."""
     from rich.console import Console
 
+    sys.stdout.flush()
     Console(stderr=True, highlight=False, soft_wrap=True).print(text, style=style, markup=False)
 
 

@@ -16,6 +16,7 @@ import pytest
 from pyorch import engine
 from pyorch.attention import calibrate, meter, search
 from pyorch.attention.spec import AttentionSpec, layer_k, make_spec, parse_spec
+from pyorch.cli import calibrate as command
 from pyorch.errors import SparqError
 
 if TYPE_CHECKING:
@@ -299,6 +300,16 @@ def test_a_damaged_file(model: Path) -> None:
 
 
 # ---- the command ----
+
+
+def test_large_models_decode_fewer_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    found = []
+    for size in (7e6, 0.5e9, 8e9):
+        with path.open("wb") as f:
+            f.truncate(int(size))  # a hole, no blocks
+        found.append(command.sizes(path))
+    assert found == [(8, 64), (8, 16), (4, 16)]
 
 
 def test_calibrate_and_use(
