@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import commands
 import numpy as np
 import watch
 
-from pyorch import engine, native
+from pyorch import engine
 from pyorch.attention.spec import parse_spec
 from pyorch.bench import attention, records, state
 from pyorch.bench.bandwidth import MemoryReader
@@ -45,6 +45,7 @@ class Case:
     n_threads: int
     spec: str
     n_samples: int
+    library: str = "sparq"
 
 
 class Clock:
@@ -106,19 +107,19 @@ def measure(model: Path, case: Case) -> dict[str, Any]:
     }
 
 
-def run(cases: Sequence[Case], file: Path, *, force: bool = False) -> list[Record]:
-    env = records.environment({"sparq": native.lib_dir()})
-    stamp = env["stamps"]["sparq"]
-    done = {} if force else records.load(file)
-    out = []
-    for case in cases:
-        key = records.key(BENCH, asdict(case), stamp)
-        if key not in done:
-            result = measure(attention.model_file(case.like, case.n_layer), case)
-            done[key] = records.record(BENCH, asdict(case), stamp, **result, env=env)
-            records.append(file, done[key])
-        out.append(done[key])
-    return out
+def run(
+    cases: Sequence[Case], file: Path, progress: records.Progress, *, force: bool = False
+) -> list[Record]:
+    """Measure what `file` lacks, add it there, return all records."""
+    return records.resume(
+        BENCH,
+        [[case] for case in cases],
+        lambda group, _: [measure(attention.model_file(c.like, c.n_layer), c) for c in group],
+        file,
+        progress,
+        cost=lambda group: group[0].n_depth,
+        force=force,
+    )
 
 
 def table(recs: Sequence[Record]) -> str:
@@ -159,7 +160,9 @@ def command(**options: Any) -> None:
         for spec in options["specs"] or SPECS
     ]
     folder = Path(options["out"]) if options["out"] else records.default_folder()
-    text = table(run(cases, folder / f"{BENCH}.jsonl", force=options["force"]))
+    with opt.progress_bar("steps") as progress:
+        found = run(cases, folder / f"{BENCH}.jsonl", progress, force=options["force"])
+    text = table(found)
     (folder / f"{BENCH}.md").write_text(text + "\n", encoding="utf-8")
     click.echo(text)
 
