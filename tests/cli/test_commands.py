@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from threading import Timer
@@ -383,6 +384,7 @@ def test_chat_in_a_terminal(tiny_chat: Path, tmp_path: Path) -> None:
             while not re.search(mark, said, re.DOTALL):
                 said += os.read(ours, 4096)
             said = b""
+            time.sleep(0.3)  # right after its prompt, readline holds Ctrl-C back until a key
             os.write(ours, then.encode())
     timer.cancel()
     os.close(ours)
