@@ -5,6 +5,7 @@ Every run is a process of its own (gate.py); the stock library never meets ours.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import subprocess
 import sys
@@ -98,3 +99,18 @@ def test_sparse_does_not_depend_on_threads_or_graph_reuse(tiny_run: Run) -> None
     for threads in ("1", "3"):
         assert_same_bits(tiny_run("--spec", SPARSE, "--threads", threads), two)
     assert_same_bits(tiny_run("--spec", SPARSE, LLAMA_GRAPH_REUSE_DISABLE="1"), two)
+
+
+def test_large_buffers_begin_on_a_huge_page(native_lib_dir: Path) -> None:
+    """Else each row of K and V lies across one pair of cache lines more than it needs."""
+    (file,) = (f for f in native_lib_dir.glob("libggml-base.*") if f.suffix in (".so", ".dylib"))
+    base = ctypes.CDLL(str(file))
+    base.ggml_aligned_malloc.restype = ctypes.c_void_p
+    base.ggml_aligned_malloc.argtypes = [ctypes.c_size_t]
+    base.ggml_aligned_free.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    base.ggml_aligned_free.restype = None
+    size = 8 << 20
+    memory = [base.ggml_aligned_malloc(size) for _ in range(3)]
+    assert all(address % (2 << 20) == 0 for address in memory)
+    for address in memory:
+        base.ggml_aligned_free(address, size)
