@@ -205,7 +205,7 @@ static inline vi dot(vi acc, vi x, vi w) {
 constexpr int PASS_CHAN = 32;
 
 // how many bytes before their use codes are asked for, into the first level: so near, a second step would be too late
-constexpr int CODE_AHEAD = 2*LINE;
+constexpr int CODE_AHEAD = 3*LINE;
 
 static inline void prefetch_first(const void * p) {
 #if defined(__GNUC__) || defined(__clang__)
@@ -268,10 +268,12 @@ static inline void make_coef(run_coef & res, const float * coef, const float * r
 }
 
 // s[h][..] += or = n_line lines of codes of 4*n_quad channels, from c0 on, within a run, for HB heads
-//   row [4*n_quad]: the first lines
-template <int N_BIT, int HB>
+//   row [4*n_quad]: the first lines. NQ: n_quad where it is known, without a loop then: its loads and branches wait behind the codes that
+//   are still on their way (4 bits, one thread: 50 instead of 64 % of bandwidth)
+template <int N_BIT, int HB, int NQ>
 static SPARQ_NOINLINE void score_lines(float * s, int64_t ld_s, const run_coef * coef, int c0, const uint8_t * const * row,
-        int64_t at, int n_line, int n_quad, bool first) {
+        int64_t at, int n_line, int any_quad, bool first) {
+    const int n_quad = NQ > 0 ? NQ : any_quad;
 #if defined(SPARQ_SCALAR)
     for (int h = 0; h < HB; ++h) {
         for (int t = 0; t < n_line*line_pos(N_BIT); ++t) {
@@ -295,7 +297,7 @@ static SPARQ_NOINLINE void score_lines(float * s, int64_t ld_s, const run_coef *
                 a0[h][j] = a1[h][j] = vi_zero();
             }
         }
-#pragma GCC unroll 2
+#pragma GCC unroll 8
         for (int q = 0; q < n_quad; ++q) {
             vi x[4], v[4];
             for (int i = 0; i < 4; ++i) {
@@ -356,7 +358,8 @@ static inline size_t code_scratch(int n_head, int n_chan, int64_t n_run) {
 template <int N_BIT>
 static void score_codes(float * s, int64_t ld_s, int n_head, const code_rows & x, const int32_t * chan, int n_chan,
         const float * coef, int ld_coef, int64_t t0, int64_t t1, const scan_next & then, void * scratch) {
-    constexpr int N_POS = line_pos(N_BIT);
+    constexpr int N_POS     = line_pos(N_BIT);
+    constexpr int ALL_QUADS = PASS_CHAN/4;
 #if defined(SPARQ_AVX2)
     constexpr int HB = 1; // query heads that share the zipping, as the registers allow
 #else
@@ -400,7 +403,8 @@ static void score_codes(float * s, int64_t ld_s, int n_head, const code_rows & x
                 for (int j = 0; j < n && !whole && c0 > 0; ++j) {
                     memcpy(part[j] + (a0 - t), s + (h + j)*ld_s + (a0 - t0), (a1 - a0)*sizeof(float));
                 }
-                const auto lines = n == HB ? score_lines<N_BIT, HB> : score_lines<N_BIT, 1>;
+                const auto lines = n_quad < ALL_QUADS ? (n == HB ? score_lines<N_BIT, HB, 0> : score_lines<N_BIT, 1, 0>)
+                                                      : (n == HB ? score_lines<N_BIT, HB, ALL_QUADS> : score_lines<N_BIT, 1, ALL_QUADS>);
                 lines(whole ? s + h*ld_s + (t - t0) : part[0], whole ? ld_s : N_POS, rc + (t/RUN - run0)*n_head + h, c0, row,
                         t*N_BIT/8, (int) ((b - t)/N_POS), n_quad, c0 == 0);
                 for (int j = 0; j < n && !whole; ++j) {

@@ -28,10 +28,12 @@ static SPARQ_INLINE void prefetch_bytes(const char * p, size_t size) {
 // Rows are given by their addresses: x [n], readable up to a multiple of ROW_BLOCK (the last one again), each row at x[i] + o. next, if
 // given, are as many other rows, asked for on the way, a line of each at a time: requests in bursts keep the loads waiting
 
-// s[h][i] = q[h] . row i for HB heads and up to W rows; NR rows share each load of q
-template <int HB, int NR, typename T>
+// s[h][i] = q[h] . row i for HB heads and up to W rows; NR rows share each load of q. D: d where it is known, without a loop then: what is
+// left for each iteration waits behind the rows that are still on their way (ATTEND at 1/8 takes 10 % longer)
+template <int HB, int NR, int D, typename T>
 static SPARQ_NOINLINE void dot_block( // inlined, its pointers no longer fit the registers (2x slower)
-        float * s, int64_t ld_s, const float * q, int64_t ld_q, const char * const * x, int64_t o, int n, int d, const char * const * next) {
+        float * s, int64_t ld_s, const float * q, int64_t ld_q, const char * const * x, int64_t o, int n, int any_d, const char * const * next) {
+    const int     d  = D > 0 ? D : any_d;
     constexpr int NW = NR < W ? NR : W;
     constexpr int NC = span<T>::SIZE;
     constexpr bool AT_ONCE = HB*NW == W; // the sums of all accumulators fill one vector
@@ -47,8 +49,7 @@ static SPARQ_NOINLINE void dot_block( // inlined, its pointers no longer fit the
         for (int i = 0; i < HB*NW; ++i) {
             a[i] = set1(0.0f);
         }
-        int c = 0;
-        for (; c + NC <= d; c += NC) {
+        const auto add = [&](int c) {
             if (next && row_bytes<T>(c) % 64 < row_bytes<T>(NC)) {
                 for (int i = 0; i < NW; ++i) { // a line of each row: neighbours at once are slower (GQA-4, f16: 68 instead of 78 % of bandwidth)
                     prefetch_bytes(next[j + i] + row_bytes<T>(c), row_bytes<T>(NC));
@@ -75,6 +76,16 @@ static SPARQ_NOINLINE void dot_block( // inlined, its pointers no longer fit the
                     }
                 }
             }
+        };
+        int c = 0;
+        if (D > 0) {
+            SPARQ_UNROLL
+            for (; c + NC <= D; c += NC) {
+                add(c);
+            }
+        }
+        for (; c + NC <= d; c += NC) {
+            add(c);
         }
         if (c < d) {
             SPARQ_UNROLL
@@ -110,23 +121,30 @@ static SPARQ_NOINLINE void dot_block( // inlined, its pointers no longer fit the
 }
 
 // the same for any number of heads and rows; each row is loaded once for all heads (once per 4 heads from L1)
-template <typename T>
-static void dot_rows(float * s, int64_t ld_s, const float * q, int64_t ld_q, int n_head, const char * const * x, int64_t o, int n, int d,
+template <int D, typename T>
+static SPARQ_INLINE void dot_rows_of(float * s, int64_t ld_s, const float * q, int64_t ld_q, int n_head, const char * const * x, int64_t o, int n, int d,
         const char * const * next) {
     for (int i = 0; i < n; i += W) {
         const int    ni = n - i < W ? n - i : W;
         const char * const * ne = next ? next + i : nullptr;
         int h = 0;
         for (; h + 4 <= n_head; h += 4) {
-            dot_block<4, N_ACC/4, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, x + i, o, ni, d, h == 0 ? ne : nullptr);
+            dot_block<4, N_ACC/4, D, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, x + i, o, ni, d, h == 0 ? ne : nullptr);
         }
         for (; h + 2 <= n_head; h += 2) {
-            dot_block<2, N_ACC/2, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, x + i, o, ni, d, h == 0 ? ne : nullptr);
+            dot_block<2, N_ACC/2, D, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, x + i, o, ni, d, h == 0 ? ne : nullptr);
         }
         for (; h < n_head; ++h) {
-            dot_block<1, 8, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, x + i, o, ni, d, h == 0 ? ne : nullptr);
+            dot_block<1, 8, D, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, x + i, o, ni, d, h == 0 ? ne : nullptr);
         }
     }
+}
+
+template <typename T>
+static void dot_rows(float * s, int64_t ld_s, const float * q, int64_t ld_q, int n_head, const char * const * x, int64_t o, int n, int d,
+        const char * const * next) {
+    const auto dot = d == 128 ? dot_rows_of<128, T> : d == 64 ? dot_rows_of<64, T> : dot_rows_of<0, T>;
+    dot(s, ld_s, q, ld_q, n_head, x, o, n, d, next);
 }
 
 // ---- step 3: attention over rows ----
