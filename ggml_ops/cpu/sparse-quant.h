@@ -350,7 +350,7 @@ struct code_rows {
 };
 
 static inline size_t code_scratch(int n_head, int n_chan, int64_t n_run) {
-    return n_run*n_head*(sizeof(run_coef) + 2*(n_chan + W + 4)) + 2*(n_chan + W)*sizeof(float);
+    return n_run*(n_head*(sizeof(run_coef) + 2*(n_chan + W + 4)) + 2*(n_chan + W)*sizeof(float));
 }
 
 // s[h][t - t0] for the positions t0 <= t < t1 (multiples of GROUP) of one KV head
@@ -371,21 +371,28 @@ static void score_codes(float * s, int64_t ld_s, int n_head, const code_rows & x
     const int64_t n_run = (t1 - 1)/RUN - run0 + 1;
 
     run_coef * rc    = (run_coef *) scratch; // [n_run][n_head]
-    float    * range = (float *) (rc + n_run*n_head); // [n_chan rounded up to W][2]
-    int8_t   * w     = (int8_t *) (range + 2*(n_chan + W));
-    memset(range + 2*n_chan, 0, 2*W*sizeof(float));
-    for (int64_t run = 0; run < n_run; ++run) {
-        for (int i = 0; i < n_chan; ++i) {
-            memcpy(range + 2*i, x.range + chan[i]*x.ld_chan + (run0 + run)*x.ld_run, 2*sizeof(float));
+    const int  ld_r  = 2*(n_chan + W);
+    float    * range = (float *) (rc + n_run*n_head); // [n_run][n_chan rounded up to W][2]
+    int8_t   * w     = (int8_t *) (range + n_run*ld_r);
+    for (int i = 0; i < n_chan; ++i) {
+        const float * from = x.range + chan[i]*x.ld_chan + run0*x.ld_run;
+        for (int64_t run = 0; run < n_run; ++run) {
+            memcpy(range + run*ld_r + 2*i, from + run*x.ld_run, 2*sizeof(float));
         }
+    }
+    for (int64_t run = 0; run < n_run; ++run) {
+        memset(range + run*ld_r + 2*n_chan, 0, 2*W*sizeof(float));
         for (int h = 0; h < n_head; ++h, w += 2*ld_w) {
             run_coef & c = rc[run*n_head + h];
             c.w0 = w;
             c.w1 = w + ld_w;
-            make_coef(c, coef + h*ld_coef, range, n_chan, N_BIT);
+            make_coef(c, coef + h*ld_coef, range + run*ld_r, n_chan, N_BIT);
         }
     }
 
+    for (int i = 0; i < then.n_chan; ++i) { // now: at the end there would be much at once
+        prefetch(x.range + (then.row + then.chan[i])*x.ld_chan + (t0 + then.dt)/RUN*x.ld_run);
+    }
     const uint8_t * row[PASS_CHAN];
     for (int c0 = 0; c0 < n_chan; c0 += PASS_CHAN) {
         const int n_quad = (std::min(PASS_CHAN, n_chan - c0) + 3)/4;
@@ -417,7 +424,6 @@ static void score_codes(float * s, int64_t ld_s, int n_head, const code_rows & x
 
     for (int i = 0; i < then.n_chan; ++i) {
         const int64_t c = then.row + then.chan[i], t = t0 + then.dt;
-        prefetch(x.range + c*x.ld_chan + t/RUN*x.ld_run);
         for (int b = 0; b < CODE_AHEAD; b += LINE) {
             prefetch(x.codes + c*(int64_t) x.nb_chan + t*N_BIT/8 + b);
         }

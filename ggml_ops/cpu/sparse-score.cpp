@@ -354,7 +354,7 @@ struct select_work : select_scratch {
                 cand   = own.take<float>(a.n_kv + 2*W);
                 cell   = own.take<int32_t>(a.n_kv + 2*W);
                 weight = own.take<float>(is_top_p(a.p.top_p) ? a.n_kv + 2*W : 0);
-                saved  = own.take<float>(a.forced->ne[0]);
+                saved  = own.take<float>(a.forced->ne[0] + W);
                 top    = own.take<float>(a.n_group_q);
                 all    = own.take<float>(a.n_group_q);
             }

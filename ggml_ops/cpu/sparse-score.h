@@ -55,10 +55,10 @@ static inline split split_at(const float * x, int64_t n, float lim) {
     return res;
 }
 
-// the k-th largest of the n values; lo if fewer than k reach lo. NaN does not count.
+// the k-th largest of the n values, or with a slack one of the k-th to the (k + slack)-th; lo if fewer than k reach lo. NaN does not count.
 // Splits between the smallest and the largest value that it can be, at a place guessed from their ranks and halfway, in turns. The guesses
-// decide how many passes there are (7 or so, 32 at most two times), not the result
-static inline float kth_largest(const float * x, int64_t n, int64_t k, float lo) {
+// decide how many passes there are (7 or so, 32 at most two times), not the result; once few values are left, they are set apart
+static inline float kth_largest(const float * x, int64_t n, int64_t k, float lo, int64_t slack = 0) {
     const split all = split_at(x, n, lo), infinite = split_at(x, n, INFINITY);
     if (all.n < k) {
         return lo;
@@ -66,13 +66,34 @@ static inline float kth_largest(const float * x, int64_t n, int64_t k, float lo)
     if (infinite.n >= k) {
         return INFINITY;
     }
+    constexpr int FEW = 16*W;
+    float few[FEW + W];
     float   a   = all.min,      b   = infinite.max; // what is wanted is in [a, b]
     int64_t n_a = all.n,        n_b = infinite.n;   // values >= a (k or more), values > b (fewer than k)
-    for (bool guess = true; n_a > k && a < b; guess = !guess) {
+    for (int i_pass = 0; n_a > k + slack && a < b; ++i_pass) {
+        if (n > FEW && n_a - n_b <= FEW) {
+            int n_few = 0;
+            int64_t i = 0;
+            for (; i + W <= n; i += W) {
+                const vf v = load(x + i);
+                n_few += append(few + n_few, v, ge(select(ge(set1(b), v), v, set1(-INFINITY)), set1(a)));
+            }
+            for (; i < n; ++i) {
+                if (x[i] >= a && x[i] <= b) {
+                    few[n_few++] = x[i];
+                }
+            }
+            store(few + n_few, set1(-INFINITY)); // up to whole vectors, with what counts nowhere
+            x    = few;
+            n    = (n_few + W - 1)/W*W;
+            k   -= n_b;
+            n_a -= n_b;
+            n_b  = 0;
+        }
         const int64_t oa = to_order(a), ob = to_order(b);
         float m = from_order(oa + (ob - oa + 1)/2);
-        if (guess) {
-            m = a + (b - a)*((float) (n_a - k)/(float) (n_a - n_b));
+        if (i_pass % 4 < 3) {
+            m = a + (b - a)*(i_pass % 2 ? 0.5f : (float) (n_a - k)/(float) (n_a - n_b));
             m = m > a ? std::fmin(m, b) : from_order(oa + 1);
         }
         const split part = split_at(x, n, m);

@@ -29,7 +29,7 @@ struct select_scratch {
     float   * cand;     // [n + 2*W] keys near or above the cut ..
     int32_t * cell;     // [n + 2*W] .. and their cells
     float   * weight;   // [n + 2*W] with top_p
-    float   * saved;    // [n_forced]
+    float   * saved;    // [n_forced + W]
     float   * top;      // [n_head] the largest logit ..
     float   * all;      // [n_head] .. and the sum of exp(logit - top)
 };
@@ -151,7 +151,8 @@ static inline float * rank_keys(const select_scratch & w, const head_scores & s)
     return w.key;
 }
 
-// the cells with the k largest keys, ascending, ties to the lower cell; returns their number, fewer than k if fewer are visible
+// the cells with the k largest keys, ascending, ties to the lower cell; returns their number, fewer than k if fewer are visible. Leaves their
+// keys in w.cand
 static inline int take_largest(int32_t * res, const select_scratch & w, const float * key, int64_t n, int k) {
     // a guess of the cut from a sample, low enough to leave at least k candidates almost always; the result does not depend on it
     constexpr int N_SAMPLE = 1024;
@@ -167,7 +168,7 @@ static inline int take_largest(int32_t * res, const select_scratch & w, const fl
             for (int i = 0; i < N_SAMPLE/W; ++i) {
                 store(cand + i*W, load(key + i*step));
             }
-            guess = kth_largest(cand, N_SAMPLE, rank, -FLT_MAX);
+            guess = kth_largest(cand, N_SAMPLE, rank, -FLT_MAX, rank/8);
         }
         n_cand = 0;
         const vf g = set1(guess);
@@ -198,15 +199,20 @@ static inline int take_largest(int32_t * res, const select_scratch & w, const fl
     if (n_eq <= n_tie) { // all of them fit
         store(cand + n_cand, set1(-INFINITY));
         for (int i = 0; i < n_cand; i += W) {
-            n_res += append_cells(cell + n_res, cell + i, ge(load(cand + i), set1(cut))); // never past what is still to be read
+            const vf x = load(cand + i);
+            const vm m = ge(x, set1(cut));
+            append(cand + n_res, x, m); // never past what is still to be read
+            n_res += append_cells(cell + n_res, cell + i, m);
         }
         memcpy(res, cell, n_res*sizeof(int32_t));
         return n_res;
     }
     for (int i = 0; n_res < k; ++i) { // without a branch on the data
         const int tie = (cand[i] == cut) & (n_tie > 0);
-        res[n_res] = cell[i];
-        n_res += (cand[i] > cut) | tie;
+        const int in  = (cand[i] > cut) | tie;
+        res[n_res]  = cell[i];
+        cand[n_res] = cand[i];
+        n_res += in;
         n_tie -= tie;
     }
     return n_res;
@@ -315,35 +321,42 @@ static inline void select_topk(int32_t * res, int topk_max, const select_scratch
     int n_sel = k > 0 ? take_largest(cells, w, key, s.n, k) : 0;
     if (is_top_p(top_p)) {
         n_sel = keep_top_p(cells, n_sel, w, s, key, n_forced, top_p);
+        for (int i = 0; i < n_sel; ++i) {
+            w.cand[i] = key[cells[i]];
+        }
     }
     res[0] = n_sel;
     for (int i = n_sel; i < topk_max; ++i) {
         cells[i] = -1;
     }
-    for (int i = 0; i < n_forced && want_alpha; ++i) {
-        if (w.saved[i] == w.saved[i]) {
-            key[forced[i]] = w.saved[i];
+    // sum of exp(x - top), but for what is inf or NaN; x has room for W more
+    const auto mass = [&](float * x, int n, float top) {
+        store(x + n, set1(-INFINITY));
+        long_sum sum;
+        for (int i = 0; i < n; i += W) {
+            const vf y = load(x + i);
+            sum += select(lt(y, set1(INFINITY)), exp_rank(sub(y, set1(top))), set1(0.0f));
         }
-    }
-
+        return sum.total();
+    };
     for (int h = 0; h < s.n_head; ++h) {
         float alpha = 1.0f;
         if (want_alpha) {
-            const float * x = s.x + h*s.ld;
-            long_sum sum;
-            for (int i = 0; i < n_sel; i += W) {
-                float y[W];
-                for (int j = 0; j < W; ++j) {
-                    const bool in = i + j < n_sel;
-                    if (s.n_head == 1) {
-                        y[j] = in ? x[cells[i + j]] - w.top[h] : -INFINITY;
-                    } else {
-                        y[j] = in ? x[cells[i + j]]*s.max[cells[i + j]/s.tile*s.n_head + h] : 0.0f;
+            float part;
+            if (s.n_head == 1) {
+                part = mass(w.cand, n_sel, w.top[0]) + mass(w.saved, n_forced, w.top[0]);
+            } else {
+                long_sum sum;
+                for (int i = 0; i < n_sel; i += W) {
+                    float y[W];
+                    for (int j = 0; j < W; ++j) {
+                        const int64_t c = i + j < n_sel ? cells[i + j] : -1;
+                        y[j] = c >= 0 ? s.x[h*s.ld + c]*s.max[c/s.tile*s.n_head + h] : 0.0f;
                     }
+                    sum += load(y);
                 }
-                sum += s.n_head == 1 ? exp_rank(load(y)) : load(y);
+                part = sum.total();
             }
-            const float part = sum.total();
             // the sink takes mass but carries no value: its share stays with the selection
             const float sink = sinks ? expf(sinks[h] - w.top[h]) : 0.0f;
             const float all  = w.all[h] + sink;
