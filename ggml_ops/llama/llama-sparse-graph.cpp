@@ -39,7 +39,7 @@ static constexpr int64_t N_SEAL = 16;
 struct llama_sparse_shadow {
     struct layer {
         ggml_tensor * k_t     = nullptr; // [kv_size + pad, n_embd_k_gqa, n_stream] f16, or codes
-        ggml_tensor * k_range = nullptr; // [2, n_run, n_embd_k_gqa, n_stream] f32: scale and zero of the codes; only with codes
+        ggml_tensor * k_range = nullptr; // [2, n_run and more, n_embd_k_gqa, n_stream] f32: scale and zero of the codes; only with codes
         ggml_tensor * v_sum   = nullptr; // [n_embd_v_gqa, n_sum, n_stream] f32; only with mean_v
         std::string   reason;            // why there is no k_t
     };
@@ -256,7 +256,9 @@ struct llama_sparse_access {
         } else {
             const int64_t n_run = (kv->get_size() + GGML_SPARSE_RUN - 1)/GGML_SPARSE_RUN;
             dst.k_t = ggml_new_tensor_3d(ctx, GGML_TYPE_I8, n_run*GGML_SPARSE_RUN*spec.n_bit/8 + K_T_PAD, src.k->ne[0], kv->n_stream);
-            dst.k_range = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, 2, n_run, src.k->ne[0], kv->n_stream);
+            // whole cache lines per channel, of which a tile of SCORE reads one, and an odd number of them: neighbours in a set of the cache else
+            const int64_t n_line = (n_run + 7)/8 | 1;
+            dst.k_range = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, 2, 8*n_line, src.k->ne[0], kv->n_stream);
             ggml_format_name(dst.k_range, "sparse_k_range_%d", (int) src.il);
         }
         ggml_format_name(dst.k_t, "sparse_k_t_%d", (int) src.il);
