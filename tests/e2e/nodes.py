@@ -63,8 +63,9 @@ def shadow_values(k_t: Tensor, k_range: Tensor | None, n_bit: int) -> tuple[np.n
     if n_bit == 4:  # low halves, then high halves
         lines = np.concatenate([lines & 15, lines >> 4], axis=3)
     codes = lines.reshape(*codes.shape[:2], -1)
-    ranges = read(k_range)  # (n_stream, n_run, channels, 2)
-    codes = codes[..., : ranges.shape[1] * RUN]
+    n_run = codes.shape[2] // RUN  # behind them either has padding
+    ranges = read(k_range)[:, :n_run]  # (n_stream, n_run, channels, 2)
+    codes = codes[..., : n_run * RUN]
     step, zero = (np.repeat(ranges[..., i].swapaxes(1, 2), RUN, axis=2) for i in (0, 1))
     with np.errstate(invalid="ignore", over="ignore"):  # ranges of runs that were never sealed
         return zero + step * codes, step
