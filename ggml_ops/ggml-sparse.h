@@ -40,9 +40,10 @@ extern "C" {
 static inline int64_t ggml_sparse_sum_row(int64_t group) { return group/GGML_SPARSE_SUM*(GGML_SPARSE_SUM + 1) + group % GGML_SPARSE_SUM; }
 static inline int64_t ggml_sparse_n_sum_rows(int64_t n_group) { return (n_group + GGML_SPARSE_SUM - 1)/GGML_SPARSE_SUM*(GGML_SPARSE_SUM + 1); }
 
-// what the address of a buffer is a multiple of. ggml asks for 64 bytes and mostly gets no more; then rows of K and V begin in the second
-// line of a pair, and as memory sends pairs, one line in three comes for nothing: gathering rows took 10 to 14 % longer
-static inline int ggml_sparse_alignment(size_t size) { return size >= 4*1024*1024 ? 2*1024*1024 : 64; } // a huge page
+// what the address of a buffer is a multiple of (not on macOS, where ggml takes pages of the system). ggml asks for 64 bytes and mostly gets
+// no more; rows of K and V that begin in the second line of a pair of cache lines take 10 to 14 % longer to gather
+#define GGML_SPARSE_HUGE_PAGE (2*1024*1024)
+static inline int ggml_sparse_alignment(size_t size) { return size >= 2*GGML_SPARSE_HUGE_PAGE ? GGML_SPARSE_HUGE_PAGE : 64; }
 
 enum ggml_sparse_attn_op {
     GGML_SPARSE_ATTN_SEAL,

@@ -67,8 +67,8 @@ struct attend_work {
         ld     = attn_state::size((int) v->ne[0]);
         n_mean = op_params<ggml_sparse_attend_params>(dst).mean_v ? k->ne[1] : 0;
 
-        // smaller units where cells are few, so that many threads find some; larger ones when many tokens would need much memory for their
-        // states
+        // smaller units where cells are few, so that many threads find some; larger ones while there are 512 of them, and when many tokens
+        // would need much memory for their states
         const int64_t n_max = dense ? k->ne[2] : sel->ne[0] - 1 - n_group_q;
         const int64_t limit = 64*1024*1024/(n_row*n_head*ld*(int64_t) sizeof(float)) + 1;
         chunk = dense ? 256 : std::max(std::min<int64_t>(128, ceil_div(n_max, 8*32)*32), std::min<int64_t>(256, n_max*k->ne[1]/(512*32)*32));

@@ -372,7 +372,7 @@ static void score_codes(float * s, int64_t ld_s, int n_head, const code_rows & x
 
     run_coef * rc    = (run_coef *) scratch; // [n_run][n_head]
     const int  ld_r  = 2*(n_chan + W);
-    float    * range = (float *) (rc + n_run*n_head); // [n_run][n_chan rounded up to W][2]
+    float    * range = (float *) (rc + n_run*n_head); // [n_run][n_chan + W][2]
     int8_t   * w     = (int8_t *) (range + n_run*ld_r);
     for (int i = 0; i < n_chan; ++i) {
         const float * from = x.range + chan[i]*x.ld_chan + run0*x.ld_run;

@@ -49,7 +49,7 @@ static SPARQ_NOINLINE void dot_block( // inlined, its pointers no longer fit the
         for (int i = 0; i < HB*NW; ++i) {
             a[i] = set1(0.0f);
         }
-        const auto add = [&](int c) {
+        const auto step = [&](int c) {
             if (next && row_bytes<T>(c) % 64 < row_bytes<T>(NC)) {
                 for (int i = 0; i < NW; ++i) { // a line of each row: neighbours at once are slower (GQA-4, f16: 68 instead of 78 % of bandwidth)
                     prefetch_bytes(next[j + i] + row_bytes<T>(c), row_bytes<T>(NC));
@@ -81,11 +81,12 @@ static SPARQ_NOINLINE void dot_block( // inlined, its pointers no longer fit the
         if (D > 0) {
             SPARQ_UNROLL
             for (; c + NC <= D; c += NC) {
-                add(c);
+                step(c);
             }
-        }
-        for (; c + NC <= d; c += NC) {
-            add(c);
+        } else {
+            for (; c + NC <= d; c += NC) {
+                step(c);
+            }
         }
         if (c < d) {
             SPARQ_UNROLL
@@ -122,7 +123,7 @@ static SPARQ_NOINLINE void dot_block( // inlined, its pointers no longer fit the
 
 // the same for any number of heads and rows; each row is loaded once for all heads (once per 4 heads from L1)
 template <int D, typename T>
-static SPARQ_INLINE void dot_rows_of(float * s, int64_t ld_s, const float * q, int64_t ld_q, int n_head, const char * const * x, int64_t o, int n, int d,
+static void dot_rows_of(float * s, int64_t ld_s, const float * q, int64_t ld_q, int n_head, const char * const * x, int64_t o, int n, int d,
         const char * const * next) {
     for (int i = 0; i < n; i += W) {
         const int    ni = n - i < W ? n - i : W;

@@ -56,8 +56,9 @@ static inline split split_at(const float * x, int64_t n, float lim) {
 }
 
 // the k-th largest of the n values, or with a slack one of the k-th to the (k + slack)-th; lo if fewer than k reach lo. NaN does not count.
-// Splits between the smallest and the largest value that it can be, at a place guessed from their ranks and halfway, in turns. The guesses
-// decide how many passes there are (7 or so, 32 at most two times), not the result; once few values are left, they are set apart
+// Splits between the smallest and the largest value that it can be: at a place guessed from their ranks, in the middle, and at last, each
+// fourth time, in the middle of all floats. That decides how many passes there are (7 or so, 4*32 at most), not the result; once few values
+// are left, they are set apart
 static inline float kth_largest(const float * x, int64_t n, int64_t k, float lo, int64_t slack = 0) {
     const split all = split_at(x, n, lo), infinite = split_at(x, n, INFINITY);
     if (all.n < k) {
@@ -66,7 +67,7 @@ static inline float kth_largest(const float * x, int64_t n, int64_t k, float lo,
     if (infinite.n >= k) {
         return INFINITY;
     }
-    constexpr int FEW = 16*W;
+    constexpr int FEW = 256; // a multiple of every W
     float few[FEW + W];
     float   a   = all.min,      b   = infinite.max; // what is wanted is in [a, b]
     int64_t n_a = all.n,        n_b = infinite.n;   // values >= a (k or more), values > b (fewer than k)

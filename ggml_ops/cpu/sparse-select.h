@@ -231,9 +231,9 @@ static inline float mass_from(const float * key, const float * weight, int n, fl
     return sum.total();
 }
 
-// of n cells those with the key -inf, and of the others those with the largest keys, until their weights add up to `want`; ties to the
-// lower cell. key, weight [n + W]; from n on the keys are -inf. Returns how many are left, in the order they had
-static inline int cut_at_mass(int32_t * cells, const float * key, const float * weight, int n, float want) {
+// of n cells, with their keys, those with the key -inf, and of the others those with the largest keys, until their weights add up to `want`;
+// ties to the lower cell. key, weight [n + W]; from n on the keys are -inf. Returns how many are left, in the order they had
+static inline int cut_at_mass(int32_t * cells, float * key, const float * weight, int n, float want) {
     if (!(mass_from(key, weight, n, -FLT_MAX) >= want)) {
         return n; // all of them do not carry it (or NaN)
     }
@@ -256,8 +256,10 @@ static inline int cut_at_mass(int32_t * cells, const float * key, const float * 
     for (int i = 0; i < n; ++i) {
         const bool tie = key[i] == cut && mass < want;
         mass += tie ? weight[i] : 0.0f;
+        const bool in  = key[i] == -INFINITY || key[i] > cut || tie;
         cells[n_res] = cells[i];
-        n_res += key[i] == -INFINITY || key[i] > cut || tie;
+        key[n_res]   = key[i];
+        n_res += in;
     }
     return n_res;
 }
@@ -321,9 +323,6 @@ static inline void select_topk(int32_t * res, int topk_max, const select_scratch
     int n_sel = k > 0 ? take_largest(cells, w, key, s.n, k) : 0;
     if (is_top_p(top_p)) {
         n_sel = keep_top_p(cells, n_sel, w, s, key, n_forced, top_p);
-        for (int i = 0; i < n_sel; ++i) {
-            w.cand[i] = key[cells[i]];
-        }
     }
     res[0] = n_sel;
     for (int i = n_sel; i < topk_max; ++i) {
@@ -335,7 +334,7 @@ static inline void select_topk(int32_t * res, int topk_max, const select_scratch
         long_sum sum;
         for (int i = 0; i < n; i += W) {
             const vf y = load(x + i);
-            sum += select(lt(y, set1(INFINITY)), exp_rank(sub(y, set1(top))), set1(0.0f));
+            sum += exp_rank(sub(select(lt(y, set1(INFINITY)), y, set1(-INFINITY)), set1(top)));
         }
         return sum.total();
     };

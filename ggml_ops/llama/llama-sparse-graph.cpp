@@ -521,7 +521,7 @@ llama_sparse_shadow * llama_sparse_shadow_get(const llama_kv_cache * kv) {
 void llama_sparse_huge_pages(ggml_backend_buffer_t buf) {
 #if defined(__linux__)
     // rows of K and V, gathered, lie in a page each: without huge pages address translation takes longer than the bytes
-    constexpr uintptr_t PAGE = 2*1024*1024;
+    constexpr uintptr_t PAGE = GGML_SPARSE_HUGE_PAGE;
     const uintptr_t b = (uintptr_t) ggml_backend_buffer_get_base(buf);
     const uintptr_t first = (b + PAGE - 1)/PAGE*PAGE, last = (b + ggml_backend_buffer_get_size(buf))/PAGE*PAGE;
     if (ggml_backend_buffer_is_host(buf) && last >= first + 2*PAGE) {

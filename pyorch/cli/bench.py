@@ -255,7 +255,7 @@ def _attention(ctx: click.Context, given: set[str], options: dict[str, Any]) -> 
 @click.option("--like", metavar="NAME", default="llama2-7b", show_default=True)
 @click.option("--layers", type=opt.Number(int, 1), default=2, show_default=True)
 @click.option("--quant", type=opt.Name(*QUANTS), default="q8_0", show_default=True)
-@several("-d", "--n-depth", of=Numbers(), default="4096,8192,16384-32768+8192")
+@several("-d", "--n-depth", of=Numbers(), default="4096-65536*2")
 @click.option("--threads", "-t", type=opt.Number(int, 1), help="[default: all cores]")
 @spec_option(default=["sparq,ratio=1/8"], show_default=True)
 @click.option("-n", "--n-gen", type=opt.Number(int, 1), default=8, show_default=True)
