@@ -63,6 +63,7 @@ def bindings() -> ModuleType:
     """The module `llama_cpp.llama_cpp` on our library, with our functions declared; silent."""
     global _module, _log_callback
     if _module is not None:
+        _module.llama_log_set(_log_callback, None)  # pyorch.engine may have put its own there
         return _module
     folder = os.environ.get("SPARQ_TEST_LIB_DIR")
     if "LLAMA_CPP_LIB_PATH" in os.environ:  # a child of `python_environment`
