@@ -264,7 +264,8 @@ static inline int cut_at_mass(int32_t * cells, float * key, const float * weight
     return n_res;
 }
 
-// the cells of a selection that top_p keeps; forced cells have the key +inf, and their own keys are in w.saved
+// the cells of a selection that top_p keeps; forced cells have the key +inf, and their own keys are in w.saved. Leaves the keys of what is
+// kept in w.cand, those of forced cells -inf
 static inline int keep_top_p(int32_t * cells, int n_sel, const select_scratch & w, const head_scores & s, const float * key, int n_forced, float top_p) {
     // a position weighs what the heads softmax it to: the key, or what the only head's logit gives
     float all = 0.0f;
@@ -328,6 +329,7 @@ static inline void select_topk(int32_t * res, int topk_max, const select_scratch
     for (int i = n_sel; i < topk_max; ++i) {
         cells[i] = -1;
     }
+
     // sum of exp(x - top), but for what is inf or NaN; x has room for W more
     const auto mass = [&](float * x, int n, float top) {
         store(x + n, set1(-INFINITY));

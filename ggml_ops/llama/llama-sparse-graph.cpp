@@ -256,7 +256,7 @@ struct llama_sparse_access {
         } else {
             const int64_t n_run = (kv->get_size() + GGML_SPARSE_RUN - 1)/GGML_SPARSE_RUN;
             dst.k_t = ggml_new_tensor_3d(ctx, GGML_TYPE_I8, n_run*GGML_SPARSE_RUN*spec.n_bit/8 + K_T_PAD, src.k->ne[0], kv->n_stream);
-            // whole cache lines per channel, of which a tile of SCORE reads one, and an odd number of them: neighbours in a set of the cache else
+            // whole cache lines per channel: a tile of SCORE reads one of each. An odd number, or many channels would share a set of the cache
             const int64_t n_line = (n_run + 7)/8 | 1;
             dst.k_range = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, 2, 8*n_line, src.k->ne[0], kv->n_stream);
             ggml_format_name(dst.k_range, "sparse_k_range_%d", (int) src.il);
