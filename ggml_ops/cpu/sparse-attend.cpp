@@ -34,6 +34,9 @@ struct unit_cells {
 // how far dense attention asks ahead: a block is too short for the hardware to run ahead by itself
 constexpr int64_t AHEAD_BYTES = 32*1024;
 
+// positions whose mask is looked at together, over a selection
+constexpr int64_t MASK_TILE = 1024;
+
 // Stage 1: units of a fixed number of positions leave partial states; with mean_v, a unit per KV head leaves the mean of V.
 // Stage 2: one unit per (token, query head) merges.
 //   over a selection: a unit is one KV head and part of its cells; over all: all KV heads and a run of positions, so that K and V are
@@ -47,6 +50,8 @@ struct attend_work {
 
     float   * state;    // [n_tok*n_stream][n_chunk][n_head][ld]
     float   * mean;     // [n_tok*n_stream][n_mean][d_v]
+    int64_t n_tile;     // of the mask, over a selection
+    uint8_t * plain;    // [n_tok*n_stream][n_tile]             is the mask zero all over the tile?
     int32_t * cell;     // [chunk]                              this thread's: visible cells ..
     float   * bias;     // [chunk + W]                          .. their mask values ..
     const char ** row;  // [2*chunk + AHEAD]                    .. and the addresses of their rows, see attend_rows
@@ -76,10 +81,12 @@ struct attend_work {
             chunk *= 2;
         }
         n_chunk = ceil_div(n_max, chunk);
+        n_tile  = dense ? 0 : ceil_div(k->ne[2], MASK_TILE);
 
         bump shared(wdata);
         state = shared.take<float>(n_row*n_head*n_chunk*ld);
         mean  = shared.take<float>(n_row*n_mean*v->ne[0]);
+        plain = shared.take<uint8_t>(n_row*n_tile);
 
         bump own(shared.end());
         for (int i = 0; i < nth; ++i) {
@@ -175,20 +182,27 @@ void attend_rows(const ggml_tensor * dst, const attend_work & w, int64_t h0, int
     }
 }
 
-// the visible cells among n cells -> w.cell, w.bias; at(j): the j-th
+// the visible cells among n cells -> w.cell, w.bias; at(j): the j-th; plain: see attend_work. Reading the mask of each instead takes 2 % longer:
+// loads wait behind the rows that are on their way
 template <typename F>
-int visible_cells(const attend_work & w, const f16 * mask, int64_t n_kv, int64_t n, F at) {
+int visible_cells(const attend_work & w, const f16 * mask, const uint8_t * plain, int64_t n_kv, int64_t n, F at) {
     // most often all are visible and nothing is added
-    uint32_t bits = 0;
-    bool     in   = true;
+    int32_t lo = INT32_MAX, hi = -1;
     for (int64_t j = 0; j < n; ++j) {
-        const int64_t t = at(j);
-        const bool    x = t >= 0 && t < n_kv;
-        w.cell[j] = (int32_t) t;
-        bits |= mask[x ? t : 0].bits;
-        in   &= x;
+        const int32_t t = (int32_t) at(j);
+        w.cell[j] = t;
+        lo = std::min(lo, t);
+        hi = std::max(hi, t);
     }
-    if (in && bits == 0) {
+    bool all = lo >= 0 && hi < n_kv;
+    if (w.dense) {
+        all = all && is_zero(mask + lo, n);
+    } else {
+        for (int64_t i = lo/MASK_TILE; all && i <= hi/MASK_TILE; ++i) {
+            all = plain[i];
+        }
+    }
+    if (all) {
         std::fill(w.bias, w.bias + n, 0.0f);
         return (int) n;
     }
@@ -233,6 +247,16 @@ void for_mean(const ggml_tensor * dst, int64_t i, int64_t s, F on_sum, G on_grou
     }
 }
 
+// how many rows of sums before their use, each of many groups, the mean asks for them
+constexpr int64_t AHEAD_SUM = 16*(SUM + 1);
+
+// asks for what the mean of KV head h reads of the row of v_sum, if there is such a row (inlined as prefetch_bytes)
+SPARQ_INLINE void ask_sum(const ggml_tensor * v_sum, int64_t row, int64_t h, int64_t d_v, int64_t s) {
+    if (row < v_sum->ne[1]) {
+        prefetch_bytes(at(v_sum, row, s) + h*d_v*sizeof(float), d_v*sizeof(float));
+    }
+}
+
 // the mean of V over the positions that token i sees, one KV head
 void mean_unit(const ggml_tensor * dst, float * mean, int64_t h, int64_t i, int64_t s) {
     const ggml_tensor * v     = dst->src[2];
@@ -246,6 +270,7 @@ void mean_unit(const ggml_tensor * dst, float * mean, int64_t h, int64_t i, int6
     std::fill(mean, mean + d_v, 0.0f);
     for_mean(dst, i, s,
         [&](int64_t row, int n) {
+            ask_sum(v_sum, row + AHEAD_SUM, h, d_v, s);
             sum_v<float>(mean, at(v_sum, row, s) + h*d_v*sizeof(float), 0, 1, d_v);
             n_vis += n;
         },
@@ -324,6 +349,10 @@ void attend(const ggml_compute_params * params, ggml_tensor * dst) {
     };
 
     // stage 1
+    for (int64_t u = params->ith; u < n_row*w.n_tile; u += params->nth) {
+        const int64_t t = u % w.n_tile*MASK_TILE, r = u/w.n_tile;
+        w.plain[u] = is_zero(at<const f16>(mask, r % n_tok, 0, r/n_tok) + t, std::min(MASK_TILE, n_kv - t));
+    }
     unit_queue::open(params);
     ggml_barrier(params->threadpool);
     unit_queue queue(params, n_row*w.n_chunk*(w.dense ? 1 : n_head_kv));
@@ -340,7 +369,7 @@ void attend(const ggml_compute_params * params, ggml_tensor * dst) {
         if (w.dense) {
             const int64_t c = u % w.n_chunk, i = u/w.n_chunk % n_tok, s = u/w.n_chunk/n_tok;
             const int64_t t0 = c*w.chunk;
-            const int n = visible_cells(w, at<const f16>(mask, i, 0, s), n_kv, std::min(w.chunk, n_kv - t0), [&](int64_t j) { return t0 + j; });
+            const int n = visible_cells(w, at<const f16>(mask, i, 0, s), nullptr, n_kv, std::min(w.chunk, n_kv - t0), [&](int64_t j) { return t0 + j; });
             attend_rows(dst, w, 0, n_head_kv, i, s, c, n, {});
         } else {
             const unit_cells x = cells(u);
@@ -348,12 +377,17 @@ void attend(const ggml_compute_params * params, ggml_tensor * dst) {
                 prefetch_bytes(at(k, x.h, std::max(x.cell[j], 0), x.s), row_size(k));
             }
             const int64_t c = u % w.n_chunk, i = u/w.n_chunk/n_head_kv % n_tok;
-            const int n = visible_cells(w, at<const f16>(mask, i, 0, x.s), n_kv, x.n, [&](int64_t j) { return x.cell[j]; });
-            attend_rows(dst, w, x.h, x.h + 1, i, x.s, c, n, next() >= 0 ? cells(next()) : unit_cells{});
+            const unit_cells then = next() >= 0 ? cells(next()) : unit_cells{};
+            prefetch_bytes((const char *) then.cell, std::max(then.n, 0)*sizeof(int32_t));
+            const int n = visible_cells(w, at<const f16>(mask, i, 0, x.s), w.plain + (x.s*n_tok + i)*w.n_tile, n_kv, x.n, [&](int64_t j) { return x.cell[j]; });
+            attend_rows(dst, w, x.h, x.h + 1, i, x.s, c, n, then);
         }
     }
     for (int64_t u = params->ith; u < n_row*w.n_mean; u += params->nth) {
         const int64_t h = u % n_head_kv, r = u/n_head_kv;
+        for (int64_t row = SUM; row < AHEAD_SUM; row += SUM + 1) {
+            ask_sum(dst->src[6], row, h, d_v, r/n_tok);
+        }
         mean_unit(dst, w.mean + u*d_v, h, r % n_tok, r/n_tok);
     }
     ggml_barrier(params->threadpool);

@@ -422,6 +422,9 @@ static void score_codes(float * s, int64_t ld_s, int n_head, const code_rows & x
         }
     }
 
+    for (int i = 0; i < then.n_chan; ++i) { // into the first level, in front of the many that follow
+        prefetch_first(x.range + (then.row + then.chan[i])*x.ld_chan + (t0 + then.dt)/RUN*x.ld_run);
+    }
     for (int i = 0; i < then.n_chan; ++i) {
         const int64_t c = then.row + then.chan[i], t = t0 + then.dt;
         for (int b = 0; b < CODE_AHEAD; b += LINE) {

@@ -215,12 +215,16 @@ template <int HB, typename T>
 static inline void add_rows_heads(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, const char * const * x, int64_t o, int n, int d,
         const char * const * next) {
     constexpr int NV = N_ACC/HB < 8 ? N_ACC/HB : 8;
+    constexpr int NH = NV > 4 ? 4 : NV; // heads of 64: without it their rows would not be asked for
     int c = 0;
     for (; c + NV*W <= d; c += NV*W) {
         add_rows_block<HB, NV, T>(acc, ld_acc, p, ld_p, x, o, n, c, next);
     }
+    for (; c + NH*W <= d; c += NH*W) {
+        add_rows_block<HB, NH, T>(acc, ld_acc, p, ld_p, x, o, n, c, next);
+    }
     for (; c + W <= d; c += W) {
-        add_rows_block<HB, 1, T>(acc, ld_acc, p, ld_p, x, o, n, c, nullptr);
+        add_rows_block<HB, 1, T>(acc, ld_acc, p, ld_p, x, o, n, c, row_bytes<T>(c) % 64 == 0 ? next : nullptr);
     }
     if (c < d) {
         for (int h = 0; h < HB; ++h) {

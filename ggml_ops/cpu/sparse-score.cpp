@@ -238,6 +238,29 @@ void score_tile(const score_src & a, const score_work & w, int64_t u, int64_t i_
     }
 }
 
+// what the scan of a tile reads, if it is all visible and in k_t (its ends tell); x: head and tile, -1: none
+line_stream tile_lines(const score_src & a, const score_work & w, int64_t x) {
+    line_stream res;
+    if (x < 0 || a.rank == 0) {
+        return res;
+    }
+    const int64_t u = x/a.n_tile, h = u % a.n_head_kv, i = u/a.n_head_kv % a.n_tok, s = u/a.n_head_kv/a.n_tok;
+    const int64_t t0 = x % a.n_tile*a.tile, t1 = std::min(t0 + a.tile, a.n_kv);
+    const int32_t * vis    = w.vis(a, i, s);
+    const int32_t * sealed = at<const int32_t>(a.sealed, s);
+    for (int64_t g : { t0/GROUP, (t1 - 1)/GROUP }) {
+        if (vis[g] == 0 || !in_k_t(sealed, g, a.n_kv, a.p.n_bit)) {
+            return res;
+        }
+    }
+    res.base     = at(a.k_t, h*a.d_k, s) + t0*a.p.n_bit/8;
+    res.nb_chan  = a.k_t->nb[1];
+    res.size     = (t1 - t0)*a.p.n_bit/8;
+    res.chan     = w.chan + u*a.rank;
+    res.chan_end = res.chan + w.n_chan[u];
+    return res;
+}
+
 // step 1 from k_t
 template <typename T>
 void score_approx(const ggml_compute_params * params, ggml_tensor * dst, const score_src & a, const score_work & w) {
@@ -388,14 +411,16 @@ struct select_work : select_scratch {
     }
 };
 
-// step 2, after unit_queue::open and a barrier; make_tile(u, i_tile, x, ld, next): writes the logits of a tile of head u at x + j*ld + position
-template <typename F>
-void select_heads(const ggml_compute_params * params, ggml_tensor * dst, const select_src & a, const select_work & w, F make_tile) {
+// step 2, after unit_queue::open and a barrier; make_tile(u, i_tile, x, ld, next): writes the logits of a tile of head u at x + j*ld + position;
+// lines(next): what it will read for the tile `next`
+template <typename F, typename G>
+void select_heads(const ggml_compute_params * params, ggml_tensor * dst, const select_src & a, const select_work & w, F make_tile, G lines) {
+    line_stream next;
     const auto finish = [&](int64_t u, const head_scores & x) {
         const int64_t h = u % a.n_head_kv, i = u/a.n_head_kv % a.n_tok, s = u/a.n_head_kv/a.n_tok;
         const int32_t * kl = at<const int32_t>(a.kl, i, 0, s);
         select_topk(at<int32_t>(dst, h, i, s), a.p.topk_max, w, x, at<const int32_t>(a.forced, i, 0, s), (int) a.forced->ne[0], kl[1],
-                a.p.n_local_max, kl[0], a.sinks ? (const float *) a.sinks->data + h*a.n_group_q : nullptr, a.p.alpha != 0, a.p.top_p);
+                a.p.n_local_max, kl[0], a.sinks ? (const float *) a.sinks->data + h*a.n_group_q : nullptr, a.p.alpha != 0, a.p.top_p, next);
     };
 
     unit_queue queue(params, a.n_all*a.n_tile, a.n_tile);
@@ -405,7 +430,8 @@ void select_heads(const ggml_compute_params * params, ggml_tensor * dst, const s
         const bool    whole = u*a.n_tile >= queue.u0 && (u + 1)*a.n_tile <= queue.u1;
         const head_scores s = w.scores(a, u, whole, params->ith, params->nth);
         make_tile(u, i_tile, s.x, s.ld, queue.peek());
-        finish_tile(s, i_tile, a.p.alpha != 0 || is_top_p(a.p.top_p));
+        next = lines(queue.peek());
+        finish_tile(s, i_tile, a.p.alpha != 0 || is_top_p(a.p.top_p), next);
         if (whole && i_tile == a.n_tile - 1) {
             finish(u, s);
         }
@@ -449,7 +475,7 @@ void sparse::forward_select(const ggml_compute_params * params, ggml_tensor * ds
         for (int j = 0; j < a.n_group_q; ++j) {
             memcpy(x + j*ld + t0, at<const float>(logits, h*a.n_group_q + j, i, s) + t0, n*sizeof(float));
         }
-    });
+    }, [](int64_t) { return line_stream(); });
 }
 
 size_t sparse::select_work_size(const ggml_tensor * dst, int n_threads) { return select_work(select_src(dst), nullptr, 0, n_threads).size; }
@@ -463,7 +489,7 @@ void sparse::forward_pick(const ggml_compute_params * params, ggml_tensor * dst)
     with_kv_type(a.k->type, [&](auto * t) {
         select_heads(params, dst, b, v, [&](int64_t u, int64_t i_tile, float * x, int64_t ld, int64_t next) {
             score_tile<std::decay_t<decltype(*t)>>(a, w, u, i_tile, x, ld, next);
-        });
+        }, [&](int64_t next) { return tile_lines(a, w, next); });
     });
     if (params->ith == 0) {
         score_stats(a, w);

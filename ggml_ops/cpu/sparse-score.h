@@ -25,33 +25,40 @@ static inline float from_order(int64_t o) {
     return res;
 }
 
-// the values that reach a limit: how many, and the smallest; the largest of the others. NaN is neither
+// the values that reach a limit: how many, and the smallest; the largest of those below another limit, and how many reach that one. NaN is
+// none of them
 struct split {
     int64_t n;
     float   min; // +inf: none
     float   max; // -inf: none
+    int64_t n_above;
 };
 
-static inline split split_at(const float * x, int64_t n, float lim) {
-    const vf l = set1(lim), inf = set1(INFINITY), none = set1(-INFINITY);
-    vf min = inf, max = none;
-    split res = { 0, INFINITY, -INFINITY };
+static inline split split_at(const float * x, int64_t n, float lim, float below) {
+    constexpr int N = 2; // in turns: each waits for the one before
+    const vf l = set1(lim), u = set1(below), inf = set1(INFINITY), none = set1(-INFINITY);
+    vf min[N] = { inf, inf }, max[N] = { none, none };
+    split res = { 0, INFINITY, -INFINITY, 0 };
     int64_t i = 0;
-    for (; i + W <= n; i += W) {
-        const vf v = load(x + i);
-        const vm m = ge(v, l);
-        res.n += popcount(bits(m));
-        min = vmin(select(m, v, inf), min);
-        max = vmax(select(lt(v, l), v, none), max);
+    for (; i + N*W <= n; i += N*W) {
+        for (int j = 0; j < N; ++j) {
+            const vf v = load(x + i + j*W);
+            const vm m = ge(v, l);
+            res.n       += popcount(bits(m));
+            res.n_above += popcount(bits(ge(v, u)));
+            min[j] = min_where(min[j], m, v);
+            max[j] = max_where(max[j], lt(v, u), v);
+        }
     }
-    for (int j = 0, rest = (int) (n - i); j < rest; ++j) {
-        const float v = x[i + j];
-        res.n  += v >= lim;
-        res.min = v >= lim && v < res.min ? v : res.min;
-        res.max = v <  lim && v > res.max ? v : res.max;
+    for (; i < n; ++i) {
+        const float v = x[i];
+        res.n       += v >= lim;
+        res.n_above += v >= below;
+        res.min = v >= lim  && v < res.min ? v : res.min;
+        res.max = v < below && v > res.max ? v : res.max;
     }
-    res.min = std::fmin(-reduce_max(sub(set1(0.0f), min)), res.min);
-    res.max = std::fmax(reduce_max(max), res.max);
+    res.min = std::fmin(-reduce_max(sub(set1(0.0f), vmin(min[0], min[1]))), res.min);
+    res.max = std::fmax(reduce_max(vmax(max[0], max[1])), res.max);
     return res;
 }
 
@@ -60,17 +67,17 @@ static inline split split_at(const float * x, int64_t n, float lim) {
 // fourth time, in the middle of all floats. That decides how many passes there are (7 or so, 4*32 at most), not the result; once few values
 // are left, they are set apart
 static inline float kth_largest(const float * x, int64_t n, int64_t k, float lo, int64_t slack = 0) {
-    const split all = split_at(x, n, lo), infinite = split_at(x, n, INFINITY);
+    const split all = split_at(x, n, lo, INFINITY);
     if (all.n < k) {
         return lo;
     }
-    if (infinite.n >= k) {
+    if (all.n_above >= k) {
         return INFINITY;
     }
     constexpr int FEW = 256; // a multiple of every W
     float few[FEW + W];
-    float   a   = all.min,      b   = infinite.max; // what is wanted is in [a, b]
-    int64_t n_a = all.n,        n_b = infinite.n;   // values >= a (k or more), values > b (fewer than k)
+    float   a   = all.min, b   = all.max;     // what is wanted is in [a, b]
+    int64_t n_a = all.n,   n_b = all.n_above; // values >= a (k or more), values > b (fewer than k)
     for (int i_pass = 0; n_a > k + slack && a < b; ++i_pass) {
         if (n > FEW && n_a - n_b <= FEW) {
             int n_few = 0;
@@ -97,7 +104,7 @@ static inline float kth_largest(const float * x, int64_t n, int64_t k, float lo,
             m = a + (b - a)*(i_pass % 2 ? 0.5f : (float) (n_a - k)/(float) (n_a - n_b));
             m = m > a ? std::fmin(m, b) : from_order(oa + 1);
         }
-        const split part = split_at(x, n, m);
+        const split part = split_at(x, n, m, m);
         if (part.n >= k) {
             a   = part.min;
             n_a = part.n;
@@ -111,13 +118,21 @@ static inline float kth_largest(const float * x, int64_t n, int64_t k, float lo,
 
 // ---- step 1: approximate scores ----
 
+// |x|_1
+static inline float abs_sum(const float * x, int n) {
+    vf sum = set1(0.0f);
+    for (int i = 0; i < n; i += W) {
+        sum = add(vabs(n - i < W ? load_n(x + i, n - i) : load(x + i)), sum);
+    }
+    return reduce_add(sum);
+}
+
 // the r channels with the largest sum over the heads of |q|, ascending, and per head the coefficients q*scale/sqrt(|q_r|_1/|q|_1)
 //   q [n_head][d], chan [r], coef [n_head][r], sum: scratch [d]; returns the number of channels (r, or fewer if q holds NaN)
 static inline int choose_channels(int32_t * chan, float * coef, float * sum, const float * q, int64_t ld_q, int n_head, int d, int r, float scale) {
-    for (int c = 0; c < d; ++c) {
-        sum[c] = 0.0f;
-        for (int h = 0; h < n_head; ++h) {
-            sum[c] += fabsf(q[h*ld_q + c]);
+    for (int h = 0; h < n_head; ++h) {
+        for (int c = 0; c < d; ++c) {
+            sum[c] = (h > 0 ? sum[c] : 0.0f) + fabsf(q[h*ld_q + c]);
         }
     }
 
@@ -128,24 +143,23 @@ static inline int choose_channels(int32_t * chan, float * coef, float * sum, con
         n_tie -= sum[c] > cut;
     }
     int n = 0;
-    for (int c = 0; c < d; ++c) {
-        if (sum[c] > cut || (sum[c] == cut && n_tie-- > 0)) {
-            chan[n++] = c;
-        }
+    for (int c = 0; c < d && n < r; ++c) { // without a branch on the data
+        const int tie = (sum[c] == cut) & (n_tie > 0);
+        chan[n] = c;
+        n      += (sum[c] > cut) | tie;
+        n_tie  -= tie;
     }
 
     for (int h = 0; h < n_head; ++h) {
         const float * qh = q + h*ld_q;
-        float l1 = 0.0f, l1_r = 0.0f;
-        for (int c = 0; c < d; ++c) {
-            l1 += fabsf(qh[c]);
-        }
+        float * res = coef + h*r;
         for (int i = 0; i < n; ++i) {
-            l1_r += fabsf(qh[chan[i]]);
+            res[i] = qh[chan[i]];
         }
-        const float s = l1_r > 0.0f ? scale/sqrtf(l1_r/l1) : 0.0f;
+        const float l1 = abs_sum(qh, d), l1_r = abs_sum(res, n);
+        const float s  = l1_r > 0.0f ? scale/sqrtf(l1_r/l1) : 0.0f;
         for (int i = 0; i < n; ++i) {
-            coef[h*r + i] = qh[chan[i]]*s;
+            res[i] *= s;
         }
     }
     return n;
@@ -231,15 +245,6 @@ static inline void score_channels(float * s, int64_t ld_s, int n_head, const f16
 }
 
 // ---- logits: scale, softcap, mask ----
-
-// is the mask zero all over? Then nothing is hidden and nothing is added
-static inline bool is_zero(const f16 * mask, int64_t n) {
-    uint32_t any = 0;
-    for (int64_t t = 0; t < n; ++t) {
-        any |= mask[t].bits;
-    }
-    return any == 0;
-}
 
 // res = softcap(s*scale) + slope*mask; -inf where hidden, whatever s was. res may be s
 static inline void finish_logits(float * res, const float * s, const f16 * mask, int64_t n, float scale, float softcap, float slope) {

@@ -79,6 +79,15 @@ static void sum_v(float * sum, const char * v, size_t nb_pos, int n, int d) {
 
 // ---- visible ----
 
+// is the mask zero all over? Then nothing is hidden and nothing is added
+static inline bool is_zero(const f16 * mask, int64_t n) {
+    uint32_t any = 0;
+    for (int64_t t = 0; t < n; ++t) {
+        any |= mask[t].bits;
+    }
+    return any == 0;
+}
+
 static inline int count_visible(const f16 * mask, int n) {
     int res = 0;
     for (int t = 0; t < n; ++t) {

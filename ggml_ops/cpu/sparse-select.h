@@ -12,7 +12,7 @@ namespace sparse {
 
 // the logits of one KV head of one token, tile by tile; each tile is brought into the form that is ranked by the thread that made it
 struct head_scores {
-    float * x;      // [n_head][ld] logits; with several heads exp(logit - max) once the tile is finished, -inf where hidden
+    float * x;      // [n_head][ld] logits; with several heads exp(logit - max) once the tile is finished, of the first -inf where hidden
     float * max;    // [n_tile][n_head] the largest logit of the tile, -inf: nothing is visible; see sum_tiles
     float * sum;    // [n_tile][n_head] of exp(logit - max)
     int64_t ld;     // >= n + W
@@ -21,6 +21,37 @@ struct head_scores {
     int     n_head;
 
     int64_t n_tile() const { return (n + tile - 1)/tile; }
+};
+
+// what is read from memory next, asked for while positions are ranked: memory would have nothing to do meanwhile. Rows of `size` bytes, one after
+// another
+struct line_stream {
+    const char    * base     = nullptr; // row i begins at base + chan[i]*nb_chan
+    size_t          nb_chan  = 0;
+    size_t          size     = 0;
+    const int32_t * chan     = nullptr; // of the next row
+    const int32_t * chan_end = nullptr;
+    const char    * p        = nullptr; // in the row at hand
+    const char    * end      = nullptr;
+
+    // a cache line per 32 positions: what memory brings in that time
+    void pass(int64_t t) {
+        if (t % 32 == 0) {
+            ask();
+        }
+    }
+
+    void ask() {
+        if (p >= end) {
+            if (chan == chan_end) {
+                return;
+            }
+            p   = base + *chan++*nb_chan;
+            end = p + size;
+        }
+        prefetch(p);
+        p += 64;
+    }
 };
 
 // scratch of a thread
@@ -37,15 +68,14 @@ struct select_scratch {
 // e^x for x <= 0; 0 below -104. Cheaper than exp(): its relative error grows with |x|, 2 ulp near 0, |x|/2 ulp far from it
 // NUMERICS: weighs positions against each other (ranking, alpha), where what is far from 0 counts little; attention itself uses exp()
 static inline vf exp_rank(vf x) {
-    const vf y = vmax(set1(-150.0f), mul(x, set1(1.44269504f))); // NaN passes
-    const vf n = round_even(y);
-    const vf f = sub(y, n);
-    vf p = set1(1.32647273e-03f); // 2^f = 1 + f*p(f) on [-1/2, 1/2]
-    p = fma(p, f, set1(9.67151299e-03f));
-    p = fma(p, f, set1(5.55073358e-02f));
-    p = fma(p, f, set1(2.40222424e-01f));
-    p = fma(p, f, set1(6.93147004e-01f));
-    p = fma(p, f, set1(1.0f));
+    vf f;
+    const vf n = split_2n(fma(x, set1(1.44269504f), set1(0.5f)), f);
+    vf p = set1(1.327647199e-3f); // 2^(f - 1/2) on [0, 1]
+    p = fma(p, f, set1(6.356423336e-3f));
+    p = fma(p, f, set1(3.947516806e-2f));
+    p = fma(p, f, set1(1.698142511e-1f));
+    p = fma(p, f, set1(4.901332385e-1f));
+    p = fma(p, f, set1(7.071067282e-1f));
     return mul_2n(p, n);
 }
 
@@ -65,8 +95,25 @@ struct long_sum {
     float total() const { return reduce_add(W < 8 ? add(all, block) : block); }
 };
 
+// the largest of n floats, rounded up to whole vectors; NaN does not count
+static inline float largest(const float * x, int64_t n) {
+    constexpr int N = 4; // in turns: each waits for the one before
+    const vf none = set1(-INFINITY);
+    vf top[N] = { none, none, none, none };
+    int64_t t = 0;
+    for (; t + N*W <= n; t += N*W) {
+        for (int i = 0; i < N; ++i) {
+            top[i] = vmax(load(x + t + i*W), top[i]);
+        }
+    }
+    for (; t < n; t += W) {
+        top[0] = vmax(load(x + t), top[0]);
+    }
+    return reduce_max(vmax(vmax(top[0], top[1]), vmax(top[2], top[3])));
+}
+
 // makes a tile of logits ready: its maxima, its sums of exp (with several heads, or where wanted), keys
-static inline void finish_tile(const head_scores & s, int64_t tile, bool want_softmax) {
+static inline void finish_tile(const head_scores & s, int64_t tile, bool want_softmax, line_stream & next) {
     const vf inf = set1(-INFINITY);
     const int64_t t0 = tile*s.tile, n = s.n - t0 < s.tile ? s.n - t0 : s.tile;
     for (int h = 0; h < s.n_head; ++h) {
@@ -74,32 +121,29 @@ static inline void finish_tile(const head_scores & s, int64_t tile, bool want_so
         for (int64_t t = n; t % W != 0; ++t) {
             x[t] = -INFINITY; // behind the end
         }
-        vf top = inf;
-        for (int64_t t = 0; t < n; t += W) {
-            top = vmax(load(x + t), top);
-        }
-        const float max = std::fmin(reduce_max(top), FLT_MAX);
+        const float max = std::fmin(largest(x, n), FLT_MAX);
         const vf    ref = set1(max == -INFINITY ? 0.0f : max);
         long_sum sum;
-        if (s.n_head > 1) {
-            for (int64_t t = 0; t < n; t += W) {
-                const vf y = load(x + t);
-                const vf e = exp_rank(sub(y, ref));
-                sum += e;
-                store(x + t, select(eq(y, inf), inf, e));
+        for (int64_t t = 0; t < n && (s.n_head > 1 || want_softmax); t += W) {
+            const vf y = load(x + t);
+            const vf e = exp_rank(sub(y, ref));
+            sum += e;
+            if (s.n_head > 1) {
+                store(x + t, h == 0 ? select(eq(y, inf), inf, e) : e); // one head tells what is hidden
             }
-        } else {
+            next.pass(t);
+        }
+        const float total  = sum.total();
+        const bool  finite = total < INFINITY;
+        if (s.n_head == 1 && !(finite && want_softmax)) {
             // the key is the logit itself; NaN counts as hidden; +inf is left for the forced cells
             for (int64_t t = 0; t < n; t += W) {
                 const vf y = load(x + t);
-                if (want_softmax) {
-                    sum += exp_rank(sub(y, ref));
-                }
                 store(x + t, select(lt(inf, y), vmin(y, set1(FLT_MAX)), inf));
             }
         }
         s.max[tile*s.n_head + h] = max;
-        s.sum[tile*s.n_head + h] = sum.total();
+        s.sum[tile*s.n_head + h] = finite ? total : NAN;
     }
 }
 
@@ -121,7 +165,7 @@ static inline void sum_tiles(const select_scratch & w, const head_scores & s) {
 }
 
 // what is ranked: the logits of the only head, or the sum over the heads of softmax(logits); -inf where hidden or NaN, and behind n
-static inline float * rank_keys(const select_scratch & w, const head_scores & s) {
+static inline float * rank_keys(const select_scratch & w, const head_scores & s, line_stream & next) {
     if (s.n_head == 1) {
         return s.x;
     }
@@ -144,6 +188,7 @@ static inline float * rank_keys(const select_scratch & w, const head_scores & s)
                 for (int h = 0; h < NH; ++h) {
                     p = fma(load(e[h] + t), f[h], p);
                 }
+                next.pass(t);
                 store(w.key + t, last ? select(lt(inf, p), vmin(p, set1(FLT_MAX)), inf) : p);
             }
         }
@@ -153,7 +198,7 @@ static inline float * rank_keys(const select_scratch & w, const head_scores & s)
 
 // the cells with the k largest keys, ascending, ties to the lower cell; returns their number, fewer than k if fewer are visible. Leaves their
 // keys in w.cand
-static inline int take_largest(int32_t * res, const select_scratch & w, const float * key, int64_t n, int k) {
+static inline int take_largest(int32_t * res, const select_scratch & w, const float * key, int64_t n, int k, line_stream & next) {
     // a guess of the cut from a sample, low enough to leave at least k candidates almost always; the result does not depend on it
     constexpr int N_SAMPLE = 1024;
     float   * cand = w.cand;
@@ -177,6 +222,7 @@ static inline int take_largest(int32_t * res, const select_scratch & w, const fl
             const vm m = ge(x, g);
             append(cand + n_cand, x, m);
             n_cand += append_index(cell + n_cand, (int32_t) t, m);
+            next.pass(t);
         }
         if (n_cand >= k || guess == -FLT_MAX) {
             break;
@@ -300,11 +346,11 @@ static inline int keep_top_p(int32_t * cells, int n_sel, const select_scratch & 
 // one KV head of one token, its tiles being finished: res = n_sel, alpha [n_head], cells, -1 ..
 //   forced: the first n_local, then those from n_local_max on; sinks [n_head] or NULL
 static inline void select_topk(int32_t * res, int topk_max, const select_scratch & w, const head_scores & s,
-        const int32_t * forced, int n_forced, int n_local, int n_local_max, int k, const float * sinks, bool want_alpha, float top_p) {
+        const int32_t * forced, int n_forced, int n_local, int n_local_max, int k, const float * sinks, bool want_alpha, float top_p, line_stream & next) {
     if (want_alpha || is_top_p(top_p) || s.n_head > 1) {
         sum_tiles(w, s);
     }
-    float * key = rank_keys(w, s);
+    float * key = rank_keys(w, s, next);
 
     int n_in = 0; // forced cells, each counted once; their keys are kept in w.saved, NaN: not forced
     for (int i = 0; i < n_forced; ++i) {
@@ -321,7 +367,7 @@ static inline void select_topk(int32_t * res, int topk_max, const select_scratch
     k = k > n_in     ? k : n_in;
 
     int32_t * cells = res + 1 + s.n_head;
-    int n_sel = k > 0 ? take_largest(cells, w, key, s.n, k) : 0;
+    int n_sel = k > 0 ? take_largest(cells, w, key, s.n, k, next) : 0;
     if (is_top_p(top_p)) {
         n_sel = keep_top_p(cells, n_sel, w, s, key, n_forced, top_p);
     }

@@ -3,7 +3,7 @@
 // A thin vector layer: one type `vf` of W floats and one type `vm` of W booleans. The steps are written once on top of it.
 //
 // The instruction set is the one the file is compiled for (ggml builds the CPU backend once per variant, so there is no dispatcher):
-// AVX-512 (F, BW, VL), AVX2 + FMA + F16C, NEON, or one float at a time. -DSPARQ_SCALAR forces the last.
+// AVX-512 (F, BW, DQ, VL), AVX2 + FMA + F16C, NEON, or one float at a time. -DSPARQ_SCALAR forces the last.
 
 #include "ggml-impl.h"
 
@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if !defined(SPARQ_SCALAR) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#if !defined(SPARQ_SCALAR) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define SPARQ_AVX512
 #include <immintrin.h>
 #elif !defined(SPARQ_SCALAR) && defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -82,8 +82,10 @@ static inline f16 to_f16(float x) {
 //   load(p)          W elements of f32, f16 or bf16        load_n(p, n)     the first n < W of them, zeros behind
 //   store(p, x)      W floats                              store_n(p, x, n) the first n of them
 //   select(m, a, b)  m ? a : b                             bits(m)          lane i -> bit i
+//   min_where(a, m, x), max_where  the smaller (larger) of a and x where m is set, else a
 //   vmin, vmax       as a < b ? a : b and a > b ? a : b: the second operand wins against a NaN
 //   mul_2n(x, n)     x * 2^n for an integer n in [-150, 128]
+//   split_2n(y, f)   f = y - floor(y); returns n, such that mul_2n(x, n) = x * 2^floor(y); y <= 128, and for -inf that is 0
 //   sum_rows(x)      lane i = the sum of the lanes of x[i], for W vectors
 //   load_pairs       W pairs of floats: the first ones to a, the second ones to b
 
@@ -120,12 +122,18 @@ static inline vf vmin(vf a, vf b)        { return _mm512_min_ps(a, b); }
 static inline vf vmax(vf a, vf b)        { return _mm512_max_ps(a, b); }
 static inline vf vabs(vf x)              { return _mm512_abs_ps(x); }
 static inline vf round_even(vf x)        { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-static inline vf mul_2n(vf x, vf n)      { return _mm512_scalef_ps(x, n); }
+static inline vf mul_2n(vf x, vf n)      { return _mm512_scalef_ps(x, n); } // of any n, its floor
+static inline vf split_2n(vf y, vf & f) {
+    f = _mm512_reduce_ps(y, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    return y;
+}
 
 static inline vm lt(vf a, vf b)          { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 static inline vm ge(vf a, vf b)          { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
 static inline vm eq(vf a, vf b)          { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
 static inline vf select(vm m, vf a, vf b) { return _mm512_mask_blend_ps(m, b, a); }
+static inline vf min_where(vf a, vm m, vf x) { return _mm512_mask_min_ps(a, m, a, x); }
+static inline vf max_where(vf a, vm m, vf x) { return _mm512_mask_max_ps(a, m, a, x); }
 static inline uint32_t bits(vm m)        { return m; }
 
 static inline float reduce_add(vf x)     { return _mm512_reduce_add_ps(x); }
@@ -176,6 +184,7 @@ static inline vf vmin(vf a, vf b)        { return _mm256_min_ps(a, b); }
 static inline vf vmax(vf a, vf b)        { return _mm256_max_ps(a, b); }
 static inline vf vabs(vf x)              { return _mm256_andnot_ps(set1(-0.0f), x); }
 static inline vf round_even(vf x)        { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+static inline vf floor(vf x)             { return _mm256_floor_ps(x); }
 
 static inline vf pow2(vf n) { // n in [-126, 127]
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
@@ -230,6 +239,7 @@ static inline vf div(vf a, vf b)         { return vdivq_f32(a, b); }
 static inline vf fma(vf a, vf b, vf c)   { return vfmaq_f32(c, a, b); }
 static inline vf vabs(vf x)              { return vabsq_f32(x); }
 static inline vf round_even(vf x)        { return vrndnq_f32(x); }
+static inline vf floor(vf x)             { return vrndmq_f32(x); }
 
 static inline vf pow2(vf n) { // n in [-126, 127]
     return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23));
@@ -277,6 +287,7 @@ static inline vf vmin(vf a, vf b)        { return a < b ? a : b; }
 static inline vf vmax(vf a, vf b)        { return a > b ? a : b; }
 static inline vf vabs(vf x)              { return fabsf(x); }
 static inline vf round_even(vf x)        { return nearbyintf(x); }
+static inline vf floor(vf x)             { return floorf(x); }
 static inline vf pow2(vf n)              { return ldexpf(1.0f, (int) n); }
 
 static inline vm lt(vf a, vf b)          { return a < b; }
@@ -321,6 +332,16 @@ static inline vf mul_2n(vf x, vf n) {
     // in two steps, so that neither power overflows and results below FLT_MIN are rounded once
     const vf n0 = round_even(mul(n, set1(0.5f)));
     return mul(mul(x, pow2(n0)), pow2(sub(n, n0)));
+}
+
+static inline vf min_where(vf a, vm m, vf x) { return vmin(select(m, x, a), a); }
+static inline vf max_where(vf a, vm m, vf x) { return vmax(select(m, x, a), a); }
+
+static inline vf split_2n(vf y, vf & f) {
+    y = vmax(set1(-150.0f), y); // NaN passes
+    const vf n = floor(y);
+    f = sub(y, n);
+    return n;
 }
 
 #endif
