@@ -166,7 +166,7 @@ struct ggml_sparse_select_params {
 //            ascending order, then -1
 //
 //   ranks by the sum over the group's query heads of softmax(logits) (with one query head: by the logit itself, the same order)
-//   k counts the forced cells. Hidden cells (-inf) are never selected, so n_sel = min(k, visible), but a visible forced cell always is
+//   k counts the forced cells. Hidden cells (-inf in all heads) are never selected, nor is NaN, so n_sel = min(k, visible), but a visible forced cell always is
 //   (all forced are in even when there are more than k, as far as topk_max allows: sinks last).
 //   top_p: of the k positions only the forced ones and then the highest ranked, until they carry top_p of the softmaxed scores (mean over
 //   the group's query heads, without sinks): k caps, n_sel varies with head and token

@@ -50,7 +50,7 @@ struct attend_work {
 
     float   * state;    // [n_tok*n_stream][n_chunk][n_head][ld]
     float   * mean;     // [n_tok*n_stream][n_mean][d_v]
-    int64_t n_tile;     // of the mask, over a selection
+    int64_t n_tile;     // of the mask; 0: it is looked at cell by cell
     uint8_t * plain;    // [n_tok*n_stream][n_tile]             is the mask zero all over the tile?
     int32_t * cell;     // [chunk]                              this thread's: visible cells ..
     float   * bias;     // [chunk + W]                          .. their mask values ..
@@ -81,7 +81,7 @@ struct attend_work {
             chunk *= 2;
         }
         n_chunk = ceil_div(n_max, chunk);
-        n_tile  = dense ? 0 : ceil_div(k->ne[2], MASK_TILE);
+        n_tile  = dense || n_max*k->ne[1] < k->ne[2]/32 ? 0 : ceil_div(k->ne[2], MASK_TILE); // few cells: their masks are fewer lines
 
         bump shared(wdata);
         state = shared.take<float>(n_row*n_head*n_chunk*ld);
@@ -182,11 +182,10 @@ void attend_rows(const ggml_tensor * dst, const attend_work & w, int64_t h0, int
     }
 }
 
-// the visible cells among n cells -> w.cell, w.bias; at(j): the j-th; plain: see attend_work. Reading the mask of each instead takes 2 % longer:
-// loads wait behind the rows that are on their way
+// the visible cells among n cells -> w.cell, w.bias; at(j): the j-th; plain: see attend_work. Where tiles tell, the mask of each cell need not
+// be read: such loads wait behind the rows that are on their way (2 % of ATTEND)
 template <typename F>
 int visible_cells(const attend_work & w, const f16 * mask, const uint8_t * plain, int64_t n_kv, int64_t n, F at) {
-    // most often all are visible and nothing is added
     int32_t lo = INT32_MAX, hi = -1;
     for (int64_t j = 0; j < n; ++j) {
         const int32_t t = (int32_t) at(j);
@@ -194,13 +193,18 @@ int visible_cells(const attend_work & w, const f16 * mask, const uint8_t * plain
         lo = std::min(lo, t);
         hi = std::max(hi, t);
     }
+    // most often all are visible and nothing is added
     bool all = lo >= 0 && hi < n_kv;
-    if (w.dense) {
-        all = all && is_zero(mask + lo, n);
-    } else {
+    if (all) {
+        all = w.n_tile > 0;
         for (int64_t i = lo/MASK_TILE; all && i <= hi/MASK_TILE; ++i) {
             all = plain[i];
         }
+        uint32_t bits = 0;
+        for (int64_t j = 0; !all && j < n; ++j) {
+            bits |= mask[w.cell[j]].bits;
+        }
+        all = bits == 0;
     }
     if (all) {
         std::fill(w.bias, w.bias + n, 0.0f);
@@ -247,10 +251,10 @@ void for_mean(const ggml_tensor * dst, int64_t i, int64_t s, F on_sum, G on_grou
     }
 }
 
-// how many rows of sums before their use, each of many groups, the mean asks for them
+// the mean asks for totals 16 ahead: so many rows of v_sum
 constexpr int64_t AHEAD_SUM = 16*(SUM + 1);
 
-// asks for what the mean of KV head h reads of the row of v_sum, if there is such a row (inlined as prefetch_bytes)
+// asks for what the mean of KV head h reads of a row of v_sum, if there is such a row. Inlined, as prefetch_bytes
 SPARQ_INLINE void ask_sum(const ggml_tensor * v_sum, int64_t row, int64_t h, int64_t d_v, int64_t s) {
     if (row < v_sum->ne[1]) {
         prefetch_bytes(at(v_sum, row, s) + h*d_v*sizeof(float), d_v*sizeof(float));
@@ -270,7 +274,9 @@ void mean_unit(const ggml_tensor * dst, float * mean, int64_t h, int64_t i, int6
     std::fill(mean, mean + d_v, 0.0f);
     for_mean(dst, i, s,
         [&](int64_t row, int n) {
-            ask_sum(v_sum, row + AHEAD_SUM, h, d_v, s);
+            if (n > GROUP) {
+                ask_sum(v_sum, row + AHEAD_SUM, h, d_v, s);
+            }
             sum_v<float>(mean, at(v_sum, row, s) + h*d_v*sizeof(float), 0, 1, d_v);
             n_vis += n;
         },
@@ -348,11 +354,12 @@ void attend(const ggml_compute_params * params, ggml_tensor * dst) {
         return { x + 1 + n_group_q + c*w.chunk, (int) std::min(w.chunk, n_sel(x) - c*w.chunk), h, s };
     };
 
-    // stage 1
     for (int64_t u = params->ith; u < n_row*w.n_tile; u += params->nth) {
         const int64_t t = u % w.n_tile*MASK_TILE, r = u/w.n_tile;
         w.plain[u] = is_zero(at<const f16>(mask, r % n_tok, 0, r/n_tok) + t, std::min(MASK_TILE, n_kv - t));
     }
+
+    // stage 1
     unit_queue::open(params);
     ggml_barrier(params->threadpool);
     unit_queue queue(params, n_row*w.n_chunk*(w.dense ? 1 : n_head_kv));

@@ -224,7 +224,7 @@ struct scan_next {
 };
 
 // s[h][t] = sum over all n_chan channels, in their order; x points at position t of channel 0
-// NUMERICS: one fma per channel in ascending order, whatever the instruction set and the split into passes
+// NUMERICS: given the coefficients, one fma per channel in ascending order, whatever the instruction set and the split into passes
 static inline void score_channels(float * s, int64_t ld_s, int n_head, const f16 * x, int64_t ld_chan, const int32_t * chan, int n_chan,
         const float * coef, int ld_coef, int64_t n, const scan_next & then) {
     const f16 * row[16];

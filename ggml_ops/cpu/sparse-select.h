@@ -12,9 +12,9 @@ namespace sparse {
 
 // the logits of one KV head of one token, tile by tile; each tile is brought into the form that is ranked by the thread that made it
 struct head_scores {
-    float * x;      // [n_head][ld] logits; with several heads exp(logit - max) once the tile is finished, of the first -inf where hidden
+    float * x;      // [n_head][ld] logits; with several heads exp(logit - max) once the tile is finished, and where hidden -inf in the first, 0 in the others
     float * max;    // [n_tile][n_head] the largest logit of the tile, -inf: nothing is visible; see sum_tiles
-    float * sum;    // [n_tile][n_head] of exp(logit - max)
+    float * sum;    // [n_tile][n_head] of exp(logit - max); NaN: there is a NaN or +inf
     int64_t ld;     // >= n + W
     int64_t n;      // positions
     int64_t tile;   // positions per tile
@@ -65,7 +65,7 @@ struct select_scratch {
     float   * all;      // [n_head] .. and the sum of exp(logit - top)
 };
 
-// e^x for x <= 0; 0 below -104. Cheaper than exp(): its relative error grows with |x|, 2 ulp near 0, |x|/2 ulp far from it
+// e^x for x <= 0; 0 below -104. Cheaper than exp(): its relative error grows with |x|, 3 ulp near 0, |x| ulp far from it
 // NUMERICS: weighs positions against each other (ranking, alpha), where what is far from 0 counts little; attention itself uses exp()
 static inline vf exp_rank(vf x) {
     vf f;
@@ -134,9 +134,9 @@ static inline void finish_tile(const head_scores & s, int64_t tile, bool want_so
             next.pass(t);
         }
         const float total  = sum.total();
-        const bool  finite = total < INFINITY;
+        const bool  finite = total < INFINITY; // then there is no NaN and no +inf
         if (s.n_head == 1 && !(finite && want_softmax)) {
-            // the key is the logit itself; NaN counts as hidden; +inf is left for the forced cells
+            // the key is the logit itself, but NaN counts as hidden, and +inf is left for the forced cells
             for (int64_t t = 0; t < n; t += W) {
                 const vf y = load(x + t);
                 store(x + t, select(lt(inf, y), vmin(y, set1(FLT_MAX)), inf));
@@ -164,13 +164,12 @@ static inline void sum_tiles(const select_scratch & w, const head_scores & s) {
     }
 }
 
-// what is ranked: the logits of the only head, or the sum over the heads of softmax(logits); -inf where hidden or NaN, and behind n
+// what is ranked: the logits of the only head, or the sum over the heads of softmax(logits); -inf or NaN where hidden, and behind n
 static inline float * rank_keys(const select_scratch & w, const head_scores & s, line_stream & next) {
     if (s.n_head == 1) {
         return s.x;
     }
     constexpr int NH = 4; // heads of a pass
-    const vf inf = set1(-INFINITY);
     for (int64_t i = 0; i < s.n_tile(); ++i) {
         const int64_t t0 = i*s.tile, t1 = s.n - t0 < s.tile ? s.n : t0 + s.tile;
         for (int h0 = 0; h0 < s.n_head; h0 += NH) {
@@ -182,14 +181,13 @@ static inline float * rank_keys(const select_scratch & w, const head_scores & s,
                 f[h] = set1(in ? s.max[i*s.n_head + hh]/w.all[hh] : 0.0f);
                 e[h] = s.x + hh*s.ld;
             }
-            const bool last = h0 + NH >= s.n_head;
             for (int64_t t = t0; t < t1; t += W) {
                 vf p = h0 == 0 ? set1(0.0f) : load(w.key + t);
                 for (int h = 0; h < NH; ++h) {
                     p = fma(load(e[h] + t), f[h], p);
                 }
                 next.pass(t);
-                store(w.key + t, last ? select(lt(inf, p), vmin(p, set1(FLT_MAX)), inf) : p);
+                store(w.key + t, p);
             }
         }
     }
@@ -217,7 +215,7 @@ static inline int take_largest(int32_t * res, const select_scratch & w, const fl
         }
         n_cand = 0;
         const vf g = set1(guess);
-        for (int64_t t = 0; t < n; t += W) { // keys behind n are -inf
+        for (int64_t t = 0; t < n; t += W) { // keys behind n are -inf or NaN
             const vf x = load(key + t);
             const vm m = ge(x, g);
             append(cand + n_cand, x, m);

@@ -85,7 +85,7 @@ static inline f16 to_f16(float x) {
 //   min_where(a, m, x), max_where  the smaller (larger) of a and x where m is set, else a
 //   vmin, vmax       as a < b ? a : b and a > b ? a : b: the second operand wins against a NaN
 //   mul_2n(x, n)     x * 2^n for an integer n in [-150, 128]
-//   split_2n(y, f)   f = y - floor(y); returns n, such that mul_2n(x, n) = x * 2^floor(y); y <= 128, and for -inf that is 0
+//   split_2n(y, f)   f = y - floor(y); returns n, such that mul_2n(x, n) = x * 2^floor(y) for y <= 128; -inf: f = 0, and 0 for |x| <= 1
 //   sum_rows(x)      lane i = the sum of the lanes of x[i], for W vectors
 //   load_pairs       W pairs of floats: the first ones to a, the second ones to b
 
@@ -132,8 +132,8 @@ static inline vm lt(vf a, vf b)          { return _mm512_cmp_ps_mask(a, b, _CMP_
 static inline vm ge(vf a, vf b)          { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
 static inline vm eq(vf a, vf b)          { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
 static inline vf select(vm m, vf a, vf b) { return _mm512_mask_blend_ps(m, b, a); }
-static inline vf min_where(vf a, vm m, vf x) { return _mm512_mask_min_ps(a, m, a, x); }
-static inline vf max_where(vf a, vm m, vf x) { return _mm512_mask_max_ps(a, m, a, x); }
+static inline vf min_where(vf a, vm m, vf x) { return _mm512_mask_min_ps(a, m, x, a); }
+static inline vf max_where(vf a, vm m, vf x) { return _mm512_mask_max_ps(a, m, x, a); }
 static inline uint32_t bits(vm m)        { return m; }
 
 static inline float reduce_add(vf x)     { return _mm512_reduce_add_ps(x); }

@@ -438,6 +438,30 @@ def test_select_one_huge_logit(g: int, ggml) -> None:
             assert np.allclose(got.alpha, 1, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("alpha", [False, True])
+@pytest.mark.parametrize("g", [1, 4])
+def test_select_of_what_is_not_finite(g: int, alpha: bool, ggml) -> None:
+    """NaN is never selected, +inf of the only head comes first; the other cells rank as without."""
+    n, nan, inf = 9001, [0, 4095, 7000, 9000], [17, 4500]
+    logits = np.random.default_rng(g).standard_normal((1, 1, g, n)).astype(np.float32)
+    logits[..., nan] = -80.0
+    want = logits.copy()
+    logits[0, 0, g // 2, nan] = np.nan
+    want[..., nan] = -np.inf
+    if g == 1:
+        logits[..., inf] = np.inf
+        want[..., inf] = 1e30
+    else:
+        want = np.delete(want, g // 2, axis=2)  # a head with a NaN has no softmax
+    for k in (1, 40, 5000, n):
+        runs = [run_select(ggml, logits, k, alpha=alpha, n_threads=t) for t in (1, 3)]
+        assert np.array_equal(runs[0].raw, runs[1].raw)
+        check_selection(runs[0].cells[0, 0, 0], want[0, 0], k, [])
+        assert (runs[0].alpha[0, 0, 0] <= 1).all() and (runs[0].alpha[0, 0, 0] >= 0).all()
+    forced = run_select(ggml, logits, 1, [8000, 4095], topk_max=1, alpha=alpha)
+    assert forced.cells[0, 0, 0].tolist() == [8000], "+inf does not displace it; NaN is not forced"
+
+
 @pytest.mark.parametrize("g", [1, 4])
 def test_select_ties(g, ggml) -> None:
     """Equal columns: the lower cell wins, wherever the cells fall in vectors, tiles and tails."""
