@@ -1,6 +1,6 @@
 """Time of the steps of sparse attention by themselves, beside the bytes they read.
 
-    python bench/step_times.py [--like llama2-7b,llama3-8b] [-d 16384,65536] [-a SPEC]...
+    python bench/step_times.py [--like llama2-7b,llama3-8b] [-d 16384,65536] [-t 1,2] [-a SPEC]...
 
 ggml is stopped after every node, and the clock is read around SCORE (or PICK: SCORE and SELECT in
 one) and ATTEND. Before each token the caches are made to forget, by a sequential read that is timed
@@ -123,7 +123,7 @@ def run(
 
 
 def table(recs: Sequence[Record]) -> str:
-    """Markdown: a row per case and step."""
+    """Markdown: a row per case and step, and one for the sum of the steps."""
     out = [
         "| heads | positions | threads | attention | step | us per layer (p10-p90) | GB/s | share |"
     ]
@@ -131,8 +131,10 @@ def table(recs: Sequence[Record]) -> str:
     for rec in recs:
         case = Case(**rec["case"])
         name = f"{case.like} | {case.n_depth} | {case.n_threads} | `{case.spec}`"
-        for step, n_bytes in rec["bytes"].items():
-            ns = np.array(rec["samples_ns"][step])
+        steps = {step: (np.array(rec["samples_ns"][step]), n) for step, n in rec["bytes"].items()}
+        if len(steps) > 1:
+            steps["all"] = sum(t for t, _ in steps.values()), sum(n for _, n in steps.values())
+        for step, (ns, n_bytes) in steps.items():
             lo, mid, hi = np.percentile(ns, [10, 50, 90]) / case.n_layer / 1e3
             share = np.median(n_bytes / ns * 1e9 / np.array(rec["bandwidth_bytes_per_s"]))
             speed = n_bytes / np.median(ns)
@@ -146,17 +148,17 @@ def table(recs: Sequence[Record]) -> str:
 @click.option("--like", default="llama2-7b,llama3-8b", show_default=True, help="Heads.")
 @click.option("-d", "--n-depth", type=Numbers(256), default="16384,65536", show_default=True)
 @click.option("-a", "--attention", "specs", multiple=True, metavar="SPEC", help="[default: five]")
-@click.option("-t", "--threads", type=opt.THREADS, help="[default: all cores]")
+@click.option("-t", "--threads", type=Numbers(1), help="[default: 1 and all cores]")
 @click.option("--samples", type=opt.Number(int, 1), default=21, show_default=True)
 @click.option("--out", metavar="DIR", help="[default: bench/results/<kind of machine>]")
 @click.option("--force", is_flag=True, help="Measure again what is there already.")
 def command(**options: Any) -> None:
     """Time of the steps of sparse attention, token by token."""
-    threads = options["threads"] or engine.usable_cores()
     cases = [
         Case(like, 2, n, threads, str(parse_spec(spec)), options["samples"])
         for like in options["like"].split(",")
         for n in options["n_depth"]
+        for threads in options["threads"] or sorted({1, engine.usable_cores()})
         for spec in options["specs"] or SPECS
     ]
     folder = Path(options["out"]) if options["out"] else records.default_folder()

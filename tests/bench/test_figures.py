@@ -390,6 +390,6 @@ def test_step_times_sees_both_steps_and_what_they_read(model: Path) -> None:
     assert min(got["samples_ns"]["pick"] + got["samples_ns"]["attend"]) > 0
     assert min(got["bytes"].values()) > 0
     rows = step_times.table([{"case": asdict(case), **got}]).splitlines()
-    assert [row.split(" | ")[4] for row in rows[2:]] == ["attend", "pick"]
+    assert [row.split(" | ")[4] for row in rows[2:]] == ["attend", "pick", "all"]
     with pytest.raises(SparqError, match="0 of .* not reported"):
         step_times.measure(model, replace(case, spec="sparq,rank=8,topk=64"))  # below min_ctx
