@@ -1,7 +1,8 @@
 """How token time grows with the number of positions, and what happens at the edges.
 
 slope       of token time over positions, fitted through the medians at several depths: stock
-            and ours; below ratio times stock's, if nothing but bytes counts
+            and ours; below ratio times stock's, if nothing but bytes counts. A fit per round of all
+            depths: a machine that is slower for some minutes would bend a line through one of each
 min_ctx     below it ours is exact dense: token time beside stock's
 sealing     after a restored state nothing is transposed yet: the time of each token until all
             is, and of those that follow
@@ -50,6 +51,8 @@ def run(
 ) -> tuple[list[Record], list[Record]]:
     """Records of speed at the plan's depths, at `SHORT`, and of sealing at the largest depth.
 
+    The plan's repetitions are rounds: once all depths, then all of them again.
+
     Returns:
         Those of speed, and those of sealing.
 
@@ -57,11 +60,15 @@ def run(
         SparqError: what `speed.run` raises; or nothing was sealed.
     """
 
-    def part(n: int) -> Progress:
-        return lambda done, total: progress(n * total + done, 3 * total)
+    n_part = plan.repetitions + 2
 
-    long = speed.run(plan, file, part(0), force=force)
-    short = speed.run(replace(plan, n_depth=SHORT, below_min_ctx=True), file, part(1), force=force)
+    def part(n: int) -> Progress:
+        return lambda done, total: progress(n * total + done, n_part * total)
+
+    rounds = [replace(plan, repetitions=1, seed=i + 1) for i in range(plan.repetitions)]
+    long = [r for i, p in enumerate(rounds) for r in speed.run(p, file, part(i), force=force)]
+    below = replace(plan, n_depth=SHORT, below_min_ctx=True)
+    short = speed.run(below, file, part(n_part - 2), force=force)
     ((model, group), *_) = replace(plan, n_depth=[max(plan.n_depth)]).groups()
     first = group[0]
     cases = [
@@ -83,7 +90,7 @@ def run(
             [cases] if cases else [],
             lambda cases, done: _measure(model, cases, workers, done),
             file.with_name("sealing.jsonl"),
-            part(2),
+            part(n_part - 1),
             cost=len,
             force=force,
         )
@@ -142,22 +149,30 @@ def markdown(recs: Sequence[Record], sealing: Sequence[Record]) -> str:
     """Three tables: slopes, short contexts, sealing."""
     long = [r for r in speed.rows(recs) if not r["below_min_ctx"]]
     short = [r for r in speed.rows(recs) if r["below_min_ctx"]]
-    times: dict[str, list[tuple[float, float]]] = {}
+    times: dict[int, dict[str, list[tuple[float, float]]]] = {}
     for row in long:
-        times.setdefault(speed.label(row), []).append((row["n_depth"], row["median_ns"]))
-    fits = {name: slope(points) for name, points in times.items()}
-    best = min(fit[0] for name, fit in fits.items() if name.startswith("stock"))
+        points = times.setdefault(row["seed"], {}).setdefault(speed.label(row), [])
+        points.append((row["n_depth"], row["median_ns"]))
+    fits: dict[str, list[tuple[float, float, float]]] = {}  # per round: slope, at 0, share
+    for lines in times.values():
+        found = {name: slope(points) for name, points in lines.items()}
+        best = min(a for name, (a, _) in found.items() if name.startswith("stock"))
+        for name, (a, b) in found.items():
+            fits.setdefault(name, []).append((a, b, 100 * a / best))
     depths = f"{min(r['n_depth'] for r in long)}-{max(r['n_depth'] for r in long)}"
     out = [
-        f"**Growth** of token time, {long[0]['model_type']}, threads: {long[0]['n_threads']}",
+        f"**Growth** of token time, {long[0]['model_type']}, threads: {long[0]['n_threads']}; "
+        f"medians of {len(times)} rounds of all depths, least and most of them in brackets",
         "",
         f"| attention | ns per position, d {depths} | share of stock's | at 0, ms |",
         "| --- | ---: | ---: | ---: |",
     ]
-    out += [
-        f"| `{name}` | {a:.1f} | {100 * a / best:.1f} % | {b / 1e6:.2f} |"
-        for name, (a, b) in fits.items()
-    ]
+    for name, of_rounds in fits.items():
+        slopes, at_0, shares = zip(*of_rounds, strict=True)
+        out.append(
+            f"| `{name}` | {statistics.median(slopes):.1f} | {statistics.median(shares):.1f} % "
+            f"({min(shares):.1f}-{max(shares):.1f}) | {statistics.median(at_0) / 1e6:.2f} |"
+        )
     out += ["", "| below min_ctx | test | ms (p10-p90) | against best stock |"]
     out += ["| --- | ---: | ---: | ---: |"]
     for r in short:

@@ -109,6 +109,7 @@ class Plan:
     numa: str = ""
     n_gpu_layers: int | None = None
     below_min_ctx: bool = False
+    seed: int = 1  # of the positions before
 
     def groups(self) -> Iterator[tuple[Path, list[Case]]]:
         """A model, and cases that share its cache and take turns. Writes synthetic models."""
@@ -145,6 +146,7 @@ class Plan:
                 numa=self.numa,
                 n_gpu_layers=self.n_gpu_layers,
                 below_min_ctx=self.below_min_ctx,
+                seed=self.seed,
             )
             cases = [replace(first, flash_attn=fa) for fa in stock]
             cases += [replace(first, library="sparq", flash_attn=True, spec=s) for s in specs]

@@ -259,7 +259,9 @@ def _attention(ctx: click.Context, given: set[str], options: dict[str, Any]) -> 
 @click.option("--threads", "-t", type=opt.Number(int, 1), help="[default: all cores]")
 @spec_option(default=["sparq,ratio=1/8"], show_default=True)
 @click.option("-n", "--n-gen", type=opt.Number(int, 1), default=8, show_default=True)
-@click.option("-r", "--repetitions", type=opt.Number(int, 1), default=5, show_default=True)
+@click.option(
+    "-r", "--repetitions", type=opt.Number(int, 1), default=5, show_default=True, help="Rounds."
+)
 @out_option
 @force_option
 @readme_option
@@ -271,7 +273,7 @@ def growth(**options: Any) -> None:
     from pyorch.engine import usable_cores
 
     opt.note_if_busy()
-    file = _file(options, "speed.jsonl")
+    file = _file(options, "growth.jsonl")
     plan = Plan(
         models=[opt.model_file(options)] if options["model"] else [],
         like=[options["like"]],
@@ -286,7 +288,7 @@ def growth(**options: Any) -> None:
     with opt.progress_bar("growth") as progress:
         found, sealing = bench.run(plan, file, progress, force=options["force"])
     table = bench.markdown(found, sealing)
-    _print(found + sealing, table, file, options, name="growth")
+    _print(found + sealing, table, file, options)
 
 
 def _file(options: dict[str, Any], name: str) -> Path:

@@ -27,12 +27,13 @@ def test_a_token_is_the_median_of_its_repetitions() -> None:
 @pytest.mark.usefixtures("stock")
 def test_growth_measures_all_three_and_only_once(model: Path, tmp_path: Path) -> None:
     plan = speed.Plan(models=[model], n_depth=[1280, 2048], n_gen=[3], repetitions=2)
-    file = tmp_path / "speed.jsonl"
+    file = tmp_path / "growth.jsonl"
     found, sealing = growth.run(plan, file, lambda done, total: None)
-    assert [r["case"]["n_depth"] for r in found[::3]] == [1280, 2048, 256, 768]
+    assert [r["case"]["n_depth"] for r in found[::3]] == [1280, 2048, 1280, 2048, 256, 768]
     for rec in found[2::3]:
         short = rec["case"]["below_min_ctx"]
-        assert rec["counters"]["calls_dense_op" if short else "calls_sparse"] == 2 * 3 * 2
+        calls = rec["counters"]["calls_dense_op" if short else "calls_sparse"]
+        assert calls == 2 * 3 * (2 if short else 1)  # layers, tokens, and rounds are by themselves
     (rec,) = sealing
     assert sum(rec["sealed_per_token"]) == 2048 // 64 * 2  # two layers
     assert len(rec["samples_ns"]) == 3 * len(rec["sealed_per_token"])
@@ -43,6 +44,22 @@ def test_growth_measures_all_three_and_only_once(model: Path, tmp_path: Path) ->
     before = len(records.load(file))
     again = growth.run(plan, file, lambda done, total: pytest.fail("measured again"))
     assert again == (found, sealing) and len(records.load(file)) == before
+
+
+def test_a_round_is_fitted_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of stock's slope in every round, whatever the round does to both."""
+    rows = [
+        {"seed": seed, "n_depth": d, "median_ns": slow * (100 + d * per), "name": name}
+        | {"below_min_ctx": False, "model_type": "m", "n_threads": 1}
+        for seed, slow in ((1, 1.0), (2, 3.0), (3, 1.5))
+        for d in (1000, 2000, 4000)
+        for name, per in (("stock -fa 0", 2.0), ("stock -fa 1", 4.0), ("ours", 1.0))
+    ]
+    monkeypatch.setattr(speed, "rows", lambda recs: recs)
+    monkeypatch.setattr(speed, "label", lambda row: row["name"])
+    table = growth.markdown(rows, [])
+    assert "| `ours` | 1.5 | 50.0 % (50.0-50.0) |" in table
+    assert "| `stock -fa 0` | 3.0 | 100.0 % (100.0-100.0) |" in table
 
 
 @pytest.mark.usefixtures("stock")
