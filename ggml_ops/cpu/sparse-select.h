@@ -34,9 +34,9 @@ struct line_stream {
     const char    * p        = nullptr; // in the row at hand
     const char    * end      = nullptr;
 
-    // a cache line per 32 positions: what memory brings in that time
-    void pass(int64_t t) {
-        if (t % 32 == 0) {
+    // at each vector from t on: a cache line per n positions
+    void pass(int64_t t, int n) {
+        if (t % n == 0) {
             ask();
         }
     }
@@ -53,6 +53,11 @@ struct line_stream {
         p += 64;
     }
 };
+
+// for how many positions one line: of what is in the first level, what memory brings in that time; of what is in the second less, since there
+// loads wait behind lines from memory
+constexpr int ASK_NEAR = 16;
+constexpr int ASK_FAR  = 32;
 
 // scratch of a thread
 struct select_scratch {
@@ -131,7 +136,7 @@ static inline void finish_tile(const head_scores & s, int64_t tile, bool want_so
             if (s.n_head > 1) {
                 store(x + t, h == 0 ? select(eq(y, inf), inf, e) : e); // one head tells what is hidden
             }
-            next.pass(t);
+            next.pass(t, ASK_NEAR);
         }
         const float total  = sum.total();
         const bool  finite = total < INFINITY; // then there is no NaN and no +inf
@@ -186,7 +191,7 @@ static inline float * rank_keys(const select_scratch & w, const head_scores & s,
                 for (int h = 0; h < NH; ++h) {
                     p = fma(load(e[h] + t), f[h], p);
                 }
-                next.pass(t);
+                next.pass(t, ASK_FAR);
                 store(w.key + t, p);
             }
         }
@@ -198,7 +203,7 @@ static inline float * rank_keys(const select_scratch & w, const head_scores & s,
 // keys in w.cand
 static inline int take_largest(int32_t * res, const select_scratch & w, const float * key, int64_t n, int k, line_stream & next) {
     // a guess of the cut from a sample, low enough to leave at least k candidates almost always; the result does not depend on it
-    constexpr int N_SAMPLE = 1024;
+    constexpr int N_SAMPLE = 512, N_PLACE = 128; // neighbours are alike
     float   * cand = w.cand;
     int32_t * cell = w.cell;
     int   n_cand = 0;
@@ -206,10 +211,9 @@ static inline int take_largest(int32_t * res, const select_scratch & w, const fl
     for (float want = (float) k*N_SAMPLE/n; ; want *= 4.0f) {
         const int64_t rank = (int64_t) (want + 3.0f*sqrtf(want) + 2.0f);
         guess = -FLT_MAX;
-        if (n > 4*N_SAMPLE && rank < N_SAMPLE/2) {
-            const int64_t step = n/(N_SAMPLE/W);
-            for (int i = 0; i < N_SAMPLE/W; ++i) {
-                store(cand + i*W, load(key + i*step));
+        if (n > 2*N_SAMPLE && rank < N_SAMPLE/2) {
+            for (int i = 0; i < N_PLACE; ++i) {
+                memcpy(cand + i*(N_SAMPLE/N_PLACE), key + i*(n/N_PLACE), N_SAMPLE/N_PLACE*sizeof(float));
             }
             guess = kth_largest(cand, N_SAMPLE, rank, -FLT_MAX, rank/8);
         }
@@ -220,7 +224,7 @@ static inline int take_largest(int32_t * res, const select_scratch & w, const fl
             const vm m = ge(x, g);
             append(cand + n_cand, x, m);
             n_cand += append_index(cell + n_cand, (int32_t) t, m);
-            next.pass(t);
+            next.pass(t, ASK_FAR);
         }
         if (n_cand >= k || guess == -FLT_MAX) {
             break;
