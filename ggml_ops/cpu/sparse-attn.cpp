@@ -83,16 +83,22 @@ void forward_seal(const ggml_compute_params * params, ggml_tensor * dst) {
 
     const auto valid = [&](int32_t g) { return g >= 0 && g*(int64_t) GROUP < n_kv; };
 
-    for (int64_t u = params->ith; u < n_list*n_stream*n_head_kv; u += params->nth) {
-        const int64_t h = u % n_head_kv;
-        const int64_t s = u/n_head_kv/n_list;
-        const int64_t g = at<const int32_t>(list, s)[u/n_head_kv % n_list];
-        if (!valid((int32_t) g)) {
+    // a head by those who will read it, see unit_queue: neighbours by each thread; or one by each of the threads i, i + n_all, ..
+    const int64_t n_all = n_head_kv*n_stream, nth = params->nth;
+    const auto owner = [&](int64_t head, int64_t g) {
+        const int64_t i = p.n_bit == 16 ? g : g*GROUP/RUN; // a run is coded at once
+        return n_all % nth == 0 ? head*nth/n_all : nth % n_all == 0 ? head + i % (nth/n_all)*n_all : (i*n_all + head) % nth;
+    };
+
+    for (int64_t u = 0; u < n_list*n_all; ++u) {
+        const int64_t h = u % n_head_kv, s = u/n_head_kv % n_stream, i = u/n_all;
+        const int64_t g = at<const int32_t>(list, s)[i];
+        if (!valid((int32_t) g) || owner(s*n_head_kv + h, g) != params->ith) {
             continue;
         }
         const int n = group_size(g, n_kv);
         if (p.n_bit != 16) {
-            seal_codes(dst, w, h, g, s, at<const int32_t>(list, s), u/n_head_kv % n_list);
+            seal_codes(dst, w, h, g, s, at<const int32_t>(list, s), i);
         } else {
             const char * rows = at(k, h, g*GROUP, s);
             char       * x    = at(k_t, h*d_k, s) + g*GROUP*sizeof(f16);

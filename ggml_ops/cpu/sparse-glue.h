@@ -108,8 +108,9 @@ inline int group_size(int64_t g, int64_t n_kv) { return (int) std::min<int64_t>(
 inline void add_stat(const ggml_tensor * stats, ggml_sparse_stat i, int64_t n) { ((int64_t *) stats->data)[i] += n; }
 
 // Hands out the units 0 .. n - 1. Each thread has a part of them, neighbours in memory; the second half of every part is open to all, in
-// blocks: threads of one core, of unlike cores or of a busy machine are not equally fast. Not so where memory has NUMA nodes: there, a thread
-// keeps to the pages that it touched first
+// blocks: threads of one core, of unlike cores or of a busy machine are not equally fast. Not so where memory has NUMA nodes: there, what a
+// thread has is its own; and where threads are a multiple of the `n_whole` pieces (heads), thread i works on piece i % n_whole, as SEAL does,
+// which touches the shadow's pages first. Threads lie on nodes in turns, so all who read a head are on the node that holds it
 struct unit_queue {
     const ggml_compute_params * params;
     int64_t n, align; // units; neighbours that stay together
@@ -133,13 +134,33 @@ struct unit_queue {
         size   = ceil_div(n_whole, 16*nth);
         if (ggml_is_numa() || n_whole < 4*nth) {
             size = 0;
-            u0   = n*params->ith/nth;
-            u1   = n*(params->ith + 1)/nth;
+            fixed(params->ith, u0, u1);
         } else {
             u0 = part(params->ith)*align;
             u1 = std::min(n, open_from(params->ith)*align);
         }
         u = u0;
+    }
+
+    // where nothing is open: what thread i has, and who has unit x
+    void fixed(int64_t i, int64_t & x0, int64_t & x1) const {
+        const int64_t nth = params->nth;
+        if (ggml_is_numa() && nth % n_whole == 0) {
+            const int64_t at = i % n_whole*align, size = std::min(align, n - at), m = i/n_whole, n_share = nth/n_whole;
+            x0 = at + size*m/n_share;
+            x1 = at + size*(m + 1)/n_share;
+        } else {
+            x0 = n*i/nth;
+            x1 = n*(i + 1)/nth;
+        }
+    }
+    int owner(int64_t x) const {
+        int64_t x0, x1;
+        int i = -1;
+        do {
+            fixed(++i, x0, x1);
+        } while (x < x0 || x >= x1);
+        return i;
     }
 
     // the part of thread i, and the second half of it, in pieces

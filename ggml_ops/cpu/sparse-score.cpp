@@ -373,13 +373,17 @@ struct select_work : select_scratch {
         bump own(shared.end());
         for (int i = 0; i < nth; ++i) {
             if (i <= ith) {
-                key    = own.take<float>(a.n_group_q > 1 ? a.n_kv + 2*W : 0);
-                cand   = own.take<float>(a.n_kv + 2*W);
-                cell   = own.take<int32_t>(a.n_kv + 2*W);
-                weight = own.take<float>(is_top_p(a.p.top_p) ? a.n_kv + 2*W : 0);
-                saved  = own.take<float>(a.forced->ne[0] + W);
-                top    = own.take<float>(a.n_group_q);
-                all    = own.take<float>(a.n_group_q);
+                key      = own.take<float>(a.n_group_q > 1 ? a.n_kv + 2*W : 0);
+                cand     = own.take<float>(a.n_kv + (a.n_tile + 2)*W);
+                cell     = own.take<int32_t>(a.n_kv + (a.n_tile + 2)*W);
+                weight   = own.take<float>(is_top_p(a.p.top_p) ? a.n_kv + 2*W : 0);
+                saved    = own.take<float>(a.forced->ne[0] + W);
+                top      = own.take<float>(a.n_group_q);
+                all      = own.take<float>(a.n_group_q);
+                factor   = own.take<float>(a.n_group_q*a.n_tile);
+                guess    = own.take<float>(1);
+                n_wanted = own.take<int32_t>(1);
+                n_cand   = own.take<int32_t>(a.n_tile);
             }
             if (i == 0) {
                 size = shared.used + nth*own.used + bump::ALIGN;
@@ -399,48 +403,87 @@ struct select_work : select_scratch {
         return b;
     }
 
-    // of head u; whole: all its tiles are of thread ith
-    head_scores scores(const select_src & a, int64_t u, bool whole, int ith, int nth) const {
-        int64_t i = u;
-        if (n_slot < a.n_all) {
-            i = whole ? ith : nth + ((u*a.n_tile + 1)*nth - 1)/(a.n_all*a.n_tile);
-        }
+    // of head u; owner: the thread that has its first tile, and all of them if heads are not few
+    head_scores scores(const select_src & a, int64_t u, int owner, bool whole, int nth) const {
         head_scores s;
-        slot(a, slots + i*slot_size, &s);
+        slot(a, slots + (n_slot == a.n_all ? u : whole ? owner : nth + owner)*slot_size, &s);
         return s;
     }
 };
 
+// threads per head from which on they share its ranking too, not only its tiles: three more barriers, which cost a busy machine much
+constexpr int MANY_SHARE = 4;
+
 // step 2, after unit_queue::open and a barrier; make_tile(u, i_tile, x, ld, next): writes the logits of a tile of head u at x + j*ld + position;
-// lines(next): what it will read for the tile `next`
-template <typename F, typename G>
-void select_heads(const ggml_compute_params * params, ggml_tensor * dst, const select_src & a, const select_work & w, F make_tile, G lines) {
-    line_stream next;
-    const auto finish = [&](int64_t u, const head_scores & x) {
+// lines(next): what it will read for the tile `next`; scratch(i): that of thread i
+template <typename F, typename G, typename H>
+void select_heads(const ggml_compute_params * params, ggml_tensor * dst, const select_src & a, H scratch, F make_tile, G lines) {
+    const int ith = params->ith, nth = params->nth;
+    const select_work w = scratch(ith);
+    const auto args = [&](int64_t u) -> select_args {
         const int64_t h = u % a.n_head_kv, i = u/a.n_head_kv % a.n_tok, s = u/a.n_head_kv/a.n_tok;
         const int32_t * kl = at<const int32_t>(a.kl, i, 0, s);
-        select_topk(at<int32_t>(dst, h, i, s), a.p.topk_max, w, x, at<const int32_t>(a.forced, i, 0, s), (int) a.forced->ne[0], kl[1],
-                a.p.n_local_max, kl[0], a.sinks ? (const float *) a.sinks->data + h*a.n_group_q : nullptr, a.p.alpha != 0, a.p.top_p, next);
+        return { at<const int32_t>(a.forced, i, 0, s), (int) a.forced->ne[0], kl[1], a.p.n_local_max, kl[0], a.p.topk_max,
+                 a.sinks ? (const float *) a.sinks->data + h*a.n_group_q : nullptr, a.p.alpha != 0, a.p.top_p };
     };
+    const auto result = [&](int64_t u) { return at<int32_t>(dst, u % a.n_head_kv, u/a.n_head_kv % a.n_tok, u/a.n_head_kv/a.n_tok); };
 
     unit_queue queue(params, a.n_all*a.n_tile, a.n_tile);
-    int64_t shared = -1; // the head that begins here and ends elsewhere
+    const auto is_whole = [&](int64_t u) { return u*a.n_tile >= queue.u0 && (u + 1)*a.n_tile <= queue.u1; };
+
+    // the parts of heads that this thread shares with others: at either end of what it has
+    struct { int64_t u, i0, i1; int owner; } part[2];
+    int n_part = 0;
+    const bool shares = queue.size == 0 && a.n_all % nth != 0 && a.n_tile > 1; // the same for all threads
+    for (int64_t x : { queue.u0, queue.u1 - 1 }) {
+        const int64_t u = x/a.n_tile, x0 = u*a.n_tile;
+        if (shares && queue.u0 < queue.u1 && !is_whole(u) && (n_part == 0 || part[0].u != u)) {
+            part[n_part++] = { u, std::max(queue.u0, x0) - x0, std::min(queue.u1, x0 + a.n_tile) - x0, queue.owner(x0) };
+        }
+    }
+
+    line_stream next;
     for (int64_t x; (x = queue.take()) >= 0; ) {
-        const int64_t u     = x/a.n_tile, i_tile = x % a.n_tile;
-        const bool    whole = u*a.n_tile >= queue.u0 && (u + 1)*a.n_tile <= queue.u1;
-        const head_scores s = w.scores(a, u, whole, params->ith, params->nth);
+        const int64_t u = x/a.n_tile, i_tile = x % a.n_tile;
+        const bool whole = is_whole(u);
+        const head_scores s = w.scores(a, u, whole ? ith : part[n_part > 1 && part[1].u == u].owner, whole, nth);
         make_tile(u, i_tile, s.x, s.ld, queue.peek());
         next = lines(queue.peek());
         finish_tile(s, i_tile, a.p.alpha != 0 || is_top_p(a.p.top_p), next);
         if (whole && i_tile == a.n_tile - 1) {
-            finish(u, s);
+            select_topk(result(u), w, s, args(u), next);
         }
-        shared = !whole && i_tile == 0 ? u : shared;
     }
-    ggml_barrier(params->threadpool);
-    if (shared >= 0) {
-        finish(shared, w.scores(a, shared, false, params->ith, params->nth));
+    if (!shares) {
+        return;
     }
+    const auto each_part = [&](auto f) {
+        ggml_barrier(params->threadpool);
+        for (int i = 0; i < n_part; ++i) {
+            f(part[i], w.scores(a, part[i].u, part[i].owner, false, nth), scratch(part[i].owner));
+        }
+    };
+    if (nth < MANY_SHARE*a.n_all) {
+        each_part([&](auto & p, const head_scores & s, const select_work &) {
+            if (p.owner == ith) {
+                line_stream none;
+                select_topk(result(p.u), w, s, args(p.u), none);
+            }
+        });
+        return;
+    }
+    each_part([&](auto & p, const head_scores & s, const select_work & o) { share_keys(o, w, s, p.i0, p.i1); });
+    each_part([&](auto & p, const head_scores & s, const select_work & o) {
+        if (p.owner == ith) {
+            share_guess(o, s, args(p.u));
+        }
+    });
+    each_part([&](auto & p, const head_scores & s, const select_work & o) { share_candidates(o, s, p.i0, p.i1); });
+    each_part([&](auto & p, const head_scores & s, const select_work & o) {
+        if (p.owner == ith) {
+            share_finish(result(p.u), o, s, args(p.u));
+        }
+    });
 }
 
 } // namespace
@@ -464,12 +507,12 @@ void sparse::forward_score(const ggml_compute_params * params, ggml_tensor * dst
 size_t sparse::score_work_size(const ggml_tensor * dst, int n_threads) { return score_work(score_src(dst), nullptr, 0, n_threads).size; }
 
 void sparse::forward_select(const ggml_compute_params * params, ggml_tensor * dst) {
-    const select_src  a(dst);
-    const select_work w(a, params->wdata, params->ith, params->nth);
+    const select_src a(dst);
     const ggml_tensor * logits = dst->src[0];
     unit_queue::open(params);
     ggml_barrier(params->threadpool);
-    select_heads(params, dst, a, w, [&](int64_t u, int64_t i_tile, float * x, int64_t ld, int64_t) {
+    const auto scratch = [&](int i) { return select_work(a, params->wdata, i, params->nth); };
+    select_heads(params, dst, a, scratch, [&](int64_t u, int64_t i_tile, float * x, int64_t ld, int64_t) {
         const int64_t h = u % a.n_head_kv, i = u/a.n_head_kv % a.n_tok, s = u/a.n_head_kv/a.n_tok;
         const int64_t t0 = i_tile*a.tile, n = std::min(a.tile, a.n_kv - t0);
         for (int j = 0; j < a.n_group_q; ++j) {
@@ -481,13 +524,13 @@ void sparse::forward_select(const ggml_compute_params * params, ggml_tensor * ds
 size_t sparse::select_work_size(const ggml_tensor * dst, int n_threads) { return select_work(select_src(dst), nullptr, 0, n_threads).size; }
 
 void sparse::forward_pick(const ggml_compute_params * params, ggml_tensor * dst) {
-    const score_src   a(dst);
-    const select_src  b(dst);
-    const score_work  w(a, params->wdata, params->ith, params->nth);
-    const select_work v(b, (const char *) params->wdata + w.size, params->ith, params->nth);
+    const score_src  a(dst);
+    const select_src b(dst);
+    const score_work w(a, params->wdata, params->ith, params->nth);
+    const auto scratch = [&](int i) { return select_work(b, (const char *) params->wdata + w.size, i, params->nth); };
     score_prepare(params, a, w);
     with_kv_type(a.k->type, [&](auto * t) {
-        select_heads(params, dst, b, v, [&](int64_t u, int64_t i_tile, float * x, int64_t ld, int64_t next) {
+        select_heads(params, dst, b, scratch, [&](int64_t u, int64_t i_tile, float * x, int64_t ld, int64_t next) {
             score_tile<std::decay_t<decltype(*t)>>(a, w, u, i_tile, x, ld, next);
         }, [&](int64_t next) { return tile_lines(a, w, next); });
     });

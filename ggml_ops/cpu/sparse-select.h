@@ -6,6 +6,8 @@
 
 #include "sparse-score.h"
 
+#include <algorithm>
+
 namespace sparse {
 
 // ---- step 2: the top k positions ----
@@ -13,7 +15,7 @@ namespace sparse {
 // the logits of one KV head of one token, tile by tile; each tile is brought into the form that is ranked by the thread that made it
 struct head_scores {
     float * x;      // [n_head][ld] logits; with several heads exp(logit - max) once the tile is finished, and where hidden -inf in the first, 0 in the others
-    float * max;    // [n_tile][n_head] the largest logit of the tile, -inf: nothing is visible; see sum_tiles
+    float * max;    // [n_tile][n_head] the largest logit of the tile, -inf: nothing is visible
     float * sum;    // [n_tile][n_head] of exp(logit - max); NaN: there is a NaN or +inf
     int64_t ld;     // >= n + W
     int64_t n;      // positions
@@ -62,12 +64,26 @@ constexpr int ASK_FAR  = 32;
 // scratch of a thread
 struct select_scratch {
     float   * key;      // [n + 2*W] what is ranked, with several heads
-    float   * cand;     // [n + 2*W] keys near or above the cut ..
-    int32_t * cell;     // [n + 2*W] .. and their cells
+    float   * cand;     // [n + (n_tile + 2)*W] keys near or above the cut ..
+    int32_t * cell;     // [n + (n_tile + 2)*W] .. and their cells
     float   * weight;   // [n + 2*W] with top_p
-    float   * saved;    // [n_forced + W]
+    float   * saved;    // [n_forced + W] the keys of forced cells, NaN: not forced
     float   * top;      // [n_head] the largest logit ..
     float   * all;      // [n_head] .. and the sum of exp(logit - top)
+    float   * factor;   // [n_tile][n_head] brings exp(logit - max) of a tile to exp(logit - top)
+    float   * guess;    // [1] of a head whose tiles threads share: where candidates begin ..
+    int32_t * n_wanted; // [1] .. how many are wanted ..
+    int32_t * n_cand;   // [n_tile] .. and how many each tile has, those of tile i from i*(tile + W) on
+};
+
+// what step 2 is asked for
+struct select_args {
+    const int32_t * forced;     // [n_forced] the first n_local, then those from n_local_max on
+    int             n_forced, n_local, n_local_max;
+    int             k, topk_max;
+    const float   * sinks;      // [n_head] or NULL
+    bool            want_alpha;
+    float           top_p;
 };
 
 // e^x for x <= 0; 0 below -104. Cheaper than exp(): its relative error grows with |x|, 3 ulp near 0, |x| ulp far from it
@@ -152,7 +168,7 @@ static inline void finish_tile(const head_scores & s, int64_t tile, bool want_so
     }
 }
 
-// w.top and w.all, from the tiles; leaves in s.max what brings exp(logit - max) of a tile to exp(logit - top)
+// w.top, w.all and w.factor, from the tiles
 static inline void sum_tiles(const select_scratch & w, const head_scores & s) {
     for (int h = 0; h < s.n_head; ++h) {
         float top = -INFINITY;
@@ -162,20 +178,17 @@ static inline void sum_tiles(const select_scratch & w, const head_scores & s) {
         w.top[h] = top == -INFINITY ? 0.0f : top;
         w.all[h] = 0.0f;
         for (int64_t i = 0; i < s.n_tile(); ++i) {
-            float & f = s.max[i*s.n_head + h];
-            f = f == -INFINITY ? 0.0f : expf(f - w.top[h]);
+            const float max = s.max[i*s.n_head + h], f = max == -INFINITY ? 0.0f : expf(max - w.top[h]);
+            w.factor[i*s.n_head + h] = f;
             w.all[h] += s.sum[i*s.n_head + h]*f;
         }
     }
 }
 
-// what is ranked: the logits of the only head, or the sum over the heads of softmax(logits); -inf or NaN where hidden, and behind n
-static inline float * rank_keys(const select_scratch & w, const head_scores & s, line_stream & next) {
-    if (s.n_head == 1) {
-        return s.x;
-    }
+// what is ranked, where heads are several: the sum over them of softmax(logits), for the tiles [i0, i1); -inf or NaN where hidden, and behind n
+static inline void rank_keys(float * key, const select_scratch & w, const head_scores & s, int64_t i0, int64_t i1, line_stream & next) {
     constexpr int NH = 4; // heads of a pass
-    for (int64_t i = 0; i < s.n_tile(); ++i) {
+    for (int64_t i = i0; i < i1; ++i) {
         const int64_t t0 = i*s.tile, t1 = s.n - t0 < s.tile ? s.n : t0 + s.tile;
         for (int h0 = 0; h0 < s.n_head; h0 += NH) {
             vf f[NH];
@@ -183,53 +196,70 @@ static inline float * rank_keys(const select_scratch & w, const head_scores & s,
             for (int h = 0; h < NH; ++h) {
                 const int hh = h0 + h < s.n_head ? h0 + h : h0;
                 const bool in = h0 + h < s.n_head && w.all[hh] > 0.0f;
-                f[h] = set1(in ? s.max[i*s.n_head + hh]/w.all[hh] : 0.0f);
+                f[h] = set1(in ? w.factor[i*s.n_head + hh]/w.all[hh] : 0.0f);
                 e[h] = s.x + hh*s.ld;
             }
             for (int64_t t = t0; t < t1; t += W) {
-                vf p = h0 == 0 ? set1(0.0f) : load(w.key + t);
+                vf p = h0 == 0 ? set1(0.0f) : load(key + t);
                 for (int h = 0; h < NH; ++h) {
                     p = fma(load(e[h] + t), f[h], p);
                 }
                 next.pass(t, ASK_FAR);
-                store(w.key + t, p);
+                store(key + t, p);
             }
         }
     }
-    return w.key;
 }
 
-// the cells with the k largest keys, ascending, ties to the lower cell; returns their number, fewer than k if fewer are visible. Leaves their
-// keys in w.cand
-static inline int take_largest(int32_t * res, const select_scratch & w, const float * key, int64_t n, int k, line_stream & next) {
-    // a guess of the cut from a sample, low enough to leave at least k candidates almost always; the result does not depend on it
-    constexpr int N_SAMPLE = 512, N_PLACE = 128; // neighbours are alike
-    float   * cand = w.cand;
-    int32_t * cell = w.cell;
-    int   n_cand = 0;
-    float guess  = -FLT_MAX;
-    for (float want = (float) k*N_SAMPLE/n; ; want *= 4.0f) {
-        const int64_t rank = (int64_t) (want + 3.0f*sqrtf(want) + 2.0f);
-        guess = -FLT_MAX;
-        if (n > 2*N_SAMPLE && rank < N_SAMPLE/2) {
-            for (int i = 0; i < N_PLACE; ++i) {
-                memcpy(cand + i*(N_SAMPLE/N_PLACE), key + i*(n/N_PLACE), N_SAMPLE/N_PLACE*sizeof(float));
-            }
-            guess = kth_largest(cand, N_SAMPLE, rank, -FLT_MAX, rank/8);
-        }
-        n_cand = 0;
-        const vf g = set1(guess);
-        for (int64_t t = 0; t < n; t += W) { // keys behind n are -inf or NaN
-            const vf x = load(key + t);
-            const vm m = ge(x, g);
-            append(cand + n_cand, x, m);
-            n_cand += append_index(cell + n_cand, (int32_t) t, m);
-            next.pass(t, ASK_FAR);
-        }
-        if (n_cand >= k || guess == -FLT_MAX) {
-            break;
+// keys of forced cells, each counted once, become +inf; w.saved keeps them. Returns their number
+static inline int force(const select_scratch & w, float * key, int64_t n, const select_args & a) {
+    int n_in = 0;
+    for (int i = 0; i < a.n_forced; ++i) {
+        const int32_t cell = a.forced[i];
+        const bool    in   = (i < a.n_local || i >= a.n_local_max) && cell >= 0 && cell < n && n_in < a.topk_max;
+        w.saved[i] = in && key[cell] > -INFINITY && key[cell] < INFINITY ? key[cell] : NAN;
+        if (w.saved[i] == w.saved[i]) {
+            key[cell] = INFINITY;
+            ++n_in;
         }
     }
+    return n_in;
+}
+
+// a guess of the k-th largest key, from a sample: low enough to leave k candidates almost always, the more the larger `wide` is; -FLT_MAX: none.
+// What is taken does not depend on it
+static inline float guess_cut(const select_scratch & w, const float * key, int64_t n, int k, float wide) {
+    constexpr int N_SAMPLE = 512, N_PLACE = 128, N = N_SAMPLE/N_PLACE; // neighbours are alike
+    const float   want = (float) k*N_SAMPLE/n*wide;
+    const int64_t rank = (int64_t) (want + 3.0f*sqrtf(want) + 2.0f);
+    if (n <= 2*N_SAMPLE || rank >= N_SAMPLE/2) {
+        return -FLT_MAX;
+    }
+    for (int i = 0; i < N_PLACE; ++i) {
+        memcpy(w.cand + i*N, key + i*(n/N_PLACE), N*sizeof(float));
+    }
+    return kth_largest(w.cand, N_SAMPLE, rank, -FLT_MAX, rank/8);
+}
+
+// appends the cells from t0 on, before t1, whose keys reach `guess`, and those keys; returns their number. Keys from n on are -inf or NaN
+static inline int take_candidates(float * cand, int32_t * cell, const float * key, int64_t t0, int64_t t1, float guess, line_stream & next) {
+    const vf g = set1(guess);
+    int n = 0;
+    for (int64_t t = t0; t < t1; t += W) {
+        const vf x = load(key + t);
+        const vm m = ge(x, g);
+        append(cand + n, x, m);
+        n += append_index(cell + n, (int32_t) t, m);
+        next.pass(t, ASK_FAR);
+    }
+    return n;
+}
+
+// of the candidates the cells with the k largest keys, ascending, ties to the lower cell; returns their number, fewer than k if there are
+// fewer. Leaves their keys in w.cand
+static inline int take_largest(int32_t * res, const select_scratch & w, int n_cand, int k, float guess) {
+    float   * cand = w.cand;
+    int32_t * cell = w.cell;
     if (n_cand <= k) {
         memcpy(res, cell, n_cand*sizeof(int32_t));
         return n_cand;
@@ -345,38 +375,24 @@ static inline int keep_top_p(int32_t * cells, int n_sel, const select_scratch & 
     return cut_at_mass(cells, x, w.weight, n_sel, top_p*all - forced);
 }
 
-// one KV head of one token, its tiles being finished: res = n_sel, alpha [n_head], cells, -1 ..
-//   forced: the first n_local, then those from n_local_max on; sinks [n_head] or NULL
-static inline void select_topk(int32_t * res, int topk_max, const select_scratch & w, const head_scores & s,
-        const int32_t * forced, int n_forced, int n_local, int n_local_max, int k, const float * sinks, bool want_alpha, float top_p, line_stream & next) {
-    if (want_alpha || is_top_p(top_p) || s.n_head > 1) {
-        sum_tiles(w, s);
-    }
-    float * key = rank_keys(w, s, next);
+// how many cells are taken, of which n_in are forced
+static inline int n_wanted(const select_args & a, int n_in) { return std::max(std::min(a.k, a.topk_max), n_in); }
 
-    int n_in = 0; // forced cells, each counted once; their keys are kept in w.saved, NaN: not forced
-    for (int i = 0; i < n_forced; ++i) {
-        const int32_t cell = forced[i];
-        const bool    in   = (i < n_local || i >= n_local_max) && cell >= 0 && cell < s.n && n_in < topk_max;
-        w.saved[i] = in && key[cell] > -INFINITY && key[cell] < INFINITY ? key[cell] : NAN;
-        if (w.saved[i] == w.saved[i]) {
-            key[cell] = INFINITY;
-            ++n_in;
-        }
-    }
+// what is ranked
+static inline float * keys(const select_scratch & w, const head_scores & s) { return s.n_head == 1 ? s.x : w.key; }
 
-    k = k < topk_max ? k : topk_max;
-    k = k > n_in     ? k : n_in;
+// does step 2 need more of the softmax than the order?
+static inline bool wants_softmax(const select_args & a) { return a.want_alpha || is_top_p(a.top_p); }
 
+// res = n_sel, alpha [n_head], cells, -1 ..: of the n_cand candidates in w.cand; the forced cells have the key +inf
+static inline void finish_select(int32_t * res, const select_scratch & w, const head_scores & s, const select_args & a, int n_cand, int k, float guess) {
     int32_t * cells = res + 1 + s.n_head;
-    int n_sel = k > 0 ? take_largest(cells, w, key, s.n, k, next) : 0;
-    if (is_top_p(top_p)) {
-        n_sel = keep_top_p(cells, n_sel, w, s, key, n_forced, top_p);
+    int n_sel = take_largest(cells, w, n_cand, k, guess);
+    if (is_top_p(a.top_p)) {
+        n_sel = keep_top_p(cells, n_sel, w, s, keys(w, s), a.n_forced, a.top_p);
     }
     res[0] = n_sel;
-    for (int i = n_sel; i < topk_max; ++i) {
-        cells[i] = -1;
-    }
+    std::fill(cells + n_sel, cells + a.topk_max, -1);
 
     // sum of exp(x - top), but for what is inf or NaN; x has room for W more
     const auto mass = [&](float * x, int n, float top) {
@@ -390,29 +406,95 @@ static inline void select_topk(int32_t * res, int topk_max, const select_scratch
     };
     for (int h = 0; h < s.n_head; ++h) {
         float alpha = 1.0f;
-        if (want_alpha) {
+        if (a.want_alpha) {
             float part;
             if (s.n_head == 1) {
-                part = mass(w.cand, n_sel, w.top[0]) + mass(w.saved, n_forced, w.top[0]);
+                part = mass(w.cand, n_sel, w.top[0]) + mass(w.saved, a.n_forced, w.top[0]);
             } else {
                 long_sum sum;
                 for (int i = 0; i < n_sel; i += W) {
                     float y[W];
                     for (int j = 0; j < W; ++j) {
                         const int64_t c = i + j < n_sel ? cells[i + j] : -1;
-                        y[j] = c >= 0 ? s.x[h*s.ld + c]*s.max[c/s.tile*s.n_head + h] : 0.0f;
+                        y[j] = c >= 0 ? s.x[h*s.ld + c]*w.factor[c/s.tile*s.n_head + h] : 0.0f;
                     }
                     sum += load(y);
                 }
                 part = sum.total();
             }
             // the sink takes mass but carries no value: its share stays with the selection
-            const float sink = sinks ? expf(sinks[h] - w.top[h]) : 0.0f;
+            const float sink = a.sinks ? expf(a.sinks[h] - w.top[h]) : 0.0f;
             const float all  = w.all[h] + sink;
             alpha = all > 0.0f ? std::fmin((part + sink)/all, 1.0f) : 1.0f;
         }
         memcpy(res + 1 + h, &alpha, sizeof(alpha));
     }
+}
+
+// one KV head of one token, its tiles being finished
+static inline void select_topk(int32_t * res, const select_scratch & w, const head_scores & s, const select_args & a, line_stream & next) {
+    if (wants_softmax(a) || s.n_head > 1) {
+        sum_tiles(w, s);
+    }
+    float * key = keys(w, s);
+    if (s.n_head > 1) {
+        rank_keys(key, w, s, 0, s.n_tile(), next);
+    }
+    const int k = n_wanted(a, force(w, key, s.n, a));
+    int   n_cand = 0;
+    float guess  = -FLT_MAX;
+    for (float wide = 1.0f; k > 0; wide *= 4.0f) {
+        guess  = guess_cut(w, key, s.n, k, wide);
+        n_cand = take_candidates(w.cand, w.cell, key, 0, s.n, guess, next);
+        if (n_cand >= k || guess == -FLT_MAX) {
+            break;
+        }
+    }
+    finish_select(res, w, s, a, n_cand, k, guess);
+}
+
+// The same by threads that share the head, each with some of its tiles: share_keys, by all; share_guess, by its owner; share_candidates, by all;
+// share_finish, by its owner. A barrier in front of each. o: scratch of the owner, w: of this thread; tiles [i0, i1)
+
+static inline void share_keys(const select_scratch & o, const select_scratch & w, const head_scores & s, int64_t i0, int64_t i1) {
+    line_stream none;
+    if (s.n_head > 1) {
+        sum_tiles(w, s);
+        rank_keys(o.key, w, s, i0, i1, none);
+    }
+}
+
+static inline void share_guess(const select_scratch & o, const head_scores & s, const select_args & a) {
+    float * key = keys(o, s);
+    *o.n_wanted = n_wanted(a, force(o, key, s.n, a));
+    *o.guess    = guess_cut(o, key, s.n, *o.n_wanted, 1.0f);
+}
+
+static inline void share_candidates(const select_scratch & o, const head_scores & s, int64_t i0, int64_t i1) {
+    line_stream none;
+    for (int64_t i = i0; i < i1; ++i) {
+        const int64_t t0 = i*s.tile, at = i*(s.tile + W);
+        o.n_cand[i] = take_candidates(o.cand + at, o.cell + at, keys(o, s), t0, std::min(t0 + s.tile, s.n), *o.guess, none);
+    }
+}
+
+static inline void share_finish(int32_t * res, const select_scratch & o, const head_scores & s, const select_args & a) {
+    if (wants_softmax(a) || s.n_head > 1) {
+        sum_tiles(o, s); // another head may have been in between
+    }
+    int n = o.n_cand[0];
+    for (int64_t i = 1; i < s.n_tile(); ++i) {
+        memmove(o.cand + n, o.cand + i*(s.tile + W), o.n_cand[i]*sizeof(float));
+        memmove(o.cell + n, o.cell + i*(s.tile + W), o.n_cand[i]*sizeof(int32_t));
+        n += o.n_cand[i];
+    }
+    float guess = *o.guess;
+    if (n < *o.n_wanted && guess != -FLT_MAX) { // a bad guess
+        line_stream none;
+        guess = -FLT_MAX;
+        n = take_candidates(o.cand, o.cell, keys(o, s), 0, s.n, guess, none);
+    }
+    finish_select(res, o, s, a, n, *o.n_wanted, guess);
 }
 
 } // namespace sparse

@@ -1,9 +1,9 @@
 // Counts the bytes that every thread reads or writes, for tests/ops/partition.py. Code compiled with -fsanitize=thread calls these
 // functions at each access; here they are in place of that sanitizer.
 
-#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 #define N_THREAD 128
 #define N_REGION 8
@@ -11,38 +11,30 @@
 static struct { uintptr_t first, last; } regions[N_REGION];
 static int n_region;
 
-static long counts[N_THREAD][2]; // in the regions; anywhere
-static atomic_int n_thread, run = 1;
+static long counts[N_THREAD][N_REGION + 1]; // in each region; anywhere
 
-static _Thread_local int slot, slot_run;
+extern _Thread_local int isa_thread;
 
 static void count(const void * p, size_t n) {
-    if (slot_run != run) {
-        slot_run = run;
-        slot = atomic_fetch_add(&n_thread, 1) % N_THREAD;
-    }
-    counts[slot][1] += n;
+    long * c = counts[isa_thread];
+    c[N_REGION] += n;
     for (int i = 0; i < n_region; ++i) {
         if ((uintptr_t) p >= regions[i].first && (uintptr_t) p < regions[i].last) {
-            counts[slot][0] += n;
+            c[i] += n;
         }
     }
 }
 
-// memory to count by itself: K, V and what is made of them
+// memory to count by itself
 void count_watch(const void * p, size_t n) {
-    regions[n_region % N_REGION].first = (uintptr_t) p;
-    regions[n_region++ % N_REGION].last = (uintptr_t) p + n;
+    regions[n_region].first = (uintptr_t) p;
+    regions[n_region++].last = (uintptr_t) p + n;
 }
 
-// the counts [N_THREAD][2] since the last call, in no particular order of the threads; forgets the regions if `forget`
+// the counts [N_THREAD][N_REGION + 1] since the last call; forgets the regions if `forget`
 void count_take(long * out, int forget) {
-    for (int i = 0; i < 2*N_THREAD; ++i) {
-        out[i] = counts[i/2][i%2];
-        counts[i/2][i%2] = 0;
-    }
-    n_thread = 0;
-    run++;
+    memcpy(out, counts, sizeof(counts));
+    memset(counts, 0, sizeof(counts));
     n_region = forget ? 0 : n_region;
 }
 

@@ -99,12 +99,15 @@ size_t ggml_row_size(enum ggml_type type, int64_t ne) {
 
 bool ggml_is_quantized(enum ggml_type type) { return type == GGML_TYPE_Q8_0 || type == GGML_TYPE_Q4_0; }
 
+_Thread_local int isa_thread; // for count_reads.c
+
 struct task {
     struct ggml_compute_params params;
     struct ggml_tensor * node;
 };
 
 static void * run_task(void * task) {
+    isa_thread = ((struct task *) task)->params.ith;
     ggml_compute_forward_sparse_attn(&((struct task *) task)->params, ((struct task *) task)->node);
     return NULL;
 }

@@ -16,7 +16,15 @@ from ctypes import POINTER, c_bool, c_int, c_long, c_size_t, c_void_p
 from pathlib import Path
 
 import numpy as np
-from ggml_ctypes import AttendParams, AttnInputs, AttnParams
+from ggml_ctypes import (
+    AttendParams,
+    AttnInputs,
+    AttnParams,
+    PickParams,
+    ScoreParams,
+    SealParams,
+    SelectParams,
+)
 from isa import IsaGgml
 
 THREADS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -27,7 +35,7 @@ NAMES = {0: "seal", 1: "visible", 2: "score", 3: "select", 4: "pick", 5: "attend
 
 
 class Counting(IsaGgml):
-    """Runs each node by itself; `bytes[name]` is (threads, 2): those of K, V and k_t, and all."""
+    """Runs each node by itself; `bytes[name]` is (threads, 9): in each watched region, anywhere."""
 
     def __init__(self, lib_dir: Path, headers: Path, folder: Path) -> None:
         super().__init__(lib_dir, "count", headers, folder)
@@ -37,7 +45,7 @@ class Counting(IsaGgml):
         self.bytes: dict[str, np.ndarray] = {}
 
     def take(self, forget: bool = False) -> np.ndarray:
-        counts = np.zeros((128, 2), np.int64)
+        counts = np.zeros((128, 9), np.int64)
         self.lib.count_take(counts.ctypes.data_as(POINTER(c_long)), forget)
         return counts
 
@@ -99,6 +107,34 @@ def count(ggml: Counting, n_pos: int, n_bit: int, rank: int, topk: int, n_thread
         g.compute(g.op("ggml_sparq_attn", given, params), n_threads=n_threads)
 
 
+def shadow_threads(ggml: Counting, n_pos: int, n_threads: int) -> dict[str, np.ndarray]:
+    """Which threads write and read the 4-bit codes of each KV head: (heads, threads) by node."""
+    n_head, n_kv = HEADS
+    n_run, n_group = n_pos // 512, n_pos // 64
+    with ggml.graph() as g:
+        ggml.take(forget=True)
+        k_t, codes = g.lazy((1, n_kv * D, n_pos // 2 + 192), "i8")
+        for head in codes.reshape(n_kv, D, -1):
+            ggml.lib.count_watch(head.ctypes.data, head.nbytes)
+        k, _ = g.lazy((1, n_pos, n_kv, D), "f16")
+        k_range, _ = g.lazy((1, n_run, n_kv * D, 2), "f32")
+        sealed = g.tensor(np.ones((1, n_group)), "i32")
+        groups = g.tensor(np.arange(n_group)[None], "i32")
+        params = SealParams(4)
+        k_t = g.op("ggml_sparse_attn_seal", k_t, None, k, None, groups, None, k_range, sealed, params)
+        values = np.random.default_rng(0).standard_normal((1, 1, n_head, D))
+        forced = g.tensor(np.zeros((1, 1, 1, 1)), "i32")
+        kl = g.tensor(np.array([[[[64, 0]]]]), "i32")
+        sources = (g.tensor(values, "f32"), k, k_t, sealed, g.tensor(np.zeros((1, 1, 1, n_pos)), "f16"))
+        out = g.op(
+            "ggml_sparse_attn_pick",
+            *(*sources, forced, kl, None, None, k_range),
+            PickParams(ScoreParams(32, D**-0.5, 0, 0, 4), SelectParams(64, n_kv, 0, 0)),
+        )
+        g.compute(out, n_threads=n_threads)
+        return {name: ggml.bytes[name][:, :8].T > 0 for name in ("seal", "pick")}
+
+
 def add(
     found: Found, key: tuple[int, str], n_threads: int, counts: dict[str, np.ndarray]
 ) -> dict[str, int]:
@@ -107,10 +143,10 @@ def add(
     "all": of the nodes together; threads wait for each other between them, so the largest counts
     add up. "accesses": of one node, whatever memory it reads or writes, the logits of PICK too.
     """
-    own = {name: c[:, 0] for name, c in counts.items() if c[:, 0].any()}
+    own = {name: c[:, :8].sum(1) for name, c in counts.items() if c[:, :8].any()}
     for name, c in own.items():
         found.setdefault((*key, name), {})[n_threads] = float(c.mean() / c.max())
-        any_memory = counts[name][:, 1]
+        any_memory = counts[name][:, 8]
         balance = float(any_memory.mean() / any_memory.max())
         found.setdefault((*key, f"{name}, accesses"), {})[n_threads] = balance
     longest = sum(int(c.max()) for c in own.values())

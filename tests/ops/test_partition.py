@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import numpy as np
 import partition
 import pytest
 
@@ -18,22 +19,24 @@ METHODS = {
 }
 
 
-@pytest.mark.slow
-def test_eight_kv_heads_feed_many_threads(
-    tmp_path: Path, native_lib_dir: Path, ggml_headers: Path, capsys
-) -> None:
-    """With 32 query heads. Where a node reads little, its units are few: k = 128 is 32 of them."""
+@pytest.fixture(scope="module")
+def counting(tmp_path_factory, native_lib_dir: Path, ggml_headers: Path) -> partition.Counting:
     if not shutil.which("gcc"):
         pytest.skip("no gcc")
-    ggml = partition.Counting(native_lib_dir, ggml_headers, tmp_path)
+    return partition.Counting(native_lib_dir, ggml_headers, tmp_path_factory.mktemp("counting"))
+
+
+@pytest.mark.slow
+def test_eight_kv_heads_feed_many_threads(counting: partition.Counting, capsys) -> None:
+    """With 32 query heads. Where a node reads little, its units are few: k = 128 is 32 of them."""
     found: partition.Found = {}
     for n_pos, threads in THREADS.items():
         for method, (n_bit, rank, topk) in METHODS.items():
             whole: dict[str, int] = {}
             for n in threads:
-                ggml.bytes.clear()
-                partition.count(ggml, n_pos, n_bit, rank, topk or n_pos // 16, n)
-                for name, total in partition.add(found, (n_pos, method), n, ggml.bytes).items():
+                counting.bytes.clear()
+                partition.count(counting, n_pos, n_bit, rank, topk or n_pos // 16, n)
+                for name, total in partition.add(found, (n_pos, method), n, counting.bytes).items():
                     assert whole.setdefault(name, total) == total, "more threads read more"
     with capsys.disabled():
         print("\n" + partition.table(found))
@@ -42,3 +45,20 @@ def test_eight_kv_heads_feed_many_threads(
         if name == "all":
             assert min(b for n, b in by_threads.items() if n <= 64) > 0.55
             assert by_threads[128] > (0.3 if n_pos < 131072 else 0.6)
+
+
+@pytest.mark.parametrize("n_threads", [2, 4, 8, 16, 32, 64, 128])
+def test_shadow_lies_on_the_node_that_reads_it(
+    n_threads: int, counting: partition.Counting
+) -> None:
+    """Threads lie on nodes in turns (`--numa distribute`); who seals a head touches it first."""
+    for n_pos in (8192, 14336):
+        found = partition.shadow_threads(counting, n_pos, n_threads)
+        assert found["seal"].any(0).all(), "every thread seals"
+        for seal, pick in zip(found["seal"], found["pick"], strict=True):
+            assert seal.any() and pick.any()
+            for n_node in (2, 4, 8):
+                if n_threads % n_node == 0:
+                    nodes = {int(t) % n_node for t in np.flatnonzero(seal)}
+                    assert {int(t) % n_node for t in np.flatnonzero(pick)} == nodes
+                    assert len(nodes) == 1

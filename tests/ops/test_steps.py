@@ -358,9 +358,8 @@ def logits_of_kind(kind: str, n: int, g: int, rng: np.random.Generator) -> np.nd
     if kind == "few visible":
         x[..., rng.random(n) < 0.97] = -np.inf
     if kind == "uneven" and n >= 512:
-        # high just where a search that samples 256 cells evenly, with a drift, would look
-        step, cell = n // 256, np.arange(n)
-        x += 10.0 * (cell % step == (cell // step) % step).astype(np.float32)
+        # high just where the search for the cut takes its sample: few cells reach its first guess
+        x[..., np.arange(128)[:, None] * (n // 128) + np.arange(4)] += 10.0
     if kind == "peaked":
         x *= 40  # nearly all softmaxed scores underflow
     return x
@@ -388,9 +387,10 @@ def test_select_one_head_equals_sort(kind, n, ggml) -> None:
     rng = np.random.default_rng(n)
     logits = logits_of_kind(kind, n, 1, rng)
     for k in sorted({1, min(n, 7), max(1, n // 8), max(1, n - 1), n, n + 5}):
-        got = run_select(ggml, logits, k).cells[0, 0, 0]
         want = oracle.select(logits[0, 0], k, [], k)
-        assert np.array_equal(got, want), f"k={k}"
+        for n_threads in (1, 3, 5):  # by one thread; its tiles by several; all of it by many
+            got = run_select(ggml, logits, k, n_threads=n_threads).cells[0, 0, 0]
+            assert np.array_equal(got, want), f"k={k}, {n_threads} threads"
 
 
 @pytest.mark.parametrize(
@@ -402,6 +402,24 @@ def test_select_group_sums_softmaxed_scores(kind, n, g, ggml) -> None:
     logits = logits_of_kind(kind, n, g, rng)
     for k in sorted({1, max(1, n // 8), max(1, n - 1)}):
         check_selection(run_select(ggml, logits, k).cells[0, 0, 0], logits[0, 0], k, [])
+
+
+@pytest.mark.parametrize("kind", ["normal", "heavy ties", "uneven", "few visible"])
+@pytest.mark.parametrize(("n_head", "n_head_kv"), [(1, 1), (4, 1), (6, 2), (15, 3)])
+def test_select_heads_shared_by_threads(kind, n_head, n_head_kv, ggml) -> None:
+    """Bit for bit what one thread finds, however the tiles of few heads fall to many."""
+    n, k = 20011, 900
+    rng = np.random.default_rng(n_head)
+    logits = np.concatenate([logits_of_kind(kind, n, n_head, rng) for _ in range(2)])
+    forced = rng.integers(-2, n + 2, 120)
+    sinks = rng.standard_normal(n_head).astype(np.float32)
+    for top_p in (1.0, 0.6):
+        given = (k, forced, 100, 60, n_head_kv, k, sinks, True)
+        runs = [
+            run_select(ggml, logits, *given, n_threads=t, top_p=top_p).raw
+            for t in (1, 2, 3, 5, 8, 13)
+        ]
+        assert all(np.array_equal(run, runs[0]) for run in runs)
 
 
 def test_select_group_sums_scores_not_logits(ggml) -> None:
