@@ -51,7 +51,8 @@ def run(
 ) -> tuple[list[Record], list[Record]]:
     """Records of speed at the plan's depths, at `SHORT`, and of sealing at the largest depth.
 
-    The plan's repetitions are rounds: once all depths, then all of them again.
+    The plan's repetitions are rounds: once all depths, then all of them again, and in every other
+    round the cases of a depth in reverse.
 
     Returns:
         Those of speed, and those of sealing.

@@ -292,7 +292,9 @@ def _measure(
     bandwidth: list[float] = []
     found: list[list[dict[str, Any]]] = [[] for _ in group]
     which = range(-1, first.repetitions)  # the first turn is not kept
-    for turn, order in turns(len(group), which, reader, bandwidth):
+    # a round of growth, which has one timed turn, has its number for a seed: A B, B A, ...
+    swap = first.seed % 2 == 0
+    for turn, order in turns(len(group), which, reader, bandwidth, swap=swap):
         for i in order:
             got = _once(workers, group[i], turn)
             if turn >= 0:

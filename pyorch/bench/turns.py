@@ -35,13 +35,14 @@ class Side:
 
 
 def turns(
-    n: int, which: range, reader: MemoryReader, bandwidth: list[float]
+    n: int, which: range, reader: MemoryReader, bandwidth: list[float], *, swap: bool = False
 ) -> Iterator[tuple[int, Iterable[int]]]:
-    """(turn, order of the `n` cases): forwards, then backwards. Adds what `reader` reads first."""
+    """(turn, order of the `n` cases): forwards, then backwards; with `swap` the other way round.
+    Adds what `reader` reads first."""
     for turn in which:
         reader.read()  # meanwhile the threads of the last turn go to sleep
         bandwidth.append(reader.read())
-        yield turn, range(n) if turn % 2 == 0 else range(n - 1, -1, -1)
+        yield turn, range(n - 1, -1, -1) if (turn % 2 == 1) != swap else range(n)
 
 
 def gather(found: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -258,7 +258,7 @@ def _attention(ctx: click.Context, given: set[str], options: dict[str, Any]) -> 
 @several("-d", "--n-depth", of=Numbers(), default="4096-65536*2")
 @click.option("--threads", "-t", type=opt.Number(int, 1), help="[default: all cores]")
 @spec_option(default=["sparq,ratio=1/8"], show_default=True)
-@click.option("-n", "--n-gen", type=opt.Number(int, 1), default=8, show_default=True)
+@click.option("-n", "--n-gen", type=opt.Number(int, 1), default=20, show_default=True)
 @click.option(
     "-r", "--repetitions", type=opt.Number(int, 1), default=5, show_default=True, help="Rounds."
 )

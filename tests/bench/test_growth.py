@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pyorch.bench import growth, records, speed
+from pyorch.bench.turns import turns
+from pyorch.bench.worker import Workers
+from pyorch.cli.bench import growth as command
 from pyorch.errors import SparqError
 
 
@@ -24,11 +28,42 @@ def test_a_token_is_the_median_of_its_repetitions() -> None:
     assert growth.tokens(rec) == [52, 20, 8]
 
 
+class NoReader:
+    def read(self) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize(("swap", "wanted"), [(False, "CBA ABC CBA"), (True, "ABC CBA ABC")])
+def test_turns_go_forwards_and_backwards(swap: bool, wanted: str) -> None:
+    bandwidth: list[float] = []
+    found = turns(3, range(-1, 2), NoReader(), bandwidth, swap=swap)  # type: ignore[arg-type]
+    assert " ".join("".join("ABC"[i] for i in order) for _, order in found) == wanted
+    assert len(bandwidth) == 3
+
+
+def test_a_median_is_of_twenty_tokens() -> None:
+    (n_gen,) = (p for p in command.params if p.name == "n_gen")
+    assert n_gen.default == 20
+
+
 @pytest.mark.usefixtures("stock")
-def test_growth_measures_all_three_and_only_once(model: Path, tmp_path: Path) -> None:
+def test_growth_measures_all_three_and_only_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: dict[tuple[int, int], list[str]] = {}  # (depth, round) -> who, in order
+    once = speed._once
+
+    def noted(workers: Workers, case: speed.Case, turn: int) -> dict[str, Any]:
+        if turn == 0:
+            timed.setdefault((case.n_depth, case.seed), []).append(case.label)
+        return once(workers, case, turn)
+
+    monkeypatch.setattr(speed, "_once", noted)
     plan = speed.Plan(models=[model], n_depth=[1280, 2048], n_gen=[3], repetitions=2)
     file = tmp_path / "growth.jsonl"
     found, sealing = growth.run(plan, file, lambda done, total: None)
+    for depth in plan.n_depth:
+        assert timed[depth, 2] == timed[depth, 1][::-1]  # nobody is always the last
     assert [r["case"]["n_depth"] for r in found[::3]] == [1280, 2048, 1280, 2048, 256, 768]
     for rec in found[2::3]:
         short = rec["case"]["below_min_ctx"]
