@@ -13,7 +13,8 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from pyorch.errors import SparqError
 from pyorch.native import probe
 
 BUFFER_BYTES = 256 << 20  # per thread; far above any cache
+CPUS = Path("/sys/devices/system/cpu")
 _SOURCE = Path(__file__).with_name("read.c")
 
 
@@ -53,8 +55,8 @@ def _read() -> Any:
 class MemoryReader:
     """One buffer per thread, read by all threads together.
 
-    With several NUMA nodes each thread keeps to one core, so that its buffer is in the memory next
-    to it; the cores are spread over all that may be used.
+    With several NUMA nodes each thread keeps to one CPU, so that its buffer is in the memory next
+    to it; see `spread_cpus`.
 
     Args:
         n_threads: threads that read.
@@ -64,11 +66,14 @@ class MemoryReader:
     def __init__(self, n_threads: int, buffer_bytes: int = BUFFER_BYTES) -> None:
         self.function = _read()
         self.buffers = [np.empty(0, np.uint64)] * n_threads
+        self.cpus: list[int] = []  # of the threads; none = wherever the system puts them
+        if len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) > 1:
+            self.cpus = spread_cpus(n_threads, os.sched_getaffinity(0))
 
         def make(i: int) -> None:
             self.buffers[i] = _aligned_ones(buffer_bytes)
 
-        self._on_each_core(make)
+        self._on_each_cpu(make)
 
     def read(self) -> float:
         """Read every buffer once. Returns bytes per second."""
@@ -76,24 +81,59 @@ class MemoryReader:
         def read(i: int) -> None:
             self.function(self.buffers[i].ctypes.data, self.buffers[i].size)
 
-        started = time.perf_counter()
-        self._on_each_core(read)
-        return sum(b.nbytes for b in self.buffers) / (time.perf_counter() - started)
+        return sum(b.nbytes for b in self.buffers) / self._on_each_cpu(read)
 
-    def _on_each_core(self, work: Callable[[int], None]) -> None:
+    def _on_each_cpu(self, work: Callable[[int], None]) -> float:
+        """Seconds from when all threads are there to the end of the last one: to start threads
+        takes a share of a short read."""
         n = len(self.buffers)
+        started, ended = [0.0], [0.0] * n
 
-        def pinned(i: int) -> None:
-            if len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) > 1:
-                cores = sorted(os.sched_getaffinity(0))
-                os.sched_setaffinity(0, {cores[i * len(cores) // n % len(cores)]})  # this thread's
+        def begin() -> None:
+            started[0] = time.perf_counter()
+
+        all_there = threading.Barrier(n, action=begin)
+
+        def one(i: int) -> None:
+            if self.cpus:
+                os.sched_setaffinity(0, {self.cpus[i]})  # this thread's
+            all_there.wait()
             work(i)
+            ended[i] = time.perf_counter()
 
-        threads = [threading.Thread(target=pinned, args=(i,)) for i in range(n)]
+        # daemons: should one not start, those that wait for it do not keep the program
+        threads = [threading.Thread(target=one, args=(i,), daemon=True) for i in range(n)]
         for t in threads:
             t.start()
         for t in threads:
             t.join()
+        return max(ended) - started[0]
+
+
+def spread_cpus(n: int, allowed: Iterable[int], cpus: Path = CPUS) -> list[int]:
+    """A CPU for each of `n` threads, evenly over those allowed: a second SMT twin of a core only
+    when every core has a thread.
+
+    Args:
+        cpus: folder that says which are twins; where it does not, each is a core of its own.
+    """
+    seen: Counter[str] = Counter()
+    levels: list[list[int]] = []  # the first twin of each core, the second, ...
+    for cpu in sorted(allowed):
+        try:
+            core = (cpus / f"cpu{cpu}/topology/thread_siblings_list").read_text()
+        except OSError:
+            core = str(cpu)
+        if seen[core] == len(levels):
+            levels.append([])
+        levels[seen[core]].append(cpu)
+        seen[core] += 1
+    found: list[int] = []
+    while len(found) < n:
+        for level in levels:
+            m = min(n - len(found), len(level))
+            found += [level[i * len(level) // m] for i in range(m)]
+    return found
 
 
 def _aligned_ones(n_bytes: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +91,53 @@ def test_read_reads_every_word() -> None:
 def test_bandwidth_is_that_of_memory() -> None:
     reader = bandwidth.MemoryReader(2, 64 << 20)
     assert 5e8 < max(reader.read() for _ in range(3)) < 2e12  # bytes per second
+
+
+def test_bandwidth_does_not_count_the_start_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that only moves when a thread starts, or reads."""
+    now = [0.0]
+
+    class Slow(threading.Thread):
+        def start(self) -> None:
+            now[0] += 100
+            super().start()
+
+    reader = bandwidth.MemoryReader(3, 512)
+    monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(bandwidth.threading, "Thread", Slow)
+    one = threading.Lock()
+
+    def read(address: int, n_words: int) -> None:
+        with one:
+            now[0] += 1
+
+    reader.function = read
+    assert reader.read() == 3 * 512 / 3
+
+
+@pytest.mark.parametrize(
+    ("n", "wanted"),
+    [
+        (1, [0]),
+        (2, [0, 4]),
+        (4, [0, 2, 4, 6]),
+        (8, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (10, [0, 1, 2, 3, 4, 5, 6, 7, 8, 12]),
+        (18, [*range(16), 0, 4]),
+    ],
+)
+def test_twins_of_a_core_come_last(tmp_path: Path, n: int, wanted: list[int]) -> None:
+    """Two nodes of four cores; the second twins are numbered from 8 on."""
+    for cpu in range(16):
+        folder = tmp_path / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{cpu % 8},{cpu % 8 + 8}\n")
+    assert bandwidth.spread_cpus(n, range(16), tmp_path) == wanted
+
+
+def test_cpus_without_topology_are_cores(tmp_path: Path) -> None:
+    assert bandwidth.spread_cpus(2, {3, 5, 7, 9}, tmp_path) == [3, 7]
+    assert bandwidth.spread_cpus(3, {5}, tmp_path) == [5, 5, 5]
 
 
 def test_update_marked_replaces_only_its_own_part(tmp_path: Path) -> None:
