@@ -44,6 +44,7 @@ class Case:
     repetitions: int = 3
     seed: int = 1
     library: str = "sparq"
+    calibration: str = ""
 
 
 def run(
@@ -81,6 +82,7 @@ def run(
             first.type_v,
             first.n_depth,
             c.spec,
+            calibration=c.calibration,
         )
         for c in group
         if parse_spec(c.spec).method == "sparq"

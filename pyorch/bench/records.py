@@ -199,8 +199,10 @@ Measure = Callable[[Sequence[Any], Callable[[float], None]], list[dict[str, Any]
 
 
 def case_of(case: Any) -> dict[str, Any]:
-    """A case as it is recorded: layers on the GPU only where they were given."""
-    return {k: v for k, v in asdict(case).items() if k != "n_gpu_layers" or v is not None}
+    """A case as it is recorded: layers on the GPU only where they were given, and what calibration
+    found only where the settings ask for it."""
+    unset = {"n_gpu_layers": None, "calibration": ""}
+    return {k: v for k, v in asdict(case).items() if k not in unset or v != unset[k]}
 
 
 def resume(
@@ -263,10 +265,13 @@ def by_run(recs: Iterable[Record]) -> list[dict[str, Record]]:
 
 
 def latest(recs: Iterable[Record]) -> list[Record]:
-    """Of runs with the same cases, by whatever library, the last; each run whole."""
+    """Of runs with the same cases, by whatever library or calibration, the last; each whole."""
+
+    def case(rec: Record) -> dict[str, Any]:
+        return {k: v for k, v in rec["case"].items() if k != "calibration"}
+
     found = {
-        json.dumps([rec["case"] for rec in run.values()]): list(run.values())
-        for run in by_run(recs)
+        json.dumps([case(rec) for rec in run.values()]): list(run.values()) for run in by_run(recs)
     }
     return [rec for run in found.values() for rec in run]
 

@@ -13,6 +13,7 @@ turns (A B C, C B A, ...), a whole test each, after one that is not timed.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,8 @@ from typing import Any
 
 from pyorch import paths
 from pyorch.attention.bytes import GROUP, cache_bytes, shadow_bytes
-from pyorch.attention.spec import parse_spec
+from pyorch.attention.calibrate import resolve
+from pyorch.attention.spec import CALIBRATED, parse_spec
 from pyorch.bench import records
 from pyorch.bench.bandwidth import BUFFER_BYTES, MemoryReader
 from pyorch.bench.records import Progress, Record, spread
@@ -77,6 +79,7 @@ class Case(Side):
     below_min_ctx: bool = False  # ours is to run dense
     seed: int = 1
     n_gpu_layers: int | None = None  # all
+    calibration: str = ""  # what a budget of `spec` stands for with this model
 
     @property
     def test(self) -> str:
@@ -151,6 +154,7 @@ class Plan:
             cases = [replace(first, flash_attn=fa) for fa in stock]
             cases += [replace(first, library="sparq", flash_attn=True, spec=s) for s in specs]
             path = source if isinstance(source, Path) else self._synthetic(source, cases)
+            cases = [replace(c, calibration=calibration(c.spec, path)) for c in cases]
             model = _model(path)
             for (n_prompt, n_gen), n in product(tests, self.threads):
                 this = model | {"n_prompt": n_prompt, "n_gen": n_gen, "n_threads": n}
@@ -167,6 +171,18 @@ class Plan:
             if _needs(cases, *_sizes(like, n, self.quant), on_gpu) < FILL * memory
         )
         return synthetic(like, self.n_layer or next(fitting, 1), self.quant)
+
+
+def calibration(line: str, model: Path) -> str:
+    """A hash of the settings that `calibrated` or `top-p` stands for, "" for other budgets: after
+    another calibration a record is of something else.
+
+    Raises:
+        SparqError: the model is not calibrated for these settings.
+    """
+    spec = parse_spec(line)
+    found = str(resolve(spec, model))
+    return hashlib.sha256(found.encode()).hexdigest()[:8] if spec.budget in CALIBRATED else ""
 
 
 def synthetic(like: str, n_layer: int, quant: str) -> Path:
@@ -453,7 +469,7 @@ def rows(recs: Sequence[Record]) -> list[Row]:
 
 
 def _group_of(rec: Record) -> tuple[Any, ...]:
-    own = ("library", "flash_attn", "spec")
+    own = ("library", "flash_attn", "spec", "calibration")
     case = tuple(v for k, v in rec["case"].items() if k not in own)
     return records.run_of(rec), case
 

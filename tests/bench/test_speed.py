@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from pyorch.bench import output, records, speed
+from pyorch.attention import calibrate
+from pyorch.bench import growth, output, records, speed
 from pyorch.cli.bench import Numbers, command
 from pyorch.errors import SparqError
 
@@ -69,6 +70,38 @@ def test_layers_on_a_gpu_are_recorded_where_they_are_given(
     plan = speed.Plan(models=[model], n_gpu_layers=7)
     with pytest.raises(SparqError, match="7 layers cannot go to a GPU"):
         speed.run(plan, tmp_path / "x.jsonl", lambda done, total: None)
+
+
+def test_another_calibration_is_another_case(model: Path, tmp_path: Path) -> None:
+    """And no other case has a new key, or takes no turns with it."""
+    path = tmp_path / "m.gguf"
+    path.write_bytes(model.read_bytes())
+    result = {"ratio": 0.125, "shadow": "q4", "time": "1", "calibrated": {"k_layers": "64:128"}}
+    specs = ["sparq,ratio=1/8,calibrated", "sparq,ratio=1/8"]
+    plan = speed.Plan(models=[path], specs=specs)
+    with pytest.raises(SparqError, match="not calibrated for ratio 1/8"):
+        list(plan.groups())
+    found = []
+    for k_layers in ("64:128", "64:128", "128:64"):
+        result["calibrated"] = {"k_layers": k_layers}
+        calibrate.save(path, result)
+        ((_, group),) = plan.groups()
+        found.append([records.case_of(c) for c in group])
+    assert found[0] == found[1] != found[2]
+    *others, ours, plain = zip(*found, strict=True)
+    assert [c["spec"] for c in ours] == ["sparq,ratio=1/8,budget=calibrated"] * 3
+    assert all(c == same[0] and "calibration" not in c for same in (*others, plain) for c in same)
+    recs = [dict(record(c, ms=5, kv=10), case=records.case_of(c), run="new") for c in group]
+    assert [r["speedup"] for r in speed.rows(recs)] == [1] * 4
+    older = [dict(rec, case=case, run="old") for rec, case in zip(recs, found[0], strict=True)]
+    assert records.latest(older + recs) == recs
+
+
+def test_keys_of_recorded_cases_stay() -> None:
+    """A record that is there already is found again."""
+    assert records.key(speed.BENCH, records.case_of(CASE), "s") == "b7a5b363eadcf1b0"
+    case = growth.Case("m.gguf", "m", 1, "f16", "f16", 512, "sparq")
+    assert records.key(growth.BENCH, records.case_of(case), "s") == "970b072e96c02ba3"
 
 
 def test_a_row_of_ours_is_refused_unless_it_ran() -> None:
