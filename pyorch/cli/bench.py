@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from pyorch.models.gguf_file import CACHE_TYPES
 
 QUANTS = ("q8_0", "q4_k_m", "f16")
 CACHE_TYPE = opt.Name(*CACHE_TYPES)
+COMBINED = ("method", "ratio", "shadow_type", "budget")  # options, in place of --spec
+SYNTHETIC = {"like", "layers", "quant"}  # options, in place of a model
 
 
 class Several(click.ParamType):
@@ -150,10 +153,16 @@ def command(ctx: click.Context, **options: Any) -> None:
     if ctx.invoked_subcommand is not None:
         _refuse(ctx, given, f"stands before {ctx.invoked_subcommand}", "put it behind")
         return
+    if options["spec"]:
+        hint = "--spec has all settings, and may be given several times"
+        _refuse(ctx, given & set(COMBINED), "has no place beside --spec", hint)
+    if not options["attn_only"]:
+        _refuse_two_models(ctx, given, options["models"])
     from pyorch.engine import usable_cores
 
     options["threads"] = options["threads"] or [usable_cores()]
     opt.note_if_busy()
+    _note_left_out(options)
     if options["attn_only"]:
         _attention(ctx, given, options)
     else:
@@ -161,18 +170,18 @@ def command(ctx: click.Context, **options: Any) -> None:
 
 
 def _specs(options: dict[str, Any]) -> list[str]:
-    """The settings of ours: `--spec`, or all combinations of the four options."""
+    """The settings of ours: `--spec`, or all combinations of the four options, each once."""
     from pyorch.attention.spec import make_spec
 
     if options["spec"]:
         return list(options["spec"])
-    return [
-        str(make_spec(method, ratio=ratio, shadow=shadow, budget=budget))
-        for method in options["method"]
-        for ratio in options["ratio"]
-        for shadow in options["shadow_type"] or [None]
-        for budget in options["budget"] or [None]
+    every = product(*(options[name] or [None] for name in COMBINED))
+    # only SparQ has a transposed K: of other methods all types of it are the same
+    specs = [
+        make_spec(method, ratio=ratio, shadow=shadow if method == "sparq" else None, budget=budget)
+        for method, ratio, shadow, budget in every
     ]
+    return list(dict.fromkeys(map(str, specs)))
 
 
 def _speed(options: dict[str, Any]) -> None:
@@ -218,6 +227,22 @@ def _refuse(ctx: click.Context, names: set[str], why: str, hint: str) -> None:
             raise SparqError(f"{max(param.opts, key=len)} {why}", hint, exit_code=2)
 
 
+def _refuse_two_models(ctx: click.Context, given: set[str], model: Any) -> None:
+    if model:
+        hint = "--like, --layers and --quant make a synthetic model, which stands in for -m"
+        _refuse(ctx, given & SYNTHETIC, "has no meaning with --model", hint)
+
+
+def _note_left_out(options: dict[str, Any]) -> None:
+    """Say which rows of stock there cannot be."""
+    from pyorch.bench.turns import FLOATS
+
+    quantised = [t for t in options["cache_type_v"] if t not in FLOATS]
+    if quantised and set(options["flash_attn"]) == {"0", "1"}:
+        why = "llama.cpp quantises V only with flash attention"
+        opt.note(f"note: no stock -fa 0 beside -ctv {','.join(quantised)}: {why}", "yellow")
+
+
 def _attention(ctx: click.Context, given: set[str], options: dict[str, Any]) -> None:
     from pyorch.bench import attention
 
@@ -225,7 +250,7 @@ def _attention(ctx: click.Context, given: set[str], options: dict[str, Any]) -> 
     foreign |= {"n_gpu_layers", "prefill"}
     hint = "--like chooses the heads, -d the positions, -r the turns of five tokens"
     _refuse(ctx, given & foreign, "has no meaning with --attn-only", hint)
-    ours = given & {"method", "ratio", "shadow_type", "budget", "spec"}
+    ours = given & {*COMBINED, "spec"}
     plan = attention.Plan(
         like=options["like"] or attention.LIKE,
         positions=options["n_depth"] or attention.POSITIONS,
@@ -266,8 +291,10 @@ def _attention(ctx: click.Context, given: set[str], options: dict[str, Any]) -> 
 @force_option
 @readme_option
 @opt.json_option
-def growth(**options: Any) -> None:
+@click.pass_context
+def growth(ctx: click.Context, **options: Any) -> None:
     """How token time grows with the positions; below min_ctx; after a restored state."""
+    _refuse_two_models(ctx, _given(ctx), options["model"])
     from pyorch.bench import growth as bench
     from pyorch.bench.speed import Plan
     from pyorch.engine import usable_cores

@@ -42,6 +42,7 @@ def test_numbers_refuse_what_has_no_end_or_meaning(text: str) -> None:
     assert e.value.exit_code == 2
 
 
+Planned = Callable[..., tuple[speed.Plan, str]]
 CASE = speed.Case(
     model_filename="m.gguf",
     model_type="m",
@@ -240,6 +241,11 @@ def test_bench_refuses_a_sparse_row_that_ran_dense(
         (["-fa", "0", "-ctv", "q8_0"], "without flash attention"),
         (["--attn-only", "-d", "2048"], "--model has no meaning"),
         (["-ctk", "q3_K"], "unknown"),
+        (["--spec", "dense", "--ratio", "1/4"], "--ratio has no place beside --spec"),
+        (["--spec", "dense", "--shadow-type", "q8"], "--shadow-type has no place"),
+        (["--like", "llama3-8b"], "--like has no meaning with --model"),
+        (["--layers", "1"], "--layers has no meaning with --model"),
+        (["--quant", "f16"], "--quant has no meaning with --model"),
     ],
 )
 def test_bench_refuses_in_one_line(
@@ -248,6 +254,49 @@ def test_bench_refuses_in_one_line(
     result = bench(*args)
     assert isinstance(result.exception, SparqError)
     assert result.exception.exit_code == 2 and message in result.exception.message
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
+    """What the command would measure, and what it says before."""
+    plans: list[speed.Plan] = []
+
+    def run(plan: speed.Plan, *_: Any, **__: Any) -> Any:
+        plans.append(plan)
+        raise SparqError("enough")
+
+    monkeypatch.setattr(speed, "run", run)
+
+    def of(*args: str) -> tuple[speed.Plan, str]:
+        said = CliRunner().invoke(command, args).output
+        return plans[-1], said
+
+    return of
+
+
+def test_growth_takes_a_model_or_makes_one() -> None:
+    result = CliRunner().invoke(command, ["growth", "-m", "m.gguf", "--layers", "1"])
+    assert isinstance(result.exception, SparqError)
+    assert "--layers has no meaning with --model" in result.exception.message
+
+
+def test_settings_that_are_the_same_are_measured_once(planned: Planned) -> None:
+    args = ["--method", "topk,sparq,dense", "--ratio", "1/4,1/8", "--shadow-type", "f16,q4"]
+    assert planned(*args)[0].specs == [
+        "topk,ratio=1/4",
+        "topk,ratio=1/8",
+        "sparq,ratio=1/4,shadow=f16",
+        "sparq,ratio=1/4",
+        "sparq,ratio=1/8,shadow=f16",
+        "sparq,ratio=1/8",
+        "dense",
+    ]
+
+
+def test_a_stock_row_that_cannot_be_is_noted(planned: Planned) -> None:
+    why = "no stock -fa 0 beside -ctv q8_0: llama.cpp quantises V only with flash attention"
+    assert why in planned("-ctv", "f16,q8_0")[1]
+    assert "no stock" not in planned("-ctv", "bf16")[1] + planned("-ctv", "q8_0", "-fa", "1")[1]
 
 
 def test_bench_says_what_does_not_fit_before_it_begins(
