@@ -39,8 +39,8 @@ class Numbers(click.ParamType):
     name = "list"
     _part = re.compile(r"(\d+)(?:-(\d+)(?:([+*])(\d+))?)?")
 
-    def __init__(self, low: int = 0) -> None:
-        self.low = low
+    def __init__(self, low: int = 0, high: float = float("inf")) -> None:
+        self.low, self.high = low, high
 
     def convert(self, value: Any, param: Any, ctx: Any) -> list[int]:
         if isinstance(value, list):
@@ -56,7 +56,7 @@ class Numbers(click.ParamType):
                 "512, first-last, first-last+step or first-last*mult",
                 exit_code=2,
             )
-        number = opt.Number(int, self.low)
+        number = opt.Number(int, self.low, self.high)
         first = number.convert(match[1], param, None)
         last = number.convert(match[2] or match[1], param, None)
         step, out = int(match[4] or 1), [first]
@@ -116,7 +116,7 @@ force_option = click.option("--force", is_flag=True, help="Measure again what is
 @several("-p", "--n-prompt", of=Numbers(), default="0", text="Prompts of this many tokens.")
 @several("-n", "--n-gen", of=Numbers(), default="16", text="Tests of this many decoded tokens.")
 @several("-d", "--n-depth", of=Numbers(), text="Positions before.  [default: 4096]")
-@several("-t", "--threads", of=Numbers(1), text="Threads.  [default: all cores]")
+@several("-t", "--threads", of=Numbers(1, opt.THREADS.high), text="Threads.  [default: all cores]")
 @several("-ctk", "--cache-type-k", of=CACHE_TYPE, default="f16", text="Type of K.")
 @several("-ctv", "--cache-type-v", of=CACHE_TYPE, default="f16", text="Type of V.")
 @several("-fa", "--flash-attn", of=opt.Name("0", "1"), default="0,1", text="Of stock.")
@@ -158,15 +158,20 @@ def command(ctx: click.Context, **options: Any) -> None:
         _refuse(ctx, given & set(COMBINED), "has no place beside --spec", hint)
     if not options["attn_only"]:
         _refuse_two_models(ctx, given, options["models"])
-    from pyorch.engine import usable_cores
-
-    options["threads"] = options["threads"] or [usable_cores()]
+    options["threads"] = options["threads"] or [_all_threads()]
     opt.note_if_busy()
     _note_left_out(options)
     if options["attn_only"]:
         _attention(ctx, given, options)
     else:
         _speed(options)
+
+
+def _all_threads() -> int:
+    """One per core, as far as the library goes: what is recorded is what runs."""
+    from pyorch.engine import MAX_THREADS, usable_cores
+
+    return min(usable_cores(), MAX_THREADS)
 
 
 def _specs(options: dict[str, Any]) -> list[str]:
@@ -281,7 +286,7 @@ def _attention(ctx: click.Context, given: set[str], options: dict[str, Any]) -> 
 @click.option("--layers", type=opt.Number(int, 1), default=2, show_default=True)
 @click.option("--quant", type=opt.Name(*QUANTS), default="q8_0", show_default=True)
 @several("-d", "--n-depth", of=Numbers(), default="4096-65536*2")
-@click.option("--threads", "-t", type=opt.Number(int, 1), help="[default: all cores]")
+@click.option("--threads", "-t", type=opt.THREADS, help="[default: all cores]")
 @spec_option(default=["sparq,ratio=1/8"], show_default=True)
 @click.option("-n", "--n-gen", type=opt.Number(int, 1), default=20, show_default=True)
 @click.option(
@@ -297,7 +302,6 @@ def growth(ctx: click.Context, **options: Any) -> None:
     _refuse_two_models(ctx, _given(ctx), options["model"])
     from pyorch.bench import growth as bench
     from pyorch.bench.speed import Plan
-    from pyorch.engine import usable_cores
 
     opt.note_if_busy()
     file = _file(options, "growth.jsonl")
@@ -308,7 +312,7 @@ def growth(ctx: click.Context, **options: Any) -> None:
         quant=options["quant"],
         n_gen=[options["n_gen"]],
         n_depth=options["n_depth"],
-        threads=[options["threads"] or usable_cores()],
+        threads=[options["threads"] or _all_threads()],
         specs=options["spec"],
         repetitions=options["repetitions"],
     )

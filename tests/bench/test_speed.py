@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from pyorch import engine
 from pyorch.attention import calibrate
 from pyorch.bench import growth, output, records, speed
 from pyorch.cli.bench import Numbers, command
@@ -241,6 +242,8 @@ def test_bench_refuses_a_sparse_row_that_ran_dense(
         (["-fa", "0", "-ctv", "q8_0"], "without flash attention"),
         (["--attn-only", "-d", "2048"], "--model has no meaning"),
         (["-ctk", "q3_K"], "unknown"),
+        (["-t", "600"], "--threads 600 is out of range"),
+        (["-t", "1-1024*2"], "--threads 1024 is out of range"),
         (["--spec", "dense", "--ratio", "1/4"], "--ratio has no place beside --spec"),
         (["--spec", "dense", "--shadow-type", "q8"], "--shadow-type has no place"),
         (["--like", "llama3-8b"], "--like has no meaning with --model"),
@@ -272,6 +275,17 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
         return plans[-1], said
 
     return of
+
+
+def test_threads_are_those_that_the_library_runs(
+    planned: Planned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = CliRunner().invoke(command, ["growth", "-t", "513"])
+    assert isinstance(result.exception, SparqError)
+    assert result.exception.hint == "it is at least 1 and at most 512"
+    assert planned("-t", "1-512*512")[0].threads == [1, 512]
+    monkeypatch.setattr(engine, "usable_cores", lambda: 768)
+    assert planned()[0].threads == [512]
 
 
 def test_growth_takes_a_model_or_makes_one() -> None:
