@@ -17,6 +17,12 @@ from pyorch.models.gguf_file import CACHE_TYPES
 
 QUANTS = ("q8_0", "q4_k_m", "f16")
 CACHE_TYPE = opt.Name(*CACHE_TYPES)
+# as llama-bench has them; `auto` leaves the choice to stock, which is measured both ways
+FLASH_ATTN = {
+    **dict.fromkeys(("0", "off", "disabled", "false"), (False,)),
+    **dict.fromkeys(("1", "on", "enabled", "true"), (True,)),
+    **dict.fromkeys(("auto", "-1"), (False, True)),
+}
 COMBINED = ("method", "ratio", "shadow_type", "budget")  # options, in place of --spec
 SYNTHETIC = {"like", "layers", "quant"}  # options, in place of a model
 
@@ -119,7 +125,9 @@ force_option = click.option("--force", is_flag=True, help="Measure again what is
 @several("-t", "--threads", of=Numbers(1, opt.THREADS.high), text="Threads.  [default: all cores]")
 @several("-ctk", "--cache-type-k", of=CACHE_TYPE, default="f16", text="Type of K.")
 @several("-ctv", "--cache-type-v", of=CACHE_TYPE, default="f16", text="Type of V.")
-@several("-fa", "--flash-attn", of=opt.Name("0", "1"), default="0,1", text="Of stock.")
+@several(
+    "-fa", "--flash-attn", of=opt.Name(*FLASH_ATTN), default="0,1", text="Of stock: 0, 1, auto."
+)
 @click.option("-r", "--repetitions", type=opt.Number(int, 1), default=5, show_default=True)
 @click.option(
     "-o",
@@ -203,7 +211,7 @@ def _speed(options: dict[str, Any]) -> None:
         threads=options["threads"],
         type_k=options["cache_type_k"],
         type_v=options["cache_type_v"],
-        flash_attn=[fa == "1" for fa in options["flash_attn"]],
+        flash_attn=_flash_attn(options),
         specs=_specs(options),
         repetitions=options["repetitions"],
         prefill=options["prefill"],
@@ -238,12 +246,16 @@ def _refuse_two_models(ctx: click.Context, given: set[str], model: Any) -> None:
         _refuse(ctx, given & SYNTHETIC, "has no meaning with --model", hint)
 
 
+def _flash_attn(options: dict[str, Any]) -> list[bool]:
+    return list(dict.fromkeys(fa for name in options["flash_attn"] for fa in FLASH_ATTN[name]))
+
+
 def _note_left_out(options: dict[str, Any]) -> None:
     """Say which rows of stock there cannot be."""
     from pyorch.bench.turns import FLOATS
 
     quantised = [t for t in options["cache_type_v"] if t not in FLOATS]
-    if quantised and set(options["flash_attn"]) == {"0", "1"}:
+    if quantised and set(_flash_attn(options)) == {False, True}:
         why = "llama.cpp quantises V only with flash attention"
         opt.note(f"note: no stock -fa 0 beside -ctv {','.join(quantised)}: {why}", "yellow")
 

@@ -242,6 +242,7 @@ def test_bench_refuses_a_sparse_row_that_ran_dense(
         (["-fa", "0", "-ctv", "q8_0"], "without flash attention"),
         (["--attn-only", "-d", "2048"], "--model has no meaning"),
         (["-ctk", "q3_K"], "unknown"),
+        (["-fa", "maybe"], "unknown --flash-attn 'maybe'"),
         (["-t", "600"], "--threads 600 is out of range"),
         (["-t", "1-1024*2"], "--threads 1024 is out of range"),
         (["--spec", "dense", "--ratio", "1/4"], "--ratio has no place beside --spec"),
@@ -286,6 +287,22 @@ def test_threads_are_those_that_the_library_runs(
     assert planned("-t", "1-512*512")[0].threads == [1, 512]
     monkeypatch.setattr(engine, "usable_cores", lambda: 768)
     assert planned()[0].threads == [512]
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("on", [True]),
+        ("off", [False]),
+        ("true,disabled,1", [True, False]),
+        ("auto", [False, True]),
+        ("-1", [False, True]),
+    ],
+)
+def test_flash_attention_is_named_as_in_llama_bench(
+    planned: Planned, given: str, wanted: list[bool]
+) -> None:
+    assert planned("-fa", given)[0].flash_attn == wanted
 
 
 def test_growth_takes_a_model_or_makes_one() -> None:
