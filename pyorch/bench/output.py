@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from pyorch.bench.records import Record
 from pyorch.bench.speed import Row, label, rows, test
 
-TABLE = "llama_bench"  # as llama-bench names it
+# of SQL, by bench, because they differ in columns: llama-bench's own name, and one of ours
+TABLES = {"speed": "llama_bench", "attention": "attention_bench"}
 
 
 def markdown(recs: Sequence[Record]) -> str:
@@ -121,13 +122,14 @@ def _with_samples(found: Sequence[Row], recs: Sequence[Record]) -> list[Row]:
     ]
 
 
-def as_sql(found: Sequence[Row], _: Sequence[Record]) -> str:
+def as_sql(found: Sequence[Row], recs: Sequence[Record]) -> str:
+    table = TABLES[recs[0]["bench"]]
     kinds = {bool: "INTEGER", int: "INTEGER", float: "REAL", str: "TEXT", type(None): "INTEGER"}
     columns = ",\n".join(f"  {k} {kinds[type(v)]}" for k, v in found[0].items())
-    out = [f"CREATE TABLE IF NOT EXISTS {TABLE} (\n{columns}\n);\n"]
+    out = [f"CREATE TABLE IF NOT EXISTS {table} (\n{columns}\n);\n"]
     for row in found:
         values = ", ".join(_quoted(_plain(v)) for v in row.values())
-        out.append(f"INSERT INTO {TABLE} ({', '.join(row)}) VALUES ({values});")
+        out.append(f"INSERT INTO {table} ({', '.join(row)}) VALUES ({values});")
     return "\n".join(out)
 
 

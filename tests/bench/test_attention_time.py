@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sqlite3
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from pyorch.bench import attention, records
+from pyorch.bench import attention, output, records, speed
 from pyorch.bench.worker import Worker
 from pyorch.cli.bench import command
 from pyorch.errors import SparqError
@@ -64,7 +65,7 @@ def fake_records() -> list[records.Record]:
                 base_bytes_per_token=10**6,
                 counters={},
                 bandwidth_bytes_per_s=[20e9, 20e9, 1e9],
-                env={"machine": {"cpu": "C", "cores": 2}},
+                env={"machine": {"cpu": "C", "cores": 2}, "commit": "c"},
             )
         )
     return out
@@ -82,6 +83,18 @@ def test_rows_are_differences_against_the_better_stock() -> None:
     assert "| `stock -fa 0` | 20.0 |" in summary
     assert "| `dense` | 10.0 (2.0x, 50 %) |" in summary
     assert "| 4096 | `sparq,ratio=1/8` | 5.00 (5.00-5.00) | 4.00x | 9.00 | 101.0 | 100 % |" in table
+
+
+def test_sql_of_both_benches_goes_into_one_file() -> None:
+    """Their columns differ, so their tables have two names."""
+    recs = fake_records()
+    text = output.as_sql(attention.flat(recs), recs)
+    other = output.as_sql([{"n_depth": 1}], [{"bench": speed.BENCH}])
+    with sqlite3.connect(":memory:") as db:
+        db.executescript(other + text)
+        found = db.execute("SELECT spec, attention_ms FROM attention_bench").fetchall()
+        assert found[2] == ("dense", 10) and len(found) == len(recs)
+        assert db.execute("SELECT n_depth FROM llama_bench").fetchall() == [(1,)]
 
 
 def test_worker_reports_errors_and_its_death(model: Path) -> None:
