@@ -414,7 +414,8 @@ def refuse_idle(case: Case, counters: dict[str, int], n_layer: int) -> None:
 
     Raises:
         SparqError: an attention call of a decoded token was not sparse (or not our dense), or a
-            prompt with SparQ on sealed fewer groups of positions than it has to.
+            prompt with SparQ on sealed fewer groups of positions than it has to. Attention of a
+            prompt is dense, and `label` says so.
     """
     spec = parse_spec(case.spec)
     if case.library == "stock" or spec.method == "off":
@@ -536,6 +537,8 @@ def label(row: Row) -> str:
     """What a row is of."""
     if row["library"] == "stock":
         return f"stock -fa {row['flash_attn']}"
+    if row["n_prompt"] > 1 and parse_spec(row["sparse_attn"]).sparse:
+        return row["sparse_attn"] + ", dense prefill"  # SparQ seals meanwhile
     return row["sparse_attn"] + (", dense: below min_ctx" if row["below_min_ctx"] else "")
 
 

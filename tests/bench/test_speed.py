@@ -124,6 +124,25 @@ def test_a_row_of_ours_is_refused_unless_it_ran() -> None:
             speed.refuse_idle(case, counters, 2)
 
 
+def test_a_prompt_of_ours_says_that_it_is_dense() -> None:
+    """No call of it is sparse, whatever the method; a row of tokens is by its settings alone."""
+    prompt = replace(CASE, n_gen=0, n_prompt=512)
+    cases = [
+        prompt,
+        replace(prompt, spec="topk,ratio=1/8"),
+        replace(prompt, spec="dense"),
+        replace(prompt, library="stock", spec="off"),
+        CASE,
+    ]
+    assert [speed.label(r) for r in speed.rows([record(c, ms=5, kv=0) for c in cases])] == [
+        "sparq,ratio=1/8, dense prefill",
+        "topk,ratio=1/8, dense prefill",
+        "dense",
+        "stock -fa 1",
+        "sparq,ratio=1/8",
+    ]
+
+
 def test_rows_compare_with_the_faster_stock() -> None:
     stock = replace(CASE, library="stock", spec="off")
     recs = [
