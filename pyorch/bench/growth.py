@@ -62,15 +62,13 @@ def run(
         SparqError: what `speed.run` raises; or nothing was sealed.
     """
 
-    n_part = plan.repetitions + 2
-
-    def part(n: int) -> Progress:
-        return lambda done, total: progress(n * total + done, n_part * total)
-
     rounds = [replace(plan, repetitions=1, seed=i + 1) for i in range(plan.repetitions)]
-    long = [r for i, p in enumerate(rounds) for r in speed.run(p, file, part(i), force=force)]
     below = replace(plan, n_depth=SHORT, below_min_ctx=True)
-    short = speed.run(below, file, part(n_part - 2), force=force)
+    costs = [sum(speed.cost(*group) for group in p.groups()) for p in (*rounds, below)]
+    costs.append(costs[0])  # of sealing: about a round
+    part = _parts(costs, progress)
+    long = [r for i, p in enumerate(rounds) for r in speed.run(p, file, part(i), force=force)]
+    short = speed.run(below, file, part(len(rounds)), force=force)
     ((model, group), *_) = replace(plan, n_depth=[max(plan.n_depth)]).groups()
     first = group[0]
     cases = [
@@ -93,11 +91,21 @@ def run(
             [cases] if cases else [],
             lambda cases, done: _measure(model, cases, workers, done),
             file.with_name("sealing.jsonl"),
-            part(n_part - 1),
+            part(len(rounds) + 1),
             cost=len,
             force=force,
         )
     return long + short, sealing
+
+
+def _parts(costs: Sequence[int], progress: Progress) -> Callable[[int], Progress]:
+    """The progress of each part of a whole, by what the parts cost: one total for all of them."""
+
+    def part(n: int) -> Progress:
+        before = sum(costs[:n])
+        return lambda done, total: progress(before + done * costs[n] // total, sum(costs))
+
+    return part
 
 
 def _measure(

@@ -280,16 +280,22 @@ def run(plan: Plan, file: Path, progress: Progress, *, force: bool = False) -> l
             lambda group, done: _measure(models[id(group)], group, workers, done),
             file,
             progress,
-            cost=_cost,
+            cost=lambda group: cost(models[id(group)], group),
             force=force,
         )
 
 
-def _cost(group: Sequence[Case]) -> int:
-    """Relative duration of a group, for the time that is left."""
+def cost(model: Path, group: Sequence[Case]) -> int:
+    """Relative duration of a group, for the time that is left: about the MB that are read."""
     c = group[0]
-    tokens = c.n_gen or c.n_prompt / 10
-    return int(len(group) * (2e9 + c.model_size * (5 + (c.repetitions + 1) * tokens)) / 1e6)
+    read = c.model_size + cache_bytes(
+        _geometry(model), c.n_positions, cache_type(c.type_k), cache_type(c.type_v)
+    )
+    per_prompt = 1 / 10  # of a token's time, per token
+    once = c.n_depth * per_prompt if c.prefill else 0
+    tokens = once + (c.repetitions + 1) * (c.n_gen or c.n_prompt * per_prompt)
+    threads = min(c.n_threads, 8)  # more hardly read faster
+    return int(len(group) * (2e9 + read * (5 + tokens / threads)) / 1e6)
 
 
 def _measure(

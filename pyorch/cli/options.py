@@ -369,6 +369,8 @@ def progress_bar(label: str, of_bytes: bool = False) -> Iterator[Callable[[int, 
         TimeRemainingColumn(),
         console=console,
         transient=True,
+        # a speed needs two updates within this many seconds, and a bench has one a minute
+        speed_estimate_period=30 if of_bytes else 1800,
     )
     task, started, shown = bar.add_task(label), time.monotonic(), False
 

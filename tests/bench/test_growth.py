@@ -61,7 +61,10 @@ def test_growth_measures_all_three_and_only_once(
     monkeypatch.setattr(speed, "_once", noted)
     plan = speed.Plan(models=[model], n_depth=[1280, 2048], n_gen=[3], repetitions=2)
     file = tmp_path / "growth.jsonl"
-    found, sealing = growth.run(plan, file, lambda done, total: None)
+    bar: list[tuple[int, int]] = []
+    found, sealing = growth.run(plan, file, lambda *now: bar.append(now))
+    assert bar == sorted(bar) and len({total for _, total in bar}) == 1  # one bar for all parts
+    assert bar[-1][0] == bar[-1][1]
     for depth in plan.n_depth:
         assert timed[depth, 2] == timed[depth, 1][::-1]  # nobody is always the last
     assert [r["case"]["n_depth"] for r in found[::3]] == [1280, 2048, 1280, 2048, 256, 768]

@@ -358,6 +358,15 @@ def test_bench_says_what_does_not_fit_before_it_begins(
     assert "3 processes with 2052 positions" in result.exception.message
 
 
+def test_the_time_left_knows_the_cache_and_the_threads(model: Path) -> None:
+    def cost(**changes: Any) -> int:
+        return speed.cost(model, [replace(CASE, model_size=10**9, **changes)])
+
+    assert cost(n_depth=1 << 20) > cost() > cost(n_threads=2) > cost(n_threads=8)
+    assert cost(n_threads=8) == cost(n_threads=64)
+    assert cost(prefill=True) > 2 * cost()
+
+
 def test_layers_that_fit_do_not_depend_on_what_is_free(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ import time
 from functools import partial
 from pathlib import Path
 from threading import Timer
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import tiny as tiny_of
@@ -31,6 +31,27 @@ def test_help(run: Run, command: str) -> None:
     result = run(command, "--help")
     assert result.code == 0
     assert result.out.startswith("Usage:") and "--json" in result.out
+
+
+def test_a_bar_of_slow_steps_knows_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of a bench takes a minute or more."""
+    import rich.progress
+
+    from pyorch.cli.options import progress_bar
+
+    now, bars = [0.0], []
+
+    class Bar(rich.progress.Progress):
+        def __init__(self, *columns: Any, **options: Any) -> None:
+            super().__init__(*columns, **options, get_time=lambda: now[0])
+            bars.append(self)
+
+    monkeypatch.setattr(rich.progress, "Progress", Bar)
+    with progress_bar("slow") as progress:
+        for done in (1, 2, 3):
+            now[0] += 90
+            progress(done, 10)
+        assert bars[0].tasks[0].time_remaining == 7 * 90
 
 
 # ---- generate ----
