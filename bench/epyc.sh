@@ -13,6 +13,16 @@ model=${1:?usage: bench/epyc.sh MODEL.gguf|NAME [OUT]}
 out=${2:-bench/results/epyc-$(basename "$model" .gguf)}
 if [[ -f $model ]]; then what=(-m "$model"); else what=(--like "$model"); fi
 
+sparq=sparq-cpp
+if ! command -v "$sparq" >/dev/null; then
+    sparq=$(cd "$(dirname "$0")/.." && pwd)/.venv/bin/sparq-cpp # of `make build`
+    if [[ ! -x $sparq ]]; then
+        echo "error: there is no sparq-cpp here, neither on PATH nor in .venv" >&2
+        echo "hint: make build" >&2
+        exit 1
+    fi
+fi
+
 cores=$(lscpu -p=CORE,SOCKET | grep -v '^#' | sort -u | wc -l)                # without SMT twins
 nodes=$(lscpu -p=NODE | grep -v '^#' | sort -u | wc -l)
 node0=$(lscpu -p=CORE,SOCKET,NODE | grep -v '^#' | sort -u | grep -c ',0$' || true)
@@ -52,7 +62,7 @@ for place in $places; do
         # pages of the model stay where another place put them: only root can make the kernel forget
         [[ $nodes -gt 1 && -w /proc/sys/vm/drop_caches ]] && echo 3 >/proc/sys/vm/drop_caches
         mkdir -p "$out/$place"
-        ${before[$place]} sparq-cpp bench "${what[@]}" ${mode[$place]} -d "$depth" \
+        ${before[$place]} "$sparq" bench "${what[@]}" ${mode[$place]} -d "$depth" \
             -t "${THREADS:-${threads[$place]}}" --ratio "$ratios" --out "$out/$place" \
             ${ARGS:-} | tee "$out/$place/d$depth.md.partial" || { failed=1; continue; }
         mv "$out/$place/d$depth.md.partial" "$out/$place/d$depth.md"

@@ -15,19 +15,25 @@ pytestmark = pytest.mark.skipif(not shutil.which("lscpu"), reason="needs lscpu")
 
 def sweep(folder: Path, **env: str) -> tuple[int, list[str]]:
     """Runs the script with commands that only write down how they were called."""
+    log = programs_in(folder, folder)
+    env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", **env}
+    argv = ["bash", str(SCRIPT), "llama2-7b", str(folder / "out")]
+    code = subprocess.run(argv, env=env, capture_output=True).returncode
+    return code, log.read_text().splitlines()
+
+
+def programs_in(folder: Path, sparq: Path) -> Path:
+    """Make numactl in `folder` and sparq-cpp in `sparq`; where both write their calls."""
     log = folder / "calls"
     programs = {
         "sparq-cpp": '[[ "$*" != *"-d 99 "* ]] && echo table',
         "numactl": 'while [[ $1 == -* ]]; do shift; done; "$@"',
     }
     for name, text in programs.items():
-        path = folder / name
+        path = (sparq if name == "sparq-cpp" else folder) / name
         path.write_text(f'#!/bin/bash\necho "{name} $*" >> {log}\n{text}\n')
         path.chmod(0o755)
-    env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", **env}
-    argv = ["bash", str(SCRIPT), "llama2-7b", str(folder / "out")]
-    code = subprocess.run(argv, env=env, capture_output=True).returncode
-    return code, log.read_text().splitlines()
+    return log
 
 
 def test_sweep_covers_threads_depths_and_ratios(tmp_path: Path) -> None:
@@ -53,3 +59,20 @@ def test_sweep_binds_memory_with_numactl(tmp_path: Path) -> None:
     assert calls[1].startswith("numactl --interleave=all sparq-cpp bench")
     assert "--numa numactl" in calls[2]
     assert calls[3].startswith("numactl --cpunodebind=0 --membind=0 sparq-cpp bench")
+
+
+def test_sweep_takes_the_command_of_the_clone(tmp_path: Path) -> None:
+    """Beside the script when none is on PATH; when there is none at all, nothing is begun."""
+    script = tmp_path / "clone" / "bench" / "epyc.sh"
+    script.parent.mkdir(parents=True)
+    shutil.copy(SCRIPT, script)
+    argv = ["bash", str(script), "llama2-7b", str(tmp_path / "out")]
+    env = {"PATH": "/usr/bin:/bin", "DEPTHS": "64 128", "PLACES": "plain"}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and not (tmp_path / "out").exists()
+    assert done.stderr.splitlines()[1:] == ["hint: make build"]
+    programs = script.parents[1] / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    log = programs_in(tmp_path, programs)
+    assert subprocess.run(argv, env=env, capture_output=True).returncode == 0
+    assert len(log.read_text().splitlines()) == 2
