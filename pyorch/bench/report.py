@@ -21,8 +21,13 @@ TABLES = {
     "speed": "Decoded tokens, end to end",
     "growth": "Growth with the length of the context",
     "attention": "Attention by itself",
+    "step_times": "Steps of attention by themselves",
     "eval": "Quality, task by task",
+    "eval-budgets": "Quality, by how the bytes are spread",
+    "budgets": "What a byte buys, by how it is spread",
+    "ablations": "What each part of SparQ is for",
     "recall": "Attention caught per byte read",
+    "attention_stats": "How sparse attention is",
 }
 _DUBLIN_CORE = "{http://purl.org/dc/elements/1.1/}"
 

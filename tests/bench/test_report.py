@@ -84,6 +84,19 @@ def test_anchors_of_the_contents_exist(folder: Path) -> None:
     assert all(f'id="{name}"' in text for name in links)
 
 
+def test_every_table_is_on_the_page(folder: Path) -> None:
+    """Also those of the scripts of bench/, whose records count for the date."""
+    names = ["step_times", "budgets", "ablations", "attention_stats", "eval-budgets"]
+    for name in names:
+        (folder / f"{name}.md").write_text(f"| {name} |\n| --- |\n| 1 |\n")
+    (rec,) = records.load_all(folder / "attention.jsonl")
+    records.append(folder / "budgets.jsonl", rec | {"time": "2001-01-01T00:00:00Z"})
+    text = report.page(folder, folder)
+    for name in names:
+        assert f'<section id="table-{name}">' in text and f"<th>{name}</th>" in text
+    assert "measured 2001-01-01 to 20" in text
+
+
 def test_command_writes_the_page(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "r.html"
     where = ["--results", str(folder), "--figures", str(folder)]
