@@ -20,6 +20,7 @@ SIZES = ((0.1e9, 8, 64), (1e9, 8, 16), (float("inf"), 4, 16))  # bytes of a mode
 @opt.model_options
 @opt.context_options
 @opt.cache_options
+@opt.numa_option
 @click.option("--ratio", type=opt.Ratio(), default=str(DEFAULT_RATIO), help="[default: 1/8]")
 @click.option(
     "--shadow-type", "shadow", type=opt.Name(*SHADOWS), default="q4", help="[default: q4]"

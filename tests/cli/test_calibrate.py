@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from pyorch import engine
 from pyorch.attention import calibrate, meter, search
@@ -39,6 +40,18 @@ def model(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         here = SimpleNamespace(cache=lambda: tmp_path / "cache")
         monkeypatch.setattr(module, "paths", here)
     return Path(shutil.copy(tiny, tmp_path / "m.gguf"))
+
+
+def test_memory_is_placed_as_asked(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {}
+
+    def load(path: Path, **options: object) -> None:
+        asked.update(options)
+        raise SparqError("enough")
+
+    monkeypatch.setattr(engine, "load", load)
+    done = CliRunner().invoke(command.command, ["-m", str(model), "--numa", "distribute"])
+    assert isinstance(done.exception, SparqError) and asked["numa"] == "distribute"
 
 
 # ---- numbers ----
