@@ -36,7 +36,7 @@ from pyorch.engine import cache_type
 from pyorch.errors import SparqError
 from pyorch.models import synth
 from pyorch.models.gguf_file import Geometry, geometry, human_bytes, read_gguf
-from pyorch.models.memory import available_memory
+from pyorch.models.memory import available_memory, of_nodes
 
 BENCH = "speed"
 N_BATCH = 512  # of a prompt
@@ -224,7 +224,8 @@ def _memory(cases: Sequence[Case]) -> tuple[float, bool]:
     """Bytes of the memory that the layers go to, and whether it is a GPU's."""
     machine = records.machine()
     on_gpu = "gpu_gib" in machine and cases[0].n_gpu_layers != 0
-    return machine["gpu_gib" if on_gpu else "memory_gib"] * 2**30, on_gpu
+    total = machine["gpu_gib" if on_gpu else "memory_gib"] * 2**30
+    return total if on_gpu else min(total, of_nodes("MemTotal") or total), on_gpu
 
 
 def _needs(

@@ -8,11 +8,15 @@ from pathlib import Path
 from pyorch.errors import SparqError
 from pyorch.models.gguf_file import GGUFFile, human_bytes
 
+PROC = Path("/proc/self")
+NODES = Path("/sys/devices/system/node")
+
 
 def available_memory() -> int:
-    """Bytes that can be taken without swapping: the least of the system's, the container's, and
-    `SPARQ_MEMORY_LIMIT` (bytes)."""
-    limits = [_meminfo_available(), _cgroup_available()]
+    """Bytes that can be taken without swapping: the least of the system's, the container's, that of
+    the NUMA nodes this process is bound to, and `SPARQ_MEMORY_LIMIT` (bytes)."""
+    bound = of_nodes("MemFree", "Active(file)", "Inactive(file)")
+    limits = [_meminfo_available(), _cgroup_available(), bound]
     own = os.environ.get("SPARQ_MEMORY_LIMIT", "")
     if own:
         if not own.isdigit():
@@ -33,6 +37,35 @@ def _meminfo_available() -> int | None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):
         return None
+
+
+def of_nodes(*kinds: str, proc: Path = PROC, nodes: Path = NODES) -> int | None:
+    """Bytes of these kinds of memory, by their names in meminfo, on the NUMA nodes that this
+    process may take from; None where it may from all.
+
+    What `numactl --membind` allows is in numa_maps, what a container does in status.
+    """
+    try:
+        every = _numbers((nodes / "has_memory").read_text())
+        status = (line.split() for line in (proc / "status").read_text().splitlines())
+        allowed = every & _numbers(next(x[1] for x in status if x[0] == "Mems_allowed_list:"))
+        with (proc / "numa_maps").open() as f:  # each line has the policy; there may be many
+            policy, _, where = f.readline().split()[1].partition(":")
+        if policy.startswith("bind"):
+            allowed &= _numbers(where)
+        if allowed == every:
+            return None
+        lines = [s for n in allowed for s in (nodes / f"node{n}/meminfo").read_text().splitlines()]
+    except (OSError, ValueError, IndexError, StopIteration):
+        return None
+    found = (line.split()[2:4] for line in lines)  # Node 0 MemFree: 123 kB
+    return sum(int(n) * 1024 for kind, n in found if kind.rstrip(":") in kinds)
+
+
+def _numbers(text: str) -> set[int]:
+    """`0-2,5` -> 0, 1, 2, 5."""
+    ends = (part.partition("-") for part in text.strip().split(","))
+    return {n for first, _, last in ends for n in range(int(first), int(last or first) + 1)}
 
 
 def _cgroup_available() -> int | None:

@@ -379,11 +379,19 @@ def test_layers_that_fit_do_not_depend_on_what_is_free(
 
     monkeypatch.setattr(speed, "synthetic", synthetic)
     monkeypatch.setattr(records, "machine", lambda: {"memory_gib": 24.0})
+    monkeypatch.setattr(speed, "of_nodes", lambda *kinds: None)
     for depth, free in ((4096, 1 << 30), (4096, 1 << 40), (131072, 1 << 30)):
         monkeypatch.setenv("SPARQ_MEMORY_LIMIT", str(free))
         with pytest.raises(SparqError, match="enough"):
             list(speed.Plan(n_depth=[depth]).groups())
     assert made == [32, 32, 1]
+
+    made.clear()  # bound to a part of the memory
+    monkeypatch.setattr(speed, "of_nodes", lambda *kinds: 12 << 30)
+    with pytest.raises(SparqError, match="enough"):
+        list(speed.Plan(n_depth=[4096]).groups())
+    assert made == [8]
+    monkeypatch.setattr(speed, "of_nodes", lambda *kinds: None)
 
     made.clear()  # of a GPU: each process has the weights, too
     plan = speed.Plan(quant="f16", flash_attn=[True], n_depth=[46080])

@@ -103,6 +103,37 @@ def test_memory(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "smaller quantisation" in e.value.hint
 
 
+@pytest.mark.parametrize(
+    ("policy", "mems", "wanted"),
+    [
+        ("default", "0-2", None),
+        ("interleave:0-1", "0-2", None),
+        ("bind:1", "0-2", 1),
+        ("bind=static:0-1", "0-2", 2),
+        ("default", "2", 1),
+        ("bind:1-2", "0-1", 1),
+    ],
+)
+def test_memory_of_the_nodes_a_process_is_bound_to(
+    tmp_path: Path, policy: str, mems: str, wanted: int | None
+) -> None:
+    (tmp_path / "has_memory").write_text("0-2\n")
+    (tmp_path / "status").write_text(f"Name:\tx\nMems_allowed:\t7\nMems_allowed_list:\t{mems}\n")
+    (tmp_path / "numa_maps").write_text(f"5584 {policy} file=/x mapped=2\n5585 default\n")
+    for n in range(3):
+        (tmp_path / f"node{n}").mkdir()
+        text = f"Node {n} MemTotal: 900 kB\nNode {n} MemFree: 100 kB\nNode {n} Active(file): 1 kB\n"
+        (tmp_path / f"node{n}/meminfo").write_text(text + f"Node {n} Active(anon): 50 kB\n")
+
+    def of(*kinds: str) -> int | None:
+        return memory.of_nodes(*kinds, proc=tmp_path, nodes=tmp_path)
+
+    assert of("MemFree", "Active(file)") == (wanted and wanted * 101 * 1024)
+    assert of("MemTotal") == (wanted and wanted * 900 * 1024)
+    (tmp_path / "numa_maps").unlink()  # a system without nodes
+    assert of("MemFree") is None
+
+
 def test_available_memory_is_believable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1 << 26 < memory.available_memory() < 1 << 46
     monkeypatch.setenv("SPARQ_MEMORY_LIMIT", "12345")
