@@ -854,5 +854,3 @@ def load_state(session: Session, path: str | os.PathLike[str]) -> None:
             "a session needs the same model, cache types and at least the same --ctx",
         )
     session.tokens = list(buf[: n.value])
-    if hasattr(session.lib._lib, "llama_sparse_attn_seal"):
-        seal(session)

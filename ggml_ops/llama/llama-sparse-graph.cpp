@@ -349,22 +349,21 @@ struct llama_sparse_access {
         return std::abs(range[1] + range[0]*code - x) <= 0.501f*range[0] + 1e-6f*std::abs(x) + err;
     }
 
-    // complete groups below n_kv that are not sealed and not busy [n_grp] (or NULL), at most n_max
-    static std::vector<int32_t> sealable(const llama_kv_cache * kv, uint32_t stream, uint32_t n_kv, const uint8_t * busy, size_t n_max) {
+    // calls f(group) for the complete groups below n_kv that are not sealed and not busy [n_grp] (or NULL), until it returns false
+    template <typename F>
+    static void for_sealable(const llama_kv_cache * kv, uint32_t stream, uint32_t n_kv, const uint8_t * busy, F f) {
         const auto & cells  = kv->v_cells[stream];
         const auto & sealed = kv->sparse->sealed[stream];
-        std::vector<int32_t> res;
         const uint32_t n_full = std::min(n_kv, cells.used_max_p1())/GGML_SPARSE_GROUP;
-        for (uint32_t g = 0; g < n_full && res.size() < n_max; ++g) {
+        for (uint32_t g = 0; g < n_full; ++g) {
             bool full = !sealed[g] && !(busy && busy[g]);
             for (uint32_t i = 0; i < GGML_SPARSE_GROUP && full; ++i) {
                 full = !cells.is_empty(g*GGML_SPARSE_GROUP + i);
             }
-            if (full) {
-                res.push_back(g);
+            if (full && !f((int32_t) g)) {
+                return;
             }
         }
-        return res;
     }
 
     // SEAL for one layer. k, v: views of the cache with n_stream streams from s0 on
@@ -382,7 +381,8 @@ struct llama_sparse_access {
         std::vector<std::vector<int32_t>> todo;
         size_t n_list = 0, n_group = 0;
         for (uint32_t s = 0; s < kv->n_stream; ++s) {
-            todo.push_back(sealable(kv, s, kv->get_size(), nullptr, SIZE_MAX));
+            todo.emplace_back();
+            for_sealable(kv, s, kv->get_size(), nullptr, [&](int32_t g) { todo.back().push_back(g); return true; });
             n_list   = std::max(n_list, todo.back().size());
             n_group += todo.back().size();
         }
@@ -643,11 +643,16 @@ void llm_graph_input_sparse::set_seal(uint32_t s, uint32_t stream, const std::ve
 
     const int64_t n_list = list->ne[0];
     int32_t * dst = (int32_t *) list->data + s*n_list;
-    const auto groups = llama_sparse_access::sealable(kv, stream, n_kv, busy.data(), n_list);
-    std::fill(std::copy(groups.begin(), groups.end(), dst), dst + n_list, -1);
-    for (int32_t g : groups) {
+    int64_t n = 0;
+    llama_sparse_access::for_sealable(kv, stream, n_kv, busy.data(), [&](int32_t g) {
+        if (n == n_list) {
+            return false;
+        }
+        dst[n++] = g;
         flags[g] = 1;
-    }
+        return true;
+    });
+    std::fill(dst + n, dst + n_list, -1);
 
     if (is_used(sealed)) {
         int32_t * out = (int32_t *) sealed->data + s*sealed->ne[0];
@@ -742,7 +747,9 @@ int64_t llm_graph_input_sparse::n_waiting() const {
     const auto & sinfo = llama_sparse_access::sinfo(mctx);
     int64_t n = 0;
     for (uint32_t s = sinfo.s0; s <= sinfo.s1; ++s) {
-        n = std::max<int64_t>(n, llama_sparse_access::sealable(llama_sparse_access::kv(mctx), s, n_kv, nullptr, SIZE_MAX).size());
+        int64_t n_stream = 0;
+        llama_sparse_access::for_sealable(llama_sparse_access::kv(mctx), s, n_kv, nullptr, [&](int32_t) { ++n_stream; return true; });
+        n = std::max(n, n_stream);
     }
     return n;
 }

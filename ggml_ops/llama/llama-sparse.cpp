@@ -466,6 +466,7 @@ int32_t llama_set_sparse_attn(llama_context * ctx, const char * text, char * err
     try {
         ctx->synchronize();
         llama_sparse_access_ctx::set(ctx, parse_spec(text ? text : "off"));
+        llama_sparse_restored{ctx};
     } catch (const std::exception & e) {
         write_text(e.what(), err, n_err);
         return -1;
@@ -595,5 +596,20 @@ void llama_sparse_env_apply(llama_context * ctx) {
 void llama_sparse_decode_failed(llama_memory_i * memory) {
     for (auto * kv : find_caches(memory)) {
         llama_sparse_unseal_all(llama_sparse_shadow_get(kv));
+    }
+}
+
+llama_sparse_restored::~llama_sparse_restored() {
+    if (!ctx->get_cparams().sparse) {
+        return;
+    }
+    int64_t n = -1;
+    try {
+        n = llama_sparse_attn_seal(ctx);
+    } catch (const std::exception &) {
+        // no memory, say
+    }
+    if (n < 0) {
+        LLAMA_LOG_WARN("%s: the next token will seal what could not be sealed now\n", __func__);
     }
 }

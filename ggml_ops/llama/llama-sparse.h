@@ -54,8 +54,8 @@ LLAMA_API int32_t llama_get_sparse_attn_info(const struct llama_context * ctx, c
 
 LLAMA_API void llama_sparse_attn_reset_counters(struct llama_context * ctx);
 
-// Seals now what the next token would have to seal first: after a restored state, everything. Returns how many (layer, group) that were,
-// < 0: failed.
+// Seals now what the next token would have to seal first. A restored state is sealed by itself, and the cache when SparQ is turned on; this is
+// for what a prompt or a shift leaves. Returns how many (layer, group) that were, < 0: failed.
 LLAMA_API int64_t llama_sparse_attn_seal(struct llama_context * ctx);
 
 // For tests: makes k_t and the sums of V of every sealed group anew from K and V. Returns how many (layer, group) differ; < 0: no shadow.
@@ -100,5 +100,14 @@ void llama_sparse_huge_pages(ggml_backend_buffer_t buf);
 
 // llama_context::decode(): an ubatch failed, so what it was to seal is unknown
 void llama_sparse_decode_failed(llama_memory_i * memory);
+
+// llama_context, whatever restores a state: seals at its end what was restored, so that no token has to. Made first, so that it ends last: bytes
+// are still copied then
+struct llama_sparse_restored {
+    llama_context * ctx;
+
+    explicit llama_sparse_restored(llama_context * ctx) : ctx(ctx) {}
+    ~llama_sparse_restored();
+};
 
 #endif

@@ -168,8 +168,6 @@ class Meter:
 
         c = self.contexts[context]
         engine.set_attention(self.session, spec)
-        if spec.startswith("sparq"):
-            engine.seal(self.session)
         engine.reset_counters(self.session)
         out = []
         for token in [c.prompt[-1], *c.rest[:-1]]:

@@ -215,13 +215,11 @@ def _measure(
 
 
 def _prepare(group: Sequence[Case], workers: Workers, *, check: bool) -> None:
-    """Seal all that can be sealed, before the clock. `check`: a wrong kernel is not timed."""
+    """Have all sealed, before the clock. `check`: a wrong kernel is not timed."""
     logits: dict[str, list[float]] = {}
     for case in group:
         worker = workers[case.place]
         worker.attention(spec=case.spec)
-        if parse_spec(case.spec).method == "sparq":
-            worker.seal()
         if check and not parse_spec(case.spec).sparse:
             logits[case.label] = worker.logits(token=77)
     if "dense" in logits:

@@ -372,8 +372,8 @@ def _open(workers: Workers, place: str, case: Case, model: Path) -> None:
 
 
 def _prepare(group: Sequence[Case], workers: Workers) -> list[int]:
-    """Check, and seal all that can be sealed, before the clock. Returns how many layers of each
-    case are not left to llama.cpp."""
+    """Check, and have all sealed, before the clock. Returns how many layers of each case are not
+    left to llama.cpp."""
     first, layers = group[0], []
     wanted = workers[first.place].logits(token=77)
     ours = next((c for c in group if c.library == "sparq"), None)
@@ -386,8 +386,6 @@ def _prepare(group: Sequence[Case], workers: Workers) -> list[int]:
         if spec.method == "off":
             layers.append(0)
             continue
-        if spec.method == "sparq" and case.n_depth:
-            worker.seal()
         n_layer, reasons = worker.layers()
         if not n_layer:
             raise SparqError(

@@ -83,12 +83,6 @@ class Subject:
 
         engine.set_attention(self._session, spec)
 
-    def seal(self) -> int:
-        """Seal all complete groups of positions; returns how many, counted per layer."""
-        from pyorch import engine
-
-        return engine.seal(self._session)
-
     def decode(self, n: int, seed: int) -> dict[str, Any]:
         """Time `n` tokens, each at the position after those in the cache, which stays as it is.
 
@@ -130,26 +124,17 @@ class Subject:
         engine.rewind(session, n_pos)
         return {"samples_ns": samples, "counters": counters}
 
-    def seal_by_decoding(self, spec: str, n_after: int) -> dict[str, Any]:
-        """Time each token from a restored state on, until nothing is left to seal, and then
-        `n_after` more. All are decoded at the same position.
-
-        Returns what each token sealed, counted per layer, and its time.
+    def restored(self, n_pos: int, n_token: int, seed: int) -> dict[str, Any]:
+        """Restore a state of random K and V, and time `n_token` tokens from the first on, all
+        decoded at the same position. `sealed`: groups of positions that restoring sealed, counted
+        per layer.
         """
         from pyorch import engine
 
-        session = self._session
-        self._step(3)
-        engine.set_attention(session, spec)
-        engine.reset_counters(session)
-        times: list[int] = []
-        sealed: list[int] = []
-        while not sealed or sealed[-1]:
-            before = engine.info(session).counter("groups_sealed")
-            times.append(self._step(3))
-            sealed.append(engine.info(session).counter("groups_sealed") - before)
-        after = [self._step(3) for _ in range(n_after)]
-        return {"sealing_ns": times[:-1], "sealed": sealed[:-1], "after_ns": after}
+        engine.reset_counters(self._session)
+        self.fill(n_pos, seed)
+        sealed = engine.info(self._session).counter("groups_sealed")
+        return {"samples_ns": [self._step(3) for _ in range(n_token)], "sealed": sealed}
 
     def layers(self) -> tuple[int, list[str]]:
         """How many layers are ours, by the last token, and why the others are llama.cpp's."""

@@ -113,8 +113,6 @@ class Runner:
             return result, counters, None
         spec = policies.parse(method)
         engine.set_attention(s, spec)
-        if spec.method == "sparq":
-            engine.seal(s)  # not counted as decoding
         engine.reset_counters(s)
         result = work(s)
         counters = engine.info(s).counters
@@ -130,8 +128,6 @@ class Runner:
         assert s is not None
         engine.rewind(s, n)
         policies.switch(s, method)
-        if getattr(policies.parse(method), "method", "") == "sparq":
-            engine.seal(s)
         self._watch.masses = found = {}
         try:
             work(s)

@@ -100,7 +100,7 @@ def test_sql_of_both_benches_goes_into_one_file() -> None:
 def test_worker_reports_errors_and_its_death(model: Path) -> None:
     with Worker() as worker:
         with pytest.raises(SparqError, match="no model is open"):
-            worker.seal()
+            worker.layers()
         worker.open(model=str(model), n_ctx=512, n_threads=1)
         worker.fill(n_pos=400, seed=1)
         worker.attention(spec="dense")
@@ -110,8 +110,8 @@ def test_worker_reports_errors_and_its_death(model: Path) -> None:
         with pytest.raises(SparqError, match="unknown method"):
             worker.attention(spec="nonsense")
         worker.process.kill()
-        with pytest.raises(SparqError, match="ended during 'seal'"):
-            worker.seal()
+        with pytest.raises(SparqError, match="ended during 'layers'"):
+            worker.layers()
 
 
 @pytest.mark.usefixtures("stock")

@@ -272,31 +272,48 @@ def test_top_p_reads_less_within_its_cap(session: engine.Session) -> None:
 
 @pytest.mark.parametrize("shadow", ["f16", "q8", "q4"])
 def test_a_restored_state_is_sealed_at_once(tiny: Path, tmp_path: Path, shadow: str) -> None:
-    """When asked, with the next token, or by `load_state`: more than an ordinary graph seals."""
+    """When it is read, by whatever call, or SparQ is turned on: no token seals it."""
     spec, got, n_pos = f"sparq,rank=8,topk=64,min_ctx=0,shadow={shadow}", [], 20 * 64 + 10
-    for when in ("asked", "decoded", "loaded"):
-        with engine.load(tiny, n_ctx=2048, n_threads=2, attention=spec) as s:
+    for when in ("read", "turned on", "loaded"):
+        first = "off" if when == "turned on" else spec
+        with engine.load(tiny, n_ctx=2048, n_threads=2, attention=first) as s:
             state.fill(s, n_pos, seed=4)
             n_group = 20 * s.geometry.n_layer
-            if when == "asked":
-                assert engine.seal(s) == n_group
-            elif when == "decoded":
-                engine.decode(s, 3)
-                engine.rewind(s, n_pos)
-            else:
+            if when == "turned on":
+                engine.set_attention(s, spec)
+            elif when == "loaded":
                 engine.save_state(s, tmp_path / "state")
+                engine.reset_counters(s)
                 engine.load_state(s, tmp_path / "state")
-            assert engine.seal(s) == 0
             assert engine.info(s).counter("groups_sealed") == n_group
-            check = s.lib._lib.llama_sparse_attn_check
-            check.restype, check.argtypes = ctypes.c_int64, [ctypes.c_void_p]
-            assert check(s.ctx) == 0
+            assert engine.seal(s) == 0
+            assert n_wrong(s) == 0
             engine.reset_counters(s)
             engine.decode(s, 70)
             assert engine.info(s).counter("groups_sealed") == 0
             got.append((engine.logits(s), engine.info(s).counter("bytes_score")))
     for logits, n_bytes in got[1:]:
         assert np.array_equal(logits, got[0][0]) and n_bytes == got[0][1]
+
+
+def test_a_shifted_cache_is_sealed_by_the_next_token(tiny: Path) -> None:
+    """More groups than an ordinary graph seals; not those that lack cells."""
+    with engine.load(tiny, n_ctx=2048, n_threads=2, attention="sparq,rank=8,topk=64") as s:
+        state.fill(s, 20 * 64 + 10, seed=4)
+        s.lib.llama_memory_seq_rm(s.memory, 0, 10, 74)
+        s.lib.llama_memory_seq_add(s.memory, 0, 74, -1, -64)
+        del s.tokens[10:74]
+        engine.reset_counters(s)
+        engine.decode(s, 3)
+        assert engine.info(s).counter("groups_sealed") == 18 * s.geometry.n_layer
+        assert engine.seal(s) == 0 and n_wrong(s) == 0
+
+
+def n_wrong(s: engine.Session) -> int:
+    """Of all sealed groups, those that differ from K and V."""
+    check = s.lib._lib.llama_sparse_attn_check
+    check.restype, check.argtypes = ctypes.c_int64, [ctypes.c_void_p]
+    return check(s.ctx)
 
 
 def test_there_is_nothing_to_seal_without_a_transposed_k(session: engine.Session) -> None:

@@ -121,11 +121,19 @@ def shadow_threads(ggml: Counting, n_pos: int, n_threads: int) -> dict[str, np.n
         sealed = g.tensor(np.ones((1, n_group)), "i32")
         groups = g.tensor(np.arange(n_group)[None], "i32")
         params = SealParams(4)
-        k_t = g.op("ggml_sparse_attn_seal", k_t, None, k, None, groups, None, k_range, sealed, params)
+        k_t = g.op(
+            "ggml_sparse_attn_seal", k_t, None, k, None, groups, None, k_range, sealed, params
+        )
         values = np.random.default_rng(0).standard_normal((1, 1, n_head, D))
         forced = g.tensor(np.zeros((1, 1, 1, 1)), "i32")
         kl = g.tensor(np.array([[[[64, 0]]]]), "i32")
-        sources = (g.tensor(values, "f32"), k, k_t, sealed, g.tensor(np.zeros((1, 1, 1, n_pos)), "f16"))
+        sources = (
+            g.tensor(values, "f32"),
+            k,
+            k_t,
+            sealed,
+            g.tensor(np.zeros((1, 1, 1, n_pos)), "f16"),
+        )
         out = g.op(
             "ggml_sparse_attn_pick",
             *(*sources, forced, kl, None, None, k_range),
