@@ -18,6 +18,7 @@ SHADOW_BYTES = {"f16": 2.0, "q8": 1.0, "q4": 0.5}  # per element of the transpos
 RUN = 512  # positions of a channel that share a scale and a zero (two f32) where K is quantised
 GROUP = 64  # positions sealed together; the sums of V are per group ..
 SUM = 16  # .. and once more per this many groups
+LINE = 64  # bytes of a cache line
 CELLS = 256  # llama.cpp looks at the cache in blocks of this many positions
 
 
@@ -186,11 +187,18 @@ def cache_bytes(geo: Geometry, n_ctx: int, type_k: _HasSize, type_v: _HasSize) -
 
 
 def shadow_bytes(geo: Geometry, n_ctx: int, spec: AttentionSpec) -> int:
-    """Memory of the transposed K, and of the sums of V where they are used."""
+    """Memory of the transposed K, and of the sums of V where they are used.
+
+    Of f16 K and V with d = 128 the transposed K takes 50 % (f16), 26 (q8) and 13 (q4); the sums of
+    V 1.7 % more. Rows of codes and of scales are an odd number of cache lines each.
+    """
     if spec.method != "sparq" or geo.is_mla:
         return 0
     mean_v = any(uses_mean_v(spec, *n) for n in zip(geo.n_head, geo.n_head_kv, strict=True))
-    k_t = geo.head_dim_k * (n_ctx * SHADOW_BYTES[spec.shadow] + _scale_bytes(spec, n_ctx))
-    rows = -(-n_ctx // (GROUP * SUM)) * (SUM + 1)
-    v_sum = geo.head_dim_v * rows * 4 if mean_v else 0
-    return int(sum(geo.n_head_kv) * (k_t + v_sum))
+    row = n_ctx * SHADOW_BYTES[spec.shadow]
+    if spec.shadow != "f16":
+        n_run = -(-n_ctx // RUN)
+        row = n_run * RUN * SHADOW_BYTES[spec.shadow] + LINE + LINE * (-(-n_run // 8) | 1)
+    n_sum = -(-n_ctx // (GROUP * SUM)) * (SUM + 1)
+    v_sum = geo.head_dim_v * n_sum * 4 if mean_v else 0
+    return int(sum(geo.n_head_kv) * (geo.head_dim_k * row + v_sum))

@@ -247,10 +247,21 @@ def test_byte_model_agrees_with_the_library(tiny: Path, line: str, types: tuple[
         expected = sum(c.bytes_read for c in costs)
         assert info.counter("bytes_read") == pytest.approx(expected, rel=0.01)
         if spec.method == "sparq":
-            assert info.shadow_bytes == pytest.approx(
-                shadow_bytes(s.geometry, s.n_ctx, spec),
-                rel=0.15,  # its rows are padded
-            )
+            assert info.shadow_bytes == shadow_bytes(s.geometry, s.n_ctx, spec)
+
+
+@pytest.mark.parametrize(("shadow", "most"), [("f16", 0.50), ("q8", 0.27), ("q4", 0.15)])
+def test_memory_of_the_transposed_k(tmp_path: Path, shadow: str, most: float) -> None:
+    """As allocated, against f16 K and V; the sums of V, where they are used, come on top."""
+    file = write_tiny_gguf(tmp_path / "m.gguf", n_head=2, head_dim=128)
+    spec = f"sparq,ratio=1/8,shadow={shadow}"
+    for n_ctx in (2048, 4096):
+        taken = []
+        for mean_v in ("off", "on"):
+            line = f"{spec},mean_v={mean_v}"
+            with engine.load(file, n_ctx=n_ctx, n_threads=1, attention=line) as s:
+                taken.append(engine.info(s).shadow_bytes / (n_ctx * 2 * 2 * 2 * 128 * 2))
+        assert taken[0] <= most and taken[1] - taken[0] < 0.017
 
 
 def test_top_p_reads_less_within_its_cap(session: engine.Session) -> None:

@@ -21,11 +21,16 @@ from ggml_ctypes import CONTEXT, UNWRITTEN, Buffer, Ggml
 HERE = Path(__file__).parent
 OPS = HERE.parents[1] / "ggml_ops"
 
-# name: prefix of the compilers, flags, emulator
+# name: prefix of the compilers, flags, emulator. The other files of this folder test the kernels as
+# they are built for this machine
+_AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+_AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 TARGETS = {
     "scalar": ("", ["-DSPARQ_SCALAR"], ""),
-    "avx2": ("", ["-mavx2", "-mfma", "-mf16c"], ""),
+    "avx2": ("", _AVX2, ""),
+    "avx512-without-vnni": ("", [*_AVX2, *_AVX512], ""),
     "neon": ("aarch64-linux-gnu-", [], "qemu-aarch64"),
+    "neon-i8mm": ("aarch64-linux-gnu-", ["-march=armv8.2-a+i8mm"], "qemu-aarch64"),
 }
 # tests/ops/test_sanitize.py loads their runtime into Python; every access is seen in scalar code,
 # with vectors not those under a mask
@@ -41,15 +46,14 @@ COUNTED = {"count": ("", ["-DSPARQ_SCALAR", "-fsanitize=thread"], "")}
 
 def why_not(target: str) -> str:
     """Why this machine can not run the target; empty: it can."""
-    prefix, _, emulator = TARGETS[target]
+    prefix, flags, emulator = TARGETS[target]
     for tool in (f"{prefix}gcc", f"{prefix}g++", emulator):
         if tool and not shutil.which(tool):
             return f"no {tool}"
-    if target == "avx2":
-        info = Path("/proc/cpuinfo")
-        if not (info.exists() and {"avx2", "fma", "f16c"} <= set(info.read_text().split())):
-            return "no AVX2"
-    return ""
+    info = Path("/proc/cpuinfo")
+    has = set(info.read_text().split()) if info.exists() else set()
+    lacks = [f for f in flags if f in (*_AVX2, *_AVX512) and f.removeprefix("-m") not in has]
+    return f"no {lacks[0].removeprefix('-m')}" if lacks else ""
 
 
 class IsaGgml(Ggml):
@@ -151,6 +155,8 @@ class Arena:
         os.close(fd)
         if got != self.ADDRESS:
             raise OSError(ctypes.get_errno(), "no memory at the address of the arena")
+        libc.munmap.argtypes = [c_void_p, c_size_t]
+        self.close = lambda: libc.munmap(self.ADDRESS, self.SIZE)  # for the next
         self.bytes = np.frombuffer((ctypes.c_uint8 * self.SIZE).from_address(got), np.uint8)
 
     def take(self, size: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import cases
@@ -15,10 +16,13 @@ CASES = [c for c in cases.quick_cases() if c.size <= 300_000]
 
 
 @pytest.fixture(scope="module", params=TARGETS)
-def isa(request, ggml, ggml_headers: Path, tmp_path_factory) -> IsaGgml:
+def isa(request, ggml, ggml_headers: Path, tmp_path_factory) -> Iterator[IsaGgml]:
     if reason := why_not(request.param):
         pytest.skip(reason)
-    return IsaGgml(ggml.folder, request.param, ggml_headers, tmp_path_factory.mktemp("isa"))
+    isa = IsaGgml(ggml.folder, request.param, ggml_headers, tmp_path_factory.mktemp("isa"))
+    yield isa
+    if isa.arena:
+        isa.arena.close()
 
 
 def test_isa_equals_oracle(isa: IsaGgml) -> None:
