@@ -35,8 +35,9 @@ upto() { # 1,2,4,... below $1, and $1
 depths=${DEPTHS:-4096 16384 65536 131072}
 ratios=${RATIOS:-1/4,1/8,1/16}
 
-# place -> the command before `sparq-cpp`, the --numa mode, the threads. llama.cpp touches the
-# weights and the cache first with the threads that use them; `interleave` ignores that on purpose
+# place -> the command before `sparq-cpp`, the --numa mode, the threads. Weights lie where the first
+# thread that used them is, the transposed K where those are that read it, K and V on one node, since
+# one thread clears them; `interleave` spreads everything
 declare -A before=([plain]="" [distribute]="" [interleave]="numactl --interleave=all" \
                    [node0]="numactl --cpunodebind=0 --membind=0")
 declare -A mode=([plain]="" [distribute]="--numa distribute" [interleave]="--numa numactl" \
