@@ -411,8 +411,10 @@ struct select_work : select_scratch {
     }
 };
 
-// threads per head from which on they share its ranking too, not only its tiles: three more barriers, which cost a busy machine much
-constexpr int MANY_SHARE = 4;
+// threads per head, and positions, from which on threads share the ranking of a head too, not only its tiles: by one thread it takes 5 us per
+// 16k positions (four query heads), and three more barriers are not free, least of all on a busy machine
+constexpr int     MANY_SHARE = 4;
+constexpr int64_t LONG_SHARE = 32768;
 
 // step 2, after unit_queue::open and a barrier; make_tile(u, i_tile, x, ld, next): writes the logits of a tile of head u at x + j*ld + position;
 // lines(next): what it will read for the tile `next`; scratch(i): that of thread i
@@ -463,7 +465,7 @@ void select_heads(const ggml_compute_params * params, ggml_tensor * dst, const s
             f(part[i], w.scores(a, part[i].u, part[i].owner, false, nth), scratch(part[i].owner));
         }
     };
-    if (nth < MANY_SHARE*a.n_all) {
+    if (nth < MANY_SHARE*a.n_all || a.n_kv < LONG_SHARE) {
         each_part([&](auto & p, const head_scores & s, const select_work &) {
             if (p.owner == ith) {
                 line_stream none;

@@ -408,7 +408,7 @@ def test_select_group_sums_softmaxed_scores(kind, n, g, ggml) -> None:
 @pytest.mark.parametrize(("n_head", "n_head_kv"), [(1, 1), (4, 1), (6, 2), (15, 3)])
 def test_select_heads_shared_by_threads(kind, n_head, n_head_kv, ggml) -> None:
     """Bit for bit what one thread finds, however the tiles of few heads fall to many."""
-    n, k = 20011, 900
+    n, k = 40011, 900
     rng = np.random.default_rng(n_head)
     logits = np.concatenate([logits_of_kind(kind, n, n_head, rng) for _ in range(2)])
     forced = rng.integers(-2, n + 2, 120)
