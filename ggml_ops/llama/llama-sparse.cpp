@@ -600,8 +600,9 @@ void llama_sparse_decode_failed(llama_memory_i * memory) {
 }
 
 llama_sparse_restored::~llama_sparse_restored() {
-    if (!ctx->get_cparams().sparse) {
-        return;
+    const auto & state = ctx->get_cparams().sparse;
+    if (!state || state->spec.method != LLAMA_SPARSE_SPARQ || state->spec.is_dense()) {
+        return; // a shadow of before may be there, but nothing reads it
     }
     int64_t n = -1;
     try {

@@ -285,12 +285,15 @@ def test_top_p_reads_less_within_its_cap(session: engine.Session) -> None:
 def test_a_restored_state_is_sealed_at_once(tiny: Path, tmp_path: Path, shadow: str) -> None:
     """When it is read, by whatever call, or SparQ is turned on: no token seals it."""
     spec, got, n_pos = f"sparq,rank=8,topk=64,min_ctx=0,shadow={shadow}", [], 20 * 64 + 10
-    for when in ("read", "turned on", "loaded"):
+    for when in ("read", "turned on", "turned on again", "loaded"):
         first = "off" if when == "turned on" else spec
         with engine.load(tiny, n_ctx=2048, n_threads=2, attention=first) as s:
+            if when == "turned on again":
+                engine.set_attention(s, "off")
             state.fill(s, n_pos, seed=4)
             n_group = 20 * s.geometry.n_layer
-            if when == "turned on":
+            if when.startswith("turned on"):
+                assert engine.info(s).counter("groups_sealed") == 0
                 engine.set_attention(s, spec)
             elif when == "loaded":
                 engine.save_state(s, tmp_path / "state")
