@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from pyorch.errors import SparqError
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from pyorch.engine import Session
 
 FORGET_BYTES = 128 << 20  # read before a timed token: more than a last-level cache holds
+END_S = 10  # that a process has to end by itself when it is told to
 _TOKENS = 256  # tokens used as input: the bytes, after three special ones
 
 
@@ -238,9 +240,14 @@ class Worker:
         """End the process; what it is doing is not waited for."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.terminate()
-        self.process.stdin.close()
-        self.process.stdout.close()
-        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with suppress(OSError):  # a request that a dead process did not take
+                pipe.close()
+        try:
+            self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
     def __enter__(self) -> Worker:
         return self
@@ -260,6 +267,8 @@ class Workers(dict[str, Worker]):
         return self
 
     def __exit__(self, *_: object) -> None:
+        for worker in self.values():  # all, before any is waited for: Ctrl-C may come again
+            worker.process.terminate()
         for worker in self.values():
             worker.stop()
 

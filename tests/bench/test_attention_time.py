@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from pyorch.bench import attention, output, records, speed
-from pyorch.bench.worker import Worker
+from pyorch.bench.worker import Worker, Workers
 from pyorch.cli.bench import command
 from pyorch.errors import SparqError
 
@@ -112,6 +112,16 @@ def test_worker_reports_errors_and_its_death(model: Path) -> None:
         worker.process.kill()
         with pytest.raises(SparqError, match="ended during 'layers'"):
             worker.layers()
+
+
+def test_a_dead_worker_is_told_and_the_others_end() -> None:
+    """It took no request: the unsent one must not come up again when its pipe is closed."""
+    with pytest.raises(SparqError, match="ended during 'seal'"), Workers() as workers:
+        dead, other = workers["a"], workers["b"]
+        dead.process.kill()
+        dead.process.wait()
+        dead.seal()
+    assert other.process.poll() is not None
 
 
 @pytest.mark.usefixtures("stock")
