@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -26,6 +27,7 @@ import plot
 from pyorch import policies
 from pyorch.cli import options as opt
 from pyorch.cli import run as run_command
+from pyorch.errors import SparqError
 from pyorch.evals import find, series, table
 from pyorch.evals import run as evaluate
 from pyorch.evals.repetition import CHARS
@@ -93,6 +95,12 @@ def command(
     model: Path, texts: list[Path], folder: Path, threads: int, force: bool, **n: int
 ) -> None:
     """SparQ's choices, one at a time: selection, temperature, rank and k."""
+    if not any(n.values()):
+        raise SparqError(
+            "nothing to measure: --fidelity 0 and --repetition 0",
+            "leave out one of them",
+            exit_code=2,
+        )
     found: list[series.Series] = []
     for task, ctx in TASKS.items():
         if n[task]:
@@ -107,21 +115,32 @@ def command(
             with opt.progress_bar("making the examples") as making, opt.progress_bar(task) as bar:
                 found += evaluate.run(plan, RAW, making, bar, force=force)
     to = folder / "ablations"
-    for file in to.glob("*.jsonl"):
-        file.unlink()
-    series.pack(found, to)
-    text = table.markdown(found)
+    keep(found, to)
+    text = table.markdown(read(folder))
     (folder / "ablations.md").write_text(text + "\n", "utf-8")
     print(text)
     opt.note(f"records: {to}", "dim")
+
+
+def keep(found: Sequence[series.Series], to: Path) -> None:
+    """Replace the files of the tasks that were measured, and no others, each in one step."""
+    to.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=to) as fresh:
+        for file in series.pack(found, Path(fresh)):
+            file.replace(to / file.name)
+
+
+def read(folder: Path) -> list[series.Series]:
+    """Of all tasks, whenever each was measured."""
+    files = [folder / "ablations" / f"{task}.jsonl" for task in TASKS]
+    return [s for file in files for s in series.read(file)]
 
 
 # ---- figure ----
 
 
 def data(folder: Path) -> list[plot.Row]:
-    files = [folder / "ablations" / f"{task}.jsonl" for task in TASKS]
-    found = [s for file in files for s in series.read(file)]
+    found = read(folder)
     plot.need(found, "ablations", NEEDS)
     out: list[plot.Row] = []
     for group in series.by_setting(found):

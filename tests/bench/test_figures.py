@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
@@ -206,6 +207,27 @@ def test_ablations_are_of_valid_methods_each_once(tmp_path: Path) -> None:
     assert [r["score"] for r in rows[:3]] == pytest.approx([1, 1 / 2, 1 / 3], rel=1e-5)
     pairs = {(r["line"], r["point"]) for r in rows if r["panel"] == "b"}
     assert len(pairs) == len(ablations.TAUS) * len(ablations.CONFIGS)
+
+
+def test_ablations_of_one_task_leave_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_ablations(tmp_path)
+    to = tmp_path / "ablations"
+    before = {file.name: file.read_text() for file in to.iterdir()}
+    only = [replace(s, scores=s.scores + 1) for s in series.read(to / "fidelity.jsonl")]
+    monkeypatch.setattr(ablations.evaluate, "run", lambda *_, **__: only)
+    monkeypatch.setattr(ablations, "read_texts", lambda paths: [])
+    args = ["--text", "x", "--out", str(tmp_path), "--repetition", "0"]
+    CliRunner().invoke(ablations.command, args, catch_exceptions=False)
+    assert sorted(file.name for file in to.iterdir()) == sorted(before)
+    assert (to / "fidelity.jsonl").read_text() != before["fidelity.jsonl"]
+    assert (to / "repetition.jsonl").read_text() == before["repetition.jsonl"]
+    assert "repetition" in (tmp_path / "ablations.md").read_text()
+
+    nothing = CliRunner().invoke(ablations.command, [*args, "--fidelity", "0"])
+    assert isinstance(nothing.exception, SparqError) and nothing.exception.exit_code == 2
+    assert len(list(to.iterdir())) == 2
 
 
 def add_budgets(folder: Path) -> None:
