@@ -278,17 +278,16 @@ def rows(recs: Sequence[Record]) -> list[Row]:
     # so few positions are attended to densely, whatever the settings: ours share one base
     base: dict[tuple[Any, ...], list[float]] = {}
     for rec in recs:
-        base.setdefault(_base_key(Case(**rec["case"])), []).extend(rec["base_samples_ns"])
+        base.setdefault(_base_key(rec), []).extend(rec["base_samples_ns"])
     bases = {key: spread(samples)[0] for key, samples in base.items()}
     best: dict[tuple[Any, ...], float] = {}
     for rec in recs:
-        case = Case(**rec["case"])
-        if case.library == "stock":
-            at, mid = _group_of(case), _attention_ns(rec, bases[_base_key(case)])[0]
+        if rec["case"]["library"] == "stock":
+            at, mid = _group_of(rec), _attention_ns(rec, bases[_base_key(rec)])[0]
             best[at] = min(best.get(at, float("inf")), mid)
     for rec in recs:
         case = Case(**rec["case"])
-        mid, low, high = _attention_ns(rec, bases[_base_key(case)])
+        mid, low, high = _attention_ns(rec, bases[_base_key(rec)])
         bandwidth = float(np.median(rec["bandwidth_bytes_per_s"]))
         moved = rec["bytes_per_token"] - rec["base_bytes_per_token"]
         out.append(
@@ -301,14 +300,15 @@ def rows(recs: Sequence[Record]) -> list[Row]:
                 rec["bytes_per_token"],
                 moved / (mid / 1e9) / bandwidth if mid > 0 else math.nan,
                 bandwidth,
-                best[_group_of(case)] / mid if mid > 0 else math.nan,
+                best[_group_of(rec)] / mid if mid > 0 else math.nan,
             )
         )
     return out
 
 
-def _group_of(case: Case) -> tuple[Any, ...]:
-    return case.like, case.n_layer, case.n_depth, case.n_threads, case.type_k, case.type_v
+def _group_of(rec: Record) -> tuple[Any, ...]:
+    c = Case(**rec["case"])
+    return records.run_of(rec), c.like, c.n_layer, c.n_depth, c.n_threads, c.type_k, c.type_v
 
 
 def flat(recs: Sequence[Record]) -> list[dict[str, Any]]:
@@ -326,32 +326,35 @@ def _attention_ns(rec: Record, base: float) -> tuple[float, float, float]:
     return mid - base, low - base, high - base
 
 
-def _base_key(case: Case) -> tuple[Any, ...]:
-    return *_group_of(case), case.library, case.flash_attn
+def _base_key(rec: Record) -> tuple[Any, ...]:
+    return *_group_of(rec), rec["case"]["library"], rec["case"]["flash_attn"]
 
 
 def markdown(recs: Sequence[Record]) -> str:
-    """One table per model and number of threads."""
-    out: list[str] = []
-    title = None
+    """One table per model, number of threads and types of K and V."""
+    tables: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows(recs):
         c = row.case
-        if title != (c.like, c.n_threads, c.type_k, c.type_v):
-            title = (c.like, c.n_threads, c.type_k, c.type_v)
-            out += ["", f"**{c.like}**, {c.n_layer} layers, {c.n_head} heads, "]
-            out[-1] += f"{c.n_head_kv} KV heads of {c.head_dim}, "
-            out[-1] += f"{c.type_k} K, {c.type_v} V, threads: {c.n_threads}"
-            out += ["", "| positions | attention | ms per token (p10-p90) | against best stock |"]
-            out[-1] += " whole token, ms | MB read per token | share of roofline |"
-            out += ["| ---: | --- | ---: | ---: | ---: | ---: | ---: |"]
-        lost = row.attention_ms <= 0  # the machine was too busy to tell it from nothing
-        speedup = "-" if lost else f"{row.speedup:.2f}x"
-        roofline = "-" if lost else f"{100 * row.roofline:.0f} %"
-        out += [
-            f"| {c.n_depth} | `{c.label}` | {row.attention_ms:.2f} "
-            f"({row.attention_p10_ms:.2f}-{row.attention_p90_ms:.2f}) | {speedup} | "
-            f"{row.token_ms:.2f} | {row.bytes_per_token / 1e6:.1f} | {roofline} |"
-        ]
+        of = c.like, c.n_layer, c.n_threads, c.type_k, c.type_v
+        tables.setdefault(of, []).append(row)
+    out: list[str] = []
+    for table in tables.values():
+        c = table[0].case
+        out += ["", f"**{c.like}**, {c.n_layer} layers, {c.n_head} heads, "]
+        out[-1] += f"{c.n_head_kv} KV heads of {c.head_dim}, "
+        out[-1] += f"{c.type_k} K, {c.type_v} V, threads: {c.n_threads}"
+        out += ["", "| positions | attention | ms per token (p10-p90) | against best stock |"]
+        out[-1] += " whole token, ms | MB read per token | share of roofline |"
+        out += ["| ---: | --- | ---: | ---: | ---: | ---: | ---: |"]
+        for row in table:
+            lost = row.attention_ms <= 0  # the machine was too busy to tell it from nothing
+            speedup = "-" if lost else f"{row.speedup:.2f}x"
+            roofline = "-" if lost else f"{100 * row.roofline:.0f} %"
+            out += [
+                f"| {row.case.n_depth} | `{row.case.label}` | {row.attention_ms:.2f} "
+                f"({row.attention_p10_ms:.2f}-{row.attention_p90_ms:.2f}) | {speedup} | "
+                f"{row.token_ms:.2f} | {row.bytes_per_token / 1e6:.1f} | {roofline} |"
+            ]
     return "\n".join([*out, "", _machine_line(recs)]).strip()
 
 

@@ -152,6 +152,11 @@ def slope(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return float(a), float(b)
 
 
+def depths(recs: Sequence[Record]) -> set[int]:
+    """Those that lines are fitted through."""
+    return {r["case"]["n_depth"] for r in recs if not r["case"]["below_min_ctx"]}
+
+
 def markdown(recs: Sequence[Record], sealing: Sequence[Record]) -> str:
     """Three tables: slopes, short contexts, sealing."""
     long = [r for r in speed.rows(recs) if not r["below_min_ctx"]]

@@ -24,6 +24,7 @@ FLASH_ATTN = {
     **dict.fromkeys(("auto", "-1"), (False, True)),
 }
 COMBINED = ("method", "ratio", "shadow_type", "budget")  # options, in place of --spec
+_MARKS = "--update-readme takes a file with such marks"
 SYNTHETIC = {"like", "layers", "quant"}  # options, in place of a model
 
 
@@ -221,11 +222,9 @@ def _speed(options: dict[str, Any]) -> None:
     file = _file(options, "speed.jsonl")
     with opt.progress_bar("bench") as progress:
         found = speed.run(plan, file, progress, force=options["force"])
+    _keep(file, output.markdown(records.latest(records.load_all(file))))
     table = output.markdown(found)
     _print(found, table, file, options, output.summary(found), rows=speed.rows(found))
-    # beside the records: all of them, not only what was asked for now
-    every = records.latest(records.load_all(file))
-    file.with_suffix(".md").write_text(output.markdown(every) + "\n", "utf-8")
 
 
 def _given(ctx: click.Context) -> set[str]:
@@ -261,7 +260,7 @@ def _note_left_out(options: dict[str, Any]) -> None:
 
 
 def _attention(ctx: click.Context, given: set[str], options: dict[str, Any]) -> None:
-    from pyorch.bench import attention
+    from pyorch.bench import attention, records
 
     foreign = {"models", "quant", "n_prompt", "n_gen", "flash_attn", "numa"}
     foreign |= {"n_gpu_layers", "prefill"}
@@ -281,6 +280,7 @@ def _attention(ctx: click.Context, given: set[str], options: dict[str, Any]) -> 
     file = _file(options, "attention.jsonl")
     with opt.progress_bar("attention") as progress:
         found = attention.run(plan, file, progress, force=options["force"])
+    _keep(file, attention.markdown(records.latest(records.load_all(file))))
     _print(
         found,
         attention.markdown(found),
@@ -313,6 +313,7 @@ def growth(ctx: click.Context, **options: Any) -> None:
     """How token time grows with the positions; below min_ctx; after a restored state."""
     _refuse_two_models(ctx, _given(ctx), options["model"])
     from pyorch.bench import growth as bench
+    from pyorch.bench import records
     from pyorch.bench.speed import Plan
 
     opt.note_if_busy()
@@ -331,13 +332,28 @@ def growth(ctx: click.Context, **options: Any) -> None:
     with opt.progress_bar("growth") as progress:
         found, sealing = bench.run(plan, file, progress, force=options["force"])
     table = bench.markdown(found, sealing)
+    deeper = bench.depths(records.load_all(file)) - bench.depths(found)
+    if deeper and file.with_suffix(".md").exists():  # lines through fewer points say less
+        md = file.with_suffix(".md")
+        opt.note(f"note: {md} stays as it is: there are records of -d {max(deeper)}, too", "yellow")
+    else:
+        _keep(file, table)
     _print(found + sealing, table, file, options)
 
 
 def _file(options: dict[str, Any], name: str) -> Path:
+    """Of the records. A README without marks for the table is refused, before anything runs."""
     from pyorch.bench import records
 
-    return (Path(options["out"]) if options["out"] else records.default_folder()) / name
+    file = (Path(options["out"]) if options["out"] else records.default_folder()) / name
+    if options["update_readme"]:
+        _around(Path(options["update_readme"]), file.stem)
+    return file
+
+
+def _keep(file: Path, table: str) -> None:
+    """Beside the records: all of them, not only what was asked for now."""
+    file.with_suffix(".md").write_text(table + "\n", "utf-8")
 
 
 def _print(
@@ -347,20 +363,17 @@ def _print(
     options: dict[str, Any],
     summary: str = "",
     rows: list[dict[str, Any]] | None = None,
-    name: str = "",
 ) -> None:
-    """The table on stdout and beside the records; the summary, if there is one, into a README."""
+    """The table on stdout; the summary, if there is one, into a README."""
     from pyorch.bench import output
 
-    name = name or file.stem
-    file.with_name(f"{name}.md").write_text(table + "\n", "utf-8")
     form = output.FORMATS.get(options.get("output", "md"))
     if options.get("as_json"):
         opt.print_json({"records": found, "file": str(file)})
     else:
         print(form(rows, found) if form and rows else table)
     if options["update_readme"]:
-        update_marked(Path(options["update_readme"]), name, summary or table)
+        update_marked(Path(options["update_readme"]), file.stem, summary or table)
     opt.note(f"records: {file}", "dim")
 
 
@@ -372,16 +385,23 @@ def update_marked(file: Path, name: str, text: str) -> None:
     """
     from pyorch.models.new_file import new_file
 
+    before, after = _around(file, name)
+    try:
+        with new_file(file, force=True) as (partial, _):
+            partial.write_text(f"{before}\n{text}\n{after}", "utf-8")
+    except OSError as e:
+        raise SparqError(f"{file}: {e.strerror or e}", _MARKS) from None
+
+
+def _around(file: Path, name: str) -> tuple[str, str]:
+    """The text up to the first mark, and from the second on; see `update_marked`."""
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     try:
-        old = file.read_text("utf-8")
-        before, found, rest = old.partition(begin)
-        _, found_end, after = rest.partition(end)
-        if not (found and found_end):
-            hint = "put both lines where the table shall be"
-            raise SparqError(f"{file}: no {begin} ... {end} to put the table in", hint)
-        with new_file(file, force=True) as (partial, _):
-            partial.write_text(f"{before}{begin}\n{text}\n{end}{after}", "utf-8")
+        before, found, rest = file.read_text("utf-8").partition(begin)
     except OSError as e:
-        hint = "--update-readme takes a file with such marks"
-        raise SparqError(f"{file}: {e.strerror or e}", hint) from None
+        raise SparqError(f"{file}: {e.strerror or e}", _MARKS) from None
+    _, found_end, after = rest.partition(end)
+    if not (found and found_end):
+        hint = "put both lines where the table shall be"
+        raise SparqError(f"{file}: no {begin} ... {end} to put the table in", hint)
+    return before + begin, end + after

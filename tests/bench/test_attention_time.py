@@ -85,6 +85,47 @@ def test_rows_are_differences_against_the_better_stock() -> None:
     assert "| 4096 | `sparq,ratio=1/8` | 5.00 (5.00-5.00) | 4.00x | 9.00 | 101.0 | 100 % |" in table
 
 
+def test_rows_compare_within_one_run_only() -> None:
+    """Stock of a later run is not what an earlier row took turns with, nor its base."""
+    first, later = fake_records(), fake_records()[:4]
+    for rec in first:
+        rec["run"] = "a"
+    for rec in later:
+        rec["run"] = "b"
+        rec["samples_ns"] = [2 * ns for ns in rec["samples_ns"]]
+        rec["base_samples_ns"] = [2 * ns for ns in rec["base_samples_ns"]]
+    rows = attention.rows(first + later)
+    assert [round(r.attention_ms, 6) for r in rows] == [20, 30, 10] + [5] * 7 + [40, 60, 20, 10]
+    assert [round(r.speedup, 6) for r in rows[:4]] == [round(r.speedup, 6) for r in rows[10:]]
+    assert attention.markdown(first + later).count("**llama2-7b**") == 1
+
+
+@pytest.mark.parametrize("printed", [True, False])
+def test_the_table_beside_the_records_has_all_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: bool
+) -> None:
+    """However little was asked for now, and whether or not it can be printed."""
+    recs = fake_records()
+    for rec in recs:
+        records.append(tmp_path / "attention.jsonl", rec)
+    monkeypatch.setattr(attention, "run", lambda *_, **__: recs[:4])
+    if not printed:
+        monkeypatch.setattr(output, "FORMATS", None)
+    done = CliRunner().invoke(command, ["--attn-only", "--out", str(tmp_path)])
+    assert (done.exit_code == 0) == printed
+    assert (tmp_path / "attention.md").read_text() == attention.markdown(recs) + "\n"
+
+
+def test_a_readme_without_marks_is_refused_before_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "run", lambda *_, **__: pytest.fail("measured"))
+    (tmp_path / "README.md").write_text("<!-- speed -->\n<!-- /speed -->\n")
+    args = ["--attn-only", "--update-readme", str(tmp_path / "README.md")]
+    done = CliRunner().invoke(command, args)
+    assert isinstance(done.exception, SparqError) and "<!-- attention -->" in done.exception.message
+
+
 def test_sql_of_both_benches_goes_into_one_file() -> None:
     """Their columns differ, so their tables have two names."""
     recs = fake_records()

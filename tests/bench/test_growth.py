@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from pyorch.bench import growth, records, speed
 from pyorch.bench.turns import turns
@@ -93,6 +94,24 @@ def test_a_round_is_fitted_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     table = growth.markdown(rows, [])
     assert "| `ours` | 1.5 | 50.0 % (50.0-50.0) |" in table
     assert "| `stock -fa 0` | 3.0 | 100.0 % (100.0-100.0) |" in table
+
+
+def test_a_table_of_more_depths_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rec(n: int, short: bool = False) -> records.Record:
+        case = {"n_depth": n, "below_min_ctx": short}
+        return records.record("speed", case, "s", samples_ns=[1], env={})
+
+    every = [rec(2048), rec(4096), rec(8192), rec(256, True)]
+    monkeypatch.setattr(growth, "markdown", lambda found, sealing: f"{len(found)} rows")
+    file = tmp_path / "growth.jsonl"
+    for n, wanted in ((4, "4 rows"), (2, "4 rows"), (3, "3 rows")):
+        for one in every[:n]:
+            records.append(file, one)
+        monkeypatch.setattr(growth, "run", lambda *_, n=n, **__: (every[:n], []))
+        done = CliRunner().invoke(command, ["--out", str(tmp_path)])
+        assert done.stdout.startswith(f"{n} rows")
+        assert ("stays as it is" in done.output) == (n == 2)
+        assert (tmp_path / "growth.md").read_text() == f"{wanted}\n"
 
 
 @pytest.mark.usefixtures("stock")
