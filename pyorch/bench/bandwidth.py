@@ -23,9 +23,12 @@ import numpy as np
 
 from pyorch import paths
 from pyorch.errors import SparqError
+from pyorch.models.memory import available_memory
 from pyorch.native import probe
 
 BUFFER_BYTES = 256 << 20  # per thread; far above any cache
+LEAST_BYTES = 32 << 20  # per thread, where so many buffers would take too much
+SHARE = 4  # one part in so many of the memory that is free, for all buffers together
 CPUS = Path("/sys/devices/system/cpu")
 _SOURCE = Path(__file__).with_name("read.c")
 
@@ -60,10 +63,14 @@ class MemoryReader:
 
     Args:
         n_threads: threads that read.
-        buffer_bytes: per thread, a multiple of 512.
+        buffer_bytes: per thread, a multiple of 512; None = what `usual_bytes` says.
+
+    Raises:
+        SparqError: a thread does not start, or gets no memory.
     """
 
-    def __init__(self, n_threads: int, buffer_bytes: int = BUFFER_BYTES) -> None:
+    def __init__(self, n_threads: int, buffer_bytes: int | None = None) -> None:
+        size = usual_bytes(n_threads) if buffer_bytes is None else buffer_bytes
         self.function = _read()
         self.buffers = [np.empty(0, np.uint64)] * n_threads
         self.cpus: list[int] = []  # of the threads; none = wherever the system puts them
@@ -71,7 +78,7 @@ class MemoryReader:
             self.cpus = spread_cpus(n_threads, os.sched_getaffinity(0))
 
         def make(i: int) -> None:
-            self.buffers[i] = _aligned_ones(buffer_bytes)
+            self.buffers[i] = _aligned_ones(size)
 
         self._on_each_cpu(make)
 
@@ -93,21 +100,41 @@ class MemoryReader:
             started[0] = time.perf_counter()
 
         all_there = threading.Barrier(n, action=begin)
+        errors: list[Exception] = []
 
         def one(i: int) -> None:
-            if self.cpus:
-                os.sched_setaffinity(0, {self.cpus[i]})  # this thread's
-            all_there.wait()
-            work(i)
+            try:
+                if self.cpus:
+                    os.sched_setaffinity(0, {self.cpus[i]})  # this thread's
+                all_there.wait()
+                work(i)
+            except Exception as e:
+                errors.append(e)
+                all_there.abort()  # or the others wait for this one
             ended[i] = time.perf_counter()
 
         # daemons: should one not start, those that wait for it do not keep the program
         threads = [threading.Thread(target=one, args=(i,), daemon=True) for i in range(n)]
+        try:
+            for t in threads:
+                t.start()
+        except RuntimeError as e:  # no more threads
+            errors.append(e)
+            all_there.abort()
         for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
+            if t.ident is not None:  # it did start
+                t.join()
+        for e in errors:
+            if not isinstance(e, threading.BrokenBarrierError):
+                why = str(e) or type(e).__name__
+                raise SparqError(f"cannot read memory with {n} threads: {why}", "fewer threads: -t")
         return max(ended) - started[0]
+
+
+def usual_bytes(n_threads: int) -> int:
+    """Bytes of each thread's buffer: all together take no more than a share of what is free."""
+    each = available_memory() // SHARE // n_threads // 512 * 512
+    return min(BUFFER_BYTES, max(LEAST_BYTES, each))
 
 
 def spread_cpus(n: int, allowed: Iterable[int], cpus: Path = CPUS) -> list[int]:

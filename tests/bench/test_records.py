@@ -115,6 +115,30 @@ def test_bandwidth_does_not_count_the_start_of_threads(monkeypatch: pytest.Monke
     assert reader.read() == 3 * 512 / 3
 
 
+@pytest.mark.parametrize("failing", [{1}, {0, 1, 2}])
+def test_a_thread_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, failing: set[int]) -> None:
+    """There is no number then, and nobody waits for it."""
+    made = bandwidth._aligned_ones
+    left = list(range(3))
+
+    def ones(n_bytes: int) -> np.ndarray:
+        if left.pop() in failing:
+            raise MemoryError
+        return made(n_bytes)
+
+    monkeypatch.setattr(bandwidth, "_aligned_ones", ones)
+    with pytest.raises(SparqError, match="with 3 threads: MemoryError"):
+        bandwidth.MemoryReader(3, 512)
+
+
+def test_buffers_take_a_share_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidth, "available_memory", lambda: 16 << 30)
+    assert bandwidth.usual_bytes(2) == bandwidth.usual_bytes(16) == 256 << 20
+    assert bandwidth.usual_bytes(64) == 64 << 20
+    assert bandwidth.usual_bytes(512) == 32 << 20
+    assert bandwidth.usual_bytes(17) % 512 == 0
+
+
 @pytest.mark.parametrize(
     ("n", "wanted"),
     [
