@@ -39,6 +39,7 @@ class Case:
     flash_attn: bool
     n_samples: int
     library: str = "stock"
+    model_size: int = 0  # bytes of all tensors: several models have one name; 0 in older records
 
 
 class Clock:
@@ -125,10 +126,10 @@ def command(**options: Any) -> None:
         if options["model"]
         else speed.synthetic("llama2-7b", options["layers"], "q8_0")
     )
-    name = geometry(read_gguf(model)).name
+    geo = geometry(read_gguf(model))
     threads = options["threads"] or engine.usable_cores()
     cases = [
-        Case(name, n, threads, bool(fa), options["samples"])
+        Case(geo.name, n, threads, bool(fa), options["samples"], model_size=geo.weight_bytes)
         for n in options["n_depth"]
         for fa in options["flash_attn"]
     ]

@@ -33,6 +33,7 @@ import time_in_attention
 from pyorch.bench import attention, pictures, records, speed
 from pyorch.errors import SparqError
 from pyorch.evals import series
+from pyorch.models import synth
 from pyorch.models.gguf_file import geometry, read_gguf
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -382,6 +383,21 @@ def test_command_says_what_is_missing_and_draws_the_rest(tmp_path: Path) -> None
     assert "Traceback" not in done.stderr
     n = len(draw.FIGURES)
     assert f"error: {n - 1} of {n} figures not drawn" in done.stderr
+
+
+def test_node_times_of_models_with_one_name_are_two_cases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    monkeypatch.setattr(node_times, "run", lambda _, cases, *__, **___: found.append(cases) or [])
+    shape = synth.shape_like("llama2-7b", n_layer=1, n_embd=64, n_vocab=288, tokenizer="bytes")
+    for n_ff in (32, 64):
+        path = tmp_path / f"{n_ff}.gguf"
+        synth.write(path, replace(shape, n_ff=n_ff), name="one name")
+        args = ["-m", str(path), "--out", str(tmp_path), "-t", "1"]
+        CliRunner().invoke(node_times.command, args, catch_exceptions=False)
+    (small, *_), (large, *_) = found
+    assert small.model_type == large.model_type and small != large
 
 
 def test_node_times_sees_the_attention_of_every_layer(model: Path, stock: None) -> None:
