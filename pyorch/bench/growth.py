@@ -59,10 +59,13 @@ def run(
         Those of speed, and those of sealing.
 
     Raises:
-        SparqError: what `speed.run` raises; or nothing was sealed.
+        SparqError: what `speed.run` raises; a single depth; or nothing was sealed.
     """
+    if len(set(plan.n_depth)) < 2:
+        raise SparqError("a slope needs two depths", "-d 4096,16384", exit_code=2)
     rounds = [replace(plan, repetitions=1, seed=i + 1) for i in range(plan.repetitions)]
     below = replace(plan, n_depth=SHORT, below_min_ctx=True)
+    speed.check((*rounds[0].groups(), *below.groups()))
     costs = [sum(speed.cost(*group) for group in p.groups()) for p in (*rounds, below)]
     costs.append(costs[0])  # of sealing: about a round
     part = _parts(costs, progress)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import product
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from pyorch import paths
-from pyorch.attention.bytes import GROUP, cache_bytes, shadow_bytes
+from pyorch.attention.bytes import GROUP, cache_bytes, layer_costs, shadow_bytes
 from pyorch.attention.calibrate import resolve
 from pyorch.attention.spec import CALIBRATED, parse_spec
 from pyorch.bench import records
@@ -273,6 +273,7 @@ def run(plan: Plan, file: Path, progress: Progress, *, force: bool = False) -> l
             anything the library refuses.
     """
     planned = list(plan.groups())
+    check(planned)
     models = {id(group): path for path, group in planned}
     with Workers() as workers:
         return records.resume(
@@ -284,6 +285,37 @@ def run(plan: Plan, file: Path, progress: Progress, *, force: bool = False) -> l
             cost=lambda group: cost(models[id(group)], group),
             force=force,
         )
+
+
+def check(planned: Iterable[tuple[Path, Sequence[Case]]]) -> None:
+    """Rows of tokens that cannot run as they say are refused before anything is measured.
+
+    Raises:
+        SparqError: at its positions a sparse row is dense, or one below min_ctx is not.
+    """
+    for model, group in planned:
+        geo = _geometry(model)
+        for c in group:
+            spec = resolve(parse_spec(c.spec), model)
+            if not (c.n_gen and spec.sparse) or geo.is_mla:
+                continue
+            # the most there will be, or those of the first token that is timed
+            n_pos = c.n_positions if c.below_min_ctx else c.n_depth + 2
+            types = (cache_type(t).bytes_per_element for t in (c.type_k, c.type_v))
+            splits = [layer.split for layer in layer_costs(geo, spec, n_pos, *types)]
+            if c.below_min_ctx and not all(s.dense for s in splits):
+                raise SparqError(
+                    f"{c.spec} is not dense at {n_pos} positions, but is to be below min_ctx",
+                    "fewer tokens (-n), or a larger min_ctx",
+                    exit_code=2,
+                )
+            if not c.below_min_ctx and all(s.dense for s in splits):
+                reason = f": {splits[0].reason}" if splits else ""
+                raise SparqError(
+                    f"{c.spec} stays dense at {n_pos} positions{reason}",
+                    "more positions (-d), or min_ctx=0 in --spec; -a dense measures our dense",
+                    exit_code=2,
+                )
 
 
 def cost(model: Path, group: Sequence[Case]) -> int:

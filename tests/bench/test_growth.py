@@ -115,7 +115,29 @@ def test_a_table_of_more_depths_stays(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("stock")
-def test_what_is_to_run_dense_is_refused_when_it_runs_sparse(model: Path, tmp_path: Path) -> None:
+def test_what_is_to_run_dense_is_refused_when_it_runs_sparse(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = speed.Plan(models=[model], n_depth=[1280], n_gen=[3], repetitions=1, below_min_ctx=True)
+    monkeypatch.setattr(speed, "check", lambda planned: None)  # as if nobody had known
     with pytest.raises(SparqError, match="calls_dense_op is 0"):
         speed.run(plan, tmp_path / "s.jsonl", lambda done, total: None)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["-d", "4096"], "a slope needs two depths"),
+        (["-d", "4096,4096"], "a slope needs two depths"),
+        (["-d", "2048,4096", "-n", "256"], "is not dense at 1025 positions"),
+        (["-d", "2048,4096", "-a", "sparq,min_ctx=0"], "is not dense at 277 positions"),
+        (["-d", "512,4096"], "stays dense at 514 positions: not above min_ctx 1024"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_measuring(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], message: str
+) -> None:
+    monkeypatch.setattr(records, "resume", lambda *_, **__: pytest.fail("measured"))
+    done = CliRunner().invoke(command, ["-m", str(model), "--out", str(tmp_path), *args])
+    assert isinstance(done.exception, SparqError) and message in done.exception.message
+    assert done.exception.exit_code == 2

@@ -69,7 +69,7 @@ def test_layers_on_a_gpu_are_recorded_where_they_are_given(
     """And arrive where the model is loaded: the tests' library has no GPU, and says so."""
     assert "n_gpu_layers" not in records.case_of(CASE)
     assert records.case_of(replace(CASE, n_gpu_layers=0))["n_gpu_layers"] == 0
-    plan = speed.Plan(models=[model], n_gpu_layers=7)
+    plan = speed.Plan(models=[model], n_depth=[2048], n_gpu_layers=7)
     with pytest.raises(SparqError, match="7 layers cannot go to a GPU"):
         speed.run(plan, tmp_path / "x.jsonl", lambda done, total: None)
 
@@ -246,9 +246,15 @@ def test_bench_begins_with_an_empty_cache(bench: Callable[..., Any]) -> None:
 
 
 def test_bench_refuses_a_sparse_row_that_ran_dense(
-    bench: Callable[..., Any], tmp_path: Path
+    bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = bench("-d", "512")  # below min_ctx
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "resume", lambda *_, **__: pytest.fail("measured"))
+        result = bench("-d", "0,2048")
+    assert isinstance(result.exception, SparqError) and result.exception.exit_code == 2
+    assert "stays dense at 2 positions: not above min_ctx" in result.exception.message
+    monkeypatch.setattr(speed, "check", lambda planned: None)  # as if nobody had known
+    result = bench("-d", "512")
     assert isinstance(result.exception, SparqError)
     assert "calls_sparse is 0" in result.exception.message
     assert not records.load(tmp_path / "speed.jsonl")
