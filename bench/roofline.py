@@ -7,20 +7,24 @@ matrices, measured here by `--measure`. Eight-bit products (of prompts) may pass
 
 from __future__ import annotations
 
-import sys
+import os
 import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import click
+import commands
 import numpy as np
 import plot
 
 from pyorch.attention.bytes import split
 from pyorch.attention.spec import parse_spec
 from pyorch.bench import records, speed
+from pyorch.cli import run as run_command
 from pyorch.engine import usable_cores
+from pyorch.errors import SparqError
 from pyorch.models import synth
 
 NAME = "roofline"
@@ -41,7 +45,7 @@ def peak_file(folder: Path) -> Path:
 
 
 def measure(folder: Path) -> None:
-    """Time products of f32 matrices on all cores."""
+    """Time products of f32 matrices on all cores, or as many as OPENBLAS_NUM_THREADS allows."""
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal((N, N), np.float32) for _ in range(2))
     samples = []
@@ -51,10 +55,17 @@ def measure(folder: Path) -> None:
         if i >= 0:
             samples.append(time.perf_counter_ns() - started)
     env = {"machine": records.machine()}
-    case = {"n": N, "n_threads": usable_cores(), "library": "numpy"}
+    case = {"n": N, "n_threads": _threads(), "library": "numpy"}
     rec = records.record(PEAK, case, np.__version__, samples_ns=samples, env=env)
     records.append(peak_file(folder), rec)
     print(f"{N**3 / records.spread(samples)[0]:.0f} G multiply-adds/s")
+
+
+def _threads() -> int:
+    """Those that numpy's products run on: a value that is no number does not count there either."""
+    limit = os.environ.get("OPENBLAS_NUM_THREADS", "")
+    most = int(limit) if limit.isdecimal() else 0
+    return min(usable_cores(), most or usable_cores())
 
 
 def data(folder: Path) -> list[plot.Row]:
@@ -175,5 +186,17 @@ def draw(rows: Sequence[plot.Row]) -> Any:
     return figure
 
 
-if __name__ == "__main__" and "--measure" in sys.argv:
-    measure(plot.default_folder())
+@click.command(context_settings=commands.SETTINGS)
+@click.option("--measure", "wanted", is_flag=True, help="Measure the compute peak.")
+@click.option("--out", metavar="DIR", help="[default: bench/results/<kind of machine>]")
+def command(wanted: bool, out: str | None) -> None:
+    """The compute peak of this machine: the top of the roof. Seconds."""
+    if not wanted:
+        hint = "--measure; the figure is drawn by: python bench/draw.py roofline"
+        raise SparqError("nothing to do", hint, exit_code=2)
+    # of this machine, even where figures are drawn from another's records
+    measure(Path(out) if out else records.default_folder())
+
+
+if __name__ == "__main__":
+    run_command(command)

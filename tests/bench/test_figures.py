@@ -337,6 +337,26 @@ def test_roofline_counts_the_multiply_adds_of_attention() -> None:
     assert roofline.attention_macs(spec, 4096, 4) == 4 * 32 * (4096 * 32 + 2 * 128 * 128)
 
 
+def test_the_compute_peak_is_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of the one whose records the figures are drawn from."""
+    own, other = tmp_path / "own", tmp_path / "other"
+    monkeypatch.setattr(records, "default_folder", lambda: own)
+    add_speed(other, STOCK)
+    assert plot.default_folder() == other
+    monkeypatch.setattr(roofline, "N", 8)
+    monkeypatch.setattr(roofline, "usable_cores", lambda: 4)
+    for given, wanted in (("2", 2), ("9", 4), ("", 4)):
+        monkeypatch.setenv("OPENBLAS_NUM_THREADS", given)
+        done = CliRunner().invoke(roofline.command, ["--measure"], catch_exceptions=False)
+        assert "multiply-adds/s" in done.stdout
+        assert records.load_all(roofline.peak_file(own))[-1]["case"]["n_threads"] == wanted
+    assert not roofline.peak_file(other).exists()
+    assert isinstance(CliRunner().invoke(roofline.command).exception, SparqError)
+    assert CliRunner().invoke(roofline.command, ["--mesure"]).exit_code == 2
+
+
 def test_names_of_lines() -> None:
     assert plot.name_of("stock -fa 0") == "stock -fa 0"
     assert plot.name_of("dense") == "our dense"
