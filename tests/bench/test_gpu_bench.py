@@ -6,9 +6,11 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import fake_device
 import pytest
+from click.testing import CliRunner
 
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.append(str(BENCH))
@@ -40,12 +42,43 @@ def test_quick_run(native_lib_dir: Path, tmp_path: Path) -> None:
         assert 0 < rec["bytes_read"] <= dense and (rec["bytes_read"] < dense) == sparse
 
 
-def add(folder: Path, method: str, us: float, **shape: int) -> None:
+@pytest.mark.parametrize("failing", ["torch sdpa", "sparq q8"])
+def test_a_case_that_failed_shows_in_the_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """Only torch may be missing: gpu_all.sh comes back to a step that failed."""
+    gpu = bench_gpu()
+
+    def measure(device: object, case: gpu.Case, *_: object) -> dict:
+        if case.method == failing:
+            raise (gpu.NoTorch if failing.startswith("torch") else SparqError)("not here", "x")
+        return {"samples_ns": [1], "bytes_read": 1}
+
+    device = SimpleNamespace(name="FAKE")
+    monkeypatch.setattr(gpu, "Device", lambda *_: device)
+    monkeypatch.setattr(gpu, "copy_bandwidth", lambda *_: 1.0)
+    monkeypatch.setattr(gpu, "measure", measure)
+    monkeypatch.setattr(gpu.native, "lib_dir", lambda: tmp_path)
+    monkeypatch.setattr(gpu.records, "environment", lambda _: {"stamps": {"ours": "s"}})
+    done = CliRunner().invoke(gpu.main, ["--quick", "--device", "x", "--out", str(tmp_path)])
+    assert len(records.load(tmp_path / gpu.FILE)) == 8
+    assert done.exit_code == (0 if failing.startswith("torch") else 1)
+    assert failing.startswith("torch") or "2 cases not measured" in str(done.exception)
+
+
+def bench_gpu() -> ModuleType:
+    sys.path.append(str(BENCH.parent / "tests" / "ops"))
+    import gpu
+
+    return gpu
+
+
+def add(folder: Path, method: str, us: float, stamp: str = "s", **shape: int) -> None:
     case = dict(batch=1, n_head=32, n_head_kv=32, positions=4096, method=method) | shape
     more = {"bytes_read": 10**6, "copy_gb_s": 100.0, "samples_ns": [us * 1e3]}
-    records.append(
-        folder / gpu_attention.FILE, records.record("gpu_attention", case, "s", env=ENV, **more)
-    )
+    more |= {"env": ENV | {"stamps": {"ours": stamp}}}
+    rec = records.record("gpu_attention", case, stamp, **more)
+    records.append(folder / gpu_attention.FILE, rec)
 
 
 def test_figure(tmp_path: Path) -> None:
@@ -68,6 +101,21 @@ def test_figure(tmp_path: Path) -> None:
     assert "Fig. 8" in (tmp_path / "gpu_attention.svg").read_text()
 
 
+def test_figure_has_the_last_of_each_case_against_dense_of_the_same_library(
+    tmp_path: Path,
+) -> None:
+    for stamp, dense, ours in (("a", 40, 20), ("b", 80, 20)):
+        add(tmp_path, "ggml flash", dense, stamp)
+        add(tmp_path, "sparq q4", ours, stamp)
+    add(tmp_path, "ggml flash", 60, "b")  # measured again
+    add(tmp_path, "sparq q4", 10, "c")  # with no dense beside it
+    rows = gpu_attention.data(tmp_path)
+    assert [(r["method"], r["us_per_layer"], r["speedup"]) for r in rows] == [
+        ("ggml flash", 60, 1),
+        ("sparq q4", 20, 3),
+    ]
+
+
 @pytest.mark.parametrize("figure", [gpu_attention, gpu_end_to_end])
 def test_without_records_nothing_is_drawn(figure, tmp_path: Path) -> None:
     with pytest.raises(SparqError, match="no records of .* on a GPU"):
@@ -75,9 +123,7 @@ def test_without_records_nothing_is_drawn(figure, tmp_path: Path) -> None:
 
 
 def test_the_cases_of_the_paper_are_there() -> None:
-    sys.path.append(str(BENCH.parent / "tests" / "ops"))
-    import gpu
-
+    gpu = bench_gpu()
     shapes = [asdict(c) for c in gpu.cases(quick=False)]
     assert sum(c["batch"] == 64 and c["positions"] == 4096 for c in shapes) == 5
     assert {c["positions"] for c in shapes if c["batch"] == 1} == {4096 << i for i in range(6)}
