@@ -131,16 +131,17 @@ def table(recs: Sequence[Record]) -> str:
     for rec in recs:
         case = Case(**rec["case"])
         name = f"{case.like} | {case.n_depth} | {case.n_threads} | `{case.spec}`"
-        steps = {step: (np.array(rec["samples_ns"][step]), n) for step, n in rec["bytes"].items()}
+        n_read = rec["bytes"] | {step: 0 for step in rec["samples_ns"] if step not in rec["bytes"]}
+        steps = {step: (np.array(rec["samples_ns"][step]), n) for step, n in n_read.items()}
         if len(steps) > 1:
             steps["all"] = sum(t for t, _ in steps.values()), sum(n for _, n in steps.values())
         for step, (ns, n_bytes) in steps.items():
             lo, mid, hi = np.percentile(ns, [10, 50, 90]) / case.n_layer / 1e3
-            share = np.median(n_bytes / ns * 1e9 / np.array(rec["bandwidth_bytes_per_s"]))
-            speed = n_bytes / np.median(ns)
-            out.append(
-                f"| {name} | {step} | {mid:.0f} ({lo:.0f}-{hi:.0f}) | {speed:.1f} | {share:.0%} |"
-            )
+            read = "- | -"  # SELECT: scores alone, which are in a cache
+            if n_bytes:
+                share = np.median(n_bytes / ns * 1e9 / np.array(rec["bandwidth_bytes_per_s"]))
+                read = f"{n_bytes / np.median(ns):.1f} | {share:.0%}"
+            out.append(f"| {name} | {step} | {mid:.0f} ({lo:.0f}-{hi:.0f}) | {read} |")
     return "\n".join(out)
 
 

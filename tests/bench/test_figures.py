@@ -440,6 +440,21 @@ print(json.dumps(node_times.measure(Path(sys.argv[1]), case)))
         assert all(0 < a < b for a, b in zip(got["attention_ns"], got["samples_ns"], strict=True))
 
 
+def test_step_times_add_up_with_select() -> None:
+    """Top-k scores in one step and selects in another, which reads next to nothing."""
+    case = step_times.Case("m", 1, 600, 1, "topk,ratio=1/8", 3)
+    rec = {
+        "case": asdict(case),
+        "samples_ns": {"score": [4000] * 3, "select": [2000] * 3, "attend": [1000] * 3},
+        "bytes": {"attend": 1000, "score": 6000},
+        "bandwidth_bytes_per_s": [2e9] * 3,
+    }
+    rows = [row.split(" | ")[4:] for row in step_times.table([rec]).splitlines()[2:]]
+    assert [row[0] for row in rows] == ["attend", "score", "select", "all"]
+    assert rows[2][2:] == ["-", "- |"]
+    assert rows[3][1:] == ["7 (7-7)", "1.0", "50% |"]
+
+
 def test_step_times_sees_both_steps_and_what_they_read(model: Path) -> None:
     n_layer = geometry(read_gguf(model)).n_layer
     case = step_times.Case("m", n_layer, 600, 1, "sparq,rank=8,topk=64,min_ctx=0", 3)
