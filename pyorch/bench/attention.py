@@ -96,6 +96,7 @@ class Plan:
                 f"at least {2 * CELLS}",
                 exit_code=2,
             )
+        specs = dict.fromkeys(str(parse_spec(s)) for s in self.specs)
         every = product(self.like, self.type_k, self.type_v, self.positions, self.threads)
         for like, type_k, type_v, n_depth, n_threads in every:
             shape = _shape(like, self.n_layer)
@@ -119,7 +120,7 @@ class Plan:
             yield [
                 *([case] if type_v in FLOATS else []),
                 replace(case, flash_attn=True),
-                *(replace(ours, spec=str(parse_spec(s))) for s in self.specs),
+                *(replace(ours, spec=s) for s in specs),
             ]
 
 
@@ -216,14 +217,14 @@ def _measure(
 
 def _prepare(group: Sequence[Case], workers: Workers, *, check: bool) -> None:
     """Have all sealed, before the clock. `check`: a wrong kernel is not timed."""
-    logits: dict[str, list[float]] = {}
+    first = group[0]
+    ours = next((c for c in group if c.library == "sparq"), None)
+    if check and ours is not None:
+        workers[ours.place].attention(spec="dense")
+        wanted, got = (workers[c.place].logits(token=77) for c in (first, ours))
+        check_same(wanted, got, first.n_depth)
     for case in group:
-        worker = workers[case.place]
-        worker.attention(spec=case.spec)
-        if check and not parse_spec(case.spec).sparse:
-            logits[case.label] = worker.logits(token=77)
-    if "dense" in logits:
-        check_same(logits[group[0].label], logits["dense"], group[0].n_depth)
+        workers[case.place].attention(spec=case.spec)
 
 
 def refuse_idle(case: Case, counters: dict[str, int]) -> None:
@@ -359,17 +360,22 @@ def markdown(recs: Sequence[Record]) -> str:
 
 
 def summary(recs: Sequence[Record]) -> str:
-    """One line per attention, one column per model, length and number of threads: for a README."""
-    cells: dict[str, dict[tuple[str, int, int], str]] = {}
+    """For a README: one line per attention, one column per model, length, threads and types of K
+    and V."""
+    cells: dict[str, dict[tuple[str, int, int, str], str]] = {}
     for row in rows(recs):
         c = row.case
         text = f"{row.attention_ms:.1f}"
         if row.attention_ms > 0 and c.library != "stock":
             text += f" ({row.speedup:.1f}x, {100 * row.roofline:.0f} %)"
-        cells.setdefault(c.label, {})[c.like, c.n_depth, c.n_threads] = text
+        types = f"{c.type_k} K, {c.type_v} V"
+        cells.setdefault(c.label, {})[c.like, c.n_depth, c.n_threads, types] = text
     columns = list(dict.fromkeys(column for line in cells.values() for column in line))
-    several = len({n for _, _, n in columns}) > 1
-    heads = [f"{like}, S {s}" + (f", threads {n}" if several else "") for like, s, n in columns]
+    several, mixed = (len({column[i] for column in columns}) > 1 for i in (2, 3))
+    heads = [
+        f"{like}, S {s}" + (f", threads {n}" if several else "") + (f", {t}" if mixed else "")
+        for like, s, n, t in columns
+    ]
     out = [f"| attention | {' | '.join(heads)} |", "| --- |" + " ---: |" * len(columns)]
     for name, line in cells.items():
         out.append(f"| `{name}` | " + " | ".join(line.get(c, "") for c in columns) + " |")

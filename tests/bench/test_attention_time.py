@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -47,6 +48,53 @@ def test_row_of_ours_is_refused_unless_every_call_ran() -> None:
     ):
         with pytest.raises(SparqError, match="not reported"):
             attention.refuse_idle(case, counters)
+
+
+def test_settings_that_are_the_same_are_measured_once() -> None:
+    specs = ["sparq,ratio=1/8", "dense", "sparq,ratio=0.125", "sparq,ratio=1"]
+    (group,) = replace(PLAN, specs=specs).groups()
+    assert [c.spec for c in group] == ["off", "off", "sparq,ratio=1/8", "dense"]
+
+
+@pytest.mark.parametrize("spec", ["sparq,ratio=1/8", "dense"])
+def test_a_wrong_kernel_is_not_timed(spec: str) -> None:
+    """Our dense attention is compared with stock's, whether or not it is a row."""
+
+    class Fake:
+        def __init__(self, name: str) -> None:
+            self.name = name
+            self.now = "off"
+
+        def attention(self, spec: str) -> None:
+            self.now = spec
+
+        def seal(self) -> None:
+            assert self.now.startswith("sparq")
+
+        def logits(self, token: int) -> list[float]:
+            assert self.now == ("off" if self.name.startswith("stock") else "dense")
+            return [1.0, 2.0 if self.name.startswith("stock") else wrong]
+
+    (group,) = replace(PLAN, specs=[spec]).groups()
+    workers: Any = {c.place: Fake(c.place) for c in group}
+    wrong = 2.0
+    attention._prepare(group, workers, check=True)
+    wrong = 3.0
+    attention._prepare(group, workers, check=False)
+    for worker in workers.values():
+        worker.now = "off"
+    with pytest.raises(SparqError, match="our dense attention differs"):
+        attention._prepare(group, workers, check=True)
+
+
+def test_a_summary_has_a_column_for_each_type_of_k_and_v() -> None:
+    recs = fake_records()
+    other = [{**r, "case": r["case"] | {"type_k": "q8_0"}, "run": "b"} for r in recs]
+    head = attention.summary(recs + other).splitlines()[0]
+    assert head.strip(" |").split(" | ")[1:] == [
+        f"llama2-7b, S 4096, {k} K, f16 V" for k in ("f16", "q8_0")
+    ]
+    assert "f16" not in attention.summary(recs).splitlines()[0]
 
 
 def fake_records() -> list[records.Record]:
