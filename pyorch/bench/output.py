@@ -43,6 +43,7 @@ def markdown(recs: Sequence[Record]) -> str:
     for name in ("type_k", "type_v"):  # as llama-bench, only if there is something to tell apart
         if {r[name] for r in found} == {"f16"}:
             del shown[name]
+    shown |= _telling_apart(found)
     return _table(shown, found) + "\n\n" + _machine(recs)
 
 
@@ -65,7 +66,24 @@ def summary(recs: Sequence[Record]) -> str:
     }
     if len({r["n_threads"] for r in ours}) > 1:
         shown["threads"] = lambda r: r["n_threads"]
+    shown |= _telling_apart(ours)
     return _table(shown, ours) + "\n\n" + _machine(recs)
+
+
+_BEFORE = {True: "read for real", False: "random K and V"}
+
+
+def _telling_apart(found: Sequence[Row]) -> dict[str, Callable[[Row], object]]:
+    """Columns of what is mostly the same, where rows differ in it."""
+    columns: dict[str, tuple[str, Callable[[Row], object]]] = {
+        "positions before": ("prefill", lambda r: _BEFORE[r["prefill"]]),
+        "numa": ("numa", lambda r: r["numa"] or "none"),
+        "layers on the GPU": (
+            "n_gpu_layers",
+            lambda r: "all" if r["n_gpu_layers"] is None else r["n_gpu_layers"],
+        ),
+    }
+    return {name: show for name, (key, show) in columns.items() if len({r[key] for r in found}) > 1}
 
 
 def _table(shown: dict[str, Callable[[Row], object]], found: Sequence[Row]) -> str:
@@ -82,11 +100,15 @@ def _table(shown: dict[str, Callable[[Row], object]], found: Sequence[Row]) -> s
 def _machine(recs: Sequence[Record]) -> str:
     speeds = sorted(r["bandwidth_bytes_per_s"] / 1e9 for r in rows(recs))
     env = recs[0]["env"]
-    depth = "read for real" if recs[0]["case"]["prefill"] else "random K and V"
+    before = " or ".join(dict.fromkeys(_BEFORE[r["case"]["prefill"]] for r in recs))
+    pins = ", ".join(dict.fromkeys(r["env"]["pin"] for r in recs))
+    commits = dict.fromkeys(
+        f"{r['env']['commit'][:9]}{' and changes' if r['env']['dirty'] else ''}" for r in recs
+    )
     return (
         f"{env['machine']['cpu']}, {env['machine']['cores']} cores; sequential read "
-        f"{speeds[0]:.1f}-{speeds[-1]:.1f} GB/s in the same run; positions before: {depth}; "
-        f"{env['pin']}, {env['commit'][:9]}{' and changes' if env['dirty'] else ''}."
+        f"{speeds[0]:.1f}-{speeds[-1]:.1f} GB/s in the same run; positions before: {before}; "
+        f"{pins}, {', '.join(commits)}."
     )
 
 

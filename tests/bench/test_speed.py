@@ -176,6 +176,20 @@ def test_rows_compare_within_one_run_only() -> None:
     assert records.latest(first + later + again) == again + later
 
 
+def test_a_table_tells_its_rows_apart() -> None:
+    """What all rows share stands below it, or nowhere."""
+    first = record(CASE, ms=5, kv=10)
+    second = record(replace(CASE, prefill=True, numa="distribute"), ms=5, kv=10)
+    second["env"] |= {"commit": "d", "dirty": True}
+    for table in (output.markdown, output.summary):
+        text = table([first, second])
+        assert "| positions before | numa |" in text and "GPU" not in text
+        assert "random K and V | none |" in text and "read for real | distribute |" in text
+        assert text.endswith("random K and V or read for real; p, c, d and changes.")
+        alone = table([second, second])
+        assert "numa" not in alone and alone.endswith("before: read for real; p, d and changes.")
+
+
 def record(case: speed.Case, ms: float, kv: int) -> records.Record:
     return records.record(
         speed.BENCH,
