@@ -87,6 +87,8 @@ def _commit() -> dict[str, Any]:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != paths.REPOSITORY:
+            return {"commit": "", "dirty": False}  # installed within another repository
         commit = git("rev-parse", "HEAD")
         changed = git("status", "--porcelain", "--", "pyorch", "ggml_ops", "patches")
         return {"commit": commit, "dirty": bool(changed)}
@@ -141,7 +143,13 @@ def append(file: Path, rec: Mapping[str, Any]) -> None:
     with _opened(file) as f:
         fcntl.flock(f, fcntl.LOCK_EX)  # another run may write to the same file
         f.seek(0)
-        f.truncate(f.read().rfind(b"\n") + 1)
+        found = f.read()
+        whole = found.rfind(b"\n") + 1
+        try:
+            json.loads(found[whole:])
+            f.write(b"\n")  # complete but for this
+        except ValueError:
+            f.truncate(whole)
         f.write(json.dumps(rec, separators=(",", ":")).encode() + b"\n")
         f.flush()
         os.fsync(f.fileno())
@@ -163,20 +171,25 @@ def load(file: Path) -> dict[str, Record]:
     Raises:
         SparqError: the file was written by another version of this program.
     """
-    return {rec["key"]: rec for rec in load_all(file)}
+    return {rec["key"]: rec for rec in load_all(file, keyed=True)}
 
 
-def load_all(file: Path) -> list[Record]:
+def load_all(file: Path, *, keyed: bool = False) -> list[Record]:
     """All records of a file. A line cut short by an interruption is left out.
 
+    Args:
+        keyed: each must have a key, as those of benches do.
+
     Raises:
-        SparqError: the file was written by another version of this program.
+        SparqError: the file was written by another version of this program, or by another program.
     """
     found: list[Record] = []
     try:
         lines = file.read_text("utf-8").splitlines()
     except FileNotFoundError:
         return found
+    except UnicodeDecodeError:
+        raise SparqError(f"{file} is no file of records", "move it away") from None
     for i, line in enumerate(lines):
         try:
             rec = json.loads(line)
@@ -184,11 +197,15 @@ def load_all(file: Path) -> list[Record]:
             if i + 1 < len(lines):
                 raise SparqError(f"{file}: line {i + 1} is damaged", "remove that line") from None
             continue
+        if not isinstance(rec, dict):
+            raise SparqError(f"{file}: line {i + 1} is no record", "remove that line")
         if rec.get("schema") != SCHEMA:
             raise SparqError(
                 f"{file}: line {i + 1} has schema {rec.get('schema')}, not {SCHEMA}",
                 "keep the old file under another name",
             )
+        if keyed and "key" not in rec:
+            raise SparqError(f"{file}: line {i + 1} has no key", "remove that line")
         found.append(rec)
     return found
 
@@ -224,7 +241,7 @@ def resume(
     from pyorch import native
 
     env = environment({"stock": native.lib_dir(stock=True), "sparq": native.lib_dir()})
-    runs = [] if force else by_run(load_all(file))
+    runs = [] if force else by_run(load_all(file, keyed=True))
 
     def known(group: Sequence[Any]) -> list[Record] | None:
         """The latest run that has all cases of a group: ratios are within one run."""

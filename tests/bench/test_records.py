@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 from pathlib import Path
 
@@ -53,6 +54,51 @@ def test_records_go_on_after_a_line_that_was_cut_short(tmp_path: Path) -> None:
     file.write_text(file.read_text() + '{"schema":1,"be')
     records.append(file, make(2))
     assert set(records.load(file)) == {make(1)["key"], make(2)["key"]}
+
+
+def test_records_keep_a_last_line_without_its_end(tmp_path: Path) -> None:
+    """As an editor may leave it."""
+    file = tmp_path / "r.jsonl"
+    records.append(file, make(1))
+    file.write_text(file.read_text().rstrip())
+    records.append(file, make(2))
+    assert records.load_all(file) == [make(1), make(2)]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\x93NUMPY\xff", "is no file of records"),
+        (b"[1,2]\n", "line 1 is no record"),
+        (b"5", "line 1 is no record"),
+        (b'{"schema":1}\n', "line 1 has no key"),
+    ],
+)
+def test_what_is_no_record_is_told(tmp_path: Path, content: bytes, message: str) -> None:
+    file = tmp_path / "r.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(SparqError, match=message) as e:
+        records.load(file)
+    assert e.value.hint
+
+
+def test_the_commit_is_that_of_our_own_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of one that a copy without .git lies in."""
+
+    def git(*args: str) -> None:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", str(tmp_path), *who, *args], check=True, capture_output=True)
+
+    git("init")
+    git("commit", "--allow-empty", "-m", "x")
+    monkeypatch.setattr(records.paths, "REPOSITORY", tmp_path.resolve())
+    assert len(records._commit()["commit"]) == 40
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    monkeypatch.setattr(records.paths, "REPOSITORY", copy.resolve())
+    assert records._commit() == {"commit": "", "dirty": False}
 
 
 def test_what_cannot_be_kept_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
