@@ -29,7 +29,21 @@ def data(name: str) -> Path:
 
 def cache() -> Path:
     """Root of everything that is built or downloaded; not created here."""
-    return Path(os.environ.get("SPARQ_CACHE") or "~/.cache/sparq-cpp").expanduser().absolute()
+    return expanded(os.environ.get("SPARQ_CACHE") or "~/.cache/sparq-cpp").absolute()
+
+
+def expanded(name: str) -> Path:
+    """With the home folder in place of `~` or `~user`.
+
+    Raises:
+        SparqError: there is none.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise SparqError(
+            f"{name}: no home folder of that name", "give the whole path, or ./~name"
+        ) from None
 
 
 @contextmanager

@@ -210,7 +210,7 @@ def _check_ranges(spec: AttentionSpec) -> None:
     for k in (spec.k_layers or "1").split(":"):
         _parse_layer_k(k)
     if spec.rank_layers is not None and not all(
-        r.isdigit() and int(r) for r in spec.rank_layers.split(":")
+        r.isdecimal() and int(r) for r in spec.rank_layers.split(":")
     ):
         raise SparqError(
             f"rank_layers {spec.rank_layers!r} is no list of ranks", "8:8:16", exit_code=2
@@ -248,12 +248,24 @@ def layer_k(spec: AttentionSpec, il: int) -> tuple[float, bool]:
     return _parse_layer_k(str(spec.k_layers).split(":")[il])
 
 
-def check_against_model(spec: AttentionSpec, head_dim: int) -> None:
-    """Refuse a rank that the model's heads do not have.
+def check_against_model(spec: AttentionSpec, head_dim: int, n_layer: int | None = None) -> None:
+    """Refuse a rank that the model's heads do not have, and lists that are not of its layers.
+
+    Args:
+        n_layer: None leaves the lists to the library.
 
     Raises:
-        SparqError: rank above `head_dim`.
+        SparqError: rank above `head_dim`, or a list of another length than `n_layer`.
     """
+    for name in ("k_layers", "rank_layers"):
+        text = getattr(spec, name)
+        n = text.count(":") + 1 if text else n_layer
+        if n_layer is not None and n != n_layer:
+            raise SparqError(
+                f"{name} has {n} entries for {n_layer} layers",
+                "give one for each layer, separated by ':'",
+                exit_code=2,
+            )
     ranks = spec.rank_layers.split(":") if spec.rank_layers else [spec.rank or 0]
     most = max(map(int, ranks))
     if head_dim and most > head_dim:

@@ -26,7 +26,7 @@ from typing import Any
 from pyorch import paths
 from pyorch.attention.bytes import GROUP, cache_bytes, layer_costs, shadow_bytes
 from pyorch.attention.calibrate import resolve
-from pyorch.attention.spec import CALIBRATED, parse_spec
+from pyorch.attention.spec import CALIBRATED, check_against_model, parse_spec
 from pyorch.bench import records
 from pyorch.bench.bandwidth import BUFFER_BYTES, MemoryReader
 from pyorch.bench.records import Progress, Record, spread
@@ -297,6 +297,7 @@ def check(planned: Iterable[tuple[Path, Sequence[Case]]]) -> None:
         geo = _geometry(model)
         for c in group:
             spec = resolve(parse_spec(c.spec), model)
+            check_against_model(spec, geo.head_dim_k, geo.n_layer)
             if not (c.n_gen and spec.sparse) or geo.is_mla:
                 continue
             # the most there will be, or those of the first token that is timed

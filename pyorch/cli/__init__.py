@@ -74,6 +74,8 @@ def run(command: click.Command, **options: Any) -> NoReturn:
     for i, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:  # closed: no file of ours may take its number
             setattr(sys, name, open(os.devnull, "w" if i else "r"))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):  # a terminal without Unicode shows ? and goes on
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
         status = command(standalone_mode=False, **options)
         sys.stdout.flush()

@@ -229,7 +229,7 @@ _LONGER = "leave, and come back with a larger --ctx (up to the model's training 
 def _path(command: str, name: str) -> Path:
     if not name:
         raise SparqError(f"{command} needs a file name", f"{command} FILE", exit_code=2)
-    return Path(name).expanduser()
+    return paths.expanded(name)
 
 
 def _save(chat: Chat, name: str) -> None:

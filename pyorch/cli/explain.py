@@ -38,7 +38,7 @@ def command(**options: Any) -> None:
         spec, geo = resolve(spec, path), geometry(read_gguf(path))
     from pyorch.engine import cache_type, usable_cores
 
-    check_against_model(spec, geo.head_dim_k)
+    check_against_model(spec, geo.head_dim_k, geo.n_layer)
     n_pos = _positions(geo, options["ctx"])
     n_threads = options["threads"] or usable_cores()
     types = [cache_type(options[f"cache_type_{x}"]) for x in "kv"]

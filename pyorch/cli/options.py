@@ -290,8 +290,6 @@ def open_session(options: Mapping[str, Any], attention: AttentionSpec | None) ->
     """Load the model that the options name, with a bar if it takes long."""
     from pyorch import engine
 
-    for stream in (sys.stdout, sys.stderr):  # a terminal without Unicode shows ? and goes on
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     path = model_file(options)
     card = str(options["model"]).split(":")[0].split("@")[0]
     if attention is None and card in cards.names() and path != Path(options["model"]):

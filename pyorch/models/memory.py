@@ -19,7 +19,7 @@ def available_memory() -> int:
     limits = [_meminfo_available(), _cgroup_available(), bound]
     own = os.environ.get("SPARQ_MEMORY_LIMIT", "")
     if own:
-        if not own.isdigit():
+        if not own.isdecimal():
             raise SparqError(f"SPARQ_MEMORY_LIMIT is {own!r}, not a number of bytes", exit_code=2)
         limits.append(int(own))
     known = [n for n in limits if n is not None]

@@ -70,7 +70,7 @@ def locate(pin: Pin) -> Source:
     local = os.environ.get("SPARQ_LLAMA_SOURCE")
     if not local:
         return Source(paths.cache() / "sdist" / pin.filename, pin.sha256, True)
-    path = Path(local).expanduser().absolute()
+    path = paths.expanded(local).absolute()
     if path.is_file():
         return Source(path, _sha256(path), False)
     if (path / pin.folder / "CMakeLists.txt").is_file() and (path / "llama_cpp").is_dir():

@@ -82,6 +82,10 @@ def test_a_terminal_without_unicode(tiny: Path) -> None:
     done = subprocess.run(args, capture_output=True, env=env)
     assert done.returncode == 0, done.stderr
     assert b"?" in done.stdout
+    code = "import click; from pyorch.cli import run; run(click.Command('x', callback=print_it))"
+    code = f"print_it = lambda: print('5 \\xb1 1')\n{code}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=env)
+    assert (done.returncode, done.stdout) == (0, b"5 ? 1\n"), done.stderr
 
 
 def test_generate_sparse_and_dense(run: Run, tiny: Path, tmp_path: Path) -> None:
@@ -280,6 +284,17 @@ def test_explain_json(run: Run, tiny: Path) -> None:
     assert r["speedup_token"] == pytest.approx((whole + (2 << 20)) / (whole + (256 << 10)))
 
 
+def test_explain_with_lists_of_another_length(run: Run, tiny: Path) -> None:
+    result = run("explain", "-m", tiny, "-a", "sparq,k_layers=64:64:64")
+    assert result.code == 2 and "k_layers has 3 entries for 2 layers" in result.err
+
+
+def test_a_home_folder_that_is_not_there(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARQ_CACHE", "~nouser/x")
+    result = run("doctor")
+    assert result.code == 1 and "~nouser/x: no home folder" in result.err
+
+
 def test_explain_does_not_load_the_library(tiny: Path) -> None:
     code = (
         "import sys; sys.argv = ['sparq-cpp', 'explain', '-m', sys.argv[1]]\n"
@@ -387,7 +402,8 @@ def test_chat_in_a_terminal(tiny_chat: Path, tmp_path: Path) -> None:
     code = f"""if True:
         import os, types, pathlib, pyorch.cli, pyorch.cli.chat as chat
         os.open(os.ttyname(0), os.O_RDWR)  # Ctrl-C comes from the terminal that a session has
-        chat.paths = types.SimpleNamespace(cache=lambda: pathlib.Path({str(tmp_path)!r}))
+        here = pathlib.Path({str(tmp_path)!r})
+        chat.paths = types.SimpleNamespace(cache=lambda: here, expanded=pathlib.Path)
         pyorch.cli.main()"""
     argv = [sys.executable, "-c", code, "chat", "-m", tiny_chat, "-t", "1", "-n", "4"]
     ours, theirs = pty.openpty()

@@ -87,6 +87,7 @@ def test_spec(line: str, canonical: str | None) -> None:
         ("topk,k_layers=1:2.5", "k_layers: '2.5' is no k", "dense"),
         ("sparq,rank_layers=8:0", "rank_layers '8:0'", "8:8"),
         ("topk,rank_layers=8:8", "rank belongs to sparq", ""),
+        ("sparq,rank_layers=²:8", "rank_layers '²:8' is no list", "8:8"),
         ("sparq,top_p=0", "top_p 0.0 is not above 0", ""),
         ("sparq,top_p=1.1", "top_p 1.1 is not above 0 and at most 1", ""),
         ("sparq,top_p=x", "top_p 'x' is not a number", ""),
@@ -169,6 +170,15 @@ def test_rank_above_the_head_size() -> None:
     check_against_model(make_spec(rank=64, topk=128), 64)
     with pytest.raises(SparqError, match="rank 65 is above the model's head size 64"):
         check_against_model(make_spec(rank=65, topk=128), 64)
+
+
+def test_lists_of_another_length_than_the_model() -> None:
+    spec = parse_spec("sparq,k_layers=64:64,rank_layers=8:8:8")
+    with pytest.raises(SparqError, match="k_layers has 2 entries for 3 layers"):
+        check_against_model(spec, 64, 3)
+    with pytest.raises(SparqError, match="rank_layers has 3 entries for 2 layers"):
+        check_against_model(spec, 64, 2)
+    check_against_model(parse_spec("sparq,k_layers=64:64"), 64, 2)
 
 
 @pytest.mark.parametrize(
