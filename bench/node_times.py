@@ -112,7 +112,7 @@ def run(model: Path, cases: Sequence[Case], file: Path, *, force: bool = False) 
 
 @click.command(context_settings=commands.SETTINGS)
 @click.option("--model", "-m", metavar="FILE", help="[default: llama2-7b q8_0, synthetic]")
-@click.option("--layers", type=opt.Number(int, 1), default=4, show_default=True, help="Of it.")
+@click.option("--layers", type=opt.LAYERS, default=4, show_default=True, help="Of it.")
 @click.option("-d", "--n-depth", type=Numbers(256), default="1024,4096,16384", show_default=True)
 @click.option("-fa", "--flash-attn", type=Numbers(), default="0,1", show_default=True)
 @click.option("-t", "--threads", type=opt.THREADS, help="[default: all cores]")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 
@@ -28,6 +29,7 @@ CALIBRATED = ("calibrated", "top-p")  # of a model: see `attention.calibrate`
 BUDGETS = ("uniform", "ramp", "ramp-down", *CALIBRATED)
 SHADOWS = ("q4", "q8", "f16")
 DEFAULT_RATIO = 1 / 8
+_SHORT = re.compile(r"[^eE]{0,50}([eE][+-]?\d{1,3})?%?")  # 1e999999999 is a fraction of that size
 
 _ALIASES = {"k": "topk", "r": "rank", "l": "local", "mean-v": "mean_v", "min-ctx": "min_ctx"}
 
@@ -93,6 +95,8 @@ def parse_ratio(text: str) -> float:
     hint = "a ratio is a share of dense attention's bytes: 1/8, 0.125 or 12.5%"
     raw = text.strip()
     try:
+        if not _SHORT.fullmatch(raw):
+            raise ValueError
         value = float(Fraction(raw[:-1]) / 100 if raw.endswith("%") else Fraction(raw))
     except (ValueError, ZeroDivisionError, OverflowError):
         raise SparqError(f"ratio {text!r} is not a number", hint, exit_code=2) from None

@@ -25,6 +25,7 @@ FLASH_ATTN = {
 }
 COMBINED = ("method", "ratio", "shadow_type", "budget")  # options, in place of --spec
 _MARKS = "--update-readme takes a file with such marks"
+MOST = 1000  # values of a range
 SYNTHETIC = {"like", "layers", "quant"}  # options, in place of a model
 
 
@@ -70,6 +71,9 @@ class Numbers(click.ParamType):
         while (following := out[-1] * step if match[3] == "*" else out[-1] + step) <= last:
             if following <= out[-1]:
                 raise SparqError(f"{option} {part!r}: the range has no end", exit_code=2)
+            if len(out) == MOST:
+                hint = "a larger step: first-last+step or first-last*mult"
+                raise SparqError(f"{option} {part!r} is more than {MOST} values", hint, exit_code=2)
             out.append(following)
         return out
 
@@ -118,7 +122,7 @@ force_option = click.option("--force", is_flag=True, help="Measure again what is
     metavar="NAME",
     help="Without -m: a synthetic model of this shape.  [default: llama2-7b]",
 )
-@click.option("--layers", type=opt.Number(int, 1), help="Of --like.  [default: as many as fit]")
+@click.option("--layers", type=opt.LAYERS, help="Of --like.  [default: as many as fit]")
 @click.option("--quant", type=opt.Name(*QUANTS), default="q8_0", show_default=True)
 @several("-p", "--n-prompt", of=Numbers(), default="0", text="Prompts of this many tokens.")
 @several("-n", "--n-gen", of=Numbers(), default="16", text="Tests of this many decoded tokens.")
@@ -295,7 +299,7 @@ def _attention(ctx: click.Context, given: set[str], options: dict[str, Any]) -> 
 @click.option("--model", "-m", metavar="FILE|SPEC", help="In place of --like.")
 @opt.yes_option
 @click.option("--like", metavar="NAME", default="llama2-7b", show_default=True)
-@click.option("--layers", type=opt.Number(int, 1), default=2, show_default=True)
+@click.option("--layers", type=opt.LAYERS, default=2, show_default=True)
 @click.option("--quant", type=opt.Name(*QUANTS), default="q8_0", show_default=True)
 @several("-d", "--n-depth", of=Numbers(), default="4096-65536*2")
 @click.option("--threads", "-t", type=opt.THREADS, help="[default: all cores]")

@@ -70,6 +70,7 @@ class Number(click.ParamType):
 
 
 THREADS = Number(int, 1, 512)  # ggml's limit
+LAYERS = Number(int, 1, 512)  # llama.cpp's limit
 POSITIONS = Number(int, 0, 10**9)  # the library's limit
 SOME_POSITIONS = Number(int, 1, 10**9)
 

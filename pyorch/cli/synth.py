@@ -10,13 +10,13 @@ import click
 from pyorch.cli import options as opt
 
 
-def _size(name: str, key: str, text: str) -> Any:
-    return click.option(name, key, type=opt.Number(int, 1), help=text)
+def _size(name: str, key: str, text: str, kind: click.ParamType | None = None) -> Any:
+    return click.option(name, key, type=kind or opt.Number(int, 1), help=text)
 
 
 @click.command()
 @click.option("--like", metavar="NAME", default="llama2-7b", show_default=True, help="Its shape.")
-@_size("--layers", "n_layer", "Layers.")
+@_size("--layers", "n_layer", "Layers.", opt.LAYERS)
 @_size("--embd", "n_embd", "Width of the model.")
 @_size("--heads", "n_head", "Query heads.")
 @_size("--kv-heads", "n_head_kv", "KV heads.")

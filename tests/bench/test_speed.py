@@ -36,7 +36,9 @@ def test_numbers_are_those_of_llama_bench(text: str, wanted: list[int]) -> None:
     assert Numbers().convert(text, None, None) == wanted
 
 
-@pytest.mark.parametrize("text", ["", "x", "1-", "1-2*1", "0-4*2", "1-4+0", "-3", "1.5", "1,,2"])
+@pytest.mark.parametrize(
+    "text", ["", "x", "1-", "1-2*1", "0-4*2", "1-4+0", "-3", "1.5", "1,,2", "0-10000000000"]
+)
 def test_numbers_refuse_what_has_no_end_or_meaning(text: str) -> None:
     with pytest.raises(SparqError) as e:
         Numbers().convert(text, None, None)
@@ -289,6 +291,7 @@ def test_bench_refuses_a_sparse_row_that_ran_dense(
         (["--like", "llama3-8b"], "--like has no meaning with --model"),
         (["--layers", "1"], "--layers has no meaning with --model"),
         (["--quant", "f16"], "--quant has no meaning with --model"),
+        (["--layers", "100000000"], "--layers 100000000 is out of range"),
     ],
 )
 def test_bench_refuses_in_one_line(

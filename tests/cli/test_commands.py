@@ -289,6 +289,11 @@ def test_explain_with_lists_of_another_length(run: Run, tiny: Path) -> None:
     assert result.code == 2 and "k_layers has 3 entries for 2 layers" in result.err
 
 
+def test_synth_takes_as_many_layers_as_llama_cpp(run: Run, tmp_path: Path) -> None:
+    result = run("synth", "--layers", 100_000_000, "-o", tmp_path / "m.gguf")
+    assert result.code == 2 and "--layers 100000000 is out of range" in result.err
+
+
 def test_a_home_folder_that_is_not_there(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARQ_CACHE", "~nouser/x")
     result = run("doctor")
