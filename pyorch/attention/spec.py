@@ -31,6 +31,7 @@ SHADOWS = ("q4", "q8", "f16")
 DEFAULT_RATIO = 1 / 8
 _SHORT = re.compile(r"[^eE]{0,50}([eE][+-]?\d{1,3})?%?")  # 1e999999999 is a fraction of that size
 
+_CHOSEN = ("rank", "topk", "k_layers", "rank_layers", "top_p")  # what a ratio alone leaves open
 _ALIASES = {"k": "topk", "r": "rank", "l": "local", "mean-v": "mean_v", "min-ctx": "min_ctx"}
 
 
@@ -140,6 +141,12 @@ def parse_spec(line: str) -> AttentionSpec:
         if not eq:
             raise SparqError(f"attention setting {part!r} has no value", f"{key}=...", exit_code=2)
         values[key] = _parse_value(key, text.strip())
+    if values and head in ("off", "dense"):
+        raise SparqError(
+            f"{head} reads everything: {next(iter(values))} has no place beside it",
+            "settings belong to sparq and topk",
+            exit_code=2,
+        )
     return make_spec(head, **values)
 
 
@@ -180,6 +187,13 @@ def make_spec(method: str | None = None, **values: object) -> AttentionSpec:
     spec = AttentionSpec(method, **given)  # type: ignore[arg-type]
     _check_ranges(spec)
     if spec.ratio == 1:
+        beside = [n for n in _CHOSEN if getattr(spec, n)]
+        if beside:
+            raise SparqError(
+                f"ratio 1 is dense attention: {beside[0]} has no place beside it",
+                "leave out one of the two",
+                exit_code=2,
+            )
         return AttentionSpec("dense")
     k = spec.topk or spec.k_layers
     needed = (spec.rank or spec.rank_layers, k) if method == "sparq" else (k,)
@@ -198,7 +212,7 @@ def _check_ranges(spec: AttentionSpec) -> None:
     for key, names in (("mean_v", MEAN_V), ("budget", BUDGETS), ("shadow", SHADOWS)):
         if getattr(spec, key) not in names:
             raise nearest(key, getattr(spec, key), names)
-    chosen = [n for n in ("rank", "topk", "k_layers", "rank_layers", "top_p") if getattr(spec, n)]
+    chosen = [n for n in _CHOSEN if getattr(spec, n)]
     if spec.budget in CALIBRATED and chosen:
         raise SparqError(
             f"budget {spec.budget} chooses k and rank: {chosen[0]} has no place beside it",

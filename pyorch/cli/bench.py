@@ -67,6 +67,8 @@ class Numbers(click.ParamType):
         number = opt.Number(int, self.low, self.high)
         first = number.convert(match[1], param, None)
         last = number.convert(match[2] or match[1], param, None)
+        if last < first:
+            raise SparqError(f"{option} {part!r} ends before it begins", exit_code=2)
         step, out = int(match[4] or 1), [first]
         while (following := out[-1] * step if match[3] == "*" else out[-1] + step) <= last:
             if following <= out[-1]:

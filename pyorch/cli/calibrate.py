@@ -11,6 +11,7 @@ from pyorch import paths
 from pyorch.attention import calibrate
 from pyorch.attention.spec import DEFAULT_RATIO, SHADOWS, layer_k, make_spec, ratio_text
 from pyorch.cli import options as opt
+from pyorch.errors import SparqError
 
 WIDTH = 40  # characters of the widest bar
 SIZES = ((0.1e9, 8, 64), (1e9, 8, 16), (float("inf"), 4, 16))  # bytes of a model: contexts, tokens
@@ -46,6 +47,11 @@ def command(**options: Any) -> None:
     `--budget calibrated` and `--budget top-p` of other commands then use it. Interrupted, the same
     command goes on where it was.
     """
+    if options["ratio"] == 1:
+        hint = "--ratio 1/8"
+        raise SparqError(
+            "ratio 1 is dense attention, which has no k and no rank", hint, exit_code=2
+        )
     path = opt.model_file(options)
     if not options["show"]:
         _measure(path, options)

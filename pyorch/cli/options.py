@@ -205,16 +205,17 @@ def attention_from(options: Mapping[str, Any]) -> AttentionSpec | None:
     names = ("ratio", "rank", "topk", "local", "sinks", "mean_v", "budget", "shadow", "min_ctx")
     given = {n: options[n] for n in names if options.get(n) is not None}
     line, method = options.get("attention"), options.get("method")
-    beside = [*given, *(["method"] if line and method else [])]
-    if beside and (line or method in ("dense", "off")):
+    whole = line is not None  # an empty one is refused, not left out
+    beside = [*given, *(["method"] if whole and method else [])]
+    if beside and (whole or method in ("dense", "off")):
         option = {"shadow": "shadow-type"}.get(beside[0], beside[0].replace("_", "-"))
-        what = "--attention has all settings" if line else f"--method {method} reads everything"
+        what = "--attention has all settings" if whole else f"--method {method} reads everything"
         raise SparqError(
             f"{what}: --{option} has no place beside it",
-            "-a sparq,ratio=1/8,mean_v=on" if line else "use --method sparq or topk",
+            "-a sparq,ratio=1/8,mean_v=on" if whole else "use --method sparq or topk",
             exit_code=2,
         )
-    if line:
+    if line is not None:
         return parse_spec(line)
     return make_spec(method, **given) if method or given else None
 
