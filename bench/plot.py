@@ -54,7 +54,7 @@ def batches(file: Path) -> Iterator[list[Row]]:
     def group(rec: Row) -> str:
         return json.dumps([v for k, v in rec["case"].items() if k not in own])
 
-    for _, found in itertools.groupby(_lines(file), group):
+    for _, found in itertools.groupby(records.load_all(file), group):
         batch = list(found)
         start = 0
         for i, rec in enumerate(batch):  # the same case again: a later batch
@@ -62,18 +62,6 @@ def batches(file: Path) -> Iterator[list[Row]]:
                 yield batch[start:i]
                 start = i
         yield batch[start:]
-
-
-def _lines(file: Path) -> list[Row]:
-    """In the order of the file, which `records.load` has checked."""
-    known = records.load(file)
-    found = []
-    for line in file.read_text("utf-8").splitlines() if known else []:
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue  # cut short by an interruption
-    return found
 
 
 def rows_of(
@@ -106,7 +94,9 @@ def caption(figure: ModuleType | Any, folder: Path) -> str:
     """Its text, and the machine of the last record."""
     if not figure.FILE:
         return figure.CAPTION
-    m = next(r["env"]["machine"] for r in reversed(_lines(folder / figure.FILE)) if "env" in r)
+    m = next(
+        r["env"]["machine"] for r in reversed(records.load_all(folder / figure.FILE)) if "env" in r
+    )
     return f"{figure.CAPTION} {m['cpu']}, {m['cores']} cores."
 
 

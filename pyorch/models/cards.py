@@ -72,11 +72,6 @@ class Card:
         return self.settings.rpartition("ratio=")[2]
 
     @property
-    def n_group_q(self) -> int:
-        """Query heads that share a KV head."""
-        return self.n_head // self.n_head_kv
-
-    @property
     def expert_params(self) -> int:
         """Parameters of a feed-forward block, or of one expert's."""
         return (3 if self.ffn == "gated" else 2) * self.n_embd * self.n_ff
