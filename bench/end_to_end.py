@@ -31,7 +31,8 @@ NEEDS = "sparq-cpp bench -d 4096-131072*2 -n 10 -r 3 --ratio 1/8 --shadow-type f
 
 def data(folder: Path) -> list[plot.Row]:
     """One row per (model, length, what ran)."""
-    found = plot.rows_of(folder, FILE, speed.rows, lambda r: (_setting(r), _who(r)))
+    who = "library", "flash_attn", "sparse_attn"
+    found = plot.rows_of(folder, FILE, speed.rows, lambda r: (_setting(r), *(r[x] for x in who)))
     found = [r for r in found if _is_ours(r)]
     plot.need(found, "decoded tokens of llama2-7b q8_0 with an f16 cache", NEEDS)
     threads = max(r["n_threads"] for r in found)

@@ -106,6 +106,7 @@ def full(tmp_path: Path) -> Path:
     """Records of every figure."""
     add_lengths(tmp_path)
     add_speed(tmp_path, replace(STOCK, n_depth=0, n_gen=0, n_prompt=512))
+    add_speed(tmp_path, replace(OURS, n_depth=0, n_gen=0, n_prompt=512))
     (group,) = attention.Plan(
         like=["llama2-7b"], positions=[4096], specs=microbenchmark.SPECS
     ).groups()
