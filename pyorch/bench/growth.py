@@ -136,11 +136,16 @@ def _measure(
         worker.close()
         if not all(r["sealed"] for r in runs):
             raise SparqError(f"{case.spec}: no group of positions was sealed; not reported")
+        if not all(r["counters"]["calls_sparse"] for r in runs):
+            raise SparqError(f"{case.spec}: no attention call was sparse; not reported")
         results.append(
             {
                 "samples_ns": [x for r in runs for x in r["samples_ns"]],
                 "seal_ns": sealing,
-                "counters": {"groups_sealed": sum(r["sealed"] for r in runs)},
+                "counters": {
+                    "groups_sealed": sum(r["sealed"] for r in runs),
+                    "calls_sparse": sum(r["counters"]["calls_sparse"] for r in runs),
+                },
             }
         )
     return results

@@ -136,7 +136,9 @@ class Subject:
         engine.reset_counters(self._session)
         self.fill(n_pos, seed)
         sealed = engine.info(self._session).counter("groups_sealed")
-        return {"samples_ns": [self._step(3) for _ in range(n_token)], "sealed": sealed}
+        engine.reset_counters(self._session)
+        samples = [self._step(3) for _ in range(n_token)]
+        return {"samples_ns": samples, "sealed": sealed, "counters": self._counters()}
 
     def layers(self) -> tuple[int, list[str]]:
         """How many layers are ours, by the last token, and why the others are llama.cpp's."""

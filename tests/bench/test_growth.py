@@ -71,6 +71,7 @@ def test_growth_measures_all_three_and_only_once(
         assert calls == 2 * 3 * (2 if short else 1)  # layers, tokens, and rounds are by themselves
     (rec,) = sealing
     assert rec["counters"]["groups_sealed"] == 3 * (2048 // 64 * 2)  # two layers
+    assert rec["counters"]["calls_sparse"] == 3 * 20 * 2
     assert len(rec["samples_ns"]) == 3 * 20 and len(rec["seal_ns"]) == 3
     table = growth.markdown(found, sealing)
     assert table.count("tg3 @ d768") == 3 and "| 2048 |" in table

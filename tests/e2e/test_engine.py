@@ -285,7 +285,7 @@ def test_top_p_reads_less_within_its_cap(session: engine.Session) -> None:
 def test_a_restored_state_is_sealed_at_once(tiny: Path, tmp_path: Path, shadow: str) -> None:
     """When it is read, by whatever call, or SparQ is turned on: no token seals it."""
     spec, got, n_pos = f"sparq,rank=8,topk=64,min_ctx=0,shadow={shadow}", [], 20 * 64 + 10
-    for when in ("read", "turned on", "turned on again", "loaded"):
+    for when in ("read", "turned on", "turned on again", "loaded", "a sequence loaded", "set"):
         first = "off" if when == "turned on" else spec
         with engine.load(tiny, n_ctx=2048, n_threads=2, attention=first) as s:
             if when == "turned on again":
@@ -299,6 +299,19 @@ def test_a_restored_state_is_sealed_at_once(tiny: Path, tmp_path: Path, shadow: 
                 engine.save_state(s, tmp_path / "state")
                 engine.reset_counters(s)
                 engine.load_state(s, tmp_path / "state")
+            elif when == "a sequence loaded":  # as llama-server does with its slots
+                name, n = str(tmp_path / "sequence").encode(), ctypes.c_size_t()
+                tokens = (ctypes.c_int32 * 2048)()
+                assert s.lib.llama_state_seq_save_file(s.ctx, name, 0, tokens, n_pos)
+                engine.reset_counters(s)
+                got_n = ctypes.byref(n)
+                assert s.lib.llama_state_seq_load_file(s.ctx, name, 0, tokens, 2048, got_n)
+            elif when == "set":
+                size = s.lib.llama_state_get_size(s.ctx)
+                buf = (ctypes.c_uint8 * size)()
+                assert s.lib.llama_state_get_data(s.ctx, buf, size) == size
+                engine.reset_counters(s)
+                assert s.lib.llama_state_set_data(s.ctx, buf, size) == size
             assert engine.info(s).counter("groups_sealed") == n_group
             assert engine.seal(s) == 0
             assert n_wrong(s) == 0
