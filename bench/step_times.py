@@ -3,8 +3,9 @@
     python bench/step_times.py [--like llama2-7b,llama3-8b] [-d 16384,65536] [-t 1,2] [-a SPEC]...
 
 ggml is stopped after every node, and the clock is read around SCORE (or PICK: SCORE and SELECT in
-one) and ATTEND. Before each token the caches are made to forget, by a sequential read that is timed
-too: a share is of that read's speed. Writes step_times.jsonl.
+one) and ATTEND; in a run of its own PICK is told to select nothing, which leaves SCORE by itself.
+Before each token the caches are made to forget, by a sequential read that is timed too: a share is
+of that read's speed. Writes step_times.jsonl.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ BENCH = "step_times"
 STEPS = {2: "score", 3: "select", 4: "pick", 5: "attend"}  # ggml_sparse_attn_op
 SPECS = tuple(f"sparq,rank=32,topk=128,shadow={s}" for s in ("f16", "q8", "q4"))
 SPECS += ("sparq,ratio=1/8", "dense")
+TOPK_MAX = 7  # of PICK's op_params: the step, the six of SCORE, then ggml_sparse_select_params
 
 
 @dataclass(frozen=True)
@@ -45,20 +47,25 @@ class Case:
     n_threads: int
     spec: str
     n_samples: int
+    only_score: bool = False
     library: str = "sparq"
 
 
 class Clock:
     """Adds up nanoseconds by step; every node is computed by itself."""
 
-    def __init__(self, op: int) -> None:
-        self.op, self.started = op, 0
+    def __init__(self, op: int, only_score: bool) -> None:
+        self.op, self.only_score, self.started = op, only_score, 0
         self.spent: dict[str, int] = {}
 
     def see(self, t: Tensor, ask: bool) -> bool:
         now = time.perf_counter_ns()
-        if not ask and t.op == self.op and t.op_params[0] in STEPS:
-            step = STEPS[t.op_params[0]]
+        step = STEPS.get(t.op_params[0]) if t.op == self.op else None
+        if self.only_score:
+            if ask and step == "pick":
+                t.op_params[TOPK_MAX] = 0
+            step = "score" if step == "pick" else None
+        if step and not ask:
             self.spent[step] = self.spent.get(step, 0) + now - self.started
         self.started = time.perf_counter_ns()
         return True
@@ -68,7 +75,7 @@ def measure(model: Path, case: Case) -> dict[str, Any]:
     """Per step the nanoseconds of each token, in all layers; bytes per token; bytes per second."""
     reader = MemoryReader(case.n_threads)
     with engine.load(model, n_ctx=256, n_threads=case.n_threads) as loaded:
-        clock = Clock(op_number(loaded.lib, "SPARSE_ATTN"))
+        clock = Clock(op_number(loaded.lib, "SPARSE_ATTN"), case.only_score)
         watched = watch.Watched(
             loaded, clock.see, n_ctx=case.n_depth, n_threads=case.n_threads, n_batch=32
         )
@@ -97,12 +104,13 @@ def measure(model: Path, case: Case) -> dict[str, Any]:
     calls, wanted = counters[name], case.n_samples * case.n_layer
     if calls != wanted:
         raise SparqError(f"{case.spec}: {calls} of {wanted} calls counted in {name}; not reported")
-    bytes_read = {"attend": counters["bytes_read"] - counters["bytes_score"]}
-    for step in samples.keys() & {"score", "pick"}:
-        bytes_read[step] = counters["bytes_score"]
+    if case.only_score and (n := counters["positions_read"]):
+        raise SparqError(f"{case.spec}: {n} positions were selected; not reported")
+    score, attend = counters["bytes_score"], counters["bytes_attend"]
+    bytes_read = {"attend": attend, "score": score, "pick": score}
     return {
         "samples_ns": samples,
-        "bytes": {step: n / case.n_samples for step, n in bytes_read.items()},
+        "bytes": {k: n / case.n_samples for k, n in bytes_read.items() if k in samples},
         "bandwidth_bytes_per_s": bandwidth[2:],
     }
 
@@ -156,11 +164,12 @@ def table(recs: Sequence[Record]) -> str:
 def command(**options: Any) -> None:
     """Time of the steps of sparse attention, token by token."""
     cases = [
-        Case(like, 2, n, threads, str(parse_spec(spec)), options["samples"])
+        Case(like, 2, n, threads, str(parse_spec(spec)), options["samples"], only_score)
         for like in options["like"].split(",")
         for n in options["n_depth"]
         for threads in options["threads"] or sorted({1, engine.usable_cores()})
         for spec in options["specs"] or SPECS
+        for only_score in ((False, True) if parse_spec(spec).method == "sparq" else (False,))
     ]
     folder = Path(options["out"]) if options["out"] else records.default_folder()
     with opt.progress_bar("steps") as progress:

@@ -150,6 +150,7 @@ GGML_API struct ggml_tensor * ggml_sparse_attn_score(
 
 struct ggml_sparse_select_params {
     int32_t topk_max;   // capacity of the result; the k of a token is min(kl[0], topk_max)
+                        // 0, in a node made with more: the CPU's PICK selects nothing, without SELECT's work. For timing SCORE by itself
     int32_t n_head_kv;
     int32_t n_local_max; // forced[0 .. n_local_max) is the local window, newest first; the rest are sinks
     int32_t alpha;      // != 0: compute alpha (needs a pass of exp over all scores)

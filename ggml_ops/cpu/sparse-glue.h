@@ -110,7 +110,8 @@ inline void add_stat(const ggml_tensor * stats, ggml_sparse_stat i, int64_t n) {
 // Hands out the units 0 .. n - 1. Each thread has a part of them, neighbours in memory; the second half of every part is open to all, in
 // blocks: threads of one core, of unlike cores or of a busy machine are not equally fast. Not so where memory has NUMA nodes: there, what a
 // thread has is its own; and where threads are a multiple of the `n_whole` pieces (heads), thread i works on piece i % n_whole, as SEAL does,
-// which touches the shadow's pages first. Threads lie on nodes in turns, so all who read a head are on the node that holds it
+// which touches the shadow's pages first. Threads lie on nodes in turns, so all who read a head are on the node that holds it, as long as nodes
+// divide heads (with 48 threads for 32 heads, say, some read from elsewhere)
 struct unit_queue {
     const ggml_compute_params * params;
     int64_t n, align; // units; neighbours that stay together

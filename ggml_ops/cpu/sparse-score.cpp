@@ -444,19 +444,26 @@ void select_heads(const ggml_compute_params * params, ggml_tensor * dst, const s
         }
     }
 
+    const bool only_scores = a.p.topk_max == 0;
+    for (int64_t u = ith; u < a.n_all && only_scores; u += nth) {
+        select_none(result(u), a.n_group_q);
+    }
     line_stream next;
     for (int64_t x; (x = queue.take()) >= 0; ) {
         const int64_t u = x/a.n_tile, i_tile = x % a.n_tile;
         const bool whole = is_whole(u);
         const head_scores s = w.scores(a, u, whole ? ith : part[n_part > 1 && part[1].u == u].owner, whole, nth);
         make_tile(u, i_tile, s.x, s.ld, queue.peek());
+        if (only_scores) {
+            continue;
+        }
         next = lines(queue.peek());
         finish_tile(s, i_tile, a.p.alpha != 0 || is_top_p(a.p.top_p), next);
         if (whole && i_tile == a.n_tile - 1) {
             select_topk(result(u), w, s, args(u), next);
         }
     }
-    if (!shares) {
+    if (!shares || only_scores) {
         return;
     }
     const auto each_part = [&](auto f) {

@@ -431,6 +431,15 @@ static inline void finish_select(int32_t * res, const select_scratch & w, const 
     }
 }
 
+// nothing, of n_head query heads: n_sel and alpha
+static inline void select_none(int32_t * res, int n_head) {
+    const float alpha = 1.0f;
+    res[0] = 0;
+    for (int h = 0; h < n_head; ++h) {
+        memcpy(res + 1 + h, &alpha, sizeof(alpha));
+    }
+}
+
 // one KV head of one token, its tiles being finished
 static inline void select_topk(int32_t * res, const select_scratch & w, const head_scores & s, const select_args & a, line_stream & next) {
     if (wants_softmax(a) || s.n_head > 1) {

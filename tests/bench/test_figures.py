@@ -456,7 +456,9 @@ def test_step_times_add_up_with_select() -> None:
     assert rows[3][1:] == ["7 (7-7)", "1.0", "50% |"]
 
 
-def test_step_times_sees_both_steps_and_what_they_read(model: Path) -> None:
+def test_step_times_sees_the_steps_and_what_they_read(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     n_layer = geometry(read_gguf(model)).n_layer
     case = step_times.Case("m", n_layer, 600, 1, "sparq,rank=8,topk=64,min_ctx=0", 3)
     got = step_times.measure(model, case)
@@ -465,5 +467,13 @@ def test_step_times_sees_both_steps_and_what_they_read(model: Path) -> None:
     assert min(got["bytes"].values()) > 0
     rows = step_times.table([{"case": asdict(case), **got}]).splitlines()
     assert [row.split(" | ")[4] for row in rows[2:]] == ["attend", "pick", "all"]
+
+    only_score = step_times.measure(model, replace(case, only_score=True))
+    assert {step: len(ns) for step, ns in only_score["samples_ns"].items()} == {"score": 3}
+    assert only_score["bytes"] == {"score": got["bytes"]["pick"]}
+    monkeypatch.setattr(step_times, "TOPK_MAX", 15)  # nothing that PICK would read
+    with pytest.raises(SparqError, match="positions were selected"):
+        step_times.measure(model, replace(case, only_score=True))
+
     with pytest.raises(SparqError, match="0 of .* not reported"):
         step_times.measure(model, replace(case, spec="sparq,rank=8,topk=64"))  # below min_ctx
