@@ -6,7 +6,8 @@
 #
 # Stock llama.cpp (-fa 0 and -fa 1) and ours take turns in each case. Everything that is measured is
 # recorded at once, below OUT; run the same line again and it goes on where it was. In place of
-# editing: DEPTHS, THREADS, RATIOS, PLACES, ARGS (more options of `sparq-cpp bench`).
+# editing: DEPTHS, THREADS, RATIOS, PLACES, ARGS (more options of `sparq-cpp bench`; --attn-only, with
+# a NAME and an OUT of its own, times attention by itself).
 set -euo pipefail
 
 model=${1:?usage: bench/epyc.sh MODEL.gguf|NAME [OUT]}

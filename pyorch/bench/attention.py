@@ -24,7 +24,7 @@ from pyorch import paths
 from pyorch.attention.spec import parse_spec
 from pyorch.bench import records
 from pyorch.bench.bandwidth import MemoryReader
-from pyorch.bench.records import Progress, Record, spread
+from pyorch.bench.records import Progress, Record, spread, where_given
 from pyorch.bench.turns import CELLS, FLOATS, Side, check_same, gather, turns
 from pyorch.bench.worker import Workers
 from pyorch.engine import cache_type
@@ -71,6 +71,7 @@ class Case(Side):
     type_k: str = "f16"
     type_v: str = "f16"
     n_base: int = BASE
+    numa: str = where_given("")
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class Plan:
     seed: int = 1
     type_k: Sequence[str] = ("f16",)
     type_v: Sequence[str] = ("f16",)
+    numa: str = ""
 
     def groups(self) -> Iterator[list[Case]]:
         """Cases that share a cache and take turns."""
@@ -115,6 +117,7 @@ class Plan:
                 seed=self.seed,
                 type_k=type_k,
                 type_v=type_v,
+                numa=self.numa,
             )
             ours = replace(case, library="sparq", flash_attn=True)
             yield [
@@ -180,6 +183,7 @@ def _measure(
             flash_attn=case.flash_attn,
             type_k=case.type_k,
             type_v=case.type_v,
+            numa=case.numa,
         )
     bandwidth: list[float] = []
     results = []
@@ -309,7 +313,8 @@ def rows(recs: Sequence[Record]) -> list[Row]:
 
 def _group_of(rec: Record) -> tuple[Any, ...]:
     c = Case(**rec["case"])
-    return records.run_of(rec), c.like, c.n_layer, c.n_depth, c.n_threads, c.type_k, c.type_v
+    own = c.like, c.n_layer, c.n_depth, c.n_threads, c.type_k, c.type_v, c.numa
+    return records.run_of(rec), *own
 
 
 def flat(recs: Sequence[Record]) -> list[dict[str, Any]]:
@@ -332,11 +337,11 @@ def _base_key(rec: Record) -> tuple[Any, ...]:
 
 
 def markdown(recs: Sequence[Record]) -> str:
-    """One table per model, number of threads and types of K and V."""
+    """One table per model, number of threads, types of K and V and place of memory."""
     tables: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows(recs):
         c = row.case
-        of = c.like, c.n_layer, c.n_threads, c.type_k, c.type_v
+        of = c.like, c.n_layer, c.n_threads, c.type_k, c.type_v, c.numa
         tables.setdefault(of, []).append(row)
     out: list[str] = []
     for table in tables.values():
@@ -344,6 +349,7 @@ def markdown(recs: Sequence[Record]) -> str:
         out += ["", f"**{c.like}**, {c.n_layer} layers, {c.n_head} heads, "]
         out[-1] += f"{c.n_head_kv} KV heads of {c.head_dim}, "
         out[-1] += f"{c.type_k} K, {c.type_v} V, threads: {c.n_threads}"
+        out[-1] += f", numa: {c.numa}" if c.numa else ""
         out += ["", "| positions | attention | ms per token (p10-p90) | against best stock |"]
         out[-1] += " whole token, ms | MB read per token | share of roofline |"
         out += ["| ---: | --- | ---: | ---: | ---: | ---: | ---: |"]
@@ -360,21 +366,24 @@ def markdown(recs: Sequence[Record]) -> str:
 
 
 def summary(recs: Sequence[Record]) -> str:
-    """For a README: one line per attention, one column per model, length, threads and types of K
-    and V."""
-    cells: dict[str, dict[tuple[str, int, int, str], str]] = {}
+    """For a README: one line per attention, one column per model, length, threads, types of K and
+    V and place of memory."""
+    cells: dict[str, dict[tuple[str, int, int, str, str], str]] = {}
     for row in rows(recs):
         c = row.case
         text = f"{row.attention_ms:.1f}"
         if row.attention_ms > 0 and c.library != "stock":
             text += f" ({row.speedup:.1f}x, {100 * row.roofline:.0f} %)"
         types = f"{c.type_k} K, {c.type_v} V"
-        cells.setdefault(c.label, {})[c.like, c.n_depth, c.n_threads, types] = text
+        cells.setdefault(c.label, {})[c.like, c.n_depth, c.n_threads, types, c.numa] = text
     columns = list(dict.fromkeys(column for line in cells.values() for column in line))
-    several, mixed = (len({column[i] for column in columns}) > 1 for i in (2, 3))
+    several, mixed, placed = (len({column[i] for column in columns}) > 1 for i in (2, 3, 4))
     heads = [
-        f"{like}, S {s}" + (f", threads {n}" if several else "") + (f", {t}" if mixed else "")
-        for like, s, n, t in columns
+        f"{like}, S {s}"
+        + (f", threads {n}" if several else "")
+        + (f", {t}" if mixed else "")
+        + (f", numa {numa or 'none'}" if placed else "")
+        for like, s, n, t, numa in columns
     ]
     out = [f"| attention | {' | '.join(heads)} |", "| --- |" + " ---: |" * len(columns)]
     for name, line in cells.items():

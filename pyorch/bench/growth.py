@@ -21,7 +21,7 @@ import numpy as np
 
 from pyorch.attention.spec import parse_spec
 from pyorch.bench import records, speed
-from pyorch.bench.records import Progress, Record, spread
+from pyorch.bench.records import Progress, Record, spread, where_given
 from pyorch.bench.worker import Workers
 from pyorch.errors import SparqError
 
@@ -44,7 +44,8 @@ class Case:
     repetitions: int = 3
     seed: int = 1
     library: str = "sparq"
-    calibration: str = ""
+    calibration: str = where_given("")
+    numa: str = where_given("")
 
 
 def run(
@@ -83,6 +84,7 @@ def run(
             first.n_depth,
             c.spec,
             calibration=c.calibration,
+            numa=c.numa,
         )
         for c in group
         if parse_spec(c.spec).method == "sparq"
@@ -123,6 +125,7 @@ def _measure(
             n_batch=8,
             type_k=case.type_k,
             type_v=case.type_v,
+            numa=case.numa,
         )
         runs, sealing = [], []
         for n in range(case.repetitions):
@@ -179,10 +182,11 @@ def markdown(recs: Sequence[Record], sealing: Sequence[Record]) -> str:
         best = min(a for name, (a, _) in found.items() if name.startswith("stock"))
         for name, (a, b) in found.items():
             fits.setdefault(name, []).append((a, b, 100 * a / best))
+    numa = f", numa: {long[0]['numa']}" if long[0]["numa"] else ""
     depths = f"{min(r['n_depth'] for r in long)}-{max(r['n_depth'] for r in long)}"
     out = [
-        f"**Growth** of token time, {long[0]['model_type']}, threads: {long[0]['n_threads']}; "
-        f"medians of {len(times)} rounds of all depths, least and most of them in brackets",
+        f"**Growth** of token time, {long[0]['model_type']}, threads: {long[0]['n_threads']}"
+        f"{numa}; medians of {len(times)} rounds of all depths, least and most of them in brackets",
         "",
         f"| attention | ns per position, d {depths} | share of stock's | at 0, ms |",
         "| --- | ---: | ---: | ---: |",

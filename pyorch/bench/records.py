@@ -17,7 +17,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -215,10 +215,15 @@ Groups = Sequence[Sequence[Any]]  # of cases: dataclasses with the field `librar
 Measure = Callable[[Sequence[Any], Callable[[float], None]], list[dict[str, Any]]]
 
 
+def where_given(default: Any) -> Any:
+    """A field of a case that is recorded only where it is not `default`: a case that there was
+    before the field keeps its key."""
+    return field(default=default, metadata={"where_given": True})
+
+
 def case_of(case: Any) -> dict[str, Any]:
-    """A case as it is recorded: layers on the GPU only where they were given, and what calibration
-    found only where the settings ask for it."""
-    unset = {"n_gpu_layers": None, "calibration": ""}
+    """A case as it is recorded."""
+    unset = {f.name: f.default for f in fields(case) if f.metadata.get("where_given")}
     return {k: v for k, v in asdict(case).items() if k not in unset or v != unset[k]}
 
 

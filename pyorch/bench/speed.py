@@ -29,7 +29,7 @@ from pyorch.attention.calibrate import resolve
 from pyorch.attention.spec import CALIBRATED, check_against_model, parse_spec
 from pyorch.bench import records
 from pyorch.bench.bandwidth import BUFFER_BYTES, MemoryReader
-from pyorch.bench.records import Progress, Record, spread
+from pyorch.bench.records import Progress, Record, spread, where_given
 from pyorch.bench.turns import CELLS, FLOATS, Side, check_same, gather, turns
 from pyorch.bench.worker import FORGET_BYTES, Workers
 from pyorch.engine import cache_type
@@ -78,8 +78,8 @@ class Case(Side):
     numa: str = ""
     below_min_ctx: bool = False  # ours is to run dense
     seed: int = 1
-    n_gpu_layers: int | None = None  # all
-    calibration: str = ""  # what a budget of `spec` stands for with this model
+    n_gpu_layers: int | None = where_given(None)  # all
+    calibration: str = where_given("")  # what a budget of `spec` stands for with this model
 
     @property
     def test(self) -> str:

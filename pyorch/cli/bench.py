@@ -148,7 +148,7 @@ force_option = click.option("--force", is_flag=True, help="Measure again what is
 @several("--shadow-type", of=opt.Name(*SHADOWS), text="Type of the transposed K.")
 @several("--budget", of=opt.Name(*BUDGETS), text="k over the layers.")
 @spec_option(help="In place of these four: all settings as one line.")
-@click.option("--numa", type=opt.Name("distribute", "isolate", "numactl"), help="As llama-bench.")
+@opt.numa_option
 @opt.gpu_option
 @click.option("--prefill", is_flag=True, help="Read the positions before for real.")
 @click.option("--attn-only", is_flag=True, help="Time attention by itself.")
@@ -268,8 +268,7 @@ def _note_left_out(options: dict[str, Any]) -> None:
 def _attention(ctx: click.Context, given: set[str], options: dict[str, Any]) -> None:
     from pyorch.bench import attention, records
 
-    foreign = {"models", "quant", "n_prompt", "n_gen", "flash_attn", "numa"}
-    foreign |= {"n_gpu_layers", "prefill"}
+    foreign = {"models", "quant", "n_prompt", "n_gen", "flash_attn", "n_gpu_layers", "prefill"}
     hint = "--like chooses the heads, -d the positions, -r the turns of five tokens"
     _refuse(ctx, given & foreign, "has no meaning with --attn-only", hint)
     ours = given & {*COMBINED, "spec"}
@@ -282,6 +281,7 @@ def _attention(ctx: click.Context, given: set[str], options: dict[str, Any]) -> 
         n_layer=options["layers"],
         type_k=options["cache_type_k"],
         type_v=options["cache_type_v"],
+        numa=options["numa"] or "",
     )
     file = _file(options, "attention.jsonl")
     with opt.progress_bar("attention") as progress:
@@ -310,6 +310,7 @@ def _attention(ctx: click.Context, given: set[str], options: dict[str, Any]) -> 
 @click.option(
     "-r", "--repetitions", type=opt.Number(int, 1), default=5, show_default=True, help="Rounds."
 )
+@opt.numa_option
 @out_option
 @force_option
 @readme_option
@@ -334,6 +335,7 @@ def growth(ctx: click.Context, **options: Any) -> None:
         threads=[options["threads"] or _all_threads()],
         specs=options["spec"],
         repetitions=options["repetitions"],
+        numa=options["numa"] or "",
     )
     with opt.progress_bar("growth") as progress:
         found, sealing = bench.run(plan, file, progress, force=options["force"])

@@ -60,6 +60,7 @@ def command() -> None:
 @click.option("--threads", "-t", type=opt.THREADS, help="[default: all cores]")
 @opt.gpu_option
 @opt.cache_options
+@opt.numa_option
 @click.option(
     "--text",
     multiple=True,
@@ -128,6 +129,7 @@ def run(**options: Any) -> None:
         n_gpu_layers=options["n_gpu_layers"],
         type_k=options["cache_type_k"],
         type_v=options["cache_type_v"],
+        numa=options["numa"] or "",
     )
     opt.note_if_busy()
     with opt.progress_bar("making the examples") as making, opt.progress_bar("eval") as progress:

@@ -33,6 +33,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 @opt.context_options
 @opt.gpu_option
 @opt.cache_options
+@opt.numa_option
 @opt.attention_options
 @opt.verbose_option
 def command(**options: Any) -> None:
@@ -107,6 +108,7 @@ def _serve(
         n_gpu_layers=-1 if n_gpu_layers is None else n_gpu_layers,  # its own default is none
         type_k=types[0].number,
         type_v=types[1].number,
+        numa=engine.NUMA.get(options["numa"], 0),
         flash_attn=True,  # sparse attention needs it
         logits_all=False,  # else n_ctx times the vocabulary in memory
         verbose=options["verbose"],

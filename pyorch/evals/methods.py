@@ -61,7 +61,8 @@ class Runner:
         if python or recall:
             self._watch = RecallWatch(keep_queries=any(p.needs_prompt for p in python))
             on_cpu = {"n_gpu_layers": 0, "watch": self._watch}  # numpy reads the tensors
-            self._watched = engine.load(model, attention="off", **{**load, **on_cpu})
+            own = {**on_cpu, "numa": ""}  # which is set once per process
+            self._watched = engine.load(model, attention="off", **{**load, **own})
             self._watch.attach(self._watched, engine.cache_type(load["type_v"]).bytes_per_element)
 
     def __enter__(self) -> Runner:

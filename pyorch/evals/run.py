@@ -47,6 +47,7 @@ class Plan:
     n_gpu_layers: int | None = None
     type_k: str = "f16"
     type_v: str = "f16"
+    numa: str = ""
 
 
 def run(
@@ -70,6 +71,7 @@ def run(
         "n_gpu_layers": plan.n_gpu_layers,
         "type_k": plan.type_k,
         "type_v": plan.type_v,
+        "numa": plan.numa,
     }
     recall = any(t.reference for t in plan.tasks)
     with Runner(plan.model, methods, recall, n_ctx=plan.setup["ctx"], **load) as runner:
@@ -171,6 +173,7 @@ def _prepare(
         "type_v": plan.type_v,
         "threads": plan.n_threads or engine.usable_cores(),
         **({} if plan.n_gpu_layers is None else {"n_gpu_layers": plan.n_gpu_layers}),
+        **({"numa": plan.numa} if plan.numa else {}),
     }
     case = json.loads(json.dumps(case))
     setting = records.key("eval", case, env["stamps"]["sparq"])

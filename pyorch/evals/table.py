@@ -159,11 +159,12 @@ def _about(group: Sequence[Series]) -> str:
         if {case["type_k"], case["type_v"]} == {"f16"}
         else (f", cache {case['type_k']}/{case['type_v']}")
     )
+    place = f", numa {case['numa']}" if "numa" in case else ""
     better = "higher" if tasks()[case["task"]].higher else "lower"
     text = (
         f"{n[0]}{f' to {n[-1]}' if n[1:] else ''} examples of up to {case['ctx']} positions, "
-        f"{case['model']['name']}{cache}, {case['threads']} thread{'s' * (case['threads'] > 1)}, "
-        f"{env['machine']['cpu']}; {better} is better."
+        f"{case['model']['name']}{cache}, {case['threads']} thread{'s' * (case['threads'] > 1)}"
+        f"{place}, {env['machine']['cpu']}; {better} is better."
     )
     if any(_exact(policies.parse(s.method)) for s in group):
         text += (

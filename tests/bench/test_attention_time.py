@@ -97,6 +97,17 @@ def test_a_summary_has_a_column_for_each_type_of_k_and_v() -> None:
     assert "f16" not in attention.summary(recs).splitlines()[0]
 
 
+def test_what_lies_elsewhere_has_tables_of_its_own() -> None:
+    recs = fake_records()
+    other = [{**r, "case": r["case"] | {"numa": "distribute"}, "run": "b"} for r in recs]
+    head = attention.summary(recs + other).splitlines()[0]
+    assert head.strip(" |").split(" | ")[1:] == [
+        f"llama2-7b, S 4096, numa {place}" for place in ("none", "distribute")
+    ]
+    table = attention.markdown(recs + other)
+    assert table.count("threads: 2\n") == table.count("threads: 2, numa: distribute\n") == 1
+
+
 def fake_records() -> list[records.Record]:
     """Stock takes 20 and 30 ms, dense 10, the others 5; 4 of each without attention."""
     (group,) = PLAN.groups()
@@ -214,9 +225,10 @@ def test_a_dead_worker_is_told_and_the_others_end() -> None:
 
 
 @pytest.mark.usefixtures("stock")
-def test_attention_command_measures_once(tmp_path: Path) -> None:
+def test_attention_command_measures_once(tmp_path: Path, opened: list[dict[str, Any]]) -> None:
     args = ["--attn-only", "--like", "llama3-8b", "-d", "1280", "--layers", "1", "-r", "1", "-t"]
-    args += ["1", "--spec", "dense", "--spec", "sparq,ratio=1/8", "--out", str(tmp_path)]
+    args += ["1", "--spec", "dense", "--spec", "sparq,ratio=1/8", "--numa", "isolate"]
+    args += ["--out", str(tmp_path)]
     runner = CliRunner()
     first = runner.invoke(command, args, catch_exceptions=False)
     assert first.exit_code == 0
@@ -226,7 +238,8 @@ def test_attention_command_measures_once(tmp_path: Path) -> None:
     assert len(found) == 4
     for rec in found.values():
         assert len(rec["samples_ns"]) == len(rec["base_samples_ns"]) == 5
-        assert rec["bandwidth_bytes_per_s"]
+        assert rec["bandwidth_bytes_per_s"] and rec["case"]["numa"] == "isolate"
+    assert {args["numa"] for args in opened} == {"isolate"}
     again = runner.invoke(command, args, catch_exceptions=False)
     assert again.stdout == first.stdout  # taken from the records
     assert records.load(file) == found

@@ -45,7 +45,7 @@ def test_a_median_is_of_twenty_tokens() -> None:
 
 @pytest.mark.usefixtures("stock")
 def test_growth_measures_all_three_and_only_once(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: list[dict[str, Any]]
 ) -> None:
     timed: dict[tuple[int, int], list[str]] = {}  # (depth, round) -> who, in order
     once = speed._once
@@ -56,7 +56,9 @@ def test_growth_measures_all_three_and_only_once(
         return once(workers, case, turn)
 
     monkeypatch.setattr(speed, "_once", noted)
-    plan = speed.Plan(models=[model], n_depth=[1280, 2048], n_gen=[3], repetitions=2)
+    plan = speed.Plan(
+        models=[model], n_depth=[1280, 2048], n_gen=[3], repetitions=2, numa="isolate"
+    )
     file = tmp_path / "growth.jsonl"
     bar: list[tuple[int, int]] = []
     found, sealing = growth.run(plan, file, lambda *now: bar.append(now))
@@ -73,8 +75,11 @@ def test_growth_measures_all_three_and_only_once(
     assert rec["counters"]["groups_sealed"] == 3 * (2048 // 64 * 2)  # two layers
     assert rec["counters"]["calls_sparse"] == 3 * 20 * 2
     assert len(rec["samples_ns"]) == 3 * 20 and len(rec["seal_ns"]) == 3
+    assert {args["numa"] for args in opened} == {"isolate"}
+    assert {r["case"]["numa"] for r in found + sealing} == {"isolate"}
     table = growth.markdown(found, sealing)
     assert table.count("tg3 @ d768") == 3 and "| 2048 |" in table
+    assert "threads: 1, numa: isolate; medians" in table
 
     before = len(records.load(file))
     again = growth.run(plan, file, lambda done, total: pytest.fail("measured again"))
@@ -85,7 +90,7 @@ def test_a_round_is_fitted_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of stock's slope in every round, whatever the round does to both."""
     rows = [
         {"seed": seed, "n_depth": d, "median_ns": slow * (100 + d * per), "name": name}
-        | {"below_min_ctx": False, "model_type": "m", "n_threads": 1}
+        | {"below_min_ctx": False, "model_type": "m", "n_threads": 1, "numa": ""}
         for seed, slow in ((1, 1.0), (2, 3.0), (3, 1.5))
         for d in (1000, 2000, 4000)
         for name, per in (("stock -fa 0", 2.0), ("stock -fa 1", 4.0), ("ours", 1.0))
@@ -93,6 +98,7 @@ def test_a_round_is_fitted_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "rows", lambda recs: recs)
     monkeypatch.setattr(speed, "label", lambda row: row["name"])
     table = growth.markdown(rows, [])
+    assert "threads: 1; medians" in table
     assert "| `ours` | 1.5 | 50.0 % (50.0-50.0) |" in table
     assert "| `stock -fa 0` | 3.0 | 100.0 % (100.0-100.0) |" in table
 

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from pyorch import engine
 from pyorch.attention import calibrate
-from pyorch.bench import growth, output, records, speed
+from pyorch.bench import attention, growth, output, records, speed
 from pyorch.cli.bench import Numbers, command
 from pyorch.errors import SparqError
 
@@ -106,6 +106,10 @@ def test_keys_of_recorded_cases_stay() -> None:
     assert records.key(speed.BENCH, records.case_of(CASE), "s") == "b7a5b363eadcf1b0"
     case = growth.Case("m.gguf", "m", 1, "f16", "f16", 512, "sparq")
     assert records.key(growth.BENCH, records.case_of(case), "s") == "bc7df8fe6078e0b1"
+    heads = attention.Case("llama2-7b", 2, 32, 32, 128, 4096, 1, "sparq", True, "dense", 10, 1)
+    assert records.key(attention.BENCH, records.case_of(heads), "s") == "40790f11c6d2a300"
+    for one in (case, heads):
+        assert records.case_of(replace(one, numa="isolate"))["numa"] == "isolate"
 
 
 def test_a_row_of_ours_is_refused_unless_it_ran() -> None:

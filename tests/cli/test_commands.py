@@ -219,6 +219,14 @@ def test_layers_on_a_gpu(run: Run, tiny: Path, tmp_path: Path) -> None:
     assert run("generate", "-m", tiny, "-p", "x", "-n", "1", "-ngl", "0").code == 0
 
 
+@pytest.mark.parametrize("command", ["calibrate", "bench", "bench growth", "eval", "serve"])
+def test_memory_is_placed_in_one_of_three_ways(run: Run, tiny: Path, command: str) -> None:
+    result = run(*command.split(), "-m", tiny, "--numa", "distributed")
+    assert (result.code, result.out) == (2, "")
+    first, hint = result.err.splitlines()
+    assert "--numa 'distributed'" in first and hint == "hint: did you mean distribute?"
+
+
 def test_prompt_is_given_once(run: Run, tiny: Path) -> None:
     assert run("generate", "-m", tiny).code == 2
     assert run("generate", "-m", tiny, "-p", "x", "-f", "y").code == 2

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from pyorch import engine
 from pyorch.cli import serve
 
 LACKING = [name for name in serve.NEEDED if importlib.util.find_spec(name) is None]
@@ -70,6 +71,23 @@ def test_serve(demo_model: Path) -> None:
 def test_layers_on_a_gpu(run: Callable[..., Any], tiny: Path) -> None:
     result = run("serve", "-m", tiny, "--port", "0", "-ngl", "7")
     assert result.code == 2 and "7 layers cannot go to a GPU" in result.err
+
+
+@pytest.mark.skipif(bool(LACKING), reason=f"the extra `server` is not installed: {LACKING}")
+def test_memory_is_placed_as_asked(
+    run: Callable[..., Any], tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placed = []
+
+    def init(strategy: int) -> None:  # the library's is for good
+        placed.append(strategy)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(engine.native.load().llama_cpp, "llama_numa_init", init)
+    monkeypatch.setattr("uvicorn.Server.run", lambda *_, **__: pytest.fail("serves"))
+    for name, number in engine.NUMA.items():
+        assert "enough" in run("serve", "-m", tiny, "--port", "0", "--numa", name).err
+        assert placed.pop() == number and not placed
 
 
 def test_without_the_extra(

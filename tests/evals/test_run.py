@@ -123,6 +123,28 @@ def test_methods_see_the_same_and_off_is_dense(run_eval: Run, tmp_path: Path) ->
     assert all(steps == {0, 64} for steps in by_id.values())
 
 
+def test_memory_is_placed_as_asked_once_per_process(
+    run_eval: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A method in Python has a session of its own; without the option a setting is as ever."""
+    placed, load = [], engine.load
+
+    def noted(path: Path, *, numa: str, **options: Any) -> engine.Session:
+        placed.append(numa)
+        return load(path, **options)
+
+    monkeypatch.setattr(engine, "load", noted)
+    line = ("repetition", "-n", 1, "--ctx", 1024, "-a", "off", "-a", "h2o,ratio=1/4")
+    for option in ((), ("--numa", "isolate")):
+        done = run_eval(*line, *option)
+        assert done.exit_code == 0, done.output
+    assert placed == ["", "", "isolate", ""]
+    assert ", 1 thread, numa isolate, " in done.output
+    lines = (tmp_path / "out" / "repetition.jsonl").read_text().splitlines()
+    cases = [r["case"] for r in map(json.loads, lines) if "case" in r]
+    assert cases[1] == cases[0] | {"numa": "isolate"} and "numa" not in cases[0]
+
+
 def test_divergence_against_its_definition() -> None:
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(2, 5, 7)).astype(np.float32) * 4
