@@ -441,6 +441,14 @@ print(json.dumps(node_times.measure(Path(sys.argv[1]), case)))
         assert all(0 < a < b for a, b in zip(got["attention_ns"], got["samples_ns"], strict=True))
 
 
+def test_step_times_takes_as_many_threads_as_ggml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_times, "run", lambda *_, **__: pytest.fail("measured"))
+    done = CliRunner().invoke(step_times.command, ["-t", "1,513"])
+    assert isinstance(done.exception, SparqError), done.output
+    assert done.exception.message == "--threads 513 is out of range"
+    assert done.exception.hint == "it is at least 1 and at most 512"
+
+
 def test_step_times_add_up_with_select() -> None:
     """Top-k scores in one step and selects in another, which reads next to nothing."""
     case = step_times.Case("m", 1, 600, 1, "topk,ratio=1/8", 3)
