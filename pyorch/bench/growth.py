@@ -11,7 +11,6 @@ sealing     a restored state is transposed when it is read: how long that takes,
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -131,20 +130,18 @@ def _measure(
         for n in range(case.repetitions):
             worker.attention(spec="off")
             worker.fill(n_pos=case.n_depth, seed=case.seed)
-            started = time.perf_counter_ns()
-            worker.attention(spec=case.spec)  # seals, as restoring does, but by itself
-            sealing.append(time.perf_counter_ns() - started)
+            sealing.append(worker.turned_on(spec=case.spec))  # as restoring does, but by itself
             runs.append(worker.restored(n_pos=case.n_depth, n_token=case.n_token, seed=case.seed))
             progress((i + (n + 1) / case.repetitions) / len(cases))
         worker.close()
-        if not all(r["sealed"] for r in runs):
+        if not all(r["sealed"] for r in (*sealing, *runs)):
             raise SparqError(f"{case.spec}: no group of positions was sealed; not reported")
         if not all(r["counters"]["calls_sparse"] for r in runs):
             raise SparqError(f"{case.spec}: no attention call was sparse; not reported")
         results.append(
             {
                 "samples_ns": [x for r in runs for x in r["samples_ns"]],
-                "seal_ns": sealing,
+                "seal_ns": [s["ns"] for s in sealing],
                 "counters": {
                     "groups_sealed": sum(r["sealed"] for r in runs),
                     "calls_sparse": sum(r["counters"]["calls_sparse"] for r in runs),

@@ -85,6 +85,17 @@ class Subject:
 
         engine.set_attention(self._session, spec)
 
+    def turned_on(self, spec: str) -> dict[str, int]:
+        """Time turning attention on, which seals what is cached. `sealed`: groups of positions,
+        counted per layer."""
+        from pyorch import engine
+
+        engine.reset_counters(self._session)
+        started = time.perf_counter_ns()
+        engine.set_attention(self._session, spec)
+        took = time.perf_counter_ns() - started
+        return {"ns": took, "sealed": engine.info(self._session).counter("groups_sealed")}
+
     def decode(self, n: int, seed: int) -> dict[str, Any]:
         """Time `n` tokens, each at the position after those in the cache, which stays as it is.
 

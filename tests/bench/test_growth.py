@@ -86,6 +86,35 @@ def test_growth_measures_all_three_and_only_once(
     assert again == (found, sealing) and len(records.load(file)) == before
 
 
+RESTORED = {"samples_ns": [5], "sealed": 4, "counters": {"calls_sparse": 2}}
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ({"turned_on": {"ns": 9, "sealed": 0}}, "no group of positions was sealed"),
+        ({"restored": RESTORED | {"sealed": 0}}, "no group of positions was sealed"),
+        ({"restored": RESTORED | {"counters": {"calls_sparse": 0}}}, "no attention call was spa"),
+    ],
+)
+def test_sealing_is_reported_only_where_all_of_it_happened(
+    broken: dict[str, Any], message: str
+) -> None:
+    answers = {"turned_on": {"ns": 9, "sealed": 4}, "restored": RESTORED}
+
+    class Fake:
+        def __getattr__(self, name: str) -> Any:
+            return lambda **_: answers.get(name)
+
+    case = growth.Case("m.gguf", "m", 1, "f16", "f16", 512, "sparq")
+    workers: Any = {"sparq": Fake()}
+    (got,) = growth._measure(Path("m.gguf"), [case], workers, lambda share: None)
+    assert got["seal_ns"] == [9] * case.repetitions
+    answers |= broken
+    with pytest.raises(SparqError, match=message):
+        growth._measure(Path("m.gguf"), [case], workers, lambda share: None)
+
+
 def test_a_round_is_fitted_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of stock's slope in every round, whatever the round does to both."""
     rows = [
