@@ -25,7 +25,7 @@ from pyorch import engine
 from pyorch.attention.spec import parse_spec
 from pyorch.bench import attention, records, state
 from pyorch.bench.bandwidth import MemoryReader
-from pyorch.bench.records import Record
+from pyorch.bench.records import Record, where_given
 from pyorch.cli import options as opt
 from pyorch.cli import run as run_command
 from pyorch.cli.bench import Numbers
@@ -47,7 +47,7 @@ class Case:
     n_threads: int
     spec: str
     n_samples: int
-    only_score: bool = False
+    only_score: bool = where_given(False)
     library: str = "sparq"
 
 
