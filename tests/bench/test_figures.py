@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -30,7 +31,9 @@ import roofline
 import step_times
 import time_in_attention
 
+from pyorch.attention.spec import parse_spec
 from pyorch.bench import attention, pictures, records, speed
+from pyorch.cli import bench
 from pyorch.errors import SparqError
 from pyorch.evals import series
 from pyorch.models import synth
@@ -374,6 +377,19 @@ def test_a_missing_record_is_named_with_its_command(figure: object, tmp_path: Pa
     with pytest.raises(SparqError, match="no records of") as caught:
         figure.data(tmp_path)
     assert caught.value.hint == f"first: {figure.NEEDS}"
+
+
+SPEED = "sparq-cpp bench "
+
+
+@pytest.mark.parametrize(
+    "line", sorted({f.NEEDS for f in draw.FIGURES if getattr(f, "NEEDS", "").startswith(SPEED)})
+)
+def test_what_a_figure_needs_can_be_measured(line: str) -> None:
+    """Its options exist, and all its lengths are long enough to run sparse."""
+    asked = bench.command.make_context("bench", shlex.split(line.removeprefix(SPEED))).params
+    specs = asked["spec"] or [f"sparq,ratio={ratio}" for ratio in asked["ratio"]]
+    assert min(asked["n_depth"]) > max(parse_spec(spec).min_ctx for spec in specs)
 
 
 def test_every_figure_is_drawn_twice_alike(full: Path, tmp_path: Path) -> None:
