@@ -6,18 +6,27 @@ import json
 import os
 import re
 import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_engine import text_of
 
-from pyorch import native
+from pyorch import engine, native
 from pyorch.native import build
 
 pytestmark = pytest.mark.slow  # it builds them
 
 SPARSE = "sparq,rank=8,topk=64,min_ctx=0"
 N_LAYER = 2  # of the model `tiny`
+TRACE = ("-lv", 4)  # with what ran sparse; that nothing did is a warning
+CALLS = re.compile(r"sparse attention .*: (\d+) attention calls sparse")
+SAID = re.compile("graphs reused|cleaning up before exit")  # after the last token, by either
+READY_S = 60  # that a server has to load it
 
 
 @pytest.fixture(scope="module")
@@ -25,12 +34,15 @@ def tools() -> Path:
     return Path(os.environ.get("SPARQ_TEST_LIB_DIR") or native.lib_dir(tools=build.TOOLS))
 
 
+def clean() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith(("SPARQ_ATTN", "LLAMA_"))}
+
+
 def run(tools: Path, *args: object, **env: str) -> subprocess.CompletedProcess[str]:
     program, *rest = map(str, args)
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SPARQ_ATTN", "LLAMA_"))}
     return subprocess.run(
         [str(tools / program), *rest],
-        env=clean | env,
+        env=clean() | env,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -46,9 +58,68 @@ def bench(tools: Path, model: Path, *args: object, **env: str) -> list[dict]:
     return json.loads(done.stdout)
 
 
+def run_to(last: re.Pattern[str], tools: Path, *args: object) -> subprocess.CompletedProcess[str]:
+    """Again while the log lacks this line: the end of a program cuts off what llama.cpp's logger, a
+    thread, has not written by then; on a busy machine once in ten times."""
+    for _ in range(10):
+        done = run(tools, *args)
+        if last.search(done.stderr):
+            break
+    return done
+
+
 def calls(text: str) -> int:
     """Sparse calls, in the line that a context logs at its end."""
-    return int(re.findall(r"sparse attention .*: (\d+) attention calls sparse", text)[-1])
+    return int(CALLS.findall(text)[-1])
+
+
+@contextmanager
+def serving(tools: Path, log: Path, *args: object) -> Iterator[str]:
+    """A server on a free port: its address. At the end it has ended, and written its `log`."""
+    line = [tools / "llama-server", "--host", "127.0.0.1", "--port", 0, *args]
+    with (
+        log.open("w") as f,
+        subprocess.Popen(
+            [str(a) for a in line],
+            env=clean(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=f,
+        ) as server,
+    ):
+        try:
+            yield ready(server, log)
+            server.terminate()
+            assert server.wait(60) == 0, log.read_text(errors="replace")
+        finally:
+            server.kill()
+
+
+def ready(server: subprocess.Popen[bytes], log: Path) -> str:
+    """The address that the log names, once the model is loaded."""
+    end = time.monotonic() + READY_S
+    while time.monotonic() < end and server.poll() is None:
+        if found := re.search(r"listening on (http://\S+)\n", log.read_text(errors="replace")):
+            with suppress(OSError):  # not yet: 503, or nobody listens
+                if ask(f"{found[1]}/health") == {"status": "ok"}:
+                    return found[1]
+        time.sleep(0.05)
+    raise AssertionError(log.read_text(errors="replace"))
+
+
+def ask(url: str, value: dict[str, Any] | None = None) -> dict[str, Any]:
+    body = None if value is None else json.dumps(value).encode()
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def greedy(model: Path, spec: str | None) -> str:
+    """What the engine says after `text_of(400)`, in twelve tokens."""
+    with engine.load(model, n_threads=1, attention=spec) as s:
+        pieces = engine.generate(s, text_of(400), max_tokens=12, ignore_eog=True)
+        return "".join(map(str, pieces))
 
 
 @pytest.mark.parametrize("options", [("-sa", f"off;{SPARSE}"), ("-sa", "off", "-sa", SPARSE)])
@@ -100,29 +171,58 @@ def test_what_a_context_refuses_ends_the_bench(tools: Path, tiny: Path) -> None:
 @pytest.mark.parametrize("spec", [SPARSE, "off", None])
 def test_completion_runs_sparse(tools: Path, tiny: Path, spec: str | None) -> None:
     """Greedy: the text is that of the engine with the same setting."""
-    from pyorch import engine
-
     option = ("--sparse-attn", spec) if spec else ()
     base = ("-m", tiny, "-p", text_of(400), "-n", 12, "-t", 1, "--temp", 0, "--ignore-eos")
-    done = run(tools, "llama-completion", *base, "-no-cnv", "--no-display-prompt", "-v", *option)
+    last = CALLS if spec == SPARSE else SAID
+    line = (*base, "-no-cnv", "--no-display-prompt", *TRACE, *option)
+    done = run_to(last, tools, "llama-completion", *line)
     assert done.returncode == 0, done.stderr
     if spec == SPARSE:
         assert calls(done.stderr) == 11 * N_LAYER
     else:
-        assert "attention calls sparse" not in done.stderr
-    with engine.load(tiny, n_threads=1, attention=spec) as s:
-        pieces = engine.generate(s, text_of(400), max_tokens=12, ignore_eog=True)
-        assert done.stdout.startswith("".join(map(str, pieces)).strip())
+        assert not CALLS.search(done.stderr)
+    assert done.stdout.startswith(greedy(tiny, spec).strip())
+
+
+@pytest.mark.parametrize("spec", [SPARSE, "off", None])
+def test_cli_runs_sparse(tools: Path, tiny: Path, spec: str | None) -> None:
+    """One turn, in a chat template; the first of twelve tokens comes from the prompt."""
+    option = ("--sparse-attn", spec) if spec else ()
+    base = ("-m", tiny, "-p", text_of(400), "-n", 12, "-t", 1, "--temp", 0, "--ignore-eos")
+    last = CALLS if spec == SPARSE else SAID
+    done = run_to(last, tools, "llama-cli", *base, "--single-turn", *TRACE, *option)
+    assert done.returncode == 0, done.stderr
+    if spec == SPARSE:
+        assert calls(done.stderr) == 11 * N_LAYER
+    else:
+        assert not CALLS.search(done.stderr)
+
+
+@pytest.mark.parametrize("spec", [SPARSE, "off", None])
+def test_server_runs_sparse(tools: Path, tiny: Path, tmp_path: Path, spec: str | None) -> None:
+    """Greedy, as above."""
+    option = ("--sparse-attn", spec) if spec else ()
+    asked = {"prompt": text_of(400), "n_predict": 12, "temperature": 0, "ignore_eos": True}
+    log = tmp_path / "log"
+    with serving(tools, log, "-m", tiny, "-t", 1, *TRACE, *option) as url:
+        answer = ask(f"{url}/completion", asked)
+    said = log.read_text(errors="replace")
+    assert answer["tokens_predicted"] == 12
+    assert answer["content"] == greedy(tiny, spec)
+    if spec == SPARSE:
+        assert calls(said) == 11 * N_LAYER
+    else:
+        assert not CALLS.search(said)
 
 
 def test_perplexity_needs_single_tokens(tools: Path, tiny: Path, tmp_path: Path) -> None:
     """It evaluates batches, as in prefill, which stay dense: with a warning. `-b 1` decodes."""
     (tmp_path / "text").write_text(text_of(800))
     base = ("-m", tiny, "-f", tmp_path / "text", "-c", 256, "-t", 1, "--sparse-attn", SPARSE)
-    batches = run(tools, "llama-perplexity", *base)
+    batches = run_to(CALLS, tools, "llama-perplexity", *base)
     assert batches.returncode == 0 and calls(batches.stderr) == 0
     assert re.search(r"W .*0 attention calls sparse", batches.stderr)
-    single = run(tools, "llama-perplexity", *base, "-b", 1, "-ub", 1, "-v")
+    single = run_to(CALLS, tools, "llama-perplexity", *base, "-b", 1, "-ub", 1, *TRACE)
     assert single.returncode == 0 and calls(single.stderr) > 1000
 
     def perplexity(done: subprocess.CompletedProcess[str]) -> str:
