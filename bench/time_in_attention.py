@@ -82,8 +82,11 @@ def fit(at: dict[int, np.ndarray]) -> tuple[float, float]:
 
 
 def _samples(folder: Path) -> dict[tuple[Any, tuple[str, int]], np.ndarray]:
-    """ms of single tokens, by (model and threads, (what ran, S)); of several, the one with most."""
-    out = {}
+    """ms of single tokens, by (model and threads, (what ran, S)); of several runs the newest.
+
+    A line is of one library: the newest with `MIN_LENGTHS` lengths, if any has them.
+    """
+    lines: dict[tuple[Any, str], dict[str, dict[int, np.ndarray]]] = {}  # by library, newest last
     for batch in plot.batches(folder / FILE):
         for rec in batch:
             c = speed.Case(**rec["case"])
@@ -91,10 +94,17 @@ def _samples(folder: Path) -> dict[tuple[Any, tuple[str, int]], np.ndarray]:
             if parse_spec(c.spec).sparse and not rec["counters"].get("calls_sparse"):
                 continue  # dense, below min_ctx: not on the line of what it is called
             if plain and c.model_type.startswith("llama2-7b q8_0") and c.n_depth:
-                kind = c.model_type, c.n_threads
-                at = kind, (plot.name_of(c.label), c.n_depth)
-                if len(rec["samples_ns"]) >= len(out.get(at, ())):
-                    out[at] = np.array(rec["samples_ns"]) / 1e6
+                line = lines.setdefault(((c.model_type, c.n_threads), plot.name_of(c.label)), {})
+                stamp = rec["env"]["stamps"][c.library]
+                line[stamp] = at = line.pop(stamp, {})
+                at[c.n_depth] = np.array(rec["samples_ns"]) / 1e6
+    out = {}
+    for (kind, who), line in lines.items():
+        newest = list(line.values())[::-1]
+        for n_depth, values in next(
+            (x for x in newest if len(x) >= MIN_LENGTHS), newest[0]
+        ).items():
+            out[kind, (who, n_depth)] = values
     return out
 
 

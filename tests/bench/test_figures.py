@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -76,7 +77,9 @@ def kv_bytes(n_depth: int) -> int:
     return 4 * 2 * 2 * 32 * 128 * n_depth
 
 
-def add_speed(folder: Path, case: speed.Case, factor: float = 1.0) -> None:
+def add_speed(
+    folder: Path, case: speed.Case, factor: float = 1.0, env: dict[str, Any] = ENV
+) -> None:
     """A record in which a token takes as long as its bytes, times `factor`."""
     kv = 0 if case.n_prompt else kv_bytes(case.n_depth) // (1 if case.library == "stock" else 8)
     ns = round((WEIGHTS + kv) / SPEED * 1e9 * factor)
@@ -84,10 +87,10 @@ def add_speed(folder: Path, case: speed.Case, factor: float = 1.0) -> None:
     rec = records.record(
         speed.BENCH,
         asdict(case),
-        ENV["stamps"][case.library],
+        env["stamps"][case.library],
         samples_ns=[ns] * n,
         counters={"calls_sparse": 1},
-        env=ENV,
+        env=env,
         bytes_weights=WEIGHTS,
         bytes_kv=kv,
         n_layer=4,
@@ -317,6 +320,25 @@ def test_time_in_attention_is_what_grows(full: Path) -> None:
     assert row["share_nodes"] == pytest.approx(0.4)
     ours = [r for r in rows if r["attention"] == "SparQ 1/8 q4"]
     assert ours[0]["fit_ms_per_1k"] == pytest.approx(row["fit_ms_per_1k"] / 8, rel=1e-3)
+
+
+def test_a_line_of_token_times_is_the_newest_of_one_library(tmp_path: Path) -> None:
+    def add(factor: float, stamp: str, lengths: tuple[int, ...], repetitions: int) -> None:
+        for n in lengths:
+            case = replace(STOCK, n_depth=n, repetitions=repetitions)
+            add_speed(tmp_path, case, factor, ENV | {"stamps": {"stock": stamp}})
+
+    def start() -> float:
+        return time_in_attention.data(tmp_path)[0]["fit_ms_at_0"]
+
+    add(1.0, "old", LENGTHS, repetitions=4)
+    first = start()
+    add(2.0, "old", LENGTHS, repetitions=2)
+    assert start() == pytest.approx(2 * first), "fewer samples, but newer"
+    add(9.0, "new", LENGTHS[:2], repetitions=9)
+    assert start() == pytest.approx(2 * first), "too few lengths for a line of its own"
+    add(9.0, "new", LENGTHS[2:], repetitions=2)
+    assert start() == pytest.approx(9 * first)
 
 
 def test_microbenchmark_limit_is_by_bytes_read(full: Path) -> None:
