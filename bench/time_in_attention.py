@@ -27,7 +27,7 @@ CAPTION = (
     "the quartiles, lines are fitted to the samples between them. Right: the share of the fitted "
     "time that grows with S; crosses are the attention nodes of llama.cpp timed by themselves."
 )
-NEEDS = "sparq-cpp bench -d 2048-32768*2 -n 20 -r 10 --ratio 1/8"
+NEEDS = "sparq-cpp bench --layers 4 -d 2048-32768*2 -n 20 -r 10"
 MIN_LENGTHS = 3  # a line through fewer says nothing
 
 

@@ -401,15 +401,15 @@ def test_a_missing_record_is_named_with_its_command(figure: object, tmp_path: Pa
     assert caught.value.hint == f"first: {figure.NEEDS}"
 
 
-SPEED = "sparq-cpp bench "
+COMMAND = "sparq-cpp bench "
 
 
 @pytest.mark.parametrize(
-    "line", sorted({f.NEEDS for f in draw.FIGURES if getattr(f, "NEEDS", "").startswith(SPEED)})
+    "line", sorted({f.NEEDS for f in draw.FIGURES if getattr(f, "NEEDS", "").startswith(COMMAND)})
 )
 def test_what_a_figure_needs_can_be_measured(line: str) -> None:
     """Its options exist, and all its lengths are long enough to run sparse."""
-    asked = bench.command.make_context("bench", shlex.split(line.removeprefix(SPEED))).params
+    asked = bench.command.make_context("bench", shlex.split(line.removeprefix(COMMAND))).params
     specs = asked["spec"] or [f"sparq,ratio={ratio}" for ratio in asked["ratio"]]
     assert min(asked["n_depth"]) > max(parse_spec(spec).min_ctx for spec in specs)
 
