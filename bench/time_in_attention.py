@@ -25,7 +25,8 @@ TITLE = "Time in attention (Fig. 3, D1)"
 CAPTION = (
     "Single-token times of the Llama-2-7B geometry, 8-bit weights, f16 cache, batch 1; bars span "
     "the quartiles, lines are fitted to the samples between them. Right: the share of the fitted "
-    "time that grows with S; crosses are the attention nodes of llama.cpp timed by themselves."
+    "time that grows with S; crosses are the attention nodes of llama.cpp timed by themselves. A "
+    "line is of one library; its points may be from different hours."
 )
 NEEDS = "sparq-cpp bench --layers 4 -d 2048-32768*2 -n 20 -r 10"
 MIN_LENGTHS = 3  # a line through fewer says nothing
