@@ -22,17 +22,59 @@ row_ops ops_of(ggml_type type) {
     return res;
 }
 
-// the cells of a unit over a selection: those of KV head h of stream s
-struct unit_cells {
-    const int32_t * cell;
-    int     n;
-    int64_t h, s;
-};
-
 // ---- ATTEND ----
 
 // how far dense attention asks ahead: a block is too short for the hardware to run ahead by itself
 constexpr int64_t AHEAD_BYTES = 32*1024;
+
+// sources and sizes
+struct attend_src {
+    const ggml_tensor * q, * k, * v, * mask, * visible, * sel, * v_sum, * sealed, * sinks, * stats;
+    ggml_sparse_attend_params p;
+    bool    dense;
+    int64_t n_kv, n_head_kv, n_tok, n_row, n_max, size_k, size_v; // n_row: tokens of all streams; n_max: positions of one head
+    int     n_head, n_group_q, d_k, d_v, ahead; // ahead: of how many rows K and V are asked for, dense
+    row_ops ops_k, ops_v;
+
+    explicit attend_src(const ggml_tensor * dst) {
+        q       = dst->src[0];
+        k       = dst->src[1];
+        v       = dst->src[2];
+        mask    = dst->src[3];
+        visible = dst->src[4];
+        sel     = dst->src[5];
+        v_sum   = dst->src[6];
+        sealed  = dst->src[7];
+        sinks   = dst->src[8];
+        stats   = dst->src[9];
+        p       = op_params<ggml_sparse_attend_params>(dst);
+
+        n_kv      = k->ne[2];
+        n_head_kv = k->ne[1];
+        n_tok     = q->ne[2];
+        n_row     = n_tok*q->ne[3];
+        size_k    = row_size(k);
+        size_v    = row_size(v);
+        n_head    = (int) q->ne[1];
+        n_group_q = (int) (n_head/n_head_kv);
+        d_k       = (int) k->ne[0];
+        d_v       = (int) v->ne[0];
+        ops_k     = ops_of(k->type);
+        ops_v     = ops_of(v->type);
+        ahead     = (int) ceil_div(AHEAD_BYTES, ROW_BLOCK*n_head_kv*size_k)*ROW_BLOCK;
+        dense     = sel == nullptr;
+        n_max     = dense ? n_kv : sel->ne[0] - 1 - n_group_q;
+    }
+
+    int64_t n_sel(const int32_t * x) const { return std::min<int64_t>(std::max(x[0], 0), n_max); }
+};
+
+// the c-th unit of token i of stream s; over a selection: the cells, some of those of KV head h. n = 0: none
+struct attend_unit {
+    int64_t i, s, c, h;
+    const int32_t * cell;
+    int n;
+};
 
 // positions whose mask is looked at together, over a selection
 constexpr int64_t MASK_TILE = 1024;
@@ -42,7 +84,6 @@ constexpr int64_t MASK_TILE = 1024;
 //   over a selection: a unit is one KV head and part of its cells; over all: all KV heads and a run of positions, so that K and V are
 //   read in the order of memory
 struct attend_work {
-    bool    dense;
     int64_t chunk;      // positions per unit
     int64_t n_chunk;    // units per token (and KV head, over a selection)
     int64_t n_mean;     // units of the mean per token: one per KV head, or none
@@ -58,35 +99,24 @@ struct attend_work {
     float   * s;        // [n_head or n_group_q][chunk + W]     logits, then softmax numerators
     size_t    size;
 
-    attend_work(const ggml_tensor * dst, const void * wdata, int ith, int nth) {
-        const ggml_tensor * q   = dst->src[0];
-        const ggml_tensor * k   = dst->src[1];
-        const ggml_tensor * v   = dst->src[2];
-        const ggml_tensor * sel = dst->src[5];
-
-        const int64_t n_head    = q->ne[1];
-        const int64_t n_group_q = n_head/k->ne[1];
-        const int64_t n_row     = q->ne[2]*q->ne[3];
-
-        dense  = sel == nullptr;
-        ld     = attn_state::size((int) v->ne[0]);
-        n_mean = op_params<ggml_sparse_attend_params>(dst).mean_v ? k->ne[1] : 0;
+    attend_work(const attend_src & a, const void * wdata, int ith, int nth) {
+        ld     = attn_state::size(a.d_v);
+        n_mean = a.p.mean_v ? a.n_head_kv : 0;
 
         // smaller units where cells are few, so that many threads find some; larger ones while there are 512 of them, and when many tokens
         // would need much memory for their states
-        const int64_t n_max = dense ? k->ne[2] : sel->ne[0] - 1 - n_group_q;
-        const int64_t limit = 64*1024*1024/(n_row*n_head*ld*(int64_t) sizeof(float)) + 1;
-        chunk = dense ? 256 : std::max(std::min<int64_t>(128, ceil_div(n_max, 8*32)*32), std::min<int64_t>(256, n_max*k->ne[1]/(512*32)*32));
-        while (ceil_div(n_max, chunk) > limit) {
+        const int64_t limit = 64*1024*1024/(a.n_row*a.n_head*ld*(int64_t) sizeof(float)) + 1;
+        chunk = a.dense ? 256 : std::max(std::min<int64_t>(128, ceil_div(a.n_max, 8*32)*32), std::min<int64_t>(256, a.n_max*a.n_head_kv/(512*32)*32));
+        while (ceil_div(a.n_max, chunk) > limit) {
             chunk *= 2;
         }
-        n_chunk = ceil_div(n_max, chunk);
-        n_tile  = dense || n_max*k->ne[1] < k->ne[2]/32 ? 0 : ceil_div(k->ne[2], MASK_TILE); // few cells: their masks are fewer lines
+        n_chunk = ceil_div(a.n_max, chunk);
+        n_tile  = a.dense || a.n_max*a.n_head_kv < a.n_kv/32 ? 0 : ceil_div(a.n_kv, MASK_TILE); // few cells: their masks are fewer lines
 
         bump shared(wdata);
-        state = shared.take<float>(n_row*n_head*n_chunk*ld);
-        mean  = shared.take<float>(n_row*n_mean*v->ne[0]);
-        plain = shared.take<uint8_t>(n_row*n_tile);
+        state = shared.take<float>(a.n_row*a.n_head*n_chunk*ld);
+        mean  = shared.take<float>(a.n_row*n_mean*a.d_v);
+        plain = shared.take<uint8_t>(a.n_row*n_tile);
 
         bump own(shared.end());
         for (int i = 0; i < nth; ++i) {
@@ -94,7 +124,7 @@ struct attend_work {
                 cell = own.take<int32_t>(chunk);
                 bias = own.take<float>(chunk + W);
                 row  = own.take<const char *>(2*chunk + AHEAD);
-                s    = own.take<float>((dense ? n_head : n_group_q)*(chunk + W));
+                s    = own.take<float>((a.dense ? a.n_head : a.n_group_q)*(chunk + W));
             }
             if (i == 0) {
                 size = shared.used + nth*own.used + bump::ALIGN;
@@ -103,52 +133,41 @@ struct attend_work {
     }
 };
 
-// attention of the query heads of KV heads [h0, h1) over the n cells in w.cell; then: the cells that this thread reads next (over a selection)
-void attend_rows(const ggml_tensor * dst, const attend_work & w, int64_t h0, int64_t h1, int64_t i, int64_t s, int64_t c, int n, const unit_cells & then) {
-    const ggml_tensor * q = dst->src[0];
-    const ggml_tensor * k = dst->src[1];
-    const ggml_tensor * v = dst->src[2];
-    const auto p = op_params<ggml_sparse_attend_params>(dst);
-    const row_ops ops_k = ops_of(k->type), ops_v = ops_of(v->type);
+// attention over the n visible cells of unit x, which are in w.cell; then: the unit that this thread has next, if any (over a selection)
+void attend_rows(const attend_src & a, const attend_work & w, const attend_unit & x, int n, const attend_unit & then) {
+    const int64_t h0   = a.dense ? 0 : x.h, h1 = a.dense ? a.n_head_kv : x.h + 1;
+    const int64_t ld_s = w.chunk + W;
 
-    const int     n_head    = (int) q->ne[1];
-    const int     n_group_q = (int) (n_head/k->ne[1]);
-    const int     d_k       = (int) k->ne[0];
-    const int     d_v       = (int) v->ne[0];
-    const int64_t ld_s      = w.chunk + W;
-    const int64_t size_k    = row_size(k);
-    const int64_t size_v    = row_size(v);
-
-    float * state = w.state + ((s*q->ne[2] + i)*w.n_chunk + c)*n_head*w.ld;
+    float * state = w.state + ((x.s*a.n_tok + x.i)*w.n_chunk + x.c)*a.n_head*w.ld;
 
     // the rows in the order of their use: those of K, of V, and the first of K of the next unit. K and V are filled up to whole blocks
     const int n_pad = (int) ceil_div(n, ROW_BLOCK)*ROW_BLOCK;
     const char ** const row_v = w.row + n_pad, ** const row_then = row_v + n_pad;
-    const char * const k0 = at(k, h0, 0, s), * const v0 = at(v, h0, 0, s);
+    const char * const k0 = at(a.k, h0, 0, x.s), * const v0 = at(a.v, h0, 0, x.s);
     for (int j = 0; j < n_pad; ++j) {
         const int64_t t = w.cell[std::min(j, n - 1)];
-        w.row[j] = k0 + t*k->nb[2];
-        row_v[j] = v0 + t*v->nb[2];
+        w.row[j] = k0 + t*a.k->nb[2];
+        row_v[j] = v0 + t*a.v->nb[2];
     }
 
     // what is asked for while block r of rows is used. Over a selection, the rows AHEAD later. Over all positions K and V are read in the
     // order of memory, a block of positions, all its heads, then the next block: a head's share of the block `ahead` positions later
-    if (!w.dense) {
+    if (!a.dense) {
+        const char * const k1 = at(a.k, then.h, 0, then.s);
         for (int j = 0; j < AHEAD; ++j) { // after the last unit, something that is in the cache
-            row_then[j] = j < then.n ? at(k, then.h, std::max(then.cell[j], 0), then.s) : (const char *) w.row;
+            row_then[j] = j < then.n ? k1 + std::max(then.cell[j], 0)*a.k->nb[2] : (const char *) w.row;
         }
     }
-    const int ahead = (int) ceil_div(AHEAD_BYTES, ROW_BLOCK*k->ne[1]*size_k)*ROW_BLOCK;
     const char * share[ROW_BLOCK];
     const auto next = [&](int r, int64_t h) -> const char * const * {
-        if (!w.dense) {
+        if (!a.dense) {
             return w.row + r + AHEAD;
         }
-        const int    x    = r + ahead;
-        const bool   is_v = x >= n_pad && x < 2*n_pad;
-        const char * base = x < 2*n_pad ? w.row[x] : k0 + std::min<int64_t>(w.cell[n - 1] + 1 + x - 2*n_pad, k->ne[2] - 1)*k->nb[2];
+        const int    y    = r + a.ahead;
+        const bool   is_v = y >= n_pad && y < 2*n_pad;
+        const char * base = y < 2*n_pad ? w.row[y] : k0 + std::min<int64_t>(w.cell[n - 1] + 1 + y - 2*n_pad, a.n_kv - 1)*a.k->nb[2];
         for (int j = 0; j < ROW_BLOCK; ++j) {
-            share[j] = base + (h*ROW_BLOCK + j)*(is_v ? size_v : size_k);
+            share[j] = base + (h*ROW_BLOCK + j)*(is_v ? a.size_v : a.size_k);
         }
         return share;
     };
@@ -156,8 +175,8 @@ void attend_rows(const ggml_tensor * dst, const attend_work & w, int64_t h0, int
     // logits: q . k
     for (int r = 0; r < n; r += ROW_BLOCK) {
         for (int64_t h = h0; h < h1; ++h) {
-            ops_k.dot(w.s + (h - h0)*n_group_q*ld_s + r, ld_s, at<const float>(q, h*n_group_q, i, s), q->nb[1]/sizeof(float), n_group_q,
-                    w.row + r, (h - h0)*k->nb[1], std::min(ROW_BLOCK, n - r), d_k, next(r, h));
+            a.ops_k.dot(w.s + (h - h0)*a.n_group_q*ld_s + r, ld_s, at<const float>(a.q, h*a.n_group_q, x.i, x.s), a.q->nb[1]/sizeof(float),
+                    a.n_group_q, w.row + r, (h - h0)*a.k->nb[1], std::min(ROW_BLOCK, n - r), a.d_k, next(r, h));
         }
     }
 
@@ -165,19 +184,19 @@ void attend_rows(const ggml_tensor * dst, const attend_work & w, int64_t h0, int
     for (int r = n; r < n + W; ++r) {
         w.bias[r] = -INFINITY;
     }
-    for (int64_t j = h0*n_group_q; j < h1*n_group_q; ++j) {
-        const attn_state st { state + j*w.ld, d_v };
-        float * x = w.s + (j - h0*n_group_q)*ld_s;
-        std::fill(x + n, x + n + W, 0.0f);
-        softmax_part(st, x, w.bias, n, p.scale, p.softcap, head_slope((int) j, n_head, p.max_bias));
-        std::fill(st.acc(), st.acc() + d_v, 0.0f);
+    for (int64_t j = h0*a.n_group_q; j < h1*a.n_group_q; ++j) {
+        const attn_state st { state + j*w.ld, a.d_v };
+        float * s = w.s + (j - h0*a.n_group_q)*ld_s;
+        std::fill(s + n, s + n + W, 0.0f);
+        softmax_part(st, s, w.bias, n, a.p.scale, a.p.softcap, head_slope((int) j, a.n_head, a.p.max_bias));
+        std::fill(st.acc(), st.acc() + a.d_v, 0.0f);
     }
 
     // sum of p * v
     for (int r = 0; r < n; r += ROW_BLOCK) {
         for (int64_t h = h0; h < h1; ++h) {
-            ops_v.add(state + h*n_group_q*w.ld, w.ld, w.s + (h - h0)*n_group_q*ld_s + r, ld_s, n_group_q,
-                    row_v + r, (h - h0)*v->nb[1], std::min(ROW_BLOCK, n - r), d_v, next(n_pad + r, h));
+            a.ops_v.add(state + h*a.n_group_q*w.ld, w.ld, w.s + (h - h0)*a.n_group_q*ld_s + r, ld_s, a.n_group_q,
+                    row_v + r, (h - h0)*a.v->nb[1], std::min(ROW_BLOCK, n - r), a.d_v, next(n_pad + r, h));
         }
     }
 }
@@ -225,11 +244,10 @@ int visible_cells(const attend_work & w, const f16 * mask, const uint8_t * plain
 // walks the visible positions of token i: on_sum(row of v_sum, positions) where groups are sealed and fully visible, many at a time or one;
 // on_group(group) for the others
 template <typename F, typename G>
-void for_mean(const ggml_tensor * dst, int64_t i, int64_t s, F on_sum, G on_group) {
-    const ggml_tensor * visible = dst->src[4];
-    const int32_t * vis    = at<const int32_t>(visible, i, 0, s);
-    const int32_t * sealed = at<const int32_t>(dst->src[7], s);
-    const int64_t   n_grp  = visible->ne[0];
+void for_mean(const attend_src & a, int64_t i, int64_t s, F on_sum, G on_group) {
+    const int32_t * vis    = at<const int32_t>(a.visible, i, 0, s);
+    const int32_t * sealed = at<const int32_t>(a.sealed, s);
+    const int64_t   n_grp  = a.visible->ne[0];
 
     for (int64_t g0 = 0; g0 < n_grp; g0 += SUM) {
         const int64_t n = std::min<int64_t>(SUM, n_grp - g0);
@@ -262,156 +280,134 @@ SPARQ_INLINE void ask_sum(const ggml_tensor * v_sum, int64_t row, int64_t h, int
 }
 
 // the mean of V over the positions that token i sees, one KV head
-void mean_unit(const ggml_tensor * dst, float * mean, int64_t h, int64_t i, int64_t s) {
-    const ggml_tensor * v     = dst->src[2];
-    const ggml_tensor * v_sum = dst->src[6];
-
-    const f16 * mask    = at<const f16>(dst->src[3], i, 0, s);
-    const int   d_v     = (int) v->ne[0];
-    const auto  sum_row = ops_of(v->type).sum;
+void mean_unit(const attend_src & a, float * mean, int64_t h, int64_t i, int64_t s) {
+    const f16 * mask = at<const f16>(a.mask, i, 0, s);
 
     int64_t n_vis = 0;
-    std::fill(mean, mean + d_v, 0.0f);
-    for_mean(dst, i, s,
+    std::fill(mean, mean + a.d_v, 0.0f);
+    for_mean(a, i, s,
         [&](int64_t row, int n) {
             if (n > GROUP) {
-                ask_sum(v_sum, row + AHEAD_SUM, h, d_v, s);
+                ask_sum(a.v_sum, row + AHEAD_SUM, h, a.d_v, s);
             }
-            sum_v<float>(mean, at(v_sum, row, s) + h*d_v*sizeof(float), 0, 1, d_v);
+            sum_v<float>(mean, at(a.v_sum, row, s) + h*a.d_v*sizeof(float), 0, 1, a.d_v);
             n_vis += n;
         },
         [&](int64_t g) {
-            for (int64_t t = g*GROUP; t < g*GROUP + group_size(g, v->ne[2]); ++t) {
+            for (int64_t t = g*GROUP; t < g*GROUP + group_size(g, a.n_kv); ++t) {
                 if (mask[t].bits != F16_NEG_INF) {
-                    sum_row(mean, at(v, h, t, s), 0, 1, d_v);
+                    a.ops_v.sum(mean, at(a.v, h, t, s), 0, 1, a.d_v);
                     ++n_vis;
                 }
             }
         });
-    for (int c = 0; c < d_v && n_vis > 0; ++c) {
+    for (int c = 0; c < a.d_v && n_vis > 0; ++c) {
         mean[c] /= n_vis;
     }
 }
 
-void attend_stats(const ggml_tensor * dst) {
-    const ggml_tensor * q       = dst->src[0];
-    const ggml_tensor * k       = dst->src[1];
-    const ggml_tensor * v       = dst->src[2];
-    const ggml_tensor * visible = dst->src[4];
-    const ggml_tensor * sel     = dst->src[5];
-    const ggml_tensor * stats   = dst->src[9];
-    const bool mean_v = op_params<ggml_sparse_attend_params>(dst).mean_v;
-
-    const int64_t n_head_kv = k->ne[1];
-    const int64_t row_v     = row_size(v);
-    const int64_t row       = row_size(k) + row_v;
-
+void attend_stats(const attend_src & a) {
     int64_t n_vis = 0, n_read = 0, bytes_mean = 0;
-    for (int64_t s = 0; s < q->ne[3]; ++s) {
-        for (int64_t i = 0; i < q->ne[2]; ++i) {
-            const int32_t * vis = at<const int32_t>(visible, i, 0, s);
-            n_vis += std::accumulate(vis, vis + visible->ne[0], (int64_t) 0);
-            if (mean_v) {
-                for_mean(dst, i, s, [&](int64_t, int) { bytes_mean += v->ne[0]*(int64_t) sizeof(float); }, [&](int64_t g) { bytes_mean += vis[g]*row_v; });
+    for (int64_t s = 0; s < a.q->ne[3]; ++s) {
+        for (int64_t i = 0; i < a.n_tok; ++i) {
+            const int32_t * vis = at<const int32_t>(a.visible, i, 0, s);
+            n_vis += std::accumulate(vis, vis + a.visible->ne[0], (int64_t) 0);
+            if (a.p.mean_v) {
+                for_mean(a, i, s,
+                    [&](int64_t, int) { bytes_mean += a.d_v*(int64_t) sizeof(float); },
+                    [&](int64_t g) { bytes_mean += vis[g]*a.size_v; });
             }
-            for (int64_t h = 0; sel && h < n_head_kv; ++h) {
-                n_read += at<const int32_t>(sel, h, i, s)[0];
+            for (int64_t h = 0; !a.dense && h < a.n_head_kv; ++h) {
+                n_read += at<const int32_t>(a.sel, h, i, s)[0];
             }
         }
     }
-    n_read = sel ? n_read : n_vis*n_head_kv;
+    n_read = a.dense ? n_vis*a.n_head_kv : n_read;
 
-    add_stat(stats, sel ? GGML_SPARSE_STAT_ATTEND_SPARSE : GGML_SPARSE_STAT_ATTEND_DENSE, q->ne[2]*q->ne[3]);
-    add_stat(stats, GGML_SPARSE_STAT_POS_VISIBLE,  n_vis*n_head_kv);
-    add_stat(stats, GGML_SPARSE_STAT_POS_READ,     n_read);
-    add_stat(stats, GGML_SPARSE_STAT_BYTES_ATTEND, n_read*row + bytes_mean*n_head_kv);
-    add_stat(stats, GGML_SPARSE_STAT_BYTES_DENSE,  n_vis*n_head_kv*row);
+    const int64_t row = a.size_k + a.size_v;
+    add_stat(a.stats, a.dense ? GGML_SPARSE_STAT_ATTEND_DENSE : GGML_SPARSE_STAT_ATTEND_SPARSE, a.n_row);
+    add_stat(a.stats, GGML_SPARSE_STAT_POS_VISIBLE,  n_vis*a.n_head_kv);
+    add_stat(a.stats, GGML_SPARSE_STAT_POS_READ,     n_read);
+    add_stat(a.stats, GGML_SPARSE_STAT_BYTES_ATTEND, n_read*row + bytes_mean*a.n_head_kv);
+    add_stat(a.stats, GGML_SPARSE_STAT_BYTES_DENSE,  n_vis*a.n_head_kv*row);
 }
 
-void attend(const ggml_compute_params * params, ggml_tensor * dst) {
-    const ggml_tensor * q       = dst->src[0];
-    const ggml_tensor * k       = dst->src[1];
-    const ggml_tensor * v       = dst->src[2];
-    const ggml_tensor * mask    = dst->src[3];
-    const ggml_tensor * sel     = dst->src[5];
-    const ggml_tensor * sinks   = dst->src[8];
+void attend(const ggml_compute_params * params, ggml_tensor * dst, const attend_src & a) {
+    const attend_work w(a, params->wdata, params->ith, params->nth);
 
-    const int64_t n_kv      = k->ne[2];
-    const int64_t n_head_kv = k->ne[1];
-    const int64_t n_head    = q->ne[1];
-    const int64_t n_group_q = n_head/n_head_kv;
-    const int64_t n_tok     = q->ne[2];
-    const int64_t n_row     = n_tok*q->ne[3];
-    const int     d_v       = (int) v->ne[0];
-
-    const attend_work w(dst, params->wdata, params->ith, params->nth);
-
-    const auto n_sel = [&](const int32_t * x) { return std::min<int64_t>(std::max(x[0], 0), sel->ne[0] - 1 - n_group_q); };
-
-    const auto cells = [&](int64_t u) -> unit_cells {
-        const int64_t c = u % w.n_chunk, h = u/w.n_chunk % n_head_kv, i = u/w.n_chunk/n_head_kv % n_tok, s = u/w.n_chunk/n_head_kv/n_tok;
-        const int32_t * x = at<const int32_t>(sel, h, i, s);
-        return { x + 1 + n_group_q + c*w.chunk, (int) std::min(w.chunk, n_sel(x) - c*w.chunk), h, s };
-    };
-
-    for (int64_t u = params->ith; u < n_row*w.n_tile; u += params->nth) {
+    for (int64_t u = params->ith; u < a.n_row*w.n_tile; u += params->nth) {
         const int64_t t = u % w.n_tile*MASK_TILE, r = u/w.n_tile;
-        w.plain[u] = is_zero(at<const f16>(mask, r % n_tok, 0, r/n_tok) + t, std::min(MASK_TILE, n_kv - t));
+        w.plain[u] = is_zero(at<const f16>(a.mask, r % a.n_tok, 0, r/a.n_tok) + t, std::min(MASK_TILE, a.n_kv - t));
     }
 
     // stage 1
     unit_queue::open(params);
     ggml_barrier(params->threadpool);
-    unit_queue queue(params, n_row*w.n_chunk*(w.dense ? 1 : n_head_kv));
-    const auto next = [&]() { // the next unit that has cells; the others are not merged either
-        int64_t u = queue.peek();
-        while (u >= 0 && !w.dense && cells(u).n <= 0) {
-            queue.take();
-            u = queue.peek();
-        }
-        return u;
-    };
-    for (bool first = true; next() >= 0; first = false) {
-        const int64_t u = queue.take();
-        if (w.dense) {
-            const int64_t c = u % w.n_chunk, i = u/w.n_chunk % n_tok, s = u/w.n_chunk/n_tok;
-            const int64_t t0 = c*w.chunk;
-            const int n = visible_cells(w, at<const f16>(mask, i, 0, s), nullptr, n_kv, std::min(w.chunk, n_kv - t0), [&](int64_t j) { return t0 + j; });
-            attend_rows(dst, w, 0, n_head_kv, i, s, c, n, {});
-        } else {
-            const unit_cells x = cells(u);
-            for (int j = 0; first && j < std::min(x.n, AHEAD); ++j) {
-                prefetch_bytes(at(k, x.h, std::max(x.cell[j], 0), x.s), row_size(k));
+    unit_queue queue(params, a.n_row*w.n_chunk*(a.dense ? 1 : a.n_head_kv));
+    const auto take = [&]() -> attend_unit { // the next one that has cells; the others are not merged either
+        for (int64_t u; (u = queue.take()) >= 0; ) {
+            attend_unit x = {};
+            x.c = u % w.n_chunk;
+            u  /= w.n_chunk;
+            if (!a.dense) {
+                x.h = u % a.n_head_kv;
+                u  /= a.n_head_kv;
             }
-            const int64_t c = u % w.n_chunk, i = u/w.n_chunk/n_head_kv % n_tok;
-            const unit_cells then = next() >= 0 ? cells(next()) : unit_cells{};
-            prefetch_bytes((const char *) then.cell, std::max(then.n, 0)*sizeof(int32_t));
-            const int n = visible_cells(w, at<const f16>(mask, i, 0, x.s), w.plain + (x.s*n_tok + i)*w.n_tile, n_kv, x.n, [&](int64_t j) { return x.cell[j]; });
-            attend_rows(dst, w, x.h, x.h + 1, i, x.s, c, n, then);
+            x.i = u % a.n_tok;
+            x.s = u/a.n_tok;
+            int64_t n = a.n_kv;
+            if (!a.dense) {
+                const int32_t * sel = at<const int32_t>(a.sel, x.h, x.i, x.s);
+                x.cell = sel + 1 + a.n_group_q + x.c*w.chunk;
+                n      = a.n_sel(sel);
+            }
+            x.n = (int) std::min(w.chunk, n - x.c*w.chunk);
+            if (x.n > 0) {
+                return x;
+            }
         }
+        return {};
+    };
+    attend_unit x = take();
+    for (int j = 0; !a.dense && j < std::min(x.n, AHEAD); ++j) {
+        prefetch_bytes(at(a.k, x.h, std::max(x.cell[j], 0), x.s), a.size_k);
     }
-    for (int64_t u = params->ith; u < n_row*w.n_mean; u += params->nth) {
-        const int64_t h = u % n_head_kv, r = u/n_head_kv;
-        for (int64_t row = SUM; row < AHEAD_SUM; row += SUM + 1) {
-            ask_sum(dst->src[6], row, h, d_v, r/n_tok);
+    for (attend_unit then; x.n > 0; x = then) {
+        then = take();
+        const f16 * mask = at<const f16>(a.mask, x.i, 0, x.s);
+        int n;
+        if (a.dense) {
+            const int64_t t0 = x.c*w.chunk;
+            n = visible_cells(w, mask, nullptr, a.n_kv, x.n, [&](int64_t j) { return t0 + j; });
+        } else {
+            prefetch_bytes((const char *) then.cell, then.n*sizeof(int32_t));
+            n = visible_cells(w, mask, w.plain + (x.s*a.n_tok + x.i)*w.n_tile, a.n_kv, x.n, [&](int64_t j) { return x.cell[j]; });
         }
-        mean_unit(dst, w.mean + u*d_v, h, r % n_tok, r/n_tok);
+        attend_rows(a, w, x, n, then);
+    }
+    for (int64_t u = params->ith; u < a.n_row*w.n_mean; u += params->nth) {
+        const int64_t h = u % a.n_head_kv, r = u/a.n_head_kv;
+        for (int64_t row = SUM; row < AHEAD_SUM; row += SUM + 1) {
+            ask_sum(a.v_sum, row, h, a.d_v, r/a.n_tok);
+        }
+        mean_unit(a, w.mean + u*a.d_v, h, r % a.n_tok, r/a.n_tok);
     }
     ggml_barrier(params->threadpool);
 
     // stage 2
-    for (int64_t u = params->ith; u < n_row*n_head; u += params->nth) {
-        const int64_t j = u % n_head, r = u/n_head, h = j/n_group_q, i = r % n_tok, s = r/n_tok;
+    for (int64_t u = params->ith; u < a.n_row*a.n_head; u += params->nth) {
+        const int64_t j = u % a.n_head, r = u/a.n_head, h = j/a.n_group_q, i = r % a.n_tok, s = r/a.n_tok;
 
-        const int32_t * x = sel ? at<const int32_t>(sel, h, i, s) : nullptr;
-        float * res = (float *) dst->data + r*dst->nb[1]/sizeof(float) + j*d_v;
-        merge(res, w.state + (r*w.n_chunk*n_head + j)*w.ld, n_head*w.ld, (int) (sel ? ceil_div(n_sel(x), w.chunk) : w.n_chunk), d_v, sinks ? (const float *) sinks->data + j : nullptr);
+        const int32_t * x = a.dense ? nullptr : at<const int32_t>(a.sel, h, i, s);
+        const int64_t   n = a.dense ? w.n_chunk : ceil_div(a.n_sel(x), w.chunk);
+        float * res = (float *) dst->data + r*dst->nb[1]/sizeof(float) + j*a.d_v;
+        merge(res, w.state + (r*w.n_chunk*a.n_head + j)*w.ld, a.n_head*w.ld, (int) n, a.d_v, a.sinks ? (const float *) a.sinks->data + j : nullptr);
 
         if (w.n_mean > 0) {
-            const float * mean = w.mean + (r*n_head_kv + h)*d_v;
+            const float * mean = w.mean + (r*a.n_head_kv + h)*a.d_v;
             float alpha;
-            memcpy(&alpha, x + 1 + j % n_group_q, sizeof(alpha));
-            for (int c = 0; c < d_v; ++c) {
+            memcpy(&alpha, x + 1 + j % a.n_group_q, sizeof(alpha));
+            for (int c = 0; c < a.d_v; ++c) {
                 res[c] = alpha*res[c] + (1.0f - alpha)*mean[c];
             }
         }
@@ -421,10 +417,11 @@ void attend(const ggml_compute_params * params, ggml_tensor * dst) {
 } // namespace
 
 void sparse::forward_attend(const ggml_compute_params * params, ggml_tensor * dst) {
-    attend(params, dst);
-    if (dst->src[9] && params->ith == 0) {
-        attend_stats(dst);
+    const attend_src a(dst);
+    attend(params, dst, a);
+    if (a.stats && params->ith == 0) {
+        attend_stats(a);
     }
 }
 
-size_t sparse::attend_work_size(const ggml_tensor * dst, int n_threads) { return attend_work(dst, nullptr, 0, n_threads).size; }
+size_t sparse::attend_work_size(const ggml_tensor * dst, int n_threads) { return attend_work(attend_src(dst), nullptr, 0, n_threads).size; }
