@@ -48,12 +48,18 @@ struct score_src {
     }
 };
 
+// what all of a tile is
+enum : uint8_t {
+    PLAIN  = 1, // the mask is zero
+    SHADOW = 2, // visible and in k_t, group by group
+};
+
 struct score_work {
     int32_t * n_chan;   // [n_all]
     int32_t * chan;     // [n_all][rank]
     float   * coef;     // [n_all][n_group_q][rank]
     int32_t * visible;  // [n_stream][n_tok][n_grp]     where it is not given
-    uint8_t * plain;    // [n_stream][n_tok][n_tile]    is the mask zero all over the tile?
+    uint8_t * tile;     // [n_stream][n_tok][n_tile]    PLAIN | SHADOW
     float   * q;        // [n_group_q][d_k]             this thread's: q turned back, or its kept components only
     float   * x;        // [n_group_q][GROUP]
     float   * s;        // [n_head][EXACT_TILE]
@@ -67,7 +73,7 @@ struct score_work {
         chan    = shared.take<int32_t>(a.n_all*a.rank);
         coef    = shared.take<float>(a.n_all*a.n_group_q*a.rank);
         visible = shared.take<int32_t>(a.visible ? 0 : a.n_tok*a.q->ne[3]*a.n_grp);
-        plain   = shared.take<uint8_t>(a.rank ? a.n_tok*a.q->ne[3]*a.n_tile : 0);
+        tile    = shared.take<uint8_t>(a.rank ? a.n_tok*a.q->ne[3]*a.n_tile : 0);
 
         bump own(shared.end());
         for (int i = 0; i < nth; ++i) {
@@ -86,6 +92,9 @@ struct score_work {
 
     const int32_t * vis(const score_src & a, int64_t i, int64_t s) const {
         return a.visible ? at<const int32_t>(a.visible, i, 0, s) : visible + (s*a.n_tok + i)*a.n_grp;
+    }
+    bool is(uint8_t what, const score_src & a, int64_t i_tile, int64_t i, int64_t s) const {
+        return tile[(s*a.n_tok + i)*a.n_tile + i_tile] & what;
     }
 };
 
@@ -134,15 +143,17 @@ void score_prepare(const ggml_compute_params * params, const score_src & a, cons
         }
         w.n_chan[u] = choose_channels(w.chan + u*a.rank, w.coef + u*a.n_group_q*a.rank, w.sum, q, ld, a.n_group_q, a.d_k, a.rank, a.p.scale);
     }
-    if (!a.visible) {
-        for (int64_t u = params->ith; u < a.n_grp*a.n_tok*a.q->ne[3]; u += params->nth) {
-            const int64_t g = u % a.n_grp, i = u/a.n_grp % a.n_tok, s = u/a.n_grp/a.n_tok;
-            w.visible[u] = count_visible(at<const f16>(a.mask, i, 0, s) + g*GROUP, group_size(g, a.n_kv));
-        }
-    }
     for (int64_t u = params->ith; u < a.n_tile*a.n_tok*a.q->ne[3]; u += params->nth) {
-        const int64_t t = u % a.n_tile*a.tile, i = u/a.n_tile % a.n_tok, s = u/a.n_tile/a.n_tok;
-        w.plain[u] = is_zero(at<const f16>(a.mask, i, 0, s) + t, std::min(a.tile, a.n_kv - t));
+        const int64_t t0 = u % a.n_tile*a.tile, t1 = std::min(t0 + a.tile, a.n_kv), i = u/a.n_tile % a.n_tok, s = u/a.n_tile/a.n_tok;
+        const f16 * m = at<const f16>(a.mask, i, 0, s);
+        bool shadow = true;
+        for (int64_t g = t0/GROUP; g*GROUP < t1; ++g) {
+            if (!a.visible) {
+                w.visible[(s*a.n_tok + i)*a.n_grp + g] = count_visible(m + g*GROUP, group_size(g, a.n_kv));
+            }
+            shadow &= w.vis(a, i, s)[g] > 0 && in_k_t(at<const int32_t>(a.sealed, s), g, a.n_kv, a.p.n_bit);
+        }
+        w.tile[u] = (is_zero(m + t0, t1 - t0) ? PLAIN : 0) | (shadow ? SHADOW : 0);
     }
     unit_queue::open(params);
     ggml_barrier(params->threadpool);
@@ -175,6 +186,7 @@ void score_tile(const score_src & a, const score_work & w, int64_t u, int64_t i_
             continue;
         }
         if (in_k_t(seal, g, a.n_kv, a.p.n_bit)) {
+            b = w.is(SHADOW, a, i_tile, i, s) ? t1 : b;
             while (b < t1 && vis[b/GROUP] > 0 && in_k_t(seal, b/GROUP, a.n_kv, a.p.n_bit)) {
                 b = std::min(b + GROUP, t1);
             }
@@ -230,7 +242,7 @@ void score_tile(const score_src & a, const score_work & w, int64_t u, int64_t i_
                 }
             }
         }
-        const bool done = a.p.softcap <= 0.0f && w.plain[(s*a.n_tok + i)*a.n_tile + i_tile];
+        const bool done = a.p.softcap <= 0.0f && w.is(PLAIN, a, i_tile, i, s);
         for (int j = 0; j < a.n_group_q && !done; ++j) {
             float * x = out + j*ld + p;
             finish_logits(x, x, m + p, b - p, 1.0f, a.p.softcap, head_slope((int) h*a.n_group_q + j, a.n_head, a.p.max_bias));
@@ -238,7 +250,7 @@ void score_tile(const score_src & a, const score_work & w, int64_t u, int64_t i_
     }
 }
 
-// what the scan of a tile reads, if it is all visible and in k_t (its ends tell); x: head and tile, -1: none
+// what the scan of a tile reads, if all of it is in k_t; x: head and tile, -1: none
 line_stream tile_lines(const score_src & a, const score_work & w, int64_t x) {
     line_stream res;
     if (x < 0 || a.rank == 0) {
@@ -246,12 +258,8 @@ line_stream tile_lines(const score_src & a, const score_work & w, int64_t x) {
     }
     const int64_t u = x/a.n_tile, h = u % a.n_head_kv, i = u/a.n_head_kv % a.n_tok, s = u/a.n_head_kv/a.n_tok;
     const int64_t t0 = x % a.n_tile*a.tile, t1 = std::min(t0 + a.tile, a.n_kv);
-    const int32_t * vis    = w.vis(a, i, s);
-    const int32_t * sealed = at<const int32_t>(a.sealed, s);
-    for (int64_t g : { t0/GROUP, (t1 - 1)/GROUP }) {
-        if (vis[g] == 0 || !in_k_t(sealed, g, a.n_kv, a.p.n_bit)) {
-            return res;
-        }
+    if (!w.is(SHADOW, a, x % a.n_tile, i, s)) {
+        return res;
     }
     res.base     = at(a.k_t, h*a.d_k, s) + t0*a.p.n_bit/8;
     res.nb_chan  = a.k_t->nb[1];
