@@ -226,6 +226,34 @@ def test_scan_equals_the_values_of_the_codes(ggml, n_bit, n_kv, d, heads, rank, 
 
 
 @pytest.mark.parametrize("n_bit", BITS)
+@pytest.mark.parametrize("damage", ["hidden", "unsealed", "biased"])
+@pytest.mark.parametrize("group", [3, 70, 143])
+def test_scan_of_one_unlike_tile_among_whole_ones(ggml, n_bit, damage, group) -> None:
+    """A group in one of three tiles is hidden, unsealed or has a bias; no other position changes."""
+    n_kv = 9216
+    rng = np.random.default_rng(group)
+    k = keys(rng, (1, n_kv, 2, 64))
+    q = rng.standard_normal((1, 1, 2, 64)).astype(np.float32)
+    sealed, groups = np.ones((1, n_kv // GROUP), np.int32), np.arange(n_kv // GROUP)[None]
+    mask = np.zeros((1, 1, 1, n_kv), np.float32)
+    shadow = seal(ggml, Shadow.empty(n_bit, 1, 128, n_kv), k, sealed, groups, "f16")
+    before = score(ggml, shadow, q, k, sealed, mask, 64)[0, 0]
+
+    at = slice(group * GROUP, (group + 1) * GROUP)
+    mask[..., at] = {"hidden": -np.inf, "unsealed": 0, "biased": 2}[damage]
+    if damage == "unsealed":
+        sealed[0, group] = 0
+        if n_bit == 8:
+            shadow.codes[:, :, at] = 0  # not what it is to be read from
+    after = score(ggml, shadow, q, k, sealed, mask, 64)[0, 0]
+    exact = 0.125 * np.einsum("hd,nhd->hn", q[0, 0], k[0, at])
+    want = {"hidden": -np.inf, "unsealed": exact, "biased": before[:, at] + np.float32(2)}[damage]
+    assert np.allclose(after[:, at], want, rtol=1e-5, atol=1e-5)
+    after[:, at] = before[:, at]
+    assert np.array_equal(before, after)
+
+
+@pytest.mark.parametrize("n_bit", BITS)
 @pytest.mark.parametrize("q_value", [1e-36, 1e-38, np.nan])
 def test_scan_of_a_dead_query_gives_numbers(ggml, n_bit, q_value) -> None:
     """Coefficients too small to divide by, or none at all: logits near 0, not NaN, nothing old."""
