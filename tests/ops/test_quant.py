@@ -229,7 +229,7 @@ def test_scan_equals_the_values_of_the_codes(ggml, n_bit, n_kv, d, heads, rank, 
 @pytest.mark.parametrize("damage", ["hidden", "unsealed", "biased"])
 @pytest.mark.parametrize("group", [3, 70, 143])
 def test_scan_of_one_unlike_tile_among_whole_ones(ggml, n_bit, damage, group) -> None:
-    """A group in one of three tiles is hidden, unsealed or has a bias; no other position changes."""
+    """A group of one of three tiles is hidden, unsealed or biased: no other position changes."""
     n_kv = 9216
     rng = np.random.default_rng(group)
     k = keys(rng, (1, n_kv, 2, 64))
