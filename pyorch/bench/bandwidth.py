@@ -14,10 +14,9 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -34,25 +33,27 @@ _SOURCE = Path(__file__).with_name("read.c")
 
 
 @cache
-def _read() -> Any:
-    """The compiled `sparq_bench_read`. ctypes lets other threads run during a call."""
+def compiled(source: Path) -> ctypes.CDLL:
+    """A file of C, compiled for this CPU. ctypes lets other threads run during a call.
+
+    Raises:
+        SparqError: no compiler, or it does not take the file.
+    """
     compiler = probe.need_compiler()
     command = [*shlex.split(compiler.cc), "-O3", "-march=native", "-shared", "-fPIC"]
-    text = f"{compiler.version} {probe.cpu()[1]} {command}".encode() + _SOURCE.read_bytes()
-    target = paths.cache() / "bench" / f"read-{hashlib.sha256(text).hexdigest()[:12]}.so"
+    text = f"{compiler.version} {probe.cpu()[1]} {command}".encode() + source.read_bytes()
+    target = paths.cache() / "bench" / f"{source.stem}-{hashlib.sha256(text).hexdigest()[:12]}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder) / target.name
             done = subprocess.run(
-                [*command, "-o", str(made), str(_SOURCE)], capture_output=True, text=True
+                [*command, "-o", str(made), str(source)], capture_output=True, text=True
             )
             if done.returncode != 0:
-                raise SparqError(f"cannot compile {_SOURCE.name}: {done.stderr.strip()[:200]}")
+                raise SparqError(f"cannot compile {source.name}: {done.stderr.strip()[:200]}")
             os.replace(made, target)
-    function = ctypes.CDLL(str(target)).sparq_bench_read
-    function.restype, function.argtypes = ctypes.c_uint64, [ctypes.c_void_p, ctypes.c_size_t]
-    return function
+    return ctypes.CDLL(str(target))
 
 
 class MemoryReader:
@@ -71,7 +72,9 @@ class MemoryReader:
 
     def __init__(self, n_threads: int, buffer_bytes: int | None = None) -> None:
         size = usual_bytes(n_threads) if buffer_bytes is None else buffer_bytes
-        self.function = _read()
+        self.function = compiled(_SOURCE).sparq_bench_read
+        self.function.restype = ctypes.c_uint64
+        self.function.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         self.buffers = [np.empty(0, np.uint64)] * n_threads
         self.cpus: list[int] = []  # of the threads; none = wherever the system puts them
         if len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) > 1:
@@ -80,7 +83,7 @@ class MemoryReader:
         def make(i: int) -> None:
             self.buffers[i] = _aligned_ones(size)
 
-        self._on_each_cpu(make)
+        together(make, n_threads, self.cpus)
 
     def read(self) -> float:
         """Read every buffer once. Returns bytes per second."""
@@ -88,47 +91,55 @@ class MemoryReader:
         def read(i: int) -> None:
             self.function(self.buffers[i].ctypes.data, self.buffers[i].size)
 
-        return sum(b.nbytes for b in self.buffers) / self._on_each_cpu(read)
+        seconds = together(read, len(self.buffers), self.cpus)
+        return sum(b.nbytes for b in self.buffers) / seconds
 
-    def _on_each_cpu(self, work: Callable[[int], None]) -> float:
-        """Seconds from when all threads are there to the end of the last one: to start threads
-        takes a share of a short read."""
-        n = len(self.buffers)
-        started, ended = [0.0], [0.0] * n
 
-        def begin() -> None:
-            started[0] = time.perf_counter()
+def together(work: Callable[[int], None], n: int, cpus: Sequence[int] = ()) -> float:
+    """work(0) .. work(n - 1), each in a thread of its own, which keeps to its CPU of `cpus`.
 
-        all_there = threading.Barrier(n, action=begin)
-        errors: list[Exception] = []
+    Returns:
+        Seconds from when all threads are there to the end of the last one: to start threads takes
+        a share of a short read.
 
-        def one(i: int) -> None:
-            try:
-                if self.cpus:
-                    os.sched_setaffinity(0, {self.cpus[i]})  # this thread's
-                all_there.wait()
-                work(i)
-            except Exception as e:
-                errors.append(e)
-                all_there.abort()  # or the others wait for this one
-            ended[i] = time.perf_counter()
+    Raises:
+        SparqError: a thread does not start, or gets no memory.
+    """
+    started, ended = [0.0], [0.0] * n
 
-        # daemons: should one not start, those that wait for it do not keep the program
-        threads = [threading.Thread(target=one, args=(i,), daemon=True) for i in range(n)]
+    def begin() -> None:
+        started[0] = time.perf_counter()
+
+    all_there = threading.Barrier(n, action=begin)
+    errors: list[Exception] = []
+
+    def one(i: int) -> None:
         try:
-            for t in threads:
-                t.start()
-        except RuntimeError as e:  # no more threads
+            if cpus:
+                os.sched_setaffinity(0, {cpus[i]})  # this thread's
+            all_there.wait()
+            work(i)
+        except Exception as e:
             errors.append(e)
-            all_there.abort()
+            all_there.abort()  # or the others wait for this one
+        ended[i] = time.perf_counter()
+
+    # daemons: should one not start, those that wait for it do not keep the program
+    threads = [threading.Thread(target=one, args=(i,), daemon=True) for i in range(n)]
+    try:
         for t in threads:
-            if t.ident is not None:  # it did start
-                t.join()
-        for e in errors:
-            if not isinstance(e, threading.BrokenBarrierError):
-                why = str(e) or type(e).__name__
-                raise SparqError(f"cannot read memory with {n} threads: {why}", "fewer threads: -t")
-        return max(ended) - started[0]
+            t.start()
+    except RuntimeError as e:  # no more threads
+        errors.append(e)
+        all_there.abort()
+    for t in threads:
+        if t.ident is not None:  # it did start
+            t.join()
+    for e in errors:
+        if not isinstance(e, threading.BrokenBarrierError):
+            why = str(e) or type(e).__name__
+            raise SparqError(f"cannot read memory with {n} threads: {why}", "fewer threads: -t")
+    return max(ended) - started[0]
 
 
 def usual_bytes(n_threads: int) -> int:

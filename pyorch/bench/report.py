@@ -22,6 +22,7 @@ TABLES = {
     "growth": "Growth with the length of the context",
     "attention": "Attention by itself",
     "step_times": "Steps of attention by themselves",
+    "row_reads": "Memory by itself, in the orders of sparse attention",
     "eval": "Quality, task by task",
     "eval-budgets": "Quality, by how the bytes are spread",
     "budgets": "What a byte buys, by how it is spread",

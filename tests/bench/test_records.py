@@ -130,7 +130,7 @@ def test_read_reads_every_word() -> None:
     words = np.random.default_rng(1).integers(0, 2**63, 64 * 1000, dtype=np.uint64)
     aligned = bandwidth._aligned_ones(words.nbytes)
     aligned[:] = words
-    got = bandwidth._read()(aligned.ctypes.data, aligned.size)
+    got = bandwidth.MemoryReader(1, 1024).function(aligned.ctypes.data, aligned.size)
     assert got == int(np.bitwise_xor.reduce(words))
 
 

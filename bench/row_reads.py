@@ -1,0 +1,183 @@
+"""How fast memory delivers what sparse attention reads, without attention.
+
+    python bench/row_reads.py [-t 1,2] [--samples 21]
+
+Loops in C (row_reads.c) read the rows of K and V that ATTEND would read, and the channels of the
+transposed K that SCORE would, of 32 heads of 128 at 16,384 positions in f16, cold, in huge pages.
+Beside a sequential read of the same minute: where a kernel falls short of that, this says what is
+the machine's. Writes row_reads.jsonl.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import mmap
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import commands
+import numpy as np
+
+from pyorch.bench import records
+from pyorch.bench.bandwidth import SHARE, MemoryReader, compiled, together
+from pyorch.bench.records import Record
+from pyorch.cli import options as opt
+from pyorch.cli import run as run_command
+from pyorch.cli.bench import Numbers
+from pyorch.engine import usable_cores
+from pyorch.models.memory import available_memory
+
+BENCH = "row_reads"
+SOURCE = Path(__file__).with_suffix(".c")
+N_KV, N_HEAD, D = 16384, 32, 128
+ROW = D * 2  # bytes: a head's part of a position, f16
+LAYER = 2 * N_KV * N_HEAD * ROW  # K, then V
+ROWS_AHEAD, LINES_AHEAD = 32, 12  # as the kernels do
+RANK, SIDE, TILE = 32, 16, 4096 * 2  # of SCORE: channels; in one pass; bytes of each per unit
+CHANNEL = N_KV * 2 + 384  # bytes from one channel to the next: not all in the same set of a cache
+
+# name -> what is read
+READS = {
+    "rows": "rows of K and V, 1 position of 8",
+    "few rows": "rows of K and V, 1 of 128",
+    "few rows, known pages": "the same, page tables in the caches",
+    "channels": "32 of 128 channels, 16 side by side, runs of 8 KiB",
+}
+
+
+if platform.machine() != "x86_64":
+    del READS["few rows, known pages"]  # no instruction for it
+
+
+@dataclass(frozen=True)
+class Case:
+    read: str
+    n_threads: int
+    n_samples: int
+    n_layer: int
+
+
+class Layers:
+    """K and V of some layers, in huge pages if the kernel grants them, and what to read of them."""
+
+    def __init__(self, n_layer: int) -> None:
+        self.lib = compiled(SOURCE)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory is not given huge pages
+        self.memory = mmap.mmap(-1, n_layer * LAYER + (2 << 20), flags)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self.memory.madvise(mmap.MADV_HUGEPAGE)
+        raw = np.frombuffer(self.memory, np.uint8)
+        skip = -raw.ctypes.data % (2 << 20)
+        self.bytes = raw[skip : skip + n_layer * LAYER]
+        self.bytes[:] = 1
+        self.n_layer = n_layer
+
+    def pieces(self, read: str, rng: np.random.Generator) -> np.ndarray:
+        """Where the pieces begin (of ROW or TILE bytes each), in the order of reading."""
+        layer = np.arange(self.n_layer)[:, None, None] * LAYER
+        head = np.arange(N_HEAD)[:, None]
+        if read == "channels":
+            chan = head * D + _sorted_choice(rng, (self.n_layer, N_HEAD), D, RANK)
+            at = (layer + chan * CHANNEL).reshape(self.n_layer, N_HEAD, 1, RANK)
+            return (at + np.arange(0, N_KV * 2, TILE)[:, None]).ravel()
+        n = N_KV // (8 if read == "rows" else 128)
+        pos = _sorted_choice(rng, (self.n_layer, N_HEAD), N_KV, n)
+        k = layer + (pos * N_HEAD + head) * ROW
+        return np.stack([k, k + LAYER // 2], axis=-1).ravel()
+
+    def call(
+        self, name: str, parts: Sequence[np.ndarray], cpus: Sequence[int], *more: int
+    ) -> float:
+        """The function of row_reads.c on each part in a thread of its own. Returns seconds."""
+
+        def work(i: int) -> None:
+            where = (ctypes.c_void_p(x.ctypes.data) for x in (self.bytes, parts[i]))
+            self.lib[name](*where, *map(ctypes.c_size_t, (parts[i].size, *more)))
+
+        return together(work, len(parts), cpus)
+
+
+def _sorted_choice(rng: np.random.Generator, shape: tuple[int, ...], n: int, k: int) -> np.ndarray:
+    """`k` of 0 .. n - 1, ascending, for each of `shape`."""
+    return np.sort(rng.random((*shape, n)).argpartition(k - 1)[..., :k])
+
+
+def size(read: str) -> int:
+    """Bytes of a piece."""
+    return TILE if read == "channels" else ROW
+
+
+def measure(layers: Layers, reader: MemoryReader, case: Case) -> dict[str, Any]:
+    """Nanoseconds of each sample, its bytes, and the sequential bytes per second before each."""
+    rng = np.random.default_rng(0)
+    samples, bandwidth = [], []
+    for i in range(-1, case.n_samples):
+        at = layers.pieces(case.read, rng)
+        parts = np.array_split(at.reshape(-1, SIDE), case.n_threads)
+        reader.read()
+        sequential = reader.read()
+        if case.read == "few rows, known pages":
+            layers.call("sparq_bench_drop", parts, reader.cpus, size(case.read))
+        if case.read == "channels":
+            more = size(case.read), SIDE, LINES_AHEAD
+            seconds = layers.call("sparq_bench_runs", parts, reader.cpus, *more)
+        else:
+            seconds = layers.call("sparq_bench_rows", parts, reader.cpus, ROWS_AHEAD)
+        if i >= 0:
+            samples.append(round(seconds * 1e9))
+            bandwidth.append(sequential)
+    n_bytes = at.size * size(case.read)
+    return {"samples_ns": samples, "bytes": n_bytes, "bandwidth_bytes_per_s": bandwidth}
+
+
+def table(recs: Sequence[Record]) -> str:
+    """Markdown: a row per case."""
+    out = ["| what is read | threads | ns per piece | GB/s (p10-p90) | of a sequential read |"]
+    out.append("| --- | ---: | ---: | ---: | ---: |")
+    for rec in recs:
+        case, ns = Case(**rec["case"]), np.array(rec["samples_ns"])
+        speed = rec["bytes"] / ns
+        lo, mid, hi = np.percentile(speed, [10, 50, 90])
+        share = np.median(speed * 1e9 / np.array(rec["bandwidth_bytes_per_s"]))
+        each = np.median(ns) / rec["bytes"] * size(case.read)
+        row = f"{READS[case.read]} | {case.n_threads} | {each:.1f}"
+        out.append(f"| {row} | {mid:.1f} ({lo:.1f}-{hi:.1f}) | {share:.0%} |")
+    return "\n".join(out)
+
+
+@click.command(context_settings=commands.SETTINGS)
+@click.option(
+    "-t", "--threads", type=Numbers(1, opt.THREADS.high), help="[default: 1 and all cores]"
+)
+@click.option("--samples", type=opt.Number(int, 1), default=21, show_default=True)
+@click.option("--out", metavar="DIR", help="[default: bench/results/<kind of machine>]")
+def command(threads: Sequence[int] | None, samples: int, out: str | None) -> None:
+    """How fast memory delivers what sparse attention reads, without attention."""
+    folder = Path(out) if out else records.default_folder()
+    n_layer = max(1, min(8, available_memory() // SHARE // LAYER))
+    wanted = threads or sorted({1, usable_cores()})
+    stamp = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]
+    made = []
+    with opt.progress_bar("reads") as progress:
+        layers = Layers(n_layer)
+        for n_threads in wanted:
+            reader = MemoryReader(n_threads)
+            for read in READS:
+                progress(len(made), len(wanted) * len(READS))
+                case = Case(read, n_threads, samples, n_layer)
+                result = measure(layers, reader, case)
+                env = {"machine": records.machine()}
+                made.append(records.record(BENCH, asdict(case), stamp, **result, env=env))
+                records.append(folder / f"{BENCH}.jsonl", made[-1])
+    text = table(made)
+    (folder / f"{BENCH}.md").write_text(text + "\n", encoding="utf-8")
+    click.echo(text)
+
+
+if __name__ == "__main__":
+    run_command(command)
