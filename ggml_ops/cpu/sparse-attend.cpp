@@ -11,27 +11,26 @@ struct row_ops {
     decltype(&dot_rows<float>) dot;
     decltype(&add_rows<float>) add;
     decltype(&sum_v<float>)    sum;
+    decltype(&dot_position<float>) dot_position;
+    decltype(&add_position<float>) add_position;
 };
 
 row_ops ops_of(ggml_type type) {
     row_ops res;
     with_kv_type(type, [&](auto * t) {
         using T = std::decay_t<decltype(*t)>;
-        res = { dot_rows<T>, add_rows<T>, sum_v<T> };
+        res = { dot_rows<T>, add_rows<T>, sum_v<T>, dot_position<T>, add_position<T> };
     });
     return res;
 }
 
 // ---- ATTEND ----
 
-// how far dense attention asks ahead: a block is too short for the hardware to run ahead by itself
-constexpr int64_t AHEAD_BYTES = 32*1024;
-
 // sources and sizes
 struct attend_src {
     const ggml_tensor * q, * k, * v, * mask, * visible, * sel, * v_sum, * sealed, * sinks, * stats;
     ggml_sparse_attend_params p;
-    bool    dense;
+    bool    dense, whole; // whole: positions are read whole
     int64_t n_kv, n_head_kv, n_tok, n_row, n_max, size_k, size_v; // n_row: tokens of all streams; n_max: positions of one head
     int     n_head, n_group_q, d_k, d_v, ahead; // ahead: of how many rows K and V are asked for, dense
     row_ops ops_k, ops_v;
@@ -61,8 +60,9 @@ struct attend_src {
         d_v       = (int) v->ne[0];
         ops_k     = ops_of(k->type);
         ops_v     = ops_of(v->type);
-        ahead     = (int) ceil_div(AHEAD_BYTES, ROW_BLOCK*n_head_kv*size_k)*ROW_BLOCK;
         dense     = sel == nullptr;
+        whole     = dense && n_group_q == 1;
+        ahead     = whole ? (int) ceil_div(AHEAD_BYTES, n_head_kv*size_k) : (int) ceil_div(AHEAD_BYTES, ROW_BLOCK*n_head_kv*size_k)*ROW_BLOCK;
         n_max     = dense ? n_kv : sel->ne[0] - 1 - n_group_q;
     }
 
@@ -159,24 +159,33 @@ void attend_rows(const attend_src & a, const attend_work & w, const attend_unit 
         }
     }
     const char * share[ROW_BLOCK];
+    const auto later = [&](int y) {
+        return y < 2*n_pad ? w.row[y] : k0 + std::min<int64_t>(w.cell[n - 1] + 1 + y - 2*n_pad, a.n_kv - 1)*a.k->nb[2];
+    };
     const auto next = [&](int r, int64_t h) -> const char * const * {
         if (!a.dense) {
             return w.row + r + AHEAD;
         }
         const int    y    = r + a.ahead;
         const bool   is_v = y >= n_pad && y < 2*n_pad;
-        const char * base = y < 2*n_pad ? w.row[y] : k0 + std::min<int64_t>(w.cell[n - 1] + 1 + y - 2*n_pad, a.n_kv - 1)*a.k->nb[2];
+        const char * base = later(y);
         for (int j = 0; j < ROW_BLOCK; ++j) {
             share[j] = base + (h*ROW_BLOCK + j)*(is_v ? a.size_v : a.size_k);
         }
         return share;
     };
 
+    const int block = a.dense ? ROW_BLOCK : n_pad; // rows at a time
+
     // logits: q . k
-    for (int r = 0; r < n; r += ROW_BLOCK) {
+    for (int r = 0; r < n && a.whole; ++r) {
+        a.ops_k.dot_position(w.s + r, ld_s, at<const float>(a.q, 0, x.i, x.s), a.q->nb[1]/sizeof(float), a.n_head, w.row[r], a.k->nb[1], a.d_k,
+                later(r + a.ahead));
+    }
+    for (int r = 0; r < n && !a.whole; r += block) {
         for (int64_t h = h0; h < h1; ++h) {
             a.ops_k.dot(w.s + (h - h0)*a.n_group_q*ld_s + r, ld_s, at<const float>(a.q, h*a.n_group_q, x.i, x.s), a.q->nb[1]/sizeof(float),
-                    a.n_group_q, w.row + r, (h - h0)*a.k->nb[1], std::min(ROW_BLOCK, n - r), a.d_k, next(r, h));
+                    a.n_group_q, w.row + r, (h - h0)*a.k->nb[1], std::min(block, n - r), a.d_k, next(r, h));
         }
     }
 
@@ -193,10 +202,13 @@ void attend_rows(const attend_src & a, const attend_work & w, const attend_unit 
     }
 
     // sum of p * v
-    for (int r = 0; r < n; r += ROW_BLOCK) {
+    for (int r = 0; r < n && a.whole; ++r) {
+        a.ops_v.add_position(state, w.ld, w.s + r, ld_s, a.n_head, row_v[r], a.v->nb[1], a.d_v, later(n_pad + r + a.ahead));
+    }
+    for (int r = 0; r < n && !a.whole; r += block) {
         for (int64_t h = h0; h < h1; ++h) {
             a.ops_v.add(state + h*a.n_group_q*w.ld, w.ld, w.s + (h - h0)*a.n_group_q*ld_s + r, ld_s, a.n_group_q,
-                    row_v + r, (h - h0)*a.v->nb[1], std::min(ROW_BLOCK, n - r), a.d_v, next(n_pad + r, h));
+                    row_v + r, (h - h0)*a.v->nb[1], std::min(block, n - r), a.d_v, next(n_pad + r, h));
         }
     }
 }

@@ -16,6 +16,9 @@ constexpr int ROW_BLOCK = 16;
 // how many rows before their use K and V are asked for: a block of rows is too short for the hardware to run ahead
 constexpr int AHEAD = 2*ROW_BLOCK;
 
+// the same in bytes, where all positions are read in the order of memory
+constexpr int64_t AHEAD_BYTES = 32*1024;
+
 // asks for `size` bytes from p on. Inlined, as its callers that do nothing else must be: gcc drops calls of a function that only prefetches
 static SPARQ_INLINE void prefetch_bytes(const char * p, size_t size) {
     for (size_t o = 0; o < size; o += 64) {
@@ -148,6 +151,58 @@ static void dot_rows(float * s, int64_t ld_s, const float * q, int64_t ld_q, int
     dot(s, ld_s, q, ld_q, n_head, x, o, n, d, next);
 }
 
+// One position of all heads, each with a query head of its own: rows that lie one after another, nb bytes apart. To read whole positions is
+// to read in the order of memory: with 32 heads, 16 rows of one head after another come at 22 GB/s, whole positions at 28 to 30 (one thread;
+// two: 31 and 34). next: as many other rows, asked for on the way; without, the whole takes twice as long
+
+// s[h*ld_s] = q[h] . row h
+template <int D, typename T>
+static SPARQ_NOINLINE void dot_position_of(float * s, int64_t ld_s, const float * q, int64_t ld_q, int n_head, const char * x, int64_t nb, int any_d,
+        const char * next) {
+    const int     d  = D > 0 ? D : any_d;
+    constexpr int NC = span<T>::SIZE;
+    for (int h0 = 0; h0 < n_head; h0 += W) {
+        const int n = n_head - h0 < W ? n_head - h0 : W;
+        vf part[W];
+        for (int h = 0; h < n; ++h) { // one after another: out of their order, they are not read ahead
+            vf  a = set1(0.0f);
+            int c = 0;
+            SPARQ_UNROLL
+            for (; c + NC <= d; c += NC) {
+                if (row_bytes<T>(c) % 64 < row_bytes<T>(NC)) {
+                    prefetch_bytes(next + row_bytes<T>(c), row_bytes<T>(NC));
+                }
+                const span<T> y(x, c);
+                SPARQ_UNROLL
+                for (int v = 0; v < NC/W; ++v) {
+                    a = fma(load(q + c + v*W), y.vec(v), a);
+                }
+            }
+            if (c < d) {
+                a = fma(load_n(q + c, d - c), span<T>::tail(x, c, d - c), a);
+            }
+            part[h] = a;
+            q    += ld_q;
+            x    += nb;
+            next += nb;
+        }
+        for (int h = n; h < W; ++h) {
+            part[h] = set1(0.0f);
+        }
+        float sum[W];
+        store(sum, sum_rows(part));
+        for (int h = 0; h < n; ++h) {
+            s[(h0 + h)*ld_s] = sum[h];
+        }
+    }
+}
+
+template <typename T>
+static void dot_position(float * s, int64_t ld_s, const float * q, int64_t ld_q, int n_head, const char * x, int64_t nb, int d, const char * next) {
+    const auto dot = d == 128 ? dot_position_of<128, T> : d == 64 ? dot_position_of<64, T> : dot_position_of<0, T>;
+    dot(s, ld_s, q, ld_q, n_head, x, nb, d, next);
+}
+
 // ---- step 3: attention over rows ----
 
 // the partial result of one query head over some positions: acc [d_v], max logit m, sum of exp(logit - m)
@@ -240,16 +295,57 @@ static inline void add_rows_heads(float * acc, int64_t ld_acc, const float * p, 
 template <typename T>
 static void add_rows(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, int n_head, const char * const * x, int64_t o, int n, int d,
         const char * const * next) {
-    int h = 0;
-    for (; h + 4 <= n_head; h += 4) {
-        add_rows_heads<4, T>(acc + h*ld_acc, ld_acc, p + h*ld_p, ld_p, x, o, n, d, h == 0 ? next : nullptr);
+    // where a row is used more than once, it is to be in the first level still
+    const int block = n_head == 1 && d <= 8*W ? n : ROW_BLOCK;
+    for (int i = 0; i < n; i += block) {
+        const int    ni = n - i < block ? n - i : block;
+        const char * const * ne = next ? next + i : nullptr;
+        int h = 0;
+        for (; h + 4 <= n_head; h += 4) {
+            add_rows_heads<4, T>(acc + h*ld_acc, ld_acc, p + h*ld_p + i, ld_p, x + i, o, ni, d, h == 0 ? ne : nullptr);
+        }
+        for (; h + 2 <= n_head; h += 2) {
+            add_rows_heads<2, T>(acc + h*ld_acc, ld_acc, p + h*ld_p + i, ld_p, x + i, o, ni, d, h == 0 ? ne : nullptr);
+        }
+        for (; h < n_head; ++h) {
+            add_rows_heads<1, T>(acc + h*ld_acc, ld_acc, p + h*ld_p + i, ld_p, x + i, o, ni, d, h == 0 ? ne : nullptr);
+        }
     }
-    for (; h + 2 <= n_head; h += 2) {
-        add_rows_heads<2, T>(acc + h*ld_acc, ld_acc, p + h*ld_p, ld_p, x, o, n, d, h == 0 ? next : nullptr);
+}
+
+// acc[h] += p[h*ld_p]*row h of a position, see dot_position
+template <int D, typename T>
+static SPARQ_NOINLINE void add_position_of(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, int n_head, const char * x, int64_t nb,
+        int any_d, const char * next) {
+    const int     d  = D > 0 ? D : any_d;
+    constexpr int NC = span<T>::SIZE;
+    for (int h = 0; h < n_head; ++h) {
+        const char * row = x + h*nb, * ask = next + h*nb;
+        float * a = acc + h*ld_acc;
+        const vf ph = set1(p[h*ld_p]);
+        int c = 0;
+        SPARQ_UNROLL
+        for (; c + NC <= d; c += NC) {
+            if (row_bytes<T>(c) % 64 < row_bytes<T>(NC)) {
+                prefetch_bytes(ask + row_bytes<T>(c), row_bytes<T>(NC));
+            }
+            const span<T> y(row, c);
+            SPARQ_UNROLL
+            for (int v = 0; v < NC/W; ++v) {
+                store(a + c + v*W, fma(ph, y.vec(v), load(a + c + v*W)));
+            }
+        }
+        if (c < d) {
+            store_n(a + c, fma(ph, span<T>::tail(row, c, d - c), load_n(a + c, d - c)), d - c);
+        }
     }
-    for (; h < n_head; ++h) {
-        add_rows_heads<1, T>(acc + h*ld_acc, ld_acc, p + h*ld_p, ld_p, x, o, n, d, h == 0 ? next : nullptr);
-    }
+}
+
+template <typename T>
+static void add_position(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, int n_head, const char * x, int64_t nb, int d,
+        const char * next) {
+    const auto add = d == 128 ? add_position_of<128, T> : d == 64 ? add_position_of<64, T> : add_position_of<0, T>;
+    add(acc, ld_acc, p, ld_p, n_head, x, nb, d, next);
 }
 
 // logits of one query head over n rows -> softmax numerators in place; fills m and l of the state

@@ -310,7 +310,10 @@ void score_exact(const ggml_compute_params * params, ggml_tensor * dst, const sc
         }
         const bool all = n == t1 - t0;
 
-        for (int r = 0; r < n; r += ROW_BLOCK) {
+        for (int r = 0; r < n && a.n_group_q == 1; ++r) {
+            dot_position<T>(w.s + r, EXACT_TILE, at<const float>(a.q, 0, i, s), ldq, a.n_head, row[r], a.k->nb[1], a.d_k, row[r] + AHEAD_BYTES);
+        }
+        for (int r = 0; r < n && a.n_group_q > 1; r += ROW_BLOCK) {
             for (int h = 0; h < a.n_head_kv; ++h) {
                 const char * next[ROW_BLOCK]; // in the order of memory
                 for (int j = 0; j < ROW_BLOCK; ++j) {
