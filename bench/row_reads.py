@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import mmap
-import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -50,10 +49,6 @@ READS = {
 }
 
 
-if platform.machine() != "x86_64":
-    del READS["few rows, known pages"]  # no instruction for it
-
-
 @dataclass(frozen=True)
 class Case:
     read: str
@@ -76,6 +71,10 @@ class Layers:
         self.bytes = raw[skip : skip + n_layer * LAYER]
         self.bytes[:] = 1
         self.n_layer = n_layer
+        self.huge = _in_huge_pages() > 0.9 * self.bytes.size
+        # there may be no instruction for it
+        can_drop = self.lib.sparq_bench_drop(None, None, 0, 0)
+        self.reads = [read for read in READS if can_drop or read != "few rows, known pages"]
 
     def pieces(self, read: str, rng: np.random.Generator) -> np.ndarray:
         """Where the pieces begin (of ROW or TILE bytes each), in the order of reading."""
@@ -100,6 +99,15 @@ class Layers:
             self.lib[name](*where, *map(ctypes.c_size_t, (parts[i].size, *more)))
 
         return together(work, len(parts), cpus)
+
+
+def _in_huge_pages() -> int:
+    """Bytes of this process, 0 where the system does not say."""
+    try:
+        text = Path("/proc/self/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    return next((int(x.split()[1]) << 10 for x in text.splitlines() if "AnonHuge" in x), 0)
 
 
 def _sorted_choice(rng: np.random.Generator, shape: tuple[int, ...], n: int, k: int) -> np.ndarray:
@@ -165,12 +173,14 @@ def command(threads: Sequence[int] | None, samples: int, out: str | None) -> Non
     made = []
     with opt.progress_bar("reads") as progress:
         layers = Layers(n_layer)
+        if not layers.huge:
+            click.echo("note: no huge pages: rows come more slowly than to the library", err=True)
         for n_threads in wanted:
             reader = MemoryReader(n_threads)
-            for read in READS:
-                progress(len(made), len(wanted) * len(READS))
+            for read in layers.reads:
+                progress(len(made), len(wanted) * len(layers.reads))
                 case = Case(read, n_threads, samples, n_layer)
-                result = measure(layers, reader, case)
+                result = measure(layers, reader, case) | {"huge_pages": layers.huge}
                 env = {"machine": records.machine()}
                 made.append(records.record(BENCH, asdict(case), stamp, **result, env=env))
                 records.append(folder / f"{BENCH}.jsonl", made[-1])

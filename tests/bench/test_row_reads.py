@@ -77,7 +77,7 @@ def test_command_writes_records_and_a_table(
     assert done.exit_code == 0, done.output
     made = [json.loads(line) for line in (tmp_path / "row_reads.jsonl").read_text().splitlines()]
     assert [(r["case"]["read"], r["case"]["n_threads"]) for r in made] == [
-        (read, n) for n in (1, 2) for read in row_reads.READS
+        (read, n) for n in (1, 2) for read in layers.reads
     ]
     for r in made:
         assert len(r["samples_ns"]) == len(r["bandwidth_bytes_per_s"]) == 2
