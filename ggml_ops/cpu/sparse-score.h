@@ -168,50 +168,71 @@ static inline int choose_channels(int32_t * chan, float * coef, float * sum, con
 // how many positions before their use channels are asked for
 constexpr int CHAN_AHEAD = 384;
 
-// s[h][t] += sum over NC channels of coef[h][c]*x[c][t] for n positions and n_head heads; first: s starts from 0
-template <int NC>
-static SPARQ_NOINLINE void add_channels(float * s, int64_t ld_s, int n_head, const f16 * const * x,
-        const float * coef, int ld_coef, int64_t n, bool first) {
+// s[h][t] += sum over NC channels of coef[h][c]*x[c][t] for n positions and HB heads; first: s starts from 0; ask: x is asked for ahead
+template <int NC, int HB>
+static SPARQ_NOINLINE void add_channels(float * s, int64_t ld_s, const f16 * const * x, const float * coef, int ld_coef, int64_t n, bool first,
+        bool ask) {
     constexpr int NT = 32/W; // vectors per cache line
-    constexpr int NB = NT*NC <= N_ACC ? NT : 1;               // vectors that share a coefficient, as the registers allow
+    constexpr int NB = NT*HB <= N_ACC ? NT : N_ACC/HB; // vectors that share a coefficient, as the registers allow
     int64_t t = 0;
     for (; t + NT*W <= n; t += NT*W) {
-        for (int c = 0; c < NC; ++c) {
+        for (int c = 0; c < NC && ask; ++c) {
             prefetch(x[c] + t + CHAN_AHEAD);
         }
+        SPARQ_UNROLL
         for (int j = 0; j < NT*W; j += NB*W) {
-            vf k[NC][NB];
-            for (int c = 0; c < NC; ++c) {
+            float * d = s + t + j;
+            vf a[HB][NB]; // in turns: each sum waits for the one before
+            SPARQ_UNROLL
+            for (int h = 0; h < HB; ++h) {
+                SPARQ_UNROLL
                 for (int i = 0; i < NB; ++i) {
-                    k[c][i] = load(x[c] + t + j + i*W);
+                    a[h][i] = first ? set1(0.0f) : load(d + h*ld_s + i*W);
                 }
             }
-            for (int h = 0; h < n_head; ++h) {
-                float * sh = s + h*ld_s + t + j;
-                vf a[NB];
+            SPARQ_UNROLL
+            for (int c = 0; c < NC; ++c) {
+                vf k[NB];
+                SPARQ_UNROLL
                 for (int i = 0; i < NB; ++i) {
-                    a[i] = first ? set1(0.0f) : load(sh + i*W);
+                    k[i] = load(x[c] + t + j + i*W);
                 }
-                for (int c = 0; c < NC; ++c) {
+                SPARQ_UNROLL
+                for (int h = 0; h < HB; ++h) {
                     const vf b = set1(coef[h*ld_coef + c]);
+                    SPARQ_UNROLL
                     for (int i = 0; i < NB; ++i) {
-                        a[i] = fma(k[c][i], b, a[i]);
+                        a[h][i] = fma(k[i], b, a[h][i]);
                     }
                 }
+            }
+            SPARQ_UNROLL
+            for (int h = 0; h < HB; ++h) {
+                SPARQ_UNROLL
                 for (int i = 0; i < NB; ++i) {
-                    store(sh + i*W, a[i]);
+                    store(d + h*ld_s + i*W, a[h][i]);
                 }
             }
         }
     }
     for (; t < n; ++t) {
-        for (int h = 0; h < n_head; ++h) {
+        for (int h = 0; h < HB; ++h) {
             float a = first ? 0.0f : s[h*ld_s + t];
             for (int c = 0; c < NC; ++c) {
                 a = fmaf(to_f32(x[c][t]), coef[h*ld_coef + c], a);
             }
             s[h*ld_s + t] = a;
         }
+    }
+}
+
+template <int NC>
+static void add_channels_heads(float * s, int64_t ld_s, int n_head, const f16 * const * x, const float * coef, int ld_coef, int64_t n, bool first) {
+    for (int h = 0; h < n_head; ) {
+        const int  nh  = n_head - h >= 4 ? 4 : n_head - h >= 2 ? 2 : 1;
+        const auto add = nh == 4 ? add_channels<NC, 4> : nh == 2 ? add_channels<NC, 2> : add_channels<NC, 1>;
+        add(s + h*ld_s, ld_s, x, coef + h*ld_coef, ld_coef, n, first, h == 0);
+        h += nh;
     }
 }
 
@@ -233,7 +254,7 @@ static inline void score_channels(float * s, int64_t ld_s, int n_head, const f16
         for (int c = 0; c < nc; ++c) {
             row[c] = x + chan[i + c]*ld_chan;
         }
-        const auto add = nc == 16 ? add_channels<16> : nc == 8 ? add_channels<8> : nc == 4 ? add_channels<4> : add_channels<1>;
+        const auto add = nc == 16 ? add_channels_heads<16> : nc == 8 ? add_channels_heads<8> : nc == 4 ? add_channels_heads<4> : add_channels_heads<1>;
         add(s, ld_s, n_head, row, coef + i, ld_coef, n, i == 0);
         i += nc;
     }
