@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -27,8 +26,8 @@ def ggml(request, ggml_headers, tmp_path_factory) -> CudaGgml:
     lib_dir = os.environ.get("SPARQ_TEST_LIB_DIR") or request.getfixturevalue("native_lib_dir")
     folder = tmp_path_factory.mktemp("cuda")
     if request.param == "gpu":
-        if not shutil.which("nvcc"):
-            pytest.skip("no nvcc")
+        if reason := cuda_lib.why_no_gpu():
+            pytest.skip(reason)
         return CudaGgml(Path(lib_dir), cuda_lib.build_gpu(ggml_headers, folder))
     if reason := cuda_lib.why_no_host():
         pytest.skip(reason)

@@ -95,3 +95,16 @@ def why_no_host() -> str:
     if not shutil.which("g++") and not shutil.which("c++"):
         return "no C++ compiler"
     return "" if os.uname().sysname == "Linux" else "the emulator of CUDA needs Linux"
+
+
+def why_no_gpu() -> str:
+    """Why the kernels can not run on a GPU here; empty: they can."""
+    if not shutil.which("nvcc"):
+        return "no nvcc"
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "no CUDA driver"
+    count = c_int()
+    found = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+    return "" if found and count.value else "no CUDA device"
