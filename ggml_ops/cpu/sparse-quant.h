@@ -161,7 +161,11 @@ static inline vi dot(vi acc, vi x, vi w) {
 #elif defined(SPARQ_AVX2)
 typedef __m256i vi;
 constexpr int  VB      = 32;
+#if defined(__AVXVNNI__)
+constexpr bool DOT_ANY = true;
+#else
 constexpr bool DOT_ANY = false;
+#endif
 static inline vi vi_load(const uint8_t * p)       { return _mm256_loadu_si256((const __m256i *) p); }
 static inline vi vi_set4(const int8_t * p)        { int32_t x; memcpy(&x, p, 4); return _mm256_set1_epi32(x); }
 static inline vi vi_zero()                        { return _mm256_setzero_si256(); }
@@ -173,7 +177,11 @@ static inline vi low4(vi x)                       { return _mm256_and_si256(x, _
 static inline vi high4(vi x)                      { return low4(_mm256_srli_epi16(x, 4)); }
 static inline vf to_float(vi x)                   { return _mm256_cvtepi32_ps(x); }
 static inline vi dot(vi acc, vi x, vi w) {
+#if defined(__AVXVNNI__)
+    return _mm256_dpbusd_avx_epi32(acc, x, w);
+#else
     return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(x, w), _mm256_set1_epi16(1)));
+#endif
 }
 #elif defined(SPARQ_NEON)
 typedef uint8x16_t vi;
@@ -215,65 +223,138 @@ static inline void prefetch_first(const void * p) {
 #endif
 }
 
-// the coefficients of one (query head, run) as whole numbers: logit = sum_i w[i]*step*code[i] + base
+// runs that a scan touches at most
+constexpr int MAX_RUN = 8;
+
+// Coefficients are made for four channels in four runs at a time: lane 4*j + i is the i-th channel in the j-th run
+constexpr int LANES = 16;
+constexpr int N_VEC = LANES/W;
+
+// the v-th vector of p[0] to p[3], again and again
+static inline vf load_quad(const float * p, int v) {
+#if defined(SPARQ_AVX512)
+    (void) v;
+    return _mm512_broadcast_f32x4(_mm_loadu_ps(p));
+#elif defined(SPARQ_AVX2)
+    (void) v;
+    return _mm256_broadcast_ps((const __m128 *) p);
+#elif defined(SPARQ_NEON)
+    (void) v;
+    return vld1q_f32(p);
+#else
+    return p[v % 4];
+#endif
+}
+
+// the coefficients of one query head as whole numbers, in each run others: logit = sum_i w[i]*step*code[i] + base
 //   4 bits: w = w0, |w0| <= 127; 8 bits: w = 64*w0 + w1, |w0| <= 64, |w1| <= 32
+// what belongs to run j lies at step[j], base[j], and of the channels 4*q to 4*q + 3 at w0 + 4*(q*MAX_RUN + j)
 struct run_coef {
-    int8_t * w0; // [n_chan rounded up to 4], zeros behind n_chan
+    int8_t * w0; // [n_chan rounded up to 4][MAX_RUN], zeros behind n_chan
     int8_t * w1;
-    float    step;
-    float    base;
+    float    step[MAX_RUN], base[MAX_RUN];
 };
+
+// res [MAX_RUN/4][n_quad][2][LANES] = scales and zeros of n_run runs, 0 where there is no channel or run
+//   range: of the first run, see code_rows
+static inline void load_ranges(float * res, const float * range, int64_t ld_chan, int64_t ld_run, const int32_t * chan, int n_chan, int n_run) {
+    const int n_quad = (n_chan + 3)/4;
+    if (n_chan % 4 != 0 || n_run % 4 != 0) {
+        std::fill(res, res + (n_run + 3)/4*n_quad*2*LANES, 0.0f);
+    }
+    int i = 0;
+#if defined(SPARQ_AVX512) // two channels in a vector: scale and zero in turns, of four runs
+    const __m512i scale = _mm512_setr_epi32(0, 8, 16, 24, 2, 10, 18, 26, 4, 12, 20, 28, 6, 14, 22, 30);
+    const __m512i zero  = _mm512_add_epi32(scale, _mm512_set1_epi32(1));
+    for (; i + 4 <= n_chan && n_run % 4 == 0 && ld_run == 2; i += 4) {
+        for (int j = 0; j < n_run; j += 4) {
+            const auto two = [&](const int32_t * c) {
+                const float * x = range + 2*j;
+                return _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(x + c[0]*ld_chan)), _mm256_loadu_ps(x + c[1]*ld_chan), 1);
+            };
+            const vf x = two(chan + i), y = two(chan + i + 2);
+            float * to = res + (j/4*n_quad + i/4)*2*LANES;
+            store(to,         _mm512_permutex2var_ps(x, scale, y));
+            store(to + LANES, _mm512_permutex2var_ps(x, zero,  y));
+        }
+    }
+#endif
+    for (; i < n_chan; ++i) {
+        const float * from = range + chan[i]*ld_chan;
+        float * to = res + i/4*2*LANES + i % 4;
+        for (int j = 0; j < n_run; ++j) {
+            float * x = to + j/4*n_quad*2*LANES + j % 4*4;
+            x[0]     = from[j*ld_run];
+            x[LANES] = from[j*ld_run + 1];
+        }
+    }
+}
 
 // NUMERICS: rounding a coefficient costs less than the codes themselves (test_scan_equals_the_values_of_the_codes). Of the error
 // (a - w*step)*code the part that all positions share, with a code in the middle, goes to the base
-//   range [n_chan rounded up to W][2]: scale and zero of the run
-static inline void make_coef(run_coef & res, const float * coef, const float * range, int n_chan, int n_bit) {
-    vf max = set1(0.0f);
-    for (int i = 0; i < n_chan; i += W) {
-        const int n = n_chan - i;
-        vf scale, zero;
-        load_pairs(range + 2*i, scale, zero);
-        max = vmax(vabs(mul(n >= W ? load(coef + i) : load_n(coef + i, n), scale)), max);
-    }
-    const float m    = reduce_max(max);
-    const float top  = m > 1e-30f ? m : 0.0f; // what is smaller would overflow below, and weighs nothing
-    const float most = n_bit == 4 ? 127.0f : 64.0f*64.0f;
-    res.step = top/most;
-    const vf inv  = set1(top > 0.0f ? most/top : 0.0f);
-    const vf step = set1(res.step), mid = set1(n_bit == 4 ? 7.5f : 127.5f);
-
-    vf base = set1(0.0f);
-    for (int i = 0; i < n_chan; i += W) {
-        const int n = n_chan - i;
-        const vf  c = n >= W ? load(coef + i) : load_n(coef + i, n);
-        vf scale, zero;
-        load_pairs(range + 2*i, scale, zero);
-        const vf  a = mul(c, scale);
-        const vf  w = round_even(mul(a, inv));
-        base = fma(c, zero, base);
-        base = fma(sub(a, mul(w, step)), mid, base);
-        const vf w0 = n_bit == 4 ? w : round_even(mul(w, set1(1.0f/64.0f)));
-        store_i8(res.w0 + i, w0); // there is room for whole vectors
-        if (n_bit == 8) {
-            store_i8(res.w1 + i, sub(w, mul(w0, set1(64.0f))));
+//   coef [n_quad][4], 0 where there is no channel; range: what load_ranges made
+static inline void make_coef(run_coef & res, const float * coef, const float * range, int n_quad, int n_run, int n_bit) {
+    const float most = n_bit == 4 ? 127.0f : 64.0f*64.0f, mid = n_bit == 4 ? 7.5f : 127.5f;
+    for (int j0 = 0; j0 < n_run; j0 += 4, range += n_quad*2*LANES) {
+        vf max[N_VEC], base[N_VEC], rest[N_VEC];
+        SPARQ_UNROLL
+        for (int v = 0; v < N_VEC; ++v) {
+            max[v] = base[v] = rest[v] = set1(0.0f);
+        }
+        for (int q = 0; q < n_quad; ++q) {
+            SPARQ_UNROLL
+            for (int v = 0; v < N_VEC; ++v) {
+                max[v] = vmax(vabs(mul(load_quad(coef + 4*q, v), load(range + q*2*LANES + v*W))), max[v]);
+            }
+        }
+        float x[LANES], step[LANES], inv[LANES];
+        SPARQ_UNROLL
+        for (int v = 0; v < N_VEC; ++v) {
+            store(x + v*W, max[v]);
+        }
+        for (int j = 0; j < 4; ++j) {
+            const float m   = std::max(std::max(x[4*j], x[4*j + 1]), std::max(x[4*j + 2], x[4*j + 3]));
+            const float top = m > 1e-30f ? m : 0.0f; // what is smaller would overflow below, and weighs nothing
+            res.step[j0 + j] = top/most;
+            std::fill(step + 4*j, step + 4*j + 4, top/most);
+            std::fill(inv  + 4*j, inv  + 4*j + 4, top > 0.0f ? most/top : 0.0f);
+        }
+        for (int q = 0; q < n_quad; ++q) {
+            SPARQ_UNROLL
+            for (int v = 0; v < N_VEC; ++v) {
+                const float * r = range + q*2*LANES + v*W;
+                const vf c = load_quad(coef + 4*q, v), a = mul(c, load(r)), w = round_even(mul(a, load(inv + v*W)));
+                base[v] = fma(c, load(r + LANES), base[v]);
+                rest[v] = add(sub(a, mul(w, load(step + v*W))), rest[v]);
+                const vf w0 = n_bit == 4 ? w : round_even(mul(w, set1(1.0f/64.0f)));
+                store_i8(res.w0 + 4*(q*MAX_RUN + j0) + v*W, w0);
+                if (n_bit == 8) {
+                    store_i8(res.w1 + 4*(q*MAX_RUN + j0) + v*W, sub(w, mul(w0, set1(64.0f))));
+                }
+            }
+        }
+        SPARQ_UNROLL
+        for (int v = 0; v < N_VEC; ++v) {
+            store(x + v*W, fma(rest[v], set1(mid), base[v]));
+        }
+        for (int j = 0; j < 4; ++j) {
+            res.base[j0 + j] = (x[4*j] + x[4*j + 1]) + (x[4*j + 2] + x[4*j + 3]);
         }
     }
-    for (int i = (n_chan + W - 1)/W*W; i % 4 != 0; ++i) {
-        res.w0[i] = 0;
-        if (n_bit == 8) {
-            res.w1[i] = 0;
-        }
-    }
-    res.base = reduce_add(base);
 }
 
-// s[h][..] += or = n_line lines of codes of 4*n_quad channels, from c0 on, within a run, for HB heads
+// s[h][..] += or = n_line lines of codes of 4*n_quad channels, from c0 on, within run j, for HB heads
 //   row [4*n_quad]: the first lines. NQ: n_quad where it is known, without a loop then: its loads and branches wait behind the codes that
 //   are still on their way (4 bits, one thread: 50 instead of 64 % of bandwidth)
 template <int N_BIT, int HB, int NQ>
-static SPARQ_NOINLINE void score_lines(float * s, int64_t ld_s, const run_coef * coef, int c0, const uint8_t * const * row,
+static SPARQ_NOINLINE void score_lines(float * s, int64_t ld_s, const run_coef * coef, int64_t run, int c0, const uint8_t * const * row,
         int64_t at, int n_line, int any_quad, bool first) {
     const int n_quad = NQ > 0 ? NQ : any_quad;
+    const int8_t * w0[HB], * w1[HB];
+    for (int h = 0; h < HB; ++h) {
+        w0[h] = coef[h].w0 + c0*MAX_RUN + 4*run;
+        w1[h] = coef[h].w1 + c0*MAX_RUN + 4*run;
+    }
 #if defined(SPARQ_SCALAR)
     for (int h = 0; h < HB; ++h) {
         for (int t = 0; t < n_line*line_pos(N_BIT); ++t) {
@@ -281,11 +362,11 @@ static SPARQ_NOINLINE void score_lines(float * s, int64_t ld_s, const run_coef *
             int32_t sum = 0;
             for (int i = 0; i < 4*n_quad; ++i) {
                 const int x = row[i][byte];
-                const int w = N_BIT == 4 ? coef[h].w0[c0 + i] : 64*coef[h].w0[c0 + i] + coef[h].w1[c0 + i];
+                const int at_w = i/4*4*MAX_RUN + i % 4, w = N_BIT == 4 ? w0[h][at_w] : 64*w0[h][at_w] + w1[h][at_w];
                 sum += w*(N_BIT == 8 ? x : t % line_pos(N_BIT) < LINE ? x & 15 : x >> 4);
             }
             float & d = s[h*ld_s + t];
-            d = fmaf((float) sum, coef[h].step, first ? coef[h].base : d);
+            d = fmaf((float) sum, coef[h].step[run], first ? coef[h].base[run] : d);
         }
     }
 #else
@@ -315,14 +396,14 @@ static SPARQ_NOINLINE void score_lines(float * s, int64_t ld_s, const run_coef *
             for (int j = 0; j < 4; ++j) {
                 const vi lo = N_BIT == 4 ? low4(v[j]) : v[j], hi = WHOLE || N_BIT == 8 ? v[j] : high4(v[j]);
                 for (int h = 0; h < HB; ++h) {
-                    const vi w = vi_set4(coef[h].w0 + c0 + 4*q);
+                    const vi w = vi_set4(w0[h] + 4*q*MAX_RUN);
                     a0[h][j] = dot(a0[h][j], lo, w);
-                    a1[h][j] = dot(a1[h][j], hi, N_BIT == 4 ? w : vi_set4(coef[h].w1 + c0 + 4*q));
+                    a1[h][j] = dot(a1[h][j], hi, N_BIT == 4 ? w : vi_set4(w1[h] + 4*q*MAX_RUN));
                 }
             }
         }
         for (int h = 0; h < HB; ++h) {
-            const vf step = set1(coef[h].step), high = set1(coef[h].step/16.0f), base = set1(coef[h].base);
+            const vf step = set1(coef[h].step[run]), high = set1(coef[h].step[run]/16.0f), base = set1(coef[h].base[run]);
             for (int j = 0; j < 4; ++j) {
                 float * d = s + h*ld_s + 16*j;
                 if (N_BIT == 4) {
@@ -349,12 +430,13 @@ struct code_rows {
     int64_t         ld_chan, ld_run;
 };
 
-static inline size_t code_scratch(int n_head, int n_chan, int64_t n_run) {
-    return n_run*(n_head*(sizeof(run_coef) + 2*(n_chan + W + 4)) + 2*(n_chan + W)*sizeof(float));
+static inline size_t code_scratch(int n_head, int n_chan) {
+    const size_t n_quad = (n_chan + 3)/4;
+    return n_head*(sizeof(run_coef) + 2*n_quad*4*MAX_RUN) + n_quad*(4 + MAX_RUN/4*2*LANES)*sizeof(float);
 }
 
-// s[h][t - t0] for the positions t0 <= t < t1 (multiples of GROUP) of one KV head
-//   scratch: code_scratch() bytes for the runs touched
+// s[h][t - t0] for the positions t0 <= t < t1 (multiples of GROUP) of one KV head, within MAX_RUN runs
+//   scratch: code_scratch() bytes
 template <int N_BIT>
 static void score_codes(float * s, int64_t ld_s, int n_head, const code_rows & x, const int32_t * chan, int n_chan,
         const float * coef, int ld_coef, int64_t t0, int64_t t1, const scan_next & then, void * scratch) {
@@ -365,29 +447,20 @@ static void score_codes(float * s, int64_t ld_s, int n_head, const code_rows & x
 #else
     constexpr int HB = 2;
 #endif
-    constexpr int PAD   = W > 4 ? W : 4;
-    const int     ld_w  = (n_chan + PAD - 1)/PAD*PAD;
     const int64_t run0  = t0/RUN;
-    const int64_t n_run = (t1 - 1)/RUN - run0 + 1;
+    const int     n_run = (int) ((t1 - 1)/RUN - run0 + 1);
+    const int     n_all = (n_chan + 3)/4; // quads
 
-    run_coef * rc    = (run_coef *) scratch; // [n_run][n_head]
-    const int  ld_r  = 2*(n_chan + W);
-    float    * range = (float *) (rc + n_run*n_head); // [n_run][n_chan + W][2]
-    int8_t   * w     = (int8_t *) (range + n_run*ld_r);
-    for (int i = 0; i < n_chan; ++i) {
-        const float * from = x.range + chan[i]*x.ld_chan + run0*x.ld_run;
-        for (int64_t run = 0; run < n_run; ++run) {
-            memcpy(range + run*ld_r + 2*i, from + run*x.ld_run, 2*sizeof(float));
-        }
-    }
-    for (int64_t run = 0; run < n_run; ++run) {
-        memset(range + run*ld_r + 2*n_chan, 0, 2*W*sizeof(float));
-        for (int h = 0; h < n_head; ++h, w += 2*ld_w) {
-            run_coef & c = rc[run*n_head + h];
-            c.w0 = w;
-            c.w1 = w + ld_w;
-            make_coef(c, coef + h*ld_coef, range + run*ld_r, n_chan, N_BIT);
-        }
+    float    * range = (float *) scratch;
+    float    * quads = range + n_all*MAX_RUN/4*2*LANES; // [n_all][4] coefficients
+    run_coef * rc    = (run_coef *) (quads + 4*n_all);  // [n_head]
+    int8_t   * w     = (int8_t *) (rc + n_head);
+    load_ranges(range, x.range + run0*x.ld_run, x.ld_chan, x.ld_run, chan, n_chan, n_run);
+    for (int h = 0; h < n_head; ++h, w += 2*n_all*4*MAX_RUN) {
+        std::fill(std::copy_n(coef + h*ld_coef, n_chan, quads), quads + 4*n_all, 0.0f);
+        rc[h].w0 = w;
+        rc[h].w1 = w + n_all*4*MAX_RUN;
+        make_coef(rc[h], quads, range, n_all, n_run, N_BIT);
     }
 
     for (int i = 0; i < then.n_chan; ++i) { // now: at the end there would be much at once
@@ -412,7 +485,7 @@ static void score_codes(float * s, int64_t ld_s, int n_head, const code_rows & x
                 }
                 const auto lines = n_quad < ALL_QUADS ? (n == HB ? score_lines<N_BIT, HB, 0> : score_lines<N_BIT, 1, 0>)
                                                       : (n == HB ? score_lines<N_BIT, HB, ALL_QUADS> : score_lines<N_BIT, 1, ALL_QUADS>);
-                lines(whole ? s + h*ld_s + (t - t0) : part[0], whole ? ld_s : N_POS, rc + (t/RUN - run0)*n_head + h, c0, row,
+                lines(whole ? s + h*ld_s + (t - t0) : part[0], whole ? ld_s : N_POS, rc + h, t/RUN - run0, c0, row,
                         t*N_BIT/8, (int) ((b - t)/N_POS), n_quad, c0 == 0);
                 for (int j = 0; j < n && !whole; ++j) {
                     memcpy(s + (h + j)*ld_s + (a0 - t0), part[j] + (a0 - t), (a1 - a0)*sizeof(float));

@@ -11,6 +11,8 @@ namespace {
 // positions per unit of work: long runs per channel, scores of all heads within L1
 int64_t tile_size(int64_t n_group_q) { return n_group_q <= 2 ? 4096 : n_group_q <= 4 ? 2048 : 1024; }
 
+static_assert(4096 <= MAX_RUN*RUN, "a scan of codes has room for so many runs");
+
 // positions per unit of the exact scores; a unit holds all KV heads, so that K is read in the order of memory
 constexpr int64_t EXACT_TILE = 256;
 
@@ -82,7 +84,7 @@ struct score_work {
                 x    = own.take<float>(a.n_group_q*GROUP);
                 s    = own.take<float>(a.rank ? 0 : a.n_head*EXACT_TILE);
                 sum  = own.take<float>(a.d_k);
-                code = own.take<uint8_t>(!a.rank || a.p.n_bit == 16 ? 0 : code_scratch(a.n_group_q, a.rank, a.tile/RUN));
+                code = own.take<uint8_t>(!a.rank || a.p.n_bit == 16 ? 0 : code_scratch(a.n_group_q, a.rank));
             }
             if (i == 0) {
                 size = shared.used + nth*own.used + bump::ALIGN;

@@ -87,7 +87,6 @@ static inline f16 to_f16(float x) {
 //   mul_2n(x, n)     x * 2^n for an integer n in [-150, 128]
 //   split_2n(y, f)   f = y - floor(y); returns n, such that mul_2n(x, n) = x * 2^floor(y) for y <= 128; -inf: f = 0, and 0 for |x| <= 1
 //   sum_rows(x)      lane i = the sum of the lanes of x[i], for W vectors
-//   load_pairs       W pairs of floats: the first ones to a, the second ones to b
 
 #if defined(SPARQ_AVX512)
 
@@ -105,13 +104,6 @@ static inline vf load_n(const f16   * p, int n) { return _mm512_cvtph_ps(_mm256_
 static inline vf load_n(const bf16  * p, int n) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16((1u << n) - 1, p)), 16)); }
 static inline void store(float * p, vf x)          { _mm512_storeu_ps(p, x); }
 static inline void store_n(float * p, vf x, int n) { _mm512_mask_storeu_ps(p, (1u << n) - 1, x); }
-
-static inline void load_pairs(const float * p, vf & a, vf & b) {
-    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    const vf x = load(p), y = load(p + W);
-    a = _mm512_permutex2var_ps(x, even, y);
-    b = _mm512_permutex2var_ps(x, _mm512_add_epi32(even, _mm512_set1_epi32(1)), y);
-}
 
 static inline vf add(vf a, vf b)         { return _mm512_add_ps(a, b); }
 static inline vf sub(vf a, vf b)         { return _mm512_sub_ps(a, b); }
@@ -168,13 +160,6 @@ static inline vf load(const f16   * p)         { return _mm256_cvtph_ps(_mm_load
 static inline vf load(const bf16  * p)         { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *) p)), 16)); }
 static inline void store(float * p, vf x)      { _mm256_storeu_ps(p, x); }
 
-static inline void load_pairs(const float * p, vf & a, vf & b) {
-    const vf x = load(p), y = load(p + W);
-    const vf lo = _mm256_permute2f128_ps(x, y, 0x20), hi = _mm256_permute2f128_ps(x, y, 0x31);
-    a = _mm256_shuffle_ps(lo, hi, 0x88);
-    b = _mm256_shuffle_ps(lo, hi, 0xDD);
-}
-
 static inline vf add(vf a, vf b)         { return _mm256_add_ps(a, b); }
 static inline vf sub(vf a, vf b)         { return _mm256_sub_ps(a, b); }
 static inline vf mul(vf a, vf b)         { return _mm256_mul_ps(a, b); }
@@ -226,12 +211,6 @@ static inline vf load(const f16   * p)         { return vcvt_f32_f16(vreinterpre
 static inline vf load(const bf16  * p)         { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16((const uint16_t *) p), 16)); }
 static inline void store(float * p, vf x)      { vst1q_f32(p, x); }
 
-static inline void load_pairs(const float * p, vf & a, vf & b) {
-    const float32x4x2_t x = vld2q_f32(p);
-    a = x.val[0];
-    b = x.val[1];
-}
-
 static inline vf add(vf a, vf b)         { return vaddq_f32(a, b); }
 static inline vf sub(vf a, vf b)         { return vsubq_f32(a, b); }
 static inline vf mul(vf a, vf b)         { return vmulq_f32(a, b); }
@@ -272,11 +251,6 @@ static inline vf iota()                  { return 0.0f; }
 template <typename T>
 static inline vf load(const T * p)       { return to_f32(*p); }
 static inline void store(float * p, vf x) { *p = x; }
-
-static inline void load_pairs(const float * p, vf & a, vf & b) {
-    a = p[0];
-    b = p[1];
-}
 
 static inline vf add(vf a, vf b)         { return a + b; }
 static inline vf sub(vf a, vf b)         { return a - b; }

@@ -24,10 +24,12 @@ OPS = HERE.parents[1] / "ggml_ops"
 # name: prefix of the compilers, flags, emulator. The other files of this folder test the kernels as
 # they are built for this machine
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+_AVXVNNI = ["-mavxvnni"]
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 TARGETS = {
     "scalar": ("", ["-DSPARQ_SCALAR"], ""),
     "avx2": ("", _AVX2, ""),
+    "avx2-vnni": ("", [*_AVX2, *_AVXVNNI], ""),
     "avx512-without-vnni": ("", [*_AVX2, *_AVX512], ""),
     "neon": ("aarch64-linux-gnu-", [], "qemu-aarch64"),
     "neon-i8mm": ("aarch64-linux-gnu-", ["-march=armv8.2-a+i8mm"], "qemu-aarch64"),
@@ -50,10 +52,14 @@ def why_not(target: str) -> str:
     for tool in (f"{prefix}gcc", f"{prefix}g++", emulator):
         if tool and not shutil.which(tool):
             return f"no {tool}"
+    probe = [f"{prefix}g++", *flags, "-E", "-x", "c++", os.devnull]
+    if subprocess.run(probe, capture_output=True).returncode:
+        return f"{probe[0]} is too old"
     info = Path("/proc/cpuinfo")
-    has = set(info.read_text().split()) if info.exists() else set()
-    lacks = [f for f in flags if f in (*_AVX2, *_AVX512) and f.removeprefix("-m") not in has]
-    return f"no {lacks[0].removeprefix('-m')}" if lacks else ""
+    has = {x.replace("_", "") for x in info.read_text().split()} if info.exists() else set()
+    needs = [f.removeprefix("-m") for f in flags if f in (*_AVX2, *_AVX512, *_AVXVNNI)]
+    lacks = [f for f in needs if f not in has]
+    return f"no {lacks[0]}" if lacks else ""
 
 
 class IsaGgml(Ggml):
