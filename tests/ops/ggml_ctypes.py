@@ -247,12 +247,18 @@ class Graph:
         self.ggml.base.ggml_free(self.ctx)
 
     def tensor(
-        self, array: np.ndarray | None, kind: str, pad: tuple[int, ...] = (), inplace: bool = False
+        self,
+        array: np.ndarray | None,
+        kind: str,
+        pad: tuple[int, ...] = (),
+        inplace: bool = False,
+        order: tuple[int, ...] = (),
     ):
         """A tensor with the values of `array` (None gives None: an optional source).
 
         pad: extra elements per numpy axis, between the rows; filled with NaN (-1 for integers).
         inplace: an op may write it.
+        order: of the numpy axes in memory, where it is another.
         """
         if array is None:
             return None
@@ -264,7 +270,9 @@ class Graph:
         full = [n + p for n, p in zip(shape, pad or [0] * len(shape), strict=True)]
         t = self.ggml.base.ggml_new_tensor(self.ctx, number, len(shape), ne)
         buffer = self.ggml.buffer(int(np.prod(full)) * np.dtype(dtype).itemsize, 0xFF)
-        whole = buffer.bytes.view(dtype).reshape(full)
+        order = order or tuple(range(len(full)))
+        whole = buffer.bytes.view(dtype).reshape([full[i] for i in order])
+        whole = whole.transpose(np.argsort(order))
         with np.errstate(over="ignore"):
             whole[tuple(map(slice, shape))] = (
                 bf16_bits(array) if kind == "bf16" else array.astype(dtype)
@@ -272,7 +280,7 @@ class Graph:
         strides = [*whole.strides[::-1]]
         if kind in BLOCKS:
             strides[0] = BLOCK_BYTES[kind]
-        strides += [strides[-1] * full[0]] * (4 - len(strides))
+        strides += [buffer.bytes.nbytes] * (4 - len(strides))
         t.contents.nb[:] = strides
         self._own(t, buffer)
         if not inplace:

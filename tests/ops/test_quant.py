@@ -16,6 +16,8 @@ BITS = [8, 4]
 # the byte of each of the 64 positions of a line: 16*j + 4*i + l is at 16*i + 4*j + l
 BYTE = np.arange(64).reshape(4, 4, 4).transpose(1, 0, 2).ravel()
 
+BY_CHANNEL = (0, 2, 1, 3)  # the order of ranges in memory, as the library has it
+
 
 @dataclass
 class Shadow:
@@ -84,7 +86,9 @@ def seal(
         return Shadow(shadow.n_bit, g.read(k_t)[0], g.read(k_range))
 
 
-def score(ggml: Ggml, shadow: Shadow, q, k, sealed, mask, rank: int, n_threads: int = 2):
+def score(
+    ggml: Ggml, shadow: Shadow, q, k, sealed, mask, rank, n_threads=2, order=BY_CHANNEL
+) -> np.ndarray:
     """q (n_stream, n_tok, n_head, d) -> logits (n_stream, n_tok, n_head, n_kv)."""
     with ggml.graph() as g:
         m = g.tensor(mask, "f16")
@@ -97,7 +101,7 @@ def score(ggml: Ggml, shadow: Shadow, q, k, sealed, mask, rank: int, n_threads: 
             m,
             g.op("ggml_sparse_attn_visible", m),
             None,
-            g.tensor(shadow.ranges, "f32"),
+            g.tensor(shadow.ranges, "f32", order=order),
             ScoreParams(rank, 0.125, 0.0, 0.0, shadow.n_bit),
         )
         g.compute(out, n_threads=n_threads)
@@ -175,21 +179,28 @@ def test_codes_of_values_that_are_not_finite(ggml, n_bit) -> None:
         (9216, 80, (6, 2), 16, 1),
     ],
 )
-def test_scan_equals_the_values_of_the_codes(ggml, n_bit, n_kv, d, heads, rank, n_tok) -> None:
-    """Sealed, unsealed, hidden groups mixed; up to the rounding of the coefficients."""
+@pytest.mark.parametrize("share", [0.7, 1])
+def test_scan_equals_the_values_of_the_codes(
+    ggml, n_bit, n_kv, d, heads, rank, n_tok, share
+) -> None:
+    """Sealed, unsealed, hidden groups mixed, or all sealed: many runs in one scan; up to the
+    rounding of the coefficients."""
     n_head, n_head_kv = heads
     rng = np.random.default_rng(n_kv + rank)
     k = keys(rng, (1, n_kv, n_head_kv, d))
     q = (rng.standard_normal((1, n_tok, n_head, d)) * np.exp(rng.standard_normal(d))).astype(
         np.float32
     )
-    sealed = (rng.random((1, n_kv // GROUP)) < 0.7).astype(np.int32)
+    sealed = (rng.random((1, n_kv // GROUP)) < share).astype(np.int32)
     mask = np.where(rng.random((1, 1, n_tok, n_kv)) < 0.2, -np.inf, 0).astype(np.float32)
-    mask[..., n_kv // 2 // GROUP * GROUP :][..., :GROUP] = -np.inf
+    if share < 1:
+        mask[..., n_kv // 2 // GROUP * GROUP :][..., :GROUP] = -np.inf
     groups = np.where(sealed, np.arange(n_kv // GROUP), -1).astype(np.int32)
     shadow = seal(ggml, Shadow.empty(n_bit, 1, n_head_kv * d, n_kv), k, sealed, groups, "f16")
     runs = [score(ggml, shadow, q, k, sealed, mask, rank, n_threads) for n_threads in (1, 2, 3)]
     assert all(np.array_equal(runs[0], r) for r in runs[1:]), "depends on the number of threads"
+    by_run = score(ggml, shadow, q, k, sealed, mask, rank, order=())
+    assert np.array_equal(runs[0], by_run), "depends on where the ranges are"
 
     from_codes = np.repeat(sealed[0], GROUP) != 0
     values = shadow.values(n_kv)[0].reshape(n_kv, n_head_kv, d)
