@@ -35,7 +35,7 @@ from pyorch.native.tensor import Tensor
 CONTEXT = 1 << 20  # bytes for the structs of the tensors and the graph
 GUARD = 256  # bytes on each side
 GUARD_BYTE = 0xCD
-UNWRITTEN = 0xAB  # results are filled with it: a NaN-like pattern that no op writes by itself
+UNWRITTEN = 0xAB  # results are filled with it: what no op writes by itself
 TYPES = {
     "f32": (0, np.float32),
     "f16": (1, np.float16),
@@ -192,7 +192,7 @@ class Ggml:
 
     def compute(self, graph: c_void_p, nodes: list, n_threads: int) -> None:
         plan = self.cpu.ggml_graph_plan(graph, n_threads, None)
-        work = self.buffer(plan.work_size, UNWRITTEN)
+        work = self.buffer(plan.work_size, 0xFF)  # NaN
         plan.work_data = work.address
         status = self.cpu.ggml_graph_compute(graph, ctypes.byref(plan))
         assert status == 0, f"ggml_graph_compute: status {status}"

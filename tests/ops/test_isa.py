@@ -52,8 +52,9 @@ def test_isa_quantised_shadow(isa: IsaGgml) -> None:
         test_quant.test_codes_hold_k_to_half_a_step(isa, n_bit, 768, 33, 3, 1, "f16")
         test_quant.test_codes_of_values_that_are_not_finite(isa, n_bit)
         for sizes in (
-            (1280, 128, (4, 4), 32, 2),
-            (768, 64, (8, 2), 33, 1),
-            (2304, 64, (7, 1), 64, 1),
+            (1280, 128, (4, 4), 32, 2, 0.7),
+            (768, 64, (8, 2), 33, 1, 0.7),
+            (2304, 64, (7, 1), 64, 1, 0.7),
+            (4608, 64, (2, 2), 30, 1, 1),
         ):
             test_quant.test_scan_equals_the_values_of_the_codes(isa, n_bit, *sizes)

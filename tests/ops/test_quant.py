@@ -177,6 +177,7 @@ def test_codes_of_values_that_are_not_finite(ggml, n_bit) -> None:
         (768, 64, (8, 2), 33, 1),
         (2304, 128, (7, 1), 128, 1),
         (9216, 80, (6, 2), 16, 1),
+        (9216, 64, (2, 2), 30, 1),
     ],
 )
 @pytest.mark.parametrize("share", [0.7, 1])
