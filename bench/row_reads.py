@@ -37,7 +37,8 @@ N_KV, N_HEAD, D = 16384, 32, 128
 ROW = D * 2  # bytes: a head's part of a position, f16
 LAYER = 2 * N_KV * N_HEAD * ROW  # K, then V
 ROWS_AHEAD, LINES_AHEAD = 32, 12  # as the kernels do
-RANK, SIDE, TILE = 32, 16, 4096 * 2  # of SCORE: channels; in one pass; bytes of each per unit
+RANK, TILE = 32, 4096 * 2  # of SCORE: channels; bytes of each per unit
+SIDE = 16  # channels in one pass, as row_reads.c has it
 CHANNEL = N_KV * 2 + 384  # bytes from one channel to the next: not all in the same set of a cache
 
 # name -> what is read
@@ -132,7 +133,7 @@ def measure(layers: Layers, reader: MemoryReader, case: Case) -> dict[str, Any]:
         if case.read == "few rows, known pages":
             layers.call("sparq_bench_drop", parts, reader.cpus, size(case.read))
         if case.read == "channels":
-            more = size(case.read), SIDE, LINES_AHEAD
+            more = size(case.read), LINES_AHEAD
             seconds = layers.call("sparq_bench_runs", parts, reader.cpus, *more)
         else:
             seconds = layers.call("sparq_bench_rows", parts, reader.cpus, ROWS_AHEAD)

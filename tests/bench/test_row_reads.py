@@ -39,7 +39,7 @@ def test_every_byte_of_the_pieces_is_read(layers: row_reads.Layers, read: str) -
     want = np.bitwise_xor.reduce(words[(at[:, None] + np.arange(0, size, 8)) // 8], axis=None)
     name, more = "sparq_bench_rows", [row_reads.ROWS_AHEAD]
     if read == "channels":
-        name, more = "sparq_bench_runs", [size, row_reads.SIDE, row_reads.LINES_AHEAD]
+        name, more = "sparq_bench_runs", [size, row_reads.LINES_AHEAD]
     function = layers.lib[name]
     function.restype = ctypes.c_uint64
     where = ctypes.c_void_p(layers.bytes.ctypes.data), ctypes.c_void_p(at.ctypes.data)
