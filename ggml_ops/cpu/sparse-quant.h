@@ -343,7 +343,7 @@ static inline void make_coef(run_coef & res, const float * coef, const float * r
     }
 }
 
-// s[h][..] += or = n_line lines of codes of 4*n_quad channels, from c0 on, within run j, for HB heads
+// s[h][..] += or = n_line lines of codes of 4*n_quad channels, from c0 on, within the run-th run, for HB heads
 //   row [4*n_quad]: the first lines. NQ: n_quad where it is known, without a loop then: its loads and branches wait behind the codes that
 //   are still on their way (4 bits, one thread: 50 instead of 64 % of bandwidth)
 template <int N_BIT, int HB, int NQ>

@@ -226,6 +226,7 @@ static SPARQ_NOINLINE void add_channels(float * s, int64_t ld_s, const f16 * con
     }
 }
 
+// the same for any number of heads; where they take several turns, the first asks
 template <int NC>
 static void add_channels_heads(float * s, int64_t ld_s, int n_head, const f16 * const * x, const float * coef, int ld_coef, int64_t n, bool first) {
     for (int h = 0; h < n_head; ) {
@@ -254,7 +255,8 @@ static inline void score_channels(float * s, int64_t ld_s, int n_head, const f16
         for (int c = 0; c < nc; ++c) {
             row[c] = x + chan[i + c]*ld_chan;
         }
-        const auto add = nc == 16 ? add_channels_heads<16> : nc == 8 ? add_channels_heads<8> : nc == 4 ? add_channels_heads<4> : add_channels_heads<1>;
+        const auto add = nc == 16 ? add_channels_heads<16> : nc == 8 ? add_channels_heads<8>
+                       : nc ==  4 ? add_channels_heads<4>  : add_channels_heads<1>;
         add(s, ld_s, n_head, row, coef + i, ld_coef, n, i == 0);
         i += nc;
     }

@@ -87,9 +87,20 @@ def seal(
 
 
 def score(
-    ggml: Ggml, shadow: Shadow, q, k, sealed, mask, rank, n_threads=2, order=BY_CHANNEL
+    ggml: Ggml,
+    shadow: Shadow,
+    q: np.ndarray,
+    k: np.ndarray,
+    sealed: np.ndarray,
+    mask: np.ndarray,
+    rank: int,
+    n_threads: int = 2,
+    order: tuple[int, ...] = BY_CHANNEL,
 ) -> np.ndarray:
-    """q (n_stream, n_tok, n_head, d) -> logits (n_stream, n_tok, n_head, n_kv)."""
+    """q (n_stream, n_tok, n_head, d) -> logits (n_stream, n_tok, n_head, n_kv).
+
+    order: of the ranges in memory; (): as their shape says.
+    """
     with ggml.graph() as g:
         m = g.tensor(mask, "f16")
         out = g.op(
