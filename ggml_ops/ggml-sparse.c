@@ -79,6 +79,21 @@ static void assert_qk(const struct ggml_tensor * q, const struct ggml_tensor * k
     GGML_ASSERT(q->ne[0] == k->ne[0] && q->ne[1] % k->ne[1] == 0 && q->ne[3] == k->ne[3]);
 }
 
+// what exact attention reads
+static void assert_qkv(const struct ggml_tensor * q, const struct ggml_tensor * k, const struct ggml_tensor * v, const struct ggml_tensor * mask,
+        const struct ggml_tensor * sinks) {
+    assert_qk(q, k);
+    assert_kv(v);
+    GGML_ASSERT(v->ne[1] == k->ne[1] && v->ne[2] == k->ne[2] && v->ne[3] == k->ne[3]);
+    assert_mask(mask, k->ne[2], q->ne[2], q->ne[3]);
+    GGML_ASSERT(!sinks || (sinks->type == GGML_TYPE_F32 && sinks->ne[0] == q->ne[1]));
+}
+
+// the result of attention
+static struct ggml_tensor * new_result(struct ggml_context * ctx, const struct ggml_tensor * q, const struct ggml_tensor * v) {
+    return ggml_new_tensor_2d(ctx, GGML_TYPE_F32, v->ne[0]*q->ne[1], q->ne[2]*q->ne[3]);
+}
+
 // what step 1 reads beside q and K
 static void assert_shadow(const struct ggml_tensor * k_t, const struct ggml_tensor * sealed, const struct ggml_tensor * k_range,
         const struct ggml_tensor * k, const struct ggml_sparse_score_params * p) {
@@ -265,10 +280,7 @@ struct ggml_tensor * ggml_sparse_attn_attend(
     const int64_t n_kv      = k->ne[2];
     const int64_t n_group_q = q->ne[1]/k->ne[1];
 
-    assert_qk(q, k);
-    assert_kv(v);
-    GGML_ASSERT(v->ne[1] == k->ne[1] && v->ne[2] == n_kv && v->ne[3] == k->ne[3]);
-    assert_mask(mask, n_kv, q->ne[2], q->ne[3]);
+    assert_qkv(q, k, v, mask, sinks);
     assert_visible(visible, n_kv, q->ne[2], q->ne[3]);
     if (sel) {
         GGML_ASSERT(sel->type == GGML_TYPE_I32 && ggml_is_contiguous(sel));
@@ -280,10 +292,9 @@ struct ggml_tensor * ggml_sparse_attn_attend(
         GGML_ASSERT(v_sum->ne[0] == v->ne[0]*v->ne[1] && v_sum->ne[1] >= ggml_sparse_n_sum_rows(n_groups(n_kv)) && v_sum->ne[2] == v->ne[3]);
         assert_sealed(sealed, k);
     }
-    GGML_ASSERT(!sinks || (sinks->type == GGML_TYPE_F32 && sinks->ne[0] == q->ne[1]));
     assert_stats(stats);
 
-    struct ggml_tensor * res = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, v->ne[0]*q->ne[1], q->ne[2]*q->ne[3]);
+    struct ggml_tensor * res = new_result(ctx, q, v);
 
     set_op(res, GGML_SPARSE_ATTN_ATTEND, &params, sizeof(params));
     res->src[0] = q;
@@ -296,6 +307,31 @@ struct ggml_tensor * ggml_sparse_attn_attend(
     res->src[7] = sealed;
     res->src[8] = sinks;
     res->src[9] = stats;
+
+    return res;
+}
+
+struct ggml_tensor * ggml_sparse_attn_prefill(
+        struct ggml_context * ctx,
+        struct ggml_tensor  * q,
+        struct ggml_tensor  * k,
+        struct ggml_tensor  * v,
+        struct ggml_tensor  * mask,
+        struct ggml_tensor  * sinks,
+        struct ggml_tensor  * stats,
+        struct ggml_sparse_prefill_params params) {
+    assert_qkv(q, k, v, mask, sinks);
+    assert_stats(stats);
+
+    struct ggml_tensor * res = new_result(ctx, q, v);
+
+    set_op(res, GGML_SPARSE_ATTN_PREFILL, &params, sizeof(params));
+    res->src[0] = q;
+    res->src[1] = k;
+    res->src[2] = v;
+    res->src[3] = mask;
+    res->src[4] = sinks;
+    res->src[5] = stats;
 
     return res;
 }

@@ -2,7 +2,7 @@
 
 // ggml_sparse: sparse attention for decoding, as ggml operations.
 //
-// One new op enum, GGML_OP_SPARSE_ATTN, with six sub-operations. Read them in this order; they are the paper's steps.
+// One new op enum, GGML_OP_SPARSE_ATTN, with seven sub-operations. Read them in this order; they are the paper's steps.
 //
 //   SEAL     copies complete groups of positions of K into the transposed copy k_t ("store K twice"), and sums V per group
 //   VISIBLE  counts the visible positions of each group once per token (from the mask; shared by all layers)
@@ -10,6 +10,7 @@
 //   SELECT   step 2: the top-k positions per KV head; sinks and the local window always in; alpha
 //   PICK     SCORE from k_t and SELECT in one node: the logits stay in the cache of the thread that makes them
 //   ATTEND   steps 2 and 3: exact attention over the selected positions (or over all: exact dense), mean-value interpolation
+//   PREFILL  exact attention of many tokens at once: a prompt. CPU only
 //
 // paper: SparQ Attention, arXiv 2312.04985; algorithm in its Appendix B. Top-k: arXiv 2502.06766 (per-layer k).
 //
@@ -52,6 +53,7 @@ enum ggml_sparse_attn_op {
     GGML_SPARSE_ATTN_SELECT,
     GGML_SPARSE_ATTN_PICK,
     GGML_SPARSE_ATTN_ATTEND,
+    GGML_SPARSE_ATTN_PREFILL,
     GGML_SPARSE_ATTN_COUNT,
 };
 
@@ -65,10 +67,11 @@ enum ggml_sparse_stat {
     GGML_SPARSE_STAT_BYTES_ATTEND,      // bytes of K, V and v_sum that ATTEND had to read
     GGML_SPARSE_STAT_BYTES_DENSE,       // bytes of all visible K and V rows: what dense attention reads
     GGML_SPARSE_STAT_GROUPS_SEALED,     // groups sealed, per node
+    GGML_SPARSE_STAT_PREFILL,           // PREFILL, per (token, node)
     GGML_SPARSE_STAT_COUNT,
 };
 
-// ---- the six sub-operations ----
+// ---- the seven sub-operations ----
 
 struct ggml_sparse_seal_params {
     int32_t n_bit;      // of k_t: 16 (f16), 8 or 4
@@ -234,6 +237,26 @@ GGML_API struct ggml_tensor * ggml_sparse_attn_attend(
         struct ggml_tensor  * sinks,
         struct ggml_tensor  * stats,
         struct ggml_sparse_attend_params params);
+
+struct ggml_sparse_prefill_params {
+    float scale;
+    float max_bias;
+    float softcap;
+};
+
+// PREFILL
+//   sources as for ATTEND; what ATTEND gives for each token without a selection, but for rounding. Made for tokens that see the same positions:
+//   K and V are read once for many of them
+//   acc f32, by tiles of positions: the bits of a token's result do not depend on the other tokens, nor on the number of threads
+GGML_API struct ggml_tensor * ggml_sparse_attn_prefill(
+        struct ggml_context * ctx,
+        struct ggml_tensor  * q,
+        struct ggml_tensor  * k,
+        struct ggml_tensor  * v,
+        struct ggml_tensor  * mask,
+        struct ggml_tensor  * sinks,
+        struct ggml_tensor  * stats,
+        struct ggml_sparse_prefill_params params);
 
 // ---- the methods, composed of them ----
 

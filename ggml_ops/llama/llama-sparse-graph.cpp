@@ -86,7 +86,7 @@ static void for_each_node(ggml_tensor * t, F f) {
 
 // "" or why a device can not run all nodes that t is made of
 static std::string why_not_run(ggml_backend_dev_t dev, ggml_tensor * t) {
-    static const char * names[GGML_SPARSE_ATTN_COUNT] = { "SEAL", "VISIBLE", "SCORE", "SELECT", "PICK", "ATTEND" };
+    static const char * names[GGML_SPARSE_ATTN_COUNT] = { "SEAL", "VISIBLE", "SCORE", "SELECT", "PICK", "ATTEND", "PREFILL" };
     std::string res;
     for_each_node(t, [&](ggml_tensor * node) {
         if (dev && res.empty() && !ggml_backend_dev_supports_op(dev, node)) {
@@ -813,6 +813,17 @@ static void set_device(const llm_graph_context & g, ggml_backend_dev_t dev, ggml
     ggml_backend_sched_set_tensor_backend(g.sched, node, backend);
 }
 
+// no device but CPUs? With another, llama.cpp may run a prompt there even where K lies in host memory
+static bool is_cpu_only(const llm_graph_context & g) {
+    for (int i = 0; i < ggml_backend_sched_get_n_backends(g.sched); ++i) {
+        const auto type = ggml_backend_dev_type(ggml_backend_get_device(ggml_backend_sched_get_backend(g.sched, i)));
+        if (type != GGML_BACKEND_DEVICE_TYPE_CPU && type != GGML_BACKEND_DEVICE_TYPE_ACCEL) {
+            return false;
+        }
+    }
+    return true;
+}
+
 // puts our nodes that t is made of into the graph
 static void emit(const llm_graph_context & g, ggml_backend_dev_t dev, ggml_tensor * t, const char * name, int il) {
     for_each_node(t, [&](ggml_tensor * node) { set_device(g, dev, node); });
@@ -883,8 +894,18 @@ ggml_tensor * llama_sparse_build_attn(
     ggml_tensor * k_t = has_shadow ? build_seal(g, inp, k, v, llama_sparse_access::sinfo(mctx).s0, il) : nullptr;
 
     const auto leave = [&](const std::string & why) { inp->layers.emplace_back(il, why); return nullptr; };
+    const auto dev = llama_sparse_access::device(kv, llama_sparse_access::layer_of(kv, il));
+    const float softcap = g.hparams.attn_soft_cap ? g.hparams.f_attn_logit_softcapping : 0.0f;
+    q = ggml_view_4d(g.ctx0, q, q->ne[0], q->ne[1], n_tok, ns, q->nb[1], q->nb[2], q->nb[2]*n_tok, 0);
+
     if (!inp->is_decode) {
-        return leave("prefill");
+        if (!is_cpu_only(g)) {
+            return leave("prefill");
+        }
+        ggml_tensor * cur = ggml_sparse_attn_prefill(g.ctx0, q, k, v, kq_mask, sinks, state->stats(dev), { kq_scale, g.hparams.f_max_alibi_bias, softcap });
+        inp->layers.emplace_back(il, "");
+        emit(g, dev, cur, "sparse_prefill", il);
+        return cur;
     }
 
     if (inp->score_shares.empty()) {
@@ -897,7 +918,6 @@ ggml_tensor * llama_sparse_build_attn(
     const bool all = spec.is_dense() || is_short || (uint32_t) topk >= inp->n_kv;
 
     // a device reads few bytes faster than it picks: what is short stays with its own flash attention
-    const auto dev = llama_sparse_access::device(kv, llama_sparse_access::layer_of(kv, il));
     const double dense_bytes = llama_sparse_access::row_bytes(kv, il)*k->ne[1]*inp->n_kv*ns*n_tok;
     if (dev && !spec.is_dense() && (all || dense_bytes < spec.gpu_min_mb*1e6)) {
         return leave(all ? "every position is read" : "short for a GPU");
@@ -910,7 +930,7 @@ ggml_tensor * llama_sparse_build_attn(
     }
 
     ggml_sparse_attn_inputs in = {};
-    in.q       = ggml_view_4d(g.ctx0, q, q->ne[0], q->ne[1], n_tok, ns, q->nb[1], q->nb[2], q->nb[2]*n_tok, 0);
+    in.q       = q;
     in.k       = k;
     in.v       = v;
     in.mask    = kq_mask;
@@ -921,7 +941,7 @@ ggml_tensor * llama_sparse_build_attn(
     ggml_sparse_attn_params params = {};
     params.scale    = kq_scale;
     params.max_bias = g.hparams.f_max_alibi_bias;
-    params.softcap  = g.hparams.attn_soft_cap ? g.hparams.f_attn_logit_softcapping : 0.0f;
+    params.softcap  = softcap;
     params.topk_max = spec.cap_for(topk, inp->n_kv);
     params.top_p    = (float) spec.top_p;
 

@@ -374,10 +374,11 @@ std::array<int64_t, GGML_SPARSE_STAT_COUNT> llama_sparse_state::read_stats() con
 llama_sparse_state::~llama_sparse_state() {
     const auto stat = read_stats();
     const int64_t n_sparse = stat[GGML_SPARSE_STAT_ATTEND_SPARSE], n_dense = stat[GGML_SPARSE_STAT_ATTEND_DENSE];
-    if (n_sparse + n_dense == 0 && n_stock.empty()) {
+    const int64_t n_prefill = stat[GGML_SPARSE_STAT_PREFILL];
+    if (n_sparse + n_dense + n_prefill == 0 && n_stock.empty()) {
         return;
     }
-    std::string text = std::to_string(n_sparse) + " attention calls sparse, " + std::to_string(n_dense) + " exact";
+    std::string text = std::to_string(n_sparse) + " attention calls sparse, " + std::to_string(n_dense) + " exact, " + std::to_string(n_prefill) + " in prompts";
     for (const auto & [reason, n] : n_stock) {
         text += ", " + std::to_string(n) + " left to llama.cpp (" + reason + ")";
     }
@@ -546,6 +547,7 @@ int32_t llama_get_sparse_attn_info(const llama_context * ctx, char * buf, size_t
         ", \"counters\": {\"steps\": " + num(state->n_steps) +
         ", \"calls_sparse\": "      + num(stat[GGML_SPARSE_STAT_ATTEND_SPARSE]) +
         ", \"calls_dense_op\": "    + num(stat[GGML_SPARSE_STAT_ATTEND_DENSE]) +
+        ", \"calls_prefill\": "     + num(stat[GGML_SPARSE_STAT_PREFILL]) +
         ", \"calls_stock\": "       + num(n_stock) + ", \"stock_reasons\": {" + stock + "}" +
         ", \"positions_visible\": " + num(stat[GGML_SPARSE_STAT_POS_VISIBLE]) +
         ", \"positions_read\": "    + num(stat[GGML_SPARSE_STAT_POS_READ]) +

@@ -564,6 +564,7 @@ def _row(rec: Record, best_ns: float, best_kv: int) -> Row:
         "n_layer": rec["n_layer"],
         "layers_sparse": rec["layers_sparse"],
         "calls_sparse": rec["counters"].get("calls_sparse", 0),
+        "calls_prefill": rec["counters"].get("calls_prefill", 0),
         "pin": env["pin"],
         "stamp": env["stamps"][c.library],
         "dirty": env["dirty"],
@@ -575,8 +576,9 @@ def label(row: Row) -> str:
     """What a row is of."""
     if row["library"] == "stock":
         return f"stock -fa {row['flash_attn']}"
-    if row["n_prompt"] > 1 and parse_spec(row["sparse_attn"]).sparse:
-        return row["sparse_attn"] + ", dense prefill"  # SparQ seals meanwhile
+    if row["n_prompt"] > 1:  # SparQ seals meanwhile
+        whose = "exact" if row["calls_prefill"] else "llama.cpp's"
+        return f"{row['sparse_attn']}, {whose} prefill"
     return row["sparse_attn"] + (", dense: below min_ctx" if row["below_min_ctx"] else "")
 
 

@@ -1,7 +1,7 @@
 """Every method of the papers on real decode steps, at equal bytes. docs/methods.md has the table.
 
     with open_session("model.gguf", "h2o,ratio=1/8", n_ctx=4096) as s:
-        engine.prefill(s, prompt)           # llama.cpp's own attention, always
+        engine.prefill(s, prompt)           # exact attention, always
         engine.decode(s, token)             # reads what the method decides
         print(bytes_per_token(s).share)     # counted
         engine.rewind(s, len(prompt))

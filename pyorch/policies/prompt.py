@@ -1,8 +1,8 @@
 """The attention of a prompt, for methods that keep what the prompt attended to most.
 
-Prefill runs llama.cpp's own attention. `Queries` captures each layer's q there (one copy, in the
-f16 that llama.cpp multiplies with an f16 K), and `LayerPrompt` computes its softmax in numpy from
-them and K in the cache, in blocks, when a method first asks.
+`Queries` captures each layer's q from the nodes that attend in prefill (one copy, in f16), and
+`LayerPrompt` computes its softmax in numpy from them and K in the cache, in blocks, when a method
+first asks.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Queries:
     layers: dict[int, _Layer] = field(default_factory=dict)
     seen: bool = False  # in this llama_decode
 
-    def add(self, t: Tensor, n_past: int) -> None:
-        """From a FLASH_ATTN_EXT node whose tokens come after `n_past` others.
+    def add(self, t: Tensor, n_past: int, ours: bool) -> None:
+        """From a node whose tokens come after `n_past` others: PREFILL, or else FLASH_ATTN_EXT.
 
         Raises:
             SparqError: more than one sequence.
@@ -63,8 +63,9 @@ class Queries:
         assert q is not None and k is not None
         if q.ne[3] != 1 or sinks is not None:
             raise SparqError("capturing a prompt: one sequence, and no model with learned sinks")
-        rows = view(q)[0].swapaxes(0, 1)  # (n_tok, n_head, d_k)
-        scale, max_bias, softcap = np.array(t.op_params[:3], np.int32).view(np.float32).tolist()
+        rows = view(q)[0] if ours else view(q)[0].swapaxes(0, 1)  # (n_tok, n_head, d_k)
+        params = np.array(t.op_params[ours : ours + 3], np.int32)  # the first of ours is the step
+        scale, max_bias, softcap = params.view(np.float32).tolist()
         self.put(k.data, rows, n_past, (scale, max_bias, softcap))
 
     def put(

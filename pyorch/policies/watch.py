@@ -7,8 +7,8 @@ positions, ATTEND's result is scaled by the share of what was read; where the me
 the rest, it is added. The very few positions that a selection has no room for (it holds nearly all,
 not all) are attended to in numpy.
 
-The sources of prefill's own attention nodes give the queries of the prompt, for methods that need
-its attention.
+The sources of the nodes that attend in prefill give the queries of the prompt, for methods that
+need its attention.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pyorch.policies.prompt import Queries
 # SCORE from all of K, and SELECT with room for (nearly) all positions; `forced` begins with the
 # newest cell, then come the first four
 SPEC = "topk,ratio=0.997,min_k=1,min_ctx=0,local=1,sinks=4"
-_SELECT, _ATTEND = 3, 5  # ggml_sparse_attn_op
+_SELECT, _ATTEND, _PREFILL = 3, 5, 6  # ggml_sparse_attn_op
 _SCALE = 2  # in the op_params of SCORE: the step, the rank, the scale
 _OBJECT = 32  # struct ggml_object, in front of every tensor of a context
 _OP, _PARAMS = Tensor.op.offset, Tensor.op_params.offset
@@ -132,8 +132,15 @@ class Watch:
             return not ask
         try:
             op = ctypes.c_int.from_address(address + _OP).value
-            if op == self._ops[0]:
-                step = ctypes.c_int32.from_address(address + _PARAMS).value
+            step = ctypes.c_int32.from_address(address + _PARAMS).value
+            ours = op == self._ops[0]
+            if op == self._ops[1] or (ours and step == _PREFILL):
+                if self._captures and not ask:
+                    t = Tensor.from_address(address)
+                    self.check_host(source(t, 0), source(t, 1))
+                    self.queries.add(t, self.n_tokens(), ours)
+                return self._captures or not ask
+            if ours:
                 if self.policy is None or step not in (_SELECT, _ATTEND):
                     return not ask
                 if step == _ATTEND and not self._after:
@@ -141,12 +148,6 @@ class Watch:
                 if not ask:
                     t = Tensor.from_address(address)
                     self._select(t) if step == _SELECT else self._attend(t)
-                return True
-            if op == self._ops[1] and self._captures:
-                if not ask:
-                    t = Tensor.from_address(address)
-                    self.check_host(source(t, 0), source(t, 1))
-                    self.queries.add(t, self.n_tokens())
                 return True
         except BaseException as error:  # noqa: BLE001
             self._error = error

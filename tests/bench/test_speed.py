@@ -130,7 +130,7 @@ def test_a_row_of_ours_is_refused_unless_it_ran() -> None:
             speed.refuse_idle(case, counters, 2)
 
 
-def test_a_prompt_of_ours_says_that_it_is_dense() -> None:
+def test_a_prompt_of_ours_says_whose_attention_it_is() -> None:
     """No call of it is sparse, whatever the method; a row of tokens is by its settings alone."""
     prompt = replace(CASE, n_gen=0, n_prompt=512)
     cases = [
@@ -140,10 +140,12 @@ def test_a_prompt_of_ours_says_that_it_is_dense() -> None:
         replace(prompt, library="stock", spec="off"),
         CASE,
     ]
-    assert [speed.label(r) for r in speed.rows([record(c, ms=5, kv=0) for c in cases])] == [
-        "sparq,ratio=1/8, dense prefill",
-        "topk,ratio=1/8, dense prefill",
-        "dense",
+    found = [record(c, ms=5, kv=0) for c in cases]
+    found[1]["counters"]["calls_prefill"] = 512
+    assert [speed.label(r) for r in speed.rows(found)] == [
+        "sparq,ratio=1/8, llama.cpp's prefill",
+        "topk,ratio=1/8, exact prefill",
+        "dense, llama.cpp's prefill",
         "stock -fa 1",
         "sparq,ratio=1/8",
     ]
@@ -257,6 +259,7 @@ def test_bench_reads_prompts_and_depths_for_real(bench: Callable[..., Any]) -> N
     lines = [json.loads(x) for x in result.stdout.splitlines()]
     assert [speed.test(r) for r in lines] == ["pp640 @ d1280"] * 3 + ["tg3 @ d1280"] * 3
     assert lines[2]["counters"]["groups_sealed"] >= 2 * 2 * 2
+    assert lines[2]["counters"]["calls_prefill"] == 2 * 640 * 2
     assert lines[5]["counters"]["calls_sparse"] == 2 * 3 * 2
 
 

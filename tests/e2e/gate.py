@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument(
         "--then-off",
         action="store_true",
-        help="decode with the spec first, take that back, set off",
+        help="read and decode with the spec first, take that back, set off",
     )
     parser.add_argument(
         "--text", type=Path, help="prompt; without it random tokens, also in place of decoded ones"
@@ -50,8 +50,10 @@ def main() -> None:
             for i in range(40):
                 assert ctx.decode([(10 + i, len(prompt) + i, 0)]) == 0
             assert ctx.info()["counters"]["calls_sparse"] > 0
-            ctx.seq_rm(0, len(prompt), -1)
+            ctx.seq_rm(0, 0, -1)
             ctx.set_sparse("off")
+            assert ctx.decode([(t, i, 0) for i, t in enumerate(prompt)]) == 0
+            logits = [ctx.logits()]
         tokens = []
         for i in range(N_DECODE):
             tokens.append(forced[N_PROMPT + i] if forced else int(logits[-1].argmax()))

@@ -3,13 +3,16 @@
 `Watch` is called by the evaluation callback. The shadow that SCORE reads must be what K gives in
 its type, so a stale one shows; its result is compared with scores of those values, that of SELECT
 with a choice from the very logits it read, that of ATTEND with attention over the very cells it was
-given. PICK keeps its logits to itself: SCORE computes them beside it, and both are checked.
+given. PICK keeps its logits to itself: SCORE computes them beside it, and both are checked. Of
+PREFILL's tokens the first, the last and one between are compared.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import sys
+from collections.abc import Iterable
 from ctypes import c_int32
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +27,7 @@ from ggml_ctypes import (
     Ggml,
     Graph,
     PickParams,
+    PrefillParams,
     ScoreParams,
     SelectParams,
     TensorPtr,
@@ -34,7 +38,7 @@ from tolerances import Errors, check_selection, score_scale
 from pyorch.native.tensor import Tensor, floats, view
 from pyorch.native.tensor import source as _source
 
-SEAL, VISIBLE, SCORE, SELECT, PICK, ATTEND = range(6)
+SEAL, VISIBLE, SCORE, SELECT, PICK, ATTEND, PREFILL = range(7)
 GROUP, RUN = 64, 512  # GGML_SPARSE_GROUP, GGML_SPARSE_RUN
 _OP, _PARAMS = Tensor.op.offset, Tensor.op_params.offset
 
@@ -123,6 +127,7 @@ class Watch:
     checks: bool = True
     attends: list[Attend] = field(default_factory=list)
     sealed: int = 0  # groups, over all layers
+    prefilled: int = 0  # tokens, over all layers
     n_bits: set[int] = field(default_factory=set)  # of the shadows that were read
     addresses: dict[str, int] = field(default_factory=dict)  # of K and k_t of the last SCORE
     in_shadow: np.ndarray | None = None  # (n_stream, n_group) groups that it read from k_t
@@ -136,7 +141,7 @@ class Watch:
 
     def clear(self) -> None:
         self.attends.clear()
-        self.sealed = 0
+        self.sealed = self.prefilled = 0
 
     def wants(self, address: int) -> bool:
         return c_int32.from_address(address + _OP).value == self._sparse_op
@@ -154,9 +159,11 @@ class Watch:
             self._select(t)
         elif step == PICK:
             self._pick(t)
-        else:
-            assert step == ATTEND
+        elif step == ATTEND:
             self._attend(t)
+        else:
+            assert step == PREFILL
+            self._prefill(t)
 
     def _visible(self, t: Tensor) -> None:
         if not self.checks:
@@ -299,11 +306,10 @@ class Watch:
         errors.check()
 
     def _attend(self, t: Tensor) -> None:
-        q, k, v, mask = (read(_source(t, i)) for i in range(4))
+        q, k, mask = (read(_source(t, i)) for i in (0, 1, 3))
         sel, sinks, p = _source(t, 5), _source(t, 8), _params(t, AttendParams)
         n_stream, n_tok, n_head, _ = q.shape
-        n_head_kv, d_v = k.shape[2], v.shape[3]
-        n_group_q = n_head // n_head_kv
+        n_head_kv = k.shape[2]
         hidden = np.isneginf(mask[:, 0])
         layer = int(t.name.decode().rpartition("-")[2])
         record = Attend(
@@ -327,10 +333,33 @@ class Watch:
         self.attends.append(record)
         if not self.checks:
             return
+        self._compare(t, p, range(n_tok), sinks, sel)
+
+    def _prefill(self, t: Tensor) -> None:
+        n_stream, n_tok = read(_source(t, 0)).shape[:2]
+        self.prefilled += n_stream * n_tok
+        if self.checks:
+            some = {0, n_tok - 1, (7 * self.prefilled) % n_tok}
+            self._compare(t, _params(t, PrefillParams), sorted(some), _source(t, 4), None)
+
+    @staticmethod
+    def _compare(
+        t: Tensor,
+        p: AttendParams | PrefillParams,
+        tokens: Iterable[int],
+        sinks: Tensor | None,
+        sel: Tensor | None,
+    ) -> None:
+        """Some tokens of a node that attends with attention over what it was given."""
+        q, k, v, mask = (read(_source(t, i)) for i in range(4))
+        n_stream, n_tok, n_head, _ = q.shape
+        n_head_kv, d_v = k.shape[2], v.shape[3]
+        n_group_q = n_head // n_head_kv
+        hidden = np.isneginf(mask[:, 0])
         got = read(t).reshape(n_stream, n_tok, n_head, d_v)
         slopes = oracle.alibi_slopes(n_head, p.max_bias)
         errors = Errors("attend")
-        for s, tok, h in np.ndindex(*record.shape):
+        for s, tok, h in itertools.product(range(n_stream), tokens, range(n_head_kv)):
             heads = slice(h * n_group_q, (h + 1) * n_group_q)
             seen = np.flatnonzero(~hidden[s, tok])
             bias = oracle.make_bias(mask[s, 0, tok, seen].astype(np.float64), slopes[heads])
@@ -354,7 +383,7 @@ class Watch:
                     None if sink is None else sink.astype(dtype),
                     dtype,
                 )
-                if p.mean_v:
+                if sel is not None and p.mean_v:
                     y = oracle.interpolate(y, alpha, oracle.v_mean(vh, bias, dtype))
                 results.append(y)
             errors.add(got[s, tok, heads], *results, scale=float(np.abs(vh).max(initial=0)))

@@ -57,6 +57,7 @@ STATS = (
     "bytes_attend",
     "bytes_dense",
     "groups_sealed",
+    "prefill",
 )
 
 
@@ -119,6 +120,10 @@ class AttendParams(ctypes.Structure):
     ]
 
 
+class PrefillParams(ctypes.Structure):
+    _fields_ = [("scale", c_float), ("max_bias", c_float), ("softcap", c_float)]
+
+
 class AttnParams(ctypes.Structure):
     _fields_ = [
         ("rank", c_int32),
@@ -166,6 +171,7 @@ class Ggml:
             (base, "ggml_sparse_attn_select", t, ctx, *[t] * 4, SelectParams),
             (base, "ggml_sparse_attn_pick", t, ctx, *[t] * 10, PickParams),
             (base, "ggml_sparse_attn_attend", t, ctx, *[t] * 10, AttendParams),
+            (base, "ggml_sparse_attn_prefill", t, ctx, *[t] * 6, PrefillParams),
             (base, "ggml_sparq_attn", t, ctx, POINTER(AttnInputs), POINTER(AttnParams)),
             (base, "ggml_topk_attn", t, ctx, POINTER(AttnInputs), POINTER(AttnParams)),
         ]

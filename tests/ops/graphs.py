@@ -14,6 +14,7 @@ from ggml_ctypes import (
     Ggml,
     Graph,
     PickParams,
+    PrefillParams,
     ScoreParams,
     SelectParams,
 )
@@ -122,6 +123,13 @@ def attend(s: Sources, sel):
     )
 
 
+def prefill(s: Sources):
+    case = s.data.case
+    params = PrefillParams(case.scale, case.max_bias, case.softcap)
+    sources = (s.q, s.k, s.v, s.mask, s.sinks, s.stats)
+    return s.graph.op("ggml_sparse_attn_prefill", *sources, params)
+
+
 def whole(s: Sources, exact: bool = False):
     """ggml_sparq_attn, or ggml_topk_attn where exact."""
     case = s.data.case
@@ -181,5 +189,12 @@ def sparse_run(ggml: Ggml, data: Data, n_threads: int = 2, exact: bool = False) 
 def dense_run(ggml: Ggml, data: Data, n_threads: int = 2) -> np.ndarray:
     with ggml.graph() as g:
         out = attend(Sources(data, g), None)
+        g.compute(out, n_threads=n_threads)
+        return g.read(out).reshape(*data.q.shape[:3], -1)
+
+
+def prefill_run(ggml: Ggml, data: Data, n_threads: int = 2) -> np.ndarray:
+    with ggml.graph() as g:
+        out = prefill(Sources(data, g))
         g.compute(out, n_threads=n_threads)
         return g.read(out).reshape(*data.q.shape[:3], -1)

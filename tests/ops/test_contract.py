@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path[:0] = {paths!r}
 import cases, graphs
 import numpy as np
-from ggml_ctypes import Ggml, SealParams, ScoreParams, SelectParams, AttendParams
+from ggml_ctypes import Ggml, SealParams, ScoreParams, SelectParams, AttendParams, PrefillParams
 from graphs import Sources
 
 ggml = Ggml(Path({lib!r}))
@@ -33,12 +33,15 @@ with ggml.graph() as g:
         t = dict(q=s.q, k=s.k, v=s.v, mask=s.mask, visible=s.visible, sel=None, v_sum=None,
                  sealed=None, sinks=None) | changed
         return g.op("ggml_sparse_attn_attend", *t.values(), None, AttendParams(1, 0, 0, mean_v))
+    def prefill(**changed):
+        t = dict(q=s.q, k=s.k, v=s.v, mask=s.mask, sinks=None, stats=None) | changed
+        return g.op("ggml_sparse_attn_prefill", *t.values(), PrefillParams(1, 0, 0))
     print("before", flush=True)
     {line}
     print("after", flush=True)
 """
 
-ACCEPTED = ["score()", "score(k_t=None, sealed=None, rank=0)", "attend()"]
+ACCEPTED = ["score()", "score(k_t=None, sealed=None, rank=0)", "attend()", "prefill()"]
 REFUSED = [
     "score(rank=0)",
     "score(rank=65)",
@@ -53,6 +56,10 @@ REFUSED = [
     "attend(mean_v=1)",  # nothing to take alpha from
     "attend(v=g.tensor(data.v[:, :, :1], 'f16'))",
     "attend(sinks=g.tensor(np.zeros(7), 'f32'))",
+    "prefill(v=g.tensor(data.v[:, :, :1], 'f16'))",
+    "prefill(mask=g.tensor(data.mask, 'f32'))",
+    "prefill(sinks=g.tensor(np.zeros(7), 'f32'))",
+    "prefill(stats=g.tensor(np.zeros(3), 'i64'))",
     "g.op('ggml_sparse_attn_select', score(), s.forced, s.kl, None, SelectParams(0, 2, 1, 0))",
     "g.op('ggml_sparse_attn_select', score(), s.forced, s.kl, None, SelectParams(8, 3, 1, 0))",
     "g.op('ggml_sparse_attn_select', score(), s.forced, s.kl, None, SelectParams(8, 2, 99, 0))",

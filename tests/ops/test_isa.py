@@ -8,6 +8,7 @@ from pathlib import Path
 
 import cases
 import pytest
+import test_prefill
 import test_quant
 import test_steps
 from isa import TARGETS, IsaGgml, why_not
@@ -34,6 +35,15 @@ def test_isa_equals_oracle(isa: IsaGgml) -> None:
             test_steps.check_steps(case, isa)
         except AssertionError as error:
             raise AssertionError(f"{case}: {error}") from error
+
+
+def test_isa_prefill(isa: IsaGgml) -> None:
+    for case in test_prefill.CASES[::3]:
+        try:
+            test_prefill.check_prefill(case, isa)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
+    test_prefill.test_prefill_hidden_positions_never_leak(test_prefill.SHAPES[0], float("nan"), isa)
 
 
 def test_isa_seal_and_select(isa: IsaGgml) -> None:

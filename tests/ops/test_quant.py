@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import to_type
-from ggml_ctypes import Ggml, PickParams, ScoreParams, SealParams, SelectParams
+from ggml_ctypes import STATS, Ggml, PickParams, ScoreParams, SealParams, SelectParams
 
 GROUP, RUN = 64, 512
 BITS = [8, 4]
@@ -332,7 +332,7 @@ def test_pick_is_select_of_score(ggml, n_bit, heads, alpha) -> None:
     rows = []
     for n_threads in (1, 2, 3, 4, 16):
         with ggml.graph() as g:
-            m, stats = g.tensor(mask, "f16"), g.tensor(np.zeros(8), "i64", inplace=True)
+            m, stats = g.tensor(mask, "f16"), g.tensor(np.zeros(len(STATS)), "i64", inplace=True)
             tensors = [g.tensor(q, "f32"), g.tensor(k, "f16"), g.tensor(shadow.codes, "i8")]
             tensors += [g.tensor(sealed, "i32"), m]
             k_range = g.tensor(shadow.ranges, "f32")

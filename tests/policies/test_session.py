@@ -185,7 +185,8 @@ def test_one_prefill_serves_all_methods(demo_model: Path, demo: engine.Session, 
     """keep_queries: switched to after the prompt, or before it, in any order: the same."""
     tokens = tokens_of(demo, text)
     lines = ["h2o,k=20", "sparq,ratio=1/8,min_ctx=0", "alisa,k=20", "keyformer,k=20", "h2o,k=30"]
-    with policies.open_session(demo_model, n_ctx=512, n_threads=1, keep_queries=True) as s:
+    options = {"n_ctx": 512, "n_threads": 1, "keep_queries": True}
+    with policies.open_session(demo_model, lines[1], **options) as s:
         engine.prefill(s, tokens[:N_PROMPT])
         for line in lines:
             engine.rewind(s, N_PROMPT)

@@ -52,8 +52,9 @@ def trace(session: engine.Session) -> Trace:
         wanted = inner(watch, address, ask)
         t = Tensor.from_address(address)
         is_attend = t.op == ops[0] and t.op_params[0] == nodes.ATTEND
+        is_prompt = t.op == ops[0] and t.op_params[0] == nodes.PREFILL
         if ask:
-            return wanted or is_attend or t.op == ops[1]
+            return wanted or is_attend or is_prompt
         layer = t.src[1].contents.data
         if is_attend and t.src[5]:
             q, k, v, sel = (nodes.read(t.src[i].contents)[0] for i in (0, 1, 2, 5))
@@ -65,9 +66,8 @@ def trace(session: engine.Session) -> Trace:
             found.reads[layer].append(
                 Read(q[0].copy(), k[:n].astype(np.float32), v[:n].astype(np.float32), rows, out)
             )
-        elif t.op == ops[1]:
-            q = nodes.read(t.src[0].contents)[0]
-            found.prompt[layer].append(q.swapaxes(0, 1).copy())
+        elif is_prompt:
+            found.prompt[layer].append(nodes.read(t.src[0].contents)[0].copy())
         return wanted
 
     watch.node = node

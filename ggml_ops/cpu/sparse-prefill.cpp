@@ -1,0 +1,200 @@
+// ggml glue of PREFILL.
+
+#include "sparse-glue.h"
+#include "sparse-prefill.h"
+
+namespace {
+
+// sources and sizes
+struct prefill_src {
+    const ggml_tensor * q, * k, * v, * mask, * sinks, * stats;
+    ggml_sparse_prefill_params p;
+    int64_t n_kv, n_head_kv, n_tok, n_stream;
+    int     n_head, n_group_q, d_k, d_v;
+    int64_t n_query; // of a KV head and a stream: the heads of its group, token by token
+    decltype(&widen_row<float>) widen_k, widen_v;
+
+    explicit prefill_src(const ggml_tensor * dst) {
+        q     = dst->src[0];
+        k     = dst->src[1];
+        v     = dst->src[2];
+        mask  = dst->src[3];
+        sinks = dst->src[4];
+        stats = dst->src[5];
+        p     = op_params<ggml_sparse_prefill_params>(dst);
+
+        n_kv      = k->ne[2];
+        n_head_kv = k->ne[1];
+        n_tok     = q->ne[2];
+        n_stream  = q->ne[3];
+        n_head    = (int) q->ne[1];
+        n_group_q = (int) (n_head/n_head_kv);
+        d_k       = (int) k->ne[0];
+        d_v       = (int) v->ne[0];
+        n_query   = n_tok*n_group_q;
+        with_kv_type(k->type, [&](auto * t) { widen_k = widen_row<std::decay_t<decltype(*t)>>; });
+        with_kv_type(v->type, [&](auto * t) { widen_v = widen_row<std::decay_t<decltype(*t)>>; });
+    }
+};
+
+// A unit is some blocks of queries of one KV head, which share what is made of a tile of K and V. Its size may depend on the number of threads:
+// no query's result depends on it
+struct prefill_work {
+    int64_t n_block, n_unit; // blocks of a unit; units of a KV head and a stream
+
+    // this thread's
+    query_block block[256/BLOCK_Q];
+    float * k, * v;  // [TILE_KV][d_k], [TILE_KV][d_v]
+    float * s;       // [TILE_KV][BLOCK_Q]
+    float * bias;    // [TILE_KV][BLOCK_Q]
+    uint8_t * kind;  // [tokens of a unit]: mask_kind
+    size_t size;     // of all threads
+
+    prefill_work(const prefill_src & a, const void * wdata, int ith, int nth) {
+        const int64_t n_all = ceil_div(a.n_query, BLOCK_Q);
+        n_block = std::clamp<int64_t>(n_all*a.n_head_kv*a.n_stream/(4*nth), 1, std::size(block));
+        n_unit  = ceil_div(n_all, n_block);
+
+        bump own(wdata);
+        for (int i = 0; i <= ith; ++i) {
+            for (int64_t j = 0; j < n_block; ++j) {
+                block[j].q   = own.take<float>(a.d_k*BLOCK_Q);
+                block[j].acc = own.take<float>(a.d_v*BLOCK_Q);
+                block[j].m   = own.take<float>(BLOCK_Q);
+                block[j].l   = own.take<float>(BLOCK_Q);
+            }
+            k    = own.take<float>(TILE_KV*a.d_k);
+            v    = own.take<float>(TILE_KV*a.d_v);
+            s    = own.take<float>(TILE_KV*BLOCK_Q);
+            bias = own.take<float>(TILE_KV*BLOCK_Q);
+            kind = own.take<uint8_t>(n_block*BLOCK_Q + 1);
+        }
+        size = own.used/(ith + 1)*nth + bump::ALIGN;
+    }
+};
+
+// the queries [r0, r1) of KV head h and stream s
+struct prefill_unit {
+    int64_t h, s, r0, r1;
+
+    int64_t n_block() const { return ceil_div(r1 - r0, BLOCK_Q); }
+
+    // of block j
+    int64_t begin(int64_t j) const { return r0 + j*BLOCK_Q; }
+    int64_t end  (int64_t j) const { return std::min(r1, begin(j) + BLOCK_Q); }
+};
+
+void begin_block(const prefill_src & a, const query_block & x, const prefill_unit & u, int64_t j) {
+    std::fill(x.q,   x.q   + a.d_k*BLOCK_Q, 0.0f);
+    std::fill(x.acc, x.acc + a.d_v*BLOCK_Q, 0.0f);
+    std::fill(x.m,   x.m   + BLOCK_Q, -INFINITY);
+    std::fill(x.l,   x.l   + BLOCK_Q, 0.0f);
+    for (int64_t r = u.begin(j); r < u.end(j); ++r) {
+        const float * q = at<const float>(a.q, u.h*a.n_group_q + r % a.n_group_q, r/a.n_group_q, u.s);
+        for (int c = 0; c < a.d_k; ++c) {
+            x.q[c*BLOCK_Q + r - u.begin(j)] = q[c]*a.p.scale;
+        }
+    }
+}
+
+// the mask of n positions from t on, times the slopes of the heads, for the lanes of a block
+void load_bias(const prefill_src & a, float * bias, const prefill_unit & u, int64_t j, int64_t t, int n) {
+    std::fill(bias, bias + n*BLOCK_Q, 0.0f);
+    for (int64_t r = u.begin(j); r < u.end(j); ++r) {
+        const f16 * mask  = at<const f16>(a.mask, r/a.n_group_q, 0, u.s) + t;
+        const float slope = head_slope((int) (u.h*a.n_group_q + r % a.n_group_q), a.n_head, a.p.max_bias);
+        for (int i = 0; i < n; ++i) {
+            bias[i*BLOCK_Q + r - u.begin(j)] = slope*to_f32(mask[i]);
+        }
+    }
+}
+
+void end_block(const prefill_src & a, const query_block & x, const prefill_unit & u, int64_t j, ggml_tensor * dst) {
+    for (int64_t r = u.begin(j); r < u.end(j); ++r) {
+        const int64_t i = r - u.begin(j), head = u.h*a.n_group_q + r % a.n_group_q;
+        float l = x.l[i], f = 1.0f;
+        if (a.sinks) {
+            const float sink = ((const float *) a.sinks->data)[head], m = std::max(x.m[i], sink);
+            f = expf(x.m[i] - m);
+            l = l*f + expf(sink - m);
+        }
+        const float scale = l != 0.0f ? f/l : 0.0f;
+        float * res = at<float>(dst, u.s*a.n_tok + r/a.n_group_q) + head*a.d_v;
+        for (int c = 0; c < a.d_v; ++c) {
+            res[c] = x.acc[c*BLOCK_Q + i]*scale;
+        }
+    }
+}
+
+void attend_unit(const prefill_src & a, prefill_work & w, const prefill_unit & u, ggml_tensor * dst) {
+    for (int64_t j = 0; j < u.n_block(); ++j) {
+        const int64_t n = ceil_div(u.end(j) - u.begin(j), W);
+        w.block[j].n = n <= 2 ? (int) n : NQ;
+        begin_block(a, w.block[j], u, j);
+    }
+    const int64_t i0 = u.r0/a.n_group_q, i1 = ceil_div(u.r1, a.n_group_q); // tokens
+    const int64_t size_k = row_size(a.k), size_v = row_size(a.v);
+
+    for (int64_t t = 0; t < a.n_kv; t += TILE_KV) {
+        const int n = (int) std::min<int64_t>(TILE_KV, a.n_kv - t);
+        bool any = false;
+        for (int64_t i = i0; i < i1; ++i) {
+            w.kind[i - i0] = kind_of(at<const f16>(a.mask, i, 0, u.s) + t, n);
+            any = any || w.kind[i - i0] != MASK_HIDES_ALL;
+        }
+        if (!any) {
+            continue;
+        }
+        bool finite = true;
+        for (int i = 0; i < n; ++i) {
+            const int64_t next = std::min(t + i + TILE_KV, a.n_kv - 1);
+            prefetch_bytes(at(a.k, u.h, next, u.s), size_k);
+            prefetch_bytes(at(a.v, u.h, next, u.s), size_v);
+            a.widen_k(w.k + i*a.d_k, at(a.k, u.h, t + i, u.s), a.d_k);
+            finite = a.widen_v(w.v + i*a.d_v, at(a.v, u.h, t + i, u.s), a.d_v) && finite;
+        }
+        for (int64_t j = 0; j < u.n_block(); ++j) {
+            const uint8_t * k0 = w.kind + u.begin(j)/a.n_group_q - i0, * k1 = w.kind + ceil_div(u.end(j), a.n_group_q) - i0;
+            const auto all = [&](mask_kind kind) { return std::all_of(k0, k1, [&](uint8_t x) { return x == kind; }); };
+            if (all(MASK_HIDES_ALL)) {
+                continue;
+            }
+            const bool plain = all(MASK_ZERO);
+            if (!plain) {
+                load_bias(a, w.bias, u, j, t, n);
+            }
+            attend_tile(w.block[j], w.k, a.d_k, w.v, a.d_v, n, finite, plain ? nullptr : w.bias, a.p.softcap, w.s);
+        }
+    }
+
+    for (int64_t j = 0; j < u.n_block(); ++j) {
+        end_block(a, w.block[j], u, j, dst);
+    }
+}
+
+} // namespace
+
+void sparse::forward_prefill(const ggml_compute_params * params, ggml_tensor * dst) {
+    const prefill_src a(dst);
+    prefill_work w(a, params->wdata, params->ith, params->nth);
+
+    unit_queue::open(params);
+    ggml_barrier(params->threadpool);
+    unit_queue queue(params, a.n_stream*a.n_head_kv*w.n_unit);
+    for (int64_t x; (x = queue.take()) >= 0; ) {
+        prefill_unit u;
+        const int64_t i = x % w.n_unit;
+        u.h  = x/w.n_unit % a.n_head_kv;
+        u.s  = x/w.n_unit/a.n_head_kv;
+        u.r0 = i*w.n_block*BLOCK_Q;
+        u.r1 = std::min(a.n_query, u.r0 + w.n_block*BLOCK_Q);
+        attend_unit(a, w, u, dst);
+    }
+    if (a.stats && params->ith == 0) {
+        add_stat(a.stats, GGML_SPARSE_STAT_PREFILL, a.n_tok*a.n_stream);
+    }
+}
+
+size_t sparse::prefill_work_size(const ggml_tensor * dst, int n_threads) {
+    return prefill_work(prefill_src(dst), nullptr, 0, n_threads).size;
+}

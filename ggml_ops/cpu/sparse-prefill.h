@@ -1,0 +1,189 @@
+#pragma once
+
+// Exact attention of many tokens at once (a prompt), over tiles of K and V. On plain pointers: no ggml tensors, no threads.
+//
+// Queries lie side by side in the lanes of vectors, BLOCK_Q of them. So both products, q . k and p * v, take the elements of K and V one by
+// one, as they lie in memory, times vectors of queries; nothing is transposed, and no sum is across lanes. The softmax is updated from tile to
+// tile (arXiv 1805.02867; tiles as in FlashAttention, arXiv 2205.14135). What a query gets does not depend on those beside it
+
+#include "sparse-rows.h"
+
+namespace sparse {
+
+#if defined(SPARQ_AVX2)
+constexpr int NQ = 2;         // vectors of a block of queries
+#else
+constexpr int NQ = 4;
+#endif
+constexpr int BLOCK_Q = NQ*W;
+constexpr int TILE_KV = 64;   // positions
+
+// some queries, and what attention knows of them after some tiles: the sum of p*v, the max logit and the sum of p of each
+struct query_block {
+    int     n;   // vectors in use: 1, 2 or NQ
+    float * q;   // [d_k][BLOCK_Q]  times the scale
+    float * acc; // [d_v][BLOCK_Q]
+    float * m;   // [BLOCK_Q]
+    float * l;   // [BLOCK_Q]
+};
+
+// N rows and V vectors of c: c[i] = f*c[i] + sum over j < n of a[i*step_i + j*step_j]*b[j], without f the sum alone.
+// HIDES: not where bias[j] is -inf, whatever a holds
+template <int N, int V, bool HIDES>
+static SPARQ_NOINLINE void mul_add_rows(float * c, const float * f, const float * a, int64_t step_i, int64_t step_j, const float * b, int n,
+        const float * bias) {
+    vf x[N][V];
+    SPARQ_UNROLL
+    for (int i = 0; i < N; ++i) {
+        SPARQ_UNROLL
+        for (int v = 0; v < V; ++v) {
+            x[i][v] = set1(0.0f);
+        }
+    }
+    for (int j = 0; j < n; ++j) {
+        vf y[V];
+        SPARQ_UNROLL
+        for (int v = 0; v < V; ++v) {
+            y[v] = load(b + j*BLOCK_Q + v*W);
+        }
+        SPARQ_UNROLL
+        for (int i = 0; i < N; ++i) {
+            const vf aij = set1(a[i*step_i + j*step_j]);
+            SPARQ_UNROLL
+            for (int v = 0; v < V; ++v) {
+                const vf sum = fma(aij, y[v], x[i][v]);
+                x[i][v] = HIDES ? select(eq(load(bias + j*BLOCK_Q + v*W), set1(-INFINITY)), x[i][v], sum) : sum;
+            }
+        }
+    }
+    SPARQ_UNROLL
+    for (int i = 0; i < N; ++i) {
+        SPARQ_UNROLL
+        for (int v = 0; v < V; ++v) {
+            float * to = c + i*BLOCK_Q + v*W;
+            store(to, f ? fma(load(f + v*W), load(to), x[i][v]) : x[i][v]);
+        }
+    }
+}
+
+// the same for any number of rows; bias == NULL: nothing is hidden
+template <int V>
+static inline void mul_add(float * c, int n_row, const float * f, const float * a, int64_t step_i, int64_t step_j, const float * b, int n,
+        const float * bias) {
+    constexpr int N = 6; // N*V sums, V vectors of b and one of a fit the registers
+    int i = 0;
+    for (; i + N <= n_row && !bias; i += N) {
+        mul_add_rows<N, V, false>(c + i*BLOCK_Q, f, a + i*step_i, step_i, step_j, b, n, nullptr);
+    }
+    for (; i + 2 <= n_row && !bias; i += 2) {
+        mul_add_rows<2, V, false>(c + i*BLOCK_Q, f, a + i*step_i, step_i, step_j, b, n, nullptr);
+    }
+    for (; i < n_row; ++i) {
+        (bias ? mul_add_rows<1, V, true> : mul_add_rows<1, V, false>)(c + i*BLOCK_Q, f, a + i*step_i, step_i, step_j, b, n, bias);
+    }
+}
+
+// dot products s [n][BLOCK_Q] -> softmax numerators against the new max of each query; m and l of x are updated; f [BLOCK_Q]: what earlier
+// numerators count now. bias [n][BLOCK_Q] is added, -inf hides, whatever s is; NULL: all zero
+template <int V>
+static inline void softmax_tile(const query_block & x, float * s, float * f, const float * bias, int n, float softcap) {
+    const vf inf = set1(-INFINITY);
+    vf m[V], sum[V];
+    SPARQ_UNROLL
+    for (int v = 0; v < V; ++v) {
+        m[v]   = load(x.m + v*W);
+        sum[v] = set1(0.0f);
+    }
+    for (int j = 0; j < n; ++j) {
+        SPARQ_UNROLL
+        for (int v = 0; v < V; ++v) {
+            float * p = s + j*BLOCK_Q + v*W;
+            vf y = load(p);
+            if (softcap > 0.0f) {
+                y = soft_cap(y, softcap);
+            }
+            if (bias) {
+                const vf b = load(bias + j*BLOCK_Q + v*W);
+                y = select(eq(b, inf), inf, add(y, b));
+            }
+            if (bias || softcap > 0.0f) {
+                store(p, y);
+            }
+            m[v] = vmax(y, m[v]);
+        }
+    }
+    SPARQ_UNROLL
+    for (int v = 0; v < V; ++v) {
+        const vf old = load(x.m + v*W);
+        store(x.m + v*W, m[v]);
+        m[v] = select(eq(m[v], inf), set1(0.0f), m[v]); // nothing seen yet
+        store(f + v*W, exp(sub(old, m[v])));
+    }
+    for (int j = 0; j < n; ++j) {
+        SPARQ_UNROLL
+        for (int v = 0; v < V; ++v) {
+            float * p = s + j*BLOCK_Q + v*W;
+            const vf y = exp(sub(load(p), m[v]));
+            store(p, y);
+            sum[v] = add(sum[v], y);
+        }
+    }
+    SPARQ_UNROLL
+    for (int v = 0; v < V; ++v) {
+        store(x.l + v*W, fma(load(f + v*W), load(x.l + v*W), sum[v]));
+    }
+}
+
+// adds a tile to the attention of a block of queries: k [n][d_k], v [n][d_v]; s [n][BLOCK_Q] is scratch, bias as above.
+// finite: v has neither inf nor NaN
+template <int V>
+static inline void attend_tile_of(const query_block & x, const float * k, int d_k, const float * v, int d_v, int n, bool finite, const float * bias,
+        float softcap, float * s) {
+    float f[BLOCK_Q];
+    mul_add<V>(s, n, nullptr, k, d_k, 1, x.q, d_k, nullptr);
+    softmax_tile<V>(x, s, f, bias, n, softcap);
+    mul_add<V>(x.acc, d_v, f, v, 1, d_v, s, n, finite ? nullptr : bias);
+}
+
+static inline void attend_tile(const query_block & x, const float * k, int d_k, const float * v, int d_v, int n, bool finite, const float * bias,
+        float softcap, float * s) {
+    const auto attend = x.n == 1 ? attend_tile_of<1> : x.n == 2 ? attend_tile_of<2> : attend_tile_of<NQ>;
+    attend(x, k, d_k, v, d_v, n, finite, bias, softcap, s);
+}
+
+// a row [d] of elements T as f32; false: one is inf or NaN
+template <typename T>
+static bool widen_row(float * dst, const char * row, int d) {
+    constexpr int NC = span<T>::SIZE;
+    vf zero = set1(0.0f);
+    int c = 0;
+    for (; c + NC <= d; c += NC) {
+        const span<T> y(row, c);
+        SPARQ_UNROLL
+        for (int v = 0; v < NC/W; ++v) {
+            const vf x = y.vec(v);
+            store(dst + c + v*W, x);
+            zero = fma(x, set1(0.0f), zero);
+        }
+    }
+    if (c < d) {
+        const vf x = span<T>::tail(row, c, d - c);
+        store_n(dst + c, x, d - c);
+        zero = fma(x, set1(0.0f), zero);
+    }
+    return reduce_add(zero) == 0.0f;
+}
+
+// what a mask does to some positions
+enum mask_kind { MASK_ZERO, MASK_HIDES_ALL, MASK_MIXED };
+
+static inline mask_kind kind_of(const f16 * mask, int n) {
+    uint16_t any = 0, all = 0xFFFF;
+    for (int i = 0; i < n; ++i) {
+        any |= mask[i].bits;
+        all &= mask[i].bits;
+    }
+    return any == 0 ? MASK_ZERO : any == F16_NEG_INF && all == F16_NEG_INF ? MASK_HIDES_ALL : MASK_MIXED;
+}
+
+} // namespace sparse

@@ -1,0 +1,148 @@
+"""PREFILL: exact attention of many tokens at once. Oracle and properties."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import cases
+import numpy as np
+import oracle
+import pytest
+from cases import Case
+from ggml_ctypes import STATS, Ggml
+from graphs import Sources, dense_run, prefill, prefill_run
+from tolerances import EPS32, Errors
+
+FACTORS = {
+    "n_kv": (1, 2, 63, 64, 65, 501, 1100),
+    "d": (64, 80, 96, 100, 128, 256),
+    "heads": ((1, 1), (4, 4), (8, 2), (7, 1), (32, 8)),
+    "type_k": ("f16", "bf16", "f32", "q8_0", "q4_0"),
+    "batch": ((2, 1), (5, 3), (17, 1), (33, 2), (70, 1)),  # 8 to 490 queries of a KV head
+    "mask": ("open", "causal", "part", "hidden", "alibi"),
+    "extra": ("plain", "softcap", "sinks"),
+    "strided": (False, True),
+}
+
+
+def some_cases() -> list[Case]:
+    found = []
+    for i, row in enumerate(cases.pairwise(FACTORS, seed=3)):
+        case = Case(**row, seed=400 + i)
+        if case.type_k in cases.BLOCKS and case.d % 32:
+            case = replace(case, d={80: 96, 100: 160}[case.d])
+        found.append(case if case.size < 4_000_000 else replace(case, batch=(9, 1)))
+    return found
+
+
+CASES = some_cases()
+SHAPES = [
+    Case(n_kv=501, heads=(8, 2), batch=(70, 1)),
+    Case(n_kv=300, heads=(4, 4), d=80, batch=(33, 2), mask="part", extra="sinks", strided=True),
+    Case(n_kv=1100, heads=(7, 1), d=128, batch=(17, 1), mask="alibi", extra="softcap"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_prefill_equals_oracle(case: Case, ggml: Ggml) -> None:
+    check_prefill(case, ggml)
+
+
+def check_prefill(case: Case, ggml: Ggml) -> None:
+    data = cases.make(case)
+    with ggml.graph() as g:
+        s = Sources(data, g)
+        out = prefill(s)
+        g.compute(out)
+        got, stats = g.read(out).reshape(*data.q.shape[:3], -1), s.stats_read()
+    errors = Errors("attend")
+    for b in data.blocks():
+        y = [
+            oracle.attend(b.q, b.k, b.v, b.bias, case.scale, case.softcap, None, b.sinks, dtype)
+            for dtype in (np.float64, np.float32)
+        ]
+        rows = slice(b.head * len(b.q), (b.head + 1) * len(b.q))
+        seen = oracle.visible_positions(b.bias)
+        errors.add(got[b.stream, b.tok, rows], *y, scale=float(np.abs(b.v[seen]).max(initial=0)))
+    errors.check()
+    assert np.isfinite(got).all()
+    assert stats == dict.fromkeys(STATS, 0) | {"prefill": case.batch[0] * case.batch[1]}
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+def test_prefill_equals_attend(case: Case, ggml: Ggml) -> None:
+    """What ATTEND gives token by token."""
+    data = cases.make(case)
+    seen = np.abs(data.v[~data.hidden]).max()
+    assert np.abs(prefill_run(ggml, data) - dense_run(ggml, data)).max() <= 16 * EPS32 * seen
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+def test_prefill_threads_are_bit_identical(case: Case, ggml: Ggml) -> None:
+    """Units of other sizes, so queries beside others."""
+    data = cases.make(case)
+    one = prefill_run(ggml, data, n_threads=1)
+    for n_threads in (2, 3, 5, 16):
+        assert np.array_equal(one, prefill_run(ggml, data, n_threads=n_threads)), n_threads
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+@pytest.mark.parametrize("n", [1, 3, 16])
+def test_prefill_other_tokens_change_no_bit(case: Case, n: int, ggml: Ggml) -> None:
+    """How a prompt is cut into batches does not show in its attention."""
+    data = cases.make(case)
+    whole = prefill_run(ggml, data)
+    part = replace(data, q=data.q[:, :n], mask=data.mask[:, :, :n], kl=data.kl[:, :, :n])
+    part.forced = data.forced[:, :, :n]
+    assert np.array_equal(prefill_run(ggml, part), whole[:, :n])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+def test_prefill_hidden_positions_never_leak(case: Case, value: float, ggml: Ggml) -> None:
+    """Not even where the next token sees them: that one alone is lost."""
+    data = cases.make(replace(case, mask="causal"))
+    clean = prefill_run(ggml, data)
+    at = case.n_kv - case.batch[0] + 4 - 1  # the first stream's fourth token is the first to see it
+    data.k[0, at] = data.v[0, at] = value
+    got = prefill_run(ggml, data)
+    assert not np.isnan(clean).any()
+    assert np.isnan(got[0, 4:]).all() and not np.isnan(got[0, :3]).any()
+    assert np.array_equal(got[0, :3], clean[0, :3]) and np.array_equal(got[1:], clean[1:])
+
+
+def test_prefill_one_token_among_others(ggml: Ggml) -> None:
+    """Its mask is not theirs, also where its query heads lie in two blocks."""
+    for n_tok, at in ((19, 9), (19, 18), (40, 18), (40, 27)):
+        for hides in (True, False):
+            data = cases.make(Case(n_kv=300, heads=(7, 1), batch=(n_tok, 1), mask="open"))
+            data.mask[0, 0, :, 64:128] = 0 if hides else -np.inf
+            data.mask[0, 0, at, 64:128] = -np.inf if hides else 0
+            seen = np.abs(data.v).max()
+            assert np.abs(prefill_run(ggml, data) - dense_run(ggml, data)).max() < 16 * EPS32 * seen
+
+
+def test_prefill_tokens_that_see_nothing_give_zeros(ggml: Ggml) -> None:
+    for extra in ("plain", "sinks"):
+        data = cases.make(Case(n_kv=200, heads=(8, 2), batch=(20, 2), mask="open", extra=extra))
+        data.mask[0, 0, [0, 7, 19]] = -np.inf
+        data.mask[1] = -np.inf
+        got = prefill_run(ggml, data)
+        assert (got[0, [0, 7, 19]] == 0).all() and (got[1] == 0).all() and (got[0, 1:7] != 0).all()
+
+
+def test_prefill_of_extreme_logits(ggml: Ggml) -> None:
+    """Logits beyond the range of exp, growing and falling over the tiles: the max is carried on."""
+    for order in (1, -1):
+        data = cases.make(Case(n_kv=500, heads=(2, 1), d=64, batch=(9, 1), mask="open"))
+        data.q[:] = 1.0
+        data.k[:] = (np.arange(500)[::order] / 250 - 1)[None, :, None, None] * 40
+        got = prefill_run(ggml, data)
+        want = np.einsum("t,tc->c", *_softmax_of(data))
+        assert np.abs(got - want).max() <= 64 * EPS32 * np.abs(data.v).max()
+
+
+def _softmax_of(data: cases.Data) -> tuple[np.ndarray, np.ndarray]:
+    logits = cases.to_type(data.k, "f16")[0, :, 0].astype(np.float64).sum(axis=1) * data.case.scale
+    p = np.exp(logits - logits.max())
+    return p / p.sum(), data.v[0, :, 0].astype(np.float64)
