@@ -12,6 +12,7 @@ struct prefill_src {
     int64_t n_kv, n_head_kv, n_tok, n_stream;
     int     n_head, n_group_q, d_k, d_v;
     int64_t n_query; // of a KV head and a stream: the heads of its group, token by token
+    int64_t n_tile;
     decltype(&widen_row<float>) widen_k, widen_v;
 
     explicit prefill_src(const ggml_tensor * dst) {
@@ -32,6 +33,7 @@ struct prefill_src {
         d_k       = (int) k->ne[0];
         d_v       = (int) v->ne[0];
         n_query   = n_tok*n_group_q;
+        n_tile    = ceil_div(n_kv, TILE_KV);
         with_kv_type(k->type, [&](auto * t) { widen_k = widen_row<std::decay_t<decltype(*t)>>; });
         with_kv_type(v->type, [&](auto * t) { widen_v = widen_row<std::decay_t<decltype(*t)>>; });
     }
@@ -42,20 +44,24 @@ struct prefill_src {
 struct prefill_work {
     int64_t n_block, n_unit; // blocks of a unit; units of a KV head and a stream
 
+    uint8_t * kind;  // [n_stream][n_tile][n_tok]: mask_kind. In a pass of its own: the mask of a tile is a piece of as many rows as there are tokens
+
     // this thread's
-    query_block block[256/BLOCK_Q];
+    query_block block[512/BLOCK_Q];
     float * k, * v;  // [TILE_KV][d_k], [TILE_KV][d_v]
     float * s;       // [TILE_KV][BLOCK_Q]
     float * bias;    // [TILE_KV][BLOCK_Q]
-    uint8_t * kind;  // [tokens of a unit]: mask_kind
     size_t size;     // of all threads
 
     prefill_work(const prefill_src & a, const void * wdata, int ith, int nth) {
         const int64_t n_all = ceil_div(a.n_query, BLOCK_Q);
-        n_block = std::clamp<int64_t>(n_all*a.n_head_kv*a.n_stream/(4*nth), 1, std::size(block));
+        n_block = std::clamp<int64_t>(n_all*a.n_head_kv*a.n_stream/(2*nth), 1, std::size(block));
         n_unit  = ceil_div(n_all, n_block);
 
-        bump own(wdata);
+        bump shared(wdata);
+        kind = shared.take<uint8_t>(a.n_stream*a.n_tile*a.n_tok);
+
+        bump own(shared.end());
         for (int i = 0; i <= ith; ++i) {
             for (int64_t j = 0; j < n_block; ++j) {
                 block[j].q   = own.take<float>(a.d_k*BLOCK_Q);
@@ -67,9 +73,8 @@ struct prefill_work {
             v    = own.take<float>(TILE_KV*a.d_v);
             s    = own.take<float>(TILE_KV*BLOCK_Q);
             bias = own.take<float>(TILE_KV*BLOCK_Q);
-            kind = own.take<uint8_t>(n_block*BLOCK_Q + 1);
         }
-        size = own.used/(ith + 1)*nth + bump::ALIGN;
+        size = shared.used + own.used/(ith + 1)*nth + bump::ALIGN;
     }
 };
 
@@ -132,17 +137,15 @@ void attend_unit(const prefill_src & a, prefill_work & w, const prefill_unit & u
         w.block[j].n = n <= 2 ? (int) n : NQ;
         begin_block(a, w.block[j], u, j);
     }
-    const int64_t i0 = u.r0/a.n_group_q, i1 = ceil_div(u.r1, a.n_group_q); // tokens
     const int64_t size_k = row_size(a.k), size_v = row_size(a.v);
 
     for (int64_t t = 0; t < a.n_kv; t += TILE_KV) {
         const int n = (int) std::min<int64_t>(TILE_KV, a.n_kv - t);
-        bool any = false;
-        for (int64_t i = i0; i < i1; ++i) {
-            w.kind[i - i0] = kind_of(at<const f16>(a.mask, i, 0, u.s) + t, n);
-            any = any || w.kind[i - i0] != MASK_HIDES_ALL;
-        }
-        if (!any) {
+        const uint8_t * kind = w.kind + (u.s*a.n_tile + t/TILE_KV)*a.n_tok;
+        const auto all = [&](int64_t r0, int64_t r1, mask_kind x) { // of these queries
+            return std::all_of(kind + r0/a.n_group_q, kind + ceil_div(r1, a.n_group_q), [&](uint8_t y) { return y == x; });
+        };
+        if (all(u.r0, u.r1, MASK_HIDES_ALL)) {
             continue;
         }
         bool finite = true;
@@ -154,12 +157,10 @@ void attend_unit(const prefill_src & a, prefill_work & w, const prefill_unit & u
             finite = a.widen_v(w.v + i*a.d_v, at(a.v, u.h, t + i, u.s), a.d_v) && finite;
         }
         for (int64_t j = 0; j < u.n_block(); ++j) {
-            const uint8_t * k0 = w.kind + u.begin(j)/a.n_group_q - i0, * k1 = w.kind + ceil_div(u.end(j), a.n_group_q) - i0;
-            const auto all = [&](mask_kind kind) { return std::all_of(k0, k1, [&](uint8_t x) { return x == kind; }); };
-            if (all(MASK_HIDES_ALL)) {
+            if (all(u.begin(j), u.end(j), MASK_HIDES_ALL)) {
                 continue;
             }
-            const bool plain = all(MASK_ZERO);
+            const bool plain = all(u.begin(j), u.end(j), MASK_ZERO);
             if (!plain) {
                 load_bias(a, w.bias, u, j, t, n);
             }
@@ -178,6 +179,13 @@ void sparse::forward_prefill(const ggml_compute_params * params, ggml_tensor * d
     const prefill_src a(dst);
     prefill_work w(a, params->wdata, params->ith, params->nth);
 
+    for (int64_t x = params->ith; x < a.n_stream*a.n_tok; x += params->nth) {
+        const int64_t i = x % a.n_tok, s = x/a.n_tok;
+        for (int64_t j = 0; j < a.n_tile; ++j) {
+            const int64_t t = j*TILE_KV;
+            w.kind[(s*a.n_tile + j)*a.n_tok + i] = kind_of(at<const f16>(a.mask, i, 0, s) + t, (int) std::min<int64_t>(TILE_KV, a.n_kv - t));
+        }
+    }
     unit_queue::open(params);
     ggml_barrier(params->threadpool);
     unit_queue queue(params, a.n_stream*a.n_head_kv*w.n_unit);
