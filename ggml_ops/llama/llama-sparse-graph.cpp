@@ -824,6 +824,12 @@ static bool is_cpu_only(const llm_graph_context & g) {
     return true;
 }
 
+// can PREFILL read a prompt in this layer, which may have a sliding window?
+static bool can_prefill(const llm_graph_context & g, const ggml_tensor * k, const ggml_tensor * v, const ggml_tensor * kq_b, const ggml_tensor * kq_mask) {
+    return g.cparams.flash_attn && kq_mask && kq_mask->type == GGML_TYPE_F16 && !kq_b && !g.cparams.training && g.cparams.causal_attn &&
+           !g.hparams.is_mla() && is_supported_type(k->type) && is_supported_type(v->type) && is_cpu_only(g);
+}
+
 // puts our nodes that t is made of into the graph
 static void emit(const llm_graph_context & g, ggml_backend_dev_t dev, ggml_tensor * t, const char * name, int il) {
     for_each_node(t, [&](ggml_tensor * node) { set_device(g, dev, node); });
@@ -880,32 +886,30 @@ ggml_tensor * llama_sparse_build_attn(
 
     auto * inp = get_input(g, mctx);
 
+    const auto leave = [&](const std::string & why) { inp->layers.emplace_back(il, why); return nullptr; };
     const std::string reason = why_dense(g, mctx, kq_b, kq_mask, il);
-    if (!reason.empty()) {
-        inp->layers.emplace_back(il, reason);
-        return nullptr;
-    }
 
-    const auto * kv = llama_sparse_access::kv(mctx);
+    const auto * kv = reason.empty() ? llama_sparse_access::kv(mctx) : nullptr;
     const int64_t ns    = k->ne[3];
     const int64_t n_tok = g.n_tokens/ns;
 
-    const bool has_shadow = spec.method == LLAMA_SPARSE_SPARQ && !spec.is_dense();
+    const bool has_shadow = kv && spec.method == LLAMA_SPARSE_SPARQ && !spec.is_dense();
     ggml_tensor * k_t = has_shadow ? build_seal(g, inp, k, v, llama_sparse_access::sinfo(mctx).s0, il) : nullptr;
 
-    const auto leave = [&](const std::string & why) { inp->layers.emplace_back(il, why); return nullptr; };
-    const auto dev = llama_sparse_access::device(kv, llama_sparse_access::layer_of(kv, il));
     const float softcap = g.hparams.attn_soft_cap ? g.hparams.f_attn_logit_softcapping : 0.0f;
-    q = ggml_view_4d(g.ctx0, q, q->ne[0], q->ne[1], n_tok, ns, q->nb[1], q->nb[2], q->nb[2]*n_tok, 0);
-
-    if (!inp->is_decode) {
-        if (!is_cpu_only(g)) {
-            return leave("prefill");
-        }
-        ggml_tensor * cur = ggml_sparse_attn_prefill(g.ctx0, q, k, v, kq_mask, sinks, state->stats(dev), { kq_scale, g.hparams.f_max_alibi_bias, softcap });
+    if (!inp->is_decode && (kv || !mctx) && can_prefill(g, k, v, kq_b, kq_mask)) {
+        q = ggml_view_4d(g.ctx0, q, q->ne[0], q->ne[1], n_tok, ns, q->nb[1], q->nb[2], q->nb[2]*n_tok, 0);
+        const ggml_sparse_prefill_params prefill = { kq_scale, g.hparams.f_max_alibi_bias, softcap };
+        ggml_tensor * cur = ggml_sparse_attn_prefill(g.ctx0, q, k, v, kq_mask, sinks, state->stats(nullptr), prefill);
         inp->layers.emplace_back(il, "");
-        emit(g, dev, cur, "sparse_prefill", il);
+        emit(g, nullptr, cur, "sparse_prefill", il);
         return cur;
+    }
+    if (!kv) {
+        return leave(reason);
+    }
+    if (!inp->is_decode) {
+        return leave("prefill");
     }
 
     if (inp->score_shares.empty()) {
@@ -918,6 +922,7 @@ ggml_tensor * llama_sparse_build_attn(
     const bool all = spec.is_dense() || is_short || (uint32_t) topk >= inp->n_kv;
 
     // a device reads few bytes faster than it picks: what is short stays with its own flash attention
+    const auto dev = llama_sparse_access::device(kv, llama_sparse_access::layer_of(kv, il));
     const double dense_bytes = llama_sparse_access::row_bytes(kv, il)*k->ne[1]*inp->n_kv*ns*n_tok;
     if (dev && !spec.is_dense() && (all || dense_bytes < spec.gpu_min_mb*1e6)) {
         return leave(all ? "every position is read" : "short for a GPU");
@@ -930,7 +935,7 @@ ggml_tensor * llama_sparse_build_attn(
     }
 
     ggml_sparse_attn_inputs in = {};
-    in.q       = q;
+    in.q       = ggml_view_4d(g.ctx0, q, q->ne[0], q->ne[1], n_tok, ns, q->nb[1], q->nb[2], q->nb[2]*n_tok, 0);
     in.k       = k;
     in.v       = v;
     in.mask    = kq_mask;

@@ -84,7 +84,7 @@ void llama_sparse_env_prepare(llama_cparams & cparams);
 void llama_sparse_env_apply(llama_context * ctx);
 
 // llm_graph_context::build_attn(): the attention of one layer, or nullptr: build it as upstream does.
-// mctx == nullptr: a layer that we leave alone (sliding window).
+// mctx == nullptr: a layer with a sliding window, of which we read prompts only.
 //   q [d_k, n_head, n_tokens], k [d_k, n_head_kv, n_kv, n_stream], v likewise, kq_mask [n_kv, n_tokens/n_stream, 1, n_stream]
 //   res [d_v*n_head, n_tokens] f32
 ggml_tensor * llama_sparse_build_attn(

@@ -153,8 +153,25 @@ def test_sliding_window_layers_say_why_they_are_dense(model: GetModel) -> None:
             ctx.set_sparse(SPARQ)
             ctx.decode(prompt())
             steps(ctx, 2)
-            reasons = {x["il"]: x["reason"] for x in ctx.info()["layers"]}
+            info = ctx.info()
+        reasons = {x["il"]: x["reason"] for x in info["layers"]}
         assert reasons == {0: "sliding-window layer", 1: "", 2: "sliding-window layer", 3: ""}
+        assert info["counters"]["stock_reasons"] == {"sliding-window layer": 2 * 2}
+
+
+@pytest.mark.parametrize("types", [{}, {"type_k": "q8_0", "type_v": "q8_0"}])
+@pytest.mark.parametrize("arch", ["gemma2", "gpt-oss"])
+def test_prompts_of_sliding_window_layers_are_ours(
+    model: GetModel, arch: str, types: dict[str, str]
+) -> None:
+    """Looked at by the oracle."""
+    watch = Watch()
+    with Context(model(arch), watch=watch, n_ubatch=128, **types) as ctx:
+        ctx.set_sparse("dense")
+        assert ctx.decode(prompt()) == 0
+        counters = ctx.info()["counters"]
+    assert watch.prefilled == counters["calls_prefill"] == 4 * N_PROMPT
+    assert counters["calls_stock"] == 0
 
 
 @pytest.mark.parametrize(("arch", "reason"), [
