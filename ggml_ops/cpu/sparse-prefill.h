@@ -139,8 +139,12 @@ static inline void softmax_tile(const query_block & x, float * s, float * f, con
 template <int V>
 static inline void attend_tile_of(const query_block & x, const float * k, int d_k, const float * v, int d_v, int n, bool finite, const float * bias,
         float softcap, float * s) {
+    constexpr int N = 32; // components that are added up one after another: all of them would round twice as much
     float f[BLOCK_Q];
-    mul_add<V>(s, n, nullptr, k, d_k, 1, x.q, d_k, nullptr);
+    std::fill(f, f + BLOCK_Q, 1.0f);
+    for (int c = 0; c < d_k; c += N) {
+        mul_add<V>(s, n, c > 0 ? f : nullptr, k + c, d_k, 1, x.q + c*BLOCK_Q, std::min(N, d_k - c), nullptr);
+    }
     softmax_tile<V>(x, s, f, bias, n, softcap);
     mul_add<V>(x.acc, d_v, f, v, 1, d_v, s, n, finite ? nullptr : bias);
 }
