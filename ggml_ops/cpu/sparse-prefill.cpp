@@ -13,7 +13,7 @@ struct prefill_src {
     int     n_head, n_group_q, d_k, d_v;
     int64_t n_query; // of a KV head and a stream: the heads of its group, token by token
     int64_t n_tile;
-    decltype(&widen_row<float>) widen_k, widen_v;
+    decltype(&load_rows<float>) load_k, load_v;
 
     explicit prefill_src(const ggml_tensor * dst) {
         q     = dst->src[0];
@@ -34,8 +34,8 @@ struct prefill_src {
         d_v       = (int) v->ne[0];
         n_query   = n_tok*n_group_q;
         n_tile    = ceil_div(n_kv, TILE_KV);
-        with_kv_type(k->type, [&](auto * t) { widen_k = widen_row<std::decay_t<decltype(*t)>>; });
-        with_kv_type(v->type, [&](auto * t) { widen_v = widen_row<std::decay_t<decltype(*t)>>; });
+        with_kv_type(k->type, [&](auto * t) { load_k = load_rows<std::decay_t<decltype(*t)>>; });
+        with_kv_type(v->type, [&](auto * t) { load_v = load_rows<std::decay_t<decltype(*t)>>; });
     }
 };
 
@@ -148,14 +148,14 @@ void attend_unit(const prefill_src & a, prefill_work & w, const prefill_unit & u
         if (all(u.r0, u.r1, MASK_HIDES_ALL)) {
             continue;
         }
-        bool finite = true;
         for (int i = 0; i < n; ++i) {
             const int64_t next = std::min(t + i + TILE_KV, a.n_kv - 1);
             prefetch_bytes(at(a.k, u.h, next, u.s), size_k);
             prefetch_bytes(at(a.v, u.h, next, u.s), size_v);
-            a.widen_k(w.k + i*a.d_k, at(a.k, u.h, t + i, u.s), a.d_k);
-            finite = a.widen_v(w.v + i*a.d_v, at(a.v, u.h, t + i, u.s), a.d_v) && finite;
+            a.load_k(w.k + i*a.d_k, at(a.k, u.h, t + i, u.s), 0, 1, a.d_k, 0);
+            a.load_v(w.v + i*a.d_v, at(a.v, u.h, t + i, u.s), 0, 1, a.d_v, 0);
         }
+        const bool finite = all(u.r0, u.r1, MASK_ZERO) || is_finite(w.v, n*a.d_v);
         for (int64_t j = 0; j < u.n_block(); ++j) {
             if (all(u.begin(j), u.end(j), MASK_HIDES_ALL)) {
                 continue;

@@ -155,25 +155,15 @@ static inline void attend_tile(const query_block & x, const float * k, int d_k, 
     attend(x, k, d_k, v, d_v, n, finite, bias, softcap, s);
 }
 
-// a row [d] of elements T as f32; false: one is inf or NaN
-template <typename T>
-static bool widen_row(float * dst, const char * row, int d) {
-    constexpr int NC = span<T>::SIZE;
+// has x [n] neither inf nor NaN?
+static inline bool is_finite(const float * x, int n) {
     vf zero = set1(0.0f);
-    int c = 0;
-    for (; c + NC <= d; c += NC) {
-        const span<T> y(row, c);
-        SPARQ_UNROLL
-        for (int v = 0; v < NC/W; ++v) {
-            const vf x = y.vec(v);
-            store(dst + c + v*W, x);
-            zero = fma(x, set1(0.0f), zero);
-        }
+    int i = 0;
+    for (; i + W <= n; i += W) {
+        zero = fma(load(x + i), set1(0.0f), zero);
     }
-    if (c < d) {
-        const vf x = span<T>::tail(row, c, d - c);
-        store_n(dst + c, x, d - c);
-        zero = fma(x, set1(0.0f), zero);
+    if (i < n) {
+        zero = fma(load_n(x + i, n - i), set1(0.0f), zero);
     }
     return reduce_add(zero) == 0.0f;
 }

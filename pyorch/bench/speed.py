@@ -453,7 +453,7 @@ def refuse_idle(case: Case, counters: dict[str, int], n_layer: int) -> None:
     Raises:
         SparqError: an attention call of a decoded token was not sparse (or not our dense), or a
             prompt with SparQ on sealed fewer groups of positions than it has to. Attention of a
-            prompt is dense, and `label` says so.
+            prompt is exact; `label` says by the counter whose it was.
     """
     spec = parse_spec(case.spec)
     if case.library == "stock" or spec.method == "off":
