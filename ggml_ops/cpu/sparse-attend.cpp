@@ -11,15 +11,15 @@ struct row_ops {
     decltype(&dot_rows<float>) dot;
     decltype(&add_rows<float>) add;
     decltype(&sum_v<float>)    sum;
-    decltype(&dot_position<float>) dot_position;
-    decltype(&add_position<float>) add_position;
+    decltype(&dot_positions<float>) dot_positions;
+    decltype(&add_positions<float>) add_positions;
 };
 
 row_ops ops_of(ggml_type type) {
     row_ops res;
     with_kv_type(type, [&](auto * t) {
         using T = std::decay_t<decltype(*t)>;
-        res = { dot_rows<T>, add_rows<T>, sum_v<T>, dot_position<T>, add_position<T> };
+        res = { dot_rows<T>, add_rows<T>, sum_v<T>, dot_positions<T>, add_positions<T> };
     });
     return res;
 }
@@ -30,7 +30,7 @@ row_ops ops_of(ggml_type type) {
 struct attend_src {
     const ggml_tensor * q, * k, * v, * mask, * visible, * sel, * v_sum, * sealed, * sinks, * stats;
     ggml_sparse_attend_params p;
-    bool    dense, whole; // whole: positions are read whole
+    bool    dense;
     int64_t n_kv, n_head_kv, n_tok, n_row, n_max, size_k, size_v; // n_row: tokens of all streams; n_max: positions of one head
     int     n_head, n_group_q, d_k, d_v, ahead; // ahead: of how many rows K and V are asked for, dense
     row_ops ops_k, ops_v;
@@ -61,8 +61,7 @@ struct attend_src {
         ops_k     = ops_of(k->type);
         ops_v     = ops_of(v->type);
         dense     = sel == nullptr;
-        whole     = dense && n_group_q == 1;
-        ahead     = whole ? (int) ceil_div(AHEAD_BYTES, n_head_kv*size_k) : (int) ceil_div(AHEAD_BYTES, ROW_BLOCK*n_head_kv*size_k)*ROW_BLOCK;
+        ahead     = (int) ceil_div(AHEAD_BYTES, n_head_kv*size_k);
         n_max     = dense ? n_kv : sel->ne[0] - 1 - n_group_q;
     }
 
@@ -150,43 +149,26 @@ void attend_rows(const attend_src & a, const attend_work & w, const attend_unit 
         row_v[j] = v0 + t*a.v->nb[2];
     }
 
-    // what is asked for while block r of rows is used. Over a selection, the rows AHEAD later. Over all positions K and V are read in the
-    // order of memory, a block of positions, all its heads, then the next block: a head's share of the block `ahead` positions later
+    // what is asked for on the way. Over a selection, the rows AHEAD later; over all positions, what lies `ahead` positions later
     if (!a.dense) {
         const char * const k1 = at(a.k, then.h, 0, then.s);
         for (int j = 0; j < AHEAD; ++j) { // after the last unit, something that is in the cache
             row_then[j] = j < then.n ? k1 + std::max(then.cell[j], 0)*a.k->nb[2] : (const char *) w.row;
         }
     }
-    const char * share[ROW_BLOCK];
     const auto later = [&](int y) {
+        y += a.ahead;
         return y < 2*n_pad ? w.row[y] : k0 + std::min<int64_t>(w.cell[n - 1] + 1 + y - 2*n_pad, a.n_kv - 1)*a.k->nb[2];
     };
-    const auto next = [&](int r, int64_t h) -> const char * const * {
-        if (!a.dense) {
-            return w.row + r + AHEAD;
-        }
-        const int    y    = r + a.ahead;
-        const bool   is_v = y >= n_pad && y < 2*n_pad;
-        const char * base = later(y);
-        for (int j = 0; j < ROW_BLOCK; ++j) {
-            share[j] = base + (h*ROW_BLOCK + j)*(is_v ? a.size_v : a.size_k);
-        }
-        return share;
-    };
-
-    const int block = a.dense ? ROW_BLOCK : n_pad; // rows at a time
 
     // logits: q . k
-    for (int r = 0; r < n && a.whole; ++r) {
-        a.ops_k.dot_position(w.s + r, ld_s, at<const float>(a.q, 0, x.i, x.s), a.q->nb[1]/sizeof(float), a.n_head, w.row[r], a.k->nb[1], a.d_k,
-                later(r + a.ahead));
+    const float * q   = at<const float>(a.q, h0*a.n_group_q, x.i, x.s);
+    const int64_t ldq = a.q->nb[1]/sizeof(float);
+    for (int r = 0; r < n && a.dense; r += POS_BLOCK) {
+        a.ops_k.dot_positions(w.s + r, ld_s, q, ldq, a.n_head, a.n_group_q, w.row + r, a.k->nb[1], std::min(POS_BLOCK, n - r), a.d_k, later(r));
     }
-    for (int r = 0; r < n && !a.whole; r += block) {
-        for (int64_t h = h0; h < h1; ++h) {
-            a.ops_k.dot(w.s + (h - h0)*a.n_group_q*ld_s + r, ld_s, at<const float>(a.q, h*a.n_group_q, x.i, x.s), a.q->nb[1]/sizeof(float),
-                    a.n_group_q, w.row + r, (h - h0)*a.k->nb[1], std::min(block, n - r), a.d_k, next(r, h));
-        }
+    if (!a.dense) {
+        a.ops_k.dot(w.s, ld_s, q, ldq, a.n_group_q, w.row, 0, n, a.d_k, w.row + AHEAD);
     }
 
     // softmax within the unit
@@ -202,14 +184,12 @@ void attend_rows(const attend_src & a, const attend_work & w, const attend_unit 
     }
 
     // sum of p * v
-    for (int r = 0; r < n && a.whole; ++r) {
-        a.ops_v.add_position(state, w.ld, w.s + r, ld_s, a.n_head, row_v[r], a.v->nb[1], a.d_v, later(n_pad + r + a.ahead));
+    for (int r = 0; r < n && a.dense; r += POS_BLOCK) {
+        a.ops_v.add_positions(state, w.ld, w.s + r, ld_s, a.n_head, a.n_group_q, row_v + r, a.v->nb[1],
+                std::min(POS_BLOCK, n - r), a.d_v, later(n_pad + r));
     }
-    for (int r = 0; r < n && !a.whole; r += block) {
-        for (int64_t h = h0; h < h1; ++h) {
-            a.ops_v.add(state + h*a.n_group_q*w.ld, w.ld, w.s + (h - h0)*a.n_group_q*ld_s + r, ld_s, a.n_group_q,
-                    row_v + r, (h - h0)*a.v->nb[1], std::min(block, n - r), a.d_v, next(n_pad + r, h));
-        }
+    if (!a.dense) {
+        a.ops_v.add(state + h0*a.n_group_q*w.ld, w.ld, w.s, ld_s, a.n_group_q, row_v, 0, n, a.d_v, row_v + AHEAD);
     }
 }
 

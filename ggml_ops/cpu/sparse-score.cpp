@@ -312,18 +312,9 @@ void score_exact(const ggml_compute_params * params, ggml_tensor * dst, const sc
         }
         const bool all = n == t1 - t0;
 
-        for (int r = 0; r < n && a.n_group_q == 1; ++r) {
-            dot_position<T>(w.s + r, EXACT_TILE, at<const float>(a.q, 0, i, s), ldq, a.n_head, row[r], a.k->nb[1], a.d_k, row[r] + AHEAD_BYTES);
-        }
-        for (int r = 0; r < n && a.n_group_q > 1; r += ROW_BLOCK) {
-            for (int h = 0; h < a.n_head_kv; ++h) {
-                const char * next[ROW_BLOCK]; // in the order of memory
-                for (int j = 0; j < ROW_BLOCK; ++j) {
-                    next[j] = at(a.k, 0, t0 + r + AHEAD, s) + (h*ROW_BLOCK + j)*row_size(a.k);
-                }
-                dot_rows<T>(w.s + h*a.n_group_q*EXACT_TILE + r, EXACT_TILE, at<const float>(a.q, h*a.n_group_q, i, s), ldq, a.n_group_q,
-                        row + r, h*a.k->nb[1], std::min(ROW_BLOCK, n - r), a.d_k, next);
-            }
+        for (int r = 0; r < n; r += POS_BLOCK) {
+            dot_positions<T>(w.s + r, EXACT_TILE, at<const float>(a.q, 0, i, s), ldq, a.n_head, a.n_group_q, row + r, a.k->nb[1],
+                    std::min(POS_BLOCK, n - r), a.d_k, row[r] + AHEAD_BYTES);
         }
         for (int h = 0; h < a.n_head; ++h) {
             float * x   = w.s + h*EXACT_TILE;
