@@ -50,7 +50,7 @@ static void assert_sealed(const struct ggml_tensor * sealed, const struct ggml_t
 static void assert_k_t(const struct ggml_tensor * k_t, const struct ggml_tensor * k_range, const struct ggml_tensor * k, int32_t n_bit) {
     GGML_ASSERT(k_t->ne[1] == k->ne[0]*k->ne[1] && k_t->ne[2] == k->ne[3] && k_t->nb[0] == ggml_type_size(k_t->type));
     if (n_bit == 16) {
-        GGML_ASSERT(k_t->type == GGML_TYPE_F16 && k_t->ne[0] >= k->ne[2] && !k_range);
+        GGML_ASSERT(k_t->type == GGML_TYPE_F16 && k_t->ne[0] + GGML_SPARSE_GROUP >= k->ne[2] && !k_range);
         return;
     }
     const int64_t n_run = (k->ne[2] + GGML_SPARSE_RUN - 1)/GGML_SPARSE_RUN;

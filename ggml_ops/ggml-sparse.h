@@ -79,7 +79,8 @@ struct ggml_sparse_seal_params {
 };
 
 // SEAL
-//   k_t    [n_pos_t, d_k*n_head_kv, n_stream]       f16      transposed K: row = one channel; n_pos_t >= n_kv (row stride may be padded)
+//   k_t    [n_pos_t, d_k*n_head_kv, n_stream]       f16      transposed K: row = one channel (strides may be padded). n_pos_t >= n_kv, or
+//                                                            without the last group, which is never sealed then
 //          [n_pos_t*n_bit/8, d_k*n_head_kv, n_stream] i8     or its codes, n_bit = 8 or 4; n_pos_t a multiple of GGML_SPARSE_RUN. The
 //                                                            layout is sparse-codes.h's business
 //   k_range [2, d_k*n_head_kv, n_run_t, n_stream]   f32      scale and zero of each run of codes, or NULL with f16

@@ -215,14 +215,6 @@ constexpr int PASS_CHAN = 32;
 // how many bytes before their use codes are asked for, into the first level: so near, a second step would be too late
 constexpr int CODE_AHEAD = 3*LINE;
 
-static inline void prefetch_first(const void * p) {
-#if defined(__GNUC__) || defined(__clang__)
-    __builtin_prefetch(p, 0, 3);
-#else
-    (void) p;
-#endif
-}
-
 // runs that a scan touches at most
 constexpr int MAX_RUN = 8;
 

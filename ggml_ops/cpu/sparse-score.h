@@ -166,7 +166,7 @@ static inline int choose_channels(int32_t * chan, float * coef, float * sum, con
 }
 
 // how many positions before their use channels are asked for
-constexpr int CHAN_AHEAD = 384;
+constexpr int CHAN_AHEAD = 256;
 
 // s[h][t] += sum over NC channels of coef[h][c]*x[c][t] for n positions and HB heads; first: s starts from 0; ask: x is asked for ahead
 template <int NC, int HB>
@@ -177,7 +177,7 @@ static SPARQ_NOINLINE void add_channels(float * s, int64_t ld_s, const f16 * con
     int64_t t = 0;
     for (; t + NT*W <= n; t += NT*W) {
         for (int c = 0; c < NC && ask; ++c) {
-            prefetch(x[c] + t + CHAN_AHEAD);
+            prefetch_first(x[c] + t + CHAN_AHEAD);
         }
         SPARQ_UNROLL
         for (int j = 0; j < NT*W; j += NB*W) {
@@ -262,7 +262,7 @@ static inline void score_channels(float * s, int64_t ld_s, int n_head, const f16
     }
     for (int c = 0; c < then.n_chan && c < 16; ++c) { // its first pass
         for (int t = 0; t < CHAN_AHEAD; t += 32) {
-            prefetch(x + (then.row + then.chan[c])*ld_chan + then.dt + t);
+            prefetch_first(x + (then.row + then.chan[c])*ld_chan + then.dt + t);
         }
     }
 }

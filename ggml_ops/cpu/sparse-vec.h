@@ -484,12 +484,19 @@ static inline int append_index(int32_t * dst, int32_t first, vm m) {
 #endif
 }
 
-// asks for the cache line of p, into the second level
+// asks for the cache line of p, into the second level or the first
 static inline void prefetch(const void * p) {
 #if (defined(SPARQ_AVX512) || defined(SPARQ_AVX2)) && (defined(__GNUC__) || defined(__clang__))
     asm volatile("prefetcht1 %0" : : "m"(*(const char *) p)); // gcc drops the builtin with functions that do nothing else, inlined or not
 #elif defined(__GNUC__) || defined(__clang__)
     __builtin_prefetch(p, 0, 2);
+#else
+    (void) p;
+#endif
+}
+static inline void prefetch_first(const void * p) {
+#if defined(__GNUC__) || defined(__clang__)
+    __builtin_prefetch(p, 0, 3);
 #else
     (void) p;
 #endif

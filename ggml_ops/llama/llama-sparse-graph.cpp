@@ -24,8 +24,9 @@
 #include <cstring>
 #include <iterator>
 
-// codes of a channel are a line longer than they need: strides of a power of two map all channels to the same cache sets (without it PICK takes
-// 10 to 30 % longer, MHA and GQA, 16k; three lines are no better). f16 is read line by line of 16 channels: there it makes no difference
+// Strides of a power of two would map all channels to the same cache sets (PICK by one thread takes 6 to 12 % longer from f16, 10 to 30 % from
+// codes, MHA and GQA, 16k; three lines are no better than one). So codes of a channel are a line longer than they need, and f16, which has no
+// memory to spare, a group shorter than the cache: its last group, complete only when the cache is full, is always scored from K
 static constexpr int64_t CODE_PAD = GGML_SPARSE_LINE;
 
 // groups that a graph can seal, so that it can be used again; when more wait (after a shift), one graph is made that seals them all: a
@@ -38,7 +39,7 @@ static constexpr int64_t N_SEAL = 16;
 
 struct llama_sparse_shadow {
     struct layer {
-        ggml_tensor * k_t     = nullptr; // [kv_size, n_embd_k_gqa, n_stream] f16, or codes
+        ggml_tensor * k_t     = nullptr; // [n_pos, n_embd_k_gqa, n_stream] f16, or codes
         ggml_tensor * k_range = nullptr; // [2, n_run and more, n_embd_k_gqa, n_stream] f32: scale and zero of the codes; only with codes
         ggml_tensor * v_sum   = nullptr; // [n_embd_v_gqa, n_sum, n_stream] f32; only with mean_v
         std::string   reason;            // why there is no k_t
@@ -53,6 +54,7 @@ struct llama_sparse_shadow {
     std::vector<ggml_backend_buffer_ptr> bufs;
     bool                                 has_v_sum = false;
     int32_t                              n_bit     = 16;
+    uint32_t                             n_pos     = 0; // that k_t has room for; a group beyond them is never sealed
 };
 
 static uint32_t n_groups(uint32_t n_kv) {
@@ -202,6 +204,7 @@ struct llama_sparse_access {
         auto shadow = std::make_shared<llama_sparse_shadow>();
         shadow->has_v_sum = v_sum;
         shadow->n_bit     = spec.n_bit;
+        shadow->n_pos     = shadow_positions(kv, spec.n_bit);
         shadow->layers.resize(kv->layers.size());
 
         // in the memory of K, layer by layer; what the device can not run gets none
@@ -248,14 +251,21 @@ struct llama_sparse_access {
         old = std::move(shadow);
     }
 
+    // positions of a row of k_t
+    static uint32_t shadow_positions(const llama_kv_cache * kv, int32_t n_bit) {
+        const uint32_t n = kv->get_size();
+        return n_bit == 16 ? (n - 1)/GGML_SPARSE_GROUP*GGML_SPARSE_GROUP : (n + GGML_SPARSE_RUN - 1)/GGML_SPARSE_RUN*GGML_SPARSE_RUN;
+    }
+
     // the tensors of one layer's shadow, without memory
     static void new_layer(ggml_context * ctx, const llama_kv_cache * kv, const llama_sparse_spec & spec, size_t ikv, bool v_sum, llama_sparse_shadow::layer & dst) {
         const auto & src = kv->layers[ikv];
+        const int64_t n_pos = shadow_positions(kv, spec.n_bit);
         if (spec.n_bit == 16) {
-            dst.k_t = ggml_new_tensor_3d(ctx, GGML_TYPE_F16, kv->get_size(), src.k->ne[0], kv->n_stream);
+            dst.k_t = ggml_new_tensor_3d(ctx, GGML_TYPE_F16, n_pos, src.k->ne[0], kv->n_stream);
         } else {
-            const int64_t n_run = (kv->get_size() + GGML_SPARSE_RUN - 1)/GGML_SPARSE_RUN;
-            dst.k_t = ggml_new_tensor_3d(ctx, GGML_TYPE_I8, n_run*GGML_SPARSE_RUN*spec.n_bit/8 + CODE_PAD, src.k->ne[0], kv->n_stream);
+            const int64_t n_run = n_pos/GGML_SPARSE_RUN;
+            dst.k_t = ggml_new_tensor_3d(ctx, GGML_TYPE_I8, n_pos*spec.n_bit/8 + CODE_PAD, src.k->ne[0], kv->n_stream);
             // whole cache lines per channel: a tile of SCORE reads one of each. An odd number, or many channels would share a set of the cache
             const int64_t n_line = (n_run + 7)/8 | 1;
             dst.k_range = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, 2, 8*n_line, src.k->ne[0], kv->n_stream);
@@ -354,7 +364,7 @@ struct llama_sparse_access {
     static void for_sealable(const llama_kv_cache * kv, uint32_t stream, uint32_t n_kv, const uint8_t * busy, F f) {
         const auto & cells  = kv->v_cells[stream];
         const auto & sealed = kv->sparse->sealed[stream];
-        const uint32_t n_full = std::min(n_kv, cells.used_max_p1())/GGML_SPARSE_GROUP;
+        const uint32_t n_full = std::min({ n_kv, cells.used_max_p1(), kv->sparse->n_pos })/GGML_SPARSE_GROUP;
         for (uint32_t g = 0; g < n_full; ++g) {
             bool full = !sealed[g] && !(busy && busy[g]);
             for (uint32_t i = 0; i < GGML_SPARSE_GROUP && full; ++i) {

@@ -190,13 +190,15 @@ def shadow_bytes(geo: Geometry, n_ctx: int, spec: AttentionSpec) -> int:
     """Memory of the transposed K, and of the sums of V where they are used.
 
     Of f16 K and V with d = 128 the transposed K takes 50 % (f16), 26 (q8) and 13 (q4); the sums of
-    V 1.7 % more. Rows of codes and of scales are an odd number of cache lines each.
+    V 1.7 % more. Rows of f16 leave out the last group of the context; rows of codes and of scales
+    are an odd number of cache lines each.
     """
     if spec.method != "sparq" or geo.is_mla:
         return 0
     mean_v = any(uses_mean_v(spec, *n) for n in zip(geo.n_head, geo.n_head_kv, strict=True))
-    row = n_ctx * SHADOW_BYTES[spec.shadow]
-    if spec.shadow != "f16":
+    if spec.shadow == "f16":
+        row = (n_ctx - 1) // GROUP * GROUP * SHADOW_BYTES[spec.shadow]
+    else:
         n_run = -(-n_ctx // RUN)
         row = n_run * RUN * SHADOW_BYTES[spec.shadow] + LINE + LINE * (-(-n_run // 8) | 1)
     n_sum = -(-n_ctx // (GROUP * SUM)) * (SUM + 1)

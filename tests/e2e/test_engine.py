@@ -336,6 +336,22 @@ def test_a_shifted_cache_is_sealed_by_the_next_token(tiny: Path) -> None:
         assert engine.seal(s) == 0 and n_wrong(s) == 0
 
 
+@pytest.mark.parametrize("shadow", ["f16", "q8", "q4"])
+def test_a_full_cache(tiny: Path, shadow: str) -> None:
+    """All groups are sealed but the last in f16, whose rows have no room for it: it is read as K."""
+    spec, n_ctx = f"sparq,rank=8,topk=64,min_ctx=0,shadow={shadow}", 1024
+    with engine.load(tiny, n_ctx=n_ctx, n_threads=2, attention=spec) as s:
+        state.fill(s, n_ctx - 1, seed=4)
+        engine.decode(s, 70)  # fills the last cell
+        engine.seal(s)
+        n_sealed = n_ctx // 64 - (shadow == "f16")
+        assert engine.info(s).counter("groups_sealed") == n_sealed * s.geometry.n_layer
+        assert engine.seal(s) == 0 and n_wrong(s) == 0
+        engine.rewind(s, n_ctx - 1)
+        engine.decode(s, 70)
+        assert engine.seal(s) == (shadow != "f16") * s.geometry.n_layer and n_wrong(s) == 0
+
+
 def n_wrong(s: engine.Session) -> int:
     """Of all sealed groups, those that differ from K and V."""
     check = s.lib._lib.llama_sparse_attn_check
@@ -396,7 +412,7 @@ def test_memory_is_checked_with_the_shadow(tiny: Path, monkeypatch: pytest.Monke
     weights = sum(t.n_bytes for t in read_gguf(tiny).tensors)
     monkeypatch.setenv("SPARQ_MEMORY_LIMIT", str(weights + (2 << 20) + (200 << 10)))
     engine.load(tiny, n_threads=1).close()
-    with pytest.raises(SparqError, match="2 MiB for the cache and 1 MiB for its transposed K"):
+    with pytest.raises(SparqError, match="2 MiB for the cache and 1008 KiB for its transposed K"):
         engine.load(tiny, attention=spec)
     engine.load(tiny, n_threads=1, type_k="q8_0", type_v="q8_0", attention=spec).close()
     monkeypatch.setenv("SPARQ_ATTN", spec)

@@ -218,6 +218,21 @@ def test_score_sealed_equals_unsealed(type_k: str, ggml: Ggml) -> None:
         assert np.abs(logits[sealed][seen] - logits["none"][seen]).max() <= 64 * EPS32
 
 
+@pytest.mark.parametrize("n_kv", [1024, 1000])
+def test_k_t_may_lack_the_last_group(n_kv: int, ggml: Ggml) -> None:
+    """Rows of k_t that end where the last group begins: it is not sealed, so nothing is missed."""
+    data = cases.make(Case(n_kv=n_kv, heads=(8, 2), sealed="all", mask="part", batch=(2, 1)))
+    data.sealed[:, -1] = 0
+    got = []
+    for n_pos in (data.k_t.shape[2], (n_kv - 1) // GROUP * GROUP):
+        with ggml.graph() as g:
+            s = Sources(replace(data, k_t=data.k_t[..., :n_pos].copy()), g)
+            logits, pick = graphs.score(s), graphs.pick(s)
+            g.compute(logits, pick)
+            got.append((g.read(logits), g.read(pick)))
+    assert all(np.array_equal(a, b) for a, b in zip(*got, strict=True))
+
+
 def test_score_uses_model_scale(ggml: Ggml) -> None:
     """tau follows the model's own scale (Gemma's is not 1/sqrt(d)): logits are linear in it."""
     data = cases.make(Case(n_kv=200, mask="open"))
