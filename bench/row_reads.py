@@ -36,10 +36,8 @@ SOURCE = Path(__file__).with_suffix(".c")
 N_KV, N_HEAD, D = 16384, 32, 128
 ROW = D * 2  # bytes: a head's part of a position, f16
 LAYER = 2 * N_KV * N_HEAD * ROW  # K, then V
-ROWS_AHEAD, LINES_AHEAD = 32, 12  # as the kernels do
-RANK, TILE = 32, 4096 * 2  # of SCORE: channels; bytes of each per unit
-SIDE = 16  # channels in one pass, as row_reads.c has it
-CHANNEL = N_KV * 2 + 384  # bytes from one channel to the next: not all in the same set of a cache
+ROWS_AHEAD = 32  # as the kernels do
+RANK, TILE = 32, 4096  # of SCORE: channels; positions of each per unit
 
 # name -> what is read
 READS = {
@@ -47,7 +45,31 @@ READS = {
     "few rows": "rows of K and V, 1 of 128",
     "few rows, known pages": "the same, page tables in the caches",
     "channels": "32 of 128 channels, 16 side by side, runs of 8 KiB",
+    "codes": "the same in 4 bits, 32 side by side, runs of 2 KiB",
 }
+
+
+@dataclass(frozen=True)
+class Channels:
+    """How SCORE reads the transposed K."""
+
+    n_bit: int
+    pad: int  # bytes: channels a power of two apart would be in one set of a cache
+    side: int  # channels side by side
+    ahead: int  # cache lines
+
+    @property
+    def run(self) -> int:
+        """Bytes of a channel, one after another."""
+        return TILE * self.n_bit // 8
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one channel to the next."""
+        return N_KV * self.n_bit // 8 + self.pad
+
+
+CHANNELS = {"channels": Channels(16, -128, 16, 8), "codes": Channels(4, 64, 32, 3)}
 
 
 @dataclass(frozen=True)
@@ -78,13 +100,13 @@ class Layers:
         self.reads = [read for read in READS if can_drop or read != "few rows, known pages"]
 
     def pieces(self, read: str, rng: np.random.Generator) -> np.ndarray:
-        """Where the pieces begin (of ROW or TILE bytes each), in the order of reading."""
+        """Where the pieces begin (of `size(read)` bytes each), in the order of reading."""
         layer = np.arange(self.n_layer)[:, None, None] * LAYER
         head = np.arange(N_HEAD)[:, None]
-        if read == "channels":
+        if c := CHANNELS.get(read):
             chan = head * D + _sorted_choice(rng, (self.n_layer, N_HEAD), D, RANK)
-            at = (layer + chan * CHANNEL).reshape(self.n_layer, N_HEAD, 1, RANK)
-            return (at + np.arange(0, N_KV * 2, TILE)[:, None]).ravel()
+            at = (layer + chan * c.stride).reshape(self.n_layer, N_HEAD, 1, RANK)
+            return (at + np.arange(N_KV // TILE)[:, None] * c.run).ravel()
         n = N_KV // (8 if read == "rows" else 128)
         pos = _sorted_choice(rng, (self.n_layer, N_HEAD), N_KV, n)
         k = layer + (pos * N_HEAD + head) * ROW
@@ -118,7 +140,7 @@ def _sorted_choice(rng: np.random.Generator, shape: tuple[int, ...], n: int, k: 
 
 def size(read: str) -> int:
     """Bytes of a piece."""
-    return TILE if read == "channels" else ROW
+    return CHANNELS[read].run if read in CHANNELS else ROW
 
 
 def measure(layers: Layers, reader: MemoryReader, case: Case) -> dict[str, Any]:
@@ -127,14 +149,15 @@ def measure(layers: Layers, reader: MemoryReader, case: Case) -> dict[str, Any]:
     samples, bandwidth = [], []
     for i in range(-1, case.n_samples):
         at = layers.pieces(case.read, rng)
-        parts = np.array_split(at.reshape(-1, SIDE), case.n_threads)
+        channels = CHANNELS.get(case.read)
+        parts = np.array_split(at.reshape(-1, channels.side if channels else 1), case.n_threads)
         reader.read()
         sequential = reader.read()
         if case.read == "few rows, known pages":
             layers.call("sparq_bench_drop", parts, reader.cpus, size(case.read))
-        if case.read == "channels":
-            more = size(case.read), LINES_AHEAD
-            seconds = layers.call("sparq_bench_runs", parts, reader.cpus, *more)
+        if channels:
+            name, more = f"sparq_bench_runs{channels.side}", (channels.run, channels.ahead)
+            seconds = layers.call(name, parts, reader.cpus, *more)
         else:
             seconds = layers.call("sparq_bench_rows", parts, reader.cpus, ROWS_AHEAD)
         if i >= 0:

@@ -165,7 +165,7 @@ static inline int choose_channels(int32_t * chan, float * coef, float * sum, con
     return n;
 }
 
-// how many positions before their use channels are asked for
+// how many positions before their use channels are asked for, into the first level
 constexpr int CHAN_AHEAD = 256;
 
 // s[h][t] += sum over NC channels of coef[h][c]*x[c][t] for n positions and HB heads; first: s starts from 0; ask: x is asked for ahead

@@ -24,7 +24,7 @@
 #include <cstring>
 #include <iterator>
 
-// Strides of a power of two would map all channels to the same cache sets (PICK by one thread takes 6 to 12 % longer from f16, 10 to 30 % from
+// Strides of a power of two would map all channels to the same cache sets (PICK by one thread takes 5 to 10 % longer from f16, 10 to 30 % from
 // codes, MHA and GQA, 16k; three lines are no better than one). So codes of a channel are a line longer than they need, and f16, which has no
 // memory to spare, a group shorter than the cache: its last group, complete only when the cache is full, is always scored from K
 static constexpr int64_t CODE_PAD = GGML_SPARSE_LINE;

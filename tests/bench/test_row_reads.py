@@ -24,8 +24,7 @@ def layers(monkeypatch: pytest.MonkeyPatch) -> row_reads.Layers:
     monkeypatch.setattr(row_reads, "N_KV", 4096)
     monkeypatch.setattr(row_reads, "N_HEAD", 2)
     monkeypatch.setattr(row_reads, "LAYER", 2 * 4096 * 2 * row_reads.ROW)
-    monkeypatch.setattr(row_reads, "CHANNEL", 4096 * 2 + 384)
-    monkeypatch.setattr(row_reads, "TILE", 4096)
+    monkeypatch.setattr(row_reads, "TILE", 2048)
     made = row_reads.Layers(2)
     made.bytes[:] = np.random.default_rng(1).integers(0, 256, made.bytes.size, np.uint8)
     return made
@@ -38,8 +37,8 @@ def test_every_byte_of_the_pieces_is_read(layers: row_reads.Layers, read: str) -
     words = layers.bytes.view(np.uint64)
     want = np.bitwise_xor.reduce(words[(at[:, None] + np.arange(0, size, 8)) // 8], axis=None)
     name, more = "sparq_bench_rows", [row_reads.ROWS_AHEAD]
-    if read == "channels":
-        name, more = "sparq_bench_runs", [size, row_reads.LINES_AHEAD]
+    if channels := row_reads.CHANNELS.get(read):
+        name, more = f"sparq_bench_runs{channels.side}", [size, channels.ahead]
     function = layers.lib[name]
     function.restype = ctypes.c_uint64
     where = ctypes.c_void_p(layers.bytes.ctypes.data), ctypes.c_void_p(at.ctypes.data)
@@ -58,11 +57,16 @@ def test_rows_are_of_one_head_after_another(layers: row_reads.Layers) -> None:
     assert position.min() >= 0 and position.max() < 4096
 
 
-def test_channels_are_read_tile_by_tile(layers: row_reads.Layers) -> None:
-    at = layers.pieces("channels", np.random.default_rng(2)).reshape(2, 2, 2, row_reads.RANK)
-    assert (np.diff(at, axis=2) == row_reads.TILE).all()
-    chan, rest = np.divmod(at - np.arange(2)[:, None, None, None] * row_reads.LAYER, 4096 * 2 + 384)
-    assert (rest == np.array([0, row_reads.TILE])[:, None]).all()
+@pytest.mark.parametrize(
+    ("read", "run", "stride"), [("channels", 4096, 8064), ("codes", 1024, 2112)]
+)
+def test_channels_are_read_tile_by_tile(
+    layers: row_reads.Layers, read: str, run: int, stride: int
+) -> None:
+    at = layers.pieces(read, np.random.default_rng(2)).reshape(2, 2, 2, row_reads.RANK)
+    assert (np.diff(at, axis=2) == run).all()
+    chan, rest = np.divmod(at - np.arange(2)[:, None, None, None] * row_reads.LAYER, stride)
+    assert (rest == np.array([0, run])[:, None]).all()
     assert (chan // row_reads.D == np.arange(2)[:, None, None]).all()
     assert (np.diff(chan, axis=-1) > 0).all()
 

@@ -338,7 +338,7 @@ def test_a_shifted_cache_is_sealed_by_the_next_token(tiny: Path) -> None:
 
 @pytest.mark.parametrize("shadow", ["f16", "q8", "q4"])
 def test_a_full_cache(tiny: Path, shadow: str) -> None:
-    """All groups are sealed but the last in f16, whose rows have no room for it: it is read as K."""
+    """All groups are sealed, but in f16 the last: there is no room for it, so it is read as K."""
     spec, n_ctx = f"sparq,rank=8,topk=64,min_ctx=0,shadow={shadow}", 1024
     with engine.load(tiny, n_ctx=n_ctx, n_threads=2, attention=spec) as s:
         state.fill(s, n_ctx - 1, seed=4)
