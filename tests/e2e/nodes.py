@@ -249,11 +249,15 @@ class Watch:
         self, k: np.ndarray, k_t: Tensor, k_range: Tensor | None, sealed: np.ndarray, p: ScoreParams
     ) -> tuple[np.ndarray, np.ndarray]:
         """Keys as SCORE reads them, and steps of the codes: both (n_stream, n_head_kv, n_kv, d)."""
+        n_kv = k.shape[2]
         values, steps = (
-            x[..., : k.shape[2]].reshape(*k.shape[:2], k.shape[3], -1).swapaxes(2, 3)
+            # zeros for the last group, which rows of f16 have no room for
+            np.pad(x[..., :n_kv], [(0, 0)] * (x.ndim - 1) + [(0, max(0, n_kv - x.shape[-1]))])
+            .reshape(*k.shape[:2], k.shape[3], -1)
+            .swapaxes(2, 3)
             for x in shadow_values(k_t, k_range, p.n_bit)
         )
-        in_shadow = np.repeat(sealed != 0, GROUP, axis=1)[:, None, : k.shape[2], None]
+        in_shadow = np.repeat(sealed != 0, GROUP, axis=1)[:, None, :n_kv, None]
         exact = np.clip(k, -65504, 65504)
         if p.n_bit == 16 and not p.n_rot:
             exact = exact.astype(np.float16).astype(np.float32)
