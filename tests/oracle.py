@@ -74,11 +74,16 @@ def temperature_factor(q: np.ndarray, components: np.ndarray, dtype=F64) -> np.n
     return np.sqrt(np.where(total > 0, kept / np.where(total > 0, total, 1), 1)).astype(dtype)
 
 
-def logits_of(q, k, bias, scale, softcap=0.0, components=None, dtype=F64) -> np.ndarray:
+def logits_of(
+    q, k, bias, scale, softcap=0.0, components=None, dtype=F64, chain=False
+) -> np.ndarray:
     """Logits (g, n), -inf where hidden. components=None: exact; otherwise approximate (eq. 7).
 
     scale is the model's (1/sqrt(d_k) in most); approximate logits are scale / sqrt(|q_r|_1/|q|_1) *
     (q_r . k_r). A head whose kept components are all zero has logits 0 (before the bias).
+
+    chain: q times the factor first, then one product added after another, as in PREFILL, whose
+    vectors hold queries. In f32 that errs more than sums side by side, as in ATTEND and BLAS.
     """
     out = np.full(bias.shape, NEG_INF, dtype)
     vis = visible_positions(bias)
@@ -87,7 +92,12 @@ def logits_of(q, k, bias, scale, softcap=0.0, components=None, dtype=F64) -> np.
         root = temperature_factor(q, components, dtype)
         factor = np.where(root > 0, dtype(scale) / np.where(root > 0, root, 1), 0).astype(dtype)
         q, k = q[:, components], k[:, components]
-    raw = q.astype(dtype) @ k[vis].astype(dtype).T * factor[:, None]
+    q, k = q.astype(dtype), k[vis].astype(dtype)
+    if chain:
+        q = q * factor[:, None]
+        raw = sum((q[:, c, None] * k[:, c] for c in range(q.shape[1])), np.zeros((), dtype))
+    else:
+        raw = q @ k.T * factor[:, None]
     if softcap > 0:
         raw = dtype(softcap) * np.tanh(raw / dtype(softcap))
     out[:, vis] = raw + bias[:, vis].astype(dtype)
@@ -163,10 +173,16 @@ def mass_kept(
 # ---- steps 2 and 3: attention ----
 
 
-def attend(q, k, v, bias, scale, softcap=0.0, selected=None, sinks=None, dtype=F64) -> np.ndarray:
-    """Exact attention over the selected (None: all) visible positions: (g, d_v)."""
+def attend(
+    q, k, v, bias, scale, softcap=0.0, selected=None, sinks=None, dtype=F64, chain=False
+) -> np.ndarray:
+    """Exact attention over the selected (None: all) visible positions: (g, d_v).
+
+    chain: see logits_of.
+    """
     pos = visible_positions(bias) if selected is None else np.asarray(selected, dtype=np.int64)
-    s = softmax(logits_of(q, k[pos], bias[:, pos], scale, softcap, dtype=dtype), sinks)
+    logits = logits_of(q, k[pos], bias[:, pos], scale, softcap, dtype=dtype, chain=chain)
+    s = softmax(logits, sinks)
     return s @ v[pos].astype(dtype)
 
 

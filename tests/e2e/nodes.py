@@ -344,7 +344,8 @@ class Watch:
         self.prefilled += n_stream * n_tok
         if self.checks:
             some = {0, n_tok - 1, (7 * self.prefilled) % n_tok}
-            self._compare(t, _params(t, PrefillParams), sorted(some), _source(t, 4), None)
+            sinks = _source(t, 4)
+            self._compare(t, _params(t, PrefillParams), sorted(some), sinks, None, chain=True)
 
     @staticmethod
     def _compare(
@@ -353,8 +354,12 @@ class Watch:
         tokens: Iterable[int],
         sinks: Tensor | None,
         sel: Tensor | None,
+        chain: bool = False,
     ) -> None:
-        """Some tokens of a node that attends with attention over what it was given."""
+        """Some tokens of a node that attends with attention over what it was given.
+
+        chain: how it adds, see `oracle.logits_of`.
+        """
         q, k, v, mask = (read(_source(t, i)) for i in range(4))
         n_stream, n_tok, n_head, _ = q.shape
         n_head_kv, d_v = k.shape[2], v.shape[3]
@@ -386,6 +391,7 @@ class Watch:
                     cells,
                     None if sink is None else sink.astype(dtype),
                     dtype,
+                    chain,
                 )
                 if sel is not None and p.mean_v:
                     y = oracle.interpolate(y, alpha, oracle.v_mean(vh, bias, dtype))
