@@ -78,14 +78,14 @@ struct attend_unit {
 // positions whose mask is looked at together, over a selection
 constexpr int64_t MASK_TILE = 1024;
 
-// Stage 1: units of a fixed number of positions leave partial states; with mean_v, a unit per KV head leaves the mean of V.
+// Stage 1: units of a fixed number of positions leave partial states; with mean_v, each thread leaves the mean of V of some KV heads.
 // Stage 2: one unit per (token, query head) merges.
 //   over a selection: a unit is one KV head and part of its cells; over all: all KV heads and a run of positions, so that K and V are
 //   read in the order of memory
 struct attend_work {
     int64_t chunk;      // positions per unit
     int64_t n_chunk;    // units per token (and KV head, over a selection)
-    int64_t n_mean;     // units of the mean per token: one per KV head, or none
+    int64_t n_mean;     // means of V per token: one per KV head, or none
     int     ld;         // floats per state
 
     float   * state;    // [n_tok*n_stream][n_chunk][n_head][ld]
@@ -271,29 +271,34 @@ SPARQ_INLINE void ask_sum(const ggml_tensor * v_sum, int64_t row, int64_t h, int
     }
 }
 
-// the mean of V over the positions that token i sees, one KV head
-void mean_unit(const attend_src & a, float * mean, int64_t h, int64_t i, int64_t s) {
+// mean [n_head][d_v]: of V over the positions that token i sees, for n_head KV heads from h on. Together they are runs in memory: head by head,
+// the rows of 64 positions that are not sealed, each in a page of its own, take as long as all the rest
+void mean_unit(const attend_src & a, float * mean, int64_t h, int64_t n_head, int64_t i, int64_t s) {
     const f16 * mask = at<const f16>(a.mask, i, 0, s);
+    const bool  run  = (int64_t) a.v->nb[1] == a.size_v;
+    const int   d    = (int) (n_head*a.d_v);
 
     int64_t n_vis = 0;
-    std::fill(mean, mean + a.d_v, 0.0f);
+    std::fill(mean, mean + d, 0.0f);
     for_mean(a, i, s,
         [&](int64_t row, int n) {
             if (n > GROUP) {
                 ask_sum(a.v_sum, row + AHEAD_SUM, h, a.d_v, s);
             }
-            sum_v<float>(mean, at(a.v_sum, row, s) + h*a.d_v*sizeof(float), 0, 1, a.d_v);
+            sum_v<float>(mean, at(a.v_sum, row, s) + h*a.d_v*sizeof(float), 0, 1, d);
             n_vis += n;
         },
         [&](int64_t g) {
             for (int64_t t = g*GROUP; t < g*GROUP + group_size(g, a.n_kv); ++t) {
                 if (mask[t].bits != F16_NEG_INF) {
-                    a.ops_v.sum(mean, at(a.v, h, t, s), 0, 1, a.d_v);
+                    for (int64_t j = 0; j < (run ? 1 : n_head); ++j) {
+                        a.ops_v.sum(mean + j*a.d_v, at(a.v, h + j, t, s), 0, 1, run ? d : a.d_v);
+                    }
                     ++n_vis;
                 }
             }
         });
-    for (int c = 0; c < a.d_v && n_vis > 0; ++c) {
+    for (int c = 0; c < d && n_vis > 0; ++c) {
         mean[c] /= n_vis;
     }
 }
@@ -377,12 +382,13 @@ void attend(const ggml_compute_params * params, ggml_tensor * dst, const attend_
         }
         attend_rows(a, w, x, n, then);
     }
-    for (int64_t u = params->ith; u < a.n_row*w.n_mean; u += params->nth) {
-        const int64_t h = u % a.n_head_kv, r = u/a.n_head_kv;
+    const int64_t n_part = std::min<int64_t>(w.n_mean, params->nth);
+    for (int64_t u = params->ith; u < a.n_row*n_part; u += params->nth) {
+        const int64_t i_part = u % n_part, r = u/n_part, h = i_part*a.n_head_kv/n_part, h1 = (i_part + 1)*a.n_head_kv/n_part;
         for (int64_t row = SUM; row < AHEAD_SUM; row += SUM + 1) {
             ask_sum(a.v_sum, row, h, a.d_v, r/a.n_tok);
         }
-        mean_unit(a, w.mean + u*a.d_v, h, r % a.n_tok, r/a.n_tok);
+        mean_unit(a, w.mean + (r*a.n_head_kv + h)*a.d_v, h, h1 - h, r % a.n_tok, r/a.n_tok);
     }
     ggml_barrier(params->threadpool);
 

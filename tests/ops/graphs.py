@@ -21,8 +21,8 @@ from ggml_ctypes import (
 
 PADDED = {  # extra elements per numpy axis, as views of larger tensors have them
     "q": (0, 0, 0, 8),
-    "k": (0, 64, 2, 0),
-    "v": (0, 64, 2, 0),
+    "k": (0, 64, 2, 16),
+    "v": (0, 64, 2, 16),
     "k_t": (0, 0, 32),
     "v_sum": (0, 0, 8),
     "mask": (0, 0, 0, 32),
