@@ -74,7 +74,7 @@ class Case(Side):
     type_v: str = "f16"
     n_base: int = BASE
     numa: str = where_given("")
-    n_embd: int = where_given(512)
+    n_embd: int = where_given(512)  # what older records have
 
 
 @dataclass(frozen=True)
