@@ -6,7 +6,7 @@ variants take turns (A B C, C B A, ...), a few tokens each: a machine that slows
 
     attention time = token time at S - token time at 32 positions, medians
     roofline       = the bytes read (by the library's counters), at the speed of a plain sequential
-                     read by as many threads, measured between the turns
+                     read by as many threads, measured between the turns at S
 """
 
 from __future__ import annotations
@@ -298,7 +298,8 @@ def rows(recs: Sequence[Record]) -> list[Row]:
     for rec in recs:
         case = Case(**rec["case"])
         mid, low, high = _attention_ns(rec, bases[_base_key(rec)])
-        bandwidth = float(np.median(rec["bandwidth_bytes_per_s"]))
+        # read before each turn: those at S are the last; memory may have been another at BASE
+        bandwidth = float(np.median(rec["bandwidth_bytes_per_s"][-(case.n_samples // TURN) :]))
         moved = rec["bytes_per_token"] - rec["base_bytes_per_token"]
         out.append(
             Row(

@@ -123,7 +123,7 @@ def fake_records() -> list[records.Record]:
                 bytes_per_token=10**8 + 10**6,
                 base_bytes_per_token=10**6,
                 counters={},
-                bandwidth_bytes_per_s=[20e9, 20e9, 1e9],
+                bandwidth_bytes_per_s=[1e9, 1e9, 20e9, 20e9],  # two turns at 32 positions, two at S
                 env={"machine": {"cpu": "C", "cores": 2}, "commit": "c"},
             )
         )
