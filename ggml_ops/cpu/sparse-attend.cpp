@@ -271,12 +271,12 @@ SPARQ_INLINE void ask_sum(const ggml_tensor * v_sum, int64_t row, int64_t h, int
     }
 }
 
-// mean [n_head][d_v]: of V over the positions that token i sees, for n_head KV heads from h on. Together they are runs in memory: head by head,
-// the rows of 64 positions that are not sealed, each in a page of its own, take as long as all the rest
+// mean [n_head][d_v]: of V over the positions that token i sees, for n_head KV heads from h on. Together their rows are runs in memory;
+// head by head each row is in a page of its own (ATTEND with 64 positions not sealed, k = 128: 28 % longer by one thread)
 void mean_unit(const attend_src & a, float * mean, int64_t h, int64_t n_head, int64_t i, int64_t s) {
     const f16 * mask = at<const f16>(a.mask, i, 0, s);
-    const bool  run  = (int64_t) a.v->nb[1] == a.size_v;
-    const int   d    = (int) (n_head*a.d_v);
+    const int     d     = (int) (n_head*a.d_v);
+    const int64_t n_run = (int64_t) a.v->nb[1] == a.size_v ? n_head : 1; // heads whose rows of V are one after another
 
     int64_t n_vis = 0;
     std::fill(mean, mean + d, 0.0f);
@@ -291,8 +291,8 @@ void mean_unit(const attend_src & a, float * mean, int64_t h, int64_t n_head, in
         [&](int64_t g) {
             for (int64_t t = g*GROUP; t < g*GROUP + group_size(g, a.n_kv); ++t) {
                 if (mask[t].bits != F16_NEG_INF) {
-                    for (int64_t j = 0; j < (run ? 1 : n_head); ++j) {
-                        a.ops_v.sum(mean + j*a.d_v, at(a.v, h + j, t, s), 0, 1, run ? d : a.d_v);
+                    for (int64_t j = 0; j < n_head; j += n_run) {
+                        a.ops_v.sum(mean + j*a.d_v, at(a.v, h + j, t, s), 0, 1, (int) (n_run*a.d_v));
                     }
                     ++n_vis;
                 }
