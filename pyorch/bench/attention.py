@@ -48,7 +48,7 @@ BASE = 32  # positions of the token time that is subtracted
 TURN = 5  # tokens per turn
 
 # The rest of the model is as small as it can be: what is measured is attention. Projections that
-# fit the caches at BASE and not at S would count as attention (width 512: 0.03 to 0.1 ms per layer).
+# fit the caches at BASE and not at S would count as attention (width 512: up to 0.1 ms per layer).
 N_EMBD = 64
 _REST = {"n_embd": N_EMBD, "n_ff": 32, "n_vocab": 288, "tokenizer": "bytes"}
 _LAYERS = {"llama2-7b": 2, "llama3-8b": 4}  # K and V of each case far above the caches of the CPU
