@@ -411,16 +411,16 @@ static inline void finish_select(int32_t * res, const select_scratch & w, const 
             if (s.n_head == 1) {
                 part = mass(w.cand, n_sel, w.top[0]) + mass(w.saved, a.n_forced, w.top[0]);
             } else {
-                long_sum sum;
-                for (int i = 0; i < n_sel; i += W) {
-                    float y[W];
-                    for (int j = 0; j < W; ++j) {
-                        const int64_t c = i + j < n_sel ? cells[i + j] : -1;
-                        y[j] = c >= 0 ? s.x[h*s.ld + c]*w.factor[c/s.tile*s.n_head + h] : 0.0f;
+                part = 0.0f;
+                for (int i = 0, end; i < n_sel; i = end) { // the cells of one tile
+                    const int64_t tile = cells[i]/s.tile;
+                    end = (int) (std::lower_bound(cells + i, cells + n_sel, (tile + 1)*s.tile) - cells);
+                    long_sum sum;
+                    for (int c = i; c < end; c += W) {
+                        sum += gather_n(s.x + h*s.ld, cells + c, std::min(W, end - c));
                     }
-                    sum += load(y);
+                    part += sum.total()*w.factor[tile*s.n_head + h];
                 }
-                part = sum.total();
             }
             // the sink takes mass but carries no value: its share stays with the selection
             const float sink = a.sinks ? expf(a.sinks[h] - w.top[h]) : 0.0f;

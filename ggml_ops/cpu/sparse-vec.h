@@ -484,6 +484,20 @@ static inline int append_index(int32_t * dst, int32_t first, vm m) {
 #endif
 }
 
+// x[i[0]], x[i[1]], .. x[i[n - 1]], then zeros
+static inline vf gather_n(const float * x, const int32_t * i, int n) {
+#if defined(SPARQ_AVX512)
+    const vm m = n < W ? (1u << n) - 1 : 0xffff;
+    return _mm512_mask_i32gather_ps(set1(0.0f), m, _mm512_maskz_loadu_epi32(m, i), x, sizeof(float));
+#else
+    float lane[W] = {};
+    for (int j = 0; j < n && j < W; ++j) {
+        lane[j] = x[i[j]];
+    }
+    return load(lane);
+#endif
+}
+
 // asks for the cache line of p, into the second level or the first
 static inline void prefetch(const void * p) {
 #if (defined(SPARQ_AVX512) || defined(SPARQ_AVX2)) && (defined(__GNUC__) || defined(__clang__))
