@@ -23,7 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -178,6 +178,7 @@ _log_lines: deque[str] = deque(maxlen=20)  # the newest warnings and errors
 _log_callback: Any = None  # kept alive as long as the library may call it
 _LOG_PREFIX = re.compile(r"^(?:[\w:~]+: |error loading model[\w ]*: )+")
 _interrupted = False  # Ctrl-C came while C code was calling us, where no exception can pass
+_ABORTED = 2  # what llama_decode returns when its callback ends it
 _LOG_DEBUG, _LOG_WARN, _LOG_ERROR, _LOG_CONT = 1, 3, 4, 5  # enum ggml_log_level
 
 
@@ -212,15 +213,18 @@ def _raise_interrupt() -> None:
 
 
 @contextmanager
-def _interrupt_later(calls_us: bool) -> Iterator[None]:
-    """Ctrl-C waits, for `_raise_interrupt`, while C code runs that calls us at any moment."""
+def _interrupt_later() -> Iterator[None]:
+    """Ctrl-C waits, for `_raise_interrupt`, while C code runs that calls us at any moment.
+
+    A function that C calls would lose it: Python may raise before the first line of its body.
+    """
 
     def later(*_: object) -> None:
         global _interrupted
         _interrupted = True
 
     plain = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not (calls_us and plain and threading.current_thread() is threading.main_thread()):
+    if not (plain and threading.current_thread() is threading.main_thread()):
         yield
         return
     signal.signal(signal.SIGINT, later)
@@ -326,14 +330,19 @@ def load(
 
 def _make_session(lib: Any, path: Path, geo: Geometry, model: Any, params: Any) -> Session:
     _log_lines.clear()
-    ctx = lib.llama_init_from_model(model, params)
+    with _interrupt_later():
+        ctx = lib.llama_init_from_model(model, params)
     if not ctx:
         lib.llama_model_free(model)
         raise SparqError(
             f"{path}: cannot make a context of {params.n_ctx} positions: {_last_log()}",
             "lower --ctx, or run with -v to see llama.cpp's own messages",
         )
-    return Session(lib, path, geo, model, ctx)
+    session = Session(lib, path, geo, model, ctx)
+    if _interrupted:
+        session.close()
+    _raise_interrupt()
+    return session
 
 
 def cache_type(name: str) -> CacheType:
@@ -404,7 +413,10 @@ def _load_model(lib: Any, path: Path, n_gpu_layers: int | None, progress: Progre
     callback = lib.llama_progress_callback(on_progress)
     params.progress_callback = callback
     _log_lines.clear()
-    model = lib.llama_model_load_from_file(os.fsencode(path), params)
+    with _interrupt_later():
+        model = lib.llama_model_load_from_file(os.fsencode(path), params)
+    if _interrupted and model:
+        lib.llama_model_free(model)
     _raise_interrupt()
     if not model:
         reason = _last_log()
@@ -598,7 +610,10 @@ def _overlap(text: str, stop: str) -> int:
 # ---- prefill and decode ----
 
 
-def _decode_tokens(session: Session, tokens: Sequence[int]) -> None:
+def _decode_tokens(
+    session: Session, tokens: Sequence[int], should_stop: Callable[[], bool] | None = None
+) -> bool:
+    """Append `tokens` to the cache; False where `should_stop` ended it, with nothing appended."""
     if len(session.tokens) + len(tokens) > session.n_ctx:
         raise SparqError(
             f"context full: {len(session.tokens)} + {len(tokens)} tokens, "
@@ -607,17 +622,47 @@ def _decode_tokens(session: Session, tokens: Sequence[int]) -> None:
         )
     buf = (ctypes.c_int32 * len(tokens))(*tokens)
     _log_lines.clear()
-    with _interrupt_later(session.watch is not None):
+    is_prompt = len(tokens) > 1
+    with _interrupt_later(), _abortable(session, should_stop) if is_prompt else nullcontext():
         code = session.lib.llama_decode(
             session.ctx, session.lib.llama_batch_get_one(buf, len(tokens))
         )
         if code == 0:
             session.tokens.extend(tokens)
+        elif session.lib.llama_memory_seq_pos_max(session.memory, 0) != len(session.tokens) - 1:
+            _forget(session)  # recurrent models cannot take a batch back
     if session.watch is not None:
         session.watch.done(len(session.tokens) - (len(tokens) if code == 0 else 0))
     _raise_interrupt()
+    if code == _ABORTED:
+        return False
     if code != 0:
         raise SparqError(f"llama.cpp could not evaluate {len(tokens)} tokens: {_last_log()}")
+    return True
+
+
+@contextmanager
+def _abortable(session: Session, should_stop: Callable[[], bool] | None) -> Iterator[None]:
+    """Ctrl-C and `should_stop` end llama_decode after the node at hand (CPU only).
+
+    Python sees a signal between two steps of its own, so it needs some while C code runs.
+    """
+
+    def on_node(_: object) -> bool:
+        global _interrupted
+        try:
+            return _interrupted or (should_stop is not None and should_stop())
+        except KeyboardInterrupt:
+            _interrupted = True
+            return True
+
+    callback = session.lib.ggml_abort_callback(on_node)
+    session.lib.llama_set_abort_callback(session.ctx, callback, None)
+    try:
+        yield
+    finally:
+        none = session.lib.ggml_abort_callback(0)
+        session.lib.llama_set_abort_callback(session.ctx, none, None)
 
 
 def prefill(
@@ -631,7 +676,7 @@ def prefill(
 
     Args:
         progress: called with (tokens done, tokens in all) after each batch.
-        should_stop: asked before each batch; True ends early, what was done stays.
+        should_stop: asked before and during each batch; True ends early, whole batches stay.
 
     Raises:
         SparqError: the context is too small, or the library failed.
@@ -647,7 +692,8 @@ def prefill(
         if should_stop is not None and should_stop():
             break
         batch = tokens[i : i + session.n_batch]
-        _decode_tokens(session, batch)
+        if not _decode_tokens(session, batch, should_stop):
+            break
         session.timings.prefill_tokens += len(batch)
         if progress is not None:
             progress(i + len(batch), len(tokens))
@@ -691,6 +737,10 @@ def rewind(session: Session, n: int) -> None:
     if n > 0 and session.lib.llama_memory_seq_rm(session.memory, 0, n, -1):
         del session.tokens[n:]
         return
+    _forget(session)
+
+
+def _forget(session: Session) -> None:
     session.lib.llama_memory_clear(session.memory, True)
     session.tokens.clear()
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -141,6 +144,36 @@ def test_progress_and_stopping(tiny: Path) -> None:
         assert seen == [(128, len(prompt)), (256, len(prompt))]
         assert [p.finish for p in pieces] == ["interrupted"]
         assert len(s.tokens) == 256
+
+
+@pytest.mark.parametrize("by", ["flag", "Ctrl-C"])
+@pytest.mark.parametrize("attention", ["off", SPARSE])
+def test_stopping_within_a_batch(tiny: Path, attention: str, by: str) -> None:
+    """Nothing of the batch stays, and the session goes on as one that never began it."""
+    with engine.load(tiny, n_threads=1, n_batch=650, attention=attention) as s:
+        prompt = engine.tokenize(s, text_of(1300))[:1300]
+        engine.prefill(s, prompt)
+        expected = greedy(s, prompt)
+        engine.rewind(s, 0)
+
+        engine.prefill(s, prompt[:650])
+        asked = 0
+
+        def should_stop() -> bool:
+            nonlocal asked
+            asked += 1
+            if asked == 20:
+                if by == "flag":
+                    return True
+                os.kill(os.getpid(), signal.SIGINT)
+            return False
+
+        with nullcontext() if by == "flag" else pytest.raises(KeyboardInterrupt):
+            engine.prefill(s, prompt[650:], should_stop=should_stop)
+        assert asked == 20
+        assert s.tokens == prompt[:650]
+        engine.prefill(s, prompt[650:])
+        assert greedy(s, prompt) == expected
 
 
 @pytest.mark.parametrize("attention", ["off", SPARSE])
