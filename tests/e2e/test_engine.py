@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny as tiny_models
 from tiny_gguf import write_tiny_gguf
 
 from pyorch import engine
@@ -173,6 +174,30 @@ def test_stopping_within_a_batch(tiny: Path, attention: str, by: str) -> None:
         assert asked == 20
         assert s.tokens == prompt[:650]
         engine.prefill(s, prompt[650:])
+        assert greedy(s, prompt) == expected
+
+
+@pytest.mark.parametrize("arch", ["mamba", "lfm2"])
+def test_stopping_where_a_batch_cannot_be_taken_back(tmp_path: Path, arch: str) -> None:
+    """A recurrent state forgets all of the text, and the next prompt starts anew."""
+    model = tiny_models.write(tmp_path / "m.gguf", arch, n_layer=4)
+    with engine.load(model, n_threads=1, n_batch=64, n_ctx=512) as s:
+        prompt = [3 + i * 7 % 250 for i in range(200)]
+        expected = greedy(s, prompt)
+        engine.rewind(s, 0)
+        done, asked = 0, 0
+
+        def progress(n: int, _: int) -> None:
+            nonlocal done
+            done = n
+
+        def should_stop() -> bool:
+            nonlocal asked
+            asked += done > 0
+            return asked == 10
+
+        engine.prefill(s, prompt, progress=progress, should_stop=should_stop)
+        assert (done, asked, s.tokens) == (64, 10, [])
         assert greedy(s, prompt) == expected
 
 
