@@ -42,7 +42,7 @@ from pyorch.models.gguf_file import (
     read_gguf,
 )
 from pyorch.models.memory import check_memory
-from pyorch.native.probe import cores as usable_cores
+from pyorch.native import probe
 
 MAX_THREADS = 512  # of ggml, which does not check
 DEFAULT_CTX = 8192  # when none is asked for; less if the model was trained on less
@@ -242,6 +242,11 @@ def _last_log() -> str:
 
 
 # ---- load ----
+
+
+def usable_cores() -> int:
+    """Threads where none are asked for: one per core, as far as the library goes."""
+    return min(probe.cores(), MAX_THREADS)
 
 
 @dataclass(frozen=True)

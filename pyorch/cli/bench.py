@@ -164,6 +164,8 @@ def command(ctx: click.Context, **options: Any) -> None:
 
     Fails when our dense attention differs from stock's, or when a sparse row did not run sparse.
     """
+    from pyorch.engine import usable_cores
+
     given = _given(ctx)
     if ctx.invoked_subcommand is not None:
         _refuse(ctx, given, f"stands before {ctx.invoked_subcommand}", "put it behind")
@@ -173,20 +175,13 @@ def command(ctx: click.Context, **options: Any) -> None:
         _refuse(ctx, given & set(COMBINED), "has no place beside --spec", hint)
     if not options["attn_only"]:
         _refuse_two_models(ctx, given, options["models"])
-    options["threads"] = options["threads"] or [_all_threads()]
+    options["threads"] = options["threads"] or [usable_cores()]
     opt.note_if_busy()
     _note_left_out(options)
     if options["attn_only"]:
         _attention(ctx, given, options)
     else:
         _speed(options)
-
-
-def _all_threads() -> int:
-    """One per core, as far as the library goes: what is recorded is what runs."""
-    from pyorch.engine import MAX_THREADS, usable_cores
-
-    return min(usable_cores(), MAX_THREADS)
 
 
 def _specs(options: dict[str, Any]) -> list[str]:
@@ -322,6 +317,7 @@ def growth(ctx: click.Context, **options: Any) -> None:
     from pyorch.bench import growth as bench
     from pyorch.bench import records
     from pyorch.bench.speed import Plan
+    from pyorch.engine import usable_cores
 
     opt.note_if_busy()
     file = _file(options, "growth.jsonl")
@@ -332,7 +328,7 @@ def growth(ctx: click.Context, **options: Any) -> None:
         quant=options["quant"],
         n_gen=[options["n_gen"]],
         n_depth=options["n_depth"],
-        threads=[options["threads"] or _all_threads()],
+        threads=[options["threads"] or usable_cores()],
         specs=options["spec"],
         repetitions=options["repetitions"],
         numa=options["numa"] or "",

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from pyorch import engine
 from pyorch.attention import calibrate
 from pyorch.bench import attention, growth, output, records, speed
 from pyorch.cli.bench import Numbers, command
 from pyorch.errors import SparqError
+from pyorch.native import probe
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_threads_are_those_that_the_library_runs(
     assert isinstance(result.exception, SparqError)
     assert result.exception.hint == "it is at least 1 and at most 512"
     assert planned("-t", "1-512*512")[0].threads == [1, 512]
-    monkeypatch.setattr(engine, "usable_cores", lambda: 768)
+    monkeypatch.setattr(probe, "cores", lambda: 768)
     assert planned()[0].threads == [512]
 
 
