@@ -151,7 +151,7 @@ def test_progress_and_stopping(tiny: Path) -> None:
 @pytest.mark.parametrize("attention", ["off", SPARSE])
 def test_stopping_within_a_batch(tiny: Path, attention: str, by: str) -> None:
     """Nothing of the batch stays, and the session goes on as one that never began it."""
-    with engine.load(tiny, n_threads=1, n_batch=650, attention=attention) as s:
+    with engine.load(tiny, n_threads=2, n_batch=650, attention=attention) as s:
         prompt = engine.tokenize(s, text_of(1300))[:1300]
         engine.prefill(s, prompt)
         expected = greedy(s, prompt)
