@@ -265,7 +265,10 @@ def _reply(chat: Chat, text: str) -> None:
     except (SparqError, KeyboardInterrupt):
         chat.messages.pop()
         raise
-    chat.messages.append({"role": "assistant", "content": reply})
+    if reply or finish != "interrupted":
+        chat.messages.append({"role": "assistant", "content": reply})
+    else:  # stopped while it was read
+        chat.messages.pop()
     info = opt.info_if_ours(chat.session)
     chat.summary = opt.run_summary(chat.session, info)
     if chat.as_json:
@@ -322,7 +325,7 @@ def _stream(chat: Chat, prompt: list[int]) -> tuple[str, str]:
         sys.stdout.write("\n")
         sys.stdout.flush()
     if finish == "interrupted":
-        opt.note("(stopped)", "dim")
+        opt.note("(stopped)" if reply else "(stopped, the message is dropped)", "dim")
     return reply, finish
 
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from threading import Timer
@@ -367,6 +368,21 @@ def test_chat_commands(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
     assert [m["content"] for m in messages[1::2]] == ["hello", "a text\n\nagain"]
     assert run("chat", "-m", tiny_chat, "-n", 4, "--resume", file, stdin="more\n").code == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["talk.json", "text.txt"]
+
+
+def test_a_message_stopped_while_it_is_read_is_dropped(
+    run: Run, tiny_chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pyorch.cli import chat
+
+    stops = iter([True, False])  # in the first message, not in the second
+    monkeypatch.setattr(chat, "_interruptible", lambda: nullcontext(partial(bool, next(stops))))
+    script = f"one\ntwo\n/save {tmp_path}/talk.json\n"
+    result = run("chat", "-m", tiny_chat, "-n", 4, stdin=script)
+    assert result.code == 0 and "the message is dropped" in result.err
+    messages = json.loads((tmp_path / "talk.json").read_text())["messages"]
+    assert [m["content"] for m in messages if m["role"] == "user"] == ["two"]
+    assert len(messages) == 2
 
 
 def test_chat_ratio_takes_effect(run: Run, tiny_chat: Path) -> None:
