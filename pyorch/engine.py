@@ -337,17 +337,16 @@ def _make_session(lib: Any, path: Path, geo: Geometry, model: Any, params: Any) 
     _log_lines.clear()
     with _interrupt_later():
         ctx = lib.llama_init_from_model(model, params)
-    if not ctx:
+    if not ctx or _interrupted:
+        if ctx:
+            lib.llama_free(ctx)
         lib.llama_model_free(model)
+        _raise_interrupt()
         raise SparqError(
             f"{path}: cannot make a context of {params.n_ctx} positions: {_last_log()}",
             "lower --ctx, or run with -v to see llama.cpp's own messages",
         )
-    session = Session(lib, path, geo, model, ctx)
-    if _interrupted:
-        session.close()
-    _raise_interrupt()
-    return session
+    return Session(lib, path, geo, model, ctx)
 
 
 def cache_type(name: str) -> CacheType:

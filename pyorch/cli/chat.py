@@ -30,7 +30,8 @@ HELP = """\
 /clear        begin a new conversation
 /save FILE    write the conversation; --resume FILE goes on from it
 /exit         leave (also Ctrl-D)
-Ctrl-C stops a reply; pressed again, the program. Arrow up: earlier messages"""
+Ctrl-C stops a reply, or the reading of a message, which is then dropped; pressed again, the
+program. Arrow up: earlier messages"""
 
 REPLY_ROOM = 64  # positions kept free for a reply when old messages are dropped
 
