@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -123,6 +124,26 @@ def prepare_metadata_for_build_wheel(folder, config_settings=None):
 """
 
 
+def _pip(folder: Path) -> list[str]:
+    """How to run pip. Environments that uv made have none: then the one that Python brings along
+    goes into `folder`, or, where a distribution has removed that too, uv runs it.
+
+    Raises:
+        SparqError: there is none of the three.
+    """
+    if importlib.util.find_spec("pip"):
+        return [sys.executable, "-m", "pip"]
+    made = [sys.executable, "-m", "venv", str(folder / "pip")]
+    if subprocess.run(made, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0:
+        return [str(folder / "pip" / "bin" / "python"), "-m", "pip"]
+    if uv := shutil.which("uv"):
+        return [uv, "tool", "run", "--quiet", "pip"]
+    raise SparqError(
+        "the source is downloaded by pip, which is missing here, and so are ensurepip and uv",
+        "install pip for this Python, or set SPARQ_LLAMA_SOURCE to a copy of the source",
+    )
+
+
 def _pip_download(pin: Pin, folder: Path) -> Path:
     stub = folder / "stub" / "scikit_build_core"
     stub.mkdir(parents=True)
@@ -131,7 +152,7 @@ def _pip_download(pin: Pin, folder: Path) -> Path:
     (stub / "build.py").write_text(
         _STUB_BACKEND.format(module=module, package=pin.package, version=pin.version), "utf-8"
     )
-    argv = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation"]
+    argv = [*_pip(folder), "download", "--quiet", "--no-deps", "--no-build-isolation"]
     argv += ["--no-binary", ":all:", "--dest", str(folder), f"{pin.package}=={pin.version}"]
     env = {**os.environ, "PYTHONPATH": str(stub.parent)}
     done = subprocess.run(
@@ -140,8 +161,6 @@ def _pip_download(pin: Pin, folder: Path) -> Path:
     file = folder / pin.filename
     if done.returncode == 0 and file.is_file():
         return file
-    if "No module named pip" in done.stderr:
-        raise SparqError("pip is missing here, and it fetches the source", "python -m ensurepip")
     if "No space left" in done.stderr:
         raise OSError(28, "No space left on device", str(folder))
     said = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]

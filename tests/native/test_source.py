@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
+import sys
 import tarfile
+import venv
 from pathlib import Path
 
 import pytest
 
+from pyorch import paths
 from pyorch.errors import SparqError
 from pyorch.native import source
 
 PIN = source.Pin("sparq-fake", "1.0", "0" * 64, "vendor/llama.cpp", "-", "-", "-", "-")
+PROJECT = '[build-system]\nrequires = ["not-there"]\nbuild-backend = "scikit_build_core.build"\n'
 
 
 def sdist(file: Path, members: dict[str, str]) -> Path:
@@ -46,14 +51,11 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_download_runs_nothing_of_the_sdist_and_checks_its_sum(cache: Path, index: Path) -> None:
-    project = (
-        '[build-system]\nrequires = ["not-there"]\nbuild-backend = "scikit_build_core.build"\n'
-    )
     crash = "raise SystemExit('code of the sdist ran')"
     members = {
         f"sparq_fake-1.0/{name}": crash for name in ("setup.py", "scikit_build_core/build.py")
     }
-    members["sparq_fake-1.0/pyproject.toml"] = project
+    members["sparq_fake-1.0/pyproject.toml"] = PROJECT
     file = sdist(index / "sparq_fake-1.0.tar.gz", members)
     good = source.Pin(**{**PIN.__dict__, "sha256": source._sha256(file)})
     where = source.locate(good)
@@ -76,14 +78,39 @@ def test_offline(cache: Path, index: Path) -> None:
     assert list((cache / "sdist").iterdir()) == []
 
 
-def test_no_pip(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho 'python: No module named pip' >&2\nexit 1\n")
-    python.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(python))
-    with pytest.raises(SparqError, match="pip is missing") as error:
-        source.fetch(PIN, source.locate(PIN), print)
-    assert "ensurepip" in error.value.hint
+@pytest.mark.parametrize("ensurepip", [True, False])
+def test_environment_without_pip(
+    cache: Path, index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ensurepip: bool
+) -> None:
+    """As uv makes them: pip comes from Python itself, else from uv, else one line says so."""
+    file = sdist(index / "sparq_fake-1.0.tar.gz", {"sparq_fake-1.0/pyproject.toml": PROJECT})
+    sha256 = source._sha256(file)
+    bare, bin_dir = tmp_path / "bare", tmp_path / "bin"
+    venv.create(bare, with_pip=False)
+    bin_dir.mkdir()
+    # Debian's Python without python3-venv fails when it is to make an environment
+    code = "" if ensurepip else "import sys; sys.executable = '/bin/false';"
+    code += (
+        "from pyorch.native import source;"
+        f"pin = source.Pin('sparq-fake', '1.0', '{sha256}', '-', '-', '-', '-', '-');"
+        "source.fetch(pin, source.locate(pin), print)"
+    )
+    env = {**os.environ, "PATH": str(bin_dir), "PYTHONPATH": str(paths.REPOSITORY)}
+
+    def fetch() -> subprocess.CompletedProcess[str]:
+        argv = [str(bare / "bin" / "python"), "-c", code]
+        return subprocess.run(argv, env=env, capture_output=True, text=True)
+
+    done = fetch()
+    if not ensurepip:
+        assert "which is missing here" in done.stderr
+        assert not list((cache / "sdist").iterdir())
+        uv = bin_dir / "uv"
+        uv.write_text(f'#!/bin/sh\nshift 4\nexec "{sys.executable}" -m pip "$@"\n')
+        uv.chmod(0o755)
+        done = fetch()
+    assert done.returncode == 0, done.stderr
+    assert (cache / "sdist" / file.name).read_bytes() == file.read_bytes()
 
 
 @pytest.mark.parametrize(
