@@ -46,6 +46,7 @@ from pyorch.cli import run as run_command
 from pyorch.cli.bench import Numbers
 from pyorch.errors import SparqError
 from pyorch.evals.texts import read_texts
+from pyorch.models.gguf_file import read_gguf
 from pyorch.native.tensor import Tensor, floats, op_number, view
 
 BENCH = "recall"
@@ -356,7 +357,7 @@ def measured(
     stamp = env["stamps"]["sparq"]
     books = read_texts(texts)
     text = hashlib.sha256("\0".join(books).encode()).hexdigest()[:16]
-    sizes = {"model": records.file_hash(model), "text": text, "n_context": n_context}
+    sizes = {"model": records.file_hash(*read_gguf(model).parts), "text": text, "n_context": n_context}
     sizes |= {"n_query": n_query, "seed": seed, **(more or {})}
     cases = [case_of(**sizes, n_pos=n, task=t) for n in positions for t in TASKS]
     done = {} if force else records.load(file)

@@ -61,3 +61,11 @@ def tiny_chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny_gguf import CHATML, write_tiny_gguf
 
     return write_tiny_gguf(tmp_path_factory.mktemp("model") / "chat.gguf", chat_template=CHATML)
+
+
+@pytest.fixture
+def split(tmp_path: Path) -> Path:
+    """The base model in three files, as llama.cpp's gguf-split writes it; the first of them."""
+    from tiny_gguf import write_tiny_gguf
+
+    return write_tiny_gguf(tmp_path / "split.gguf", part_tensors=8)

@@ -33,10 +33,17 @@ def write_tiny_gguf(
     n_ctx: int = 4096,
     chat_template: str | None = None,
     seed: int = 0,
+    part_tensors: int = 0,
     **keys: Any,
 ) -> Path:
-    """Write the file and return its path. `keys`: more metadata, `llama.key=value`."""
-    w = gguf.GGUFWriter(path, arch)
+    """Write the file and return its path.
+
+    Args:
+        part_tensors: split the model into files of so many tensors, named as llama.cpp's gguf-split
+            names them; the path of the first is returned.
+        keys: more metadata, `llama.key=value`.
+    """
+    w = gguf.GGUFWriter(path, arch, split_max_tensors=part_tensors)
     n_embd = n_head * head_dim
     w.add_name("tiny")
     w.add_context_length(n_ctx)
@@ -56,7 +63,7 @@ def write_tiny_gguf(
     w.write_kv_data_to_file()
     w.write_tensors_to_file()
     w.close()
-    return path
+    return min(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if part_tensors else path
 
 
 def _add_vocabulary(w: gguf.GGUFWriter, chat_template: str | None) -> None:

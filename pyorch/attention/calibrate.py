@@ -18,6 +18,7 @@ from typing import Any
 from pyorch import paths
 from pyorch.attention.spec import CALIBRATED, AttentionSpec, ratio_text
 from pyorch.errors import SparqError
+from pyorch.models.gguf_file import read_gguf
 
 SCHEMA = 1
 
@@ -26,20 +27,24 @@ SCHEMA = 1
 
 
 def model_hash(path: str | os.PathLike[str]) -> str:
-    """Of the content: size, the first MiB (all metadata of most models), 64 samples of the rest.
+    """16 digits that stand for the content of a model, of a split one for that of all its parts.
+
+    Hashed are the size of each file, its first MiB (which has all metadata of most models), and 64
+    samples of the rest: to read all of a large model would take minutes.
 
     Raises:
-        SparqError: the file cannot be read.
+        SparqError: a file is missing, is no GGUF file or cannot be read.
     """
     digest = hashlib.sha256()
     try:
-        size = Path(path).stat().st_size
-        digest.update(str(size).encode())
-        with Path(path).open("rb") as f:
-            digest.update(f.read(1 << 20))
-            for i in range(64):
-                f.seek(size * i // 64)
-                digest.update(f.read(4096))
+        for part in read_gguf(path).parts:
+            size = part.stat().st_size
+            digest.update(str(size).encode())
+            with part.open("rb") as f:
+                digest.update(f.read(1 << 20))
+                for i in range(64):
+                    f.seek(size * i // 64)
+                    digest.update(f.read(4096))
     except OSError as e:
         raise SparqError(f"{path}: {e.strerror or e}", "--model takes a GGUF file") from None
     return digest.hexdigest()[:16]

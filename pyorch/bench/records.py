@@ -96,19 +96,20 @@ def _commit() -> dict[str, Any]:
         return {"commit": "", "dirty": False}  # not a checkout
 
 
-def file_hash(path: Path) -> str:
-    """16 digits that stand for the content of a file.
+def file_hash(*paths: Path) -> str:
+    """16 digits that stand for the content of a file, or of several files as if they were one.
 
     Raises:
-        SparqError: it cannot be read.
+        SparqError: one of them cannot be read.
     """
     digest = hashlib.sha256()
-    try:
-        with path.open("rb") as f:
-            while piece := f.read(1 << 20):
-                digest.update(piece)
-    except OSError as e:
-        raise SparqError(f"{path}: {e.strerror or e}") from None
+    for path in paths:
+        try:
+            with path.open("rb") as f:
+                while piece := f.read(1 << 20):
+                    digest.update(piece)
+        except OSError as e:
+            raise SparqError(f"{path}: {e.strerror or e}") from None
     return digest.hexdigest()[:16]
 
 

@@ -12,6 +12,7 @@ from pyorch.attention import calibrate
 from pyorch.attention.spec import DEFAULT_RATIO, SHADOWS, layer_k, make_spec, ratio_text
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
+from pyorch.models.gguf_file import read_gguf
 
 WIDTH = 40  # characters of the widest bar
 SIZES = ((0.1e9, 8, 64), (1e9, 8, 16), (float("inf"), 4, 16))  # bytes of a model: contexts, tokens
@@ -92,7 +93,7 @@ def sizes(path: Path) -> tuple[int, int]:
 
     By its size, not by a clock, so that a run which is interrupted goes on with the same.
     """
-    size = path.stat().st_size
+    size = read_gguf(path).n_bytes
     return next((contexts, tokens) for most, contexts, tokens in SIZES if size < most)
 
 

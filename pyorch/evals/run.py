@@ -29,6 +29,7 @@ from pyorch.evals.decode import Decoder
 from pyorch.evals.methods import Runner, canonical, meaning
 from pyorch.evals.series import Series, make
 from pyorch.evals.task import Example, Outcome, Setup, Task
+from pyorch.models.gguf_file import read_gguf
 
 Progress = Callable[[int, int], None]
 
@@ -65,7 +66,7 @@ def run(
     methods = list(dict.fromkeys(canonical(m) for m in plan.methods))
     meanings = {m: meaning(m, plan.model) for m in methods}
     env = records.environment({"sparq": native.lib_dir()})
-    model = {"name": plan.model.name, "hash": records.file_hash(plan.model)}
+    model = about_model(plan.model)
     load = {
         "n_threads": plan.n_threads,
         "n_gpu_layers": plan.n_gpu_layers,
@@ -151,6 +152,11 @@ class _Work:
             **result,
             "about": dict(e.about),
         }
+
+
+def about_model(path: Path) -> Record:
+    """What a record says of the model: its name, and a hash of all its files."""
+    return {"name": path.name, "hash": records.file_hash(*read_gguf(path).parts)}
 
 
 def _prepare(

@@ -12,7 +12,7 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -258,7 +258,7 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFFile:
         raise SparqError(f"{path}: corrupt GGUF header: split.count is {n_split!r:.80}")
     if n_split <= 1:
         return first
-    parts = [first] + [_read_part(p) for p in _other_parts(first.path, n_split)]
+    parts = [first, *_other_parts(first.path, n_split)]
     tensors = tuple(t for p in parts for t in p.tensors)
     told = first.metadata.get("split.tensors.count", len(tensors))
     if told != len(tensors) or len({t.name for t in tensors}) != len(tensors):
@@ -285,7 +285,7 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     )
 
 
-def _other_parts(path: Path, n_split: int) -> list[Path]:
+def _other_parts(path: Path, n_split: int) -> Iterator[GGUFFile]:
     mark = f"-00001-of-{n_split:05d}.gguf"
     if not path.name.endswith(mark):
         raise SparqError(
@@ -293,7 +293,14 @@ def _other_parts(path: Path, n_split: int) -> list[Path]:
             hint=f"pass the part whose name ends in {mark}, with the others beside it",
         )
     stem = path.name[: -len(mark)]
-    return [path.with_name(f"{stem}-{i:05d}-of-{n_split:05d}.gguf") for i in range(2, n_split + 1)]
+    for i in range(2, n_split + 1):
+        part = path.with_name(f"{stem}-{i:05d}-of-{n_split:05d}.gguf")
+        if not part.exists():
+            raise SparqError(
+                f"{part}: part {i} of {n_split} is missing of a split model",
+                "all its parts have to lie beside the first, under the names they came with",
+            )
+        yield _read_part(part)
 
 
 def _read_part(path: Path) -> GGUFFile:

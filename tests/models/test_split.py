@@ -1,0 +1,117 @@
+"""A model in several files is one model: all of it is counted, hashed, read and run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pyorch import engine
+from pyorch.attention import calibrate
+from pyorch.bench import records
+from pyorch.cli.calibrate import SIZES, sizes
+from pyorch.evals import run as evals
+from pyorch.models.gguf_file import read_gguf
+from pyorch.models.quantize import quantize
+
+Run = Callable[..., Any]
+TEXT = "It was the best of times, it was the worst of times, " * 30
+SPARSE = "sparq,rank=8,topk=64,min_ctx=0"
+
+
+def last(model: Path) -> Path:
+    return read_gguf(model).parts[-1]
+
+
+def change_weights(model: Path) -> None:
+    raw = bytearray(model.read_bytes())
+    raw[-1] ^= 1
+    model.write_bytes(raw)
+
+
+def logits(model: Path) -> np.ndarray:
+    with engine.load(model, n_ctx=2048, n_threads=1, attention=SPARSE) as s:
+        engine.prefill(s, engine.tokenize(s, TEXT))
+        engine.decode(s, 100)
+        assert engine.info(s).counter("calls_sparse")
+        return engine.logits(s)
+
+
+def test_it_runs_as_the_whole_model_does(split: Path, tiny: Path) -> None:
+    assert np.array_equal(logits(split), logits(tiny))
+
+
+def test_hashes_are_of_all_parts(split: Path, tiny: Path) -> None:
+    for hash_of in (calibrate.model_hash, lambda path: evals.about_model(path)["hash"]):
+        before = hash_of(split)
+        assert before != hash_of(tiny)
+        change_weights(last(split))
+        assert hash_of(split) != before
+    assert evals.about_model(tiny)["hash"] == records.file_hash(tiny), "as in earlier records"
+
+
+def test_settings_calibrated_for_other_weights_are_not_used(split: Path) -> None:
+    result = {"ratio": 1 / 8, "shadow": "q4", "time": "2026-01-01T00:00:00Z"}
+    calibrate.save(split, result)
+    assert calibrate.load(split) == [result]
+    change_weights(last(split))
+    assert calibrate.load(split) == []
+
+
+def test_calibration_is_sized_by_all_parts(split: Path) -> None:
+    smallest = SIZES[0][0]
+    assert sizes(split) == SIZES[0][1:]
+    with last(split).open("r+b") as f:
+        f.truncate(int(smallest))  # a hole after its tensors, which takes no space on the disk
+    assert sizes(split) == SIZES[1][1:]
+
+
+def test_explain_counts_all_parts(run: Run, split: Path, tiny: Path) -> None:
+    reports = []
+    for model in (split, tiny):
+        code, out, err = run("explain", "-m", model, "--json")
+        assert (code, err) == (0, "")
+        r = json.loads(out)
+        reports.append({k: r[k] for k in ("weight_bytes_per_token", "kv_memory", "layers")})
+    assert reports[0] == reports[1]
+
+
+def test_memory_is_checked_with_all_parts(
+    run: Run, split: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = sum(t.n_bytes for t in read_gguf(split).tensors)
+    monkeypatch.setenv("SPARQ_MEMORY_LIMIT", str(weights - 1))
+    code, _, err = run("generate", "-m", split, "-p", "x", "-n", 1)
+    assert code == 1 and "needs" in err and "weights" in err
+
+
+def test_quantize_joins_the_parts(split: Path, tmp_path: Path) -> None:
+    result = quantize(split, tmp_path / "q.gguf", "Q8_0")
+    assert result.bytes_before == read_gguf(split).n_bytes
+    assert len(read_gguf(result.path).tensors) == len(read_gguf(split).tensors)
+    assert len(read_gguf(result.path).parts) == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("explain", "-m"),
+        ("generate", "-p", "x", "-n", 1, "-m"),
+        ("calibrate", "-m"),
+        ("eval", "repetition", "-n", 1, "-m"),
+        ("bench", "-m"),
+        ("pull",),
+    ],
+)
+def test_a_part_that_is_missing_is_named(run: Run, split: Path, command: tuple[str]) -> None:
+    last(split).unlink()
+    code, out, err = run(*command, split)
+    assert code == 1 and out == ""
+    lines = [s for s in err.splitlines() if not s.startswith("note: this machine is busy")]
+    assert len(lines) == 2, err
+    assert "split-00003-of-00003.gguf" in lines[0] and "part 3 of 3 is missing" in lines[0]
+    assert lines[1].startswith("hint: ") and "beside" in lines[1]
