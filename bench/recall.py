@@ -357,7 +357,11 @@ def measured(
     stamp = env["stamps"]["sparq"]
     books = read_texts(texts)
     text = hashlib.sha256("\0".join(books).encode()).hexdigest()[:16]
-    sizes = {"model": records.file_hash(*read_gguf(model).parts), "text": text, "n_context": n_context}
+    sizes = {
+        "model": records.file_hash(*read_gguf(model).parts),
+        "text": text,
+        "n_context": n_context,
+    }
     sizes |= {"n_query": n_query, "seed": seed, **(more or {})}
     cases = [case_of(**sizes, n_pos=n, task=t) for n in positions for t in TASKS]
     done = {} if force else records.load(file)
