@@ -27,7 +27,7 @@ import plot
 from pyorch import engine, native, paths
 from pyorch.attention import calibrate, search
 from pyorch.attention.meter import Meter, contexts
-from pyorch.attention.spec import AttentionSpec, layer_k, parse_spec, ratio_text
+from pyorch.attention.spec import AttentionSpec, parse_spec, ratio_text
 from pyorch.bench import records
 from pyorch.bench.records import Record
 from pyorch.cli import options as opt
@@ -76,7 +76,7 @@ def specs(result: dict[str, Any]) -> dict[str, AttentionSpec]:
     """The settings of each line, from what calibration found."""
     tried = {c["name"]: parse_spec(c["spec"]) for c in result["candidates"]}
     base = tried["uniform"]
-    found = {n: replace(base, **result[n]) for n in ("calibrated", "top-p")}
+    found = {n: replace(base, **calibrate.values_of(result[n])) for n in ("calibrated", "top-p")}
     with_mean = next(s for n, s in tried.items() if n.startswith("uniform, "))
     lines = {"uniform": base, MEAN_V: with_mean, "ramp": tried["ramp"]}
     return {**lines, "ramp-down": tried["ramp-down"], **found}
@@ -262,7 +262,7 @@ def data(folder: Path) -> list[plot.Row]:
     for rec in recs:
         found = parse_spec(str(specs(rec["calibration"])["calibrated"]))
         for il in rec["calibration"]["layers"] if found.k_layers else []:
-            k = layer_k(found, il)[0]
+            k = found.k_layers[il].k
             rows.append({"what": "k", "line": il, "ratio": rec["case"]["ratio"], "share": k})
     return rows
 

@@ -10,7 +10,6 @@ import csv
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +18,7 @@ from typing import Any
 import click
 import commands
 
-from pyorch.attention.spec import make_spec, nearest, parse_spec, ratio_text
+from pyorch.attention.spec import AttentionSpec, parse_spec, ratio_text
 from pyorch.bench import records
 from pyorch.bench.pictures import (  # noqa: F401  the figures have them from here
     OURS,
@@ -36,7 +35,7 @@ from pyorch.bench.pictures import (  # noqa: F401  the figures have them from he
     write,
 )
 from pyorch.cli import run as run_command
-from pyorch.errors import SparqError
+from pyorch.errors import SparqError, nearest
 
 HERE = Path(__file__).parent
 FIGURES = HERE / "figures"
@@ -119,7 +118,7 @@ def name_of(label: str) -> str:
     spec = parse_spec(label)
     if not spec.sparse:
         return f"our {label}"
-    plain = replace(make_spec(spec.method, ratio=spec.ratio), shadow=spec.shadow)
+    plain = AttentionSpec(spec.method, ratio=spec.ratio, shadow=spec.shadow)
     if spec.ratio is None or spec != plain:
         return label
     shadow = f" {spec.shadow}" if spec.method == "sparq" else ""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class SparqError(Exception):
     """A failure that is told in one line, with a second line on what to do about it.
@@ -14,3 +17,11 @@ class SparqError(Exception):
         self.message = message
         self.hint = hint
         self.exit_code = exit_code
+
+
+def nearest(what: str, value: str, allowed: Iterable[str]) -> SparqError:
+    """The error for a name that is not among `allowed`; its hint is the one that comes closest."""
+    names = list(allowed)
+    match = difflib.get_close_matches(value.lower(), names, n=1, cutoff=0.5)
+    hint = f"did you mean {match[0]}?" if match else f"one of: {', '.join(names)}"
+    return SparqError(f"unknown {what} {value!r}", hint, exit_code=2)

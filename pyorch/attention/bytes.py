@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pyorch.attention.spec import AttentionSpec, layer_k
+from pyorch.attention.spec import AttentionSpec
 from pyorch.models.gguf_file import Geometry
 
 SHADOW_BYTES = {"f16": 2.0, "q8": 1.0, "q4": 0.5}  # per element of the transposed K
@@ -96,7 +96,7 @@ def _rank(spec: AttentionSpec, head_dim: int, kv_bytes: float, il: int) -> int:
     if spec.method == "topk":
         return head_dim  # exact scores
     if spec.rank_layers is not None:
-        return int(spec.rank_layers.split(":")[il])
+        return spec.rank_layers[il]
     if spec.rank is not None:
         return spec.rank
     rank = _round((spec.ratio or 0) * head_dim * kv_bytes / SHADOW_BYTES[spec.shadow])
@@ -110,8 +110,8 @@ def _topk(
     least = spec.sinks + (spec.local or 0) + 1
     k: float
     if spec.k_layers is not None:
-        k, share = layer_k(spec, il)
-        if share:
+        k, is_share = spec.k_layers[il]
+        if is_share:
             k, least = k * n_pos, max(least, spec.min_k)
     elif spec.topk is not None:
         k = spec.topk

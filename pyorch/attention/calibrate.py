@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from pyorch import paths
-from pyorch.attention.spec import CALIBRATED, AttentionSpec, ratio_text
+from pyorch.attention.spec import (
+    CALIBRATED,
+    AttentionSpec,
+    parse_k_layers,
+    parse_rank_layers,
+    ratio_text,
+)
 from pyorch.errors import SparqError
 from pyorch.models.gguf_file import read_gguf
 
@@ -137,9 +143,18 @@ def resolve(spec: AttentionSpec, model: str | os.PathLike[str]) -> AttentionSpec
             "uniform, ramp and ramp-down do without measuring",
             exit_code=2,
         )
-    found = dict(find(model, spec.ratio or 0, spec.shadow)[spec.budget])
+    found = values_of(find(model, spec.ratio or 0, spec.shadow)[spec.budget])
     default = AttentionSpec()
     for name in ("mean_v", "min_k", "local"):
         if getattr(spec, name) != getattr(default, name):
             found.pop(name, None)
     return replace(spec, budget="uniform", **found)
+
+
+def values_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a result as `AttentionSpec` takes them; on disk, lists are text."""
+    out = dict(settings)
+    for name, parse in (("k_layers", parse_k_layers), ("rank_layers", parse_rank_layers)):
+        if out.get(name):
+            out[name] = parse(out[name])
+    return out

@@ -39,7 +39,7 @@ from pyorch import native, paths
 from pyorch.attention import calibrate
 from pyorch.attention.bytes import split, uses_mean_v
 from pyorch.attention.meter import Measured, Meter, Progress, contexts
-from pyorch.attention.spec import AttentionSpec, layer_k, make_spec
+from pyorch.attention.spec import AttentionSpec, LayerK, join_layers
 from pyorch.evals.texts import read_texts
 
 if TYPE_CHECKING:
@@ -72,9 +72,9 @@ class Point:
 
     @property
     def spec(self) -> AttentionSpec:
-        ks = ":".join("dense" if k >= 1 else f"{100 * k:.4g}%" for k in self.k)
-        ranks = ":".join(str(int(r)) for r in self.rank)
-        return replace(self.base, k_layers=ks, rank_layers=ranks)
+        """With four digits of each k, as it will be kept."""
+        ks = tuple(LayerK(float(f"{100 * min(k, 1):.4g}") / 100, True) for k in self.k)
+        return replace(self.base, k_layers=ks, rank_layers=tuple(map(int, self.rank)))
 
     def scaled(self, factor: float, least: float) -> Point:
         """All k below 1 times `factor`."""
@@ -240,7 +240,7 @@ def run(
     Raises:
         SparqError: the text is too short, or no layer can be sparse.
     """
-    base = make_spec("sparq", ratio=ratio, shadow=shadow, min_ctx=0, min_k=1)
+    base = AttentionSpec("sparq", ratio=ratio, shadow=shadow, min_ctx=0, min_k=1)
     about = {
         "ratio": ratio,
         "shadow": shadow,
@@ -340,9 +340,9 @@ def _settings(spec: AttentionSpec, n_pos: int) -> dict[str, Any]:
     if spec.local is not None:
         out["local"] = spec.local
     if spec.k_layers:
-        ks = [layer_k(spec, il)[0] for il in range(len(spec.k_layers.split(":")))]
-        least = min((k for k in ks if k < 1), default=1)
-        out |= {"k_layers": spec.k_layers, "rank_layers": spec.rank_layers}
+        least = min((k for k, _ in spec.k_layers if k < 1), default=1)
+        ranks = spec.rank_layers or ()
+        out |= {"k_layers": join_layers(spec.k_layers), "rank_layers": join_layers(ranks)}
         out["min_k"] = min(max(int(least * n_pos), 1), AttentionSpec().min_k)
     if spec.top_p is not None:
         out["top_p"] = spec.top_p

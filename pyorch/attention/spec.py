@@ -15,24 +15,40 @@ found in its place. The library knows only what stands in the result.
 
 from __future__ import annotations
 
-import difflib
-import math
-import re
-from dataclasses import dataclass, fields, replace
-from fractions import Fraction
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Any, NamedTuple
 
-from pyorch.errors import SparqError
+from pyorch.attention import line
+from pyorch.attention.line import DEFAULT_RATIO, join_layers, parse_ratio, ratio_text
+from pyorch.errors import SparqError, nearest
+
+__all__ = ["DEFAULT_RATIO", "AttentionSpec", "LayerK", "check_against_model", "parse_spec"]
+__all__ += ["join_layers", "parse_ratio", "ratio_text"]
 
 METHODS = ("sparq", "topk", "dense", "off")
 MEAN_V = ("auto", "on", "off")
 CALIBRATED = ("calibrated", "top-p")  # of a model: see `attention.calibrate`
 BUDGETS = ("uniform", "ramp", "ramp-down", *CALIBRATED)
 SHADOWS = ("q4", "q8", "f16")
-DEFAULT_RATIO = 1 / 8
-_SHORT = re.compile(r"[^eE]{0,50}([eE][+-]?\d{1,3})?%?")  # 1e999999999 is a fraction of that size
 
+_NAMES = {"method": METHODS, "mean_v": MEAN_V, "budget": BUDGETS, "shadow": SHADOWS}
+_LEAST = {"rank": 1, "topk": 1, "local": 0, "sinks": 0, "min_k": 1, "min_ctx": 0, "gpu_min_mb": 0}
 _CHOSEN = ("rank", "topk", "k_layers", "rank_layers", "top_p")  # what a ratio alone leaves open
 _ALIASES = {"k": "topk", "r": "rank", "l": "local", "mean-v": "mean_v", "min-ctx": "min_ctx"}
+
+
+class LayerK(NamedTuple):
+    """k of one layer: positions, or with `is_share` a share of all of them; all is dense."""
+
+    k: float
+    is_share: bool = False
+
+    def __str__(self) -> str:
+        if not self.is_share:
+            return str(int(self.k))
+        return "dense" if self.k == 1 else f"{100 * self.k:.12g}%"
 
 
 @dataclass(frozen=True)
@@ -49,8 +65,14 @@ class AttentionSpec:
     min_k    the least k that a ratio gives
     top_p    of the topk positions only as many as carry this share of the approximate scores
     cap      with top_p: up to so many times topk
-    k_layers one k per layer, `64:12.5%:dense`, in place of topk; a share counts all positions
+    k_layers one k per layer, in place of topk
     rank_layers one rank per layer
+
+    There is one way to say a thing: a sparse method with neither a ratio nor both its parameters
+    has ratio 1/8, ratio 1 is `dense`, and a given `top_p` needs no budget `top-p` to look it up.
+
+    Raises:
+        SparqError: an unknown name, a value out of range, or two that exclude each other.
     """
 
     method: str = "off"
@@ -67,171 +89,149 @@ class AttentionSpec:
     min_k: int = 128
     top_p: float | None = None
     cap: float = 1
-    k_layers: str | None = None
-    rank_layers: str | None = None
+    k_layers: tuple[LayerK, ...] | None = None
+    rank_layers: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in _NAMES.items():
+            if getattr(self, name) not in known:
+                raise nearest(name, str(getattr(self, name)), known)
+        if not self.sparse:
+            beside = [f.name for f in fields(self)[1:] if getattr(self, f.name) != f.default]
+            if beside:
+                raise _reads_everything(self.method, beside[0])
+            return
+        _check_numbers(self)
+        _check_layers(self)
+        if self.budget == "top-p" and self.top_p is not None:
+            self._set(budget="uniform")
+        _check_together(self)
+        if self.ratio == 1:
+            self._set(**{f.name: f.default for f in fields(self)} | {"method": "dense"})
+        elif self.ratio is None and not self._says_all:
+            self._set(ratio=DEFAULT_RATIO)
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)  # frozen for everyone else
+
+    @property
+    def _says_all(self) -> bool:
+        """Whether k and rank are known without a ratio."""
+        k, rank = self.topk or self.k_layers, self.rank or self.rank_layers
+        return bool(k and (rank or self.method == "topk"))
 
     @property
     def sparse(self) -> bool:
         return self.method in ("sparq", "topk")
 
-    def __str__(self) -> str:
+    def line(self, without: Collection[str] = ()) -> str:
         """The canonical line: the method, then what differs from the defaults."""
-        if not self.sparse:
-            return self.method
-        parts = [self.method]
-        for f in fields(self)[1:]:
-            value = getattr(self, f.name)
-            if value != f.default:
-                text = ratio_text(value) if f.name == "ratio" else _text(value)
-                parts.append(f"{f.name}={text}")
-        return ",".join(parts)
+        return line.write(self.method, self, without)
+
+    def __str__(self) -> str:
+        return self.line()
 
 
-def parse_ratio(text: str) -> float:
-    """`1/8`, `0.125` and `12.5%` -> 0.125.
-
-    Raises:
-        SparqError: not a number, or not above 0 and at most 1.
-    """
-    hint = "a ratio is a share of dense attention's bytes: 1/8, 0.125 or 12.5%"
-    raw = text.strip()
-    try:
-        if not _SHORT.fullmatch(raw):
-            raise ValueError
-        value = float(Fraction(raw[:-1]) / 100 if raw.endswith("%") else Fraction(raw))
-    except (ValueError, ZeroDivisionError, OverflowError):
-        raise SparqError(f"ratio {text!r} is not a number", hint, exit_code=2) from None
-    if not 0 < value <= 1:
-        raise SparqError(f"ratio {text} is not above 0 and at most 1", hint, exit_code=2)
-    return value
-
-
-def ratio_text(ratio: float) -> str:
-    """0.125 -> `1/8`; a ratio that is no short fraction keeps its decimals."""
-    f = Fraction(ratio).limit_denominator(1000)
-    return str(f) if math.isclose(float(f), ratio, rel_tol=1e-12) else repr(ratio)
-
-
-def _text(value: object) -> str:
-    return f"{value:.9g}" if isinstance(value, float) else str(value)
-
-
-def nearest(what: str, value: str, allowed: tuple[str, ...]) -> SparqError:
-    """The error for a name that is not in `allowed`."""
-    match = difflib.get_close_matches(value.lower(), allowed, n=1, cutoff=0.5)
-    hint = f"did you mean {match[0]}?" if match else f"one of: {', '.join(allowed)}"
-    return SparqError(f"unknown {what} {value!r}", hint, exit_code=2)
-
-
-def parse_spec(line: str) -> AttentionSpec:
+def parse_spec(text: str) -> AttentionSpec:
     """One line, as described at the top of this module, to settings.
 
     Raises:
-        SparqError: an unknown name or a value out of range.
+        SparqError: an unknown name, a value out of range, or two that exclude each other.
     """
-    head, *rest = [part.strip() for part in line.split(",")]
-    allowed = tuple(f.name for f in fields(AttentionSpec))[1:]
-    values: dict[str, object] = {}
-    for part in rest:
-        part = f"budget={part}" if part in BUDGETS else part  # may stand alone
-        key, eq, text = part.partition("=")
-        key = _ALIASES.get(key.strip(), key.strip())
-        if key not in allowed:
-            raise nearest("attention setting", key, allowed)
-        if not eq:
-            raise SparqError(f"attention setting {part!r} has no value", f"{key}=...", exit_code=2)
-        values[key] = _parse_value(key, text.strip())
-    if values and head in ("off", "dense"):
-        raise SparqError(
-            f"{head} reads everything: {next(iter(values))} has no place beside it",
-            "settings belong to sparq and topk",
-            exit_code=2,
-        )
-    return make_spec(head, **values)
+    method, parts = line.split(text)
+    parts = [f"budget={p}" if p in BUDGETS else p for p in parts]  # may stand alone
+    layers = {"k_layers": parse_k_layers, "rank_layers": parse_rank_layers}
+    values = line.read(AttentionSpec, parts, "attention setting", aliases=_ALIASES, readers=layers)
+    if values and method in ("dense", "off"):
+        raise _reads_everything(method, next(iter(values)))
+    return AttentionSpec(method, **values)
 
 
-def _parse_value(key: str, text: str) -> object:
-    if key == "ratio":
-        return parse_ratio(text)
-    if key in ("mean_v", "budget", "shadow", "k_layers", "rank_layers"):
-        return text
-    if key in ("top_p", "cap"):
-        try:
-            return float(text)
-        except ValueError:
-            raise SparqError(f"{key} {text!r} is not a number", exit_code=2) from None
-    try:
-        return int(text)
-    except ValueError:
-        raise SparqError(f"{key} {text!r} is not a whole number", exit_code=2) from None
-
-
-def make_spec(method: str | None = None, **values: object) -> AttentionSpec:
-    """Settings from keywords, None meaning "not given".
-
-    Without a method: `sparq` when anything else is given, else `off`. A sparse method with
-    neither a ratio nor both its parameters gets ratio 1/8. Ratio 1 is `dense`.
+def parse_k_layers(text: str) -> tuple[LayerK, ...]:
+    """`64:12.5%:dense` to one entry per layer.
 
     Raises:
-        SparqError: an unknown name or a value out of range.
+        SparqError: not such a list.
     """
-    given = {k: v for k, v in values.items() if v is not None}
-    if given.get("budget") == "top-p" and "top_p" in given:
-        del given["budget"]  # p is given: nothing to look up
-    if method is None:
-        method = "sparq" if given else "off"
-    if method not in METHODS:
-        raise nearest("method", method, METHODS)
-    if method in ("off", "dense"):
-        return AttentionSpec(method)
-    spec = AttentionSpec(method, **given)  # type: ignore[arg-type]
-    _check_ranges(spec)
-    if spec.ratio == 1:
-        beside = [n for n in _CHOSEN if getattr(spec, n)]
-        if beside:
-            raise SparqError(
-                f"ratio 1 is dense attention: {beside[0]} has no place beside it",
-                "leave out one of the two",
-                exit_code=2,
-            )
-        return AttentionSpec("dense")
-    k = spec.topk or spec.k_layers
-    needed = (spec.rank or spec.rank_layers, k) if method == "sparq" else (k,)
-    if spec.ratio is None and None in needed:
-        spec = replace(spec, ratio=DEFAULT_RATIO)
-    return spec
+    return tuple(_parse_layer_k(entry.strip()) for entry in text.split(":"))
 
 
-def _check_ranges(spec: AttentionSpec) -> None:
-    least = {"rank": 1, "topk": 1, "local": 0, "sinks": 0, "min_k": 1}
-    least |= {"min_ctx": 0, "gpu_min_mb": 0}
-    for key, low in least.items():
+def _parse_layer_k(text: str) -> LayerK:
+    is_share = text == "dense" or text.endswith("%")
+    try:
+        if text == "dense":
+            entry = LayerK(1.0, True)
+        else:
+            entry = LayerK(float(text[:-1]) / 100 if is_share else float(int(text)), is_share)
+    except ValueError:
+        entry = LayerK(0.0)
+    if not _is_layer_k(entry):
+        raise SparqError(f"k_layers: {text!r} is no k", "64:12.5%:dense", exit_code=2)
+    return entry
+
+
+def _is_layer_k(entry: LayerK) -> bool:
+    return 0 < entry.k <= (1 if entry.is_share else 1e9)
+
+
+def parse_rank_layers(text: str) -> tuple[int, ...]:
+    """`8:8:16` to one rank per layer.
+
+    Raises:
+        SparqError: not such a list.
+    """
+    ranks = tuple(int(r) if r.isdecimal() else 0 for r in text.split(":"))
+    if 0 in ranks:
+        raise SparqError(f"rank_layers {text!r} is no list of ranks", "8:8:16", exit_code=2)
+    return ranks
+
+
+def _reads_everything(method: str, name: str) -> SparqError:
+    return SparqError(
+        f"{method} reads everything: {name} has no place beside it",
+        "settings belong to sparq and topk",
+        exit_code=2,
+    )
+
+
+def _check_numbers(spec: AttentionSpec) -> None:
+    for key, low in _LEAST.items():
         value = getattr(spec, key)
+        if value is not None and not isinstance(value, Integral):
+            raise SparqError(f"{key} {value!r} is not a whole number", exit_code=2)
         if value is not None and value < low:
             raise SparqError(f"{key} {value} is below {low}", exit_code=2)
-    for key, names in (("mean_v", MEAN_V), ("budget", BUDGETS), ("shadow", SHADOWS)):
-        if getattr(spec, key) not in names:
-            raise nearest(key, getattr(spec, key), names)
-    chosen = [n for n in _CHOSEN if getattr(spec, n)]
-    if spec.budget in CALIBRATED and chosen:
-        raise SparqError(
-            f"budget {spec.budget} chooses k and rank: {chosen[0]} has no place beside it",
-            "give a ratio",
-            exit_code=2,
-        )
+    for key in ("ratio", "top_p", "cap"):
+        value = getattr(spec, key)
+        if value is not None and not isinstance(value, Real):
+            raise SparqError(f"{key} {value!r} is not a number", exit_code=2)
+    if spec.ratio is not None:
+        line.check_ratio(spec.ratio)
     if spec.top_p is not None and not 0 < spec.top_p <= 1:
         raise SparqError(
             f"top_p {spec.top_p} is not above 0 and at most 1", "top_p=0.95", exit_code=2
         )
     if not (1 <= spec.cap <= 1e6 and (spec.cap == 1 or spec.top_p is not None)):
         raise SparqError("cap is 1 or more, and belongs to top_p", "top_p=0.95,cap=4", exit_code=2)
-    for k in (spec.k_layers or "1").split(":"):
-        _parse_layer_k(k)
-    if spec.rank_layers is not None and not all(
-        r.isdecimal() and int(r) for r in spec.rank_layers.split(":")
-    ):
+
+
+def _check_layers(spec: AttentionSpec) -> None:
+    for entry in spec.k_layers or ():
+        if not (isinstance(entry, LayerK) and _is_layer_k(entry)):
+            raise SparqError(f"k_layers: {entry} is no k", "64:12.5%:dense", exit_code=2)
+    for rank in spec.rank_layers or ():
+        if not (isinstance(rank, Integral) and rank >= 1):
+            raise SparqError(f"rank_layers: {rank!r} is no rank", "8:8:16", exit_code=2)
+
+
+def _check_together(spec: AttentionSpec) -> None:
+    chosen = [name for name in _CHOSEN if getattr(spec, name)]
+    if spec.budget in CALIBRATED and chosen:
         raise SparqError(
-            f"rank_layers {spec.rank_layers!r} is no list of ranks", "8:8:16", exit_code=2
+            f"budget {spec.budget} chooses k and rank: {chosen[0]} has no place beside it",
+            "give a ratio",
+            exit_code=2,
         )
     if spec.method == "topk" and (spec.rank or spec.rank_layers or spec.mean_v == "on"):
         what = "mean_v" if spec.mean_v == "on" else "rank"
@@ -245,25 +245,12 @@ def _check_ranges(spec: AttentionSpec) -> None:
             "topk counts both; raise topk, or lower sinks or local",
             exit_code=2,
         )
-
-
-def _parse_layer_k(text: str) -> tuple[float, bool]:
-    """An entry of k_layers: (positions, False), or (share of all positions, True)."""
-    if text == "dense":
-        return 1.0, True
-    try:
-        value = float(text[:-1]) / 100 if text.endswith("%") else float(int(text))
-    except ValueError:
-        value = 0.0
-    share = text.endswith("%")
-    if not 0 < value <= (1 if share else 1e9):
-        raise SparqError(f"k_layers: {text!r} is no k", "64:12.5%:dense", exit_code=2)
-    return value, share
-
-
-def layer_k(spec: AttentionSpec, il: int) -> tuple[float, bool]:
-    """k of a layer as `k_layers` has it: (positions, False), or (share of them, True)."""
-    return _parse_layer_k(str(spec.k_layers).split(":")[il])
+    if spec.ratio == 1 and chosen:
+        raise SparqError(
+            f"ratio 1 is dense attention: {chosen[0]} has no place beside it",
+            "leave out one of the two",
+            exit_code=2,
+        )
 
 
 def check_against_model(spec: AttentionSpec, head_dim: int, n_layer: int | None = None) -> None:
@@ -276,19 +263,17 @@ def check_against_model(spec: AttentionSpec, head_dim: int, n_layer: int | None 
         SparqError: rank above `head_dim`, or a list of another length than `n_layer`.
     """
     for name in ("k_layers", "rank_layers"):
-        text = getattr(spec, name)
-        n = text.count(":") + 1 if text else n_layer
-        if n_layer is not None and n != n_layer:
+        entries = getattr(spec, name)
+        if n_layer is not None and entries and len(entries) != n_layer:
             raise SparqError(
-                f"{name} has {n} entries for {n_layer} layers",
+                f"{name} has {len(entries)} entries for {n_layer} layers",
                 "give one for each layer, separated by ':'",
                 exit_code=2,
             )
-    ranks = spec.rank_layers.split(":") if spec.rank_layers else [spec.rank or 0]
-    most = max(map(int, ranks))
+    most = max(spec.rank_layers or (spec.rank or 0,))
     if head_dim and most > head_dim:
         raise SparqError(
             f"rank {most} is above the model's head size {head_dim}",
-            f"--rank takes 1 to {head_dim}; {max(head_dim // 4, 1)} is a usual choice",
+            f"a rank is 1 to {head_dim}; {max(head_dim // 4, 1)} is a usual choice",
             exit_code=2,
         )

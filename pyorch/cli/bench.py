@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import click
 
-from pyorch.attention.spec import BUDGETS, SHADOWS
+from pyorch.attention.spec import BUDGETS, SHADOWS, AttentionSpec
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
 from pyorch.models.gguf_file import CACHE_TYPES
@@ -186,17 +187,19 @@ def command(ctx: click.Context, **options: Any) -> None:
 
 def _specs(options: dict[str, Any]) -> list[str]:
     """The settings of ours: `--spec`, or all combinations of the four options, each once."""
-    from pyorch.attention.spec import make_spec
-
     if options["spec"]:
         return list(options["spec"])
     every = product(*(options[name] or [None] for name in COMBINED))
-    # only SparQ has a transposed K: of other methods all types of it are the same
-    specs = [
-        make_spec(method, ratio=ratio, shadow=shadow if method == "sparq" else None, budget=budget)
-        for method, ratio, shadow, budget in every
-    ]
-    return list(dict.fromkeys(map(str, specs)))
+    return list(dict.fromkeys(str(_combined(*values)) for values in every))
+
+
+def _combined(method: str, ratio: float, shadow: str | None, budget: str | None) -> AttentionSpec:
+    """Dense attention has no ratio, and only SparQ a transposed K: what a method does not have is
+    left out, so that a list of several methods may stand beside it."""
+    if method == "dense":
+        return AttentionSpec("dense")
+    spec = AttentionSpec(method, ratio=ratio, budget=budget or "uniform")
+    return replace(spec, shadow=shadow) if shadow and spec.method == "sparq" else spec
 
 
 def _speed(options: dict[str, Any]) -> None:

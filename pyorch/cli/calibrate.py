@@ -9,7 +9,7 @@ import click
 
 from pyorch import paths
 from pyorch.attention import calibrate
-from pyorch.attention.spec import DEFAULT_RATIO, SHADOWS, layer_k, make_spec, ratio_text
+from pyorch.attention.spec import DEFAULT_RATIO, SHADOWS, AttentionSpec, ratio_text
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
 from pyorch.models.gguf_file import read_gguf
@@ -99,13 +99,13 @@ def sizes(path: Path) -> tuple[int, int]:
 
 def show(result: dict[str, Any]) -> None:
     """k of every layer as bars, and what was compared."""
-    found = {k: v for k, v in result["calibrated"].items() if k != "min_k"}
-    spec = make_spec("sparq", ratio=result["ratio"], **found)
+    found = calibrate.values_of(result["calibrated"])
+    spec = AttentionSpec("sparq", ratio=result["ratio"], **found)
     n_pos = result["n_pos"]
     print(f"ratio {ratio_text(result['ratio'])} at {n_pos} positions: {result['chosen']}\n")
     if spec.k_layers:
-        ranks = str(spec.rank_layers).split(":")
-        shares = {il: layer_k(spec, il)[0] for il in result["layers"]}
+        ranks = spec.rank_layers or ()
+        shares = {il: spec.k_layers[il].k for il in result["layers"]}
         most = max((s for s in shares.values() if s < 1), default=1)
         for il, share in shares.items():
             bar = "=" * max(round(WIDTH * share / most), 1) if share < 1 else "#" * WIDTH

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pyorch import paths
-from pyorch.attention.spec import AttentionSpec, make_spec, parse_ratio, parse_spec
+from pyorch.attention.spec import AttentionSpec, parse_ratio, parse_spec
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
 
@@ -190,9 +190,8 @@ def _run_command(chat: Chat, line: str) -> bool:
 def _with_ratio(spec: AttentionSpec, ratio: float) -> AttentionSpec:
     """The same settings at another ratio; what was given in place of a ratio goes."""
     if not spec.sparse or ratio == 1:
-        return make_spec(ratio=ratio)
-    cleared = dict.fromkeys(("rank", "topk", "k_layers", "rank_layers"))
-    return replace(spec, ratio=ratio, **cleared)
+        return AttentionSpec("sparq", ratio=ratio)
+    return replace(spec, ratio=ratio, rank=None, topk=None, k_layers=None, rank_layers=None)
 
 
 def _set_attention(chat: Chat, spec: AttentionSpec) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from pyorch import paths
-from pyorch.attention.spec import AttentionSpec, make_spec
+from pyorch.attention.spec import AttentionSpec
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
 from pyorch.models.gguf_file import human_bytes
@@ -36,7 +36,7 @@ def command(**options: Any) -> None:
     folder = paths.data("models") / "demo"
     document = _read(folder / "document.txt")
     cue, expected = passage(document)
-    spec = make_spec("sparq", ratio=options["ratio"])
+    spec = AttentionSpec("sparq", ratio=options["ratio"])
     opt.note_if_busy()
     with opt.open_session({**options, "model": folder / "demo.gguf"}, spec) as session:
         report = _run(session, f"{document}\n\n{cue}", spec, options["tokens"])

@@ -10,7 +10,7 @@ import click
 
 from pyorch.attention import bytes as cost
 from pyorch.attention.calibrate import CALIBRATED, resolve
-from pyorch.attention.spec import DEFAULT_RATIO, AttentionSpec, check_against_model, make_spec
+from pyorch.attention.spec import AttentionSpec, check_against_model
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
 from pyorch.models.gguf_file import Geometry, geometry, human_bytes, read_gguf
@@ -31,7 +31,7 @@ def command(**options: Any) -> None:
     Only the header of the model is read; of a model that has a card and is not here, the card. The
     speed-ups are limits: bytes over measured memory bandwidth, as if nothing else took time.
     """
-    spec = opt.attention_from(options) or make_spec("sparq", ratio=DEFAULT_RATIO)
+    spec = opt.attention_from(options) or AttentionSpec("sparq")
     geo = _from_card(options["model"]) if spec.budget not in CALIBRATED else None
     if geo is None:
         path = opt.model_file(options)

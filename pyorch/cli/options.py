@@ -23,12 +23,10 @@ from pyorch.attention.spec import (
     METHODS,
     SHADOWS,
     AttentionSpec,
-    make_spec,
-    nearest,
     parse_ratio,
     parse_spec,
 )
-from pyorch.errors import SparqError
+from pyorch.errors import SparqError, nearest
 from pyorch.models import cards
 from pyorch.models.gguf_file import CACHE_TYPES
 
@@ -217,7 +215,7 @@ def attention_from(options: Mapping[str, Any]) -> AttentionSpec | None:
         )
     if line is not None:
         return parse_spec(line)
-    return make_spec(method, **given) if method or given else None
+    return AttentionSpec(method or "sparq", **given) if method or given else None
 
 
 def sampling_from(options: Mapping[str, Any], default_temp: float) -> Sampling:

@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pyorch.attention.spec import nearest
+from pyorch.errors import nearest
 
 if TYPE_CHECKING:
     from pyorch.evals.task import Task

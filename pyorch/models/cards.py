@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pyorch import paths
-from pyorch.attention.spec import nearest
-from pyorch.errors import SparqError
+from pyorch.errors import SparqError, nearest
 from pyorch.models.gguf_file import Geometry
 
 if sys.version_info >= (3, 11):

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
-from pyorch.attention.spec import nearest
-from pyorch.errors import SparqError
+from pyorch.errors import SparqError, nearest
 from pyorch.models import cache, cards
 from pyorch.models.gguf_file import human_bytes, read_gguf
 from pyorch.models.hub_errors import explained

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from pyorch import native
-from pyorch.attention.spec import nearest
-from pyorch.errors import SparqError
+from pyorch.errors import SparqError, nearest
 from pyorch.models.gguf_file import MAGIC, read_gguf
 from pyorch.models.new_file import check_space, check_target, new_file
 

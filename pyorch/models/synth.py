@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from pyorch import paths
-from pyorch.attention.spec import nearest
-from pyorch.errors import SparqError
+from pyorch.errors import SparqError, nearest
 from pyorch.models import cards
 from pyorch.models.new_file import check_space, check_target, new_file
 from pyorch.native import build, source

@@ -14,20 +14,14 @@ in this folder, one file each; `watch.py` says how they decide.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from pyorch import engine
+from pyorch.attention import line
 from pyorch.attention.bytes import layer_costs
-from pyorch.attention.spec import (
-    DEFAULT_RATIO,
-    METHODS,
-    AttentionSpec,
-    nearest,
-    parse_ratio,
-    parse_spec,
-)
-from pyorch.errors import SparqError
+from pyorch.attention.spec import METHODS, AttentionSpec, parse_spec
+from pyorch.errors import SparqError, nearest
 from pyorch.models.gguf_file import Geometry
 from pyorch.policies.alisa import Alisa
 from pyorch.policies.base import Heads, Policy
@@ -58,39 +52,13 @@ def parse(text: str) -> Method:
     Raises:
         SparqError: an unknown name or a value out of range.
     """
-    head, *rest = [part.strip() for part in text.split(",")]
+    head, parts = line.split(text)
     if head in METHODS:
         return parse_spec(text)
     if head not in POLICIES:
         raise nearest("method", head, (*METHODS, *POLICIES))
     kind = POLICIES[head]
-    types = {f.name: str(f.type) for f in fields(kind)}
-    values: dict[str, Any] = {}
-    for part in rest:
-        key, eq, value = (s.strip() for s in part.partition("="))
-        if key not in types:
-            raise nearest(f"setting of {head}", key, tuple(types))
-        if not eq:
-            raise SparqError(f"{head}: {key} has no value", f"{key}=...", exit_code=2)
-        values[key] = _value(head, key, value, types[key])
-    if "ratio" in values and "k" in values:
-        raise SparqError(f"{head}: ratio and k", "ratio gives k; say one of them", exit_code=2)
-    if "k" not in values:
-        values.setdefault("ratio", DEFAULT_RATIO)
-    elif values["k"] < 1:
-        raise SparqError(f"{head}: k {values['k']} is below 1", exit_code=2)
-    policy = kind(**values)
-    policy.check()
-    return policy
-
-
-def _value(head: str, key: str, text: str, kind: str) -> Any:
-    if key == "ratio":
-        return parse_ratio(text)
-    try:
-        return float(text) if kind == "float" else int(text) if kind.startswith("int") else text
-    except ValueError:
-        raise SparqError(f"{head}: {key} {text!r} is not a number", exit_code=2) from None
+    return kind(**line.read(kind, parts, f"setting of {head}"))
 
 
 def open_session(

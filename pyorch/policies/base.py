@@ -11,15 +11,16 @@ what is written. SparQ's and dense attention's bytes are counted in the same way
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from pyorch.attention import line
 from pyorch.attention.bytes import GROUP, SUM
-from pyorch.attention.spec import MEAN_V, nearest, ratio_text
-from pyorch.errors import SparqError
+from pyorch.attention.spec import MEAN_V
+from pyorch.errors import SparqError, nearest
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,12 @@ class Selector:
 class Policy:
     """Settings of a method. Exactly one of `ratio` and `k` decides how many positions are read.
 
-    ratio  bytes read / bytes of all K and V, what the method keeps beside them included
+    ratio  bytes read / bytes of all K and V, what the method keeps beside them included; 1/8 if
+           neither is given
     k      positions, whatever they cost
+
+    Raises:
+        SparqError: a value out of range, or both of them.
     """
 
     ratio: float | None = None
@@ -108,6 +113,21 @@ class Policy:
     needs_prompt: ClassVar[bool] = False  # reads the attention of the prompt
     evicts: ClassVar[bool] = False  # what is not read once is never read again
     renormalises: ClassVar[bool] = True  # softmax over what is read; else over all positions
+
+    def __post_init__(self) -> None:
+        if self.k is not None and self.ratio is not None:
+            raise self.error("ratio and k", "ratio gives k; say one of them")
+        if self.k is None and self.ratio is None:
+            object.__setattr__(self, "ratio", line.DEFAULT_RATIO)  # frozen for everyone else
+        if self.k is not None and self.k < 1:
+            raise self.error(f"k {self.k} is below 1")
+        if self.ratio is not None:
+            line.check_ratio(self.ratio)
+        self.check()
+
+    def error(self, what: str, hint: str = "") -> SparqError:
+        """For a wrong setting of this method."""
+        return SparqError(f"{self.name}: {what}", hint, exit_code=2)
 
     def start(self, heads: Heads, prompt: Prompt | None) -> Selector:
         """A new sequence in one layer. `prompt` is given if `needs_prompt`."""
@@ -154,17 +174,14 @@ class Policy:
         return self.k_at(n_pos, heads)
 
     def check(self) -> None:
-        """Raise SparqError if a setting is out of range. `parse` calls it."""
+        """Raise SparqError if a setting of the method's own is out of range."""
+
+    def line(self, without: Collection[str] = ()) -> str:
+        """The canonical line: the name, then what differs from the defaults."""
+        return line.write(self.name, self, without)
 
     def __str__(self) -> str:
-        """The canonical line: the name, then what differs from the defaults."""
-        parts = [self.name]
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if value != f.default:
-                text = ratio_text(value) if f.name == "ratio" else str(value)
-                parts.append(f"{f.name}={text}")
-        return ",".join(parts)
+        return self.line()
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyorch.attention.spec import nearest
+from pyorch.errors import nearest
 from pyorch.policies.base import Heads, Prompt, Step, top_rows
 from pyorch.policies.scan import Scan, ScanSelector
 

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from pyorch import engine
 from pyorch.attention import calibrate, meter, search
-from pyorch.attention.spec import AttentionSpec, layer_k, make_spec, parse_spec
+from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.cli import calibrate as command
 from pyorch.errors import SparqError
 
@@ -101,8 +101,8 @@ class Formula:
     def measure(self, specs: list[AttentionSpec], which: list[int], progress: object) -> list:
         out = []
         for spec in specs:
-            k = np.array([layer_k(spec, il)[0] for il in self.layers])
-            kl, share = self.one(k, np.array(str(spec.rank_layers).split(":"), float), spec)
+            k = np.array([spec.k_layers[il].k for il in self.layers])
+            kl, share = self.one(k, np.array(spec.rank_layers, float), spec)
             wobble = 0.05 * (-1.0) ** np.array(which) * (spec.top_p is not None)
             out.append(meter.Measured(np.full(len(which), kl), share * (1 + wobble)))
         self.seen.append((len(specs), list(which)))
@@ -113,7 +113,7 @@ class Formula:
 
 
 def formula_search(share: float, mean_v: str = "off") -> tuple[search.Search, search.Point]:
-    base = make_spec("sparq", ratio=1 / 8, min_ctx=0, min_k=1, mean_v=mean_v)
+    base = AttentionSpec("sparq", ratio=1 / 8, min_ctx=0, min_k=1, mean_v=mean_v)
     s = search.Search(Formula(), 2, 2048, 64, share)  # type: ignore[arg-type]
     start = s.fit(search.Point(np.full(3, 0.1), np.full(3, 16), base))
     return s, start
@@ -188,7 +188,7 @@ def test_points_cost_the_same(model: Path) -> None:
     text = "".join(np.random.default_rng(0).choice(list("abcdefgh "), 2000))
     with engine.load(model, n_ctx=512, n_threads=1) as session:
         m = meter.Meter(session, meter.contexts(session, text, 2, 512, 4))
-        base = make_spec("sparq", ratio=1 / 4, min_ctx=0, min_k=1)
+        base = AttentionSpec("sparq", ratio=1 / 4, min_ctx=0, min_k=1)
         (uniform,) = m.measure([base], [0, 1], lambda *_: None)
         share = float(uniform.share.mean())
         s = search.Search(m, 2, 512, session.geometry.head_dim_k, share)
@@ -198,7 +198,7 @@ def test_points_cost_the_same(model: Path) -> None:
             p = search.Point(k, np.full(n, 2), replace(base, mean_v=mean_v))
             assert s.measure([s.fit(p)])[1][0] == pytest.approx(share, rel=0.005)
         dense = s.fit(search.Point(np.array([1.0, *k[1:]]), np.full(n, 2), base))
-        assert str(dense.spec.k_layers).startswith("dense:")
+        assert str(dense.spec.k_layers[0]) == "dense"
         m.close()
 
 
@@ -302,7 +302,7 @@ def test_a_folder_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
     model.with_name("m.gguf.sparq.json").mkdir()  # in the way of the file
     file = calibrate.save(model, RESULT)
     assert file.parent == tmp_path / "cache" / "calibrated"
-    assert calibrate.resolve(parse_spec("sparq,calibrated"), model).rank_layers == "8:4"
+    assert calibrate.resolve(parse_spec("sparq,calibrated"), model).rank_layers == (8, 4)
     assert not list(model.parent.glob("*.new"))
 
 
@@ -365,13 +365,14 @@ def test_calibrate_and_use(
     for budget in ("calibrated", "top-p"):
         done = run(*use, "--budget", budget, "--json")
         assert done.code == 0, done.err
-        want = calibrate.resolve(make_spec(ratio=1 / 8, budget=budget, min_ctx=0), model)
+        asked = AttentionSpec("sparq", ratio=1 / 8, budget=budget, min_ctx=0)
+        want = calibrate.resolve(asked, model)
         used = parse_spec(json.loads(done.out)["attention"]["spec"])
         assert (used.k_layers, used.rank_layers) == (want.k_layers, want.rank_layers)
     assert run(*use[:-4], "--ratio", "1/9", "--budget", "calibrated").code == 1
     explained = run("explain", "-m", model, "--ratio", "1/8", "--budget", "calibrated", "--json")
     assert json.loads(explained.out)["spec"] == str(
-        calibrate.resolve(make_spec(ratio=1 / 8, budget="calibrated"), model)
+        calibrate.resolve(AttentionSpec("sparq", ratio=1 / 8, budget="calibrated"), model)
     )
 
 

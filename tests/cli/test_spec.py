@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,8 @@ from pyorch import native
 from pyorch.attention.bytes import split
 from pyorch.attention.spec import (
     AttentionSpec,
+    LayerK,
     check_against_model,
-    make_spec,
     parse_ratio,
     parse_spec,
 )
@@ -165,18 +166,62 @@ def test_the_library_refuses_what_we_refuse(line: str) -> None:
     assert code < 0 and "\n" in message
 
 
-def test_make_spec() -> None:
-    assert make_spec() == AttentionSpec("off")
-    assert make_spec(ratio=1 / 4).method == "sparq"
-    assert make_spec("sparq").ratio == 1 / 8
-    assert make_spec(shadow="q4").ratio == 1 / 8
-    assert make_spec("sparq", rank=8, topk=64).ratio is None
+@pytest.mark.parametrize(
+    ("line", "by_hand"),
+    [
+        ("off", AttentionSpec()),
+        ("sparq", AttentionSpec("sparq")),
+        ("topk", AttentionSpec("topk")),
+        ("sparq,rank=32", AttentionSpec("sparq", rank=32)),
+        ("sparq,r=8,k=64", AttentionSpec("sparq", rank=8, topk=64)),
+        ("dense", AttentionSpec("sparq", ratio=1.0)),
+        ("sparq,top-p,top_p=0.9", AttentionSpec("sparq", budget="top-p", top_p=0.9)),
+        ("sparq,k_layers=64:12.5%:dense,rank_layers=8:8:8",
+         AttentionSpec("sparq", k_layers=(LayerK(64), LayerK(0.125, True), LayerK(1, True)),
+                       rank_layers=(8, 8, 8))),
+    ],
+)  # fmt: skip
+def test_settings_by_hand_are_those_of_a_line(line: str, by_hand: AttentionSpec) -> None:
+    assert by_hand == parse_spec(line)
+    assert parse_spec(str(by_hand)) == by_hand
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"method": "spark"}, "unknown method 'spark'"),
+        ({"ratio": 3}, "ratio 3 is not above 0 and at most 1"),
+        ({"ratio": float("nan")}, "ratio nan is not above 0"),
+        ({"ratio": "1/8"}, "ratio '1/8' is not a number"),
+        ({"rank": 2.5}, "rank 2.5 is not a whole number"),
+        ({"topk": "64"}, "topk '64' is not a whole number"),
+        ({"sinks": -1}, "sinks -1 is below 0"),
+        ({"shadow": "q5"}, "unknown shadow 'q5'"),
+        ({"top_p": 2.0}, "top_p 2.0 is not above 0"),
+        ({"cap": 4.0}, "cap is 1 or more, and belongs to top_p"),
+        ({"rank": 8, "budget": "calibrated"}, "budget calibrated chooses k and rank"),
+        ({"ratio": 1.0, "rank": 8}, "ratio 1 is dense attention: rank"),
+        ({"k_layers": (LayerK(2, True),)}, "is no k"),
+        ({"k_layers": ("64",)}, "is no k"),
+        ({"rank_layers": (8, 0)}, "rank_layers: 0 is no rank"),
+        ({"method": "off", "ratio": 0.5}, "off reads everything: ratio"),
+        ({"method": "dense", "sinks": 0}, "dense reads everything: sinks"),
+        ({"method": "topk", "rank": 8}, "rank belongs to sparq"),
+    ],
+)
+def test_no_wrong_settings_can_be_made(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(SparqError) as e:
+        AttentionSpec(**{"method": "sparq", **values})
+    assert message in e.value.message and e.value.exit_code == 2
+    if values.get("method", "sparq") == "sparq":
+        with pytest.raises(SparqError):
+            replace(AttentionSpec("sparq"), **values)
 
 
 def test_rank_above_the_head_size() -> None:
-    check_against_model(make_spec(rank=64, topk=128), 64)
+    check_against_model(AttentionSpec("sparq", rank=64, topk=128), 64)
     with pytest.raises(SparqError, match="rank 65 is above the model's head size 64"):
-        check_against_model(make_spec(rank=65, topk=128), 64)
+        check_against_model(AttentionSpec("sparq", rank=65, topk=128), 64)
 
 
 def test_lists_of_another_length_than_the_model() -> None:

@@ -17,7 +17,7 @@ from tiny_gguf import write_tiny_gguf
 
 from pyorch import engine
 from pyorch.attention.bytes import layer_costs, shadow_bytes
-from pyorch.attention.spec import make_spec, parse_spec
+from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import state
 from pyorch.engine import Sampling
 from pyorch.errors import SparqError
@@ -456,7 +456,7 @@ def test_load_refuses_what_cannot_work(tiny: Path, monkeypatch: pytest.MonkeyPat
         engine.load(tiny, n_ctx=5000)
     assert "4096" in e.value.hint
     with pytest.raises(SparqError, match="rank 33 is above the model's head size 32"):
-        engine.load(tiny, attention=make_spec("sparq", rank=33, topk=100))
+        engine.load(tiny, attention=AttentionSpec("sparq", rank=33, topk=100))
     with pytest.raises(SparqError, match="unknown cache type"):
         engine.load(tiny, type_k="f17")
     monkeypatch.setenv("SPARQ_MEMORY_LIMIT", "1000000")

@@ -314,7 +314,7 @@ def test_bad_settings_are_refused() -> None:
         "orakel": "did you mean oracle",
         "oracle,ratio=1/8,k=3": "say one of them",
         "oracle,k=0": "below 1",
-        "oracle,k=x": "not a number",
+        "oracle,k=x": "not a whole number",
         "oracle,sinks=3": "unknown setting of oracle",
         "lm-infinite,sinks=-1": "below 0",
         "streaming-llm,k=4": "no room",
@@ -332,6 +332,9 @@ def test_bad_settings_are_refused() -> None:
         with pytest.raises(SparqError) as e:
             policies.parse(line)
         assert message in f"{e.value} {e.value.hint}"
+    for wrong in ({"ratio": 3}, {"ratio": 1 / 8, "k": 3}, {"k": 0}, {"mean_v": "yes"}):
+        with pytest.raises(SparqError):
+            policies.POLICIES["oracle"](**wrong)
 
 
 def test_a_ratio_below_what_choosing_costs_is_refused(demo: engine.Session, text: str) -> None:
@@ -351,6 +354,7 @@ def test_settings_have_one_canonical_line() -> None:
     ):
         assert str(policies.parse(line)) == line
     assert str(policies.parse("oracle")) == "oracle,ratio=1/8"
+    assert policies.parse("oracle") == policies.POLICIES["oracle"]()
     assert policies.parse("sparq,ratio=1/8") == engine.parse_spec("sparq,ratio=1/8")
 
 

@@ -1,0 +1,126 @@
+"""The one-line form of settings, `METHOD[,key=value]...`, read and written here and nowhere else.
+
+The settings themselves are frozen dataclasses: `AttentionSpec`, which the library knows, and those
+of the methods in Python (`pyorch.policies`). A line is read where it comes in, on the command line
+or from a file, and written where it is shown or kept; in between there are only objects.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import fields
+from fractions import Fraction
+from typing import Any
+
+from pyorch.errors import SparqError, nearest
+
+DEFAULT_RATIO = 1 / 8
+_SHORT = re.compile(r"[^eE]{0,50}([eE][+-]?\d{1,3})?%?")  # 1e999999999 is a fraction of that size
+_RATIO_HINT = "a ratio is a share of dense attention's bytes: 1/8, 0.125 or 12.5%"
+
+
+def split(text: str) -> tuple[str, list[str]]:
+    """The method and its settings: `sparq, rank=8` gives (`sparq`, [`rank=8`])."""
+    head, *parts = [part.strip() for part in text.split(",")]
+    return head, parts
+
+
+def read(
+    kind: type,
+    parts: Iterable[str],
+    what: str,
+    *,
+    aliases: Mapping[str, str] | None = None,
+    readers: Mapping[str, Callable[[str], object]] | None = None,
+) -> dict[str, Any]:
+    """Values for the fields of the dataclass `kind`. Ranges are its own affair.
+
+    Args:
+        what: what a setting is called in an error.
+        aliases: other names of fields.
+        readers: for fields that are neither numbers nor names; each raises SparqError.
+
+    Raises:
+        SparqError: no such field, no value, or not one of the field's type.
+    """
+    types = {f.name: str(f.type).removesuffix(" | None") for f in fields(kind)}
+    types.pop("method", None)  # it is the head of the line
+    out: dict[str, Any] = {}
+    for part in parts:
+        key, eq, text = (s.strip() for s in part.partition("="))
+        key = (aliases or {}).get(key, key)
+        if key not in types:
+            raise nearest(what, key, types)
+        if not eq:
+            raise SparqError(f"{what} {part!r} has no value", f"{key}=...", exit_code=2)
+        if key == "ratio":
+            out[key] = parse_ratio(text)
+        elif readers and key in readers:
+            out[key] = readers[key](text)
+        else:
+            out[key] = _number_or_name(key, types[key], text)
+    return out
+
+
+def _number_or_name(key: str, kind: str, text: str) -> float | int | str:
+    try:
+        return float(text) if kind == "float" else int(text) if kind == "int" else text
+    except ValueError:
+        number = "number" if kind == "float" else "whole number"
+        raise SparqError(f"{key} {text!r} is not a {number}", exit_code=2) from None
+
+
+def write(method: str, settings: Any, without: Collection[str] = ()) -> str:
+    """The canonical line: the method, then the fields of `settings` that differ from their
+    defaults, but for those in `without`. `read` gives them back exactly."""
+    parts = [method]
+    for f in fields(settings):
+        value = getattr(settings, f.name)
+        if value != f.default and f.name not in ("method", *without):
+            parts.append(f"{f.name}={ratio_text(value) if f.name == 'ratio' else _text(value)}")
+    return ",".join(parts)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        return join_layers(value)
+    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
+
+
+def join_layers(entries: Iterable[object]) -> str:
+    """One entry per layer: `8:8:16`."""
+    return ":".join(map(str, entries))
+
+
+def parse_ratio(text: str) -> float:
+    """`1/8`, `0.125` and `12.5%` -> 0.125.
+
+    Raises:
+        SparqError: not a number, or not above 0 and at most 1.
+    """
+    raw = text.strip()
+    try:
+        if not _SHORT.fullmatch(raw):
+            raise ValueError
+        value = float(Fraction(raw[:-1]) / 100 if raw.endswith("%") else Fraction(raw))
+    except (ValueError, ZeroDivisionError, OverflowError):
+        raise SparqError(f"ratio {text!r} is not a number", _RATIO_HINT, exit_code=2) from None
+    check_ratio(value, text)
+    return value
+
+
+def check_ratio(ratio: float, text: str = "") -> None:
+    """Raise SparqError unless it is above 0 and at most 1."""
+    if not 0 < ratio <= 1:
+        what = text or ratio_text(ratio)
+        raise SparqError(f"ratio {what} is not above 0 and at most 1", _RATIO_HINT, exit_code=2)
+
+
+def ratio_text(ratio: float) -> str:
+    """0.125 -> `1/8`; a ratio that is no short fraction keeps its decimals."""
+    if not math.isfinite(ratio):
+        return repr(ratio)
+    f = Fraction(ratio).limit_denominator(1000)
+    return str(f) if math.isclose(float(f), ratio, rel_tol=1e-12) else repr(float(ratio))
