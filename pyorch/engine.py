@@ -13,6 +13,7 @@ from __future__ import annotations
 import codecs
 import ctypes
 import json
+import math
 import os
 import re
 import secrets
@@ -24,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,6 +48,7 @@ from pyorch.native import probe
 MAX_THREADS = 512  # of ggml, which does not check
 DEFAULT_CTX = 8192  # when none is asked for; less if the model was trained on less
 NUMA = {"distribute": 1, "isolate": 2, "numactl": 3}  # ggml_numa_strategy
+ROPE_SCALING = {"none": 0, "linear": 1, "yarn": 2}  # llama_rope_scaling_type
 Progress = Callable[[int, int], None]  # (done, total)
 
 
@@ -250,6 +252,69 @@ def usable_cores() -> int:
 
 
 @dataclass(frozen=True)
+class Rope:
+    """How positions are turned into rotations: llama.cpp's settings, None = the model's own.
+
+    A model reads longer texts than it was trained on where they are set, more or less well:
+    `Rope("linear", freq_scale=1/4)`, `Rope("yarn", freq_scale=1/4, yarn_orig_ctx=4096)`.
+
+    scaling        a key of `ROPE_SCALING`
+    freq_base      base of the frequencies
+    freq_scale     factor of the frequencies: 1/4 stretches a context to four times its length
+    yarn_orig_ctx  positions that the model was trained on
+    yarn_*         YaRN's mix of extrapolation, its attention magnitude, its two corrections
+    """
+
+    scaling: str | None = None
+    freq_base: float | None = None
+    freq_scale: float | None = None
+    yarn_orig_ctx: int | None = None
+    yarn_ext_factor: float | None = None
+    yarn_attn_factor: float | None = None
+    yarn_beta_fast: float | None = None
+    yarn_beta_slow: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raises:
+        SparqError: an unknown scaling, or a number that llama.cpp would take for "not given".
+        """
+        if self.scaling is not None and self.scaling not in ROPE_SCALING:
+            raise SparqError(
+                f"unknown RoPE scaling {self.scaling!r}", ", ".join(ROPE_SCALING), exit_code=2
+            )
+        for f in fields(self)[1:]:
+            value, may_be_0 = getattr(self, f.name), f.name.startswith(("yarn_ext", "yarn_attn"))
+            if value is not None and not (0 < value < math.inf or (value == 0 and may_be_0)):
+                least = "0 or more" if may_be_0 else "above 0"
+                raise SparqError(f"RoPE {f.name} {value} is out of range", f"it is {least}", 2)
+
+    @classmethod
+    def parse(cls, text: str) -> Rope:
+        """What `str` made: `scaling=yarn,freq_scale=0.25`; "" is the model's own."""
+        values = dict(part.split("=") for part in text.split(",") if part)
+        kind = {"scaling": str, "yarn_orig_ctx": int}
+        return cls(**{k: kind.get(k, float)(v) for k, v in values.items()})
+
+    def __str__(self) -> str:
+        return ",".join(f"{k}={v}" for k, v in self.given.items())
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The settings that are not the model's own."""
+        return {k: v for k, v in asdict(self).items() if v is not None}
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The same as fields of `llama_context_params`."""
+        names = {"scaling": "rope_scaling_type", "freq_base": "rope_freq_base"}
+        names["freq_scale"] = "rope_freq_scale"
+        out = {names.get(k, k): v for k, v in self.given.items()}
+        if self.scaling is not None:
+            out["rope_scaling_type"] = ROPE_SCALING[self.scaling]
+        return out
+
+
+@dataclass(frozen=True)
 class CacheType:
     """A ggml type of the KV cache: its number, and its bytes per element."""
 
@@ -268,6 +333,7 @@ def load(
     type_v: str = "f16",
     flash_attn: bool = True,
     attention: AttentionSpec | str | None = None,
+    rope: Rope | None = None,
     n_gpu_layers: int | None = None,
     numa: str = "",
     stock: bool = False,
@@ -278,12 +344,14 @@ def load(
     """Map a GGUF model into memory and make a context for it.
 
     Args:
-        n_ctx: positions; None = the model's training context, at most 8192.
+        n_ctx: positions; None = the model's training context, at most 8192. More than the model
+            was trained on only with `rope`.
         n_threads: None = the number of cores this process may use.
         n_batch: tokens evaluated at once in prefill.
         type_k, type_v: types of the cache, from `CACHE_TYPES`.
         flash_attn: sparse attention needs True; False is the other stock path, to compare with.
         attention: as for `set_attention`; None = what SPARQ_ATTN says, or off.
+        rope: other rotations than the model's own, for longer contexts.
         n_gpu_layers: layers on the GPU, None = llama.cpp's default: all.
         numa: a key of `NUMA`, llama.cpp's own strategies; the first one in a process counts.
         stock: on the unpatched library, to compare with; a process has one library or the other.
@@ -295,7 +363,9 @@ def load(
     """
     file = read_gguf(path)
     geo = geometry(file)
-    n_ctx = checked_ctx(geo, n_ctx)
+    n_ctx = checked_ctx(geo, n_ctx, rope)
+    if numa and numa not in NUMA:
+        raise SparqError(f"unknown NUMA strategy {numa!r}", ", ".join(NUMA), exit_code=2)
     types = [cache_type(t) for t in (type_k, type_v)]
     if attention is None and not stock:
         attention = os.environ.get("SPARQ_ATTN") or None
@@ -318,6 +388,8 @@ def load(
     params.flash_attn_type = 1 if flash_attn else 0
     params.type_k, params.type_v = (t.number for t in types)
     params.no_perf = True
+    for name, value in (rope.params if rope else {}).items():
+        setattr(params, name, value)
     if watch is not None:
         on_node = lib.ggml_backend_sched_eval_callback(lambda t, ask, _: watch.node(t, ask))
         params.cb_eval = on_node
@@ -327,7 +399,7 @@ def load(
     try:
         if spec is not None:
             set_attention(session, spec)
-    except SparqError:
+    except BaseException:  # Ctrl-C while what is cached is sealed, too
         session.close()
         raise
     return session
@@ -361,19 +433,30 @@ def cache_type(name: str) -> CacheType:
     raise SparqError(f"unknown cache type {name!r}", ", ".join(CACHE_TYPES), exit_code=2)
 
 
-def checked_ctx(geo: Geometry, n_ctx: int | None) -> int:
+def checked_ctx(geo: Geometry, n_ctx: int | None, rope: Rope | None = None) -> int:
+    """Positions of a context where `n_ctx` are asked for.
+
+    Raises:
+        SparqError: none, or more than the model was trained on and no `rope` to stretch them.
+    """
     limit = geo.n_ctx_train
     if n_ctx is None:
         return min(DEFAULT_CTX, limit) if limit else DEFAULT_CTX
     if n_ctx < 1:
         raise SparqError(f"context {n_ctx} is below 1", "--ctx 4096", exit_code=2)
-    if limit and n_ctx > limit:
+    if beyond_training(geo, n_ctx) and not (rope and rope.given):
         raise SparqError(
             f"context {n_ctx} is beyond the {limit} positions this model was trained on",
-            f"--ctx {limit} or less, or a model trained on longer texts",
+            f"--ctx {limit} or less; or stretch it: --rope-scaling yarn "
+            f"--rope-scale {-(-n_ctx // limit)}",
             exit_code=2,
         )
     return n_ctx
+
+
+def beyond_training(geo: Geometry, n_ctx: int) -> bool:
+    """Whether a context has more positions than the model has seen."""
+    return bool(geo.n_ctx_train and n_ctx > geo.n_ctx_train)
 
 
 def _library(stock: bool, verbose: bool) -> Any:

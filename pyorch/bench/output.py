@@ -78,6 +78,7 @@ def _telling_apart(found: Sequence[Row]) -> dict[str, Callable[[Row], object]]:
     columns: dict[str, tuple[str, Callable[[Row], object]]] = {
         "positions before": ("prefill", lambda r: _BEFORE[r["prefill"]]),
         "numa": ("numa", lambda r: r["numa"] or "none"),
+        "RoPE": ("rope", lambda r: r["rope"] or "the model's own"),
         "layers on the GPU": (
             "n_gpu_layers",
             lambda r: "all" if r["n_gpu_layers"] is None else r["n_gpu_layers"],

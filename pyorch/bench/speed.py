@@ -79,6 +79,7 @@ class Case(Side):
     below_min_ctx: bool = False  # ours is to run dense
     seed: int = 1
     n_gpu_layers: int | None = where_given(None)  # all
+    rope: str = where_given("")  # `engine.Rope` as text
     calibration: str = where_given("")  # what a budget of `spec` stands for with this model
 
     @property
@@ -111,6 +112,7 @@ class Plan:
     prefill: bool = False
     numa: str = ""
     n_gpu_layers: int | None = None
+    rope: str = ""
     below_min_ctx: bool = False
     seed: int = 1  # of the positions before
 
@@ -148,6 +150,7 @@ class Plan:
                 repetitions=self.repetitions,
                 numa=self.numa,
                 n_gpu_layers=self.n_gpu_layers,
+                rope=self.rope,
                 below_min_ctx=self.below_min_ctx,
                 seed=self.seed,
             )
@@ -397,6 +400,7 @@ def _open(workers: Workers, place: str, case: Case, model: Path) -> None:
         type_v=case.type_v,
         numa=case.numa,
         n_gpu_layers=case.n_gpu_layers,
+        rope=case.rope,
     )
     if case.prefill and case.n_depth:
         workers[place].prefill(n=case.n_depth, seed=case.seed)

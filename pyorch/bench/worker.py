@@ -48,6 +48,7 @@ class Subject:
         type_v: str = "f16",
         numa: str = "",
         n_gpu_layers: int | None = None,
+        rope: str = "",
     ) -> None:
         """Load a model in place of the one before."""
         from pyorch import engine
@@ -66,6 +67,7 @@ class Subject:
             numa="" if self.loaded else numa,  # once per process
             stock=self.stock,
             n_gpu_layers=n_gpu_layers,
+            rope=engine.Rope.parse(rope),
         )
         self.loaded = True
 

@@ -150,6 +150,7 @@ force_option = click.option("--force", is_flag=True, help="Measure again what is
 @several("--budget", of=opt.Name(*BUDGETS), text="k over the layers.")
 @spec_option(help="In place of these four: all settings as one line.")
 @opt.numa_option
+@opt.rope_options
 @opt.gpu_option
 @click.option("--prefill", is_flag=True, help="Read the positions before for real.")
 @click.option("--attn-only", is_flag=True, help="Time attention by itself.")
@@ -222,6 +223,7 @@ def _speed(options: dict[str, Any]) -> None:
         prefill=options["prefill"],
         numa=options["numa"] or "",
         n_gpu_layers=options["n_gpu_layers"],
+        rope=str(opt.rope_from(options) or ""),
     )
     file = _file(options, "speed.jsonl")
     with opt.progress_bar("bench") as progress:
@@ -267,6 +269,7 @@ def _attention(ctx: click.Context, given: set[str], options: dict[str, Any]) -> 
     from pyorch.bench import attention, records
 
     foreign = {"models", "quant", "n_prompt", "n_gen", "flash_attn", "n_gpu_layers", "prefill"}
+    foreign |= {name for name in options if name.startswith(("rope_", "yarn_"))}
     hint = "--like chooses the heads, -d the positions, -r the turns of five tokens"
     _refuse(ctx, given & foreign, "has no meaning with --attn-only", hint)
     ours = given & {*COMBINED, "spec"}

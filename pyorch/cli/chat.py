@@ -59,6 +59,7 @@ class Chat:
 @click.option("-n", "--tokens", type=opt.Number(int, 1), help="Tokens of one reply at most.")
 @click.option("--resume", metavar="FILE", help="Go on from a conversation written by /save.")
 @opt.context_options
+@opt.rope_options
 @opt.gpu_option
 @opt.cache_options
 @opt.numa_option
@@ -77,7 +78,8 @@ def command(**options: Any) -> None:
     attention = opt.attention_from(options)
     sampling = opt.sampling_from(options, default_temp=0.8)
     messages = _resume(options["resume"]) if options["resume"] else []
-    if options["system"]:
+    if options["system"]:  # in place of the one that a resumed conversation began with
+        messages = [m for m in messages if m["role"] != "system"]
         messages.insert(0, {"role": "system", "content": options["system"]})
     with opt.open_session(options, attention) as session:
         template = ChatTemplate(session)

@@ -58,6 +58,7 @@ def command() -> None:
 @click.option("--ctx", type=opt.SOME_POSITIONS, default=2048, show_default=True, help="Positions.")
 @click.option("--seed", type=opt.Number(int, 0), default=1, show_default=True)
 @click.option("--threads", "-t", type=opt.THREADS, help="[default: all cores]")
+@opt.rope_options
 @opt.gpu_option
 @opt.cache_options
 @opt.numa_option
@@ -106,6 +107,7 @@ def run(**options: Any) -> None:
     from pyorch import paths
     from pyorch.evals import run as evaluate
     from pyorch.evals import table, texts
+    from pyorch.models.gguf_file import geometry, read_gguf
 
     model = opt.model_path(options["model"], options["yes"])
     books = [Path(t) for t in options["text"]] or [paths.data("models") / "demo" / "document.txt"]
@@ -130,8 +132,10 @@ def run(**options: Any) -> None:
         type_k=options["cache_type_k"],
         type_v=options["cache_type_v"],
         numa=options["numa"] or "",
+        rope=opt.rope_from(options),
     )
     opt.note_if_busy()
+    opt.note_if_beyond(options["ctx"], geometry(read_gguf(model)).n_ctx_train)
     with opt.progress_bar("making the examples") as making, opt.progress_bar("eval") as progress:
         found = evaluate.run(plan, folder, making, progress, force=options["force"])
     print(table.FORMATS[options["output"]](found))

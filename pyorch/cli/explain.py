@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 @click.command()
 @opt.model_options
 @opt.context_options
+@opt.rope_options
 @opt.cache_options
 @opt.attention_options
 @opt.json_option
@@ -36,12 +37,15 @@ def command(**options: Any) -> None:
     if geo is None:
         path = opt.model_file(options)
         spec, geo = resolve(spec, path), geometry(read_gguf(path))
-    from pyorch.engine import cache_type, usable_cores
+    from pyorch import engine
 
     check_against_model(spec, geo.head_dim_k, geo.n_layer)
-    n_pos = _positions(geo, options["ctx"])
-    n_threads = options["threads"] or usable_cores()
-    types = [cache_type(options[f"cache_type_{x}"]) for x in "kv"]
+    n_pos = engine.checked_ctx(
+        geo, options["ctx"] or geo.n_ctx_train or 4096, opt.rope_from(options)
+    )
+    opt.note_if_beyond(n_pos, geo.n_ctx_train)
+    n_threads = options["threads"] or engine.usable_cores()
+    types = [engine.cache_type(options[f"cache_type_{x}"]) for x in "kv"]
     report = explain(geo, spec, n_pos, types, _bandwidth(n_threads))
     report["threads"] = n_threads
     if options["as_json"]:
@@ -71,17 +75,6 @@ def _bandwidth(n_threads: int) -> float:
     reader = MemoryReader(n_threads)
     reader.read()
     return statistics.median(reader.read() for _ in range(5))
-
-
-def _positions(geo: Geometry, ctx: int | None) -> int:
-    limit = geo.n_ctx_train
-    if ctx is not None and limit and ctx > limit:
-        raise SparqError(
-            f"context {ctx} is beyond the {limit} positions this model was trained on",
-            f"--ctx {limit} or less",
-            exit_code=2,
-        )
-    return ctx or limit or 4096
 
 
 def explain(

@@ -25,6 +25,7 @@ from pyorch.errors import SparqError
     help="Tokens to generate at most.",
 )
 @opt.context_options
+@opt.rope_options
 @opt.gpu_option
 @opt.cache_options
 @opt.numa_option

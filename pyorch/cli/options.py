@@ -31,7 +31,7 @@ from pyorch.models import cards
 from pyorch.models.gguf_file import CACHE_TYPES
 
 if TYPE_CHECKING:
-    from pyorch.engine import AttentionInfo, Sampling, Session
+    from pyorch.engine import AttentionInfo, Rope, Sampling, Session
     from pyorch.models.pull import Model
 
 PROGRESS_AFTER_S = 2.0  # a bar is shown only for what takes longer
@@ -137,6 +137,32 @@ cache_options = _group(
 numa_option = click.option(
     "--numa", type=Name("distribute", "isolate", "numactl"), help="As in llama.cpp."
 )
+POSITIVE = Number(float, 1e-9, 1e9)
+rope_options = _group(
+    click.option(
+        "--rope-scaling",
+        type=Name("none", "linear", "yarn"),
+        help="How a context beyond the model's training is stretched.  [default: the model's own]",
+    ),
+    click.option("--rope-scale", type=POSITIVE, help="Stretch the context so many times, say 4."),
+    click.option("--rope-freq-base", type=POSITIVE, help="Base of RoPE's frequencies."),
+    click.option("--rope-freq-scale", type=POSITIVE, help="The same as 1 / --rope-scale."),
+    click.option(
+        "--yarn-orig-ctx",
+        type=SOME_POSITIONS,
+        help="YaRN: positions of the training.  [default: the model's own]",
+    ),
+    click.option(
+        "--yarn-ext-factor",
+        type=Number(float, 0),
+        help="YaRN: share of extrapolation; 0 interpolates all.  [default: 1 with yarn]",
+    ),
+    click.option(
+        "--yarn-attn-factor", type=Number(float, 0), help="YaRN: factor of attention's magnitude."
+    ),
+    click.option("--yarn-beta-fast", type=POSITIVE, help="YaRN: low correction."),
+    click.option("--yarn-beta-slow", type=POSITIVE, help="YaRN: high correction."),
+)
 attention_options = _group(
     click.option(
         "--attention",
@@ -230,6 +256,40 @@ def sampling_from(options: Mapping[str, Any], default_temp: float) -> Sampling:
     )
 
 
+def rope_from(options: Mapping[str, Any]) -> Rope | None:
+    """The settings of RoPE that `@rope_options` ask for; None = the model's own.
+
+    Raises:
+        SparqError: one scale is given in two ways.
+    """
+    from pyorch.engine import Rope
+
+    scale, freq_scale = options.get("rope_scale"), options.get("rope_freq_scale")
+    if scale is not None and freq_scale is not None:
+        raise SparqError(
+            "--rope-scale and --rope-freq-scale say the same thing", "give one of them", exit_code=2
+        )
+    names = (*(f"yarn_{x}" for x in ("ext_factor", "attn_factor", "beta_fast", "beta_slow")),)
+    rope = Rope(
+        scaling=options.get("rope_scaling"),
+        freq_base=options.get("rope_freq_base"),
+        freq_scale=freq_scale if scale is None else 1 / scale,
+        yarn_orig_ctx=options.get("yarn_orig_ctx"),
+        **{name: options.get(name) for name in names},
+    )
+    return rope if rope.given else None
+
+
+def note_if_beyond(n_ctx: int, n_ctx_train: int) -> None:
+    """Say that a context is longer than the model was trained on, where that is allowed."""
+    if n_ctx_train and n_ctx > n_ctx_train:
+        note(
+            f"note: context {n_ctx} is beyond the {n_ctx_train} positions this model was trained"
+            " on; the text may get worse",
+            "yellow",
+        )
+
+
 def model_file(options: Mapping[str, Any]) -> Path:
     """The file of the model that `@model_options` name; one on the hub is loaded, after asking."""
     return model_path(str(options["model"]), bool(options.get("yes")))
@@ -295,8 +355,9 @@ def open_session(options: Mapping[str, Any], attention: AttentionSpec | None) ->
     if attention is None and card in cards.names() and path != Path(options["model"]):
         note(f"attention is exact; for {card} try --ratio {cards.load(card).ratio}", "dim")
     with progress_bar("loading the model") as progress:
-        return engine.load(
+        session = engine.load(
             path,
+            rope=rope_from(options),
             n_ctx=options.get("ctx"),
             n_threads=options.get("threads"),
             n_gpu_layers=options.get("n_gpu_layers"),
@@ -307,6 +368,8 @@ def open_session(options: Mapping[str, Any], attention: AttentionSpec | None) ->
             verbose=bool(options.get("verbose")),
             progress=progress,
         )
+    note_if_beyond(session.n_ctx, session.geometry.n_ctx_train)
+    return session
 
 
 def note(text: str, style: str = "") -> None:

@@ -16,6 +16,8 @@ from pyorch.cli import options as opt
 from pyorch.errors import SparqError
 
 NEEDED = ("uvicorn", "fastapi", "pydantic_settings", "sse_starlette", "starlette_context", "yaml")
+# YaRN's settings that llama.cpp takes from the model; the server's own defaults are others
+_OF_THE_MODEL = {"yarn_attn_factor": -1.0, "yarn_beta_fast": -1.0, "yarn_beta_slow": -1.0}
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -31,6 +33,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 )
 @click.option("--api-key", metavar="KEY", help="Answer only who sends it.")
 @opt.context_options
+@opt.rope_options
 @opt.gpu_option
 @opt.cache_options
 @opt.numa_option
@@ -83,7 +86,9 @@ def _serve(
 
     file = read_gguf(path)
     geo = geometry(file)
-    n_ctx = engine.checked_ctx(geo, options["ctx"])
+    rope = opt.rope_from(options) or engine.Rope()
+    n_ctx = engine.checked_ctx(geo, options["ctx"], rope)
+    opt.note_if_beyond(n_ctx, geo.n_ctx_train)
     types = [engine.cache_type(options[f"cache_type_{x}"]) for x in "kv"]
     spec = resolve(attention or parse_spec(os.environ.get("SPARQ_ATTN") or "off"), path)
     os.environ["SPARQ_ATTN"] = str(spec)  # what the library reads
@@ -103,6 +108,7 @@ def _serve(
         model=str(path),
         model_alias=path.name if Path(options["model"]).exists() else options["model"],
         n_ctx=n_ctx,
+        **{**_OF_THE_MODEL, **rope.params},
         n_threads=n_threads,
         n_threads_batch=n_threads,
         n_gpu_layers=-1 if n_gpu_layers is None else n_gpu_layers,  # its own default is none

@@ -49,6 +49,7 @@ class Plan:
     type_k: str = "f16"
     type_v: str = "f16"
     numa: str = ""
+    rope: engine.Rope | None = None
 
 
 def run(
@@ -73,6 +74,7 @@ def run(
         "type_k": plan.type_k,
         "type_v": plan.type_v,
         "numa": plan.numa,
+        "rope": plan.rope,
     }
     recall = any(t.reference for t in plan.tasks)
     with Runner(plan.model, methods, recall, n_ctx=plan.setup["ctx"], **load) as runner:
@@ -180,6 +182,7 @@ def _prepare(
         "threads": plan.n_threads or engine.usable_cores(),
         **({} if plan.n_gpu_layers is None else {"n_gpu_layers": plan.n_gpu_layers}),
         **({"numa": plan.numa} if plan.numa else {}),
+        **({"rope": plan.rope.given} if plan.rope else {}),
     }
     case = json.loads(json.dumps(case))
     setting = records.key("eval", case, env["stamps"]["sparq"])

@@ -71,6 +71,7 @@ def test_layers_on_a_gpu_are_recorded_where_they_are_given(
     """And arrive where the model is loaded: the tests' library has no GPU, and says so."""
     assert "n_gpu_layers" not in records.case_of(CASE)
     assert records.case_of(replace(CASE, n_gpu_layers=0))["n_gpu_layers"] == 0
+    assert "rope" not in records.case_of(CASE)
     plan = speed.Plan(models=[model], n_depth=[2048], n_gpu_layers=7)
     with pytest.raises(SparqError, match="7 layers cannot go to a GPU"):
         speed.run(plan, tmp_path / "x.jsonl", lambda done, total: None)

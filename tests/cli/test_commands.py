@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import tiny as tiny_of
+from tiny_gguf import write_tiny_gguf
 
 if TYPE_CHECKING:
     from conftest import Run
@@ -181,7 +182,10 @@ USAGE = [  # (arguments, what the error names, what the hint names)
     (["-ctk", "f15"], "--cache-type-k 'f15'", "did you mean f16?"),
     (["--cache-type-v", "q6_K"], "--cache-type-v 'q6_K'", "q8_0"),
     (["--numa", "on"], "--numa 'on'", "isolate"),
-    (["--ctx", "5000"], "context 5000 is beyond the 4096", "--ctx 4096"),
+    (["--ctx", "5000"], "context 5000 is beyond the 4096", "--rope-scaling yarn --rope-scale 2"),
+    (["--rope-scaling", "yarns"], "--rope-scaling 'yarns'", "did you mean yarn?"),
+    (["--rope-scale", "0"], "--rope-scale 0", "at least"),
+    (["--rope-scale", "2", "--rope-freq-scale", "0.5"], "the same", "one of them"),
     (["--ctx", "0"], "--ctx 0", "at least 1"),
     (["--threads", "0"], "--threads 0", "at least 1"),
     (["--threads", "513"], "--threads 513", "at most 512"),
@@ -253,6 +257,20 @@ def test_memory_and_length(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("SPARQ_MEMORY_LIMIT", "1000")
     big = run("generate", "-m", tiny, "-p", "x")
     assert big.code == 1 and "memory is available" in big.err and "hint:" in big.err
+
+
+def test_a_context_beyond_the_training(run: Run, tmp_path: Path) -> None:
+    model = write_tiny_gguf(tmp_path / "m.gguf", n_ctx=512)
+    scaled = ("-m", model, "--ctx", 1024, "--rope-scaling", "linear", "--rope-scale", 2)
+    result = run("generate", *scaled, "-p", LONG[:800], "-n", 4, "--json", *SPARSE)
+    assert result.code == 0
+    assert "note: context 1024 is beyond the 512 positions" in result.err
+    halved = (*scaled[:-2], "--rope-freq-scale", 0.5)  # the same, and not the same as no scale
+    other = run("generate", *halved, "-p", LONG[:800], "-n", 4, "--json", *SPARSE)
+    wanted = json.loads(result.out)
+    assert wanted["share_sparse"] == 1 and json.loads(other.out)["tokens"] == wanted["tokens"]
+    assert run("chat", *scaled, "-n", 2, stdin="hello\n").code == 0
+    assert run("explain", *scaled, "--ratio", "1/8").code == 0
 
 
 @pytest.mark.parametrize("args", ["models", "--help", "explain --json", "generate -p x -t 1"])
@@ -367,6 +385,10 @@ def test_chat_commands(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
     assert [m["role"] for m in messages] == ["system"] + ["user", "assistant"] * 2
     assert [m["content"] for m in messages[1::2]] == ["hello", "a text\n\nagain"]
     assert run("chat", "-m", tiny_chat, "-n", 4, "--resume", file, stdin="more\n").code == 0
+    resumed = ("chat", "-m", tiny_chat, "-n", 4, "--resume", file, "--system", "be long")
+    assert run(*resumed, stdin=f"more\n/save {file}\n").code == 0
+    messages = json.loads(file.read_text())["messages"]
+    assert [m["content"] for m in messages if m["role"] == "system"] == ["be long"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["talk.json", "text.txt"]
 
 

@@ -90,6 +90,28 @@ def test_memory_is_placed_as_asked(
         assert placed.pop() == number and not placed
 
 
+@pytest.mark.skipif(bool(LACKING), reason=f"the extra `server` is not installed: {LACKING}")
+def test_rope_is_as_in_other_commands(
+    run: Callable[..., Any], tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not given is the model's own, not the server's default."""
+    seen = []
+
+    def init(model: object, params: Any) -> None:
+        seen.append({n: getattr(params, n) for n, _ in params._fields_})
+
+    bindings = engine.native.load().llama_cpp
+    monkeypatch.setattr(bindings, "llama_init_from_model", init)
+    scaled = ("--rope-scaling", "yarn", "--rope-scale", 2, "--yarn-orig-ctx", 4096)
+    wanted = bindings.llama_context_default_params()
+    for options in ((), (*scaled, "--ctx", 5000)):
+        assert run("serve", "-m", tiny, "--port", "0", *options).code == 1
+    for name in (n for n, _ in wanted._fields_ if n.startswith(("rope_", "yarn_"))):
+        assert seen[0][name] == getattr(wanted, name), name
+    given = {k: seen[1][k] for k in ("rope_scaling_type", "rope_freq_scale", "yarn_orig_ctx")}
+    assert given == {"rope_scaling_type": 2, "rope_freq_scale": 0.5, "yarn_orig_ctx": 4096}
+
+
 def test_without_the_extra(
     run: Callable[..., Any], tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

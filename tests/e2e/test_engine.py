@@ -19,7 +19,7 @@ from pyorch import engine
 from pyorch.attention.bytes import layer_costs, shadow_bytes
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import state
-from pyorch.engine import Sampling
+from pyorch.engine import Rope, Sampling
 from pyorch.errors import SparqError
 from pyorch.models.gguf_file import read_gguf
 
@@ -454,7 +454,12 @@ def test_the_environment_variable(tiny: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_load_refuses_what_cannot_work(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SparqError, match="context 5000 is beyond the 4096") as e:
         engine.load(tiny, n_ctx=5000)
-    assert "4096" in e.value.hint
+    assert "--ctx 4096 or less" in e.value.hint and "--rope-scale 2" in e.value.hint
+    with pytest.raises(SparqError, match="context 5000 is beyond the 4096"):
+        engine.load(tiny, n_ctx=5000, rope=Rope())
+    with pytest.raises(SparqError, match="unknown NUMA strategy 'x'") as e:
+        engine.load(tiny, numa="x")
+    assert e.value.hint == "distribute, isolate, numactl"
     with pytest.raises(SparqError, match="rank 33 is above the model's head size 32"):
         engine.load(tiny, attention=AttentionSpec("sparq", rank=33, topk=100))
     with pytest.raises(SparqError, match="unknown cache type"):
@@ -476,6 +481,60 @@ def test_memory_is_checked_with_the_shadow(tiny: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("SPARQ_ATTN", spec)
     with pytest.raises(SparqError, match="transposed K"):
         engine.load(tiny)
+
+
+def test_a_context_beyond_the_training(tmp_path: Path) -> None:
+    """Positions that the model was not trained on are decoded, sparsely, and the scale counts."""
+    model = write_tiny_gguf(tmp_path / "m.gguf", n_ctx=512)
+    found: dict[str, np.ndarray] = {}
+    for rope in (
+        Rope("linear", freq_scale=1 / 4),
+        Rope("linear", freq_scale=1 / 2),
+        Rope("yarn", freq_scale=1 / 4),
+        Rope("yarn", freq_scale=1 / 4, yarn_ext_factor=0, yarn_attn_factor=2),
+        Rope("yarn", freq_scale=1 / 4, yarn_orig_ctx=64, yarn_beta_fast=8, yarn_beta_slow=2),
+        Rope(freq_base=1e6),
+    ):
+        with engine.load(model, n_ctx=2048, n_threads=1, attention=SPARSE, rope=rope) as s:
+            assert s.n_ctx == 2048
+            prompt = engine.tokenize(s, text_of(1200))
+            engine.prefill(s, prompt)
+            engine.reset_counters(s)
+            engine.decode(s, 70)
+            assert len(s.tokens) == len(prompt) + 1 > 512
+            assert engine.info(s).counter("calls_sparse") == s.geometry.n_layer
+            found[str(rope)] = engine.logits(s)
+    values = list(found.values())
+    assert all(np.isfinite(v).all() for v in values)
+    for i, a in enumerate(values):
+        assert all(np.abs(a - b).max() > 0.01 for b in values[:i]), list(found)[i]
+
+
+def test_settings_of_rope() -> None:
+    for rope in (Rope(), Rope("yarn", freq_scale=0.25, yarn_orig_ctx=4096, yarn_ext_factor=0)):
+        assert Rope.parse(str(rope)) == rope
+    for wrong in ({"scaling": "longer"}, {"freq_scale": 0}, {"yarn_beta_fast": -1}):
+        with pytest.raises(SparqError, match=next(iter(wrong))):
+            Rope(**wrong)
+
+
+def test_ctrl_c_while_attention_is_set_frees_all(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lib, freed = engine.native.load().llama_cpp, []
+
+    def stopped(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lib._lib, "llama_set_sparse_attn", stopped)
+    for name in ("llama_free", "llama_model_free"):
+        real = getattr(lib, name)
+        monkeypatch.setattr(
+            lib, name, lambda p, name=name, real=real: (freed.append(name), real(p))
+        )
+    with pytest.raises(KeyboardInterrupt):
+        engine.load(tiny, n_threads=1, attention=SPARSE)
+    assert freed == ["llama_free", "llama_model_free"]
 
 
 def test_numa_strategies(tiny: Path) -> None:

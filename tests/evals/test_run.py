@@ -183,6 +183,15 @@ def test_what_is_wrong_is_said(run_eval: Run, args: list[object], message: str) 
     assert message in result.exception.message and result.exception.hint
 
 
+def test_a_context_beyond_the_training(run_eval: Run, tmp_path: Path) -> None:
+    args = ["needle", "--ctx", 5000, "--lengths", 600, "-n", 1, "-a", "off", "-a", SPARSE]
+    result = run_eval(*args, "--rope-scaling", "linear", "--rope-freq-scale", 0.5)
+    assert result.exception is None, result.exception
+    (file,) = tmp_path.rglob("needle.jsonl")
+    setting, *_ = map(json.loads, file.read_text().splitlines())
+    assert setting["case"]["rope"] == {"scaling": "linear", "freq_scale": 0.5}
+
+
 def test_a_text_that_does_not_fit_is_said_before_anything_runs(
     run_eval: Run, tmp_path: Path
 ) -> None:
