@@ -88,7 +88,7 @@ struct ggml_sparse_seal_params {
 //                                                            of them are sealed); n_sum_t >= ggml_sparse_n_sum_rows(n_grp). Or NULL
 //   k      [d_k, n_head_kv, n_kv, n_stream]         any
 //   v      [d_v, n_head_kv, n_kv, n_stream]         any      (may be NULL when v_sum is NULL)
-//   list   [n_list, n_stream]                       i32      group numbers to seal, < 0: none
+//   list   [n_list, n_stream]                       i32      group numbers to seal, ascending (else some work is done twice), < 0: none
 //   sealed [n_grp, n_stream]                        i32      with codes: the groups that are sealed after this node, those of list among
 //                                                            them (a run is coded anew with all its sealed groups), else NULL. With
 //                                                            codes only groups that lie wholly below n_kv count

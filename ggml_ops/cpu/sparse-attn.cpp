@@ -26,6 +26,12 @@ struct seal_work {
     }
 };
 
+// does entry i of the list follow one of the same run (or other span of groups)? What is done once per span is then done already. Of a list
+// that is not ascending, some is done twice, by the same thread
+bool same_span(const int32_t * list, int64_t i, int64_t n_group) {
+    return i > 0 && list[i - 1] >= 0 && list[i - 1] <= list[i] && list[i - 1]/n_group == list[i]/n_group;
+}
+
 // codes the run of group g anew, for one KV head; once per run, at the first of its groups in the list
 void seal_codes(const ggml_tensor * dst, const seal_work & w, int64_t h, int64_t g, int64_t s, const int32_t * list, int64_t i) {
     constexpr int N = RUN/GROUP;
@@ -35,12 +41,10 @@ void seal_codes(const ggml_tensor * dst, const seal_work & w, int64_t h, int64_t
     const ggml_tensor * sealed  = dst->src[7];
     const auto p = op_params<ggml_sparse_seal_params>(dst);
 
-    const int64_t run = g/N;
-    for (int64_t j = 0; j < i; ++j) {
-        if (list[j] >= 0 && list[j]*(int64_t) GROUP < k->ne[2] && list[j]/N == run) {
-            return;
-        }
+    if (same_span(list, i, N)) {
+        return;
     }
+    const int64_t run = g/N;
     uint8_t valid[N];
     for (int64_t j = 0; j < N; ++j) {
         valid[j] = (run*N + j + 1)*GROUP <= k->ne[2] && at<const int32_t>(sealed, s)[run*N + j] != 0;
@@ -130,11 +134,10 @@ void forward_seal(const ggml_compute_params * params, ggml_tensor * dst) {
     }
 
     // the sums of sums that hold a group of the list, at the first of their groups in it
-    for (int64_t u = params->ith; v_sum && u < n_list*n_stream*n_head_kv; u += params->nth) {
-        const int64_t h = u % n_head_kv, i = u/n_head_kv % n_list, s = u/n_head_kv/n_list;
+    for (int64_t u = 0; v_sum && u < n_list*n_all; ++u) {
+        const int64_t h = u % n_head_kv, s = u/n_head_kv % n_stream, i = u/n_all;
         const int32_t * x = at<const int32_t>(list, s);
-        const auto same = [&](int32_t g) { return valid(g) && g/SUM == x[i]/SUM; };
-        if (valid(x[i]) && std::find_if(x, x + i, same) == x + i) {
+        if (valid(x[i]) && (x[i]/SUM*n_all + s*n_head_kv + h) % nth == params->ith && !same_span(x, i, SUM)) {
             const int64_t row = ggml_sparse_sum_row(x[i]/SUM*SUM);
             float * sum = at<float>(v_sum, row + SUM, s) + h*d_v;
             memset(sum, 0, d_v*sizeof(float));

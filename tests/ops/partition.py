@@ -143,6 +143,27 @@ def shadow_threads(ggml: Counting, n_pos: int, n_threads: int) -> dict[str, np.n
         return {name: ggml.bytes[name][:, :8].T > 0 for name in ("seal", "pick")}
 
 
+def list_bytes(ggml: Counting, n_group: int, n_bit: int) -> int:
+    """Bytes that SEAL of so many groups, with sums of V, reads of the list that names them."""
+    with ggml.graph() as g:
+        ggml.take(forget=True)
+        n_pos, d = n_group * 64, 8
+        k_t = g.tensor(np.zeros((1, d, n_pos * n_bit // 8)), "i8")
+        k_range = g.tensor(np.zeros((1, n_group // 8, d, 2)), "f32")
+        if n_bit == 16:
+            k_t, k_range = g.tensor(np.zeros((1, d, n_pos)), "f16"), None
+        k, _ = g.lazy((1, n_pos, 1, d), "f16")
+        v_sum, _ = g.lazy((1, n_group // 16 * 17, d), "f32")
+        groups, array = g.lazy((1, n_group), "i32")
+        array[:] = np.arange(n_group)
+        ggml.lib.count_watch(array.ctypes.data, array.nbytes)
+        sealed = None if n_bit == 16 else g.tensor(np.ones((1, n_group)), "i32")
+        sources = (k_t, v_sum, k, k, groups, None, k_range, sealed)
+        out = g.op("ggml_sparse_attn_seal", *sources, SealParams(n_bit))
+        g.compute(out, n_threads=2)
+        return int(ggml.bytes["seal"][:, 0].sum())
+
+
 def add(
     found: Found, key: tuple[int, str], n_threads: int, counts: dict[str, np.ndarray]
 ) -> dict[str, int]:

@@ -62,3 +62,10 @@ def test_shadow_lies_on_the_node_that_reads_it(
                     nodes = {int(t) % n_node for t in np.flatnonzero(seal)}
                     assert {int(t) % n_node for t in np.flatnonzero(pick)} == nodes
                     assert len(nodes) == 1
+
+
+@pytest.mark.parametrize("n_bit", [4, 16])
+def test_sealing_walks_its_list_once(n_bit: int, counting: partition.Counting) -> None:
+    """Four times as many groups take four times as many looks at the list, not sixteen."""
+    few, many = (partition.list_bytes(counting, n_group, n_bit) for n_group in (64, 256))
+    assert few > 0 and many / few < 4.5
