@@ -25,11 +25,12 @@ import numpy as np
 import plot
 
 from pyorch import engine, native, paths
-from pyorch.attention import calibrate, search
-from pyorch.attention.meter import Meter, contexts
+from pyorch.attention import saved
 from pyorch.attention.spec import AttentionSpec, parse_spec, ratio_text
 from pyorch.bench import records
 from pyorch.bench.records import Record
+from pyorch.calibrate import search
+from pyorch.calibrate.meter import Meter, contexts
 from pyorch.cli import options as opt
 from pyorch.cli import run as run_command
 from pyorch.evals import stats, texts
@@ -76,7 +77,7 @@ def specs(result: dict[str, Any]) -> dict[str, AttentionSpec]:
     """The settings of each line, from what calibration found."""
     tried = {c["name"]: parse_spec(c["spec"]) for c in result["candidates"]}
     base = tried["uniform"]
-    found = {n: replace(base, **calibrate.values_of(result[n])) for n in ("calibrated", "top-p")}
+    found = {n: replace(base, **saved.values_of(result[n])) for n in ("calibrated", "top-p")}
     with_mean = next(s for n, s in tried.items() if n.startswith("uniform, "))
     lines = {"uniform": base, MEAN_V: with_mean, "ramp": tried["ramp"]}
     return {**lines, "ramp-down": tried["ramp-down"], **found}
@@ -102,17 +103,16 @@ def run(
     Raises:
         SparqError: a text that is too short, or no layer can be sparse.
     """
-    env = records.environment({"sparq": native.lib_dir()})
+    env = records.environment({"sparq": native.built()})
     stamp = env["stamps"]["sparq"]
     found_texts = texts.read_texts(books)
     other = search.joined([calibrate_text])
     sizes = {"n_pos": n_pos, "n_contexts": n_contexts, "n_tokens": n_tokens, "seed": seed}
     hashes = {"text": _hash("\0".join(found_texts)), "calibrate_text": _hash(other)}
-    found = calibrate.model_hash(model)
+    found = saved.model_hash(model)
     cases = [Case(found, **hashes, ratio=r, **sizes) for r in ratios]
     done = {} if force else records.load(file)
     with engine.load(model, n_ctx=n_pos, n_threads=n_threads) as session:
-        types = [engine.cache_type("f16")] * 2
         made = [contexts(session, text, n_contexts, n_pos, n_tokens, seed + i)
                 for i, text in enumerate(found_texts)]  # fmt: skip
         # the books in turn, in pairs: prose, and a repeated passage
@@ -120,9 +120,7 @@ def run(
         results = {}
         for case in cases:
             if records.key(BENCH, asdict(case), stamp) not in done:
-                results[case] = search.run(
-                    session, other, ratio=case.ratio, types=types, n_pos=n_pos, bar=bar
-                )
+                results[case] = search.run(session, other, ratio=case.ratio, n_pos=n_pos, bar=bar)
         work = {**asdict(cases[0]), "ratio": 0, "n_contexts": 0, "stamp": stamp}
         partial = paths.cache() / "calibrated" / f"{_hash(repr(work))}.jsonl"
         meter = Meter(session, chosen, partial)  # an interrupted run goes on

@@ -358,7 +358,7 @@ def measure_torch(case: Case, n_layer: int, seconds: float) -> dict[str, Any]:
 @click.option("--force", is_flag=True, help="Measure again what is there already.")
 def main(device: str, quick: bool, out: str | None, force: bool) -> None:
     """Attention by itself on a CUDA device."""
-    folder = native.lib_dir()
+    folder = native.built()
     if device == "cuda" and not (folder / "libggml-cuda.so").exists():
         raise SparqError("this build is for the CPU only", "sparq-cpp build --cuda")
     ours = Device(folder, device)

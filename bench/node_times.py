@@ -62,41 +62,37 @@ class Clock:
 def measure(model: Path, case: Case) -> dict[str, Any]:
     """Nanoseconds of whole tokens and of their attention."""
     clock = Clock()
-    with engine.load(model, n_ctx=256, n_threads=case.n_threads, stock=True) as loaded:
-        watched = watch.Watched(
-            loaded,
-            clock.see,
-            n_ctx=-(-(case.n_depth + 1) // 256) * 256,
-            n_threads=case.n_threads,
-            n_batch=8,
-            flash_attn=case.flash_attn,
-        )
-        session = watched.session
-        try:
-            state.fill(session, case.n_depth, 1)
-            samples: list[int] = []
-            attention: list[int] = []
-            for i in range(-2, case.n_samples):
-                clock.total, clock.layers, started = 0, 0, time.perf_counter_ns()
-                engine.decode(session, 5 + i % 200)
-                took = time.perf_counter_ns() - started
-                watched.check()
-                engine.rewind(session, case.n_depth)
-                if clock.layers != loaded.geometry.n_layer:
-                    raise SparqError(
-                        f"attention of {clock.layers} layers was seen, not of all "
-                        f"{loaded.geometry.n_layer}: a model whose nodes have other names"
-                    )
-                if i >= 0:
-                    samples.append(took)
-                    attention.append(clock.total)
-        finally:
-            watched.close()
+    samples: list[int] = []
+    attention: list[int] = []
+    with engine.load(
+        model,
+        n_ctx=-(-(case.n_depth + 1) // 256) * 256,
+        n_threads=case.n_threads,
+        n_batch=8,
+        flash_attn=case.flash_attn,
+        watch=watch.Watch(clock.see),
+        stock=True,
+    ) as session:
+        state.fill(session, case.n_depth, 1)
+        for i in range(-2, case.n_samples):
+            clock.total, clock.layers, started = 0, 0, time.perf_counter_ns()
+            engine.decode(session, 5 + i % 200)
+            took = time.perf_counter_ns() - started
+            engine.rewind(session, case.n_depth)
+            n_layer = session.geometry.n_layer
+            if clock.layers != n_layer:
+                raise SparqError(
+                    f"attention of {clock.layers} layers was seen, not of all "
+                    f"{n_layer}: a model whose nodes have other names"
+                )
+            if i >= 0:
+                samples.append(took)
+                attention.append(clock.total)
     return {"samples_ns": samples, "attention_ns": attention}
 
 
 def run(model: Path, cases: Sequence[Case], file: Path, *, force: bool = False) -> list[Record]:
-    env = records.environment({"stock": native.lib_dir(stock=True)})
+    env = records.environment({"stock": native.built(stock=True)})
     stamp = env["stamps"]["stock"]
     done = {} if force else records.load(file)
     out = []

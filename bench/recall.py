@@ -95,12 +95,12 @@ class Heads:
 
 
 class Capture:
-    """Attention's inputs in a context of a loaded model."""
+    """Attention's inputs in a session of a model, `session`, to be closed."""
 
-    def __init__(self, session: engine.Session, n_ctx: int, n_threads: int) -> None:
-        self._op = op_number(session.lib, "FLASH_ATTN_EXT")
+    def __init__(self, model: engine.Model, n_ctx: int, n_threads: int) -> None:
+        self._op = op_number(model.lib, "FLASH_ATTN_EXT")
         self._layers: list[Heads] | None = None
-        self.watched = watch.Watched(session, self._see, n_ctx=n_ctx, n_threads=n_threads)
+        self.session = model.session(n_ctx=n_ctx, n_threads=n_threads, watch=watch.Watch(self._see))
 
     def _see(self, t: Tensor, ask: bool) -> bool:
         if self._layers is None or t.op != self._op:
@@ -111,13 +111,12 @@ class Capture:
 
     def layers(self, tokens: Sequence[int]) -> list[Heads]:
         """All layers at the last GROUP of `tokens`, whose number is a multiple of GROUP."""
-        session = self.watched.session
+        session = self.session
         engine.rewind(session, 0)
         engine.prefill(session, tokens[:-GROUP])
         self._layers = found = []
         engine.prefill(session, tokens[-GROUP:])
         self._layers = None
-        self.watched.check()
         if not found:
             raise SparqError("no flash attention was seen: not a model with a plain KV cache")
         n = len(tokens)
@@ -136,14 +135,14 @@ def _heads(t: Tensor) -> Heads:
 
 
 def contexts(
-    session: engine.Session, texts: Sequence[str], n_pos: int, task: str, seed: int
+    model: engine.Model, texts: Sequence[str], n_pos: int, task: str, seed: int
 ) -> Iterator[list[int]]:
     """Token sequences of `n_pos` tokens without end, books in turn."""
-    head = engine.tokenize(session, "")
-    gap = engine.tokenize(session, "\n\n", add_special=False)
+    head = engine.tokenize(model, "")
+    gap = engine.tokenize(model, "\n\n", add_special=False)
     again = GROUP + 32 if task == "recite" else 0  # 32 tokens of it are cue
     n_book = n_pos - len(head) - (len(gap) + again if again else 0)
-    books = [engine.tokenize(session, t, add_special=False) for t in texts]
+    books = [engine.tokenize(model, t, add_special=False) for t in texts]
     books = [b for b in books if len(b) >= n_book]
     if not books:
         raise SparqError(f"no text has {n_book} tokens", "a longer text, or fewer --positions")
@@ -353,7 +352,7 @@ def measured(
         if n_pos % GROUP or n_pos < 4 * GROUP:
             raise SparqError(f"{n_pos} positions: a multiple of {GROUP}, 256 or more", exit_code=2)
     os.environ.pop("SPARQ_ATTN", None)
-    env = records.environment({"sparq": native.lib_dir()})
+    env = records.environment({"sparq": native.built()})
     stamp = env["stamps"]["sparq"]
     books = read_texts(texts)
     text = hashlib.sha256("\0".join(books).encode()).hexdigest()[:16]
@@ -366,13 +365,13 @@ def measured(
     cases = [case_of(**sizes, n_pos=n, task=t) for n in positions for t in TASKS]
     done = {} if force else records.load(file)
     total, spent = sum(c.n_pos * n_context for c in cases), 0
-    with engine.load(model, n_ctx=256, n_threads=n_threads) as session:
-        about = {"model_name": model.name, "head_dim": session.geometry.head_dim_k}
+    with engine.load_model(model) as loaded:
+        about = {"model_name": model.name, "head_dim": loaded.geometry.head_dim_k}
         for case in cases:
             key = records.key(bench, asdict(case), stamp)
             if key not in done:
                 step = lambda n, a=spent, c=case: progress(a + n * c.n_pos, total)  # noqa: E731
-                samples = samples_of(_layers(session, books, case, n_threads, step), case)
+                samples = samples_of(_layers(loaded, books, case, n_threads, step), case)
                 done[key] = records.record(
                     bench, asdict(case), stamp, samples=samples, env=env, **about
                 )
@@ -382,21 +381,21 @@ def measured(
 
 
 def _layers(
-    session: engine.Session,
+    model: engine.Model,
     books: Sequence[str],
     case: Any,
     n_threads: int,
     progress: Callable[[int], None],
 ) -> Iterator[list[Heads]]:
     """Of each of the contexts of a case."""
-    capture = Capture(session, case.n_pos, n_threads)
+    capture = Capture(model, case.n_pos, n_threads)
     try:
-        texts = contexts(session, books, case.n_pos, case.task, case.seed)
+        texts = contexts(model, books, case.n_pos, case.task, case.seed)
         for i in range(case.n_context):
             yield capture.layers(next(texts))
             progress(i + 1)
     finally:
-        capture.watched.close()
+        capture.session.close()
 
 
 def _samples(found_layers: Iterator[list[Heads]], case: Case) -> list[dict[str, Any]]:

@@ -31,6 +31,7 @@ from pyorch.cli import run as run_command
 from pyorch.cli.bench import Numbers
 from pyorch.errors import SparqError
 from pyorch.native.tensor import Tensor, op_number
+from pyorch.progress import Progress
 
 BENCH = "step_times"
 STEPS = {2: "score", 3: "select", 4: "pick", 5: "attend"}  # ggml_sparse_attn_op
@@ -74,32 +75,30 @@ class Clock:
 def measure(model: Path, case: Case) -> dict[str, Any]:
     """Per step the nanoseconds of each token, in all layers; bytes per token; bytes per second."""
     reader = MemoryReader(case.n_threads)
-    with engine.load(model, n_ctx=256, n_threads=case.n_threads) as loaded:
+    samples: dict[str, list[int]] = {}
+    bandwidth = []
+    with engine.load_model(model) as loaded:
         clock = Clock(op_number(loaded.lib, "SPARSE_ATTN"), case.only_score)
-        watched = watch.Watched(
-            loaded, clock.see, n_ctx=case.n_depth, n_threads=case.n_threads, n_batch=32
+        session = loaded.session(
+            n_ctx=case.n_depth,
+            n_threads=case.n_threads,
+            n_batch=32,
+            attention=case.spec,
+            watch=watch.Watch(clock.see),
         )
-        session = watched.session
-        try:
-            engine.set_attention(session, case.spec)
-            state.fill(session, case.n_depth - 1, 1)
-            engine.seal(session)
-            samples: dict[str, list[int]] = {}
-            bandwidth = []
-            for i in range(-2, case.n_samples):
-                if i == 0:
-                    engine.reset_counters(session)
-                reader.read()  # meanwhile the threads of the last token go to sleep
-                bandwidth.append(reader.read())
-                clock.spent = {}
-                engine.decode(session, 5 + i % 200)
-                watched.check()
-                engine.rewind(session, case.n_depth - 1)
-                for step, ns in clock.spent.items() if i >= 0 else ():
-                    samples.setdefault(step, []).append(ns)
-            counters = engine.info(session).counters
-        finally:
-            watched.close()
+        state.fill(session, case.n_depth - 1, 1)
+        engine.seal(session)
+        for i in range(-2, case.n_samples):
+            if i == 0:
+                engine.reset_counters(session)
+            reader.read()  # meanwhile the threads of the last token go to sleep
+            bandwidth.append(reader.read())
+            clock.spent = {}
+            engine.decode(session, 5 + i % 200)
+            engine.rewind(session, case.n_depth - 1)
+            for step, ns in clock.spent.items() if i >= 0 else ():
+                samples.setdefault(step, []).append(ns)
+        counters = engine.info(session).counters
     name = "calls_sparse" if parse_spec(case.spec).sparse else "calls_dense_op"
     calls, wanted = counters[name], case.n_samples * case.n_layer
     if calls != wanted:
@@ -116,7 +115,7 @@ def measure(model: Path, case: Case) -> dict[str, Any]:
 
 
 def run(
-    cases: Sequence[Case], file: Path, progress: records.Progress, *, force: bool = False
+    cases: Sequence[Case], file: Path, progress: Progress, *, force: bool = False
 ) -> list[Record]:
     """Measure what `file` lacks, add it there, return all records."""
     return records.resume(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 from types import ModuleType
@@ -15,14 +16,21 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # or programs under test had it too
 
 
+@pytest.fixture(scope="session", autouse=True)
+def built() -> None:
+    """The library is there before the first test: `engine.load` does not compile it."""
+    if not os.environ.get("SPARQ_TEST_LIB_DIR"):
+        native.built()
+
+
 @pytest.fixture(scope="session")
 def native_lib_dir() -> Path:
     """Folder of the patched library, built if need be."""
-    return native.lib_dir()
+    return native.built()
 
 
 @pytest.fixture(scope="session")
-def llama_cpp() -> ModuleType:
+def llama_cpp(native_lib_dir: Path) -> ModuleType:
     """The Python bindings on the patched library."""
     return native.load()
 

@@ -9,7 +9,7 @@ The native library parses the same line (`llama_set_sparse_attn`, variable `SPAR
     topk,k=512,ramp                exact top-k, k growing from the first layer to the last
     sparq,ratio=1/8,calibrated     k and rank per layer as `sparq-cpp calibrate` found them
 
-A budget `calibrated` or `top-p` belongs to a model: `attention.calibrate.resolve` puts what was
+A budget `calibrated` or `top-p` belongs to a model: `attention.saved.resolve` puts what was
 found in its place. The library knows only what stands in the result.
 """
 
@@ -29,7 +29,7 @@ __all__ += ["join_layers", "parse_ratio", "ratio_text"]
 
 METHODS = ("sparq", "topk", "dense", "off")
 MEAN_V = ("auto", "on", "off")
-CALIBRATED = ("calibrated", "top-p")  # of a model: see `attention.calibrate`
+CALIBRATED = ("calibrated", "top-p")  # of a model: see `attention.saved`
 BUDGETS = ("uniform", "ramp", "ramp-down", *CALIBRATED)
 SHADOWS = ("q4", "q8", "f16")
 

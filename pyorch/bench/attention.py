@@ -24,12 +24,13 @@ from pyorch import paths
 from pyorch.attention.spec import parse_spec
 from pyorch.bench import records
 from pyorch.bench.bandwidth import MemoryReader
-from pyorch.bench.records import Progress, Record, spread, where_given
+from pyorch.bench.records import Record, spread, where_given
 from pyorch.bench.turns import CELLS, FLOATS, Side, check_same, gather, turns
 from pyorch.bench.worker import Workers
 from pyorch.engine import cache_type
 from pyorch.errors import SparqError
 from pyorch.models import synth
+from pyorch.progress import Progress
 
 BENCH = "attention"
 LIKE = ("llama2-7b", "llama3-8b")

@@ -20,9 +20,10 @@ import numpy as np
 
 from pyorch.attention.spec import parse_spec
 from pyorch.bench import records, speed
-from pyorch.bench.records import Progress, Record, spread, where_given
+from pyorch.bench.records import Record, spread, where_given
 from pyorch.bench.worker import Workers
 from pyorch.errors import SparqError
+from pyorch.progress import Progress
 
 BENCH = "sealing"
 SHORT = (256, 768)  # with one test more, still below the default min_ctx

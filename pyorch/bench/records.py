@@ -26,6 +26,7 @@ import numpy as np
 
 from pyorch import __version__, paths
 from pyorch.errors import SparqError
+from pyorch.progress import Progress
 
 SCHEMA = 1
 Record = dict[str, Any]
@@ -211,7 +212,6 @@ def load_all(file: Path, *, keyed: bool = False) -> list[Record]:
     return found
 
 
-Progress = Callable[[int, int], None]
 Groups = Sequence[Sequence[Any]]  # of cases: dataclasses with the field `library`
 Measure = Callable[[Sequence[Any], Callable[[float], None]], list[dict[str, Any]]]
 
@@ -243,10 +243,12 @@ def resume(
     Args:
         measure: (group, called with the share that is done) -> one result per case.
         cost: how long a group takes, in any unit: for the time that is left.
+
+    Both libraries are built first, where they are not yet there.
     """
     from pyorch import native
 
-    env = environment({"stock": native.lib_dir(stock=True), "sparq": native.lib_dir()})
+    env = environment({"stock": native.built(stock=True), "sparq": native.built()})
     runs = [] if force else by_run(load_all(file, keyed=True))
 
     def known(group: Sequence[Any]) -> list[Record] | None:

@@ -25,11 +25,11 @@ from typing import Any
 
 from pyorch import paths
 from pyorch.attention.bytes import GROUP, cache_bytes, layer_costs, shadow_bytes
-from pyorch.attention.calibrate import resolve
+from pyorch.attention.saved import resolve
 from pyorch.attention.spec import CALIBRATED, check_against_model, parse_spec
 from pyorch.bench import records
 from pyorch.bench.bandwidth import BUFFER_BYTES, MemoryReader
-from pyorch.bench.records import Progress, Record, spread, where_given
+from pyorch.bench.records import Record, spread, where_given
 from pyorch.bench.turns import CELLS, FLOATS, Side, check_same, gather, turns
 from pyorch.bench.worker import FORGET_BYTES, Workers
 from pyorch.engine import cache_type
@@ -37,6 +37,7 @@ from pyorch.errors import SparqError
 from pyorch.models import synth
 from pyorch.models.gguf_file import Geometry, geometry, human_bytes, read_gguf
 from pyorch.models.memory import available_memory, of_nodes
+from pyorch.progress import Progress
 
 BENCH = "speed"
 N_BATCH = 512  # of a prompt

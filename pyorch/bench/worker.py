@@ -35,7 +35,6 @@ class Subject:
         self.stock = stock
         self.session: Session | None = None
         self.reader: MemoryReader | None = None
-        self.loaded = False
 
     def open(
         self,
@@ -64,12 +63,11 @@ class Subject:
             flash_attn=flash_attn,
             type_k=type_k,
             type_v=type_v,
-            numa="" if self.loaded else numa,  # once per process
+            numa=numa,
             stock=self.stock,
             n_gpu_layers=n_gpu_layers,
             rope=engine.Rope.parse(rope),
         )
-        self.loaded = True
 
     def close(self) -> None:
         if self.session is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from pyorch import paths
-from pyorch.attention import calibrate
+from pyorch.attention import saved
 from pyorch.attention.spec import DEFAULT_RATIO, SHADOWS, AttentionSpec, ratio_text
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
@@ -56,7 +56,7 @@ def command(**options: Any) -> None:
     path = opt.model_file(options)
     if not options["show"]:
         _measure(path, options)
-    result = calibrate.find(path, options["ratio"], options["shadow"])
+    result = saved.find(path, options["ratio"], options["shadow"])
     if options["as_json"]:
         opt.print_json(result)
     else:
@@ -64,12 +64,10 @@ def command(**options: Any) -> None:
 
 
 def _measure(path: Path, options: dict[str, Any]) -> None:
-    from pyorch import engine
-    from pyorch.attention import search
+    from pyorch.calibrate import search
 
     source = Path(options["text"] or paths.data("models") / "demo" / "document.txt")
     text = search.joined([source])
-    types = [engine.cache_type(options[f"cache_type_{x}"]) for x in "kv"]
     ctx = options["ctx"] or 2048
     n_contexts, n_tokens = sizes(path)
     with opt.open_session({**options, "model": str(path), "ctx": ctx}, None) as session:
@@ -78,14 +76,13 @@ def _measure(path: Path, options: dict[str, Any]) -> None:
             text,
             ratio=options["ratio"],
             shadow=options["shadow"],
-            types=types,
             n_pos=ctx,
             n_contexts=options["contexts"] or n_contexts,
             n_tokens=options["tokens"] or n_tokens,
             seed=options["seed"],
             bar=opt.progress_bar,
         )
-    opt.note(f"kept in {calibrate.save(path, result)}", "dim")
+    opt.note(f"kept in {saved.save(path, result)}", "dim")
 
 
 def sizes(path: Path) -> tuple[int, int]:
@@ -99,7 +96,7 @@ def sizes(path: Path) -> tuple[int, int]:
 
 def show(result: dict[str, Any]) -> None:
     """k of every layer as bars, and what was compared."""
-    found = calibrate.values_of(result["calibrated"])
+    found = saved.values_of(result["calibrated"])
     spec = AttentionSpec("sparq", ratio=result["ratio"], **found)
     n_pos = result["n_pos"]
     print(f"ratio {ratio_text(result['ratio'])} at {n_pos} positions: {result['chosen']}\n")

@@ -19,8 +19,8 @@ from pyorch.cli import options as opt
 from pyorch.errors import SparqError
 
 if TYPE_CHECKING:
-    from pyorch.chat_template import ChatTemplate
     from pyorch.engine import Sampling, Session
+    from pyorch.engine.chat_template import ChatTemplate
 
 HELP = """\
 /read FILE    put a text before the next message
@@ -73,7 +73,7 @@ def command(**options: Any) -> None:
     In a terminal, /help lists the commands. From a pipe, each line is one message, and each reply
     goes to stdout; with --json as one line of JSON.
     """
-    from pyorch.chat_template import ChatTemplate
+    from pyorch.engine.chat_template import ChatTemplate
 
     attention = opt.attention_from(options)
     sampling = opt.sampling_from(options, default_temp=0.8)

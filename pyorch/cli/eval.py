@@ -104,7 +104,7 @@ def run(**options: Any) -> None:
     if not options["model"]:
         raise SparqError("no model", "-m FILE, a card's name, or hf:org/repo", exit_code=2)
 
-    from pyorch import paths
+    from pyorch import native, paths
     from pyorch.evals import run as evaluate
     from pyorch.evals import table, texts
     from pyorch.models.gguf_file import geometry, read_gguf
@@ -134,6 +134,7 @@ def run(**options: Any) -> None:
         numa=options["numa"] or "",
         rope=opt.rope_from(options),
     )
+    native.built()
     opt.note_if_busy()
     opt.note_if_beyond(options["ctx"], geometry(read_gguf(model)).n_ctx_train)
     with opt.progress_bar("making the examples") as making, opt.progress_bar("eval") as progress:

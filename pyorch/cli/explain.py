@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pyorch.attention import bytes as cost
-from pyorch.attention.calibrate import CALIBRATED, resolve
+from pyorch.attention.saved import CALIBRATED, resolve
 from pyorch.attention.spec import AttentionSpec, check_against_model
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError

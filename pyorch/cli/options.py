@@ -7,11 +7,10 @@ arguments to `attention_from`, `sampling_from` and `open_session`.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +28,11 @@ from pyorch.attention.spec import (
 from pyorch.errors import SparqError, nearest
 from pyorch.models import cards
 from pyorch.models.gguf_file import CACHE_TYPES
+from pyorch.progress import bar as progress_bar
 
 if TYPE_CHECKING:
     from pyorch.engine import AttentionInfo, Rope, Sampling, Session
     from pyorch.models.pull import Model
-
-PROGRESS_AFTER_S = 2.0  # a bar is shown only for what takes longer
 
 
 class Ratio(click.ParamType):
@@ -216,7 +214,28 @@ sampling_options = _group(
     click.option("--min-p", type=Number(float, 0, 1), default=0.05, show_default=True),
     click.option("--seed", type=Number(int, 0, 2**32 - 1), help="  [default: a new one each time]"),
 )
-verbose_option = click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's messages.")
+
+
+class _OnStderr(logging.Handler):
+    """Lines of a log, as they come."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        click.echo(record.getMessage(), err=True)
+
+
+_ON_STDERR = _OnStderr()
+
+
+def _show_log(ctx: Any, param: Any, verbose: bool) -> bool:
+    log = logging.getLogger("pyorch.llama")
+    log.setLevel(logging.INFO if verbose else logging.WARNING)
+    (log.addHandler if verbose else log.removeHandler)(_ON_STDERR)
+    return verbose
+
+
+verbose_option = click.option(
+    "-v", "--verbose", is_flag=True, callback=_show_log, help="Show llama.cpp's messages."
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 
 
@@ -348,9 +367,10 @@ def fetch_model(model: Model, quiet: bool = False) -> Model:
 
 def open_session(options: Mapping[str, Any], attention: AttentionSpec | None) -> Session:
     """Load the model that the options name, with a bar if it takes long."""
-    from pyorch import engine
+    from pyorch import engine, native
 
     path = model_file(options)
+    native.built()
     card = str(options["model"]).split(":")[0].split("@")[0]
     if attention is None and card in cards.names() and path != Path(options["model"]):
         note(f"attention is exact; for {card} try --ratio {cards.load(card).ratio}", "dim")
@@ -365,7 +385,6 @@ def open_session(options: Mapping[str, Any], attention: AttentionSpec | None) ->
             type_v=options.get("cache_type_v", "f16"),
             numa=options.get("numa") or "",
             attention=attention,
-            verbose=bool(options.get("verbose")),
             progress=progress,
         )
     note_if_beyond(session.n_ctx, session.geometry.n_ctx_train)
@@ -390,11 +409,16 @@ def note_if_busy() -> None:
 
 def info_if_ours(session: Session) -> AttentionInfo | None:
     """The library's account, or None while attention is llama.cpp's own."""
-    from pyorch import engine
+    return info_of(session.lib, session.ctx)
 
-    if not hasattr(session.lib._lib, "llama_get_sparse_attn_info"):
+
+def info_of(lib: Any, ctx: Any) -> AttentionInfo | None:
+    """The same of any context. lib: the module of C functions, ctx: llama.cpp's pointer."""
+    from pyorch.engine import sparse
+
+    if not sparse.is_ours(lib):
         return None
-    info = engine.info(session)
+    info = sparse.get_info(lib, ctx)
     return info if info.method != "off" else None
 
 
@@ -405,52 +429,6 @@ def why_dense(wanted: AttentionSpec | None, info: AttentionInfo) -> str:
     n = len(info.layers) - info.layers_sparse
     which = f"{n} of {len(info.layers)} layers are" if info.layers_sparse else "attention is"
     return f"note: {which} dense: {'; '.join(info.dense_reasons)}"
-
-
-@contextmanager
-def progress_bar(label: str, of_bytes: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """A callback (done, total): a bar on stderr, from two seconds on until all is done."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    console = Console(stderr=True)
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        *((DownloadColumn(), TransferSpeedColumn()) if of_bytes else ()),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        # a speed needs two updates within this many seconds, and a bench has one a minute
-        speed_estimate_period=30 if of_bytes else 1800,
-    )
-    task, started, shown = bar.add_task(label), time.monotonic(), False
-
-    def update(done: int, total: int) -> None:
-        nonlocal shown
-        slow = time.monotonic() - started > PROGRESS_AFTER_S
-        bar.update(task, completed=done, total=total)
-        if not shown and slow and done < total and console.is_terminal:
-            bar.start()
-            shown = True
-        elif shown and done >= total:  # text follows on the same terminal
-            bar.stop()
-            shown = False
-
-    try:
-        yield update
-    finally:
-        if shown:
-            bar.stop()
 
 
 def print_json(value: Any) -> None:

@@ -37,11 +37,13 @@ def command(**options: Any) -> None:
     IN is a GGUF file (of a split model the first part) or one on the hub, as in `sparq-cpp pull`.
     OUT appears when it is finished.
     """
+    from pyorch import native
     from pyorch.engine import usable_cores
     from pyorch.models.gguf_file import human_bytes
     from pyorch.models.quantize import quantize
 
     source = opt.model_file(options)
+    native.built()
     with opt.progress_bar("quantising") as progress:
         result = quantize(
             source,

@@ -78,42 +78,42 @@ def _serve(
     path: Path, listener: socket.socket, attention: AttentionSpec | None, options: dict[str, Any]
 ) -> None:
     from pyorch import engine, native
-    from pyorch.attention.bytes import cache_bytes, shadow_bytes
-    from pyorch.attention.calibrate import resolve
-    from pyorch.attention.spec import check_against_model, parse_spec
+    from pyorch.engine.settings import checked
     from pyorch.models.gguf_file import geometry, read_gguf
-    from pyorch.models.memory import check_memory
 
     file = read_gguf(path)
-    geo = geometry(file)
-    rope = opt.rope_from(options) or engine.Rope()
-    n_ctx = engine.checked_ctx(geo, options["ctx"], rope)
-    opt.note_if_beyond(n_ctx, geo.n_ctx_train)
-    types = [engine.cache_type(options[f"cache_type_{x}"]) for x in "kv"]
-    spec = resolve(attention or parse_spec(os.environ.get("SPARQ_ATTN") or "off"), path)
+    settings = checked(
+        file,
+        n_ctx=options["ctx"],
+        n_threads=options["threads"],
+        type_k=options["cache_type_k"],
+        type_v=options["cache_type_v"],
+        attention=attention,
+        rope=opt.rope_from(options),
+    )
+    opt.note_if_beyond(settings.n_ctx, geometry(file).n_ctx_train)
+    spec = settings.attention or AttentionSpec("off")
     os.environ["SPARQ_ATTN"] = str(spec)  # what the library reads
-    check_against_model(spec, geo.head_dim_k)
-    check_memory(file, cache_bytes(geo, n_ctx, *types), shadow_bytes(geo, n_ctx, spec))
 
-    lib = native.load().llama_cpp
+    native.built()
+    library = engine.library()
     n_gpu_layers = options["n_gpu_layers"]
-    engine.check_gpu(lib, n_gpu_layers)
+    library.check_gpu(n_gpu_layers)
     import uvicorn
     from llama_cpp.server import app as server
     from llama_cpp.server.settings import ModelSettings, ServerSettings
 
-    n_threads = options["threads"] or engine.usable_cores()
     host, port = listener.getsockname()[:2]
     model = ModelSettings(
         model=str(path),
         model_alias=path.name if Path(options["model"]).exists() else options["model"],
-        n_ctx=n_ctx,
-        **{**_OF_THE_MODEL, **rope.params},
-        n_threads=n_threads,
-        n_threads_batch=n_threads,
+        n_ctx=settings.n_ctx,
+        **{**_OF_THE_MODEL, **settings.rope.params},
+        n_threads=settings.n_threads,
+        n_threads_batch=settings.n_threads,
         n_gpu_layers=-1 if n_gpu_layers is None else n_gpu_layers,  # its own default is none
-        type_k=types[0].number,
-        type_v=types[1].number,
+        type_k=settings.types[0].number,
+        type_v=settings.types[1].number,
         numa=engine.NUMA.get(options["numa"], 0),
         flash_attn=True,  # sparse attention needs it
         logits_all=False,  # else n_ctx times the vocabulary in memory
@@ -127,20 +127,19 @@ def _serve(
     except (ValueError, RuntimeError) as e:
         raise SparqError(f"{path}: {e}", "run with -v to see llama.cpp's own messages") from None
     app.add_exception_handler(ValueError, _no_json)
-    llama = server._llama_proxy()
-    session = engine.Session(lib, path, geo, llama._model.model, llama._ctx.ctx)
-    if (info := opt.info_if_ours(session)) and (why := opt.why_dense(spec, info)):
+    llama = server._llama_proxy()  # its context is there as long as we hold it
+    if (info := opt.info_of(library.lib, llama._ctx.ctx)) and (why := opt.why_dense(spec, info)):
         opt.note(why, "yellow")
     if host not in LOOPBACK and not options["api_key"]:
         opt.note(
             "note: whoever reaches this address can use it; --api-key KEY asks for one", "yellow"
         )
     shown = f"[{host}]" if ":" in host else host
-    opt.note(f"{path.name}, attention {spec}, {n_ctx} positions")
+    opt.note(f"{path.name}, attention {spec}, {settings.n_ctx} positions")
     opt.note(f"http://{shown}:{port}/v1 is ready (all calls: /docs); Ctrl-C ends it")
     level = "info" if options["verbose"] else "warning"
     with suppress(KeyboardInterrupt):
         uvicorn.Server(uvicorn.Config(app, log_level=level)).run(sockets=[listener])
-    if info := opt.info_if_ours(session):
+    if info := opt.info_of(library.lib, llama._ctx.ctx):
         share = f"{100 * info.sparse_share:.1f} % of their attention calls sparse"
         opt.note(f"{info.counter('steps')} tokens decoded, {share}", "dim")

@@ -6,16 +6,16 @@ A native method runs in a session without a callback, which would cost it time; 
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pyorch import engine, policies
-from pyorch.attention.calibrate import resolve
+from pyorch.attention.saved import resolve
 from pyorch.attention.spec import AttentionSpec
 from pyorch.evals.recall import RecallWatch
 
@@ -48,30 +48,39 @@ def meaning(method: str, model: Path) -> str:
 
 
 class Runner:
-    """Opens what the methods need; closes it with `with`."""
+    """One model, and the sessions that the methods need; closed with `with`."""
 
     def __init__(
-        self, model: str | os.PathLike[str], methods: Sequence[str], recall: bool, **load: Any
+        self,
+        model: Path,
+        methods: Sequence[str],
+        recall: bool,
+        *,
+        n_gpu_layers: int | None = None,
+        numa: str = "",
+        **options: Any,
     ) -> None:
-        """recall: `masses` will be asked for."""
-        self.session = engine.load(model, attention="off", **load)  # tokenises, too
-        self._watched: engine.Session | None = None
+        """recall: `masses` will be asked for; options: of `Model.session`."""
         specs = [policies.parse(m) for m in methods]
         python = [p for p in specs if isinstance(p, policies.Policy)]
-        if python or recall:
-            self._watch = RecallWatch(keep_queries=any(p.needs_prompt for p in python))
-            on_cpu = {"n_gpu_layers": 0, "watch": self._watch}  # numpy reads the tensors
-            own = {**on_cpu, "numa": ""}  # which is set once per process
-            self._watched = engine.load(model, attention="off", **{**load, **own})
-            self._watch.attach(self._watched, engine.cache_type(load["type_v"]).bytes_per_element)
+        with ExitStack() as opened:
+            loaded = opened.enter_context(
+                engine.load_model(model, n_gpu_layers=n_gpu_layers, numa=numa)
+            )
+            self.session = loaded.session(attention="off", **options)  # tokenises, too
+            self._watched: engine.Session | None = None
+            if python or recall:
+                if not loaded.on_cpu:  # where numpy could not read the tensors
+                    loaded = opened.enter_context(engine.load_model(model, n_gpu_layers=0))
+                self._watch = RecallWatch(keep_queries=any(p.needs_prompt for p in python))
+                self._watched = loaded.session(attention="off", watch=self._watch, **options)
+            self._opened = opened.pop_all()
 
     def __enter__(self) -> Runner:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.session.close()
-        if self._watched is not None:
-            self._watched.close()
+        self._opened.close()
 
     def _of(self, method: str) -> engine.Session:
         if is_native(method):

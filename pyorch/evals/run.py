@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,7 @@ from pyorch.evals.methods import Runner, canonical, meaning
 from pyorch.evals.series import Series, make
 from pyorch.evals.task import Example, Outcome, Setup, Task
 from pyorch.models.gguf_file import read_gguf
-
-Progress = Callable[[int, int], None]
+from pyorch.progress import Progress
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pyorch import engine
-from pyorch.chat_template import ChatTemplate
+from pyorch.engine.chat_template import ChatTemplate
 from pyorch.errors import SparqError
 from pyorch.evals.decode import Decoder
 

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import tempfile
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,7 @@ from pyorch.models import convert_env
 from pyorch.models.gguf_file import GGUFFile, human_bytes, read_gguf
 from pyorch.models.new_file import check_space, check_target, new_file
 from pyorch.native.source import Note
-
-Progress = Callable[[int, int], None]  # (done, total)
+from pyorch.progress import Progress
 
 OUTTYPES = {"auto": 2.0, "f16": 2.0, "bf16": 2.0, "f32": 4.0, "q8_0": 34 / 32}  # bytes a weight
 # What the converter may see of a model's folder, and what is downloaded of a repository: no .py,

@@ -16,7 +16,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,8 @@ from pyorch import native
 from pyorch.errors import SparqError, nearest
 from pyorch.models.gguf_file import MAGIC, read_gguf
 from pyorch.models.new_file import check_space, check_target, new_file
+from pyorch.progress import Progress
 
-Progress = Callable[[int, int], None]  # (done, total)
 Imatrix = dict[str, Any]  # tensor -> float32 weight of each column (and expert)
 
 _STEP = re.compile(r"\[ *(\d+)/ *(\d+)\] ")
@@ -84,7 +83,7 @@ def quantize(
         SparqError: wrong arguments, a damaged model, no space, or the library refuses. `target` is
             then what it was.
     """
-    native.lib_dir()  # builds on first use, and the types come with it
+    native.lib_dir()  # refuses where nothing is built: the types come with it
     known = types()
     if type_name.upper() not in known:
         raise nearest("--type", type_name.upper(), tuple(known))

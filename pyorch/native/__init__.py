@@ -1,7 +1,7 @@
 """The patched llama.cpp: get the pinned source, patch, build, load.
 
-llama_cpp = native.load()          # the Python bindings on our library; builds it on first use
-folder = native.lib_dir()          # where libllama is, e.g. for a C program
+folder = native.built()            # where libllama is, e.g. for a C program; builds it if need be
+llama_cpp = native.load()          # the Python bindings on it; never builds
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from types import ModuleType
 from pyorch.errors import SparqError
 
 
-def lib_dir(stock: bool = False, tools: tuple[str, ...] = ()) -> Path:
-    """Folder with libllama and the named tools, built for the present inputs; builds if need be.
+def find(stock: bool = False, tools: tuple[str, ...] = ()) -> Path | None:
+    """Folder with libllama and the named tools, built for the present inputs; None = not built.
 
     A build with CUDA is preferred where there is a device, and one for this CPU to a portable one,
     which `sparq-cpp build --portable` makes.
@@ -24,9 +24,6 @@ def lib_dir(stock: bool = False, tools: tuple[str, ...] = ()) -> Path:
     Args:
         stock: the same pin without our patches.
         tools: programs of llama.cpp that must be there too, from `build.TOOLS`.
-
-    Raises:
-        SparqError: it cannot be built.
     """
     from pyorch.native import build
 
@@ -37,7 +34,35 @@ def lib_dir(stock: bool = False, tools: tuple[str, ...] = ()) -> Path:
             if usual.cuda and not options.cuda:
                 build.say("a CUDA device is here, but this build is for the CPU: sparq-cpp build")
             return found
-    options = build.working(usual)
+    return None
+
+
+def lib_dir(stock: bool = False, tools: tuple[str, ...] = ()) -> Path:
+    """The same as `find`, where it is needed. Nothing is compiled.
+
+    Raises:
+        SparqError: it is not built.
+    """
+    found = find(stock, tools)
+    if found is None:
+        more = " --stock" * stock + " --tools" * bool(tools)
+        kind = "the stock library" if stock else "the library"
+        raise SparqError(f"{kind} is not built for these sources", f"sparq-cpp build{more}")
+    return found
+
+
+def built(stock: bool = False, tools: tuple[str, ...] = ()) -> Path:
+    """The same as `find`, built now if it is not there, which is said on stderr.
+
+    Raises:
+        SparqError: it cannot be built.
+    """
+    from pyorch.native import build
+
+    found = find(stock, tools)
+    if found is not None:
+        return found
+    options = build.working(build.usual(stock))
     build.say(f"the {options.name} library is not built yet for these sources; building it, once")
     return build.build(options, tools)
 
@@ -63,7 +88,7 @@ def load(stock: bool = False) -> ModuleType:
     An installed llama-cpp-python is left alone and not used.
 
     Raises:
-        SparqError: `llama_cpp` was imported before, on another library; or the build fails.
+        SparqError: `llama_cpp` was imported before, on another library; or ours is not built.
     """
     global _loaded
     module = sys.modules.get("llama_cpp")

@@ -27,8 +27,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,8 +35,7 @@ from pyorch import paths
 from pyorch.errors import SparqError
 from pyorch.native import cuda, patches, probe, source
 from pyorch.native.source import Note
-
-Step = Callable[[int, int], None]
+from pyorch.progress import Progress, bar
 
 TOOLS = (
     "llama-bench",
@@ -210,7 +207,7 @@ def _build(options: Options, tools: tuple[str, ...], jobs: int, force: bool, not
         note(f"building {options.name}: {jobs} job{'s' if jobs > 1 else ''}, log in {log}")
         started = time.monotonic()
         env = _environment(compiler, found, toolkit)
-        with progress() as step:
+        with bar("compiling", off_terminal=say) as step:
             for argv in _commands(tree, options, tools, found.openmp, jobs, toolkit):
                 _run_logged(argv, env, tree, step, lock)
         stamped = {
@@ -359,7 +356,9 @@ def _commands(
     return [configure, [ninja, "-C", str(tree / "out"), "-j", str(jobs), "llama", *tools]]
 
 
-def _run_logged(argv: list[str], env: dict[str, str], tree: Path, step: Step, lock: int) -> None:
+def _run_logged(
+    argv: list[str], env: dict[str, str], tree: Path, step: Progress, lock: int
+) -> None:
     """Run one build command; its output goes to the log, `[n/m]` lines to `step(n, m)`.
 
     The command holds the lock too: should this process be killed, nobody enters the work tree
@@ -464,36 +463,6 @@ def _prune() -> None:
 
 
 # ---- shared --------------------------------------------------------------------------------------
-
-
-@contextmanager
-def progress() -> Iterator[Step]:
-    """Yield `step(done, total)`: a bar with the time left, or a line per quarter off a terminal."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        said = 0
-
-        def quarter(done: int, total: int) -> None:
-            nonlocal said
-            if total >= 20 and done * 4 // total > said:
-                said = done * 4 // total
-                say(f"compiled {done} of {total}")
-
-        yield quarter
-        return
-    columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def say(text: str) -> None:

@@ -78,7 +78,6 @@ def open_session(
     watch = Watch(keep_queries=keep_queries)
     session = engine.load(model, watch=watch, attention="off", **load)
     try:
-        watch.attach(session, engine.cache_type(load.get("type_v", "f16")).bytes_per_element)
         switch(session, text)
     except BaseException:
         session.close()

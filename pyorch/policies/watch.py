@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from pyorch.engine import Session
 from pyorch.errors import SparqError
 from pyorch.native.tensor import Tensor, floats, op_number, row_bytes, source, view
 from pyorch.policies.base import Heads, Policy, Selector, Step, at, softmax
@@ -54,7 +55,7 @@ class _Layer:
 
 @dataclass
 class Watch:
-    """`engine.load(watch=...)` calls `node`, `done` and `reset`. `policy` None: looks at nothing.
+    """What `Model.session(watch=...)` takes. `policy` None: looks at nothing.
 
     keep_queries: capture the prompt even for methods that do not need it, for those that come next
     """
@@ -77,8 +78,8 @@ class Watch:
 
     # ---- what the session calls ----
 
-    def attach(self, session: Any, v_element: float) -> None:
-        """Learn the numbers of the ops, and what a row of V is. v_element: bytes of an element.
+    def attach(self, session: Session) -> None:
+        """Learn the numbers of the ops, and what a row of V is.
 
         Raises:
             SparqError: the tensors of the library are not those of `Tensor`.
@@ -91,7 +92,7 @@ class Watch:
             raise SparqError("struct ggml_tensor is not what pyorch/native/tensor.py says")
         self._ops = tuple(op_number(session.lib, n) for n in ("SPARSE_ATTN", "FLASH_ATTN_EXT"))
         self._d_v = session.geometry.head_dim_v
-        self._v_bytes = self._d_v * v_element
+        self._v_bytes = self._d_v * session.types[1].bytes_per_element
         self.n_tokens = lambda: len(session.tokens)
 
     def use(self, policy: Policy | None) -> None:

@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def stock() -> None:
     """The unpatched library, built if need be."""
-    native.lib_dir(stock=True)
+    native.built(stock=True)
 
 
 @pytest.fixture

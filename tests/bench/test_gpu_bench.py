@@ -58,7 +58,7 @@ def test_a_case_that_failed_shows_in_the_exit_code(
     monkeypatch.setattr(gpu, "Device", lambda *_: device)
     monkeypatch.setattr(gpu, "copy_bandwidth", lambda *_: 1.0)
     monkeypatch.setattr(gpu, "measure", measure)
-    monkeypatch.setattr(gpu.native, "lib_dir", lambda: tmp_path)
+    monkeypatch.setattr(gpu.native, "built", lambda: tmp_path)
     monkeypatch.setattr(gpu.records, "environment", lambda _: {"stamps": {"ours": "s"}})
     done = CliRunner().invoke(gpu.main, ["--quick", "--device", "x", "--out", str(tmp_path)])
     assert len(records.load(tmp_path / gpu.FILE)) == 8

@@ -34,11 +34,11 @@ def session() -> Iterator[engine.Session]:
 @pytest.fixture(scope="module")
 def heads(session: engine.Session) -> list[recall.Heads]:
     tokens = engine.tokenize(session, (DEMO / "document.txt").read_text())[:1024]
-    capture = recall.Capture(session, 1024, 1)
+    capture = recall.Capture(session.model, 1024, 1)
     try:
         return capture.layers(tokens)
     finally:
-        capture.watched.close()
+        capture.session.close()
 
 
 def test_captured_q_k_v_give_the_result_of_llama_cpp(
@@ -52,9 +52,9 @@ def test_captured_q_k_v_give_the_result_of_llama_cpp(
 
     monkeypatch.setattr(recall, "_heads", keep)
     tokens = engine.tokenize(session, (DEMO / "document.txt").read_text())[:512]
-    capture = recall.Capture(session, 512, 1)
+    capture = recall.Capture(session.model, 512, 1)
     layers = capture.layers(tokens)
-    capture.watched.close()
+    capture.session.close()
     assert len(layers) == session.geometry.n_layer
     hidden = np.arange(512) > np.arange(512 - 64, 512)[:, None]
     for layer, result in zip(layers, results, strict=True):

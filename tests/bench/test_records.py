@@ -103,7 +103,7 @@ def test_the_commit_is_that_of_our_own_repository(
 
 def test_what_cannot_be_kept_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     env = {"stamps": {"sparq": "s"}}
-    monkeypatch.setattr(native, "lib_dir", lambda stock=False: Path())
+    monkeypatch.setattr(native, "built", lambda stock=False: Path())
     monkeypatch.setattr(records, "environment", lambda libraries: env)
     case = growth.Case("m.gguf", "m", 1, "f16", "f16", 512, "sparq")
     with pytest.raises(SparqError, match="/dev/null/r: ") as e:

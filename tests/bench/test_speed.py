@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from pyorch.attention import calibrate
+from pyorch.attention import saved
 from pyorch.bench import attention, growth, output, records, speed
 from pyorch.cli.bench import Numbers, command
 from pyorch.errors import SparqError
@@ -89,7 +89,7 @@ def test_another_calibration_is_another_case(model: Path, tmp_path: Path) -> Non
     found = []
     for k_layers in ("64:128", "64:128", "128:64"):
         result["calibrated"] = {"k_layers": k_layers}
-        calibrate.save(path, result)
+        saved.save(path, result)
         ((_, group),) = plan.groups()
         found.append([records.case_of(c) for c in group])
     assert found[0] == found[1] != found[2]

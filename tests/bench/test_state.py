@@ -11,6 +11,7 @@ import pytest
 from pyorch import engine
 from pyorch.bench import state
 from pyorch.bench.worker import Subject
+from pyorch.engine import sparse
 from pyorch.errors import SparqError
 
 
@@ -66,8 +67,8 @@ def test_state_seals_every_complete_group(model: Path) -> None:
         session = subject.session
         assert session is not None
         assert engine.info(session).counter("groups_sealed") == 2000 // 64 * 2  # two layers
-        check = engine._sparse_call(
-            session, "llama_sparse_attn_check", ctypes.c_int64, ctypes.c_void_p
+        check = sparse.function(
+            session.lib, "llama_sparse_attn_check", ctypes.c_int64, ctypes.c_void_p
         )
         assert check(session.ctx) == 0
         counters = subject.decode(3, seed=1)["counters"]

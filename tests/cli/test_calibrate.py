@@ -15,8 +15,9 @@ import pytest
 from click.testing import CliRunner
 
 from pyorch import engine
-from pyorch.attention import calibrate, meter, search
+from pyorch.attention import saved
 from pyorch.attention.spec import AttentionSpec, parse_spec
+from pyorch.calibrate import meter, search
 from pyorch.cli import calibrate as command
 from pyorch.errors import SparqError
 
@@ -36,7 +37,7 @@ RESULT = {
 @pytest.fixture
 def model(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the tiny model, and a cache folder of its own for results."""
-    for module in (calibrate, search):  # not that of the library
+    for module in (saved, search):  # not that of the library
         here = SimpleNamespace(cache=lambda: tmp_path / "cache")
         monkeypatch.setattr(module, "paths", here)
     return Path(shutil.copy(tiny, tmp_path / "m.gguf"))
@@ -256,60 +257,60 @@ def test_meter_measures_what_one_session_alone_gives(tiny: Path) -> None:
 
 
 def test_hash_is_of_the_content(model: Path, tmp_path: Path) -> None:
-    before = calibrate.model_hash(model)
-    assert calibrate.model_hash(shutil.copy(model, tmp_path / "copy.gguf")) == before
+    before = saved.model_hash(model)
+    assert saved.model_hash(shutil.copy(model, tmp_path / "copy.gguf")) == before
     raw = bytearray(model.read_bytes())
     raw[-1] ^= 1  # not among the samples of a large file, but of a small one
     model.write_bytes(raw)
-    assert len(raw) > 1 << 18 or calibrate.model_hash(model) != before
+    assert len(raw) > 1 << 18 or saved.model_hash(model) != before
     model.write_bytes(raw + b"x")
-    assert calibrate.model_hash(model) != before
+    assert saved.model_hash(model) != before
     with pytest.raises(SparqError, match=r"none\.gguf"):
-        calibrate.model_hash(tmp_path / "none.gguf")
+        saved.model_hash(tmp_path / "none.gguf")
 
 
 def test_results_are_found_again(model: Path) -> None:
     spec = parse_spec("sparq,calibrated")
     with pytest.raises(SparqError, match="is not calibrated for ratio 1/8") as e:
-        calibrate.resolve(spec, model)
+        saved.resolve(spec, model)
     assert "sparq-cpp calibrate" in e.value.hint
-    file = calibrate.save(model, RESULT)
+    file = saved.save(model, RESULT)
     assert file == model.with_name("m.gguf.sparq.json")
-    calibrate.save(model, {**RESULT, "ratio": 1 / 4, "calibrated": {"mean_v": "off"}})
+    saved.save(model, {**RESULT, "ratio": 1 / 4, "calibrated": {"mean_v": "off"}})
     want = "sparq,ratio=1/8,mean_v=on,min_k=30,k_layers=10%:dense,rank_layers=8:4"
-    assert str(calibrate.resolve(spec, model)) == want
-    got = calibrate.resolve(parse_spec("sparq,mean_v=off,min_k=1,budget=top-p"), model)
+    assert str(saved.resolve(spec, model)) == want
+    got = saved.resolve(parse_spec("sparq,mean_v=off,min_k=1,budget=top-p"), model)
     assert (got.mean_v, got.min_k, got.top_p, got.cap) == ("off", 1, 0.99, 1.5), "as given"
-    four = calibrate.resolve(parse_spec("sparq,ratio=1/4,calibrated"), model)
+    four = saved.resolve(parse_spec("sparq,ratio=1/4,calibrated"), model)
     assert str(four) == "sparq,ratio=1/4,mean_v=off"
     with pytest.raises(SparqError, match=r"1/5 \(q4\); there are results for"):
-        calibrate.resolve(parse_spec("sparq,ratio=1/5,calibrated"), model)
+        saved.resolve(parse_spec("sparq,ratio=1/5,calibrated"), model)
     with pytest.raises(SparqError, match="belongs to sparq, not to topk"):
-        calibrate.resolve(parse_spec("topk,calibrated"), model)
+        saved.resolve(parse_spec("topk,calibrated"), model)
     plain = AttentionSpec("sparq", ratio=1 / 8)
-    assert calibrate.resolve(plain, model) is plain
+    assert saved.resolve(plain, model) is plain
 
 
 def test_results_of_another_model_do_not_count(model: Path) -> None:
-    calibrate.save(model, RESULT)
+    saved.save(model, RESULT)
     with model.open("ab") as f:
         f.write(b"x")
     with pytest.raises(SparqError, match="not calibrated"):
-        calibrate.resolve(parse_spec("sparq,calibrated"), model)
+        saved.resolve(parse_spec("sparq,calibrated"), model)
 
 
 def test_a_folder_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
     model.with_name("m.gguf.sparq.json").mkdir()  # in the way of the file
-    file = calibrate.save(model, RESULT)
+    file = saved.save(model, RESULT)
     assert file.parent == tmp_path / "cache" / "calibrated"
-    assert calibrate.resolve(parse_spec("sparq,calibrated"), model).rank_layers == (8, 4)
+    assert saved.resolve(parse_spec("sparq,calibrated"), model).rank_layers == (8, 4)
     assert not list(model.parent.glob("*.new"))
 
 
 def test_a_damaged_file(model: Path) -> None:
-    calibrate.save(model, RESULT).write_text('{"schema": 1')
+    saved.save(model, RESULT).write_text('{"schema": 1')
     with pytest.raises(SparqError, match="is damaged"):
-        calibrate.resolve(parse_spec("sparq,calibrated"), model)
+        saved.resolve(parse_spec("sparq,calibrated"), model)
 
 
 # ---- the command ----
@@ -366,13 +367,13 @@ def test_calibrate_and_use(
         done = run(*use, "--budget", budget, "--json")
         assert done.code == 0, done.err
         asked = AttentionSpec("sparq", ratio=1 / 8, budget=budget, min_ctx=0)
-        want = calibrate.resolve(asked, model)
+        want = saved.resolve(asked, model)
         used = parse_spec(json.loads(done.out)["attention"]["spec"])
         assert (used.k_layers, used.rank_layers) == (want.k_layers, want.rank_layers)
     assert run(*use[:-4], "--ratio", "1/9", "--budget", "calibrated").code == 1
     explained = run("explain", "-m", model, "--ratio", "1/8", "--budget", "calibrated", "--json")
     assert json.loads(explained.out)["spec"] == str(
-        calibrate.resolve(AttentionSpec("sparq", ratio=1 / 8, budget="calibrated"), model)
+        saved.resolve(AttentionSpec("sparq", ratio=1 / 8, budget="calibrated"), model)
     )
 
 

@@ -353,7 +353,7 @@ def test_chat_through_a_pipe(run: Run, tiny_chat: Path) -> None:
 
 def test_chat_uses_the_models_template(tiny_chat: Path, tiny: Path) -> None:
     from pyorch import engine
-    from pyorch.chat_template import ChatTemplate
+    from pyorch.engine.chat_template import ChatTemplate
 
     messages = [{"role": "user", "content": "hi"}]
     with engine.load(tiny_chat, n_threads=1) as s:

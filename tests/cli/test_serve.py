@@ -83,7 +83,7 @@ def test_memory_is_placed_as_asked(
         placed.append(strategy)
         raise ValueError("enough")
 
-    monkeypatch.setattr(engine.native.load().llama_cpp, "llama_numa_init", init)
+    monkeypatch.setattr(engine.library().lib, "llama_numa_init", init)
     monkeypatch.setattr("uvicorn.Server.run", lambda *_, **__: pytest.fail("serves"))
     for name, number in engine.NUMA.items():
         assert "enough" in run("serve", "-m", tiny, "--port", "0", "--numa", name).err
@@ -100,7 +100,7 @@ def test_rope_is_as_in_other_commands(
     def init(model: object, params: Any) -> None:
         seen.append({n: getattr(params, n) for n, _ in params._fields_})
 
-    bindings = engine.native.load().llama_cpp
+    bindings = engine.library().lib
     monkeypatch.setattr(bindings, "llama_init_from_model", init)
     scaled = ("--rope-scaling", "yarn", "--rope-scale", 2, "--yarn-orig-ctx", 4096)
     wanted = bindings.llama_context_default_params()

@@ -36,7 +36,8 @@ def environment(stock: bool = False) -> dict[str, str]:
     """Variables for another process that is to use the library (the stock one, if `stock`)."""
     folder = os.environ.get("SPARQ_TEST_STOCK_DIR" if stock else "SPARQ_TEST_LIB_DIR")
     if not folder:
-        return native.environment(stock=stock)
+        native.built(stock)
+        return native.environment(stock)
     return {"LLAMA_CPP_LIB_PATH": folder, "PYTHONPATH": str(build.bindings())}
 
 
@@ -73,6 +74,7 @@ def bindings() -> ModuleType:
         sys.path.insert(0, str(build.bindings()))
         import llama_cpp
     else:
+        native.built()
         llama_cpp = native.load()
     m = llama_cpp.llama_cpp
     for name, result, *args in (

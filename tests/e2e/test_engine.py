@@ -20,6 +20,7 @@ from pyorch.attention.bytes import layer_costs, shadow_bytes
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import state
 from pyorch.engine import Rope, Sampling
+from pyorch.engine.text import TextStream
 from pyorch.errors import SparqError
 from pyorch.models.gguf_file import read_gguf
 
@@ -48,7 +49,7 @@ def test_text_survives_tokens(session: engine.Session) -> None:
 
 
 def test_stream_gives_whole_characters_only(session: engine.Session) -> None:
-    stream = engine._TextStream(session, stop=[])
+    stream = TextStream(session, stop=[])
     tokens = engine.tokenize(session, "é世🙂", add_special=False)
     assert len(tokens) == 2 + 3 + 4  # one per byte: most end inside a character
     parts = [stream.add(t)[0] for t in tokens]
@@ -56,7 +57,7 @@ def test_stream_gives_whole_characters_only(session: engine.Session) -> None:
 
 
 def test_stream_holds_back_what_may_begin_a_stop_string(session: engine.Session) -> None:
-    stream = engine._TextStream(session, stop=["\nUser:", "END"])
+    stream = TextStream(session, stop=["\nUser:", "END"])
     shown, met = "", False
     for token in engine.tokenize(session, "fine EN\nUs \nUser: no", add_special=False):
         text, met = stream.add(token)
@@ -521,7 +522,7 @@ def test_settings_of_rope() -> None:
 def test_ctrl_c_while_attention_is_set_frees_all(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lib, freed = engine.native.load().llama_cpp, []
+    lib, freed = engine.library().lib, []
 
     def stopped(*_: object) -> int:
         raise KeyboardInterrupt
@@ -537,13 +538,50 @@ def test_ctrl_c_while_attention_is_set_frees_all(
     assert freed == ["llama_free", "llama_model_free"]
 
 
+def test_a_library_that_is_not_built_is_refused(tiny: Path, tmp_path: Path) -> None:
+    """Python never compiles unasked; the command line builds, and says so."""
+    code = "import sys; from pyorch import engine; engine.load(sys.argv[1])"
+    env = {**os.environ, "SPARQ_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", code, tiny], capture_output=True, env=env)
+    assert done.returncode == 1
+    assert b"SparqError: the library is not built for these sources" in done.stderr
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_model_makes_several_sessions(tiny: Path) -> None:
+    """Weights once, a cache for each; the model closes what is left of them."""
+    with engine.load_model(tiny) as model:
+        short, long = (model.session(n_ctx=n, n_threads=1) for n in (256, 1024))
+        assert (short.n_ctx, long.n_ctx) == (256, 1024)
+        tokens = engine.tokenize(model, text_of(100))
+        assert tokens == engine.tokenize(short, text_of(100))
+        engine.prefill(short, tokens)
+        assert long.tokens == []
+        engine.prefill(long, tokens)
+        assert np.array_equal(engine.logits(short), engine.logits(long))
+        short.close()
+        engine.decode(long, 70)
+    assert not model.handle and not long.ctx
+    with engine.load(tiny, n_threads=1) as s:
+        owned = s.model
+    assert not owned.handle
+
+
+def test_the_log_goes_to_logging(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="pyorch.llama"):
+        engine.load(tiny, n_threads=1).close()
+    lines = [r.getMessage() for r in caplog.records if r.name == "pyorch.llama"]
+    assert any(line.startswith("llama_model_loader: loaded meta data") for line in lines)
+    assert not any("\n" in line or not line.strip() for line in lines)
+
+
 def test_numa_strategies(tiny: Path) -> None:
     """Set in a process of their own: the first one counts, for good."""
     code = "import sys; from pyorch import engine; engine.load(sys.argv[1], numa=sys.argv[2])"
     for name in engine.NUMA:
         done = subprocess.run([sys.executable, "-c", code, tiny, name], capture_output=True)
         assert done.returncode == 0, done.stderr
-    bindings = engine.native.load().llama_cpp
+    bindings = engine.library().lib
     assert {
         name: getattr(bindings, f"GGML_NUMA_STRATEGY_{name.upper()}") for name in engine.NUMA
     } == engine.NUMA

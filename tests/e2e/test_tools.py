@@ -31,7 +31,7 @@ READY_S = 60  # that a server has to load it
 
 @pytest.fixture(scope="module")
 def tools() -> Path:
-    return Path(os.environ.get("SPARQ_TEST_LIB_DIR") or native.lib_dir(tools=build.TOOLS))
+    return Path(os.environ.get("SPARQ_TEST_LIB_DIR") or native.built(tools=build.TOOLS))
 
 
 def clean() -> dict[str, str]:

@@ -126,19 +126,20 @@ def test_methods_see_the_same_and_off_is_dense(run_eval: Run, tmp_path: Path) ->
 def test_memory_is_placed_as_asked_once_per_process(
     run_eval: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A method in Python has a session of its own; without the option a setting is as ever."""
-    placed, load = [], engine.load
+    """A method in Python has a session of its own, and not a model; without the option a setting
+    is as ever."""
+    placed, load = [], engine.load_model
 
-    def noted(path: Path, *, numa: str, **options: Any) -> engine.Session:
+    def noted(path: Path, *, numa: str, **options: Any) -> engine.Model:
         placed.append(numa)
         return load(path, **options)
 
-    monkeypatch.setattr(engine, "load", noted)
+    monkeypatch.setattr(engine, "load_model", noted)
     line = ("repetition", "-n", 1, "--ctx", 1024, "-a", "off", "-a", "h2o,ratio=1/4")
     for option in ((), ("--numa", "isolate")):
         done = run_eval(*line, *option)
         assert done.exit_code == 0, done.output
-    assert placed == ["", "", "isolate", ""]
+    assert placed == ["", "isolate"]
     assert ", 1 thread, numa isolate, " in done.output
     lines = (tmp_path / "out" / "repetition.jsonl").read_text().splitlines()
     cases = [r["case"] for r in map(json.loads, lines) if "case" in r]
@@ -378,7 +379,7 @@ def test_a_calibrated_method_is_what_was_found_for_the_model(
     run_eval: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another calibration is another method: nothing is taken for it that is not."""
-    from pyorch.attention import calibrate
+    from pyorch.attention import saved
 
     args = ["needle", "--ctx", 576, "-n", 1, "-a", "off", "-a", "sparq,ratio=1/4,calibrated"]
     result = run_eval(*args)
@@ -386,7 +387,7 @@ def test_a_calibrated_method_is_what_was_found_for_the_model(
     counts = []
     for rank in (8, 9, 8):
         found = {"calibrated": {"ratio": None, "rank": rank, "topk": 40, "min_ctx": 0}}
-        monkeypatch.setattr(calibrate, "find", lambda *_, found=found: found)
+        monkeypatch.setattr(saved, "find", lambda *_, found=found: found)
         result = run_eval(*args)
         assert result.exit_code == 0, result.output
         counts.append(len(records(tmp_path / "out" / "needle.jsonl")))

@@ -41,7 +41,7 @@ def main() -> None:
     if sys.argv[1] == "run":
         from pyorch import engine
 
-        engine._library(False, False)  # its memory is not the file's
+        engine.library()  # its memory is not the file's
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
     for line in sys.stdin:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pyorch import engine
-from pyorch.attention import calibrate
+from pyorch.attention import saved
 from pyorch.bench import records
 from pyorch.cli.calibrate import SIZES, sizes
 from pyorch.evals import run as evals
@@ -46,7 +46,7 @@ def test_it_runs_as_the_whole_model_does(split: Path, tiny: Path) -> None:
 
 
 def test_hashes_are_of_all_parts(split: Path, tiny: Path) -> None:
-    for hash_of in (calibrate.model_hash, lambda path: evals.about_model(path)["hash"]):
+    for hash_of in (saved.model_hash, lambda path: evals.about_model(path)["hash"]):
         before = hash_of(split)
         assert before != hash_of(tiny)
         change_weights(last(split))
@@ -56,10 +56,10 @@ def test_hashes_are_of_all_parts(split: Path, tiny: Path) -> None:
 
 def test_settings_calibrated_for_other_weights_are_not_used(split: Path) -> None:
     result = {"ratio": 1 / 8, "shadow": "q4", "time": "2026-01-01T00:00:00Z"}
-    calibrate.save(split, result)
-    assert calibrate.load(split) == [result]
+    saved.save(split, result)
+    assert saved.load(split) == [result]
     change_weights(last(split))
-    assert calibrate.load(split) == []
+    assert saved.load(split) == []
 
 
 def test_calibration_is_sized_by_all_parts(split: Path) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -168,10 +169,24 @@ def test_a_portable_build_is_used_where_there_is_no_other(world: Path) -> None:
 
 
 def test_first_use_says_that_it_builds(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = native.lib_dir()
+    folder = native.built()
     assert "not built yet" in capsys.readouterr().err
-    assert native.lib_dir() == folder
+    assert native.built() == native.lib_dir() == native.find() == folder
     assert capsys.readouterr().err == ""
+
+
+def test_what_is_not_built_is_not_built_unasked(world: Path) -> None:
+    assert native.find() is None
+    for call, hint in (
+        (native.lib_dir, "sparq-cpp build"),
+        (partial(native.lib_dir, stock=True), "sparq-cpp build --stock"),
+        (partial(native.lib_dir, tools=("llama-cli",)), "sparq-cpp build --tools"),
+        (native.environment, "sparq-cpp build"),
+    ):
+        with pytest.raises(SparqError, match="is not built") as e:
+            call()
+        assert e.value.hint == hint
+    assert not build.finished()
 
 
 def test_a_spoilt_stamp_is_no_build(world: Path) -> None:

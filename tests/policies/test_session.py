@@ -13,6 +13,7 @@ from test_select import oracle_of
 from trace_session import trace, untrace
 
 from pyorch import engine, policies
+from pyorch.attention.spec import parse_spec
 from pyorch.errors import SparqError
 from pyorch.policies import h2o
 
@@ -355,7 +356,7 @@ def test_settings_have_one_canonical_line() -> None:
         assert str(policies.parse(line)) == line
     assert str(policies.parse("oracle")) == "oracle,ratio=1/8"
     assert policies.parse("oracle") == policies.POLICIES["oracle"]()
-    assert policies.parse("sparq,ratio=1/8") == engine.parse_spec("sparq,ratio=1/8")
+    assert policies.parse("sparq,ratio=1/8") == parse_spec("sparq,ratio=1/8")
 
 
 # ---- other models ----

@@ -2,7 +2,7 @@
 
 `MODEL.gguf.sparq.json`, or a file in the cache folder where that cannot be written, has the results
 of several ratios, and a hash of the model's content. `resolve` turns `budget=calibrated` or `top-p`
-into what was found. How it is found: `search.py`.
+into what was found. How it is found: `pyorch.calibrate`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pyorch.engine import Session, tokenize
+from pyorch.engine.model import Model, Session
+from pyorch.engine.text import tokenize
 from pyorch.errors import SparqError
 
 Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": ...}
@@ -20,9 +21,9 @@ _NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
 class ChatTemplate:
     """The template of one model. `builtin` is False where the model brings none."""
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        raw = session.lib.llama_model_chat_template(session.model, None)
+    def __init__(self, of: Model | Session) -> None:
+        self.model = model = of.model if isinstance(of, Session) else of
+        raw = model.lib.llama_model_chat_template(model.handle, None)
         self.builtin = raw is not None
         self.stop: list[str] = [] if self.builtin else ["\nUser:", "\nSystem:"]
         self._formatter = self._make(raw.decode("utf-8", errors="replace")) if raw else None
@@ -37,10 +38,10 @@ class ChatTemplate:
         except (
             Exception
         ) as e:  # a template is code of the model's author: anything may be wrong with it
-            raise SparqError(f"{self.session.path}: its chat template is broken: {e}") from None
+            raise SparqError(f"{self.model.path}: its chat template is broken: {e}") from None
 
     def _text(self, which: str) -> str:
-        lib, vocab = self.session.lib, self.session.vocab
+        lib, vocab = self.model.lib, self.model.vocab
         token = getattr(lib, f"llama_vocab_{which}")(vocab)
         text = lib.llama_vocab_get_text(vocab, token) if token >= 0 else b""
         return str((text or b"").decode("utf-8", errors="replace"))
@@ -61,9 +62,9 @@ class ChatTemplate:
 
     def tokens(self, messages: Sequence[Message]) -> list[int]:
         """`render`, tokenised, with the begin token where the model wants one."""
-        lib, vocab = self.session.lib, self.session.vocab
+        lib, vocab = self.model.lib, self.model.vocab
         out = tokenize(
-            self.session, self.render(messages), add_special=False, parse_special=self.builtin
+            self.model, self.render(messages), add_special=False, parse_special=self.builtin
         )
         bos = lib.llama_vocab_bos(vocab)
         if lib.llama_vocab_get_add_bos(vocab) and bos >= 0 and out[:1] != [bos]:

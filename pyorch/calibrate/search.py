@@ -31,19 +31,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from pyorch import native, paths
-from pyorch.attention import calibrate
+from pyorch.attention import saved
 from pyorch.attention.bytes import split, uses_mean_v
-from pyorch.attention.meter import Measured, Meter, Progress, contexts
 from pyorch.attention.spec import AttentionSpec, LayerK, join_layers
+from pyorch.calibrate.meter import Measured, Meter, contexts
+from pyorch.engine import Session
 from pyorch.evals.texts import read_texts
-
-if TYPE_CHECKING:
-    from pyorch.engine import CacheType, Session
+from pyorch.progress import Progress
 
 STEPS = (4.0, 2.0, 1.4)  # k of a layer times and divided by; the rank by at most 2
 STEPS_P = (2.0, 1.4)  # with top_p
@@ -223,17 +222,15 @@ def run(
     *,
     ratio: float,
     shadow: str = "q4",
-    types: Sequence[CacheType],
     n_pos: int = 2048,
     n_contexts: int = 8,
     n_tokens: int = 64,
     seed: int = 1,
     bar: Bar,
 ) -> dict[str, Any]:
-    """The result for one ratio; `calibrate.save` keeps it. Interrupted, it goes on where it was.
+    """The result for one ratio; `saved.save` keeps it. Interrupted, it goes on where it was.
 
     Args:
-        types: of K and V in the cache of the session.
         n_pos: positions that the last decoded token sees.
         n_contexts: an even number; better a multiple of 4.
 
@@ -248,11 +245,11 @@ def run(
         "n_contexts": n_contexts,
         "n_tokens": n_tokens,
         "seed": seed,
-        "types": [t.name for t in types],
+        "types": [t.name for t in session.types],
         "text": hashlib.sha256(text.encode()).hexdigest()[:16],
         "library": native.lib_dir().name,
     }
-    model = calibrate.model_hash(session.path)
+    model = saved.model_hash(session.path)
     key = hashlib.sha256(repr((model, {**about, "ratio": 0})).encode()).hexdigest()[:16]
     file = paths.cache() / "calibrated" / f"{key}.jsonl"
     meter = Meter(session, contexts(session, text, n_contexts, n_pos, n_tokens, seed), file)
@@ -261,7 +258,7 @@ def run(
             (m,) = meter.measure([base], range(n_contexts), progress)
         head_dim = session.geometry.head_dim_k
         search = Search(meter, n_contexts, n_pos, head_dim, float(m.share.mean()))
-        points = {n: search.fit(p) for n, p in _usual(session, base, types, n_pos, meter).items()}
+        points = {n: search.fit(p) for n, p in _usual(session, base, n_pos, meter).items()}
         for name in ("uniform", OTHER):
             points |= _rounds(search, points[name], STEPS, bar)
         candidates = _measured(meter, points, n_contexts)
@@ -295,11 +292,9 @@ def run(
     }
 
 
-def _usual(
-    session: Session, base: AttentionSpec, types: Sequence[CacheType], n_pos: int, meter: Meter
-) -> dict[str, Point]:
+def _usual(session: Session, base: AttentionSpec, n_pos: int, meter: Meter) -> dict[str, Point]:
     """Uniform, also with the other `mean_v`, and ramps: as points, not yet at equal bytes."""
-    geo, sizes = session.geometry, [t.bytes_per_element for t in types]
+    geo, sizes = session.geometry, [t.bytes_per_element for t in session.types]
     row = geo.head_dim_k * sizes[0] + geo.head_dim_v * sizes[1]
     s = split(base, n_pos, geo.head_dim_k, row / (2 * geo.head_dim_k))
     n, layers = geo.n_layer, meter.layers

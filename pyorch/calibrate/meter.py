@@ -8,23 +8,22 @@ which prose seldom does.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from pyorch import engine
 from pyorch.attention.spec import AttentionSpec
+from pyorch.bench import records
+from pyorch.engine import Session
 from pyorch.errors import SparqError
 from pyorch.evals.fidelity import divergence
-
-if TYPE_CHECKING:
-    from pyorch.engine import Session
+from pyorch.progress import Progress
 
 N_CUE = 24  # tokens of a repeated passage before the decoded ones
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,6 @@ def contexts(
     Raises:
         SparqError: the text is too short.
     """
-    from pyorch import engine
 
     head = engine.tokenize(session, "")
     gap = engine.tokenize(session, "\n\n", add_special=False)
@@ -89,7 +87,6 @@ class Meter:
     def __init__(
         self, session: Session, contexts: Sequence[Context], file: Path | None = None
     ) -> None:
-        from pyorch.bench import records
 
         self.session, self.contexts, self.file = session, contexts, file
         self.layers: list[int] = []  # that can be sparse, once something was measured
@@ -119,8 +116,6 @@ class Meter:
         ]
 
     def _run(self, context: int, spec: str) -> dict[str, Any]:
-        from pyorch import engine
-        from pyorch.bench import records
 
         session = self.session
         if context not in self._dense:
@@ -147,7 +142,6 @@ class Meter:
 
     def _begin(self, context: int) -> None:
         """The cache as it is after the prompt but its last token."""
-        from pyorch import engine
 
         prompt = self.contexts[context].prompt
         if self.session.tokens[: len(prompt) - 1] == prompt[:-1]:
@@ -164,7 +158,6 @@ class Meter:
 
     def _decode(self, context: int, spec: str) -> np.ndarray:
         """Logits (n_tokens, n_vocab) of what follows the prompt."""
-        from pyorch import engine
 
         c = self.contexts[context]
         engine.set_attention(self.session, spec)

@@ -1,0 +1,1 @@
+"""What each layer of a model needs: the search for it (`search`), by measuring (`meter`)."""

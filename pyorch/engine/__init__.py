@@ -1,0 +1,76 @@
+"""Load a model, prefill, decode, generate: plain functions over one small session.
+
+The command line, the server, the evaluations and the benchmarks share these; none of them adds to
+the mathematics. A session is one sequence: `session.tokens` are those whose K and V are cached.
+
+    with load("model.gguf", n_ctx=8192, attention="sparq,ratio=1/8") as s:
+        for piece in generate(s, "Once upon a time", max_tokens=64):
+            print(piece, end="", flush=True)
+
+A model is loaded once and makes as many sessions as there is memory for:
+
+    with load_model("model.gguf") as model:
+        dense, sparse = model.session(), model.session(attention="sparq,ratio=1/8")
+
+The library has to be built, by `sparq-cpp build`: nothing here compiles.
+"""
+
+from pyorch.engine.attention import info, reset_counters, seal, set_attention
+from pyorch.engine.decoding import align, decode, logits, prefill, rewind
+from pyorch.engine.generation import Piece, generate
+from pyorch.engine.library import NUMA, library
+from pyorch.engine.loading import load, load_model
+from pyorch.engine.model import Model, Session, Timings, Watch
+from pyorch.engine.sampling import Sampler, Sampling
+from pyorch.engine.settings import (
+    DEFAULT_CTX,
+    MAX_THREADS,
+    ROPE_SCALING,
+    CacheType,
+    Rope,
+    cache_type,
+    checked_ctx,
+    usable_cores,
+)
+from pyorch.engine.sparse import AttentionInfo
+from pyorch.engine.state import load_state, save_state
+from pyorch.engine.text import detokenize, is_eog, token_bytes, tokenize
+
+__all__ = [
+    "AttentionInfo",
+    "CacheType",
+    "DEFAULT_CTX",
+    "MAX_THREADS",
+    "Model",
+    "NUMA",
+    "Piece",
+    "ROPE_SCALING",
+    "Rope",
+    "Sampler",
+    "Sampling",
+    "Session",
+    "Timings",
+    "Watch",
+    "align",
+    "cache_type",
+    "checked_ctx",
+    "decode",
+    "detokenize",
+    "generate",
+    "info",
+    "is_eog",
+    "library",
+    "load",
+    "load_model",
+    "load_state",
+    "logits",
+    "prefill",
+    "reset_counters",
+    "rewind",
+    "save_state",
+    "seal",
+    "set_attention",
+    "token_bytes",
+    "tokenize",
+    "usable_cores",
+]

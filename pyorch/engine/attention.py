@@ -1,0 +1,51 @@
+"""How a session attends, and what it did."""
+
+from __future__ import annotations
+
+from pyorch.attention.saved import resolve
+from pyorch.attention.spec import AttentionSpec, check_against_model, parse_spec
+from pyorch.engine import sparse
+from pyorch.engine.model import Session, Timings
+from pyorch.errors import SparqError
+
+
+def set_attention(session: Session, spec: AttentionSpec | str) -> None:
+    """Switch attention, from the next decoded token on. What is in the cache stays.
+
+    Raises:
+        SparqError: the library refuses the settings.
+    """
+    spec = resolve(parse_spec(spec) if isinstance(spec, str) else spec, session.path)
+    check_against_model(spec, session.geometry.head_dim_k)
+    sparse.set_spec(session.lib, session.ctx, spec)
+
+
+def info(session: Session) -> sparse.AttentionInfo:
+    """What the library did since the counters were last reset.
+
+    Raises:
+        SparqError: a stock library, which keeps no account.
+    """
+    return sparse.get_info(session.lib, session.ctx)
+
+
+def reset_counters(session: Session) -> None:
+    """Set the library's counters and `session.timings` to zero."""
+    session.timings = Timings()
+    if session.watch is not None:
+        session.watch.reset()
+    sparse.reset_counters(session.lib, session.ctx)
+
+
+def seal(session: Session) -> int:
+    """Bring the transposed K up to date now, not with the next token.
+
+    Returns how many groups of positions were sealed, counted per layer; 0 without a transposed K.
+
+    Raises:
+        SparqError: the library could not.
+    """
+    n = sparse.seal(session.lib, session.ctx)
+    if n < 0:
+        raise SparqError("the transposed K could not be brought up to date")
+    return n

@@ -1,0 +1,169 @@
+"""Tokens into the cache: prompts in batches, then one by one; and out of it again."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from pyorch.engine.library import Call
+from pyorch.engine.model import Session
+from pyorch.errors import SparqError
+from pyorch.progress import Progress
+
+_ABORTED = 2  # what llama_decode returns when its callback ends it
+
+
+def _decode_tokens(
+    session: Session, tokens: Sequence[int], should_stop: Callable[[], bool] | None = None
+) -> bool:
+    """Append `tokens` to the cache; False where `should_stop` ended it, with nothing appended."""
+    if len(session.tokens) + len(tokens) > session.n_ctx:
+        raise SparqError(
+            f"context full: {len(session.tokens)} + {len(tokens)} tokens, "
+            f"but the context has {session.n_ctx} positions",
+            "raise --ctx (up to the model's training context) or shorten the text",
+        )
+    buf = (ctypes.c_int32 * len(tokens))(*tokens)
+    is_prompt = len(tokens) > 1
+    with (
+        session.library.call() as call,
+        _abortable(session, call, should_stop) if is_prompt else nullcontext(),
+    ):
+        code = session.lib.llama_decode(
+            session.ctx, session.lib.llama_batch_get_one(buf, len(tokens))
+        )
+        if code == 0:
+            session.tokens.extend(tokens)
+        elif session.lib.llama_memory_seq_pos_max(session.memory, 0) != len(session.tokens) - 1:
+            forget(session)  # recurrent models cannot take a batch back
+    if session.watch is not None:
+        session.watch.done(len(session.tokens) - (len(tokens) if code == 0 else 0))
+    call.raise_if_it_came()
+    if code == _ABORTED:
+        return False
+    if code != 0:
+        raise SparqError(f"llama.cpp could not evaluate {len(tokens)} tokens: {call.reason}")
+    return True
+
+
+@contextmanager
+def _abortable(
+    session: Session, call: Call, should_stop: Callable[[], bool] | None
+) -> Iterator[None]:
+    """Ctrl-C and `should_stop` end llama_decode after the node at hand (CPU only).
+
+    Python sees a signal between two steps of its own, so it needs some while C code runs.
+    """
+
+    def on_node(_: object) -> bool:
+        try:
+            return call.came or (should_stop is not None and should_stop())
+        except KeyboardInterrupt:
+            call.note()
+            return True
+
+    callback = session.lib.ggml_abort_callback(on_node)
+    session.lib.llama_set_abort_callback(session.ctx, callback, None)
+    try:
+        yield
+    finally:
+        none = session.lib.ggml_abort_callback(0)
+        session.lib.llama_set_abort_callback(session.ctx, none, None)
+
+
+def prefill(
+    session: Session,
+    tokens: Sequence[int],
+    *,
+    progress: Progress | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> None:
+    """Append `tokens` to the cache, `n_batch` at a time. The logits of the last are then ready.
+
+    Args:
+        progress: called with (tokens done, tokens in all) after each batch.
+        should_stop: asked before and during each batch; True ends early, whole batches stay.
+
+    Raises:
+        SparqError: the context is too small, or the library failed.
+    """
+    if len(session.tokens) + len(tokens) > session.n_ctx:
+        raise SparqError(
+            f"the text has {len(session.tokens) + len(tokens)} tokens, "
+            f"but the context has {session.n_ctx} positions",
+            "raise --ctx (up to the model's training context) or shorten the text",
+        )
+    started = time.perf_counter()
+    for i in range(0, len(tokens), session.n_batch):
+        if should_stop is not None and should_stop():
+            break
+        batch = tokens[i : i + session.n_batch]
+        if not _decode_tokens(session, batch, should_stop):
+            break
+        session.timings.prefill_tokens += len(batch)
+        if progress is not None:
+            progress(i + len(batch), len(tokens))
+    session.lib.llama_synchronize(session.ctx)
+    session.timings.prefill_s += time.perf_counter() - started
+
+
+def decode(session: Session, token: int) -> None:
+    """Append one token, attending as `set_attention` says. Its logits are then ready.
+
+    Raises:
+        SparqError: the context is full, or the library failed.
+    """
+    started = time.perf_counter()
+    _decode_tokens(session, [token])
+    session.lib.llama_synchronize(session.ctx)
+    session.timings.decode_s.append(time.perf_counter() - started)
+
+
+def logits(session: Session) -> Any:
+    """Logits of the last token: a copy, numpy float32 [n_vocab].
+
+    Raises:
+        SparqError: nothing has been evaluated yet.
+    """
+    import numpy as np
+
+    pointer = session.lib.llama_get_logits_ith(session.ctx, -1) if session.tokens else None
+    if not pointer:
+        raise SparqError("no logits: no token has been evaluated")
+    return np.ctypeslib.as_array(pointer, shape=(session.n_vocab,)).copy()
+
+
+def rewind(session: Session, n: int) -> None:
+    """Keep the first `n` tokens of the cache and forget the rest.
+
+    A model whose memory cannot be cut (recurrent ones) forgets everything.
+    """
+    if n >= len(session.tokens):
+        return
+    if n > 0 and session.lib.llama_memory_seq_rm(session.memory, 0, n, -1):
+        del session.tokens[n:]
+        return
+    forget(session)
+
+
+def forget(session: Session) -> None:
+    """Empty the cache."""
+    session.lib.llama_memory_clear(session.memory, True)
+    session.tokens.clear()
+
+
+def align(session: Session, tokens: Sequence[int]) -> list[int]:
+    """Rewind to what the cache has in common with `tokens`; return the tokens still to prefill.
+
+    At least the last one is left over: its logits are needed.
+    """
+    n = 0
+    for a, b in zip(session.tokens, tokens[:-1], strict=False):
+        if a != b:
+            break
+        n += 1
+    rewind(session, n)
+    return list(tokens[len(session.tokens) :])

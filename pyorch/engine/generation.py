@@ -1,0 +1,102 @@
+"""A prompt in, a text out, piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from pyorch.engine.decoding import align, decode, prefill
+from pyorch.engine.model import Session
+from pyorch.engine.sampling import Sampler, Sampling
+from pyorch.engine.text import TextStream, is_eog, tokenize
+from pyorch.errors import SparqError
+from pyorch.progress import Progress
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One step of `generate`. Text may be empty: half a character, or held back for a stop string.
+
+    `finish` is set on the last piece only: `eog` (the model ended), `stop` (a stop string),
+    `length` (max_tokens), `context` (no room left) or `interrupted` (token -1 if there is none).
+    """
+
+    token: int
+    text: str
+    finish: str = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def generate(
+    session: Session,
+    prompt: Sequence[int] | str,
+    *,
+    max_tokens: int = 256,
+    sampling: Sampling | None = None,
+    stop: Sequence[str] = (),
+    ignore_eog: bool = False,
+    progress: Progress | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> Iterator[Piece]:
+    """Prefill what the cache lacks of `prompt`, then yield one piece per token.
+
+    Args:
+        prompt: tokens, or a text to tokenise.
+        stop: texts that end the generation; they are not part of it.
+        ignore_eog: go on when the model wants to end.
+        progress, should_stop: as for `prefill`; `should_stop` is asked before each token too.
+
+    Raises:
+        SparqError: the prompt is empty or does not fit, or the library failed.
+    """
+    prompt = tokenize(session, prompt) if isinstance(prompt, str) else prompt
+    if not prompt:
+        raise SparqError("the prompt is empty", "give at least one token")
+    if len(prompt) > session.n_ctx:
+        raise SparqError(
+            f"the prompt has {len(prompt)} tokens, but the context has {session.n_ctx} positions",
+            "raise --ctx (up to the model's training context) or shorten the prompt",
+        )
+    stopped = should_stop or (lambda: False)
+    prefill(session, align(session, prompt), progress=progress, should_stop=should_stop)
+    if len(session.tokens) < len(prompt):
+        yield Piece(-1, "", "interrupted")
+        return
+    stream = TextStream(session, stop)
+    sampler = Sampler(session, sampling or Sampling())
+    try:
+        yield from _generate(session, sampler, stream, max_tokens, ignore_eog, stopped)
+    finally:
+        sampler.close()
+
+
+def _generate(
+    session: Session,
+    sampler: Sampler,
+    stream: TextStream,
+    max_tokens: int,
+    ignore_eog: bool,
+    stopped: Callable[[], bool],
+) -> Iterator[Piece]:
+    for i in range(max_tokens):
+        token = sampler.sample()
+        if is_eog(session, token) and not ignore_eog:
+            yield Piece(token, stream.rest(), "eog")
+            return
+        text, met_stop = stream.add(token)
+        if met_stop:
+            yield Piece(token, text, "stop")
+            return
+        finish = ""
+        if i + 1 == max_tokens:
+            finish = "length"
+        elif len(session.tokens) >= session.n_ctx:
+            finish = "context"
+        elif stopped():
+            finish = "interrupted"
+        yield Piece(token, text + (stream.rest() if finish else ""), finish)
+        if finish:
+            return
+        decode(session, token)

@@ -1,0 +1,139 @@
+"""The llama.cpp library of this process: its C functions, its log, and calls into it.
+
+Its messages go to the logger `pyorch.llama`, which says nothing unless the program sets up logging.
+The command line's -v does: `logging.getLogger("pyorch.llama").setLevel(logging.INFO)`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import logging
+import re
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from pyorch import native
+from pyorch.engine.interrupt import Interrupt
+from pyorch.errors import SparqError
+
+NUMA = {"distribute": 1, "isolate": 2, "numactl": 3}  # ggml_numa_strategy
+LOG = logging.getLogger("pyorch.llama")
+LOG.addHandler(logging.NullHandler())
+
+_LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
+_CONT = 5  # of ggml_log_level: a message goes on
+# "llama_model_load: error loading model: X" -> "X"
+_LOG_PREFIX = re.compile(r"^(?:[\w:~]+: |error loading model[\w ]*: )+")
+
+
+class Call(Interrupt):
+    """One call into the library. `warnings` are what it logged of warnings and errors meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.warnings: deque[str] = deque(maxlen=20)
+
+    @property
+    def reason(self) -> str:
+        """Why it failed, as far as the library said: its first warning, without the function."""
+        telling = [s for s in self.warnings if re.search("error|fail|:", s.lower())]
+        return _LOG_PREFIX.sub("", telling[0]) if telling else "no reason given"
+
+
+class Library:
+    """`lib` is the module of C functions. A process has one library, see `library`."""
+
+    def __init__(self, lib: Any) -> None:
+        self.lib = lib
+        self._calls: list[Call] = []
+        self._line, self._level = "", logging.INFO  # of the log, as far as it has come
+        self._numa = ""
+        self._on_log = lib.llama_log_callback(self._log)  # kept alive: the library calls it
+        silent = lib.llama_log_callback(lambda *_: None)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(silent))  # for what is freed after our modules
+        atexit.register(lib.llama_log_set, silent, None)
+        lib.llama_backend_init()
+
+    def take_log(self) -> None:
+        """Have the library's messages come here; it has one place for them."""
+        self.lib.llama_log_set(self._on_log, None)
+
+    @contextmanager
+    def call(self) -> Iterator[Call]:
+        """Around C code. Ctrl-C is noted meanwhile; the caller cleans up and then raises it."""
+        call = Call()
+        self._calls.append(call)
+        try:
+            with call.held_back():
+                yield call
+        finally:
+            self._calls.remove(call)
+
+    def place(self, numa: str) -> None:
+        """Place memory and threads on the nodes of the machine; the first time counts.
+
+        Raises:
+            SparqError: not a key of `NUMA`.
+        """
+        if numa and numa not in NUMA:
+            raise SparqError(f"unknown NUMA strategy {numa!r}", ", ".join(NUMA), exit_code=2)
+        if numa and not self._numa:
+            self._numa = numa
+            self.lib.llama_numa_init(NUMA[numa])
+
+    def check_gpu(self, n_gpu_layers: int | None) -> None:
+        """Refuse layers on a GPU where there is none for this library.
+
+        Raises:
+            SparqError: it is a build without CUDA, or sees no device.
+        """
+        if n_gpu_layers and not self.lib.llama_supports_gpu_offload():
+            raise SparqError(
+                f"{n_gpu_layers} layers cannot go to a GPU: this library has none",
+                "sparq-cpp doctor says why; with a device, sparq-cpp build --cuda",
+                exit_code=2,
+            )
+
+    def _log(self, level: int, text: bytes, _: object) -> None:
+        """llama.cpp's callback. A message comes in pieces and ends with its line."""
+        try:
+            if level != _CONT:
+                self._end_line()
+                self._level = _LEVELS.get(level, logging.INFO)
+            *lines, rest = text.decode("utf-8", errors="replace").split("\n")
+            for line in lines:
+                self._line += line
+                self._end_line()
+            self._line += rest
+        except KeyboardInterrupt:
+            for call in self._calls:
+                call.note()
+
+    def _end_line(self) -> None:
+        line, self._line = self._line.rstrip(), ""
+        if not line.strip(" ."):
+            return
+        LOG.log(self._level, "%s", line)
+        if self._level >= logging.WARNING:
+            for call in self._calls:
+                call.warnings.append(line.strip())
+
+
+@cache
+def _library(stock: bool) -> Library:
+    return Library(native.load(stock).llama_cpp)
+
+
+def library(stock: bool = False) -> Library:
+    """The library of this process, loaded on first use.
+
+    Raises:
+        SparqError: it is not built, or this process has another one.
+    """
+    found = _library(stock)
+    found.take_log()
+    return found

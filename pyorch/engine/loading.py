@@ -1,0 +1,127 @@
+"""From a file to a model in memory, and to a session in one line."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from pyorch.attention.spec import AttentionSpec
+from pyorch.engine.library import Call, library
+from pyorch.engine.model import Model, Session, Watch
+from pyorch.engine.settings import Rope, checked
+from pyorch.errors import SparqError
+from pyorch.models.gguf_file import GGUFFile, read_gguf
+from pyorch.progress import Progress
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    n_ctx: int | None = None,
+    n_threads: int | None = None,
+    n_batch: int = 512,
+    type_k: str = "f16",
+    type_v: str = "f16",
+    flash_attn: bool = True,
+    attention: AttentionSpec | str | None = None,
+    rope: Rope | None = None,
+    watch: Watch | None = None,
+    n_gpu_layers: int | None = None,
+    numa: str = "",
+    stock: bool = False,
+    progress: Progress | None = None,
+) -> Session:
+    """A session with a model of its own, which is closed with it.
+
+    Args:
+        n_ctx, n_threads, n_batch, type_k, type_v, flash_attn, attention, rope, watch: as for
+            `Model.session`; what is wrong with them is said before the model is read.
+        n_gpu_layers, numa, stock, progress: as for `load_model`.
+
+    Raises:
+        SparqError: anything wrong with the file, the sizes, or the library.
+    """
+    settings = checked(
+        read_gguf(path),
+        n_ctx=n_ctx,
+        n_threads=n_threads,
+        n_batch=n_batch,
+        type_k=type_k,
+        type_v=type_v,
+        flash_attn=flash_attn,
+        attention=attention,
+        rope=rope,
+        stock=stock,
+    )
+    model = load_model(path, n_gpu_layers=n_gpu_layers, numa=numa, stock=stock, progress=progress)
+    try:
+        session = Session(model, settings, watch)
+    except BaseException:
+        model.close()
+        raise
+    session.owns_model = True
+    return session
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    *,
+    n_gpu_layers: int | None = None,
+    numa: str = "",
+    stock: bool = False,
+    progress: Progress | None = None,
+) -> Model:
+    """Map a GGUF model into memory.
+
+    Args:
+        n_gpu_layers: layers on the GPU, None = llama.cpp's default: all.
+        numa: a key of `NUMA`, llama.cpp's own strategies; the first one in a process counts.
+        stock: on the unpatched library, to compare with; a process has one library or the other.
+        progress: called with (per mille done, 1000) while loading.
+
+    Raises:
+        SparqError: anything wrong with the file, or the library is not built.
+    """
+    file = read_gguf(path)
+    found = library(stock)
+    found.check_gpu(n_gpu_layers)
+    found.place(numa)
+    lib = found.lib
+    params = lib.llama_model_default_params()
+    params.load_mode = lib.LLAMA_LOAD_MODE_MMAP
+    if n_gpu_layers is not None:
+        params.n_gpu_layers = n_gpu_layers
+    with found.call() as call:
+        on_progress = _on_progress(lib, call, progress)  # a name keeps it alive
+        params.progress_callback = on_progress
+        handle = lib.llama_model_load_from_file(os.fsencode(file.path), params)
+    if call.came and handle:
+        lib.llama_model_free(handle)
+    call.raise_if_it_came()
+    if not handle:
+        raise _cannot_load(file, call.reason)
+    if lib.llama_model_has_encoder(handle) or not lib.llama_model_has_decoder(handle):
+        lib.llama_model_free(handle)
+        raise SparqError(f"{file.path}: not a decoder-only language model")
+    return Model(found, file, handle, n_gpu_layers == 0 or not lib.llama_supports_gpu_offload())
+
+
+def _on_progress(lib: Any, call: Call, progress: Progress | None) -> Any:
+    """What llama.cpp calls while it loads; False ends the loading."""
+
+    def on_progress(share: float, _: object) -> bool:
+        try:
+            if progress is not None:
+                progress(int(share * 1000), 1000)
+        except KeyboardInterrupt:
+            call.note()
+        return not call.came
+
+    return lib.llama_progress_callback(on_progress)
+
+
+def _cannot_load(file: GGUFFile, reason: str) -> SparqError:
+    hint = "run with -v to see llama.cpp's own messages"
+    if "unknown model architecture" in reason:
+        hint = "the pinned llama.cpp does not know this architecture"
+    return SparqError(f"{file.path}: llama.cpp cannot load this model: {reason}", hint)

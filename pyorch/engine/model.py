@@ -1,0 +1,188 @@
+"""A model in memory, and its sessions: one sequence of tokens each, in a context of its own."""
+
+from __future__ import annotations
+
+import statistics
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pyorch.attention.spec import AttentionSpec
+from pyorch.engine import sparse
+from pyorch.engine.library import Library
+from pyorch.engine.settings import Rope, Settings, checked
+from pyorch.errors import SparqError
+from pyorch.models.gguf_file import GGUFFile, geometry
+
+
+class Model:
+    """A loaded GGUF model. Made by `load_model`; to be closed, or used with `with`.
+
+    Its sessions share the weights, and each has a context and a cache of its own. `handle` is
+    llama.cpp's pointer, `on_cpu` says that no layer is on a GPU.
+    """
+
+    def __init__(self, library: Library, file: GGUFFile, handle: Any, on_cpu: bool) -> None:
+        self.library, self.lib, self.file, self.handle = library, library.lib, file, handle
+        self.path, self.geometry, self.on_cpu = file.path, geometry(file), on_cpu
+        self.vocab = self.lib.llama_model_get_vocab(handle)
+        self.n_vocab: int = self.lib.llama_vocab_n_tokens(self.vocab)
+        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+    def session(
+        self,
+        *,
+        n_ctx: int | None = None,
+        n_threads: int | None = None,
+        n_batch: int = 512,
+        type_k: str = "f16",
+        type_v: str = "f16",
+        flash_attn: bool = True,
+        attention: AttentionSpec | str | None = None,
+        rope: Rope | None = None,
+        watch: Watch | None = None,
+    ) -> Session:
+        """A new context of this model, with an empty cache.
+
+        Args:
+            n_ctx: positions; None = the model's training context, at most 8192. More than the
+                model was trained on only with `rope`.
+            n_threads: None = the number of cores this process may use.
+            n_batch: tokens evaluated at once in prefill.
+            type_k, type_v: types of the cache, from `CACHE_TYPES`.
+            flash_attn: sparse attention needs True; False is the other stock path, to compare with.
+            attention: as for `set_attention`; None = what SPARQ_ATTN says, or off.
+            rope: other rotations than the model's own, for longer contexts.
+            watch: sees every tensor that is computed.
+
+        Raises:
+            SparqError: settings that do not fit the model, or need more memory than there is.
+        """
+        settings = checked(
+            self.file,
+            n_ctx=n_ctx,
+            n_threads=n_threads,
+            n_batch=n_batch,
+            type_k=type_k,
+            type_v=type_v,
+            flash_attn=flash_attn,
+            attention=attention,
+            rope=rope,
+            stock=not sparse.is_ours(self.lib),
+        )
+        return Session(self, settings, watch)
+
+    def close(self) -> None:
+        """Free what is left of its sessions, and the model."""
+        for session in list(self._sessions):
+            session.close()
+        if self.handle:
+            self.lib.llama_model_free(self.handle)
+        self.handle = None
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass
+class Timings:
+    """Since the session began or `reset_counters`."""
+
+    prefill_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: list[float] = field(default_factory=list)  # one per decoded token
+
+    @property
+    def decode_rate(self) -> float:
+        """Decoded tokens per second, 0 before the first."""
+        return len(self.decode_s) / sum(self.decode_s) if self.decode_s else 0.0
+
+    @property
+    def decode_rate_median(self) -> float:
+        """The same from the median token, which other programs on the machine disturb less."""
+        return 1 / statistics.median(self.decode_s) if self.decode_s else 0.0
+
+
+class Watch(Protocol):
+    """Sees the tensors of every llama_decode; `pyorch.policies` decides with it what is read."""
+
+    def attach(self, session: Session) -> None:
+        """Once, when the context is there; may raise."""
+
+    def node(self, address: int, ask: bool) -> bool:
+        """llama.cpp's evaluation callback; may not raise."""
+
+    def done(self, n_past: int) -> None:
+        """After a llama_decode that began with `n_past` positions; may raise."""
+
+    def reset(self) -> None:
+        """With `reset_counters`."""
+
+
+class Session:
+    """A context of a model. Made by `Model.session` or `load`; to be closed, or used with `with`.
+
+    `tokens` are those whose K and V are cached; the functions of this package do everything else.
+    """
+
+    def __init__(self, model: Model, settings: Settings, watch: Watch | None = None) -> None:
+        """Raises:
+        SparqError: llama.cpp cannot make the context, or refuses the attention.
+        """
+        self.model, self.lib, self.library = model, model.lib, model.library
+        self.path, self.geometry = model.path, model.geometry
+        self.vocab, self.n_vocab = model.vocab, model.n_vocab
+        self.types, self.watch = settings.types, watch
+        self.tokens: list[int] = []
+        self.timings = Timings()
+        self.owns_model = False  # which is then closed with it
+        self.ctx = self._context(settings)
+        model._sessions.add(self)
+        self.memory = self.lib.llama_get_memory(self.ctx)
+        self.n_ctx: int = self.lib.llama_n_ctx(self.ctx)
+        self.n_batch: int = self.lib.llama_n_batch(self.ctx)
+        try:
+            if watch is not None:
+                watch.attach(self)
+            if settings.attention is not None:
+                sparse.set_spec(self.lib, self.ctx, settings.attention)
+        except BaseException:  # Ctrl-C while what is cached is sealed, too
+            self.close()
+            raise
+
+    def _context(self, settings: Settings) -> Any:
+        params = settings.params(self.lib)
+        if (watch := self.watch) is not None:
+            self._on_node = self.lib.ggml_backend_sched_eval_callback(
+                lambda t, ask, _: watch.node(t, ask)
+            )  # kept alive with the context
+            params.cb_eval = self._on_node
+        with self.library.call() as call:
+            ctx = self.lib.llama_init_from_model(self.model.handle, params)
+        if ctx and call.came:
+            self.lib.llama_free(ctx)
+        call.raise_if_it_came()
+        if not ctx:
+            raise SparqError(
+                f"{self.path}: cannot make a context of {settings.n_ctx} positions: {call.reason}",
+                "lower --ctx, or run with -v to see llama.cpp's own messages",
+            )
+        return ctx
+
+    def close(self) -> None:
+        """Free the context, and the model where `load` made both."""
+        if self.ctx:
+            self.lib.llama_free(self.ctx)
+        self.ctx = None
+        if self.owns_model:
+            self.owns_model = False
+            self.model.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,52 @@
+"""How the next token is chosen from its logits."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pyorch.engine.model import Session
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. `temp` 0 is greedy; `seed` None takes a new one each time."""
+
+    temp: float = 0.0
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    seed: int | None = None
+
+
+class Sampler:
+    """llama.cpp's own chain of samplers. Its seed is in `seed`; free it with `close`."""
+
+    def __init__(self, session: Session, sampling: Sampling) -> None:
+        lib = session.lib
+        self.session = session
+        self.seed = secrets.randbits(32) if sampling.seed is None else sampling.seed & 0xFFFFFFFF
+        self.chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+        for sampler in self._samplers(lib, sampling):
+            lib.llama_sampler_chain_add(self.chain, sampler)
+
+    def _samplers(self, lib: Any, s: Sampling) -> Iterator[Any]:
+        if s.temp <= 0:
+            yield lib.llama_sampler_init_greedy()
+            return
+        yield lib.llama_sampler_init_top_k(s.top_k)
+        yield lib.llama_sampler_init_top_p(s.top_p, 1)
+        yield lib.llama_sampler_init_min_p(s.min_p, 1)
+        yield lib.llama_sampler_init_temp(s.temp)
+        yield lib.llama_sampler_init_dist(self.seed)
+
+    def sample(self) -> int:
+        """The next token, from the logits of the last evaluated one."""
+        return int(self.session.lib.llama_sampler_sample(self.chain, self.session.ctx, -1))
+
+    def close(self) -> None:
+        if self.chain:
+            self.session.lib.llama_sampler_free(self.chain)
+        self.chain = None

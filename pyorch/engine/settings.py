@@ -1,0 +1,194 @@
+"""The settings of a context: what is asked for, checked against the model and the memory."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from pyorch.attention.bytes import cache_bytes, shadow_bytes
+from pyorch.attention.saved import resolve
+from pyorch.attention.spec import AttentionSpec, check_against_model, parse_spec
+from pyorch.errors import SparqError
+from pyorch.models.gguf_file import CACHE_TYPES, TENSOR_TYPES, Geometry, GGUFFile, geometry
+from pyorch.models.memory import check_memory
+from pyorch.native import probe
+
+MAX_THREADS = 512  # of ggml, which does not check
+DEFAULT_CTX = 8192  # when none is asked for; less if the model was trained on less
+ROPE_SCALING = {"none": 0, "linear": 1, "yarn": 2}  # llama_rope_scaling_type
+
+
+@dataclass(frozen=True)
+class CacheType:
+    """A ggml type of the KV cache: its number, and its bytes per element."""
+
+    name: str
+    number: int
+    bytes_per_element: float
+
+
+def cache_type(name: str) -> CacheType:
+    """The type of this name.
+
+    Raises:
+        SparqError: there is none, or the cache cannot have it.
+    """
+    for number, (type_name, per_block, block_bytes) in TENSOR_TYPES.items():
+        if type_name == name and name in CACHE_TYPES:
+            return CacheType(name, number, block_bytes / per_block)
+    raise SparqError(f"unknown cache type {name!r}", ", ".join(CACHE_TYPES), exit_code=2)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How positions are turned into rotations: llama.cpp's settings, None = the model's own.
+
+    A model reads longer texts than it was trained on where they are set, more or less well:
+    `Rope("linear", freq_scale=1/4)`, `Rope("yarn", freq_scale=1/4, yarn_orig_ctx=4096)`.
+
+    scaling        a key of `ROPE_SCALING`
+    freq_base      base of the frequencies
+    freq_scale     factor of the frequencies: 1/4 stretches a context to four times its length
+    yarn_orig_ctx  positions that the model was trained on
+    yarn_*         YaRN's mix of extrapolation, its attention magnitude, its two corrections
+    """
+
+    scaling: str | None = None
+    freq_base: float | None = None
+    freq_scale: float | None = None
+    yarn_orig_ctx: int | None = None
+    yarn_ext_factor: float | None = None
+    yarn_attn_factor: float | None = None
+    yarn_beta_fast: float | None = None
+    yarn_beta_slow: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raises:
+        SparqError: an unknown scaling, or a number that llama.cpp would take for "not given".
+        """
+        if self.scaling is not None and self.scaling not in ROPE_SCALING:
+            raise SparqError(
+                f"unknown RoPE scaling {self.scaling!r}", ", ".join(ROPE_SCALING), exit_code=2
+            )
+        for f in fields(self)[1:]:
+            value, may_be_0 = getattr(self, f.name), f.name.startswith(("yarn_ext", "yarn_attn"))
+            if value is not None and not (0 < value < math.inf or (value == 0 and may_be_0)):
+                least = "0 or more" if may_be_0 else "above 0"
+                raise SparqError(f"RoPE {f.name} {value} is out of range", f"it is {least}", 2)
+
+    @classmethod
+    def parse(cls, text: str) -> Rope:
+        """What `str` made: `scaling=yarn,freq_scale=0.25`; "" is the model's own."""
+        values = dict(part.split("=") for part in text.split(",") if part)
+        kind: dict[str, type] = {"scaling": str, "yarn_orig_ctx": int}
+        return cls(**{k: kind.get(k, float)(v) for k, v in values.items()})
+
+    def __str__(self) -> str:
+        return ",".join(f"{k}={v}" for k, v in self.given.items())
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The settings that are not the model's own."""
+        return {k: v for k, v in asdict(self).items() if v is not None}
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The same as fields of `llama_context_params`."""
+        names = {
+            "scaling": "rope_scaling_type",
+            "freq_base": "rope_freq_base",
+            "freq_scale": "rope_freq_scale",
+        }
+        out = {names.get(k, k): v for k, v in self.given.items()}
+        if self.scaling is not None:
+            out["rope_scaling_type"] = ROPE_SCALING[self.scaling]
+        return out
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of one context. `types` are those of K and V; `attention` None leaves it as it comes."""
+
+    n_ctx: int
+    n_threads: int
+    n_batch: int
+    types: tuple[CacheType, CacheType]
+    flash_attn: bool
+    attention: AttentionSpec | None
+    rope: Rope
+
+    def params(self, lib: Any) -> Any:
+        """As `llama_context_params`."""
+        params = lib.llama_context_default_params()
+        params.n_ctx = self.n_ctx
+        params.n_batch = params.n_ubatch = self.n_batch
+        params.n_threads = params.n_threads_batch = self.n_threads
+        params.flash_attn_type = int(self.flash_attn)
+        params.type_k, params.type_v = (t.number for t in self.types)
+        params.no_perf = True
+        for name, value in self.rope.params.items():
+            setattr(params, name, value)
+        return params
+
+
+def checked(
+    file: GGUFFile,
+    *,
+    n_ctx: int | None = None,
+    n_threads: int | None = None,
+    n_batch: int = 512,
+    type_k: str = "f16",
+    type_v: str = "f16",
+    flash_attn: bool = True,
+    attention: AttentionSpec | str | None = None,
+    rope: Rope | None = None,
+    stock: bool = False,
+) -> Settings:
+    """The settings of a context for this model, as `Model.session` takes them.
+
+    stock: the library has no sparse attention, and nothing of it in the environment counts.
+
+    Raises:
+        SparqError: they do not fit the model, or the model with its cache not the memory.
+    """
+    geo, rope = geometry(file), rope or Rope()
+    n_ctx = checked_ctx(geo, n_ctx, rope)
+    types = cache_type(type_k), cache_type(type_v)
+    if attention is None and not stock:
+        attention = os.environ.get("SPARQ_ATTN") or None
+    spec = parse_spec(attention) if isinstance(attention, str) else attention
+    if spec is not None:
+        spec = resolve(spec, file.path)
+        check_against_model(spec, geo.head_dim_k)
+    shadow = shadow_bytes(geo, n_ctx, spec) if spec is not None else 0
+    check_memory(file, cache_bytes(geo, n_ctx, *types), shadow)
+    n_threads = min(n_threads or usable_cores(), MAX_THREADS)
+    return Settings(n_ctx, n_threads, min(n_batch, n_ctx), types, flash_attn, spec, rope)
+
+
+def checked_ctx(geo: Geometry, n_ctx: int | None, rope: Rope | None = None) -> int:
+    """Positions of a context where `n_ctx` are asked for.
+
+    Raises:
+        SparqError: none, or more than the model was trained on and no `rope` to stretch them.
+    """
+    limit = geo.n_ctx_train
+    if n_ctx is None:
+        return min(DEFAULT_CTX, limit) if limit else DEFAULT_CTX
+    if n_ctx < 1:
+        raise SparqError(f"context {n_ctx} is below 1", "--ctx 4096", exit_code=2)
+    if limit and n_ctx > limit and not (rope and rope.given):
+        raise SparqError(
+            f"context {n_ctx} is beyond the {limit} positions this model was trained on",
+            f"--ctx {limit} or less; or stretch it: --rope-scaling yarn "
+            f"--rope-scale {-(-n_ctx // limit)}",
+            exit_code=2,
+        )
+    return n_ctx
+
+
+def usable_cores() -> int:
+    """Threads where none are asked for: one per core, as far as the library goes."""
+    return min(probe.cores(), MAX_THREADS)

@@ -1,0 +1,127 @@
+"""Our functions of the patched library, on a raw context. `attention` has them for a session."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pyorch.attention.spec import AttentionSpec
+from pyorch.errors import SparqError
+
+
+@dataclass(frozen=True)
+class AttentionInfo:
+    """What the library did, by its own account. `counters` are those of the C header."""
+
+    spec: str
+    active: bool
+    reason: str  # why attention is dense though something sparse was asked for
+    method: str
+    n_layer: int
+    layers_sparse: int
+    shadow_bytes: int
+    shadow_type: str
+    layers: Sequence[Mapping[str, Any]]
+    counters: Mapping[str, Any]
+    raw: Mapping[str, Any] = field(repr=False)  # the whole JSON
+
+    def counter(self, name: str) -> int:
+        """A counter by its name, 0 where the library has none of that name."""
+        return int(self.counters.get(name, 0))
+
+    @property
+    def sparse_share(self) -> float:
+        """Share of the attention calls of decoded tokens that ran sparse, 0 when there was none."""
+        total = self.counter("steps") * len(self.layers)
+        return self.counter("calls_sparse") / total if total > 0 else 0.0
+
+    @property
+    def dense_reasons(self) -> list[str]:
+        """Why attention, or some of its layers, is left to llama.cpp; each reason once."""
+        found = [self.reason] if not self.active else []
+        found += [str(layer["reason"]) for layer in self.layers if layer["state"] != "sparse"]
+        return list(dict.fromkeys(r for r in found if r))
+
+
+def is_ours(lib: Any) -> bool:
+    """Whether a library has sparse attention; a stock build has none. lib: its C functions."""
+    return hasattr(lib._lib, "llama_set_sparse_attn")
+
+
+def function(lib: Any, name: str, result: Any, *arguments: Any) -> Any:
+    """One function of our C API, typed.
+
+    Raises:
+        SparqError: it is a stock library.
+    """
+    try:
+        found = getattr(lib._lib, name)
+    except AttributeError:
+        raise SparqError(
+            "this libllama has no sparse attention: it is a stock build", "run `sparq-cpp build`"
+        ) from None
+    found.restype, found.argtypes = result, list(arguments)
+    return found
+
+
+_CTX, _TEXT, _SIZE = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
+
+
+def set_spec(lib: Any, ctx: Any, spec: AttentionSpec) -> None:
+    """Switch attention of a context.
+
+    Raises:
+        SparqError: the library refuses the settings, or is a stock one and they are not `off`.
+    """
+    if spec.method == "off" and not is_ours(lib):
+        return
+    call = function(lib, "llama_set_sparse_attn", ctypes.c_int32, _CTX, _TEXT, _TEXT, _SIZE)
+    err = ctypes.create_string_buffer(1024)
+    if call(ctx, str(spec).encode(), err, len(err)) < 0:
+        message, _, hint = err.value.decode("utf-8", errors="replace").partition("\n")
+        raise SparqError(f"attention {str(spec)!r}: {message or 'refused'}", hint.strip())
+
+
+def get_info(lib: Any, ctx: Any) -> AttentionInfo:
+    """What the library did in a context since its counters were reset.
+
+    Raises:
+        SparqError: a stock library, which keeps no account.
+    """
+    call = function(lib, "llama_get_sparse_attn_info", ctypes.c_int32, _CTX, _TEXT, _SIZE)
+    size = call(ctx, None, 0) + 1
+    buf = ctypes.create_string_buffer(size + 4096)  # counters may grow a digit in between
+    call(ctx, buf, len(buf))
+    raw = json.loads(buf.value)
+    n_layer = lib.llama_model_n_layer(lib.llama_get_model(ctx))
+    return AttentionInfo(
+        spec=raw["spec"],
+        active=raw["active"],
+        reason=raw["reason"],
+        method=raw["method"],
+        n_layer=raw.get("n_layer", n_layer),  # while off, the rest is not there
+        layers_sparse=raw.get("layers_sparse", 0),
+        shadow_bytes=raw.get("shadow_bytes", 0),
+        shadow_type=raw.get("shadow_type", ""),
+        layers=raw.get("layers", []),
+        counters=raw.get("counters", {}),
+        raw=raw,
+    )
+
+
+def reset_counters(lib: Any, ctx: Any) -> None:
+    """Set the counters of a context to zero; a stock library has none."""
+    if is_ours(lib):
+        function(lib, "llama_sparse_attn_reset_counters", None, _CTX)(ctx)
+
+
+def seal(lib: Any, ctx: Any) -> int:
+    """Seal what is not; groups of positions, counted per layer, or less than 0 for a failure.
+
+    Raises:
+        SparqError: a stock library.
+    """
+    return int(function(lib, "llama_sparse_attn_seal", ctypes.c_int64, _CTX)(ctx))

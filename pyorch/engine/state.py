@@ -1,0 +1,47 @@
+"""A session's cache, written to a file and read again."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+from pyorch.engine.decoding import forget
+from pyorch.engine.model import Session
+from pyorch.errors import SparqError
+
+
+def save_state(session: Session, path: str | os.PathLike[str]) -> None:
+    """Write the cache and its tokens to a file that `load_state` and stock llama.cpp read.
+
+    Raises:
+        SparqError: the file cannot be written.
+    """
+    buf = (ctypes.c_int32 * len(session.tokens))(*session.tokens)
+    if not Path(path).absolute().parent.is_dir() or not session.lib.llama_state_save_file(
+        session.ctx, os.fsencode(path), buf, len(session.tokens)
+    ):
+        raise SparqError(f"{path}: cannot write the session", "is the folder there and writable?")
+
+
+def load_state(session: Session, path: str | os.PathLike[str]) -> None:
+    """Put the cache back as `save_state` found it. On failure the cache is empty.
+
+    Raises:
+        SparqError: no such file, or not a session of this model and context.
+    """
+    if not Path(path).is_file():
+        raise SparqError(f"{path}: no such file")
+    buf, n = (ctypes.c_int32 * session.n_ctx)(), ctypes.c_size_t()
+    with session.library.call() as call:
+        ok = session.lib.llama_state_load_file(
+            session.ctx, os.fsencode(path), buf, session.n_ctx, ctypes.byref(n)
+        )
+    if not ok or call.came:
+        forget(session)
+        call.raise_if_it_came()
+        raise SparqError(
+            f"{path}: not a saved session of this model: {call.reason}",
+            "a session needs the same model, cache types and at least the same --ctx",
+        )
+    session.tokens = list(buf[: n.value])

@@ -1,0 +1,84 @@
+"""Text to tokens and back, with the vocabulary of a model (or of a session's model)."""
+
+from __future__ import annotations
+
+import codecs
+import ctypes
+from collections.abc import Sequence
+
+from pyorch.engine.model import Model, Session
+from pyorch.errors import SparqError
+from pyorch.models.gguf_file import human_bytes
+
+
+def tokenize(
+    of: Model | Session, text: str, *, add_special: bool = True, parse_special: bool = False
+) -> list[int]:
+    """Text to tokens. `add_special`: the model's begin token; `parse_special`: reads `<|...|>`."""
+    raw = text.encode("utf-8", errors="replace")
+    size = len(raw) + 8
+    while True:
+        buf = (ctypes.c_int32 * size)()
+        n = of.lib.llama_tokenize(of.vocab, raw, len(raw), buf, size, add_special, parse_special)
+        if n >= 0:
+            return list(buf[:n])
+        if n == -(2**31):
+            raise SparqError(f"a text of {human_bytes(len(raw))} is too long to tokenise")
+        size = -n
+
+
+def token_bytes(of: Model | Session, token: int, *, special: bool = False) -> bytes:
+    """The bytes of one token: maybe part of a character. Control tokens: none unless `special`."""
+    size = 64
+    while True:
+        buf = ctypes.create_string_buffer(size)
+        n = of.lib.llama_token_to_piece(of.vocab, token, buf, size, 0, special)
+        if n >= 0:
+            return buf.raw[:n]
+        size = -n
+
+
+def detokenize(of: Model | Session, tokens: Sequence[int], *, special: bool = False) -> str:
+    """Tokens to text; bytes that are no UTF-8 become U+FFFD."""
+    raw = b"".join(token_bytes(of, t, special=special) for t in tokens)
+    return raw.decode("utf-8", errors="replace")
+
+
+def is_eog(of: Model | Session, token: int) -> bool:
+    """Whether the model ends its text with this token."""
+    return bool(of.lib.llama_vocab_is_eog(of.vocab, token))
+
+
+class TextStream:
+    """Tokens in, text out once it is certain: whole characters, no beginning of a stop string."""
+
+    def __init__(self, of: Model | Session, stop: Sequence[str]) -> None:
+        self.of, self.stop = of, [s for s in stop if s]
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.held = ""
+
+    def add(self, token: int) -> tuple[str, bool]:
+        """Text that is now certain, and whether a stop string was met (it is cut off)."""
+        self.held += self.decoder.decode(token_bytes(self.of, token))
+        cuts = [i for i in (self.held.find(s) for s in self.stop) if i >= 0]
+        if cuts:
+            return self._take(min(cuts)), True
+        keep = max((_overlap(self.held, s) for s in self.stop), default=0)
+        return self._take(len(self.held) - keep), False
+
+    def rest(self) -> str:
+        """What was held back, at the end."""
+        self.held += self.decoder.decode(b"", final=True)
+        return self._take(len(self.held))
+
+    def _take(self, n: int) -> str:
+        out, self.held = self.held[:n], self.held[n:]
+        return out
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    for n in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:n]):
+            return n
+    return 0

@@ -1,0 +1,69 @@
+"""How far something is: a callback's type, and the bar on the terminal that it draws."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Progress = Callable[[int, int], None]  # (done, in all)
+
+AFTER_S = 2.0  # a bar is shown only for what takes longer
+
+
+@contextmanager
+def bar(
+    label: str, of_bytes: bool = False, off_terminal: Callable[[str], None] | None = None
+) -> Iterator[Progress]:
+    """A bar on stderr, from two seconds on until all is done.
+
+    Args:
+        label: what is going on, `downloading`.
+        of_bytes: what is counted are bytes, whose speed is shown.
+        off_terminal: told `downloading: 25 of 100` at each quarter where stderr is no terminal.
+    """
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    console = Console(stderr=True)
+    shown_bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        *((DownloadColumn(), TransferSpeedColumn()) if of_bytes else ()),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        # a speed needs two updates within this many seconds, and a bench has one a minute
+        speed_estimate_period=30 if of_bytes else 1800,
+    )
+    task, started, shown, quarter = shown_bar.add_task(label), time.monotonic(), False, 0
+
+    def update(done: int, total: int) -> None:
+        nonlocal shown, quarter
+        slow = time.monotonic() - started > AFTER_S
+        shown_bar.update(task, completed=done, total=total)
+        if not console.is_terminal:
+            if off_terminal and slow and done * 4 // max(total, 1) > quarter:
+                quarter = done * 4 // total
+                off_terminal(f"{label}: {done} of {total}")
+        elif not shown and slow and done < total:
+            shown_bar.start()
+            shown = True
+        elif shown and done >= total:  # text follows on the same terminal
+            shown_bar.stop()
+            shown = False
+
+    try:
+        yield update
+    finally:
+        if shown:
+            shown_bar.stop()
