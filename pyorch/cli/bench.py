@@ -205,6 +205,7 @@ def _combined(method: str, ratio: float, shadow: str | None, budget: str | None)
 
 def _speed(options: dict[str, Any]) -> None:
     from pyorch.bench import output, records, speed
+    from pyorch.models.gguf_file import geometry, read_gguf
 
     plan = speed.Plan(
         models=[opt.model_path(p, options["yes"]) for m in options["models"] for p in m.split(",")],
@@ -225,6 +226,9 @@ def _speed(options: dict[str, Any]) -> None:
         n_gpu_layers=options["n_gpu_layers"],
         rope=str(opt.rope_from(options) or ""),
     )
+    for model in plan.models:
+        most = max(plan.n_depth) + max(*plan.n_prompt, *plan.n_gen)
+        opt.note_if_beyond(most, geometry(read_gguf(model)).n_ctx_train)
     file = _file(options, "speed.jsonl")
     with opt.progress_bar("bench") as progress:
         found = speed.run(plan, file, progress, force=options["force"])

@@ -52,7 +52,7 @@ def examine() -> dict[str, dict[str, Any]]:
         "cores": probe.cores(),
         "memory": probe.memory(),
         "python": platform.python_version(),
-        "nvcc": probe.nvcc(),
+        "nvcc": cuda.nvcc(),
         "gpu": [f"{device.name} (sm_{device.arch})" for device in cuda.devices()[0]],
     }
     compiler = probe.find_compiler()
@@ -76,7 +76,7 @@ def examine() -> dict[str, dict[str, Any]]:
             off["build"] = error.message
     builds: dict[str, Any] = {}
     kinds = [build.Options(), build.Options(stock=True), build.Options(portable=True)]
-    kinds += [build.Options(cuda=cuda.archs(None))] if probe.nvcc() else []
+    kinds += [build.Options(cuda=cuda.archs(None))] if cuda.nvcc() else []
     for options in kinds:
         folder = build.find(options)
         builds[options.name] = "not built for the present sources"

@@ -14,7 +14,8 @@ from typing import Any
 from pyorch.errors import SparqError
 from pyorch.evals import data
 from pyorch.evals.decode import Decoder
-from pyorch.evals.task import Example, Outcome, Setup, Task
+from pyorch.evals.example import Example, Outcome
+from pyorch.evals.task import Setup, Task
 
 CHARS = (4000, 8000)
 MAX_TOKENS = 128

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pyorch import engine
-
-if TYPE_CHECKING:
-    from pyorch.evals.task import Example
+from pyorch.evals.example import Example
 
 
 class Decoder:

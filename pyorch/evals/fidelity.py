@@ -14,7 +14,8 @@ import numpy as np
 
 from pyorch.errors import SparqError
 from pyorch.evals.decode import Decoder, log_softmax
-from pyorch.evals.task import Example, Outcome, Setup, Task
+from pyorch.evals.example import Example, Outcome
+from pyorch.evals.task import Setup, Task
 from pyorch.evals.texts import haystack
 
 TOKENS = 64  # that are given one at a time

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from functools import partial
 
 from pyorch.evals import ruler
-from pyorch.evals.task import Example, Setup, Task
+from pyorch.evals.example import Example
+from pyorch.evals.task import Setup, Task
 
 ASK = (
     "Extract the value corresponding to the specified key in the JSON object below.\n\n"

@@ -90,8 +90,10 @@ class Runner:
 
     def read(self, tokens: Sequence[int], methods: Sequence[str], recall: bool) -> None:
         """Read a prompt with llama.cpp's own attention, where these methods will go on."""
-        sessions = [*map(self._of, methods), *([self._watched] if recall else [])]
-        for s in {id(s): s for s in sessions}.values():
+        sessions = [self._of(m) for m in methods]
+        if recall and self._watched is not None:
+            sessions.append(self._watched)
+        for s in dict.fromkeys(sessions):
             engine.rewind(s, 0)
             if s is self._watched:
                 policies.switch(s, "off")
@@ -121,13 +123,12 @@ class Runner:
                 "calls_sparse": c.selections,
             }
             return result, counters, None
-        spec = policies.parse(method)
-        engine.set_attention(s, spec)
+        engine.set_attention(s, method)
         engine.reset_counters(s)
         result = work(s)
-        counters = engine.info(s).counters
+        counted = engine.info(s).counters
         seconds = round(statistics.median(s.timings.decode_s), 6) if s.timings.decode_s else None
-        return result, {name: int(counters.get(name, 0)) for name in _COUNTED}, seconds
+        return result, {name: int(counted.get(name, 0)) for name in _COUNTED}, seconds
 
     def masses(self, method: str, n: int, work: Callable[[engine.Session], Any]) -> list[float]:
         """Share of the true attention that `work` reads with this method, of each layer in order.
@@ -138,7 +139,8 @@ class Runner:
         assert s is not None
         engine.rewind(s, n)
         policies.switch(s, method)
-        self._watch.masses = found = {}
+        found: dict[int, list[float]] = {}
+        self._watch.masses = found
         try:
             work(s)
         finally:

@@ -15,7 +15,8 @@ import numpy as np
 
 from pyorch.errors import SparqError
 from pyorch.evals.decode import Decoder
-from pyorch.evals.task import Example, Outcome, Setup, Task
+from pyorch.evals.example import Example, Outcome
+from pyorch.evals.task import Setup, Task
 from pyorch.evals.texts import haystack
 
 ANSWER = "eat a sandwich and sit in Dolores Park on a sunny day"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from pyorch.evals.decode import Decoder
-from pyorch.evals.task import Example, Outcome
+from pyorch.evals.example import Example, Outcome
 
 MAX_TOKENS = 30  # and no more than the longest answer and five
 _TRIM = re.compile(r"^[\s\n\"'_.,]*(the |a |an )?|[\s\n\"'_.,]*$")

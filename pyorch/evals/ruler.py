@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from pyorch.errors import SparqError
 from pyorch.evals.decode import Decoder
-from pyorch.evals.task import Example, Outcome, Setup, Task
+from pyorch.evals.example import Example, Outcome
+from pyorch.evals.task import Setup, Task
 
 
 def largest(

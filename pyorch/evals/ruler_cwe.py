@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from pyorch.evals import ruler
-from pyorch.evals.task import Example, Setup
+from pyorch.evals.example import Example
+from pyorch.evals.task import Setup
 from pyorch.evals.texts import ADJECTIVES, NOUNS
 
 ASK = (

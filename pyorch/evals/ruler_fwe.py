@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from pyorch.evals import ruler
-from pyorch.evals.task import Example, Setup
+from pyorch.evals.example import Example
+from pyorch.evals.task import Setup
 
 ASK = (
     "Read the following coded text and track the frequency of each coded word. Find the three most "

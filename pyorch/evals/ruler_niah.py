@@ -16,7 +16,8 @@ from functools import partial
 import numpy as np
 
 from pyorch.evals import ruler
-from pyorch.evals.task import Example, Setup
+from pyorch.evals.example import Example
+from pyorch.evals.task import Setup
 from pyorch.evals.texts import ADJECTIVES, NOUNS, haystack
 
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."

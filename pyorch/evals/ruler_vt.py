@@ -12,8 +12,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from pyorch.evals import ruler
+from pyorch.evals.example import Example
 from pyorch.evals.ruler_niah import NOISE
-from pyorch.evals.task import Example, Setup
+from pyorch.evals.task import Setup
 
 ASK = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"

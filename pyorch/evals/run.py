@@ -26,9 +26,10 @@ from pyorch.bench import records
 from pyorch.bench.records import Record
 from pyorch.errors import SparqError
 from pyorch.evals.decode import Decoder
+from pyorch.evals.example import Example, Outcome
 from pyorch.evals.methods import Runner, canonical, meaning
 from pyorch.evals.series import Series, make
-from pyorch.evals.task import Example, Outcome, Setup, Task
+from pyorch.evals.task import Setup, Task
 from pyorch.models.gguf_file import read_gguf
 from pyorch.progress import Progress
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from pyorch.errors import SparqError
 from pyorch.evals import data, qa
-from pyorch.evals.task import Example, Setup, Task
+from pyorch.evals.example import Example
+from pyorch.evals.task import Setup, Task
 
 
 def _flat(rows: list[data.Row]) -> list[dict[str, Any]]:

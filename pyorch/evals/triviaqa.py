@@ -12,7 +12,8 @@ from pathlib import Path
 
 from pyorch.errors import SparqError
 from pyorch.evals import data, qa
-from pyorch.evals.task import Example, Setup, Task
+from pyorch.evals.example import Example
+from pyorch.evals.task import Setup, Task
 
 CHARS = (4000, 8000)
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from pyorch.errors import SparqError
 from pyorch.evals import data
 from pyorch.evals.decode import Decoder, log_softmax
-from pyorch.evals.task import Example, Outcome, Setup, Task
+from pyorch.evals.example import Example, Outcome
+from pyorch.evals.task import Setup, Task
 
 READ, GIVEN = 6000, 400  # characters
 MAX_TOKENS = 256

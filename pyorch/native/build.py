@@ -93,7 +93,7 @@ def inputs(options: Options) -> dict[str, Any]:
         "options": options.name,
         "cpu": platform.machine() if options.portable else probe.cpu()[1],
         "env": {k: os.environ[k] for k in ("CFLAGS", "CXXFLAGS", "LDFLAGS") if k in os.environ},
-    } | ({"cuda": f"{probe.nvcc()}; {options.cuda}"} if options.cuda else {})
+    } | ({"cuda": f"{cuda.nvcc()}; {options.cuda}"} if options.cuda else {})
 
 
 def find(options: Options, tools: tuple[str, ...] = ()) -> Path | None:

@@ -78,6 +78,12 @@ class Toolkit:
         return [f"-isystem={folder}" for folder in self.include]
 
 
+def nvcc() -> str:
+    """The CUDA compiler and its release in one line, "" where there is none."""
+    found = find_nvcc()
+    return f"{found} (release {release(found) or 'unknown'})" if found else ""
+
+
 def find_nvcc() -> str:
     """Path of the CUDA compiler, or an empty string."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]

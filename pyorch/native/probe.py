@@ -113,14 +113,6 @@ def memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def nvcc() -> str:
-    """Version line of the CUDA compiler, or an empty string."""
-    from pyorch.native import cuda
-
-    found = cuda.find_nvcc()
-    return f"{found} (release {cuda.release(found) or 'unknown'})" if found else ""
-
-
 # (name, macro that the compiler sets for it, switches that turn it off, statement that uses it).
 # The statements work on volatile data, so that nothing is computed at compile time.
 _X86 = (

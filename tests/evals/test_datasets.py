@@ -17,7 +17,8 @@ from pyorch import engine, evals
 from pyorch.errors import SparqError
 from pyorch.evals import data, qa, wikitext
 from pyorch.evals.decode import Decoder
-from pyorch.evals.task import Example, Setup
+from pyorch.evals.example import Example
+from pyorch.evals.task import Setup
 
 CTX = 4096
 

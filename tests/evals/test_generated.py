@@ -15,7 +15,8 @@ from pyorch import engine, evals
 from pyorch.errors import SparqError
 from pyorch.evals import needle, repetition, ruler_niah
 from pyorch.evals.decode import Decoder
-from pyorch.evals.task import Example, Setup
+from pyorch.evals.example import Example
+from pyorch.evals.task import Setup
 from pyorch.evals.texts import read_texts
 
 CTX = 2048

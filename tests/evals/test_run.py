@@ -327,7 +327,7 @@ def test_a_model_that_ends_is_not_asked_again(monkeypatch: pytest.MonkeyPatch, t
     from parrot import Parrot
 
     from pyorch.evals.decode import Decoder
-    from pyorch.evals.task import Example
+    from pyorch.evals.example import Example
 
     parrot = Parrot(b"one. two")
     decoder = Decoder(parrot.install(monkeypatch))
