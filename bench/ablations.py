@@ -32,6 +32,7 @@ from pyorch.evals import find, series, table
 from pyorch.evals import run as evaluate
 from pyorch.evals.repetition import CHARS
 from pyorch.evals.texts import read_texts
+from pyorch.progress import progress_bar
 
 EXACT = "min_ctx=0,min_k=1"
 RATIOS = ("1/2", "1/4", "1/8", "1/16", "1/32")
@@ -112,7 +113,7 @@ def command(
                 setup={"ctx": ctx, "texts": read_texts(texts)},
                 n_threads=threads,
             )
-            with opt.progress_bar("making the examples") as making, opt.progress_bar(task) as bar:
+            with progress_bar("making the examples") as making, progress_bar(task) as bar:
                 found += evaluate.run(plan, RAW, making, bar, force=force)
     to = folder / "ablations"
     keep(found, to)

@@ -34,6 +34,7 @@ import recall
 from pyorch.bench.records import Record
 from pyorch.cli import options as opt
 from pyorch.cli import run as run_command
+from pyorch.progress import progress_bar
 
 BENCH = "attention_stats"
 TOP, TOP_ALPHA = 32, 128  # positions of Fig. 4a and of Fig. 4f
@@ -290,7 +291,7 @@ def agreement(rec: Record, choice: str, part: str, k: int = TOP) -> float:
 def command(model: Path, texts: list[Path], folder: Path, threads: int, **sizes: Any) -> None:
     """What attention of a model looks like: sparsity, tails of q, top-k agreement, spread of V."""
     file = folder / "attention_stats.jsonl"
-    with opt.progress_bar("attention") as progress:
+    with progress_bar("attention") as progress:
         found = run(model, texts, file, progress, n_threads=threads, **sizes)
     table = markdown(found)
     (folder / "attention_stats.md").write_text(table + "\n", "utf-8")

@@ -34,6 +34,7 @@ from pyorch.calibrate.meter import Meter, contexts
 from pyorch.cli import options as opt
 from pyorch.cli import run as run_command
 from pyorch.evals import stats, texts
+from pyorch.progress import progress_bar
 
 BENCH = "budgets"
 RATIOS = (1 / 4, 1 / 8, 1 / 12, 1 / 16, 1 / 24)
@@ -127,7 +128,7 @@ def run(
         try:
             lines = {case: specs(r) for case, r in results.items()}
             wanted = [s for line in lines.values() for s in line.values()]
-            with bar("budgets") as progress:
+            with progress_bar("budgets") as progress:
                 meter.measure(wanted, range(len(chosen)), progress)
             for case, line in lines.items():
                 samples = [
@@ -323,7 +324,7 @@ def command(
     """KL to dense over bytes: uniform, ramps, calibrated, top-p."""
     other = Path(calibrate_text or paths.data("models") / "demo" / "document.txt")
     file = folder / FILE
-    found = run(model, texts, other, file, opt.progress_bar, n_threads=threads, **sizes)
+    found = run(model, texts, other, file, progress_bar, n_threads=threads, **sizes)
     table = markdown(found)
     (folder / "budgets.md").write_text(table + "\n", "utf-8")
     print(table)

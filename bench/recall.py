@@ -48,6 +48,7 @@ from pyorch.errors import SparqError
 from pyorch.evals.texts import read_texts
 from pyorch.models.gguf_file import read_gguf
 from pyorch.native.tensor import Tensor, floats, op_number, view
+from pyorch.progress import progress_bar
 
 BENCH = "recall"
 RATIOS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
@@ -568,7 +569,7 @@ SIZES = (
 @commands.measurement(*SIZES)
 def command(model: Path, texts: list[Path], folder: Path, threads: int, **sizes: Any) -> None:
     """Attention caught per byte read: rank, type of the transposed K, and what is left for k."""
-    with opt.progress_bar("recall") as progress:
+    with progress_bar("recall") as progress:
         found = run(model, texts, folder / "recall.jsonl", progress, n_threads=threads, **sizes)
     write_csv(found, folder / "recall.csv")
     table = markdown(found)

@@ -30,6 +30,7 @@ from pyorch.cli import run as run_command
 from pyorch.cli.bench import Numbers
 from pyorch.engine import usable_cores
 from pyorch.models.memory import available_memory
+from pyorch.progress import progress_bar
 
 BENCH = "row_reads"
 SOURCE = Path(__file__).with_suffix(".c")
@@ -195,7 +196,7 @@ def command(threads: Sequence[int] | None, samples: int, out: str | None) -> Non
     wanted = threads or sorted({1, usable_cores()})
     stamp = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]
     made = []
-    with opt.progress_bar("reads") as progress:
+    with progress_bar("reads") as progress:
         layers = Layers(n_layer)
         if not layers.huge:
             click.echo("note: no huge pages: rows come more slowly than to the library", err=True)

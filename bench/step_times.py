@@ -31,7 +31,7 @@ from pyorch.cli import run as run_command
 from pyorch.cli.bench import Numbers
 from pyorch.errors import SparqError
 from pyorch.native.tensor import Tensor, op_number
-from pyorch.progress import Progress
+from pyorch.progress import Progress, progress_bar
 
 BENCH = "step_times"
 STEPS = {2: "score", 3: "select", 4: "pick", 5: "attend"}  # ggml_sparse_attn_op
@@ -173,7 +173,7 @@ def command(**options: Any) -> None:
         for only_score in ((False, True) if parse_spec(spec).method == "sparq" else (False,))
     ]
     folder = Path(options["out"]) if options["out"] else records.default_folder()
-    with opt.progress_bar("steps") as progress:
+    with progress_bar("steps") as progress:
         found = run(cases, folder / f"{BENCH}.jsonl", progress, force=options["force"])
     text = table(found)
     (folder / f"{BENCH}.md").write_text(text + "\n", encoding="utf-8")

@@ -12,7 +12,7 @@ AFTER_S = 2.0  # a bar is shown only for what takes longer
 
 
 @contextmanager
-def bar(
+def progress_bar(
     label: str, of_bytes: bool = False, off_terminal: Callable[[str], None] | None = None
 ) -> Iterator[Progress]:
     """A bar on stderr, from two seconds on until all is done.

@@ -15,6 +15,7 @@ from pyorch.attention.spec import BUDGETS, SHADOWS, AttentionSpec
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
 from pyorch.models.gguf_file import CACHE_TYPES
+from pyorch.progress import progress_bar
 
 QUANTS = ("q8_0", "q4_k_m", "f16")
 CACHE_TYPE = opt.Name(*CACHE_TYPES)
@@ -230,7 +231,7 @@ def _speed(options: dict[str, Any]) -> None:
         most = max(plan.n_depth) + max(*plan.n_prompt, *plan.n_gen)
         opt.note_if_beyond(most, geometry(read_gguf(model)).n_ctx_train)
     file = _file(options, "speed.jsonl")
-    with opt.progress_bar("bench") as progress:
+    with progress_bar("bench") as progress:
         found = speed.run(plan, file, progress, force=options["force"])
     _keep(file, output.markdown(records.latest(records.load_all(file))))
     table = output.markdown(found)
@@ -289,7 +290,7 @@ def _attention(ctx: click.Context, given: set[str], options: dict[str, Any]) -> 
         numa=options["numa"] or "",
     )
     file = _file(options, "attention.jsonl")
-    with opt.progress_bar("attention") as progress:
+    with progress_bar("attention") as progress:
         found = attention.run(plan, file, progress, force=options["force"])
     _keep(file, attention.markdown(records.latest(records.load_all(file))))
     _print(
@@ -343,7 +344,7 @@ def growth(ctx: click.Context, **options: Any) -> None:
         repetitions=options["repetitions"],
         numa=options["numa"] or "",
     )
-    with opt.progress_bar("growth") as progress:
+    with progress_bar("growth") as progress:
         found, sealing = bench.run(plan, file, progress, force=options["force"])
     table = bench.markdown(found, sealing)
     deeper = bench.depths(records.load_all(file)) - bench.depths(found)

@@ -13,6 +13,7 @@ from pyorch.attention.spec import DEFAULT_RATIO, SHADOWS, AttentionSpec, ratio_t
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
 from pyorch.models.gguf_file import read_gguf
+from pyorch.progress import progress_bar
 
 WIDTH = 40  # characters of the widest bar
 SIZES = ((0.1e9, 8, 64), (1e9, 8, 16), (float("inf"), 4, 16))  # bytes of a model: contexts, tokens
@@ -80,7 +81,7 @@ def _measure(path: Path, options: dict[str, Any]) -> None:
             n_contexts=options["contexts"] or n_contexts,
             n_tokens=options["tokens"] or n_tokens,
             seed=options["seed"],
-            bar=opt.progress_bar,
+            bar=progress_bar,
         )
     opt.note(f"kept in {saved.save(path, result)}", "dim")
 

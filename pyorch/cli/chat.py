@@ -17,6 +17,7 @@ from pyorch import paths
 from pyorch.attention.spec import AttentionSpec, parse_ratio, parse_spec
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
+from pyorch.progress import progress_bar
 
 if TYPE_CHECKING:
     from pyorch.engine import Sampling, Session
@@ -104,6 +105,8 @@ def _loop(chat: Chat) -> None:
         opt.note(
             f"{chat.session.path.name}, attention {chat.spec}. /help lists the commands", "dim"
         )
+        if n := sum(m["role"] != "system" for m in chat.messages):
+            opt.note(f"{n} messages of an earlier conversation", "dim")
     for line in _typed() if chat.interactive else _piped():
         try:
             if line.startswith("/"):
@@ -178,9 +181,12 @@ def _run_command(chat: Chat, line: str) -> bool:
     elif name == "/clear":
         chat.messages = [m for m in chat.messages if m["role"] == "system"]
         chat.text = ""
+        opt.note("a new conversation", "dim")
     elif name == "/dense":
         _set_attention(chat, AttentionSpec("dense"))
     elif name == "/ratio":
+        if not rest:
+            raise SparqError("/ratio needs a ratio", "/ratio 1/4", exit_code=2)
         _set_attention(chat, _with_ratio(chat.spec, parse_ratio(rest)))
     elif name == "/save":
         _save(chat, rest)
@@ -225,7 +231,7 @@ def _read(chat: Chat, name: str) -> None:
     opt.note(f"{name}: {n} tokens, before your next message", "dim")
 
 
-_LONGER = "leave, and come back with a larger --ctx (up to the model's training context)"
+_LONGER = "leave, and come back with a larger --ctx; --rope-scale stretches a model's own"
 
 
 def _path(command: str, name: str) -> Path:
@@ -278,9 +284,8 @@ def _reply(chat: Chat, text: str) -> None:
     if chat.interactive:
         opt.note(opt.summary_line(chat.summary), "dim")
     if finish == "context":
-        opt.note(
-            f"note: the context is full ({chat.session.n_ctx} positions); raise --ctx", "yellow"
-        )
+        full = f"note: the context is full ({chat.session.n_ctx} positions)"
+        opt.note(f"{full}: /clear, or a larger --ctx next time", "yellow")
     why = opt.why_dense(chat.spec, info) if info else ""
     if why and why != chat.told:
         opt.note(why, "yellow")
@@ -307,7 +312,7 @@ def _stream(chat: Chat, prompt: list[int]) -> tuple[str, str]:
     from pyorch import engine
 
     reply, finish = "", ""
-    with _interruptible() as stopped, opt.progress_bar("reading") as progress:
+    with _interruptible() as stopped, progress_bar("reading") as progress:
         pieces = engine.generate(
             chat.session,
             prompt,

@@ -8,6 +8,7 @@ import click
 
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
+from pyorch.progress import progress_bar
 
 _OUTTYPES = ("auto", "f16", "bf16", "f32", "q8_0")
 
@@ -64,7 +65,7 @@ def command(
     checkpoint = convert.read_checkpoint(folder, name)
     convert.check_architecture(checkpoint, say)
     python = convert_env.python(say, agree)
-    with opt.progress_bar("converting") as progress:
+    with progress_bar("converting") as progress:
         file = convert.convert(
             checkpoint,
             target,

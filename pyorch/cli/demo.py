@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,6 +13,10 @@ from pyorch.attention.spec import AttentionSpec
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
 from pyorch.models.gguf_file import human_bytes
+from pyorch.progress import progress_bar
+
+if TYPE_CHECKING:
+    from pyorch.engine import Session
 
 RATIO = 1 / 8
 # where in the document the passage is, as a share of its length: one of the places (seven of nine
@@ -70,11 +74,11 @@ def passage(document: str) -> tuple[str, str]:
     return rest[:end], rest[end:]
 
 
-def _run(session: Any, prompt: str, spec: AttentionSpec, n_tokens: int) -> dict[str, Any]:
+def _run(session: Session, prompt: str, spec: AttentionSpec, n_tokens: int) -> dict[str, Any]:
     from pyorch import engine
 
     tokens = engine.tokenize(session, prompt)
-    with opt.progress_bar("reading the document") as progress:
+    with progress_bar("reading the document") as progress:
         engine.prefill(session, engine.align(session, tokens), progress=progress)
     prefill = session.timings
     runs = {"sparse": _continue(session, tokens, spec, n_tokens)}
@@ -89,7 +93,7 @@ def _run(session: Any, prompt: str, spec: AttentionSpec, n_tokens: int) -> dict[
     }
 
 
-def _continue(session: Any, tokens: list[int], spec: AttentionSpec, n: int) -> dict[str, Any]:
+def _continue(session: Session, tokens: list[int], spec: AttentionSpec, n: int) -> dict[str, Any]:
     """Greedy continuation of what is already in the cache."""
     from pyorch import engine
 

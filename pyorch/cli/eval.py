@@ -10,6 +10,7 @@ import click
 from pyorch.cli import options as opt
 from pyorch.cli.bench import several, update_marked
 from pyorch.errors import SparqError
+from pyorch.progress import progress_bar
 
 if TYPE_CHECKING:
     from pyorch.evals.task import Task
@@ -137,7 +138,7 @@ def run(**options: Any) -> None:
     native.built()
     opt.note_if_busy()
     opt.note_if_beyond(options["ctx"], geometry(read_gguf(model)).n_ctx_train)
-    with opt.progress_bar("making the examples") as making, opt.progress_bar("eval") as progress:
+    with progress_bar("making the examples") as making, progress_bar("eval") as progress:
         found = evaluate.run(plan, folder, making, progress, force=options["force"])
     print(table.FORMATS[options["output"]](found))
     opt.note(f"records: {folder}", "dim")

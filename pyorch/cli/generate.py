@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from pyorch.attention.spec import AttentionSpec
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
+from pyorch.progress import progress_bar
+
+if TYPE_CHECKING:
+    from pyorch.engine import Sampling, Session
 
 
 @click.command()
@@ -42,36 +47,43 @@ def command(**options: Any) -> None:
     attention = opt.attention_from(options)
     sampling = opt.sampling_from(options, default_temp=0.0)
     with opt.open_session(options, attention) as session:
-        _generate(session, prompt, attention, sampling, options)
+        _generate(
+            session, prompt, attention, sampling, options["tokens"], as_json=options["as_json"]
+        )
 
 
-def _generate(session: Any, prompt: str, attention: Any, sampling: Any, options: Any) -> None:
+def _generate(
+    session: Session,
+    prompt: str,
+    attention: AttentionSpec | None,
+    sampling: Sampling,
+    max_tokens: int,
+    *,
+    as_json: bool,
+) -> None:
     from pyorch import engine
 
     tokens = engine.tokenize(session, prompt)
     text, ids, finish = "", [], ""
-    with opt.progress_bar("reading the prompt") as progress:
+    with progress_bar("reading the prompt") as progress:
         pieces = engine.generate(
-            session, tokens, max_tokens=options["tokens"], sampling=sampling, progress=progress
+            session, tokens, max_tokens=max_tokens, sampling=sampling, progress=progress
         )
         for piece in pieces:
             text, finish = text + piece.text, piece.finish
             ids.append(piece.token)
-            if not options["as_json"]:
+            if not as_json:
                 sys.stdout.write(piece.text)
                 sys.stdout.flush()
-    if not options["as_json"]:
+    if not as_json:
         sys.stdout.write("\n")
     info = opt.info_if_ours(session)
     summary = opt.run_summary(session, info)
     if info and (why := opt.why_dense(attention, info)):
         opt.note(why, "yellow")
-    elif info and attention and attention.sparse and not info.counter("calls_sparse"):
-        what = f"up to min_ctx {attention.min_ctx} positions, or k covers them all"
-        opt.note(f"note: attention was exact throughout: {what}", "yellow")
     if finish == "context":
         opt.note(f"note: the context is full ({session.n_ctx} positions); raise --ctx")
-    if options["as_json"]:
+    if as_json:
         opt.print_json({"text": text, "tokens": ids, "finish": finish, **summary})
     else:
         opt.note(opt.summary_line(summary), "dim")

@@ -28,7 +28,7 @@ from pyorch.attention.spec import (
 from pyorch.errors import SparqError, nearest
 from pyorch.models import cards
 from pyorch.models.gguf_file import CACHE_TYPES
-from pyorch.progress import bar as progress_bar
+from pyorch.progress import progress_bar
 
 if TYPE_CHECKING:
     from pyorch.engine import AttentionInfo, Rope, Sampling, Session
@@ -423,9 +423,15 @@ def info_of(lib: Any, ctx: Any) -> AttentionInfo | None:
 
 
 def why_dense(wanted: AttentionSpec | None, info: AttentionInfo) -> str:
-    """What to say when something sparse was asked for and a layer is left to llama.cpp; else ""."""
-    if wanted is None or not wanted.sparse or not info.dense_reasons:
+    """What to say when something sparse was asked for and a layer is left to llama.cpp, or every
+    token so far was exact; else ""."""
+    if wanted is None or not wanted.sparse:
         return ""
+    if not info.dense_reasons:
+        if info.counter("calls_sparse") or not info.counter("steps"):
+            return ""
+        what = f"up to min_ctx {wanted.min_ctx} positions, or k covers them all"
+        return f"note: attention was exact throughout: {what}"
     n = len(info.layers) - info.layers_sparse
     which = f"{n} of {len(info.layers)} layers are" if info.layers_sparse else "attention is"
     return f"note: {which} dense: {'; '.join(info.dense_reasons)}"
@@ -461,10 +467,10 @@ def summary_line(summary: Mapping[str, Any]) -> str:
     """`run_summary` in one line."""
     from pyorch.models.gguf_file import human_bytes
 
-    parts = [
-        f"prefill {summary['prefill_tokens']} tokens in {summary['prefill_s']:.2f} s",
-        f"decode {summary['decode_tokens_per_s']:.1f} tokens/s",
-    ]
+    parts = [f"prefill {summary['prefill_tokens']} tokens in {summary['prefill_s']:.2f} s"]
+    if not summary["decode_tokens"]:
+        return parts[0]
+    parts.append(f"decode {summary['decode_tokens_per_s']:.1f} tokens/s")
     if summary.get("share_sparse"):
         read, dense = (
             summary["attention_bytes_per_token"],

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from pyorch.cli import options as opt
+from pyorch.progress import progress_bar
 
 
 class Quantize(click.Command):
@@ -44,7 +45,7 @@ def command(**options: Any) -> None:
 
     source = opt.model_file(options)
     native.built()
-    with opt.progress_bar("quantising") as progress:
+    with progress_bar("quantising") as progress:
         result = quantize(
             source,
             Path(options["output"]),

@@ -35,7 +35,7 @@ from pyorch import paths
 from pyorch.errors import SparqError
 from pyorch.native import cuda, patches, probe, source
 from pyorch.native.source import Note
-from pyorch.progress import Progress, bar
+from pyorch.progress import Progress, progress_bar
 
 TOOLS = (
     "llama-bench",
@@ -207,7 +207,7 @@ def _build(options: Options, tools: tuple[str, ...], jobs: int, force: bool, not
         note(f"building {options.name}: {jobs} job{'s' if jobs > 1 else ''}, log in {log}")
         started = time.monotonic()
         env = _environment(compiler, found, toolkit)
-        with bar("compiling", off_terminal=say) as step:
+        with progress_bar("compiling", off_terminal=say) as step:
             for argv in _commands(tree, options, tools, found.openmp, jobs, toolkit):
                 _run_logged(argv, env, tree, step, lock)
         stamped = {

@@ -39,7 +39,7 @@ def test_a_bar_of_slow_steps_knows_the_time_left(monkeypatch: pytest.MonkeyPatch
     """A step of a bench takes a minute or more."""
     import rich.progress
 
-    from pyorch.cli.options import progress_bar
+    from pyorch.progress import progress_bar
 
     now, bars = [0.0], []
 
@@ -407,6 +407,20 @@ def test_a_message_stopped_while_it_is_read_is_dropped(
     assert len(messages) == 2
 
 
+def test_chat_says_once_that_short_contexts_are_exact(run: Run, tiny_chat: Path) -> None:
+    script = f"one\ntwo\n/clear\n{LONG}\nthree\n"
+    result = run("chat", "-m", tiny_chat, "-n", 4, "--ratio", "1/8", stdin=script)
+    assert result.code == 0 and "a new conversation" in result.err
+    assert result.err.count("note: attention was exact throughout: up to min_ctx 1024") == 1
+
+
+def test_nothing_decoded_has_no_speed() -> None:
+    from pyorch.cli.options import summary_line
+
+    summary = {"prefill_tokens": 5, "prefill_s": 1.0, "decode_tokens": 0, "share_sparse": 0.0}
+    assert summary_line(summary) == "prefill 5 tokens in 1.00 s"
+
+
 def test_chat_ratio_takes_effect(run: Run, tiny_chat: Path) -> None:
     script = f"{LONG}\n/ratio 1/4\nand?\n/dense\nand?\n"
     result = run("chat", "-m", tiny_chat, "-n", 6, "--json", stdin=script)
@@ -423,6 +437,7 @@ def test_chat_ratio_takes_effect(run: Run, tiny_chat: Path) -> None:
         ("/ratio 9", 2, "ratio 9"),
         ("/frob", 2, "unknown command /frob"),
         ("/save", 2, "file name"),
+        ("/ratio", 2, "hint: /ratio 1/4"),
         ("/read", 2, "file name"),
         ("/read /none", 1, "/none: No such file"),
         ("/save /none/x.json", 2, "there is no folder /none"),
