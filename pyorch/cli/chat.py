@@ -123,14 +123,14 @@ def _loop(chat: Chat) -> None:
 
 
 def _piped() -> Iterator[str]:
-    """Messages and commands, blank lines left out."""
+    """The lines that come through a pipe, messages and commands, without the blank ones."""
     for raw in sys.stdin.buffer:
         if line := raw.decode("utf-8", errors="replace").strip():
             yield line
 
 
 def _typed() -> Iterator[str]:
-    """The same from a terminal, with line editing and history."""
+    """The same from a terminal, where lines can be edited and earlier ones come back."""
     keep_history = _history()
     while True:
         try:
@@ -148,7 +148,8 @@ def _typed() -> Iterator[str]:
 
 
 def _history() -> Callable[[], None]:
-    """What was typed in earlier sessions, for input(). Returns what adds to it, in the cache."""
+    """Give input() what was typed in earlier sessions. Returns a function that keeps it with what
+    was typed since, in the cache folder."""
     try:
         import readline
     except ImportError:  # some builds of Python lack it
@@ -167,7 +168,7 @@ def _history() -> Callable[[], None]:
 
 
 def _run_command(chat: Chat, line: str) -> bool:
-    """One `/command`. False = leave."""
+    """Do what a `/command` says. Returns False where it says to leave."""
     name, _, rest = line.partition(" ")
     rest = rest.strip()
     if name in ("/exit", "/quit"):
@@ -196,7 +197,7 @@ def _run_command(chat: Chat, line: str) -> bool:
 
 
 def _with_ratio(spec: AttentionSpec, ratio: float) -> AttentionSpec:
-    """The same settings at another ratio; what was given in place of a ratio goes."""
+    """The same settings at another ratio, without what was given in place of a ratio."""
     if not spec.sparse or ratio == 1:
         return AttentionSpec("sparq", ratio=ratio)
     return replace(spec, ratio=ratio, rank=None, topk=None, k_layers=None, rank_layers=None)
@@ -293,7 +294,8 @@ def _reply(chat: Chat, text: str) -> None:
 
 
 def _fit(chat: Chat) -> list[int]:
-    """The prompt's tokens; the oldest messages go where they would leave no room for a reply."""
+    """The tokens of the conversation; its oldest messages are dropped where they would leave no
+    room for a reply."""
     dropped = 0
     while True:
         tokens = chat.template.tokens(chat.messages)
@@ -308,7 +310,7 @@ def _fit(chat: Chat) -> list[int]:
 
 
 def _stream(chat: Chat, prompt: list[int]) -> tuple[str, str]:
-    """Generate, print as it comes. The reply and why it ended."""
+    """Generate a reply and print it as it comes. Returns it, and why it ended."""
     from pyorch import engine
 
     reply, finish = "", ""

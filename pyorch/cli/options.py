@@ -140,26 +140,30 @@ rope_options = _group(
     click.option(
         "--rope-scaling",
         type=Name("none", "linear", "yarn"),
-        help="How a context beyond the model's training is stretched.  [default: the model's own]",
+        help="How to stretch a context beyond the model's training.  [default: the model's own]",
     ),
-    click.option("--rope-scale", type=POSITIVE, help="Stretch the context so many times, say 4."),
-    click.option("--rope-freq-base", type=POSITIVE, help="Base of RoPE's frequencies."),
+    click.option("--rope-scale", type=POSITIVE, help="Stretch the context so many times."),
+    click.option("--rope-freq-base", type=POSITIVE, help="The base of RoPE's frequencies."),
     click.option("--rope-freq-scale", type=POSITIVE, help="The same as 1 / --rope-scale."),
     click.option(
         "--yarn-orig-ctx",
         type=SOME_POSITIONS,
-        help="YaRN: positions of the training.  [default: the model's own]",
+        help="YaRN: positions that the model was trained on.  [default: the model's own]",
     ),
     click.option(
         "--yarn-ext-factor",
         type=Number(float, 0),
-        help="YaRN: share of extrapolation; 0 interpolates all.  [default: 1 with yarn]",
+        help="YaRN: the share of extrapolation; 0 interpolates all.  [default: 1 with yarn]",
     ),
     click.option(
-        "--yarn-attn-factor", type=Number(float, 0), help="YaRN: factor of attention's magnitude."
+        "--yarn-attn-factor", type=Number(float, 0), help="YaRN: a factor of attention's logits."
     ),
-    click.option("--yarn-beta-fast", type=POSITIVE, help="YaRN: low correction."),
-    click.option("--yarn-beta-slow", type=POSITIVE, help="YaRN: high correction."),
+    click.option(
+        "--yarn-beta-fast", type=POSITIVE, help="YaRN: rotations from which to extrapolate."
+    ),
+    click.option(
+        "--yarn-beta-slow", type=POSITIVE, help="YaRN: rotations up to which to interpolate."
+    ),
 )
 attention_options = _group(
     click.option(

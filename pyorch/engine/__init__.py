@@ -1,18 +1,19 @@
 """Load a model, prefill, decode, generate: plain functions over one small session.
 
-The command line, the server, the evaluations and the benchmarks share these; none of them adds to
-the mathematics. A session is one sequence: `session.tokens` are those whose K and V are cached.
+The command line, the server, the evaluations and the benchmarks share these functions, and none of
+them adds to the mathematics. A session is one sequence of tokens; `session.tokens` are those whose
+K and V are in its cache.
 
     with load("model.gguf", n_ctx=8192, attention="sparq,ratio=1/8") as s:
         for piece in generate(s, "Once upon a time", max_tokens=64):
             print(piece, end="", flush=True)
 
-A model is loaded once and makes as many sessions as there is memory for:
+A model is loaded once, and makes as many sessions as there is memory for:
 
     with load_model("model.gguf") as model:
         dense, sparse = model.session(), model.session(attention="sparq,ratio=1/8")
 
-The library has to be built, by `sparq-cpp build`: nothing here compiles.
+Nothing here compiles: the library has to be there, which `sparq-cpp build` sees to.
 """
 
 from pyorch.engine.attention import info, reset_counters, seal, set_attention

@@ -10,10 +10,12 @@ from pyorch.errors import SparqError
 
 
 def set_attention(session: Session, spec: AttentionSpec | str) -> None:
-    """Switch attention, from the next decoded token on. What is in the cache stays.
+    """Attend as `spec` says from the next decoded token on; the cache stays as it is.
+
+    Where SparQ is switched on, what is in the cache is sealed now.
 
     Raises:
-        SparqError: the library refuses the settings.
+        SparqError: the settings do not fit the model, or the library refuses them.
     """
     spec = resolve(parse_spec(spec) if isinstance(spec, str) else spec, session.path)
     check_against_model(spec, session.geometry.head_dim_k)
@@ -21,7 +23,7 @@ def set_attention(session: Session, spec: AttentionSpec | str) -> None:
 
 
 def info(session: Session) -> sparse.AttentionInfo:
-    """What the library did since the counters were last reset.
+    """What the library did since the counters were reset.
 
     Raises:
         SparqError: a stock library, which keeps no account.

@@ -1,4 +1,4 @@
-"""Tokens into the cache: prompts in batches, then one by one; and out of it again."""
+"""Tokens go into the cache, a prompt in batches and then one by one, and out of it again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _ABORTED = 2  # what llama_decode returns when its callback ends it
 def _decode_tokens(
     session: Session, tokens: Sequence[int], should_stop: Callable[[], bool] | None = None
 ) -> bool:
-    """Append `tokens` to the cache; False where `should_stop` ended it, with nothing appended."""
+    """Append `tokens` to the cache. Returns False, with nothing appended, where `should_stop` ended
+    it."""
     if len(session.tokens) + len(tokens) > session.n_ctx:
         raise SparqError(
             f"context full: {len(session.tokens)} + {len(tokens)} tokens, "
@@ -53,9 +54,9 @@ def _decode_tokens(
 def _abortable(
     session: Session, call: Call, should_stop: Callable[[], bool] | None
 ) -> Iterator[None]:
-    """Ctrl-C and `should_stop` end llama_decode after the node at hand (CPU only).
+    """Ctrl-C and `should_stop` end llama_decode after the node at hand, on the CPU only.
 
-    Python sees a signal between two steps of its own, so it needs some while C code runs.
+    Python sees a signal between two steps of its own, so some have to run while C code does.
     """
 
     def on_node(_: object) -> bool:
@@ -81,11 +82,11 @@ def prefill(
     progress: Progress | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> None:
-    """Append `tokens` to the cache, `n_batch` at a time. The logits of the last are then ready.
+    """Append `tokens` to the cache, `n_batch` at a time; the logits of the last are then ready.
 
     Args:
         progress: called with (tokens done, tokens in all) after each batch.
-        should_stop: asked before and during each batch; True ends early, whole batches stay.
+        should_stop: asked before and during each batch; True ends it, and whole batches stay.
 
     Raises:
         SparqError: the context is too small, or the library failed.
@@ -111,7 +112,7 @@ def prefill(
 
 
 def decode(session: Session, token: int) -> None:
-    """Append one token, attending as `set_attention` says. Its logits are then ready.
+    """Append one token, attending as `set_attention` says; its logits are then ready.
 
     Raises:
         SparqError: the context is full, or the library failed.
@@ -123,10 +124,10 @@ def decode(session: Session, token: int) -> None:
 
 
 def logits(session: Session) -> Any:
-    """Logits of the last token: a copy, numpy float32 [n_vocab].
+    """The logits of the last token: a copy, numpy float32 (n_vocab,).
 
     Raises:
-        SparqError: nothing has been evaluated yet.
+        SparqError: no token has been evaluated yet.
     """
     import numpy as np
 
@@ -139,7 +140,7 @@ def logits(session: Session) -> Any:
 def rewind(session: Session, n: int) -> None:
     """Keep the first `n` tokens of the cache and forget the rest.
 
-    A model whose memory cannot be cut (recurrent ones) forgets everything.
+    A model whose memory cannot be cut, such as a recurrent one, forgets everything.
     """
     if n >= len(session.tokens):
         return
@@ -156,9 +157,8 @@ def forget(session: Session) -> None:
 
 
 def align(session: Session, tokens: Sequence[int]) -> list[int]:
-    """Rewind to what the cache has in common with `tokens`; return the tokens still to prefill.
-
-    At least the last one is left over: its logits are needed.
+    """Rewind to what the cache has in common with `tokens`, and return those that are to be
+    prefilled: at least the last one, whose logits are needed.
     """
     n = 0
     for a, b in zip(session.tokens, tokens[:-1], strict=False):

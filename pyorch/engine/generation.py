@@ -1,4 +1,4 @@
-"""A prompt in, a text out, piece by piece."""
+"""Continue a prompt, piece by piece."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from pyorch.progress import Progress
 
 @dataclass(frozen=True)
 class Piece:
-    """One step of `generate`. Text may be empty: half a character, or held back for a stop string.
+    """One step of `generate`.
 
-    `finish` is set on the last piece only: `eog` (the model ended), `stop` (a stop string),
-    `length` (max_tokens), `context` (no room left) or `interrupted` (token -1 if there is none).
+    `text` may be empty, while a character is not whole or what may be a stop string is held back.
+    `finish` is set on the last piece only, and says why it is the last: `eog` (the model ended),
+    `stop` (a stop string), `length` (max_tokens), `context` (no room is left) or `interrupted`
+    (`token` is -1 if it was stopped before the first).
     """
 
     token: int
@@ -43,9 +45,11 @@ def generate(
     """Prefill what the cache lacks of `prompt`, then yield one piece per token.
 
     Args:
-        prompt: tokens, or a text to tokenise.
+        prompt: tokens, or a text that is tokenised first.
+        max_tokens: how many tokens may come.
+        sampling: how a token is chosen; None takes the most likely one.
         stop: texts that end the generation; they are not part of it.
-        ignore_eog: go on when the model wants to end.
+        ignore_eog: go on where the model wants to end.
         progress, should_stop: as for `prefill`; `should_stop` is asked before each token too.
 
     Raises:

@@ -1,7 +1,7 @@
 """The llama.cpp library of this process: its C functions, its log, and calls into it.
 
-Its messages go to the logger `pyorch.llama`, which says nothing unless the program sets up logging.
-The command line's -v does: `logging.getLogger("pyorch.llama").setLevel(logging.INFO)`.
+llama.cpp's messages go to the logger `pyorch.llama`, from debug to error as it grades them. Nothing
+shows them unless the program sets up logging, as the command line does for -v.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LOG_PREFIX = re.compile(r"^(?:[\w:~]+: |error loading model[\w ]*: )+")
 
 
 class Call(Interrupt):
-    """One call into the library. `warnings` are what it logged of warnings and errors meanwhile."""
+    """One call into the library, with the warnings and errors that it logged meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,18 +39,22 @@ class Call(Interrupt):
 
     @property
     def reason(self) -> str:
-        """Why it failed, as far as the library said: its first warning, without the function."""
+        """Why the call failed, as far as the library said: its first warning that tells something,
+        without the name of the function."""
         telling = [s for s in self.warnings if re.search("error|fail|:", s.lower())]
         return _LOG_PREFIX.sub("", telling[0]) if telling else "no reason given"
 
 
 class Library:
-    """`lib` is the module of C functions. A process has one library, see `library`."""
+    """The bindings of a built libllama; `lib` is their module of C functions.
+
+    A process has one library, which `library` returns.
+    """
 
     def __init__(self, lib: Any) -> None:
         self.lib = lib
         self._calls: list[Call] = []
-        self._line, self._level = "", logging.INFO  # of the log, as far as it has come
+        self._line, self._level = "", logging.INFO  # the line of the log that is not yet whole
         self._numa = ""
         self._on_log = lib.llama_log_callback(self._log)  # kept alive: the library calls it
         silent = lib.llama_log_callback(lambda *_: None)
@@ -59,12 +63,12 @@ class Library:
         lib.llama_backend_init()
 
     def take_log(self) -> None:
-        """Have the library's messages come here; it has one place for them."""
+        """Have the library's messages come here: it can send them to one place only."""
         self.lib.llama_log_set(self._on_log, None)
 
     @contextmanager
     def call(self) -> Iterator[Call]:
-        """Around C code. Ctrl-C is noted meanwhile; the caller cleans up and then raises it."""
+        """Goes around C code. A Ctrl-C is noted meanwhile; the caller cleans up, then raises it."""
         call = Call()
         self._calls.append(call)
         try:
@@ -74,7 +78,8 @@ class Library:
             self._calls.remove(call)
 
     def place(self, numa: str) -> None:
-        """Place memory and threads on the nodes of the machine; the first time counts.
+        """Place memory and threads on the NUMA nodes of the machine. llama.cpp does it once per
+        process, so later calls change nothing.
 
         Raises:
             SparqError: not a key of `NUMA`.
@@ -99,7 +104,7 @@ class Library:
             )
 
     def _log(self, level: int, text: bytes, _: object) -> None:
-        """llama.cpp's callback. A message comes in pieces and ends with its line."""
+        """llama.cpp calls this with pieces of messages; a message ends with its line."""
         try:
             if level != _CONT:
                 self._end_line()

@@ -31,7 +31,7 @@ def load(
     stock: bool = False,
     progress: Progress | None = None,
 ) -> Session:
-    """A session with a model of its own, which is closed with it.
+    """Load a model and make one session, which closes the model when it is closed.
 
     Args:
         n_ctx, n_threads, n_batch, type_k, type_v, flash_attn, attention, rope, watch: as for
@@ -74,10 +74,10 @@ def load_model(
     """Map a GGUF model into memory.
 
     Args:
-        n_gpu_layers: layers on the GPU, None = llama.cpp's default: all.
-        numa: a key of `NUMA`, llama.cpp's own strategies; the first one in a process counts.
-        stock: on the unpatched library, to compare with; a process has one library or the other.
-        progress: called with (per mille done, 1000) while loading.
+        n_gpu_layers: how many layers go to the GPU; None is llama.cpp's default, all.
+        numa: one of llama.cpp's strategies, a key of `NUMA`; the first one in a process counts.
+        stock: use the unpatched library, to compare with; a process has one library or the other.
+        progress: called with (per mille that is done, 1000) while the model is loaded.
 
     Raises:
         SparqError: anything wrong with the file, or the library is not built.
@@ -107,7 +107,7 @@ def load_model(
 
 
 def _on_progress(lib: Any, call: Call, progress: Progress | None) -> Any:
-    """What llama.cpp calls while it loads; False ends the loading."""
+    """The function that llama.cpp calls while it loads, and which ends that by returning False."""
 
     def on_progress(share: float, _: object) -> bool:
         try:

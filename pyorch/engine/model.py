@@ -16,10 +16,10 @@ from pyorch.models.gguf_file import GGUFFile, geometry
 
 
 class Model:
-    """A loaded GGUF model. Made by `load_model`; to be closed, or used with `with`.
+    """A loaded GGUF model. `load_model` makes one; it has to be closed, or used with `with`.
 
-    Its sessions share the weights, and each has a context and a cache of its own. `handle` is
-    llama.cpp's pointer, `on_cpu` says that no layer is on a GPU.
+    Its sessions share the weights; each has a context and a cache of its own. `handle` is
+    llama.cpp's pointer, and `on_cpu` says that no layer is on a GPU.
     """
 
     def __init__(self, library: Library, file: GGUFFile, handle: Any, on_cpu: bool) -> None:
@@ -42,18 +42,18 @@ class Model:
         rope: Rope | None = None,
         watch: Watch | None = None,
     ) -> Session:
-        """A new context of this model, with an empty cache.
+        """Make a context of this model, with an empty cache.
 
         Args:
-            n_ctx: positions; None = the model's training context, at most 8192. More than the
-                model was trained on only with `rope`.
-            n_threads: None = the number of cores this process may use.
-            n_batch: tokens evaluated at once in prefill.
-            type_k, type_v: types of the cache, from `CACHE_TYPES`.
-            flash_attn: sparse attention needs True; False is the other stock path, to compare with.
-            attention: as for `set_attention`; None = what SPARQ_ATTN says, or off.
+            n_ctx: its positions; None takes what the model was trained on, at most 8192. More than
+                the model was trained on needs a `rope`.
+            n_threads: threads that compute; None takes one per core that this process may use.
+            n_batch: tokens that are evaluated at once in prefill.
+            type_k, type_v: types of K and V in the cache: f16, f32, bf16, q8_0 or q4_0.
+            flash_attn: sparse attention needs True; False is llama.cpp's other path, to compare.
+            attention: settings, or their text; None takes SPARQ_ATTN, or else llama.cpp's own.
             rope: other rotations than the model's own, for longer contexts.
-            watch: sees every tensor that is computed.
+            watch: sees the tensors as they are computed.
 
         Raises:
             SparqError: settings that do not fit the model, or need more memory than there is.
@@ -73,7 +73,7 @@ class Model:
         return Session(self, settings, watch)
 
     def close(self) -> None:
-        """Free what is left of its sessions, and the model."""
+        """Free the sessions that are still open, then the model."""
         for session in list(self._sessions):
             session.close()
         if self.handle:
@@ -89,7 +89,7 @@ class Model:
 
 @dataclass
 class Timings:
-    """Since the session began or `reset_counters`."""
+    """What took how long, in seconds, since the session began or its counters were reset."""
 
     prefill_tokens: int = 0
     prefill_s: float = 0.0
@@ -97,7 +97,7 @@ class Timings:
 
     @property
     def decode_rate(self) -> float:
-        """Decoded tokens per second, 0 before the first."""
+        """Decoded tokens per second; 0 before the first."""
         return len(self.decode_s) / sum(self.decode_s) if self.decode_s else 0.0
 
     @property
@@ -107,25 +107,28 @@ class Timings:
 
 
 class Watch(Protocol):
-    """Sees the tensors of every llama_decode; `pyorch.policies` decides with it what is read."""
+    """Something that sees the tensors of every llama_decode. `pyorch.policies` has one that decides
+    what is read."""
 
     def attach(self, session: Session) -> None:
-        """Once, when the context is there; may raise."""
+        """Called once, when the context is there. May raise."""
 
     def node(self, address: int, ask: bool) -> bool:
-        """llama.cpp's evaluation callback; may not raise."""
+        """llama.cpp's evaluation callback, with the address of a ggml_tensor: `ask` wants to know
+        whether to show it, then it is called again when the tensor is computed. May not raise."""
 
     def done(self, n_past: int) -> None:
-        """After a llama_decode that began with `n_past` positions; may raise."""
+        """Called after a llama_decode that began with `n_past` positions. May raise."""
 
     def reset(self) -> None:
-        """With `reset_counters`."""
+        """Called by `reset_counters`."""
 
 
 class Session:
-    """A context of a model. Made by `Model.session` or `load`; to be closed, or used with `with`.
+    """A context of a model, with the `tokens` whose K and V are in its cache.
 
-    `tokens` are those whose K and V are cached; the functions of this package do everything else.
+    `Model.session` and `load` make one; it has to be closed, or used with `with`. Everything else
+    that can be done with it is a function of this package.
     """
 
     def __init__(self, model: Model, settings: Settings, watch: Watch | None = None) -> None:

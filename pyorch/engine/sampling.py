@@ -12,7 +12,14 @@ from pyorch.engine.model import Session
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. `temp` 0 is greedy; `seed` None takes a new one each time."""
+    """How the next token is chosen, with llama.cpp's names.
+
+    temp   the temperature; 0 takes the most likely token, and nothing else counts
+    top_k  so many of the most likely tokens are left; 0 leaves all
+    top_p  the most likely ones whose probabilities add up to this are left; 1 leaves all
+    min_p  those at least this likely, as a share of the most likely one, are left; 0 leaves all
+    seed   of the draw; None takes a new one each time
+    """
 
     temp: float = 0.0
     top_k: int = 40
@@ -22,7 +29,7 @@ class Sampling:
 
 
 class Sampler:
-    """llama.cpp's own chain of samplers. Its seed is in `seed`; free it with `close`."""
+    """llama.cpp's own chain of samplers, with the `seed` that it draws from; has to be closed."""
 
     def __init__(self, session: Session, sampling: Sampling) -> None:
         lib = session.lib

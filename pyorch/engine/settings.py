@@ -43,16 +43,19 @@ def cache_type(name: str) -> CacheType:
 
 @dataclass(frozen=True)
 class Rope:
-    """How positions are turned into rotations: llama.cpp's settings, None = the model's own.
+    """How positions become rotations of q and k: llama.cpp's settings; None is the model's own.
 
-    A model reads longer texts than it was trained on where they are set, more or less well:
+    With them a model reads longer texts than it was trained on, more or less well:
     `Rope("linear", freq_scale=1/4)`, `Rope("yarn", freq_scale=1/4, yarn_orig_ctx=4096)`.
 
-    scaling        a key of `ROPE_SCALING`
-    freq_base      base of the frequencies
-    freq_scale     factor of the frequencies: 1/4 stretches a context to four times its length
-    yarn_orig_ctx  positions that the model was trained on
-    yarn_*         YaRN's mix of extrapolation, its attention magnitude, its two corrections
+    scaling           how frequencies are stretched, a key of `ROPE_SCALING`
+    freq_base         the base of the frequencies
+    freq_scale        a factor of the frequencies; 1/4 makes a context four times as long
+    yarn_orig_ctx     the positions that the model was trained on
+    yarn_ext_factor   YaRN's share of extrapolation; 0 interpolates everything
+    yarn_attn_factor  YaRN's factor of the size of attention's logits
+    yarn_beta_fast    rotations over the trained context from which a dimension is extrapolated
+    yarn_beta_slow    rotations up to which a dimension is interpolated
     """
 
     scaling: str | None = None
@@ -80,7 +83,7 @@ class Rope:
 
     @classmethod
     def parse(cls, text: str) -> Rope:
-        """What `str` made: `scaling=yarn,freq_scale=0.25`; "" is the model's own."""
+        """The settings that `str` wrote, `scaling=yarn,freq_scale=0.25`; "" is the model's own."""
         values = dict(part.split("=") for part in text.split(",") if part)
         kind: dict[str, type] = {"scaling": str, "yarn_orig_ctx": int}
         return cls(**{k: kind.get(k, float)(v) for k, v in values.items()})
@@ -109,7 +112,8 @@ class Rope:
 
 @dataclass(frozen=True)
 class Settings:
-    """Of one context. `types` are those of K and V; `attention` None leaves it as it comes."""
+    """What a context is made with. `types` are those of K and V in the cache; with `attention`
+    None nobody asked for any."""
 
     n_ctx: int
     n_threads: int
@@ -146,9 +150,9 @@ def checked(
     rope: Rope | None = None,
     stock: bool = False,
 ) -> Settings:
-    """The settings of a context for this model, as `Model.session` takes them.
+    """The settings of a context for this model, which `Model.session` explains.
 
-    stock: the library has no sparse attention, and nothing of it in the environment counts.
+    stock: the library has no sparse attention, so SPARQ_ATTN does not count.
 
     Raises:
         SparqError: they do not fit the model, or the model with its cache not the memory.
@@ -169,10 +173,11 @@ def checked(
 
 
 def checked_ctx(geo: Geometry, n_ctx: int | None, rope: Rope | None = None) -> int:
-    """Positions of a context where `n_ctx` are asked for.
+    """The positions of a context: `n_ctx`, or if that is None what the model was trained on, at
+    most `DEFAULT_CTX`.
 
     Raises:
-        SparqError: none, or more than the model was trained on and no `rope` to stretch them.
+        SparqError: less than 1, or more than the model was trained on without a `rope`.
     """
     limit = geo.n_ctx_train
     if n_ctx is None:
@@ -190,5 +195,5 @@ def checked_ctx(geo: Geometry, n_ctx: int | None, rope: Rope | None = None) -> i
 
 
 def usable_cores() -> int:
-    """Threads where none are asked for: one per core, as far as the library goes."""
+    """How many threads run where none are asked for: one per core, and no more than ggml can."""
     return min(probe.cores(), MAX_THREADS)

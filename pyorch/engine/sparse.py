@@ -14,7 +14,11 @@ from pyorch.errors import SparqError
 
 @dataclass(frozen=True)
 class AttentionInfo:
-    """What the library did, by its own account. `counters` are those of the C header."""
+    """What the library did since its counters were reset, by its own account.
+
+    `counters` has those that ggml_ops/llama/llama-sparse.h lists; `layers` has one entry per layer,
+    with its `il`, its `state` and the `reason` for it; `shadow_bytes` is memory.
+    """
 
     spec: str
     active: bool
@@ -29,18 +33,19 @@ class AttentionInfo:
     raw: Mapping[str, Any] = field(repr=False)  # the whole JSON
 
     def counter(self, name: str) -> int:
-        """A counter by its name, 0 where the library has none of that name."""
+        """The counter of that name, or 0 where the library has none."""
         return int(self.counters.get(name, 0))
 
     @property
     def sparse_share(self) -> float:
-        """Share of the attention calls of decoded tokens that ran sparse, 0 when there was none."""
+        """The share of the attention calls of decoded tokens that ran sparse, from 0 to 1; 0 if no
+        token was decoded."""
         total = self.counter("steps") * len(self.layers)
         return self.counter("calls_sparse") / total if total > 0 else 0.0
 
     @property
     def dense_reasons(self) -> list[str]:
-        """Why attention, or some of its layers, is left to llama.cpp; each reason once."""
+        """Why attention, or some of its layers, is left to llama.cpp; a reason stands once."""
         found = [self.reason] if not self.active else []
         found += [str(layer["reason"]) for layer in self.layers if layer["state"] != "sparse"]
         return list(dict.fromkeys(r for r in found if r))
@@ -119,7 +124,8 @@ def reset_counters(lib: Any, ctx: Any) -> None:
 
 
 def seal(lib: Any, ctx: Any) -> int:
-    """Seal what is not; groups of positions, counted per layer, or less than 0 for a failure.
+    """Seal the groups of positions that are not sealed, and return how many those were, counted per
+    layer; a number below 0 is a failure.
 
     Raises:
         SparqError: a stock library.

@@ -25,10 +25,11 @@ def save_state(session: Session, path: str | os.PathLike[str]) -> None:
 
 
 def load_state(session: Session, path: str | os.PathLike[str]) -> None:
-    """Put the cache back as `save_state` found it. On failure the cache is empty.
+    """Put the cache back as `save_state` found it; what SparQ needs of it is sealed at once.
 
     Raises:
-        SparqError: no such file, or not a session of this model and context.
+        SparqError: the file is not there, or is no session of this model and context. The cache is
+            then empty.
     """
     if not Path(path).is_file():
         raise SparqError(f"{path}: no such file")

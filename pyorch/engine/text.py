@@ -1,4 +1,4 @@
-"""Text to tokens and back, with the vocabulary of a model (or of a session's model)."""
+"""Text to tokens and back, with the vocabulary of a model or of a session's model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from pyorch.models.gguf_file import human_bytes
 def tokenize(
     of: Model | Session, text: str, *, add_special: bool = True, parse_special: bool = False
 ) -> list[int]:
-    """Text to tokens. `add_special`: the model's begin token; `parse_special`: reads `<|...|>`."""
+    """The tokens of a text.
+
+    Args:
+        add_special: begin with the model's begin token, where it has one.
+        parse_special: read the names of control tokens, `<|im_end|>`, as these tokens.
+
+    Raises:
+        SparqError: the text is longer than llama.cpp can count.
+    """
     raw = text.encode("utf-8", errors="replace")
     size = len(raw) + 8
     while True:
@@ -28,7 +36,8 @@ def tokenize(
 
 
 def token_bytes(of: Model | Session, token: int, *, special: bool = False) -> bytes:
-    """The bytes of one token: maybe part of a character. Control tokens: none unless `special`."""
+    """The bytes of one token, which may be part of a character. A control token has none, unless
+    `special` asks for its name."""
     size = 64
     while True:
         buf = ctypes.create_string_buffer(size)
@@ -39,7 +48,7 @@ def token_bytes(of: Model | Session, token: int, *, special: bool = False) -> by
 
 
 def detokenize(of: Model | Session, tokens: Sequence[int], *, special: bool = False) -> str:
-    """Tokens to text; bytes that are no UTF-8 become U+FFFD."""
+    """The text of tokens. Bytes that are no UTF-8 become U+FFFD; `special` shows control tokens."""
     raw = b"".join(token_bytes(of, t, special=special) for t in tokens)
     return raw.decode("utf-8", errors="replace")
 
@@ -50,7 +59,8 @@ def is_eog(of: Model | Session, token: int) -> bool:
 
 
 class TextStream:
-    """Tokens in, text out once it is certain: whole characters, no beginning of a stop string."""
+    """Takes tokens and gives text as soon as it is certain: whole characters, and nothing that may
+    be the beginning of a stop string."""
 
     def __init__(self, of: Model | Session, stop: Sequence[str]) -> None:
         self.of, self.stop = of, [s for s in stop if s]
@@ -58,7 +68,7 @@ class TextStream:
         self.held = ""
 
     def add(self, token: int) -> tuple[str, bool]:
-        """Text that is now certain, and whether a stop string was met (it is cut off)."""
+        """The text that is now certain, and whether a stop string was met, which is cut off."""
         self.held += self.decoder.decode(token_bytes(self.of, token))
         cuts = [i for i in (self.held.find(s) for s in self.stop) if i >= 0]
         if cuts:
@@ -67,7 +77,7 @@ class TextStream:
         return self._take(len(self.held) - keep), False
 
     def rest(self) -> str:
-        """What was held back, at the end."""
+        """The text that was held back, when no more tokens come."""
         self.held += self.decoder.decode(b"", final=True)
         return self._take(len(self.held))
 
@@ -77,7 +87,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """The length of the longest end of `text` with which `stop` begins."""
     for n in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:n]):
             return n

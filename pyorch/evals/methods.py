@@ -1,7 +1,7 @@
-"""Methods of attention, native and in Python, behind one door: what is read first, then decoded.
+"""Methods of attention, native and in Python, behind one door: a prompt is read, then decoded on.
 
-A native method runs in a session without a callback, which would cost it time; methods in Python
-(`pyorch.policies`) share a second one.
+A native method runs in a session without a callback, which would cost it time. Methods in Python
+(`pyorch.policies`) share a second session of the same model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def canonical(method: str) -> str:
 
 
 def is_native(method: str) -> bool:
-    """The library does it by itself."""
+    """Whether the library does it by itself."""
     return isinstance(policies.parse(method), AttentionSpec)
 
 
@@ -60,7 +60,14 @@ class Runner:
         numa: str = "",
         **options: Any,
     ) -> None:
-        """recall: `masses` will be asked for; options: of `Model.session`."""
+        """
+        Args:
+            recall: `masses` will be asked for.
+            options: what `Model.session` takes, for both sessions.
+
+        Raises:
+            SparqError: the model cannot be loaded, or has no such session.
+        """
         specs = [policies.parse(m) for m in methods]
         python = [p for p in specs if isinstance(p, policies.Policy)]
         with ExitStack() as opened:
@@ -131,9 +138,8 @@ class Runner:
         return result, {name: int(counted.get(name, 0)) for name in _COUNTED}, seconds
 
     def masses(self, method: str, n: int, work: Callable[[engine.Session], Any]) -> list[float]:
-        """Share of the true attention that `work` reads with this method, of each layer in order.
-
-        1 where a layer is dense; see `recall`.
+        """The share of the true attention that `work` reads with this method, layer by layer; it
+        is 1 where a layer is dense. The module `recall` says how it is found.
         """
         s = self._watched
         assert s is not None
