@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import socket
@@ -62,8 +63,11 @@ def _listen(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family)
     except OSError as e:
-        hint = "another program listens there: --port 0 takes a free one"
-        raise SparqError(f"cannot listen on {host}:{port}: {e.strerror or e}", hint) from None
+        hint = "--host takes an address of this machine, 127.0.0.1 or 0.0.0.0"
+        if e.errno == errno.EADDRINUSE:
+            hint = "another program listens there: --port 0 takes a free one"
+        reason = str(e.strerror or e).partition(" (while")[0]
+        raise SparqError(f"cannot listen on {host}:{port}: {reason}", hint) from None
 
 
 async def _no_json(_: Any, error: Exception) -> Any:

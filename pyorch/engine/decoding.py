@@ -13,6 +13,7 @@ from pyorch.engine.model import Session
 from pyorch.errors import SparqError
 from pyorch.progress import Progress
 
+LONGER = "raise --ctx (beyond the model's training: with --rope-scale), or shorten the text"
 _ABORTED = 2  # what llama_decode returns when its callback ends it
 
 
@@ -25,7 +26,7 @@ def _decode_tokens(
         raise SparqError(
             f"context full: {len(session.tokens)} + {len(tokens)} tokens, "
             f"but the context has {session.n_ctx} positions",
-            "raise --ctx (up to the model's training context) or shorten the text",
+            LONGER,
         )
     buf = (ctypes.c_int32 * len(tokens))(*tokens)
     is_prompt = len(tokens) > 1
@@ -95,7 +96,7 @@ def prefill(
         raise SparqError(
             f"the text has {len(session.tokens) + len(tokens)} tokens, "
             f"but the context has {session.n_ctx} positions",
-            "raise --ctx (up to the model's training context) or shorten the text",
+            LONGER,
         )
     started = time.perf_counter()
     for i in range(0, len(tokens), session.n_batch):

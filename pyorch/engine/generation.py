@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from pyorch.engine.decoding import align, decode, prefill
+from pyorch.engine.decoding import LONGER, align, decode, prefill
 from pyorch.engine.model import Session
 from pyorch.engine.sampling import Sampler, Sampling
 from pyorch.engine.text import TextStream, is_eog, tokenize
@@ -61,7 +61,7 @@ def generate(
     if len(prompt) > session.n_ctx:
         raise SparqError(
             f"the prompt has {len(prompt)} tokens, but the context has {session.n_ctx} positions",
-            "raise --ctx (up to the model's training context) or shorten the prompt",
+            LONGER,
         )
     stopped = should_stop or (lambda: False)
     prefill(session, align(session, prompt), progress=progress, should_stop=should_stop)

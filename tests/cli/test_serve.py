@@ -130,3 +130,7 @@ def test_a_port_in_use(
     with socket.create_server(("127.0.0.1", 0)) as other:
         result = run("serve", "-m", tiny, "--port", other.getsockname()[1])
     assert result.code == 1 and "cannot listen on 127.0.0.1:" in result.err
+    assert result.err.endswith("hint: another program listens there: --port 0 takes a free one\n")
+    result = run("serve", "-m", tiny, "--host", "256.1.1.1")
+    assert result.code == 1 and "an address of this machine" in result.err
+    assert "while attempting" not in result.err
