@@ -28,7 +28,7 @@ test-gpu: build         ## with a CUDA device: the op tests on it, CPU against C
 bench-gpu: build        ## with a CUDA device: attention by itself and tokens, as records
 	$(RUN)/sparq-cpp build --stock
 	$(RUN)/python bench/gpu.py
-	$(RUN)/sparq-cpp bench --like llama2-7b --quant f16 -d 8192,16384,32768,46080 -n 16 -r 3 --spec sparq,ratio=1/8,gpu_min_mb=0
+	$(RUN)/sparq-cpp bench --yes --like llama2-7b --quant f16 -d 8192,16384,32768,46080 -n 16 -r 3 --spec sparq,ratio=1/8,gpu_min_mb=0
 
 gpu-all:                ## everything that needs a CUDA device, on a bare machine: no package index
 	bench/gpu_all.sh
@@ -62,14 +62,14 @@ lint: $(STAMP)          ## what the style asks, without changing anything
 fmt: $(STAMP)           ## bring the Python to that style
 	$(RUN)/ruff check --fix pyorch tests bench && $(RUN)/ruff format pyorch tests bench
 
-upstream:               ## .upstream/llama.cpp: the pinned source and the series as commits
-	$(PYTHON) -m pyorch.native.upstream upstream $(if $(FORCE),--force)
+upstream: $(STAMP)      ## .upstream/llama.cpp: the pinned source and the series as commits
+	$(RUN)/python -m pyorch.native.upstream upstream $(if $(FORCE),--force)
 
-patches-refresh:        ## export its commits to patches/
-	$(PYTHON) -m pyorch.native.upstream refresh
+patches-refresh: $(STAMP) ## export its commits to patches/
+	$(RUN)/python -m pyorch.native.upstream refresh
 
-patches-check:          ## the series applies, round-trips, and keeps its budget
-	$(PYTHON) -m pyorch.native.upstream check
+patches-check: $(STAMP) ## the series applies, round-trips, and keeps its budget
+	$(RUN)/python -m pyorch.native.upstream check
 
 clean:                  ## the virtual environment and the upstream work tree; the cache stays
 	rm -rf $(VENV) .upstream

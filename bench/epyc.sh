@@ -64,7 +64,7 @@ for place in $places; do
         # pages of the model stay where another place put them: only root can make the kernel forget
         [[ $nodes -gt 1 && -w /proc/sys/vm/drop_caches ]] && echo 3 >/proc/sys/vm/drop_caches
         mkdir -p "$out/$place"
-        ${before[$place]} "$sparq" bench "${what[@]}" ${mode[$place]} -d "$depth" \
+        ${before[$place]} "$sparq" bench --yes "${what[@]}" ${mode[$place]} -d "$depth" \
             -t "${THREADS:-${threads[$place]}}" --ratio "$ratios" --out "$out/$place" \
             ${ARGS:-} | tee "$out/$place/d$depth.md.partial" || { failed=1; continue; }
         mv "$out/$place/d$depth.md.partial" "$out/$place/d$depth.md"

@@ -120,7 +120,7 @@ def command(**options: Any) -> None:
     model = (
         Path(options["model"])
         if options["model"]
-        else speed.synthetic("llama2-7b", options["layers"], "q8_0")
+        else speed.Synthetic("llama2-7b", options["layers"], "q8_0").written()
     )
     geo = geometry(read_gguf(model))
     threads = options["threads"] or engine.usable_cores()

@@ -18,6 +18,7 @@ from typing import Any
 import click
 import commands
 
+from pyorch import paths
 from pyorch.attention.spec import AttentionSpec, parse_spec, ratio_text
 from pyorch.bench import records
 from pyorch.bench.pictures import (  # noqa: F401  the figures have them from here
@@ -155,7 +156,7 @@ def make(figure: ModuleType | Any, folder: Path, out: Path, png: bool = False) -
     try:
         picture = figure.draw(rows)
     except ModuleNotFoundError as e:
-        raise SparqError(f"{e.name} is not installed", "pip install '.[figures]'") from None
+        raise SparqError(f"{e.name} is not installed", paths.install_command("figures")) from None
     about = {"Title": figure.TITLE, "Description": caption(figure, folder)}
     write(picture, rows, figure.NAME, about, out, png)
 

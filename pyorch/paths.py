@@ -1,4 +1,4 @@
-"""Where the package's data and its cache are."""
+"""Where the package's data, its cache and the user's results are."""
 
 from __future__ import annotations
 
@@ -7,10 +7,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import platformdirs
+
 from pyorch.errors import SparqError
 
 PACKAGE = Path(__file__).resolve().parent
 REPOSITORY = PACKAGE.parent
+_NAME = "sparq-cpp"
+
+
+def in_checkout() -> bool:
+    """Whether this package runs from a clone or an unpacked sdist, not from an installation."""
+    return (REPOSITORY / "pyproject.toml").is_file()
+
+
+def install_command(extra: str = "") -> str:
+    """What installs this package again, with an extra: for hints."""
+    named = f"[{extra}]" if extra else ""
+    return f"pip install -e '.{named}'" if in_checkout() else f"pip install '{_NAME}{named}'"
 
 
 def data(name: str) -> Path:
@@ -22,14 +36,27 @@ def data(name: str) -> Path:
     for root in (PACKAGE / "_data", REPOSITORY):
         if (root / name).is_dir():
             return root / name
-    raise SparqError(
-        f"this installation lacks its {name} folder", "reinstall: pip install --force-reinstall ."
-    )
+    raise SparqError(f"this installation lacks its {name} folder", install_command())
 
 
 def cache() -> Path:
-    """Root of everything that is built or downloaded; not created here."""
-    return expanded(os.environ.get("SPARQ_CACHE") or "~/.cache/sparq-cpp").absolute()
+    """Root of everything that is built or downloaded; not created here.
+
+    SPARQ_CACHE, else the system's place for caches: on Linux `$XDG_CACHE_HOME/sparq-cpp`. This
+    was `~/.cache/sparq-cpp` on every system once; where that is all there is, it stays in use.
+    """
+    if chosen := os.environ.get("SPARQ_CACHE"):
+        return expanded(chosen).absolute()
+    usual, old = platformdirs.user_cache_path(_NAME), expanded(f"~/.cache/{_NAME}")
+    return (old if old.is_dir() and not usual.is_dir() else usual).absolute()
+
+
+def results() -> Path:
+    """Where measurements and figures go that nobody gave a folder for; not created here.
+
+    `bench/` of a checkout, else the user's data: on Linux `$XDG_DATA_HOME/sparq-cpp/bench`.
+    """
+    return (REPOSITORY if in_checkout() else platformdirs.user_data_path(_NAME)) / "bench"
 
 
 def expanded(name: str) -> Path:

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from pyorch import paths
 from pyorch.attention.spec import parse_spec
 from pyorch.bench import records
 from pyorch.bench.bandwidth import MemoryReader
@@ -140,7 +139,7 @@ def model_file(like: str, n_layer: int | None = None) -> Path:
     """The model of a case, written on first use."""
     shape = _shape(like, n_layer)
     name = f"attention-{like}-{shape.n_layer}-{N_EMBD}-v{synth.VERSION}.gguf"
-    path = paths.cache() / "bench" / name
+    path = synth.folder() / name
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         synth.write(path, shape)

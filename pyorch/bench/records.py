@@ -33,9 +33,8 @@ Record = dict[str, Any]
 
 
 def default_folder() -> Path:
-    """bench/results/<machine>/ of a checkout, else below the present folder."""
-    root = paths.REPOSITORY if (paths.REPOSITORY / "bench").is_dir() else Path.cwd()
-    return root / "bench" / "results" / machine_name()
+    """Of the records of this kind of machine."""
+    return paths.results() / "results" / machine_name()
 
 
 def machine_name() -> str:

@@ -12,7 +12,6 @@ from xml.etree import ElementTree
 
 from markdown_it import MarkdownIt
 
-from pyorch import paths
 from pyorch.bench import records
 from pyorch.errors import SparqError
 
@@ -31,12 +30,6 @@ TABLES = {
     "attention_stats": "How sparse attention is",
 }
 _DUBLIN_CORE = "{http://purl.org/dc/elements/1.1/}"
-
-
-def default_figures() -> Path:
-    """bench/figures of a checkout, else below the present folder."""
-    root = paths.REPOSITORY if (paths.REPOSITORY / "bench").is_dir() else Path.cwd()
-    return root / "bench" / "figures"
 
 
 def page(results: Path, figures: Path) -> str:

@@ -23,7 +23,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from pyorch import paths
 from pyorch.attention.bytes import GROUP, cache_bytes, layer_costs, shadow_bytes
 from pyorch.attention.saved import resolve
 from pyorch.attention.spec import CALIBRATED, check_against_model, parse_spec
@@ -119,10 +118,29 @@ class Plan:
 
     def groups(self) -> Iterator[tuple[Path, list[Case]]]:
         """A model, and cases that share its cache and take turns. Writes synthetic models."""
-        specs = list(dict.fromkeys(str(parse_spec(s)) for s in self.specs))
+        for source, cases in self._caches():
+            path = source if isinstance(source, Path) else source.written()
+            cases = [replace(c, calibration=calibration(c.spec, path)) for c in cases]
+            model = _model(path)
+            for (n_prompt, n_gen), n in product(self._tests(), self.threads):
+                this = model | {"n_prompt": n_prompt, "n_gen": n_gen, "n_threads": n}
+                yield path, [replace(c, **this) for c in cases]
+
+    def to_write(self) -> dict[Path, int]:
+        """The synthetic models that `groups` will write, and their sizes in bytes."""
+        sources = [source for source, _ in self._caches() if isinstance(source, Synthetic)]
+        return {s.path: s.n_bytes for s in sources if not s.path.exists()}
+
+    def _tests(self) -> list[tuple[int, int]]:
+        """(tokens of a prompt, decoded tokens), one of them 0."""
         tests = [(n, 0) for n in self.n_prompt if n] + [(0, n) for n in self.n_gen if n]
         if not tests:
             raise SparqError("nothing to measure: -p 0 and -n 0", "-n 16", exit_code=2)
+        return tests
+
+    def _caches(self) -> Iterator[tuple[Path | Synthetic, list[Case]]]:
+        """What shares a cache: a model, and its cases but for what `groups` adds to them."""
+        specs = list(dict.fromkeys(str(parse_spec(s)) for s in self.specs))
         sources = list(self.models) or list(self.like)
         every = product(sources, self.n_depth, self.type_k, self.type_v)
         for source, n_depth, type_k, type_v in every:
@@ -142,7 +160,7 @@ class Plan:
                 type_k=type_k,
                 type_v=type_v,
                 n_prompt=0,
-                n_gen=max(max(test) for test in tests),
+                n_gen=max(max(test) for test in self._tests()),
                 n_depth=n_depth,
                 library="stock",
                 flash_attn=False,
@@ -157,14 +175,9 @@ class Plan:
             )
             cases = [replace(first, flash_attn=fa) for fa in stock]
             cases += [replace(first, library="sparq", flash_attn=True, spec=s) for s in specs]
-            path = source if isinstance(source, Path) else self._synthetic(source, cases)
-            cases = [replace(c, calibration=calibration(c.spec, path)) for c in cases]
-            model = _model(path)
-            for (n_prompt, n_gen), n in product(tests, self.threads):
-                this = model | {"n_prompt": n_prompt, "n_gen": n_gen, "n_threads": n}
-                yield path, [replace(c, **this) for c in cases]
+            yield source if isinstance(source, Path) else self._synthetic(source, cases), cases
 
-    def _synthetic(self, like: str, cases: Sequence[Case]) -> Path:
+    def _synthetic(self, like: str, cases: Sequence[Case]) -> Synthetic:
         """With as many layers as fit: decided by the size of the memory, not by what is free, so
         that another run has the same cases."""
         full, (memory, on_gpu) = synth.shape_like(like).n_layer, _memory(cases)
@@ -174,7 +187,7 @@ class Plan:
             for n in [full, *fewer]
             if _needs(cases, *_sizes(like, n, self.quant), on_gpu) < FILL * memory
         )
-        return synthetic(like, self.n_layer or next(fitting, 1), self.quant)
+        return Synthetic(like, self.n_layer or next(fitting, 1), self.quant)
 
 
 def calibration(line: str, model: Path) -> str:
@@ -189,16 +202,32 @@ def calibration(line: str, model: Path) -> str:
     return hashlib.sha256(found.encode()).hexdigest()[:8] if spec.budget in CALIBRATED else ""
 
 
-def synthetic(like: str, n_layer: int, quant: str) -> Path:
-    """A model of `n_layer` layers with the output head in proportion; written on first use."""
-    path = paths.cache() / "bench" / f"{like}-{n_layer}-{quant}-v{synth.VERSION}.gguf"
-    if not path.exists():
-        full = synth.shape_like(like).n_layer
-        name = f"{like} {quant}" + (f", {n_layer} of {full} layers" if n_layer != full else "")
-        shape = replace(synth.fewer_layers(like, n_layer), n_ctx=MAX_POSITIONS)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        synth.write(path, shape, quant, name=name)
-    return path
+@dataclass(frozen=True)
+class Synthetic:
+    """A model of random weights with `n_layer` layers, and the output head in proportion."""
+
+    like: str
+    n_layer: int
+    quant: str
+
+    @property
+    def path(self) -> Path:
+        name = f"{self.like}-{self.n_layer}-{self.quant}-v{synth.VERSION}.gguf"
+        return synth.folder() / name
+
+    @property
+    def n_bytes(self) -> int:
+        return synth.file_bytes(synth.fewer_layers(self.like, self.n_layer), self.quant)
+
+    def written(self) -> Path:
+        """Its file, which is kept in the cache: another run would write the same again."""
+        if not self.path.exists():
+            full = synth.shape_like(self.like).n_layer
+            fewer = f", {self.n_layer} of {full} layers" if self.n_layer != full else ""
+            shape = replace(synth.fewer_layers(self.like, self.n_layer), n_ctx=MAX_POSITIONS)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            synth.write(self.path, shape, self.quant, name=f"{self.like} {self.quant}{fewer}")
+        return self.path
 
 
 def _sizes(like: str, n_layer: int, quant: str) -> tuple[int, Geometry, bool]:

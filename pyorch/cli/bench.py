@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,6 +16,9 @@ from pyorch.cli import options as opt
 from pyorch.errors import SparqError
 from pyorch.models.gguf_file import CACHE_TYPES
 from pyorch.progress import progress_bar
+
+if TYPE_CHECKING:
+    from pyorch.bench.speed import Plan
 
 QUANTS = ("q8_0", "q4_k_m", "f16")
 CACHE_TYPE = opt.Name(*CACHE_TYPES)
@@ -104,7 +107,7 @@ def several(*names: str, of: click.ParamType, default: str = "", text: str = "")
 out_option = click.option(
     "--out",
     metavar="DIR",
-    help="Where the records are.  [default: bench/results/<kind of machine>]",
+    help="Folder of the records.  [default: bench/results in a clone, else the user's data]",
 )
 readme_option = click.option(
     "--update-readme", metavar="FILE", help="Put the table between this file's marks for it."
@@ -231,6 +234,7 @@ def _speed(options: dict[str, Any]) -> None:
         most = max(plan.n_depth) + max(*plan.n_prompt, *plan.n_gen)
         opt.note_if_beyond(most, geometry(read_gguf(model)).n_ctx_train)
     file = _file(options, "speed.jsonl")
+    _agree_to_write(plan, options["yes"])
     with progress_bar("bench") as progress:
         found = speed.run(plan, file, progress, force=options["force"])
     _keep(file, output.markdown(records.latest(records.load_all(file))))
@@ -344,6 +348,7 @@ def growth(ctx: click.Context, **options: Any) -> None:
         repetitions=options["repetitions"],
         numa=options["numa"] or "",
     )
+    _agree_to_write(plan, options["yes"])
     with progress_bar("growth") as progress:
         found, sealing = bench.run(plan, file, progress, force=options["force"])
     table = bench.markdown(found, sealing)
@@ -354,6 +359,22 @@ def growth(ctx: click.Context, **options: Any) -> None:
     else:
         _keep(file, table)
     _print(found + sealing, table, file, options)
+
+
+def _agree_to_write(plan: Plan, yes: bool) -> None:
+    """Ask before gigabytes of synthetic weights are written.
+
+    Raises:
+        SparqError: there is nobody to ask, and no --yes.
+    """
+    from pyorch.models.gguf_file import human_bytes
+
+    if todo := plan.to_write():
+        names = ", ".join(f"{path.name} ({human_bytes(n)})" for path, n in todo.items())
+        what = f"{names} with random weights in {next(iter(todo)).parent}"
+        hint = "write it with --yes, or measure a model of yours: -m FILE"
+        question = f"Write {what}? They stay there until `sparq-cpp models rm synthetic`."
+        opt.confirm(question, yes, f"the benchmark would write {what}", hint)
 
 
 def _file(options: dict[str, Any], name: str) -> Path:

@@ -27,7 +27,7 @@ def command(ctx: click.Context, as_json: bool) -> None:
 @opt.json_option
 def list_command(as_json: bool) -> None:
     """One line per model, then what else the cache holds."""
-    from pyorch.models import cache
+    from pyorch.models import cache, synth
 
     known = [cards.load(name) for name in cards.names()]
     here, parts = cache.models(), cache.unfinished()
@@ -56,6 +56,9 @@ def list_command(as_json: bool) -> None:
     for repo, paths in parts.items():
         n_bytes = sum(p.stat().st_size for p in paths)
         opt.note(f"unfinished: {human_bytes(n_bytes)} of {repo}; pull it again, or models rm")
+    if written := synth.written():
+        n_bytes = sum(path.stat().st_size for path in written)
+        opt.note(f"synthetic, for bench: {human_bytes(n_bytes)}; models rm synthetic")
     opt.note(
         "K and V: bytes per position, f16. A name is a model for --model and for sparq-cpp pull,\n"
         "also as NAME:Q8_0. The evidence for the settings: sparq-cpp models show NAME"
@@ -109,12 +112,17 @@ def show_command(name: str, as_json: bool) -> None:
 def rm_command(spec: str, yes: bool, as_json: bool) -> None:
     """Remove a model from the hub's cache, in all its revisions.
 
+    `synthetic` is every model that `sparq-cpp bench` has written.
+
     NAME or hf:org/repo is every GGUF model of that repository, with what is left of interrupted
     downloads; NAME:Q8_0, hf:org/repo:Q8_0 and org/repo/file.gguf are one.
     """
     from pyorch.models import cache, pull
     from pyorch.models.transfer import repo_folder
 
+    if spec == "synthetic":
+        _rm_synthetic(yes, as_json)
+        return
     wanted = pull.parse_spec(spec)
     if wanted is None:
         raise SparqError(f"{spec} is a file of yours", "rm removes from the hub's cache only", 2)
@@ -133,8 +141,25 @@ def rm_command(spec: str, yes: bool, as_json: bool) -> None:
     opt.confirm(f"Remove {what}?", yes, f"{what} would be removed", "remove it with --yes")
     entries = [e for m in chosen for e in m.entries]
     freed = cache.remove(repo_folder(wanted.repo), entries, parts)
-    result: dict[str, Any] = {"removed": names, "repo": wanted.repo, "freed_bytes": freed}
+    _print_removed({"removed": names, "repo": wanted.repo}, freed, as_json)
+
+
+def _rm_synthetic(yes: bool, as_json: bool) -> None:
+    from pyorch.models import synth
+
+    found = synth.written()
+    if not found:
+        raise SparqError("there is no synthetic model", "`sparq-cpp bench` writes them")
+    n_bytes = sum(path.stat().st_size for path in found)
+    what = f"{len(found)} synthetic models ({human_bytes(n_bytes)})"
+    opt.confirm(f"Remove {what}?", yes, f"{what} would be removed", "remove them with --yes")
+    for path in found:
+        path.unlink()
+    _print_removed({"removed": [path.name for path in found]}, n_bytes, as_json)
+
+
+def _print_removed(what: dict[str, Any], n_bytes: int, as_json: bool) -> None:
     if as_json:
-        opt.print_json(result)
+        opt.print_json({**what, "freed_bytes": n_bytes})
     else:
-        print(f"{human_bytes(freed)} freed ({freed} bytes)")
+        print(f"{human_bytes(n_bytes)} freed ({n_bytes} bytes)")

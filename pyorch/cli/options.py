@@ -97,7 +97,7 @@ def _group(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return decorate
 
 
-yes_option = click.option("--yes", is_flag=True, help="Download models without asking.")
+yes_option = click.option("--yes", is_flag=True, help="Download or write models without asking.")
 model_options = _group(
     click.option(
         "--model",
@@ -406,9 +406,10 @@ def note(text: str, style: str = "") -> None:
 
 def note_if_busy() -> None:
     """What else runs, or ran in the last minute, makes times long and uneven: say so."""
-    load = os.getloadavg()[0]
-    if load > 0.5:
-        note(f"note: this machine is busy (load {load:.1f}): times will be off", "yellow")
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > cores / 4:
+        text = f"note: this machine is busy (load {load:.1f} on {cores} cores): times will be off"
+        note(text, "yellow")
 
 
 def info_if_ours(session: Session) -> AttentionInfo | None:

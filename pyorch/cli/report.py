@@ -15,11 +15,12 @@ from pyorch.errors import SparqError
 @click.option(
     "--results",
     metavar="DIR",
-    help="Records and tables of one machine.  [default: bench/results/<kind of machine>]",
+    help="Records and tables of one machine.  [default: where `bench` keeps them]",
 )
-@click.option("--figures", metavar="DIR", help="Pictures.  [default: bench/figures]")
+@click.option("--figures", metavar="DIR", help="Pictures.  [default: bench/figures in a clone]")
 def command(output: str, results: str | None, figures: str | None) -> None:
     """Write one HTML page with the figures and tables. It opens without a network."""
+    from pyorch import paths
     from pyorch.bench import records, report
     from pyorch.models.new_file import new_file
 
@@ -28,7 +29,7 @@ def command(output: str, results: str | None, figures: str | None) -> None:
             raise SparqError(f"{name}: no such folder", "sparq-cpp bench --out, make figures")
     text = report.page(
         Path(results) if results else records.default_folder(),
-        Path(figures) if figures else report.default_figures(),
+        Path(figures) if figures else paths.results() / "figures",
     )
     with new_file(Path(output), force=True) as (partial, _):
         partial.write_text(text, "utf-8")

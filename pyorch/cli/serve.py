@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from pyorch import paths
 from pyorch.attention.spec import AttentionSpec
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
@@ -50,7 +51,7 @@ def command(**options: Any) -> None:
     if lacking:
         raise SparqError(
             f"serve needs what is not installed: {', '.join(lacking)}",
-            "install the extra: pip install 'sparq-cpp[server]', or in a clone '.[server]'",
+            paths.install_command("server"),
         )
     attention = opt.attention_from(options)
     path = opt.model_file(options)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+from pyorch import paths
 from pyorch.errors import SparqError
 from pyorch.evals import data
 from pyorch.evals.decode import Decoder
@@ -47,7 +48,9 @@ def _scorer() -> Any:
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ModuleNotFoundError:
-        raise SparqError("ROUGE needs the package rouge-score", "pip install '.[eval]'") from None
+        raise SparqError(
+            "ROUGE needs the package rouge-score", paths.install_command("eval")
+        ) from None
     return RougeScorer(["rougeL"], use_stemmer=True)
 
 

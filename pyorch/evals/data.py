@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pyorch import paths
 from pyorch.errors import SparqError
 
 Row = Mapping[str, Any]
@@ -76,7 +77,7 @@ def _parquet(file: Path) -> list[Row]:
         from pyarrow import parquet
     except ModuleNotFoundError:
         raise SparqError(
-            f"{file}: parquet needs the package pyarrow", "pip install '.[eval]'"
+            f"{file}: parquet needs the package pyarrow", paths.install_command("eval")
         ) from None
     try:
         return parquet.read_table(file).to_pylist()

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from pyorch import paths
 from pyorch.attention.spec import ratio_text
 from pyorch.bench import pictures
 from pyorch.errors import SparqError
@@ -52,7 +53,7 @@ def draw(found: Sequence[Series], out: Path, png: bool = False) -> list[Path]:
         written = [(CURVES, *curves(groups))] if any(len(g) > 1 for g in groups) else []
         written += [(NEEDLE, *heatmaps(needles[-1]))] if needles else []
     except ModuleNotFoundError as e:
-        raise SparqError(f"{e.name} is not installed", "pip install '.[figures]'") from None
+        raise SparqError(f"{e.name} is not installed", paths.install_command("figures")) from None
     if not written:
         raise SparqError("one method alone makes no curve", "sparq-cpp eval ... -a off -a sparq")
     files = []

@@ -27,6 +27,7 @@ QUANTS = ("q8_0", "q4_k_m", "f16")
 TOKENIZERS = ("llama-spm", "llama-bpe", "bytes")
 VERSION = 3  # raised when the same arguments give another file
 
+_VOCAB = "ggml-vocab-"  # how llama.cpp names files that hold a vocabulary alone
 _BLOCK = 32  # elements of a q8_0 block, all of one scale
 _SUPER = 256  # elements of a block of q4_K or q6_K
 _POOL_BLOCKS = 32_771  # a prime: rows of a power of two never begin at the same block
@@ -89,6 +90,16 @@ def fewer_layers(name: str, n_layer: int) -> Shape:
     least = len(_SPECIAL) + 256 + 1
     n_vocab = max(full.n_vocab * n_layer // full.n_layer // _BLOCK, -(-least // _BLOCK)) * _BLOCK
     return shape_like(name, n_layer=n_layer, n_vocab=min(n_vocab, full.n_vocab))
+
+
+def folder() -> Path:
+    """Where `bench` keeps the models that it writes, a part of the cache."""
+    return paths.cache() / "bench"
+
+
+def written() -> list[Path]:
+    """The models that `bench` has written and that are still there."""
+    return [p for p in sorted(folder().glob("*.gguf")) if not p.name.startswith(_VOCAB)]
 
 
 def file_bytes(shape: Shape, quant: str) -> int:
@@ -362,15 +373,15 @@ def _read_tokenizer(name: str) -> dict[str, Any]:
     """The keys `tokenizer.ggml.*` of a vocabulary of the pinned source."""
     import gguf
 
-    path = paths.cache() / "bench" / f"ggml-vocab-{name}.gguf"
+    path = folder() / f"{_VOCAB}{name}.gguf"
     if not path.exists():
         pin = source.read_pin()
         where = source.locate(pin)
         source.fetch(pin, where, build.say)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            source.unpack(where, f"{pin.folder}/models", Path(folder))
-            os.replace(Path(folder) / path.name, path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as temp:
+            source.unpack(where, f"{pin.folder}/models", Path(temp))
+            os.replace(Path(temp) / path.name, path)
     prefix = "tokenizer.ggml."
     known = gguf.GGUFReader(path).fields
     return {k.removeprefix(prefix): f.contents() for k, f in known.items() if k.startswith(prefix)}

@@ -41,7 +41,8 @@ def test_sweep_covers_threads_depths_and_ratios(tmp_path: Path) -> None:
     out = tmp_path / "out" / "plain"
     assert code == 0
     assert calls == [
-        f"sparq-cpp bench --like llama2-7b -d {d} -t 1,4 --ratio 1/8 --out {out}" for d in (64, 128)
+        f"sparq-cpp bench --yes --like llama2-7b -d {d} -t 1,4 --ratio 1/8 --out {out}"
+        for d in (64, 128)
     ]
     assert (out / "d128.md").read_text() == "table\n"
 
@@ -56,7 +57,7 @@ def test_sweep_binds_memory_with_numactl(tmp_path: Path) -> None:
     code, calls = sweep(tmp_path, DEPTHS="64", PLACES="distribute interleave node0")
     assert code == 0
     assert "--numa distribute" in calls[0]
-    assert calls[1].startswith("numactl --interleave=all sparq-cpp bench")
+    assert calls[1].startswith("numactl --interleave=all sparq-cpp bench --yes")
     assert "--numa numactl" in calls[2]
     assert calls[3].startswith("numactl --cpunodebind=0 --membind=0 sparq-cpp bench")
 

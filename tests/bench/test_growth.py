@@ -144,7 +144,7 @@ def test_a_table_of_more_depths_stays(tmp_path: Path, monkeypatch: pytest.Monkey
         for one in every[:n]:
             records.append(file, one)
         monkeypatch.setattr(growth, "run", lambda *_, n=n, **__: (every[:n], []))
-        done = CliRunner().invoke(command, ["--out", str(tmp_path)])
+        done = CliRunner().invoke(command, ["--yes", "--out", str(tmp_path)])
         assert done.stdout.startswith(f"{n} rows")
         assert ("stays as it is" in done.output) == (n == 2)
         assert (tmp_path / "growth.md").read_text() == f"{wanted}\n"

@@ -16,8 +16,10 @@ from click.testing import CliRunner
 
 from pyorch.attention import saved
 from pyorch.bench import attention, growth, output, records, speed
+from pyorch.cli import models
 from pyorch.cli.bench import Numbers, command
 from pyorch.errors import SparqError
+from pyorch.models import synth
 from pyorch.native import probe
 
 
@@ -322,7 +324,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
     monkeypatch.setattr(speed, "run", run)
 
     def of(*args: str) -> tuple[speed.Plan, str]:
-        said = CliRunner().invoke(command, args).output
+        said = CliRunner().invoke(command, ["--yes", *args]).output
         return plans[-1], said
 
     return of
@@ -398,37 +400,50 @@ def test_the_time_left_knows_the_cache_and_the_threads(model: Path) -> None:
     assert cost(prefill=True) > 2 * cost()
 
 
+def test_synthetic_weights_are_written_only_after_asking(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, planned: Planned
+) -> None:
+    monkeypatch.setenv("SPARQ_CACHE", str(tmp_path))
+    result = CliRunner().invoke(command, ["--layers", "2"])
+    assert isinstance(result.exception, SparqError)
+    assert "llama2-7b-2-q8_0-v" in result.exception.message
+    assert "(427 MiB)" in result.exception.message and "--yes" in result.exception.hint
+    plan, _ = planned("--layers", "2")
+    ((file, n_bytes),) = plan.to_write().items()
+    assert not file.exists() and n_bytes > 4e8  # asked for, not yet written
+
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"x")
+    (file.parent / "ggml-vocab-llama-spm.gguf").touch()  # of the tokenizers: no model
+    assert plan.to_write() == {} and synth.written() == [file]
+    removed = CliRunner().invoke(models.command, ["rm", "synthetic", "--yes"])
+    assert removed.exit_code == 0 and "1 bytes" in removed.output
+    assert not file.exists() and len(list(file.parent.iterdir())) == 1
+
+
 def test_layers_that_fit_do_not_depend_on_what_is_free(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The same machine plans the same cases; another depth has fewer layers."""
-    made = []
 
-    def synthetic(like: str, n_layer: int, quant: str) -> Path:
-        made.append(n_layer)
-        raise SparqError("enough")
+    def layers(plan: speed.Plan) -> int:
+        ((source, _),) = plan._caches()
+        assert isinstance(source, speed.Synthetic)
+        return source.n_layer
 
-    monkeypatch.setattr(speed, "synthetic", synthetic)
     monkeypatch.setattr(records, "machine", lambda: {"memory_gib": 24.0})
     monkeypatch.setattr(speed, "of_nodes", lambda *kinds: None)
     for depth, free in ((4096, 1 << 30), (4096, 1 << 40), (131072, 1 << 30)):
         monkeypatch.setenv("SPARQ_MEMORY_LIMIT", str(free))
-        with pytest.raises(SparqError, match="enough"):
-            list(speed.Plan(n_depth=[depth]).groups())
-    assert made == [32, 32, 1]
+        assert layers(speed.Plan(n_depth=[depth])) == (32 if depth == 4096 else 1)
 
-    made.clear()  # bound to a part of the memory
-    monkeypatch.setattr(speed, "of_nodes", lambda *kinds: 12 << 30)
-    with pytest.raises(SparqError, match="enough"):
-        list(speed.Plan(n_depth=[4096]).groups())
-    assert made == [8]
+    monkeypatch.setattr(speed, "of_nodes", lambda *kinds: 12 << 30)  # bound to a part of the memory
+    assert layers(speed.Plan(n_depth=[4096])) == 8
     monkeypatch.setattr(speed, "of_nodes", lambda *kinds: None)
 
-    made.clear()  # of a GPU: each process has the weights, too
+    # of a GPU: each process has the weights, too
     plan = speed.Plan(quant="f16", flash_attn=[True], n_depth=[46080])
-    for gpu_gib, layers_on_gpu in ((79.6, None), (139.8, None), (139.8, 0)):
+    for gpu_gib, layers_on_gpu, wanted in ((79.6, None, 16), (139.8, None, 32), (139.8, 0, 4)):
         machine = {"memory_gib": 24.0, "gpu": "G", "gpu_gib": gpu_gib}
         monkeypatch.setattr(records, "machine", lambda found=machine: found)
-        with pytest.raises(SparqError, match="enough"):
-            list(replace(plan, n_gpu_layers=layers_on_gpu).groups())
-    assert made == [16, 32, 4]
+        assert layers(replace(plan, n_gpu_layers=layers_on_gpu)) == wanted

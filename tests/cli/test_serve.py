@@ -120,7 +120,9 @@ def test_without_the_extra(
         importlib.util, "find_spec", lambda name, *a: None if name == "uvicorn" else find(name, *a)
     )
     result = run("serve", "-m", tiny)
-    assert result.code == 1 and "uvicorn" in result.err and "sparq-cpp[server]" in result.err
+    assert (
+        result.code == 1 and "uvicorn" in result.err and "pip install -e '.[server]'" in result.err
+    )
 
 
 def test_a_port_in_use(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
 import venv
 from pathlib import Path
 
+import platformdirs
 import pytest
 
 from pyorch import paths
@@ -95,7 +97,10 @@ def test_environment_without_pip(
         f"pin = source.Pin('sparq-fake', '1.0', '{sha256}', '-', '-', '-', '-', '-');"
         "source.fetch(pin, source.locate(pin), print)"
     )
-    env = {**os.environ, "PATH": str(bin_dir), "PYTHONPATH": str(paths.REPOSITORY)}
+    needed = Path(platformdirs.__file__).parent
+    shutil.copytree(needed, tmp_path / "lib" / needed.name)
+    lib = os.pathsep.join([str(paths.REPOSITORY), str(tmp_path / "lib")])
+    env = {**os.environ, "PATH": str(bin_dir), "PYTHONPATH": lib}
 
     def fetch() -> subprocess.CompletedProcess[str]:
         argv = [str(bare / "bin" / "python"), "-c", code]

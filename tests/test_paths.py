@@ -1,0 +1,78 @@
+"""Where things are kept: in a clone, in an installation, with the system's variables for it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pyorch import paths
+from pyorch.cli import options
+from pyorch.errors import SparqError
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty one, and none of the variables."""
+    for name in ("SPARQ_CACHE", "XDG_CACHE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this were not a clone."""
+    monkeypatch.setattr(paths, "REPOSITORY", tmp_path / "site-packages")
+
+
+def test_cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home / "xdg"))
+    assert paths.cache() == home / "xdg" / "sparq-cpp"
+    monkeypatch.setenv("SPARQ_CACHE", "~/mine")
+    assert paths.cache() == home / "mine"
+
+
+def test_a_cache_from_before_is_used_until_there_is_a_new_one(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home / "xdg"))
+    old, new = home / ".cache" / "sparq-cpp", home / "xdg" / "sparq-cpp"
+    old.mkdir(parents=True)
+    assert paths.cache() == old
+    new.mkdir(parents=True)
+    assert paths.cache() == new
+
+
+def test_only_a_clone_keeps_records_in_itself(
+    home: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.chdir(home)
+    assert paths.results() == paths.REPOSITORY / "bench"
+    request.getfixturevalue("installed")
+    monkeypatch.setenv("XDG_DATA_HOME", str(home / "data"))
+    assert paths.results() == home / "data" / "sparq-cpp" / "bench"
+
+
+def test_a_hint_says_what_to_install_from(request: pytest.FixtureRequest) -> None:
+    assert paths.install_command("eval") == "pip install -e '.[eval]'"
+    request.getfixturevalue("installed")
+    assert paths.install_command("eval") == "pip install 'sparq-cpp[eval]'"
+    with pytest.raises(SparqError) as error:
+        paths.data("nothing")
+    assert error.value.hint == "pip install 'sparq-cpp'"
+
+
+@pytest.mark.parametrize(("load", "cores", "busy"), [(0.6, 2, True), (6.0, 64, False)])
+def test_busy_is_a_share_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    load: float,
+    cores: int,
+    busy: bool,
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    options.note_if_busy()
+    assert ("is busy" in capsys.readouterr().err) is busy
