@@ -42,7 +42,6 @@ def contexts(
     Raises:
         SparqError: the text is too short.
     """
-
     head = engine.tokenize(session, "")
     gap = engine.tokenize(session, "\n\n", add_special=False)
     book = engine.tokenize(session, text, add_special=False)

@@ -191,7 +191,8 @@ class Search:
         kl, share = ((x[1:] - x[0]).reshape(-1, 2, 2) for x in (kl, share))
         # per layer: N of k, and each with three ranks
         grid = np.geomspace(ks[0], ks[2], N)
-        kls, costs = [], []
+        kls: list[np.ndarray] = []
+        costs: list[np.ndarray] = []
         for i, il in enumerate(layers):
             for out, x, scale in ((kls, kl, np.log), (costs, share, np.asarray)):
                 of_k = np.interp(scale(grid[:, il]), scale(ks[:, il]), np.insert(x[i, 0], 1, 0))
@@ -254,21 +255,7 @@ def run(
     file = paths.cache() / "calibrated" / f"{key}.jsonl"
     meter = Meter(session, contexts(session, text, n_contexts, n_pos, n_tokens, seed), file)
     try:
-        with bar("uniform") as progress:
-            (m,) = meter.measure([base], range(n_contexts), progress)
-        head_dim = session.geometry.head_dim_k
-        search = Search(meter, n_contexts, n_pos, head_dim, float(m.share.mean()))
-        points = {n: search.fit(p) for n, p in _usual(session, base, n_pos, meter).items()}
-        for name in ("uniform", OTHER):
-            points |= _rounds(search, points[name], STEPS, bar)
-        candidates = _measured(meter, points, n_contexts)
-        candidates[0] = replace(candidates[0], spec=base)  # the same, but for rounding
-        best = _least(candidates)
-        p = points[best.name]
-        points = {"top-p": search.fit(replace(p, base=replace(p.base, top_p=FIRST_P)))}
-        points |= _rounds(search, points["top-p"], STEPS_P, bar)
-        with_p = _measured(meter, points, n_contexts)
-        best_p = _least([candidates[0], best, *with_p])
+        best, best_p, candidates = _compared(session, meter, base, n_pos, n_contexts, bar)
     finally:
         meter.close()
     return {
@@ -287,9 +274,31 @@ def run(
                 "kl_contexts": c.found.kl.tolist(),
                 "share": c.share,
             }
-            for c in [*candidates, *with_p]
+            for c in candidates
         ],
     }
+
+
+def _compared(
+    session: Session, meter: Meter, base: AttentionSpec, n_pos: int, n_contexts: int, bar: Bar
+) -> tuple[Candidate, Candidate, list[Candidate]]:
+    """All that was tried at the bytes of `base`: the best without `top_p`, the best with or without
+    it, and everything."""
+    with bar("uniform") as progress:
+        (m,) = meter.measure([base], range(n_contexts), progress)
+    head_dim = session.geometry.head_dim_k
+    search = Search(meter, n_contexts, n_pos, head_dim, float(m.share.mean()))
+    points = {n: search.fit(p) for n, p in _usual(session, base, n_pos, meter).items()}
+    for name in ("uniform", OTHER):
+        points |= _rounds(search, points[name], STEPS, bar)
+    candidates = _measured(meter, points, n_contexts)
+    candidates[0] = replace(candidates[0], spec=base)  # the same, but for rounding
+    best = _least(candidates)
+    p = points[best.name]
+    points = {"top-p": search.fit(replace(p, base=replace(p.base, top_p=FIRST_P)))}
+    points |= _rounds(search, points["top-p"], STEPS_P, bar)
+    with_p = _measured(meter, points, n_contexts)
+    return best, _least([candidates[0], best, *with_p]), [*candidates, *with_p]
 
 
 def _usual(session: Session, base: AttentionSpec, n_pos: int, meter: Meter) -> dict[str, Point]:

@@ -18,6 +18,7 @@ from pyorch import engine, policies
 from pyorch.attention.saved import resolve
 from pyorch.attention.spec import AttentionSpec
 from pyorch.evals.recall import RecallWatch
+from pyorch.policies.base import Policy
 
 # of the library's counters, those that tables need
 _COUNTED = ("steps", "bytes_read", "bytes_dense", "positions_read", "calls_sparse")
@@ -69,7 +70,7 @@ class Runner:
             SparqError: the model cannot be loaded, or has no such session.
         """
         specs = [policies.parse(m) for m in methods]
-        python = [p for p in specs if isinstance(p, policies.Policy)]
+        python = [p for p in specs if isinstance(p, Policy)]
         with ExitStack() as opened:
             loaded = opened.enter_context(
                 engine.load_model(model, n_gpu_layers=n_gpu_layers, numa=numa)
