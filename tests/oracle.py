@@ -120,12 +120,22 @@ def softmax(logits: np.ndarray, sinks: np.ndarray | None = None) -> np.ndarray:
 # ---- step 2: selection ----
 
 
+def selectable(logits: np.ndarray) -> np.ndarray:
+    """(n,): visible, and no head's logit is NaN."""
+    return ~np.isneginf(logits[0]) & ~np.isnan(logits).any(axis=0)
+
+
+def softmax_of_heads(logits: np.ndarray) -> np.ndarray:
+    """Softmax of the heads that have one: a head whose logits hold NaN does not count."""
+    return softmax(logits[~np.isnan(logits).any(axis=1)])
+
+
 def rank_scores(logits: np.ndarray) -> np.ndarray:
     """What positions are ranked by (n,): softmaxed scores summed over the group.
 
     With one head the logit itself: the same order, and no underflow.
     """
-    return logits[0] if len(logits) == 1 else softmax(logits).sum(axis=0)
+    return logits[0] if len(logits) == 1 else softmax_of_heads(logits).sum(axis=0)
 
 
 def forced_positions(bias, local, sinks, k_max) -> list[int]:
@@ -140,18 +150,19 @@ def select(
 ) -> np.ndarray:
     """The selected positions, ascending: the forced ones, then the best others up to k.
 
-    Ties: the lower cell. top_p < 1: no more than carry that share of the softmaxed scores, mean
-    over the group.
+    Ties: the lower cell. NaN is never selected. top_p < 1: no more than carry that share of the
+    softmaxed scores, mean over the group.
     """
-    mass = softmax(logits).mean(axis=0)
-    score = rank_scores(logits)
-    chosen = list(forced)
-    n_sel = min(max(min(k, k_max), len(chosen)), len(visible_positions(logits)))
+    heads = softmax_of_heads(logits)
+    mass = heads.sum(axis=0) / max(len(heads), 1)
+    score, can = rank_scores(logits), selectable(logits)
+    chosen = [c for c in forced if can[c]]
+    n_sel = min(max(min(k, k_max), len(chosen)), int(can.sum()))
     taken = set(chosen)
     for cell in np.argsort(-score, kind="stable"):
         if len(chosen) >= n_sel or (top_p < 1 and mass[chosen].sum() >= top_p):
             break
-        if int(cell) not in taken and not np.isneginf(logits[0, cell]):
+        if int(cell) not in taken and can[cell]:
             chosen.append(int(cell))
     return np.sort(np.array(chosen, dtype=np.int64))
 

@@ -39,8 +39,9 @@ struct prefill_src {
     }
 };
 
-// A unit is some blocks of queries of one KV head, which share what is made of a tile of K and V. Its size may depend on the number of threads:
-// no query's result depends on it
+// A unit is some blocks of queries of one KV head, which share what is made of a tile of K and V. How many blocks it has may depend on the number
+// of threads, since no query's result depends on it. The memory must not: it is planned for more threads than may run, and fewer threads have
+// larger units
 struct prefill_work {
     int64_t n_block, n_unit; // blocks of a unit; units of a KV head and a stream
 
@@ -63,7 +64,7 @@ struct prefill_work {
 
         bump own(shared.end());
         for (int i = 0; i <= ith; ++i) {
-            for (int64_t j = 0; j < n_block; ++j) {
+            for (int64_t j = 0; j < std::min<int64_t>(n_all, std::size(block)); ++j) {
                 block[j].q   = own.take<float>(a.d_k*BLOCK_Q);
                 block[j].acc = own.take<float>(a.d_v*BLOCK_Q);
                 block[j].m   = own.take<float>(BLOCK_Q);

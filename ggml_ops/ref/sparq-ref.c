@@ -99,15 +99,29 @@ static void softmax_stats(double * top, double * total, const float * logits, in
     }
 }
 
-// softmax(logits) of position t, mean over the heads
+// can position t be selected? Not where it is hidden, nor where the logit of a head is NaN
+static bool selectable(const float * logits, int64_t g, int64_t n, int64_t t) {
+    for (int64_t h = 0; h < g; h++) {
+        if (isnan(logits[h*n + t])) {
+            return false;
+        }
+    }
+    return !hidden(logits[t]);
+}
+
+// softmax(logits) of position t, mean over the heads; a head whose logits hold NaN has no softmax and does not count
 static double mean_mass(const float * logits, int64_t g, int64_t n, int64_t t) {
-    double sum = 0;
+    double  sum    = 0;
+    int64_t n_head = 0;
     for (int64_t h = 0; h < g; h++) {
         double top, total;
         softmax_stats(&top, &total, logits + h*n, n, NULL);
-        sum += exp((double) logits[h*n + t] - top)/total;
+        if (total > 0) {
+            sum += exp((double) logits[h*n + t] - top)/total;
+            n_head++;
+        }
     }
-    return sum/(double) g;
+    return n_head > 0 ? sum/(double) n_head : 0;
 }
 
 int64_t sparq_ref_select(
@@ -117,12 +131,12 @@ int64_t sparq_ref_select(
 
     // what to rank by: softmaxed scores, summed over the group; with one query head the logit (same order, and no underflow)
     for (int64_t t = 0; t < n; t++) {
-        score[t] = hidden(logits[t]) ? NEG_INF : g == 1 ? (double) logits[t] : 0;
+        score[t] = !selectable(logits, g, n, t) ? NEG_INF : g == 1 ? (double) logits[t] : 0;
     }
     for (int64_t h = 0; h < g && g > 1; h++) {
         softmax_stats(&top, &total, logits + h*n, n, NULL);
-        for (int64_t t = 0; t < n; t++) {
-            score[t] += hidden(logits[t]) ? 0 : exp((double) logits[h*n + t] - top)/total;
+        for (int64_t t = 0; t < n && total > 0; t++) { // a head whose logits hold NaN has no softmax
+            score[t] += score[t] == NEG_INF ? 0 : exp((double) logits[h*n + t] - top)/total;
         }
     }
 
@@ -130,7 +144,7 @@ int64_t sparq_ref_select(
     int64_t n_sel = 0;
     double mass = 0;
     for (int64_t i = 0; i < n_forced && n_sel < k_max; i++) {
-        if (forced[i] >= 0 && !hidden((float) score[forced[i]])) {
+        if (forced[i] >= 0 && score[forced[i]] != NEG_INF) {
             sel[n_sel++] = forced[i];
             mass += mean_mass(logits, g, n, forced[i]);
             score[forced[i]] = NEG_INF; // taken

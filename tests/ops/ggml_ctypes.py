@@ -35,6 +35,7 @@ from pyorch.native.tensor import Tensor
 CONTEXT = 1 << 20  # bytes for the structs of the tensors and the graph
 GUARD = 256  # bytes on each side
 GUARD_BYTE = 0xCD
+SPARE = 1 << 20  # bytes behind a work buffer that is expected to be too small
 UNWRITTEN = 0xAB  # results are filled with it: what no op writes by itself
 TYPES = {
     "f32": (0, np.float32),
@@ -145,7 +146,12 @@ class AttnInputs(ctypes.Structure):
 
 
 class Ggml:
-    """The loaded libraries, with prototypes."""
+    """The loaded libraries, with prototypes.
+
+    n_planned: threads that work buffers are made for, where fewer run; 0: as many as run.
+    """
+
+    n_planned = 0
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -197,12 +203,14 @@ class Ggml:
         return Buffer(self.memory(Buffer.bytes_for(size)), size, fill)
 
     def compute(self, graph: c_void_p, nodes: list, n_threads: int) -> None:
-        plan = self.cpu.ggml_graph_plan(graph, n_threads, None)
-        work = self.buffer(plan.work_size, 0xFF)  # NaN
-        plan.work_data = work.address
+        plan = self.cpu.ggml_graph_plan(graph, self.n_planned or n_threads, None)
+        spare = SPARE if self.n_planned else 0
+        work = self.buffer(plan.work_size + spare, 0xFF)  # NaN
+        plan.work_data, plan.n_threads = work.address, n_threads
         status = self.cpu.ggml_graph_compute(graph, ctypes.byref(plan))
         assert status == 0, f"ggml_graph_compute: status {status}"
-        assert work.guards_intact(), "an op wrote outside its work buffer"
+        intact = work.guards_intact() and (work.bytes[plan.work_size :] == 0xFF).all()
+        assert intact, "an op wrote outside its work buffer"
 
 
 def _library(folder: Path, name: str) -> Path:

@@ -127,14 +127,14 @@ class IsaGgml(Ggml):
         return buffer
 
     def compute(self, graph: c_void_p, nodes: list, n_threads: int) -> None:
-        if self.target == "thread":
+        if self.target == "thread" and not self.n_planned:
             n_threads = max(n_threads, 3)
         for node in nodes:
             address = ctypes.addressof(node.contents)
             if self.arena:
                 subprocess.run([*self.program, str(self.arena.file), f"{address:x}"], check=True)
                 continue
-            size = self.lib.ggml_sparse_attn_work_size(address, n_threads)
+            size = self.lib.ggml_sparse_attn_work_size(address, self.n_planned or n_threads)
             work = self.buffer(size, UNWRITTEN)
             self.lib.isa_compute(address, work.address, size, n_threads)
             assert work.guards_intact(), "an op wrote outside its work buffer"

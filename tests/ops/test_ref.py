@@ -94,3 +94,19 @@ def test_ref_select_ties_and_forced(ref) -> None:
     assert ref.select(logits, 9, [], 9)[0].tolist() == [0, 1, 2, 4, 5, 6]
     sel, alpha = ref.select(np.full((2, 3), -np.inf, np.float32), 2, [1], 3)
     assert len(sel) == 0 and alpha.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("g", [1, 3])
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+def test_ref_never_selects_nan(g: int, top_p: float, ref) -> None:
+    """Not even a forced one; a head with a NaN does not count, the others rank as without it."""
+    logits = np.random.default_rng(g).standard_normal((g, 40)).astype(np.float32)
+    logits[:, 7] = -np.inf
+    logits[g // 2, [0, 12, 39]] = np.nan
+    for k in (2, 20, 40):
+        sel, alpha = ref.select(logits, k, [12, 3], 40, top_p=top_p)
+        want = oracle.select(logits.astype(np.float64), k, [12, 3], 40, top_p)
+        assert sel.tolist() == want.tolist() and 3 in sel
+        assert not set(sel.tolist()) & {0, 7, 12, 39}
+        assert alpha[g // 2] == 1, "no mass is known to be elsewhere"
+    assert ref.select([[np.nan, 1, 2, 3]], 2, [], 4)[0].tolist() == [2, 3]

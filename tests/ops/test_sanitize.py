@@ -18,7 +18,13 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 RUNTIMES = {"address": "libasan.so", "thread": "libtsan.so"}
-SUITES = ["test_steps.py", "test_attn.py", "test_quant.py", "test_prefill.py"]
+SUITES = [
+    "test_steps.py",
+    "test_attn.py",
+    "test_quant.py",
+    "test_prefill.py",
+    "test_threads.py",
+]
 
 # The op on a mask that ends too early, or twice at the same time on the same result.
 WRONG = """

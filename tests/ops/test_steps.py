@@ -478,6 +478,7 @@ def test_select_of_what_is_not_finite(g: int, alpha: bool, ggml) -> None:
         runs = [run_select(ggml, logits, k, alpha=alpha, n_threads=t) for t in (1, 3)]
         assert np.array_equal(runs[0].raw, runs[1].raw)
         check_selection(runs[0].cells[0, 0, 0], want[0, 0], k, [])
+        check_selection(runs[0].cells[0, 0, 0], logits[0, 0], k, [])
         assert (runs[0].alpha[0, 0, 0] <= 1).all() and (runs[0].alpha[0, 0, 0] >= 0).all()
     forced = run_select(ggml, logits, 1, [8000, 4095], topk_max=1, alpha=alpha)
     assert forced.cells[0, 0, 0].tolist() == [8000], "+inf does not displace it; NaN is not forced"
