@@ -15,22 +15,22 @@ from pyorch.errors import SparqError
 
 # verb -> (module below pyorch.cli, one line for --help). The module holds `command`.
 COMMANDS = {
-    "chat": ("chat", "Talk with a model in the terminal."),
-    "generate": ("generate", "Continue a prompt, once."),
-    "serve": ("serve", "Answer OpenAI's API over HTTP."),
-    "explain": ("explain", "Say what sparse attention reads for a model, a ratio and a length."),
-    "calibrate": ("calibrate", "Measure which k and rank each layer of a model needs."),
-    "models": ("models", "List known models and what is here of them; show or remove one."),
-    "pull": ("pull", "Download a model from the hub and check it."),
-    "convert": ("convert", "Convert a model of safetensors, here or on the hub, to GGUF."),
-    "quantize": ("quantize", "Quantise a GGUF model with llama.cpp's own quantiser."),
-    "demo": ("demo", "Let the small model that comes along recite from a long document."),
-    "bench": ("bench", "Measure attention time and token time, llama.cpp's beside ours."),
-    "eval": ("eval", "Measure what sparse attention costs in quality, task by task."),
-    "report": ("report", "Write one HTML page with what was measured."),
-    "synth": ("synth", "Write a model of any shape with random weights, to measure speed with."),
+    "chat": ("chat", "Chat with a model in the terminal."),
+    "generate": ("generate", "Continue a text."),
+    "serve": ("serve", "Serve OpenAI's API over HTTP."),
+    "explain": ("explain", "Show what attention reads at a ratio and a length."),
+    "calibrate": ("calibrate", "Measure which k and rank each layer needs."),
+    "models": ("models", "List, show or remove models."),
+    "pull": ("pull", "Download a model and check it."),
+    "convert": ("convert", "Convert a safetensors model to GGUF."),
+    "quantize": ("quantize", "Quantise a GGUF model."),
+    "demo": ("demo", "Let the bundled model recite from a long document."),
+    "bench": ("bench", "Measure speed beside llama.cpp's."),
+    "eval": ("eval", "Measure what sparse attention costs in quality."),
+    "report": ("report", "Write the measurements as one HTML page."),
+    "synth": ("synth", "Write a model with random weights, for timing."),
     "build": ("build", "Build the patched llama.cpp library."),
-    "doctor": ("doctor", "Say what is built, what this machine can do, and what is switched off."),
+    "doctor": ("doctor", "Say what is built and what this machine can do."),
 }
 
 
@@ -59,7 +59,7 @@ class LazyGroup(click.Group):
 @click.version_option(__version__, prog_name="sparq-cpp")
 @click.pass_context
 def cli(ctx: click.Context) -> None:
-    """Sparse attention decode (SparQ, top-k) for llama.cpp, on ordinary GGUF models."""
+    """llama.cpp with sparse attention for decoding (SparQ, top-k), on ordinary GGUF models."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 

@@ -12,22 +12,25 @@ from pyorch.errors import SparqError
 
 
 @click.command()
-@click.option("--stock", is_flag=True, help="The same llama.cpp without our patches, beside it.")
+@click.option("--stock", is_flag=True, help="Build the same llama.cpp without our patches.")
 @click.option(
-    "--tools", is_flag=True, help="Also llama-bench, -cli, -server and more: --sparse-attn."
+    "--tools", is_flag=True, help="Build llama-bench, llama-cli, llama-server and more, too."
 )
 @click.option(
-    "--portable", is_flag=True, help="For any CPU of this kind (x86-64: AVX2), not just this one."
+    "--portable", is_flag=True, help="Build for any CPU of this kind (x86-64: with AVX2)."
 )
-@click.option("--native", is_flag=True, help="For this CPU and no other; the default.")
-@click.option("--cuda", is_flag=True, help="With CUDA; the default where nvcc and a device are.")
-@click.option("--cpu", is_flag=True, help="For the CPU alone, even where a device is.")
+@click.option("--native", is_flag=True, help="Build for this CPU only. This is the default.")
+@click.option("--cuda", is_flag=True, help="Build with CUDA, the default with nvcc and a device.")
+@click.option("--cpu", is_flag=True, help="Build without CUDA even if there is a device.")
 @click.option(
-    "--cuda-arch", help="native, all, or as in 80,90  [default: native, or all without a device]"
+    "--cuda-arch",
+    help="CUDA architectures: native, all or 80,90.  [default: native with a device, else all]",
 )
-@click.option("--jobs", type=opt.Number(int, 1), help="Compilers.  [default: one per core]")
-@click.option("--force", is_flag=True, help="Build again from the start.")
-@click.option("--env", is_flag=True, help="Print shell lines that point other programs at it.")
+@click.option(
+    "--jobs", type=opt.Number(int, 1), help="Compilers that run at once.  [default: one per core]"
+)
+@click.option("--force", is_flag=True, help="Build again from scratch.")
+@click.option("--env", is_flag=True, help="Print the variables that make other programs use it.")
 @opt.json_option
 def command(
     stock: bool,
@@ -44,7 +47,7 @@ def command(
 ) -> None:
     """Build the patched llama.cpp library, unless it is built already.
 
-    The source is downloaded once, through pip, and everything is kept in the cache (SPARQ_CACHE).
+    The source is downloaded once. Source and builds are kept in the cache (SPARQ_CACHE).
     """
     from pyorch.native import build
     from pyorch.native import cuda as toolkit

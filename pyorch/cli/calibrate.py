@@ -24,30 +24,45 @@ SIZES = ((0.1e9, 8, 64), (1e9, 8, 16), (float("inf"), 4, 16))  # bytes of a mode
 @opt.context_options
 @opt.cache_options
 @opt.numa_option
-@click.option("--ratio", type=opt.Ratio(), default=str(DEFAULT_RATIO), help="[default: 1/8]")
 @click.option(
-    "--shadow-type", "shadow", type=opt.Name(*SHADOWS), default="q4", help="[default: q4]"
+    "--ratio",
+    type=opt.Ratio(),
+    default=str(DEFAULT_RATIO),
+    help="Share of dense attention's bytes.  [default: 1/8]",
 )
-@click.option("--text", metavar="FILE|DIR", help="Text to decode.  [default: one that comes along]")
+@click.option(
+    "--shadow-type",
+    "shadow",
+    type=opt.Name(*SHADOWS),
+    default="q4",
+    help="Type of the transposed K.  [default: q4]",
+)
+@click.option("--text", metavar="FILE|DIR", help="Text to decode.  [default: a bundled one]")
 @click.option(
     "--contexts",
     type=opt.Number(int, 2, 1000),
-    help="[default: 8; 4 for a model of 1 GB and more]",
+    help="Contexts to decode in.  [default: 8; 4 for a model of 1 GB and more]",
 )
 @click.option(
     "--tokens",
     type=opt.Number(int, 1, 10_000),
-    help="Decoded in each context.  [default: 64; 16 for a model of 0.1 GB and more]",
+    help="Tokens per context.  [default: 64; 16 for a model of 0.1 GB and more]",
 )
-@click.option("--seed", type=opt.Number(int, 0), default=1, show_default=True)
-@click.option("--show", is_flag=True, help="Only draw what was found earlier.")
+@click.option(
+    "--seed",
+    type=opt.Number(int, 0),
+    default=1,
+    show_default=True,
+    help="Seed of the choice of contexts.",
+)
+@click.option("--show", is_flag=True, help="Show the result of an earlier run.")
 @opt.json_option
 @opt.verbose_option
 def command(**options: Any) -> None:
-    """Measure which k and rank each layer needs at the bytes of a ratio, and keep it.
+    """Measure which k and rank each layer needs, and keep the result.
 
-    `--budget calibrated` and `--budget top-p` of other commands then use it. Interrupted, the same
-    command goes on where it was.
+    All layers together read the bytes of a ratio. Other commands use the result with
+    `--budget calibrated` and `--budget top-p`. An interrupted run continues where it stopped.
     """
     if options["ratio"] == 1:
         hint = "--ratio 1/8"

@@ -15,26 +15,28 @@ _OUTTYPES = ("auto", "f16", "bf16", "f32", "q8_0")
 
 @click.command()
 @click.argument("model", metavar="DIR|SPEC")
-@click.option("--output", "-o", metavar="FILE", help="[default: NAME.gguf in this folder]")
+@click.option(
+    "--output", "-o", metavar="FILE", help="The file to write.  [default: NAME.gguf in this folder]"
+)
 @click.option(
     "--outtype",
     type=opt.Name(*_OUTTYPES),
     default="auto",
     show_default=True,
-    help="Type of the weights; auto: the 16 bits that keep most.",
+    help="Type of the weights; auto is the 16-bit type that loses least.",
 )
-@click.option("--force", is_flag=True, help="Replace FILE if it is there.")
+@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @click.option("--yes", is_flag=True, help="Download what is needed without asking.")
 @opt.json_option
 def command(
     model: str, output: str | None, outtype: str, force: bool, yes: bool, as_json: bool
 ) -> None:
-    """Convert a model of safetensors to GGUF with llama.cpp's converter.
+    """Convert a safetensors model to GGUF with llama.cpp's converter.
 
-    DIR is a folder with config.json, tokenizer and model*.safetensors; SPEC is such a repository of
-    the hub, hf:org/repo, with @REVISION if need be. The converter needs torch: an environment of
-    its own is made in the cache, once, after asking. SPARQ_CONVERT_PYTHON names a Python that has
-    torch and transformers.
+    DIR is a folder with config.json, a tokenizer and model*.safetensors. SPEC is such a repository
+    on the hub, hf:org/repo or hf:org/repo@REVISION. The converter needs torch: the command makes
+    an environment for it in the cache, once and after asking. SPARQ_CONVERT_PYTHON may name a
+    Python that has torch and transformers instead.
     """
     from pyorch.models import convert, convert_env, pull
     from pyorch.models.gguf_file import human_bytes

@@ -26,16 +26,29 @@ CUE_WORDS = 24  # words of the passage that the model is given
 
 
 @click.command()
-@click.option("-n", "--tokens", type=opt.Number(int, 1), default=96, show_default=True)
-@click.option("--ratio", type=opt.Ratio(), default=RATIO, help="[default: 1/8]")
-@click.option("--threads", "-t", type=opt.THREADS, help="[default: all cores]")
+@click.option(
+    "-n",
+    "--tokens",
+    type=opt.Number(int, 1),
+    default=96,
+    show_default=True,
+    help="Tokens to recite.",
+)
+@click.option(
+    "--ratio",
+    type=opt.Ratio(),
+    default=RATIO,
+    help="Share of dense attention's bytes.  [default: 1/8]",
+)
+@click.option("--threads", "-t", type=opt.THREADS, help="Number of threads.  [default: all cores]")
 @opt.json_option
 @opt.verbose_option
 def command(**options: Any) -> None:
-    """Let the small model that comes along recite a passage of a long document.
+    """Let the small bundled model recite a passage of a long document.
 
-    The document is read once. Then the model is given the first words of a passage of it
-    and continues: once with llama.cpp's dense attention, once sparse. Fails if nothing ran sparse.
+    The model reads the document once and gets the first words of a passage. It continues them
+    twice: with llama.cpp's dense attention and with sparse attention. The command fails if no
+    attention was sparse.
     """
     folder = paths.data("models") / "demo"
     document = _read(folder / "document.txt")

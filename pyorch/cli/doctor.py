@@ -15,7 +15,7 @@ from pyorch.cli import options as opt
 @click.command()
 @opt.json_option
 def command(as_json: bool) -> None:
-    """Say what is built, what this machine can do, and what is switched off and why."""
+    """Say what is built, what this machine can do, and what is switched off, and why."""
     facts = examine()
     if as_json:
         opt.print_json(facts)

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 def command(**options: Any) -> None:
     """Show what attention reads per token, what it needs in memory, and the speed-up to expect.
 
-    Only the header of the model is read; of a model that has a card and is not here, the card. The
-    speed-ups are limits: bytes over measured memory bandwidth, as if nothing else took time.
+    The numbers come from the header of the model, or from its card if the model is not
+    downloaded. The speed-ups are limits: they count bytes over the measured memory bandwidth, as if
+    nothing else took time.
     """
     spec = opt.attention_from(options) or AttentionSpec("sparq")
     geo = _from_card(options["model"]) if spec.budget not in CALIBRATED else None

@@ -20,14 +20,16 @@ if TYPE_CHECKING:
 @click.command()
 @opt.model_options
 @click.option("-p", "--prompt", metavar="TEXT", help="The text to continue.")
-@click.option("-f", "--file", metavar="FILE", help="Read the text from a file; - is stdin.")
+@click.option(
+    "-f", "--file", metavar="FILE", help="Read the text from a file, or from stdin if FILE is -."
+)
 @click.option(
     "-n",
     "--tokens",
     type=opt.Number(int, 1),
     default=128,
     show_default=True,
-    help="Tokens to generate at most.",
+    help="Generate at most this many tokens.",
 )
 @opt.context_options
 @opt.rope_options
@@ -39,9 +41,10 @@ if TYPE_CHECKING:
 @opt.json_option
 @opt.verbose_option
 def command(**options: Any) -> None:
-    """Continue a text; the continuation goes to stdout, speed and notes to stderr.
+    """Continue a text.
 
-    The text is given as it is, without a chat template. Greedy unless --temp is given.
+    The continuation goes to stdout, speed and notes to stderr. The text is used as it is, without a
+    chat template, and decoding is greedy unless --temp is given.
     """
     prompt = _prompt(options["prompt"], options["file"])
     attention = opt.attention_from(options)

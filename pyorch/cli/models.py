@@ -26,7 +26,7 @@ def command(ctx: click.Context, as_json: bool) -> None:
 @command.command("list")
 @opt.json_option
 def list_command(as_json: bool) -> None:
-    """One line per model, then what else the cache holds."""
+    """List the known models, then what else the cache holds."""
     from pyorch.models import cache, synth
 
     known = [cards.load(name) for name in cards.names()]
@@ -69,9 +69,9 @@ def list_command(as_json: bool) -> None:
 @click.argument("name")
 @opt.json_option
 def show_command(name: str, as_json: bool) -> None:
-    """Everything that is known of the model NAME.
+    """Show everything that is known about the model NAME.
 
-    Numbers in the evidence are a paper's own, at its split of the ratio into rank and k.
+    Numbers in the evidence come from papers and hold for their split of the ratio into rank and k.
     """
     c = cards.load(name)
     if as_json:
@@ -112,10 +112,9 @@ def show_command(name: str, as_json: bool) -> None:
 def rm_command(spec: str, yes: bool, as_json: bool) -> None:
     """Remove a model from the hub's cache, in all its revisions.
 
-    `synthetic` is every model that `sparq-cpp bench` has written.
-
-    NAME or hf:org/repo is every GGUF model of that repository, with what is left of interrupted
-    downloads; NAME:Q8_0, hf:org/repo:Q8_0 and org/repo/file.gguf are one.
+    NAME and hf:org/repo mean every GGUF model of that repository, with what is left of interrupted
+    downloads. NAME:Q8_0, hf:org/repo:Q8_0 and org/repo/file.gguf mean one model. `synthetic` means
+    every model that `sparq-cpp bench` has written.
     """
     from pyorch.models import cache, pull
     from pyorch.models.transfer import repo_folder

@@ -12,15 +12,15 @@ from pyorch.cli import options as opt
 
 @click.command()
 @click.argument("spec")
-@click.option("-q", "--quiet", is_flag=True, help="Neither progress nor notes.")
+@click.option("-q", "--quiet", is_flag=True, help="Show neither progress nor notes.")
 @opt.json_option
 def command(spec: str, quiet: bool, as_json: bool) -> None:
     """Download a model into the hub's shared cache, check it, and print its path.
 
-    SPEC is hf:org/repo (its only model, else the Q4_K_M), hf:org/repo:Q8_0, org/repo/file.gguf, a
-    card's name of `sparq-cpp models` (llama2-7b, llama2-7b:Q8_0), each with @REVISION if need be,
-    or a file that is here. An interrupted download goes on where it was. HF_HOME, HF_TOKEN,
-    HF_ENDPOINT and HF_HUB_OFFLINE are respected.
+    SPEC is hf:org/repo (its only model, or its Q4_K_M), hf:org/repo:Q8_0, org/repo/file.gguf, or
+    the name of a card that `sparq-cpp models` lists (llama2-7b, llama2-7b:Q8_0). @REVISION may
+    follow. SPEC may also be a local file. An interrupted download continues where it stopped.
+    HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE are respected.
     """
     from pyorch.models import cards, pull
     from pyorch.models.gguf_file import human_bytes, read_gguf

@@ -25,18 +25,25 @@ class Quantize(click.Command):
 @click.command(cls=Quantize)
 @click.argument("model", metavar="IN")
 @click.argument("output", metavar="OUT")
-@click.option("--type", "type_name", metavar="TYPE", default="Q4_K_M", show_default=True)
-@click.option("--imatrix", metavar="FILE", help="Importance matrix, made by llama-imatrix.")
-@click.option("--threads", "-t", type=opt.THREADS, help="Threads.  [default: all cores]")
-@click.option("--force", is_flag=True, help="Replace OUT if it is there.")
-@click.option("--allow-requantize", is_flag=True, help="Also from a quantised model: loses more.")
+@click.option(
+    "--type",
+    "type_name",
+    metavar="TYPE",
+    default="Q4_K_M",
+    show_default=True,
+    help="Type of the weights, see below.",
+)
+@click.option("--imatrix", metavar="FILE", help="An importance matrix from llama-imatrix.")
+@click.option("--threads", "-t", type=opt.THREADS, help="Number of threads.  [default: all cores]")
+@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+@click.option("--allow-requantize", is_flag=True, help="Accept a quantised model; this loses more.")
 @click.option("--yes", is_flag=True, help="Download the model without asking.")
 @opt.json_option
 def command(**options: Any) -> None:
-    """Write the model IN as OUT, with weights of another type.
+    """Write the model IN to the file OUT with weights of another type.
 
-    IN is a GGUF file (of a split model the first part) or one on the hub, as in `sparq-cpp pull`.
-    OUT appears when it is finished.
+    IN is a GGUF file (the first part of a split model) or a model on the hub, named as in
+    `sparq-cpp pull`. OUT appears when it is complete.
     """
     from pyorch import native
     from pyorch.engine import usable_cores

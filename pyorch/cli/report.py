@@ -11,15 +11,24 @@ from pyorch.errors import SparqError
 
 
 @click.command()
-@click.option("--output", "-o", metavar="FILE", default="report.html", show_default=True)
+@click.option(
+    "--output",
+    "-o",
+    metavar="FILE",
+    default="report.html",
+    show_default=True,
+    help="The file to write.",
+)
 @click.option(
     "--results",
     metavar="DIR",
-    help="Records and tables of one machine.  [default: where `bench` keeps them]",
+    help="Folder of the records of one machine.  [default: where `bench` keeps them]",
 )
-@click.option("--figures", metavar="DIR", help="Pictures.  [default: bench/figures in a clone]")
+@click.option(
+    "--figures", metavar="DIR", help="Folder of the pictures.  [default: bench/figures in a clone]"
+)
 def command(output: str, results: str | None, figures: str | None) -> None:
-    """Write one HTML page with the figures and tables. It opens without a network."""
+    """Write figures and tables as one HTML page that opens without a network."""
     from pyorch import paths
     from pyorch.bench import records, report
     from pyorch.models.new_file import new_file

@@ -31,9 +31,9 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
     type=opt.Number(int, 0, 65535),
     default=8000,
     show_default=True,
-    help="0 is any free one.",
+    help="Port to listen on; 0 takes any free one.",
 )
-@click.option("--api-key", metavar="KEY", help="Answer only who sends it.")
+@click.option("--api-key", metavar="KEY", help="Refuse requests without this key.")
 @opt.context_options
 @opt.rope_options
 @opt.gpu_option
@@ -44,8 +44,8 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 def command(**options: Any) -> None:
     """Answer OpenAI's API (/v1/chat/completions, /v1/completions) with sparse attention.
 
-    One request at a time: the next one waits, or ends the one that streams. It needs the extra
-    `server`: pip install 'sparq-cpp[server]'.
+    It answers one request at a time: the next one waits, or ends a reply that is streaming. It
+    needs the extra `server`: pip install 'sparq-cpp[server]'.
     """
     lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if lacking:

@@ -15,25 +15,44 @@ def _size(name: str, key: str, text: str, kind: click.ParamType | None = None) -
 
 
 @click.command()
-@click.option("--like", metavar="NAME", default="llama2-7b", show_default=True, help="Its shape.")
-@_size("--layers", "n_layer", "Layers.", opt.LAYERS)
+@click.option(
+    "--like",
+    metavar="NAME",
+    default="llama2-7b",
+    show_default=True,
+    help="Known model with this shape.",
+)
+@_size("--layers", "n_layer", "Number of layers.", opt.LAYERS)
 @_size("--embd", "n_embd", "Width of the model.")
-@_size("--heads", "n_head", "Query heads.")
-@_size("--kv-heads", "n_head_kv", "KV heads.")
+@_size("--heads", "n_head", "Number of query heads.")
+@_size("--kv-heads", "n_head_kv", "Number of KV heads.")
 @_size("--head-dim", "head_dim", "Size of a head.")
-@_size("--ffn", "n_ff", "Width of the feed-forward part; small lets attention dominate.")
-@_size("--vocab", "n_vocab", "Tokens.")
-@_size("--ctx", "n_ctx", "Positions it claims to be trained on.  [default: 131072]")
-@click.option("--quant", type=opt.Name("q8_0", "q4_k_m", "f16"), default="q8_0", show_default=True)
-@click.option("--seed", type=opt.Number(int, 0), default=0, show_default=True)
+@_size("--ffn", "n_ff", "Width of the feed-forward part; a small one lets attention dominate.")
+@_size("--vocab", "n_vocab", "Size of the vocabulary.")
+@_size("--ctx", "n_ctx", "Positions that the model claims to be trained on.  [default: 131072]")
+@click.option(
+    "--quant",
+    type=opt.Name("q8_0", "q4_k_m", "f16"),
+    default="q8_0",
+    show_default=True,
+    help="Type of the weights.",
+)
+@click.option(
+    "--seed",
+    type=opt.Number(int, 0),
+    default=0,
+    show_default=True,
+    help="Seed of the weights.",
+)
 @click.option("--output", "-o", required=True, metavar="FILE", help="The GGUF file to write.")
-@click.option("--force", is_flag=True, help="Replace FILE if it is there.")
+@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @opt.json_option
 def command(**options: Any) -> None:
     """Write a GGUF model with random weights.
 
-    It produces noise at the speed of a real model of that shape, and has a real tokenizer. NAME is
-    one that `sparq-cpp models` lists with the architecture llama; sizes given replace its own.
+    The model produces noise at the speed of a real model of its shape, and has a real tokenizer.
+    NAME is a model that `sparq-cpp models` lists with the architecture llama. Sizes that are given
+    replace those of NAME.
     """
     from dataclasses import asdict
 
