@@ -8,7 +8,7 @@ import os
 import socket
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,6 +16,9 @@ from pyorch import paths
 from pyorch.attention.spec import AttentionSpec
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
+
+if TYPE_CHECKING:
+    from pyorch.engine.settings import Settings
 
 NEEDED = ("uvicorn", "fastapi", "pydantic_settings", "sse_starlette", "starlette_context", "yaml")
 # YaRN's settings that llama.cpp takes from the model; the server's own defaults are others
@@ -102,13 +105,44 @@ def _serve(
 
     native.built()
     library = engine.library()
-    n_gpu_layers = options["n_gpu_layers"]
-    library.check_gpu(n_gpu_layers)
+    library.check_gpu(options["n_gpu_layers"])
+    host, port = listener.getsockname()[:2]
+    app, llama = _application(path, settings, host, port, options)
+    if (info := opt.info_of(library.lib, llama._ctx.ctx)) and (why := opt.why_dense(spec, info)):
+        opt.note(why, "yellow")
+    if host not in LOOPBACK and not options["api_key"]:
+        opt.note(
+            "note: whoever reaches this address can use it; --api-key KEY asks for one", "yellow"
+        )
+    shown = f"[{host}]" if ":" in host else host
+    opt.note(f"{path.name}, attention {spec}, {settings.n_ctx} positions")
+    opt.note(f"http://{shown}:{port}/v1 is ready (all calls: /docs); Ctrl-C ends it")
     import uvicorn
+
+    level = "info" if options["verbose"] else "warning"
+    with suppress(KeyboardInterrupt):
+        uvicorn.Server(uvicorn.Config(app, log_level=level)).run(sockets=[listener])
+    if info := opt.info_of(library.lib, llama._ctx.ctx):
+        share = f"{100 * info.sparse_share:.1f} % of their attention calls sparse"
+        opt.note(f"{info.counter('steps')} tokens decoded, {share}", "dim")
+
+
+def _application(
+    path: Path, settings: Settings, host: str, port: int, options: dict[str, Any]
+) -> tuple[Any, Any]:
+    """llama-cpp-python's server with the model loaded, and its `Llama`, whose context is there as
+    long as somebody holds it.
+
+    Raises:
+        SparqError: the model cannot be loaded.
+    """
     from llama_cpp.server import app as server
     from llama_cpp.server.settings import ModelSettings, ServerSettings
 
-    host, port = listener.getsockname()[:2]
+    from pyorch.engine import NUMA
+
+    n_gpu_layers = options["n_gpu_layers"]
+    type_k, type_v = settings.types
     model = ModelSettings(
         model=str(path),
         model_alias=path.name if Path(options["model"]).exists() else options["model"],
@@ -117,9 +151,9 @@ def _serve(
         n_threads=settings.n_threads,
         n_threads_batch=settings.n_threads,
         n_gpu_layers=-1 if n_gpu_layers is None else n_gpu_layers,  # its own default is none
-        type_k=settings.types[0].number,
-        type_v=settings.types[1].number,
-        numa=engine.NUMA.get(options["numa"], 0),
+        type_k=type_k.number,
+        type_v=type_v.number,
+        numa=NUMA.get(options["numa"], 0),
         flash_attn=True,  # sparse attention needs it
         logits_all=False,  # else n_ctx times the vocabulary in memory
         verbose=options["verbose"],
@@ -132,19 +166,4 @@ def _serve(
     except (ValueError, RuntimeError) as e:
         raise SparqError(f"{path}: {e}", "run with -v to see llama.cpp's own messages") from None
     app.add_exception_handler(ValueError, _no_json)
-    llama = server._llama_proxy()  # its context is there as long as we hold it
-    if (info := opt.info_of(library.lib, llama._ctx.ctx)) and (why := opt.why_dense(spec, info)):
-        opt.note(why, "yellow")
-    if host not in LOOPBACK and not options["api_key"]:
-        opt.note(
-            "note: whoever reaches this address can use it; --api-key KEY asks for one", "yellow"
-        )
-    shown = f"[{host}]" if ":" in host else host
-    opt.note(f"{path.name}, attention {spec}, {settings.n_ctx} positions")
-    opt.note(f"http://{shown}:{port}/v1 is ready (all calls: /docs); Ctrl-C ends it")
-    level = "info" if options["verbose"] else "warning"
-    with suppress(KeyboardInterrupt):
-        uvicorn.Server(uvicorn.Config(app, log_level=level)).run(sockets=[listener])
-    if info := opt.info_of(library.lib, llama._ctx.ctx):
-        share = f"{100 * info.sparse_share:.1f} % of their attention calls sparse"
-        opt.note(f"{info.counter('steps')} tokens decoded, {share}", "dim")
+    return app, server._llama_proxy()
