@@ -5,6 +5,10 @@
 # CMake includes this file right after upstream's project() call; the targets do not exist yet, so the work is deferred to the
 # end of the top-level directory. Every CPU variant (GGML_CPU_ALL_VARIANTS) compiles our CPU files with its own flags.
 
+if (COMMAND sparq_attach)
+    message(FATAL_ERROR "attach.cmake is included twice: CMAKE_PROJECT_llama.cpp_INCLUDE is the one way in")
+endif()
+
 set(SPARQ_OPS_DIR ${CMAKE_CURRENT_LIST_DIR})
 
 function(sparq_attach)

@@ -885,7 +885,8 @@ static void build_select_inputs(const llm_graph_context & g, llm_graph_input_spa
     inp->kl     = new_input(g, "sparse_kl", 2, n_tok, ns, n_layer);
 }
 
-ggml_tensor * llama_sparse_build_attn(
+// mctx == nullptr: a layer with a sliding window, of which we read prompts only
+static ggml_tensor * build_layer(
         const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
         ggml_tensor * kq_b, ggml_tensor * kq_mask, ggml_tensor * sinks, float kq_scale, int il) {
     const auto & state = g.cparams.sparse;
@@ -1008,4 +1009,36 @@ ggml_tensor * llama_sparse_build_attn(
     emit(g, dev, cur, "sparse_attend", il);
 
     return cur;
+}
+
+// Which cache a layer reads is told by its mask: those of a plain KV cache belong to one of two inputs of the graph. False: another kind of
+// attention, which is upstream's.
+static bool find_cache(const llm_graph_context & g, const ggml_tensor * kq_mask, const llama_kv_cache_context ** mctx) {
+    for (const auto & input : g.res->inputs) {
+        auto * plain = dynamic_cast<llm_graph_input_attn_kv      *>(input.get());
+        auto * iswa  = dynamic_cast<llm_graph_input_attn_kv_iswa *>(input.get());
+        if (auto * hybrid = dynamic_cast<llm_graph_input_mem_hybrid *>(input.get())) {
+            plain = hybrid->get_attn();
+        }
+        if (auto * hybrid = dynamic_cast<llm_graph_input_mem_hybrid_iswa *>(input.get())) {
+            iswa = hybrid->get_attn();
+        }
+        if (plain && plain->get_kq_mask() == kq_mask) {
+            *mctx = plain->mctx;
+            return true;
+        }
+        if (iswa && (iswa->get_kq_mask() == kq_mask || iswa->get_kq_mask_swa() == kq_mask)) {
+            *mctx = iswa->get_kq_mask() == kq_mask ? iswa->mctx->get_base() : nullptr;
+            return true;
+        }
+    }
+    return false;
+}
+
+ggml_tensor * llama_sparse_build_attn(
+        const llm_graph_context & g, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
+        ggml_tensor * kq_b, ggml_tensor * kq_mask, ggml_tensor * sinks, float kq_scale, int il) {
+    const llama_kv_cache_context * mctx = nullptr;
+    const bool is_ours = g.cparams.sparse && kq_mask && find_cache(g, kq_mask, &mctx);
+    return is_ours ? build_layer(g, mctx, q, k, v, kq_b, kq_mask, sinks, kq_scale, il) : nullptr;
 }

@@ -17,6 +17,18 @@ LLAMA_API void llama_sparse_bench_arg(const std::string & specs);
 // the specs to run one after the other; without the option one empty text, which leaves a context as it is
 LLAMA_API std::vector<std::string> llama_sparse_bench_specs();
 
+// each test of llama-bench with each spec, one after the other
+template <typename T> std::vector<T> llama_sparse_bench_each(const std::vector<T> & instances) {
+    std::vector<T> res;
+    for (T instance : instances) {
+        for (const auto & spec : llama_sparse_bench_specs()) {
+            instance.sparse_attn = spec;
+            res.push_back(instance);
+        }
+    }
+    return res;
+}
+
 // `fields`, and with the option two more: sparse_attn (the spec in full) and sparse_calls (attention calls that ran sparse in the last
 // repetition: of n_gen tokens in every layer that can). Their values are in the same order.
 LLAMA_API std::vector<std::string> llama_sparse_bench_fields(const std::vector<std::string> & fields);

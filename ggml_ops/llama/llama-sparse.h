@@ -83,12 +83,11 @@ struct llama_sparse_access; // the one friend of the upstream classes we read
 void llama_sparse_env_prepare(llama_cparams & cparams);
 void llama_sparse_env_apply(llama_context * ctx);
 
-// llm_graph_context::build_attn(): the attention of one layer, or nullptr: build it as upstream does.
-// mctx == nullptr: a layer with a sliding window, of which we read prompts only.
+// llm_graph_context::build_attn_mha(): the attention of one layer, or nullptr: build it as upstream does.
 //   q [d_k, n_head, n_tokens], k [d_k, n_head_kv, n_kv, n_stream], v likewise, kq_mask [n_kv, n_tokens/n_stream, 1, n_stream]
 //   res [d_v*n_head, n_tokens] f32
 ggml_tensor * llama_sparse_build_attn(
-        const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
+        const llm_graph_context & g, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
         ggml_tensor * kq_b, ggml_tensor * kq_mask, ggml_tensor * sinks, float kq_scale, int il);
 
 // llama_kv_cache: bytes of K or V were written, or are about to be

@@ -321,9 +321,7 @@ def cmake_options(
     values["LLAMA_BUILD_COMMIT"] = pin.commit[:9]
     values["LLAMA_BUILD_NUMBER"] = "0"
     if not options.stock:
-        values["SPARQ_OPS_DIR"] = str(tree / "ops")
-        if (tree / "ops" / "attach.cmake").is_file():
-            values["CMAKE_PROJECT_llama.cpp_INCLUDE"] = str(tree / "ops" / "attach.cmake")
+        values["CMAKE_PROJECT_llama.cpp_INCLUDE"] = str(tree / "ops" / "attach.cmake")
     return [f"-D{key}={value}" for key, value in values.items()]
 
 

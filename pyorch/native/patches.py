@@ -21,10 +21,10 @@ class Change:
     path: str
     creates: bool = False
     executable: bool = False
-    hunks: list[tuple[int, list[tuple[bytes, bytes]]]] = field(default_factory=list)
+    hunks: list[list[tuple[bytes, bytes]]] = field(default_factory=list)
 
     def count(self, tag: bytes) -> int:
-        return sum(line[0] == tag for _, lines in self.hunks for line in lines)
+        return sum(line[0] == tag for hunk in self.hunks for line in hunk)
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,10 @@ def parse(file: Path) -> Patch:
             what = line.decode("utf-8", "replace").strip()
             raise SparqError(f"{file.name}: '{what}' is not for a hook patch", "only edit lines")
         elif line.startswith(b"@@ "):
-            match = re.match(rb"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@", line)
+            match = re.match(rb"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@", line)
             if not match:
                 raise SparqError(f"{file.name}: damaged hunk header", "export it again with git")
-            old, new = (int(n) if n is not None else 1 for n in match.group(2, 3))
+            old, new = (int(n) if n is not None else 1 for n in match.group(1, 2))
             hunk: list[tuple[bytes, bytes]] = []
             while i < len(lines) and (old > 0 or new > 0 or lines[i].startswith(b"\\")):
                 tag, text = lines[i][:1], lines[i][1:]
@@ -102,49 +102,46 @@ def parse(file: Path) -> Patch:
                 old -= tag != b"+"
                 new -= tag != b"-"
                 hunk.append((tag, text))
-            changes[-1].hunks.append((int(match.group(1)), hunk))
+            changes[-1].hunks.append(hunk)
     title = re.sub(r"\n ", " ", subject.group(1)) if subject else ""
     return Patch(file.name, title, trailers, changes)
 
 
 def apply(file: Path, tree: Path) -> None:
-    """Apply one patch at exactly the lines that it names: no offset, no fuzz.
+    """Apply one patch: the lines of a hunk must stand in the file at exactly one place.
+
+    The numbers in the hunk headers are not read, so lines that upstream adds elsewhere do no harm.
 
     Raises:
-        SparqError: a line of the tree is not what the patch expects.
+        SparqError: the lines of a hunk are not in the tree, or at more than one place.
     """
     for change in parse(file).changes:
         target = tree / change.path
-        before: list[bytes] = []
-        if not change.creates:
-            if not target.is_file():
-                raise SparqError(f"{file.name} does not apply: {change.path} is missing", HINT)
-            before = BytesIO(target.read_bytes()).readlines()
-        elif target.exists():
-            raise SparqError(f"{file.name} does not apply: {change.path} is there already", HINT)
+        if target.exists() if change.creates else not target.is_file():
+            what = "is there already" if change.creates else "is missing"
+            raise SparqError(f"{file.name} does not apply: {change.path} {what}", HINT)
+        before = [] if change.creates else BytesIO(target.read_bytes()).readlines()
         after: list[bytes] = []
-        at = 0
-        for start, hunk in change.hunks:
-            begin = max(start - 1, 0)
-            after += before[at:begin]
-            at = begin
-            for tag, text in hunk:
-                if tag != b"+":
-                    if at >= len(before) or before[at] != text:
-                        raise SparqError(
-                            f"{file.name} does not apply: {change.path} line {at + 1} differs",
-                            HINT,
-                        )
-                    at += 1
-                if tag != b"-":
-                    after.append(text)
+        for hunk in change.hunks:
+            old = [text for tag, text in hunk if tag != b"+"]
+            places = [i for i in range(len(before) + 1) if before[i : i + len(old)] == old]
+            if len(places) != 1:
+                what = "is at more than one place" if places else "is not there"
+                line = next((text for tag, text in hunk if tag == b"+"), old[0])
+                shown = line.decode("utf-8", "replace").strip()
+                raise SparqError(
+                    f"{file.name} does not apply: the place for '{shown}' in {change.path} {what}",
+                    HINT,
+                )
+            after += before[: places[0]] + [text for tag, text in hunk if tag != b"-"]
+            before = before[places[0] + len(old) :]
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(b"".join(after + before[at:]))
+        target.write_bytes(b"".join(after + before))
         if change.executable:
             target.chmod(0o755)
 
 
-HINT = "the series fits one exact source: unset SPARQ_LLAMA_SOURCE, or `make patches-check`"
+HINT = "the series fits the sources in patches/UPSTREAM: unset SPARQ_LLAMA_SOURCE"
 
 
 def apply_series(tree: Path, patch_dir: Path | None = None) -> None:

@@ -22,7 +22,7 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Pin:
-    """`patches/UPSTREAM`, one `key value` per line."""
+    """One source that the series fits: `key value` lines of `patches/UPSTREAM`."""
 
     package: str  # name on the package index
     version: str
@@ -30,8 +30,6 @@ class Pin:
     folder: str  # of llama.cpp inside the sdist
     repo: str  # where llama.cpp came from, for people
     commit: str
-    base: str  # git commit id that `make upstream` gives the untouched source
-    tree: str  # git tree id after the series
 
     @property
     def filename(self) -> str:
@@ -47,19 +45,44 @@ class Source:
     pinned: bool
 
 
-def read_pin(patch_dir: Path | None = None) -> Pin:
-    """Read `UPSTREAM`.
+def pins(patch_dir: Path | None = None) -> list[Pin]:
+    """Read `UPSTREAM`: the sources that the series fits. The first is the one that is built.
+
+    Each `version` begins a pin; what comes before the first holds for all.
 
     Raises:
         SparqError: a key is missing or unknown.
     """
     file = (patch_dir or paths.data("patches")) / "UPSTREAM"
-    lines = [line.split(None, 1) for line in file.read_text("utf-8").splitlines()]
-    fields = {line[0]: line[1].strip() for line in lines if len(line) == 2 and line[0] != "#"}
+    common: dict[str, str] = {}
+    blocks: list[dict[str, str]] = []
+    for line in file.read_text("utf-8").splitlines():
+        key, _, value = line.partition(" ")
+        if key == "version":
+            blocks.append(dict(common))
+        if key and key != "#":
+            (blocks[-1] if blocks else common)[key] = value.strip()
     try:
-        return Pin(**fields)
+        return [Pin(**block) for block in blocks or [common]]
     except TypeError as error:
         raise SparqError(f"{file} is damaged: {error}", "restore it from git") from None
+
+
+def read_pin(patch_dir: Path | None = None) -> Pin:
+    """The pin to build: that of the version in SPARQ_LLAMA_PIN, else the first.
+
+    Raises:
+        SparqError: there is no pin of that version.
+    """
+    known = pins(patch_dir)
+    wanted = os.environ.get("SPARQ_LLAMA_PIN") or known[0].version
+    for pin in known:
+        if pin.version == wanted:
+            return pin
+    raise SparqError(
+        f"SPARQ_LLAMA_PIN={wanted} is not a pinned version",
+        f"one of {', '.join(pin.version for pin in known)}, or unset it",
+    )
 
 
 def locate(pin: Pin) -> Source:

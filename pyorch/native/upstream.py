@@ -23,7 +23,7 @@ MAX_ADDED = 150
 MAX_REMOVED = 10
 
 STATUS = ("Inappropriate [sparq-specific]", "Submitted ", "Backport ", "Pending")
-_EXPORT = ("--no-signature", "--no-numbered", "--zero-commit", "--full-index", "--no-stat")
+_EXPORT = ("--no-signature", "--no-numbered", "--zero-commit", "--full-index", "--no-stat", "-U1")
 
 
 def _git(cwd: Path, *args: str, env: dict[str, str] | None = None, stdin: str | None = None) -> str:
@@ -50,12 +50,9 @@ def _git(cwd: Path, *args: str, env: dict[str, str] | None = None, stdin: str | 
     return done.stdout.strip()
 
 
-def _checkout(folder: Path, patch_dir: Path) -> str:
-    """Make a git work tree of the untouched source plus the series. Returns the base commit id.
-
-    The base has fixed names and dates, so that its id is the same on every machine.
-    """
-    pin = source.read_pin(patch_dir)
+def _checkout(folder: Path, patch_dir: Path) -> None:
+    """Make a git work tree of the first pin: the untouched source plus the series."""
+    pin = source.pins(patch_dir)[0]
     where = source.locate(pin)
     source.fetch(pin, where, _say)
     source.unpack(where, pin.folder, folder)
@@ -80,7 +77,6 @@ def _checkout(folder: Path, patch_dir: Path) -> str:
             _git(folder, "am", "--quiet", "--keep-cr", str(patch.absolute()), env=dates)
         except SparqError as error:
             raise SparqError(f"{patch.name} does not apply: {error.message}", HINT) from None
-    return _git(folder, "rev-parse", "base")
 
 
 def _export(folder: Path, into: Path) -> None:
@@ -132,13 +128,6 @@ def refresh(patch_dir: Path, folder: Path) -> None:
             old.unlink()
         for new in series(Path(temp)):
             shutil.copy(new, patch_dir / new.name)
-    written = patch_dir / "UPSTREAM"
-    text = written.read_text("utf-8")
-    for key, value in (("base", "base"), ("tree", "HEAD^{tree}")):
-        text = re.sub(
-            rf"^{key} .*$", f"{key:<8} {_git(folder, 'rev-parse', value)}", text, flags=re.M
-        )
-    written.write_text(text, "utf-8")
     readme = patch_dir / "README.md"
     readme.write_text(_with_table(readme.read_text("utf-8"), patch_dir), "utf-8")
     _say(f"wrote {len(series(patch_dir))} patches")
@@ -212,14 +201,9 @@ def audit(patch_dir: Path) -> list[str]:
 def check(patch_dir: Path) -> list[str]:
     """What is wrong with the series, tried in a fresh work tree. Empty when all is well."""
     wrong = audit(patch_dir)
-    pin = source.read_pin(patch_dir)
     with tempfile.TemporaryDirectory() as temp:
         tree, exported = Path(temp) / "tree", Path(temp) / "exported"
-        base = _checkout(tree, patch_dir)
-        if base != pin.base:
-            wrong.append(f"UPSTREAM: base is {base}")
-        if (found := _git(tree, "rev-parse", "HEAD^{tree}")) != pin.tree:
-            wrong.append(f"UPSTREAM: tree is {found}")
+        _checkout(tree, patch_dir)
         _export(tree, exported)
         wrong += [f"{name}: not as git exports it" for name in _same_series(patch_dir, exported)]
         # The build applies the series without git: it must give the same bytes.
@@ -232,6 +216,20 @@ def check(patch_dir: Path) -> list[str]:
             for path, content in with_git.items()
             if (tree / path).read_bytes() != content
         ]
+    for pin in source.pins(patch_dir)[1:]:
+        where = source.locate(pin)
+        if where.path.exists():
+            with tempfile.TemporaryDirectory() as temp:
+                source.unpack(
+                    where,
+                    pin.folder,
+                    Path(temp),
+                    only=tuple({path.split("/")[0] for path in touched}),
+                )
+                try:
+                    apply_series(Path(temp), patch_dir)
+                except SparqError as error:
+                    wrong.append(f"{pin.version}: {error.message}")
     readme = (patch_dir / "README.md").read_text("utf-8")
     if readme != _with_table(readme, patch_dir):
         wrong.append("README.md: the table of patches is out of date")

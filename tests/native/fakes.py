@@ -15,13 +15,12 @@ from pyorch.native import build, probe
 
 UPSTREAM = """\
 package  llama-cpp-python
-version  0.0.1
-sha256   {sha256}
 folder   vendor/llama.cpp
 repo     -
+
+version  0.0.1
+sha256   {sha256}
 commit   0123456789abcdef
-base     -
-tree     -
 """
 
 PATCH = """\

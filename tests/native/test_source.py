@@ -18,7 +18,7 @@ from pyorch import paths
 from pyorch.errors import SparqError
 from pyorch.native import source
 
-PIN = source.Pin("sparq-fake", "1.0", "0" * 64, "vendor/llama.cpp", "-", "-", "-", "-")
+PIN = source.Pin("sparq-fake", "1.0", "0" * 64, "vendor/llama.cpp", "-", "-")
 PROJECT = '[build-system]\nrequires = ["not-there"]\nbuild-backend = "scikit_build_core.build"\n'
 
 
@@ -94,7 +94,7 @@ def test_environment_without_pip(
     code = "" if ensurepip else "import sys; sys.executable = '/bin/false';"
     code += (
         "from pyorch.native import source;"
-        f"pin = source.Pin('sparq-fake', '1.0', '{sha256}', '-', '-', '-', '-', '-');"
+        f"pin = source.Pin('sparq-fake', '1.0', '{sha256}', '-', '-', '-');"
         "source.fetch(pin, source.locate(pin), print)"
     )
     needed = Path(platformdirs.__file__).parent
@@ -185,3 +185,21 @@ def test_damaged_pin(tmp_path: Path) -> None:
     (tmp_path / "UPSTREAM").write_text("package  x\n")
     with pytest.raises(SparqError, match="damaged"):
         source.read_pin(tmp_path)
+
+
+def test_another_pin_is_chosen_by_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = "# a note\npackage  sparq-fake\nfolder   vendor/llama.cpp\nrepo     -\n"
+    blocks = [f"\nversion  {v}\nsha256   {v * 16}\ncommit   c{v}\n" for v in ("1.10", "1.9")]
+    (tmp_path / "UPSTREAM").write_text(common + "".join(blocks))
+    monkeypatch.delenv("SPARQ_LLAMA_PIN", raising=False)
+    assert source.read_pin(tmp_path).version == "1.10"
+    monkeypatch.setenv("SPARQ_LLAMA_PIN", "1.9")
+    pin = source.read_pin(tmp_path)
+    assert (pin.package, pin.version, pin.commit) == ("sparq-fake", "1.9", "c1.9")
+    assert pin.filename == "sparq_fake-1.9.tar.gz"
+    monkeypatch.setenv("SPARQ_LLAMA_PIN", "1.8")
+    with pytest.raises(SparqError, match="SPARQ_LLAMA_PIN=1.8 is not a pinned") as error:
+        source.read_pin(tmp_path)
+    assert "1.10, 1.9" in error.value.hint
