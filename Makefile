@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV    = .venv
 STAMP  := $(VENV)/stamp-$(shell cksum < pyproject.toml | cut -d' ' -f1)
 RUN     = $(VENV)/bin
+LOWEST  = .venv-lowest
 
 # the threads of numpy and of ggml together slow the tests down
 export OPENBLAS_NUM_THREADS = 1
 
-.PHONY: demo test test-all test-gpu bench-gpu gpu-all figures fuzz soak sanitize lint fmt build upstream patches-refresh patches-check clean
+.PHONY: demo test test-all test-lowest test-gpu bench-gpu gpu-all figures fuzz soak sanitize lint fmt build upstream patches-refresh patches-check clean
 
 demo: build             ## build, then let the demo model recite from a long document, dense and sparse
 	$(RUN)/sparq-cpp demo
@@ -47,6 +48,12 @@ figures: $(STAMP)       ## draw bench/figures again from the committed records
 	$(RUN)/python bench/draw.py
 	$(RUN)/sparq-cpp eval plot bench/results/*/eval repetition needle fidelity --out bench/figures
 
+test-lowest:            ## the quick tests with the lowest versions that pyproject.toml declares; PYTHON=python3.11 or 3.10
+	$(PYTHON) -m venv $(LOWEST)
+	grep -oE '"[A-Za-z0-9-]+>=[0-9.]+' pyproject.toml | grep -vE 'torch|tokenizers' | tr -d '"' | sed 's/>=/==/' > $(LOWEST)/lowest.txt
+	$(LOWEST)/bin/python -m pip install --quiet --editable '.[test,server,eval,figures]' --constraint $(LOWEST)/lowest.txt
+	SPARQ_CUDA=0 $(LOWEST)/bin/python -m pytest -q -m 'not slow and not gpu' -W ignore::DeprecationWarning $(ARGS)
+
 fuzz: build             ## random operations on the cache, spec changes, restored states; OPS=20000, SPARQ_FUZZ_SEED=N
 	SPARQ_FUZZ_OPS=$(or $(OPS),20000) $(RUN)/python -m pytest -q tests/e2e/test_fuzz.py
 
@@ -72,4 +79,4 @@ patches-check: $(STAMP) ## the series applies, round-trips, and keeps its budget
 	$(RUN)/python -m pyorch.native.upstream check
 
 clean:                  ## the virtual environment and the upstream work tree; the cache stays
-	rm -rf $(VENV) .upstream
+	rm -rf $(VENV) $(LOWEST) .upstream

@@ -1,0 +1,112 @@
+"""What is shipped: the wheel and the sdist hold what they need, and the demo runs from each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from pyorch import paths
+
+pytestmark = pytest.mark.skipif(not paths.in_checkout(), reason="there is nothing to pack here")
+DATA = ("patches", "ggml_ops", "models")
+
+
+def pack(folder: Path, into: Path, kind: str) -> Path:
+    """The `wheel` or `sdist` of a checkout, made without an index."""
+    argv = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(into)]
+    subprocess.run(argv, cwd=folder, check=True, capture_output=True)
+    (file,) = into.glob("*.whl" if kind == "wheel" else "*.tar.gz")
+    return file
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pack(paths.REPOSITORY, tmp_path_factory.mktemp("wheel"), "wheel")
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pack(paths.REPOSITORY, tmp_path_factory.mktemp("sdist"), "sdist")
+
+
+def contents(file: Path) -> dict[str, int]:
+    """Sizes in bytes by name, without the folder that an sdist has around everything."""
+    if file.suffix == ".whl":
+        with zipfile.ZipFile(file) as archive:
+            return {info.filename: info.file_size for info in archive.infolist()}
+    with tarfile.open(file) as archive:
+        return {m.name.partition("/")[2]: m.size for m in archive if m.isfile()}
+
+
+def test_the_wheel_has_the_data_and_nothing_of_the_workshop(wheel: Path) -> None:
+    found = contents(wheel)
+    assert {name.split("/")[0].partition("-")[0] for name in found} == {"pyorch", "sparq_cpp"}
+    for folder in DATA:
+        ours = {
+            f"pyorch/_data/{file.relative_to(paths.REPOSITORY)}"
+            for file in (paths.REPOSITORY / folder).rglob("*")
+            if file.is_file() and file.parent.name != "__pycache__"
+        }
+        assert ours <= found.keys()
+    assert {"pyorch/py.typed", "pyorch/_data/models/demo/document.txt"} <= found.keys()
+    assert wheel.stat().st_size < 10e6  # the demo model is 7 MB of it
+
+
+def test_the_sdist_makes_the_same_wheel_and_leaves_the_records_out(
+    wheel: Path, sdist: Path, tmp_path: Path
+) -> None:
+    found = contents(sdist)
+    assert not [name for name in found if name.startswith(("bench/results", ".ci", ".venv"))]
+    assert {"Makefile", "bench/plot.py", "tests/conftest.py"} <= found.keys()
+    assert sdist.stat().st_size < 10e6
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (folder,) = tmp_path.iterdir()
+    assert contents(pack(folder, tmp_path / "dist", "wheel")) == contents(wheel)
+
+
+def demo(python: Path, cwd: Path) -> None:
+    """Run the demo that is installed beside `python`, from a folder that is not the clone.
+
+    Raises:
+        AssertionError: it failed, or nothing ran sparse.
+    """
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"SPARQ_CUDA": "0"}
+    argv = [str(python.with_name("sparq-cpp")), "demo", "-n", "4", "--json"]
+    done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["runs"]["sparse"]["attention"]["counters"]["calls_sparse"] > 0
+
+
+def test_demo_from_the_wheel(wheel: Path, tmp_path: Path, native_lib_dir: Path) -> None:
+    """With this environment's packages below the installed one, and the library built before."""
+    pytest.importorskip("pip")
+    venv.create(tmp_path / "env", with_pip=False, symlinks=True)
+    python = tmp_path / "env" / "bin" / "python"
+    argv = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+    subprocess.run([*argv, "--no-deps", "--no-index", str(wheel)], check=True, capture_output=True)
+    (packages,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
+    (packages / "beside.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    demo(python, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_demo_from_the_index(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest, native_lib_dir: Path
+) -> None:
+    """In an empty environment, with what pip finds for our requirements."""
+    file: Path = request.getfixturevalue(kind)
+    venv.create(tmp_path / "env", with_pip=True, symlinks=True)
+    python = tmp_path / "env" / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "--quiet", str(file)], check=True)
+    demo(python, tmp_path)
