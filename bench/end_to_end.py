@@ -26,7 +26,7 @@ CAPTION = (
     "head in proportion: `n_layer` in the CSV."
 )
 FULL_LAYERS = 32
-NEEDS = "sparq-cpp bench -d 4096-131072*2 -n 10 -r 3 --ratio 1/8 --shadow-type f16,q4"
+NEEDS = "sparq-cpp bench -d 4096-131072*2 -n 10 -r 3 --ratio 1/8 --attn-shadow f16,q4"
 
 
 def data(folder: Path) -> list[plot.Row]:

@@ -155,7 +155,7 @@ def table(recs: Sequence[Record]) -> str:
 @click.command(context_settings=commands.SETTINGS)
 @click.option("--like", default="llama2-7b,llama3-8b", show_default=True, help="Heads.")
 @click.option("-d", "--n-depth", type=Numbers(256), default="16384,65536", show_default=True)
-@click.option("-a", "--attention", "specs", multiple=True, metavar="SPEC", help="[default: five]")
+@click.option("-a", "--attn", "specs", multiple=True, metavar="SPEC", help="[default: five]")
 @click.option(
     "-t", "--threads", type=Numbers(1, opt.THREADS.high), help="[default: 1 and all cores]"
 )

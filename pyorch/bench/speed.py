@@ -347,7 +347,7 @@ def check(planned: Iterable[tuple[Path, Sequence[Case]]]) -> None:
                 reason = f": {splits[0].reason}" if splits else ""
                 raise SparqError(
                     f"{c.spec} stays dense at {n_pos} positions{reason}",
-                    "more positions (-d), or min_ctx=0 in --spec; -a dense measures our dense",
+                    "more positions (-d), or min_ctx=0 in -a; -a dense measures our dense",
                     exit_code=2,
                 )
 

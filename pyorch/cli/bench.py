@@ -28,7 +28,7 @@ FLASH_ATTN = {
     **dict.fromkeys(("1", "on", "enabled", "true"), (True,)),
     **dict.fromkeys(("auto", "-1"), (False, True)),
 }
-COMBINED = ("method", "ratio", "shadow_type", "budget")  # options, in place of --spec
+COMBINED = ("attn_method", "ratio", "attn_shadow", "budget")  # options, in place of -a
 _MARKS = "--update-readme takes a file with such marks"
 MOST = 1000  # values of a range
 SYNTHETIC = {"like", "layers", "quant"}  # options, in place of a model
@@ -112,8 +112,11 @@ out_option = click.option(
 readme_option = click.option(
     "--update-readme", metavar="FILE", help="Put the table between this file's marks for it."
 )
-spec_option = partial(
-    click.option, "--attention", "-a", "--spec", "spec", multiple=True, metavar="SPEC"
+spec_option = partial(click.option, *opt.SPEC_OPTION, multiple=True, metavar="SPEC")
+renamed_options = (
+    *(opt.renamed(old, "-a SPEC") for old in ("--attention", "--spec")),
+    opt.renamed("--method", "--attn-method"),
+    opt.renamed("--shadow-type", "--attn-shadow"),
 )
 force_option = click.option("--force", is_flag=True, help="Measure again what is there already.")
 
@@ -148,11 +151,12 @@ force_option = click.option("--force", is_flag=True, help="Measure again what is
     default="md",
     show_default=True,
 )
-@several("--method", of=opt.Name("sparq", "topk", "dense"), default="sparq", text="Ours.")
+@several("--attn-method", of=opt.Name("sparq", "topk", "dense"), default="sparq", text="Ours.")
 @several("--ratio", of=opt.Ratio(), default="1/8", text="Share of dense attention's bytes.")
-@several("--shadow-type", of=opt.Name(*SHADOWS), text="Type of the transposed K.")
+@several("--attn-shadow", of=opt.Name(*SHADOWS), text="Type of the transposed K.")
 @several("--budget", of=opt.Name(*BUDGETS), text="k over the layers.")
 @spec_option(help="In place of these four: all settings as one line.")
+@opt.group(*renamed_options)
 @opt.numa_option
 @opt.rope_options
 @opt.gpu_option
@@ -176,9 +180,9 @@ def command(ctx: click.Context, **options: Any) -> None:
     if ctx.invoked_subcommand is not None:
         _refuse(ctx, given, f"stands before {ctx.invoked_subcommand}", "put it behind")
         return
-    if options["spec"]:
-        hint = "--spec has all settings, and may be given several times"
-        _refuse(ctx, given & set(COMBINED), "has no place beside --spec", hint)
+    if options["attn"]:
+        hint = "-a has all settings, and may be given several times"
+        _refuse(ctx, given & set(COMBINED), "has no place beside -a", hint)
     if not options["attn_only"]:
         _refuse_two_models(ctx, given, options["models"])
     options["threads"] = options["threads"] or [usable_cores()]
@@ -191,9 +195,9 @@ def command(ctx: click.Context, **options: Any) -> None:
 
 
 def _specs(options: dict[str, Any]) -> list[str]:
-    """The settings of ours: `--spec`, or all combinations of the four options, each once."""
-    if options["spec"]:
-        return list(options["spec"])
+    """The settings of ours: `-a`, or all combinations of the four options, each once."""
+    if options["attn"]:
+        return list(options["attn"])
     every = product(*(options[name] or [None] for name in COMBINED))
     return list(dict.fromkeys(str(_combined(*values)) for values in every))
 
@@ -281,7 +285,7 @@ def _attention(ctx: click.Context, given: set[str], options: dict[str, Any]) -> 
     foreign |= {name for name in options if name.startswith(("rope_", "yarn_"))}
     hint = "--like chooses the heads, -d the positions, -r the turns of five tokens"
     _refuse(ctx, given & foreign, "has no meaning with --attn-only", hint)
-    ours = given & {*COMBINED, "spec"}
+    ours = given & {*COMBINED, "attn"}
     plan = attention.Plan(
         like=options["like"] or attention.LIKE,
         positions=options["n_depth"] or attention.POSITIONS,
@@ -316,6 +320,7 @@ def _attention(ctx: click.Context, given: set[str], options: dict[str, Any]) -> 
 @several("-d", "--n-depth", of=Numbers(), default="4096-65536*2")
 @click.option("--threads", "-t", type=opt.THREADS, help="[default: all cores]")
 @spec_option(default=["sparq,ratio=1/8"], show_default=True)
+@opt.group(*renamed_options[:2])
 @click.option("-n", "--n-gen", type=opt.Number(int, 1), default=20, show_default=True)
 @click.option(
     "-r", "--repetitions", type=opt.Number(int, 1), default=5, show_default=True, help="Rounds."
@@ -344,7 +349,7 @@ def growth(ctx: click.Context, **options: Any) -> None:
         n_gen=[options["n_gen"]],
         n_depth=options["n_depth"],
         threads=[options["threads"] or usable_cores()],
-        specs=options["spec"],
+        specs=options["attn"],
         repetitions=options["repetitions"],
         numa=options["numa"] or "",
     )

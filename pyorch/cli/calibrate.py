@@ -31,12 +31,13 @@ SIZES = ((0.1e9, 8, 64), (1e9, 8, 16), (float("inf"), 4, 16))  # bytes of a mode
     help="Share of dense attention's bytes.  [default: 1/8]",
 )
 @click.option(
-    "--shadow-type",
+    "--attn-shadow",
     "shadow",
     type=opt.Name(*SHADOWS),
     default="q4",
     help="Type of the transposed K.  [default: q4]",
 )
+@opt.renamed("--shadow-type", "--attn-shadow")
 @click.option("--text", metavar="FILE|DIR", help="Text to decode.  [default: a bundled one]")
 @click.option(
     "--contexts",

@@ -15,8 +15,10 @@ _OUTTYPES = ("auto", "f16", "bf16", "f32", "q8_0")
 
 @click.command()
 @click.argument("model", metavar="DIR|SPEC")
+@opt.renamed("-o", "--out FILE")
+@opt.renamed("--output", "--out FILE")
 @click.option(
-    "--output", "-o", metavar="FILE", help="The file to write.  [default: NAME.gguf in this folder]"
+    "--out", metavar="FILE", help="The file to write.  [default: NAME.gguf in this folder]"
 )
 @click.option(
     "--outtype",
@@ -29,7 +31,7 @@ _OUTTYPES = ("auto", "f16", "bf16", "f32", "q8_0")
 @click.option("--yes", is_flag=True, help="Download what is needed without asking.")
 @opt.json_option
 def command(
-    model: str, output: str | None, outtype: str, force: bool, yes: bool, as_json: bool
+    model: str, out: str | None, outtype: str, force: bool, yes: bool, as_json: bool
 ) -> None:
     """Convert a safetensors model to GGUF with llama.cpp's converter.
 
@@ -52,7 +54,7 @@ def command(
     if spec is not None and (spec.file or spec.quant):
         raise SparqError(f"{model!r} is GGUF already", f"sparq-cpp pull {model}", exit_code=2)
     name = spec.repo.split("/")[1] if spec else Path(model).resolve().name
-    target = Path(output or f"{name}.gguf")
+    target = Path(out or f"{name}.gguf")
     check_target(target, force)
     folder = Path(model)
     if spec is not None:

@@ -44,10 +44,10 @@ def command() -> None:
     help="GGUF model, a card's name, or hf:org/repo.",
 )
 @opt.yes_option
+@opt.renamed("--attention", "-a SPEC")
+@opt.renamed("--method", "-a SPEC")
 @click.option(
-    "--attention",
-    "--method",
-    "-a",
+    *opt.SPEC_OPTION,
     "methods",
     multiple=True,
     metavar="SPEC",

@@ -88,7 +88,7 @@ class Name(click.ParamType):
         return f"[{'|'.join(self.names)}]"
 
 
-def _group(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def group(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def decorate(command: Any) -> Any:
         for option in reversed(options):
             command = option(command)
@@ -98,7 +98,7 @@ def _group(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 yes_option = click.option("--yes", is_flag=True, help="Download or write models without asking.")
-model_options = _group(
+model_options = group(
     click.option(
         "--model",
         "-m",
@@ -115,7 +115,7 @@ gpu_option = click.option(
     type=POSITIONS,
     help="Layers on the GPU.  [default: all, if there is one]",
 )
-context_options = _group(
+context_options = group(
     click.option(
         "--ctx",
         "-c",
@@ -124,7 +124,7 @@ context_options = _group(
     ),
     click.option("--threads", "-t", type=THREADS, help="Threads.  [default: all cores]"),
 )
-cache_options = _group(
+cache_options = group(
     click.option(
         "-ctk", "--cache-type-k", type=Name(*CACHE_TYPES), default="f16", help="  [default: f16]"
     ),
@@ -136,7 +136,7 @@ numa_option = click.option(
     "--numa", type=Name("distribute", "isolate", "numactl"), help="As in llama.cpp."
 )
 POSITIVE = Number(float, 1e-9, 1e9)
-rope_options = _group(
+rope_options = group(
     click.option(
         "--rope-scaling",
         type=Name("none", "linear", "yarn"),
@@ -165,12 +165,42 @@ rope_options = _group(
         "--yarn-beta-slow", type=POSITIVE, help="YaRN: rotations up to which to interpolate."
     ),
 )
-attention_options = _group(
+
+
+def renamed(old: str, *new: str) -> Callable[[Any], Any]:
+    """A hidden option that refuses an old spelling in one line, which names the new one.
+
+    An old name may not quietly take on a new meaning, and `--topk` is one letter away from
+    llama.cpp's `--top-k`.
+    """
+
+    def refuse(ctx: Any, param: Any, value: Any) -> None:
+        if value is not None:
+            raise SparqError(f"{old} is now {new[0]}", " or ".join(new), exit_code=2)
+
+    return click.option(old, hidden=True, expose_value=False, is_eager=True, callback=refuse)
+
+
+# old -> new, wherever settings of attention are given
+_ATTENTION_RENAMED = {
+    "--attention": ("-a SPEC",),
+    "--method": ("--attn-method",),
+    "--rank": ("--attn-rank",),
+    "--topk": ("--attn-topk, SparQ's k", "--top-k, how many tokens sampling chooses from"),
+    "--local": ("--attn-local",),
+    "--sinks": ("--attn-sinks",),
+    "--mean-v": ("--attn-mean-v",),
+    "--shadow-type": ("--attn-shadow",),
+    "--min-ctx": ("--attn-min-ctx",),
+}
+renamed_attention = group(*(renamed(old, *new) for old, new in _ATTENTION_RENAMED.items()))
+
+SPEC_OPTION = ("-a", "--attn")  # `-a SPEC` is the one long form, in every command
+attention_options = group(
     click.option(
-        "--attention",
-        "-a",
+        *SPEC_OPTION,
         metavar="SPEC",
-        help="All settings as one line: sparq,ratio=1/8,mean_v=on.",
+        help="All settings of attention as one line: sparq,ratio=1/8,mean_v=on.",
     ),
     click.option(
         "--ratio",
@@ -178,44 +208,51 @@ attention_options = _group(
         help="Share of dense attention's bytes: 1/8, 0.125 or 12.5%.  [default: dense]",
     ),
     click.option(
-        "--method",
+        "--attn-method",
         type=Name(*METHODS),
         help="[default: sparq with a setting, else off]",
     ),
-    click.option("--rank", type=SOME_POSITIONS, help="SparQ's r: components that score."),
-    click.option("--topk", type=SOME_POSITIONS, help="SparQ's k: positions read exactly."),
+    click.option("--attn-rank", type=SOME_POSITIONS, help="SparQ's r: components that score."),
+    click.option("--attn-topk", type=SOME_POSITIONS, help="SparQ's k: positions read exactly."),
     click.option(
-        "--local",
+        "--attn-local",
         type=POSITIONS,
         help="Newest positions always in.  [default: k/4]",
     ),
     click.option(
-        "--sinks",
+        "--attn-sinks",
         type=POSITIONS,
         help="First positions always in.  [default: 4]",
     ),
     click.option(
-        "--mean-v",
+        "--attn-mean-v",
         type=Name(*MEAN_V),
         help="Mean of V for what is not read.  [default: auto: on for MHA, off for GQA]",
     ),
     click.option("--budget", type=Name(*BUDGETS), help="k over the layers.  [default: uniform]"),
     click.option(
-        "--shadow-type",
-        "shadow",
+        "--attn-shadow",
         type=Name(*SHADOWS),
         help="Type of the transposed copy of K; fewer bits, more rank.  [default: q4]",
     ),
     click.option(
-        "--min-ctx",
+        "--attn-min-ctx",
         type=POSITIONS,
         help="Exact dense attention below this many positions.  [default: 1024]",
     ),
+    renamed_attention,
 )
-sampling_options = _group(
+sampling_options = group(
     click.option("--temp", type=Number(float, 0), help="Temperature; 0 is greedy."),
+    click.option("--top-k", type=POSITIONS, default=40, show_default=True, help="0: all."),
     click.option("--top-p", type=Number(float, 0, 1), default=0.95, show_default=True),
     click.option("--min-p", type=Number(float, 0, 1), default=0.05, show_default=True),
+    click.option(
+        "--repeat-penalty",
+        type=Number(float, 1e-3, 1e3),
+        default=1.0,
+        help="Makes the last 64 tokens less likely.  [default: 1, which changes nothing]",
+    ),
     click.option("--seed", type=Number(int, 0, 2**32 - 1), help="  [default: a new one each time]"),
 )
 
@@ -249,17 +286,18 @@ def attention_from(options: Mapping[str, Any]) -> AttentionSpec | None:
     Raises:
         SparqError: values out of range, or some that exclude each other.
     """
-    names = ("ratio", "rank", "topk", "local", "sinks", "mean_v", "budget", "shadow", "min_ctx")
-    given = {n: options[n] for n in names if options.get(n) is not None}
-    line, method = options.get("attention"), options.get("method")
+    names = {n: n for n in ("ratio", "budget")}
+    names |= {n: f"attn_{n}" for n in ("rank", "topk", "local", "sinks", "mean_v", "shadow")}
+    names["min_ctx"] = "attn_min_ctx"
+    given = {n: options[o] for n, o in names.items() if options.get(o) is not None}
+    line, method = options.get("attn"), options.get("attn_method")
     whole = line is not None  # an empty one is refused, not left out
-    beside = [*given, *(["method"] if whole and method else [])]
+    beside = [names[n] for n in given] + (["attn_method"] if whole and method else [])
     if beside and (whole or method in ("dense", "off")):
-        option = {"shadow": "shadow-type"}.get(beside[0], beside[0].replace("_", "-"))
-        what = "--attention has all settings" if whole else f"--method {method} reads everything"
+        what = "-a has all settings" if whole else f"--attn-method {method} reads everything"
         raise SparqError(
-            f"{what}: --{option} has no place beside it",
-            "-a sparq,ratio=1/8,mean_v=on" if whole else "use --method sparq or topk",
+            f"{what}: --{beside[0].replace('_', '-')} has no place beside it",
+            "-a sparq,ratio=1/8,mean_v=on" if whole else "use --attn-method sparq or topk",
             exit_code=2,
         )
     if line is not None:
@@ -273,8 +311,10 @@ def sampling_from(options: Mapping[str, Any], default_temp: float) -> Sampling:
     temp = options.get("temp")
     return Sampling(
         temp=default_temp if temp is None else temp,
+        top_k=options["top_k"],
         top_p=options["top_p"],
         min_p=options["min_p"],
+        repeat_penalty=options["repeat_penalty"],
         seed=options.get("seed"),
     )
 

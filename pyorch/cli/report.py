@@ -11,9 +11,10 @@ from pyorch.errors import SparqError
 
 
 @click.command()
+@opt.renamed("-o", "--out FILE")
+@opt.renamed("--output", "--out FILE")
 @click.option(
-    "--output",
-    "-o",
+    "--out",
     metavar="FILE",
     default="report.html",
     show_default=True,
@@ -27,7 +28,7 @@ from pyorch.errors import SparqError
 @click.option(
     "--figures", metavar="DIR", help="Folder of the pictures.  [default: bench/figures in a clone]"
 )
-def command(output: str, results: str | None, figures: str | None) -> None:
+def command(out: str, results: str | None, figures: str | None) -> None:
     """Write figures and tables as one HTML page that opens without a network."""
     from pyorch import paths
     from pyorch.bench import records, report
@@ -40,6 +41,6 @@ def command(output: str, results: str | None, figures: str | None) -> None:
         Path(results) if results else records.default_folder(),
         Path(figures) if figures else paths.results() / "figures",
     )
-    with new_file(Path(output), force=True) as (partial, _):
+    with new_file(Path(out), force=True) as (partial, _):
         partial.write_text(text, "utf-8")
-    opt.note(f"{output}: {len(text) / 1e6:.1f} MB")
+    opt.note(f"{out}: {len(text) / 1e6:.1f} MB")

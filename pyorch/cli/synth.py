@@ -44,7 +44,9 @@ def _size(name: str, key: str, text: str, kind: click.ParamType | None = None) -
     show_default=True,
     help="Seed of the weights.",
 )
-@click.option("--output", "-o", required=True, metavar="FILE", help="The GGUF file to write.")
+@opt.renamed("-o", "--out FILE")
+@opt.renamed("--output", "--out FILE")
+@click.option("--out", required=True, metavar="FILE", help="The GGUF file to write.")
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @opt.json_option
 def command(**options: Any) -> None:
@@ -61,7 +63,7 @@ def command(**options: Any) -> None:
 
     sizes = ("n_layer", "n_embd", "n_head", "n_head_kv", "head_dim", "n_ff", "n_vocab", "n_ctx")
     shape = synth.shape_like(options["like"], **{k: options[k] for k in sizes})
-    path = Path(options["output"])
+    path = Path(options["out"])
     quant, seed, force = (options[name] for name in ("quant", "seed", "force"))
     n_bytes = synth.write(path, shape, quant, seed, force=force)
     if options["as_json"]:

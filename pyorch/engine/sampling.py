@@ -9,15 +9,19 @@ from typing import Any
 
 from pyorch.engine.model import Session
 
+REPEAT_LAST_N = 64  # tokens that the penalty looks back, as in llama.cpp
+
 
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is chosen, with llama.cpp's names.
 
-    temp   the temperature; 0 takes the most likely token, and nothing else counts
+    temp   the temperature; 0 takes the most likely token, and only the penalty counts besides
     top_k  so many of the most likely tokens are left; 0 leaves all
     top_p  the most likely ones whose probabilities add up to this are left; 1 leaves all
     min_p  those at least this likely, as a share of the most likely one, are left; 0 leaves all
+    repeat_penalty  makes each of the last 64 tokens, of the prompt or the reply, less likely: its
+           logit is divided by this if positive, else multiplied; 1 changes nothing
     seed   of the draw; None takes a new one each time
     """
 
@@ -25,6 +29,7 @@ class Sampling:
     top_k: int = 40
     top_p: float = 0.95
     min_p: float = 0.05
+    repeat_penalty: float = 1.0
     seed: int | None = None
 
 
@@ -38,8 +43,14 @@ class Sampler:
         self.chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
         for sampler in self._samplers(lib, sampling):
             lib.llama_sampler_chain_add(self.chain, sampler)
+        for token in session.tokens[-REPEAT_LAST_N:]:
+            lib.llama_sampler_accept(self.chain, token)  # the penalty counts the prompt as well
 
     def _samplers(self, lib: Any, s: Sampling) -> Iterator[Any]:
+        if s.repeat_penalty != 1:
+            yield lib.llama_sampler_init_penalties(
+                self.session.n_vocab, REPEAT_LAST_N, s.repeat_penalty, 0.0, 0.0
+            )
         if s.temp <= 0:
             yield lib.llama_sampler_init_greedy()
             return

@@ -95,7 +95,7 @@ def check_memory(file: GGUFFile, kv_bytes: int, shadow_bytes: int = 0) -> None:
     elif weights + kv_bytes > free:
         hint = "lower --ctx: the cache grows with it"
     else:
-        hint = "lower --ctx, or use --shadow-type q4, or --method topk, which needs no transposed K"
+        hint = "lower --ctx, use --attn-shadow q4, or -a topk, which has no transposed K"
     what = f"{human_bytes(weights)} for weights and {human_bytes(kv_bytes)} for the cache"
     if shadow_bytes:
         what += f" and {human_bytes(shadow_bytes)} for its transposed K"

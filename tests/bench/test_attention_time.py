@@ -227,7 +227,7 @@ def test_a_dead_worker_is_told_and_the_others_end() -> None:
 @pytest.mark.usefixtures("stock")
 def test_attention_command_measures_once(tmp_path: Path, opened: list[dict[str, Any]]) -> None:
     args = ["--attn-only", "--like", "llama3-8b", "-d", "1280", "--layers", "1", "-r", "1", "-t"]
-    args += ["1", "--spec", "dense", "--spec", "sparq,ratio=1/8", "--numa", "isolate"]
+    args += ["1", "-a", "dense", "-a", "sparq,ratio=1/8", "--numa", "isolate"]
     args += ["--out", str(tmp_path)]
     runner = CliRunner()
     first = runner.invoke(command, args, catch_exceptions=False)

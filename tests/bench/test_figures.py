@@ -410,7 +410,7 @@ COMMAND = "sparq-cpp bench "
 def test_what_a_figure_needs_can_be_measured(line: str) -> None:
     """Its options exist, and all its lengths are long enough to run sparse."""
     asked = bench.command.make_context("bench", shlex.split(line.removeprefix(COMMAND))).params
-    specs = asked["spec"] or [f"sparq,ratio={ratio}" for ratio in asked["ratio"]]
+    specs = asked["attn"] or [f"sparq,ratio={ratio}" for ratio in asked["ratio"]]
     assert min(asked["n_depth"]) > max(parse_spec(spec).min_ctx for spec in specs)
 
 

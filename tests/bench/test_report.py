@@ -100,7 +100,7 @@ def test_every_table_is_on_the_page(folder: Path) -> None:
 def test_command_writes_the_page(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "r.html"
     where = ["--results", str(folder), "--figures", str(folder)]
-    done = CliRunner().invoke(command, [*where, "-o", str(out)], catch_exceptions=False)
+    done = CliRunner().invoke(command, [*where, "--out", str(out)], catch_exceptions=False)
     assert done.exit_code == 0 and out.read_text().startswith("<!doctype html>")
 
 

@@ -296,8 +296,8 @@ def test_bench_refuses_a_sparse_row_that_ran_dense(
         (["-fa", "maybe"], "unknown --flash-attn 'maybe'"),
         (["-t", "600"], "--threads 600 is out of range"),
         (["-t", "1-1024*2"], "--threads 1024 is out of range"),
-        (["--spec", "dense", "--ratio", "1/4"], "--ratio has no place beside --spec"),
-        (["--spec", "dense", "--shadow-type", "q8"], "--shadow-type has no place"),
+        (["-a", "dense", "--ratio", "1/4"], "--ratio has no place beside -a"),
+        (["-a", "dense", "--attn-shadow", "q8"], "--attn-shadow has no place"),
         (["--like", "llama3-8b"], "--like has no meaning with --model"),
         (["--layers", "1"], "--layers has no meaning with --model"),
         (["--quant", "f16"], "--quant has no meaning with --model"),
@@ -364,7 +364,7 @@ def test_growth_takes_a_model_or_makes_one() -> None:
 
 
 def test_settings_that_are_the_same_are_measured_once(planned: Planned) -> None:
-    args = ["--method", "topk,sparq,dense", "--ratio", "1/4,1/8", "--shadow-type", "f16,q4"]
+    args = ["--attn-method", "topk,sparq,dense", "--ratio", "1/4,1/8", "--attn-shadow", "f16,q4"]
     assert planned(*args)[0].specs == [
         "topk,ratio=1/4",
         "topk,ratio=1/8",

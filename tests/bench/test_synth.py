@@ -118,7 +118,7 @@ def test_synth_refuses_sizes_that_do_not_fit(changes: dict[str, int], message: s
 def test_synth_command(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     args = ["--like", "llama2-7b", "--layers", "1", "--embd", "64", "--ffn", "32", "--vocab", "288"]
-    result = CliRunner().invoke(command, [*args, "-o", str(path)])
+    result = CliRunner().invoke(command, [*args, "--out", str(path)])
     assert result.exit_code == 0, result.output
     assert str(path) in result.stdout
     assert geometry(read_gguf(path)).n_head_kv == (32,)
@@ -127,8 +127,8 @@ def test_synth_command(tmp_path: Path) -> None:
         (tmp_path / "no" / "m.gguf", "make it"),
         (tmp_path, "name"),
     ):
-        result = CliRunner().invoke(command, [*args, "-o", str(to)])
+        result = CliRunner().invoke(command, [*args, "--out", str(to)])
         assert isinstance(result.exception, SparqError) and said in result.exception.hint
-    assert CliRunner().invoke(command, [*args, "-o", str(path), "--force"]).exit_code == 0
-    result = CliRunner().invoke(command, ["--like", "llama2", "-o", str(path)])
+    assert CliRunner().invoke(command, [*args, "--out", str(path), "--force"]).exit_code == 0
+    result = CliRunner().invoke(command, ["--like", "llama2", "--out", str(path)])
     assert isinstance(result.exception, SparqError) and "llama2-7b" in result.exception.hint

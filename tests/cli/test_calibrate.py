@@ -362,7 +362,7 @@ def test_calibrate_and_use(
     again = run(*args, "--json")
     assert measured == 3 and json.loads(again.out)["candidates"] == result["candidates"]
 
-    use = ("generate", "-m", model, "-p", "x" * 600, "-n", 3, "--ratio", "1/8", "--min-ctx", 0)
+    use = ("generate", "-m", model, "-p", "x" * 600, "-n", 3, "--ratio", "1/8", "--attn-min-ctx", 0)
     for budget in ("calibrated", "top-p"):
         done = run(*use, "--budget", budget, "--json")
         assert done.code == 0, done.err

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from conftest import Run
 
 LONG = "".join(random.Random(1).choices("abcdefghij klmnopqrstuvwxyz", k=1760))  # as many tokens
-SPARSE = ("--rank", 8, "--topk", 64, "--min-ctx", 0)
+SPARSE = ("--attn-rank", 8, "--attn-topk", 64, "--attn-min-ctx", 0)
 
 
 @pytest.mark.parametrize("command", ["chat", "generate", "explain", "demo"])
@@ -94,7 +94,7 @@ def test_generate_sparse_and_dense(run: Run, tiny: Path, tmp_path: Path) -> None
     (tmp_path / "p.txt").write_text(LONG)
     base = ("generate", "-m", tiny, "-f", tmp_path / "p.txt", "-n", 24, "--json")
     dense = json.loads(run(*base, "--ratio", 1).out)
-    everything = json.loads(run(*base, "--rank", 32, "--topk", 4096).out)
+    everything = json.loads(run(*base, "--attn-rank", 32, "--attn-topk", 4096).out)
     sparse = json.loads(run(*base, *SPARSE).out)
     spec = json.loads(run(*base, "-a", "sparq,rank=8,topk=64,min_ctx=0").out)
     assert spec["attention"]["spec"] == sparse["attention"]["spec"]
@@ -108,8 +108,8 @@ def test_generate_sparse_and_dense(run: Run, tiny: Path, tmp_path: Path) -> None
 def test_types_of_cache_and_shadow(run: Run, tiny: Path) -> None:
     """The shadow's type shows in its size, those of the cache in the bytes of dense attention."""
     base = ("generate", "-m", tiny, "-p", "hello", "-n", 4, "--json", *SPARSE)
-    f16 = json.loads(run(*base, "--shadow-type", "f16").out)["attention"]
-    q4 = json.loads(run(*base, "--shadow-type", "q4").out)["attention"]
+    f16 = json.loads(run(*base, "--attn-shadow", "f16").out)["attention"]
+    q4 = json.loads(run(*base, "--attn-shadow", "q4").out)["attention"]
     assert (f16["shadow_type"], q4["shadow_type"]) == ("f16", "q4")
     assert q4["shadow_bytes"] < 0.4 * f16["shadow_bytes"]
     f32 = json.loads(run(*base, "-ctk", "f32", "--cache-type-v", "f32").out)["attention"]
@@ -165,20 +165,24 @@ USAGE = [  # (arguments, what the error names, what the hint names)
     (["--ratio", "0"], "ratio 0 ", "1/8"),
     (["--ratio", "1.5"], "ratio 1.5 ", "1/8"),
     (["--ratio", "many"], "ratio 'many'", "12.5%"),
-    (["--method", "spraq"], "'spraq'", "did you mean sparq?"),
-    (["--method", "dense", "--ratio", "1/8"], "--ratio", "sparq"),
-    (["--method", "off", "--shadow-type", "q4"], "--shadow-type", "sparq"),
-    (["-a", "sparq", "--method", "topk"], "--method", "mean_v=on"),
-    (["--attention", "spraq"], "'spraq'", "did you mean sparq?"),
+    (["--attn-method", "spraq"], "'spraq'", "did you mean sparq?"),
+    (["--attn-method", "dense", "--ratio", "1/8"], "--ratio", "sparq"),
+    (["--attn-method", "off", "--attn-shadow", "q4"], "--attn-shadow", "sparq"),
+    (["-a", "sparq", "--attn-method", "topk"], "--attn-method", "mean_v=on"),
+    (["--attn", "spraq"], "'spraq'", "did you mean sparq?"),
     (["-a", ""], "unknown method ''", "one of"),
     (["-a", "", "--ratio", "1/8"], "--ratio has no place beside it", "mean_v=on"),
-    (["--ratio", "1", "--rank", "8"], "ratio 1 is dense attention: rank", "one of the two"),
-    (["--rank", "33", "--topk", "64"], "rank 33 is above the model's head size 32", "1 to 32"),
-    (["--rank", "-1"], "--rank -1", "at least 1"),
-    (["--topk", "x"], "--topk 'x'", ""),
-    (["--topk", "8", "--local", "6"], "topk 8", "counts"),
+    (["--ratio", "1", "--attn-rank", "8"], "ratio 1 is dense attention: rank", "one of the two"),
+    (
+        ["-a", "sparq,rank=33,topk=64"],
+        "rank 33 is above the model's head size 32",
+        "1 to 32",
+    ),
+    (["--attn-rank", "-1"], "--attn-rank -1", "at least 1"),
+    (["--attn-topk", "x"], "--attn-topk 'x'", ""),
+    (["--attn-topk", "8", "--attn-local", "6"], "topk 8", "counts"),
     (["--budget", "ramps"], "'ramps'", "did you mean ramp?"),
-    (["--shadow-type", "q5"], "--shadow-type 'q5'", "did you mean q8?"),
+    (["--attn-shadow", "q5"], "--attn-shadow 'q5'", "did you mean q8?"),
     (["-ctk", "f15"], "--cache-type-k 'f15'", "did you mean f16?"),
     (["--cache-type-v", "q6_K"], "--cache-type-v 'q6_K'", "q8_0"),
     (["--numa", "on"], "--numa 'on'", "isolate"),
@@ -189,7 +193,7 @@ USAGE = [  # (arguments, what the error names, what the hint names)
     (["--ctx", "0"], "--ctx 0", "at least 1"),
     (["--threads", "0"], "--threads 0", "at least 1"),
     (["--threads", "513"], "--threads 513", "at most 512"),
-    (["--topk", "9999999999"], "--topk 9999999999", "at most 1000000000"),
+    (["--attn-topk", "9999999999"], "--attn-topk 9999999999", "at most 1000000000"),
     (["--temp", "-0.1"], "--temp -0.1", "at least 0"),
     (["--top-p", "1.1"], "--top-p 1.1", "at most 1"),
     (["--seed", "-3"], "--seed -3", "at least 0"),
@@ -320,7 +324,7 @@ def test_explain_with_lists_of_another_length(run: Run, tiny: Path) -> None:
 
 
 def test_synth_takes_as_many_layers_as_llama_cpp(run: Run, tmp_path: Path) -> None:
-    result = run("synth", "--layers", 100_000_000, "-o", tmp_path / "m.gguf")
+    result = run("synth", "--layers", 100_000_000, "--out", tmp_path / "m.gguf")
     assert result.code == 2 and "--layers 100000000 is out of range" in result.err
 
 

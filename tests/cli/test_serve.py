@@ -35,7 +35,7 @@ def post(url: str, value: dict[str, Any] | bytes, key: str = "") -> dict[str, An
 @pytest.mark.skipif(bool(LACKING), reason=f"the extra `server` is not installed: {LACKING}")
 def test_serve(demo_model: Path) -> None:
     main = [sys.executable, "-c", "from pyorch.cli import main; main()", "serve"]
-    settings = ["--ratio", "1/8", "--min-ctx", "0", "--ctx", "1024", "-t", "1"]
+    settings = ["--ratio", "1/8", "--attn-min-ctx", "0", "--ctx", "1024", "-t", "1"]
     args = [*main, "-m", str(demo_model), "--port", "0", "--api-key", "k", *settings]
     with subprocess.Popen(
         args, stderr=subprocess.PIPE, text=True, env={**os.environ, "NO_COLOR": "1"}

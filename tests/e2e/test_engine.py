@@ -20,6 +20,7 @@ from pyorch.attention.bytes import layer_costs, shadow_bytes
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import state
 from pyorch.engine import Rope, Sampling
+from pyorch.engine.sampling import REPEAT_LAST_N
 from pyorch.engine.text import TextStream
 from pyorch.errors import SparqError
 from pyorch.models.gguf_file import read_gguf
@@ -120,6 +121,30 @@ def test_seeds(session: engine.Session) -> None:
 
     assert run(7) == run(7)
     assert run(7) != run(8)
+
+
+def test_a_penalty_counts_the_last_64_tokens_of_prompt_and_reply(session: engine.Session) -> None:
+    prompt = engine.tokenize(session, text_of(100))
+
+    def penalised(penalty: float, n: int = 80) -> list[int]:
+        """The definition: greedy, logits of the last 64 tokens moved down."""
+        tokens = list(prompt)
+        engine.prefill(session, engine.align(session, tokens))
+        for _ in range(n):
+            x = engine.logits(session)
+            recent = np.unique(tokens[-REPEAT_LAST_N:])
+            x[recent] = np.where(x[recent] > 0, x[recent] / penalty, x[recent] * penalty)
+            tokens.append(int(x.argmax()))
+            engine.decode(session, tokens[-1])
+        return tokens[len(prompt) :]
+
+    def generated(penalty: float) -> list[int]:
+        sampling = Sampling(repeat_penalty=penalty)
+        pieces = engine.generate(session, prompt, max_tokens=80, sampling=sampling, ignore_eog=True)
+        return [p.token for p in pieces]
+
+    assert generated(1.5) == penalised(1.5) != generated(1)
+    assert generated(1) == penalised(1)
 
 
 def test_full_context(tiny: Path) -> None:

@@ -96,7 +96,7 @@ def test_memory(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_memory(file, 60, 40)
     with pytest.raises(SparqError, match="60 B for the cache and 41 B for its transposed K") as e:
         check_memory(file, 60, 41)
-    assert "--shadow-type q4" in e.value.hint
+    assert "--attn-shadow q4" in e.value.hint
     monkeypatch.setattr(memory, "available_memory", lambda: weights - 1)
     with pytest.raises(SparqError) as e:
         check_memory(file, 0)

@@ -351,9 +351,9 @@ def test_the_command(
     code, out, _ = run("convert", folder, "--force", "--json", "--outtype", "f16")
     assert json.loads(out)["architecture"] == "llama"
     _edit_config(folder, architectures=["EvilForCausalLM"])
-    code, _, err = run("convert", folder, "-o", "x.gguf")
+    code, _, err = run("convert", folder, "--out", "x.gguf")
     assert code == 1 and "cannot convert EvilForCausalLM" in err
-    code, _, err = run("convert", folder, "--outtype", "q9", "-o", "x.gguf")
+    code, _, err = run("convert", folder, "--outtype", "q9", "--out", "x.gguf")
     assert code == 2 and "q8_0" in err
     code, _, err = run("convert", "hf:org/repo:Q8_0")
     assert code == 2 and "is GGUF already" in err
@@ -376,7 +376,7 @@ def test_a_repository(
     assert json.loads((tmp_path / "seen.json").read_text())["name"] == "repo"
     hub.files = {"a.gguf": b"x", "config.json": b"{}"}
     hub.commit = "f" * 40
-    code, _, err = run("convert", f"hf:{REPO}", "--yes", "-o", "y.gguf")
+    code, _, err = run("convert", f"hf:{REPO}", "--yes", "--out", "y.gguf")
     assert code == 1 and "no safetensors" in err
 
 

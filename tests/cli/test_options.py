@@ -1,0 +1,87 @@
+"""Names of options: one meaning each, and no old spelling with a new meaning."""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from pyorch.cli import COMMANDS
+from pyorch.cli import options as opt
+from pyorch.errors import SparqError
+
+
+def commands() -> dict[str, click.Command]:
+    """Every command and subcommand, by its name."""
+    found: dict[str, click.Command] = {}
+    for verb, (module, _) in COMMANDS.items():
+        command = importlib.import_module(f"pyorch.cli.{module}").command
+        found[verb] = command
+        if isinstance(command, click.Group):
+            found |= {f"{verb} {name}": c for name, c in command.commands.items()}
+    return found
+
+
+def shown(command: click.Command) -> dict[str, click.Option]:
+    """Its options by each of their names, without those that only refuse."""
+    options = [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
+    return {name: o for o in options for name in o.opts}
+
+
+@pytest.mark.parametrize(
+    ("verb", "old", "new"),
+    [
+        ("generate", "--attention", "-a SPEC"),
+        ("generate", "--method", "--attn-method"),
+        ("generate", "--rank", "--attn-rank"),
+        ("generate", "--topk", "--attn-topk"),
+        ("generate", "--topk", "--top-k"),
+        ("chat", "--local", "--attn-local"),
+        ("chat", "--sinks", "--attn-sinks"),
+        ("serve", "--mean-v", "--attn-mean-v"),
+        ("explain", "--shadow-type", "--attn-shadow"),
+        ("explain", "--min-ctx", "--attn-min-ctx"),
+        ("calibrate", "--shadow-type", "--attn-shadow"),
+        ("bench", "--spec", "-a SPEC"),
+        ("bench", "--method", "--attn-method"),
+        ("bench", "--shadow-type", "--attn-shadow"),
+        ("bench growth", "--attention", "-a SPEC"),
+        ("eval run", "--method", "-a SPEC"),
+        ("synth", "-o", "--out FILE"),
+        ("convert", "--output", "--out FILE"),
+        ("report", "-o", "--out FILE"),
+    ],
+)
+def test_an_old_spelling_is_refused_with_the_new_one(verb: str, old: str, new: str) -> None:
+    result = CliRunner().invoke(commands()[verb], [old, "8"])
+    assert isinstance(result.exception, SparqError) and result.exception.exit_code == 2
+    assert f"{old} is now" in result.exception.message
+    assert new in f"{result.exception.message} {result.exception.hint}"
+    assert new.split()[0] in shown(commands()[verb])
+
+
+def test_an_old_variable_is_refused_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARQ_GENERATE_TOPK", "128")
+    result = CliRunner().invoke(
+        commands()["generate"], ["-m", "x", "-p", "y"], auto_envvar_prefix="SPARQ_GENERATE"
+    )
+    assert "--topk is now --attn-topk" in result.exception.message
+
+
+def test_a_name_means_one_thing() -> None:
+    every = commands()
+    for verb, command in every.items():
+        names = shown(command)
+        assert not {"--method", "--topk", "--spec", "--attention", "--output-file"} & set(names)
+        if "-a" in names:
+            assert names["-a"].opts == ["-a", "--attn"] and names["-a"].metavar == "SPEC", verb
+        if "-o" in names:  # llama-bench's: a format, nowhere a file
+            assert isinstance(names["-o"].type, opt.Name), verb
+        if "--out" in names:
+            assert names["--out"].metavar in ("FILE", "DIR"), verb
+        assert ("--temp" in names) == ("--top-k" in names) == ("--repeat-penalty" in names)
+    llama = {"--temp", "--top-k", "--top-p", "--min-p", "--seed", "--repeat-penalty"}
+    for verb in ("chat", "generate"):
+        assert llama <= set(shown(every[verb]))
