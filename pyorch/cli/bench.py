@@ -110,7 +110,7 @@ out_option = click.option(
     help="Folder of the records.  [default: bench/results in a clone, else the user's data]",
 )
 readme_option = click.option(
-    "--update-readme", metavar="FILE", help="Put the table between this file's marks for it."
+    "--update-readme", metavar="FILE", help="Put the table between the marks in this file."
 )
 spec_option = partial(click.option, *opt.SPEC_OPTION, multiple=True, metavar="SPEC")
 renamed_options = (
@@ -118,61 +118,107 @@ renamed_options = (
     opt.renamed("--method", "--attn-method"),
     opt.renamed("--shadow-type", "--attn-shadow"),
 )
-force_option = click.option("--force", is_flag=True, help="Measure again what is there already.")
+force_option = click.option("--force", is_flag=True, help="Measure again what is recorded already.")
 
 
 @click.group(invoke_without_command=True)
 @click.option(
-    "--model", "-m", "models", multiple=True, metavar="FILE|SPEC", help="GGUF models, see `pull`."
+    "--model",
+    "-m",
+    "models",
+    multiple=True,
+    metavar="FILE|SPEC",
+    help="GGUF models, as in `sparq-cpp pull`.",
 )
 @opt.yes_option
 @click.option(
     "--like",
     multiple=True,
     metavar="NAME",
-    help="Without -m: a synthetic model of this shape.  [default: llama2-7b]",
+    help="Time a synthetic model of this shape.  [default: llama2-7b]",
 )
-@click.option("--layers", type=opt.LAYERS, help="Of --like.  [default: as many as fit]")
-@click.option("--quant", type=opt.Name(*QUANTS), default="q8_0", show_default=True)
-@several("-p", "--n-prompt", of=Numbers(), default="0", text="Prompts of this many tokens.")
-@several("-n", "--n-gen", of=Numbers(), default="16", text="Tests of this many decoded tokens.")
-@several("-d", "--n-depth", of=Numbers(), text="Positions before.  [default: 4096]")
-@several("-t", "--threads", of=Numbers(1, opt.THREADS.high), text="Threads.  [default: all cores]")
-@several("-ctk", "--cache-type-k", of=CACHE_TYPE, default="f16", text="Type of K.")
-@several("-ctv", "--cache-type-v", of=CACHE_TYPE, default="f16", text="Type of V.")
+@click.option(
+    "--layers", type=opt.LAYERS, help="Layers of the synthetic model.  [default: as many as fit]"
+)
+@click.option(
+    "--quant",
+    type=opt.Name(*QUANTS),
+    default="q8_0",
+    show_default=True,
+    help="Weights of the synthetic model.",
+)
+@several("-p", "--n-prompt", of=Numbers(), default="0", text="Time prompts of this many tokens.")
+@several("-n", "--n-gen", of=Numbers(), default="16", text="Time this many decoded tokens.")
 @several(
-    "-fa", "--flash-attn", of=opt.Name(*FLASH_ATTN), default="0,1", text="Of stock: 0, 1, auto."
+    "-d",
+    "--n-depth",
+    of=Numbers(),
+    text="Positions in the cache before each test.  [default: 4096]",
 )
-@click.option("-r", "--repetitions", type=opt.Number(int, 1), default=5, show_default=True)
+@several(
+    "-t",
+    "--threads",
+    of=Numbers(1, opt.THREADS.high),
+    text="Number of threads.  [default: all cores]",
+)
+@several("-ctk", "--cache-type-k", of=CACHE_TYPE, default="f16", text="Type of K in the cache.")
+@several("-ctv", "--cache-type-v", of=CACHE_TYPE, default="f16", text="Type of V in the cache.")
+@several(
+    "-fa",
+    "--flash-attn",
+    of=opt.Name(*FLASH_ATTN),
+    default="0,1",
+    text="Flash attention of stock: 0, 1 or auto, which is both.",
+)
+@click.option(
+    "-r",
+    "--repetitions",
+    type=opt.Number(int, 1),
+    default=5,
+    show_default=True,
+    help="Repeat each test this many times.",
+)
 @click.option(
     "-o",
     "--output",
     type=opt.Name("md", "csv", "json", "jsonl", "sql"),
     default="md",
     show_default=True,
+    help="Format of the table.",
 )
-@several("--attn-method", of=opt.Name("sparq", "topk", "dense"), default="sparq", text="Ours.")
-@several("--ratio", of=opt.Ratio(), default="1/8", text="Share of dense attention's bytes.")
-@several("--attn-shadow", of=opt.Name(*SHADOWS), text="Type of the transposed K.")
-@several("--budget", of=opt.Name(*BUDGETS), text="k over the layers.")
-@spec_option(help="In place of these four: all settings as one line.")
+@several(
+    "--attn-method",
+    of=opt.Name("sparq", "topk", "dense"),
+    default="sparq",
+    text="Methods to compare with stock.",
+)
+@several(
+    "--ratio", of=opt.Ratio(), default="1/8", text="Shares of dense attention's bytes to read."
+)
+@several("--attn-shadow", of=opt.Name(*SHADOWS), text="Types of the transposed K.")
+@several("--budget", of=opt.Name(*BUDGETS), text="Spreads of the bytes over the layers.")
+@spec_option(help="All settings of attention as one line, in place of the four options above.")
 @opt.group(*renamed_options)
 @opt.numa_option
 @opt.rope_options
 @opt.gpu_option
-@click.option("--prefill", is_flag=True, help="Read the positions before for real.")
-@click.option("--attn-only", is_flag=True, help="Time attention by itself.")
+@click.option(
+    "--prefill", is_flag=True, help="Fill the cache with a real prompt instead of random K and V."
+)
+@click.option("--attn-only", is_flag=True, help="Time attention alone.")
 @out_option
 @force_option
 @readme_option
 @click.pass_context
 def command(ctx: click.Context, **options: Any) -> None:
-    """Measure speed: stock llama.cpp beside ours, in turns, with llama-bench's options.
+    """Measure speed beside stock llama.cpp, with llama-bench's options.
 
-    Lists are 4096,16384; ranges are 1-4, 1024-4096+1024 and 4096-131072*2. Records are JSON lines;
-    a run leaves out what is recorded already, so an interrupted one goes on where it was.
+    Stock and ours alternate. A list is 4096,16384; ranges are 1-4, 1024-4096+1024 and
+    4096-131072*2. Records are JSON lines, and a run skips what is recorded already, so an
+    interrupted one continues where it stopped.
 
-    Fails when our dense attention differs from stock's, or when a sparse row did not run sparse.
+    The command fails if our dense attention differs from stock's, or if a sparse row did not run
+    sparse.
     """
     from pyorch.engine import usable_cores
 
@@ -312,18 +358,50 @@ def _attention(ctx: click.Context, given: set[str], options: dict[str, Any]) -> 
 
 
 @command.command("growth")
-@click.option("--model", "-m", metavar="FILE|SPEC", help="In place of --like.")
+@click.option("--model", "-m", metavar="FILE|SPEC", help="Time this model instead of --like.")
 @opt.yes_option
-@click.option("--like", metavar="NAME", default="llama2-7b", show_default=True)
-@click.option("--layers", type=opt.LAYERS, default=2, show_default=True)
-@click.option("--quant", type=opt.Name(*QUANTS), default="q8_0", show_default=True)
-@several("-d", "--n-depth", of=Numbers(), default="4096-65536*2")
-@click.option("--threads", "-t", type=opt.THREADS, help="[default: all cores]")
-@spec_option(default=["sparq,ratio=1/8"], show_default=True)
-@opt.group(*renamed_options[:2])
-@click.option("-n", "--n-gen", type=opt.Number(int, 1), default=20, show_default=True)
 @click.option(
-    "-r", "--repetitions", type=opt.Number(int, 1), default=5, show_default=True, help="Rounds."
+    "--like",
+    metavar="NAME",
+    default="llama2-7b",
+    show_default=True,
+    help="Time a synthetic model of this shape.",
+)
+@click.option(
+    "--layers",
+    type=opt.LAYERS,
+    default=2,
+    show_default=True,
+    help="Layers of the synthetic model.",
+)
+@click.option(
+    "--quant",
+    type=opt.Name(*QUANTS),
+    default="q8_0",
+    show_default=True,
+    help="Weights of the synthetic model.",
+)
+@several("-d", "--n-depth", of=Numbers(), default="4096-65536*2", text="Positions to measure at.")
+@click.option("--threads", "-t", type=opt.THREADS, help="Number of threads.  [default: all cores]")
+@spec_option(
+    default=["sparq,ratio=1/8"], show_default=True, help="All settings of attention as one line."
+)
+@opt.group(*renamed_options[:2])
+@click.option(
+    "-n",
+    "--n-gen",
+    type=opt.Number(int, 1),
+    default=20,
+    show_default=True,
+    help="Time this many decoded tokens at each depth.",
+)
+@click.option(
+    "-r",
+    "--repetitions",
+    type=opt.Number(int, 1),
+    default=5,
+    show_default=True,
+    help="Measure all depths this many times.",
 )
 @opt.numa_option
 @out_option
@@ -332,7 +410,10 @@ def _attention(ctx: click.Context, given: set[str], options: dict[str, Any]) -> 
 @opt.json_option
 @click.pass_context
 def growth(ctx: click.Context, **options: Any) -> None:
-    """How token time grows with the positions; below min_ctx; after a restored state."""
+    """Measure how token time grows with the positions.
+
+    The command also times tokens below min_ctx and after a restored state.
+    """
     _refuse_two_models(ctx, _given(ctx), options["model"])
     from pyorch.bench import growth as bench
     from pyorch.bench import records

@@ -57,8 +57,10 @@ class Chat:
 @click.command()
 @opt.model_options
 @click.option("--system", metavar="TEXT", help="System message.")
-@click.option("-n", "--tokens", type=opt.Number(int, 1), help="Tokens of one reply at most.")
-@click.option("--resume", metavar="FILE", help="Go on from a conversation written by /save.")
+@click.option(
+    "-n", "--tokens", type=opt.Number(int, 1), help="Generate at most this many tokens per reply."
+)
+@click.option("--resume", metavar="FILE", help="Continue a conversation written by /save.")
 @opt.context_options
 @opt.rope_options
 @opt.gpu_option

@@ -35,13 +35,13 @@ def command() -> None:
 
 @command.command("run")
 @click.argument("names", metavar="[TASK]...", nargs=-1)
-@click.option("--list", "listed", is_flag=True, help="The tasks, and what each needs.")
+@click.option("--list", "listed", is_flag=True, help="List the tasks and what each needs.")
 @click.option(
     "--model",
     "-m",
     envvar="SPARQ_MODEL",
     metavar="FILE|SPEC",
-    help="GGUF model, a card's name, or hf:org/repo.",
+    help="GGUF model: a file, a card's name or hf:org/repo.",
 )
 @opt.yes_option
 @opt.renamed("--attention", "-a SPEC")
@@ -51,14 +51,24 @@ def command() -> None:
     "methods",
     multiple=True,
     metavar="SPEC",
-    help=f"Several: what to compare, the first with all others.  [default: {' '.join(METHODS)}]",
+    help=f"A method; several are compared with the first.  [default: {' '.join(METHODS)}]",
 )
-@several("--ratio", of=opt.Ratio(), text="Each sparse method at each of these: 1/2,1/8.")
-@click.option("--exact", is_flag=True, help=f"Ratios that hold at any length: adds {EXACT}.")
-@click.option("-n", type=opt.Number(int, 1), default=100, show_default=True, help="Examples.")
-@click.option("--ctx", type=opt.SOME_POSITIONS, default=2048, show_default=True, help="Positions.")
-@click.option("--seed", type=opt.Number(int, 0), default=1, show_default=True)
-@click.option("--threads", "-t", type=opt.THREADS, help="[default: all cores]")
+@several("--ratio", of=opt.Ratio(), text="Run each sparse method at each of these ratios: 1/2,1/8.")
+@click.option("--exact", is_flag=True, help=f"Keep the ratio at any length: adds {EXACT}.")
+@click.option(
+    "-n", type=opt.Number(int, 1), default=100, show_default=True, help="Examples per task."
+)
+@click.option(
+    "--ctx", type=opt.SOME_POSITIONS, default=2048, show_default=True, help="Positions per example."
+)
+@click.option(
+    "--seed",
+    type=opt.Number(int, 0),
+    default=1,
+    show_default=True,
+    help="Seed of the examples.",
+)
+@click.option("--threads", "-t", type=opt.THREADS, help="Number of threads.  [default: all cores]")
 @opt.rope_options
 @opt.gpu_option
 @opt.cache_options
@@ -67,34 +77,54 @@ def command() -> None:
     "--text",
     multiple=True,
     metavar="FILE|DIR",
-    help="Books: haystacks, passages.  [default: the demo document]",
+    help="Books for haystacks and passages.  [default: the demo document]",
 )
 @click.option(
     "--data",
     multiple=True,
     metavar="[TASK=]FILE",
-    help="In place of a download: JSON, JSON lines, parquet.",
+    help="Read JSON, JSON lines or parquet instead of a download.",
 )
-@click.option("--chat", is_flag=True, help="Prompts go through the model's chat template.")
-@click.option("--confusion", type=opt.Number(int, 0, 63), default=7, help="squad.  [default: 7]")
-@several("--lengths", of=opt.SOME_POSITIONS, text="needle: positions.  [default: 8 up to --ctx]")
-@click.option("--depths", type=opt.Number(int, 1), default=11, help="needle.  [default: 11]")
-@click.option("--out", metavar="DIR", help="Records.  [default: sparq-eval/MODEL]")
-@click.option("--force", is_flag=True, help="Measure again what is there already.")
-@click.option("--output", "-o", type=opt.Name("md", "csv", "json"), default="md")
+@click.option("--chat", is_flag=True, help="Put prompts through the model's chat template.")
+@click.option(
+    "--confusion",
+    type=opt.Number(int, 0, 63),
+    default=7,
+    help="Confusion contexts of squad.  [default: 7]",
+)
+@several(
+    "--lengths",
+    of=opt.SOME_POSITIONS,
+    text="Lengths of needle, in positions.  [default: 8 up to --ctx]",
+)
+@click.option(
+    "--depths",
+    type=opt.Number(int, 1),
+    default=11,
+    help="Number of depths of needle.  [default: 11]",
+)
+@click.option("--out", metavar="DIR", help="Folder of the records.  [default: sparq-eval/MODEL]")
+@click.option("--force", is_flag=True, help="Measure again what is recorded already.")
+@click.option(
+    "--output",
+    "-o",
+    type=opt.Name("md", "csv", "json"),
+    default="md",
+    help="Format of the tables.  [default: md]",
+)
 def run(**options: Any) -> None:
     """Measure what sparse attention costs in quality, task by task.
 
-    Without TASK: all tasks that need no download. All methods see the same examples, and answer by
-    real decode steps after a dense prefill. Every answer is recorded at once; the same line again
-    goes on where it was.
+    Without TASK, all tasks run that need no download. All methods see the same examples and answer
+    by real decode steps after a dense prefill. Every answer is recorded at once, and the same
+    command continues an interrupted run.
 
     \b
       sparq-cpp eval --list
       sparq-cpp eval repetition needle -m M -a off -a sparq -a topk --ratio 1/2,1/8
-      sparq-cpp eval plot DIR      curves of score against bytes and speed; needle heatmaps
-      sparq-cpp eval table DIR     the table again
-      sparq-cpp eval pack DIR TO   one line per method: small enough to keep
+      sparq-cpp eval plot DIR      draw score against bytes and speed, and heatmaps of needles
+      sparq-cpp eval table DIR     print the table again
+      sparq-cpp eval pack DIR TO   keep one line per method
     """
     from pyorch import evals
 
@@ -190,12 +220,20 @@ def _list(tasks: list[Task]) -> None:
 @command.command("table")
 @click.argument("folder", metavar="DIR")
 @click.argument("names", metavar="[TASK]...", nargs=-1)
-@click.option("--output", "-o", type=opt.Name("md", "summary", "csv", "json"), default="md")
-@click.option("--update-readme", metavar="FILE", help="Put it between this file's eval marks.")
+@click.option(
+    "--output",
+    "-o",
+    type=opt.Name("md", "summary", "csv", "json"),
+    default="md",
+    help="Format of the tables.  [default: md]",
+)
+@click.option(
+    "--update-readme", metavar="FILE", help="Put the table between the eval marks in this file."
+)
 def table_command(
     folder: str, names: tuple[str, ...], output: str, update_readme: str | None
 ) -> None:
-    """Print the tables of a folder of records again; `-o summary`: all tasks in one."""
+    """Print the tables of a folder of records again. `-o summary` puts all tasks in one."""
     from pyorch.evals import series, summary, table
 
     form = table.FORMATS.get(output, summary.markdown)
@@ -208,10 +246,10 @@ def table_command(
 @command.command("plot")
 @click.argument("folder", metavar="DIR")
 @click.argument("names", metavar="[TASK]...", nargs=-1)
-@click.option("--out", metavar="DIR", help="[default: DIR]")
-@click.option("--png", is_flag=True, help="PNG as well as SVG.")
+@click.option("--out", metavar="DIR", help="Folder of the pictures.  [default: DIR]")
+@click.option("--png", is_flag=True, help="Write PNG as well as SVG.")
 def plot(folder: str, names: tuple[str, ...], out: str | None, png: bool) -> None:
-    """Draw score against bytes and speed, all methods in one picture, and needle heatmaps."""
+    """Draw score against bytes and speed for all methods, and heatmaps of needles."""
     from pyorch.evals import figures, series
 
     for file in figures.draw(series.read_folder(Path(folder), names), Path(out or folder), png):
@@ -222,7 +260,7 @@ def plot(folder: str, names: tuple[str, ...], out: str | None, png: bool) -> Non
 @click.argument("folder", metavar="DIR")
 @click.argument("to", metavar="TO")
 def pack(folder: str, to: str) -> None:
-    """Keep the scores of a folder, one line per method, without what was said."""
+    """Keep the scores of a folder without the answers, one line per method."""
     from pyorch.evals import series
 
     for file in series.pack(series.read_folder(Path(folder)), Path(to)):

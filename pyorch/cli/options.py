@@ -105,7 +105,7 @@ model_options = group(
         required=True,
         envvar="SPARQ_MODEL",
         metavar="FILE|SPEC",
-        help="GGUF model: a file, a card's name, or hf:org/repo, see `sparq-cpp pull`.",
+        help="GGUF model: a file, a card's name or hf:org/repo, as in `sparq-cpp pull`.",
     ),
     yes_option,
 )
@@ -113,36 +113,46 @@ gpu_option = click.option(
     "-ngl",
     "--n-gpu-layers",
     type=POSITIONS,
-    help="Layers on the GPU.  [default: all, if there is one]",
+    help="Number of layers on the GPU.  [default: all, if there is one]",
 )
 context_options = group(
     click.option(
         "--ctx",
         "-c",
         type=SOME_POSITIONS,
-        help="Positions of the context.  [default: the model's own, at most 8192]",
+        help="Size of the context in positions.  [default: the model's own, at most 8192]",
     ),
-    click.option("--threads", "-t", type=THREADS, help="Threads.  [default: all cores]"),
+    click.option("--threads", "-t", type=THREADS, help="Number of threads.  [default: all cores]"),
 )
 cache_options = group(
     click.option(
-        "-ctk", "--cache-type-k", type=Name(*CACHE_TYPES), default="f16", help="  [default: f16]"
+        "-ctk",
+        "--cache-type-k",
+        type=Name(*CACHE_TYPES),
+        default="f16",
+        help="Type of K in the cache.  [default: f16]",
     ),
     click.option(
-        "-ctv", "--cache-type-v", type=Name(*CACHE_TYPES), default="f16", help="  [default: f16]"
+        "-ctv",
+        "--cache-type-v",
+        type=Name(*CACHE_TYPES),
+        default="f16",
+        help="Type of V in the cache.  [default: f16]",
     ),
 )
 numa_option = click.option(
-    "--numa", type=Name("distribute", "isolate", "numactl"), help="As in llama.cpp."
+    "--numa",
+    type=Name("distribute", "isolate", "numactl"),
+    help="Placement on NUMA nodes, as in llama.cpp.",
 )
 POSITIVE = Number(float, 1e-9, 1e9)
 rope_options = group(
     click.option(
         "--rope-scaling",
         type=Name("none", "linear", "yarn"),
-        help="How to stretch a context beyond the model's training.  [default: the model's own]",
+        help="How to stretch a context beyond the training.  [default: the model's own]",
     ),
-    click.option("--rope-scale", type=POSITIVE, help="Stretch the context so many times."),
+    click.option("--rope-scale", type=POSITIVE, help="Stretch the context by this factor."),
     click.option("--rope-freq-base", type=POSITIVE, help="The base of RoPE's frequencies."),
     click.option("--rope-freq-scale", type=POSITIVE, help="The same as 1 / --rope-scale."),
     click.option(
@@ -153,16 +163,16 @@ rope_options = group(
     click.option(
         "--yarn-ext-factor",
         type=Number(float, 0),
-        help="YaRN: the share of extrapolation; 0 interpolates all.  [default: 1 with yarn]",
+        help="YaRN: the share of extrapolation; 0 only interpolates.  [default: 1 with yarn]",
     ),
     click.option(
-        "--yarn-attn-factor", type=Number(float, 0), help="YaRN: a factor of attention's logits."
+        "--yarn-attn-factor", type=Number(float, 0), help="YaRN: a factor on attention's logits."
     ),
     click.option(
-        "--yarn-beta-fast", type=POSITIVE, help="YaRN: rotations from which to extrapolate."
+        "--yarn-beta-fast", type=POSITIVE, help="YaRN: extrapolate from this many rotations on."
     ),
     click.option(
-        "--yarn-beta-slow", type=POSITIVE, help="YaRN: rotations up to which to interpolate."
+        "--yarn-beta-slow", type=POSITIVE, help="YaRN: interpolate up to this many rotations."
     ),
 )
 
@@ -205,55 +215,85 @@ attention_options = group(
     click.option(
         "--ratio",
         type=Ratio(),
-        help="Share of dense attention's bytes: 1/8, 0.125 or 12.5%.  [default: dense]",
+        help="Read this share of dense attention's bytes: 1/8, 0.125 or 12.5%.  [default: all]",
     ),
     click.option(
         "--attn-method",
         type=Name(*METHODS),
-        help="[default: sparq with a setting, else off]",
+        help="Method that decides what attention reads.  [default: sparq with a setting, else off]",
     ),
-    click.option("--attn-rank", type=SOME_POSITIONS, help="SparQ's r: components that score."),
-    click.option("--attn-topk", type=SOME_POSITIONS, help="SparQ's k: positions read exactly."),
+    click.option(
+        "--attn-rank", type=SOME_POSITIONS, help="SparQ's r: components used for the scores."
+    ),
+    click.option(
+        "--attn-topk", type=SOME_POSITIONS, help="SparQ's k: positions that attention reads."
+    ),
     click.option(
         "--attn-local",
         type=POSITIONS,
-        help="Newest positions always in.  [default: k/4]",
+        help="Always read this many of the newest positions.  [default: k/4]",
     ),
     click.option(
         "--attn-sinks",
         type=POSITIONS,
-        help="First positions always in.  [default: 4]",
+        help="Always read this many of the first positions.  [default: 4]",
     ),
     click.option(
         "--attn-mean-v",
         type=Name(*MEAN_V),
-        help="Mean of V for what is not read.  [default: auto: on for MHA, off for GQA]",
+        help="Add the mean of V for what is not read; auto is on for MHA.  [default: auto]",
     ),
-    click.option("--budget", type=Name(*BUDGETS), help="k over the layers.  [default: uniform]"),
+    click.option(
+        "--budget",
+        type=Name(*BUDGETS),
+        help="Spread of the bytes over the layers.  [default: uniform]",
+    ),
     click.option(
         "--attn-shadow",
         type=Name(*SHADOWS),
-        help="Type of the transposed copy of K; fewer bits, more rank.  [default: q4]",
+        help="Type of the transposed K; fewer bits allow more components.  [default: q4]",
     ),
     click.option(
         "--attn-min-ctx",
         type=POSITIONS,
-        help="Exact dense attention below this many positions.  [default: 1024]",
+        help="Use exact dense attention up to this many positions.  [default: 1024]",
     ),
     renamed_attention,
 )
 sampling_options = group(
-    click.option("--temp", type=Number(float, 0), help="Temperature; 0 is greedy."),
-    click.option("--top-k", type=POSITIONS, default=40, show_default=True, help="0: all."),
-    click.option("--top-p", type=Number(float, 0, 1), default=0.95, show_default=True),
-    click.option("--min-p", type=Number(float, 0, 1), default=0.05, show_default=True),
+    click.option("--temp", type=Number(float, 0), help="Temperature of sampling; 0 is greedy."),
+    click.option(
+        "--top-k",
+        type=POSITIONS,
+        default=40,
+        show_default=True,
+        help="Sample from this many likeliest tokens; 0 is all.",
+    ),
+    click.option(
+        "--top-p",
+        type=Number(float, 0, 1),
+        default=0.95,
+        show_default=True,
+        help="Sample from the likeliest tokens with this total probability.",
+    ),
+    click.option(
+        "--min-p",
+        type=Number(float, 0, 1),
+        default=0.05,
+        show_default=True,
+        help="Drop tokens below this share of the best one's probability.",
+    ),
     click.option(
         "--repeat-penalty",
         type=Number(float, 1e-3, 1e3),
         default=1.0,
-        help="Makes the last 64 tokens less likely.  [default: 1, which changes nothing]",
+        help="Make the last 64 tokens less likely by this factor.  [default: 1, no change]",
     ),
-    click.option("--seed", type=Number(int, 0, 2**32 - 1), help="  [default: a new one each time]"),
+    click.option(
+        "--seed",
+        type=Number(int, 0, 2**32 - 1),
+        help="Seed of sampling.  [default: a new one each time]",
+    ),
 )
 
 
@@ -277,7 +317,9 @@ def _show_log(ctx: Any, param: Any, verbose: bool) -> bool:
 verbose_option = click.option(
     "-v", "--verbose", is_flag=True, callback=_show_log, help="Show llama.cpp's messages."
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object on stdout."
+)
 
 
 def attention_from(options: Mapping[str, Any]) -> AttentionSpec | None:
