@@ -29,10 +29,10 @@ HELP = """\
 /ratio 1/4    sparse attention from the next reply on
 /dense        exact attention from the next reply on
 /clear        begin a new conversation
-/save FILE    write the conversation; --resume FILE goes on from it
+/save FILE    write the conversation; --resume FILE continues it
 /exit         leave (also Ctrl-D)
-Ctrl-C stops a reply, or the reading of a message, which is then dropped; pressed again, the
-program. Arrow up: earlier messages"""
+Ctrl-C stops a reply, or the reading of a message, which is then dropped. Pressed again, it
+stops the program. The arrow keys bring back earlier messages."""
 
 REPLY_ROOM = 64  # positions kept free for a reply when old messages are dropped
 
