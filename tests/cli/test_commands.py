@@ -77,6 +77,12 @@ def test_llama_cpp_is_silent_unless_asked(tiny: Path) -> None:
     assert len(quiet.splitlines()) == 1  # speed
 
 
+def test_the_log_is_shown_for_one_command_only(run: Run, tiny: Path) -> None:
+    line = ("generate", "-m", tiny, "-p", "x", "-n", 1)
+    assert "llama_model_loader" in run(*line, "-v").err
+    assert len(run(*line).err.splitlines()) == 1
+
+
 def test_a_terminal_without_unicode(tiny: Path) -> None:
     command = "import sys; from pyorch.cli import main; main()"
     args = [sys.executable, "-c", command, "generate", "-m", tiny, "-p", "é", "-n", "9", "-t", "1"]
