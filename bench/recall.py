@@ -48,7 +48,7 @@ from pyorch.errors import SparqError
 from pyorch.evals.texts import read_texts
 from pyorch.models.gguf_file import read_gguf
 from pyorch.native.tensor import Tensor, floats, op_number, view
-from pyorch.progress import progress_bar
+from pyorch.progress import Progress, progress_bar
 
 BENCH = "recall"
 RATIOS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
@@ -313,7 +313,7 @@ def run(
     model: Path,
     texts: Sequence[Path],
     file: Path,
-    progress: Callable[[int, int], None],
+    progress: Progress,
     *,
     ratios: Sequence[float] = RATIOS,
     **options: Any,
@@ -330,7 +330,7 @@ def measured(
     model: Path,
     texts: Sequence[Path],
     file: Path,
-    progress: Callable[[int, int], None],
+    progress: Progress,
     *,
     positions: Sequence[int],
     n_context: int,

@@ -32,6 +32,7 @@ from pyorch.models.transfer import (
     repo_folder,
     wrong_checksum,
 )
+from pyorch.progress import Progress
 
 PREFERRED = "Q4_K_M"  # of several files, when none is named
 
@@ -320,7 +321,7 @@ def _no_choice(spec: Spec, files: Mapping[str, HubFile], chosen: list[list[str]]
 
 def download(
     model: Model,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
     say: Say = silent,
 ) -> Model:
     """Bring what is missing into the cache, with its checksum; `check` comes next.
@@ -347,7 +348,7 @@ def download(
     return replace(model, files=files)
 
 
-def check(model: Model, progress: Callable[[int, int], None]) -> None:
+def check(model: Model, progress: Progress) -> None:
     """Compare the checksums of what was in the cache before, and read the model's header.
 
     Args:

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from pyorch.errors import SparqError
 from pyorch.models.hub_errors import is_from_client, retry_after, status_of
+from pyorch.progress import Progress
 
 AT_ONCE = 4  # files
 TRIES = 5  # in a row that bring nothing, half a minute with the waits between
@@ -59,7 +60,7 @@ class Transfer:
     def __init__(
         self,
         total: int,
-        progress: Callable[[int, int], None] = lambda done, total: None,
+        progress: Progress = lambda done, total: None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         """`progress` is called with (bytes here, bytes in all), `say` with what is waited for."""
