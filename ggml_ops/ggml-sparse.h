@@ -152,6 +152,8 @@ GGML_API struct ggml_tensor * ggml_sparse_attn_score(
         struct ggml_tensor  * k_range,
         struct ggml_sparse_score_params params);
 
+#define GGML_SPARSE_SELECT_ALL (-1) // as n_sel: every visible position
+
 struct ggml_sparse_select_params {
     int32_t topk_max;   // capacity of the result; the k of a token is min(kl[0], topk_max)
                         // 0, in a node made with more: the CPU's PICK selects nothing, without SELECT's work. For timing SCORE by itself
@@ -164,12 +166,15 @@ struct ggml_sparse_select_params {
 // SELECT (step 2)
 //   logits   [n_kv, n_head, n_tok, n_stream]        f32      from SCORE
 //   forced   [n_forced, n_tok, 1, n_stream]         i32      cells that are always in: local window first, then sinks; < 0: none. n_forced >= 1
-//   kl       [2, n_tok, 1, n_stream]                i32      k, and l: how many entries of the local window count
+//   kl       [2, n_tok, 1, n_stream]                i32      k, and l: how many entries of the local window count. k < 0: the token reads every
+//                                                            visible position, see below
 //   sinks    [n_head]                               f32      learned extra logit per query head (gpt-oss), or NULL; alpha only
 //   res      [1 + n_group_q + topk_max, n_head_kv, n_tok, n_stream]   i32
 //            n_sel, then alpha of each query head of the group (bits of an f32; 1.0 where not asked for), then the n_sel cells in
 //            ascending order, then -1
 //
+//   A batch may mix tokens of prompts, which read everything, with tokens of replies, which read a selection. Of a token with k < 0 nothing is
+//   scored or ranked: its n_sel is GGML_SPARSE_SELECT_ALL for each KV head, its alpha 1.0, its cells -1. ATTEND then reads all that it sees
 //   ranks by the sum over the group's query heads of softmax(logits) (with one query head: by the logit itself, the same order)
 //   k counts the forced cells. Hidden cells (-inf in all heads) are never selected, nor is NaN, so n_sel = min(k, visible), but a visible forced cell always is
 //   (all forced are in even when there are more than k, as far as topk_max allows: sinks last).
@@ -219,7 +224,8 @@ struct ggml_sparse_attend_params {
 //   v        [d_v, n_head_kv, n_kv, n_stream]       any
 //   mask     [n_kv, n_tok, 1, n_stream]             f16
 //   visible  [n_grp, n_tok, 1, n_stream]            i32
-//   sel      the result of SELECT or PICK, or NULL: all visible positions (exact dense)
+//   sel      the result of SELECT or PICK, or NULL: all visible positions (exact dense). A token whose n_sel is GGML_SPARSE_SELECT_ALL gets what
+//            it gets without sel, bit for bit on the CPU, without the mean of V, and counts as dense
 //   v_sum    [d_v*n_head_kv, n_sum_t, n_stream]     f32      with mean_v, else NULL
 //   sealed   [n_grp, n_stream]                      i32      with mean_v: which groups of v_sum are valid, else NULL
 //   sinks    [n_head]                               f32      or NULL

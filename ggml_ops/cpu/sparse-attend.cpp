@@ -26,7 +26,7 @@ row_ops ops_of(ggml_type type) {
 
 // ---- ATTEND ----
 
-// sources and sizes
+// sources and sizes. Tokens that read a selection and tokens that read all they see are two passes over a batch, see forward_attend
 struct attend_src {
     const ggml_tensor * q, * k, * v, * mask, * visible, * sel, * v_sum, * sealed, * sinks, * stats;
     ggml_sparse_attend_params p;
@@ -35,7 +35,7 @@ struct attend_src {
     int     n_head, n_group_q, d_k, d_v, ahead; // ahead: of how many rows K and V are asked for, dense
     row_ops ops_k, ops_v;
 
-    explicit attend_src(const ggml_tensor * dst) {
+    attend_src(const ggml_tensor * dst, bool dense) : dense(dense) {
         q       = dst->src[0];
         k       = dst->src[1];
         v       = dst->src[2];
@@ -47,6 +47,7 @@ struct attend_src {
         sinks   = dst->src[8];
         stats   = dst->src[9];
         p       = op_params<ggml_sparse_attend_params>(dst);
+        p.mean_v = p.mean_v && !dense;
 
         n_kv      = k->ne[2];
         n_head_kv = k->ne[1];
@@ -60,10 +61,15 @@ struct attend_src {
         d_v       = (int) v->ne[0];
         ops_k     = ops_of(k->type);
         ops_v     = ops_of(v->type);
-        dense     = sel == nullptr;
         ahead     = (int) ceil_div(AHEAD_BYTES, n_head_kv*size_k);
-        n_max     = dense ? n_kv : sel->ne[0] - 1 - n_group_q;
+        n_max     = dense || !sel ? n_kv : sel->ne[0] - 1 - n_group_q;
     }
+
+    // does token i read all that it sees?
+    bool reads_all(int64_t i, int64_t s) const { return !sel || at<const int32_t>(sel, 0, i, s)[0] == GGML_SPARSE_SELECT_ALL; }
+
+    // is token i one of this pass?
+    bool has(int64_t i, int64_t s) const { return reads_all(i, s) == dense; }
 
     int64_t n_sel(const int32_t * x) const { return std::min<int64_t>(std::max(x[0], 0), n_max); }
 };
@@ -303,11 +309,16 @@ void mean_unit(const attend_src & a, float * mean, int64_t h, int64_t n_head, in
     }
 }
 
+// the counters of the tokens of a pass
 void attend_stats(const attend_src & a) {
-    int64_t n_vis = 0, n_read = 0, bytes_mean = 0;
+    int64_t n_row = 0, n_vis = 0, n_read = 0, bytes_mean = 0;
     for (int64_t s = 0; s < a.q->ne[3]; ++s) {
         for (int64_t i = 0; i < a.n_tok; ++i) {
+            if (!a.has(i, s)) {
+                continue;
+            }
             const int32_t * vis = at<const int32_t>(a.visible, i, 0, s);
+            n_row += 1;
             n_vis += std::accumulate(vis, vis + a.visible->ne[0], (int64_t) 0);
             if (a.p.mean_v) {
                 for_mean(a, i, s,
@@ -322,7 +333,7 @@ void attend_stats(const attend_src & a) {
     n_read = a.dense ? n_vis*a.n_head_kv : n_read;
 
     const int64_t row = a.size_k + a.size_v;
-    add_stat(a.stats, a.dense ? GGML_SPARSE_STAT_ATTEND_DENSE : GGML_SPARSE_STAT_ATTEND_SPARSE, a.n_row);
+    add_stat(a.stats, a.dense ? GGML_SPARSE_STAT_ATTEND_DENSE : GGML_SPARSE_STAT_ATTEND_SPARSE, n_row);
     add_stat(a.stats, GGML_SPARSE_STAT_POS_VISIBLE,  n_vis*a.n_head_kv);
     add_stat(a.stats, GGML_SPARSE_STAT_POS_READ,     n_read);
     add_stat(a.stats, GGML_SPARSE_STAT_BYTES_ATTEND, n_read*row + bytes_mean*a.n_head_kv);
@@ -352,6 +363,9 @@ void attend(const ggml_compute_params * params, ggml_tensor * dst, const attend_
             }
             x.i = u % a.n_tok;
             x.s = u/a.n_tok;
+            if (!a.has(x.i, x.s)) {
+                continue;
+            }
             int64_t n = a.n_kv;
             if (!a.dense) {
                 const int32_t * sel = at<const int32_t>(a.sel, x.h, x.i, x.s);
@@ -384,6 +398,9 @@ void attend(const ggml_compute_params * params, ggml_tensor * dst, const attend_
     }
     const int64_t n_part = std::min<int64_t>(w.n_mean, params->nth);
     for (int64_t u = params->ith; u < a.n_row*n_part; u += params->nth) {
+        if (!a.has(u/n_part % a.n_tok, u/n_part/a.n_tok)) {
+            continue;
+        }
         const int64_t i_part = u % n_part, r = u/n_part, h = i_part*a.n_head_kv/n_part, h1 = (i_part + 1)*a.n_head_kv/n_part;
         for (int64_t row = SUM; row < AHEAD_SUM; row += SUM + 1) {
             ask_sum(a.v_sum, row, h, a.d_v, r/a.n_tok);
@@ -395,6 +412,9 @@ void attend(const ggml_compute_params * params, ggml_tensor * dst, const attend_
     // stage 2
     for (int64_t u = params->ith; u < a.n_row*a.n_head; u += params->nth) {
         const int64_t j = u % a.n_head, r = u/a.n_head, h = j/a.n_group_q, i = r % a.n_tok, s = r/a.n_tok;
+        if (!a.has(i, s)) {
+            continue;
+        }
 
         const int32_t * x = a.dense ? nullptr : at<const int32_t>(a.sel, h, i, s);
         const int64_t   n = a.dense ? w.n_chunk : ceil_div(a.n_sel(x), w.chunk);
@@ -414,12 +434,26 @@ void attend(const ggml_compute_params * params, ggml_tensor * dst, const attend_
 
 } // namespace
 
+// the tokens that read a selection, then, in the same memory, those that read all: each as if it were a node of its own. The barrier in front
+// of a pass's units is the one between the passes
 void sparse::forward_attend(const ggml_compute_params * params, ggml_tensor * dst) {
-    const attend_src a(dst);
-    attend(params, dst, a);
-    if (a.stats && params->ith == 0) {
-        attend_stats(a);
+    for (const bool dense : { false, true }) {
+        const attend_src a(dst, dense);
+        bool any = false;
+        for (int64_t r = 0; r < a.n_row; ++r) {
+            any = any || a.has(r % a.n_tok, r/a.n_tok);
+        }
+        if (!any) {
+            continue;
+        }
+        attend(params, dst, a);
+        if (a.stats && params->ith == 0) {
+            attend_stats(a);
+        }
     }
 }
 
-size_t sparse::attend_work_size(const ggml_tensor * dst, int n_threads) { return attend_work(attend_src(dst), nullptr, 0, n_threads).size; }
+size_t sparse::attend_work_size(const ggml_tensor * dst, int n_threads) {
+    const auto size = [&](bool dense) { return attend_work(attend_src(dst, dense), nullptr, 0, n_threads).size; };
+    return dst->src[5] ? std::max(size(false), size(true)) : size(true);
+}

@@ -20,6 +20,7 @@ constexpr int64_t EXACT_TILE = 256;
 struct score_src {
     const ggml_tensor * q, * k, * k_t, * sealed, * mask, * stats, * k_range;
     const ggml_tensor * visible; // NULL for PICK
+    const ggml_tensor * kl;      // of PICK
     ggml_sparse_score_params p;
     int64_t n_kv, n_grp, n_head_kv, n_tok, n_all, tile, n_tile; // n_all: heads
     int     n_head, n_group_q, d_k, rank;
@@ -32,6 +33,7 @@ struct score_src {
         sealed  = dst->src[3];
         mask    = dst->src[4];
         visible = pick ? nullptr : dst->src[5];
+        kl      = pick ? dst->src[6] : nullptr;
         stats   = dst->src[pick ? 8 : 6];
         k_range = dst->src[pick ? 9 : 7];
         p       = pick ? op_params<ggml_sparse_pick_params>(dst).score : op_params<ggml_sparse_score_params>(dst);
@@ -48,6 +50,9 @@ struct score_src {
         tile      = tile_size(n_group_q);
         n_tile    = ceil_div(n_kv, tile);
     }
+
+    // is nothing of token i scored?
+    bool skips(int64_t i, int64_t s) const { return kl && at<const int32_t>(kl, i, 0, s)[0] < 0; }
 };
 
 // what all of a tile is
@@ -115,6 +120,9 @@ void score_stats(const score_src & a, const score_work & w) {
     int64_t bytes = 0;
     for (int64_t s = 0; s < a.q->ne[3]; ++s) {
         for (int64_t i = 0; i < a.n_tok; ++i) {
+            if (a.skips(i, s)) {
+                continue;
+            }
             const int32_t * vis = w.vis(a, i, s);
             for (int64_t g = 0; g < a.n_grp; ++g) {
                 if (a.k_t && vis[g] > 0 && in_k_t(at<const int32_t>(a.sealed, s), g, a.n_kv, n_bit)) {
@@ -135,6 +143,10 @@ void score_prepare(const ggml_compute_params * params, const score_src & a, cons
         const int64_t h = u % a.n_head_kv, i = u/a.n_head_kv % a.n_tok, s = u/a.n_head_kv/a.n_tok;
         const float * q  = at<const float>(a.q, h*a.n_group_q, i, s);
         int64_t       ld = a.q->nb[1]/sizeof(float);
+        if (a.skips(i, s)) {
+            w.n_chan[u] = 0;
+            continue;
+        }
         if (a.p.n_rot > 0) {
             for (int j = 0; j < a.n_group_q; ++j) {
                 memcpy(w.q + j*a.d_k, q + j*ld, a.d_k*sizeof(float));
@@ -148,6 +160,10 @@ void score_prepare(const ggml_compute_params * params, const score_src & a, cons
     for (int64_t u = params->ith; u < a.n_tile*a.n_tok*a.q->ne[3]; u += params->nth) {
         const int64_t t0 = u % a.n_tile*a.tile, t1 = std::min(t0 + a.tile, a.n_kv), i = u/a.n_tile % a.n_tok, s = u/a.n_tile/a.n_tok;
         const f16 * m = at<const f16>(a.mask, i, 0, s);
+        if (a.skips(i, s)) {
+            w.tile[u] = 0;
+            continue;
+        }
         bool shadow = true;
         for (int64_t g = t0/GROUP; g*GROUP < t1; ++g) {
             if (!a.visible) {
@@ -449,12 +465,18 @@ void select_heads(const ggml_compute_params * params, ggml_tensor * dst, const s
     }
 
     const bool only_scores = a.p.topk_max == 0;
-    for (int64_t u = ith; u < a.n_all && only_scores; u += nth) {
-        select_none(result(u), a.n_group_q);
+    const auto reads_all = [&](int64_t u) { return args(u).k < 0; };
+    for (int64_t u = ith; u < a.n_all; u += nth) {
+        if (only_scores || reads_all(u)) {
+            select_none(result(u), a.n_group_q, a.p.topk_max, reads_all(u) ? GGML_SPARSE_SELECT_ALL : 0);
+        }
     }
     line_stream next;
     for (int64_t x; (x = queue.take()) >= 0; ) {
         const int64_t u = x/a.n_tile, i_tile = x % a.n_tile;
+        if (reads_all(u)) {
+            continue;
+        }
         const bool whole = is_whole(u);
         const head_scores s = w.scores(a, u, whole ? ith : part[n_part > 1 && part[1].u == u].owner, whole, nth);
         make_tile(u, i_tile, s.x, s.ld, queue.peek());
@@ -473,6 +495,9 @@ void select_heads(const ggml_compute_params * params, ggml_tensor * dst, const s
     const auto each_part = [&](auto f) {
         ggml_barrier(params->threadpool);
         for (int i = 0; i < n_part; ++i) {
+            if (reads_all(part[i].u)) {
+                continue;
+            }
             f(part[i], w.scores(a, part[i].u, part[i].owner, false, nth), scratch(part[i].owner));
         }
     };

@@ -431,13 +431,14 @@ static inline void finish_select(int32_t * res, const select_scratch & w, const 
     }
 }
 
-// nothing, of n_head query heads: n_sel and alpha
-static inline void select_none(int32_t * res, int n_head) {
+// a result without cells
+static inline void select_none(int32_t * res, int n_head, int topk_max, int32_t n_sel) {
     const float alpha = 1.0f;
-    res[0] = 0;
+    res[0] = n_sel;
     for (int h = 0; h < n_head; ++h) {
         memcpy(res + 1 + h, &alpha, sizeof(alpha));
     }
+    std::fill_n(res + 1 + n_head, topk_max, -1);
 }
 
 // one KV head of one token, its tiles being finished

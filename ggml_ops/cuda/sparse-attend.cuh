@@ -15,18 +15,27 @@ struct attend_args {
     const int32_t * sel;                // [row][n_head_kv][ld_sel] or NULL: all positions
     const int32_t * sealed;             // [n_stream][n_grp], with mean_v
     const float   * sinks;              // [n_head] or NULL
-    float * state;                      // [row][n_head][n_split][d_v + 2], or NULL with one split: straight to res
+    float * state;                      // [row][n_head][n_grid][d_v + 2], or NULL with one split: straight to res
     float * mean;                       // [row][n_head_kv][d_v], with mean_v
     float * res;                        // [row][n_head*d_v], rows ld_res floats apart
     unsigned long long * stats;
     int64_t n_kv, n_grp, ld_res;
-    int     n_head, n_head_kv, n_group_q, n_tok, n_row, d_k, d_v, ld_sel, n_split, n_log2, n_pass, row_k, row_v, mean_v;
+    int     n_head, n_head_kv, n_group_q, n_tok, n_row, d_k, d_v, ld_sel, n_split_sel, n_split_all, n_grid, n_log2, n_pass, row_k, row_v, mean_v;
     float   scale, softcap, max_bias;
 };
 
 constexpr int TILE = GROUP; // positions
 
 __device__ __forceinline__ int n_selected(const attend_args & a, const int32_t * sel) { return min(max(sel[0], 0), a.ld_sel - 1 - a.n_group_q); }
+
+// the selection of a KV head of a row; NULL: the row reads all it sees
+__device__ __forceinline__ const int32_t * selection(const attend_args & a, int64_t row, int64_t h_kv) {
+    const int32_t * sel = a.sel ? a.sel + (row*a.n_head_kv + h_kv)*a.ld_sel : nullptr;
+    return sel && sel[0] != GGML_SPARSE_SELECT_ALL ? sel : nullptr;
+}
+
+// over how many blocks the positions of a row are split: as many as if all rows were like it
+__device__ __forceinline__ int split_of(const attend_args & a, const int32_t * sel) { return sel ? a.n_split_sel : a.n_split_all; }
 
 template <int GB>
 struct alignas(16) attend_shared {
@@ -45,7 +54,11 @@ __device__ __forceinline__ void attend_split(const attend_args & a, attend_share
     const int64_t h_kv = blockIdx.y/a.n_pass, row = blockIdx.z, i = row % a.n_tok, s = row/a.n_tok;
     const int     h0   = (int) (blockIdx.y % a.n_pass)*GB, n_head = min(GB, a.n_group_q - h0), head = (int) h_kv*a.n_group_q + h0;
     const int     tid  = threadIdx.x, d_k = D > 0 ? D : a.d_k, d_v = D > 0 ? D : a.d_v;
-    const int32_t  * sel  = a.sel ? a.sel + (row*a.n_head_kv + h_kv)*a.ld_sel : nullptr;
+    const int32_t  * sel  = selection(a, row, h_kv);
+    const int        n_split = split_of(a, sel);
+    if ((int) blockIdx.x >= n_split) {
+        return;
+    }
     const uint16_t * mask = a.mask.at<const uint16_t>(i, 0, s);
     const char     * k    = a.k.at(h_kv, 0, s), * v = a.v.at(h_kv, 0, s);
     const int      n_sel  = sel ? n_selected(a, sel) : 0;
@@ -70,7 +83,7 @@ __device__ __forceinline__ void attend_split(const attend_args & a, attend_share
     // the tiles of this block that have something to see
     const auto next = [&](int64_t tile) {
         while (!sel && tile < n_tile && a.visible[row*a.n_grp + tile] == 0) {
-            tile += a.n_split;
+            tile += n_split;
         }
         return tile;
     };
@@ -178,7 +191,7 @@ __device__ __forceinline__ void attend_split(const attend_args & a, attend_share
                 }
             }
         }
-        tile = next(tile + a.n_split);
+        tile = next(tile + n_split);
     }
     __syncthreads();
 
@@ -196,7 +209,7 @@ __device__ __forceinline__ void attend_split(const attend_args & a, attend_share
                 o += m.sum[j*n_col*8 + tid];
             }
             if (a.state) {
-                float * st = a.state + ((row*a.n_head + head + h)*a.n_split + blockIdx.x)*(d_v + 2);
+                float * st = a.state + ((row*a.n_head + head + h)*a.n_grid + blockIdx.x)*(d_v + 2);
                 st[tid] = o;
                 if (tid == 0) {
                     st[d_v]     = m.m[h];
@@ -221,7 +234,8 @@ __device__ inline void attend_mean(const attend_args & a, float * buf) {
     const int64_t h = blockIdx.y, row = blockIdx.z, i = row % a.n_tok, s = row/a.n_tok;
     const int     tid = threadIdx.x;
     const int32_t * vis = a.visible + row*a.n_grp;
-    if (!a.mean_v && h > 0) { // the first one counts for all
+    const bool sparse = selection(a, row, 0), mean_v = a.mean_v && sparse;
+    if (!mean_v && h > 0) { // the first one counts for all
         return;
     }
 
@@ -241,7 +255,7 @@ __device__ inline void attend_mean(const attend_args & a, float * buf) {
     }
 
     int64_t bytes = 0; // of the mean
-    if (a.mean_v) {
+    if (mean_v) {
         const int32_t  * sealed = a.sealed + s*a.n_grp;
         const uint16_t * mask   = a.mask.at<const uint16_t>(i, 0, s);
         const int n_col = (a.d_v + 7)/8, n_slice = N_THREAD/n_col, col = tid % n_col, slice = tid/n_col;
@@ -302,11 +316,11 @@ __device__ inline void attend_mean(const attend_args & a, float * buf) {
     if (a.stats && h == 0 && tid < 32) {
         int64_t n_read = 0; // of all KV heads
         for (int j = tid; j < a.n_head_kv; j += 32) {
-            n_read += a.sel ? n_selected(a, a.sel + (row*a.n_head_kv + j)*a.ld_sel) : n_vis;
+            n_read += sparse ? n_selected(a, a.sel + (row*a.n_head_kv + j)*a.ld_sel) : n_vis;
         }
         n_read = lane_sum<32>(n_read);
         if (tid == 0) {
-            add_stat(a.stats, a.sel ? GGML_SPARSE_STAT_ATTEND_SPARSE : GGML_SPARSE_STAT_ATTEND_DENSE, 1);
+            add_stat(a.stats, sparse ? GGML_SPARSE_STAT_ATTEND_SPARSE : GGML_SPARSE_STAT_ATTEND_DENSE, 1);
             add_stat(a.stats, GGML_SPARSE_STAT_POS_VISIBLE,  n_vis*a.n_head_kv);
             add_stat(a.stats, GGML_SPARSE_STAT_POS_READ,     n_read);
             add_stat(a.stats, GGML_SPARSE_STAT_BYTES_ATTEND, n_read*(a.row_k + a.row_v));
@@ -318,11 +332,11 @@ __device__ inline void attend_mean(const attend_args & a, float * buf) {
 // blocks that a multiprocessor shall hold at least: what leaves enough registers
 constexpr int attend_blocks(int gb, int d) { return gb == 1 ? (d == 256 ? 2 : 3) : gb == 4 && d < 256 ? 2 : 1; }
 
-// blocks n_split of each row: the mean, and counting
+// block n_grid of each row: the mean, and counting
 template <int GB, int TYPE_K, int TYPE_V, int D>
 static __global__ void __launch_bounds__(N_THREAD, attend_blocks(GB, D)) attend(const attend_args a) {
     __shared__ attend_shared<GB> m;
-    if ((int) blockIdx.x < a.n_split) {
+    if ((int) blockIdx.x < a.n_grid) {
         attend_split<GB, TYPE_K, TYPE_V, D>(a, m);
     } else if ((int) blockIdx.y < a.n_head_kv) {
         attend_mean(a, m.sum);
@@ -334,11 +348,13 @@ static __global__ void __launch_bounds__(N_THREAD) merge(const attend_args a) {
     __shared__ float f[N_THREAD], l[N_THREAD], part[N_THREAD];
     const int64_t j = blockIdx.x, row = blockIdx.y, h_kv = j/a.n_group_q;
     const int     tid = threadIdx.x, ld = a.d_v + 2;
-    const float * st = a.state + (row*a.n_head + j)*a.n_split*ld;
+    const float * st = a.state + (row*a.n_head + j)*a.n_grid*ld;
+    const int32_t * sel = selection(a, row, h_kv);
+    const int n_split = split_of(a, sel);
 
     const float sink = a.sinks ? a.sinks[j] : neg_inf();
-    f[tid] = tid < a.n_split ? st[tid*ld + a.d_v]     : neg_inf();
-    l[tid] = tid < a.n_split ? st[tid*ld + a.d_v + 1] : 0.0f;
+    f[tid] = tid < n_split ? st[tid*ld + a.d_v]     : neg_inf();
+    l[tid] = tid < n_split ? st[tid*ld + a.d_v + 1] : 0.0f;
     __syncthreads();
     float top = sink;
     for (int i = tid % 32; i < N_THREAD; i += 32) {
@@ -359,7 +375,7 @@ static __global__ void __launch_bounds__(N_THREAD) merge(const attend_args a) {
     float o = 0.0f;
     if (slice < n_slice) {
 #pragma unroll 8
-        for (int i = slice; i < a.n_split; i += n_slice) {
+        for (int i = slice; i < n_split; i += n_slice) {
             o += st[i*ld + c]*f[i];
         }
     }
@@ -372,8 +388,7 @@ static __global__ void __launch_bounds__(N_THREAD) merge(const attend_args a) {
         o += part[i*a.d_v + c];
     }
     o = all > 0.0f ? __fdiv_rn(o, all) : 0.0f;
-    if (a.mean_v) {
-        const int32_t * sel = a.sel + (row*a.n_head_kv + h_kv)*a.ld_sel;
+    if (a.mean_v && sel) {
         const float alpha = ((const float *) sel)[1 + j % a.n_group_q];
         o = alpha*o + (1.0f - alpha)*a.mean[(row*a.n_head_kv + h_kv)*a.d_v + c];
     }

@@ -103,6 +103,7 @@ score_args make_score(const ggml_tensor * dst) {
     a.k_t       = make_view(k_t);
     a.k_range   = make_view(dst->src[pick ? 9 : 7]);
     a.mask      = make_view(dst->src[4]);
+    a.kl        = pick ? make_view(dst->src[6]) : view {};
     a.sealed    = data_of<const int32_t>(sealed);
     a.stats     = data_of<unsigned long long>(dst->src[pick ? 8 : 6]);
     a.n_kv      = k->ne[2];
@@ -265,20 +266,22 @@ template <int GB, int TYPE, int D>
 void launch_attend(ggml_backend_cuda_context & ctx, attend_args a) {
     a.n_pass = (int) ceil_div(a.n_group_q, GB);
     const int64_t n_y    = (int64_t) a.n_head_kv*a.n_pass;
-    const int64_t n_tile = ceil_div(a.sel ? a.ld_sel - 1 - a.n_group_q : a.n_kv, TILE);
     const int64_t fill   = std::max<int64_t>(1, 4*n_sm(ctx)/(n_y*a.n_row));
-    a.n_split = (int) std::min<int64_t>({ n_tile, fill, N_THREAD }); // merge() has a thread per split
+    const auto split = [&](int64_t n) { return (int) std::min<int64_t>({ ceil_div(n, TILE), fill, N_THREAD }); }; // merge() has a thread per split
+    a.n_split_all = split(a.n_kv);
+    a.n_split_sel = a.sel ? split(a.ld_sel - 1 - a.n_group_q) : a.n_split_all;
+    a.n_grid      = std::max(a.n_split_all, a.n_split_sel);
 
-    const bool merged = a.n_split > 1 || a.mean_v;
+    const bool merged = a.n_grid > 1 || a.mean_v;
     ggml_cuda_pool_alloc<float> state(ctx.pool()), mean(ctx.pool());
     if (merged) {
-        a.state = state.alloc((int64_t) a.n_row*a.n_head*a.n_split*(a.d_v + 2));
+        a.state = state.alloc((int64_t) a.n_row*a.n_head*a.n_grid*(a.d_v + 2));
     }
     if (a.mean_v) {
         a.mean = mean.alloc((int64_t) a.n_row*a.n_head_kv*a.d_v);
     }
     const int n_count = a.stats || a.mean_v ? 1 : 0;
-    SPARQ_LAUNCH((attend<GB, TYPE, TYPE, D>), dim3(a.n_split + n_count, n_y, a.n_row), dim3(N_THREAD), ctx.stream(), a);
+    SPARQ_LAUNCH((attend<GB, TYPE, TYPE, D>), dim3(a.n_grid + n_count, n_y, a.n_row), dim3(N_THREAD), ctx.stream(), a);
     if (merged) {
         SPARQ_LAUNCH(merge, dim3(a.n_head, a.n_row), dim3(N_THREAD), ctx.stream(), a);
     }

@@ -8,6 +8,7 @@ namespace sparse_cuda {
 
 struct score_args {
     view q, k, k_t, k_range, mask;
+    view kl;                            // of PICK: a token with k < 0 is not scored
     const int32_t * sealed;             // [n_stream][n_grp]
     float * logits;                     // [row][n_head][n_kv]; row = stream*n_tok + token
     float * run_max, * run_sum;         // [row][n_head][n_run] the largest logit of a run, the sum of exp(logit - it); or NULL
@@ -316,6 +317,9 @@ static __global__ void __launch_bounds__(N_THREAD, score_blocks(GB)) score(const
     const int64_t head = row*a.n_head + h_kv*a.n_group_q + h0;
     const int     tid  = threadIdx.x, lane = tid % N_LANE, slice = tid/N_LANE;
 
+    if (a.kl.data && a.kl.at<const int32_t>(i, 0, s)[0] < 0) {
+        return;
+    }
     int n_chan = 0;
     if (N_BIT == 0) {
         for (int j = 0; j < GB; ++j) {

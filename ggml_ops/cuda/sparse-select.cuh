@@ -45,6 +45,9 @@ constexpr int KEYS = 2048; // positions of a block of rank_keys
 // with several query heads: the sum over them of softmax(logits); -inf where hidden
 static __global__ void __launch_bounds__(N_THREAD) rank_keys(const select_args a) {
     __shared__ float top[G_MAX], inv[G_MAX];
+    if (a.kl.at<const int32_t>(blockIdx.z % a.n_tok, 0, blockIdx.z/a.n_tok)[0] < 0) {
+        return;
+    }
     const int64_t u = (int64_t) blockIdx.z*a.n_head_kv + blockIdx.y, head = u*a.n_group_q;
     for (int h = threadIdx.x/32; h < a.n_group_q; h += N_WARP) {
         const float2 x = sum_head(a, head + h);
@@ -278,6 +281,18 @@ static __global__ void __launch_bounds__(NT, NT == 1024 ? 1 : 4) select(const se
     int32_t       * cells  = res + 1 + a.n_group_q;
     const int32_t * kl     = a.kl.at<const int32_t>(i, 0, s);
 
+    if (kl[0] < 0) { // every visible position
+        for (int j = tid; j < a.topk_max; j += NT) {
+            cells[j] = -1;
+        }
+        for (int j = tid; j < a.n_group_q; j += NT) {
+            ((float *) res)[1 + j] = 1.0f;
+        }
+        if (tid == 0) {
+            res[0] = GGML_SPARSE_SELECT_ALL;
+        }
+        return;
+    }
     const int n_in = mark_forced<NT>(a, bits, key, a.forced.at<const int32_t>(i, 0, s), kl[1], sum_i);
     const int k    = max(min(kl[0], a.topk_max), n_in);
 

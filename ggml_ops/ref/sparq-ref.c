@@ -129,6 +129,14 @@ int64_t sparq_ref_select(
         int64_t g, int64_t n, int64_t n_forced, int64_t k, int64_t k_max, double top_p) {
     double top, total;
 
+    // a token of a prompt reads every visible position
+    if (k < 0) {
+        for (int64_t h = 0; h < g; h++) {
+            alpha[h] = 1;
+        }
+        return -1;
+    }
+
     // what to rank by: softmaxed scores, summed over the group; with one query head the logit (same order, and no underflow)
     for (int64_t t = 0; t < n; t++) {
         score[t] = !selectable(logits, g, n, t) ? NEG_INF : g == 1 ? (double) logits[t] : 0;
@@ -194,6 +202,10 @@ void sparq_ref_attend(
         float * y, const float * q, const float * k, const float * v, const float * bias,
         const int32_t * sel, const double * alpha, const float * sinks, double * weight,
         int64_t g, int64_t n, int64_t n_sel, int64_t d_k, int64_t d_v, int64_t k_pos, int64_t v_pos, double scale, double softcap) {
+    if (!sel || n_sel < 0) { // all positions
+        sel   = NULL;
+        alpha = NULL;
+    }
     const int64_t n_read = sel ? n_sel : n;
 
     for (int64_t h = 0; h < g; h++) {

@@ -162,9 +162,10 @@ class Selection:
         cells = {}
         for index in np.ndindex(raw.shape[:-1]):
             row = raw[index]
-            assert 0 <= row[0] <= len(row) - 1 - g, f"n_sel {row[0]}"
-            cells[index] = row[1 + g : 1 + g + row[0]]
-            assert (row[1 + g + row[0] :] == -1).all(), "the tail is not -1"
+            assert -1 <= row[0] <= len(row) - 1 - g, f"n_sel {row[0]}"
+            n_sel = max(row[0], 0)  # -1: every visible position
+            cells[index] = row[1 + g : 1 + g + n_sel]
+            assert (row[1 + g + n_sel :] == -1).all(), "the tail is not -1"
         return cls(cells, raw[..., 1 : 1 + g].copy().view(np.float32), raw)
 
     @staticmethod

@@ -90,11 +90,16 @@ class Ref:
         self, logits, k: int, forced, k_max: int, sinks=None, top_p=1.0
     ) -> tuple[np.ndarray, np.ndarray]:
         """selected (n_sel,), alpha (g,)"""
+        sel, alpha = np.full(k_max, -1, np.int32), np.empty(len(logits))
+        n_sel = self.select_raw(sel, alpha, logits, k, forced, k_max, sinks, top_p)
+        return sel[:n_sel], alpha
+
+    def select_raw(self, sel, alpha, logits, k: int, forced, k_max, sinks=None, top_p=1.0) -> int:
+        """n_sel; fills sel (k_max,) and alpha (g,)."""
         logits, sinks = _f32(logits), _f32(sinks)
         g, n = logits.shape
-        forced = np.ascontiguousarray(forced, np.int32)
-        sel, alpha, score = np.full(k_max, -1, np.int32), np.empty(g), np.empty(n)
-        n_sel = self.lib.sparq_ref_select(
+        forced, score = np.ascontiguousarray(forced, np.int32), np.empty(n)
+        return self.lib.sparq_ref_select(
             _ptr(sel),
             _ptr(alpha),
             _ptr(logits),
@@ -104,10 +109,9 @@ class Ref:
             *map(I64, (g, n, len(forced), k, k_max)),
             F64(top_p),
         )
-        return sel[:n_sel], alpha
 
     def attend(
-        self, q, k, v, bias, scale, softcap=0.0, selected=None, alpha=None, sinks=None
+        self, q, k, v, bias, scale, softcap=0.0, selected=None, alpha=None, sinks=None, n_sel=None
     ) -> np.ndarray:
         q, k, v, bias, sinks = _f32(q), _f32(k), _f32(v), _f32(bias), _f32(sinks)
         (g, n), d_k, d_v = bias.shape, q.shape[1], v.shape[1]
@@ -115,7 +119,8 @@ class Ref:
         if selected is not None:
             selected = np.ascontiguousarray(selected, np.int32)
         alpha = None if alpha is None else np.ascontiguousarray(alpha, np.float64)
-        n_sel = 0 if selected is None else len(selected)
+        if n_sel is None:
+            n_sel = 0 if selected is None else len(selected)
         self.lib.sparq_ref_attend(
             _ptr(out),
             _ptr(q),

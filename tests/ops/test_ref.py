@@ -110,3 +110,15 @@ def test_ref_never_selects_nan(g: int, top_p: float, ref) -> None:
         assert not set(sel.tolist()) & {0, 7, 12, 39}
         assert alpha[g // 2] == 1, "no mass is known to be elsewhere"
     assert ref.select([[np.nan, 1, 2, 3]], 2, [], 4)[0].tolist() == [2, 3]
+
+
+def test_ref_selects_all(ref) -> None:
+    """k < 0: every visible position, and no mean of v."""
+    for b in cases.make(Case(n_kv=100, heads=(4, 2), mask="part", extra="sinks")).blocks():
+        kept = oracle.select_components(b.q, 16)
+        logits = ref.score(b.q, b.k, b.bias, kept, 0.1)
+        out, alpha = np.full(5, 7, np.int32), np.empty(len(b.q))
+        n_sel = ref.select_raw(out, alpha, logits, -1, [3], 5, b.sinks)
+        assert n_sel == -1 and (alpha == 1).all() and (out == 7).all()
+        got = ref.attend(b.q, b.k, b.v, b.bias, 0.1, selected=out, alpha=alpha, n_sel=-1)
+        assert np.array_equal(got, ref.attend(b.q, b.k, b.v, b.bias, 0.1))

@@ -1,0 +1,86 @@
+"""Batches that mix tokens that read everything (k < 0) with tokens that read a selection."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import cases
+import graphs
+import numpy as np
+import pytest
+from cases import Case
+from ggml_ctypes import STATS, Ggml
+from graphs import Sources, dense_run, sparse_run
+
+CASES = [
+    Case(n_kv=501, heads=(8, 2), d=64, batch=(3, 2), mask="part", extra="mean_v"),
+    Case(n_kv=700, heads=(4, 4), d=80, type_k="bf16", batch=(3, 1), mask="part", extra="sinks"),
+    Case(n_kv=500, heads=(7, 1), d=100, type_k="f32", batch=(2, 2), extra="softcap", strided=True),
+    Case(n_kv=900, heads=(6, 2), d=64, type_k="q8_0", batch=(3, 1), mask="part", seed=1),
+    Case(n_kv=600, heads=(4, 4), d=96, type_k="q4_0", batch=(2, 2), extra="mean_v", seed=2),
+    Case(n_kv=9000, heads=(8, 2), d=64, batch=(4, 1), mask="part", extra="mean_v+sinks+top_p"),
+]
+over_cases = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def mixed(data: cases.Data, parity: int) -> tuple[cases.Data, np.ndarray]:
+    """Every other token reads everything; also a mask of these tokens (n_stream, n_tok)."""
+    n_tok, n_stream = data.case.batch
+    every = np.arange(n_stream * n_tok).reshape(n_stream, n_tok) % 2 == parity
+    kl = data.kl.copy()
+    kl[:, 0, :, 0] = np.where(every, -1, kl[:, 0, :, 0])
+    return replace(data, kl=kl), every
+
+
+@over_cases
+@pytest.mark.parametrize("exact", [False, True], ids=["sparq", "topk"])
+def test_mixed_batch(case: Case, exact: bool, ggml: Ggml) -> None:
+    """Each token has the bits that it has in a batch of its own kind, by any number of threads."""
+    data = cases.make(case)
+    assert np.isnan(data.k).any() or case.mask != "part", "hidden positions are poisoned"
+    dense, sparse = dense_run(ggml, data), sparse_run(ggml, data, exact=exact)
+    for parity in (0, 1):
+        both, every = mixed(data, parity)
+        want = np.where(every[..., None, None], dense, sparse)
+        for n_threads in (1, 2, 3, 16):
+            assert np.array_equal(sparse_run(ggml, both, n_threads, exact), want), n_threads
+    both.kl[..., 0] = -1
+    assert np.array_equal(sparse_run(ggml, both, exact=exact), dense)
+
+
+@over_cases
+def test_mixed_selection_and_counters(case: Case, ggml: Ggml) -> None:
+    """n_sel is -1 where everything is read, nothing is scored for it, and it counts as dense."""
+    data = cases.make(case)
+    n_tok, n_stream = case.batch
+    g_q = case.heads[0] // case.heads[1]
+
+    def run(data: cases.Data) -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
+        with ggml.graph() as g:
+            s = Sources(data, g)
+            pick, select = graphs.pick(s), graphs.select(s, graphs.score(s))
+            g.compute(pick, select)
+            raw = g.read(pick), g.read(select)
+        with ggml.graph() as g:
+            s = Sources(data, g)
+            g.compute(graphs.whole(s))
+            return *raw, s.stats_read()
+
+    plain, _, whole = run(data)
+    parts = []
+    for parity in (0, 1):
+        both, every = mixed(data, parity)
+        pick, select, stats = run(both)
+        assert np.array_equal(pick, select)
+        assert np.array_equal(pick[~every], plain[~every])
+        assert (pick[every][..., 0] == -1).all() and (pick[every][..., 1 + g_q :] == -1).all()
+        assert (pick[every][..., 1 : 1 + g_q].copy().view(np.float32) == 1).all()
+        assert stats["attend_dense"] == every.sum()
+        assert stats["attend_sparse"] == n_tok * n_stream - every.sum()
+        parts.append(stats)
+    with ggml.graph() as g:
+        s = Sources(data, g)
+        g.compute(graphs.attend(s, None))
+        dense = s.stats_read()
+    # either half of the tokens was sparse once and dense once
+    assert {n: parts[0][n] + parts[1][n] for n in STATS} == {n: whole[n] + dense[n] for n in STATS}
