@@ -14,6 +14,7 @@
 
 #include "ggml-backend.h"
 #include "sparse-codes.h"
+#include "sparse-compat.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -683,7 +684,7 @@ void llm_graph_input_sparse::set_select(const llama_ubatch * ubatch) {
 
     for (uint32_t t = 0; t < n_tok_all; ++t) {
         const llama_seq_id seq = ubatch->seq_id[t][0];
-        const auto & pos = llama_sparse_access::cells(kv, llama_sparse_access::stream_of(kv, seq)).seq_pos_get(seq);
+        const auto & pos = sparse_positions_of(llama_sparse_access::cells(kv, llama_sparse_access::stream_of(kv, seq)), seq, 0);
 
         const auto end = pos.upper_bound({ ubatch->pos[t], UINT32_MAX }); // the first after the token itself
         const int32_t n_pos = pos.size() - std::distance(end, pos.end()); // most often nothing comes after
@@ -799,7 +800,7 @@ static std::string why_dense(const llm_graph_context & g, const llama_kv_cache_c
     if (kq_b) {
         return "attention with a learned bias";
     }
-    if (g.cparams.training || !g.cparams.causal_attn) {
+    if (sparse_is_training(g.cparams, 0) || !g.cparams.causal_attn) {
         return "not causal decoding";
     }
     const auto * kv = llama_sparse_access::kv(mctx);
@@ -836,7 +837,7 @@ static bool is_cpu_only(const llm_graph_context & g) {
 
 // can PREFILL read a prompt in this layer, which may have a sliding window?
 static bool can_prefill(const llm_graph_context & g, const ggml_tensor * k, const ggml_tensor * v, const ggml_tensor * kq_b, const ggml_tensor * kq_mask) {
-    return g.cparams.flash_attn && kq_mask && kq_mask->type == GGML_TYPE_F16 && !kq_b && !g.cparams.training && g.cparams.causal_attn &&
+    return g.cparams.flash_attn && kq_mask && kq_mask->type == GGML_TYPE_F16 && !kq_b && !sparse_is_training(g.cparams, 0) && g.cparams.causal_attn &&
            !g.hparams.is_mla() && is_supported_type(k->type) && is_supported_type(v->type) && is_cpu_only(g);
 }
 
