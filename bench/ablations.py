@@ -88,7 +88,10 @@ def points() -> list[tuple[str, str, str, str]]:
 
 @commands.measurement(
     click.option(
-        "--fidelity", type=opt.Number(int, 0), default=20, help="Examples.  [default: 20]"
+        "--fidelity",
+        type=opt.Number(int, 0),
+        default=20,
+        help="Examples of fidelity.  [default: 20]",
     ),
     click.option("--repetition", type=opt.Number(int, 0), default=100, show_default=True),
 )

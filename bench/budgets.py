@@ -306,7 +306,11 @@ def draw(rows: Sequence[plot.Row]) -> Any:
 
 
 @commands.measurement(
-    click.option("--calibrate-text", metavar="FILE", help="[default: the demo's document]"),
+    click.option(
+        "--calibrate-text",
+        metavar="FILE",
+        help="Text to calibrate on.  [default: the demo's document]",
+    ),
     click.option("--ctx", "n_pos", type=opt.Number(int, 512), default=2048, show_default=True),
     click.option(
         "--contexts", "n_contexts", type=opt.Number(int, 2), default=24, show_default=True

@@ -14,11 +14,23 @@ from pyorch.cli import options as opt
 
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 _OPTIONS = (
-    click.option("--model", "-m", metavar="FILE", help="GGUF model.  [default: the demo model]"),
-    click.option("--text", multiple=True, required=True, metavar="FILE|DIR", help="Unseen books."),
+    click.option(
+        "--model", "-m", metavar="FILE", help="GGUF model to measure.  [default: the demo model]"
+    ),
+    click.option(
+        "--text",
+        multiple=True,
+        required=True,
+        metavar="FILE|DIR",
+        help="Books that the model has not seen.",
+    ),
     click.option("--threads", "-t", type=opt.THREADS, default=1, show_default=True),
-    click.option("--out", metavar="DIR", help="[default: bench/results/<kind of machine>]"),
-    click.option("--force", is_flag=True, help="Measure again what is there already."),
+    click.option(
+        "--out",
+        metavar="DIR",
+        help="Folder of the records.  [default: bench/results/<kind of machine>]",
+    ),
+    click.option("--force", is_flag=True, help="Measure again what is recorded already."),
 )
 
 

@@ -352,10 +352,12 @@ def measure_torch(case: Case, n_layer: int, seconds: float) -> dict[str, Any]:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--device", default="cuda", help="cuda, or a library with ggml_backend_init.")
-@click.option("--quick", is_flag=True, help="Small sizes, a moment each.")
-@click.option("--out", metavar="DIR", help="[default: bench/results/<machine>]")
-@click.option("--force", is_flag=True, help="Measure again what is there already.")
+@click.option("--device", default="cuda", help="Device: cuda, or a library with ggml_backend_init.")
+@click.option("--quick", is_flag=True, help="Measure small sizes only, as a quick check.")
+@click.option(
+    "--out", metavar="DIR", help="Folder of the records.  [default: bench/results/<machine>]"
+)
+@click.option("--force", is_flag=True, help="Measure again what is recorded already.")
 def main(device: str, quick: bool, out: str | None, force: bool) -> None:
     """Attention by itself on a CUDA device."""
     folder = native.built()

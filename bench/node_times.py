@@ -107,14 +107,25 @@ def run(model: Path, cases: Sequence[Case], file: Path, *, force: bool = False) 
 
 
 @click.command(context_settings=commands.SETTINGS)
-@click.option("--model", "-m", metavar="FILE", help="[default: llama2-7b q8_0, synthetic]")
-@click.option("--layers", type=opt.LAYERS, default=4, show_default=True, help="Of it.")
+@click.option(
+    "--model",
+    "-m",
+    metavar="FILE",
+    help="GGUF model to measure.  [default: llama2-7b q8_0, synthetic]",
+)
+@click.option(
+    "--layers", type=opt.LAYERS, default=4, show_default=True, help="Layers of the synthetic model."
+)
 @click.option("-d", "--n-depth", type=Numbers(256), default="1024,4096,16384", show_default=True)
 @click.option("-fa", "--flash-attn", type=Numbers(), default="0,1", show_default=True)
-@click.option("-t", "--threads", type=opt.THREADS, help="[default: all cores]")
+@click.option("-t", "--threads", type=opt.THREADS, help="Number of threads.  [default: all cores]")
 @click.option("--samples", type=opt.Number(int, 1), default=20, show_default=True)
-@click.option("--out", metavar="DIR", help="[default: bench/results/<kind of machine>]")
-@click.option("--force", is_flag=True, help="Measure again what is there already.")
+@click.option(
+    "--out",
+    metavar="DIR",
+    help="Folder of the records.  [default: bench/results/<kind of machine>]",
+)
+@click.option("--force", is_flag=True, help="Measure again what is recorded already.")
 def command(**options: Any) -> None:
     """Time of the attention nodes of stock llama.cpp, token by token."""
     model = (

@@ -166,9 +166,18 @@ def main(*figures: ModuleType | Any) -> None:
 
     @click.command(context_settings=commands.SETTINGS)
     @click.argument("names", nargs=-1, metavar="[NAME]...")
-    @click.option("--results", metavar="DIR", help="Records.  [default: bench/results/<machine>]")
-    @click.option("--out", metavar="DIR", default=str(FIGURES), help="[default: bench/figures]")
-    @click.option("--png", is_flag=True, help="A PNG as well.")
+    @click.option(
+        "--results",
+        metavar="DIR",
+        help="Folder of the records.  [default: bench/results/<machine>]",
+    )
+    @click.option(
+        "--out",
+        metavar="DIR",
+        default=str(FIGURES),
+        help="Folder of the pictures.  [default: bench/figures]",
+    )
+    @click.option("--png", is_flag=True, help="Write PNG as well as SVG.")
     def command(names: tuple[str, ...], results: str | None, out: str, png: bool) -> None:
         """Draw from records: NAME.svg and NAME.csv; without NAME all of them."""
         known = {figure.NAME: figure for figure in figures}

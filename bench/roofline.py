@@ -188,7 +188,11 @@ def draw(rows: Sequence[plot.Row]) -> Any:
 
 @click.command(context_settings=commands.SETTINGS)
 @click.option("--measure", "wanted", is_flag=True, help="Measure the compute peak.")
-@click.option("--out", metavar="DIR", help="[default: bench/results/<kind of machine>]")
+@click.option(
+    "--out",
+    metavar="DIR",
+    help="Folder of the records.  [default: bench/results/<kind of machine>]",
+)
 def command(wanted: bool, out: str | None) -> None:
     """The compute peak of this machine: the top of the roof. Seconds."""
     if not wanted:

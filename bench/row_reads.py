@@ -185,10 +185,17 @@ def table(recs: Sequence[Record]) -> str:
 
 @click.command(context_settings=commands.SETTINGS)
 @click.option(
-    "-t", "--threads", type=Numbers(1, opt.THREADS.high), help="[default: 1 and all cores]"
+    "-t",
+    "--threads",
+    type=Numbers(1, opt.THREADS.high),
+    help="Numbers of threads.  [default: 1 and all cores]",
 )
 @click.option("--samples", type=opt.Number(int, 1), default=21, show_default=True)
-@click.option("--out", metavar="DIR", help="[default: bench/results/<kind of machine>]")
+@click.option(
+    "--out",
+    metavar="DIR",
+    help="Folder of the records.  [default: bench/results/<kind of machine>]",
+)
 def command(threads: Sequence[int] | None, samples: int, out: str | None) -> None:
     """How fast memory delivers what sparse attention reads, without attention."""
     folder = Path(out) if out else records.default_folder()

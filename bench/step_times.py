@@ -153,15 +153,34 @@ def table(recs: Sequence[Record]) -> str:
 
 
 @click.command(context_settings=commands.SETTINGS)
-@click.option("--like", default="llama2-7b,llama3-8b", show_default=True, help="Heads.")
-@click.option("-d", "--n-depth", type=Numbers(256), default="16384,65536", show_default=True)
-@click.option("-a", "--attn", "specs", multiple=True, metavar="SPEC", help="[default: five]")
 @click.option(
-    "-t", "--threads", type=Numbers(1, opt.THREADS.high), help="[default: 1 and all cores]"
+    "--like",
+    default="llama2-7b,llama3-8b",
+    show_default=True,
+    help="Known models whose heads to measure.",
+)
+@click.option("-d", "--n-depth", type=Numbers(256), default="16384,65536", show_default=True)
+@click.option(
+    "-a",
+    "--attn",
+    "specs",
+    multiple=True,
+    metavar="SPEC",
+    help="Settings of attention; repeatable.  [default: five]",
+)
+@click.option(
+    "-t",
+    "--threads",
+    type=Numbers(1, opt.THREADS.high),
+    help="Numbers of threads.  [default: 1 and all cores]",
 )
 @click.option("--samples", type=opt.Number(int, 1), default=21, show_default=True)
-@click.option("--out", metavar="DIR", help="[default: bench/results/<kind of machine>]")
-@click.option("--force", is_flag=True, help="Measure again what is there already.")
+@click.option(
+    "--out",
+    metavar="DIR",
+    help="Folder of the records.  [default: bench/results/<kind of machine>]",
+)
+@click.option("--force", is_flag=True, help="Measure again what is recorded already.")
 def command(**options: Any) -> None:
     """Time of the steps of sparse attention, token by token."""
     cases = [
