@@ -71,7 +71,7 @@ _COLOURS = {
 _LINES = (plot.OURS_3, plot.OURS, plot.OURS_2, plot.STOCK)  # of RANKS
 
 
-def points() -> list[tuple[str, str, str, str]]:
+def points() -> list[tuple[str, str, str, policies.Method]]:
     """Each as (panel, line, point, spec)."""
     out = [("", "dense", "", "off")]
     out += [("a", n, r, f"{spec},ratio={r}") for n, spec in SCANS.items() for r in RATIOS]
@@ -83,7 +83,7 @@ def points() -> list[tuple[str, str, str, str]]:
     out += [
         ("c", f"r = {r}", str(k), f"sparq,rank={r},topk={k},{EXACT}") for r in RANKS for k in KS
     ]
-    return [(*where, str(policies.parse(spec))) for *where, spec in out]
+    return [(*where, policies.parse(spec)) for *where, spec in out]
 
 
 @commands.measurement(
@@ -153,7 +153,7 @@ def data(folder: Path) -> list[plot.Row]:
             if r := rows.get(spec):
                 out.append({"task": r.task, "panel": panel, "line": line, "point": point, "n": r.n,
                             "share": r.share_of_dense, "score": r.score, "low": r.score_low,
-                            "high": r.score_high, "spec": spec})  # fmt: skip
+                            "high": r.score_high, "spec": str(spec)})  # fmt: skip
     return out
 
 

@@ -27,6 +27,11 @@ def split(text: str) -> tuple[str, list[str]]:
     return head, parts
 
 
+def names(text: str, key: str) -> bool:
+    """Whether the line itself has a setting of this name, be it the default."""
+    return any(part.partition("=")[0].strip() == key for part in split(text)[1])
+
+
 def read(
     kind: type,
     parts: Iterable[str],

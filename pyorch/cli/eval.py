@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from pyorch.attention import line
+from pyorch.attention.spec import AttentionSpec
 from pyorch.cli import options as opt
 from pyorch.cli.bench import several, update_marked
 from pyorch.errors import SparqError
@@ -14,9 +17,9 @@ from pyorch.progress import progress_bar
 
 if TYPE_CHECKING:
     from pyorch.evals.task import Task
+    from pyorch.policies import Method
 
 METHODS = ("off", "sparq,ratio=1/8")
-EXACT = "min_ctx=0,min_k=1"
 
 
 class _Group(click.Group):
@@ -54,7 +57,7 @@ def command() -> None:
     help=f"A method; several are compared with the first.  [default: {' '.join(METHODS)}]",
 )
 @several("--ratio", of=opt.Ratio(), text="Run each sparse method at each of these ratios: 1/2,1/8.")
-@click.option("--exact", is_flag=True, help=f"Keep the ratio at any length: adds {EXACT}.")
+@click.option("--exact", is_flag=True, help="Keep the ratio at any length: adds min_ctx=0,min_k=1.")
 @click.option(
     "-n", type=opt.Number(int, 1), default=100, show_default=True, help="Examples per task."
 )
@@ -174,23 +177,25 @@ def run(**options: Any) -> None:
     opt.note(f"records: {folder}", "dim")
 
 
-def _methods(options: dict[str, Any]) -> list[str]:
-    """The specs: each sparse one without a ratio at each of the ratios, if there are any."""
-    from pyorch.attention.spec import ratio_text
-    from pyorch.evals.methods import is_native, is_sparse
+def _methods(options: dict[str, Any]) -> list[Method]:
+    """Each method; a sparse one whose size is left open at each of the ratios, if there are any."""
+    from pyorch import policies
+    from pyorch.evals.table import EXACT
 
-    out = []
-    for line in options["methods"] or METHODS:
-        sparse = is_sparse(line)
-        sizes = [f",ratio={ratio_text(r)}" for r in options["ratio"]]
-        free = sparse and not {"ratio", "rank", "topk", "k", "k_layers"} & _keys(line)
-        exact = f",{EXACT}" if options["exact"] and sparse and is_native(line) else ""
-        out += [f"{line}{size}{exact}" for size in (sizes if free and sizes else [""])]
+    out: list[Method] = []
+    for text in options["methods"] or METHODS:
+        method = policies.parse(text)
+        sized = any(getattr(method, name, None) for name in ("rank", "topk", "k", "k_layers"))
+        free = policies.is_sparse(method) and not sized and not line.names(text, "ratio")
+        out += [replace(method, ratio=r) for r in options["ratio"]] if free else []
+        out += [] if free and options["ratio"] else [method]
+    if options["exact"]:
+        out = [replace(m, **EXACT) if _has_bounds(m) else m for m in out]
     return out
 
 
-def _keys(line: str) -> set[str]:
-    return {part.partition("=")[0].strip() for part in line.split(",")[1:]}
+def _has_bounds(method: Method) -> bool:
+    return isinstance(method, AttentionSpec) and method.sparse
 
 
 def _data(given: tuple[str, ...], tasks: list[Task]) -> dict[str, Path]:

@@ -86,7 +86,7 @@ def curves(groups: Sequence[Sequence[Series]]) -> tuple[Any, list[pictures.Row],
         left.set_title(f"{rows[0].task}, up to {rows[0].ctx} positions")
     figure.legend(drawn.values(), drawn, loc="outside lower center", ncols=4, frameon=False)
     flat = [
-        {k: v for k, v in vars(r).items() if k not in ("more", "by_layer")}
+        {k: v for k, v in table.flat(r).items() if k not in ("more", "by_layer")}
         for rows in data
         for r in rows
     ]
@@ -185,7 +185,7 @@ def _heatmap(ax: Any, s: Series) -> list[pictures.Row]:
     head = f"{ratio_text(ratio)}: " if ratio else ""
     ax.set_title(f"{head}{s.scores.mean():.0%} ({low:.0%}-{high:.0%})", fontsize=8)
     return [
-        {"method": s.method, "length": length, "depth": depth, "found": float(np.mean(found)),
+        {"method": str(s.method), "length": length, "depth": depth, "found": float(np.mean(found)),
          "n": len(found)}
         for (length, depth), found in cells.items()
     ]  # fmt: skip

@@ -18,34 +18,23 @@ from pyorch import engine, policies
 from pyorch.attention.saved import resolve
 from pyorch.attention.spec import AttentionSpec
 from pyorch.evals.recall import RecallWatch
+from pyorch.policies import Method
 from pyorch.policies.base import Policy
 
 # of the library's counters, those that tables need
 _COUNTED = ("steps", "bytes_read", "bytes_dense", "positions_read", "calls_sparse")
 
 
-def canonical(method: str) -> str:
-    return str(policies.parse(method))
+OFF = AttentionSpec("off")
 
 
-def is_native(method: str) -> bool:
-    """Whether the library does it by itself."""
-    return isinstance(policies.parse(method), AttentionSpec)
-
-
-def is_sparse(method: str) -> bool:
-    spec = policies.parse(method)
-    return not isinstance(spec, AttentionSpec) or spec.sparse
-
-
-def meaning(method: str, model: Path) -> str:
+def meaning(method: Method, model: Path) -> str:
     """What a method is with this model: a calibrated one has the settings that were found for it.
 
     Raises:
         SparqError: the model is not calibrated for it.
     """
-    spec = policies.parse(method)
-    return str(resolve(spec, model) if isinstance(spec, AttentionSpec) else spec)
+    return str(resolve(method, model) if isinstance(method, AttentionSpec) else method)
 
 
 class Runner:
@@ -54,7 +43,7 @@ class Runner:
     def __init__(
         self,
         model: Path,
-        methods: Sequence[str],
+        methods: Sequence[Method],
         recall: bool,
         *,
         n_gpu_layers: int | None = None,
@@ -69,8 +58,7 @@ class Runner:
         Raises:
             SparqError: the model cannot be loaded, or has no such session.
         """
-        specs = [policies.parse(m) for m in methods]
-        python = [p for p in specs if isinstance(p, Policy)]
+        python = [m for m in methods if isinstance(m, Policy)]
         with ExitStack() as opened:
             loaded = opened.enter_context(
                 engine.load_model(model, n_gpu_layers=n_gpu_layers, numa=numa)
@@ -90,13 +78,13 @@ class Runner:
     def __exit__(self, *_: object) -> None:
         self._opened.close()
 
-    def _of(self, method: str) -> engine.Session:
-        if is_native(method):
+    def _of(self, method: Method) -> engine.Session:
+        if isinstance(method, AttentionSpec):
             return self.session
         assert self._watched is not None
         return self._watched
 
-    def read(self, tokens: Sequence[int], methods: Sequence[str], recall: bool) -> None:
+    def read(self, tokens: Sequence[int], methods: Sequence[Method], recall: bool) -> None:
         """Read a prompt with llama.cpp's own attention, where these methods will go on."""
         sessions = [self._of(m) for m in methods]
         if recall and self._watched is not None:
@@ -104,12 +92,12 @@ class Runner:
         for s in dict.fromkeys(sessions):
             engine.rewind(s, 0)
             if s is self._watched:
-                policies.switch(s, "off")
-            engine.set_attention(s, "off")
+                policies.switch(s, OFF)
+            engine.set_attention(s, OFF)
             engine.prefill(s, tokens)
 
     def decode(
-        self, method: str, n: int, work: Callable[[engine.Session], Any]
+        self, method: Method, n: int, work: Callable[[engine.Session], Any]
     ) -> tuple[Any, Mapping[str, int], float | None]:
         """`work` after the first `n` tokens, with the method set.
 
@@ -118,7 +106,7 @@ class Runner:
         """
         s = self._of(method)
         engine.rewind(s, n)
-        if s is not self.session:
+        if not isinstance(method, AttentionSpec):
             policies.switch(s, method)
             result = work(s)
             c = policies.counters(s)
@@ -138,7 +126,7 @@ class Runner:
         seconds = round(statistics.median(s.timings.decode_s), 6) if s.timings.decode_s else None
         return result, {name: int(counted.get(name, 0)) for name in _COUNTED}, seconds
 
-    def masses(self, method: str, n: int, work: Callable[[engine.Session], Any]) -> list[float]:
+    def masses(self, method: Method, n: int, work: Callable[[engine.Session], Any]) -> list[float]:
         """The share of the true attention that `work` reads with this method, layer by layer; it
         is 1 where a layer is dense. The module `recall` says how it is found.
         """

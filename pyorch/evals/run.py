@@ -27,20 +27,21 @@ from pyorch.bench.records import Record
 from pyorch.errors import SparqError
 from pyorch.evals.decode import Decoder
 from pyorch.evals.example import Example, Outcome
-from pyorch.evals.methods import Runner, canonical, meaning
+from pyorch.evals.methods import OFF, Runner, meaning
 from pyorch.evals.series import Series, make
 from pyorch.evals.task import Setup, Task
 from pyorch.models.gguf_file import read_gguf
+from pyorch.policies import Method
 from pyorch.progress import Progress
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run. `methods`: specs; the first is what the others are compared with."""
+    """What is run. `methods`: the first is what the others are compared with."""
 
     model: Path
     tasks: Sequence[Task]
-    methods: Sequence[str]
+    methods: Sequence[Method]
     n: int
     setup: Mapping[str, Any] = field(default_factory=dict)  # fields of Setup
     data: Mapping[str, Path] = field(default_factory=dict)  # task -> its file
@@ -64,7 +65,7 @@ def run(
     Raises:
         SparqError: data, sizes or settings are wrong; or nothing of a sparse method ran sparse.
     """
-    methods = list(dict.fromkeys(canonical(m) for m in plan.methods))
+    methods = list(dict.fromkeys(plan.methods))
     meanings = {m: meaning(m, plan.model) for m in methods}
     env = records.environment({"sparq": native.lib_dir()})
     model = about_model(plan.model)
@@ -88,8 +89,8 @@ def run(
         total, done = sum(w.n_todo for w in work), 0
         for w in work:
             for i, todo in w.todo.items():
-                for result in _measure(runner, w.task, w.examples[i], todo):
-                    records.append(w.file, w.record(i, result))
+                for method, result in _measure(runner, w.task, w.examples[i], todo):
+                    records.append(w.file, w.record(i, method, result))
                     done += 1
                     progress(done, total)
     found = [series for w in work for series in w.series()]
@@ -107,8 +108,8 @@ class _Work:
     setting: str
     header: Record
     examples: list[Example]
-    meanings: Mapping[str, str] = field(default_factory=dict)  # of the methods, with this model
-    todo: dict[int, list[str]] = field(default_factory=dict)  # example -> methods
+    meanings: Mapping[Method, str] = field(default_factory=dict)  # of the methods, with this model
+    todo: dict[int, list[Method]] = field(default_factory=dict)  # example -> methods
 
     @property
     def n_todo(self) -> int:
@@ -120,13 +121,13 @@ class _Work:
             for e in self.examples
         ]
 
-    def key(self, i: int, method: str) -> str:
+    def key(self, i: int, method: Method) -> str:
         """Of a record: another one where the task's code makes another example."""
         return records.key(
             self.setting, {"i": i, "method": self.meanings[method]}, self._digests[i]
         )
 
-    def find_todo(self, meanings: Mapping[str, str], force: bool) -> None:
+    def find_todo(self, meanings: Mapping[Method, str], force: bool) -> None:
         self.meanings = meanings
         known = {} if force else records.load(self.file)
         if self.header["key"] not in known:
@@ -143,14 +144,15 @@ class _Work:
             for m in self.meanings
         ]
 
-    def record(self, i: int, result: Record) -> Record:
+    def record(self, i: int, method: Method, result: Record) -> Record:
         e = self.examples[i]
         return {
             "schema": records.SCHEMA,
-            "key": self.key(i, result["method"]),
+            "key": self.key(i, method),
             "setting": self.setting,
             "i": i,
             "id": e.id,
+            "method": str(method),
             **result,
             "about": dict(e.about),
         }
@@ -205,11 +207,11 @@ def _check_room(task: Task, examples: Sequence[Example], ctx: int) -> None:
 
 
 def _measure(
-    runner: Runner, task: Task, example: Example, methods: Sequence[str]
-) -> Iterator[Record]:
-    """One result per method, in order, each as soon as it is there."""
+    runner: Runner, task: Task, example: Example, methods: Sequence[Method]
+) -> Iterator[tuple[Method, Record]]:
+    """Each method with its result, in order, each as soon as it is there."""
     n = len(example.prompt) - 1
-    compared = [*methods, "off"] if task.reference else methods
+    compared = [*methods, OFF] if task.reference else methods
     runner.read(example.prompt[:n], compared, task.reference)
     reference = masses = None
 
@@ -220,16 +222,18 @@ def _measure(
         return task.score(Decoder(s, reference, masses), example)
 
     if task.reference:
-        reference = np.stack(runner.decode("off", n, forced)[0])
+        reference = np.stack(runner.decode(OFF, n, forced)[0])
     for method in methods:
         if task.reference:
             masses = runner.masses(method, n, forced)
         outcome, counters, seconds = runner.decode(method, n, score)
-        yield {
-            "method": method,
-            "score": outcome.score,
-            "said": outcome.said,
-            "more": dict(outcome.more),
-            "seconds": seconds,
-            "counters": counters,
-        }
+        yield (
+            method,
+            {
+                "score": outcome.score,
+                "said": outcome.said,
+                "more": dict(outcome.more),
+                "seconds": seconds,
+                "counters": counters,
+            },
+        )

@@ -17,7 +17,7 @@ from pyorch.bench import records
 from pyorch.bench.records import Record
 from pyorch.errors import SparqError
 from pyorch.evals import find, tasks
-from pyorch.evals.methods import is_sparse
+from pyorch.policies import Method, is_sparse, parse
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Series:
     setting: str
     case: Mapping[str, Any]
     env: Mapping[str, Any]
-    method: str
+    method: Method
     scores: np.ndarray
     seconds: np.ndarray
     counters: Mapping[str, int]
@@ -77,7 +77,7 @@ class Series:
             )
 
 
-def make(header: Record, method: str, recs: Sequence[Record]) -> Series:
+def make(header: Record, method: Method, recs: Sequence[Record]) -> Series:
     """From the lines of one setting and method, in the order of the examples."""
     counters: dict[str, int] = {}
     for rec in recs:
@@ -116,7 +116,7 @@ def read(file: Path) -> list[Series]:
         else:
             lines.setdefault((rec["setting"], rec["method"]), {})[rec["i"]] = rec
     made = {
-        (setting, method): make(headers[setting], method, [found[i] for i in sorted(found)])
+        (setting, method): make(headers[setting], parse(method), [found[i] for i in sorted(found)])
         for (setting, method), found in lines.items()
     }
     return list((packed | made).values())
@@ -140,7 +140,7 @@ def by_setting(found: Iterable[Series]) -> list[list[Series]]:
     groups: dict[str, list[Series]] = {}
     for s in found:
         groups.setdefault(s.setting, []).append(s)
-    return [sorted(g, key=lambda s: s.method not in ("off", "dense")) for g in groups.values()]
+    return [sorted(g, key=lambda s: is_sparse(s.method)) for g in groups.values()]
 
 
 def pack(found: Iterable[Series], folder: Path) -> list[Path]:
@@ -163,9 +163,9 @@ def pack(found: Iterable[Series], folder: Path) -> list[Path]:
             seconds = None if np.isnan(s.tokens_per_s) else round(1 / s.tokens_per_s, 9)
             line = {
                 "schema": records.SCHEMA,
-                "key": records.key("pack", {"method": s.method}, s.setting),
+                "key": records.key("pack", {"method": str(s.method)}, s.setting),
                 "setting": s.setting,
-                "method": s.method,
+                "method": str(s.method),
                 "scores": [_short(x) for x in s.scores],
                 "more": {name: _short_all(values) for name, values in s.more.items()},
                 "seconds": seconds,
@@ -181,7 +181,7 @@ def _unpack(header: Record, rec: Record) -> Series:
         header["key"],
         header["case"],
         header["env"],
-        rec["method"],
+        parse(rec["method"]),
         scores,
         np.array([rec["seconds"]], float),
         rec["counters"],

@@ -7,15 +7,17 @@ import io
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
-from pyorch import policies
-from pyorch.attention.spec import AttentionSpec, parse_ratio
+from pyorch.attention.spec import AttentionSpec
 from pyorch.evals import stats, tasks
+from pyorch.evals.methods import OFF
 from pyorch.evals.series import Series, by_setting
+from pyorch.policies import Method
 
-BOUNDS = "min_ctx=0,min_k=1"  # what makes a ratio exact at any length
+EXACT = {"min_ctx": 0, "min_k": 1}  # the bounds with which a ratio is exact at any length
+BOUNDS = ",".join(f"{name}={value}" for name, value in EXACT.items())
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Row:
 
     task: str
     metric: str
-    method: str
+    method: Method
     model: str
     ctx: int
     n: int
@@ -56,7 +58,7 @@ def rows(group: Sequence[Series]) -> list[Row]:
         gap = s.scores[:n] - base.scores[:n]
         gap_low, gap_high = stats.bootstrap(gap)
         # llama.cpp's own attention keeps no account: it reads all of K and V
-        is_stock = s.method == "off"
+        is_stock = s.method == OFF
         read = counted.bytes_dense if is_stock else s.bytes_per_token
         dense = counted.bytes_dense if is_stock else s.bytes_dense
         out.append(
@@ -84,38 +86,36 @@ def rows(group: Sequence[Series]) -> list[Row]:
     return out
 
 
-def plain(method: str) -> str:
-    """The spec without the bounds that make a ratio exact."""
-    spec = policies.parse(method)
-    return str(replace(spec, min_ctx=1024, min_k=128)) if _exact(spec) else method
+def _exact(method: Method) -> bool:
+    if not (isinstance(method, AttentionSpec) and method.sparse):
+        return False
+    return all(getattr(method, name) == value for name, value in EXACT.items())
 
 
-def _bounded(spec: policies.Method) -> bool:
-    return isinstance(spec, AttentionSpec) and spec.sparse
+def _bounds(method: Method) -> str:
+    """Said of native methods whose ratio is not exact and whose bounds their line does not name."""
+    native = isinstance(method, AttentionSpec) and method.sparse
+    named = native and any(f"{name}=" in str(method) for name in EXACT)
+    return " with default bounds" if native and not named else ""
 
 
-def _exact(spec: policies.Method) -> bool:
-    return _bounded(spec) and spec.min_ctx == 0 and spec.min_k == 1
-
-
-def label(method: str) -> str:
+def label(method: Method) -> str:
     """The spec in a table; the bounds that make a ratio exact are named in the line below it."""
-    spec = policies.parse(method)
-    default = _bounded(spec) and not _exact(spec)
-    return f"`{plain(method)}`" + (" with default bounds" if default else "")
+    return f"`{method.line(without=tuple(EXACT) if _exact(method) else ())}`{_bounds(method)}"
 
 
-def line_of(method: str) -> str:
-    """The name of a method's line: its spec without the ratio and what makes that exact."""
-    head, *rest = method.split(",")
-    drop = ("ratio=", *BOUNDS.split(","))
-    return ",".join([head, *(part for part in rest if not part.startswith(drop))])
+def line_of(method: Method) -> str:
+    """The name of a method's line: its spec without the ratio and what makes that exact.
+
+    Two methods of one line differ in `ratio_of`.
+    """
+    without = ("ratio", *(EXACT if _exact(method) else ()))
+    return method.line(without=without) + _bounds(method)
 
 
-def ratio_of(method: str) -> float:
+def ratio_of(method: Method) -> float:
     """The ratio that was asked for; 0: none."""
-    found = [part for part in method.split(",") if part.startswith("ratio=")]
-    return parse_ratio(found[0].removeprefix("ratio=")) if found else 0.0
+    return method.ratio or 0.0
 
 
 def markdown(found: Sequence[Series]) -> str:
@@ -166,7 +166,7 @@ def _about(group: Sequence[Series]) -> str:
         f"{case['model']['name']}{cache}, {case['threads']} thread{'s' * (case['threads'] > 1)}"
         f"{place}, {env['machine']['cpu']}; {better} is better."
     )
-    if any(_exact(policies.parse(s.method)) for s in group):
+    if any(_exact(s.method) for s in group):
         text += (
             f" Ratios of `sparq` and `topk` with `{BOUNDS}`, which makes them exact at this length."
         )
@@ -178,17 +178,17 @@ def _number(x: float, form: str) -> str:
 
 
 def as_csv(found: Sequence[Series]) -> str:
-    flat = []
+    out = []
     for row in (r for group in by_setting(found) for r in rows(group)):
-        values = asdict(row)
+        values = flat(row)
         more, by_layer = values.pop("more"), values.pop("by_layer")
         more |= {f"{n}_{i}": x for n, xs in by_layer.items() for i, x in enumerate(xs)}
-        flat.append(values | more)
-    names = list(dict.fromkeys(name for row in flat for name in row))
+        out.append(values | more)
+    names = list(dict.fromkeys(name for row in out for name in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, names, lineterminator="\n", restval="")
     writer.writeheader()
-    writer.writerows({k: _plain(v) for k, v in row.items()} for row in flat)
+    writer.writerows({k: _plain(v) for k, v in row.items()} for row in out)
     return text.getvalue().rstrip()
 
 
@@ -197,9 +197,15 @@ def as_json(found: Sequence[Series]) -> str:
     out: list[dict[str, Any]] = []
     for group in by_setting(found):
         for row, s in zip(rows(group), group, strict=True):
-            values = {k: _plain(v) for k, v in asdict(row).items()}
+            values = {k: _plain(v) for k, v in flat(row).items()}
             out.append(values | {"scores": s.scores.tolist(), "about": list(s.about)})
     return json.dumps(out, indent=2)
+
+
+def flat(row: Row) -> dict[str, Any]:
+    """As it is written, with the method as its line."""
+    values = {f.name: getattr(row, f.name) for f in fields(row)}
+    return values | {"method": str(row.method)}
 
 
 def _plain(value: Any) -> Any:

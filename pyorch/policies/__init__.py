@@ -46,6 +46,11 @@ POLICIES: dict[str, type[Policy]] = {p.name: p for p in _ALL}
 Method = AttentionSpec | Policy
 
 
+def is_sparse(method: Method) -> bool:
+    """Whether it leaves something out."""
+    return isinstance(method, Policy) or method.sparse
+
+
 def parse(text: str) -> Method:
     """One line to settings: `METHOD[,key=value]...`. Without ratio and k: ratio 1/8.
 

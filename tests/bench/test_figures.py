@@ -32,6 +32,7 @@ import roofline
 import step_times
 import time_in_attention
 
+from pyorch import policies
 from pyorch.attention.spec import parse_spec
 from pyorch.bench import attention, pictures, records, speed
 from pyorch.cli import bench
@@ -184,9 +185,12 @@ def add_repetition(folder: Path) -> None:
     """SparQ recites all that dense does, the others a tenth of it."""
     counters = {"steps": 1, "bytes_read": 1, "bytes_dense": 8, "calls_sparse": 1}
     case = {"task": "repetition", "model": {"name": "m"}, "ctx": 2336}
-    scores = {"off": 1, "sparq,ratio=1/8": 1, "h2o,ratio=1/8": 0.1, "lm-infinite,ratio=1/8": 0.1}
+    sparq = "sparq,ratio=1/8,min_ctx=0,min_k=1"
+    scores = {"off": 1, sparq: 1, "h2o,ratio=1/8": 0.1, "lm-infinite,ratio=1/8": 0.1}
     found = [
-        series.Series("s", case, ENV, spec, 100 * x * WOBBLE, np.ones(8), counters, [{}] * 8)
+        series.Series(
+            "s", case, ENV, policies.parse(spec), 100 * x * WOBBLE, np.ones(8), counters, [{}] * 8
+        )
         for spec, x in scores.items()
     ]
     series.pack(found, folder / "eval")
@@ -210,7 +214,7 @@ def test_ablations_are_of_valid_methods_each_once(tmp_path: Path) -> None:
     assert len(specs) == len(set(specs)) == 1 + 4 * 5 + 5 * 3 + 4 * 6
     add_ablations(tmp_path)
     rows = ablations.data(tmp_path)
-    assert [r["spec"] for r in rows] == 2 * specs
+    assert [r["spec"] for r in rows] == 2 * list(map(str, specs))
     assert rows[0]["share"] == 1 and rows[1]["share"] == 1 / 8
     assert [r["score"] for r in rows[:3]] == pytest.approx([1, 1 / 2, 1 / 3], rel=1e-5)
     pairs = {(r["line"], r["point"]) for r in rows if r["panel"] == "b"}

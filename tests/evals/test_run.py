@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pyorch import engine
+from pyorch import engine, policies
 from pyorch.errors import SparqError
 from pyorch.evals import series, table
 from pyorch.evals.fidelity import divergence
@@ -99,7 +99,7 @@ def test_a_longer_run_and_another_method_add_only_what_is_missing(
     # another seed is another setting
     assert len(run("-n", 2, "-a", "off", "--seed", 2)) == 12
     groups = series.by_setting(series.read(file))
-    assert [[(s.method, len(s.scores)) for s in g] for g in groups] == [
+    assert [[(str(s.method), len(s.scores)) for s in g] for g in groups] == [
         [("off", 5), ("dense", 5)],
         [("off", 2)],
     ]
@@ -282,7 +282,9 @@ def scored(method: str, scores: list[float], n_steps: int = 10, n_bytes: int = 1
     case = {"task": "needle", "model": {"name": "m"}, "ctx": 576}
     counters = {"steps": n_steps, "bytes_read": n_bytes, "bytes_dense": 1000}
     x = np.array(scores)
-    return series.Series("s", case, {}, method, x, np.full(len(x), 0.5), counters, [])
+    return series.Series(
+        "s", case, {}, policies.parse(method), x, np.full(len(x), 0.5), counters, []
+    )
 
 
 def test_rows_are_paired_with_the_first() -> None:
@@ -294,6 +296,28 @@ def test_rows_are_paired_with_the_first() -> None:
     assert other.bytes_per_token == 10 and other.tokens_per_s == 2
     # fewer examples are compared with the same examples
     assert table.rows([off, scored(SPARSE, [1, 0, 0])])[1].difference == pytest.approx(-1 / 3)
+
+
+def test_each_method_of_a_table_has_a_line_of_its_own() -> None:
+    """None may take another's place: line and ratio together name a method."""
+    exact = "min_ctx=0,min_k=1"
+    lines = {
+        f"sparq,ratio=1/8,{exact}": "sparq",
+        f"sparq,ratio=1/4,{exact}": "sparq",
+        f"sparq,ratio=1/8,mean_v=on,{exact}": "sparq,mean_v=on",
+        "sparq,ratio=1/8,min_k=16": "sparq,min_k=16",
+        "sparq,ratio=1/8,min_k=1": "sparq,min_k=1",
+        "sparq,ratio=1/8,min_ctx=0": "sparq,min_ctx=0",
+        "sparq,ratio=1/8": "sparq with default bounds",
+        "sparq,rank=8,topk=64": "sparq,rank=8,topk=64 with default bounds",
+        "topk,ratio=1/8,min_ctx=0,min_k=10": "topk,min_ctx=0,min_k=10",
+        "oracle,ratio=1/8": "oracle",
+        "off": "off",
+    }
+    methods = [policies.parse(line) for line in lines]
+    assert [table.line_of(m) for m in methods] == list(lines.values())
+    for name in (table.label, lambda m: (table.line_of(m), table.ratio_of(m))):
+        assert len({name(m) for m in methods}) == len(methods)
 
 
 def test_summary_has_a_column_per_task_and_ratio() -> None:
@@ -359,18 +383,21 @@ def test_mass_read_is_the_share_of_softmax_over_what_was_chosen(
         return chosen
 
     monkeypatch.setattr(OracleSelector, "select", select)
-    methods = ["off", "dense", "oracle,ratio=1/8", SPARSE, SPARSE.replace("sparq", "topk")]
+    lines = ["off", "dense", "oracle,ratio=1/8", SPARSE, SPARSE.replace("sparq", "topk")]
+    methods = [policies.parse(line) for line in lines]
     text = (paths.data("models") / "demo" / "document.txt").read_text()
     with Runner(demo_model, methods, True, n_ctx=512, n_threads=1, type_k="f16", type_v="f16") as r:
         tokens = engine.tokenize(r.session, text)[:320]
         example = Example("x", tokens[:301], 19, forced=tuple(tokens[301:]))
         r.read(tokens[:300], methods, True)
-        found = {m: r.masses(m, 300, lambda s: list(Decoder(s).forced(example))) for m in methods}
+        found = {
+            str(m): r.masses(m, 300, lambda s: list(Decoder(s).forced(example))) for m in methods
+        }
     n_layer = 5
     assert found["off"] == found["dense"] == [1.0] * n_layer
     want = np.array(shown).reshape(-1, n_layer).mean(0)
     assert found["oracle,ratio=1/8"] == pytest.approx(want, abs=2e-3)
-    sparq, topk = (np.array(found[m]) for m in methods[3:])
+    sparq, topk = (np.array(found[m]) for m in lines[3:])
     assert (sparq < topk).all() and (topk < 1).all()  # topk keeps 1/4 of all, SparQ 1/4 less scan
     assert (sparq > 0.5).all()
 
