@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import importlib
 import itertools
 import json
 import os
@@ -411,13 +412,12 @@ def _failure(argv: list[str], code: int, lines: list[str], log: Path) -> SparqEr
 
 def _tool(name: str) -> str:
     """cmake or ninja: from the Python package of that name, else from PATH."""
-    folders = {"cmake": "CMAKE_BIN_DIR", "ninja": "BIN_DIR"}
+    folder = {"cmake": "CMAKE_BIN_DIR", "ninja": "BIN_DIR"}[name]  # where the package says it is
     try:
-        module = __import__(name)
-        program = shutil.which(name, path=getattr(module, folders[name], ""))
+        packaged = shutil.which(name, path=getattr(importlib.import_module(name), folder, ""))
     except ImportError:
-        program = None
-    program = program or shutil.which(name)
+        packaged = None
+    program = packaged or shutil.which(name)
     if program is None:
         raise SparqError(f"{name} is missing", f"{sys.executable} -m pip install {name}")
     return program
