@@ -112,6 +112,20 @@ def _gemma2(m: Model) -> None:
         m.mlp(i)
 
 
+def _gemma3(m: Model) -> None:
+    """Five of six layers have a sliding window, unless the file has another pattern."""
+    m.keys |= {"attention.sliding_window": 64}
+    m.ends(output=False)
+    m.tensors["token_embd.weight"] /= np.sqrt(m.n_embd)
+    for i in range(m.n_layer):
+        for name in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
+            m.norm(f"blk.{i}.{name}")
+        m.qkv(i)
+        m.norm(f"blk.{i}.attn_q_norm", m.head_dim)
+        m.norm(f"blk.{i}.attn_k_norm", m.head_dim)
+        m.mlp(i)
+
+
 def _gpt_oss(m: Model) -> None:
     """Learned sinks in every layer; every second layer has a sliding window; experts."""
     n_expert = 2
@@ -279,6 +293,7 @@ ARCHITECTURES: dict[str, Callable[[Model], None]] = {
     "qwen2": lambda m: _llama(m, bias=True),
     "qwen3": lambda m: _llama(m, qk_norm=True),
     "gemma2": _gemma2,
+    "gemma3": _gemma3,
     "gpt-oss": _gpt_oss,
     "mpt": _mpt,
     "gptneox": _gptneox,

@@ -44,7 +44,11 @@ class Split:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer, one decoded token. Bytes of K, V and shadow."""
+    """One layer, one decoded token. Bytes of K, V and shadow.
+
+    `ours`: unless attention is off, ops of ours read them, and count them. Layers with a sliding
+    window and latent attention stay with llama.cpp, whatever the settings are.
+    """
 
     il: int
     n_head: int
@@ -52,6 +56,7 @@ class LayerCost:
     split: Split
     bytes_dense: int
     bytes_read: int
+    ours: bool
 
 
 def split(
@@ -134,23 +139,25 @@ def layer_costs(
 ) -> list[LayerCost]:
     """Bytes per token of every layer that has a cache; its types by their bytes per element."""
     out = []
-    cached = [il for il, n in enumerate(geo.n_head_kv) if n > 0]
-    row = geo.head_dim_k * k_bytes + geo.head_dim_v * v_bytes  # of one position and head
-    for il, (n_head, n_head_kv) in enumerate(zip(geo.n_head, geo.n_head_kv, strict=True)):
-        if n_head_kv == 0:
-            continue
-        kv_bytes = row / (2 * geo.head_dim_k)
-        s = split(spec, n_pos, geo.head_dim_k, kv_bytes, il=il, cached=cached)
-        if geo.is_mla:
-            s = _dense(n_pos, geo.head_dim_k, "multi-head latent attention")
-        dense = n_pos * row
-        read = dense
+    full = [il for il in geo.kv_layers if not geo.windows.of(il)]
+    for il in geo.kv_layers:
+        n_head, n_head_kv, (d_k, d_v) = geo.n_head[il], geo.n_head_kv[il], geo.head_dims(il)
+        row = d_k * k_bytes + d_v * v_bytes  # of one position and head
+        window = geo.windows.of(il)
+        n_seen = geo.windows.visible(il, n_pos)
+        if window:
+            s = _dense(n_seen, d_k, f"sliding window of {window}")
+        elif geo.is_mla:
+            s = _dense(n_seen, d_k, "multi-head latent attention")
+        else:
+            s = split(spec, n_pos, d_k, row / (2 * d_k), il=il, cached=full)
+        dense = read = n_seen * row
         if not s.dense:
             sums = _mean_bytes(geo, n_pos, v_bytes) if uses_mean_v(spec, n_head, n_head_kv) else 0
             read = _scan_bytes(spec, s, geo, n_pos, k_bytes) + sums + s.topk * row
-        out.append(
-            LayerCost(il, n_head, n_head_kv, s, int(dense * n_head_kv), int(read * n_head_kv))
-        )
+        sizes = (int(x * n_head_kv) for x in (dense, read))
+        ours = not window and not geo.is_mla
+        out.append(LayerCost(il, n_head, n_head_kv, s, *sizes, ours))
     return out
 
 
@@ -180,10 +187,24 @@ def uses_mean_v(spec: AttentionSpec, n_head: int, n_head_kv: int) -> bool:
     return spec.mean_v == "on" or n_head == n_head_kv
 
 
-def cache_bytes(geo: Geometry, n_ctx: int, type_k: _HasSize, type_v: _HasSize) -> int:
-    """Memory of K and V of `n_ctx` positions."""
-    per_head = geo.head_dim_k * type_k.bytes_per_element + geo.head_dim_v * type_v.bytes_per_element
-    return int(n_ctx * sum(geo.n_head_kv) * per_head)
+def cache_bytes(
+    geo: Geometry, n_ctx: int, type_k: _HasSize, type_v: _HasSize, n_batch: int | None = None
+) -> int:
+    """Memory of K and V of `n_ctx` positions.
+
+    n_batch: llama.cpp's own programs keep in layers with a window no more positions than it and a
+    batch of so many. None: all of them, as our sessions do, which can be rewound to any position.
+    """
+    total = 0.0
+    for il in geo.kv_layers:
+        d_k, d_v = geo.head_dims(il)
+        window = geo.windows.of(il)
+        n = n_ctx
+        if window and n_batch is not None:
+            n = -(-min(n_ctx, window + n_batch) // CELLS) * CELLS
+        row = d_k * type_k.bytes_per_element + d_v * type_v.bytes_per_element
+        total += n * row * geo.n_head_kv[il] * (il < geo.n_own_cache)
+    return int(total)
 
 
 def shadow_bytes(geo: Geometry, n_ctx: int, spec: AttentionSpec) -> int:
@@ -195,12 +216,14 @@ def shadow_bytes(geo: Geometry, n_ctx: int, spec: AttentionSpec) -> int:
     """
     if spec.method != "sparq" or geo.is_mla:
         return 0
-    mean_v = any(uses_mean_v(spec, *n) for n in zip(geo.n_head, geo.n_head_kv, strict=True))
     if spec.shadow == "f16":
         row = (n_ctx - 1) // GROUP * GROUP * SHADOW_BYTES[spec.shadow]
     else:
         n_run = -(-n_ctx // RUN)
         row = n_run * RUN * SHADOW_BYTES[spec.shadow] + LINE + LINE * (-(-n_run // 8) | 1)
-    n_sum = -(-n_ctx // (GROUP * SUM)) * (SUM + 1)
+    ours = [il for il in geo.kv_layers if not geo.windows.of(il)]
+    n_sum = -(-n_ctx // (GROUP * SUM)) * (SUM + 1)  # in every layer, where one needs them
+    mean_v = any(uses_mean_v(spec, geo.n_head[il], geo.n_head_kv[il]) for il in ours)
     v_sum = geo.head_dim_v * n_sum * 4 if mean_v else 0
-    return int(sum(geo.n_head_kv) * (geo.head_dim_k * row + v_sum))
+    heads = sum(geo.n_head_kv[il] for il in ours if il < geo.n_own_cache)
+    return int(heads * (geo.head_dim_k * row + v_sum))

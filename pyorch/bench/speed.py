@@ -244,7 +244,6 @@ def _sizes(like: str, n_layer: int, quant: str) -> tuple[int, Geometry, bool]:
         head_dim_k=shape.head_dim,
         head_dim_v=shape.head_dim,
         n_ctx_train=shape.n_ctx,
-        n_swa=0,
         is_mla=False,
         n_params=0,
         weight_bytes=n_bytes,
@@ -513,7 +512,7 @@ def refuse_idle(case: Case, counters: dict[str, int], n_layer: int) -> None:
 def _kv_bytes(case: Case, geo: Geometry, counters: dict[str, int]) -> int:
     """Bytes of K, V, shadow and sums of V per token: by our counters; of stock, every visible
     position once. 0: not known (a prompt, or a model whose cache is not plain)."""
-    if case.n_prompt or geo.n_swa or geo.is_mla:
+    if case.n_prompt or geo.windows.sizes or geo.is_mla:
         return 0
     if counters.get("steps"):
         return counters["bytes_read"] // counters["steps"]

@@ -18,6 +18,8 @@ from pyorch.models.gguf_file import Geometry, geometry, human_bytes, read_gguf
 if TYPE_CHECKING:
     from pyorch.engine import CacheType
 
+N_BATCH = 512  # tokens that llama.cpp reads at once by default
+
 
 @click.command()
 @opt.model_options
@@ -94,6 +96,7 @@ def explain(
     if not layers:
         raise SparqError(f"{geo.arch}: no layer of this model has a KV cache to be sparse about")
     dense, read = sum(c.bytes_dense for c in layers), sum(c.bytes_read for c in layers)
+    ours = [c for c in layers if c.ours]
     weights = geo.weight_bytes_per_token
     return {
         "model": geo.name,
@@ -105,9 +108,12 @@ def explain(
         "layers": [_layer_row(c, spec) for c in layers],
         "attention_bytes_per_token_dense": dense,
         "attention_bytes_per_token": read,
+        "counted_bytes_per_token_dense": sum(c.bytes_dense for c in ours),
+        "counted_bytes_per_token": sum(c.bytes_read for c in ours),
         "weight_bytes_per_token": weights,
         "cache_types": [t.name for t in types],
         "kv_memory": cost.cache_bytes(geo, n_pos, *types),
+        "kv_memory_windows_cut": cost.cache_bytes(geo, n_pos, *types, n_batch=N_BATCH),
         "shadow_memory": cost.shadow_bytes(geo, n_pos, spec),
         "bandwidth": rate,
         "token_s_dense": (dense + weights) / rate,
@@ -120,7 +126,7 @@ def explain(
 def _layer_row(c: cost.LayerCost, spec: AttentionSpec) -> dict[str, Any]:
     row = {"il": c.il, "n_head": c.n_head, "n_head_kv": c.n_head_kv, **asdict(c.split)}
     row["mean_v"] = cost.uses_mean_v(spec, c.n_head, c.n_head_kv) and not c.split.dense
-    return {**row, "bytes_dense": c.bytes_dense, "bytes_read": c.bytes_read}
+    return {**row, "bytes_dense": c.bytes_dense, "bytes_read": c.bytes_read, "counted": c.ours}
 
 
 def _print(geo: Geometry, r: dict[str, Any]) -> None:
@@ -147,18 +153,24 @@ def _print(geo: Geometry, r: dict[str, Any]) -> None:
         )
     if r["top_p"]:
         print(f"  (top-p {r['top_p']:g}: a head reads fewer, or up to {r['cap']:g} times as many)")
-    if geo.n_swa:
-        print(f"  (layers with a sliding window of {geo.n_swa} stay dense and read less)")
     read, dense = r["attention_bytes_per_token"], r["attention_bytes_per_token_dense"]
-    print(
-        f"\n  attention, bytes per token  {human_bytes(read)} of {human_bytes(dense)}"
-        f"  ({100 * read / dense:.1f} %)"
-    )
+    print(f"\n  attention, bytes per token  {_share(read, dense)}")
+    ours, of = r["counted_bytes_per_token"], r["counted_bytes_per_token_dense"]
+    if 0 < of < dense:
+        print(f"    full layers               {_share(ours, of)}: what /stats and records count")
+        print(
+            f"    layers with a window      {human_bytes(dense - of)}, by llama.cpp's own attention"
+        )
     print(f"  weights, bytes per token    {human_bytes(r['weight_bytes_per_token'])}")
     print(
         f"  memory                      cache {human_bytes(r['kv_memory'])}, "
         f"transposed K {human_bytes(r['shadow_memory'])}"
     )
+    if r["kv_memory_windows_cut"] < r["kv_memory"]:
+        print(
+            f"    in llama.cpp's programs   cache {human_bytes(r['kv_memory_windows_cut'])}: they "
+            "keep the windows only, and cannot go back"
+        )
     print(
         f"  memory bandwidth            {r['bandwidth'] / 1e9:.1f} GB/s, measured now, "
         f"{r['threads']} threads"
@@ -171,6 +183,10 @@ def _print(geo: Geometry, r: dict[str, Any]) -> None:
         f"  token time at that limit    {1000 * r['token_s']:.2f} ms, "
         f"dense {1000 * r['token_s_dense']:.2f} ms"
     )
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{human_bytes(part)} of {human_bytes(whole)}  ({100 * part / whole:.1f} %)"
 
 
 def _runs(rows: list[dict[str, Any]]) -> list[tuple[int, int, dict[str, Any]]]:

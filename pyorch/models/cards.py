@@ -20,6 +20,7 @@ from typing import Any
 from pyorch import paths
 from pyorch.errors import SparqError, nearest
 from pyorch.models.gguf_file import Geometry
+from pyorch.models.layers import windows
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -99,6 +100,7 @@ class Card:
         """What the file's metadata would say, with the weights in Q4_K_M, about."""
         idle = (self.n_expert - self.n_expert_used) * self.expert_params * self.n_layer
         idle += 0 if self.tied else self.n_vocab * self.n_embd  # the embedding: one row is read
+        window = {"attention.sliding_window": self.n_swa} if self.n_swa else {}
         return Geometry(
             arch=self.architecture,
             name=self.title,
@@ -109,11 +111,11 @@ class Card:
             head_dim_k=self.head_dim,
             head_dim_v=self.head_dim,
             n_ctx_train=self.n_ctx,
-            n_swa=self.n_swa,
             is_mla=False,
             n_params=self.n_params,
             weight_bytes=self.file_bytes,
             weight_bytes_per_token=int((self.n_params - idle) * Q4_K_M_BITS / 8),
+            windows=windows(self.architecture, self.n_layer, window),
         )
 
     @property

@@ -59,7 +59,7 @@ def _check_numbers(file: GGUFFile, n_layer: int, n_expert: int) -> None:
 
 def _check_heads(file: GGUFFile, geo: Geometry) -> None:
     """Assertions of attention: RoPE fits the head, and K, V and the weights fit each other."""
-    if not geo.n_kv_layers:
+    if not geo.kv_layers:
         return
     m = {k.removeprefix(geo.arch + "."): v for k, v in file.metadata.items()}
 

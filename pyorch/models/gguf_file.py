@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from pyorch.errors import SparqError
+from pyorch.models import layers
+from pyorch.models.layers import Windows
 
 MAGIC = b"GGUF"
 MAX_ARRAY_KEPT = 4096  # longer arrays (vocabularies) are skipped: only their length is kept
@@ -136,19 +138,27 @@ class Geometry:
     n_layer: int
     n_embd: int
     n_head: tuple[int, ...]  # per layer; 0 = a layer without attention
-    n_head_kv: tuple[int, ...]  # per layer
+    n_head_kv: tuple[int, ...]  # per layer; 0 = a layer without a KV cache
     head_dim_k: int
     head_dim_v: int
     n_ctx_train: int
-    n_swa: int  # sliding window of some or all layers, 0 = none
     is_mla: bool  # multi-head latent attention: no separate K and V
     n_params: int
     weight_bytes: int  # all tensors
     weight_bytes_per_token: int  # tensors one decoded token reads
+    windows: Windows = Windows()
+    head_dims_window: tuple[int, int] | None = None  # of layers with a window, where they differ
+    n_own_cache: int = MAX_LAYERS  # so many layers have a KV cache; the others read one of these
 
     @property
-    def n_kv_layers(self) -> int:
-        return sum(1 for n in self.n_head_kv if n > 0)
+    def kv_layers(self) -> list[int]:
+        """The layers that read a KV cache, by number."""
+        return [il for il, n in enumerate(self.n_head_kv) if n > 0]
+
+    def head_dims(self, il: int) -> tuple[int, int]:
+        """Elements of K and of V of a head of layer `il`."""
+        dims = self.head_dims_window if self.windows.of(il) else None
+        return dims or (self.head_dim_k, self.head_dim_v)
 
     @property
     def gqa(self) -> bool:
@@ -418,21 +428,31 @@ def geometry(file: GGUFFile) -> Geometry:
     n_head = _per_layer(file, f"{arch}.attention.head_count", n_layer, None)
     n_head_kv = _per_layer(file, f"{arch}.attention.head_count_kv", n_layer, n_head)
     head_dim = n_embd // max(max(n_head, default=0), 1)
+    head_dim_k = number("attention.key_length", head_dim)
+    head_dim_v = number("attention.value_length", head_dim)
+    keys = {k.removeprefix(f"{arch}."): v for k, v in m.items() if k.startswith(f"{arch}.")}
+    n_trunk = n_layer - min(number("nextn_predict_layers", 0), n_layer)
+    no_cache = [*layers.recurrent(arch, n_trunk, keys), *[True] * (n_layer - n_trunk)]
     geo = Geometry(
         arch=arch,
         name=_printable(m.get("general.name", file.path.stem)),
         n_layer=n_layer,
         n_embd=n_embd,
         n_head=n_head,
-        n_head_kv=n_head_kv,
-        head_dim_k=number("attention.key_length", head_dim),
-        head_dim_v=number("attention.value_length", head_dim),
+        n_head_kv=tuple(0 if no else n for n, no in zip(n_head_kv, no_cache, strict=True)),
+        head_dim_k=head_dim_k,
+        head_dim_v=head_dim_v,
         n_ctx_train=number("context_length"),
-        n_swa=number("attention.sliding_window", 0),
         is_mla=number("attention.kv_lora_rank", 0) > 0,
         n_params=sum(math.prod(t.shape) for t in file.tensors),
         weight_bytes=sum(t.n_bytes for t in file.tensors),
         weight_bytes_per_token=_weight_bytes_per_token(file),
+        windows=layers.windows(arch, n_trunk, keys),
+        head_dims_window=(
+            number("attention.key_length_swa", head_dim_k),
+            number("attention.value_length_swa", head_dim_v),
+        ),
+        n_own_cache=layers.n_own_cache(arch, n_layer, keys),
     )
     from pyorch.models.gguf_checks import check_loadable  # which imports this module
 

@@ -156,12 +156,13 @@ def bytes_per_token(
     method = parse(what) if isinstance(what, str) else what
     assert geometry is not None
     if isinstance(method, AttentionSpec):
-        costs = layer_costs(geometry, method, n_pos, k_bytes, v_bytes)
+        costs = [c for c in layer_costs(geometry, method, n_pos, k_bytes, v_bytes) if c.ours]
         return Bytes(sum(c.bytes_read for c in costs), sum(c.bytes_dense for c in costs))
     read = dense = 0.0
-    for n_head, n_head_kv in zip(geometry.n_head, geometry.n_head_kv, strict=True):
-        if n_head_kv:
-            d_k, d_v = geometry.head_dim_k, geometry.head_dim_v
+    d_k, d_v = geometry.head_dim_k, geometry.head_dim_v
+    for il in geometry.kv_layers:
+        if not geometry.windows.of(il):
+            n_head, n_head_kv = geometry.n_head[il], geometry.n_head_kv[il]
             heads = Heads(n_head, n_head_kv, d_k, d_v, d_k * k_bytes, d_v * v_bytes)
             n_read = method.n_read(n_pos, heads)
             read += n_head_kv * method.bytes_read(n_read, n_pos, heads)

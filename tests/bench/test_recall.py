@@ -116,7 +116,7 @@ def test_selection_holds_sinks_and_window_and_nothing_hidden() -> None:
 def test_budget_is_that_of_the_library() -> None:
     geo = Geometry(
         arch="llama", name="", n_layer=1, n_embd=0, n_head=(4,), n_head_kv=(2,), head_dim_k=D,
-        head_dim_v=D, n_ctx_train=0, n_swa=0, is_mla=False, n_params=0, weight_bytes=0,
+        head_dim_v=D, n_ctx_train=0, is_mla=False, n_params=0, weight_bytes=0,
         weight_bytes_per_token=0,
     )  # fmt: skip
     for c in recall.configs(2048, D, recall.RATIOS):

@@ -1,0 +1,166 @@
+"""Which layers have a window: as the pinned source says, and as the library counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny as tiny_models
+
+from pyorch import engine
+from pyorch.attention.bytes import cache_bytes, layer_costs, shadow_bytes
+from pyorch.attention.spec import parse_spec
+from pyorch.models import cards
+from pyorch.models.gguf_file import geometry, read_gguf
+from pyorch.models.layers import INTERVALS, WINDOWS, Windows, recurrent, windows
+from pyorch.native import source
+
+Run = Callable[..., Any]
+# no model of ours: drafts of another model, an encoder, and caches of another kind
+OTHERS = {"deepseek4", "dflash", "gemma4-assistant", "gemma-embedding", "modern-bert"}
+LENGTH = "attention.sliding_window"
+
+
+@pytest.fixture(scope="module")
+def upstream(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder `src` of the source that the library is built from."""
+    pin = source.read_pin()
+    where = source.locate(pin)
+    if not where.path.exists():
+        pytest.skip("the source of the build is no longer in the cache")
+    into = tmp_path_factory.mktemp("src")
+    source.unpack(where, f"{pin.folder}/src", into)
+    return into
+
+
+def test_tables_are_those_of_the_source(upstream: Path) -> None:
+    arch = (upstream / "llama-arch.cpp").read_text()
+    names = {k.lower(): n for k, n in re.findall(r'{ LLM_ARCH_(\w+), +"([\w.-]+)" +}', arch)}
+    with_window, periods, intervals = set(), {}, {}
+    for file in sorted((upstream / "models").glob("*.cpp")):
+        text = file.read_text()
+        found = re.search(r"void llama_model_(\w+)::load_arch_hparams.*?\n}", text, re.DOTALL)
+        if found is None:
+            continue
+        name, body = names.get(found[1]), found[0]
+        if re.search(r"swa_type += LLAMA_SWA_TYPE_(STANDARD|CHUNKED|SYMMETRIC)", body):
+            with_window.add(name)
+        if m := re.search(r"load_swa_pattern\(ml, (\d+)(.*true)?\)", body):
+            periods[name] = (int(m[1]), bool(m[2]))
+        if m := re.search(r"full_attn_interval = (\d+);", body):
+            intervals[name] = int(m[1])
+    assert with_window == set(WINDOWS) | OTHERS
+    ours = {a: (r.period, r.dense_first) for a, r in WINDOWS.items() if r.period}
+    assert ours == {a: x for a, x in periods.items() if a not in OTHERS}
+    assert intervals == INTERVALS
+
+
+@pytest.mark.parametrize(
+    ("arch", "n_layer", "keys", "sizes"),
+    [
+        ("gemma2", 4, {}, [4096, 0, 4096, 0]),
+        ("gemma3", 7, {LENGTH: 512}, [512] * 5 + [0, 512]),
+        ("gemma3", 3, {LENGTH: 512, f"{LENGTH}_pattern": 2}, [512, 0, 512]),
+        ("gemma3", 2, {LENGTH: 512, f"{LENGTH}_pattern": [0, 1]}, [0, 512]),
+        ("gemma3", 2, {}, []),
+        ("gemma4", 3, {LENGTH: 8, f"{LENGTH}_pattern": [True, False]}, [8, 0, 0]),
+        ("cohere2moe", 5, {LENGTH: 8}, [0, 8, 8, 8, 0]),
+        ("llama4", 4, {LENGTH: 0}, []),
+        ("llama4", 4, {}, [8192, 8192, 8192, 0]),
+        ("exaone4", 4, {LENGTH: 8}, []),
+        ("lfm2", 2, {LENGTH: 8}, [8, 8]),
+        ("phi3", 4, {LENGTH: 2047}, []),  # llama.cpp has it switched off
+        ("llama", 4, {LENGTH: 4096}, []),  # files of Mistral 7B v0.1
+    ],
+)
+def test_windows(arch: str, n_layer: int, keys: dict[str, Any], sizes: list[int]) -> None:
+    assert windows(arch, n_layer, keys).sizes == tuple(sizes)
+
+
+def test_what_a_token_sees() -> None:
+    sliding, chunked = Windows((8, 0)), Windows((8, 0), chunked=True)
+    assert [sliding.visible(0, n) for n in (1, 8, 9, 20)] == [1, 8, 8, 8]
+    assert [chunked.visible(0, n) for n in (1, 8, 9, 20)] == [1, 8, 1, 4]
+    assert sliding.visible(1, 20) == chunked.visible(1, 20) == 20
+
+
+def test_recurrent_layers() -> None:
+    assert recurrent("qwen35", 5, {}) == [True, True, True, False, True]
+    assert recurrent("qwen35", 2, {"full_attention_interval": 2}) == [True, False]
+    assert recurrent("qwen35", 2, {"attention.recurrent_layers": [False, True]}) == [False, True]
+    assert recurrent("llama", 2, {}) == [False, False]
+
+
+@pytest.mark.parametrize("line", ["sparq,ratio=1/8,min_ctx=0,min_k=16", "topk,k=40,min_ctx=0,ramp"])
+@pytest.mark.parametrize(
+    ("arch", "full"), [("gemma2", [1, 3, 5]), ("gemma3", [5]), ("gpt-oss", [1, 3, 5])]
+)
+def test_prediction_is_what_the_library_counts(
+    tmp_path: Path, arch: str, full: list[int], line: str
+) -> None:
+    """Dense bytes and rows to the byte, read bytes within the tail that is not sealed: 1 %."""
+    file = tiny_models.write(tmp_path / "m.gguf", arch, n_layer=7)
+    tokens = np.random.default_rng(0).integers(3, 259, 2177).tolist()
+    spec = parse_spec(line)
+    with engine.load(file, n_threads=1, attention=spec) as s:
+        engine.prefill(s, tokens[:-1])
+        engine.reset_counters(s)
+        engine.decode(s, tokens[-1])
+        info = engine.info(s)
+        costs = layer_costs(s.geometry, spec, len(tokens))
+        assert [x["il"] for x in info.layers if x["state"] == "sparse"] == full
+        assert [c.il for c in costs if c.ours] == full
+        ours = [c for c in costs if c.ours]
+        assert info.counter("bytes_dense") == sum(c.bytes_dense for c in ours)
+        assert info.counter("positions_read") == sum(c.split.topk * c.n_head_kv for c in ours)
+        read = sum(c.bytes_read for c in ours)
+        assert info.counter("bytes_read") == pytest.approx(read, rel=0.01)
+        assert info.shadow_bytes == shadow_bytes(s.geometry, s.n_ctx, spec)
+    row = 2 * 2 * 32 * 2  # bytes of K and V of a position: f16, d 32, 2 KV heads
+    assert {c.bytes_read for c in costs if not c.ours} == {64 * row}
+
+
+def test_memory_is_what_the_library_takes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tiny_models.write(tmp_path / "m.gguf", "gemma3", n_layer=7, head_dim=64)
+    caplog.set_level(logging.INFO)
+    with engine.load(file, n_ctx=4096, n_threads=1) as s:
+        f16 = engine.cache_type("f16")
+        predicted = cache_bytes(s.geometry, 4096, f16, f16)
+        cut = cache_bytes(s.geometry, 4096, f16, f16, n_batch=512)
+    sizes = re.findall(r"llama_kv_cache: size = +([\d.]+) MiB", caplog.text)
+    assert len(sizes) == 2 and sum(map(float, sizes)) == predicted / 2**20 == 14
+    assert cut == (4096 + 6 * 768) * 2 * 2 * 64 * 2  # 64 + 512, in blocks of 256
+
+
+def test_explain_tells_layers_with_a_window_apart(run: Run, tmp_path: Path) -> None:
+    file = tiny_models.write(tmp_path / "m.gguf", "gemma3", n_layer=12)
+    args = ("explain", "-m", file, "--ctx", 4096, "--ratio", "1/8")
+    r = json.loads(run(*args, "--json")[1])
+    full, window = 4096 * 256, 64 * 256
+    assert r["attention_bytes_per_token_dense"] == 2 * full + 10 * window
+    assert r["counted_bytes_per_token_dense"] == 2 * full
+    left = r["attention_bytes_per_token"] - r["counted_bytes_per_token"]
+    assert left == 10 * window
+    assert [x["counted"] for x in r["layers"]] == ([False] * 5 + [True]) * 2
+    text = run(*args)[1]
+    assert "sliding window of 64" in text and "layers with a window      160 KiB" in text
+
+
+def test_a_card_knows_the_windows() -> None:
+    geo = cards.load("gpt-oss-20b").geometry
+    assert geo.windows.sizes == (128, 0) * 12
+
+
+def test_layers_that_only_predict_have_no_cache(tmp_path: Path) -> None:
+    m = tiny_models.make("llama", n_layer=3)
+    m.keys["nextn_predict_layers"] = 1
+    geo = geometry(read_gguf(tiny_models.save(m, tmp_path / "m.gguf")))
+    assert geo.kv_layers == [0, 1]
+    assert dataclasses.replace(geo, n_own_cache=1).kv_layers == [0, 1]
