@@ -1,6 +1,7 @@
 // Constructors of the sparse attention operations: shape asserts, in the order of the contracts in ggml-sparse.h.
 
 #include "ggml-sparse.h"
+#include "ggml-sparse-nodes.h"
 
 #include "ggml-impl.h"
 
@@ -149,14 +150,14 @@ struct ggml_tensor * ggml_sparse_attn_seal(
     struct ggml_tensor * res = ggml_view_tensor(ctx, k_t);
 
     set_op(res, GGML_SPARSE_ATTN_SEAL, &params, sizeof(params));
-    res->src[0] = k_t;
-    res->src[1] = v_sum;
-    res->src[2] = k;
-    res->src[3] = v;
-    res->src[4] = list;
-    res->src[5] = stats;
-    res->src[6] = k_range;
-    res->src[7] = params.n_bit == 16 ? NULL : sealed;
+    res->src[GGML_SPARSE_SEAL_K_T] = k_t;
+    res->src[GGML_SPARSE_SEAL_V_SUM] = v_sum;
+    res->src[GGML_SPARSE_SEAL_K] = k;
+    res->src[GGML_SPARSE_SEAL_V] = v;
+    res->src[GGML_SPARSE_SEAL_LIST] = list;
+    res->src[GGML_SPARSE_SEAL_STATS] = stats;
+    res->src[GGML_SPARSE_SEAL_K_RANGE] = k_range;
+    res->src[GGML_SPARSE_SEAL_SEALED] = params.n_bit == 16 ? NULL : sealed;
 
     return res;
 }
@@ -167,7 +168,7 @@ struct ggml_tensor * ggml_sparse_attn_visible(struct ggml_context * ctx, struct 
     struct ggml_tensor * res = ggml_new_tensor_4d(ctx, GGML_TYPE_I32, n_groups(mask->ne[0]), mask->ne[1], 1, mask->ne[3]);
 
     set_op(res, GGML_SPARSE_ATTN_VISIBLE, NULL, 0);
-    res->src[0] = mask;
+    res->src[GGML_SPARSE_VISIBLE_MASK] = mask;
 
     return res;
 }
@@ -194,14 +195,14 @@ struct ggml_tensor * ggml_sparse_attn_score(
     struct ggml_tensor * res = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, k->ne[2], q->ne[1], q->ne[2], q->ne[3]);
 
     set_op(res, GGML_SPARSE_ATTN_SCORE, &params, sizeof(params));
-    res->src[0] = q;
-    res->src[1] = k;
-    res->src[2] = k_t;
-    res->src[3] = sealed;
-    res->src[4] = mask;
-    res->src[5] = visible;
-    res->src[6] = stats;
-    res->src[7] = k_range;
+    res->src[GGML_SPARSE_PICK_Q] = q;
+    res->src[GGML_SPARSE_PICK_K] = k;
+    res->src[GGML_SPARSE_PICK_K_T] = k_t;
+    res->src[GGML_SPARSE_PICK_SEALED] = sealed;
+    res->src[GGML_SPARSE_PICK_MASK] = mask;
+    res->src[GGML_SPARSE_SCORE_VISIBLE] = visible;
+    res->src[GGML_SPARSE_PICK_STATS] = stats;
+    res->src[GGML_SPARSE_PICK_K_RANGE] = k_range;
 
     return res;
 }
@@ -219,10 +220,10 @@ struct ggml_tensor * ggml_sparse_attn_select(
     struct ggml_tensor * res = new_selection(ctx, logits->ne[1], logits->ne[2], logits->ne[3], &params);
 
     set_op(res, GGML_SPARSE_ATTN_SELECT, &params, sizeof(params));
-    res->src[0] = logits;
-    res->src[1] = forced;
-    res->src[2] = kl;
-    res->src[3] = sinks;
+    res->src[GGML_SPARSE_SELECT_LOGITS] = logits;
+    res->src[GGML_SPARSE_PICK_FORCED] = forced;
+    res->src[GGML_SPARSE_PICK_KL] = kl;
+    res->src[GGML_SPARSE_PICK_SINKS] = sinks;
 
     return res;
 }
@@ -250,16 +251,16 @@ struct ggml_tensor * ggml_sparse_attn_pick(
     struct ggml_tensor * res = new_selection(ctx, q->ne[1], q->ne[2], q->ne[3], &params.select);
 
     set_op(res, GGML_SPARSE_ATTN_PICK, &params, sizeof(params));
-    res->src[0] = q;
-    res->src[1] = k;
-    res->src[2] = k_t;
-    res->src[3] = sealed;
-    res->src[4] = mask;
-    res->src[5] = forced;
-    res->src[6] = kl;
-    res->src[7] = sinks;
-    res->src[8] = stats;
-    res->src[9] = k_range;
+    res->src[GGML_SPARSE_PICK_Q] = q;
+    res->src[GGML_SPARSE_PICK_K] = k;
+    res->src[GGML_SPARSE_PICK_K_T] = k_t;
+    res->src[GGML_SPARSE_PICK_SEALED] = sealed;
+    res->src[GGML_SPARSE_PICK_MASK] = mask;
+    res->src[GGML_SPARSE_PICK_FORCED] = forced;
+    res->src[GGML_SPARSE_PICK_KL] = kl;
+    res->src[GGML_SPARSE_PICK_SINKS] = sinks;
+    res->src[GGML_SPARSE_PICK_STATS] = stats;
+    res->src[GGML_SPARSE_PICK_K_RANGE] = k_range;
 
     return res;
 }
@@ -297,16 +298,16 @@ struct ggml_tensor * ggml_sparse_attn_attend(
     struct ggml_tensor * res = new_result(ctx, q, v);
 
     set_op(res, GGML_SPARSE_ATTN_ATTEND, &params, sizeof(params));
-    res->src[0] = q;
-    res->src[1] = k;
-    res->src[2] = v;
-    res->src[3] = mask;
-    res->src[4] = visible;
-    res->src[5] = sel;
-    res->src[6] = v_sum;
-    res->src[7] = sealed;
-    res->src[8] = sinks;
-    res->src[9] = stats;
+    res->src[GGML_SPARSE_ATTEND_Q] = q;
+    res->src[GGML_SPARSE_ATTEND_K] = k;
+    res->src[GGML_SPARSE_ATTEND_V] = v;
+    res->src[GGML_SPARSE_ATTEND_MASK] = mask;
+    res->src[GGML_SPARSE_ATTEND_VISIBLE] = visible;
+    res->src[GGML_SPARSE_ATTEND_SEL] = sel;
+    res->src[GGML_SPARSE_ATTEND_V_SUM] = v_sum;
+    res->src[GGML_SPARSE_ATTEND_SEALED] = sealed;
+    res->src[GGML_SPARSE_ATTEND_SINKS] = sinks;
+    res->src[GGML_SPARSE_ATTEND_STATS] = stats;
 
     return res;
 }
@@ -326,12 +327,12 @@ struct ggml_tensor * ggml_sparse_attn_prefill(
     struct ggml_tensor * res = new_result(ctx, q, v);
 
     set_op(res, GGML_SPARSE_ATTN_PREFILL, &params, sizeof(params));
-    res->src[0] = q;
-    res->src[1] = k;
-    res->src[2] = v;
-    res->src[3] = mask;
-    res->src[4] = sinks;
-    res->src[5] = stats;
+    res->src[GGML_SPARSE_PREFILL_Q] = q;
+    res->src[GGML_SPARSE_PREFILL_K] = k;
+    res->src[GGML_SPARSE_PREFILL_V] = v;
+    res->src[GGML_SPARSE_PREFILL_MASK] = mask;
+    res->src[GGML_SPARSE_PREFILL_SINKS] = sinks;
+    res->src[GGML_SPARSE_PREFILL_STATS] = stats;
 
     return res;
 }

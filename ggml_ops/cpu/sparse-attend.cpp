@@ -36,16 +36,16 @@ struct attend_src {
     row_ops ops_k, ops_v;
 
     attend_src(const ggml_tensor * dst, bool dense) : dense(dense) {
-        q       = dst->src[0];
-        k       = dst->src[1];
-        v       = dst->src[2];
-        mask    = dst->src[3];
-        visible = dst->src[4];
-        sel     = dst->src[5];
-        v_sum   = dst->src[6];
-        sealed  = dst->src[7];
-        sinks   = dst->src[8];
-        stats   = dst->src[9];
+        q       = dst->src[GGML_SPARSE_ATTEND_Q];
+        k       = dst->src[GGML_SPARSE_ATTEND_K];
+        v       = dst->src[GGML_SPARSE_ATTEND_V];
+        mask    = dst->src[GGML_SPARSE_ATTEND_MASK];
+        visible = dst->src[GGML_SPARSE_ATTEND_VISIBLE];
+        sel     = dst->src[GGML_SPARSE_ATTEND_SEL];
+        v_sum   = dst->src[GGML_SPARSE_ATTEND_V_SUM];
+        sealed  = dst->src[GGML_SPARSE_ATTEND_SEALED];
+        sinks   = dst->src[GGML_SPARSE_ATTEND_SINKS];
+        stats   = dst->src[GGML_SPARSE_ATTEND_STATS];
         p       = op_params<ggml_sparse_attend_params>(dst);
         p.mean_v = p.mean_v && !dense;
 
@@ -455,5 +455,5 @@ void sparse::forward_attend(const ggml_compute_params * params, ggml_tensor * ds
 
 size_t sparse::attend_work_size(const ggml_tensor * dst, int n_threads) {
     const auto size = [&](bool dense) { return attend_work(attend_src(dst, dense), nullptr, 0, n_threads).size; };
-    return dst->src[5] ? std::max(size(false), size(true)) : size(true);
+    return dst->src[GGML_SPARSE_ATTEND_SEL] ? std::max(size(false), size(true)) : size(true);
 }

@@ -13,7 +13,7 @@ struct seal_work {
     size_t  size = 0;       // of all threads
 
     seal_work(const ggml_tensor * dst, const void * wdata, int ith, int nth) {
-        const ggml_tensor * k = dst->src[2];
+        const ggml_tensor * k = dst->src[GGML_SPARSE_SEAL_K];
         const auto p = op_params<ggml_sparse_seal_params>(dst);
         if (!ggml_is_quantized(k->type) && p.n_rot == 0) {
             return;
@@ -35,10 +35,10 @@ bool same_span(const int32_t * list, int64_t i, int64_t n_group) {
 // codes the run of group g anew, for one KV head; once per run, at the first of its groups in the list
 void seal_codes(const ggml_tensor * dst, const seal_work & w, int64_t h, int64_t g, int64_t s, const int32_t * list, int64_t i) {
     constexpr int N = RUN/GROUP;
-    const ggml_tensor * k_t     = dst->src[0];
-    const ggml_tensor * k       = dst->src[2];
-    const ggml_tensor * k_range = dst->src[6];
-    const ggml_tensor * sealed  = dst->src[7];
+    const ggml_tensor * k_t     = dst->src[GGML_SPARSE_SEAL_K_T];
+    const ggml_tensor * k       = dst->src[GGML_SPARSE_SEAL_K];
+    const ggml_tensor * k_range = dst->src[GGML_SPARSE_SEAL_K_RANGE];
+    const ggml_tensor * sealed  = dst->src[GGML_SPARSE_SEAL_SEALED];
     const auto p = op_params<ggml_sparse_seal_params>(dst);
 
     if (same_span(list, i, N)) {
@@ -68,12 +68,12 @@ void seal_codes(const ggml_tensor * dst, const seal_work & w, int64_t h, int64_t
 }
 
 void forward_seal(const ggml_compute_params * params, ggml_tensor * dst) {
-    const ggml_tensor * k_t   = dst->src[0];
-    const ggml_tensor * v_sum = dst->src[1];
-    const ggml_tensor * k     = dst->src[2];
-    const ggml_tensor * v     = dst->src[3];
-    const ggml_tensor * list  = dst->src[4];
-    const ggml_tensor * stats = dst->src[5];
+    const ggml_tensor * k_t   = dst->src[GGML_SPARSE_SEAL_K_T];
+    const ggml_tensor * v_sum = dst->src[GGML_SPARSE_SEAL_V_SUM];
+    const ggml_tensor * k     = dst->src[GGML_SPARSE_SEAL_K];
+    const ggml_tensor * v     = dst->src[GGML_SPARSE_SEAL_V];
+    const ggml_tensor * list  = dst->src[GGML_SPARSE_SEAL_LIST];
+    const ggml_tensor * stats = dst->src[GGML_SPARSE_SEAL_STATS];
     const auto p = op_params<ggml_sparse_seal_params>(dst);
 
     const int64_t n_list    = list->ne[0];
@@ -153,7 +153,7 @@ void forward_seal(const ggml_compute_params * params, ggml_tensor * dst) {
 // ---- VISIBLE ----
 
 void forward_visible(const ggml_compute_params * params, ggml_tensor * dst) {
-    const ggml_tensor * mask = dst->src[0];
+    const ggml_tensor * mask = dst->src[GGML_SPARSE_VISIBLE_MASK];
 
     const int64_t n_kv  = mask->ne[0];
     const int64_t n_grp = dst->ne[0];

@@ -14,6 +14,7 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 
+#include "ggml-sparse-nodes.h"
 #include "sparse-attn.h"
 
 #include "ggml-cpu-impl.h"

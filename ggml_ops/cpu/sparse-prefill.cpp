@@ -16,12 +16,12 @@ struct prefill_src {
     decltype(&load_rows<float>) load_k, load_v;
 
     explicit prefill_src(const ggml_tensor * dst) {
-        q     = dst->src[0];
-        k     = dst->src[1];
-        v     = dst->src[2];
-        mask  = dst->src[3];
-        sinks = dst->src[4];
-        stats = dst->src[5];
+        q     = dst->src[GGML_SPARSE_PREFILL_Q];
+        k     = dst->src[GGML_SPARSE_PREFILL_K];
+        v     = dst->src[GGML_SPARSE_PREFILL_V];
+        mask  = dst->src[GGML_SPARSE_PREFILL_MASK];
+        sinks = dst->src[GGML_SPARSE_PREFILL_SINKS];
+        stats = dst->src[GGML_SPARSE_PREFILL_STATS];
         p     = op_params<ggml_sparse_prefill_params>(dst);
 
         n_kv      = k->ne[2];

@@ -27,15 +27,15 @@ struct score_src {
 
     explicit score_src(const ggml_tensor * dst) {
         const bool pick = dst->op_params[0] == GGML_SPARSE_ATTN_PICK;
-        q       = dst->src[0];
-        k       = dst->src[1];
-        k_t     = dst->src[2];
-        sealed  = dst->src[3];
-        mask    = dst->src[4];
-        visible = pick ? nullptr : dst->src[5];
-        kl      = pick ? dst->src[6] : nullptr;
-        stats   = dst->src[pick ? 8 : 6];
-        k_range = dst->src[pick ? 9 : 7];
+        q       = dst->src[GGML_SPARSE_PICK_Q];
+        k       = dst->src[GGML_SPARSE_PICK_K];
+        k_t     = dst->src[GGML_SPARSE_PICK_K_T];
+        sealed  = dst->src[GGML_SPARSE_PICK_SEALED];
+        mask    = dst->src[GGML_SPARSE_PICK_MASK];
+        visible = pick ? nullptr : dst->src[GGML_SPARSE_SCORE_VISIBLE];
+        kl      = dst->src[GGML_SPARSE_PICK_KL];
+        stats   = dst->src[GGML_SPARSE_PICK_STATS];
+        k_range = dst->src[GGML_SPARSE_PICK_K_RANGE];
         p       = pick ? op_params<ggml_sparse_pick_params>(dst).score : op_params<ggml_sparse_score_params>(dst);
 
         n_kv      = k->ne[2];
@@ -359,16 +359,16 @@ struct select_src {
 
     explicit select_src(const ggml_tensor * dst) {
         const bool pick = dst->op_params[0] == GGML_SPARSE_ATTN_PICK;
-        forced = dst->src[pick ? 5 : 1];
-        kl     = dst->src[pick ? 6 : 2];
-        sinks  = dst->src[pick ? 7 : 3];
+        forced = dst->src[GGML_SPARSE_PICK_FORCED];
+        kl     = dst->src[GGML_SPARSE_PICK_KL];
+        sinks  = dst->src[GGML_SPARSE_PICK_SINKS];
         p      = pick ? op_params<ggml_sparse_pick_params>(dst).select : op_params<ggml_sparse_select_params>(dst);
 
-        n_kv      = pick ? dst->src[1]->ne[2] : dst->src[0]->ne[0];
+        n_kv      = pick ? dst->src[GGML_SPARSE_PICK_K]->ne[2] : dst->src[GGML_SPARSE_SELECT_LOGITS]->ne[0];
         n_head_kv = dst->ne[1];
         n_tok     = dst->ne[2];
         n_all     = n_head_kv*n_tok*dst->ne[3];
-        n_group_q = (int) (dst->src[0]->ne[1]/n_head_kv);
+        n_group_q = (int) (dst->src[GGML_SPARSE_PICK_Q]->ne[1]/n_head_kv);
         tile      = tile_size(n_group_q);
         n_tile    = ceil_div(n_kv, tile);
     }
@@ -546,7 +546,7 @@ size_t sparse::score_work_size(const ggml_tensor * dst, int n_threads) { return 
 
 void sparse::forward_select(const ggml_compute_params * params, ggml_tensor * dst) {
     const select_src a(dst);
-    const ggml_tensor * logits = dst->src[0];
+    const ggml_tensor * logits = dst->src[GGML_SPARSE_SELECT_LOGITS];
     unit_queue::open(params);
     ggml_barrier(params->threadpool);
     const auto scratch = [&](int i) { return select_work(a, params->wdata, i, params->nth); };

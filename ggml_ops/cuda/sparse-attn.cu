@@ -10,6 +10,7 @@
 #include "sparse-attn.cuh"
 
 #include "ggml-backend.h"
+#include "ggml-sparse-nodes.h"
 #include "sparse-attend.cuh"
 #include "sparse-score.cuh"
 #include "sparse-seal.cuh"
@@ -59,18 +60,18 @@ bool is_aligned(const ggml_tensor * t) {
 // ---- SEAL, VISIBLE ----
 
 void op_seal(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
-    const ggml_tensor * v_sum = dst->src[1], * k = dst->src[2], * v = dst->src[3], * list = dst->src[4];
+    const ggml_tensor * v_sum = dst->src[GGML_SPARSE_SEAL_V_SUM], * k = dst->src[GGML_SPARSE_SEAL_K], * v = dst->src[GGML_SPARSE_SEAL_V], * list = dst->src[GGML_SPARSE_SEAL_LIST];
     const auto p = op_params<ggml_sparse_seal_params>(dst);
 
     seal_args a = {};
-    a.k_t     = make_view(dst->src[0]);
-    a.k_range = make_view(dst->src[6]);
+    a.k_t     = make_view(dst->src[GGML_SPARSE_SEAL_K_T]);
+    a.k_range = make_view(dst->src[GGML_SPARSE_SEAL_K_RANGE]);
     a.v_sum   = make_view(v_sum);
     a.k       = make_view(k);
     a.v       = make_view(v);
     a.list    = data_of<const int32_t>(list);
-    a.sealed  = data_of<const int32_t>(dst->src[7]);
-    a.stats   = data_of<unsigned long long>(dst->src[5]);
+    a.sealed  = data_of<const int32_t>(dst->src[GGML_SPARSE_SEAL_SEALED]);
+    a.stats   = data_of<unsigned long long>(dst->src[GGML_SPARSE_SEAL_STATS]);
     a.n_kv    = k->ne[2];
     a.n_list  = (int) list->ne[0];
     a.d_k     = (int) k->ne[0];
@@ -81,7 +82,7 @@ void op_seal(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
 }
 
 void op_visible(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
-    const ggml_tensor * mask = dst->src[0];
+    const ggml_tensor * mask = dst->src[GGML_SPARSE_VISIBLE_MASK];
     const view m = make_view(mask);
     int32_t * res = data_of<int32_t>(dst);
     const int64_t n_kv = mask->ne[0], n_grp = dst->ne[0];
@@ -94,18 +95,18 @@ void op_visible(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
 // dst: SCORE or PICK
 score_args make_score(const ggml_tensor * dst) {
     const bool pick = dst->op_params[0] == GGML_SPARSE_ATTN_PICK;
-    const ggml_tensor * q = dst->src[0], * k = dst->src[1], * k_t = dst->src[2], * sealed = dst->src[3];
+    const ggml_tensor * q = dst->src[GGML_SPARSE_PICK_Q], * k = dst->src[GGML_SPARSE_PICK_K], * k_t = dst->src[GGML_SPARSE_PICK_K_T], * sealed = dst->src[GGML_SPARSE_PICK_SEALED];
     const auto p = pick ? op_params<ggml_sparse_pick_params>(dst).score : op_params<ggml_sparse_score_params>(dst);
 
     score_args a = {};
     a.q         = make_view(q);
     a.k         = make_view(k);
     a.k_t       = make_view(k_t);
-    a.k_range   = make_view(dst->src[pick ? 9 : 7]);
-    a.mask      = make_view(dst->src[4]);
-    a.kl        = pick ? make_view(dst->src[6]) : view {};
+    a.k_range   = make_view(dst->src[GGML_SPARSE_PICK_K_RANGE]);
+    a.mask      = make_view(dst->src[GGML_SPARSE_PICK_MASK]);
+    a.kl        = make_view(dst->src[GGML_SPARSE_PICK_KL]);
     a.sealed    = data_of<const int32_t>(sealed);
-    a.stats     = data_of<unsigned long long>(dst->src[pick ? 8 : 6]);
+    a.stats     = data_of<unsigned long long>(dst->src[GGML_SPARSE_PICK_STATS]);
     a.n_kv      = k->ne[2];
     a.n_grp     = ceil_div(a.n_kv, GROUP);
     a.n_run     = ceil_div(a.n_kv, RUN);
@@ -161,7 +162,7 @@ void run_score(ggml_backend_cuda_context & ctx, const score_args & a, const ggml
 void op_score(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
     score_args a = make_score(dst);
     a.logits = data_of<float>(dst);
-    run_score(ctx, a, dst->src[0], dst->src[2] ? op_params<ggml_sparse_score_params>(dst).n_bit : 0);
+    run_score(ctx, a, dst->src[GGML_SPARSE_PICK_Q], dst->src[GGML_SPARSE_PICK_K_T] ? op_params<ggml_sparse_score_params>(dst).n_bit : 0);
 }
 
 bool is_top_p(const ggml_sparse_select_params & p) { return p.top_p > 0.0f && p.top_p < 1.0f; }
@@ -186,18 +187,18 @@ void launch_sum_runs(ggml_backend_cuda_context & ctx, const select_args & a, int
 // SELECT, and the second half of PICK; run_max and run_sum: from score(), or NULL
 void run_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, float * logits, int64_t n_kv, int n_head, float * run_max, float * run_sum) {
     const bool pick = dst->op_params[0] == GGML_SPARSE_ATTN_PICK;
-    const ggml_tensor * forced = dst->src[pick ? 5 : 1];
+    const ggml_tensor * forced = dst->src[GGML_SPARSE_PICK_FORCED];
     const auto p = pick ? op_params<ggml_sparse_pick_params>(dst).select : op_params<ggml_sparse_select_params>(dst);
 
     const int64_t n_row = dst->ne[2]*dst->ne[3], n_run = ceil_div(n_kv, RUN);
     select_args a = {};
     a.forced      = make_view(forced);
-    a.kl          = make_view(dst->src[pick ? 6 : 2]);
+    a.kl          = make_view(dst->src[GGML_SPARSE_PICK_KL]);
     a.logits      = logits;
     a.key         = logits;
     a.run_max     = run_max;
     a.run_sum     = run_sum;
-    a.sinks       = data_of<const float>(dst->src[pick ? 7 : 3]);
+    a.sinks       = data_of<const float>(dst->src[GGML_SPARSE_PICK_SINKS]);
     a.res         = data_of<int32_t>(dst);
     a.n_kv        = n_kv;
     a.n_run       = n_run;
@@ -241,7 +242,7 @@ void run_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, float 
 }
 
 void op_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
-    const ggml_tensor * logits = dst->src[0];
+    const ggml_tensor * logits = dst->src[GGML_SPARSE_SELECT_LOGITS];
     run_select(ctx, dst, data_of<float>(logits), logits->ne[0], (int) logits->ne[1], nullptr, nullptr);
 }
 
@@ -256,7 +257,7 @@ void op_pick(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
         a.run_max = runs.alloc(2*n_heads*a.n_run);
         a.run_sum = a.run_max + n_heads*a.n_run;
     }
-    run_score(ctx, a, dst->src[0], p.score.n_bit);
+    run_score(ctx, a, dst->src[GGML_SPARSE_PICK_Q], p.score.n_bit);
     run_select(ctx, dst, a.logits, a.n_kv, a.n_head, a.run_max, a.run_sum);
 }
 
@@ -297,20 +298,20 @@ void launch_attend_f16(ggml_backend_cuda_context & ctx, const attend_args & a) {
 }
 
 void op_attend(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
-    const ggml_tensor * q = dst->src[0], * k = dst->src[1], * v = dst->src[2], * sel = dst->src[5];
+    const ggml_tensor * q = dst->src[GGML_SPARSE_ATTEND_Q], * k = dst->src[GGML_SPARSE_ATTEND_K], * v = dst->src[GGML_SPARSE_ATTEND_V], * sel = dst->src[GGML_SPARSE_ATTEND_SEL];
     const auto p = op_params<ggml_sparse_attend_params>(dst);
 
     attend_args a = {};
     a.q         = make_view(q);
     a.k         = make_view(k);
     a.v         = make_view(v);
-    a.mask      = make_view(dst->src[3]);
-    a.visible   = data_of<const int32_t>(dst->src[4]);
+    a.mask      = make_view(dst->src[GGML_SPARSE_ATTEND_MASK]);
+    a.visible   = data_of<const int32_t>(dst->src[GGML_SPARSE_ATTEND_VISIBLE]);
     a.sel       = data_of<const int32_t>(sel);
-    a.v_sum     = make_view(dst->src[6]);
-    a.sealed    = data_of<const int32_t>(dst->src[7]);
-    a.sinks     = data_of<const float>(dst->src[8]);
-    a.stats     = data_of<unsigned long long>(dst->src[9]);
+    a.v_sum     = make_view(dst->src[GGML_SPARSE_ATTEND_V_SUM]);
+    a.sealed    = data_of<const int32_t>(dst->src[GGML_SPARSE_ATTEND_SEALED]);
+    a.sinks     = data_of<const float>(dst->src[GGML_SPARSE_ATTEND_SINKS]);
+    a.stats     = data_of<unsigned long long>(dst->src[GGML_SPARSE_ATTEND_STATS]);
     a.res       = data_of<float>(dst);
     a.n_kv      = k->ne[2];
     a.n_grp     = ceil_div(a.n_kv, GROUP);
@@ -388,23 +389,22 @@ bool ggml_cuda_sparse_attn_supported(const ggml_tensor * dst, int cc) {
     }
     switch ((ggml_sparse_attn_op) dst->op_params[0]) {
         case GGML_SPARSE_ATTN_SEAL: {
-            const ggml_tensor * k = dst->src[2], * v = dst->src[3];
-            return is_kv(k) && (!dst->src[1] || is_kv(v)) && k->ne[1] <= GRID_MAX && k->ne[3] <= GRID_MAX && !is_on_host(dst->src[5]);
+            const ggml_tensor * k = dst->src[GGML_SPARSE_SEAL_K], * v = dst->src[GGML_SPARSE_SEAL_V];
+            return is_kv(k) && (!dst->src[GGML_SPARSE_SEAL_V_SUM] || is_kv(v)) && k->ne[1] <= GRID_MAX && k->ne[3] <= GRID_MAX && !is_on_host(dst->src[GGML_SPARSE_SEAL_STATS]);
         }
         case GGML_SPARSE_ATTN_VISIBLE:
             return dst->ne[1] <= GRID_MAX && dst->ne[3] <= GRID_MAX;
         case GGML_SPARSE_ATTN_SCORE:
         case GGML_SPARSE_ATTN_PICK: {
-            const bool pick = dst->op_params[0] == GGML_SPARSE_ATTN_PICK;
-            const ggml_tensor * q = dst->src[0], * k = dst->src[1], * k_t = dst->src[2];
+            const ggml_tensor * q = dst->src[GGML_SPARSE_PICK_Q], * k = dst->src[GGML_SPARSE_PICK_K], * k_t = dst->src[GGML_SPARSE_PICK_K_T];
             return is_kv(k) && q->ne[1] <= GRID_MAX && q->ne[1]/k->ne[1] <= G_MAX && q->ne[2]*q->ne[3] <= GRID_MAX && k->ne[2] <= N_KV_MAX &&
-                   (!k_t || is_shadow(k_t, dst->src[pick ? 9 : 7])) && !is_on_host(dst->src[pick ? 8 : 6]);
+                   (!k_t || is_shadow(k_t, dst->src[GGML_SPARSE_PICK_K_RANGE])) && !is_on_host(dst->src[GGML_SPARSE_PICK_STATS]);
         }
         case GGML_SPARSE_ATTN_SELECT:
-            return dst->src[0]->ne[0] <= N_KV_MAX && dst->src[0]->ne[1] <= GRID_MAX && dst->src[0]->ne[1]/dst->ne[1] <= G_MAX && dst->ne[2]*dst->ne[3] <= GRID_MAX;
+            return dst->src[GGML_SPARSE_SELECT_LOGITS]->ne[0] <= N_KV_MAX && dst->src[GGML_SPARSE_SELECT_LOGITS]->ne[1] <= GRID_MAX && dst->src[GGML_SPARSE_SELECT_LOGITS]->ne[1]/dst->ne[1] <= G_MAX && dst->ne[2]*dst->ne[3] <= GRID_MAX;
         case GGML_SPARSE_ATTN_ATTEND: {
-            const ggml_tensor * q = dst->src[0], * k = dst->src[1], * v = dst->src[2];
-            return is_kv(k) && is_kv(v) && q->ne[1] <= GRID_MAX && q->ne[1]/k->ne[1] <= G_MAX && q->ne[2]*q->ne[3] <= GRID_MAX && k->ne[2] <= N_KV_MAX && !is_on_host(dst->src[9]);
+            const ggml_tensor * q = dst->src[GGML_SPARSE_ATTEND_Q], * k = dst->src[GGML_SPARSE_ATTEND_K], * v = dst->src[GGML_SPARSE_ATTEND_V];
+            return is_kv(k) && is_kv(v) && q->ne[1] <= GRID_MAX && q->ne[1]/k->ne[1] <= G_MAX && q->ne[2]*q->ne[3] <= GRID_MAX && k->ne[2] <= N_KV_MAX && !is_on_host(dst->src[GGML_SPARSE_ATTEND_STATS]);
         }
         default:
             return false;

@@ -22,6 +22,7 @@ import numpy as np
 
 from pyorch.engine import Session
 from pyorch.errors import SparqError
+from pyorch.native.slots import SLOTS
 from pyorch.native.tensor import Tensor, floats, op_number, row_bytes, source, view
 from pyorch.policies.base import Heads, Policy, Selector, Step, at, softmax
 from pyorch.policies.prompt import Queries
@@ -161,16 +162,16 @@ class Watch:
     # ---- SELECT and ATTEND ----
 
     def _select(self, t: Tensor) -> None:
-        score = source(t, 0)
+        score = source(t, SLOTS["select"]["logits"])
         assert score is not None and self.policy is not None
-        q, k = source(score, 0), source(score, 1)
+        q, k = (source(score, SLOTS["pick"][name]) for name in ("q", "k"))
         assert q is not None and k is not None
         if self._n_pos == 0:
             self.check_host(t, score, q, k)
         logits = view(score)
         if logits.shape[:2] != (1, 1):
             raise SparqError(f"{self.policy}: serves one sequence, one token at a time")
-        if source(t, 3) is not None:
+        if source(t, SLOTS["pick"]["sinks"]) is not None:
             raise SparqError(f"{self.policy}: not for models with learned sinks")
         if self._n_pos == 0:
             self._begin_step(t, logits[0, 0])
@@ -198,7 +199,7 @@ class Watch:
             SparqError: cells are not in the order of positions.
         """
         n_pos = self.n_tokens() + 1
-        forced = source(t, 1)
+        forced = source(t, SLOTS["pick"]["forced"])
         assert forced is not None
         newest, *first = view(forced)[0, 0, 0]
         hidden = np.isneginf(logits[0])
@@ -286,7 +287,7 @@ class Watch:
 
     def _interpolate(self, t: Tensor, out: np.ndarray, alpha: np.ndarray, n_pos: int) -> None:
         """out (n_head, d_v) times alpha (n_head_kv, group), plus the mean of V times the rest."""
-        v = source(t, 2)
+        v = source(t, SLOTS["attend"]["v"])
         assert v is not None
         n, total = self._v_sums.get(v.data, (0, 0.0))
         total = total + floats(view(v)[0, n:n_pos], v.type).sum(axis=0, dtype=np.float64)
@@ -304,13 +305,13 @@ class Watch:
         c.bytes_dense += n_pos * heads.row * heads.n_head_kv
 
     def _attend(self, t: Tensor) -> None:
-        for change in self._after.pop(ctypes.addressof(t.src[5].contents), ()):
+        for change in self._after.pop(ctypes.addressof(t.src[SLOTS["attend"]["sel"]].contents), ()):
             change(t, view(t)[0, 0, 0].reshape(-1, self._d_v))
 
 
 def _weigh(t: Tensor, out: np.ndarray, weights: np.ndarray, positions: np.ndarray) -> None:
     """out (n_head, d_v) = weights (n_head_kv, group, n) times V of the positions (n_head_kv, n)."""
-    v = source(t, 2)
+    v = source(t, SLOTS["attend"]["v"])
     assert v is not None
     stored, group = view(v)[0], weights.shape[1]
     for h, (w, p) in enumerate(zip(weights, positions, strict=True)):

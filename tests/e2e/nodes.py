@@ -35,6 +35,7 @@ from ggml_ctypes import (
 from llama import bindings
 from tolerances import Errors, check_selection, score_scale
 
+from pyorch.native.slots import SLOTS
 from pyorch.native.tensor import Tensor, floats, view
 from pyorch.native.tensor import source as _source
 
@@ -150,7 +151,7 @@ class Watch:
         t = Tensor.from_address(address)
         step = t.op_params[0]
         if step == SEAL:
-            self.sealed += int((read(_source(t, 4)) >= 0).sum())
+            self.sealed += int((read(_source(t, SLOTS["seal"]["list"])) >= 0).sum())
         elif step == VISIBLE:
             self._visible(t)
         elif step == SCORE:
@@ -179,7 +180,7 @@ class Watch:
         p = _params(t, PickParams)
         with self._ggml.graph() as g:
             q, k, k_t, sealed, mask, forced, kl, sinks, _, k_range = (
-                _leaf(g, _source(t, i)) for i in range(10)
+                _leaf(g, _source(t, i)) for i in SLOTS["pick"].values()
             )
             visible = g.op("ggml_sparse_attn_visible", mask)
             score = g.op(
@@ -217,7 +218,9 @@ class Watch:
         keys, steps = k.astype(np.float32), np.zeros((q.shape[0], n_head_kv, n_kv, d), np.float32)
         keys = keys.swapaxes(1, 2)
         if k_t:
-            keys, steps = self._shadow(keys, k_t, _source(t, 7), read(sealed)[0, 0], p)
+            keys, steps = self._shadow(
+                keys, k_t, _source(t, SLOTS["pick"]["k_range"]), read(sealed)[0, 0], p
+            )
         for s, tok, h in np.ndindex(q.shape[0], q.shape[1], n_head_kv):
             heads = slice(h * n_group_q, (h + 1) * n_group_q)
             qh, kh = q[s, tok, heads], keys[s, h]
@@ -272,8 +275,9 @@ class Watch:
         return np.where(in_shadow, values, k), np.where(in_shadow, steps, 0)
 
     def _select(self, t: Tensor) -> None:
-        logits, forced, kl = (read(_source(t, i)) for i in (0, 1, 2))
-        sinks, p = _source(t, 3), _params(t, SelectParams)
+        logits = read(_source(t, SLOTS["select"]["logits"]))
+        forced, kl = (read(_source(t, SLOTS["pick"][name])) for name in ("forced", "kl"))
+        sinks, p = _source(t, SLOTS["pick"]["sinks"]), _params(t, SelectParams)
         self._selections[ctypes.addressof(t)] = (
             forced[:, 0].copy(),
             kl[:, 0].copy(),

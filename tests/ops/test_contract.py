@@ -6,11 +6,14 @@ Each case runs in its own process, because GGML_ASSERT ends it.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from pyorch.native.slots import SLOTS
 
 PROGRAM = """
 import sys
@@ -101,3 +104,17 @@ def test_contract_refuses(line: str, lib: Path) -> None:
     done = run(line, lib)
     assert done.stdout == "before\n", done.stderr
     assert "GGML_ASSERT" in done.stderr
+
+
+def test_slots_are_those_of_the_header() -> None:
+    """pyorch/native/slots.py and ggml_ops/ggml-sparse-nodes.h say the same."""
+    text = (Path(__file__).parents[2] / "ggml_ops" / "ggml-sparse-nodes.h").read_text("utf-8")
+    found: dict[str, dict[str, int]] = {}
+    for body in re.findall(r"enum ggml_sparse_\w+_src \{(.*?)\};", text, re.S):
+        number = {}
+        for name, same in re.findall(r"^ +GGML_SPARSE_(\w+)(?: = GGML_SPARSE_(\w+))?,", body, re.M):
+            number[name] = number[same] if same else len(number)
+            step, tensor = name.lower().split("_", 1)
+            found.setdefault(step, {})[tensor] = number[name]
+    assert found == SLOTS
+    assert all(n < 10 for slots in found.values() for n in slots.values()), "GGML_MAX_SRC"

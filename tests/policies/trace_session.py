@@ -19,6 +19,7 @@ import nodes
 from ggml_ctypes import Tensor
 
 from pyorch import engine
+from pyorch.native.slots import SLOTS
 
 
 @dataclass
@@ -55,9 +56,13 @@ def trace(session: engine.Session) -> Trace:
         is_prompt = t.op == ops[0] and t.op_params[0] == nodes.PREFILL
         if ask:
             return wanted or is_attend or is_prompt
-        layer = t.src[1].contents.data
-        if is_attend and t.src[5]:
-            q, k, v, sel = (nodes.read(t.src[i].contents)[0] for i in (0, 1, 2, 5))
+        if not is_attend and not is_prompt:
+            return wanted
+        slots = SLOTS["attend" if is_attend else "prefill"]
+        layer = t.src[slots["k"]].contents.data
+        if is_attend and t.src[slots["sel"]]:
+            sources = (t.src[slots[name]] for name in ("q", "k", "v", "sel"))
+            q, k, v, sel = (nodes.read(x.contents)[0] for x in sources)
             n = len(session.tokens) + 1
             group = q.shape[1] // k.shape[1]
             rows = [set(r[1 + group :][: r[0]].tolist()) for r in sel[0]]
@@ -67,7 +72,7 @@ def trace(session: engine.Session) -> Trace:
                 Read(q[0].copy(), k[:n].astype(np.float32), v[:n].astype(np.float32), rows, out)
             )
         elif is_prompt:
-            found.prompt[layer].append(nodes.read(t.src[0].contents)[0].copy())
+            found.prompt[layer].append(nodes.read(t.src[slots["q"]].contents)[0].copy())
         return wanted
 
     watch.node = node
