@@ -25,7 +25,8 @@ from pyorch.cli import options as opt
 from pyorch.cli import run as run_command
 from pyorch.cli.bench import Numbers
 from pyorch.errors import SparqError
-from pyorch.models.gguf_file import geometry, read_gguf
+from pyorch.models.geometry import geometry
+from pyorch.models.gguf_file import read_gguf
 
 BENCH = "node_times"
 BEGINS, ENDS = "Qcur-", "kqv_out-"  # `Qcur-0 (view)` comes after K and V are written

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pyorch.attention.spec import AttentionSpec
-from pyorch.models.gguf_file import Geometry
+from pyorch.models.geometry import Geometry
 
 SHADOW_BYTES = {"f16": 2.0, "q8": 1.0, "q4": 0.5}  # per element of the transposed K
 RUN = 512  # positions of a channel that share a scale and a zero (two f32) where K is quantised

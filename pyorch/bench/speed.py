@@ -34,7 +34,8 @@ from pyorch.bench.worker import FORGET_BYTES, Workers
 from pyorch.engine import cache_type
 from pyorch.errors import SparqError
 from pyorch.models import synth
-from pyorch.models.gguf_file import Geometry, geometry, human_bytes, read_gguf
+from pyorch.models.geometry import Geometry, geometry
+from pyorch.models.gguf_file import human_bytes, read_gguf
 from pyorch.models.memory import available_memory, of_nodes
 from pyorch.progress import Progress
 

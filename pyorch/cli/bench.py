@@ -259,7 +259,8 @@ def _combined(method: str, ratio: float, shadow: str | None, budget: str | None)
 
 def _speed(options: dict[str, Any]) -> None:
     from pyorch.bench import output, records, speed
-    from pyorch.models.gguf_file import geometry, read_gguf
+    from pyorch.models.geometry import geometry
+    from pyorch.models.gguf_file import read_gguf
 
     plan = speed.Plan(
         models=[opt.model_path(p, options["yes"]) for m in options["models"] for p in m.split(",")],

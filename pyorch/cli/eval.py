@@ -141,7 +141,8 @@ def run(**options: Any) -> None:
     from pyorch import native, paths
     from pyorch.evals import run as evaluate
     from pyorch.evals import table, texts
-    from pyorch.models.gguf_file import geometry, read_gguf
+    from pyorch.models.geometry import geometry
+    from pyorch.models.gguf_file import read_gguf
 
     model = opt.model_path(options["model"], options["yes"])
     books = [Path(t) for t in options["text"]] or [paths.data("models") / "demo" / "document.txt"]

@@ -13,7 +13,8 @@ from pyorch.attention.saved import CALIBRATED, resolve
 from pyorch.attention.spec import AttentionSpec, check_against_model
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
-from pyorch.models.gguf_file import Geometry, geometry, human_bytes, read_gguf
+from pyorch.models.geometry import Geometry, geometry
+from pyorch.models.gguf_file import human_bytes, read_gguf
 
 if TYPE_CHECKING:
     from pyorch.engine import CacheType

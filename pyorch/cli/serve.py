@@ -87,7 +87,8 @@ def _serve(
 ) -> None:
     from pyorch import engine, native
     from pyorch.engine.settings import checked
-    from pyorch.models.gguf_file import geometry, read_gguf
+    from pyorch.models.geometry import geometry
+    from pyorch.models.gguf_file import read_gguf
 
     file = read_gguf(path)
     settings = checked(

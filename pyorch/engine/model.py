@@ -12,7 +12,8 @@ from pyorch.engine import sparse
 from pyorch.engine.library import Library
 from pyorch.engine.settings import Rope, Settings, checked
 from pyorch.errors import SparqError
-from pyorch.models.gguf_file import GGUFFile, geometry
+from pyorch.models.geometry import geometry
+from pyorch.models.gguf_file import GGUFFile
 
 
 class Model:

@@ -11,7 +11,8 @@ from pyorch.attention.bytes import cache_bytes, shadow_bytes
 from pyorch.attention.saved import resolve
 from pyorch.attention.spec import AttentionSpec, check_against_model, parse_spec
 from pyorch.errors import SparqError
-from pyorch.models.gguf_file import CACHE_TYPES, TENSOR_TYPES, Geometry, GGUFFile, geometry
+from pyorch.models.geometry import Geometry, geometry
+from pyorch.models.gguf_file import CACHE_TYPES, TENSOR_TYPES, GGUFFile
 from pyorch.models.memory import check_memory
 from pyorch.native import probe
 

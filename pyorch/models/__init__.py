@@ -1,1 +1,2 @@
-"""Models: GGUF headers (`gguf_file`), cards (`cards`), the hub (`pull`), random ones (`synth`)."""
+"""Models: GGUF headers (`gguf_file`), what they say of attention (`geometry`), cards (`cards`),
+the hub (`pull`), random ones (`synth`)."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from pyorch import paths
 from pyorch.errors import SparqError, nearest
-from pyorch.models.gguf_file import Geometry
+from pyorch.models.geometry import Geometry
 from pyorch.models.layers import windows
 
 if sys.version_info >= (3, 11):

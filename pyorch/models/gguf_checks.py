@@ -7,9 +7,13 @@ Assertions of llama.cpp and ggml that a model file can reach, found by reading a
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from pyorch.errors import SparqError
-from pyorch.models.gguf_file import ALIGNMENT, Geometry, GGUFFile, SkippedArray
+from pyorch.models.gguf_file import ALIGNMENT, GGUFFile, SkippedArray
+
+if TYPE_CHECKING:
+    from pyorch.models.geometry import Geometry
 
 _NO_WEIGHTS = ("i8", "i16", "i32", "i64", "f64", "q8_1", "q8_K")  # no op multiplies by these
 

@@ -22,7 +22,7 @@ from pyorch.attention import line
 from pyorch.attention.bytes import layer_costs
 from pyorch.attention.spec import METHODS, AttentionSpec, parse_spec
 from pyorch.errors import SparqError, nearest
-from pyorch.models.gguf_file import Geometry
+from pyorch.models.geometry import Geometry
 from pyorch.policies.alisa import Alisa
 from pyorch.policies.base import Heads, Policy
 from pyorch.policies.flexgen import FlexGen

@@ -39,7 +39,8 @@ from pyorch.cli import bench
 from pyorch.errors import SparqError
 from pyorch.evals import series
 from pyorch.models import synth
-from pyorch.models.gguf_file import geometry, read_gguf
+from pyorch.models.geometry import geometry
+from pyorch.models.gguf_file import read_gguf
 
 BENCH = Path(__file__).parents[2] / "bench"
 ENV = {

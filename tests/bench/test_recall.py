@@ -18,7 +18,7 @@ from pyorch import engine, paths
 from pyorch.attention.bytes import layer_costs
 from pyorch.attention.spec import parse_spec
 from pyorch.errors import SparqError
-from pyorch.models.gguf_file import Geometry
+from pyorch.models.geometry import Geometry
 from pyorch.native.tensor import Tensor
 
 D = 64

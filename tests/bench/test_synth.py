@@ -13,7 +13,8 @@ from pyorch import engine
 from pyorch.cli.synth import command
 from pyorch.errors import SparqError
 from pyorch.models import synth
-from pyorch.models.gguf_file import geometry, read_gguf
+from pyorch.models.geometry import geometry
+from pyorch.models.gguf_file import read_gguf
 
 
 @pytest.mark.parametrize("quant", synth.QUANTS)

@@ -10,7 +10,8 @@ from tiny_gguf import write_tiny_gguf
 
 from pyorch.errors import SparqError
 from pyorch.models import memory
-from pyorch.models.gguf_file import geometry, read_gguf
+from pyorch.models.geometry import geometry
+from pyorch.models.gguf_file import read_gguf
 from pyorch.models.memory import check_memory
 
 

@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 
 from pyorch.errors import SparqError
-from pyorch.models.gguf_file import geometry, read_gguf
+from pyorch.models.geometry import geometry
+from pyorch.models.gguf_file import read_gguf
 
 MEMORY = 1 << 30
 

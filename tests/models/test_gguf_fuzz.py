@@ -24,7 +24,8 @@ from tiny_gguf import write_tiny_gguf
 
 from pyorch.errors import SparqError
 from pyorch.models import gguf_file
-from pyorch.models.gguf_file import TENSOR_TYPES, geometry, read_gguf
+from pyorch.models.geometry import geometry
+from pyorch.models.gguf_file import TENSOR_TYPES, read_gguf
 
 HERE = Path(__file__).parent
 LIMIT_S = 2.0  # of CPU, for a file of 100 KB

@@ -18,7 +18,8 @@ from pyorch import engine
 from pyorch.attention.bytes import cache_bytes, layer_costs, shadow_bytes
 from pyorch.attention.spec import parse_spec
 from pyorch.models import cards
-from pyorch.models.gguf_file import geometry, read_gguf
+from pyorch.models.geometry import geometry
+from pyorch.models.gguf_file import read_gguf
 from pyorch.models.layers import INTERVALS, WINDOWS, Windows, recurrent, windows
 from pyorch.native import source
 

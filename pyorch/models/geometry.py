@@ -1,0 +1,149 @@
+"""The geometry of a model, from the header of its file: what the costs of attention depend on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pyorch.errors import SparqError
+from pyorch.models import layers
+from pyorch.models.gguf_checks import check_loadable
+from pyorch.models.gguf_file import GGUFFile
+from pyorch.models.layers import Windows
+
+MAX_LAYERS = 512  # LLAMA_MAX_LAYERS, beyond which llama.cpp ends the process
+MAX_EXPERTS = 1024  # LLAMA_MAX_EXPERTS
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What attention costs depend on. Sizes in elements unless a name says bytes."""
+
+    arch: str
+    name: str
+    n_layer: int
+    n_embd: int
+    n_head: tuple[int, ...]  # per layer; 0 = a layer without attention
+    n_head_kv: tuple[int, ...]  # per layer; 0 = a layer without a KV cache
+    head_dim_k: int
+    head_dim_v: int
+    n_ctx_train: int
+    is_mla: bool  # multi-head latent attention: no separate K and V
+    n_params: int
+    weight_bytes: int  # all tensors
+    weight_bytes_per_token: int  # tensors one decoded token reads
+    windows: Windows = Windows()
+    head_dims_window: tuple[int, int] | None = None  # of layers with a window, where they differ
+    n_own_cache: int = MAX_LAYERS  # so many layers have a KV cache; the others read one of these
+
+    @property
+    def kv_layers(self) -> list[int]:
+        """The layers that read a KV cache, by number."""
+        return [il for il, n in enumerate(self.n_head_kv) if n > 0]
+
+    def head_dims(self, il: int) -> tuple[int, int]:
+        """Elements of K and of V of a head of layer `il`."""
+        dims = self.head_dims_window if self.windows.of(il) else None
+        return dims or (self.head_dim_k, self.head_dim_v)
+
+    @property
+    def gqa(self) -> bool:
+        return any(h > k > 0 for h, k in zip(self.n_head, self.n_head_kv, strict=True))
+
+
+def geometry(file: GGUFFile) -> Geometry:
+    """The attention geometry of a model, from its metadata.
+
+    Raises:
+        SparqError: the file is no language model, or lacks a key that every one has.
+    """
+    arch, m = file.arch, file.metadata
+
+    def number(key: str, default: int | None = None, most: int = 2**31 - 1) -> int:
+        value = m.get(f"{arch}.{key}", default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+            shown = "missing" if value is None else f"not a usable number: {value!r:.80}"
+            raise SparqError(
+                f"{file.path}: metadata key {arch}.{key} is {shown}",
+                hint="is this a language model? adapters and projectors have no such key",
+            )
+        return value
+
+    if not arch:
+        raise SparqError(
+            f"{file.path}: no general.architecture in its metadata",
+            hint="is this a language model? adapters and projectors are GGUF files too",
+        )
+    n_layer, n_embd = number("block_count", most=MAX_LAYERS), number("embedding_length")
+    n_expert = number("expert_count", 0, MAX_EXPERTS)
+    n_head = _per_layer(file, f"{arch}.attention.head_count", n_layer, None)
+    n_head_kv = _per_layer(file, f"{arch}.attention.head_count_kv", n_layer, n_head)
+    head_dim = n_embd // max(max(n_head, default=0), 1)
+    head_dim_k = number("attention.key_length", head_dim)
+    head_dim_v = number("attention.value_length", head_dim)
+    keys = {k.removeprefix(f"{arch}."): v for k, v in m.items() if k.startswith(f"{arch}.")}
+    n_trunk = n_layer - min(number("nextn_predict_layers", 0), n_layer)
+    no_cache = [*layers.recurrent(arch, n_trunk, keys), *[True] * (n_layer - n_trunk)]
+    geo = Geometry(
+        arch=arch,
+        name=_printable(m.get("general.name", file.path.stem)),
+        n_layer=n_layer,
+        n_embd=n_embd,
+        n_head=n_head,
+        n_head_kv=tuple(0 if no else n for n, no in zip(n_head_kv, no_cache, strict=True)),
+        head_dim_k=head_dim_k,
+        head_dim_v=head_dim_v,
+        n_ctx_train=number("context_length"),
+        is_mla=number("attention.kv_lora_rank", 0) > 0,
+        n_params=sum(math.prod(t.shape) for t in file.tensors),
+        weight_bytes=sum(t.n_bytes for t in file.tensors),
+        weight_bytes_per_token=_weight_bytes_per_token(file),
+        windows=layers.windows(arch, n_trunk, keys),
+        head_dims_window=(
+            number("attention.key_length_swa", head_dim_k),
+            number("attention.value_length_swa", head_dim_v),
+        ),
+        n_own_cache=layers.n_own_cache(arch, n_layer, keys),
+    )
+    check_loadable(file, geo, n_expert)
+    return geo
+
+
+def _printable(text: object) -> str:
+    """For people: without what a terminal would obey."""
+    return "".join(c if c.isprintable() else "?" for c in str(text)[:200])
+
+
+def _per_layer(
+    file: GGUFFile, key: str, n_layer: int, default: tuple[int, ...] | None
+) -> tuple[int, ...]:
+    value = file.metadata.get(key)
+    if value is None and default is not None:
+        return default
+    if value is None:
+        return (0,) * n_layer  # recurrent models have no attention heads
+    values = tuple(value) if isinstance(value, list) else (value,) * n_layer
+    ok = all(isinstance(v, int) and 0 <= v < 65536 for v in values) and len(values) >= n_layer
+    if not ok:
+        raise SparqError(f"{file.path}: metadata key {key} is not usable: {value!r:.80}")
+    return values[:n_layer]
+
+
+def _weight_bytes_per_token(file: GGUFFile) -> int:
+    """Bytes of weights that one decoded token reads.
+
+    All tensors, but: an embedding table that is not also the output matrix is left out (one row is
+    read), and of the expert tensors (`_exps`) only the experts in use count.
+    """
+    arch, m = file.arch, file.metadata
+    tied = not any(t.name == "output.weight" for t in file.tensors)
+    used, n_expert = m.get(f"{arch}.expert_used_count"), m.get(f"{arch}.expert_count")
+    share = (
+        used / n_expert if isinstance(used, int) and isinstance(n_expert, int) and n_expert else 1
+    )
+    total = 0.0
+    for t in file.tensors:
+        if t.name == "token_embd.weight" and not tied:
+            continue
+        total += t.n_bytes * (share if "_exps." in t.name else 1)
+    return int(total)
