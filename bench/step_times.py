@@ -30,11 +30,12 @@ from pyorch.cli import options as opt
 from pyorch.cli import run as run_command
 from pyorch.cli.bench import Numbers
 from pyorch.errors import SparqError
+from pyorch.native.slots import ATTEND, PICK, SCORE, SELECT
 from pyorch.native.tensor import Tensor, op_number
 from pyorch.progress import Progress, progress_bar
 
 BENCH = "step_times"
-STEPS = {2: "score", 3: "select", 4: "pick", 5: "attend"}  # ggml_sparse_attn_op
+STEPS = {SCORE: "score", SELECT: "select", PICK: "pick", ATTEND: "attend"}
 SPECS = tuple(f"sparq,rank=32,topk=128,shadow={s}" for s in ("f16", "q8", "q4"))
 SPECS += ("sparq,ratio=1/8", "dense")
 TOPK_MAX = 7  # of PICK's op_params: the step, the six of SCORE, then ggml_sparse_select_params

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from pyorch.attention.spec import AttentionSpec
+from pyorch.ggml import TensorType
 from pyorch.models.geometry import Geometry
 
 SHADOW_BYTES = {"f16": 2.0, "q8": 1.0, "q4": 0.5}  # per element of the transposed K
@@ -20,11 +20,6 @@ GROUP = 64  # positions sealed together; the sums of V are per group ..
 SUM = 16  # .. and once more per this many groups
 LINE = 64  # bytes of a cache line
 CELLS = 256  # llama.cpp looks at the cache in blocks of this many positions
-
-
-class _HasSize(Protocol):
-    @property
-    def bytes_per_element(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -188,7 +183,7 @@ def uses_mean_v(spec: AttentionSpec, n_head: int, n_head_kv: int) -> bool:
 
 
 def cache_bytes(
-    geo: Geometry, n_ctx: int, type_k: _HasSize, type_v: _HasSize, n_batch: int | None = None
+    geo: Geometry, n_ctx: int, type_k: TensorType, type_v: TensorType, n_batch: int | None = None
 ) -> int:
     """Memory of K and V of `n_ctx` positions.
 

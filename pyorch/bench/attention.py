@@ -20,11 +20,12 @@ from typing import Any
 
 import numpy as np
 
+from pyorch.attention.bytes import CELLS
 from pyorch.attention.spec import parse_spec
 from pyorch.bench import records
 from pyorch.bench.bandwidth import MemoryReader
 from pyorch.bench.records import Record, spread, where_given
-from pyorch.bench.turns import CELLS, FLOATS, Side, check_same, gather, turns
+from pyorch.bench.turns import FLOATS, Side, check_same, gather, turns
 from pyorch.bench.worker import Workers
 from pyorch.engine import cache_type
 from pyorch.errors import SparqError

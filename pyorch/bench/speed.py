@@ -23,13 +23,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from pyorch.attention.bytes import GROUP, cache_bytes, layer_costs, shadow_bytes
+from pyorch.attention.bytes import CELLS, GROUP, cache_bytes, layer_costs, shadow_bytes
 from pyorch.attention.saved import resolve
 from pyorch.attention.spec import CALIBRATED, check_against_model, parse_spec
 from pyorch.bench import records
 from pyorch.bench.bandwidth import BUFFER_BYTES, MemoryReader
 from pyorch.bench.records import Record, spread, where_given
-from pyorch.bench.turns import CELLS, FLOATS, Side, check_same, gather, turns
+from pyorch.bench.turns import FLOATS, Side, check_same, gather, turns
 from pyorch.bench.worker import FORGET_BYTES, Workers
 from pyorch.engine import cache_type
 from pyorch.errors import SparqError

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pyorch.errors import SparqError
-from pyorch.models.gguf_file import CACHE_TYPES, TENSOR_TYPES
+from pyorch.ggml import CACHE_TYPES, TENSOR_TYPES, TensorType
 
 if TYPE_CHECKING:
     from pyorch.engine import Session
@@ -32,19 +32,14 @@ _POOL_BLOCKS = 262_139  # blocks: primes, so no two rows are alike, though all a
 
 @dataclass(frozen=True)
 class Part:
-    """K or V of one layer: ggml's number of its type, and elements per position."""
+    """K or V of one layer: its type, and elements per position."""
 
-    type: int
+    type: TensorType
     width: int
 
     @property
-    def name(self) -> str:
-        return TENSOR_TYPES[self.type][0]
-
-    @property
     def row_bytes(self) -> int:
-        _, per_block, block_bytes = TENSOR_TYPES[self.type]
-        return self.width // per_block * block_bytes
+        return self.type.n_bytes(self.width)
 
 
 @dataclass(frozen=True)
@@ -80,17 +75,17 @@ def layout(session: Session) -> Layout:
         parts: list[Part] = []
         for i in range(2 * n_layer):
             number = take("i")
-            name, per_block, block_bytes = TENSOR_TYPES.get(number, (f"type {number}", 1, 1))
-            if name not in CACHE_TYPES:
+            kind = TENSOR_TYPES.get(number) or TensorType(number, f"type {number}", 1, 1)
+            if kind.name not in CACHE_TYPES:
                 raise SparqError(
-                    f"a cache of {name} cannot be filled", f"only {', '.join(CACHE_TYPES)}"
+                    f"a cache of {kind.name} cannot be filled", f"only {', '.join(CACHE_TYPES)}"
                 )
             if i >= n_layer and transposed:
-                _expect("bytes of an element of V", take("I"), block_bytes)
+                _expect("bytes of an element of V", take("I"), kind.block_bytes)
                 width = take("I")
             else:
-                width = take("Q") // block_bytes * per_block
-            parts.append(Part(number, width))
+                width = take("Q") // kind.block_bytes * kind.per_block
+            parts.append(Part(kind, width))
             at += parts[-1].row_bytes
     except struct.error:
         raise SparqError("the state of the cache ends early: its layout is unknown") from None
@@ -108,7 +103,7 @@ def blob(form: Layout, n_pos: int, seed: int = 0) -> np.ndarray:
 
     The same seed gives the same K and V whether or not V is transposed.
     """
-    pools = {name: _pool(name, seed) for name in {p.name for p in form.k + form.v}}
+    pools = {kind: _pool(kind, seed) for kind in {p.type for p in form.k + form.v}}
     n_layer = len(form.k)
     cells = np.zeros(n_pos, np.dtype([("pos", "<i4"), ("n_seq", "<u4"), ("seq", "<i4")]))
     cells["pos"], cells["n_seq"] = np.arange(n_pos), 1
@@ -123,11 +118,11 @@ def blob(form: Layout, n_pos: int, seed: int = 0) -> np.ndarray:
     at = len(head)
 
     for i, part in enumerate(form.k + form.v):
-        pool = pools[part.name]
+        pool = pools[part.type]
         transposed = i >= n_layer and form.transposed_v
-        mark = row_head.pack(part.type, part.row_bytes)
+        mark = row_head.pack(part.type.number, part.row_bytes)
         if transposed:
-            mark = column_head.pack(part.type, pool.shape[1], part.width)
+            mark = column_head.pack(part.type.number, pool.shape[1], part.width)
         out[at : at + len(mark)] = np.frombuffer(mark, np.uint8)
         at += len(mark)
         n = n_pos * part.row_bytes
@@ -136,15 +131,14 @@ def blob(form: Layout, n_pos: int, seed: int = 0) -> np.ndarray:
     return out
 
 
-def _pool(name: str, seed: int) -> np.ndarray:
+def _pool(of: TensorType, seed: int) -> np.ndarray:
     """Normally distributed values of a type, as bytes (blocks, bytes of a block)."""
     import gguf
 
-    kind = gguf.GGMLQuantizationType[name.upper()]
-    per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    n = _POOL if per_block == 1 else _POOL_BLOCKS * per_block
+    n = _POOL if of.per_block == 1 else _POOL_BLOCKS * of.per_block
     values = np.random.default_rng(seed).standard_normal(n, np.float32)
-    return gguf.quantize(values, kind).view(np.uint8).reshape(-1, block_bytes)
+    blocks = gguf.quantize(values, gguf.GGMLQuantizationType(of.number))
+    return blocks.view(np.uint8).reshape(-1, of.block_bytes)
 
 
 def _fill(

@@ -12,7 +12,6 @@ from pyorch.bench.bandwidth import MemoryReader
 from pyorch.errors import SparqError
 
 FLOATS = ("f32", "f16", "bf16")  # llama.cpp quantises V only with flash attention
-CELLS = 256  # llama.cpp attends to whole blocks of this many cells
 MAX_NMSE = 0.01  # of our dense logits against stock's: far above rounding, far below a mistake
 
 

@@ -14,7 +14,7 @@ import click
 from pyorch.attention.spec import BUDGETS, SHADOWS, AttentionSpec
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
-from pyorch.models.gguf_file import CACHE_TYPES
+from pyorch.ggml import CACHE_TYPES
 from pyorch.progress import progress_bar
 
 if TYPE_CHECKING:

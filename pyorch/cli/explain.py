@@ -17,7 +17,7 @@ from pyorch.models.geometry import Geometry, geometry
 from pyorch.models.gguf_file import human_bytes, read_gguf
 
 if TYPE_CHECKING:
-    from pyorch.engine import CacheType
+    from pyorch.ggml import TensorType
 
 N_BATCH = 512  # tokens that llama.cpp reads at once by default
 
@@ -82,7 +82,7 @@ def _bandwidth(n_threads: int) -> float:
 
 
 def explain(
-    geo: Geometry, spec: AttentionSpec, n_pos: int, types: list[CacheType], rate: float
+    geo: Geometry, spec: AttentionSpec, n_pos: int, types: list[TensorType], rate: float
 ) -> dict[str, Any]:
     """Everything the command prints, times in seconds.
 

@@ -26,8 +26,8 @@ from pyorch.attention.spec import (
     parse_spec,
 )
 from pyorch.errors import SparqError, nearest
+from pyorch.ggml import CACHE_TYPES
 from pyorch.models import cards
-from pyorch.models.gguf_file import CACHE_TYPES
 from pyorch.progress import progress_bar
 
 if TYPE_CHECKING:

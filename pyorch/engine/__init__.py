@@ -27,7 +27,6 @@ from pyorch.engine.settings import (
     DEFAULT_CTX,
     MAX_THREADS,
     ROPE_SCALING,
-    CacheType,
     Rope,
     cache_type,
     checked_ctx,
@@ -39,7 +38,6 @@ from pyorch.engine.text import detokenize, is_eog, token_bytes, tokenize
 
 __all__ = [
     "AttentionInfo",
-    "CacheType",
     "DEFAULT_CTX",
     "MAX_THREADS",
     "Model",

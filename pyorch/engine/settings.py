@@ -11,8 +11,9 @@ from pyorch.attention.bytes import cache_bytes, shadow_bytes
 from pyorch.attention.saved import resolve
 from pyorch.attention.spec import AttentionSpec, check_against_model, parse_spec
 from pyorch.errors import SparqError
+from pyorch.ggml import CACHE_TYPES, TensorType
 from pyorch.models.geometry import Geometry, geometry
-from pyorch.models.gguf_file import CACHE_TYPES, TENSOR_TYPES, GGUFFile
+from pyorch.models.gguf_file import GGUFFile
 from pyorch.models.memory import check_memory
 from pyorch.native import probe
 
@@ -21,25 +22,15 @@ DEFAULT_CTX = 8192  # when none is asked for; less if the model was trained on l
 ROPE_SCALING = {"none": 0, "linear": 1, "yarn": 2}  # llama_rope_scaling_type
 
 
-@dataclass(frozen=True)
-class CacheType:
-    """A ggml type of the KV cache: its number, and its bytes per element."""
-
-    name: str
-    number: int
-    bytes_per_element: float
-
-
-def cache_type(name: str) -> CacheType:
+def cache_type(name: str) -> TensorType:
     """The type of this name.
 
     Raises:
         SparqError: there is none, or the cache cannot have it.
     """
-    for number, (type_name, per_block, block_bytes) in TENSOR_TYPES.items():
-        if type_name == name and name in CACHE_TYPES:
-            return CacheType(name, number, block_bytes / per_block)
-    raise SparqError(f"unknown cache type {name!r}", ", ".join(CACHE_TYPES), exit_code=2)
+    if name not in CACHE_TYPES:
+        raise SparqError(f"unknown cache type {name!r}", ", ".join(CACHE_TYPES), exit_code=2)
+    return CACHE_TYPES[name]
 
 
 @dataclass(frozen=True)
@@ -119,7 +110,7 @@ class Settings:
     n_ctx: int
     n_threads: int
     n_batch: int
-    types: tuple[CacheType, CacheType]
+    types: tuple[TensorType, TensorType]
     flash_attn: bool
     attention: AttentionSpec | None
     rope: Rope

@@ -10,11 +10,11 @@ import ctypes
 
 import numpy as np
 
+from pyorch.native.slots import ATTEND
 from pyorch.native.tensor import Tensor, floats, source, view
 from pyorch.policies.base import softmax
 from pyorch.policies.watch import Watch
 
-_ATTEND = 5  # ggml_sparse_attn_op
 _OP, _PARAMS = Tensor.op.offset, Tensor.op_params.offset
 
 
@@ -42,7 +42,7 @@ class RecallWatch(Watch):
     def _is_attend(self, address: int) -> bool:
         if self._ops is None or ctypes.c_int.from_address(address + _OP).value != self._ops[0]:
             return False
-        return ctypes.c_int32.from_address(address + _PARAMS).value == _ATTEND
+        return ctypes.c_int32.from_address(address + _PARAMS).value == ATTEND
 
     def _note(self, t: Tensor) -> None:
         assert self.masses is not None

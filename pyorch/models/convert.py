@@ -20,13 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from pyorch.errors import SparqError
+from pyorch.ggml import BY_NAME
 from pyorch.models import convert_env
 from pyorch.models.gguf_file import GGUFFile, human_bytes, read_gguf
 from pyorch.models.new_file import check_space, check_target, new_file
 from pyorch.native.source import Note
 from pyorch.progress import Progress
 
-OUTTYPES = {"auto": 2.0, "f16": 2.0, "bf16": 2.0, "f32": 4.0, "q8_0": 34 / 32}  # bytes a weight
+# bytes of a weight
+OUTTYPES = {"auto": 2.0} | {
+    name: BY_NAME[name].bytes_per_element for name in ("f16", "bf16", "f32", "q8_0")
+}
 # What the converter may see of a model's folder, and what is downloaded of a repository: no .py,
 # no .bin. README.md has the licence and the name
 FILES = ("model*.safetensors", "*.json", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt")

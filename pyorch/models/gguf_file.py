@@ -18,14 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from pyorch.errors import SparqError
+from pyorch.ggml import MAX_DIMS, MAX_NAME, TENSOR_TYPES
 
 MAGIC = b"GGUF"
 MAX_ARRAY_KEPT = 4096  # longer arrays (vocabularies) are skipped: only their length is kept
 
-# Limits of llama.cpp: what is beyond them it refuses, or it ends the process
-MAX_DIMS = 4  # GGML_MAX_DIMS
-MAX_NAME = 64  # GGML_MAX_NAME, with the byte that ends it
-ALIGNMENT = 32  # TENSOR_ALIGNMENT, of what is mapped
+ALIGNMENT = 32  # TENSOR_ALIGNMENT of llama.cpp, of what is mapped
 # Limits of ours: far above any model, so that a small lie costs neither time nor memory
 MAX_KEYS = 1 << 16
 MAX_KEY_NAME = 1 << 16  # of the GGUF specification
@@ -48,46 +46,6 @@ _SCALARS = {
     12: "d",
 }
 _STRING, _ARRAY = 8, 9
-
-# ggml type -> (name, elements per block, bytes per block)
-TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
-    0: ("f32", 1, 4),
-    1: ("f16", 1, 2),
-    2: ("q4_0", 32, 18),
-    3: ("q4_1", 32, 20),
-    6: ("q5_0", 32, 22),
-    7: ("q5_1", 32, 24),
-    8: ("q8_0", 32, 34),
-    9: ("q8_1", 32, 36),
-    10: ("q2_K", 256, 84),
-    11: ("q3_K", 256, 110),
-    12: ("q4_K", 256, 144),
-    13: ("q5_K", 256, 176),
-    14: ("q6_K", 256, 210),
-    15: ("q8_K", 256, 292),
-    16: ("iq2_xxs", 256, 66),
-    17: ("iq2_xs", 256, 74),
-    18: ("iq3_xxs", 256, 98),
-    19: ("iq1_s", 256, 50),
-    20: ("iq4_nl", 32, 18),
-    21: ("iq3_s", 256, 110),
-    22: ("iq2_s", 256, 82),
-    23: ("iq4_xs", 256, 136),
-    24: ("i8", 1, 1),
-    25: ("i16", 1, 2),
-    26: ("i32", 1, 4),
-    27: ("i64", 1, 8),
-    28: ("f64", 1, 8),
-    29: ("iq1_m", 256, 56),
-    30: ("bf16", 1, 2),
-    34: ("tq1_0", 256, 54),
-    35: ("tq2_0", 256, 66),
-    39: ("mxfp4", 32, 17),
-    40: ("nvfp4", 64, 36),
-    41: ("q1_0", 128, 18),
-    42: ("q2_0", 64, 18),
-}
-CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")  # those of K and V that we offer
 
 
 @dataclass(frozen=True)
@@ -334,11 +292,11 @@ def _tensor_row(r: _Reader) -> tuple[Tensor, int]:
     kind, offset = r.unpack("I"), r.unpack("Q")
     if kind not in TENSOR_TYPES:
         raise r.fail(f"tensor {name!r} has the unknown type {kind}")
-    type_name, per_block, block_bytes = TENSOR_TYPES[kind]
+    of = TENSOR_TYPES[kind]
     n = math.prod(shape)
-    if n == 0 or n >= 2**63 or (shape[0] if shape else 1) % per_block:
-        raise r.fail(f"tensor {name!r} of {type_name} cannot have the shape {shape}")
-    return Tensor(name, shape, type_name, n // per_block * block_bytes), offset
+    if n == 0 or n >= 2**63 or (shape[0] if shape else 1) % of.per_block:
+        raise r.fail(f"tensor {name!r} of {of.name} cannot have the shape {shape}")
+    return Tensor(name, shape, of.name, of.n_bytes(n)), offset
 
 
 def _check_extent(r: _Reader, align: int, table: list[tuple[Tensor, int]]) -> None:

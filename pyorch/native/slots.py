@@ -1,9 +1,13 @@
-"""Which slot of `src[]` holds which source of a node of ours, for what reads nodes as they run.
+"""What a node of ours does, and which slot of its `src[]` holds which source, for what reads nodes
+as they run.
 
-ggml_ops/ggml-sparse-nodes.h in Python; a test compares the two.
+ggml_ops/ggml-sparse.h and ggml-sparse-nodes.h in Python; tests compare them.
 """
 
 from __future__ import annotations
+
+# ggml_sparse_attn_op, the first of a node's op_params
+SEAL, VISIBLE, SCORE, SELECT, PICK, ATTEND, PREFILL = range(7)
 
 _PICK = ("q", "k", "k_t", "sealed", "mask", "forced", "kl", "sinks", "stats", "k_range")
 _ATTEND = ("q", "k", "v", "mask", "visible", "sel", "v_sum", "sealed", "sinks", "stats")

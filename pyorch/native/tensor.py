@@ -11,9 +11,20 @@ from typing import Any
 
 import numpy as np
 
-_BLOCK = {2: ("Q4_0", 18), 8: ("Q8_0", 34)}  # (name in gguf, bytes of 32 elements)
-_BF16 = 30
-_DTYPES = {0: np.float32, 1: np.float16, _BF16: np.uint16, 24: np.int8, 26: np.int32, 27: np.int64}
+from pyorch.ggml import BY_NAME, MAX_DIMS, MAX_NAME, MAX_SRC, TENSOR_TYPES
+
+_BF16 = BY_NAME["bf16"].number
+_DTYPES = {
+    BY_NAME[name].number: dtype
+    for name, dtype in {
+        "f32": np.float32,
+        "f16": np.float16,
+        "bf16": np.uint16,
+        "i8": np.int8,
+        "i32": np.int32,
+        "i64": np.int64,
+    }.items()
+}
 
 
 class Tensor(ctypes.Structure):
@@ -23,16 +34,16 @@ class Tensor(ctypes.Structure):
 Tensor._fields_ = [
     ("type", ctypes.c_int),
     ("buffer", ctypes.c_void_p),
-    ("ne", ctypes.c_int64 * 4),
-    ("nb", ctypes.c_size_t * 4),
+    ("ne", ctypes.c_int64 * MAX_DIMS),
+    ("nb", ctypes.c_size_t * MAX_DIMS),
     ("op", ctypes.c_int),
     ("op_params", ctypes.c_int32 * 16),
     ("flags", ctypes.c_int32),
-    ("src", ctypes.POINTER(Tensor) * 10),
+    ("src", ctypes.POINTER(Tensor) * MAX_SRC),
     ("view_src", ctypes.POINTER(Tensor)),
     ("view_offs", ctypes.c_size_t),
     ("data", ctypes.c_void_p),
-    ("name", ctypes.c_char * 64),
+    ("name", ctypes.c_char * MAX_NAME),
     ("extra", ctypes.c_void_p),
     ("padding", ctypes.c_char * 8),
 ]
@@ -53,12 +64,12 @@ def source(t: Tensor, i: int) -> Tensor | None:
 def view(t: Tensor) -> np.ndarray:
     """The memory of a tensor in host memory, numpy axes (slowest first), not a copy.
 
-    bf16 comes as its bits (uint16), q8_0 and q4_0 as the bytes of their rows (uint8).
+    bf16 comes as its bits (uint16), types in blocks (q8_0) as the bytes of their rows (uint8).
     """
     shape, strides = list(t.ne[::-1]), list(t.nb[::-1])
     dtype: Any = _DTYPES.get(t.type, np.uint8)
-    if t.type in _BLOCK:
-        shape[-1], strides[-1] = shape[-1] // 32 * _BLOCK[t.type][1], 1
+    if _in_blocks(t.type):
+        shape[-1], strides[-1] = row_bytes(t), 1
     elif t.type not in _DTYPES:
         raise TypeError(f"no numpy type for ggml type {t.type}")
     size = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + np.dtype(dtype).itemsize
@@ -68,17 +79,20 @@ def view(t: Tensor) -> np.ndarray:
 
 def floats(stored: np.ndarray, kind: int) -> np.ndarray:
     """What (part of) `view` stands for, as f32: a copy. kind: the tensor's `type`."""
-    if kind in _BLOCK:
+    if _in_blocks(kind):
         import gguf
 
-        name = gguf.GGMLQuantizationType[_BLOCK[kind][0]]
-        return gguf.quants.dequantize(np.ascontiguousarray(stored), name)
+        of = gguf.GGMLQuantizationType(kind)
+        return gguf.quants.dequantize(np.ascontiguousarray(stored), of)
     if kind == _BF16:
         return (stored.astype(np.uint32) << 16).view(np.float32)
     return stored.astype(np.float32)
 
 
-def row_bytes(t: Tensor) -> float:
+def row_bytes(t: Tensor) -> int:
     """Bytes of the fastest dimension."""
-    size = np.dtype(_DTYPES.get(t.type, np.uint8)).itemsize
-    return t.ne[0] / 32 * _BLOCK[t.type][1] if t.type in _BLOCK else t.ne[0] * size
+    return TENSOR_TYPES[t.type].n_bytes(t.ne[0])
+
+
+def _in_blocks(kind: int) -> bool:
+    return kind in TENSOR_TYPES and TENSOR_TYPES[kind].per_block > 1

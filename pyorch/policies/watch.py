@@ -22,7 +22,7 @@ import numpy as np
 
 from pyorch.engine import Session
 from pyorch.errors import SparqError
-from pyorch.native.slots import SLOTS
+from pyorch.native.slots import ATTEND, PREFILL, SELECT, SLOTS
 from pyorch.native.tensor import Tensor, floats, op_number, row_bytes, source, view
 from pyorch.policies.base import Heads, Policy, Selector, Step, at, softmax
 from pyorch.policies.prompt import Queries
@@ -30,7 +30,6 @@ from pyorch.policies.prompt import Queries
 # SCORE from all of K, and SELECT with room for (nearly) all positions; `forced` begins with the
 # newest cell, then come the first four
 SPEC = "topk,ratio=0.997,min_k=1,min_ctx=0,local=1,sinks=4"
-_SELECT, _ATTEND, _PREFILL = 3, 5, 6  # ggml_sparse_attn_op
 _SCALE = 2  # in the op_params of SCORE: the step, the rank, the scale
 _OBJECT = 32  # struct ggml_object, in front of every tensor of a context
 _OP, _PARAMS = Tensor.op.offset, Tensor.op_params.offset
@@ -136,20 +135,20 @@ class Watch:
             op = ctypes.c_int.from_address(address + _OP).value
             step = ctypes.c_int32.from_address(address + _PARAMS).value
             ours = op == self._ops[0]
-            if op == self._ops[1] or (ours and step == _PREFILL):
+            if op == self._ops[1] or (ours and step == PREFILL):
                 if self._captures and not ask:
                     t = Tensor.from_address(address)
                     self.check_host(source(t, 0), source(t, 1))
                     self.queries.add(t, self.n_tokens(), ours)
                 return self._captures or not ask
             if ours:
-                if self.policy is None or step not in (_SELECT, _ATTEND):
+                if self.policy is None or step not in (SELECT, ATTEND):
                     return not ask
-                if step == _ATTEND and not self._after:
+                if step == ATTEND and not self._after:
                     return not ask
                 if not ask:
                     t = Tensor.from_address(address)
-                    self._select(t) if step == _SELECT else self._attend(t)
+                    self._select(t) if step == SELECT else self._attend(t)
                 return True
         except BaseException as error:  # noqa: BLE001
             self._error = error

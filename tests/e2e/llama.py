@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 
 from pyorch import native
+from pyorch.ggml import BY_NAME
 from pyorch.native import build
 
 ROOT = Path(__file__).parents[2]
-TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q5_1": 7, "q8_0": 8, "bf16": 30}
 Token = tuple[int, int, int]  # (token, position, sequence)
 
 
@@ -168,7 +168,8 @@ class Context:
         p.n_ctx, p.n_batch, p.n_ubatch, p.n_seq_max = n_ctx, n_batch, min(n_ubatch, n_batch), n_seq
         p.n_threads = p.n_threads_batch = n_threads
         p.kv_unified, p.flash_attn_type, p.no_perf = unified, int(flash), True
-        p.type_k, p.type_v, p.offload_kqv = TYPES[type_k], TYPES[type_v], offload_kqv
+        p.type_k, p.type_v = BY_NAME[type_k].number, BY_NAME[type_v].number
+        p.offload_kqv = offload_kqv
         if watch is not None:
             self._callback = m.ggml_backend_sched_eval_callback(self._eval)  # kept alive with us
             p.cb_eval = self._callback

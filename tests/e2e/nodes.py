@@ -35,11 +35,10 @@ from ggml_ctypes import (
 from llama import bindings
 from tolerances import Errors, check_selection, score_scale
 
-from pyorch.native.slots import SLOTS
+from pyorch.native.slots import ATTEND, PICK, PREFILL, SCORE, SEAL, SELECT, SLOTS, VISIBLE
 from pyorch.native.tensor import Tensor, floats, view
 from pyorch.native.tensor import source as _source
 
-SEAL, VISIBLE, SCORE, SELECT, PICK, ATTEND, PREFILL = range(7)
 GROUP, RUN = 64, 512  # GGML_SPARSE_GROUP, GGML_SPARSE_RUN
 _OP, _PARAMS = Tensor.op.offset, Tensor.op_params.offset
 

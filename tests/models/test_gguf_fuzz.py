@@ -7,7 +7,6 @@ there is a fault of the reader. The minimal cases of what was found are at the e
 from __future__ import annotations
 
 import copy
-import ctypes
 import os
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from tiny_gguf import write_tiny_gguf
 from pyorch.errors import SparqError
 from pyorch.models import gguf_file
 from pyorch.models.geometry import geometry
-from pyorch.models.gguf_file import TENSOR_TYPES, read_gguf
+from pyorch.models.gguf_file import read_gguf
 
 HERE = Path(__file__).parent
 LIMIT_S = 2.0  # of CPU, for a file of 100 KB
@@ -138,20 +137,6 @@ def test_the_bases_are_good(base: Model, tmp_path: Path, child: Callable[[str], 
         path = tmp_path / f"{i}.gguf"
         path.write_bytes(model.pack())
         assert run(path)[1] == "ok"
-
-
-def test_types_are_those_of_the_library(llama_cpp: Any) -> None:
-    """Sizes of blocks; a type that a newer llama.cpp adds has to be added here."""
-    library = Path(llama_cpp.llama_cpp._lib._name).parent
-    ggml = ctypes.CDLL(str(next(library.glob("libggml-base.*"))))
-    ggml.ggml_blck_size.restype, ggml.ggml_type_size.restype = ctypes.c_int64, ctypes.c_size_t
-    ggml.ggml_type_name.restype = ctypes.c_char_p
-    found = {}
-    for number in range(llama_cpp.llama_cpp.GGML_TYPE_COUNT):
-        per_block, name = ggml.ggml_blck_size(number), ggml.ggml_type_name(number)
-        if per_block:  # 0: a type that was taken out
-            found[number] = (name.decode(), per_block, ggml.ggml_type_size(number))
-    assert found == TENSOR_TYPES
 
 
 # ---- single lies ----

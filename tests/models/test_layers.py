@@ -130,7 +130,7 @@ def test_prediction_is_what_the_library_counts(
 
 def test_memory_is_what_the_library_takes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tiny_models.write(tmp_path / "m.gguf", "gemma3", n_layer=7, head_dim=64)
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "pyorch.llama")
     with engine.load(file, n_ctx=4096, n_threads=1) as s:
         f16 = engine.cache_type("f16")
         predicted = cache_bytes(s.geometry, 4096, f16, f16)

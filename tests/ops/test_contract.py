@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from pyorch.native import slots
 from pyorch.native.slots import SLOTS
 
 PROGRAM = """
@@ -118,3 +119,12 @@ def test_slots_are_those_of_the_header() -> None:
             found.setdefault(step, {})[tensor] = number[name]
     assert found == SLOTS
     assert all(n < 10 for slots in found.values() for n in slots.values()), "GGML_MAX_SRC"
+
+
+def test_steps_are_those_of_the_header() -> None:
+    """What stands first in the op_params of a node, by number."""
+    text = (Path(__file__).parents[2] / "ggml_ops" / "ggml-sparse.h").read_text("utf-8")
+    body = re.findall(r"enum ggml_sparse_attn_op \{(.*?)\};", text, re.S)[0]
+    *names, last = re.findall(r"^ +GGML_SPARSE_ATTN_(\w+),", body, re.M)
+    assert last == "COUNT"
+    assert [getattr(slots, name) for name in names] == list(range(len(names)))

@@ -19,7 +19,7 @@ import nodes
 from ggml_ctypes import Tensor
 
 from pyorch import engine
-from pyorch.native.slots import SLOTS
+from pyorch.native.slots import ATTEND, PREFILL, SLOTS
 
 
 @dataclass
@@ -52,8 +52,8 @@ def trace(session: engine.Session) -> Trace:
     def node(address: int, ask: bool) -> bool:
         wanted = inner(watch, address, ask)
         t = Tensor.from_address(address)
-        is_attend = t.op == ops[0] and t.op_params[0] == nodes.ATTEND
-        is_prompt = t.op == ops[0] and t.op_params[0] == nodes.PREFILL
+        is_attend = t.op == ops[0] and t.op_params[0] == ATTEND
+        is_prompt = t.op == ops[0] and t.op_params[0] == PREFILL
         if ask:
             return wanted or is_attend or is_prompt
         if not is_attend and not is_prompt:

@@ -1,0 +1,42 @@
+"""ggml's numbers, against the built library and the package that reads and writes model files."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import gguf
+
+from pyorch.ggml import TENSOR_TYPES, TensorType
+
+
+def test_types_are_those_of_the_library(llama_cpp: Any) -> None:
+    """A type that a newer llama.cpp adds has to be added to the table."""
+    library = Path(llama_cpp.llama_cpp._lib._name).parent
+    ggml = ctypes.CDLL(str(next(library.glob("libggml-base.*"))))
+    ggml.ggml_blck_size.restype, ggml.ggml_type_size.restype = ctypes.c_int64, ctypes.c_size_t
+    ggml.ggml_type_name.restype = ctypes.c_char_p
+    found = {}
+    for number in range(llama_cpp.llama_cpp.GGML_TYPE_COUNT):
+        per_block, name = ggml.ggml_blck_size(number), ggml.ggml_type_name(number)
+        if per_block:  # 0: a type that was taken out
+            size = ggml.ggml_type_size(number)
+            found[number] = TensorType(number, name.decode(), per_block, size)
+    assert found == TENSOR_TYPES
+
+
+def test_types_are_those_of_the_gguf_package() -> None:
+    """The package may lack the newest types. Of Q8_1, which no file has, it knows an old size."""
+    found = {
+        int(kind): TensorType(int(kind), kind.name.lower(), *gguf.GGML_QUANT_SIZES[kind])
+        for kind in gguf.GGMLQuantizationType
+        if kind.name != "Q8_1"
+    }
+    ours = {number: t._replace(name=t.name.lower()) for number, t in TENSOR_TYPES.items()}
+    assert len(found) > 30 and found.items() <= ours.items()
+
+
+def test_a_row_is_whole_blocks() -> None:
+    q8_0 = TENSOR_TYPES[8]
+    assert (q8_0.n_bytes(64), q8_0.bytes_per_element) == (68, 34 / 32)
