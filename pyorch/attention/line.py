@@ -27,7 +27,7 @@ def split(text: str) -> tuple[str, list[str]]:
     return head, parts
 
 
-def names(text: str, key: str) -> bool:
+def has_setting(text: str, key: str) -> bool:
     """Whether the line itself has a setting of this name, be it the default."""
     return any(part.partition("=")[0].strip() == key for part in split(text)[1])
 

@@ -187,7 +187,7 @@ def _methods(options: dict[str, Any]) -> list[Method]:
     for text in options["methods"] or METHODS:
         method = policies.parse(text)
         sized = any(getattr(method, name, None) for name in ("rank", "topk", "k", "k_layers"))
-        free = policies.is_sparse(method) and not sized and not line.names(text, "ratio")
+        free = policies.is_sparse(method) and not sized and not line.has_setting(text, "ratio")
         out += [replace(method, ratio=r) for r in options["ratio"]] if free else []
         out += [] if free and options["ratio"] else [method]
     if options["exact"]:
