@@ -4,13 +4,10 @@
 #include "ggml-sparse-nodes.h"
 
 #include "ggml-impl.h"
+#include "sparse-codes.h"
 
 #include <stddef.h>
 #include <string.h>
-
-static bool is_kv_type(enum ggml_type type) {
-    return type == GGML_TYPE_F16 || type == GGML_TYPE_BF16 || type == GGML_TYPE_F32 || type == GGML_TYPE_Q8_0 || type == GGML_TYPE_Q4_0;
-}
 
 // blocks of the Hadamard matrix: a power of two that divides the head
 static void assert_rot(int32_t n_rot, int64_t d_k) {
@@ -37,7 +34,7 @@ static void assert_stats(const struct ggml_tensor * stats) {
 }
 
 static void assert_kv(const struct ggml_tensor * t) {
-    GGML_ASSERT(is_kv_type(t->type));
+    GGML_ASSERT(ggml_sparse_kv_block(t->type) > 0);
     GGML_ASSERT(t->nb[0] == ggml_type_size(t->type)); // rows are contiguous
 }
 
@@ -50,13 +47,13 @@ static void assert_sealed(const struct ggml_tensor * sealed, const struct ggml_t
 // k_t [n_pos_t, d_k*n_head_kv, n_stream] f16, or codes with their ranges [2, d_k*n_head_kv, n_run_t, n_stream]
 static void assert_k_t(const struct ggml_tensor * k_t, const struct ggml_tensor * k_range, const struct ggml_tensor * k, int32_t n_bit) {
     GGML_ASSERT(k_t->ne[1] == k->ne[0]*k->ne[1] && k_t->ne[2] == k->ne[3] && k_t->nb[0] == ggml_type_size(k_t->type));
-    if (n_bit == 16) {
+    GGML_ASSERT(ggml_sparse_shadow_name(n_bit));
+    if (!ggml_sparse_has_codes(n_bit)) {
         GGML_ASSERT(k_t->type == GGML_TYPE_F16 && k_t->ne[0] + GGML_SPARSE_GROUP >= k->ne[2] && !k_range);
         return;
     }
     const int64_t n_run = (k->ne[2] + GGML_SPARSE_RUN - 1)/GGML_SPARSE_RUN;
-    GGML_ASSERT(n_bit == 8 || n_bit == 4);
-    GGML_ASSERT(k_t->type == GGML_TYPE_I8 && k_t->ne[0] >= n_run*GGML_SPARSE_RUN*n_bit/8);
+    GGML_ASSERT(k_t->type == GGML_TYPE_I8 && k_t->ne[0] >= ggml_sparse_shadow_bytes(n_run*GGML_SPARSE_RUN, n_bit));
     GGML_ASSERT(k_range && k_range->type == GGML_TYPE_F32 && k_range->nb[0] == sizeof(float));
     GGML_ASSERT(k_range->ne[0] == 2 && k_range->ne[1] == k_t->ne[1] && k_range->ne[2] >= n_run && k_range->ne[3] == k->ne[3]);
 }
@@ -136,7 +133,7 @@ struct ggml_tensor * ggml_sparse_attn_seal(
     assert_kv(k);
     assert_k_t(k_t, k_range, k, params.n_bit);
     assert_rot(params.n_rot, k->ne[0]);
-    if (params.n_bit != 16) {
+    if (ggml_sparse_has_codes(params.n_bit)) {
         assert_sealed(sealed, k);
     }
     if (v_sum) {
@@ -157,7 +154,7 @@ struct ggml_tensor * ggml_sparse_attn_seal(
     res->src[GGML_SPARSE_SEAL_LIST] = list;
     res->src[GGML_SPARSE_SEAL_STATS] = stats;
     res->src[GGML_SPARSE_SEAL_K_RANGE] = k_range;
-    res->src[GGML_SPARSE_SEAL_SEALED] = params.n_bit == 16 ? NULL : sealed;
+    res->src[GGML_SPARSE_SEAL_SEALED] = ggml_sparse_has_codes(params.n_bit) ? sealed : NULL;
 
     return res;
 }

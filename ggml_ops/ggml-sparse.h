@@ -41,6 +41,24 @@ extern "C" {
 static inline int64_t ggml_sparse_sum_row(int64_t group) { return group/GGML_SPARSE_SUM*(GGML_SPARSE_SUM + 1) + group % GGML_SPARSE_SUM; }
 static inline int64_t ggml_sparse_n_sum_rows(int64_t n_group) { return (n_group + GGML_SPARSE_SUM - 1)/GGML_SPARSE_SUM*(GGML_SPARSE_SUM + 1); }
 
+// Types of K and V: X(name in ggml, in cpu/, elements of a block)
+#define GGML_SPARSE_KV_TYPES(X) \
+    X(F16,  f16,    1) \
+    X(BF16, bf16,   1) \
+    X(F32,  float,  1) \
+    X(Q8_0, q8_0,  32) \
+    X(Q4_0, q4_0,  32)
+
+// elements of a block; 0: K and V can not be of the type
+static inline int ggml_sparse_kv_block(enum ggml_type type) {
+    switch (type) {
+#define X(name, in_cpu, n) case GGML_TYPE_##name: return n;
+        GGML_SPARSE_KV_TYPES(X)
+#undef X
+        default: return 0;
+    }
+}
+
 // what the address of a buffer is a multiple of (not on macOS, where ggml takes pages of the system). ggml asks for 64 bytes and mostly gets
 // no more; rows of K and V that begin in the second line of a pair of cache lines take 10 to 14 % longer to gather
 #define GGML_SPARSE_HUGE_PAGE (2*1024*1024)

@@ -1,16 +1,78 @@
 #pragma once
 
-// The order of the codes in a quantised k_t (8 or 4 bits): for the CPU ops, the CUDA ops and the check of the shadow.
+// The types of the shadow, k_t: what each is, and the order of its codes. For the constructors, the ops of every device, the graph and the
+// check of the shadow.
+//
+//   A type is known by the bits of a value. 16 bits are the values themselves, in f16. Fewer are codes: a run of positions of a channel
+//   shares a scale and a zero, and is coded at once.
+//   A new type is a line in the list, and the arithmetic of its scan: score_lines() in cpu/sparse-quant.h, score_channels() in
+//   cuda/sparse-score.cuh.
 //
 //   Codes lie in lines of 64 bytes: 64 positions of 8 bits, or 128 of 4 bits, the first 64 in the low halves of the bytes. Inside a line
 //   position 16*j + 4*i + l has byte 16*i + 4*j + l, so that zipping four channels within 128 bits, which is what every CPU can do,
 //   leaves consecutive positions in a register.
 
+#include "ggml-sparse.h"
+
+#include <stddef.h>
+#include <string.h>
+
+// X(bits, name); the name is what follows shadow=
+#define GGML_SPARSE_SHADOWS(X) \
+    X(16, "f16") \
+    X( 8, "q8")  \
+    X( 4, "q4")
+
+// NULL: there is no such type
+static inline const char * ggml_sparse_shadow_name(int n_bit) {
+#define X(bits, name) if (n_bit == bits) { return name; }
+    GGML_SPARSE_SHADOWS(X)
+#undef X
+    return NULL;
+}
+
+// 0: there is no such type
+static inline int ggml_sparse_shadow_bits(const char * name) {
+#define X(bits, known) if (strcmp(name, known) == 0) { return bits; }
+    GGML_SPARSE_SHADOWS(X)
+#undef X
+    return 0;
+}
+
 #if defined(__CUDACC__)
-#define GGML_SPARSE_CODES static __host__ __device__ inline
+#define GGML_SPARSE_CODES static constexpr __host__ __device__
+#elif defined(__cplusplus)
+#define GGML_SPARSE_CODES static constexpr
 #else
 #define GGML_SPARSE_CODES static inline
 #endif
+
+// codes need k_range; without codes it is NULL
+GGML_SPARSE_CODES bool ggml_sparse_has_codes(int n_bit) { return n_bit < 16; }
+
+// the largest code; the smallest is 0
+GGML_SPARSE_CODES int ggml_sparse_code_max(int n_bit) { return (1 << n_bit) - 1; }
+
+// the scan rounds its coefficients to whole numbers up to this, either way. More would not fit its sums
+GGML_SPARSE_CODES int ggml_sparse_coef_max(int n_bit) { return n_bit == 4 ? 127 : 64*64; }
+
+// positions that are sealed at once
+GGML_SPARSE_CODES int ggml_sparse_unit(int n_bit) { return ggml_sparse_has_codes(n_bit) ? GGML_SPARSE_RUN : GGML_SPARSE_GROUP; }
+
+// may this group be read from k_t, if it is sealed? Codes exist of complete groups only
+GGML_SPARSE_CODES bool ggml_sparse_is_coded(int64_t group, int64_t n_kv, int n_bit) {
+    return !ggml_sparse_has_codes(n_bit) || (group + 1)*GGML_SPARSE_GROUP <= n_kv;
+}
+
+// bytes of n positions of a channel in k_t
+GGML_SPARSE_CODES int64_t ggml_sparse_shadow_bytes(int64_t n, int n_bit) { return n*n_bit/8; }
+
+// bytes that SCORE reads for the n positions of a group of a channel: with codes also the group's share of scale and zero
+GGML_SPARSE_CODES int64_t ggml_sparse_scan_bytes(int64_t n, int n_bit) {
+    return ggml_sparse_shadow_bytes(n, n_bit) + (ggml_sparse_has_codes(n_bit) ? 2*(int64_t) sizeof(float)*GGML_SPARSE_GROUP/GGML_SPARSE_RUN : 0);
+}
+
+// ---- the order of codes ----
 
 #define GGML_SPARSE_LINE 64 // bytes
 
@@ -24,4 +86,21 @@ GGML_SPARSE_CODES int ggml_sparse_line_byte(int t) { return t/4%4*16 + t/16*4 + 
 GGML_SPARSE_CODES int ggml_sparse_code_byte(int i, int n_bit) {
     return i/ggml_sparse_line_pos(n_bit)*GGML_SPARSE_LINE + ggml_sparse_line_byte(i % GGML_SPARSE_LINE);
 }
-GGML_SPARSE_CODES int ggml_sparse_code_shift(int i, int n_bit) { return n_bit == 4 && i % 128 >= 64 ? 4 : 0; }
+GGML_SPARSE_CODES int ggml_sparse_code_shift(int i, int n_bit) { return i % ggml_sparse_line_pos(n_bit)/GGML_SPARSE_LINE*n_bit; }
+
+#ifdef __cplusplus
+
+#include <type_traits>
+
+// calls f with the bits as a constant
+template <typename F>
+void ggml_sparse_with_bits(int n_bit, F f) {
+    switch (n_bit) {
+#define X(bits, name) case bits: f(std::integral_constant<int, bits>()); break;
+        GGML_SPARSE_SHADOWS(X)
+#undef X
+        default: GGML_ABORT("sparse_attn: there is no shadow of %d bits", n_bit);
+    }
+}
+
+#endif

@@ -20,7 +20,7 @@ struct seal_work {
         }
         bump own(wdata);
         for (int i = 0; i <= ith; ++i) {
-            rows = own.take<float>((p.n_bit == 16 ? GROUP : RUN)*k->ne[0]);
+            rows = own.take<float>(ggml_sparse_unit(p.n_bit)*k->ne[0]);
         }
         size = own.used/(ith + 1)*nth + bump::ALIGN;
     }
@@ -50,7 +50,7 @@ void seal_codes(const ggml_tensor * dst, const seal_work & w, int64_t h, int64_t
         valid[j] = (run*N + j + 1)*GROUP <= k->ne[2] && at<const int32_t>(sealed, s)[run*N + j] != 0;
     }
     const int   d_k   = (int) k->ne[0];
-    char      * codes = at(k_t, h*d_k, s) + run*RUN*p.n_bit/8;
+    char      * codes = at(k_t, h*d_k, s) + ggml_sparse_shadow_bytes(run*RUN, p.n_bit);
     float     * range = at<float>(k_range, h*d_k, run, s);
     with_kv_type(k->type, [&](auto * t) {
         using T = std::decay_t<decltype(*t)>;
@@ -90,7 +90,7 @@ void forward_seal(const ggml_compute_params * params, ggml_tensor * dst) {
     // a head by those who will read it, see unit_queue: neighbours by each thread; or one by each of the threads i, i + n_all, ..
     const int64_t n_all = n_head_kv*n_stream, nth = params->nth;
     const auto owner = [&](int64_t head, int64_t g) {
-        const int64_t i = p.n_bit == 16 ? g : g*GROUP/RUN; // a run is coded at once
+        const int64_t i = g*GROUP/ggml_sparse_unit(p.n_bit); // a run is coded at once
         return n_all % nth == 0 ? head*nth/n_all : nth % n_all == 0 ? head + i % (nth/n_all)*n_all : (i*n_all + head) % nth;
     };
 
@@ -101,7 +101,7 @@ void forward_seal(const ggml_compute_params * params, ggml_tensor * dst) {
             continue;
         }
         const int n = group_size(g, n_kv);
-        if (p.n_bit != 16) {
+        if (ggml_sparse_has_codes(p.n_bit)) {
             seal_codes(dst, w, h, g, s, at<const int32_t>(list, s), i);
         } else {
             const char * rows = at(k, h, g*GROUP, s);

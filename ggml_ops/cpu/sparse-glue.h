@@ -49,22 +49,12 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1)/b; }
 
 // calls f with a pointer of the element type of K or V
 template <typename F>
-void with_type(ggml_type type, F f) {
-    switch (type) {
-        case GGML_TYPE_F16:  f((const f16   *) nullptr); break;
-        case GGML_TYPE_BF16: f((const bf16  *) nullptr); break;
-        case GGML_TYPE_F32:  f((const float *) nullptr); break;
-        default: GGML_ABORT("sparse_attn: type %s of K or V is not supported", ggml_type_name(type));
-    }
-}
-
-// the same, with the types that are made of blocks
-template <typename F>
 void with_kv_type(ggml_type type, F f) {
     switch (type) {
-        case GGML_TYPE_Q8_0: f((const q8_0 *) nullptr); break;
-        case GGML_TYPE_Q4_0: f((const q4_0 *) nullptr); break;
-        default: with_type(type, f);
+#define X(name, element, n) case GGML_TYPE_##name: f((const element *) nullptr); break;
+        GGML_SPARSE_KV_TYPES(X)
+#undef X
+        default: GGML_ABORT("sparse_attn: type %s of K or V is not supported", ggml_type_name(type));
     }
 }
 

@@ -23,9 +23,6 @@ namespace sparse {
 constexpr int RUN  = GGML_SPARSE_RUN;
 constexpr int LINE = GGML_SPARSE_LINE; // bytes
 
-// positions in a line of codes
-static constexpr int line_pos(int n_bit) { return LINE*8/n_bit; }
-
 // ---- seal ----
 
 // W values in 0..255 to bytes
@@ -68,7 +65,7 @@ static void seal_run(char * codes, size_t nb_chan, float * range, const char * k
     constexpr int G  = GGML_SPARSE_GROUP;
     constexpr int NC = 16;   // channels at a time
     constexpr int NV = NC/W; // vectors of them
-    const vf top = set1(n_bit == 8 ? 255.0f : 15.0f);
+    const vf top = set1((float) ggml_sparse_code_max(n_bit));
 
     for (int c0 = 0; c0 < d; c0 += NC) {
         const int nc = std::min(NC, d - c0);
@@ -118,7 +115,7 @@ static void seal_run(char * codes, size_t nb_chan, float * range, const char * k
         }
         for (int c = 0; c < nc; ++c) {
             uint8_t * dst = (uint8_t *) (codes + (c0 + c)*nb_chan);
-            for (int b = 0; b < RUN; b += line_pos(n_bit), dst += LINE) {
+            for (int b = 0; b < RUN; b += ggml_sparse_line_pos(n_bit), dst += LINE) {
                 for (int t = 0; t < LINE; ++t) {
                     dst[ggml_sparse_line_byte(t)] = n_bit == 8 ? tile[b + t][c] : tile[b + t][c] | tile[b + LINE + t][c] << 4;
                 }
@@ -286,7 +283,7 @@ static inline void load_ranges(float * res, const float * range, int64_t ld_chan
 // (a - w*step)*code the part that all positions share, with a code in the middle, goes to the base
 //   coef [n_quad][4], 0 where there is no channel; range: what load_ranges made
 static inline void make_coef(run_coef & res, const float * coef, const float * range, int n_quad, int n_run, int n_bit) {
-    const float most = n_bit == 4 ? 127.0f : 64.0f*64.0f, mid = n_bit == 4 ? 7.5f : 127.5f;
+    const float most = (float) ggml_sparse_coef_max(n_bit), mid = ggml_sparse_code_max(n_bit)/2.0f;
     for (int j0 = 0; j0 < n_run; j0 += 4, range += n_quad*2*LANES) {
         vf max[N_VEC], base[N_VEC], rest[N_VEC];
         SPARQ_UNROLL
@@ -349,13 +346,13 @@ static SPARQ_NOINLINE void score_lines(float * s, int64_t ld_s, const run_coef *
     }
 #if defined(SPARQ_SCALAR)
     for (int h = 0; h < HB; ++h) {
-        for (int t = 0; t < n_line*line_pos(N_BIT); ++t) {
-            const int64_t byte = at + t/line_pos(N_BIT)*LINE + ggml_sparse_line_byte(t % LINE);
+        for (int t = 0; t < n_line*ggml_sparse_line_pos(N_BIT); ++t) {
+            const int64_t byte = at + t/ggml_sparse_line_pos(N_BIT)*LINE + ggml_sparse_line_byte(t % LINE);
             int32_t sum = 0;
             for (int i = 0; i < 4*n_quad; ++i) {
                 const int x = row[i][byte];
                 const int at_w = i/4*4*MAX_RUN + i % 4, w = N_BIT == 4 ? w0[h][at_w] : 64*w0[h][at_w] + w1[h][at_w];
-                sum += w*(N_BIT == 8 ? x : t % line_pos(N_BIT) < LINE ? x & 15 : x >> 4);
+                sum += w*(N_BIT == 8 ? x : t % ggml_sparse_line_pos(N_BIT) < LINE ? x & 15 : x >> 4);
             }
             float & d = s[h*ld_s + t];
             d = fmaf((float) sum, coef[h].step[run], first ? coef[h].base[run] : d);
@@ -409,7 +406,7 @@ static SPARQ_NOINLINE void score_lines(float * s, int64_t ld_s, const run_coef *
             }
         }
         // the sums of a part of a line lie VB/4 positions behind those of the part before
-        s += (at + VB) % LINE == 0 ? line_pos(N_BIT) - (LINE - VB)/4 : VB/4;
+        s += (at + VB) % LINE == 0 ? ggml_sparse_line_pos(N_BIT) - (LINE - VB)/4 : VB/4;
     }
 #endif
 }
@@ -432,7 +429,7 @@ static inline size_t code_scratch(int n_head, int n_chan) {
 template <int N_BIT>
 static void score_codes(float * s, int64_t ld_s, int n_head, const code_rows & x, const int32_t * chan, int n_chan,
         const float * coef, int ld_coef, int64_t t0, int64_t t1, const scan_next & then, void * scratch) {
-    constexpr int N_POS     = line_pos(N_BIT);
+    constexpr int N_POS     = ggml_sparse_line_pos(N_BIT);
     constexpr int ALL_QUADS = PASS_CHAN/4;
 #if defined(SPARQ_AVX2)
     constexpr int HB = 1; // query heads that share the zipping, as the registers allow

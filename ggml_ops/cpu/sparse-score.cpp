@@ -89,7 +89,7 @@ struct score_work {
                 x    = own.take<float>(a.n_group_q*GROUP);
                 s    = own.take<float>(a.rank ? 0 : a.n_head*EXACT_TILE);
                 sum  = own.take<float>(a.d_k);
-                code = own.take<uint8_t>(!a.rank || a.p.n_bit == 16 ? 0 : code_scratch(a.n_group_q, a.rank));
+                code = own.take<uint8_t>(a.rank && ggml_sparse_has_codes(a.p.n_bit) ? code_scratch(a.n_group_q, a.rank) : 0);
             }
             if (i == 0) {
                 size = shared.used + nth*own.used + bump::ALIGN;
@@ -105,16 +105,14 @@ struct score_work {
     }
 };
 
-// may the group be read from k_t? Codes exist for complete groups only
-bool in_k_t(const int32_t * sealed, int64_t g, int64_t n_kv, int64_t n_bit) {
-    return sealed[g] != 0 && (n_bit == 16 || (g + 1)*GROUP <= n_kv);
-}
+// may the group be read from k_t?
+bool in_k_t(const int32_t * sealed, int64_t g, int64_t n_kv, int n_bit) { return sealed[g] != 0 && ggml_sparse_is_coded(g, n_kv, n_bit); }
 
 void score_stats(const score_src & a, const score_work & w) {
     if (!a.stats) {
         return;
     }
-    const int64_t n_bit = a.p.n_bit;
+    const int     n_bit = a.p.n_bit;
     const int64_t row   = row_size(a.k);
 
     int64_t bytes = 0;
@@ -126,8 +124,7 @@ void score_stats(const score_src & a, const score_work & w) {
             const int32_t * vis = w.vis(a, i, s);
             for (int64_t g = 0; g < a.n_grp; ++g) {
                 if (a.k_t && vis[g] > 0 && in_k_t(at<const int32_t>(a.sealed, s), g, a.n_kv, n_bit)) {
-                    // the positions, and the group's share of scale and zero of its run
-                    bytes += group_size(g, a.n_kv)*a.rank*n_bit/8 + (n_bit == 16 ? 0 : a.rank*2*(int64_t) sizeof(float)*GROUP/RUN);
+                    bytes += a.rank*ggml_sparse_scan_bytes(group_size(g, a.n_kv), n_bit);
                 } else {
                     bytes += vis[g]*row;
                 }
@@ -150,7 +147,7 @@ void score_prepare(const ggml_compute_params * params, const score_src & a, cons
         if (a.p.n_rot > 0) {
             for (int j = 0; j < a.n_group_q; ++j) {
                 memcpy(w.q + j*a.d_k, q + j*ld, a.d_k*sizeof(float));
-                hadamard(w.q + j*a.d_k, a.d_k, a.p.n_rot);
+                ggml_sparse_hadamard(w.q + j*a.d_k, a.d_k, a.p.n_rot);
             }
             q  = w.q;
             ld = a.d_k;
@@ -218,13 +215,16 @@ void score_tile(const score_src & a, const score_work & w, int64_t u, int64_t i_
                 for (int j = 0; j < a.n_group_q; ++j) {
                     std::fill(out + j*ld + p, out + j*ld + b, 0.0f);
                 }
-            } else if (a.p.n_bit == 16) {
+            } else if (!ggml_sparse_has_codes(a.p.n_bit)) {
                 score_channels(out + p, ld, a.n_group_q, (const f16 *) x + p, a.k_t->nb[1]/sizeof(f16), chan, n_chan, coef, a.rank, b - p, then);
             } else {
                 const code_rows rows = { (const uint8_t *) x, a.k_t->nb[1], at<const float>(a.k_range, h*a.d_k, 0, s),
                                          (int64_t) (a.k_range->nb[1]/sizeof(float)), (int64_t) (a.k_range->nb[2]/sizeof(float)) };
-                const auto scan = a.p.n_bit == 8 ? score_codes<8> : score_codes<4>;
-                scan(out + p, ld, a.n_group_q, rows, chan, n_chan, coef, a.rank, p, b, then, w.code);
+                ggml_sparse_with_bits(a.p.n_bit, [&](auto bits) {
+                    if constexpr (ggml_sparse_has_codes(bits())) {
+                        score_codes<bits()>(out + p, ld, a.n_group_q, rows, chan, n_chan, coef, a.rank, p, b, then, w.code);
+                    }
+                });
             }
         } else {
             // products of whole rows with the kept components of q, turned as K is
@@ -235,7 +235,7 @@ void score_tile(const score_src & a, const score_work & w, int64_t u, int64_t i_
                     for (int c = 0; c < n_chan; ++c) {
                         w.q[j*a.d_k + chan[c]] = coef[j*a.rank + c];
                     }
-                    hadamard(w.q + j*a.d_k, a.d_k, a.p.n_rot);
+                    ggml_sparse_hadamard(w.q + j*a.d_k, a.d_k, a.p.n_rot);
                 }
             }
             int32_t      rows[GROUP];
@@ -279,9 +279,9 @@ line_stream tile_lines(const score_src & a, const score_work & w, int64_t x) {
     if (!w.is(SHADOW, a, x % a.n_tile, i, s)) {
         return res;
     }
-    res.base     = at(a.k_t, h*a.d_k, s) + t0*a.p.n_bit/8;
+    res.base     = at(a.k_t, h*a.d_k, s) + ggml_sparse_shadow_bytes(t0, a.p.n_bit);
     res.nb_chan  = a.k_t->nb[1];
-    res.size     = (t1 - t0)*a.p.n_bit/8;
+    res.size     = ggml_sparse_shadow_bytes(t1 - t0, a.p.n_bit);
     res.chan     = w.chan + u*a.rank;
     res.chan_end = res.chan + w.n_chan[u];
     return res;

@@ -5,6 +5,7 @@
 // Strides called nb_* are in bytes, ld_* in elements.
 
 #include "ggml-sparse.h"
+#include "sparse-hadamard.h"
 #include "sparse-vec.h"
 
 namespace sparse {
@@ -40,7 +41,7 @@ static void seal_k(char * k_t, size_t nb_chan, const char * k, size_t nb_pos, in
     }
 }
 
-// rows of n positions as f32: res [n][d]; turned back, see hadamard()
+// rows of n positions as f32: res [n][d]; turned back, see sparse-hadamard.h
 template <typename T>
 static void load_rows(float * res, const char * x, size_t nb_pos, int n, int d, int n_rot) {
     for (int t = 0; t < n; ++t, res += d) {
@@ -55,7 +56,7 @@ static void load_rows(float * res, const char * x, size_t nb_pos, int n, int d, 
         if (c < d) {
             store_n(res + c, span<T>::tail(row, c, d - c), d - c);
         }
-        hadamard(res, d, n_rot);
+        ggml_sparse_hadamard(res, d, n_rot);
     }
 }
 

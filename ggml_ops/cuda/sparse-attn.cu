@@ -146,16 +146,12 @@ void launch_score(ggml_backend_cuda_context & ctx, const score_args & a, int64_t
 // n_bit 0: exact
 void run_score(ggml_backend_cuda_context & ctx, const score_args & a, const ggml_tensor * q, int n_bit) {
     const int64_t n_row = q->ne[2]*q->ne[3];
-    switch (n_bit) {
-        case 16: launch_score<16, ANY>(ctx, a, n_row); break;
-        case 8:  launch_score< 8, ANY>(ctx, a, n_row); break;
-        case 4:  launch_score< 4, ANY>(ctx, a, n_row); break;
-        default:
-            if (a.k.type == GGML_TYPE_F16) {
-                launch_score<0, GGML_TYPE_F16>(ctx, a, n_row);
-            } else {
-                launch_score<0, ANY>(ctx, a, n_row);
-            }
+    if (n_bit > 0) {
+        ggml_sparse_with_bits(n_bit, [&](auto bits) { launch_score<bits(), ANY>(ctx, a, n_row); });
+    } else if (a.k.type == GGML_TYPE_F16) {
+        launch_score<0, GGML_TYPE_F16>(ctx, a, n_row);
+    } else {
+        launch_score<0, ANY>(ctx, a, n_row);
     }
 }
 
@@ -349,14 +345,8 @@ void op_attend(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
 // ---- what can run ----
 
 bool is_kv(const ggml_tensor * t) {
-    switch (t->type) {
-        case GGML_TYPE_F16:
-        case GGML_TYPE_BF16:
-        case GGML_TYPE_F32:  return t->ne[0] <= D_MAX;
-        case GGML_TYPE_Q8_0:
-        case GGML_TYPE_Q4_0: return t->ne[0] <= D_MAX && t->ne[0] % 32 == 0;
-        default:             return false;
-    }
+    const int n = ggml_sparse_kv_block(t->type);
+    return n > 0 && t->ne[0] <= D_MAX && t->ne[0] % n == 0;
 }
 
 // the scan reads 16 bytes of f16 at a time, 4 or 8 of codes

@@ -246,6 +246,26 @@ __device__ __forceinline__ float hadamard(float x, int n_rot, float * buf) {
     return n_rot > 0 ? __fdiv_rn(x, __fsqrt_rn((float) n_rot)) : x;
 }
 
+// the same for rows [n][d] in shared memory; all threads of the block take part, of which there are N_THREAD. Ends at a barrier
+__device__ inline void hadamard_rows(float (*x)[D_MAX], int n, int d, int n_rot) {
+    for (int step = 1; step < n_rot; step *= 2) {
+        for (int u = threadIdx.x; u < n*d/2; u += N_THREAD) {
+            const int r = u/(d/2), i = u % (d/2), c = i/step*2*step + i % step;
+            const float a = x[r][c], b = x[r][c + step];
+            x[r][c]        = a + b;
+            x[r][c + step] = a - b;
+        }
+        __syncthreads();
+    }
+    if (n_rot > 0) {
+        const float root = __fsqrt_rn((float) n_rot);
+        for (int u = threadIdx.x; u < n*d; u += N_THREAD) {
+            x[u/d][u % d] = __fdiv_rn(x[u/d][u % d], root);
+        }
+        __syncthreads();
+    }
+}
+
 __device__ __forceinline__ void add_stat(unsigned long long * stats, ggml_sparse_stat i, int64_t n) {
     if (stats) {
         atomicAdd(&stats[i], (unsigned long long) n);

@@ -2,6 +2,7 @@
 
 // Step 1: the channels of q that count, approximate scores from the transposed K, or exact ones from K; what they become as logits.
 
+#include "sparse-codes.h"
 #include "sparse-device.cuh"
 
 namespace sparse_cuda {
@@ -148,7 +149,7 @@ __device__ __forceinline__ void code_coef(score_shared<GB> & m, int h, int n_cha
     }
     top = warp_max(top);
     top = top > 1e-30f ? top : 0.0f;
-    const float most = N_BIT == 4 ? 127.0f : 4096.0f, mid = N_BIT == 4 ? 7.5f : 127.5f;
+    const float most = (float) ggml_sparse_coef_max(N_BIT), mid = ggml_sparse_code_max(N_BIT)/2.0f;
     const float step = __fdiv_rn(top, most), inv = top > 0.0f ? __fdiv_rn(most, top) : 0.0f;
 
     float base = 0.0f;
@@ -334,7 +335,7 @@ static __global__ void __launch_bounds__(N_THREAD, score_blocks(GB)) score(const
     const int32_t  * sealed = N_BIT == 0 ? nullptr : a.sealed + s*a.n_grp;
 
     static_assert(D_MAX <= N_THREAD && N_WARP == RUN/GROUP, "a thread per channel, a warp per group");
-    constexpr bool HAS_CODES = N_BIT == 4 || N_BIT == 8;
+    constexpr bool HAS_CODES = N_BIT > 0 && ggml_sparse_has_codes(N_BIT);
     const int w = tid/32;
     uint16_t next_mask[GROUP/32];
     int32_t  next_sealed = 0;
@@ -370,12 +371,11 @@ static __global__ void __launch_bounds__(N_THREAD, score_blocks(GB)) score(const
                 n += __popc(__ballot_sync(ALL, next_mask[j] != F16_NEG_INF));
             }
             const int g = run*(RUN/GROUP) + w;
-            const bool in_k_t = next_sealed != 0 && (N_BIT == 16 || (g + 1)*GROUP <= n_kv);
+            const bool in_k_t = next_sealed != 0 && ggml_sparse_is_coded(g, n_kv, N_BIT);
             if (tid % 32 == 0) {
                 m.state[w] = n == 0 ? IS_HIDDEN : in_k_t ? IS_SEALED : IS_ROWS;
                 if (n > 0 && h0 == 0) {
-                    m.bytes[w] += in_k_t ? (int64_t) min(GROUP, n_kv - g*GROUP)*a.rank*N_BIT/8 + (N_BIT == 16 ? 0 : a.rank*2*(int64_t) sizeof(float)*GROUP/RUN) :
-                                      (int64_t) n*a.row_bytes;
+                    m.bytes[w] += in_k_t ? a.rank*ggml_sparse_scan_bytes(min(GROUP, n_kv - g*GROUP), N_BIT) : (int64_t) n*a.row_bytes;
                 }
             }
         }

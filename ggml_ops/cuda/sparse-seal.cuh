@@ -38,23 +38,7 @@ __device__ inline void load_tile(float (*tile)[D_MAX], const seal_args & a, int6
         }
     }
     __syncthreads();
-    for (int step = 1; step < a.n_rot; step *= 2) {
-        for (int u = threadIdx.x; u < n*a.d_k/2; u += N_THREAD) {
-            const int r = u/(a.d_k/2), i = u % (a.d_k/2), c = i/step*2*step + i % step;
-            const float x = tile[r][c], y = tile[r][c + step];
-            tile[r][c]        = x + y;
-            tile[r][c + step] = x - y;
-        }
-        __syncthreads();
-    }
-    if (a.n_rot > 0) {
-        const float root = __fsqrt_rn((float) a.n_rot);
-        for (int u = threadIdx.x; u < n*a.d_k; u += N_THREAD) {
-            float & x = tile[u/a.d_k][u % a.d_k];
-            x = __fdiv_rn(x, root);
-        }
-        __syncthreads();
-    }
+    hadamard_rows(tile, n, a.d_k, a.n_rot);
 }
 
 // the group of f16 that begins at position t0
@@ -80,7 +64,7 @@ __device__ inline void seal_run(const seal_args & a, int64_t h, int64_t s, int64
     }
     __syncthreads();
 
-    const float top = a.n_bit == 8 ? 255.0f : 15.0f;
+    const float top = (float) ggml_sparse_code_max(a.n_bit);
     float lo = 65504.0f, hi = -65504.0f; // of channel c
     for (int t = 0; t < RUN; t += SEAL_ROWS) {
         if (valid[t/GROUP]) {
@@ -116,7 +100,7 @@ __device__ inline void seal_run(const seal_args & a, int64_t h, int64_t s, int64
         }
         for (int u = threadIdx.x; u < 64*a.d_k; u += N_THREAD) {
             const int t = u % 64;
-            ((uint8_t *) a.k_t.at(h*a.d_k + u/64, s))[run*RUN*a.n_bit/8 + t0/n_line*GGML_SPARSE_LINE + ggml_sparse_line_byte(t)] = code[t][u/64];
+            ((uint8_t *) a.k_t.at(h*a.d_k + u/64, s))[ggml_sparse_shadow_bytes(run*RUN, a.n_bit) + t0/n_line*GGML_SPARSE_LINE + ggml_sparse_line_byte(t)] = code[t][u/64];
         }
         __syncthreads();
     }
@@ -162,10 +146,10 @@ static __global__ void __launch_bounds__(N_THREAD, 2) seal(const seal_args a) {
 
     for (int j = 0; j < SUM; ++j) {
         const int64_t g = (int64_t) block*SUM + j;
-        if (listed[j] && a.n_bit == 16) {
+        if (listed[j] && !ggml_sparse_has_codes(a.n_bit)) {
             seal_k(a, h, s, g*GROUP, tile);
         }
-        if (a.n_bit != 16 && j % (RUN/GROUP) == 0) {
+        if (ggml_sparse_has_codes(a.n_bit) && j % (RUN/GROUP) == 0) {
             bool any = false;
             for (int l = 0; l < RUN/GROUP; ++l) {
                 any = any || listed[j + l];
