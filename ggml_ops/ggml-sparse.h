@@ -77,7 +77,7 @@ enum ggml_sparse_attn_op {
 
 // counters that the ops themselves add to when they run: an I64 tensor of GGML_SPARSE_STAT_COUNT in the memory of the device that runs them
 enum ggml_sparse_stat {
-    GGML_SPARSE_STAT_ATTEND_SPARSE,     // ATTEND over a selection, per (token, node)
+    GGML_SPARSE_STAT_ATTEND_SPARSE,     // ATTEND over a selection, per (token, node); here and below not of tokens that see nothing
     GGML_SPARSE_STAT_ATTEND_DENSE,      // ATTEND over all positions, per (token, node)
     GGML_SPARSE_STAT_POS_VISIBLE,       // visible positions, summed over (token, KV head, node)
     GGML_SPARSE_STAT_POS_READ,          // positions whose K and V rows ATTEND read, likewise

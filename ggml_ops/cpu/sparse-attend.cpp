@@ -311,15 +311,16 @@ void mean_unit(const attend_src & a, float * mean, int64_t h, int64_t n_head, in
 
 // the counters of the tokens of a pass
 void attend_stats(const attend_src & a) {
-    int64_t n_row = 0, n_vis = 0, n_read = 0, bytes_mean = 0;
+    int64_t n_call = 0, n_vis = 0, n_read = 0, bytes_mean = 0;
     for (int64_t s = 0; s < a.q->ne[3]; ++s) {
         for (int64_t i = 0; i < a.n_tok; ++i) {
             if (!a.has(i, s)) {
                 continue;
             }
             const int32_t * vis = at<const int32_t>(a.visible, i, 0, s);
-            n_row += 1;
-            n_vis += std::accumulate(vis, vis + a.visible->ne[0], (int64_t) 0);
+            const int64_t   n   = std::accumulate(vis, vis + a.visible->ne[0], (int64_t) 0);
+            n_vis  += n;
+            n_call += n > 0;
             if (a.p.mean_v) {
                 for_mean(a, i, s,
                     [&](int64_t, int) { bytes_mean += a.d_v*(int64_t) sizeof(float); },
@@ -333,7 +334,7 @@ void attend_stats(const attend_src & a) {
     n_read = a.dense ? n_vis*a.n_head_kv : n_read;
 
     const int64_t row = a.size_k + a.size_v;
-    add_stat(a.stats, a.dense ? GGML_SPARSE_STAT_ATTEND_DENSE : GGML_SPARSE_STAT_ATTEND_SPARSE, n_row);
+    add_stat(a.stats, a.dense ? GGML_SPARSE_STAT_ATTEND_DENSE : GGML_SPARSE_STAT_ATTEND_SPARSE, n_call);
     add_stat(a.stats, GGML_SPARSE_STAT_POS_VISIBLE,  n_vis*a.n_head_kv);
     add_stat(a.stats, GGML_SPARSE_STAT_POS_READ,     n_read);
     add_stat(a.stats, GGML_SPARSE_STAT_BYTES_ATTEND, n_read*row + bytes_mean*a.n_head_kv);

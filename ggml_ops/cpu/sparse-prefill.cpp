@@ -200,7 +200,16 @@ void sparse::forward_prefill(const ggml_compute_params * params, ggml_tensor * d
         attend_unit(a, w, u, dst);
     }
     if (a.stats && params->ith == 0) {
-        add_stat(a.stats, GGML_SPARSE_STAT_PREFILL, a.n_tok*a.n_stream);
+        int64_t n_call = 0;
+        for (int64_t x = 0; x < a.n_stream*a.n_tok; ++x) {
+            const uint8_t * kind = w.kind + x/a.n_tok*a.n_tile*a.n_tok + x % a.n_tok;
+            bool sees = false;
+            for (int64_t j = 0; j < a.n_tile && !sees; ++j) {
+                sees = kind[j*a.n_tok] != MASK_HIDES_ALL;
+            }
+            n_call += sees;
+        }
+        add_stat(a.stats, GGML_SPARSE_STAT_PREFILL, n_call);
     }
 }
 

@@ -2,11 +2,12 @@
 
 #include "llama-sparse-tools.h"
 
+#include "llama-sparse.h"
+#include "sparse-state.h"
+
 #include "llama-context.h"
-#include "llama-sparse-impl.h"
 
 #include <cstdio>
-#include <cstdlib>
 #include <sstream>
 #include <stdexcept>
 
@@ -17,9 +18,21 @@ static void check(const std::string & spec) {
     }
 }
 
-void llama_sparse_arg(const std::string & spec) {
+std::string llama_sparse_arg(const std::string & spec) {
     check(spec);
-    setenv("SPARQ_ATTN", spec.c_str(), 1);
+    return spec;
+}
+
+llama_sparse_scope::llama_sparse_scope(const std::string & spec) : is_set(!spec.empty()) {
+    if (is_set) {
+        llama_sparse_attn_default(spec.c_str());
+    }
+}
+
+llama_sparse_scope::~llama_sparse_scope() {
+    if (is_set) {
+        llama_sparse_attn_default(nullptr);
+    }
 }
 
 static std::vector<std::string> bench_specs; // empty: the option was not given

@@ -7,9 +7,18 @@
 #include <string>
 #include <vector>
 
-// --sparse-attn SPEC of all programs but llama-bench: contexts made from now on take it, as from the environment variable SPARQ_ATTN.
-// Throws std::invalid_argument: what is wrong with the spec, and a hint.
-LLAMA_API void llama_sparse_arg(const std::string & spec);
+// --sparse-attn SPEC of all programs but llama-bench: returns it. Throws std::invalid_argument: what is wrong with the spec, and a hint.
+LLAMA_API std::string llama_sparse_arg(const std::string & spec);
+
+// The contexts that this thread makes while one of these is there have that spec; "": they take SPARQ_ATTN as ever. A model's own context is made
+// under one, that of a draft is not.
+struct llama_sparse_scope {
+    LLAMA_API explicit llama_sparse_scope(const std::string & spec);
+    LLAMA_API ~llama_sparse_scope();
+
+private:
+    bool is_set;
+};
 
 // llama-bench: -sa, --sparse-attn SPEC[;SPEC]... Given again, it adds. A spec has commas in it, so they do not separate. Throws likewise.
 LLAMA_API void llama_sparse_bench_arg(const std::string & specs);

@@ -2,13 +2,18 @@
 
 // llama_sparse: sparse attention for decoding inside libllama.
 //
-// C API (below): new exported functions only; no public struct of llama.cpp changes.
-// Hooks (bottom): what the patches call. Each is one line at its call site and does nothing while sparse attention is off;
-// patches/README.md has the table of call sites.
+// Exported functions only; no public struct of llama.cpp changes.
+//
+// Which tokens are sparse: the decoded ones. Tokens of a prompt are always exact, in whatever batch. llama.cpp does not say which is which, so
+// this is the rule: a token is a decoded one if
+//   it is the only one of its sequence in this call to llama_decode,
+//   it asks for its logits,
+//   and the token before it in the sequence asked for them too, or was restored or read while attention was off.
+// So a program reads a prompt in as many calls as it likes and asks for the logits of its last token only: whatever is left for the last call,
+// all of it is exact. llama_batch_get_one() asks for those of the last token of each piece: a last piece of one token counts as decoded then.
+// Several tokens of a sequence at once, as in the verification of a draft, are exact.
 
 #include "llama.h"
-
-#include "ggml-backend.h"
 
 #include <stddef.h>
 #include <stdint.h>
@@ -46,6 +51,11 @@ extern "C" {
 // Sets the method of a context; takes effect with the next llama_decode. 0: done. < 0: refused, nothing changed, `err` says why.
 LLAMA_API int32_t llama_set_sparse_attn(struct llama_context * ctx, const char * spec, char * err, size_t n_err);
 
+// The spec of the contexts that this thread makes from now on, in place of the environment variable SPARQ_ATTN. NULL: SPARQ_ATTN again. A context
+// can not be made with a spec that is wrong, or that its model refuses; the log says why, in one line. Contexts made with ctx_other, as for
+// the model of a draft, do not take SPARQ_ATTN.
+LLAMA_API void llama_sparse_attn_default(const char * spec);
+
 // Checks a spec without a context. >= 0: the length of the canonical spec written to buf. < 0: buf says why.
 LLAMA_API int32_t llama_sparse_attn_parse(const char * spec, char * buf, size_t n_buf);
 
@@ -63,50 +73,4 @@ LLAMA_API int64_t llama_sparse_attn_check(struct llama_context * ctx);
 
 #ifdef __cplusplus
 }
-
-#include <memory>
-#include <vector>
-
-struct ggml_tensor;
-struct llama_cparams;
-struct llama_memory_i;
-struct llm_graph_context;
-class  llama_kv_cache_context;
-
-struct llama_sparse_state;  // per context: the spec and the counters
-struct llama_sparse_shadow; // per KV cache: transposed K, sums of V, and which groups of them are valid
-struct llama_sparse_access; // the one friend of the upstream classes we read
-
-// ---- hooks ----
-
-// llama_context(): environment variable SPARQ_ATTN; the first before the cache is made (turns flash attention on), the second at the end
-void llama_sparse_env_prepare(llama_cparams & cparams);
-void llama_sparse_env_apply(llama_context * ctx);
-
-// llm_graph_context::build_attn_mha(): the attention of one layer, or nullptr: build it as upstream does.
-//   q [d_k, n_head, n_tokens], k [d_k, n_head_kv, n_kv, n_stream], v likewise, kq_mask [n_kv, n_tokens/n_stream, 1, n_stream]
-//   res [d_v*n_head, n_tokens] f32
-ggml_tensor * llama_sparse_build_attn(
-        const llm_graph_context & g, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
-        ggml_tensor * kq_b, ggml_tensor * kq_mask, ggml_tensor * sinks, float kq_scale, int il);
-
-// llama_kv_cache: bytes of K or V were written, or are about to be
-void llama_sparse_unseal    (llama_sparse_shadow * shadow, uint32_t stream, const std::vector<uint32_t> & cells);
-void llama_sparse_unseal_all(llama_sparse_shadow * shadow);
-
-// llama_kv_cache(): a buffer was allocated and not touched yet. Linux, host memory, 4 MiB and more; elsewhere nothing
-void llama_sparse_huge_pages(ggml_backend_buffer_t buf);
-
-// llama_context::decode(): an ubatch failed, so what it was to seal is unknown
-void llama_sparse_decode_failed(llama_memory_i * memory);
-
-// llama_context, whatever restores a state: seals at its end what was restored, so that no token has to. Made first, so that it ends last: bytes
-// are still copied then
-struct llama_sparse_restored {
-    llama_context * ctx;
-
-    explicit llama_sparse_restored(llama_context * ctx) : ctx(ctx) {}
-    ~llama_sparse_restored();
-};
-
 #endif

@@ -18,10 +18,17 @@ _ABORTED = 2  # what llama_decode returns when its callback ends it
 
 
 def _decode_tokens(
-    session: Session, tokens: Sequence[int], should_stop: Callable[[], bool] | None = None
+    session: Session,
+    tokens: Sequence[int],
+    should_stop: Callable[[], bool] | None = None,
+    ends: bool = True,
 ) -> bool:
     """Append `tokens` to the cache. Returns False, with nothing appended, where `should_stop` ended
-    it."""
+    it.
+
+    ends: whether the last of them asks for its logits. Where a prompt goes on it must not, or a
+        rest of one token would count as a decoded one: ggml_ops/llama/llama-sparse.h has the rule.
+    """
     if len(session.tokens) + len(tokens) > session.n_ctx:
         raise SparqError(
             f"context full: {len(session.tokens)} + {len(tokens)} tokens, "
@@ -29,14 +36,14 @@ def _decode_tokens(
             LONGER,
         )
     buf = (ctypes.c_int32 * len(tokens))(*tokens)
+    batch = session.lib.llama_batch_get_one(buf, len(tokens))
+    batch.logits = (ctypes.c_int8 * len(tokens))(*[0] * (len(tokens) - 1), ends)
     is_prompt = len(tokens) > 1
     with (
         session.library.call() as call,
         _abortable(session, call, should_stop) if is_prompt else nullcontext(),
     ):
-        code = session.lib.llama_decode(
-            session.ctx, session.lib.llama_batch_get_one(buf, len(tokens))
-        )
+        code = session.lib.llama_decode(session.ctx, batch)
         if code == 0:
             session.tokens.extend(tokens)
         elif session.lib.llama_memory_seq_pos_max(session.memory, 0) != len(session.tokens) - 1:
@@ -103,7 +110,7 @@ def prefill(
         if should_stop is not None and should_stop():
             break
         batch = tokens[i : i + session.n_batch]
-        if not _decode_tokens(session, batch, should_stop):
+        if not _decode_tokens(session, batch, should_stop, ends=i + len(batch) == len(tokens)):
             break
         session.timings.prefill_tokens += len(batch)
         if progress is not None:

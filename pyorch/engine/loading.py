@@ -51,7 +51,6 @@ def load(
         flash_attn=flash_attn,
         attention=attention,
         rope=rope,
-        stock=stock,
     )
     model = load_model(path, n_gpu_layers=n_gpu_layers, numa=numa, stock=stock, progress=progress)
     try:

@@ -52,7 +52,8 @@ class Model:
             n_batch: tokens that are evaluated at once in prefill.
             type_k, type_v: types of K and V in the cache: f16, f32, bf16, q8_0 or q4_0.
             flash_attn: sparse attention needs True; False is llama.cpp's other path, to compare.
-            attention: settings, or their text; None takes SPARQ_ATTN, or else llama.cpp's own.
+            attention: settings, or their text; None takes llama.cpp's own.
+                SPARQ_ATTN is for other programs and does not count here.
             rope: other rotations than the model's own, for longer contexts.
             watch: sees the tensors as they are computed.
 
@@ -69,7 +70,6 @@ class Model:
             flash_attn=flash_attn,
             attention=attention,
             rope=rope,
-            stock=not sparse.is_ours(self.lib),
         )
         return Session(self, settings, watch)
 
@@ -164,7 +164,7 @@ class Session:
                 lambda t, ask, _: watch.node(t, ask)
             )  # kept alive with the context
             params.cb_eval = self._on_node
-        with self.library.call() as call:
+        with self.library.call() as call, sparse.environment_ignored(self.lib):
             ctx = self.lib.llama_init_from_model(self.model.handle, params)
         if ctx and call.came:
             self.lib.llama_free(ctx)

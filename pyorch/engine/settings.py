@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -140,11 +139,8 @@ def checked(
     flash_attn: bool = True,
     attention: AttentionSpec | str | None = None,
     rope: Rope | None = None,
-    stock: bool = False,
 ) -> Settings:
     """The settings of a context for this model, which `Model.session` explains.
-
-    stock: the library has no sparse attention, so SPARQ_ATTN does not count.
 
     Raises:
         SparqError: they do not fit the model, or the model with its cache not the memory.
@@ -152,8 +148,6 @@ def checked(
     geo, rope = geometry(file), rope or Rope()
     n_ctx = checked_ctx(geo, n_ctx, rope)
     types = cache_type(type_k), cache_type(type_v)
-    if attention is None and not stock:
-        attention = os.environ.get("SPARQ_ATTN") or None
     spec = parse_spec(attention) if isinstance(attention, str) else attention
     if spec is not None:
         spec = resolve(spec, file.path)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +89,20 @@ def set_spec(lib: Any, ctx: Any, spec: AttentionSpec) -> None:
     if call(ctx, str(spec).encode(), err, len(err)) < 0:
         message, _, hint = err.value.decode("utf-8", errors="replace").partition("\n")
         raise SparqError(f"attention {str(spec)!r}: {message or 'refused'}", hint.strip())
+
+
+@contextmanager
+def environment_ignored(lib: Any) -> Iterator[None]:
+    """Contexts that this thread makes meanwhile do not take SPARQ_ATTN."""
+    if not is_ours(lib):
+        yield
+        return
+    call = function(lib, "llama_sparse_attn_default", None, _TEXT)
+    call(b"off")
+    try:
+        yield
+    finally:
+        call(None)
 
 
 def get_info(lib: Any, ctx: Any) -> AttentionInfo:

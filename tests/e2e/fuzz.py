@@ -141,10 +141,11 @@ class Cell:
     chain: int | None  # what its K and V were computed from, if by exact attention
     turned: int = 0  # how far RoPE in K is ahead of the position
     index: int | None = None  # where the library has it, once seen
+    asked: bool = True  # for its logits, as far as is known
 
-    def copy(self, seq: int) -> Cell:
+    def copy(self, seq: int, asked: bool) -> Cell:
         """The same for one sequence, in a place not known yet."""
-        return Cell(self.position, self.token, {seq}, self.chain, self.turned)
+        return Cell(self.position, self.token, {seq}, self.chain, self.turned, asked=asked)
 
 
 @dataclass
@@ -173,6 +174,15 @@ class Plain:
             if p0 <= c.position < p1:
                 c.seqs.discard(seq)
         self.sweep()
+
+    def replying(self, batch: list[Token], asks: list[bool]) -> list[bool]:
+        """Which tokens are decoded ones, by the rule in llama-sparse.h."""
+        of = Counter(s for *_, s in batch)
+        before = {s: self.cells(s)[-1:] for s in of}
+        return [
+            of[s] == 1 and ask and bool(before[s]) and before[s][0].asked
+            for (*_, s), ask in zip(batch, asks, strict=True)
+        ]
 
     def sweep(self) -> None:
         for cells in self.streams:
@@ -319,10 +329,23 @@ class Fuzz:
         self.decode(self.tokens(int(self.rng.integers(self.n_seq)), n))
 
     def op_prefill_many(self) -> None:
-        """Several sequences in one batch, of different lengths."""
+        """Several sequences in one batch, of different lengths; some of them reply."""
+        most = np.where(self.rng.random(self.n_seq) < 0.5, 2, 60)
         self.decode(
-            [t for s in range(self.n_seq) for t in self.tokens(s, int(self.rng.integers(1, 60)))]
+            [
+                t
+                for s in range(self.n_seq)
+                for t in self.tokens(s, int(self.rng.integers(1, most[s])))
+            ]
         )
+
+    def asks(self, batch: list[Token]) -> list[bool]:
+        """Which tokens ask for their logits: the last of a sequence, or none of it; or all."""
+        if self.rng.random() < 0.1:
+            return [True] * len(batch)
+        goes_on = {s for *_, s in batch[:-1] if self.rng.random() < 0.3}
+        last = {s: i for i, (*_, s) in enumerate(batch) if s not in goes_on}
+        return [last.get(s) == i for i, (*_, s) in enumerate(batch)]
 
     def decode(self, batch: list[Token], abort: int | None = None) -> None:
         seqs = sorted({s for *_, s in batch})
@@ -334,12 +357,17 @@ class Fuzz:
             len(self.plain.stream(s)) + needed[id(self.plain.stream(s))] <= self.size for s in seqs
         )
         chains = {s: self.plain.chain(s) for s in seqs}
+        asks = self.asks(batch)
+        replies = self.plain.replying(batch, asks)
+        self.note(
+            f"  asks {np.flatnonzero(asks).tolist()}, replies {np.flatnonzero(replies).tolist()}"
+        )
 
         before = self.counters()
         self.watch.clear()
         if abort is not None:
             self.ctx.abort_after(abort)
-        result = self.ctx.decode(batch)
+        result = self.ctx.decode(batch, asks)
         self.pending = self.divided = False
         self.note(f"  -> {result}")
         assert result in ((1,) if not fits else (0,) if abort is None else (0, 2)), (
@@ -350,9 +378,10 @@ class Fuzz:
             return self.make_room()
 
         exact = all(a.n_read == int(a.visible.sum()) * a.shape[2] for a in self.watch.attends)
-        for token, position, s in batch:
-            chains[s] = None if chains[s] is None or not exact else link(chains[s], token, position)
-            self.plain.stream(s).append(Cell(position, token, {s}, chains[s]))
+        for (token, position, s), ask, reply in zip(batch, asks, replies, strict=True):
+            is_exact = chains[s] is not None and (exact or not reply)
+            chains[s] = link(chains[s], token, position) if is_exact else None
+            self.plain.stream(s).append(Cell(position, token, {s}, chains[s], asked=ask))
         if result == 2:  # what the failed part would have added is gone
             for s in seqs:
                 self.plain.remove(s, self.ctx.seq_range(s)[1] + 1, 1 << 30)
@@ -362,10 +391,14 @@ class Fuzz:
             return None
         self.check_shadow()
         self.check_counters(before, len(batch))
-        self.check_attends(batch)
+        self.check_attends(batch, replies)
+        if not any(asks):
+            return None
         logits = self.ctx.logits()
         assert np.isfinite(logits).all(), "logits are not finite"
-        self.check_logits(batch[-1][2], logits)
+        last = int(np.flatnonzero(asks)[-1])
+        if last == len(batch) - 1:
+            self.check_logits(batch[-1][2], logits)
         return None
 
     def make_room(self) -> None:
@@ -404,35 +437,25 @@ class Fuzz:
         calls = self.watch.prefilled + sum(a.calls for a in seen)
         assert calls == n_tokens * self.n_layer, "a token was left to llama.cpp, or attended twice"
 
-    def check_attends(self, batch: list[Token]) -> None:
+    def check_attends(self, batch: list[Token], replies: list[bool]) -> None:
+        """Decoded tokens are what ATTEND reads, in each layer, and nothing else is."""
         seen = self.watch.attends
         if self.spec.method == "off":
             assert not seen
             return
-        n_of = {s: sum(q == s for *_, q in batch) for *_, s in batch}
-        own = batch  # the tokens that are ours
-        if max(n_of.values()) == 1:  # a decode step: every token in every layer
-            for layer in range(self.n_layer):
-                calls = sum(a.calls for a in seen if a.layer == layer)
-                assert calls == len(batch), "a decode step was left to llama.cpp"
-        elif self.unified:  # ubatches are slices of the batch
-            parts = [batch[i : i + self.n_ubatch] for i in range(0, len(batch), self.n_ubatch)]
-            own = [t for p in parts if len({s for *_, s in p}) == len(p) for t in p]
-            calls = sum(a.calls for a in seen)
-            assert calls == len(own) * self.n_layer, "prefill was sparse, or the reverse"
-        elif max(n_of.values()) > 1:
-            return  # which tokens went into which ubatch is not ours to know
-        tokens = iter(own)
+        tokens = iter([t for t, reply in zip(batch, replies, strict=True) if reply])
         rows: list[Token] = []
         for a in seen:  # ubatch by ubatch, in each the layers in order
             if a.layer == 0:
                 rows = [next(tokens) for _ in range(a.calls)]
-            for i, (_, position, seq) in enumerate(rows):
-                place = divmod(i, a.shape[1])
+            assert len(rows) == a.calls
+            for place, (_, position, seq) in zip(a.tokens, rows, strict=True):
                 if a.layer == 0:
                     self.check_row(a, place, seq, position)
                 if a.is_sparse:
                     self.check_forced(a, place, seq, position)
+        calls = sum(a.calls for a in seen)
+        assert calls == sum(replies) * self.n_layer, "a prompt was sparse, or a decoded token not"
 
     def check_row(self, a: Attend, place: tuple[int, int], seq: int, position: int) -> None:
         """The token sees its sequence, and K of layer 0 holds those tokens at those positions."""
@@ -539,7 +562,7 @@ class Fuzz:
         elif not self.divided:
             self.note(f"seq_cp {src} {dst}")
             self.ctx.seq_cp(src, dst)
-            self.plain.streams[dst] = [c.copy(dst) for c in self.plain.cells(src)]
+            self.plain.streams[dst] = [c.copy(dst, c.asked) for c in self.plain.cells(src)]
             self.pending = True
 
     def op_keep(self) -> None:
@@ -602,7 +625,7 @@ class Fuzz:
         self.note(f"save {'everything' if seq is None else seq}")
         plain = copy.deepcopy(self.plain)
         for c in (c for cells in plain.streams for c in cells):
-            c.index = None
+            c.index, c.asked = None, True
         self.saved = [*self.saved[-3:], (seq, self.ctx.get_state(seq), plain)]
 
     def op_restore(self) -> None:
@@ -615,7 +638,7 @@ class Fuzz:
             self.plain = copy.deepcopy(plain)
             return
         dst = int(self.rng.integers(self.n_seq))
-        cells = [c.copy(dst) for c in plain.cells(seq)]
+        cells = [c.copy(dst, True) for c in plain.cells(seq)]
         self.plain.remove(dst, 0, 1 << 30)
         fits = len(self.plain.stream(dst)) + len(cells) <= self.size
         result = self.ctx.set_state(data, dst)

@@ -205,14 +205,23 @@ class Context:
 
     # ---- batches ----
 
-    def decode(self, tokens: Sequence[Token], logits: str = "last") -> int:
-        """llama_decode; returns its result. logits: for the "last" token, or for "all"."""
+    def decode(self, tokens: Sequence[Token], logits: str | Sequence[bool] = "last") -> int:
+        """llama_decode; returns its result.
+
+        logits: for the "last" token of each sequence, for "all", for "none", or one flag per token.
+        """
+        if isinstance(logits, str):
+            last = {seq: i for i, (*_, seq) in enumerate(tokens)}
+            logits = [
+                logits == "all" or (logits == "last" and last[seq] == i)
+                for i, (*_, seq) in enumerate(tokens)
+            ]
         b = self._batch
         b.n_tokens = len(tokens)
         for i, (token, position, seq) in enumerate(tokens):
             b.token[i], b.pos[i], b.n_seq_id[i] = token, position, 1
             b.seq_id[i][0] = seq
-            b.logits[i] = logits == "all" or i == len(tokens) - 1
+            b.logits[i] = logits[i]
         result = bindings().llama_decode(self.handle, b)
         if self._error is not None:
             error, self._error = self._error, None

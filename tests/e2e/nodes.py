@@ -113,8 +113,13 @@ class Attend:
         return self.forced is not None
 
     @property
+    def tokens(self) -> list[tuple[int, int]]:
+        """(stream, token) of those that see anything: PREFILL reads the others."""
+        return [tuple(map(int, x)) for x in np.argwhere(self.visible.any(axis=2))]
+
+    @property
     def calls(self) -> int:
-        return self.shape[0] * self.shape[1]
+        return len(self.tokens)
 
 
 @dataclass
@@ -343,8 +348,8 @@ class Watch:
         self._compare(t, p, range(n_tok), sinks, sel)
 
     def _prefill(self, t: Tensor) -> None:
-        n_stream, n_tok = read(_source(t, 0)).shape[:2]
-        self.prefilled += n_stream * n_tok
+        n_tok = read(_source(t, 0)).shape[1]
+        self.prefilled += int((~np.isneginf(read(_source(t, 3))[:, 0])).any(axis=2).sum())
         if self.checks:
             some = {0, n_tok - 1, (7 * self.prefilled) % n_tok}
             sinks = _source(t, 4)
@@ -374,6 +379,9 @@ class Watch:
         for s, tok, h in itertools.product(range(n_stream), tokens, range(n_head_kv)):
             heads = slice(h * n_group_q, (h + 1) * n_group_q)
             seen = np.flatnonzero(~hidden[s, tok])
+            if not len(seen):
+                assert not got[s, tok, heads].any(), "a token that sees nothing has a result"
+                continue
             bias = oracle.make_bias(mask[s, 0, tok, seen].astype(np.float64), slopes[heads])
             kh, vh = k[s, seen, h].astype(np.float32), v[s, seen, h].astype(np.float32)
             cells = alpha = None

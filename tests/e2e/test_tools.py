@@ -9,12 +9,14 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_engine import text_of
+from tiny_gguf import write_tiny_gguf
 
 from pyorch import engine, native
 from pyorch.native import build
@@ -215,6 +217,43 @@ def test_server_runs_sparse(tools: Path, tiny: Path, tmp_path: Path, spec: str |
         assert not CALLS.search(said)
 
 
+@pytest.mark.parametrize(
+    "mode", [("--kv-unified",), ("--no-kv-unified",)], ids=["unified", "split"]
+)
+def test_server_batches_prompts_with_replies(
+    tools: Path, tiny: Path, tmp_path: Path, mode: tuple[str, ...]
+) -> None:
+    """Two requests at once, the second while the first replies: both as if they were alone."""
+    asked = [
+        {"prompt": text_of(n, seed), "n_predict": 60, "temperature": 0, "ignore_eos": True}
+        for seed, n in ((1, 400), (2, 900))
+    ]
+    log = tmp_path / "log"
+    base = ("-m", tiny, "-t", 1, "-np", 2, "-c", 4096, "-b", 64, "-ub", 64, *mode, *TRACE)
+    spec = "sparq,rank=8,topk=64,min_ctx=0,shadow=f16"
+    with serving(tools, log, *base, "--sparse-attn", spec) as url:
+        alone = [ask(f"{url}/completion", a | {"cache_prompt": False})["content"] for a in asked]
+        with ThreadPoolExecutor(2) as pool:
+            together = list(
+                pool.map(lambda a: ask(f"{url}/completion", a | {"cache_prompt": False}), asked)
+            )
+    assert [answer["content"] for answer in together] == alone
+    assert calls(log.read_text(errors="replace")) == 4 * 59 * N_LAYER
+
+
+def test_a_draft_does_not_inherit_the_option(tools: Path, tiny: Path, tmp_path: Path) -> None:
+    """k of each of the two layers, which a draft of three layers would refuse."""
+    draft = write_tiny_gguf(tmp_path / "draft.gguf", n_layer=3)
+    spec = "sparq,rank=8,k_layers=64:64,min_ctx=0"
+    log = tmp_path / "log"
+    line = ("-m", tiny, "-md", draft, "-t", 1, "-c", 2048, *TRACE, "--sparse-attn", spec)
+    asked = {"prompt": text_of(400), "n_predict": 12, "temperature": 0, "ignore_eos": True}
+    with serving(tools, log, *line) as url:
+        assert ask(f"{url}/completion", asked)["tokens_predicted"] == 12
+    said = log.read_text(errors="replace")
+    assert len(CALLS.findall(said)) <= 1 and "k_layers has" not in said
+
+
 def test_perplexity_needs_single_tokens(tools: Path, tiny: Path, tmp_path: Path) -> None:
     """It evaluates batches, as in prefill, which stay dense: with a warning. `-b 1` decodes."""
     (tmp_path / "text").write_text(text_of(800))
@@ -223,7 +262,9 @@ def test_perplexity_needs_single_tokens(tools: Path, tiny: Path, tmp_path: Path)
     assert batches.returncode == 0 and calls(batches.stderr) == 0
     assert re.search(r"W .*0 attention calls sparse", batches.stderr)
     single = run_to(CALLS, tools, "llama-perplexity", *base, "-b", 1, "-ub", 1, *TRACE)
-    assert single.returncode == 0 and calls(single.stderr) > 1000
+    assert (
+        single.returncode == 0 and calls(single.stderr) > 700
+    )  # of the second half of each window
 
     def perplexity(done: subprocess.CompletedProcess[str]) -> str:
         return re.findall(r"PPL = ([\d.]+)", done.stdout + done.stderr)[-1]

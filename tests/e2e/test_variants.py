@@ -6,6 +6,7 @@ And every kind that must stay dense, with the reason.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -423,3 +424,33 @@ def test_wrong_variable_fails_context_creation(
     with pytest.raises(RuntimeError):
         Context(m)
     assert "SPARQ_ATTN: rank is above the head size" in log_text()
+
+
+def test_numbers_do_not_follow_the_locale(tmp_path: Path) -> None:
+    """A program with decimal commas: the same line is read, and written, with points."""
+    if not shutil.which("localedef"):
+        pytest.skip("no localedef")
+    made = ["localedef", "-i", "de_DE", "-f", "UTF-8", str(tmp_path / "de_DE.UTF-8")]
+    subprocess.run(made, check=True, capture_output=True)
+    run = subprocess.run(
+        [sys.executable, "-c", _LOCALE],
+        env=python_environment(LOCPATH=str(tmp_path)),
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.split() == ["0,5", "sparq,ratio=0.125,top_p=0.9", "ratio"]
+
+
+_LOCALE = """
+import ctypes, locale
+from llama import bindings
+parse, text = bindings()._lib.llama_sparse_attn_parse, ctypes.create_string_buffer(200)
+locale.setlocale(locale.LC_ALL, "de_DE.UTF-8")
+print(locale.str(0.5))
+assert parse(b"sparq,ratio=0.125,top_p=0.9", text, 200) > 0
+print(text.value.decode())
+assert parse(b"sparq,ratio=0,125", text, 200) < 0 and parse(b"sparq,top_p=0x1", text, 200) < 0
+assert parse(b"sparq,ratio=a", text, 200) < 0
+print(text.value.decode().split()[0])
+"""

@@ -1,0 +1,66 @@
+#pragma once
+
+// What the patches call: one line at each call site, which patches/README.md lists. Each does nothing while sparse attention was never asked for.
+
+#include "llama-sparse.h"
+
+#include "ggml-backend.h"
+
+#include <string>
+#include <vector>
+
+struct ggml_tensor;
+struct llama_cparams;
+struct llama_memory_i;
+struct llm_graph_context;
+class  llama_kv_cache;
+
+struct llama_sparse_state;  // of a context: the settings and the counters
+struct llama_sparse_shadow; // of a KV cache: the transposed K, the sums of V, and what is known of each cell
+struct llama_sparse_access; // the one friend of the classes of llama.cpp that we read
+
+// ---- llama_context ----
+
+// The constructor: before the cache is made, then at the end. The settings that a new context has by default, see llama_sparse_attn_default().
+// Both throw std::runtime_error, in one line.
+void llama_sparse_context_begin(llama_cparams & cparams, const llama_context_params & params); // turns flash attention on
+void llama_sparse_context_end  (llama_context * ctx,     const llama_context_params & params);
+
+// decode(): the batch is checked, and shifts and copies that were due are done. Decides which tokens are decoded ones, see llama-sparse.h
+void llama_sparse_decode_begin(llama_context * ctx, const llama_batch & batch);
+
+// decode(): an ubatch failed, so what it was to seal is unknown
+void llama_sparse_decode_failed(llama_memory_i * memory);
+
+// Whatever restores a state: seals at its end what was restored, so that no token has to. Made first, so that it ends last: bytes are still
+// copied then
+struct llama_sparse_restored {
+    llama_context * ctx;
+
+    explicit llama_sparse_restored(llama_context * ctx) : ctx(ctx) {}
+    ~llama_sparse_restored();
+};
+
+// ---- llm_graph_context ----
+
+// build_attn_mha(): the attention of one layer, or nullptr: build it as upstream does.
+//   q [d_k, n_head, n_tokens], k [d_k, n_head_kv, n_kv, n_stream], v likewise, kq_mask [n_kv, n_tokens/n_stream, 1, n_stream]
+//   res [d_v*n_head, n_tokens] f32
+ggml_tensor * llama_sparse_build_attn(
+        const llm_graph_context & g, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
+        ggml_tensor * kq_b, ggml_tensor * kq_mask, ggml_tensor * sinks, float kq_scale, int il);
+
+// ---- llama_kv_cache ----
+
+// Bytes of K or V in these cells were written, or are about to be. output [cells]: which tokens were asked for their logits; nullptr: not known
+void llama_sparse_cells_written(llama_sparse_shadow * shadow, uint32_t stream, const std::vector<uint32_t> & cells, const int8_t * output);
+
+// Whole streams are about to be copied, and K to be turned to shifted positions
+void llama_sparse_cells_moved(
+        llama_kv_cache & kv, const llama_cparams & cparams, bool do_shift, const std::vector<uint32_t> & from, const std::vector<uint32_t> & to);
+
+// All of K and V was set to zero
+void llama_sparse_cells_cleared(llama_sparse_shadow * shadow);
+
+// A buffer was allocated and not touched yet. Linux, host memory, 4 MiB and more; elsewhere nothing
+void llama_sparse_huge_pages(ggml_backend_buffer_t buf);

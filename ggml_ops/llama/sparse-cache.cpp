@@ -1,0 +1,120 @@
+#include "sparse-cache.h"
+
+#include "llama-hparams.h"
+#include "llama-kv-cache-iswa.h"
+#include "llama-memory-hybrid-iswa.h"
+#include "llama-memory-hybrid.h"
+
+#include "ggml-sparse.h"
+
+#include <cstring>
+
+using access = llama_sparse_access;
+
+llama_kv_cache * llama_sparse_find_cache(llama_memory_i * memory) {
+    if (auto * kv = dynamic_cast<llama_kv_cache *>(memory)) {
+        return kv;
+    }
+    if (auto * iswa = dynamic_cast<llama_kv_cache_iswa *>(memory)) {
+        return iswa->get_base();
+    }
+    if (auto * hybrid = dynamic_cast<llama_memory_hybrid *>(memory)) {
+        return hybrid->get_mem_attn();
+    }
+    if (auto * hybrid = dynamic_cast<llama_memory_hybrid_iswa *>(memory)) {
+        return hybrid->get_mem_attn()->get_base();
+    }
+    return nullptr;
+}
+
+const llama_kv_cache_context * llama_sparse_find_cache(const llama_memory_context_i * mctx) {
+    if (auto * kv = dynamic_cast<const llama_kv_cache_context *>(mctx)) {
+        return kv;
+    }
+    if (auto * iswa = dynamic_cast<const llama_kv_cache_iswa_context *>(mctx)) {
+        return iswa->get_base();
+    }
+    if (auto * hybrid = dynamic_cast<const llama_memory_hybrid_context *>(mctx)) {
+        return hybrid->get_attn();
+    }
+    if (auto * hybrid = dynamic_cast<const llama_memory_hybrid_iswa_context *>(mctx)) {
+        return hybrid->get_attn()->get_base();
+    }
+    return nullptr;
+}
+
+const char * llama_sparse_why_not(const llama_kv_cache & kv) {
+    return access::has_other(kv)        ? "the cells are shared with another cache" :
+           access::v_trans(kv)          ? "flash attention is off" :
+           access::layers(kv).empty()   ? "the cache has no layers" :
+           access::hparams(kv).is_mla() ? "multi-head latent attention" : "";
+}
+
+const char * llama_sparse_why_not_layer(const llama_kv_cache & kv, int32_t ikv) {
+    const auto & layer = access::layers(kv)[ikv];
+    if (!layer.k || !layer.v) {
+        return "no separate K and V";
+    }
+    if (!llama_sparse_is_supported_type(layer.k->type) || !llama_sparse_is_supported_type(layer.v->type)) {
+        return "K or V of a type without a kernel";
+    }
+    const ggml_backend_dev_t dev = llama_sparse_device_of(layer.k);
+    if (dev != llama_sparse_device_of(layer.v)) {
+        return "K and V are on different devices";
+    }
+    if (dev && ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_META) {
+        return "K and V are split among devices (tensor split)";
+    }
+    // says that it runs every op, whatever the other machine can do
+    return dev && !strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(dev)), "RPC") ? "K and V are on another machine" : "";
+}
+
+bool llama_sparse_is_supported_type(ggml_type type) {
+    return type == GGML_TYPE_F16 || type == GGML_TYPE_BF16 || type == GGML_TYPE_F32 || type == GGML_TYPE_Q8_0 || type == GGML_TYPE_Q4_0;
+}
+
+bool llama_sparse_wants_mean_v(const llama_kv_cache & kv, const llama_sparse_spec & spec, int il) {
+    const auto & hparams = access::hparams(kv);
+    return spec.method == LLAMA_SPARSE_SPARQ && (spec.mean_v < 0 ? hparams.n_head(il) == hparams.n_head_kv(il) : spec.mean_v > 0);
+}
+
+int32_t llama_sparse_n_rot(const llama_kv_cache & kv) {
+    const int32_t n = access::n_embd_head_k(kv);
+    return access::attn_rot_k(kv) ? n & -n : 0;
+}
+
+double llama_sparse_row_bytes(const llama_kv_cache & kv, int il) {
+    const auto & layer = access::layers(kv)[access::layer_ids(kv).at(il)];
+    return (double) (ggml_row_size(layer.k->type, layer.k->ne[0]) + ggml_row_size(layer.v->type, layer.v->ne[0]))/access::hparams(kv).n_head_kv(il);
+}
+
+std::vector<double> llama_sparse_score_shares(const llama_kv_cache & kv, const llama_sparse_spec & spec, int32_t n_layer) {
+    std::vector<double> res(n_layer, 0.0);
+    for (const auto & [il, ikv] : access::layer_ids(kv)) {
+        if (!*llama_sparse_why_not_layer(kv, ikv) && il < n_layer) {
+            const double bytes = llama_sparse_row_bytes(kv, il);
+            const double scale = spec.n_bit == 16 ? 0.0 : 2.0*sizeof(float)/GGML_SPARSE_RUN; // and zero
+            res[il] = spec.rank_for(il, access::hparams(kv).n_embd_head_k(il), bytes)*(spec.n_bit/8.0 + scale)/bytes;
+        }
+    }
+    return res;
+}
+
+uint32_t llama_sparse_n_groups(uint32_t n_kv) {
+    return (n_kv + GGML_SPARSE_GROUP - 1)/GGML_SPARSE_GROUP;
+}
+
+ggml_backend_dev_t llama_sparse_device_of(const ggml_tensor * t) {
+    return ggml_backend_buffer_is_host(t->buffer) ? nullptr : ggml_backend_buft_get_device(ggml_backend_buffer_get_type(t->buffer));
+}
+
+std::string llama_sparse_why_not_run(ggml_backend_dev_t dev, ggml_tensor * t) {
+    static const char * names[GGML_SPARSE_ATTN_COUNT] = { "SEAL", "VISIBLE", "SCORE", "SELECT", "PICK", "ATTEND", "PREFILL" };
+    std::string res;
+    llama_sparse_for_each_node(t, [&](ggml_tensor * node) {
+        if (dev && res.empty() && !ggml_backend_dev_supports_op(dev, node)) {
+            res = std::string(ggml_backend_dev_name(dev)) + " has no kernel for " + names[node->op_params[0]];
+        }
+    });
+    return res;
+}

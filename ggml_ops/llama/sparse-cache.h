@@ -1,0 +1,50 @@
+#pragma once
+
+// Facts about a KV cache and its layers that follow from what llama.cpp keeps.
+
+#include "sparse-access.h"
+#include "sparse-spec.h"
+
+#include <string>
+#include <vector>
+
+// the KV cache of a context whose layers we can serve; nullptr: it has none
+llama_kv_cache *               llama_sparse_find_cache(llama_memory_i * memory);
+const llama_kv_cache_context * llama_sparse_find_cache(const llama_memory_context_i * mctx);
+
+// "" or why no layer of this cache, or not this one, can be sparse; ikv: its number in the cache
+const char * llama_sparse_why_not      (const llama_kv_cache & kv);
+const char * llama_sparse_why_not_layer(const llama_kv_cache & kv, int32_t ikv);
+
+bool llama_sparse_is_supported_type(ggml_type type); // of K or V
+
+// step 3 for a layer? auto: MHA only, as in the paper
+bool llama_sparse_wants_mean_v(const llama_kv_cache & kv, const llama_sparse_spec & spec, int il);
+
+// components of K (and q) that llama.cpp turns together by a Hadamard matrix, 0: none; as in build_input_k_rot()
+int32_t llama_sparse_n_rot(const llama_kv_cache & kv);
+
+// bytes of one position of a KV head: K and V
+double llama_sparse_row_bytes(const llama_kv_cache & kv, int il);
+
+// the share of dense attention's bytes that step 1 reads in each layer [n_layer]; 0 for layers of other caches
+std::vector<double> llama_sparse_score_shares(const llama_kv_cache & kv, const llama_sparse_spec & spec, int32_t n_layer);
+
+uint32_t llama_sparse_n_groups(uint32_t n_kv);
+
+// the device whose memory holds t; nullptr: the host, whatever device allocated it
+ggml_backend_dev_t llama_sparse_device_of(const ggml_tensor * t);
+
+// "" or why a device can not run all nodes of ours that t is made of
+std::string llama_sparse_why_not_run(ggml_backend_dev_t dev, ggml_tensor * t);
+
+// calls f for each of our nodes that t is made of, t last
+template <typename F>
+void llama_sparse_for_each_node(ggml_tensor * t, F f) {
+    if (t && t->op == GGML_OP_SPARSE_ATTN) {
+        for (ggml_tensor * src : t->src) {
+            llama_sparse_for_each_node(src, f);
+        }
+        f(t);
+    }
+}

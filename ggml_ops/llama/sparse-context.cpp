@@ -1,0 +1,310 @@
+// The C API, and the settings of a context.
+
+#include "sparse-input.h"
+#include "sparse-seal.h"
+
+#include "llama-hparams.h"
+#include "llama-impl.h"
+#include "llama-model.h"
+
+#include <cstdlib>
+#include <optional>
+#include <stdexcept>
+
+using access = llama_sparse_access;
+
+static void write_text(const std::string & s, char * buf, size_t n) {
+    if (buf && n > 0) {
+        snprintf(buf, n, "%s", s.c_str());
+    }
+}
+
+// the cache that has a shadow; nullptr: none has
+static llama_kv_cache * find_shadowed(llama_memory_i * memory) {
+    auto * kv = llama_sparse_find_cache(memory);
+    return kv && access::shadow(*kv) && access::shadow(*kv)->has_tensors() ? kv : nullptr;
+}
+
+//
+// settings
+//
+
+// throws llama_sparse_error: why the context can not have these settings
+static void check(const llama_context & ctx, const llama_sparse_spec & spec) {
+    const auto &  hparams = ctx.get_model().hparams;
+    const int32_t n_layer = (int32_t) hparams.n_layer();
+
+    if (spec.method != LLAMA_SPARSE_OFF && !ctx.get_cparams().flash_attn) {
+        throw llama_sparse_error("sparse attention needs flash attention, which is off in this context",
+                "create the context with flash attention on (-fa on; flash_attn=True in llama-cpp-python): V is stored transposed without it");
+    }
+    const auto check_size = [&](const std::string & key, size_t n) {
+        if (n > 0 && (int32_t) n != n_layer) {
+            throw llama_sparse_error(key + " has " + std::to_string(n) + " entries for " + std::to_string(n_layer) + " layers",
+                    "give one for each layer, separated by ':'");
+        }
+    };
+    check_size("k_layers",    spec.k_layers.size());
+    check_size("rank_layers", spec.rank_layers.size());
+    for (int32_t il = 0; il < n_layer && spec.method == LLAMA_SPARSE_SPARQ; ++il) {
+        const bool    attends = hparams.has_kv(il) && hparams.n_head_kv(il) > 0; // not so in recurrent layers
+        const int32_t rank    = spec.rank_layers.empty() ? spec.rank : spec.rank_layers[il];
+        const int32_t d_k     = (int32_t) hparams.n_embd_head_k(il);
+        if (attends && rank > d_k) {
+            throw llama_sparse_error("rank is above the head size of the model: " + std::to_string(rank) + " > " + std::to_string(d_k),
+                    "use a rank of at most " + std::to_string(d_k));
+        }
+    }
+}
+
+static int64_t seal(llama_context & ctx) {
+    auto & state = access::cparams(ctx).sparse;
+    auto * kv    = find_shadowed(ctx.get_memory());
+    if (!state || !kv) {
+        return 0;
+    }
+    for (const auto & [backend, set_n_threads] : access::set_n_threads_fns(ctx)) {
+        set_n_threads(backend, ctx.get_cparams().n_threads_batch);
+    }
+    return llama_sparse_seal_all(*kv, *state, ctx.get_sched());
+}
+
+// seals what the next token would have to seal first, where something reads it; what could not be is left to that token
+static void seal_early(llama_context & ctx) {
+    const auto & state = ctx.get_cparams().sparse;
+    if (!state || !state->spec.has_shadow()) {
+        return;
+    }
+    int64_t n = -1;
+    try {
+        ctx.synchronize();
+        n = seal(ctx);
+    } catch (const std::exception &) {
+        // no memory, say
+    }
+    if (n < 0) {
+        LLAMA_LOG_WARN("%s: the next token will seal what could not be sealed now\n", __func__);
+    }
+}
+
+// throws llama_sparse_error, or std::runtime_error: no memory; nothing has changed then
+static void set(llama_context & ctx, const llama_sparse_spec & spec) {
+    check(ctx, spec);
+
+    auto & state = access::cparams(ctx).sparse;
+    if (state ? state->spec.str() == spec.str() : spec.method == LLAMA_SPARSE_OFF) {
+        return seal_early(ctx);
+    }
+    auto * kv = llama_sparse_find_cache(ctx.get_memory());
+    if (kv && spec.method != LLAMA_SPARSE_OFF) {
+        auto & shadow = access::shadow(*kv);
+        if (!shadow) {
+            shadow = std::make_shared<llama_sparse_shadow>(kv->get_n_stream(), kv->get_size());
+        }
+        if (spec.has_shadow()) {
+            shadow->make_tensors(*kv, spec);
+        }
+    }
+    if (!state) {
+        state = std::make_shared<llama_sparse_state>();
+    }
+    state->spec    = spec;
+    state->n_layer = (int32_t) ctx.get_model().hparams.n_layer();
+    state->reason  = spec.method == LLAMA_SPARSE_OFF ? "" : kv ? llama_sparse_why_not(*kv) : "this architecture has no plain KV cache";
+
+    // a graph built with the old settings must not be reused: allow_reuse() compares this number
+    access::cparams(ctx).sparse_gen++;
+    access::sched_need_reserve(ctx) = true;
+    seal_early(ctx);
+}
+
+int32_t llama_set_sparse_attn(llama_context * ctx, const char * text, char * err, size_t n_err) {
+    try {
+        ctx->synchronize();
+        set(*ctx, llama_sparse_spec::parse(text ? text : "off"));
+    } catch (const std::exception & e) {
+        write_text(e.what(), err, n_err);
+        return -1;
+    }
+    write_text("", err, n_err);
+    return 0;
+}
+
+int32_t llama_sparse_attn_parse(const char * text, char * buf, size_t n_buf) {
+    try {
+        const std::string s = llama_sparse_spec::parse(text ? text : "off").str();
+        write_text(s, buf, n_buf);
+        return (int32_t) s.size();
+    } catch (const std::exception & e) {
+        write_text(e.what(), buf, n_buf);
+        return -1;
+    }
+}
+
+//
+// settings of a new context
+//
+
+static thread_local std::optional<std::string> thread_default;
+
+void llama_sparse_attn_default(const char * spec) {
+    thread_default = spec ? std::optional<std::string>(spec) : std::nullopt;
+}
+
+// "" or the spec that a new context begins with, and in `from` who says so
+static std::string default_spec(const llama_context_params & params, std::string & from) {
+    if (thread_default) {
+        return *thread_default;
+    }
+    const char * text = getenv("SPARQ_ATTN");
+    const bool is_draft = params.ctx_other != nullptr; // its layers are not those that the variable was written for
+    from = "SPARQ_ATTN: ";
+    return text && !is_draft ? text : "";
+}
+
+static std::runtime_error in_one_line(const std::string & from, std::string what) {
+    const size_t at = what.find('\n');
+    return std::runtime_error(from + (at == std::string::npos ? what : what.replace(at, 1, "; hint: ")));
+}
+
+void llama_sparse_context_begin(llama_cparams & cparams, const llama_context_params & params) {
+    std::string from;
+    const std::string text = default_spec(params, from);
+    try {
+        if (!text.empty() && llama_sparse_spec::parse(text).method != LLAMA_SPARSE_OFF && !cparams.flash_attn) {
+            LLAMA_LOG_WARN("%s: %sturning flash attention on, which the program had turned off\n", __func__, from.c_str());
+            cparams.flash_attn = true;
+        }
+    } catch (const llama_sparse_error & e) {
+        throw in_one_line(from, e.what()); // a program that was asked for sparse attention must not run dense without a word
+    }
+}
+
+void llama_sparse_context_end(llama_context * ctx, const llama_context_params & params) {
+    std::string from;
+    const std::string text = default_spec(params, from);
+    if (text.empty()) {
+        return;
+    }
+    try {
+        set(*ctx, llama_sparse_spec::parse(text));
+    } catch (const std::exception & e) {
+        throw in_one_line(from, e.what());
+    }
+    LLAMA_LOG_INFO("%s: %s%s\n", __func__, from.c_str(), text.c_str());
+}
+
+//
+// while it runs
+//
+
+void llama_sparse_decode_begin(llama_context * ctx, const llama_batch & batch) {
+    auto & state = access::cparams(*ctx).sparse;
+    if (state && !state->is_off()) {
+        state->replying = llama_sparse_replying(llama_sparse_find_cache(ctx->get_memory()), batch);
+    }
+}
+
+void llama_sparse_decode_failed(llama_memory_i * memory) {
+    auto * kv = llama_sparse_find_cache(memory);
+    if (kv && access::shadow(*kv)) {
+        access::shadow(*kv)->rollback();
+    }
+}
+
+llama_sparse_restored::~llama_sparse_restored() {
+    seal_early(*ctx);
+}
+
+int64_t llama_sparse_attn_seal(llama_context * ctx) {
+    ctx->synchronize();
+    return seal(*ctx);
+}
+
+int64_t llama_sparse_attn_check(llama_context * ctx) {
+    ctx->synchronize();
+    auto * kv = find_shadowed(ctx->get_memory());
+    return kv ? llama_sparse_count_stale(*kv) : -1;
+}
+
+//
+// counters
+//
+
+void llama_sparse_attn_reset_counters(llama_context * ctx) {
+    ctx->synchronize();
+    if (auto & state = ctx->get_cparams().sparse) {
+        state->reset_counters();
+    }
+}
+
+// one JSON object; texts have no character that JSON would escape
+static std::string info(llama_context & ctx) {
+    const auto & state = ctx.get_cparams().sparse;
+    if (!state) {
+        return "{\"spec\": \"off\", \"active\": false, \"reason\": \"off\", \"method\": \"off\"}";
+    }
+    ctx.synchronize(); // devices may still be counting
+    const auto & spec = state->spec;
+    const auto   stat = state->read_stats();
+
+    const auto text   = [](const std::string & s) { return "\"" + s + "\""; };
+    const auto object = [](const std::vector<std::pair<std::string, std::string>> & fields) {
+        std::string res;
+        for (const auto & [key, value] : fields) {
+            res += (res.empty() ? "{\"" : ", \"") + key + "\": " + value;
+        }
+        return res.empty() ? "{}" : res + "}";
+    };
+    const auto number = [](int64_t x) { return std::to_string(x); };
+
+    int64_t n_sparse = 0;
+    std::string layers;
+    for (const auto & [il, reason] : state->layers) {
+        n_sparse += reason.empty();
+        layers += (layers.empty() ? "" : ", ") +
+            object({ { "il", number(il) }, { "state", text(reason.empty() ? "sparse" : "dense") }, { "reason", text(reason) } });
+    }
+    std::vector<std::pair<std::string, std::string>> stock;
+    uint64_t n_stock = 0;
+    for (const auto & [reason, n] : state->n_stock) {
+        stock.emplace_back(reason, number(n));
+        n_stock += n;
+    }
+    const auto * kv = find_shadowed(ctx.get_memory());
+    const size_t shadow_bytes = kv ? access::shadow(*const_cast<llama_kv_cache *>(kv))->bytes() : 0;
+
+    const std::string counters = object({
+        { "steps",             number(state->n_steps) },
+        { "calls_sparse",      number(stat[GGML_SPARSE_STAT_ATTEND_SPARSE]) },
+        { "calls_dense_op",    number(stat[GGML_SPARSE_STAT_ATTEND_DENSE]) },
+        { "calls_prefill",     number(stat[GGML_SPARSE_STAT_PREFILL]) },
+        { "calls_stock",       number(n_stock) },
+        { "stock_reasons",     object(stock) },
+        { "positions_visible", number(stat[GGML_SPARSE_STAT_POS_VISIBLE]) },
+        { "positions_read",    number(stat[GGML_SPARSE_STAT_POS_READ]) },
+        { "bytes_read",        number(stat[GGML_SPARSE_STAT_BYTES_SCORE] + stat[GGML_SPARSE_STAT_BYTES_ATTEND]) },
+        { "bytes_score",       number(stat[GGML_SPARSE_STAT_BYTES_SCORE]) },
+        { "bytes_attend",      number(stat[GGML_SPARSE_STAT_BYTES_ATTEND]) },
+        { "bytes_dense",       number(stat[GGML_SPARSE_STAT_BYTES_DENSE]) },
+        { "groups_sealed",     number(stat[GGML_SPARSE_STAT_GROUPS_SEALED]) },
+    });
+    return object({
+        { "spec",          text(spec.str()) },
+        { "active",        !state->is_off() && state->reason.empty() ? "true" : "false" },
+        { "reason",        text(state->is_off() ? "off" : state->reason) },
+        { "method",        text(spec.method_name()) },
+        { "n_layer",       number(state->n_layer) },
+        { "layers_sparse", number(n_sparse) },
+        { "shadow_type",   text(spec.shadow_name()) },
+        { "shadow_bytes",  number(shadow_bytes) },
+        { "layers",        "[" + layers + "]" },
+        { "counters",      counters },
+    });
+}
+
+int32_t llama_get_sparse_attn_info(const llama_context * ctx, char * buf, size_t n_buf) {
+    const std::string s = info(*const_cast<llama_context *>(ctx));
+    write_text(s, buf, n_buf);
+    return (int32_t) s.size();
+}

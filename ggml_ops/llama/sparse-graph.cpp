@@ -1,0 +1,312 @@
+// The graph of one layer's attention: exact for tokens of prompts, sparse for decoded ones.
+
+#include "sparse-compat.h"
+#include "sparse-input.h"
+
+#include "llama-hparams.h"
+#include "llama-kv-cache-iswa.h"
+
+using access = llama_sparse_access;
+
+namespace {
+
+// what build_attn() is called with
+struct attention {
+    const llm_graph_context & g;
+    llm_graph_input_sparse  & inp;
+    ggml_tensor * q;
+    ggml_tensor * k;
+    ggml_tensor * v;
+    ggml_tensor * kq_b;
+    ggml_tensor * mask;
+    ggml_tensor * sinks;
+    float         scale;
+    int           il;
+
+    const llama_sparse_spec & spec()    const { return inp.state->spec; }
+    float                     softcap() const { return g.hparams.attn_soft_cap ? g.hparams.f_attn_logit_softcapping : 0.0f; }
+    int32_t                   ikv()     const { return access::layer_ids(inp.kv()).at(il); }
+    ggml_backend_dev_t        device()  const { return llama_sparse_device_of(access::layers(inp.kv())[ikv()].k); }
+
+    // the tokens [lo, hi) of q, [d_k, n_head, n, n_stream], and of the mask; with several streams they must be all
+    ggml_tensor * view_q(uint32_t lo, uint32_t hi) const {
+        const int64_t n = (hi - lo)/k->ne[3];
+        return ggml_view_4d(g.ctx0, q, q->ne[0], q->ne[1], n, k->ne[3], q->nb[1], q->nb[2], q->nb[2]*n, q->nb[2]*lo);
+    }
+    ggml_tensor * view_mask(uint32_t lo, uint32_t hi) const {
+        if (hi - lo == inp.tok.n) {
+            return mask;
+        }
+        return ggml_view_4d(g.ctx0, mask, mask->ne[0], hi - lo, 1, 1, mask->nb[1], mask->nb[2], mask->nb[3], mask->nb[1]*lo);
+    }
+};
+
+// can our ops read this layer's tensors, if the cache allows?
+bool is_ordinary(const attention & a) {
+    return a.g.cparams.flash_attn && a.mask && a.mask->type == GGML_TYPE_F16 && !a.kq_b && !sparse_is_training(a.g.cparams, 0) && a.g.cparams.causal_attn;
+}
+
+// "" or why this layer's decoded tokens are left to llama.cpp whatever the batch
+std::string why_not_ours(const attention & a, const llama_kv_cache_context * mctx) {
+    if (!mctx) {
+        return "sliding-window layer";
+    }
+    if (a.il >= a.inp.state->n_layer) {
+        return "not a layer of the trunk"; // of a draft head, or one that routes
+    }
+    if (!a.g.cparams.flash_attn || !a.mask || a.mask->type != GGML_TYPE_F16) {
+        return "flash attention is off";
+    }
+    if (a.kq_b) {
+        return "attention with a learned bias";
+    }
+    if (!is_ordinary(a)) {
+        return "not causal decoding";
+    }
+    auto & kv = access::kv(*mctx);
+    for (const char * reason : { llama_sparse_why_not(kv), llama_sparse_why_not_layer(kv, access::layer_ids(kv).at(a.il)) }) {
+        if (*reason) {
+            return reason;
+        }
+    }
+    const auto & shadow = access::shadow(kv);
+    if (!shadow) {
+        return "not a plain KV cache";
+    }
+    return a.spec().has_shadow() ? shadow->at(a.ikv()).reason : "";
+}
+
+// no device but CPUs? With another, llama.cpp may run a prompt there even where K lies in host memory
+bool is_cpu_only(const llm_graph_context & g) {
+    for (int i = 0; i < ggml_backend_sched_get_n_backends(g.sched); ++i) {
+        const auto type = ggml_backend_dev_type(ggml_backend_get_device(ggml_backend_sched_get_backend(g.sched, i)));
+        if (type != GGML_BACKEND_DEVICE_TYPE_CPU && type != GGML_BACKEND_DEVICE_TYPE_ACCEL) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// can PREFILL read this layer, which may have a sliding window?
+bool can_prefill(const attention & a) {
+    return is_ordinary(a) && !a.g.hparams.is_mla() && llama_sparse_is_supported_type(a.k->type) && llama_sparse_is_supported_type(a.v->type) &&
+           is_cpu_only(a.g);
+}
+
+// our nodes run where K lies: left to the scheduler, they could follow q, and all of K be copied to them
+void set_device(const llm_graph_context & g, ggml_backend_dev_t dev, ggml_tensor * node) {
+    ggml_backend_t backend = g.backend_cpu;
+    for (int i = 0; dev && i < ggml_backend_sched_get_n_backends(g.sched); ++i) {
+        ggml_backend_t b = ggml_backend_sched_get_backend(g.sched, i);
+        backend = ggml_backend_get_device(b) == dev ? b : backend;
+    }
+    ggml_backend_sched_set_tensor_backend(g.sched, node, backend);
+}
+
+// puts our nodes that t is made of into the graph
+ggml_tensor * emit(const attention & a, ggml_backend_dev_t dev, ggml_tensor * t, const char * name) {
+    llama_sparse_for_each_node(t, [&](ggml_tensor * node) { set_device(a.g, dev, node); });
+    a.g.cb(t, name, a.il);
+    ggml_build_forward_expand(a.g.gf, t);
+    return t;
+}
+
+// SEAL for the layer, once per graph; returns k_t of the graph's streams
+ggml_tensor * build_seal(const attention & a) {
+    auto & inp = a.inp;
+    auto & res = inp.k_t[a.ikv()];
+    if (!res) {
+        inp.need_list(a.g);
+        if (inp.shadow().n_bit() != 16) {
+            inp.need_sealed(a.g);
+        }
+        res = inp.shadow().build_seal(a.g.ctx0, inp.kv(), a.ikv(), a.k, a.v, inp.stream0(), inp.list, inp.sealed, inp.state->stats(a.device()));
+        emit(a, a.device(), res, "sparse_seal");
+    }
+    return res;
+}
+
+// exact attention of the tokens [lo, hi)
+ggml_tensor * build_prefill(const attention & a, uint32_t lo, uint32_t hi, ggml_tensor * mask) {
+    const ggml_sparse_prefill_params params = { a.scale, a.g.hparams.f_max_alibi_bias, a.softcap() };
+    ggml_tensor * t = ggml_sparse_attn_prefill(a.g.ctx0, a.view_q(lo, hi), a.k, a.v, mask, a.sinks, a.inp.state->stats(nullptr), params);
+    return emit(a, nullptr, t, "sparse_prefill");
+}
+
+ggml_tensor * build_prefill(const attention & a, uint32_t lo, uint32_t hi) {
+    return build_prefill(a, lo, hi, a.view_mask(lo, hi));
+}
+
+// the masks of the range that has the replies, shared by the layers
+void build_masks(const attention & a) {
+    auto & inp = a.inp;
+    if (inp.mask_reply) {
+        return;
+    }
+    inp.mask_reply = a.view_mask(inp.tok.lo, inp.tok.hi);
+    if (inp.tok.is_mixed()) {
+        inp.need_hide(a.g);
+        inp.mask_prompt = ggml_add(a.g.ctx0, inp.mask_reply, inp.hide_replies);
+        inp.mask_reply  = ggml_add(a.g.ctx0, inp.mask_reply, inp.hide_prompts);
+        a.g.cb(inp.mask_prompt, "sparse_mask_prompt", -1);
+        a.g.cb(inp.mask_reply,  "sparse_mask_reply",  -1);
+    }
+}
+
+// kl of this layer, where the device reads it
+ggml_tensor * view_kl(const attention & a, ggml_backend_dev_t dev) {
+    ggml_tensor * kl = a.inp.kl;
+    if (dev) {
+        auto & copy = a.inp.kl_of[dev];
+        if (!copy) {
+            copy = ggml_cont(a.g.ctx0, kl);
+            set_device(a.g, dev, copy);
+        }
+        kl = copy;
+    }
+    return ggml_view_4d(a.g.ctx0, kl, 2, kl->ne[1], 1, kl->ne[2], kl->nb[1], kl->nb[2], kl->nb[2], a.il*kl->nb[3]);
+}
+
+// attention of the range of tokens that has the decoded ones; nullptr: left to llama.cpp, and why. k_t: see build_seal(), nullptr without SparQ
+ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string & why) {
+    auto & inp = a.inp;
+    const auto & spec = a.spec();
+    const auto & tok  = inp.tok;
+    const int64_t ns    = inp.n_stream;
+    const int32_t topk  = spec.topk_for(a.il, inp.n_kv, inp.score_shares);
+
+    // n_kv is the number of cells in use, rounded up; round min_ctx in the same way, so that no shorter context is ever sparse
+    const bool is_short = inp.n_kv <= GGML_PAD((uint32_t) spec.min_ctx, 256u);
+    const bool all = spec.is_dense() || is_short || (uint32_t) topk >= inp.n_kv;
+
+    // a device reads few bytes faster than it picks: what is short stays with its own flash attention
+    const auto dev = a.device();
+    const double dense_bytes = llama_sparse_row_bytes(inp.kv(), a.il)*a.k->ne[1]*inp.n_kv*(tok.hi - tok.lo);
+    if (dev && !spec.is_dense() && (all || dense_bytes < spec.gpu_min_mb*1e6)) {
+        why = all ? "every position is read" : "short for a GPU";
+        return nullptr;
+    }
+
+    ggml_sparse_attn_inputs in = {};
+    in.q       = a.view_q(tok.lo, tok.hi);
+    in.k       = a.k;
+    in.v       = a.v;
+    in.mask    = inp.mask_reply;
+    in.sinks   = a.sinks;
+    in.stats   = inp.state->stats(dev);
+
+    auto & visible = inp.visible[dev];
+    if (!visible) {
+        visible = ggml_sparse_attn_visible(a.g.ctx0, in.mask);
+        a.g.cb(visible, "sparse_visible", -1);
+    }
+    in.visible = visible;
+
+    ggml_sparse_attn_params params = {};
+    params.scale    = a.scale;
+    params.max_bias = a.g.hparams.f_max_alibi_bias;
+    params.softcap  = a.softcap();
+    params.topk_max = spec.cap_for(topk, inp.n_kv);
+    params.top_p    = (float) spec.top_p;
+
+    ggml_tensor * res;
+    if (all) {
+        const ggml_sparse_attend_params attend = { params.scale, params.max_bias, params.softcap, 0 };
+        res = ggml_sparse_attn_attend(a.g.ctx0, in.q, in.k, in.v, in.mask, in.visible, nullptr, nullptr, nullptr, in.sinks, in.stats, attend);
+    } else {
+        inp.need_select(a.g);
+        in.forced = inp.forced;
+        in.kl     = view_kl(a, dev);
+        params.n_local_max = inp.n_local_max;
+        if (k_t) {
+            inp.need_sealed(a.g);
+            const auto & layer = inp.shadow().at(a.ikv());
+            params.mean_v = llama_sparse_wants_mean_v(inp.kv(), spec, a.il);
+            params.rank   = spec.rank_for(a.il, a.k->ne[0], llama_sparse_row_bytes(inp.kv(), a.il));
+            params.n_bit  = spec.n_bit;
+            params.n_rot  = llama_sparse_n_rot(inp.kv());
+            in.k_t     = k_t;
+            in.sealed  = inp.sealed;
+            in.k_range = layer.view_range(a.g.ctx0, ns, inp.stream0());
+            in.v_sum   = params.mean_v ? layer.view_v_sum(a.g.ctx0, ns, inp.stream0()) : nullptr;
+            res = ggml_sparq_attn(a.g.ctx0, &in, &params);
+        } else {
+            res = ggml_topk_attn(a.g.ctx0, &in, &params);
+        }
+    }
+    why = llama_sparse_why_not_run(dev, res);
+    return why.empty() ? emit(a, dev, res, "sparse_attend") : nullptr; // else the nodes made above are in no graph
+}
+
+// the attention of a layer, or nullptr and why it is left to llama.cpp
+ggml_tensor * build(const attention & a, bool has_cache, std::string & why) {
+    const auto & tok = a.inp.tok;
+
+    ggml_tensor * k_t = why.empty() && a.spec().has_shadow() ? build_seal(a) : nullptr;
+
+    const bool is_sliding = !has_cache;
+    if (tok.has_prompt() && !((why.empty() || is_sliding) && can_prefill(a))) {
+        why = why.empty() ? "prefill" : why;
+        return nullptr;
+    }
+    if (!why.empty()) { // a layer with a sliding window is read exactly, also for the replies among prompts
+        return tok.has_prompt() ? build_prefill(a, 0, tok.n) : nullptr;
+    }
+    if (tok.n_reply == 0) {
+        return build_prefill(a, 0, tok.n);
+    }
+    build_masks(a);
+    ggml_tensor * res = build_replies(a, k_t, why);
+    if (res && tok.is_mixed()) { // a token that sees nothing gives zeros
+        res = ggml_add(a.g.ctx0, res, build_prefill(a, tok.lo, tok.hi, a.inp.mask_prompt));
+    }
+    if (res && tok.lo > 0) {
+        res = ggml_concat(a.g.ctx0, build_prefill(a, 0, tok.lo), res, 1);
+    }
+    if (res && tok.hi < tok.n) {
+        res = ggml_concat(a.g.ctx0, res, build_prefill(a, tok.hi, tok.n), 1);
+    }
+    return res;
+}
+
+// Which cache a layer reads is told by its mask: those of a plain KV cache belong to one of two inputs of the graph. False: another kind of
+// attention, which is upstream's. mctx == nullptr: a layer with a sliding window, of which we read prompts only.
+bool find_cache(const llm_graph_context & g, const ggml_tensor * kq_mask, const llama_kv_cache_context ** mctx) {
+    for (const auto & input : g.res->inputs) {
+        auto * plain = dynamic_cast<llm_graph_input_attn_kv      *>(input.get());
+        auto * iswa  = dynamic_cast<llm_graph_input_attn_kv_iswa *>(input.get());
+        if (auto * hybrid = dynamic_cast<llm_graph_input_mem_hybrid *>(input.get())) {
+            plain = hybrid->get_attn();
+        }
+        if (auto * hybrid = dynamic_cast<llm_graph_input_mem_hybrid_iswa *>(input.get())) {
+            iswa = hybrid->get_attn();
+        }
+        if (plain && plain->get_kq_mask() == kq_mask) {
+            *mctx = plain->mctx;
+            return true;
+        }
+        if (iswa && (iswa->get_kq_mask() == kq_mask || iswa->get_kq_mask_swa() == kq_mask)) {
+            *mctx = iswa->get_kq_mask() == kq_mask ? iswa->mctx->get_base() : nullptr;
+            return true;
+        }
+    }
+    return false;
+}
+
+} // namespace
+
+ggml_tensor * llama_sparse_build_attn(
+        const llm_graph_context & g, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
+        ggml_tensor * kq_b, ggml_tensor * kq_mask, ggml_tensor * sinks, float kq_scale, int il) {
+    const llama_kv_cache_context * mctx = nullptr;
+    if (!g.cparams.sparse || g.cparams.sparse->is_off() || !kq_mask || !find_cache(g, kq_mask, &mctx)) {
+        return nullptr;
+    }
+    auto & inp = *llm_graph_input_sparse::of(g, mctx);
+    const attention a = { g, inp, q, k, v, kq_b, kq_mask, sinks, kq_scale, il };
+
+    std::string why = why_not_ours(a, mctx);
+    ggml_tensor * res = build(a, mctx != nullptr, why);
+    inp.layers.push_back({ il, why, res == nullptr });
+    return res;
+}

@@ -1,0 +1,276 @@
+#include "sparse-input.h"
+
+#include "sparse-compat.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <iterator>
+
+using access = llama_sparse_access;
+
+// groups that a graph can seal, so that it can be used again; when more wait (after a shift), one graph is made that seals them all: a
+// position that is not sealed is scored from K, which costs more with every token than sealing it does once
+static constexpr int64_t N_SEAL = 16;
+
+//
+// replies
+//
+
+// did the token before this position ask for its logits too? What is not known did; a first token has none before it
+static bool follows_reply(llama_kv_cache & kv, llama_seq_id seq, llama_pos at) {
+    const uint32_t stream = access::stream_of(kv, seq);
+    const auto & pos    = sparse_positions_of(access::cells(kv, stream), seq, 0);
+    const auto & shadow = access::shadow(kv);
+    const auto   next   = pos.lower_bound({ at, 0 });
+    return next != pos.begin() && !(shadow && shadow->is_prompt(stream, std::prev(next)->second));
+}
+
+std::bitset<LLAMA_MAX_SEQ> llama_sparse_replying(llama_kv_cache * kv, const llama_batch & batch) {
+    std::array<uint32_t, LLAMA_MAX_SEQ> n_tok = {};
+    for (int32_t i = 0; i < batch.n_tokens; ++i) {
+        for (int32_t j = 0; j < batch.n_seq_id[i]; ++j) {
+            n_tok[batch.seq_id[i][j]]++;
+        }
+    }
+    std::bitset<LLAMA_MAX_SEQ> res;
+    for (int32_t i = 0; i < batch.n_tokens; ++i) {
+        const llama_seq_id seq = batch.seq_id[i][0];
+        res[seq] = n_tok[seq] == 1 && batch.logits[i] && (!kv || follows_reply(*kv, seq, batch.pos[i]));
+    }
+    return res;
+}
+
+static llm_graph_input_sparse::tokens find_tokens(const llama_sparse_state & state, const llama_kv_cache_context * mctx, const llama_ubatch & ubatch) {
+    llm_graph_input_sparse::tokens res = { ubatch.n_tokens, 0, ubatch.n_tokens, 0 };
+    // a graph that measures stands for a step of one token per sequence, or for a prompt
+    const bool is_reserve = mctx && access::is_reserve(*mctx);
+    const bool is_step    = ubatch.n_tokens == ubatch.n_seqs_unq;
+    for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
+        if (is_reserve ? is_step : state.replying[ubatch.seq_id[i][0]]) {
+            res.n_reply++;
+            res.lo = std::min(res.lo, i);
+            res.hi = i + 1;
+        }
+    }
+    if (res.n_reply == 0) {
+        res.lo = 0;
+    } else if (mctx && access::kv(*mctx).get_n_stream() > 1) {
+        res.lo = 0;
+        res.hi = res.n;
+    }
+    return res;
+}
+
+bool llm_graph_input_sparse::tokens::same_graph(const tokens & other) const {
+    return n == other.n && lo == other.lo && hi == other.hi && is_mixed() == other.is_mixed();
+}
+
+//
+// the graph
+//
+
+llm_graph_input_sparse * llm_graph_input_sparse::of(const llm_graph_context & g, const llama_kv_cache_context * mctx) {
+    for (auto & input : g.res->inputs) {
+        if (auto * inp = dynamic_cast<llm_graph_input_sparse *>(input.get())) {
+            return inp;
+        }
+    }
+    auto inp = std::make_unique<llm_graph_input_sparse>(g, mctx ? mctx : llama_sparse_find_cache(g.mctx));
+    return static_cast<llm_graph_input_sparse *>(g.res->add_input(std::move(inp)));
+}
+
+llm_graph_input_sparse::llm_graph_input_sparse(const llm_graph_context & g, const llama_kv_cache_context * mctx) :
+    state(g.cparams.sparse), mctx(mctx), tok(find_tokens(*state, mctx, g.ubatch)), n_kv(mctx ? mctx->get_n_kv() : 0),
+    n_stream(mctx ? access::sinfo(*mctx).s1 - access::sinfo(*mctx).s0 + 1 : 1) {
+    if (mctx) {
+        score_shares = llama_sparse_score_shares(kv(), state->spec, state->n_layer);
+    }
+}
+
+static ggml_tensor * new_input(const llm_graph_context & g, const char * name, int64_t ne0, int64_t ne1, int64_t ne2 = 1, int64_t ne3 = 1,
+        ggml_type type = GGML_TYPE_I32) {
+    ggml_tensor * t = ggml_new_tensor_4d(g.ctx0, type, ne0, ne1, ne2, ne3);
+    ggml_set_input(t);
+    g.cb(t, name, -1);
+    return t;
+}
+
+void llm_graph_input_sparse::need_list(const llm_graph_context & g) {
+    if (!list) {
+        const int64_t n_written = tok.n/n_stream/GGML_SPARSE_GROUP + 2;
+        list = new_input(g, "sparse_list", std::max({ N_SEAL, n_written, n_waiting() }), n_stream);
+    }
+}
+
+void llm_graph_input_sparse::need_sealed(const llm_graph_context & g) {
+    if (!sealed) {
+        sealed = new_input(g, "sparse_sealed", llama_sparse_n_groups(n_kv), n_stream);
+    }
+}
+
+void llm_graph_input_sparse::need_select(const llm_graph_context & g) {
+    if (kl) {
+        return;
+    }
+    const auto & spec = state->spec;
+    for (int32_t il = 0; il < state->n_layer; ++il) {
+        const int32_t k = spec.topk_for(il, n_kv, score_shares);
+        n_local_max = std::max(n_local_max, (uint32_t) k < n_kv ? spec.local_for(k) : 0);
+    }
+    const int64_t n_tok = (tok.hi - tok.lo)/n_stream;
+    forced = new_input(g, "sparse_forced", std::max(n_local_max + spec.sinks, 1), n_tok, 1, n_stream);
+    kl     = new_input(g, "sparse_kl", 2, n_tok, n_stream, state->n_layer);
+}
+
+void llm_graph_input_sparse::need_hide(const llm_graph_context & g) {
+    if (!hide_prompts) {
+        const int64_t n_tok = (tok.hi - tok.lo)/n_stream;
+        hide_prompts = new_input(g, "sparse_hide_prompts", 1, n_tok, 1, n_stream, GGML_TYPE_F32);
+        hide_replies = new_input(g, "sparse_hide_replies", 1, n_tok, 1, n_stream, GGML_TYPE_F32);
+    }
+}
+
+bool llm_graph_input_sparse::can_reuse(const llm_graph_params & params) {
+    const auto * next = llama_sparse_find_cache(params.mctx);
+    const tokens now  = find_tokens(*state, next, params.ubatch);
+    if (!now.same_graph(tok)) {
+        return false;
+    }
+    tok = now;
+    if (!mctx || !next) {
+        return !mctx && !next;
+    }
+    mctx = next;
+    if (n_kv != mctx->get_n_kv()) {
+        return false;
+    }
+    const int64_t n = list ? n_waiting() : 0;
+    // a long list is walked by every layer, so the graph of a decoded token that has one serves once
+    return !list || (n <= list->ne[0] && (tok.has_prompt() || list->ne[0] <= N_SEAL || n > N_SEAL));
+}
+
+int64_t llm_graph_input_sparse::n_waiting() const {
+    const auto & sinfo = access::sinfo(*mctx);
+    int64_t n = 0;
+    for (uint32_t s = sinfo.s0; s <= sinfo.s1; ++s) {
+        int64_t n_group = 0;
+        shadow().for_sealable(access::cells(kv(), s), s, n_kv, nullptr, [&](int32_t) { ++n_group; return true; });
+        n = std::max(n, n_group);
+    }
+    return n;
+}
+
+//
+// values
+//
+
+// an input without memory was made for nodes that are in no graph, since their device refused one of them
+static bool is_used(const ggml_tensor * t) {
+    return t && t->data;
+}
+
+// Seals up to n_list complete groups of one stream: every cell in use, none written by this ubatch. K and V of such a group are in the
+// cache already, so it does not matter where in the graph SEAL runs.
+void llm_graph_input_sparse::set_seal(uint32_t s, uint32_t stream, const std::vector<uint32_t> & written) {
+    // the cells this ubatch writes are in use already
+    busy.assign(shadow().sealed(stream).size(), 0);
+    for (uint32_t i : written) {
+        busy[i/GGML_SPARSE_GROUP] = 1;
+    }
+
+    // no cell past the view is in use, and coding a run anew leaves out its groups there
+    shadow().invalidate(stream, n_kv/GGML_SPARSE_GROUP);
+
+    const int64_t n_list = list->ne[0];
+    int32_t * dst = (int32_t *) list->data + s*n_list;
+    int64_t n = 0;
+    shadow().for_sealable(access::cells(kv(), stream), stream, n_kv, busy.data(), [&](int32_t g) {
+        if (n == n_list) {
+            return false;
+        }
+        dst[n++] = g;
+        shadow().seal(stream, g);
+        return true;
+    });
+    std::fill(dst + n, dst + n_list, -1);
+
+    if (is_used(sealed)) {
+        std::copy_n(shadow().sealed(stream).begin(), sealed->ne[0], (int32_t *) sealed->data + s*sealed->ne[0]);
+    }
+}
+
+// The local window and the sinks are the newest and the oldest positions of the token's own sequence: found by position, since cells are
+// in no particular order.
+void llm_graph_input_sparse::set_select(const llama_ubatch * ubatch) {
+    const auto & spec = state->spec;
+
+    const int64_t n_tok    = tok.hi - tok.lo;
+    const int64_t n_forced = forced->ne[0];
+
+    std::fill_n((int32_t *) forced->data, ggml_nelements(forced), -1);
+    std::fill_n((int32_t *) kl->data,     ggml_nelements(kl),      0);
+    for (int64_t i = 0; i < n_tok; ++i) {
+        const uint32_t     t   = tok.lo + i;
+        const llama_seq_id seq = ubatch->seq_id[t][0];
+        if (!state->replying[seq]) {
+            continue;
+        }
+        const auto & pos = sparse_positions_of(access::cells(kv(), access::stream_of(kv(), seq)), seq, 0);
+
+        const auto end = pos.upper_bound({ ubatch->pos[t], UINT32_MAX }); // the first after the token itself
+        const int32_t n_pos = pos.size() - std::distance(end, pos.end()); // most often nothing comes after
+
+        int32_t * dst = (int32_t *) forced->data + i*n_forced;
+        auto it = end;
+        for (int32_t j = 0; j < n_local_max && it != pos.begin(); ++j) {
+            dst[j] = (--it)->second;
+        }
+        auto first = pos.begin();
+        for (int64_t j = n_local_max; j < n_local_max + spec.sinks && first != end; ++j, ++first) { // n_forced is at least 1
+            dst[j] = first->second;
+        }
+
+        for (int64_t il = 0; il < kl->ne[3]; ++il) {
+            int32_t * out = (int32_t *) kl->data + (il*n_tok + i)*2;
+            const int32_t k = spec.topk_for(il, n_pos, score_shares);
+            out[0] = spec.cap_for(k, n_pos);
+            out[1] = std::min(spec.local_for(k), n_local_max);
+        }
+    }
+}
+
+void llm_graph_input_sparse::set_input(const llama_ubatch * ubatch) {
+    if (list) {
+        const auto & sinfo = access::sinfo(*mctx);
+        shadow().begin();
+        // those of the graph's streams without tokens in this ubatch seal nothing new
+        static const std::vector<uint32_t> none;
+        for (uint32_t s = 0; s < n_stream; ++s) {
+            const uint32_t stream = sinfo.s0 + s;
+            const auto it = std::find(sinfo.strm.begin(), sinfo.strm.end(), (llama_seq_id) stream);
+            set_seal(s, stream, it == sinfo.strm.end() ? none : sinfo.idxs[it - sinfo.strm.begin()]);
+        }
+    }
+    if (is_used(kl)) {
+        set_select(ubatch);
+    }
+    for (uint32_t i = 0; hide_prompts && i < tok.hi - tok.lo; ++i) {
+        const bool is_reply = state->replying[ubatch->seq_id[tok.lo + i][0]];
+        ((float *) hide_prompts->data)[i] = is_reply ? 0.0f : -INFINITY;
+        ((float *) hide_replies->data)[i] = is_reply ? -INFINITY : 0.0f;
+    }
+
+    state->n_steps += tok.n_reply;
+    if (tok.n_reply > 0 && state->layers.size() != layers.size()) {
+        state->layers.clear(); // else the same ones, whose entries are written again: nothing is allocated
+    }
+    for (const auto & [il, reason, is_left] : layers) {
+        if (tok.n_reply > 0) {
+            state->layers[il] = reason;
+        }
+        if (is_left) {
+            state->n_stock[reason] += tok.n;
+        }
+    }
+}

@@ -1,0 +1,86 @@
+#pragma once
+
+// What the sparse layers of one graph need from the host.
+
+#include "sparse-shadow.h"
+#include "sparse-state.h"
+
+#include "llama-graph.h"
+
+#include <map>
+
+class llm_graph_input_sparse : public llm_graph_input_i {
+public:
+    // the one of this graph, made by the first layer that asks. mctx: may be nullptr, then the cache is looked for
+    static llm_graph_input_sparse * of(const llm_graph_context & g, const llama_kv_cache_context * mctx);
+
+    llm_graph_input_sparse(const llm_graph_context & g, const llama_kv_cache_context * mctx);
+
+    void set_input(const llama_ubatch * ubatch) override;
+    bool can_reuse(const llm_graph_params & params) override;
+
+    const std::shared_ptr<llama_sparse_state> state;
+    const llama_kv_cache_context *            mctx; // nullptr: an architecture without a plain KV cache
+
+    // Tokens of the ubatch, some of which are replies: decoded ones
+    struct tokens {
+        uint32_t n;       // all
+        uint32_t n_reply;
+        uint32_t lo, hi;  // the smallest range that has all replies; with several streams all tokens, or none
+
+        bool is_mixed()   const { return n_reply < hi - lo; } // prompts between replies
+        bool has_prompt() const { return n_reply < n; }
+        bool same_graph(const tokens & other) const;
+    };
+    tokens         tok; // of the ubatch at hand
+    const uint32_t n_kv;
+    const uint32_t n_stream;
+
+    llama_kv_cache      & kv()      const { return llama_sparse_access::kv(*mctx); }
+    llama_sparse_shadow & shadow()  const { return *llama_sparse_access::shadow(kv()); }
+    uint32_t              stream0() const { return llama_sparse_access::sinfo(*mctx).s0; } // the first of the graph's
+
+    // ---- inputs: made by the first layer that needs them
+
+    ggml_tensor * list   = nullptr; // I32 [n_list, n_stream]: groups to seal
+    ggml_tensor * sealed = nullptr; // I32 [n_grp, n_stream]
+    ggml_tensor * forced = nullptr; // I32 [n_local_max + n_sinks, n_tok, 1, n_stream], of the range
+    ggml_tensor * kl     = nullptr; // I32 [2, n_tok, n_stream, n_layer], of the range: k and l
+    ggml_tensor * hide_prompts = nullptr; // F32 [1, n_tok, 1, n_stream], of a mixed range: -inf for tokens of prompts, else 0
+    ggml_tensor * hide_replies = nullptr; // the reverse
+
+    void need_list  (const llm_graph_context & g);
+    void need_sealed(const llm_graph_context & g);
+    void need_select(const llm_graph_context & g); // forced and kl
+    void need_hide  (const llm_graph_context & g); // both
+
+    int32_t             n_local_max = 0;
+    std::vector<double> score_shares; // [n_layer], see llama_sparse_score_shares()
+
+    // ---- nodes that layers share, by the device that runs them (nullptr: the CPU)
+
+    ggml_tensor * mask_reply  = nullptr; // of the range; in a mixed one, each of them hides all positions from the tokens of the other kind
+    ggml_tensor * mask_prompt = nullptr;
+    std::map<ggml_backend_dev_t, ggml_tensor *> visible;
+    std::map<ggml_backend_dev_t, ggml_tensor *> kl_of; // copied there once, not once per layer
+    std::map<int32_t, ggml_tensor *> k_t;              // SEAL's result, by layer of the cache
+
+    struct layer {
+        int         il;
+        std::string reason;  // why its decoded tokens are not ours, "" if they are
+        bool        is_left; // all of its attention is left to llama.cpp
+    };
+    std::vector<layer> layers;
+
+private:
+    int64_t n_waiting() const; // complete groups that are not sealed, in the stream with most of them
+
+    void set_seal  (uint32_t s, uint32_t stream, const std::vector<uint32_t> & written);
+    void set_select(const llama_ubatch * ubatch);
+
+    std::vector<uint8_t> busy; // [n_grp] groups that the ubatch writes; kept, so that a token allocates nothing
+};
+
+// Which sequences of a batch reply: their one token is a decoded one, by the rule in llama-sparse.h. kv == nullptr: as if nothing was known of
+// the tokens before
+std::bitset<LLAMA_MAX_SEQ> llama_sparse_replying(llama_kv_cache * kv, const llama_batch & batch);

@@ -1,0 +1,224 @@
+#include "sparse-seal.h"
+
+#include "sparse-codes.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+using access = llama_sparse_access;
+
+//
+// seal
+//
+
+int64_t llama_sparse_seal_all(llama_kv_cache & kv, llama_sparse_state & state, ggml_backend_sched_t like) {
+    auto & shadow = *access::shadow(kv);
+    const uint32_t n_stream = kv.get_n_stream();
+
+    std::vector<std::vector<int32_t>> todo(n_stream);
+    size_t n_list = 0, n_group = 0;
+    for (uint32_t s = 0; s < n_stream; ++s) {
+        shadow.for_sealable(access::cells(kv, s), s, kv.get_size(), nullptr, [&](int32_t g) { todo[s].push_back(g); return true; });
+        n_list   = std::max(n_list, todo[s].size());
+        n_group += todo[s].size();
+    }
+    if (n_group == 0) {
+        return 0;
+    }
+    const auto & layers = access::layers(kv);
+    ggml_context_ptr scratch(ggml_init({ (16*layers.size() + 16)*ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true }));
+    ggml_context * ctx = scratch.get();
+
+    ggml_tensor * list   = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, n_list, n_stream);
+    ggml_tensor * sealed = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, shadow.sealed(0).size(), n_stream);
+    ggml_set_input(list);
+    ggml_set_input(sealed);
+
+    llama_kv_cache::slot_info all;
+    all.s0 = 0;
+    all.s1 = n_stream - 1;
+    ggml_cgraph * gf = ggml_new_graph(ctx);
+    int64_t n_layer = 0;
+    for (const auto & [il, ikv] : access::layer_ids(kv)) {
+        if (shadow.at(ikv).k_t && layers[ikv].il == (uint32_t) il) { // a layer that reuses another's cells has none of its own
+            ggml_tensor * k = kv.get_k(ctx, il, kv.get_size(), all);
+            ggml_tensor * v = kv.get_v(ctx, il, kv.get_size(), all);
+            ggml_tensor * stats = state.stats(llama_sparse_device_of(layers[ikv].k));
+            ggml_build_forward_expand(gf, shadow.build_seal(ctx, kv, ikv, k, v, 0, list, sealed, stats));
+            ++n_layer;
+        }
+    }
+    if (n_layer == 0) {
+        return 0;
+    }
+
+    // a scheduler of its own, so that the allocations of the context's stay as they are; each node runs where its k_t lies
+    std::vector<ggml_backend_t> backends;
+    for (int i = 0; i < ggml_backend_sched_get_n_backends(like); ++i) {
+        backends.push_back(ggml_backend_sched_get_backend(like, i));
+    }
+    ggml_backend_sched_ptr sched(ggml_backend_sched_new(backends.data(), nullptr, backends.size(), GGML_DEFAULT_GRAPH_SIZE, false, false));
+    if (!ggml_backend_sched_alloc_graph(sched.get(), gf)) {
+        return -1;
+    }
+    shadow.begin();
+    for (uint32_t s = 0; s < n_stream; ++s) {
+        for (int32_t g : todo[s]) {
+            shadow.seal(s, g);
+        }
+        std::vector<int32_t> row(todo[s]);
+        row.resize(n_list, -1);
+        ggml_backend_tensor_set(list, row.data(), s*list->nb[1], list->nb[1]);
+        if (shadow.n_bit() != 16) {
+            row.assign(shadow.sealed(s).begin(), shadow.sealed(s).end());
+            ggml_backend_tensor_set(sealed, row.data(), s*sealed->nb[1], sealed->nb[1]);
+        }
+    }
+    if (ggml_backend_sched_graph_compute(sched.get(), gf) != GGML_STATUS_SUCCESS) {
+        shadow.rollback();
+        return -1;
+    }
+    shadow.commit();
+    return n_layer*n_group;
+}
+
+//
+// check
+//
+
+namespace {
+
+// a tensor where the CPU can read it: its own data, or a copy from the device
+struct host_view {
+    const ggml_tensor * t;
+    std::vector<char>   copy;
+    const char        * data;
+
+    explicit host_view(const ggml_tensor * t) : t(t), data(t ? (const char *) t->data : nullptr) {
+        if (t && llama_sparse_device_of(t)) {
+            copy.resize(ggml_nbytes(t));
+            ggml_backend_tensor_get(t, copy.data(), 0, copy.size());
+            data = copy.data();
+        }
+    }
+};
+
+// one row of K or V as f32; row [n] of a type that has a kernel
+void load_row(const host_view & view, uint32_t stream, uint32_t cell, std::vector<float> & row) {
+    const ggml_tensor * t = view.t;
+    const void * src = view.data + stream*t->nb[2] + cell*t->nb[1];
+    row.resize(t->ne[0]);
+    if (t->type == GGML_TYPE_F32) {
+        memcpy(row.data(), src, row.size()*sizeof(float));
+    } else {
+        ggml_get_type_traits(t->type)->to_float(src, row.data(), row.size());
+    }
+}
+
+// x [n] = H*x, the orthonormal Walsh-Hadamard matrix, its own inverse
+void hadamard(float * x, int32_t n) {
+    for (int32_t s = 1; s < n; s *= 2) {
+        for (int32_t i = 0; i < n; ++i) {
+            if (!(i & s)) {
+                const float a = x[i], b = x[i + s];
+                x[i]     = a + b;
+                x[i + s] = a - b;
+            }
+        }
+    }
+    for (int32_t i = 0; i < n; ++i) {
+        x[i] /= std::sqrt((float) n);
+    }
+}
+
+// what is compared in one layer
+struct layer_check {
+    const host_view k, v, k_t, k_range, v_sum;
+    const int32_t   n_bit, n_rot;
+    std::vector<float> row = {};
+
+    // does k_t hold x for cell i and channel c? As exactly as its type can; err: of x itself
+    bool matches(uint32_t s, uint32_t i, size_t c, float x, float err) const {
+        const auto * codes = (const uint8_t *) k_t.data + s*k_t.t->nb[2] + c*k_t.t->nb[1];
+        if (n_bit == 16) {
+            const float y = ggml_fp16_to_fp32(((const ggml_fp16_t *) codes)[i]);
+            return y == ggml_fp16_to_fp32(ggml_fp32_to_fp16(x)) || (err > 0.0f && std::abs(y - x) <= err + 5e-4f*std::abs(x));
+        }
+        const auto * nb = k_range.t->nb;
+        const auto * range = (const float *) (k_range.data + s*nb[3] + c*nb[2] + i/GGML_SPARSE_RUN*nb[1]);
+        const int code = codes[ggml_sparse_code_byte(i, n_bit)] >> ggml_sparse_code_shift(i, n_bit) & ((1 << n_bit) - 1);
+        return std::abs(range[1] + range[0]*code - x) <= 0.501f*range[0] + 1e-6f*std::abs(x) + err;
+    }
+
+    bool cell_matches(uint32_t s, uint32_t i) {
+        load_row(k, s, i, row);
+        float err = 0.0f;
+        for (size_t c = 0; n_rot > 0 && c < row.size(); c += n_rot) {
+            hadamard(&row[c], n_rot);
+        }
+        for (size_t c = 0; n_rot > 0 && c < row.size(); ++c) {
+            err = std::max(err, 1e-5f*std::abs(row[c])); // the matrix rounds
+        }
+        for (size_t c = 0; c < row.size(); ++c) {
+            if (!matches(s, i, c, std::clamp(row[c], -65504.0f, 65504.0f), err)) {
+                return false;
+            }
+        }
+        return true;
+    }
+
+    bool sum_matches(uint32_t s, uint32_t g) {
+        if (!v_sum.t) {
+            return true;
+        }
+        std::vector<double> sum(v.t->ne[0], 0.0), mag(v.t->ne[0], 0.0);
+        for (uint32_t i = g*GGML_SPARSE_GROUP; i < (g + 1)*GGML_SPARSE_GROUP; ++i) {
+            load_row(v, s, i, row);
+            for (size_t c = 0; c < row.size(); ++c) {
+                sum[c] += row[c];
+                mag[c] += std::abs(row[c]);
+            }
+        }
+        const auto * have = (const float *) (v_sum.data + s*v_sum.t->nb[2] + ggml_sparse_sum_row(g)*v_sum.t->nb[1]);
+        for (size_t c = 0; c < sum.size(); ++c) {
+            if (!(std::abs(have[c] - sum[c]) <= 1e-5*mag[c] + 1e-30)) {
+                return false;
+            }
+        }
+        return true;
+    }
+
+    bool group_matches(uint32_t s, uint32_t g) {
+        for (uint32_t i = g*GGML_SPARSE_GROUP; i < (g + 1)*GGML_SPARSE_GROUP; ++i) {
+            if (!cell_matches(s, i)) {
+                return false;
+            }
+        }
+        return sum_matches(s, g);
+    }
+};
+
+} // namespace
+
+int64_t llama_sparse_count_stale(llama_kv_cache & kv) {
+    const auto & shadow = *access::shadow(kv);
+    const auto & layers = access::layers(kv);
+    int64_t res = 0;
+    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
+        const auto & own = shadow.at(ikv);
+        if (!own.k_t) {
+            continue;
+        }
+        layer_check check = {
+            host_view(layers[ikv].k), host_view(layers[ikv].v), host_view(own.k_t), host_view(own.k_range), host_view(own.v_sum),
+            shadow.n_bit(), llama_sparse_n_rot(kv),
+        };
+        for (uint32_t s = 0; s < kv.get_n_stream(); ++s) {
+            for (uint32_t g = 0; g < shadow.sealed(s).size(); ++g) {
+                res += shadow.sealed(s)[g] && !check.group_matches(s, g);
+            }
+        }
+    }
+    return res;
+}

@@ -1,0 +1,307 @@
+#include "sparse-shadow.h"
+
+#include "llama-hparams.h"
+
+#include "sparse-codes.h"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include <algorithm>
+#include <map>
+#include <stdexcept>
+
+using access = llama_sparse_access;
+
+// Strides of a power of two would map all channels to the same cache sets (PICK by one thread takes 5 to 10 % longer from f16, 10 to 30 % from
+// codes, MHA and GQA, 16k; three lines are no better than one). So codes of a channel are a line longer than they need, and f16, which has no
+// memory to spare, a group shorter than the cache: its last group, complete only when the cache is full, is always scored from K
+static constexpr int64_t CODE_PAD = GGML_SPARSE_LINE;
+
+llama_sparse_shadow::llama_sparse_shadow(uint32_t n_stream, uint32_t n_cell) :
+    flags(n_stream, std::vector<uint8_t>(llama_sparse_n_groups(n_cell), 0)), prompt(n_stream, std::vector<uint8_t>(n_cell, 0)) {
+}
+
+//
+// tensors
+//
+
+static ggml_tensor * view_streams(ggml_context * ctx, ggml_tensor * t, int64_t n_stream, uint32_t s0) {
+    return t ? ggml_view_3d(ctx, t, t->ne[0], t->ne[1], n_stream, t->nb[1], t->nb[2], s0*t->nb[2]) : nullptr;
+}
+
+ggml_tensor * llama_sparse_shadow::layer::view_k_t(ggml_context * ctx, int64_t n_stream, uint32_t s0) const {
+    return view_streams(ctx, k_t, n_stream, s0);
+}
+
+ggml_tensor * llama_sparse_shadow::layer::view_v_sum(ggml_context * ctx, int64_t n_stream, uint32_t s0) const {
+    return view_streams(ctx, v_sum, n_stream, s0);
+}
+
+// scales and zeros lie in memory channel by channel, since SCORE reads those of few channels; the ops see [2, channels, n_run, n_stream]
+ggml_tensor * llama_sparse_shadow::layer::view_range(ggml_context * ctx, int64_t n_stream, uint32_t s0) const {
+    ggml_tensor * t = k_range;
+    return t ? ggml_view_4d(ctx, t, t->ne[0], t->ne[2], t->ne[1], n_stream, t->nb[2], t->nb[1], t->nb[3], s0*t->nb[3]) : nullptr;
+}
+
+// positions of a row of k_t
+static uint32_t n_shadow_pos(const llama_kv_cache & kv, int32_t n_bit) {
+    const uint32_t n = kv.get_size();
+    return n_bit == 16 ? (n - 1)/GGML_SPARSE_GROUP*GGML_SPARSE_GROUP : (n + GGML_SPARSE_RUN - 1)/GGML_SPARSE_RUN*GGML_SPARSE_RUN;
+}
+
+// the tensors of one layer, without memory
+static llama_sparse_shadow::layer new_layer(ggml_context * ctx, const llama_kv_cache & kv, const llama_sparse_spec & spec, size_t ikv, bool v_sum) {
+    llama_sparse_shadow::layer res;
+    const auto &  src      = access::layers(kv)[ikv];
+    const int64_t n_pos    = n_shadow_pos(kv, spec.n_bit);
+    const int64_t n_stream = kv.get_n_stream();
+    if (spec.n_bit == 16) {
+        res.k_t = ggml_new_tensor_3d(ctx, GGML_TYPE_F16, n_pos, src.k->ne[0], n_stream);
+    } else {
+        const int64_t n_run = n_pos/GGML_SPARSE_RUN;
+        res.k_t = ggml_new_tensor_3d(ctx, GGML_TYPE_I8, n_pos*spec.n_bit/8 + CODE_PAD, src.k->ne[0], n_stream);
+        // whole cache lines per channel: a tile of SCORE reads one of each. An odd number, or many channels would share a set of the cache
+        const int64_t n_line = (n_run + 7)/8 | 1;
+        res.k_range = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, 2, 8*n_line, src.k->ne[0], n_stream);
+        ggml_format_name(res.k_range, "sparse_k_range_%d", (int) src.il);
+    }
+    ggml_format_name(res.k_t, "sparse_k_t_%d", (int) src.il);
+    if (v_sum) {
+        res.v_sum = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, src.v->ne[0], ggml_sparse_n_sum_rows(llama_sparse_n_groups(kv.get_size())), n_stream);
+        ggml_format_name(res.v_sum, "sparse_v_sum_%d", (int) src.il);
+    }
+    return res;
+}
+
+// "" or why the device of a layer's K can not run SparQ on it: asks with the nodes of a token that sees all of the cache
+static std::string why_not_sparq(const llama_kv_cache & kv, const llama_sparse_spec & spec, size_t ikv, bool v_sum) {
+    const auto & hparams = access::hparams(kv);
+    const int    il      = access::layers(kv)[ikv].il;
+    const ggml_backend_dev_t dev = llama_sparse_device_of(access::layers(kv)[ikv].k);
+    if (!dev) {
+        return "";
+    }
+    ggml_context_ptr scratch(ggml_init({ 64*ggml_tensor_overhead(), nullptr, true }));
+    ggml_context * ctx = scratch.get();
+    const auto layer = new_layer(ctx, kv, spec, ikv, v_sum);
+
+    const int64_t n_kv = kv.get_size(), ns = kv.get_n_stream();
+    llama_kv_cache::slot_info all;
+    all.s0 = 0;
+    all.s1 = ns - 1;
+    ggml_sparse_attn_inputs in = {};
+    in.k       = kv.get_k(ctx, il, n_kv, all);
+    in.v       = kv.get_v(ctx, il, n_kv, all);
+    in.q       = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, in.k->ne[0], hparams.n_head(il), 1, ns);
+    in.mask    = ggml_new_tensor_4d(ctx, GGML_TYPE_F16, n_kv, 1, 1, ns);
+    in.visible = ggml_sparse_attn_visible(ctx, in.mask);
+    in.sealed  = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, llama_sparse_n_groups(n_kv), ns);
+    in.forced  = ggml_new_tensor_4d(ctx, GGML_TYPE_I32, std::max(spec.sinks, 1), 1, 1, ns);
+    in.kl      = ggml_new_tensor_4d(ctx, GGML_TYPE_I32, 2, 1, 1, ns);
+    in.k_range = layer.view_range(ctx, ns, 0);
+    in.v_sum   = layer.v_sum;
+    in.k_t     = ggml_sparse_attn_seal(ctx, layer.view_k_t(ctx, ns, 0), layer.v_sum, in.k, layer.v_sum ? in.v : nullptr, in.sealed,
+            nullptr, in.k_range, spec.n_bit == 16 ? nullptr : in.sealed, { spec.n_bit, llama_sparse_n_rot(kv) });
+
+    const auto shares = llama_sparse_score_shares(kv, spec, hparams.n_layer());
+    ggml_sparse_attn_params params = {};
+    params.rank     = spec.rank_for(il, in.k->ne[0], llama_sparse_row_bytes(kv, il));
+    params.topk_max = spec.cap_for(spec.topk_for(il, n_kv, shares), n_kv);
+    params.scale    = 1.0f;
+    params.mean_v   = layer.v_sum && llama_sparse_wants_mean_v(kv, spec, il);
+    params.n_bit    = spec.n_bit;
+    params.n_rot    = llama_sparse_n_rot(kv);
+    params.top_p    = (float) spec.top_p;
+    return llama_sparse_why_not_run(dev, ggml_sparq_attn(ctx, &in, &params));
+}
+
+void llama_sparse_shadow::make_tensors(llama_kv_cache & kv, const llama_sparse_spec & spec) {
+    bool v_sum = false;
+    for (const auto & [il, ikv] : access::layer_ids(kv)) {
+        v_sum = v_sum || llama_sparse_wants_mean_v(kv, spec, il);
+    }
+    if (*llama_sparse_why_not(kv) || (has_tensors() && bits == spec.n_bit && (has_v_sum || !v_sum))) {
+        return;
+    }
+    const auto & cached = access::layers(kv);
+    std::vector<layer>                   new_layers(cached.size());
+    std::vector<ggml_context_ptr>        new_ctxs;
+    std::vector<ggml_backend_buffer_ptr> new_bufs;
+
+    // in the memory of K, layer by layer; what the device can not run gets none
+    std::map<ggml_backend_dev_t, ggml_context_ptr> by_device;
+    for (size_t ikv = 0; ikv < cached.size(); ++ikv) {
+        if (*llama_sparse_why_not_layer(kv, ikv) || cached[ikv].il >= access::hparams(kv).n_layer()) {
+            continue;
+        }
+        auto & ctx = by_device[llama_sparse_device_of(cached[ikv].k)];
+        if (!ctx) {
+            ctx.reset(ggml_init({ 3*cached.size()*ggml_tensor_overhead(), nullptr, true }));
+        }
+        const std::string reason = why_not_sparq(kv, spec, ikv, v_sum);
+        if (reason.empty()) {
+            new_layers[ikv] = new_layer(ctx.get(), kv, spec, ikv, v_sum);
+        }
+        new_layers[ikv].reason = reason;
+    }
+    for (auto & [dev, ctx] : by_device) {
+        ggml_tensor * first = ggml_get_first_tensor(ctx.get());
+        if (!first) {
+            continue;
+        }
+        const ggml_backend_buffer_type_t buft = dev ? ggml_backend_dev_buffer_type(dev) : ggml_backend_cpu_buffer_type();
+        // not cleared: a group is read only after it was sealed, and the pages are first touched by the threads that seal
+        const bool no_alloc = access::hparams(kv).no_alloc;
+        ggml_backend_buffer_ptr buf(no_alloc ? ggml_backend_buft_alloc_buffer(buft, 0) : ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), buft));
+        if (!buf) {
+            throw std::runtime_error("no memory for the transposed copy of K\nuse a shorter context, or topk, which needs no copy");
+        }
+        if (no_alloc) { // a context that only measures: without memory, as upstream makes K and V, and counted with them
+            for (ggml_tensor * t = first; t; t = ggml_get_next_tensor(ctx.get(), t)) {
+                t->buffer = buf.get();
+            }
+            access::ctxs_bufs(kv).emplace_back(std::move(ctx), std::move(buf));
+            continue;
+        }
+        llama_sparse_huge_pages(buf.get());
+        new_ctxs.push_back(std::move(ctx));
+        new_bufs.push_back(std::move(buf));
+    }
+    layers    = std::move(new_layers);
+    bufs      = std::move(new_bufs);
+    ctxs      = std::move(new_ctxs);
+    bits      = spec.n_bit;
+    n_pos     = n_shadow_pos(kv, spec.n_bit);
+    has_v_sum = v_sum;
+    invalidate();
+}
+
+size_t llama_sparse_shadow::bytes() const {
+    size_t n = 0;
+    for (const auto & buf : bufs) {
+        n += ggml_backend_buffer_get_size(buf.get());
+    }
+    return n;
+}
+
+ggml_tensor * llama_sparse_shadow::build_seal(ggml_context * ctx, const llama_kv_cache & kv, int32_t ikv, ggml_tensor * k, ggml_tensor * v, uint32_t s0,
+        ggml_tensor * list, ggml_tensor * sealed, ggml_tensor * stats) const {
+    const int64_t ns = k->ne[3];
+    const auto & l = layers[ikv];
+    return ggml_sparse_attn_seal(ctx, l.view_k_t(ctx, ns, s0), l.view_v_sum(ctx, ns, s0), k, l.v_sum ? v : nullptr, list, stats,
+            l.view_range(ctx, ns, s0), bits == 16 ? nullptr : sealed, { bits, llama_sparse_n_rot(kv) });
+}
+
+//
+// sealed groups
+//
+
+void llama_sparse_shadow::invalidate() {
+    for (uint32_t s = 0; s < flags.size(); ++s) {
+        invalidate(s);
+    }
+}
+
+void llama_sparse_shadow::invalidate(uint32_t stream, uint32_t from_group) {
+    auto & f = flags[stream];
+    std::fill(f.begin() + std::min<size_t>(from_group, f.size()), f.end(), 0);
+}
+
+void llama_sparse_shadow::invalidate(uint32_t stream, const std::vector<uint32_t> & cells) {
+    for (uint32_t i : cells) {
+        flags[stream][i/GGML_SPARSE_GROUP] = 0;
+    }
+}
+
+void llama_sparse_shadow::begin() {
+    commit();
+}
+
+void llama_sparse_shadow::seal(uint32_t stream, uint32_t group) {
+    flags[stream][group] = 1;
+    pending.emplace_back(stream, group);
+}
+
+void llama_sparse_shadow::commit() {
+    pending.clear();
+}
+
+void llama_sparse_shadow::rollback() {
+    for (const auto & [stream, group] : pending) {
+        flags[stream][group] = 0;
+    }
+    pending.clear();
+}
+
+//
+// cells
+//
+
+void llama_sparse_shadow::set_prompt(uint32_t stream, const std::vector<uint32_t> & cells, const int8_t * output) {
+    for (size_t i = 0; i < cells.size(); ++i) {
+        prompt[stream][cells[i]] = output && !output[i];
+    }
+}
+
+void llama_sparse_shadow::copy_prompt(uint32_t from, uint32_t to) {
+    prompt[to] = prompt[from];
+}
+
+//
+// hooks
+//
+
+void llama_sparse_cells_written(llama_sparse_shadow * shadow, uint32_t stream, const std::vector<uint32_t> & cells, const int8_t * output) {
+    if (shadow) {
+        shadow->invalidate(stream, cells);
+        shadow->set_prompt(stream, cells, output);
+    }
+}
+
+void llama_sparse_cells_cleared(llama_sparse_shadow * shadow) {
+    if (shadow) {
+        shadow->invalidate();
+    }
+}
+
+void llama_sparse_cells_moved(llama_kv_cache & kv, const llama_cparams & cparams, bool do_shift, const std::vector<uint32_t> & from, const std::vector<uint32_t> & to) {
+    auto & shadow = access::shadow(kv);
+    if (!shadow) {
+        return;
+    }
+    for (size_t i = 0; i < to.size(); ++i) {
+        shadow->invalidate(to[i]);
+        shadow->copy_prompt(from[i], to[i]);
+    }
+    if (!do_shift || !shadow->has_tensors()) {
+        return;
+    }
+    // all of K goes through RoPE, which leaves a cell that is not shifted as it is; not so if K is rounded anew, or scaled
+    const bool is_exact = !ggml_is_quantized(kv.type_k()) && cparams.yarn_ext_factor == 0.0f && cparams.yarn_attn_factor == 1.0f;
+    for (uint32_t s = 0; s < kv.get_n_stream(); ++s) {
+        const auto & cells = access::cells(kv, s);
+        std::vector<uint32_t> shifted;
+        for (uint32_t i = 0; i < cells.size(); ++i) {
+            if (!is_exact || (!cells.is_empty(i) && cells.get_shift(i) != 0)) {
+                shifted.push_back(i);
+            }
+        }
+        shadow->invalidate(s, shifted);
+    }
+}
+
+void llama_sparse_huge_pages(ggml_backend_buffer_t buf) {
+#if defined(__linux__)
+    // rows of K and V, gathered, lie in a page each: without huge pages address translation takes longer than the bytes
+    constexpr uintptr_t PAGE = GGML_SPARSE_HUGE_PAGE;
+    const uintptr_t b = (uintptr_t) ggml_backend_buffer_get_base(buf);
+    const uintptr_t first = (b + PAGE - 1)/PAGE*PAGE, last = (b + ggml_backend_buffer_get_size(buf))/PAGE*PAGE;
+    if (ggml_backend_buffer_is_host(buf) && last >= first + 2*PAGE) {
+        madvise((void *) first, last - first, MADV_HUGEPAGE); // a wish: where the kernel refuses, nothing is lost
+    }
+#else
+    GGML_UNUSED(buf);
+#endif
+}

@@ -1,0 +1,96 @@
+#pragma once
+
+// What we keep beside a KV cache: the transposed copy of K and the sums of V ("the shadow"), which groups of cells they are true for, and what
+// tokens the cells hold.
+//
+// K and V of a cell are written by llama.cpp; every place that does so tells us by a hook (llama-sparse-hooks.h), and the groups of these cells
+// are no longer sealed. A graph seals complete groups again.
+
+#include "sparse-cache.h"
+
+#include "llama-sparse-hooks.h"
+
+#include "ggml-cpp.h"
+#include "ggml-sparse.h"
+
+#include <algorithm>
+
+struct llama_sparse_shadow {
+    llama_sparse_shadow(uint32_t n_stream, uint32_t n_cell);
+
+    // ---- the tensors: none until they are made
+
+    struct layer {
+        ggml_tensor * k_t     = nullptr; // [n_pos, n_embd_k_gqa, n_stream] f16, or codes
+        ggml_tensor * k_range = nullptr; // [2, n_run and more, n_embd_k_gqa, n_stream] f32: scale and zero of the codes; only with codes
+        ggml_tensor * v_sum   = nullptr; // [n_embd_v_gqa, n_sum, n_stream] f32; only with mean_v
+        std::string   reason;            // why there is no k_t
+
+        // of n_stream streams from s0 on, as the ops see them; nullptr where there is none
+        ggml_tensor * view_k_t  (ggml_context * ctx, int64_t n_stream, uint32_t s0) const;
+        ggml_tensor * view_range(ggml_context * ctx, int64_t n_stream, uint32_t s0) const;
+        ggml_tensor * view_v_sum(ggml_context * ctx, int64_t n_stream, uint32_t s0) const;
+    };
+
+    // Those that `spec` needs, where K lies; keeps those that are there, if they will do. Throws std::runtime_error: no memory
+    void make_tensors(llama_kv_cache & kv, const llama_sparse_spec & spec);
+
+    bool          has_tensors() const { return !layers.empty(); }
+    const layer & at(int32_t ikv) const { return layers[ikv]; } // k_t == nullptr: this layer of the cache has no shadow
+    int32_t       n_bit() const { return bits; }
+    size_t        bytes() const;
+
+    // SEAL for one layer; returns its k_t. k, v: views of the cache with n_stream streams from s0 on; see ggml_sparse_attn_seal()
+    ggml_tensor * build_seal(ggml_context * ctx, const llama_kv_cache & kv, int32_t ikv, ggml_tensor * k, ggml_tensor * v, uint32_t s0,
+            ggml_tensor * list, ggml_tensor * sealed, ggml_tensor * stats) const;
+
+    // ---- the sealed groups: their part of the tensors equals K and V
+
+    const std::vector<uint8_t> & sealed(uint32_t stream) const { return flags[stream]; } // [n_grp]
+
+    void invalidate();
+    void invalidate(uint32_t stream, uint32_t from_group = 0);
+    void invalidate(uint32_t stream, const std::vector<uint32_t> & cells);
+
+    // A graph is about to run that seals the groups that seal() names: they count as sealed at once, so that its other nodes read them. When it
+    // is through, or another begins: commit. If it failed: rollback
+    void begin();
+    void seal(uint32_t stream, uint32_t group);
+    void commit();
+    void rollback();
+
+    // calls f(group) for the complete groups below n_kv, ascending, that are not sealed and not busy [n_grp] (or NULL), until it returns false
+    template <typename F>
+    void for_sealable(const llama_kv_cells & cells, uint32_t stream, uint32_t n_kv, const uint8_t * busy, F f) const {
+        const uint32_t n_full = std::min({ n_kv, cells.used_max_p1(), n_pos })/GGML_SPARSE_GROUP;
+        for (uint32_t g = 0; g < n_full; ++g) {
+            bool full = !flags[stream][g] && !(busy && busy[g]);
+            for (uint32_t i = 0; i < GGML_SPARSE_GROUP && full; ++i) {
+                full = !cells.is_empty(g*GGML_SPARSE_GROUP + i);
+            }
+            if (full && !f((int32_t) g)) {
+                return;
+            }
+        }
+    }
+
+    // ---- the cells: was the token that was written last evaluated without being asked for its logits?
+
+    bool is_prompt (uint32_t stream, uint32_t cell) const { return prompt[stream][cell] != 0; }
+    void set_prompt(uint32_t stream, const std::vector<uint32_t> & cells, const int8_t * output); // nullptr: it is not known, so no
+    void copy_prompt(uint32_t from, uint32_t to);
+
+private:
+    std::vector<layer> layers; // by layer of the cache
+    int32_t            bits      = 16;
+    uint32_t           n_pos     = 0; // that k_t has room for; a group beyond them is never sealed
+    bool               has_v_sum = false;
+
+    std::vector<ggml_context_ptr>        ctxs;
+    std::vector<ggml_backend_buffer_ptr> bufs;
+
+    std::vector<std::vector<uint8_t>> flags;  // [n_stream][n_grp]
+    std::vector<std::vector<uint8_t>> prompt; // [n_stream][n_cell]
+
+    std::vector<std::pair<uint32_t, uint32_t>> pending; // (stream, group) that the graph at hand seals
+};

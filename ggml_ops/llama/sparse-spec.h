@@ -1,0 +1,72 @@
+#pragma once
+
+// The parsed form of a spec, a line of text; llama-sparse.h describes the keys. Knows nothing of llama.cpp.
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+// what a user did wrong: the message, a line feed, a hint, as the C API returns them
+struct llama_sparse_error : std::runtime_error {
+    llama_sparse_error(const std::string & msg, const std::string & hint) : std::runtime_error(msg + "\n" + hint) {}
+};
+
+enum llama_sparse_method {
+    LLAMA_SPARSE_OFF,
+    LLAMA_SPARSE_DENSE,
+    LLAMA_SPARSE_SPARQ,
+    LLAMA_SPARSE_TOPK,
+};
+
+struct llama_sparse_spec {
+    llama_sparse_method method = LLAMA_SPARSE_OFF;
+
+    double  ratio   = 1.0/8;
+    int32_t rank    = 0;    // 0: from ratio
+    int32_t topk    = 0;    // 0: from ratio
+    int32_t local   = -1;   // < 0: topk/4
+    int32_t sinks   = 4;
+    int32_t min_k   = 128;
+    int32_t min_ctx = 1024;
+    int32_t gpu_min_mb = 256;
+    int32_t mean_v  = -1;   // < 0: auto
+    int32_t ramp    = 0;    // 1: k grows over the layers, -1: it falls
+    double  top_p   = 1.0;
+    double  cap     = 1.0;  // of top_p: up to so many times k
+    int32_t n_bit   = 4;    // of the transposed copy of K: 16 (f16), 8 or 4
+
+    struct layer_k {
+        double x;       // positions, or percent of them
+        bool   percent;
+    };
+    std::vector<layer_k> k_layers;
+    std::vector<int32_t> rank_layers;
+
+    // throws llama_sparse_error
+    static llama_sparse_spec parse(const std::string & text);
+
+    std::string str() const; // canonical
+
+    const char * method_name() const;
+
+    const char * shadow_name() const;
+
+    bool is_sparse() const { return method == LLAMA_SPARSE_SPARQ || method == LLAMA_SPARSE_TOPK; }
+
+    // reads every position: run as the dense op
+    bool is_dense() const;
+
+    // reads the transposed copy of K
+    bool has_shadow() const { return method == LLAMA_SPARSE_SPARQ && !is_dense(); }
+
+    // row_bytes: of K and V of one position and KV head
+    int32_t rank_for(int32_t il, int32_t d_k, double row_bytes) const;
+
+    // k of layer il for a token that sees n_pos positions; score_shares [n_layer]: of dense attention's bytes, read by step 1; 0: not our layer
+    int32_t topk_for(int32_t il, int32_t n_pos, const std::vector<double> & score_shares) const;
+
+    int32_t cap_for(int32_t k, int32_t n_pos) const; // most positions of a head
+
+    int32_t local_for(int32_t k) const;
+};

@@ -1,0 +1,61 @@
+#include "sparse-state.h"
+
+#include "llama-impl.h"
+
+#include <algorithm>
+#include <functional>
+#include <stdexcept>
+
+ggml_tensor * llama_sparse_state::stats(ggml_backend_dev_t dev) {
+    auto & s = all_stats[dev];
+    if (!s.t) {
+        s.ctx.reset(ggml_init({ ggml_tensor_overhead(), nullptr, true }));
+        ggml_tensor * t = ggml_new_tensor_1d(s.ctx.get(), GGML_TYPE_I64, GGML_SPARSE_STAT_COUNT);
+        ggml_set_name(t, "sparse_stats");
+        s.buf.reset(ggml_backend_alloc_ctx_tensors_from_buft(s.ctx.get(), dev ? ggml_backend_dev_buffer_type(dev) : ggml_backend_cpu_buffer_type()));
+        if (!s.buf) {
+            throw std::runtime_error("failed to allocate the counters of sparse attention");
+        }
+        ggml_backend_buffer_clear(s.buf.get(), 0);
+        s.t = t;
+    }
+    return s.t;
+}
+
+std::array<int64_t, GGML_SPARSE_STAT_COUNT> llama_sparse_state::read_stats() const {
+    std::array<int64_t, GGML_SPARSE_STAT_COUNT> sum = {}, one;
+    for (const auto & [_, s] : all_stats) {
+        ggml_backend_tensor_get(s.t, one.data(), 0, sizeof(one));
+        std::transform(one.begin(), one.end(), sum.begin(), sum.begin(), std::plus<>());
+    }
+    return sum;
+}
+
+// at the end of a context: what was asked for and what ran. Not one sparse call is worth a warning: nobody else says it in the programs
+// of llama.cpp
+llama_sparse_state::~llama_sparse_state() {
+    const auto stat = read_stats();
+    const int64_t n_sparse = stat[GGML_SPARSE_STAT_ATTEND_SPARSE], n_dense = stat[GGML_SPARSE_STAT_ATTEND_DENSE];
+    const int64_t n_prefill = stat[GGML_SPARSE_STAT_PREFILL];
+    if (n_sparse + n_dense + n_prefill == 0 && n_stock.empty()) {
+        return;
+    }
+    std::string text = std::to_string(n_sparse) + " attention calls sparse, " + std::to_string(n_dense) + " exact, " + std::to_string(n_prefill) + " in prompts";
+    for (const auto & [reason, n] : n_stock) {
+        text += ", " + std::to_string(n) + " left to llama.cpp (" + reason + ")";
+    }
+    const bool none = n_sparse == 0 && spec.is_sparse();
+    if (none) {
+        LLAMA_LOG_WARN("sparse attention %s: %s\n", spec.str().c_str(), text.c_str());
+    } else {
+        LLAMA_LOG_INFO("sparse attention %s: %s\n", spec.str().c_str(), text.c_str());
+    }
+}
+
+void llama_sparse_state::reset_counters() {
+    for (const auto & [_, s] : all_stats) {
+        ggml_backend_buffer_clear(s.buf.get(), 0);
+    }
+    n_steps = 0;
+    n_stock.clear();
+}

@@ -1,0 +1,137 @@
+"""What is sealed again after K and V change: the groups that changed, and no others; counted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tiny as tiny_models
+from llama import Context, Model, Token, python_environment
+
+N_LAYER, N_SEQ, N_PROMPT = 2, 3, 20 * 64 + 10
+SPEC = "sparq,rank=8,topk=64,min_ctx=0,mean_v=on"
+SHADOWS = ["f16", "q4"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    path = tmp_path_factory.mktemp("m") / "m.gguf"
+    with Model(tiny_models.write(path, "llama", n_layer=N_LAYER)) as m:
+        yield m
+
+
+def full(model: Model, shadow: str, unified: bool, n_prompt: int = N_PROMPT, **options) -> Context:
+    """A context with a prompt in each sequence, all sealed."""
+    ctx = Context(model, n_ctx=2048 * N_SEQ, n_seq=N_SEQ, unified=unified, **options)
+    ctx.set_sparse(f"{SPEC},shadow={shadow}")
+    for seq in range(N_SEQ):
+        prompt: list[Token] = [(3 + (7 * i + seq) % 250, i, seq) for i in range(n_prompt)]
+        assert ctx.decode(prompt) == 0
+    ctx.seal()
+    return ctx
+
+
+def sealed_since(ctx: Context) -> int:
+    """Groups per layer that were sealed since the last call, all but what was written last."""
+    ctx.seal()
+    n = ctx.info()["counters"]["groups_sealed"]
+    ctx.reset_counters()
+    assert ctx.check_shadow() == 0
+    assert n % N_LAYER == 0
+    return n // N_LAYER
+
+
+@pytest.mark.parametrize("shadow", SHADOWS)
+@pytest.mark.parametrize("unified", [True, False], ids=["unified", "split"])
+def test_restoring_one_sequence(unified: bool, shadow: str, model: Model) -> None:
+    """llama-server restores a slot at each load from its cache of prompts."""
+    with full(model, shadow, unified) as ctx:
+        assert sealed_since(ctx) >= N_SEQ * (N_PROMPT // 64)
+        state = ctx.get_state(1)
+        assert ctx.set_state(state, 1) > 0
+        assert N_PROMPT // 64 <= sealed_since(ctx) <= N_PROMPT // 64 + 2
+        assert ctx.set_state(state[: len(state) // 2], 1) == 0  # and a state that is refused
+        assert sealed_since(ctx) == 0
+        assert ctx.set_state(ctx.get_state()) > 0  # everything is everything: two are left
+        assert sealed_since(ctx) >= 2 * (N_PROMPT // 64)
+
+
+@pytest.mark.parametrize("shadow", SHADOWS)
+def test_shifting_one_sequence(shadow: str, model: Model) -> None:
+    """Only cells that move are turned: those after what was cut, of that sequence."""
+    with full(model, shadow, unified=False) as ctx:
+        sealed_since(ctx)
+        ctx.seq_rm(1, 640, 700)
+        ctx.seq_add(1, 700, -1, -60)
+        assert ctx.decode([(5, N_PROMPT - 60, 1)]) == 0
+        assert 9 <= sealed_since(ctx) <= N_PROMPT // 64 - 640 // 64
+        ctx.seq_rm(1, 600, -1)  # a prefix is used again: what is written after it, no more
+        assert ctx.decode([(5 + i % 200, 600 + i, 1) for i in range(200)]) == 0
+        assert sealed_since(ctx) <= 200 // 64 + 2
+
+
+def test_shifting_a_quantised_cache(tmp_path: Path) -> None:
+    """K is rounded anew where nothing moved, too: all of it is sealed again."""
+    path = tiny_models.write(tmp_path / "m.gguf", "llama", n_layer=N_LAYER, head_dim=64)
+    with (
+        Model(path) as model,
+        full(model, "q4", unified=False, type_k="q8_0", type_v="q8_0") as ctx,
+    ):
+        sealed_since(ctx)
+        ctx.seq_rm(1, 640, 700)
+        ctx.seq_add(1, 700, -1, -60)
+        assert ctx.decode([(5, N_PROMPT - 60, 1)]) == 0
+        assert sealed_since(ctx) >= 2 * (N_PROMPT // 64)
+
+
+@pytest.mark.parametrize("shadow", SHADOWS)
+def test_copying_one_sequence(shadow: str, model: Model) -> None:
+    """From stream to stream: the bytes are copied, the shadow of the copy is made anew."""
+    with full(model, shadow, unified=False) as ctx:
+        sealed_since(ctx)
+        ctx.seq_cp(0, 2)
+        assert ctx.decode([(5, N_PROMPT, 2)]) == 0
+        assert sealed_since(ctx) == N_PROMPT // 64
+
+
+@pytest.mark.parametrize("shadow", SHADOWS)
+def test_a_call_that_failed(shadow: str, model: Model) -> None:
+    with full(model, shadow, unified=False) as ctx:
+        sealed_since(ctx)
+        ctx.abort_after(10)
+        assert ctx.decode([(5 + i % 200, N_PROMPT + i, 1) for i in range(100)]) == 2
+        ctx.abort_after(None)
+        assert sealed_since(ctx) <= 2
+
+
+@pytest.mark.parametrize("arch", ["gemma2", "lfm2"])
+def test_the_check_sees_every_kind_of_cache(arch: str, tmp_path: Path) -> None:
+    """With sliding windows and hybrid: a shadow is there, right, and made wrong it is found."""
+    path = tiny_models.write(tmp_path / "m.gguf", arch, n_layer=4)
+    done = subprocess.run(
+        [sys.executable, "-c", _DAMAGE, str(path)],
+        env=python_environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+_DAMAGE = """
+import ctypes, sys
+from llama import Context, Model
+from nodes import Watch
+watch = Watch()
+with Model(sys.argv[1]) as m, Context(m, n_ctx=1024, watch=watch) as ctx:
+    ctx.set_sparse("sparq,rank=8,topk=40,min_ctx=0,shadow=f16")
+    assert ctx.decode([(3 + i % 250, i, 0) for i in range(330)]) == 0
+    assert ctx.decode([(7, 330, 0)]) == 0
+    assert ctx.check_shadow() == 0
+    assert watch.in_shadow[0].any()
+    group = int(watch.in_shadow[0].argmax())
+    ctypes.c_uint16.from_address(watch.addresses["k_t"] + 2 * 64 * group).value ^= 0x0400
+    assert ctx.check_shadow() == 1
+"""
