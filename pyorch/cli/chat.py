@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pyorch import paths
-from pyorch.attention.spec import AttentionSpec, parse_ratio, parse_spec
+from pyorch.attention.spec import AttentionSpec, parse_ratio
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
 from pyorch.progress import progress_bar
@@ -88,11 +88,10 @@ def command(**options: Any) -> None:
         template = ChatTemplate(session)
         if not template.builtin:
             opt.note("note: this model has no chat template; a plain transcript is used", "yellow")
-        info = opt.info_if_ours(session)  # SPARQ_ATTN may have chosen where no option did
         chat = Chat(
             session,
             template,
-            attention or (parse_spec(info.spec) if info else AttentionSpec()),
+            attention or AttentionSpec(),
             sampling,
             options["tokens"],
             options["as_json"],
