@@ -24,7 +24,7 @@ SUITES = [
     "test_quant.py",
     "test_prefill.py",
     "test_threads.py",
-    "test_mixed.py",
+    "test_mixed_kinds.py",
 ]
 
 # The op on a mask that ends too early, or twice at the same time on the same result.
