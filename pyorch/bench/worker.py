@@ -155,6 +155,8 @@ class Subject:
         """How many layers are ours, by the last token, and why the others are llama.cpp's."""
         from pyorch import engine
 
+        if not self._session.tokens:
+            self._step(3)  # the first token of a text counts as its prompt
         self._step(3)
         info = engine.info(self._session)
         return info.layers_sparse if info.active else 0, info.dense_reasons
