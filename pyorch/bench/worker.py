@@ -155,10 +155,13 @@ class Subject:
         """How many layers are ours, by the last token, and why the others are llama.cpp's."""
         from pyorch import engine
 
-        if not self._session.tokens:
-            self._step(3)  # the first token of a text counts as its prompt
+        session = self._session
+        n_pos = len(session.tokens)
+        if n_pos == 0:
+            engine.decode(session, 3)  # the first token of a text counts as its prompt
         self._step(3)
-        info = engine.info(self._session)
+        info = engine.info(session)
+        engine.rewind(session, n_pos)
         return info.layers_sparse if info.active else 0, info.dense_reasons
 
     def logits(self, token: int) -> list[float]:
