@@ -494,7 +494,8 @@ def refuse_idle(case: Case, counters: dict[str, int], n_layer: int) -> None:
         return
     if case.n_gen:
         sparse = spec.sparse and not case.below_min_ctx
-        name, wanted = "calls_sparse" if sparse else "calls_dense_op", n_layer * case.n_gen
+        n_decoded = case.n_gen - (case.n_depth == 0)  # the first token of a text is its prompt
+        name, wanted = "calls_sparse" if sparse else "calls_dense_op", n_layer * n_decoded
     elif spec.method == "sparq":
         # those of the last batch are left to the tokens that follow
         least = max(case.n_prompt - N_BATCH, 0) // GROUP

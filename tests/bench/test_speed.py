@@ -269,6 +269,11 @@ def test_bench_reads_prompts_and_depths_for_real(bench: Callable[..., Any]) -> N
 def test_bench_begins_with_an_empty_cache(bench: Callable[..., Any]) -> None:
     lines = bench("-d", "0", "-n", "0", "-p", "640", "-o", "jsonl").stdout.splitlines()
     assert [speed.test(json.loads(x)) for x in lines] == ["pp640"] * 3
+    spec = "sparq,ratio=1/8,min_ctx=0"
+    lines = bench("-d", "0", "-n", "3", "-a", spec, "-o", "jsonl").stdout.splitlines()
+    last = json.loads(lines[-1])
+    # two repetitions of three tokens, of which the first counts as the prompt
+    assert last["counters"]["calls_sparse"] == 2 * (3 - 1) * last["n_layer"]
 
 
 def test_bench_refuses_a_sparse_row_that_ran_dense(
