@@ -320,7 +320,7 @@ __device__ inline void attend_mean(const attend_args & a, float * buf) {
         }
         n_read = lane_sum<32>(n_read);
         if (tid == 0) {
-            add_stat(a.stats, sparse ? GGML_SPARSE_STAT_ATTEND_SPARSE : GGML_SPARSE_STAT_ATTEND_DENSE, 1);
+            add_stat(a.stats, sparse ? GGML_SPARSE_STAT_ATTEND_SPARSE : GGML_SPARSE_STAT_ATTEND_DENSE, n_vis > 0);
             add_stat(a.stats, GGML_SPARSE_STAT_POS_VISIBLE,  n_vis*a.n_head_kv);
             add_stat(a.stats, GGML_SPARSE_STAT_POS_READ,     n_read);
             add_stat(a.stats, GGML_SPARSE_STAT_BYTES_ATTEND, n_read*(a.row_k + a.row_v));
