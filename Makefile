@@ -65,6 +65,7 @@ sanitize: build         ## the op tests on sanitized builds of our sources: addr
 
 lint: $(STAMP)          ## what the style asks, without changing anything
 	$(RUN)/ruff check pyorch tests bench && $(RUN)/ruff format --check pyorch tests bench
+	$(RUN)/mypy
 
 fmt: $(STAMP)           ## bring the Python to that style
 	$(RUN)/ruff check --fix pyorch tests bench && $(RUN)/ruff format pyorch tests bench

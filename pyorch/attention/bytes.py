@@ -150,9 +150,9 @@ def layer_costs(
         if not s.dense:
             sums = _mean_bytes(geo, n_pos, v_bytes) if uses_mean_v(spec, n_head, n_head_kv) else 0
             read = _scan_bytes(spec, s, geo, n_pos, k_bytes) + sums + s.topk * row
-        sizes = (int(x * n_head_kv) for x in (dense, read))
+        dense, read = int(dense * n_head_kv), int(read * n_head_kv)
         ours = not window and not geo.is_mla
-        out.append(LayerCost(il, n_head, n_head_kv, s, *sizes, ours))
+        out.append(LayerCost(il, n_head, n_head_kv, s, dense, read, ours))
     return out
 
 
