@@ -13,7 +13,7 @@ from pyorch.attention.spec import AttentionSpec
 
 ROOT = Path(pyorch.__file__).parent
 # each may import those before it; modules of one folder may import each other, but not in a circle
-FLOORS = ("errors", "paths", "progress", "ggml", "native", "models", "attention", "engine")
+FLOORS = ("errors", "text", "paths", "progress", "ggml", "native", "models", "attention", "engine")
 FLOORS += ("policies", "bench", "evals", "calibrate", "cli", "__main__")
 
 

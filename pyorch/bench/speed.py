@@ -35,9 +35,10 @@ from pyorch.engine import cache_type
 from pyorch.errors import SparqError
 from pyorch.models import synth
 from pyorch.models.geometry import Geometry, geometry
-from pyorch.models.gguf_file import human_bytes, read_gguf
+from pyorch.models.gguf_file import read_gguf
 from pyorch.models.memory import available_memory, of_nodes
 from pyorch.progress import Progress
+from pyorch.text import human_bytes
 
 BENCH = "speed"
 N_BATCH = 512  # of a prompt

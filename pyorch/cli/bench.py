@@ -454,7 +454,7 @@ def _agree_to_write(plan: Plan, yes: bool) -> None:
     Raises:
         SparqError: there is nobody to ask, and no --yes.
     """
-    from pyorch.models.gguf_file import human_bytes
+    from pyorch.text import human_bytes
 
     if todo := plan.to_write():
         names = ", ".join(f"{path.name} ({human_bytes(n)})" for path, n in todo.items())

@@ -41,9 +41,9 @@ def command(
     Python that has torch and transformers instead.
     """
     from pyorch.models import convert, convert_env, pull
-    from pyorch.models.gguf_file import human_bytes
     from pyorch.models.new_file import check_target
     from pyorch.native.build import say
+    from pyorch.text import human_bytes
 
     def agree(what: str) -> None:
         opt.confirm(f"{what}. Download it?", yes, what, "--yes downloads it, into SPARQ_CACHE")

@@ -12,8 +12,8 @@ from pyorch import paths
 from pyorch.attention.spec import AttentionSpec
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
-from pyorch.models.gguf_file import human_bytes
 from pyorch.progress import progress_bar
+from pyorch.text import human_bytes
 
 if TYPE_CHECKING:
     from pyorch.engine import Session

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from pyorch.cli import options as opt
+from pyorch.text import human_bytes
 
 
 @click.command()
@@ -35,7 +36,7 @@ def _text(value: Any, in_bytes: bool) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int) and in_bytes:
-        return f"{value / 1e9:.1f} GB" if value >= 1e9 else f"{value / 1e6:.0f} MB"
+        return human_bytes(value)
     return str(value)
 
 

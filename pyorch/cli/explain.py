@@ -14,7 +14,8 @@ from pyorch.attention.spec import AttentionSpec, check_against_model
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
 from pyorch.models.geometry import Geometry, geometry
-from pyorch.models.gguf_file import human_bytes, read_gguf
+from pyorch.models.gguf_file import read_gguf
+from pyorch.text import human_bytes
 
 if TYPE_CHECKING:
     from pyorch.ggml import TensorType

@@ -10,7 +10,7 @@ import click
 from pyorch.cli import options as opt
 from pyorch.errors import SparqError
 from pyorch.models import cards
-from pyorch.models.gguf_file import human_bytes
+from pyorch.text import human_bytes
 
 
 @click.group(invoke_without_command=True)

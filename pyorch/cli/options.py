@@ -408,7 +408,7 @@ def model_path(name: str, yes: bool = False) -> Path:
         SparqError: nothing of that name, it cannot be loaded, or there is nobody to ask.
     """
     from pyorch.models import pull
-    from pyorch.models.gguf_file import human_bytes
+    from pyorch.text import human_bytes
 
     spec = pull.parse_spec(name)
     if spec is None:
@@ -552,7 +552,7 @@ def run_summary(session: Session, info: AttentionInfo | None) -> dict[str, Any]:
 
 def summary_line(summary: Mapping[str, Any]) -> str:
     """`run_summary` in one line."""
-    from pyorch.models.gguf_file import human_bytes
+    from pyorch.text import human_bytes
 
     parts = [f"prefill {summary['prefill_tokens']} tokens in {summary['prefill_s']:.2f} s"]
     if not summary["decode_tokens"]:

@@ -23,7 +23,8 @@ def command(spec: str, quiet: bool, as_json: bool) -> None:
     HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE are respected.
     """
     from pyorch.models import cards, pull
-    from pyorch.models.gguf_file import human_bytes, read_gguf
+    from pyorch.models.gguf_file import read_gguf
+    from pyorch.text import human_bytes
 
     wanted = pull.parse_spec(spec)
     if wanted is None:

@@ -47,8 +47,8 @@ def command(**options: Any) -> None:
     """
     from pyorch import native
     from pyorch.engine import usable_cores
-    from pyorch.models.gguf_file import human_bytes
     from pyorch.models.quantize import quantize
+    from pyorch.text import human_bytes
 
     source = opt.model_file(options)
     native.built()

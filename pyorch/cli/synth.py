@@ -59,7 +59,7 @@ def command(**options: Any) -> None:
     from dataclasses import asdict
 
     from pyorch.models import synth
-    from pyorch.models.gguf_file import human_bytes
+    from pyorch.text import human_bytes
 
     sizes = ("n_layer", "n_embd", "n_head", "n_head_kv", "head_dim", "n_ff", "n_vocab", "n_ctx")
     shape = synth.shape_like(options["like"], **{k: options[k] for k in sizes})

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from pyorch.engine.model import Model, Session
 from pyorch.errors import SparqError
-from pyorch.models.gguf_file import human_bytes
+from pyorch.text import human_bytes
 
 
 def tokenize(

@@ -22,10 +22,11 @@ from typing import Any
 from pyorch.errors import SparqError
 from pyorch.ggml import BY_NAME
 from pyorch.models import convert_env
-from pyorch.models.gguf_file import GGUFFile, human_bytes, read_gguf
+from pyorch.models.gguf_file import GGUFFile, read_gguf
 from pyorch.models.new_file import check_space, check_target, new_file
 from pyorch.native.source import Note
 from pyorch.progress import Progress
+from pyorch.text import human_bytes
 
 # bytes of a weight
 OUTTYPES = {"auto": 2.0} | {

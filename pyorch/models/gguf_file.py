@@ -19,6 +19,7 @@ from typing import Any
 
 from pyorch.errors import SparqError
 from pyorch.ggml import MAX_DIMS, MAX_NAME, TENSOR_TYPES
+from pyorch.text import human_bytes
 
 MAGIC = b"GGUF"
 MAX_ARRAY_KEPT = 4096  # longer arrays (vocabularies) are skipped: only their length is kept
@@ -316,12 +317,3 @@ def _check_extent(r: _Reader, align: int, table: list[tuple[Tensor, int]]) -> No
             f"{r.path}: truncated: {len(r.data)} bytes, but its tensors end at byte {end}",
             hint="download it again, or resume the download",
         )
-
-
-def human_bytes(n: float) -> str:
-    """`n` bytes in binary units with three digits: 1.41 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(n) < 1024:
-            return f"{n:.0f} {unit}" if unit == "B" or n >= 100 else f"{n:.3g} {unit}"
-        n /= 1024
-    return f"{n:.3g} TiB"

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 from pyorch.errors import SparqError
-from pyorch.models.gguf_file import GGUFFile, human_bytes
+from pyorch.models.gguf_file import GGUFFile
+from pyorch.text import human_bytes
 
 PROC = Path("/proc/self")
 NODES = Path("/sys/devices/system/node")

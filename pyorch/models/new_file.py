@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pyorch.errors import SparqError
-from pyorch.models.gguf_file import human_bytes
+from pyorch.text import human_bytes
 
 
 def check_target(path: Path, force: bool) -> None:

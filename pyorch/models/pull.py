@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pyorch.errors import SparqError, nearest
 from pyorch.models import cache, cards
-from pyorch.models.gguf_file import human_bytes, read_gguf
+from pyorch.models.gguf_file import read_gguf
 from pyorch.models.hub_errors import explained
 from pyorch.models.transfer import (
     BLOCK,
@@ -33,6 +33,7 @@ from pyorch.models.transfer import (
     wrong_checksum,
 )
 from pyorch.progress import Progress
+from pyorch.text import human_bytes
 
 PREFERRED = "Q4_K_M"  # of several files, when none is named
 
