@@ -2,7 +2,9 @@
 
 The quantiser is a function of the library that cannot be interrupted and ends the process on some
 damaged inputs. So it runs in a child process (this module as a program), which reports as JSON
-lines on stdout; this side shows, interrupts, and renames the file when it is finished.
+lines on stdout; this side shows, interrupts, and renames the file when it is finished. The program
+`llama-quantize` is not used: 55 more files would have to be compiled for it, half as many again as
+the library has.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ import json
 import math
 import os
 import re
-import struct
 import subprocess
 import sys
 import tempfile
@@ -22,11 +23,10 @@ from typing import Any
 
 from pyorch import native
 from pyorch.errors import SparqError, nearest
-from pyorch.models.gguf_file import MAGIC, read_gguf
+from pyorch.models.gguf_file import read_gguf
+from pyorch.models.imatrix import read_imatrix
 from pyorch.models.new_file import check_space, check_target, new_file
 from pyorch.progress import Progress
-
-Imatrix = dict[str, Any]  # tensor -> float32 weight of each column (and expert)
 
 _STEP = re.compile(r"\[ *(\d+)/ *(\d+)\] ")
 _SLACK = 64 << 20  # metadata and padding, which the library does not count beforehand
@@ -169,70 +169,6 @@ def _explained(job: dict[str, Any], reason: str, hint: str) -> SparqError:
     elif "iostream error" in reason or "basic_ios" in reason:
         reason, hint = "cannot write all of it: the disk is full?", "make room; nothing was kept"
     return SparqError(f"{job['source']}: {reason}", hint)
-
-
-def read_imatrix(path: Path) -> Imatrix:
-    """Read an importance matrix: mean square of the inputs of each tensor, float32.
-
-    As `common_imatrix_load` and `load_imatrix` of llama.cpp do: GGUF (`NAME.in_sum2` over
-    `NAME.counts`, one count per expert), else the older format (already means, times calls).
-
-    Raises:
-        SparqError: not there, or not an importance matrix.
-    """
-    import numpy as np
-
-    try:
-        with path.open("rb") as f:
-            is_gguf = f.read(4) == MAGIC
-        found = _imatrix_gguf(path) if is_gguf else _imatrix_old(path.read_bytes())
-    except OSError as e:
-        raise SparqError(f"{path}: {e.strerror or e}") from None
-    except (struct.error, ValueError, KeyError):
-        found = {}
-    if not found or not all(np.isfinite(v).all() and v.size for v in found.values()):
-        raise SparqError(f"{path}: not an importance matrix", "llama-imatrix makes one")
-    return found
-
-
-def _imatrix_gguf(path: Path) -> Imatrix:
-    import gguf
-    import numpy as np
-
-    read_gguf(path)  # the library's reader believes what a file says
-    tensors = {t.name: t.data for t in gguf.GGUFReader(path).tensors}
-    out = {}
-    for name, sums in tensors.items():
-        if not name.endswith(".in_sum2"):
-            continue
-        counts = np.rint(tensors[name.removesuffix(".in_sum2") + ".counts"]).reshape(-1, 1)
-        sums = sums.reshape(len(counts), -1).astype(np.float32)
-        means = np.divide(sums, counts, out=np.ones_like(sums), where=counts > 0)
-        out[name.removesuffix(".in_sum2")] = means.astype(np.float32).ravel()
-    return out
-
-
-def _imatrix_old(data: bytes) -> Imatrix:
-    import numpy as np
-
-    def number() -> int:
-        nonlocal at
-        (n,) = struct.unpack_from("<i", data, at)
-        at += 4
-        if not 0 <= n <= len(data):
-            raise ValueError("a length beyond the file")
-        return n
-
-    out, at = {}, 0
-    for _ in range(number()):
-        n = number()
-        name = data[at : at + n].decode()
-        at += n
-        n_calls, n = number(), number()
-        values = np.frombuffer(data, "<f4", n, at)
-        at += 4 * n
-        out[name] = (values / max(n_calls, 1)).astype(np.float32)
-    return out
 
 
 # ---- the child ----

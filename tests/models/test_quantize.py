@@ -22,8 +22,9 @@ from pyorch import engine
 from pyorch.errors import SparqError
 from pyorch.models import new_file
 from pyorch.models.gguf_file import read_gguf
+from pyorch.models.imatrix import read_imatrix
 from pyorch.models.new_file import check_space
-from pyorch.models.quantize import quantize, read_imatrix, types
+from pyorch.models.quantize import quantize, types
 
 SPARSE = "sparq,rank=16,topk=64,min_ctx=0"
 TEXT = "It was the best of times, it was the worst of times, " * 8
