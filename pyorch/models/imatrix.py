@@ -56,15 +56,16 @@ def _imatrix_gguf(path: Path) -> Imatrix:
 def _imatrix_old(data: bytes) -> Imatrix:
     import numpy as np
 
+    out, at = {}, 0
+
     def number() -> int:
         nonlocal at
-        (n,) = struct.unpack_from("<i", data, at)
-        at += 4
+        n: int = struct.unpack_from("<i", data, at)[0]
         if not 0 <= n <= len(data):
             raise ValueError("a length beyond the file")
+        at += 4
         return n
 
-    out, at = {}, 0
     for _ in range(number()):
         n = number()
         name = data[at : at + n].decode()
