@@ -35,6 +35,7 @@ from pyorch.bench.records import Record
 from pyorch.cli import options as opt
 from pyorch.cli import run as run_command
 from pyorch.progress import progress_bar
+from pyorch.table import markdown as table
 
 BENCH = "attention_stats"
 TOP, TOP_ALPHA = 32, 128  # positions of Fig. 4a and of Fig. 4f
@@ -259,7 +260,7 @@ def markdown(recs: Sequence[Record]) -> str:
     head += ["scores to 75 %", "kurtosis of q", "beyond 3 sigma / Gaussian's"]
     head += [f"agreement, k={TOP}, r=d/{p}" for p in (8, 4)]
     head += [f"eta {name}" for name in ("B", "S", "Layer", "Head", "d")]
-    out = ["| " + " | ".join(head) + " |", "| ---: | --- |" + " ---: |" * (len(head) - 2)]
+    lines = []
     for rec in recs:
         s = rec["samples"]
         cells = [rec["case"]["n_pos"], rec["case"]["task"]]
@@ -270,7 +271,7 @@ def markdown(recs: Sequence[Record]) -> str:
             both = [agreement(rec, choice, part) for choice in ("largest", "random")]
             cells.append(f"{both[0]:.2f} (random projection {both[1]:.2f})")
         cells += [f"{x:.3f}" for x in s["eta"].values()]
-        out.append("| " + " | ".join(map(str, cells)) + " |")
+        lines.append(cells)
     text = (
         f"Means over layers, query heads, {case['n_query']} queries in each of "
         f"{case['n_context']} contexts of {recs[0]['model_name']} (heads of {d}). Near zero: below "
@@ -279,7 +280,7 @@ def markdown(recs: Sequence[Record]) -> str:
         "correlation ratio of V along its axes, 0 for noise (the paper has 0.143 along B and 0.256 "
         "along S for Llama 2 7B, 0 along the others)."
     )
-    return "\n".join([*out, "", text])
+    return table(head, lines, left=("text",)) + "\n\n" + text
 
 
 def agreement(rec: Record, choice: str, part: str, k: int = TOP) -> float:
@@ -293,9 +294,9 @@ def command(model: Path, texts: list[Path], folder: Path, threads: int, **sizes:
     file = folder / "attention_stats.jsonl"
     with progress_bar("attention") as progress:
         found = run(model, texts, file, progress, n_threads=threads, **sizes)
-    table = markdown(found)
-    (folder / "attention_stats.md").write_text(table + "\n", "utf-8")
-    print(table)
+    text = markdown(found)
+    (folder / "attention_stats.md").write_text(text + "\n", "utf-8")
+    print(text)
     opt.note(f"records: {file}", "dim")
 
 

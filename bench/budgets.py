@@ -35,6 +35,7 @@ from pyorch.cli import options as opt
 from pyorch.cli import run as run_command
 from pyorch.evals import stats, texts
 from pyorch.progress import progress_bar
+from pyorch.table import markdown as table
 
 BENCH = "budgets"
 RATIOS = (1 / 4, 1 / 8, 1 / 12, 1 / 16, 1 / 24)
@@ -218,7 +219,7 @@ def markdown(recs: Sequence[Record]) -> str:
     case = recs[0]["case"]
     head = ["ratio", *LINES, "calibrated: bytes for uniform's KL", "prose", "repeated passages"]
     head.append("top-p: bytes for uniform's KL")
-    out = ["| " + " | ".join(head) + " |", "|" + " ---: |" * len(head)]
+    lines = []
     found = curves(recs)
     for i, rec in enumerate(recs):
         cells = [ratio_text(rec["case"]["ratio"])]
@@ -229,7 +230,7 @@ def markdown(recs: Sequence[Record]) -> str:
         for which in (lambda _: True, lambda n: n % 2 == 0, lambda n: n % 2 == 1):
             cells.append(str(needed(recs, "calibrated", rec["case"]["ratio"], which)))
         cells.append(str(needed(recs, "top-p", rec["case"]["ratio"])))
-        out.append("| " + " | ".join(cells) + " |")
+        lines.append(cells)
     text = (
         f"KL(dense, sparse) in nats (95 % CI over contexts) and bytes as a share of dense's: "
         f"{case['n_contexts']} contexts of {case['n_pos']} positions, {case['n_tokens']} decoded "
@@ -237,7 +238,7 @@ def markdown(recs: Sequence[Record]) -> str:
         "with which the budget has the KL of uniform at this ratio, over uniform's; in all "
         "contexts, in those that are prose, in those that repeat a passage of themselves."
     )
-    return "\n".join([*out, "", text])
+    return table(head, lines, left=()) + "\n\n" + text
 
 
 # ---- figure ----
@@ -329,9 +330,9 @@ def command(
     other = Path(calibrate_text or paths.data("models") / "demo" / "document.txt")
     file = folder / FILE
     found = run(model, texts, other, file, progress_bar, n_threads=threads, **sizes)
-    table = markdown(found)
-    (folder / "budgets.md").write_text(table + "\n", "utf-8")
-    print(table)
+    text = markdown(found)
+    (folder / "budgets.md").write_text(text + "\n", "utf-8")
+    print(text)
     opt.note(f"records: {file}", "dim")
 
 

@@ -49,6 +49,7 @@ from pyorch.evals.texts import read_texts
 from pyorch.models.gguf_file import read_gguf
 from pyorch.native.tensor import Tensor, floats, op_number, view
 from pyorch.progress import Progress, progress_bar
+from pyorch.table import markdown as table
 
 BENCH = "recall"
 RATIOS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
@@ -518,7 +519,7 @@ def markdown(recs: Sequence[Record]) -> str:
         "peaks",
         "error, without and with mean of V",
     ]
-    out = ["| " + " | ".join(head) + " |", "| ---: | --- |" + " ---: |" * (len(head) - 2)]
+    lines = []
     for rec in recs:
         found = rows(rec)
         for ratio in rec["case"]["ratios"]:
@@ -532,7 +533,7 @@ def markdown(recs: Sequence[Record]) -> str:
                 cells.append(f"{r.below:.3f} ({r.below_low:.3f} to {r.below_high:.3f})")
                 cells.append(f"{100 * r.peaks_found:.1f} %")
                 cells.append(f"{r.error:.3f}, {r.error_mean_v:.3f}")
-            out.append("| " + " | ".join(map(str, cells)) + " |")
+            lines.append(cells)
     text = (
         "Share of the true attention inside the selected positions, mean over layers, heads and "
         f"{case['n_query']} queries in each of {case['n_context']} contexts of "
@@ -543,7 +544,7 @@ def markdown(recs: Sequence[Record]) -> str:
         f"positions with {PEAK} of a head's attention or more that are among the selected. Error: "
         "|y - y'|^2 / |y|^2 of the heads' outputs; the bytes of the mean of V are not counted here."
     )
-    return "\n".join([*out, "", text])
+    return table(head, lines, left=("text",)) + "\n\n" + text
 
 
 def _cell(row: Row | None) -> str:
@@ -572,9 +573,9 @@ def command(model: Path, texts: list[Path], folder: Path, threads: int, **sizes:
     with progress_bar("recall") as progress:
         found = run(model, texts, folder / "recall.jsonl", progress, n_threads=threads, **sizes)
     write_csv(found, folder / "recall.csv")
-    table = markdown(found)
-    (folder / "recall.md").write_text(table + "\n", "utf-8")
-    print(table)
+    text = markdown(found)
+    (folder / "recall.md").write_text(text + "\n", "utf-8")
+    print(text)
     opt.note(f"records: {folder / 'recall.jsonl'}", "dim")
 
 

@@ -31,6 +31,7 @@ from pyorch.cli.bench import Numbers
 from pyorch.engine import usable_cores
 from pyorch.models.memory import available_memory
 from pyorch.progress import progress_bar
+from pyorch.table import markdown
 
 BENCH = "row_reads"
 SOURCE = Path(__file__).with_suffix(".c")
@@ -170,17 +171,17 @@ def measure(layers: Layers, reader: MemoryReader, case: Case) -> dict[str, Any]:
 
 def table(recs: Sequence[Record]) -> str:
     """Markdown: a row per case."""
-    out = ["| what is read | threads | ns per piece | GB/s (p10-p90) | of a sequential read |"]
-    out.append("| --- | ---: | ---: | ---: | ---: |")
+    lines = []
     for rec in recs:
         case, ns = Case(**rec["case"]), np.array(rec["samples_ns"])
         speed = rec["bytes"] / ns
         lo, mid, hi = np.percentile(speed, [10, 50, 90])
         share = np.median(speed * 1e9 / np.array(rec["bandwidth_bytes_per_s"]))
         each = np.median(ns) / rec["bytes"] * size(case.read)
-        row = f"{READS[case.read]} | {case.n_threads} | {each:.1f}"
-        out.append(f"| {row} | {mid:.1f} ({lo:.1f}-{hi:.1f}) | {share:.0%} |")
-    return "\n".join(out)
+        speeds = f"{mid:.1f} ({lo:.1f}-{hi:.1f})"
+        lines.append((READS[case.read], case.n_threads, f"{each:.1f}", speeds, f"{share:.0%}"))
+    head = ("what is read", "threads", "ns per piece", "GB/s (p10-p90)", "of a sequential read")
+    return markdown(head, lines)
 
 
 @click.command(context_settings=commands.SETTINGS)

@@ -33,6 +33,7 @@ from pyorch.errors import SparqError
 from pyorch.native.slots import ATTEND, PICK, SCORE, SELECT
 from pyorch.native.tensor import Tensor, op_number
 from pyorch.progress import Progress, progress_bar
+from pyorch.table import markdown
 
 BENCH = "step_times"
 STEPS = {SCORE: "score", SELECT: "select", PICK: "pick", ATTEND: "attend"}
@@ -132,25 +133,23 @@ def run(
 
 def table(recs: Sequence[Record]) -> str:
     """Markdown: a row per case and step, and one for the sum of the steps."""
-    out = [
-        "| heads | positions | threads | attention | step | us per layer (p10-p90) | GB/s | share |"
-    ]
-    out.append("| --- | ---: | ---: | --- | --- | ---: | ---: | ---: |")
+    lines = []
     for rec in recs:
         case = Case(**rec["case"])
-        name = f"{case.like} | {case.n_depth} | {case.n_threads} | `{case.spec}`"
+        name = case.like, case.n_depth, case.n_threads, f"`{case.spec}`"
         n_read = rec["bytes"] | {step: 0 for step in rec["samples_ns"] if step not in rec["bytes"]}
         steps = {step: (np.array(rec["samples_ns"][step]), n) for step, n in n_read.items()}
         if len(steps) > 1:
             steps["all"] = sum(t for t, _ in steps.values()), sum(n for _, n in steps.values())
         for step, (ns, n_bytes) in steps.items():
             lo, mid, hi = np.percentile(ns, [10, 50, 90]) / case.n_layer / 1e3
-            read = "- | -"  # SELECT: scores alone, which are in a cache
+            read = "-", "-"  # SELECT: scores alone, which are in a cache
             if n_bytes:
                 share = np.median(n_bytes / ns * 1e9 / np.array(rec["bandwidth_bytes_per_s"]))
-                read = f"{n_bytes / np.median(ns):.1f} | {share:.0%}"
-            out.append(f"| {name} | {step} | {mid:.0f} ({lo:.0f}-{hi:.0f}) | {read} |")
-    return "\n".join(out)
+                read = f"{n_bytes / np.median(ns):.1f}", f"{share:.0%}"
+            lines.append((*name, step, f"{mid:.0f} ({lo:.0f}-{hi:.0f})", *read))
+    head = ("heads", "positions", "threads", "attention", "step", "us per layer (p10-p90)")
+    return markdown((*head, "GB/s", "share"), lines, left=("heads", "attention", "step"))
 
 
 @click.command(context_settings=commands.SETTINGS)

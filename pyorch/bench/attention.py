@@ -31,6 +31,7 @@ from pyorch.engine import cache_type
 from pyorch.errors import SparqError
 from pyorch.models import synth
 from pyorch.progress import Progress
+from pyorch.table import markdown as markdown_table
 
 BENCH = "attention"
 LIKE = ("llama2-7b", "llama3-8b")
@@ -343,6 +344,23 @@ def _base_key(rec: Record) -> tuple[Any, ...]:
     return *_group_of(rec), rec["case"]["library"], rec["case"]["flash_attn"]
 
 
+_HEAD = ("positions", "attention", "ms per token (p10-p90)", "against best stock")
+_HEAD += ("whole token, ms", "MB read per token", "share of roofline")
+
+
+def _cells(row: Row) -> tuple[object, ...]:
+    lost = row.attention_ms <= 0  # the machine was too busy to tell it from nothing
+    return (
+        row.case.n_depth,
+        f"`{row.case.label}`",
+        f"{row.attention_ms:.2f} ({row.attention_p10_ms:.2f}-{row.attention_p90_ms:.2f})",
+        "-" if lost else f"{row.speedup:.2f}x",
+        f"{row.token_ms:.2f}",
+        f"{row.bytes_per_token / 1e6:.1f}",
+        "-" if lost else f"{100 * row.roofline:.0f} %",
+    )
+
+
 def markdown(recs: Sequence[Record]) -> str:
     """One table per model, number of threads, types of K and V and place of memory."""
     tables: dict[tuple[Any, ...], list[Row]] = {}
@@ -357,18 +375,7 @@ def markdown(recs: Sequence[Record]) -> str:
         out[-1] += f"{c.n_head_kv} KV heads of {c.head_dim}, "
         out[-1] += f"{c.type_k} K, {c.type_v} V, threads: {c.n_threads}"
         out[-1] += f", numa: {c.numa}" if c.numa else ""
-        out += ["", "| positions | attention | ms per token (p10-p90) | against best stock |"]
-        out[-1] += " whole token, ms | MB read per token | share of roofline |"
-        out += ["| ---: | --- | ---: | ---: | ---: | ---: | ---: |"]
-        for row in table:
-            lost = row.attention_ms <= 0  # the machine was too busy to tell it from nothing
-            speedup = "-" if lost else f"{row.speedup:.2f}x"
-            roofline = "-" if lost else f"{100 * row.roofline:.0f} %"
-            out += [
-                f"| {row.case.n_depth} | `{row.case.label}` | {row.attention_ms:.2f} "
-                f"({row.attention_p10_ms:.2f}-{row.attention_p90_ms:.2f}) | {speedup} | "
-                f"{row.token_ms:.2f} | {row.bytes_per_token / 1e6:.1f} | {roofline} |"
-            ]
+        out += ["", markdown_table(_HEAD, map(_cells, table), left=("attention",))]
     return "\n".join([*out, "", _machine_line(recs)]).strip()
 
 
@@ -392,16 +399,15 @@ def summary(recs: Sequence[Record]) -> str:
         + (f", numa {numa or 'none'}" if placed else "")
         for like, s, n, t, numa in columns
     ]
-    out = [f"| attention | {' | '.join(heads)} |", "| --- |" + " ---: |" * len(columns)]
-    for name, line in cells.items():
-        out.append(f"| `{name}` | " + " | ".join(line.get(c, "") for c in columns) + " |")
+    lines = ([f"`{name}`", *(line.get(c, "") for c in columns)] for name, line in cells.items())
+    table = markdown_table(["attention", *heads], lines)
     layers = sorted({f"{r['case']['n_layer']} layers of {r['case']['like']}" for r in recs})
     text = (
         f"Milliseconds of attention per token in {', '.join(layers)}; in brackets how many times "
         "faster than the faster of llama.cpp's two, and the share of the speed at which memory "
         "delivers the bytes that were read. "
     )
-    return "\n".join([*out, "", text + _machine_line(recs)])
+    return f"{table}\n\n{text}{_machine_line(recs)}"
 
 
 def _machine_line(recs: Sequence[Record]) -> str:

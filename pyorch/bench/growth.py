@@ -24,6 +24,7 @@ from pyorch.bench.records import Record, spread, where_given
 from pyorch.bench.worker import Workers
 from pyorch.errors import SparqError
 from pyorch.progress import Progress
+from pyorch.table import markdown as table
 
 BENCH = "sealing"
 SHORT = (256, 768)  # with one test more, still below the default min_ctx
@@ -182,40 +183,37 @@ def markdown(recs: Sequence[Record], sealing: Sequence[Record]) -> str:
             fits.setdefault(name, []).append((a, b, 100 * a / best))
     numa = f", numa: {long[0]['numa']}" if long[0]["numa"] else ""
     depths = f"{min(r['n_depth'] for r in long)}-{max(r['n_depth'] for r in long)}"
-    out = [
+    title = (
         f"**Growth** of token time, {long[0]['model_type']}, threads: {long[0]['n_threads']}"
-        f"{numa}; medians of {len(times)} rounds of all depths, least and most of them in brackets",
-        "",
-        f"| attention | ns per position, d {depths} | share of stock's | at 0, ms |",
-        "| --- | ---: | ---: | ---: |",
-    ]
+        f"{numa}; medians of {len(times)} rounds of all depths, least and most of them in brackets"
+    )
+    growing = []
     for name, of_rounds in fits.items():
         slopes, at_0, shares = zip(*of_rounds, strict=True)
-        out.append(
-            f"| `{name}` | {statistics.median(slopes):.1f} | {statistics.median(shares):.1f} % "
-            f"({min(shares):.1f}-{max(shares):.1f}) | {statistics.median(at_0) / 1e6:.2f} |"
+        share = f"{statistics.median(shares):.1f} % ({min(shares):.1f}-{max(shares):.1f})"
+        slope_ns, start = statistics.median(slopes), statistics.median(at_0)
+        growing.append((f"`{name}`", f"{slope_ns:.1f}", share, f"{start / 1e6:.2f}"))
+    head = ("attention", f"ns per position, d {depths}", "share of stock's", "at 0, ms")
+    out = [title, table(head, growing)]
+    below = [
+        (
+            f"`{speed.label(r)}`",
+            speed.test(r),
+            f"{r['median_ns'] / 1e6:.2f} ({r['p10_ns'] / 1e6:.2f}-{r['p90_ns'] / 1e6:.2f})",
+            f"{r['speedup']:.3f}x",
         )
-    out += ["", "| below min_ctx | test | ms (p10-p90) | against best stock |"]
-    out += ["| --- | ---: | ---: | ---: |"]
-    for r in short:
-        out.append(
-            f"| `{speed.label(r)}` | {speed.test(r)} | {r['median_ns'] / 1e6:.2f} "
-            f"({r['p10_ns'] / 1e6:.2f}-{r['p90_ns'] / 1e6:.2f}) | {r['speedup']:.3f}x |"
-        )
-    if sealing:
-        out += [
-            "",
-            "| after a restored state | positions | tokens, ms | slowest of them / median |"
-            " sealing it, ms |",
-            "| --- | ---: | ---: | ---: | ---: |",
-        ]
+        for r in short
+    ]
+    out.append(table(("below min_ctx", "test", "ms (p10-p90)", "against best stock"), below))
+    restored = []
     for rec in sealing:
         mid, seal = spread(rec["samples_ns"])[0], spread(rec["seal_ns"])[0]
-        out.append(
-            f"| `{rec['case']['spec']}` | {rec['case']['n_depth']} | {mid / 1e6:.2f} | "
-            f"{max(tokens(rec)) / mid:.2f} | {seal / 1e6:.1f} |"
-        )
-    return "\n".join(out)
+        cells = f"{mid / 1e6:.2f}", f"{max(tokens(rec)) / mid:.2f}", f"{seal / 1e6:.1f}"
+        restored.append((f"`{rec['case']['spec']}`", rec["case"]["n_depth"], *cells))
+    if restored:
+        head = ("after a restored state", "positions", "tokens, ms", "slowest of them / median")
+        out.append(table((*head, "sealing it, ms"), restored))
+    return "\n\n".join(out)
 
 
 def tokens(rec: Record) -> list[float]:

@@ -6,14 +6,12 @@ that are ours come after.
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-import math
 from collections.abc import Callable, Sequence
 
+from pyorch import table
 from pyorch.bench.records import Record
 from pyorch.bench.speed import Row, label, rows, test
+from pyorch.table import number
 
 # of SQL, by bench, because they differ in columns: llama-bench's own name, and one of ours
 TABLES = {"speed": "llama_bench", "attention": "attention_bench"}
@@ -34,11 +32,11 @@ def markdown(recs: Sequence[Record]) -> str:
         "ms (p10-p90)": lambda r: (
             f"{r['median_ns'] / 1e6:.2f} ({r['p10_ns'] / 1e6:.2f}-{r['p90_ns'] / 1e6:.2f})"
         ),
-        "against best stock": lambda r: _number(r["speedup"], "{:.2f}x"),
-        "limit": lambda r: _number(r["roofline_speedup"], "{:.2f}x"),
-        "share of roofline": lambda r: _number(100 * r["roofline_share"], "{:.0f} %"),
-        "paper: limit": lambda r: _number(r["paper_limit"], "{:.2f}x"),
-        "paper: measured": lambda r: _number(r["paper_speedup"], "{:.2f}x"),
+        "against best stock": lambda r: number(r["speedup"], "{:.2f}x"),
+        "limit": lambda r: number(r["roofline_speedup"], "{:.2f}x"),
+        "share of roofline": lambda r: number(100 * r["roofline_share"], "{:.0f} %"),
+        "paper: limit": lambda r: number(r["paper_limit"], "{:.2f}x"),
+        "paper: measured": lambda r: number(r["paper_speedup"], "{:.2f}x"),
     }
     for name in ("type_k", "type_v"):  # as llama-bench, only if there is something to tell apart
         if {r[name] for r in found} == {"f16"}:
@@ -59,10 +57,10 @@ def summary(recs: Sequence[Record]) -> str:
         "best stock, ms": lambda r: f"{r['speedup'] * r['median_ns'] / 1e6:.1f}",
         "ours, ms": lambda r: f"{r['median_ns'] / 1e6:.1f}",
         "faster": lambda r: f"{r['speedup']:.2f}x",
-        "limit by bytes": lambda r: _number(r["roofline_speedup"], "{:.2f}x"),
-        "share of roofline": lambda r: _number(100 * r["roofline_share"], "{:.0f} %"),
-        "paper: limit": lambda r: _number(r["paper_limit"], "{:.2f}x"),
-        "paper: measured": lambda r: _number(r["paper_speedup"], "{:.2f}x"),
+        "limit by bytes": lambda r: number(r["roofline_speedup"], "{:.2f}x"),
+        "share of roofline": lambda r: number(100 * r["roofline_share"], "{:.0f} %"),
+        "paper: limit": lambda r: number(r["paper_limit"], "{:.2f}x"),
+        "paper: measured": lambda r: number(r["paper_speedup"], "{:.2f}x"),
     }
     if len({r["n_threads"] for r in ours}) > 1:
         shown["threads"] = lambda r: r["n_threads"]
@@ -91,11 +89,8 @@ def _table(shown: dict[str, Callable[[Row], object]], found: Sequence[Row]) -> s
     """Markdown; a column that says nothing is left out."""
     cells = {name: [str(show(r)) for r in found] for name, show in shown.items()}
     cells = {name: column for name, column in cells.items() if set(column) != {"-"}}
-    left = {"model", "attention"}
-    out = ["| " + " | ".join(cells) + " |"]
-    out += ["| " + " | ".join("---" if n in left else "---:" for n in cells) + " |"]
-    out += ["| " + " | ".join(line) + " |" for line in zip(*cells.values(), strict=True)]
-    return "\n".join(out)
+    lines = zip(*cells.values(), strict=True)
+    return table.markdown(list(cells), lines, left=("model", "attention"))
 
 
 def _machine(recs: Sequence[Record]) -> str:
@@ -117,57 +112,17 @@ def _size(n: int) -> str:
     return f"{n / 2**30:.2f} GiB" if n >= 2**30 else f"{n / 2**20:.2f} MiB"
 
 
-def _number(x: float, form: str) -> str:
-    return "-" if math.isnan(x) else form.format(x)
-
-
-def as_csv(found: Sequence[Row], _: Sequence[Record]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(found[0]), quoting=csv.QUOTE_ALL, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({k: _plain(v) for k, v in row.items()} for row in found)
-    return text.getvalue().rstrip()
-
-
-def as_json(found: Sequence[Row], recs: Sequence[Record]) -> str:
-    return json.dumps(_with_samples(found, recs), indent=2)
-
-
-def as_jsonl(found: Sequence[Row], recs: Sequence[Record]) -> str:
-    return "\n".join(json.dumps(row) for row in _with_samples(found, recs))
-
-
 def _with_samples(found: Sequence[Row], recs: Sequence[Record]) -> list[Row]:
     return [
-        {k: _plain(v) for k, v in row.items()}
-        | {"counters": rec["counters"], "samples_ns": rec["samples_ns"]}
+        row | {"counters": rec["counters"], "samples_ns": rec["samples_ns"]}
         for row, rec in zip(found, recs, strict=True)
     ]
 
 
-def as_sql(found: Sequence[Row], recs: Sequence[Record]) -> str:
-    table = TABLES[recs[0]["bench"]]
-    kinds = {bool: "INTEGER", int: "INTEGER", float: "REAL", str: "TEXT", type(None): "INTEGER"}
-    columns = ",\n".join(f"  {k} {kinds[type(v)]}" for k, v in found[0].items())
-    out = [f"CREATE TABLE IF NOT EXISTS {table} (\n{columns}\n);\n"]
-    for row in found:
-        values = ", ".join(_quoted(_plain(v)) for v in row.values())
-        out.append(f"INSERT INTO {table} ({', '.join(row)}) VALUES ({values});")
-    return "\n".join(out)
-
-
-def _plain(value: object) -> object:
-    """NaN, which neither JSON nor SQL has, is nothing."""
-    return None if isinstance(value, float) and math.isnan(value) else value
-
-
-def _quoted(value: object) -> str:
-    if value is None:
-        return "NULL"
-    if isinstance(value, bool | int | float):
-        return str(int(value) if isinstance(value, bool) else value)
-    return "'" + str(value).replace("'", "''") + "'"
-
-
-# besides Markdown, which each bench writes itself
-FORMATS = {"csv": as_csv, "json": as_json, "jsonl": as_jsonl, "sql": as_sql}
+# besides Markdown, which each bench writes itself: (rows, their records) -> text
+FORMATS: dict[str, Callable[[Sequence[Row], Sequence[Record]], str]] = {
+    "csv": lambda found, _: table.as_csv(found, quoted=True),
+    "json": lambda found, recs: table.as_json(_with_samples(found, recs)),
+    "jsonl": lambda found, recs: table.as_jsonl(_with_samples(found, recs)),
+    "sql": lambda found, recs: table.as_sql(found, TABLES[recs[0]["bench"]]),
+}

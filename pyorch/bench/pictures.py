@@ -5,13 +5,14 @@ matplotlib (extra `figures`) is imported only when something is drawn.
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from pyorch import table
 
 Row = dict[str, Any]
 
@@ -121,11 +122,8 @@ def write(
     import matplotlib.pyplot as plt
 
     out.mkdir(parents=True, exist_ok=True)
-    names = list(dict.fromkeys(k for row in rows for k in row))
-    with (out / f"{name}.csv").open("w", newline="") as f:
-        writer = csv.DictWriter(f, names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({k: _short(v) for k, v in row.items()} for row in rows)
+    short = [{k: f"{v:.6g}" if isinstance(v, float) else v for k, v in r.items()} for r in rows]
+    (out / f"{name}.csv").write_text(table.as_csv(short) + "\n", "utf-8")
     svg = out / f"{name}.svg"
     picture.savefig(svg, metadata={"Date": None, "Creator": None, **about})
     text = svg.read_text("utf-8").replace(_INK, "currentColor")
@@ -135,7 +133,3 @@ def write(
     if png:
         picture.savefig(out / f"{name}.png", dpi=110, facecolor="white")
     plt.close(picture)
-
-
-def _short(value: Any) -> Any:
-    return f"{value:.6g}" if isinstance(value, float) else value

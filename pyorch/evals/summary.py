@@ -8,6 +8,7 @@ from pyorch.attention.spec import ratio_text
 from pyorch.evals import tasks
 from pyorch.evals.series import Series, by_setting
 from pyorch.evals.table import Row, line_of, ratio_of, rows
+from pyorch.table import markdown as table
 
 
 def markdown(found: Sequence[Series]) -> str:
@@ -30,9 +31,7 @@ def markdown(found: Sequence[Series]) -> str:
             for line, cells in body.items():
                 row = by_key.get((line, ratio))
                 cells.append(_cell(row) if row else "-")
-    out = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
-    out += ["| " + " | ".join(cells) + " |" for cells in (dense, *body.values())]
-    return "\n".join([*out, "", _about(groups)])
+    return table(head, (dense, *body.values())) + "\n\n" + _about(groups)
 
 
 def _cell(row: Row, plain: bool = False) -> str:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from pyorch import table as tables
 from pyorch.attention.spec import AttentionSpec
 from pyorch.evals import stats, tasks
 from pyorch.evals.methods import OFF
@@ -133,8 +130,7 @@ def _table(group: Sequence[Series]) -> str:
     head = ["attention", f"{task.metric}{unit} (95 % CI)", f"against `{base}` (95 % CI)"]
     head += [name.replace("_", " ") for name in more]
     head += ["KB read per token", "share of dense", "tokens/s"]
-    out = [f"**{task.name}**: {task.about}", ""]
-    out += ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
+    lines = []
 
     def text(x: float, sign: str = "") -> str:
         return f"{round(factor * x, digits) + 0.0:{sign}.{digits}f}"  # + 0.0: no "-0.0"
@@ -144,11 +140,12 @@ def _table(group: Sequence[Series]) -> str:
         gap = f"{text(r.difference, '+')} ({text(r.difference_low, '+')} to "
         cells.append("" if r.method == base else f"{gap}{text(r.difference_high, '+')})")
         cells += [f"{r.more[name]:.3f}" for name in more]
-        cells.append(_number(r.bytes_per_token / 1e3, "{:.0f}"))
-        cells.append(_number(100 * r.share_of_dense, "{:.1f} %"))
-        cells.append(_number(r.tokens_per_s, "{:.0f}"))
-        out.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*out, "", _about(group)])
+        cells.append(tables.number(r.bytes_per_token / 1e3, "{:.0f}"))
+        cells.append(tables.number(100 * r.share_of_dense, "{:.1f} %"))
+        cells.append(tables.number(r.tokens_per_s, "{:.0f}"))
+        lines.append(cells)
+    title = f"**{task.name}**: {task.about}"
+    return "\n\n".join([title, tables.markdown(head, lines), _about(group)])
 
 
 def _about(group: Sequence[Series]) -> str:
@@ -173,10 +170,6 @@ def _about(group: Sequence[Series]) -> str:
     return text
 
 
-def _number(x: float, form: str) -> str:
-    return "-" if math.isnan(x) else form.format(x)
-
-
 def as_csv(found: Sequence[Series]) -> str:
     out = []
     for row in (r for group in by_setting(found) for r in rows(group)):
@@ -184,12 +177,7 @@ def as_csv(found: Sequence[Series]) -> str:
         more, by_layer = values.pop("more"), values.pop("by_layer")
         more |= {f"{n}_{i}": x for n, xs in by_layer.items() for i, x in enumerate(xs)}
         out.append(values | more)
-    names = list(dict.fromkeys(name for row in out for name in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, names, lineterminator="\n", restval="")
-    writer.writeheader()
-    writer.writerows({k: _plain(v) for k, v in row.items()} for row in out)
-    return text.getvalue().rstrip()
+    return tables.as_csv(out)
 
 
 def as_json(found: Sequence[Series]) -> str:
@@ -197,19 +185,14 @@ def as_json(found: Sequence[Series]) -> str:
     out: list[dict[str, Any]] = []
     for group in by_setting(found):
         for row, s in zip(rows(group), group, strict=True):
-            values = {k: _plain(v) for k, v in flat(row).items()}
-            out.append(values | {"scores": s.scores.tolist(), "about": list(s.about)})
-    return json.dumps(out, indent=2)
+            out.append(flat(row) | {"scores": s.scores.tolist(), "about": list(s.about)})
+    return tables.as_json(out)
 
 
 def flat(row: Row) -> dict[str, Any]:
     """As it is written, with the method as its line."""
     values = {f.name: getattr(row, f.name) for f in fields(row)}
     return values | {"method": str(row.method)}
-
-
-def _plain(value: Any) -> Any:
-    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 FORMATS = {"md": markdown, "csv": as_csv, "json": as_json}

@@ -188,8 +188,8 @@ def test_a_readme_without_marks_is_refused_before_measuring(
 def test_sql_of_both_benches_goes_into_one_file() -> None:
     """Their columns differ, so their tables have two names."""
     recs = fake_records()
-    text = output.as_sql(attention.flat(recs), recs)
-    other = output.as_sql([{"n_depth": 1}], [{"bench": speed.BENCH}])
+    text = output.FORMATS["sql"](attention.flat(recs), recs)
+    other = output.FORMATS["sql"]([{"n_depth": 1}], [{"bench": speed.BENCH}])
     with sqlite3.connect(":memory:") as db:
         db.executescript(other + text)
         found = db.execute("SELECT spec, attention_ms FROM attention_bench").fetchall()

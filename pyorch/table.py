@@ -1,0 +1,71 @@
+"""Tables as text: Markdown for people, CSV, JSON and SQL for programs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+Row = Mapping[str, Any]
+_SQL = {bool: "INTEGER", int: "INTEGER", float: "REAL", type(None): "INTEGER"}
+
+
+def markdown(
+    head: Sequence[str], rows: Iterable[Iterable[object]], left: Collection[str] | None = None
+) -> str:
+    """Columns are aligned to the right but for those that `left` names; None means the first."""
+    left = head[:1] if left is None else left
+    marks = ["---" if name in left else "---:" for name in head]
+    return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in (head, marks, *rows))
+
+
+def number(x: float, form: str) -> str:
+    """A cell: `-` where there is no number."""
+    return "-" if math.isnan(x) else form.format(x)
+
+
+def plain(value: Any) -> Any:
+    """As JSON and SQL have it: NaN is nothing, and settings are their text."""
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    return value if isinstance(value, bool | int | float | list | dict | None) else str(value)
+
+
+def as_csv(rows: Sequence[Row], *, quoted: bool = False) -> str:
+    """A column for every name that some row has; without the last line break."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    quoting = csv.QUOTE_ALL if quoted else csv.QUOTE_MINIMAL
+    writer = csv.DictWriter(text, names, quoting=quoting, lineterminator="\n", restval="")
+    writer.writeheader()
+    writer.writerows({k: plain(v) for k, v in row.items()} for row in rows)
+    return text.getvalue().rstrip()
+
+
+def as_json(rows: Iterable[Row]) -> str:
+    return json.dumps([{k: plain(v) for k, v in row.items()} for row in rows], indent=2)
+
+
+def as_jsonl(rows: Iterable[Row]) -> str:
+    return "\n".join(json.dumps({k: plain(v) for k, v in row.items()}) for row in rows)
+
+
+def as_sql(rows: Sequence[Row], name: str) -> str:
+    """Statements that make the table `name`, if it is not there, and add the rows to it."""
+    columns = ",\n".join(f"  {k} {_SQL.get(type(v), 'TEXT')}" for k, v in rows[0].items())
+    out = [f"CREATE TABLE IF NOT EXISTS {name} (\n{columns}\n);\n"]
+    for row in rows:
+        values = ", ".join(_sql(plain(v)) for v in row.values())
+        out.append(f"INSERT INTO {name} ({', '.join(row)}) VALUES ({values});")
+    return "\n".join(out)
+
+
+def _sql(value: object) -> str:
+    if value is None:
+        return "NULL"
+    if isinstance(value, bool | int | float):
+        return str(int(value) if isinstance(value, bool) else value)
+    return "'" + str(value).replace("'", "''") + "'"

@@ -1,0 +1,50 @@
+"""The table writer: what Markdown, CSV, JSON and SQL make of the same rows."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import sqlite3
+
+from pyorch import table
+from pyorch.attention.spec import AttentionSpec
+
+ROWS = [
+    {"name": "it's, a", "n": 1, "ms": 0.5, "flag": True, "spec": AttentionSpec("dense")},
+    {"name": 'say "b"', "n": 2, "ms": math.nan, "flag": False, "spec": AttentionSpec("off")},
+]
+
+
+def test_markdown_aligns_columns_by_name() -> None:
+    rows = [("a", 1, "x"), ("b", 22, "")]
+    assert table.markdown(("name", "n", "note"), rows).splitlines() == [
+        "| name | n | note |",
+        "| --- | ---: | ---: |",
+        "| a | 1 | x |",
+        "| b | 22 |  |",
+    ]
+    assert "| ---: | ---: | --- |" in table.markdown(("name", "n", "note"), rows, left=("note",))
+    assert "| ---: | ---: |" in table.markdown(("name", "n"), [], left=())
+    assert (table.number(math.nan, "{:.1f}"), table.number(2, "{:.1f}")) == ("-", "2.0")
+
+
+def test_every_format_has_the_same_rows() -> None:
+    """NaN, which neither JSON nor SQL has, is nothing; settings are their line."""
+    plain = [row | {"spec": str(row["spec"])} for row in ROWS]
+    plain[1]["ms"] = None
+    assert json.loads(table.as_json(ROWS)) == plain
+    assert [json.loads(line) for line in table.as_jsonl(ROWS).splitlines()] == plain
+    for quoted in (False, True):
+        text = table.as_csv(ROWS, quoted=quoted)
+        assert text.startswith('"name"') == quoted
+        assert list(csv.DictReader(text.splitlines())) == [
+            {k: "" if v is None else str(v) for k, v in row.items()} for row in plain
+        ]
+    with sqlite3.connect(":memory:") as db:
+        db.executescript(table.as_sql(ROWS, "t"))
+        assert db.execute("SELECT * FROM t").fetchall() == [tuple(r.values()) for r in plain]
+
+
+def test_a_column_that_some_rows_lack_is_empty_there() -> None:
+    assert table.as_csv([{"a": 1}, {"b": 2}]) == "a,b\n1,\n,2"
