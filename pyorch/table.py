@@ -38,8 +38,13 @@ def as_csv(rows: Sequence[Row], *, quoted: bool = False) -> str:
     """A column for every name that some row has; without the last line break."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
-    quoting = csv.QUOTE_ALL if quoted else csv.QUOTE_MINIMAL
-    writer = csv.DictWriter(text, names, quoting=quoting, lineterminator="\n", restval="")
+    writer = csv.DictWriter(
+        text,
+        names,
+        quoting=csv.QUOTE_ALL if quoted else csv.QUOTE_MINIMAL,
+        lineterminator="\n",
+        restval="",
+    )
     writer.writeheader()
     writer.writerows({k: plain(v) for k, v in row.items()} for row in rows)
     return text.getvalue().rstrip()
