@@ -25,8 +25,9 @@ import commands
 import plot
 
 from pyorch import policies
-from pyorch.cli import options as opt
 from pyorch.cli import run as run_command
+from pyorch.cli.terminal import note
+from pyorch.cli.types import Number
 from pyorch.errors import SparqError
 from pyorch.evals import find, series, table
 from pyorch.evals import run as evaluate
@@ -89,11 +90,11 @@ def points() -> list[tuple[str, str, str, policies.Method]]:
 @commands.measurement(
     click.option(
         "--fidelity",
-        type=opt.Number(int, 0),
+        type=Number(int, 0),
         default=20,
         help="Examples of fidelity.  [default: 20]",
     ),
-    click.option("--repetition", type=opt.Number(int, 0), default=100, show_default=True),
+    click.option("--repetition", type=Number(int, 0), default=100, show_default=True),
 )
 def command(
     model: Path, texts: list[Path], folder: Path, threads: int, force: bool, **n: int
@@ -123,7 +124,7 @@ def command(
     text = table.markdown(read(folder))
     (folder / "ablations.md").write_text(text + "\n", "utf-8")
     print(text)
-    opt.note(f"records: {to}", "dim")
+    note(f"records: {to}", "dim")
 
 
 def keep(found: Sequence[series.Series], to: Path) -> None:

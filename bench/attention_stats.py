@@ -32,8 +32,8 @@ import numpy as np
 import recall
 
 from pyorch.bench.records import Record
-from pyorch.cli import options as opt
 from pyorch.cli import run as run_command
+from pyorch.cli.terminal import note
 from pyorch.progress import progress_bar
 from pyorch.table import markdown as table
 
@@ -297,7 +297,7 @@ def command(model: Path, texts: list[Path], folder: Path, threads: int, **sizes:
     text = markdown(found)
     (folder / "attention_stats.md").write_text(text + "\n", "utf-8")
     print(text)
-    opt.note(f"records: {file}", "dim")
+    note(f"records: {file}", "dim")
 
 
 if __name__ == "__main__":

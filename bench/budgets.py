@@ -31,8 +31,9 @@ from pyorch.bench import records
 from pyorch.bench.records import Record
 from pyorch.calibrate import search
 from pyorch.calibrate.meter import Meter, contexts
-from pyorch.cli import options as opt
 from pyorch.cli import run as run_command
+from pyorch.cli.terminal import note
+from pyorch.cli.types import Number
 from pyorch.evals import stats, texts
 from pyorch.progress import progress_bar
 from pyorch.table import markdown as table
@@ -312,11 +313,9 @@ def draw(rows: Sequence[plot.Row]) -> Any:
         metavar="FILE",
         help="Text to calibrate on.  [default: the demo's document]",
     ),
-    click.option("--ctx", "n_pos", type=opt.Number(int, 512), default=2048, show_default=True),
-    click.option(
-        "--contexts", "n_contexts", type=opt.Number(int, 2), default=24, show_default=True
-    ),
-    click.option("--tokens", "n_tokens", type=opt.Number(int, 1), default=64, show_default=True),
+    click.option("--ctx", "n_pos", type=Number(int, 512), default=2048, show_default=True),
+    click.option("--contexts", "n_contexts", type=Number(int, 2), default=24, show_default=True),
+    click.option("--tokens", "n_tokens", type=Number(int, 1), default=64, show_default=True),
 )
 def command(
     model: Path,
@@ -333,7 +332,7 @@ def command(
     text = markdown(found)
     (folder / "budgets.md").write_text(text + "\n", "utf-8")
     print(text)
-    opt.note(f"records: {file}", "dim")
+    note(f"records: {file}", "dim")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import click
 
 from pyorch import paths
 from pyorch.bench import records
-from pyorch.cli import options as opt
+from pyorch.cli.types import THREADS
 
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 _OPTIONS = (
@@ -24,7 +24,7 @@ _OPTIONS = (
         metavar="FILE|DIR",
         help="Books that the model has not seen.",
     ),
-    click.option("--threads", "-t", type=opt.THREADS, default=1, show_default=True),
+    click.option("--threads", "-t", type=THREADS, default=1, show_default=True),
     click.option(
         "--out",
         metavar="DIR",

@@ -21,9 +21,8 @@ import watch
 from pyorch import engine, native
 from pyorch.bench import records, speed, state
 from pyorch.bench.records import Record
-from pyorch.cli import options as opt
 from pyorch.cli import run as run_command
-from pyorch.cli.bench import Numbers
+from pyorch.cli.types import LAYERS, THREADS, Number, Numbers
 from pyorch.errors import SparqError
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import read_gguf
@@ -115,12 +114,12 @@ def run(model: Path, cases: Sequence[Case], file: Path, *, force: bool = False) 
     help="GGUF model to measure.  [default: llama2-7b q8_0, synthetic]",
 )
 @click.option(
-    "--layers", type=opt.LAYERS, default=4, show_default=True, help="Layers of the synthetic model."
+    "--layers", type=LAYERS, default=4, show_default=True, help="Layers of the synthetic model."
 )
 @click.option("-d", "--n-depth", type=Numbers(256), default="1024,4096,16384", show_default=True)
 @click.option("-fa", "--flash-attn", type=Numbers(), default="0,1", show_default=True)
-@click.option("-t", "--threads", type=opt.THREADS, help="Number of threads.  [default: all cores]")
-@click.option("--samples", type=opt.Number(int, 1), default=20, show_default=True)
+@click.option("-t", "--threads", type=THREADS, help="Number of threads.  [default: all cores]")
+@click.option("--samples", type=Number(int, 1), default=20, show_default=True)
 @click.option(
     "--out",
     metavar="DIR",

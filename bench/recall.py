@@ -41,9 +41,9 @@ from pyorch.attention.bytes import GROUP, RUN, SHADOW_BYTES
 from pyorch.attention.spec import ratio_text
 from pyorch.bench import records
 from pyorch.bench.records import Record
-from pyorch.cli import options as opt
 from pyorch.cli import run as run_command
-from pyorch.cli.bench import Numbers
+from pyorch.cli.terminal import note
+from pyorch.cli.types import Number, Numbers
 from pyorch.errors import SparqError
 from pyorch.evals.texts import read_texts
 from pyorch.models.gguf_file import read_gguf
@@ -559,11 +559,9 @@ SIZES = (
     click.option(
         "--positions", "-S", type=Numbers(256), default="1024,2048,4096", show_default=True
     ),
-    click.option("--contexts", "n_context", type=opt.Number(int, 2), default=30, show_default=True),
-    click.option(
-        "--queries", "n_query", type=opt.Number(int, 1, GROUP), default=8, show_default=True
-    ),
-    click.option("--seed", type=opt.Number(int, 0), default=1, show_default=True),
+    click.option("--contexts", "n_context", type=Number(int, 2), default=30, show_default=True),
+    click.option("--queries", "n_query", type=Number(int, 1, GROUP), default=8, show_default=True),
+    click.option("--seed", type=Number(int, 0), default=1, show_default=True),
 )
 
 
@@ -576,7 +574,7 @@ def command(model: Path, texts: list[Path], folder: Path, threads: int, **sizes:
     text = markdown(found)
     (folder / "recall.md").write_text(text + "\n", "utf-8")
     print(text)
-    opt.note(f"records: {folder / 'recall.jsonl'}", "dim")
+    note(f"records: {folder / 'recall.jsonl'}", "dim")
 
 
 if __name__ == "__main__":

@@ -25,9 +25,8 @@ import numpy as np
 from pyorch.bench import records
 from pyorch.bench.bandwidth import SHARE, MemoryReader, compiled, together
 from pyorch.bench.records import Record
-from pyorch.cli import options as opt
 from pyorch.cli import run as run_command
-from pyorch.cli.bench import Numbers
+from pyorch.cli.types import THREADS, Number, Numbers
 from pyorch.engine import usable_cores
 from pyorch.models.memory import available_memory
 from pyorch.progress import progress_bar
@@ -188,10 +187,10 @@ def table(recs: Sequence[Record]) -> str:
 @click.option(
     "-t",
     "--threads",
-    type=Numbers(1, opt.THREADS.high),
+    type=Numbers(1, THREADS.high),
     help="Numbers of threads.  [default: 1 and all cores]",
 )
-@click.option("--samples", type=opt.Number(int, 1), default=21, show_default=True)
+@click.option("--samples", type=Number(int, 1), default=21, show_default=True)
 @click.option(
     "--out",
     metavar="DIR",

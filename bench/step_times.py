@@ -26,9 +26,8 @@ from pyorch.attention.spec import parse_spec
 from pyorch.bench import attention, records, state
 from pyorch.bench.bandwidth import MemoryReader
 from pyorch.bench.records import Record, where_given
-from pyorch.cli import options as opt
 from pyorch.cli import run as run_command
-from pyorch.cli.bench import Numbers
+from pyorch.cli.types import THREADS, Number, Numbers
 from pyorch.errors import SparqError
 from pyorch.native.slots import ATTEND, PICK, SCORE, SELECT
 from pyorch.native.tensor import Tensor, op_number
@@ -171,10 +170,10 @@ def table(recs: Sequence[Record]) -> str:
 @click.option(
     "-t",
     "--threads",
-    type=Numbers(1, opt.THREADS.high),
+    type=Numbers(1, THREADS.high),
     help="Numbers of threads.  [default: 1 and all cores]",
 )
-@click.option("--samples", type=opt.Number(int, 1), default=21, show_default=True)
+@click.option("--samples", type=Number(int, 1), default=21, show_default=True)
 @click.option(
     "--out",
     metavar="DIR",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pyorch import paths
-from pyorch.cli import options
+from pyorch.cli import terminal
 from pyorch.errors import SparqError
 
 
@@ -74,5 +74,5 @@ def test_busy_is_a_share_of_the_cores(
 ) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    options.note_if_busy()
+    terminal.note_if_busy()
     assert ("is busy" in capsys.readouterr().err) is busy

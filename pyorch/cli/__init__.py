@@ -6,7 +6,7 @@ import errno
 import importlib
 import os
 import sys
-from typing import Any, NoReturn
+from typing import NoReturn, cast
 
 import click
 
@@ -44,7 +44,7 @@ class LazyGroup(click.Group):
         if name not in COMMANDS:
             return None
         module = importlib.import_module(f"pyorch.cli.{COMMANDS[name][0]}")
-        return module.command
+        return cast(click.Command, module.command)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -69,7 +69,7 @@ def main() -> None:
     run(cli, prog_name="sparq-cpp")
 
 
-def run(command: click.Command, **options: Any) -> NoReturn:
+def run(command: click.Command, prog_name: str | None = None) -> NoReturn:
     """Run a command; what goes wrong becomes two lines on stderr and an exit code."""
     for i, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:  # closed: no file of ours may take its number
@@ -77,7 +77,7 @@ def run(command: click.Command, **options: Any) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):  # a terminal without Unicode shows ? and goes on
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
-        status = command(standalone_mode=False, **options)
+        status = command(standalone_mode=False, prog_name=prog_name)
         sys.stdout.flush()
         sys.exit(status if isinstance(status, int) else 0)
     except SparqError as error:

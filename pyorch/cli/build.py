@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import click
 
-from pyorch.cli import options as opt
+from pyorch.cli.options import json_option
+from pyorch.cli.terminal import print_json
+from pyorch.cli.types import Number
 from pyorch.errors import SparqError
 
 
@@ -27,11 +29,11 @@ from pyorch.errors import SparqError
     help="CUDA architectures: native, all or 80,90.  [default: native with a device, else all]",
 )
 @click.option(
-    "--jobs", type=opt.Number(int, 1), help="Compilers that run at once.  [default: one per core]"
+    "--jobs", type=Number(int, 1), help="Compilers that run at once.  [default: one per core]"
 )
 @click.option("--force", is_flag=True, help="Build again from scratch.")
 @click.option("--env", is_flag=True, help="Print the variables that make other programs use it.")
-@opt.json_option
+@json_option
 def command(
     stock: bool,
     tools: bool,
@@ -75,7 +77,7 @@ def command(
     names = build.TOOLS if tools else ()
     folder = build.build(options, names, jobs, force)
     if as_json:
-        opt.print_json({"lib_dir": str(folder), **(build.read_stamp(folder) or {})})
+        print_json({"lib_dir": str(folder), **(build.read_stamp(folder) or {})})
     elif env:
         lib, python = shlex.quote(str(folder)), shlex.quote(str(build.bindings()))
         print(f'export PYTHONPATH={python}"${{PYTHONPATH:+:$PYTHONPATH}}"')

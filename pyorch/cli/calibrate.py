@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,12 +12,57 @@ from pyorch import paths
 from pyorch.attention import saved
 from pyorch.attention.spec import DEFAULT_RATIO, SHADOWS, AttentionSpec, ratio_text
 from pyorch.cli import options as opt
+from pyorch.cli.groups import option, renamed, takes
+from pyorch.cli.loading import model_path, open_session
+from pyorch.cli.terminal import note, print_json
+from pyorch.cli.types import Name, Number, Ratio
 from pyorch.errors import SparqError
 from pyorch.models.gguf_file import read_gguf
 from pyorch.progress import progress_bar
 
+if TYPE_CHECKING:
+    from pyorch.engine import Session
+
 WIDTH = 40  # characters of the widest bar
 SIZES = ((0.1e9, 8, 64), (1e9, 8, 16), (float("inf"), 4, 16))  # bytes of a model: contexts, tokens
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What is searched for, and on which text."""
+
+    ratio: float = option(
+        "--ratio",
+        type=Ratio(),
+        default=str(DEFAULT_RATIO),
+        help="Share of dense attention's bytes.  [default: 1/8]",
+    )
+    shadow: str = option(
+        "--attn-shadow",
+        type=Name(*SHADOWS),
+        default="q4",
+        help="Type of the transposed K.  [default: q4]",
+    )
+    text: str | None = option(
+        "--text", metavar="FILE|DIR", help="Text to decode.  [default: a bundled one]"
+    )
+    contexts: int | None = option(
+        "--contexts",
+        type=Number(int, 2, 1000),
+        help="Contexts to decode in.  [default: 8; 4 for a model of 1 GB and more]",
+    )
+    tokens: int | None = option(
+        "--tokens",
+        type=Number(int, 1, 10_000),
+        help="Tokens per context.  [default: 64; 16 for a model of 0.1 GB and more]",
+    )
+    seed: int = option(
+        "--seed",
+        type=Number(int, 0),
+        default=1,
+        show_default=True,
+        help="Seed of the choice of contexts.",
+    )
 
 
 @click.command()
@@ -24,82 +70,66 @@ SIZES = ((0.1e9, 8, 64), (1e9, 8, 16), (float("inf"), 4, 16))  # bytes of a mode
 @opt.context_options
 @opt.cache_options
 @opt.numa_option
-@click.option(
-    "--ratio",
-    type=opt.Ratio(),
-    default=str(DEFAULT_RATIO),
-    help="Share of dense attention's bytes.  [default: 1/8]",
-)
-@click.option(
-    "--attn-shadow",
-    "shadow",
-    type=opt.Name(*SHADOWS),
-    default="q4",
-    help="Type of the transposed K.  [default: q4]",
-)
-@opt.renamed("--shadow-type", "--attn-shadow")
-@click.option("--text", metavar="FILE|DIR", help="Text to decode.  [default: a bundled one]")
-@click.option(
-    "--contexts",
-    type=opt.Number(int, 2, 1000),
-    help="Contexts to decode in.  [default: 8; 4 for a model of 1 GB and more]",
-)
-@click.option(
-    "--tokens",
-    type=opt.Number(int, 1, 10_000),
-    help="Tokens per context.  [default: 64; 16 for a model of 0.1 GB and more]",
-)
-@click.option(
-    "--seed",
-    type=opt.Number(int, 0),
-    default=1,
-    show_default=True,
-    help="Seed of the choice of contexts.",
-)
+@takes(wanted=SearchOptions)
+@renamed("--shadow-type", "--attn-shadow")
 @click.option("--show", is_flag=True, help="Show the result of an earlier run.")
 @opt.json_option
 @opt.verbose_option
-def command(**options: Any) -> None:
+def command(
+    model: opt.ModelOptions,
+    context: opt.ContextOptions,
+    cache: opt.CacheOptions,
+    numa: str | None,
+    wanted: SearchOptions,
+    show: bool,
+    as_json: bool,
+) -> None:
     """Measure which k and rank each layer needs, and keep the result.
 
     All layers together read the bytes of a ratio. Other commands use the result with
     `--budget calibrated` and `--budget top-p`. An interrupted run continues where it stopped.
     """
-    if options["ratio"] == 1:
-        hint = "--ratio 1/8"
+    if wanted.ratio == 1:
         raise SparqError(
-            "ratio 1 is dense attention, which has no k and no rank", hint, exit_code=2
+            "ratio 1 is dense attention, which has no k and no rank", "--ratio 1/8", exit_code=2
         )
-    path = opt.model_file(options)
-    if not options["show"]:
-        _measure(path, options)
-    result = saved.find(path, options["ratio"], options["shadow"])
-    if options["as_json"]:
-        opt.print_json(result)
+    path = model_path(model.model, model.yes)
+    if not show:
+        from pyorch.calibrate import search
+
+        source = Path(wanted.text or paths.data("models") / "demo" / "document.txt")
+        text, n_pos = search.joined([source]), context.ctx or 2048
+        with open_session(
+            replace(model, model=str(path)),
+            None,
+            context=replace(context, ctx=n_pos),
+            cache=cache,
+            numa=numa,
+        ) as session:
+            result = _measure(session, text, n_pos, wanted)
+        note(f"kept in {saved.save(path, result)}", "dim")
+    result = saved.find(path, wanted.ratio, wanted.shadow)
+    if as_json:
+        print_json(result)
     else:
-        show(result)
+        _print(result)
 
 
-def _measure(path: Path, options: dict[str, Any]) -> None:
+def _measure(session: Session, text: str, n_pos: int, wanted: SearchOptions) -> dict[str, Any]:
     from pyorch.calibrate import search
 
-    source = Path(options["text"] or paths.data("models") / "demo" / "document.txt")
-    text = search.joined([source])
-    ctx = options["ctx"] or 2048
-    n_contexts, n_tokens = sizes(path)
-    with opt.open_session({**options, "model": str(path), "ctx": ctx}, None) as session:
-        result = search.run(
-            session,
-            text,
-            ratio=options["ratio"],
-            shadow=options["shadow"],
-            n_pos=ctx,
-            n_contexts=options["contexts"] or n_contexts,
-            n_tokens=options["tokens"] or n_tokens,
-            seed=options["seed"],
-            bar=progress_bar,
-        )
-    opt.note(f"kept in {saved.save(path, result)}", "dim")
+    n_contexts, n_tokens = sizes(session.path)
+    return search.run(
+        session,
+        text,
+        ratio=wanted.ratio,
+        shadow=wanted.shadow,
+        n_pos=n_pos,
+        n_contexts=wanted.contexts or n_contexts,
+        n_tokens=wanted.tokens or n_tokens,
+        seed=wanted.seed,
+        bar=progress_bar,
+    )
 
 
 def sizes(path: Path) -> tuple[int, int]:
@@ -111,7 +141,7 @@ def sizes(path: Path) -> tuple[int, int]:
     return next((contexts, tokens) for most, contexts, tokens in SIZES if size < most)
 
 
-def show(result: dict[str, Any]) -> None:
+def _print(result: dict[str, Any]) -> None:
     """k of every layer as bars, and what was compared."""
     found = saved.values_of(result["calibrated"])
     spec = AttentionSpec("sparq", ratio=result["ratio"], **found)

@@ -9,13 +9,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from pyorch import paths
 from pyorch.attention.spec import AttentionSpec, parse_ratio
 from pyorch.cli import options as opt
+from pyorch.cli.loading import open_session
+from pyorch.cli.summary import Summary, summary_of, why_dense
+from pyorch.cli.terminal import note
+from pyorch.cli.types import Number
 from pyorch.errors import SparqError
 from pyorch.progress import progress_bar
 
@@ -50,7 +54,7 @@ class Chat:
     interactive: bool
     messages: list[dict[str, str]] = field(default_factory=list)
     text: str = ""  # of /read, for the next message
-    summary: dict[str, Any] | None = None  # of the last reply
+    summary: Summary | None = None  # of the last reply
     told: str = ""  # why attention is dense, said once
 
 
@@ -58,7 +62,7 @@ class Chat:
 @opt.model_options
 @click.option("--system", metavar="TEXT", help="System message.")
 @click.option(
-    "-n", "--tokens", type=opt.Number(int, 1), help="Generate at most this many tokens per reply."
+    "-n", "--tokens", type=Number(int, 1), help="Generate at most this many tokens per reply."
 )
 @click.option("--resume", metavar="FILE", help="Continue a conversation written by /save.")
 @opt.context_options
@@ -70,7 +74,20 @@ class Chat:
 @opt.sampling_options
 @opt.json_option
 @opt.verbose_option
-def command(**options: Any) -> None:
+def command(
+    model: opt.ModelOptions,
+    system: str | None,
+    tokens: int | None,
+    resume: str | None,
+    context: opt.ContextOptions,
+    rope: opt.RopeOptions,
+    n_gpu_layers: int | None,
+    cache: opt.CacheOptions,
+    numa: str | None,
+    attention: opt.AttentionOptions,
+    sampling: opt.SamplingOptions,
+    as_json: bool,
+) -> None:
     """Talk to a model, with its own chat template.
 
     In a terminal, /help lists the commands. From a pipe, each line is one message, and each reply
@@ -78,23 +95,30 @@ def command(**options: Any) -> None:
     """
     from pyorch.engine.chat_template import ChatTemplate
 
-    attention = opt.attention_from(options)
-    sampling = opt.sampling_from(options, default_temp=0.8)
-    messages = _resume(options["resume"]) if options["resume"] else []
-    if options["system"]:  # in place of the one that a resumed conversation began with
+    spec, chosen = attention.spec(), sampling.settings(0.8)
+    messages = _resume(resume) if resume else []
+    if system:  # in place of the one that a resumed conversation began with
         messages = [m for m in messages if m["role"] != "system"]
-        messages.insert(0, {"role": "system", "content": options["system"]})
-    with opt.open_session(options, attention) as session:
+        messages.insert(0, {"role": "system", "content": system})
+    with open_session(
+        model,
+        spec,
+        context=context,
+        cache=cache,
+        rope=rope.settings(),
+        n_gpu_layers=n_gpu_layers,
+        numa=numa,
+    ) as session:
         template = ChatTemplate(session)
         if not template.builtin:
-            opt.note("note: this model has no chat template; a plain transcript is used", "yellow")
+            note("note: this model has no chat template; a plain transcript is used", "yellow")
         chat = Chat(
             session,
             template,
-            attention or AttentionSpec(),
-            sampling,
-            options["tokens"],
-            options["as_json"],
+            spec or AttentionSpec(),
+            chosen,
+            tokens,
+            as_json,
             sys.stdin.isatty(),
             messages,
         )
@@ -103,11 +127,9 @@ def command(**options: Any) -> None:
 
 def _loop(chat: Chat) -> None:
     if chat.interactive:
-        opt.note(
-            f"{chat.session.path.name}, attention {chat.spec}. /help lists the commands", "dim"
-        )
+        note(f"{chat.session.path.name}, attention {chat.spec}. /help lists the commands", "dim")
         if n := sum(m["role"] != "system" for m in chat.messages):
-            opt.note(f"{n} messages of an earlier conversation", "dim")
+            note(f"{n} messages of an earlier conversation", "dim")
     for line in _typed() if chat.interactive else _piped():
         try:
             if line.startswith("/"):
@@ -118,9 +140,9 @@ def _loop(chat: Chat) -> None:
         except SparqError as error:
             if not chat.interactive:
                 raise
-            opt.note(f"error: {error.message}", "red")
+            note(f"error: {error.message}", "red")
             if error.hint:
-                opt.note(f"hint: {error.hint}", "yellow")
+                note(f"hint: {error.hint}", "yellow")
 
 
 def _piped() -> Iterator[str]:
@@ -141,7 +163,7 @@ def _typed() -> Iterator[str]:
             return
         except KeyboardInterrupt:
             print()
-            opt.note("/exit or Ctrl-D leaves", "dim")
+            note("/exit or Ctrl-D leaves", "dim")
             continue
         if line:
             keep_history()
@@ -175,7 +197,7 @@ def _run_command(chat: Chat, line: str) -> bool:
     if name in ("/exit", "/quit"):
         return False
     if name == "/help":
-        opt.note(HELP)
+        note(HELP)
     elif name == "/read":
         _read(chat, rest)
     elif name == "/stats":
@@ -183,7 +205,7 @@ def _run_command(chat: Chat, line: str) -> bool:
     elif name == "/clear":
         chat.messages = [m for m in chat.messages if m["role"] == "system"]
         chat.text = ""
-        opt.note("a new conversation", "dim")
+        note("a new conversation", "dim")
     elif name == "/dense":
         _set_attention(chat, AttentionSpec("dense"))
     elif name == "/ratio":
@@ -209,13 +231,13 @@ def _set_attention(chat: Chat, spec: AttentionSpec) -> None:
 
     engine.set_attention(chat.session, spec)
     chat.spec = spec
-    opt.note(f"attention {spec}", "dim")
+    note(f"attention {spec}", "dim")
 
 
 def _print_stats(chat: Chat) -> None:
     used, n_ctx = len(chat.session.tokens), chat.session.n_ctx
-    opt.note(f"attention {chat.spec}, context {used} of {n_ctx} positions")
-    opt.note(opt.summary_line(chat.summary) if chat.summary else "no reply yet")
+    note(f"attention {chat.spec}, context {used} of {n_ctx} positions")
+    note(chat.summary.line() if chat.summary else "no reply yet")
 
 
 def _read(chat: Chat, name: str) -> None:
@@ -230,7 +252,7 @@ def _read(chat: Chat, name: str) -> None:
     if n + REPLY_ROOM > n_ctx:
         raise SparqError(f"{name} has {n} tokens, but the context has {n_ctx} positions", _LONGER)
     chat.text = f"{text}\n\n"
-    opt.note(f"{name}: {n} tokens, before your next message", "dim")
+    note(f"{name}: {n} tokens, before your next message", "dim")
 
 
 _LONGER = "leave, and come back with a larger --ctx; --rope-scale stretches a model's own"
@@ -248,7 +270,7 @@ def _save(chat: Chat, name: str) -> None:
     text = json.dumps({"messages": chat.messages}, indent=2, ensure_ascii=False)
     with new_file(_path("/save", name), force=True) as (partial, _):
         partial.write_text(text + "\n", encoding="utf-8")
-    opt.note(f"{len(chat.messages)} messages written to {name}", "dim")
+    note(f"{len(chat.messages)} messages written to {name}", "dim")
 
 
 def _resume(name: str) -> list[dict[str, str]]:
@@ -279,18 +301,17 @@ def _reply(chat: Chat, text: str) -> None:
         chat.messages.append({"role": "assistant", "content": reply})
     else:  # stopped while it was read
         chat.messages.pop()
-    info = opt.info_if_ours(chat.session)
-    chat.summary = opt.run_summary(chat.session, info)
+    chat.summary = summary_of(chat.session)
     if chat.as_json:
-        print(json.dumps({"reply": reply, "finish": finish, **chat.summary}), flush=True)
+        print(json.dumps({"reply": reply, "finish": finish, **chat.summary.json()}), flush=True)
     if chat.interactive:
-        opt.note(opt.summary_line(chat.summary), "dim")
+        note(chat.summary.line(), "dim")
     if finish == "context":
         full = f"note: the context is full ({chat.session.n_ctx} positions)"
-        opt.note(f"{full}: /clear, or a larger --ctx next time", "yellow")
-    why = opt.why_dense(chat.spec, info) if info else ""
+        note(f"{full}: /clear, or a larger --ctx next time", "yellow")
+    why = why_dense(chat.spec, chat.summary.info) if chat.summary.info else ""
     if why and why != chat.told:
-        opt.note(why, "yellow")
+        note(why, "yellow")
     chat.told = why
 
 
@@ -306,7 +327,7 @@ def _fit(chat: Chat) -> list[int]:
         del chat.messages[first : first + 2]  # a question and its answer
         dropped += 2
     if dropped:
-        opt.note(f"note: the context is full: the {dropped} oldest messages were dropped", "yellow")
+        note(f"note: the context is full: the {dropped} oldest messages were dropped", "yellow")
     return tokens
 
 
@@ -335,7 +356,7 @@ def _stream(chat: Chat, prompt: list[int]) -> tuple[str, str]:
         sys.stdout.write("\n")
         sys.stdout.flush()
     if finish == "interrupted":
-        opt.note("(stopped)" if reply else "(stopped, the message is dropped)", "dim")
+        note("(stopped)" if reply else "(stopped, the message is dropped)", "dim")
     return reply, finish
 
 

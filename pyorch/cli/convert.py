@@ -6,7 +6,11 @@ from pathlib import Path
 
 import click
 
-from pyorch.cli import options as opt
+from pyorch.cli.groups import renamed
+from pyorch.cli.loading import fetch_model
+from pyorch.cli.options import json_option
+from pyorch.cli.terminal import confirm, print_json
+from pyorch.cli.types import Name
 from pyorch.errors import SparqError
 from pyorch.progress import progress_bar
 
@@ -15,21 +19,21 @@ _OUTTYPES = ("auto", "f16", "bf16", "f32", "q8_0")
 
 @click.command()
 @click.argument("model", metavar="DIR|SPEC")
-@opt.renamed("-o", "--out FILE")
-@opt.renamed("--output", "--out FILE")
+@renamed("-o", "--out FILE")
+@renamed("--output", "--out FILE")
 @click.option(
     "--out", metavar="FILE", help="The file to write.  [default: NAME.gguf in this folder]"
 )
 @click.option(
     "--outtype",
-    type=opt.Name(*_OUTTYPES),
+    type=Name(*_OUTTYPES),
     default="auto",
     show_default=True,
     help="Type of the weights; auto is the 16-bit type that loses least.",
 )
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @click.option("--yes", is_flag=True, help="Download what is needed without asking.")
-@opt.json_option
+@json_option
 def command(
     model: str, out: str | None, outtype: str, force: bool, yes: bool, as_json: bool
 ) -> None:
@@ -46,7 +50,7 @@ def command(
     from pyorch.text import human_bytes
 
     def agree(what: str) -> None:
-        opt.confirm(f"{what}. Download it?", yes, what, "--yes downloads it, into SPARQ_CACHE")
+        confirm(f"{what}. Download it?", yes, what, "--yes downloads it, into SPARQ_CACHE")
         if yes:
             say(what)
 
@@ -65,7 +69,7 @@ def command(
             )
         if not found.complete:
             agree(f"{spec.repo}: {human_bytes(found.missing_bytes)} to download")
-        folder = opt.fetch_model(found).path.parent
+        folder = fetch_model(found).path.parent
     checkpoint = convert.read_checkpoint(folder, name)
     convert.check_architecture(checkpoint, say)
     python = convert_env.python(say, agree)
@@ -80,6 +84,6 @@ def command(
             progress=progress,
         )
     if as_json:
-        opt.print_json({"path": str(target), "bytes": file.n_bytes, "architecture": file.arch})
+        print_json({"path": str(target), "bytes": file.n_bytes, "architecture": file.arch})
     else:
         print(f"{target}: {human_bytes(file.n_bytes)}, {file.arch}, {len(file.tensors)} tensors")

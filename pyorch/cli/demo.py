@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from pyorch import paths
 from pyorch.attention.spec import AttentionSpec
-from pyorch.cli import options as opt
+from pyorch.cli.loading import open_session
+from pyorch.cli.options import ContextOptions, ModelOptions, json_option, verbose_option
+from pyorch.cli.summary import Summary, bytes_per_token, summary_of
+from pyorch.cli.terminal import note_if_busy, print_json
+from pyorch.cli.types import THREADS, Number, Ratio
 from pyorch.errors import SparqError
 from pyorch.progress import progress_bar
 from pyorch.text import human_bytes
@@ -29,21 +34,21 @@ CUE_WORDS = 24  # words of the passage that the model is given
 @click.option(
     "-n",
     "--tokens",
-    type=opt.Number(int, 1),
+    type=Number(int, 1),
     default=96,
     show_default=True,
     help="Tokens to recite.",
 )
 @click.option(
     "--ratio",
-    type=opt.Ratio(),
+    type=Ratio(),
     default=RATIO,
     help="Share of dense attention's bytes.  [default: 1/8]",
 )
-@click.option("--threads", "-t", type=opt.THREADS, help="Number of threads.  [default: all cores]")
-@opt.json_option
-@opt.verbose_option
-def command(**options: Any) -> None:
+@click.option("--threads", "-t", type=THREADS, help="Number of threads.  [default: all cores]")
+@json_option
+@verbose_option
+def command(tokens: int, ratio: float, threads: int | None, as_json: bool) -> None:
     """Let the small bundled model recite a passage of a long document.
 
     The model reads the document once and gets the first words of a passage. It continues them
@@ -52,18 +57,19 @@ def command(**options: Any) -> None:
     """
     folder = paths.data("models") / "demo"
     document = _read(folder / "document.txt")
-    cue, expected = passage(document)
-    spec = AttentionSpec("sparq", ratio=options["ratio"])
-    opt.note_if_busy()
-    with opt.open_session({**options, "model": folder / "demo.gguf"}, spec) as session:
-        report = _run(session, f"{document}\n\n{cue}", spec, options["tokens"])
-    report["expected"] = expected[: max(len(run["text"]) for run in report["runs"].values())]
-    if options["as_json"]:
-        opt.print_json(report)
+    cue, rest = passage(document)
+    spec = AttentionSpec("sparq", ratio=ratio)
+    note_if_busy()
+    model, context = ModelOptions(str(folder / "demo.gguf")), ContextOptions(threads=threads)
+    with open_session(model, spec, context=context) as session:
+        report = _run(session, f"{document}\n\n{cue}", spec, tokens)
+    rest = rest[: max(len(run.text) for run in (report.sparse, report.dense))]
+    if as_json:
+        print_json({**report.json(), "expected": rest})
     else:
-        _print(report, cue)
-    calls = report["runs"]["sparse"]["attention"]["counters"]["calls_sparse"]
-    if spec.sparse and calls == 0:
+        _print(report, cue, rest)
+    info = report.sparse.summary.info
+    if spec.sparse and not (info and info.counter("calls_sparse")):
         raise SparqError("the demo ran without sparse attention: the counter of sparse calls is 0")
 
 
@@ -87,26 +93,55 @@ def passage(document: str) -> tuple[str, str]:
     return rest[:end], rest[end:]
 
 
-def _run(session: Session, prompt: str, spec: AttentionSpec, n_tokens: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Run:
+    """One continuation."""
+
+    text: str
+    tokens: list[int]
+    summary: Summary
+
+    def json(self) -> dict[str, object]:
+        return {"text": self.text, "tokens": self.tokens, **self.summary.json()}
+
+
+@dataclass(frozen=True)
+class Report:
+    """Both continuations of a document of so many tokens."""
+
+    spec: AttentionSpec
+    document_tokens: int
+    prefill_s: float
+    sparse: Run
+    dense: Run
+
+    @property
+    def first_difference(self) -> int | None:
+        return first_difference(self.dense.tokens, self.sparse.tokens)
+
+    def json(self) -> dict[str, object]:
+        return {
+            "spec": str(self.spec),
+            "document_tokens": self.document_tokens,
+            "prefill_s": round(self.prefill_s, 3),
+            "first_difference": self.first_difference,
+            "runs": {"sparse": self.sparse.json(), "dense": self.dense.json()},
+        }
+
+
+def _run(session: Session, prompt: str, spec: AttentionSpec, n_tokens: int) -> Report:
     from pyorch import engine
 
     tokens = engine.tokenize(session, prompt)
     with progress_bar("reading the document") as progress:
         engine.prefill(session, engine.align(session, tokens), progress=progress)
-    prefill = session.timings
-    runs = {"sparse": _continue(session, tokens, spec, n_tokens)}
-    runs["dense"] = _continue(session, tokens, AttentionSpec("off"), n_tokens)
-    differ = first_difference(runs["dense"]["tokens"], runs["sparse"]["tokens"])
-    return {
-        "spec": str(spec),
-        "document_tokens": len(tokens),
-        "prefill_s": round(prefill.prefill_s, 3),
-        "first_difference": differ,
-        "runs": runs,
-    }
+    prefill_s = session.timings.prefill_s
+    sparse = _continue(session, tokens, spec, n_tokens)
+    dense = _continue(session, tokens, AttentionSpec("off"), n_tokens)
+    return Report(spec, len(tokens), prefill_s, sparse, dense)
 
 
-def _continue(session: Session, tokens: list[int], spec: AttentionSpec, n: int) -> dict[str, Any]:
+def _continue(session: Session, tokens: list[int], spec: AttentionSpec, n: int) -> Run:
     """Greedy continuation of what is already in the cache."""
     from pyorch import engine
 
@@ -114,8 +149,8 @@ def _continue(session: Session, tokens: list[int], spec: AttentionSpec, n: int) 
     engine.prefill(session, engine.align(session, tokens))
     engine.reset_counters(session)
     pieces = list(engine.generate(session, tokens, max_tokens=n))
-    summary = opt.run_summary(session, opt.info_if_ours(session))
-    return {"text": "".join(p.text for p in pieces), "tokens": [p.token for p in pieces], **summary}
+    text, chosen = "".join(p.text for p in pieces), [p.token for p in pieces]
+    return Run(text, chosen, summary_of(session))
 
 
 def first_difference(a: list[int], b: list[int]) -> int | None:
@@ -126,27 +161,26 @@ def first_difference(a: list[int], b: list[int]) -> int | None:
     return None if len(a) == len(b) else min(len(a), len(b))
 
 
-def _print(r: dict[str, Any], cue: str) -> None:
-    sparse, dense = r["runs"]["sparse"], r["runs"]["dense"]
+def _print(r: Report, cue: str, expected: str) -> None:
     print(
-        f"A document of {r['document_tokens']} tokens, read in {r['prefill_s']:.1f} s. "
+        f"A document of {r.document_tokens} tokens, read in {r.prefill_s:.1f} s. "
         "Near its beginning is a passage that begins"
     )
     print(f"\n    {' '.join(cue.split())} ...\n")
-    for label, run in (("dense (llama.cpp)", dense), (f"sparse ({r['spec']})", sparse)):
-        print(f"{label}: {run['decode_tokens_per_s_median']:.0f} tokens/s (median)")
-        print(f"\n    {' '.join(run['text'].split())}\n")
-    print(f"the document: \n\n    {' '.join(r['expected'].split())}\n")
-    n = r["first_difference"]
-    n_tokens = len(dense["tokens"])
+    for label, run in (("dense (llama.cpp)", r.dense), (f"sparse ({r.spec})", r.sparse)):
+        print(f"{label}: {run.summary.timings.decode_rate_median:.0f} tokens/s (median)")
+        print(f"\n    {' '.join(run.text.split())}\n")
+    print(f"the document: \n\n    {' '.join(expected.split())}\n")
+    n, n_tokens = r.first_difference, len(r.dense.tokens)
     if n is None:
         print(f"the two texts               the same, all {n_tokens} tokens")
     else:
         print(f"the two texts               first differ at token {n + 1} of {n_tokens}")
-    read, full = sparse["attention_bytes_per_token"], sparse["attention_bytes_per_token_dense"]
-    print(
-        f"attention bytes per token   {human_bytes(read)} of {human_bytes(full)}"
-        f" ({100 * read / max(full, 1):.1f} %)"
-    )
-    print(f"attention calls sparse      {100 * sparse['share_sparse']:.1f} %")
+    if info := r.sparse.summary.info:
+        read, full = bytes_per_token(info)
+        print(
+            f"attention bytes per token   {human_bytes(read)} of {human_bytes(full)}"
+            f" ({100 * read / max(full, 1):.1f} %)"
+        )
+        print(f"attention calls sparse      {100 * info.sparse_share:.1f} %")
     sys.stdout.flush()

@@ -5,21 +5,24 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
-from typing import Any
 
 import click
 
-from pyorch.cli import options as opt
+from pyorch.cli.options import json_option
+from pyorch.cli.terminal import print_json
+from pyorch.errors import SparqError
 from pyorch.text import human_bytes
+
+Facts = dict[str, object]
 
 
 @click.command()
-@opt.json_option
+@json_option
 def command(as_json: bool) -> None:
     """Say what is built, what this machine can do, and what is switched off, and why."""
     facts = examine()
     if as_json:
-        opt.print_json(facts)
+        print_json(facts)
         return
     for section, items in facts.items():
         click.secho(section, bold=True)
@@ -28,9 +31,9 @@ def command(as_json: bool) -> None:
             click.echo(f"  {key}: {_text(value, in_bytes) or 'none'}")
 
 
-def _text(value: Any, in_bytes: bool) -> str:
+def _text(value: object, in_bytes: bool) -> str:
     if isinstance(value, dict):
-        return value["lib_dir"]
+        return str(value["lib_dir"])
     if isinstance(value, list):
         return ", ".join(value)
     if isinstance(value, bool):
@@ -40,50 +43,13 @@ def _text(value: Any, in_bytes: bool) -> str:
     return str(value)
 
 
-def examine() -> dict[str, dict[str, Any]]:
+def examine() -> dict[str, Facts]:
     """Collect the facts; nothing is built or downloaded. Sizes are in bytes."""
     from pyorch import __version__, paths
-    from pyorch.errors import SparqError
-    from pyorch.native import build, cuda, patches, probe, source
+    from pyorch.native import patches, source
 
-    pin = source.read_pin()
-    machine = {
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpu": probe.cpu()[0],
-        "cores": probe.cores(),
-        "memory": probe.memory(),
-        "python": platform.python_version(),
-        "nvcc": cuda.nvcc(),
-        "gpu": [f"{device.name} (sm_{device.arch})" for device in cuda.devices()[0]],
-    }
-    compiler = probe.find_compiler()
-    toolchain: dict[str, Any] = {"compiler": compiler.version if compiler else ""}
-    off: dict[str, str] = {}
-    if compiler is None:
-        off["build"] = "no C and C++ compiler found"
-    else:
-        try:
-            found = probe.probe(compiler, native=True)
-            toolchain |= {"isa": list(found.isa), "flags": list(found.flags)}
-            toolchain["openmp"] = found.openmp
-            off |= found.off
-            toolkit, why = cuda.toolkit(compiler)
-            if toolkit:
-                toolchain["cuda"] = f"{toolkit.release}, programs with cuBLAS link"
-                toolchain["cuda"] += " and run" if cuda.devices()[0] else ""
-            if why := why or cuda.devices()[1]:
-                off["cuda"] = why
-        except SparqError as error:
-            off["build"] = error.message
-    builds: dict[str, Any] = {}
-    kinds = [build.Options(), build.Options(stock=True), build.Options(portable=True)]
-    kinds += [build.Options(cuda=cuda.archs(None))] if cuda.nvcc() else []
-    for options in kinds:
-        folder = build.find(options)
-        builds[options.name] = "not built for the present sources"
-        if folder and (stamp := build.read_stamp(folder)):
-            builds[options.name] = {"lib_dir": str(folder), "stamp": stamp["stamp"]}
-    root = paths.cache()
+    pin, root = source.read_pin(), paths.cache()
+    toolchain, off = _toolchain()
     folders = sorted(folder for folder in root.glob("*") if folder.is_dir())
     return {
         "sparq-cpp": {
@@ -93,12 +59,64 @@ def examine() -> dict[str, dict[str, Any]]:
             "SPARQ_ATTN": os.environ.get("SPARQ_ATTN", ""),
             "SPARQ_LLAMA_SOURCE": os.environ.get("SPARQ_LLAMA_SOURCE", ""),
         },
-        "built": builds,
-        "machine": machine,
+        "built": _built(),
+        "machine": _machine(),
         "toolchain": toolchain,
         "off": off,
         "cache": {"path": str(root), **{folder.name: _size(folder) for folder in folders}},
     }
+
+
+def _machine() -> Facts:
+    from pyorch.native import cuda, probe
+
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": probe.cpu()[0],
+        "cores": probe.cores(),
+        "memory": probe.memory(),
+        "python": platform.python_version(),
+        "nvcc": cuda.nvcc(),
+        "gpu": [f"{device.name} (sm_{device.arch})" for device in cuda.devices()[0]],
+    }
+
+
+def _toolchain() -> tuple[Facts, Facts]:
+    """What builds the library, and what is switched off, with the reason."""
+    from pyorch.native import cuda, probe
+
+    compiler = probe.find_compiler()
+    if compiler is None:
+        return {"compiler": ""}, {"build": "no C and C++ compiler found"}
+    facts: Facts = {"compiler": compiler.version}
+    off: Facts = {}
+    try:
+        found = probe.probe(compiler, native=True)
+        facts |= {"isa": list(found.isa), "flags": list(found.flags), "openmp": found.openmp}
+        off |= found.off
+        toolkit, why = cuda.toolkit(compiler)
+        if toolkit:
+            runs = " and run" if cuda.devices()[0] else ""
+            facts["cuda"] = f"{toolkit.release}, programs with cuBLAS link{runs}"
+        if why := why or cuda.devices()[1]:
+            off["cuda"] = why
+    except SparqError as error:
+        off["build"] = error.message
+    return facts, off
+
+
+def _built() -> Facts:
+    from pyorch.native import build, cuda
+
+    kinds = [build.Options(), build.Options(stock=True), build.Options(portable=True)]
+    kinds += [build.Options(cuda=cuda.archs(None))] if cuda.nvcc() else []
+    facts: Facts = {}
+    for options in kinds:
+        folder = build.find(options)
+        facts[options.name] = "not built for the present sources"
+        if folder and (stamp := build.read_stamp(folder)):
+            facts[options.name] = {"lib_dir": str(folder), "stamp": stamp["stamp"]}
+    return facts
 
 
 def _size(folder: Path) -> int:

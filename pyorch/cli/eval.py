@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from pyorch.attention import line
 from pyorch.attention.spec import AttentionSpec
 from pyorch.cli import options as opt
-from pyorch.cli.bench import several, update_marked
+from pyorch.cli.groups import option, renamed, several, takes
+from pyorch.cli.loading import model_path
+from pyorch.cli.readme import update_marked
+from pyorch.cli.terminal import note, note_if_beyond, note_if_busy
+from pyorch.cli.types import SOME_POSITIONS, THREADS, Name, Number, Ratio
 from pyorch.errors import SparqError
+from pyorch.models.geometry import geometry
+from pyorch.models.gguf_file import read_gguf
 from pyorch.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -36,86 +42,108 @@ def command() -> None:
     """Measure quality."""
 
 
+@dataclass(frozen=True)
+class MethodOptions:
+    """The model, and the methods that are compared on it."""
+
+    listed: bool = option("--list", is_flag=True, help="List the tasks and what each needs.")
+    model: str | None = opt.model_option(required=False)
+    yes: bool = opt.yes_option()
+    methods: tuple[str, ...] = option(
+        *opt.SPEC_OPTION,
+        multiple=True,
+        metavar="SPEC",
+        help=f"A method; several are compared with the first.  [default: {' '.join(METHODS)}]",
+    )
+    ratio: list[float] = several(
+        "--ratio", of=Ratio(), text="Run each sparse method at each of these ratios: 1/2,1/8."
+    )
+    exact: bool = option(
+        "--exact", is_flag=True, help="Keep the ratio at any length: adds min_ctx=0,min_k=1."
+    )
+    n: int = option(
+        "-n", type=Number(int, 1), default=100, show_default=True, help="Examples per task."
+    )
+    ctx: int = option(
+        "--ctx", type=SOME_POSITIONS, default=2048, show_default=True, help="Positions per example."
+    )
+    seed: int = option(
+        "--seed", type=Number(int, 0), default=1, show_default=True, help="Seed of the examples."
+    )
+    threads: int | None = option(
+        "--threads", "-t", type=THREADS, help="Number of threads.  [default: all cores]"
+    )
+
+
+@dataclass(frozen=True)
+class ExampleOptions:
+    """What the examples of the tasks are made from."""
+
+    text: tuple[str, ...] = option(
+        "--text",
+        multiple=True,
+        metavar="FILE|DIR",
+        help="Books for haystacks and passages.  [default: the demo document]",
+    )
+    data: tuple[str, ...] = option(
+        "--data",
+        multiple=True,
+        metavar="[TASK=]FILE",
+        help="Read JSON, JSON lines or parquet instead of a download.",
+    )
+    chat: bool = option(
+        "--chat", is_flag=True, help="Put prompts through the model's chat template."
+    )
+    confusion: int = option(
+        "--confusion",
+        type=Number(int, 0, 63),
+        default=7,
+        help="Confusion contexts of squad.  [default: 7]",
+    )
+    lengths: list[int] = several(
+        "--lengths",
+        of=SOME_POSITIONS,
+        text="Lengths of needle, in positions.  [default: 8 up to --ctx]",
+    )
+    depths: int = option(
+        "--depths",
+        type=Number(int, 1),
+        default=11,
+        help="Number of depths of needle.  [default: 11]",
+    )
+
+
 @command.command("run")
 @click.argument("names", metavar="[TASK]...", nargs=-1)
-@click.option("--list", "listed", is_flag=True, help="List the tasks and what each needs.")
-@click.option(
-    "--model",
-    "-m",
-    envvar="SPARQ_MODEL",
-    metavar="FILE|SPEC",
-    help="GGUF model: a file, a card's name or hf:org/repo.",
-)
-@opt.yes_option
-@opt.renamed("--attention", "-a SPEC")
-@opt.renamed("--method", "-a SPEC")
-@click.option(
-    *opt.SPEC_OPTION,
-    "methods",
-    multiple=True,
-    metavar="SPEC",
-    help=f"A method; several are compared with the first.  [default: {' '.join(METHODS)}]",
-)
-@several("--ratio", of=opt.Ratio(), text="Run each sparse method at each of these ratios: 1/2,1/8.")
-@click.option("--exact", is_flag=True, help="Keep the ratio at any length: adds min_ctx=0,min_k=1.")
-@click.option(
-    "-n", type=opt.Number(int, 1), default=100, show_default=True, help="Examples per task."
-)
-@click.option(
-    "--ctx", type=opt.SOME_POSITIONS, default=2048, show_default=True, help="Positions per example."
-)
-@click.option(
-    "--seed",
-    type=opt.Number(int, 0),
-    default=1,
-    show_default=True,
-    help="Seed of the examples.",
-)
-@click.option("--threads", "-t", type=opt.THREADS, help="Number of threads.  [default: all cores]")
+@takes(wanted=MethodOptions)
+@renamed("--attention", "-a SPEC")
+@renamed("--method", "-a SPEC")
 @opt.rope_options
 @opt.gpu_option
 @opt.cache_options
 @opt.numa_option
-@click.option(
-    "--text",
-    multiple=True,
-    metavar="FILE|DIR",
-    help="Books for haystacks and passages.  [default: the demo document]",
-)
-@click.option(
-    "--data",
-    multiple=True,
-    metavar="[TASK=]FILE",
-    help="Read JSON, JSON lines or parquet instead of a download.",
-)
-@click.option("--chat", is_flag=True, help="Put prompts through the model's chat template.")
-@click.option(
-    "--confusion",
-    type=opt.Number(int, 0, 63),
-    default=7,
-    help="Confusion contexts of squad.  [default: 7]",
-)
-@several(
-    "--lengths",
-    of=opt.SOME_POSITIONS,
-    text="Lengths of needle, in positions.  [default: 8 up to --ctx]",
-)
-@click.option(
-    "--depths",
-    type=opt.Number(int, 1),
-    default=11,
-    help="Number of depths of needle.  [default: 11]",
-)
+@takes(examples=ExampleOptions)
 @click.option("--out", metavar="DIR", help="Folder of the records.  [default: sparq-eval/MODEL]")
 @click.option("--force", is_flag=True, help="Measure again what is recorded already.")
 @click.option(
     "--output",
     "-o",
-    type=opt.Name("md", "csv", "json"),
+    type=Name("md", "csv", "json"),
     default="md",
     help="Format of the tables.  [default: md]",
 )
-def run(**options: Any) -> None:
+def run(
+    names: tuple[str, ...],
+    wanted: MethodOptions,
+    rope: opt.RopeOptions,
+    n_gpu_layers: int | None,
+    cache: opt.CacheOptions,
+    numa: str | None,
+    examples: ExampleOptions,
+    out: str | None,
+    force: bool,
+    output: str,
+) -> None:
     """Measure what sparse attention costs in quality, task by task.
 
     Without TASK, all tasks run that need no download. All methods see the same examples and answer
@@ -131,72 +159,82 @@ def run(**options: Any) -> None:
     """
     from pyorch import evals
 
-    if options["listed"]:
-        _list(evals.find(options["names"]) if options["names"] else list(evals.tasks().values()))
+    if wanted.listed:
+        _list(evals.find(names) if names else list(evals.tasks().values()))
         return
-    tasks = evals.find(options["names"])
-    if not options["model"]:
+    tasks = evals.find(names)
+    if not wanted.model:
         raise SparqError("no model", "-m FILE, a card's name, or hf:org/repo", exit_code=2)
 
-    from pyorch import native, paths
+    from pyorch import native
     from pyorch.evals import run as evaluate
-    from pyorch.evals import table, texts
-    from pyorch.models.geometry import geometry
-    from pyorch.models.gguf_file import read_gguf
+    from pyorch.evals import table
 
-    model = opt.model_path(options["model"], options["yes"])
-    books = [Path(t) for t in options["text"]] or [paths.data("models") / "demo" / "document.txt"]
-    folder = Path(options["out"] or Path("sparq-eval") / model.stem)
+    model = model_path(wanted.model, wanted.yes)
+    folder = Path(out or Path("sparq-eval") / model.stem)
     plan = evaluate.Plan(
         model=model,
         tasks=tasks,
-        methods=_methods(options),
-        n=options["n"],
-        setup={
-            "ctx": options["ctx"],
-            "seed": options["seed"],
-            "texts": texts.read_texts(books),
-            "chat": options["chat"],
-            "confusion": options["confusion"],
-            "lengths": options["lengths"],
-            "depths": options["depths"],
-        },
-        data=_data(options["data"], tasks),
-        n_threads=options["threads"],
-        n_gpu_layers=options["n_gpu_layers"],
-        type_k=options["cache_type_k"],
-        type_v=options["cache_type_v"],
-        numa=options["numa"] or "",
-        rope=opt.rope_from(options),
+        methods=_methods(wanted),
+        n=wanted.n,
+        setup=_setup(wanted, examples),
+        data=_data(examples.data, tasks),
+        n_threads=wanted.threads,
+        n_gpu_layers=n_gpu_layers,
+        type_k=cache.cache_type_k,
+        type_v=cache.cache_type_v,
+        numa=numa or "",
+        rope=rope.settings(),
     )
     native.built()
-    opt.note_if_busy()
-    opt.note_if_beyond(options["ctx"], geometry(read_gguf(model)).n_ctx_train)
+    note_if_busy()
+    note_if_beyond(wanted.ctx, geometry(read_gguf(model)).n_ctx_train)
     with progress_bar("making the examples") as making, progress_bar("eval") as progress:
-        found = evaluate.run(plan, folder, making, progress, force=options["force"])
-    print(table.FORMATS[options["output"]](found))
-    opt.note(f"records: {folder}", "dim")
+        found = evaluate.run(plan, folder, making, progress, force=force)
+    print(table.FORMATS[output](found))
+    note(f"records: {folder}", "dim")
 
 
-def _methods(options: dict[str, Any]) -> list[Method]:
+def _methods(wanted: MethodOptions) -> list[Method]:
     """Each method; a sparse one whose size is left open at each of the ratios, if there are any."""
     from pyorch import policies
-    from pyorch.evals.table import EXACT
 
     out: list[Method] = []
-    for text in options["methods"] or METHODS:
+    for text in wanted.methods or METHODS:
         method = policies.parse(text)
         sized = any(getattr(method, name, None) for name in ("rank", "topk", "k", "k_layers"))
         free = policies.is_sparse(method) and not sized and not line.has_setting(text, "ratio")
-        out += [replace(method, ratio=r) for r in options["ratio"]] if free else []
-        out += [] if free and options["ratio"] else [method]
-    if options["exact"]:
-        out = [replace(m, **EXACT) if _has_bounds(m) else m for m in out]
+        out += [replace(method, ratio=r) for r in wanted.ratio] if free else []
+        out += [] if free and wanted.ratio else [method]
+    if wanted.exact:
+        out = [_exact(m) for m in out]
     return out
 
 
-def _has_bounds(method: Method) -> bool:
-    return isinstance(method, AttentionSpec) and method.sparse
+def _exact(method: Method) -> Method:
+    """The policies in Python have no such bounds."""
+    from pyorch.evals.table import EXACT
+
+    if not (isinstance(method, AttentionSpec) and method.sparse):
+        return method
+    return replace(method, min_ctx=EXACT["min_ctx"], min_k=EXACT["min_k"])
+
+
+def _setup(wanted: MethodOptions, examples: ExampleOptions) -> dict[str, object]:
+    """Fields of `evals.task.Setup`, but for what belongs to a task."""
+    from pyorch import paths
+    from pyorch.evals.texts import read_texts
+
+    books = [Path(t) for t in examples.text] or [paths.data("models") / "demo" / "document.txt"]
+    return {
+        "ctx": wanted.ctx,
+        "seed": wanted.seed,
+        "texts": read_texts(books),
+        "chat": examples.chat,
+        "confusion": examples.confusion,
+        "lengths": examples.lengths,
+        "depths": examples.depths,
+    }
 
 
 def _data(given: tuple[str, ...], tasks: list[Task]) -> dict[str, Path]:
@@ -229,7 +267,7 @@ def _list(tasks: list[Task]) -> None:
 @click.option(
     "--output",
     "-o",
-    type=opt.Name("md", "summary", "csv", "json"),
+    type=Name("md", "summary", "csv", "json"),
     default="md",
     help="Format of the tables.  [default: md]",
 )

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
 
 import click
 
 from pyorch.attention import bytes as cost
-from pyorch.attention.saved import CALIBRATED, resolve
-from pyorch.attention.spec import AttentionSpec, check_against_model
+from pyorch.attention.saved import resolve
+from pyorch.attention.spec import CALIBRATED, AttentionSpec, check_against_model
 from pyorch.cli import options as opt
+from pyorch.cli.loading import model_path
+from pyorch.cli.terminal import note, note_if_beyond, print_json
 from pyorch.errors import SparqError
 from pyorch.models.geometry import Geometry, geometry
 from pyorch.models.gguf_file import read_gguf
@@ -30,33 +33,37 @@ N_BATCH = 512  # tokens that llama.cpp reads at once by default
 @opt.cache_options
 @opt.attention_options
 @opt.json_option
-def command(**options: Any) -> None:
+def command(
+    model: opt.ModelOptions,
+    context: opt.ContextOptions,
+    rope: opt.RopeOptions,
+    cache: opt.CacheOptions,
+    attention: opt.AttentionOptions,
+    as_json: bool,
+) -> None:
     """Show what attention reads per token, what it needs in memory, and the speed-up to expect.
 
     The numbers come from the header of the model, or from its card if the model is not
     downloaded. The speed-ups are limits: they count bytes over the measured memory bandwidth, as if
     nothing else took time.
     """
-    spec = opt.attention_from(options) or AttentionSpec("sparq")
-    geo = _from_card(options["model"]) if spec.budget not in CALIBRATED else None
+    spec = attention.spec() or AttentionSpec("sparq")
+    geo = _from_card(model.model) if spec.budget not in CALIBRATED else None
     if geo is None:
-        path = opt.model_file(options)
+        path = model_path(model.model, model.yes)
         spec, geo = resolve(spec, path), geometry(read_gguf(path))
     from pyorch import engine
 
     check_against_model(spec, geo.head_dim_k, geo.n_layer)
-    n_pos = engine.checked_ctx(
-        geo, options["ctx"] or geo.n_ctx_train or 4096, opt.rope_from(options)
-    )
-    opt.note_if_beyond(n_pos, geo.n_ctx_train)
-    n_threads = options["threads"] or engine.usable_cores()
-    types = [engine.cache_type(options[f"cache_type_{x}"]) for x in "kv"]
-    report = explain(geo, spec, n_pos, types, _bandwidth(n_threads))
-    report["threads"] = n_threads
-    if options["as_json"]:
-        opt.print_json(report)
+    n_pos = engine.checked_ctx(geo, context.ctx or geo.n_ctx_train or 4096, rope.settings())
+    note_if_beyond(n_pos, geo.n_ctx_train)
+    types = engine.cache_type(cache.cache_type_k), engine.cache_type(cache.cache_type_v)
+    threads = context.threads or engine.usable_cores()
+    found = explain(geo, spec, n_pos, types, _bandwidth(threads), threads)
+    if as_json:
+        print_json(found.json())
     else:
-        _print(geo, report)
+        _print(geo, found)
 
 
 def _from_card(name: str) -> Geometry | None:
@@ -69,7 +76,7 @@ def _from_card(name: str) -> Geometry | None:
     card = cards.load(spec.card)
     if any(m.repo == card.gguf for m in cache.models()):
         return None
-    opt.note(f"{name} is not here: this is from its card, weights in Q4_K_M", "dim")
+    note(f"{name} is not here: this is from its card, weights in Q4_K_M", "dim")
     return card.geometry
 
 
@@ -82,122 +89,190 @@ def _bandwidth(n_threads: int) -> float:
     return statistics.median(reader.read() for _ in range(5))
 
 
-def explain(
-    geo: Geometry, spec: AttentionSpec, n_pos: int, types: list[TensorType], rate: float
-) -> dict[str, Any]:
-    """Everything the command prints, times in seconds.
+@dataclass(frozen=True)
+class Prediction:
+    """What a decoded token reads and what that allows. Bytes, and seconds.
 
-    Args:
-        types: of K and V in the cache.
-        rate: bytes read from memory per second.
+    `counted`: of the layers that ops of ours serve, what /stats and records count.
+    `kv_memory_windows_cut`: where layers with a window keep no more than it, as llama.cpp's own
+    programs have it.
+    """
+
+    model: str
+    architecture: str
+    spec: AttentionSpec
+    positions: int
+    layers: Sequence[cost.LayerCost]
+    cache_types: tuple[str, str]
+    weight_bytes_per_token: float
+    kv_memory: int
+    kv_memory_windows_cut: int
+    shadow_memory: int
+    bandwidth: float  # bytes read from memory per second
+    threads: int
+
+    @property
+    def read(self) -> int:
+        return sum(c.bytes_read for c in self.layers)
+
+    @property
+    def dense(self) -> int:
+        return sum(c.bytes_dense for c in self.layers)
+
+    @property
+    def counted(self) -> tuple[int, int]:
+        """Read, and by dense attention."""
+        ours = [c for c in self.layers if c.ours]
+        return sum(c.bytes_read for c in ours), sum(c.bytes_dense for c in ours)
+
+    def token_s(self, attention_bytes: int) -> float:
+        return (attention_bytes + self.weight_bytes_per_token) / self.bandwidth
+
+    @property
+    def speedups(self) -> tuple[float, float]:
+        """Of attention alone, and of a whole token."""
+        return self.dense / self.read, self.token_s(self.dense) / self.token_s(self.read)
+
+    def json(self) -> dict[str, object]:
+        counted, counted_dense = self.counted
+        attention, token = self.speedups
+        return {
+            "model": self.model,
+            "architecture": self.architecture,
+            "spec": str(self.spec),
+            "positions": self.positions,
+            "top_p": self.spec.top_p,
+            "cap": self.spec.cap,
+            "layers": [self.layer(c) for c in self.layers],
+            "attention_bytes_per_token_dense": self.dense,
+            "attention_bytes_per_token": self.read,
+            "counted_bytes_per_token_dense": counted_dense,
+            "counted_bytes_per_token": counted,
+            "weight_bytes_per_token": self.weight_bytes_per_token,
+            "cache_types": list(self.cache_types),
+            "kv_memory": self.kv_memory,
+            "kv_memory_windows_cut": self.kv_memory_windows_cut,
+            "shadow_memory": self.shadow_memory,
+            "bandwidth": self.bandwidth,
+            "token_s_dense": self.token_s(self.dense),
+            "token_s": self.token_s(self.read),
+            "speedup_attention": attention,
+            "speedup_token": token,
+            "threads": self.threads,
+        }
+
+    def layer(self, c: cost.LayerCost) -> dict[str, object]:
+        """A layer for --json."""
+        row = {"il": c.il, "n_head": c.n_head, "n_head_kv": c.n_head_kv, **asdict(c.split)}
+        row["mean_v"] = self.uses_mean_v(c)
+        return {**row, "bytes_dense": c.bytes_dense, "bytes_read": c.bytes_read, "counted": c.ours}
+
+    def uses_mean_v(self, c: cost.LayerCost) -> bool:
+        return cost.uses_mean_v(self.spec, c.n_head, c.n_head_kv) and not c.split.dense
+
+
+def explain(
+    geo: Geometry,
+    spec: AttentionSpec,
+    n_pos: int,
+    types: tuple[TensorType, TensorType],
+    bandwidth: float,
+    threads: int,
+) -> Prediction:
+    """For a model with K and V of these types in the cache.
 
     Raises:
         SparqError: the model has no KV cache at all.
     """
-    layers = cost.layer_costs(geo, spec, n_pos, *(t.bytes_per_element for t in types))
+    type_k, type_v = types
+    layers = cost.layer_costs(geo, spec, n_pos, type_k.bytes_per_element, type_v.bytes_per_element)
     if not layers:
         raise SparqError(f"{geo.arch}: no layer of this model has a KV cache to be sparse about")
-    dense, read = sum(c.bytes_dense for c in layers), sum(c.bytes_read for c in layers)
-    ours = [c for c in layers if c.ours]
-    weights = geo.weight_bytes_per_token
-    return {
-        "model": geo.name,
-        "architecture": geo.arch,
-        "spec": str(spec),
-        "positions": n_pos,
-        "top_p": spec.top_p,
-        "cap": spec.cap,
-        "layers": [_layer_row(c, spec) for c in layers],
-        "attention_bytes_per_token_dense": dense,
-        "attention_bytes_per_token": read,
-        "counted_bytes_per_token_dense": sum(c.bytes_dense for c in ours),
-        "counted_bytes_per_token": sum(c.bytes_read for c in ours),
-        "weight_bytes_per_token": weights,
-        "cache_types": [t.name for t in types],
-        "kv_memory": cost.cache_bytes(geo, n_pos, *types),
-        "kv_memory_windows_cut": cost.cache_bytes(geo, n_pos, *types, n_batch=N_BATCH),
-        "shadow_memory": cost.shadow_bytes(geo, n_pos, spec),
-        "bandwidth": rate,
-        "token_s_dense": (dense + weights) / rate,
-        "token_s": (read + weights) / rate,
-        "speedup_attention": dense / read,
-        "speedup_token": (dense + weights) / (read + weights),
-    }
+    return Prediction(
+        model=geo.name,
+        architecture=geo.arch,
+        spec=spec,
+        positions=n_pos,
+        layers=layers,
+        cache_types=(type_k.name, type_v.name),
+        weight_bytes_per_token=geo.weight_bytes_per_token,
+        kv_memory=cost.cache_bytes(geo, n_pos, type_k, type_v),
+        kv_memory_windows_cut=cost.cache_bytes(geo, n_pos, type_k, type_v, n_batch=N_BATCH),
+        shadow_memory=cost.shadow_bytes(geo, n_pos, spec),
+        bandwidth=bandwidth,
+        threads=threads,
+    )
 
 
-def _layer_row(c: cost.LayerCost, spec: AttentionSpec) -> dict[str, Any]:
-    row = {"il": c.il, "n_head": c.n_head, "n_head_kv": c.n_head_kv, **asdict(c.split)}
-    row["mean_v"] = cost.uses_mean_v(spec, c.n_head, c.n_head_kv) and not c.split.dense
-    return {**row, "bytes_dense": c.bytes_dense, "bytes_read": c.bytes_read, "counted": c.ours}
+# ---- for people ----
 
 
-def _print(geo: Geometry, r: dict[str, Any]) -> None:
+def _print(geo: Geometry, p: Prediction) -> None:
     heads = f"{max(geo.n_head)} heads, {max(geo.n_head_kv)} for K and V, of {geo.head_dim_k}"
-    print(f"{r['model']} ({r['architecture']}): {geo.n_layer} layers, {heads}")
-    types = "/".join(dict.fromkeys(r["cache_types"]))
-    print(f"attention {r['spec']} at {r['positions']} positions, {types} cache\n")
+    print(f"{p.model} ({p.architecture}): {geo.n_layer} layers, {heads}")
+    types = "/".join(dict.fromkeys(p.cache_types))
+    print(f"attention {p.spec} at {p.positions} positions, {types} cache\n")
+    _print_layers(p)
+    if p.spec.top_p:
+        cap = f"up to {p.spec.cap:g} times as many"
+        print(f"  (top-p {p.spec.top_p:g}: a head reads fewer, or {cap})")
+    print(f"\n  attention, bytes per token  {_share(p.read, p.dense)}")
+    ours, of = p.counted
+    if 0 < of < p.dense:
+        rest = human_bytes(p.dense - of)
+        print(f"    full layers               {_share(ours, of)}: what /stats and records count")
+        print(f"    layers with a window      {rest}, by llama.cpp's own attention")
+    print(f"  weights, bytes per token    {human_bytes(p.weight_bytes_per_token)}")
+    _print_memory(p)
+    attention, token = p.speedups
+    print(
+        f"  memory bandwidth            {p.bandwidth / 1e9:.1f} GB/s, measured now, "
+        f"{p.threads} threads"
+    )
+    print(f"  limit of the speed-up       attention {attention:.2f}x, whole token {token:.2f}x")
+    print(
+        f"  token time at that limit    {1000 * p.token_s(p.read):.2f} ms, "
+        f"dense {1000 * p.token_s(p.dense):.2f} ms"
+    )
+
+
+def _print_layers(p: Prediction) -> None:
     print(
         f"  {'layers':<9}{'rank':>6}{'topk':>8}{'local':>8}{'sinks':>7}{'mean_v':>8}"
         f"{'dense':>11}{'read':>11}"
     )
-    for first, last, row in _runs(r["layers"]):
-        name = f"{first}" if first == last else f"{first}-{last}"
-        if row["dense"]:
-            print(
-                f"  {name:<9}exact dense: {row['reason']:<24}"
-                f"{human_bytes(row['bytes_dense']):>11}{human_bytes(row['bytes_read']):>11}"
-            )
-            continue
-        print(
-            f"  {name:<9}{row['rank']:>6}{row['topk']:>8}{row['local']:>8}{row['sinks']:>7}"
-            f"{'on' if row['mean_v'] else 'off':>8}"
-            f"{human_bytes(row['bytes_dense']):>11}{human_bytes(row['bytes_read']):>11}"
-        )
-    if r["top_p"]:
-        print(f"  (top-p {r['top_p']:g}: a head reads fewer, or up to {r['cap']:g} times as many)")
-    read, dense = r["attention_bytes_per_token"], r["attention_bytes_per_token_dense"]
-    print(f"\n  attention, bytes per token  {_share(read, dense)}")
-    ours, of = r["counted_bytes_per_token"], r["counted_bytes_per_token_dense"]
-    if 0 < of < dense:
-        print(f"    full layers               {_share(ours, of)}: what /stats and records count")
-        print(
-            f"    layers with a window      {human_bytes(dense - of)}, by llama.cpp's own attention"
-        )
-    print(f"  weights, bytes per token    {human_bytes(r['weight_bytes_per_token'])}")
+    for first, c in _runs(p.layers):
+        name = f"{c.il}" if first == c.il else f"{first}-{c.il}"
+        s, sizes = c.split, f"{human_bytes(c.bytes_dense):>11}{human_bytes(c.bytes_read):>11}"
+        if s.dense:
+            print(f"  {name:<9}exact dense: {s.reason:<24}{sizes}")
+        else:
+            mean_v = "on" if p.uses_mean_v(c) else "off"
+            print(f"  {name:<9}{s.rank:>6}{s.topk:>8}{s.local:>8}{s.sinks:>7}{mean_v:>8}{sizes}")
+
+
+def _print_memory(p: Prediction) -> None:
     print(
-        f"  memory                      cache {human_bytes(r['kv_memory'])}, "
-        f"transposed K {human_bytes(r['shadow_memory'])}"
+        f"  memory                      cache {human_bytes(p.kv_memory)}, "
+        f"transposed K {human_bytes(p.shadow_memory)}"
     )
-    if r["kv_memory_windows_cut"] < r["kv_memory"]:
+    if p.kv_memory_windows_cut < p.kv_memory:
         print(
-            f"    in llama.cpp's programs   cache {human_bytes(r['kv_memory_windows_cut'])}: they "
+            f"    in llama.cpp's programs   cache {human_bytes(p.kv_memory_windows_cut)}: they "
             "keep the windows only, and cannot go back"
         )
-    print(
-        f"  memory bandwidth            {r['bandwidth'] / 1e9:.1f} GB/s, measured now, "
-        f"{r['threads']} threads"
-    )
-    print(
-        f"  limit of the speed-up       attention {r['speedup_attention']:.2f}x, "
-        f"whole token {r['speedup_token']:.2f}x"
-    )
-    print(
-        f"  token time at that limit    {1000 * r['token_s']:.2f} ms, "
-        f"dense {1000 * r['token_s_dense']:.2f} ms"
-    )
 
 
 def _share(part: float, whole: float) -> str:
     return f"{human_bytes(part)} of {human_bytes(whole)}  ({100 * part / whole:.1f} %)"
 
 
-def _runs(rows: list[dict[str, Any]]) -> list[tuple[int, int, dict[str, Any]]]:
-    """Neighbouring layers with the same numbers, as (first, last, row)."""
-    out: list[tuple[int, int, dict[str, Any]]] = []
-    for row in rows:
-        same = out and {**out[-1][2], "il": 0} == {**row, "il": 0} and out[-1][1] == row["il"] - 1
-        if same:
-            out[-1] = (out[-1][0], row["il"], out[-1][2])
+def _runs(layers: Sequence[cost.LayerCost]) -> list[tuple[int, cost.LayerCost]]:
+    """Neighbouring layers with the same numbers: the first one's, and the last one with them."""
+    out: list[tuple[int, cost.LayerCost]] = []
+    for c in layers:
+        if out and replace(out[-1][1], il=c.il) == c and out[-1][1].il == c.il - 1:
+            out[-1] = (out[-1][0], c)
         else:
-            out.append((row["il"], row["il"], row))
+            out.append((c.il, c))
     return out

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from pyorch.attention.spec import AttentionSpec
 from pyorch.cli import options as opt
+from pyorch.cli.loading import open_session
+from pyorch.cli.summary import summary_of, why_dense
+from pyorch.cli.terminal import note, print_json
+from pyorch.cli.types import Number
 from pyorch.errors import SparqError
 from pyorch.progress import progress_bar
 
@@ -26,7 +30,7 @@ if TYPE_CHECKING:
 @click.option(
     "-n",
     "--tokens",
-    type=opt.Number(int, 1),
+    type=Number(int, 1),
     default=128,
     show_default=True,
     help="Generate at most this many tokens.",
@@ -40,19 +44,36 @@ if TYPE_CHECKING:
 @opt.sampling_options
 @opt.json_option
 @opt.verbose_option
-def command(**options: Any) -> None:
+def command(
+    model: opt.ModelOptions,
+    prompt: str | None,
+    file: str | None,
+    tokens: int,
+    context: opt.ContextOptions,
+    rope: opt.RopeOptions,
+    n_gpu_layers: int | None,
+    cache: opt.CacheOptions,
+    numa: str | None,
+    attention: opt.AttentionOptions,
+    sampling: opt.SamplingOptions,
+    as_json: bool,
+) -> None:
     """Continue a text.
 
     The continuation goes to stdout, speed and notes to stderr. The text is used as it is, without a
     chat template, and decoding is greedy unless --temp is given.
     """
-    prompt = _prompt(options["prompt"], options["file"])
-    attention = opt.attention_from(options)
-    sampling = opt.sampling_from(options, default_temp=0.0)
-    with opt.open_session(options, attention) as session:
-        _generate(
-            session, prompt, attention, sampling, options["tokens"], as_json=options["as_json"]
-        )
+    text, spec, chosen = _prompt(prompt, file), attention.spec(), sampling.settings(0.0)
+    with open_session(
+        model,
+        spec,
+        context=context,
+        cache=cache,
+        rope=rope.settings(),
+        n_gpu_layers=n_gpu_layers,
+        numa=numa,
+    ) as session:
+        _generate(session, text, spec, chosen, tokens, as_json=as_json)
 
 
 def _generate(
@@ -80,16 +101,15 @@ def _generate(
                 sys.stdout.flush()
     if not as_json:
         sys.stdout.write("\n")
-    info = opt.info_if_ours(session)
-    summary = opt.run_summary(session, info)
-    if info and (why := opt.why_dense(attention, info)):
-        opt.note(why, "yellow")
+    summary = summary_of(session)
+    if summary.info and (why := why_dense(attention, summary.info)):
+        note(why, "yellow")
     if finish == "context":
-        opt.note(f"note: the context is full ({session.n_ctx} positions); raise --ctx")
+        note(f"note: the context is full ({session.n_ctx} positions); raise --ctx")
     if as_json:
-        opt.print_json({"text": text, "tokens": ids, "finish": finish, **summary})
+        print_json({"text": text, "tokens": ids, "finish": finish, **summary.json()})
     else:
-        opt.note(opt.summary_line(summary), "dim")
+        note(summary.line(), "dim")
 
 
 def _prompt(text: str | None, file: str | None) -> str:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Any
 
 import click
 
-from pyorch.cli import options as opt
+from pyorch.cli.options import json_option
+from pyorch.cli.terminal import confirm, note, print_json
 from pyorch.errors import SparqError
 from pyorch.models import cards
 from pyorch.text import human_bytes
 
 
 @click.group(invoke_without_command=True)
-@opt.json_option
+@json_option
 @click.pass_context
 def command(ctx: click.Context, as_json: bool) -> None:
     """List known models, show one, or remove one from the hub's cache."""
@@ -24,7 +24,7 @@ def command(ctx: click.Context, as_json: bool) -> None:
 
 
 @command.command("list")
-@opt.json_option
+@json_option
 def list_command(as_json: bool) -> None:
     """List the known models, then what else the cache holds."""
     from pyorch.models import cache, synth
@@ -35,7 +35,7 @@ def list_command(as_json: bool) -> None:
         cached = [{"repo": m.repo, "name": m.name, "bytes": m.n_bytes} for m in here]
         left = {repo: sum(p.stat().st_size for p in paths) for repo, paths in parts.items()}
         result = {"models": [asdict(c) for c in known], "cached": cached, "unfinished": left}
-        opt.print_json(result)
+        print_json(result)
         return
     print(
         f"{'name':<23}{'architecture':<14}{'Q4_K_M':>9}{'context':>9}  {'K and V':<9}"
@@ -55,11 +55,11 @@ def list_command(as_json: bool) -> None:
         print(f"{m.spec:<82}{human_bytes(m.n_bytes)}")
     for repo, paths in parts.items():
         n_bytes = sum(p.stat().st_size for p in paths)
-        opt.note(f"unfinished: {human_bytes(n_bytes)} of {repo}; pull it again, or models rm")
+        note(f"unfinished: {human_bytes(n_bytes)} of {repo}; pull it again, or models rm")
     if written := synth.written():
         n_bytes = sum(path.stat().st_size for path in written)
-        opt.note(f"synthetic, for bench: {human_bytes(n_bytes)}; models rm synthetic")
-    opt.note(
+        note(f"synthetic, for bench: {human_bytes(n_bytes)}; models rm synthetic")
+    note(
         "K and V: bytes per position, f16. A name is a model for --model and for sparq-cpp pull,\n"
         "also as NAME:Q8_0. The evidence for the settings: sparq-cpp models show NAME"
     )
@@ -67,7 +67,7 @@ def list_command(as_json: bool) -> None:
 
 @command.command("show")
 @click.argument("name")
-@opt.json_option
+@json_option
 def show_command(name: str, as_json: bool) -> None:
     """Show everything that is known about the model NAME.
 
@@ -75,7 +75,7 @@ def show_command(name: str, as_json: bool) -> None:
     """
     c = cards.load(name)
     if as_json:
-        opt.print_json({**asdict(c), "kv_bytes": c.kv_bytes})
+        print_json({**asdict(c), "kv_bytes": c.kv_bytes})
         return
     kv = f"{human_bytes(c.kv_bytes)} per position, {human_bytes(c.kv_bytes * c.n_ctx)} at {c.n_ctx}"
     experts = f" in each of {c.n_expert} experts" if c.n_expert > 1 else ""
@@ -108,7 +108,7 @@ def show_command(name: str, as_json: bool) -> None:
 @command.command("rm")
 @click.argument("spec", metavar="NAME|SPEC")
 @click.option("--yes", is_flag=True, help="Remove without asking.")
-@opt.json_option
+@json_option
 def rm_command(spec: str, yes: bool, as_json: bool) -> None:
     """Remove a model from the hub's cache, in all its revisions.
 
@@ -137,7 +137,7 @@ def rm_command(spec: str, yes: bool, as_json: bool) -> None:
     names = [m.name for m in chosen] + ["unfinished downloads"] * bool(parts)
     n_bytes = sum(m.n_bytes for m in chosen) + sum(p.stat().st_size for p in parts)
     what = f"{', '.join(names)} ({human_bytes(n_bytes)}) of {wanted.repo}"
-    opt.confirm(f"Remove {what}?", yes, f"{what} would be removed", "remove it with --yes")
+    confirm(f"Remove {what}?", yes, f"{what} would be removed", "remove it with --yes")
     entries = [e for m in chosen for e in m.entries]
     freed = cache.remove(repo_folder(wanted.repo), entries, parts)
     _print_removed({"removed": names, "repo": wanted.repo}, freed, as_json)
@@ -151,14 +151,14 @@ def _rm_synthetic(yes: bool, as_json: bool) -> None:
         raise SparqError("there is no synthetic model", "`sparq-cpp bench` writes them")
     n_bytes = sum(path.stat().st_size for path in found)
     what = f"{len(found)} synthetic models ({human_bytes(n_bytes)})"
-    opt.confirm(f"Remove {what}?", yes, f"{what} would be removed", "remove them with --yes")
+    confirm(f"Remove {what}?", yes, f"{what} would be removed", "remove them with --yes")
     for path in found:
         path.unlink()
     _print_removed({"removed": [path.name for path in found]}, n_bytes, as_json)
 
 
-def _print_removed(what: dict[str, Any], n_bytes: int, as_json: bool) -> None:
+def _print_removed(what: dict[str, object], n_bytes: int, as_json: bool) -> None:
     if as_json:
-        opt.print_json({**what, "freed_bytes": n_bytes})
+        print_json({**what, "freed_bytes": n_bytes})
     else:
         print(f"{human_bytes(n_bytes)} freed ({n_bytes} bytes)")

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import click
 
-from pyorch.cli import options as opt
+from pyorch.cli.loading import fetch_model
+from pyorch.cli.options import json_option
+from pyorch.cli.terminal import note, print_json
 
 
 @click.command()
 @click.argument("spec")
 @click.option("-q", "--quiet", is_flag=True, help="Show neither progress nor notes.")
-@opt.json_option
+@json_option
 def command(spec: str, quiet: bool, as_json: bool) -> None:
     """Download a model into the hub's shared cache, check it, and print its path.
 
@@ -29,24 +31,24 @@ def command(spec: str, quiet: bool, as_json: bool) -> None:
     wanted = pull.parse_spec(spec)
     if wanted is None:
         path = read_gguf(Path(spec)).path
-        result = {"path": str(path), "repo": None, "commit": None, "files": []}
+        result: dict[str, object] = {"path": str(path), "repo": None, "commit": None, "files": []}
     else:
-        model = pull.find(wanted, pull.silent if quiet else opt.note)
+        model = pull.find(wanted, pull.silent if quiet else note)
         missing = model.missing_bytes
         if missing and not quiet:
             n, here = len(model.files), sum(f.n_here for f in model.files)
             what = model.files[0].name + (f" and {n - 1} more" if n > 1 else "")
             rest = f", {human_bytes(here)} of it are here" if here else ""
-            opt.note(f"{what}, {human_bytes(missing)} to download{rest}", "dim")
-        model = opt.fetch_model(model, quiet)
+            note(f"{what}, {human_bytes(missing)} to download{rest}", "dim")
+        model = fetch_model(model, quiet)
         path = model.path
         files = [{"name": f.name, "bytes": f.n_bytes, "checksum": f.digest} for f in model.files]
         result = {"path": str(path), "repo": wanted.repo, "commit": model.commit, "files": files}
         result["downloaded_bytes"] = missing
     if as_json:
-        opt.print_json(result)
+        print_json(result)
         return
     print(path)
     if wanted is not None and sys.stderr.isatty() and not quiet:
         ratio = cards.load(wanted.card).ratio if wanted.card else "1/8"
-        opt.note(f"next: sparq-cpp chat -m {spec} --ratio {ratio}", "dim")
+        note(f"next: sparq-cpp chat -m {spec} --ratio {ratio}", "dim")

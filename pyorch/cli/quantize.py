@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
-from pyorch.cli import options as opt
+from pyorch.cli.loading import model_path
+from pyorch.cli.options import json_option
+from pyorch.cli.terminal import note, print_json
+from pyorch.cli.types import THREADS
 from pyorch.progress import progress_bar
 
 
@@ -34,12 +36,22 @@ class Quantize(click.Command):
     help="Type of the weights, see below.",
 )
 @click.option("--imatrix", metavar="FILE", help="An importance matrix from llama-imatrix.")
-@click.option("--threads", "-t", type=opt.THREADS, help="Number of threads.  [default: all cores]")
+@click.option("--threads", "-t", type=THREADS, help="Number of threads.  [default: all cores]")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--allow-requantize", is_flag=True, help="Accept a quantised model; this loses more.")
 @click.option("--yes", is_flag=True, help="Download the model without asking.")
-@opt.json_option
-def command(**options: Any) -> None:
+@json_option
+def command(
+    model: str,
+    output: str,
+    type_name: str,
+    imatrix: str | None,
+    threads: int | None,
+    force: bool,
+    allow_requantize: bool,
+    yes: bool,
+    as_json: bool,
+) -> None:
     """Write the model IN to the file OUT with weights of another type.
 
     IN is a GGUF file (the first part of a split model) or a model on the hub, named as in
@@ -50,24 +62,24 @@ def command(**options: Any) -> None:
     from pyorch.models.quantize import quantize
     from pyorch.text import human_bytes
 
-    source = opt.model_file(options)
+    source = model_path(model, yes)
     native.built()
     with progress_bar("quantising") as progress:
         result = quantize(
             source,
-            Path(options["output"]),
-            options["type_name"],
-            imatrix=Path(options["imatrix"]) if options["imatrix"] else None,
-            n_threads=options["threads"] or usable_cores(),
-            force=options["force"],
-            allow_requantize=options["allow_requantize"],
+            Path(output),
+            type_name,
+            imatrix=Path(imatrix) if imatrix else None,
+            n_threads=threads or usable_cores(),
+            force=force,
+            allow_requantize=allow_requantize,
             progress=progress,
         )
     if result.fallbacks:
         n = len(result.fallbacks)
-        opt.note(f"note: another type for {n} tensors: {result.fallbacks[0]}", "yellow")
-    if options["as_json"]:
-        opt.print_json({**vars(result), "path": str(result.path), "type": options["type_name"]})
+        note(f"note: another type for {n} tensors: {result.fallbacks[0]}", "yellow")
+    if as_json:
+        print_json({**vars(result), "path": str(result.path), "type": type_name})
     else:
         sizes = f"{human_bytes(result.bytes_before)} -> {human_bytes(result.bytes_after)}"
         print(f"{result.path}: {sizes}, {result.bits_per_weight:.2f} bits per weight")

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import click
 
-from pyorch.cli import options as opt
+from pyorch.cli.groups import renamed
+from pyorch.cli.terminal import note
 from pyorch.errors import SparqError
 
 
 @click.command()
-@opt.renamed("-o", "--out FILE")
-@opt.renamed("--output", "--out FILE")
+@renamed("-o", "--out FILE")
+@renamed("--output", "--out FILE")
 @click.option(
     "--out",
     metavar="FILE",
@@ -43,4 +44,4 @@ def command(out: str, results: str | None, figures: str | None) -> None:
     )
     with new_file(Path(out), force=True) as (partial, _):
         partial.write_text(text, "utf-8")
-    opt.note(f"{out}: {len(text) / 1e6:.1f} MB")
+    note(f"{out}: {len(text) / 1e6:.1f} MB")

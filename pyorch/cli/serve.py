@@ -7,17 +7,28 @@ import importlib.util
 import os
 import socket
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from pyorch import paths
 from pyorch.attention.spec import AttentionSpec
 from pyorch.cli import options as opt
+from pyorch.cli.loading import model_path
+from pyorch.cli.summary import info_of, why_dense
+from pyorch.cli.terminal import note, note_if_beyond
+from pyorch.cli.types import Number
 from pyorch.errors import SparqError
+from pyorch.models.geometry import geometry
+from pyorch.models.gguf_file import read_gguf
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI, Request
+    from fastapi.responses import JSONResponse
+    from llama_cpp import Llama
+
     from pyorch.engine.settings import Settings
 
 NEEDED = ("uvicorn", "fastapi", "pydantic_settings", "sse_starlette", "starlette_context", "yaml")
@@ -31,7 +42,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
     "--port",
-    type=opt.Number(int, 0, 65535),
+    type=Number(int, 0, 65535),
     default=8000,
     show_default=True,
     help="Port to listen on; 0 takes any free one.",
@@ -44,7 +55,18 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 @opt.numa_option
 @opt.attention_options
 @opt.verbose_option
-def command(**options: Any) -> None:
+def command(
+    model: opt.ModelOptions,
+    host: str,
+    port: int,
+    api_key: str | None,
+    context: opt.ContextOptions,
+    rope: opt.RopeOptions,
+    n_gpu_layers: int | None,
+    cache: opt.CacheOptions,
+    numa: str | None,
+    attention: opt.AttentionOptions,
+) -> None:
     """Answer OpenAI's API (/v1/chat/completions, /v1/completions) with sparse attention.
 
     It answers one request at a time: the next one waits, or ends a reply that is streaming. It
@@ -56,10 +78,36 @@ def command(**options: Any) -> None:
             f"serve needs what is not installed: {', '.join(lacking)}",
             paths.install_command("server"),
         )
-    attention = opt.attention_from(options)
-    path = opt.model_file(options)
-    with _listen(options["host"], options["port"]) as listener:
-        _serve(path, listener, attention, options)
+    from pyorch.engine.settings import checked
+
+    spec = attention.spec()
+    path = model_path(model.model, model.yes)
+    with _listen(host, port) as listener:
+        file = read_gguf(path)
+        settings = checked(
+            file,
+            n_ctx=context.ctx,
+            n_threads=context.threads,
+            type_k=cache.cache_type_k,
+            type_v=cache.cache_type_v,
+            attention=spec,
+            rope=rope.settings(),
+        )
+        note_if_beyond(settings.n_ctx, geometry(file).n_ctx_train)
+        alias = path.name if Path(model.model).exists() else model.model
+        _serve(Served(path, alias, settings, n_gpu_layers, numa, api_key), listener)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model as clients see it. They know it as `alias`, and need the key if there is one."""
+
+    path: Path
+    alias: str
+    settings: Settings
+    n_gpu_layers: int | None
+    numa: str | None
+    api_key: str | None
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -74,7 +122,7 @@ def _listen(host: str, port: int) -> socket.socket:
         raise SparqError(f"cannot listen on {host}:{port}: {reason}", hint) from None
 
 
-async def _no_json(_: Any, error: Exception) -> Any:
+async def _no_json(_: Request, error: Exception) -> JSONResponse:
     """Answer to a body that is no JSON, for which the server itself has a traceback only."""
     from fastapi.responses import JSONResponse
 
@@ -82,55 +130,36 @@ async def _no_json(_: Any, error: Exception) -> Any:
     return JSONResponse({"error": error_of}, 400)
 
 
-def _serve(
-    path: Path, listener: socket.socket, attention: AttentionSpec | None, options: dict[str, Any]
-) -> None:
-    from pyorch import engine, native
-    from pyorch.engine.settings import checked
-    from pyorch.models.geometry import geometry
-    from pyorch.models.gguf_file import read_gguf
+def _serve(served: Served, listener: socket.socket) -> None:
+    import uvicorn
 
-    file = read_gguf(path)
-    settings = checked(
-        file,
-        n_ctx=options["ctx"],
-        n_threads=options["threads"],
-        type_k=options["cache_type_k"],
-        type_v=options["cache_type_v"],
-        attention=attention,
-        rope=opt.rope_from(options),
-    )
-    opt.note_if_beyond(settings.n_ctx, geometry(file).n_ctx_train)
-    spec = settings.attention or AttentionSpec("off")
+    from pyorch import engine, native
+
+    spec = served.settings.attention or AttentionSpec("off")
     os.environ["SPARQ_ATTN"] = str(spec)  # what the library reads
 
     native.built()
     library = engine.library()
-    library.check_gpu(options["n_gpu_layers"])
+    library.check_gpu(served.n_gpu_layers)
     host, port = listener.getsockname()[:2]
-    app, llama = _application(path, settings, host, port, options)
-    if (info := opt.info_of(library.lib, llama._ctx.ctx)) and (why := opt.why_dense(spec, info)):
-        opt.note(why, "yellow")
-    if host not in LOOPBACK and not options["api_key"]:
-        opt.note(
-            "note: whoever reaches this address can use it; --api-key KEY asks for one", "yellow"
-        )
+    app, llama = _application(served, host, port)
+    if (info := info_of(library.lib, llama._ctx.ctx)) and (why := why_dense(spec, info)):
+        note(why, "yellow")
+    if host not in LOOPBACK and not served.api_key:
+        note("note: whoever reaches this address can use it; --api-key KEY asks for one", "yellow")
     shown = f"[{host}]" if ":" in host else host
-    opt.note(f"{path.name}, attention {spec}, {settings.n_ctx} positions")
-    opt.note(f"http://{shown}:{port}/v1 is ready (all calls: /docs); Ctrl-C ends it")
-    import uvicorn
+    note(f"{served.path.name}, attention {spec}, {served.settings.n_ctx} positions")
+    note(f"http://{shown}:{port}/v1 is ready (all calls: /docs); Ctrl-C ends it")
 
-    level = "info" if options["verbose"] else "warning"
+    level = "info" if opt.shows_log() else "warning"
     with suppress(KeyboardInterrupt):
         uvicorn.Server(uvicorn.Config(app, log_level=level)).run(sockets=[listener])
-    if info := opt.info_of(library.lib, llama._ctx.ctx):
+    if info := info_of(library.lib, llama._ctx.ctx):
         share = f"{100 * info.sparse_share:.1f} % of their attention calls sparse"
-        opt.note(f"{info.counter('steps')} tokens decoded, {share}", "dim")
+        note(f"{info.counter('steps')} tokens decoded, {share}", "dim")
 
 
-def _application(
-    path: Path, settings: Settings, host: str, port: int, options: dict[str, Any]
-) -> tuple[Any, Any]:
+def _application(served: Served, host: str, port: int) -> tuple[FastAPI, Llama]:
     """llama-cpp-python's server with the model loaded, and its `Llama`, whose context is there as
     long as somebody holds it.
 
@@ -142,11 +171,11 @@ def _application(
 
     from pyorch.engine import NUMA
 
-    n_gpu_layers = options["n_gpu_layers"]
+    settings, n_gpu_layers = served.settings, served.n_gpu_layers
     type_k, type_v = settings.types
     model = ModelSettings(
-        model=str(path),
-        model_alias=path.name if Path(options["model"]).exists() else options["model"],
+        model=str(served.path),
+        model_alias=served.alias,
         n_ctx=settings.n_ctx,
         **{**_OF_THE_MODEL, **settings.rope.params},
         n_threads=settings.n_threads,
@@ -154,17 +183,18 @@ def _application(
         n_gpu_layers=-1 if n_gpu_layers is None else n_gpu_layers,  # its own default is none
         type_k=type_k.number,
         type_v=type_v.number,
-        numa=NUMA.get(options["numa"], 0),
+        numa=NUMA[served.numa] if served.numa else 0,
         flash_attn=True,  # sparse attention needs it
         logits_all=False,  # else n_ctx times the vocabulary in memory
-        verbose=options["verbose"],
+        verbose=opt.shows_log(),
     )
     try:
         app = server.create_app(
-            server_settings=ServerSettings(host=host, port=port, api_key=options["api_key"]),
+            server_settings=ServerSettings(host=host, port=port, api_key=served.api_key),
             model_settings=[model],
         )
     except (ValueError, RuntimeError) as e:
-        raise SparqError(f"{path}: {e}", "run with -v to see llama.cpp's own messages") from None
+        hint = "run with -v to see llama.cpp's own messages"
+        raise SparqError(f"{served.path}: {e}", hint) from None
     app.add_exception_handler(ValueError, _no_json)
     return app, server._llama_proxy()

@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 
-from pyorch.cli import options as opt
+from pyorch.cli.groups import option, renamed, takes
+from pyorch.cli.options import json_option
+from pyorch.cli.terminal import print_json
+from pyorch.cli.types import LAYERS, Name, Number
+from pyorch.text import human_bytes
+
+_COUNT = Number(int, 1)
 
 
-def _size(name: str, key: str, text: str, kind: click.ParamType | None = None) -> Any:
-    return click.option(name, key, type=kind or opt.Number(int, 1), help=text)
+@dataclass(frozen=True)
+class Sizes:
+    """Those of the known model where they are not given."""
+
+    n_layer: int | None = option("--layers", type=LAYERS, help="Number of layers.")
+    n_embd: int | None = option("--embd", type=_COUNT, help="Width of the model.")
+    n_head: int | None = option("--heads", type=_COUNT, help="Number of query heads.")
+    n_head_kv: int | None = option("--kv-heads", type=_COUNT, help="Number of KV heads.")
+    head_dim: int | None = option("--head-dim", type=_COUNT, help="Size of a head.")
+    n_ff: int | None = option(
+        "--ffn",
+        type=_COUNT,
+        help="Width of the feed-forward part; a small one lets attention dominate.",
+    )
+    n_vocab: int | None = option("--vocab", type=_COUNT, help="Size of the vocabulary.")
+    n_ctx: int | None = option(
+        "--ctx",
+        type=_COUNT,
+        help="Positions that the model claims to be trained on.  [default: 131072]",
+    )
 
 
 @click.command()
@@ -22,51 +46,40 @@ def _size(name: str, key: str, text: str, kind: click.ParamType | None = None) -
     show_default=True,
     help="Known model with this shape.",
 )
-@_size("--layers", "n_layer", "Number of layers.", opt.LAYERS)
-@_size("--embd", "n_embd", "Width of the model.")
-@_size("--heads", "n_head", "Number of query heads.")
-@_size("--kv-heads", "n_head_kv", "Number of KV heads.")
-@_size("--head-dim", "head_dim", "Size of a head.")
-@_size("--ffn", "n_ff", "Width of the feed-forward part; a small one lets attention dominate.")
-@_size("--vocab", "n_vocab", "Size of the vocabulary.")
-@_size("--ctx", "n_ctx", "Positions that the model claims to be trained on.  [default: 131072]")
+@takes(sizes=Sizes)
 @click.option(
     "--quant",
-    type=opt.Name("q8_0", "q4_k_m", "f16"),
+    type=Name("q8_0", "q4_k_m", "f16"),
     default="q8_0",
     show_default=True,
     help="Type of the weights.",
 )
 @click.option(
     "--seed",
-    type=opt.Number(int, 0),
+    type=Number(int, 0),
     default=0,
     show_default=True,
     help="Seed of the weights.",
 )
-@opt.renamed("-o", "--out FILE")
-@opt.renamed("--output", "--out FILE")
+@renamed("-o", "--out FILE")
+@renamed("--output", "--out FILE")
 @click.option("--out", required=True, metavar="FILE", help="The GGUF file to write.")
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
-@opt.json_option
-def command(**options: Any) -> None:
+@json_option
+def command(
+    like: str, sizes: Sizes, quant: str, seed: int, out: str, force: bool, as_json: bool
+) -> None:
     """Write a GGUF model with random weights.
 
     The model produces noise at the speed of a real model of its shape, and has a real tokenizer.
     NAME is a model that `sparq-cpp models` lists with the architecture llama. Sizes that are given
     replace those of NAME.
     """
-    from dataclasses import asdict
-
     from pyorch.models import synth
-    from pyorch.text import human_bytes
 
-    sizes = ("n_layer", "n_embd", "n_head", "n_head_kv", "head_dim", "n_ff", "n_vocab", "n_ctx")
-    shape = synth.shape_like(options["like"], **{k: options[k] for k in sizes})
-    path = Path(options["out"])
-    quant, seed, force = (options[name] for name in ("quant", "seed", "force"))
+    shape, path = synth.shape_like(like, **asdict(sizes)), Path(out)
     n_bytes = synth.write(path, shape, quant, seed, force=force)
-    if options["as_json"]:
-        opt.print_json({"path": str(path), "bytes": n_bytes, **asdict(shape)})
+    if as_json:
+        print_json({"path": str(path), "bytes": n_bytes, **asdict(shape)})
     else:
-        print(f"{path}: {human_bytes(n_bytes)}, {shape.n_layer} layers like {options['like']}")
+        print(f"{path}: {human_bytes(n_bytes)}, {shape.n_layer} layers like {like}")

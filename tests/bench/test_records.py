@@ -11,7 +11,7 @@ import pytest
 
 from pyorch import native
 from pyorch.bench import bandwidth, growth, records
-from pyorch.cli.bench import update_marked
+from pyorch.cli.readme import update_marked
 from pyorch.errors import SparqError
 
 

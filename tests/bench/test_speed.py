@@ -17,7 +17,8 @@ from click.testing import CliRunner
 from pyorch.attention import saved
 from pyorch.bench import attention, growth, output, records, speed
 from pyorch.cli import models
-from pyorch.cli.bench import Numbers, command
+from pyorch.cli.bench import command
+from pyorch.cli.types import Numbers
 from pyorch.errors import SparqError
 from pyorch.models import synth
 from pyorch.native import probe

@@ -165,6 +165,8 @@ def test_layers_that_cannot_be_sparse_are_told(
     path = tiny_of.write(tmp_path / "m.gguf", arch)
     result = run("generate", "-m", path, "-p", LONG[:300], "-n", 4, *SPARSE)
     assert result.code == 0 and said in result.err
+    counted = "attention of 1 of 2 layers " in result.err  # whose bytes these are
+    assert counted == (arch == "gemma2")
 
 
 USAGE = [  # (arguments, what the error names, what the hint names)
@@ -425,10 +427,10 @@ def test_chat_says_once_that_short_contexts_are_exact(run: Run, tiny_chat: Path)
 
 
 def test_nothing_decoded_has_no_speed() -> None:
-    from pyorch.cli.options import summary_line
+    from pyorch.cli.summary import Summary
+    from pyorch.engine import Timings
 
-    summary = {"prefill_tokens": 5, "prefill_s": 1.0, "decode_tokens": 0, "share_sparse": 0.0}
-    assert summary_line(summary) == "prefill 5 tokens in 1.00 s"
+    assert Summary(Timings(5, 1.0), None).line() == "prefill 5 tokens in 1.00 s"
 
 
 def test_chat_ratio_takes_effect(run: Run, tiny_chat: Path) -> None:

@@ -10,6 +10,8 @@ from click.testing import CliRunner
 
 from pyorch.cli import COMMANDS
 from pyorch.cli import options as opt
+from pyorch.cli.groups import takes
+from pyorch.cli.types import Name
 from pyorch.errors import SparqError
 
 
@@ -78,10 +80,45 @@ def test_a_name_means_one_thing() -> None:
         if "-a" in names:
             assert names["-a"].opts == ["-a", "--attn"] and names["-a"].metavar == "SPEC", verb
         if "-o" in names:  # llama-bench's: a format, nowhere a file
-            assert isinstance(names["-o"].type, opt.Name), verb
+            assert isinstance(names["-o"].type, Name), verb
         if "--out" in names:
             assert names["--out"].metavar in ("FILE", "DIR"), verb
         assert ("--temp" in names) == ("--top-k" in names) == ("--repeat-penalty" in names)
     llama = {"--temp", "--top-k", "--top-p", "--min-p", "--seed", "--repeat-penalty"}
     for verb in ("chat", "generate"):
         assert llama <= set(shown(every[verb]))
+
+
+@pytest.mark.parametrize(
+    "kind", [opt.ContextOptions, opt.CacheOptions, opt.RopeOptions, opt.AttentionOptions]
+)
+def test_a_group_made_by_hand_has_the_defaults_of_the_command_line(kind: type) -> None:
+    seen = []
+
+    @click.command()
+    @takes(group=kind)
+    def command(group: object) -> None:
+        seen.append(group)
+
+    assert CliRunner().invoke(command, [], catch_exceptions=False).exit_code == 0
+    assert seen == [kind()]
+
+
+def test_options_become_the_objects_that_a_command_asks_for() -> None:
+    seen = {}
+
+    @click.command()
+    @opt.model_options
+    @click.option("--own")
+    @opt.context_options
+    def command(**given: object) -> None:
+        seen.update(given)
+
+    args = ["-m", "x.gguf", "--own", "1", "-t", "3"]
+    assert CliRunner().invoke(command, args, catch_exceptions=False).exit_code == 0
+    assert seen == {
+        "model": opt.ModelOptions("x.gguf", False),
+        "own": "1",
+        "context": opt.ContextOptions(None, 3),
+    }
+    assert [p.name for p in command.params] == ["model", "yes", "own", "ctx", "threads"]

@@ -1,0 +1,82 @@
+"""How options become one object: a frozen dataclass whose fields are click's options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import field, fields
+from functools import wraps
+from typing import Any, Protocol, TypeVar, cast
+
+import click
+
+from pyorch.cli.types import Numbers, Several
+from pyorch.errors import SparqError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Decorator(Protocol):
+    """Adds options to a command's function, before `click.command` makes it one."""
+
+    def __call__(self, function: F, /) -> F: ...
+
+
+def option(*names: str, **attributes: Any) -> Any:
+    """A field of a group: an option as `click.option` has it, named and typed by the field."""
+    default = attributes.get("default", False if attributes.get("is_flag") else None)
+    return field(default=default, metadata={"option": (names, attributes)})
+
+
+def takes(**groups: type[Any]) -> Decorator:
+    """Add the options of each group; the function gets them as one object of that name."""
+
+    def decorate(function: F) -> F:
+        @wraps(function)
+        def collected(**values: object) -> object:
+            for name, kind in groups.items():
+                values[name] = kind(**{f.name: values.pop(f.name) for f in fields(kind)})
+            return function(**values)
+
+        for f in reversed([f for kind in groups.values() for f in fields(kind)]):
+            names, attributes = f.metadata["option"]
+            click.option(*names, f.name, **attributes)(collected)
+        return cast(F, collected)
+
+    return decorate
+
+
+def group(*options: Decorator) -> Decorator:
+    """Several decorators as one, in the order of the help text."""
+
+    def decorate(function: F) -> F:
+        for one in reversed(options):
+            function = one(function)
+        return function
+
+    return decorate
+
+
+def several(*names: str, of: click.ParamType, default: str = "", text: str = "") -> Any:
+    """A field that is a list: an option that takes commas, and may be given several times."""
+    return option(
+        *names,
+        type=of if isinstance(of, Numbers) else Several(of),
+        multiple=True,
+        default=(default,) if default else (),
+        callback=lambda ctx, param, values: [x for value in values for x in value],
+        help=f"{text}  [default: {default}]" if default else text,
+    )
+
+
+def renamed(old: str, *new: str) -> Decorator:
+    """A hidden option that refuses an old spelling in one line, which names the new one.
+
+    An old name may not quietly take on a new meaning, and `--topk` is one letter away from
+    llama.cpp's `--top-k`.
+    """
+
+    def refuse(ctx: click.Context, param: click.Parameter, value: object) -> None:
+        if value is not None:
+            raise SparqError(f"{old} is now {new[0]}", " or ".join(new), exit_code=2)
+
+    return click.option(old, hidden=True, expose_value=False, is_eager=True, callback=refuse)

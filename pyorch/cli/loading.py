@@ -1,0 +1,94 @@
+"""From `--model NAME` to a file, and to a session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyorch.attention.spec import AttentionSpec
+from pyorch.cli.options import CacheOptions, ContextOptions, ModelOptions
+from pyorch.cli.terminal import confirm, note, note_if_beyond
+from pyorch.models import cards
+from pyorch.progress import progress_bar
+from pyorch.text import human_bytes
+
+if TYPE_CHECKING:
+    from pyorch.engine import Rope, Session
+    from pyorch.models.pull import Model
+
+
+def model_path(name: str, yes: bool = False) -> Path:
+    """The file that `--model NAME` means, see `sparq-cpp pull`; one on the hub is loaded, after
+    asking.
+
+    Raises:
+        SparqError: nothing of that name, it cannot be loaded, or there is nobody to ask.
+    """
+    from pyorch.models import pull
+
+    spec = pull.parse_spec(name)
+    if spec is None:
+        return Path(name)
+    model = pull.find(spec, note)
+    if model.complete:
+        return model.path
+    n_bytes = model.missing_bytes  # 0 = a new revision with the old content
+    what = f"{model.files[0].name} ({human_bytes(n_bytes)}) of {spec.repo}"
+    confirm(
+        f"Download {what}?",
+        yes or not n_bytes,
+        f"{what} is not here",
+        f"download it with --yes, or before: sparq-cpp pull {name}",
+    )
+    return fetch_model(model).path
+
+
+def fetch_model(model: Model, quiet: bool = False) -> Model:
+    """Download and check a model, with bars on a terminal only."""
+    from pyorch.models import pull
+
+    if quiet:
+        model = pull.download(model)
+        pull.check(model, lambda done, total: None)
+        return model
+    with progress_bar("downloading", of_bytes=True) as progress:
+        model = pull.download(model, progress, note)
+    with progress_bar("checking", of_bytes=True) as progress:
+        pull.check(model, progress)
+    return model
+
+
+def open_session(
+    model: ModelOptions,
+    attention: AttentionSpec | None,
+    *,
+    context: ContextOptions,
+    cache: CacheOptions | None = None,
+    rope: Rope | None = None,
+    n_gpu_layers: int | None = None,
+    numa: str | None = None,
+) -> Session:
+    """Load the model that the options name, with a bar if it takes long."""
+    from pyorch import engine, native
+
+    path = model_path(model.model, model.yes)
+    native.built()
+    card = model.model.split(":")[0].split("@")[0]
+    if attention is None and card in cards.names() and path != Path(model.model):
+        note(f"attention is exact; for {card} try --ratio {cards.load(card).ratio}", "dim")
+    cache = cache or CacheOptions()
+    with progress_bar("loading the model") as progress:
+        session = engine.load(
+            path,
+            rope=rope,
+            n_ctx=context.ctx,
+            n_threads=context.threads,
+            n_gpu_layers=n_gpu_layers,
+            type_k=cache.cache_type_k,
+            type_v=cache.cache_type_v,
+            numa=numa or "",
+            attention=attention,
+            progress=progress,
+        )
+    note_if_beyond(session.n_ctx, session.geometry.n_ctx_train)
+    return session

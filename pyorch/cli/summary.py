@@ -1,0 +1,103 @@
+"""Speed and attention of a run, as they are told after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from pyorch.attention.spec import AttentionSpec
+from pyorch.text import human_bytes
+
+if TYPE_CHECKING:
+    from pyorch.engine import AttentionInfo, Session, Timings
+
+
+@dataclass(frozen=True)
+class Summary:
+    """`info` is None while attention is llama.cpp's own."""
+
+    timings: Timings
+    info: AttentionInfo | None
+
+    def json(self) -> dict[str, object]:
+        """For --json."""
+        t, info = self.timings, self.info
+        out: dict[str, object] = {
+            "prefill_tokens": t.prefill_tokens,
+            "prefill_s": round(t.prefill_s, 4),
+            "decode_tokens": len(t.decode_s),
+            "decode_s": round(sum(t.decode_s), 4),
+            "decode_tokens_per_s": round(t.decode_rate, 2),
+            "decode_tokens_per_s_median": round(t.decode_rate_median, 2),
+            "attention": dict(info.raw) if info else None,
+        }
+        if info:
+            read, dense = bytes_per_token(info)
+            out["attention_bytes_per_token"] = read
+            out["attention_bytes_per_token_dense"] = dense
+            out["share_sparse"] = round(info.sparse_share, 4)
+        return out
+
+    def line(self) -> str:
+        """For a person."""
+        t, info = self.timings, self.info
+        parts = [f"prefill {t.prefill_tokens} tokens in {t.prefill_s:.2f} s"]
+        if not t.decode_s:
+            return parts[0]
+        parts.append(f"decode {t.decode_rate:.1f} tokens/s")
+        if info and info.sparse_share:
+            read, dense = bytes_per_token(info)
+            parts.append(f"{_attention(info)} {human_bytes(read)}/token of {human_bytes(dense)}")
+            parts.append(f"{100 * info.sparse_share:.1f} % of calls sparse")
+        elif info:
+            parts.append("attention exact throughout")
+        return ", ".join(parts)
+
+
+def bytes_per_token(info: AttentionInfo) -> tuple[int, int]:
+    """What a decoded token read, and what dense attention would, of the layers that are ours."""
+    n = max(info.counter("steps"), 1)
+    return info.counter("bytes_read") // n, info.counter("bytes_dense") // n
+
+
+def _attention(info: AttentionInfo) -> str:
+    """Whose bytes these are: layers that are left to llama.cpp, such as those with a sliding
+    window, read some that nobody counts."""
+    n, of = info.layers_sparse, len(info.layers)
+    return f"attention of {n} of {of} layers" if n < of else "attention"
+
+
+def summary_of(session: Session) -> Summary:
+    """Of the tokens since the counters were reset."""
+    return Summary(session.timings, info_if_ours(session))
+
+
+def info_if_ours(session: Session) -> AttentionInfo | None:
+    """The library's account, or None while attention is llama.cpp's own."""
+    return info_of(session.lib, session.ctx)
+
+
+def info_of(lib: ModuleType, ctx: object) -> AttentionInfo | None:
+    """The same of any context. lib: the module of C functions, ctx: llama.cpp's pointer."""
+    from pyorch.engine import sparse
+
+    if not sparse.is_ours(lib):
+        return None
+    info = sparse.get_info(lib, ctx)
+    return info if info.method != "off" else None
+
+
+def why_dense(wanted: AttentionSpec | None, info: AttentionInfo) -> str:
+    """What to say when something sparse was asked for and a layer is left to llama.cpp, or every
+    token so far was exact; else ""."""
+    if wanted is None or not wanted.sparse:
+        return ""
+    if not info.dense_reasons:
+        if info.counter("calls_sparse") or not info.counter("steps"):
+            return ""
+        what = f"up to min_ctx {wanted.min_ctx} positions, or k covers them all"
+        return f"note: attention was exact throughout: {what}"
+    n = len(info.layers) - info.layers_sparse
+    which = f"{n} of {len(info.layers)} layers are" if info.layers_sparse else "attention is"
+    return f"note: {which} dense: {'; '.join(info.dense_reasons)}"

@@ -1,0 +1,53 @@
+"""What is said to a person, and asked; data for programs goes to stdout."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import click
+
+from pyorch.errors import SparqError
+
+
+def note(text: str, style: str = "") -> None:
+    """One line on stderr, after what was printed so far; coloured only on a terminal and without
+    NO_COLOR."""
+    from rich.console import Console
+
+    sys.stdout.flush()
+    Console(stderr=True, highlight=False, soft_wrap=True).print(text, style=style, markup=False)
+
+
+def note_if_busy() -> None:
+    """What else runs, or ran in the last minute, makes times long and uneven: say so."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > cores / 4:
+        text = f"note: this machine is busy (load {load:.1f} on {cores} cores): times will be off"
+        note(text, "yellow")
+
+
+def note_if_beyond(n_ctx: int, n_ctx_train: int) -> None:
+    """Say that a context is longer than the model was trained on, where that is allowed."""
+    if n_ctx_train and n_ctx > n_ctx_train:
+        note(
+            f"note: context {n_ctx} is beyond the {n_ctx_train} positions this model was trained"
+            " on; the text may get worse",
+            "yellow",
+        )
+
+
+def confirm(question: str, yes: bool, otherwise: str, hint: str) -> None:
+    """Ask on the terminal; without one, and without --yes, fail with `otherwise` and `hint`."""
+    if yes:
+        return
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise SparqError(otherwise, hint)
+    click.confirm(question, abort=True, err=True)
+
+
+def print_json(value: object) -> None:
+    """One JSON object on stdout."""
+    json.dump(value, sys.stdout, indent=2, ensure_ascii=False)
+    sys.stdout.write("\n")

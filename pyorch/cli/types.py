@@ -1,0 +1,136 @@
+"""What a value on the command line may be: numbers, names, ratios, and lists of them.
+
+A wrong value is refused in one line that names the option, with a hint in a second one.
+"""
+
+from __future__ import annotations
+
+import re
+
+import click
+
+from pyorch.attention.spec import parse_ratio
+from pyorch.errors import SparqError, nearest
+
+MOST = 1000  # values of a range
+
+
+def _shown(param: click.Parameter | None, otherwise: str = "value") -> str:
+    return max(param.opts, key=len) if param else otherwise
+
+
+class Ratio(click.ParamType):
+    """1/8, 0.125 or 12.5%."""
+
+    name = "ratio"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        return value if isinstance(value, float) else parse_ratio(str(value))
+
+
+class Number(click.ParamType):
+    """A number with bounds."""
+
+    def __init__(
+        self, kind: type[int] | type[float], low: float, high: float = float("inf")
+    ) -> None:
+        self.kind, self.low, self.high = kind, low, high
+        self.name = "integer" if kind is int else "number"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        option, what = _shown(param), "a whole number" if self.kind is int else "a number"
+        try:
+            number = self.kind(str(value))
+        except ValueError:
+            raise SparqError(f"{option} {value!r} is not {what}", exit_code=2) from None
+        if not self.low <= number <= self.high:
+            bound = f"at least {self.low}"
+            bound += f" and at most {self.high}" if self.high < float("inf") else ""
+            raise SparqError(f"{option} {value} is out of range", f"it is {bound}", exit_code=2)
+        return number
+
+
+THREADS = Number(int, 1, 512)  # ggml's limit
+LAYERS = Number(int, 1, 512)  # llama.cpp's limit
+POSITIONS = Number(int, 0, 10**9)  # the library's limit
+SOME_POSITIONS = Number(int, 1, 10**9)
+POSITIVE = Number(float, 1e-9, 1e9)
+
+
+class Name(click.ParamType):
+    """One of a few names; a wrong one is answered with the nearest."""
+
+    name = "name"
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> str:
+        if value not in self.names:
+            raise nearest(_shown(param, "name"), str(value), self.names)
+        return str(value)
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return f"[{'|'.join(self.names)}]"
+
+
+class Several(click.ParamType):
+    """A comma list; an option given several times adds to it."""
+
+    name = "list"
+
+    def __init__(self, one: click.ParamType) -> None:
+        self.one = one
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> list[object]:
+        if isinstance(value, list):
+            return value
+        return [self.one.convert(part.strip(), param, ctx) for part in str(value).split(",")]
+
+
+class Numbers(click.ParamType):
+    """Whole numbers as llama-bench takes them: 0,512  1-4  1024-4096+1024  4096-131072*2."""
+
+    name = "list"
+    _part = re.compile(r"(\d+)(?:-(\d+)(?:([+*])(\d+))?)?")
+
+    def __init__(self, low: int = 0, high: float = float("inf")) -> None:
+        self.number = Number(int, low, high)
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> list[int]:
+        if isinstance(value, list):
+            return value
+        return [n for part in str(value).split(",") for n in self._numbers(part.strip(), param)]
+
+    def _numbers(self, part: str, param: click.Parameter | None) -> list[int]:
+        option = _shown(param)
+        match = self._part.fullmatch(part)
+        if match is None:
+            raise SparqError(
+                f"{option} {part!r} is no number or range",
+                "512, first-last, first-last+step or first-last*mult",
+                exit_code=2,
+            )
+        first = int(self.number.convert(match[1], param, None))
+        last = int(self.number.convert(match[2] or match[1], param, None))
+        if last < first:
+            raise SparqError(f"{option} {part!r} ends before it begins", exit_code=2)
+        step, out = int(match[4] or 1), [first]
+        while (following := out[-1] * step if match[3] == "*" else out[-1] + step) <= last:
+            if following <= out[-1]:
+                raise SparqError(f"{option} {part!r}: the range has no end", exit_code=2)
+            if len(out) == MOST:
+                hint = "a larger step: first-last+step or first-last*mult"
+                raise SparqError(f"{option} {part!r} is more than {MOST} values", hint, exit_code=2)
+            out.append(following)
+        return out
