@@ -1,14 +1,25 @@
-"""How far something is: a callback's type, and the bar on the terminal that it draws."""
+"""What long work tells meanwhile: a line, or how far it is, which a bar on the terminal shows."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+Say = Callable[[str], None]  # a line for people
 Progress = Callable[[int, int], None]  # (done, in all)
 
 AFTER_S = 2.0  # a bar is shown only for what takes longer
+
+
+def say(text: str) -> None:
+    """Tell the user something that is not data."""
+    print(f"sparq-cpp: {text}", file=sys.stderr, flush=True)
+
+
+def silent(*_: object) -> None:
+    """A `Say` or a `Progress` that tells nothing."""
 
 
 @contextmanager

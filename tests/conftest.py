@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import pytest
 
 from pyorch import native, paths
 from pyorch.native import source
+
+if TYPE_CHECKING:
+    from hub_server import Hub
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what is in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # or programs under test had it too
@@ -77,3 +82,29 @@ def split(tmp_path: Path) -> Path:
     from tiny_gguf import write_tiny_gguf
 
     return write_tiny_gguf(tmp_path / "split.gguf", part_tensors=8)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub without files on this machine, and an empty cache: all that huggingface-hub reads when
+    it is imported."""
+    import huggingface_hub
+    from hub_server import Hub, serve
+    from huggingface_hub import constants
+
+    from pyorch.models import transfer
+
+    with serve(Hub()) as hub:
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(transfer, "FIRST_WAIT_S", 0.01)
+        monkeypatch.setattr("pyorch.cli.explain._bandwidth", lambda n_threads: 1e10)  # seconds
+        yield hub
+        huggingface_hub.close_session()

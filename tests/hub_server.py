@@ -24,6 +24,7 @@ class Hub:
     """What the server has and how it misbehaves."""
 
     repo: str = REPO
+    kind: str = "model"  # or dataset
     commit: str = COMMIT
     files: dict[str, bytes] = field(default_factory=dict)
     history: dict[str, dict[str, bytes]] = field(default_factory=dict)  # commit -> files
@@ -115,14 +116,15 @@ class Handler(BaseHTTPRequestHandler):
         if hub.refusals and hub.refuse in path:
             status, headers = hub.refusals.pop(0)
             return self.reply(status, headers, b"", whole)
-        if path.startswith(api := f"/api/models/{hub.repo}/revision/"):
+        if path.startswith(api := f"/api/{hub.kind}s/{hub.repo}/revision/"):
             revision = path.removeprefix(api)
             commit = hub.commit if revision in ("main", "v1.0") else revision
             if commit == hub.commit or commit in hub.history:
                 body, kind = hub.listing(commit), {"Content-Type": "application/json"}
                 return self.reply(200, kind, body, whole)
             return self.reply(404, {"X-Error-Code": "RevisionNotFound"}, b"", whole)
-        revision, _, name = path.removeprefix(f"/{hub.repo}/resolve/").partition("/")
+        folder = "/datasets/" if hub.kind == "dataset" else "/"
+        revision, _, name = path.removeprefix(f"{folder}{hub.repo}/resolve/").partition("/")
         commit = hub.commit if revision in ("main", "v1.0") else revision
         data = hub.at(commit).get(name)
         if data is None:

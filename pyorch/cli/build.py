@@ -11,6 +11,7 @@ from pyorch.cli.options import json_option
 from pyorch.cli.terminal import print_json
 from pyorch.cli.types import Number
 from pyorch.errors import SparqError
+from pyorch.progress import say
 
 
 @click.command()
@@ -73,7 +74,7 @@ def command(
         if build.find(options, build.TOOLS if tools else ()) is None:
             options = build.working(options)
     if options.cuda:
-        build.say(f"with CUDA, for sm_{options.cuda.replace(';', ', sm_')}")
+        say(f"with CUDA, for sm_{options.cuda.replace(';', ', sm_')}")
     names = build.TOOLS if tools else ()
     folder = build.build(options, names, jobs, force)
     if as_json:

@@ -46,7 +46,7 @@ def command(
     """
     from pyorch.models import convert, convert_env, pull
     from pyorch.models.new_file import check_target
-    from pyorch.native.build import say
+    from pyorch.progress import say
     from pyorch.text import human_bytes
 
     def agree(what: str) -> None:

@@ -47,15 +47,7 @@ def fetch_model(model: Model, quiet: bool = False) -> Model:
     """Download and check a model, with bars on a terminal only."""
     from pyorch.models import pull
 
-    if quiet:
-        model = pull.download(model)
-        pull.check(model, lambda done, total: None)
-        return model
-    with progress_bar("downloading", of_bytes=True) as progress:
-        model = pull.download(model, progress, note)
-    with progress_bar("checking", of_bytes=True) as progress:
-        pull.check(model, progress)
-    return model
+    return pull.bring(model, note, quiet)
 
 
 def open_session(

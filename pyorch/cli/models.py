@@ -30,7 +30,7 @@ def list_command(as_json: bool) -> None:
     from pyorch.models import cache, synth
 
     known = [cards.load(name) for name in cards.names()]
-    here, parts = cache.models(), cache.unfinished()
+    here, parts = cache.models(note), cache.unfinished()
     if as_json:
         cached = [{"repo": m.repo, "name": m.name, "bytes": m.n_bytes} for m in here]
         left = {repo: sum(p.stat().st_size for p in paths) for repo, paths in parts.items()}
@@ -117,7 +117,6 @@ def rm_command(spec: str, yes: bool, as_json: bool) -> None:
     every model that `sparq-cpp bench` has written.
     """
     from pyorch.models import cache, pull
-    from pyorch.models.transfer import repo_folder
 
     if spec == "synthetic":
         _rm_synthetic(yes, as_json)
@@ -127,7 +126,7 @@ def rm_command(spec: str, yes: bool, as_json: bool) -> None:
         raise SparqError(f"{spec} is a file of yours", "rm removes from the hub's cache only", 2)
     if wanted.card and ":" not in spec:
         wanted = replace(wanted, quant="")
-    here = [m for m in cache.models() if m.repo == wanted.repo]
+    here = [m for m in cache.models(note) if m.repo == wanted.repo]
     chosen = [m for m in here if pull.is_named(wanted, m.name)]
     whole = not wanted.file and not wanted.quant
     parts = cache.unfinished().get(wanted.repo, []) if whole else []
@@ -139,7 +138,7 @@ def rm_command(spec: str, yes: bool, as_json: bool) -> None:
     what = f"{', '.join(names)} ({human_bytes(n_bytes)}) of {wanted.repo}"
     confirm(f"Remove {what}?", yes, f"{what} would be removed", "remove it with --yes")
     entries = [e for m in chosen for e in m.entries]
-    freed = cache.remove(repo_folder(wanted.repo), entries, parts)
+    freed = cache.remove(wanted.folder, entries, parts)
     _print_removed({"removed": names, "repo": wanted.repo}, freed, as_json)
 
 

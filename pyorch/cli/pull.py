@@ -10,6 +10,7 @@ import click
 from pyorch.cli.loading import fetch_model
 from pyorch.cli.options import json_option
 from pyorch.cli.terminal import note, print_json
+from pyorch.progress import silent
 
 
 @click.command()
@@ -33,7 +34,7 @@ def command(spec: str, quiet: bool, as_json: bool) -> None:
         path = read_gguf(Path(spec)).path
         result: dict[str, object] = {"path": str(path), "repo": None, "commit": None, "files": []}
     else:
-        model = pull.find(wanted, pull.silent if quiet else note)
+        model = pull.find(wanted, silent if quiet else note)
         missing = model.missing_bytes
         if missing and not quiet:
             n, here = len(model.files), sum(f.n_here for f in model.files)

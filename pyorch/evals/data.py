@@ -13,6 +13,8 @@ from typing import Any
 
 from pyorch import paths
 from pyorch.errors import SparqError
+from pyorch.progress import say
+from pyorch.text import human_bytes
 
 Row = Mapping[str, Any]
 # data set -> its repository on the hub and the files of the split that is evaluated
@@ -80,29 +82,30 @@ def _parquet(file: Path) -> list[Row]:
             f"{file}: parquet needs the package pyarrow", paths.install_command("eval")
         ) from None
     try:
-        return parquet.read_table(file).to_pylist()
+        found: list[Row] = parquet.read_table(file).to_pylist()
+        return found
     except (OSError, ValueError) as e:  # of pyarrow too
         raise SparqError(f"{file}: {e}", "is it parquet?") from None
 
 
 def _download(name: str) -> list[Path]:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    """The files of a data set, in the cache as the files of a model are.
+
+    Raises:
+        SparqError: as `pull.find` and `pull.download`.
+    """
+    from pyorch.models import pull
 
     repo, pattern = HUB[name]
-    hint = f"--data FILE: the {name} data as JSON, JSON lines or parquet"
     try:
-        folder = snapshot_download(repo, repo_type="dataset", allow_patterns=[pattern])
-    except LocalEntryNotFoundError:
-        raise SparqError(
-            f"{repo} is not in the cache and the hub cannot be reached", hint
-        ) from None
-    except (HfHubHTTPError, OSError) as e:
-        raise SparqError(f"{repo}: {str(e).splitlines()[0]}", hint) from None
-    files = sorted(Path(folder).glob(pattern))
-    if not files:
-        raise SparqError(f"{repo} has no {pattern} in the cache", hint)
-    return files
+        found = pull.find_files(pull.Spec(repo, kind="dataset"), (pattern,), say)
+        if not found.complete:
+            say(f"{repo}: {human_bytes(found.missing_bytes)} to download")
+        found = pull.bring(found, say)
+    except SparqError as e:
+        own = f"--data FILE: the {name} data as JSON, JSON lines or parquet"
+        raise SparqError(e.message, "; or ".join([e.hint] * bool(e.hint) + [own])) from None
+    return [f.path for f in found.files if f.path]
 
 
 def need(row: Row, keys: Sequence[str], what: str) -> list[Any]:

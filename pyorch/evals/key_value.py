@@ -6,12 +6,11 @@ Prompt and match as there: the value of one 128-bit key of a JSON object has to 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from functools import partial
 
 from pyorch.evals import ruler
 from pyorch.evals.example import Example
-from pyorch.evals.task import Setup, Task
+from pyorch.evals.task import Setup, Task, endless
 
 ASK = (
     "Extract the value corresponding to the specified key in the JSON object below.\n\n"
@@ -21,27 +20,24 @@ CUE = "\nCorresponding value:"
 SPARE = 8  # tokens of the answer beside the value
 
 
-def examples(setup: Setup) -> Iterator[Example]:
-    i = 0
-    while True:
-        rng = setup.rng(i)
+def example(setup: Setup, i: int) -> Example:
+    rng = setup.rng(i)
 
-        def draw(rng=rng) -> str:
-            return str(uuid.UUID(bytes=rng.bytes(16), version=4))
+    def draw() -> str:
+        return str(uuid.UUID(bytes=rng.bytes(16), version=4))
 
-        pairs = [(draw(), draw()) for _ in range(max(setup.ctx // 16, 2))]
-        place = rng.random()  # of the pair that is asked for
-        max_tokens = max(len(setup.tokens(f' "{v}"')) for _, v in pairs) + SPARE
+    pairs = [(draw(), draw()) for _ in range(max(setup.ctx // 16, 2))]
+    place = rng.random()  # of the pair that is asked for
+    max_tokens = max(len(setup.tokens(f' "{v}"')) for _, v in pairs) + SPARE
 
-        def prompt(n: int, pairs=pairs, place=place) -> list[int]:
-            data = "{" + ",\n ".join(f'"{k}": "{v}"' for k, v in pairs[:n]) + "}"
-            return setup.prompt(ASK.format(data=data, key=pairs[int(place * n)][0]), CUE)
+    def prompt(n: int) -> list[int]:
+        data = "{" + ",\n ".join(f'"{k}": "{v}"' for k, v in pairs[:n]) + "}"
+        return setup.prompt(ASK.format(data=data, key=pairs[int(place * n)][0]), CUE)
 
-        n = ruler.largest(setup, "key_value: two pairs", (2, len(pairs)), prompt, max_tokens)
-        at = int(place * n)
-        about = {"pairs": n, "depth": round(at / (n - 1), 3)}
-        yield Example(str(i), prompt(n), max_tokens, (pairs[at][1],), about=about)
-        i += 1
+    n = ruler.largest(setup, "key_value: two pairs", (2, len(pairs)), prompt, max_tokens)
+    at = int(place * n)
+    about = {"pairs": n, "depth": round(at / (n - 1), 3)}
+    return Example(str(i), prompt(n), max_tokens, (pairs[at][1],), about=about)
 
 
 TASKS = (
@@ -49,7 +45,7 @@ TASKS = (
         "key_value",
         "the value of one of many random keys",
         "found",
-        examples,
+        endless(example),
         partial(ruler.score, stop=("\n",)),
         options=("chat",),
         proportion=True,

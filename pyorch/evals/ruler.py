@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from pyorch.errors import SparqError
 from pyorch.evals.decode import Decoder
 from pyorch.evals.example import Example, Outcome
-from pyorch.evals.task import Setup, Task
+from pyorch.evals.task import Setup, Task, endless
 
 
 def largest(
@@ -50,7 +50,7 @@ def task(
     name: str,
     about: str,
     answers: str,
-    examples: Callable[[Setup], Iterator[Example]],
+    example: Callable[[Setup, int], Example],
     *,
     single: bool = False,
 ) -> Task:
@@ -59,7 +59,7 @@ def task(
         name,
         f"RULER: {about}",
         f"share of the {answers} found",
-        examples,
+        endless(example),
         score,
         family="ruler",
         options=("chat",),

@@ -8,8 +8,6 @@ used up, where RULER has a package's list.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from pyorch.evals import ruler
@@ -46,25 +44,22 @@ def _words(rng: np.random.Generator, n: int) -> list[str]:
     return (words + pairs)[:n]
 
 
-def examples(setup: Setup) -> Iterator[Example]:
+def example(setup: Setup, i: int) -> Example:
     long = setup.ctx >= 4096
     often, seldom = (30, 3) if long else (6, 1)
-    i = 0
-    while True:
-        rng = setup.rng(i)
-        shown = _words(rng, 40 if long else 20)
-        shot = ASK.format(context=_list(shown, *((10, 3) if long else (3, 1)), rng))
-        shot += CUE + " " + _numbered(shown[:COMMON]) + "\n"
-        words = _words(rng, setup.ctx)
+    rng = setup.rng(i)
+    shown = _words(rng, 40 if long else 20)
+    shot = ASK.format(context=_list(shown, *((10, 3) if long else (3, 1)), rng))
+    shot += CUE + " " + _numbered(shown[:COMMON]) + "\n"
+    words = _words(rng, setup.ctx)
 
-        def prompt(n: int, shot=shot, words=words, i=i) -> list[int]:
-            context = _list(words[:n], often, seldom, setup.rng(i, n))
-            return setup.prompt(shot + ASK.format(context=context), CUE)
+    def prompt(n: int) -> list[int]:
+        context = _list(words[:n], often, seldom, setup.rng(i, n))
+        return setup.prompt(shot + ASK.format(context=context), CUE)
 
-        sizes = COMMON + 1, setup.ctx // 2
-        n = ruler.largest(setup, "cwe: the shortest lists", sizes, prompt, MAX_TOKENS)
-        yield Example(str(i), prompt(n), MAX_TOKENS, tuple(words[:COMMON]))
-        i += 1
+    sizes = COMMON + 1, setup.ctx // 2
+    n = ruler.largest(setup, "cwe: the shortest lists", sizes, prompt, MAX_TOKENS)
+    return Example(str(i), prompt(n), MAX_TOKENS, tuple(words[:COMMON]))
 
 
-TASKS = (ruler.task("cwe", "the ten most common words of a list", "words", examples),)
+TASKS = (ruler.task("cwe", "the ten most common words of a list", "words", example),)

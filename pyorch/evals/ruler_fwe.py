@@ -7,7 +7,6 @@ the share of the next three in the answer.
 from __future__ import annotations
 
 import string
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -29,26 +28,23 @@ MAX_TOKENS = 50
 FEWEST = 32  # words: the fourth rank then stands in it once
 
 
-def examples(setup: Setup) -> Iterator[Example]:
-    i = 0
-    while True:
-        rng = setup.rng(i)
-        vocabulary: list[str] = ["..."]
-        while len(vocabulary) < max(setup.ctx // 50, 8):
-            word = "".join(rng.choice(list(string.ascii_lowercase), LETTERS))
-            vocabulary += [word] if word not in vocabulary else []
+def example(setup: Setup, i: int) -> Example:
+    rng = setup.rng(i)
+    vocabulary: list[str] = ["..."]
+    while len(vocabulary) < max(setup.ctx // 50, 8):
+        word = "".join(rng.choice(list(string.ascii_lowercase), LETTERS))
+        vocabulary += [word] if word not in vocabulary else []
 
-        def prompt(n: int, vocabulary=vocabulary, i=i) -> list[int]:
-            rank = np.arange(1, len(vocabulary) + 1)
-            counts = (n * rank**-ALPHA / ZETA).astype(int)
-            words = [w for w, c in zip(vocabulary, counts, strict=True) for _ in range(c)]
-            setup.rng(i, n).shuffle(words)
-            return setup.prompt(ASK.format(context=" ".join(words)), CUE)
+    def prompt(n: int) -> list[int]:
+        rank = np.arange(1, len(vocabulary) + 1)
+        counts = (n * rank**-ALPHA / ZETA).astype(int)
+        words = [w for w, c in zip(vocabulary, counts, strict=True) for _ in range(c)]
+        setup.rng(i, n).shuffle(words)
+        return setup.prompt(ASK.format(context=" ".join(words)), CUE)
 
-        sizes = FEWEST, setup.ctx
-        n = ruler.largest(setup, "fwe: the shortest texts", sizes, prompt, MAX_TOKENS)
-        yield Example(str(i), prompt(n), MAX_TOKENS, tuple(vocabulary[1:4]))
-        i += 1
+    sizes = FEWEST, setup.ctx
+    n = ruler.largest(setup, "fwe: the shortest texts", sizes, prompt, MAX_TOKENS)
+    return Example(str(i), prompt(n), MAX_TOKENS, tuple(vocabulary[1:4]))
 
 
-TASKS = (ruler.task("fwe", "the three most frequent of made-up words", "words", examples),)
+TASKS = (ruler.task("fwe", "the three most frequent of made-up words", "words", example),)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -71,14 +71,7 @@ def draw(kind: str, rng: np.random.Generator) -> str:
     return str(uuid.UUID(bytes=rng.bytes(16), version=4))
 
 
-def examples(variant: Variant, setup: Setup) -> Iterator[Example]:
-    i = 0
-    while True:
-        yield _example(variant, setup, i)
-        i += 1
-
-
-def _example(v: Variant, setup: Setup, i: int) -> Example:
+def example(v: Variant, setup: Setup, i: int) -> Example:
     rng = setup.rng(i)
     keys: list[str] = []
     while len(keys) < v.n_keys:
@@ -137,7 +130,7 @@ TASKS = tuple(
         f"niah_{v.name}",
         f"{v.n_queries * v.n_values} of {max(v.n_keys, 1) * v.n_values} {v.values} in {v.haystack}",
         "values",
-        partial(examples, v),
+        partial(example, v),
         single=v.n_queries * v.n_values == 1,
     )
     for v in VARIANTS

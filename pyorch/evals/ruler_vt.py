@@ -7,7 +7,6 @@ five variables that occur in the answer.
 from __future__ import annotations
 
 import string
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -48,26 +47,21 @@ def _text(lines: list[str], places: np.ndarray, n: int) -> str:
     return " ".join(out).replace(". \n", ".\n")
 
 
-def examples(setup: Setup) -> Iterator[Example]:
-    i = 0
-    while True:
-        rng = setup.rng(i)
-        shown, lines, value = _chain(rng, 3)
-        shot = ASK.format(context=_text(lines, rng.random(len(lines)), 5), value=value)
-        shot += CUE.format(n=HOPS + 1, value=value) + " ".join(shown) + "\n\n\n"
-        names, lines, value = _chain(rng, 5)
-        places = rng.random(len(lines))
-        cue = CUE.format(n=HOPS + 1, value=value)
+def example(setup: Setup, i: int) -> Example:
+    rng = setup.rng(i)
+    shown, lines, value = _chain(rng, 3)
+    shot = ASK.format(context=_text(lines, rng.random(len(lines)), 5), value=value)
+    shot += CUE.format(n=HOPS + 1, value=value) + " ".join(shown) + "\n\n\n"
+    names, lines, value = _chain(rng, 5)
+    places = rng.random(len(lines))
+    cue = CUE.format(n=HOPS + 1, value=value)
 
-        def prompt(n: int, shot=shot, lines=lines, places=places, value=value, cue=cue):
-            return setup.prompt(
-                shot + ASK.format(context=_text(lines, places, n), value=value), cue
-            )
+    def prompt(n: int) -> list[int]:
+        return setup.prompt(shot + ASK.format(context=_text(lines, places, n), value=value), cue)
 
-        sizes = 1, setup.ctx // 8
-        n = ruler.largest(setup, "vt: question and answer alone", sizes, prompt, MAX_TOKENS)
-        yield Example(str(i), prompt(n), MAX_TOKENS, tuple(names))
-        i += 1
+    sizes = 1, setup.ctx // 8
+    n = ruler.largest(setup, "vt: question and answer alone", sizes, prompt, MAX_TOKENS)
+    return Example(str(i), prompt(n), MAX_TOKENS, tuple(names))
 
 
-TASKS = (ruler.task("vt", "follow a chain of five variables", "variables", examples),)
+TASKS = (ruler.task("vt", "follow a chain of five variables", "variables", example),)

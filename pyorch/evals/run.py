@@ -69,16 +69,18 @@ def run(
     meanings = {m: meaning(m, plan.model) for m in methods}
     env = records.environment({"sparq": native.lib_dir()})
     model = about_model(plan.model)
-    load = {
-        "n_threads": plan.n_threads,
-        "n_gpu_layers": plan.n_gpu_layers,
-        "type_k": plan.type_k,
-        "type_v": plan.type_v,
-        "numa": plan.numa,
-        "rope": plan.rope,
-    }
-    recall = any(t.reference for t in plan.tasks)
-    with Runner(plan.model, methods, recall, n_ctx=plan.setup["ctx"], **load) as runner:
+    with Runner(
+        plan.model,
+        methods,
+        recall=any(t.reference for t in plan.tasks),
+        n_gpu_layers=plan.n_gpu_layers,
+        numa=plan.numa,
+        n_ctx=plan.setup["ctx"],
+        n_threads=plan.n_threads,
+        type_k=plan.type_k,
+        type_v=plan.type_v,
+        rope=plan.rope,
+    ) as runner:
         work: list[_Work] = []
         for i, task in enumerate(plan.tasks):
             preparing(i, len(plan.tasks))

@@ -29,8 +29,8 @@ def markdown(found: Sequence[Series]) -> str:
             head.append(f"{g[0].task} {ratio_text(ratio)}")
             dense.append(_cell(g[0], plain=True))
             for line, cells in body.items():
-                row = by_key.get((line, ratio))
-                cells.append(_cell(row) if row else "-")
+                found_row = by_key.get((line, ratio))
+                cells.append(_cell(found_row) if found_row else "-")
     return table(head, (dense, *body.values())) + "\n\n" + _about(groups)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,3 +111,8 @@ class Task:
     higher: bool = True
     data: str = ""
     reference: bool = False
+
+
+def endless(example: Callable[[Setup, int], Example]) -> Callable[[Setup], Iterator[Example]]:
+    """The `examples` of a task whose i-th can be made without those before it."""
+    return lambda setup: (example(setup, i) for i in itertools.count())

@@ -1,8 +1,9 @@
 """The GGUF models in the hub's cache: what is there, and how to remove some of it.
 
 The cache is shared with other programs and laid out by huggingface-hub: `blobs/HASH`, and in
-`snapshots/COMMIT/` links to these by the files' names. What a link shows to outside of the
-repository's `blobs` is never touched, the link alone is removed.
+`snapshots/COMMIT/` links to these by the files' names. huggingface-hub lists it. It does not remove
+for us, because it removes whole revisions and not one model of several. What a link shows to
+outside of the repository's `blobs` is never touched: the link alone is removed.
 """
 
 from __future__ import annotations
@@ -13,8 +14,13 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pyorch.errors import SparqError
+from pyorch.progress import Say, silent
+
+if TYPE_CHECKING:
+    from huggingface_hub import CachedFileInfo, CachedRepoInfo, CachedRevisionInfo
 
 SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
@@ -33,23 +39,47 @@ class CachedModel:
         return f"{self.repo}/{self.name}"
 
 
-def models() -> list[CachedModel]:
-    """All that is complete in the cache, by repository and name."""
-    from huggingface_hub import constants
+def repositories(say: Say = silent) -> list[CachedRepoInfo]:
+    """What the cache holds, by repository, as huggingface-hub reads it.
 
+    Args:
+        say: called with a line for each repository of a model that it cannot read.
+    """
+    from huggingface_hub import constants, scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        found = scan_cache_dir(constants.HF_HUB_CACHE)
+    except CacheNotFound:
+        return []
+    for warning in found.warnings:
+        if "models--" in str(warning):
+            say(f"left out of what is in the cache: {warning}")
+    return sorted(found.repos, key=lambda repo: repo.repo_id)
+
+
+def by_name(revision: CachedRevisionInfo) -> dict[str, CachedFileInfo]:
+    """The files of a revision by their names in the repository, sorted."""
+    named = {f.file_path.relative_to(revision.snapshot_path).as_posix(): f for f in revision.files}
+    return dict(sorted(named.items()))
+
+
+def models(say: Say = silent) -> list[CachedModel]:
+    """All that is complete in the cache, by repository and name. `say`: as of `repositories`."""
     found = []
-    for folder in sorted(Path(constants.HF_HUB_CACHE).glob("models--*")):
-        repo = folder.name.removeprefix("models--").replace("--", "/")
-        entries: dict[str, list[Path]] = {}
-        for entry in sorted((folder / "snapshots").rglob("*.gguf")):
-            if entry.is_file():
-                name = "/".join(entry.relative_to(folder / "snapshots").parts[1:])
+    for repo in repositories(say):
+        models: dict[str, list[CachedFileInfo]] = {}
+        revisions = repo.revisions if repo.repo_type == "model" else ()
+        for name, file in (item for r in revisions for item in by_name(r).items()):
+            if name.endswith(".gguf"):
                 shard = SHARD.fullmatch(name)
-                key = f"{shard[1]}-00001-of-{shard[3]}.gguf" if shard else name
-                entries.setdefault(key, []).append(entry)
-        for name, paths in entries.items():
-            sizes = {path.resolve(): path.stat().st_size for path in paths}
-            found.append(CachedModel(repo, name, sum(sizes.values()), tuple(paths)))
+                first = f"{shard[1]}-00001-of-{shard[3]}.gguf" if shard else name
+                models.setdefault(first, []).append(file)
+        for name, files in sorted(models.items()):
+            n_bytes = sum({f.blob_path: f.size_on_disk for f in files}.values())
+            found.append(
+                CachedModel(repo.repo_id, name, n_bytes, tuple(f.file_path for f in files))
+            )
     return found
 
 
@@ -125,9 +155,7 @@ def _entries_of(folder: Path, blob: Path) -> list[Path]:
 
 def _remove_blob(folder: Path, blob: Path) -> int:
     """Returns the bytes freed."""
-    store = (
-        folder.parent / "blobs"
-    )  # huggingface-hub 2 keeps content there for several repositories
+    store = folder.parent / "blobs"  # where huggingface-hub 2 keeps what repositories share
     content = blob.resolve()
     n_bytes = blob.lstat().st_size
     linked = blob.is_symlink()

@@ -24,8 +24,7 @@ from pyorch.ggml import BY_NAME
 from pyorch.models import convert_env
 from pyorch.models.gguf_file import GGUFFile, read_gguf
 from pyorch.models.new_file import check_space, check_target, new_file
-from pyorch.native.source import Note
-from pyorch.progress import Progress
+from pyorch.progress import Progress, Say
 from pyorch.text import human_bytes
 
 # bytes of a weight
@@ -34,8 +33,8 @@ OUTTYPES = {"auto": 2.0} | {
 }
 # What the converter may see of a model's folder, and what is downloaded of a repository: no .py,
 # no .bin. README.md has the licence and the name
-FILES = ("model*.safetensors", "*.json", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt")
-FILES += ("*.jinja", "README.md")
+FILES: tuple[str, ...] = ("model*.safetensors", "*.json", "*.jinja", "README.md")
+FILES += ("tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt")
 _MAX_CONFIG = 64 << 20  # tokenizer.json of a large vocabulary: 35 MB
 _SLACK = 64 << 20  # the vocabulary, norms that stay f32, padding
 
@@ -284,7 +283,7 @@ def unsupported(checkpoint: Checkpoint) -> SparqError:
     )
 
 
-def check_architecture(checkpoint: Checkpoint, note: Note) -> None:
+def check_architecture(checkpoint: Checkpoint, note: Say) -> None:
     """Refuse what the converter does not know, before anything big is downloaded.
 
     Raises:

@@ -23,7 +23,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from pyorch import paths
 from pyorch.errors import SparqError
 from pyorch.models.new_file import check_space
 from pyorch.native import source
-from pyorch.native.source import Note
+from pyorch.progress import Say
 
 SCRIPT = "convert_hf_to_gguf.py"
 _PARTS = (SCRIPT, "conversion", "gguf-py", "requirements")
@@ -41,7 +41,7 @@ _IMPORTS = "torch, transformers, sentencepiece, numpy, yaml"
 _OWN = "SPARQ_CONVERT_PYTHON=/path/to/python uses one that has torch and transformers"
 
 
-def scripts(note: Note) -> Path:
+def scripts(note: Say) -> Path:
     """Folder of the converter; unpacked (the source downloaded) if need be.
 
     Raises:
@@ -64,7 +64,7 @@ def scripts(note: Note) -> Path:
     return folder
 
 
-def python(note: Note, agree: Callable[[str], None]) -> list[str]:
+def python(note: Say, agree: Say) -> list[str]:
     """Command line of a Python that can run the converter; its environment is made if need be.
 
     Args:
@@ -117,8 +117,8 @@ def _make(
     needs: list[str],
     options: list[str],
     lock: int,
-    note: Note,
-    agree: Callable[[str], None],
+    note: Say,
+    agree: Say,
 ) -> None:
     shutil.rmtree(folder, ignore_errors=True)  # one that was interrupted
     try:
@@ -192,7 +192,7 @@ def _run(argv: list[str], lock: int, show: bool) -> str:
 
 
 @contextmanager
-def _lock(note: Note) -> Iterator[int]:
+def _lock(note: Say) -> Iterator[int]:
     root = paths.cache() / "convert"
     text = "waiting for another process that makes the converter's environment"
     try:
@@ -213,7 +213,7 @@ def environment(cache: Path) -> dict[str, str]:
     return env | {"TOKENIZERS_PARALLELISM": "false"}
 
 
-def architectures(note: Note) -> set[str]:
+def architectures(note: Say) -> set[str]:
     """The names in `config.json` that the converter knows; read from its source, without torch."""
     text = (scripts(note) / "conversion" / "__init__.py").read_text("utf-8")
     table = re.search(r"^TEXT_MODEL_MAP[^{]*(\{.*?^\})", text, re.MULTILINE | re.DOTALL)

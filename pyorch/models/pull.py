@@ -1,4 +1,4 @@
-"""Models from the hub: which files a short name means, and how they come into the shared cache.
+"""Models and data sets from the hub: which files a name means, and how they come into the cache.
 
 `transfer` brings the bytes. Here are the names, the choice among the files of a repository, the
 disk's space before and the header after, and errors that say what to do. Names and hashes that a
@@ -7,7 +7,6 @@ hub sends are checked before they become part of a path.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -32,12 +31,10 @@ from pyorch.models.transfer import (
     repo_folder,
     wrong_checksum,
 )
-from pyorch.progress import Progress
+from pyorch.progress import Progress, Say, progress_bar, silent
 from pyorch.text import human_bytes
 
 PREFERRED = "Q4_K_M"  # of several files, when none is named
-
-Say = Callable[[str], None]
 
 _SPEC = re.compile(
     r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(:(?P<quant>\w[\w.-]*)|/(?P<file>[^@]+\.gguf))?"
@@ -52,13 +49,19 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class Spec:
-    """A model on the hub: one file, one quantisation, or neither = to be chosen."""
+    """What is meant on the hub: one file, one quantisation, or neither, which is then chosen."""
 
     repo: str
     file: str = ""
     quant: str = ""
     revision: str = "main"
     card: str = ""  # that named the repository
+    kind: str = "model"  # of repository: or `dataset`
+
+    @property
+    def folder(self) -> Path:
+        """Of the repository, in the cache."""
+        return repo_folder(self.repo, self.kind)
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,6 @@ class Model:
         """Of the first file, in the cache. Only of a complete model."""
         assert self.files[0].path is not None
         return self.files[0].path
-
-
-def silent(_: str) -> None:
-    """Says nothing."""
 
 
 def parse_spec(text: str, original: bool = False) -> Spec | None:
@@ -182,14 +181,14 @@ def find(spec: Spec, say: Say = silent) -> Model:
 
 
 def find_files(spec: Spec, patterns: tuple[str, ...], say: Say = silent) -> Model:
-    """All files of a repository that match one of the patterns, as `*.json`; not of subfolders.
+    """All files of a repository that match a pattern, as `*.json` or, in a folder, `a/*.json`.
 
     Raises:
         SparqError: as `find`.
     """
 
     def wanted(name: str) -> bool:
-        return "/" not in name and any(fnmatch(name, p) for p in patterns)
+        return any(fnmatch(name, p) and name.count("/") == p.count("/") for p in patterns)
 
     commit, files = _files(spec, wanted, say)
     if not files:
@@ -201,7 +200,7 @@ def _files(spec: Spec, wanted: Callable[[str], bool], say: Say) -> tuple[str, di
     """The commit that the revision means, and files of it."""
     from huggingface_hub import constants
 
-    return _cached(spec, wanted) if constants.HF_HUB_OFFLINE else _listed(spec, wanted, say)
+    return (_cached if constants.HF_HUB_OFFLINE else _listed)(spec, wanted, say)
 
 
 def _listed(spec: Spec, wanted: Callable[[str], bool], say: Say) -> tuple[str, dict[str, HubFile]]:
@@ -209,10 +208,9 @@ def _listed(spec: Spec, wanted: Callable[[str], bool], say: Say) -> tuple[str, d
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     files, patience = {}, Patience(Transfer(0, say=say), spec.repo, broken=False)
+    ask = HfApi().dataset_info if spec.kind == "dataset" else HfApi().model_info
     with explained(spec.repo, spec.revision):
-        info = patience.call(
-            lambda: HfApi().model_info(spec.repo, revision=spec.revision, files_metadata=True)
-        )
+        info = patience.call(lambda: ask(spec.repo, revision=spec.revision, files_metadata=True))
         commit = str(info.sha)
         if not _COMMIT.fullmatch(commit):
             raise SparqError(f"{spec.repo}: {commit!r} is no commit", "is HF_ENDPOINT a hub?")
@@ -225,37 +223,29 @@ def _listed(spec: Spec, wanted: Callable[[str], bool], say: Say) -> tuple[str, d
                     f"{spec.repo}: refused: its file name {name!r} leads out of the cache",
                     "a repository with such a name is not to be trusted",
                 )
-            found = try_to_load_from_cache(spec.repo, name, revision=commit)
+            found = try_to_load_from_cache(spec.repo, name, revision=commit, repo_type=spec.kind)
             path = Path(found) if isinstance(found, str) else None
             digest = str(s.lfs.sha256 if s.lfs else s.blob_id)
-            n_here = 0 if path else min(bytes_here(spec.repo, digest), s.size or 0)
+            n_here = 0 if path else min(bytes_here(spec.folder, digest), s.size or 0)
             files[name] = HubFile(name, s.size or 0, digest, path, n_here)
     return commit, files
 
 
-def _cached(spec: Spec, wanted: Callable[[str], bool]) -> tuple[str, dict[str, HubFile]]:
+def _cached(spec: Spec, wanted: Callable[[str], bool], say: Say) -> tuple[str, dict[str, HubFile]]:
     """By what the cache holds."""
-    from huggingface_hub import constants, scan_cache_dir
-    from huggingface_hub.utils import CacheNotFound
-
-    try:
-        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
-    except CacheNotFound:
-        repos = frozenset()
-    for repo in repos:
-        if repo.repo_id != spec.repo or repo.repo_type != "model":
+    for repo in cache.repositories(say):
+        if (repo.repo_id, repo.repo_type) != (spec.repo, spec.kind):
             continue
         for rev in repo.revisions:
-            if spec.revision in rev.refs or spec.revision == rev.commit_hash:
-                files = {}
-                for f in rev.files:
-                    name = f.file_path.relative_to(rev.snapshot_path).as_posix()
-                    # the cache names a file's content by its hash
-                    blob = os.readlink(f.file_path) if f.file_path.is_symlink() else ""
-                    digest = Path(blob).name if DIGEST.fullmatch(Path(blob).name) else ""
-                    if wanted(name):
-                        files[name] = HubFile(name, f.size_on_disk, digest, f.file_path)
-                return rev.commit_hash, files
+            if spec.revision not in (*rev.refs, rev.commit_hash):
+                continue
+            files = {}
+            for name, f in cache.by_name(rev).items():
+                # the cache names a file's content by its hash
+                digest = f.blob_path.name if DIGEST.fullmatch(f.blob_path.name) else ""
+                if wanted(name):
+                    files[name] = HubFile(name, f.size_on_disk, digest, f.file_path)
+            return rev.commit_hash, files
     raise SparqError(
         f"{spec.repo}@{spec.revision} is not in the cache, and HF_HUB_OFFLINE forbids to download",
         "unset HF_HUB_OFFLINE",
@@ -320,9 +310,22 @@ def _no_choice(spec: Spec, files: Mapping[str, HubFile], chosen: list[list[str]]
     )
 
 
+def bring(model: Model, say: Say = silent, quiet: bool = False) -> Model:
+    """`download` and `check`, with bars on a terminal unless it is to be `quiet`."""
+    if quiet:
+        model = download(model)
+        check(model)
+        return model
+    with progress_bar("downloading", of_bytes=True) as progress:
+        model = download(model, progress, say)
+    with progress_bar("checking", of_bytes=True) as progress:
+        check(model, progress)
+    return model
+
+
 def download(
     model: Model,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = silent,
     say: Say = silent,
 ) -> Model:
     """Bring what is missing into the cache, with its checksum; `check` comes next.
@@ -337,19 +340,19 @@ def download(
     from huggingface_hub import constants
     from huggingface_hub.utils import logging
 
-    logging.set_verbosity_error()  # what matters is said here
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # what matters is said here
     missing = [f for f in model.files if f.path is None]
     if not missing:
         return model
     _check_space(model.missing_bytes, Path(constants.HF_HUB_CACHE))
     transfer = Transfer(sum(f.n_bytes for f in missing), progress, say)
     with explained(model.spec.repo, model.spec.revision):
-        got = fetch(model.spec.repo, model.commit, missing, transfer)
+        got = fetch(model.spec.repo, model.commit, missing, transfer, model.spec.kind)
     files = tuple(got.get(f.name, f) for f in model.files)
     return replace(model, files=files)
 
 
-def check(model: Model, progress: Progress) -> None:
+def check(model: Model, progress: Progress = silent) -> None:
     """Compare the checksums of what was in the cache before, and read the model's header.
 
     Args:
@@ -362,8 +365,7 @@ def check(model: Model, progress: Progress) -> None:
     total, done = sum(f.n_bytes for f in unchecked), 0
     with explained(model.spec.repo, model.spec.revision):
         for f in unchecked:
-            folder = repo_folder(model.spec.repo)
-            _check_digest(folder, f, lambda n, before=done: progress(before + n, total))
+            _check_digest(model.spec.folder, f, done, total, progress)
             done += f.n_bytes
         try:
             if model.path.suffix == ".gguf":
@@ -378,7 +380,7 @@ def _remember(model: Model) -> None:
     """Note what the revision meant: offline, its name finds what is complete and checked."""
     if model.spec.revision == model.commit:
         return
-    ref = repo_folder(model.spec.repo) / "refs" / model.spec.revision
+    ref = model.spec.folder / "refs" / model.spec.revision
     if not (ref.is_file() and ref.read_text() == model.commit):
         make_folder(ref.parent)
         ref.write_text(model.commit)
@@ -396,15 +398,16 @@ def _check_space(n_bytes: int, folder: Path) -> None:
         )
 
 
-def _check_digest(folder: Path, file: HubFile, progress: Callable[[int], None]) -> None:
+def _check_digest(folder: Path, file: HubFile, done: int, total: int, progress: Progress) -> None:
+    """`done` of `total` bytes were read before."""
     path = file.path
     assert path is not None
-    digest, done = new_digest(file, path.stat().st_size), 0
+    digest = new_digest(file, path.stat().st_size)
     with path.open("rb") as f:
         while block := f.read(BLOCK):
             digest.update(block)
             done += len(block)
-            progress(done)
+            progress(done, total)
     if digest.hexdigest() != file.digest:
         cache.drop(folder, path)
         raise wrong_checksum(file, digest.hexdigest())

@@ -136,7 +136,7 @@ def _run(job: dict[str, Any], progress: Progress | None, *locks: int) -> dict[st
         assert child.stdout is not None
         try:
             for line in child.stdout:
-                answer = json.loads(line)
+                answer: dict[str, Any] = json.loads(line)
                 if "step" in answer:
                     if progress is not None:
                         progress(*answer["step"])

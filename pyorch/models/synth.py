@@ -21,7 +21,8 @@ from pyorch import paths
 from pyorch.errors import SparqError, nearest
 from pyorch.models import cards
 from pyorch.models.new_file import check_space, check_target, new_file
-from pyorch.native import build, source
+from pyorch.native import source
+from pyorch.progress import say
 
 QUANTS = ("q8_0", "q4_k_m", "f16")
 TOKENIZERS = ("llama-spm", "llama-bpe", "bytes")
@@ -220,6 +221,7 @@ def _write(path: Path, shape: Shape, quant: str, seed: int, name: str) -> None:
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_ti_data_to_file()
+    assert w.fout is not None  # since the header is written
     out = w.fout[0]
     try:
         w.write_padding(out, out.tell())
@@ -377,7 +379,7 @@ def _read_tokenizer(name: str) -> dict[str, Any]:
     if not path.exists():
         pin = source.read_pin()
         where = source.locate(pin)
-        source.fetch(pin, where, build.say)
+        source.fetch(pin, where, say)
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as temp:
             source.unpack(where, f"{pin.folder}/models", Path(temp))

@@ -1,9 +1,9 @@
 """Files of the hub into its cache: several at once, resumed where they broke off, hashed.
 
-huggingface-hub loads into a file of a random name and deletes it on any failure, so a process that
-was killed begins anew. Here bytes go into `blobs/HASH.incomplete`, the name that its earlier
-versions resumed from, and become `blobs/HASH` when the hash is right. Addresses, tokens, locks, the
-HTTP client and the layout of the cache are huggingface-hub's.
+This is not left to huggingface-hub, which loads into a file of a random name and deletes it on any
+failure, so that a process that was killed begins anew. Here bytes go into `blobs/HASH.incomplete`,
+the name that its earlier versions resumed from, and become `blobs/HASH` when the hash is right.
+Addresses, tokens, locks, the HTTP client and the layout of the cache are huggingface-hub's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from pyorch.errors import SparqError
 from pyorch.models.hub_errors import is_from_client, retry_after, status_of
-from pyorch.progress import Progress
+from pyorch.progress import Progress, Say, silent
 
 AT_ONCE = 4  # files
 TRIES = 5  # in a row that bring nothing, half a minute with the waits between
@@ -60,8 +60,8 @@ class Transfer:
     def __init__(
         self,
         total: int,
-        progress: Progress = lambda done, total: None,
-        say: Callable[[str], None] = lambda text: None,
+        progress: Progress = silent,
+        say: Say = silent,
     ) -> None:
         """`progress` is called with (bytes here, bytes in all), `say` with what is waited for."""
         self.total, self.done = total, 0
@@ -116,25 +116,26 @@ class Short(OSError):
     """An answer that ended early."""
 
 
-def repo_folder(repo: str) -> Path:
-    """Where the cache keeps a model's repository."""
+def repo_folder(repo: str, kind: str = "model") -> Path:
+    """Where the cache keeps a repository of a model, or of a `dataset`."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
-    return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model")
+    return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type=kind)
 
 
-def bytes_here(repo: str, digest: str) -> int:
-    """Bytes of a file that are in the cache: of an interrupted download, or all by another name."""
+def bytes_here(folder: Path, digest: str) -> int:
+    """Bytes of a file that are in a repository's folder: of a download that was interrupted, or all
+    of them by another name."""
     if not DIGEST.fullmatch(digest):
         return 0
-    blobs = repo_folder(repo) / "blobs"
+    blobs = folder / "blobs"
     there = [p for p in (blobs / digest, blobs / f"{digest}.incomplete") if p.is_file()]
     return there[0].stat().st_size if there else 0
 
 
 def fetch(
-    repo: str, commit: str, files: Sequence[HubFile], transfer: Transfer
+    repo: str, commit: str, files: Sequence[HubFile], transfer: Transfer, kind: str = "model"
 ) -> dict[str, HubFile]:
     """Bring files into the cache and return them, with their paths, by name.
 
@@ -145,7 +146,7 @@ def fetch(
         OSError, or what huggingface-hub raises.
     """
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        running = {f.name: pool.submit(_fetch_one, repo, commit, f, transfer) for f in files}
+        running = {f.name: pool.submit(_fetch_one, repo, commit, f, transfer, kind) for f in files}
         try:
             done, _ = wait(running.values(), return_when=FIRST_EXCEPTION)
             for future in done:
@@ -157,14 +158,15 @@ def fetch(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _fetch_one(repo: str, commit: str, file: HubFile, transfer: Transfer) -> HubFile:
+def _fetch_one(repo: str, commit: str, file: HubFile, transfer: Transfer, kind: str) -> HubFile:
     from huggingface_hub import hf_hub_url
 
     if not DIGEST.fullmatch(file.digest):  # it becomes a file's name, and is what decides
         raise SparqError(
             f"{repo}: {file.name}: the hub gives no checksum of it", "is HF_ENDPOINT a hub?"
         )
-    url, folder = hf_hub_url(repo, file.name, revision=commit), repo_folder(repo)
+    url = hf_hub_url(repo, file.name, repo_type=kind, revision=commit)
+    folder = repo_folder(repo, kind)
     blob = folder / "blobs" / file.digest
     pointer = folder / "snapshots" / commit / file.name
     lock = folder.parent / ".locks" / folder.name / f"{file.digest}.lock"

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from pyorch.errors import SparqError
+from pyorch.progress import say
 
 
 def find(stock: bool = False, tools: tuple[str, ...] = ()) -> Path | None:
@@ -32,7 +33,7 @@ def find(stock: bool = False, tools: tuple[str, ...] = ()) -> Path | None:
         found = build.find(options, tools)
         if found is not None and (build.bindings() / "llama_cpp").is_dir():
             if usual.cuda and not options.cuda:
-                build.say("a CUDA device is here, but this build is for the CPU: sparq-cpp build")
+                say("a CUDA device is here, but this build is for the CPU: sparq-cpp build")
             return found
     return None
 
@@ -63,7 +64,7 @@ def built(stock: bool = False, tools: tuple[str, ...] = ()) -> Path:
     if found is not None:
         return found
     options = build.working(build.usual(stock))
-    build.say(f"the {options.name} library is not built yet for these sources; building it, once")
+    say(f"the {options.name} library is not built yet for these sources; building it, once")
     return build.build(options, tools)
 
 

@@ -35,8 +35,7 @@ from typing import Any
 from pyorch import paths
 from pyorch.errors import SparqError
 from pyorch.native import cuda, patches, probe, source
-from pyorch.native.source import Note
-from pyorch.progress import Progress, progress_bar
+from pyorch.progress import Progress, Say, progress_bar, say
 
 TOOLS = (
     "llama-bench",
@@ -124,7 +123,8 @@ def finished() -> list[tuple[Path, dict[str, Any]]]:
 def read_stamp(folder: Path) -> dict[str, Any] | None:
     """What a finished build was made from; None if there is no finished build in the folder."""
     try:
-        return json.loads((folder / "stamp.json").read_text("utf-8"))
+        stamp: dict[str, Any] = json.loads((folder / "stamp.json").read_text("utf-8"))
+        return stamp
     except (OSError, ValueError):
         return None
 
@@ -139,7 +139,7 @@ def build(
     tools: tuple[str, ...] = (),
     jobs: int | None = None,
     force: bool = False,
-    note: Note | None = None,
+    note: Say | None = None,
 ) -> Path:
     """Make sure that the library is built. Returns the folder that holds it.
 
@@ -166,7 +166,7 @@ _SPACE = "about 300 MB are needed: free some, or set SPARQ_CACHE to a folder on 
 _WRITE = "set SPARQ_CACHE to a folder that you may write to"
 
 
-def _build(options: Options, tools: tuple[str, ...], jobs: int, force: bool, note: Note) -> Path:
+def _build(options: Options, tools: tuple[str, ...], jobs: int, force: bool, note: Say) -> Path:
     compiler = probe.need_compiler()
     found = probe.probe(compiler, native=not options.portable)
     toolkit, why = cuda.toolkit(compiler) if options.cuda else (None, "")
@@ -237,7 +237,7 @@ def _default_jobs() -> int:
 
 
 def _prepare(
-    tree: Path, options: Options, pin: source.Pin, where: source.Source, note: Note
+    tree: Path, options: Options, pin: source.Pin, where: source.Source, note: Say
 ) -> None:
     """Fetch, unpack and patch the source; copy ggml_ops. Each part appears complete or not."""
     tree.mkdir(parents=True, exist_ok=True)
@@ -458,14 +458,6 @@ def _prune() -> None:
     trees.sort(key=lambda tree: tree.stat().st_mtime, reverse=True)
     for tree in trees[_KEEP_TREES:]:
         shutil.rmtree(tree, ignore_errors=True)
-
-
-# ---- shared --------------------------------------------------------------------------------------
-
-
-def say(text: str) -> None:
-    """Tell the user something that is not data."""
-    print(f"sparq-cpp: {text}", file=sys.stderr, flush=True)
 
 
 def _hash(value: dict[str, Any]) -> str:

@@ -10,14 +10,13 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from pyorch import paths
 from pyorch.errors import SparqError
-
-Note = Callable[[str], None]
+from pyorch.progress import Say
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def locate(pin: Pin) -> Source:
     )
 
 
-def fetch(pin: Pin, source: Source, note: Note) -> None:
+def fetch(pin: Pin, source: Source, note: Say) -> None:
     """Make `source.path` exist and be the pinned content. A source of the user's is not checked.
 
     Raises:

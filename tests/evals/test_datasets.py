@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hub_server import Hub
+from huggingface_hub import constants
 from parrot import Parrot
 
 from pyorch import engine, evals
@@ -19,6 +21,7 @@ from pyorch.evals import data, qa, wikitext
 from pyorch.evals.decode import Decoder
 from pyorch.evals.example import Example
 from pyorch.evals.task import Setup
+from pyorch.models.transfer import repo_folder
 
 CTX = 4096
 
@@ -293,44 +296,52 @@ def test_no_answers_are_refused(session: engine.Session, tmp_path: Path, name: s
         first(name, session, file)
 
 
-def test_parquet_and_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A snapshot in the cache is read; without one and without a network, one line says so."""
-    import huggingface_hub
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    calls: list[Any] = []
-
-    def snapshot(repo: str, **kw: Any) -> str:
-        calls.append((repo, kw))
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    with pytest.raises(SparqError, match="has no plain_text/validation"):
+def test_a_data_set_of_the_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is downloaded once, the files of the split alone; then it is there without a network."""
+    name = "plain_text/validation-00000-of-00001.parquet"
+    hub.kind, (hub.repo, _) = "dataset", data.HUB["squad"]
+    hub.files = {"plain_text/train-00000.parquet": b"x", "README.md": b"x"}
+    with pytest.raises(SparqError, match="none of plain_text/validation") as e:
         data.rows("squad", None)
-    assert calls[0] == (
-        "rajpurkar/squad",
-        {"repo_type": "dataset", "allow_patterns": ["plain_text/validation-*.parquet"]},
-    )
-    file = tmp_path / "plain_text" / "validation-00000-of-00001.parquet"
-    file.parent.mkdir()
-    file.write_bytes(b"no parquet")
+    assert e.value.hint.startswith("--data FILE")
+    row = {"id": "q", "answers": {"text": ["x"]}}
+    content, parquet_here = b"no parquet", True
     try:
         import pyarrow as pa
         from pyarrow import parquet
+
+        parquet.write_table(pa.Table.from_pylist([row]), sink := pa.BufferOutputStream())
+        content = sink.getvalue().to_pybytes()
     except ModuleNotFoundError:
-        with pytest.raises(SparqError, match="needs the package pyarrow"):
-            data.rows("squad", None)
-    else:
-        with pytest.raises(SparqError, match="validation-00000"):
-            data.rows("squad", None)
-        row = {"id": "q", "answers": {"text": ["x"]}}
-        parquet.write_table(pa.Table.from_pylist([row]), file)
-        assert data.rows("squad", None) == [row]
+        parquet_here = False
+    hub.files[name] = content
+    for offline in (False, False, True):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        if parquet_here:
+            assert data.rows("squad", None) == [row]
+        else:
+            with pytest.raises(SparqError, match="needs the package pyarrow"):
+                data.rows("squad", None)
+    assert hub.fetched() == [name.rpartition("/")[2]]
+    (file,) = repo_folder(hub.repo, "dataset").rglob("snapshots/*/plain_text/*.parquet")
+    assert file.read_bytes() == content
+    with pytest.raises(SparqError, match="is not in the cache") as e:
+        data.rows("triviaqa", None)
+    assert "--data FILE" in e.value.hint
 
-    def offline(*_: Any, **__: Any) -> str:
-        raise LocalEntryNotFoundError("no network")
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(SparqError, match="cannot be reached") as e:
+def test_a_data_set_that_is_damaged_on_its_way(hub: Hub) -> None:
+    hub.kind, (hub.repo, _) = "dataset", data.HUB["squad"]
+    hub.files, hub.wrong = {"plain_text/validation-00000-of-00001.parquet": b"right"}, b"wrong"
+    with pytest.raises(SparqError, match="wrong checksum") as e:
         data.rows("squad", None)
-    assert e.value.hint.startswith("--data FILE")
+    assert "--data FILE" in e.value.hint
+    hub.status = 404
+    with pytest.raises(SparqError, match="not found"):
+        data.rows("squad", None)
+
+
+def test_what_is_no_parquet(tmp_path: Path) -> None:
+    (tmp_path / "x.parquet").write_bytes(b"no parquet")
+    with pytest.raises(SparqError, match="x.parquet"):
+        data.rows("squad", tmp_path / "x.parquet")

@@ -162,5 +162,19 @@ def test_rm_asks(
     assert run("models", "rm", f"hf:{REPO}")[0] == 0 and not path.exists()
 
 
+def test_a_repository_that_cannot_be_read_is_named(
+    hub: Hub, gguf: bytes, run: Callable[..., Any]
+) -> None:
+    hub.files = {"a.gguf": gguf}
+    entry = load()
+    (repo_folder("org/other") / "snapshots" / COMMIT).mkdir(parents=True)
+    (repo_folder("org/other") / "snapshots" / COMMIT / "b.gguf").symlink_to("nowhere")
+    (repo_folder(REPO).parent / "version.txt").write_text("1")  # old programs leave it there
+    code, out, err = run("models", "list")
+    assert code == 0 and f"{REPO}/a.gguf" in out and "b.gguf" not in out
+    assert err.count("left out") == 1 and "models--org--other" in err
+    assert run("models", "rm", f"hf:{REPO}", "--yes")[0] == 0 and not entry.exists()
+
+
 def test_an_empty_cache(hub: Hub) -> None:
     assert cache.models() == [] and cache.unfinished() == {}

@@ -25,7 +25,8 @@ from pyorch import engine, paths
 from pyorch.errors import SparqError
 from pyorch.models import convert, convert_env
 from pyorch.models.gguf_file import read_gguf
-from pyorch.native import build, source
+from pyorch.native import source
+from pyorch.progress import say
 
 SPARSE = "sparq,rank=8,topk=24,min_ctx=0"
 # Largest difference of a logit, in standard deviations of the logits; all weights are f32.
@@ -37,7 +38,7 @@ TOLERANCE = {"gemma": 3e-3, "gpt_neox": 5e-3}
 @pytest.fixture(scope="session")
 def python() -> list[str]:
     """The converter's environment; made here if it is not in the cache."""
-    return convert_env.python(build.say, build.say)
+    return convert_env.python(say, say)
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +46,7 @@ def vocab(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The vocabularies that come with the pinned source."""
     pin = source.read_pin()
     where, folder = source.locate(pin), tmp_path_factory.mktemp("vocab")
-    source.fetch(pin, where, build.say)
+    source.fetch(pin, where, say)
     names = ("ggml-vocab-qwen2.gguf", "ggml-vocab-gpt-neox.gguf")
     source.unpack(where, f"{pin.folder}/models", folder, only=names)
     return folder
@@ -61,9 +62,9 @@ def test_a_converted_model_computes_the_same(
     folder = write_checkpoint(tmp_path / "model", arch, weights, vocab)
     checkpoint = convert.read_checkpoint(folder)
     assert checkpoint.n_weights == sum(w.size for w in weights.values())
-    convert.check_architecture(checkpoint, build.say)
+    convert.check_architecture(checkpoint, say)
     out = tmp_path / "model.gguf"
-    scripts = convert_env.scripts(build.say)
+    scripts = convert_env.scripts(say)
     convert.convert(checkpoint, out, "f32", python=python, scripts=scripts)
     tokens = list(map(int, np.random.default_rng(1).integers(5, 250, 120)))
     want = forward(arch, weights, tokens)
@@ -99,7 +100,7 @@ def test_a_converted_model_computes_the_same(
 @pytest.mark.slow
 def test_types_of_weights(tmp_path: Path, python: list[str]) -> None:
     folder = write_checkpoint(tmp_path / "m", ARCHS["llama"], make_weights(ARCHS["llama"]))
-    checkpoint, scripts = convert.read_checkpoint(folder), convert_env.scripts(build.say)
+    checkpoint, scripts = convert.read_checkpoint(folder), convert_env.scripts(say)
     for outtype, kind in (("auto", "f16"), ("f16", "f16"), ("bf16", "bf16"), ("q8_0", "q8_0")):
         out = tmp_path / f"{outtype}.gguf"
         file = convert.convert(checkpoint, out, outtype, python=python, scripts=scripts)
