@@ -261,7 +261,7 @@ def data(folder: Path) -> list[plot.Row]:
                          "low": low, "high": high, "needed": x.share, "needed_low": x.low,
                          "needed_high": x.high, "at_most": int(x.at_most)})  # fmt: skip
     for rec in recs:
-        found = parse_spec(str(specs(rec["calibration"])["calibrated"]))
+        found = specs(rec["calibration"])["calibrated"]
         for il in rec["calibration"]["layers"] if found.k_layers else []:
             k = found.k_layers[il].k
             rows.append({"what": "k", "line": il, "ratio": rec["case"]["ratio"], "share": k})

@@ -13,7 +13,7 @@ from typing import Any
 
 import plot
 
-from pyorch.bench import speed
+from pyorch.bench import output
 
 NAME = "end_to_end"
 FILE = "speed.jsonl"
@@ -32,7 +32,7 @@ NEEDS = "sparq-cpp bench -d 4096-131072*2 -n 10 -r 3 --ratio 1/8 --attn-shadow f
 def data(folder: Path) -> list[plot.Row]:
     """One row per (model, length, what ran)."""
     who = "library", "flash_attn", "sparse_attn"
-    found = plot.rows_of(folder, FILE, speed.rows, lambda r: (_setting(r), *(r[x] for x in who)))
+    found = plot.rows_of(folder, FILE, output.rows, lambda r: (_setting(r), *(r[x] for x in who)))
     found = [r for r in found if _is_ours(r)]
     plot.need(found, "decoded tokens of llama2-7b q8_0 with an f16 cache", NEEDS)
     threads = max(r["n_threads"] for r in found)
@@ -78,7 +78,7 @@ def _setting(r: plot.Row) -> tuple[Any, ...]:
 
 
 def _who(r: plot.Row) -> str:
-    return plot.name_of(speed.label(r))
+    return plot.name_of(r["library"], r["flash_attn"], r["sparse_attn"])
 
 
 def draw(rows: Sequence[plot.Row]) -> Any:

@@ -11,10 +11,10 @@ from typing import Any
 
 import plot
 
-from pyorch.bench import speed
+from pyorch.bench import output
 
 NAME = "gpu_end_to_end"
-FILE = "speed.jsonl"
+FILE = "output.jsonl"
 TITLE = "End-to-end speed-up on a GPU (Fig. 10)"
 CAPTION = (
     "Time of one decoded token against the faster of llama.cpp's two attentions in the same run, "
@@ -27,12 +27,12 @@ def data(folder: Path) -> list[plot.Row]:
     """One row per length and spec. The folder's name says that a GPU was used."""
     found = []
     if "nvidia" in folder.name:
-        found = plot.rows_of(folder, FILE, speed.rows, lambda r: (r["n_depth"], r["sparse_attn"]))
+        found = plot.rows_of(folder, FILE, output.rows, lambda r: (r["n_depth"], r["sparse_attn"]))
     found = [r for r in found if r["model_type"].startswith("llama2-7b f16")]
-    found = [r for r in found if "stock" not in speed.label(r)]
+    found = [r for r in found if "stock" not in output.label(r)]
     plot.need(found, "decoded tokens of llama2-7b f16 on a GPU", NEEDS)
     names = ("model_type", "n_layer", "n_depth", "sparse_attn", "median_ns", "speedup")
-    rows = [{n: r[n] for n in names} | {"attention": speed.label(r)} for r in found]
+    rows = [{n: r[n] for n in names} | {"attention": output.label(r)} for r in found]
     return sorted(rows, key=lambda r: (r["attention"], r["n_depth"]))
 
 

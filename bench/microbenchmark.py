@@ -12,7 +12,7 @@ from typing import Any
 
 import plot
 
-from pyorch.attention.spec import parse_spec
+from pyorch.attention.spec import AttentionSpec
 from pyorch.bench import attention
 
 NAME = "microbenchmark"
@@ -25,7 +25,10 @@ CAPTION = (
     "where query heads share KV heads, and ours may pass that line."
 )
 SHADOWS = ("f16", "q4")
-SPECS = ("dense", *(f"sparq,rank=32,topk=128,shadow={s}" for s in SHADOWS))
+SPECS = (
+    AttentionSpec("dense"),
+    *(AttentionSpec("sparq", rank=32, topk=128, shadow=s) for s in SHADOWS),
+)
 NEEDS = "sparq-cpp bench --attn-only -d 4096-65536*2 " + " ".join(f"-a {s}" for s in SPECS)
 MODELS = {"llama2-7b": "32 KV heads (Llama-2-7B)", "llama3-8b": "8 KV heads (Llama-3-8B)"}
 _COLOURS = plot.colours(
@@ -33,13 +36,11 @@ _COLOURS = plot.colours(
 )
 
 
-def _name(label: str) -> str:
+def _name(c: attention.Case) -> str:
     """What a line is called; empty for what is not in this figure."""
-    if label in _COLOURS or label == "dense":
-        return label.replace("dense", "our dense")
-    spec = parse_spec(label)
-    wanted = [parse_spec(s) for s in SPECS[1:]]
-    return f"SparQ {spec.shadow}" if spec in wanted else ""
+    if c.library == "stock" or c.spec.method == "dense":
+        return plot.name_of(c.library, c.flash_attn, c.spec)
+    return f"SparQ {c.spec.shadow}" if c.spec in SPECS else ""
 
 
 def _rows(recs: Sequence[Any]) -> list[plot.Row]:
@@ -54,7 +55,7 @@ def _rows(recs: Sequence[Any]) -> list[plot.Row]:
                 "type_k": c.type_k,
                 "type_v": c.type_v,
                 "positions": c.n_depth,
-                "attention": _name(c.label),
+                "attention": _name(c),
                 "layer_ms": row.attention_ms / c.n_layer,
                 "layer_ms_p10": row.attention_p10_ms / c.n_layer,
                 "layer_ms_p90": row.attention_p90_ms / c.n_layer,

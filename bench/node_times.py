@@ -19,7 +19,8 @@ import commands
 import watch
 
 from pyorch import engine, native
-from pyorch.bench import records, speed, state
+from pyorch.bench import records, state
+from pyorch.bench.plan import Synthetic
 from pyorch.bench.records import Record
 from pyorch.cli import run as run_command
 from pyorch.cli.types import LAYERS, THREADS, Number, Numbers
@@ -131,7 +132,7 @@ def command(**options: Any) -> None:
     model = (
         Path(options["model"])
         if options["model"]
-        else speed.Synthetic("llama2-7b", options["layers"], "q8_0").written()
+        else Synthetic("llama2-7b", options["layers"], "q8_0").written()
     )
     geo = geometry(read_gguf(model))
     threads = options["threads"] or engine.usable_cores()

@@ -19,7 +19,7 @@ import click
 import commands
 
 from pyorch import paths
-from pyorch.attention.spec import AttentionSpec, parse_spec, ratio_text
+from pyorch.attention.spec import AttentionSpec, ratio_text
 from pyorch.bench import records
 from pyorch.bench.pictures import (  # noqa: F401  the figures have them from here
     OURS,
@@ -112,16 +112,15 @@ def default_folder() -> Path:
     return others[-1] if others else own
 
 
-def name_of(label: str) -> str:
+def name_of(library: str, flash_attn: bool, spec: AttentionSpec) -> str:
     """What a line is called: `SparQ 1/8 q4` for `sparq,ratio=1/8,shadow=q4`."""
-    if label.startswith("stock"):
-        return label
-    spec = parse_spec(label)
+    if library == "stock":
+        return f"stock -fa {int(flash_attn)}"
     if not spec.sparse:
-        return f"our {label}"
+        return f"our {spec}"
     plain = AttentionSpec(spec.method, ratio=spec.ratio, shadow=spec.shadow)
     if spec.ratio is None or spec != plain:
-        return label
+        return str(spec)
     shadow = f" {spec.shadow}" if spec.method == "sparq" else ""
     return f"{dict(sparq='SparQ', topk='top-k')[spec.method]} {ratio_text(spec.ratio)}{shadow}"
 

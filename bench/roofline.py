@@ -20,8 +20,8 @@ import numpy as np
 import plot
 
 from pyorch.attention.bytes import split
-from pyorch.attention.spec import parse_spec
-from pyorch.bench import records, speed
+from pyorch.attention.spec import AttentionSpec
+from pyorch.bench import output, records
 from pyorch.cli import run as run_command
 from pyorch.engine import usable_cores
 from pyorch.errors import SparqError
@@ -70,7 +70,7 @@ def _threads() -> int:
 
 def data(folder: Path) -> list[plot.Row]:
     """Points, and the two lines of the roof."""
-    found = plot.rows_of(folder, FILE, speed.rows, _key)
+    found = plot.rows_of(folder, FILE, output.rows, _key)
     plain = [r for r in found if r["type_k"] == r["type_v"] == "f16" and not r["prefill"]]
     plain = [r for r in plain if r["model_type"].startswith("llama2-7b q8_0")]
     sizes = Counter((r["n_threads"], r["model_type"]) for r in plain)
@@ -100,7 +100,7 @@ def _key(r: plot.Row) -> Any:
 
 
 def _what(r: plot.Row) -> tuple[Any, ...]:
-    return speed.label(r), r["n_depth"], r["n_prompt"]
+    return output.label(r), r["n_depth"], r["n_prompt"]
 
 
 def _point(r: plot.Row) -> plot.Row | None:
@@ -116,7 +116,7 @@ def _point(r: plot.Row) -> plot.Row | None:
     elif r["bytes_kv"]:
         macs += attention_macs(r["sparse_attn"], r["n_depth"], r["n_layer"])
         moved += r["bytes_kv"]
-        name = plot.name_of(speed.label(r))
+        name = plot.name_of(r["library"], r["flash_attn"], r["sparse_attn"])
     else:
         return None
     return {
@@ -131,10 +131,10 @@ def _point(r: plot.Row) -> plot.Row | None:
     }
 
 
-def attention_macs(line: str, n_pos: int, n_layer: int) -> float:
+def attention_macs(spec: AttentionSpec, n_pos: int, n_layer: int) -> float:
     """Multiply-adds of attention per token, Llama-2-7B heads."""
     shape = synth.shape_like("llama2-7b")
-    s = split(parse_spec(line), n_pos, shape.head_dim)
+    s = split(spec, n_pos, shape.head_dim)
     per_head = 2 * s.topk * shape.head_dim + (0 if s.dense else n_pos * s.rank)
     return float(n_layer * shape.n_head * per_head)
 

@@ -22,7 +22,7 @@ import numpy as np
 import watch
 
 from pyorch import engine
-from pyorch.attention.spec import parse_spec
+from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import attention, records, state
 from pyorch.bench.bandwidth import MemoryReader
 from pyorch.bench.records import Record, where_given
@@ -47,7 +47,7 @@ class Case:
     n_layer: int
     n_depth: int
     n_threads: int
-    spec: str
+    spec: AttentionSpec
     n_samples: int
     only_score: bool = where_given(False)
     library: str = "sparq"
@@ -100,7 +100,7 @@ def measure(model: Path, case: Case) -> dict[str, Any]:
             for step, ns in clock.spent.items() if i >= 0 else ():
                 samples.setdefault(step, []).append(ns)
         counters = engine.info(session).counters
-    name = "calls_sparse" if parse_spec(case.spec).sparse else "calls_dense_op"
+    name = "calls_sparse" if case.spec.sparse else "calls_dense_op"
     calls, wanted = counters[name], case.n_samples * case.n_layer
     if calls != wanted:
         raise SparqError(f"{case.spec}: {calls} of {wanted} calls counted in {name}; not reported")
@@ -134,7 +134,7 @@ def table(recs: Sequence[Record]) -> str:
     """Markdown: a row per case and step, and one for the sum of the steps."""
     lines = []
     for rec in recs:
-        case = Case(**rec["case"])
+        case = records.read_case(Case, rec)
         name = case.like, case.n_depth, case.n_threads, f"`{case.spec}`"
         n_read = rec["bytes"] | {step: 0 for step in rec["samples_ns"] if step not in rec["bytes"]}
         steps = {step: (np.array(rec["samples_ns"][step]), n) for step, n in n_read.items()}
@@ -183,12 +183,12 @@ def table(recs: Sequence[Record]) -> str:
 def command(**options: Any) -> None:
     """Time of the steps of sparse attention, token by token."""
     cases = [
-        Case(like, 2, n, threads, str(parse_spec(spec)), options["samples"], only_score)
+        Case(like, 2, n, threads, spec, options["samples"], only_score)
         for like in options["like"].split(",")
         for n in options["n_depth"]
         for threads in options["threads"] or sorted({1, engine.usable_cores()})
-        for spec in options["specs"] or SPECS
-        for only_score in ((False, True) if parse_spec(spec).method == "sparq" else (False,))
+        for spec in map(parse_spec, options["specs"] or SPECS)
+        for only_score in ((False, True) if spec.method == "sparq" else (False,))
     ]
     folder = Path(options["out"]) if options["out"] else records.default_folder()
     with progress_bar("steps") as progress:

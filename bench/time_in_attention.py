@@ -15,9 +15,8 @@ import node_times
 import numpy as np
 import plot
 
-from pyorch.attention.spec import parse_spec
-from pyorch.bench import speed
-from pyorch.bench.records import spread
+from pyorch.bench.plan import Case
+from pyorch.bench.records import read_case, spread
 
 NAME = "time_in_attention"
 FILE = "speed.jsonl"
@@ -90,12 +89,14 @@ def _samples(folder: Path) -> dict[tuple[Any, tuple[str, int]], np.ndarray]:
     lines: dict[tuple[Any, str], dict[str, dict[int, np.ndarray]]] = {}  # by library, newest last
     for batch in plot.batches(folder / FILE):
         for rec in batch:
-            c = speed.Case(**rec["case"])
+            c = read_case(Case, rec)
             plain = c.n_gen and not c.prefill and c.type_k == c.type_v == "f16"
-            if parse_spec(c.spec).sparse and not rec["counters"].get("calls_sparse"):
+            if c.spec.sparse and not rec["counters"].get("calls_sparse"):
                 continue  # dense, below min_ctx: not on the line of what it is called
             if plain and c.model_type.startswith("llama2-7b q8_0") and c.n_depth:
-                line = lines.setdefault(((c.model_type, c.n_threads), plot.name_of(c.label)), {})
+                line = lines.setdefault(
+                    ((c.model_type, c.n_threads), plot.name_of(c.library, c.flash_attn, c.spec)), {}
+                )
                 stamp = rec["env"]["stamps"][c.library]
                 line[stamp] = at = line.pop(stamp, {})
                 at[c.n_depth] = np.array(rec["samples_ns"]) / 1e6

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from pyorch.attention.bytes import CELLS
-from pyorch.attention.spec import parse_spec
+from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import records
 from pyorch.bench.bandwidth import MemoryReader
 from pyorch.bench.records import Record, spread, where_given
@@ -36,7 +36,7 @@ from pyorch.table import markdown as markdown_table
 BENCH = "attention"
 LIKE = ("llama2-7b", "llama3-8b")
 POSITIONS = (4096, 16384, 32768)
-SPECS = (
+_SPECS = (
     "dense",
     "sparq,ratio=1/4",
     "sparq,ratio=1/8",
@@ -46,6 +46,7 @@ SPECS = (
     "sparq,rank=32,topk=128,shadow=f16",
     "topk,ratio=1/16",
 )
+SPECS = tuple(map(parse_spec, _SPECS))
 BASE = 32  # positions of the token time that is subtracted
 TURN = 5  # tokens per turn
 
@@ -69,7 +70,7 @@ class Case(Side):
     n_threads: int
     library: str  # stock | sparq
     flash_attn: bool
-    spec: str
+    spec: AttentionSpec
     n_samples: int
     seed: int
     type_k: str = "f16"
@@ -86,7 +87,7 @@ class Plan:
     like: Sequence[str] = LIKE
     positions: Sequence[int] = POSITIONS
     threads: Sequence[int] = (1,)
-    specs: Sequence[str] = SPECS
+    specs: Sequence[AttentionSpec] = SPECS
     n_samples: int = 30
     n_layer: int | None = None
     seed: int = 1
@@ -103,7 +104,6 @@ class Plan:
                 f"at least {2 * CELLS}",
                 exit_code=2,
             )
-        specs = dict.fromkeys(str(parse_spec(s)) for s in self.specs)
         every = product(self.like, self.type_k, self.type_v, self.positions, self.threads)
         for like, type_k, type_v, n_depth, n_threads in every:
             shape = _shape(like, self.n_layer)
@@ -117,7 +117,7 @@ class Plan:
                 n_threads=n_threads,
                 library="stock",
                 flash_attn=False,
-                spec="off",
+                spec=AttentionSpec("off"),
                 n_samples=-(-self.n_samples // TURN) * TURN,
                 seed=self.seed,
                 type_k=type_k,
@@ -129,7 +129,7 @@ class Plan:
             yield [
                 *([case] if type_v in FLOATS else []),
                 replace(case, flash_attn=True),
-                *(replace(ours, spec=s) for s in specs),
+                *(replace(ours, spec=s) for s in dict.fromkeys(self.specs)),
             ]
 
 
@@ -204,7 +204,7 @@ def _measure(
         for turn, order in turns(len(group), range(n_turns), reader, bandwidth):
             for i in order:
                 worker = workers[group[i].place]
-                worker.attention(spec=group[i].spec)
+                worker.attention(spec=str(group[i].spec))
                 gathered[i].append(worker.decode(n=TURN, seed=turn))
             progress(begin + (end - begin) * (turn + 1) / n_turns)
         results.append([gather(g) for g in gathered])
@@ -235,7 +235,7 @@ def _prepare(group: Sequence[Case], workers: Workers, *, check: bool) -> None:
         wanted, got = (workers[c.place].logits(token=77) for c in (first, ours))
         check_same(wanted, got, first.n_depth)
     for case in group:
-        workers[case.place].attention(spec=case.spec)
+        workers[case.place].attention(spec=str(case.spec))
 
 
 def refuse_idle(case: Case, counters: dict[str, int]) -> None:
@@ -246,9 +246,9 @@ def refuse_idle(case: Case, counters: dict[str, int]) -> None:
     """
     if case.library == "stock":
         return
-    name = "calls_sparse" if parse_spec(case.spec).sparse else "calls_dense_op"
+    name = "calls_sparse" if case.spec.sparse else "calls_dense_op"
     wanted = case.n_samples * case.n_layer
-    if parse_spec(case.spec).method != "off" and counters.get(name, 0) != wanted:
+    if case.spec.method != "off" and counters.get(name, 0) != wanted:
         raise SparqError(
             f"{case.label} at {case.n_depth} positions: {counters.get(name, 0)} of {wanted} "
             f"attention calls counted in {name}; not reported",
@@ -298,7 +298,7 @@ def rows(recs: Sequence[Record]) -> list[Row]:
             at, mid = _group_of(rec), _attention_ns(rec, bases[_base_key(rec)])[0]
             best[at] = min(best.get(at, float("inf")), mid)
     for rec in recs:
-        case = Case(**rec["case"])
+        case = records.read_case(Case, rec)
         mid, low, high = _attention_ns(rec, bases[_base_key(rec)])
         # read before each turn: those at S are the last; memory may have been another at BASE
         bandwidth = float(np.median(rec["bandwidth_bytes_per_s"][-(case.n_samples // TURN) :]))
@@ -320,7 +320,7 @@ def rows(recs: Sequence[Record]) -> list[Row]:
 
 
 def _group_of(rec: Record) -> tuple[Any, ...]:
-    c = Case(**rec["case"])
+    c = records.read_case(Case, rec)
     own = c.like, c.n_layer, c.n_depth, c.n_threads, c.type_k, c.type_v, c.numa
     return records.run_of(rec), *own
 
@@ -329,9 +329,9 @@ def flat(recs: Sequence[Record]) -> list[dict[str, Any]]:
     """The rows, one level deep, for CSV and the like."""
     out = []
     for rec, row in zip(recs, rows(recs), strict=True):
-        values = asdict(row)
+        values = {k: v for k, v in vars(row).items() if k != "case"}
         env = {"build_commit": rec["env"]["commit"][:9], "cpu_info": rec["env"]["machine"]["cpu"]}
-        out.append(env | values.pop("case") | values | {"test_time": rec["time"]})
+        out.append(env | vars(row.case) | values | {"test_time": rec["time"]})
     return out
 
 

@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from pyorch.attention.spec import parse_spec
-from pyorch.bench import records, speed
+from pyorch.attention.spec import AttentionSpec
+from pyorch.bench import output, records, speed
+from pyorch.bench.plan import Plan, check, cost
 from pyorch.bench.records import Record, spread, where_given
 from pyorch.bench.worker import Workers
 from pyorch.errors import SparqError
@@ -40,7 +41,7 @@ class Case:
     type_k: str
     type_v: str
     n_depth: int
-    spec: str
+    spec: AttentionSpec
     n_token: int = 20
     repetitions: int = 3
     seed: int = 1
@@ -50,7 +51,7 @@ class Case:
 
 
 def run(
-    plan: speed.Plan, file: Path, progress: Progress, *, force: bool = False
+    plan: Plan, file: Path, progress: Progress, *, force: bool = False
 ) -> tuple[list[Record], list[Record]]:
     """Records of speed at the plan's depths, at `SHORT`, and of sealing at the largest depth.
 
@@ -67,8 +68,8 @@ def run(
         raise SparqError("a slope needs two depths", "-d 4096,16384", exit_code=2)
     rounds = [replace(plan, repetitions=1, seed=i + 1) for i in range(plan.repetitions)]
     below = replace(plan, n_depth=SHORT, below_min_ctx=True)
-    speed.check((*rounds[0].groups(), *below.groups()))
-    costs = [sum(speed.cost(*group) for group in p.groups()) for p in (*rounds, below)]
+    check((*rounds[0].groups(), *below.groups()))
+    costs = [sum(cost(*group) for group in p.groups()) for p in (*rounds, below)]
     costs.append(costs[0])  # of sealing: about a round
     part = _parts(costs, progress)
     long = [r for i, p in enumerate(rounds) for r in speed.run(p, file, part(i), force=force)]
@@ -88,7 +89,7 @@ def run(
             numa=c.numa,
         )
         for c in group
-        if parse_spec(c.spec).method == "sparq"
+        if c.spec.method == "sparq"
     ]
     with Workers() as workers:
         sealing = records.resume(
@@ -132,7 +133,9 @@ def _measure(
         for n in range(case.repetitions):
             worker.attention(spec="off")
             worker.fill(n_pos=case.n_depth, seed=case.seed)
-            sealing.append(worker.turned_on(spec=case.spec))  # as restoring does, but by itself
+            sealing.append(
+                worker.turned_on(spec=str(case.spec))
+            )  # as restoring does, but by itself
             runs.append(worker.restored(n_pos=case.n_depth, n_token=case.n_token, seed=case.seed))
             progress((i + (n + 1) / case.repetitions) / len(cases))
         worker.close()
@@ -169,11 +172,11 @@ def depths(recs: Sequence[Record]) -> set[int]:
 
 def markdown(recs: Sequence[Record], sealing: Sequence[Record]) -> str:
     """Three tables: slopes, short contexts, sealing."""
-    long = [r for r in speed.rows(recs) if not r["below_min_ctx"]]
-    short = [r for r in speed.rows(recs) if r["below_min_ctx"]]
+    long = [r for r in output.rows(recs) if not r["below_min_ctx"]]
+    short = [r for r in output.rows(recs) if r["below_min_ctx"]]
     times: dict[int, dict[str, list[tuple[float, float]]]] = {}
     for row in long:
-        points = times.setdefault(row["seed"], {}).setdefault(speed.label(row), [])
+        points = times.setdefault(row["seed"], {}).setdefault(output.label(row), [])
         points.append((row["n_depth"], row["median_ns"]))
     fits: dict[str, list[tuple[float, float, float]]] = {}  # per round: slope, at 0, share
     for lines in times.values():
@@ -197,8 +200,8 @@ def markdown(recs: Sequence[Record], sealing: Sequence[Record]) -> str:
     out = [title, table(head, growing)]
     below = [
         (
-            f"`{speed.label(r)}`",
-            speed.test(r),
+            f"`{output.label(r)}`",
+            output.test(r),
             f"{r['median_ns'] / 1e6:.2f} ({r['p10_ns'] / 1e6:.2f}-{r['p90_ns'] / 1e6:.2f})",
             f"{r['speedup']:.3f}x",
         )

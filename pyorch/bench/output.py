@@ -6,15 +6,126 @@ that are ours come after.
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from pyorch import table
-from pyorch.bench.records import Record
-from pyorch.bench.speed import Row, label, rows, test
+from pyorch.bench import records
+from pyorch.bench.plan import Case, test_name
+from pyorch.bench.records import Record, spread
+from pyorch.bench.speed import N_BATCH
 from pyorch.table import number
 
 # of SQL, by bench, because they differ in columns: llama-bench's own name, and one of ours
 TABLES = {"speed": "llama_bench", "attention": "attention_bench"}
+
+# Llama-2-7B, Q8_0 weights, f16 cache, ratio 1/8, by depth: the limit by bytes, and the speed-up
+# that was measured on a CPU with 32 threads (SparQ, arXiv 2312.04985, figure 9)
+PAPER = {
+    4096: (1.27, 1.14),
+    8192: (1.52, 1.26),
+    16384: (1.97, 1.57),
+    32768: (2.71, 1.73),
+    65536: (3.77, 2.06),
+    131072: (4.99, 2.54),
+}
+
+Row = dict[str, Any]
+
+
+def rows(recs: Sequence[Record]) -> list[Row]:
+    """One flat row per record, llama-bench's fields first. `recs` holds whole groups.
+
+    `samples_ns` are of single tokens (or of whole prompts), `avg_ns` is of a whole test.
+    `speedup` and `roofline_speedup` are against the faster of stock's; nan where they mean nothing.
+    """
+    best: dict[tuple[Any, ...], tuple[float, int]] = {}
+    for rec in recs:
+        if rec["case"]["library"] == "stock":
+            at, this = _group_of(rec), spread(rec["samples_ns"])[0]
+            best[at] = min(best.get(at, (math.inf, 0)), (this, rec["bytes_kv"]))
+    return [_row(rec, *best.get(_group_of(rec), (math.nan, 0))) for rec in recs]
+
+
+def _group_of(rec: Record) -> tuple[Any, ...]:
+    own = ("library", "flash_attn", "spec", "calibration")
+    case = tuple(v for k, v in rec["case"].items() if k not in own)
+    return records.run_of(rec), case
+
+
+def _row(rec: Record, best_ns: float, best_kv: int) -> Row:
+    c, env = records.read_case(Case, rec), rec["env"]
+    samples = rec["samples_ns"]
+    n = c.n_prompt or c.n_gen
+    # whole tests, as llama-bench has them
+    per = c.n_gen or 1
+    tests = [sum(samples[i : i + per]) for i in range(0, len(samples), per)]
+    speeds = [1e9 * n / t for t in tests]
+    mid, low, high = spread(samples)
+    bandwidth = statistics.median(rec["bandwidth_bytes_per_s"])
+    weights = rec["bytes_weights"]
+    moved = weights + rec["bytes_kv"] if rec["bytes_kv"] else math.nan
+    case = dict(vars(c))
+    spec = case.pop("spec")
+    like_paper = (
+        c.model_type.startswith("llama2-7b q8_0")
+        and (c.type_k, c.type_v, c.spec.method) == ("f16", "f16", "sparq")
+        and c.spec.ratio == 1 / 8
+        and c.n_gen
+    )
+    paper_limit, paper_speedup = PAPER.get(c.n_depth if like_paper else 0, (math.nan, math.nan))
+    return {
+        "build_commit": env["commit"][:9],
+        "cpu_info": env["machine"]["cpu"],
+        "backends": "CUDA" if "gpu" in env["machine"] and c.n_gpu_layers != 0 else "CPU",
+        **{k: case.pop(k) for k in list(case)[:4]},
+        "n_batch": N_BATCH,
+        "n_ubatch": N_BATCH,
+        **case,
+        "flash_attn": int(c.flash_attn),
+        "test_time": rec["time"],
+        "avg_ns": round(statistics.fmean(tests)),
+        "stddev_ns": round(statistics.stdev(tests)) if len(tests) > 1 else 0,
+        "avg_ts": statistics.fmean(speeds),
+        "stddev_ts": statistics.stdev(speeds) if len(speeds) > 1 else 0.0,
+        "sparse_attn": spec,
+        "median_ns": round(mid),
+        "p10_ns": round(low),
+        "p90_ns": round(high),
+        "speedup": best_ns / mid,
+        "roofline_speedup": (weights + best_kv) / moved if best_kv else math.nan,
+        "paper_speedup": paper_speedup,
+        "paper_limit": paper_limit,
+        "bytes_weights": weights,
+        "bytes_kv": rec["bytes_kv"],
+        "bandwidth_bytes_per_s": round(bandwidth),
+        "roofline_ns": moved / bandwidth * 1e9,
+        "roofline_share": moved / bandwidth * 1e9 / mid,
+        "n_layer": rec["n_layer"],
+        "layers_sparse": rec["layers_sparse"],
+        "calls_sparse": rec["counters"].get("calls_sparse", 0),
+        "calls_prefill": rec["counters"].get("calls_prefill", 0),
+        "pin": env["pin"],
+        "stamp": env["stamps"][c.library],
+        "dirty": env["dirty"],
+        "key": rec["key"],
+    }
+
+
+def label(row: Row) -> str:
+    """What a row is of."""
+    if row["library"] == "stock":
+        return f"stock -fa {row['flash_attn']}"
+    if row["n_prompt"] > 1:  # SparQ seals meanwhile
+        whose = "exact" if row["calls_prefill"] else "llama.cpp's"
+        return f"{row['sparse_attn']}, {whose} prefill"
+    return str(row["sparse_attn"]) + (", dense: below min_ctx" if row["below_min_ctx"] else "")
+
+
+def test(row: Row) -> str:
+    return test_name(row["n_prompt"], row["n_gen"], row["n_depth"])
 
 
 def markdown(recs: Sequence[Record]) -> str:

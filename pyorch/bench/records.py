@@ -17,19 +17,21 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, field, fields
+from dataclasses import field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
 from pyorch import __version__, paths
+from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.errors import SparqError
 from pyorch.progress import Progress
 
 SCHEMA = 1
 Record = dict[str, Any]
+Case = TypeVar("Case")  # a dataclass with the field `library`
 
 
 def default_folder() -> Path:
@@ -222,9 +224,19 @@ def where_given(default: Any) -> Any:
 
 
 def case_of(case: Any) -> dict[str, Any]:
-    """A case as it is recorded."""
+    """A case as it is recorded: settings of attention are text there, and nowhere before."""
     unset = {f.name: f.default for f in fields(case) if f.metadata.get("where_given")}
-    return {k: v for k, v in asdict(case).items() if k not in unset or v != unset[k]}
+    given = {k: v for k, v in vars(case).items() if k not in unset or v != unset[k]}
+    return {k: str(v) if isinstance(v, AttentionSpec) else v for k, v in given.items()}
+
+
+def read_case(kind: type[Case], rec: Record) -> Case:
+    """The case of a record, as it was before `case_of`."""
+    spec = {"spec": _spec(rec["case"]["spec"])} if "spec" in rec["case"] else {}
+    return kind(**rec["case"] | spec)
+
+
+_spec = cache(parse_spec)  # thousands of records have the same few
 
 
 def resume(

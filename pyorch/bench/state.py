@@ -95,7 +95,10 @@ def layout(session: Session) -> Layout:
 
 def _expect(what: str, found: object, wanted: object) -> None:
     if found != wanted:
-        raise SparqError(f"unknown state of the cache: {what} {found}, expected {wanted}")
+        raise SparqError(
+            f"unknown state of the cache: {what} {found}, expected {wanted}",
+            "--prefill fills the cache of any model, with a real prompt",
+        )
 
 
 def blob(form: Layout, n_pos: int, seed: int = 0) -> np.ndarray:

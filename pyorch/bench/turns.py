@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pyorch.attention.spec import parse_spec
+from pyorch.attention.spec import AttentionSpec
 from pyorch.bench.bandwidth import MemoryReader
 from pyorch.errors import SparqError
 
@@ -20,17 +20,17 @@ class Side:
 
     library: str
     flash_attn: bool
-    spec: str
+    spec: AttentionSpec
 
     @property
     def place(self) -> str:
         """Cases of the same place share a process and its cache, the transposed K included."""
         name = f"{self.library} -fa {int(self.flash_attn)}"
-        return name if self.library == "stock" else f"{name} {parse_spec(self.spec).shadow}"
+        return name if self.library == "stock" else f"{name} {self.spec.shadow}"
 
     @property
     def label(self) -> str:
-        return self.place if self.library == "stock" else self.spec
+        return self.place if self.library == "stock" else str(self.spec)
 
 
 def turns(

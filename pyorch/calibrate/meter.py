@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pyorch import engine
-from pyorch.attention.spec import AttentionSpec
+from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import records
 from pyorch.engine import Session
 from pyorch.errors import SparqError
@@ -86,12 +86,11 @@ class Meter:
     def __init__(
         self, session: Session, contexts: Sequence[Context], file: Path | None = None
     ) -> None:
-
         self.session, self.contexts, self.file = session, contexts, file
         self.layers: list[int] = []  # that can be sparse, once something was measured
-        self._known: dict[tuple[str, int], dict[str, Any]] = {}
+        self._known: dict[tuple[AttentionSpec, int], dict[str, Any]] = {}
         for r in records.load_all(file) if file else []:
-            self._known[r["spec"], r["context"]] = r
+            self._known[parse_spec(r["spec"]), r["context"]] = r
         self._folder = tempfile.TemporaryDirectory(prefix="sparq-calibrate-")
         self._dense: dict[int, np.ndarray] = {}
 
@@ -102,24 +101,23 @@ class Meter:
         self, specs: Sequence[AttentionSpec], which: Sequence[int], progress: Progress
     ) -> list[Measured]:
         """Each of `specs` in the contexts `which`."""
-        names = dict.fromkeys(map(str, specs))  # two may have come to the same
-        todo = [(c, s) for c in which for s in names if (s, c) not in self._known]
+        different = dict.fromkeys(specs)  # two may have come to the same
+        todo = [(c, s) for c in which for s in different if (s, c) not in self._known]
         for n, (context, spec) in enumerate(todo):
             self._known[spec, context] = self._run(context, spec)
             progress(n + 1, len(todo))
-        rows = [[self._known[str(s), c] for c in which] for s in specs]
+        rows = [[self._known[s, c] for c in which] for s in specs]
         self.layers = rows[0][0]["layers"]
         return [
             Measured(np.array([r["kl"] for r in row]), np.array([r["share"] for r in row]))
             for row in rows
         ]
 
-    def _run(self, context: int, spec: str) -> dict[str, Any]:
-
+    def _run(self, context: int, spec: AttentionSpec) -> dict[str, Any]:
         session = self.session
         if context not in self._dense:
             self._begin(context)
-            self._dense[context] = self._decode(context, "off")
+            self._dense[context] = self._decode(context, AttentionSpec("off"))
         self._begin(context)
         got = self._decode(context, spec)
         info = engine.info(session)
@@ -129,7 +127,7 @@ class Meter:
             )
         rec = {
             "schema": records.SCHEMA,
-            "spec": spec,
+            "spec": str(spec),
             "context": context,
             "layers": [x["il"] for x in info.layers if x["state"] == "sparse"],
             "kl": divergence(self._dense[context], got)[0],
@@ -141,13 +139,12 @@ class Meter:
 
     def _begin(self, context: int) -> None:
         """The cache as it is after the prompt but its last token."""
-
         prompt = self.contexts[context].prompt
         if self.session.tokens[: len(prompt) - 1] == prompt[:-1]:
             engine.rewind(self.session, len(prompt) - 1)
             return
         state = Path(self._folder.name) / str(context)
-        engine.set_attention(self.session, "off")
+        engine.set_attention(self.session, AttentionSpec("off"))
         if state.exists():
             engine.load_state(self.session, state)
             return
@@ -155,9 +152,8 @@ class Meter:
         engine.prefill(self.session, prompt[:-1])
         engine.save_state(self.session, state)
 
-    def _decode(self, context: int, spec: str) -> np.ndarray:
+    def _decode(self, context: int, spec: AttentionSpec) -> np.ndarray:
         """Logits (n_tokens, n_vocab) of what follows the prompt."""
-
         c = self.contexts[context]
         engine.set_attention(self.session, spec)
         engine.reset_counters(self.session)

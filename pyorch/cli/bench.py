@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pyorch.attention.spec import BUDGETS, SHADOWS, AttentionSpec
+from pyorch.attention.spec import BUDGETS, SHADOWS, AttentionSpec, parse_spec
 from pyorch.cli import options as opt
 from pyorch.cli.groups import group, option, renamed, several, takes
 from pyorch.cli.loading import model_path
@@ -25,8 +25,8 @@ from pyorch.progress import progress_bar
 from pyorch.text import human_bytes
 
 if TYPE_CHECKING:
+    from pyorch.bench.plan import Plan
     from pyorch.bench.records import Record
-    from pyorch.bench.speed import Plan
 
 QUANTS = ("q8_0", "q4_k_m", "f16")
 CACHE_TYPE = Name(*CACHE_TYPES)
@@ -149,14 +149,14 @@ class Wanted:
         return list(dict.fromkeys(fa for name in self.flash_attn for fa in FLASH_ATTN[name]))
 
     @property
-    def specs(self) -> list[str]:
+    def specs(self) -> list[AttentionSpec]:
         """The settings of ours: `-a`, or all combinations of the four options, each once."""
         if self.attn:
-            return list(self.attn)
+            return [parse_spec(line) for line in self.attn]
         shadows: Sequence[str | None] = self.attn_shadow or (None,)
         budgets: Sequence[str | None] = self.budget or (None,)
         every = product(self.attn_method, self.ratio, shadows, budgets)
-        return list(dict.fromkeys(str(_combined(*values)) for values in every))
+        return list(dict.fromkeys(_combined(*values) for values in every))
 
 
 def _combined(method: str, ratio: float, shadow: str | None, budget: str | None) -> AttentionSpec:
@@ -267,8 +267,9 @@ def _speed(
     writing: Writing,
 ) -> None:
     from pyorch.bench import output, records, speed
+    from pyorch.bench.plan import Plan
 
-    plan = speed.Plan(
+    plan = Plan(
         models=[model_path(p, wanted.yes) for m in wanted.models for p in m.split(",")],
         like=wanted.like or ["llama2-7b"],
         n_layer=wanted.layers,
@@ -296,12 +297,14 @@ def _speed(
         found = speed.run(plan, file, progress, force=writing.force)
     _keep(file, output.markdown(records.latest(records.load_all(file))))
     form, table = output.FORMATS.get(wanted.output), output.markdown(found)
-    rows = speed.rows(found)
+    rows = output.rows(found)
     print(form(rows, found) if form and rows else table)
     writing.told(file, output.summary(found) or table)
 
 
-def _attention(wanted: Wanted, specs: list[str] | None, numa: str | None, writing: Writing) -> None:
+def _attention(
+    wanted: Wanted, specs: list[AttentionSpec] | None, numa: str | None, writing: Writing
+) -> None:
     """`--attn-only`. specs: None takes those of the module."""
     from pyorch.bench import attention, output, records
 
@@ -428,7 +431,7 @@ def growth(
     """
     _refuse_two_models(ctx, _given(ctx), wanted.model)
     from pyorch.bench import growth as bench
-    from pyorch.bench.speed import Plan
+    from pyorch.bench.plan import Plan
     from pyorch.engine import usable_cores
 
     note_if_busy()
@@ -441,7 +444,7 @@ def growth(
         n_gen=[wanted.n_gen],
         n_depth=wanted.n_depth,
         threads=[wanted.threads or usable_cores()],
-        specs=wanted.attn,
+        specs=[parse_spec(line) for line in wanted.attn],
         repetitions=wanted.repetitions,
         numa=numa or "",
     )

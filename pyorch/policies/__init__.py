@@ -1,11 +1,11 @@
 """Every method of the papers on real decode steps, at equal bytes. docs/methods.md has the table.
 
-    with open_session("model.gguf", "h2o,ratio=1/8", n_ctx=4096) as s:
+    with open_session("model.gguf", parse("h2o,ratio=1/8"), n_ctx=4096) as s:
         engine.prefill(s, prompt)           # exact attention, always
         engine.decode(s, token)             # reads what the method decides
         print(bytes_per_token(s).share)     # counted
         engine.rewind(s, len(prompt))
-        switch(s, "sparq,ratio=1/8")        # a native method: no Python in the loop
+        switch(s, parse("sparq,ratio=1/8")) # a native method: no Python in the loop
 
 `sparq`, `topk`, `dense` and `off` are the library's own (`pyorch.attention.spec`). The others are
 in this folder, one file each; `watch.py` says how they decide.
@@ -44,6 +44,7 @@ _ALL = (
 POLICIES: dict[str, type[Policy]] = {p.name: p for p in _ALL}
 
 Method = AttentionSpec | Policy
+OFF = AttentionSpec("off")
 
 
 def is_sparse(method: Method) -> bool:
@@ -67,9 +68,9 @@ def parse(text: str) -> Method:
 
 
 def open_session(
-    model: str | os.PathLike[str], text: str = "off", *, keep_queries: bool = False, **load: Any
+    model: str | os.PathLike[str], method: Method = OFF, *, keep_queries: bool = False, **load: Any
 ) -> engine.Session:
-    """A session of `engine.load(model, **load)` that decodes with the method `text`.
+    """A session of `engine.load(model, **load)` that decodes with `method`.
 
     Args:
         keep_queries: capture the queries of every prefill, so that a method that needs the
@@ -77,34 +78,31 @@ def open_session(
             the query heads that share a KV head). Without it: only while such a method is set.
 
     Raises:
-        SparqError: a bad text, or whatever `engine.load` raises.
+        SparqError: whatever `engine.load` raises.
     """
-    parse(text)
     watch = Watch(keep_queries=keep_queries)
     session = engine.load(model, watch=watch, attention="off", **load)
     try:
-        switch(session, text)
+        switch(session, method)
     except BaseException:
         session.close()
         raise
     return session
 
 
-def switch(session: engine.Session, text: str | Method) -> Method:
+def switch(session: engine.Session, method: Method) -> None:
     """Decode with another method from the next token on; counters begin at zero.
 
     What the method before knew of the sequence is forgotten: the new one takes all that is in the
     cache as its prompt. The cache stays as it is (rewind it yourself).
 
     Raises:
-        SparqError: a bad text, or a session that `open_session` did not make.
+        SparqError: a session that `open_session` did not make.
     """
-    method = parse(text) if isinstance(text, str) else text
     watch = _watch(session)
     watch.use(method if isinstance(method, Policy) else None)
     engine.set_attention(session, SPEC if isinstance(method, Policy) else method)
     engine.reset_counters(session)
-    return method
 
 
 def counters(session: engine.Session) -> Counters:
@@ -134,7 +132,7 @@ class Bytes:
 
 
 def bytes_per_token(
-    what: engine.Session | Method | str,
+    what: engine.Session | Method,
     geometry: Geometry | None = None,
     n_pos: int = 0,
     *,
@@ -153,10 +151,9 @@ def bytes_per_token(
     """
     if isinstance(what, engine.Session):
         return _counted(what)
-    method = parse(what) if isinstance(what, str) else what
     assert geometry is not None
-    if isinstance(method, AttentionSpec):
-        costs = [c for c in layer_costs(geometry, method, n_pos, k_bytes, v_bytes) if c.ours]
+    if isinstance(what, AttentionSpec):
+        costs = [c for c in layer_costs(geometry, what, n_pos, k_bytes, v_bytes) if c.ours]
         return Bytes(sum(c.bytes_read for c in costs), sum(c.bytes_dense for c in costs))
     read = dense = 0.0
     d_k, d_v = geometry.head_dim_k, geometry.head_dim_v
@@ -164,8 +161,8 @@ def bytes_per_token(
         if not geometry.windows.of(il):
             n_head, n_head_kv = geometry.n_head[il], geometry.n_head_kv[il]
             heads = Heads(n_head, n_head_kv, d_k, d_v, d_k * k_bytes, d_v * v_bytes)
-            n_read = method.n_read(n_pos, heads)
-            read += n_head_kv * method.bytes_read(n_read, n_pos, heads)
+            n_read = what.n_read(n_pos, heads)
+            read += n_head_kv * what.bytes_read(n_read, n_pos, heads)
             dense += n_head_kv * n_pos * heads.row
     return Bytes(read, dense)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sqlite3
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from pyorch.attention.spec import parse_spec
 from pyorch.bench import attention, output, records, speed
 from pyorch.bench.worker import Worker, Workers
 from pyorch.cli.bench import command
@@ -26,7 +27,7 @@ def test_plan_takes_turns_in_groups_of_one_cache() -> None:
         assert [c.label for c in group[:2]] == ["stock -fa 0", "stock -fa 1"]
         assert len({(c.n_depth, c.n_threads, c.like) for c in group}) == 1
         assert group[0].n_samples == 10  # whole turns
-        place = {c.spec: c.place for c in group}
+        place = {str(c.spec): c.place for c in group}
         assert place["sparq,ratio=1/8"] == place["dense"] != place["sparq,ratio=1/8,shadow=f16"]
     with pytest.raises(SparqError, match="too few"):
         list(replace(PLAN, positions=[256]).groups())
@@ -51,9 +52,9 @@ def test_row_of_ours_is_refused_unless_every_call_ran() -> None:
 
 
 def test_settings_that_are_the_same_are_measured_once() -> None:
-    specs = ["sparq,ratio=1/8", "dense", "sparq,ratio=0.125", "sparq,ratio=1"]
-    (group,) = replace(PLAN, specs=specs).groups()
-    assert [c.spec for c in group] == ["off", "off", "sparq,ratio=1/8", "dense"]
+    lines = ["sparq,ratio=1/8", "dense", "sparq,ratio=0.125", "sparq,ratio=1"]
+    (group,) = replace(PLAN, specs=[parse_spec(line) for line in lines]).groups()
+    assert [str(c.spec) for c in group] == ["off", "off", "sparq,ratio=1/8", "dense"]
 
 
 @pytest.mark.parametrize("spec", ["sparq,ratio=1/8", "dense"])
@@ -75,7 +76,7 @@ def test_a_wrong_kernel_is_not_timed(spec: str) -> None:
             assert self.now == ("off" if self.name.startswith("stock") else "dense")
             return [1.0, 2.0 if self.name.startswith("stock") else wrong]
 
-    (group,) = replace(PLAN, specs=[spec]).groups()
+    (group,) = replace(PLAN, specs=[parse_spec(spec)]).groups()
     workers: Any = {c.place: Fake(c.place) for c in group}
     wrong = 2.0
     attention._prepare(group, workers, check=True)
@@ -116,7 +117,7 @@ def fake_records() -> list[records.Record]:
         out.append(
             records.record(
                 attention.BENCH,
-                asdict(case),
+                records.case_of(case),
                 "s",
                 samples_ns=[(4 + ms) * 10**6] * 10,
                 base_samples_ns=[4 * 10**6] * 10,

@@ -6,7 +6,7 @@ import json
 import shlex
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -35,6 +35,7 @@ import time_in_attention
 from pyorch import policies
 from pyorch.attention.spec import parse_spec
 from pyorch.bench import attention, pictures, records, speed
+from pyorch.bench.plan import Case
 from pyorch.cli import bench
 from pyorch.errors import SparqError
 from pyorch.evals import series
@@ -51,7 +52,7 @@ ENV = {
     "dirty": False,
 }
 WEIGHTS, SPEED = 1_000_000_000, 1e10  # bytes; bytes per second
-STOCK = speed.Case(
+STOCK = Case(
     model_filename="m.gguf",
     model_type="llama2-7b q8_0, 4 of 32 layers",
     model_size=WEIGHTS,
@@ -64,11 +65,11 @@ STOCK = speed.Case(
     n_depth=4096,
     library="stock",
     flash_attn=False,
-    spec="off",
+    spec=parse_spec("off"),
     prefill=False,
     repetitions=2,
 )
-OURS = replace(STOCK, library="sparq", flash_attn=True, spec="sparq,ratio=1/8")
+OURS = replace(STOCK, library="sparq", flash_attn=True, spec=parse_spec("sparq,ratio=1/8"))
 LENGTHS = (4096, 8192, 16384)
 SHAPES = (64, 2, 2, 32), (2, 256, 32), (2, 256, 32)  # q, k, v of one layer
 
@@ -79,16 +80,14 @@ def kv_bytes(n_depth: int) -> int:
     return 4 * 2 * 2 * 32 * 128 * n_depth
 
 
-def add_speed(
-    folder: Path, case: speed.Case, factor: float = 1.0, env: dict[str, Any] = ENV
-) -> None:
+def add_speed(folder: Path, case: Case, factor: float = 1.0, env: dict[str, Any] = ENV) -> None:
     """A record in which a token takes as long as its bytes, times `factor`."""
     kv = 0 if case.n_prompt else kv_bytes(case.n_depth) // (1 if case.library == "stock" else 8)
     ns = round((WEIGHTS + kv) / SPEED * 1e9 * factor)
     n = case.repetitions * (case.n_gen or 1)
     rec = records.record(
         speed.BENCH,
-        asdict(case),
+        records.case_of(case),
         env["stamps"][case.library],
         samples_ns=[ns] * n,
         counters={"calls_sparse": 1},
@@ -121,11 +120,12 @@ def full(tmp_path: Path) -> Path:
     for case, ms in zip(group, (20, 30, 19, 6, 4), strict=True):
         rec = records.record(
             attention.BENCH,
-            asdict(case),
+            records.case_of(case),
             "s",
             samples_ns=[ms * 10**6] * 5,
             base_samples_ns=[10**6] * 5,
-            bytes_per_token=1000 // (1 if case.library == "stock" or case.spec == "dense" else 8),
+            bytes_per_token=1000
+            // (1 if case.library == "stock" or case.spec.method == "dense" else 8),
             base_bytes_per_token=0,
             counters={},
             bandwidth_bytes_per_s=[1e9],
@@ -134,7 +134,12 @@ def full(tmp_path: Path) -> Path:
         records.append(tmp_path / "attention.jsonl", rec)
     case = node_times.Case(STOCK.model_type, 8192, 2, False, 3)
     rec = records.record(
-        node_times.BENCH, asdict(case), "s", samples_ns=[100] * 3, attention_ns=[40] * 3, env=ENV
+        node_times.BENCH,
+        records.case_of(case),
+        "s",
+        samples_ns=[100] * 3,
+        attention_ns=[40] * 3,
+        env=ENV,
     )
     records.append(tmp_path / "node_times.jsonl", rec)
     case = {"n": roofline.N, "n_threads": 2, "library": "numpy"}
@@ -146,7 +151,13 @@ def full(tmp_path: Path) -> Path:
     ]
     case = recall.Case("m", "t", 4096, "recite", 2, 8, recall.RATIOS, 1)
     rec = records.record(
-        recall.BENCH, asdict(case), "s", samples=samples, env=ENV, model_name="m", head_dim=64
+        recall.BENCH,
+        records.case_of(case),
+        "s",
+        samples=samples,
+        env=ENV,
+        model_name="m",
+        head_dim=64,
     )
     records.append(tmp_path / "recall.jsonl", rec)
     rng = np.random.default_rng(0)
@@ -159,7 +170,7 @@ def full(tmp_path: Path) -> Path:
     for n_pos in (256, 512):
         case = attention_stats.Case("m", "t", n_pos, "prose", 1, 2, 1)
         rec = records.record(
-            attention_stats.BENCH, asdict(case), "s", samples=samples.record(), env=ENV
+            attention_stats.BENCH, records.case_of(case), "s", samples=samples.record(), env=ENV
         )
         records.append(tmp_path / "attention_stats.jsonl", rec)
     add_budgets(tmp_path)
@@ -266,7 +277,7 @@ def add_budgets(folder: Path) -> None:
         }
         case = budgets.Case("m", "t", "c", ratio, 2048, 8, 32, 7)
         rec = records.record(
-            budgets.BENCH, asdict(case), "s", samples=samples, env=ENV, model_name="m",
+            budgets.BENCH, records.case_of(case), "s", samples=samples, env=ENV, model_name="m",
             calibration=result,
         )  # fmt: skip
         records.append(folder / "budgets.jsonl", rec)
@@ -362,9 +373,9 @@ def test_intensity_is_that_of_the_paper() -> None:
 
 
 def test_roofline_counts_the_multiply_adds_of_attention() -> None:
-    dense = roofline.attention_macs("off", 4096, 4)
+    dense = roofline.attention_macs(parse_spec("off"), 4096, 4)
     assert dense == 4 * 32 * 2 * 4096 * 128
-    spec = "sparq,rank=32,topk=128"
+    spec = parse_spec("sparq,rank=32,topk=128")
     assert roofline.attention_macs(spec, 4096, 4) == 4 * 32 * (4096 * 32 + 2 * 128 * 128)
 
 
@@ -389,11 +400,14 @@ def test_the_compute_peak_is_of_this_machine(
 
 
 def test_names_of_lines() -> None:
-    assert plot.name_of("stock -fa 0") == "stock -fa 0"
-    assert plot.name_of("dense") == "our dense"
-    assert plot.name_of("sparq,ratio=1/8,shadow=f16") == "SparQ 1/8 f16"
-    assert plot.name_of("topk,ratio=1/16") == "top-k 1/16"
-    assert plot.name_of("sparq,ratio=1/8,sinks=1") == "sparq,ratio=1/8,sinks=1"
+    def name(line: str) -> str:
+        return plot.name_of("sparq", True, parse_spec(line))
+
+    assert plot.name_of("stock", False, parse_spec("off")) == "stock -fa 0"
+    assert name("dense") == "our dense"
+    assert name("sparq,ratio=1/8,shadow=f16") == "SparQ 1/8 f16"
+    assert name("topk,ratio=1/16") == "top-k 1/16"
+    assert name("sparq,ratio=1/8,sinks=1") == "sparq,ratio=1/8,sinks=1"
 
 
 @pytest.mark.parametrize("figure", draw.FIGURES, ids=lambda f: f.NAME)
@@ -494,9 +508,9 @@ def test_step_times_takes_as_many_threads_as_ggml(monkeypatch: pytest.MonkeyPatc
 
 def test_step_times_add_up_with_select() -> None:
     """Top-k scores in one step and selects in another, which reads next to nothing."""
-    case = step_times.Case("m", 1, 600, 1, "topk,ratio=1/8", 3)
+    case = step_times.Case("m", 1, 600, 1, parse_spec("topk,ratio=1/8"), 3)
     rec = {
-        "case": asdict(case),
+        "case": records.case_of(case),
         "samples_ns": {"score": [4000] * 3, "select": [2000] * 3, "attend": [1000] * 3},
         "bytes": {"attend": 1000, "score": 6000},
         "bandwidth_bytes_per_s": [2e9] * 3,
@@ -511,12 +525,12 @@ def test_step_times_sees_the_steps_and_what_they_read(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n_layer = geometry(read_gguf(model)).n_layer
-    case = step_times.Case("m", n_layer, 600, 1, "sparq,rank=8,topk=64,min_ctx=0", 3)
+    case = step_times.Case("m", n_layer, 600, 1, parse_spec("sparq,rank=8,topk=64,min_ctx=0"), 3)
     got = step_times.measure(model, case)
     assert {step: len(ns) for step, ns in got["samples_ns"].items()} == {"pick": 3, "attend": 3}
     assert min(got["samples_ns"]["pick"] + got["samples_ns"]["attend"]) > 0
     assert min(got["bytes"].values()) > 0
-    rows = step_times.table([{"case": asdict(case), **got}]).splitlines()
+    rows = step_times.table([{"case": records.case_of(case), **got}]).splitlines()
     assert [row.split(" | ")[4] for row in rows[2:]] == ["attend", "pick", "all"]
 
     only_score = step_times.measure(model, replace(case, only_score=True))
@@ -526,5 +540,6 @@ def test_step_times_sees_the_steps_and_what_they_read(
     with pytest.raises(SparqError, match="positions were selected"):
         step_times.measure(model, replace(case, only_score=True))
 
+    below = replace(case, spec=parse_spec("sparq,rank=8,topk=64"))  # min_ctx
     with pytest.raises(SparqError, match="0 of .* not reported"):
-        step_times.measure(model, replace(case, spec="sparq,rank=8,topk=64"))  # below min_ctx
+        step_times.measure(model, below)

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from pyorch.bench import growth, records, speed
+from pyorch.attention.spec import AttentionSpec
+from pyorch.bench import growth, output, records, speed
+from pyorch.bench.plan import Case, Plan
 from pyorch.bench.turns import turns
 from pyorch.bench.worker import Workers
 from pyorch.cli.bench import growth as command
@@ -50,15 +52,13 @@ def test_growth_measures_all_three_and_only_once(
     timed: dict[tuple[int, int], list[str]] = {}  # (depth, round) -> who, in order
     once = speed._once
 
-    def noted(workers: Workers, case: speed.Case, turn: int) -> dict[str, Any]:
+    def noted(workers: Workers, case: Case, turn: int) -> dict[str, Any]:
         if turn == 0:
             timed.setdefault((case.n_depth, case.seed), []).append(case.label)
         return once(workers, case, turn)
 
     monkeypatch.setattr(speed, "_once", noted)
-    plan = speed.Plan(
-        models=[model], n_depth=[1280, 2048], n_gen=[3], repetitions=2, numa="isolate"
-    )
+    plan = Plan(models=[model], n_depth=[1280, 2048], n_gen=[3], repetitions=2, numa="isolate")
     file = tmp_path / "growth.jsonl"
     bar: list[tuple[int, int]] = []
     found, sealing = growth.run(plan, file, lambda *now: bar.append(now))
@@ -106,7 +106,7 @@ def test_sealing_is_reported_only_where_all_of_it_happened(
         def __getattr__(self, name: str) -> Any:
             return lambda **_: answers.get(name)
 
-    case = growth.Case("m.gguf", "m", 1, "f16", "f16", 512, "sparq")
+    case = growth.Case("m.gguf", "m", 1, "f16", "f16", 512, AttentionSpec("sparq"))
     workers: Any = {"sparq": Fake()}
     (got,) = growth._measure(Path("m.gguf"), [case], workers, lambda share: None)
     assert got["seal_ns"] == [9] * case.repetitions
@@ -124,8 +124,8 @@ def test_a_round_is_fitted_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
         for d in (1000, 2000, 4000)
         for name, per in (("stock -fa 0", 2.0), ("stock -fa 1", 4.0), ("ours", 1.0))
     ]
-    monkeypatch.setattr(speed, "rows", lambda recs: recs)
-    monkeypatch.setattr(speed, "label", lambda row: row["name"])
+    monkeypatch.setattr(output, "rows", lambda recs: recs)
+    monkeypatch.setattr(output, "label", lambda row: row["name"])
     table = growth.markdown(rows, [])
     assert "threads: 1; medians" in table
     assert "| `ours` | 1.5 | 50.0 % (50.0-50.0) |" in table
@@ -154,7 +154,7 @@ def test_a_table_of_more_depths_stays(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_what_is_to_run_dense_is_refused_when_it_runs_sparse(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = speed.Plan(models=[model], n_depth=[1280], n_gen=[3], repetitions=1, below_min_ctx=True)
+    plan = Plan(models=[model], n_depth=[1280], n_gen=[3], repetitions=1, below_min_ctx=True)
     monkeypatch.setattr(speed, "check", lambda planned: None)  # as if nobody had known
     with pytest.raises(SparqError, match="calls_dense_op is 0"):
         speed.run(plan, tmp_path / "s.jsonl", lambda done, total: None)

@@ -7,7 +7,7 @@ import io
 import json
 import sqlite3
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,17 @@ import pytest
 from click.testing import CliRunner
 
 from pyorch.attention import saved
+from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import attention, growth, output, records, speed
+from pyorch.bench import plan as planning
+from pyorch.bench.plan import Case, Plan, Synthetic
 from pyorch.cli import models
 from pyorch.cli.bench import command
 from pyorch.cli.types import Numbers
 from pyorch.errors import SparqError
 from pyorch.models import synth
+from pyorch.models.geometry import Geometry
+from pyorch.models.layers import Windows
 from pyorch.native import probe
 
 
@@ -48,8 +53,9 @@ def test_numbers_refuse_what_has_no_end_or_meaning(text: str) -> None:
     assert e.value.exit_code == 2
 
 
-Planned = Callable[..., tuple[speed.Plan, str]]
-CASE = speed.Case(
+Planned = Callable[..., tuple[Plan, str]]
+OFF = AttentionSpec("off")
+CASE = Case(
     model_filename="m.gguf",
     model_type="m",
     model_size=10,
@@ -62,7 +68,7 @@ CASE = speed.Case(
     n_depth=2048,
     library="sparq",
     flash_attn=True,
-    spec="sparq,ratio=1/8",
+    spec=parse_spec("sparq,ratio=1/8"),
     prefill=False,
     repetitions=3,
 )
@@ -75,7 +81,7 @@ def test_layers_on_a_gpu_are_recorded_where_they_are_given(
     assert "n_gpu_layers" not in records.case_of(CASE)
     assert records.case_of(replace(CASE, n_gpu_layers=0))["n_gpu_layers"] == 0
     assert "rope" not in records.case_of(CASE)
-    plan = speed.Plan(models=[model], n_depth=[2048], n_gpu_layers=7)
+    plan = Plan(models=[model], n_depth=[2048], n_gpu_layers=7)
     with pytest.raises(SparqError, match="7 layers cannot go to a GPU"):
         speed.run(plan, tmp_path / "x.jsonl", lambda done, total: None)
 
@@ -85,8 +91,8 @@ def test_another_calibration_is_another_case(model: Path, tmp_path: Path) -> Non
     path = tmp_path / "m.gguf"
     path.write_bytes(model.read_bytes())
     result = {"ratio": 0.125, "shadow": "q4", "time": "1", "calibrated": {"k_layers": "64:128"}}
-    specs = ["sparq,ratio=1/8,calibrated", "sparq,ratio=1/8"]
-    plan = speed.Plan(models=[path], specs=specs)
+    specs = [parse_spec(s) for s in ("sparq,ratio=1/8,calibrated", "sparq,ratio=1/8")]
+    plan = Plan(models=[path], specs=specs)
     with pytest.raises(SparqError, match="not calibrated for ratio 1/8"):
         list(plan.groups())
     found = []
@@ -100,7 +106,7 @@ def test_another_calibration_is_another_case(model: Path, tmp_path: Path) -> Non
     assert [c["spec"] for c in ours] == ["sparq,ratio=1/8,budget=calibrated"] * 3
     assert all(c == same[0] and "calibration" not in c for same in (*others, plain) for c in same)
     recs = [dict(record(c, ms=5, kv=10), case=records.case_of(c), run="new") for c in group]
-    assert [r["speedup"] for r in speed.rows(recs)] == [1] * 4
+    assert [r["speedup"] for r in output.rows(recs)] == [1] * 4
     older = [dict(rec, case=case, run="old") for rec, case in zip(recs, found[0], strict=True)]
     assert records.latest(older + recs) == recs
 
@@ -108,9 +114,11 @@ def test_another_calibration_is_another_case(model: Path, tmp_path: Path) -> Non
 def test_keys_of_recorded_cases_stay() -> None:
     """A record that is there already is found again."""
     assert records.key(speed.BENCH, records.case_of(CASE), "s") == "b7a5b363eadcf1b0"
-    case = growth.Case("m.gguf", "m", 1, "f16", "f16", 512, "sparq")
-    assert records.key(growth.BENCH, records.case_of(case), "s") == "bc7df8fe6078e0b1"
-    heads = attention.Case("llama2-7b", 2, 32, 32, 128, 4096, 1, "sparq", True, "dense", 10, 1)
+    case = growth.Case("m.gguf", "m", 1, "f16", "f16", 512, parse_spec("sparq,ratio=1/8"))
+    assert records.key(growth.BENCH, records.case_of(case), "s") == "f669155d60605e6b"
+    heads = attention.Case(
+        "llama2-7b", 2, 32, 32, 128, 4096, 1, "sparq", True, AttentionSpec("dense"), 10, 1
+    )
     assert records.key(attention.BENCH, records.case_of(heads), "s") == "40790f11c6d2a300"
     for one in (case, heads):
         assert records.case_of(replace(one, numa="isolate"))["numa"] == "isolate"
@@ -118,11 +126,11 @@ def test_keys_of_recorded_cases_stay() -> None:
 
 def test_a_row_of_ours_is_refused_unless_it_ran() -> None:
     prompt = replace(CASE, n_gen=0, n_prompt=speed.N_BATCH + 64)
-    dense = replace(CASE, spec="dense")
+    dense = replace(CASE, spec=parse_spec("dense"))
     speed.refuse_idle(CASE, {"calls_sparse": 4 * 3 * 2}, 2)
     speed.refuse_idle(dense, {"calls_dense_op": 4 * 3 * 2}, 2)
     speed.refuse_idle(prompt, {"groups_sealed": 3 * 2}, 2)
-    speed.refuse_idle(replace(CASE, library="stock", spec="off"), {}, 0)
+    speed.refuse_idle(replace(CASE, library="stock", spec=OFF), {}, 0)
     for case, counters in (
         (CASE, {}),
         (CASE, {"calls_sparse": 4 * 3 * 2 - 1}),
@@ -139,14 +147,14 @@ def test_a_prompt_of_ours_says_whose_attention_it_is() -> None:
     prompt = replace(CASE, n_gen=0, n_prompt=512)
     cases = [
         prompt,
-        replace(prompt, spec="topk,ratio=1/8"),
-        replace(prompt, spec="dense"),
-        replace(prompt, library="stock", spec="off"),
+        replace(prompt, spec=parse_spec("topk,ratio=1/8")),
+        replace(prompt, spec=parse_spec("dense")),
+        replace(prompt, library="stock", spec=OFF),
         CASE,
     ]
     found = [record(c, ms=5, kv=0) for c in cases]
     found[1]["counters"]["calls_prefill"] = 512
-    assert [speed.label(r) for r in speed.rows(found)] == [
+    assert [output.label(r) for r in output.rows(found)] == [
         "sparq,ratio=1/8, llama.cpp's prefill",
         "topk,ratio=1/8, exact prefill",
         "dense, llama.cpp's prefill",
@@ -155,33 +163,51 @@ def test_a_prompt_of_ours_says_whose_attention_it_is() -> None:
     ]
 
 
+def test_bytes_of_layers_with_a_window_are_predicted() -> None:
+    """Of four layers two see 512 positions at most; ours count the other two by themselves."""
+    geo = Geometry(
+        arch="gemma2", name="", n_layer=4, n_embd=0, n_head=(4,) * 4, n_head_kv=(2,) * 4,
+        head_dim_k=32, head_dim_v=32, n_ctx_train=0, is_mla=False, n_params=0, weight_bytes=0,
+        weight_bytes_per_token=0,
+    )  # fmt: skip
+    row = 2 * (32 + 32) * 2  # of a position: KV heads, K and V, f16
+    n_pos = CASE.n_depth + 2.5  # the mean over four tokens
+    stock = replace(CASE, library="stock", spec=OFF)
+    assert speed.kv_bytes(stock, geo, {}) == 4 * n_pos * row
+    windows = replace(geo, windows=Windows((512, 0, 512, 0)))
+    read = 2 * n_pos * row + 2 * 512 * row
+    assert speed.kv_bytes(stock, windows, {}) == read
+    assert speed.kv_bytes(CASE, windows, {"steps": 4, "bytes_read": 4000}) == 1000 + 2 * 512 * row
+    assert speed.kv_bytes(replace(CASE, n_prompt=512, n_gen=0), windows, {}) == 0
+
+
 def test_rows_compare_with_the_faster_stock() -> None:
-    stock = replace(CASE, library="stock", spec="off")
+    stock = replace(CASE, library="stock", spec=OFF)
     recs = [
         record(replace(stock, flash_attn=False), ms=20, kv=60),
         record(stock, ms=30, kv=60),
         record(CASE, ms=5, kv=10),
     ]
-    first, second, ours = speed.rows(recs)
+    first, second, ours = output.rows(recs)
     assert (first["speedup"], second["speedup"], ours["speedup"]) == (1, 20 / 30, 4)
     assert ours["roofline_speedup"] == (40 + 60) / (40 + 10)
     assert ours["roofline_share"] == pytest.approx((40 + 10) * 1e6 / 20e9 / 5e-3)
     assert ours["avg_ns"] == 4 * 5e6 and ours["avg_ts"] == pytest.approx(200)
-    assert speed.test(ours) == "tg4 @ d2048"
+    assert output.test(ours) == "tg4 @ d2048"
     (line,) = (x for x in output.summary(recs).splitlines() if "sparq" in x)
     assert "| 20.0 | 5.0 | 4.00x | 2.00x | 50 % |" in line  # no columns of the paper's
 
 
 def test_rows_compare_within_one_run_only() -> None:
     """A later run of stock, beside other settings, is not what an earlier row took turns with."""
-    stock = replace(CASE, library="stock", spec="off")
+    stock = replace(CASE, library="stock", spec=OFF)
     first = [record(stock, ms=20, kv=60), record(CASE, ms=5, kv=10)]
-    other = replace(CASE, spec="sparq,ratio=1/4")
+    other = replace(CASE, spec=parse_spec("sparq,ratio=1/4"))
     later = [record(stock, ms=10, kv=60), record(other, ms=5, kv=20)]
     for run, recs in (("a", first), ("b", later)):
         for rec in recs:
             rec["run"] = run
-    found = {r["sparse_attn"]: r["speedup"] for r in speed.rows(first + later)}
+    found = {str(r["sparse_attn"]): r["speedup"] for r in output.rows(first + later)}
     assert found["sparq,ratio=1/8"] == 4 and found["sparq,ratio=1/4"] == 2
     assert records.latest(first + later) == first + later
     again = [dict(rec, run="c") for rec in first]
@@ -202,10 +228,10 @@ def test_a_table_tells_its_rows_apart() -> None:
         assert "numa" not in alone and alone.endswith("before: read for real; p, d and changes.")
 
 
-def record(case: speed.Case, ms: float, kv: int) -> records.Record:
+def record(case: Case, ms: float, kv: int) -> records.Record:
     return records.record(
         speed.BENCH,
-        asdict(case),
+        records.case_of(case),
         "s",
         samples_ns=[int(ms * 1e6)] * 12,
         counters={},
@@ -261,7 +287,7 @@ def test_bench_writes_every_format_from_one_measurement(
 def test_bench_reads_prompts_and_depths_for_real(bench: Callable[..., Any]) -> None:
     result = bench("-d", "1280", "--prefill", "-p", "640", "-o", "jsonl")
     lines = [json.loads(x) for x in result.stdout.splitlines()]
-    assert [speed.test(r) for r in lines] == ["pp640 @ d1280"] * 3 + ["tg3 @ d1280"] * 3
+    assert [output.test(r) for r in lines] == ["pp640 @ d1280"] * 3 + ["tg3 @ d1280"] * 3
     assert lines[2]["counters"]["groups_sealed"] >= 2 * 2 * 2
     assert lines[2]["counters"]["calls_prefill"] == 2 * 640 * 2
     assert lines[5]["counters"]["calls_sparse"] == 2 * 3 * 2
@@ -269,7 +295,7 @@ def test_bench_reads_prompts_and_depths_for_real(bench: Callable[..., Any]) -> N
 
 def test_bench_begins_with_an_empty_cache(bench: Callable[..., Any]) -> None:
     lines = bench("-d", "0", "-n", "0", "-p", "640", "-o", "jsonl").stdout.splitlines()
-    assert [speed.test(json.loads(x)) for x in lines] == ["pp640"] * 3
+    assert [output.test(json.loads(x)) for x in lines] == ["pp640"] * 3
     spec = "sparq,ratio=1/8,min_ctx=0"
     lines = bench("-d", "0", "-n", "3", "-a", spec, "-o", "jsonl").stdout.splitlines()
     last = json.loads(lines[-1])
@@ -321,15 +347,15 @@ def test_bench_refuses_in_one_line(
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
     """What the command would measure, and what it says before."""
-    plans: list[speed.Plan] = []
+    plans: list[Plan] = []
 
-    def run(plan: speed.Plan, *_: Any, **__: Any) -> Any:
+    def run(plan: Plan, *_: Any, **__: Any) -> Any:
         plans.append(plan)
         raise SparqError("enough")
 
     monkeypatch.setattr(speed, "run", run)
 
-    def of(*args: str) -> tuple[speed.Plan, str]:
+    def of(*args: str) -> tuple[Plan, str]:
         said = CliRunner().invoke(command, ["--yes", *args]).output
         return plans[-1], said
 
@@ -371,7 +397,7 @@ def test_growth_takes_a_model_or_makes_one() -> None:
 
 def test_settings_that_are_the_same_are_measured_once(planned: Planned) -> None:
     args = ["--attn-method", "topk,sparq,dense", "--ratio", "1/4,1/8", "--attn-shadow", "f16,q4"]
-    assert planned(*args)[0].specs == [
+    assert list(map(str, planned(*args)[0].specs)) == [
         "topk,ratio=1/4",
         "topk,ratio=1/8",
         "sparq,ratio=1/4,shadow=f16",
@@ -399,7 +425,7 @@ def test_bench_says_what_does_not_fit_before_it_begins(
 
 def test_the_time_left_knows_the_cache_and_the_threads(model: Path) -> None:
     def cost(**changes: Any) -> int:
-        return speed.cost(model, [replace(CASE, model_size=10**9, **changes)])
+        return planning.cost(model, [replace(CASE, model_size=10**9, **changes)])
 
     assert cost(n_depth=1 << 20) > cost() > cost(n_threads=2) > cost(n_threads=8)
     assert cost(n_threads=8) == cost(n_threads=64)
@@ -432,23 +458,25 @@ def test_layers_that_fit_do_not_depend_on_what_is_free(
 ) -> None:
     """The same machine plans the same cases; another depth has fewer layers."""
 
-    def layers(plan: speed.Plan) -> int:
+    def layers(plan: Plan) -> int:
         ((source, _),) = plan._caches()
-        assert isinstance(source, speed.Synthetic)
+        assert isinstance(source, Synthetic)
         return source.n_layer
 
     monkeypatch.setattr(records, "machine", lambda: {"memory_gib": 24.0})
-    monkeypatch.setattr(speed, "of_nodes", lambda *kinds: None)
+    monkeypatch.setattr(planning, "of_nodes", lambda *kinds: None)
     for depth, free in ((4096, 1 << 30), (4096, 1 << 40), (131072, 1 << 30)):
         monkeypatch.setenv("SPARQ_MEMORY_LIMIT", str(free))
-        assert layers(speed.Plan(n_depth=[depth])) == (32 if depth == 4096 else 1)
+        assert layers(Plan(n_depth=[depth])) == (32 if depth == 4096 else 1)
 
-    monkeypatch.setattr(speed, "of_nodes", lambda *kinds: 12 << 30)  # bound to a part of the memory
-    assert layers(speed.Plan(n_depth=[4096])) == 8
-    monkeypatch.setattr(speed, "of_nodes", lambda *kinds: None)
+    monkeypatch.setattr(
+        planning, "of_nodes", lambda *kinds: 12 << 30
+    )  # bound to a part of the memory
+    assert layers(Plan(n_depth=[4096])) == 8
+    monkeypatch.setattr(planning, "of_nodes", lambda *kinds: None)
 
     # of a GPU: each process has the weights, too
-    plan = speed.Plan(quant="f16", flash_attn=[True], n_depth=[46080])
+    plan = Plan(quant="f16", flash_attn=[True], n_depth=[46080])
     for gpu_gib, layers_on_gpu, wanted in ((79.6, None, 16), (139.8, None, 32), (139.8, 0, 4)):
         machine = {"memory_gib": 24.0, "gpu": "G", "gpu_gib": gpu_gib}
         monkeypatch.setattr(records, "machine", lambda found=machine: found)

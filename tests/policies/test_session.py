@@ -57,7 +57,8 @@ def decode(session: engine.Session, tokens: list[int]) -> np.ndarray:
 @pytest.mark.parametrize("line", METHODS)
 def test_positions_read_are_the_oracle_s(demo: engine.Session, text: str, line: str) -> None:
     tokens = tokens_of(demo, text)
-    policy = policies.switch(demo, line)
+    policy = policies.parse(line)
+    policies.switch(demo, policy)
     assert isinstance(policy, policies.Policy)
     found = trace(demo)
     try:
@@ -84,7 +85,7 @@ def test_sparq_tau_is_sparq(demo: engine.Session, text: str, mean_v: str) -> Non
     tokens, found, said = tokens_of(demo, text), [], []
     rule = f"k=20,rank=8,mean_v={mean_v}"
     for line in (f"sparq,{rule},shadow=f16,min_ctx=0", f"sparq-tau,{rule}"):
-        policies.switch(demo, line)
+        policies.switch(demo, policies.parse(line))
         reads = trace(demo)
         try:
             said.append(decode(demo, tokens))
@@ -114,7 +115,8 @@ def check_output(read, oracle: oracles.Oracle, line: str) -> None:
 @pytest.mark.parametrize("line", RATIOS)
 def test_a_ratio_is_that_share_of_the_bytes(demo: engine.Session, text: str, line: str) -> None:
     """From below, and by less than a page of positions."""
-    method = policies.switch(demo, line)
+    method = policies.parse(line)
+    policies.switch(demo, method)
     decode(demo, tokens_of(demo, text))
     page = getattr(method, "page", 1)
     share = policies.bytes_per_token(demo).share
@@ -128,7 +130,8 @@ def test_bytes_by_formula_are_those_counted(
     demo: engine.Session, text: str, line: str, demo_model: Path
 ) -> None:
     tokens = tokens_of(demo, text)
-    method = policies.switch(demo, line)
+    method = policies.parse(line)
+    policies.switch(demo, method)
     decode(demo, tokens)
     counted = policies.bytes_per_token(demo)
     n_layer = demo.geometry.n_layer
@@ -148,21 +151,21 @@ def test_bytes_by_formula_are_those_counted(
 def test_reading_all_is_dense(demo: engine.Session, text: str, name: str, n: int) -> None:
     """At 512 positions SELECT's result has no room for all of them."""
     tokens = tokens_of(demo, text, n + N_STEP)
-    policies.switch(demo, "dense")
+    policies.switch(demo, policies.parse("dense"))
     dense = decode(demo, tokens)
     rank = ",rank=8" if name in ("low-rank", "sparq-tau") else ""
-    policies.switch(demo, f"{name},k=100000{rank}")
+    policies.switch(demo, policies.parse(f"{name},k=100000{rank}"))
     got = decode(demo, tokens)
     assert (policies.counters(demo).no_room > 0) == (n > N_PROMPT)
     assert np.abs(got - dense).max() < 0.005 * dense.std()  # other orders of the same sums
-    policies.switch(demo, f"{name},k=20{rank}")
+    policies.switch(demo, policies.parse(f"{name},k=20{rank}"))
     assert np.abs(decode(demo, tokens) - dense).max() > 0.1 * dense.std()
 
 
 @pytest.mark.parametrize("line", METHODS)
 def test_a_rewound_session_begins_again(demo: engine.Session, text: str, line: str) -> None:
     tokens = tokens_of(demo, text)
-    policies.switch(demo, line)
+    policies.switch(demo, policies.parse(line))
     once = decode(demo, tokens)
     engine.rewind(demo, N_PROMPT)
     again = []
@@ -173,11 +176,11 @@ def test_a_rewound_session_begins_again(demo: engine.Session, text: str, line: s
 
 
 def test_a_prompt_read_before_is_asked_for(demo: engine.Session, text: str) -> None:
-    policies.switch(demo, "off")
+    policies.switch(demo, policies.parse("off"))
     engine.rewind(demo, 0)
     tokens = tokens_of(demo, text)
     engine.prefill(demo, tokens[:-1])
-    policies.switch(demo, "h2o,k=20")
+    policies.switch(demo, policies.parse("h2o,k=20"))
     with pytest.raises(SparqError, match="before it was asked for"):
         engine.decode(demo, tokens[-1])
 
@@ -187,16 +190,16 @@ def test_one_prefill_serves_all_methods(demo_model: Path, demo: engine.Session, 
     tokens = tokens_of(demo, text)
     lines = ["h2o,k=20", "sparq,ratio=1/8,min_ctx=0", "alisa,k=20", "keyformer,k=20", "h2o,k=30"]
     options = {"n_ctx": 512, "n_threads": 1, "keep_queries": True}
-    with policies.open_session(demo_model, lines[1], **options) as s:
+    with policies.open_session(demo_model, policies.parse(lines[1]), **options) as s:
         engine.prefill(s, tokens[:N_PROMPT])
         for line in lines:
             engine.rewind(s, N_PROMPT)
-            policies.switch(s, line)
+            policies.switch(s, policies.parse(line))
             got = []
             for t in tokens[N_PROMPT:]:
                 engine.decode(s, t)
                 got.append(engine.logits(s))
-            policies.switch(demo, line)
+            policies.switch(demo, policies.parse(line))
             assert np.array_equal(got, decode(demo, tokens))
 
 
@@ -211,9 +214,9 @@ def test_another_prompt_after_a_rewind(
     tokens = tokens_of(demo, text, 2 * N_PROMPT + 2 * N_STEP)
     n = N_PROMPT + N_STEP
     other = tokens[:100] + tokens[-(n - 100) - N_STEP :]
-    with policies.open_session(demo_model, line, n_ctx=512, n_threads=1) as fresh:
+    with policies.open_session(demo_model, policies.parse(line), n_ctx=512, n_threads=1) as fresh:
         want = decode(fresh, other)
-    policies.switch(demo, line)
+    policies.switch(demo, policies.parse(line))
     decode(demo, [*tokens[:n], *other[-N_STEP:]])  # a prompt of the same length
     decode(demo, tokens[:n])
     engine.rewind(demo, 100)
@@ -231,7 +234,7 @@ def test_ctrl_c_waits_for_the_end_of_the_token(
 ) -> None:
     """An exception in a callback of C code would be lost. The session goes on as if nothing was."""
     tokens = tokens_of(demo, text)
-    policies.switch(demo, "oracle,k=20")
+    policies.switch(demo, policies.parse("oracle,k=20"))
     want = decode(demo, tokens)
     engine.rewind(demo, N_PROMPT)
     pressed = []
@@ -258,7 +261,7 @@ def test_ctrl_c_waits_for_the_end_of_the_token(
 
 
 def test_a_method_that_writes_nothing_is_refused(demo: engine.Session, text: str) -> None:
-    policies.switch(demo, "oracle,k=20")
+    policies.switch(demo, policies.parse("oracle,k=20"))
     engine.rewind(demo, 0)
     engine.prefill(demo, tokens_of(demo, text))
     assert policies.counters(demo).selections == 0
@@ -267,7 +270,7 @@ def test_a_method_that_writes_nothing_is_refused(demo: engine.Session, text: str
 
 
 def test_a_selection_the_library_did_not_read_is_noticed(demo: engine.Session, text: str) -> None:
-    policies.switch(demo, "oracle,k=20")
+    policies.switch(demo, policies.parse("oracle,k=20"))
     decode(demo, tokens_of(demo, text))
     policies.counters(demo).positions += 1
     with pytest.raises(SparqError, match="the library read"):
@@ -293,7 +296,7 @@ def test_a_bad_choice_is_refused(
 ) -> None:
     bad = np.array([positions, positions], int).reshape(2, -1)
     monkeypatch.setattr("pyorch.policies.oracle.select", lambda *_: bad)
-    policies.switch(demo, "oracle,k=20")
+    policies.switch(demo, policies.parse("oracle,k=20"))
     with pytest.raises(SparqError, match=message):
         decode(demo, tokens_of(demo, text))
 
@@ -304,7 +307,7 @@ def test_native_methods_are_the_library_s(
     """Bit for bit what a session without a watch gives."""
     tokens = tokens_of(demo, text)
     for line in ("off", "sparq,ratio=1/8,min_ctx=0,min_k=8", "topk,k=20,min_ctx=0"):
-        policies.switch(demo, line)
+        policies.switch(demo, policies.parse(line))
         got = decode(demo, tokens)
         with engine.load(demo_model, n_ctx=512, n_threads=1, attention=line) as plain:
             assert np.array_equal(got, decode(plain, tokens))
@@ -341,8 +344,8 @@ def test_bad_settings_are_refused() -> None:
 def test_a_ratio_below_what_choosing_costs_is_refused(demo: engine.Session, text: str) -> None:
     for line in ("flexgen,ratio=1/2", "quest,ratio=1/20", "low-rank,ratio=1/8,rank=16"):
         with pytest.raises(SparqError, match="reads to choose"):
-            policies.bytes_per_token(line, demo.geometry, 1000)
-        policies.switch(demo, line)
+            policies.bytes_per_token(policies.parse(line), demo.geometry, 1000)
+        policies.switch(demo, policies.parse(line))
         with pytest.raises(SparqError, match="reads to choose"):
             decode(demo, tokens_of(demo, text))
 
@@ -400,13 +403,15 @@ def test_the_attention_of_the_prompt_is_that_of_the_library(
 
     monkeypatch.setattr(h2o.H2OSelector, "select", select)
     cache = {"type_k": types, "type_v": types}
-    with policies.open_session(tiny(arch), "h2o,k=50", n_ctx=512, n_threads=1, **cache) as s:
+    with policies.open_session(
+        tiny(arch), policies.parse("h2o,k=50"), n_ctx=512, n_threads=1, **cache
+    ) as s:
         engine.prefill(s, tokens[:290])
         for t in tokens[290:]:
             engine.decode(s, t)
         assert sorted(rows) == list(range(n_sparse))
         monkeypatch.undo()
-        policies.switch(s, "h2o,k=50")
+        policies.switch(s, policies.parse("h2o,k=50"))
         prompts = []
         monkeypatch.setattr(h2o.H2O, "start", lambda self, heads, prompt: prompts.append(prompt))
         with pytest.raises(AttributeError):  # there is no selector
@@ -421,7 +426,7 @@ def test_attention_on_a_gpu_is_refused(
     demo_model: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for line in ("oracle,k=20", "h2o,k=20"):
-        with policies.open_session(demo_model, line, n_ctx=512, n_threads=1) as s:
+        with policies.open_session(demo_model, policies.parse(line), n_ctx=512, n_threads=1) as s:
             assert s.watch._is_host(_buffer_of_k(s, text))
             monkeypatch.setattr(s.watch, "_is_host", lambda buffer: False)
             with pytest.raises(SparqError, match="on a GPU"):
@@ -441,7 +446,9 @@ def _buffer_of_k(session: engine.Session, text: str) -> int:
 def test_learned_sinks_are_refused(tiny) -> None:
     for line in ("oracle,k=20", "h2o,k=20"):
         with (
-            policies.open_session(tiny("gpt-oss"), line, n_ctx=512, n_threads=1) as s,
+            policies.open_session(
+                tiny("gpt-oss"), policies.parse(line), n_ctx=512, n_threads=1
+            ) as s,
             pytest.raises(SparqError, match="learned sinks"),
         ):
             engine.prefill(s, list(range(3, 253)))

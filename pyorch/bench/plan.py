@@ -1,0 +1,321 @@
+"""What `sparq-cpp bench` is to measure: cases, the models they need, and what cannot be."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from pyorch.attention.bytes import cache_bytes, layer_costs, shadow_bytes
+from pyorch.attention.saved import resolve
+from pyorch.attention.spec import CALIBRATED, AttentionSpec, check_against_model
+from pyorch.bench import records
+from pyorch.bench.bandwidth import BUFFER_BYTES
+from pyorch.bench.records import where_given
+from pyorch.bench.turns import FLOATS, Side
+from pyorch.bench.worker import FORGET_BYTES
+from pyorch.engine import cache_type
+from pyorch.errors import SparqError
+from pyorch.models import synth
+from pyorch.models.geometry import Geometry, geometry
+from pyorch.models.gguf_file import read_gguf
+from pyorch.models.memory import of_nodes
+
+MAX_POSITIONS = 1 << 20  # that a synthetic model claims to be trained on
+FILL = 0.75  # share of the memory that a model chosen by us may take
+PROCESS_BYTES = 300 << 20  # of a measured process, beside the model, the cache and FORGET_BYTES
+
+
+@dataclass(frozen=True)
+class Case(Side):
+    """One row. Field names that llama-bench has are its own."""
+
+    model_filename: str
+    model_type: str
+    model_size: int  # bytes of all tensors
+    model_n_params: int
+    n_threads: int
+    type_k: str
+    type_v: str
+    n_prompt: int  # either this
+    n_gen: int  # or this is 0
+    n_depth: int
+    library: str  # stock | sparq
+    flash_attn: bool
+    spec: AttentionSpec
+    prefill: bool  # the positions before were read for real
+    repetitions: int
+    numa: str = ""
+    below_min_ctx: bool = False  # ours is to run dense
+    seed: int = 1
+    n_gpu_layers: int | None = where_given(None)  # all
+    rope: str = where_given("")  # `engine.Rope` as text
+    calibration: str = where_given("")  # what a budget of `spec` stands for with this model
+
+    @property
+    def test(self) -> str:
+        return test_name(self.n_prompt, self.n_gen, self.n_depth)
+
+    @property
+    def n_positions(self) -> int:
+        """The largest number of positions in the cache; one token goes before those of a test."""
+        return self.n_depth + max(self.n_prompt, self.n_gen, 1) + 1
+
+
+def test_name(n_prompt: int, n_gen: int, n_depth: int) -> str:
+    """As llama-bench prints it: `tg16 @ d4096`."""
+    name = f"pp{n_prompt}" if n_prompt else f"tg{n_gen}"
+    return f"{name} @ d{n_depth}" if n_depth else name
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure: the product of all lists. Models are files, or one to be synthesised."""
+
+    models: Sequence[Path] = ()
+    like: Sequence[str] = ("llama2-7b",)  # without models
+    n_layer: int | None = None  # of `like`; None = as many as fit into memory, a power of two
+    quant: str = "q8_0"
+    n_prompt: Sequence[int] = (0,)
+    n_gen: Sequence[int] = (16,)
+    n_depth: Sequence[int] = (0,)
+    threads: Sequence[int] = (1,)
+    type_k: Sequence[str] = ("f16",)
+    type_v: Sequence[str] = ("f16",)
+    flash_attn: Sequence[bool] = (False, True)  # of stock
+    specs: Sequence[AttentionSpec] = (AttentionSpec("sparq", ratio=1 / 8),)
+    repetitions: int = 5
+    prefill: bool = False
+    numa: str = ""
+    n_gpu_layers: int | None = None
+    rope: str = ""
+    below_min_ctx: bool = False
+    seed: int = 1  # of the positions before
+
+    def groups(self) -> Iterator[tuple[Path, list[Case]]]:
+        """A model, and cases that share its cache and take turns. Writes synthetic models."""
+        for source, cases in self._caches():
+            path = source if isinstance(source, Path) else source.written()
+            cases = [replace(c, calibration=calibration(c.spec, path)) for c in cases]
+            model = _model(path)
+            for (n_prompt, n_gen), n in product(self._tests(), self.threads):
+                this = model | {"n_prompt": n_prompt, "n_gen": n_gen, "n_threads": n}
+                yield path, [replace(c, **this) for c in cases]
+
+    def to_write(self) -> dict[Path, int]:
+        """The synthetic models that `groups` will write, and their sizes in bytes."""
+        sources = [source for source, _ in self._caches() if isinstance(source, Synthetic)]
+        return {s.path: s.n_bytes for s in sources if not s.path.exists()}
+
+    def _tests(self) -> list[tuple[int, int]]:
+        """(tokens of a prompt, decoded tokens), one of them 0."""
+        tests = [(n, 0) for n in self.n_prompt if n] + [(0, n) for n in self.n_gen if n]
+        if not tests:
+            raise SparqError("nothing to measure: -p 0 and -n 0", "-n 16", exit_code=2)
+        return tests
+
+    def _caches(self) -> Iterator[tuple[Path | Synthetic, list[Case]]]:
+        """What shares a cache: a model, and its cases but for what `groups` adds to them."""
+        sources: list[Path | str] = [*self.models] or [*self.like]
+        every = product(sources, self.n_depth, self.type_k, self.type_v)
+        for source, n_depth, type_k, type_v in every:
+            stock = [fa for fa in self.flash_attn if fa or type_v in FLOATS]
+            if not stock:
+                raise SparqError(
+                    f"llama.cpp has no {type_v} V without flash attention",
+                    "-fa 1, or a -ctv of f16 or bf16",
+                    exit_code=2,
+                )
+            first = Case(
+                model_filename="",
+                model_type="",
+                model_size=0,
+                model_n_params=0,
+                n_threads=1,
+                type_k=type_k,
+                type_v=type_v,
+                n_prompt=0,
+                n_gen=max(max(test) for test in self._tests()),
+                n_depth=n_depth,
+                library="stock",
+                flash_attn=False,
+                spec=AttentionSpec("off"),
+                prefill=self.prefill,
+                repetitions=self.repetitions,
+                numa=self.numa,
+                n_gpu_layers=self.n_gpu_layers,
+                rope=self.rope,
+                below_min_ctx=self.below_min_ctx,
+                seed=self.seed,
+            )
+            cases = [replace(first, flash_attn=fa) for fa in stock]
+            cases += [
+                replace(first, library="sparq", flash_attn=True, spec=s)
+                for s in dict.fromkeys(self.specs)
+            ]
+            yield source if isinstance(source, Path) else self._synthetic(source, cases), cases
+
+    def _synthetic(self, like: str, cases: Sequence[Case]) -> Synthetic:
+        """With as many layers as fit: decided by the size of the memory, not by what is free, so
+        that another run has the same cases."""
+        full, (memory, on_gpu) = synth.shape_like(like).n_layer, memory_of(cases)
+        fewer = [2**i for i in range(10, -1, -1) if 2**i < full]
+        fitting = (
+            n
+            for n in [full, *fewer]
+            if needs(cases, *_size_of(like, n, self.quant), on_gpu) < FILL * memory
+        )
+        return Synthetic(like, self.n_layer or next(fitting, 1), self.quant)
+
+
+def calibration(spec: AttentionSpec, model: Path) -> str:
+    """A hash of the settings that `calibrated` or `top-p` stands for, "" for other budgets: after
+    another calibration a record is of something else.
+
+    Raises:
+        SparqError: the model is not calibrated for these settings.
+    """
+    found = str(resolve(spec, model))
+    return hashlib.sha256(found.encode()).hexdigest()[:8] if spec.budget in CALIBRATED else ""
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """A model of random weights with `n_layer` layers, and the output head in proportion."""
+
+    like: str
+    n_layer: int
+    quant: str
+
+    @property
+    def path(self) -> Path:
+        name = f"{self.like}-{self.n_layer}-{self.quant}-v{synth.VERSION}.gguf"
+        return synth.folder() / name
+
+    @property
+    def n_bytes(self) -> int:
+        return synth.file_bytes(synth.fewer_layers(self.like, self.n_layer), self.quant)
+
+    def written(self) -> Path:
+        """Its file, which is kept in the cache: another run would write the same again."""
+        if not self.path.exists():
+            full = synth.shape_like(self.like).n_layer
+            fewer = f", {self.n_layer} of {full} layers" if self.n_layer != full else ""
+            shape = replace(synth.fewer_layers(self.like, self.n_layer), n_ctx=MAX_POSITIONS)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            synth.write(self.path, shape, self.quant, name=f"{self.like} {self.quant}{fewer}")
+        return self.path
+
+
+def _size_of(like: str, n_layer: int, quant: str) -> tuple[int, Geometry, bool]:
+    """What `needs` has to know of a synthetic model that need not exist."""
+    shape = synth.fewer_layers(like, n_layer)
+    n_bytes = synth.file_bytes(shape, quant)
+    geo = Geometry(
+        arch="llama",
+        name=like,
+        n_layer=n_layer,
+        n_embd=shape.n_embd,
+        n_head=(shape.n_head,) * n_layer,
+        n_head_kv=(shape.n_head_kv,) * n_layer,
+        head_dim_k=shape.head_dim,
+        head_dim_v=shape.head_dim,
+        n_ctx_train=shape.n_ctx,
+        is_mla=False,
+        n_params=0,
+        weight_bytes=n_bytes,
+        weight_bytes_per_token=n_bytes,
+    )
+    return n_bytes, geo, quant == "q4_k_m"
+
+
+def memory_of(cases: Sequence[Case]) -> tuple[float, bool]:
+    """Bytes of the memory that the layers go to, and whether it is a GPU's."""
+    machine = records.machine()
+    on_gpu = "gpu_gib" in machine and cases[0].n_gpu_layers != 0
+    total = machine["gpu_gib" if on_gpu else "memory_gib"] * 2**30
+    return total if on_gpu else min(total, of_nodes("MemTotal") or total), on_gpu
+
+
+def needs(
+    cases: Sequence[Case], weights: int, geo: Geometry, packed: bool, on_gpu: bool = False
+) -> int:
+    """Bytes of memory, the GPU's or the machine's, while the cases of a group are measured.
+
+    Each process has a cache of its own, which is filled from a copy. `packed`: and weights of its
+    own, because llama.cpp arranges them anew; otherwise the file is mapped once for all. On a GPU
+    each has weights of its own, and the copy is not there.
+    """
+    places = {c.place: c for c in cases}.values()
+    c = cases[0]
+    cache = cache_bytes(geo, c.n_positions, cache_type(c.type_k), cache_type(c.type_v))
+    shadows = [shadow_bytes(geo, c.n_positions, c.spec) for c in places if c.library == "sparq"]
+    if on_gpu:
+        return (weights + cache + PROCESS_BYTES) * len(places) + sum(shadows)
+    each = cache + FORGET_BYTES + PROCESS_BYTES
+    weights *= 1 + len(places) if packed else 1
+    return weights + each * len(places) + sum(shadows) + cache + c.n_threads * BUFFER_BYTES
+
+
+@cache
+def geometry_of(path: Path) -> Geometry:
+    return geometry(read_gguf(path))
+
+
+def _model(path: Path) -> dict[str, Any]:
+    geo = geometry_of(path)
+    return {
+        "model_filename": path.name,
+        "model_type": geo.name,
+        "model_size": geo.weight_bytes,
+        "model_n_params": geo.n_params,
+    }
+
+
+def check(planned: Iterable[tuple[Path, Sequence[Case]]]) -> None:
+    """Rows of tokens that cannot run as they say are refused before anything is measured.
+
+    Raises:
+        SparqError: at its positions a sparse row is dense, or one below min_ctx is not.
+    """
+    for model, group in planned:
+        geo = geometry_of(model)
+        for c in group:
+            spec = resolve(c.spec, model)
+            check_against_model(spec, geo.head_dim_k, geo.n_layer)
+            if not (c.n_gen and spec.sparse) or geo.is_mla:
+                continue
+            # the most there will be, or those of the first token that is timed
+            n_pos = c.n_positions if c.below_min_ctx else c.n_depth + 2
+            types = (cache_type(t).bytes_per_element for t in (c.type_k, c.type_v))
+            splits = [layer.split for layer in layer_costs(geo, spec, n_pos, *types)]
+            if c.below_min_ctx and not all(s.dense for s in splits):
+                raise SparqError(
+                    f"{c.spec} is not dense at {n_pos} positions, but is to be below min_ctx",
+                    "fewer tokens (-n), or a larger min_ctx",
+                    exit_code=2,
+                )
+            if not c.below_min_ctx and all(s.dense for s in splits):
+                reason = f": {splits[0].reason}" if splits else ""
+                raise SparqError(
+                    f"{c.spec} stays dense at {n_pos} positions{reason}",
+                    "more positions (-d), or min_ctx=0 in -a; -a dense measures our dense",
+                    exit_code=2,
+                )
+
+
+def cost(model: Path, group: Sequence[Case]) -> int:
+    """Relative duration of a group, for the time that is left: about the MB that are read."""
+    c = group[0]
+    read = c.model_size + cache_bytes(
+        geometry_of(model), c.n_positions, cache_type(c.type_k), cache_type(c.type_v)
+    )
+    per_prompt = 1 / 10  # of a token's time, per token
+    once = c.n_depth * per_prompt if c.prefill else 0
+    tokens = once + (c.repetitions + 1) * (c.n_gen or c.n_prompt * per_prompt)
+    threads = min(c.n_threads, 8)  # more hardly read faster
+    return int(len(group) * (2e9 + read * (5 + tokens / threads)) / 1e6)
