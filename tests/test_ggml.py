@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 
 from pyorch.ggml import TENSOR_TYPES, TensorType
+from pyorch.models import gguf_file
 
 
 def test_types_are_those_of_the_library(llama_cpp: Any) -> None:
@@ -40,3 +42,12 @@ def test_types_are_those_of_the_gguf_package() -> None:
 def test_a_row_is_whole_blocks() -> None:
     q8_0 = TENSOR_TYPES[8]
     assert (q8_0.n_bytes(64), q8_0.bytes_per_element) == (68, 34 / 32)
+
+
+def test_values_of_metadata_are_those_of_the_gguf_package() -> None:
+    theirs = gguf.GGUFReader.gguf_scalar_to_np
+    assert {k: np.dtype(v) for k, v in gguf_file._SCALARS.items()} == {
+        int(kind): np.dtype(of) for kind, of in theirs.items()
+    }
+    kinds = gguf.GGUFValueType
+    assert (gguf_file._STRING, gguf_file._ARRAY) == (kinds.STRING, kinds.ARRAY)

@@ -21,6 +21,7 @@ from pyorch.errors import SparqError
 from pyorch.ggml import CACHE_TYPES
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import read_gguf
+from pyorch.models.synth import QUANTS
 from pyorch.progress import progress_bar
 from pyorch.text import human_bytes
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from pyorch.bench.plan import Plan
     from pyorch.bench.records import Record
 
-QUANTS = ("q8_0", "q4_k_m", "f16")
 CACHE_TYPE = Name(*CACHE_TYPES)
 # as llama-bench has them; `auto` leaves the choice to stock, which is measured both ways
 FLASH_ATTN = {

@@ -12,9 +12,8 @@ from pyorch.cli.options import json_option
 from pyorch.cli.terminal import confirm, print_json
 from pyorch.cli.types import Name
 from pyorch.errors import SparqError
+from pyorch.models.convert import OUTTYPES
 from pyorch.progress import progress_bar
-
-_OUTTYPES = ("auto", "f16", "bf16", "f32", "q8_0")
 
 
 @click.command()
@@ -26,7 +25,7 @@ _OUTTYPES = ("auto", "f16", "bf16", "f32", "q8_0")
 )
 @click.option(
     "--outtype",
-    type=Name(*_OUTTYPES),
+    type=Name(*OUTTYPES),
     default="auto",
     show_default=True,
     help="Type of the weights; auto is the 16-bit type that loses least.",

@@ -11,6 +11,7 @@ from pyorch.cli.groups import option, renamed, takes
 from pyorch.cli.options import json_option
 from pyorch.cli.terminal import print_json
 from pyorch.cli.types import LAYERS, Name, Number
+from pyorch.models.synth import QUANTS
 from pyorch.text import human_bytes
 
 _COUNT = Number(int, 1)
@@ -49,7 +50,7 @@ class Sizes:
 @takes(sizes=Sizes)
 @click.option(
     "--quant",
-    type=Name("q8_0", "q4_k_m", "f16"),
+    type=Name(*QUANTS),
     default="q8_0",
     show_default=True,
     help="Type of the weights.",

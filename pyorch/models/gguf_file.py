@@ -1,8 +1,9 @@
 """Read the header of a GGUF file: metadata and tensor table.
 
 A model file comes from anywhere, so nothing in it is believed: every length is checked against
-the size of the file before it is used, and every fault is a `SparqError` that names the file. No
-weights are read, so a 100 GB model takes milliseconds.
+the size of the file before it is used, and every fault is a `SparqError` that names the file. The
+reader of the `gguf` package is not used because it believes what a file says. No weights are read,
+so a 100 GB model takes milliseconds.
 """
 
 from __future__ import annotations

@@ -15,10 +15,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from pyorch import paths
 from pyorch.errors import SparqError, nearest
+from pyorch.ggml import BY_NAME
 from pyorch.models import cards
 from pyorch.models.new_file import check_space, check_target, new_file
 from pyorch.native import source
@@ -29,10 +28,8 @@ TOKENIZERS = ("llama-spm", "llama-bpe", "bytes")
 VERSION = 3  # raised when the same arguments give another file
 
 _VOCAB = "ggml-vocab-"  # how llama.cpp names files that hold a vocabulary alone
-_BLOCK = 32  # elements of a q8_0 block, all of one scale
-_SUPER = 256  # elements of a block of q4_K or q6_K
-_POOL_BLOCKS = 32_771  # a prime: rows of a power of two never begin at the same block
-_CHUNK = 4 << 20  # bytes written at once
+_BLOCK = BY_NAME["q8_0"].per_block
+_SUPER = BY_NAME["q4_K"].per_block  # as q6_K has
 _SPECIAL = ("<unk>", "<s>", "</s>")
 _SPACE = "\u2581"  # how SentencePiece writes a space
 _NORMAL, _UNKNOWN, _CONTROL, _UNUSED, _BYTE = 1, 2, 3, 5, 6  # llama.cpp's types of tokens
@@ -171,18 +168,15 @@ class _Tensor:
     more_bits: bool = False  # q6_K instead of q4_K
 
     def type(self, quant: str) -> str:
-        """Its type in a model of this kind, by gguf's name."""
+        """Its type in a model of this kind, by ggml's name."""
         if len(self.shape) == 1:
-            return "F32"
+            return "f32"
         if quant == "q4_k_m":
-            return "Q6_K" if self.more_bits else "Q4_K"
-        return quant.upper()
+            return "q6_K" if self.more_bits else "q4_K"
+        return quant
 
     def n_bytes(self, quant: str) -> int:
-        import gguf
-
-        per_block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.type(quant)]]
-        return math.prod(self.shape) // per_block * size
+        return BY_NAME[self.type(quant)].n_bytes(math.prod(self.shape))
 
 
 def _tensors(s: Shape) -> Iterator[_Tensor]:
@@ -210,12 +204,15 @@ def _more_bits(i: int, n: int) -> bool:
 
 def _write(path: Path, shape: Shape, quant: str, seed: int, name: str) -> None:
     import gguf
+    import numpy as np
+
+    from pyorch.models.random_weights import Pools
 
     w = gguf.GGUFWriter(path, "llama")
     _add_metadata(w, shape, quant, name)
     _add_tokenizer(w, shape)
     for t in _tensors(shape):
-        kind = gguf.GGMLQuantizationType[t.type(quant)]
+        kind = gguf.GGMLQuantizationType(BY_NAME[t.type(quant)].number)
         raw = kind if len(t.shape) > 1 else None
         w.add_tensor_info(t.name, t.shape, np.dtype(np.float32), t.n_bytes(quant), raw)
     w.write_header_to_file()
@@ -225,85 +222,13 @@ def _write(path: Path, shape: Shape, quant: str, seed: int, name: str) -> None:
     out = w.fout[0]
     try:
         w.write_padding(out, out.tell())
-        pools = _Pools(np.random.default_rng(seed))
+        pools = Pools(np.random.default_rng(seed))
         for t in _tensors(shape):
-            for chunk in pools.data(t, quant):
+            for chunk in pools.data(t.shape, t.type(quant)):
                 out.write(chunk)
             w.write_padding(out, t.n_bytes(quant))
     finally:
         w.close()
-
-
-class _Pools:
-    """Random weights: for each type and input width one pool of blocks, which tensors repeat."""
-
-    def __init__(self, rng: np.random.Generator) -> None:
-        self.rng = rng
-        self.made: dict[tuple[str, int], bytes] = {}
-
-    def data(self, t: _Tensor, quant: str) -> Iterator[bytes | memoryview]:
-        """The bytes of one tensor, in pieces. It begins at a block of its own in the pool."""
-        if len(t.shape) == 1:
-            yield np.ones(t.shape, np.float32).tobytes()
-            return
-        kind = t.type(quant), t.shape[1]
-        if kind not in self.made:
-            # variance 1/width, so that activations keep their size through a layer
-            self.made[kind] = _BLOCKS[kind[0]](self.rng, 1 / math.sqrt(kind[1])).tobytes()
-        pool = self.made[kind]
-        unit = len(pool) // _POOL_BLOCKS
-        at = int(self.rng.integers(_POOL_BLOCKS)) * unit
-        left = t.n_bytes(quant)
-        view = memoryview(pool)
-        while left:
-            piece = view[at : at + min(left, len(pool) - at, _CHUNK)]
-            yield piece
-            left -= len(piece)
-            at = (at + len(piece)) % len(pool)
-
-
-# Blocks of random codes and valid scales: mean 0, standard deviation `std`.
-
-
-def _f16(rng: np.random.Generator, std: float) -> np.ndarray:
-    return (rng.standard_normal((_POOL_BLOCKS, _BLOCK), np.float32) * std).astype(np.float16)
-
-
-def _q8_0(rng: np.random.Generator, std: float) -> np.ndarray:
-    block = np.zeros(_POOL_BLOCKS, np.dtype([("d", "<f2"), ("qs", "i1", _BLOCK)]))
-    block["qs"] = rng.integers(-127, 128, (_POOL_BLOCKS, _BLOCK), dtype=np.int8)
-    # of -127..127, evenly drawn
-    block["d"] = rng.uniform(0.8, 1.2, _POOL_BLOCKS) * std / math.sqrt(127 * 128 / 3)
-    return block
-
-
-def _q4_k(rng: np.random.Generator, std: float) -> np.ndarray:
-    """d*sc*q - dmin*m with m = sc and dmin = 7.5*d: d*sc*(q - 7.5). 8 sc and 8 m of 6 bits."""
-    form = [("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qs", "u1", _SUPER // 2)]
-    block = np.zeros(_POOL_BLOCKS, np.dtype(form))
-    sc = rng.integers(40, 64, (_POOL_BLOCKS, 8), dtype=np.uint8)
-    low, high = sc[:, :4], sc[:, 4:]
-    first = low | (high >> 4 << 6)
-    block["scales"] = np.concatenate([first, first, (high & 15) | (high & 15) << 4], axis=1)
-    block["qs"] = rng.integers(0, 256, (_POOL_BLOCKS, _SUPER // 2), dtype=np.uint8)
-    block["d"] = std / math.sqrt((16**2 - 1) / 12) / 51.5  # the mean of sc
-    block["dmin"] = 7.5 * block["d"].astype(np.float32)
-    return block
-
-
-def _q6_k(rng: np.random.Generator, std: float) -> np.ndarray:
-    """d*sc*(q - 32), sc of either sign."""
-    form = [("ql", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), ("d", "<f2")]
-    block = np.zeros(_POOL_BLOCKS, np.dtype(form))
-    for part in ("ql", "qh"):
-        block[part] = rng.integers(0, 256, block[part].shape, dtype=np.uint8)
-    sc = rng.integers(80, 127, (_POOL_BLOCKS, 16), dtype=np.int8)
-    block["scales"] = sc * rng.choice(np.array([-1, 1], np.int8), sc.shape)
-    block["d"] = std / math.sqrt((64**2 - 1) / 12) / 103  # the mean of |sc|
-    return block
-
-
-_BLOCKS = {"F16": _f16, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q6_K": _q6_k}
 
 
 def _add_metadata(w: Any, s: Shape, quant: str, name: str) -> None:

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from pyorch import engine
 from pyorch.cli.synth import command
 from pyorch.errors import SparqError
-from pyorch.models import synth
+from pyorch.models import random_weights, synth
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import read_gguf
 
@@ -61,12 +61,12 @@ def test_synth_has_a_real_tokenizer(tmp_path: Path, like: str, n_vocab: int | No
         assert engine.is_eog(s, s.lib.llama_vocab_eos(s.vocab))
 
 
-@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_K", "q6_K"])
 def test_synth_blocks_are_valid(kind: str) -> None:
     """Read by gguf's own code they are finite, of mean 0, and as wide as asked."""
-    blocks = synth._BLOCKS[kind](np.random.default_rng(1), 0.02)
+    blocks = random_weights.BLOCKS[kind](np.random.default_rng(1), 0.02)
     raw = blocks.view(np.uint8).reshape(len(blocks), -1)
-    values = gguf.dequantize(raw, gguf.GGMLQuantizationType[kind])
+    values = gguf.dequantize(raw, gguf.GGMLQuantizationType[kind.upper()])
     assert np.isfinite(values).all()
     assert abs(values.mean()) < 1e-4 and values.std() == pytest.approx(0.02, rel=0.02)
 
