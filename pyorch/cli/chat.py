@@ -54,6 +54,7 @@ class Chat:
     interactive: bool
     messages: list[dict[str, str]] = field(default_factory=list)
     text: str = ""  # of /read, for the next message
+    read: list[str] = field(default_factory=list)  # with what messages begin that have such a text
     summary: Summary | None = None  # of the last reply
     told: str = ""  # why attention is dense, said once
 
@@ -205,6 +206,7 @@ def _run_command(chat: Chat, line: str) -> bool:
     elif name == "/clear":
         chat.messages = [m for m in chat.messages if m["role"] == "system"]
         chat.text = ""
+        chat.read.clear()
         note("a new conversation", "dim")
     elif name == "/dense":
         _set_attention(chat, AttentionSpec("dense"))
@@ -289,6 +291,8 @@ def _reply(chat: Chat, text: str) -> None:
     from pyorch import engine
 
     chat.messages.append({"role": "user", "content": chat.text + text})
+    if chat.text:
+        chat.read.append(chat.text)
     chat.text = ""
     try:
         prompt = _fit(chat)
@@ -306,10 +310,19 @@ def _reply(chat: Chat, text: str) -> None:
         print(json.dumps({"reply": reply, "finish": finish, **chat.summary.json()}), flush=True)
     if chat.interactive:
         note(chat.summary.line(), "dim")
+    _note_end(chat, finish)
+
+
+def _note_end(chat: Chat, finish: str) -> None:
+    """Say why a reply ended where the model did not end it, and why attention was dense."""
     if finish == "context":
         full = f"note: the context is full ({chat.session.n_ctx} positions)"
         note(f"{full}: /clear, or a larger --ctx next time", "yellow")
-    why = why_dense(chat.spec, chat.summary.info) if chat.summary.info else ""
+    if finish == "length" and chat.max_tokens is None:
+        why = "it took half of the room that was left, and what was read has to stay"
+        note(f"note: the reply was cut: {why}; -n allows more tokens", "yellow")
+    info = chat.summary.info if chat.summary else None
+    why = why_dense(chat.spec, info) if info else ""
     if why and why != chat.told:
         note(why, "yellow")
     chat.told = why
@@ -317,18 +330,35 @@ def _reply(chat: Chat, text: str) -> None:
 
 def _fit(chat: Chat) -> list[int]:
     """The tokens of the conversation; its oldest messages are dropped where they would leave no
-    room for a reply."""
+    room for a reply, those that /read brought last of all."""
     dropped = 0
     while True:
         tokens = chat.template.tokens(chat.messages)
-        first = 1 if chat.messages[0]["role"] == "system" else 0
-        if len(tokens) + REPLY_ROOM <= chat.session.n_ctx or len(chat.messages) - first < 3:
+        oldest = _oldest(chat)
+        if len(tokens) + REPLY_ROOM <= chat.session.n_ctx or oldest is None:
             break
-        del chat.messages[first : first + 2]  # a question and its answer
+        del chat.messages[oldest : oldest + 2]  # a question and its answer
         dropped += 2
     if dropped:
         note(f"note: the context is full: the {dropped} oldest messages were dropped", "yellow")
     return tokens
+
+
+def _oldest(chat: Chat) -> int | None:
+    """Where the question is that goes first; None if there is only the one to be answered."""
+    first = 1 if chat.messages[0]["role"] == "system" else 0
+    questions = range(first, len(chat.messages) - 1, 2)
+    has_text = [chat.messages[i]["content"].startswith(tuple(chat.read)) for i in questions]
+    return min(zip(has_text, questions, strict=True), default=(False, None))[1]
+
+
+def _most_tokens(chat: Chat, n_prompt: int) -> int:
+    """How long a reply may be. One that fills the context pushes out what was read when the next
+    message comes, so it gets half of the room."""
+    if chat.max_tokens is not None:
+        return chat.max_tokens
+    room = chat.session.n_ctx - n_prompt
+    return max(room // 2, REPLY_ROOM) if chat.read else chat.session.n_ctx
 
 
 def _stream(chat: Chat, prompt: list[int]) -> tuple[str, str]:
@@ -340,7 +370,7 @@ def _stream(chat: Chat, prompt: list[int]) -> tuple[str, str]:
         pieces = engine.generate(
             chat.session,
             prompt,
-            max_tokens=chat.max_tokens or chat.session.n_ctx,
+            max_tokens=_most_tokens(chat, len(prompt)),
             sampling=chat.sampling,
             stop=chat.template.stop,
             progress=progress,

@@ -478,6 +478,26 @@ def test_chat_drops_the_oldest_when_full(run: Run, tiny_chat: Path) -> None:
     assert "oldest messages were dropped" in result.err
 
 
+def test_chat_keeps_what_was_read(run: Run, demo_model: Path, tmp_path: Path) -> None:
+    """Replies without end and without -n: the text of /read is still there after six of them."""
+    text = "the text that was read " * 9
+    (tmp_path / "text.txt").write_text(text)
+    script = f"before\n/read {tmp_path}/text.txt\n" + "".join(f"{i} and?\n" for i in range(6))
+    script += f"/save {tmp_path}/talk.json\n"
+    args = ("chat", "-m", demo_model, "--ctx", 512, "--temp", 0, "--json")
+    result = run(*args, stdin=script)
+    assert result.code == 0, result.err
+    first, *others = [json.loads(line) for line in result.out.splitlines()]
+    assert first["finish"] == "context" and "the context is full (512" in result.err  # nothing read
+    assert [r["finish"] for r in others] == ["length"] * 6
+    assert "what was read has to stay; -n allows more tokens" in result.err
+    assert "oldest messages were dropped" in result.err
+    messages = json.loads((tmp_path / "talk.json").read_text())["messages"]
+    assert [m["content"].startswith(text) for m in messages[:2]] == [True, False]
+    given = run(*args, "-n", 500, stdin=f"/read {tmp_path}/text.txt\nand?\n")
+    assert json.loads(given.out)["finish"] == "context" and "was cut" not in given.err
+
+
 def test_chat_in_a_terminal(tiny_chat: Path, tmp_path: Path) -> None:
     """A pasted text of two lines is one message; a reply says its speed; history is kept."""
     code = f"""if True:
