@@ -10,20 +10,22 @@ with pyorch.load("model.gguf", attention=pyorch.AttentionSpec("sparq", ratio=1 /
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pyorch.attention.spec import AttentionSpec
-    from pyorch.engine import generate, load
+    from pyorch.engine import generate, info, load
 
 __version__ = "0.1.0"
-__all__ = ["AttentionSpec", "generate", "load"]
+__all__ = ["AttentionSpec", "generate", "info", "load"]
 
 _HOMES = {"AttentionSpec": "pyorch.attention.spec"}
 
 
-def __getattr__(name: str) -> Any:
-    """What is exported is imported when it is first used, so that `import pyorch` stays fast."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES.get(name, "pyorch.engine")), name)
+if not TYPE_CHECKING:  # a checker would take every name for one of ours
+
+    def __getattr__(name: str) -> object:
+        """What is exported is imported when it is first used, so that `import pyorch` is fast."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(_HOMES.get(name, "pyorch.engine")), name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,8 @@ import pytest
 import tiny as tiny_models
 from tiny_gguf import write_tiny_gguf
 
-from pyorch import engine
+import pyorch
+from pyorch import engine, paths
 from pyorch.attention.bytes import layer_costs, shadow_bytes
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import state
@@ -40,6 +42,23 @@ def greedy(session: engine.Session, prompt: list[int] | str, n: int = 24) -> lis
 
 
 # ---- text ----
+
+
+@pytest.mark.parametrize("where", ["README.md", "pyorch"])
+def test_the_example_runs(tiny: Path, where: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first lines of Python that a reader sees, with the tiny model in place of theirs."""
+    if where == "pyorch":
+        example = (pyorch.__doc__ or "").partition("\n\n")[2]
+    elif not paths.in_checkout():
+        pytest.skip("the documents are not installed")
+    else:
+        (example,) = re.findall(
+            r"```python\n(.*?)```", (paths.REPOSITORY / where).read_text("utf-8"), re.DOTALL
+        )
+    ours, n = re.subn(r'"[\w-]+\.gguf"(, n_ctx=\d+)?', f"{str(tiny)!r}, n_threads=1", example)
+    assert n == 1
+    exec(compile(ours, where, "exec"), {"prompt": text_of(100)})
+    assert capsys.readouterr().out
 
 
 def test_text_survives_tokens(session: engine.Session) -> None:
