@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ def specs(result: dict[str, Any]) -> dict[str, AttentionSpec]:
     """The settings of each line, from what calibration found."""
     tried = {c["name"]: parse_spec(c["spec"]) for c in result["candidates"]}
     base = tried["uniform"]
-    found = {n: replace(base, **saved.values_of(result[n])) for n in ("calibrated", "top-p")}
+    found = {n: saved.applied(result[n], base) for n in ("calibrated", "top-p")}
     with_mean = next(s for n, s in tried.items() if n.startswith("uniform, "))
     lines = {"uniform": base, MEAN_V: with_mean, "ramp": tried["ramp"]}
     return {**lines, "ramp-down": tried["ramp-down"], **found}

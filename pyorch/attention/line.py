@@ -12,9 +12,12 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyorch.errors import SparqError, nearest
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 DEFAULT_RATIO = 1 / 8
 _SHORT = re.compile(r"[^eE]{0,50}([eE][+-]?\d{1,3})?%?")  # 1e999999999 is a fraction of that size
@@ -77,7 +80,7 @@ def _number_or_name(key: str, kind: str, text: str) -> float | int | str:
         raise SparqError(f"{key} {text!r} is not a {number}", exit_code=2) from None
 
 
-def write(method: str, settings: Any, without: Collection[str] = ()) -> str:
+def write(method: str, settings: DataclassInstance, without: Collection[str] = ()) -> str:
     """The canonical line: the method, then the fields of `settings` that differ from their
     defaults, but for those in `without`. `read` gives them back exactly."""
     parts = [method]

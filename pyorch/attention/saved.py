@@ -10,10 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from pyorch import paths
 from pyorch.attention.spec import (
@@ -27,6 +26,59 @@ from pyorch.errors import SparqError
 from pyorch.models.gguf_file import read_gguf
 
 SCHEMA = 1
+
+
+# ---- what a result is, on disk and in memory ----
+
+
+class Settings(TypedDict, total=False):
+    """What was found, in place of a spec's own; lists are text, as in a spec's line."""
+
+    mean_v: str
+    local: int
+    min_k: int
+    top_p: float
+    cap: float
+    k_layers: str
+    rank_layers: str
+
+
+class Candidate(TypedDict):
+    """Settings that were tried. kl: nats; share: bytes read over dense attention's."""
+
+    name: str
+    spec: str
+    kl: float
+    kl_contexts: list[float]
+    share: float
+
+
+class About(TypedDict):
+    """What a search depends on; `text` is a hash."""
+
+    ratio: float
+    shadow: str
+    n_pos: int
+    n_contexts: int
+    n_tokens: int
+    seed: int
+    types: list[str]
+    text: str
+    library: str
+
+
+_TopP = TypedDict("_TopP", {"top-p": Settings})
+
+
+class Result(About, _TopP):
+    """What a search found: the best settings without `top_p`, and the best with or without it."""
+
+    time: str
+    layers: list[int]
+    chosen: str
+    chosen_top_p: str
+    calibrated: Settings
+    candidates: list[Candidate]
 
 
 # ---- where results are ----
@@ -61,14 +113,14 @@ def _files(model: Path, digest: str) -> list[Path]:
     return [beside, paths.cache() / "calibrated" / f"{digest}.json"]
 
 
-def load(model: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def load(model: str | os.PathLike[str]) -> list[Result]:
     """All results for this model, the newest of each ratio and shadow.
 
     Raises:
         SparqError: a file of results is damaged.
     """
     digest = model_hash(model)
-    found: dict[tuple[float, str], dict[str, Any]] = {}
+    found: dict[tuple[float, str], Result] = {}
     for file in _files(Path(model), digest):
         try:
             data = json.loads(file.read_text("utf-8"))
@@ -84,7 +136,7 @@ def load(model: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def save(model: Path, result: Mapping[str, Any]) -> Path:
+def save(model: Path, result: Result) -> Path:
     """Keep a result with those of other ratios; where it now is.
 
     Raises:
@@ -109,7 +161,7 @@ def save(model: Path, result: Mapping[str, Any]) -> Path:
     raise SparqError(f"the result cannot be kept: {reason}", "SPARQ_CACHE names another folder")
 
 
-def find(model: str | os.PathLike[str], ratio: float, shadow: str) -> dict[str, Any]:
+def find(model: str | os.PathLike[str], ratio: float, shadow: str) -> Result:
     """The result for this ratio and type of the transposed K.
 
     Raises:
@@ -143,18 +195,28 @@ def resolve(spec: AttentionSpec, model: str | os.PathLike[str]) -> AttentionSpec
             "uniform, ramp and ramp-down do without measuring",
             exit_code=2,
         )
-    found = values_of(find(model, spec.ratio or 0, spec.shadow)[spec.budget])
-    default = AttentionSpec()
-    for name in ("mean_v", "min_k", "local"):
-        if getattr(spec, name) != getattr(default, name):
-            found.pop(name, None)
-    return replace(spec, budget="uniform", **found)
+    result = find(model, spec.ratio or 0, spec.shadow)
+    found = result["calibrated"] if spec.budget == "calibrated" else result["top-p"]
+    default, out = AttentionSpec(), applied(found, spec)
+    return replace(
+        out,
+        mean_v=out.mean_v if spec.mean_v == default.mean_v else spec.mean_v,
+        min_k=out.min_k if spec.min_k == default.min_k else spec.min_k,
+        local=out.local if spec.local == default.local else spec.local,
+    )
 
 
-def values_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a result as `AttentionSpec` takes them; on disk, lists are text."""
-    out = dict(settings)
-    for name, parse in (("k_layers", parse_k_layers), ("rank_layers", parse_rank_layers)):
-        if out.get(name):
-            out[name] = parse(out[name])
-    return out
+def applied(found: Settings, spec: AttentionSpec) -> AttentionSpec:
+    """`spec` with what was found in place of its budget."""
+    k_layers, rank_layers = found.get("k_layers"), found.get("rank_layers")
+    return replace(
+        spec,
+        budget="uniform",
+        mean_v=found.get("mean_v", spec.mean_v),
+        local=found.get("local", spec.local),
+        min_k=found.get("min_k", spec.min_k),
+        top_p=found.get("top_p", spec.top_p),
+        cap=found.get("cap", spec.cap),
+        k_layers=parse_k_layers(k_layers) if k_layers else None,
+        rank_layers=parse_rank_layers(rank_layers) if rank_layers else None,
+    )

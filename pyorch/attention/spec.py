@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pyorch.attention import line
 from pyorch.attention.line import DEFAULT_RATIO, join_layers, parse_ratio, ratio_text
@@ -111,7 +111,7 @@ class AttentionSpec:
         elif self.ratio is None and not self._says_all:
             self._set(ratio=DEFAULT_RATIO)
 
-    def _set(self, **values: Any) -> None:
+    def _set(self, **values: object) -> None:
         for name, value in values.items():
             object.__setattr__(self, name, value)  # frozen for everyone else
 

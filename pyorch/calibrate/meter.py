@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
 import numpy as np
 
@@ -76,6 +76,17 @@ class Measured:
     share: np.ndarray
 
 
+class _Measurement(TypedDict):
+    """A line of the file: one context with one spec. `layers`: those that ran sparse."""
+
+    schema: int
+    spec: str
+    context: int
+    layers: list[int]
+    kl: float
+    share: float
+
+
 class Meter:
     """KL and bytes of settings, context by context; each measured once, also over restarts.
 
@@ -88,9 +99,10 @@ class Meter:
     ) -> None:
         self.session, self.contexts, self.file = session, contexts, file
         self.layers: list[int] = []  # that can be sparse, once something was measured
-        self._known: dict[tuple[AttentionSpec, int], dict[str, Any]] = {}
+        self._known: dict[tuple[AttentionSpec, int], _Measurement] = {}
         for r in records.load_all(file) if file else []:
-            self._known[parse_spec(r["spec"]), r["context"]] = r
+            known = cast(_Measurement, r)
+            self._known[parse_spec(known["spec"]), known["context"]] = known
         self._folder = tempfile.TemporaryDirectory(prefix="sparq-calibrate-")
         self._dense: dict[int, np.ndarray] = {}
 
@@ -113,7 +125,7 @@ class Meter:
             for row in rows
         ]
 
-    def _run(self, context: int, spec: AttentionSpec) -> dict[str, Any]:
+    def _run(self, context: int, spec: AttentionSpec) -> _Measurement:
         session = self.session
         if context not in self._dense:
             self._begin(context)
@@ -125,7 +137,7 @@ class Meter:
             raise SparqError(
                 f"no layer of this model can be sparse: {'; '.join(info.dense_reasons)}"
             )
-        rec = {
+        rec: _Measurement = {
             "schema": records.SCHEMA,
             "spec": str(spec),
             "context": context,

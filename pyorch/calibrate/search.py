@@ -31,7 +31,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -228,7 +227,7 @@ def run(
     n_tokens: int = 64,
     seed: int = 1,
     bar: Bar,
-) -> dict[str, Any]:
+) -> saved.Result:
     """The result for one ratio; `saved.save` keeps it. Interrupted, it goes on where it was.
 
     Args:
@@ -239,7 +238,7 @@ def run(
         SparqError: the text is too short, or no layer can be sparse.
     """
     base = AttentionSpec("sparq", ratio=ratio, shadow=shadow, min_ctx=0, min_k=1)
-    about = {
+    about: saved.About = {
         "ratio": ratio,
         "shadow": shadow,
         "n_pos": n_pos,
@@ -338,15 +337,15 @@ def _least(candidates: Sequence[Candidate]) -> Candidate:
     return min((c for c in candidates if c.share <= 1.01 * candidates[0].share), key=lambda c: c.kl)
 
 
-def _settings(spec: AttentionSpec, n_pos: int) -> dict[str, Any]:
+def _settings(spec: AttentionSpec, n_pos: int) -> saved.Settings:
     """What replaces a spec's own. min_k: what the smallest k had when this was measured."""
-    out: dict[str, Any] = {"mean_v": spec.mean_v}
+    out: saved.Settings = {"mean_v": spec.mean_v}
     if spec.local is not None:
         out["local"] = spec.local
     if spec.k_layers:
         least = min((k for k, _ in spec.k_layers if k < 1), default=1)
         ranks = spec.rank_layers or ()
-        out |= {"k_layers": join_layers(spec.k_layers), "rank_layers": join_layers(ranks)}
+        out["k_layers"], out["rank_layers"] = join_layers(spec.k_layers), join_layers(ranks)
         out["min_k"] = min(max(int(least * n_pos), 1), AttentionSpec().min_k)
     if spec.top_p is not None:
         out["top_p"] = spec.top_p

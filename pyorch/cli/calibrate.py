@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -115,7 +115,7 @@ def command(
         _print(result)
 
 
-def _measure(session: Session, text: str, n_pos: int, wanted: SearchOptions) -> dict[str, Any]:
+def _measure(session: Session, text: str, n_pos: int, wanted: SearchOptions) -> saved.Result:
     from pyorch.calibrate import search
 
     n_contexts, n_tokens = sizes(session.path)
@@ -141,10 +141,9 @@ def sizes(path: Path) -> tuple[int, int]:
     return next((contexts, tokens) for most, contexts, tokens in SIZES if size < most)
 
 
-def _print(result: dict[str, Any]) -> None:
+def _print(result: saved.Result) -> None:
     """k of every layer as bars, and what was compared."""
-    found = saved.values_of(result["calibrated"])
-    spec = AttentionSpec("sparq", ratio=result["ratio"], **found)
+    spec = saved.applied(result["calibrated"], AttentionSpec("sparq", ratio=result["ratio"]))
     n_pos = result["n_pos"]
     print(f"ratio {ratio_text(result['ratio'])} at {n_pos} positions: {result['chosen']}\n")
     if spec.k_layers:

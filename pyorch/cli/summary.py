@@ -78,7 +78,7 @@ def info_if_ours(session: Session) -> AttentionInfo | None:
     return info_of(session.lib, session.ctx)
 
 
-def info_of(lib: ModuleType, ctx: object) -> AttentionInfo | None:
+def info_of(lib: ModuleType, ctx: int | None) -> AttentionInfo | None:
     """The same of any context. lib: the module of C functions, ctx: llama.cpp's pointer."""
     from pyorch.engine import sparse
 

@@ -7,11 +7,14 @@ gets a plain transcript, which base models continue well enough.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pyorch.engine.model import Model, Session
 from pyorch.engine.text import tokenize
 from pyorch.errors import SparqError
+
+if TYPE_CHECKING:
+    from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": ...}
 
@@ -28,16 +31,14 @@ class ChatTemplate:
         self.stop: list[str] = [] if self.builtin else ["\nUser:", "\nSystem:"]
         self._formatter = self._make(raw.decode("utf-8", errors="replace")) if raw else None
 
-    def _make(self, template: str) -> Any:
+    def _make(self, template: str) -> Jinja2ChatFormatter:
         from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
         try:
             return Jinja2ChatFormatter(
                 template, eos_token=self._text("eos"), bos_token=self._text("bos")
             )
-        except (
-            Exception
-        ) as e:  # a template is code of the model's author: anything may be wrong with it
+        except Exception as e:  # a template is code of the model's author: anything may be wrong
             raise SparqError(f"{self.model.path}: its chat template is broken: {e}") from None
 
     def _text(self, which: str) -> str:

@@ -6,12 +6,15 @@ import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pyorch.engine.library import Call
 from pyorch.engine.model import Session
 from pyorch.errors import SparqError
 from pyorch.progress import Progress
+
+if TYPE_CHECKING:
+    import numpy as np
 
 LONGER = "raise --ctx (beyond the model's training: with --rope-scale), or shorten the text"
 _ABORTED = 2  # what llama_decode returns when its callback ends it
@@ -131,7 +134,7 @@ def decode(session: Session, token: int) -> None:
     session.timings.decode_s.append(time.perf_counter() - started)
 
 
-def logits(session: Session) -> Any:
+def logits(session: Session) -> np.ndarray:
     """The logits of the last token: a copy, numpy float32 (n_vocab,).
 
     Raises:
@@ -142,7 +145,7 @@ def logits(session: Session) -> Any:
     pointer = session.lib.llama_get_logits_ith(session.ctx, -1) if session.tokens else None
     if not pointer:
         raise SparqError("no logits: no token has been evaluated")
-    return np.ctypeslib.as_array(pointer, shape=(session.n_vocab,)).copy()
+    return np.array(np.ctypeslib.as_array(pointer, shape=(session.n_vocab,)))
 
 
 def rewind(session: Session, n: int) -> None:

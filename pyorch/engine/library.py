@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from types import ModuleType
 
 from pyorch import native
 from pyorch.engine.interrupt import Interrupt
@@ -51,7 +51,7 @@ class Library:
     A process has one library, which `library` returns.
     """
 
-    def __init__(self, lib: Any) -> None:
+    def __init__(self, lib: ModuleType) -> None:
         self.lib = lib
         self._calls: list[Call] = []
         self._line, self._level = "", logging.INFO  # the line of the log that is not yet whole

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from types import ModuleType
 
 from pyorch.attention.spec import AttentionSpec
 from pyorch.engine.library import Call, library
@@ -105,7 +105,7 @@ def load_model(
     return Model(found, file, handle, n_gpu_layers == 0 or not lib.llama_supports_gpu_offload())
 
 
-def _on_progress(lib: Any, call: Call, progress: Progress | None) -> Any:
+def _on_progress(lib: ModuleType, call: Call, progress: Progress | None) -> object:
     """The function that llama.cpp calls while it loads, and which ends that by returning False."""
 
     def on_progress(share: float, _: object) -> bool:

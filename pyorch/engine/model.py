@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import weakref
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from pyorch.attention.spec import AttentionSpec
 from pyorch.engine import sparse
@@ -23,8 +23,9 @@ class Model:
     llama.cpp's pointer, and `on_cpu` says that no layer is on a GPU.
     """
 
-    def __init__(self, library: Library, file: GGUFFile, handle: Any, on_cpu: bool) -> None:
-        self.library, self.lib, self.file, self.handle = library, library.lib, file, handle
+    def __init__(self, library: Library, file: GGUFFile, handle: int, on_cpu: bool) -> None:
+        self.library, self.lib, self.file = library, library.lib, file
+        self.handle: int | None = handle  # None once it is closed
         self.path, self.geometry, self.on_cpu = file.path, geometry(file), on_cpu
         self.vocab = self.lib.llama_model_get_vocab(handle)
         self.n_vocab: int = self.lib.llama_vocab_n_tokens(self.vocab)
@@ -143,7 +144,7 @@ class Session:
         self.tokens: list[int] = []
         self.timings = Timings()
         self.owns_model = False  # which is then closed with it
-        self.ctx = self._context(settings)
+        self.ctx: int | None = self._context(settings)  # None once it is closed
         model._sessions.add(self)
         self.memory = self.lib.llama_get_memory(self.ctx)
         self.n_ctx: int = self.lib.llama_n_ctx(self.ctx)
@@ -157,7 +158,7 @@ class Session:
             self.close()
             raise
 
-    def _context(self, settings: Settings) -> Any:
+    def _context(self, settings: Settings) -> int:
         params = settings.params(self.lib)
         if (watch := self.watch) is not None:
             self._on_node = self.lib.ggml_backend_sched_eval_callback(
@@ -174,7 +175,7 @@ class Session:
                 f"{self.path}: cannot make a context of {settings.n_ctx} positions: {call.reason}",
                 "lower --ctx, or run with -v to see llama.cpp's own messages",
             )
-        return ctx
+        return int(ctx)
 
     def close(self) -> None:
         """Free the context, and the model where `load` made both."""

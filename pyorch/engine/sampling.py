@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
 
 from pyorch.engine.model import Session
 
@@ -46,7 +46,7 @@ class Sampler:
         for token in session.tokens[-REPEAT_LAST_N:]:
             lib.llama_sampler_accept(self.chain, token)  # the penalty counts the prompt as well
 
-    def _samplers(self, lib: Any, s: Sampling) -> Iterator[Any]:
+    def _samplers(self, lib: ModuleType, s: Sampling) -> Iterator[int]:
         if s.repeat_penalty != 1:
             yield lib.llama_sampler_init_penalties(
                 self.session.n_vocab, REPEAT_LAST_N, s.repeat_penalty, 0.0, 0.0

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from types import ModuleType
 
 from pyorch.attention.bytes import cache_bytes, shadow_bytes
 from pyorch.attention.saved import resolve
@@ -83,12 +84,12 @@ class Rope:
         return ",".join(f"{k}={v}" for k, v in self.given.items())
 
     @property
-    def given(self) -> dict[str, Any]:
+    def given(self) -> dict[str, str | float]:
         """The settings that are not the model's own."""
         return {k: v for k, v in asdict(self).items() if v is not None}
 
     @property
-    def params(self) -> dict[str, Any]:
+    def params(self) -> dict[str, str | float]:
         """The same as fields of `llama_context_params`."""
         names = {
             "scaling": "rope_scaling_type",
@@ -114,9 +115,9 @@ class Settings:
     attention: AttentionSpec | None
     rope: Rope
 
-    def params(self, lib: Any) -> Any:
+    def params(self, lib: ModuleType) -> ctypes.Structure:
         """As `llama_context_params`."""
-        params = lib.llama_context_default_params()
+        params: ctypes.Structure = lib.llama_context_default_params()
         params.n_ctx = self.n_ctx
         params.n_batch = params.n_ubatch = self.n_batch
         params.n_threads = params.n_threads_batch = self.n_threads

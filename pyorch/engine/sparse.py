@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from types import ModuleType
+from typing import Any, TypedDict
 
 from pyorch.attention.spec import AttentionSpec
 from pyorch.errors import SparqError
+
+Json = Mapping[str, Any]  # an object that the library wrote
+
+
+class LayerState(TypedDict):
+    """Who serves a layer: `sparse` is ours; `dense` is llama.cpp, and the reason says why."""
+
+    il: int
+    state: str
+    reason: str
 
 
 @dataclass(frozen=True)
 class AttentionInfo:
     """What the library did since its counters were reset, by its own account.
 
-    `counters` has those that ggml_ops/llama/llama-sparse.h lists; `layers` has one entry per layer,
-    with its `il`, its `state` and the `reason` for it; `shadow_bytes` is memory.
+    `counters` has those that ggml_ops/llama/llama-sparse.h lists; `layers` has one entry per layer;
+    `shadow_bytes` is memory.
     """
 
     spec: str
@@ -29,9 +40,9 @@ class AttentionInfo:
     layers_sparse: int
     shadow_bytes: int
     shadow_type: str
-    layers: Sequence[Mapping[str, Any]]
-    counters: Mapping[str, Any]
-    raw: Mapping[str, Any] = field(repr=False)  # the whole JSON
+    layers: Sequence[LayerState]
+    counters: Json
+    raw: Json = field(repr=False)  # the whole JSON
 
     def counter(self, name: str) -> int:
         """The counter of that name, or 0 where the library has none."""
@@ -48,16 +59,18 @@ class AttentionInfo:
     def dense_reasons(self) -> list[str]:
         """Why attention, or some of its layers, is left to llama.cpp; a reason stands once."""
         found = [self.reason] if not self.active else []
-        found += [str(layer["reason"]) for layer in self.layers if layer["state"] != "sparse"]
+        found += [layer["reason"] for layer in self.layers if layer["state"] != "sparse"]
         return list(dict.fromkeys(r for r in found if r))
 
 
-def is_ours(lib: Any) -> bool:
+def is_ours(lib: ModuleType) -> bool:
     """Whether a library has sparse attention; a stock build has none. lib: its C functions."""
     return hasattr(lib._lib, "llama_set_sparse_attn")
 
 
-def function(lib: Any, name: str, result: Any, *arguments: Any) -> Any:
+def function(
+    lib: ModuleType, name: str, result: type | None, *arguments: type
+) -> Callable[..., int]:
     """One function of our C API, typed.
 
     Raises:
@@ -70,13 +83,14 @@ def function(lib: Any, name: str, result: Any, *arguments: Any) -> Any:
             "this libllama has no sparse attention: it is a stock build", "run `sparq-cpp build`"
         ) from None
     found.restype, found.argtypes = result, list(arguments)
-    return found
+    call: Callable[..., int] = found
+    return call
 
 
 _CTX, _TEXT, _SIZE = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
 
 
-def set_spec(lib: Any, ctx: Any, spec: AttentionSpec) -> None:
+def set_spec(lib: ModuleType, ctx: int | None, spec: AttentionSpec) -> None:
     """Switch attention of a context.
 
     Raises:
@@ -92,7 +106,7 @@ def set_spec(lib: Any, ctx: Any, spec: AttentionSpec) -> None:
 
 
 @contextmanager
-def environment_ignored(lib: Any) -> Iterator[None]:
+def environment_ignored(lib: ModuleType) -> Iterator[None]:
     """Contexts that this thread makes meanwhile do not take SPARQ_ATTN."""
     if not is_ours(lib):
         yield
@@ -105,7 +119,7 @@ def environment_ignored(lib: Any) -> Iterator[None]:
         call(None)
 
 
-def get_info(lib: Any, ctx: Any) -> AttentionInfo:
+def get_info(lib: ModuleType, ctx: int | None) -> AttentionInfo:
     """What the library did in a context since its counters were reset.
 
     Raises:
@@ -132,13 +146,13 @@ def get_info(lib: Any, ctx: Any) -> AttentionInfo:
     )
 
 
-def reset_counters(lib: Any, ctx: Any) -> None:
+def reset_counters(lib: ModuleType, ctx: int | None) -> None:
     """Set the counters of a context to zero; a stock library has none."""
     if is_ours(lib):
         function(lib, "llama_sparse_attn_reset_counters", None, _CTX)(ctx)
 
 
-def seal(lib: Any, ctx: Any) -> int:
+def seal(lib: ModuleType, ctx: int | None) -> int:
     """Seal the groups of positions that are not sealed, and return how many those were, counted per
     layer; a number below 0 is a failure.
 

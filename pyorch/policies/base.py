@@ -11,9 +11,9 @@ what is written. SparQ's and dense attention's bytes are counted in the same way
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from pyorch.attention import line
 from pyorch.attention.bytes import GROUP, SUM
 from pyorch.attention.spec import MEAN_V
 from pyorch.errors import SparqError, nearest
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Prompt(Protocol):
 
     def blocks(self, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]: ...
 
-    def once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any: ...
+    def once(self, key: tuple[Hashable, ...], make: Callable[[], T]) -> T: ...
 
 
 class Selector:
@@ -208,7 +210,7 @@ class WithMeanV(Policy):
 
 def softmax(logits: np.ndarray) -> np.ndarray:
     """Over the last axis; -inf is 0. A row of -inf alone gives NaN."""
-    e = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    e: np.ndarray = np.exp(logits - logits.max(axis=-1, keepdims=True))
     e /= e.sum(axis=-1, keepdims=True)
     return e
 

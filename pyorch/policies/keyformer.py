@@ -8,6 +8,7 @@ Shared KV heads: scores summed over the group.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,6 +66,10 @@ class Keyformer(Policy):
         return KeyformerSelector(self, heads, positions, sums, noise)
 
 
+# of the random numbers, and those that were drawn once
+NoiseState = tuple[Mapping[str, object], np.ndarray]
+
+
 class Noise:
     """Standard Gumbel noise of one layer, from its own stream of random numbers."""
 
@@ -76,7 +81,8 @@ class Noise:
 
     def draw(self, n: int) -> np.ndarray:
         e = self.rng.standard_exponential((*self.shape, n), np.float32)
-        return -np.log(np.maximum(e, np.float32(1e-30)))
+        noise: np.ndarray = -np.log(np.maximum(e, np.float32(1e-30)))
+        return noise
 
     def rows(self, n_rows: int, n: int) -> np.ndarray:
         """(n_head_kv, group, n_rows, n), or 1 row for all, for the positions 0 .. n-1."""
@@ -87,16 +93,16 @@ class Noise:
             self.fixed = np.concatenate([self.fixed, more], axis=2)
         return self.fixed[:, :, None, :n]
 
-    def state(self) -> tuple[dict, np.ndarray]:
+    def state(self) -> NoiseState:
         return self.rng.bit_generator.state, self.fixed
 
-    def restore(self, state: tuple[dict, np.ndarray]) -> None:
+    def restore(self, state: NoiseState) -> None:
         self.rng.bit_generator.state, self.fixed = state
 
 
 def prompt_sums(
     prompt: Prompt, heads: Heads, noise: Noise, tau: float
-) -> tuple[np.ndarray, tuple[dict, np.ndarray]]:
+) -> tuple[np.ndarray, NoiseState]:
     """(n_head_kv, n) f32: scores of the prompt's positions; and what the noise is after them."""
     out = np.zeros((heads.n_head_kv, prompt.n), np.float32)
     for logits in prompt.blocks():

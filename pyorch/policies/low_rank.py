@@ -49,4 +49,5 @@ class LowRankSelector(ScanSelector):
         new = self.matrix.transpose(0, 2, 1) @ step.keys(known, step.n_pos).transpose(1, 2, 0)
         new = new.astype(np.float16).astype(np.float32)
         self.projected = np.concatenate([self.projected, new], axis=2) if known else new
-        return (step.q @ self.matrix) @ self.projected * np.float32(step.scale)
+        scores: np.ndarray = (step.q @ self.matrix) @ self.projected * np.float32(step.scale)
+        return scores

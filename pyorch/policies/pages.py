@@ -70,7 +70,9 @@ class PageSelector(Selector):
 
 def page_scores(weights: tuple[np.ndarray, ...], summaries: list[np.ndarray]) -> np.ndarray:
     """(n_head_kv, group, pages): sum over the vectors of weight . vector."""
-    return sum(w @ s.transpose(1, 2, 0) for w, s in zip(weights, summaries, strict=True))
+    each = (w @ s.transpose(1, 2, 0) for w, s in zip(weights, summaries, strict=True))
+    scores: np.ndarray = sum(each)
+    return scores
 
 
 def n_pages(k: int, n_pos: int, page: int) -> int:

@@ -7,10 +7,10 @@ first asks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from pyorch.errors import SparqError
 from pyorch.native.tensor import Tensor, floats, source, view
 
 _ROWS = 128  # of a block
+T = TypeVar("T")
 
 
 @dataclass
@@ -25,7 +26,8 @@ class _Layer:
     q: np.ndarray  # (room, n_head, d_k) f16; room grows
     logit: tuple[float, float, float]  # scale, ALiBi's max_bias, soft-cap
     known: int = 0  # rows of the first positions without a gap
-    cache: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # by (key.., positions)
+    # by a key of `once` and the positions
+    cache: dict[tuple[tuple[Hashable, ...], int], object] = field(default_factory=dict)
 
     def put(self, rows: np.ndarray, first: int) -> None:
         """Rows of the positions from `first` on; what was known of them and later is forgotten."""
@@ -42,7 +44,7 @@ class _Layer:
     def cut(self, n: int) -> None:
         """Forget the positions from n on."""
         self.known = min(self.known, n)
-        for key in [key for key in self.cache if key[-1] > n]:
+        for key in [key for key in self.cache if key[1] > n]:
             del self.cache[key]
 
 
@@ -115,11 +117,11 @@ class LayerPrompt:
         """(n, n_head_kv, d_k) f32"""
         return floats(self.stored, self.kind)
 
-    def once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-        full = (*key, self.n)
+    def once(self, key: tuple[Hashable, ...], make: Callable[[], T]) -> T:
+        full = key, self.n
         if full not in self.layer.cache:
             self.layer.cache[full] = make()
-        return self.layer.cache[full]
+        return cast(T, self.layer.cache[full])
 
     def blocks(self, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
         stop = self.n if stop is None else stop
@@ -139,7 +141,7 @@ def causal_logits(
     (rows, n_head, d), (cols, n_head_kv, _) = q.shape, k.shape
     # (n_head_kv, group*rows, d) @ (n_head_kv, d, cols)
     grouped = q.reshape(rows, n_head_kv, -1, d).transpose(1, 2, 0, 3).reshape(n_head_kv, -1, d)
-    x = (grouped * np.float32(scale)) @ k.transpose(1, 2, 0)
+    x: np.ndarray = (grouped * np.float32(scale)) @ k.transpose(1, 2, 0)
     x = x.reshape(n_head_kv, -1, rows, cols)
     if softcap > 0:
         x = np.float32(softcap) * np.tanh(x / np.float32(softcap))
@@ -155,8 +157,9 @@ def alibi_slopes(n_head: int, max_bias: float) -> np.ndarray:
     """(n_head,), as ggml has them."""
     power = 2 ** int(np.log2(n_head))
     h = np.arange(n_head)
-    return np.where(
+    slopes: np.ndarray = np.where(
         h < power,
         2.0 ** (-max_bias / power * (h + 1)),
         2.0 ** (-max_bias / 2 / power * (2 * (h - power) + 1)),
     )
+    return slopes

@@ -57,4 +57,5 @@ class SparQTauSelector(ScanSelector):
                 factor = np.float32(np.sqrt(rank / step.q.shape[2]))
             case _:
                 factor = np.float32(1)
-        return kept_q @ kept_k * np.float32(step.scale) / np.where(factor > 0, factor, 1)
+        scores: np.ndarray = kept_q @ kept_k * np.float32(step.scale)
+        return scores / np.where(factor > 0, factor, 1)

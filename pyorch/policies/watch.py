@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -66,13 +65,15 @@ class Watch:
     queries: Queries = field(default_factory=Queries)
 
     def __post_init__(self) -> None:
-        self.n_tokens: Any = lambda: 0  # positions in the cache before this llama_decode
+        # positions in the cache before this llama_decode
+        self.n_tokens: Callable[[], int] = lambda: 0
         self._layers: dict[int, _Layer] = {}  # by the address of the layer's K
         self._n_seen = -1  # positions that the selectors know
         self._n_pos = 0  # of this step; 0: nothing selected yet
         # by the address of the SELECT node: what changes ATTEND's result (n_head, d_v)
         self._after: dict[int, list[Callable[[Tensor, np.ndarray], None]]] = {}
-        self._v_sums: dict[int, tuple[int, Any]] = {}  # by the address of V: of its first n rows
+        # by the address of V: of its first n rows
+        self._v_sums: dict[int, tuple[int, np.ndarray]] = {}
         self._error: BaseException | None = None
         self._ops: tuple[int, ...] | None = None
 
@@ -288,7 +289,7 @@ class Watch:
         """out (n_head, d_v) times alpha (n_head_kv, group), plus the mean of V times the rest."""
         v = source(t, SLOTS["attend"]["v"])
         assert v is not None
-        n, total = self._v_sums.get(v.data, (0, 0.0))
+        n, total = self._v_sums.get(v.data, (0, np.zeros(())))
         total = total + floats(view(v)[0, n:n_pos], v.type).sum(axis=0, dtype=np.float64)
         self._v_sums[v.data] = n_pos, total
         mean = np.repeat(total / n_pos, alpha.shape[1], axis=0)
