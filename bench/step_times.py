@@ -2,10 +2,10 @@
 
     python bench/step_times.py [--like llama2-7b,llama3-8b] [-d 16384,65536] [-t 1,2] [-a SPEC]...
 
-ggml is stopped after every node, and the clock is read around SCORE (or PICK: SCORE and SELECT in
-one) and ATTEND; in a run of its own PICK is told to select nothing, which leaves SCORE by itself.
-Before each token the caches are made to forget, by a sequential read that is timed too: a share is
-of that read's speed. Writes step_times.jsonl.
+ggml is stopped after every node, and the clock is read around SCORE (or SCORE_SELECT, which is both
+in one node) and ATTEND; in a run of its own SCORE_SELECT is told to select nothing, which leaves
+SCORE by itself. Before each token the caches are made to forget, by a sequential read that is timed
+too: a share is of that read's speed. Writes step_times.jsonl.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ from pyorch.bench.records import Record, where_given
 from pyorch.cli import run as run_command
 from pyorch.cli.types import THREADS, Number, Numbers
 from pyorch.errors import SparqError
-from pyorch.native.slots import ATTEND, PICK, SCORE, SELECT
+from pyorch.native.slots import ATTEND, SCORE, SCORE_SELECT, SELECT
 from pyorch.native.tensor import Tensor, op_number
 from pyorch.progress import Progress, progress_bar
 from pyorch.table import markdown
 
 BENCH = "step_times"
-STEPS = {SCORE: "score", SELECT: "select", PICK: "pick", ATTEND: "attend"}
+STEPS = {SCORE: "score", SELECT: "select", SCORE_SELECT: "score_select", ATTEND: "attend"}
 SPECS = tuple(f"sparq,rank=32,topk=128,shadow={s}" for s in ("f16", "q8", "q4"))
 SPECS += ("sparq,ratio=1/8", "dense")
-TOPK_MAX = 7  # of PICK's op_params: the step, the six of SCORE, then ggml_sparse_select_params
+TOPK_MAX = (
+    7  # of SCORE_SELECT's op_params: the step, the six of SCORE, then ggml_sparse_select_params
+)
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,9 @@ class Clock:
         now = time.perf_counter_ns()
         step = STEPS.get(t.op_params[0]) if t.op == self.op else None
         if self.only_score:
-            if ask and step == "pick":
+            if ask and step == "score_select":
                 t.op_params[TOPK_MAX] = 0
-            step = "score" if step == "pick" else None
+            step = "score" if step == "score_select" else None
         if step and not ask:
             self.spent[step] = self.spent.get(step, 0) + now - self.started
         self.started = time.perf_counter_ns()
@@ -107,7 +109,7 @@ def measure(model: Path, case: Case) -> dict[str, Any]:
     if case.only_score and (n := counters["positions_read"]):
         raise SparqError(f"{case.spec}: {n} positions were selected; not reported")
     score, attend = counters["bytes_score"], counters["bytes_attend"]
-    bytes_read = {"attend": attend, "score": score, "pick": score}
+    bytes_read = {"attend": attend, "score": score, "score_select": score}
     return {
         "samples_ns": samples,
         "bytes": {k: n / case.n_samples for k, n in bytes_read.items() if k in samples},

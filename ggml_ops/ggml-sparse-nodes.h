@@ -2,8 +2,8 @@
 
 // Which slot of src[] holds which source of a node: for the constructors and for whoever runs a node.
 //
-// PICK is SCORE and SELECT in one node, so the three share their numbers; a slot that a step does not use is NULL. ATTEND and PICK fill all
-// GGML_MAX_SRC slots.
+// SCORE_SELECT is SCORE and SELECT in one node, so the three share their numbers; a slot that a step does not use is NULL. ATTEND and SCORE_SELECT
+// fill all GGML_MAX_SRC slots.
 
 enum ggml_sparse_seal_src {
     GGML_SPARSE_SEAL_K_T,
@@ -20,20 +20,20 @@ enum ggml_sparse_visible_src {
     GGML_SPARSE_VISIBLE_MASK,
 };
 
-// SCORE, SELECT and PICK
-enum ggml_sparse_pick_src {
-    GGML_SPARSE_PICK_Q,
-    GGML_SPARSE_PICK_K,
-    GGML_SPARSE_PICK_K_T,
-    GGML_SPARSE_PICK_SEALED,
-    GGML_SPARSE_PICK_MASK,
-    GGML_SPARSE_PICK_FORCED,
-    GGML_SPARSE_PICK_KL,
-    GGML_SPARSE_PICK_SINKS,
-    GGML_SPARSE_PICK_STATS,
-    GGML_SPARSE_PICK_K_RANGE,
-    GGML_SPARSE_SCORE_VISIBLE = GGML_SPARSE_PICK_FORCED, // SCORE is given what PICK counts
-    GGML_SPARSE_SELECT_LOGITS = GGML_SPARSE_PICK_Q,
+// SCORE, SELECT and SCORE_SELECT
+enum ggml_sparse_score_select_src {
+    GGML_SPARSE_SCORE_SELECT_Q,
+    GGML_SPARSE_SCORE_SELECT_K,
+    GGML_SPARSE_SCORE_SELECT_K_T,
+    GGML_SPARSE_SCORE_SELECT_SEALED,
+    GGML_SPARSE_SCORE_SELECT_MASK,
+    GGML_SPARSE_SCORE_SELECT_FORCED,
+    GGML_SPARSE_SCORE_SELECT_KL,
+    GGML_SPARSE_SCORE_SELECT_SINKS,
+    GGML_SPARSE_SCORE_SELECT_STATS,
+    GGML_SPARSE_SCORE_SELECT_K_RANGE,
+    GGML_SPARSE_SCORE_VISIBLE = GGML_SPARSE_SCORE_SELECT_FORCED, // SCORE is given what SCORE_SELECT counts
+    GGML_SPARSE_SELECT_LOGITS = GGML_SPARSE_SCORE_SELECT_Q,
 };
 
 enum ggml_sparse_attend_src {

@@ -192,14 +192,14 @@ struct ggml_tensor * ggml_sparse_attn_score(
     struct ggml_tensor * res = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, k->ne[2], q->ne[1], q->ne[2], q->ne[3]);
 
     set_op(res, GGML_SPARSE_ATTN_SCORE, &params, sizeof(params));
-    res->src[GGML_SPARSE_PICK_Q] = q;
-    res->src[GGML_SPARSE_PICK_K] = k;
-    res->src[GGML_SPARSE_PICK_K_T] = k_t;
-    res->src[GGML_SPARSE_PICK_SEALED] = sealed;
-    res->src[GGML_SPARSE_PICK_MASK] = mask;
+    res->src[GGML_SPARSE_SCORE_SELECT_Q] = q;
+    res->src[GGML_SPARSE_SCORE_SELECT_K] = k;
+    res->src[GGML_SPARSE_SCORE_SELECT_K_T] = k_t;
+    res->src[GGML_SPARSE_SCORE_SELECT_SEALED] = sealed;
+    res->src[GGML_SPARSE_SCORE_SELECT_MASK] = mask;
     res->src[GGML_SPARSE_SCORE_VISIBLE] = visible;
-    res->src[GGML_SPARSE_PICK_STATS] = stats;
-    res->src[GGML_SPARSE_PICK_K_RANGE] = k_range;
+    res->src[GGML_SPARSE_SCORE_SELECT_STATS] = stats;
+    res->src[GGML_SPARSE_SCORE_SELECT_K_RANGE] = k_range;
 
     return res;
 }
@@ -218,14 +218,14 @@ struct ggml_tensor * ggml_sparse_attn_select(
 
     set_op(res, GGML_SPARSE_ATTN_SELECT, &params, sizeof(params));
     res->src[GGML_SPARSE_SELECT_LOGITS] = logits;
-    res->src[GGML_SPARSE_PICK_FORCED] = forced;
-    res->src[GGML_SPARSE_PICK_KL] = kl;
-    res->src[GGML_SPARSE_PICK_SINKS] = sinks;
+    res->src[GGML_SPARSE_SCORE_SELECT_FORCED] = forced;
+    res->src[GGML_SPARSE_SCORE_SELECT_KL] = kl;
+    res->src[GGML_SPARSE_SCORE_SELECT_SINKS] = sinks;
 
     return res;
 }
 
-struct ggml_tensor * ggml_sparse_attn_pick(
+struct ggml_tensor * ggml_sparse_attn_score_select(
         struct ggml_context * ctx,
         struct ggml_tensor  * q,
         struct ggml_tensor  * k,
@@ -237,7 +237,7 @@ struct ggml_tensor * ggml_sparse_attn_pick(
         struct ggml_tensor  * sinks,
         struct ggml_tensor  * stats,
         struct ggml_tensor  * k_range,
-        struct ggml_sparse_pick_params params) {
+        struct ggml_sparse_score_select_params params) {
     assert_qk(q, k);
     assert_shadow(k_t, sealed, k_range, k, &params.score);
     assert_mask(mask, k->ne[2], q->ne[2], q->ne[3]);
@@ -247,17 +247,17 @@ struct ggml_tensor * ggml_sparse_attn_pick(
 
     struct ggml_tensor * res = new_selection(ctx, q->ne[1], q->ne[2], q->ne[3], &params.select);
 
-    set_op(res, GGML_SPARSE_ATTN_PICK, &params, sizeof(params));
-    res->src[GGML_SPARSE_PICK_Q] = q;
-    res->src[GGML_SPARSE_PICK_K] = k;
-    res->src[GGML_SPARSE_PICK_K_T] = k_t;
-    res->src[GGML_SPARSE_PICK_SEALED] = sealed;
-    res->src[GGML_SPARSE_PICK_MASK] = mask;
-    res->src[GGML_SPARSE_PICK_FORCED] = forced;
-    res->src[GGML_SPARSE_PICK_KL] = kl;
-    res->src[GGML_SPARSE_PICK_SINKS] = sinks;
-    res->src[GGML_SPARSE_PICK_STATS] = stats;
-    res->src[GGML_SPARSE_PICK_K_RANGE] = k_range;
+    set_op(res, GGML_SPARSE_ATTN_SCORE_SELECT, &params, sizeof(params));
+    res->src[GGML_SPARSE_SCORE_SELECT_Q] = q;
+    res->src[GGML_SPARSE_SCORE_SELECT_K] = k;
+    res->src[GGML_SPARSE_SCORE_SELECT_K_T] = k_t;
+    res->src[GGML_SPARSE_SCORE_SELECT_SEALED] = sealed;
+    res->src[GGML_SPARSE_SCORE_SELECT_MASK] = mask;
+    res->src[GGML_SPARSE_SCORE_SELECT_FORCED] = forced;
+    res->src[GGML_SPARSE_SCORE_SELECT_KL] = kl;
+    res->src[GGML_SPARSE_SCORE_SELECT_SINKS] = sinks;
+    res->src[GGML_SPARSE_SCORE_SELECT_STATS] = stats;
+    res->src[GGML_SPARSE_SCORE_SELECT_K_RANGE] = k_range;
 
     return res;
 }
@@ -340,8 +340,8 @@ static struct ggml_tensor * sparse_attn(
     const struct ggml_sparse_select_params select = { p->topk_max, (int32_t) in->k->ne[1], p->n_local_max, p->mean_v, p->top_p };
     struct ggml_tensor * sel;
     if (k_t) {
-        const struct ggml_sparse_pick_params pick = { score, select };
-        sel = ggml_sparse_attn_pick(ctx, in->q, in->k, k_t, in->sealed, in->mask, in->forced, in->kl, in->sinks, in->stats, in->k_range, pick);
+        const struct ggml_sparse_score_select_params fused = { score, select };
+        sel = ggml_sparse_attn_score_select(ctx, in->q, in->k, k_t, in->sealed, in->mask, in->forced, in->kl, in->sinks, in->stats, in->k_range, fused);
     } else {
         struct ggml_tensor * logits = ggml_sparse_attn_score(ctx, in->q, in->k, NULL, NULL, in->mask, in->visible, in->stats, NULL, score);
         sel = ggml_sparse_attn_select(ctx, logits, in->forced, in->kl, in->sinks, select);

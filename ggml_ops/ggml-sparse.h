@@ -4,13 +4,13 @@
 //
 // One new op enum, GGML_OP_SPARSE_ATTN, with seven sub-operations. Read them in this order; they are the paper's steps.
 //
-//   SEAL     copies complete groups of positions of K into the transposed copy k_t ("store K twice"), and sums V per group
-//   VISIBLE  counts the visible positions of each group once per token (from the mask; shared by all layers)
-//   SCORE    step 1: approximate scores from the `rank` largest |q| components (k_t given), or exact scores (k_t == NULL)
-//   SELECT   step 2: the top-k positions per KV head; sinks and the local window always in; alpha
-//   PICK     SCORE from k_t and SELECT in one node: the logits stay in the cache of the thread that makes them
-//   ATTEND   steps 2 and 3: exact attention over the selected positions (or over all: exact dense), mean-value interpolation
-//   PREFILL  exact attention of many tokens at once: a prompt. CPU only
+//   SEAL          copies complete groups of positions of K into the transposed copy k_t ("store K twice"), and sums V per group
+//   VISIBLE       counts the visible positions of each group once per token (from the mask; shared by all layers)
+//   SCORE         step 1: approximate scores from the `rank` largest |q| components (k_t given), or exact scores (k_t == NULL)
+//   SELECT        step 2: the top-k positions per KV head; sinks and the local window always in; alpha
+//   SCORE_SELECT  SCORE from k_t and SELECT in one node: the logits stay in the cache of the thread that makes them
+//   ATTEND        steps 2 and 3: exact attention over the selected positions (or over all: exact dense), mean-value interpolation
+//   PREFILL       exact attention of many tokens at once: a prompt. CPU only
 //
 // paper: SparQ Attention, arXiv 2312.04985; algorithm in its Appendix B. Top-k: arXiv 2502.06766 (per-layer k).
 //
@@ -69,7 +69,7 @@ enum ggml_sparse_attn_op {
     GGML_SPARSE_ATTN_VISIBLE,
     GGML_SPARSE_ATTN_SCORE,
     GGML_SPARSE_ATTN_SELECT,
-    GGML_SPARSE_ATTN_PICK,
+    GGML_SPARSE_ATTN_SCORE_SELECT,
     GGML_SPARSE_ATTN_ATTEND,
     GGML_SPARSE_ATTN_PREFILL,
     GGML_SPARSE_ATTN_COUNT,
@@ -81,7 +81,7 @@ enum ggml_sparse_stat {
     GGML_SPARSE_STAT_ATTEND_DENSE,      // ATTEND over all positions, per (token, node)
     GGML_SPARSE_STAT_POS_VISIBLE,       // visible positions, summed over (token, KV head, node)
     GGML_SPARSE_STAT_POS_READ,          // positions whose K and V rows ATTEND read, likewise
-    GGML_SPARSE_STAT_BYTES_SCORE,       // bytes of k_t and K that SCORE or PICK had to read
+    GGML_SPARSE_STAT_BYTES_SCORE,       // bytes of k_t and K that SCORE or SCORE_SELECT had to read
     GGML_SPARSE_STAT_BYTES_ATTEND,      // bytes of K, V and v_sum that ATTEND had to read
     GGML_SPARSE_STAT_BYTES_DENSE,       // bytes of all visible K and V rows: what dense attention reads
     GGML_SPARSE_STAT_GROUPS_SEALED,     // groups sealed, per node
@@ -174,7 +174,7 @@ GGML_API struct ggml_tensor * ggml_sparse_attn_score(
 
 struct ggml_sparse_select_params {
     int32_t topk_max;   // capacity of the result; the k of a token is min(kl[0], topk_max)
-                        // 0, in a node made with more: the CPU's PICK selects nothing, without SELECT's work. For timing SCORE by itself
+                        // 0, in a node made with more: the CPU's SCORE_SELECT selects nothing, without SELECT's work: for timing SCORE by itself
     int32_t n_head_kv;
     int32_t n_local_max; // forced[0 .. n_local_max) is the local window, newest first; the rest are sinks
     int32_t alpha;      // != 0: compute alpha (needs a pass of exp over all scores)
@@ -208,14 +208,14 @@ GGML_API struct ggml_tensor * ggml_sparse_attn_select(
         struct ggml_tensor  * sinks,
         struct ggml_sparse_select_params params);
 
-// PICK
+// SCORE_SELECT
 //   sources as for SCORE and SELECT; visible is counted on the way. res and its bits as SELECT(SCORE(..))
-struct ggml_sparse_pick_params {
+struct ggml_sparse_score_select_params {
     struct ggml_sparse_score_params  score;
     struct ggml_sparse_select_params select;
 };
 
-GGML_API struct ggml_tensor * ggml_sparse_attn_pick(
+GGML_API struct ggml_tensor * ggml_sparse_attn_score_select(
         struct ggml_context * ctx,
         struct ggml_tensor  * q,
         struct ggml_tensor  * k,
@@ -227,7 +227,7 @@ GGML_API struct ggml_tensor * ggml_sparse_attn_pick(
         struct ggml_tensor  * sinks,
         struct ggml_tensor  * stats,
         struct ggml_tensor  * k_range,
-        struct ggml_sparse_pick_params params);
+        struct ggml_sparse_score_select_params params);
 
 struct ggml_sparse_attend_params {
     float   scale;
@@ -242,7 +242,7 @@ struct ggml_sparse_attend_params {
 //   v        [d_v, n_head_kv, n_kv, n_stream]       any
 //   mask     [n_kv, n_tok, 1, n_stream]             f16
 //   visible  [n_grp, n_tok, 1, n_stream]            i32
-//   sel      the result of SELECT or PICK, or NULL: all visible positions (exact dense). A token whose n_sel is GGML_SPARSE_SELECT_ALL gets what
+//   sel      the result of SELECT or SCORE_SELECT, or NULL: all visible positions (exact dense). A token whose n_sel is GGML_SPARSE_SELECT_ALL gets what
 //            it gets without sel, bit for bit on the CPU, without the mean of V, and counts as dense
 //   v_sum    [d_v*n_head_kv, n_sum_t, n_stream]     f32      with mean_v, else NULL
 //   sealed   [n_grp, n_stream]                      i32      with mean_v: which groups of v_sum are valid, else NULL
@@ -314,7 +314,7 @@ struct ggml_sparse_attn_params {
     float   top_p;
 };
 
-// SparQ attention: PICK, ATTEND
+// SparQ attention: SCORE_SELECT, ATTEND
 GGML_API struct ggml_tensor * ggml_sparq_attn(
         struct ggml_context * ctx, const struct ggml_sparse_attn_inputs * in, const struct ggml_sparse_attn_params * params);
 

@@ -174,7 +174,7 @@ size_t ggml_sparse_attn_work_size(const ggml_tensor * node, int n_threads) {
         case GGML_SPARSE_ATTN_SEAL:   return seal_work(node, nullptr, 0, n_threads).size;
         case GGML_SPARSE_ATTN_SCORE:  return score_work_size(node, n_threads);
         case GGML_SPARSE_ATTN_SELECT: return select_work_size(node, n_threads);
-        case GGML_SPARSE_ATTN_PICK:   return pick_work_size(node, n_threads);
+        case GGML_SPARSE_ATTN_SCORE_SELECT: return score_select_work_size(node, n_threads);
         case GGML_SPARSE_ATTN_ATTEND: return attend_work_size(node, n_threads);
         case GGML_SPARSE_ATTN_PREFILL: return prefill_work_size(node, n_threads);
         default:                      return 0;
@@ -187,7 +187,7 @@ void ggml_compute_forward_sparse_attn(const ggml_compute_params * params, ggml_t
         case GGML_SPARSE_ATTN_VISIBLE: forward_visible(params, dst); break;
         case GGML_SPARSE_ATTN_SCORE:   forward_score  (params, dst); break;
         case GGML_SPARSE_ATTN_SELECT:  forward_select (params, dst); break;
-        case GGML_SPARSE_ATTN_PICK:    forward_pick   (params, dst); break;
+        case GGML_SPARSE_ATTN_SCORE_SELECT: forward_score_select(params, dst); break;
         case GGML_SPARSE_ATTN_ATTEND:  forward_attend (params, dst); break;
         case GGML_SPARSE_ATTN_PREFILL: forward_prefill(params, dst); break;
         default: GGML_ABORT("sparse_attn: unknown sub-operation %d", dst->op_params[0]);

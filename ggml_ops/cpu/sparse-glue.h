@@ -26,16 +26,16 @@
 namespace sparse {
 
 // by sub-operation: run it; bytes of work buffer it needs
-void   forward_score   (const ggml_compute_params * params, ggml_tensor * dst);
-void   forward_select  (const ggml_compute_params * params, ggml_tensor * dst);
-void   forward_pick    (const ggml_compute_params * params, ggml_tensor * dst);
-void   forward_attend  (const ggml_compute_params * params, ggml_tensor * dst);
-void   forward_prefill (const ggml_compute_params * params, ggml_tensor * dst);
-size_t score_work_size (const ggml_tensor * dst, int n_threads);
-size_t select_work_size(const ggml_tensor * dst, int n_threads);
-size_t pick_work_size  (const ggml_tensor * dst, int n_threads);
-size_t attend_work_size(const ggml_tensor * dst, int n_threads);
-size_t prefill_work_size(const ggml_tensor * dst, int n_threads);
+void   forward_score         (const ggml_compute_params * params, ggml_tensor * dst);
+void   forward_select        (const ggml_compute_params * params, ggml_tensor * dst);
+void   forward_score_select  (const ggml_compute_params * params, ggml_tensor * dst);
+void   forward_attend        (const ggml_compute_params * params, ggml_tensor * dst);
+void   forward_prefill       (const ggml_compute_params * params, ggml_tensor * dst);
+size_t score_work_size       (const ggml_tensor * dst, int n_threads);
+size_t select_work_size      (const ggml_tensor * dst, int n_threads);
+size_t score_select_work_size(const ggml_tensor * dst, int n_threads);
+size_t attend_work_size      (const ggml_tensor * dst, int n_threads);
+size_t prefill_work_size     (const ggml_tensor * dst, int n_threads);
 
 template <typename T = char>
 T * at(const ggml_tensor * t, int64_t i1, int64_t i2 = 0, int64_t i3 = 0) {

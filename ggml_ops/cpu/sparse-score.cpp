@@ -1,4 +1,4 @@
-// ggml glue of SCORE, SELECT and PICK.
+// ggml glue of SCORE, SELECT and SCORE_SELECT.
 
 #include "sparse-glue.h"
 #include "sparse-quant.h"
@@ -16,27 +16,27 @@ static_assert(4096 <= MAX_RUN*RUN, "a scan of codes has room for so many runs");
 // positions per unit of the exact scores; a unit holds all KV heads, so that K is read in the order of memory
 constexpr int64_t EXACT_TILE = 256;
 
-// what SCORE and PICK share: sources and sizes. A "head" below is one KV head of one token of one stream
+// what SCORE and SCORE_SELECT share: sources and sizes. A "head" below is one KV head of one token of one stream
 struct score_src {
     const ggml_tensor * q, * k, * k_t, * sealed, * mask, * stats, * k_range;
-    const ggml_tensor * visible; // NULL for PICK
-    const ggml_tensor * kl;      // of PICK
+    const ggml_tensor * visible; // NULL for SCORE_SELECT
+    const ggml_tensor * kl;      // of SCORE_SELECT
     ggml_sparse_score_params p;
     int64_t n_kv, n_grp, n_head_kv, n_tok, n_all, tile, n_tile; // n_all: heads
     int     n_head, n_group_q, d_k, rank;
 
     explicit score_src(const ggml_tensor * dst) {
-        const bool pick = dst->op_params[0] == GGML_SPARSE_ATTN_PICK;
-        q       = dst->src[GGML_SPARSE_PICK_Q];
-        k       = dst->src[GGML_SPARSE_PICK_K];
-        k_t     = dst->src[GGML_SPARSE_PICK_K_T];
-        sealed  = dst->src[GGML_SPARSE_PICK_SEALED];
-        mask    = dst->src[GGML_SPARSE_PICK_MASK];
-        visible = pick ? nullptr : dst->src[GGML_SPARSE_SCORE_VISIBLE];
-        kl      = dst->src[GGML_SPARSE_PICK_KL];
-        stats   = dst->src[GGML_SPARSE_PICK_STATS];
-        k_range = dst->src[GGML_SPARSE_PICK_K_RANGE];
-        p       = pick ? op_params<ggml_sparse_pick_params>(dst).score : op_params<ggml_sparse_score_params>(dst);
+        const bool fused = dst->op_params[0] == GGML_SPARSE_ATTN_SCORE_SELECT;
+        q       = dst->src[GGML_SPARSE_SCORE_SELECT_Q];
+        k       = dst->src[GGML_SPARSE_SCORE_SELECT_K];
+        k_t     = dst->src[GGML_SPARSE_SCORE_SELECT_K_T];
+        sealed  = dst->src[GGML_SPARSE_SCORE_SELECT_SEALED];
+        mask    = dst->src[GGML_SPARSE_SCORE_SELECT_MASK];
+        visible = fused ? nullptr : dst->src[GGML_SPARSE_SCORE_VISIBLE];
+        kl      = dst->src[GGML_SPARSE_SCORE_SELECT_KL];
+        stats   = dst->src[GGML_SPARSE_SCORE_SELECT_STATS];
+        k_range = dst->src[GGML_SPARSE_SCORE_SELECT_K_RANGE];
+        p       = fused ? op_params<ggml_sparse_score_select_params>(dst).score : op_params<ggml_sparse_score_params>(dst);
 
         n_kv      = k->ne[2];
         n_grp     = ceil_div(n_kv, GROUP);
@@ -348,7 +348,7 @@ void score_exact(const ggml_compute_params * params, ggml_tensor * dst, const sc
     }
 }
 
-// ---- SELECT, PICK ----
+// ---- SELECT, SCORE_SELECT ----
 
 // the sources of step 2, of either node, and their sizes
 struct select_src {
@@ -358,17 +358,17 @@ struct select_src {
     int     n_group_q;
 
     explicit select_src(const ggml_tensor * dst) {
-        const bool pick = dst->op_params[0] == GGML_SPARSE_ATTN_PICK;
-        forced = dst->src[GGML_SPARSE_PICK_FORCED];
-        kl     = dst->src[GGML_SPARSE_PICK_KL];
-        sinks  = dst->src[GGML_SPARSE_PICK_SINKS];
-        p      = pick ? op_params<ggml_sparse_pick_params>(dst).select : op_params<ggml_sparse_select_params>(dst);
+        const bool fused = dst->op_params[0] == GGML_SPARSE_ATTN_SCORE_SELECT;
+        forced = dst->src[GGML_SPARSE_SCORE_SELECT_FORCED];
+        kl     = dst->src[GGML_SPARSE_SCORE_SELECT_KL];
+        sinks  = dst->src[GGML_SPARSE_SCORE_SELECT_SINKS];
+        p      = fused ? op_params<ggml_sparse_score_select_params>(dst).select : op_params<ggml_sparse_select_params>(dst);
 
-        n_kv      = pick ? dst->src[GGML_SPARSE_PICK_K]->ne[2] : dst->src[GGML_SPARSE_SELECT_LOGITS]->ne[0];
+        n_kv      = fused ? dst->src[GGML_SPARSE_SCORE_SELECT_K]->ne[2] : dst->src[GGML_SPARSE_SELECT_LOGITS]->ne[0];
         n_head_kv = dst->ne[1];
         n_tok     = dst->ne[2];
         n_all     = n_head_kv*n_tok*dst->ne[3];
-        n_group_q = (int) (dst->src[GGML_SPARSE_PICK_Q]->ne[1]/n_head_kv);
+        n_group_q = (int) (dst->src[GGML_SPARSE_SCORE_SELECT_Q]->ne[1]/n_head_kv);
         tile      = tile_size(n_group_q);
         n_tile    = ceil_div(n_kv, tile);
     }
@@ -561,7 +561,7 @@ void sparse::forward_select(const ggml_compute_params * params, ggml_tensor * ds
 
 size_t sparse::select_work_size(const ggml_tensor * dst, int n_threads) { return select_work(select_src(dst), nullptr, 0, n_threads).size; }
 
-void sparse::forward_pick(const ggml_compute_params * params, ggml_tensor * dst) {
+void sparse::forward_score_select(const ggml_compute_params * params, ggml_tensor * dst) {
     const score_src  a(dst);
     const select_src b(dst);
     const score_work w(a, params->wdata, params->ith, params->nth);
@@ -577,6 +577,6 @@ void sparse::forward_pick(const ggml_compute_params * params, ggml_tensor * dst)
     }
 }
 
-size_t sparse::pick_work_size(const ggml_tensor * dst, int n_threads) {
+size_t sparse::score_select_work_size(const ggml_tensor * dst, int n_threads) {
     return score_work_size(dst, n_threads) + select_work_size(dst, n_threads);
 }

@@ -1,11 +1,11 @@
 // GGML_OP_SPARSE_ATTN on CUDA: tensors to arguments, and which kernels run for a node.
 //
-//   SEAL     seal                                         1 launch
-//   VISIBLE  visible                                      1
-//   SCORE    score                                        1
-//   SELECT   (sum_runs), (rank_keys), select              1 to 3: sum_runs with several query heads per KV head, alpha or top_p, rank_keys with several
-//   PICK     score, (rank_keys), select                   2 or 3
-//   ATTEND   attend, (merge)                              1 or 2: merge where a row is split over blocks, or with the mean of V
+//   SEAL          seal                             1 launch
+//   VISIBLE       visible                          1
+//   SCORE         score                            1
+//   SELECT        (sum_runs), (rank_keys), select  1 to 3: sum_runs with several query heads per KV head, alpha or top_p, rank_keys with several
+//   SCORE_SELECT  score, (rank_keys), select       2 or 3
+//   ATTEND        attend, (merge)                  1 or 2: merge where a row is split over blocks, or with the mean of V
 
 #include "sparse-attn.cuh"
 
@@ -90,23 +90,23 @@ void op_visible(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
     SPARQ_LAUNCH(visible, dim3(ceil_div(n_grp, N_WARP), dst->ne[1], dst->ne[3]), dim3(N_THREAD), ctx.stream(), res, m, n_kv, n_grp, n_tok);
 }
 
-// ---- SCORE, SELECT, PICK ----
+// ---- SCORE, SELECT, SCORE_SELECT ----
 
-// dst: SCORE or PICK
+// dst: SCORE or SCORE_SELECT
 score_args make_score(const ggml_tensor * dst) {
-    const bool pick = dst->op_params[0] == GGML_SPARSE_ATTN_PICK;
-    const ggml_tensor * q = dst->src[GGML_SPARSE_PICK_Q], * k = dst->src[GGML_SPARSE_PICK_K], * k_t = dst->src[GGML_SPARSE_PICK_K_T], * sealed = dst->src[GGML_SPARSE_PICK_SEALED];
-    const auto p = pick ? op_params<ggml_sparse_pick_params>(dst).score : op_params<ggml_sparse_score_params>(dst);
+    const bool fused = dst->op_params[0] == GGML_SPARSE_ATTN_SCORE_SELECT;
+    const ggml_tensor * q = dst->src[GGML_SPARSE_SCORE_SELECT_Q], * k = dst->src[GGML_SPARSE_SCORE_SELECT_K], * k_t = dst->src[GGML_SPARSE_SCORE_SELECT_K_T], * sealed = dst->src[GGML_SPARSE_SCORE_SELECT_SEALED];
+    const auto p = fused ? op_params<ggml_sparse_score_select_params>(dst).score : op_params<ggml_sparse_score_params>(dst);
 
     score_args a = {};
     a.q         = make_view(q);
     a.k         = make_view(k);
     a.k_t       = make_view(k_t);
-    a.k_range   = make_view(dst->src[GGML_SPARSE_PICK_K_RANGE]);
-    a.mask      = make_view(dst->src[GGML_SPARSE_PICK_MASK]);
-    a.kl        = make_view(dst->src[GGML_SPARSE_PICK_KL]);
+    a.k_range   = make_view(dst->src[GGML_SPARSE_SCORE_SELECT_K_RANGE]);
+    a.mask      = make_view(dst->src[GGML_SPARSE_SCORE_SELECT_MASK]);
+    a.kl        = make_view(dst->src[GGML_SPARSE_SCORE_SELECT_KL]);
     a.sealed    = data_of<const int32_t>(sealed);
-    a.stats     = data_of<unsigned long long>(dst->src[GGML_SPARSE_PICK_STATS]);
+    a.stats     = data_of<unsigned long long>(dst->src[GGML_SPARSE_SCORE_SELECT_STATS]);
     a.n_kv      = k->ne[2];
     a.n_grp     = ceil_div(a.n_kv, GROUP);
     a.n_run     = ceil_div(a.n_kv, RUN);
@@ -158,7 +158,7 @@ void run_score(ggml_backend_cuda_context & ctx, const score_args & a, const ggml
 void op_score(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
     score_args a = make_score(dst);
     a.logits = data_of<float>(dst);
-    run_score(ctx, a, dst->src[GGML_SPARSE_PICK_Q], dst->src[GGML_SPARSE_PICK_K_T] ? op_params<ggml_sparse_score_params>(dst).n_bit : 0);
+    run_score(ctx, a, dst->src[GGML_SPARSE_SCORE_SELECT_Q], dst->src[GGML_SPARSE_SCORE_SELECT_K_T] ? op_params<ggml_sparse_score_params>(dst).n_bit : 0);
 }
 
 bool is_top_p(const ggml_sparse_select_params & p) { return p.top_p > 0.0f && p.top_p < 1.0f; }
@@ -180,21 +180,21 @@ void launch_sum_runs(ggml_backend_cuda_context & ctx, const select_args & a, int
     SPARQ_LAUNCH(sum_runs<GB>, dim3(a.n_run, (int64_t) a.n_head_kv*b.n_pass, n_row), dim3(N_THREAD), ctx.stream(), b);
 }
 
-// SELECT, and the second half of PICK; run_max and run_sum: from score(), or NULL
+// SELECT, and the second half of SCORE_SELECT; run_max and run_sum: from score(), or NULL
 void run_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, float * logits, int64_t n_kv, int n_head, float * run_max, float * run_sum) {
-    const bool pick = dst->op_params[0] == GGML_SPARSE_ATTN_PICK;
-    const ggml_tensor * forced = dst->src[GGML_SPARSE_PICK_FORCED];
-    const auto p = pick ? op_params<ggml_sparse_pick_params>(dst).select : op_params<ggml_sparse_select_params>(dst);
+    const bool fused = dst->op_params[0] == GGML_SPARSE_ATTN_SCORE_SELECT;
+    const ggml_tensor * forced = dst->src[GGML_SPARSE_SCORE_SELECT_FORCED];
+    const auto p = fused ? op_params<ggml_sparse_score_select_params>(dst).select : op_params<ggml_sparse_select_params>(dst);
 
     const int64_t n_row = dst->ne[2]*dst->ne[3], n_run = ceil_div(n_kv, RUN);
     select_args a = {};
     a.forced      = make_view(forced);
-    a.kl          = make_view(dst->src[GGML_SPARSE_PICK_KL]);
+    a.kl          = make_view(dst->src[GGML_SPARSE_SCORE_SELECT_KL]);
     a.logits      = logits;
     a.key         = logits;
     a.run_max     = run_max;
     a.run_sum     = run_sum;
-    a.sinks       = data_of<const float>(dst->src[GGML_SPARSE_PICK_SINKS]);
+    a.sinks       = data_of<const float>(dst->src[GGML_SPARSE_SCORE_SELECT_SINKS]);
     a.res         = data_of<int32_t>(dst);
     a.n_kv        = n_kv;
     a.n_run       = n_run;
@@ -242,8 +242,8 @@ void op_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
     run_select(ctx, dst, data_of<float>(logits), logits->ne[0], (int) logits->ne[1], nullptr, nullptr);
 }
 
-void op_pick(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
-    const auto p = op_params<ggml_sparse_pick_params>(dst);
+void op_score_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
+    const auto p = op_params<ggml_sparse_score_select_params>(dst);
     score_args a = make_score(dst);
 
     const int64_t n_heads = (int64_t) a.n_head*dst->ne[2]*dst->ne[3]; // of all rows
@@ -253,7 +253,7 @@ void op_pick(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
         a.run_max = runs.alloc(2*n_heads*a.n_run);
         a.run_sum = a.run_max + n_heads*a.n_run;
     }
-    run_score(ctx, a, dst->src[GGML_SPARSE_PICK_Q], p.score.n_bit);
+    run_score(ctx, a, dst->src[GGML_SPARSE_SCORE_SELECT_Q], p.score.n_bit);
     run_select(ctx, dst, a.logits, a.n_kv, a.n_head, a.run_max, a.run_sum);
 }
 
@@ -367,7 +367,7 @@ void ggml_cuda_op_sparse_attn(ggml_backend_cuda_context & ctx, ggml_tensor * dst
         case GGML_SPARSE_ATTN_VISIBLE: op_visible(ctx, dst); break;
         case GGML_SPARSE_ATTN_SCORE:   op_score  (ctx, dst); break;
         case GGML_SPARSE_ATTN_SELECT:  op_select (ctx, dst); break;
-        case GGML_SPARSE_ATTN_PICK:    op_pick   (ctx, dst); break;
+        case GGML_SPARSE_ATTN_SCORE_SELECT: op_score_select(ctx, dst); break;
         case GGML_SPARSE_ATTN_ATTEND:  op_attend (ctx, dst); break;
         default: GGML_ABORT("sparse_attn: unknown sub-operation %d", dst->op_params[0]);
     }
@@ -385,10 +385,10 @@ bool ggml_cuda_sparse_attn_supported(const ggml_tensor * dst, int cc) {
         case GGML_SPARSE_ATTN_VISIBLE:
             return dst->ne[1] <= GRID_MAX && dst->ne[3] <= GRID_MAX;
         case GGML_SPARSE_ATTN_SCORE:
-        case GGML_SPARSE_ATTN_PICK: {
-            const ggml_tensor * q = dst->src[GGML_SPARSE_PICK_Q], * k = dst->src[GGML_SPARSE_PICK_K], * k_t = dst->src[GGML_SPARSE_PICK_K_T];
+        case GGML_SPARSE_ATTN_SCORE_SELECT: {
+            const ggml_tensor * q = dst->src[GGML_SPARSE_SCORE_SELECT_Q], * k = dst->src[GGML_SPARSE_SCORE_SELECT_K], * k_t = dst->src[GGML_SPARSE_SCORE_SELECT_K_T];
             return is_kv(k) && q->ne[1] <= GRID_MAX && q->ne[1]/k->ne[1] <= G_MAX && q->ne[2]*q->ne[3] <= GRID_MAX && k->ne[2] <= N_KV_MAX &&
-                   (!k_t || is_shadow(k_t, dst->src[GGML_SPARSE_PICK_K_RANGE])) && !is_on_host(dst->src[GGML_SPARSE_PICK_STATS]);
+                   (!k_t || is_shadow(k_t, dst->src[GGML_SPARSE_SCORE_SELECT_K_RANGE])) && !is_on_host(dst->src[GGML_SPARSE_SCORE_SELECT_STATS]);
         }
         case GGML_SPARSE_ATTN_SELECT:
             return dst->src[GGML_SPARSE_SELECT_LOGITS]->ne[0] <= N_KV_MAX && dst->src[GGML_SPARSE_SELECT_LOGITS]->ne[1] <= GRID_MAX && dst->src[GGML_SPARSE_SELECT_LOGITS]->ne[1]/dst->ne[1] <= G_MAX && dst->ne[2]*dst->ne[3] <= GRID_MAX;

@@ -9,7 +9,7 @@ namespace sparse_cuda {
 
 struct score_args {
     view q, k, k_t, k_range, mask;
-    view kl;                            // of PICK: a token with k < 0 is not scored
+    view kl;                            // of SCORE_SELECT: a token with k < 0 is not scored
     const int32_t * sealed;             // [n_stream][n_grp]
     float * logits;                     // [row][n_head][n_kv]; row = stream*n_tok + token
     float * run_max, * run_sum;         // [row][n_head][n_run] the largest logit of a run, the sum of exp(logit - it); or NULL

@@ -109,7 +109,7 @@ ggml_backend_dev_t llama_sparse_device_of(const ggml_tensor * t) {
 }
 
 std::string llama_sparse_why_not_run(ggml_backend_dev_t dev, ggml_tensor * t) {
-    static const char * names[GGML_SPARSE_ATTN_COUNT] = { "SEAL", "VISIBLE", "SCORE", "SELECT", "PICK", "ATTEND", "PREFILL" };
+    static const char * names[GGML_SPARSE_ATTN_COUNT] = { "SEAL", "VISIBLE", "SCORE", "SELECT", "SCORE_SELECT", "ATTEND", "PREFILL" };
     std::string res;
     llama_sparse_for_each_node(t, [&](ggml_tensor * node) {
         if (dev && res.empty() && !ggml_backend_dev_supports_op(dev, node)) {

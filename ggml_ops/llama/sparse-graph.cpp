@@ -179,7 +179,7 @@ ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string 
     const bool is_short = inp.n_kv <= GGML_PAD((uint32_t) spec.min_ctx, 256u);
     const bool all = spec.is_dense() || is_short || (uint32_t) topk >= inp.n_kv;
 
-    // a device reads few bytes faster than it picks: what is short stays with its own flash attention
+    // a device reads few bytes faster than it selects: what is short stays with its own flash attention
     const auto dev = a.device();
     const double dense_bytes = llama_sparse_row_bytes(inp.kv(), a.il)*a.k->ne[1]*inp.n_kv*(tok.hi - tok.lo);
     if (dev && !spec.is_dense() && (all || dense_bytes < spec.gpu_min_mb*1e6)) {

@@ -14,7 +14,7 @@
 
 using access = llama_sparse_access;
 
-// Strides of a power of two would map all channels to the same cache sets (PICK by one thread takes 5 to 10 % longer from f16, 10 to 30 % from
+// Strides of a power of two would map all channels to the same cache sets (SCORE_SELECT by one thread takes 5 to 10 % longer from f16, 10 to 30 % from
 // codes, MHA and GQA, 16k; three lines are no better than one). So codes of a channel are a line longer than they need, and f16, which has no
 // memory to spare, a group shorter than the cache: its last group, complete only when the cache is full, is always scored from K
 static constexpr int64_t CODE_PAD = GGML_SPARSE_LINE;

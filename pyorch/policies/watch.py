@@ -164,14 +164,14 @@ class Watch:
     def _select(self, t: Tensor) -> None:
         score = source(t, SLOTS["select"]["logits"])
         assert score is not None and self.policy is not None
-        q, k = (source(score, SLOTS["pick"][name]) for name in ("q", "k"))
+        q, k = (source(score, SLOTS["score_select"][name]) for name in ("q", "k"))
         assert q is not None and k is not None
         if self._n_pos == 0:
             self.check_host(t, score, q, k)
         logits = view(score)
         if logits.shape[:2] != (1, 1):
             raise SparqError(f"{self.policy}: serves one sequence, one token at a time")
-        if source(t, SLOTS["pick"]["sinks"]) is not None:
+        if source(t, SLOTS["score_select"]["sinks"]) is not None:
             raise SparqError(f"{self.policy}: not for models with learned sinks")
         if self._n_pos == 0:
             self._begin_step(t, logits[0, 0])
@@ -199,7 +199,7 @@ class Watch:
             SparqError: cells are not in the order of positions.
         """
         n_pos = self.n_tokens() + 1
-        forced = source(t, SLOTS["pick"]["forced"])
+        forced = source(t, SLOTS["score_select"]["forced"])
         assert forced is not None
         newest, *first = view(forced)[0, 0, 0]
         hidden = np.isneginf(logits[0])

@@ -527,16 +527,19 @@ def test_step_times_sees_the_steps_and_what_they_read(
     n_layer = geometry(read_gguf(model)).n_layer
     case = step_times.Case("m", n_layer, 600, 1, parse_spec("sparq,rank=8,topk=64,min_ctx=0"), 3)
     got = step_times.measure(model, case)
-    assert {step: len(ns) for step, ns in got["samples_ns"].items()} == {"pick": 3, "attend": 3}
-    assert min(got["samples_ns"]["pick"] + got["samples_ns"]["attend"]) > 0
+    assert {step: len(ns) for step, ns in got["samples_ns"].items()} == {
+        "score_select": 3,
+        "attend": 3,
+    }
+    assert min(got["samples_ns"]["score_select"] + got["samples_ns"]["attend"]) > 0
     assert min(got["bytes"].values()) > 0
     rows = step_times.table([{"case": records.case_of(case), **got}]).splitlines()
-    assert [row.split(" | ")[4] for row in rows[2:]] == ["attend", "pick", "all"]
+    assert [row.split(" | ")[4] for row in rows[2:]] == ["attend", "score_select", "all"]
 
     only_score = step_times.measure(model, replace(case, only_score=True))
     assert {step: len(ns) for step, ns in only_score["samples_ns"].items()} == {"score": 3}
-    assert only_score["bytes"] == {"score": got["bytes"]["pick"]}
-    monkeypatch.setattr(step_times, "TOPK_MAX", 15)  # nothing that PICK would read
+    assert only_score["bytes"] == {"score": got["bytes"]["score_select"]}
+    monkeypatch.setattr(step_times, "TOPK_MAX", 15)  # nothing that SCORE_SELECT would read
     with pytest.raises(SparqError, match="positions were selected"):
         step_times.measure(model, replace(case, only_score=True))
 

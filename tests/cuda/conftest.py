@@ -36,7 +36,11 @@ def ggml(request, ggml_headers, tmp_path_factory) -> CudaGgml:
 
 N_QUICK = 4  # of the parameters of a test
 # tests without small parameters, and how many of them are quick
-LARGE = {"test_pick_is_select_of_score": 0, "test_select_ties": 0, "test_select_one_huge_logit": 1}
+LARGE = {
+    "test_score_select_is_select_of_score": 0,
+    "test_select_ties": 0,
+    "test_select_one_huge_logit": 1,
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -45,7 +45,7 @@ def test_scratch_is_what_the_docs_say(heads: tuple[int, int], mean_v: bool, ggml
     with ggml.graph() as graph:
         s = Sources(cases.make(case), graph)
         ggml.scratch = 0
-        graph.compute(graphs.pick(s))
+        graph.compute(graphs.score_select(s))
         want = 4 * n * n_head + n_head_kv * (4 * -(-n // 32) + 4 * 2048)
         want += 8 * -(-n // 512) * n_head * (g > 1 or mean_v) + 4 * n * n_head_kv * (g > 1)
         assert ggml.scratch == n_row * want
@@ -67,7 +67,7 @@ def test_what_is_refused(ggml) -> None:
 def _runs(ggml, data: cases.Data) -> bool:
     with ggml.graph() as graph:
         try:
-            graph.compute(graphs.pick(Sources(data, graph)))
+            graph.compute(graphs.score_select(Sources(data, graph)))
         except NotImplementedError:
             return False
         return True

@@ -3,8 +3,8 @@
 `Watch` is called by the evaluation callback. The shadow that SCORE reads must be what K gives in
 its type, so a stale one shows; its result is compared with scores of those values, that of SELECT
 with a choice from the very logits it read, that of ATTEND with attention over the very cells it was
-given. PICK keeps its logits to itself: SCORE computes them beside it, and both are checked. Of
-PREFILL's tokens the first, the last and one between are compared.
+given. SCORE_SELECT keeps its logits to itself: SCORE computes them beside it, and both are checked.
+Of PREFILL's tokens the first, the last and one between are compared.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ggml_ctypes import (
     AttendParams,
     Ggml,
     Graph,
-    PickParams,
     PrefillParams,
     ScoreParams,
+    ScoreSelectParams,
     SelectParams,
     TensorPtr,
 )
 from llama import bindings
 from tolerances import Errors, check_selection, score_scale
 
-from pyorch.native.slots import ATTEND, PICK, PREFILL, SCORE, SEAL, SELECT, SLOTS, VISIBLE
+from pyorch.native.slots import ATTEND, PREFILL, SCORE, SCORE_SELECT, SEAL, SELECT, SLOTS, VISIBLE
 from pyorch.native.tensor import Tensor, floats, view
 from pyorch.native.tensor import source as _source
 
@@ -162,8 +162,8 @@ class Watch:
             self._score(t)
         elif step == SELECT:
             self._select(t)
-        elif step == PICK:
-            self._pick(t)
+        elif step == SCORE_SELECT:
+            self._score_select(t)
         elif step == ATTEND:
             self._attend(t)
         else:
@@ -179,12 +179,12 @@ class Watch:
             "VISIBLE counts other positions than the mask shows"
         )
 
-    def _pick(self, t: Tensor) -> None:
+    def _score_select(self, t: Tensor) -> None:
         """SELECT(SCORE(..)) of the same sources: SCORE is computed here, then both are checked."""
-        p = _params(t, PickParams)
+        p = _params(t, ScoreSelectParams)
         with self._ggml.graph() as g:
             q, k, k_t, sealed, mask, forced, kl, sinks, _, k_range = (
-                _leaf(g, _source(t, i)) for i in SLOTS["pick"].values()
+                _leaf(g, _source(t, i)) for i in SLOTS["score_select"].values()
             )
             visible = g.op("ggml_sparse_attn_visible", mask)
             score = g.op(
@@ -223,7 +223,7 @@ class Watch:
         keys = keys.swapaxes(1, 2)
         if k_t:
             keys, steps = self._shadow(
-                keys, k_t, _source(t, SLOTS["pick"]["k_range"]), read(sealed)[0, 0], p
+                keys, k_t, _source(t, SLOTS["score_select"]["k_range"]), read(sealed)[0, 0], p
             )
         for s, tok, h in np.ndindex(q.shape[0], q.shape[1], n_head_kv):
             heads = slice(h * n_group_q, (h + 1) * n_group_q)
@@ -280,8 +280,8 @@ class Watch:
 
     def _select(self, t: Tensor) -> None:
         logits = read(_source(t, SLOTS["select"]["logits"]))
-        forced, kl = (read(_source(t, SLOTS["pick"][name])) for name in ("forced", "kl"))
-        sinks, p = _source(t, SLOTS["pick"]["sinks"]), _params(t, SelectParams)
+        forced, kl = (read(_source(t, SLOTS["score_select"][name])) for name in ("forced", "kl"))
+        sinks, p = _source(t, SLOTS["score_select"]["sinks"]), _params(t, SelectParams)
         self._selections[ctypes.addressof(t)] = (
             forced[:, 0].copy(),
             kl[:, 0].copy(),

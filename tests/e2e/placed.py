@@ -18,7 +18,7 @@ import numpy as np
 from llama import Context, Model, bindings
 
 N_PROMPT, N_DECODE, N_CTX = 600, 40, 1024
-SUB_OPS = ("SEAL", "VISIBLE", "SCORE", "SELECT", "PICK", "ATTEND", "PREFILL")
+SUB_OPS = ("SEAL", "VISIBLE", "SCORE", "SELECT", "SCORE_SELECT", "ATTEND", "PREFILL")
 
 
 def main() -> None:

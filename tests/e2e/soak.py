@@ -4,10 +4,10 @@
 
 test_soak.py runs it, in the environment of llama.python_environment. Two sequences share one cache
 and take turns, so their cells mix; now and then the tail of one is decoded again, or its first part
-is dropped and the rest moves up. On samples, every SCORE, PICK, SELECT and ATTEND node is compared
-with the oracle (nodes.py), the shadow with a fresh one, and the logits of our exact attention with
-llama.cpp's. Prints one line of JSON, with the growth of memory over the last four fifths of each
-setting's tokens; that of the comparisons is in it, so take it from a run without (--sample 0).
+is dropped and the rest moves up. On samples, every node of a step is compared with the oracle
+(nodes.py), the shadow with a fresh one, and the logits of our exact attention with llama.cpp's.
+Prints one line of JSON, with the growth of memory over the last four fifths of each setting's
+tokens; that of the comparisons is in it, so take it from a run without (--sample 0).
 """
 
 from __future__ import annotations

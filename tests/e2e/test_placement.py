@@ -104,7 +104,7 @@ def test_kv_on_the_host(run) -> None:
     ("spec", "variables", "why"),
     [
         (SPARQ, "FAKE_REFUSE=0", "no kernel for SEAL"),
-        (SPARQ, "FAKE_REFUSE=4", "no kernel for PICK"),
+        (SPARQ, "FAKE_REFUSE=4", "no kernel for SCORE_SELECT"),
         (TOPK, "FAKE_REFUSE=3", "no kernel for SELECT"),
         ("dense", "FAKE_REFUSE=1", "no kernel for VISIBLE"),
         (SPARQ, "FAKE_NAME=RPC", "K and V are on another machine"),

@@ -15,14 +15,14 @@ LIMIT = 5e-7  # of the squared error, as upstream for attention with f16 K and V
 
 
 def compare(device: DeviceGgml, case: cases.Case) -> int:
-    """SCORE, SELECT, PICK and ATTEND of a case on both. Returns how many nodes were compared."""
+    """The steps of a case on both, PREFILL apart. Returns how many nodes were compared."""
     data = cases.make(case)
-    names = ("logits", "sel", "pick", "out", "dense")
+    names = ("logits", "sel", "fused", "out", "dense")
     with device.graph() as g:
         s = Sources(data, g)
         logits = graphs.score(s)
         sel = graphs.select(s, logits)
-        nodes = (logits, sel, graphs.pick(s), graphs.attend(s, sel), graphs.attend(s, None))
+        nodes = (logits, sel, graphs.score_select(s), graphs.attend(s, sel), graphs.attend(s, None))
         on_cpu(device, g, nodes)
         want = {name: g.read(t) for name, t in zip(names, nodes, strict=True)}
         for name, node in zip(names, nodes, strict=True):
@@ -35,7 +35,7 @@ def compare(device: DeviceGgml, case: cases.Case) -> int:
             device.compute(one, [node], 1)
             got = g.read(node)
             g.buffers[_address(node)].bytes[:] = kept
-            if name in ("sel", "pick"):
+            if name in ("sel", "fused"):
                 same_selection(got, want["sel"], want["logits"], case, data)
             else:
                 assert nmse(got, want[name]) <= LIMIT, f"{name}: {nmse(got, want[name]):.2e}"

@@ -108,7 +108,7 @@ class SelectParams(ctypes.Structure):
     ]
 
 
-class PickParams(ctypes.Structure):
+class ScoreSelectParams(ctypes.Structure):
     _fields_ = [("score", ScoreParams), ("select", SelectParams)]
 
 
@@ -175,7 +175,7 @@ class Ggml:
             (base, "ggml_sparse_attn_visible", t, ctx, t),
             (base, "ggml_sparse_attn_score", t, ctx, *[t] * 8, ScoreParams),
             (base, "ggml_sparse_attn_select", t, ctx, *[t] * 4, SelectParams),
-            (base, "ggml_sparse_attn_pick", t, ctx, *[t] * 10, PickParams),
+            (base, "ggml_sparse_attn_score_select", t, ctx, *[t] * 10, ScoreSelectParams),
             (base, "ggml_sparse_attn_attend", t, ctx, *[t] * 10, AttendParams),
             (base, "ggml_sparse_attn_prefill", t, ctx, *[t] * 6, PrefillParams),
             (base, "ggml_sparq_attn", t, ctx, POINTER(AttnInputs), POINTER(AttnParams)),

@@ -13,9 +13,9 @@ from ggml_ctypes import (
     AttnParams,
     Ggml,
     Graph,
-    PickParams,
     PrefillParams,
     ScoreParams,
+    ScoreSelectParams,
     SelectParams,
 )
 
@@ -84,15 +84,15 @@ def score(s: Sources, exact: bool = False):
     )
 
 
-def pick(s: Sources):
+def score_select(s: Sources):
     """SCORE and SELECT in one node."""
     case = s.data.case
-    params = PickParams(
+    params = ScoreSelectParams(
         ScoreParams(case.rank_value, case.scale, case.max_bias, case.softcap, 16, case.n_rot),
         SelectParams(s.data.topk_max, case.heads[1], s.data.n_local_max, case.mean_v, case.top_p),
     )
     sources = (s.q, s.k, s.k_t, s.sealed, s.mask, s.forced, s.kl, s.sinks, s.stats, None)
-    return s.graph.op("ggml_sparse_attn_pick", *sources, params)
+    return s.graph.op("ggml_sparse_attn_score_select", *sources, params)
 
 
 def select(s: Sources, logits):

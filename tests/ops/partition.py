@@ -20,8 +20,8 @@ from ggml_ctypes import (
     AttendParams,
     AttnInputs,
     AttnParams,
-    PickParams,
     ScoreParams,
+    ScoreSelectParams,
     SealParams,
     SelectParams,
 )
@@ -31,7 +31,7 @@ THREADS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 HEADS = (32, 8)
 D = 128
 Found = dict[tuple[int, str, str], dict[int, float]]  # (positions, method, node): by threads
-NAMES = {0: "seal", 1: "visible", 2: "score", 3: "select", 4: "pick", 5: "attend"}
+NAMES = {0: "seal", 1: "visible", 2: "score", 3: "select", 4: "score_select", 5: "attend"}
 
 
 class Counting(IsaGgml):
@@ -135,12 +135,12 @@ def shadow_threads(ggml: Counting, n_pos: int, n_threads: int) -> dict[str, np.n
             g.tensor(np.zeros((1, 1, 1, n_pos)), "f16"),
         )
         out = g.op(
-            "ggml_sparse_attn_pick",
+            "ggml_sparse_attn_score_select",
             *(*sources, forced, kl, None, None, k_range),
-            PickParams(ScoreParams(32, D**-0.5, 0, 0, 4), SelectParams(64, n_kv, 0, 0)),
+            ScoreSelectParams(ScoreParams(32, D**-0.5, 0, 0, 4), SelectParams(64, n_kv, 0, 0)),
         )
         g.compute(out, n_threads=n_threads)
-        return {name: ggml.bytes[name][:, :8].T > 0 for name in ("seal", "pick")}
+        return {name: ggml.bytes[name][:, :8].T > 0 for name in ("seal", "score_select")}
 
 
 def list_bytes(ggml: Counting, n_group: int, n_bit: int) -> int:
@@ -170,7 +170,8 @@ def add(
     """Put the balance of each node that reads K or V into `found`; returns the bytes.
 
     "all": of the nodes together; threads wait for each other between them, so the largest counts
-    add up. "accesses": of one node, whatever memory it reads or writes, the logits of PICK too.
+    add up. "accesses": of one node, whatever memory it reads or writes, also
+    SCORE_SELECT's logits.
     """
     own = {name: c[:, :8].sum(1) for name, c in counts.items() if c[:, :8].any()}
     for name, c in own.items():

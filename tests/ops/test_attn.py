@@ -227,9 +227,9 @@ def test_k_t_may_lack_the_last_group(n_kv: int, ggml: Ggml) -> None:
     for n_pos in (data.k_t.shape[2], (n_kv - 1) // GROUP * GROUP):
         with ggml.graph() as g:
             s = Sources(replace(data, k_t=data.k_t[..., :n_pos].copy()), g)
-            logits, pick = graphs.score(s), graphs.pick(s)
-            g.compute(logits, pick)
-            got.append((g.read(logits), g.read(pick)))
+            logits, fused = graphs.score(s), graphs.score_select(s)
+            g.compute(logits, fused)
+            got.append((g.read(logits), g.read(fused)))
     assert all(np.array_equal(a, b) for a, b in zip(*got, strict=True))
 
 

@@ -115,7 +115,7 @@ def test_slots_are_those_of_the_header() -> None:
         number = {}
         for name, same in re.findall(r"^ +GGML_SPARSE_(\w+)(?: = GGML_SPARSE_(\w+))?,", body, re.M):
             number[name] = number[same] if same else len(number)
-            step, tensor = name.lower().split("_", 1)
+            step, tensor = re.match("(score_select|[a-z]+)_(.+)", name.lower()).groups()
             found.setdefault(step, {})[tensor] = number[name]
     assert found == SLOTS
     assert all(n < 10 for slots in found.values() for n in slots.values()), "GGML_MAX_SRC"

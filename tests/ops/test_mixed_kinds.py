@@ -58,9 +58,9 @@ def test_mixed_selection_and_counters(case: Case, ggml: Ggml) -> None:
     def run(data: cases.Data) -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
         with ggml.graph() as g:
             s = Sources(data, g)
-            pick, select = graphs.pick(s), graphs.select(s, graphs.score(s))
-            g.compute(pick, select)
-            raw = g.read(pick), g.read(select)
+            fused, select = graphs.score_select(s), graphs.select(s, graphs.score(s))
+            g.compute(fused, select)
+            raw = g.read(fused), g.read(select)
         with ggml.graph() as g:
             s = Sources(data, g)
             g.compute(graphs.whole(s))
@@ -70,11 +70,11 @@ def test_mixed_selection_and_counters(case: Case, ggml: Ggml) -> None:
     parts = []
     for parity in (0, 1):
         both, every = mixed(data, parity)
-        pick, select, stats = run(both)
-        assert np.array_equal(pick, select)
-        assert np.array_equal(pick[~every], plain[~every])
-        assert (pick[every][..., 0] == -1).all() and (pick[every][..., 1 + g_q :] == -1).all()
-        assert (pick[every][..., 1 : 1 + g_q].copy().view(np.float32) == 1).all()
+        fused, select, stats = run(both)
+        assert np.array_equal(fused, select)
+        assert np.array_equal(fused[~every], plain[~every])
+        assert (fused[every][..., 0] == -1).all() and (fused[every][..., 1 + g_q :] == -1).all()
+        assert (fused[every][..., 1 : 1 + g_q].copy().view(np.float32) == 1).all()
         assert stats["attend_dense"] == every.sum()
         assert stats["attend_sparse"] == n_tok * n_stream - every.sum()
         parts.append(stats)

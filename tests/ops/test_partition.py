@@ -55,12 +55,12 @@ def test_shadow_lies_on_the_node_that_reads_it(
     for n_pos in (8192, 14336):
         found = partition.shadow_threads(counting, n_pos, n_threads)
         assert found["seal"].any(0).all(), "every thread seals"
-        for seal, pick in zip(found["seal"], found["pick"], strict=True):
-            assert seal.any() and pick.any()
+        for seal, fused in zip(found["seal"], found["score_select"], strict=True):
+            assert seal.any() and fused.any()
             for n_node in (2, 4, 8):
                 if n_threads % n_node == 0:
                     nodes = {int(t) % n_node for t in np.flatnonzero(seal)}
-                    assert {int(t) % n_node for t in np.flatnonzero(pick)} == nodes
+                    assert {int(t) % n_node for t in np.flatnonzero(fused)} == nodes
                     assert len(nodes) == 1
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import to_type
-from ggml_ctypes import STATS, Ggml, PickParams, ScoreParams, SealParams, SelectParams
+from ggml_ctypes import STATS, Ggml, ScoreParams, ScoreSelectParams, SealParams, SelectParams
 
 GROUP, RUN = 64, 512
 BITS = [8, 4]
@@ -316,7 +316,7 @@ def test_scan_notices_a_wrong_code(ggml) -> None:
 @pytest.mark.parametrize("n_bit", BITS)
 @pytest.mark.parametrize("heads", [(3, 3), (8, 2)])
 @pytest.mark.parametrize("alpha", [0, 1])
-def test_pick_is_select_of_score(ggml, n_bit, heads, alpha) -> None:
+def test_score_select_is_select_of_score(ggml, n_bit, heads, alpha) -> None:
     """Bit for bit, whether a thread has whole KV heads or parts of them."""
     n_kv, d, rank, topk = 9216, 64, 16, 500
     rng = np.random.default_rng(n_bit + heads[0])
@@ -326,7 +326,7 @@ def test_pick_is_select_of_score(ggml, n_bit, heads, alpha) -> None:
     sealed = (rng.random((1, n_kv // GROUP)) < 0.9).astype(np.int32)
     groups = np.where(sealed, np.arange(n_kv // GROUP), -1).astype(np.int32)
     shadow = seal(ggml, Shadow.empty(n_bit, 1, heads[1] * d, n_kv), k, sealed, groups, "f16")
-    params = PickParams(
+    params = ScoreSelectParams(
         ScoreParams(rank, 0.125, 0.0, 0.0, n_bit), SelectParams(topk, heads[1], 16, alpha)
     )
     rows = []
@@ -341,13 +341,17 @@ def test_pick_is_select_of_score(ggml, n_bit, heads, alpha) -> None:
             visible = g.op("ggml_sparse_attn_visible", m)
             logits = g.op("ggml_sparse_attn_score", *tensors, visible, None, k_range, params.score)
             sel = g.op("ggml_sparse_attn_select", logits, forced, kl, None, params.select)
-            pick = g.op("ggml_sparse_attn_pick", *tensors, forced, kl, None, stats, k_range, params)
-            g.compute(sel, pick, n_threads=n_threads)
-            assert np.array_equal(g.read(pick), g.read(sel)), f"{n_threads} threads"
-            rows.append((g.read(pick), g.read(stats)))
+            fused = g.op(
+                "ggml_sparse_attn_score_select", *tensors, forced, kl, None, stats, k_range, params
+            )
+            g.compute(sel, fused, n_threads=n_threads)
+            assert np.array_equal(g.read(fused), g.read(sel)), f"{n_threads} threads"
+            rows.append((g.read(fused), g.read(stats)))
 
-            none = g.op("ggml_sparse_attn_pick", *tensors, forced, kl, None, None, k_range, params)
-            none.contents.op_params[1 + PickParams.select.offset // 4] = 0  # topk_max
+            none = g.op(
+                "ggml_sparse_attn_score_select", *tensors, forced, kl, None, None, k_range, params
+            )
+            none.contents.op_params[1 + ScoreSelectParams.select.offset // 4] = 0  # topk_max
             g.compute(none, n_threads=n_threads)
             assert (g.read(none)[..., 0] == 0).all(), "SCORE alone selects nothing"
             assert (g.read(none)[..., 1 : 1 + heads[0] // heads[1]].view(np.float32) == 1).all()

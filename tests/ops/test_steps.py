@@ -33,11 +33,11 @@ def check_steps(case: Case, ggml: Ggml) -> None:
         approximate = graphs.score(s)
         sel = graphs.select(s, approximate)
         out, dense = graphs.attend(s, sel), graphs.attend(s, None)
-        pick = graphs.pick(s)
-        g.compute(visible, exact, approximate, out, dense, pick)
+        fused = graphs.score_select(s)
+        g.compute(visible, exact, approximate, out, dense, fused)
         assert np.array_equal(g.read(visible), data.visible)
         logits = {None: g.read(exact), case.rank_value: g.read(approximate)}
-        assert np.array_equal(g.read(pick), g.read(sel)), "PICK is not SELECT(SCORE)"
+        assert np.array_equal(g.read(fused), g.read(sel)), "SCORE_SELECT is not SELECT(SCORE)"
         chosen = Selection.unpack(g.read(sel), case.heads[0] // case.heads[1])
         result = g.read(out).reshape(*data.q.shape[:3], -1)
         dense_result = g.read(dense).reshape(*data.q.shape[:3], -1)
@@ -118,7 +118,7 @@ def check_attend(data: cases.Data, chosen: Selection | None, got: np.ndarray) ->
 
 
 def check_stats(data: cases.Data, chosen: Selection, stats: dict[str, int]) -> None:
-    """Counters after: one exact and one approximate SCORE, PICK, a sparse and a dense ATTEND."""
+    """Counters after two SCOREs, exact and not, SCORE_SELECT, a sparse and a dense ATTEND."""
     case = data.case
     _, n_head_kv = case.heads
     row_k, row_v = row_bytes(case.d, case.type_k), row_bytes(case.d_v, case.type_v)

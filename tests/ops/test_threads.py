@@ -31,7 +31,7 @@ def run_all(ggml: Ggml, data: cases.Data, n_threads: int) -> list[np.ndarray]:
         s = Sources(data, g)
         nodes = [g.op("ggml_sparse_attn_visible", s.mask)]
         nodes += [graphs.score(s, exact=True), graphs.score(s)]
-        nodes += [graphs.select(s, nodes[-1]), graphs.pick(s)]
+        nodes += [graphs.select(s, nodes[-1]), graphs.score_select(s)]
         nodes += [graphs.attend(s, nodes[-1]), graphs.attend(s, None), graphs.prefill(s)]
         g.compute(*nodes, n_threads=n_threads)
         return [g.read(node) for node in nodes]
