@@ -1,7 +1,8 @@
-"""What llama.cpp answers with the end of the process, refused before it sees it.
+"""Model files on which llama.cpp would end the process are refused before it sees them.
 
-Assertions of llama.cpp and ggml that a model file can reach, found by reading and by fuzzing
-(tests/models/test_gguf_fuzz.py). What llama.cpp refuses in good order is left to it.
+These are the assertions of llama.cpp and ggml that a model file can reach. They were found by
+reading and by fuzzing (tests/models/test_gguf_fuzz.py). What llama.cpp refuses in good order is
+left to it.
 """
 
 from __future__ import annotations

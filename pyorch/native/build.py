@@ -18,61 +18,36 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import importlib
-import itertools
 import json
 import os
 import platform
-import re
 import shutil
-import subprocess
-import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pyorch import paths
 from pyorch.errors import SparqError
-from pyorch.native import cuda, patches, probe, source
-from pyorch.progress import Progress, Say, progress_bar, say
+from pyorch.native import cmake, cuda, patches, probe, source
+from pyorch.native.cmake import TOOLS as TOOLS
+from pyorch.native.cmake import Options as Options
+from pyorch.progress import Say, progress_bar, say
 
-TOOLS = (
-    "llama-bench",
-    "llama-cli",
-    "llama-completion",
-    "llama-perplexity",
-    "llama-quantize",
-    "llama-server",
-)
-
-# Parts of the source that no target of ours needs: 110 of 170 MB.
+# Parts of the source that none of our targets needs: 110 of 170 MB.
 _SKIP = ("models", "docs", "media", "benches", "gguf-py")
 _KEEP_BUILDS = 8
 _KEEP_TREES = 4
 
 
-@dataclass(frozen=True)
-class Options:
-    """What to build. Two different options never share a file of the result."""
-
-    stock: bool = False  # the same pin, without patches and without ggml_ops
-    portable: bool = False  # for any CPU of this kind (x86: AVX2, FMA, F16C), not for this one
-    cuda: str = ""  # architectures, as in 80;90; none: for the CPU only
-
-    @property
-    def name(self) -> str:
-        kind = "stock" if self.stock else "sparq"
-        return kind + ("-portable" if self.portable else "") + ("-cuda" if self.cuda else "")
-
-
 def usual(stock: bool = False) -> Options:
-    """What is built when nothing else is said: with CUDA where a compiler and a device are."""
+    """What is built by default: with CUDA where there is a device and a compiler for it."""
     return Options(stock, cuda=cuda.archs("native") if cuda.present() else "")
 
 
 def working(options: Options) -> Options:
-    """The same, without CUDA where it does not work, which is said. Compiles a program for that."""
+    """The same options, but without CUDA where it does not work, which is said on stderr. A program
+    is compiled to find out."""
     if options.cuda:
         _, why = cuda.toolkit(probe.need_compiler())
         if why:
@@ -158,71 +133,66 @@ def build(
     except OSError as error:
         root = paths.cache()
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise SparqError(f"no space left for the build in {root}", _SPACE) from None
+            raise SparqError(f"no space left for the build in {root}", cmake.SPACE) from None
         raise SparqError(f"cannot build in the cache {root}: {error}", _WRITE) from None
 
 
-_SPACE = "about 300 MB are needed: free some, or set SPARQ_CACHE to a folder on another disk"
 _WRITE = "set SPARQ_CACHE to a folder that you may write to"
 
 
 def _build(options: Options, tools: tuple[str, ...], jobs: int, force: bool, note: Say) -> Path:
-    compiler = probe.need_compiler()
-    found = probe.probe(compiler, native=not options.portable)
-    toolkit, why = cuda.toolkit(compiler) if options.cuda else (None, "")
-    if why:
-        raise SparqError(f"CUDA cannot be used: {why}", "for the CPU alone: sparq-cpp build --cpu")
-    pin = source.read_pin()
-    where = source.locate(pin)
-    want = inputs(options) | {"compiler": compiler.version, "flags": list(found.flags)}
-    want["openmp"] = found.openmp
-    stamp = _hash(want)
-    target = paths.cache() / "lib" / f"{options.name}-{stamp}"
-    if not force and _complete(target, tools) and bindings().is_dir():
-        return target
+    chain = cmake.toolchain(options)
+    want = inputs(options) | {"compiler": chain.compiler.version, "openmp": chain.found.openmp}
+    want["flags"] = list(chain.found.flags)
+
+    def done() -> bool:
+        return not force and _complete(_target(options, want), tools) and bindings().is_dir()
 
     def waiting(who: str) -> None:
         note(f"waiting for another build in {paths.cache()} (process {who})")
 
+    if done():
+        return _target(options, want)
     with paths.locked(paths.cache(), waiting) as lock:
-        if not force and _complete(target, tools) and bindings().is_dir():
-            return target  # another process built it while this one waited
-        for thing, why in found.off.items():
+        if done():  # another process built it while this one waited
+            return _target(options, want)
+        for thing, why in chain.found.off.items():
             note(f"{thing} is off: {why}")
         tree = paths.cache() / "build" / _hash({k: v for k, v in want.items() if k != "ops"})
         if force:
             shutil.rmtree(tree, ignore_errors=True)
-        _prepare(tree, options, pin, where, note)
+        _prepare(tree, options, note)
         if not options.stock:
-            if patches.digest() != want["patches"]:
-                shutil.rmtree(tree / "src")
-                raise SparqError("patches/ changed while it was applied", "build again")
-            want["ops"] = source.digest_of(
-                _ops_files(tree / "ops", options)
-            )  # true, if edited meanwhile
-        stamp = _hash(want)
-        target = target.with_name(f"{options.name}-{stamp}")
+            want |= _copied(tree, options, want)
+        target = _target(options, want)
         tools = tuple(sorted({*tools, *(tool for tool in TOOLS if (target / tool).is_file())}))
-        log = tree / "build.log"
-        log.write_text("", "utf-8")
-        note(f"building {options.name}: {jobs} job{'s' if jobs > 1 else ''}, log in {log}")
+        more = "s" if jobs > 1 else ""
+        note(f"building {options.name}: {jobs} job{more}, log in {tree / 'build.log'}")
         started = time.monotonic()
-        env = _environment(compiler, found, toolkit)
-        with progress_bar("compiling", off_terminal=say) as step:
-            for argv in _commands(tree, options, tools, found.openmp, jobs, toolkit):
-                _run_logged(argv, env, tree, step, lock)
-        stamped = {
-            "stamp": stamp,
-            "time": time.time(),
-            "inputs": want,
-            "pin": f"{pin.package} {pin.version}" if where.pinned else str(where.path),
-            "off": found.off,
-            "isa": list(found.isa),
-        }
-        _publish(tree / "out" / "bin", target, tools, stamped)
+        with progress_bar("compiling", off_terminal=say) as progress:
+            cmake.compile_tree(tree, options, tools, jobs, chain, progress, lock)
+        _publish(tree / "out" / "bin", target, tools, _stamp(want, chain.found))
         _prune()
     note(f"built {target} in {time.monotonic() - started:.0f} s")
     return target
+
+
+def _target(options: Options, want: dict[str, Any]) -> Path:
+    return paths.cache() / "lib" / f"{options.name}-{_hash(want)}"
+
+
+def _stamp(want: dict[str, Any], found: probe.Probe) -> dict[str, Any]:
+    """What is written down of a finished build."""
+    pin = source.read_pin()
+    where = source.locate(pin)
+    return {
+        "stamp": _hash(want),
+        "time": time.time(),
+        "inputs": want,
+        "pin": f"{pin.package} {pin.version}" if where.pinned else str(where.path),
+        "off": found.off,
+        "isa": list(found.isa),
+    }
 
 
 def _complete(target: Path, tools: tuple[str, ...]) -> bool:
@@ -233,13 +203,10 @@ def _default_jobs() -> int:
     return max(1, min(probe.cores(), probe.memory() >> 30))  # a compiler takes up to 1 GiB
 
 
-# ---- steps ---------------------------------------------------------------------------------------
-
-
-def _prepare(
-    tree: Path, options: Options, pin: source.Pin, where: source.Source, note: Say
-) -> None:
+def _prepare(tree: Path, options: Options, note: Say) -> None:
     """Fetch, unpack and patch the source; copy ggml_ops. Each part appears complete or not."""
+    pin = source.read_pin()
+    where = source.locate(pin)
     tree.mkdir(parents=True, exist_ok=True)
     os.utime(tree)  # for _prune
     todo = [(bindings() / "llama_cpp", "llama_cpp"), (tree / "src", pin.folder)]
@@ -261,6 +228,18 @@ def _prepare(
         _sync_ops(tree / "ops", options)
 
 
+def _copied(tree: Path, options: Options, want: dict[str, Any]) -> dict[str, Any]:
+    """The inputs that may have been edited while they were copied, as the work tree has them.
+
+    Raises:
+        SparqError: the series changed; the source is then unpacked anew the next time.
+    """
+    if patches.digest() != want["patches"]:
+        shutil.rmtree(tree / "src")
+        raise SparqError("patches/ changed while it was applied", "build again")
+    return {"ops": source.digest_of(_ops_files(tree / "ops", options))}
+
+
 def _ops_files(root: Path, options: Options) -> dict[str, Path]:
     """The files that are compiled, by their path below `root`."""
     return {
@@ -274,7 +253,8 @@ def _ops_files(root: Path, options: Options) -> dict[str, Path]:
 def _sync_ops(into: Path, options: Options) -> None:
     """Make `into` a copy of ggml_ops/, writing only files that differ: ninja rebuilds just those.
 
-    A copy, because modification times of an installed package or a checkout say nothing of content.
+    It is a copy, because the modification times of an installed package or of a checkout say
+    nothing about the content.
     """
     files = _ops_files(paths.data("ggml_ops"), options)
     for old in sorted(into.rglob("*"), reverse=True):
@@ -286,141 +266,6 @@ def _sync_ops(into: Path, options: Options) -> None:
         if not copy.is_file() or copy.read_bytes() != content:
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes(content)
-
-
-def cmake_options(
-    options: Options,
-    tools: tuple[str, ...],
-    openmp: bool,
-    tree: Path,
-    toolkit: cuda.Toolkit | None = None,
-) -> list[str]:
-    """The `-D` arguments of the configure step."""
-    origin = "@loader_path" if platform.system() == "Darwin" else "$ORIGIN"
-    pin = source.read_pin()
-    on_off = {
-        "BUILD_SHARED_LIBS": True,
-        "CMAKE_BUILD_WITH_INSTALL_RPATH": True,
-        "GGML_NATIVE": not options.portable,
-        "GGML_OPENMP": openmp,
-        "GGML_METAL": False,
-        "LLAMA_BUILD_COMMON": bool(tools),
-        "LLAMA_BUILD_TOOLS": bool(tools),
-        "LLAMA_BUILD_TESTS": False,
-        "LLAMA_BUILD_EXAMPLES": False,
-        "LLAMA_BUILD_SERVER": bool(tools),
-        "LLAMA_BUILD_APP": False,
-        "LLAMA_BUILD_UI": False,
-        "LLAMA_USE_PREBUILT_UI": False,  # it would download the web page of llama-server
-        "LLAMA_OPENSSL": False,
-    }
-    values = {key: "ON" if value else "OFF" for key, value in on_off.items()}
-    values["CMAKE_BUILD_TYPE"] = "Release"
-    values["CMAKE_INSTALL_RPATH"] = ";".join([origin, *(toolkit.lib if toolkit else ())])
-    if toolkit:
-        values |= cuda.cmake_options(toolkit, options.cuda)
-    values["LLAMA_BUILD_COMMIT"] = pin.commit[:9]
-    values["LLAMA_BUILD_NUMBER"] = "0"
-    if not options.stock:
-        values["CMAKE_PROJECT_llama.cpp_INCLUDE"] = str(tree / "ops" / "attach.cmake")
-    return [f"-D{key}={value}" for key, value in values.items()]
-
-
-def _environment(
-    compiler: probe.Compiler, found: probe.Probe, toolkit: cuda.Toolkit | None = None
-) -> dict[str, str]:
-    """The variables that cmake and ninja run with."""
-    env = {**os.environ, "CC": compiler.cc, "CXX": compiler.cxx, "LC_ALL": "C"}
-    env["NINJA_STATUS"] = "[%f/%t] "
-    for key in ("CFLAGS", "CXXFLAGS"):
-        env[key] = " ".join([*os.environ.get(key, "").split(), *found.flags])
-    if toolkit:
-        env["CUDAFLAGS"] = " ".join([os.environ.get("CUDAFLAGS", ""), *toolkit.flags]).strip()
-    return env
-
-
-def _commands(
-    tree: Path,
-    options: Options,
-    tools: tuple[str, ...],
-    openmp: bool,
-    jobs: int,
-    toolkit: cuda.Toolkit | None = None,
-) -> list[list[str]]:
-    """Configure, compile."""
-    ninja = _tool("ninja")
-    configure = [_tool("cmake"), "-S", str(tree / "src"), "-B", str(tree / "out"), "-G", "Ninja"]
-    configure += [f"-DCMAKE_MAKE_PROGRAM={ninja}"]
-    configure += cmake_options(options, tools, openmp, tree, toolkit)
-    return [configure, [ninja, "-C", str(tree / "out"), "-j", str(jobs), "llama", *tools]]
-
-
-def _run_logged(
-    argv: list[str], env: dict[str, str], tree: Path, step: Progress, lock: int
-) -> None:
-    """Run one build command; its output goes to the log, `[n/m]` lines to `step(n, m)`.
-
-    The command holds the lock too: should this process be killed, nobody enters the work tree
-    before the compilers have gone.
-    """
-    log = tree / "build.log"
-    copy = str(tree / "ops")
-    original = "" if not Path(copy).is_dir() else str(paths.data("ggml_ops"))
-    lines: list[str] = []
-    with log.open("a", encoding="utf-8") as file:
-        file.write("$ " + " ".join(argv) + "\n")
-        with subprocess.Popen(
-            argv, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, errors="replace", pass_fds=(lock,),
-        ) as process:  # fmt: skip
-            assert process.stdout is not None
-            try:
-                for line in process.stdout:
-                    if original:
-                        line = line.replace(copy, original)  # the file that a person can edit
-                    file.write(line)
-                    lines.append(line)
-                    if match := re.match(r"\[(\d+)/(\d+)\] ", line):
-                        step(int(match.group(1)), int(match.group(2)))
-            except BaseException:
-                process.terminate()  # ninja deletes what it was in the middle of
-                raise
-        code = process.returncode
-    if code != 0:
-        raise _failure(argv, code, lines, log)
-
-
-def _failure(argv: list[str], code: int, lines: list[str], log: Path) -> SparqError:
-    """Say in one line why a build command failed."""
-    text = "".join(lines)
-    what = Path(argv[0]).name
-    if "No space left on device" in text:
-        return SparqError(f"no space left for the build in {paths.cache()}", _SPACE)
-    if code < 0 or re.search(r"Killed signal|\bKilled\b", text):
-        how = f"signal {-code}" if code < 0 else "out of memory?"
-        return SparqError(f"{what} was killed ({how})", f"try again with --jobs 1; log: {log}")
-    at = next((i for i, line in enumerate(lines) if re.search(r"(?i)\berror\b[: ]", line)), None)
-    if at is None:
-        reason = lines[-1].strip() if lines else f"exit code {code}"
-    elif lines[at].startswith("CMake Error"):  # it goes on, indented, until an unindented line
-        rest = itertools.takewhile(lambda s: s[0] in " \n", lines[at + 1 :])
-        reason = " ".join("".join([lines[at], *rest]).split())
-    else:
-        reason = lines[at].strip()
-    return SparqError(f"{what} failed: {reason}", f"full log: {log}")
-
-
-def _tool(name: str) -> str:
-    """cmake or ninja: from the Python package of that name, else from PATH."""
-    folder = {"cmake": "CMAKE_BIN_DIR", "ninja": "BIN_DIR"}[name]  # where the package says it is
-    try:
-        packaged = shutil.which(name, path=getattr(importlib.import_module(name), folder, ""))
-    except ImportError:
-        packaged = None
-    program = packaged or shutil.which(name)
-    if program is None:
-        raise SparqError(f"{name} is missing", f"{sys.executable} -m pip install {name}")
-    return program
 
 
 def _publish(bin_dir: Path, target: Path, tools: tuple[str, ...], stamp: dict[str, Any]) -> None:
@@ -446,7 +291,7 @@ def _publish(bin_dir: Path, target: Path, tools: tuple[str, ...], stamp: dict[st
 def _prune() -> None:
     """Delete the oldest builds and work trees, so that the cache does not grow with every edit.
 
-    Builds of each kind are counted by themselves: edits of ours do not cost a stock build.
+    Each kind of build is counted by itself, so that edits of ours do not push out a stock build.
     """
     kept: dict[str, int] = {}
     for folder, stamp in finished():

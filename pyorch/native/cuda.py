@@ -1,4 +1,4 @@
-"""CUDA on this machine: the compiler, its libraries, the devices; found out by using them.
+"""CUDA on this machine: the compiler, its libraries and the devices, found out by using them.
 
 A toolkit counts when a program compiled with it links with cuBLAS and, where there is a device,
 runs on it. Headers and libraries that the toolkit lacks are taken from NVIDIA's Python packages
@@ -22,7 +22,7 @@ from pyorch.native import probe
 ARCHS = ("75", "80", "86", "89", "90", "100", "120")  # sm_75: Turing ... sm_120: Blackwell
 RELEASES = (12, 13)
 
-# In a process of its own: a driver that is broken must not take ours with it.
+# It runs in a process of its own, since a driver that is broken must not take ours with it.
 _DEVICES = """
 import ctypes
 c = ctypes.CDLL("libcuda.so.1")
@@ -74,7 +74,7 @@ class Toolkit:
 
     @property
     def flags(self) -> list[str]:
-        # after the toolkit's own headers, which may be of another release
+        # they come after the toolkit's own headers, which may be of another release
         return [f"-isystem={folder}" for folder in self.include]
 
 
@@ -112,12 +112,13 @@ def devices() -> tuple[tuple[Device, ...], str]:
 
 
 def present() -> bool:
-    """A compiler and a device: what a build without options is made for. SPARQ_CUDA=0: no."""
+    """Whether there is a compiler and a device, so that a build without options uses them; with
+    SPARQ_CUDA=0 it does not."""
     return os.environ.get("SPARQ_CUDA") != "0" and bool(find_nvcc()) and bool(devices()[0])
 
 
 def archs(text: str | None) -> str:
-    """`75;90` from `native`, `all`, or `75,90`; None: native where there is a device, else all.
+    """`75;90` from `native`, `all` or `75,90`. None means native where there is a device, else all.
 
     Raises:
         SparqError: another architecture; native without a device.
@@ -158,7 +159,7 @@ def toolkit(compiler: probe.Compiler) -> tuple[Toolkit | None, str]:
             files = [f for folder in lib for f in sorted(Path(folder).glob(f"lib{name}.so*"))]
             if files:
                 libraries[name] = str(files[0])
-    # not all toolkits are known to the loader
+    # the loader does not know every toolkit
     lib = [*map(str, own), *(lib if libraries else ())]
     found = Toolkit(nvcc, number, tuple(include), tuple(lib), libraries)
     with tempfile.TemporaryDirectory(prefix="sparq-probe-") as temp:

@@ -1,4 +1,4 @@
-"""The patch series, read and applied strictly. Plain Python: a user may have no git."""
+"""The patch series, read and applied strictly, in Python because a user may have no git."""
 
 from __future__ import annotations
 

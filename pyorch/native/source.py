@@ -1,4 +1,4 @@
-"""The pinned source: one sdist of llama-cpp-python: llama.cpp and its Python bindings."""
+"""The pinned source: an sdist of llama-cpp-python, with llama.cpp and its Python bindings."""
 
 from __future__ import annotations
 
@@ -202,9 +202,8 @@ def unpack(
 ) -> None:
     """Write every file below `folder` of the sdist to `into`, except top-level names in `skip`.
 
-    With `only`, nothing but those top-level names.
-
-    Only plain files are written, and only inside `into`; git administration is left out.
+    With `only`, no other top-level names are written. Only plain files are, and only inside `into`;
+    what git keeps for itself is left out.
 
     Raises:
         SparqError: the archive is damaged or holds a path that would escape.

@@ -78,7 +78,7 @@ def view(t: Tensor) -> np.ndarray:
 
 
 def floats(stored: np.ndarray, kind: int) -> np.ndarray:
-    """What (part of) `view` stands for, as f32: a copy. kind: the tensor's `type`."""
+    """A copy in f32 of what a `view`, or a part of one, stands for. kind: the tensor's `type`."""
     if _in_blocks(kind):
         import gguf
 

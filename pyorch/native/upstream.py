@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pyorch import paths
+from pyorch import paths, table
 from pyorch.errors import SparqError
 from pyorch.native import source
 from pyorch.native.patches import HINT, TRAILERS, apply_series, parse, series
@@ -164,17 +164,16 @@ def _correct_core_touch(folder: Path) -> None:
 
 
 def _with_table(readme: str, patch_dir: Path) -> str:
-    rows = ["| patch | what | touches | calls | gate |", "| --- | --- | --- | --- | --- |"]
+    head, rows = ("patch", "what", "touches", "calls", "gate"), []
     patches = [parse(file) for file in series(patch_dir)]
     for p in patches:
         cells = (p.trailers.get(key, "missing") for key in ("Core-Touch", "Calls", "Gate"))
-        rows.append(f"| [{p.name[:4]}]({p.name}) | {p.title} | {' | '.join(cells)} |")
+        rows.append([f"[{p.name[:4]}]({p.name})", p.title, *cells])
     added, removed = sum(p.added for p in patches), sum(p.removed for p in patches)
     files = len({change.path for p in patches for change in p.changes})
-    rows.append(
-        f"| all | at most +{MAX_ADDED} -{MAX_REMOVED} | {files} files, +{added} -{removed} | | |"
-    )
-    block = "<!-- series -->\n" + "\n".join(rows) + "\n<!-- /series -->"
+    budget = f"at most +{MAX_ADDED} -{MAX_REMOVED}"
+    rows.append(["all", budget, f"{files} files, +{added} -{removed}", "", ""])
+    block = f"<!-- series -->\n{table.markdown(head, rows, left=head)}\n<!-- /series -->"
     return re.sub(r"<!-- series -->.*?<!-- /series -->", lambda _: block, readme, flags=re.S)
 
 

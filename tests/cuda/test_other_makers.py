@@ -8,7 +8,7 @@ from pathlib import Path
 import cuda_lib
 import pytest
 
-from pyorch.native import build
+from pyorch.native.cmake import tool
 
 # as the hook in ggml-cuda.cu uses the header; exit code 0: not supported
 HOOKED = r"""
@@ -45,7 +45,7 @@ def test_builds_without_kernels(maker: str, ggml_headers: Path, tmp_path: Path) 
     text = GGML.replace("TARGET", f"ggml-{maker}").replace("FOLDERS", folders)
     (source / "CMakeLists.txt").write_text(text.replace("DEFINE", f"GGML_USE_{maker.upper()}"))
     (source / "hooked.cpp").write_text(HOOKED)
-    out, cmake, ninja = tmp_path / "out", build._tool("cmake"), build._tool("ninja")
+    out, cmake, ninja = tmp_path / "out", tool("cmake"), tool("ninja")
     attach = f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={cuda_lib.OPS / 'attach.cmake'}"
     argv = [cmake, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", attach]
     for step in ([*argv, "-S", source.parents[1], "-B", out], [ninja, "-C", out, f"ggml-{maker}"]):

@@ -12,13 +12,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 import fakes
 
 from pyorch import paths
-from pyorch.native import build, probe
+from pyorch.native import cmake, probe
 
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder in which a build takes milliseconds (see fakes.py)."""
-    for module, name in ((paths, "data"), (build, "_tool"), (probe, "probe")):
+    for module, name in ((paths, "data"), (cmake, "tool"), (probe, "probe")):
         monkeypatch.setattr(module, name, getattr(module, name))  # to be restored
     for name in ("SPARQ_CACHE", "SPARQ_LLAMA_SOURCE"):
         monkeypatch.setenv(name, "")

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from pyorch import paths
-from pyorch.native import build, probe
+from pyorch.native import build, cmake, probe
 
 UPSTREAM = """\
 package  llama-cpp-python
@@ -77,7 +77,7 @@ def use(folder: Path) -> None:
     os.environ["SPARQ_CACHE"] = str(folder / "cache")
     os.environ["SPARQ_LLAMA_SOURCE"] = str(folder / "sdist")
     paths.data = lambda name: folder / name
-    build._tool = lambda name: str(folder / "bin" / name)
+    cmake.tool = lambda name: str(folder / "bin" / name)
     found = probe.Probe((), (), {}, True)
     probe.probe = lambda compiler, native: found
 

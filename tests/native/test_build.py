@@ -17,7 +17,7 @@ import pytest
 
 from pyorch import native, paths
 from pyorch.errors import SparqError
-from pyorch.native import build, probe
+from pyorch.native import build, cmake, probe
 
 OPTIONS = build.Options()
 
@@ -418,7 +418,7 @@ def test_no_cmake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cmake", None)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(SparqError, match="cmake is missing") as error:
-        build._tool("cmake")
+        cmake.tool("cmake")
     assert error.value.hint.endswith("-m pip install cmake")
 
 

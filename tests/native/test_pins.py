@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pyorch import paths
-from pyorch.native import build, source
+from pyorch.native import cmake, source
 
 OTHERS = [pin.version for pin in source.pins()[1:]]
 
@@ -38,7 +38,7 @@ def test_sources_are_attached_once(tmp_path: Path) -> None:
     attach = paths.data("ggml_ops") / "attach.cmake"
     top = f'cmake_minimum_required(VERSION 3.19)\nproject("llama.cpp" NONE)\ninclude("{attach}")\n'
     (tmp_path / "CMakeLists.txt").write_text(top)
-    argv = [build._tool("cmake"), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={build._tool('ninja')}"]
+    argv = [cmake.tool("cmake"), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={cmake.tool('ninja')}"]
     argv += [f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={attach}", "-S", ".", "-B", "out"]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode != 0 and "is included twice" in done.stderr, done.stdout + done.stderr

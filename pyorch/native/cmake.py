@@ -1,0 +1,206 @@
+"""Configure and compile a work tree with cmake and ninja.
+
+A work tree has the patched source in `src`, a copy of ggml_ops/ in `ops`, and in `out` what ninja
+makes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyorch import paths
+from pyorch.errors import SparqError
+from pyorch.native import cuda, probe, source
+from pyorch.progress import Progress
+
+TOOLS = (
+    "llama-bench",
+    "llama-cli",
+    "llama-completion",
+    "llama-perplexity",
+    "llama-quantize",
+    "llama-server",
+)
+
+SPACE = "about 300 MB are needed: free some, or set SPARQ_CACHE to a folder on another disk"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to build. Two different options never share a file of the result."""
+
+    stock: bool = False  # the same pin, without patches and without ggml_ops
+    portable: bool = False  # for any CPU of this kind (x86: AVX2, FMA, F16C), not for this one
+    cuda: str = ""  # architectures, as in 80;90; none: for the CPU only
+
+    @property
+    def name(self) -> str:
+        kind = "stock" if self.stock else "sparq"
+        return kind + ("-portable" if self.portable else "") + ("-cuda" if self.cuda else "")
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """What compiles on this machine, as far as it works."""
+
+    compiler: probe.Compiler
+    found: probe.Probe
+    toolkit: cuda.Toolkit | None = None
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The variables that cmake and ninja run with."""
+        env = {**os.environ, "CC": self.compiler.cc, "CXX": self.compiler.cxx, "LC_ALL": "C"}
+        env["NINJA_STATUS"] = "[%f/%t] "
+        for key in ("CFLAGS", "CXXFLAGS"):
+            env[key] = " ".join([*os.environ.get(key, "").split(), *self.found.flags])
+        if self.toolkit:
+            flags = [os.environ.get("CUDAFLAGS", ""), *self.toolkit.flags]
+            env["CUDAFLAGS"] = " ".join(flags).strip()
+        return env
+
+
+def toolchain(options: Options) -> Toolchain:
+    """Find it by compiling tiny programs, which takes seconds.
+
+    Raises:
+        SparqError: there is no compiler that works, or CUDA is asked for and cannot be used.
+    """
+    compiler = probe.need_compiler()
+    found = probe.probe(compiler, native=not options.portable)
+    toolkit, why = cuda.toolkit(compiler) if options.cuda else (None, "")
+    if why:
+        raise SparqError(f"CUDA cannot be used: {why}", "for the CPU alone: sparq-cpp build --cpu")
+    return Toolchain(compiler, found, toolkit)
+
+
+def compile_tree(
+    tree: Path,
+    options: Options,
+    tools: tuple[str, ...],
+    jobs: int,
+    chain: Toolchain,
+    progress: Progress,
+    lock: int,
+) -> None:
+    """Configure and compile; all that is said goes to `build.log` in the work tree.
+
+    Args:
+        jobs: compilers to run at once.
+        progress: called with (files compiled, all of them).
+        lock: a descriptor that the compilers hold too. Should this process be killed, nobody enters
+            the work tree before they have gone.
+
+    Raises:
+        SparqError: with the first thing that failed.
+    """
+    (tree / "build.log").write_text("", "utf-8")
+    ninja, out = tool("ninja"), str(tree / "out")
+    configure = [tool("cmake"), "-S", str(tree / "src"), "-B", out, "-G", "Ninja"]
+    configure += [f"-DCMAKE_MAKE_PROGRAM={ninja}"]
+    configure += _definitions(tree, options, bool(tools), chain)
+    for argv in (configure, [ninja, "-C", out, "-j", str(jobs), "llama", *tools]):
+        _run(argv, chain.env, tree, progress, lock)
+
+
+def _definitions(tree: Path, options: Options, tools: bool, chain: Toolchain) -> list[str]:
+    """The `-D` arguments of the configure step."""
+    origin = "@loader_path" if platform.system() == "Darwin" else "$ORIGIN"
+    pin, toolkit = source.read_pin(), chain.toolkit
+    on_off = {
+        "BUILD_SHARED_LIBS": True,
+        "CMAKE_BUILD_WITH_INSTALL_RPATH": True,
+        "GGML_NATIVE": not options.portable,
+        "GGML_OPENMP": chain.found.openmp,
+        "GGML_METAL": False,
+        "LLAMA_BUILD_COMMON": tools,
+        "LLAMA_BUILD_TOOLS": tools,
+        "LLAMA_BUILD_TESTS": False,
+        "LLAMA_BUILD_EXAMPLES": False,
+        "LLAMA_BUILD_SERVER": tools,
+        "LLAMA_BUILD_APP": False,
+        "LLAMA_BUILD_UI": False,
+        "LLAMA_USE_PREBUILT_UI": False,  # it would download the web page of llama-server
+        "LLAMA_OPENSSL": False,
+    }
+    values = {key: "ON" if value else "OFF" for key, value in on_off.items()}
+    values["CMAKE_BUILD_TYPE"] = "Release"
+    values["CMAKE_INSTALL_RPATH"] = ";".join([origin, *(toolkit.lib if toolkit else ())])
+    if toolkit:
+        values |= cuda.cmake_options(toolkit, options.cuda)
+    values["LLAMA_BUILD_COMMIT"] = pin.commit[:9]
+    values["LLAMA_BUILD_NUMBER"] = "0"
+    if not options.stock:
+        values["CMAKE_PROJECT_llama.cpp_INCLUDE"] = str(tree / "ops" / "attach.cmake")
+    return [f"-D{key}={value}" for key, value in values.items()]
+
+
+def _run(argv: list[str], env: dict[str, str], tree: Path, progress: Progress, lock: int) -> None:
+    """Run one command; its output goes to the log, and lines like `[3/90]` to `progress`."""
+    log = tree / "build.log"
+    copy = str(tree / "ops")
+    original = "" if not Path(copy).is_dir() else str(paths.data("ggml_ops"))
+    lines: list[str] = []
+    with log.open("a", encoding="utf-8") as file:
+        file.write("$ " + " ".join(argv) + "\n")
+        with subprocess.Popen(
+            argv, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, errors="replace", pass_fds=(lock,),
+        ) as process:  # fmt: skip
+            assert process.stdout is not None
+            try:
+                for line in process.stdout:
+                    if original:
+                        line = line.replace(copy, original)  # the file that a person can edit
+                    file.write(line)
+                    lines.append(line)
+                    if match := re.match(r"\[(\d+)/(\d+)\] ", line):
+                        progress(int(match[1]), int(match[2]))
+            except BaseException:
+                process.terminate()  # ninja deletes what it was in the middle of
+                raise
+        code = process.returncode
+    if code != 0:
+        raise _failure(argv, code, lines, log)
+
+
+def _failure(argv: list[str], code: int, lines: list[str], log: Path) -> SparqError:
+    """Say in one line why a build command failed."""
+    text = "".join(lines)
+    what = Path(argv[0]).name
+    if "No space left on device" in text:
+        return SparqError(f"no space left for the build in {paths.cache()}", SPACE)
+    if code < 0 or re.search(r"Killed signal|\bKilled\b", text):
+        how = f"signal {-code}" if code < 0 else "out of memory?"
+        return SparqError(f"{what} was killed ({how})", f"try again with --jobs 1; log: {log}")
+    at = next((i for i, line in enumerate(lines) if re.search(r"(?i)\berror\b[: ]", line)), None)
+    if at is None:
+        reason = lines[-1].strip() if lines else f"exit code {code}"
+    elif lines[at].startswith("CMake Error"):  # it goes on, indented, until an unindented line
+        rest = itertools.takewhile(lambda s: s[0] in " \n", lines[at + 1 :])
+        reason = " ".join("".join([lines[at], *rest]).split())
+    else:
+        reason = lines[at].strip()
+    return SparqError(f"{what} failed: {reason}", f"full log: {log}")
+
+
+def tool(name: str) -> str:
+    """cmake or ninja: from the Python package of that name, else from PATH."""
+    folder = {"cmake": "CMAKE_BIN_DIR", "ninja": "BIN_DIR"}[name]  # where the package says it is
+    try:
+        packaged = shutil.which(name, path=getattr(importlib.import_module(name), folder, ""))
+    except ImportError:
+        packaged = None
+    program = packaged or shutil.which(name)
+    if program is None:
+        raise SparqError(f"{name} is missing", f"{sys.executable} -m pip install {name}")
+    return program
