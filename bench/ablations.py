@@ -35,6 +35,7 @@ from pyorch.evals.repetition import CHARS
 from pyorch.evals.texts import read_texts
 from pyorch.progress import progress_bar
 
+NEEDS = "python bench/ablations.py --text BOOKS"
 EXACT = "min_ctx=0,min_k=1"
 RATIOS = ("1/2", "1/4", "1/8", "1/16", "1/32")
 SCANS = {
@@ -55,16 +56,6 @@ RANKS, KS = (4, 8, 16, 32), (16, 32, 64, 128, 256, 512)
 TASKS = {"fidelity": 2048, "repetition": 2336}  # positions
 RAW = Path("sparq-eval") / "ablations"
 
-NAME = "ablations"
-FILE = "ablations/fidelity.jsonl"
-TITLE = "SparQ's choices, one at a time (SparQ Fig. 7)"
-CAPTION = (
-    "Demo model (heads of 64), unseen books; bars and bands are 95 % intervals. Above: KL to dense "
-    "attention, 2,048 positions; below: characters recited, 2,336. Left: what finds the positions, "
-    "by bytes. Middle: the temperature of the approximate softmax. Right: r x k, transposed K in "
-    "q4; points of a line are k; diamonds: k = 128, the paper's recipe."
-)
-NEEDS = "python bench/ablations.py --text BOOKS"
 _COLOURS = {
     **dict(zip(SCANS, (plot.PAPER, plot.OURS_2, plot.OURS, "#ae3ec9"), strict=True)),
     **dict(zip(TAUS, (plot.OURS, plot.OURS_2, plot.OURS_3, plot.PAPER, "#74b816"), strict=True)),
@@ -187,9 +178,8 @@ def draw(rows: Sequence[plot.Row]) -> Any:
         for ax, title in ((left, "what finds the positions"), (right, "rank x k")):
             ax.set(xscale="log", xlabel="bytes, % of dense", title=title)
             ticks = [3, 6, 12, 25, 50]
-            ax.set_xticks(ticks, map(str, ticks))
+            plot.x_ticks(ax, ticks, map(str, ticks))
             ax.set_xlim(2, 60 if ax is left else 36)
-            ax.set_xticks([], minor=True)
         figure.canvas.draw()
         plot.label_ends(left, ends)
         plot.label_ends(right, grid)
@@ -220,6 +210,20 @@ def _temperatures(ax: Any, rows: Sequence[plot.Row]) -> None:
         ax.errorbar(x, [r["score"] for r in line], bars, fmt="o", color=_COLOURS[name], label=name)
     ax.set_xticks(range(len(groups)), groups)
     ax.set(xlim=(-0.5, len(groups) - 0.5), title="temperature of the scores")
+
+
+FIGURE = plot.Figure(
+    name="ablations",
+    title="SparQ's choices, one at a time (SparQ Fig. 7)",
+    caption="Demo model (heads of 64), unseen books; bars and bands are 95 % intervals. Above: "
+    "KL to dense attention, 2,048 positions; below: characters recited, 2,336. Left: what finds "
+    "the positions, by bytes. Middle: the temperature of the approximate softmax. Right: r x k, "
+    "transposed K in q4; points of a line are k; diamonds: k = 128, the paper's recipe.",
+    needs=NEEDS,
+    file="ablations/fidelity.jsonl",
+    data=data,
+    draw=draw,
+)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python bench/attention_stats.py --text BOOKS [--model FILE] [--positions 1024,2048,4096]
 
-Queries, keys and values of a real model over real text, captured as by `recall.py`: at S positions,
+Queries, keys and values of a real model over real text (`capture.py`): at S positions,
 `n_query` queries among the last 64. Measured for each layer and query head:
 
     mass32      share of attention on the 32 highest-scoring positions    SparQ Fig. 4a, 4b
@@ -27,13 +27,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import capture
 import commands
 import numpy as np
-import recall
+from recall import softmax
 
-from pyorch.bench.records import Record
+from pyorch.attention.bytes import GROUP
+from pyorch.bench.records import Record, where_given
 from pyorch.cli import run as run_command
-from pyorch.cli.terminal import note
 from pyorch.progress import progress_bar
 from pyorch.table import markdown as table
 
@@ -62,6 +63,7 @@ class Case:
     n_context: int
     n_query: int
     seed: int
+    library: str = where_given("sparq")
 
 
 # ---- one layer of one context; arrays (n_query, ..) of the query heads of a KV head ----
@@ -136,11 +138,11 @@ def correlation_ratio(v: np.ndarray, axis: int) -> float:
 # ---- a model ----
 
 
-def measure(heads: recall.Heads, n_query: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+def measure(heads: capture.Heads, n_query: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Of one layer in one context, by query head: the values of `Case`'s record."""
     n_head_kv, n_pos, d = heads.k.shape
-    pick = np.linspace(0, recall.GROUP - 1, n_query).astype(int)
-    n_visible = n_pos - recall.GROUP + pick + 1
+    pick = np.linspace(0, GROUP - 1, n_query).astype(int)
+    n_visible = n_pos - GROUP + pick + 1
     hidden = (np.arange(n_pos) >= n_visible[:, None])[:, None]
     out: dict[str, list[np.ndarray]] = {}
 
@@ -152,7 +154,7 @@ def measure(heads: recall.Heads, n_query: int, rng: np.random.Generator) -> dict
         q, k = heads.q[pick, h], heads.k[h]
 
         def scores(x: np.ndarray, factor: Any, k: np.ndarray = k) -> np.ndarray:
-            return recall.softmax(np.where(hidden, -np.inf, (x @ k.T) * factor))
+            return softmax(np.where(hidden, -np.inf, (x @ k.T) * factor))
 
         true = scores(q, heads.scale)
         add("mass32", top_mass(true, TOP).mean(axis=0))
@@ -202,7 +204,7 @@ class Samples:
         self.queries: list[list[np.ndarray]] = []
         self.values: list[np.ndarray] = []
 
-    def add(self, layers: Sequence[recall.Heads]) -> None:
+    def add(self, layers: Sequence[capture.Heads]) -> None:
         """All layers of one context."""
         self.found.append([measure(h, self.n_query, self.rng) for h in layers])
         self.queries.append([h.q.reshape(len(h.q), -1, h.q.shape[3]) for h in layers])
@@ -242,11 +244,11 @@ class Samples:
 
 
 def run(*args: Any, **options: Any) -> list[Record]:
-    """Measure what a file lacks, as `recall.measured` has the arguments; all of its records."""
-    return recall.measured(BENCH, Case, _samples, *args, **options)
+    """Measure what a file lacks, as `capture.measured` has the arguments; all of its records."""
+    return capture.measured(BENCH, Case, _samples, *args, **{"n_query": 8, "seed": 1, **options})
 
 
-def _samples(contexts: Iterator[list[recall.Heads]], case: Case) -> dict[str, Any]:
+def _samples(contexts: Iterator[list[capture.Heads]], case: Case) -> dict[str, Any]:
     samples = Samples(case.n_query, case.seed)
     for layers in contexts:
         samples.add(layers)
@@ -288,16 +290,13 @@ def agreement(rec: Record, choice: str, part: str, k: int = TOP) -> float:
     return float(np.array(rec["samples"]["agreement"][choice][part])[..., TOPS.index(k)].mean())
 
 
-@commands.measurement(*recall.SIZES)
+@commands.measurement(*capture.SIZES)
 def command(model: Path, texts: list[Path], folder: Path, threads: int, **sizes: Any) -> None:
     """What attention of a model looks like: sparsity, tails of q, top-k agreement, spread of V."""
     file = folder / "attention_stats.jsonl"
     with progress_bar("attention") as progress:
         found = run(model, texts, file, progress, n_threads=threads, **sizes)
-    text = markdown(found)
-    (folder / "attention_stats.md").write_text(text + "\n", "utf-8")
-    print(text)
-    note(f"records: {file}", "dim")
+    commands.show(markdown(found), file)
 
 
 if __name__ == "__main__":

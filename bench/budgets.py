@@ -32,7 +32,6 @@ from pyorch.bench.records import Record
 from pyorch.calibrate import search
 from pyorch.calibrate.meter import Meter, contexts
 from pyorch.cli import run as run_command
-from pyorch.cli.terminal import note
 from pyorch.cli.types import Number
 from pyorch.evals import stats, texts
 from pyorch.progress import progress_bar
@@ -44,14 +43,7 @@ N_BOOT = 1_000
 MEAN_V = "uniform, mean of V"
 LINES = ("uniform", MEAN_V, "ramp", "ramp-down", "calibrated", "top-p")
 
-NAME = "budgets"
 FILE = "budgets.jsonl"
-TITLE = "KL to dense over bytes, by budget"
-CAPTION = (
-    "Demo model, unseen books; a ratio is calibrated on another text. Left: all budgets, with 95 % "
-    "bootstrap intervals over contexts. Middle: k of each layer as calibrated, as a share of the "
-    "positions. Right: bytes at which a budget reaches uniform's KL, if fewer bytes were measured."
-)
 NEEDS = "python bench/budgets.py --text BOOKS"
 COLOURS = dict(
     zip(
@@ -283,14 +275,12 @@ def draw(rows: Sequence[plot.Row]) -> Any:
             right.plot([100 * r["ratio"] for r in line], [100 * r["needed"] for r in line], "o-",
                        color=colour, markersize=4)  # fmt: skip
     left.set(yscale="log", xscale="log", xlabel="bytes, % of dense", ylabel="KL to dense (nats)")
-    left.set_xticks([5, 8, 14, 25], ["5", "8", "14", "25"])
-    left.set_xticks([], minor=True)
+    plot.x_ticks(left, [5, 8, 14, 25], ["5", "8", "14", "25"])
     left.set_title("quality over bytes")
     right.axhline(100, color=COLOURS["uniform"], linewidth=1)
     right.axhline(70, color=plot.PAPER, linewidth=1, linestyle=":")
     right.set(xscale="log", xlabel="uniform's ratio, %", ylabel="bytes at uniform's KL, %")
-    right.set_xticks([5, 8, 14, 25], ["5", "8", "14", "25"])
-    right.set_xticks([], minor=True)
+    plot.x_ticks(right, [5, 8, 14, 25], ["5", "8", "14", "25"])
     right.set_title("bytes for the same KL")
     ks = [r for r in rows if r["what"] == "k"]
     names = sorted({r["ratio"] for r in ks}, reverse=True)
@@ -305,6 +295,20 @@ def draw(rows: Sequence[plot.Row]) -> Any:
     figure.canvas.draw()
     plot.label_ends(left, ends)
     return figure
+
+
+FIGURE = plot.Figure(
+    name="budgets",
+    title="KL to dense over bytes, by budget",
+    caption="Demo model, unseen books; a ratio is calibrated on another text. Left: all budgets, "
+    "with 95 % bootstrap intervals over contexts. Middle: k of each layer as calibrated, as a "
+    "share of the positions. Right: bytes at which a budget reaches uniform's KL, if fewer bytes "
+    "were measured.",
+    needs=NEEDS,
+    file=FILE,
+    data=data,
+    draw=draw,
+)
 
 
 @commands.measurement(
@@ -329,10 +333,7 @@ def command(
     other = Path(calibrate_text or paths.data("models") / "demo" / "document.txt")
     file = folder / FILE
     found = run(model, texts, other, file, progress_bar, n_threads=threads, **sizes)
-    text = markdown(found)
-    (folder / "budgets.md").write_text(text + "\n", "utf-8")
-    print(text)
-    note(f"records: {file}", "dim")
+    commands.show(markdown(found), file)
 
 
 if __name__ == "__main__":

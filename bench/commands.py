@@ -10,28 +10,57 @@ import click
 
 from pyorch import paths
 from pyorch.bench import records
-from pyorch.cli.types import THREADS
+from pyorch.cli import types
+from pyorch.cli.terminal import note
+from pyorch.engine import usable_cores
 
 SETTINGS = {"help_option_names": ["-h", "--help"]}
-_OPTIONS = (
+OUT = click.option(
+    "--out",
+    "folder",
+    metavar="DIR",
+    callback=lambda _, __, given: Path(given) if given else records.default_folder(),
+    help="Folder of the records.  [default: bench/results/<kind of machine>]",
+)
+FORCE = click.option("--force", is_flag=True, help="Measure again what is recorded already.")
+THREADS = click.option(
+    "--threads",
+    "-t",
+    type=types.Numbers(1, types.THREADS.high),
+    callback=lambda _, __, given: given or sorted({1, usable_cores()}),
+    help="Numbers of threads.  [default: 1 and all cores]",
+)
+_OF_A_MODEL = (
     click.option(
         "--model", "-m", metavar="FILE", help="GGUF model to measure.  [default: the demo model]"
     ),
     click.option(
         "--text",
+        "texts",
         multiple=True,
         required=True,
         metavar="FILE|DIR",
+        callback=lambda _, __, given: [Path(x) for x in given],
         help="Books that the model has not seen.",
     ),
-    click.option("--threads", "-t", type=THREADS, default=1, show_default=True),
-    click.option(
-        "--out",
-        metavar="DIR",
-        help="Folder of the records.  [default: bench/results/<kind of machine>]",
-    ),
-    click.option("--force", is_flag=True, help="Measure again what is recorded already."),
+    click.option("--threads", "-t", type=types.THREADS, default=1, show_default=True),
 )
+
+
+def samples(default: int) -> Any:
+    """The option of how often each case is timed."""
+    return click.option("--samples", type=types.Number(int, 1), default=default, show_default=True)
+
+
+def command(*options: Any) -> Callable[[Callable[..., Any]], click.Command]:
+    """A command with `options`; its help is the docstring."""
+
+    def decorate(body: Callable[..., Any]) -> click.Command:
+        for option in reversed(options):
+            body = option(body)
+        return click.command(context_settings=SETTINGS)(body)
+
+    return decorate
 
 
 def measurement(*own: Any) -> Callable[[Callable[..., Any]], click.Command]:
@@ -41,16 +70,17 @@ def measurement(*own: Any) -> Callable[[Callable[..., Any]], click.Command]:
     """
 
     def decorate(body: Callable[..., Any]) -> click.Command:
-        def command(model: str, text: tuple[str, ...], out: str, **options: Any) -> None:
-            body(
-                model=Path(model or paths.data("models") / "demo" / "demo.gguf"),
-                texts=[Path(t) for t in text],
-                folder=Path(out) if out else records.default_folder(),
-                **options,
-            )
+        def given(model: str | None, **options: Any) -> None:
+            body(model=Path(model or paths.data("models") / "demo" / "demo.gguf"), **options)
 
-        for option in reversed((*_OPTIONS, *own)):
-            command = option(command)
-        return click.command(context_settings=SETTINGS, help=body.__doc__)(command)
+        given.__doc__ = body.__doc__
+        return command(*_OF_A_MODEL, OUT, FORCE, *own)(given)
 
     return decorate
+
+
+def show(text: str, file: Path) -> None:
+    """Print a table, and keep it beside the records it is of."""
+    file.with_suffix(".md").write_text(text + "\n", "utf-8")
+    print(text)
+    note(f"records: {file}", "dim")

@@ -1,13 +1,15 @@
-"""Fig. 9: end-to-end speed-up on a CPU, from the records of `sparq-cpp bench`.
+"""Figs. 9 and 10: end-to-end speed-up on a CPU and on a GPU, from the records of `sparq-cpp bench`.
 
-Decoded tokens of the Llama-2-7B geometry with 8-bit weights and an f16 cache, batch 1, against the
-faster of llama.cpp's `-fa 0` and `-fa 1` in the same run; the limit is what the bytes allow.
+Decoded tokens of the Llama-2-7B geometry with an f16 cache, batch 1, against the faster of
+llama.cpp's `-fa 0` and `-fa 1` in the same run; the limit is what the bytes allow.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +17,52 @@ import plot
 
 from pyorch.bench import output
 
-NAME = "end_to_end"
-FILE = "speed.jsonl"
-TITLE = "End-to-end speed-up on a CPU (Fig. 9)"
-CAPTION = (
-    "Time of one decoded token against the faster of llama.cpp's two attentions in the same run, "
-    "medians; bars are the 10th to 90th percentile. Dotted: the speed-up of a program that does "
-    "nothing but read the same bytes. The paper's baseline is dense llama.cpp of early 2024. Where "
-    "the whole model does not fit into memory, fewer layers of it were measured, with the output "
-    "head in proportion: `n_layer` in the CSV."
-)
 FULL_LAYERS = 32
-NEEDS = "sparq-cpp bench -d 4096-131072*2 -n 10 -r 3 --ratio 1/8 --attn-shadow f16,q4"
+FILE = "speed.jsonl"
 
 
-def data(folder: Path) -> list[plot.Row]:
+@dataclass(frozen=True)
+class Published:
+    """One of the paper's figures: the weights it is of, and where its points stand in paper.csv."""
+
+    name: str
+    backend: str
+    weights: str
+    baseline: str
+    sparq: str
+    label: str
+    needs: str
+
+    def speedups(self) -> list[tuple[float, float]]:
+        """By positions. Where there is no baseline, `sparq` is no time but the speed-up."""
+        sparq = plot.paper(self.name, self.sparq)
+        if not self.baseline:
+            return sparq
+        dense = dict(plot.paper(self.name, self.baseline))
+        return [(x, dense[x] / y) for x, y in sparq]
+
+
+CPU = Published(
+    "end_to_end",
+    "CPU",
+    "q8_0",
+    "SparQ CPU: dense",
+    "SparQ CPU: SparQ 1/8",
+    "paper, 32 threads",
+    "sparq-cpp bench -d 4096-131072*2 -n 10 -r 3 --ratio 1/8 --attn-shadow f16,q4",
+)
+GPU = Published(
+    "gpu_end_to_end", "CUDA", "f16", "", "H100: speed-up", "paper, H100", "make bench-gpu"
+)
+
+
+def data(of: Published, folder: Path) -> list[plot.Row]:
     """One row per (model, length, what ran)."""
     who = "library", "flash_attn", "sparse_attn"
     found = plot.rows_of(folder, FILE, output.rows, lambda r: (_setting(r), *(r[x] for x in who)))
-    found = [r for r in found if _is_ours(r)]
-    plot.need(found, "decoded tokens of llama2-7b q8_0 with an f16 cache", NEEDS)
+    found = [r for r in found if _is_of(of, r)]
+    where = " on a GPU" if of is GPU else ""
+    plot.need(found, f"decoded tokens of llama2-7b {of.weights} with an f16 cache{where}", of.needs)
     threads = max(r["n_threads"] for r in found)
     found = [r for r in found if r["n_threads"] == threads]
     # of several models with fewer layers than the whole one, the largest that was measured
@@ -67,10 +95,10 @@ def data(folder: Path) -> list[plot.Row]:
     return out
 
 
-def _is_ours(r: plot.Row) -> bool:
+def _is_of(of: Published, r: plot.Row) -> bool:
     plain = r["type_k"] == r["type_v"] == "f16" and not r["n_prompt"] and not r["prefill"]
-    lengths = [x for x, _ in plot.paper(NAME, "SparQ CPU: dense")]
-    return plain and r["model_type"].startswith("llama2-7b q8_0") and r["n_depth"] in lengths
+    here = r["backends"] == of.backend and r["n_depth"] in [x for x, _ in of.speedups()]
+    return plain and here and r["model_type"].startswith(f"llama2-7b {of.weights}")
 
 
 def _setting(r: plot.Row) -> tuple[Any, ...]:
@@ -81,25 +109,23 @@ def _who(r: plot.Row) -> str:
     return plot.name_of(r["library"], r["flash_attn"], r["sparse_attn"])
 
 
-def draw(rows: Sequence[plot.Row]) -> Any:
+def draw(of: Published, rows: Sequence[plot.Row]) -> Any:
     figure, (left, right) = plot.panels(2)
     ours = list(dict.fromkeys(r["attention"] for r in rows if "stock" not in r["attention"]))
     styles = plot.colours(ours)
-    published = {s: dict(plot.paper(NAME, f"SparQ CPU: {s}")) for s in ("dense", "SparQ 1/8")}
-    paper = [(x, published["dense"][x] / y) for x, y in published["SparQ 1/8"].items()]
+    paper = of.speedups()
 
     ends = []
     for name in ours:
         here = [r for r in rows if r["attention"] == name]
-        x, y = [r["positions"] for r in here], [r["speedup"] for r in here]
-        spread = [[r["speedup"] - r["speedup_low"] for r in here]]
-        spread.append([r["speedup_high"] - r["speedup"] for r in here])
-        left.errorbar(x, y, [[max(v, 0) for v in s] for s in spread], fmt="o-", color=styles[name])
-        limit = [(r["positions"], r["limit"]) for r in here if not math.isnan(r["limit"])]
-        left.plot(*zip(*limit, strict=True), ":", color=styles[name], linewidth=1.2)
-        ends.append((name, x[-1], y[-1], styles[name]))
+        colour, bars = styles[name], ("speedup_low", "speedup_high")
+        ends.append(
+            (name, *plot.line(left, here, "positions", "speedup", bars, color=colour), colour)
+        )
+        known = [r for r in here if not math.isnan(r["limit"])]
+        plot.line(left, known, "positions", "limit", fmt=":", color=colour, linewidth=1.2)
     left.plot(*zip(*paper, strict=True), "s--", color=plot.PAPER)
-    ends.append(("paper, 32 threads", *paper[-1], plot.PAPER))
+    ends.append((of.label, *paper[-1], plot.PAPER))
     left.axhline(1, color=plot.PAPER, linewidth=0.8)
     all_x = [r["positions"] for r in rows] + [x for x, _ in paper]
     plot.positions_axis(left, all_x)
@@ -107,16 +133,11 @@ def draw(rows: Sequence[plot.Row]) -> Any:
     left.set_ylim(bottom=0)
 
     more = []
-    for name, colour in [
-        ("stock -fa 0", plot.STOCK),
-        ("stock -fa 1", plot.STOCK_2),
-        *styles.items(),
-    ]:
+    for name, colour in (plot.colours(["stock -fa 0", "stock -fa 1"]) | styles).items():
         here = [r for r in rows if r["attention"] == name]
         if here:
-            x, y = [r["positions"] for r in here], [r["full_token_ms"] for r in here]
-            right.plot(x, y, "o-", color=colour)
-            more.append((name, x[-1], y[-1], colour))
+            end = plot.line(right, here, "positions", "full_token_ms", color=colour)
+            more.append((name, *end, colour))
     plot.positions_axis(right, [r["positions"] for r in rows])
     plot.decades(right, [r["full_token_ms"] for r in rows])
     fewer = any(r["n_layer"] < FULL_LAYERS for r in rows)
@@ -126,3 +147,29 @@ def draw(rows: Sequence[plot.Row]) -> Any:
     plot.label_ends(left, ends)
     plot.label_ends(right, more)
     return figure
+
+
+FIGURE = plot.Figure(
+    name="end_to_end",
+    title="End-to-end speed-up on a CPU (Fig. 9)",
+    caption="Time of one decoded token against the faster of llama.cpp's two attentions in the "
+    "same run, medians; bars are the 10th to 90th percentile. Dotted: the speed-up of a program "
+    "that does nothing but read the same bytes. The paper's baseline is dense llama.cpp of early "
+    "2024. Where the whole model does not fit into memory, fewer layers of it were measured, with "
+    "the output head in proportion: `n_layer` in the CSV.",
+    needs=CPU.needs,
+    file=FILE,
+    data=partial(data, CPU),
+    draw=partial(draw, CPU),
+)
+ON_GPU = plot.Figure(
+    name="gpu_end_to_end",
+    title="End-to-end speed-up on a GPU (Fig. 10)",
+    caption="Time of one decoded token against the faster of llama.cpp's two attentions in the "
+    "same run, medians; bars are the 10th to 90th percentile. Grey: the paper, on an H100 PCIe "
+    "with gpt-fast as the dense program.",
+    needs=GPU.needs,
+    file=FILE,
+    data=partial(data, GPU),
+    draw=partial(draw, GPU),
+)

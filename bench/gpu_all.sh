@@ -65,5 +65,5 @@ step stock 3000 $sparq build --stock --cuda --cuda-arch native
 for depth in 8192 16384 32768 46080; do
     step tokens-$depth 1800 $sparq bench --yes --like llama2-7b --quant f16 -ngl 99 -fa 1 -d $depth -n 16 -r 3 -a sparq,ratio=1/8,gpu_min_mb=0
 done
-step figures 300 "$python" bench/draw_gpu.py
+step figures 300 "$python" bench/draw.py gpu_attention gpu_end_to_end
 exit $failed

@@ -14,15 +14,6 @@ from typing import Any
 
 import plot
 
-NAME = "intensity"
-FILE = ""  # computed
-TITLE = "Arithmetic intensity of decoding (Fig. C1, eq. 1)"
-CAPTION = (
-    "Multiply-adds per element read, by rho = S/(g*d_m); computed, not measured. Left and middle: "
-    "a large batch helps only while rho is small. Right: batch 1, the share of what a token reads "
-    "that is KV cache, dense and at a ratio of 1/8. Llama-2-7B has rho = 1 at 4,096 positions, "
-    "Llama-3-8B at 16,384."
-)
 BATCHES = (1, 8, 64, 512)
 GROUPS = (1, 8)
 RATIO = 1 / 8
@@ -75,13 +66,13 @@ def draw(rows: Sequence[plot.Row]) -> Any:
                 fontsize=8,
             )
         for name in ("Llama 2 7B", "Llama 2 70B"):
-            for rho, most in plot.paper(NAME, name):
+            for rho, most in plot.paper("intensity", name):
                 if (name == "Llama 2 7B") == (g == 1):
                     ax.plot(rho, most, "D", color=plot.STOCK, markersize=4)
                     where = dict(fontsize=7.5, color=plot.STOCK, va="bottom")
                     ax.text(rho * 1.15, most * 1.05, f"{name}, B → ∞", **where)
         for name in ("Bow IPU (FP16)", "A10 GPU (INT8)", "H100 SXM GPU (FP8)"):
-            y = plot.paper(NAME, name)[0][1]
+            y = plot.paper("intensity", name)[0][1]
             ax.axhline(y, color=plot.PAPER, linestyle=":", linewidth=1)
             ax.text(x[-1], y * 1.04, name, color=plot.PAPER, ha="right", fontsize=7)
     ax = axes[2]
@@ -98,3 +89,17 @@ def draw(rows: Sequence[plot.Row]) -> Any:
 def _line(rows: Sequence[plot.Row], panel: str, series: float) -> tuple[list[float], list[float]]:
     here = [r for r in rows if r["panel"] == panel and r["series"] == series]
     return [r["rho"] for r in here], [r["value"] for r in here]
+
+
+FIGURE = plot.Figure(
+    name="intensity",
+    title="Arithmetic intensity of decoding (Fig. C1, eq. 1)",
+    caption="Multiply-adds per element read, by rho = S/(g*d_m); computed, not measured. Left "
+    "and middle: a large batch helps only while rho is small. Right: batch 1, the share of what a "
+    "token reads that is KV cache, dense and at a ratio of 1/8. Llama-2-7B has rho = 1 at 4,096 "
+    "positions, Llama-3-8B at 16,384.",
+    needs="",
+    file="",
+    data=data,
+    draw=draw,
+)

@@ -1,29 +1,25 @@
-"""Fig. 8 and F1, for a CPU: attention by itself over the sequence length, r = 32, k = 128.
+"""Figs. 8 and F1, Table 4: attention by itself over the sequence length, r = 32, k = 128.
 
-From the records of `sparq-cpp bench --attn-only`: one layer's 32 heads of 128, f16 cache, against
-the faster of llama.cpp's `-fa 0` and `-fa 1` in the same run.
+On a CPU from the records of `sparq-cpp bench --attn-only`: one layer's 32 heads of 128, f16 cache,
+against the faster of llama.cpp's `-fa 0` and `-fa 1` in the same run. On a CUDA device from those
+of `python bench/gpu.py`, against the faster of ggml's flash attention and torch's
+scaled_dot_product_attention, measured with the same library; of each case the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import plot
 
 from pyorch.attention.spec import AttentionSpec
-from pyorch.bench import attention
+from pyorch.bench import attention, records
 
-NAME = "microbenchmark"
 FILE = "attention.jsonl"
-TITLE = "Attention by itself (Fig. 8, F1)"
-CAPTION = (
-    "32 query heads of 128, one layer, batch 1, cold caches; medians, bars are the 10th to 90th "
-    "percentile of single tokens. Dotted: dense bytes by bytes read, what a program that does "
-    "nothing but read would gain. llama.cpp's own attention is slower than its bytes, most so "
-    "where query heads share KV heads, and ours may pass that line."
-)
 SHADOWS = ("f16", "q4")
 SPECS = (
     AttentionSpec("dense"),
@@ -34,6 +30,15 @@ MODELS = {"llama2-7b": "32 KV heads (Llama-2-7B)", "llama3-8b": "8 KV heads (Lla
 _COLOURS = plot.colours(
     ["stock -fa 0", "stock -fa 1", "our dense", *(f"SparQ {s}" for s in SHADOWS)]
 )
+
+GPU_FILE = "gpu_attention.jsonl"
+GPU_NEEDS = "python bench/gpu.py"
+DENSE = ("ggml flash", "torch sdpa")
+KV_HEADS = {32: "llama2-7b", 8: "llama3-8b"}
+_GPU_COLOURS = {"ggml flash": plot.STOCK, "torch sdpa": plot.STOCK_2}
+_GPU_COLOURS |= plot.colours([f"SparQ {s}" for s in ("f16", "q8", "q4")])
+
+# ---- on a CPU ----
 
 
 def _name(c: attention.Case) -> str:
@@ -81,55 +86,153 @@ def data(folder: Path) -> list[plot.Row]:
     )
 
 
-def draw(rows: Sequence[plot.Row]) -> Any:
+# ---- on a CUDA device ----
+
+
+def gpu_data(folder: Path) -> list[plot.Row]:
+    """One row per (batch, KV heads, positions, method)."""
+    known = records.load_all(folder / GPU_FILE)
+    plot.need(known, "attention by itself on a GPU", GPU_NEEDS)
+    last: dict[str, plot.Row] = {}  # of each case on each device
+    for rec in known:
+        c, ns = rec["case"], float(np.median(rec["samples_ns"]))
+        beside = [
+            r
+            for r in known
+            if r["case"]["method"] in DENSE
+            and all(r["case"][k] == c[k] for k in c if k != "method")
+            and _library(r) == _library(rec)
+        ]
+        same = {r["case"]["method"]: float(np.median(r["samples_ns"])) for r in beside}  # the last
+        if not same:
+            continue  # nothing to compare with
+        dense_bytes = beside[-1]["bytes_read"]
+        dense_is = min(same, key=lambda method: same[method])
+        last[f"{rec['env']['device']} {c}"] = {
+            "device": rec["env"]["device"],
+            "model": KV_HEADS.get(c["n_head_kv"], ""),
+            **{k: c[k] for k in ("batch", "n_head", "n_head_kv", "positions", "method")},
+            "attention": c["method"].replace("sparq", "SparQ"),
+            **_milliseconds(rec["samples_ns"]),
+            "speedup": same[dense_is] / ns,
+            "limit": dense_bytes / rec["bytes_read"],
+            "dense_is": dense_is,
+            "gb_s": rec["bytes_read"] / ns,
+            "share_of_copy": rec["bytes_read"] / ns / rec["copy_gb_s"],
+        }
+    rows = list(last.values())
+    plot.need(rows, "dense attention on a GPU", GPU_NEEDS)
+    names = ("batch", "n_head_kv", "method", "positions")
+    return sorted(rows, key=lambda r: tuple(r[n] for n in names))
+
+
+def _library(rec: records.Record) -> Any:
+    """Where and by what it was measured: times of two libraries are not compared."""
+    return rec["env"]["device"], rec["env"].get("stamps")
+
+
+def _milliseconds(samples_ns: Sequence[float]) -> plot.Row:
+    mid, low, high = (x / 1e6 for x in records.spread(samples_ns))
+    return {"layer_ms": mid, "layer_ms_p10": low, "layer_ms_p90": high}
+
+
+# ---- both ----
+
+
+def draw(
+    dense: str,
+    colours: Mapping[str, str],
+    published: Callable[[Any], None],
+    rows: Sequence[plot.Row],
+) -> Any:
+    """A line of panels per model: times, and speed-ups with what `published` adds to the first."""
     models = [m for m in MODELS if any(r["model"] == m for r in rows)]
     figure, axes = plot.panels(2, len(models), height=3.2)
     labels: list[tuple[Any, list[Any]]] = []
     for i, model in enumerate(models):
         times, gains = axes[2 * i], axes[2 * i + 1]
-        time_ends, gain_ends = [], []
-        for name, colour in _COLOURS.items():
-            here = [r for r in rows if r["model"] == model and r["attention"] == name]
-            if not here:
-                continue
-            x, y = [r["positions"] for r in here], [r["layer_ms"] for r in here]
-            bars = [
-                [max(r["layer_ms"] - r["layer_ms_p10"], 0) for r in here],
-                [max(r["layer_ms_p90"] - r["layer_ms"], 0) for r in here],
-            ]
-            times.errorbar(x, y, bars, fmt="o-", color=colour, elinewidth=1)
-            time_ends.append((name, x[-1], y[-1], colour))
-            if "stock" not in name:
-                gain = [r["speedup"] for r in here]
-                gains.plot(x, gain, "o-", color=colour)
-                gain_ends.append((name, x[-1], gain[-1], colour))
-                if name != "our dense":
-                    gains.plot(x, [r["limit"] for r in here], ":", color=colour, linewidth=1.2)
+        here = [r for r in rows if r["model"] == model]
+        labels += _lines(times, gains, here, colours)
         if model == "llama2-7b":
-            for name, text in (
-                ("A10G: Triton", ""),
-                ("A100: Triton", "paper, A100 and A10G"),
-                ("IPU", "paper, IPU"),
-            ):
-                ((x0, y0),) = plot.paper(NAME, name)
-                gains.plot(x0, y0, "s", color=plot.PAPER)
-                gains.annotate(
-                    text,
-                    (x0, y0),
-                    (6, -9),
-                    textcoords="offset points",
-                    color=plot.PAPER,
-                    fontsize=7.5,
-                )
+            published(gains)
         gains.axhline(1, color=plot.PAPER, linewidth=0.8)
         for ax in (times, gains):
-            plot.positions_axis(ax, [r["positions"] for r in rows if r["model"] == model])
-        plot.decades(times, [r["layer_ms"] for r in rows if r["model"] == model])
+            plot.positions_axis(ax, [r["positions"] for r in here])
+        plot.decades(times, [r["layer_ms"] for r in here])
         times.set(ylabel="ms per token and layer", title=MODELS[model])
-        gains.set(ylabel="times faster than best stock", title="speed-up (dotted: by bytes)")
+        gains.set(ylabel=f"times faster than best {dense}", title="speed-up (dotted: by bytes)")
         gains.set_ylim(bottom=0)
-        labels += [(times, time_ends), (gains, gain_ends)]
     figure.canvas.draw()
     for ax, ends in labels:
-        plot.label_ends(ax, ends)
+        if ends:
+            plot.label_ends(ax, ends)
     return figure
+
+
+def _lines(
+    times: Any, gains: Any, rows: Sequence[plot.Row], colours: Mapping[str, str]
+) -> list[tuple[Any, list[Any]]]:
+    """Draws a line per kind of attention; diamonds are of larger batches. Returns their ends."""
+    time_ends, gain_ends = [], []
+    for name, colour in colours.items():
+        mine = [r for r in rows if r["attention"] == name]
+        here = [r for r in mine if r.get("batch", 1) == 1]
+        many = [(r["positions"], r["speedup"]) for r in mine if r not in here]
+        dense = "stock" in name or name in DENSE
+        if many and not dense:
+            gains.plot(*zip(*many, strict=True), "D", color=colour)
+        if not here:
+            continue
+        bars, style = ("layer_ms_p10", "layer_ms_p90"), {"color": colour, "elinewidth": 1}
+        end = plot.line(times, here, "positions", "layer_ms", bars, **style)
+        time_ends.append((name, *end, colour))
+        if not dense:
+            end = plot.line(gains, here, "positions", "speedup", color=colour)
+            gain_ends.append((name, *end, colour))
+            if name != "our dense":
+                plot.line(gains, here, "positions", "limit", fmt=":", color=colour, linewidth=1.2)
+    return [(times, time_ends), (gains, gain_ends)]
+
+
+def _points(gains: Any) -> None:
+    for name, text in (
+        ("A10G: Triton", ""),
+        ("A100: Triton", "paper, A100 and A10G"),
+        ("IPU", "paper, IPU"),
+    ):
+        (at,) = plot.paper("microbenchmark", name)
+        gains.plot(*at, "s", color=plot.PAPER)
+        style = {"textcoords": "offset points", "color": plot.PAPER, "fontsize": 7.5}
+        gains.annotate(text, at, (6, -9), **style)
+
+
+def _gpu_points(gains: Any) -> None:
+    for name, style in (("A100: speed-up at batch 1", "s--"), ("A100: speed-up at batch 64", "D")):
+        points = plot.paper("gpu_attention", name)
+        gains.plot(*zip(*points, strict=True), style, color=plot.PAPER)
+
+
+FIGURE = plot.Figure(
+    name="microbenchmark",
+    title="Attention by itself (Fig. 8, F1)",
+    caption="32 query heads of 128, one layer, batch 1, cold caches; medians, bars are the 10th "
+    "to 90th percentile of single tokens. Dotted: dense bytes by bytes read, what a program that "
+    "does nothing but read would gain. llama.cpp's own attention is slower than its bytes, most "
+    "so where query heads share KV heads, and ours may pass that line.",
+    needs=NEEDS,
+    file=FILE,
+    data=data,
+    draw=partial(draw, "stock", _COLOURS, _points),
+)
+ON_GPU = plot.Figure(
+    name="gpu_attention",
+    title="Attention by itself on a GPU (Fig. 8, Table 4, F1)",
+    caption="32 query heads of 128, r = 32, k = 128, f16 cache, fresh data for every layer; "
+    "medians, bars are the 10th to 90th percentile. Lines are of batch 1, diamonds of batch 64. "
+    "Speed-up over the faster of ggml's flash attention and torch's own attention. Dotted: dense "
+    "bytes by bytes read. Grey: the paper, on other GPUs.",
+    needs=GPU_NEEDS,
+    file=GPU_FILE,
+    data=gpu_data,
+    draw=partial(draw, "dense", _GPU_COLOURS, _gpu_points),
+)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,16 @@ import click
 import commands
 import watch
 
-from pyorch import engine, native
+from pyorch import engine
 from pyorch.bench import records, state
 from pyorch.bench.plan import Synthetic
 from pyorch.bench.records import Record
 from pyorch.cli import run as run_command
-from pyorch.cli.types import LAYERS, THREADS, Number, Numbers
+from pyorch.cli.types import LAYERS, THREADS, Numbers
 from pyorch.errors import SparqError
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import read_gguf
+from pyorch.progress import Progress, progress_bar
 
 BENCH = "node_times"
 BEGINS, ENDS = "Qcur-", "kqv_out-"  # `Qcur-0 (view)` comes after K and V are written
@@ -92,58 +93,57 @@ def measure(model: Path, case: Case) -> dict[str, Any]:
     return {"samples_ns": samples, "attention_ns": attention}
 
 
-def run(model: Path, cases: Sequence[Case], file: Path, *, force: bool = False) -> list[Record]:
-    env = records.environment({"stock": native.built(stock=True)})
-    stamp = env["stamps"]["stock"]
-    done = {} if force else records.load(file)
-    out = []
-    for case in cases:
-        key = records.key(BENCH, asdict(case), stamp)
-        if key not in done:
-            result = measure(model, case)
-            done[key] = records.record(BENCH, asdict(case), stamp, **result, env=env)
-            records.append(file, done[key])
-        out.append(done[key])
-    return out
-
-
-@click.command(context_settings=commands.SETTINGS)
-@click.option(
-    "--model",
-    "-m",
-    metavar="FILE",
-    help="GGUF model to measure.  [default: llama2-7b q8_0, synthetic]",
-)
-@click.option(
-    "--layers", type=LAYERS, default=4, show_default=True, help="Layers of the synthetic model."
-)
-@click.option("-d", "--n-depth", type=Numbers(256), default="1024,4096,16384", show_default=True)
-@click.option("-fa", "--flash-attn", type=Numbers(), default="0,1", show_default=True)
-@click.option("-t", "--threads", type=THREADS, help="Number of threads.  [default: all cores]")
-@click.option("--samples", type=Number(int, 1), default=20, show_default=True)
-@click.option(
-    "--out",
-    metavar="DIR",
-    help="Folder of the records.  [default: bench/results/<kind of machine>]",
-)
-@click.option("--force", is_flag=True, help="Measure again what is recorded already.")
-def command(**options: Any) -> None:
-    """Time of the attention nodes of stock llama.cpp, token by token."""
-    model = (
-        Path(options["model"])
-        if options["model"]
-        else Synthetic("llama2-7b", options["layers"], "q8_0").written()
+def run(
+    model: Path, cases: Sequence[Case], file: Path, progress: Progress, *, force: bool = False
+) -> list[Record]:
+    """Measure what `file` lacks, add it there, return all records."""
+    return records.resume(
+        BENCH,
+        [[case] for case in cases],
+        lambda group, _: [measure(model, case) for case in group],
+        file,
+        progress,
+        cost=lambda group: group[0].n_depth,
+        force=force,
+        libraries=("stock",),
     )
-    geo = geometry(read_gguf(model))
-    threads = options["threads"] or engine.usable_cores()
+
+
+@commands.command(
+    click.option(
+        "--model",
+        "-m",
+        metavar="FILE",
+        help="GGUF model to measure.  [default: llama2-7b q8_0, synthetic]",
+    ),
+    click.option(
+        "--layers", type=LAYERS, default=4, show_default=True, help="Layers of the synthetic model."
+    ),
+    click.option(
+        "-d", "--n-depth", type=Numbers(256), default="1024,4096,16384", show_default=True
+    ),
+    click.option("-fa", "--flash-attn", type=Numbers(), default="0,1", show_default=True),
+    click.option("-t", "--threads", type=THREADS, help="Number of threads.  [default: all cores]"),
+    commands.samples(20),
+    commands.OUT,
+    commands.FORCE,
+)
+def command(
+    model: str | None, layers: int, threads: int | None, folder: Path, force: bool, **options: Any
+) -> None:
+    """Time of the attention nodes of stock llama.cpp, token by token."""
+    path = Path(model) if model else Synthetic("llama2-7b", layers, "q8_0").written()
+    geo = geometry(read_gguf(path))
+    n_threads, n = threads or engine.usable_cores(), options["samples"]
     cases = [
-        Case(geo.name, n, threads, bool(fa), options["samples"], model_size=geo.weight_bytes)
-        for n in options["n_depth"]
+        Case(geo.name, n_depth, n_threads, bool(fa), n, model_size=geo.weight_bytes)
+        for n_depth in options["n_depth"]
         for fa in options["flash_attn"]
     ]
-    folder = Path(options["out"]) if options["out"] else records.default_folder()
-    for rec in run(model, cases, folder / "node_times.jsonl", force=options["force"]):
-        case = Case(**rec["case"])
+    with progress_bar("nodes") as progress:
+        found = run(path, cases, folder / "node_times.jsonl", progress, force=force)
+    for rec in found:
+        case = records.read_case(Case, rec)
         token, share = records.spread(rec["samples_ns"])[0], shares(rec)
         print(
             f"-fa {int(case.flash_attn)}  S {case.n_depth:6d}  {token / 1e6:8.2f} ms per token  "

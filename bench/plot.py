@@ -1,7 +1,6 @@
 """What the figures share: records in, a picture and its numbers out, all drawn alike.
 
-A figure is a module with NAME, TITLE, CAPTION, FILE (of its records), `data(folder)` -> rows, and
-`draw(rows)` -> a matplotlib figure. `main` writes NAME.csv and NAME.svg.
+`draw.py` lists the figures and has the command.
 """
 
 from __future__ import annotations
@@ -10,13 +9,10 @@ import csv
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-
-import click
-import commands
 
 from pyorch import paths
 from pyorch.attention.spec import AttentionSpec, ratio_text
@@ -31,15 +27,34 @@ from pyorch.bench.pictures import (  # noqa: F401  the figures have them from he
     Row,
     decades,
     label_ends,
+    line,
     panels,
     positions_axis,
     write,
+    x_ticks,
 )
-from pyorch.cli import run as run_command
-from pyorch.errors import SparqError, nearest
+from pyorch.errors import SparqError
 
 HERE = Path(__file__).parent
 FIGURES = HERE / "figures"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One picture, NAME.svg, with its numbers, NAME.csv."""
+
+    name: str
+    title: str
+    caption: str
+    needs: str  # the command that measures what it shows
+    file: str  # of the records; empty: it is computed
+    data: Callable[[Path], list[Row]]  # from the folder of the records
+    draw: Callable[[Sequence[Row]], Any]  # a matplotlib figure
+
+
+class NoRecords(SparqError):
+    """What a figure shows has not been measured on this machine."""
+
 
 # ---- records ----
 
@@ -84,20 +99,20 @@ def need(rows: Sequence[Any], what: str, command: str) -> None:
     """Refuse to draw nothing.
 
     Raises:
-        SparqError: there are no rows.
+        NoRecords: there are no rows.
     """
     if not rows:
-        raise SparqError(f"no records of {what}", f"first: {command}")
+        raise NoRecords(f"no records of {what}", f"first: {command}")
 
 
-def caption(figure: ModuleType | Any, folder: Path) -> str:
+def caption(figure: Figure, folder: Path) -> str:
     """Its text, and the machine of the last record."""
-    if not figure.FILE:
-        return figure.CAPTION
+    if not figure.file:
+        return figure.caption
     m = next(
-        r["env"]["machine"] for r in reversed(records.load_all(folder / figure.FILE)) if "env" in r
+        r["env"]["machine"] for r in reversed(records.load_all(folder / figure.file)) if "env" in r
     )
-    return f"{figure.CAPTION} {m['cpu']}, {m['cores']} cores."
+    return f"{figure.caption} {m['cpu']}, {m['cores']} cores."
 
 
 def default_folder() -> Path:
@@ -118,8 +133,8 @@ def name_of(library: str, flash_attn: bool, spec: AttentionSpec) -> str:
         return f"stock -fa {int(flash_attn)}"
     if not spec.sparse:
         return f"our {spec}"
-    plain = AttentionSpec(spec.method, ratio=spec.ratio, shadow=spec.shadow)
-    if spec.ratio is None or spec != plain:
+    changed = {"ratio": spec.ratio, "shadow": spec.shadow, "gpu_min_mb": spec.gpu_min_mb}
+    if spec.ratio is None or spec != AttentionSpec(spec.method, **changed):
         return str(spec)
     shadow = f" {spec.shadow}" if spec.method == "sparq" else ""
     return f"{dict(sparq='SparQ', topk='top-k')[spec.method]} {ratio_text(spec.ratio)}{shadow}"
@@ -142,58 +157,17 @@ def paper(figure: str, series: str) -> list[tuple[float, float]]:
     return [(float(r["x"]), float(r["y"])) for r in found]
 
 
-# ---- the command of each script ----
-
-
-def make(figure: ModuleType | Any, folder: Path, out: Path, png: bool = False) -> None:
+def make(figure: Figure, folder: Path, out: Path, png: bool = False) -> None:
     """Draw one figure from the records in `folder`.
 
     Raises:
-        SparqError: its records are missing, or matplotlib is.
+        NoRecords: its records are missing.
+        SparqError: matplotlib is.
     """
     rows = figure.data(folder)
     try:
         picture = figure.draw(rows)
     except ModuleNotFoundError as e:
         raise SparqError(f"{e.name} is not installed", paths.install_command("figures")) from None
-    about = {"Title": figure.TITLE, "Description": caption(figure, folder)}
-    write(picture, rows, figure.NAME, about, out, png)
-
-
-def main(*figures: ModuleType | Any) -> None:
-    """The command line of the figures: draw those that have records, say what the others lack."""
-
-    @click.command(context_settings=commands.SETTINGS)
-    @click.argument("names", nargs=-1, metavar="[NAME]...")
-    @click.option(
-        "--results",
-        metavar="DIR",
-        help="Folder of the records.  [default: bench/results/<machine>]",
-    )
-    @click.option(
-        "--out",
-        metavar="DIR",
-        default=str(FIGURES),
-        help="Folder of the pictures.  [default: bench/figures]",
-    )
-    @click.option("--png", is_flag=True, help="Write PNG as well as SVG.")
-    def command(names: tuple[str, ...], results: str | None, out: str, png: bool) -> None:
-        """Draw from records: NAME.svg and NAME.csv; without NAME all of them."""
-        known = {figure.NAME: figure for figure in figures}
-        for name in names:
-            if name not in known:
-                raise nearest("figure", name, tuple(known))
-        chosen = [known[name] for name in names or known]
-        folder = Path(results) if results else default_folder()
-        missing = 0
-        for figure in chosen:
-            try:
-                make(figure, folder, Path(out), png)
-                print(Path(out) / f"{figure.NAME}.svg")
-            except SparqError as e:
-                missing += 1
-                click.echo(f"{figure.NAME}: not drawn: {e.message} ({e.hint})", err=True)
-        if missing:
-            raise SparqError(f"{missing} of {len(chosen)} figures not drawn", str(folder))
-
-    run_command(command)
+    about = {"Title": figure.title, "Description": caption(figure, folder)}
+    write(picture, rows, figure.name, about, out, png)

@@ -24,36 +24,24 @@ Writes recall.jsonl, recall.csv and recall.md.
 from __future__ import annotations
 
 import csv
-import hashlib
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import click
+import capture
 import commands
 import numpy as np
-import watch
 
-from pyorch import engine, native
 from pyorch.attention.bytes import GROUP, RUN, SHADOW_BYTES
 from pyorch.attention.spec import ratio_text
-from pyorch.bench import records
-from pyorch.bench.records import Record
+from pyorch.bench.records import Record, where_given
 from pyorch.cli import run as run_command
-from pyorch.cli.terminal import note
-from pyorch.cli.types import Number, Numbers
-from pyorch.errors import SparqError
-from pyorch.evals.texts import read_texts
-from pyorch.models.gguf_file import read_gguf
-from pyorch.native.tensor import Tensor, floats, op_number, view
 from pyorch.progress import Progress, progress_bar
 from pyorch.table import markdown as table
 
 BENCH = "recall"
 RATIOS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
-TASKS = ("prose", "recite")
 # ranks, in 64ths of d
 SHARES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
 SINKS = 4
@@ -74,89 +62,7 @@ class Case:
     n_query: int
     ratios: tuple[float, ...]
     seed: int
-
-
-# ---- q, K and V of a model ----
-
-
-def _read(t: Tensor) -> np.ndarray:
-    """A copy in f32, numpy axes (slowest first)."""
-    if t.type not in (0, 1):
-        raise SparqError("q, K or V is neither f16 nor f32")
-    return floats(view(t), t.type)
-
-
-@dataclass(frozen=True)
-class Heads:
-    """One layer. q (n_query, n_head_kv, group, d), k and v (n_head_kv, S, d); scale of q.k."""
-
-    q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
-    scale: float
-
-
-class Capture:
-    """Attention's inputs in a session of a model, `session`, to be closed."""
-
-    def __init__(self, model: engine.Model, n_ctx: int, n_threads: int) -> None:
-        self._op = op_number(model.lib, "FLASH_ATTN_EXT")
-        self._layers: list[Heads] | None = None
-        self.session = model.session(n_ctx=n_ctx, n_threads=n_threads, watch=watch.Watch(self._see))
-
-    def _see(self, t: Tensor, ask: bool) -> bool:
-        if self._layers is None or t.op != self._op:
-            return not ask
-        if not ask:
-            self._layers.append(_heads(t))
-        return True
-
-    def layers(self, tokens: Sequence[int]) -> list[Heads]:
-        """All layers at the last GROUP of `tokens`, whose number is a multiple of GROUP."""
-        session = self.session
-        engine.rewind(session, 0)
-        engine.prefill(session, tokens[:-GROUP])
-        self._layers = found = []
-        engine.prefill(session, tokens[-GROUP:])
-        self._layers = None
-        if not found:
-            raise SparqError("no flash attention was seen: not a model with a plain KV cache")
-        n = len(tokens)
-        return [Heads(h.q, h.k[:, :n], h.v[:, :n], h.scale) for h in found]
-
-
-def _heads(t: Tensor) -> Heads:
-    q, k, v, mask = (_read(t.src[i].contents)[0] for i in range(4))
-    scale, max_bias, softcap = np.array(t.op_params[:3], np.int32).view(np.float32)
-    seen = np.isfinite(mask.reshape(-1, mask.shape[-1])[: q.shape[1]]).sum(1)
-    if max_bias or softcap or t.src[4] or not np.array_equal(seen - seen[0], np.arange(len(seen))):
-        raise SparqError("biased, capped, windowed attention or attention sinks: not modelled here")
-    n_head_kv, d = k.shape[0], k.shape[2]
-    q = q.swapaxes(0, 1).reshape(q.shape[1], n_head_kv, -1, d)
-    return Heads(q, k, v, float(scale))
-
-
-def contexts(
-    model: engine.Model, texts: Sequence[str], n_pos: int, task: str, seed: int
-) -> Iterator[list[int]]:
-    """Token sequences of `n_pos` tokens without end, books in turn."""
-    head = engine.tokenize(model, "")
-    gap = engine.tokenize(model, "\n\n", add_special=False)
-    again = GROUP + 32 if task == "recite" else 0  # 32 tokens of it are cue
-    n_book = n_pos - len(head) - (len(gap) + again if again else 0)
-    books = [engine.tokenize(model, t, add_special=False) for t in texts]
-    books = [b for b in books if len(b) >= n_book]
-    if not books:
-        raise SparqError(f"no text has {n_book} tokens", "a longer text, or fewer --positions")
-    rng = np.random.default_rng(seed)
-    i = 0
-    while True:
-        book = books[i % len(books)]
-        at = int(rng.integers(0, len(book) - n_book + 1))
-        text = book[at : at + n_book]
-        start = int(rng.integers(0, n_book - again + 1))
-        yield head + text + (gap + text[start : start + again] if again else [])
-        i += 1
+    library: str = where_given("sparq")
 
 
 # ---- what the library does with them ----
@@ -257,7 +163,7 @@ def configs(n_pos: int, d: int, ratios: Sequence[float]) -> list[dict[str, Any]]
     return out
 
 
-def measure(layer: Heads, n_query: int, cases: Sequence[dict[str, Any]]) -> np.ndarray:
+def measure(layer: capture.Heads, n_query: int, cases: Sequence[dict[str, Any]]) -> np.ndarray:
     """(n_case, n_head_kv, 5): mass, error, error with the mean of V; peaks found, and peaks.
 
     The first three are means over the queries, the last two counts.
@@ -311,96 +217,14 @@ def _peaks(true: np.ndarray, n_visible: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def run(
-    model: Path,
-    texts: Sequence[Path],
-    file: Path,
-    progress: Progress,
-    *,
-    ratios: Sequence[float] = RATIOS,
-    **options: Any,
+    model: Path, texts: Sequence[Path], file: Path, progress: Progress, **options: Any
 ) -> list[Record]:
     """Measure what `file` lacks, add it there, return all records: `measured` has the options."""
-    more = {"ratios": tuple(ratios)}
-    return measured(BENCH, Case, _samples, model, texts, file, progress, more=more, **options)
+    options = {"n_query": 8, "seed": 1, "ratios": RATIOS} | options
+    return capture.measured(BENCH, Case, _samples, model, texts, file, progress, **options)
 
 
-def measured(
-    bench: str,
-    case_of: Callable[..., Any],
-    samples_of: Callable[[Iterator[list[Heads]], Any], Any],
-    model: Path,
-    texts: Sequence[Path],
-    file: Path,
-    progress: Progress,
-    *,
-    positions: Sequence[int],
-    n_context: int,
-    n_query: int = 8,
-    n_threads: int = 1,
-    seed: int = 1,
-    force: bool = False,
-    more: Mapping[str, Any] | None = None,
-) -> list[Record]:
-    """A record for each length and kind of text that `file` lacks; all of them.
-
-    Args:
-        case_of: makes a record's case of these sizes and `more`.
-        samples_of: what is recorded of a case, from the layers of each of its contexts.
-
-    Raises:
-        SparqError: a text that is too short, a model whose attention is not modelled.
-    """
-    for n_pos in positions:
-        if n_pos % GROUP or n_pos < 4 * GROUP:
-            raise SparqError(f"{n_pos} positions: a multiple of {GROUP}, 256 or more", exit_code=2)
-    os.environ.pop("SPARQ_ATTN", None)
-    env = records.environment({"sparq": native.built()})
-    stamp = env["stamps"]["sparq"]
-    books = read_texts(texts)
-    text = hashlib.sha256("\0".join(books).encode()).hexdigest()[:16]
-    sizes = {
-        "model": records.file_hash(*read_gguf(model).parts),
-        "text": text,
-        "n_context": n_context,
-    }
-    sizes |= {"n_query": n_query, "seed": seed, **(more or {})}
-    cases = [case_of(**sizes, n_pos=n, task=t) for n in positions for t in TASKS]
-    done = {} if force else records.load(file)
-    total, spent = sum(c.n_pos * n_context for c in cases), 0
-    with engine.load_model(model) as loaded:
-        about = {"model_name": model.name, "head_dim": loaded.geometry.head_dim_k}
-        for case in cases:
-            key = records.key(bench, asdict(case), stamp)
-            if key not in done:
-                step = lambda n, a=spent, c=case: progress(a + n * c.n_pos, total)  # noqa: E731
-                samples = samples_of(_layers(loaded, books, case, n_threads, step), case)
-                done[key] = records.record(
-                    bench, asdict(case), stamp, samples=samples, env=env, **about
-                )
-                records.append(file, done[key])
-            spent += case.n_pos * n_context
-    return [done[records.key(bench, asdict(c), stamp)] for c in cases]
-
-
-def _layers(
-    model: engine.Model,
-    books: Sequence[str],
-    case: Any,
-    n_threads: int,
-    progress: Callable[[int], None],
-) -> Iterator[list[Heads]]:
-    """Of each of the contexts of a case."""
-    capture = Capture(model, case.n_pos, n_threads)
-    try:
-        texts = contexts(model, books, case.n_pos, case.task, case.seed)
-        for i in range(case.n_context):
-            yield capture.layers(next(texts))
-            progress(i + 1)
-    finally:
-        capture.session.close()
-
-
-def _samples(found_layers: Iterator[list[Heads]], case: Case) -> list[dict[str, Any]]:
+def _samples(found_layers: Iterator[list[capture.Heads]], case: Case) -> list[dict[str, Any]]:
     todo: list[dict[str, Any]] = []
     results = []
     for layers in found_layers:
@@ -555,26 +379,13 @@ def _cell(row: Row | None) -> str:
     return f"{row.mass:.3f} ({row.rank}, {100 * row.scan:.0f} %)"
 
 
-SIZES = (
-    click.option(
-        "--positions", "-S", type=Numbers(256), default="1024,2048,4096", show_default=True
-    ),
-    click.option("--contexts", "n_context", type=Number(int, 2), default=30, show_default=True),
-    click.option("--queries", "n_query", type=Number(int, 1, GROUP), default=8, show_default=True),
-    click.option("--seed", type=Number(int, 0), default=1, show_default=True),
-)
-
-
-@commands.measurement(*SIZES)
+@commands.measurement(*capture.SIZES)
 def command(model: Path, texts: list[Path], folder: Path, threads: int, **sizes: Any) -> None:
     """Attention caught per byte read: rank, type of the transposed K, and what is left for k."""
     with progress_bar("recall") as progress:
         found = run(model, texts, folder / "recall.jsonl", progress, n_threads=threads, **sizes)
     write_csv(found, folder / "recall.csv")
-    text = markdown(found)
-    (folder / "recall.md").write_text(text + "\n", "utf-8")
-    print(text)
-    note(f"records: {folder / 'recall.jsonl'}", "dim")
+    commands.show(markdown(found), folder / "recall.jsonl")
 
 
 if __name__ == "__main__":

@@ -11,16 +11,9 @@ import plot
 import recall
 
 from pyorch.attention.spec import ratio_text
+from pyorch.bench import records
 
-NAME = "recall_per_byte"
 FILE = "recall.jsonl"
-TITLE = "Attention caught per byte read"
-CAPTION = (
-    "Demo model (heads of 64), passages of the context read once more. Left: the best rank at each "
-    "budget, by the type of the transposed K; grey: the best positions that all of the bytes could "
-    "buy; diamonds: the default rule. Middle: one budget of 1/8, by the share of it that goes to "
-    "the scan. Right: error of the heads' outputs under the default rule."
-)
 NEEDS = "python bench/recall.py --text BOOKS"
 N_POS, TASK, RATIO = 4096, "recite", 1 / 8
 _COLOURS = plot.colours(["f16", "q8", "q4"])
@@ -29,7 +22,7 @@ _COLOURS = plot.colours(["f16", "q8", "q4"])
 def data(folder: Path) -> list[plot.Row]:
     recs = [
         r
-        for r in recall.records.load(folder / FILE).values()
+        for r in records.load(folder / FILE).values()
         if (r["case"]["n_pos"], r["case"]["task"]) == (N_POS, TASK)
     ]
     plot.need(recs, f"recall per byte at {N_POS} positions", NEEDS)
@@ -50,9 +43,8 @@ def draw(rows: Sequence[plot.Row]) -> Any:
     ends = []
     for kind, colour in {"oracle": plot.PAPER, **_COLOURS}.items():
         line = _pick(rows, shadow=kind, best=1)
-        left.plot([r["ratio"] for r in line], [r["mass"] for r in line], "o-", color=colour)
         name = "free choice" if kind == "oracle" else kind
-        ends.append((name, line[-1]["ratio"], line[-1]["mass"], colour))
+        ends.append((name, *plot.line(left, line, "ratio", "mass", color=colour), colour))
         line = _pick(rows, shadow=kind, rule=1)
         left.plot([r["ratio"] for r in line], [r["mass"] for r in line], "D", color=colour,
                   markerfacecolor="none", markersize=8)  # fmt: skip
@@ -82,8 +74,7 @@ def draw(rows: Sequence[plot.Row]) -> Any:
     right.set(ylabel="|y - y'|² / |y|²", title="error of the output")
     for ax in (left, right):
         ax.set_xscale("log", base=2)
-        ax.set_xticks(ratios, [ratio_text(r) for r in ratios])
-        ax.set_xticks([], minor=True)
+        plot.x_ticks(ax, ratios, [ratio_text(r) for r in ratios])
         ax.set_xlabel("ratio: share of dense attention's bytes")
     figure.canvas.draw()
     plot.label_ends(left, ends, pad=0.05)
@@ -94,3 +85,17 @@ def draw(rows: Sequence[plot.Row]) -> Any:
 def _pick(rows: Sequence[plot.Row], **values: Any) -> list[plot.Row]:
     here = [r for r in rows if all(r[k] == v for k, v in values.items())]
     return sorted(here, key=lambda r: r["ratio"])
+
+
+FIGURE = plot.Figure(
+    name="recall_per_byte",
+    title="Attention caught per byte read",
+    caption="Demo model (heads of 64), passages of the context read once more. Left: the best "
+    "rank at each budget, by the type of the transposed K; grey: the best positions that all of "
+    "the bytes could buy; diamonds: the default rule. Middle: one budget of 1/8, by the share of "
+    "it that goes to the scan. Right: error of the heads' outputs under the default rule.",
+    needs=NEEDS,
+    file=FILE,
+    data=data,
+    draw=draw,
+)

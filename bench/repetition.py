@@ -11,13 +11,7 @@ import plot
 
 from pyorch.evals import series, table
 
-NAME = "repetition"
 FILE = "eval/repetition.jsonl"
-TITLE = "Repetition at equal bytes, beside SparQ's Table 2"
-CAPTION = (
-    "Lines: the demo model, with 95 % bootstrap intervals over the passages. "
-    "Rings: the paper's Llama 2 13B, Llama 3 8B, Mistral 7B, Gemma 7B and Pythia 6.9B."
-)
 NEEDS = "sparq-cpp eval repetition, then sparq-cpp eval pack: docs/evals.md"
 N_BOOT = 2_000
 MODELS = ("Llama 2 13B", "Llama 3 8B", "Mistral 7B", "Gemma 7B", "Pythia 6.9B")
@@ -41,7 +35,7 @@ def data(folder: Path) -> list[plot.Row]:
                             "x": 100 * s.bytes_per_token / s.bytes_dense, "y": y, "low": low,
                             "high": high, "n": len(s.scores)})  # fmt: skip
         for model in MODELS:
-            for x, y in plot.paper(NAME, f"{name}: {model}"):
+            for x, y in plot.paper("repetition", f"{name}: {model}"):
                 out.append({"method": name, "model": model, "x": x, "y": y})
     return out
 
@@ -62,22 +56,31 @@ def draw(rows: Sequence[plot.Row]) -> Any:
         here = [r for r in rows if r["method"] == name]
         theirs = [r for r in here if r["model"] in MODELS]
         ours = sorted((r for r in here if r not in theirs), key=lambda r: r["x"])
-        x, y = [r["x"] for r in ours], [r["y"] for r in ours]
-        bars = [[r["y"] - r["low"] for r in ours], [r["high"] - r["y"] for r in ours]]
-        ax.errorbar(x, y, bars, fmt="o-", color=colour, elinewidth=1)
+        end = plot.line(ax, ours, "x", "y", ("low", "high"), color=colour, elinewidth=1)
         ax.plot([r["x"] for r in theirs], [r["y"] for r in theirs], "o", color=colour,
                 markerfacecolor="none", markersize=7)  # fmt: skip
-        ends.append((name, x[-1], y[-1], colour))
+        ends.append((name, *end, colour))
     ax.plot([], [], "o", color=plot.PAPER, markerfacecolor="none", markersize=7,
             label="the paper's five models")  # fmt: skip
     ax.legend(frameon=False, fontsize=8, loc="center")
     ax.axhline(100, color=plot.PAPER, linewidth=1, linestyle="--")
     ax.set_xscale("log", base=2)
     ticks = [6.25, 12.5, 25, 50]
-    ax.set_xticks(ticks, [f"{t:g}" for t in ticks])
-    ax.set_xticks([], minor=True)
+    plot.x_ticks(ax, ticks, [f"{t:g}" for t in ticks])
     ax.set(ylim=(0, None), xlabel="bytes of K and V read, % of dense")
     ax.set(ylabel="characters recited, % of dense", title="Repetition")
     figure.canvas.draw()
     plot.label_ends(ax, ends)
     return figure
+
+
+FIGURE = plot.Figure(
+    name="repetition",
+    title="Repetition at equal bytes, beside SparQ's Table 2",
+    caption="Lines: the demo model, with 95 % bootstrap intervals over the passages. Rings: the "
+    "paper's Llama 2 13B, Llama 3 8B, Mistral 7B, Gemma 7B and Pythia 6.9B.",
+    needs=NEEDS,
+    file=FILE,
+    data=data,
+    draw=draw,
+)

@@ -27,14 +27,7 @@ from pyorch.engine import usable_cores
 from pyorch.errors import SparqError
 from pyorch.models import synth
 
-NAME = "roofline"
 FILE = "speed.jsonl"
-TITLE = "Roofline of this CPU (Fig. 2)"
-CAPTION = (
-    "Decoded tokens and prompts of the Llama-2-7B geometry, 8-bit weights, f16 cache, batch 1. "
-    "Decoding lies on the slope: memory decides. Right: the bytes a token reads (weights, K and V, "
-    "transposed K), at the speed of a sequential read, by the time it took."
-)
 NEEDS = "sparq-cpp bench -d 4096,32768 -p 0,512 -n 16 --ratio 1/8"
 PEAK = "peak"
 N, REPEATS = 2048, 20  # of the matrix product
@@ -186,20 +179,29 @@ def draw(rows: Sequence[plot.Row]) -> Any:
     return figure
 
 
-@click.command(context_settings=commands.SETTINGS)
-@click.option("--measure", "wanted", is_flag=True, help="Measure the compute peak.")
-@click.option(
-    "--out",
-    metavar="DIR",
-    help="Folder of the records.  [default: bench/results/<kind of machine>]",
+FIGURE = plot.Figure(
+    name="roofline",
+    title="Roofline of this CPU (Fig. 2)",
+    caption="Decoded tokens and prompts of the Llama-2-7B geometry, 8-bit weights, f16 cache, "
+    "batch 1. Decoding lies on the slope: memory decides. Right: the bytes a token reads "
+    "(weights, K and V, transposed K), at the speed of a sequential read, by the time it took.",
+    needs=NEEDS,
+    file=FILE,
+    data=data,
+    draw=draw,
 )
-def command(wanted: bool, out: str | None) -> None:
+
+
+@commands.command(
+    click.option("--measure", "wanted", is_flag=True, help="Measure the compute peak."),
+    commands.OUT,
+)
+def command(wanted: bool, folder: Path) -> None:
     """The compute peak of this machine: the top of the roof. Seconds."""
     if not wanted:
         hint = "--measure; the figure is drawn by: python bench/draw.py roofline"
         raise SparqError("nothing to do", hint, exit_code=2)
-    # of this machine, even where figures are drawn from another's records
-    measure(Path(out) if out else records.default_folder())
+    measure(folder)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,6 @@ from pyorch.bench import records
 from pyorch.bench.bandwidth import SHARE, MemoryReader, compiled, together
 from pyorch.bench.records import Record
 from pyorch.cli import run as run_command
-from pyorch.cli.types import THREADS, Number, Numbers
-from pyorch.engine import usable_cores
 from pyorch.models.memory import available_memory
 from pyorch.progress import progress_bar
 from pyorch.table import markdown
@@ -183,42 +181,27 @@ def table(recs: Sequence[Record]) -> str:
     return markdown(head, lines)
 
 
-@click.command(context_settings=commands.SETTINGS)
-@click.option(
-    "-t",
-    "--threads",
-    type=Numbers(1, THREADS.high),
-    help="Numbers of threads.  [default: 1 and all cores]",
-)
-@click.option("--samples", type=Number(int, 1), default=21, show_default=True)
-@click.option(
-    "--out",
-    metavar="DIR",
-    help="Folder of the records.  [default: bench/results/<kind of machine>]",
-)
-def command(threads: Sequence[int] | None, samples: int, out: str | None) -> None:
+@commands.command(commands.THREADS, commands.samples(21), commands.OUT)
+def command(threads: Sequence[int], samples: int, folder: Path) -> None:
     """How fast memory delivers what sparse attention reads, without attention."""
-    folder = Path(out) if out else records.default_folder()
     n_layer = max(1, min(8, available_memory() // SHARE // LAYER))
-    wanted = threads or sorted({1, usable_cores()})
     stamp = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]
-    made = []
+    file = folder / f"{BENCH}.jsonl"
+    made: list[Record] = []
     with progress_bar("reads") as progress:
         layers = Layers(n_layer)
         if not layers.huge:
             click.echo("note: no huge pages: rows come more slowly than to the library", err=True)
-        for n_threads in wanted:
+        for n_threads in threads:
             reader = MemoryReader(n_threads)
             for read in layers.reads:
-                progress(len(made), len(wanted) * len(layers.reads))
+                progress(len(made), len(threads) * len(layers.reads))
                 case = Case(read, n_threads, samples, n_layer)
                 result = measure(layers, reader, case) | {"huge_pages": layers.huge}
                 env = {"machine": records.machine()}
                 made.append(records.record(BENCH, asdict(case), stamp, **result, env=env))
-                records.append(folder / f"{BENCH}.jsonl", made[-1])
-    text = table(made)
-    (folder / f"{BENCH}.md").write_text(text + "\n", encoding="utf-8")
-    click.echo(text)
+                records.append(file, made[-1])
+    commands.show(table(made), file)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from pyorch.bench import attention, records, state
 from pyorch.bench.bandwidth import MemoryReader
 from pyorch.bench.records import Record, where_given
 from pyorch.cli import run as run_command
-from pyorch.cli.types import THREADS, Number, Numbers
+from pyorch.cli.types import Numbers
 from pyorch.errors import SparqError
 from pyorch.native.slots import ATTEND, SCORE, SCORE_SELECT, SELECT
 from pyorch.native.tensor import Tensor, op_number
@@ -153,51 +153,41 @@ def table(recs: Sequence[Record]) -> str:
     return markdown((*head, "GB/s", "share"), lines, left=("heads", "attention", "step"))
 
 
-@click.command(context_settings=commands.SETTINGS)
-@click.option(
-    "--like",
-    default="llama2-7b,llama3-8b",
-    show_default=True,
-    help="Known models whose heads to measure.",
+@commands.command(
+    click.option(
+        "--like",
+        default="llama2-7b,llama3-8b",
+        show_default=True,
+        help="Known models whose heads to measure.",
+    ),
+    click.option("-d", "--n-depth", type=Numbers(256), default="16384,65536", show_default=True),
+    click.option(
+        "-a",
+        "--attn",
+        "specs",
+        multiple=True,
+        metavar="SPEC",
+        help="Settings of attention; repeatable.  [default: five]",
+    ),
+    commands.THREADS,
+    commands.samples(21),
+    commands.OUT,
+    commands.FORCE,
 )
-@click.option("-d", "--n-depth", type=Numbers(256), default="16384,65536", show_default=True)
-@click.option(
-    "-a",
-    "--attn",
-    "specs",
-    multiple=True,
-    metavar="SPEC",
-    help="Settings of attention; repeatable.  [default: five]",
-)
-@click.option(
-    "-t",
-    "--threads",
-    type=Numbers(1, THREADS.high),
-    help="Numbers of threads.  [default: 1 and all cores]",
-)
-@click.option("--samples", type=Number(int, 1), default=21, show_default=True)
-@click.option(
-    "--out",
-    metavar="DIR",
-    help="Folder of the records.  [default: bench/results/<kind of machine>]",
-)
-@click.option("--force", is_flag=True, help="Measure again what is recorded already.")
-def command(**options: Any) -> None:
+def command(like: str, folder: Path, force: bool, **options: Any) -> None:
     """Time of the steps of sparse attention, token by token."""
     cases = [
-        Case(like, 2, n, threads, spec, options["samples"], only_score)
-        for like in options["like"].split(",")
+        Case(name, 2, n, threads, spec, options["samples"], only_score)
+        for name in like.split(",")
         for n in options["n_depth"]
-        for threads in options["threads"] or sorted({1, engine.usable_cores()})
+        for threads in options["threads"]
         for spec in map(parse_spec, options["specs"] or SPECS)
         for only_score in ((False, True) if spec.method == "sparq" else (False,))
     ]
-    folder = Path(options["out"]) if options["out"] else records.default_folder()
+    file = folder / f"{BENCH}.jsonl"
     with progress_bar("steps") as progress:
-        found = run(cases, folder / f"{BENCH}.jsonl", progress, force=options["force"])
-    text = table(found)
-    (folder / f"{BENCH}.md").write_text(text + "\n", encoding="utf-8")
-    click.echo(text)
+        found = run(cases, file, progress, force=force)
+    commands.show(table(found), file)
 
 
 if __name__ == "__main__":

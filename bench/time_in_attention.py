@@ -18,15 +18,7 @@ import plot
 from pyorch.bench.plan import Case
 from pyorch.bench.records import read_case, spread
 
-NAME = "time_in_attention"
 FILE = "speed.jsonl"
-TITLE = "Time in attention (Fig. 3, D1)"
-CAPTION = (
-    "Single-token times of the Llama-2-7B geometry, 8-bit weights, f16 cache, batch 1; bars span "
-    "the quartiles, lines are fitted to the samples between them. Right: the share of the fitted "
-    "time that grows with S; crosses are the attention nodes of llama.cpp timed by themselves. A "
-    "line is of one library; its points may be from different hours."
-)
 NEEDS = "sparq-cpp bench --layers 4 -d 2048-32768*2 -n 20 -r 10"
 MIN_LENGTHS = 3  # a line through fewer says nothing
 
@@ -130,14 +122,9 @@ def draw(rows: Sequence[plot.Row]) -> Any:
     lines, shares = [], []
     for name in names:
         here = [r for r in rows if r["attention"] == name]
-        x, y = [r["positions"] for r in here], [r["token_ms"] for r in here]
-        bars = [
-            [r["token_ms"] - r["token_ms_p25"] for r in here],
-            [r["token_ms_p75"] - r["token_ms"] for r in here],
-        ]
         start, slope = here[0]["fit_ms_at_0"], here[0]["fit_ms_per_1k"] / 1024
-        left.errorbar(x, y, bars, fmt="o", color=colours[name])
-        end = max(x)
+        bars = "token_ms_p25", "token_ms_p75"
+        end, _ = plot.line(left, here, "positions", "token_ms", bars, fmt="o", color=colours[name])
         left.plot([0, end], [start, start + slope * end], color=colours[name], linewidth=1.3)
         text = f"{name}\n{here[0]['fit_ms_per_1k']:.2g} ms per 1k"
         lines.append((text, end, start + slope * end, colours[name]))
@@ -169,5 +156,19 @@ def draw(rows: Sequence[plot.Row]) -> Any:
 
 def _paper(name: str) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
     """Slope and value at 0 of a published line, in s."""
-    points = plot.paper(NAME, name)
+    points = plot.paper("time_in_attention", name)
     return [p for p in points if p[0] == 1], [p for p in points if p[0] == 0]
+
+
+FIGURE = plot.Figure(
+    name="time_in_attention",
+    title="Time in attention (Fig. 3, D1)",
+    caption="Single-token times of the Llama-2-7B geometry, 8-bit weights, f16 cache, batch 1; "
+    "bars span the quartiles, lines are fitted to the samples between them. Right: the share of "
+    "the fitted time that grows with S; crosses are the attention nodes of llama.cpp timed by "
+    "themselves. A line is of one library; its points may be from different hours.",
+    needs=NEEDS,
+    file=FILE,
+    data=data,
+    draw=draw,
+)

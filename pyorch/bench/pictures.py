@@ -77,8 +77,7 @@ def positions_axis(ax: Any, values: Sequence[float]) -> None:
     ticks = [2**i for i in range(5, 24) if low <= 2**i <= high]
     ax.set_xscale("log", base=2)
     ax.set_xlim(low / 1.15, high * 1.15)
-    ax.set_xticks(ticks, [f"{t // 1024}k" if t >= 1024 else str(t) for t in ticks])
-    ax.set_xticks([], minor=True)
+    x_ticks(ax, ticks, [f"{t // 1024}k" if t >= 1024 else str(t) for t in ticks])
     ax.set_xlabel("sequence length S (positions)")
 
 
@@ -91,6 +90,32 @@ def decades(ax: Any, values: Sequence[float]) -> None:
     ax.set_ylim(low / 1.6, high * 1.6)
     ax.set_yticks(ticks, [f"{t:g}" for t in ticks])
     ax.set_yticks([], minor=True)
+
+
+def x_ticks(ax: Any, ticks: Sequence[float], names: Sequence[str]) -> None:
+    """These, and no others between them."""
+    ax.set_xticks(ticks, names)
+    ax.set_xticks([], minor=True)
+
+
+def line(
+    ax: Any, rows: Sequence[Row], x: str, y: str, bars: tuple[str, str] | None = None, **style: Any
+) -> tuple[float, float]:
+    """Draws the columns `x` and `y` of rows, with `bars` from the lower to the higher of two more.
+
+    Returns:
+        The right end, for `label_ends`.
+    """
+    xs, ys = [r[x] for r in rows], [r[y] for r in rows]
+    style = {"fmt": "o-"} | style
+    if bars:
+        low, high = ([r[name] for r in rows] for name in bars)
+        down = [max(a - b, 0) for a, b in zip(ys, low, strict=True)]
+        up = [max(b - a, 0) for a, b in zip(ys, high, strict=True)]
+        ax.errorbar(xs, ys, [down, up], **style)
+    else:
+        ax.plot(xs, ys, style.pop("fmt"), **style)
+    return xs[-1], ys[-1]
 
 
 def label_ends(

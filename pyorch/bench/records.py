@@ -248,18 +248,18 @@ def resume(
     *,
     cost: Callable[[Sequence[Any]], int],
     force: bool = False,
+    libraries: Sequence[str] = ("stock", "sparq"),
 ) -> list[Record]:
     """Measure the groups that `file` lacks, add them there, and return all records in order.
 
     Args:
         measure: (group, called with the share that is done) -> one result per case.
         cost: how long a group takes, in any unit: for the time that is left.
-
-    Both libraries are built first, where they are not yet there.
+        libraries: those that are measured; they are built first, where they are not yet there.
     """
     from pyorch import native
 
-    env = environment({"stock": native.built(stock=True), "sparq": native.built()})
+    env = environment({x: native.built(stock=x == "stock") for x in libraries})
     runs = [] if force else by_run(load_all(file, keyed=True))
 
     def known(group: Sequence[Any]) -> list[Record] | None:

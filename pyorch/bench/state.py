@@ -16,15 +16,12 @@ from __future__ import annotations
 import ctypes
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pyorch import engine
 from pyorch.errors import SparqError
 from pyorch.ggml import CACHE_TYPES, TENSOR_TYPES, TensorType
-
-if TYPE_CHECKING:
-    from pyorch.engine import Session
 
 _POOL = 8_388_593  # elements or
 _POOL_BLOCKS = 262_139  # blocks: primes, so no two rows are alike, though all are of one pool
@@ -52,7 +49,7 @@ class Layout:
     v: tuple[Part, ...]
 
 
-def layout(session: Session) -> Layout:
+def layout(session: engine.Session) -> Layout:
     """The layout of this session's blobs. The session must hold exactly one token.
 
     Raises:
@@ -168,14 +165,12 @@ def _fill(
             target[p : p + n] = rows
 
 
-def fill(session: Session, n_pos: int, seed: int = 0) -> None:
+def fill(session: engine.Session, n_pos: int, seed: int = 0) -> None:
     """Make the session hold `n_pos` positions of random K and V, whatever it held before.
 
     Raises:
         SparqError: they do not fit, or llama.cpp refuses them.
     """
-    from pyorch import engine
-
     if n_pos > session.n_ctx:
         raise SparqError(f"{n_pos} positions do not fit in a context of {session.n_ctx}")
     engine.rewind(session, 0)
@@ -190,7 +185,7 @@ def fill(session: Session, n_pos: int, seed: int = 0) -> None:
     session.tokens[:] = [3] * n_pos
 
 
-def _get(session: Session) -> bytes:
+def _get(session: engine.Session) -> bytes:
     lib = session.lib
     size = lib.llama_state_seq_get_size(session.ctx, 0)
     buf = (ctypes.c_uint8 * size)()

@@ -15,13 +15,14 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+
+from pyorch import engine
+from pyorch.bench import state
+from pyorch.bench.bandwidth import MemoryReader
 from pyorch.errors import SparqError
-
-if TYPE_CHECKING:
-    from pyorch.bench.bandwidth import MemoryReader
-    from pyorch.engine import Session
 
 FORGET_BYTES = 128 << 20  # read before a timed token: more than a last-level cache holds
 END_S = 10  # that a process has to end by itself when it is told to
@@ -33,7 +34,7 @@ class Subject:
 
     def __init__(self, stock: bool = False) -> None:
         self.stock = stock
-        self.session: Session | None = None
+        self.session: engine.Session | None = None
         self.reader: MemoryReader | None = None
 
     def open(
@@ -50,9 +51,6 @@ class Subject:
         rope: str = "",
     ) -> None:
         """Load a model in place of the one before."""
-        from pyorch import engine
-        from pyorch.bench.bandwidth import MemoryReader
-
         self.close()
         self.reader = MemoryReader(n_threads, FORGET_BYTES // n_threads // 512 * 512)
         self.session = engine.load(
@@ -76,20 +74,14 @@ class Subject:
 
     def fill(self, n_pos: int, seed: int) -> None:
         """Random K and V for `n_pos` positions."""
-        from pyorch.bench import state
-
         state.fill(self._session, n_pos, seed)
 
     def attention(self, spec: str) -> None:
-        from pyorch import engine
-
         engine.set_attention(self._session, spec)
 
     def turned_on(self, spec: str) -> dict[str, int]:
         """Time turning attention on, which seals what is cached. `sealed`: groups of positions,
         counted per layer."""
-        from pyorch import engine
-
         engine.reset_counters(self._session)
         started = time.perf_counter_ns()
         engine.set_attention(self._session, spec)
@@ -102,10 +94,6 @@ class Subject:
         Every token differs, and the caches are made to forget before each: between two tokens of a
         real model the weights of all layers pass through them. One more token goes first, untimed.
         """
-        import numpy as np
-
-        from pyorch import engine
-
         session, reader = self._session, self.reader
         assert reader is not None
         tokens = 3 + np.random.default_rng(seed).integers(0, _TOKENS, n + 1)
@@ -119,10 +107,6 @@ class Subject:
 
     def generate(self, n: int, seed: int) -> dict[str, Any]:
         """Time `n` tokens, each at the next position; then all are taken back. One goes first."""
-        import numpy as np
-
-        from pyorch import engine
-
         session = self._session
         n_pos = len(session.tokens)
         tokens = 3 + np.random.default_rng(seed).integers(0, _TOKENS, n + 1)
@@ -142,8 +126,6 @@ class Subject:
         decoded at the same position. `sealed`: groups of positions that restoring sealed, counted
         per layer.
         """
-        from pyorch import engine
-
         engine.reset_counters(self._session)
         self.fill(n_pos, seed)
         sealed = engine.info(self._session).counter("groups_sealed")
@@ -153,8 +135,6 @@ class Subject:
 
     def layers(self) -> tuple[int, list[str]]:
         """How many layers are ours, by the last token, and why the others are llama.cpp's."""
-        from pyorch import engine
-
         session = self._session
         n_pos = len(session.tokens)
         if n_pos == 0:
@@ -166,8 +146,6 @@ class Subject:
 
     def logits(self, token: int) -> list[float]:
         """Logits after one more token, which is taken back."""
-        from pyorch import engine
-
         session = self._session
         n_pos = len(session.tokens)
         engine.decode(session, token)
@@ -177,10 +155,6 @@ class Subject:
 
     def prefill(self, n: int, seed: int) -> dict[str, Any]:
         """Time the prefill of `n` random tokens after those in the cache, and keep them."""
-        import numpy as np
-
-        from pyorch import engine
-
         session = self._session
         engine.reset_counters(session)
         tokens = (3 + np.random.default_rng(seed).integers(0, _TOKENS, n)).tolist()
@@ -191,25 +165,19 @@ class Subject:
 
     def rewind(self, n_pos: int) -> None:
         """Forget all but the first `n_pos` positions."""
-        from pyorch import engine
-
         engine.rewind(self._session, n_pos)
 
     @property
-    def _session(self) -> Session:
+    def _session(self) -> engine.Session:
         if self.session is None:
             raise SparqError("no model is open")
         return self.session
 
     def _counters(self) -> dict[str, Any]:
-        from pyorch import engine
-
         return {} if self.stock else dict(engine.info(self._session).counters)
 
     def _step(self, token: int) -> int:
         """Nanoseconds of one decoded token, which is taken back."""
-        from pyorch import engine
-
         session = self._session
         n_pos = len(session.tokens)
         started = time.perf_counter_ns()

@@ -12,7 +12,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 import attention_stats as stats
-import recall
+import capture
 
 from pyorch import paths
 
@@ -21,7 +21,7 @@ RNG = np.random.default_rng(0)
 
 
 def rows(n: int = 50, m: int = 7) -> np.ndarray:
-    return recall.softmax(3 * RNG.normal(size=(m, n)))
+    return stats.softmax(3 * RNG.normal(size=(m, n)))
 
 
 def test_mass_entropy_and_scores_needed() -> None:
@@ -90,7 +90,7 @@ def test_all_components_agree_with_themselves(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(stats, "PARTS", (1,))
     monkeypatch.setattr(stats, "ALPHA_PART", 1)
     shapes = (64, 2, 2, 16), (2, 320, 16), (2, 320, 16)
-    heads = recall.Heads(*(RNG.normal(size=s).astype(np.float32) for s in shapes), scale=0.25)
+    heads = capture.Heads(*(RNG.normal(size=s).astype(np.float32) for s in shapes), scale=0.25)
     got = stats.measure(heads, 3, np.random.default_rng(0))
     for choice in stats.CHOICES:
         assert got[f"agreement_{choice}_1"].shape == (4, len(stats.TOPS))

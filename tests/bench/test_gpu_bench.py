@@ -15,8 +15,8 @@ from click.testing import CliRunner
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.append(str(BENCH))
 
-import gpu_attention  # noqa: E402
-import gpu_end_to_end  # noqa: E402
+import end_to_end  # noqa: E402
+import microbenchmark  # noqa: E402
 import plot  # noqa: E402
 
 from pyorch.bench import records  # noqa: E402
@@ -78,7 +78,7 @@ def add(folder: Path, method: str, us: float, stamp: str = "s", **shape: int) ->
     more = {"bytes_read": 10**6, "copy_gb_s": 100.0, "samples_ns": [us * 1e3]}
     more |= {"env": ENV | {"stamps": {"ours": stamp}}}
     rec = records.record("gpu_attention", case, stamp, **more)
-    records.append(folder / gpu_attention.FILE, rec)
+    records.append(folder / microbenchmark.GPU_FILE, rec)
 
 
 def test_figure(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_figure(tmp_path: Path) -> None:
     add(tmp_path, "sparq q4", 10, positions=8192)
     add(tmp_path, "ggml flash", 30, n_head_kv=8)
     add(tmp_path, "sparq q4", 15, n_head_kv=8, batch=1)
-    rows = gpu_attention.data(tmp_path)
+    rows = microbenchmark.gpu_data(tmp_path)
     ours = [r for r in rows if r["method"] == "sparq q4"]
     assert [(r["n_head_kv"], r["positions"], r["speedup"]) for r in ours] == [
         (8, 4096, 2.0),
@@ -97,7 +97,7 @@ def test_figure(tmp_path: Path) -> None:
     ]
     assert ours[1]["dense_is"] == "torch sdpa" and ours[1]["gb_s"] == pytest.approx(50)
     pytest.importorskip("matplotlib")
-    plot.make(gpu_attention, tmp_path, tmp_path)
+    plot.make(microbenchmark.ON_GPU, tmp_path, tmp_path)
     assert "Fig. 8" in (tmp_path / "gpu_attention.svg").read_text()
 
 
@@ -109,15 +109,15 @@ def test_figure_has_the_last_of_each_case_against_dense_of_the_same_library(
         add(tmp_path, "sparq q4", ours, stamp)
     add(tmp_path, "ggml flash", 60, "b")  # measured again
     add(tmp_path, "sparq q4", 10, "c")  # with no dense beside it
-    rows = gpu_attention.data(tmp_path)
-    assert [(r["method"], r["us_per_layer"], r["speedup"]) for r in rows] == [
+    rows = microbenchmark.gpu_data(tmp_path)
+    assert [(r["method"], 1e3 * r["layer_ms"], r["speedup"]) for r in rows] == [
         ("ggml flash", 60, 1),
         ("sparq q4", 20, 3),
     ]
 
 
-@pytest.mark.parametrize("figure", [gpu_attention, gpu_end_to_end])
-def test_without_records_nothing_is_drawn(figure, tmp_path: Path) -> None:
+@pytest.mark.parametrize("figure", [microbenchmark.ON_GPU, end_to_end.ON_GPU])
+def test_without_records_nothing_is_drawn(figure: plot.Figure, tmp_path: Path) -> None:
     with pytest.raises(SparqError, match="no records of .* on a GPU"):
         figure.data(tmp_path)
 

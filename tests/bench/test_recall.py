@@ -12,11 +12,13 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
+import capture
 import recall
 
 from pyorch import engine, paths
 from pyorch.attention.bytes import layer_costs
 from pyorch.attention.spec import parse_spec
+from pyorch.bench import records
 from pyorch.errors import SparqError
 from pyorch.models.geometry import Geometry
 from pyorch.native.tensor import Tensor
@@ -32,29 +34,29 @@ def session() -> Iterator[engine.Session]:
 
 
 @pytest.fixture(scope="module")
-def heads(session: engine.Session) -> list[recall.Heads]:
+def heads(session: engine.Session) -> list[capture.Heads]:
     tokens = engine.tokenize(session, (DEMO / "document.txt").read_text())[:1024]
-    capture = recall.Capture(session.model, 1024, 1)
+    taken = capture.Capture(session.model, 1024, 1)
     try:
-        return capture.layers(tokens)
+        return taken.layers(tokens)
     finally:
-        capture.session.close()
+        taken.session.close()
 
 
 def test_captured_q_k_v_give_the_result_of_llama_cpp(
     session: engine.Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    results, plain = [], recall._heads
+    results, plain = [], capture._heads
 
-    def keep(t: Tensor) -> recall.Heads:
-        results.append(recall._read(t)[0])  # (n_tok, n_head, d)
+    def keep(t: Tensor) -> capture.Heads:
+        results.append(capture._read(t)[0])  # (n_tok, n_head, d)
         return plain(t)
 
-    monkeypatch.setattr(recall, "_heads", keep)
+    monkeypatch.setattr(capture, "_heads", keep)
     tokens = engine.tokenize(session, (DEMO / "document.txt").read_text())[:512]
-    capture = recall.Capture(session.model, 512, 1)
-    layers = capture.layers(tokens)
-    capture.session.close()
+    taken = capture.Capture(session.model, 512, 1)
+    layers = taken.layers(tokens)
+    taken.session.close()
     assert len(layers) == session.geometry.n_layer
     hidden = np.arange(512) > np.arange(512 - 64, 512)[:, None]
     for layer, result in zip(layers, results, strict=True):
@@ -140,7 +142,7 @@ def test_default_rule_is_that_of_the_library() -> None:
             assert abs(s.topk - topk) <= 1
 
 
-def test_more_bytes_and_better_scores_catch_more(heads: list[recall.Heads]) -> None:
+def test_more_bytes_and_better_scores_catch_more(heads: list[capture.Heads]) -> None:
     ratios = (1 / 4, 1 / 8)
     cases = recall.configs(1024, D, ratios)
     mass = np.stack([recall.measure(h, 4, cases) for h in heads]).mean((0, 2))[:, 0]
@@ -152,7 +154,7 @@ def test_more_bytes_and_better_scores_catch_more(heads: list[recall.Heads]) -> N
     assert by["q4", 16, 1 / 8] > by["q8", 8, 1 / 8] > by["f16", 4, 1 / 8]  # equal bytes scanned
 
 
-def test_all_positions_leave_no_error(heads: list[recall.Heads]) -> None:
+def test_all_positions_leave_no_error(heads: list[capture.Heads]) -> None:
     everything = [{"shadow": "oracle", "rank": D, "ratio": 1.0, "topk": 961, "scan": 0.0}]
     for layer in heads:
         got = recall.measure(layer, 1, everything)[:, 0]  # the first of the last 64: sees 961
@@ -164,7 +166,7 @@ def test_all_positions_leave_no_error(heads: list[recall.Heads]) -> None:
 def test_run_writes_records_and_goes_on_from_them(tmp_path: Path) -> None:
     file, steps = tmp_path / "recall.jsonl", []
 
-    def again() -> list[recall.Record]:
+    def again() -> list[records.Record]:
         steps.clear()
         return recall.run(
             DEMO / "demo.gguf",

@@ -1,0 +1,189 @@
+"""Queries, keys and values of a real model over real text, and records of what they show.
+
+Two kinds of text: `prose`, a book going on, and `recite`, a passage of the context read once more.
+Queries are of the last 64 positions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import watch
+
+from pyorch import engine
+from pyorch.attention.bytes import GROUP
+from pyorch.bench import records
+from pyorch.bench.records import Record
+from pyorch.cli.types import Number, Numbers
+from pyorch.errors import SparqError
+from pyorch.evals.texts import read_texts
+from pyorch.models.gguf_file import read_gguf
+from pyorch.native.tensor import Tensor, floats, op_number, view
+from pyorch.progress import Progress
+
+TASKS = ("prose", "recite")
+
+SIZES = (
+    click.option(
+        "--positions", "-S", type=Numbers(256), default="1024,2048,4096", show_default=True
+    ),
+    click.option("--contexts", "n_context", type=Number(int, 2), default=30, show_default=True),
+    click.option("--queries", "n_query", type=Number(int, 1, GROUP), default=8, show_default=True),
+    click.option("--seed", type=Number(int, 0), default=1, show_default=True),
+)
+
+
+def _read(t: Tensor) -> np.ndarray:
+    """A copy in f32, numpy axes (slowest first)."""
+    if t.type not in (0, 1):
+        raise SparqError("q, K or V is neither f16 nor f32")
+    return floats(view(t), t.type)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """One layer. q (n_query, n_head_kv, group, d), k and v (n_head_kv, S, d); scale of q.k."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    scale: float
+
+
+class Capture:
+    """Attention's inputs in a session of a model, `session`, to be closed."""
+
+    def __init__(self, model: engine.Model, n_ctx: int, n_threads: int) -> None:
+        self._op = op_number(model.lib, "FLASH_ATTN_EXT")
+        self._layers: list[Heads] | None = None
+        self.session = model.session(n_ctx=n_ctx, n_threads=n_threads, watch=watch.Watch(self._see))
+
+    def _see(self, t: Tensor, ask: bool) -> bool:
+        if self._layers is None or t.op != self._op:
+            return not ask
+        if not ask:
+            self._layers.append(_heads(t))
+        return True
+
+    def layers(self, tokens: Sequence[int]) -> list[Heads]:
+        """All layers at the last GROUP of `tokens`, whose number is a multiple of GROUP."""
+        session = self.session
+        engine.rewind(session, 0)
+        engine.prefill(session, tokens[:-GROUP])
+        self._layers = found = []
+        engine.prefill(session, tokens[-GROUP:])
+        self._layers = None
+        if not found:
+            raise SparqError("no flash attention was seen: not a model with a plain KV cache")
+        n = len(tokens)
+        return [Heads(h.q, h.k[:, :n], h.v[:, :n], h.scale) for h in found]
+
+
+def _heads(t: Tensor) -> Heads:
+    q, k, v, mask = (_read(t.src[i].contents)[0] for i in range(4))
+    scale, max_bias, softcap = np.array(t.op_params[:3], np.int32).view(np.float32)
+    seen = np.isfinite(mask.reshape(-1, mask.shape[-1])[: q.shape[1]]).sum(1)
+    if max_bias or softcap or t.src[4] or not np.array_equal(seen - seen[0], np.arange(len(seen))):
+        raise SparqError("biased, capped, windowed attention or attention sinks: not modelled here")
+    n_head_kv, d = k.shape[0], k.shape[2]
+    q = q.swapaxes(0, 1).reshape(q.shape[1], n_head_kv, -1, d)
+    return Heads(q, k, v, float(scale))
+
+
+def contexts(
+    model: engine.Model, texts: Sequence[str], n_pos: int, task: str, seed: int
+) -> Iterator[list[int]]:
+    """Token sequences of `n_pos` tokens without end, books in turn."""
+    head = engine.tokenize(model, "")
+    gap = engine.tokenize(model, "\n\n", add_special=False)
+    again = GROUP + 32 if task == "recite" else 0  # 32 tokens of it are cue
+    n_book = n_pos - len(head) - (len(gap) + again if again else 0)
+    books = [engine.tokenize(model, t, add_special=False) for t in texts]
+    books = [b for b in books if len(b) >= n_book]
+    if not books:
+        raise SparqError(f"no text has {n_book} tokens", "a longer text, or fewer --positions")
+    rng = np.random.default_rng(seed)
+    i = 0
+    while True:
+        book = books[i % len(books)]
+        at = int(rng.integers(0, len(book) - n_book + 1))
+        text = book[at : at + n_book]
+        start = int(rng.integers(0, n_book - again + 1))
+        yield head + text + (gap + text[start : start + again] if again else [])
+        i += 1
+
+
+def measured(
+    bench: str,
+    kind: Callable[..., Any],
+    samples_of: Callable[[Iterator[list[Heads]], Any], Any],
+    model: Path,
+    texts: Sequence[Path],
+    file: Path,
+    progress: Progress,
+    *,
+    positions: Sequence[int],
+    n_threads: int = 1,
+    force: bool = False,
+    **sizes: Any,
+) -> list[Record]:
+    """A record for each length and kind of text that `file` lacks; all of them.
+
+    Args:
+        kind: makes a record's case of hashes, length, kind of text and `sizes`.
+        samples_of: what is recorded of a case, from the layers of each of its contexts.
+
+    Raises:
+        SparqError: a text that is too short, a model whose attention is not modelled.
+    """
+    for n_pos in positions:
+        if n_pos % GROUP or n_pos < 4 * GROUP:
+            raise SparqError(f"{n_pos} positions: a multiple of {GROUP}, 256 or more", exit_code=2)
+    os.environ.pop("SPARQ_ATTN", None)
+    books = read_texts(texts)
+    text = hashlib.sha256("\0".join(books).encode()).hexdigest()[:16]
+    hashes = {"model": records.file_hash(*read_gguf(model).parts), "text": text}
+    cases = [kind(**hashes, n_pos=n, task=t, **sizes) for n in positions for t in TASKS]
+    with engine.load_model(model) as loaded:
+        about = {"model_name": model.name, "head_dim": loaded.geometry.head_dim_k}
+
+        def measure(group: Sequence[Any], done: Callable[[float], None]) -> list[dict[str, Any]]:
+            (case,) = group
+            layers = _layers(loaded, books, case, n_threads, done)
+            return [{"samples": samples_of(layers, case), **about}]
+
+        return records.resume(
+            bench,
+            [[case] for case in cases],
+            measure,
+            file,
+            progress,
+            cost=lambda group: group[0].n_pos * group[0].n_context,
+            force=force,
+            libraries=("sparq",),
+        )
+
+
+def _layers(
+    model: engine.Model,
+    books: Sequence[str],
+    case: Any,
+    n_threads: int,
+    done: Callable[[float], None],
+) -> Iterator[list[Heads]]:
+    """Of each of the contexts of a case."""
+    capture = Capture(model, case.n_pos, n_threads)
+    try:
+        texts = contexts(model, books, case.n_pos, case.task, case.seed)
+        for i in range(case.n_context):
+            yield capture.layers(next(texts))
+            done((i + 1) / case.n_context)
+    finally:
+        capture.session.close()

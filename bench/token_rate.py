@@ -1,0 +1,90 @@
+"""Tokens per second over the positions for a real model: llama.cpp's best setting, ours exact, ours
+sparse. From records of `sparq-cpp bench` in a folder of their own, of the model measured last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import plot
+
+from pyorch.bench import output
+
+FILE = "token_rate/speed.jsonl"
+NEEDS = (
+    "sparq-cpp bench -m MODEL.gguf -d 4096,8192,16384,32768 -a dense -a sparq,ratio=1/8 "
+    "--out bench/results/MACHINE/token_rate"
+)
+STOCK = "llama.cpp, its best setting"
+_SAME = ("model_filename", "n_threads", "type_k", "type_v", "prefill", "rope")
+
+
+def data(folder: Path) -> list[plot.Row]:
+    """One row per length and line; stock's is the faster of its two."""
+
+    def key(r: plot.Row) -> tuple[Any, ...]:
+        return *(r[x] for x in _SAME), r["n_depth"], r["library"], r["flash_attn"], r["sparse_attn"]
+
+    found = [r for r in plot.rows_of(folder, FILE, output.rows, key) if r["n_gen"]]
+    plot.need(found, "decoded tokens of a real model", NEEDS)
+    last = max(found, key=lambda r: r["test_time"])
+    best: dict[tuple[str, int], plot.Row] = {}
+    for r in sorted(found, key=lambda r: r["n_depth"]):
+        if all(r[x] == last[x] for x in _SAME):
+            at = STOCK if r["library"] == "stock" else _name(r), r["n_depth"]
+            if at not in best or r["median_ns"] < best[at]["median_ns"]:
+                best[at] = r
+    return [
+        {
+            "model": r["model_type"],
+            "threads": r["n_threads"],
+            "cpu": r["cpu_info"],
+            "positions": n_depth,
+            "attention": line,
+            "flash_attn": r["flash_attn"],
+            "tokens_per_s": 1e9 / r["median_ns"],
+            "tokens_per_s_low": 1e9 / r["p90_ns"],
+            "tokens_per_s_high": 1e9 / r["p10_ns"],
+            "speedup": r["speedup"],
+        }
+        for (line, n_depth), r in best.items()
+    ]
+
+
+def _name(r: plot.Row) -> str:
+    name = plot.name_of(r["library"], r["flash_attn"], r["sparse_attn"])
+    return {"our dense": "ours, exact"}.get(name, name)
+
+
+def draw(rows: Sequence[plot.Row]) -> Any:
+    figure, (ax,) = plot.panels(width=6.4)
+    names = list(dict.fromkeys(r["attention"] for r in rows))
+    colours = plot.colours(names) | {STOCK: plot.STOCK, "ours, exact": plot.OURS_3}
+    ends = []
+    for name in names:
+        here = [r for r in rows if r["attention"] == name]
+        bars = "tokens_per_s_low", "tokens_per_s_high"
+        style = {"color": colours[name], "elinewidth": 1}
+        end = plot.line(ax, here, "positions", "tokens_per_s", bars, **style)
+        ends.append((name, *end, colours[name]))
+    plot.positions_axis(ax, [r["positions"] for r in rows])
+    threads = rows[0]["threads"]
+    title = f"{rows[0]['model']}, {threads} thread{'s' * (threads > 1)}"
+    ax.set(ylabel="tokens per second", ylim=(0, None), title=title)
+    figure.canvas.draw()
+    plot.label_ends(ax, ends)
+    return figure
+
+
+FIGURE = plot.Figure(
+    name="token_rate",
+    title="Tokens per second over the length of the context",
+    caption="Decoded tokens of a real model, batch 1; medians, bars are the 10th to 90th "
+    "percentile of single tokens. llama.cpp is the faster of its `-fa 0` and `-fa 1` at each "
+    "length, in the same run.",
+    needs=NEEDS,
+    file=FILE,
+    data=data,
+    draw=draw,
+)
