@@ -59,10 +59,11 @@ def test_records_go_on_after_a_line_that_was_cut_short(tmp_path: Path) -> None:
 def test_records_keep_a_last_line_without_its_end(tmp_path: Path) -> None:
     """As an editor may leave it."""
     file = tmp_path / "r.jsonl"
-    records.append(file, make(1))
+    first, second = make(1), make(2)  # with their times
+    records.append(file, first)
     file.write_text(file.read_text().rstrip())
-    records.append(file, make(2))
-    assert records.load_all(file) == [make(1), make(2)]
+    records.append(file, second)
+    assert records.load_all(file) == [first, second]
 
 
 @pytest.mark.parametrize(
