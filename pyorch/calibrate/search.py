@@ -94,6 +94,16 @@ class Candidate:
     def share(self) -> float:
         return float(self.found.share.mean())
 
+    @property
+    def record(self) -> saved.Candidate:
+        return {
+            "name": self.name,
+            "spec": str(self.spec),
+            "kl": self.kl,
+            "kl_contexts": self.found.kl.tolist(),
+            "share": self.share,
+        }
+
 
 def allocate(kl: np.ndarray, cost: np.ndarray, budget: float) -> np.ndarray:
     """One option per layer, least sum of KL at a sum of costs of at most `budget`.
@@ -265,16 +275,7 @@ def run(
         "chosen_top_p": best_p.name,
         "calibrated": _settings(best.spec, n_pos),
         "top-p": _settings(best_p.spec, n_pos),
-        "candidates": [
-            {
-                "name": c.name,
-                "spec": str(c.spec),
-                "kl": c.kl,
-                "kl_contexts": c.found.kl.tolist(),
-                "share": c.share,
-            }
-            for c in candidates
-        ],
+        "candidates": [c.record for c in candidates],
     }
 
 

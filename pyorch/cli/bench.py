@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -143,6 +143,15 @@ class Wanted:
         metavar="SPEC",
         help="All settings of attention as one line, in place of the four options above.",
     )
+    numa: str | None = opt.numa_option()
+    rope: opt.RopeOptions = field(default_factory=opt.RopeOptions)
+    n_gpu_layers: int | None = opt.gpu_option()
+    prefill: bool = option(
+        "--prefill",
+        is_flag=True,
+        help="Fill the cache with a real prompt instead of random K and V.",
+    )
+    attn_only: bool = option("--attn-only", is_flag=True, help="Time attention alone.")
 
     @property
     def stock_flash_attn(self) -> list[bool]:
@@ -208,25 +217,9 @@ class Writing:
     renamed("--method", "--attn-method"),
     renamed("--shadow-type", "--attn-shadow"),
 )
-@opt.numa_option
-@opt.rope_options
-@opt.gpu_option
-@click.option(
-    "--prefill", is_flag=True, help="Fill the cache with a real prompt instead of random K and V."
-)
-@click.option("--attn-only", is_flag=True, help="Time attention alone.")
 @takes(writing=Writing)
 @click.pass_context
-def command(
-    ctx: click.Context,
-    wanted: Wanted,
-    numa: str | None,
-    rope: opt.RopeOptions,
-    n_gpu_layers: int | None,
-    prefill: bool,
-    attn_only: bool,
-    writing: Writing,
-) -> None:
+def command(ctx: click.Context, wanted: Wanted, writing: Writing) -> None:
     """Measure speed beside stock llama.cpp, with llama-bench's options.
 
     Stock and ours alternate. A list is 4096,16384; ranges are 1-4, 1024-4096+1024 and
@@ -245,27 +238,20 @@ def command(
     if wanted.attn:
         hint = "-a has all settings, and may be given several times"
         _refuse(ctx, given & set(COMBINED), "has no place beside -a", hint)
-    if not attn_only:
+    if not wanted.attn_only:
         _refuse_two_models(ctx, given, wanted.models)
     wanted = replace(wanted, threads=wanted.threads or [usable_cores()])
     note_if_busy()
     _note_left_out(wanted)
-    if attn_only:
+    if wanted.attn_only:
         _refuse_foreign(ctx, given)
         specs = wanted.specs if given & {*COMBINED, "attn"} else None
-        _attention(wanted, specs, numa, writing)
+        _attention(wanted, specs, writing)
     else:
-        _speed(wanted, numa, rope, n_gpu_layers, prefill, writing)
+        _speed(wanted, writing)
 
 
-def _speed(
-    wanted: Wanted,
-    numa: str | None,
-    rope: opt.RopeOptions,
-    n_gpu_layers: int | None,
-    prefill: bool,
-    writing: Writing,
-) -> None:
+def _speed(wanted: Wanted, writing: Writing) -> None:
     from pyorch.bench import output, records, speed
     from pyorch.bench.plan import Plan
 
@@ -283,10 +269,10 @@ def _speed(
         flash_attn=wanted.stock_flash_attn,
         specs=wanted.specs,
         repetitions=wanted.repetitions,
-        prefill=prefill,
-        numa=numa or "",
-        n_gpu_layers=n_gpu_layers,
-        rope=str(rope.settings() or ""),
+        prefill=wanted.prefill,
+        numa=wanted.numa or "",
+        n_gpu_layers=wanted.n_gpu_layers,
+        rope=str(wanted.rope.settings() or ""),
     )
     for model in plan.models:
         most = max(plan.n_depth) + max(*plan.n_prompt, *plan.n_gen)
@@ -302,9 +288,7 @@ def _speed(
     writing.told(file, output.summary(found) or table)
 
 
-def _attention(
-    wanted: Wanted, specs: list[AttentionSpec] | None, numa: str | None, writing: Writing
-) -> None:
+def _attention(wanted: Wanted, specs: list[AttentionSpec] | None, writing: Writing) -> None:
     """`--attn-only`. specs: None takes those of the module."""
     from pyorch.bench import attention, output, records
 
@@ -317,7 +301,7 @@ def _attention(
         n_layer=wanted.layers,
         type_k=wanted.cache_type_k,
         type_v=wanted.cache_type_v,
-        numa=numa or "",
+        numa=wanted.numa or "",
     )
     file = writing.file("attention.jsonl")
     with progress_bar("attention") as progress:
@@ -413,18 +397,16 @@ class Grown:
         help="Time this many decoded tokens at each depth.",
     )
     repetitions: int = _repetitions_option("Measure all depths this many times.")
+    numa: str | None = opt.numa_option()
 
 
 @command.command("growth")
 @takes(wanted=Grown)
 @group(*RENAMED_SPEC)
-@opt.numa_option
 @takes(writing=Writing)
 @opt.json_option
 @click.pass_context
-def growth(
-    ctx: click.Context, wanted: Grown, numa: str | None, writing: Writing, as_json: bool
-) -> None:
+def growth(ctx: click.Context, wanted: Grown, writing: Writing, as_json: bool) -> None:
     """Measure how token time grows with the positions.
 
     The command also times tokens below min_ctx and after a restored state.
@@ -446,7 +428,7 @@ def growth(
         threads=[wanted.threads or usable_cores()],
         specs=[parse_spec(line) for line in wanted.attn],
         repetitions=wanted.repetitions,
-        numa=numa or "",
+        numa=wanted.numa or "",
     )
     _agree_to_write(plan, wanted.yes)
     with progress_bar("growth") as progress:

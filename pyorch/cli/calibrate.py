@@ -31,6 +31,7 @@ SIZES = ((0.1e9, 8, 64), (1e9, 8, 16), (float("inf"), 4, 16))  # bytes of a mode
 class SearchOptions:
     """What is searched for, and on which text."""
 
+    numa: str | None = opt.numa_option()
     ratio: float = option(
         "--ratio",
         type=Ratio(),
@@ -69,7 +70,6 @@ class SearchOptions:
 @opt.model_options
 @opt.context_options
 @opt.cache_options
-@opt.numa_option
 @takes(wanted=SearchOptions)
 @renamed("--shadow-type", "--attn-shadow")
 @click.option("--show", is_flag=True, help="Show the result of an earlier run.")
@@ -79,7 +79,6 @@ def command(
     model: opt.ModelOptions,
     context: opt.ContextOptions,
     cache: opt.CacheOptions,
-    numa: str | None,
     wanted: SearchOptions,
     show: bool,
     as_json: bool,
@@ -99,13 +98,9 @@ def command(
 
         source = Path(wanted.text or paths.data("models") / "demo" / "document.txt")
         text, n_pos = search.joined([source]), context.ctx or 2048
-        with open_session(
-            replace(model, model=str(path)),
-            None,
-            context=replace(context, ctx=n_pos),
-            cache=cache,
-            numa=numa,
-        ) as session:
+        named, context = replace(model, model=str(path)), replace(context, ctx=n_pos)
+        load = opt.LoadOptions(cache=cache, numa=wanted.numa)
+        with open_session(named, None, context, load) as session:
             result = _measure(session, text, n_pos, wanted)
         note(f"kept in {saved.save(path, result)}", "dim")
     result = saved.find(path, wanted.ratio, wanted.shadow)

@@ -67,10 +67,7 @@ class Chat:
 )
 @click.option("--resume", metavar="FILE", help="Continue a conversation written by /save.")
 @opt.context_options
-@opt.rope_options
-@opt.gpu_option
-@opt.cache_options
-@opt.numa_option
+@opt.load_options
 @opt.attention_options
 @opt.sampling_options
 @opt.json_option
@@ -81,10 +78,7 @@ def command(
     tokens: int | None,
     resume: str | None,
     context: opt.ContextOptions,
-    rope: opt.RopeOptions,
-    n_gpu_layers: int | None,
-    cache: opt.CacheOptions,
-    numa: str | None,
+    load: opt.LoadOptions,
     attention: opt.AttentionOptions,
     sampling: opt.SamplingOptions,
     as_json: bool,
@@ -101,15 +95,7 @@ def command(
     if system:  # in place of the one that a resumed conversation began with
         messages = [m for m in messages if m["role"] != "system"]
         messages.insert(0, {"role": "system", "content": system})
-    with open_session(
-        model,
-        spec,
-        context=context,
-        cache=cache,
-        rope=rope.settings(),
-        n_gpu_layers=n_gpu_layers,
-        numa=numa,
-    ) as session:
+    with open_session(model, spec, context, load) as session:
         template = ChatTemplate(session)
         if not template.builtin:
             note("note: this model has no chat template; a plain transcript is used", "yellow")

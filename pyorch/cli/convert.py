@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,7 +14,11 @@ from pyorch.cli.terminal import confirm, print_json
 from pyorch.cli.types import Name
 from pyorch.errors import SparqError
 from pyorch.models.convert import OUTTYPES
-from pyorch.progress import progress_bar
+from pyorch.progress import Say, progress_bar, say
+from pyorch.text import human_bytes
+
+if TYPE_CHECKING:
+    from pyorch.models.pull import Spec
 
 
 @click.command()
@@ -45,8 +50,6 @@ def command(
     """
     from pyorch.models import convert, convert_env, pull
     from pyorch.models.new_file import check_target
-    from pyorch.progress import say
-    from pyorch.text import human_bytes
 
     def agree(what: str) -> None:
         confirm(f"{what}. Download it?", yes, what, "--yes downloads it, into SPARQ_CACHE")
@@ -59,16 +62,7 @@ def command(
     name = spec.repo.split("/")[1] if spec else Path(model).resolve().name
     target = Path(out or f"{name}.gguf")
     check_target(target, force)
-    folder = Path(model)
-    if spec is not None:
-        found = pull.find_files(spec, convert.FILES)
-        if not any(f.name.endswith(".safetensors") for f in found.files):
-            raise SparqError(
-                f"{spec.repo}: no safetensors in it", "it may have GGUF: sparq-cpp pull"
-            )
-        if not found.complete:
-            agree(f"{spec.repo}: {human_bytes(found.missing_bytes)} to download")
-        folder = fetch_model(found).path.parent
+    folder = _downloaded(spec, agree) if spec else Path(model)
     checkpoint = convert.read_checkpoint(folder, name)
     convert.check_architecture(checkpoint, say)
     python = convert_env.python(say, agree)
@@ -86,3 +80,15 @@ def command(
         print_json({"path": str(target), "bytes": file.n_bytes, "architecture": file.arch})
     else:
         print(f"{target}: {human_bytes(file.n_bytes)}, {file.arch}, {len(file.tensors)} tensors")
+
+
+def _downloaded(spec: Spec, agree: Say) -> Path:
+    """The folder of a repository on the hub."""
+    from pyorch.models import convert, pull
+
+    found = pull.find_files(spec, convert.FILES)
+    if not any(f.name.endswith(".safetensors") for f in found.files):
+        raise SparqError(f"{spec.repo}: no safetensors in it", "it may have GGUF: sparq-cpp pull")
+    if not found.complete:
+        agree(f"{spec.repo}: {human_bytes(found.missing_bytes)} to download")
+    return fetch_model(found).path.parent

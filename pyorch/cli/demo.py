@@ -12,7 +12,13 @@ import click
 from pyorch import paths
 from pyorch.attention.spec import AttentionSpec
 from pyorch.cli.loading import open_session
-from pyorch.cli.options import ContextOptions, ModelOptions, json_option, verbose_option
+from pyorch.cli.options import (
+    ContextOptions,
+    LoadOptions,
+    ModelOptions,
+    json_option,
+    verbose_option,
+)
 from pyorch.cli.summary import Summary, bytes_per_token, summary_of
 from pyorch.cli.terminal import note_if_busy, print_json
 from pyorch.cli.types import THREADS, Number, Ratio
@@ -61,7 +67,7 @@ def command(tokens: int, ratio: float, threads: int | None, as_json: bool) -> No
     spec = AttentionSpec("sparq", ratio=ratio)
     note_if_busy()
     model, context = ModelOptions(str(folder / "demo.gguf")), ContextOptions(threads=threads)
-    with open_session(model, spec, context=context) as session:
+    with open_session(model, spec, context, LoadOptions()) as session:
         report = _run(session, f"{document}\n\n{cue}", spec, tokens)
     rest = rest[: max(len(run.text) for run in (report.sparse, report.dense))]
     if as_json:

@@ -22,6 +22,7 @@ from pyorch.models.gguf_file import read_gguf
 from pyorch.progress import progress_bar
 
 if TYPE_CHECKING:
+    from pyorch.evals.run import Plan
     from pyorch.evals.task import Task
     from pyorch.policies import Method
 
@@ -118,10 +119,7 @@ class ExampleOptions:
 @takes(wanted=MethodOptions)
 @renamed("--attention", "-a SPEC")
 @renamed("--method", "-a SPEC")
-@opt.rope_options
-@opt.gpu_option
-@opt.cache_options
-@opt.numa_option
+@opt.load_options
 @takes(examples=ExampleOptions)
 @click.option("--out", metavar="DIR", help="Folder of the records.  [default: sparq-eval/MODEL]")
 @click.option("--force", is_flag=True, help="Measure again what is recorded already.")
@@ -135,10 +133,7 @@ class ExampleOptions:
 def run(
     names: tuple[str, ...],
     wanted: MethodOptions,
-    rope: opt.RopeOptions,
-    n_gpu_layers: int | None,
-    cache: opt.CacheOptions,
-    numa: str | None,
+    load: opt.LoadOptions,
     examples: ExampleOptions,
     out: str | None,
     force: bool,
@@ -172,20 +167,7 @@ def run(
 
     model = model_path(wanted.model, wanted.yes)
     folder = Path(out or Path("sparq-eval") / model.stem)
-    plan = evaluate.Plan(
-        model=model,
-        tasks=tasks,
-        methods=_methods(wanted),
-        n=wanted.n,
-        setup=_setup(wanted, examples),
-        data=_data(examples.data, tasks),
-        n_threads=wanted.threads,
-        n_gpu_layers=n_gpu_layers,
-        type_k=cache.cache_type_k,
-        type_v=cache.cache_type_v,
-        numa=numa or "",
-        rope=rope.settings(),
-    )
+    plan = _plan(model, tasks, wanted, load, examples)
     native.built()
     note_if_busy()
     note_if_beyond(wanted.ctx, geometry(read_gguf(model)).n_ctx_train)
@@ -193,6 +175,31 @@ def run(
         found = evaluate.run(plan, folder, making, progress, force=force)
     print(table.FORMATS[output](found))
     note(f"records: {folder}", "dim")
+
+
+def _plan(
+    model: Path,
+    tasks: list[Task],
+    wanted: MethodOptions,
+    load: opt.LoadOptions,
+    examples: ExampleOptions,
+) -> Plan:
+    from pyorch.evals.run import Plan
+
+    return Plan(
+        model=model,
+        tasks=tasks,
+        methods=_methods(wanted),
+        n=wanted.n,
+        setup=_setup(wanted, examples),
+        data=_data(examples.data, tasks),
+        n_threads=wanted.threads,
+        n_gpu_layers=load.n_gpu_layers,
+        type_k=load.cache.cache_type_k,
+        type_v=load.cache.cache_type_v,
+        numa=load.numa or "",
+        rope=load.rope.settings(),
+    )
 
 
 def _methods(wanted: MethodOptions) -> list[Method]:

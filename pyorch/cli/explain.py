@@ -58,12 +58,15 @@ def command(
     n_pos = engine.checked_ctx(geo, context.ctx or geo.n_ctx_train or 4096, rope.settings())
     note_if_beyond(n_pos, geo.n_ctx_train)
     types = engine.cache_type(cache.cache_type_k), engine.cache_type(cache.cache_type_v)
+    layers = cost.layer_costs(geo, spec, n_pos, *(t.bytes_per_element for t in types))
+    if not layers:
+        raise SparqError(f"{geo.arch}: no layer of this model has a KV cache to be sparse about")
     threads = context.threads or engine.usable_cores()
-    found = explain(geo, spec, n_pos, types, _bandwidth(threads), threads)
+    found = Prediction(geo, spec, n_pos, types, layers, _bandwidth(threads), threads)
     if as_json:
         print_json(found.json())
     else:
-        _print(geo, found)
+        _print(found)
 
 
 def _from_card(name: str) -> Geometry | None:
@@ -91,24 +94,17 @@ def _bandwidth(n_threads: int) -> float:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a decoded token reads and what that allows. Bytes, and seconds.
+    """What a decoded token reads and what that allows, in bytes and seconds.
 
-    `counted`: of the layers that ops of ours serve, what /stats and records count.
-    `kv_memory_windows_cut`: where layers with a window keep no more than it, as llama.cpp's own
-    programs have it.
+    types: of K and V in the cache; bandwidth: bytes that so many threads read per second.
     """
 
-    model: str
-    architecture: str
+    geo: Geometry
     spec: AttentionSpec
-    positions: int
+    n_pos: int
+    types: tuple[TensorType, TensorType]
     layers: Sequence[cost.LayerCost]
-    cache_types: tuple[str, str]
-    weight_bytes_per_token: float
-    kv_memory: int
-    kv_memory_windows_cut: int
-    shadow_memory: int
-    bandwidth: float  # bytes read from memory per second
+    bandwidth: float
     threads: int
 
     @property
@@ -121,97 +117,72 @@ class Prediction:
 
     @property
     def counted(self) -> tuple[int, int]:
-        """Read, and by dense attention."""
+        """Read, and by dense attention, of the layers that /stats and records count."""
         ours = [c for c in self.layers if c.ours]
         return sum(c.bytes_read for c in ours), sum(c.bytes_dense for c in ours)
 
+    @property
+    def memory(self) -> tuple[int, int, int]:
+        """Of the cache, of that of llama.cpp's own programs, which cut windows off, and of the
+        transposed K."""
+        geo, n_pos = self.geo, self.n_pos
+        whole = cost.cache_bytes(geo, n_pos, *self.types)
+        cut = cost.cache_bytes(geo, n_pos, *self.types, N_BATCH)
+        return whole, cut, cost.shadow_bytes(geo, n_pos, self.spec)
+
     def token_s(self, attention_bytes: int) -> float:
-        return (attention_bytes + self.weight_bytes_per_token) / self.bandwidth
+        return (attention_bytes + self.geo.weight_bytes_per_token) / self.bandwidth
 
     @property
     def speedups(self) -> tuple[float, float]:
         """Of attention alone, and of a whole token."""
         return self.dense / self.read, self.token_s(self.dense) / self.token_s(self.read)
 
-    def json(self) -> dict[str, object]:
-        counted, counted_dense = self.counted
-        attention, token = self.speedups
-        return {
-            "model": self.model,
-            "architecture": self.architecture,
-            "spec": str(self.spec),
-            "positions": self.positions,
-            "top_p": self.spec.top_p,
-            "cap": self.spec.cap,
-            "layers": [self.layer(c) for c in self.layers],
-            "attention_bytes_per_token_dense": self.dense,
-            "attention_bytes_per_token": self.read,
-            "counted_bytes_per_token_dense": counted_dense,
-            "counted_bytes_per_token": counted,
-            "weight_bytes_per_token": self.weight_bytes_per_token,
-            "cache_types": list(self.cache_types),
-            "kv_memory": self.kv_memory,
-            "kv_memory_windows_cut": self.kv_memory_windows_cut,
-            "shadow_memory": self.shadow_memory,
-            "bandwidth": self.bandwidth,
-            "token_s_dense": self.token_s(self.dense),
-            "token_s": self.token_s(self.read),
-            "speedup_attention": attention,
-            "speedup_token": token,
-            "threads": self.threads,
-        }
-
-    def layer(self, c: cost.LayerCost) -> dict[str, object]:
-        """A layer for --json."""
-        row = {"il": c.il, "n_head": c.n_head, "n_head_kv": c.n_head_kv, **asdict(c.split)}
-        row["mean_v"] = self.uses_mean_v(c)
-        return {**row, "bytes_dense": c.bytes_dense, "bytes_read": c.bytes_read, "counted": c.ours}
-
     def uses_mean_v(self, c: cost.LayerCost) -> bool:
         return cost.uses_mean_v(self.spec, c.n_head, c.n_head_kv) and not c.split.dense
 
+    def json(self) -> dict[str, object]:
+        whole, cut, shadow = self.memory
+        return {
+            "model": self.geo.name,
+            "architecture": self.geo.arch,
+            "spec": str(self.spec),
+            "positions": self.n_pos,
+            "top_p": self.spec.top_p,
+            "cap": self.spec.cap,
+            "layers": [self._layer(c) for c in self.layers],
+            "attention_bytes_per_token_dense": self.dense,
+            "attention_bytes_per_token": self.read,
+            "counted_bytes_per_token_dense": self.counted[1],
+            "counted_bytes_per_token": self.counted[0],
+            "weight_bytes_per_token": self.geo.weight_bytes_per_token,
+            "cache_types": [t.name for t in self.types],
+            "kv_memory": whole,
+            "kv_memory_windows_cut": cut,
+            "shadow_memory": shadow,
+            "bandwidth": self.bandwidth,
+            "token_s_dense": self.token_s(self.dense),
+            "token_s": self.token_s(self.read),
+            "speedup_attention": self.speedups[0],
+            "speedup_token": self.speedups[1],
+            "threads": self.threads,
+        }
 
-def explain(
-    geo: Geometry,
-    spec: AttentionSpec,
-    n_pos: int,
-    types: tuple[TensorType, TensorType],
-    bandwidth: float,
-    threads: int,
-) -> Prediction:
-    """For a model with K and V of these types in the cache.
-
-    Raises:
-        SparqError: the model has no KV cache at all.
-    """
-    type_k, type_v = types
-    layers = cost.layer_costs(geo, spec, n_pos, type_k.bytes_per_element, type_v.bytes_per_element)
-    if not layers:
-        raise SparqError(f"{geo.arch}: no layer of this model has a KV cache to be sparse about")
-    return Prediction(
-        model=geo.name,
-        architecture=geo.arch,
-        spec=spec,
-        positions=n_pos,
-        layers=layers,
-        cache_types=(type_k.name, type_v.name),
-        weight_bytes_per_token=geo.weight_bytes_per_token,
-        kv_memory=cost.cache_bytes(geo, n_pos, type_k, type_v),
-        kv_memory_windows_cut=cost.cache_bytes(geo, n_pos, type_k, type_v, n_batch=N_BATCH),
-        shadow_memory=cost.shadow_bytes(geo, n_pos, spec),
-        bandwidth=bandwidth,
-        threads=threads,
-    )
+    def _layer(self, c: cost.LayerCost) -> dict[str, object]:
+        row = {"il": c.il, "n_head": c.n_head, "n_head_kv": c.n_head_kv, **asdict(c.split)}
+        row["mean_v"] = self.uses_mean_v(c)
+        return {**row, "bytes_dense": c.bytes_dense, "bytes_read": c.bytes_read, "counted": c.ours}
 
 
 # ---- for people ----
 
 
-def _print(geo: Geometry, p: Prediction) -> None:
+def _print(p: Prediction) -> None:
+    geo = p.geo
     heads = f"{max(geo.n_head)} heads, {max(geo.n_head_kv)} for K and V, of {geo.head_dim_k}"
-    print(f"{p.model} ({p.architecture}): {geo.n_layer} layers, {heads}")
-    types = "/".join(dict.fromkeys(p.cache_types))
-    print(f"attention {p.spec} at {p.positions} positions, {types} cache\n")
+    print(f"{geo.name} ({geo.arch}): {geo.n_layer} layers, {heads}")
+    types = "/".join(dict.fromkeys(t.name for t in p.types))
+    print(f"attention {p.spec} at {p.n_pos} positions, {types} cache\n")
     _print_layers(p)
     if p.spec.top_p:
         cap = f"up to {p.spec.cap:g} times as many"
@@ -222,7 +193,7 @@ def _print(geo: Geometry, p: Prediction) -> None:
         rest = human_bytes(p.dense - of)
         print(f"    full layers               {_share(ours, of)}: what /stats and records count")
         print(f"    layers with a window      {rest}, by llama.cpp's own attention")
-    print(f"  weights, bytes per token    {human_bytes(p.weight_bytes_per_token)}")
+    print(f"  weights, bytes per token    {human_bytes(geo.weight_bytes_per_token)}")
     _print_memory(p)
     attention, token = p.speedups
     print(
@@ -252,14 +223,15 @@ def _print_layers(p: Prediction) -> None:
 
 
 def _print_memory(p: Prediction) -> None:
+    whole, cut, shadow = p.memory
     print(
-        f"  memory                      cache {human_bytes(p.kv_memory)}, "
-        f"transposed K {human_bytes(p.shadow_memory)}"
+        f"  memory                      cache {human_bytes(whole)}, "
+        f"transposed K {human_bytes(shadow)}"
     )
-    if p.kv_memory_windows_cut < p.kv_memory:
+    if cut < whole:
         print(
-            f"    in llama.cpp's programs   cache {human_bytes(p.kv_memory_windows_cut)}: they "
-            "keep the windows only, and cannot go back"
+            f"    in llama.cpp's programs   cache {human_bytes(cut)}: they keep the windows only, "
+            "and cannot go back"
         )
 
 

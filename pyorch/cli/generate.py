@@ -36,10 +36,7 @@ if TYPE_CHECKING:
     help="Generate at most this many tokens.",
 )
 @opt.context_options
-@opt.rope_options
-@opt.gpu_option
-@opt.cache_options
-@opt.numa_option
+@opt.load_options
 @opt.attention_options
 @opt.sampling_options
 @opt.json_option
@@ -50,10 +47,7 @@ def command(
     file: str | None,
     tokens: int,
     context: opt.ContextOptions,
-    rope: opt.RopeOptions,
-    n_gpu_layers: int | None,
-    cache: opt.CacheOptions,
-    numa: str | None,
+    load: opt.LoadOptions,
     attention: opt.AttentionOptions,
     sampling: opt.SamplingOptions,
     as_json: bool,
@@ -64,15 +58,7 @@ def command(
     chat template, and decoding is greedy unless --temp is given.
     """
     text, spec, chosen = _prompt(prompt, file), attention.spec(), sampling.settings(0.0)
-    with open_session(
-        model,
-        spec,
-        context=context,
-        cache=cache,
-        rope=rope.settings(),
-        n_gpu_layers=n_gpu_layers,
-        numa=numa,
-    ) as session:
+    with open_session(model, spec, context, load) as session:
         _generate(session, text, spec, chosen, tokens, as_json=as_json)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import field, fields
+from collections.abc import Callable, Iterator
+from dataclasses import Field, field, fields
 from functools import wraps
 from typing import Any, Protocol, TypeVar, cast
 
@@ -28,21 +28,38 @@ def option(*names: str, **attributes: Any) -> Any:
 
 
 def takes(**groups: type[Any]) -> Decorator:
-    """Add the options of each group; the function gets them as one object of that name."""
+    """Add the options of each group; the function gets them as one object of that name.
+
+    A field of a group that is no option is a group itself, which it has as its default_factory.
+    """
 
     def decorate(function: F) -> F:
         @wraps(function)
         def collected(**values: object) -> object:
             for name, kind in groups.items():
-                values[name] = kind(**{f.name: values.pop(f.name) for f in fields(kind)})
+                values[name] = _taken(kind, values)
             return function(**values)
 
-        for f in reversed([f for kind in groups.values() for f in fields(kind)]):
+        for f in reversed([f for kind in groups.values() for f in _options(kind)]):
             names, attributes = f.metadata["option"]
             click.option(*names, f.name, **attributes)(collected)
         return cast(F, collected)
 
     return decorate
+
+
+def _options(kind: Any) -> Iterator[Field[object]]:
+    for f in fields(kind):
+        yield from [f] if "option" in f.metadata else _options(f.default_factory)
+
+
+def _taken(kind: Any, values: dict[str, object]) -> object:
+    """The object that these values make, which are taken out of `values`."""
+    of_field = {
+        f.name: values.pop(f.name) if "option" in f.metadata else _taken(f.default_factory, values)
+        for f in fields(kind)
+    }
+    return kind(**of_field)
 
 
 def group(*options: Decorator) -> Decorator:

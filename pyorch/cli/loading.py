@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyorch.attention.spec import AttentionSpec
-from pyorch.cli.options import CacheOptions, ContextOptions, ModelOptions
+from pyorch.cli.options import ContextOptions, LoadOptions, ModelOptions
 from pyorch.cli.terminal import confirm, note, note_if_beyond
 from pyorch.models import cards
 from pyorch.progress import progress_bar
 from pyorch.text import human_bytes
 
 if TYPE_CHECKING:
-    from pyorch.engine import Rope, Session
+    from pyorch.engine import Session
     from pyorch.models.pull import Model
 
 
@@ -53,12 +53,8 @@ def fetch_model(model: Model, quiet: bool = False) -> Model:
 def open_session(
     model: ModelOptions,
     attention: AttentionSpec | None,
-    *,
     context: ContextOptions,
-    cache: CacheOptions | None = None,
-    rope: Rope | None = None,
-    n_gpu_layers: int | None = None,
-    numa: str | None = None,
+    load: LoadOptions,
 ) -> Session:
     """Load the model that the options name, with a bar if it takes long."""
     from pyorch import engine, native
@@ -68,17 +64,16 @@ def open_session(
     card = model.model.split(":")[0].split("@")[0]
     if attention is None and card in cards.names() and path != Path(model.model):
         note(f"attention is exact; for {card} try --ratio {cards.load(card).ratio}", "dim")
-    cache = cache or CacheOptions()
     with progress_bar("loading the model") as progress:
         session = engine.load(
             path,
-            rope=rope,
+            rope=load.rope.settings(),
             n_ctx=context.ctx,
             n_threads=context.threads,
-            n_gpu_layers=n_gpu_layers,
-            type_k=cache.cache_type_k,
-            type_v=cache.cache_type_v,
-            numa=numa or "",
+            n_gpu_layers=load.n_gpu_layers,
+            type_k=load.cache.cache_type_k,
+            type_v=load.cache.cache_type_v,
+            numa=load.numa or "",
             attention=attention,
             progress=progress,
         )

@@ -7,7 +7,7 @@ keyword argument `context`. A command with many options of its own makes such a 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -169,20 +169,37 @@ class RopeOptions:
         return rope if rope.given else None
 
 
+def numa_option() -> Any:
+    return option(
+        "--numa",
+        type=Name("distribute", "isolate", "numactl"),
+        help="Placement on NUMA nodes, as in llama.cpp.",
+    )
+
+
+def gpu_option() -> Any:
+    return option(
+        "-ngl",
+        "--n-gpu-layers",
+        type=POSITIONS,
+        help="Number of layers on the GPU.  [default: all, if there is one]",
+    )
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How the model is loaded, and its context made, beside the size of it."""
+
+    rope: RopeOptions = field(default_factory=RopeOptions)
+    n_gpu_layers: int | None = gpu_option()
+    cache: CacheOptions = field(default_factory=CacheOptions)
+    numa: str | None = numa_option()
+
+
 context_options = takes(context=ContextOptions)
 cache_options = takes(cache=CacheOptions)
 rope_options = takes(rope=RopeOptions)
-gpu_option = click.option(
-    "-ngl",
-    "--n-gpu-layers",
-    type=POSITIONS,
-    help="Number of layers on the GPU.  [default: all, if there is one]",
-)
-numa_option = click.option(
-    "--numa",
-    type=Name("distribute", "isolate", "numactl"),
-    help="Placement on NUMA nodes, as in llama.cpp.",
-)
+load_options = takes(load=LoadOptions)
 
 
 # ---- attention ----

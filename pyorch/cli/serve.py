@@ -49,10 +49,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 )
 @click.option("--api-key", metavar="KEY", help="Refuse requests without this key.")
 @opt.context_options
-@opt.rope_options
-@opt.gpu_option
-@opt.cache_options
-@opt.numa_option
+@opt.load_options
 @opt.attention_options
 @opt.verbose_option
 def command(
@@ -61,10 +58,7 @@ def command(
     port: int,
     api_key: str | None,
     context: opt.ContextOptions,
-    rope: opt.RopeOptions,
-    n_gpu_layers: int | None,
-    cache: opt.CacheOptions,
-    numa: str | None,
+    load: opt.LoadOptions,
     attention: opt.AttentionOptions,
 ) -> None:
     """Answer OpenAI's API (/v1/chat/completions, /v1/completions) with sparse attention.
@@ -88,14 +82,14 @@ def command(
             file,
             n_ctx=context.ctx,
             n_threads=context.threads,
-            type_k=cache.cache_type_k,
-            type_v=cache.cache_type_v,
+            type_k=load.cache.cache_type_k,
+            type_v=load.cache.cache_type_v,
             attention=spec,
-            rope=rope.settings(),
+            rope=load.rope.settings(),
         )
         note_if_beyond(settings.n_ctx, geometry(file).n_ctx_train)
         alias = path.name if Path(model.model).exists() else model.model
-        _serve(Served(path, alias, settings, n_gpu_layers, numa, api_key), listener)
+        _serve(Served(path, alias, settings, load, api_key), listener)
 
 
 @dataclass(frozen=True)
@@ -105,8 +99,7 @@ class Served:
     path: Path
     alias: str
     settings: Settings
-    n_gpu_layers: int | None
-    numa: str | None
+    load: opt.LoadOptions
     api_key: str | None
 
 
@@ -140,7 +133,7 @@ def _serve(served: Served, listener: socket.socket) -> None:
 
     native.built()
     library = engine.library()
-    library.check_gpu(served.n_gpu_layers)
+    library.check_gpu(served.load.n_gpu_layers)
     host, port = listener.getsockname()[:2]
     app, llama = _application(served, host, port)
     if (info := info_of(library.lib, llama._ctx.ctx)) and (why := why_dense(spec, info)):
@@ -171,7 +164,7 @@ def _application(served: Served, host: str, port: int) -> tuple[FastAPI, Llama]:
 
     from pyorch.engine import NUMA
 
-    settings, n_gpu_layers = served.settings, served.n_gpu_layers
+    settings, n_gpu_layers, numa = served.settings, served.load.n_gpu_layers, served.load.numa
     type_k, type_v = settings.types
     model = ModelSettings(
         model=str(served.path),
@@ -183,7 +176,7 @@ def _application(served: Served, host: str, port: int) -> tuple[FastAPI, Llama]:
         n_gpu_layers=-1 if n_gpu_layers is None else n_gpu_layers,  # its own default is none
         type_k=type_k.number,
         type_v=type_v.number,
-        numa=NUMA[served.numa] if served.numa else 0,
+        numa=NUMA[numa] if numa else 0,
         flash_attn=True,  # sparse attention needs it
         logits_all=False,  # else n_ctx times the vocabulary in memory
         verbose=opt.shows_log(),

@@ -14,8 +14,12 @@ from pyorch.errors import SparqError, nearest
 
 MOST = 1000  # values of a range
 
+# of an option; None where a value is converted by hand
+Param = click.Parameter | None
+Context = click.Context | None
 
-def _shown(param: click.Parameter | None, otherwise: str = "value") -> str:
+
+def _shown(param: Param, otherwise: str = "value") -> str:
     return max(param.opts, key=len) if param else otherwise
 
 
@@ -24,9 +28,7 @@ class Ratio(click.ParamType):
 
     name = "ratio"
 
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
+    def convert(self, value: object, param: Param, ctx: Context) -> float:
         return value if isinstance(value, float) else parse_ratio(str(value))
 
 
@@ -39,9 +41,7 @@ class Number(click.ParamType):
         self.kind, self.low, self.high = kind, low, high
         self.name = "integer" if kind is int else "number"
 
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
+    def convert(self, value: object, param: Param, ctx: Context) -> float:
         option, what = _shown(param), "a whole number" if self.kind is int else "a number"
         try:
             number = self.kind(str(value))
@@ -69,9 +69,7 @@ class Name(click.ParamType):
     def __init__(self, *names: str) -> None:
         self.names = names
 
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> str:
+    def convert(self, value: object, param: Param, ctx: Context) -> str:
         if value not in self.names:
             raise nearest(_shown(param, "name"), str(value), self.names)
         return str(value)
@@ -88,9 +86,7 @@ class Several(click.ParamType):
     def __init__(self, one: click.ParamType) -> None:
         self.one = one
 
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> list[object]:
+    def convert(self, value: object, param: Param, ctx: Context) -> list[object]:
         if isinstance(value, list):
             return value
         return [self.one.convert(part.strip(), param, ctx) for part in str(value).split(",")]
@@ -105,14 +101,12 @@ class Numbers(click.ParamType):
     def __init__(self, low: int = 0, high: float = float("inf")) -> None:
         self.number = Number(int, low, high)
 
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> list[int]:
+    def convert(self, value: object, param: Param, ctx: Context) -> list[int]:
         if isinstance(value, list):
             return value
         return [n for part in str(value).split(",") for n in self._numbers(part.strip(), param)]
 
-    def _numbers(self, part: str, param: click.Parameter | None) -> list[int]:
+    def _numbers(self, part: str, param: Param) -> list[int]:
         option = _shown(param)
         match = self._part.fullmatch(part)
         if match is None:

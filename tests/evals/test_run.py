@@ -408,12 +408,13 @@ def test_a_calibrated_method_is_what_was_found_for_the_model(
     """Another calibration is another method: nothing is taken for it that is not."""
     from pyorch.attention import saved
 
-    args = ["needle", "--ctx", 576, "-n", 1, "-a", "off", "-a", "sparq,ratio=1/4,calibrated"]
+    args = ["needle", "--ctx", 576, "-n", 1, "-a", "off"]
+    args += ["-a", "sparq,ratio=1/4,min_ctx=0,calibrated"]
     result = run_eval(*args)
     assert "is not calibrated for ratio 1/4" in result.exception.message
     counts = []
     for rank in (8, 9, 8):
-        found = {"calibrated": {"ratio": None, "rank": rank, "topk": 40, "min_ctx": 0}}
+        found = {"calibrated": {"k_layers": "40:40", "rank_layers": f"{rank}:{rank}"}}
         monkeypatch.setattr(saved, "find", lambda *_, found=found: found)
         result = run_eval(*args)
         assert result.exit_code == 0, result.output
