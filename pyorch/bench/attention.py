@@ -12,7 +12,7 @@ variants take turns (A B C, C B A, ...), a few tokens each: a machine that slows
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -53,7 +53,7 @@ TURN = 5  # tokens per turn
 # The rest of the model is as small as it can be: what is measured is attention. Projections that
 # fit the caches at BASE and not at S would count as attention (width 512: up to 0.1 ms per layer).
 N_EMBD = 64
-_REST = {"n_embd": N_EMBD, "n_ff": 32, "n_vocab": 288, "tokenizer": "bytes"}
+_REST: dict[str, int | str] = {"n_embd": N_EMBD, "n_ff": 32, "n_vocab": 288, "tokenizer": "bytes"}
 _LAYERS = {"llama2-7b": 2, "llama3-8b": 4}  # K and V of each case far above the caches of the CPU
 
 
@@ -175,8 +175,8 @@ def _cost(group: Sequence[Case]) -> int:
 
 
 def _measure(
-    group: Sequence[Case], workers: Workers, progress: Callable[[float], None]
-) -> list[dict[str, Any]]:
+    group: Sequence[Case], workers: Workers, progress: records.Done
+) -> list[records.Result]:
     """One result per case: samples at S and at BASE, bytes, counters, bandwidth."""
     first = group[0]
     model = model_file(first.like, first.n_layer)
@@ -344,8 +344,8 @@ def _base_key(rec: Record) -> tuple[Any, ...]:
     return *_group_of(rec), rec["case"]["library"], rec["case"]["flash_attn"]
 
 
-_HEAD = ("positions", "attention", "ms per token (p10-p90)", "against best stock")
-_HEAD += ("whole token, ms", "MB read per token", "share of roofline")
+_HEAD = ["positions", "attention", "ms per token (p10-p90)", "against best stock"]
+_HEAD += ["whole token, ms", "MB read per token", "share of roofline"]
 
 
 def _cells(row: Row) -> tuple[object, ...]:

@@ -135,9 +135,9 @@ def together(work: Callable[[int], None], n: int, cpus: Sequence[int] = ()) -> f
     for t in threads:
         if t.ident is not None:  # it did start
             t.join()
-    for e in errors:
-        if not isinstance(e, threading.BrokenBarrierError):
-            why = str(e) or type(e).__name__
+    for error in errors:
+        if not isinstance(error, threading.BrokenBarrierError):
+            why = str(error) or type(error).__name__
             raise SparqError(f"cannot read memory with {n} threads: {why}", "fewer threads: -t")
     return max(ended) - started[0]
 

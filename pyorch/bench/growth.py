@@ -115,7 +115,7 @@ def _parts(costs: Sequence[int], progress: Progress) -> Callable[[int], Progress
 
 
 def _measure(
-    model: Path, cases: Sequence[Case], workers: Workers, progress: Callable[[float], None]
+    model: Path, cases: Sequence[Case], workers: Workers, progress: records.Done
 ) -> list[dict[str, Any]]:
     results = []
     for i, case in enumerate(cases):
@@ -161,7 +161,7 @@ def _measure(
 
 def slope(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Slope and intercept of the straight line through (x, y), least squares."""
-    a, b = np.polyfit(*zip(*points, strict=True), 1)
+    a, b = np.polyfit([x for x, _ in points], [y for _, y in points], 1)
     return float(a), float(b)
 
 

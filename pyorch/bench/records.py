@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
@@ -31,7 +31,19 @@ from pyorch.progress import Progress
 
 SCHEMA = 1
 Record = dict[str, Any]
-Case = TypeVar("Case")  # a dataclass with the field `library`
+
+
+class Timed(Protocol):
+    """What can be a case: a dataclass that says which library runs, `stock` or `sparq`."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def library(self) -> str: ...
+
+
+Case = TypeVar("Case", bound=Timed)
+Kind = TypeVar("Kind")
 
 
 def default_folder() -> Path:
@@ -213,8 +225,8 @@ def load_all(file: Path, *, keyed: bool = False) -> list[Record]:
     return found
 
 
-Groups = Sequence[Sequence[Any]]  # of cases: dataclasses with the field `library`
-Measure = Callable[[Sequence[Any], Callable[[float], None]], list[dict[str, Any]]]
+Result = dict[str, Any]  # of a case: what a record has beside it
+Done = Callable[[float], None]  # called with the share of a group that is done
 
 
 def where_given(default: Any) -> Any:
@@ -223,14 +235,14 @@ def where_given(default: Any) -> Any:
     return field(default=default, metadata={"where_given": True})
 
 
-def case_of(case: Any) -> dict[str, Any]:
+def case_of(case: Timed) -> dict[str, Any]:
     """A case as it is recorded: settings of attention are text there, and nowhere before."""
     unset = {f.name: f.default for f in fields(case) if f.metadata.get("where_given")}
     given = {k: v for k, v in vars(case).items() if k not in unset or v != unset[k]}
     return {k: str(v) if isinstance(v, AttentionSpec) else v for k, v in given.items()}
 
 
-def read_case(kind: type[Case], rec: Record) -> Case:
+def read_case(kind: type[Kind], rec: Record) -> Kind:
     """The case of a record, as it was before `case_of`."""
     spec = {"spec": _spec(rec["case"]["spec"])} if "spec" in rec["case"] else {}
     return kind(**rec["case"] | spec)
@@ -241,19 +253,19 @@ _spec = cache(parse_spec)  # thousands of records have the same few
 
 def resume(
     bench: str,
-    groups: Groups,
-    measure: Measure,
+    groups: Sequence[Sequence[Case]],
+    measure: Callable[[Sequence[Case], Done], list[Result]],
     file: Path,
     progress: Progress,
     *,
-    cost: Callable[[Sequence[Any]], int],
+    cost: Callable[[Sequence[Case]], int],
     force: bool = False,
     libraries: Sequence[str] = ("stock", "sparq"),
 ) -> list[Record]:
     """Measure the groups that `file` lacks, add them there, and return all records in order.
 
     Args:
-        measure: (group, called with the share that is done) -> one result per case.
+        measure: one result per case of a group.
         cost: how long a group takes, in any unit: for the time that is left.
         libraries: those that are measured; they are built first, where they are not yet there.
     """
@@ -262,7 +274,7 @@ def resume(
     env = environment({x: native.built(stock=x == "stock") for x in libraries})
     runs = [] if force else by_run(load_all(file, keyed=True))
 
-    def known(group: Sequence[Any]) -> list[Record] | None:
+    def known(group: Sequence[Case]) -> list[Record] | None:
         """The latest run that has all cases of a group: ratios are within one run."""
         keys = [key(bench, case_of(c), env["stamps"][c.library]) for c in group]
         found = (run for run in reversed(runs) if all(k in run for k in keys))
@@ -275,7 +287,11 @@ def resume(
     total, spent = sum(cost(g) for g in todo), 0
     for group in todo:
         share = cost(group)
-        results = measure(group, lambda x, a=spent, b=share: progress(int(a + x * b), total))
+
+        def done(x: float, spent: int = spent, share: int = share) -> None:
+            progress(int(spent + x * share), total)
+
+        results = measure(group, done)
         run = secrets.token_hex(4)
         made = []
         for case, result in zip(group, results, strict=True):

@@ -13,7 +13,7 @@ turns (A B C, C B A, ...), a whole test each, after one that is not timed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,8 @@ def run(plan: Plan, file: Path, progress: Progress, *, force: bool = False) -> l
 
 
 def _measure(
-    model: Path, group: Sequence[Case], workers: Workers, progress: Callable[[float], None]
-) -> list[dict[str, Any]]:
+    model: Path, group: Sequence[Case], workers: Workers, progress: records.Done
+) -> list[records.Result]:
     """One result per case: samples, bytes, counters, bandwidth."""
     first, geo = group[0], geometry_of(model)
     places = {c.place: c for c in group}
