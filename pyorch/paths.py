@@ -60,7 +60,7 @@ def results() -> Path:
 
 
 def expanded(name: str) -> Path:
-    """With the home folder in place of `~` or `~user`.
+    """The path, with the home folder in place of `~` or `~user`.
 
     Raises:
         SparqError: there is none.

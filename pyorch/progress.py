@@ -6,6 +6,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import rich.progress
 
 Say = Callable[[str], None]  # a line for people
 Progress = Callable[[int, int], None]  # (done, in all)
@@ -33,29 +37,8 @@ def progress_bar(
         of_bytes: what is counted are bytes, whose speed is shown.
         off_terminal: told `downloading: 25 of 100` at each quarter where stderr is no terminal.
     """
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    console = Console(stderr=True)
-    shown_bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        *((DownloadColumn(), TransferSpeedColumn()) if of_bytes else ()),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        # a speed needs two updates within this many seconds, and a bench has one a minute
-        speed_estimate_period=30 if of_bytes else 1800,
-    )
+    shown_bar = _bar(of_bytes)
+    console = shown_bar.console
     task, started, shown, quarter = shown_bar.add_task(label), time.monotonic(), False, 0
 
     def update(done: int, total: int) -> None:
@@ -78,3 +61,20 @@ def progress_bar(
     finally:
         if shown:
             shown_bar.stop()
+
+
+def _bar(of_bytes: bool) -> rich.progress.Progress:
+    from rich import progress
+    from rich.console import Console
+
+    return progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.TaskProgressColumn(),
+        *((progress.DownloadColumn(), progress.TransferSpeedColumn()) if of_bytes else ()),
+        progress.TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        # a speed needs two updates within this many seconds, and a bench has one a minute
+        speed_estimate_period=30 if of_bytes else 1800,
+    )

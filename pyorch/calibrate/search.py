@@ -1,12 +1,12 @@
 """Which k and rank each layer gets: found by decoding real text with many settings.
 
-What counts is KL(dense || sparse) of the next token, in nats, mean over the decoded positions, with
-all layers sparse at once: errors of single layers do not add up to it. From the uniform budget, in
-rounds with ever smaller steps:
+What counts is KL(dense || sparse) of the next token, in nats, as a mean over the decoded positions
+with all layers sparse at once: the errors of single layers do not add up to it. The search begins
+at the uniform budget and goes in rounds with ever smaller steps:
 
-1. One layer at a time gets more and less k, higher and lower rank, the others stay where they are:
-   what that does to KL, and to the bytes that the library counts. On half of the contexts, the
-   other half in the next round.
+1. One layer at a time gets more and less k, and a higher and a lower rank, while the others stay
+   where they are. What that does to KL, and to the bytes that the library counts, is measured on
+   half of the contexts; the next round takes the other half.
 2. Near this point the changes add up: each layer takes the k and rank at which the price of a byte
    is the same for all (`allocate`). A layer may end dense.
 3. All k are scaled until as many bytes are read as by uniform; the full step, half of it, and the
@@ -14,13 +14,14 @@ rounds with ever smaller steps:
 4. There other local windows are tried at equal bytes.
 
 In 3 and 4 all contexts decide, so that a step which only suits those it was found on is not taken.
-Done without and with the mean of V; the better of the two is the result, or uniform or a ramp if
-these are better. Then the same with `top_p`, from there: k is now the most that a KV head may read,
-and p one more shared setting.
+All of this is done without and with the mean of V, and the better of the two is the result, unless
+uniform or a ramp is better. From there the search goes on with `top_p`: k is then the most that a
+KV head may read, and p is one more shared setting.
 
-No gradients, no weights change. Contexts: `meter.py`. Some 16 measurements per layer and 80 in any
-case: with 8 contexts of 64 tokens, 8,000 decoded tokens per layer and 40,000; with 4 of 16, an
-eighth of that, half an hour for 32 layers at 0.05 s a token.
+There are no gradients, and no weights change. `meter.py` makes the contexts and measures. A search
+takes some 16 measurements per layer and 80 in any case: with 8 contexts of 64 tokens these are
+8,000 decoded tokens per layer and 40,000; with 4 contexts of 16 tokens it is an eighth of that,
+half an hour for 32 layers at 0.05 s a token.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Point:
 
     @property
     def spec(self) -> AttentionSpec:
-        """With four digits of each k, as it will be kept."""
+        """The settings as they will be kept, with four digits of each k."""
         ks = tuple(LayerK(float(f"{100 * min(k, 1):.4g}") / 100, True) for k in self.k)
         return replace(self.base, k_layers=ks, rank_layers=tuple(map(int, self.rank)))
 

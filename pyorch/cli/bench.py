@@ -192,7 +192,8 @@ class Writing:
     )
 
     def file(self, name: str) -> Path:
-        """Of the records. A README without marks for the table is refused, before anything runs."""
+        """The file of the records. A README without marks for the table is refused here, before
+        anything runs."""
         from pyorch.bench import records
 
         file = (Path(self.out) if self.out else records.default_folder()) / name
@@ -473,5 +474,5 @@ def _agree_to_write(plan: Plan, yes: bool) -> None:
 
 
 def _keep(file: Path, table: str) -> None:
-    """Beside the records: all of them, not only what was asked for now."""
+    """Write the table of all records beside them; stdout has only what was asked for now."""
     file.with_suffix(".md").write_text(table + "\n", "utf-8")

@@ -140,7 +140,7 @@ def _piped() -> Iterator[str]:
 
 
 def _typed() -> Iterator[str]:
-    """The same from a terminal, where lines can be edited and earlier ones come back."""
+    """Lines that a person types: they can be edited, and the arrow keys bring earlier ones back."""
     keep_history = _history()
     while True:
         try:
@@ -208,7 +208,7 @@ def _run_command(chat: Chat, line: str) -> bool:
 
 
 def _with_ratio(spec: AttentionSpec, ratio: float) -> AttentionSpec:
-    """The same settings at another ratio, without what was given in place of a ratio."""
+    """`spec` at another ratio; what was given in place of a ratio is left out."""
     if not spec.sparse or ratio == 1:
         return AttentionSpec("sparq", ratio=ratio)
     return replace(spec, ratio=ratio, rank=None, topk=None, k_layers=None, rank_layers=None)

@@ -70,7 +70,7 @@ def command(
 
 
 def _from_card(name: str) -> Geometry | None:
-    """Of a card's model, unless one of its files is in the cache."""
+    """What the card of that name says; None if there is none, or the model is here."""
     from pyorch.models import cache, cards, pull
 
     spec = pull.parse_spec(name, original=True)
@@ -123,8 +123,8 @@ class Prediction:
 
     @property
     def memory(self) -> tuple[int, int, int]:
-        """Of the cache, of that of llama.cpp's own programs, which cut windows off, and of the
-        transposed K."""
+        """What the cache takes, what it takes in llama.cpp's own programs, which keep no more than
+        the windows, and what the transposed K takes."""
         geo, n_pos = self.geo, self.n_pos
         whole = cost.cache_bytes(geo, n_pos, *self.types)
         cut = cost.cache_bytes(geo, n_pos, *self.types, N_BATCH)
@@ -135,7 +135,7 @@ class Prediction:
 
     @property
     def speedups(self) -> tuple[float, float]:
-        """Of attention alone, and of a whole token."""
+        """How much faster attention alone is, and a whole token."""
         return self.dense / self.read, self.token_s(self.dense) / self.token_s(self.read)
 
     def uses_mean_v(self, c: cost.LayerCost) -> bool:

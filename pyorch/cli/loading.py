@@ -1,4 +1,4 @@
-"""From `--model NAME` to a file, and to a session."""
+"""Find the model that `--model NAME` means, and load it."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class RopeOptions:
     )
 
     def settings(self) -> Rope | None:
-        """As the engine takes them; None if no option was given.
+        """The object that the engine takes; None if no option was given.
 
         Raises:
             SparqError: one scale is given in two ways.
@@ -354,7 +354,7 @@ class SamplingOptions:
     )
 
     def settings(self, default_temp: float) -> Sampling:
-        """As the engine takes them."""
+        """The object that the engine takes."""
         from pyorch.engine import Sampling
 
         return Sampling(

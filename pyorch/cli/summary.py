@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Summary:
-    """`info` is None while attention is llama.cpp's own."""
+    """What happened since the counters were reset. `info` is None while attention is llama.cpp's."""
 
     timings: Timings
     info: AttentionInfo | None
 
     def json(self) -> dict[str, object]:
-        """For --json."""
+        """The values that --json prints."""
         t, info = self.timings, self.info
         out: dict[str, object] = {
             "prefill_tokens": t.prefill_tokens,
@@ -40,7 +40,7 @@ class Summary:
         return out
 
     def line(self) -> str:
-        """For a person."""
+        """One line that a person reads."""
         t, info = self.timings, self.info
         parts = [f"prefill {t.prefill_tokens} tokens in {t.prefill_s:.2f} s"]
         if not t.decode_s:
@@ -69,7 +69,7 @@ def _attention(info: AttentionInfo) -> str:
 
 
 def summary_of(session: Session) -> Summary:
-    """Of the tokens since the counters were reset."""
+    """The summary of a session as it is now."""
     return Summary(session.timings, info_if_ours(session))
 
 
@@ -79,7 +79,7 @@ def info_if_ours(session: Session) -> AttentionInfo | None:
 
 
 def info_of(lib: ModuleType, ctx: int | None) -> AttentionInfo | None:
-    """The same of any context. lib: the module of C functions, ctx: llama.cpp's pointer."""
+    """The library's account of a context, given as llama.cpp's pointer; `lib` has the C functions."""
     from pyorch.engine import sparse
 
     if not sparse.is_ours(lib):

@@ -1,4 +1,4 @@
-"""From a file to a model in memory, and to a session in one line."""
+"""Load a model into memory, or a model with its first session in one line."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class Timings:
 
     @property
     def decode_rate_median(self) -> float:
-        """The same from the median token, which other programs on the machine disturb less."""
+        """Tokens per second at the speed of the median token, which other programs disturb less."""
         return 1 / statistics.median(self.decode_s) if self.decode_s else 0.0
 
 

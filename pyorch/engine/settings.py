@@ -90,7 +90,7 @@ class Rope:
 
     @property
     def params(self) -> dict[str, str | float]:
-        """The same as fields of `llama_context_params`."""
+        """The settings that are given, by the names of `llama_context_params`."""
         names = {
             "scaling": "rope_scaling_type",
             "freq_base": "rope_freq_base",
@@ -116,7 +116,7 @@ class Settings:
     rope: Rope
 
     def params(self, lib: ModuleType) -> ctypes.Structure:
-        """As `llama_context_params`."""
+        """Write them into a new `llama_context_params`."""
         params: ctypes.Structure = lib.llama_context_default_params()
         params.n_ctx = self.n_ctx
         params.n_batch = params.n_ubatch = self.n_batch

@@ -128,7 +128,7 @@ class Policy:
         self.check()
 
     def error(self, what: str, hint: str = "") -> SparqError:
-        """For a wrong setting of this method."""
+        """The error of a wrong setting of this method."""
         return SparqError(f"{self.name}: {what}", hint, exit_code=2)
 
     def start(self, heads: Heads, prompt: Prompt | None) -> Selector:
@@ -201,7 +201,7 @@ class WithMeanV(Policy):
         return self.mean_v == "on" or (self.mean_v == "auto" and heads.n_head == heads.n_head_kv)
 
     def fixed_bytes(self, n_pos: int, heads: Heads) -> float:
-        """Of the sums of V, as `sparq` keeps them: of GROUP positions, and of SUM such groups."""
+        """V is summed over GROUP positions, and over SUM such groups, as `sparq` keeps it."""
         if not self.uses_mean_v(heads):
             return 0.0
         groups = n_pos // GROUP
@@ -209,7 +209,7 @@ class WithMeanV(Policy):
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-    """Over the last axis; -inf is 0. A row of -inf alone gives NaN."""
+    """Softmax over the last axis; -inf becomes 0. A row of -inf alone gives NaN."""
     e: np.ndarray = np.exp(logits - logits.max(axis=-1, keepdims=True))
     e /= e.sum(axis=-1, keepdims=True)
     return e

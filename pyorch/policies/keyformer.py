@@ -53,7 +53,7 @@ class Keyformer(Policy):
         return heads.row + 4 + noise
 
     def tau(self, step: int) -> float:
-        """Of the step-th decoded token, from 1; the prompt is step 0."""
+        """The temperature for the step-th decoded token, counted from 1; the prompt is step 0."""
         return self.tau_init + (self.tau_end - self.tau_init) * min(step / self.tokens, 1)
 
     def start(self, heads: Heads, prompt: Prompt | None) -> KeyformerSelector:

@@ -56,7 +56,7 @@ class Queries:
     seen: bool = False  # in this llama_decode
 
     def add(self, t: Tensor, n_past: int, ours: bool) -> None:
-        """From a node whose tokens come after `n_past` others: PREFILL, or else FLASH_ATTN_EXT.
+        """Capture a node whose tokens come after `n_past` others: PREFILL, or else FLASH_ATTN_EXT.
 
         Raises:
             SparqError: more than one sequence.
@@ -89,7 +89,7 @@ class Queries:
         self.seen = False
 
     def prompt(self, k: Tensor, n: int, name: str) -> LayerPrompt:
-        """Of the first n positions.
+        """The attention of the first n positions.
 
         Raises:
             SparqError: they were not captured.

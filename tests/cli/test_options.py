@@ -90,7 +90,15 @@ def test_a_name_means_one_thing() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [opt.ContextOptions, opt.CacheOptions, opt.RopeOptions, opt.AttentionOptions]
+    "kind",
+    [
+        opt.ContextOptions,
+        opt.CacheOptions,
+        opt.RopeOptions,
+        opt.LoadOptions,
+        opt.AttentionOptions,
+        opt.SamplingOptions,
+    ],
 )
 def test_a_group_made_by_hand_has_the_defaults_of_the_command_line(kind: type) -> None:
     seen = []
