@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Summary:
-    """What happened since the counters were reset. `info` is None while attention is llama.cpp's."""
+    """What happened since the counters were reset; without `info`, attention is llama.cpp's."""
 
     timings: Timings
     info: AttentionInfo | None
@@ -79,7 +79,7 @@ def info_if_ours(session: Session) -> AttentionInfo | None:
 
 
 def info_of(lib: ModuleType, ctx: int | None) -> AttentionInfo | None:
-    """The library's account of a context, given as llama.cpp's pointer; `lib` has the C functions."""
+    """The library's account of a context. lib: its C functions; ctx: llama.cpp's pointer."""
     from pyorch.engine import sparse
 
     if not sparse.is_ours(lib):
