@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,9 +23,9 @@ from pyorch.policies.base import Policy
 
 # of the library's counters, those that tables need
 _COUNTED = ("steps", "bytes_read", "bytes_dense", "positions_read", "calls_sparse")
-
-
 OFF = AttentionSpec("off")
+
+T = TypeVar("T")
 
 
 def meaning(method: Method, model: Path) -> str:
@@ -46,30 +46,47 @@ class Runner:
         methods: Sequence[Method],
         recall: bool,
         *,
+        n_ctx: int,
+        n_threads: int | None = None,
         n_gpu_layers: int | None = None,
+        type_k: str = "f16",
+        type_v: str = "f16",
         numa: str = "",
-        **options: Any,
+        rope: engine.Rope | None = None,
     ) -> None:
         """
         Args:
             recall: `masses` will be asked for.
-            options: what `Model.session` takes, for both sessions.
+
+        The others are those of `engine.load_model` and of `Model.session`.
 
         Raises:
             SparqError: the model cannot be loaded, or has no such session.
         """
         python = [m for m in methods if isinstance(m, Policy)]
+
+        def session(of: engine.Model, watch: RecallWatch | None = None) -> engine.Session:
+            return of.session(
+                n_ctx=n_ctx,
+                n_threads=n_threads,
+                type_k=type_k,
+                type_v=type_v,
+                attention="off",
+                rope=rope,
+                watch=watch,
+            )
+
         with ExitStack() as opened:
             loaded = opened.enter_context(
                 engine.load_model(model, n_gpu_layers=n_gpu_layers, numa=numa)
             )
-            self.session = loaded.session(attention="off", **options)  # tokenises, too
+            self.session = session(loaded)  # tokenises, too
             self._watched: engine.Session | None = None
             if python or recall:
                 if not loaded.on_cpu:  # where numpy could not read the tensors
                     loaded = opened.enter_context(engine.load_model(model, n_gpu_layers=0))
                 self._watch = RecallWatch(keep_queries=any(p.needs_prompt for p in python))
-                self._watched = loaded.session(attention="off", watch=self._watch, **options)
+                self._watched = session(loaded, self._watch)
             self._opened = opened.pop_all()
 
     def __enter__(self) -> Runner:
@@ -97,8 +114,8 @@ class Runner:
             engine.prefill(s, tokens)
 
     def decode(
-        self, method: Method, n: int, work: Callable[[engine.Session], Any]
-    ) -> tuple[Any, Mapping[str, int], float | None]:
+        self, method: Method, n: int, work: Callable[[engine.Session], T]
+    ) -> tuple[T, Mapping[str, int], float | None]:
         """`work` after the first `n` tokens, with the method set.
 
         Returns:
@@ -126,7 +143,9 @@ class Runner:
         seconds = round(statistics.median(s.timings.decode_s), 6) if s.timings.decode_s else None
         return result, {name: int(counted.get(name, 0)) for name in _COUNTED}, seconds
 
-    def masses(self, method: Method, n: int, work: Callable[[engine.Session], Any]) -> list[float]:
+    def masses(
+        self, method: Method, n: int, work: Callable[[engine.Session], object]
+    ) -> list[float]:
         """The share of the true attention that `work` reads with this method, layer by layer; it
         is 1 where a layer is dense. The module `recall` says how it is found.
         """

@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,18 @@ class Result:
     bytes_after: int
     bits_per_weight: float
     fallbacks: tuple[str, ...]  # tensors that got another type, in the library's words
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What the child is asked to do. Without a target it only plans."""
+
+    source: str
+    type: int
+    imatrix: str | None
+    n_threads: int
+    allow_requantize: bool
+    target: str | None = None
 
 
 def types() -> dict[str, int]:
@@ -93,17 +105,17 @@ def quantize(
         raise SparqError(f"{target}: is the model itself", "give another name", 2)
     if imatrix is not None:
         read_imatrix(imatrix)  # for its error, before anything is written
-    job = {
-        "source": str(source),
-        "type": known[type_name.upper()],
-        "imatrix": str(imatrix) if imatrix else None,
-        "n_threads": n_threads,
-        "allow_requantize": allow_requantize,
-    }
-    plan = _run(job | {"target": None}, None)
+    job = _Job(
+        str(source),
+        known[type_name.upper()],
+        str(imatrix) if imatrix else None,
+        n_threads,
+        allow_requantize,
+    )
+    plan = _run(job, None)
     check_space(target.absolute().parent, plan["n_bytes"] + _SLACK, str(target))
     with new_file(target, force) as (partial, lock):
-        done = _run(job | {"target": str(partial)}, progress, lock)
+        done = _run(replace(job, target=str(partial)), progress, lock)
         if progress is not None:
             progress(len(before.tensors), len(before.tensors))
         after = read_gguf(partial)
@@ -119,9 +131,9 @@ def quantize(
     )
 
 
-def _run(job: dict[str, Any], progress: Progress | None, *locks: int) -> dict[str, Any]:
+def _run(job: _Job, progress: Progress | None, *locks: int) -> dict[str, Any]:
     """Do one job in a child process. It ends with us: its stdout is then closed."""
-    argv = [sys.executable, "-m", "pyorch.models.quantize", json.dumps(job)]
+    argv = [sys.executable, "-m", "pyorch.models.quantize", json.dumps(asdict(job))]
     with (
         tempfile.TemporaryFile() as said,
         subprocess.Popen(
@@ -155,11 +167,11 @@ def _run(job: dict[str, Any], progress: Progress | None, *locks: int) -> dict[st
         raise SparqError("the quantiser was killed: out of memory?", "free some memory")
     reason = next((s for s in text.splitlines() if s), f"exit code {code}")
     raise SparqError(
-        f"{job['source']}: llama.cpp's quantiser ended: {reason}", "is the model damaged?"
+        f"{job.source}: llama.cpp's quantiser ended: {reason}", "is the model damaged?"
     )
 
 
-def _explained(job: dict[str, Any], reason: str, hint: str) -> SparqError:
+def _explained(job: _Job, reason: str, hint: str) -> SparqError:
     if "requantizing" in reason:
         hint = "quantise from the f16 or bf16 model; --allow-requantize does it nevertheless"
     elif "mportance matrix" in reason or "requires an imatrix" in reason:
@@ -168,14 +180,14 @@ def _explained(job: dict[str, Any], reason: str, hint: str) -> SparqError:
         reason, hint = "the library cannot quantise to this type", "sparq-cpp quantize --help"
     elif "iostream error" in reason or "basic_ios" in reason:
         reason, hint = "cannot write all of it: the disk is full?", "make room; nothing was kept"
-    return SparqError(f"{job['source']}: {reason}", hint)
+    return SparqError(f"{job.source}: {reason}", hint)
 
 
 # ---- the child ----
 
 
-def _work(job: dict[str, Any]) -> dict[str, Any]:
-    """Quantise in this process; with no target only plan. Returns the answer to send."""
+def _work(job: _Job) -> dict[str, Any]:
+    """Quantise in this process. Returns the answer to send."""
     lib: Any = native.load()
     lib = getattr(lib, "llama_cpp", lib)
     lines: list[str] = []
@@ -184,7 +196,7 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     def on_log(level: int, raw: bytes, _: object) -> None:
         nonlocal line
         text = raw.decode("utf-8", errors="replace")
-        if job["target"] and (match := _STEP.match(text)):
+        if job.target and (match := _STEP.match(text)):
             try:
                 send({"step": [int(match[1]) - 1, int(match[2])]})
             except BaseException:  # who asked is gone; no exception can pass through C
@@ -197,17 +209,17 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     callback = lib.llama_log_callback(on_log)
     lib.llama_log_set(callback, None)
     params = lib.llama_model_quantize_default_params()
-    params.nthread, params.ftype = job["n_threads"], job["type"]
-    params.allow_requantize = job["allow_requantize"]
-    params.dry_run = job["target"] is None
-    weights = read_imatrix(Path(job["imatrix"])) if job["imatrix"] else {}
+    params.nthread, params.ftype = job.n_threads, job.type
+    params.allow_requantize = job.allow_requantize
+    params.dry_run = job.target is None
+    weights = read_imatrix(Path(job.imatrix)) if job.imatrix else {}
     if weights:
         data = (lib.llama_model_imatrix_data * (len(weights) + 1))()  # the last one stays NULL
         for entry, (name, values) in zip(data, weights.items(), strict=False):
             entry.name, entry.size = name.encode(), values.size
             entry.data = values.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         params.imatrix = data
-    source, target = os.fsencode(job["source"]), os.fsencode(job["target"] or "unused")
+    source, target = os.fsencode(job.source), os.fsencode(job.target or "unused")
     failed = lib.llama_model_quantize(source, target, ctypes.byref(params))
     lines.append(line)
     text = "\n".join(lines)
@@ -228,6 +240,6 @@ def send(answer: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     try:
-        send(_work(json.loads(sys.argv[1])))
+        send(_work(_Job(**json.loads(sys.argv[1]))))
     except SparqError as e:
         send({"error": e.message, "hint": e.hint})

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyorch import paths
 from pyorch.errors import SparqError, nearest
@@ -22,6 +22,9 @@ from pyorch.models import cards
 from pyorch.models.new_file import check_space, check_target, new_file
 from pyorch.native import source
 from pyorch.progress import say
+
+if TYPE_CHECKING:
+    import gguf
 
 QUANTS = ("q8_0", "q4_k_m", "f16")
 TOKENIZERS = ("llama-spm", "llama-bpe", "bytes")
@@ -231,7 +234,7 @@ def _write(path: Path, shape: Shape, quant: str, seed: int, name: str) -> None:
         w.close()
 
 
-def _add_metadata(w: Any, s: Shape, quant: str, name: str) -> None:
+def _add_metadata(w: gguf.GGUFWriter, s: Shape, quant: str, name: str) -> None:
     import gguf
 
     w.add_name(name)
@@ -250,7 +253,7 @@ def _add_metadata(w: Any, s: Shape, quant: str, name: str) -> None:
     w.add_vocab_size(s.n_vocab)
 
 
-def _add_tokenizer(w: Any, s: Shape) -> None:
+def _add_tokenizer(w: gguf.GGUFWriter, s: Shape) -> None:
     w.add_add_space_prefix(False)
     if s.tokenizer == "bytes":
         # SentencePiece kind: a byte that no token spells is its own token, so any text can be read
@@ -277,7 +280,7 @@ def _add_tokenizer(w: Any, s: Shape) -> None:
 
 
 def _add_tokens(
-    w: Any,
+    w: gguf.GGUFWriter,
     s: Shape,
     tokens: list[str],
     types: list[int],
