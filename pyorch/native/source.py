@@ -146,7 +146,7 @@ def prepare_metadata_for_build_wheel(folder, config_settings=None):
 """
 
 
-def _pip(folder: Path) -> list[str]:
+def pip_command(folder: Path) -> list[str]:
     """How to run pip. Environments that uv made have none: then the one that Python brings along
     goes into `folder`, or, where a distribution has removed that too, uv runs it.
 
@@ -174,7 +174,7 @@ def _pip_download(pin: Pin, folder: Path) -> Path:
     (stub / "build.py").write_text(
         _STUB_BACKEND.format(module=module, package=pin.package, version=pin.version), "utf-8"
     )
-    argv = [*_pip(folder), "download", "--quiet", "--no-deps", "--no-build-isolation"]
+    argv = [*pip_command(folder), "download", "--quiet", "--no-deps", "--no-build-isolation"]
     argv += ["--no-binary", ":all:", "--dest", str(folder), f"{pin.package}=={pin.version}"]
     env = {**os.environ, "PYTHONPATH": str(stub.parent)}
     done = subprocess.run(

@@ -31,7 +31,7 @@ def of_standard_width(c: cards.Card) -> bool:
 
 
 def test_the_models_of_the_papers_have_cards() -> None:
-    assert len({c.title for c in CARDS}) == len(CARDS) == 29
+    assert len({c.title for c in CARDS}) == len(CARDS) == 30
     for name in ("llama2-13b", "gemma-7b", "pythia-2.8b", "mpt-7b", "opt-30b", "gpt-j-6b"):
         assert name in NAMES
 
@@ -45,7 +45,8 @@ def test_card_is_whole(c: cards.Card) -> None:
     )
     assert c.tokenizer in ("llama", "gpt2")
     assert bool(c.settings) == c.loads and (c.loads or c.note)
-    assert bool(c.gguf) == bool(c.quant) and (c.loads or not c.gguf)
+    assert bool(c.gguf) == bool(c.quant) and (c.loads or not c.source)
+    assert not (c.gguf and c.package)
     assert not c.gguf or re.fullmatch(r"[\w-]+/[\w.-]+", c.gguf)
     assert re.search(r"not measured|arXiv \d{4}\.\d{5}\b.*(Table|Figure)", c.evidence)
     if c.settings:

