@@ -259,11 +259,10 @@ def sparq(
     inputs = {
         "list": new("i32", n_grp, c.batch),
         "sealed": new("i32", n_grp, c.batch),
-        "forced": new("i32", LOCAL + SINKS, 1, 1, c.batch),
-        "kl": new("i32", 2, 1, 1, c.batch),
+        "wanted": new("i32", 2 + LOCAL + SINKS, 1, 1, c.batch),
     }
     stats = new("i64", len(STATS))
-    visible = base.ggml_sparse_attn_visible(ctx, mask)
+    visible = base.ggml_sparse_attn_visible(ctx, mask, inputs["sealed"])
     n_run, chan = -(-c.positions // RUN), D * c.n_head_kv
     seals, nodes = [], []
     for qi, (k, v) in zip(q, kv, strict=True):
@@ -278,7 +277,7 @@ def sparq(
             )
         )  # fmt: skip
         tensors = dict(q=qi, k=k, v=v, k_t=k_t, sealed=inputs["sealed"], mask=mask, visible=visible)
-        tensors |= dict(forced=inputs["forced"], kl=inputs["kl"], stats=stats)
+        tensors |= dict(wanted=inputs["wanted"], stats=stats)
         tensors |= {"v_sum": v_sum} if mean_v else {}
         tensors |= {"k_range": k_range} if k_range is not None else {}
         params = AttnParams(c.rank, c.topk, LOCAL, scale, 0.0, 0.0, mean_v, bits, 0)
@@ -294,8 +293,7 @@ def write_inputs(device: Device, c: Case, inputs: dict[str, Any], n_grp: int) ->
     rows = {
         "list": np.where(full, groups, -1),
         "sealed": full,
-        "forced": np.r_[c.positions - 1 - np.arange(LOCAL), np.arange(SINKS)],
-        "kl": np.array([c.topk, LOCAL]),
+        "wanted": np.r_[c.topk, LOCAL, c.positions - 1 - np.arange(LOCAL), np.arange(SINKS)],
     }
     for name, row in rows.items():
         device.fill(inputs[name], np.ascontiguousarray(row, np.int32))

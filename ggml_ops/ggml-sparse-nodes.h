@@ -1,59 +1,74 @@
 #pragma once
 
-// Which slot of src[] holds which source of a node: for the constructors and for whoever runs a node.
-//
-// SCORE_SELECT is SCORE and SELECT in one node, so the three share their numbers; a slot that a step does not use is NULL. ATTEND and SCORE_SELECT
-// fill all GGML_MAX_SRC slots.
+// The sources and parameters of a node: for the constructors, which write them, and for whoever runs or watches a node.
 
-enum ggml_sparse_seal_src {
-    GGML_SPARSE_SEAL_K_T,
-    GGML_SPARSE_SEAL_V_SUM,
-    GGML_SPARSE_SEAL_K,
-    GGML_SPARSE_SEAL_V,
-    GGML_SPARSE_SEAL_LIST,
-    GGML_SPARSE_SEAL_STATS,
-    GGML_SPARSE_SEAL_K_RANGE,
-    GGML_SPARSE_SEAL_SEALED,
+#include "ggml-sparse.h"
+
+#include <string.h>
+
+// Which slot of src[] holds which tensor, by step: X(tensor, slot). A slot that a step does not name, or a tensor that is not given, is NULL.
+// A tensor has the same slot in every step, but for SEAL's v and v_sum, and there are at most GGML_MAX_SRC = 10. For one more tensor of a shadow
+// slot 9 is free in SCORE_SELECT, slot 5 in ATTEND and slot 3 in SCORE and in SEAL.
+#define GGML_SPARSE_SRC_SEAL(X)         X(list, 0)   X(k, 1)                        X(stats, 4) X(sealed, 5) X(k_t, 6) X(k_range, 7) X(v, 8)      X(v_sum, 9)
+#define GGML_SPARSE_SRC_VISIBLE(X)                           X(mask, 2)                         X(sealed, 5)
+#define GGML_SPARSE_SRC_SCORE(X)        X(q, 0)      X(k, 1) X(mask, 2)             X(stats, 4) X(sealed, 5) X(k_t, 6) X(k_range, 7)              X(visible, 9)
+#define GGML_SPARSE_SRC_SELECT(X)       X(logits, 0)                    X(sinks, 3)                                                  X(wanted, 8)
+#define GGML_SPARSE_SRC_SCORE_SELECT(X) X(q, 0)      X(k, 1) X(mask, 2) X(sinks, 3) X(stats, 4) X(sealed, 5) X(k_t, 6) X(k_range, 7) X(wanted, 8)
+#define GGML_SPARSE_SRC_ATTEND(X)       X(q, 0)      X(k, 1) X(mask, 2) X(sinks, 3) X(stats, 4)              X(v, 6)   X(v_sum, 7)   X(sel, 8)    X(visible, 9)
+#define GGML_SPARSE_SRC_PREFILL(X)      X(q, 0)      X(k, 1) X(mask, 2) X(sinks, 3) X(stats, 4)              X(v, 6)
+
+// X(step), in the order of enum ggml_sparse_attn_op
+#define GGML_SPARSE_STEPS(X) X(SEAL) X(VISIBLE) X(SCORE) X(SELECT) X(SCORE_SELECT) X(ATTEND) X(PREFILL)
+
+struct ggml_sparse_src {
+    struct ggml_tensor * q, * k, * v, * mask, * sinks, * stats, * sealed, * k_t, * k_range, * v_sum, * visible, * wanted, * logits, * sel, * list;
 };
 
-enum ggml_sparse_visible_src {
-    GGML_SPARSE_VISIBLE_MASK,
-};
+static inline struct ggml_sparse_src ggml_sparse_src_of(const struct ggml_tensor * node) {
+    struct ggml_sparse_src res;
+    memset(&res, 0, sizeof(res));
+    switch ((enum ggml_sparse_attn_op) node->op_params[0]) {
+#define READ(tensor, slot) res.tensor = node->src[slot];
+#define X(step) case GGML_SPARSE_ATTN_##step: GGML_SPARSE_SRC_##step(READ) break;
+        GGML_SPARSE_STEPS(X)
+#undef X
+#undef READ
+        case GGML_SPARSE_ATTN_COUNT: break;
+    }
+    return res;
+}
 
-// SCORE, SELECT and SCORE_SELECT
-enum ggml_sparse_score_select_src {
-    GGML_SPARSE_SCORE_SELECT_Q,
-    GGML_SPARSE_SCORE_SELECT_K,
-    GGML_SPARSE_SCORE_SELECT_K_T,
-    GGML_SPARSE_SCORE_SELECT_SEALED,
-    GGML_SPARSE_SCORE_SELECT_MASK,
-    GGML_SPARSE_SCORE_SELECT_FORCED,
-    GGML_SPARSE_SCORE_SELECT_KL,
-    GGML_SPARSE_SCORE_SELECT_SINKS,
-    GGML_SPARSE_SCORE_SELECT_STATS,
-    GGML_SPARSE_SCORE_SELECT_K_RANGE,
-    GGML_SPARSE_SCORE_VISIBLE = GGML_SPARSE_SCORE_SELECT_FORCED, // SCORE is given what SCORE_SELECT counts
-    GGML_SPARSE_SELECT_LOGITS = GGML_SPARSE_SCORE_SELECT_Q,
-};
+static inline void ggml_sparse_set_src(struct ggml_tensor * node, const struct ggml_sparse_src * src) {
+    switch ((enum ggml_sparse_attn_op) node->op_params[0]) {
+#define WRITE(tensor, slot) node->src[slot] = src->tensor;
+#define X(step) case GGML_SPARSE_ATTN_##step: GGML_SPARSE_SRC_##step(WRITE) break;
+        GGML_SPARSE_STEPS(X)
+#undef X
+#undef WRITE
+        case GGML_SPARSE_ATTN_COUNT: break;
+    }
+}
 
-enum ggml_sparse_attend_src {
-    GGML_SPARSE_ATTEND_Q,
-    GGML_SPARSE_ATTEND_K,
-    GGML_SPARSE_ATTEND_V,
-    GGML_SPARSE_ATTEND_MASK,
-    GGML_SPARSE_ATTEND_VISIBLE,
-    GGML_SPARSE_ATTEND_SEL,
-    GGML_SPARSE_ATTEND_V_SUM,
-    GGML_SPARSE_ATTEND_SEALED,
-    GGML_SPARSE_ATTEND_SINKS,
-    GGML_SPARSE_ATTEND_STATS,
-};
+#ifdef __cplusplus
 
-enum ggml_sparse_prefill_src {
-    GGML_SPARSE_PREFILL_Q,
-    GGML_SPARSE_PREFILL_K,
-    GGML_SPARSE_PREFILL_V,
-    GGML_SPARSE_PREFILL_MASK,
-    GGML_SPARSE_PREFILL_SINKS,
-    GGML_SPARSE_PREFILL_STATS,
-};
+// the parameters of a node, which stand behind the number of its step
+template <typename P>
+P ggml_sparse_params_of(const ggml_tensor * node) {
+    P p;
+    memcpy(&p, node->op_params + 1, sizeof(p));
+    return p;
+}
+
+// of SCORE or SCORE_SELECT
+inline ggml_sparse_score_params ggml_sparse_score_params_of(const ggml_tensor * node) {
+    return node->op_params[0] == GGML_SPARSE_ATTN_SCORE ? ggml_sparse_params_of<ggml_sparse_score_params>(node)
+                                                        : ggml_sparse_params_of<ggml_sparse_score_select_params>(node).score;
+}
+
+// of SELECT or SCORE_SELECT
+inline ggml_sparse_select_params ggml_sparse_select_params_of(const ggml_tensor * node) {
+    return node->op_params[0] == GGML_SPARSE_ATTN_SELECT ? ggml_sparse_params_of<ggml_sparse_select_params>(node)
+                                                         : ggml_sparse_params_of<ggml_sparse_score_select_params>(node).select;
+}
+
+#endif

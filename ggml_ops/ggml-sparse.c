@@ -19,7 +19,7 @@ static int64_t n_groups(int64_t n_kv) {
 }
 
 // op_params[0] is the sub-operation, the rest a plain struct
-static void set_op(struct ggml_tensor * t, enum ggml_sparse_attn_op op, const void * params, size_t size) {
+static void set_op(struct ggml_tensor * t, enum ggml_sparse_attn_op op, const void * params, size_t size, const struct ggml_sparse_src * src) {
     GGML_ASSERT(sizeof(int32_t) + size <= GGML_MAX_OP_PARAMS);
 
     t->op = GGML_OP_SPARSE_ATTN;
@@ -27,6 +27,7 @@ static void set_op(struct ggml_tensor * t, enum ggml_sparse_attn_op op, const vo
     if (size > 0) {
         memcpy(t->op_params + 1, params, size);
     }
+    ggml_sparse_set_src(t, src);
 }
 
 static void assert_stats(const struct ggml_tensor * stats) {
@@ -39,9 +40,9 @@ static void assert_kv(const struct ggml_tensor * t) {
 }
 
 // sealed [n_grp, n_stream]
-static void assert_sealed(const struct ggml_tensor * sealed, const struct ggml_tensor * k) {
+static void assert_sealed(const struct ggml_tensor * sealed, int64_t n_kv, int64_t n_stream) {
     GGML_ASSERT(sealed && sealed->type == GGML_TYPE_I32 && ggml_is_contiguous(sealed));
-    GGML_ASSERT(sealed->ne[0] == n_groups(k->ne[2]) && sealed->ne[1] == k->ne[3]);
+    GGML_ASSERT(sealed->ne[0] == n_groups(n_kv) && sealed->ne[1] == n_stream);
 }
 
 // k_t [n_pos_t, d_k*n_head_kv, n_stream] f16, or codes with their ranges [2, d_k*n_head_kv, n_run_t, n_stream]
@@ -64,10 +65,10 @@ static void assert_mask(const struct ggml_tensor * mask, int64_t n_kv, int64_t n
     GGML_ASSERT(mask->ne[0] == n_kv && mask->ne[1] == n_tok && mask->ne[2] == 1 && mask->ne[3] == n_stream);
 }
 
-// visible [n_grp, n_tok, 1, n_stream]
+// visible [n_grp, n_tok or one more, 1, n_stream]
 static void assert_visible(const struct ggml_tensor * visible, int64_t n_kv, int64_t n_tok, int64_t n_stream) {
     GGML_ASSERT(visible->type == GGML_TYPE_I32 && ggml_is_contiguous(visible));
-    GGML_ASSERT(visible->ne[0] == n_groups(n_kv) && visible->ne[1] == n_tok && visible->ne[3] == n_stream);
+    GGML_ASSERT(visible->ne[0] == n_groups(n_kv) && (visible->ne[1] == n_tok || visible->ne[1] == n_tok + 1) && visible->ne[3] == n_stream);
 }
 
 // q [d_k, n_head, n_tok, n_stream], k [d_k, n_head_kv, n_kv, n_stream]
@@ -96,21 +97,20 @@ static struct ggml_tensor * new_result(struct ggml_context * ctx, const struct g
 static void assert_shadow(const struct ggml_tensor * k_t, const struct ggml_tensor * sealed, const struct ggml_tensor * k_range,
         const struct ggml_tensor * k, const struct ggml_sparse_score_params * p) {
     assert_k_t(k_t, k_range, k, p->n_bit);
-    assert_sealed(sealed, k);
+    assert_sealed(sealed, k->ne[2], k->ne[3]);
     assert_rot(p->n_rot, k->ne[0]);
     GGML_ASSERT(p->rank >= 1 && p->rank <= k->ne[0]);
 }
 
-// forced [n_forced, n_tok, 1, n_stream], kl [2, n_tok, 1, n_stream], sinks [n_head]
-static void assert_select(const struct ggml_tensor * forced, const struct ggml_tensor * kl, const struct ggml_tensor * sinks,
+// wanted [i_forced + n_forced, n_tok, 1, n_stream], sinks [n_head]
+static void assert_select(const struct ggml_tensor * wanted, const struct ggml_tensor * sinks,
         int64_t n_head, int64_t n_tok, int64_t n_stream, const struct ggml_sparse_select_params * p) {
     GGML_ASSERT(p->n_head_kv >= 1 && n_head % p->n_head_kv == 0);
     GGML_ASSERT(p->topk_max >= 1);
-    GGML_ASSERT(forced->type == GGML_TYPE_I32 && ggml_is_contiguous(forced));
-    GGML_ASSERT(forced->ne[0] >= 1 && forced->ne[1] == n_tok && forced->ne[3] == n_stream);
-    GGML_ASSERT(p->n_local_max >= 0 && p->n_local_max <= forced->ne[0]);
-    GGML_ASSERT(kl->type == GGML_TYPE_I32 && kl->nb[0] == sizeof(int32_t));
-    GGML_ASSERT(kl->ne[0] == 2 && kl->ne[1] == n_tok && kl->ne[3] == n_stream);
+    GGML_ASSERT(wanted->type == GGML_TYPE_I32 && wanted->nb[0] == sizeof(int32_t));
+    GGML_ASSERT(wanted->ne[1] == n_tok && wanted->ne[2] == 1 && wanted->ne[3] == n_stream);
+    GGML_ASSERT(p->i_k >= 0 && p->i_k + 2 <= p->i_forced && p->i_forced < wanted->ne[0]);
+    GGML_ASSERT(p->n_local_max >= 0 && p->n_local_max <= wanted->ne[0] - p->i_forced);
     GGML_ASSERT(!sinks || (sinks->type == GGML_TYPE_F32 && sinks->ne[0] == n_head));
 }
 
@@ -134,7 +134,7 @@ struct ggml_tensor * ggml_sparse_attn_seal(
     assert_k_t(k_t, k_range, k, params.n_bit);
     assert_rot(params.n_rot, k->ne[0]);
     if (ggml_sparse_has_codes(params.n_bit)) {
-        assert_sealed(sealed, k);
+        assert_sealed(sealed, k->ne[2], k->ne[3]);
     }
     if (v_sum) {
         assert_kv(v);
@@ -146,26 +146,23 @@ struct ggml_tensor * ggml_sparse_attn_seal(
 
     struct ggml_tensor * res = ggml_view_tensor(ctx, k_t);
 
-    set_op(res, GGML_SPARSE_ATTN_SEAL, &params, sizeof(params));
-    res->src[GGML_SPARSE_SEAL_K_T] = k_t;
-    res->src[GGML_SPARSE_SEAL_V_SUM] = v_sum;
-    res->src[GGML_SPARSE_SEAL_K] = k;
-    res->src[GGML_SPARSE_SEAL_V] = v;
-    res->src[GGML_SPARSE_SEAL_LIST] = list;
-    res->src[GGML_SPARSE_SEAL_STATS] = stats;
-    res->src[GGML_SPARSE_SEAL_K_RANGE] = k_range;
-    res->src[GGML_SPARSE_SEAL_SEALED] = ggml_sparse_has_codes(params.n_bit) ? sealed : NULL;
+    const struct ggml_sparse_src src = { .k_t = k_t, .v_sum = v_sum, .k = k, .v = v, .list = list, .stats = stats, .k_range = k_range,
+                                         .sealed = ggml_sparse_has_codes(params.n_bit) ? sealed : NULL };
+    set_op(res, GGML_SPARSE_ATTN_SEAL, &params, sizeof(params), &src);
 
     return res;
 }
 
-struct ggml_tensor * ggml_sparse_attn_visible(struct ggml_context * ctx, struct ggml_tensor * mask) {
+struct ggml_tensor * ggml_sparse_attn_visible(struct ggml_context * ctx, struct ggml_tensor * mask, struct ggml_tensor * sealed) {
     GGML_ASSERT(mask->type == GGML_TYPE_F16 && mask->nb[0] == sizeof(ggml_fp16_t) && mask->ne[2] == 1);
+    if (sealed) {
+        assert_sealed(sealed, mask->ne[0], mask->ne[3]);
+    }
 
-    struct ggml_tensor * res = ggml_new_tensor_4d(ctx, GGML_TYPE_I32, n_groups(mask->ne[0]), mask->ne[1], 1, mask->ne[3]);
+    struct ggml_tensor * res = ggml_new_tensor_4d(ctx, GGML_TYPE_I32, n_groups(mask->ne[0]), mask->ne[1] + (sealed ? 1 : 0), 1, mask->ne[3]);
 
-    set_op(res, GGML_SPARSE_ATTN_VISIBLE, NULL, 0);
-    res->src[GGML_SPARSE_VISIBLE_MASK] = mask;
+    const struct ggml_sparse_src src = { .mask = mask, .sealed = sealed };
+    set_op(res, GGML_SPARSE_ATTN_VISIBLE, NULL, 0, &src);
 
     return res;
 }
@@ -191,15 +188,8 @@ struct ggml_tensor * ggml_sparse_attn_score(
 
     struct ggml_tensor * res = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, k->ne[2], q->ne[1], q->ne[2], q->ne[3]);
 
-    set_op(res, GGML_SPARSE_ATTN_SCORE, &params, sizeof(params));
-    res->src[GGML_SPARSE_SCORE_SELECT_Q] = q;
-    res->src[GGML_SPARSE_SCORE_SELECT_K] = k;
-    res->src[GGML_SPARSE_SCORE_SELECT_K_T] = k_t;
-    res->src[GGML_SPARSE_SCORE_SELECT_SEALED] = sealed;
-    res->src[GGML_SPARSE_SCORE_SELECT_MASK] = mask;
-    res->src[GGML_SPARSE_SCORE_VISIBLE] = visible;
-    res->src[GGML_SPARSE_SCORE_SELECT_STATS] = stats;
-    res->src[GGML_SPARSE_SCORE_SELECT_K_RANGE] = k_range;
+    const struct ggml_sparse_src src = { .q = q, .k = k, .k_t = k_t, .sealed = sealed, .mask = mask, .visible = visible, .stats = stats, .k_range = k_range };
+    set_op(res, GGML_SPARSE_ATTN_SCORE, &params, sizeof(params), &src);
 
     return res;
 }
@@ -207,20 +197,16 @@ struct ggml_tensor * ggml_sparse_attn_score(
 struct ggml_tensor * ggml_sparse_attn_select(
         struct ggml_context * ctx,
         struct ggml_tensor  * logits,
-        struct ggml_tensor  * forced,
-        struct ggml_tensor  * kl,
+        struct ggml_tensor  * wanted,
         struct ggml_tensor  * sinks,
         struct ggml_sparse_select_params params) {
     GGML_ASSERT(logits->type == GGML_TYPE_F32 && ggml_is_contiguous(logits));
-    assert_select(forced, kl, sinks, logits->ne[1], logits->ne[2], logits->ne[3], &params);
+    assert_select(wanted, sinks, logits->ne[1], logits->ne[2], logits->ne[3], &params);
 
     struct ggml_tensor * res = new_selection(ctx, logits->ne[1], logits->ne[2], logits->ne[3], &params);
 
-    set_op(res, GGML_SPARSE_ATTN_SELECT, &params, sizeof(params));
-    res->src[GGML_SPARSE_SELECT_LOGITS] = logits;
-    res->src[GGML_SPARSE_SCORE_SELECT_FORCED] = forced;
-    res->src[GGML_SPARSE_SCORE_SELECT_KL] = kl;
-    res->src[GGML_SPARSE_SCORE_SELECT_SINKS] = sinks;
+    const struct ggml_sparse_src src = { .logits = logits, .wanted = wanted, .sinks = sinks };
+    set_op(res, GGML_SPARSE_ATTN_SELECT, &params, sizeof(params), &src);
 
     return res;
 }
@@ -232,8 +218,7 @@ struct ggml_tensor * ggml_sparse_attn_score_select(
         struct ggml_tensor  * k_t,
         struct ggml_tensor  * sealed,
         struct ggml_tensor  * mask,
-        struct ggml_tensor  * forced,
-        struct ggml_tensor  * kl,
+        struct ggml_tensor  * wanted,
         struct ggml_tensor  * sinks,
         struct ggml_tensor  * stats,
         struct ggml_tensor  * k_range,
@@ -241,23 +226,15 @@ struct ggml_tensor * ggml_sparse_attn_score_select(
     assert_qk(q, k);
     assert_shadow(k_t, sealed, k_range, k, &params.score);
     assert_mask(mask, k->ne[2], q->ne[2], q->ne[3]);
-    assert_select(forced, kl, sinks, q->ne[1], q->ne[2], q->ne[3], &params.select);
+    assert_select(wanted, sinks, q->ne[1], q->ne[2], q->ne[3], &params.select);
     GGML_ASSERT(params.select.n_head_kv == k->ne[1]);
     assert_stats(stats);
 
     struct ggml_tensor * res = new_selection(ctx, q->ne[1], q->ne[2], q->ne[3], &params.select);
 
-    set_op(res, GGML_SPARSE_ATTN_SCORE_SELECT, &params, sizeof(params));
-    res->src[GGML_SPARSE_SCORE_SELECT_Q] = q;
-    res->src[GGML_SPARSE_SCORE_SELECT_K] = k;
-    res->src[GGML_SPARSE_SCORE_SELECT_K_T] = k_t;
-    res->src[GGML_SPARSE_SCORE_SELECT_SEALED] = sealed;
-    res->src[GGML_SPARSE_SCORE_SELECT_MASK] = mask;
-    res->src[GGML_SPARSE_SCORE_SELECT_FORCED] = forced;
-    res->src[GGML_SPARSE_SCORE_SELECT_KL] = kl;
-    res->src[GGML_SPARSE_SCORE_SELECT_SINKS] = sinks;
-    res->src[GGML_SPARSE_SCORE_SELECT_STATS] = stats;
-    res->src[GGML_SPARSE_SCORE_SELECT_K_RANGE] = k_range;
+    const struct ggml_sparse_src src = { .q = q, .k = k, .k_t = k_t, .sealed = sealed, .mask = mask, .wanted = wanted, .sinks = sinks, .stats = stats,
+                                         .k_range = k_range };
+    set_op(res, GGML_SPARSE_ATTN_SCORE_SELECT, &params, sizeof(params), &src);
 
     return res;
 }
@@ -271,7 +248,6 @@ struct ggml_tensor * ggml_sparse_attn_attend(
         struct ggml_tensor  * visible,
         struct ggml_tensor  * sel,
         struct ggml_tensor  * v_sum,
-        struct ggml_tensor  * sealed,
         struct ggml_tensor  * sinks,
         struct ggml_tensor  * stats,
         struct ggml_sparse_attend_params params) {
@@ -284,27 +260,18 @@ struct ggml_tensor * ggml_sparse_attn_attend(
         GGML_ASSERT(sel->type == GGML_TYPE_I32 && ggml_is_contiguous(sel));
         GGML_ASSERT(sel->ne[0] > 1 + n_group_q && sel->ne[1] == k->ne[1] && sel->ne[2] == q->ne[2] && sel->ne[3] == q->ne[3]);
     }
-    GGML_ASSERT(!params.mean_v || (sel && v_sum && sealed));
+    GGML_ASSERT(!params.mean_v || (sel && v_sum && visible->ne[1] == q->ne[2] + 1));
     if (v_sum) {
         GGML_ASSERT(v_sum->type == GGML_TYPE_F32 && v_sum->nb[0] == sizeof(float));
         GGML_ASSERT(v_sum->ne[0] == v->ne[0]*v->ne[1] && v_sum->ne[1] >= ggml_sparse_n_sum_rows(n_groups(n_kv)) && v_sum->ne[2] == v->ne[3]);
-        assert_sealed(sealed, k);
     }
     assert_stats(stats);
 
     struct ggml_tensor * res = new_result(ctx, q, v);
 
-    set_op(res, GGML_SPARSE_ATTN_ATTEND, &params, sizeof(params));
-    res->src[GGML_SPARSE_ATTEND_Q] = q;
-    res->src[GGML_SPARSE_ATTEND_K] = k;
-    res->src[GGML_SPARSE_ATTEND_V] = v;
-    res->src[GGML_SPARSE_ATTEND_MASK] = mask;
-    res->src[GGML_SPARSE_ATTEND_VISIBLE] = visible;
-    res->src[GGML_SPARSE_ATTEND_SEL] = sel;
-    res->src[GGML_SPARSE_ATTEND_V_SUM] = v_sum;
-    res->src[GGML_SPARSE_ATTEND_SEALED] = sealed;
-    res->src[GGML_SPARSE_ATTEND_SINKS] = sinks;
-    res->src[GGML_SPARSE_ATTEND_STATS] = stats;
+    const struct ggml_sparse_src src = { .q = q, .k = k, .v = v, .mask = mask, .visible = visible, .sel = sel, .v_sum = v_sum,
+                                         .sinks = sinks, .stats = stats };
+    set_op(res, GGML_SPARSE_ATTN_ATTEND, &params, sizeof(params), &src);
 
     return res;
 }
@@ -323,13 +290,8 @@ struct ggml_tensor * ggml_sparse_attn_prefill(
 
     struct ggml_tensor * res = new_result(ctx, q, v);
 
-    set_op(res, GGML_SPARSE_ATTN_PREFILL, &params, sizeof(params));
-    res->src[GGML_SPARSE_PREFILL_Q] = q;
-    res->src[GGML_SPARSE_PREFILL_K] = k;
-    res->src[GGML_SPARSE_PREFILL_V] = v;
-    res->src[GGML_SPARSE_PREFILL_MASK] = mask;
-    res->src[GGML_SPARSE_PREFILL_SINKS] = sinks;
-    res->src[GGML_SPARSE_PREFILL_STATS] = stats;
+    const struct ggml_sparse_src src = { .q = q, .k = k, .v = v, .mask = mask, .sinks = sinks, .stats = stats };
+    set_op(res, GGML_SPARSE_ATTN_PREFILL, &params, sizeof(params), &src);
 
     return res;
 }
@@ -337,19 +299,19 @@ struct ggml_tensor * ggml_sparse_attn_prefill(
 static struct ggml_tensor * sparse_attn(
         struct ggml_context * ctx, const struct ggml_sparse_attn_inputs * in, struct ggml_tensor * k_t, const struct ggml_sparse_attn_params * p) {
     const struct ggml_sparse_score_params score = { p->rank, p->scale, p->max_bias, p->softcap, p->n_bit, p->n_rot };
-    const struct ggml_sparse_select_params select = { p->topk_max, (int32_t) in->k->ne[1], p->n_local_max, p->mean_v, p->top_p };
+    const struct ggml_sparse_select_params select = { p->topk_max, (int32_t) in->k->ne[1], p->n_local_max, p->mean_v, p->top_p, p->i_k, p->i_forced };
     struct ggml_tensor * sel;
     if (k_t) {
         const struct ggml_sparse_score_select_params fused = { score, select };
-        sel = ggml_sparse_attn_score_select(ctx, in->q, in->k, k_t, in->sealed, in->mask, in->forced, in->kl, in->sinks, in->stats, in->k_range, fused);
+        sel = ggml_sparse_attn_score_select(ctx, in->q, in->k, k_t, in->sealed, in->mask, in->wanted, in->sinks, in->stats, in->k_range, fused);
     } else {
         struct ggml_tensor * logits = ggml_sparse_attn_score(ctx, in->q, in->k, NULL, NULL, in->mask, in->visible, in->stats, NULL, score);
-        sel = ggml_sparse_attn_select(ctx, logits, in->forced, in->kl, in->sinks, select);
+        sel = ggml_sparse_attn_select(ctx, logits, in->wanted, in->sinks, select);
     }
 
     const struct ggml_sparse_attend_params attend = { p->scale, p->max_bias, p->softcap, p->mean_v };
     return ggml_sparse_attn_attend(ctx, in->q, in->k, in->v, in->mask, in->visible, sel,
-            p->mean_v ? in->v_sum : NULL, p->mean_v ? in->sealed : NULL, in->sinks, in->stats, attend);
+            p->mean_v ? in->v_sum : NULL, in->sinks, in->stats, attend);
 }
 
 struct ggml_tensor * ggml_sparq_attn(

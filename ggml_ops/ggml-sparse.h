@@ -127,10 +127,13 @@ GGML_API struct ggml_tensor * ggml_sparse_attn_seal(
 
 // VISIBLE
 //   mask   [n_kv, n_tok, 1, n_stream]               f16      -inf hides a position; otherwise a bias (ALiBi) or 0
+//   sealed [n_grp, n_stream]                        i32      which groups of k_t and v_sum are true, or NULL
 //   res    [n_grp, n_tok, 1, n_stream]              i32      number of positions of the group whose mask is not -inf
+//          [n_grp, n_tok + 1, 1, n_stream]          i32      with sealed: the last row is a copy of it, for ATTEND
 GGML_API struct ggml_tensor * ggml_sparse_attn_visible(
         struct ggml_context * ctx,
-        struct ggml_tensor  * mask);
+        struct ggml_tensor  * mask,
+        struct ggml_tensor  * sealed);
 
 struct ggml_sparse_score_params {
     int32_t rank;       // r: components of q kept, 1..d_k; ignored when k_t == NULL
@@ -147,7 +150,7 @@ struct ggml_sparse_score_params {
 //   k_t      as for SEAL, the tensor it returned; NULL: exact scores from k
 //   sealed   [n_grp, n_stream]                      i32      != 0: the group may be read from k_t; otherwise from k. NULL with k_t NULL
 //   mask     [n_kv, n_tok, 1, n_stream]             f16
-//   visible  [n_grp, n_tok, 1, n_stream]            i32      from VISIBLE
+//   visible  from VISIBLE
 //   stats    i64 or NULL
 //   k_range  as for SEAL
 //   res      [n_kv, n_head, n_tok, n_stream]        f32      logits per query head; -inf where hidden
@@ -173,19 +176,21 @@ GGML_API struct ggml_tensor * ggml_sparse_attn_score(
 #define GGML_SPARSE_SELECT_ALL (-1) // as n_sel: every visible position
 
 struct ggml_sparse_select_params {
-    int32_t topk_max;   // capacity of the result; the k of a token is min(kl[0], topk_max)
+    int32_t topk_max;   // capacity of the result; the k of a token is min(wanted[i_k], topk_max)
                         // 0, in a node made with more: the CPU's SCORE_SELECT selects nothing, without SELECT's work: for timing SCORE by itself
     int32_t n_head_kv;
-    int32_t n_local_max; // forced[0 .. n_local_max) is the local window, newest first; the rest are sinks
+    int32_t n_local_max; // of the forced cells, that many are the local window, newest first; the rest are sinks
     int32_t alpha;      // != 0: compute alpha (needs a pass of exp over all scores)
     float   top_p;      // in (0, 1): fewer than k positions, where these carry that share of the mass; else exactly k
+    int32_t i_k;        // wanted[i_k] is k, wanted[i_k + 1] is l: what belongs to the layer
+    int32_t i_forced;   // wanted[i_forced ..] are the forced cells: what all layers share
 };
 
 // SELECT (step 2)
 //   logits   [n_kv, n_head, n_tok, n_stream]        f32      from SCORE
-//   forced   [n_forced, n_tok, 1, n_stream]         i32      cells that are always in: local window first, then sinks; < 0: none. n_forced >= 1
-//   kl       [2, n_tok, 1, n_stream]                i32      k, and l: how many entries of the local window count. k < 0: the token reads every
-//                                                            visible position, see below
+//   wanted   [i_forced + n_forced, n_tok, 1, n_stream] i32   k; l: how many entries of the local window count; and the forced cells, which are
+//                                                            always in: the local window first, then sinks; < 0: none. n_forced >= 1.
+//                                                            k < 0: the token reads every visible position, see below
 //   sinks    [n_head]                               f32      learned extra logit per query head (gpt-oss), or NULL; alpha only
 //   res      [1 + n_group_q + topk_max, n_head_kv, n_tok, n_stream]   i32
 //            n_sel, then alpha of each query head of the group (bits of an f32; 1.0 where not asked for), then the n_sel cells in
@@ -203,8 +208,7 @@ struct ggml_sparse_select_params {
 GGML_API struct ggml_tensor * ggml_sparse_attn_select(
         struct ggml_context * ctx,
         struct ggml_tensor  * logits,
-        struct ggml_tensor  * forced,
-        struct ggml_tensor  * kl,
+        struct ggml_tensor  * wanted,
         struct ggml_tensor  * sinks,
         struct ggml_sparse_select_params params);
 
@@ -222,8 +226,7 @@ GGML_API struct ggml_tensor * ggml_sparse_attn_score_select(
         struct ggml_tensor  * k_t,
         struct ggml_tensor  * sealed,
         struct ggml_tensor  * mask,
-        struct ggml_tensor  * forced,
-        struct ggml_tensor  * kl,
+        struct ggml_tensor  * wanted,
         struct ggml_tensor  * sinks,
         struct ggml_tensor  * stats,
         struct ggml_tensor  * k_range,
@@ -241,11 +244,10 @@ struct ggml_sparse_attend_params {
 //   k        [d_k, n_head_kv, n_kv, n_stream]       any
 //   v        [d_v, n_head_kv, n_kv, n_stream]       any
 //   mask     [n_kv, n_tok, 1, n_stream]             f16
-//   visible  [n_grp, n_tok, 1, n_stream]            i32
+//   visible  from VISIBLE, with mean_v made with sealed
 //   sel      the result of SELECT or SCORE_SELECT, or NULL: all visible positions (exact dense). A token whose n_sel is GGML_SPARSE_SELECT_ALL gets what
 //            it gets without sel, bit for bit on the CPU, without the mean of V, and counts as dense
 //   v_sum    [d_v*n_head_kv, n_sum_t, n_stream]     f32      with mean_v, else NULL
-//   sealed   [n_grp, n_stream]                      i32      with mean_v: which groups of v_sum are valid, else NULL
 //   sinks    [n_head]                               f32      or NULL
 //   stats    i64 or NULL
 //   res      [d_v*n_head, n_tok*n_stream]           f32      zeros where a token sees nothing
@@ -258,7 +260,6 @@ GGML_API struct ggml_tensor * ggml_sparse_attn_attend(
         struct ggml_tensor  * visible,
         struct ggml_tensor  * sel,
         struct ggml_tensor  * v_sum,
-        struct ggml_tensor  * sealed,
         struct ggml_tensor  * sinks,
         struct ggml_tensor  * stats,
         struct ggml_sparse_attend_params params);
@@ -294,8 +295,7 @@ struct ggml_sparse_attn_inputs { // as described above; NULL where optional
     struct ggml_tensor * sealed;
     struct ggml_tensor * mask;
     struct ggml_tensor * visible;
-    struct ggml_tensor * forced;
-    struct ggml_tensor * kl;
+    struct ggml_tensor * wanted;
     struct ggml_tensor * sinks;
     struct ggml_tensor * stats;
     struct ggml_tensor * k_range;
@@ -312,6 +312,8 @@ struct ggml_sparse_attn_params {
     int32_t n_bit;
     int32_t n_rot;
     float   top_p;
+    int32_t i_k;
+    int32_t i_forced;
 };
 
 // SparQ attention: SCORE_SELECT, ATTEND

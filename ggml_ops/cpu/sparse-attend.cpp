@@ -27,26 +27,15 @@ row_ops ops_of(ggml_type type) {
 // ---- ATTEND ----
 
 // sources and sizes. Tokens that read a selection and tokens that read all they see are two passes over a batch, see forward_attend
-struct attend_src {
-    const ggml_tensor * q, * k, * v, * mask, * visible, * sel, * v_sum, * sealed, * sinks, * stats;
+struct attend_src : ggml_sparse_src {
     ggml_sparse_attend_params p;
     bool    dense;
     int64_t n_kv, n_head_kv, n_tok, n_row, n_max, size_k, size_v; // n_row: tokens of all streams; n_max: positions of one head
     int     n_head, n_group_q, d_k, d_v, ahead; // ahead: of how many rows K and V are asked for, dense
     row_ops ops_k, ops_v;
 
-    attend_src(const ggml_tensor * dst, bool dense) : dense(dense) {
-        q       = dst->src[GGML_SPARSE_ATTEND_Q];
-        k       = dst->src[GGML_SPARSE_ATTEND_K];
-        v       = dst->src[GGML_SPARSE_ATTEND_V];
-        mask    = dst->src[GGML_SPARSE_ATTEND_MASK];
-        visible = dst->src[GGML_SPARSE_ATTEND_VISIBLE];
-        sel     = dst->src[GGML_SPARSE_ATTEND_SEL];
-        v_sum   = dst->src[GGML_SPARSE_ATTEND_V_SUM];
-        sealed  = dst->src[GGML_SPARSE_ATTEND_SEALED];
-        sinks   = dst->src[GGML_SPARSE_ATTEND_SINKS];
-        stats   = dst->src[GGML_SPARSE_ATTEND_STATS];
-        p       = op_params<ggml_sparse_attend_params>(dst);
+    attend_src(const ggml_tensor * dst, bool dense) :
+        ggml_sparse_src(ggml_sparse_src_of(dst)), p(ggml_sparse_params_of<ggml_sparse_attend_params>(dst)), dense(dense) {
         p.mean_v = p.mean_v && !dense;
 
         n_kv      = k->ne[2];
@@ -244,7 +233,7 @@ int visible_cells(const attend_work & w, const f16 * mask, const uint8_t * plain
 template <typename F, typename G>
 void for_mean(const attend_src & a, int64_t i, int64_t s, F on_sum, G on_group) {
     const int32_t * vis    = at<const int32_t>(a.visible, i, 0, s);
-    const int32_t * sealed = at<const int32_t>(a.sealed, s);
+    const int32_t * sealed = at<const int32_t>(a.visible, a.n_tok, 0, s); // VISIBLE's last row
     const int64_t   n_grp  = a.visible->ne[0];
 
     for (int64_t g0 = 0; g0 < n_grp; g0 += SUM) {
@@ -456,5 +445,5 @@ void sparse::forward_attend(const ggml_compute_params * params, ggml_tensor * ds
 
 size_t sparse::attend_work_size(const ggml_tensor * dst, int n_threads) {
     const auto size = [&](bool dense) { return attend_work(attend_src(dst, dense), nullptr, 0, n_threads).size; };
-    return dst->src[GGML_SPARSE_ATTEND_SEL] ? std::max(size(false), size(true)) : size(true);
+    return ggml_sparse_src_of(dst).sel ? std::max(size(false), size(true)) : size(true);
 }

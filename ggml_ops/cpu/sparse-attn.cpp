@@ -13,8 +13,8 @@ struct seal_work {
     size_t  size = 0;       // of all threads
 
     seal_work(const ggml_tensor * dst, const void * wdata, int ith, int nth) {
-        const ggml_tensor * k = dst->src[GGML_SPARSE_SEAL_K];
-        const auto p = op_params<ggml_sparse_seal_params>(dst);
+        const ggml_tensor * k = ggml_sparse_src_of(dst).k;
+        const auto p = ggml_sparse_params_of<ggml_sparse_seal_params>(dst);
         if (!ggml_is_quantized(k->type) && p.n_rot == 0) {
             return;
         }
@@ -35,11 +35,12 @@ bool same_span(const int32_t * list, int64_t i, int64_t n_group) {
 // codes the run of group g anew, for one KV head; once per run, at the first of its groups in the list
 void seal_codes(const ggml_tensor * dst, const seal_work & w, int64_t h, int64_t g, int64_t s, const int32_t * list, int64_t i) {
     constexpr int N = RUN/GROUP;
-    const ggml_tensor * k_t     = dst->src[GGML_SPARSE_SEAL_K_T];
-    const ggml_tensor * k       = dst->src[GGML_SPARSE_SEAL_K];
-    const ggml_tensor * k_range = dst->src[GGML_SPARSE_SEAL_K_RANGE];
-    const ggml_tensor * sealed  = dst->src[GGML_SPARSE_SEAL_SEALED];
-    const auto p = op_params<ggml_sparse_seal_params>(dst);
+    const auto src = ggml_sparse_src_of(dst);
+    const ggml_tensor * k_t     = src.k_t;
+    const ggml_tensor * k       = src.k;
+    const ggml_tensor * k_range = src.k_range;
+    const ggml_tensor * sealed  = src.sealed;
+    const auto p = ggml_sparse_params_of<ggml_sparse_seal_params>(dst);
 
     if (same_span(list, i, N)) {
         return;
@@ -68,13 +69,14 @@ void seal_codes(const ggml_tensor * dst, const seal_work & w, int64_t h, int64_t
 }
 
 void forward_seal(const ggml_compute_params * params, ggml_tensor * dst) {
-    const ggml_tensor * k_t   = dst->src[GGML_SPARSE_SEAL_K_T];
-    const ggml_tensor * v_sum = dst->src[GGML_SPARSE_SEAL_V_SUM];
-    const ggml_tensor * k     = dst->src[GGML_SPARSE_SEAL_K];
-    const ggml_tensor * v     = dst->src[GGML_SPARSE_SEAL_V];
-    const ggml_tensor * list  = dst->src[GGML_SPARSE_SEAL_LIST];
-    const ggml_tensor * stats = dst->src[GGML_SPARSE_SEAL_STATS];
-    const auto p = op_params<ggml_sparse_seal_params>(dst);
+    const auto src = ggml_sparse_src_of(dst);
+    const ggml_tensor * k_t   = src.k_t;
+    const ggml_tensor * v_sum = src.v_sum;
+    const ggml_tensor * k     = src.k;
+    const ggml_tensor * v     = src.v;
+    const ggml_tensor * list  = src.list;
+    const ggml_tensor * stats = src.stats;
+    const auto p = ggml_sparse_params_of<ggml_sparse_seal_params>(dst);
 
     const int64_t n_list    = list->ne[0];
     const int64_t n_stream  = list->ne[1];
@@ -153,17 +155,20 @@ void forward_seal(const ggml_compute_params * params, ggml_tensor * dst) {
 // ---- VISIBLE ----
 
 void forward_visible(const ggml_compute_params * params, ggml_tensor * dst) {
-    const ggml_tensor * mask = dst->src[GGML_SPARSE_VISIBLE_MASK];
+    const auto src = ggml_sparse_src_of(dst);
+    const ggml_tensor * mask = src.mask;
 
     const int64_t n_kv  = mask->ne[0];
     const int64_t n_grp = dst->ne[0];
-    const int64_t n_tok = dst->ne[1];
+    const int64_t n_tok = mask->ne[1];
+    const int64_t n_row = dst->ne[1]; // one more than tokens with sealed, which is copied
 
-    for (int64_t u = params->ith; u < n_grp*n_tok*dst->ne[3]; u += params->nth) {
+    for (int64_t u = params->ith; u < n_grp*n_row*dst->ne[3]; u += params->nth) {
         const int64_t g = u % n_grp;
-        const int64_t i = u/n_grp % n_tok;
-        const int64_t s = u/n_grp/n_tok;
-        at<int32_t>(dst, i, 0, s)[g] = count_visible(at<const f16>(mask, i, 0, s) + g*GROUP, group_size(g, n_kv));
+        const int64_t i = u/n_grp % n_row;
+        const int64_t s = u/n_grp/n_row;
+        at<int32_t>(dst, i, 0, s)[g] = i == n_tok ? at<const int32_t>(src.sealed, s)[g] :
+            count_visible(at<const f16>(mask, i, 0, s) + g*GROUP, group_size(g, n_kv));
     }
 }
 

@@ -58,13 +58,6 @@ void with_kv_type(ggml_type type, F f) {
     }
 }
 
-template <typename P>
-P op_params(const ggml_tensor * dst) {
-    P p;
-    memcpy(&p, dst->op_params + 1, sizeof(p));
-    return p;
-}
-
 // ALiBi; the same slopes as ggml's softmax
 inline float head_slope(int h, int n_head, float max_bias) {
     if (max_bias <= 0.0f) {

@@ -6,8 +6,7 @@
 namespace {
 
 // sources and sizes
-struct prefill_src {
-    const ggml_tensor * q, * k, * v, * mask, * sinks, * stats;
+struct prefill_src : ggml_sparse_src {
     ggml_sparse_prefill_params p;
     int64_t n_kv, n_head_kv, n_tok, n_stream;
     int     n_head, n_group_q, d_k, d_v;
@@ -15,15 +14,8 @@ struct prefill_src {
     int64_t n_tile;
     decltype(&load_rows<float>) load_k, load_v;
 
-    explicit prefill_src(const ggml_tensor * dst) {
-        q     = dst->src[GGML_SPARSE_PREFILL_Q];
-        k     = dst->src[GGML_SPARSE_PREFILL_K];
-        v     = dst->src[GGML_SPARSE_PREFILL_V];
-        mask  = dst->src[GGML_SPARSE_PREFILL_MASK];
-        sinks = dst->src[GGML_SPARSE_PREFILL_SINKS];
-        stats = dst->src[GGML_SPARSE_PREFILL_STATS];
-        p     = op_params<ggml_sparse_prefill_params>(dst);
-
+    explicit prefill_src(const ggml_tensor * dst) :
+        ggml_sparse_src(ggml_sparse_src_of(dst)), p(ggml_sparse_params_of<ggml_sparse_prefill_params>(dst)) {
         n_kv      = k->ne[2];
         n_head_kv = k->ne[1];
         n_tok     = q->ne[2];

@@ -17,27 +17,14 @@ static_assert(4096 <= MAX_RUN*RUN, "a scan of codes has room for so many runs");
 constexpr int64_t EXACT_TILE = 256;
 
 // what SCORE and SCORE_SELECT share: sources and sizes. A "head" below is one KV head of one token of one stream
-struct score_src {
-    const ggml_tensor * q, * k, * k_t, * sealed, * mask, * stats, * k_range;
-    const ggml_tensor * visible; // NULL for SCORE_SELECT
-    const ggml_tensor * kl;      // of SCORE_SELECT
+struct score_src : ggml_sparse_src { // SCORE_SELECT has no visible, SCORE no wanted
     ggml_sparse_score_params p;
+    int     i_k;
     int64_t n_kv, n_grp, n_head_kv, n_tok, n_all, tile, n_tile; // n_all: heads
     int     n_head, n_group_q, d_k, rank;
 
-    explicit score_src(const ggml_tensor * dst) {
-        const bool fused = dst->op_params[0] == GGML_SPARSE_ATTN_SCORE_SELECT;
-        q       = dst->src[GGML_SPARSE_SCORE_SELECT_Q];
-        k       = dst->src[GGML_SPARSE_SCORE_SELECT_K];
-        k_t     = dst->src[GGML_SPARSE_SCORE_SELECT_K_T];
-        sealed  = dst->src[GGML_SPARSE_SCORE_SELECT_SEALED];
-        mask    = dst->src[GGML_SPARSE_SCORE_SELECT_MASK];
-        visible = fused ? nullptr : dst->src[GGML_SPARSE_SCORE_VISIBLE];
-        kl      = dst->src[GGML_SPARSE_SCORE_SELECT_KL];
-        stats   = dst->src[GGML_SPARSE_SCORE_SELECT_STATS];
-        k_range = dst->src[GGML_SPARSE_SCORE_SELECT_K_RANGE];
-        p       = fused ? op_params<ggml_sparse_score_select_params>(dst).score : op_params<ggml_sparse_score_params>(dst);
-
+    explicit score_src(const ggml_tensor * dst) : ggml_sparse_src(ggml_sparse_src_of(dst)), p(ggml_sparse_score_params_of(dst)) {
+        i_k       = wanted ? ggml_sparse_select_params_of(dst).i_k : 0;
         n_kv      = k->ne[2];
         n_grp     = ceil_div(n_kv, GROUP);
         n_head_kv = k->ne[1];
@@ -52,7 +39,7 @@ struct score_src {
     }
 
     // is nothing of token i scored?
-    bool skips(int64_t i, int64_t s) const { return kl && at<const int32_t>(kl, i, 0, s)[0] < 0; }
+    bool skips(int64_t i, int64_t s) const { return wanted && at<const int32_t>(wanted, i, 0, s)[i_k] < 0; }
 };
 
 // what all of a tile is
@@ -351,24 +338,18 @@ void score_exact(const ggml_compute_params * params, ggml_tensor * dst, const sc
 // ---- SELECT, SCORE_SELECT ----
 
 // the sources of step 2, of either node, and their sizes
-struct select_src {
-    const ggml_tensor * forced, * kl, * sinks;
+struct select_src : ggml_sparse_src {
     ggml_sparse_select_params p;
     int64_t n_kv, n_head_kv, n_tok, n_all, tile, n_tile;
-    int     n_group_q;
+    int     n_group_q, n_forced;
 
-    explicit select_src(const ggml_tensor * dst) {
-        const bool fused = dst->op_params[0] == GGML_SPARSE_ATTN_SCORE_SELECT;
-        forced = dst->src[GGML_SPARSE_SCORE_SELECT_FORCED];
-        kl     = dst->src[GGML_SPARSE_SCORE_SELECT_KL];
-        sinks  = dst->src[GGML_SPARSE_SCORE_SELECT_SINKS];
-        p      = fused ? op_params<ggml_sparse_score_select_params>(dst).select : op_params<ggml_sparse_select_params>(dst);
-
-        n_kv      = fused ? dst->src[GGML_SPARSE_SCORE_SELECT_K]->ne[2] : dst->src[GGML_SPARSE_SELECT_LOGITS]->ne[0];
+    explicit select_src(const ggml_tensor * dst) : ggml_sparse_src(ggml_sparse_src_of(dst)), p(ggml_sparse_select_params_of(dst)) {
+        n_kv      = logits ? logits->ne[0] : k->ne[2];
         n_head_kv = dst->ne[1];
         n_tok     = dst->ne[2];
         n_all     = n_head_kv*n_tok*dst->ne[3];
-        n_group_q = (int) (dst->src[GGML_SPARSE_SCORE_SELECT_Q]->ne[1]/n_head_kv);
+        n_group_q = (int) ((logits ? logits : q)->ne[1]/n_head_kv);
+        n_forced  = (int) wanted->ne[0] - p.i_forced;
         tile      = tile_size(n_group_q);
         n_tile    = ceil_div(n_kv, tile);
     }
@@ -397,7 +378,7 @@ struct select_work : select_scratch {
                 cand     = own.take<float>(a.n_kv + (a.n_tile + 2)*W);
                 cell     = own.take<int32_t>(a.n_kv + (a.n_tile + 2)*W);
                 weight   = own.take<float>(is_top_p(a.p.top_p) ? a.n_kv + 2*W : 0);
-                saved    = own.take<float>(a.forced->ne[0] + W);
+                saved    = own.take<float>(a.n_forced + W);
                 top      = own.take<float>(a.n_group_q);
                 all      = own.take<float>(a.n_group_q);
                 factor   = own.take<float>(a.n_group_q*a.n_tile);
@@ -444,8 +425,8 @@ void select_heads(const ggml_compute_params * params, ggml_tensor * dst, const s
     const select_work w = scratch(ith);
     const auto args = [&](int64_t u) -> select_args {
         const int64_t h = u % a.n_head_kv, i = u/a.n_head_kv % a.n_tok, s = u/a.n_head_kv/a.n_tok;
-        const int32_t * kl = at<const int32_t>(a.kl, i, 0, s);
-        return { at<const int32_t>(a.forced, i, 0, s), (int) a.forced->ne[0], kl[1], a.p.n_local_max, kl[0], a.p.topk_max,
+        const int32_t * wanted = at<const int32_t>(a.wanted, i, 0, s), * kl = wanted + a.p.i_k;
+        return { wanted + a.p.i_forced, a.n_forced, kl[1], a.p.n_local_max, kl[0], a.p.topk_max,
                  a.sinks ? (const float *) a.sinks->data + h*a.n_group_q : nullptr, a.p.alpha != 0, a.p.top_p };
     };
     const auto result = [&](int64_t u) { return at<int32_t>(dst, u % a.n_head_kv, u/a.n_head_kv % a.n_tok, u/a.n_head_kv/a.n_tok); };
@@ -546,7 +527,6 @@ size_t sparse::score_work_size(const ggml_tensor * dst, int n_threads) { return 
 
 void sparse::forward_select(const ggml_compute_params * params, ggml_tensor * dst) {
     const select_src a(dst);
-    const ggml_tensor * logits = dst->src[GGML_SPARSE_SELECT_LOGITS];
     unit_queue::open(params);
     ggml_barrier(params->threadpool);
     const auto scratch = [&](int i) { return select_work(a, params->wdata, i, params->nth); };
@@ -554,7 +534,7 @@ void sparse::forward_select(const ggml_compute_params * params, ggml_tensor * ds
         const int64_t h = u % a.n_head_kv, i = u/a.n_head_kv % a.n_tok, s = u/a.n_head_kv/a.n_tok;
         const int64_t t0 = i_tile*a.tile, n = std::min(a.tile, a.n_kv - t0);
         for (int j = 0; j < a.n_group_q; ++j) {
-            memcpy(x + j*ld + t0, at<const float>(logits, h*a.n_group_q + j, i, s) + t0, n*sizeof(float));
+            memcpy(x + j*ld + t0, at<const float>(a.logits, h*a.n_group_q + j, i, s) + t0, n*sizeof(float));
         }
     }, [](int64_t) { return line_stream(); });
 }

@@ -11,9 +11,8 @@ namespace sparse_cuda {
 
 struct attend_args {
     view q, k, v, mask, v_sum;
-    const int32_t * visible;            // [row][n_grp]; row = stream*n_tok + token
-    const int32_t * sel;                // [row][n_head_kv][ld_sel] or NULL: all positions
-    const int32_t * sealed;             // [n_stream][n_grp], with mean_v
+    view visible;                       // with mean_v its row n_tok tells which groups are sealed
+    const int32_t * sel;                // [row][n_head_kv][ld_sel] or NULL: all positions; row = stream*n_tok + token
     const float   * sinks;              // [n_head] or NULL
     float * state;                      // [row][n_head][n_grid][d_v + 2], or NULL with one split: straight to res
     float * mean;                       // [row][n_head_kv][d_v], with mean_v
@@ -55,6 +54,7 @@ __device__ __forceinline__ void attend_split(const attend_args & a, attend_share
     const int     h0   = (int) (blockIdx.y % a.n_pass)*GB, n_head = min(GB, a.n_group_q - h0), head = (int) h_kv*a.n_group_q + h0;
     const int     tid  = threadIdx.x, d_k = D > 0 ? D : a.d_k, d_v = D > 0 ? D : a.d_v;
     const int32_t  * sel  = selection(a, row, h_kv);
+    const int32_t  * vis  = a.visible.at<const int32_t>(i, 0, s);
     const int        n_split = split_of(a, sel);
     if ((int) blockIdx.x >= n_split) {
         return;
@@ -82,7 +82,7 @@ __device__ __forceinline__ void attend_split(const attend_args & a, attend_share
 
     // the tiles of this block that have something to see
     const auto next = [&](int64_t tile) {
-        while (!sel && tile < n_tile && a.visible[row*a.n_grp + tile] == 0) {
+        while (!sel && tile < n_tile && vis[tile] == 0) {
             tile += n_split;
         }
         return tile;
@@ -233,7 +233,7 @@ __device__ __forceinline__ void attend_split(const attend_args & a, attend_share
 __device__ inline void attend_mean(const attend_args & a, float * buf) {
     const int64_t h = blockIdx.y, row = blockIdx.z, i = row % a.n_tok, s = row/a.n_tok;
     const int     tid = threadIdx.x;
-    const int32_t * vis = a.visible + row*a.n_grp;
+    const int32_t * vis = a.visible.at<const int32_t>(i, 0, s);
     const bool sparse = selection(a, row, 0), mean_v = a.mean_v && sparse;
     if (!mean_v && h > 0) { // the first one counts for all
         return;
@@ -256,7 +256,7 @@ __device__ inline void attend_mean(const attend_args & a, float * buf) {
 
     int64_t bytes = 0; // of the mean
     if (mean_v) {
-        const int32_t  * sealed = a.sealed + s*a.n_grp;
+        const int32_t  * sealed = a.visible.at<const int32_t>(a.n_tok, 0, s);
         const uint16_t * mask   = a.mask.at<const uint16_t>(i, 0, s);
         const int n_col = (a.d_v + 7)/8, n_slice = N_THREAD/n_col, col = tid % n_col, slice = tid/n_col;
 

@@ -30,11 +30,11 @@ view make_view(const ggml_tensor * t) {
 template <typename T>
 T * data_of(const ggml_tensor * t) { return t ? (T *) t->data : nullptr; }
 
-template <typename P>
-P op_params(const ggml_tensor * dst) {
-    P p;
-    memcpy(&p, dst->op_params + 1, sizeof(p));
-    return p;
+// of I32 from element i of each row on
+view make_view(const ggml_tensor * t, int32_t i) {
+    view res = make_view(t);
+    res.data += i*sizeof(int32_t);
+    return res;
 }
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1)/b; }
@@ -60,65 +60,64 @@ bool is_aligned(const ggml_tensor * t) {
 // ---- SEAL, VISIBLE ----
 
 void op_seal(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
-    const ggml_tensor * v_sum = dst->src[GGML_SPARSE_SEAL_V_SUM], * k = dst->src[GGML_SPARSE_SEAL_K], * v = dst->src[GGML_SPARSE_SEAL_V], * list = dst->src[GGML_SPARSE_SEAL_LIST];
-    const auto p = op_params<ggml_sparse_seal_params>(dst);
+    const auto src = ggml_sparse_src_of(dst);
+    const auto p   = ggml_sparse_params_of<ggml_sparse_seal_params>(dst);
 
     seal_args a = {};
-    a.k_t     = make_view(dst->src[GGML_SPARSE_SEAL_K_T]);
-    a.k_range = make_view(dst->src[GGML_SPARSE_SEAL_K_RANGE]);
-    a.v_sum   = make_view(v_sum);
-    a.k       = make_view(k);
-    a.v       = make_view(v);
-    a.list    = data_of<const int32_t>(list);
-    a.sealed  = data_of<const int32_t>(dst->src[GGML_SPARSE_SEAL_SEALED]);
-    a.stats   = data_of<unsigned long long>(dst->src[GGML_SPARSE_SEAL_STATS]);
-    a.n_kv    = k->ne[2];
-    a.n_list  = (int) list->ne[0];
-    a.d_k     = (int) k->ne[0];
-    a.d_v     = v_sum ? (int) v->ne[0] : 0;
+    a.k_t     = make_view(src.k_t);
+    a.k_range = make_view(src.k_range);
+    a.v_sum   = make_view(src.v_sum);
+    a.k       = make_view(src.k);
+    a.v       = make_view(src.v);
+    a.list    = data_of<const int32_t>(src.list);
+    a.sealed  = data_of<const int32_t>(src.sealed);
+    a.stats   = data_of<unsigned long long>(src.stats);
+    a.n_kv    = src.k->ne[2];
+    a.n_list  = (int) src.list->ne[0];
+    a.d_k     = (int) src.k->ne[0];
+    a.d_v     = src.v_sum ? (int) src.v->ne[0] : 0;
     a.n_bit   = p.n_bit;
     a.n_rot   = p.n_rot;
-    SPARQ_LAUNCH(seal, dim3(list->ne[0], k->ne[1], list->ne[1]), dim3(N_THREAD), ctx.stream(), a);
+    SPARQ_LAUNCH(seal, dim3(src.list->ne[0], src.k->ne[1], src.list->ne[1]), dim3(N_THREAD), ctx.stream(), a);
 }
 
 void op_visible(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
-    const ggml_tensor * mask = dst->src[GGML_SPARSE_VISIBLE_MASK];
-    const view m = make_view(mask);
+    const auto src = ggml_sparse_src_of(dst);
+    const view m = make_view(src.mask);
+    const int32_t * sealed = data_of<const int32_t>(src.sealed);
     int32_t * res = data_of<int32_t>(dst);
-    const int64_t n_kv = mask->ne[0], n_grp = dst->ne[0];
-    const int n_tok = (int) dst->ne[1];
-    SPARQ_LAUNCH(visible, dim3(ceil_div(n_grp, N_WARP), dst->ne[1], dst->ne[3]), dim3(N_THREAD), ctx.stream(), res, m, n_kv, n_grp, n_tok);
+    const int64_t n_kv = src.mask->ne[0], n_grp = dst->ne[0];
+    SPARQ_LAUNCH(visible, dim3(ceil_div(n_grp, N_WARP), dst->ne[1], dst->ne[3]), dim3(N_THREAD), ctx.stream(), res, m, sealed, n_kv, n_grp);
 }
 
 // ---- SCORE, SELECT, SCORE_SELECT ----
 
 // dst: SCORE or SCORE_SELECT
 score_args make_score(const ggml_tensor * dst) {
-    const bool fused = dst->op_params[0] == GGML_SPARSE_ATTN_SCORE_SELECT;
-    const ggml_tensor * q = dst->src[GGML_SPARSE_SCORE_SELECT_Q], * k = dst->src[GGML_SPARSE_SCORE_SELECT_K], * k_t = dst->src[GGML_SPARSE_SCORE_SELECT_K_T], * sealed = dst->src[GGML_SPARSE_SCORE_SELECT_SEALED];
-    const auto p = fused ? op_params<ggml_sparse_score_select_params>(dst).score : op_params<ggml_sparse_score_params>(dst);
+    const auto src = ggml_sparse_src_of(dst);
+    const auto p   = ggml_sparse_score_params_of(dst);
 
     score_args a = {};
-    a.q         = make_view(q);
-    a.k         = make_view(k);
-    a.k_t       = make_view(k_t);
-    a.k_range   = make_view(dst->src[GGML_SPARSE_SCORE_SELECT_K_RANGE]);
-    a.mask      = make_view(dst->src[GGML_SPARSE_SCORE_SELECT_MASK]);
-    a.kl        = make_view(dst->src[GGML_SPARSE_SCORE_SELECT_KL]);
-    a.sealed    = data_of<const int32_t>(sealed);
-    a.stats     = data_of<unsigned long long>(dst->src[GGML_SPARSE_SCORE_SELECT_STATS]);
-    a.n_kv      = k->ne[2];
+    a.q         = make_view(src.q);
+    a.k         = make_view(src.k);
+    a.k_t       = make_view(src.k_t);
+    a.k_range   = make_view(src.k_range);
+    a.mask      = make_view(src.mask);
+    a.kl        = src.wanted ? make_view(src.wanted, ggml_sparse_select_params_of(dst).i_k) : view {};
+    a.sealed    = data_of<const int32_t>(src.sealed);
+    a.stats     = data_of<unsigned long long>(src.stats);
+    a.n_kv      = src.k->ne[2];
     a.n_grp     = ceil_div(a.n_kv, GROUP);
     a.n_run     = ceil_div(a.n_kv, RUN);
-    a.n_head    = (int) q->ne[1];
-    a.n_head_kv = (int) k->ne[1];
+    a.n_head    = (int) src.q->ne[1];
+    a.n_head_kv = (int) src.k->ne[1];
     a.n_group_q = a.n_head/a.n_head_kv;
-    a.n_tok     = (int) q->ne[2];
-    a.d         = (int) k->ne[0];
+    a.n_tok     = (int) src.q->ne[2];
+    a.d         = (int) src.k->ne[0];
     a.rank      = p.rank;
-    a.n_rot     = k_t ? p.n_rot : 0;
+    a.n_rot     = src.k_t ? p.n_rot : 0;
     a.n_log2    = n_log2(a.n_head);
-    a.row_bytes = (int) ggml_row_size(k->type, k->ne[0]);
+    a.row_bytes = (int) ggml_row_size(src.k->type, src.k->ne[0]);
     a.scale     = p.scale;
     a.softcap   = p.softcap;
     a.max_bias  = p.max_bias;
@@ -158,7 +157,8 @@ void run_score(ggml_backend_cuda_context & ctx, const score_args & a, const ggml
 void op_score(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
     score_args a = make_score(dst);
     a.logits = data_of<float>(dst);
-    run_score(ctx, a, dst->src[GGML_SPARSE_SCORE_SELECT_Q], dst->src[GGML_SPARSE_SCORE_SELECT_K_T] ? op_params<ggml_sparse_score_params>(dst).n_bit : 0);
+    const auto src = ggml_sparse_src_of(dst);
+    run_score(ctx, a, src.q, src.k_t ? ggml_sparse_score_params_of(dst).n_bit : 0);
 }
 
 bool is_top_p(const ggml_sparse_select_params & p) { return p.top_p > 0.0f && p.top_p < 1.0f; }
@@ -182,19 +182,18 @@ void launch_sum_runs(ggml_backend_cuda_context & ctx, const select_args & a, int
 
 // SELECT, and the second half of SCORE_SELECT; run_max and run_sum: from score(), or NULL
 void run_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, float * logits, int64_t n_kv, int n_head, float * run_max, float * run_sum) {
-    const bool fused = dst->op_params[0] == GGML_SPARSE_ATTN_SCORE_SELECT;
-    const ggml_tensor * forced = dst->src[GGML_SPARSE_SCORE_SELECT_FORCED];
-    const auto p = fused ? op_params<ggml_sparse_score_select_params>(dst).select : op_params<ggml_sparse_select_params>(dst);
+    const auto src = ggml_sparse_src_of(dst);
+    const auto p   = ggml_sparse_select_params_of(dst);
 
     const int64_t n_row = dst->ne[2]*dst->ne[3], n_run = ceil_div(n_kv, RUN);
     select_args a = {};
-    a.forced      = make_view(forced);
-    a.kl          = make_view(dst->src[GGML_SPARSE_SCORE_SELECT_KL]);
+    a.forced      = make_view(src.wanted, p.i_forced);
+    a.kl          = make_view(src.wanted, p.i_k);
     a.logits      = logits;
     a.key         = logits;
     a.run_max     = run_max;
     a.run_sum     = run_sum;
-    a.sinks       = data_of<const float>(dst->src[GGML_SPARSE_SCORE_SELECT_SINKS]);
+    a.sinks       = data_of<const float>(src.sinks);
     a.res         = data_of<int32_t>(dst);
     a.n_kv        = n_kv;
     a.n_run       = n_run;
@@ -204,7 +203,7 @@ void run_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, float 
     a.n_head_kv   = p.n_head_kv;
     a.n_group_q   = n_head/p.n_head_kv;
     a.n_tok       = (int) dst->ne[2];
-    a.n_forced    = (int) forced->ne[0];
+    a.n_forced    = (int) src.wanted->ne[0] - p.i_forced;
     a.n_local_max = p.n_local_max;
     a.topk_max    = p.topk_max;
     a.alpha       = p.alpha;
@@ -238,12 +237,12 @@ void run_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, float 
 }
 
 void op_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
-    const ggml_tensor * logits = dst->src[GGML_SPARSE_SELECT_LOGITS];
+    const ggml_tensor * logits = ggml_sparse_src_of(dst).logits;
     run_select(ctx, dst, data_of<float>(logits), logits->ne[0], (int) logits->ne[1], nullptr, nullptr);
 }
 
 void op_score_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
-    const auto p = op_params<ggml_sparse_score_select_params>(dst);
+    const auto p = ggml_sparse_params_of<ggml_sparse_score_select_params>(dst);
     score_args a = make_score(dst);
 
     const int64_t n_heads = (int64_t) a.n_head*dst->ne[2]*dst->ne[3]; // of all rows
@@ -253,7 +252,7 @@ void op_score_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
         a.run_max = runs.alloc(2*n_heads*a.n_run);
         a.run_sum = a.run_max + n_heads*a.n_run;
     }
-    run_score(ctx, a, dst->src[GGML_SPARSE_SCORE_SELECT_Q], p.score.n_bit);
+    run_score(ctx, a, ggml_sparse_src_of(dst).q, p.score.n_bit);
     run_select(ctx, dst, a.logits, a.n_kv, a.n_head, a.run_max, a.run_sum);
 }
 
@@ -294,20 +293,20 @@ void launch_attend_f16(ggml_backend_cuda_context & ctx, const attend_args & a) {
 }
 
 void op_attend(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
-    const ggml_tensor * q = dst->src[GGML_SPARSE_ATTEND_Q], * k = dst->src[GGML_SPARSE_ATTEND_K], * v = dst->src[GGML_SPARSE_ATTEND_V], * sel = dst->src[GGML_SPARSE_ATTEND_SEL];
-    const auto p = op_params<ggml_sparse_attend_params>(dst);
+    const auto src = ggml_sparse_src_of(dst);
+    const auto p   = ggml_sparse_params_of<ggml_sparse_attend_params>(dst);
+    const ggml_tensor * q = src.q, * k = src.k, * v = src.v;
 
     attend_args a = {};
     a.q         = make_view(q);
     a.k         = make_view(k);
     a.v         = make_view(v);
-    a.mask      = make_view(dst->src[GGML_SPARSE_ATTEND_MASK]);
-    a.visible   = data_of<const int32_t>(dst->src[GGML_SPARSE_ATTEND_VISIBLE]);
-    a.sel       = data_of<const int32_t>(sel);
-    a.v_sum     = make_view(dst->src[GGML_SPARSE_ATTEND_V_SUM]);
-    a.sealed    = data_of<const int32_t>(dst->src[GGML_SPARSE_ATTEND_SEALED]);
-    a.sinks     = data_of<const float>(dst->src[GGML_SPARSE_ATTEND_SINKS]);
-    a.stats     = data_of<unsigned long long>(dst->src[GGML_SPARSE_ATTEND_STATS]);
+    a.mask      = make_view(src.mask);
+    a.visible   = make_view(src.visible);
+    a.sel       = data_of<const int32_t>(src.sel);
+    a.v_sum     = make_view(src.v_sum);
+    a.sinks     = data_of<const float>(src.sinks);
+    a.stats     = data_of<unsigned long long>(src.stats);
     a.res       = data_of<float>(dst);
     a.n_kv      = k->ne[2];
     a.n_grp     = ceil_div(a.n_kv, GROUP);
@@ -319,7 +318,7 @@ void op_attend(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
     a.n_row     = (int) (q->ne[2]*q->ne[3]);
     a.d_k       = (int) k->ne[0];
     a.d_v       = (int) v->ne[0];
-    a.ld_sel    = sel ? (int) sel->ne[0] : 0;
+    a.ld_sel    = src.sel ? (int) src.sel->ne[0] : 0;
     a.n_log2    = n_log2(a.n_head);
     a.row_k     = (int) ggml_row_size(k->type, k->ne[0]);
     a.row_v     = (int) ggml_row_size(v->type, v->ne[0]);
@@ -377,25 +376,26 @@ bool ggml_cuda_sparse_attn_supported(const ggml_tensor * dst, int cc) {
     if (cc < 750 || cc >= 0x10000) { // larger numbers are GPUs of other makers
         return false;
     }
+    const auto src = ggml_sparse_src_of(dst);
+    const ggml_tensor * q = src.q, * k = src.k;
+    const auto is_qk = [&] {
+        return is_kv(k) && q->ne[1] <= GRID_MAX && q->ne[1]/k->ne[1] <= G_MAX && q->ne[2]*q->ne[3] <= GRID_MAX && k->ne[2] <= N_KV_MAX &&
+               !is_on_host(src.stats);
+    };
     switch ((ggml_sparse_attn_op) dst->op_params[0]) {
-        case GGML_SPARSE_ATTN_SEAL: {
-            const ggml_tensor * k = dst->src[GGML_SPARSE_SEAL_K], * v = dst->src[GGML_SPARSE_SEAL_V];
-            return is_kv(k) && (!dst->src[GGML_SPARSE_SEAL_V_SUM] || is_kv(v)) && k->ne[1] <= GRID_MAX && k->ne[3] <= GRID_MAX && !is_on_host(dst->src[GGML_SPARSE_SEAL_STATS]);
-        }
+        case GGML_SPARSE_ATTN_SEAL:
+            return is_kv(k) && (!src.v_sum || is_kv(src.v)) && k->ne[1] <= GRID_MAX && k->ne[3] <= GRID_MAX && !is_on_host(src.stats);
         case GGML_SPARSE_ATTN_VISIBLE:
             return dst->ne[1] <= GRID_MAX && dst->ne[3] <= GRID_MAX;
         case GGML_SPARSE_ATTN_SCORE:
-        case GGML_SPARSE_ATTN_SCORE_SELECT: {
-            const ggml_tensor * q = dst->src[GGML_SPARSE_SCORE_SELECT_Q], * k = dst->src[GGML_SPARSE_SCORE_SELECT_K], * k_t = dst->src[GGML_SPARSE_SCORE_SELECT_K_T];
-            return is_kv(k) && q->ne[1] <= GRID_MAX && q->ne[1]/k->ne[1] <= G_MAX && q->ne[2]*q->ne[3] <= GRID_MAX && k->ne[2] <= N_KV_MAX &&
-                   (!k_t || is_shadow(k_t, dst->src[GGML_SPARSE_SCORE_SELECT_K_RANGE])) && !is_on_host(dst->src[GGML_SPARSE_SCORE_SELECT_STATS]);
+        case GGML_SPARSE_ATTN_SCORE_SELECT:
+            return is_qk() && (!src.k_t || is_shadow(src.k_t, src.k_range));
+        case GGML_SPARSE_ATTN_SELECT: {
+            const ggml_tensor * logits = src.logits;
+            return logits->ne[0] <= N_KV_MAX && logits->ne[1] <= GRID_MAX && logits->ne[1]/dst->ne[1] <= G_MAX && dst->ne[2]*dst->ne[3] <= GRID_MAX;
         }
-        case GGML_SPARSE_ATTN_SELECT:
-            return dst->src[GGML_SPARSE_SELECT_LOGITS]->ne[0] <= N_KV_MAX && dst->src[GGML_SPARSE_SELECT_LOGITS]->ne[1] <= GRID_MAX && dst->src[GGML_SPARSE_SELECT_LOGITS]->ne[1]/dst->ne[1] <= G_MAX && dst->ne[2]*dst->ne[3] <= GRID_MAX;
-        case GGML_SPARSE_ATTN_ATTEND: {
-            const ggml_tensor * q = dst->src[GGML_SPARSE_ATTEND_Q], * k = dst->src[GGML_SPARSE_ATTEND_K], * v = dst->src[GGML_SPARSE_ATTEND_V];
-            return is_kv(k) && is_kv(v) && q->ne[1] <= GRID_MAX && q->ne[1]/k->ne[1] <= G_MAX && q->ne[2]*q->ne[3] <= GRID_MAX && k->ne[2] <= N_KV_MAX && !is_on_host(dst->src[GGML_SPARSE_ATTEND_STATS]);
-        }
+        case GGML_SPARSE_ATTN_ATTEND:
+            return is_qk() && is_kv(src.v);
         default:
             return false;
     }

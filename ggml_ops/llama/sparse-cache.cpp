@@ -5,7 +5,7 @@
 #include "llama-memory-hybrid-iswa.h"
 #include "llama-memory-hybrid.h"
 
-#include "ggml-sparse.h"
+#include "ggml-sparse-nodes.h"
 
 #include <cstring>
 
@@ -109,7 +109,9 @@ ggml_backend_dev_t llama_sparse_device_of(const ggml_tensor * t) {
 }
 
 std::string llama_sparse_why_not_run(ggml_backend_dev_t dev, ggml_tensor * t) {
-    static const char * names[GGML_SPARSE_ATTN_COUNT] = { "SEAL", "VISIBLE", "SCORE", "SELECT", "SCORE_SELECT", "ATTEND", "PREFILL" };
+#define X(step) #step,
+    static const char * names[GGML_SPARSE_ATTN_COUNT] = { GGML_SPARSE_STEPS(X) };
+#undef X
     std::string res;
     llama_sparse_for_each_node(t, [&](ggml_tensor * node) {
         if (dev && res.empty() && !ggml_backend_dev_supports_op(dev, node)) {

@@ -153,20 +153,6 @@ void build_masks(const attention & a) {
     }
 }
 
-// kl of this layer, where the device reads it
-ggml_tensor * view_kl(const attention & a, ggml_backend_dev_t dev) {
-    ggml_tensor * kl = a.inp.kl;
-    if (dev) {
-        auto & copy = a.inp.kl_of[dev];
-        if (!copy) {
-            copy = ggml_cont(a.g.ctx0, kl);
-            set_device(a.g, dev, copy);
-        }
-        kl = copy;
-    }
-    return ggml_view_4d(a.g.ctx0, kl, 2, kl->ne[1], 1, kl->ne[2], kl->nb[1], kl->nb[2], kl->nb[2], a.il*kl->nb[3]);
-}
-
 // attention of the range of tokens that has the decoded ones; nullptr: left to llama.cpp, and why. k_t: see build_seal(), nullptr without SparQ
 ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string & why) {
     auto & inp = a.inp;
@@ -197,7 +183,10 @@ ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string 
 
     auto & visible = inp.visible[dev];
     if (!visible) {
-        visible = ggml_sparse_attn_visible(a.g.ctx0, in.mask);
+        if (k_t) {
+            inp.need_sealed(a.g);
+        }
+        visible = ggml_sparse_attn_visible(a.g.ctx0, in.mask, k_t ? inp.sealed : nullptr);
         a.g.cb(visible, "sparse_visible", -1);
     }
     in.visible = visible;
@@ -212,14 +201,14 @@ ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string 
     ggml_tensor * res;
     if (all) {
         const ggml_sparse_attend_params attend = { params.scale, params.max_bias, params.softcap, 0 };
-        res = ggml_sparse_attn_attend(a.g.ctx0, in.q, in.k, in.v, in.mask, in.visible, nullptr, nullptr, nullptr, in.sinks, in.stats, attend);
+        res = ggml_sparse_attn_attend(a.g.ctx0, in.q, in.k, in.v, in.mask, in.visible, nullptr, nullptr, in.sinks, in.stats, attend);
     } else {
-        inp.need_select(a.g);
-        in.forced = inp.forced;
-        in.kl     = view_kl(a, dev);
+        inp.need_wanted(a.g);
+        in.wanted = inp.wanted;
         params.n_local_max = inp.n_local_max;
+        params.i_k         = 2*a.il;
+        params.i_forced    = inp.i_forced();
         if (k_t) {
-            inp.need_sealed(a.g);
             const auto & layer = inp.shadow().at(a.ikv());
             params.mean_v = llama_sparse_wants_mean_v(inp.kv(), spec, a.il);
             params.rank   = spec.rank_for(a.il, a.k->ne[0], llama_sparse_row_bytes(inp.kv(), a.il));

@@ -109,8 +109,8 @@ void llm_graph_input_sparse::need_sealed(const llm_graph_context & g) {
     }
 }
 
-void llm_graph_input_sparse::need_select(const llm_graph_context & g) {
-    if (kl) {
+void llm_graph_input_sparse::need_wanted(const llm_graph_context & g) {
+    if (wanted) {
         return;
     }
     const auto & spec = state->spec;
@@ -119,8 +119,7 @@ void llm_graph_input_sparse::need_select(const llm_graph_context & g) {
         n_local_max = std::max(n_local_max, (uint32_t) k < n_kv ? spec.local_for(k) : 0);
     }
     const int64_t n_tok = (tok.hi - tok.lo)/n_stream;
-    forced = new_input(g, "sparse_forced", std::max(n_local_max + spec.sinks, 1), n_tok, 1, n_stream);
-    kl     = new_input(g, "sparse_kl", 2, n_tok, n_stream, state->n_layer);
+    wanted = new_input(g, "sparse_wanted", i_forced() + std::max(n_local_max + spec.sinks, 1), n_tok, 1, n_stream);
 }
 
 void llm_graph_input_sparse::need_hide(const llm_graph_context & g) {
@@ -202,15 +201,16 @@ void llm_graph_input_sparse::set_seal(uint32_t s, uint32_t stream, const std::ve
 
 // The local window and the sinks are the newest and the oldest positions of the token's own sequence: found by position, since cells are
 // in no particular order.
-void llm_graph_input_sparse::set_select(const llama_ubatch * ubatch) {
+void llm_graph_input_sparse::set_wanted(const llama_ubatch * ubatch) {
     const auto & spec = state->spec;
 
-    const int64_t n_tok    = tok.hi - tok.lo;
-    const int64_t n_forced = forced->ne[0];
+    const int64_t n_tok = tok.hi - tok.lo;
 
-    std::fill_n((int32_t *) forced->data, ggml_nelements(forced), -1);
-    std::fill_n((int32_t *) kl->data,     ggml_nelements(kl),      0);
     for (int64_t i = 0; i < n_tok; ++i) {
+        int32_t * kl     = (int32_t *) wanted->data + i*wanted->ne[0];
+        int32_t * forced = kl + i_forced();
+        std::fill(kl, forced, 0);
+        std::fill(forced, kl + wanted->ne[0], -1);
         const uint32_t     t   = tok.lo + i;
         const llama_seq_id seq = ubatch->seq_id[t][0];
         if (!state->replying[seq]) {
@@ -221,21 +221,19 @@ void llm_graph_input_sparse::set_select(const llama_ubatch * ubatch) {
         const auto end = pos.upper_bound({ ubatch->pos[t], UINT32_MAX }); // the first after the token itself
         const int32_t n_pos = pos.size() - std::distance(end, pos.end()); // most often nothing comes after
 
-        int32_t * dst = (int32_t *) forced->data + i*n_forced;
         auto it = end;
         for (int32_t j = 0; j < n_local_max && it != pos.begin(); ++j) {
-            dst[j] = (--it)->second;
+            forced[j] = (--it)->second;
         }
         auto first = pos.begin();
-        for (int64_t j = n_local_max; j < n_local_max + spec.sinks && first != end; ++j, ++first) { // n_forced is at least 1
-            dst[j] = first->second;
+        for (int64_t j = n_local_max; j < n_local_max + spec.sinks && first != end; ++j, ++first) {
+            forced[j] = first->second;
         }
 
-        for (int64_t il = 0; il < kl->ne[3]; ++il) {
-            int32_t * out = (int32_t *) kl->data + (il*n_tok + i)*2;
+        for (int32_t il = 0; il < state->n_layer; ++il, kl += 2) {
             const int32_t k = spec.topk_for(il, n_pos, score_shares);
-            out[0] = spec.cap_for(k, n_pos);
-            out[1] = std::min(spec.local_for(k), n_local_max);
+            kl[0] = spec.cap_for(k, n_pos);
+            kl[1] = std::min(spec.local_for(k), n_local_max);
         }
     }
 }
@@ -252,8 +250,8 @@ void llm_graph_input_sparse::set_input(const llama_ubatch * ubatch) {
             set_seal(s, stream, it == sinfo.strm.end() ? none : sinfo.idxs[it - sinfo.strm.begin()]);
         }
     }
-    if (is_used(kl)) {
-        set_select(ubatch);
+    if (is_used(wanted)) {
+        set_wanted(ubatch);
     }
     for (uint32_t i = 0; hide_prompts && i < tok.hi - tok.lo; ++i) {
         const bool is_reply = state->replying[ubatch->seq_id[tok.lo + i][0]];

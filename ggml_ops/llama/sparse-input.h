@@ -44,17 +44,17 @@ public:
 
     ggml_tensor * list   = nullptr; // I32 [n_list, n_stream]: groups to seal
     ggml_tensor * sealed = nullptr; // I32 [n_grp, n_stream]
-    ggml_tensor * forced = nullptr; // I32 [n_local_max + n_sinks, n_tok, 1, n_stream], of the range
-    ggml_tensor * kl     = nullptr; // I32 [2, n_tok, n_stream, n_layer], of the range: k and l
+    ggml_tensor * wanted = nullptr; // I32 [2*n_layer + n_local_max + n_sinks, n_tok, 1, n_stream], of the range: k and l by layer, forced cells
     ggml_tensor * hide_prompts = nullptr; // F32 [1, n_tok, 1, n_stream], of a mixed range: -inf for tokens of prompts, else 0
     ggml_tensor * hide_replies = nullptr; // the reverse
 
     void need_list  (const llm_graph_context & g);
     void need_sealed(const llm_graph_context & g);
-    void need_select(const llm_graph_context & g); // forced and kl
+    void need_wanted(const llm_graph_context & g);
     void need_hide  (const llm_graph_context & g); // both
 
     int32_t             n_local_max = 0;
+    int32_t             i_forced() const { return 2*state->n_layer; } // in wanted
     std::vector<double> score_shares; // [n_layer], see llama_sparse_score_shares()
 
     // ---- nodes that layers share, by the device that runs them (nullptr: the CPU)
@@ -62,7 +62,6 @@ public:
     ggml_tensor * mask_reply  = nullptr; // of the range; in a mixed one, each of them hides all positions from the tokens of the other kind
     ggml_tensor * mask_prompt = nullptr;
     std::map<ggml_backend_dev_t, ggml_tensor *> visible;
-    std::map<ggml_backend_dev_t, ggml_tensor *> kl_of; // copied there once, not once per layer
     std::map<int32_t, ggml_tensor *> k_t;              // SEAL's result, by layer of the cache
 
     struct layer {
@@ -76,7 +75,7 @@ private:
     int64_t n_waiting() const; // complete groups that are not sealed, in the stream with most of them
 
     void set_seal  (uint32_t s, uint32_t stream, const std::vector<uint32_t> & written);
-    void set_select(const llama_ubatch * ubatch);
+    void set_wanted(const llama_ubatch * ubatch);
 
     std::vector<uint8_t> busy; // [n_grp] groups that the ubatch writes; kept, so that a token allocates nothing
 };

@@ -96,10 +96,9 @@ static std::string why_not_sparq(const llama_kv_cache & kv, const llama_sparse_s
     in.v       = kv.get_v(ctx, il, n_kv, all);
     in.q       = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, in.k->ne[0], hparams.n_head(il), 1, ns);
     in.mask    = ggml_new_tensor_4d(ctx, GGML_TYPE_F16, n_kv, 1, 1, ns);
-    in.visible = ggml_sparse_attn_visible(ctx, in.mask);
     in.sealed  = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, llama_sparse_n_groups(n_kv), ns);
-    in.forced  = ggml_new_tensor_4d(ctx, GGML_TYPE_I32, std::max(spec.sinks, 1), 1, 1, ns);
-    in.kl      = ggml_new_tensor_4d(ctx, GGML_TYPE_I32, 2, 1, 1, ns);
+    in.visible = ggml_sparse_attn_visible(ctx, in.mask, in.sealed);
+    in.wanted  = ggml_new_tensor_4d(ctx, GGML_TYPE_I32, 2 + std::max(spec.sinks, 1), 1, 1, ns);
     in.k_range = layer.view_range(ctx, ns, 0);
     in.v_sum   = layer.v_sum;
     in.k_t     = ggml_sparse_attn_seal(ctx, layer.view_k_t(ctx, ns, 0), layer.v_sum, in.k, layer.v_sum ? in.v : nullptr, in.sealed,
@@ -114,6 +113,7 @@ static std::string why_not_sparq(const llama_kv_cache & kv, const llama_sparse_s
     params.n_bit    = spec.n_bit;
     params.n_rot    = llama_sparse_n_rot(kv);
     params.top_p    = (float) spec.top_p;
+    params.i_forced = 2;
     return llama_sparse_why_not_run(dev, ggml_sparq_attn(ctx, &in, &params));
 }
 

@@ -10,8 +10,8 @@ import ctypes
 
 import numpy as np
 
-from pyorch.native.slots import ATTEND
-from pyorch.native.tensor import Tensor, floats, source, view
+from pyorch.native.slots import ATTEND, source_of
+from pyorch.native.tensor import Tensor, floats, view
 from pyorch.policies.base import softmax
 from pyorch.policies.watch import Watch
 
@@ -32,7 +32,7 @@ class RecallWatch(Watch):
         if wanted and not ask:
             try:
                 t = Tensor.from_address(address)
-                self.check_host(t, *filter(None, (source(t, i) for i in (0, 1, 3, 5))))
+                self.check_host(t, *(source_of(t, name) for name in ("q", "k", "mask", "sel")))
                 self._note(t)
             except BaseException as error:  # noqa: BLE001  raised by `done`
                 self._error = self._error or error
@@ -52,10 +52,10 @@ class RecallWatch(Watch):
 
 def mass_read(t: Tensor) -> float:
     """Of an ATTEND node with one token of one sequence; 1 where it reads all."""
-    selection = source(t, 5)
+    selection = source_of(t, "sel")
     if selection is None:
         return 1.0
-    q, k, mask = source(t, 0), source(t, 1), source(t, 3)
+    q, k, mask = (source_of(t, name) for name in ("q", "k", "mask"))
     assert q is not None and k is not None and mask is not None
     scale, max_bias, softcap = np.array(t.op_params[1:4], np.int32).view(np.float32)
     if max_bias:

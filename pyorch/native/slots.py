@@ -6,22 +6,29 @@ ggml_ops/ggml-sparse.h and ggml-sparse-nodes.h in Python; tests compare them.
 
 from __future__ import annotations
 
+from pyorch.native.tensor import Tensor, source
+
 # ggml_sparse_attn_op, the first of a node's op_params
+STEPS = ("SEAL", "VISIBLE", "SCORE", "SELECT", "SCORE_SELECT", "ATTEND", "PREFILL")
 SEAL, VISIBLE, SCORE, SELECT, SCORE_SELECT, ATTEND, PREFILL = range(7)
 
-_SCORE_SELECT = ("q", "k", "k_t", "sealed", "mask", "forced", "kl", "sinks", "stats", "k_range")
-_ATTEND = ("q", "k", "v", "mask", "visible", "sel", "v_sum", "sealed", "sinks", "stats")
+_SCORE = {"q": 0, "k": 1, "mask": 2, "stats": 4, "sealed": 5, "k_t": 6, "k_range": 7}
+_PREFILL = {"q": 0, "k": 1, "mask": 2, "sinks": 3, "stats": 4, "v": 6}
+_SEAL = {"list": 0, "k": 1, "stats": 4, "sealed": 5, "k_t": 6, "k_range": 7, "v": 8, "v_sum": 9}
 
-SLOTS: dict[str, dict[str, int]] = {
-    step: {name: i for i, name in enumerate(names)}
-    for step, names in {
-        "seal": ("k_t", "v_sum", "k", "v", "list", "stats", "k_range", "sealed"),
-        "visible": ("mask",),
-        "score_select": _SCORE_SELECT,
-        "attend": _ATTEND,
-        "prefill": ("q", "k", "v", "mask", "sinks", "stats"),
-    }.items()
+SLOTS: dict[int, dict[str, int]] = {
+    SEAL: _SEAL,
+    VISIBLE: {"mask": 2, "sealed": 5},
+    SCORE: _SCORE | {"visible": 9},
+    SELECT: {"logits": 0, "sinks": 3, "wanted": 8},
+    SCORE_SELECT: _SCORE | {"sinks": 3, "wanted": 8},
+    ATTEND: _PREFILL | {"v_sum": 7, "sel": 8, "visible": 9},
+    PREFILL: _PREFILL,
 }
-# SCORE and SELECT have SCORE_SELECT's slots, but for what they are given in its place
-SLOTS["score"] = {"visible": SLOTS["score_select"]["forced"]}
-SLOTS["select"] = {"logits": SLOTS["score_select"]["q"]}
+
+I_FORCED = 7  # in the op_params of SELECT: from where on the cells of a row of `wanted` stand
+
+
+def source_of(t: Tensor, name: str) -> Tensor | None:
+    """A source of a node of ours, None if it was not given. KeyError: its step has none of it."""
+    return source(t, SLOTS[t.op_params[0]][name])

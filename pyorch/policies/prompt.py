@@ -15,6 +15,7 @@ from typing import TypeVar, cast
 import numpy as np
 
 from pyorch.errors import SparqError
+from pyorch.native.slots import source_of
 from pyorch.native.tensor import Tensor, floats, source, view
 
 _ROWS = 128  # of a block
@@ -61,7 +62,10 @@ class Queries:
         Raises:
             SparqError: more than one sequence.
         """
-        q, k, sinks = source(t, 0), source(t, 1), source(t, 4)
+        if ours:
+            q, k, sinks = (source_of(t, name) for name in ("q", "k", "sinks"))
+        else:
+            q, k, sinks = source(t, 0), source(t, 1), source(t, 4)
         assert q is not None and k is not None
         if q.ne[3] != 1 or sinks is not None:
             raise SparqError("capturing a prompt: one sequence, and no model with learned sinks")

@@ -21,13 +21,13 @@ import numpy as np
 
 from pyorch.engine import Session
 from pyorch.errors import SparqError
-from pyorch.native.slots import ATTEND, PREFILL, SELECT, SLOTS
+from pyorch.native.slots import ATTEND, I_FORCED, PREFILL, SELECT, source_of
 from pyorch.native.tensor import Tensor, floats, op_number, row_bytes, source, view
 from pyorch.policies.base import Heads, Policy, Selector, Step, at, softmax
 from pyorch.policies.prompt import Queries
 
-# SCORE from all of K, and SELECT with room for (nearly) all positions; `forced` begins with the
-# newest cell, then come the first four
+# SCORE from all of K, and SELECT with room for (nearly) all positions; always in are the newest
+# cell, and then the first four
 SPEC = "topk,ratio=0.997,min_k=1,min_ctx=0,local=1,sinks=4"
 _SCALE = 2  # in the op_params of SCORE: the step, the rank, the scale
 _OBJECT = 32  # struct ggml_object, in front of every tensor of a context
@@ -162,16 +162,16 @@ class Watch:
     # ---- SELECT and ATTEND ----
 
     def _select(self, t: Tensor) -> None:
-        score = source(t, SLOTS["select"]["logits"])
+        score = source_of(t, "logits")
         assert score is not None and self.policy is not None
-        q, k = (source(score, SLOTS["score_select"][name]) for name in ("q", "k"))
+        q, k = (source_of(score, name) for name in ("q", "k"))
         assert q is not None and k is not None
         if self._n_pos == 0:
             self.check_host(t, score, q, k)
         logits = view(score)
         if logits.shape[:2] != (1, 1):
             raise SparqError(f"{self.policy}: serves one sequence, one token at a time")
-        if source(t, SLOTS["score_select"]["sinks"]) is not None:
+        if source_of(t, "sinks") is not None:
             raise SparqError(f"{self.policy}: not for models with learned sinks")
         if self._n_pos == 0:
             self._begin_step(t, logits[0, 0])
@@ -199,9 +199,9 @@ class Watch:
             SparqError: cells are not in the order of positions.
         """
         n_pos = self.n_tokens() + 1
-        forced = source(t, SLOTS["score_select"]["forced"])
-        assert forced is not None
-        newest, *first = view(forced)[0, 0, 0]
+        wanted = source_of(t, "wanted")
+        assert wanted is not None
+        newest, *first = view(wanted)[0, 0, 0, t.op_params[I_FORCED] :]
         hidden = np.isneginf(logits[0])
         in_order = newest == n_pos - 1 and all(c in (i, -1) for i, c in enumerate(first))
         if not in_order or hidden[:n_pos].any() or not hidden[n_pos:].all():
@@ -287,7 +287,7 @@ class Watch:
 
     def _interpolate(self, t: Tensor, out: np.ndarray, alpha: np.ndarray, n_pos: int) -> None:
         """out (n_head, d_v) times alpha (n_head_kv, group), plus the mean of V times the rest."""
-        v = source(t, SLOTS["attend"]["v"])
+        v = source_of(t, "v")
         assert v is not None
         n, total = self._v_sums.get(v.data, (0, np.zeros(())))
         total = total + floats(view(v)[0, n:n_pos], v.type).sum(axis=0, dtype=np.float64)
@@ -305,13 +305,15 @@ class Watch:
         c.bytes_dense += n_pos * heads.row * heads.n_head_kv
 
     def _attend(self, t: Tensor) -> None:
-        for change in self._after.pop(ctypes.addressof(t.src[SLOTS["attend"]["sel"]].contents), ()):
+        selection = source_of(t, "sel")
+        assert selection is not None
+        for change in self._after.pop(ctypes.addressof(selection), ()):
             change(t, view(t)[0, 0, 0].reshape(-1, self._d_v))
 
 
 def _weigh(t: Tensor, out: np.ndarray, weights: np.ndarray, positions: np.ndarray) -> None:
     """out (n_head, d_v) = weights (n_head_kv, group, n) times V of the positions (n_head_kv, n)."""
-    v = source(t, SLOTS["attend"]["v"])
+    v = source_of(t, "v")
     assert v is not None
     stored, group = view(v)[0], weights.shape[1]
     for h, (w, p) in enumerate(zip(weights, positions, strict=True)):

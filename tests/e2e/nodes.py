@@ -35,9 +35,9 @@ from ggml_ctypes import (
 from llama import bindings
 from tolerances import Errors, check_selection, score_scale
 
-from pyorch.native.slots import ATTEND, PREFILL, SCORE, SCORE_SELECT, SEAL, SELECT, SLOTS, VISIBLE
+from pyorch.native.slots import ATTEND, PREFILL, SCORE, SCORE_SELECT, SEAL, SELECT, VISIBLE
+from pyorch.native.slots import source_of as _source
 from pyorch.native.tensor import Tensor, floats, view
-from pyorch.native.tensor import source as _source
 
 GROUP, RUN = 64, 512  # GGML_SPARSE_GROUP, GGML_SPARSE_RUN
 _OP, _PARAMS = Tensor.op.offset, Tensor.op_params.offset
@@ -155,7 +155,7 @@ class Watch:
         t = Tensor.from_address(address)
         step = t.op_params[0]
         if step == SEAL:
-            self.sealed += int((read(_source(t, SLOTS["seal"]["list"])) >= 0).sum())
+            self.sealed += int((read(_source(t, "list")) >= 0).sum())
         elif step == VISIBLE:
             self._visible(t)
         elif step == SCORE:
@@ -173,27 +173,31 @@ class Watch:
     def _visible(self, t: Tensor) -> None:
         if not self.checks:
             return
-        seen = ~np.isneginf(read(_source(t, 0))[:, 0])
+        seen = ~np.isneginf(read(_source(t, "mask"))[:, 0])
         counts = np.add.reduceat(seen, np.arange(0, seen.shape[2], GROUP), axis=2, dtype=np.int32)
-        assert np.array_equal(read(t)[:, 0], counts), (
+        result, n_tok = read(t)[:, 0], seen.shape[1]
+        assert np.array_equal(result[:, :n_tok], counts), (
             "VISIBLE counts other positions than the mask shows"
         )
+        if (sealed := _source(t, "sealed")) is not None:
+            assert np.array_equal(result[:, n_tok:], read(sealed)[0, 0][:, None])
 
     def _score_select(self, t: Tensor) -> None:
         """SELECT(SCORE(..)) of the same sources: SCORE is computed here, then both are checked."""
         p = _params(t, ScoreSelectParams)
         with self._ggml.graph() as g:
-            q, k, k_t, sealed, mask, forced, kl, sinks, _, k_range = (
-                _leaf(g, _source(t, i)) for i in SLOTS["score_select"].values()
+            names = ("q", "k", "k_t", "sealed", "mask", "wanted", "sinks", "k_range")
+            q, k, k_t, sealed, mask, wanted, sinks, k_range = (
+                _leaf(g, _source(t, name)) for name in names
             )
-            visible = g.op("ggml_sparse_attn_visible", mask)
+            visible = g.op("ggml_sparse_attn_visible", mask, None)
             score = g.op(
                 "ggml_sparse_attn_score",
                 *(q, k, k_t, sealed, mask, visible, None, k_range, p.score),
             )
             g.compute(score)
             self._score(score.contents)
-            select = g.op("ggml_sparse_attn_select", score, forced, kl, sinks, p.select)
+            select = g.op("ggml_sparse_attn_select", score, wanted, sinks, p.select)
             select.contents.data = t.data
             self._select(select.contents)
             self._selections[ctypes.addressof(t)] = self._selections.pop(
@@ -201,11 +205,11 @@ class Watch:
             )
 
     def _score(self, t: Tensor) -> None:
-        q, k, mask = (read(_source(t, i)) for i in (0, 1, 4))
-        k_t, sealed = _source(t, 2), _source(t, 3)
+        q, k, mask = (read(_source(t, name)) for name in ("q", "k", "mask"))
+        k_t, sealed = _source(t, "k_t"), _source(t, "sealed")
         p = _params(t, ScoreParams)
         self._rank = p.rank if k_t else 0
-        source = _source(t, 1)
+        source = _source(t, "k")
         self.addresses |= {"k": source.data, "k_stride": source.nb[2], "k_size": source.nb[0]}
         if k_t:
             self.addresses |= {"k_t": k_t.data, "k_t_stride": k_t.nb[1]}
@@ -222,9 +226,7 @@ class Watch:
         keys, steps = k.astype(np.float32), np.zeros((q.shape[0], n_head_kv, n_kv, d), np.float32)
         keys = keys.swapaxes(1, 2)
         if k_t:
-            keys, steps = self._shadow(
-                keys, k_t, _source(t, SLOTS["score_select"]["k_range"]), read(sealed)[0, 0], p
-            )
+            keys, steps = self._shadow(keys, k_t, _source(t, "k_range"), read(sealed)[0, 0], p)
         for s, tok, h in np.ndindex(q.shape[0], q.shape[1], n_head_kv):
             heads = slice(h * n_group_q, (h + 1) * n_group_q)
             qh, kh = q[s, tok, heads], keys[s, h]
@@ -279,9 +281,9 @@ class Watch:
         return np.where(in_shadow, values, k), np.where(in_shadow, steps, 0)
 
     def _select(self, t: Tensor) -> None:
-        logits = read(_source(t, SLOTS["select"]["logits"]))
-        forced, kl = (read(_source(t, SLOTS["score_select"][name])) for name in ("forced", "kl"))
-        sinks, p = _source(t, SLOTS["score_select"]["sinks"]), _params(t, SelectParams)
+        logits, wanted = (read(_source(t, name)) for name in ("logits", "wanted"))
+        sinks, p = _source(t, "sinks"), _params(t, SelectParams)
+        kl, forced = wanted[..., p.i_k : p.i_k + 2], wanted[..., p.i_forced :]
         self._selections[ctypes.addressof(t)] = (
             forced[:, 0].copy(),
             kl[:, 0].copy(),
@@ -318,8 +320,8 @@ class Watch:
         errors.check()
 
     def _attend(self, t: Tensor) -> None:
-        q, k, mask = (read(_source(t, i)) for i in (0, 1, 3))
-        sel, sinks, p = _source(t, 5), _source(t, 8), _params(t, AttendParams)
+        q, k, mask = (read(_source(t, name)) for name in ("q", "k", "mask"))
+        sel, sinks, p = _source(t, "sel"), _source(t, "sinks"), _params(t, AttendParams)
         n_stream, n_tok, n_head, _ = q.shape
         n_head_kv = k.shape[2]
         hidden = np.isneginf(mask[:, 0])
@@ -348,11 +350,11 @@ class Watch:
         self._compare(t, p, range(n_tok), sinks, sel)
 
     def _prefill(self, t: Tensor) -> None:
-        n_tok = read(_source(t, 0)).shape[1]
-        self.prefilled += int((~np.isneginf(read(_source(t, 3))[:, 0])).any(axis=2).sum())
+        n_tok = read(_source(t, "q")).shape[1]
+        self.prefilled += int((~np.isneginf(read(_source(t, "mask"))[:, 0])).any(axis=2).sum())
         if self.checks:
             some = {0, n_tok - 1, (7 * self.prefilled) % n_tok}
-            sinks = _source(t, 4)
+            sinks = _source(t, "sinks")
             self._compare(t, _params(t, PrefillParams), sorted(some), sinks, None, chain=True)
 
     @staticmethod
@@ -368,7 +370,7 @@ class Watch:
 
         chain: how it adds, see `oracle.logits_of`.
         """
-        q, k, v, mask = (read(_source(t, i)) for i in range(4))
+        q, k, v, mask = (read(_source(t, name)) for name in ("q", "k", "v", "mask"))
         n_stream, n_tok, n_head, _ = q.shape
         n_head_kv, d_v = k.shape[2], v.shape[3]
         n_group_q = n_head // n_head_kv

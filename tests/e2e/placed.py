@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 from llama import Context, Model, bindings
 
+from pyorch.native.slots import STEPS
+
 N_PROMPT, N_DECODE, N_CTX = 600, 40, 1024
-SUB_OPS = ("SEAL", "VISIBLE", "SCORE", "SELECT", "SCORE_SELECT", "ATTEND", "PREFILL")
 
 
 def main() -> None:
@@ -58,7 +59,7 @@ def main() -> None:
             assert ctx.info()["counters"]["bytes_read"] == 0
     bits = np.array(logits)
     assert np.isfinite(bits).all()
-    nodes = [{name: count(dev, op) for op, name in enumerate(SUB_OPS)} for dev in range(2)]
+    nodes = [{name: count(dev, op) for op, name in enumerate(STEPS)} for dev in range(2)]
     result = {"info": info, "nodes": nodes, "differ": differ, "sealed": sealed}
     print(json.dumps(result | {"bits": hashlib.sha256(bits.tobytes()).hexdigest()}))
 

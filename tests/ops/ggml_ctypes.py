@@ -3,7 +3,7 @@
     with ggml.graph() as g:
         # numpy axes, slowest first: ggml's ne is the reverse
         x = g.tensor(array, "f16", pad=(0, 0, 8))
-        y = g.op("ggml_sparse_attn_visible", x)
+        y = g.op("ggml_sparse_attn_visible", x, None)
         g.compute(y, n_threads=2)
         print(g.read(y))
 
@@ -105,7 +105,13 @@ class SelectParams(ctypes.Structure):
         ("n_local_max", c_int32),
         ("alpha", c_int32),
         ("top_p", c_float),
+        ("i_k", c_int32),
+        ("i_forced", c_int32),
     ]
+
+    def __init__(self, *args, i_forced: int = 2, **kwargs) -> None:
+        """By default `wanted` is k, l and the forced cells, as for a model of one layer."""
+        super().__init__(*args, i_forced=i_forced, **kwargs)
 
 
 class ScoreSelectParams(ctypes.Structure):
@@ -137,11 +143,17 @@ class AttnParams(ctypes.Structure):
         ("n_bit", c_int32),
         ("n_rot", c_int32),
         ("top_p", c_float),
+        ("i_k", c_int32),
+        ("i_forced", c_int32),
     ]
+
+    def __init__(self, *args, i_forced: int = 2, **kwargs) -> None:
+        """As of SelectParams."""
+        super().__init__(*args, i_forced=i_forced, **kwargs)
 
 
 class AttnInputs(ctypes.Structure):
-    _NAMES = "q k v k_t v_sum sealed mask visible forced kl sinks stats k_range"
+    _NAMES = "q k v k_t v_sum sealed mask visible wanted sinks stats k_range"
     _fields_ = [(name, TensorPtr) for name in _NAMES.split()]
 
 
@@ -172,11 +184,11 @@ class Ggml:
             (cpu, "ggml_graph_plan", Plan, c_void_p, c_int, c_void_p),
             (cpu, "ggml_graph_compute", c_int, c_void_p, POINTER(Plan)),
             (base, "ggml_sparse_attn_seal", t, ctx, *[t] * 8, SealParams),
-            (base, "ggml_sparse_attn_visible", t, ctx, t),
+            (base, "ggml_sparse_attn_visible", t, ctx, t, t),
             (base, "ggml_sparse_attn_score", t, ctx, *[t] * 8, ScoreParams),
-            (base, "ggml_sparse_attn_select", t, ctx, *[t] * 4, SelectParams),
-            (base, "ggml_sparse_attn_score_select", t, ctx, *[t] * 10, ScoreSelectParams),
-            (base, "ggml_sparse_attn_attend", t, ctx, *[t] * 10, AttendParams),
+            (base, "ggml_sparse_attn_select", t, ctx, *[t] * 3, SelectParams),
+            (base, "ggml_sparse_attn_score_select", t, ctx, *[t] * 9, ScoreSelectParams),
+            (base, "ggml_sparse_attn_attend", t, ctx, *[t] * 9, AttendParams),
             (base, "ggml_sparse_attn_prefill", t, ctx, *[t] * 6, PrefillParams),
             (base, "ggml_sparq_attn", t, ctx, POINTER(AttnInputs), POINTER(AttnParams)),
             (base, "ggml_topk_attn", t, ctx, POINTER(AttnInputs), POINTER(AttnParams)),

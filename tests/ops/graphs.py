@@ -26,7 +26,7 @@ PADDED = {  # extra elements per numpy axis, as views of larger tensors have the
     "k_t": (0, 0, 32),
     "v_sum": (0, 0, 8),
     "mask": (0, 0, 0, 32),
-    "kl": (0, 0, 0, 2),
+    "wanted": (0, 0, 0, 2),
 }
 
 
@@ -48,9 +48,9 @@ class Sources:
             ("v_sum", d.v_sum, "f32"),
             ("sealed", d.sealed, "i32"),
             ("mask", d.mask, "f16"),
-            ("visible", d.visible, "i32"),
-            ("forced", d.forced, "i32"),
-            ("kl", d.kl, "i32"),
+            # the last row is sealed
+            ("visible", np.concatenate([d.visible, d.sealed[:, None, None]], axis=2), "i32"),
+            ("wanted", np.concatenate([d.kl, d.forced], axis=3), "i32"),
             ("sinks", d.sinks, "f32"),
         ]:
             pad = PADDED.get(name, ()) if d.case.strided else ()
@@ -91,7 +91,7 @@ def score_select(s: Sources):
         ScoreParams(case.rank_value, case.scale, case.max_bias, case.softcap, 16, case.n_rot),
         SelectParams(s.data.topk_max, case.heads[1], s.data.n_local_max, case.mean_v, case.top_p),
     )
-    sources = (s.q, s.k, s.k_t, s.sealed, s.mask, s.forced, s.kl, s.sinks, s.stats, None)
+    sources = (s.q, s.k, s.k_t, s.sealed, s.mask, s.wanted, s.sinks, s.stats, None)
     return s.graph.op("ggml_sparse_attn_score_select", *sources, params)
 
 
@@ -100,7 +100,7 @@ def select(s: Sources, logits):
     params = SelectParams(
         s.data.topk_max, case.heads[1], s.data.n_local_max, case.mean_v, case.top_p
     )
-    return s.graph.op("ggml_sparse_attn_select", logits, s.forced, s.kl, s.sinks, params)
+    return s.graph.op("ggml_sparse_attn_select", logits, s.wanted, s.sinks, params)
 
 
 def attend(s: Sources, sel):
@@ -116,7 +116,6 @@ def attend(s: Sources, sel):
         s.visible,
         sel,
         s.v_sum if mean_v else None,
-        s.sealed if mean_v else None,
         s.sinks,
         s.stats,
         params,

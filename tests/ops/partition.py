@@ -79,10 +79,10 @@ def count(ggml: Counting, n_pos: int, n_bit: int, rank: int, topk: int, n_thread
         k, _ = zeros((1, n_pos, n_kv, D), "f16")
         v, _ = zeros((1, n_pos, n_kv, D), "f16")
         mask, _ = zeros((1, 1, 1, n_pos), "f16", False)
-        visible = g.op("ggml_sparse_attn_visible", mask)
+        visible = g.op("ggml_sparse_attn_visible", mask, None)
         if n_bit == 0:
             params = AttendParams(D**-0.5, 0, 0, 0)
-            sources = (q, k, v, mask, visible, *[None] * 5)
+            sources = (q, k, v, mask, visible, *[None] * 4)
             out = g.op("ggml_sparse_attn_attend", *sources, params)
             g.compute(out, n_threads=n_threads)
             return
@@ -95,13 +95,12 @@ def count(ggml: Counting, n_pos: int, n_bit: int, rank: int, topk: int, n_thread
         sealed, flags = zeros((1, 1, 1, n_group), "i32", False)
         flags[:] = 1
         n_local = topk // 4
-        forced, cells = zeros((1, 1, 1, n_local + 4), "i32", False)
-        cells[..., :n_local] = np.arange(n_pos - 1, n_pos - 1 - n_local, -1)
-        cells[..., n_local:] = np.arange(4)
-        kl, numbers = zeros((1, 1, 1, 2), "i32", False)
-        numbers[:] = topk, n_local
+        wanted, row = zeros((1, 1, 1, 2 + n_local + 4), "i32", False)
+        row[..., :2] = topk, n_local
+        row[..., 2:-4] = np.arange(n_pos - 1, n_pos - 1 - n_local, -1)
+        row[..., -4:] = np.arange(4)
         inputs = {"q": q, "k": k, "v": v, "k_t": k_t, "k_range": k_range, "sealed": sealed}
-        inputs |= {"mask": mask, "visible": visible, "forced": forced, "kl": kl}
+        inputs |= {"mask": mask, "visible": visible, "wanted": wanted}
         given = AttnInputs(**{name: t for name, t in inputs.items() if t is not None})
         params = AttnParams(rank, topk, n_local, D**-0.5, 0, 0, 0, n_bit, 0)
         g.compute(g.op("ggml_sparq_attn", given, params), n_threads=n_threads)
@@ -125,8 +124,7 @@ def shadow_threads(ggml: Counting, n_pos: int, n_threads: int) -> dict[str, np.n
             "ggml_sparse_attn_seal", k_t, None, k, None, groups, None, k_range, sealed, params
         )
         values = np.random.default_rng(0).standard_normal((1, 1, n_head, D))
-        forced = g.tensor(np.zeros((1, 1, 1, 1)), "i32")
-        kl = g.tensor(np.array([[[[64, 0]]]]), "i32")
+        wanted = g.tensor(np.array([[[[64, 0, 0]]]]), "i32")
         sources = (
             g.tensor(values, "f32"),
             k,
@@ -136,7 +134,7 @@ def shadow_threads(ggml: Counting, n_pos: int, n_threads: int) -> dict[str, np.n
         )
         out = g.op(
             "ggml_sparse_attn_score_select",
-            *(*sources, forced, kl, None, None, k_range),
+            *(*sources, wanted, None, None, k_range),
             ScoreSelectParams(ScoreParams(32, D**-0.5, 0, 0, 4), SelectParams(64, n_kv, 0, 0)),
         )
         g.compute(out, n_threads=n_threads)

@@ -383,7 +383,7 @@ def test_attn_beyond_2_gib(ggml: Ggml) -> None:
             sources = (q, k, k_t, g.tensor(np.full((1, n_grp), sealed), "i32"), mask, visible)
             params = graphs.ScoreParams(16, case.scale, 0, 0, 16)
             logits.append(g.op("ggml_sparse_attn_score", *sources, None, None, params))
-        sources = (q, k, v, mask, visible, None, None, None, None, None)
+        sources = (q, k, v, mask, visible, None, None, None, None)
         params = graphs.AttendParams(case.scale, 0, 0, 0)
         dense = g.op("ggml_sparse_attn_attend", *sources, params)
         g.compute(*logits, dense)

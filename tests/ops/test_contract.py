@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from pyorch.ggml import MAX_SRC
 from pyorch.native import slots
-from pyorch.native.slots import SLOTS
+from pyorch.native.slots import SLOTS, STEPS
 
 PROGRAM = """
 import sys
@@ -35,7 +36,7 @@ with ggml.graph() as g:
         return g.op("ggml_sparse_attn_score", *t.values(), None, None, params)
     def attend(mean_v=0, **changed):
         t = dict(q=s.q, k=s.k, v=s.v, mask=s.mask, visible=s.visible, sel=None, v_sum=None,
-                 sealed=None, sinks=None) | changed
+                 sinks=None) | changed
         return g.op("ggml_sparse_attn_attend", *t.values(), None, AttendParams(1, 0, 0, mean_v))
     def prefill(**changed):
         t = dict(q=s.q, k=s.k, v=s.v, mask=s.mask, sinks=None, stats=None) | changed
@@ -70,9 +71,9 @@ REFUSED = [
     "prefill(mask=g.tensor(data.mask, 'f32'))",
     "prefill(sinks=g.tensor(np.zeros(7), 'f32'))",
     "prefill(stats=g.tensor(np.zeros(3), 'i64'))",
-    "g.op('ggml_sparse_attn_select', score(), s.forced, s.kl, None, SelectParams(0, 2, 1, 0))",
-    "g.op('ggml_sparse_attn_select', score(), s.forced, s.kl, None, SelectParams(8, 3, 1, 0))",
-    "g.op('ggml_sparse_attn_select', score(), s.forced, s.kl, None, SelectParams(8, 2, 99, 0))",
+    "g.op('ggml_sparse_attn_select', score(), s.wanted, None, SelectParams(0, 2, 1, 0))",
+    "g.op('ggml_sparse_attn_select', score(), s.wanted, None, SelectParams(8, 3, 1, 0))",
+    "g.op('ggml_sparse_attn_select', score(), s.wanted, None, SelectParams(8, 2, 99, 0))",
     "g.op('ggml_sparse_attn_seal', g.tensor(data.k_t[:, :64], 'f16'), None, s.k, None,"
     " g.tensor(np.zeros((1, 1)), 'i32'), None, None, None, SealParams(16))",
 ]
@@ -110,21 +111,29 @@ def test_contract_refuses(line: str, lib: Path) -> None:
 def test_slots_are_those_of_the_header() -> None:
     """pyorch/native/slots.py and ggml_ops/ggml-sparse-nodes.h say the same."""
     text = (Path(__file__).parents[2] / "ggml_ops" / "ggml-sparse-nodes.h").read_text("utf-8")
-    found: dict[str, dict[str, int]] = {}
-    for body in re.findall(r"enum ggml_sparse_\w+_src \{(.*?)\};", text, re.S):
-        number = {}
-        for name, same in re.findall(r"^ +GGML_SPARSE_(\w+)(?: = GGML_SPARSE_(\w+))?,", body, re.M):
-            number[name] = number[same] if same else len(number)
-            step, tensor = re.match("(score_select|[a-z]+)_(.+)", name.lower()).groups()
-            found.setdefault(step, {})[tensor] = number[name]
-    assert found == SLOTS
-    assert all(n < 10 for slots in found.values() for n in slots.values()), "GGML_MAX_SRC"
+    found = {
+        step: {name: int(n) for name, n in re.findall(r"X\((\w+), (\d+)\)", line)}
+        for step, line in re.findall(r"^#define GGML_SPARSE_SRC_(\w+)\(X\)(.*)$", text, re.M)
+    }
+    assert found == {STEPS[step]: slots for step, slots in SLOTS.items()}
+    for of_step in found.values():
+        assert len(set(of_step.values())) == len(of_step), "two sources in one slot"
+        assert max(of_step.values()) < MAX_SRC
+    listed = re.findall(r"^#define GGML_SPARSE_STEPS\(X\) (.*)$", text, re.M)[0]
+    assert re.findall(r"X\((\w+)\)", listed) == step_names()
 
 
 def test_steps_are_those_of_the_header() -> None:
     """What stands first in the op_params of a node, by number."""
+    names = step_names()
+    assert names == list(STEPS)
+    assert [getattr(slots, name) for name in names] == list(range(len(names)))
+
+
+def step_names() -> list[str]:
+    """Of enum ggml_sparse_attn_op."""
     text = (Path(__file__).parents[2] / "ggml_ops" / "ggml-sparse.h").read_text("utf-8")
     body = re.findall(r"enum ggml_sparse_attn_op \{(.*?)\};", text, re.S)[0]
     *names, last = re.findall(r"^ +GGML_SPARSE_ATTN_(\w+),", body, re.M)
     assert last == "COUNT"
-    assert [getattr(slots, name) for name in names] == list(range(len(names)))
+    return names

@@ -110,7 +110,7 @@ def score(
             g.tensor(shadow.codes, "i8"),
             g.tensor(sealed, "i32"),
             m,
-            g.op("ggml_sparse_attn_visible", m),
+            g.op("ggml_sparse_attn_visible", m, None),
             None,
             g.tensor(shadow.ranges, "f32", order=order),
             ScoreParams(rank, 0.125, 0.0, 0.0, shadow.n_bit),
@@ -336,20 +336,20 @@ def test_score_select_is_select_of_score(ggml, n_bit, heads, alpha) -> None:
             tensors = [g.tensor(q, "f32"), g.tensor(k, "f16"), g.tensor(shadow.codes, "i8")]
             tensors += [g.tensor(sealed, "i32"), m]
             k_range = g.tensor(shadow.ranges, "f32")
-            forced = g.tensor(np.broadcast_to(np.arange(20) * 7, (1, 1, 3, 20)), "i32")
-            kl = g.tensor(np.broadcast_to([topk, 16], (1, 1, 3, 2)), "i32")
-            visible = g.op("ggml_sparse_attn_visible", m)
+            row = np.r_[topk, 16, np.arange(20) * 7]
+            wanted = g.tensor(np.broadcast_to(row, (1, 1, 3, len(row))), "i32")
+            visible = g.op("ggml_sparse_attn_visible", m, None)
             logits = g.op("ggml_sparse_attn_score", *tensors, visible, None, k_range, params.score)
-            sel = g.op("ggml_sparse_attn_select", logits, forced, kl, None, params.select)
+            sel = g.op("ggml_sparse_attn_select", logits, wanted, None, params.select)
             fused = g.op(
-                "ggml_sparse_attn_score_select", *tensors, forced, kl, None, stats, k_range, params
+                "ggml_sparse_attn_score_select", *tensors, wanted, None, stats, k_range, params
             )
             g.compute(sel, fused, n_threads=n_threads)
             assert np.array_equal(g.read(fused), g.read(sel)), f"{n_threads} threads"
             rows.append((g.read(fused), g.read(stats)))
 
             none = g.op(
-                "ggml_sparse_attn_score_select", *tensors, forced, kl, None, None, k_range, params
+                "ggml_sparse_attn_score_select", *tensors, wanted, None, None, k_range, params
             )
             none.contents.op_params[1 + ScoreSelectParams.select.offset // 4] = 0  # topk_max
             g.compute(none, n_threads=n_threads)

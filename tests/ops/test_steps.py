@@ -28,7 +28,7 @@ def check_steps(case: Case, ggml: Ggml) -> None:
     data = cases.make(case)
     with ggml.graph() as g:
         s = Sources(data, g)
-        visible = g.op("ggml_sparse_attn_visible", s.mask)
+        visible = g.op("ggml_sparse_attn_visible", s.mask, None)
         exact = graphs.score(s, exact=True)
         approximate = graphs.score(s)
         sel = graphs.select(s, approximate)
@@ -69,6 +69,19 @@ def check_scores(data: cases.Data, logits: dict) -> None:
                 score_scale(q[:, part], k[:, part], b.bias, factor),
             )
     errors.check()
+
+
+@pytest.mark.parametrize("batch", [(1, 1), (3, 2)])
+def test_visible_copies_sealed(batch: tuple[int, int], ggml: Ggml) -> None:
+    """With sealed a row more, in which ATTEND finds it; the counts are what they are without."""
+    data = cases.make(Case(n_kv=501, batch=batch, mask="part", sealed="mixed"))
+    with ggml.graph() as g:
+        s = Sources(data, g)
+        node = g.op("ggml_sparse_attn_visible", s.mask, s.sealed)
+        g.compute(node)
+        counts, sealed = np.split(g.read(node), [batch[0]], axis=2)
+    assert np.array_equal(counts, data.visible)
+    assert np.array_equal(sealed[:, 0, 0], data.sealed) and data.sealed.any()
 
 
 def check_select(data: cases.Data, logits: np.ndarray, chosen: Selection) -> None:
@@ -327,14 +340,12 @@ def run_select(
     from ggml_ctypes import SelectParams
 
     n_stream, n_tok, n_head, _ = logits.shape
-    forced = np.broadcast_to(np.asarray(forced), (n_stream, 1, n_tok, len(forced)))
-    kl = np.broadcast_to(np.array([k, local]), (n_stream, 1, n_tok, 2))
+    wanted = np.broadcast_to(np.r_[k, local, forced], (n_stream, 1, n_tok, 2 + len(forced)))
     with ggml.graph() as g:
         out = g.op(
             "ggml_sparse_attn_select",
             g.tensor(logits, "f32"),
-            g.tensor(forced, "i32"),
-            g.tensor(kl, "i32"),
+            g.tensor(wanted, "i32"),
             g.tensor(sinks, "f32"),
             SelectParams(topk_max or k, n_head_kv, n_local_max, alpha, top_p),
         )

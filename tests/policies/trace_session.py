@@ -19,7 +19,7 @@ import nodes
 from ggml_ctypes import Tensor
 
 from pyorch import engine
-from pyorch.native.slots import ATTEND, PREFILL, SLOTS
+from pyorch.native.slots import ATTEND, PREFILL, source_of
 
 
 @dataclass
@@ -58,11 +58,10 @@ def trace(session: engine.Session) -> Trace:
             return wanted or is_attend or is_prompt
         if not is_attend and not is_prompt:
             return wanted
-        slots = SLOTS["attend" if is_attend else "prefill"]
-        layer = t.src[slots["k"]].contents.data
-        if is_attend and t.src[slots["sel"]]:
-            sources = (t.src[slots[name]] for name in ("q", "k", "v", "sel"))
-            q, k, v, sel = (nodes.read(x.contents)[0] for x in sources)
+        layer = source_of(t, "k").data
+        if is_attend and source_of(t, "sel"):
+            sources = (source_of(t, name) for name in ("q", "k", "v", "sel"))
+            q, k, v, sel = (nodes.read(x)[0] for x in sources)
             n = len(session.tokens) + 1
             group = q.shape[1] // k.shape[1]
             rows = [set(r[1 + group :][: r[0]].tolist()) for r in sel[0]]
@@ -72,7 +71,7 @@ def trace(session: engine.Session) -> Trace:
                 Read(q[0].copy(), k[:n].astype(np.float32), v[:n].astype(np.float32), rows, out)
             )
         elif is_prompt:
-            found.prompt[layer].append(nodes.read(t.src[slots["q"]].contents)[0].copy())
+            found.prompt[layer].append(nodes.read(source_of(t, "q"))[0].copy())
         return wanted
 
     watch.node = node
