@@ -164,9 +164,12 @@ def draw(rows: Sequence[plot.Row]) -> Any:
                 ax.axhline(dense["score"], color=plot.PAPER, linewidth=1, linestyle="--")
                 ax.axhspan(dense["low"], dense["high"], color=plot.PAPER, alpha=0.12)
                 ax.set(ylabel="characters recited", ylim=(0, CHARS))
-        ends = [_line(left, here, "a", name, _COLOURS[name]) for name in SCANS]
+        lines = plot.Names()
+        for name in SCANS:
+            _line(lines, left, here, "a", name, _COLOURS[name])
         ranks = [f"r = {r}" for r in RANKS]
-        grid = [_line(right, here, "c", name, c) for name, c in zip(ranks, _LINES, strict=True)]
+        for name, colour in zip(ranks, _LINES, strict=True):
+            _line(lines, right, here, "c", name, colour)
         for r in here:
             if r["panel"] == "c" and r["point"] == "128":
                 colour = _LINES[ranks.index(r["line"])]
@@ -180,23 +183,20 @@ def draw(rows: Sequence[plot.Row]) -> Any:
             ticks = [3, 6, 12, 25, 50]
             plot.x_ticks(ax, ticks, map(str, ticks))
             ax.set_xlim(2, 60 if ax is left else 36)
-        figure.canvas.draw()
-        plot.label_ends(left, ends)
-        plot.label_ends(right, grid)
+        lines.write(figure)
     return figure
 
 
 def _line(
-    ax: Any, rows: Sequence[plot.Row], panel: str, name: str, colour: str
-) -> tuple[str, float, float, str]:
-    """Draws it; returns its right end, for `label_ends`."""
+    lines: plot.Names, ax: Any, rows: Sequence[plot.Row], panel: str, name: str, colour: str
+) -> None:
     line = [r for r in rows if (r["panel"], r["line"]) == (panel, name)]
     line.sort(key=lambda r: r["share"])
     x, y = [100 * r["share"] for r in line], [r["score"] for r in line]
     ax.plot(x, y, "o-", color=colour)
     low, high = [r["low"] for r in line], [r["high"] for r in line]
     ax.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
-    return name, x[-1], y[-1], colour
+    lines.at(ax, name, x[-1], y[-1], colour)
 
 
 def _temperatures(ax: Any, rows: Sequence[plot.Row]) -> None:

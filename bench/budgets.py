@@ -262,14 +262,14 @@ def data(folder: Path) -> list[plot.Row]:
 
 def draw(rows: Sequence[plot.Row]) -> Any:
     figure, (left, middle, right) = plot.panels(3, width=3.7)
-    ends = []
+    lines = plot.Names()
     for name, colour in COLOURS.items():
         line = sorted((r for r in rows if r["line"] == name), key=lambda r: r["share"])
         x, y = [100 * r["share"] for r in line], [r["kl"] for r in line]
         left.plot(x, y, "o-", color=colour, markersize=4)
         left.fill_between(x, [r["low"] for r in line], [r["high"] for r in line], color=colour,
                           alpha=0.12, linewidth=0)  # fmt: skip
-        ends.append((name, x[-1], y[-1], colour))
+        lines.at(left, name, x[-1], y[-1], colour)
         line = [r for r in line if not r["at_most"]]
         if name != "uniform":
             right.plot([100 * r["ratio"] for r in line], [100 * r["needed"] for r in line], "o-",
@@ -292,8 +292,7 @@ def draw(rows: Sequence[plot.Row]) -> Any:
                     color=colour, markersize=4, label=ratio_text(ratio))  # fmt: skip
     middle.set(yscale="log", xlabel="layer", ylabel="k, % of the positions", title="calibrated k")
     middle.legend(fontsize=7, frameon=False)
-    figure.canvas.draw()
-    plot.label_ends(left, ends)
+    lines.write(figure)
     return figure
 
 

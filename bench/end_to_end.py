@@ -114,38 +114,32 @@ def draw(of: Published, rows: Sequence[plot.Row]) -> Any:
     ours = list(dict.fromkeys(r["attention"] for r in rows if "stock" not in r["attention"]))
     styles = plot.colours(ours)
     paper = of.speedups()
-
-    ends = []
+    lines = plot.Names()
     for name in ours:
         here = [r for r in rows if r["attention"] == name]
         colour, bars = styles[name], ("speedup_low", "speedup_high")
-        ends.append(
-            (name, *plot.line(left, here, "positions", "speedup", bars, color=colour), colour)
-        )
+        lines.line(left, name, here, "positions", "speedup", bars, color=colour)
         known = [r for r in here if not math.isnan(r["limit"])]
-        plot.line(left, known, "positions", "limit", fmt=":", color=colour, linewidth=1.2)
+        style = {"color": colour, "fmt": ":", "linewidth": 1.2}
+        lines.line(left, "", known, "positions", "limit", **style)
     left.plot(*zip(*paper, strict=True), "s--", color=plot.PAPER)
-    ends.append((of.label, *paper[-1], plot.PAPER))
+    lines.at(left, of.label, *paper[-1], plot.PAPER)
     left.axhline(1, color=plot.PAPER, linewidth=0.8)
     all_x = [r["positions"] for r in rows] + [x for x, _ in paper]
     plot.positions_axis(left, all_x)
     left.set(ylabel="times faster than dense", title="speed-up (dotted: limit by bytes)")
     left.set_ylim(bottom=0)
 
-    more = []
     for name, colour in (plot.colours(["stock -fa 0", "stock -fa 1"]) | styles).items():
         here = [r for r in rows if r["attention"] == name]
         if here:
-            end = plot.line(right, here, "positions", "full_token_ms", color=colour)
-            more.append((name, *end, colour))
+            lines.line(right, name, here, "positions", "full_token_ms", color=colour)
     plot.positions_axis(right, [r["positions"] for r in rows])
     plot.decades(right, [r["full_token_ms"] for r in rows])
     fewer = any(r["n_layer"] < FULL_LAYERS for r in rows)
     right.set(ylabel="ms per token" + f", scaled to {FULL_LAYERS} layers" * fewer)
     right.set_title("time of a token")
-    figure.canvas.draw()
-    plot.label_ends(left, ends)
-    plot.label_ends(right, more)
+    lines.write(figure)
     return figure
 
 

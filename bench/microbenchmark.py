@@ -148,11 +148,11 @@ def draw(
     """A line of panels per model: times, and speed-ups with what `published` adds to the first."""
     models = [m for m in MODELS if any(r["model"] == m for r in rows)]
     figure, axes = plot.panels(2, len(models), height=3.2)
-    labels: list[tuple[Any, list[Any]]] = []
+    lines = plot.Names()
     for i, model in enumerate(models):
         times, gains = axes[2 * i], axes[2 * i + 1]
         here = [r for r in rows if r["model"] == model]
-        labels += _lines(times, gains, here, colours)
+        _draw_lines(lines, times, gains, here, colours)
         if model == "llama2-7b":
             published(gains)
         gains.axhline(1, color=plot.PAPER, linewidth=0.8)
@@ -162,36 +162,30 @@ def draw(
         times.set(ylabel="ms per token and layer", title=MODELS[model])
         gains.set(ylabel=f"times faster than best {dense}", title="speed-up (dotted: by bytes)")
         gains.set_ylim(bottom=0)
-    figure.canvas.draw()
-    for ax, ends in labels:
-        if ends:
-            plot.label_ends(ax, ends)
+    lines.write(figure)
     return figure
 
 
-def _lines(
-    times: Any, gains: Any, rows: Sequence[plot.Row], colours: Mapping[str, str]
-) -> list[tuple[Any, list[Any]]]:
-    """Draws a line per kind of attention; diamonds are of larger batches. Returns their ends."""
-    time_ends, gain_ends = [], []
+def _draw_lines(
+    lines: plot.Names, times: Any, gains: Any, rows: Sequence[plot.Row], colours: Mapping[str, str]
+) -> None:
+    """One per kind of attention; diamonds are of larger batches."""
     for name, colour in colours.items():
         mine = [r for r in rows if r["attention"] == name]
         here = [r for r in mine if r.get("batch", 1) == 1]
-        many = [(r["positions"], r["speedup"]) for r in mine if r not in here]
+        many = [r for r in mine if r not in here]
         dense = "stock" in name or name in DENSE
         if many and not dense:
-            gains.plot(*zip(*many, strict=True), "D", color=colour)
+            lines.line(gains, "", many, "positions", "speedup", color=colour, fmt="D")
         if not here:
             continue
         bars, style = ("layer_ms_p10", "layer_ms_p90"), {"color": colour, "elinewidth": 1}
-        end = plot.line(times, here, "positions", "layer_ms", bars, **style)
-        time_ends.append((name, *end, colour))
+        lines.line(times, name, here, "positions", "layer_ms", bars, **style)
         if not dense:
-            end = plot.line(gains, here, "positions", "speedup", color=colour)
-            gain_ends.append((name, *end, colour))
+            lines.line(gains, name, here, "positions", "speedup", color=colour)
             if name != "our dense":
-                plot.line(gains, here, "positions", "limit", fmt=":", color=colour, linewidth=1.2)
-    return [(times, time_ends), (gains, gain_ends)]
+                style = {"color": colour, "fmt": ":", "linewidth": 1.2}
+                lines.line(gains, "", here, "positions", "limit", **style)
 
 
 def _points(gains: Any) -> None:

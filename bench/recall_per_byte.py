@@ -40,14 +40,13 @@ def data(folder: Path) -> list[plot.Row]:
 def draw(rows: Sequence[plot.Row]) -> Any:
     figure, (left, middle, right) = plot.panels(3, width=3.7)
     ratios = sorted({r["ratio"] for r in rows})
-    ends = []
+    lines = plot.Names()
+    ring = {"fmt": "D", "markerfacecolor": "none", "markersize": 8}
     for kind, colour in {"oracle": plot.PAPER, **_COLOURS}.items():
-        line = _pick(rows, shadow=kind, best=1)
         name = "free choice" if kind == "oracle" else kind
-        ends.append((name, *plot.line(left, line, "ratio", "mass", color=colour), colour))
+        lines.line(left, name, _pick(rows, shadow=kind, best=1), "ratio", "mass", color=colour)
         line = _pick(rows, shadow=kind, rule=1)
-        left.plot([r["ratio"] for r in line], [r["mass"] for r in line], "D", color=colour,
-                  markerfacecolor="none", markersize=8)  # fmt: skip
+        lines.line(left, "", line, "ratio", "mass", color=colour, **ring)
     left.set(ylabel="share of attention captured", title=f"by budget, S = {N_POS}", ylim=(0, 1))
 
     for kind, colour in _COLOURS.items():
@@ -63,22 +62,18 @@ def draw(rows: Sequence[plot.Row]) -> Any:
     middle.set_ylabel("share of attention captured")
     middle.set(title=f"by split, ratio {ratio_text(RATIO)}", ylim=(low - 0.1, high))
 
-    errors = []
     for kind in ("f16", "q4"):
         line = _pick(rows, shadow=kind, rule=1)
-        for name, style, extra in (("error", "o-", ""), ("error_mean_v", "s--", " + mean of V")):
-            right.plot([r["ratio"] for r in line], [r[name] for r in line], style,
-                       color=_COLOURS[kind])  # fmt: skip
-            errors.append((kind + extra, line[-1]["ratio"], line[-1][name], _COLOURS[kind]))
+        for column, fmt, extra in (("error", "o-", ""), ("error_mean_v", "s--", " + mean of V")):
+            style = {"color": _COLOURS[kind], "fmt": fmt}
+            lines.line(right, kind + extra, line, "ratio", column, **style)
     plot.decades(right, [r[n] for r in rows if r["rule"] for n in ("error", "error_mean_v")])
     right.set(ylabel="|y - y'|² / |y|²", title="error of the output")
     for ax in (left, right):
         ax.set_xscale("log", base=2)
         plot.x_ticks(ax, ratios, [ratio_text(r) for r in ratios])
         ax.set_xlabel("ratio: share of dense attention's bytes")
-    figure.canvas.draw()
-    plot.label_ends(left, ends, pad=0.05)
-    plot.label_ends(right, errors)
+    lines.write(figure, pad={left: 0.05})
     return figure
 
 

@@ -51,15 +51,14 @@ def share(scores: np.ndarray, dense: np.ndarray) -> tuple[float, float, float]:
 
 def draw(rows: Sequence[plot.Row]) -> Any:
     figure, (ax,) = plot.panels()
-    ends = []
+    lines = plot.Names()
     for name, (_, colour) in METHODS.items():
         here = [r for r in rows if r["method"] == name]
         theirs = [r for r in here if r["model"] in MODELS]
         ours = sorted((r for r in here if r not in theirs), key=lambda r: r["x"])
-        end = plot.line(ax, ours, "x", "y", ("low", "high"), color=colour, elinewidth=1)
+        lines.line(ax, name, ours, "x", "y", ("low", "high"), color=colour, elinewidth=1)
         ax.plot([r["x"] for r in theirs], [r["y"] for r in theirs], "o", color=colour,
                 markerfacecolor="none", markersize=7)  # fmt: skip
-        ends.append((name, *end, colour))
     ax.plot([], [], "o", color=plot.PAPER, markerfacecolor="none", markersize=7,
             label="the paper's five models")  # fmt: skip
     ax.legend(frameon=False, fontsize=8, loc="center")
@@ -69,8 +68,7 @@ def draw(rows: Sequence[plot.Row]) -> Any:
     plot.x_ticks(ax, ticks, [f"{t:g}" for t in ticks])
     ax.set(ylim=(0, None), xlabel="bytes of K and V read, % of dense")
     ax.set(ylabel="characters recited, % of dense", title="Repetition")
-    figure.canvas.draw()
-    plot.label_ends(ax, ends)
+    lines.write(figure)
     return figure
 
 

@@ -147,17 +147,16 @@ def draw(rows: Sequence[plot.Row]) -> Any:
     names = list(dict.fromkeys(r["what"] for r in points))
     tokens = [n for n in names if not n.startswith("prompt")]
     colours = plot.colours(names)
-    ends = []
+    lines = plot.Names()
     for name in names:
         here = sorted((r for r in points if r["what"] == name), key=lambda r: r["positions"])
         colour = colours[name]
         at = [r["macs_per_byte"] for r in here], [r["macs_per_s"] / 1e9 for r in here]
         left.plot(*at, "o", color=colour, alpha=0.8)
         if name in tokens:
-            s, y = [r["positions"] for r in here], [100 * r["roofline_share"] for r in here]
-            if len(s) > 1:
-                right.plot(s, y, "o-", color=colour)
-                ends.append((name, s[-1], y[-1], colour))
+            if len(here) > 1:
+                style = {"color": colour, "factor": 100}
+                lines.line(right, name, here, "positions", "roofline_share", **style)
         else:
             left.text(
                 at[0][0] / 1.3, at[1][0], name, color=colour, fontsize=8, ha="right", va="center"
@@ -174,8 +173,7 @@ def draw(rows: Sequence[plot.Row]) -> Any:
     plot.positions_axis(right, [r["positions"] for r in points if r["what"] in tokens])
     right.axhline(100, color=plot.PAPER, linewidth=0.8)
     right.set(ylabel="share of the read bandwidth (%)", ylim=(0, 110), title="decoded tokens")
-    figure.canvas.draw()
-    plot.label_ends(right, ends)
+    lines.write(figure)
     return figure
 
 

@@ -71,14 +71,11 @@ def draw_sparsity(rows: Sequence[plot.Row]) -> Any:
     heads.set_ylabel("attention on the top 32")
     needed.set(title="scores to 75 % of attention", ylabel="positions", yscale="log")
     for ax, name, factor in ((zeros, "near_zero", 100), (needed, "scores75", 1)):
-        ends = []
+        lines = plot.Names()
         for n, colour in zip(lengths, _LENGTHS, strict=False):
-            here = _pick(rows, name, n)
-            y = [factor * r["value"] for r in here]
-            ax.plot([r["x"] for r in here], y, "o-", color=colour)
-            ends.append((f"S = {n}", here[-1]["x"], y[-1], colour))
-        figure.canvas.draw()
-        plot.label_ends(ax, ends)
+            style = {"color": colour, "factor": factor}
+            lines.line(ax, f"S = {n}", _pick(rows, name, n), "x", "value", **style)
+        lines.write(figure)
         ax.set(xlabel="layer")
     zeros.set(title="scores near 0", ylabel="below 1 % of the row's largest (%)")
     for ax in (heads, zeros, needed):
@@ -150,16 +147,12 @@ def agreement(folder: Path) -> list[plot.Row]:
 
 def draw_agreement(rows: Sequence[plot.Row]) -> Any:
     figure, (choices, tops, alpha) = plot.panels(3, width=3.7)
-    ends = []
+    lines = plot.Names()
     for choice, colour in _CHOICES.items():
-        x, y = _line(rows, choice, stats.TOP)
-        choices.plot(x, y, "o-", color=colour)
-        ends.append((choice, x[-1], y[-1], colour))
-    tops_ends = []
+        lines.line(choices, choice, _line(rows, choice, stats.TOP), "x", "value", color=colour)
     for k, colour in _TOPS.items():
-        x, y = _line(rows, "largest", k)
-        tops.plot(x, y, "o-", color=colour)
-        tops_ends.append((f"k = {k}", x[-1], y[-1], colour))
+        lines.line(tops, f"k = {k}", _line(rows, "largest", k), "x", "value", color=colour)
+    x = [1 / part for part in stats.PARTS]
     for ax in (choices, tops):
         ax.set_xscale("log", base=2)
         ax.set_xticks(x, [f"d/{round(1 / v)}" for v in x])
@@ -167,22 +160,19 @@ def draw_agreement(rows: Sequence[plot.Row]) -> Any:
     choices.set(title=f"k = {stats.TOP}, which components")
     tops.set(title="the largest components")
     for name, colour in _TEMPERATURES.items():
-        x, y = _line(rows, name, stats.TOP_ALPHA)
-        alpha.plot(x, y, ".", color=colour, markersize=2.5, alpha=0.5)
+        style = {"color": colour, "fmt": ".", "markersize": 2.5, "alpha": 0.5}
+        lines.line(alpha, "", _line(rows, name, stats.TOP_ALPHA), "x", "value", **style)
         alpha.plot([], [], "o", color=colour, label=name)
     alpha.plot((0, 1), (0, 1), color=plot.PAPER, linestyle=":")
     alpha.legend(frameon=False, fontsize=8, loc="upper left")
     alpha.set(title="alpha, by temperature", xlim=(0, 1), ylim=(0, 1))
     alpha.set(xlabel=f"attention on the top {stats.TOP_ALPHA}", ylabel="alpha")
-    figure.canvas.draw()
-    plot.label_ends(choices, ends)
-    plot.label_ends(tops, tops_ends)
+    lines.write(figure)
     return figure
 
 
-def _line(rows: Sequence[plot.Row], series: str, k: int) -> tuple[list[float], list[float]]:
-    here = [r for r in rows if r["series"] == series and r["k"] == k]
-    return [r["x"] for r in here], [r["value"] for r in here]
+def _line(rows: Sequence[plot.Row], series: str, k: int) -> list[plot.Row]:
+    return [r for r in rows if r["series"] == series and r["k"] == k]
 
 
 SPARSITY = plot.Figure(

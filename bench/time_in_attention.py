@@ -119,18 +119,20 @@ def draw(rows: Sequence[plot.Row]) -> Any:
     colours = plot.colours(names)
     all_x = [r["positions"] for r in rows]
     grid = np.geomspace(min(all_x), max(all_x), 80)
-    lines, shares = [], []
+    lines = plot.Names()
     for name in names:
         here = [r for r in rows if r["attention"] == name]
         start, slope = here[0]["fit_ms_at_0"], here[0]["fit_ms_per_1k"] / 1024
         bars = "token_ms_p25", "token_ms_p75"
-        end, _ = plot.line(left, here, "positions", "token_ms", bars, fmt="o", color=colours[name])
+        style = {"color": colours[name], "fmt": "o"}
+        lines.line(left, "", here, "positions", "token_ms", bars, **style)
+        end = here[-1]["positions"]
         left.plot([0, end], [start, start + slope * end], color=colours[name], linewidth=1.3)
         text = f"{name}\n{here[0]['fit_ms_per_1k']:.2g} ms per 1k"
-        lines.append((text, end, start + slope * end, colours[name]))
+        lines.at(left, text, end, start + slope * end, colours[name])
         z = slope * grid / (start + slope * grid)
         right.plot(grid, 100 * z, color=colours[name])
-        shares.append((name, grid[-1], 100 * z[-1], colours[name]))
+        lines.at(right, name, grid[-1], 100 * z[-1], colours[name])
         nodes = [(r["positions"], 100 * r["share_nodes"]) for r in here if r["share_nodes"] != ""]
         if nodes:
             right.plot(*zip(*nodes, strict=True), "x", color=colours[name], markersize=7)
@@ -141,16 +143,14 @@ def draw(rows: Sequence[plot.Row]) -> Any:
         ((_, slope),), ((_, start),) = _paper(name)
         z = slope * grid / (start + slope * grid)
         right.plot(grid, 100 * z, "--", color=plot.PAPER, linewidth=1.3)
-        shares.append((f"paper, {name}", grid[-1], 100 * z[-1], plot.PAPER))
+        lines.at(right, f"paper, {name}", grid[-1], 100 * z[-1], plot.PAPER)
     left.set(xlim=(0, max(all_x) * 1.02), xlabel="sequence length S (positions)")
     ticks = [t for t in range(0, max(all_x) + 1, max(max(all_x) // 4, 1))]
     left.set_xticks(ticks, [f"{t / 1024:g}k" for t in ticks])
     left.set(ylabel="ms per token", title=f"{rows[0]['model']}", ylim=(0, None))
     plot.positions_axis(right, all_x)
     right.set(ylabel="share of the token's time (%)", ylim=(0, 100), title="time in attention")
-    figure.canvas.draw()
-    plot.label_ends(left, lines, lines=2)
-    plot.label_ends(right, shares)
+    lines.write(figure)
     return figure
 
 

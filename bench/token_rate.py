@@ -61,19 +61,17 @@ def draw(rows: Sequence[plot.Row]) -> Any:
     figure, (ax,) = plot.panels(width=6.4)
     names = list(dict.fromkeys(r["attention"] for r in rows))
     colours = plot.colours(names) | {STOCK: plot.STOCK, "ours, exact": plot.OURS_3}
-    ends = []
+    lines = plot.Names()
     for name in names:
         here = [r for r in rows if r["attention"] == name]
         bars = "tokens_per_s_low", "tokens_per_s_high"
         style = {"color": colours[name], "elinewidth": 1}
-        end = plot.line(ax, here, "positions", "tokens_per_s", bars, **style)
-        ends.append((name, *end, colours[name]))
+        lines.line(ax, name, here, "positions", "tokens_per_s", bars, **style)
     plot.positions_axis(ax, [r["positions"] for r in rows])
     threads = rows[0]["threads"]
     title = f"{rows[0]['model']}, {threads} thread{'s' * (threads > 1)}"
     ax.set(ylabel="tokens per second", ylim=(0, None), title=title)
-    figure.canvas.draw()
-    plot.label_ends(ax, ends)
+    lines.write(figure)
     return figure
 
 

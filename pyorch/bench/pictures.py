@@ -6,7 +6,7 @@ matplotlib (extra `figures`) is imported only when something is drawn.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,31 +98,58 @@ def x_ticks(ax: Any, ticks: Sequence[float], names: Sequence[str]) -> None:
     ax.set_xticks([], minor=True)
 
 
-def line(
-    ax: Any, rows: Sequence[Row], x: str, y: str, bars: tuple[str, str] | None = None, **style: Any
-) -> tuple[float, float]:
-    """Draws the columns `x` and `y` of rows, with `bars` from the lower to the higher of two more.
+class Names:
+    """Names of lines at their right ends; they are written when all axes are final."""
 
-    Returns:
-        The right end, for `label_ends`.
-    """
-    xs, ys = [r[x] for r in rows], [r[y] for r in rows]
-    style = {"fmt": "o-"} | style
-    if bars:
-        low, high = ([r[name] for r in rows] for name in bars)
-        down = [max(a - b, 0) for a, b in zip(ys, low, strict=True)]
-        up = [max(b - a, 0) for a, b in zip(ys, high, strict=True)]
-        ax.errorbar(xs, ys, [down, up], **style)
-    else:
-        ax.plot(xs, ys, style.pop("fmt"), **style)
-    return xs[-1], ys[-1]
+    def __init__(self) -> None:
+        self._ends: dict[Any, list[tuple[str, float, float, str]]] = {}  # by axes
+
+    def line(
+        self,
+        ax: Any,
+        name: str,
+        rows: Sequence[Row],
+        x: str,
+        y: str,
+        bars: tuple[str, str] | None = None,
+        *,
+        color: str,
+        factor: float = 1,
+        **style: Any,
+    ) -> None:
+        """Draws the column `y`, times `factor`, over `x`, with bars between two more columns.
+
+        name: empty = none.
+        """
+        xs, ys = [r[x] for r in rows], [factor * r[y] for r in rows]
+        style = {"fmt": "o-", "color": color} | style
+        if bars:
+            low, high = ([factor * r[column] for r in rows] for column in bars)
+            down = [max(a - b, 0) for a, b in zip(ys, low, strict=True)]
+            up = [max(b - a, 0) for a, b in zip(ys, high, strict=True)]
+            ax.errorbar(xs, ys, [down, up], **style)
+        else:
+            ax.plot(xs, ys, style.pop("fmt"), **style)
+        if name:
+            self.at(ax, name, xs[-1], ys[-1], color)
+
+    def at(self, ax: Any, name: str, x: float, y: float, color: str) -> None:
+        """A name for what ends there."""
+        self._ends.setdefault(ax, []).append((name, x, y, color))
+
+    def write(self, figure: Any, pad: Mapping[Any, float] | None = None) -> None:
+        """pad: by axes, how far from the line, as a share of their width."""
+        figure.canvas.draw()
+        for ax, ends in self._ends.items():
+            label_ends(ax, ends, pad=(pad or {}).get(ax, 0.02))
 
 
 def label_ends(
-    ax: Any, ends: Sequence[tuple[str, float, float, str]], *, pad: float = 0.02, lines: int = 1
+    ax: Any, ends: Sequence[tuple[str, float, float, str]], *, pad: float = 0.02
 ) -> None:
     """Names of lines at their right ends, moved apart: (text of some lines, x, y, colour)."""
-    height = 0.062 * lines  # as a share of the axis
+    n_line = 1 + max(text.count("\n") for text, *_ in ends)
+    height = 0.062 * n_line  # as a share of the axis
     to_axes = ax.transData + ax.transAxes.inverted()
     spots = sorted(
         ((*to_axes.transform((x, y)), text, colour) for text, x, y, colour in ends),
