@@ -58,7 +58,7 @@ class Decoder:
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Over the last axis, in double precision."""
+    """The logarithm of the softmax over the last axis, in double precision."""
     x = logits.astype(np.float64)
     x -= x.max(-1, keepdims=True)
     x -= np.log(np.exp(x).sum(-1, keepdims=True))

@@ -27,7 +27,7 @@ MOST_LENGTHS = 8
 
 
 def lengths(ctx: int) -> list[int]:
-    """Up to eight, equally far apart, multiples of 64 but for the last."""
+    """Up to eight lengths, equally far apart; all but the last are multiples of 64."""
     step = -(-ctx // (MOST_LENGTHS * 64)) * 64
     return sorted({ctx, *range(step, ctx, step)})
 

@@ -51,7 +51,7 @@ class RecallWatch(Watch):
 
 
 def mass_read(t: Tensor) -> float:
-    """Of an ATTEND node with one token of one sequence; 1 where it reads all."""
+    """The mass that an ATTEND node reads with one token of one sequence; 1 where it reads all."""
     selection = source_of(t, "sel")
     if selection is None:
         return 1.0

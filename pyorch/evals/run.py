@@ -124,7 +124,7 @@ class _Work:
         ]
 
     def key(self, i: int, method: Method) -> str:
-        """Of a record: another one where the task's code makes another example."""
+        """The key of a record, which is another one if the task's code makes another example."""
         return records.key(
             self.setting, {"i": i, "method": self.meanings[method]}, self._digests[i]
         )

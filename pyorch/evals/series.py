@@ -49,7 +49,7 @@ class Series:
 
     @property
     def bytes_per_token(self) -> float:
-        """Of K, V and what a method keeps beside them, over all layers. NaN: not counted."""
+        """Bytes of K, V and what a method keeps beside them, in all layers; NaN if not counted."""
         return self._per_step("bytes_read")
 
     @property
@@ -59,7 +59,7 @@ class Series:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the median example."""
+        """The speed of the median example."""
         known = self.seconds[~np.isnan(self.seconds)]
         return 1 / float(np.median(known)) if len(known) else float("nan")
 
@@ -78,7 +78,7 @@ class Series:
 
 
 def make(header: Record, method: Method, recs: Sequence[Record]) -> Series:
-    """From the lines of one setting and method, in the order of the examples."""
+    """The series of one setting and method, whose lines are in the order of the examples."""
     counters: dict[str, int] = {}
     for rec in recs:
         for name, value in rec["counters"].items():
@@ -136,7 +136,7 @@ def read_folder(folder: Path, names: Sequence[str] = ()) -> list[Series]:
 
 
 def by_setting(found: Iterable[Series]) -> list[list[Series]]:
-    """Those that may be compared with each other; `off` or `dense` first."""
+    """Groups that may be compared with each other, each with `off` or `dense` first."""
     groups: dict[str, list[Series]] = {}
     for s in found:
         groups.setdefault(s.setting, []).append(s)

@@ -29,10 +29,10 @@ def bootstrap(samples: np.ndarray, seed: int = 0) -> tuple[float, float]:
 
 
 def interval(scores: np.ndarray, proportion: bool) -> tuple[float, float]:
-    """Of the mean score."""
+    """The interval of the mean score."""
     return wilson(float(scores.sum()), len(scores)) if proportion else bootstrap(scores)
 
 
 def standard_error(scores: np.ndarray) -> float:
-    """Of the mean."""
+    """The standard error of the mean."""
     return float(scores.std(ddof=1) / math.sqrt(len(scores))) if len(scores) > 1 else math.nan

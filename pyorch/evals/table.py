@@ -45,7 +45,7 @@ class Row:
 
 
 def rows(group: Sequence[Series]) -> list[Row]:
-    """Of one setting; all compared with the first, on the examples that both have."""
+    """The rows of one setting, all compared with the first on the examples that both have."""
     base, task = group[0], tasks()[group[0].task]
     counted = next((s for s in group if s.counters.get("steps")), base)
     out = []
@@ -90,7 +90,7 @@ def _exact(method: Method) -> bool:
 
 
 def _bounds(method: Method) -> str:
-    """Said of native methods whose ratio is not exact and whose bounds their line does not name."""
+    """What is said of a native method whose ratio is not exact if its line names no bounds."""
     native = isinstance(method, AttentionSpec) and method.sparse
     named = native and any(f"{name}=" in str(method) for name in EXACT)
     return " with default bounds" if native and not named else ""
@@ -111,12 +111,12 @@ def line_of(method: Method) -> str:
 
 
 def ratio_of(method: Method) -> float:
-    """The ratio that was asked for; 0: none."""
+    """The ratio that was asked for; 0 means none."""
     return method.ratio or 0.0
 
 
 def markdown(found: Sequence[Series]) -> str:
-    """A table per setting, with a line of what it was."""
+    """A table per setting, with a line that says what it was."""
     return "\n\n".join(_table(group) for group in by_setting(found))
 
 
@@ -190,7 +190,7 @@ def as_json(found: Sequence[Series]) -> str:
 
 
 def flat(row: Row) -> dict[str, Any]:
-    """As it is written, with the method as its line."""
+    """A row as it is written, with the method as its line."""
     values = {f.name: getattr(row, f.name) for f in fields(row)}
     return values | {"method": str(row.method)}
 

@@ -63,7 +63,7 @@ class Setup:
         return engine.tokenize(self.session, "")
 
     def tokens(self, text: str) -> list[int]:
-        """Of a text that stands in the middle of others."""
+        """The tokens of a text that stands in the middle of others."""
         return engine.tokenize(self.session, text, add_special=False)
 
     def text(self, tokens: Sequence[int]) -> str:

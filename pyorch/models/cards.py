@@ -91,7 +91,7 @@ class Card:
 
     @property
     def ratio(self) -> str:
-        """Of `settings`, as --ratio takes it."""
+        """The ratio of `settings`, as --ratio takes it."""
         return self.settings.rpartition("ratio=")[2]
 
     @property
@@ -115,7 +115,7 @@ class Card:
 
     @property
     def file_bytes(self) -> int:
-        """Of a file in Q4_K_M, about."""
+        """The size of a file in Q4_K_M, about."""
         return int(self.n_params * Q4_K_M_BITS / 8)
 
     @property

@@ -46,10 +46,6 @@ class Geometry:
         dims = self.head_dims_window if self.windows.of(il) else None
         return dims or (self.head_dim_k, self.head_dim_v)
 
-    @property
-    def gqa(self) -> bool:
-        return any(h > k > 0 for h, k in zip(self.n_head, self.n_head_kv, strict=True))
-
 
 def geometry(file: GGUFFile) -> Geometry:
     """The attention geometry of a model, from its metadata.
@@ -110,7 +106,7 @@ def geometry(file: GGUFFile) -> Geometry:
 
 
 def _printable(text: object) -> str:
-    """For people: without what a terminal would obey."""
+    """The text without what a terminal would obey."""
     return "".join(c if c.isprintable() else "?" for c in str(text)[:200])
 
 

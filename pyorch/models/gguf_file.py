@@ -34,19 +34,7 @@ MAX_STRINGS = 1 << 22  # of an array
 MAX_KEPT = 64 << 20  # bytes of all metadata that is kept
 
 # value types of the metadata: struct format of the scalars; 8 = string, 9 = array
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+_SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
 

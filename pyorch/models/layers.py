@@ -35,7 +35,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class _Rule:
-    """Of each `period` layers one sees every position: the last, or the first if `dense_first`.
+    """One of each `period` layers sees every position: the last, or the first if `dense_first`.
 
     A period of 0 gives every layer a window, None those alone that the file lists. The window is
     `fixed`, or what the file says, or `default` where it says nothing; 0 = then there is none.

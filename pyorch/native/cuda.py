@@ -94,7 +94,7 @@ def find_nvcc() -> str:
 
 def release(nvcc: str) -> str:
     """`13.0`; an empty string where it says nothing of the kind."""
-    match = re.search(r"release (\d+\.\d+)", probe._run([nvcc, "--version"]).stdout)
+    match = re.search(r"release (\d+\.\d+)", probe.run([nvcc, "--version"]).stdout)
     return match.group(1) if match else ""
 
 
@@ -103,7 +103,7 @@ def devices() -> tuple[tuple[Device, ...], str]:
     """The devices, and why there is none. Costs nothing where the kernel knows of no GPU."""
     if not any(Path(file).exists() for file in ("/dev/nvidiactl", "/dev/dxg")):
         return (), "the system has no NVIDIA device"
-    done = probe._run([sys.executable, "-c", _DEVICES])
+    done = probe.run([sys.executable, "-c", _DEVICES])
     rows = [line.split("\t") for line in done.stdout.splitlines()]
     if done.returncode != 0 or not rows:
         said = (done.stderr.strip().splitlines() or ["the driver lists none"])[-1]
@@ -171,7 +171,7 @@ def toolkit(compiler: probe.Compiler) -> tuple[Toolkit | None, str]:
         for name in ("cublas", "cublasLt"):
             argv.append(f"-Xlinker={libraries[name]}" if name in libraries else f"-l{name}")
         argv += [f"-Xlinker=-rpath={folder}" for folder in lib]
-        done = probe._run(argv)
+        done = probe.run(argv)
         if done.returncode != 0:
             lines = [
                 s
@@ -179,7 +179,7 @@ def toolkit(compiler: probe.Compiler) -> tuple[Toolkit | None, str]:
                 if re.search("error|fatal|cannot", s)
             ]
             return None, f"nvcc cannot build a program with cuBLAS: {(lines or ['no message'])[0]}"
-        if here and (code := probe._run([str(program), "run"]).returncode) != 0:
+        if here and (code := probe.run([str(program), "run"]).returncode) != 0:
             how = f"signal {-code}" if code < 0 else f"code {code}"
             return None, f"a CUDA program compiled here does not run on {here[0].name} ({how})"
     return found, ""
@@ -205,7 +205,7 @@ def _python_packages(major: str) -> list[Path]:
 
 
 def cmake_options(found: Toolkit, arch: str) -> dict[str, str]:
-    """For the configure step, by name."""
+    """What the configure step is told, by name."""
     values = {
         "GGML_CUDA": "ON",
         "GGML_CUDA_NCCL": "OFF",
@@ -221,5 +221,5 @@ def cmake_options(found: Toolkit, arch: str) -> dict[str, str]:
 def _driver_library(found: Toolkit) -> bool:
     root = _root(found.nvcc)
     stubs = [*root.glob("lib*/stubs/libcuda.so"), *root.glob("targets/*/lib/stubs/libcuda.so")]
-    said = probe._run(["/sbin/ldconfig", "-p"]).stdout
+    said = probe.run(["/sbin/ldconfig", "-p"]).stdout
     return bool(stubs) or re.search(r"libcuda\.so .*=>", said) is not None

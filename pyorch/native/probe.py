@@ -84,7 +84,7 @@ def need_compiler() -> Compiler:
 def cpu() -> tuple[str, str]:
     """(name, hash of everything the system says about its instruction sets)."""
     if platform.system() == "Darwin":
-        text = _run(["sysctl", "machdep.cpu", "hw.optional"]).stdout
+        text = run(["sysctl", "machdep.cpu", "hw.optional"]).stdout
         name = re.search(r"machdep.cpu.brand_string: (.*)", text)
     else:
         try:
@@ -160,13 +160,13 @@ def probe(compiler: Compiler, native: bool) -> Probe:
         code = "#include <string_view>\n#include <thread>\nint main() {\n"
         code += 'std::thread t([] {}); t.join(); return std::string_view("x").size() - 1; }\n'
         said = _compile(compiler.cxx, folder / "cxx.cpp", code, ["-std=c++17", "-pthread"])
-        if not said and _run([str(folder / "cxx")]).returncode != 0:
+        if not said and run([str(folder / "cxx")]).returncode != 0:
             said = "the program that it made does not run"
         if said:
             raise SparqError(f"{compiler.cxx} cannot build a C++17 program: {said}", _INSTALL)
         code = "#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }\n"
         openmp = not _compile(compiler.cc, folder / "omp.c", code, ["-fopenmp"])
-        openmp = openmp and _run([str(folder / "omp")]).returncode == 0
+        openmp = openmp and run([str(folder / "omp")]).returncode == 0
         if not openmp:
             off["openmp"] = "the compiler lacks it; ggml uses its own threads"
         if native and platform.machine() in ("x86_64", "AMD64"):
@@ -188,7 +188,7 @@ def _probe_x86(compiler: Compiler, folder: Path) -> tuple[list[str], list[str], 
         return [], [], {"isa probe": f"did not compile: {said}"}
     isa, flags, off = [], [], {}
     for i, (name, _, switches, _) in enumerate(_X86):
-        status = _run([str(folder / "isa"), str(i)]).returncode
+        status = run([str(folder / "isa"), str(i)]).returncode
         if status == 0:
             isa.append(name)
         elif status != 3:  # 3: the compiler would not use it anyway
@@ -201,14 +201,15 @@ def _probe_x86(compiler: Compiler, folder: Path) -> tuple[list[str], list[str], 
 def _compile(compiler: str, file: Path, code: str, options: list[str]) -> str:
     """Compile to `file` without its suffix. Returns the first error line; empty on success."""
     file.write_text(code, "utf-8")
-    done = _run([*shlex.split(compiler), *options, str(file), "-o", str(file.with_suffix(""))])
+    done = run([*shlex.split(compiler), *options, str(file), "-o", str(file.with_suffix(""))])
     if done.returncode == 0:
         return ""
     lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
     return lines[0].strip()
 
 
-def _run(argv: list[str]) -> subprocess.CompletedProcess[str]:
+def run(argv: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a program for what it says, for a minute at most; one that cannot run ends with 127."""
     env = {**os.environ, "LC_ALL": "C"}
     try:
         return subprocess.run(
@@ -220,4 +221,4 @@ def _run(argv: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _first_line(argv: list[str]) -> str:
-    return (_run(argv).stdout.splitlines() or ["unknown version"])[0]
+    return (run(argv).stdout.splitlines() or ["unknown version"])[0]

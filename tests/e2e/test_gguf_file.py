@@ -20,7 +20,7 @@ def test_geometry(tiny: Path) -> None:
     geo = geometry(file)
     assert (geo.arch, geo.name, geo.n_layer, geo.n_embd) == ("llama", "tiny", 2, 128)
     assert (geo.n_head, geo.n_head_kv) == ((4, 4), (2, 2))
-    assert (geo.head_dim_k, geo.head_dim_v, geo.n_ctx_train, geo.gqa) == (32, 32, 4096, True)
+    assert (geo.head_dim_k, geo.head_dim_v, geo.n_ctx_train) == (32, 32, 4096)
     assert geo.weight_bytes == 4 * geo.n_params
     embedding = next(t for t in file.tensors if t.name == "token_embd.weight")
     assert geo.weight_bytes_per_token == geo.weight_bytes - embedding.n_bytes

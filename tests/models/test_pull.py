@@ -285,7 +285,7 @@ def test_the_token_is_sent(hub: Hub, gguf: bytes, monkeypatch: pytest.MonkeyPatc
 def test_no_disk_space(hub: Hub, gguf: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.files = {"m.gguf": gguf}
     usage = SimpleNamespace(total=10**9, used=10**9, free=len(gguf) - 1)
-    monkeypatch.setattr(pull.shutil, "disk_usage", lambda folder: usage)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
     error = refused(f"hf:{REPO}")
     assert "only" in error.message and "HF_HOME" in error.hint
     assert hub.fetched() == []
