@@ -92,7 +92,7 @@ enum ggml_sparse_stat {
 // ---- the seven sub-operations ----
 
 struct ggml_sparse_seal_params {
-    int32_t n_bit;      // of k_t: 16 (f16), 8 or 4
+    int32_t n_bit;      // of k_t, see sparse-codes.h
     int32_t n_rot;      // > 0: K is turned, k_t is not
 };
 
@@ -140,7 +140,7 @@ struct ggml_sparse_score_params {
     float   scale;      // kq_scale, 1/sqrt(d_k) in most models
     float   max_bias;   // ALiBi: > 0 multiplies the mask by the head's slope
     float   softcap;    // > 0: logit = softcap*tanh(logit/softcap), before the mask is added
-    int32_t n_bit;      // of k_t: 16 (f16), 8 or 4
+    int32_t n_bit;      // of k_t, see sparse-codes.h
     int32_t n_rot;      // > 0: q and K are turned, k_t is not; without k_t it does not matter
 };
 

@@ -28,7 +28,7 @@ constexpr int N_SLICE = N_THREAD/N_LANE;  // threads that share these positions,
 // see sparse-codes.h; f16: 16 bytes
 template <int N_BIT>
 __device__ __forceinline__ int2 lane_positions(int lane) {
-    if (N_BIT == 16) {
+    if (!ggml_sparse_has_codes(N_BIT)) {
         return { lane*8, lane*8 + 4 };
     }
     if (N_BIT == 8) {
@@ -195,7 +195,7 @@ __device__ __forceinline__ void load_codes(typename codes<N_BIT>::type (&x)[4], 
 template <int N_BIT, int GB>
 __device__ __forceinline__ void score_channels(float (&acc)[GB][8], const score_shared<GB> & m, const char * k_t, int64_t nb_chan, int n_chan, int slice,
         const typename codes<N_BIT>::type (&early)[EARLY<GB>][4]) {
-    if (N_BIT == 16) {
+    if (!ggml_sparse_has_codes(N_BIT)) {
         constexpr int AT_ONCE = GB == 1 ? 8 : GB == 4 ? 4 : 1;
 #pragma unroll AT_ONCE
         for (int i = slice; i < n_chan; i += N_SLICE) {
@@ -389,7 +389,7 @@ static __global__ void __launch_bounds__(N_THREAD, score_blocks(GB)) score(const
             const int2 p = lane_positions<N_BIT>(lane);
             const char * k_t = a.k_t.at(h_kv*a.d, s) + (int64_t) t0*N_BIT/8 + lane*N_BIT;
             float acc[GB][8] = {};
-            const bool in = n_chan > 0 && (N_BIT != 16 || t0 + p.x < n_kv) && // rows of f16 end there, rounded up to 8
+            const bool in = n_chan > 0 && (HAS_CODES || t0 + p.x < n_kv) && // rows of f16 end there, rounded up to 8
                             (m.state[p.x/GROUP] == IS_SEALED || m.state[p.y/GROUP] == IS_SEALED);
             typename codes<N_BIT>::type early[EARLY<GB>][4] = {};
             if constexpr (HAS_CODES) {

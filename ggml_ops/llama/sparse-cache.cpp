@@ -6,6 +6,7 @@
 #include "llama-memory-hybrid.h"
 
 #include "ggml-sparse-nodes.h"
+#include "sparse-codes.h"
 
 #include <cstring>
 
@@ -93,8 +94,8 @@ std::vector<double> llama_sparse_score_shares(const llama_kv_cache & kv, const l
     for (const auto & [il, ikv] : access::layer_ids(kv)) {
         if (!*llama_sparse_why_not_layer(kv, ikv) && il < n_layer) {
             const double bytes = llama_sparse_row_bytes(kv, il);
-            const double scale = spec.n_bit == 16 ? 0.0 : 2.0*sizeof(float)/GGML_SPARSE_RUN; // and zero
-            res[il] = spec.rank_for(il, access::hparams(kv).n_embd_head_k(il), bytes)*(spec.n_bit/8.0 + scale)/bytes;
+            const double code  = ggml_sparse_scan_bytes(GGML_SPARSE_GROUP, spec.n_bit)/(double) GGML_SPARSE_GROUP; // bytes of a component
+            res[il] = spec.rank_for(il, access::hparams(kv).n_embd_head_k(il), bytes)*code/bytes;
         }
     }
     return res;

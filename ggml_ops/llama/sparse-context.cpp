@@ -7,6 +7,8 @@
 #include "llama-impl.h"
 #include "llama-model.h"
 
+#include "sparse-codes.h"
+
 #include <cstdlib>
 #include <optional>
 #include <stdexcept>
@@ -296,7 +298,7 @@ static std::string info(llama_context & ctx) {
         { "method",        text(spec.method_name()) },
         { "n_layer",       number(state->n_layer) },
         { "layers_sparse", number(n_sparse) },
-        { "shadow_type",   text(spec.shadow_name()) },
+        { "shadow_type",   text(ggml_sparse_shadow_name(spec.n_bit)) },
         { "shadow_bytes",  number(shadow_bytes) },
         { "layers",        "[" + layers + "]" },
         { "counters",      counters },

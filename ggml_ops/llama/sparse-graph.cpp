@@ -6,6 +6,8 @@
 #include "llama-hparams.h"
 #include "llama-kv-cache-iswa.h"
 
+#include "sparse-codes.h"
+
 using access = llama_sparse_access;
 
 namespace {
@@ -117,7 +119,7 @@ ggml_tensor * build_seal(const attention & a) {
     auto & res = inp.k_t[a.ikv()];
     if (!res) {
         inp.need_list(a.g);
-        if (inp.shadow().n_bit() != 16) {
+        if (ggml_sparse_has_codes(inp.shadow().n_bit())) {
             inp.need_sealed(a.g);
         }
         res = inp.shadow().build_seal(a.g.ctx0, inp.kv(), a.ikv(), a.k, a.v, inp.stream0(), inp.list, inp.sealed, inp.state->stats(a.device()));

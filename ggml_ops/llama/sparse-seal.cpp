@@ -70,7 +70,7 @@ int64_t llama_sparse_seal_all(llama_kv_cache & kv, llama_sparse_state & state, g
         std::vector<int32_t> row(todo[s]);
         row.resize(n_list, -1);
         ggml_backend_tensor_set(list, row.data(), s*list->nb[1], list->nb[1]);
-        if (shadow.n_bit() != 16) {
+        if (ggml_sparse_has_codes(shadow.n_bit())) {
             row.assign(shadow.sealed(s).begin(), shadow.sealed(s).end());
             ggml_backend_tensor_set(sealed, row.data(), s*sealed->nb[1], sealed->nb[1]);
         }
@@ -141,13 +141,13 @@ struct layer_check {
     // does k_t hold x for cell i and channel c? As exactly as its type can; err: of x itself
     bool matches(uint32_t s, uint32_t i, size_t c, float x, float err) const {
         const auto * codes = (const uint8_t *) k_t.data + s*k_t.t->nb[2] + c*k_t.t->nb[1];
-        if (n_bit == 16) {
+        if (!ggml_sparse_has_codes(n_bit)) {
             const float y = ggml_fp16_to_fp32(((const ggml_fp16_t *) codes)[i]);
             return y == ggml_fp16_to_fp32(ggml_fp32_to_fp16(x)) || (err > 0.0f && std::abs(y - x) <= err + 5e-4f*std::abs(x));
         }
         const auto * nb = k_range.t->nb;
         const auto * range = (const float *) (k_range.data + s*nb[3] + c*nb[2] + i/GGML_SPARSE_RUN*nb[1]);
-        const int code = codes[ggml_sparse_code_byte(i, n_bit)] >> ggml_sparse_code_shift(i, n_bit) & ((1 << n_bit) - 1);
+        const int code = codes[ggml_sparse_code_byte(i, n_bit)] >> ggml_sparse_code_shift(i, n_bit) & ggml_sparse_code_max(n_bit);
         return std::abs(range[1] + range[0]*code - x) <= 0.501f*range[0] + 1e-6f*std::abs(x) + err;
     }
 

@@ -48,7 +48,7 @@ ggml_tensor * llama_sparse_shadow::layer::view_range(ggml_context * ctx, int64_t
 // positions of a row of k_t
 static uint32_t n_shadow_pos(const llama_kv_cache & kv, int32_t n_bit) {
     const uint32_t n = kv.get_size();
-    return n_bit == 16 ? (n - 1)/GGML_SPARSE_GROUP*GGML_SPARSE_GROUP : (n + GGML_SPARSE_RUN - 1)/GGML_SPARSE_RUN*GGML_SPARSE_RUN;
+    return ggml_sparse_has_codes(n_bit) ? (n + GGML_SPARSE_RUN - 1)/GGML_SPARSE_RUN*GGML_SPARSE_RUN : (n - 1)/GGML_SPARSE_GROUP*GGML_SPARSE_GROUP;
 }
 
 // the tensors of one layer, without memory
@@ -57,11 +57,11 @@ static llama_sparse_shadow::layer new_layer(ggml_context * ctx, const llama_kv_c
     const auto &  src      = access::layers(kv)[ikv];
     const int64_t n_pos    = n_shadow_pos(kv, spec.n_bit);
     const int64_t n_stream = kv.get_n_stream();
-    if (spec.n_bit == 16) {
+    if (!ggml_sparse_has_codes(spec.n_bit)) {
         res.k_t = ggml_new_tensor_3d(ctx, GGML_TYPE_F16, n_pos, src.k->ne[0], n_stream);
     } else {
         const int64_t n_run = n_pos/GGML_SPARSE_RUN;
-        res.k_t = ggml_new_tensor_3d(ctx, GGML_TYPE_I8, n_pos*spec.n_bit/8 + CODE_PAD, src.k->ne[0], n_stream);
+        res.k_t = ggml_new_tensor_3d(ctx, GGML_TYPE_I8, ggml_sparse_shadow_bytes(n_pos, spec.n_bit) + CODE_PAD, src.k->ne[0], n_stream);
         // whole cache lines per channel: a tile of SCORE reads one of each. An odd number, or many channels would share a set of the cache
         const int64_t n_line = (n_run + 7)/8 | 1;
         res.k_range = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, 2, 8*n_line, src.k->ne[0], n_stream);
@@ -102,7 +102,7 @@ static std::string why_not_sparq(const llama_kv_cache & kv, const llama_sparse_s
     in.k_range = layer.view_range(ctx, ns, 0);
     in.v_sum   = layer.v_sum;
     in.k_t     = ggml_sparse_attn_seal(ctx, layer.view_k_t(ctx, ns, 0), layer.v_sum, in.k, layer.v_sum ? in.v : nullptr, in.sealed,
-            nullptr, in.k_range, spec.n_bit == 16 ? nullptr : in.sealed, { spec.n_bit, llama_sparse_n_rot(kv) });
+            nullptr, in.k_range, in.sealed, { spec.n_bit, llama_sparse_n_rot(kv) });
 
     const auto shares = llama_sparse_score_shares(kv, spec, hparams.n_layer());
     ggml_sparse_attn_params params = {};
@@ -191,7 +191,7 @@ ggml_tensor * llama_sparse_shadow::build_seal(ggml_context * ctx, const llama_kv
     const int64_t ns = k->ne[3];
     const auto & l = layers[ikv];
     return ggml_sparse_attn_seal(ctx, l.view_k_t(ctx, ns, s0), l.view_v_sum(ctx, ns, s0), k, l.v_sum ? v : nullptr, list, stats,
-            l.view_range(ctx, ns, s0), bits == 16 ? nullptr : sealed, { bits, llama_sparse_n_rot(kv) });
+            l.view_range(ctx, ns, s0), sealed, { bits, llama_sparse_n_rot(kv) });
 }
 
 //

@@ -2,6 +2,8 @@
 
 #include "sparse-spec.h"
 
+#include "sparse-codes.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -16,6 +18,21 @@ const std::vector<std::string> KEYS = {
     "ratio", "rank", "topk", "k", "local", "sinks", "min_k", "min_ctx", "gpu_min_mb", "mean_v", "shadow", "budget", "top_p", "cap",
     "k_layers", "rank_layers",
 };
+
+const std::vector<std::string> SHADOWS = {
+#define X(bits, name) name,
+    GGML_SPARSE_SHADOWS(X)
+#undef X
+};
+
+// "a, b or c"
+std::string one_of(const std::vector<std::string> & names) {
+    std::string res = names[0];
+    for (size_t i = 1; i < names.size(); ++i) {
+        res += (i + 1 < names.size() ? ", " : " or ") + names[i];
+    }
+    return res;
+}
 
 int edit_distance(const std::string & a, const std::string & b) {
     std::vector<int> row(b.size() + 1);
@@ -166,10 +183,10 @@ llama_sparse_spec llama_sparse_spec::parse(const std::string & text) {
             }
             spec.mean_v = val == "auto" ? -1 : val == "on";
         } else if (key == "shadow") {
-            if (val != "f16" && val != "q8" && val != "q4") {
-                throw llama_sparse_error("shadow is not f16, q8 or q4: " + val, "leave it out for the default");
+            spec.n_bit = ggml_sparse_shadow_bits(val.c_str());
+            if (spec.n_bit == 0) {
+                throw llama_sparse_error("shadow is not " + one_of(SHADOWS) + ": " + val, "leave it out for the default");
             }
-            spec.n_bit = val == "f16" ? 16 : val == "q8" ? 8 : 4;
         } else if (key == "budget") {
             if (val == "calibrated" || val == "top-p") {
                 throw llama_sparse_error("budget " + val + " is measured for each model, by sparq-cpp calibrate",
@@ -231,7 +248,7 @@ std::string llama_sparse_spec::str() const {
     if (min_ctx != def.min_ctx) { add("min_ctx", std::to_string(min_ctx)); }
     if (gpu_min_mb != def.gpu_min_mb) { add("gpu_min_mb", std::to_string(gpu_min_mb)); }
     if (mean_v >= 0)            { add("mean_v",  mean_v ? "on" : "off"); }
-    if (n_bit != def.n_bit)     { add("shadow",  shadow_name()); }
+    if (n_bit != def.n_bit)     { add("shadow",  ggml_sparse_shadow_name(n_bit)); }
     if (ramp)                   { add("budget",  ramp > 0 ? "ramp" : "ramp-down"); }
     if (top_p < 1.0)            { add("top_p",   format_double(top_p)); }
     if (cap != def.cap)         { add("cap",     format_double(cap)); }
@@ -253,10 +270,6 @@ std::string llama_sparse_spec::str() const {
 
 bool llama_sparse_spec::is_dense() const {
     return method == LLAMA_SPARSE_DENSE || (ratio >= 1 && rank <= 0 && rank_layers.empty() && topk <= 0 && k_layers.empty());
-}
-
-const char * llama_sparse_spec::shadow_name() const {
-    return n_bit == 16 ? "f16" : n_bit == 8 ? "q8" : "q4";
 }
 
 // Half of the bytes pay for the scores, but a quarter of the components is enough: beyond that, rows bring more (bench/recall.py)

@@ -34,7 +34,7 @@ struct llama_sparse_spec {
     int32_t ramp    = 0;    // 1: k grows over the layers, -1: it falls
     double  top_p   = 1.0;
     double  cap     = 1.0;  // of top_p: up to so many times k
-    int32_t n_bit   = 4;    // of the transposed copy of K: 16 (f16), 8 or 4
+    int32_t n_bit   = 4;    // of the transposed copy of K, see sparse-codes.h
 
     struct layer_k {
         double x;       // positions, or percent of them
@@ -49,8 +49,6 @@ struct llama_sparse_spec {
     std::string str() const; // canonical
 
     const char * method_name() const;
-
-    const char * shadow_name() const;
 
     bool is_sparse() const { return method == LLAMA_SPARSE_SPARQ || method == LLAMA_SPARSE_TOPK; }
 
