@@ -1,4 +1,4 @@
-"""Numbers of ggml that stand in model files, in the state of a cache and in the structs of a graph.
+"""Numbers of ggml and llama.cpp: in model files, in the state of a cache, in structs and in calls.
 
 tests/test_ggml.py compares the types with the built library and with the `gguf` package.
 """
@@ -10,6 +10,9 @@ from typing import NamedTuple
 MAX_DIMS = 4  # GGML_MAX_DIMS
 MAX_SRC = 10  # GGML_MAX_SRC
 MAX_NAME = 64  # GGML_MAX_NAME, with the byte that ends it
+MAX_THREADS = 512  # GGML_MAX_N_THREADS, which ggml does not check
+NUMA = {"distribute": 1, "isolate": 2, "numactl": 3}  # ggml_numa_strategy
+ROPE_SCALING = {"none": 0, "linear": 1, "yarn": 2}  # llama_rope_scaling_type
 
 
 class TensorType(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from pyorch.ggml import TENSOR_TYPES, TensorType
+from pyorch.ggml import NUMA, ROPE_SCALING, TENSOR_TYPES, TensorType
 from pyorch.models import gguf_file
 
 
@@ -37,6 +37,12 @@ def test_types_are_those_of_the_gguf_package() -> None:
     }
     ours = {number: t._replace(name=t.name.lower()) for number, t in TENSOR_TYPES.items()}
     assert len(found) > 30 and found.items() <= ours.items()
+
+
+def test_numbers_of_calls_are_those_of_the_bindings(llama_cpp: Any) -> None:
+    for prefix, ours in (("GGML_NUMA_STRATEGY", NUMA), ("LLAMA_ROPE_SCALING_TYPE", ROPE_SCALING)):
+        for name, number in ours.items():
+            assert getattr(llama_cpp.llama_cpp, f"{prefix}_{name.upper()}") == number
 
 
 def test_a_row_is_whole_blocks() -> None:

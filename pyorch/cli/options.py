@@ -31,7 +31,7 @@ from pyorch.cli.types import (
     Ratio,
 )
 from pyorch.errors import SparqError
-from pyorch.ggml import CACHE_TYPES
+from pyorch.ggml import CACHE_TYPES, NUMA, ROPE_SCALING
 
 if TYPE_CHECKING:
     from pyorch.engine import Rope, Sampling
@@ -110,7 +110,7 @@ class RopeOptions:
 
     rope_scaling: str | None = option(
         "--rope-scaling",
-        type=Name("none", "linear", "yarn"),
+        type=Name(*ROPE_SCALING),
         help="How to stretch a context beyond the training.  [default: the model's own]",
     )
     rope_scale: float | None = option(
@@ -172,7 +172,7 @@ class RopeOptions:
 def numa_option() -> Any:
     return option(
         "--numa",
-        type=Name("distribute", "isolate", "numactl"),
+        type=Name(*NUMA),
         help="Placement on NUMA nodes, as in llama.cpp.",
     )
 

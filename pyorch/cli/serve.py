@@ -21,6 +21,7 @@ from pyorch.cli.summary import info_of, why_dense
 from pyorch.cli.terminal import note, note_if_beyond
 from pyorch.cli.types import Number
 from pyorch.errors import SparqError
+from pyorch.ggml import NUMA
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import read_gguf
 
@@ -161,8 +162,6 @@ def _application(served: Served, host: str, port: int) -> tuple[FastAPI, Llama]:
     """
     from llama_cpp.server import app as server
     from llama_cpp.server.settings import ModelSettings, ServerSettings
-
-    from pyorch.engine import NUMA
 
     settings, n_gpu_layers, numa = served.settings, served.load.n_gpu_layers, served.load.numa
     type_k, type_v = settings.types

@@ -11,6 +11,8 @@ import click
 
 from pyorch.attention.spec import parse_ratio
 from pyorch.errors import SparqError, nearest
+from pyorch.ggml import MAX_THREADS
+from pyorch.models.geometry import MAX_LAYERS
 
 MOST = 1000  # values of a range
 
@@ -54,8 +56,8 @@ class Number(click.ParamType):
         return number
 
 
-THREADS = Number(int, 1, 512)  # ggml's limit
-LAYERS = Number(int, 1, 512)  # llama.cpp's limit
+THREADS = Number(int, 1, MAX_THREADS)
+LAYERS = Number(int, 1, MAX_LAYERS)
 POSITIONS = Number(int, 0, 10**9)  # the library's limit
 SOME_POSITIONS = Number(int, 1, 10**9)
 POSITIVE = Number(float, 1e-9, 1e9)

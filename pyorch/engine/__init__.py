@@ -19,14 +19,12 @@ Nothing here compiles: the library has to be there, which `sparq-cpp build` sees
 from pyorch.engine.attention import info, reset_counters, seal, set_attention
 from pyorch.engine.decoding import align, decode, logits, prefill, rewind
 from pyorch.engine.generation import Piece, generate
-from pyorch.engine.library import NUMA, library
+from pyorch.engine.library import library
 from pyorch.engine.loading import load, load_model
 from pyorch.engine.model import Model, Session, Timings, Watch
 from pyorch.engine.sampling import Sampler, Sampling
 from pyorch.engine.settings import (
     DEFAULT_CTX,
-    MAX_THREADS,
-    ROPE_SCALING,
     Rope,
     cache_type,
     checked_ctx,
@@ -35,6 +33,7 @@ from pyorch.engine.settings import (
 from pyorch.engine.sparse import AttentionInfo
 from pyorch.engine.state import load_state, save_state
 from pyorch.engine.text import detokenize, is_eog, token_bytes, tokenize
+from pyorch.ggml import MAX_THREADS, NUMA, ROPE_SCALING
 
 __all__ = [
     "AttentionInfo",

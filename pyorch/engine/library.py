@@ -19,8 +19,8 @@ from types import ModuleType
 from pyorch import native
 from pyorch.engine.interrupt import Interrupt
 from pyorch.errors import SparqError
+from pyorch.ggml import NUMA
 
-NUMA = {"distribute": 1, "isolate": 2, "numactl": 3}  # ggml_numa_strategy
 LOG = logging.getLogger("pyorch.llama")
 LOG.addHandler(logging.NullHandler())
 

@@ -11,15 +11,13 @@ from pyorch.attention.bytes import cache_bytes, shadow_bytes
 from pyorch.attention.saved import resolve
 from pyorch.attention.spec import AttentionSpec, check_against_model, parse_spec
 from pyorch.errors import SparqError
-from pyorch.ggml import CACHE_TYPES, TensorType
+from pyorch.ggml import CACHE_TYPES, MAX_THREADS, ROPE_SCALING, TensorType
 from pyorch.models.geometry import Geometry, geometry
 from pyorch.models.gguf_file import GGUFFile
 from pyorch.models.memory import check_memory
 from pyorch.native import probe
 
-MAX_THREADS = 512  # of ggml, which does not check
 DEFAULT_CTX = 8192  # when none is asked for; less if the model was trained on less
-ROPE_SCALING = {"none": 0, "linear": 1, "yarn": 2}  # llama_rope_scaling_type
 
 
 def cache_type(name: str) -> TensorType:
