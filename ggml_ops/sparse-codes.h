@@ -5,7 +5,7 @@
 //
 //   A type is known by the bits of a value. 16 bits are the values themselves, in f16. Fewer are codes: a run of positions of a channel
 //   shares a scale and a zero, and is coded at once.
-//   A new type is a line in the list, and the arithmetic of its scan: score_lines() in cpu/sparse-quant.h, score_channels() in
+//   A new type is a line in the list, and the arithmetic of its scan: score_lines() in cpu/sparse-score-codes.h, score_channels() in
 //   cuda/sparse-score.cuh.
 //
 //   Codes lie in lines of 64 bytes: 64 positions of 8 bits, or 128 of 4 bits, the first 64 in the low halves of the bytes. Inside a line

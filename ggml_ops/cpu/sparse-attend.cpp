@@ -1,41 +1,49 @@
-// ggml glue of ATTEND.
+// ATTEND, in two stages. First, units of a fixed number of positions leave partial states, and with mean_v each thread leaves the mean of V of
+// some KV heads. Then one unit per token and query head merges the states.
+//
+// Tokens that read a selection and tokens that read all they see are two passes over a batch, see forward_attend. Over a selection, a unit is
+// one KV head and a part of its cells. Over all positions, it is all KV heads and a chunk of positions, so that K and V are read in the order
+// of memory.
 
-#include "sparse-glue.h"
+#include "sparse-attend.h"
+#include "sparse-visible.h"
+#include "sparse-work.h"
 
 #include <numeric>
 
 namespace {
 
-// what is done with rows of a type of K or V
+// what is done with rows, by the type of K or V
 struct row_ops {
-    decltype(&dot_rows<float>) dot;
-    decltype(&add_rows<float>) add;
-    decltype(&sum_v<float>)    sum;
+    decltype(&dot_rows<float>)      dot_rows;
     decltype(&dot_positions<float>) dot_positions;
+    decltype(&add_rows<float>)      add_rows;
     decltype(&add_positions<float>) add_positions;
+    decltype(&sum_positions<float>) sum_positions;
 };
 
 row_ops ops_of(ggml_type type) {
     row_ops res;
     with_kv_type(type, [&](auto * t) {
         using T = std::decay_t<decltype(*t)>;
-        res = { dot_rows<T>, add_rows<T>, sum_v<T>, dot_positions<T>, add_positions<T> };
+        res = { dot_rows<T>, dot_positions<T>, add_rows<T>, add_positions<T>, sum_positions<T> };
     });
     return res;
 }
 
-// ---- ATTEND ----
-
-// sources and sizes. Tokens that read a selection and tokens that read all they see are two passes over a batch, see forward_attend
 struct attend_src : ggml_sparse_src {
     ggml_sparse_attend_params p;
-    bool    dense;
-    int64_t n_kv, n_head_kv, n_tok, n_row, n_max, size_k, size_v; // n_row: tokens of all streams; n_max: positions of one head
-    int     n_head, n_group_q, d_k, d_v, ahead; // ahead: of how many rows K and V are asked for, dense
+    bool    dense;  // the pass over the tokens that read all they see
+    int64_t n_kv, n_head_kv, n_tok;
+    int64_t n_row;  // tokens of all streams
+    int64_t n_max;  // positions of one head, at most
+    int64_t size_k, size_v, ldq;
+    int     n_head, n_group_q, d_k, d_v;
+    int     ahead;  // with dense, so many positions later is what is prefetched
     row_ops ops_k, ops_v;
 
     attend_src(const ggml_tensor * dst, bool dense) :
-        ggml_sparse_src(ggml_sparse_src_of(dst)), p(ggml_sparse_params_of<ggml_sparse_attend_params>(dst)), dense(dense) {
+            ggml_sparse_src(ggml_sparse_src_of(dst)), p(ggml_sparse_params_of<ggml_sparse_attend_params>(dst)), dense(dense) {
         p.mean_v = p.mean_v && !dense;
 
         n_kv      = k->ne[2];
@@ -44,152 +52,97 @@ struct attend_src : ggml_sparse_src {
         n_row     = n_tok*q->ne[3];
         size_k    = row_size(k);
         size_v    = row_size(v);
+        ldq       = q->nb[1]/sizeof(float);
         n_head    = (int) q->ne[1];
         n_group_q = (int) (n_head/n_head_kv);
         d_k       = (int) k->ne[0];
         d_v       = (int) v->ne[0];
         ops_k     = ops_of(k->type);
         ops_v     = ops_of(v->type);
-        ahead     = (int) ceil_div(AHEAD_BYTES, n_head_kv*size_k);
+        ahead     = (int) ceil_div(BYTES_AHEAD, n_head_kv*size_k);
         n_max     = dense || !sel ? n_kv : sel->ne[0] - 1 - n_group_q;
     }
 
-    // does token i read all that it sees?
     bool reads_all(int64_t i, int64_t s) const { return !sel || at<const int32_t>(sel, 0, i, s)[0] == GGML_SPARSE_SELECT_ALL; }
 
     // is token i one of this pass?
     bool has(int64_t i, int64_t s) const { return reads_all(i, s) == dense; }
 
     int64_t n_sel(const int32_t * x) const { return std::min<int64_t>(std::max(x[0], 0), n_max); }
+
+    float slope(int64_t head) const { return head_slope((int) head, n_head, p.max_bias); }
 };
 
-// the c-th unit of token i of stream s; over a selection: the cells, some of those of KV head h. n = 0: none
+// Unit c of token i of stream s; over a selection, n cells of KV head h
 struct attend_unit {
     int64_t i, s, c, h;
     const int32_t * cell;
-    int n;
+    int n; // 0: there is no such unit
 };
 
 // positions whose mask is looked at together, over a selection
-constexpr int64_t MASK_TILE = 1024;
+constexpr int64_t MASK_BLOCK = 1024;
 
-// Stage 1: units of a fixed number of positions leave partial states; with mean_v, each thread leaves the mean of V of some KV heads.
-// Stage 2: one unit per (token, query head) merges.
-//   over a selection: a unit is one KV head and part of its cells; over all: all KV heads and a run of positions, so that K and V are
-//   read in the order of memory
 struct attend_work {
     int64_t chunk;      // positions per unit
-    int64_t n_chunk;    // units per token (and KV head, over a selection)
+    int64_t n_chunk;    // units per token, and over a selection per KV head of a token
     int64_t n_mean;     // means of V per token: one per KV head, or none
+    int64_t n_block;    // blocks of the mask per token, 0 if it is looked at cell by cell
     int     ld;         // floats per state
+    int64_t ld_s;       // floats per head of s
 
-    float   * state;    // [n_tok*n_stream][n_chunk][n_head][ld]
-    float   * mean;     // [n_tok*n_stream][n_mean][d_v]
-    int64_t n_tile;     // of the mask; 0: it is looked at cell by cell
-    uint8_t * plain;    // [n_tok*n_stream][n_tile]             is the mask zero all over the tile?
+    float   * state;    // [n_row][n_chunk][n_head][ld]
+    float   * mean;     // [n_row][n_mean][d_v]
+    uint8_t * plain;    // [n_row][n_block]                     is the mask zero all over the block?
     int32_t * cell;     // [chunk]                              this thread's: visible cells ..
     float   * bias;     // [chunk + W]                          .. their mask values ..
-    const char ** row;  // [2*chunk + AHEAD]                    .. and the addresses of their rows, see attend_rows
-    float   * s;        // [n_head or n_group_q][chunk + W]     logits, then softmax numerators
-    size_t    size;
+    const char ** row;  // [2*chunk + ROWS_AHEAD]               .. and the addresses of their rows, in the order of their use
+    float   * s;        // [n_head or n_group_q][ld_s]          logits, then softmax numerators
+    size_t    size;     // of all threads
 
     attend_work(const attend_src & a, const void * wdata, int ith, int nth) {
-        ld     = attn_state::size(a.d_v);
-        n_mean = a.p.mean_v ? a.n_head_kv : 0;
-
-        // smaller units where cells are few, so that many threads find some; larger ones while there are 512 of them, and when many tokens
-        // would need much memory for their states
-        const int64_t limit = 64*1024*1024/(a.n_row*a.n_head*ld*(int64_t) sizeof(float)) + 1;
-        chunk = a.dense ? 256 : std::max(std::min<int64_t>(128, ceil_div(a.n_max, 8*32)*32), std::min<int64_t>(256, a.n_max*a.n_head_kv/(512*32)*32));
-        while (ceil_div(a.n_max, chunk) > limit) {
-            chunk *= 2;
-        }
+        ld      = attn_state::size(a.d_v);
+        n_mean  = a.p.mean_v ? a.n_head_kv : 0;
+        chunk   = chunk_size(a, ld);
+        ld_s    = chunk + W;
         n_chunk = ceil_div(a.n_max, chunk);
-        n_tile  = a.dense || a.n_max*a.n_head_kv < a.n_kv/32 ? 0 : ceil_div(a.n_kv, MASK_TILE); // few cells: their masks are fewer lines
+        n_block = a.dense || a.n_max*a.n_head_kv < a.n_kv/32 ? 0 : ceil_div(a.n_kv, MASK_BLOCK); // the masks of few cells are fewer lines
 
         bump shared(wdata);
         state = shared.take<float>(a.n_row*a.n_head*n_chunk*ld);
         mean  = shared.take<float>(a.n_row*n_mean*a.d_v);
-        plain = shared.take<uint8_t>(a.n_row*n_tile);
+        plain = shared.take<uint8_t>(a.n_row*n_block);
+        size  = take_per_thread(shared, ith, nth, [&](bump & own) {
+            cell = own.take<int32_t>(chunk);
+            bias = own.take<float>(chunk + W);
+            row  = own.take<const char *>(2*chunk + ROWS_AHEAD);
+            s    = own.take<float>((a.dense ? a.n_head : a.n_group_q)*ld_s);
+        });
+    }
 
-        bump own(shared.end());
-        for (int i = 0; i < nth; ++i) {
-            if (i <= ith) {
-                cell = own.take<int32_t>(chunk);
-                bias = own.take<float>(chunk + W);
-                row  = own.take<const char *>(2*chunk + AHEAD);
-                s    = own.take<float>((a.dense ? a.n_head : a.n_group_q)*(chunk + W));
-            }
-            if (i == 0) {
-                size = shared.used + nth*own.used + bump::ALIGN;
-            }
+    // Small units where cells are few, so that many threads find some. Larger ones while there are 512 of them, and when the states of many tokens
+    // would need more than 64 MB
+    static int64_t chunk_size(const attend_src & a, int ld) {
+        const int64_t limit = 64*1024*1024/(a.n_row*a.n_head*ld*(int64_t) sizeof(float)) + 1;
+        int64_t res = 256;
+        if (!a.dense) {
+            res = std::max(std::min<int64_t>(128, ceil_div(a.n_max, 8*32)*32), std::min<int64_t>(256, a.n_max*a.n_head_kv/(512*32)*32));
         }
+        while (ceil_div(a.n_max, res) > limit) {
+            res *= 2;
+        }
+        return res;
+    }
+
+    float * state_of(const attend_src & a, const attend_unit & x) const {
+        return state + ((x.s*a.n_tok + x.i)*n_chunk + x.c)*a.n_head*ld;
     }
 };
 
-// attention over the n visible cells of unit x, which are in w.cell; then: the unit that this thread has next, if any (over a selection)
-void attend_rows(const attend_src & a, const attend_work & w, const attend_unit & x, int n, const attend_unit & then) {
-    const int64_t h0   = a.dense ? 0 : x.h, h1 = a.dense ? a.n_head_kv : x.h + 1;
-    const int64_t ld_s = w.chunk + W;
+// ---- stage 1: units ----
 
-    float * state = w.state + ((x.s*a.n_tok + x.i)*w.n_chunk + x.c)*a.n_head*w.ld;
-
-    // the rows in the order of their use: those of K, of V, and the first of K of the next unit. K and V are filled up to whole blocks
-    const int n_pad = (int) ceil_div(n, ROW_BLOCK)*ROW_BLOCK;
-    const char ** const row_v = w.row + n_pad, ** const row_then = row_v + n_pad;
-    const char * const k0 = at(a.k, h0, 0, x.s), * const v0 = at(a.v, h0, 0, x.s);
-    for (int j = 0; j < n_pad; ++j) {
-        const int64_t t = w.cell[std::min(j, n - 1)];
-        w.row[j] = k0 + t*a.k->nb[2];
-        row_v[j] = v0 + t*a.v->nb[2];
-    }
-
-    // what is asked for on the way. Over a selection, the rows AHEAD later; over all positions, what lies `ahead` positions later
-    if (!a.dense) {
-        const char * const k1 = at(a.k, then.h, 0, then.s);
-        for (int j = 0; j < AHEAD; ++j) { // after the last unit, something that is in the cache
-            row_then[j] = j < then.n ? k1 + std::max(then.cell[j], 0)*a.k->nb[2] : (const char *) w.row;
-        }
-    }
-    const auto later = [&](int y) {
-        y += a.ahead;
-        return y < 2*n_pad ? w.row[y] : k0 + std::min<int64_t>(w.cell[n - 1] + 1 + y - 2*n_pad, a.n_kv - 1)*a.k->nb[2];
-    };
-
-    // logits: q . k
-    const float * q   = at<const float>(a.q, h0*a.n_group_q, x.i, x.s);
-    const int64_t ldq = a.q->nb[1]/sizeof(float);
-    for (int r = 0; r < n && a.dense; r += POS_BLOCK) {
-        a.ops_k.dot_positions(w.s + r, ld_s, q, ldq, a.n_head, a.n_group_q, w.row + r, a.k->nb[1], std::min(POS_BLOCK, n - r), a.d_k, later(r));
-    }
-    if (!a.dense) {
-        a.ops_k.dot(w.s, ld_s, q, ldq, a.n_group_q, w.row, 0, n, a.d_k, w.row + AHEAD);
-    }
-
-    // softmax within the unit
-    for (int r = n; r < n + W; ++r) {
-        w.bias[r] = -INFINITY;
-    }
-    for (int64_t j = h0*a.n_group_q; j < h1*a.n_group_q; ++j) {
-        const attn_state st { state + j*w.ld, a.d_v };
-        float * s = w.s + (j - h0*a.n_group_q)*ld_s;
-        std::fill(s + n, s + n + W, 0.0f);
-        softmax_part(st, s, w.bias, n, a.p.scale, a.p.softcap, head_slope((int) j, a.n_head, a.p.max_bias));
-        std::fill(st.acc(), st.acc() + a.d_v, 0.0f);
-    }
-
-    // sum of p * v
-    for (int r = 0; r < n && a.dense; r += POS_BLOCK) {
-        a.ops_v.add_positions(state, w.ld, w.s + r, ld_s, a.n_head, a.n_group_q, row_v + r, a.v->nb[1],
-                std::min(POS_BLOCK, n - r), a.d_v, later(n_pad + r));
-    }
-    if (!a.dense) {
-        a.ops_v.add(state + h0*a.n_group_q*w.ld, w.ld, w.s, ld_s, a.n_group_q, row_v, 0, n, a.d_v, row_v + AHEAD);
-    }
-}
-
-// the visible cells among n cells -> w.cell, w.bias; at(j): the j-th; plain: see attend_work. Where tiles tell, the mask of each cell need not
-// be read: such loads wait behind the rows that are on their way (2 % of ATTEND)
+// Brings the visible ones of n cells to w.cell and w.bias, and returns their number; at(j) is the j-th cell, plain as in attend_work. Where
+// blocks tell enough, the masks of single cells are not read: those loads would wait behind the rows that are on their way (2 % of ATTEND)
 template <typename F>
 int visible_cells(const attend_work & w, const f16 * mask, const uint8_t * plain, int64_t n_kv, int64_t n, F at) {
     int32_t lo = INT32_MAX, hi = -1;
@@ -202,8 +155,8 @@ int visible_cells(const attend_work & w, const f16 * mask, const uint8_t * plain
     // most often all are visible and nothing is added
     bool all = lo >= 0 && hi < n_kv;
     if (all) {
-        all = w.n_tile > 0;
-        for (int64_t i = lo/MASK_TILE; all && i <= hi/MASK_TILE; ++i) {
+        all = w.n_block > 0;
+        for (int64_t i = lo/MASK_BLOCK; all && i <= hi/MASK_BLOCK; ++i) {
             all = plain[i];
         }
         uint32_t bits = 0;
@@ -228,66 +181,173 @@ int visible_cells(const attend_work & w, const f16 * mask, const uint8_t * plain
     return res;
 }
 
-// walks the visible positions of token i: on_sum(row of v_sum, positions) where groups are sealed and fully visible, many at a time or one;
+// Fills w.row with the rows of K of the cells in w.cell, from KV head h on, and then those of V, both up to whole blocks; returns those of V
+const char ** list_rows(const attend_src & a, const attend_work & w, int n, int64_t h, int64_t s) {
+    const int n_pad = (int) ceil_div(n, ROW_BLOCK)*ROW_BLOCK;
+    const char ** const row_v = w.row + n_pad;
+    const char * const k0 = at(a.k, h, 0, s), * const v0 = at(a.v, h, 0, s);
+    for (int j = 0; j < n_pad; ++j) {
+        const int64_t t = w.cell[std::min(j, n - 1)];
+        w.row[j] = k0 + t*a.k->nb[2];
+        row_v[j] = v0 + t*a.v->nb[2];
+    }
+    return row_v;
+}
+
+// softmax within the unit, for the heads [h0, h1), and sums of p*v that begin at 0
+void softmax_heads(const attend_src & a, const attend_work & w, float * state, int n, int64_t h0, int64_t h1) {
+    std::fill(w.bias + n, w.bias + n + W, -INFINITY);
+    for (int64_t h = h0; h < h1; ++h) {
+        const attn_state st { state + h*w.ld, a.d_v };
+        float * s = w.s + (h - h0)*w.ld_s;
+        std::fill(s + n, s + n + W, 0.0f);
+        softmax_unit(st, s, w.bias, n, a.p.scale, a.p.softcap, a.slope(h));
+        std::fill(st.acc(), st.acc() + a.d_v, 0.0f);
+    }
+}
+
+// attention over the n cells in w.cell, a part of a selection. While rows are used, those ROWS_AHEAD later are prefetched; behind the last of V
+// are the first of K of `next`, the unit that this thread has then
+void attend_selected(const attend_src & a, const attend_work & w, const attend_unit & x, int n, const attend_unit & next) {
+    const char ** const row_v = list_rows(a, w, n, x.h, x.s), ** const row_next = row_v + (row_v - w.row);
+    const char * const k_next = at(a.k, next.h, 0, next.s);
+    for (int j = 0; j < ROWS_AHEAD; ++j) { // behind the last unit, something that is in the cache
+        row_next[j] = j < next.n ? k_next + std::max(next.cell[j], 0)*a.k->nb[2] : (const char *) w.row;
+    }
+    const int64_t h0    = x.h*a.n_group_q;
+    float       * state = w.state_of(a, x);
+    a.ops_k.dot_rows(w.s, w.ld_s, at<const float>(a.q, h0, x.i, x.s), a.ldq, a.n_group_q, w.row, 0, n, a.d_k, w.row + ROWS_AHEAD);
+    softmax_heads(a, w, state, n, h0, h0 + a.n_group_q);
+    a.ops_v.add_rows(state + h0*w.ld, w.ld, w.s, w.ld_s, a.n_group_q, row_v, 0, n, a.d_v, row_v + ROWS_AHEAD);
+}
+
+// attention of all heads over the n cells in w.cell, a chunk of all positions. What is prefetched lies a.ahead positions later
+void attend_positions(const attend_src & a, const attend_work & w, const attend_unit & x, int n) {
+    const char ** const row_v = list_rows(a, w, n, 0, x.s);
+    const int n_pad = (int) (row_v - w.row);
+    const auto later = [&](int y) {
+        y += a.ahead;
+        return y < 2*n_pad ? w.row[y] : at(a.k, 0, 0, x.s) + std::min<int64_t>(w.cell[n - 1] + 1 + y - 2*n_pad, a.n_kv - 1)*a.k->nb[2];
+    };
+    const float * q     = at<const float>(a.q, 0, x.i, x.s);
+    float       * state = w.state_of(a, x);
+    for (int r = 0; r < n; r += POS_BLOCK) {
+        a.ops_k.dot_positions(w.s + r, w.ld_s, q, a.ldq, a.n_head, a.n_group_q, w.row + r, a.k->nb[1], std::min(POS_BLOCK, n - r), a.d_k, later(r));
+    }
+    softmax_heads(a, w, state, n, 0, a.n_head);
+    for (int r = 0; r < n; r += POS_BLOCK) {
+        a.ops_v.add_positions(state, w.ld, w.s + r, w.ld_s, a.n_head, a.n_group_q, row_v + r, a.v->nb[1], std::min(POS_BLOCK, n - r), a.d_v,
+                later(n_pad + r));
+    }
+}
+
+// this thread's next unit that has cells; units without cells are not merged either
+attend_unit take_unit(const attend_src & a, const attend_work & w, unit_queue & queue) {
+    for (int64_t u; (u = queue.take()) >= 0; ) {
+        digits d { u };
+        attend_unit x = {};
+        x.c = d.next(w.n_chunk);
+        x.h = a.dense ? 0 : d.next(a.n_head_kv);
+        x.i = d.next(a.n_tok);
+        x.s = d.rest;
+        if (!a.has(x.i, x.s)) {
+            continue;
+        }
+        int64_t n = a.n_kv;
+        if (!a.dense) {
+            const int32_t * sel = at<const int32_t>(a.sel, x.h, x.i, x.s);
+            x.cell = sel + 1 + a.n_group_q + x.c*w.chunk;
+            n      = a.n_sel(sel);
+        }
+        x.n = (int) std::min(w.chunk, n - x.c*w.chunk);
+        if (x.n > 0) {
+            return x;
+        }
+    }
+    return {};
+}
+
+void attend_units(const attend_src & a, const attend_work & w, unit_queue & queue) {
+    attend_unit x = take_unit(a, w, queue);
+    for (int j = 0; !a.dense && j < std::min(x.n, ROWS_AHEAD); ++j) {
+        prefetch_bytes(at(a.k, x.h, std::max(x.cell[j], 0), x.s), a.size_k);
+    }
+    for (attend_unit next; x.n > 0; x = next) {
+        next = take_unit(a, w, queue);
+        const f16 * mask = at<const f16>(a.mask, x.i, 0, x.s);
+        if (a.dense) {
+            const int64_t t0 = x.c*w.chunk;
+            attend_positions(a, w, x, visible_cells(w, mask, nullptr, a.n_kv, x.n, [&](int64_t j) { return t0 + j; }));
+        } else {
+            prefetch_bytes((const char *) next.cell, next.n*sizeof(int32_t));
+            const uint8_t * plain = w.plain + (x.s*a.n_tok + x.i)*w.n_block;
+            attend_selected(a, w, x, visible_cells(w, mask, plain, a.n_kv, x.n, [&](int64_t j) { return x.cell[j]; }), next);
+        }
+    }
+}
+
+// ---- stage 1: means of V ----
+
+// Walks the positions that token i sees: on_sum(row of v_sum, positions) where groups are sealed and wholly visible, many at a time or one;
 // on_group(group) for the others
 template <typename F, typename G>
 void for_mean(const attend_src & a, int64_t i, int64_t s, F on_sum, G on_group) {
-    const int32_t * vis    = at<const int32_t>(a.visible, i, 0, s);
-    const int32_t * sealed = at<const int32_t>(a.visible, a.n_tok, 0, s); // VISIBLE's last row
-    const int64_t   n_grp  = a.visible->ne[0];
+    const int32_t * visible = at<const int32_t>(a.visible, i, 0, s);
+    const int32_t * sealed  = at<const int32_t>(a.visible, a.n_tok, 0, s); // VISIBLE's last row
+    const int64_t   n_grp   = a.visible->ne[0];
 
     for (int64_t g0 = 0; g0 < n_grp; g0 += SUM) {
         const int64_t n = std::min<int64_t>(SUM, n_grp - g0);
         int64_t n_whole = 0;
         for (int64_t g = g0; g < g0 + n; ++g) {
-            n_whole += vis[g] == GROUP && sealed[g];
+            n_whole += visible[g] == GROUP && sealed[g];
         }
         if (n_whole == SUM) {
             on_sum(ggml_sparse_sum_row(g0) + SUM, SUM*GROUP);
             continue;
         }
         for (int64_t g = g0; g < g0 + n; ++g) {
-            if (vis[g] == GROUP && sealed[g]) {
+            if (visible[g] == GROUP && sealed[g]) {
                 on_sum(ggml_sparse_sum_row(g), GROUP);
-            } else if (vis[g] > 0) {
+            } else if (visible[g] > 0) {
                 on_group(g);
             }
         }
     }
 }
 
-// the mean asks for totals 16 ahead: so many rows of v_sum
-constexpr int64_t AHEAD_SUM = 16*(SUM + 1);
+// the mean prefetches totals 16 ahead, which is so many rows of v_sum
+constexpr int64_t SUM_ROWS_AHEAD = 16*(SUM + 1);
 
-// asks for what the mean of KV head h reads of a row of v_sum, if there is such a row. Inlined, as prefetch_bytes
-SPARQ_INLINE void ask_sum(const ggml_tensor * v_sum, int64_t row, int64_t h, int64_t d_v, int64_t s) {
+// prefetches what the mean of KV head h reads of a row of v_sum, if there is such a row. Inlined, as prefetch_bytes must be
+SPARQ_INLINE void prefetch_sum(const ggml_tensor * v_sum, int64_t row, int64_t h, int64_t d_v, int64_t s) {
     if (row < v_sum->ne[1]) {
         prefetch_bytes(at(v_sum, row, s) + h*d_v*sizeof(float), d_v*sizeof(float));
     }
 }
 
-// mean [n_head][d_v]: of V over the positions that token i sees, for n_head KV heads from h on. Together their rows are runs in memory;
-// head by head each row is in a page of its own (ATTEND with 64 positions not sealed, k = 128: 28 % longer by one thread)
+// mean[h, c] = sum_t v[t, h, c]/n, over the n positions that token i sees, for n_head KV heads from h on. Together their rows are neighbours in
+// memory; head by head, each row is in a page of its own (ATTEND with 64 positions not sealed, k = 128: 28 % longer by one thread)
 void mean_unit(const attend_src & a, float * mean, int64_t h, int64_t n_head, int64_t i, int64_t s) {
     const f16 * mask = at<const f16>(a.mask, i, 0, s);
-    const int     d     = (int) (n_head*a.d_v);
-    const int64_t n_run = (int64_t) a.v->nb[1] == a.size_v ? n_head : 1; // heads whose rows of V are one after another
+    const int     d      = (int) (n_head*a.d_v);
+    const int64_t n_near = (int64_t) a.v->nb[1] == a.size_v ? n_head : 1; // heads whose rows of V are one after another
 
     int64_t n_vis = 0;
     std::fill(mean, mean + d, 0.0f);
     for_mean(a, i, s,
         [&](int64_t row, int n) {
             if (n > GROUP) {
-                ask_sum(a.v_sum, row + AHEAD_SUM, h, a.d_v, s);
+                prefetch_sum(a.v_sum, row + SUM_ROWS_AHEAD, h, a.d_v, s);
             }
-            sum_v<float>(mean, at(a.v_sum, row, s) + h*a.d_v*sizeof(float), 0, 1, d);
+            sum_positions<float>(mean, at(a.v_sum, row, s) + h*a.d_v*sizeof(float), 0, 1, d);
             n_vis += n;
         },
         [&](int64_t g) {
             for (int64_t t = g*GROUP; t < g*GROUP + group_size(g, a.n_kv); ++t) {
                 if (mask[t].bits != F16_NEG_INF) {
-                    for (int64_t j = 0; j < n_head; j += n_run) {
-                        a.ops_v.sum(mean + j*a.d_v, at(a.v, h + j, t, s), 0, 1, (int) (n_run*a.d_v));
+                    for (int64_t j = 0; j < n_head; j += n_near) {
+                        a.ops_v.sum_positions(mean + j*a.d_v, at(a.v, h + j, t, s), 0, 1, (int) (n_near*a.d_v));
                     }
                     ++n_vis;
                 }
@@ -295,6 +355,70 @@ void mean_unit(const attend_src & a, float * mean, int64_t h, int64_t n_head, in
         });
     for (int c = 0; c < d && n_vis > 0; ++c) {
         mean[c] /= n_vis;
+    }
+}
+
+void mean_units(const attend_src & a, const attend_work & w, int64_t ith, int64_t nth) {
+    const int64_t n_part = std::min<int64_t>(w.n_mean, nth); // of the KV heads
+    for (int64_t u = ith; u < a.n_row*n_part; u += nth) {
+        digits d { u };
+        const int64_t i_part = d.next(n_part), i = d.next(a.n_tok), s = d.rest;
+        if (!a.has(i, s)) {
+            continue;
+        }
+        const int64_t h0 = i_part*a.n_head_kv/n_part, h1 = (i_part + 1)*a.n_head_kv/n_part;
+        for (int64_t row = SUM; row < SUM_ROWS_AHEAD; row += SUM + 1) {
+            prefetch_sum(a.v_sum, row, h0, a.d_v, s);
+        }
+        mean_unit(a, w.mean + ((s*a.n_tok + i)*a.n_head_kv + h0)*a.d_v, h0, h1 - h0, i, s);
+    }
+}
+
+// ---- stage 2 ----
+
+// the result of one query head of one token: res = merged states; with mean_v, res = alpha*res + (1 - alpha)*mean
+void merge_unit(const attend_src & a, const attend_work & w, ggml_tensor * dst, int64_t j, int64_t i, int64_t s) {
+    const int64_t h = j/a.n_group_q, r = s*a.n_tok + i;
+    const int32_t * x = a.dense ? nullptr : at<const int32_t>(a.sel, h, i, s);
+    const int64_t   n = a.dense ? w.n_chunk : ceil_div(a.n_sel(x), w.chunk);
+    float * res = (float *) dst->data + r*dst->nb[1]/sizeof(float) + j*a.d_v;
+    merge_states(res, w.state + (r*w.n_chunk*a.n_head + j)*w.ld, a.n_head*w.ld, (int) n, a.d_v, a.sinks ? (const float *) a.sinks->data + j : nullptr);
+
+    if (w.n_mean > 0) {
+        const float * mean = w.mean + (r*a.n_head_kv + h)*a.d_v;
+        float alpha;
+        memcpy(&alpha, x + 1 + j % a.n_group_q, sizeof(alpha));
+        for (int c = 0; c < a.d_v; ++c) {
+            res[c] = alpha*res[c] + (1.0f - alpha)*mean[c];
+        }
+    }
+}
+
+// ---- the node ----
+
+void attend(const ggml_compute_params * params, ggml_tensor * dst, const attend_src & a) {
+    const int64_t ith = params->ith, nth = params->nth;
+    const attend_work w(a, params->wdata, params->ith, params->nth);
+
+    for (int64_t u = ith; u < a.n_row*w.n_block; u += nth) {
+        digits d { u };
+        const int64_t t = d.next(w.n_block)*MASK_BLOCK, i = d.next(a.n_tok), s = d.rest;
+        w.plain[u] = is_zero(at<const f16>(a.mask, i, 0, s) + t, std::min(MASK_BLOCK, a.n_kv - t));
+    }
+    unit_queue::open(params);
+    ggml_barrier(params->threadpool);
+
+    unit_queue queue(params, a.n_row*w.n_chunk*(a.dense ? 1 : a.n_head_kv));
+    attend_units(a, w, queue);
+    mean_units(a, w, ith, nth);
+    ggml_barrier(params->threadpool);
+
+    for (int64_t u = ith; u < a.n_row*a.n_head; u += nth) {
+        digits d { u };
+        const int64_t j = d.next(a.n_head), i = d.next(a.n_tok), s = d.rest;
+        if (a.has(i, s)) {
+            merge_unit(a, w, dst, j, i, s);
+        }
     }
 }
 
@@ -306,14 +430,14 @@ void attend_stats(const attend_src & a) {
             if (!a.has(i, s)) {
                 continue;
             }
-            const int32_t * vis = at<const int32_t>(a.visible, i, 0, s);
-            const int64_t   n   = std::accumulate(vis, vis + a.visible->ne[0], (int64_t) 0);
+            const int32_t * visible = at<const int32_t>(a.visible, i, 0, s);
+            const int64_t   n       = std::accumulate(visible, visible + a.visible->ne[0], (int64_t) 0);
             n_vis  += n;
             n_call += n > 0;
             if (a.p.mean_v) {
                 for_mean(a, i, s,
                     [&](int64_t, int) { bytes_mean += a.d_v*(int64_t) sizeof(float); },
-                    [&](int64_t g) { bytes_mean += vis[g]*a.size_v; });
+                    [&](int64_t g) { bytes_mean += visible[g]*a.size_v; });
             }
             for (int64_t h = 0; !a.dense && h < a.n_head_kv; ++h) {
                 n_read += at<const int32_t>(a.sel, h, i, s)[0];
@@ -330,102 +454,10 @@ void attend_stats(const attend_src & a) {
     add_stat(a.stats, GGML_SPARSE_STAT_BYTES_DENSE,  n_vis*a.n_head_kv*row);
 }
 
-void attend(const ggml_compute_params * params, ggml_tensor * dst, const attend_src & a) {
-    const attend_work w(a, params->wdata, params->ith, params->nth);
-
-    for (int64_t u = params->ith; u < a.n_row*w.n_tile; u += params->nth) {
-        const int64_t t = u % w.n_tile*MASK_TILE, r = u/w.n_tile;
-        w.plain[u] = is_zero(at<const f16>(a.mask, r % a.n_tok, 0, r/a.n_tok) + t, std::min(MASK_TILE, a.n_kv - t));
-    }
-
-    // stage 1
-    unit_queue::open(params);
-    ggml_barrier(params->threadpool);
-    unit_queue queue(params, a.n_row*w.n_chunk*(a.dense ? 1 : a.n_head_kv));
-    const auto take = [&]() -> attend_unit { // the next one that has cells; the others are not merged either
-        for (int64_t u; (u = queue.take()) >= 0; ) {
-            attend_unit x = {};
-            x.c = u % w.n_chunk;
-            u  /= w.n_chunk;
-            if (!a.dense) {
-                x.h = u % a.n_head_kv;
-                u  /= a.n_head_kv;
-            }
-            x.i = u % a.n_tok;
-            x.s = u/a.n_tok;
-            if (!a.has(x.i, x.s)) {
-                continue;
-            }
-            int64_t n = a.n_kv;
-            if (!a.dense) {
-                const int32_t * sel = at<const int32_t>(a.sel, x.h, x.i, x.s);
-                x.cell = sel + 1 + a.n_group_q + x.c*w.chunk;
-                n      = a.n_sel(sel);
-            }
-            x.n = (int) std::min(w.chunk, n - x.c*w.chunk);
-            if (x.n > 0) {
-                return x;
-            }
-        }
-        return {};
-    };
-    attend_unit x = take();
-    for (int j = 0; !a.dense && j < std::min(x.n, AHEAD); ++j) {
-        prefetch_bytes(at(a.k, x.h, std::max(x.cell[j], 0), x.s), a.size_k);
-    }
-    for (attend_unit then; x.n > 0; x = then) {
-        then = take();
-        const f16 * mask = at<const f16>(a.mask, x.i, 0, x.s);
-        int n;
-        if (a.dense) {
-            const int64_t t0 = x.c*w.chunk;
-            n = visible_cells(w, mask, nullptr, a.n_kv, x.n, [&](int64_t j) { return t0 + j; });
-        } else {
-            prefetch_bytes((const char *) then.cell, then.n*sizeof(int32_t));
-            n = visible_cells(w, mask, w.plain + (x.s*a.n_tok + x.i)*w.n_tile, a.n_kv, x.n, [&](int64_t j) { return x.cell[j]; });
-        }
-        attend_rows(a, w, x, n, then);
-    }
-    const int64_t n_part = std::min<int64_t>(w.n_mean, params->nth);
-    for (int64_t u = params->ith; u < a.n_row*n_part; u += params->nth) {
-        if (!a.has(u/n_part % a.n_tok, u/n_part/a.n_tok)) {
-            continue;
-        }
-        const int64_t i_part = u % n_part, r = u/n_part, h = i_part*a.n_head_kv/n_part, h1 = (i_part + 1)*a.n_head_kv/n_part;
-        for (int64_t row = SUM; row < AHEAD_SUM; row += SUM + 1) {
-            ask_sum(a.v_sum, row, h, a.d_v, r/a.n_tok);
-        }
-        mean_unit(a, w.mean + (r*a.n_head_kv + h)*a.d_v, h, h1 - h, r % a.n_tok, r/a.n_tok);
-    }
-    ggml_barrier(params->threadpool);
-
-    // stage 2
-    for (int64_t u = params->ith; u < a.n_row*a.n_head; u += params->nth) {
-        const int64_t j = u % a.n_head, r = u/a.n_head, h = j/a.n_group_q, i = r % a.n_tok, s = r/a.n_tok;
-        if (!a.has(i, s)) {
-            continue;
-        }
-
-        const int32_t * x = a.dense ? nullptr : at<const int32_t>(a.sel, h, i, s);
-        const int64_t   n = a.dense ? w.n_chunk : ceil_div(a.n_sel(x), w.chunk);
-        float * res = (float *) dst->data + r*dst->nb[1]/sizeof(float) + j*a.d_v;
-        merge(res, w.state + (r*w.n_chunk*a.n_head + j)*w.ld, a.n_head*w.ld, (int) n, a.d_v, a.sinks ? (const float *) a.sinks->data + j : nullptr);
-
-        if (w.n_mean > 0) {
-            const float * mean = w.mean + (r*a.n_head_kv + h)*a.d_v;
-            float alpha;
-            memcpy(&alpha, x + 1 + j % a.n_group_q, sizeof(alpha));
-            for (int c = 0; c < a.d_v; ++c) {
-                res[c] = alpha*res[c] + (1.0f - alpha)*mean[c];
-            }
-        }
-    }
-}
-
 } // namespace
 
-// the tokens that read a selection, then, in the same memory, those that read all: each as if it were a node of its own. The barrier in front
-// of a pass's units is the one between the passes
+// First the tokens that read a selection, then, in the same memory, those that read all, each as if it were a node of its own. The barrier in
+// front of a pass's units is the one between the passes.
 void sparse::forward_attend(const ggml_compute_params * params, ggml_tensor * dst) {
     for (const bool dense : { false, true }) {
         const attend_src a(dst, dense);

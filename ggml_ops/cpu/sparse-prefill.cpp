@@ -1,21 +1,21 @@
-// ggml glue of PREFILL.
+// PREFILL: units of some blocks of queries, which share what is made of a block of K and V.
 
-#include "sparse-glue.h"
 #include "sparse-prefill.h"
+#include "sparse-visible.h"
+#include "sparse-work.h"
 
 namespace {
 
-// sources and sizes
 struct prefill_src : ggml_sparse_src {
     ggml_sparse_prefill_params p;
     int64_t n_kv, n_head_kv, n_tok, n_stream;
     int     n_head, n_group_q, d_k, d_v;
-    int64_t n_query; // of a KV head and a stream: the heads of its group, token by token
-    int64_t n_tile;
+    int64_t n_query; // queries of a KV head and a stream: those of its query heads, token by token
+    int64_t n_block_kv;
     decltype(&load_rows<float>) load_k, load_v;
 
     explicit prefill_src(const ggml_tensor * dst) :
-        ggml_sparse_src(ggml_sparse_src_of(dst)), p(ggml_sparse_params_of<ggml_sparse_prefill_params>(dst)) {
+            ggml_sparse_src(ggml_sparse_src_of(dst)), p(ggml_sparse_params_of<ggml_sparse_prefill_params>(dst)) {
         n_kv      = k->ne[2];
         n_head_kv = k->ne[1];
         n_tok     = q->ne[2];
@@ -25,25 +25,26 @@ struct prefill_src : ggml_sparse_src {
         d_k       = (int) k->ne[0];
         d_v       = (int) v->ne[0];
         n_query   = n_tok*n_group_q;
-        n_tile    = ceil_div(n_kv, TILE_KV);
+        n_block_kv = ceil_div(n_kv, BLOCK_KV);
         with_kv_type(k->type, [&](auto * t) { load_k = load_rows<std::decay_t<decltype(*t)>>; });
         with_kv_type(v->type, [&](auto * t) { load_v = load_rows<std::decay_t<decltype(*t)>>; });
     }
 };
 
-// A unit is some blocks of queries of one KV head, which share what is made of a tile of K and V. How many blocks it has may depend on the number
-// of threads, since no query's result depends on it. The memory must not: it is planned for more threads than may run, and fewer threads have
-// larger units
+// A unit is some blocks of queries of one KV head. How many may depend on the number of threads, since no query's result depends on it. The
+// memory must not depend on it: it is planned for more threads than may run, and fewer threads have larger units.
 struct prefill_work {
-    int64_t n_block, n_unit; // blocks of a unit; units of a KV head and a stream
+    int64_t n_block, n_unit; // blocks of queries per unit; units of a KV head and a stream
 
-    uint8_t * kind;  // [n_stream][n_tile][n_tok]: mask_kind. In a pass of its own: the mask of a tile is a piece of as many rows as there are tokens
+    // [n_stream][n_block_kv][n_tok] of mask_kind. Found before the units begin, because the mask of a block of positions lies in as many rows
+    // as there are tokens
+    uint8_t * kind;
 
     // this thread's
     query_block block[512/BLOCK_Q];
-    float * k, * v;  // [TILE_KV][d_k], [TILE_KV][d_v]
-    float * s;       // [TILE_KV][BLOCK_Q]
-    float * bias;    // [TILE_KV][BLOCK_Q]
+    float * k, * v;  // [BLOCK_KV][d_k], [BLOCK_KV][d_v]
+    float * s;       // [BLOCK_KV][BLOCK_Q]
+    float * bias;    // [BLOCK_KV][BLOCK_Q]
     size_t size;     // of all threads
 
     prefill_work(const prefill_src & a, const void * wdata, int ith, int nth) {
@@ -52,22 +53,19 @@ struct prefill_work {
         n_unit  = ceil_div(n_all, n_block);
 
         bump shared(wdata);
-        kind = shared.take<uint8_t>(a.n_stream*a.n_tile*a.n_tok);
-
-        bump own(shared.end());
-        for (int i = 0; i <= ith; ++i) {
+        kind = shared.take<uint8_t>(a.n_stream*a.n_block_kv*a.n_tok);
+        size = take_per_thread(shared, ith, nth, [&](bump & own) {
             for (int64_t j = 0; j < std::min<int64_t>(n_all, std::size(block)); ++j) {
                 block[j].q   = own.take<float>(a.d_k*BLOCK_Q);
                 block[j].acc = own.take<float>(a.d_v*BLOCK_Q);
                 block[j].m   = own.take<float>(BLOCK_Q);
                 block[j].l   = own.take<float>(BLOCK_Q);
             }
-            k    = own.take<float>(TILE_KV*a.d_k);
-            v    = own.take<float>(TILE_KV*a.d_v);
-            s    = own.take<float>(TILE_KV*BLOCK_Q);
-            bias = own.take<float>(TILE_KV*BLOCK_Q);
-        }
-        size = shared.used + own.used/(ith + 1)*nth + bump::ALIGN;
+            k    = own.take<float>(BLOCK_KV*a.d_k);
+            v    = own.take<float>(BLOCK_KV*a.d_v);
+            s    = own.take<float>(BLOCK_KV*BLOCK_Q);
+            bias = own.take<float>(BLOCK_KV*BLOCK_Q);
+        });
     }
 };
 
@@ -77,11 +75,12 @@ struct prefill_unit {
 
     int64_t n_block() const { return ceil_div(r1 - r0, BLOCK_Q); }
 
-    // of block j
+    // the queries of block j
     int64_t begin(int64_t j) const { return r0 + j*BLOCK_Q; }
     int64_t end  (int64_t j) const { return std::min(r1, begin(j) + BLOCK_Q); }
 };
 
+// x.q[c] = q[c]*scale in the lane of each query, and nothing seen yet
 void begin_block(const prefill_src & a, const query_block & x, const prefill_unit & u, int64_t j) {
     std::fill(x.q,   x.q   + a.d_k*BLOCK_Q, 0.0f);
     std::fill(x.acc, x.acc + a.d_v*BLOCK_Q, 0.0f);
@@ -95,7 +94,7 @@ void begin_block(const prefill_src & a, const query_block & x, const prefill_uni
     }
 }
 
-// the mask of n positions from t on, times the slopes of the heads, for the lanes of a block
+// bias[i] = slope*mask[t + i], of n positions, in the lane of each query
 void load_bias(const prefill_src & a, float * bias, const prefill_unit & u, int64_t j, int64_t t, int n) {
     std::fill(bias, bias + n*BLOCK_Q, 0.0f);
     for (int64_t r = u.begin(j); r < u.end(j); ++r) {
@@ -107,6 +106,7 @@ void load_bias(const prefill_src & a, float * bias, const prefill_unit & u, int6
     }
 }
 
+// res[c] = acc[c]/(l + exp(sink - m)), of each query; the sink is optional
 void end_block(const prefill_src & a, const query_block & x, const prefill_unit & u, int64_t j, ggml_tensor * dst) {
     for (int64_t r = u.begin(j); r < u.end(j); ++r) {
         const int64_t i = r - u.begin(j), head = u.h*a.n_group_q + r % a.n_group_q;
@@ -124,46 +124,64 @@ void end_block(const prefill_src & a, const query_block & x, const prefill_unit 
     }
 }
 
-void attend_unit(const prefill_src & a, prefill_work & w, const prefill_unit & u, ggml_tensor * dst) {
+// does the mask do x to all the queries [r0, r1)? kind: of the block of positions
+bool all_are(const prefill_src & a, const uint8_t * kind, int64_t r0, int64_t r1, mask_kind x) {
+    return std::all_of(kind + r0/a.n_group_q, kind + ceil_div(r1, a.n_group_q), [&](uint8_t y) { return y == x; });
+}
+
+// w.k, w.v = n positions of K and V from t on, as f32; those of the next block are prefetched
+void load_block(const prefill_src & a, const prefill_work & w, const prefill_unit & u, int64_t t, int n) {
+    const int64_t size_k = row_size(a.k), size_v = row_size(a.v);
+    for (int i = 0; i < n; ++i) {
+        const int64_t next = std::min(t + i + BLOCK_KV, a.n_kv - 1);
+        prefetch_bytes(at(a.k, u.h, next, u.s), size_k);
+        prefetch_bytes(at(a.v, u.h, next, u.s), size_v);
+        a.load_k(w.k + i*a.d_k, at(a.k, u.h, t + i, u.s), 0, 1, a.d_k, 0);
+        a.load_v(w.v + i*a.d_v, at(a.v, u.h, t + i, u.s), 0, 1, a.d_v, 0);
+    }
+}
+
+void prefill(const prefill_src & a, prefill_work & w, const prefill_unit & u, ggml_tensor * dst) {
     for (int64_t j = 0; j < u.n_block(); ++j) {
         const int64_t n = ceil_div(u.end(j) - u.begin(j), W);
         w.block[j].n = n <= 2 ? (int) n : NQ;
         begin_block(a, w.block[j], u, j);
     }
-    const int64_t size_k = row_size(a.k), size_v = row_size(a.v);
-
-    for (int64_t t = 0; t < a.n_kv; t += TILE_KV) {
-        const int n = (int) std::min<int64_t>(TILE_KV, a.n_kv - t);
-        const uint8_t * kind = w.kind + (u.s*a.n_tile + t/TILE_KV)*a.n_tok;
-        const auto all = [&](int64_t r0, int64_t r1, mask_kind x) { // of these queries
-            return std::all_of(kind + r0/a.n_group_q, kind + ceil_div(r1, a.n_group_q), [&](uint8_t y) { return y == x; });
-        };
-        if (all(u.r0, u.r1, MASK_HIDES_ALL)) {
+    for (int64_t t = 0; t < a.n_kv; t += BLOCK_KV) {
+        const int n = (int) std::min<int64_t>(BLOCK_KV, a.n_kv - t);
+        const uint8_t * kind = w.kind + (u.s*a.n_block_kv + t/BLOCK_KV)*a.n_tok;
+        if (all_are(a, kind, u.r0, u.r1, MASK_HIDES_ALL)) {
             continue;
         }
-        for (int i = 0; i < n; ++i) {
-            const int64_t next = std::min(t + i + TILE_KV, a.n_kv - 1);
-            prefetch_bytes(at(a.k, u.h, next, u.s), size_k);
-            prefetch_bytes(at(a.v, u.h, next, u.s), size_v);
-            a.load_k(w.k + i*a.d_k, at(a.k, u.h, t + i, u.s), 0, 1, a.d_k, 0);
-            a.load_v(w.v + i*a.d_v, at(a.v, u.h, t + i, u.s), 0, 1, a.d_v, 0);
-        }
-        const bool finite = all(u.r0, u.r1, MASK_ZERO) || is_finite(w.v, n*a.d_v);
+        load_block(a, w, u, t, n);
+        const bool finite = all_are(a, kind, u.r0, u.r1, MASK_ZERO) || is_finite(w.v, n*a.d_v);
         for (int64_t j = 0; j < u.n_block(); ++j) {
-            if (all(u.begin(j), u.end(j), MASK_HIDES_ALL)) {
+            if (all_are(a, kind, u.begin(j), u.end(j), MASK_HIDES_ALL)) {
                 continue;
             }
-            const bool plain = all(u.begin(j), u.end(j), MASK_ZERO);
+            const bool plain = all_are(a, kind, u.begin(j), u.end(j), MASK_ZERO);
             if (!plain) {
                 load_bias(a, w.bias, u, j, t, n);
             }
-            attend_tile(w.block[j], w.k, a.d_k, w.v, a.d_v, n, finite, plain ? nullptr : w.bias, a.p.softcap, w.s);
+            attend_block(w.block[j], w.k, a.d_k, w.v, a.d_v, n, finite, plain ? nullptr : w.bias, a.p.softcap, w.s);
         }
     }
-
     for (int64_t j = 0; j < u.n_block(); ++j) {
         end_block(a, w.block[j], u, j, dst);
     }
+}
+
+void prefill_stats(const prefill_src & a, const prefill_work & w) {
+    int64_t n_call = 0;
+    for (int64_t x = 0; x < a.n_stream*a.n_tok; ++x) {
+        const uint8_t * kind = w.kind + x/a.n_tok*a.n_block_kv*a.n_tok + x % a.n_tok;
+        bool sees = false;
+        for (int64_t j = 0; j < a.n_block_kv && !sees; ++j) {
+            sees = kind[j*a.n_tok] != MASK_HIDES_ALL;
+        }
+        n_call += sees;
+    }
+    add_stat(a.stats, GGML_SPARSE_STAT_PREFILL, n_call);
 }
 
 } // namespace
@@ -174,37 +192,22 @@ void sparse::forward_prefill(const ggml_compute_params * params, ggml_tensor * d
 
     for (int64_t x = params->ith; x < a.n_stream*a.n_tok; x += params->nth) {
         const int64_t i = x % a.n_tok, s = x/a.n_tok;
-        for (int64_t j = 0; j < a.n_tile; ++j) {
-            const int64_t t = j*TILE_KV;
-            w.kind[(s*a.n_tile + j)*a.n_tok + i] = kind_of(at<const f16>(a.mask, i, 0, s) + t, (int) std::min<int64_t>(TILE_KV, a.n_kv - t));
+        for (int64_t j = 0; j < a.n_block_kv; ++j) {
+            const int64_t t = j*BLOCK_KV;
+            w.kind[(s*a.n_block_kv + j)*a.n_tok + i] = kind_of(at<const f16>(a.mask, i, 0, s) + t, (int) std::min<int64_t>(BLOCK_KV, a.n_kv - t));
         }
     }
     unit_queue::open(params);
     ggml_barrier(params->threadpool);
     unit_queue queue(params, a.n_stream*a.n_head_kv*w.n_unit);
     for (int64_t x; (x = queue.take()) >= 0; ) {
-        prefill_unit u;
-        const int64_t i = x % w.n_unit;
-        u.h  = x/w.n_unit % a.n_head_kv;
-        u.s  = x/w.n_unit/a.n_head_kv;
-        u.r0 = i*w.n_block*BLOCK_Q;
-        u.r1 = std::min(a.n_query, u.r0 + w.n_block*BLOCK_Q);
-        attend_unit(a, w, u, dst);
+        digits d { x };
+        const int64_t r0 = d.next(w.n_unit)*w.n_block*BLOCK_Q, h = d.next(a.n_head_kv);
+        prefill(a, w, { h, d.rest, r0, std::min(a.n_query, r0 + w.n_block*BLOCK_Q) }, dst);
     }
     if (a.stats && params->ith == 0) {
-        int64_t n_call = 0;
-        for (int64_t x = 0; x < a.n_stream*a.n_tok; ++x) {
-            const uint8_t * kind = w.kind + x/a.n_tok*a.n_tile*a.n_tok + x % a.n_tok;
-            bool sees = false;
-            for (int64_t j = 0; j < a.n_tile && !sees; ++j) {
-                sees = kind[j*a.n_tok] != MASK_HIDES_ALL;
-            }
-            n_call += sees;
-        }
-        add_stat(a.stats, GGML_SPARSE_STAT_PREFILL, n_call);
+        prefill_stats(a, w);
     }
 }
 
-size_t sparse::prefill_work_size(const ggml_tensor * dst, int n_threads) {
-    return prefill_work(prefill_src(dst), nullptr, 0, n_threads).size;
-}
+size_t sparse::prefill_work_size(const ggml_tensor * dst, int n_threads) { return prefill_work(prefill_src(dst), nullptr, 0, n_threads).size; }

@@ -1,12 +1,14 @@
 #pragma once
 
-// Exact attention of many tokens at once (a prompt), over tiles of K and V. On plain pointers: no ggml tensors, no threads.
+// Exact attention of many tokens at once, which is a prompt: a block of queries by a block of positions at a time.
 //
 // Queries lie side by side in the lanes of vectors, BLOCK_Q of them. So both products, q . k and p * v, take the elements of K and V one by
-// one, as they lie in memory, times vectors of queries; nothing is transposed, and no sum is across lanes. The softmax is updated from tile to
-// tile (arXiv 1805.02867; tiles as in FlashAttention, arXiv 2205.14135). What a query gets does not depend on those beside it
+// one, as they lie in memory, times vectors of queries: nothing is transposed, and no sum is across lanes. The softmax is updated from block to
+// block (arXiv 1805.02867; the blocks are those of FlashAttention, arXiv 2205.14135). What a query gets does not depend on those beside it.
 
-#include "sparse-rows.h"
+#include "sparse-vec.h"
+
+#include <algorithm>
 
 namespace sparse {
 
@@ -15,22 +17,22 @@ constexpr int NQ = 2;         // vectors of a block of queries
 #else
 constexpr int NQ = 4;
 #endif
-constexpr int BLOCK_Q = NQ*W;
-constexpr int TILE_KV = 64;   // positions
+constexpr int BLOCK_Q  = NQ*W;
+constexpr int BLOCK_KV = 64;  // positions
 
-// some queries, and what attention knows of them after some tiles: the sum of p*v, the max logit and the sum of p of each
+// some queries, and what attention knows of each after some positions: the sum of p*v, the largest logit m, and the sum of p
 struct query_block {
-    int     n;   // vectors in use: 1, 2 or NQ
+    int     n;   // how many vectors are in use: 1, 2 or NQ
     float * q;   // [d_k][BLOCK_Q]  times the scale
     float * acc; // [d_v][BLOCK_Q]
     float * m;   // [BLOCK_Q]
     float * l;   // [BLOCK_Q]
 };
 
-// N rows and V vectors of c: c[i] = f*c[i] + sum over j < n of a[i*step_i + j*step_j]*b[j], without f the sum alone.
-// HIDES: not where bias[j] is -inf, whatever a holds
+// c[i] = f*c[i] + sum_j a[i*step_i + j*step_j]*b[j], j < n, for N rows i and V vectors of queries; without f the sum alone.
+// HIDES: terms where bias[j] is -inf are left out, whatever a holds
 template <int N, int V, bool HIDES>
-static SPARQ_NOINLINE void mul_add_rows(float * c, const float * f, const float * a, int64_t step_i, int64_t step_j, const float * b, int n,
+static SPARQ_NOINLINE void mul_add_block(float * c, const float * f, const float * a, int64_t step_i, int64_t step_j, const float * b, int n,
         const float * bias) {
     vf x[N][V];
     SPARQ_UNROLL
@@ -66,27 +68,28 @@ static SPARQ_NOINLINE void mul_add_rows(float * c, const float * f, const float 
     }
 }
 
-// the same for any number of rows; bias == NULL: nothing is hidden
+// the same for any number of rows; bias == NULL means that nothing is hidden
 template <int V>
 static inline void mul_add(float * c, int n_row, const float * f, const float * a, int64_t step_i, int64_t step_j, const float * b, int n,
         const float * bias) {
-    constexpr int N = 6; // N*V sums, V vectors of b and one of a fit the registers
+    constexpr int N = 6; // so that N*V sums, V vectors of b and one of a fit the registers
     int i = 0;
     for (; i + N <= n_row && !bias; i += N) {
-        mul_add_rows<N, V, false>(c + i*BLOCK_Q, f, a + i*step_i, step_i, step_j, b, n, nullptr);
+        mul_add_block<N, V, false>(c + i*BLOCK_Q, f, a + i*step_i, step_i, step_j, b, n, nullptr);
     }
     for (; i + 2 <= n_row && !bias; i += 2) {
-        mul_add_rows<2, V, false>(c + i*BLOCK_Q, f, a + i*step_i, step_i, step_j, b, n, nullptr);
+        mul_add_block<2, V, false>(c + i*BLOCK_Q, f, a + i*step_i, step_i, step_j, b, n, nullptr);
     }
     for (; i < n_row; ++i) {
-        (bias ? mul_add_rows<1, V, true> : mul_add_rows<1, V, false>)(c + i*BLOCK_Q, f, a + i*step_i, step_i, step_j, b, n, bias);
+        (bias ? mul_add_block<1, V, true> : mul_add_block<1, V, false>)(c + i*BLOCK_Q, f, a + i*step_i, step_i, step_j, b, n, bias);
     }
 }
 
-// dot products s [n][BLOCK_Q] -> softmax numerators against the new max of each query; m and l of x are updated; f [BLOCK_Q]: what earlier
-// numerators count now. bias [n][BLOCK_Q] is added, -inf hides, whatever s is; NULL: all zero
+// s[j] = exp(logit[j] - m), logit[j] = softcap(s[j]) + bias[j]: from the dot products of n positions, for V vectors of queries, in place. Updates m,
+// the largest logit so far, and l of x; f [BLOCK_Q] is what earlier numerators count now.
+//   bias [n][BLOCK_Q]: -inf hides, whatever s is; NULL: all zero
 template <int V>
-static inline void softmax_tile(const query_block & x, float * s, float * f, const float * bias, int n, float softcap) {
+static inline void softmax_block(const query_block & x, float * s, float * f, const float * bias, int n, float softcap) {
     const vf inf = set1(-INFINITY);
     vf m[V], sum[V];
     SPARQ_UNROLL
@@ -134,24 +137,24 @@ static inline void softmax_tile(const query_block & x, float * s, float * f, con
     }
 }
 
-// adds a tile to the attention of a block of queries: k [n][d_k], v [n][d_v]; s [n][BLOCK_Q] is scratch, bias as above.
-// finite: v has neither inf nor NaN
+// acc[c] = f*acc[c] + sum_t exp(sum_c q[c]*k[t, c] - m)*v[t, c]: adds n positions to the attention of V vectors of queries
+//   k [n][d_k], v [n][d_v]; s [n][BLOCK_Q] is scratch, bias as above; finite: v has neither inf nor NaN
 template <int V>
-static inline void attend_tile_of(const query_block & x, const float * k, int d_k, const float * v, int d_v, int n, bool finite, const float * bias,
+static inline void attend_block_v(const query_block & x, const float * k, int d_k, const float * v, int d_v, int n, bool finite, const float * bias,
         float softcap, float * s) {
-    constexpr int N = 32; // components that are added up one after another: all of them would round twice as much
+    constexpr int N = 32; // so many components are added up one after another; all of them would round twice as much
     float f[BLOCK_Q];
     std::fill(f, f + BLOCK_Q, 1.0f);
     for (int c = 0; c < d_k; c += N) {
         mul_add<V>(s, n, c > 0 ? f : nullptr, k + c, d_k, 1, x.q + c*BLOCK_Q, std::min(N, d_k - c), nullptr);
     }
-    softmax_tile<V>(x, s, f, bias, n, softcap);
+    softmax_block<V>(x, s, f, bias, n, softcap);
     mul_add<V>(x.acc, d_v, f, v, 1, d_v, s, n, finite ? nullptr : bias);
 }
 
-static inline void attend_tile(const query_block & x, const float * k, int d_k, const float * v, int d_v, int n, bool finite, const float * bias,
+static inline void attend_block(const query_block & x, const float * k, int d_k, const float * v, int d_v, int n, bool finite, const float * bias,
         float softcap, float * s) {
-    const auto attend = x.n == 1 ? attend_tile_of<1> : x.n == 2 ? attend_tile_of<2> : attend_tile_of<NQ>;
+    const auto attend = x.n == 1 ? attend_block_v<1> : x.n == 2 ? attend_block_v<2> : attend_block_v<NQ>;
     attend(x, k, d_k, v, d_v, n, finite, bias, softcap, s);
 }
 
@@ -166,18 +169,6 @@ static inline bool is_finite(const float * x, int n) {
         zero = fma(load_n(x + i, n - i), set1(0.0f), zero);
     }
     return reduce_add(zero) == 0.0f;
-}
-
-// what a mask does to some positions
-enum mask_kind { MASK_ZERO, MASK_HIDES_ALL, MASK_MIXED };
-
-static inline mask_kind kind_of(const f16 * mask, int n) {
-    uint16_t any = 0, all = 0xFFFF;
-    for (int i = 0; i < n; ++i) {
-        any |= mask[i].bits;
-        all &= mask[i].bits;
-    }
-    return any == 0 ? MASK_ZERO : any == F16_NEG_INF && all == F16_NEG_INF ? MASK_HIDES_ALL : MASK_MIXED;
 }
 
 } // namespace sparse

@@ -1,46 +1,203 @@
 #pragma once
 
-// Rows of K and V: dot products with them, weighted sums of them, softmax in between. Exact scores and step 3 are made of these.
-// On plain pointers and strides: no ggml tensors, no threads. Contracts in ggml-sparse.h; the same step, one float at a time, in ref/.
-// Strides called nb_* are in bytes, ld_* in elements.
+// Rows of K and V: how each of their types is read, dot products with them, and how they are prefetched. ATTEND is made of these, and so
+// is SCORE wherever it reads K itself.
+//
+// The arithmetic in this folder works on plain pointers and strides, without ggml tensors and threads. Strides called nb_* count bytes,
+// those called ld_* count elements. ggml-sparse.h has the contracts, and ref/ has every step again, one float at a time.
 
-#include "sparse-seal.h"
+#include "ggml-sparse.h"
+#include "sparse-hadamard.h"
+#include "sparse-vec.h"
 
 #include <algorithm>
 
 namespace sparse {
 
-// rows handled together by the gather: a multiple of every W
+// the units of the contract, under short names
+constexpr int GROUP = GGML_SPARSE_GROUP;
+constexpr int RUN   = GGML_SPARSE_RUN;
+constexpr int SUM   = GGML_SPARSE_SUM;
+
+// ---- the types of K and V ----
+
+// The quantised types of K and V are made of blocks of 32 elements that share a scale: these are ggml's block_q8_0 and block_q4_0. An
+// element of 4 bits stands for scale*(code - 8). The low halves of the bytes are the codes of elements 0 to 15, the high halves the rest.
+struct q8_0 { uint16_t scale; int8_t  code[32]; };
+struct q4_0 { uint16_t scale; uint8_t code[16]; };
+
+// span<T>(row, c) stands for SIZE neighbouring elements of a row, beginning at element c; with blocks it is the block that c lies in.
+// vec(j) is the j-th vector of them. tail(row, c, n) is a vector of the n < W elements from c on, with zeros behind them.
+template <typename T>
+struct span {
+    static constexpr int SIZE = W;
+    const T * p;
+
+    span() = default;
+    span(const char * row, int c) : p((const T *) row + c) {}
+    vf vec(int) const { return load(p); }
+    static vf tail(const char * row, int c, int n) { return load_n((const T *) row + c, n); }
+};
+
+static inline vf block_scale(uint16_t bits) {
+#if defined(SPARQ_AVX512)
+    return _mm512_cvtph_ps(_mm256_set1_epi16((short) bits));
+#elif defined(SPARQ_AVX2)
+    return _mm256_cvtph_ps(_mm_set1_epi16((short) bits));
+#else
+    return set1(to_f32(f16 { bits }));
+#endif
+}
+
+template <>
+struct span<q8_0> {
+    static constexpr int SIZE = 32;
+    const int8_t * code;
+    vf scale;
+
+    span() = default;
+    span(const char * row, int c) {
+        const q8_0 * b = (const q8_0 *) row + c/SIZE;
+        code  = b->code;
+        scale = block_scale(b->scale);
+    }
+    vf vec(int j) const {
+#if defined(SPARQ_AVX512)
+        return mul(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *) (code + j*W)))), scale);
+#elif defined(SPARQ_AVX2)
+        return mul(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *) (code + j*W)))), scale);
+#else
+        float x[W];
+        for (int i = 0; i < W; ++i) {
+            x[i] = code[j*W + i];
+        }
+        return mul(load(x), scale);
+#endif
+    }
+    static vf tail(const char *, int, int) { return set1(0.0f); } // rows are whole blocks, so there is none
+};
+
+template <>
+struct span<q4_0> {
+    static constexpr int SIZE = 32;
+    const uint8_t * code;
+    vf scale; // with AVX-512 these are the 16 values that a code can stand for
+
+    span() = default;
+    span(const char * row, int c) {
+        const q4_0 * b = (const q4_0 *) row + c/SIZE;
+        code  = b->code;
+        scale = block_scale(b->scale);
+#if defined(SPARQ_AVX512)
+        scale = mul(scale, sub(iota(), set1(8.0f)));
+#endif
+    }
+    vf vec(int j) const {
+#if defined(SPARQ_AVX512)
+        const __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *) code));
+        return _mm512_permutexvar_ps(j == 0 ? x : _mm512_srli_epi32(x, 4), scale); // the instruction looks at the lowest 4 bits only
+#elif defined(SPARQ_AVX2)
+        const __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) (code + j % 2*W)));
+        const __m256i y = j < 2 ? _mm256_and_si256(x, _mm256_set1_epi32(15)) : _mm256_srli_epi32(x, 4);
+        return mul(_mm256_cvtepi32_ps(_mm256_sub_epi32(y, _mm256_set1_epi32(8))), scale);
+#else
+        float x[W];
+        for (int i = 0; i < W; ++i) {
+            const int n = j*W + i;
+            x[i] = (float) ((n < 16 ? code[n] & 15 : code[n - 16] >> 4) - 8);
+        }
+        return mul(load(x), scale);
+#endif
+    }
+    static vf tail(const char *, int, int) { return set1(0.0f); } // rows are whole blocks, so there is none
+};
+
+// bytes of n elements of a row
+template <typename T> static inline size_t row_bytes(int64_t n) { return n*sizeof(T); }
+template <> inline size_t row_bytes<q8_0>(int64_t n) { return n/32*sizeof(q8_0); }
+template <> inline size_t row_bytes<q4_0>(int64_t n) { return n/32*sizeof(q4_0); }
+
+// calls step(c) for each whole span of a row of d elements; returns where the tail begins. With D, which is d where it is known, there is
+// no loop: what a loop adds to each iteration waits behind the rows that are still on their way (ATTEND at 1/8 takes 10 % longer)
+template <int D, typename T, typename F>
+static SPARQ_INLINE int for_each_span(int d, const F & step) {
+    constexpr int N = span<T>::SIZE;
+    int c = 0;
+    if (D > 0) {
+        SPARQ_UNROLL
+        for (; c + N <= D; c += N) {
+            step(c);
+        }
+    } else {
+        for (; c + N <= d; c += N) {
+            step(c);
+        }
+    }
+    return c;
+}
+
+// res[t, c] = x[t, c] as f32, for n positions. n_rot > 0: K is rotated, and multiplying again by the Hadamard matrix undoes it
+template <typename T>
+static void load_rows(float * res, const char * x, size_t nb_pos, int n, int d, int n_rot) {
+    for (int t = 0; t < n; ++t, res += d) {
+        const char * row = x + t*nb_pos;
+        const int end = for_each_span<0, T>(d, [&](int c) {
+            const span<T> y(row, c);
+            for (int j = 0; j < span<T>::SIZE/W; ++j) {
+                store(res + c + j*W, y.vec(j));
+            }
+        });
+        if (end < d) {
+            store_n(res + end, span<T>::tail(row, end, d - end), d - end);
+        }
+        ggml_sparse_hadamard(res, d, n_rot);
+    }
+}
+
+// sum[c] += sum_t x[t, c], over n positions
+template <typename T>
+static void sum_positions(float * sum, const char * x, size_t nb_pos, int n, int d) {
+    for (int t = 0; t < n; ++t) {
+        const char * row = x + t*nb_pos;
+        int c = 0;
+        for (; c + span<T>::SIZE <= d; c += span<T>::SIZE) {
+            const span<T> y(row, c);
+            for (int j = 0; j < span<T>::SIZE/W; ++j) {
+                store(sum + c + j*W, add(load(sum + c + j*W), y.vec(j)));
+            }
+        }
+        if (c < d) {
+            store_n(sum + c, add(load_n(sum + c, d - c), span<T>::tail(row, c, d - c)), d - c);
+        }
+    }
+}
+
+// ---- gathered rows, and what is prefetched while they are used ----
+
+// Gathered rows are given by their addresses x [n]; row i begins at x[i] + o. The list must be readable up to a multiple of ROW_BLOCK, so
+// its last entry is repeated. A multiple of every W.
 constexpr int ROW_BLOCK = 16;
 
-// how many rows before their use K and V are asked for: a block of rows is too short for the hardware to run ahead
-constexpr int AHEAD = 2*ROW_BLOCK;
+// how many rows before their use K and V are prefetched: a block of rows is too short for the hardware prefetcher to run ahead
+constexpr int ROWS_AHEAD = 2*ROW_BLOCK;
 
 // the same in bytes, where all positions are read in the order of memory
-constexpr int64_t AHEAD_BYTES = 32*1024;
+constexpr int64_t BYTES_AHEAD = 32*1024;
 
-// asks for `size` bytes from p on. Inlined, as its callers that do nothing else must be: gcc drops calls of a function that only prefetches
+// Always inlined, and so must be its callers that do nothing else: gcc drops calls of a function that only prefetches
 static SPARQ_INLINE void prefetch_bytes(const char * p, size_t size) {
     for (size_t o = 0; o < size; o += 64) {
         prefetch(p + o);
     }
 }
 
-// ---- exact scores: dot products with gathered rows ----
+// While N rows are used, as much is prefetched, a part of it with each span of columns. The next two types say what; x may be null.
 
-// Rows are given by their addresses: x [n], readable up to a multiple of ROW_BLOCK (the last one again), each row at x[i] + o
+// As many other gathered rows, and each of them at once. To spread their lines evenly instead makes GQA-4 at 1/8 take 13 to 19 % longer
+struct prefetch_rows {
+    const char * const * x;
 
-// how many rows some heads use together: they share the loads of q and of the sums. One head is better off with a row after another: lines of
-// rows in turn are read more slowly (MHA at 1/8 by one thread, with the order of asking: 8 to 13 %)
-constexpr int rows_together(int n_head) { return n_head == 1 ? 1 : N_ACC/4 < W ? N_ACC/4 : W; }
-
-// What is asked for on the way, a part with each span of columns of the N rows that are used:
-
-// as many other rows. Each whole at once (with its lines evenly a loop with these kernels, GQA-4 at 1/8, takes 13 to 19 % longer)
-struct ask_rows {
-    const char * const * x; // may be null
-
-    ask_rows from(int i, int64_t) const { return { x ? x + i : x }; }
+    prefetch_rows from(int i, int64_t) const { return { x ? x + i : x }; }
 
     template <int N, int D, typename T>
     SPARQ_INLINE void part(int c, int d) const {
@@ -54,11 +211,11 @@ struct ask_rows {
     }
 };
 
-// as many bytes in the order of memory, evenly (rows at once: dense GQA-4 takes 5 % longer)
-struct ask_run {
-    const char * x; // may be null
+// As many bytes in the order of memory, spread evenly. Whole rows at once make dense GQA-4 take 5 % longer
+struct prefetch_stream {
+    const char * x;
 
-    ask_run from(int i, int64_t size) const { return { x ? x + i*size : x }; }
+    prefetch_stream from(int i, int64_t size) const { return { x ? x + i*size : x }; }
 
     template <int N, int D, typename T>
     SPARQ_INLINE void part(int c, int) const {
@@ -69,90 +226,98 @@ struct ask_run {
     }
 };
 
-// s[h][i] = q[h] . row i for HB heads and up to W rows; some share each load of q. D: d, and the distance of the heads of q, where it is
-// known, without a loop then: what is left for each iteration waits behind the rows that are still on their way (ATTEND at 1/8 takes 10 % longer)
-template <int HB, int D, typename T, typename A>
-static SPARQ_NOINLINE void dot_block( // inlined, its pointers no longer fit the registers (2x slower)
-        float * s, int64_t ld_s, const float * q, int64_t any_ld_q, const char * const * x, int64_t o, int n, int any_d, A next) {
-    const int     d    = D > 0 ? D : any_d;
-    const int64_t ld_q = D > 0 ? D : any_ld_q;
-    constexpr int NW = rows_together(HB);
-    constexpr int NC = span<T>::SIZE;
-    constexpr bool AT_ONCE = HB*NW == W; // the sums of all accumulators fill one vector
-    vf part[HB][W];
-    for (int j = 0; j < W && j < n; j += NW) {
-        const char * row[NW];
+// ---- dot products with gathered rows: s[h, i] = sum_c q[h, c]*x[i, c] ----
+//
+// The same function stands here three times, each on top of the one before. *_block takes HB heads and up to W rows, *_d any number of
+// either; D is the head size where it is known when compiling, else 0. The last one chooses D.
+
+// How many rows are used together: they share the loads of q and of the sums. A single head does better with one row after another, because
+// lines of several rows in turn are read more slowly (MHA at 1/8 by one thread: 8 to 13 %)
+constexpr int rows_together(int n_head) { return n_head == 1 ? 1 : N_ACC/4 < W ? N_ACC/4 : W; }
+
+// a[h, i] += sum_c q[h, c]*x[i, c], over the columns of the span at c
+template <int HB, int N, typename T>
+static SPARQ_INLINE void dot_span(vf * a, const float * q, int64_t ld_q, const char * const * row, int c) {
+    span<T> y[N];
+    SPARQ_UNROLL
+    for (int i = 0; i < N; ++i) {
+        y[i] = span<T>(row[i], c);
+    }
+    SPARQ_UNROLL
+    for (int v = 0; v < span<T>::SIZE/W; ++v) {
+        vf kx[N];
         SPARQ_UNROLL
-        for (int i = 0; i < NW; ++i) {
+        for (int i = 0; i < N; ++i) {
+            kx[i] = y[i].vec(v);
+        }
+        SPARQ_UNROLL
+        for (int h = 0; h < HB; ++h) {
+            const vf qx = in_register(load(q + h*ld_q + c + v*W));
+            SPARQ_UNROLL
+            for (int i = 0; i < N; ++i) {
+                a[h*N + i] = fma(qx, kx[i], a[h*N + i]);
+            }
+        }
+    }
+}
+
+// likewise over the n < W columns of a row that are left
+template <int HB, int N, typename T>
+static SPARQ_INLINE void dot_tail(vf * a, const float * q, int64_t ld_q, const char * const * row, int c, int n) {
+    SPARQ_UNROLL
+    for (int h = 0; h < HB; ++h) {
+        const vf qx = load_n(q + h*ld_q + c, n);
+        SPARQ_UNROLL
+        for (int i = 0; i < N; ++i) {
+            a[h*N + i] = fma(qx, span<T>::tail(row[i], c, n), a[h*N + i]);
+        }
+    }
+}
+
+// With D, d and the distance between the heads of q are both D. Not inlined: its pointers would no longer fit the registers (2x slower)
+template <int HB, int D, typename T, typename P>
+static SPARQ_NOINLINE void dot_rows_block(float * s, int64_t ld_s, const float * q, int64_t any_ld_q, const char * const * x, int64_t o, int n,
+        int any_d, P ahead) {
+    const int      d       = D > 0 ? D : any_d;
+    const int64_t  ld_q    = D > 0 ? D : any_ld_q;
+    constexpr int  N       = rows_together(HB);
+    constexpr bool AT_ONCE = HB*N == W; // all sums together fill one vector
+    vf part[HB][W];
+    for (int j = 0; j < W && j < n; j += N) {
+        const char * row[N];
+        SPARQ_UNROLL
+        for (int i = 0; i < N; ++i) {
             row[i] = x[j + i] + o;
         }
-        vf a[HB*NW];
+        vf a[HB*N];
         SPARQ_UNROLL
-        for (int i = 0; i < HB*NW; ++i) {
+        for (int i = 0; i < HB*N; ++i) {
             a[i] = set1(0.0f);
         }
-        const auto step = [&](int c) {
-            if (next.x) {
-                next.from(j, row_bytes<T>(d)).template part<NW, D, T>(c, d);
+        const int end = for_each_span<D, T>(d, [&](int c) {
+            if (ahead.x) {
+                ahead.from(j, row_bytes<T>(d)).template part<N, D, T>(c, d);
             }
-            span<T> y[NW];
-            SPARQ_UNROLL
-            for (int i = 0; i < NW; ++i) {
-                y[i] = span<T>(row[i], c);
-            }
-            SPARQ_UNROLL
-            for (int v = 0; v < NC/W; ++v) {
-                vf kx[NW];
-                SPARQ_UNROLL
-                for (int i = 0; i < NW; ++i) {
-                    kx[i] = y[i].vec(v);
-                }
-                SPARQ_UNROLL
-                for (int h = 0; h < HB; ++h) {
-                    const vf qx = in_register(load(q + h*ld_q + c + v*W));
-                    SPARQ_UNROLL
-                    for (int i = 0; i < NW; ++i) {
-                        a[h*NW + i] = fma(qx, kx[i], a[h*NW + i]);
-                    }
-                }
-            }
-        };
-        int c = 0;
-        if (D > 0) {
-            SPARQ_UNROLL
-            for (; c + NC <= D; c += NC) {
-                step(c);
-            }
-        } else {
-            for (; c + NC <= d; c += NC) {
-                step(c);
-            }
-        }
-        if (c < d) {
-            SPARQ_UNROLL
-            for (int h = 0; h < HB; ++h) {
-                const vf qx = load_n(q + h*ld_q + c, d - c);
-                SPARQ_UNROLL
-                for (int i = 0; i < NW; ++i) {
-                    a[h*NW + i] = fma(qx, span<T>::tail(row[i], c, d - c), a[h*NW + i]);
-                }
-            }
+            dot_span<HB, N, T>(a, q, ld_q, row, c);
+        });
+        if (end < d) {
+            dot_tail<HB, N, T>(a, q, ld_q, row, end, d - end);
         }
         if (AT_ONCE) {
             float sum[W];
             store(sum, sum_rows(a));
             SPARQ_UNROLL
             for (int h = 0; h < HB; ++h) {
-                if (j + NW <= n) {
-                    memcpy(s + h*ld_s + j, sum + h*NW, NW*sizeof(float));
+                if (j + N <= n) {
+                    memcpy(s + h*ld_s + j, sum + h*N, N*sizeof(float));
                 } else {
-                    std::copy_n(sum + h*NW, n - j, s + h*ld_s + j);
+                    std::copy_n(sum + h*N, n - j, s + h*ld_s + j);
                 }
             }
         } else {
             SPARQ_UNROLL
-            for (int i = 0; i < HB*NW; ++i) {
-                part[i/NW][j + i % NW] = a[i];
+            for (int i = 0; i < HB*N; ++i) {
+                part[i/N][j + i % N] = a[i];
             }
         }
     }
@@ -161,59 +326,64 @@ static SPARQ_NOINLINE void dot_block( // inlined, its pointers no longer fit the
     }
 }
 
-// the same for any number of heads and rows; each row is loaded once for all heads (once per 4 heads from L1)
-template <int D, typename T, typename A>
-static SPARQ_INLINE void dot_rows_of(float * s, int64_t ld_s, const float * q, int64_t ld_q, int n_head, const char * const * x, int64_t o, int n,
-        int d, A next) {
-    const A none = {};
+// A row is loaded from memory once for all heads; after the first four heads it comes from the first level of the cache
+template <int D, typename T, typename P>
+static SPARQ_INLINE void dot_rows_d(float * s, int64_t ld_s, const float * q, int64_t ld_q, int n_head, const char * const * x, int64_t o, int n,
+        int d, P ahead) {
+    const P none = {};
     for (int i = 0; i < n; i += W) {
         const int ni = n - i < W ? n - i : W;
-        const A   ne = next.from(i, row_bytes<T>(d));
+        const P   pi = ahead.from(i, row_bytes<T>(d));
         int h = 0;
         for (; h + 4 <= n_head; h += 4) {
-            dot_block<4, D, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, x + i, o, ni, d, h == 0 ? ne : none);
+            dot_rows_block<4, D, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, x + i, o, ni, d, h == 0 ? pi : none);
         }
         for (; h + 2 <= n_head; h += 2) {
-            dot_block<2, D, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, x + i, o, ni, d, h == 0 ? ne : none);
+            dot_rows_block<2, D, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, x + i, o, ni, d, h == 0 ? pi : none);
         }
         for (; h < n_head; ++h) {
-            dot_block<1, D, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, x + i, o, ni, d, h == 0 ? ne : none);
+            dot_rows_block<1, D, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, x + i, o, ni, d, h == 0 ? pi : none);
         }
     }
 }
 
+// ahead: the rows to prefetch, as many as are used
 template <typename T>
 static void dot_rows(float * s, int64_t ld_s, const float * q, int64_t ld_q, int n_head, const char * const * x, int64_t o, int n, int d,
-        const char * const * next) {
+        const char * const * ahead) {
     const int  known = ld_q == d ? d : 0;
-    const auto dot   = known == 128 ? dot_rows_of<128, T, ask_rows> : known == 64 ? dot_rows_of<64, T, ask_rows> : dot_rows_of<0, T, ask_rows>;
-    dot(s, ld_s, q, ld_q, n_head, x, o, n, d, { next });
+    const auto dot   = known == 128 ? dot_rows_d<128, T, prefetch_rows> : known == 64 ? dot_rows_d<64, T, prefetch_rows>
+                     : dot_rows_d<0, T, prefetch_rows>;
+    dot(s, ld_s, q, ld_q, n_head, x, o, n, d, { ahead });
 }
 
-// One position of all heads, each with a query head of its own: rows that lie one after another, nb bytes apart. To read whole positions is
-// to read in the order of memory: with 32 heads, 16 rows of one head after another come at 22 GB/s, whole positions at 28 to 30 (one thread;
-// two: 31 and 34). next: as many other rows, asked for on the way; without, the whole takes twice as long
+// ---- dot products with whole positions: s[h, t] = sum_c q[h, c]*x[t, h/n_group, c] ----
+//
+// Where all positions are read, they are read in the order of memory, all KV heads of one position before the next position. With 32 heads,
+// 16 rows of one head after another arrive at 22 GB/s, whole positions at 28 to 30 (one thread; with two 31 and 34).
+// The rows of the KV heads of a position lie nb bytes apart. `ahead` points to as many bytes as are used, and these are prefetched on the
+// way: without that, the whole takes twice as long.
 
-// s[h*ld_s] = q[h] . row h
+// one position, and one query head per KV head: s[h*ld_s] = sum_c q[h, c]*x[h, c]
 template <int D, typename T>
-static SPARQ_NOINLINE void dot_position(float * s, int64_t ld_s, const float * q, int64_t ld_q, int n_head, const char * x, int64_t nb, int any_d,
-        const char * next) {
-    const int     d  = D > 0 ? D : any_d;
-    constexpr int NC = span<T>::SIZE;
+static SPARQ_NOINLINE void dot_position_d(float * s, int64_t ld_s, const float * q, int64_t ld_q, int n_head, const char * x, int64_t nb,
+        int any_d, const char * ahead) {
+    const int     d = D > 0 ? D : any_d;
+    constexpr int N = span<T>::SIZE;
     for (int h0 = 0; h0 < n_head; h0 += W) {
         const int n = n_head - h0 < W ? n_head - h0 : W;
         vf part[W];
-        for (int h = 0; h < n; ++h) { // one after another: out of their order, they are not read ahead
+        for (int h = 0; h < n; ++h) { // one after another: in any other order the hardware does not read ahead
             vf  a = set1(0.0f);
             int c = 0;
             SPARQ_UNROLL
-            for (; c + NC <= d; c += NC) {
-                if (row_bytes<T>(c) % 64 < row_bytes<T>(NC)) {
-                    prefetch_bytes(next + row_bytes<T>(c), row_bytes<T>(NC));
+            for (; c + N <= d; c += N) {
+                if (row_bytes<T>(c) % 64 < row_bytes<T>(N)) {
+                    prefetch_bytes(ahead + row_bytes<T>(c), row_bytes<T>(N));
                 }
                 const span<T> y(x, c);
                 SPARQ_UNROLL
-                for (int v = 0; v < NC/W; ++v) {
+                for (int v = 0; v < N/W; ++v) {
                     a = fma(load(q + c + v*W), y.vec(v), a);
                 }
             }
@@ -221,9 +391,9 @@ static SPARQ_NOINLINE void dot_position(float * s, int64_t ld_s, const float * q
                 a = fma(load_n(q + c, d - c), span<T>::tail(x, c, d - c), a);
             }
             part[h] = a;
-            q    += ld_q;
-            x    += nb;
-            next += nb;
+            q     += ld_q;
+            x     += nb;
+            ahead += nb;
         }
         for (int h = n; h < W; ++h) {
             part[h] = set1(0.0f);
@@ -236,300 +406,32 @@ static SPARQ_NOINLINE void dot_position(float * s, int64_t ld_s, const float * q
     }
 }
 
-// Positions of all heads, in the order of memory: x [n], readable up to a multiple of POS_BLOCK, heads nb bytes apart, n_group query heads
-// each. next: where as many bytes lie that are asked for on the way
-
-// positions whose rows are used head by head. With 16 of them (8 heads of 128, f16) a loop that only reads gets 36 GB/s, with 4 45, with 1 54;
-// arithmetic wants 4
+// Positions whose rows are used head by head, where query heads share a KV head. A loop that only reads (8 heads of 128, f16) gets 36 GB/s
+// with 16 of them, 45 with 4 and 54 with 1; the arithmetic wants 4
 constexpr int POS_BLOCK = 4;
 
+// x [n]: the addresses of the positions, readable up to a multiple of POS_BLOCK
 template <int D, typename T>
-static void dot_positions_of(float * s, int64_t ld_s, const float * q, int64_t ld_q, int n_head, int n_group, const char * const * x, int64_t nb,
-        int n, int d, const char * next) {
+static void dot_positions_d(float * s, int64_t ld_s, const float * q, int64_t ld_q, int n_head, int n_group, const char * const * x, int64_t nb,
+        int n, int d, const char * ahead) {
     const int64_t size = row_bytes<T>(d);
-    for (int i = 0; i < n && n_group == 1; ++i, next += n_head*size) {
-        dot_position<D, T>(s + i, ld_s, q, ld_q, n_head, x[i], nb, d, next);
+    for (int i = 0; i < n && n_group == 1; ++i, ahead += n_head*size) {
+        dot_position_d<D, T>(s + i, ld_s, q, ld_q, n_head, x[i], nb, d, ahead);
     }
     for (int i = 0; i < n && n_group > 1; i += POS_BLOCK) {
         const int ni = n - i < POS_BLOCK ? n - i : POS_BLOCK;
-        for (int h = 0; h*n_group < n_head; ++h, next += POS_BLOCK*size) {
-            dot_rows_of<D, T>(s + h*n_group*ld_s + i, ld_s, q + h*n_group*ld_q, ld_q, n_group, x + i, h*nb, ni, d, ask_run { next });
+        for (int h = 0; h*n_group < n_head; ++h, ahead += POS_BLOCK*size) {
+            dot_rows_d<D, T>(s + h*n_group*ld_s + i, ld_s, q + h*n_group*ld_q, ld_q, n_group, x + i, h*nb, ni, d, prefetch_stream { ahead });
         }
     }
 }
 
 template <typename T>
 static void dot_positions(float * s, int64_t ld_s, const float * q, int64_t ld_q, int n_head, int n_group, const char * const * x, int64_t nb,
-        int n, int d, const char * next) {
+        int n, int d, const char * ahead) {
     const int  known = ld_q == d ? d : 0;
-    const auto dot   = known == 128 ? dot_positions_of<128, T> : known == 64 ? dot_positions_of<64, T> : dot_positions_of<0, T>;
-    dot(s, ld_s, q, ld_q, n_head, n_group, x, nb, n, d, next);
-}
-
-// ---- step 3: attention over rows ----
-
-// the partial result of one query head over some positions: acc [d_v], max logit m, sum of exp(logit - m)
-struct attn_state {
-    float * x;
-    int     d;
-
-    static int size(int d) { return (d + 2 + 15)/16*16; } // floats; whole cache lines
-
-    float * acc() const { return x; }
-    float & m()   const { return x[d]; }
-    float & l()   const { return x[d + 1]; }
-};
-
-// acc[h] += sum_i p[h][i]*row i for HB heads and N rows
-template <int HB, int N, int D, typename T, typename A>
-static SPARQ_NOINLINE void add_block(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, const char * const * x, int64_t o, int any_d,
-        A next) {
-    const int     d  = D > 0 ? D : any_d;
-    constexpr int NC = span<T>::SIZE;
-    vf ph[HB][N];
-    const char * row[N];
-    SPARQ_UNROLL
-    for (int i = 0; i < N; ++i) {
-        row[i] = x[i] + o;
-        SPARQ_UNROLL
-        for (int h = 0; h < HB; ++h) {
-            ph[h][i] = in_register(set1(p[h*ld_p + i]));
-        }
-    }
-    const auto step = [&](int c) {
-        if (next.x) {
-            next.template part<N, D, T>(c, d);
-        }
-        span<T> y[N];
-        SPARQ_UNROLL
-        for (int i = 0; i < N; ++i) {
-            y[i] = span<T>(row[i], c);
-        }
-        SPARQ_UNROLL
-        for (int v = 0; v < NC/W; ++v) {
-            vf vx[N];
-            SPARQ_UNROLL
-            for (int i = 0; i < N; ++i) {
-                vx[i] = y[i].vec(v);
-            }
-            SPARQ_UNROLL
-            for (int h = 0; h < HB; ++h) {
-                float * sum = acc + h*ld_acc + c + v*W;
-                vf a = load(sum);
-                SPARQ_UNROLL
-                for (int i = 0; i < N; ++i) {
-                    a = fma(ph[h][i], vx[i], a);
-                }
-                store(sum, a);
-            }
-        }
-    };
-    int c = 0;
-    if (D > 0) {
-        SPARQ_UNROLL
-        for (; c + NC <= D; c += NC) {
-            step(c);
-        }
-    } else {
-        for (; c + NC <= d; c += NC) {
-            step(c);
-        }
-    }
-    if (c < d) {
-        for (int h = 0; h < HB; ++h) {
-            vf a = load_n(acc + h*ld_acc + c, d - c);
-            for (int i = 0; i < N; ++i) {
-                a = fma(ph[h][i], span<T>::tail(row[i], c, d - c), a);
-            }
-            store_n(acc + h*ld_acc + c, a, d - c);
-        }
-    }
-}
-
-// acc += sum_i p[i]*row i: one head, whose sums stay in registers
-template <int D, typename T, typename A>
-static SPARQ_NOINLINE void add_block_1(float * acc, const float * p, const char * const * x, int64_t o, int n, A next) {
-    constexpr int NV = D/W < 8 ? D/W : span<T>::SIZE/W < 8 ? 8 : span<T>::SIZE/W; // vectors at a time
-    constexpr int NS = span<T>::SIZE/W;
-    for (int c = 0; c < D; c += NV*W) {
-        vf a[NV];
-        SPARQ_UNROLL
-        for (int j = 0; j < NV; ++j) {
-            a[j] = load(acc + c + j*W);
-        }
-        for (int i = 0; i < n; ++i) {
-            const char * row = x[i] + o;
-            if (next.x && c == 0) {
-                next.from(i, row_bytes<T>(D)).template part<1, 0, T>(0, D);
-            }
-            const vf pi = set1(p[i]);
-            SPARQ_UNROLL
-            for (int j = 0; j < NV; j += NS) {
-                const span<T> y(row, c + j*W);
-                SPARQ_UNROLL
-                for (int l = 0; l < NS; ++l) {
-                    a[j + l] = fma(pi, y.vec(l), a[j + l]);
-                }
-            }
-        }
-        SPARQ_UNROLL
-        for (int j = 0; j < NV; ++j) {
-            store(acc + c + j*W, a[j]);
-        }
-    }
-}
-
-// the same for n rows
-template <int HB, int D, typename T, typename A>
-static SPARQ_INLINE void add_rows_heads(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, const char * const * x, int64_t o, int n, int d,
-        A next) {
-    if (HB == 1 && D > 0) {
-        add_block_1<(D > 0 ? D : W), T>(acc, p, x, o, n, next);
-        return;
-    }
-    constexpr int N = rows_together(HB);
-    int i = 0;
-    for (; i + N <= n; i += N) {
-        add_block<HB, N, D, T>(acc, ld_acc, p + i, ld_p, x + i, o, d, next.from(i, row_bytes<T>(d)));
-    }
-    for (; i < n; ++i) {
-        add_block<HB, 1, D, T>(acc, ld_acc, p + i, ld_p, x + i, o, d, next.from(i, row_bytes<T>(d)));
-    }
-}
-
-template <int D, typename T, typename A>
-static SPARQ_INLINE void add_rows_of(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, int n_head, const char * const * x, int64_t o,
-        int n, int d, A next) {
-    const A none = {};
-    // where a row is used more than once, it is to be in the first level still
-    const int block = n_head == 1 && d <= 8*W ? n : ROW_BLOCK;
-    for (int i = 0; i < n; i += block) {
-        const int ni = n - i < block ? n - i : block;
-        const A   ne = next.from(i, row_bytes<T>(d));
-        int h = 0;
-        for (; h + 4 <= n_head; h += 4) {
-            add_rows_heads<4, D, T>(acc + h*ld_acc, ld_acc, p + h*ld_p + i, ld_p, x + i, o, ni, d, h == 0 ? ne : none);
-        }
-        for (; h + 2 <= n_head; h += 2) {
-            add_rows_heads<2, D, T>(acc + h*ld_acc, ld_acc, p + h*ld_p + i, ld_p, x + i, o, ni, d, h == 0 ? ne : none);
-        }
-        for (; h < n_head; ++h) {
-            add_rows_heads<1, D, T>(acc + h*ld_acc, ld_acc, p + h*ld_p + i, ld_p, x + i, o, ni, d, h == 0 ? ne : none);
-        }
-    }
-}
-
-template <typename T>
-static void add_rows(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, int n_head, const char * const * x, int64_t o, int n, int d,
-        const char * const * next) {
-    const auto add = d == 128 ? add_rows_of<128, T, ask_rows> : d == 64 ? add_rows_of<64, T, ask_rows> : add_rows_of<0, T, ask_rows>;
-    add(acc, ld_acc, p, ld_p, n_head, x, o, n, d, { next });
-}
-
-// acc[h] += p[h*ld_p]*row h of a position, see dot_position
-template <int D, typename T>
-static SPARQ_NOINLINE void add_position(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, int n_head, const char * x, int64_t nb,
-        int any_d, const char * next) {
-    const int     d  = D > 0 ? D : any_d;
-    constexpr int NC = span<T>::SIZE;
-    for (int h = 0; h < n_head; ++h) {
-        const char * row = x + h*nb, * ask = next + h*nb;
-        float * a = acc + h*ld_acc;
-        const vf ph = set1(p[h*ld_p]);
-        int c = 0;
-        SPARQ_UNROLL
-        for (; c + NC <= d; c += NC) {
-            if (row_bytes<T>(c) % 64 < row_bytes<T>(NC)) {
-                prefetch_bytes(ask + row_bytes<T>(c), row_bytes<T>(NC));
-            }
-            const span<T> y(row, c);
-            SPARQ_UNROLL
-            for (int v = 0; v < NC/W; ++v) {
-                store(a + c + v*W, fma(ph, y.vec(v), load(a + c + v*W)));
-            }
-        }
-        if (c < d) {
-            store_n(a + c, fma(ph, span<T>::tail(row, c, d - c), load_n(a + c, d - c)), d - c);
-        }
-    }
-}
-
-template <int D, typename T>
-static void add_positions_of(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, int n_head, int n_group, const char * const * x,
-        int64_t nb, int n, int d, const char * next) {
-    const int64_t size = row_bytes<T>(d);
-    for (int i = 0; i < n && n_group == 1; ++i, next += n_head*size) {
-        add_position<D, T>(acc, ld_acc, p + i, ld_p, n_head, x[i], nb, d, next);
-    }
-    for (int i = 0; i < n && n_group > 1; i += POS_BLOCK) {
-        const int ni = n - i < POS_BLOCK ? n - i : POS_BLOCK;
-        for (int h = 0; h*n_group < n_head; ++h, next += POS_BLOCK*size) {
-            add_rows_of<D, T>(acc + h*n_group*ld_acc, ld_acc, p + h*n_group*ld_p + i, ld_p, n_group, x + i, h*nb, ni, d, ask_run { next });
-        }
-    }
-}
-
-template <typename T>
-static void add_positions(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, int n_head, int n_group, const char * const * x, int64_t nb,
-        int n, int d, const char * next) {
-    const auto add = d == 128 ? add_positions_of<128, T> : d == 64 ? add_positions_of<64, T> : add_positions_of<0, T>;
-    add(acc, ld_acc, p, ld_p, n_head, n_group, x, nb, n, d, next);
-}
-
-// logits of one query head over n rows -> softmax numerators in place; fills m and l of the state
-static inline void softmax_part(const attn_state & st, float * s, const float * bias, int n, float scale, float softcap, float slope) {
-    const vf inf = set1(-INFINITY);
-    vf m = inf;
-    for (int i = 0; i < n; i += W) { // s and bias are readable up to a multiple of W; bias is -inf there
-        vf x = mul(load(s + i), set1(scale));
-        if (softcap > 0.0f) {
-            x = soft_cap(x, softcap);
-        }
-        const vf b = load(bias + i);
-        x = select(eq(b, inf), inf, fma(b, set1(slope), x));
-        store(s + i, x);
-        m = vmax(x, m);
-    }
-    st.m() = reduce_max(m);
-
-    const vf m0 = set1(st.m() == -INFINITY ? 0.0f : st.m());
-    vf l = set1(0.0f);
-    for (int i = 0; i < n; i += W) {
-        const vf p = exp(sub(load(s + i), m0));
-        store(s + i, p);
-        l = add(l, p);
-    }
-    st.l() = reduce_add(l);
-}
-
-// res [d] = sum over the states (x, x + ld, ..) of one query head, in order; then the sink, if any. Zeros if nothing was seen
-static inline void merge(float * res, const float * x, int64_t ld, int n_state, int d, const float * sink) {
-    float m = sink ? *sink : -INFINITY;
-    for (int i = 0; i < n_state; ++i) {
-        const float mi = x[i*ld + d];
-        m = mi > m ? mi : m;
-    }
-    const float m0 = m == -INFINITY ? 0.0f : m;
-
-    for (int c = 0; c < d; ++c) {
-        res[c] = 0.0f;
-    }
-    float l = 0.0f;
-    for (int i = 0; i < n_state; ++i) {
-        const float * xi = x + i*ld;
-        const float   f  = expf(xi[d] - m0);
-        l += xi[d + 1]*f;
-        for (int c = 0; c < d; ++c) {
-            res[c] += xi[c]*f;
-        }
-    }
-    if (sink) {
-        l += expf(*sink - m0);
-    }
-    const float inv = l != 0.0f ? 1.0f/l : 0.0f;
-    for (int c = 0; c < d; ++c) {
-        res[c] *= inv;
-    }
+    const auto dot   = known == 128 ? dot_positions_d<128, T> : known == 64 ? dot_positions_d<64, T> : dot_positions_d<0, T>;
+    dot(s, ld_s, q, ld_q, n_head, n_group, x, nb, n, d, ahead);
 }
 
 } // namespace sparse

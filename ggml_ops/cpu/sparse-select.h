@@ -1,22 +1,22 @@
 #pragma once
 
-// Step 2: the top k positions, and alpha.
-// On plain pointers and strides: no ggml tensors, no threads. Contracts in ggml-sparse.h; the same step, one float at a time, in ref/.
-// Strides called nb_* are in bytes, ld_* in elements.
+// Step 2: the top k positions of one KV head of one token, and alpha.
+//
+// Each tile of logits is made ready by the thread that has just written it. Then positions have keys: the largest keys win, ties go to the
+// lower cell. With one query head the key is the logit, with several the sum over them of their softmax.
 
-#include "sparse-score.h"
+#include "sparse-kth.h"
 
 #include <algorithm>
 
 namespace sparse {
 
-// ---- step 2: the top k positions ----
-
-// the logits of one KV head of one token, tile by tile; each tile is brought into the form that is ranked by the thread that made it
+// the logits of one KV head of one token, tile by tile
 struct head_scores {
-    float * x;      // [n_head][ld] logits; with several heads exp(logit - max) once the tile is finished, and where hidden -inf in the first, 0 in the others
-    float * max;    // [n_tile][n_head] the largest logit of the tile, -inf: nothing is visible
-    float * sum;    // [n_tile][n_head] of exp(logit - max); NaN: there is a NaN or +inf
+    float * x;      // [n_head][ld] logits. With several heads, a finished tile holds exp(logit - max), and -inf where hidden in the first head, 0 in
+                    // the others
+    float * max;    // [n_tile][n_head] the largest logit of the tile, -inf if nothing is visible
+    float * sum;    // [n_tile][n_head] the sum of exp(logit - max), NaN if there is a NaN or +inf
     int64_t ld;     // >= n + W
     int64_t n;      // positions
     int64_t tile;   // positions per tile
@@ -25,30 +25,30 @@ struct head_scores {
     int64_t n_tile() const { return (n + tile - 1)/tile; }
 };
 
-// what is read from memory next, asked for while positions are ranked: memory would have nothing to do meanwhile. Rows of `size` bytes, one after
-// another
+// What memory is read next. It is prefetched while positions are ranked, when memory would have nothing to do. These are rows of `size` bytes,
+// one after another
 struct line_stream {
-    const char    * base     = nullptr; // row i begins at base + chan[i]*nb_chan
-    size_t          nb_chan  = 0;
+    const char    * base     = nullptr; // row i begins at base + comp[i]*nb_comp
+    size_t          nb_comp  = 0;
     size_t          size     = 0;
-    const int32_t * chan     = nullptr; // of the next row
-    const int32_t * chan_end = nullptr;
-    const char    * p        = nullptr; // in the row at hand
+    const int32_t * comp     = nullptr; // that of the next row
+    const int32_t * comp_end = nullptr;
+    const char    * p        = nullptr; // in the current row
     const char    * end      = nullptr;
 
-    // at each vector from t on: a cache line per n positions
+    // called at each vector of positions: one cache line per n positions
     void pass(int64_t t, int n) {
         if (t % n == 0) {
-            ask();
+            prefetch_line();
         }
     }
 
-    void ask() {
+    void prefetch_line() {
         if (p >= end) {
-            if (chan == chan_end) {
+            if (comp == comp_end) {
                 return;
             }
-            p   = base + *chan++*nb_chan;
+            p   = base + *comp++*nb_comp;
             end = p + size;
         }
         prefetch(p);
@@ -56,38 +56,38 @@ struct line_stream {
     }
 };
 
-// for how many positions one line: of what is in the first level, what memory brings in that time; of what is in the second less, since there
-// loads wait behind lines from memory
-constexpr int ASK_NEAR = 16;
-constexpr int ASK_FAR  = 32;
+// How many positions pass per prefetched line. Where they come from the first level of the cache, memory delivers a line in the time of 16.
+// Where they come from the second, fewer lines are better, since loads from there wait behind lines from memory.
+constexpr int LINE_EVERY_NEAR = 16;
+constexpr int LINE_EVERY_FAR  = 32;
 
 // scratch of a thread
 struct select_scratch {
-    float   * key;      // [n + 2*W] what is ranked, with several heads
-    float   * cand;     // [n + (n_tile + 2)*W] keys near or above the cut ..
+    float   * key;      // [n + 2*W] the keys, with several heads
+    float   * cand;     // [n + (n_tile + 2)*W] the keys of candidates, which are near or above the cut ..
     int32_t * cell;     // [n + (n_tile + 2)*W] .. and their cells
     float   * weight;   // [n + 2*W] with top_p
-    float   * saved;    // [n_forced + W] the keys of forced cells, NaN: not forced
+    float   * saved;    // [n_always + W] the own keys of cells that are always selected, NaN: the cell does not count as one
     float   * top;      // [n_head] the largest logit ..
     float   * all;      // [n_head] .. and the sum of exp(logit - top)
     float   * factor;   // [n_tile][n_head] brings exp(logit - max) of a tile to exp(logit - top)
-    float   * guess;    // [1] of a head whose tiles threads share: where candidates begin ..
-    int32_t * n_wanted; // [1] .. how many are wanted ..
-    int32_t * n_cand;   // [n_tile] .. and how many each tile has, those of tile i from i*(tile + W) on
+    float   * guess;    // [1] where threads share a head: candidates have at least this key ..
+    int32_t * n_wanted; // [1] .. so many are wanted ..
+    int32_t * n_cand;   // [n_tile] .. and each tile has so many, those of tile i from i*(tile + W) on
 };
 
-// what step 2 is asked for
+// what is to be selected
 struct select_args {
-    const int32_t * forced;     // [n_forced] the first n_local, then those from n_local_max on
-    int             n_forced, n_local, n_local_max;
+    const int32_t * always;     // [n_always] cells that are always selected: local positions, of which the first n_local count, and from n_local_max on sinks
+    int             n_always, n_local, n_local_max;
     int             k, topk_max;
-    const float   * sinks;      // [n_head] or NULL
+    const float   * sinks;      // [n_head] learned sinks, or NULL
     bool            want_alpha;
     float           top_p;
 };
 
-// e^x for x <= 0; 0 below -104. Cheaper than exp(): its relative error grows with |x|, 3 ulp near 0, |x| ulp far from it
-// NUMERICS: weighs positions against each other (ranking, alpha), where what is far from 0 counts little; attention itself uses exp()
+// e^x for x <= 0, and 0 below -104. It is cheaper than exp(), and its relative error grows with |x|: 3 ulp near 0, |x| ulp far from it
+// NUMERICS: it weighs positions against each other (ranking, alpha), where those far from 0 count little. Attention itself uses exp()
 static inline vf exp_rank(vf x) {
     vf f;
     const vf n = split_2n(fma(x, set1(1.44269504f), set1(0.5f)), f);
@@ -100,7 +100,7 @@ static inline vf exp_rank(vf x) {
     return mul_2n(p, n);
 }
 
-// a sum of many terms. Few lanes would add thousands of them one after the other: there, the sums of blocks are summed
+// A sum of many terms. With few lanes, thousands of terms would be added to one number; there, sums of blocks are added instead
 struct long_sum {
     vf  all = set1(0.0f), block = set1(0.0f);
     int n = 0;
@@ -116,9 +116,9 @@ struct long_sum {
     float total() const { return reduce_add(W < 8 ? add(all, block) : block); }
 };
 
-// the largest of n floats, rounded up to whole vectors; NaN does not count
+// the largest of n floats, rounded up to whole vectors; NaN is not counted
 static inline float largest(const float * x, int64_t n) {
-    constexpr int N = 4; // in turns: each waits for the one before
+    constexpr int N = 4; // accumulators that take turns, because each waits for its own last result
     const vf none = set1(-INFINITY);
     vf top[N] = { none, none, none, none };
     int64_t t = 0;
@@ -133,14 +133,17 @@ static inline float largest(const float * x, int64_t n) {
     return reduce_max(vmax(vmax(top[0], top[1]), vmax(top[2], top[3])));
 }
 
-// makes a tile of logits ready: its maxima, its sums of exp (with several heads, or where wanted), keys
+// ---- tiles ----
+
+// max[h] = max_t x[h, t], sum[h] = sum_t exp(x[h, t] - max[h]), over the positions of a tile; the sums with several heads, or where wanted.
+// Leaves keys (one head) or the exponentials (several)
 static inline void finish_tile(const head_scores & s, int64_t tile, bool want_softmax, line_stream & next) {
     const vf inf = set1(-INFINITY);
     const int64_t t0 = tile*s.tile, n = s.n - t0 < s.tile ? s.n - t0 : s.tile;
     for (int h = 0; h < s.n_head; ++h) {
         float * x = s.x + h*s.ld + t0;
         for (int64_t t = n; t % W != 0; ++t) {
-            x[t] = -INFINITY; // behind the end
+            x[t] = -INFINITY; // behind the last position
         }
         const float max = std::fmin(largest(x, n), FLT_MAX);
         const vf    ref = set1(max == -INFINITY ? 0.0f : max);
@@ -150,14 +153,14 @@ static inline void finish_tile(const head_scores & s, int64_t tile, bool want_so
             const vf e = exp_rank(sub(y, ref));
             sum += e;
             if (s.n_head > 1) {
-                store(x + t, h == 0 ? select(eq(y, inf), inf, e) : e); // one head tells what is hidden
+                store(x + t, h == 0 ? select(eq(y, inf), inf, e) : e); // the first head tells what is hidden
             }
-            next.pass(t, ASK_NEAR);
+            next.pass(t, LINE_EVERY_NEAR);
         }
         const float total  = sum.total();
         const bool  finite = total < INFINITY; // then there is no NaN and no +inf
         if (s.n_head == 1 && !(finite && want_softmax)) {
-            // the key is the logit itself, but NaN counts as hidden, and +inf is left for the forced cells
+            // the key is the logit itself, but NaN counts as hidden, and +inf is reserved for cells that are always selected
             for (int64_t t = 0; t < n; t += W) {
                 const vf y = load(x + t);
                 store(x + t, select(lt(inf, y), vmin(y, set1(FLT_MAX)), inf));
@@ -168,7 +171,7 @@ static inline void finish_tile(const head_scores & s, int64_t tile, bool want_so
     }
 }
 
-// w.top, w.all and w.factor, from the tiles
+// top[h] = max_i max[i, h], factor[i, h] = exp(max[i, h] - top[h]), all[h] = sum_i sum[i, h]*factor[i, h], over the tiles i
 static inline void sum_tiles(const select_scratch & w, const head_scores & s) {
     for (int h = 0; h < s.n_head; ++h) {
         float top = -INFINITY;
@@ -185,7 +188,8 @@ static inline void sum_tiles(const select_scratch & w, const head_scores & s) {
     }
 }
 
-// what is ranked, where heads are several: the sum over them of softmax(logits), for the tiles [i0, i1); -inf or NaN where hidden, and behind n
+// key[t] = sum_h x[h, t]*factor[tile, h]/all[h], with several heads, for the tiles [i0, i1): -inf or NaN where hidden, and behind the last
+// position
 static inline void rank_keys(float * key, const select_scratch & w, const head_scores & s, int64_t i0, int64_t i1, line_stream & next) {
     constexpr int NH = 4; // heads of a pass
     for (int64_t i = i0; i < i1; ++i) {
@@ -204,18 +208,20 @@ static inline void rank_keys(float * key, const select_scratch & w, const head_s
                 for (int h = 0; h < NH; ++h) {
                     p = fma(load(e[h] + t), f[h], p);
                 }
-                next.pass(t, ASK_FAR);
+                next.pass(t, LINE_EVERY_FAR);
                 store(key + t, p);
             }
         }
     }
 }
 
-// keys of forced cells, each counted once, become +inf; w.saved keeps them. Returns their number
-static inline int force(const select_scratch & w, float * key, int64_t n, const select_args & a) {
+// ---- the largest keys ----
+
+// Gives the cells that are always selected the key +inf, each cell once, and keeps their own keys in w.saved. Returns their number
+static inline int raise_always(const select_scratch & w, float * key, int64_t n, const select_args & a) {
     int n_in = 0;
-    for (int i = 0; i < a.n_forced; ++i) {
-        const int32_t cell = a.forced[i];
+    for (int i = 0; i < a.n_always; ++i) {
+        const int32_t cell = a.always[i];
         const bool    in   = (i < a.n_local || i >= a.n_local_max) && cell >= 0 && cell < n && n_in < a.topk_max;
         w.saved[i] = in && key[cell] > -INFINITY && key[cell] < INFINITY ? key[cell] : NAN;
         if (w.saved[i] == w.saved[i]) {
@@ -226,10 +232,10 @@ static inline int force(const select_scratch & w, float * key, int64_t n, const 
     return n_in;
 }
 
-// a guess of the k-th largest key, from a sample: low enough to leave k candidates almost always, the more the larger `wide` is; -FLT_MAX: none.
-// What is taken does not depend on it
+// Guesses the k-th largest key from a sample, so low that almost always k candidates reach it, and lower the larger `wide` is; -FLT_MAX means
+// that all are candidates. What is selected does not depend on it
 static inline float guess_cut(const select_scratch & w, const float * key, int64_t n, int k, float wide) {
-    constexpr int N_SAMPLE = 512, N_PLACE = 128, N = N_SAMPLE/N_PLACE; // neighbours are alike
+    constexpr int N_SAMPLE = 512, N_PLACE = 128, N = N_SAMPLE/N_PLACE; // many places, because neighbours are alike
     const float   want = (float) k*N_SAMPLE/n*wide;
     const int64_t rank = (int64_t) (want + 3.0f*sqrtf(want) + 2.0f);
     if (n <= 2*N_SAMPLE || rank >= N_SAMPLE/2) {
@@ -241,22 +247,22 @@ static inline float guess_cut(const select_scratch & w, const float * key, int64
     return kth_largest(w.cand, N_SAMPLE, rank, -FLT_MAX, rank/8);
 }
 
-// appends the cells from t0 on, before t1, whose keys reach `guess`, and those keys; returns their number. Keys from n on are -inf or NaN
+// Appends the cells in [t0, t1) whose keys reach `guess`, and those keys; returns their number. Keys behind the last position are -inf or NaN
 static inline int take_candidates(float * cand, int32_t * cell, const float * key, int64_t t0, int64_t t1, float guess, line_stream & next) {
     const vf g = set1(guess);
     int n = 0;
     for (int64_t t = t0; t < t1; t += W) {
         const vf x = load(key + t);
         const vm m = ge(x, g);
-        append(cand + n, x, m);
-        n += append_index(cell + n, (int32_t) t, m);
-        next.pass(t, ASK_FAR);
+        append_f32(cand + n, x, m);
+        n += append_iota(cell + n, (int32_t) t, m);
+        next.pass(t, LINE_EVERY_FAR);
     }
     return n;
 }
 
-// of the candidates the cells with the k largest keys, ascending, ties to the lower cell; returns their number, fewer than k if there are
-// fewer. Leaves their keys in w.cand
+// res: of the candidates the cells with the k largest keys, ascending, ties to the lower cell. Returns their number, which is k if there are so
+// many. Leaves their keys in w.cand
 static inline int take_largest(int32_t * res, const select_scratch & w, int n_cand, int k, float guess) {
     float   * cand = w.cand;
     int32_t * cell = w.cell;
@@ -267,7 +273,7 @@ static inline int take_largest(int32_t * res, const select_scratch & w, int n_ca
 
     const float cut = kth_largest(cand, n_cand, k, guess);
 
-    int n_tie = k; // candidates equal to the cut that still fit
+    int n_tie = k; // how many candidates equal to the cut still fit
     int n_eq  = 0;
     for (int i = 0; i < n_cand; ++i) {
         n_tie -= cand[i] > cut;
@@ -279,8 +285,8 @@ static inline int take_largest(int32_t * res, const select_scratch & w, int n_ca
         for (int i = 0; i < n_cand; i += W) {
             const vf x = load(cand + i);
             const vm m = ge(x, set1(cut));
-            append(cand + n_res, x, m); // never past what is still to be read
-            n_res += append_cells(cell + n_res, cell + i, m);
+            append_f32(cand + n_res, x, m); // writes nothing that is still to be read
+            n_res += append_i32(cell + n_res, cell + i, m);
         }
         memcpy(res, cell, n_res*sizeof(int32_t));
         return n_res;
@@ -296,10 +302,11 @@ static inline int take_largest(int32_t * res, const select_scratch & w, int n_ca
     return n_res;
 }
 
-// does step 2 stop early?
+// ---- top_p: fewer than k ----
+
 static inline bool is_top_p(float p) { return p > 0.0f && p < 1.0f; }
 
-// sum of the weights whose key is at least `least`; for a larger `least` never more, since adding a term or 0 rounds in order
+// sum_i weight[i], over i with key[i] >= least. It never grows with `least`: adding a term instead of 0 rounds in order
 static inline float mass_from(const float * key, const float * weight, int n, float least) {
     const vf l = set1(least);
     long_sum sum;
@@ -309,13 +316,14 @@ static inline float mass_from(const float * key, const float * weight, int n, fl
     return sum.total();
 }
 
-// of n cells, with their keys, those with the key -inf, and of the others those with the largest keys, until their weights add up to `want`;
-// ties to the lower cell. key, weight [n + W]; from n on the keys are -inf. Returns how many are left, in the order they had
+// Of n cells keeps those with the key -inf, and of the others those with the largest keys until their weights add up to `want`; ties go to the
+// lower cell. Returns how many are left, in the order they had
+//   key, weight [n + W]: from n on, keys are -inf
 static inline int cut_at_mass(int32_t * cells, float * key, const float * weight, int n, float want) {
     if (!(mass_from(key, weight, n, -FLT_MAX) >= want)) {
-        return n; // all of them do not carry it (or NaN)
+        return n; // not even all of them carry it, or there is a NaN
     }
-    // the largest key from which on they do, by bisection of floats in their order
+    // the largest key from which on they carry it, by bisection of the floats in their order
     const auto number = [](uint32_t i) {
         const uint32_t bits = i >> 31 ? i ^ 0x80000000 : ~i;
         float x;
@@ -342,10 +350,11 @@ static inline int cut_at_mass(int32_t * cells, float * key, const float * weight
     return n_res;
 }
 
-// the cells of a selection that top_p keeps; forced cells have the key +inf, and their own keys are in w.saved. Leaves the keys of what is
-// kept in w.cand, those of forced cells -inf
-static inline int keep_top_p(int32_t * cells, int n_sel, const select_scratch & w, const head_scores & s, const float * key, int n_forced, float top_p) {
-    // a position weighs what the heads softmax it to: the key, or what the only head's logit gives
+// Of the selected cells keeps those that top_p keeps. Cells that are always selected have the key +inf, and their own keys are in w.saved.
+// Leaves the keys of what is kept in w.cand, -inf for those
+static inline int keep_top_p(int32_t * cells, int n_sel, const select_scratch & w, const head_scores & s, const float * key, int n_always,
+        float top_p) {
+    // a position weighs what the heads softmax it to: that is its key, or with a single head exp(key - top)
     float all = 0.0f;
     for (int h = 0; h < s.n_head; ++h) {
         all += s.n_head == 1 ? w.all[h] : w.all[h] > 0.0f;
@@ -361,72 +370,79 @@ static inline int keep_top_p(int32_t * cells, int n_sel, const select_scratch & 
     };
     float * x = w.cand;
     int n_in = 0;
-    for (int i = 0; i < n_forced; ++i) {
+    for (int i = 0; i < n_always; ++i) {
         x[n_in] = w.saved[i];
         n_in += w.saved[i] == w.saved[i];
     }
     weigh(w.weight, x, n_in);
-    const float forced = mass_from(x, w.weight, n_in, -FLT_MAX);
+    const float always = mass_from(x, w.weight, n_in, -FLT_MAX);
 
     for (int i = 0; i < n_sel; ++i) {
         x[i] = key[cells[i]] == INFINITY ? -INFINITY : key[cells[i]];
     }
     weigh(w.weight, x, n_sel);
-    return cut_at_mass(cells, x, w.weight, n_sel, top_p*all - forced);
+    return cut_at_mass(cells, x, w.weight, n_sel, top_p*all - always);
 }
 
-// how many cells are taken, of which n_in are forced
+// ---- alpha ----
+
+// sum_i exp(x[i] - top), without what is inf or NaN; x has room for W more
+static inline float exp_mass(float * x, int n, float top) {
+    store(x + n, set1(-INFINITY));
+    long_sum sum;
+    for (int i = 0; i < n; i += W) {
+        const vf y = load(x + i);
+        sum += exp_rank(sub(select(lt(y, set1(INFINITY)), y, set1(-INFINITY)), set1(top)));
+    }
+    return sum.total();
+}
+
+// sum_i x[h, cells[i]]*factor[tile of cells[i], h]
+static inline float tile_mass(const int32_t * cells, int n, const select_scratch & w, const head_scores & s, int h) {
+    float res = 0.0f;
+    for (int i = 0, end; i < n; i = end) { // the cells of one tile
+        const int64_t tile = cells[i]/s.tile;
+        end = (int) (std::lower_bound(cells + i, cells + n, (tile + 1)*s.tile) - cells);
+        long_sum sum;
+        for (int c = i; c < end; c += W) {
+            sum += gather_n(s.x + h*s.ld, cells + c, std::min(W, end - c));
+        }
+        res += sum.total()*w.factor[tile*s.n_head + h];
+    }
+    return res;
+}
+
+// alpha = (mass of the cells + sink)/(mass of all + sink) of head h. The sink takes mass but carries no value, so its share stays with the
+// selection. w.cand: the keys of the cells
+static inline float head_alpha(const int32_t * cells, int n, const select_scratch & w, const head_scores & s, const select_args & a, int h) {
+    const float part = s.n_head == 1 ? exp_mass(w.cand, n, w.top[0]) + exp_mass(w.saved, a.n_always, w.top[0]) : tile_mass(cells, n, w, s, h);
+    const float sink = a.sinks ? expf(a.sinks[h] - w.top[h]) : 0.0f;
+    const float all  = w.all[h] + sink;
+    return all > 0.0f ? std::fmin((part + sink)/all, 1.0f) : 1.0f;
+}
+
+// ---- one head ----
+
+// how many cells are selected, if n_in of them always are
 static inline int n_wanted(const select_args & a, int n_in) { return std::max(std::min(a.k, a.topk_max), n_in); }
 
-// what is ranked
 static inline float * keys(const select_scratch & w, const head_scores & s) { return s.n_head == 1 ? s.x : w.key; }
 
 // does step 2 need more of the softmax than the order?
 static inline bool wants_softmax(const select_args & a) { return a.want_alpha || is_top_p(a.top_p); }
 
-// res = n_sel, alpha [n_head], cells, -1 ..: of the n_cand candidates in w.cand; the forced cells have the key +inf
-static inline void finish_select(int32_t * res, const select_scratch & w, const head_scores & s, const select_args & a, int n_cand, int k, float guess) {
+// res = n_sel, alpha [n_head], the cells, -1 ..: of the n_cand candidates in w.cand, of which cells that are always selected have the key +inf
+static inline void finish_select(int32_t * res, const select_scratch & w, const head_scores & s, const select_args & a, int n_cand, int k,
+        float guess) {
     int32_t * cells = res + 1 + s.n_head;
     int n_sel = take_largest(cells, w, n_cand, k, guess);
     if (is_top_p(a.top_p)) {
-        n_sel = keep_top_p(cells, n_sel, w, s, keys(w, s), a.n_forced, a.top_p);
+        n_sel = keep_top_p(cells, n_sel, w, s, keys(w, s), a.n_always, a.top_p);
     }
     res[0] = n_sel;
     std::fill(cells + n_sel, cells + a.topk_max, -1);
-
-    // sum of exp(x - top), but for what is inf or NaN; x has room for W more
-    const auto mass = [&](float * x, int n, float top) {
-        store(x + n, set1(-INFINITY));
-        long_sum sum;
-        for (int i = 0; i < n; i += W) {
-            const vf y = load(x + i);
-            sum += exp_rank(sub(select(lt(y, set1(INFINITY)), y, set1(-INFINITY)), set1(top)));
-        }
-        return sum.total();
-    };
     for (int h = 0; h < s.n_head; ++h) {
-        float alpha = 1.0f;
-        if (a.want_alpha) {
-            float part;
-            if (s.n_head == 1) {
-                part = mass(w.cand, n_sel, w.top[0]) + mass(w.saved, a.n_forced, w.top[0]);
-            } else {
-                part = 0.0f;
-                for (int i = 0, end; i < n_sel; i = end) { // the cells of one tile
-                    const int64_t tile = cells[i]/s.tile;
-                    end = (int) (std::lower_bound(cells + i, cells + n_sel, (tile + 1)*s.tile) - cells);
-                    long_sum sum;
-                    for (int c = i; c < end; c += W) {
-                        sum += gather_n(s.x + h*s.ld, cells + c, std::min(W, end - c));
-                    }
-                    part += sum.total()*w.factor[tile*s.n_head + h];
-                }
-            }
-            // the sink takes mass but carries no value: its share stays with the selection
-            const float sink = a.sinks ? expf(a.sinks[h] - w.top[h]) : 0.0f;
-            const float all  = w.all[h] + sink;
-            alpha = all > 0.0f ? std::fmin((part + sink)/all, 1.0f) : 1.0f;
-        }
+        const float alpha = a.want_alpha ? head_alpha(cells, n_sel, w, s, a, h) : 1.0f;
         memcpy(res + 1 + h, &alpha, sizeof(alpha));
     }
 }
@@ -441,7 +457,7 @@ static inline void select_none(int32_t * res, int n_head, int topk_max, int32_t 
     std::fill_n(res + 1 + n_head, topk_max, -1);
 }
 
-// one KV head of one token, its tiles being finished
+// all of it, once the tiles are finished
 static inline void select_topk(int32_t * res, const select_scratch & w, const head_scores & s, const select_args & a, line_stream & next) {
     if (wants_softmax(a) || s.n_head > 1) {
         sum_tiles(w, s);
@@ -450,7 +466,7 @@ static inline void select_topk(int32_t * res, const select_scratch & w, const he
     if (s.n_head > 1) {
         rank_keys(key, w, s, 0, s.n_tile(), next);
     }
-    const int k = n_wanted(a, force(w, key, s.n, a));
+    const int k = n_wanted(a, raise_always(w, key, s.n, a));
     int   n_cand = 0;
     float guess  = -FLT_MAX;
     for (float wide = 1.0f; k > 0; wide *= 4.0f) {
@@ -463,9 +479,12 @@ static inline void select_topk(int32_t * res, const select_scratch & w, const he
     finish_select(res, w, s, a, n_cand, k, guess);
 }
 
-// The same by threads that share the head, each with some of its tiles: share_keys, by all; share_guess, by its owner; share_candidates, by all;
-// share_finish, by its owner. A barrier in front of each. o: scratch of the owner, w: of this thread; tiles [i0, i1)
+// ---- one head, shared by several threads ----
+//
+// Each of them has some of the tiles, and one of them owns the head. With a barrier in front of each: share_keys by all, share_guess by the
+// owner, share_candidates by all, share_finish by the owner. o is the owner's scratch.
 
+// w: this thread's own scratch; the tiles [i0, i1)
 static inline void share_keys(const select_scratch & o, const select_scratch & w, const head_scores & s, int64_t i0, int64_t i1) {
     line_stream none;
     if (s.n_head > 1) {
@@ -476,7 +495,7 @@ static inline void share_keys(const select_scratch & o, const select_scratch & w
 
 static inline void share_guess(const select_scratch & o, const head_scores & s, const select_args & a) {
     float * key = keys(o, s);
-    *o.n_wanted = n_wanted(a, force(o, key, s.n, a));
+    *o.n_wanted = n_wanted(a, raise_always(o, key, s.n, a));
     *o.guess    = guess_cut(o, key, s.n, *o.n_wanted, 1.0f);
 }
 
@@ -490,7 +509,7 @@ static inline void share_candidates(const select_scratch & o, const head_scores 
 
 static inline void share_finish(int32_t * res, const select_scratch & o, const head_scores & s, const select_args & a) {
     if (wants_softmax(a) || s.n_head > 1) {
-        sum_tiles(o, s); // another head may have been in between
+        sum_tiles(o, s); // again, since the owner may have had another head in between
     }
     int n = o.n_cand[0];
     for (int64_t i = 1; i < s.n_tile(); ++i) {
@@ -499,7 +518,7 @@ static inline void share_finish(int32_t * res, const select_scratch & o, const h
         n += o.n_cand[i];
     }
     float guess = *o.guess;
-    if (n < *o.n_wanted && guess != -FLT_MAX) { // a bad guess
+    if (n < *o.n_wanted && guess != -FLT_MAX) { // the guess was bad
         line_stream none;
         guess = -FLT_MAX;
         n = take_candidates(o.cand, o.cell, keys(o, s), 0, s.n, guess, none);

@@ -2,8 +2,14 @@
 
 // A thin vector layer: one type `vf` of W floats and one type `vm` of W booleans. The steps are written once on top of it.
 //
-// The instruction set is the one the file is compiled for (ggml builds the CPU backend once per variant, so there is no dispatcher):
-// AVX-512 (F, BW, DQ, VL), AVX2 + FMA + F16C, NEON, or one float at a time. -DSPARQ_SCALAR forces the last.
+// The instruction set is the one that the file is compiled for, since ggml builds the CPU backend once per variant: AVX-512 (F, BW, DQ, VL),
+// AVX2 with FMA and F16C, NEON, or one float at a time. -DSPARQ_SCALAR forces the last.
+
+// gcc 12 takes the "undefined" operands inside its own AVX-512 header for mistakes (GCC bug 105593)
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 
 #include "ggml-impl.h"
 
@@ -32,7 +38,8 @@
 #define SPARQ_INLINE   inline
 #endif
 
-// in front of a loop whose count is a constant: unrolled early, so that arrays of vectors are registers (left to itself, gcc may keep them in memory)
+// Stands in front of a loop with a constant count. The loop is then unrolled early, so that arrays of vectors become registers; left to itself,
+// gcc may keep them in memory
 #if defined(__GNUC__) && !defined(__clang__)
 #define SPARQ_UNROLL _Pragma("GCC unroll 16")
 #elif defined(__clang__)
@@ -43,14 +50,9 @@
 
 namespace sparse {
 
-// element types in memory; float is the third
+// element types in memory, besides float
 struct f16  { uint16_t bits; };
 struct bf16 { uint16_t bits; };
-
-// rows may also be made of blocks of 32 elements that share a scale: ggml's block_q8_0 and block_q4_0. Element i of 4 bits is
-// scale*(code - 8), code: the low halves of the bytes for i < 16, then the high halves
-struct q8_0 { uint16_t scale; int8_t  code[32]; };
-struct q4_0 { uint16_t scale; uint8_t code[16]; };
 
 constexpr uint16_t F16_NEG_INF = 0xFC00;
 
@@ -79,11 +81,12 @@ static inline f16 to_f16(float x) {
 
 // ---- what each instruction set provides ----
 //
-//   load(p)          W elements of f32, f16 or bf16        load_n(p, n)     the first n < W of them, zeros behind
+//   set1(x)          x in all lanes                        iota()           lane i = i
+//   load(p)          W elements of f32, f16 or bf16        load_n(p, n)     the first n < W of them, with zeros behind
 //   store(p, x)      W floats                              store_n(p, x, n) the first n of them
 //   select(m, a, b)  m ? a : b                             bits(m)          lane i -> bit i
-//   min_where(a, m, x), max_where  the smaller (larger) of a and x where m is set, else a
-//   vmin, vmax       as a < b ? a : b and a > b ? a : b: the second operand wins against a NaN
+//   min_where(a, m, x), max_where: the smaller (larger) of a and x where m is set, else a
+//   vmin, vmax       a < b ? a : b, and a > b ? a : b: if either operand is NaN, the second is the result
 //   mul_2n(x, n)     x * 2^n for an integer n in [-150, 128]
 //   split_2n(y, f)   f = y - floor(y); returns n, such that mul_2n(x, n) = x * 2^floor(y) for y <= 128; -inf: f = 0, and 0 for |x| <= 1
 //   sum_rows(x)      lane i = the sum of the lanes of x[i], for W vectors
@@ -280,7 +283,7 @@ static inline vf sum_rows(const vf * x)  { return x[0]; }
 // ---- common to all ----
 
 #if defined(SPARQ_AVX2)
-constexpr int N_ACC = 8;    // accumulators that fit the registers, beside operands
+constexpr int N_ACC = 8;    // accumulators that fit the registers beside the operands
 #else
 constexpr int N_ACC = 16;
 #endif
@@ -303,7 +306,7 @@ static inline void store_n(float * p, vf x, int n) {
 }
 
 static inline vf mul_2n(vf x, vf n) {
-    // in two steps, so that neither power overflows and results below FLT_MIN are rounded once
+    // in two steps: neither power overflows, and results below FLT_MIN are rounded only once
     const vf n0 = round_even(mul(n, set1(0.5f)));
     return mul(mul(x, pow2(n0)), pow2(sub(n, n0)));
 }
@@ -312,7 +315,7 @@ static inline vf min_where(vf a, vm m, vf x) { return vmin(select(m, x, a), a); 
 static inline vf max_where(vf a, vm m, vf x) { return vmax(select(m, x, a), a); }
 
 static inline vf split_2n(vf y, vf & f) {
-    y = vmax(set1(-150.0f), y); // NaN passes
+    y = vmax(set1(-150.0f), y); // a NaN stays
     const vf n = floor(y);
     f = sub(y, n);
     return n;
@@ -320,106 +323,13 @@ static inline vf split_2n(vf y, vf & f) {
 
 #endif
 
-// keeps a loaded vector that is used often in a register; compilers read it from memory at every use, and then loads are what limits
+// Keeps a loaded vector that is used often in a register. Compilers would read it from memory at every use, and the loads would be the limit
 static inline vf in_register(vf x) {
 #if defined(SPARQ_AVX512) && (defined(__GNUC__) || defined(__clang__))
     asm("" : "+v"(x));
 #endif
     return x;
 }
-
-// ---- rows of K and V ----
-
-// span<T>(row, c): SIZE neighbours of a row of elements T, from c on (T may be a type of blocks: the block that c lies in); vec(j) gives
-// the j-th W of them. tail(row, c, n): n < W elements, zeros behind
-template <typename T>
-struct span {
-    static constexpr int SIZE = W;
-    const T * p;
-
-    span() = default;
-    span(const char * row, int c) : p((const T *) row + c) {}
-    vf vec(int) const { return load(p); }
-    static vf tail(const char * row, int c, int n) { return load_n((const T *) row + c, n); }
-};
-
-static inline vf block_scale(uint16_t bits) {
-#if defined(SPARQ_AVX512)
-    return _mm512_cvtph_ps(_mm256_set1_epi16((short) bits));
-#elif defined(SPARQ_AVX2)
-    return _mm256_cvtph_ps(_mm_set1_epi16((short) bits));
-#else
-    return set1(to_f32(f16 { bits }));
-#endif
-}
-
-template <>
-struct span<q8_0> {
-    static constexpr int SIZE = 32;
-    const int8_t * code;
-    vf scale;
-
-    span() = default;
-    span(const char * row, int c) {
-        const q8_0 * b = (const q8_0 *) row + c/SIZE;
-        code  = b->code;
-        scale = block_scale(b->scale);
-    }
-    vf vec(int j) const {
-#if defined(SPARQ_AVX512)
-        return mul(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *) (code + j*W)))), scale);
-#elif defined(SPARQ_AVX2)
-        return mul(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *) (code + j*W)))), scale);
-#else
-        float x[W];
-        for (int i = 0; i < W; ++i) {
-            x[i] = code[j*W + i];
-        }
-        return mul(load(x), scale);
-#endif
-    }
-    static vf tail(const char *, int, int) { return set1(0.0f); } // there is none
-};
-
-template <>
-struct span<q4_0> {
-    static constexpr int SIZE = 32;
-    const uint8_t * code;
-    vf scale; // AVX-512: the 16 values that a code can stand for
-
-    span() = default;
-    span(const char * row, int c) {
-        const q4_0 * b = (const q4_0 *) row + c/SIZE;
-        code  = b->code;
-        scale = block_scale(b->scale);
-#if defined(SPARQ_AVX512)
-        scale = mul(scale, sub(iota(), set1(8.0f)));
-#endif
-    }
-    vf vec(int j) const {
-#if defined(SPARQ_AVX512)
-        const __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *) code));
-        return _mm512_permutexvar_ps(j == 0 ? x : _mm512_srli_epi32(x, 4), scale); // looks at the lowest 4 bits
-#elif defined(SPARQ_AVX2)
-        const __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) (code + j % 2*W)));
-        const __m256i y = j < 2 ? _mm256_and_si256(x, _mm256_set1_epi32(15)) : _mm256_srli_epi32(x, 4);
-        return mul(_mm256_cvtepi32_ps(_mm256_sub_epi32(y, _mm256_set1_epi32(8))), scale);
-#else
-        float x[W];
-        for (int i = 0; i < W; ++i) {
-            const int n = j*W + i;
-            x[i] = (float) ((n < 16 ? code[n] & 15 : code[n - 16] >> 4) - 8);
-        }
-        return mul(load(x), scale);
-#endif
-    }
-    static vf tail(const char *, int, int) { return set1(0.0f); } // there is none
-};
-
-// bytes of n elements in a row
-template <typename T> static inline size_t row_bytes(int64_t n) { return n*sizeof(T); }
-template <> inline size_t row_bytes<q8_0>(int64_t n) { return n/32*sizeof(q8_0); }
-template <> inline size_t row_bytes<q4_0>(int64_t n) { return n/32*sizeof(q4_0); }
 
 static inline int popcount(uint32_t x) {
 #if defined(__GNUC__) || defined(__clang__)
@@ -433,10 +343,12 @@ static inline int popcount(uint32_t x) {
 #endif
 }
 
-// appends the lanes of x where m is set to dst, which must have room for W more; returns how many there were
-static inline int append(float * dst, vf x, vm m) {
+// The append functions write the lanes where m is set to dst, one after another, and return how many there were. dst must have room for W.
+
+// appends lanes of x
+static inline int append_f32(float * dst, vf x, vm m) {
 #if defined(SPARQ_AVX512)
-    _mm512_storeu_ps(dst, _mm512_maskz_compress_ps(m, x)); // in a register: compressing to memory is slow on some CPUs
+    _mm512_storeu_ps(dst, _mm512_maskz_compress_ps(m, x)); // compressed in a register, because compressing to memory is slow on some CPUs
     return popcount(bits(m));
 #else
     float lane[W];
@@ -451,8 +363,8 @@ static inline int append(float * dst, vf x, vm m) {
 #endif
 }
 
-// the same for W whole numbers at src, which may overlap dst if that is not behind it
-static inline int append_cells(int32_t * dst, const int32_t * src, vm m) {
+// appends of the W whole numbers at src, which may overlap dst as long as dst is not behind it
+static inline int append_i32(int32_t * dst, const int32_t * src, vm m) {
 #if defined(SPARQ_AVX512)
     _mm512_storeu_si512(dst, _mm512_maskz_compress_epi32(m, _mm512_loadu_si512(src)));
     return popcount(bits(m));
@@ -467,8 +379,8 @@ static inline int append_cells(int32_t * dst, const int32_t * src, vm m) {
 #endif
 }
 
-// the same for the numbers first, first + 1, ..
-static inline int append_index(int32_t * dst, int32_t first, vm m) {
+// appends of the numbers first, first + 1, ..
+static inline int append_iota(int32_t * dst, int32_t first, vm m) {
 #if defined(SPARQ_AVX512)
     const __m512i i = _mm512_add_epi32(_mm512_set1_epi32(first), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
     _mm512_storeu_si512(dst, _mm512_maskz_compress_epi32(m, i));
@@ -484,7 +396,7 @@ static inline int append_index(int32_t * dst, int32_t first, vm m) {
 #endif
 }
 
-// x[i[0]], x[i[1]], .. x[i[n - 1]], then zeros
+// x[i[0]], x[i[1]], .. x[i[n - 1]], with zeros behind
 static inline vf gather_n(const float * x, const int32_t * i, int n) {
 #if defined(SPARQ_AVX512)
     const vm m = n < W ? (1u << n) - 1 : 0xffff;
@@ -498,10 +410,10 @@ static inline vf gather_n(const float * x, const int32_t * i, int n) {
 #endif
 }
 
-// asks for the cache line of p, into the second level or the first
+// The prefetch functions fetch the cache line of p, into the second level of the cache or into the first
 static inline void prefetch(const void * p) {
 #if (defined(SPARQ_AVX512) || defined(SPARQ_AVX2)) && (defined(__GNUC__) || defined(__clang__))
-    asm volatile("prefetcht1 %0" : : "m"(*(const char *) p)); // gcc drops the builtin with functions that do nothing else, inlined or not
+    asm volatile("prefetcht1 %0" : : "m"(*(const char *) p)); // gcc drops functions whose only effect is the builtin, inlined or not
 #elif defined(__GNUC__) || defined(__clang__)
     __builtin_prefetch(p, 0, 2);
 #else
@@ -516,11 +428,11 @@ static inline void prefetch_first(const void * p) {
 #endif
 }
 
-// e^x, within 2 ulp; 0 below -104 (so exp(-inf) = 0), +inf above 89, NaN for NaN
+// e^x, within 2 ulp: 0 below -104 (so exp(-inf) = 0), +inf above 89, NaN for NaN
 static inline vf exp(vf x) {
-    x = vmin(set1(89.0f), vmax(set1(-104.0f), x)); // NaN passes: the second operand wins
+    x = vmin(set1(89.0f), vmax(set1(-104.0f), x)); // a NaN stays, being the second operand
 
-    // x = n*ln(2) + r, |r| <= ln(2)/2; ln(2) in two parts, n times the first is exact
+    // x = n*ln(2) + r, |r| <= ln(2)/2. ln(2) is taken in two parts, so that n times the first is exact
     const vf n = round_even(mul(x, set1(1.44269504f)));
     const vf r = fma(n, set1(2.12194440e-4f), fma(n, set1(-0.693359375f), x));
 
@@ -536,9 +448,9 @@ static inline vf exp(vf x) {
     return mul_2n(p, n); // e^-104 rounds to 0
 }
 
-// tanh(x), relative error below 1e-6
+// tanh(x), with a relative error below 1e-6
 static inline vf tanh(vf x) {
-    // |x| < 0.625: odd polynomial, since 1 - 2/(e^2x + 1) cancels there (coefficients: Cephes tanhf)
+    // |x| < 0.625: an odd polynomial, because 1 - 2/(e^2x + 1) would cancel there (coefficients: Cephes tanhf)
     const vf x2 = mul(x, x);
     vf p = set1(-5.70498872745e-3f);
     p = fma(p, x2, set1( 2.06390887954e-2f));

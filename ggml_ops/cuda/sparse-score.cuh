@@ -139,7 +139,7 @@ __device__ __forceinline__ int choose_channels(score_shared<GB> & m, const score
 
 // the coefficients of head h, times the scales of the run, as whole numbers: logit = sum w*step*code + base; the work of a warp
 //   4 bits: w = w0, |w0| <= 127; 8 bits: w = 64*w0 + w1, |w0| <= 64, |w1| <= 32, and codes less 128, so that they have a sign
-//   NUMERICS: as on the CPU (make_coef in cpu/sparse-quant.h)
+//   NUMERICS: as on the CPU (make_coef in cpu/sparse-score-codes.h)
 template <int N_BIT, int GB>
 __device__ __forceinline__ void code_coef(score_shared<GB> & m, int h, int n_chan) {
     const int lane = threadIdx.x % 32;

@@ -55,7 +55,7 @@ __device__ inline void seal_k(const seal_args & a, int64_t h, int64_t s, int64_t
     }
 }
 
-// codes a run anew, with all its sealed groups; cpu/sparse-quant.h describes codes, sparse-codes.h their lines
+// codes a run anew, with all its sealed groups; cpu/sparse-seal.h describes codes, sparse-codes.h their lines
 __device__ inline void seal_run(const seal_args & a, int64_t h, int64_t s, int64_t run, float (*tile)[D_MAX], uint8_t (*code)[D_MAX], uint8_t * valid) {
     const int c = threadIdx.x;
     if (c < RUN/GROUP) {

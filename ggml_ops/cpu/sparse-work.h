@@ -1,18 +1,16 @@
 #pragma once
 
-// What the glue of the steps shares: tensors to pointers, types, work buffers, units of work.
+// What the glue of the steps shares: tensors to pointers, types to functions, work buffers, units of work.
 //
-//   types    q f32; K, V f16 | bf16 | f32 | q8_0 | q4_0; k_t f16 or codes of 8 or 4 bits; mask f16; everything else as in ggml-sparse.h (asserted by the constructors)
-//   threads  work is cut into units whose size depends on shapes only, and partial results are merged in the order of the units:
-//            the result has the same bits for any number of threads, whoever takes which unit. Every thread reaches every barrier.
-//   memory   scratch comes from params->wdata; its layout is written once, in *_work, and serves ggml_sparse_attn_work_size too
-//   stats    thread 0 adds; the numbers follow from shapes, visible, sealed and n_sel
-
-// gcc 12 takes the "undefined" operands inside its own AVX-512 header for mistakes (GCC bug 105593)
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
+// The glue of a step is its .cpp file. It reads the node, plans the work and shares it among the threads; the header of the same name has
+// the arithmetic.
+//
+//   types    q is f32; K and V are f16, bf16, f32, q8_0 or q4_0; the shadow is f16 or codes of 8 or 4 bits; the mask is f16. ggml-sparse.h has
+//            the rest, and the constructors check it
+//   threads  Work is cut into units whose size depends on shapes only, and partial results are merged in the order of the units. So the
+//            result has the same bits for any number of threads, whoever takes which unit. Every thread reaches every barrier
+//   memory   Scratch comes from params->wdata. Its layout is written once, in the *_work of a step, and serves ggml_sparse_attn_work_size too
+//   stats    Thread 0 adds them. The numbers follow from shapes, visible, sealed and n_sel
 
 #include "ggml-sparse-nodes.h"
 #include "sparse-attn.h"
@@ -25,17 +23,23 @@
 
 namespace sparse {
 
-// by sub-operation: run it; bytes of work buffer it needs
+// ---- the steps: run a node; bytes of work buffer that it needs ----
+
+void   forward_seal          (const ggml_compute_params * params, ggml_tensor * dst);
+void   forward_visible       (const ggml_compute_params * params, ggml_tensor * dst);
 void   forward_score         (const ggml_compute_params * params, ggml_tensor * dst);
 void   forward_select        (const ggml_compute_params * params, ggml_tensor * dst);
 void   forward_score_select  (const ggml_compute_params * params, ggml_tensor * dst);
 void   forward_attend        (const ggml_compute_params * params, ggml_tensor * dst);
 void   forward_prefill       (const ggml_compute_params * params, ggml_tensor * dst);
+size_t seal_work_size        (const ggml_tensor * dst, int n_threads);
 size_t score_work_size       (const ggml_tensor * dst, int n_threads);
 size_t select_work_size      (const ggml_tensor * dst, int n_threads);
 size_t score_select_work_size(const ggml_tensor * dst, int n_threads);
 size_t attend_work_size      (const ggml_tensor * dst, int n_threads);
 size_t prefill_work_size     (const ggml_tensor * dst, int n_threads);
+
+// ---- tensors ----
 
 template <typename T = char>
 T * at(const ggml_tensor * t, int64_t i1, int64_t i2 = 0, int64_t i3 = 0) {
@@ -47,7 +51,7 @@ inline int64_t row_size(const ggml_tensor * x) { return ggml_row_size(x->type, x
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1)/b; }
 
-// calls f with a pointer of the element type of K or V
+// calls f with a null pointer to the element type of K or V
 template <typename F>
 void with_kv_type(ggml_type type, F f) {
     switch (type) {
@@ -69,7 +73,14 @@ inline float head_slope(int h, int n_head, float max_bias) {
     return h < n_log2 ? powf(m0, h + 1) : powf(m1, 2*(h - n_log2) + 1);
 }
 
-// hands out pieces of the work buffer, in cache lines of their own; with a NULL buffer it only counts
+// cells of a group that lie below n_kv
+inline int group_size(int64_t g, int64_t n_kv) { return (int) std::min<int64_t>(GROUP, n_kv - g*GROUP); }
+
+inline void add_stat(const ggml_tensor * stats, ggml_sparse_stat i, int64_t n) { ((int64_t *) stats->data)[i] += n; }
+
+// ---- memory ----
+
+// Hands out pieces of the work buffer, each in cache lines of its own. Without a buffer it only counts
 struct bump {
     static constexpr size_t ALIGN = 128; // lines are fetched in pairs
 
@@ -88,33 +99,54 @@ struct bump {
     const void * end() const { return (const void *) (base + used); }
 };
 
-// cells of a group that lie below n_kv
-inline int group_size(int64_t g, int64_t n_kv) { return (int) std::min<int64_t>(GROUP, n_kv - g*GROUP); }
+// Every thread has pieces of its own behind those that all share: take(own) takes those of one thread, and is called last for thread ith.
+// Returns the bytes of all
+template <typename F>
+size_t take_per_thread(const bump & shared, int ith, int nth, F take) {
+    bump   own(shared.end());
+    size_t size = 0;
+    for (int i = 0; i <= ith; ++i) {
+        take(own);
+        size = i == 0 ? own.used : size;
+    }
+    return shared.used + nth*size + bump::ALIGN;
+}
 
-inline void add_stat(const ggml_tensor * stats, ggml_sparse_stat i, int64_t n) { ((int64_t *) stats->data)[i] += n; }
+// ---- units of work ----
 
-// Hands out the units 0 .. n - 1. Each thread has a part of them, neighbours in memory; the second half of every part is open to all, in
-// blocks: threads of one core, of unlike cores or of a busy machine are not equally fast. Not so where memory has NUMA nodes: there, what a
-// thread has is its own; and where threads are a multiple of the `n_whole` pieces (heads), thread i works on piece i % n_whole, as SEAL does,
-// which touches the shadow's pages first. Threads lie on nodes in turns, so all who read a head are on the node that holds it, as long as nodes
-// divide heads (with 48 threads for 32 heads, say, some read from elsewhere)
+// takes the number of a unit apart, the index that varies fastest first; `rest` is the last index
+struct digits {
+    int64_t rest;
+
+    int64_t next(int64_t n) {
+        const int64_t i = rest % n;
+        rest /= n;
+        return i;
+    }
+};
+
+// Hands out the units 0 .. n - 1. Each thread has a part of them that are neighbours in memory. The second half of every part is open to all,
+// in blocks, since the threads of one core, of unlike cores or of a busy machine are not equally fast.
+// With NUMA nodes nothing is open. If threads are a multiple of the n_whole pieces (heads), thread i then works on piece i % n_whole, and so
+// does SEAL, which touches the shadow's pages first. Threads lie on nodes in turns, so all who read a head are on the node that holds it, as
+// long as the nodes divide the heads (with 48 threads for 32 heads, say, some read from elsewhere).
 struct unit_queue {
     const ggml_compute_params * params;
-    int64_t n, align; // units; neighbours that stay together
+    int64_t n, align; // units, and how many neighbours stay together
     int64_t n_whole;  // n in pieces of `align` units
-    int64_t size;     // a block likewise, 0: none is open
-    int64_t u0, u1;   // the units at hand: [u0, u1)
-    int64_t u;        // of it, the unit that comes next
-    int64_t v0 = 0, v1 = 0; // the block after it, where it is known already
+    int64_t size;     // a block in such pieces, 0: none is open
+    int64_t u0, u1;   // this thread's current units: [u0, u1)
+    int64_t u;        // the one of them that comes next
+    int64_t v0 = 0, v1 = 0; // the block after them, if it is known already
 
-    // before a barrier, after which queues are made. One at a time: the count is the pool's
+    // Called before a barrier, after which the threads make their queues. There can be one queue at a time, because the count is the pool's
     static void open(const ggml_compute_params * params) {
         if (params->ith == 0) {
             ggml_threadpool_chunk_set(params->threadpool, 0);
         }
     }
 
-    // align: units that stay together, as long as each thread finds some
+    // align: units that stay together, as long as each thread finds some then
     unit_queue(const ggml_compute_params * params, int64_t n, int64_t align = 1) : params(params), n(n), align(align) {
         const int64_t nth = params->nth;
         n_whole = ceil_div(n, align);
@@ -129,7 +161,7 @@ struct unit_queue {
         u = u0;
     }
 
-    // where nothing is open: what thread i has, and who has unit x
+    // where nothing is open: the units of thread i, and the thread that has unit x
     void fixed(int64_t i, int64_t & x0, int64_t & x1) const {
         const int64_t nth = params->nth;
         if (ggml_is_numa() && nth % n_whole == 0) {
@@ -150,11 +182,11 @@ struct unit_queue {
         return i;
     }
 
-    // the part of thread i, and the second half of it, in pieces
+    // the first piece of thread i's part, and of the half of it that is open
     int64_t part(int64_t i)      const { return n_whole*i/params->nth; }
     int64_t open_from(int64_t i) const { return (part(i) + part(i + 1) + 1)/2; }
 
-    // the unit that comes next, -1: none is left
+    // the unit that comes next, -1 if none is left
     int64_t peek() {
         if (u < u1) {
             return u;
