@@ -334,8 +334,12 @@ def _oldest(chat: Chat) -> int | None:
     """Where the question is that goes first; None if there is only the one to be answered."""
     first = 1 if chat.messages[0]["role"] == "system" else 0
     questions = range(first, len(chat.messages) - 1, 2)
-    has_text = [chat.messages[i]["content"].startswith(tuple(chat.read)) for i in questions]
-    return min(zip(has_text, questions, strict=True), default=(False, None))[1]
+    return min(questions, key=lambda i: (_has_text(chat, i), i), default=None)
+
+
+def _has_text(chat: Chat, i: int) -> bool:
+    """Whether message i begins with a text of /read."""
+    return chat.messages[i]["content"].startswith(tuple(chat.read))
 
 
 def _most_tokens(chat: Chat, n_prompt: int) -> int:
@@ -344,7 +348,8 @@ def _most_tokens(chat: Chat, n_prompt: int) -> int:
     if chat.max_tokens is not None:
         return chat.max_tokens
     room = chat.session.n_ctx - n_prompt
-    return max(room // 2, REPLY_ROOM) if chat.read else chat.session.n_ctx
+    has_text = any(_has_text(chat, i) for i in range(len(chat.messages)))
+    return max(room // 2, REPLY_ROOM) if has_text else chat.session.n_ctx
 
 
 def _stream(chat: Chat, prompt: list[int]) -> tuple[str, str]:

@@ -188,7 +188,7 @@ def gpu_option() -> Any:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How the model is loaded, and its context made, beside the size of it."""
+    """How the model is loaded, and what its context is made with; its size is a ContextOptions."""
 
     rope: RopeOptions = field(default_factory=RopeOptions)
     n_gpu_layers: int | None = gpu_option()
