@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ import numpy as np
 from recall import softmax
 
 from pyorch.attention.bytes import GROUP
-from pyorch.bench.records import Record, where_given
+from pyorch.bench.records import Record
 from pyorch.cli import run as run_command
 from pyorch.progress import progress_bar
 from pyorch.table import markdown as table
@@ -50,20 +49,6 @@ MOST_MASS = 0.75
 Z = 3.0
 BINS = 40
 GAUSS_TAIL = math.erfc(Z / math.sqrt(2))
-
-
-@dataclass(frozen=True)
-class Case:
-    """One record. `model` and `text` are hashes of contents."""
-
-    model: str
-    text: str
-    n_pos: int
-    task: str
-    n_context: int
-    n_query: int
-    seed: int
-    library: str = where_given("sparq")
 
 
 # ---- one layer of one context; arrays (n_query, ..) of the query heads of a KV head ----
@@ -139,7 +124,7 @@ def correlation_ratio(v: np.ndarray, axis: int) -> float:
 
 
 def measure(heads: capture.Heads, n_query: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Of one layer in one context, by query head: the values of `Case`'s record."""
+    """Of one layer in one context, by query head: the values of a record."""
     n_head_kv, n_pos, d = heads.k.shape
     pick = np.linspace(0, GROUP - 1, n_query).astype(int)
     n_visible = n_pos - GROUP + pick + 1
@@ -245,10 +230,10 @@ class Samples:
 
 def run(*args: Any, **options: Any) -> list[Record]:
     """Measure what a file lacks, as `capture.measured` has the arguments; all of its records."""
-    return capture.measured(BENCH, Case, _samples, *args, **{"n_query": 8, "seed": 1, **options})
+    return capture.measured(BENCH, capture.Case, _samples, *args, **options)
 
 
-def _samples(contexts: Iterator[list[capture.Heads]], case: Case) -> dict[str, Any]:
+def _samples(contexts: Iterator[list[capture.Heads]], case: capture.Case) -> dict[str, Any]:
     samples = Samples(case.n_query, case.seed)
     for layers in contexts:
         samples.add(layers)

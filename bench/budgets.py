@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -104,39 +105,44 @@ def run(
     other = search.joined([calibrate_text])
     sizes = {"n_pos": n_pos, "n_contexts": n_contexts, "n_tokens": n_tokens, "seed": seed}
     hashes = {"text": _hash("\0".join(found_texts)), "calibrate_text": _hash(other)}
-    found = saved.model_hash(model)
-    cases = [Case(found, **hashes, ratio=r, **sizes) for r in ratios]
+    model_hash = saved.model_hash(model)
+    cases = [Case(model_hash, **hashes, ratio=r, **sizes) for r in ratios]
+    keys = {case: records.key(BENCH, asdict(case), stamp) for case in cases}
     done = {} if force else records.load(file)
+    todo = [case for case in cases if keys[case] not in done]
+    if not todo:
+        return [done[key] for key in keys.values()]
     with engine.load(model, n_ctx=n_pos, n_threads=n_threads) as session:
         made = [contexts(session, text, n_contexts, n_pos, n_tokens, seed + i)
                 for i, text in enumerate(found_texts)]  # fmt: skip
         # the books in turn, in pairs: prose, and a repeated passage
         chosen = [made[i // 2 % len(made)][i] for i in range(n_contexts)]
-        results = {}
-        for case in cases:
-            if records.key(BENCH, asdict(case), stamp) not in done:
-                results[case] = search.run(session, other, ratio=case.ratio, n_pos=n_pos, bar=bar)
+        results = [search.run(session, other, ratio=c.ratio, n_pos=n_pos, bar=bar) for c in todo]
         work = {**asdict(cases[0]), "ratio": 0, "n_contexts": 0, "stamp": stamp}
         partial = paths.cache() / "calibrated" / f"{_hash(repr(work))}.jsonl"
-        meter = Meter(session, chosen, partial)  # an interrupted run goes on
-        try:
-            lines = {case: specs(r) for case, r in results.items()}
-            wanted = [s for line in lines.values() for s in line.values()]
-            with progress_bar("budgets") as progress:
-                meter.measure(wanted, range(len(chosen)), progress)
-            for case, line in lines.items():
-                samples = [
-                    {"line": n, "spec": str(s), "kl": m.kl.tolist(), "share": m.share.tolist()}
-                    for n, s in line.items()
-                    for m in meter.measure([s], range(len(chosen)), lambda *_: None)
-                ]
-                about = {"model_name": model.name, "calibration": results[case]}
-                rec = records.record(BENCH, asdict(case), stamp, samples=samples, env=env, **about)
-                records.append(file, rec)
-                done[rec["key"]] = rec
-        finally:
-            meter.close()
-    return [done[records.key(BENCH, asdict(c), stamp)] for c in cases]
+        with closing(Meter(session, chosen, partial)) as meter:  # an interrupted run goes on
+            samples = _measured(meter, [specs(result) for result in results])
+        for case, result, found in zip(todo, results, samples, strict=True):
+            about = {"model_name": model.name, "calibration": result, "env": env}
+            rec = records.record(BENCH, asdict(case), stamp, samples=found, **about)
+            records.append(file, rec)
+            done[rec["key"]] = rec
+    return [done[key] for key in keys.values()]
+
+
+def _measured(meter: Meter, lines: Sequence[dict[str, AttentionSpec]]) -> list[list[Any]]:
+    """The samples of each case, from the settings of its lines."""
+    which = range(len(meter.contexts))
+    with progress_bar("budgets") as progress:
+        meter.measure([s for line in lines for s in line.values()], which, progress)
+    return [
+        [
+            {"line": n, "spec": str(s), "kl": m.kl.tolist(), "share": m.share.tolist()}
+            for n, s in line.items()
+            for m in meter.measure([s], which, lambda *_: None)
+        ]
+        for line in lines
+    ]
 
 
 def _hash(text: str) -> str:

@@ -20,7 +20,7 @@ import watch
 from pyorch import engine
 from pyorch.attention.bytes import GROUP
 from pyorch.bench import records
-from pyorch.bench.records import Record
+from pyorch.bench.records import Record, where_given
 from pyorch.cli.types import Number, Numbers
 from pyorch.errors import SparqError
 from pyorch.evals.texts import read_texts
@@ -29,6 +29,21 @@ from pyorch.native.tensor import Tensor, floats, op_number, view
 from pyorch.progress import Progress
 
 TASKS = ("prose", "recite")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A record: one length and kind of text. `model` and `text` are hashes of contents."""
+
+    model: str
+    text: str
+    n_pos: int
+    task: str
+    n_context: int
+    n_query: int
+    seed: int
+    library: str = where_given("sparq")
+
 
 SIZES = (
     click.option(
@@ -130,6 +145,8 @@ def measured(
     progress: Progress,
     *,
     positions: Sequence[int],
+    n_query: int = 8,
+    seed: int = 1,
     n_threads: int = 1,
     force: bool = False,
     **sizes: Any,
@@ -150,6 +167,7 @@ def measured(
     books = read_texts(texts)
     text = hashlib.sha256("\0".join(books).encode()).hexdigest()[:16]
     hashes = {"model": records.file_hash(*read_gguf(model).parts), "text": text}
+    sizes |= {"n_query": n_query, "seed": seed}
     cases = [kind(**hashes, n_pos=n, task=t, **sizes) for n in positions for t in TASKS]
     with engine.load_model(model) as loaded:
         about = {"model_name": model.name, "head_dim": loaded.geometry.head_dim_k}

@@ -29,6 +29,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "ops")]
 
+import commands  # noqa: E402
 from ggml_ctypes import (  # noqa: E402
     STATS,
     TYPES,
@@ -349,23 +350,23 @@ def measure_torch(case: Case, n_layer: int, seconds: float) -> dict[str, Any]:
     return best | {"n_layer": n_layer, "bytes_read": c.layer_bytes, "torch": torch.__version__}
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--device", default="cuda", help="Device: cuda, or a library with ggml_backend_init.")
-@click.option("--quick", is_flag=True, help="Measure small sizes only, as a quick check.")
-@click.option(
-    "--out", metavar="DIR", help="Folder of the records.  [default: bench/results/<machine>]"
+@commands.command(
+    click.option(
+        "--device", default="cuda", help="Device: cuda, or a library with ggml_backend_init."
+    ),
+    click.option("--quick", is_flag=True, help="Measure small sizes only, as a quick check."),
+    commands.OUT,
+    commands.FORCE,
 )
-@click.option("--force", is_flag=True, help="Measure again what is recorded already.")
-def main(device: str, quick: bool, out: str | None, force: bool) -> None:
+def main(device: str, quick: bool, folder: Path, force: bool) -> None:
     """Attention by itself on a CUDA device."""
-    folder = native.built()
-    if device == "cuda" and not (folder / "libggml-cuda.so").exists():
+    built, file = native.built(), folder / FILE
+    if device == "cuda" and not (built / "libggml-cuda.so").exists():
         raise SparqError("this build is for the CPU only", "sparq-cpp build --cuda")
-    ours = Device(folder, device)
+    ours = Device(built, device)
     fresh, seconds = (1 << 24, 0.1) if quick else (FRESH, 2.0)
-    env = records.environment({"ours": folder}) | {"device": ours.name}
+    env = records.environment({"ours": built}) | {"device": ours.name}
     stamp = env["stamps"]["ours"] + ours.name
-    file = Path(out) / FILE if out else records.default_folder() / FILE
     known = {} if force else records.load(file)
     copied = copy_bandwidth(ours, fresh, seconds)
     click.echo(f"{ours.name}: a copy moves {copied:.0f} GB/s, read and written", err=True)

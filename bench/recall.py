@@ -35,7 +35,7 @@ import numpy as np
 
 from pyorch.attention.bytes import GROUP, RUN, SHADOW_BYTES
 from pyorch.attention.spec import ratio_text
-from pyorch.bench.records import Record, where_given
+from pyorch.bench.records import Record
 from pyorch.cli import run as run_command
 from pyorch.progress import Progress, progress_bar
 from pyorch.table import markdown as table
@@ -51,18 +51,10 @@ KINDS = tuple(SHADOW_BYTES)
 
 
 @dataclass(frozen=True)
-class Case:
-    """One record: all types and ranks at one length and kind of text."""
+class Case(capture.Case):
+    """All types and ranks at one length and kind of text."""
 
-    model: str
-    text: str
-    n_pos: int
-    task: str
-    n_context: int
-    n_query: int
-    ratios: tuple[float, ...]
-    seed: int
-    library: str = where_given("sparq")
+    ratios: tuple[float, ...] = RATIOS
 
 
 # ---- what the library does with them ----
@@ -220,7 +212,6 @@ def run(
     model: Path, texts: Sequence[Path], file: Path, progress: Progress, **options: Any
 ) -> list[Record]:
     """Measure what `file` lacks, add it there, return all records: `measured` has the options."""
-    options = {"n_query": 8, "seed": 1, "ratios": RATIOS} | options
     return capture.measured(BENCH, Case, _samples, model, texts, file, progress, **options)
 
 

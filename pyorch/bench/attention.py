@@ -25,7 +25,7 @@ from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import records
 from pyorch.bench.bandwidth import MemoryReader
 from pyorch.bench.records import Record, spread, where_given
-from pyorch.bench.turns import FLOATS, Side, check_same, gather, turns
+from pyorch.bench.turns import FLOATS, Side, check_dense, gather, turns
 from pyorch.bench.worker import Workers
 from pyorch.engine import cache_type
 from pyorch.errors import SparqError
@@ -228,12 +228,8 @@ def _measure(
 
 def _prepare(group: Sequence[Case], workers: Workers, *, check: bool) -> None:
     """Have all sealed, before the clock. `check`: a wrong kernel is not timed."""
-    first = group[0]
-    ours = next((c for c in group if c.library == "sparq"), None)
-    if check and ours is not None:
-        workers[ours.place].attention(spec="dense")
-        wanted, got = (workers[c.place].logits(token=77) for c in (first, ours))
-        check_same(wanted, got, first.n_depth)
+    if check:
+        check_dense(group, workers, group[0].n_depth)
     for case in group:
         workers[case.place].attention(spec=str(case.spec))
 

@@ -23,7 +23,7 @@ from pyorch.bench import records
 from pyorch.bench.bandwidth import MemoryReader
 from pyorch.bench.plan import Case, Plan, check, cost, geometry_of, memory_of, needs
 from pyorch.bench.records import Record
-from pyorch.bench.turns import check_same, gather, turns
+from pyorch.bench.turns import check_dense, gather, turns
 from pyorch.bench.worker import Workers
 from pyorch.engine import cache_type
 from pyorch.errors import SparqError
@@ -135,12 +135,8 @@ def _open(workers: Workers, place: str, case: Case, model: Path) -> None:
 def _prepare(group: Sequence[Case], workers: Workers) -> list[int]:
     """Check, and have all sealed, before the clock. Returns how many layers of each case are not
     left to llama.cpp."""
-    first, layers = group[0], []
-    wanted = workers[first.place].logits(token=77)
-    ours = next((c for c in group if c.library == "sparq"), None)
-    if ours is not None:
-        workers[ours.place].attention(spec="dense")
-        check_same(wanted, workers[ours.place].logits(token=77), first.n_depth)
+    layers = []
+    check_dense(group, workers, group[0].n_depth)
     for case in group:
         worker = workers[case.place]
         worker.attention(spec=str(case.spec))

@@ -151,7 +151,7 @@ def full(tmp_path: Path) -> Path:
         c | {"mass": [0.5, 0.6], "error": 0.1, "error_mean_v": 0.05, "peaks": 2, "peaks_found": 1}
         for c in recall.configs(4096, 64, recall.RATIOS)
     ]
-    case = recall.Case("m", "t", 4096, "recite", 2, 8, recall.RATIOS, 1)
+    case = recall.Case("m", "t", 4096, "recite", 2, 8, 1)
     rec = records.record(
         recall.BENCH,
         records.case_of(case),
@@ -170,7 +170,7 @@ def full(tmp_path: Path) -> Path:
     samples = attention_stats.Samples(2, 0)
     samples.add(layers)
     for n_pos in (256, 512):
-        case = attention_stats.Case("m", "t", n_pos, "prose", 1, 2, 1)
+        case = capture.Case("m", "t", n_pos, "prose", 1, 2, 1)
         rec = records.record(
             attention_stats.BENCH, records.case_of(case), "s", samples=samples.record(), env=ENV
         )

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from pyorch import paths
 from pyorch.attention import saved
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import attention, growth, output, records, speed
@@ -122,6 +123,25 @@ def test_keys_of_recorded_cases_stay() -> None:
     assert records.key(attention.BENCH, records.case_of(heads), "s") == "40790f11c6d2a300"
     for one in (case, heads):
         assert records.case_of(replace(one, numa="isolate"))["numa"] == "isolate"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("speed", Case),
+        ("growth", Case),
+        ("attention", attention.Case),
+    ],
+)
+def test_committed_cases_are_read_and_written_alike(name: str, kind: type[Case]) -> None:
+    """Their settings of attention are objects in between. Fields that came later may be added."""
+    files = list((paths.REPOSITORY / "bench" / "results").glob(f"*/{name}.jsonl"))
+    recs = [rec for file in files for rec in records.load_all(file)]
+    assert recs
+    for rec in recs:
+        case = records.read_case(kind, rec)
+        assert isinstance(case.spec, AttentionSpec)
+        assert rec["case"].items() <= records.case_of(case).items()
 
 
 def test_a_row_of_ours_is_refused_unless_it_ran() -> None:
