@@ -1,11 +1,11 @@
 """Every method of the papers on real decode steps, at equal bytes. docs/methods.md has the table.
 
-    with open_session("model.gguf", parse("h2o,ratio=1/8"), n_ctx=4096) as s:
+    with open_session("model.gguf", "h2o,ratio=1/8", n_ctx=4096) as s:
         engine.prefill(s, prompt)           # exact attention, always
         engine.decode(s, token)             # reads what the method decides
         print(bytes_per_token(s).share)     # counted
         engine.rewind(s, len(prompt))
-        switch(s, parse("sparq,ratio=1/8")) # a native method: no Python in the loop
+        switch(s, "sparq,ratio=1/8")        # a native method: no Python in the loop
 
 `sparq`, `topk`, `dense` and `off` are the library's own (`pyorch.attention.spec`). The others are
 in this folder, one file each; `watch.py` says how they decide.
@@ -68,9 +68,14 @@ def parse(text: str) -> Method:
 
 
 def open_session(
-    model: str | os.PathLike[str], method: Method = OFF, *, keep_queries: bool = False, **load: Any
+    model: str | os.PathLike[str],
+    method: Method | str = OFF,
+    *,
+    keep_queries: bool = False,
+    **load: Any,
 ) -> engine.Session:
-    """A session of `engine.load(model, **load)` that decodes with `method`.
+    """A session of `engine.load(model, **load)` that decodes with `method`, or with the one of that
+    line.
 
     Args:
         keep_queries: capture the queries of every prefill, so that a method that needs the
@@ -90,15 +95,16 @@ def open_session(
     return session
 
 
-def switch(session: engine.Session, method: Method) -> None:
+def switch(session: engine.Session, method: Method | str) -> None:
     """Decode with another method from the next token on; counters begin at zero.
 
     What the method before knew of the sequence is forgotten: the new one takes all that is in the
     cache as its prompt. The cache stays as it is (rewind it yourself).
 
     Raises:
-        SparqError: a session that `open_session` did not make.
+        SparqError: a session that `open_session` did not make, or a wrong line.
     """
+    method = parse(method) if isinstance(method, str) else method
     watch = _watch(session)
     watch.use(method if isinstance(method, Policy) else None)
     engine.set_attention(session, SPEC if isinstance(method, Policy) else method)
