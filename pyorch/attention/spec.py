@@ -36,7 +36,7 @@ SHADOWS = ("q4", "q8", "f16")
 _NAMES = {"method": METHODS, "mean_v": MEAN_V, "budget": BUDGETS, "shadow": SHADOWS}
 _LEAST = {"rank": 1, "topk": 1, "local": 0, "sinks": 0, "min_k": 1, "min_ctx": 0, "gpu_min_mb": 0}
 _CHOSEN = ("rank", "topk", "k_layers", "rank_layers", "top_p")  # what a ratio alone leaves open
-_ALIASES = {"k": "topk", "r": "rank", "l": "local", "mean-v": "mean_v", "min-ctx": "min_ctx"}
+_ALIASES = {"k": "topk"}  # the library has the same
 
 
 class LayerK(NamedTuple):
@@ -69,7 +69,9 @@ class AttentionSpec:
     rank_layers one rank per layer
 
     There is one way to say a thing: a sparse method with neither a ratio nor both its parameters
-    has ratio 1/8, ratio 1 is `dense`, and a given `top_p` needs no budget `top-p` to look it up.
+    has ratio 1/8, ratio 1 is `dense`, a given `top_p` needs no budget `top-p` to look it up, and a
+    setting that another one makes idle is refused. Only beside `k_layers` and `rank_layers` a ratio
+    may stand: it is the one at which they were measured.
 
     Raises:
         SparqError: an unknown name, a value out of range, or two that exclude each other.
@@ -227,6 +229,12 @@ def _check_layers(spec: AttentionSpec) -> None:
 
 def _check_together(spec: AttentionSpec) -> None:
     chosen = [name for name in _CHOSEN if getattr(spec, name)]
+    if spec.ratio == 1 and chosen:
+        raise SparqError(
+            f"ratio 1 is dense attention: {chosen[0]} has no place beside it",
+            "leave out one of the two",
+            exit_code=2,
+        )
     if spec.budget in CALIBRATED and chosen:
         raise SparqError(
             f"budget {spec.budget} chooses k and rank: {chosen[0]} has no place beside it",
@@ -238,6 +246,9 @@ def _check_together(spec: AttentionSpec) -> None:
         raise SparqError(
             f"{what} belongs to sparq, not to topk", "topk scores with all of K", exit_code=2
         )
+    if idle := _idle(spec):
+        setting, why = idle
+        raise SparqError(f"{why}: {setting} has no place beside it", f"leave out {setting}", 2)
     if spec.topk is not None and spec.topk < spec.sinks + (spec.local or 0) + 1:
         raise SparqError(
             f"topk {spec.topk} leaves no room beside sinks {spec.sinks}"
@@ -245,12 +256,21 @@ def _check_together(spec: AttentionSpec) -> None:
             "topk counts both; raise topk, or lower sinks or local",
             exit_code=2,
         )
-    if spec.ratio == 1 and chosen:
-        raise SparqError(
-            f"ratio 1 is dense attention: {chosen[0]} has no place beside it",
-            "leave out one of the two",
-            exit_code=2,
-        )
+
+
+def _idle(spec: AttentionSpec) -> tuple[str, str] | None:
+    """A setting that would change nothing, and why."""
+    for name in ("k_layers", "rank_layers"):
+        one = "topk" if name == "k_layers" else "rank"
+        if getattr(spec, name) and getattr(spec, one):
+            return one, f"{name} has the {one} of every layer"
+    if spec.k_layers and spec.budget in ("ramp", "ramp-down"):
+        return f"budget {spec.budget}", "k_layers has the topk of every layer"
+    if spec.method == "topk" and spec.shadow != AttentionSpec.shadow:
+        return "shadow", "topk scores with all of K, not with a transposed copy"
+    if spec.ratio is not None and spec.topk and (spec.rank or spec.method == "topk"):
+        return "ratio", "topk and rank are given" if spec.rank else "topk is given"
+    return None
 
 
 def check_against_model(spec: AttentionSpec, head_dim: int, n_layer: int | None = None) -> None:
