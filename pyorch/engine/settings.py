@@ -144,6 +144,9 @@ def checked(
     Raises:
         SparqError: they do not fit the model, or the model with its cache not the memory.
     """
+    for name, value in (("n_threads", n_threads), ("n_batch", n_batch)):
+        if value is not None and value < 1:
+            raise SparqError(f"{name} {value} is below 1", "leave it out for the default", 2)
     geo, rope = geometry(file), rope or Rope()
     n_ctx = checked_ctx(geo, n_ctx, rope)
     types = cache_type(type_k), cache_type(type_v)
