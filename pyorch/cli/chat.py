@@ -58,6 +58,10 @@ class Chat:
     summary: Summary | None = None  # of the last reply
     told: str = ""  # why attention is dense, said once
 
+    def __post_init__(self) -> None:
+        # the last sparse settings, which /ratio goes back to after /dense
+        self.sparse = self.spec if self.spec.sparse else AttentionSpec("sparq")
+
 
 @click.command()
 @opt.model_options
@@ -199,7 +203,7 @@ def _run_command(chat: Chat, line: str) -> bool:
     elif name == "/ratio":
         if not rest:
             raise SparqError("/ratio needs a ratio", "/ratio 1/4", exit_code=2)
-        _set_attention(chat, _with_ratio(chat.spec, parse_ratio(rest)))
+        _set_attention(chat, _with_ratio(chat.sparse, parse_ratio(rest)))
     elif name == "/save":
         _save(chat, rest)
     else:
@@ -209,8 +213,8 @@ def _run_command(chat: Chat, line: str) -> bool:
 
 def _with_ratio(spec: AttentionSpec, ratio: float) -> AttentionSpec:
     """`spec` at another ratio; what was given in place of a ratio is left out."""
-    if not spec.sparse or ratio == 1:
-        return AttentionSpec("sparq", ratio=ratio)
+    if ratio == 1:
+        return AttentionSpec("dense")
     return replace(spec, ratio=ratio, rank=None, topk=None, k_layers=None, rank_layers=None)
 
 
@@ -219,6 +223,8 @@ def _set_attention(chat: Chat, spec: AttentionSpec) -> None:
 
     engine.set_attention(chat.session, spec)
     chat.spec = spec
+    if spec.sparse:
+        chat.sparse = spec
     note(f"attention {spec}", "dim")
 
 
@@ -273,30 +279,39 @@ def _resume(name: str) -> list[dict[str, str]]:
 
 
 def _reply(chat: Chat, text: str) -> None:
-    """Answer one message. What cannot be answered does not stay in the conversation."""
+    """Answer one message. What cannot be answered does not stay in the conversation, but what /read
+    put before it comes before the next message."""
     from pyorch import engine
 
-    chat.messages.append({"role": "user", "content": chat.text + text})
-    if chat.text:
-        chat.read.append(chat.text)
-    chat.text = ""
+    read, chat.text = chat.text, ""
+    chat.messages.append({"role": "user", "content": read + text})
+    if read:
+        chat.read.append(read)
     try:
         prompt = _fit(chat)
         engine.reset_counters(chat.session)
         reply, finish = _stream(chat, prompt)
     except (SparqError, KeyboardInterrupt):
-        chat.messages.pop()
+        _take_back(chat, read)
         raise
     if reply or finish != "interrupted":
         chat.messages.append({"role": "assistant", "content": reply})
     else:  # stopped while it was read
-        chat.messages.pop()
+        _take_back(chat, read)
     chat.summary = summary_of(chat.session)
     if chat.as_json:
         print(json.dumps({"reply": reply, "finish": finish, **chat.summary.json()}), flush=True)
     if chat.interactive:
         note(chat.summary.line(), "dim")
     _note_end(chat, finish)
+
+
+def _take_back(chat: Chat, read: str) -> None:
+    """Drop the message that was not answered, and keep what /read put before it for the next."""
+    chat.messages.pop()
+    if read:
+        chat.read.pop()
+        chat.text = read
 
 
 def _note_end(chat: Chat, finish: str) -> None:

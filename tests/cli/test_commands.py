@@ -443,6 +443,49 @@ def test_chat_ratio_takes_effect(run: Run, tiny_chat: Path) -> None:
     assert dense["attention"]["counters"]["calls_sparse"] == 0
 
 
+def test_ratio_keeps_the_other_settings_past_dense(run: Run, tiny_chat: Path) -> None:
+    line = ("chat", "-m", tiny_chat, "-a", "topk,sinks=8,min_ctx=0")
+    said = run(*line, stdin="/dense\n/ratio 1/4\n/ratio 1\n/ratio 1/2\n").err.splitlines()
+    spec = "attention topk,ratio=1/{},sinks=8,min_ctx=0"
+    assert said == ["attention dense", spec.format(4), "attention dense", spec.format(2)]
+
+
+def test_what_was_read_outlives_a_message_that_is_dropped(
+    run: Run, tiny_chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pyorch.cli import chat
+
+    (tmp_path / "text.txt").write_text("a text")
+    stops = iter([True, False, False])  # in the first message only
+    monkeypatch.setattr(chat, "_interruptible", lambda: nullcontext(partial(bool, next(stops))))
+    script = f"/read {tmp_path}/text.txt\none\ntwo\nthree\n/save {tmp_path}/talk.json\n"
+    assert run("chat", "-m", tiny_chat, "-n", 4, stdin=script).code == 0
+    messages = json.loads((tmp_path / "talk.json").read_text())["messages"]
+    asked = [m["content"] for m in messages if m["role"] == "user"]
+    assert asked == ["a text\n\ntwo", "three"]
+
+
+def test_what_was_read_outlives_a_reply_that_fails(
+    tiny_chat: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pyorch import engine
+    from pyorch.attention.spec import AttentionSpec
+    from pyorch.cli import chat
+    from pyorch.engine.chat_template import ChatTemplate
+    from pyorch.errors import SparqError
+
+    def fails(*_: object) -> None:
+        raise SparqError("no")
+
+    monkeypatch.setattr(chat, "_stream", fails)
+    with engine.load(tiny_chat, n_threads=1) as s:
+        own = chat.Chat(s, ChatTemplate(s), AttentionSpec(), engine.Sampling(), 4, True, False)
+        own.text = "a text\n\n"
+        with pytest.raises(SparqError):
+            chat._reply(own, "one")
+    assert (own.text, own.read, own.messages) == ("a text\n\n", [], [])
+
+
 @pytest.mark.parametrize(
     ("line", "code", "said"),
     [
