@@ -6,6 +6,7 @@ import errno
 import importlib
 import os
 import sys
+from functools import cache
 from typing import NoReturn, cast
 
 import click
@@ -41,19 +42,37 @@ class LazyGroup(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in COMMANDS:
-            return None
-        module = importlib.import_module(f"pyorch.cli.{COMMANDS[name][0]}")
-        return cast(click.Command, module.command)
+        return _command(name) if name in COMMANDS else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
 
+@cache
+def _command(verb: str) -> click.Command:
+    module = importlib.import_module(f"pyorch.cli.{COMMANDS[verb][0]}")
+    command = cast(click.Command, module.command)
+    _name_variables(command, f"SPARQ_{verb.upper()}")
+    return command
+
+
+def _name_variables(command: click.Command, prefix: str) -> None:
+    """Let a variable stand in for every option, by the longest of its names. click would take the
+    name of the parameter, which users do not see. `eval run` is what `eval` alone does."""
+    for param in command.params:
+        if isinstance(param, click.Option):
+            name = max(param.opts, key=len).strip("-").replace("-", "_").upper()
+            shared = [param.envvar] if isinstance(param.envvar, str) else param.envvar or []
+            param.envvar = [f"{prefix}_{name}", *shared]
+    if isinstance(command, click.Group):
+        for name, inner in command.commands.items():
+            _name_variables(inner, prefix if name == "run" else f"{prefix}_{name.upper()}")
+
+
 @click.group(
     cls=LazyGroup,
-    context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "SPARQ"},
+    context_settings={"help_option_names": ["-h", "--help"]},
     invoke_without_command=True,
 )
 @click.version_option(__version__, prog_name="sparq-cpp")

@@ -27,6 +27,16 @@ WIDTH = 40  # characters of the widest bar
 SIZES = ((0.1e9, 8, 64), (1e9, 8, 16), (float("inf"), 4, 16))  # bytes of a model: contexts, tokens
 
 
+N_CTX = 2048  # where nothing else is asked for
+
+
+@dataclass(frozen=True)
+class SearchContext(opt.ContextOptions):
+    """The context that a search decodes in."""
+
+    ctx: int | None = opt.ctx_option(str(N_CTX))
+
+
 @dataclass(frozen=True)
 class SearchOptions:
     """What is searched for, and on which text."""
@@ -68,7 +78,7 @@ class SearchOptions:
 
 @click.command()
 @opt.model_options
-@opt.context_options
+@takes(context=SearchContext)
 @opt.cache_options
 @takes(wanted=SearchOptions)
 @renamed("--shadow-type", "--attn-shadow")
@@ -77,7 +87,7 @@ class SearchOptions:
 @opt.verbose_option
 def command(
     model: opt.ModelOptions,
-    context: opt.ContextOptions,
+    context: SearchContext,
     cache: opt.CacheOptions,
     wanted: SearchOptions,
     show: bool,
@@ -97,7 +107,7 @@ def command(
         from pyorch.calibrate import search
 
         source = Path(wanted.text or paths.data("models") / "demo" / "document.txt")
-        text, n_pos = search.joined([source]), context.ctx or 2048
+        text, n_pos = search.joined([source]), context.ctx or N_CTX
         named, context = replace(model, model=str(path)), replace(context, ctx=n_pos)
         load = opt.LoadOptions(cache=cache, numa=wanted.numa)
         with open_session(named, None, context, load) as session:

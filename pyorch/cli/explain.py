@@ -13,6 +13,7 @@ from pyorch.attention import bytes as cost
 from pyorch.attention.saved import resolve
 from pyorch.attention.spec import CALIBRATED, AttentionSpec, check_against_model
 from pyorch.cli import options as opt
+from pyorch.cli.groups import takes
 from pyorch.cli.loading import model_path
 from pyorch.cli.terminal import note, note_if_beyond, print_json
 from pyorch.errors import SparqError
@@ -26,16 +27,23 @@ if TYPE_CHECKING:
 N_BATCH = 512  # tokens that llama.cpp reads at once by default
 
 
+@dataclass(frozen=True)
+class WholeContext(opt.ContextOptions):
+    """A context that costs nothing, so it may be as long as the model takes."""
+
+    ctx: int | None = opt.ctx_option("the model's own")
+
+
 @click.command()
 @opt.model_options
-@opt.context_options
+@takes(context=WholeContext)
 @opt.rope_options
 @opt.cache_options
 @opt.attention_options
 @opt.json_option
 def command(
     model: opt.ModelOptions,
-    context: opt.ContextOptions,
+    context: WholeContext,
     rope: opt.RopeOptions,
     cache: opt.CacheOptions,
     attention: opt.AttentionOptions,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyorch.attention.spec import AttentionSpec
+from pyorch.attention.spec import DEFAULT_RATIO, AttentionSpec, parse_spec, ratio_text
 from pyorch.cli.options import ContextOptions, LoadOptions, ModelOptions
 from pyorch.cli.terminal import confirm, note, note_if_beyond
 from pyorch.models import cards
@@ -50,6 +50,11 @@ def fetch_model(model: Model, quiet: bool = False) -> Model:
     return pull.bring(model, note, quiet)
 
 
+def first_ratio(card: str) -> str:
+    """The ratio to try first with the model of this card, as --ratio takes it."""
+    return ratio_text(parse_spec(cards.load(card).settings).ratio or DEFAULT_RATIO)
+
+
 def open_session(
     model: ModelOptions,
     attention: AttentionSpec | None,
@@ -63,7 +68,7 @@ def open_session(
     native.built()
     card = model.model.split(":")[0].split("@")[0]
     if attention is None and card in cards.names() and path != Path(model.model):
-        note(f"attention is exact; for {card} try --ratio {cards.load(card).ratio}", "dim")
+        note(f"attention is exact; for {card} try --ratio {first_ratio(card)}", "dim")
     with progress_bar("loading the model") as progress:
         session = engine.load(
             path,

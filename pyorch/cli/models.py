@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 
 import click
 
+from pyorch.cli.loading import first_ratio
 from pyorch.cli.options import json_option
 from pyorch.cli.terminal import confirm, note, print_json
 from pyorch.errors import SparqError
@@ -103,7 +104,7 @@ def show_command(name: str, as_json: bool) -> None:
         if value:
             print(f"  {key:<14}{value}")
     if c.source:
-        print(f"  {'try':<14}sparq-cpp chat --model {name} --ratio {c.ratio}")
+        print(f"  {'try':<14}sparq-cpp chat --model {name} --ratio {first_ratio(name)}")
 
 
 @command.command("rm")

@@ -69,16 +69,21 @@ model_options = takes(model=ModelOptions)
 # ---- the context ----
 
 
+def ctx_option(default: str) -> Any:
+    """The field of `--ctx`; `default` says what a command does without it."""
+    return option(
+        "--ctx",
+        "-c",
+        type=SOME_POSITIONS,
+        help=f"Size of the context in positions.  [default: {default}]",
+    )
+
+
 @dataclass(frozen=True)
 class ContextOptions:
     """None is the engine's default."""
 
-    ctx: int | None = option(
-        "--ctx",
-        "-c",
-        type=SOME_POSITIONS,
-        help="Size of the context in positions.  [default: the model's own, at most 8192]",
-    )
+    ctx: int | None = ctx_option("the model's own, at most 8192")
     threads: int | None = option(
         "--threads", "-t", type=THREADS, help="Number of threads.  [default: all cores]"
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from pyorch.cli.loading import fetch_model
+from pyorch.cli.loading import fetch_model, first_ratio
 from pyorch.cli.options import json_option
 from pyorch.cli.terminal import note, print_json
 from pyorch.progress import silent
@@ -25,7 +25,7 @@ def command(spec: str, quiet: bool, as_json: bool) -> None:
     follow. SPEC may also be a local file. An interrupted download continues where it stopped.
     HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE are respected.
     """
-    from pyorch.models import cards, pull
+    from pyorch.models import pull
     from pyorch.models.gguf_file import read_gguf
     from pyorch.text import human_bytes
 
@@ -51,5 +51,5 @@ def command(spec: str, quiet: bool, as_json: bool) -> None:
         return
     print(path)
     if wanted is not None and sys.stderr.isatty() and not quiet:
-        ratio = cards.load(wanted.card).ratio if wanted.card else "1/8"
+        ratio = first_ratio(wanted.card) if wanted.card else "1/8"
         note(f"next: sparq-cpp chat -m {spec} --ratio {ratio}", "dim")

@@ -90,11 +90,6 @@ class Card:
         return self.package.requirement if self.package else self.gguf
 
     @property
-    def ratio(self) -> str:
-        """The ratio of `settings`, as --ratio takes it."""
-        return self.settings.rpartition("ratio=")[2]
-
-    @property
     def expert_params(self) -> int:
         """Parameters of a feed-forward block, or of one expert's."""
         return (3 if self.ffn == "gated" else 2) * self.n_embd * self.n_ff

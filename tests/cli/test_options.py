@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
+from collections import Counter
 
 import click
 import pytest
 from click.testing import CliRunner
 
-from pyorch.cli import COMMANDS
+from pyorch.cli import COMMANDS, cli
 from pyorch.cli import options as opt
 from pyorch.cli.groups import takes
 from pyorch.cli.types import Name
@@ -18,8 +18,9 @@ from pyorch.errors import SparqError
 def commands() -> dict[str, click.Command]:
     """Every command and subcommand, by its name."""
     found: dict[str, click.Command] = {}
-    for verb, (module, _) in COMMANDS.items():
-        command = importlib.import_module(f"pyorch.cli.{module}").command
+    for verb in COMMANDS:
+        command = cli.get_command(click.Context(cli), verb)
+        assert command is not None
         found[verb] = command
         if isinstance(command, click.Group):
             found |= {f"{verb} {name}": c for name, c in command.commands.items()}
@@ -66,10 +67,45 @@ def test_an_old_spelling_is_refused_with_the_new_one(verb: str, old: str, new: s
 
 def test_an_old_variable_is_refused_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARQ_GENERATE_TOPK", "128")
-    result = CliRunner().invoke(
-        commands()["generate"], ["-m", "x", "-p", "y"], auto_envvar_prefix="SPARQ_GENERATE"
-    )
+    result = CliRunner().invoke(cli, ["generate", "-m", "x", "-p", "y"])
     assert "--topk is now --attn-topk" in result.exception.message
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "line", "said"),
+    [
+        ("SPARQ_BENCH_MODEL", "/none", "bench", "/none: no such file"),
+        ("SPARQ_BENCH_GROWTH_QUANT", "q5", "bench growth", "--quant 'q5'"),
+        ("SPARQ_CALIBRATE_ATTN_SHADOW", "q5", "calibrate -m x", "--attn-shadow 'q5'"),
+        ("SPARQ_EVAL_RATIO", "9", "eval repetition -m x", "ratio 9 is not"),
+        ("SPARQ_EVAL_TABLE_OUTPUT", "xml", "eval table .", "--output 'xml'"),
+        ("SPARQ_SYNTH_KV_HEADS", "x", "synth", "--kv-heads 'x'"),
+        ("SPARQ_CHAT_JSON", "maybe", "chat -m x", "maybe"),
+        ("SPARQ_MODEL", "/none", "explain", "/none: no such file"),
+    ],
+)
+def test_a_variable_stands_in_for_every_option(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, line: str, said: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert said in str(CliRunner().invoke(cli, line.split(), standalone_mode=False).exception)
+
+
+def test_no_variable_stands_in_for_two_options() -> None:
+    named = Counter(
+        p.envvar[0] if p.envvar else ""
+        for command in commands().values()
+        for p in command.params
+        if isinstance(p, click.Option)
+    )
+    assert len(named) > 200 and set(named.values()) == {1}
+
+
+def test_the_default_of_ctx_is_said_as_each_command_has_it() -> None:
+    said = {verb: shown(c)["--ctx"].help for verb, c in commands().items() if "--ctx" in shown(c)}
+    assert said["chat"] == said["generate"] == said["serve"]
+    assert "at most 8192" in str(said["chat"]) and "default: 2048" in str(said["calibrate"])
+    assert "the model's own]" in str(said["explain"])
 
 
 def test_a_name_means_one_thing() -> None:
