@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -594,3 +595,10 @@ def test_step_times_sees_the_steps_and_what_they_read(
     below = replace(case, spec=parse_spec("sparq,rank=8,topk=64"))  # min_ctx
     with pytest.raises(SparqError, match="0 of .* not reported"):
         step_times.measure(model, below)
+
+
+def test_the_readme_has_every_file() -> None:
+    text = (BENCH / "README.md").read_text("utf-8")
+    files = {f.name for f in BENCH.iterdir() if f.is_file()} - {"README.md"}
+    assert files == {name for name in re.findall(r"`([\w.]+)`", text) if (BENCH / name).is_file()}
+    assert all(f"`{figure.name}`" in text for figure in draw.FIGURES if figure.file)
