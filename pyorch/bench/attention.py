@@ -81,7 +81,7 @@ class Case(Side):
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttentionPlan:
     """What to measure. `n_samples` timed tokens per row, rounded up to whole turns."""
 
     like: Sequence[str] = LIKE
@@ -148,7 +148,9 @@ def model_file(like: str, n_layer: int | None = None) -> Path:
     return path
 
 
-def run(plan: Plan, file: Path, progress: Progress, *, force: bool = False) -> list[Record]:
+def run(
+    plan: AttentionPlan, file: Path, progress: Progress, *, force: bool = False
+) -> list[Record]:
     """Measure what `file` lacks, add it there, and return all records of the plan in order.
 
     Raises:

@@ -20,7 +20,7 @@ import numpy as np
 
 from pyorch.attention.spec import AttentionSpec
 from pyorch.bench import output, records, speed
-from pyorch.bench.plan import Plan, check, cost
+from pyorch.bench.plan import SpeedPlan, check, cost
 from pyorch.bench.records import Record, spread, where_given
 from pyorch.bench.worker import Workers
 from pyorch.errors import SparqError
@@ -51,7 +51,7 @@ class Case:
 
 
 def run(
-    plan: Plan, file: Path, progress: Progress, *, force: bool = False
+    plan: SpeedPlan, file: Path, progress: Progress, *, force: bool = False
 ) -> tuple[list[Record], list[Record]]:
     """Records of speed at the plan's depths, at `SHORT`, and of sealing at the largest depth.
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from pyorch.attention.bytes import cache_bytes, layer_costs, shadow_bytes
 from pyorch.attention.saved import resolve
@@ -62,8 +61,14 @@ class Case(Side):
 
     @property
     def n_positions(self) -> int:
-        """The largest number of positions in the cache; one token goes before those of a test."""
-        return self.n_depth + max(self.n_prompt, self.n_gen, 1) + 1
+        """What the cache has room for."""
+        return room_for(self.n_depth, max(self.n_prompt, self.n_gen))
+
+
+def room_for(n_depth: int, n_tokens: int) -> int:
+    """Positions of a cache that a test needs, with one to spare: the first token of a text is its
+    prompt, so an empty cache gets one before ours is asked what it did with the next."""
+    return n_depth + max(n_tokens, 1) + 1
 
 
 def test_name(n_prompt: int, n_gen: int, n_depth: int) -> str:
@@ -73,7 +78,26 @@ def test_name(n_prompt: int, n_gen: int, n_depth: int) -> str:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Variant(Side):
+    """Who runs, and with which attention."""
+
+    library: str  # stock | sparq
+    flash_attn: bool
+    spec: AttentionSpec
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A cache before a test, whatever its model, and the variants that take turns in it."""
+
+    n_depth: int
+    type_k: str
+    type_v: str
+    variants: Sequence[Side]
+
+
+@dataclass(frozen=True)
+class SpeedPlan:
     """What to measure: the product of all lists. Models are files, or one to be synthesised."""
 
     models: Sequence[Path] = ()
@@ -98,13 +122,38 @@ class Plan:
 
     def groups(self) -> Iterator[tuple[Path, list[Case]]]:
         """A model, and cases that share its cache and take turns. Writes synthetic models."""
-        for source, cases in self._caches():
+        for source, held in self._caches():
             path = source if isinstance(source, Path) else source.written()
-            cases = [replace(c, calibration=calibration(c.spec, path)) for c in cases]
-            model = _model(path)
-            for (n_prompt, n_gen), n in product(self._tests(), self.threads):
-                this = model | {"n_prompt": n_prompt, "n_gen": n_gen, "n_threads": n}
-                yield path, [replace(c, **this) for c in cases]
+            geo = geometry_of(path)
+            stands_for = {v: calibration(v.spec, path) for v in held.variants}
+            for (n_prompt, n_gen), n_threads in product(self._tests(), self.threads):
+                cases = [
+                    Case(
+                        model_filename=path.name,
+                        model_type=geo.name,
+                        model_size=geo.weight_bytes,
+                        model_n_params=geo.n_params,
+                        n_threads=n_threads,
+                        type_k=held.type_k,
+                        type_v=held.type_v,
+                        n_prompt=n_prompt,
+                        n_gen=n_gen,
+                        n_depth=held.n_depth,
+                        library=v.library,
+                        flash_attn=v.flash_attn,
+                        spec=v.spec,
+                        prefill=self.prefill,
+                        repetitions=self.repetitions,
+                        numa=self.numa,
+                        below_min_ctx=self.below_min_ctx,
+                        seed=self.seed,
+                        n_gpu_layers=self.n_gpu_layers,
+                        rope=self.rope,
+                        calibration=stands_for[v],
+                    )
+                    for v in held.variants
+                ]
+                yield path, cases
 
     def to_write(self) -> dict[Path, int]:
         """The synthetic models that `groups` will write, and their sizes in bytes."""
@@ -118,8 +167,8 @@ class Plan:
             raise SparqError("nothing to measure: -p 0 and -n 0", "-n 16", exit_code=2)
         return tests
 
-    def _caches(self) -> Iterator[tuple[Path | Synthetic, list[Case]]]:
-        """What shares a cache: a model, and its cases but for what `groups` adds to them."""
+    def _caches(self) -> Iterator[tuple[Path | Synthetic, Cache]]:
+        """Each model with each cache of it."""
         sources: list[Path | str] = [*self.models] or [*self.like]
         every = product(sources, self.n_depth, self.type_k, self.type_v)
         for source, n_depth, type_k, type_v in every:
@@ -130,44 +179,21 @@ class Plan:
                     "-fa 1, or a -ctv of f16 or bf16",
                     exit_code=2,
                 )
-            first = Case(
-                model_filename="",
-                model_type="",
-                model_size=0,
-                model_n_params=0,
-                n_threads=1,
-                type_k=type_k,
-                type_v=type_v,
-                n_prompt=0,
-                n_gen=max(max(test) for test in self._tests()),
-                n_depth=n_depth,
-                library="stock",
-                flash_attn=False,
-                spec=AttentionSpec("off"),
-                prefill=self.prefill,
-                repetitions=self.repetitions,
-                numa=self.numa,
-                n_gpu_layers=self.n_gpu_layers,
-                rope=self.rope,
-                below_min_ctx=self.below_min_ctx,
-                seed=self.seed,
-            )
-            cases = [replace(first, flash_attn=fa) for fa in stock]
-            cases += [
-                replace(first, library="sparq", flash_attn=True, spec=s)
-                for s in dict.fromkeys(self.specs)
-            ]
-            yield source if isinstance(source, Path) else self._synthetic(source, cases), cases
+            variants = [Variant("stock", fa, AttentionSpec("off")) for fa in stock]
+            variants += [Variant("sparq", True, spec) for spec in dict.fromkeys(self.specs)]
+            cache = Cache(n_depth, type_k, type_v, variants)
+            yield source if isinstance(source, Path) else self._synthetic(source, cache), cache
 
-    def _synthetic(self, like: str, cases: Sequence[Case]) -> Synthetic:
+    def _synthetic(self, like: str, cache: Cache) -> Synthetic:
         """With as many layers as fit: decided by the size of the memory, not by what is free, so
         that another run has the same cases."""
-        full, (memory, on_gpu) = synth.shape_like(like).n_layer, memory_of(cases)
+        room = room_for(cache.n_depth, max(map(max, self._tests())))
+        full, (memory, on_gpu) = synth.shape_like(like).n_layer, memory_of(self.n_gpu_layers)
         fewer = [2**i for i in range(10, -1, -1) if 2**i < full]
         fitting = (
             n
             for n in [full, *fewer]
-            if needs(cases, *_size_of(like, n, self.quant), on_gpu) < FILL * memory
+            if needs(cache, room, 1, *_size_of(like, n, self.quant), on_gpu) < FILL * memory
         )
         return Synthetic(like, self.n_layer or next(fitting, 1), self.quant)
 
@@ -233,47 +259,42 @@ def _size_of(like: str, n_layer: int, quant: str) -> tuple[int, Geometry, bool]:
     return n_bytes, geo, quant == "q4_k_m"
 
 
-def memory_of(cases: Sequence[Case]) -> tuple[float, bool]:
+def memory_of(n_gpu_layers: int | None) -> tuple[float, bool]:
     """Bytes of the memory that the layers go to, and whether it is a GPU's."""
     machine = records.machine()
-    on_gpu = "gpu_gib" in machine and cases[0].n_gpu_layers != 0
+    on_gpu = "gpu_gib" in machine and n_gpu_layers != 0
     total = machine["gpu_gib" if on_gpu else "memory_gib"] * 2**30
     return total if on_gpu else min(total, of_nodes("MemTotal") or total), on_gpu
 
 
 def needs(
-    cases: Sequence[Case], weights: int, geo: Geometry, packed: bool, on_gpu: bool = False
+    held: Cache,
+    n_positions: int,
+    n_threads: int,
+    weights: int,
+    geo: Geometry,
+    packed: bool,
+    on_gpu: bool = False,
 ) -> int:
-    """Bytes of memory, the GPU's or the machine's, while the cases of a group are measured.
+    """Bytes of memory, the GPU's or the machine's, while the variants of a cache are measured.
 
     Each process has a cache of its own, which is filled from a copy. `packed`: and weights of its
     own, because llama.cpp arranges them anew; otherwise the file is mapped once for all. On a GPU
     each has weights of its own, and the copy is not there.
     """
-    places = {c.place: c for c in cases}.values()
-    c = cases[0]
-    cache = cache_bytes(geo, c.n_positions, cache_type(c.type_k), cache_type(c.type_v))
-    shadows = [shadow_bytes(geo, c.n_positions, c.spec) for c in places if c.library == "sparq"]
+    specs = {v.place: v.spec for v in held.variants}.values()
+    cache = cache_bytes(geo, n_positions, cache_type(held.type_k), cache_type(held.type_v))
+    shadows = sum(shadow_bytes(geo, n_positions, spec) for spec in specs)  # stock's `off` has none
     if on_gpu:
-        return (weights + cache + PROCESS_BYTES) * len(places) + sum(shadows)
+        return (weights + cache + PROCESS_BYTES) * len(specs) + shadows
     each = cache + FORGET_BYTES + PROCESS_BYTES
-    weights *= 1 + len(places) if packed else 1
-    return weights + each * len(places) + sum(shadows) + cache + c.n_threads * BUFFER_BYTES
+    weights *= 1 + len(specs) if packed else 1
+    return weights + each * len(specs) + shadows + cache + n_threads * BUFFER_BYTES
 
 
 @cache
 def geometry_of(path: Path) -> Geometry:
     return geometry(read_gguf(path))
-
-
-def _model(path: Path) -> dict[str, Any]:
-    geo = geometry_of(path)
-    return {
-        "model_filename": path.name,
-        "model_type": geo.name,
-        "model_size": geo.weight_bytes,
-        "model_n_params": geo.n_params,
-    }
 
 
 def check(planned: Iterable[tuple[Path, Sequence[Case]]]) -> None:
@@ -289,8 +310,8 @@ def check(planned: Iterable[tuple[Path, Sequence[Case]]]) -> None:
             check_against_model(spec, geo.head_dim_k, geo.n_layer)
             if not (c.n_gen and spec.sparse) or geo.is_mla:
                 continue
-            # the most there will be, or those of the first token that is timed
-            n_pos = c.n_positions if c.below_min_ctx else c.n_depth + 2
+            # what the last token sees, or the first; the very first of a text counts as its prompt
+            n_pos = c.n_depth + c.n_gen if c.below_min_ctx else max(c.n_depth, 1) + 1
             types = (cache_type(t).bytes_per_element for t in (c.type_k, c.type_v))
             splits = [layer.split for layer in layer_costs(geo, spec, n_pos, *types)]
             if c.below_min_ctx and not all(s.dense for s in splits):

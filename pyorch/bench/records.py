@@ -27,9 +27,11 @@ import numpy as np
 from pyorch import __version__, paths
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.errors import SparqError
+from pyorch.models.gguf_file import read_gguf
 from pyorch.progress import Progress
 
 SCHEMA = 1
+LARGE_BYTES = 64 << 20  # the hash of so large a model is remembered
 Record = dict[str, Any]
 
 
@@ -125,6 +127,26 @@ def file_hash(*paths: Path) -> str:
         except OSError as e:
             raise SparqError(f"{path}: {e.strerror or e}") from None
     return digest.hexdigest()[:16]
+
+
+def content_hash(model: Path) -> str:
+    """The `file_hash` of all parts of a model. That of a large one takes minutes, so it is computed
+    once for files of these paths, sizes and times of change.
+
+    Raises:
+        SparqError: a part is no GGUF file or cannot be read.
+    """
+    parts = read_gguf(model).parts
+    found = [part.stat() for part in parts]
+    if sum(f.st_size for f in found) < LARGE_BYTES:
+        return file_hash(*parts)
+    named = zip(parts, found, strict=True)
+    files = [[str(part.resolve()), f.st_size, f.st_mtime_ns] for part, f in named]
+    remembered, known = paths.cache() / "model_hashes.jsonl", key("model", {"files": files}, "")
+    if known not in (hashes := load(remembered)):
+        hashes[known] = {"schema": SCHEMA, "key": known, "hash": file_hash(*parts)}
+        append(remembered, hashes[known])
+    return str(hashes[known]["hash"])
 
 
 def key(bench: str, case: Mapping[str, Any], stamp: str) -> str:

@@ -21,7 +21,7 @@ from pyorch.attention.bytes import CELLS, GROUP, layer_costs
 from pyorch.attention.spec import AttentionSpec
 from pyorch.bench import records
 from pyorch.bench.bandwidth import MemoryReader
-from pyorch.bench.plan import Case, Plan, check, cost, geometry_of, memory_of, needs
+from pyorch.bench.plan import Cache, Case, SpeedPlan, check, cost, geometry_of, memory_of, needs
 from pyorch.bench.records import Record
 from pyorch.bench.turns import check_dense, gather, turns
 from pyorch.bench.worker import Workers
@@ -37,7 +37,7 @@ BENCH = "speed"
 N_BATCH = 512  # of a prompt
 
 
-def run(plan: Plan, file: Path, progress: Progress, *, force: bool = False) -> list[Record]:
+def run(plan: SpeedPlan, file: Path, progress: Progress, *, force: bool = False) -> list[Record]:
     """Measure what `file` lacks, add it there, and return all records of the plan in order.
 
     Raises:
@@ -99,13 +99,15 @@ def _measure(
 def _check_memory(group: Sequence[Case], model: Path) -> None:
     geo = geometry_of(model)
     packed = any(t.type.startswith(("q2_", "q4_", "iq4_")) for t in read_gguf(model).tensors)
-    memory, on_gpu = memory_of(group)
-    needed = needs(group, geo.weight_bytes, geo, packed, on_gpu)
+    c = group[0]
+    memory, on_gpu = memory_of(c.n_gpu_layers)
+    held = Cache(c.n_depth, c.type_k, c.type_v, group)
+    needed = needs(held, c.n_positions, c.n_threads, geo.weight_bytes, geo, packed, on_gpu)
     free = int(memory) if on_gpu else available_memory()
     if needed > free:
         n = len({c.place for c in group})
         raise SparqError(
-            f"{n} processes with {group[0].n_positions} positions each need about "
+            f"{n} processes with {c.n_positions} positions each need about "
             f"{human_bytes(needed)}, but only {human_bytes(free)} of memory is available",
             "a lower -d, one of -fa 0 and -fa 1, or fewer --layers of a synthetic model",
         )
@@ -155,13 +157,14 @@ def _prepare(group: Sequence[Case], workers: Workers) -> list[int]:
 
 
 def _once(workers: Workers, case: Case, turn: int) -> dict[str, Any]:
-    """One test of one case; the cache is then as it was."""
+    """One test of one case; the cache is then as it was. Turn -1 only warms up: a short test is
+    enough."""
     worker = workers[case.place]
     worker.attention(spec=str(case.spec))
     if case.n_gen:
-        got: dict[str, Any] = worker.generate(n=case.n_gen if turn >= 0 else 3, seed=turn + 1)
+        n = case.n_gen if turn >= 0 else min(case.n_gen, 3)
+        got: dict[str, Any] = worker.generate(n=n, seed=turn + 1)
         return got
-    # the first turn only warms up: a short prompt is enough
     n = case.n_prompt if turn >= 0 else min(case.n_prompt, 256)
     got = worker.prefill(n=n, seed=turn + 1)
     worker.rewind(n_pos=case.n_depth)

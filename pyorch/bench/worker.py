@@ -191,14 +191,11 @@ class Worker:
     """A `Subject` in a process of its own. `worker.fill(n_pos=4095, seed=1)` is a request."""
 
     def __init__(self, stock: bool = False) -> None:
-        # SPARQ_ATTN would switch the method behind our back
-        env = {k: v for k, v in os.environ.items() if k != "SPARQ_ATTN"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pyorch.bench.worker", *(["--stock"] if stock else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=env,
         )
 
     def __getattr__(self, name: str) -> Any:

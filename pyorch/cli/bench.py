@@ -26,7 +26,7 @@ from pyorch.progress import progress_bar
 from pyorch.text import human_bytes
 
 if TYPE_CHECKING:
-    from pyorch.bench.plan import Plan
+    from pyorch.bench.plan import SpeedPlan
     from pyorch.bench.records import Record
 
 CACHE_TYPE = Name(*CACHE_TYPES)
@@ -254,9 +254,9 @@ def command(ctx: click.Context, wanted: Wanted, writing: Writing) -> None:
 
 def _speed(wanted: Wanted, writing: Writing) -> None:
     from pyorch.bench import output, records, speed
-    from pyorch.bench.plan import Plan
+    from pyorch.bench.plan import SpeedPlan
 
-    plan = Plan(
+    plan = SpeedPlan(
         models=[model_path(p, wanted.yes) for m in wanted.models for p in m.split(",")],
         like=wanted.like or ["llama2-7b"],
         n_layer=wanted.layers,
@@ -293,7 +293,7 @@ def _attention(wanted: Wanted, specs: list[AttentionSpec] | None, writing: Writi
     """`--attn-only`. specs: None takes those of the module."""
     from pyorch.bench import attention, output, records
 
-    plan = attention.Plan(
+    plan = attention.AttentionPlan(
         like=wanted.like or attention.LIKE,
         positions=wanted.n_depth or attention.POSITIONS,
         threads=wanted.threads,
@@ -414,12 +414,12 @@ def growth(ctx: click.Context, wanted: Grown, writing: Writing, as_json: bool) -
     """
     _refuse_two_models(ctx, _given(ctx), wanted.model)
     from pyorch.bench import growth as bench
-    from pyorch.bench.plan import Plan
+    from pyorch.bench.plan import SpeedPlan
     from pyorch.engine import usable_cores
 
     note_if_busy()
     file = writing.file("growth.jsonl")
-    plan = Plan(
+    plan = SpeedPlan(
         models=[model_path(wanted.model, wanted.yes)] if wanted.model else [],
         like=[wanted.like],
         n_layer=wanted.layers,
@@ -459,7 +459,7 @@ def _keep_if_all(file: Path, found: Sequence[Record], table: str) -> None:
 # ---- both ----
 
 
-def _agree_to_write(plan: Plan, yes: bool) -> None:
+def _agree_to_write(plan: SpeedPlan, yes: bool) -> None:
     """Ask before gigabytes of synthetic weights are written.
 
     Raises:

@@ -16,7 +16,7 @@ from pyorch.bench.worker import Worker, Workers
 from pyorch.cli.bench import command
 from pyorch.errors import SparqError
 
-PLAN = attention.Plan(like=["llama2-7b"], positions=[4096], threads=[2], n_samples=8)
+PLAN = attention.AttentionPlan(like=["llama2-7b"], positions=[4096], threads=[2], n_samples=8)
 
 
 def test_plan_takes_turns_in_groups_of_one_cache() -> None:

@@ -117,7 +117,7 @@ def full(tmp_path: Path) -> Path:
     add_lengths(tmp_path)
     add_speed(tmp_path, replace(STOCK, n_depth=0, n_gen=0, n_prompt=512))
     add_speed(tmp_path, replace(OURS, n_depth=0, n_gen=0, n_prompt=512))
-    (group,) = attention.Plan(
+    (group,) = attention.AttentionPlan(
         like=["llama2-7b"], positions=[4096], specs=microbenchmark.SPECS
     ).groups()
     for case, ms in zip(group, (20, 30, 19, 6, 4), strict=True):

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from pyorch.attention.spec import AttentionSpec
 from pyorch.bench import growth, output, records, speed
-from pyorch.bench.plan import Case, Plan
+from pyorch.bench.plan import Case, SpeedPlan
 from pyorch.bench.turns import turns
 from pyorch.bench.worker import Workers
 from pyorch.cli.bench import growth as command
@@ -58,7 +58,7 @@ def test_growth_measures_all_three_and_only_once(
         return once(workers, case, turn)
 
     monkeypatch.setattr(speed, "_once", noted)
-    plan = Plan(models=[model], n_depth=[1280, 2048], n_gen=[3], repetitions=2, numa="isolate")
+    plan = SpeedPlan(models=[model], n_depth=[1280, 2048], n_gen=[3], repetitions=2, numa="isolate")
     file = tmp_path / "growth.jsonl"
     bar: list[tuple[int, int]] = []
     found, sealing = growth.run(plan, file, lambda *now: bar.append(now))
@@ -154,7 +154,7 @@ def test_a_table_of_more_depths_stays(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_what_is_to_run_dense_is_refused_when_it_runs_sparse(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = Plan(models=[model], n_depth=[1280], n_gen=[3], repetitions=1, below_min_ctx=True)
+    plan = SpeedPlan(models=[model], n_depth=[1280], n_gen=[3], repetitions=1, below_min_ctx=True)
     monkeypatch.setattr(speed, "check", lambda planned: None)  # as if nobody had known
     with pytest.raises(SparqError, match="calls_dense_op is 0"):
         speed.run(plan, tmp_path / "s.jsonl", lambda done, total: None)
@@ -165,9 +165,9 @@ def test_what_is_to_run_dense_is_refused_when_it_runs_sparse(
     [
         (["-d", "4096"], "a slope needs two depths"),
         (["-d", "4096,4096"], "a slope needs two depths"),
-        (["-d", "2048,4096", "-n", "256"], "is not dense at 1025 positions"),
-        (["-d", "2048,4096", "-a", "sparq,min_ctx=0"], "is not dense at 277 positions"),
-        (["-d", "512,4096"], "stays dense at 514 positions: not above min_ctx 1024"),
+        (["-d", "2048,4096", "-n", "257"], "is not dense at 1025 positions"),
+        (["-d", "2048,4096", "-a", "sparq,min_ctx=0"], "is not dense at 276 positions"),
+        (["-d", "512,4096"], "stays dense at 513 positions: not above min_ctx 1024"),
     ],
 )
 def test_what_cannot_be_is_refused_before_measuring(

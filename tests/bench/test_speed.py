@@ -19,7 +19,7 @@ from pyorch.attention import saved
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import attention, growth, output, records, speed
 from pyorch.bench import plan as planning
-from pyorch.bench.plan import Case, Plan, Synthetic
+from pyorch.bench.plan import Case, SpeedPlan, Synthetic
 from pyorch.cli import models
 from pyorch.cli.bench import command
 from pyorch.cli.types import Numbers
@@ -54,7 +54,7 @@ def test_numbers_refuse_what_has_no_end_or_meaning(text: str) -> None:
     assert e.value.exit_code == 2
 
 
-Planned = Callable[..., tuple[Plan, str]]
+Planned = Callable[..., tuple[SpeedPlan, str]]
 OFF = AttentionSpec("off")
 CASE = Case(
     model_filename="m.gguf",
@@ -82,7 +82,7 @@ def test_layers_on_a_gpu_are_recorded_where_they_are_given(
     assert "n_gpu_layers" not in records.case_of(CASE)
     assert records.case_of(replace(CASE, n_gpu_layers=0))["n_gpu_layers"] == 0
     assert "rope" not in records.case_of(CASE)
-    plan = Plan(models=[model], n_depth=[2048], n_gpu_layers=7)
+    plan = SpeedPlan(models=[model], n_depth=[2048], n_gpu_layers=7)
     with pytest.raises(SparqError, match="7 layers cannot go to a GPU"):
         speed.run(plan, tmp_path / "x.jsonl", lambda done, total: None)
 
@@ -93,7 +93,7 @@ def test_another_calibration_is_another_case(model: Path, tmp_path: Path) -> Non
     path.write_bytes(model.read_bytes())
     result = {"ratio": 0.125, "shadow": "q4", "time": "1", "calibrated": {"k_layers": "64:128"}}
     specs = [parse_spec(s) for s in ("sparq,ratio=1/8,calibrated", "sparq,ratio=1/8")]
-    plan = Plan(models=[path], specs=specs)
+    plan = SpeedPlan(models=[path], specs=specs)
     with pytest.raises(SparqError, match="not calibrated for ratio 1/8"):
         list(plan.groups())
     found = []
@@ -323,6 +323,12 @@ def test_bench_begins_with_an_empty_cache(bench: Callable[..., Any]) -> None:
     assert last["counters"]["calls_sparse"] == 2 * (3 - 1) * last["n_layer"]
 
 
+def test_the_warm_up_fits_where_the_test_fits(bench: Callable[..., Any]) -> None:
+    """One token after 254 positions: the context is one block of 256."""
+    lines = bench("-d", "254", "-n", "1", "-a", "dense", "-o", "jsonl").stdout.splitlines()
+    assert [output.test(json.loads(x)) for x in lines] == ["tg1 @ d254"] * 3
+
+
 def test_bench_refuses_a_sparse_row_that_ran_dense(
     bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,6 +337,8 @@ def test_bench_refuses_a_sparse_row_that_ran_dense(
         result = bench("-d", "0,2048")
     assert isinstance(result.exception, SparqError) and result.exception.exit_code == 2
     assert "stays dense at 2 positions: not above min_ctx" in result.exception.message
+    result = bench("-d", "1023")  # the warm-up token is taken back: 1,024 is what the first sees
+    assert "stays dense at 1024 positions: not above min_ctx" in result.exception.message
     monkeypatch.setattr(speed, "check", lambda planned: None)  # as if nobody had known
     result = bench("-d", "512")
     assert isinstance(result.exception, SparqError)
@@ -367,15 +375,15 @@ def test_bench_refuses_in_one_line(
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
     """What the command would measure, and what it says before."""
-    plans: list[Plan] = []
+    plans: list[SpeedPlan] = []
 
-    def run(plan: Plan, *_: Any, **__: Any) -> Any:
+    def run(plan: SpeedPlan, *_: Any, **__: Any) -> Any:
         plans.append(plan)
         raise SparqError("enough")
 
     monkeypatch.setattr(speed, "run", run)
 
-    def of(*args: str) -> tuple[Plan, str]:
+    def of(*args: str) -> tuple[SpeedPlan, str]:
         said = CliRunner().invoke(command, ["--yes", *args]).output
         return plans[-1], said
 
@@ -478,7 +486,7 @@ def test_layers_that_fit_do_not_depend_on_what_is_free(
 ) -> None:
     """The same machine plans the same cases; another depth has fewer layers."""
 
-    def layers(plan: Plan) -> int:
+    def layers(plan: SpeedPlan) -> int:
         ((source, _),) = plan._caches()
         assert isinstance(source, Synthetic)
         return source.n_layer
@@ -487,16 +495,16 @@ def test_layers_that_fit_do_not_depend_on_what_is_free(
     monkeypatch.setattr(planning, "of_nodes", lambda *kinds: None)
     for depth, free in ((4096, 1 << 30), (4096, 1 << 40), (131072, 1 << 30)):
         monkeypatch.setenv("SPARQ_MEMORY_LIMIT", str(free))
-        assert layers(Plan(n_depth=[depth])) == (32 if depth == 4096 else 1)
+        assert layers(SpeedPlan(n_depth=[depth])) == (32 if depth == 4096 else 1)
 
     monkeypatch.setattr(
         planning, "of_nodes", lambda *kinds: 12 << 30
     )  # bound to a part of the memory
-    assert layers(Plan(n_depth=[4096])) == 8
+    assert layers(SpeedPlan(n_depth=[4096])) == 8
     monkeypatch.setattr(planning, "of_nodes", lambda *kinds: None)
 
     # of a GPU: each process has the weights, too
-    plan = Plan(quant="f16", flash_attn=[True], n_depth=[46080])
+    plan = SpeedPlan(quant="f16", flash_attn=[True], n_depth=[46080])
     for gpu_gib, layers_on_gpu, wanted in ((79.6, None, 16), (139.8, None, 32), (139.8, 0, 4)):
         machine = {"memory_gib": 24.0, "gpu": "G", "gpu_gib": gpu_gib}
         monkeypatch.setattr(records, "machine", lambda found=machine: found)
