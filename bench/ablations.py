@@ -100,7 +100,7 @@ def command(
     found: list[series.Series] = []
     for task, ctx in TASKS.items():
         if n[task]:
-            plan = evaluate.Plan(
+            plan = evaluate.EvalPlan(
                 model=model,
                 tasks=find([task]),
                 methods=[spec for *_, spec in points()],

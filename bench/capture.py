@@ -7,7 +7,6 @@ Queries are of the last 64 positions.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,6 @@ from pyorch.bench.records import Record, where_given
 from pyorch.cli.types import Number, Numbers
 from pyorch.errors import SparqError
 from pyorch.evals.texts import read_texts
-from pyorch.models.gguf_file import read_gguf
 from pyorch.native.tensor import Tensor, floats, op_number, view
 from pyorch.progress import Progress
 
@@ -163,10 +161,9 @@ def measured(
     for n_pos in positions:
         if n_pos % GROUP or n_pos < 4 * GROUP:
             raise SparqError(f"{n_pos} positions: a multiple of {GROUP}, 256 or more", exit_code=2)
-    os.environ.pop("SPARQ_ATTN", None)
     books = read_texts(texts)
     text = hashlib.sha256("\0".join(books).encode()).hexdigest()[:16]
-    hashes = {"model": records.file_hash(*read_gguf(model).parts), "text": text}
+    hashes = {"model": records.content_hash(model), "text": text}
     sizes |= {"n_query": n_query, "seed": seed}
     cases = [kind(**hashes, n_pos=n, task=t, **sizes) for n in positions for t in TASKS]
     with engine.load_model(model) as loaded:

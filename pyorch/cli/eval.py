@@ -22,7 +22,7 @@ from pyorch.models.gguf_file import read_gguf
 from pyorch.progress import progress_bar
 
 if TYPE_CHECKING:
-    from pyorch.evals.run import Plan
+    from pyorch.evals.run import EvalPlan
     from pyorch.evals.task import Task
     from pyorch.policies import Method
 
@@ -183,10 +183,10 @@ def _plan(
     wanted: MethodOptions,
     load: opt.LoadOptions,
     examples: ExampleOptions,
-) -> Plan:
-    from pyorch.evals.run import Plan
+) -> EvalPlan:
+    from pyorch.evals.run import EvalPlan
 
-    return Plan(
+    return EvalPlan(
         model=model,
         tasks=tasks,
         methods=_methods(wanted),

@@ -81,6 +81,7 @@ class Runner:
                 engine.load_model(model, n_gpu_layers=n_gpu_layers, numa=numa)
             )
             self.session = session(loaded)  # tokenises, too
+            self._watch: RecallWatch | None = None
             self._watched: engine.Session | None = None
             if python or recall:
                 if not loaded.on_cpu:  # where numpy could not read the tensors
@@ -149,15 +150,15 @@ class Runner:
         """The share of the true attention that `work` reads with this method, layer by layer; it
         is 1 where a layer is dense. The module `recall` says how it is found.
         """
-        s = self._watched
-        assert s is not None
+        s, watch = self._watched, self._watch
+        assert s is not None and watch is not None
         engine.rewind(s, n)
         policies.switch(s, method)
         found: dict[int, list[float]] = {}
-        self._watch.masses = found
+        watch.masses = found
         try:
             work(s)
         finally:
-            self._watch.masses = None
+            watch.masses = None
         layers = range(s.geometry.n_layer)
         return [float(np.mean(found[i])) if i in found else 1.0 for i in layers]

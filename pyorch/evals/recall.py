@@ -40,7 +40,7 @@ class RecallWatch(Watch):
         return mine or wanted if ask else mine
 
     def _is_attend(self, address: int) -> bool:
-        if self._ops is None or ctypes.c_int.from_address(address + _OP).value != self._ops[0]:
+        if ctypes.c_int.from_address(address + _OP).value != self.attached.ours:
             return False
         return ctypes.c_int32.from_address(address + _PARAMS).value == ATTEND
 
@@ -61,7 +61,7 @@ def mass_read(t: Tensor) -> float:
     if max_bias:
         return float("nan")
     keys = floats(view(k)[0], k.type)  # (n_kv, n_head_kv, d)
-    rows = view(q)[0, 0].reshape(keys.shape[1], -1, keys.shape[2])  # (n_head_kv, group, d)
+    rows = view(q)[0, 0].reshape(keys.shape[1], -1, keys.shape[2])  # (n_head_kv, n_group_q, d)
     logits = np.einsum("hgd,nhd->hgn", rows, keys, dtype=np.float32) * scale
     if softcap:
         logits = softcap * np.tanh(logits / softcap)

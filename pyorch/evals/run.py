@@ -30,13 +30,12 @@ from pyorch.evals.example import Example, Outcome
 from pyorch.evals.methods import OFF, Runner, meaning
 from pyorch.evals.series import Series, make
 from pyorch.evals.task import Setup, Task
-from pyorch.models.gguf_file import read_gguf
 from pyorch.policies import Method
 from pyorch.progress import Progress
 
 
 @dataclass(frozen=True)
-class Plan:
+class EvalPlan:
     """What is run. `methods`: the first is what the others are compared with."""
 
     model: Path
@@ -54,7 +53,7 @@ class Plan:
 
 
 def run(
-    plan: Plan, folder: Path, preparing: Progress, progress: Progress, *, force: bool = False
+    plan: EvalPlan, folder: Path, preparing: Progress, progress: Progress, *, force: bool = False
 ) -> list[Series]:
     """Measure what the files in `folder` lack; return all that the plan asks for.
 
@@ -84,74 +83,58 @@ def run(
         work: list[_Work] = []
         for i, task in enumerate(plan.tasks):
             preparing(i, len(plan.tasks))
-            work.append(_prepare(plan, task, runner.session, model, env, folder))
+            work.append(_prepare(plan, task, runner.session, model, meanings, env, folder))
         preparing(1, 1)
-        for w in work:
-            w.find_todo(meanings, force)
-        total, done = sum(w.n_todo for w in work), 0
-        for w in work:
-            for i, todo in w.todo.items():
-                for method, result in _measure(runner, w.task, w.examples[i], todo):
-                    records.append(w.file, w.record(i, method, result))
-                    done += 1
-                    progress(done, total)
+        todo = [(w, i, lacking) for w in work for i, lacking in w.begin(force).items()]
+        total, done = sum(len(lacking) for *_, lacking in todo), 0
+        for w, i, lacking in todo:
+            for method, result in _measure(runner, w.task, w.examples[i], lacking):
+                records.append(w.file, w.record(i, method, result))
+                done += 1
+                progress(done, total)
     found = [series for w in work for series in w.series()]
     for series in found:
         series.refuse_idle()
     return found
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Work:
-    """One task: its examples, its file, and what of them is not in the file."""
+    """One task: its examples, its file, and the keys of its records.
+
+    The key of a record is another one if the task's code makes another example.
+    """
 
     task: Task
     file: Path
-    setting: str
-    header: Record
+    header: Record  # the setting
     examples: list[Example]
-    meanings: Mapping[Method, str] = field(default_factory=dict)  # of the methods, with this model
-    todo: dict[int, list[Method]] = field(default_factory=dict)  # example -> methods
+    keys: Mapping[Method, Sequence[str]]  # of all methods; by example
 
-    @property
-    def n_todo(self) -> int:
-        return sum(map(len, self.todo.values()))
-
-    def __post_init__(self) -> None:
-        self._digests = [
-            records.key(self.setting, {"asked": [e.prompt, e.answers, e.forced, e.max_tokens]}, "")
-            for e in self.examples
-        ]
-
-    def key(self, i: int, method: Method) -> str:
-        """The key of a record, which is another one if the task's code makes another example."""
-        return records.key(
-            self.setting, {"i": i, "method": self.meanings[method]}, self._digests[i]
-        )
-
-    def find_todo(self, meanings: Mapping[Method, str], force: bool) -> None:
-        self.meanings = meanings
+    def begin(self, force: bool) -> dict[int, list[Method]]:
+        """See that the setting is in the file; return what is not, example -> methods."""
         known = {} if force else records.load(self.file)
         if self.header["key"] not in known:
             records.append(self.file, self.header)
-        for i in range(len(self.examples)):
-            missing = [m for m in meanings if self.key(i, m) not in known]
-            if missing:
-                self.todo[i] = missing
+        todo = {
+            i: [m for m, keys in self.keys.items() if keys[i] not in known]
+            for i in range(len(self.examples))
+        }
+        return {i: methods for i, methods in todo.items() if methods}
 
     def series(self) -> list[Series]:
         known = records.load(self.file)
         return [
-            make(self.header, m, [known[self.key(i, m)] for i in range(len(self.examples))])
-            for m in self.meanings
+            make(self.header, method, [known[key] for key in keys])
+            for method, keys in self.keys.items()
         ]
 
     def record(self, i: int, method: Method, result: Record) -> Record:
         e = self.examples[i]
         return {
             "schema": records.SCHEMA,
-            "key": self.key(i, method),
-            "setting": self.setting,
+            "key": self.keys[method][i],
+            "setting": self.header["key"],
             "i": i,
             "id": e.id,
             "method": str(method),
@@ -162,11 +145,17 @@ class _Work:
 
 def about_model(path: Path) -> Record:
     """What a record says of the model: its name, and a hash of all its files."""
-    return {"name": path.name, "hash": records.file_hash(*read_gguf(path).parts)}
+    return {"name": path.name, "hash": records.content_hash(path)}
 
 
 def _prepare(
-    plan: Plan, task: Task, session: engine.Session, model: Record, env: Record, folder: Path
+    plan: EvalPlan,
+    task: Task,
+    session: engine.Session,
+    model: Record,
+    meanings: Mapping[Method, str],
+    env: Record,
+    folder: Path,
 ) -> _Work:
     data = plan.data.get(task.name)
     setup = Setup(session=session, **plan.setup, data=data)
@@ -191,7 +180,13 @@ def _prepare(
     case = json.loads(json.dumps(case))
     setting = records.key("eval", case, env["stamps"]["sparq"])
     header = {"schema": records.SCHEMA, "key": setting, "case": case, "env": env}
-    return _Work(task, folder / f"{task.name}.jsonl", setting, header, examples)
+    asked = [{"asked": [e.prompt, e.answers, e.forced, e.max_tokens]} for e in examples]
+    digests = [records.key(setting, a, "") for a in asked]
+    keys = {
+        m: [records.key(setting, {"i": i, "method": text}, d) for i, d in enumerate(digests)]
+        for m, text in meanings.items()
+    }
+    return _Work(task, folder / f"{task.name}.jsonl", header, examples, keys)
 
 
 def _check_room(task: Task, examples: Sequence[Example], ctx: int) -> None:

@@ -46,6 +46,18 @@ class Counters:
     no_room: int = 0  # of these positions, those that SELECT's result had no room for
 
 
+@dataclass(frozen=True)
+class _Attached:
+    """What the session says that a `Watch` is attached to."""
+
+    ours: int  # number of SPARSE_ATTN among the ops
+    flash_attn: int
+    is_host: Callable[[int], bool]  # whether a buffer is in memory that Python can read
+    n_tokens: Callable[[], int]  # positions in the cache before this llama_decode
+    d_v: int
+    v_bytes: float  # of a row
+
+
 @dataclass
 class _Layer:
     heads: Heads
@@ -65,8 +77,7 @@ class Watch:
     queries: Queries = field(default_factory=Queries)
 
     def __post_init__(self) -> None:
-        # positions in the cache before this llama_decode
-        self.n_tokens: Callable[[], int] = lambda: 0
+        self._attached: _Attached | None = None
         self._layers: dict[int, _Layer] = {}  # by the address of the layer's K
         self._n_seen = -1  # positions that the selectors know
         self._n_pos = 0  # of this step; 0: nothing selected yet
@@ -75,7 +86,6 @@ class Watch:
         # by the address of V: of its first n rows
         self._v_sums: dict[int, tuple[int, np.ndarray]] = {}
         self._error: BaseException | None = None
-        self._ops: tuple[int, ...] | None = None
 
     # ---- what the session calls ----
 
@@ -87,14 +97,25 @@ class Watch:
         """
         overhead = session.lib._lib.ggml_tensor_overhead
         overhead.restype = ctypes.c_size_t
-        self._is_host = session.lib._lib.ggml_backend_buffer_is_host
-        self._is_host.restype, self._is_host.argtypes = ctypes.c_bool, [ctypes.c_void_p]
+        is_host = session.lib._lib.ggml_backend_buffer_is_host
+        is_host.restype, is_host.argtypes = ctypes.c_bool, [ctypes.c_void_p]
         if overhead() != ctypes.sizeof(Tensor) + _OBJECT:
             raise SparqError("struct ggml_tensor is not what pyorch/native/tensor.py says")
-        self._ops = tuple(op_number(session.lib, n) for n in ("SPARSE_ATTN", "FLASH_ATTN_EXT"))
-        self._d_v = session.geometry.head_dim_v
-        self._v_bytes = self._d_v * session.types[1].bytes_per_element
-        self.n_tokens = lambda: len(session.tokens)
+        d_v = session.geometry.head_dim_v
+        self._attached = _Attached(
+            ours=op_number(session.lib, "SPARSE_ATTN"),
+            flash_attn=op_number(session.lib, "FLASH_ATTN_EXT"),
+            is_host=is_host,
+            n_tokens=lambda: len(session.tokens),
+            d_v=d_v,
+            v_bytes=d_v * session.types[1].bytes_per_element,
+        )
+
+    @property
+    def attached(self) -> _Attached:
+        """What nodes are looked at with; there are none before `attach`."""
+        assert self._attached is not None
+        return self._attached
 
     def use(self, policy: Policy | None) -> None:
         """Another method, or none; what the one before knew is forgotten, the prompt is not."""
@@ -130,17 +151,17 @@ class Watch:
 
     def node(self, address: int, ask: bool) -> bool:
         """llama.cpp asks whether a tensor is wanted, and shows those that are, once computed."""
-        if self._ops is None or self._error is not None:
+        if self._attached is None or self._error is not None:
             return not ask
         try:
             op = ctypes.c_int.from_address(address + _OP).value
             step = ctypes.c_int32.from_address(address + _PARAMS).value
-            ours = op == self._ops[0]
-            if op == self._ops[1] or (ours and step == PREFILL):
+            ours = op == self.attached.ours
+            if op == self.attached.flash_attn or (ours and step == PREFILL):
                 if self._captures and not ask:
                     t = Tensor.from_address(address)
                     self.check_host(source(t, 0), source(t, 1))
-                    self.queries.add(t, self.n_tokens(), ours)
+                    self.queries.add(t, self.attached.n_tokens(), ours)
                 return self._captures or not ask
             if ours:
                 if self.policy is None or step not in (SELECT, ATTEND):
@@ -198,7 +219,7 @@ class Watch:
         Raises:
             SparqError: cells are not in the order of positions.
         """
-        n_pos = self.n_tokens() + 1
+        n_pos = self.attached.n_tokens() + 1
         wanted = source_of(t, "wanted")
         assert wanted is not None
         newest, *first = view(wanted)[0, 0, 0, t.op_params[I_FORCED] :]
@@ -221,7 +242,7 @@ class Watch:
         """
         for t in tensors:
             buffer = t and (t.buffer or (t.view_src and t.view_src.contents.buffer))
-            if buffer and not self._is_host(buffer):
+            if buffer and not self.attached.is_host(buffer):
                 raise SparqError(
                     "attention is computed on a GPU, where Python does not see it",
                     "load the model with n_gpu_layers=0",
@@ -233,9 +254,9 @@ class Watch:
             n_head=q.ne[1],
             n_head_kv=k.ne[1],
             d_k=k.ne[0],
-            d_v=self._d_v,
+            d_v=self.attached.d_v,
             k_bytes=row_bytes(k),
-            v_bytes=self._v_bytes,
+            v_bytes=self.attached.v_bytes,
             index=len(self._layers),
         )
         prompt = None
@@ -286,7 +307,7 @@ class Watch:
             self._after[ctypes.addressof(t)] = changes
 
     def _interpolate(self, t: Tensor, out: np.ndarray, alpha: np.ndarray, n_pos: int) -> None:
-        """out (n_head, d_v) times alpha (n_head_kv, group), plus the mean of V times the rest."""
+        """out (n_head, d_v) times alpha (n_head_kv, n_group_q), and the rest of the mean of V."""
         v = source_of(t, "v")
         assert v is not None
         n, total = self._v_sums.get(v.data, (0, np.zeros(())))
@@ -308,16 +329,16 @@ class Watch:
         selection = source_of(t, "sel")
         assert selection is not None
         for change in self._after.pop(ctypes.addressof(selection), ()):
-            change(t, view(t)[0, 0, 0].reshape(-1, self._d_v))
+            change(t, view(t)[0, 0, 0].reshape(-1, self.attached.d_v))
 
 
 def _weigh(t: Tensor, out: np.ndarray, weights: np.ndarray, positions: np.ndarray) -> None:
-    """out (n_head, d_v) = weights (n_head_kv, group, n) times V of the positions (n_head_kv, n)."""
+    """out (n_head, d_v) = weights (n_head_kv, n_group_q, n) times V of positions (n_head_kv, n)."""
     v = source_of(t, "v")
     assert v is not None
-    stored, group = view(v)[0], weights.shape[1]
+    stored, n_group_q = view(v)[0], weights.shape[1]
     for h, (w, p) in enumerate(zip(weights, positions, strict=True)):
-        out[h * group : (h + 1) * group] = w @ floats(stored[p, h], v.type)
+        out[h * n_group_q : (h + 1) * n_group_q] = w @ floats(stored[p, h], v.type)
 
 
 def _f32(bits: int) -> float:

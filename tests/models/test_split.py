@@ -54,6 +54,20 @@ def test_hashes_are_of_all_parts(split: Path, tiny: Path) -> None:
     assert evals.about_model(tiny)["hash"] == records.file_hash(tiny), "as in earlier records"
 
 
+def test_the_hash_of_a_large_model_is_remembered(
+    split: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARQ_CACHE", str(tmp_path))
+    monkeypatch.setattr(records, "LARGE_BYTES", 1)
+    first = records.content_hash(split)
+    assert first == records.file_hash(*read_gguf(split).parts)
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "file_hash", lambda *_: pytest.fail("read again"))
+        assert records.content_hash(split) == first
+    change_weights(last(split))
+    assert records.content_hash(split) == records.file_hash(*read_gguf(split).parts) != first
+
+
 def test_settings_calibrated_for_other_weights_are_not_used(split: Path) -> None:
     result = {"ratio": 1 / 8, "shadow": "q4", "time": "2026-01-01T00:00:00Z"}
     saved.save(split, result)

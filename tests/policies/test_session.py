@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -427,8 +428,9 @@ def test_attention_on_a_gpu_is_refused(
 ) -> None:
     for line in ("oracle,k=20", "h2o,k=20"):
         with policies.open_session(demo_model, policies.parse(line), n_ctx=512, n_threads=1) as s:
-            assert s.watch._is_host(_buffer_of_k(s, text))
-            monkeypatch.setattr(s.watch, "_is_host", lambda buffer: False)
+            assert s.watch.attached.is_host(_buffer_of_k(s, text))
+            elsewhere = replace(s.watch.attached, is_host=lambda buffer: False)
+            monkeypatch.setattr(s.watch, "_attached", elsewhere)
             with pytest.raises(SparqError, match="on a GPU"):
                 decode(s, tokens_of(s, text))
 
@@ -436,10 +438,12 @@ def test_attention_on_a_gpu_is_refused(
 def _buffer_of_k(session: engine.Session, text: str) -> int:
     """The address that is asked about, as another reader sees it."""
     seen: list[int] = []
-    plain = session.watch._is_host
-    session.watch._is_host = lambda buffer: seen.append(buffer) or plain(buffer)
+    plain = session.watch.attached
+    session.watch._attached = replace(
+        plain, is_host=lambda buffer: seen.append(buffer) or plain.is_host(buffer)
+    )
     decode(session, tokens_of(session, text))
-    session.watch._is_host = plain
+    session.watch._attached = plain
     return seen[-1]
 
 

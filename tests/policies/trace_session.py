@@ -47,13 +47,13 @@ class Trace:
 def trace(session: engine.Session) -> Trace:
     """Record from now on; `untrace` ends it."""
     watch: Any = session.watch
-    found, inner, ops = Trace(), type(watch).node, watch._ops
+    found, inner, ours = Trace(), type(watch).node, watch.attached.ours
 
     def node(address: int, ask: bool) -> bool:
         wanted = inner(watch, address, ask)
         t = Tensor.from_address(address)
-        is_attend = t.op == ops[0] and t.op_params[0] == ATTEND
-        is_prompt = t.op == ops[0] and t.op_params[0] == PREFILL
+        is_attend = t.op == ours and t.op_params[0] == ATTEND
+        is_prompt = t.op == ours and t.op_params[0] == PREFILL
         if ask:
             return wanted or is_attend or is_prompt
         if not is_attend and not is_prompt:
