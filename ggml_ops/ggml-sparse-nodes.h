@@ -61,14 +61,14 @@ P ggml_sparse_params_of(const ggml_tensor * node) {
 
 // of SCORE or SCORE_SELECT
 inline ggml_sparse_score_params ggml_sparse_score_params_of(const ggml_tensor * node) {
-    return node->op_params[0] == GGML_SPARSE_ATTN_SCORE ? ggml_sparse_params_of<ggml_sparse_score_params>(node)
-                                                        : ggml_sparse_params_of<ggml_sparse_score_select_params>(node).score;
+    const bool is_score = node->op_params[0] == GGML_SPARSE_ATTN_SCORE;
+    return is_score ? ggml_sparse_params_of<ggml_sparse_score_params>(node) : ggml_sparse_params_of<ggml_sparse_score_select_params>(node).score;
 }
 
 // of SELECT or SCORE_SELECT
 inline ggml_sparse_select_params ggml_sparse_select_params_of(const ggml_tensor * node) {
-    return node->op_params[0] == GGML_SPARSE_ATTN_SELECT ? ggml_sparse_params_of<ggml_sparse_select_params>(node)
-                                                         : ggml_sparse_params_of<ggml_sparse_score_select_params>(node).select;
+    const bool is_select = node->op_params[0] == GGML_SPARSE_ATTN_SELECT;
+    return is_select ? ggml_sparse_params_of<ggml_sparse_select_params>(node) : ggml_sparse_params_of<ggml_sparse_score_select_params>(node).select;
 }
 
 #endif

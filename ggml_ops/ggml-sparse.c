@@ -115,7 +115,8 @@ static void assert_select(const struct ggml_tensor * wanted, const struct ggml_t
 }
 
 // the result of step 2
-static struct ggml_tensor * new_selection(struct ggml_context * ctx, int64_t n_head, int64_t n_tok, int64_t n_stream, const struct ggml_sparse_select_params * p) {
+static struct ggml_tensor * new_selection(
+        struct ggml_context * ctx, int64_t n_head, int64_t n_tok, int64_t n_stream, const struct ggml_sparse_select_params * p) {
     return ggml_new_tensor_4d(ctx, GGML_TYPE_I32, 1 + n_head/p->n_head_kv + p->topk_max, p->n_head_kv, n_tok, n_stream);
 }
 
@@ -146,8 +147,10 @@ struct ggml_tensor * ggml_sparse_attn_seal(
 
     struct ggml_tensor * res = ggml_view_tensor(ctx, k_t);
 
-    const struct ggml_sparse_src src = { .k_t = k_t, .v_sum = v_sum, .k = k, .v = v, .list = list, .stats = stats, .k_range = k_range,
-                                         .sealed = ggml_sparse_has_codes(params.n_bit) ? sealed : NULL };
+    const struct ggml_sparse_src src = {
+        .list = list, .k = k, .stats = stats, .sealed = ggml_sparse_has_codes(params.n_bit) ? sealed : NULL,
+        .k_t = k_t, .k_range = k_range, .v = v, .v_sum = v_sum,
+    };
     set_op(res, GGML_SPARSE_ATTN_SEAL, &params, sizeof(params), &src);
 
     return res;
@@ -232,8 +235,9 @@ struct ggml_tensor * ggml_sparse_attn_score_select(
 
     struct ggml_tensor * res = new_selection(ctx, q->ne[1], q->ne[2], q->ne[3], &params.select);
 
-    const struct ggml_sparse_src src = { .q = q, .k = k, .k_t = k_t, .sealed = sealed, .mask = mask, .wanted = wanted, .sinks = sinks, .stats = stats,
-                                         .k_range = k_range };
+    const struct ggml_sparse_src src = {
+        .q = q, .k = k, .mask = mask, .sinks = sinks, .stats = stats, .sealed = sealed, .k_t = k_t, .k_range = k_range, .wanted = wanted,
+    };
     set_op(res, GGML_SPARSE_ATTN_SCORE_SELECT, &params, sizeof(params), &src);
 
     return res;
@@ -269,8 +273,9 @@ struct ggml_tensor * ggml_sparse_attn_attend(
 
     struct ggml_tensor * res = new_result(ctx, q, v);
 
-    const struct ggml_sparse_src src = { .q = q, .k = k, .v = v, .mask = mask, .visible = visible, .sel = sel, .v_sum = v_sum,
-                                         .sinks = sinks, .stats = stats };
+    const struct ggml_sparse_src src = {
+        .q = q, .k = k, .mask = mask, .sinks = sinks, .stats = stats, .v = v, .v_sum = v_sum, .sel = sel, .visible = visible,
+    };
     set_op(res, GGML_SPARSE_ATTN_ATTEND, &params, sizeof(params), &src);
 
     return res;

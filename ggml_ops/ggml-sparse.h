@@ -20,10 +20,10 @@
 //   n_grp       ceil(n_kv / GGML_SPARSE_GROUP)
 // A "position" here is a cell of the KV cache; cells need not be in the order of token positions.
 //
-// Types of K and V: f16, bf16, f32, q8_0, q4_0 ("any" below), rows contiguous. llama.cpp turns K (and q) by a Hadamard matrix before it
-// quantises them (n_rot > 0: blocks of n_rot components, its own inverse, scaled to length 1). Products of turned q and turned K are
-// what they were, but a turned q has no large components: step 1 needs the original basis. So SEAL turns K back for k_t, and SCORE turns
-// q (and rows of K that are not sealed) back. V may be turned too: then the result is, and llama.cpp turns it back.
+// Types of K and V: f16, bf16, f32, q8_0, q4_0 ("any" below), rows contiguous. llama.cpp rotates K (and q) by a Hadamard matrix before it
+// quantises them (n_rot > 0: blocks of n_rot components; the matrix is its own inverse and keeps lengths). Products of a rotated q and a
+// rotated K are what they were, but a rotated q has no large components, and step 1 needs the original basis. So SEAL rotates K back for k_t,
+// and SCORE rotates q back (and rows of K that are not sealed). V may be rotated too: the result is rotated then, and llama.cpp rotates it back.
 //
 // Call sites: patches/README.md lists each hook.
 
@@ -34,7 +34,7 @@ extern "C" {
 #endif
 
 #define GGML_SPARSE_GROUP 64  // positions sealed together
-#define GGML_SPARSE_RUN   512 // positions of a channel that share a scale in a quantised k_t
+#define GGML_SPARSE_RUN   512 // positions of a component that share a scale in a quantised k_t
 #define GGML_SPARSE_SUM   16  // groups whose sums of V are summed once more
 
 // rows of v_sum: the sums of GGML_SPARSE_SUM groups, then their total, and so on
@@ -59,8 +59,8 @@ static inline int ggml_sparse_kv_block(enum ggml_type type) {
     }
 }
 
-// what the address of a buffer is a multiple of (not on macOS, where ggml takes pages of the system). ggml asks for 64 bytes and mostly gets
-// no more; rows of K and V that begin in the second line of a pair of cache lines take 10 to 14 % longer to gather
+// The address of a buffer is a multiple of this (not on macOS, where ggml allocates whole pages). Upstream's ggml aligns to 64 bytes; rows of K
+// and V that begin in the second line of a pair of cache lines take 10 to 14 % longer to gather
 #define GGML_SPARSE_HUGE_PAGE (2*1024*1024)
 static inline int ggml_sparse_alignment(size_t size) { return size >= 2*GGML_SPARSE_HUGE_PAGE ? GGML_SPARSE_HUGE_PAGE : 64; }
 
@@ -93,11 +93,11 @@ enum ggml_sparse_stat {
 
 struct ggml_sparse_seal_params {
     int32_t n_bit;      // of k_t, see sparse-codes.h
-    int32_t n_rot;      // > 0: K is turned, k_t is not
+    int32_t n_rot;      // > 0: K is rotated, k_t is not
 };
 
 // SEAL
-//   k_t    [n_pos_t, d_k*n_head_kv, n_stream]       f16      transposed K: row = one channel (strides may be padded). n_pos_t >= n_kv, or
+//   k_t    [n_pos_t, d_k*n_head_kv, n_stream]       f16      transposed K: row = one component (strides may be padded). n_pos_t >= n_kv, or
 //                                                            without the last group, which is never sealed then
 //          [n_pos_t*n_bit/8, d_k*n_head_kv, n_stream] i8     or its codes, n_bit = 8 or 4; n_pos_t a multiple of GGML_SPARSE_RUN. The
 //                                                            layout is sparse-codes.h's business
@@ -141,7 +141,7 @@ struct ggml_sparse_score_params {
     float   max_bias;   // ALiBi: > 0 multiplies the mask by the head's slope
     float   softcap;    // > 0: logit = softcap*tanh(logit/softcap), before the mask is added
     int32_t n_bit;      // of k_t, see sparse-codes.h
-    int32_t n_rot;      // > 0: q and K are turned, k_t is not; without k_t it does not matter
+    int32_t n_rot;      // > 0: q and K are rotated, k_t is not; without k_t it does not matter
 };
 
 // SCORE (step 1)
@@ -179,17 +179,17 @@ struct ggml_sparse_select_params {
     int32_t topk_max;   // capacity of the result; the k of a token is min(wanted[i_k], topk_max)
                         // 0, in a node made with more: the CPU's SCORE_SELECT selects nothing, without SELECT's work: for timing SCORE by itself
     int32_t n_head_kv;
-    int32_t n_local_max; // of the forced cells, that many are the local window, newest first; the rest are sinks
+    int32_t n_local_max; // of the cells that are always in, that many are the local window, newest first; the rest are sinks
     int32_t alpha;      // != 0: compute alpha (needs a pass of exp over all scores)
     float   top_p;      // in (0, 1): fewer than k positions, where these carry that share of the mass; else exactly k
     int32_t i_k;        // wanted[i_k] is k, wanted[i_k + 1] is l: what belongs to the layer
-    int32_t i_forced;   // wanted[i_forced ..] are the forced cells: what all layers share
+    int32_t i_forced;   // wanted[i_forced ..] are the cells that are always in: what all layers share
 };
 
 // SELECT (step 2)
 //   logits   [n_kv, n_head, n_tok, n_stream]        f32      from SCORE
-//   wanted   [i_forced + n_forced, n_tok, 1, n_stream] i32   k; l: how many entries of the local window count; and the forced cells, which are
-//                                                            always in: the local window first, then sinks; < 0: none. n_forced >= 1.
+//   wanted   [i_forced + n_forced, n_tok, 1, n_stream] i32   k; l: how many cells of the local window count; then the n_forced >= 1 cells that
+//                                                            are always in: the local window, then the sinks; < 0: none.
 //                                                            k < 0: the token reads every visible position, see below
 //   sinks    [n_head]                               f32      learned extra logit per query head (gpt-oss), or NULL; alpha only
 //   res      [1 + n_group_q + topk_max, n_head_kv, n_tok, n_stream]   i32
@@ -199,10 +199,10 @@ struct ggml_sparse_select_params {
 //   A batch may mix tokens of prompts, which read everything, with tokens of replies, which read a selection. Of a token with k < 0 nothing is
 //   scored or ranked: its n_sel is GGML_SPARSE_SELECT_ALL for each KV head, its alpha 1.0, its cells -1. ATTEND then reads all that it sees
 //   ranks by the sum over the group's query heads of softmax(logits) (with one query head: by the logit itself, the same order)
-//   k counts the forced cells. Hidden cells (-inf in all heads) are never selected, nor is NaN, so n_sel = min(k, visible), but a visible forced cell always is
-//   (all forced are in even when there are more than k, as far as topk_max allows: sinks last).
-//   top_p: of the k positions only the forced ones and then the highest ranked, until they carry top_p of the softmaxed scores (mean over
-//   the group's query heads, without sinks): k caps, n_sel varies with head and token
+//   k counts the local window and the sinks. Hidden cells (-inf in all heads) are never selected, nor is NaN, so n_sel = min(k, visible). But
+//   visible cells of the local window and sinks are in even when they are more than k, as far as topk_max allows: sinks last.
+//   top_p: of the k positions only the local window and the sinks, and then the highest ranked, until they carry top_p of the softmaxed
+//   scores (mean over the group's query heads, without learned sinks): k caps, n_sel varies with head and token
 //   ties: the lower cell wins. alpha[h] = 1 - the share of softmax(logits[h]), sink included, that falls on cells not selected: the sink's
 //   mass carries no value and stays with the selection, so that selecting everything gives dense attention.
 GGML_API struct ggml_tensor * ggml_sparse_attn_select(

@@ -3,13 +3,13 @@
 // The types of the shadow, k_t: what each is, and the order of its codes. For the constructors, the ops of every device, the graph and the
 // check of the shadow.
 //
-//   A type is known by the bits of a value. 16 bits are the values themselves, in f16. Fewer are codes: a run of positions of a channel
+//   A type is known by the bits of a value. 16 bits are the values themselves, in f16. Fewer are codes: a run of positions of a component
 //   shares a scale and a zero, and is coded at once.
-//   A new type is a line in the list, and the arithmetic of its scan: score_lines() in cpu/sparse-score-codes.h, score_channels() in
+//   A new type is a line in the list, and the arithmetic of its scan: score_lines() in cpu/sparse-score-codes.h, score_components() in
 //   cuda/sparse-score.cuh.
 //
 //   Codes lie in lines of 64 bytes: 64 positions of 8 bits, or 128 of 4 bits, the first 64 in the low halves of the bytes. Inside a line
-//   position 16*j + 4*i + l has byte 16*i + 4*j + l, so that zipping four channels within 128 bits, which is what every CPU can do,
+//   position 16*j + 4*i + l has byte 16*i + 4*j + l, so that zipping four components within 128 bits, which is what every CPU can do,
 //   leaves consecutive positions in a register.
 
 #include "ggml-sparse.h"
@@ -64,10 +64,10 @@ GGML_SPARSE_CODES bool ggml_sparse_is_coded(int64_t group, int64_t n_kv, int n_b
     return !ggml_sparse_has_codes(n_bit) || (group + 1)*GGML_SPARSE_GROUP <= n_kv;
 }
 
-// bytes of n positions of a channel in k_t
+// bytes of n positions of a component in k_t
 GGML_SPARSE_CODES int64_t ggml_sparse_shadow_bytes(int64_t n, int n_bit) { return n*n_bit/8; }
 
-// bytes that SCORE reads for the n positions of a group of a channel: with codes also the group's share of scale and zero
+// bytes that SCORE reads for the n positions of a group of a component: with codes also the group's share of scale and zero
 GGML_SPARSE_CODES int64_t ggml_sparse_scan_bytes(int64_t n, int n_bit) {
     return ggml_sparse_shadow_bytes(n, n_bit) + (ggml_sparse_has_codes(n_bit) ? 2*(int64_t) sizeof(float)*GGML_SPARSE_GROUP/GGML_SPARSE_RUN : 0);
 }
@@ -82,7 +82,7 @@ GGML_SPARSE_CODES int ggml_sparse_line_pos(int n_bit) { return GGML_SPARSE_LINE*
 // the byte in a line of position t of its 64
 GGML_SPARSE_CODES int ggml_sparse_line_byte(int t) { return t/4%4*16 + t/16*4 + t%4; }
 
-// the byte in a channel's row of position i, and the lowest bit of its code in that byte
+// the byte in a component's row of position i, and the lowest bit of its code in that byte
 GGML_SPARSE_CODES int ggml_sparse_code_byte(int i, int n_bit) {
     return i/ggml_sparse_line_pos(n_bit)*GGML_SPARSE_LINE + ggml_sparse_line_byte(i % GGML_SPARSE_LINE);
 }

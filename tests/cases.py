@@ -109,7 +109,7 @@ class Case:
 
     @property
     def n_rot(self) -> int:
-        """q and K are turned in blocks of so many: mostly where K is quantised."""
+        """q and K are rotated in blocks of so many: mostly where K is quantised."""
         return self.d & -self.d if self.type_k in BLOCKS and self.seed % 3 else 0
 
 
@@ -335,7 +335,7 @@ class Data:
 
     @property
     def k_score(self) -> np.ndarray:
-        """The keys as step 1 reads them: turned back, and sealed groups are stored as f16."""
+        """The keys as step 1 reads them: rotated back, and sealed groups are stored as f16."""
         from_t = np.repeat(self.sealed != 0, GROUP, axis=1)[:, : self.case.n_kv, None, None]
         k = turn_back(self.k, self.case.n_rot)
         return np.where(

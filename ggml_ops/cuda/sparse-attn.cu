@@ -128,7 +128,7 @@ template <int N_BIT, int GB, int TYPE>
 void launch_score(ggml_backend_cuda_context & ctx, score_args a, int64_t n_row) {
     a.n_pass = (int) ceil_div(a.n_group_q, GB);
     const int64_t n_y = (int64_t) a.n_head_kv*a.n_pass;
-    // as many blocks as there is room for at once: each chooses its channels first
+    // as many blocks as there is room for at once: each chooses its components first
     const int64_t n_x = std::min(a.n_run, std::max<int64_t>(1, score_blocks(GB)*n_sm(ctx)/(n_y*n_row)));
     SPARQ_LAUNCH((score<N_BIT, GB, TYPE>), dim3(n_x, n_y, n_row), dim3(N_THREAD), ctx.stream(), a);
 }
@@ -380,7 +380,7 @@ bool ggml_cuda_sparse_attn_supported(const ggml_tensor * dst, int cc) {
     const ggml_tensor * q = src.q, * k = src.k;
     const auto is_qk = [&] {
         return is_kv(k) && q->ne[1] <= GRID_MAX && q->ne[1]/k->ne[1] <= G_MAX && q->ne[2]*q->ne[3] <= GRID_MAX && k->ne[2] <= N_KV_MAX &&
-               !is_on_host(src.stats);
+                !is_on_host(src.stats);
     };
     switch ((ggml_sparse_attn_op) dst->op_params[0]) {
         case GGML_SPARSE_ATTN_SEAL:

@@ -1,6 +1,6 @@
 #pragma once
 
-// Step 1: the channels of q that count, approximate scores from the transposed K, or exact ones from K; what they become as logits.
+// Step 1: the components of q that count, approximate scores from the transposed K, or exact ones from K; what they become as logits.
 
 #include "sparse-codes.h"
 #include "sparse-device.cuh"
@@ -22,7 +22,7 @@ struct score_args {
 enum group_state : uint8_t { IS_HIDDEN, IS_SEALED, IS_ROWS }; // nothing to see; read from k_t; read from K
 
 constexpr int N_LANE  = RUN/8;            // threads beside each other: each has 8 positions of the run
-constexpr int N_SLICE = N_THREAD/N_LANE;  // threads that share these positions, and split the channels
+constexpr int N_SLICE = N_THREAD/N_LANE;  // threads that share these positions, and split the components
 
 // where the 8 positions of a lane are: 4 from the first result on, 4 from the second. Codes: 4 bytes (4 bits) or 8 (8 bits) side by side,
 // see sparse-codes.h; f16: 16 bytes
@@ -52,13 +52,13 @@ __device__ __forceinline__ void zip4(unsigned (&v)[4], const unsigned (&x)[4]) {
 template <int GB>
 struct alignas(16) score_shared {
     float    q[GB][D_MAX];          // what rows of K are multiplied with, see q_place()
-    float    coef[GB][D_MAX];       // per kept channel
+    float    coef[GB][D_MAX];       // per kept component
     float    x[GB][RUN];            // products, then logits
     float    size[D_MAX];           // sum over the heads of |q|; then scale ..
-    float    zero[D_MAX];           // .. and zero of the kept channels
+    float    zero[D_MAX];           // .. and zero of the kept components
     int8_t   w0[GB][D_MAX], w1[GB][D_MAX]; // whole coefficients, see code_coef()
     float    step[GB], base[GB];
-    int16_t  chan[D_MAX];           // kept channels, ascending
+    int16_t  comp[D_MAX];           // kept components, ascending
     uint16_t mask[RUN];
     uint8_t  state[RUN/GROUP];
     int      n_warp[N_WARP];
@@ -66,10 +66,10 @@ struct alignas(16) score_shared {
     int64_t  bytes[N_WARP];         // what a warp had to read; the first pass counts
 };
 
-// the `rank` channels with the largest sum over the group of |q| (ties: the lowest), and per head of this pass the coefficients
-//   q*scale/sqrt(|q_r|_1/|q|_1). Returns the number of channels: fewer where q holds NaN
+// the `rank` components with the largest sum over the group of |q| (ties: the lowest), and per head of this pass the coefficients
+//   q*scale/sqrt(|q_r|_1/|q|_1). Returns the number of components: fewer where q holds NaN
 template <int GB>
-__device__ __forceinline__ int choose_channels(score_shared<GB> & m, const score_args & a, int64_t h_kv, int h0, int64_t i, int64_t s) {
+__device__ __forceinline__ int choose_components(score_shared<GB> & m, const score_args & a, int64_t h_kv, int h0, int64_t i, int64_t s) {
     const int c = threadIdx.x;
     float size = 0.0f;
     for (int j = 0; j < a.n_group_q; ++j) {
@@ -86,7 +86,7 @@ __device__ __forceinline__ int choose_channels(score_shared<GB> & m, const score
     m.size[c] = size;
     __syncthreads();
 
-    int before = 0; // channels that come before c
+    int before = 0; // components that come before c
     for (int o = 0; o < a.d; ++o) {
         const float y = m.size[o];
         before += y > size || (y == size && o < c);
@@ -103,7 +103,7 @@ __device__ __forceinline__ int choose_channels(score_shared<GB> & m, const score
         n     += m.n_warp[w];
     }
     if (kept) {
-        m.chan[place] = (int16_t) c;
+        m.comp[place] = (int16_t) c;
     }
     __syncthreads();
 
@@ -114,18 +114,18 @@ __device__ __forceinline__ int choose_channels(score_shared<GB> & m, const score
             all += fabsf(m.q[h][o]);
         }
         for (int o = lane; o < n; o += 32) {
-            part += fabsf(m.q[h][m.chan[o]]);
+            part += fabsf(m.q[h][m.comp[o]]);
         }
         all  = lane_sum<32>(all);
         part = lane_sum<32>(part);
         const float f = part > 0.0f ? __fdiv_rn(a.scale, __fsqrt_rn(__fdiv_rn(part, all))) : 0.0f;
         for (int o = lane; o < n; o += 32) {
-            m.coef[h][o] = m.q[h][m.chan[o]]*f;
+            m.coef[h][o] = m.q[h][m.comp[o]]*f;
         }
     }
     __syncthreads();
 
-    // for rows of K: the kept components, turned as K is
+    // for rows of K: the kept components, rotated as K is
     for (int j = 0; j < GB; ++j) {
         float x = kept ? m.coef[j][place] : 0.0f;
         x = hadamard(x, a.n_rot, m.size);
@@ -141,10 +141,10 @@ __device__ __forceinline__ int choose_channels(score_shared<GB> & m, const score
 //   4 bits: w = w0, |w0| <= 127; 8 bits: w = 64*w0 + w1, |w0| <= 64, |w1| <= 32, and codes less 128, so that they have a sign
 //   NUMERICS: as on the CPU (make_coef in cpu/sparse-score-codes.h)
 template <int N_BIT, int GB>
-__device__ __forceinline__ void code_coef(score_shared<GB> & m, int h, int n_chan) {
+__device__ __forceinline__ void code_coef(score_shared<GB> & m, int h, int n_comp) {
     const int lane = threadIdx.x % 32;
     float top = 0.0f;
-    for (int i = lane; i < n_chan; i += 32) {
+    for (int i = lane; i < n_comp; i += 32) {
         top = fmaxf(top, fabsf(m.coef[h][i]*m.size[i]));
     }
     top = warp_max(top);
@@ -153,8 +153,8 @@ __device__ __forceinline__ void code_coef(score_shared<GB> & m, int h, int n_cha
     const float step = __fdiv_rn(top, most), inv = top > 0.0f ? __fdiv_rn(most, top) : 0.0f;
 
     float base = 0.0f;
-    for (int i = lane; i < (n_chan + 3)/4*4; i += 32) {
-        const bool  in = i < n_chan;
+    for (int i = lane; i < (n_comp + 3)/4*4; i += 32) {
+        const bool  in = i < n_comp;
         const float c = in ? m.coef[h][i] : 0.0f, f = in ? c*m.size[i] : 0.0f;
         const float w = rintf(f*inv);
         base += in ? c*m.zero[i] + (f - w*step)*mid : 0.0f;
@@ -174,33 +174,34 @@ __device__ __forceinline__ void code_coef(score_shared<GB> & m, int h, int n_cha
     }
 }
 
-// codes of one channel at a thread's 8 positions
+// codes of one component at a thread's 8 positions
 template <int N_BIT> struct codes     { using type = unsigned; };
 template <>          struct codes<8>  { using type = uint2; };
 
-// steps of four channels each whose codes are asked for before their coefficients are known
+// steps of four components each whose codes are prefetched before their coefficients are known
 template <int GB> constexpr int EARLY = GB == 8 ? 1 : 2;
 
-// codes of the four channels from i on; k_t: at the thread's positions
+// codes of the four components from i on; k_t: at the thread's positions
 template <int N_BIT, int GB>
-__device__ __forceinline__ void load_codes(typename codes<N_BIT>::type (&x)[4], const score_shared<GB> & m, const char * k_t, int64_t nb_chan, int n_chan, int i) {
+__device__ __forceinline__ void load_codes(
+        typename codes<N_BIT>::type (&x)[4], const score_shared<GB> & m, const char * k_t, int64_t nb_comp, int n_comp, int i) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-        x[j] = *(const typename codes<N_BIT>::type *) (k_t + m.chan[min(i + j, n_chan - 1)]*nb_chan);
+        x[j] = *(const typename codes<N_BIT>::type *) (k_t + m.comp[min(i + j, n_comp - 1)]*nb_comp);
     }
 }
 
-// sums over this thread's channels, for its 8 positions
-//   k_t: the head's first channel at the thread's positions; early: its first codes, by load_codes()
+// sums over this thread's components, for its 8 positions
+//   k_t: the head's first component at the thread's positions; early: its first codes, by load_codes()
 template <int N_BIT, int GB>
-__device__ __forceinline__ void score_channels(float (&acc)[GB][8], const score_shared<GB> & m, const char * k_t, int64_t nb_chan, int n_chan, int slice,
+__device__ __forceinline__ void score_components(float (&acc)[GB][8], const score_shared<GB> & m, const char * k_t, int64_t nb_comp, int n_comp, int slice,
         const typename codes<N_BIT>::type (&early)[EARLY<GB>][4]) {
     if (!ggml_sparse_has_codes(N_BIT)) {
         constexpr int AT_ONCE = GB == 1 ? 8 : GB == 4 ? 4 : 1;
 #pragma unroll AT_ONCE
-        for (int i = slice; i < n_chan; i += N_SLICE) {
+        for (int i = slice; i < n_comp; i += N_SLICE) {
             float x[8];
-            unpack_f16(x, *(const uint4 *) (k_t + m.chan[i]*nb_chan));
+            unpack_f16(x, *(const uint4 *) (k_t + m.comp[i]*nb_comp));
 #pragma unroll
             for (int h = 0; h < GB; ++h) {
                 const float c = m.coef[h][i];
@@ -214,7 +215,7 @@ __device__ __forceinline__ void score_channels(float (&acc)[GB][8], const score_
     }
     int sum[GB][8] = {};
     const auto add = [&](const typename codes<N_BIT>::type (&raw)[4], int i) {
-        unsigned lo[4], hi[4]; // codes of four channels at the first four positions, and at the others
+        unsigned lo[4], hi[4]; // codes of four components at the first four positions, and at the others
         if constexpr (N_BIT == 8) {
             unsigned x[4], y[4];
 #pragma unroll
@@ -250,13 +251,13 @@ __device__ __forceinline__ void score_channels(float (&acc)[GB][8], const score_
     };
 #pragma unroll
     for (int e = 0; e < EARLY<GB>; ++e) {
-        if (const int i = 4*(slice + e*N_SLICE); i < n_chan) {
+        if (const int i = 4*(slice + e*N_SLICE); i < n_comp) {
             add(early[e], i);
         }
     }
-    for (int i = 4*(slice + EARLY<GB>*N_SLICE); i < n_chan; i += 4*N_SLICE) {
+    for (int i = 4*(slice + EARLY<GB>*N_SLICE); i < n_comp; i += 4*N_SLICE) {
         typename codes<N_BIT>::type raw[4];
-        load_codes<N_BIT, GB>(raw, m, k_t, nb_chan, n_chan, i);
+        load_codes<N_BIT, GB>(raw, m, k_t, nb_comp, n_comp, i);
         add(raw, i);
     }
 #pragma unroll
@@ -321,7 +322,7 @@ static __global__ void __launch_bounds__(N_THREAD, score_blocks(GB)) score(const
     if (a.kl.data && a.kl.at<const int32_t>(i, 0, s)[0] < 0) {
         return;
     }
-    int n_chan = 0;
+    int n_comp = 0;
     if (N_BIT == 0) {
         for (int j = 0; j < GB; ++j) {
             if (tid < (a.d + 7)/8*8) {
@@ -329,12 +330,12 @@ static __global__ void __launch_bounds__(N_THREAD, score_blocks(GB)) score(const
             }
         }
     } else {
-        n_chan = choose_channels<GB>(m, a, h_kv, h0, i, s);
+        n_comp = choose_components<GB>(m, a, h_kv, h0, i, s);
     }
     const uint16_t * mask   = a.mask.at<const uint16_t>(i, 0, s);
     const int32_t  * sealed = N_BIT == 0 ? nullptr : a.sealed + s*a.n_grp;
 
-    static_assert(D_MAX <= N_THREAD && N_WARP == RUN/GROUP, "a thread per channel, a warp per group");
+    static_assert(D_MAX <= N_THREAD && N_WARP == RUN/GROUP, "a thread per component, a warp per group");
     constexpr bool HAS_CODES = N_BIT > 0 && ggml_sparse_has_codes(N_BIT);
     const int w = tid/32;
     uint16_t next_mask[GROUP/32];
@@ -350,8 +351,8 @@ static __global__ void __launch_bounds__(N_THREAD, score_blocks(GB)) score(const
         if (N_BIT > 0) {
             next_sealed = g < a.n_grp ? sealed[g] : 0;
         }
-        if (HAS_CODES && tid < n_chan && run < n_run) {
-            const float * range = a.k_range.at<const float>(h_kv*a.d + m.chan[tid], run, s);
+        if (HAS_CODES && tid < n_comp && run < n_run) {
+            const float * range = a.k_range.at<const float>(h_kv*a.d + m.comp[tid], run, s);
             next_size = range[0];
             next_zero = range[1];
         }
@@ -379,7 +380,7 @@ static __global__ void __launch_bounds__(N_THREAD, score_blocks(GB)) score(const
                 }
             }
         }
-        if (HAS_CODES && tid < n_chan) {
+        if (HAS_CODES && tid < n_comp) {
             m.size[tid] = next_size;
             m.zero[tid] = next_zero;
         }
@@ -389,26 +390,26 @@ static __global__ void __launch_bounds__(N_THREAD, score_blocks(GB)) score(const
             const int2 p = lane_positions<N_BIT>(lane);
             const char * k_t = a.k_t.at(h_kv*a.d, s) + (int64_t) t0*N_BIT/8 + lane*N_BIT;
             float acc[GB][8] = {};
-            const bool in = n_chan > 0 && (HAS_CODES || t0 + p.x < n_kv) && // rows of f16 end there, rounded up to 8
-                            (m.state[p.x/GROUP] == IS_SEALED || m.state[p.y/GROUP] == IS_SEALED);
+            const bool in = n_comp > 0 && (HAS_CODES || t0 + p.x < n_kv) && // rows of f16 end there, rounded up to 8
+                    (m.state[p.x/GROUP] == IS_SEALED || m.state[p.y/GROUP] == IS_SEALED);
             typename codes<N_BIT>::type early[EARLY<GB>][4] = {};
             if constexpr (HAS_CODES) {
 #pragma unroll
                 for (int e = 0; e < EARLY<GB>; ++e) {
-                    if (const int c = 4*(slice + e*N_SLICE); in && c < n_chan) {
-                        load_codes<N_BIT, GB>(early[e], m, k_t, a.k_t.nb1, n_chan, c);
+                    if (const int c = 4*(slice + e*N_SLICE); in && c < n_comp) {
+                        load_codes<N_BIT, GB>(early[e], m, k_t, a.k_t.nb1, n_comp, c);
                     }
                 }
             }
             fetch(run + gridDim.x);
             if constexpr (HAS_CODES) {
                 if (w < GB) {
-                    code_coef<N_BIT, GB>(m, w, n_chan);
+                    code_coef<N_BIT, GB>(m, w, n_comp);
                 }
                 __syncthreads();
             }
             if (in) {
-                score_channels<N_BIT, GB>(acc, m, k_t, a.k_t.nb1, n_chan, slice, early);
+                score_components<N_BIT, GB>(acc, m, k_t, a.k_t.nb1, n_comp, slice, early);
             }
             for (int o = 0; o < N_SLICE; ++o) { // slice by slice, in order
                 if (o == slice) {

@@ -16,7 +16,7 @@ struct seal_args {
     int     n_list, d_k, d_v, n_bit, n_rot; // d_v = 0: no sums of V
 };
 
-// rows of a tile that are turned in shared memory at a time
+// rows of a tile that are rotated in shared memory at a time
 constexpr int SEAL_ROWS = 16;
 
 __device__ __forceinline__ float clamp_f16(float x) { return fminf(fmaxf(x, -65504.0f), 65504.0f); }
@@ -24,7 +24,7 @@ __device__ __forceinline__ float clamp_f16(float x) { return fminf(fmaxf(x, -655
 // K as the codes see it: finite
 __device__ __forceinline__ float seal_value(float x) { return x == x ? clamp_f16(x) : 0.0f; }
 
-// rows [n][d] of K from position t on, as f32 and turned back; 0 for rows of groups that valid [RUN/GROUP] (of the run of t) leaves out, if given
+// rows [n][d] of K from position t on, as f32 and rotated back; 0 for rows of groups that valid [RUN/GROUP] (of the run of t) leaves out, if given
 __device__ inline void load_tile(float (*tile)[D_MAX], const seal_args & a, int64_t h, int64_t s, int64_t t, int n, const uint8_t * valid) {
     const int n_span = (a.d_k + 7)/8;
     for (int u = threadIdx.x; u < n*n_span; u += N_THREAD) {
@@ -65,7 +65,7 @@ __device__ inline void seal_run(const seal_args & a, int64_t h, int64_t s, int64
     __syncthreads();
 
     const float top = (float) ggml_sparse_code_max(a.n_bit);
-    float lo = 65504.0f, hi = -65504.0f; // of channel c
+    float lo = 65504.0f, hi = -65504.0f; // of component c
     for (int t = 0; t < RUN; t += SEAL_ROWS) {
         if (valid[t/GROUP]) {
             load_tile(tile, a, h, s, run*RUN + t, SEAL_ROWS, valid);
@@ -100,7 +100,8 @@ __device__ inline void seal_run(const seal_args & a, int64_t h, int64_t s, int64
         }
         for (int u = threadIdx.x; u < 64*a.d_k; u += N_THREAD) {
             const int t = u % 64;
-            ((uint8_t *) a.k_t.at(h*a.d_k + u/64, s))[ggml_sparse_shadow_bytes(run*RUN, a.n_bit) + t0/n_line*GGML_SPARSE_LINE + ggml_sparse_line_byte(t)] = code[t][u/64];
+            uint8_t * line = (uint8_t *) a.k_t.at(h*a.d_k + u/64, s) + ggml_sparse_shadow_bytes(run*RUN, a.n_bit) + t0/n_line*GGML_SPARSE_LINE;
+            line[ggml_sparse_line_byte(t)] = code[t][u/64];
         }
         __syncthreads();
     }

@@ -117,7 +117,7 @@ __device__ __forceinline__ int mark(unsigned * bits, const float * key, int32_t 
     return t >= 0 && t < n && order_of(key[t]) != ORDER_HIDDEN && !(atomicOr(&bits[t/32], 1u << t % 32) >> t % 32 & 1);
 }
 
-// marks the forced cells: the first n_local, then those from n_local_max on, at most topk_max of them. Returns how many
+// marks the local window (the first n_local of forced) and the sinks (those from n_local_max on), at most topk_max of them. Returns how many
 template <int NT>
 __device__ __forceinline__ int mark_forced(const select_args & a, unsigned * bits, const float * key, const int32_t * forced, int n_local, int * buf) {
     for (int round = 0; ; ++round) {
@@ -179,8 +179,8 @@ __device__ __forceinline__ int sample_cut(const float * key, int64_t n, int k) {
 // to the lower cell. Returns how many are left, in the order they had; copy [n_sel]: scratch
 //   a cell weighs what the heads softmax it to: the key, or what the only head's logit gives
 template <int NT>
-__device__ __forceinline__ int keep_top_p(const select_args & a, int64_t head, const float * key, const unsigned * bits, int32_t * cells, int32_t * copy, int n_sel,
-        float * sum_f, int64_t * sum_l) {
+__device__ __forceinline__ int keep_top_p(const select_args & a, int64_t head, const float * key, const unsigned * bits, int32_t * cells, int32_t * copy,
+        int n_sel, float * sum_f, int64_t * sum_l) {
     const int per = (n_sel + NT - 1)/NT, j0 = min((int) threadIdx.x*per, n_sel), j1 = min(j0 + per, n_sel);
     for (int j = j0; j < j1; ++j) {
         copy[j] = cells[j];

@@ -55,7 +55,7 @@ ggml_tensor * llama_sparse_build_attn(
 // Bytes of K or V in these cells were written, or are about to be. output [cells]: which tokens were asked for their logits; nullptr: not known
 void llama_sparse_cells_written(llama_sparse_shadow * shadow, uint32_t stream, const std::vector<uint32_t> & cells, const int8_t * output);
 
-// Whole streams are about to be copied, and K to be turned to shifted positions
+// Whole streams are about to be copied, and K to be rotated (by RoPE) to shifted positions
 void llama_sparse_cells_moved(
         llama_kv_cache & kv, const llama_cparams & cparams, bool do_shift, const std::vector<uint32_t> & from, const std::vector<uint32_t> & to);
 

@@ -46,8 +46,8 @@ const llama_kv_cache_context * llama_sparse_find_cache(const llama_memory_contex
 
 const char * llama_sparse_why_not(const llama_kv_cache & kv) {
     return access::has_other(kv)        ? "the cells are shared with another cache" :
-           access::v_trans(kv)          ? "flash attention is off" :
-           access::layers(kv).empty()   ? "the cache has no layers" :
+            access::v_trans(kv)          ? "flash attention is off" :
+            access::layers(kv).empty()   ? "the cache has no layers" :
            access::hparams(kv).is_mla() ? "multi-head latent attention" : "";
 }
 

@@ -265,7 +265,7 @@ static std::string info(llama_context & ctx) {
     for (const auto & [il, reason] : state->layers) {
         n_sparse += reason.empty();
         layers += (layers.empty() ? "" : ", ") +
-            object({ { "il", number(il) }, { "state", text(reason.empty() ? "sparse" : "dense") }, { "reason", text(reason) } });
+                object({ { "il", number(il) }, { "state", text(reason.empty() ? "sparse" : "dense") }, { "reason", text(reason) } });
     }
     std::vector<std::pair<std::string, std::string>> stock;
     uint64_t n_stock = 0;
@@ -276,6 +276,7 @@ static std::string info(llama_context & ctx) {
     const auto * kv = find_shadowed(ctx.get_memory());
     const size_t shadow_bytes = kv ? access::shadow(*const_cast<llama_kv_cache *>(kv))->bytes() : 0;
 
+    // clang-format off: a table
     const std::string counters = object({
         { "steps",             number(state->n_steps) },
         { "calls_sparse",      number(stat[GGML_SPARSE_STAT_ATTEND_SPARSE]) },
@@ -303,6 +304,7 @@ static std::string info(llama_context & ctx) {
         { "layers",        "[" + layers + "]" },
         { "counters",      counters },
     });
+    // clang-format on
 }
 
 int32_t llama_get_sparse_attn_info(const llama_context * ctx, char * buf, size_t n_buf) {

@@ -92,7 +92,7 @@ bool is_cpu_only(const llm_graph_context & g) {
 // can PREFILL read this layer, which may have a sliding window?
 bool can_prefill(const attention & a) {
     return is_ordinary(a) && !a.g.hparams.is_mla() && llama_sparse_is_supported_type(a.k->type) && llama_sparse_is_supported_type(a.v->type) &&
-           is_cpu_only(a.g);
+            is_cpu_only(a.g);
 }
 
 // our nodes run where K lies: left to the scheduler, they could follow q, and all of K be copied to them

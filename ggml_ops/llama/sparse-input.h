@@ -44,7 +44,7 @@ public:
 
     ggml_tensor * list   = nullptr; // I32 [n_list, n_stream]: groups to seal
     ggml_tensor * sealed = nullptr; // I32 [n_grp, n_stream]
-    ggml_tensor * wanted = nullptr; // I32 [2*n_layer + n_local_max + n_sinks, n_tok, 1, n_stream], of the range: k and l by layer, forced cells
+    ggml_tensor * wanted = nullptr; // I32 [2*n_layer + n_local_max + n_sinks, n_tok, 1, n_stream], of the range: k and l by layer, local window, sinks
     ggml_tensor * hide_prompts = nullptr; // F32 [1, n_tok, 1, n_stream], of a mixed range: -inf for tokens of prompts, else 0
     ggml_tensor * hide_replies = nullptr; // the reverse
 

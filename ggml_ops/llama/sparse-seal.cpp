@@ -138,7 +138,7 @@ struct layer_check {
     const int32_t   n_bit, n_rot;
     std::vector<float> row = {};
 
-    // does k_t hold x for cell i and channel c? As exactly as its type can; err: of x itself
+    // does k_t hold x for cell i and component c? As exactly as its type can; err: of x itself
     bool matches(uint32_t s, uint32_t i, size_t c, float x, float err) const {
         const auto * codes = (const uint8_t *) k_t.data + s*k_t.t->nb[2] + c*k_t.t->nb[1];
         if (!ggml_sparse_has_codes(n_bit)) {

@@ -14,9 +14,10 @@
 
 using access = llama_sparse_access;
 
-// Strides of a power of two would map all channels to the same cache sets (SCORE_SELECT by one thread takes 5 to 10 % longer from f16, 10 to 30 % from
-// codes, MHA and GQA, 16k; three lines are no better than one). So codes of a channel are a line longer than they need, and f16, which has no
-// memory to spare, a group shorter than the cache: its last group, complete only when the cache is full, is always scored from K
+// A stride that is a power of two would map all components to the same sets of a CPU's cache: SCORE_SELECT by one thread would take 5 to 10 %
+// longer from f16 and 10 to 30 % longer from codes. So the codes of a component are a line longer than they need to be; three lines are no
+// better than one. f16 has no memory to spare, and is a group shorter than the cache: the last group, which is complete only when the cache is
+// full, is always scored from K
 static constexpr int64_t CODE_PAD = GGML_SPARSE_LINE;
 
 llama_sparse_shadow::llama_sparse_shadow(uint32_t n_stream, uint32_t n_cell) :
@@ -39,7 +40,7 @@ ggml_tensor * llama_sparse_shadow::layer::view_v_sum(ggml_context * ctx, int64_t
     return view_streams(ctx, v_sum, n_stream, s0);
 }
 
-// scales and zeros lie in memory channel by channel, since SCORE reads those of few channels; the ops see [2, channels, n_run, n_stream]
+// scales and zeros lie in memory component by component, since SCORE reads those of few components; the ops see [2, components, n_run, n_stream]
 ggml_tensor * llama_sparse_shadow::layer::view_range(ggml_context * ctx, int64_t n_stream, uint32_t s0) const {
     ggml_tensor * t = k_range;
     return t ? ggml_view_4d(ctx, t, t->ne[0], t->ne[2], t->ne[1], n_stream, t->nb[2], t->nb[1], t->nb[3], s0*t->nb[3]) : nullptr;
@@ -62,7 +63,7 @@ static llama_sparse_shadow::layer new_layer(ggml_context * ctx, const llama_kv_c
     } else {
         const int64_t n_run = n_pos/GGML_SPARSE_RUN;
         res.k_t = ggml_new_tensor_3d(ctx, GGML_TYPE_I8, ggml_sparse_shadow_bytes(n_pos, spec.n_bit) + CODE_PAD, src.k->ne[0], n_stream);
-        // whole cache lines per channel: a tile of SCORE reads one of each. An odd number, or many channels would share a set of the cache
+        // whole cache lines per component: a tile of SCORE reads one of each. An odd number, or many components would share a set of the cache
         const int64_t n_line = (n_run + 7)/8 | 1;
         res.k_range = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, 2, 8*n_line, src.k->ne[0], n_stream);
         ggml_format_name(res.k_range, "sparse_k_range_%d", (int) src.il);
@@ -266,7 +267,8 @@ void llama_sparse_cells_cleared(llama_sparse_shadow * shadow) {
     }
 }
 
-void llama_sparse_cells_moved(llama_kv_cache & kv, const llama_cparams & cparams, bool do_shift, const std::vector<uint32_t> & from, const std::vector<uint32_t> & to) {
+void llama_sparse_cells_moved(
+        llama_kv_cache & kv, const llama_cparams & cparams, bool do_shift, const std::vector<uint32_t> & from, const std::vector<uint32_t> & to) {
     auto & shadow = access::shadow(kv);
     if (!shadow) {
         return;

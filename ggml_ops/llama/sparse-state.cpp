@@ -40,7 +40,8 @@ llama_sparse_state::~llama_sparse_state() {
     if (n_sparse + n_dense + n_prefill == 0 && n_stock.empty()) {
         return;
     }
-    std::string text = std::to_string(n_sparse) + " attention calls sparse, " + std::to_string(n_dense) + " exact, " + std::to_string(n_prefill) + " in prompts";
+    std::string text = std::to_string(n_sparse) + " attention calls sparse, " + std::to_string(n_dense) + " exact, ";
+    text += std::to_string(n_prefill) + " in prompts";
     for (const auto & [reason, n] : n_stock) {
         text += ", " + std::to_string(n) + " left to llama.cpp (" + reason + ")";
     }

@@ -44,8 +44,8 @@ SPARQ_REF_API void sparq_ref_score(
         int64_t g, int64_t n, int64_t d_k, int64_t rank, int64_t k_pos, int64_t k_ch, double scale, double softcap);
 
 // step 2: returns the number of selected positions and writes them, ascending, to sel [k_max]; alpha [g]
-//   forced [n_forced]   positions that are always in, most important first; hidden ones, repeats and < 0 are ignored
-//   k                   counts the forced positions; k_max >= k is the capacity. k < 0: returns -1, for every visible position; alpha is 1
+//   forced [n_forced]   the local window and the sinks, which are always in, most important first; hidden ones, repeats and < 0 are ignored
+//   k                   counts these; k_max >= k is the capacity. k < 0: returns -1, for every visible position; alpha is 1
 //   top_p               < 1: stops before k where the selected positions carry that share of the softmaxed scores (mean over the heads)
 //   sinks [g]           learned extra logits, or NULL: they take mass, and none of it is the unselected positions'
 //   score [n]           scratch
@@ -53,7 +53,8 @@ SPARQ_REF_API int64_t sparq_ref_select(
         int32_t * sel, double * alpha, const float * logits, const int32_t * forced, const float * sinks, double * score,
         int64_t g, int64_t n, int64_t n_forced, int64_t k, int64_t k_max, double top_p);
 
-// steps 2 and 3: y [g][d_v]. sel NULL, or n_sel < 0: all positions, and no interpolation; alpha NULL: no interpolation with the mean of v. Zeros when nothing is visible
+// steps 2 and 3: y [g][d_v], zeros when nothing is visible. sel NULL, or n_sel < 0: all positions, and no interpolation; alpha NULL: no
+// interpolation with the mean of v
 //   weight [n]          scratch
 SPARQ_REF_API void sparq_ref_attend(
         float * y, const float * q, const float * k, const float * v, const float * bias,

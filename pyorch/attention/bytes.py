@@ -15,7 +15,7 @@ from pyorch.ggml import TensorType
 from pyorch.models.geometry import Geometry
 
 SHADOW_BYTES = {"f16": 2.0, "q8": 1.0, "q4": 0.5}  # per element of the transposed K
-RUN = 512  # positions of a channel that share a scale and a zero (two f32) where K is quantised
+RUN = 512  # positions of a component that share a scale and a zero (two f32) where K is quantised
 GROUP = 64  # positions sealed together; the sums of V are per group ..
 SUM = 16  # .. and once more per this many groups
 LINE = 64  # bytes of a cache line
@@ -171,7 +171,7 @@ def _mean_bytes(geo: Geometry, n_pos: int, v_bytes: float) -> float:
 
 
 def _scale_bytes(spec: AttentionSpec, n_pos: int) -> int:
-    """Bytes of the scales and zeros of one channel of the transposed K."""
+    """Bytes of the scales and zeros of one component of the transposed K."""
     return 0 if spec.shadow == "f16" else -(-n_pos // RUN) * 8
 
 

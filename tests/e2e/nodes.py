@@ -56,7 +56,7 @@ def bits(t: Tensor) -> np.ndarray:
 
 
 def shadow_values(k_t: Tensor, k_range: Tensor | None, n_bit: int) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers that k_t stands for, and the steps of the codes: both (n_stream, channels, n_pos)."""
+    """What k_t stands for, and the steps of the codes: both (n_stream, components, n_pos)."""
     stored = read(k_t)[0]
     if n_bit == 16:
         return stored.astype(np.float32), np.zeros(stored.shape, np.float32)
@@ -68,7 +68,7 @@ def shadow_values(k_t: Tensor, k_range: Tensor | None, n_bit: int) -> tuple[np.n
         lines = np.concatenate([lines & 15, lines >> 4], axis=3)
     codes = lines.reshape(*codes.shape[:2], -1)
     n_run = codes.shape[2] // RUN  # behind them either has padding
-    ranges = read(k_range)[:, :n_run]  # (n_stream, n_run, channels, 2)
+    ranges = read(k_range)[:, :n_run]  # (n_stream, n_run, components, 2)
     codes = codes[..., : n_run * RUN]
     step, zero = (np.repeat(ranges[..., i].swapaxes(1, 2), RUN, axis=2) for i in (0, 1))
     with np.errstate(invalid="ignore", over="ignore"):  # ranges of runs that were never sealed
@@ -217,7 +217,7 @@ class Watch:
             self.n_bits.add(p.n_bit)
         if not self.checks:
             return
-        if k_t and p.n_rot:  # step 1 is done in the basis before llama.cpp turned q and K
+        if k_t and p.n_rot:  # step 1 is done in the basis before llama.cpp rotated q and K
             q, k = (oracle.hadamard(x, p.n_rot).astype(np.float32) for x in (q, k))
         got, n_group_q = read(t), q.shape[2] // k.shape[2]
         slopes = oracle.alibi_slopes(q.shape[2], p.max_bias)
@@ -271,7 +271,7 @@ class Watch:
         if p.n_bit == 16 and not p.n_rot:
             exact = exact.astype(np.float16).astype(np.float32)
         allowed = 0.501 * steps + 1e-6 * np.abs(exact)
-        if p.n_rot:  # turning rounds, and then k_t may round to the other side
+        if p.n_rot:  # rotating rounds, and then k_t may round to the other side
             largest = np.abs(exact).max(axis=3, keepdims=True)
             allowed += 1e-6 * largest + (p.n_bit == 16) * 2**-10 * np.abs(exact)
         with np.errstate(invalid="ignore", over="ignore"):  # elsewhere k_t holds anything

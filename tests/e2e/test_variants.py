@@ -202,7 +202,7 @@ def test_cache_types_are_sparse(model: GetModel, type_k: str, type_v: str) -> No
         run(model(**heads), SPARQ, type_k=type_k, type_v=type_v)
 
 
-@pytest.mark.parametrize("head_dim", [32, 64])  # K and V in heads of 64 are turned (Hadamard)
+@pytest.mark.parametrize("head_dim", [32, 64])  # K and V in heads of 64 are rotated (Hadamard)
 @pytest.mark.parametrize(
     ("type_k", "type_v"), [("q8_0", "q8_0"), ("q4_0", "q4_0"), ("q8_0", "f16"), ("f16", "q4_0")]
 )

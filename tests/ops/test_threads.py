@@ -38,7 +38,7 @@ def run_all(ggml: Ggml, data: cases.Data, n_threads: int) -> list[np.ndarray]:
 
 
 def seal_all(ggml: Ggml, data: cases.Data, n_threads: int) -> list[np.ndarray]:
-    """Into f16 with sums of V, and into 4 bits; K in blocks is turned."""
+    """Into f16 with sums of V, and into 4 bits; K in blocks is rotated."""
     case = data.case
     n_grp = data.sealed.shape[1]
     groups = np.tile(np.arange(n_grp), (len(data.k), 1))

@@ -384,7 +384,7 @@ SIZES = {"mpt": {"n_head": 6, "n_head_kv": 2}, "gptneox": {"n_head_kv": 4}}
     ("arch", "n_sparse", "types"),
     [
         ("llama", 4, "f16"),
-        ("llama", 4, "q8_0"),  # q and K are turned
+        ("llama", 4, "q8_0"),  # q and K are rotated
         ("gptneox", 4, "f16"),  # no KV head is shared
         ("mpt", 4, "f16"),  # ALiBi
         ("gemma2", 2, "f16"),  # soft-capped; two layers have a window
