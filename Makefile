@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV    = .venv
 STAMP  := $(VENV)/stamp-$(shell cksum < pyproject.toml | cut -d' ' -f1)
 RUN     = $(VENV)/bin
+CPP     = $(wildcard ggml_ops/*.[ch] ggml_ops/ref/*.[ch] ggml_ops/cuda/*.cu ggml_ops/cuda/*.cuh ggml_ops/llama/*.h ggml_ops/llama/*.cpp)
 LOWEST  = .venv-lowest
 
 # the threads of numpy and of ggml together slow the tests down
@@ -66,9 +67,11 @@ sanitize: build         ## the op tests on sanitized builds of our sources: addr
 lint: $(STAMP)          ## what the style asks, without changing anything
 	$(RUN)/ruff check pyorch tests bench && $(RUN)/ruff format --check pyorch tests bench
 	$(RUN)/mypy
+	$(RUN)/python -m pyorch.native.cpp_style --check $(CPP)
 
-fmt: $(STAMP)           ## bring the Python to that style
+fmt: $(STAMP)           ## bring Python and C++ to that style
 	$(RUN)/ruff check --fix pyorch tests bench && $(RUN)/ruff format pyorch tests bench
+	$(RUN)/python -m pyorch.native.cpp_style $(CPP)
 
 upstream: $(STAMP)      ## .upstream/llama.cpp: the pinned source and the series as commits
 	$(RUN)/python -m pyorch.native.upstream upstream $(if $(FORCE),--force)

@@ -1,0 +1,77 @@
+"""The layout of the native code: `python -m pyorch.native.cpp_style [--check] FILE..`
+
+clang-format (.clang-format) decides on braces and indentation. It can not be told to leave the
+spaces within a line alone, which we use for tables and in `a*b + c`, nor a short statement on one
+line: of its result only those lines are taken that differ otherwise.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+from pathlib import Path
+
+N_COLUMN = 160
+
+
+def squeeze(line: str) -> str:
+    """The line without its spaces."""
+    return line.replace(" ", "")
+
+
+def is_spread(ours: Sequence[str], theirs: Sequence[str]) -> bool:
+    """Are theirs our lines, of which some were broken?"""
+    n = 0
+    for line in ours:
+        rest = line
+        while rest and n < len(theirs) and rest.startswith(part := theirs[n].rstrip("\\")):
+            rest, n = rest[len(part) :], n + 1
+        if rest:
+            return False
+    return n == len(theirs)
+
+
+def merge(ours: Sequence[str], theirs: Sequence[str]) -> list[str]:
+    """Our lines with the indentation of theirs; theirs where they are not our lines, or broken."""
+    a, b = ([squeeze(line) for line in lines] for lines in (ours, theirs))
+    out: list[str] = []
+    for _, i, j, k, n in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        if a[i:j] == b[k:n]:
+            pairs = zip(ours[i:j], theirs[k:n], strict=True)
+            out += [y[: len(y) - len(y.lstrip())] + x.lstrip() for x, y in pairs]
+        else:
+            out += ours[i:j] if is_spread(a[i:j], b[k:n]) else theirs[k:n]
+    return out
+
+
+def formatted(text: str, name: str) -> str:
+    """The text as clang-format and we want it; name: of the file, which tells the language."""
+    name += ".cpp" if name.endswith((".cu", ".cuh")) else ""
+    tool = Path(sys.executable).with_name("clang-format")
+    argv = [str(tool), "--style=file", f"--assume-filename={name}"]
+    done = subprocess.run(argv, input=text, capture_output=True, text=True, check=True)
+    return "\n".join(merge(text.splitlines(), done.stdout.splitlines())) + "\n"
+
+
+def main(args: Sequence[str]) -> int:
+    check, n_wrong = "--check" in args, 0
+    for file in (Path(x) for x in args if x != "--check"):
+        text = file.read_text("utf-8")
+        want = formatted(text, str(file))
+        if want != text and not check:
+            file.write_text(want, "utf-8")
+        lines = zip(text.splitlines(), want.splitlines(), strict=False)
+        at = [n for n, (x, y) in enumerate(lines, 1) if x != y][:1] if check else []
+        wide = [n for n, x in enumerate(want.splitlines(), 1) if len(x) > N_COLUMN]
+        for n, what in [(n, "`make fmt` would change it") for n in at] + [
+            (n, f"longer than {N_COLUMN} columns") for n in wide
+        ]:
+            print(f"{file}:{n}: {what}")
+            n_wrong += 1
+    return int(n_wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
