@@ -46,6 +46,65 @@ struct alignas(16) attend_shared {
     uint16_t mask[2][TILE];
 };
 
+// products of a tile -> softmax numerators, against the largest logit so far; a warp per head
+template <int GB>
+__device__ __forceinline__ void softmax_tile(const attend_args & a, attend_shared<GB> & m, const uint16_t (&mask)[TILE], int head) {
+    const int r = threadIdx.x % 32;
+    for (int h = threadIdx.x/32; h < GB; h += N_WARP) {
+        const float slope = head_slope(head + h, a.n_log2, a.max_bias);
+        const float x0 = make_logit(m.s[h][r], mask[r], a.scale, a.softcap, slope);
+        const float x1 = make_logit(m.s[h][r + 32], mask[r + 32], a.scale, a.softcap, slope);
+        const float old = m.m[h], top = fmaxf(old, warp_max(fmaxf(x0, x1))), ref = top > neg_inf() ? top : 0.0f;
+        const float p0 = expf(x0 - ref), p1 = expf(x1 - ref);
+        const float f = expf(old - ref), l = lane_sum<32>(p0 + p1);
+        m.s[h][r]      = p0;
+        m.s[h][r + 32] = p1;
+        if (r == 0) {
+            m.f[h] = f;
+            m.m[h] = top;
+            m.l[h] = m.l[h]*f + l;
+        }
+    }
+}
+
+// what the slices have summed of V, together, head by head: the state of the block, or the result where it is the only one
+template <int GB>
+__device__ __forceinline__ void write_split(
+        const attend_args & a, attend_shared<GB> & m, const float (&acc)[GB][8], int64_t row, int head, int n_head, int d_v) {
+    const int tid = threadIdx.x, n_col = (d_v + 7)/8, n_slice = N_THREAD/n_col;
+#pragma unroll
+    for (int h = 0; h < GB; ++h) {
+#pragma unroll
+        for (int c = 0; c < 8; ++c) {
+            m.sum[tid*8 + c] = acc[h][c];
+        }
+        __syncthreads();
+        if (h < n_head && tid < d_v) {
+            float o = 0.0f;
+            for (int j = 0; j < n_slice; ++j) {
+                o += m.sum[j*n_col*8 + tid];
+            }
+            if (a.state) {
+                float * st = a.state + ((row*a.n_head + head + h)*a.n_grid + blockIdx.x)*(d_v + 2);
+                st[tid] = o;
+                if (tid == 0) {
+                    st[d_v]     = m.m[h];
+                    st[d_v + 1] = m.l[h];
+                }
+            } else {
+                float top = m.m[h], l = m.l[h];
+                if (a.sinks) {
+                    const float sink = a.sinks[head + h], all = fmaxf(top, sink), f = expf(top - all);
+                    o *= f;
+                    l  = l*f + expf(sink - all);
+                }
+                a.res[row*a.ld_res + (int64_t) (head + h)*d_v + tid] = l > 0.0f ? __fdiv_rn(o, l) : 0.0f;
+            }
+        }
+        __syncthreads();
+    }
+}
+
 // one block: tiles blockIdx.x, + n_split, .. for GB query heads of a KV head of a token
 //   TYPE_K, TYPE_V: ANY where not known; D: size of the rows of V (and K) if known, 0 if not. With D all rows begin at multiples of 16 bytes
 template <int GB, int TYPE_K, int TYPE_V, int D>
@@ -137,23 +196,7 @@ __device__ __forceinline__ void attend_split(const attend_args & a, attend_share
         }
         __syncthreads();
 
-        // softmax so far: a warp per head
-        for (int h = tid/32; h < GB; h += N_WARP) {
-            const float slope = head_slope(head + h, a.n_log2, a.max_bias);
-            const int   r     = tid % 32;
-            const float x0 = make_logit(m.s[h][r], m.mask[par][r], a.scale, a.softcap, slope);
-            const float x1 = make_logit(m.s[h][r + 32], m.mask[par][r + 32], a.scale, a.softcap, slope);
-            const float old = m.m[h], top = fmaxf(old, warp_max(fmaxf(x0, x1))), ref = top > neg_inf() ? top : 0.0f;
-            const float p0 = expf(x0 - ref), p1 = expf(x1 - ref);
-            const float f = expf(old - ref), l = lane_sum<32>(p0 + p1);
-            m.s[h][r]      = p0;
-            m.s[h][r + 32] = p1;
-            if (r == 0) {
-                m.f[h] = f;
-                m.m[h] = top;
-                m.l[h] = m.l[h]*f + l;
-            }
-        }
+        softmax_tile(a, m, m.mask[par], head);
         __syncthreads();
 
 #pragma unroll
@@ -195,38 +238,7 @@ __device__ __forceinline__ void attend_split(const attend_args & a, attend_share
     }
     __syncthreads();
 
-    // the slices together, head by head
-#pragma unroll
-    for (int h = 0; h < GB; ++h) {
-#pragma unroll
-        for (int c = 0; c < 8; ++c) {
-            m.sum[tid*8 + c] = acc[h][c];
-        }
-        __syncthreads();
-        if (h < n_head && tid < d_v) {
-            float o = 0.0f;
-            for (int j = 0; j < n_slice; ++j) {
-                o += m.sum[j*n_col*8 + tid];
-            }
-            if (a.state) {
-                float * st = a.state + ((row*a.n_head + head + h)*a.n_grid + blockIdx.x)*(d_v + 2);
-                st[tid] = o;
-                if (tid == 0) {
-                    st[d_v]     = m.m[h];
-                    st[d_v + 1] = m.l[h];
-                }
-            } else {
-                float top = m.m[h], l = m.l[h];
-                if (a.sinks) {
-                    const float sink = a.sinks[head + h], all = fmaxf(top, sink), f = expf(top - all);
-                    o *= f;
-                    l  = l*f + expf(sink - all);
-                }
-                a.res[row*a.ld_res + (int64_t) (head + h)*d_v + tid] = l > 0.0f ? __fdiv_rn(o, l) : 0.0f;
-            }
-        }
-        __syncthreads();
-    }
+    write_split(a, m, acc, row, head, n_head, d_v);
 }
 
 // the mean of V over the positions that a token sees, one KV head, and the counters; the work of a block

@@ -252,119 +252,120 @@ __device__ __forceinline__ int keep_top_p(const select_args & a, int64_t head, c
     return (int) (total >> 32) + n_tie;
 }
 
-// one block per row: the k cells with the largest keys, ascending, ties to the lower cell; alpha
-//   Each warp has a part of the row and lists the cells that reach a guess of the cut, in order. The exact cut among them comes from bisection.
-//   The result does not depend on the guess
+// a row that reads every visible position: nothing is ranked
 template <int NT>
-static __global__ void __launch_bounds__(NT, NT == 1024 ? 1 : 4) select(const select_args a) {
-    constexpr int NW = NT/32;
-    constexpr int N_REG = 8;   // candidates that a thread keeps in registers
-    constexpr int AT_ONCE = 8; // keys that a lane waits for at a time
-    __shared__ int     sum_i[NW];
-    __shared__ int64_t sum_l[NW];
-    __shared__ float   sum_f[NW];
-    __shared__ int     first[NW + 1]; // candidates before those of each warp
-
-    const int     tid = threadIdx.x, w = tid/32, lane = tid % 32;
-    const int64_t row = blockIdx.y, u = row*a.n_head_kv + blockIdx.x, n = a.n_kv;
-    const int64_t i = row % a.n_tok, s = row/a.n_tok;
-    const float   * key    = a.key + u*n;
-    unsigned      * bits;
-    if constexpr (NT == 1024) {
-        bits = a.bits + u*a.n_bits;
-    } else {
-        __shared__ unsigned marks[N_SMALL/32];
-        bits = marks;
+__device__ __forceinline__ void select_every(const select_args & a, int32_t * res) {
+    for (int j = threadIdx.x; j < a.topk_max; j += NT) {
+        res[1 + a.n_group_q + j] = -1;
     }
-    int32_t       * cand   = a.cand + u*a.n_cand;
-    int32_t       * res    = a.res + u*(1 + a.n_group_q + a.topk_max);
-    int32_t       * cells  = res + 1 + a.n_group_q;
-    const int32_t * kl     = a.kl.at<const int32_t>(i, 0, s);
-
-    if (kl[0] < 0) { // every visible position
-        for (int j = tid; j < a.topk_max; j += NT) {
-            cells[j] = -1;
-        }
-        for (int j = tid; j < a.n_group_q; j += NT) {
-            ((float *) res)[1 + j] = 1.0f;
-        }
-        if (tid == 0) {
-            res[0] = GGML_SPARSE_SELECT_ALL;
-        }
-        return;
+    for (int j = threadIdx.x; j < a.n_group_q; j += NT) {
+        ((float *) res)[1 + j] = 1.0f;
     }
-    const int n_in = mark_forced<NT>(a, bits, key, a.forced.at<const int32_t>(i, 0, s), kl[1], sum_i);
-    const int k    = max(min(kl[0], a.topk_max), n_in);
+    if (threadIdx.x == 0) {
+        res[0] = GGML_SPARSE_SELECT_ALL;
+    }
+}
 
-    // ---- candidates ----
-    const int part = ((int) n + NW*32 - 1)/(NW*32)*32; // cells of a warp
-    const int p0 = w*part, p1 = min(p0 + part, (int) n);
-    int guess = ORDER_HIDDEN + 1, n_cand = 0;
-    for (float want = (float) k*NT/n; k > 0; want *= 4.0f) {
-        const float rank = want + 3.0f*__fsqrt_rn(want) + 2.0f;
-        guess = n > 4*NT && rank < NT/2 ? sample_cut<NT>(key, n, (int) rank) : ORDER_HIDDEN + 1;
+// The cells of a row that reach a guess of the cut, in order: each warp has a part of the row and lists those of its part. A thread has the
+// candidates j0 .. j1 - 1 of all of them
+template <int NT>
+struct candidates {
+    static constexpr int NW      = NT/32;
+    static constexpr int N_REG   = 8; // candidates that a thread keeps in registers
+    static constexpr int AT_ONCE = 8; // keys that a lane waits for at a time
+
+    const float    * key;
+    const unsigned * bits;
+    int32_t        * cand;
+    int            * first; // [NW + 1] shared: candidates before those of each warp
+    int part, n_cand, guess;
+    int per, j0, j1, w0;
+    int x[N_REG];
+
+    // at least k of n cells, if so many are visible
+    __device__ __forceinline__ void list(int n, int k) {
+        const int w = threadIdx.x/32;
+        part   = (n + NW*32 - 1)/(NW*32)*32; // cells of a warp
+        guess  = ORDER_HIDDEN + 1;
+        n_cand = 0;
+        for (float want = (float) k*NT/n; k > 0; want *= 4.0f) {
+            const float rank = want + 3.0f*__fsqrt_rn(want) + 2.0f;
+            guess = n > 4*NT && rank < NT/2 ? sample_cut<NT>(key, n, (int) rank) : ORDER_HIDDEN + 1;
+            const int mine = list_part(w*part, min(w*part + part, n));
+            __syncthreads(); // first[] of the last round was read
+            if (threadIdx.x % 32 == 0) {
+                first[w + 1] = mine;
+            }
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                first[0] = 0;
+                for (int j = 0; j < NW; ++j) {
+                    first[j + 1] += first[j];
+                }
+            }
+            __syncthreads();
+            n_cand = first[NW];
+            if (n_cand >= k || guess == ORDER_HIDDEN + 1) {
+                break;
+            }
+        }
+    }
+
+    // the cells p0 .. p1 - 1 that reach the guess, by a warp. Returns how many
+    __device__ __forceinline__ int list_part(int p0, int p1) {
+        const int lane = threadIdx.x % 32;
         int mine = 0;
         for (int t = p0; t < p1; t += AT_ONCE*32) {
-            int x[AT_ONCE];
+            int o[AT_ONCE];
 #pragma unroll
             for (int j = 0; j < AT_ONCE; ++j) {
                 const int tj = t + j*32;
-                x[j] = tj + lane < p1 ? order_of(key[tj + lane]) : ORDER_HIDDEN;
+                o[j] = tj + lane < p1 ? order_of(key[tj + lane]) : ORDER_HIDDEN;
                 if (tj < p1 && (marks_at<NT>(bits, tj/32) >> lane & 1)) {
-                    x[j] = ORDER_FORCED;
+                    o[j] = ORDER_FORCED;
                 }
             }
 #pragma unroll
             for (int j = 0; j < AT_ONCE; ++j) {
-                const unsigned in = __ballot_sync(ALL, x[j] >= guess);
-                if (x[j] >= guess) {
+                const unsigned in = __ballot_sync(ALL, o[j] >= guess);
+                if (o[j] >= guess) {
                     cand[p0 + mine + __popc(in & ((1u << lane) - 1))] = t + j*32 + lane;
                 }
                 mine += __popc(in);
             }
         }
-        __syncthreads(); // first[] of the last round was read
-        if (lane == 0) {
-            first[w + 1] = mine;
-        }
-        __syncthreads();
-        if (tid == 0) {
-            first[0] = 0;
-            for (int j = 0; j < NW; ++j) {
-                first[j + 1] += first[j];
-            }
-        }
-        __syncthreads();
-        n_cand = first[NW];
-        if (n_cand >= k || guess == ORDER_HIDDEN + 1) {
-            break;
-        }
+        return mine;
     }
 
-    // ---- the cut ----
-    // a thread has the candidates j0 .. j1 - 1, in the order of cells
-    const int per = (n_cand + NT - 1)/NT, j0 = min(tid*per, n_cand), j1 = min(j0 + per, n_cand);
-    int w0 = 0;
-    while (w0 < NW - 1 && first[w0 + 1] <= j0) {
-        ++w0;
-    }
-    const auto cell_at = [&](int j, int & wj) { // j ascending
-        while (first[wj + 1] <= j) {
-            ++wj;
+    // after list(): those of this thread
+    __device__ __forceinline__ void take() {
+        per = (n_cand + NT - 1)/NT;
+        j0  = min((int) threadIdx.x*per, n_cand);
+        j1  = min(j0 + per, n_cand);
+        w0  = 0;
+        while (w0 < NW - 1 && first[w0 + 1] <= j0) {
+            ++w0;
         }
-        return cand[wj*part + j - first[wj]];
-    };
-    const auto order_at = [&](int32_t t) { return marks_at<NT>(bits, t/32) >> t % 32 & 1 ? ORDER_FORCED : order_of(key[t]); };
-
-    int x[N_REG];
-    {
         int wj = w0;
 #pragma unroll
         for (int j = 0; j < N_REG; ++j) {
             x[j] = j0 + j < j1 ? order_at(cell_at(j0 + j, wj)) : ORDER_HIDDEN;
         }
     }
-    const auto count_ge = [&](int lim) {
+
+    __device__ __forceinline__ int32_t cell_at(int j, int & wj) const { // j ascending
+        while (first[wj + 1] <= j) {
+            ++wj;
+        }
+        return cand[wj*part + j - first[wj]];
+    }
+
+    __device__ __forceinline__ int order_at(int32_t t) const {
+        return marks_at<NT>(bits, t/32) >> t % 32 & 1 ? ORDER_FORCED : order_of(key[t]);
+    }
+
+    // candidates of all threads that reach lim
+    __device__ __forceinline__ int count_ge(int lim, int * buf) const {
         if (per <= 2) { // as a rule: the barrier counts
             return __syncthreads_count(x[0] >= lim) + __syncthreads_count(x[1] >= lim);
         }
@@ -379,14 +380,18 @@ static __global__ void __launch_bounds__(NT, NT == 1024 ? 1 : 4) select(const se
                 c += order_at(cell_at(j, wj)) >= lim;
             }
         }
-        return block_sum<NT>(c, sum_i);
-    };
-    int cut = ORDER_HIDDEN; // all candidates
-    if (n_cand > k) {
+        return block_sum<NT>(c, buf);
+    }
+
+    // the largest order that at least k candidates reach, by bisection; the first n_in of them are always in
+    __device__ __forceinline__ int cut(int k, int n_in, int * buf) const {
+        if (n_cand <= k) {
+            return ORDER_HIDDEN; // all candidates
+        }
         int64_t lo = k == n_in ? ORDER_FORCED : guess, hi = k == n_in ? ORDER_FORCED : ORDER_MAX;
         while (lo < hi) {
             const int64_t mid = lo + (hi - lo + 1)/2;
-            const int c = count_ge((int) mid);
+            const int c = count_ge((int) mid, buf);
             if (c >= k) {
                 lo = mid;
             } else {
@@ -396,12 +401,12 @@ static __global__ void __launch_bounds__(NT, NT == 1024 ? 1 : 4) select(const se
                 break;
             }
         }
-        cut = (int) lo;
+        return (int) lo;
     }
 
-    // ---- the cells ----
     // f(cell, order) for the candidates of this thread, in order
-    const auto for_each = [&](const auto & f) {
+    template <typename F>
+    __device__ __forceinline__ void for_each(const F & f) const {
         int wj = w0;
         if (per <= N_REG) {
 #pragma unroll
@@ -416,14 +421,78 @@ static __global__ void __launch_bounds__(NT, NT == 1024 ? 1 : 4) select(const se
                 f(t, order_at(t));
             }
         }
-    };
-    int n_sel = min(n_cand, max(k, 0));
+    }
+};
+
+// the share of each query head's scores that the n_sel cells hold -> out [n_group_q]; 1 where it is not asked for
+template <int NT>
+__device__ __forceinline__ void write_alpha(const select_args & a, int64_t u, const int32_t * cells, int n_sel, float * out, float * buf) {
+    for (int h = 0; h < a.n_group_q; ++h) {
+        float alpha = 1.0f;
+        if (a.alpha) {
+            const int64_t head = u*a.n_group_q + h;
+            const float2  x    = sum_head(a, head);
+            float kept = 0.0f;
+            for (int j = threadIdx.x; j < n_sel; j += NT) {
+                kept += expf(finite_top(a.logits[head*a.n_kv + cells[j]]) - x.x);
+            }
+            kept = block_sum<NT>(kept, buf);
+            // the sink takes mass but carries no value: its share stays with the selection
+            const float sink = a.sinks ? expf(a.sinks[head % a.n_head] - x.x) : 0.0f;
+            const float all  = x.y + sink;
+            alpha = all > 0.0f ? fminf(__fdiv_rn(kept + sink, all), 1.0f) : 1.0f;
+        }
+        if (threadIdx.x == 0) {
+            out[h] = alpha;
+        }
+    }
+}
+
+// one block per row: the k cells with the largest keys, ascending, ties to the lower cell; alpha. The result does not depend on the guess
+template <int NT>
+static __global__ void __launch_bounds__(NT, NT == 1024 ? 1 : 4) select(const select_args a) {
+    constexpr int NW = NT/32;
+    __shared__ int     sum_i[NW];
+    __shared__ int64_t sum_l[NW];
+    __shared__ float   sum_f[NW];
+    __shared__ int     first[NW + 1];
+
+    const int64_t row = blockIdx.y, u = row*a.n_head_kv + blockIdx.x;
+    const int64_t i = row % a.n_tok, s = row/a.n_tok;
+    const float   * key   = a.key + u*a.n_kv;
+    int32_t       * res   = a.res + u*(1 + a.n_group_q + a.topk_max);
+    int32_t       * cells = res + 1 + a.n_group_q;
+    const int32_t * kl    = a.kl.at<const int32_t>(i, 0, s);
+    unsigned      * bits;
+    if constexpr (NT == 1024) {
+        bits = a.bits + u*a.n_bits;
+    } else {
+        __shared__ unsigned marks[N_SMALL/32];
+        bits = marks;
+    }
+    if (kl[0] < 0) {
+        select_every<NT>(a, res);
+        return;
+    }
+    const int n_in = mark_forced<NT>(a, bits, key, a.forced.at<const int32_t>(i, 0, s), kl[1], sum_i);
+    const int k    = max(min(kl[0], a.topk_max), n_in);
+
+    candidates<NT> c;
+    c.key   = key;
+    c.bits  = bits;
+    c.cand  = a.cand + u*a.n_cand;
+    c.first = first;
+    c.list((int) a.n_kv, k);
+    c.take();
+    const int cut = c.cut(k, n_in, sum_i);
+
+    int n_sel = min(c.n_cand, max(k, 0));
     int64_t mine = 0, total; // candidates above the cut, in the upper half; those equal to it
-    for_each([&](int32_t, int o) { mine += o > cut ? (int64_t) 1 << 32 : o == cut ? 1 : 0; });
+    c.for_each([&](int32_t, int o) { mine += o > cut ? (int64_t) 1 << 32 : o == cut ? 1 : 0; });
     const int64_t before = block_before<NT>(mine, &total, sum_l);
     const int n_tie = n_sel - (int) (total >> 32); // ties that still fit
     int n_gt = (int) (before >> 32), n_eq = (int) before;
-    for_each([&](int32_t t, int o) {
+    c.for_each([&](int32_t t, int o) {
         if (o > cut || (o == cut && n_eq < n_tie)) {
             cells[n_gt + min(n_eq, n_tie)] = t;
         }
@@ -432,36 +501,16 @@ static __global__ void __launch_bounds__(NT, NT == 1024 ? 1 : 4) select(const se
     });
     __syncthreads();
     if (a.top_p > 0.0f) {
-        n_sel = keep_top_p<NT>(a, u*a.n_group_q, key, bits, cells, cand, n_sel, sum_f, sum_l);
+        n_sel = keep_top_p<NT>(a, u*a.n_group_q, key, bits, cells, c.cand, n_sel, sum_f, sum_l);
     }
-    for (int j = n_sel + tid; j < a.topk_max; j += NT) {
+    for (int j = n_sel + (int) threadIdx.x; j < a.topk_max; j += NT) {
         cells[j] = -1;
     }
-    if (tid == 0) {
+    if (threadIdx.x == 0) {
         res[0] = n_sel;
     }
-
-    // ---- alpha ----
     __syncthreads();
-    for (int h = 0; h < a.n_group_q; ++h) {
-        float alpha = 1.0f;
-        if (a.alpha) {
-            const int64_t head = u*a.n_group_q + h;
-            const float2  x    = sum_head(a, head);
-            float kept = 0.0f;
-            for (int j = tid; j < n_sel; j += NT) {
-                kept += expf(finite_top(a.logits[head*n + cells[j]]) - x.x);
-            }
-            kept = block_sum<NT>(kept, sum_f);
-            // the sink takes mass but carries no value: its share stays with the selection
-            const float sink = a.sinks ? expf(a.sinks[head % a.n_head] - x.x) : 0.0f;
-            const float all  = x.y + sink;
-            alpha = all > 0.0f ? fminf(__fdiv_rn(kept + sink, all), 1.0f) : 1.0f;
-        }
-        if (tid == 0) {
-            ((float *) res)[1 + h] = alpha;
-        }
-    }
+    write_alpha<NT>(a, u, cells, n_sel, (float *) res + 1, sum_f);
 }
 
 } // namespace sparse_cuda
