@@ -382,7 +382,8 @@ void merge_unit(const attend_src & a, const attend_work & w, ggml_tensor * dst, 
     const int32_t * x = a.dense ? nullptr : at<const int32_t>(a.sel, h, i, s);
     const int64_t   n = a.dense ? w.n_chunk : ceil_div(a.n_sel(x), w.chunk);
     float * res = (float *) dst->data + r*dst->nb[1]/sizeof(float) + j*a.d_v;
-    merge_states(res, w.state + (r*w.n_chunk*a.n_head + j)*w.ld, a.n_head*w.ld, (int) n, a.d_v, a.sinks ? (const float *) a.sinks->data + j : nullptr);
+    const float * sink = a.sinks ? (const float *) a.sinks->data + j : nullptr;
+    merge_states(res, w.state + (r*w.n_chunk*a.n_head + j)*w.ld, a.n_head*w.ld, (int) n, a.d_v, sink);
 
     if (w.n_mean > 0) {
         const float * mean = w.mean + (r*a.n_head_kv + h)*a.d_v;

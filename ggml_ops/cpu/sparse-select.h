@@ -78,7 +78,7 @@ struct select_scratch {
 
 // what is to be selected
 struct select_args {
-    const int32_t * always;     // [n_always] cells that are always selected: local positions, of which the first n_local count, and from n_local_max on sinks
+    const int32_t * always;     // [n_always] cells that are always selected: the first n_local of n_local_max local positions, and then sinks
     int             n_always, n_local, n_local_max;
     int             k, topk_max;
     const float   * sinks;      // [n_head] learned sinks, or NULL

@@ -101,10 +101,11 @@ static inline vf set1(float x)                 { return _mm512_set1_ps(x); }
 static inline vf iota()                        { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
 static inline vf load(const float * p)         { return _mm512_loadu_ps(p); }
 static inline vf load(const f16   * p)         { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *) p)); }
-static inline vf load(const bf16  * p)         { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *) p)), 16)); }
+static inline vf from_bf16(__m256i x)          { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
+static inline vf load(const bf16  * p)         { return from_bf16(_mm256_loadu_si256((const __m256i *) p)); }
 static inline vf load_n(const float * p, int n) { return _mm512_maskz_loadu_ps((1u << n) - 1, p); }
 static inline vf load_n(const f16   * p, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16((1u << n) - 1, p)); }
-static inline vf load_n(const bf16  * p, int n) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16((1u << n) - 1, p)), 16)); }
+static inline vf load_n(const bf16  * p, int n) { return from_bf16(_mm256_maskz_loadu_epi16((1u << n) - 1, p)); }
 static inline void store(float * p, vf x)          { _mm512_storeu_ps(p, x); }
 static inline void store_n(float * p, vf x, int n) { _mm512_mask_storeu_ps(p, (1u << n) - 1, x); }
 
@@ -160,7 +161,9 @@ static inline vf set1(float x)                 { return _mm256_set1_ps(x); }
 static inline vf iota()                        { return _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7); }
 static inline vf load(const float * p)         { return _mm256_loadu_ps(p); }
 static inline vf load(const f16   * p)         { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) p)); }
-static inline vf load(const bf16  * p)         { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *) p)), 16)); }
+static inline vf load(const bf16  * p)         {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *) p)), 16));
+}
 static inline void store(float * p, vf x)      { _mm256_storeu_ps(p, x); }
 
 static inline vf add(vf a, vf b)         { return _mm256_add_ps(a, b); }
