@@ -1,13 +1,14 @@
 """How many bytes a decoded token reads.
 
-The same split of a ratio into (rank, topk) is done by the native library at every token; a test
-compares the two. `S` is the number of visible positions, the current token included.
+The same split of a ratio into (rank, topk) is done by the native library at every token;
+`test_byte_model_agrees_with_the_library` in tests/e2e/test_engine.py holds the two together. `S` is
+the number of visible positions, the current token included.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pyorch.attention.spec import AttentionSpec
@@ -17,8 +18,8 @@ from pyorch.models.geometry import Geometry
 SHADOW_BYTES = {"f16": 2.0, "q8": 1.0, "q4": 0.5}  # per element of the transposed K
 RUN = 512  # positions of a component that share a scale and a zero (two f32) where K is quantised
 GROUP = 64  # positions sealed together; the sums of V are per group ..
-SUM = 16  # .. and once more per this many groups
-LINE = 64  # bytes of a cache line
+GROUPS_PER_SUM = 16  # .. and once more per this many groups
+CACHE_LINE = 64  # bytes
 CELLS = 256  # llama.cpp looks at the cache in blocks of this many positions
 
 
@@ -148,7 +149,9 @@ def layer_costs(
             s = split(spec, n_pos, d_k, row / (2 * d_k), il=il, cached=full)
         dense = read = n_seen * row
         if not s.dense:
-            sums = _mean_bytes(geo, n_pos, v_bytes) if uses_mean_v(spec, n_head, n_head_kv) else 0
+            sums = 0.0
+            if uses_mean_v(spec, n_head, n_head_kv):
+                sums = mean_bytes(n_pos, geo.head_dim_v, geo.head_dim_v * v_bytes)
             read = _scan_bytes(spec, s, geo, n_pos, k_bytes) + sums + s.topk * row
         dense, read = int(dense * n_head_kv), int(read * n_head_kv)
         ours = not window and not geo.is_mla
@@ -163,11 +166,11 @@ def _scan_bytes(spec: AttentionSpec, s: Split, geo: Geometry, n_pos: int, k_byte
     return n_pos * s.rank * SHADOW_BYTES[spec.shadow] + s.rank * _scale_bytes(spec, n_pos)
 
 
-def _mean_bytes(geo: Geometry, n_pos: int, v_bytes: float) -> float:
-    """Bytes per KV head of the sums of V: totals, then groups, then V itself."""
+def mean_bytes(n_pos: int, d_v: int, row_bytes: float) -> float:
+    """Bytes per KV head of the sums of V: totals, then groups, then rows of V itself."""
     groups = n_pos // GROUP
-    rows = groups // SUM + groups % SUM
-    return rows * geo.head_dim_v * 4 + n_pos % GROUP * geo.head_dim_v * v_bytes
+    n_sum = groups // GROUPS_PER_SUM + groups % GROUPS_PER_SUM
+    return n_sum * d_v * 4 + n_pos % GROUP * row_bytes
 
 
 def _scale_bytes(spec: AttentionSpec, n_pos: int) -> int:
@@ -176,10 +179,20 @@ def _scale_bytes(spec: AttentionSpec, n_pos: int) -> int:
 
 
 def uses_mean_v(spec: AttentionSpec, n_head: int, n_head_kv: int) -> bool:
-    """Whether the mean of V stands for what is not read. `auto`: where no KV head is shared."""
-    if spec.method != "sparq" or spec.mean_v == "off":
-        return False
-    return spec.mean_v == "on" or n_head == n_head_kv
+    """Whether the mean of V stands for what is not read."""
+    return spec.method == "sparq" and mean_v_is_on(spec.mean_v, n_head, n_head_kv)
+
+
+def mean_v_is_on(mean_v: str, n_head: int, n_head_kv: int) -> bool:
+    """`auto` is on where no KV head is shared."""
+    return mean_v == "on" or (mean_v == "auto" and n_head == n_head_kv)
+
+
+def per_token(counters: Mapping[str, float]) -> tuple[float, float]:
+    """Bytes that a decoded token read, and those that dense attention would have read, by the
+    counters of the library or of a method; 0 if no token was decoded."""
+    n = max(counters.get("steps", 0), 1)
+    return counters.get("bytes_read", 0) / n, counters.get("bytes_dense", 0) / n
 
 
 def cache_bytes(
@@ -215,9 +228,11 @@ def shadow_bytes(geo: Geometry, n_ctx: int, spec: AttentionSpec) -> int:
         row = (n_ctx - 1) // GROUP * GROUP * SHADOW_BYTES[spec.shadow]
     else:
         n_run = -(-n_ctx // RUN)
-        row = n_run * RUN * SHADOW_BYTES[spec.shadow] + LINE + LINE * (-(-n_run // 8) | 1)
+        n_line = 1 + (-(-n_run // 8) | 1)
+        row = n_run * RUN * SHADOW_BYTES[spec.shadow] + CACHE_LINE * n_line
     ours = [il for il in geo.kv_layers if not geo.windows.of(il)]
-    n_sum = -(-n_ctx // (GROUP * SUM)) * (SUM + 1)  # in every layer, where one needs them
+    # in every layer, where one of them needs the sums
+    n_sum = -(-n_ctx // (GROUP * GROUPS_PER_SUM)) * (GROUPS_PER_SUM + 1)
     mean_v = any(uses_mean_v(spec, geo.n_head[il], geo.n_head_kv[il]) for il in ours)
     v_sum = geo.head_dim_v * n_sum * 4 if mean_v else 0
     heads = sum(geo.n_head_kv[il] for il in ours if il < geo.n_own_cache)

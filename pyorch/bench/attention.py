@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from pyorch.attention.bytes import CELLS
+from pyorch.attention.bytes import CELLS, per_token
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import records
 from pyorch.bench.bandwidth import MemoryReader
@@ -257,7 +257,7 @@ def refuse_idle(case: Case, counters: dict[str, int]) -> None:
 def _bytes(case: Case, counters: dict[str, int], n_pos: int) -> int:
     """Bytes of K, V and shadow per token: by our counters; for stock, all of K and V once."""
     if counters.get("steps"):
-        return counters["bytes_read"] // counters["steps"]
+        return int(per_token(counters)[0])
     n_cells = -(-n_pos // CELLS) * CELLS
     width = case.n_layer * case.n_head_kv * case.head_dim
     k, v = (cache_type(t).bytes_per_element for t in (case.type_k, case.type_v))

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pyorch.attention.bytes import CELLS, GROUP, layer_costs
+from pyorch.attention.bytes import CELLS, GROUP, layer_costs, per_token
 from pyorch.attention.spec import AttentionSpec
 from pyorch.bench import records
 from pyorch.bench.bandwidth import MemoryReader
@@ -218,4 +218,4 @@ def kv_bytes(case: Case, geo: Geometry, counters: Mapping[str, int]) -> int:
     for n_pos in range(case.n_depth + 1, case.n_depth + case.n_gen + 1):
         layers = layer_costs(geo, AttentionSpec("off"), n_pos, *types)
         total += sum(x.bytes_dense for x in layers if not (counted and x.ours))
-    return total // case.n_gen + (counters["bytes_read"] // counted if counted else 0)
+    return total // case.n_gen + int(per_token(counters)[0])

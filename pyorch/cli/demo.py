@@ -19,7 +19,7 @@ from pyorch.cli.options import (
     json_option,
     verbose_option,
 )
-from pyorch.cli.summary import Summary, bytes_per_token, summary_of
+from pyorch.cli.summary import Summary, summary_of
 from pyorch.cli.terminal import note_if_busy, print_json
 from pyorch.cli.types import THREADS, Number, Ratio
 from pyorch.errors import SparqError
@@ -183,7 +183,7 @@ def _print(r: Report, cue: str, expected: str) -> None:
     else:
         print(f"the two texts               first differ at token {n + 1} of {n_tokens}")
     if info := r.sparse.summary.info:
-        read, full = bytes_per_token(info)
+        read, full = info.bytes_per_token
         print(
             f"attention bytes per token   {human_bytes(read)} of {human_bytes(full)}"
             f" ({100 * read / max(full, 1):.1f} %)"

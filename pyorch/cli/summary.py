@@ -33,7 +33,7 @@ class Summary:
             "attention": dict(info.raw) if info else None,
         }
         if info:
-            read, dense = bytes_per_token(info)
+            read, dense = info.bytes_per_token
             out["attention_bytes_per_token"] = read
             out["attention_bytes_per_token_dense"] = dense
             out["share_sparse"] = round(info.sparse_share, 4)
@@ -47,18 +47,12 @@ class Summary:
             return parts[0]
         parts.append(f"decode {t.decode_rate:.1f} tokens/s")
         if info and info.sparse_share:
-            read, dense = bytes_per_token(info)
+            read, dense = info.bytes_per_token
             parts.append(f"{_attention(info)} {human_bytes(read)}/token of {human_bytes(dense)}")
             parts.append(f"{100 * info.sparse_share:.1f} % of calls sparse")
         elif info:
             parts.append("attention exact throughout")
         return ", ".join(parts)
-
-
-def bytes_per_token(info: AttentionInfo) -> tuple[int, int]:
-    """What a decoded token read, and what dense attention would, of the layers that are ours."""
-    n = max(info.counter("steps"), 1)
-    return info.counter("bytes_read") // n, info.counter("bytes_dense") // n
 
 
 def _attention(info: AttentionInfo) -> str:

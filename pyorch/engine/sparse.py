@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, TypedDict
 
+from pyorch.attention.bytes import per_token
 from pyorch.attention.spec import AttentionSpec
 from pyorch.errors import SparqError
 
@@ -47,6 +48,13 @@ class AttentionInfo:
     def counter(self, name: str) -> int:
         """The counter of that name, or 0 where the library has none."""
         return int(self.counters.get(name, 0))
+
+    @property
+    def bytes_per_token(self) -> tuple[int, int]:
+        """What a decoded token read, and what dense attention would, of the layers that are ours;
+        0 if no token was decoded."""
+        read, dense = per_token(self.counters)
+        return int(read), int(dense)
 
     @property
     def sparse_share(self) -> float:

@@ -128,7 +128,7 @@ class Runner:
             policies.switch(s, method)
             result = work(s)
             c = policies.counters(s)
-            policies.bytes_per_token(s)  # refuses what the library did not read as chosen
+            policies.counted_bytes(s)  # refuses what the library did not read as chosen
             counters = {
                 "steps": c.steps,
                 "bytes_read": round(c.bytes_read),

@@ -6,6 +6,7 @@ in order, but not what was said.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from pyorch.attention.bytes import per_token
 from pyorch.bench import records
 from pyorch.bench.records import Record
 from pyorch.errors import SparqError
@@ -43,19 +45,19 @@ class Series:
     def task(self) -> str:
         return str(self.case["task"])
 
-    def _per_step(self, name: str) -> float:
-        steps = self.counters.get("steps", 0)
-        return self.counters.get(name, 0) / steps if steps else float("nan")
+    @property
+    def _per_token(self) -> tuple[float, float]:
+        return per_token(self.counters) if self.counters.get("steps") else (math.nan, math.nan)
 
     @property
     def bytes_per_token(self) -> float:
         """Bytes of K, V and what a method keeps beside them, in all layers; NaN if not counted."""
-        return self._per_step("bytes_read")
+        return self._per_token[0]
 
     @property
     def bytes_dense(self) -> float:
         """What all of K and V would have been."""
-        return self._per_step("bytes_dense")
+        return self._per_token[1]
 
     @property
     def tokens_per_s(self) -> float:

@@ -3,7 +3,7 @@
     with open_session("model.gguf", "h2o,ratio=1/8", n_ctx=4096) as s:
         engine.prefill(s, prompt)           # exact attention, always
         engine.decode(s, token)             # reads what the method decides
-        print(bytes_per_token(s).share)     # counted
+        print(counted_bytes(s).share)
         engine.rewind(s, len(prompt))
         switch(s, "sparq,ratio=1/8")        # a native method: no Python in the loop
 
@@ -14,12 +14,12 @@ in this folder, one file each; `watch.py` says how they decide.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from pyorch import engine
 from pyorch.attention import line
-from pyorch.attention.bytes import layer_costs
+from pyorch.attention.bytes import layer_costs, per_token
 from pyorch.attention.spec import METHODS, AttentionSpec, parse_spec
 from pyorch.errors import SparqError, nearest
 from pyorch.models.geometry import Geometry
@@ -137,29 +137,22 @@ class Bytes:
         return self.read / self.dense if self.dense else 0.0
 
 
-def bytes_per_token(
-    what: engine.Session | Method,
-    geometry: Geometry | None = None,
-    n_pos: int = 0,
+def predicted_bytes(
+    method: Method,
+    geometry: Geometry,
+    n_pos: int,
     *,
     k_bytes: float = 2,
     v_bytes: float = 2,
 ) -> Bytes:
-    """Counted, of a session since its counters were reset; or by formula, of a method.
-
-    Args:
-        geometry, n_pos, k_bytes, v_bytes: for a method: the model, positions in the cache with the
-            token's own, bytes per element of K and V.
+    """What a method reads by its formula, with `n_pos` positions in the cache, the token's own
+    included. k_bytes, v_bytes: of one element of K and of V.
 
     Raises:
-        SparqError: nothing was decoded, nothing ran sparse that should, or the library read other
-            positions than the method chose.
+        SparqError: a ratio below what the method reads to choose.
     """
-    if isinstance(what, engine.Session):
-        return _counted(what)
-    assert geometry is not None
-    if isinstance(what, AttentionSpec):
-        costs = [c for c in layer_costs(geometry, what, n_pos, k_bytes, v_bytes) if c.ours]
+    if isinstance(method, AttentionSpec):
+        costs = [c for c in layer_costs(geometry, method, n_pos, k_bytes, v_bytes) if c.ours]
         return Bytes(sum(c.bytes_read for c in costs), sum(c.bytes_dense for c in costs))
     read = dense = 0.0
     d_k, d_v = geometry.head_dim_k, geometry.head_dim_v
@@ -167,19 +160,24 @@ def bytes_per_token(
         if not geometry.windows.of(il):
             n_head, n_head_kv = geometry.n_head[il], geometry.n_head_kv[il]
             heads = Heads(n_head, n_head_kv, d_k, d_v, d_k * k_bytes, d_v * v_bytes)
-            n_read = what.n_read(n_pos, heads)
-            read += n_head_kv * what.bytes_read(n_read, n_pos, heads)
+            n_read = method.n_read(n_pos, heads)
+            read += n_head_kv * method.bytes_read(n_read, n_pos, heads)
             dense += n_head_kv * n_pos * heads.row
     return Bytes(read, dense)
 
 
-def _counted(session: engine.Session) -> Bytes:
+def counted_bytes(session: engine.Session) -> Bytes:
+    """What was read since the counters of a session were reset.
+
+    Raises:
+        SparqError: nothing was decoded, nothing ran sparse that should, or the library read other
+            positions than the method chose.
+    """
     watch, info = _watch(session), engine.info(session)
     if watch.policy is None:
-        n = info.counter("steps")
-        if not n:
+        if not info.counter("steps"):
             raise SparqError("no token was decoded, or all with llama.cpp's own attention")
-        return Bytes(info.counter("bytes_read") / n, info.counter("bytes_dense") / n)
+        return Bytes(*per_token(info.counters))
     c = watch.counters
     if not c.selections:
         raise SparqError(f"{watch.policy}: nothing was selected", "no token was decoded sparsely")
@@ -188,4 +186,4 @@ def _counted(session: engine.Session) -> Bytes:
             f"{watch.policy}: chose {c.positions - c.no_room} positions, but the library read "
             f"{info.counter('positions_read')}"
         )
-    return Bytes(c.bytes_read / c.steps, c.bytes_dense / c.steps)
+    return Bytes(*per_token(asdict(c)))

@@ -18,7 +18,7 @@ from typing import ClassVar, Protocol, TypeVar
 import numpy as np
 
 from pyorch.attention import line
-from pyorch.attention.bytes import GROUP, SUM
+from pyorch.attention.bytes import mean_bytes, mean_v_is_on
 from pyorch.attention.spec import MEAN_V
 from pyorch.errors import SparqError, nearest
 
@@ -49,8 +49,8 @@ class Heads:
 class Step:
     """One token in one layer; positions 0 .. n_pos-1, the last is the token's own.
 
-    logits (n_head_kv, group, n_pos) f32: exact, scaled, soft-capped, biased
-    q      (n_head_kv, group, d_k) f32
+    logits (n_head_kv, n_group_q, n_pos) f32: exact, scaled, soft-capped, biased
+    q      (n_head_kv, n_group_q, d_k) f32
     keys   keys(a, b) reads K of the positions a .. b-1: (b - a, n_head_kv, d_k) f32
     """
 
@@ -69,9 +69,9 @@ class Prompt(Protocol):
     """The attention of the positions before the first one that a method decides on, one layer.
 
     n       positions
-    blocks  logits of the rows start .. stop-1 (None: n), a few rows at a time: (n_head_kv, group,
-            rows, cols) f32 over positions 0 .. cols-1, -inf above the diagonal, which ends at the
-            last row and column
+    blocks  logits of the rows start .. stop-1 (None: n), a few rows at a time: (n_head_kv,
+            n_group_q, rows, cols) f32 over positions 0 .. cols-1, -inf above the diagonal, which
+            ends at the last row and column
     once    the value of a function of this prompt, shared by all methods and ratios by its key
     """
 
@@ -85,8 +85,8 @@ class Prompt(Protocol):
 class Selector:
     """A method's state in one layer of one sequence. Asked once per token, in order.
 
-    alpha (n_head_kv, group), set by `select`: the share of attention that it believes to be on the
-    positions it chose; the mean of V stands for the rest (SparQ, eq. 10). None: no mean of V.
+    alpha (n_head_kv, n_group_q), set by `select`: the share of attention that it believes to be on
+    the positions it chose; the mean of V stands for the rest (SparQ, eq. 10). None: no mean of V.
     """
 
     alpha: np.ndarray | None = None
@@ -113,7 +113,6 @@ class Policy:
 
     name: ClassVar[str]
     needs_prompt: ClassVar[bool] = False  # reads the attention of the prompt
-    evicts: ClassVar[bool] = False  # what is not read once is never read again
     renormalises: ClassVar[bool] = True  # softmax over what is read; else over all positions
 
     def __post_init__(self) -> None:
@@ -198,14 +197,11 @@ class WithMeanV(Policy):
             raise nearest("mean_v", self.mean_v, MEAN_V)
 
     def uses_mean_v(self, heads: Heads) -> bool:
-        return self.mean_v == "on" or (self.mean_v == "auto" and heads.n_head == heads.n_head_kv)
+        return mean_v_is_on(self.mean_v, heads.n_head, heads.n_head_kv)
 
     def fixed_bytes(self, n_pos: int, heads: Heads) -> float:
-        """V is summed over GROUP positions, and over SUM such groups, as `sparq` keeps it."""
-        if not self.uses_mean_v(heads):
-            return 0.0
-        groups = n_pos // GROUP
-        return (groups // SUM + groups % SUM) * heads.d_v * 4 + n_pos % GROUP * heads.v_bytes
+        """The sums of V, as `sparq` keeps them."""
+        return mean_bytes(n_pos, heads.d_v, heads.v_bytes) if self.uses_mean_v(heads) else 0.0
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -215,11 +211,11 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return e
 
 
-def group_scores(logits: np.ndarray) -> np.ndarray:
-    """(n_head_kv, group, n) logits to (n_head_kv, n): what positions are ranked by.
+def summed_scores(logits: np.ndarray) -> np.ndarray:
+    """(n_head_kv, n_group_q, n) logits to (n_head_kv, n): what positions are ranked by.
 
-    As SparQ does for shared KV heads: softmaxed scores, summed over the group. With one query head
-    the logit itself, the same order.
+    As SparQ does for shared KV heads: softmaxed scores, summed over their query heads. With one
+    query head the logit itself, which has the same order.
     """
     return logits[:, 0] if logits.shape[1] == 1 else softmax(logits).sum(axis=1)
 
@@ -244,7 +240,7 @@ def top_rows(scores: np.ndarray, k: int) -> np.ndarray:
 
 
 def at(values: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """(n_head_kv, group, n) at (n_head_kv, k) positions: (n_head_kv, group, k)."""
+    """(n_head_kv, n_group_q, n) at (n_head_kv, k) positions: (n_head_kv, n_group_q, k)."""
     return np.take_along_axis(values, positions[:, None], axis=2)
 
 

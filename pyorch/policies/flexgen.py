@@ -2,7 +2,7 @@
 
 Scores are exact, so all of K is read. The softmax runs over all positions and is not normalised
 again: what is not read counts as zero, as in FlexGen's code and in SparQ's eq. 5. The token's own
-position is always in. Shared KV heads: softmaxed scores summed over the group.
+position is always in. Shared KV heads: softmaxed scores summed over their query heads.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyorch.policies.base import Heads, Policy, Prompt, Selector, Step, group_scores, top_rows
+from pyorch.policies.base import Heads, Policy, Prompt, Selector, Step, summed_scores, top_rows
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class FlexGenSelector(Selector):
 
 
 def select(logits: np.ndarray, k: int) -> np.ndarray:
-    """(n_head_kv, group, n) to (n_head_kv, min(k, n)): the last position, the best others."""
+    """(n_head_kv, n_group_q, n) to (n_head_kv, min(k, n)): the last position, the best others."""
     n = logits.shape[2]
-    others = top_rows(group_scores(logits)[:, :-1], k - 1)
+    others = top_rows(summed_scores(logits)[:, :-1], k - 1)
     return np.concatenate([others, np.full((len(others), 1), n - 1)], axis=1)

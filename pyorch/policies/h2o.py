@@ -2,7 +2,8 @@
 
 As SparQ's comparison has it (arXiv 2312.04985, appendix G): a cache of k positions, l = k/4 of them
 the newest, the others those with the largest sum of attention over all rows so far, the prompt's
-included. What leaves the cache never comes back. Shared KV heads: attention summed over the group.
+included. What leaves the cache never comes back. Shared KV heads: attention summed over
+their query heads.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from pyorch.policies.base import Heads, Policy, Prompt, Selector, Step, at, soft
 class H2O(Policy):
     name = "h2o"
     needs_prompt = True
-    evicts = True
 
     def position_bytes(self, heads: Heads) -> float:
         return heads.row + 4  # its sum, f32

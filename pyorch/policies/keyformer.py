@@ -3,7 +3,7 @@
 As H2O, but what is summed is softmax((x + noise) / tau) over the positions in the cache (eq. 9),
 tau growing from 1 in the prompt to 2 (eq. 10), and the newest are a share `recent` of k. Original
 positions, scores per layer: the best of its table 3. What leaves the cache never comes back.
-Shared KV heads: scores summed over the group.
+Shared KV heads: scores summed over their query heads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyorch.errors import SparqError
 from pyorch.policies.base import Heads, Policy, Prompt, Selector, Step, at, softmax
 from pyorch.policies.h2o import evict
 
@@ -35,17 +34,14 @@ class Keyformer(Policy):
     seed: int = 0
     name = "keyformer"
     needs_prompt = True
-    evicts = True
 
     def check(self) -> None:
         if not 0 < self.recent <= 1:
-            raise SparqError(f"recent {self.recent} is not above 0 and at most 1", exit_code=2)
+            raise self.error(f"recent {self.recent} is not above 0 and at most 1")
         if min(self.tau_init, self.tau_end) <= 0 or self.tokens < 1 or self.seed < 0:
-            raise SparqError(
-                "tau_init, tau_end, tokens are above 0, seed is not below", exit_code=2
-            )
+            raise self.error("tau_init, tau_end, tokens are above 0, seed is not below")
         if self.noise not in ("once", "row"):
-            raise SparqError(f"noise {self.noise!r}", "noise=once or noise=row", exit_code=2)
+            raise self.error(f"unknown noise {self.noise!r}", "noise=once or noise=row")
 
     def position_bytes(self, heads: Heads) -> float:
         """A row, its score (f32) and with noise=once the noise of each query head (f32)."""
@@ -85,7 +81,7 @@ class Noise:
         return noise
 
     def rows(self, n_rows: int, n: int) -> np.ndarray:
-        """(n_head_kv, group, n_rows, n), or 1 row for all, for the positions 0 .. n-1."""
+        """(n_head_kv, n_group_q, n_rows, n), or 1 row for all, for the positions 0 .. n-1."""
         if not self.once:
             return self.draw(n_rows * n).reshape(*self.shape, n_rows, n)
         if n > self.fixed.shape[2]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyorch.errors import SparqError
 from pyorch.policies.base import Heads, Policy, Prompt, Selector, Step, same_for_all
 
 
@@ -21,7 +20,6 @@ class LMInfinite(Policy):
 
     sinks: int = 16
     name = "lm-infinite"
-    evicts = True
 
     @property
     def least(self) -> int:
@@ -29,9 +27,9 @@ class LMInfinite(Policy):
 
     def check(self) -> None:
         if self.sinks < 0:
-            raise SparqError(f"sinks {self.sinks} is below 0", exit_code=2)
+            raise self.error(f"sinks {self.sinks} is below 0")
         if self.k is not None and self.k < self.least:
-            raise SparqError(f"{self}: no room for {self.sinks} sinks and a window", exit_code=2)
+            raise self.error(f"k {self.k} has no room for {self.sinks} sinks and a window")
 
     def start(self, heads: Heads, prompt: Prompt | None) -> WindowSelector:
         return WindowSelector(self, heads)

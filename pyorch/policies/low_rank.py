@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyorch.errors import SparqError
 from pyorch.policies.base import Heads, Prompt, Step
 from pyorch.policies.scan import Scan, ScanSelector
 
@@ -23,7 +22,7 @@ class LowRank(Scan):
     def check(self) -> None:
         super().check()
         if self.seed < 0:
-            raise SparqError("low-rank: seed is at least 0", exit_code=2)
+            raise self.error(f"seed {self.seed} is below 0")
 
     def start(self, heads: Heads, prompt: Prompt | None) -> LowRankSelector:
         rank = self.rank_of(heads)
@@ -44,10 +43,10 @@ class LowRankSelector(ScanSelector):
     matrix: np.ndarray
     projected: np.ndarray
 
-    def scores(self, step: Step) -> np.ndarray:
+    def approximate_logits(self, step: Step) -> np.ndarray:
         known = self.projected.shape[2]
         new = self.matrix.transpose(0, 2, 1) @ step.keys(known, step.n_pos).transpose(1, 2, 0)
         new = new.astype(np.float16).astype(np.float32)
         self.projected = np.concatenate([self.projected, new], axis=2) if known else new
-        scores: np.ndarray = (step.q @ self.matrix) @ self.projected * np.float32(step.scale)
-        return scores
+        logits: np.ndarray = (step.q @ self.matrix) @ self.projected * np.float32(step.scale)
+        return logits

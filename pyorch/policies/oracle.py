@@ -1,8 +1,8 @@
 """Oracle: the exact top-k positions, as if the scores cost nothing.
 
 The upper bound of SparQ's ablation (arXiv 2312.04985, section 5.4 and Fig. 7a): all of the bytes
-pay for rows of K and V, and alpha is exact. Shared KV heads: softmaxed scores summed over the
-group, as SparQ ranks.
+pay for rows of K and V, and alpha is exact. Shared KV heads: softmaxed scores summed over
+their query heads, as SparQ ranks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pyorch.policies.base import (
     Step,
     WithMeanV,
     at,
-    group_scores,
     softmax,
+    summed_scores,
     top_rows,
 )
 
@@ -45,5 +45,5 @@ class OracleSelector(Selector):
 
 
 def select(logits: np.ndarray, k: int) -> np.ndarray:
-    """(n_head_kv, group, n) to (n_head_kv, min(k, n)): the positions of the k largest scores."""
-    return top_rows(group_scores(logits), k)
+    """(n_head_kv, n_group_q, n) to (n_head_kv, min(k, n)): positions of the k largest scores."""
+    return top_rows(summed_scores(logits), k)

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pyorch.errors import SparqError
-from pyorch.policies.base import Heads, Policy, Prompt, Selector, Step, group_scores, top_rows
+from pyorch.policies.base import Heads, Policy, Prompt, Selector, Step, summed_scores, top_rows
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class Paged(Policy):
 
     def check(self) -> None:
         if self.page < 1:
-            raise SparqError(f"page {self.page} is below 1", exit_code=2)
+            raise self.error(f"page {self.page} is below 1")
 
     def fixed_bytes(self, n_pos: int, heads: Heads) -> float:
         """Two vectors of d_k f16 for each page before the token's own."""
@@ -38,7 +37,7 @@ class Paged(Policy):
         raise NotImplementedError
 
     def weights(self, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What they are multiplied with, of q (n_head_kv, group, d_k): the same shape, twice."""
+        """What they are multiplied with, of q (n_head_kv, n_group_q, d_k): its shape, twice."""
         raise NotImplementedError
 
     def start(self, heads: Heads, prompt: Prompt | None) -> PageSelector:
@@ -64,15 +63,15 @@ class PageSelector(Selector):
                 np.concatenate([old, add.astype(np.float16).astype(np.float32)])
                 for old, add in zip(self.summaries, new, strict=True)
             ]
-        scores = page_scores(self.policy.weights(step.q), self.summaries) * np.float32(step.scale)
-        return select(scores, self.policy.k_at(step.n_pos, self.heads), step.n_pos, page)
+        logits = page_logits(self.policy.weights(step.q), self.summaries) * np.float32(step.scale)
+        return select(logits, self.policy.k_at(step.n_pos, self.heads), step.n_pos, page)
 
 
-def page_scores(weights: tuple[np.ndarray, ...], summaries: list[np.ndarray]) -> np.ndarray:
-    """(n_head_kv, group, pages): sum over the vectors of weight . vector."""
+def page_logits(weights: tuple[np.ndarray, ...], summaries: list[np.ndarray]) -> np.ndarray:
+    """(n_head_kv, n_group_q, pages): sum over the vectors of weight . vector."""
     each = (w @ s.transpose(1, 2, 0) for w, s in zip(weights, summaries, strict=True))
-    scores: np.ndarray = sum(each)
-    return scores
+    logits: np.ndarray = sum(each)
+    return logits
 
 
 def n_pages(k: int, n_pos: int, page: int) -> int:
@@ -82,13 +81,13 @@ def n_pages(k: int, n_pos: int, page: int) -> int:
     return min(max(k - own, 0) // page, n_full)
 
 
-def select(scores: np.ndarray, k: int, n_pos: int, page: int) -> np.ndarray:
-    """(n_head_kv, group, full pages) scores to positions: the best pages, and the token's own."""
-    n_head_kv, _, n_full = scores.shape
+def select(logits: np.ndarray, k: int, n_pos: int, page: int) -> np.ndarray:
+    """(n_head_kv, n_group_q, full pages) logits to positions: the best pages, and the own one."""
+    n_head_kv, _, n_full = logits.shape
     m = n_pages(k, n_pos, page)
     pages = np.empty((n_head_kv, 0), np.int64)
     if m:  # in f64, since bounds differ by more than the exp of f32 holds
-        pages = top_rows(group_scores(scores.astype(np.float64)), m)
+        pages = top_rows(summed_scores(logits.astype(np.float64)), m)
     positions = (pages[:, :, None] * page + np.arange(page)).reshape(n_head_kv, -1)
     own = np.tile(np.arange(n_full * page, n_pos), (n_head_kv, 1))
     return np.concatenate([positions, own], axis=1)

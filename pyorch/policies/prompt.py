@@ -138,14 +138,14 @@ class LayerPrompt:
 def causal_logits(
     q: np.ndarray, k: np.ndarray, scale: float, max_bias: float, softcap: float
 ) -> np.ndarray:
-    """(n_head_kv, group, rows, cols): logits of the last `rows` positions of `cols`.
+    """(n_head_kv, n_group_q, rows, cols): logits of the last `rows` positions of `cols`.
 
     q (rows, n_head, d_k), k (cols, n_head_kv, d_k); -inf above the diagonal.
     """
     (rows, n_head, d), (cols, n_head_kv, _) = q.shape, k.shape
-    # (n_head_kv, group*rows, d) @ (n_head_kv, d, cols)
-    grouped = q.reshape(rows, n_head_kv, -1, d).transpose(1, 2, 0, 3).reshape(n_head_kv, -1, d)
-    x: np.ndarray = (grouped * np.float32(scale)) @ k.transpose(1, 2, 0)
+    # (n_head_kv, n_group_q*rows, d) @ (n_head_kv, d, cols)
+    by_head = q.reshape(rows, n_head_kv, -1, d).transpose(1, 2, 0, 3).reshape(n_head_kv, -1, d)
+    x: np.ndarray = (by_head * np.float32(scale)) @ k.transpose(1, 2, 0)
     x = x.reshape(n_head_kv, -1, rows, cols)
     if softcap > 0:
         x = np.float32(softcap) * np.tanh(x / np.float32(softcap))

@@ -1,9 +1,9 @@
 """Quest (Tang et al., arXiv 2406.10774): pages by an upper bound of their scores.
 
-Per page and channel the least and the largest value of K; the bound of q.k is the sum over channels
-of max(q*min, q*max). Pages of 16 positions, as in its code. Shared KV heads: the bounds as logits,
-softmaxed and summed over the group (its code repeats K for every query head). Left out: its first
-two layers stay dense there; here every layer has the same bytes.
+Per page and component the least and the largest value of K; the bound of q.k is the sum over the
+components of max(q*min, q*max). Pages of 16 positions, as in its code. Shared KV heads: the bounds
+as logits, softmaxed and summed over their query heads (its code repeats K for every query head).
+Left out: its first two layers stay dense there; here every layer has the same bytes.
 """
 
 from __future__ import annotations

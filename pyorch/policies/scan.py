@@ -2,7 +2,7 @@
 
 What SparQ's ablations compare (arXiv 2312.04985, section 5.4): the numbers and the temperature
 differ, the bytes do not. The newest k/4 and the first 4 positions are always in, as for `sparq`.
-Shared KV heads: softmaxed scores summed over the group.
+Shared KV heads: softmaxed scores summed over their query heads.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyorch.errors import SparqError
 from pyorch.policies.base import (
     Heads,
     Selector,
     Step,
     WithMeanV,
     at,
-    group_scores,
     softmax,
+    summed_scores,
     top_rows,
 )
 
@@ -34,11 +33,9 @@ class Scan(WithMeanV):
     def check(self) -> None:
         super().check()
         if self.rank is None and self.ratio is None:
-            raise SparqError(
-                f"{self.name}: k needs a rank", f"{self.name},k=128,rank=8", exit_code=2
-            )
+            raise self.error("k needs a rank", f"{self.name},k=128,rank=8")
         if (self.rank is not None and self.rank < 1) or self.sinks < 0:
-            raise SparqError(f"{self.name}: rank is at least 1, sinks 0", exit_code=2)
+            raise self.error("rank is at least 1, sinks 0")
 
     def rank_of(self, heads: Heads) -> int:
         if self.rank is not None:
@@ -55,24 +52,24 @@ class ScanSelector(Selector):
     policy: Scan
     heads: Heads
 
-    def scores(self, step: Step) -> np.ndarray:
-        """Approximate logits (n_head_kv, group, n_pos)."""
+    def approximate_logits(self, step: Step) -> np.ndarray:
+        """The logits of all positions as this method sees them: (n_head_kv, n_group_q, n_pos)."""
         raise NotImplementedError
 
     def select(self, step: Step) -> np.ndarray:
-        scores = self.scores(step)
+        logits = self.approximate_logits(step)
         k = self.policy.k_at(step.n_pos, self.heads)
-        positions = select(scores, k, self.policy.sinks)
+        positions = select(logits, k, self.policy.sinks)
         if self.policy.uses_mean_v(self.heads):
-            self.alpha = at(softmax(scores), positions).sum(axis=2)
+            self.alpha = at(softmax(logits), positions).sum(axis=2)
         return positions
 
 
 def select(logits: np.ndarray, k: int, sinks: int) -> np.ndarray:
-    """(n_head_kv, group, n) to (n_head_kv, min(k, n)): newest k/4, first `sinks`, best others."""
+    """(n_head_kv, n_group_q, n) to (n_head_kv, min(k, n)): newest k/4, first `sinks`, the best."""
     n = logits.shape[2]
     local = max(min(k, n) // 4, 1)
-    scores = group_scores(logits).copy()
+    scores = summed_scores(logits).copy()
     scores[:, n - local :] = np.inf
     scores[:, : min(sinks, max(k - local, 0))] = np.inf
     return top_rows(scores, k)

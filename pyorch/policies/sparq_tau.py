@@ -42,7 +42,7 @@ class SparQTau(Scan):
 class SparQTauSelector(ScanSelector):
     policy: SparQTau
 
-    def scores(self, step: Step) -> np.ndarray:
+    def approximate_logits(self, step: Step) -> np.ndarray:
         rank = self.policy.rank_of(self.heads)
         size = np.abs(step.q)
         best = top_rows(size.sum(axis=1), rank)  # (n_head_kv, rank)
@@ -57,5 +57,5 @@ class SparQTauSelector(ScanSelector):
                 factor = np.float32(np.sqrt(rank / step.q.shape[2]))
             case _:
                 factor = np.float32(1)
-        scores: np.ndarray = kept_q @ kept_k * np.float32(step.scale)
-        return scores / np.where(factor > 0, factor, 1)
+        logits: np.ndarray = kept_q @ kept_k * np.float32(step.scale)
+        return logits / np.where(factor > 0, factor, 1)

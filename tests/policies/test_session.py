@@ -120,7 +120,7 @@ def test_a_ratio_is_that_share_of_the_bytes(demo: engine.Session, text: str, lin
     policies.switch(demo, method)
     decode(demo, tokens_of(demo, text))
     page = getattr(method, "page", 1)
-    share = policies.bytes_per_token(demo).share
+    share = policies.counted_bytes(demo).share
     slack = 1.1 * page / N_PROMPT
     own = page / N_PROMPT  # the token's own page is read whatever it costs
     assert method.ratio - slack <= share <= method.ratio + (own if page > 1 else 1e-9)
@@ -134,12 +134,12 @@ def test_bytes_by_formula_are_those_counted(
     method = policies.parse(line)
     policies.switch(demo, method)
     decode(demo, tokens)
-    counted = policies.bytes_per_token(demo)
+    counted = policies.counted_bytes(demo)
     n_layer = demo.geometry.n_layer
     assert policies.counters(demo).selections == N_STEP * n_layer
     assert policies.counters(demo).steps == N_STEP
     want = [
-        policies.bytes_per_token(method, demo.geometry, n)
+        policies.predicted_bytes(method, demo.geometry, n)
         for n in range(N_PROMPT + 1, N_PROMPT + N_STEP + 1)
     ]
     assert counted.read == pytest.approx(np.mean([w.read for w in want]))
@@ -267,7 +267,7 @@ def test_a_method_that_writes_nothing_is_refused(demo: engine.Session, text: str
     engine.prefill(demo, tokens_of(demo, text))
     assert policies.counters(demo).selections == 0
     with pytest.raises(SparqError, match="nothing was selected"):
-        policies.bytes_per_token(demo)
+        policies.counted_bytes(demo)
 
 
 def test_a_selection_the_library_did_not_read_is_noticed(demo: engine.Session, text: str) -> None:
@@ -275,7 +275,7 @@ def test_a_selection_the_library_did_not_read_is_noticed(demo: engine.Session, t
     decode(demo, tokens_of(demo, text))
     policies.counters(demo).positions += 1
     with pytest.raises(SparqError, match="the library read"):
-        policies.bytes_per_token(demo)
+        policies.counted_bytes(demo)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_bad_settings_are_refused() -> None:
 def test_a_ratio_below_what_choosing_costs_is_refused(demo: engine.Session, text: str) -> None:
     for line in ("flexgen,ratio=1/2", "quest,ratio=1/20", "low-rank,ratio=1/8,rank=16"):
         with pytest.raises(SparqError, match="reads to choose"):
-            policies.bytes_per_token(policies.parse(line), demo.geometry, 1000)
+            policies.predicted_bytes(policies.parse(line), demo.geometry, 1000)
         policies.switch(demo, policies.parse(line))
         with pytest.raises(SparqError, match="reads to choose"):
             decode(demo, tokens_of(demo, text))
