@@ -43,7 +43,7 @@ struct attend_src : ggml_sparse_src {
     row_ops ops_k, ops_v;
 
     attend_src(const ggml_tensor * dst, bool dense) :
-            ggml_sparse_src(ggml_sparse_src_of(dst)), p(ggml_sparse_params_of<ggml_sparse_attend_params>(dst)), dense(dense) {
+        ggml_sparse_src(ggml_sparse_src_of(dst)), p(ggml_sparse_params_of<ggml_sparse_attend_params>(dst)), dense(dense) {
         p.mean_v = p.mean_v && !dense;
 
         n_kv      = k->ne[2];
@@ -335,24 +335,24 @@ void mean_unit(const attend_src & a, float * mean, int64_t h, int64_t n_head, in
 
     int64_t n_vis = 0;
     std::fill(mean, mean + d, 0.0f);
-    for_mean(a, i, s,
-        [&](int64_t row, int n) {
-            if (n > GROUP) {
-                prefetch_sum(a.v_sum, row + SUM_ROWS_AHEAD, h, a.d_v, s);
-            }
-            sum_positions<float>(mean, at(a.v_sum, row, s) + h*a.d_v*sizeof(float), 0, 1, d);
-            n_vis += n;
-        },
-        [&](int64_t g) {
-            for (int64_t t = g*GROUP; t < g*GROUP + group_size(g, a.n_kv); ++t) {
-                if (mask[t].bits != F16_NEG_INF) {
-                    for (int64_t j = 0; j < n_head; j += n_near) {
-                        a.ops_v.sum_positions(mean + j*a.d_v, at(a.v, h + j, t, s), 0, 1, (int) (n_near*a.d_v));
-                    }
-                    ++n_vis;
+    const auto add_sum = [&](int64_t row, int n) {
+        if (n > GROUP) {
+            prefetch_sum(a.v_sum, row + SUM_ROWS_AHEAD, h, a.d_v, s);
+        }
+        sum_positions<float>(mean, at(a.v_sum, row, s) + h*a.d_v*sizeof(float), 0, 1, d);
+        n_vis += n;
+    };
+    const auto add_group = [&](int64_t g) {
+        for (int64_t t = g*GROUP; t < g*GROUP + group_size(g, a.n_kv); ++t) {
+            if (mask[t].bits != F16_NEG_INF) {
+                for (int64_t j = 0; j < n_head; j += n_near) {
+                    a.ops_v.sum_positions(mean + j*a.d_v, at(a.v, h + j, t, s), 0, 1, (int) (n_near*a.d_v));
                 }
+                ++n_vis;
             }
-        });
+        }
+    };
+    for_mean(a, i, s, add_sum, add_group);
     for (int c = 0; c < d && n_vis > 0; ++c) {
         mean[c] /= n_vis;
     }
@@ -436,9 +436,9 @@ void attend_stats(const attend_src & a) {
             n_vis  += n;
             n_call += n > 0;
             if (a.p.mean_v) {
-                for_mean(a, i, s,
-                    [&](int64_t, int) { bytes_mean += a.d_v*(int64_t) sizeof(float); },
-                    [&](int64_t g) { bytes_mean += visible[g]*a.size_v; });
+                const auto add_sum   = [&](int64_t, int) { bytes_mean += a.d_v*(int64_t) sizeof(float); };
+                const auto add_group = [&](int64_t g) { bytes_mean += visible[g]*a.size_v; };
+                for_mean(a, i, s, add_sum, add_group);
             }
             for (int64_t h = 0; !a.dense && h < a.n_head_kv; ++h) {
                 n_read += at<const int32_t>(a.sel, h, i, s)[0];

@@ -185,7 +185,8 @@ static SPARQ_INLINE void add_rows_d(float * acc, int64_t ld_acc, const float * p
 template <typename T>
 static void add_rows(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, int n_head, const char * const * x, int64_t o, int n, int d,
         const char * const * ahead) {
-    const auto add = d == 128 ? add_rows_d<128, T, prefetch_rows> : d == 64 ? add_rows_d<64, T, prefetch_rows> : add_rows_d<0, T, prefetch_rows>;
+    using P = prefetch_rows;
+    const auto add = d == 128 ? add_rows_d<128, T, P> : d == 64 ? add_rows_d<64, T, P> : add_rows_d<0, T, P>;
     add(acc, ld_acc, p, ld_p, n_head, x, o, n, d, { ahead });
 }
 

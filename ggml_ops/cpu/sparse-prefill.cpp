@@ -15,7 +15,7 @@ struct prefill_src : ggml_sparse_src {
     decltype(&load_rows<float>) load_k, load_v;
 
     explicit prefill_src(const ggml_tensor * dst) :
-            ggml_sparse_src(ggml_sparse_src_of(dst)), p(ggml_sparse_params_of<ggml_sparse_prefill_params>(dst)) {
+        ggml_sparse_src(ggml_sparse_src_of(dst)), p(ggml_sparse_params_of<ggml_sparse_prefill_params>(dst)) {
         n_kv      = k->ne[2];
         n_head_kv = k->ne[1];
         n_tok     = q->ne[2];

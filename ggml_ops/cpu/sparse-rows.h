@@ -352,8 +352,8 @@ template <typename T>
 static void dot_rows(float * s, int64_t ld_s, const float * q, int64_t ld_q, int n_head, const char * const * x, int64_t o, int n, int d,
         const char * const * ahead) {
     const int  known = ld_q == d ? d : 0;
-    const auto dot   = known == 128 ? dot_rows_d<128, T, prefetch_rows> : known == 64 ? dot_rows_d<64, T, prefetch_rows>
-                     : dot_rows_d<0, T, prefetch_rows>;
+    using P = prefetch_rows;
+    const auto dot = known == 128 ? dot_rows_d<128, T, P> : known == 64 ? dot_rows_d<64, T, P> : dot_rows_d<0, T, P>;
     dot(s, ld_s, q, ld_q, n_head, x, o, n, d, { ahead });
 }
 

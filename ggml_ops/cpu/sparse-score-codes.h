@@ -310,8 +310,7 @@ static SPARQ_INLINE void add_line_sums(float * s, const vi * a0, const vi * a1, 
             // sums of whole bytes are below 2^24, so they are exact as floats, and 16 times the sums of the high halves more
             const vf lo = to_float(a0[j]), hi = to_float(a1[j]);
             store(d,        fma(lo, step, first ? base : load(d)));
-            store(d + LINE, WHOLE_BYTES<N_BIT> ? fma(sub(hi, lo), high, first ? base : load(d + LINE))
-                                               : fma(hi, step, first ? base : load(d + LINE)));
+            store(d + LINE, fma(WHOLE_BYTES<N_BIT> ? sub(hi, lo) : hi, WHOLE_BYTES<N_BIT> ? high : step, first ? base : load(d + LINE)));
         } else { // either sum is below 2^24, so it is exact as a float
             store(d, fma(fma(to_float(a0[j]), set1(64.0f), to_float(a1[j])), step, first ? base : load(d)));
         }
@@ -390,8 +389,9 @@ static SPARQ_INLINE void score_pass(float * s, int64_t ld_s, int n_head, const r
             for (int j = 0; j < n && !whole && c0 > 0; ++j) {
                 memcpy(part[j] + (a0 - t), s + (h + j)*ld_s + (a0 - t0), (a1 - a0)*sizeof(float));
             }
-            const auto lines = n_quad < ALL_QUADS ? (n == HB ? score_lines<N_BIT, HB, 0> : score_lines<N_BIT, 1, 0>)
-                                                  : (n == HB ? score_lines<N_BIT, HB, ALL_QUADS> : score_lines<N_BIT, 1, ALL_QUADS>);
+            const auto some  = n == HB ? score_lines<N_BIT, HB, 0> : score_lines<N_BIT, 1, 0>;
+            const auto all   = n == HB ? score_lines<N_BIT, HB, ALL_QUADS> : score_lines<N_BIT, 1, ALL_QUADS>;
+            const auto lines = n_quad < ALL_QUADS ? some : all;
             lines(whole ? s + h*ld_s + (t - t0) : part[0], whole ? ld_s : N_POS, coef + h, t/RUN - run0, c0, row,
                     t*N_BIT/8, (int) ((b - t)/N_POS), n_quad, c0 == 0);
             for (int j = 0; j < n && !whole; ++j) {

@@ -36,7 +36,7 @@ struct tile_grid {
     static constexpr int64_t MAX_TILE = 4096;
 
     tile_grid(int64_t n_kv, int64_t n_head_kv, int64_t n_head, int64_t n_tok, int64_t n_stream) :
-            n_kv(n_kv), n_head_kv(n_head_kv), n_tok(n_tok), n_stream(n_stream), n_all(n_head_kv*n_tok*n_stream) {
+        n_kv(n_kv), n_head_kv(n_head_kv), n_tok(n_tok), n_stream(n_stream), n_all(n_head_kv*n_tok*n_stream) {
         n_group_q = (int) (n_head/n_head_kv);
         tile      = n_group_q <= 2 ? MAX_TILE : n_group_q <= 4 ? MAX_TILE/2 : MAX_TILE/4;
         n_tile    = ceil_div(n_kv, tile);
@@ -126,7 +126,7 @@ struct select_src : ggml_sparse_src, tile_grid {
     select_args args(const head_index & head) const {
         const int32_t * row = at<const int32_t>(wanted, head.i, 0, head.s);
         return { row + p.i_forced, n_always, row[p.i_k + 1], p.n_local_max, row[p.i_k], p.topk_max,
-                 sinks ? (const float *) sinks->data + head.h*n_group_q : nullptr, p.alpha != 0, p.top_p };
+            sinks ? (const float *) sinks->data + head.h*n_group_q : nullptr, p.alpha != 0, p.top_p };
     }
 };
 

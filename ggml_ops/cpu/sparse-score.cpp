@@ -20,8 +20,8 @@ enum tile_flag : uint8_t {
 } // namespace
 
 sparse::score_src::score_src(const ggml_tensor * dst) :
-        ggml_sparse_src(ggml_sparse_src_of(dst)), tile_grid(k->ne[2], k->ne[1], q->ne[1], q->ne[2], q->ne[3]),
-        p(ggml_sparse_score_params_of(dst)) {
+    ggml_sparse_src(ggml_sparse_src_of(dst)), tile_grid(k->ne[2], k->ne[1], q->ne[1], q->ne[2], q->ne[3]),
+    p(ggml_sparse_score_params_of(dst)) {
     i_k    = wanted ? ggml_sparse_select_params_of(dst).i_k : 0;
     n_grp  = ceil_div(n_kv, GROUP);
     n_head = (int) q->ne[1];
@@ -132,7 +132,7 @@ static void score_shadow(const score_src & a, const score_work & w, const tile_u
         return;
     }
     const code_rows rows = { (const uint8_t *) k_t, a.k_t->nb[1], at<const float>(a.k_range, u.head.h*a.d_k, 0, u.head.s),
-                             (int64_t) (a.k_range->nb[1]/sizeof(float)), (int64_t) (a.k_range->nb[2]/sizeof(float)) };
+        (int64_t) (a.k_range->nb[1]/sizeof(float)), (int64_t) (a.k_range->nb[2]/sizeof(float)) };
     ggml_sparse_with_bits(a.p.n_bit, [&](auto bits) {
         if constexpr (ggml_sparse_has_codes(bits())) {
             score_codes<bits()>(out + t0, ld, a.n_group_q, rows, comp, n_comp, coef, a.rank, t0, t1, then, w.code);

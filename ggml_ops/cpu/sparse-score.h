@@ -151,8 +151,7 @@ static inline void score_components(float * s, int64_t ld_s, int n_head, const f
         for (int c = 0; c < nc; ++c) {
             row[c] = x + comp[i + c]*ld_comp;
         }
-        const auto add = nc == 16 ? add_components_heads<16> : nc == 8 ? add_components_heads<8>
-                       : nc ==  4 ? add_components_heads<4>  : add_components_heads<1>;
+        const auto add = nc == 16 ? add_components_heads<16> : nc == 8 ? add_components_heads<8> : nc == 4 ? add_components_heads<4> : add_components_heads<1>;
         add(s, ld_s, n_head, row, coef + i, ld_coef, n, i == 0);
         i += nc;
     }

@@ -3,9 +3,9 @@
 #include "sparse-score-select.h"
 
 sparse::select_src::select_src(const ggml_tensor * dst) :
-        ggml_sparse_src(ggml_sparse_src_of(dst)),
-        tile_grid(logits ? logits->ne[0] : k->ne[2], dst->ne[1], (logits ? logits : q)->ne[1], dst->ne[2], dst->ne[3]),
-        p(ggml_sparse_select_params_of(dst)), n_always((int) wanted->ne[0] - p.i_forced) {}
+    ggml_sparse_src(ggml_sparse_src_of(dst)),
+    tile_grid(logits ? logits->ne[0] : k->ne[2], dst->ne[1], (logits ? logits : q)->ne[1], dst->ne[2], dst->ne[3]),
+    p(ggml_sparse_select_params_of(dst)), n_always((int) wanted->ne[0] - p.i_forced) {}
 
 namespace {
 
@@ -88,9 +88,9 @@ struct select_pass {
     int  n_part = 0;
 
     select_pass(const ggml_compute_params * params, ggml_tensor * dst, const select_src & a, const void * wdata, const logit_source & logits) :
-            params(params), dst(dst), a(a), wdata(wdata), logits(logits), ith(params->ith), nth(params->nth),
-            w(a, wdata, ith, nth), queue(params, a.n_all*a.n_tile, a.n_tile), only_scores(a.p.topk_max == 0),
-            shares(queue.size == 0 && a.n_all % nth != 0 && a.n_tile > 1) {
+        params(params), dst(dst), a(a), wdata(wdata), logits(logits), ith(params->ith), nth(params->nth),
+        w(a, wdata, ith, nth), queue(params, a.n_all*a.n_tile, a.n_tile), only_scores(a.p.topk_max == 0),
+        shares(queue.size == 0 && a.n_all % nth != 0 && a.n_tile > 1) {
         find_parts();
     }
 

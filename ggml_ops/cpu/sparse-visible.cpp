@@ -13,7 +13,11 @@ void sparse::forward_visible(const ggml_compute_params * params, ggml_tensor * d
     for (int64_t u = params->ith; u < n_grp*n_row*dst->ne[3]; u += params->nth) {
         digits d { u };
         const int64_t g = d.next(n_grp), i = d.next(n_row), s = d.rest;
-        at<int32_t>(dst, i, 0, s)[g] = i == n_tok ? at<const int32_t>(a.sealed, s)[g]
-                                                  : count_visible(at<const f16>(a.mask, i, 0, s) + g*GROUP, group_size(g, n_kv));
+        int32_t & res = at<int32_t>(dst, i, 0, s)[g];
+        if (i == n_tok) {
+            res = at<const int32_t>(a.sealed, s)[g];
+        } else {
+            res = count_visible(at<const f16>(a.mask, i, 0, s) + g*GROUP, group_size(g, n_kv));
+        }
     }
 }
