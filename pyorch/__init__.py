@@ -22,10 +22,10 @@ __all__ = ["AttentionSpec", "generate", "info", "load"]
 _HOMES = {"AttentionSpec": "pyorch.attention.spec"}
 
 
-if not TYPE_CHECKING:  # a checker would take every name for one of ours
+if not TYPE_CHECKING:  # otherwise a type checker would accept any name
 
     def __getattr__(name: str) -> object:
-        """What is exported is imported when it is first used, so that `import pyorch` is fast."""
+        """Import an exported name when it is first used, so that `import pyorch` is fast."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(importlib.import_module(_HOMES.get(name, "pyorch.engine")), name)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class SparqError(Exception):
-    """A failure that is told in one line, with a second line on what to do about it.
+    """A failure that is reported in one line, with a second line on what to do about it.
 
     `exit_code` is 1 for a failure and 2 for a wrong request.
     """
@@ -20,7 +20,7 @@ class SparqError(Exception):
 
 
 def nearest(what: str, value: str, allowed: Iterable[str]) -> SparqError:
-    """The error for a name that is not among `allowed`; its hint is the one that comes closest."""
+    """The error for a name that is not among `allowed`; its hint names the closest one."""
     names = list(allowed)
     match = difflib.get_close_matches(value.lower(), names, n=1, cutoff=0.5)
     hint = f"did you mean {match[0]}?" if match else f"one of: {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""Numbers of ggml and llama.cpp: in model files, in the state of a cache, in structs and in calls.
+"""Constants of ggml and llama.cpp: for model files, cache states, structs and calls.
 
 tests/test_ggml.py compares the types with the built library and with the `gguf` package.
 """
@@ -16,7 +16,7 @@ ROPE_SCALING = {"none": 0, "linear": 1, "yarn": 2}  # llama_rope_scaling_type
 
 
 class TensorType(NamedTuple):
-    """A `ggml_type`. A row of such a tensor is blocks of `per_block` elements each."""
+    """A `ggml_type`. A row of such a tensor consists of blocks of `per_block` elements."""
 
     number: int
     name: str
@@ -28,7 +28,7 @@ class TensorType(NamedTuple):
         return self.block_bytes / self.per_block
 
     def n_bytes(self, n: int) -> int:
-        """Bytes of `n` elements, which are whole blocks."""
+        """The bytes of `n` elements, which must be whole blocks."""
         return n // self.per_block * self.block_bytes
 
 
@@ -71,5 +71,5 @@ _TABLE = (
 )
 TENSOR_TYPES = {t.number: t for t in _TABLE}
 BY_NAME = {t.name: t for t in _TABLE}
-# those of K and V in the cache that we offer
+# the types that we offer for K and V in the cache
 CACHE_TYPES = {name: BY_NAME[name] for name in ("f32", "f16", "bf16", "q8_0", "q4_0")}

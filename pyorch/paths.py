@@ -22,13 +22,13 @@ def in_checkout() -> bool:
 
 
 def install_command(extra: str = "") -> str:
-    """What installs this package again, with an extra: for hints."""
+    """The command that installs this package again, with an extra; hints show it."""
     named = f"[{extra}]" if extra else ""
     return f"pip install -e '.{named}'" if in_checkout() else f"pip install '{_NAME}{named}'"
 
 
 def data(name: str) -> Path:
-    """Folder `patches`, `ggml_ops` or `models`: inside an installed wheel, else of the checkout.
+    """The folder `patches`, `ggml_ops` or `models` of the installed wheel or of the checkout.
 
     Raises:
         SparqError: the installation lacks it.
@@ -40,10 +40,10 @@ def data(name: str) -> Path:
 
 
 def cache() -> Path:
-    """Root of everything that is built or downloaded; not created here.
+    """The root of everything that is built or downloaded; it is not created here.
 
-    SPARQ_CACHE, else the system's place for caches: on Linux `$XDG_CACHE_HOME/sparq-cpp`. This
-    was `~/.cache/sparq-cpp` on every system once; where that is all there is, it stays in use.
+    It is SPARQ_CACHE, else the system's place for caches: `$XDG_CACHE_HOME/sparq-cpp` on Linux.
+    An existing `~/.cache/sparq-cpp` stays in use on every system while the other is not there.
     """
     if chosen := os.environ.get("SPARQ_CACHE"):
         return expanded(chosen).absolute()
@@ -52,9 +52,9 @@ def cache() -> Path:
 
 
 def results() -> Path:
-    """Where measurements and figures go that nobody gave a folder for; not created here.
+    """The default folder for measurements and figures; it is not created here.
 
-    `bench/` of a checkout, else the user's data: on Linux `$XDG_DATA_HOME/sparq-cpp/bench`.
+    `bench/` in a checkout, else in the user's data, `$XDG_DATA_HOME/sparq-cpp/bench` on Linux.
     """
     return (REPOSITORY if in_checkout() else platformdirs.user_data_path(_NAME)) / "bench"
 
@@ -75,8 +75,8 @@ def expanded(name: str) -> Path:
 
 @contextmanager
 def locked(root: Path, waiting: Callable[[str], None]) -> Iterator[int]:
-    """Hold `root/lock`, which is made if need be. Yields its descriptor, for children: the system
-    drops the lock when its last holder is gone.
+    """Hold `root/lock`, which is created if necessary. Yields its descriptor for child
+    processes: the system releases the lock when its last holder is gone.
 
     Args:
         waiting: called with the process that holds it, if one does.

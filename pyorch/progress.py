@@ -1,4 +1,4 @@
-"""What long work tells meanwhile: a line, or how far it is, which a bar on the terminal shows."""
+"""Reports from long-running work: lines of text, and progress that a terminal shows as a bar."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import rich.progress
 
 Say = Callable[[str], None]  # a line for people
-Progress = Callable[[int, int], None]  # (done, in all)
+Progress = Callable[[int, int], None]  # (done, total)
 
 AFTER_S = 2.0  # a bar is shown only for what takes longer
 
@@ -23,19 +23,19 @@ def say(text: str) -> None:
 
 
 def silent(*_: object) -> None:
-    """A `Say` or a `Progress` that tells nothing."""
+    """A `Say` or a `Progress` that reports nothing."""
 
 
 @contextmanager
 def progress_bar(
     label: str, of_bytes: bool = False, off_terminal: Callable[[str], None] | None = None
 ) -> Iterator[Progress]:
-    """A bar on stderr, from two seconds on until all is done.
+    """Show a bar on stderr once the work has taken two seconds, until it is done.
 
     Args:
-        label: what is going on, `downloading`.
-        of_bytes: what is counted are bytes, whose speed is shown.
-        off_terminal: told `downloading: 25 of 100` at each quarter where stderr is no terminal.
+        label: the name of the work, such as `downloading`.
+        of_bytes: bytes are counted, and their speed is shown.
+        off_terminal: receives `downloading: 25 of 100` at each quarter if stderr is not a terminal.
     """
     shown_bar = _bar(of_bytes)
     console = shown_bar.console

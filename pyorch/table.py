@@ -16,26 +16,26 @@ _SQL = {bool: "INTEGER", int: "INTEGER", float: "REAL", type(None): "INTEGER"}
 def markdown(
     head: Sequence[str], rows: Iterable[Iterable[object]], left: Collection[str] | None = None
 ) -> str:
-    """Columns are aligned to the right but for those that `left` names; None means the first."""
+    """Columns are right-aligned except those that `left` names; None means the first."""
     left = head[:1] if left is None else left
     marks = ["---" if name in left else "---:" for name in head]
     return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in (head, marks, *rows))
 
 
 def number(x: float, form: str) -> str:
-    """A cell: `-` where there is no number."""
+    """The text of a cell: `-` if `x` is not a number."""
     return "-" if math.isnan(x) else form.format(x)
 
 
 def plain(value: Any) -> Any:
-    """As JSON and SQL have it: NaN is nothing, and settings are their text."""
+    """Returns the value for JSON and SQL: NaN becomes None, and settings become their text."""
     if isinstance(value, float) and math.isnan(value):
         return None
     return value if isinstance(value, bool | int | float | list | dict | None) else str(value)
 
 
 def as_csv(rows: Sequence[Row], *, quoted: bool = False) -> str:
-    """A column for every name that some row has; without the last line break."""
+    """CSV with a column for every name that any row has; without the final line break."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
     writer = csv.DictWriter(
@@ -59,7 +59,7 @@ def as_jsonl(rows: Iterable[Row]) -> str:
 
 
 def as_sql(rows: Sequence[Row], name: str) -> str:
-    """Statements that make the table `name`, if it is not there, and add the rows to it."""
+    """SQL that creates the table `name` if it does not exist, and adds the rows to it."""
     columns = ",\n".join(f"  {k} {_SQL.get(type(v), 'TEXT')}" for k, v in rows[0].items())
     out = [f"CREATE TABLE IF NOT EXISTS {name} (\n{columns}\n);\n"]
     for row in rows:

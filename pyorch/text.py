@@ -1,4 +1,4 @@
-"""How things are written for people to read."""
+"""Formatting for people to read."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What each layer of a model needs: the search for it (`search`), by measuring (`meter`)."""
+"""Finds what each layer of a model needs: the search (`search`) and its measurements (`meter`)."""

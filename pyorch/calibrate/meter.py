@@ -1,8 +1,8 @@
-"""KL to dense and bytes of attention settings, by real decode steps on real text.
+"""Measures attention settings on real decode steps of real text: KL to dense, and bytes.
 
-A context is read densely; the tokens after it are decoded one by one, as the text has them. Half of
-the contexts go on as a book does, half repeat a passage of themselves: the second need retrieval,
-which prose seldom does.
+A context is read densely; the tokens after it are decoded one by one, as in the text. Half of the
+contexts are prose, half repeat a passage of themselves: these need retrieval, which prose seldom
+does.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pyorch.errors import SparqError
 from pyorch.evals.fidelity import divergence
 from pyorch.progress import Progress
 
-N_CUE = 24  # tokens of a repeated passage before the decoded ones
+N_CUE = 24  # tokens of a repeated passage before those that are decoded
 
 
 @dataclass(frozen=True)
 class Context:
-    """`prompt` is read densely but for its last token; `rest` is decoded after it, as given."""
+    """A context. `prompt` but its last token is read densely; then `rest` is decoded as given."""
 
     prompt: list[int]
     rest: list[int]
@@ -37,7 +37,7 @@ class Context:
 def contexts(
     session: Session, text: str, n: int, n_pos: int, n_tokens: int, seed: int = 1
 ) -> list[Context]:
-    """`n` contexts of `n_pos` tokens in all: prose and repeated passages in turn.
+    """`n` contexts of `n_pos` tokens each, prose and repeated passages in turn.
 
     Raises:
         SparqError: the text is too short.
@@ -70,14 +70,14 @@ def contexts(
 
 @dataclass(frozen=True)
 class Measured:
-    """kl: mean over the decoded tokens of each context; share: bytes read / dense, likewise."""
+    """Means over the decoded tokens of each context. share: the bytes read over those of dense."""
 
     kl: np.ndarray
     share: np.ndarray
 
 
 class _Measurement(TypedDict):
-    """A line of the file: one context with one spec. `layers`: those that ran sparse."""
+    """A line of the file: one context with one spec. `layers` are those that ran sparse."""
 
     schema: int
     spec: str
@@ -88,17 +88,17 @@ class _Measurement(TypedDict):
 
 
 class Meter:
-    """KL and bytes of settings, context by context; each measured once, also over restarts.
+    """Measures KL and bytes of settings by context, and each only once, even over restarts.
 
-    file: JSON lines of what was measured; None: forget it. A prefill is kept in a file while the
-    meter lives, so each context is read once.
+    file: JSON lines of all measurements; None keeps none. Prefills are kept in a file as long as
+    the meter lives, so each context is read only once.
     """
 
     def __init__(
         self, session: Session, contexts: Sequence[Context], file: Path | None = None
     ) -> None:
         self.session, self.contexts, self.file = session, contexts, file
-        self.layers: list[int] = []  # that can be sparse, once something was measured
+        self.layers: list[int] = []  # those that can be sparse, known after the first measurement
         self._known: dict[tuple[AttentionSpec, int], _Measurement] = {}
         for r in records.load_all(file) if file else []:
             known = cast(_Measurement, r)
@@ -112,8 +112,8 @@ class Meter:
     def measure(
         self, specs: Sequence[AttentionSpec], which: Sequence[int], progress: Progress
     ) -> list[Measured]:
-        """Each of `specs` in the contexts `which`."""
-        different = dict.fromkeys(specs)  # two may have come to the same
+        """Measure each of `specs` in the contexts `which`."""
+        different = dict.fromkeys(specs)  # two of them may be equal
         todo = [(c, s) for c in which for s in different if (s, c) not in self._known]
         for n, (context, spec) in enumerate(todo):
             self._known[spec, context] = self._run(context, spec)
@@ -150,7 +150,7 @@ class Meter:
         return rec
 
     def _begin(self, context: int) -> None:
-        """The cache as it is after the prompt but its last token."""
+        """Bring the cache to its state after all of the prompt but its last token."""
         prompt = self.contexts[context].prompt
         if self.session.tokens[: len(prompt) - 1] == prompt[:-1]:
             engine.rewind(self.session, len(prompt) - 1)
@@ -165,7 +165,7 @@ class Meter:
         engine.save_state(self.session, state)
 
     def _decode(self, context: int, spec: AttentionSpec) -> np.ndarray:
-        """Logits (n_tokens, n_vocab) of what follows the prompt."""
+        """The logits (n_tokens, n_vocab) of the tokens after the prompt."""
         c = self.contexts[context]
         engine.set_attention(self.session, spec)
         engine.reset_counters(self.session)

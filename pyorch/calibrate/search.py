@@ -1,27 +1,27 @@
-"""Which k and rank each layer gets: found by decoding real text with many settings.
+"""Finds the k and the rank of each layer by decoding real text with many settings.
 
-What counts is KL(dense || sparse) of the next token, in nats, as a mean over the decoded positions
+It minimises KL(dense || sparse) of the next token, in nats, as a mean over the decoded positions
 with all layers sparse at once: the errors of single layers do not add up to it. The search begins
-at the uniform budget and goes in rounds with ever smaller steps:
+at the uniform budget and proceeds in rounds with ever smaller steps:
 
 1. One layer at a time gets more and less k, and a higher and a lower rank, while the others stay
    where they are. What that does to KL, and to the bytes that the library counts, is measured on
    half of the contexts; the next round takes the other half.
 2. Near this point the changes add up: each layer takes the k and rank at which the price of a byte
    is the same for all (`allocate`). A layer may end dense.
-3. All k are scaled until as many bytes are read as by uniform; the full step, half of it, and the
-   step without the ranks are measured, and the best is the next point, if it is better.
-4. There other local windows are tried at equal bytes.
+3. All k are scaled until as many bytes are read as with uniform; the full step, half of it, and
+   the step without the ranks are measured. The best is the next point, if it is an improvement.
+4. At this point other local windows are tried at equal bytes.
 
 In 3 and 4 all contexts decide, so that a step which only suits those it was found on is not taken.
 All of this is done without and with the mean of V, and the better of the two is the result, unless
-uniform or a ramp is better. From there the search goes on with `top_p`: k is then the most that a
+uniform or a ramp is better. From there the search continues with `top_p`: k is then the most that a
 KV head may read, and p is one more shared setting.
 
 There are no gradients, and no weights change. `meter.py` makes the contexts and measures. A search
-takes some 16 measurements per layer and 80 in any case: with 8 contexts of 64 tokens these are
-8,000 decoded tokens per layer and 40,000; with 4 contexts of 16 tokens it is an eighth of that,
-half an hour for 32 layers at 0.05 s a token.
+takes about 80 measurements, and 16 more per layer: with 8 contexts of 64 tokens these are 40,000
+decoded tokens, and 8,000 per layer. With 4 contexts of 16 tokens it is an eighth of that, half an
+hour for 32 layers at 0.05 s per token.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from pyorch.engine import Session
 from pyorch.evals.texts import read_texts
 from pyorch.progress import Progress
 
-STEPS = (4.0, 2.0, 1.4)  # k of a layer times and divided by; the rank by at most 2
-STEPS_P = (2.0, 1.4)  # with top_p
+STEPS = (4.0, 2.0, 1.4)  # k of a layer is multiplied and divided by these; its rank by at most 2
+STEPS_P = (2.0, 1.4)  # the steps with top_p
 FIRST_P = 0.99
 LOCAL = (None, 4, 16)  # windows tried; None: a quarter of k
 N = 61  # values of k between the two that were measured
-LEAST = 8  # positions of a layer
-BYTES = 1.005  # of uniform's that may be read
-BETTER = 0.99  # KL of another shared setting, over the present one's, for a change
+LEAST = 8  # the fewest positions of a layer
+BYTES = 1.005  # the bytes that may be read, over those of uniform
+BETTER = 0.99  # another shared setting is taken below this share of the present KL
 
 OTHER = "uniform, other mean_v"
 
@@ -60,9 +60,9 @@ Bar = Callable[[str], AbstractContextManager[Progress]]
 
 @dataclass(frozen=True)
 class Point:
-    """k (n_layer,) as a share of all positions, 1: dense; rank (n_layer,); the other settings.
+    """A point: k (n_layer,) as a share of all positions (1 = dense), rank (n_layer,), and the rest.
 
-    Layers that cannot be sparse have entries, which nothing reads.
+    Layers that cannot be sparse have entries too, which nothing reads.
     """
 
     k: np.ndarray
@@ -76,7 +76,7 @@ class Point:
         return replace(self.base, k_layers=ks, rank_layers=tuple(map(int, self.rank)))
 
     def scaled(self, factor: float, least: float) -> Point:
-        """All k below 1 times `factor`."""
+        """The point with all k below 1 multiplied by `factor`."""
         k = np.where(self.k < 1, np.clip(self.k * factor, least, 0.999), 1)
         return replace(self, k=k)
 
@@ -107,10 +107,10 @@ class Candidate:
 
 
 def allocate(kl: np.ndarray, cost: np.ndarray, budget: float) -> np.ndarray:
-    """One option per layer, least sum of KL at a sum of costs of at most `budget`.
+    """Choose one option per layer: the least sum of KL at a sum of costs of at most `budget`.
 
-    kl, cost (n_layer, n_option). By the price of a byte: each layer takes what is best at the
-    price, and the price is the lowest at which the budget holds.
+    kl, cost (n_layer, n_option). Bytes have a price: each layer takes its best option at that
+    price, and the price is the lowest one that keeps the budget.
     """
     low, high = 1e-9, 1e9
     for _ in range(100):
@@ -123,7 +123,7 @@ def allocate(kl: np.ndarray, cost: np.ndarray, budget: float) -> np.ndarray:
 
 @dataclass
 class Search:
-    """Points at the bytes of `share`. Contexts come in pairs: prose, and a repeated passage."""
+    """A search at the bytes of `share`. Contexts come in pairs: prose, and a repeated passage."""
 
     meter: Meter
     n_contexts: int
@@ -135,20 +135,20 @@ class Search:
     def measure(
         self, points: Sequence[Point], which: Sequence[int] = ()
     ) -> tuple[np.ndarray, np.ndarray]:
-        """KL and bytes of each, in the contexts `which`, otherwise in all."""
+        """KL and bytes of each point in the contexts `which`, by default in all."""
         which = which or range(self.n_contexts)
         found = self.meter.measure([p.spec for p in points], which, self.progress)
         return np.array([m.kl.mean() for m in found]), np.array([m.share.mean() for m in found])
 
     def best(self, points: Sequence[Point]) -> tuple[Point, float]:
-        """That of the least KL among those that read no more than they may; the first if none."""
+        """The point of least KL within the bytes allowed, with its KL; the first one if none is."""
         kl, share = self.measure(points)
         i = int(np.argmin(np.where(share <= BYTES * self.share, kl, np.inf)))
         return points[i], float(kl[i])
 
     def fit(self, p: Point) -> Point:
-        """All k scaled such that `share` is read, as near as a few measurements come."""
-        # without top_p the bytes are the same whatever the text
+        """Scale all k so that `share` is read, as closely as a few measurements allow."""
+        # without top_p the bytes do not depend on the text
         which = range(self.n_contexts if p.base.top_p else 1)
         at = np.where(p.k < 1, p.k, 0)[self.meter.layers].sum() / len(self.meter.layers)
         x, tried = 1.0, []
@@ -168,7 +168,7 @@ class Search:
         return p.scaled(x, LEAST / self.n_pos)
 
     def round(self, p: Point, step: float, half: int) -> Point:
-        """Steps 1 to 4 of the module's text; `half` of the contexts, 0 or 1, proposes."""
+        """Steps 1 to 4 of the module's text; `half` (0 or 1) of the contexts proposes the step."""
         which = [c for c in range(self.n_contexts) if c // 2 % 2 == half]
         full = self._step(p, step, which or range(self.n_contexts))
         between = np.where(full.k < 1, np.minimum(np.sqrt(p.k * full.k), 0.999), 1)
@@ -199,7 +199,7 @@ class Search:
         left = self.share - share[0]
         # (n_layer, k or rank, less or more)
         kl, share = ((x[1:] - x[0]).reshape(-1, 2, 2) for x in (kl, share))
-        # per layer: N of k, and each with three ranks
+        # per layer: N values of k, each with three ranks
         grid = np.geomspace(ks[0], ks[2], N)
         kls: list[np.ndarray] = []
         costs: list[np.ndarray] = []
@@ -215,14 +215,14 @@ class Search:
         return replace(p, k=k, rank=rank)
 
 
-# ---- the whole ----
+# ---- the whole search ----
 
 
 def joined(sources: Sequence[Path]) -> str:
-    """Texts of files and folders as `run` takes them: one, an empty line after each.
+    """The texts of files and folders as one, for `run`, with an empty line after each.
 
     Raises:
-        SparqError: no such file, or no text.
+        SparqError: there is no such file, or no text in it.
     """
     return "".join(f"{t}\n\n" for t in read_texts(sources))
 
@@ -239,11 +239,11 @@ def run(
     seed: int = 1,
     bar: Bar,
 ) -> saved.Result:
-    """The result for one ratio; `saved.save` keeps it. Interrupted, it goes on where it was.
+    """Search for one ratio; `saved.save` keeps the result. An interrupted search can be resumed.
 
     Args:
         n_pos: positions that the last decoded token sees.
-        n_contexts: an even number; better a multiple of 4.
+        n_contexts: an even number, preferably a multiple of 4.
 
     Raises:
         SparqError: the text is too short, or no layer can be sparse.
@@ -283,8 +283,8 @@ def run(
 def _compared(
     session: Session, meter: Meter, base: AttentionSpec, n_pos: int, n_contexts: int, bar: Bar
 ) -> tuple[Candidate, Candidate, list[Candidate]]:
-    """All that was tried at the bytes of `base`: the best without `top_p`, the best with or without
-    it, and everything."""
+    """Search at the bytes of `base`. Returns the best candidate without `top_p`, the best with or
+    without it, and all candidates."""
     with bar("uniform") as progress:
         (m,) = meter.measure([base], range(n_contexts), progress)
     head_dim = session.geometry.head_dim_k
@@ -293,7 +293,7 @@ def _compared(
     for name in ("uniform", OTHER):
         points |= _rounds(search, points[name], STEPS, bar)
     candidates = _measured(meter, points, n_contexts)
-    candidates[0] = replace(candidates[0], spec=base)  # the same, but for rounding
+    candidates[0] = replace(candidates[0], spec=base)  # the same up to rounding
     best = _least(candidates)
     p = points[best.name]
     points = {"top-p": search.fit(replace(p, base=replace(p.base, top_p=FIRST_P)))}
@@ -303,7 +303,7 @@ def _compared(
 
 
 def _usual(session: Session, base: AttentionSpec, n_pos: int, meter: Meter) -> dict[str, Point]:
-    """Uniform, also with the other `mean_v`, and ramps: as points, not yet at equal bytes."""
+    """Uniform, also with the other `mean_v`, and ramps; their bytes are not yet equal."""
     geo, sizes = session.geometry, [t.bytes_per_element for t in session.types]
     row = geo.head_dim_k * sizes[0] + geo.head_dim_v * sizes[1]
     s = split(base, n_pos, geo.head_dim_k, row / (2 * geo.head_dim_k))
@@ -335,12 +335,12 @@ def _measured(meter: Meter, points: Mapping[str, Point], n_contexts: int) -> lis
 
 
 def _least(candidates: Sequence[Candidate]) -> Candidate:
-    """The least KL at no more bytes than the first, uniform, reads."""
+    """The candidate of least KL with no more bytes than the first one, uniform."""
     return min((c for c in candidates if c.share <= 1.01 * candidates[0].share), key=lambda c: c.kl)
 
 
 def _settings(spec: AttentionSpec, n_pos: int) -> saved.Settings:
-    """What replaces a spec's own. min_k: what the smallest k had when this was measured."""
+    """The settings that replace a spec's own. min_k: the smallest k of the measurement."""
     out: saved.Settings = {"mean_v": spec.mean_v}
     if spec.local is not None:
         out["local"] = spec.local

@@ -1,7 +1,7 @@
 """Evaluations: what sparse attention does to quality, task by task.
 
-One file per task (or family); each holds `TASKS`, its `Task` objects. `run` measures and keeps one
-record per example and method, `table` and `figures` show them.
+There is one file per task or family; its `TASKS` holds the `Task` objects. `run` measures and keeps
+one record per example and method, `table` and `figures` show them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def tasks() -> dict[str, Task]:
 
 
 def find(names: Sequence[str]) -> list[Task]:
-    """Tasks of these names; a family's name stands for all of it. None given: the generated ones.
+    """The tasks of these names; a family's name means all of it. By default the generated tasks.
 
     Raises:
         SparqError: there is no such task.

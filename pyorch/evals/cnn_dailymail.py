@@ -23,7 +23,7 @@ MAX_TOKENS = 128
 
 
 def examples(setup: Setup) -> Iterator[Example]:
-    _scorer()  # a missing package is said before hours of work, not after
+    _scorer()  # reports a missing package before hours of work, not after
     rows = data.rows("cnn_dailymail", setup.data)
     found = False
     for i in setup.rng().permutation(len(rows)):

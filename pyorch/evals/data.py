@@ -1,7 +1,7 @@
-"""Rows of published data sets: from a file that the user has, or from the hub's shared cache.
+"""Rows of published data sets, from a user's file or from the hub's shared cache.
 
 A file is JSON, JSON lines, or parquet; a download is what the hub holds, which is parquet (package
-`pyarrow`). HF_HUB_OFFLINE=1 takes what is in the cache already.
+`pyarrow`). HF_HUB_OFFLINE=1 uses only the cache.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ HUB = {
 
 
 def rows(name: str, file: Path | None) -> list[Row]:
-    """All rows of a data set; of a JSON file the list in it or the list under "data"/"Data".
+    """All rows of a data set. In a JSON file they are a list, or a list under "data" or "Data".
 
     Raises:
-        SparqError: the file is not one of these, or the download failed.
+        SparqError: the file has another format, or the download failed.
     """
     files = [file] if file is not None else _download(name)
     found = [row for f in files for row in _read(f)]
@@ -84,12 +84,12 @@ def _parquet(file: Path) -> list[Row]:
     try:
         found: list[Row] = parquet.read_table(file).to_pylist()
         return found
-    except (OSError, ValueError) as e:  # of pyarrow too
+    except (OSError, ValueError) as e:  # pyarrow raises them too
         raise SparqError(f"{file}: {e}", "is it parquet?") from None
 
 
 def _download(name: str) -> list[Path]:
-    """The files of a data set, in the cache as the files of a model are.
+    """The files of a data set, which are cached like those of a model.
 
     Raises:
         SparqError: as `pull.find` and `pull.download`.
@@ -109,10 +109,10 @@ def _download(name: str) -> list[Path]:
 
 
 def need(row: Row, keys: Sequence[str], what: str) -> list[Any]:
-    """Values of a row under `keys`.
+    """The values of a row under `keys`.
 
     Raises:
-        SparqError: one is missing: this is another data set.
+        SparqError: one is missing, so this is another data set.
     """
     missing = [k for k in keys if k not in row]
     if missing:

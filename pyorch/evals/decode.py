@@ -1,4 +1,4 @@
-"""Decoding of one example: greedy answers, and teacher-forced texts. Every step is a real one."""
+"""Decodes an example: greedy answers and teacher-forced texts. Every step is a real one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pyorch.evals.example import Example
 class Decoder:
     """A session that has read all of a prompt but its last token, with a method set.
 
-    reference  logits (n_forced, n_vocab) of dense attention, where a task compares with them
-    masses     then, too: share of the true attention that the method reads, layer by layer
+    reference  logits (n_forced, n_vocab) of dense attention, for tasks that compare with them
+    masses     for these tasks too: the share of the true attention that the method reads, by layer
     """
 
     def __init__(
@@ -28,9 +28,9 @@ class Decoder:
     def answer(
         self, example: Example, *, stop: Sequence[str] = (), follow: bytes | None = None
     ) -> bytes:
-        """What the model says, greedily, up to `max_tokens` tokens, its end, or a stop string.
+        """Decode greedily up to `max_tokens` tokens, an end token, or a stop string.
 
-        follow: what it should say; given, it ends with the first token that differs.
+        follow: the expected answer; decoding then ends at the first token that differs.
         """
         s, said = self.session, b""
         stops = [x.encode() for x in stop]
@@ -51,7 +51,7 @@ class Decoder:
         return said
 
     def forced(self, example: Example) -> Iterator[np.ndarray]:
-        """Logits [n_vocab] before each of the example's forced tokens, one decode step each."""
+        """Yields the logits [n_vocab] before each of the forced tokens, one decode step each."""
         for token in (example.prompt[-1], *example.forced[:-1]):
             engine.decode(self.session, token)
             yield engine.logits(self.session)

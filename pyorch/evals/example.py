@@ -1,4 +1,4 @@
-"""One question of a task, and what came of it."""
+"""A question of a task, and its outcome."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Example:
-    """One question. All of `prompt` but its last token is read densely, before any method runs.
+    """A question. All of `prompt` but its last token is read densely, before any method runs.
 
-    answers     what is right, as texts; what has to be met is the task's affair
-    max_tokens  of the answer; for teacher-forced tasks the number of `forced`
-    forced      tokens whose probability is asked for, in place of an answer
-    about       what a table or a figure sorts by, `{"length": 2048, "depth": 0.5}`
+    answers     the right answers; the task decides how they are matched
+    max_tokens  the limit of the answer; for teacher-forced tasks the number of `forced`
+    forced      tokens whose probabilities are measured, instead of an answer
+    about       what tables and figures sort by, such as `{"length": 2048, "depth": 0.5}`
     """
 
     id: str
@@ -27,8 +27,8 @@ class Example:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`said` is the answer, or empty where the text is given; `more`: further numbers, or one of
-    each layer."""
+    """The outcome of an example. `said` is the answer, or empty if the text is given; `more` has
+    further numbers, or one per layer."""
 
     score: float
     said: str = ""

@@ -1,9 +1,9 @@
-"""Fidelity without a task: how near the next-token distribution stays to dense attention's.
+"""Fidelity without a task: how close the next-token distribution stays to that of dense attention.
 
-A book is read up to a place, then goes on token by token; before each token the logits of dense
-attention and of the method are compared. The score is the mean Kullback-Leibler divergence
-KL(dense || method) in nats; with it go the share of tokens whose most likely successor agrees, and
-the share of the true attention that is read, layer by layer.
+A book is read up to some place and then decoded token by token; before each token the logits of
+dense attention and of the method are compared. The score is the mean Kullback-Leibler divergence
+KL(dense || method) in nats; the other numbers are the share of tokens whose most likely successor
+agrees, and the share of the true attention that is read, by layer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pyorch.evals.example import Example, Outcome
 from pyorch.evals.task import Setup, Task
 from pyorch.evals.texts import haystack
 
-TOKENS = 64  # that are given one at a time
+TOKENS = 64  # tokens that are decoded as given
 
 
 def examples(setup: Setup) -> Iterator[Example]:
@@ -37,7 +37,7 @@ def examples(setup: Setup) -> Iterator[Example]:
 
 
 def divergence(dense: np.ndarray, other: np.ndarray) -> tuple[float, float]:
-    """Mean KL(dense || other) in nats and top-1 agreement, of logits (n, n_vocab)."""
+    """The mean KL(dense || other) in nats and the top-1 agreement of logits (n, n_vocab)."""
     p, q = log_softmax(dense), log_softmax(other)
     kl = (np.exp(p) * (p - q)).sum(1)
     return float(kl.mean()), float((dense.argmax(1) == other.argmax(1)).mean())

@@ -42,7 +42,7 @@ _CAPTIONS = {
 
 
 def draw(found: Sequence[Series], out: Path, png: bool = False) -> list[Path]:
-    """Write eval_curves.svg, and eval_needle.svg if there are needles; a CSV with each.
+    """Write eval_curves.svg, and eval_needle.svg if there are needles, each with a CSV.
 
     Raises:
         SparqError: there is nothing to draw, or matplotlib is missing.
@@ -69,7 +69,7 @@ def draw(found: Sequence[Series], out: Path, png: bool = False) -> list[Path]:
 
 
 def curves(groups: Sequence[Sequence[Series]]) -> tuple[Any, list[pictures.Row], str]:
-    """(figure, numbers, title): a row per setting, bytes to the left, speed to the right."""
+    """Returns (figure, numbers, title): a row per setting, bytes left and speed right."""
     data = [table.rows(g) for g in groups if len(g) > 1]
     names = list(dict.fromkeys(table.line_of(r.method) for rows in data for r in rows))
     looks = {n: (pictures.PAPER, "x") for n in names if n in ("off", "dense")}
@@ -99,13 +99,13 @@ def _panel(
     looks: dict[str, tuple[str, str]],
     x: Callable[[table.Row], float],
 ) -> dict[str, Any]:
-    """Draws one panel; returns what was drawn, by name."""
+    """Draw one panel. Returns the artists by name."""
     task = tasks()[rows[0].task]
     factor = 100 if task.percent else 1
 
     base = rows[0]
     far = [r for r in rows if r.score_low > 0]
-    if task.reference and far:  # a distance from dense, from small to very large
+    if task.reference and far:  # distances from dense range from small to very large
         pictures.decades(ax, [y for r in far for y in (r.score_low, r.score_high)])
     else:
         low, y, high = (factor * v for v in (base.score_low, base.score, base.score_high))
@@ -142,7 +142,7 @@ def _panel(
 
 
 def heatmaps(group: Sequence[Series]) -> tuple[Any, list[pictures.Row], str]:
-    """(figure, numbers, title): a row per method, a panel per ratio: depth over length."""
+    """Returns (figure, numbers, title): a row per method, a panel per ratio, depth over length."""
     lines: dict[str, list[Series]] = {}
     for s in sorted(group, key=lambda s: -table.ratio_of(s.method)):
         lines.setdefault(table.line_of(s.method), []).append(s)
@@ -167,7 +167,7 @@ def heatmaps(group: Sequence[Series]) -> tuple[Any, list[pictures.Row], str]:
 
 
 def _heatmap(ax: Any, s: Series) -> list[pictures.Row]:
-    """Draws one panel; returns its numbers."""
+    """Draw one panel. Returns its numbers."""
     cells: dict[tuple[int, float], list[float]] = {}
     for about, score in zip(s.about, s.scores, strict=True):
         cells.setdefault((about["length"], about["depth"]), []).append(score)

@@ -1,6 +1,7 @@
 """Key-value retrieval (Lost in the Middle, arXiv 2307.03172, section 3): one of many random pairs.
 
-Prompt and match as there: the value of one 128-bit key of a JSON object has to occur in the answer.
+Prompt and match follow the paper: the value of one 128-bit key of a JSON object has to occur in
+the answer.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ ASK = (
     'JSON data:\n{data}\n\nKey: "{key}"'
 )
 CUE = "\nCorresponding value:"
-SPARE = 8  # tokens of the answer beside the value
+SPARE = 8  # tokens of the answer besides the value
 
 
 def example(setup: Setup, i: int) -> Example:
@@ -27,7 +28,7 @@ def example(setup: Setup, i: int) -> Example:
         return str(uuid.UUID(bytes=rng.bytes(16), version=4))
 
     pairs = [(draw(), draw()) for _ in range(max(setup.ctx // 16, 2))]
-    place = rng.random()  # of the pair that is asked for
+    place = rng.random()  # where the wanted pair stands
     max_tokens = max(len(setup.tokens(f' "{v}"')) for _, v in pairs) + SPARE
 
     def prompt(n: int) -> list[int]:

@@ -1,6 +1,6 @@
-"""Methods of attention, native and in Python, behind one door: a prompt is read, then decoded on.
+"""One interface to the methods of attention, native and in Python: read a prompt, then decode.
 
-A native method runs in a session without a callback, which would cost it time. Methods in Python
+A native method runs in a session without a callback, which would cost time. Methods in Python
 (`pyorch.policies`) share a second session of the same model.
 """
 
@@ -21,7 +21,7 @@ from pyorch.evals.recall import RecallWatch
 from pyorch.policies import Method
 from pyorch.policies.base import Policy
 
-# of the library's counters, those that tables need
+# the library's counters that tables need
 _COUNTED = ("steps", "bytes_read", "bytes_dense", "positions_read", "calls_sparse")
 OFF = AttentionSpec("off")
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def meaning(method: Method, model: Path) -> str:
-    """What a method is with this model: a calibrated one has the settings that were found for it.
+    """The meaning of a method for a model: a calibrated method has the settings found for it.
 
     Raises:
         SparqError: the model is not calibrated for it.
@@ -38,7 +38,7 @@ def meaning(method: Method, model: Path) -> str:
 
 
 class Runner:
-    """One model, and the sessions that the methods need; closed with `with`."""
+    """A model, and the sessions that the methods need. It is a context manager."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class Runner:
     ) -> None:
         """
         Args:
-            recall: `masses` will be asked for.
+            recall: whether `masses` will be called.
 
-        The others are those of `engine.load_model` and of `Model.session`.
+        The other arguments are those of `engine.load_model` and `Model.session`.
 
         Raises:
             SparqError: the model cannot be loaded, or has no such session.
@@ -80,11 +80,11 @@ class Runner:
             loaded = opened.enter_context(
                 engine.load_model(model, n_gpu_layers=n_gpu_layers, numa=numa)
             )
-            self.session = session(loaded)  # tokenises, too
+            self.session = session(loaded)  # it also tokenises
             self._watch: RecallWatch | None = None
             self._watched: engine.Session | None = None
             if python or recall:
-                if not loaded.on_cpu:  # where numpy could not read the tensors
+                if not loaded.on_cpu:  # numpy could not read the tensors
                     loaded = opened.enter_context(engine.load_model(model, n_gpu_layers=0))
                 self._watch = RecallWatch(keep_queries=any(p.needs_prompt for p in python))
                 self._watched = session(loaded, self._watch)
@@ -103,7 +103,7 @@ class Runner:
         return self._watched
 
     def read(self, tokens: Sequence[int], methods: Sequence[Method], recall: bool) -> None:
-        """Read a prompt with llama.cpp's own attention, where these methods will go on."""
+        """Read a prompt with llama.cpp's own attention in the sessions of these methods."""
         sessions = [self._of(m) for m in methods]
         if recall and self._watched is not None:
             sessions.append(self._watched)
@@ -117,10 +117,10 @@ class Runner:
     def decode(
         self, method: Method, n: int, work: Callable[[engine.Session], T]
     ) -> tuple[T, Mapping[str, int], float | None]:
-        """`work` after the first `n` tokens, with the method set.
+        """Do `work` after the first `n` tokens, with the method set.
 
         Returns:
-            its result; counters; seconds of the median token, None for a method in Python.
+            the result, the counters, and the seconds of the median token (None if in Python).
         """
         s = self._of(method)
         engine.rewind(s, n)
@@ -128,7 +128,7 @@ class Runner:
             policies.switch(s, method)
             result = work(s)
             c = policies.counters(s)
-            policies.counted_bytes(s)  # refuses what the library did not read as chosen
+            policies.counted_bytes(s)  # refuses if the library did not read what the method chose
             counters = {
                 "steps": c.steps,
                 "bytes_read": round(c.bytes_read),
@@ -147,8 +147,8 @@ class Runner:
     def masses(
         self, method: Method, n: int, work: Callable[[engine.Session], object]
     ) -> list[float]:
-        """The share of the true attention that `work` reads with this method, layer by layer; it
-        is 1 where a layer is dense. The module `recall` says how it is found.
+        """The share of the true attention that `work` reads with this method, by layer; it is 1
+        for a dense layer. The module `recall` says how it is found.
         """
         s, watch = self._watched, self._watch
         assert s is not None and watch is not None

@@ -27,19 +27,19 @@ MOST_LENGTHS = 8
 
 
 def lengths(ctx: int) -> list[int]:
-    """Up to eight lengths, equally far apart; all but the last are multiples of 64."""
+    """Up to eight evenly spaced lengths; all but the last are multiples of 64."""
     step = -(-ctx // (MOST_LENGTHS * 64)) * 64
     return sorted({ctx, *range(step, ctx, step)})
 
 
 def examples(setup: Setup) -> Iterator[Example]:
-    """One example of each depth and length, then one more of each, without end.
+    """Yields one example per depth and length, then another of each, without end.
 
-    A length is that of the prompt and the answer together.
+    A length covers the prompt and the answer together.
     """
     room = len(setup.tokens(ANSWER)) + 5
     ends = len(setup.prompt(".\n" + NEEDLE + ".\n" + QUESTION, CUE)) + room + 2
-    # half of the text or more is hay, unless other lengths are asked for
+    # at least half of the text is hay, unless other lengths are requested
     wanted = list(setup.lengths) or [n for n in lengths(setup.ctx) if n >= 2 * ends]
     if not wanted:
         raise SparqError(

@@ -1,4 +1,4 @@
-"""How answers of question answering are judged (SparQ, 5.1: exact string match)."""
+"""Judges the answers of question answering (SparQ, 5.1: exact string match)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import re
 from pyorch.evals.decode import Decoder
 from pyorch.evals.example import Example, Outcome
 
-MAX_TOKENS = 30  # and no more than the longest answer and five
+MAX_TOKENS = 30  # but at most five more than the longest answer
 _TRIM = re.compile(r"^[\s\n\"'_.,]*(the |a |an )?|[\s\n\"'_.,]*$")
 
 
 def matches(said: str, answers: tuple[str, ...]) -> bool:
-    """Whether an answer begins what was said, apart from case, articles and punctuation.
+    """Whether `said` begins with an answer, apart from case, articles and punctuation.
 
-    As llm-inference-research, tasks/qa.py.
+    This follows llm-inference-research, tasks/qa.py.
     """
     said = _TRIM.sub("", said.lower())
     wanted = [_TRIM.sub("", a.lower()) for a in answers]

@@ -1,7 +1,7 @@
-"""How much of the true attention a method reads: layer by layer, from the nodes that ran.
+"""Measures how much of the true attention a method reads, by layer, from the nodes that ran.
 
-ATTEND's own inputs say it all: from q and K come the exact scores, and what was selected stands in
-the node's list, whoever put it there. So native methods and those in Python are measured alike.
+The inputs of ATTEND suffice: q and K give the exact scores, and the node's list has the selection,
+whoever made it. So native methods and those in Python are measured alike.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _OP, _PARAMS = Tensor.op.offset, Tensor.op_params.offset
 class RecallWatch(Watch):
     """A `Watch` that also notes, while `masses` is a dict, the mass of each ATTEND node by layer.
 
-    A mass is the share of softmax inside the positions that were read, mean over query heads; NaN
-    where attention is biased by distance (ALiBi), which is not modelled here.
+    A mass is the share of the softmax in the positions that were read, as a mean over query heads.
+    It is NaN where attention is biased by distance (ALiBi), which is not modelled here.
     """
 
     masses: dict[int, list[float]] | None = None

@@ -1,11 +1,11 @@
 """Repetition: a passage of the context, recited from its first words (SparQ, 5.1 and G.1.4).
 
 The context is a piece of a book, then an empty line and the first tokens of a passage from
-somewhere in it; the model goes on. Counted are the characters until the first that differs from the
-book: only attention to the right place gives them.
+somewhere in it; the model goes on. The score is the number of characters until the first
+that differs from the book: only attention to the right place can give them.
 
 The paper cuts tiny-Shakespeare into 6,000 characters with a cue of 128 and a passage of 256. Here
-sizes follow `--ctx`, the cue is 20 tokens, and counting ends at 300 characters.
+the sizes follow `--ctx`, the cue is 20 tokens, and counting ends at 300 characters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SPARE = 16  # the begin token and the empty line
 
 
 def examples(setup: Setup) -> Iterator[Example]:
-    """Passages without end, books in turn."""
+    """Yields passages without end, from each book in turn."""
     session = setup.session
     n = setup.ctx - CUE - CHARS - SPARE
     if n < CUE + CHARS + 64:
@@ -59,7 +59,7 @@ def examples(setup: Setup) -> Iterator[Example]:
 
 
 def _word_starts(session: engine.Session, tokens: Sequence[int], end: int) -> list[int]:
-    """Indices below `end` at which a word begins."""
+    """The indices below `end` at which a word begins."""
     found = [i for i in range(end) if engine.token_bytes(session, tokens[i])[:1] == b" "]
     if not found:
         raise SparqError("a context has no words", "another --text", exit_code=2)

@@ -1,4 +1,4 @@
-"""What RULER's tasks (arXiv 2404.06654) share: the largest context that fits, and the score."""
+"""Code that RULER's tasks (arXiv 2404.06654) share: the largest context that fits, and scores."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def largest(
     """The largest n of sizes = (low, high) with which `prompt(n)`, growing, and an answer fit.
 
     Raises:
-        SparqError: not even the first. `what` begins the message: `vt: question and answer alone`.
+        SparqError: not even `low` fits. `what` begins the message: `vt: question and answer alone`.
     """
     low, high = sizes
     room = setup.ctx - max_tokens
     shortest = len(prompt(low))
     if shortest > room:
-        # other examples are longer, maybe
+        # other examples may be longer
         need = -(-(shortest + max_tokens + 64) // 256) * 256
         raise SparqError(
             f"{what} take up to {need} positions, --ctx is {setup.ctx}",

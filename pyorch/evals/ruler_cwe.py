@@ -1,9 +1,9 @@
 """RULER's common words (arXiv 2404.06654, table 2): the ten most frequent words of a numbered list.
 
-Below 4,096 positions the ten stand in it six times each and all others once; from there on 30 times
-and three times. One worked example precedes. The score is the share of the ten in the answer.
+Below 4,096 positions the ten occur six times each and all others once; from there on they occur 30
+times and three times. One worked example precedes. The score is the share of the ten in the answer.
 Deviation: words are adjectives and nouns of our own lists, and adjective-noun pairs when these are
-used up, where RULER has a package's list.
+used up; RULER uses a package's list.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ LETTERS = 6
 ALPHA = 2.0
 ZETA = np.pi**2 / 6  # zeta(2)
 MAX_TOKENS = 50
-FEWEST = 32  # words: the fourth rank then stands in it once
+FEWEST = 32  # words: the fourth rank then occurs once
 
 
 def example(setup: Setup, i: int) -> Example:

@@ -1,8 +1,8 @@
-"""RULER's eight needle tasks (arXiv 2404.06654, table 2, appendix B): prompts and scores as there.
+"""RULER's eight needle tasks (arXiv 2404.06654, table 2, appendix B), with its prompts and scores.
 
 Needles are `One of the special magic numbers for KEY is: VALUE.`; the score is the share of the
 values asked for that occur in the answer. Deviations: the haystack `essay` is `--text` from a
-random place on, in place of essays by Paul Graham; words of keys come from our own shorter lists.
+random place on, not essays by Paul Graham; the words of keys come from our own, shorter lists.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_TOKENS = 128
 
 @dataclass(frozen=True)
 class Variant:
-    """What the haystack, the keys and the values are, and how many of each are hidden or asked."""
+    """A variant of the task: the kinds of haystack, keys and values, and their numbers."""
 
     name: str
     haystack: str  # noise, essay or needle
@@ -104,7 +104,7 @@ def example(v: Variant, setup: Setup, i: int) -> Example:
 def _haystack(
     v: Variant, setup: Setup, needles: list[str], rng: np.random.Generator
 ) -> tuple[Callable[[int], str], int]:
-    """n -> a text of n sentences with the needles in it, from the same draws; and the most n."""
+    """Returns n -> a text of n sentences with the needles, from the same draws; and the most n."""
     places = np.sort(rng.random(len(needles)))[::-1]
     if v.haystack == "essay":
         text = setup.text(haystack(setup.books(16), setup.ctx, rng))

@@ -1,7 +1,7 @@
 """RULER's variable tracking (arXiv 2404.06654, table 2): a chain of assignments among noise.
 
-One chain of four hops, one worked example before it, as RULER's `vt`; the score is the share of the
-five variables that occur in the answer.
+As in RULER's `vt`, there is one chain of four hops, after one worked example; the score is the
+share of the five variables that occur in the answer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_TOKENS = 30
 
 
 def _chain(rng: np.random.Generator, n_letters: int) -> tuple[list[str], list[str], int]:
-    """Names of the variables, their assignments, and the value."""
+    """The names of the variables, their assignments, and the value."""
     names: list[str] = []
     while len(names) <= HOPS:
         name = "".join(rng.choice(list(string.ascii_uppercase), n_letters))
@@ -40,7 +40,7 @@ def _chain(rng: np.random.Generator, n_letters: int) -> tuple[list[str], list[st
 
 
 def _text(lines: list[str], places: np.ndarray, n: int) -> str:
-    """`n` sentences of noise, the assignments among them in their order."""
+    """`n` sentences of noise, with the assignments among them in order."""
     out = [NOISE + "\n"] * n
     for place, line in zip(np.sort(places)[::-1], reversed(lines), strict=True):
         out.insert(int(place * (n + 1)), line)

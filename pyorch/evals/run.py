@@ -1,12 +1,12 @@
 """Runs tasks: every method on the same examples, one record each, kept at once.
 
 A prompt is read once, densely; then for each method the cache goes back to that state, its last
-token is decoded with the method, and so is all that follows. What is recorded already is left out,
-so a run that was cut short goes on where it was.
+token is decoded with the method, and so is all that follows. Recorded examples are left out,
+so an interrupted run continues where it was.
 
-A file holds, per task, lines of two kinds. A *setting* is everything that the scores depend on but
-the example and the method (model, context, seed, data, library) with the environment; all other
-lines name theirs.
+The file of a task holds two kinds of lines. A *setting* is everything that the scores depend on
+except the example and the method (model, context, seed, data, library), with the environment; all
+other lines name their setting.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from pyorch.progress import Progress
 
 @dataclass(frozen=True)
 class EvalPlan:
-    """What is run. `methods`: the first is what the others are compared with."""
+    """The plan of a run. The others of `methods` are compared with the first."""
 
     model: Path
     tasks: Sequence[Task]
     methods: Sequence[Method]
     n: int
-    setup: Mapping[str, Any] = field(default_factory=dict)  # fields of Setup
+    setup: Mapping[str, Any] = field(default_factory=dict)  # fields of `Setup`
     data: Mapping[str, Path] = field(default_factory=dict)  # task -> its file
     n_threads: int | None = None
     n_gpu_layers: int | None = None
@@ -58,11 +58,11 @@ def run(
     """Measure what the files in `folder` lack; return all that the plan asks for.
 
     Args:
-        preparing: called with (tasks whose examples are made, tasks).
-        progress: called with (examples times methods that are done, all of them).
+        preparing: called with (tasks whose examples are ready, total).
+        progress: called with (examples times methods done, total).
 
     Raises:
-        SparqError: data, sizes or settings are wrong; or nothing of a sparse method ran sparse.
+        SparqError: data, sizes or settings are wrong, or a sparse method never ran sparse.
     """
     methods = list(dict.fromkeys(plan.methods))
     meanings = {m: meaning(m, plan.model) for m in methods}
@@ -102,17 +102,17 @@ def run(
 class _Work:
     """One task: its examples, its file, and the keys of its records.
 
-    The key of a record is another one if the task's code makes another example.
+    The key of a record changes if the task's code makes a different example.
     """
 
     task: Task
     file: Path
     header: Record  # the setting
     examples: list[Example]
-    keys: Mapping[Method, Sequence[str]]  # of all methods; by example
+    keys: Mapping[Method, Sequence[str]]  # the keys of each method, by example
 
     def begin(self, force: bool) -> dict[int, list[Method]]:
-        """See that the setting is in the file; return what is not, example -> methods."""
+        """Make sure that the file has the setting. Returns what it lacks: example -> methods."""
         known = {} if force else records.load(self.file)
         if self.header["key"] not in known:
             records.append(self.file, self.header)
@@ -144,7 +144,7 @@ class _Work:
 
 
 def about_model(path: Path) -> Record:
-    """What a record says of the model: its name, and a hash of all its files."""
+    """The record of a model: its name, and a hash of all its files."""
     return {"name": path.name, "hash": records.content_hash(path)}
 
 
@@ -206,7 +206,7 @@ def _check_room(task: Task, examples: Sequence[Example], ctx: int) -> None:
 def _measure(
     runner: Runner, task: Task, example: Example, methods: Sequence[Method]
 ) -> Iterator[tuple[Method, Record]]:
-    """Each method with its result, in order, each as soon as it is there."""
+    """Yields each method with its result, in order and as soon as it is there."""
     n = len(example.prompt) - 1
     compared = [*methods, OFF] if task.reference else methods
     runner.read(example.prompt[:n], compared, task.reference)

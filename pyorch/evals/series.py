@@ -1,7 +1,7 @@
-"""Scores of one method on the examples of one task, and the files that hold them.
+"""The scores of a method on the examples of a task, and the files that hold them.
 
-`run` writes one line per example and method. `pack` makes one line per method of these: all scores,
-in order, but not what was said.
+`run` writes one line per example and method. `pack` turns these into one line per method, with
+all scores in order but without the answers.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pyorch.policies import Method, is_sparse, parse
 
 @dataclass(frozen=True)
 class Series:
-    """One method in one setting. Example i of them has scores[i], about[i] and more[name][i], a
-    number or one of each layer.
+    """A method in a setting. Example i has scores[i], about[i] and more[name][i], which is a number
+    or one number per layer.
 
     case, env  of the setting, see `run`
-    seconds    of a decoded token, median of each example; NaN where it has no meaning
+    seconds    of a decoded token, as the median of each example; NaN if it has no meaning
     """
 
     setting: str
@@ -51,12 +51,12 @@ class Series:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of K, V and what a method keeps beside them, in all layers; NaN if not counted."""
+        """The bytes of K, V and a method's additions to them, in all layers; NaN if not counted."""
         return self._per_token[0]
 
     @property
     def bytes_dense(self) -> float:
-        """What all of K and V would have been."""
+        """The bytes that all of K and V would have taken."""
         return self._per_token[1]
 
     @property
@@ -66,7 +66,7 @@ class Series:
         return 1 / float(np.median(known)) if len(known) else float("nan")
 
     def refuse_idle(self) -> None:
-        """A sparse row is reported only if something ran sparse.
+        """Refuse to report a sparse method if nothing ran sparse.
 
         Raises:
             SparqError: nothing did.
@@ -80,7 +80,7 @@ class Series:
 
 
 def make(header: Record, method: Method, recs: Sequence[Record]) -> Series:
-    """The series of one setting and method, whose lines are in the order of the examples."""
+    """The series of a setting and a method. `recs` are in the order of the examples."""
     counters: dict[str, int] = {}
     for rec in recs:
         for name, value in rec["counters"].items():
@@ -125,7 +125,7 @@ def read(file: Path) -> list[Series]:
 
 
 def read_folder(folder: Path, names: Sequence[str] = ()) -> list[Series]:
-    """All series of a folder, or those of some tasks, in the tasks' order.
+    """All series of a folder, or those of some tasks, in the order of the tasks.
 
     Raises:
         SparqError: there are none.
@@ -138,7 +138,7 @@ def read_folder(folder: Path, names: Sequence[str] = ()) -> list[Series]:
 
 
 def by_setting(found: Iterable[Series]) -> list[list[Series]]:
-    """Groups that may be compared with each other, each with `off` or `dense` first."""
+    """Groups of series that may be compared, each with `off` or `dense` first."""
     groups: dict[str, list[Series]] = {}
     for s in found:
         groups.setdefault(s.setting, []).append(s)
@@ -149,7 +149,7 @@ def pack(found: Iterable[Series], folder: Path) -> list[Path]:
     """Write each task's series to `folder`, one line per method.
 
     Raises:
-        SparqError: a file is there already, or cannot be written.
+        SparqError: a file exists already, or cannot be written.
     """
     files: list[Path] = []
     for group in by_setting(found):

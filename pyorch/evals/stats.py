@@ -1,4 +1,4 @@
-"""Intervals: Wilson for proportions, percentile bootstrap over examples for all else. All 95 %."""
+"""95 % intervals: Wilson for proportions, percentile bootstrap over examples for all else."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import math
 import numpy as np
 
 N_BOOT = 10_000
-_Z = 1.959963984540054  # 97.5 % of the normal distribution
+_Z = 1.959963984540054  # the 97.5 % quantile of the normal distribution
 
 
 def wilson(successes: float, n: int) -> tuple[float, float]:
-    """Interval of a proportion (Wilson, 1927)."""
+    """The interval of a proportion (Wilson, 1927)."""
     p, zz = successes / n, _Z**2 / n
     middle = (p + zz / 2) / (1 + zz)
     half = _Z / (1 + zz) * math.sqrt(p * (1 - p) / n + zz / (4 * n))
@@ -19,7 +19,7 @@ def wilson(successes: float, n: int) -> tuple[float, float]:
 
 
 def bootstrap(samples: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """Interval of the mean."""
+    """The interval of the mean."""
     rng = np.random.default_rng(seed)
     n = len(samples)
     # in pieces: 10,000 draws of thousands of examples are gigabytes

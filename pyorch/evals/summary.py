@@ -1,4 +1,4 @@
-"""One table over all tasks, as SparQ's Table 2: a row per method, a column per task and ratio."""
+"""One table of all tasks, like SparQ's Table 2: a row per method, a column per task and ratio."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pyorch.table import markdown as table
 
 
 def markdown(found: Sequence[Series]) -> str:
-    """Ratios that only one method was run at, and settings with one method, are left out."""
+    """Ratios that only one method was run at, and settings with only one method, are left out."""
     groups = [rows(g) for g in by_setting(found) if len(g) > 1]
     lines_at: dict[float, set[str]] = {}
     for row in (row for g in groups for row in g):
@@ -35,7 +35,7 @@ def markdown(found: Sequence[Series]) -> str:
 
 
 def _cell(row: Row, plain: bool = False) -> str:
-    """Score and half of its interval; a star where it differs from dense."""
+    """A score and half of its interval, with a star if it differs from dense."""
     task = tasks()[row.task]
     score = row.score * (100 if task.percent else 1)
     half = (row.score_high - row.score_low) / 2 * (100 if task.percent else 1)
@@ -62,7 +62,7 @@ def _about(groups: Sequence[Sequence[Row]]) -> str:
     text += ". ± half of the 95 % interval; * differs from dense on the same examples."
     over: dict[str, list[float]] = {}
     for row in (row for g in groups for row in g):
-        # SparQ's last positions, not sealed yet, come on top of its ratio
+        # SparQ's last positions, which are not sealed yet, come on top of its ratio
         if ratio_of(row.method) and row.share_of_dense > ratio_of(row.method) + 0.05:
             over.setdefault(line_of(row.method), []).append(100 * row.share_of_dense)
     for line, shares in over.items():

@@ -19,9 +19,9 @@ BOUNDS = ",".join(f"{name}={value}" for name, value in EXACT.items())
 
 @dataclass(frozen=True)
 class Row:
-    """One method on one task. `difference` is from the first method, example by example.
+    """A method on a task. `difference` is from the first method, example by example.
 
-    more: further numbers of the task, means; by_layer: the means of each layer
+    more: the means of the task's further numbers; by_layer: their means for each layer
     """
 
     task: str
@@ -45,7 +45,7 @@ class Row:
 
 
 def rows(group: Sequence[Series]) -> list[Row]:
-    """The rows of one setting, all compared with the first on the examples that both have."""
+    """The rows of a setting, each compared with the first on the examples that both have."""
     base, task = group[0], tasks()[group[0].task]
     counted = next((s for s in group if s.counters.get("steps")), base)
     out = []
@@ -90,19 +90,19 @@ def _exact(method: Method) -> bool:
 
 
 def _bounds(method: Method) -> str:
-    """What is said of a native method whose ratio is not exact if its line names no bounds."""
+    """A note on a native method whose ratio is not exact, if its line names no bounds."""
     native = isinstance(method, AttentionSpec) and method.sparse
     named = native and any(f"{name}=" in str(method) for name in EXACT)
     return " with default bounds" if native and not named else ""
 
 
 def label(method: Method) -> str:
-    """The spec in a table; the bounds that make a ratio exact are named in the line below it."""
+    """The spec in a table, without the bounds that make a ratio exact: the line below has them."""
     return f"`{method.line(without=tuple(EXACT) if _exact(method) else ())}`{_bounds(method)}"
 
 
 def line_of(method: Method) -> str:
-    """The name of a method's line: its spec without the ratio and what makes that exact.
+    """The name of a method's line: its spec without the ratio and without the bounds.
 
     Two methods of one line differ in `ratio_of`.
     """
@@ -111,12 +111,12 @@ def line_of(method: Method) -> str:
 
 
 def ratio_of(method: Method) -> float:
-    """The ratio that was asked for; 0 means none."""
+    """The requested ratio; 0 means none."""
     return method.ratio or 0.0
 
 
 def markdown(found: Sequence[Series]) -> str:
-    """A table per setting, with a line that says what it was."""
+    """A table per setting, with a line that describes the setting."""
     return "\n\n".join(_table(group) for group in by_setting(found))
 
 
@@ -181,7 +181,7 @@ def as_csv(found: Sequence[Series]) -> str:
 
 
 def as_json(found: Sequence[Series]) -> str:
-    """Rows, each with its scores."""
+    """The rows, each with its scores."""
     out: list[dict[str, Any]] = []
     for group in by_setting(found):
         for row, s in zip(rows(group), group, strict=True):
@@ -190,7 +190,7 @@ def as_json(found: Sequence[Series]) -> str:
 
 
 def flat(row: Row) -> dict[str, Any]:
-    """A row as it is written, with the method as its line."""
+    """A row for output, with the method as its line."""
     values = {f.name: getattr(row, f.name) for f in fields(row)}
     return values | {"method": str(row.method)}
 

@@ -1,4 +1,4 @@
-"""What a task is: examples made from a set-up, and a score for what was decoded."""
+"""A task: examples made from a set-up, and a score for what was decoded."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from pyorch.evals.example import Example, Outcome
 
 @dataclass
 class Setup:
-    """What examples are made from.
+    """The set-up that examples are made from.
 
-    ctx      positions that prompt and answer may take together
+    ctx      positions that prompt and answer may use together
     texts    books, for haystacks and passages
-    data     a data file that stands for the download
+    data     a data file to use instead of the download
     chat     prompts go through the model's chat template
     """
 
@@ -47,11 +47,11 @@ class Setup:
         self._books: list[list[int]] | None = None
 
     def rng(self, *key: int) -> np.random.Generator:
-        """The draws of one example: those of the seed and its number, whatever ran before."""
+        """The random generator of an example, which depends only on the seed and on `key`."""
         return np.random.default_rng((self.seed, *key))
 
     def prompt(self, text: str, cue: str = "") -> list[int]:
-        """Tokens of a question, and of the beginning of its answer if the task gives one."""
+        """The tokens of a question, and of the beginning of its answer if the task gives one."""
         if self._template is None:
             return engine.tokenize(self.session, text + cue)
         tokens = self._template.tokens([{"role": "user", "content": text}])
@@ -59,21 +59,21 @@ class Setup:
 
     @property
     def head(self) -> list[int]:
-        """What begins every text: the model's begin token, where it wants one."""
+        """The tokens that begin every text: the model's begin token if it has one."""
         return engine.tokenize(self.session, "")
 
     def tokens(self, text: str) -> list[int]:
-        """The tokens of a text that stands in the middle of others."""
+        """The tokens of a text that continues another."""
         return engine.tokenize(self.session, text, add_special=False)
 
     def text(self, tokens: Sequence[int]) -> str:
         return engine.detokenize(self.session, tokens)
 
     def books(self, at_least: int) -> list[list[int]]:
-        """Tokens of the texts that have so many of them.
+        """The tokens of the texts that have at least this many.
 
         Raises:
-            SparqError: none has.
+            SparqError: no text is that long.
         """
         if self._books is None:
             self._books = [self.tokens(t) for t in self.texts]
@@ -89,14 +89,14 @@ class Setup:
 class Task:
     """A task of `sparq-cpp eval`.
 
-    examples    the i-th is the same in every run with the same set-up; may have no end
-    score       decodes an example with the method that is set, and judges
+    examples    the i-th is the same in every run with the same set-up; there may be no end
+    score       decodes an example with the method that is set, and scores it
     options     fields of `Setup` that the examples depend on, besides `ctx` and `seed`
     proportion  each score is 0 or 1
-    percent     a score is a share and shown in percent
-    higher      is better
+    percent     a score is a share, shown in percent
+    higher      a higher score is better
     data        the name of the data set that is downloaded, "" for a generated task
-    reference   `score` wants `Decoder.reference` and `Decoder.masses`
+    reference   `score` needs `Decoder.reference` and `Decoder.masses`
     """
 
     name: str
@@ -114,5 +114,5 @@ class Task:
 
 
 def endless(example: Callable[[Setup, int], Example]) -> Callable[[Setup], Iterator[Example]]:
-    """The `examples` of a task whose i-th can be made without those before it."""
+    """The `examples` of a task whose i-th example can be made without those before it."""
     return lambda setup: (example(setup, i) for i in itertools.count())

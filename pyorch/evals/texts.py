@@ -12,10 +12,10 @@ from pyorch.errors import SparqError
 
 
 def read_texts(names: Sequence[Path]) -> list[str]:
-    """The books: each name is a file, or a folder with *.txt. What Project Gutenberg adds is cut.
+    """Read books: each name is a file, or a folder of *.txt. Project Gutenberg's frame is cut off.
 
     Raises:
-        SparqError: nothing there.
+        SparqError: there is nothing to read.
     """
     files: list[Path] = []
     for name in names:
@@ -43,7 +43,7 @@ def _body(text: str) -> str:
 
 
 def haystack(books: Sequence[Sequence[int]], n: int, rng: np.random.Generator) -> list[int]:
-    """`n` tokens of a book from a random place on; a shorter book begins again."""
+    """`n` tokens of a book from a random place on; a shorter book is repeated."""
     book = books[int(rng.integers(len(books)))]
     at = int(rng.integers(max(len(book) - n, 0) + 1))
     return [book[(at + i) % len(book)] for i in range(n)]

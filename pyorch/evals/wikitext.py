@@ -1,9 +1,10 @@
 """WikiText in bits per character, one teacher-forced token at a time (SparQ, 5.1 and G.1.5).
 
 About 6,000 characters of an article are read densely, then about 400 more are given token by
-token; both end before white space. As the paper's code (llm-inference-research, tasks/bpc.py), but
-with the validation split in place of a part of the training split. With a short `--ctx` the first
-part is shorter. Data: `wiki.valid.raw` or another text of that form, or the hub's rows (`text`).
+token; both end before white space. This follows the paper's code (llm-inference-research,
+tasks/bpc.py), but with the validation split instead of a part of the training split. With a short
+`--ctx` the first part is shorter. The data is `wiki.valid.raw` or another text of that form, or the
+hub's rows (`text`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _TITLE = re.compile(r"^ = [^=].*[^=] = ?$", re.M)
 
 
 def articles(file: Path | None) -> list[str]:
-    """The pages: a text is cut at its headings of the first level.
+    """The pages of a text, which is cut at its first-level headings.
 
     Raises:
         SparqError: the data cannot be read.
@@ -55,7 +56,7 @@ def examples(setup: Setup) -> Iterator[Example]:
             read, given = cut
             about = {"chars": len(given)}
             forced = tuple(setup.tokens(given)[:MAX_TOKENS])
-            if len(forced) == MAX_TOKENS:  # characters of the tokens that are scored
+            if len(forced) == MAX_TOKENS:  # the characters of the scored tokens
                 about["chars"] = len(setup.text(forced))
             prompt = setup.prompt(read)
             yield Example(str(i), prompt, len(forced), forced=forced, about=about)
@@ -66,7 +67,7 @@ def examples(setup: Setup) -> Iterator[Example]:
 
 
 def _cut(page: str, setup: Setup) -> tuple[str, str] | None:
-    """(what is read, what is given), or None: the page is too short."""
+    """Returns the part to read and the part to decode, or None if the page is too short."""
     n = READ
     while True:
         m = re.search(rf"^(.{{{n}}}.*?)(\s.{{{GIVEN - 1}}}.*?)(?:\s|$)", page, re.S)

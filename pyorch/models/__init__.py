@@ -1,2 +1,2 @@
-"""Models: GGUF headers (`gguf_file`), what they say of attention (`geometry`), cards (`cards`), the
-hub (`pull`), converted (`convert`), quantised (`quantize`) and random ones (`synth`)."""
+"""Models: GGUF headers (`gguf_file`), the geometry of attention (`geometry`), cards (`cards`), the
+hub (`pull`), conversion (`convert`), quantisation (`quantize`), and random models (`synth`)."""

@@ -1,9 +1,9 @@
-"""The GGUF models in the hub's cache and in ours: what is there, and how to remove some of it.
+"""List and remove the GGUF models in the hub's cache and in ours.
 
 The cache is shared with other programs and laid out by huggingface-hub: `blobs/HASH`, and in
-`snapshots/COMMIT/` links to these by the files' names. huggingface-hub lists it. It does not remove
-for us, because it removes whole revisions and not one model of several. What a link shows to
-outside of the repository's `blobs` is never touched: the link alone is removed.
+`snapshots/COMMIT/` links to these by the files' names. huggingface-hub lists it. Removing
+is done here, because huggingface-hub removes whole revisions, not one model of several. If a link
+leads out of the repository's `blobs`, only the link is removed.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 @dataclass(frozen=True)
 class CachedModel:
-    """A model of one or several files, in all revisions that are here."""
+    """A model of one or several files, in all cached revisions."""
 
     repo: str  # or the package that it came in
-    name: str  # of the first file, with its folders
+    name: str  # the name of the first file, with its folders
     n_bytes: int
     entries: tuple[Path, ...]  # in the snapshots
 
@@ -41,10 +41,10 @@ class CachedModel:
 
 
 def repositories(say: Say = silent) -> list[CachedRepoInfo]:
-    """What the cache holds, by repository, as huggingface-hub reads it.
+    """The contents of the cache by repository, as huggingface-hub reads it.
 
     Args:
-        say: called with a line for each repository of a model that it cannot read.
+        say: called with a line for each model repository that huggingface-hub cannot read.
     """
     from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
@@ -66,7 +66,7 @@ def by_name(revision: CachedRevisionInfo) -> dict[str, CachedFileInfo]:
 
 
 def models(say: Say = silent) -> list[CachedModel]:
-    """All that is complete in the cache, by repository and name. `say`: as of `repositories`."""
+    """All complete models in the cache, by repository and name. `say`: as in `repositories`."""
     found = []
     for repo in repositories(say):
         models: dict[str, list[CachedFileInfo]] = {}
@@ -88,7 +88,7 @@ def models(say: Say = silent) -> list[CachedModel]:
 
 
 def unfinished() -> dict[str, list[Path]]:
-    """What is left of interrupted downloads, by repository."""
+    """The remains of interrupted downloads, by repository."""
     from huggingface_hub import constants
 
     found: dict[str, list[Path]] = {}
@@ -102,15 +102,15 @@ def remove(folder: Path, entries: Iterable[Path], parts: Iterable[Path] = ()) ->
     """Remove files of a repository, and the repository with the last of them.
 
     Args:
-        folder: the repository's, in the cache.
-        entries: in its snapshots; their content goes if nothing else in them refers to it.
-        parts: of interrupted downloads.
+        folder: the repository's folder in the cache.
+        entries: paths in its snapshots; content that no other entry refers to goes too.
+        parts: files of interrupted downloads.
 
     Returns:
-        Bytes that are free now.
+        The number of bytes freed.
 
     Raises:
-        SparqError: something cannot be removed, or is in another place.
+        SparqError: a file cannot be removed, or lies outside the folder.
     """
     for link in (folder, folder / "snapshots", folder / "blobs"):
         if link.is_symlink():
@@ -145,7 +145,7 @@ def drop(folder: Path, entry: Path) -> None:
 
 
 def _blob(folder: Path, entry: Path) -> Path | None:
-    """What an entry links to, if it is in the repository's own `blobs`."""
+    """The target of an entry's link, if it is in the repository's own `blobs`."""
     if not entry.is_symlink():
         return None
     target = Path(os.path.normpath(entry.parent / os.readlink(entry)))
@@ -158,7 +158,7 @@ def _entries_of(folder: Path, blob: Path) -> list[Path]:
 
 
 def _remove_blob(folder: Path, blob: Path) -> int:
-    """Returns the bytes freed."""
+    """Remove content that nothing refers to. Returns the bytes freed."""
     store = folder.parent / "blobs"  # where huggingface-hub 2 keeps what repositories share
     content = blob.resolve()
     n_bytes = blob.lstat().st_size

@@ -1,14 +1,14 @@
-"""What is known of a model without having its file: `models/*.toml`, one card per model.
+"""What is known about a model without its file: `models/*.toml`, one card per model.
 
 The geometry is that of the published configuration. `settings` is what to try first: ratio 1/4
-where the paper's tables lose more than 4 points at 1/8, or have 1/4 only; else 1/8. `evidence` says
-what was measured. The paper splits a ratio otherwise (k = 128, K in f16), so its numbers speak for
-the method; none of these models was measured with this program.
+if the paper's tables lose more than 4 points at 1/8 or have only 1/4; else 1/8. `evidence` says
+what was measured. The paper splits a ratio differently (k = 128, K in f16), so its numbers speak
+for the method; none of these models was measured with this program.
 
-`[gguf]` names a repository with files for llama.cpp and the one to take of them. It is there only
-where public sources name that repository together with its files; what is not so sure is left out,
-and `sparq-cpp convert` makes a file from the original. `[package]` names a package of the Python
-index that carries the file, for who has no hub.
+`[gguf]` names a repository with files for llama.cpp and the file to choose. It is given only if
+public sources name that repository together with its files; otherwise `sparq-cpp convert` makes a
+file from the original. `[package]` names a package of the Python index that carries the file, for
+machines that cannot reach the hub.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Q4_K_M_BITS = 4.85  # per parameter, of a Llama; other shapes differ by some per
 
 @dataclass(frozen=True)
 class Package:
-    """A package of the Python index whose wheel has the model's file, as data."""
+    """A package of the Python index whose wheel contains the model's file as data."""
 
     name: str
     version: str
@@ -43,20 +43,20 @@ class Package:
 
     @property
     def requirement(self) -> str:
-        """As pip takes it."""
+        """The requirement that pip installs."""
         return f"{self.name}=={self.version}"
 
 
 @dataclass(frozen=True)
 class Card:
-    """One model. Sizes in elements."""
+    """The card of one model. Sizes are in elements."""
 
     name: str
     title: str
     repository: str  # owner/name on the hub
     licence: str
     architecture: str  # as GGUF names it
-    loads: bool  # by the pinned llama.cpp; if not, `note` says what happens instead
+    loads: bool  # whether the pinned llama.cpp loads it; if not, `note` says what happens instead
     evidence: str
 
     n_params: int  # as published
@@ -65,57 +65,57 @@ class Card:
     n_head: int
     n_head_kv: int
     head_dim: int
-    n_ff: int  # of one expert
+    n_ff: int  # the width of one expert
     n_vocab: int
-    n_ctx: int  # of the published configuration
+    n_ctx: int  # from the published configuration
     ffn: str  # gated: three matrices, plain: two
     positions: str  # rope, learned, alibi
     tied: bool  # the output head is the embedding
     tokenizer: str  # as GGUF names it: llama (SentencePiece), gpt2 (BPE)
 
     note: str = ""
-    gguf: str = ""  # owner/name of GGUF files of it; "" = none known for sure
-    quant: str = ""  # the one to take of them
-    sha256: Mapping[str, str] = field(default_factory=dict)  # of its files, where known
-    package: Package | None = None  # where its file comes from, in place of `gguf`
+    gguf: str = ""  # owner/name of a repository with its GGUF files; "" = none is known for certain
+    quant: str = ""  # the quantisation to choose
+    sha256: Mapping[str, str] = field(default_factory=dict)  # the hashes of its files, where known
+    package: Package | None = None  # the source of its file, instead of `gguf`
     settings: str = ""  # an attention spec; "" = it does not load
     rope_base: float = 0.0
-    n_swa: int = 0  # sliding window of some layers
+    n_swa: int = 0  # the sliding window of some layers
     n_expert: int = 1
-    n_expert_used: int = 1  # for one token
+    n_expert_used: int = 1  # per token
 
     @property
     def source(self) -> str:
-        """Where its file comes from: a repository of the hub, or a package; "" = not known."""
+        """The source of its file: a repository on the hub, or a package; "" = not known."""
         return self.package.requirement if self.package else self.gguf
 
     @property
     def expert_params(self) -> int:
-        """Parameters of a feed-forward block, or of one expert's."""
+        """The parameters of a feed-forward block, or of one expert."""
         return (3 if self.ffn == "gated" else 2) * self.n_embd * self.n_ff
 
     @property
     def layer_params(self) -> int:
-        """Parameters of a layer's matrices; norms and biases, under 1 %, left out."""
+        """The parameters of a layer's matrices; norms and biases, under 1 %, are left out."""
         attention = 2 * self.n_embd * (self.n_head + self.n_head_kv) * self.head_dim
         router = self.n_embd * self.n_expert if self.n_expert > 1 else 0
         return attention + self.expert_params * self.n_expert + router
 
     @property
     def params(self) -> int:
-        """`n_params` from the geometry."""
+        """The number of parameters that follows from the geometry."""
         rows = self.n_vocab * (1 if self.tied else 2)
         rows += self.n_ctx if self.positions == "learned" else 0
         return rows * self.n_embd + self.n_layer * self.layer_params
 
     @property
     def file_bytes(self) -> int:
-        """The size of a file in Q4_K_M, about."""
+        """The approximate size of a Q4_K_M file."""
         return int(self.n_params * Q4_K_M_BITS / 8)
 
     @property
     def geometry(self) -> Geometry:
-        """What the file's metadata would say, with the weights in Q4_K_M, about."""
+        """The geometry that a Q4_K_M file would have; the bytes of its weights are approximate."""
         idle = (self.n_expert - self.n_expert_used) * self.expert_params * self.n_layer
         idle += 0 if self.tied else self.n_vocab * self.n_embd  # the embedding: one row is read
         window = {"attention.sliding_window": self.n_swa} if self.n_swa else {}
@@ -138,22 +138,22 @@ class Card:
 
     @property
     def kv_elements(self) -> int:
-        """Elements of K and V of one position in one layer."""
+        """The elements of K and V for one position in one layer."""
         return 2 * self.n_head_kv * self.head_dim
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K and V of one position in all layers, as f16."""
+        """The bytes of K and V for one position in all layers, as f16."""
         return 2 * self.n_layer * self.kv_elements
 
 
 def names() -> tuple[str, ...]:
-    """All cards, sorted."""
+    """The names of all cards, sorted."""
     return tuple(sorted(p.stem for p in paths.data("models").glob("*.toml")))
 
 
 def load(name: str) -> Card:
-    """One card.
+    """Returns the card of a name.
 
     Raises:
         SparqError: no such card, or a damaged one.

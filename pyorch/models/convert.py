@@ -1,7 +1,7 @@
 """Convert a checkpoint of safetensors to GGUF with the converter of the pinned llama.cpp.
 
-What is passed to the converter was looked at before: the shards are there and whole, the
-architecture is known, and neither Python code nor pickles of the model's folder come along.
+The input is checked before the converter sees it: the shards are present and complete, and the
+architecture is known. Python code and pickles in the model's folder are not passed on.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from pyorch.models.new_file import check_space, check_target, new_file
 from pyorch.progress import Progress, Say
 from pyorch.text import human_bytes
 
-# bytes of a weight
+# bytes per weight
 OUTTYPES = {"auto": 2.0} | {
     name: BY_NAME[name].bytes_per_element for name in ("f16", "bf16", "f32", "q8_0")
 }
-# What the converter may see of a model's folder, and what is downloaded of a repository: no .py,
-# no .bin. README.md has the licence and the name
+# The files of a model that are downloaded and that the converter may see: no .py and no .bin.
+# README.md has the licence and the name.
 FILES: tuple[str, ...] = ("model*.safetensors", "*.json", "*.jinja", "README.md")
 FILES += ("tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt")
 _MAX_CONFIG = 64 << 20  # tokenizer.json of a large vocabulary: 35 MB
@@ -44,17 +44,17 @@ class Checkpoint:
     """A folder that can be converted."""
 
     folder: Path
-    name: str  # the converter makes the model's name of it
+    name: str  # the converter derives the model's name from it
     architectures: tuple[str, ...]
     n_weights: int
-    n_bytes: int  # of the shards
+    n_bytes: int  # the size of the shards
 
 
 def read_checkpoint(folder: Path, name: str = "") -> Checkpoint:
     """Look at a folder with `config.json` and safetensors. No weights are read.
 
     Raises:
-        SparqError: something is missing or damaged, with what to do.
+        SparqError: something is missing or damaged; the hint says what to do.
     """
     if not folder.is_dir():
         what = "a file" if folder.exists() else "no such folder"
@@ -116,7 +116,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _indexed(folder: Path) -> dict[str, str]:
-    """Tensor -> shard, by the index of a model in several shards; {} without one."""
+    """Tensor -> shard, from the index of a model in several shards; {} without an index."""
     file = folder / "model.safetensors.index.json"
     if not file.exists():
         return {}
@@ -130,7 +130,7 @@ def _indexed(folder: Path) -> dict[str, str]:
 
 
 def _shards(folder: Path) -> list[Path]:
-    """The files of weights: those that the converter would take, all that the index names."""
+    """The weight files that the converter would take, including all that the index names."""
     named = set(_indexed(folder).values())
     lacking = sorted(n for n in named if not (folder / n).is_file())
     if lacking:
@@ -179,23 +179,23 @@ def convert(
     force: bool = False,
     progress: Progress | None = None,
 ) -> GGUFFile:
-    """Write `target`, the model of a checkpoint as GGUF.
+    """Write the model of a checkpoint to `target` as GGUF.
 
     Args:
-        outtype: a key of `OUTTYPES`; auto keeps f16 or bf16 and makes f16 of f32.
+        outtype: a key of `OUTTYPES`; auto keeps f16 or bf16 and turns f32 into f16.
         python, scripts: from `convert_env`.
-        force: replace `target` if it is there.
+        force: replace `target` if it exists.
         progress: called with (per cent written, 100).
 
     Raises:
-        SparqError: no space, or the converter refuses. `target` is then what it was.
+        SparqError: no space, or the converter refuses. `target` is then unchanged.
     """
     check_target(target, force)
     needed = int(checkpoint.n_weights * OUTTYPES[outtype]) + _SLACK
     check_space(target.absolute().parent, needed, str(target))
     with new_file(target, force) as (partial, lock), tempfile.TemporaryDirectory() as temp:
         folder = _stage(checkpoint, Path(temp))
-        # the converter reads {} in a name as places to fill
+        # the converter would fill in {} in a name
         name = partial.with_name(partial.name.replace("{", "{{").replace("}", "}}"))
         argv = [*python, str(scripts / convert_env.SCRIPT), str(folder)]
         argv += ["--outfile", str(name), "--outtype", outtype]
@@ -219,7 +219,7 @@ def _stage(checkpoint: Checkpoint, temp: Path) -> Path:
 def _run(
     checkpoint: Checkpoint, argv: list[str], temp: Path, lock: int, progress: Progress | None
 ) -> None:
-    """Run the converter; its bar of what it writes goes to `progress`."""
+    """Run the converter; its progress bar is passed on to `progress`."""
     lines: deque[str] = deque(maxlen=400)
     done = 0
     child = subprocess.Popen(
@@ -229,7 +229,7 @@ def _run(
         stderr=subprocess.PIPE,
         env=convert_env.environment(temp / "hub"),
         pass_fds=(lock,),
-        start_new_session=True,  # Ctrl-C is for us alone: no traceback of its own
+        start_new_session=True,  # Ctrl-C reaches only us, so that the converter prints no traceback
     )
     with child:
         assert child.stderr is not None
@@ -243,7 +243,7 @@ def _run(
                     elif line.strip():
                         lines.append(line)
                     if progress is not None:
-                        progress(done, 100)  # lines before the first weights too: it is alive
+                        progress(done, 100)  # other lines count too: they show that it is alive
             lines.append(rest.decode("utf-8", errors="replace"))
         except BaseException:
             child.kill()
@@ -253,7 +253,7 @@ def _run(
 
 
 def _failure(checkpoint: Checkpoint, code: int, lines: Sequence[str]) -> SparqError:
-    """Say in one line why the converter failed."""
+    """The error of a failed conversion, in one line."""
     text = "\n".join(lines)
     name = str(checkpoint.folder)
     if code == -signal.SIGKILL:
@@ -284,10 +284,10 @@ def unsupported(checkpoint: Checkpoint) -> SparqError:
 
 
 def check_architecture(checkpoint: Checkpoint, note: Say) -> None:
-    """Refuse what the converter does not know, before anything big is downloaded.
+    """Refuse an architecture that the converter does not know, before anything big is downloaded.
 
     Raises:
-        SparqError: an architecture that is not in its table.
+        SparqError: the architecture is not in the converter's table.
     """
     if not set(checkpoint.architectures) & convert_env.architectures(note):
         raise unsupported(checkpoint)

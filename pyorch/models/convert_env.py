@@ -1,8 +1,8 @@
-"""The converter of the pinned llama.cpp and a Python that can run it.
+"""The converter of the pinned llama.cpp, and a Python that can run it.
 
 It needs torch and transformers, which nothing else here does. So it has a virtual environment of
-its own in the cache, made on first use, found again by the hash of what it was made from. Who has
-torch names a Python: SPARQ_CONVERT_PYTHON.
+its own in the cache, which is made on first use and found again by the hash of its requirements. If
+you have a Python with torch, you can name it in SPARQ_CONVERT_PYTHON instead.
 
 Below the cache root:
 
@@ -35,17 +35,17 @@ from pyorch.progress import Say
 
 SCRIPT = "convert_hf_to_gguf.py"
 _PARTS = (SCRIPT, "conversion", "gguf-py", "requirements")
-# llama.cpp pins one version of torch, of which not every index has a build without CUDA
+# llama.cpp pins one version of torch, and not every index has a build of it without CUDA
 _TORCH = "torch>=2.11,<2.14"
 _IMPORTS = "torch, transformers, sentencepiece, numpy, yaml"
 _OWN = "SPARQ_CONVERT_PYTHON=/path/to/python uses one that has torch and transformers"
 
 
 def scripts(note: Say) -> Path:
-    """Folder of the converter; unpacked (the source downloaded) if need be.
+    """The folder of the converter. The source is downloaded and unpacked if necessary.
 
     Raises:
-        SparqError: no source.
+        SparqError: the source is not available.
     """
     pin = source.read_pin()
     where = source.locate(pin)
@@ -65,13 +65,14 @@ def scripts(note: Say) -> Path:
 
 
 def python(note: Say, agree: Say) -> list[str]:
-    """Command line of a Python that can run the converter; its environment is made if need be.
+    """The command line of a Python that can run the converter. It is installed if necessary.
 
     Args:
-        agree: called with what will be downloaded, before it is; raises to refuse.
+        agree: called with a description of the download beforehand; it raises to refuse.
 
     Raises:
-        SparqError: SPARQ_CONVERT_PYTHON cannot; no space; pip failed. No half environment stays.
+        SparqError: SPARQ_CONVERT_PYTHON cannot run it, there is no space, or pip failed. No
+            unfinished environment stays.
     """
     own = os.environ.get("SPARQ_CONVERT_PYTHON")
     if own:
@@ -103,7 +104,7 @@ def _checked(program: str) -> str:
 
 
 def _needs(folder: Path) -> tuple[list[str], list[str]]:
-    """What the converter's own list of requirements says: packages, and options for pip."""
+    """The packages and pip options in the converter's own list of requirements."""
     lines: list[str] = []
     for name in ("requirements-convert_legacy_llama.txt", "requirements-convert_hf_to_gguf.txt"):
         lines += [s.strip() for s in (folder / name).read_text("utf-8").splitlines()]
@@ -120,11 +121,11 @@ def _make(
     note: Say,
     agree: Say,
 ) -> None:
-    shutil.rmtree(folder, ignore_errors=True)  # one that was interrupted
+    shutil.rmtree(folder, ignore_errors=True)  # the remains of an interrupted installation
     try:
         _run([sys.executable, "-m", "venv", str(folder)], lock, show=False)
-        # -I: nothing of the caller's Python. The index of llama.cpp has torch without CUDA; the
-        # rest is asked of the user's own index only
+        # -I keeps out the caller's Python. The index of llama.cpp has torch without CUDA; all else
+        # comes from the user's own index.
         pip = [str(folder / "bin" / "python"), "-I", "-m", "pip", "install"]
         pip += ["--disable-pip-version-check", "--no-input"]
         torch = ["--no-deps", "--retries", "2", *options, needs[0]]
@@ -145,9 +146,9 @@ def _make(
 
 
 def _size_of(said: str) -> tuple[str, int]:
-    """What pip would download, in words, and bytes that it takes installed.
+    """A description of what pip would download, and the bytes that it takes when installed.
 
-    What the build without CUDA takes on disk was measured (torch 2.13, Linux, x86); the other sizes
+    The disk use of the build without CUDA was measured (torch 2.13, Linux, x86); the other sizes
     are estimates.
     """
     found = re.findall(r"torch-([\w.]+(?:\+\w+)?)", said)
@@ -164,7 +165,7 @@ def _size_of(said: str) -> tuple[str, int]:
 def _run(argv: list[str], lock: int, show: bool) -> str:
     """Run one command; its progress is shown on a terminal. Returns its stdout if not shown.
 
-    It holds the lock too: if this process is killed, nobody comes near until it has ended.
+    The command holds the lock too: if this process is killed, others wait until it has ended.
     """
     visible = show and sys.stderr.isatty()
     with tempfile.TemporaryFile() as errors, tempfile.TemporaryFile() as out:
@@ -203,10 +204,10 @@ def _lock(note: Say) -> Iterator[int]:
 
 
 def environment(cache: Path) -> dict[str, str]:
-    """Variables for the converter: no network, none of the user's hub cache, so no remote code.
+    """The variables of the converter: no network and no hub cache of the user's, so no remote code.
 
     llama.cpp loads tokenizers with `trust_remote_code`; a model's `auto_map` may name code in its
-    folder (which is not passed on, see convert.py) or in any repository of the hub.
+    folder (which convert.py does not pass on) or in any repository of the hub.
     """
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "TRANSFORMERS_"))}
     env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HOME": str(cache)}
@@ -214,7 +215,7 @@ def environment(cache: Path) -> dict[str, str]:
 
 
 def architectures(note: Say) -> set[str]:
-    """The names in `config.json` that the converter knows; read from its source, without torch."""
+    """The architectures in `config.json` that the converter knows, read from its source."""
     text = (scripts(note) / "conversion" / "__init__.py").read_text("utf-8")
     table = re.search(r"^TEXT_MODEL_MAP[^{]*(\{.*?^\})", text, re.MULTILINE | re.DOTALL)
     names = re.findall(r'^ *("\w+"): "\w+",?$', table[1], re.MULTILINE) if table else []

@@ -17,7 +17,7 @@ MAX_EXPERTS = 1024  # LLAMA_MAX_EXPERTS
 
 @dataclass(frozen=True)
 class Geometry:
-    """What attention costs depend on. Sizes in elements unless a name says bytes."""
+    """The sizes that decide the costs of attention, in elements unless a name says bytes."""
 
     arch: str
     name: str
@@ -31,10 +31,10 @@ class Geometry:
     is_mla: bool  # multi-head latent attention: no separate K and V
     n_params: int
     weight_bytes: int  # all tensors
-    weight_bytes_per_token: int  # tensors one decoded token reads
+    weight_bytes_per_token: int  # the tensors that one decoded token reads
     windows: Windows = Windows()
-    head_dims_window: tuple[int, int] | None = None  # of layers with a window, where they differ
-    n_own_cache: int = MAX_LAYERS  # so many layers have a KV cache; the others read one of these
+    head_dims_window: tuple[int, int] | None = None  # of layers with a window, if they differ
+    n_own_cache: int = MAX_LAYERS  # layers with a KV cache of their own; the others share these
 
     @property
     def kv_layers(self) -> list[int]:
@@ -42,7 +42,7 @@ class Geometry:
         return [il for il, n in enumerate(self.n_head_kv) if n > 0]
 
     def head_dims(self, il: int) -> tuple[int, int]:
-        """Elements of K and of V of a head of layer `il`."""
+        """The head sizes of K and V in layer `il`."""
         dims = self.head_dims_window if self.windows.of(il) else None
         return dims or (self.head_dim_k, self.head_dim_v)
 
@@ -106,7 +106,7 @@ def geometry(file: GGUFFile) -> Geometry:
 
 
 def _printable(text: object) -> str:
-    """The text without what a terminal would obey."""
+    """The text without control characters, which a terminal would obey."""
     return "".join(c if c.isprintable() else "?" for c in str(text)[:200])
 
 
@@ -126,10 +126,10 @@ def _per_layer(
 
 
 def _weight_bytes_per_token(file: GGUFFile) -> int:
-    """Bytes of weights that one decoded token reads.
+    """The bytes of weights that one decoded token reads.
 
-    All tensors, but: an embedding table that is not also the output matrix is left out (one row is
-    read), and of the expert tensors (`_exps`) only the experts in use count.
+    All tensors count, except that only the experts in use count of expert tensors (`_exps`), and
+    that an embedding table counts only if it is also the output matrix: otherwise one row is read.
     """
     arch, m = file.arch, file.metadata
     tied = not any(t.name == "output.weight" for t in file.tensors)

@@ -1,7 +1,7 @@
-"""Model files on which llama.cpp would end the process are refused before it sees them.
+"""Refuses model files on which llama.cpp would end the process.
 
 These are the assertions of llama.cpp and ggml that a model file can reach. They were found by
-reading and by fuzzing (tests/models/test_gguf_fuzz.py). What llama.cpp refuses in good order is
+reading and by fuzzing (tests/models/test_gguf_fuzz.py). Faults that llama.cpp reports as errors are
 left to it.
 """
 
@@ -20,10 +20,10 @@ _NO_WEIGHTS = ("i8", "i16", "i32", "i64", "f64", "q8_1", "q8_K")  # no op multip
 
 
 def check_loadable(file: GGUFFile, geo: Geometry, n_expert: int) -> None:
-    """Refuse a model that would end the process, now or at some text.
+    """Refuse a model that would end the process, at once or at some later text.
 
     Raises:
-        SparqError: with the key or the tensor.
+        SparqError: the message names the key or the tensor.
     """
     _check_numbers(file, geo.n_layer, n_expert)
     _check_vocabulary(file)
@@ -32,7 +32,7 @@ def check_loadable(file: GGUFFile, geo: Geometry, n_expert: int) -> None:
 
 
 def _check_numbers(file: GGUFFile, n_layer: int, n_expert: int) -> None:
-    """Assertions of `load_hparams` in llama-model.cpp, and of the ops that read such a value."""
+    """The assertions of `load_hparams` in llama-model.cpp, and of the ops that read such values."""
     arch, m = file.arch, file.metadata
 
     def need(key: str, good: bool) -> None:
@@ -46,7 +46,7 @@ def _check_numbers(file: GGUFFile, n_layer: int, n_expert: int) -> None:
     )
     groups = m.get(f"{arch}.expert_group_count", 0)
     group_used = m.get(f"{arch}.expert_group_used_count", 0)
-    if arch.startswith("hunyuan") and n_expert <= 1:  # a dense one is written as one expert
+    if arch.startswith("hunyuan") and n_expert <= 1:  # a dense model is written with one expert
         n_expert, most = 0, 0
     need("block_count", n_layer > 0)
     need("nextn_predict_layers", _is_number(m.get(f"{arch}.nextn_predict_layers", 0), 0, n_layer))
@@ -63,7 +63,7 @@ def _check_numbers(file: GGUFFile, n_layer: int, n_expert: int) -> None:
 
 
 def _check_heads(file: GGUFFile, geo: Geometry) -> None:
-    """Assertions of attention: RoPE fits the head, and K, V and the weights fit each other."""
+    """The assertions of attention: RoPE fits the head, and K, V and the weights fit together."""
     if not geo.kv_layers:
         return
     m = {k.removeprefix(geo.arch + "."): v for k, v in file.metadata.items()}
@@ -80,7 +80,7 @@ def _check_heads(file: GGUFFile, geo: Geometry) -> None:
     for key in ("rope.dimension_count", "rope.dimension_count_swa"):
         n_rot = m.get(key, 0)
         need(key, n_rot, _is_number(n_rot, 0, longest) and n_rot % 2 == 0)
-    if "attention.key_length_mla" in m:  # what is cached is the latent vector
+    if "attention.key_length_mla" in m:  # the cache holds the latent vector
         rank, n_rot = m.get("attention.kv_lora_rank"), m.get("rope.dimension_count", 0)
         need("attention.kv_lora_rank", rank, rank == geo.head_dim_v == geo.head_dim_k - n_rot)
     if geo.is_mla or any(k.endswith("_length_swa") for k in m):
@@ -99,22 +99,22 @@ def _check_heads(file: GGUFFile, geo: Geometry) -> None:
 
 
 def _check_vocabulary(file: GGUFFile) -> None:
-    """Assertions of llama-vocab.cpp; twice the same token is found when the file is read."""
+    """The assertions of llama-vocab.cpp. Duplicate tokens are found when the file is read."""
     kind, tokens = (file.metadata.get(f"tokenizer.ggml.{k}") for k in ("model", "tokens"))
     lacks = tokens.lacks if isinstance(tokens, SkippedArray) else ""
-    if lacks and kind == "llama":  # of SentencePiece: what has no token is written as bytes
+    if lacks and kind == "llama":  # SentencePiece writes text without a token as bytes
         raise SparqError(f"{file.path}: no token of its vocabulary stands for the byte {lacks}")
     if kind == "bert":
         raise SparqError(f"{file.path}: a vocabulary of BERT, which writes no text")
 
 
 def _check_tensors(file: GGUFFile) -> None:
-    """Types that no op takes where such a tensor is used."""
+    """Refuse types that no op accepts where such a tensor is used."""
     if file.metadata.get("general.alignment", ALIGNMENT) < ALIGNMENT:
         raise SparqError(f"{file.path}: its tensors are aligned to less than {ALIGNMENT} bytes")
     for t in file.tensors:
         vector = len(t.shape) < 2  # norms and biases: ops add and multiply them as f32
-        number = t.type in _NO_WEIGHTS and "tid2eid" not in t.name  # which is looked up
+        number = t.type in _NO_WEIGHTS and "tid2eid" not in t.name  # tid2eid is looked up
         if (vector and t.type != "f32") or number:
             raise SparqError(f"{file.path}: tensor {t.name!r} of {t.shape} cannot be {t.type}")
 

@@ -25,12 +25,12 @@ from pyorch.text import human_bytes
 MAGIC = b"GGUF"
 MAX_ARRAY_KEPT = 4096  # longer arrays (vocabularies) are skipped: only their length is kept
 
-ALIGNMENT = 32  # TENSOR_ALIGNMENT of llama.cpp, of what is mapped
-# Limits of ours: far above any model, so that a small lie costs neither time nor memory
+ALIGNMENT = 32  # TENSOR_ALIGNMENT of llama.cpp, for mapped tensors
+# Our own limits are far above any model, so that a small lie costs neither time nor memory.
 MAX_KEYS = 1 << 16
-MAX_KEY_NAME = 1 << 16  # of the GGUF specification
+MAX_KEY_NAME = 1 << 16  # from the GGUF specification
 MAX_TENSORS = 1 << 17
-MAX_STRINGS = 1 << 22  # of an array
+MAX_STRINGS = 1 << 22  # per array
 MAX_KEPT = 64 << 20  # bytes of all metadata that is kept
 
 # value types of the metadata: struct format of the scalars; 8 = string, 9 = array
@@ -43,12 +43,12 @@ class SkippedArray:
     """A metadata array that was not kept."""
 
     length: int
-    lacks: str = ""  # of a vocabulary: the first byte that no token stands for
+    lacks: str = ""  # for a vocabulary: the first byte without a token
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One row of the tensor table."""
+    """A row of the tensor table."""
 
     name: str
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class GGUFFile:
 
     @property
     def arch(self) -> str:
-        """The name of the architecture; "" if there is none that could be one."""
+        """The name of the architecture; "" if there is no usable one."""
         name = self.metadata.get("general.architecture")
         return name if isinstance(name, str) and re.fullmatch(r"[\w.-]{1,64}", name) else ""
 
@@ -139,7 +139,7 @@ class _Reader:
         self._skip(n * size)
         if n > MAX_ARRAY_KEPT:
             return SkippedArray(n)
-        self._keep(32 * n)  # as Python objects
+        self._keep(32 * n)  # the size of Python objects
         return list(struct.unpack_from(f"<{n}{_SCALARS[kind]}", self.data, start))
 
     def _strings(self, key: str, n: int) -> SkippedArray:
@@ -157,7 +157,7 @@ class _Reader:
                 seen.add(data[pos + 8 : end] or b"[EMPTY_%d]" % i)  # as llama.cpp calls it
             pos = end
         self.pos = pos
-        if seen is not None and len(seen) != n:  # llama.cpp ends the process
+        if seen is not None and len(seen) != n:  # llama.cpp would end the process
             raise self.fail(f"{n} tokens, but {len(seen)} different ones")
         bytes_of = ((f"<0x{b:02X}>", bytes([b])) for b in range(256)) if seen else ()
         lacks = (name for name, raw in bytes_of if not {name.encode(), raw} & (seen or set()))
@@ -165,10 +165,10 @@ class _Reader:
 
 
 def read_gguf(path: str | os.PathLike[str]) -> GGUFFile:
-    """Read the header of `path`; of a split file (`...-00001-of-0000N.gguf`), of all parts.
+    """Read the header of `path`, or those of all parts of a split file (`...-00001-of-0000N.gguf`).
 
     Raises:
-        SparqError: not there, not a GGUF file, corrupt, truncated, or of parts that do not match.
+        SparqError: there is no such GGUF file, it is corrupt or truncated, or its parts differ.
     """
     first = _read_part(Path(path))
     n_split = first.metadata.get("split.count", 0)
@@ -254,7 +254,7 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFFile:
             hint="a very large number means a big-endian file" if version > 0xFFFF else "",
         )
     n_tensors, n_keys = r.unpack("Q"), r.unpack("Q")
-    # 12 bytes: less than the smallest entry
+    # no entry is smaller than 12 bytes
     if n_tensors > min(MAX_TENSORS, len(data) // 12) or n_keys > min(MAX_KEYS, len(data) // 12):
         raise r.fail(f"{n_tensors} tensors and {n_keys} keys in {len(data)} bytes")
     metadata: dict[str, Any] = {}
@@ -274,7 +274,7 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFFile:
 
 
 def _tensor_row(r: _Reader) -> tuple[Tensor, int]:
-    """One tensor and the offset of its data from the start of the data section."""
+    """Returns a tensor, and the offset of its data in the data section."""
     name, n_dims = r.name("tensor", MAX_NAME), r.unpack("I")
     if n_dims > MAX_DIMS:
         raise r.fail(f"tensor {name!r} has {n_dims} dimensions")
@@ -290,7 +290,7 @@ def _tensor_row(r: _Reader) -> tuple[Tensor, int]:
 
 
 def _check_extent(r: _Reader, align: int, table: list[tuple[Tensor, int]]) -> None:
-    """Tensors follow each other without gap or overlap (llama.cpp wants it), inside the file."""
+    """Refuse tensors with gaps or overlaps, as llama.cpp does, or beyond the end of the file."""
     names = set()
     start, expected, end = -(-r.pos // align) * align, 0, r.pos
     for t, offset in table:

@@ -1,4 +1,4 @@
-"""What goes wrong between a hub and here, told in one line."""
+"""Errors of the hub and of the connection to it, in one line each."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pyorch.errors import SparqError
 
 
 def status_of(error: BaseException) -> int:
-    """The HTTP status of an answer that was an error, or 0."""
+    """The HTTP status of an error response, or 0."""
     return getattr(getattr(error, "response", None), "status_code", None) or 0
 
 
 def is_from_client(error: BaseException) -> bool:
-    """Whether the HTTP client raised it: an answer that is an error, or a connection that failed.
+    """Whether the HTTP client raised it: for an error response or a failed connection.
 
-    The client is httpx or httpx2, with the version of huggingface-hub.
+    The client is httpx or httpx2, depending on the version of huggingface-hub.
     """
     from huggingface_hub.utils import HfHubHTTPError
 
@@ -26,19 +26,19 @@ def is_from_client(error: BaseException) -> bool:
 
 
 def retry_after(error: BaseException) -> float | None:
-    """Seconds that an answer asks to wait: Retry-After, or the hub's own `RateLimit: ...;t=`."""
+    """The seconds that a response asks to wait: Retry-After, or the hub's `RateLimit: ...;t=`."""
     if not status_of(error):
         return None
     headers = error.response.headers  # type: ignore[attr-defined]
     if match := re.search(r";\s*t=(\d+)", headers.get("RateLimit", "")):
         return float(match[1])
     asked = headers.get("Retry-After", "")
-    return float(asked) if asked.isdecimal() else None  # a date is not understood
+    return float(asked) if asked.isdecimal() else None  # dates are not supported
 
 
 @contextmanager
 def explained(repo: str, revision: str) -> Iterator[None]:
-    """Turn what huggingface-hub and its client raise into one line and a hint."""
+    """Turn the exceptions of huggingface-hub and its client into a SparqError with a hint."""
     try:
         yield
     except Exception as e:

@@ -9,17 +9,17 @@ from typing import Any
 from pyorch.errors import SparqError
 from pyorch.models.gguf_file import MAGIC, read_gguf
 
-Imatrix = dict[str, Any]  # tensor -> float32 weight of each column (and expert)
+Imatrix = dict[str, Any]  # tensor -> float32 weights of its columns (per expert)
 
 
 def read_imatrix(path: Path) -> Imatrix:
     """Read an importance matrix: mean square of the inputs of each tensor, float32.
 
-    As `common_imatrix_load` and `load_imatrix` of llama.cpp do: GGUF (`NAME.in_sum2` over
-    `NAME.counts`, one count per expert), else the older format (already means, times calls).
+    This follows `common_imatrix_load` and `load_imatrix` of llama.cpp: GGUF (`NAME.in_sum2` over
+    `NAME.counts`, one count per expert), or the older format (means multiplied by the calls).
 
     Raises:
-        SparqError: not there, or not an importance matrix.
+        SparqError: the file is missing, or is not an importance matrix.
     """
     import numpy as np
 

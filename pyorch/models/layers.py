@@ -1,8 +1,8 @@
 """Which layers of a model see every position, the newest ones only, or keep no positions at all.
 
-A file says how long a window is, and seldom in which layers. That is in the code of each
-architecture, `load_arch_hparams` in src/models/*.cpp of the pinned source, with which a test
-compares these tables. Where another architecture's file names a window, llama.cpp ignores it.
+A file gives the length of a window, but seldom its layers. Those are in the code of each
+architecture, `load_arch_hparams` in src/models/*.cpp of the pinned source, and a test compares it
+with these tables. llama.cpp ignores a window in a file of any other architecture.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Windows:
-    """Window of each layer in positions, the token's own included; 0 = the layer sees them all.
+    """The window of each layer in positions, including the token's own; 0 = all are visible.
 
     A window slides with the token, or, `chunked`, begins anew each time it is full.
     """
@@ -35,10 +35,10 @@ class Windows:
 
 @dataclass(frozen=True)
 class _Rule:
-    """One of each `period` layers sees every position: the last, or the first if `dense_first`.
+    """One layer of each `period` sees every position: the last, or the first if `dense_first`.
 
-    A period of 0 gives every layer a window, None those alone that the file lists. The window is
-    `fixed`, or what the file says, or `default` where it says nothing; 0 = then there is none.
+    A period of 0 gives every layer a window, None only those that the file lists. The window is
+    `fixed`, or the file's, or `default` if the file gives none; with a default of 0 there is none.
     """
 
     period: int | None
@@ -46,7 +46,7 @@ class _Rule:
     default: int = 0
     fixed: int = 0
     chunked: bool = False
-    n_layer: int = 0  # in models of so many layers only; 0 = in all
+    n_layer: int = 0  # only in models with this many layers; 0 = in all
 
 
 WINDOWS = {
@@ -76,7 +76,7 @@ WINDOWS = {
     "step35": _Rule(None),
 }
 
-# of so many layers the last one attends, the others are recurrent; a file may say otherwise
+# the last of this many layers attends, and the others are recurrent; a file may say otherwise
 INTERVALS = {"minimax-01": 8, "qwen35": 4, "qwen35moe": 4, "qwen3next": 4, "qwen4exp": 4}
 
 
@@ -84,7 +84,7 @@ def windows(arch: str, n_layer: int, keys: Mapping[str, Any]) -> Windows:
     """The windows that llama.cpp gives the layers of a model.
 
     Args:
-        n_layer: layers of the trunk; those that only predict further tokens have no window.
+        n_layer: layers of the trunk; layers that only predict further tokens have no window.
         keys: metadata without the name of the architecture: `attention.sliding_window` and
             `attention.sliding_window_pattern`, a list with an entry per layer, or a period.
     """
@@ -108,7 +108,7 @@ def windows(arch: str, n_layer: int, keys: Mapping[str, Any]) -> Windows:
 
 
 def recurrent(arch: str, n_layer: int, keys: Mapping[str, Any]) -> list[bool]:
-    """Which layers have a recurrent state in place of a KV cache, as `keys` do not tell by heads.
+    """Which layers have a recurrent state instead of a KV cache, if their heads do not show it.
 
     Args:
         n_layer, keys: as for `windows`: `attention.recurrent_layers`, a list with an entry per
@@ -125,7 +125,7 @@ def recurrent(arch: str, n_layer: int, keys: Mapping[str, Any]) -> list[bool]:
 
 
 def n_own_cache(arch: str, n_layer: int, keys: Mapping[str, Any]) -> int:
-    """How many layers have a KV cache of their own; those that follow read one of these."""
+    """The number of layers with a KV cache of their own; the layers that follow share these."""
     if arch == "gemma3n":
         return min(20, n_layer)
     shared = keys.get("attention.shared_kv_layers", 0) if arch == "gemma4" else 0

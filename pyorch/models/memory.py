@@ -14,8 +14,8 @@ NODES = Path("/sys/devices/system/node")
 
 
 def available_memory() -> int:
-    """Bytes that can be taken without swapping: the least of the system's, the container's, that of
-    the NUMA nodes this process is bound to, and `SPARQ_MEMORY_LIMIT` (bytes)."""
+    """The bytes that can be used without swapping: the least that the system, the container, the
+    NUMA nodes of this process and `SPARQ_MEMORY_LIMIT` (bytes) allow."""
     bound = of_nodes("MemFree", "Active(file)", "Inactive(file)")
     limits = [_meminfo_available(), _cgroup_available(), bound]
     own = os.environ.get("SPARQ_MEMORY_LIMIT", "")
@@ -41,10 +41,10 @@ def _meminfo_available() -> int | None:
 
 
 def of_nodes(*kinds: str, proc: Path = PROC, nodes: Path = NODES) -> int | None:
-    """Bytes of these kinds of memory, by their names in meminfo, on the NUMA nodes that this
-    process may take from; None where it may from all.
+    """The bytes of these kinds of memory, by their names in meminfo, on the NUMA nodes that this
+    process may use; None if it may use all.
 
-    What `numactl --membind` allows is in numa_maps, what a container does in status.
+    The nodes of `numactl --membind` are in numa_maps, those of a container in status.
     """
     try:
         every = _numbers((nodes / "has_memory").read_text())
@@ -70,7 +70,7 @@ def _numbers(text: str) -> set[int]:
 
 
 def _cgroup_available() -> int | None:
-    """What a version 2 control group still allows; its file cache can be reclaimed, so is free."""
+    """The bytes that a version 2 control group has left. Its file cache counts as free."""
     root = Path("/sys/fs/cgroup")
     try:
         limit = int((root / "memory.max").read_text())  # "max" = no limit: ValueError
@@ -82,10 +82,10 @@ def _cgroup_available() -> int | None:
 
 
 def check_memory(file: GGUFFile, kv_bytes: int, shadow_bytes: int = 0) -> None:
-    """Refuse a model that does not fit into the available memory with its cache and the shadow.
+    """Refuse a model that, with its cache and the shadow, exceeds the available memory.
 
     Raises:
-        SparqError: with both sizes and what to do.
+        SparqError: the model is too large; the message has both sizes.
     """
     weights = sum(t.n_bytes for t in file.tensors)
     free = available_memory()

@@ -1,8 +1,8 @@
 """A file that appears under its name only when it is finished.
 
 It is written as `NAME.partial` in the same folder and renamed at the end. Whoever writes it holds a
-lock on it, so that what a killed run left behind is overwritten, and what another run is writing is
-not. A child process that writes is given the lock too: it may outlive a killed parent.
+lock on it, so that the remains of a killed run are overwritten, and a file that another run is
+writing is not. A child process that writes is given the lock too: it may outlive a killed parent.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def check_target(path: Path, force: bool) -> None:
     """Refuse a name that cannot or should not be written.
 
     Raises:
-        SparqError: the file is there and `force` is not given, it is no plain file, or its folder
-            is not there.
+        SparqError: the file exists and `force` is not given, it is not a plain file, or its folder
+            does not exist.
     """
     if not path.absolute().parent.is_dir():
         raise SparqError(f"{path}: there is no folder {path.parent}", "make it first", 2)
@@ -36,10 +36,10 @@ def check_target(path: Path, force: bool) -> None:
 def check_space(
     folder: Path, n_bytes: int, what: str, hint: str = "make room, or write to another disk"
 ) -> None:
-    """Refuse to begin what the disk has no room for.
+    """Refuse to begin writing if the disk does not have enough room.
 
     Raises:
-        SparqError: with both sizes.
+        SparqError: there is not enough room; the message has both sizes.
     """
     while not folder.exists():
         folder = folder.absolute().parent
@@ -58,8 +58,8 @@ def new_file(path: Path, force: bool = False) -> Iterator[tuple[Path, int]]:
 
     The file becomes `path` when the block ends without an error.
 
-    Whatever ends the block otherwise, Ctrl-C too, deletes it; a killed process leaves
-    `NAME.partial`, which the next run replaces.
+    Any exception, Ctrl-C included, deletes it; a killed process leaves `NAME.partial`, which the
+    next run replaces.
 
     Raises:
         SparqError: as `check_target`; another process is writing the file; or the system refuses.
@@ -94,7 +94,7 @@ def new_file(path: Path, force: bool = False) -> Iterator[tuple[Path, int]]:
 
 
 def cannot_write(path: Path, e: OSError) -> SparqError:
-    """The error to tell instead of the system's."""
+    """The error that replaces the system's."""
     if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return SparqError(f"{path}: the disk is full; nothing was kept", "make room")
     return SparqError(f"{path}: cannot be written: {e.strerror or e}", "write to another folder")

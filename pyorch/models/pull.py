@@ -1,8 +1,8 @@
-"""Models and data sets from the hub: which files a name means, and how they come into the cache.
+"""Models and data sets on the hub: finding the files that a name means, and caching them.
 
-`transfer` brings the bytes. Here are the names, the choice among the files of a repository, the
-disk's space before and the header after, and errors that say what to do. Names and hashes that a
-hub sends are checked before they become part of a path.
+`transfer` downloads the bytes. This module has the names, the choice among a repository's files,
+the checks of disk space before and of the header after, and errors that say what to do. Names and
+hashes that a hub sends are checked before they become part of a path.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pyorch.models.transfer import (
 from pyorch.progress import Progress, Say, progress_bar, silent
 from pyorch.text import human_bytes
 
-PREFERRED = "Q4_K_M"  # of several files, when none is named
+PREFERRED = "Q4_K_M"  # the preferred file if none is named
 
 _SPEC = re.compile(
     r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(:(?P<quant>\w[\w.-]*)|/(?P<file>[^@]+\.gguf))?"
@@ -49,14 +49,14 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class Spec:
-    """What is meant on the hub: one file, one quantisation, or neither, which is then chosen."""
+    """A model on the hub. It names a file or a quantisation; otherwise one is chosen."""
 
     repo: str
     file: str = ""
     quant: str = ""
     revision: str = "main"
-    card: str = ""  # that named the repository
-    kind: str = "model"  # of repository: or `dataset`; or `package`, of the Python index
+    card: str = ""  # the card that named the repository
+    kind: str = "model"  # the kind of repository; or `dataset`, or `package` (Python index)
 
     @property
     def folder(self) -> Path:
@@ -67,13 +67,13 @@ class Spec:
 
     @property
     def package(self) -> cards.Package | None:
-        """That the card's file comes in."""
+        """The package that contains the card's file."""
         return cards.load(self.card).package if self.kind == "package" else None
 
 
 @dataclass(frozen=True)
 class Model:
-    """The files that make up one model (several if it is split), first part first."""
+    """The files of a model (several if it is split), with the first part first."""
 
     spec: Spec
     commit: str
@@ -89,7 +89,7 @@ class Model:
 
     @property
     def path(self) -> Path:
-        """The first file in the cache. Only a complete model has one."""
+        """The path of the first file in the cache. Only a complete model has one."""
         assert self.files[0].path is not None
         return self.files[0].path
 
@@ -98,15 +98,15 @@ def parse_spec(text: str, original: bool = False) -> Spec | None:
     """`hf:org/repo`, `hf:org/repo:QUANT`, `[hf:]org/repo/file.gguf`, a card's name with `:QUANT` or
     without, each with `@REVISION`.
 
-    Returns None for the path of a file: what is there, or begins with a folder that is there, or
-    has no such form.
+    Returns None for the path of a file: it exists, its first folder exists, or it has none of these
+    forms.
 
     Args:
-        original: a card stands for the repository it was published in, not for its GGUF files.
+        original: a card means the repository that the model was published in, not its GGUF files.
 
     Raises:
-        SparqError: `hf:` with something wrong after it, or lacking; a card whose model llama.cpp
-            does not load or that knows no GGUF files; one word that is neither a file nor a card.
+        SparqError: what follows `hf:` is wrong or missing, llama.cpp does not load the card's
+            model, the card knows no GGUF files, or a word is neither a file nor a card.
     """
     named = text.startswith("hf:")
     if not named:
@@ -170,14 +170,14 @@ def _is_safe(name: str) -> bool:
 
 
 def find(spec: Spec, say: Say = silent) -> Model:
-    """Choose the files that `spec` means, among those of the hub; offline, of the cache.
+    """Choose the files that `spec` means from those on the hub or, offline, in the cache.
 
     Args:
         say: called with one line when there is something to wait for.
 
     Raises:
-        SparqError: no such repository, revision or file, no access, no connection, a choice that
-            only the user can make, or a checksum that is not the one on the card.
+        SparqError: there is no such repository, revision or file, no access, or no connection; only
+            the user can choose; or a checksum differs from the card's.
     """
     if spec.package:
         return Model(spec, spec.revision, (wheel.file_of(spec.package),))
@@ -194,7 +194,7 @@ def find(spec: Spec, say: Say = silent) -> Model:
 
 
 def find_files(spec: Spec, patterns: tuple[str, ...], say: Say = silent) -> Model:
-    """All files of a repository that match a pattern, as `*.json` or, in a folder, `a/*.json`.
+    """All files of a repository that match a pattern such as `*.json` or, in a folder, `a/*.json`.
 
     Raises:
         SparqError: as `find`.
@@ -210,14 +210,14 @@ def find_files(spec: Spec, patterns: tuple[str, ...], say: Say = silent) -> Mode
 
 
 def _files(spec: Spec, wanted: Callable[[str], bool], say: Say) -> tuple[str, dict[str, HubFile]]:
-    """The commit that the revision means, and files of it."""
+    """The commit that the revision means, and the wanted ones of its files."""
     from huggingface_hub import constants
 
     return (_cached if constants.HF_HUB_OFFLINE else _listed)(spec, wanted, say)
 
 
 def _listed(spec: Spec, wanted: Callable[[str], bool], say: Say) -> tuple[str, dict[str, HubFile]]:
-    """What the hub lists."""
+    """The commit and the wanted files, as the hub lists them."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     files, patience = {}, Patience(Transfer(0, say=say), spec.repo, broken=False)
@@ -245,7 +245,7 @@ def _listed(spec: Spec, wanted: Callable[[str], bool], say: Say) -> tuple[str, d
 
 
 def _cached(spec: Spec, wanted: Callable[[str], bool], say: Say) -> tuple[str, dict[str, HubFile]]:
-    """What the cache holds."""
+    """The commit and the wanted files, as the cache holds them."""
     for repo in cache.repositories(say):
         if (repo.repo_id, repo.repo_type) != (spec.repo, spec.kind):
             continue
@@ -266,7 +266,7 @@ def _cached(spec: Spec, wanted: Callable[[str], bool], say: Say) -> tuple[str, d
 
 
 def _choose(spec: Spec, files: Mapping[str, HubFile]) -> tuple[HubFile, ...]:
-    models: dict[str, list[str]] = {}  # name with the part's number left out -> files
+    models: dict[str, list[str]] = {}  # name without the number of the part -> files
     for name in sorted(files):
         shard = cache.SHARD.fullmatch(name)
         models.setdefault(f"{shard[1]}.gguf of {shard[3]}" if shard else name, []).append(name)
@@ -274,7 +274,7 @@ def _choose(spec: Spec, files: Mapping[str, HubFile]) -> tuple[HubFile, ...]:
         chosen = [names for names in models.values() if spec.file in names]
     elif spec.quant:
         chosen = _of_quant(models, spec.quant)
-    else:  # what is no model by its name is not offered, but can be asked for
+    else:  # files whose names are not a model's are not offered, but can be asked for
         chosen = [n for n in models.values() if not re.search("mmproj|imatrix", n[0].lower())]
         if len(chosen) > 1:
             chosen = _of_quant(models, PREFERRED) or chosen
@@ -294,13 +294,13 @@ def _choose(spec: Spec, files: Mapping[str, HubFile]) -> tuple[HubFile, ...]:
 
 
 def _of_quant(models: Mapping[str, list[str]], quant: str) -> list[list[str]]:
-    """Those with this quantisation as a word of their name: Q4_K is not in Q4_K_M or IQ4_K."""
+    """The models with this quantisation as a word of their name: Q4_K is not in Q4_K_M or IQ4_K."""
     word = re.compile(rf"(?<![A-Za-z0-9]){re.escape(quant)}(?![A-Za-z0-9_])", re.IGNORECASE)
     return [n for key, n in models.items() if word.search(key.rpartition("/")[2])]
 
 
 def is_named(spec: Spec, name: str) -> bool:
-    """Whether a model's file is what `spec` names; without file and quantisation, all are."""
+    """Whether `spec` names a model's file; without a file or a quantisation it names all."""
     if spec.file:
         shard, asked = cache.SHARD.fullmatch(name), cache.SHARD.fullmatch(spec.file)
         return shard[1] == asked[1] if shard and asked else name == spec.file
@@ -324,7 +324,7 @@ def _no_choice(spec: Spec, files: Mapping[str, HubFile], chosen: list[list[str]]
 
 
 def bring(model: Model, say: Say = silent, quiet: bool = False) -> Model:
-    """`download` and `check`, with bars on a terminal unless it is to be `quiet`."""
+    """Call `download` and `check`, with progress bars on a terminal unless `quiet` is set."""
     if quiet:
         model = download(model)
         check(model)
@@ -341,14 +341,14 @@ def download(
     progress: Progress = silent,
     say: Say = silent,
 ) -> Model:
-    """Bring what is missing into the cache, with its checksum; `check` comes next.
+    """Download what is missing and check its checksum; `check` comes next.
 
     Args:
-        progress: called with (bytes here, bytes of the files to load), from other threads.
+        progress: called with (bytes here, total bytes), from other threads.
         say: called with one line when there is something to wait for.
 
     Raises:
-        SparqError: no space, no connection, no access, or a wrong checksum.
+        SparqError: there is no space, no connection or no access, or a checksum is wrong.
     """
     from huggingface_hub import constants
     from huggingface_hub.utils import logging
@@ -373,13 +373,13 @@ def download(
 
 
 def check(model: Model, progress: Progress = silent) -> None:
-    """Compare the checksums of what was in the cache before, and read the model's header.
+    """Compare the checksums of files that were cached before, and read the model's header.
 
     Args:
         progress: called with (bytes read, bytes to read).
 
     Raises:
-        SparqError: a wrong checksum (the file is deleted), or not a GGUF file.
+        SparqError: a checksum is wrong (the file is deleted), or a file is not GGUF.
     """
     unchecked = [f for f in model.files if f.digest and not f.checked]
     total, done = sum(f.n_bytes for f in unchecked), 0
@@ -397,7 +397,7 @@ def check(model: Model, progress: Progress = silent) -> None:
 
 
 def _remember(model: Model) -> None:
-    """Note what the revision meant: offline, its name finds what is complete and checked."""
+    """Note the commit of the revision: offline, its name finds the complete, checked files."""
     if model.spec.revision == model.commit:
         return
     ref = model.spec.folder / "refs" / model.spec.revision
@@ -407,7 +407,7 @@ def _remember(model: Model) -> None:
 
 
 def _check_digest(folder: Path, file: HubFile, done: int, total: int, progress: Progress) -> None:
-    """`done` of `total` bytes were read before."""
+    """Compare a file with its checksum; `done` of `total` bytes were read before."""
     path = file.path
     assert path is not None
     digest = new_digest(file, path.stat().st_size)

@@ -2,9 +2,9 @@
 
 The quantiser is a function of the library that cannot be interrupted and ends the process on some
 damaged inputs. So it runs in a child process (this module as a program), which reports as JSON
-lines on stdout; this side shows, interrupts, and renames the file when it is finished. The program
-`llama-quantize` is not used: 55 more files would have to be compiled for it, half as many again as
-the library has.
+lines on stdout; this side shows progress, interrupts, and renames the finished file. The program
+`llama-quantize` is not used: it would take compiling 55 more files, half as many again as the
+library has.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from pyorch.models.new_file import check_space, check_target, new_file
 from pyorch.progress import Progress
 
 _STEP = re.compile(r"\[ *(\d+)/ *(\d+)\] ")
-_SLACK = 64 << 20  # metadata and padding, which the library does not count beforehand
+_SLACK = 64 << 20  # metadata and padding, which the library's estimate leaves out
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a model. Sizes in bytes of the whole files."""
+    """The result of quantising a model. Sizes are the bytes of whole files."""
 
     path: Path
     bytes_before: int
     bytes_after: int
     bits_per_weight: float
-    fallbacks: tuple[str, ...]  # tensors that got another type, in the library's words
+    fallbacks: tuple[str, ...]  # tensors that got a different type, in the library's words
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What the child is asked to do. Without a target it only plans."""
+    """The job of the child process. Without a target it only plans."""
 
     source: str
     type: int
@@ -82,20 +82,20 @@ def quantize(
     allow_requantize: bool = False,
     progress: Progress | None = None,
 ) -> Result:
-    """Write `target`, a copy of the model `source` (any part of a split model's first) in a type.
+    """Write the model `source` (the first part of a split model) to `target` in another type.
 
     Args:
-        type_name: a key of `types`, in any case of letters.
+        type_name: a key of `types`, in upper or lower case.
         imatrix: importance matrix of llama-imatrix, as GGUF or in its older format.
-        force: replace `target` if it is there.
-        allow_requantize: also from a quantised model, which loses more than from the original.
-        progress: called with (tensors done, tensors).
+        force: replace `target` if it exists.
+        allow_requantize: accept a quantised model, which loses more than the original would.
+        progress: called with (tensors done, total).
 
     Raises:
-        SparqError: wrong arguments, a damaged model, no space, or the library refuses. `target` is
-            then what it was.
+        SparqError: the arguments are wrong, the model is damaged, there is no space, or the library
+            refuses. `target` is then unchanged.
     """
-    native.lib_dir()  # refuses where nothing is built: the types come with it
+    native.lib_dir()  # refuses if nothing is built: the types come with the library
     known = types()
     if type_name.upper() not in known:
         raise nearest("--type", type_name.upper(), tuple(known))
@@ -104,7 +104,7 @@ def quantize(
     if target.exists() and any(os.path.samefile(target, p) for p in before.parts):
         raise SparqError(f"{target}: is the model itself", "give another name", 2)
     if imatrix is not None:
-        read_imatrix(imatrix)  # for its error, before anything is written
+        read_imatrix(imatrix)  # reports a fault before anything is written
     job = _Job(
         str(source),
         known[type_name.upper()],
@@ -132,7 +132,7 @@ def quantize(
 
 
 def _run(job: _Job, progress: Progress | None, *locks: int) -> dict[str, Any]:
-    """Do one job in a child process. It ends with us: its stdout is then closed."""
+    """Do one job in a child process. The child ends with us, because its stdout is then closed."""
     argv = [sys.executable, "-m", "pyorch.models.quantize", json.dumps(asdict(job))]
     with (
         tempfile.TemporaryFile() as said,
@@ -199,7 +199,7 @@ def _work(job: _Job) -> dict[str, Any]:
         if job.target and (match := _STEP.match(text)):
             try:
                 send({"step": [int(match[1]) - 1, int(match[2])]})
-            except BaseException:  # who asked is gone; no exception can pass through C
+            except BaseException:  # the parent is gone; no exception can pass through C
                 os._exit(1)
         line += text
         if line.endswith("\n"):

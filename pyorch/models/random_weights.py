@@ -1,4 +1,4 @@
-"""Random weights of the types that a synthetic model has, of any number from a small pool."""
+"""Random weights for synthetic models: any number of them, from a small pool."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 
 from pyorch.ggml import BY_NAME
 
-_BLOCK = BY_NAME["q8_0"].per_block  # elements, all of one scale
+_BLOCK = BY_NAME["q8_0"].per_block  # elements that share a scale
 _SUPER = BY_NAME["q4_K"].per_block  # as q6_K has
-_POOL_BLOCKS = 32_771  # a prime: rows of a power of two never begin at the same block
-_CHUNK = 4 << 20  # bytes given at once
+_POOL_BLOCKS = 32_771  # a prime: rows of a power of two never start at the same block
+_CHUNK = 4 << 20  # bytes per piece
 
 
 class Pools:
-    """Random weights: for each type and input width one pool of blocks, which tensors repeat."""
+    """Random weights: one pool of blocks for each type and input width, which tensors repeat."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self.rng = rng
@@ -55,7 +55,7 @@ def _f16(rng: np.random.Generator, std: float) -> np.ndarray:
 def _q8_0(rng: np.random.Generator, std: float) -> np.ndarray:
     block = np.zeros(_POOL_BLOCKS, np.dtype([("d", "<f2"), ("qs", "i1", _BLOCK)]))
     block["qs"] = rng.integers(-127, 128, (_POOL_BLOCKS, _BLOCK), dtype=np.int8)
-    # of -127..127, evenly drawn
+    # the standard deviation of a uniform draw from -127..127
     block["d"] = rng.uniform(0.8, 1.2, _POOL_BLOCKS) * std / math.sqrt(127 * 128 / 3)
     return block
 
@@ -75,7 +75,7 @@ def _q4_k(rng: np.random.Generator, std: float) -> np.ndarray:
 
 
 def _q6_k(rng: np.random.Generator, std: float) -> np.ndarray:
-    """d*sc*(q - 32), sc of either sign."""
+    """d*sc*(q - 32), where sc has either sign."""
     form = [("ql", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), ("d", "<f2")]
     block = np.zeros(_POOL_BLOCKS, np.dtype(form))
     for part in ("ql", "qh"):

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 QUANTS = ("q8_0", "q4_k_m", "f16")
 TOKENIZERS = ("llama-spm", "llama-bpe", "bytes")
-VERSION = 3  # raised when the same arguments give another file
+VERSION = 3  # raised whenever the same arguments give a different file
 
-_VOCAB = "ggml-vocab-"  # how llama.cpp names files that hold a vocabulary alone
+_VOCAB = "ggml-vocab-"  # how llama.cpp names files with only a vocabulary
 _BLOCK = BY_NAME["q8_0"].per_block
 _SUPER = BY_NAME["q4_K"].per_block  # as q6_K has
 _SPECIAL = ("<unk>", "<s>", "</s>")
@@ -55,18 +55,18 @@ class Shape:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K and V of one position in all layers, as f16."""
+        """The bytes of K and V for one position in all layers, as f16."""
         return 2 * 2 * self.n_layer * self.n_head_kv * self.head_dim
 
 
-_TOKENIZER = {"llama": "llama-spm", "gpt2": "llama-bpe"}  # of a card's kind of vocabulary
+_TOKENIZER = {"llama": "llama-spm", "gpt2": "llama-bpe"}  # by the card's kind of vocabulary
 
 
 def shape_like(name: str, **changes: int | str | None) -> Shape:
     """The shape of a model that has a card, with some sizes replaced; None leaves a size as it is.
 
     Raises:
-        SparqError: an unknown model or one that is no Llama, or sizes that do not go together.
+        SparqError: the model is unknown or not a Llama, or the sizes do not fit together.
     """
     card = cards.load(name)
     if card.architecture != "llama":
@@ -94,17 +94,17 @@ def fewer_layers(name: str, n_layer: int) -> Shape:
 
 
 def folder() -> Path:
-    """Where `bench` keeps the models that it writes, a part of the cache."""
+    """The folder in the cache where `bench` keeps the models that it writes."""
     return paths.cache() / "bench"
 
 
 def written() -> list[Path]:
-    """The models that `bench` has written and that are still there."""
+    """The models that `bench` has written and that still exist."""
     return [p for p in sorted(folder().glob("*.gguf")) if not p.name.startswith(_VOCAB)]
 
 
 def file_bytes(shape: Shape, quant: str) -> int:
-    """Bytes of all tensors."""
+    """The bytes of all tensors."""
     return sum(t.n_bytes(quant) for t in _tensors(shape))
 
 
@@ -121,7 +121,7 @@ def _check(shape: Shape, block: int = _BLOCK) -> None:
             exit_code=2,
         )
     for name in ("n_embd", "n_ff", "head_dim"):
-        # head_dim is no row of a tensor, n_head*head_dim is
+        # a row of a tensor has n_head*head_dim elements, not head_dim
         least = block if name != "head_dim" else _BLOCK
         if getattr(shape, name) % least or shape.n_head * shape.head_dim % block:
             raise SparqError(
@@ -146,10 +146,10 @@ def write(
     name: str = "",
     force: bool = True,
 ) -> int:
-    """Write the model; the file appears when it is complete. Returns its size in bytes.
+    """Write the model. The file appears only when it is complete. Returns its size in bytes.
 
     Raises:
-        SparqError: sizes that do not go together, the file is there and `force` is not given, or it
+        SparqError: the sizes do not fit together, the file exists and `force` is not given, or it
             cannot be written.
     """
     if quant not in QUANTS:
@@ -164,14 +164,14 @@ def write(
 
 @dataclass(frozen=True)
 class _Tensor:
-    """`shape` as numpy has it, outermost first. One axis = a norm: ones, f32."""
+    """A tensor. `shape` is in numpy's order, outermost first. One axis means a norm: ones, f32."""
 
     name: str
     shape: tuple[int, ...]
     more_bits: bool = False  # q6_K instead of q4_K
 
     def type(self, quant: str) -> str:
-        """Its type in a model of this kind, by ggml's name."""
+        """ggml's name of its type in a model of this quantisation."""
         if len(self.shape) == 1:
             return "f32"
         if quant == "q4_k_m":
@@ -221,7 +221,7 @@ def _write(path: Path, shape: Shape, quant: str, seed: int, name: str) -> None:
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_ti_data_to_file()
-    assert w.fout is not None  # since the header is written
+    assert w.fout is not None  # set when the header was written
     out = w.fout[0]
     try:
         w.write_padding(out, out.tell())
@@ -265,7 +265,7 @@ def _add_tokenizer(w: gguf.GGUFWriter, s: Shape) -> None:
     tokens, types = found["tokens"], found["token_type"]
     n = min(s.n_vocab, len(tokens))
     if s.tokenizer == "llama-spm":
-        # the space, which any text needs, is far behind
+        # any text needs the space, which comes much later
         keep = [*range(n - 1), max(n - 1, tokens.index(_SPACE))] if n < len(tokens) else range(n)
         scores = [found["scores"][i] for i in keep]
         _add_tokens(w, s, [tokens[i] for i in keep], [types[i] for i in keep], scores)
@@ -300,7 +300,7 @@ def _add_tokens(
 
 
 def _read_tokenizer(name: str) -> dict[str, Any]:
-    """The keys `tokenizer.ggml.*` of a vocabulary of the pinned source."""
+    """The keys `tokenizer.ggml.*` of a vocabulary in the pinned source."""
     import gguf
 
     path = folder() / f"{_VOCAB}{name}.gguf"

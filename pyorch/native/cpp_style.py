@@ -1,8 +1,8 @@
 """The layout of the native code: `python -m pyorch.native.cpp_style [--check] FILE..`
 
-clang-format (.clang-format) decides on braces and indentation. It can not be told to leave the
-spaces within a line alone, which we use for tables and in `a*b + c`, nor a short statement on one
-line: of its result only those lines are taken that differ otherwise.
+clang-format (.clang-format) decides on braces and indentation. It cannot be told to keep our
+spaces within a line, as in tables and in `a*b + c`, nor to keep a short statement on one line. So
+we take only those lines of its result that differ in other ways.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def squeeze(line: str) -> str:
 
 
 def is_spread(ours: Sequence[str], theirs: Sequence[str]) -> bool:
-    """Are theirs our lines, of which some were broken?"""
+    """Whether their lines are ours with some of them broken."""
     n = 0
     for line in ours:
         rest = line
@@ -34,7 +34,7 @@ def is_spread(ours: Sequence[str], theirs: Sequence[str]) -> bool:
 
 
 def merge(ours: Sequence[str], theirs: Sequence[str]) -> list[str]:
-    """Our lines with the indentation of theirs; theirs where they are not our lines, or broken."""
+    """Our lines with their indentation, and their lines where those differ or were broken."""
     a, b = ([squeeze(line) for line in lines] for lines in (ours, theirs))
     out: list[str] = []
     for _, i, j, k, n in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
@@ -47,7 +47,7 @@ def merge(ours: Sequence[str], theirs: Sequence[str]) -> list[str]:
 
 
 def formatted(text: str, name: str) -> str:
-    """The text as clang-format and we want it; name: of the file, which tells the language."""
+    """The text in our layout. The file's `name` tells clang-format the language."""
     name += ".cpp" if name.endswith((".cu", ".cuh")) else ""
     tool = Path(sys.executable).with_name("clang-format")
     argv = [str(tool), "--style=file", f"--assume-filename={name}"]

@@ -68,13 +68,13 @@ class Device:
 class Toolkit:
     nvcc: str
     release: str  # "13.0"
-    include: tuple[str, ...]  # folders that the toolkit itself does not have
-    lib: tuple[str, ...]  # where the libraries are at run time; the toolkit's own first
-    libraries: dict[str, str]  # name, as cublas -> file, where not the toolkit's own
+    include: tuple[str, ...]  # folders outside the toolkit
+    lib: tuple[str, ...]  # folders of the libraries at run time; the toolkit's own comes first
+    libraries: dict[str, str]  # name, such as cublas -> file, for those outside the toolkit
 
     @property
     def flags(self) -> list[str]:
-        # they come after the toolkit's own headers, which may be of another release
+        # they come after the toolkit's own headers, since they may be of another release
         return [f"-isystem={folder}" for folder in self.include]
 
 
@@ -85,7 +85,7 @@ def nvcc() -> str:
 
 
 def find_nvcc() -> str:
-    """Path of the CUDA compiler, or an empty string."""
+    """The path of the CUDA compiler, or an empty string."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     folders = [f"{home}/bin" for home in homes if home]
     found = shutil.which("nvcc") or shutil.which("nvcc", path=os.pathsep.join(folders))
@@ -93,14 +93,14 @@ def find_nvcc() -> str:
 
 
 def release(nvcc: str) -> str:
-    """`13.0`; an empty string where it says nothing of the kind."""
+    """The release of a compiler, such as `13.0`; an empty string if it does not say."""
     match = re.search(r"release (\d+\.\d+)", probe.run([nvcc, "--version"]).stdout)
     return match.group(1) if match else ""
 
 
 @functools.cache
 def devices() -> tuple[tuple[Device, ...], str]:
-    """The devices, and why there is none. Costs nothing where the kernel knows of no GPU."""
+    """The devices, or why there are none. Costs nothing if the kernel knows of no GPU."""
     if not any(Path(file).exists() for file in ("/dev/nvidiactl", "/dev/dxg")):
         return (), "the system has no NVIDIA device"
     done = probe.run([sys.executable, "-c", _DEVICES])
@@ -112,8 +112,8 @@ def devices() -> tuple[tuple[Device, ...], str]:
 
 
 def present() -> bool:
-    """Whether there is a compiler and a device, so that a build without options uses them; with
-    SPARQ_CUDA=0 it does not."""
+    """Whether a build without options uses CUDA: there is a compiler and a device, and SPARQ_CUDA
+    is not 0."""
     return os.environ.get("SPARQ_CUDA") != "0" and bool(find_nvcc()) and bool(devices()[0])
 
 
@@ -159,7 +159,7 @@ def toolkit(compiler: probe.Compiler) -> tuple[Toolkit | None, str]:
             files = [f for folder in lib for f in sorted(Path(folder).glob(f"lib{name}.so*"))]
             if files:
                 libraries[name] = str(files[0])
-    # the loader does not know every toolkit
+    # the loader does not find every toolkit by itself
     lib = [*map(str, own), *(lib if libraries else ())]
     found = Toolkit(nvcc, number, tuple(include), tuple(lib), libraries)
     with tempfile.TemporaryDirectory(prefix="sparq-probe-") as temp:
@@ -205,7 +205,7 @@ def _python_packages(major: str) -> list[Path]:
 
 
 def cmake_options(found: Toolkit, arch: str) -> dict[str, str]:
-    """What the configure step is told, by name."""
+    """The CMake variables of a build with CUDA."""
     values = {
         "GGML_CUDA": "ON",
         "GGML_CUDA_NCCL": "OFF",
@@ -214,7 +214,7 @@ def cmake_options(found: Toolkit, arch: str) -> dict[str, str]:
     }
     values |= {f"CUDA_{name}_LIBRARY": file for name, file in found.libraries.items()}
     if not _driver_library(found):
-        values["GGML_CUDA_NO_VMM"] = "ON"  # nothing to link it with
+        values["GGML_CUDA_NO_VMM"] = "ON"  # the driver's library, which it would link, is missing
     return values
 
 

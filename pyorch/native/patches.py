@@ -16,7 +16,7 @@ TRAILERS = ("Upstream-Status", "Core-Touch", "Calls", "Gate")
 
 @dataclass
 class Change:
-    """What a patch does to one file. A line is (tag, text): tag is one of b" ", b"-", b"+"."""
+    """The change of one file. A line is (tag, text), with b" ", b"-" or b"+" as its tag."""
 
     path: str
     creates: bool = False
@@ -54,7 +54,7 @@ def series(patch_dir: Path | None = None) -> list[Path]:
 
 
 def digest(patch_dir: Path | None = None) -> str:
-    """Content hash of the series: names and bytes, in order."""
+    """The hash of the series: names and bytes, in order."""
     return digest_of({patch.name: patch for patch in series(patch_dir)})
 
 

@@ -1,4 +1,4 @@
-"""What this machine can compile and run, found out by doing it.
+"""What this machine can compile and run, found by trying.
 
 `cpuid` is not to be trusted: some cloud machines report AMX and kill the process at its first tile
 instruction. So each instruction set that `-march=native` would use is executed once, in a child
@@ -27,14 +27,14 @@ _INSTALL = (
 
 @dataclass(frozen=True)
 class Compiler:
-    cc: str  # as in the variable CC: may hold arguments
+    cc: str  # as in the variable CC; it may include arguments
     cxx: str
-    version: str  # first lines of `--version` of both
+    version: str  # the first lines of both compilers' `--version`
 
 
 @dataclass(frozen=True)
 class Probe:
-    """`flags` go to the C and C++ compiler; `off` says for each thing switched off why."""
+    """`flags` are for the C and C++ compilers; `off` has the reason for each feature it names."""
 
     isa: tuple[str, ...]
     flags: tuple[str, ...]
@@ -43,7 +43,7 @@ class Probe:
 
 
 def check_system() -> None:
-    """Refuse systems on which nothing here was ever tried.
+    """Refuse systems on which this was never tried.
 
     Raises:
         SparqError: neither Linux nor macOS.
@@ -69,7 +69,7 @@ def find_compiler() -> Compiler | None:
 
 
 def need_compiler() -> Compiler:
-    """Like `find_compiler`.
+    """The compiler that `find_compiler` finds.
 
     Raises:
         SparqError: none is there.
@@ -82,7 +82,7 @@ def need_compiler() -> Compiler:
 
 
 def cpu() -> tuple[str, str]:
-    """(name, hash of everything the system says about its instruction sets)."""
+    """The CPU's name, and a hash of all that the system says about its instruction sets."""
     if platform.system() == "Darwin":
         text = run(["sysctl", "machdep.cpu", "hw.optional"]).stdout
         name = re.search(r"machdep.cpu.brand_string: (.*)", text)
@@ -102,14 +102,14 @@ def cpu() -> tuple[str, str]:
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
+    """The number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def memory() -> int:
-    """Bytes of main memory."""
+    """The bytes of main memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -191,7 +191,7 @@ def _probe_x86(compiler: Compiler, folder: Path) -> tuple[list[str], list[str], 
         status = run([str(folder / "isa"), str(i)]).returncode
         if status == 0:
             isa.append(name)
-        elif status != 3:  # 3: the compiler would not use it anyway
+        elif status != 3:  # 3: the compiler does not use it in any case
             flags += switches
             how = f"signal {-status}" if status < 0 else "the kernel refuses it"
             off[name] = f"the CPU reports it, but executing it fails ({how})"
@@ -209,7 +209,7 @@ def _compile(compiler: str, file: Path, code: str, options: list[str]) -> str:
 
 
 def run(argv: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a program for what it says, for a minute at most; one that cannot run ends with 127."""
+    """Run a program for its output, for a minute at most; one that cannot run returns 127."""
     env = {**os.environ, "LC_ALL": "C"}
     try:
         return subprocess.run(

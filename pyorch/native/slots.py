@@ -1,7 +1,7 @@
-"""What a node of ours does, and which slot of its `src[]` holds which source, for what reads nodes
-as they run.
+"""The ops of our nodes, and the slots of their sources in `src[]`, for code that reads nodes while
+they run.
 
-ggml_ops/ggml-sparse.h and ggml-sparse-nodes.h in Python; tests compare them.
+This mirrors ggml_ops/ggml-sparse.h and ggml-sparse-nodes.h; tests compare them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ SLOTS: dict[int, dict[str, int]] = {
     PREFILL: _PREFILL,
 }
 
-I_FORCED = 7  # in the op_params of SELECT: from where on the cells of a row of `wanted` stand
+I_FORCED = 7  # in the op_params of SELECT: the place in a row of `wanted` where its cells begin
 
 
 def source_of(t: Tensor, name: str) -> Tensor | None:
-    """A source of a node of ours, None if it was not given. KeyError: its step has none of it."""
+    """A source of one of our nodes; None if it was not given. KeyError: the op has none of it."""
     return source(t, SLOTS[t.op_params[0]][name])

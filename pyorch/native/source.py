@@ -21,13 +21,13 @@ from pyorch.progress import Say
 
 @dataclass(frozen=True)
 class Pin:
-    """One source that the series fits: `key value` lines of `patches/UPSTREAM`."""
+    """A source that the series fits, as `key value` lines in `patches/UPSTREAM`."""
 
     package: str  # name on the package index
     version: str
     sha256: str  # of the sdist
-    folder: str  # of llama.cpp inside the sdist
-    repo: str  # where llama.cpp came from, for people
+    folder: str  # the folder of llama.cpp inside the sdist
+    repo: str  # where llama.cpp came from, for information
     commit: str
 
     @property
@@ -37,9 +37,9 @@ class Pin:
 
 @dataclass(frozen=True)
 class Source:
-    """Where the source comes from. `key` identifies its content, before any download."""
+    """The place of the source. `key` identifies its content before any download."""
 
-    path: Path  # sdist file (perhaps not there yet) or unpacked sdist
+    path: Path  # an sdist file, perhaps not downloaded yet, or an unpacked sdist
     key: str
     pinned: bool
 
@@ -47,7 +47,7 @@ class Source:
 def pins(patch_dir: Path | None = None) -> list[Pin]:
     """Read `UPSTREAM`: the sources that the series fits. The first is the one that is built.
 
-    Each `version` begins a pin; what comes before the first holds for all.
+    Each `version` begins a pin; lines before the first one apply to all.
 
     Raises:
         SparqError: a key is missing or unknown.
@@ -68,7 +68,7 @@ def pins(patch_dir: Path | None = None) -> list[Pin]:
 
 
 def read_pin(patch_dir: Path | None = None) -> Pin:
-    """The pin to build: that of the version in SPARQ_LLAMA_PIN, else the first.
+    """The pin to build: the one that SPARQ_LLAMA_PIN names, else the first.
 
     Raises:
         SparqError: there is no pin of that version.
@@ -85,7 +85,7 @@ def read_pin(patch_dir: Path | None = None) -> Pin:
 
 
 def locate(pin: Pin) -> Source:
-    """Name the source without fetching it: the pinned sdist, or what SPARQ_LLAMA_SOURCE points to.
+    """Returns the pinned sdist or what SPARQ_LLAMA_SOURCE points to. Nothing is fetched.
 
     Raises:
         SparqError: SPARQ_LLAMA_SOURCE points to nothing usable.
@@ -109,7 +109,7 @@ def locate(pin: Pin) -> Source:
 
 
 def fetch(pin: Pin, source: Source, note: Say) -> None:
-    """Make `source.path` exist and be the pinned content. A source of the user's is not checked.
+    """Make sure that `source.path` has the pinned content. A user's own source is not checked.
 
     Raises:
         SparqError: no download, or a wrong checksum.
@@ -147,8 +147,8 @@ def prepare_metadata_for_build_wheel(folder, config_settings=None):
 
 
 def pip_command(folder: Path) -> list[str]:
-    """How to run pip. Environments that uv made have none: then the one that Python brings along
-    goes into `folder`, or, where a distribution has removed that too, uv runs it.
+    """The command that runs pip. In an environment without pip, as uv makes them, Python's bundled
+    pip goes into `folder`; if a distribution has removed that too, uv runs it.
 
     Raises:
         SparqError: there is none of the three.
@@ -202,8 +202,8 @@ def unpack(
 ) -> None:
     """Write every file below `folder` of the sdist to `into`, except top-level names in `skip`.
 
-    With `only`, no other top-level names are written. Only plain files are, and only inside `into`;
-    what git keeps for itself is left out.
+    With `only`, no other top-level names are written. Only plain files inside `into` are written;
+    git's own files are left out.
 
     Raises:
         SparqError: the archive is damaged or holds a path that would escape.
@@ -247,12 +247,12 @@ def _members(sdist: Path, folder: str) -> Iterator[tuple[PurePosixPath, int, byt
             if not path.parts or path.is_absolute() or ".." in path.parts:
                 raise SparqError(f"{sdist} holds an unsafe path: {member.name}", "do not use it")
             handle = archive.extractfile(member)
-            assert handle is not None  # isfile() above
+            assert handle is not None  # it is a file, as checked above
             yield path, member.mode, handle.read()
 
 
 def digest_of(files: dict[str, Path]) -> str:
-    """Content hash of files: names and bytes, in order."""
+    """The hash of files: names and bytes, in order."""
     total = hashlib.sha256()
     for name, file in files.items():
         content = file.read_bytes()

@@ -1,6 +1,6 @@
 """`struct ggml_tensor` of the pinned ggml.h, and its values as numpy arrays.
 
-For the evaluation callback of llama.cpp, which hands out the address of every tensor it computed.
+llama.cpp's evaluation callback passes the address of every tensor that was computed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Tensor._fields_ = [
 
 
 def op_number(lib: Any, name: str) -> int:
-    """The value of an op in this build of ggml. lib: the module of C functions."""
+    """The number of an op in this build of ggml. lib: the module with the C functions."""
     call = lib._lib.ggml_op_name
     call.restype, call.argtypes = ctypes.c_char_p, [ctypes.c_int]
     return next(i for i in count() if call(i) == name.encode())
@@ -62,9 +62,9 @@ def source(t: Tensor, i: int) -> Tensor | None:
 
 
 def view(t: Tensor) -> np.ndarray:
-    """The memory of a tensor in host memory, numpy axes (slowest first), not a copy.
+    """A view of a tensor in host memory, not a copy, with numpy's axes (slowest first).
 
-    bf16 comes as its bits (uint16), types in blocks (q8_0) as the bytes of their rows (uint8).
+    bf16 comes as its bits (uint16), block types such as q8_0 as the bytes of their rows (uint8).
     """
     shape, strides = list(t.ne[::-1]), list(t.nb[::-1])
     dtype: Any = _DTYPES.get(t.type, np.uint8)
@@ -78,7 +78,7 @@ def view(t: Tensor) -> np.ndarray:
 
 
 def floats(stored: np.ndarray, kind: int) -> np.ndarray:
-    """A copy in f32 of what a `view`, or a part of one, stands for. kind: the tensor's `type`."""
+    """An f32 copy of the values of a `view` or a part of one. kind: the tensor's `type`."""
     if _in_blocks(kind):
         import gguf
 
@@ -90,7 +90,7 @@ def floats(stored: np.ndarray, kind: int) -> np.ndarray:
 
 
 def row_bytes(t: Tensor) -> int:
-    """Bytes of the fastest dimension."""
+    """The bytes of a row, the fastest dimension."""
     return TENSOR_TYPES[t.type].n_bytes(t.ne[0])
 
 

@@ -27,7 +27,7 @@ _EXPORT = ("--no-signature", "--no-numbered", "--zero-commit", "--full-index", "
 
 
 def _git(cwd: Path, *args: str, env: dict[str, str] | None = None, stdin: str | None = None) -> str:
-    """Run git without the user's settings, which change what it exports. Returns its output."""
+    """Run git without the user's settings, which would change its exports. Returns its output."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     clean |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
     try:
@@ -113,7 +113,7 @@ def upstream(patch_dir: Path, folder: Path, force: bool = False) -> None:
 
 
 def refresh(patch_dir: Path, folder: Path) -> None:
-    """Write the commits of the work tree back as the series, with true Core-Touch lines."""
+    """Write the commits of the work tree back as the series, with correct Core-Touch lines."""
     if not (folder / ".git").is_dir():
         raise SparqError(f"{folder} is not there", "make upstream")
     if dirty := _git(folder, "status", "--porcelain"):
@@ -134,7 +134,7 @@ def refresh(patch_dir: Path, folder: Path) -> None:
 
 
 def _correct_core_touch(folder: Path) -> None:
-    """Rewrite the Core-Touch line of each commit to the counts of its diff; trees stay."""
+    """Set the Core-Touch line of each commit to the counts of its diff; the trees stay the same."""
     parent = _git(folder, "rev-parse", "base")
     for commit in _git(folder, "rev-list", "--reverse", "base..HEAD").split():
         counts = [
@@ -178,7 +178,7 @@ def _with_table(readme: str, patch_dir: Path) -> str:
 
 
 def audit(patch_dir: Path) -> list[str]:
-    """What is wrong with the series as text: trailers and budget. Empty when all is well."""
+    """Returns the faults in the text of the series: trailers and budget. Empty if it has none."""
     wrong = []
     patches = [parse(file) for file in series(patch_dir)]
     for p in patches:
@@ -198,7 +198,7 @@ def audit(patch_dir: Path) -> list[str]:
 
 
 def check(patch_dir: Path) -> list[str]:
-    """What is wrong with the series, tried in a fresh work tree. Empty when all is well."""
+    """Returns the faults of the series in a fresh work tree. Empty if there are none."""
     wrong = audit(patch_dir)
     with tempfile.TemporaryDirectory() as temp:
         tree, exported = Path(temp) / "tree", Path(temp) / "exported"
