@@ -13,7 +13,7 @@ from pyorch.progress import progress_bar
 from pyorch.text import human_bytes
 
 if TYPE_CHECKING:
-    from pyorch.engine import Session
+    from pyorch.engine import Session, SessionOptions
     from pyorch.models.pull import Model
 
 
@@ -55,6 +55,20 @@ def first_ratio(card: str) -> str:
     return ratio_text(parse_spec(cards.load(card).settings).ratio or DEFAULT_RATIO)
 
 
+def session_options(
+    attention: AttentionSpec | None, context: ContextOptions, load: LoadOptions
+) -> SessionOptions:
+    """What the options ask of a session, as the engine takes it."""
+    return {
+        "n_ctx": context.ctx,
+        "n_threads": context.threads,
+        "type_k": load.cache.cache_type_k,
+        "type_v": load.cache.cache_type_v,
+        "attention": attention,
+        "rope": load.rope.settings(),
+    }
+
+
 def open_session(
     model: ModelOptions,
     attention: AttentionSpec | None,
@@ -72,15 +86,10 @@ def open_session(
     with progress_bar("loading the model") as progress:
         session = engine.load(
             path,
-            rope=load.rope.settings(),
-            n_ctx=context.ctx,
-            n_threads=context.threads,
             n_gpu_layers=load.n_gpu_layers,
-            type_k=load.cache.cache_type_k,
-            type_v=load.cache.cache_type_v,
             numa=load.numa or "",
-            attention=attention,
             progress=progress,
+            **session_options(attention, context, load),
         )
     note_if_beyond(session.n_ctx, session.geometry.n_ctx_train)
     return session

@@ -6,7 +6,6 @@ keyword argument `context`. A command with many options of its own makes such a 
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from pyorch.attention.spec import (
     parse_spec,
 )
 from pyorch.cli.groups import group, option, renamed, takes
+from pyorch.cli.log import show_log
 from pyorch.cli.types import (
     POSITIONS,
     POSITIVE,
@@ -228,7 +228,11 @@ SPEC_OPTION = ("-a", "--attn")  # `-a SPEC` is the one long form, in every comma
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What attention reads; None is not given."""
+    """What attention reads; None is not given.
+
+    Only the line of `-a` has min_k, gpu_min_mb, top_p, cap, k_layers and rank_layers, which few
+    need and a model's calibration sets.
+    """
 
     attn: str | None = option(
         *SPEC_OPTION,
@@ -378,33 +382,12 @@ sampling_options = takes(sampling=SamplingOptions)
 # ---- what is shown ----
 
 
-class _OnStderr(logging.Handler):
-    """Lines of a log, as they come."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        click.echo(record.getMessage(), err=True)
-
-
-_LOG = logging.getLogger("pyorch.llama")
-_ON_STDERR = _OnStderr()
-
-
-def _show_log(ctx: click.Context, param: click.Parameter, verbose: bool) -> None:
-    _LOG.setLevel(logging.INFO if verbose else logging.WARNING)
-    (_LOG.addHandler if verbose else _LOG.removeHandler)(_ON_STDERR)
-
-
-def shows_log() -> bool:
-    """Whether --verbose was given."""
-    return _ON_STDERR in _LOG.handlers
-
-
 verbose_option = click.option(
     "-v",
     "--verbose",
     is_flag=True,
     expose_value=False,
-    callback=_show_log,
+    callback=lambda ctx, param, verbose: show_log(verbose),
     help="Show llama.cpp's messages.",
 )
 json_option = click.option(

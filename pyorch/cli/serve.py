@@ -16,7 +16,8 @@ import click
 from pyorch import paths
 from pyorch.attention.spec import AttentionSpec
 from pyorch.cli import options as opt
-from pyorch.cli.loading import model_path
+from pyorch.cli.loading import model_path, session_options
+from pyorch.cli.log import shows_log
 from pyorch.cli.summary import info_of, why_dense
 from pyorch.cli.terminal import note, note_if_beyond
 from pyorch.cli.types import Number
@@ -79,15 +80,7 @@ def command(
     path = model_path(model.model, model.yes)
     with _listen(host, port) as listener:
         file = read_gguf(path)
-        settings = checked(
-            file,
-            n_ctx=context.ctx,
-            n_threads=context.threads,
-            type_k=load.cache.cache_type_k,
-            type_v=load.cache.cache_type_v,
-            attention=spec,
-            rope=load.rope.settings(),
-        )
+        settings = checked(file, **session_options(spec, context, load))
         note_if_beyond(settings.n_ctx, geometry(file).n_ctx_train)
         alias = path.name if Path(model.model).exists() else model.model
         _serve(Served(path, alias, settings, load, api_key), listener)
@@ -145,7 +138,7 @@ def _serve(served: Served, listener: socket.socket) -> None:
     note(f"{served.path.name}, attention {spec}, {served.settings.n_ctx} positions")
     note(f"http://{shown}:{port}/v1 is ready (all calls: /docs); Ctrl-C ends it")
 
-    level = "info" if opt.shows_log() else "warning"
+    level = "info" if shows_log() else "warning"
     with suppress(KeyboardInterrupt):
         uvicorn.Server(uvicorn.Config(app, log_level=level)).run(sockets=[listener])
     if info := info_of(library.lib, llama._ctx.ctx):
@@ -178,7 +171,7 @@ def _application(served: Served, host: str, port: int) -> tuple[FastAPI, Llama]:
         numa=NUMA[numa] if numa else 0,
         flash_attn=True,  # sparse attention needs it
         logits_all=False,  # else n_ctx times the vocabulary in memory
-        verbose=opt.shows_log(),
+        verbose=shows_log(),
     )
     try:
         app = server.create_app(

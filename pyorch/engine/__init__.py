@@ -26,6 +26,7 @@ from pyorch.engine.sampling import Sampler, Sampling
 from pyorch.engine.settings import (
     DEFAULT_CTX,
     Rope,
+    SessionOptions,
     cache_type,
     checked_ctx,
     usable_cores,
@@ -47,6 +48,7 @@ __all__ = [
     "Sampler",
     "Sampling",
     "Session",
+    "SessionOptions",
     "Timings",
     "Watch",
     "align",

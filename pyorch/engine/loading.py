@@ -4,54 +4,41 @@ from __future__ import annotations
 
 import os
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-from pyorch.attention.spec import AttentionSpec
 from pyorch.engine.library import Call, library
 from pyorch.engine.model import Model, Session, Watch
-from pyorch.engine.settings import Rope, checked
+from pyorch.engine.settings import SessionOptions, checked
 from pyorch.errors import SparqError
 from pyorch.models.gguf_file import GGUFFile, read_gguf
 from pyorch.progress import Progress
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def load(
     path: str | os.PathLike[str],
     *,
-    n_ctx: int | None = None,
-    n_threads: int | None = None,
-    n_batch: int = 512,
-    type_k: str = "f16",
-    type_v: str = "f16",
-    flash_attn: bool = True,
-    attention: AttentionSpec | str | None = None,
-    rope: Rope | None = None,
     watch: Watch | None = None,
     n_gpu_layers: int | None = None,
     numa: str = "",
     stock: bool = False,
     progress: Progress | None = None,
+    **options: Unpack[SessionOptions],
 ) -> Session:
     """Load a model and make one session, which closes the model when it is closed.
 
     Args:
-        n_ctx, n_threads, n_batch, type_k, type_v, flash_attn, attention, rope, watch: as for
-            `Model.session`; what is wrong with them is said before the model is read.
+        watch: as for `Model.session`.
         n_gpu_layers, numa, stock, progress: as for `load_model`.
+        options: those of `SessionOptions`; what is wrong with them is said before the model is
+            read.
 
     Raises:
         SparqError: anything wrong with the file, the sizes, or the library.
     """
-    settings = checked(
-        read_gguf(path),
-        n_ctx=n_ctx,
-        n_threads=n_threads,
-        n_batch=n_batch,
-        type_k=type_k,
-        type_v=type_v,
-        flash_attn=flash_attn,
-        attention=attention,
-        rope=rope,
-    )
+    settings = checked(read_gguf(path), **options)
     model = load_model(path, n_gpu_layers=n_gpu_layers, numa=numa, stock=stock, progress=progress)
     try:
         session = Session(model, settings, watch)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import statistics
 import weakref
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from pyorch.attention.spec import AttentionSpec
 from pyorch.engine import sparse
 from pyorch.engine.library import Library
-from pyorch.engine.settings import Rope, Settings, checked
+from pyorch.engine.settings import SessionOptions, Settings, checked
 from pyorch.errors import SparqError
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import GGUFFile
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Model:
@@ -31,48 +33,17 @@ class Model:
         self.n_vocab: int = self.lib.llama_vocab_n_tokens(self.vocab)
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
-    def session(
-        self,
-        *,
-        n_ctx: int | None = None,
-        n_threads: int | None = None,
-        n_batch: int = 512,
-        type_k: str = "f16",
-        type_v: str = "f16",
-        flash_attn: bool = True,
-        attention: AttentionSpec | str | None = None,
-        rope: Rope | None = None,
-        watch: Watch | None = None,
-    ) -> Session:
+    def session(self, *, watch: Watch | None = None, **options: Unpack[SessionOptions]) -> Session:
         """Make a context of this model, with an empty cache.
 
         Args:
-            n_ctx: its positions; None takes what the model was trained on, at most 8192. More than
-                the model was trained on needs a `rope`.
-            n_threads: threads that compute; None takes one per core that this process may use.
-            n_batch: tokens that are evaluated at once in prefill.
-            type_k, type_v: types of K and V in the cache: f16, f32, bf16, q8_0 or q4_0.
-            flash_attn: sparse attention needs True; False is llama.cpp's other path, to compare.
-            attention: settings, or their text; None takes llama.cpp's own.
-                SPARQ_ATTN is for other programs and does not count here.
-            rope: other rotations than the model's own, for longer contexts.
             watch: sees the tensors as they are computed.
+            options: those of `SessionOptions`.
 
         Raises:
             SparqError: settings that do not fit the model, or need more memory than there is.
         """
-        settings = checked(
-            self.file,
-            n_ctx=n_ctx,
-            n_threads=n_threads,
-            n_batch=n_batch,
-            type_k=type_k,
-            type_v=type_v,
-            flash_attn=flash_attn,
-            attention=attention,
-            rope=rope,
-        )
-        return Session(self, settings, watch)
+        return Session(self, checked(self.file, **options), watch)
 
     def close(self) -> None:
         """Free the sessions that are still open, then the model."""

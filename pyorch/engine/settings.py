@@ -6,6 +6,7 @@ import ctypes
 import math
 from dataclasses import asdict, dataclass, fields
 from types import ModuleType
+from typing import TypedDict
 
 from pyorch.attention.bytes import cache_bytes, shadow_bytes
 from pyorch.attention.saved import resolve
@@ -100,6 +101,31 @@ class Rope:
         return out
 
 
+class SessionOptions(TypedDict, total=False):
+    """What a session is made with, as keywords of `load`, `Model.session` and others; `checked` has
+    the defaults.
+
+    n_ctx           its positions; None takes what the model was trained on, at most 8192. More than
+                    the model was trained on needs a `rope`
+    n_threads       threads that compute; None takes one per core that this process may use
+    n_batch         tokens that are evaluated at once in prefill
+    type_k, type_v  types of K and V in the cache: f16, f32, bf16, q8_0 or q4_0
+    flash_attn      sparse attention needs True; False is llama.cpp's other path, to compare
+    attention       settings, or their text; None takes llama.cpp's own. SPARQ_ATTN is for other
+                    programs and does not count here
+    rope            other rotations than the model's own, for longer contexts
+    """
+
+    n_ctx: int | None
+    n_threads: int | None
+    n_batch: int
+    type_k: str
+    type_v: str
+    flash_attn: bool
+    attention: AttentionSpec | str | None
+    rope: Rope | None
+
+
 @dataclass(frozen=True)
 class Settings:
     """What a context is made with. `types` are those of K and V in the cache; with `attention`
@@ -139,7 +165,7 @@ def checked(
     attention: AttentionSpec | str | None = None,
     rope: Rope | None = None,
 ) -> Settings:
-    """The settings of a context for this model, which `Model.session` explains.
+    """The settings of a context for this model, from those that `SessionOptions` explains.
 
     Raises:
         SparqError: they do not fit the model, or the model with its cache not the memory.

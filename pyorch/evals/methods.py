@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from pyorch.attention.spec import AttentionSpec
 from pyorch.evals.recall import RecallWatch
 from pyorch.policies import Method
 from pyorch.policies.base import Policy
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # the library's counters that tables need
 _COUNTED = ("steps", "bytes_read", "bytes_dense", "positions_read", "calls_sparse")
@@ -46,48 +49,33 @@ class Runner:
         methods: Sequence[Method],
         recall: bool,
         *,
-        n_ctx: int,
-        n_threads: int | None = None,
         n_gpu_layers: int | None = None,
-        type_k: str = "f16",
-        type_v: str = "f16",
         numa: str = "",
-        rope: engine.Rope | None = None,
+        **options: Unpack[engine.SessionOptions],
     ) -> None:
         """
         Args:
             recall: whether `masses` will be called.
-
-        The other arguments are those of `engine.load_model` and `Model.session`.
+            n_gpu_layers, numa: as for `engine.load_model`.
+            options: those of the sessions, but for their attention, which the methods set.
 
         Raises:
             SparqError: the model cannot be loaded, or has no such session.
         """
         python = [m for m in methods if isinstance(m, Policy)]
-
-        def session(of: engine.Model, watch: RecallWatch | None = None) -> engine.Session:
-            return of.session(
-                n_ctx=n_ctx,
-                n_threads=n_threads,
-                type_k=type_k,
-                type_v=type_v,
-                attention="off",
-                rope=rope,
-                watch=watch,
-            )
-
+        dense: engine.SessionOptions = {**options, "attention": "off"}
         with ExitStack() as opened:
             loaded = opened.enter_context(
                 engine.load_model(model, n_gpu_layers=n_gpu_layers, numa=numa)
             )
-            self.session = session(loaded)  # it also tokenises
+            self.session = loaded.session(**dense)  # it also tokenises
             self._watch: RecallWatch | None = None
             self._watched: engine.Session | None = None
             if python or recall:
                 if not loaded.on_cpu:  # numpy could not read the tensors
                     loaded = opened.enter_context(engine.load_model(model, n_gpu_layers=0))
                 self._watch = RecallWatch(keep_queries=any(p.needs_prompt for p in python))
-                self._watched = session(loaded, self._watch)
+                self._watched = loaded.session(watch=self._watch, **dense)
             self._opened = opened.pop_all()
 
     def __enter__(self) -> Runner:
