@@ -22,8 +22,13 @@ class Decorator(Protocol):
 
 
 def option(*names: str, **attributes: Any) -> Any:
-    """A field of a group: an option as `click.option` has it, named and typed by the field."""
-    default = attributes.get("default", False if attributes.get("is_flag") else None)
+    """A field of a group: an option as `click.option` has it, named and typed by the field. The
+    field's default is what the command line makes of the option's, so that a group made by hand
+    has the same."""
+    otherwise = False if attributes.get("is_flag") else () if attributes.get("multiple") else None
+    default, kind = attributes.get("default", otherwise), attributes.get("type")
+    if kind is not None and default is not otherwise:
+        default = kind.convert(default, None, None)
     return field(default=default, metadata={"option": (names, attributes)})
 
 
@@ -75,14 +80,19 @@ def group(*options: Decorator) -> Decorator:
 
 def several(*names: str, of: click.ParamType, default: str = "", text: str = "") -> Any:
     """A field that is a list: an option that takes commas, and may be given several times."""
-    return option(
-        *names,
-        type=of if isinstance(of, Numbers) else Several(of),
-        multiple=True,
-        default=(default,) if default else (),
-        callback=lambda ctx, param, values: [x for value in values for x in value],
-        help=f"{text}  [default: {default}]" if default else text,
-    )
+    kind = of if isinstance(of, Numbers) else Several(of)
+    attributes = {
+        "type": kind,
+        "multiple": True,
+        "default": (default,) if default else (),
+        "callback": lambda ctx, param, values: [x for value in values for x in value],
+        "help": f"{text}  [default: {default}]" if default else text,
+    }
+
+    def converted() -> list[Any]:
+        return list(kind.convert(default, None, None)) if default else []
+
+    return field(default_factory=converted, metadata={"option": (names, attributes)})
 
 
 def renamed(old: str, *new: str) -> Decorator:

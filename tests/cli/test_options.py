@@ -8,10 +8,14 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from pyorch.cli import COMMANDS, cli
+from pyorch.cli import COMMANDS, bench, cli
+from pyorch.cli import eval as evaluate
 from pyorch.cli import options as opt
+from pyorch.cli.calibrate import SearchContext, SearchOptions
+from pyorch.cli.explain import WholeContext
 from pyorch.cli.groups import takes
 from pyorch.cli.types import Name
+from pyorch.engine import Sampling
 from pyorch.errors import SparqError
 
 
@@ -134,6 +138,14 @@ def test_a_name_means_one_thing() -> None:
         opt.LoadOptions,
         opt.AttentionOptions,
         opt.SamplingOptions,
+        SearchContext,
+        SearchOptions,
+        WholeContext,
+        bench.Grown,
+        bench.Wanted,
+        bench.Writing,
+        evaluate.ExampleOptions,
+        evaluate.MethodOptions,
     ],
 )
 def test_a_group_made_by_hand_has_the_defaults_of_the_command_line(kind: type) -> None:
@@ -146,6 +158,11 @@ def test_a_group_made_by_hand_has_the_defaults_of_the_command_line(kind: type) -
 
     assert CliRunner().invoke(command, [], catch_exceptions=False).exit_code == 0
     assert seen == [kind()]
+    assert repr(seen) == repr([kind()])  # 1 and 1.0, () and [] are not the same
+
+
+def test_sampling_has_the_defaults_of_the_engine() -> None:
+    assert opt.SamplingOptions().settings(Sampling().temp) == Sampling()
 
 
 def test_options_become_the_objects_that_a_command_asks_for() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 
-from pyorch import native
+from pyorch import native, paths
 from pyorch.attention.bytes import split
 from pyorch.attention.spec import (
     AttentionSpec,
@@ -17,6 +18,7 @@ from pyorch.attention.spec import (
     parse_ratio,
     parse_spec,
 )
+from pyorch.cli.options import AttentionOptions
 from pyorch.errors import SparqError
 
 
@@ -117,6 +119,28 @@ def test_wrong_spec(line: str, message: str, hint: str) -> None:
         parse_spec(line)
     assert message in e.value.message and hint in e.value.hint
     assert e.value.exit_code == 2 and "\n" not in e.value.message
+
+
+def test_a_setting_is_known_everywhere() -> None:
+    """To Python, to the parser of the library, to its documentation, and on the command line."""
+    ours = {f.name for f in fields(AttentionSpec)} - {"method"}
+    folder = paths.data("ggml_ops") / "llama"
+    parser, header = (
+        (folder / name).read_text("utf-8") for name in ("sparse-spec.cpp", "llama-sparse.h")
+    )
+    keys = re.search(r"KEYS = \{(.*?)\};", parser, re.DOTALL)
+    assert keys is not None
+    assert set(re.findall(r'"(\w+)"', keys[1])) == ours | {"k"}
+    text = header.partition("// A spec is one line")[2].partition("// Errors are text")[0]
+    lines = re.findall(r"^//   ([a-z]\w*(?:, \w+)*)(?: \(or k\))? ", text, re.MULTILINE)
+    assert {name for line in lines for name in line.split(", ")} == ours
+    options = {f.name.removeprefix("attn_") for f in fields(AttentionOptions)} - {"attn", "method"}
+    assert options < ours
+    said = re.search(
+        r"Only the line of `-a` has (.*?), which", AttentionOptions.__doc__ or "", re.S
+    )
+    assert said is not None
+    assert set(re.split(r",\s+|\s+and\s+", said[1])) == ours - options
 
 
 def library_parse(line: str) -> tuple[int, str]:
