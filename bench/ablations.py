@@ -25,6 +25,7 @@ import commands
 import plot
 
 from pyorch import policies
+from pyorch.attention.spec import BOUNDS
 from pyorch.cli import run as run_command
 from pyorch.cli.terminal import note
 from pyorch.cli.types import Number
@@ -36,12 +37,11 @@ from pyorch.evals.texts import read_texts
 from pyorch.progress import progress_bar
 
 NEEDS = "python bench/ablations.py --text BOOKS"
-EXACT = "min_ctx=0,min_k=1"
 RATIOS = ("1/2", "1/4", "1/8", "1/16", "1/32")
 SCANS = {
     "oracle": "oracle",
-    "SparQ f16": f"sparq,shadow=f16,{EXACT}",
-    "SparQ q4": f"sparq,{EXACT}",
+    "SparQ f16": f"sparq,shadow=f16,{BOUNDS}",
+    "SparQ q4": f"sparq,{BOUNDS}",
     "low-rank": "low-rank",
 }
 CONFIGS = ((16, 128), (8, 64), (4, 32))  # r, k
@@ -73,9 +73,9 @@ def points() -> list[tuple[str, str, str, policies.Method]]:
         for r, k in CONFIGS
     ]
     out += [
-        ("c", f"r = {r}", str(k), f"sparq,rank={r},topk={k},{EXACT}") for r in RANKS for k in KS
+        ("c", f"r = {r}", str(k), f"sparq,rank={r},topk={k},{BOUNDS}") for r in RANKS for k in KS
     ]
-    return [(*where, policies.parse(spec)) for *where, spec in out]
+    return [(panel, line, at, policies.parse(spec)) for panel, line, at, spec in out]
 
 
 @commands.measurement(
@@ -181,7 +181,7 @@ def draw(rows: Sequence[plot.Row]) -> Any:
         for ax, title in ((left, "what finds the positions"), (right, "rank x k")):
             ax.set(xscale="log", xlabel="bytes, % of dense", title=title)
             ticks = [3, 6, 12, 25, 50]
-            plot.x_ticks(ax, ticks, map(str, ticks))
+            plot.x_ticks(ax, ticks, [str(t) for t in ticks])
             ax.set_xlim(2, 60 if ax is left else 36)
         lines.write(figure)
     return figure

@@ -132,7 +132,7 @@ def measure(heads: capture.Heads, n_query: int, rng: np.random.Generator) -> dic
     out: dict[str, list[np.ndarray]] = {}
 
     def add(name: str, values: np.ndarray) -> None:
-        """(group, ..): means over the queries."""
+        """(n_group_q, ..): means over the queries."""
         out.setdefault(name, []).append(np.asarray(values))
 
     for h in range(n_head_kv):

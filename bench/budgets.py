@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +69,15 @@ class Case:
     seed: int
 
 
-def specs(result: dict[str, Any]) -> dict[str, AttentionSpec]:
+def specs(result: saved.Result) -> dict[str, AttentionSpec]:
     """The settings of each line, from what calibration found."""
     tried = {c["name"]: parse_spec(c["spec"]) for c in result["candidates"]}
     base = tried["uniform"]
-    found = {n: saved.applied(result[n], base) for n in ("calibrated", "top-p")}
+    calibrated = saved.applied(result["calibrated"], base)
+    top_p = saved.applied(result["top-p"], base)
     with_mean = next(s for n, s in tried.items() if n.startswith("uniform, "))
     lines = {"uniform": base, MEAN_V: with_mean, "ramp": tried["ramp"]}
-    return {**lines, "ramp-down": tried["ramp-down"], **found}
+    return {**lines, "ramp-down": tried["ramp-down"], "calibrated": calibrated, "top-p": top_p}
 
 
 def run(
@@ -103,10 +104,17 @@ def run(
     stamp = env["stamps"]["sparq"]
     found_texts = texts.read_texts(books)
     other = search.joined([calibrate_text])
-    sizes = {"n_pos": n_pos, "n_contexts": n_contexts, "n_tokens": n_tokens, "seed": seed}
-    hashes = {"text": _hash("\0".join(found_texts)), "calibrate_text": _hash(other)}
-    model_hash = saved.model_hash(model)
-    cases = [Case(model_hash, **hashes, ratio=r, **sizes) for r in ratios]
+    case = Case(
+        model=saved.model_hash(model),
+        text=_hash("\0".join(found_texts)),
+        calibrate_text=_hash(other),
+        ratio=0,
+        n_pos=n_pos,
+        n_contexts=n_contexts,
+        n_tokens=n_tokens,
+        seed=seed,
+    )
+    cases = [replace(case, ratio=r) for r in ratios]
     keys = {case: records.key(BENCH, asdict(case), stamp) for case in cases}
     done = {} if force else records.load(file)
     todo = [case for case in cases if keys[case] not in done]
@@ -260,8 +268,9 @@ def data(folder: Path) -> list[plot.Row]:
                          "needed_high": x.high, "at_most": int(x.at_most)})  # fmt: skip
     for rec in recs:
         found = specs(rec["calibration"])["calibrated"]
-        for il in rec["calibration"]["layers"] if found.k_layers else []:
-            k = found.k_layers[il].k
+        ks = found.k_layers or ()
+        for il in rec["calibration"]["layers"] if ks else []:
+            k = ks[il].k
             rows.append({"what": "k", "line": il, "ratio": rec["case"]["ratio"], "share": k})
     return rows
 

@@ -23,6 +23,7 @@ from pyorch.bench.records import Record, where_given
 from pyorch.cli.types import Number, Numbers
 from pyorch.errors import SparqError
 from pyorch.evals.texts import read_texts
+from pyorch.native.slots import FLASH_ATTN
 from pyorch.native.tensor import Tensor, floats, op_number, view
 from pyorch.progress import Progress
 
@@ -62,7 +63,7 @@ def _read(t: Tensor) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Heads:
-    """One layer. q (n_query, n_head_kv, group, d), k and v (n_head_kv, S, d); scale of q.k."""
+    """One layer. q (n_query, n_head_kv, n_group_q, d), k and v (n_head_kv, S, d); scale of q.k."""
 
     q: np.ndarray
     k: np.ndarray
@@ -90,7 +91,8 @@ class Capture:
         session = self.session
         engine.rewind(session, 0)
         engine.prefill(session, tokens[:-GROUP])
-        self._layers = found = []
+        found: list[Heads] = []
+        self._layers = found
         engine.prefill(session, tokens[-GROUP:])
         self._layers = None
         if not found:
@@ -100,10 +102,15 @@ class Capture:
 
 
 def _heads(t: Tensor) -> Heads:
-    q, k, v, mask = (_read(t.src[i].contents)[0] for i in range(4))
+    q, k, v, mask = (_read(t.src[FLASH_ATTN[x]].contents)[0] for x in ("q", "k", "v", "mask"))
     scale, max_bias, softcap = np.array(t.op_params[:3], np.int32).view(np.float32)
     seen = np.isfinite(mask.reshape(-1, mask.shape[-1])[: q.shape[1]]).sum(1)
-    if max_bias or softcap or t.src[4] or not np.array_equal(seen - seen[0], np.arange(len(seen))):
+    if (
+        max_bias
+        or softcap
+        or t.src[FLASH_ATTN["sinks"]]
+        or not np.array_equal(seen - seen[0], np.arange(len(seen)))
+    ):
         raise SparqError("biased, capped, windowed attention or attention sinks: not modelled here")
     n_head_kv, d = k.shape[0], k.shape[2]
     q = q.swapaxes(0, 1).reshape(q.shape[1], n_head_kv, -1, d)

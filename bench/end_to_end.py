@@ -15,7 +15,7 @@ from typing import Any
 
 import plot
 
-from pyorch.bench import output
+from pyorch.bench import output, paper
 
 FULL_LAYERS = 32
 FILE = "speed.jsonl"
@@ -35,10 +35,10 @@ class Published:
 
     def speedups(self) -> list[tuple[float, float]]:
         """By positions. Where there is no baseline, `sparq` is no time but the speed-up."""
-        sparq = plot.paper(self.name, self.sparq)
+        sparq = paper.points(self.name, self.sparq)
         if not self.baseline:
             return sparq
-        dense = dict(plot.paper(self.name, self.baseline))
+        dense = dict(paper.points(self.name, self.baseline))
         return [(x, dense[x] / y) for x, y in sparq]
 
 
@@ -113,19 +113,19 @@ def draw(of: Published, rows: Sequence[plot.Row]) -> Any:
     figure, (left, right) = plot.panels(2)
     ours = list(dict.fromkeys(r["attention"] for r in rows if "stock" not in r["attention"]))
     styles = plot.colours(ours)
-    paper = of.speedups()
+    published = of.speedups()
     lines = plot.Names()
     for name in ours:
         here = [r for r in rows if r["attention"] == name]
         colour, bars = styles[name], ("speedup_low", "speedup_high")
         lines.line(left, name, here, "positions", "speedup", bars, color=colour)
         known = [r for r in here if not math.isnan(r["limit"])]
-        style = {"color": colour, "fmt": ":", "linewidth": 1.2}
+        style: dict[str, Any] = {"color": colour, "fmt": ":", "linewidth": 1.2}
         lines.line(left, "", known, "positions", "limit", **style)
-    left.plot(*zip(*paper, strict=True), "s--", color=plot.PAPER)
-    lines.at(left, of.label, *paper[-1], plot.PAPER)
+    left.plot(*zip(*published, strict=True), "s--", color=plot.PAPER)
+    lines.at(left, of.label, *published[-1], plot.PAPER)
     left.axhline(1, color=plot.PAPER, linewidth=0.8)
-    all_x = [r["positions"] for r in rows] + [x for x, _ in paper]
+    all_x = [r["positions"] for r in rows] + [x for x, _ in published]
     plot.positions_axis(left, all_x)
     left.set(ylabel="times faster than dense", title="speed-up (dotted: limit by bytes)")
     left.set_ylim(bottom=0)

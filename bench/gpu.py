@@ -43,14 +43,15 @@ from ggml_ctypes import (  # noqa: E402
 )
 
 from pyorch import native  # noqa: E402
+from pyorch.attention.bytes import GROUP, GROUPS_PER_SUM, RUN, SHADOW_BYTES  # noqa: E402
 from pyorch.bench import records  # noqa: E402
 from pyorch.cli import run as run_command  # noqa: E402
 from pyorch.errors import SparqError  # noqa: E402
 
 FILE = "gpu_attention.jsonl"
 BENCH = "gpu_attention"
-D, RANK, TOPK, LOCAL, SINKS, GROUP, RUN, SUM = 128, 32, 128, 32, 4, 64, 512, 16
-SHADOWS = {"f16": 16, "q8": 8, "q4": 4}
+D, RANK, TOPK, LOCAL, SINKS = 128, 32, 128, 32, 4
+SHADOWS = {name: int(8 * size) for name, size in SHADOW_BYTES.items()}  # bits
 FRESH = 2 << 30  # bytes of K and V in a graph, at least
 
 
@@ -217,7 +218,8 @@ def measure(device: Device, case: Case, fresh: int, seconds: float) -> dict[str,
             [device.new(ctx, "f16", D, c.n_head_kv, c.positions, c.batch) for _ in range(2)]
             for _ in range(n)
         ]
-        scale, before, stats = float(1 / np.sqrt(D)), [], None
+        scale, stats = float(1 / np.sqrt(D)), None
+        before: list[Any] = []
         if c.method == "ggml flash":
             nodes = [
                 base.ggml_flash_attn_ext(
@@ -251,12 +253,23 @@ def measure(device: Device, case: Case, fresh: int, seconds: float) -> dict[str,
 
 
 def sparq(
-    device: Device, ctx: c_void_p, c: Case, q: list, kv: list, mask: Any, scale: float, n_grp: int
-):
+    device: Device,
+    ctx: c_void_p,
+    c: Case,
+    q: list[Any],
+    kv: list[list[Any]],
+    mask: Any,
+    scale: float,
+    n_grp: int,
+) -> tuple[Any, list[Any], list[Any], dict[str, Any]]:
     """(stats, SEAL nodes, ATTEND nodes, small inputs by name)."""
     bits = SHADOWS[c.method.split()[1]]
     mean_v = c.n_head == c.n_head_kv
-    new, base = lambda *a: device.new(ctx, *a), device.base
+    base = device.base
+
+    def new(kind: str, *ne: int) -> Any:
+        return device.new(ctx, kind, *ne)
+
     inputs = {
         "list": new("i32", n_grp, c.batch),
         "sealed": new("i32", n_grp, c.batch),
@@ -270,7 +283,11 @@ def sparq(
         width = c.positions if bits == 16 else n_run * RUN * bits // 8
         k_t = new("f16" if bits == 16 else "i8", width, chan, c.batch)
         k_range = None if bits == 16 else new("f32", 2, chan, n_run, c.batch)
-        v_sum = new("f32", chan, -(-n_grp // SUM) * (SUM + 1), c.batch) if mean_v else None
+        v_sum = (
+            new("f32", chan, -(-n_grp // GROUPS_PER_SUM) * (GROUPS_PER_SUM + 1), c.batch)
+            if mean_v
+            else None
+        )
         seals.append(
             base.ggml_sparse_attn_seal(
                 ctx, k_t, v_sum, k, v if mean_v else None, inputs["list"], stats, k_range,
@@ -320,12 +337,13 @@ def measure_torch(case: Case, n_layer: int, seconds: float) -> dict[str, Any]:
         [torch.randn(c.batch, c.n_head_kv, c.positions, D, **like) for _ in range(2)]
         for _ in range(n_layer)
     ]
-    sdpa, best = torch.nn.functional.scaled_dot_product_attention, {}
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    best: dict[str, Any] = {}
     for name in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"):
         graph = torch.cuda.CUDAGraph()
         gqa = {"enable_gqa": True} if c.n_head != c.n_head_kv else {}
 
-        def once(name: str = name, gqa: dict = gqa) -> None:
+        def once(name: str = name, gqa: dict[str, bool] = gqa) -> None:
             with sdpa_kernel(getattr(SDPBackend, name)):
                 for qi, (k, v) in zip(q, kv, strict=True):
                     sdpa(qi, k, v, **gqa)

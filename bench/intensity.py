@@ -14,6 +14,8 @@ from typing import Any
 
 import plot
 
+from pyorch.bench import paper
+
 BATCHES = (1, 8, 64, 512)
 GROUPS = (1, 8)
 RATIO = 1 / 8
@@ -66,15 +68,15 @@ def draw(rows: Sequence[plot.Row]) -> Any:
                 fontsize=8,
             )
         for name in ("Llama 2 7B", "Llama 2 70B"):
-            for rho, most in plot.paper("intensity", name):
+            for rho, most in paper.points("intensity", name):
                 if (name == "Llama 2 7B") == (g == 1):
                     ax.plot(rho, most, "D", color=plot.STOCK, markersize=4)
                     where = dict(fontsize=7.5, color=plot.STOCK, va="bottom")
                     ax.text(rho * 1.15, most * 1.05, f"{name}, B → ∞", **where)
         for name in ("Bow IPU (FP16)", "A10 GPU (INT8)", "H100 SXM GPU (FP8)"):
-            y = plot.paper("intensity", name)[0][1]
-            ax.axhline(y, color=plot.PAPER, linestyle=":", linewidth=1)
-            ax.text(x[-1], y * 1.04, name, color=plot.PAPER, ha="right", fontsize=7)
+            ((_, hardware),) = paper.points("intensity", name)
+            ax.axhline(hardware, color=plot.PAPER, linestyle=":", linewidth=1)
+            ax.text(x[-1], hardware * 1.04, name, color=plot.PAPER, ha="right", fontsize=7)
     ax = axes[2]
     for ratio, colour, name in ((1.0, plot.STOCK, "dense"), (RATIO, plot.OURS, "ratio 1/8")):
         x, y = _line(rows, "share", ratio)

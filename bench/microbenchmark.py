@@ -17,7 +17,7 @@ import numpy as np
 import plot
 
 from pyorch.attention.spec import AttentionSpec
-from pyorch.bench import attention, records
+from pyorch.bench import attention, attention_table, paper, records
 
 FILE = "attention.jsonl"
 SHADOWS = ("f16", "q4")
@@ -51,7 +51,7 @@ def _name(c: attention.Case) -> str:
 def _rows(recs: Sequence[Any]) -> list[plot.Row]:
     out = []
     dense = min(r["bytes_per_token"] for r in recs if r["case"]["library"] == "stock")
-    for row in attention.rows(recs):
+    for row in attention_table.rows(recs):
         c = row.case
         out.append(
             {
@@ -179,12 +179,12 @@ def _draw_lines(
             lines.line(gains, "", many, "positions", "speedup", color=colour, fmt="D")
         if not here:
             continue
-        bars, style = ("layer_ms_p10", "layer_ms_p90"), {"color": colour, "elinewidth": 1}
-        lines.line(times, name, here, "positions", "layer_ms", bars, **style)
+        bars = "layer_ms_p10", "layer_ms_p90"
+        lines.line(times, name, here, "positions", "layer_ms", bars, color=colour, elinewidth=1)
         if not dense:
             lines.line(gains, name, here, "positions", "speedup", color=colour)
             if name != "our dense":
-                style = {"color": colour, "fmt": ":", "linewidth": 1.2}
+                style: dict[str, Any] = {"color": colour, "fmt": ":", "linewidth": 1.2}
                 lines.line(gains, "", here, "positions", "limit", **style)
 
 
@@ -194,7 +194,7 @@ def _points(gains: Any) -> None:
         ("A100: Triton", "paper, A100 and A10G"),
         ("IPU", "paper, IPU"),
     ):
-        (at,) = plot.paper("microbenchmark", name)
+        (at,) = paper.points("microbenchmark", name)
         gains.plot(*at, "s", color=plot.PAPER)
         style = {"textcoords": "offset points", "color": plot.PAPER, "fontsize": 7.5}
         gains.annotate(text, at, (6, -9), **style)
@@ -202,7 +202,7 @@ def _points(gains: Any) -> None:
 
 def _gpu_points(gains: Any) -> None:
     for name, style in (("A100: speed-up at batch 1", "s--"), ("A100: speed-up at batch 64", "D")):
-        points = plot.paper("gpu_attention", name)
+        points = paper.points("gpu_attention", name)
         gains.plot(*zip(*points, strict=True), style, color=plot.PAPER)
 
 

@@ -27,6 +27,7 @@ from pyorch.cli.types import LAYERS, THREADS, Numbers
 from pyorch.errors import SparqError
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import read_gguf
+from pyorch.native.tensor import Tensor
 from pyorch.progress import Progress, progress_bar
 
 BENCH = "node_times"
@@ -50,7 +51,7 @@ class Clock:
     def __init__(self) -> None:
         self.total = self.started = self.layers = 0
 
-    def see(self, t: watch.Tensor, ask: bool) -> bool:
+    def see(self, t: Tensor, ask: bool) -> bool:
         name = t.name.decode()
         begins, ends = name.startswith(BEGINS) and name.endswith(" (view)"), name.startswith(ENDS)
         if not ask:
@@ -58,7 +59,7 @@ class Clock:
                 self.total += time.perf_counter_ns() - self.started
                 self.layers += 1
             self.started = time.perf_counter_ns()
-        return begins or ends
+        return bool(begins or ends)
 
 
 def measure(model: Path, case: Case) -> dict[str, Any]:

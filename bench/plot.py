@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +130,10 @@ def name_of(library: str, flash_attn: bool, spec: AttentionSpec) -> str:
         return f"stock -fa {int(flash_attn)}"
     if not spec.sparse:
         return f"our {spec}"
-    changed = {"ratio": spec.ratio, "shadow": spec.shadow, "gpu_min_mb": spec.gpu_min_mb}
-    if spec.ratio is None or spec != AttentionSpec(spec.method, **changed):
+    usual = AttentionSpec(
+        spec.method, ratio=spec.ratio, shadow=spec.shadow, gpu_min_mb=spec.gpu_min_mb
+    )
+    if spec.ratio is None or spec != usual:
         return str(spec)
     shadow = f" {spec.shadow}" if spec.method == "sparq" else ""
     return f"{dict(sparq='SparQ', topk='top-k')[spec.method]} {ratio_text(spec.ratio)}{shadow}"
@@ -144,16 +144,6 @@ def colours(names: Sequence[str]) -> dict[str, str]:
     fixed = {"stock -fa 0": STOCK, "stock -fa 1": STOCK_2, "our dense": OURS_3}
     by_type = {"q4": OURS, "f16": OURS_2, "q8": OURS_3}
     return {n: fixed.get(n) or by_type.get(n.rpartition(" ")[2], PAPER) for n in names}
-
-
-@cache
-def paper(figure: str, series: str) -> list[tuple[float, float]]:
-    """Published points (x, y)."""
-    with (HERE / "paper.csv").open(newline="") as f:
-        found = [r for r in csv.DictReader(f) if (r["figure"], r["series"]) == (figure, series)]
-    if not found:
-        raise KeyError(f"{figure}, {series}: not in paper.csv")
-    return [(float(r["x"]), float(r["y"])) for r in found]
 
 
 def make(figure: Figure, folder: Path, out: Path, png: bool = False) -> None:

@@ -3,7 +3,7 @@
     python bench/recall.py --text BOOKS [--model FILE] [--positions 1024,2048,4096]
 
 Queries, keys and values of a real model over real text. At S positions a ratio is a budget of
-bytes, `ratio * 4*S*d` per KV head with an f16 cache. Of it the scan of `rank` channels of the
+bytes, `ratio * 4*S*d` per KV head with an f16 cache. Of it the scan of `rank` components of the
 transposed K takes `S*rank*bits/8` and the scales of its runs, and the rest buys the `topk` rows of
 K and V that are read exactly. For every type of the transposed K and every rank this measures
 
@@ -91,7 +91,7 @@ def shadow_of(k: np.ndarray, n_sealed: int, kind: str) -> Shadow:
 
 
 def approximate(q: np.ndarray, shadow: Shadow, rank: int, scale: float) -> np.ndarray:
-    """Logits (n_query, group, S) from the `rank` components with the largest sum of |q|."""
+    """Logits (n_query, n_group_q, S) from the `rank` components with the largest sum of |q|."""
     size = np.abs(q)
     order = np.argsort(-size.sum(1), axis=1, kind="stable")[:, :rank]
     kept = np.zeros((len(q), 1, q.shape[2]), np.float32)
@@ -244,7 +244,7 @@ def _samples(found_layers: Iterator[list[capture.Heads]], case: Case) -> list[di
 
 
 def rule_rank(ratio: float, d: int, kind: str, most: float) -> float:
-    """Half of the bytes to the scan, of at most `most` of the channels."""
+    """Half of the bytes to the scan, of at most `most` of the components."""
     return min(ratio * d * 2 / SHADOW_BYTES[kind], d * most)
 
 
@@ -299,8 +299,17 @@ def rows(rec: Record) -> list[Row]:
                 "error_mean_v": s["error_mean_v"],
                 "peaks_found": s["peaks_found"] / max(s["peaks"], 1),
             }
-            setting = case["n_pos"], case["task"], ratio, s["shadow"], s["rank"], s["topk"]
-            out.append(Row(*setting, **{name: round(float(x), 5) for name, x in values.items()}))
+            out.append(
+                Row(
+                    n_pos=case["n_pos"],
+                    task=case["task"],
+                    ratio=ratio,
+                    shadow=s["shadow"],
+                    rank=s["rank"],
+                    topk=s["topk"],
+                    **{name: round(float(x), 5) for name, x in values.items()},
+                )
+            )
     return out
 
 

@@ -41,7 +41,7 @@ def draw(rows: Sequence[plot.Row]) -> Any:
     figure, (left, middle, right) = plot.panels(3, width=3.7)
     ratios = sorted({r["ratio"] for r in rows})
     lines = plot.Names()
-    ring = {"fmt": "D", "markerfacecolor": "none", "markersize": 8}
+    ring: dict[str, Any] = {"fmt": "D", "markerfacecolor": "none", "markersize": 8}
     for kind, colour in {"oracle": plot.PAPER, **_COLOURS}.items():
         name = "free choice" if kind == "oracle" else kind
         lines.line(left, name, _pick(rows, shadow=kind, best=1), "ratio", "mass", color=colour)
@@ -65,8 +65,8 @@ def draw(rows: Sequence[plot.Row]) -> Any:
     for kind in ("f16", "q4"):
         line = _pick(rows, shadow=kind, rule=1)
         for column, fmt, extra in (("error", "o-", ""), ("error_mean_v", "s--", " + mean of V")):
-            style = {"color": _COLOURS[kind], "fmt": fmt}
-            lines.line(right, kind + extra, line, "ratio", column, **style)
+            colour = _COLOURS[kind]
+            lines.line(right, kind + extra, line, "ratio", column, color=colour, fmt=fmt)
     plot.decades(right, [r[n] for r in rows if r["rule"] for n in ("error", "error_mean_v")])
     right.set(ylabel="|y - y'|² / |y|²", title="error of the output")
     for ax in (left, right):

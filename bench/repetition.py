@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import plot
 
+from pyorch.bench import paper
 from pyorch.evals import series, table
 
 FILE = "eval/repetition.jsonl"
@@ -35,7 +36,7 @@ def data(folder: Path) -> list[plot.Row]:
                             "x": 100 * s.bytes_per_token / s.bytes_dense, "y": y, "low": low,
                             "high": high, "n": len(s.scores)})  # fmt: skip
         for model in MODELS:
-            for x, y in plot.paper("repetition", f"{name}: {model}"):
+            for x, y in paper.points("repetition", f"{name}: {model}"):
                 out.append({"method": name, "model": model, "x": x, "y": y})
     return out
 

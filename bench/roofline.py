@@ -155,8 +155,8 @@ def draw(rows: Sequence[plot.Row]) -> Any:
         left.plot(*at, "o", color=colour, alpha=0.8)
         if name in tokens:
             if len(here) > 1:
-                style = {"color": colour, "factor": 100}
-                lines.line(right, name, here, "positions", "roofline_share", **style)
+                share = "roofline_share"
+                lines.line(right, name, here, "positions", share, color=colour, factor=100)
         else:
             left.text(
                 at[0][0] / 1.3, at[1][0], name, color=colour, fontsize=8, ha="right", va="center"

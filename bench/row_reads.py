@@ -2,7 +2,7 @@
 
     python bench/row_reads.py [-t 1,2] [--samples 21]
 
-Loops in C (row_reads.c) read the rows of K and V that ATTEND would read, and the channels of the
+Loops in C (row_reads.c) read the rows of K and V that ATTEND would read, and the components of the
 transposed K that SCORE would, of 32 heads of 128 at 16,384 positions in f16, cold, in huge pages.
 Beside a sequential read of the same minute: where a kernel falls short of that, this says what is
 the machine's. Writes row_reads.jsonl.
@@ -36,7 +36,7 @@ N_KV, N_HEAD, D = 16384, 32, 128
 ROW = D * 2  # bytes: a head's part of a position, f16
 LAYER = 2 * N_KV * N_HEAD * ROW  # K, then V
 ROWS_AHEAD = 32  # as the kernels do
-RANK, TILE = 32, 4096  # of SCORE: channels; positions of each per unit
+RANK, TILE = 32, 4096  # of SCORE: components; positions of each per unit
 
 # name -> what is read
 READS = {
@@ -49,26 +49,26 @@ READS = {
 
 
 @dataclass(frozen=True)
-class Channels:
+class Components:
     """How SCORE reads the transposed K."""
 
     n_bit: int
-    pad: int  # bytes: channels a power of two apart would be in one set of a cache
-    side: int  # channels side by side
+    pad: int  # bytes: components a power of two apart would be in one set of a cache
+    side: int  # components side by side
     ahead: int  # cache lines
 
     @property
     def run(self) -> int:
-        """Bytes of a channel, one after another."""
+        """Bytes of a component, one after another."""
         return TILE * self.n_bit // 8
 
     @property
     def stride(self) -> int:
-        """Bytes from one channel to the next."""
+        """Bytes from one component to the next."""
         return N_KV * self.n_bit // 8 + self.pad
 
 
-CHANNELS = {"channels": Channels(16, -128, 16, 8), "codes": Channels(4, 64, 32, 3)}
+COMPONENTS = {"channels": Components(16, -128, 16, 8), "codes": Components(4, 64, 32, 3)}
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,9 @@ class Layers:
         """Where the pieces begin (of `size(read)` bytes each), in the order of reading."""
         layer = np.arange(self.n_layer)[:, None, None] * LAYER
         head = np.arange(N_HEAD)[:, None]
-        if c := CHANNELS.get(read):
-            chan = head * D + _sorted_choice(rng, (self.n_layer, N_HEAD), D, RANK)
-            at = (layer + chan * c.stride).reshape(self.n_layer, N_HEAD, 1, RANK)
+        if c := COMPONENTS.get(read):
+            component = head * D + _sorted_choice(rng, (self.n_layer, N_HEAD), D, RANK)
+            at = (layer + component * c.stride).reshape(self.n_layer, N_HEAD, 1, RANK)
             return (at + np.arange(N_KV // TILE)[:, None] * c.run).ravel()
         n = N_KV // (8 if read == "rows" else 128)
         pos = _sorted_choice(rng, (self.n_layer, N_HEAD), N_KV, n)
@@ -139,7 +139,7 @@ def _sorted_choice(rng: np.random.Generator, shape: tuple[int, ...], n: int, k: 
 
 def size(read: str) -> int:
     """Bytes of a piece."""
-    return CHANNELS[read].run if read in CHANNELS else ROW
+    return COMPONENTS[read].run if read in COMPONENTS else ROW
 
 
 def measure(layers: Layers, reader: MemoryReader, case: Case) -> dict[str, Any]:
@@ -148,14 +148,14 @@ def measure(layers: Layers, reader: MemoryReader, case: Case) -> dict[str, Any]:
     samples, bandwidth = [], []
     for i in range(-1, case.n_samples):
         at = layers.pieces(case.read, rng)
-        channels = CHANNELS.get(case.read)
-        parts = np.array_split(at.reshape(-1, channels.side if channels else 1), case.n_threads)
+        components = COMPONENTS.get(case.read)
+        parts = np.array_split(at.reshape(-1, components.side if components else 1), case.n_threads)
         reader.read()
         sequential = reader.read()
         if case.read == "few rows, known pages":
             layers.call("sparq_bench_drop", parts, reader.cpus, size(case.read))
-        if channels:
-            name, more = f"sparq_bench_runs{channels.side}", (channels.run, channels.ahead)
+        if components:
+            name, more = f"sparq_bench_runs{components.side}", (components.run, components.ahead)
             seconds = layers.call(name, parts, reader.cpus, *more)
         else:
             seconds = layers.call("sparq_bench_rows", parts, reader.cpus, ROWS_AHEAD)

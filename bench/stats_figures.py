@@ -73,8 +73,8 @@ def draw_sparsity(rows: Sequence[plot.Row]) -> Any:
     for ax, name, factor in ((zeros, "near_zero", 100), (needed, "scores75", 1)):
         lines = plot.Names()
         for n, colour in zip(lengths, _LENGTHS, strict=False):
-            style = {"color": colour, "factor": factor}
-            lines.line(ax, f"S = {n}", _pick(rows, name, n), "x", "value", **style)
+            line = _pick(rows, name, n)
+            lines.line(ax, f"S = {n}", line, "x", "value", color=colour, factor=factor)
         lines.write(figure)
         ax.set(xlabel="layer")
     zeros.set(title="scores near 0", ylabel="below 1 % of the row's largest (%)")
@@ -160,7 +160,7 @@ def draw_agreement(rows: Sequence[plot.Row]) -> Any:
     choices.set(title=f"k = {stats.TOP}, which components")
     tops.set(title="the largest components")
     for name, colour in _TEMPERATURES.items():
-        style = {"color": colour, "fmt": ".", "markersize": 2.5, "alpha": 0.5}
+        style: dict[str, Any] = {"color": colour, "fmt": ".", "markersize": 2.5, "alpha": 0.5}
         lines.line(alpha, "", _line(rows, name, stats.TOP_ALPHA), "x", "value", **style)
         alpha.plot([], [], "o", color=colour, label=name)
     alpha.plot((0, 1), (0, 1), color=plot.PAPER, linestyle=":")

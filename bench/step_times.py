@@ -141,7 +141,8 @@ def table(recs: Sequence[Record]) -> str:
         n_read = rec["bytes"] | {step: 0 for step in rec["samples_ns"] if step not in rec["bytes"]}
         steps = {step: (np.array(rec["samples_ns"][step]), n) for step, n in n_read.items()}
         if len(steps) > 1:
-            steps["all"] = sum(t for t, _ in steps.values()), sum(n for _, n in steps.values())
+            total = np.sum([t for t, _ in steps.values()], axis=0)
+            steps["all"] = total, sum(n for _, n in steps.values())
         for step, (ns, n_bytes) in steps.items():
             lo, mid, hi = np.percentile(ns, [10, 50, 90]) / case.n_layer / 1e3
             read = "-", "-"  # SELECT: scores alone, which are in a cache

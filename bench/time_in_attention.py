@@ -15,6 +15,7 @@ import node_times
 import numpy as np
 import plot
 
+from pyorch.bench import paper
 from pyorch.bench.plan import Case
 from pyorch.bench.records import read_case, spread
 
@@ -28,7 +29,7 @@ def data(folder: Path) -> list[plot.Row]:
     samples = _samples(folder)
     kinds = {kind for kind, _ in samples}
     # the model, threads and machine with most lengths
-    best = max(kinds, key=lambda kind: sum(k == kind for k, _ in samples), default=None)
+    best = max(kinds, key=lambda kind: sum(k == kind for k, _ in samples), default=("", 0))
     found: dict[str, dict[int, np.ndarray]] = {}
     for (kind, (who, n_depth)), values in samples.items():
         if kind == best:
@@ -124,8 +125,7 @@ def draw(rows: Sequence[plot.Row]) -> Any:
         here = [r for r in rows if r["attention"] == name]
         start, slope = here[0]["fit_ms_at_0"], here[0]["fit_ms_per_1k"] / 1024
         bars = "token_ms_p25", "token_ms_p75"
-        style = {"color": colours[name], "fmt": "o"}
-        lines.line(left, "", here, "positions", "token_ms", bars, **style)
+        lines.line(left, "", here, "positions", "token_ms", bars, color=colours[name], fmt="o")
         end = here[-1]["positions"]
         left.plot([0, end], [start, start + slope * end], color=colours[name], linewidth=1.3)
         text = f"{name}\n{here[0]['fit_ms_per_1k']:.2g} ms per 1k"
@@ -156,7 +156,7 @@ def draw(rows: Sequence[plot.Row]) -> Any:
 
 def _paper(name: str) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
     """Slope and value at 0 of a published line, in s."""
-    points = plot.paper("time_in_attention", name)
+    points = paper.points("time_in_attention", name)
     return [p for p in points if p[0] == 1], [p for p in points if p[0] == 0]
 
 

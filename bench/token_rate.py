@@ -65,7 +65,7 @@ def draw(rows: Sequence[plot.Row]) -> Any:
     for name in names:
         here = [r for r in rows if r["attention"] == name]
         bars = "tokens_per_s_low", "tokens_per_s_high"
-        style = {"color": colours[name], "elinewidth": 1}
+        style: dict[str, Any] = {"color": colours[name], "elinewidth": 1}
         lines.line(ax, name, here, "positions", "tokens_per_s", bars, **style)
     plot.positions_axis(ax, [r["positions"] for r in rows])
     threads = rows[0]["threads"]

@@ -6,9 +6,10 @@ import csv
 import io
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 Row = Mapping[str, Any]
 _SQL = {bool: "INTEGER", int: "INTEGER", float: "REAL", type(None): "INTEGER"}
 
@@ -20,6 +21,16 @@ def markdown(
     left = head[:1] if left is None else left
     marks = ["---" if name in left else "---:" for name in head]
     return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in (head, marks, *rows))
+
+
+def columns(
+    shown: Mapping[str, Callable[[T], object]],
+    rows: Iterable[T],
+    left: Collection[str] | None = None,
+) -> str:
+    """`markdown` of rows, from the name of each column and what shows a row there."""
+    cells = ([show(row) for show in shown.values()] for row in rows)
+    return markdown(list(shown), cells, left)
 
 
 def number(x: float, form: str) -> str:

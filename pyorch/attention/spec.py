@@ -32,6 +32,8 @@ MEAN_V = ("auto", "on", "off")
 CALIBRATED = ("calibrated", "top-p")  # of a model: see `attention.saved`
 BUDGETS = ("uniform", "ramp", "ramp-down", *CALIBRATED)
 SHADOWS = ("q4", "q8", "f16")
+EXACT = {"min_ctx": 0, "min_k": 1}  # the bounds with which a ratio is exact at any length
+BOUNDS = ",".join(f"{name}={value}" for name, value in EXACT.items())
 
 _NAMES = {"method": METHODS, "mean_v": MEAN_V, "budget": BUDGETS, "shadow": SHADOWS}
 _LEAST = {"rank": 1, "topk": 1, "local": 0, "sinks": 0, "min_k": 1, "min_ctx": 0, "gpu_min_mb": 0}

@@ -11,27 +11,23 @@ variants take turns (A B C, C B A, ...), a few tokens each: a machine that slows
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from pyorch.attention.bytes import CELLS, per_token
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import records
 from pyorch.bench.bandwidth import MemoryReader
-from pyorch.bench.records import Record, spread, where_given
+from pyorch.bench.records import Record, where_given
 from pyorch.bench.turns import FLOATS, Side, check_dense, gather, turns
 from pyorch.bench.worker import Workers
 from pyorch.engine import cache_type
 from pyorch.errors import SparqError
 from pyorch.models import synth
 from pyorch.progress import Progress
-from pyorch.table import markdown as markdown_table
 
 BENCH = "attention"
 LIKE = ("llama2-7b", "llama3-8b")
@@ -59,7 +55,8 @@ _LAYERS = {"llama2-7b": 2, "llama3-8b": 4}  # K and V of each case far above the
 
 @dataclass(frozen=True)
 class Case(Side):
-    """One row of the table. Field names that llama-bench has are its own."""
+    """One row of the table. Field names that llama-bench has are its own; a new field has to be
+    `where_given`, or all records are measured again."""
 
     like: str
     n_layer: int
@@ -262,156 +259,3 @@ def _bytes(case: Case, counters: dict[str, int], n_pos: int) -> int:
     width = case.n_layer * case.n_head_kv * case.head_dim
     k, v = (cache_type(t).bytes_per_element for t in (case.type_k, case.type_v))
     return int(n_cells * width * (k + v))
-
-
-# ---- what is said about it ----
-
-
-@dataclass(frozen=True)
-class Row:
-    """One record in the units of the table: milliseconds, bytes, shares."""
-
-    case: Case
-    attention_ms: float
-    attention_p10_ms: float
-    attention_p90_ms: float
-    token_ms: float
-    bytes_per_token: int
-    roofline: float  # share of the speed at which these bytes can be read; nan: lost in the noise
-    bandwidth: float
-    speedup: float  # against the faster of stock's two; nan: lost in the noise
-
-
-def rows(recs: Sequence[Record]) -> list[Row]:
-    """The table's rows. `recs` holds whole groups, as `run` returns them."""
-    out = []
-    # so few positions are attended to densely, whatever the settings: ours share one base
-    base: dict[tuple[Any, ...], list[float]] = {}
-    for rec in recs:
-        base.setdefault(_base_key(rec), []).extend(rec["base_samples_ns"])
-    bases = {key: spread(samples)[0] for key, samples in base.items()}
-    best: dict[tuple[Any, ...], float] = {}
-    for rec in recs:
-        if rec["case"]["library"] == "stock":
-            at, mid = _group_of(rec), _attention_ns(rec, bases[_base_key(rec)])[0]
-            best[at] = min(best.get(at, float("inf")), mid)
-    for rec in recs:
-        case = records.read_case(Case, rec)
-        mid, low, high = _attention_ns(rec, bases[_base_key(rec)])
-        # read before each turn: those at S are the last; memory may have been another at BASE
-        bandwidth = float(np.median(rec["bandwidth_bytes_per_s"][-(case.n_samples // TURN) :]))
-        moved = rec["bytes_per_token"] - rec["base_bytes_per_token"]
-        out.append(
-            Row(
-                case,
-                mid / 1e6,
-                low / 1e6,
-                high / 1e6,
-                spread(rec["samples_ns"])[0] / 1e6,
-                rec["bytes_per_token"],
-                moved / (mid / 1e9) / bandwidth if mid > 0 else math.nan,
-                bandwidth,
-                best[_group_of(rec)] / mid if mid > 0 else math.nan,
-            )
-        )
-    return out
-
-
-def _group_of(rec: Record) -> tuple[Any, ...]:
-    c = records.read_case(Case, rec)
-    own = c.like, c.n_layer, c.n_depth, c.n_threads, c.type_k, c.type_v, c.numa
-    return records.run_of(rec), *own
-
-
-def flat(recs: Sequence[Record]) -> list[dict[str, Any]]:
-    """The rows, one level deep, for CSV and the like."""
-    out = []
-    for rec, row in zip(recs, rows(recs), strict=True):
-        values = {k: v for k, v in vars(row).items() if k != "case"}
-        env = {"build_commit": rec["env"]["commit"][:9], "cpu_info": rec["env"]["machine"]["cpu"]}
-        out.append(env | vars(row.case) | values | {"test_time": rec["time"]})
-    return out
-
-
-def _attention_ns(rec: Record, base: float) -> tuple[float, float, float]:
-    mid, low, high = spread(rec["samples_ns"])
-    return mid - base, low - base, high - base
-
-
-def _base_key(rec: Record) -> tuple[Any, ...]:
-    return *_group_of(rec), rec["case"]["library"], rec["case"]["flash_attn"]
-
-
-_HEAD = ["positions", "attention", "ms per token (p10-p90)", "against best stock"]
-_HEAD += ["whole token, ms", "MB read per token", "share of roofline"]
-
-
-def _cells(row: Row) -> tuple[object, ...]:
-    lost = row.attention_ms <= 0  # the machine was too busy to tell it from nothing
-    return (
-        row.case.n_depth,
-        f"`{row.case.label}`",
-        f"{row.attention_ms:.2f} ({row.attention_p10_ms:.2f}-{row.attention_p90_ms:.2f})",
-        "-" if lost else f"{row.speedup:.2f}x",
-        f"{row.token_ms:.2f}",
-        f"{row.bytes_per_token / 1e6:.1f}",
-        "-" if lost else f"{100 * row.roofline:.0f} %",
-    )
-
-
-def markdown(recs: Sequence[Record]) -> str:
-    """One table per model, number of threads, types of K and V and place of memory."""
-    tables: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows(recs):
-        c = row.case
-        of = c.like, c.n_layer, c.n_threads, c.type_k, c.type_v, c.numa
-        tables.setdefault(of, []).append(row)
-    out: list[str] = []
-    for table in tables.values():
-        c = table[0].case
-        out += ["", f"**{c.like}**, {c.n_layer} layers, {c.n_head} heads, "]
-        out[-1] += f"{c.n_head_kv} KV heads of {c.head_dim}, "
-        out[-1] += f"{c.type_k} K, {c.type_v} V, threads: {c.n_threads}"
-        out[-1] += f", numa: {c.numa}" if c.numa else ""
-        out += ["", markdown_table(_HEAD, map(_cells, table), left=("attention",))]
-    return "\n".join([*out, "", _machine_line(recs)]).strip()
-
-
-def summary(recs: Sequence[Record]) -> str:
-    """For a README: one line per attention, one column per model, length, threads, types of K and
-    V and place of memory."""
-    cells: dict[str, dict[tuple[str, int, int, str, str], str]] = {}
-    for row in rows(recs):
-        c = row.case
-        text = f"{row.attention_ms:.1f}"
-        if row.attention_ms > 0 and c.library != "stock":
-            text += f" ({row.speedup:.1f}x, {100 * row.roofline:.0f} %)"
-        types = f"{c.type_k} K, {c.type_v} V"
-        cells.setdefault(c.label, {})[c.like, c.n_depth, c.n_threads, types, c.numa] = text
-    columns = list(dict.fromkeys(column for line in cells.values() for column in line))
-    several, mixed, placed = (len({column[i] for column in columns}) > 1 for i in (2, 3, 4))
-    heads = [
-        f"{like}, S {s}"
-        + (f", threads {n}" if several else "")
-        + (f", {t}" if mixed else "")
-        + (f", numa {numa or 'none'}" if placed else "")
-        for like, s, n, t, numa in columns
-    ]
-    lines = ([f"`{name}`", *(line.get(c, "") for c in columns)] for name, line in cells.items())
-    table = markdown_table(["attention", *heads], lines)
-    layers = sorted({f"{r['case']['n_layer']} layers of {r['case']['like']}" for r in recs})
-    text = (
-        f"Milliseconds of attention per token in {', '.join(layers)}; in brackets how many times "
-        "faster than the faster of llama.cpp's two, and the share of the speed at which memory "
-        "delivers the bytes that were read. "
-    )
-    return f"{table}\n\n{text}{_machine_line(recs)}"
-
-
-def _machine_line(recs: Sequence[Record]) -> str:
-    speeds = sorted(row.bandwidth / 1e9 for row in rows(recs))
-    machine = recs[0]["env"]["machine"]
-    return (
-        f"{machine['cpu']}, {machine['cores']} cores; sequential read "
-        f"{speeds[0]:.1f}-{speeds[-1]:.1f} GB/s in the same run."
-    )

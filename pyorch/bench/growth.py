@@ -78,13 +78,13 @@ def run(
     first = group[0]
     cases = [
         Case(
-            first.model_filename,
-            first.model_type,
-            first.n_threads,
-            first.type_k,
-            first.type_v,
-            first.n_depth,
-            c.spec,
+            model_filename=first.model_filename,
+            model_type=first.model_type,
+            n_threads=first.n_threads,
+            type_k=first.type_k,
+            type_v=first.type_v,
+            n_depth=first.n_depth,
+            spec=c.spec,
             calibration=c.calibration,
             numa=c.numa,
         )
@@ -133,9 +133,8 @@ def _measure(
         for n in range(case.repetitions):
             worker.attention(spec="off")
             worker.fill(n_pos=case.n_depth, seed=case.seed)
-            sealing.append(
-                worker.turned_on(spec=str(case.spec))
-            )  # as restoring does, but by itself
+            # what restoring does, by itself
+            sealing.append(worker.turned_on(spec=str(case.spec)))
             runs.append(worker.restored(n_pos=case.n_depth, n_token=case.n_token, seed=case.seed))
             progress((i + (n + 1) / case.repetitions) / len(cases))
         worker.close()
@@ -185,7 +184,7 @@ def markdown(recs: Sequence[Record], sealing: Sequence[Record]) -> str:
         for name, (a, b) in found.items():
             fits.setdefault(name, []).append((a, b, 100 * a / best))
     numa = f", numa: {long[0]['numa']}" if long[0]["numa"] else ""
-    depths = f"{min(r['n_depth'] for r in long)}-{max(r['n_depth'] for r in long)}"
+    span = f"{min(r['n_depth'] for r in long)}-{max(r['n_depth'] for r in long)}"
     title = (
         f"**Growth** of token time, {long[0]['model_type']}, threads: {long[0]['n_threads']}"
         f"{numa}; medians of {len(times)} rounds of all depths, least and most of them in brackets"
@@ -196,7 +195,7 @@ def markdown(recs: Sequence[Record], sealing: Sequence[Record]) -> str:
         share = f"{statistics.median(shares):.1f} % ({min(shares):.1f}-{max(shares):.1f})"
         slope_ns, start = statistics.median(slopes), statistics.median(at_0)
         growing.append((f"`{name}`", f"{slope_ns:.1f}", share, f"{start / 1e6:.2f}"))
-    head = ("attention", f"ns per position, d {depths}", "share of stock's", "at 0, ms")
+    head = ("attention", f"ns per position, d {span}", "share of stock's", "at 0, ms")
     out = [title, table(head, growing)]
     below = [
         (

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pyorch import table
-from pyorch.bench import records
+from pyorch.bench import paper, records
 from pyorch.bench.plan import Case, test_name
 from pyorch.bench.records import Record, spread
 from pyorch.bench.speed import N_BATCH
@@ -20,17 +20,6 @@ from pyorch.table import number
 
 # of SQL, by bench, because they differ in columns: llama-bench's own name, and one of ours
 TABLES = {"speed": "llama_bench", "attention": "attention_bench"}
-
-# Llama-2-7B, Q8_0 weights, f16 cache, ratio 1/8, by depth: the limit by bytes, and the speed-up
-# that was measured on a CPU with 32 threads (SparQ, arXiv 2312.04985, figure 9)
-PAPER = {
-    4096: (1.27, 1.14),
-    8192: (1.52, 1.26),
-    16384: (1.97, 1.57),
-    32768: (2.71, 1.73),
-    65536: (3.77, 2.06),
-    131072: (4.99, 2.54),
-}
 
 Row = dict[str, Any]
 
@@ -69,18 +58,15 @@ def _row(rec: Record, best_ns: float, best_kv: int) -> Row:
     moved = weights + rec["bytes_kv"] if rec["bytes_kv"] else math.nan
     case = dict(vars(c))
     spec = case.pop("spec")
-    like_paper = (
-        c.model_type.startswith("llama2-7b q8_0")
-        and (c.type_k, c.type_v, c.spec.method) == ("f16", "f16", "sparq")
-        and c.spec.ratio == 1 / 8
-        and c.n_gen
-    )
-    paper_limit, paper_speedup = PAPER.get(c.n_depth if like_paper else 0, (math.nan, math.nan))
+    paper_limit, paper_speedup = _published(c)
     return {
         "build_commit": env["commit"][:9],
         "cpu_info": env["machine"]["cpu"],
         "backends": "CUDA" if "gpu" in env["machine"] and c.n_gpu_layers != 0 else "CPU",
-        **{k: case.pop(k) for k in list(case)[:4]},
+        "model_filename": c.model_filename,
+        "model_type": c.model_type,
+        "model_size": c.model_size,
+        "model_n_params": c.model_n_params,
         "n_batch": N_BATCH,
         "n_ubatch": N_BATCH,
         **case,
@@ -112,6 +98,23 @@ def _row(rec: Record, best_ns: float, best_kv: int) -> Row:
         "dirty": env["dirty"],
         "key": rec["key"],
     }
+
+
+def _published(c: Case) -> tuple[float, float]:
+    """SparQ's Fig. 9 beside a row of its model, weights, cache and ratio: the limit by bytes, and
+    the speed-up that was measured on a CPU with 32 threads. NaN: it has no such row."""
+    like_paper = (
+        c.model_type.startswith("llama2-7b q8_0")
+        and (c.type_k, c.type_v, c.spec.method) == ("f16", "f16", "sparq")
+        and c.spec.ratio == 1 / 8
+        and c.n_gen
+    )
+    limit, dense, ours = (
+        dict(paper.points("end_to_end", f"SparQ CPU: {x}")) for x in ("limit", "dense", "SparQ 1/8")
+    )
+    if not like_paper or c.n_depth not in limit:
+        return math.nan, math.nan
+    return limit[c.n_depth], round(dense[c.n_depth] / ours[c.n_depth], 2)
 
 
 def label(row: Row) -> str:
@@ -198,10 +201,8 @@ def _telling_apart(found: Sequence[Row]) -> dict[str, Callable[[Row], object]]:
 
 def _table(shown: dict[str, Callable[[Row], object]], found: Sequence[Row]) -> str:
     """Markdown; a column that says nothing is left out."""
-    cells = {name: [str(show(r)) for r in found] for name, show in shown.items()}
-    cells = {name: column for name, column in cells.items() if set(column) != {"-"}}
-    lines = zip(*cells.values(), strict=True)
-    return table.markdown(list(cells), lines, left=("model", "attention"))
+    shown = {name: show for name, show in shown.items() if {show(r) for r in found} != {"-"}}
+    return table.columns(shown, found, left=("model", "attention"))
 
 
 def _machine(recs: Sequence[Record]) -> str:

@@ -31,7 +31,11 @@ PROCESS_BYTES = 300 << 20  # of a measured process, beside the model, the cache 
 
 @dataclass(frozen=True)
 class Case(Side):
-    """One row. Field names that llama-bench has are its own."""
+    """One row. Field names that llama-bench has are its own.
+
+    The key of a record is made of these fields: a new one has to be `where_given`, or all records
+    are measured again.
+    """
 
     model_filename: str
     model_type: str

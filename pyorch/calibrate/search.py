@@ -48,12 +48,12 @@ STEPS = (4.0, 2.0, 1.4)  # k of a layer is multiplied and divided by these; its 
 STEPS_P = (2.0, 1.4)  # the steps with top_p
 FIRST_P = 0.99
 LOCAL = (None, 4, 16)  # windows tried; None: a quarter of k
-N = 61  # values of k between the two that were measured
-LEAST = 8  # the fewest positions of a layer
-BYTES = 1.005  # the bytes that may be read, over those of uniform
-BETTER = 0.99  # another shared setting is taken below this share of the present KL
+N_GRID = 61  # values of k between the two that were measured
+LEAST_K = 8  # the fewest positions of a layer
+MAX_SHARE = 1.005  # the bytes that may be read, over those of uniform
+MAX_KL = 0.99  # another shared setting is taken below this share of the present KL
 
-OTHER = "uniform, other mean_v"
+OTHER_MEAN_V = "uniform, other mean_v"
 
 Bar = Callable[[str], AbstractContextManager[Progress]]
 
@@ -143,7 +143,7 @@ class Search:
     def best(self, points: Sequence[Point]) -> tuple[Point, float]:
         """The point of least KL within the bytes allowed, with its KL; the first one if none is."""
         kl, share = self.measure(points)
-        i = int(np.argmin(np.where(share <= BYTES * self.share, kl, np.inf)))
+        i = int(np.argmin(np.where(share <= MAX_SHARE * self.share, kl, np.inf)))
         return points[i], float(kl[i])
 
     def fit(self, p: Point) -> Point:
@@ -154,7 +154,7 @@ class Search:
         x, tried = 1.0, []
         for _ in range(5 if at else 0):
             (m,) = self.meter.measure(
-                [p.scaled(x, LEAST / self.n_pos).spec], which, lambda *_: None
+                [p.scaled(x, LEAST_K / self.n_pos).spec], which, lambda *_: None
             )
             tried.append((x, float(m.share.mean())))
             missing = self.share - tried[-1][1]
@@ -164,8 +164,8 @@ class Search:
             slope = (y1 - y0) / (x1 - x0) if (y1 - y0) * (x1 - x0) > 0 else at
             x = float(np.clip(x + missing / slope, x / 4, x * 4))
         if tried:
-            x = min(tried, key=lambda t: (t[1] > BYTES * self.share, abs(t[1] - self.share)))[0]
-        return p.scaled(x, LEAST / self.n_pos)
+            x = min(tried, key=lambda t: (t[1] > MAX_SHARE * self.share, abs(t[1] - self.share)))[0]
+        return p.scaled(x, LEAST_K / self.n_pos)
 
     def round(self, p: Point, step: float, half: int) -> Point:
         """Steps 1 to 4 of the module's text; `half` (0 or 1) of the contexts proposes the step."""
@@ -181,7 +181,7 @@ class Search:
         if b.top_p:
             bases += [replace(b, top_p=1 - (1 - b.top_p) * x) for x in (1 / 3, 3)]
         other, least = self.best([p, *(self.fit(replace(p, base=x)) for x in bases)])
-        return other if least < BETTER * kl else p
+        return other if least < MAX_KL * kl else p
 
     def _step(self, p: Point, step: float, which: Sequence[int]) -> Point:
         """Steps 1 and 2."""
@@ -199,8 +199,8 @@ class Search:
         left = self.share - share[0]
         # (n_layer, k or rank, less or more)
         kl, share = ((x[1:] - x[0]).reshape(-1, 2, 2) for x in (kl, share))
-        # per layer: N values of k, each with three ranks
-        grid = np.geomspace(ks[0], ks[2], N)
+        # per layer: N_GRID values of k, each with three ranks
+        grid = np.geomspace(ks[0], ks[2], N_GRID)
         kls: list[np.ndarray] = []
         costs: list[np.ndarray] = []
         for i, il in enumerate(layers):
@@ -210,8 +210,8 @@ class Search:
         choice = allocate(np.array(kls), np.array(costs), left)
         k, rank = p.k.copy(), p.rank.copy()
         for il, j in zip(layers, choice, strict=True):
-            k[il] = grid[j % N, il]
-            rank[il] = ranks[j // N, il]
+            k[il] = grid[j % N_GRID, il]
+            rank[il] = ranks[j // N_GRID, il]
         return replace(p, k=k, rank=rank)
 
 
@@ -290,7 +290,7 @@ def _compared(
     head_dim = session.geometry.head_dim_k
     search = Search(meter, n_contexts, n_pos, head_dim, float(m.share.mean()))
     points = {n: search.fit(p) for n, p in _usual(session, base, n_pos, meter).items()}
-    for name in ("uniform", OTHER):
+    for name in ("uniform", OTHER_MEAN_V):
         points |= _rounds(search, points[name], STEPS, bar)
     candidates = _measured(meter, points, n_contexts)
     candidates[0] = replace(candidates[0], spec=base)  # the same up to rounding
@@ -315,7 +315,7 @@ def _usual(session: Session, base: AttentionSpec, n_pos: int, meter: Meter) -> d
     up[layers] = 2 * (np.arange(len(layers)) + 1) / (len(layers) + 1)
     down[layers] = up[layers][::-1]
     ramp, ramp_down = (replace(uniform, k=uniform.k * x) for x in (up, down))
-    return {"uniform": uniform, OTHER: other, "ramp": ramp, "ramp-down": ramp_down}
+    return {"uniform": uniform, OTHER_MEAN_V: other, "ramp": ramp, "ramp-down": ramp_down}
 
 
 def _rounds(search: Search, p: Point, steps: Sequence[float], bar: Bar) -> dict[str, Point]:

@@ -291,7 +291,7 @@ def _speed(wanted: Wanted, writing: Writing) -> None:
 
 def _attention(wanted: Wanted, specs: list[AttentionSpec] | None, writing: Writing) -> None:
     """`--attn-only`. specs: None takes those of the module."""
-    from pyorch.bench import attention, output, records
+    from pyorch.bench import attention, attention_table, output, records
 
     plan = attention.AttentionPlan(
         like=wanted.like or attention.LIKE,
@@ -307,11 +307,11 @@ def _attention(wanted: Wanted, specs: list[AttentionSpec] | None, writing: Writi
     file = writing.file("attention.jsonl")
     with progress_bar("attention") as progress:
         found = attention.run(plan, file, progress, force=writing.force)
-    _keep(file, attention.markdown(records.latest(records.load_all(file))))
-    form, table = output.FORMATS.get(wanted.output), attention.markdown(found)
-    rows = attention.flat(found)
+    _keep(file, attention_table.markdown(records.latest(records.load_all(file))))
+    form, table = output.FORMATS.get(wanted.output), attention_table.markdown(found)
+    rows = attention_table.flat(found)
     print(form(rows, found) if form and rows else table)
-    writing.told(file, attention.summary(found) or table)
+    writing.told(file, attention_table.summary(found) or table)
 
 
 def _given(ctx: click.Context) -> set[str]:

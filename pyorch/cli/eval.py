@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pyorch.attention import line
-from pyorch.attention.spec import AttentionSpec
+from pyorch.attention.spec import BOUNDS, EXACT, AttentionSpec
 from pyorch.cli import options as opt
 from pyorch.cli.groups import option, renamed, several, takes
 from pyorch.cli.loading import model_path
@@ -60,7 +60,7 @@ class MethodOptions:
         "--ratio", of=Ratio(), text="Run each sparse method at each of these ratios: 1/2,1/8."
     )
     exact: bool = option(
-        "--exact", is_flag=True, help="Keep the ratio at any length: adds min_ctx=0,min_k=1."
+        "--exact", is_flag=True, help=f"Keep the ratio at any length: adds {BOUNDS}."
     )
     n: int = option(
         "-n", type=Number(int, 1), default=100, show_default=True, help="Examples per task."
@@ -220,8 +220,6 @@ def _methods(wanted: MethodOptions) -> list[Method]:
 
 def _exact(method: Method) -> Method:
     """The policies in Python have no such bounds."""
-    from pyorch.evals.table import EXACT
-
     if not (isinstance(method, AttentionSpec) and method.sparse):
         return method
     return replace(method, min_ctx=EXACT["min_ctx"], min_k=EXACT["min_k"])

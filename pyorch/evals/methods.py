@@ -18,7 +18,7 @@ from pyorch import engine, policies
 from pyorch.attention.saved import resolve
 from pyorch.attention.spec import AttentionSpec
 from pyorch.evals.recall import RecallWatch
-from pyorch.policies import Method
+from pyorch.policies import OFF, Method
 from pyorch.policies.base import Policy
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 # the library's counters that tables need
 _COUNTED = ("steps", "bytes_read", "bytes_dense", "positions_read", "calls_sparse")
-OFF = AttentionSpec("off")
 
 T = TypeVar("T")
 

@@ -27,10 +27,10 @@ from pyorch.bench.records import Record
 from pyorch.errors import SparqError
 from pyorch.evals.decode import Decoder
 from pyorch.evals.example import Example, Outcome
-from pyorch.evals.methods import OFF, Runner, meaning
+from pyorch.evals.methods import Runner, meaning
 from pyorch.evals.series import Series, make
 from pyorch.evals.task import Setup, Task
-from pyorch.policies import Method
+from pyorch.policies import OFF, Method
 from pyorch.progress import Progress
 
 

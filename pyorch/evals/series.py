@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from pyorch.attention.bytes import per_token
+from pyorch.attention.spec import BOUNDS
 from pyorch.bench import records
 from pyorch.bench.records import Record
 from pyorch.errors import SparqError
@@ -74,7 +75,7 @@ class Series:
         if is_sparse(self.method) and self.counters.get("calls_sparse", 0) == 0:
             raise SparqError(
                 f"{self.task}, {self.method}: no attention call ran sparse; not reported",
-                "min_ctx=0,min_k=1 in the setting lets it run at any length; "
+                f"{BOUNDS} in the setting lets it run at any length; "
                 "`sparq-cpp explain` says why attention stays dense",
             )
 
@@ -87,15 +88,15 @@ def make(header: Record, method: Method, recs: Sequence[Record]) -> Series:
             counters[name] = counters.get(name, 0) + value
     names = recs[0]["more"]
     return Series(
-        header["key"],
-        header["case"],
-        header["env"],
-        method,
-        np.array([r["score"] for r in recs], float),
-        np.array([r["seconds"] for r in recs], float),
-        counters,
-        [r["about"] for r in recs],
-        {name: np.array([r["more"][name] for r in recs], float) for name in names},
+        setting=header["key"],
+        case=header["case"],
+        env=header["env"],
+        method=method,
+        scores=np.array([r["score"] for r in recs], float),
+        seconds=np.array([r["seconds"] for r in recs], float),
+        counters=counters,
+        about=[r["about"] for r in recs],
+        more={name: np.array([r["more"][name] for r in recs], float) for name in names},
     )
 
 
@@ -180,15 +181,15 @@ def pack(found: Iterable[Series], folder: Path) -> list[Path]:
 def _unpack(header: Record, rec: Record) -> Series:
     scores = np.array(rec["scores"], float)
     return Series(
-        header["key"],
-        header["case"],
-        header["env"],
-        parse(rec["method"]),
-        scores,
-        np.array([rec["seconds"]], float),
-        rec["counters"],
-        header["about"][: len(scores)],
-        {name: np.array(values, float) for name, values in rec["more"].items()},
+        setting=header["key"],
+        case=header["case"],
+        env=header["env"],
+        method=parse(rec["method"]),
+        scores=scores,
+        seconds=np.array([rec["seconds"]], float),
+        counters=rec["counters"],
+        about=header["about"][: len(scores)],
+        more={name: np.array(values, float) for name, values in rec["more"].items()},
     )
 
 

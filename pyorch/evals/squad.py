@@ -15,6 +15,8 @@ from pyorch.evals import data, qa
 from pyorch.evals.example import Example
 from pyorch.evals.task import Setup, Task
 
+_KEYS = ("id", "title", "context", "question", "answers")
+
 
 @dataclass(frozen=True)
 class Question:
@@ -41,9 +43,6 @@ def _questions(rows: list[data.Row]) -> Iterator[Question]:
                 name, text, answers = data.need(q, ("id", "question", "answers"), "SQuAD v1.1")
                 texts = [a["text"] for a in answers]
                 yield _question(name, row.get("title", ""), context, text, texts)
-
-
-_KEYS = ("id", "title", "context", "question", "answers")
 
 
 def _question(name: str, title: str, context: str, text: str, answers: list[str]) -> Question:

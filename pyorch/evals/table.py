@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from pyorch import table as tables
-from pyorch.attention.spec import AttentionSpec
+from pyorch.attention.spec import BOUNDS, EXACT, AttentionSpec
 from pyorch.evals import stats, tasks
-from pyorch.evals.methods import OFF
 from pyorch.evals.series import Series, by_setting
-from pyorch.policies import Method
-
-EXACT = {"min_ctx": 0, "min_k": 1}  # the bounds with which a ratio is exact at any length
-BOUNDS = ",".join(f"{name}={value}" for name, value in EXACT.items())
+from pyorch.policies import OFF, Method
 
 
 @dataclass(frozen=True)
@@ -60,24 +56,24 @@ def rows(group: Sequence[Series]) -> list[Row]:
         dense = counted.bytes_dense if is_stock else s.bytes_dense
         out.append(
             Row(
-                task.name,
-                task.metric,
-                s.method,
-                s.case["model"]["name"],
-                s.case["ctx"],
-                len(s.scores),
-                float(s.scores.mean()),
-                low,
-                high,
-                stats.standard_error(s.scores),
-                float(gap.mean()),
-                gap_low,
-                gap_high,
-                read,
-                read / dense,
-                s.tokens_per_s,
-                {name: float(values.mean()) for name, values in s.more.items()},
-                {n: v.mean(0).tolist() for n, v in s.more.items() if v.ndim > 1},
+                task=task.name,
+                metric=task.metric,
+                method=s.method,
+                model=s.case["model"]["name"],
+                ctx=s.case["ctx"],
+                n=len(s.scores),
+                score=float(s.scores.mean()),
+                score_low=low,
+                score_high=high,
+                standard_error=stats.standard_error(s.scores),
+                difference=float(gap.mean()),
+                difference_low=gap_low,
+                difference_high=gap_high,
+                bytes_per_token=read,
+                share_of_dense=read / dense,
+                tokens_per_s=s.tokens_per_s,
+                more={name: float(values.mean()) for name, values in s.more.items()},
+                by_layer={n: v.mean(0).tolist() for n, v in s.more.items() if v.ndim > 1},
             )
         )
     return out
@@ -126,26 +122,32 @@ def _table(group: Sequence[Series]) -> str:
     digits = 1 if task.percent or max(r.score_high for r in here) >= 10 else 4
     unit = ", %" if task.percent else ""
     base = here[0].method
-    more = list(here[0].more)
-    head = ["attention", f"{task.metric}{unit} (95 % CI)", f"against `{base}` (95 % CI)"]
-    head += [name.replace("_", " ") for name in more]
-    head += ["KB read per token", "share of dense", "tokens/s"]
-    lines = []
 
     def text(x: float, sign: str = "") -> str:
         return f"{round(factor * x, digits) + 0.0:{sign}.{digits}f}"  # + 0.0: no "-0.0"
 
-    for r in here:
-        cells = [label(r.method), f"{text(r.score)} ({text(r.score_low)}-{text(r.score_high)})"]
-        gap = f"{text(r.difference, '+')} ({text(r.difference_low, '+')} to "
-        cells.append("" if r.method == base else f"{gap}{text(r.difference_high, '+')})")
-        cells += [f"{r.more[name]:.3f}" for name in more]
-        cells.append(tables.number(r.bytes_per_token / 1e3, "{:.0f}"))
-        cells.append(tables.number(100 * r.share_of_dense, "{:.1f} %"))
-        cells.append(tables.number(r.tokens_per_s, "{:.0f}"))
-        lines.append(cells)
+    def gap(r: Row) -> str:
+        if r.method == base:
+            return ""
+        low, high = text(r.difference_low, "+"), text(r.difference_high, "+")
+        return f"{text(r.difference, '+')} ({low} to {high})"
+
+    def mean_of(name: str) -> Callable[[Row], object]:
+        return lambda r: f"{r.more[name]:.3f}"
+
+    shown: dict[str, Callable[[Row], object]] = {
+        "attention": lambda r: label(r.method),
+        f"{task.metric}{unit} (95 % CI)": lambda r: (
+            f"{text(r.score)} ({text(r.score_low)}-{text(r.score_high)})"
+        ),
+        f"against `{base}` (95 % CI)": gap,
+        **{name.replace("_", " "): mean_of(name) for name in here[0].more},
+        "KB read per token": lambda r: tables.number(r.bytes_per_token / 1e3, "{:.0f}"),
+        "share of dense": lambda r: tables.number(100 * r.share_of_dense, "{:.1f} %"),
+        "tokens/s": lambda r: tables.number(r.tokens_per_s, "{:.0f}"),
+    }
     title = f"**{task.name}**: {task.about}"
-    return "\n\n".join([title, tables.markdown(head, lines), _about(group)])
+    return "\n\n".join([title, tables.columns(shown, here), _about(group)])
 
 
 def _about(group: Sequence[Series]) -> str:

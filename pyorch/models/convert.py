@@ -37,6 +37,7 @@ FILES: tuple[str, ...] = ("model*.safetensors", "*.json", "*.jinja", "README.md"
 FILES += ("tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt")
 _MAX_CONFIG = 64 << 20  # tokenizer.json of a large vocabulary: 35 MB
 _SLACK = 64 << 20  # the vocabulary, norms that stay f32, padding
+_AGAIN = "the download may be incomplete: compare it with the source, or download it again"
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,6 @@ def read_checkpoint(folder: Path, name: str = "") -> Checkpoint:
     n_bytes = sum(s.stat().st_size for s in shards)
     name = name or folder.resolve().name
     return Checkpoint(folder, name, tuple(found), sum(tensors.values()), n_bytes)
-
-
-_AGAIN = "the download may be incomplete: compare it with the source, or download it again"
 
 
 def _names(config: dict[str, Any]) -> list[str]:

@@ -26,6 +26,9 @@ SLOTS: dict[int, dict[str, int]] = {
     PREFILL: _PREFILL,
 }
 
+# GGML_OP_FLASH_ATTN_EXT, llama.cpp's own attention
+FLASH_ATTN = {"q": 0, "k": 1, "v": 2, "mask": 3, "sinks": 4}
+
 I_FORCED = 7  # in the op_params of SELECT: the place in a row of `wanted` where its cells begin
 
 

@@ -15,7 +15,7 @@ from typing import TypeVar, cast
 import numpy as np
 
 from pyorch.errors import SparqError
-from pyorch.native.slots import source_of
+from pyorch.native.slots import FLASH_ATTN, source_of
 from pyorch.native.tensor import Tensor, floats, source, view
 
 _ROWS = 128  # of a block
@@ -65,7 +65,7 @@ class Queries:
         if ours:
             q, k, sinks = (source_of(t, name) for name in ("q", "k", "sinks"))
         else:
-            q, k, sinks = source(t, 0), source(t, 1), source(t, 4)
+            q, k, sinks = (source(t, FLASH_ATTN[name]) for name in ("q", "k", "sinks"))
         assert q is not None and k is not None
         if q.ne[3] != 1 or sinks is not None:
             raise SparqError("capturing a prompt: one sequence, and no model with learned sinks")

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from pyorch.attention.spec import parse_spec
-from pyorch.bench import attention, output, records, speed
+from pyorch.bench import attention, attention_table, output, records, speed
 from pyorch.bench.worker import Worker, Workers
 from pyorch.cli.bench import command
 from pyorch.errors import SparqError
@@ -91,21 +91,21 @@ def test_a_wrong_kernel_is_not_timed(spec: str) -> None:
 def test_a_summary_has_a_column_for_each_type_of_k_and_v() -> None:
     recs = fake_records()
     other = [{**r, "case": r["case"] | {"type_k": "q8_0"}, "run": "b"} for r in recs]
-    head = attention.summary(recs + other).splitlines()[0]
+    head = attention_table.summary(recs + other).splitlines()[0]
     assert head.strip(" |").split(" | ")[1:] == [
         f"llama2-7b, S 4096, {k} K, f16 V" for k in ("f16", "q8_0")
     ]
-    assert "f16" not in attention.summary(recs).splitlines()[0]
+    assert "f16" not in attention_table.summary(recs).splitlines()[0]
 
 
 def test_what_lies_elsewhere_has_tables_of_its_own() -> None:
     recs = fake_records()
     other = [{**r, "case": r["case"] | {"numa": "distribute"}, "run": "b"} for r in recs]
-    head = attention.summary(recs + other).splitlines()[0]
+    head = attention_table.summary(recs + other).splitlines()[0]
     assert head.strip(" |").split(" | ")[1:] == [
         f"llama2-7b, S 4096, numa {place}" for place in ("none", "distribute")
     ]
-    table = attention.markdown(recs + other)
+    table = attention_table.markdown(recs + other)
     assert table.count("threads: 2\n") == table.count("threads: 2, numa: distribute\n") == 1
 
 
@@ -132,13 +132,13 @@ def fake_records() -> list[records.Record]:
 
 
 def test_rows_are_differences_against_the_better_stock() -> None:
-    rows = attention.rows(fake_records())
+    rows = attention_table.rows(fake_records())
     assert [round(r.attention_ms, 6) for r in rows] == [20, 30, 10] + [5] * 7
     assert [round(r.speedup, 6) for r in rows] == [1, 0.666667, 2] + [4] * 7
     assert rows[2].roofline == pytest.approx(0.5)  # 100 MB in 10 ms, at 20 GB/s
     assert rows[0].token_ms == pytest.approx(24)
-    table = attention.markdown(fake_records())
-    summary = attention.summary(fake_records())
+    table = attention_table.markdown(fake_records())
+    summary = attention_table.summary(fake_records())
     assert "| attention | llama2-7b, S 4096 |" in summary
     assert "| `stock -fa 0` | 20.0 |" in summary
     assert "| `dense` | 10.0 (2.0x, 50 %) |" in summary
@@ -154,10 +154,10 @@ def test_rows_compare_within_one_run_only() -> None:
         rec["run"] = "b"
         rec["samples_ns"] = [2 * ns for ns in rec["samples_ns"]]
         rec["base_samples_ns"] = [2 * ns for ns in rec["base_samples_ns"]]
-    rows = attention.rows(first + later)
+    rows = attention_table.rows(first + later)
     assert [round(r.attention_ms, 6) for r in rows] == [20, 30, 10] + [5] * 7 + [40, 60, 20, 10]
     assert [round(r.speedup, 6) for r in rows[:4]] == [round(r.speedup, 6) for r in rows[10:]]
-    assert attention.markdown(first + later).count("**llama2-7b**") == 1
+    assert attention_table.markdown(first + later).count("**llama2-7b**") == 1
 
 
 @pytest.mark.parametrize("printed", [True, False])
@@ -173,7 +173,7 @@ def test_the_table_beside_the_records_has_all_of_them(
         monkeypatch.setattr(output, "FORMATS", None)
     done = CliRunner().invoke(command, ["--attn-only", "--out", str(tmp_path)])
     assert (done.exit_code == 0) == printed
-    assert (tmp_path / "attention.md").read_text() == attention.markdown(recs) + "\n"
+    assert (tmp_path / "attention.md").read_text() == attention_table.markdown(recs) + "\n"
 
 
 def test_a_readme_without_marks_is_refused_before_measuring(
@@ -189,7 +189,7 @@ def test_a_readme_without_marks_is_refused_before_measuring(
 def test_sql_of_both_benches_goes_into_one_file() -> None:
     """Their columns differ, so their tables have two names."""
     recs = fake_records()
-    text = output.FORMATS["sql"](attention.flat(recs), recs)
+    text = output.FORMATS["sql"](attention_table.flat(recs), recs)
     other = output.FORMATS["sql"]([{"n_depth": 1}], [{"bench": speed.BENCH}])
     with sqlite3.connect(":memory:") as db:
         db.executescript(other + text)

@@ -37,7 +37,7 @@ import token_rate
 
 from pyorch import policies
 from pyorch.attention.spec import parse_spec
-from pyorch.bench import attention, pictures, records, speed
+from pyorch.bench import attention, paper, pictures, records, speed
 from pyorch.bench.plan import Case
 from pyorch.cli import bench
 from pyorch.errors import SparqError
@@ -370,7 +370,7 @@ def test_microbenchmark_limit_is_by_bytes_read(full: Path) -> None:
 
 def test_intensity_is_that_of_the_paper() -> None:
     for name, g in (("Llama 2 7B", 1), ("Llama 2 70B", 8)):
-        for rho, most in plot.paper("intensity", name):
+        for rho, most in paper.points("intensity", name):
             assert intensity.intensity(rho, 10**9, g) == pytest.approx(most, rel=0.01)
     assert intensity.share(6, 1) == 0.5
     assert intensity.share(6, 1, 1 / 8) == pytest.approx(1 / 9)

@@ -67,7 +67,7 @@ def test_captured_q_k_v_give_the_result_of_llama_cpp(
 
 
 @pytest.mark.parametrize(("kind", "top"), [("q8", 255), ("q4", 15)])
-def test_codes_are_per_channel_and_run_up_to_what_is_sealed(kind: str, top: int) -> None:
+def test_codes_are_per_component_and_run_up_to_what_is_sealed(kind: str, top: int) -> None:
     k = np.random.default_rng(0).standard_normal((700, 3)).astype(np.float32)
     k[600:] *= 100  # not sealed: they must not widen the range of their run
     shadow = recall.shadow_of(k, 600, kind)

@@ -37,8 +37,8 @@ def test_every_byte_of_the_pieces_is_read(layers: row_reads.Layers, read: str) -
     words = layers.bytes.view(np.uint64)
     want = np.bitwise_xor.reduce(words[(at[:, None] + np.arange(0, size, 8)) // 8], axis=None)
     name, more = "sparq_bench_rows", [row_reads.ROWS_AHEAD]
-    if channels := row_reads.CHANNELS.get(read):
-        name, more = f"sparq_bench_runs{channels.side}", [size, channels.ahead]
+    if components := row_reads.COMPONENTS.get(read):
+        name, more = f"sparq_bench_runs{components.side}", [size, components.ahead]
     function = layers.lib[name]
     function.restype = ctypes.c_uint64
     where = ctypes.c_void_p(layers.bytes.ctypes.data), ctypes.c_void_p(at.ctypes.data)
@@ -60,7 +60,7 @@ def test_rows_are_of_one_head_after_another(layers: row_reads.Layers) -> None:
 @pytest.mark.parametrize(
     ("read", "run", "stride"), [("channels", 4096, 8064), ("codes", 1024, 2112)]
 )
-def test_channels_are_read_tile_by_tile(
+def test_components_are_read_tile_by_tile(
     layers: row_reads.Layers, read: str, run: int, stride: int
 ) -> None:
     at = layers.pieces(read, np.random.default_rng(2)).reshape(2, 2, 2, row_reads.RANK)

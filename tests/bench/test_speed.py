@@ -144,6 +144,20 @@ def test_committed_cases_are_read_and_written_alike(name: str, kind: type[Case])
         assert rec["case"].items() <= records.case_of(case).items()
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("speed", speed.Case), ("growth", speed.Case), ("attention", attention.Case)],
+)
+def test_records_in_the_repository_would_be_found_again(name: str, kind: type[Any]) -> None:
+    files = sorted((paths.REPOSITORY / "bench" / "results").glob(f"*/{name}.jsonl"))
+    found = [rec for file in files for rec in records.load_all(file)]
+    assert found
+    for rec in found:
+        case = records.read_case(kind, rec)
+        stamp = rec["env"]["stamps"][case.library]
+        assert records.key(rec["bench"], records.case_of(case), stamp) == rec["key"]
+
+
 def test_a_row_of_ours_is_refused_unless_it_ran() -> None:
     prompt = replace(CASE, n_gen=0, n_prompt=speed.N_BATCH + 64)
     dense = replace(CASE, spec=parse_spec("dense"))

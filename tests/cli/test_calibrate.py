@@ -128,7 +128,7 @@ def test_rounds_find_the_joint_optimum() -> None:
         for half, step in enumerate(search.STEPS):
             p = s.round(p, step, half % 2)
             kl, read = s.measure([p])
-            assert read[0] <= search.BYTES * share and kl[0] <= kls[-1]
+            assert read[0] <= search.MAX_SHARE * share and kl[0] <= kls[-1]
             kls.append(kl[0])
         assert p.base.local == 4, "the better window"
         grid = np.array([*np.geomspace(0.004, 0.9, 40), 1.0])
@@ -146,7 +146,7 @@ def test_with_top_p_the_bytes_that_were_read_count() -> None:
     q = s.fit(replace(p, base=replace(p.base, top_p=0.9)))
     assert q.k == pytest.approx(1.5 * p.k, rel=0.01), "two thirds of them are read"
     best = s.round(q, 2.0, 0)
-    assert s.measure([best])[1][0] <= search.BYTES * s.share
+    assert s.measure([best])[1][0] <= search.MAX_SHARE * s.share
     assert best.base.top_p == pytest.approx(1 - 0.1 / 3), "the better p"
 
 
@@ -167,7 +167,7 @@ def test_what_is_too_dear_gets_cheaper() -> None:
     p = s.fit(replace(p, rank=np.full(3, 64)))
     assert s.measure([p])[1][0] > 1.2 * s.share
     p = s.round(p, 4.0, 0)
-    assert s.measure([p])[1][0] <= search.BYTES * s.share
+    assert s.measure([p])[1][0] <= search.MAX_SHARE * s.share
 
 
 def test_what_reads_more_does_not_win() -> None:
