@@ -290,7 +290,8 @@ def _reply(chat: Chat, text: str) -> None:
     try:
         prompt = _fit(chat)
         engine.reset_counters(chat.session)
-        reply, finish = _stream(chat, prompt)
+        sampling = chat.sampling.drawn()
+        reply, finish = _stream(chat, prompt, sampling)
     except (SparqError, KeyboardInterrupt):
         _take_back(chat, read)
         raise
@@ -300,7 +301,8 @@ def _reply(chat: Chat, text: str) -> None:
         _take_back(chat, read)
     chat.summary = summary_of(chat.session)
     if chat.as_json:
-        print(json.dumps({"reply": reply, "finish": finish, **chat.summary.json()}), flush=True)
+        said = {"reply": reply, "finish": finish, "seed": sampling.seed}
+        print(json.dumps({**said, **chat.summary.json()}), flush=True)
     if chat.interactive:
         note(chat.summary.line(), "dim")
     _note_end(chat, finish)
@@ -367,7 +369,7 @@ def _most_tokens(chat: Chat, n_prompt: int) -> int:
     return max(room // 2, REPLY_ROOM) if has_text else chat.session.n_ctx
 
 
-def _stream(chat: Chat, prompt: list[int]) -> tuple[str, str]:
+def _stream(chat: Chat, prompt: list[int], sampling: Sampling) -> tuple[str, str]:
     """Generate a reply and print it as it comes. Returns it, and why it ended."""
     from pyorch import engine
 
@@ -377,7 +379,7 @@ def _stream(chat: Chat, prompt: list[int]) -> tuple[str, str]:
             chat.session,
             prompt,
             max_tokens=_most_tokens(chat, len(prompt)),
-            sampling=chat.sampling,
+            sampling=sampling,
             stop=chat.template.stop,
             progress=progress,
             should_stop=stopped,

@@ -73,7 +73,7 @@ def _generate(
 ) -> None:
     from pyorch import engine
 
-    tokens = engine.tokenize(session, prompt)
+    tokens, sampling = engine.tokenize(session, prompt), sampling.drawn()
     text, ids, finish = "", [], ""
     with progress_bar("reading the prompt") as progress:
         pieces = engine.generate(
@@ -93,7 +93,8 @@ def _generate(
     if finish == "context":
         note(f"note: the context is full ({session.n_ctx} positions); raise --ctx")
     if as_json:
-        print_json({"text": text, "tokens": ids, "finish": finish, **summary.json()})
+        said = {"text": text, "tokens": ids, "finish": finish, "seed": sampling.seed}
+        print_json({**said, **summary.json()})
     else:
         note(summary.line(), "dim")
 

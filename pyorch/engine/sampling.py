@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 from pyorch.engine.model import Session
@@ -32,6 +32,10 @@ class Sampling:
     repeat_penalty: float = 1.0
     seed: int | None = None
 
+    def drawn(self) -> Sampling:
+        """The same with a seed, drawn if there is none: with it a reply can be repeated."""
+        return replace(self, seed=secrets.randbits(32)) if self.seed is None else self
+
 
 class Sampler:
     """llama.cpp's own chain of samplers, with the `seed` that it draws from; has to be closed."""
@@ -39,7 +43,7 @@ class Sampler:
     def __init__(self, session: Session, sampling: Sampling) -> None:
         lib = session.lib
         self.session = session
-        self.seed = secrets.randbits(32) if sampling.seed is None else sampling.seed & 0xFFFFFFFF
+        self.seed = (sampling.drawn().seed or 0) & 0xFFFFFFFF
         self.chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
         for sampler in self._samplers(lib, sampling):
             lib.llama_sampler_chain_add(self.chain, sampler)

@@ -146,6 +146,21 @@ def test_a_seed_repeats(run: Run, tiny: Path) -> None:
     assert run(*base, "--seed", 6).out != first
 
 
+def test_a_seed_that_was_drawn_is_told(run: Run, tiny: Path) -> None:
+    base = ("generate", "-m", tiny, "-p", "hello", "-n", 12, "--temp", 2, "--min-p", 0, "--json")
+    first, other = (json.loads(run(*base).out) for _ in range(2))
+    assert first["seed"] != other["seed"] and first["tokens"] != other["tokens"]
+    assert json.loads(run(*base, "--seed", first["seed"]).out)["tokens"] == first["tokens"]
+
+
+def test_chat_tells_the_seed_of_each_reply(run: Run, tiny_chat: Path) -> None:
+    base = ("chat", "-m", tiny_chat, "-n", 12, "--temp", 2, "--min-p", 0, "--json")
+    said = [json.loads(x) for x in run(*base, stdin="hello\nhello\n").out.splitlines()]
+    assert said[0]["seed"] != said[1]["seed"]
+    again = json.loads(run(*base, "--seed", said[0]["seed"], stdin="hello\n").out)
+    assert (again["reply"], again["seed"]) == (said[0]["reply"], said[0]["seed"])
+
+
 def test_dense_where_sparse_was_asked_is_told(run: Run, tiny: Path) -> None:
     result = run("generate", "-m", tiny, "-p", "short", "-n", 4, "--ratio", "1/8")
     assert result.code == 0
