@@ -383,8 +383,9 @@ def main(device: str, quick: bool, folder: Path, force: bool) -> None:
         raise SparqError("this build is for the CPU only", "sparq-cpp build --cuda")
     ours = Device(built, device)
     fresh, seconds = (1 << 24, 0.1) if quick else (FRESH, 2.0)
-    env = records.environment({"ours": built}) | {"device": ours.name}
-    stamp = env["stamps"]["ours"] + ours.name
+    here = records.environment({"ours": built})
+    env = {**here, "device": ours.name}
+    stamp = here["stamps"]["ours"] + ours.name
     known = {} if force else records.load(file)
     copied = copy_bandwidth(ours, fresh, seconds)
     click.echo(f"{ours.name}: a copy moves {copied:.0f} GB/s, read and written", err=True)

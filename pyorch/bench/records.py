@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Protocol, TypeVar
+from typing import Any, BinaryIO, ClassVar, Protocol, TypedDict, TypeVar
 
 import numpy as np
 
@@ -33,6 +33,39 @@ from pyorch.progress import Progress
 SCHEMA = 1
 LARGE_BYTES = 64 << 20  # the hash of so large a model is remembered
 Record = dict[str, Any]
+
+
+class _Gpu(TypedDict, total=False):
+    """The first GPU of a machine that has one."""
+
+    gpu: str
+    gpu_gib: float
+
+
+class Machine(_Gpu):
+    """The kind of machine that a record is of; nothing names the machine itself."""
+
+    cpu: str
+    cores: int
+    memory_gib: float
+    arch: str
+    system: str
+
+
+class _Commit(TypedDict):
+    commit: str  # "" outside of a checkout
+    dirty: bool  # whether the code was changed since
+
+
+class Environment(_Commit):
+    """Everything that a number depends on and that is not in the case."""
+
+    machine: Machine
+    version: str
+    stamps: dict[str, str]  # of the libraries
+    pin: str
+    isa: list[str]
+    compiler: str
 
 
 class Timed(Protocol):
@@ -62,10 +95,10 @@ def machine_name() -> str:
 
 
 @cache
-def machine() -> dict[str, Any]:
+def machine() -> Machine:
     from pyorch.native import cuda, probe
 
-    gpu: dict[str, Any] = {}
+    gpu: _Gpu = {}
     if cuda.present():
         first = cuda.devices()[0][0]
         gpu = {"gpu": first.name, "gpu_gib": round(first.memory / 2**30, 1)}
@@ -79,7 +112,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def environment(libraries: Mapping[str, Path]) -> dict[str, Any]:
+def environment(libraries: Mapping[str, Path]) -> Environment:
     """Everything that a number depends on and that is not in the case.
 
     Args:
@@ -97,7 +130,7 @@ def environment(libraries: Mapping[str, Path]) -> dict[str, Any]:
     }
 
 
-def _commit() -> dict[str, Any]:
+def _commit() -> _Commit:
     def git(*args: str) -> str:
         command = ["git", "-C", str(paths.REPOSITORY), *args]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -154,7 +154,7 @@ def _prepare(
     session: engine.Session,
     model: Record,
     meanings: Mapping[Method, str],
-    env: Record,
+    env: records.Environment,
     folder: Path,
 ) -> _Work:
     data = plan.data.get(task.name)
