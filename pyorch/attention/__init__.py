@@ -1,1 +1,1 @@
-"""What attention reads: the settings (`spec`) and the bytes they cost (`bytes`)."""
+"""The settings of attention (`spec`) and the bytes that it reads with them (`bytes`)."""

@@ -1,4 +1,4 @@
-"""How many bytes a decoded token reads.
+"""Predicts how many bytes a decoded token reads.
 
 The same split of a ratio into (rank, topk) is done by the native library at every token;
 `test_byte_model_agrees_with_the_library` in tests/e2e/test_engine.py holds the two together. `S` is
@@ -15,7 +15,7 @@ from pyorch.attention.spec import AttentionSpec
 from pyorch.ggml import TensorType
 from pyorch.models.geometry import Geometry
 
-SHADOW_BYTES = {"f16": 2.0, "q8": 1.0, "q4": 0.5}  # per element of the transposed K
+SHADOW_BYTES = {"f16": 2.0, "q8": 1.0, "q4": 0.5}  # bytes per element of the transposed K
 RUN = 512  # positions of a component that share a scale and a zero (two f32) where K is quantised
 GROUP = 64  # positions sealed together; the sums of V are per group ..
 GROUPS_PER_SUM = 16  # .. and once more per this many groups
@@ -25,9 +25,9 @@ CELLS = 256  # llama.cpp looks at the cache in blocks of this many positions
 
 @dataclass(frozen=True)
 class Split:
-    """What a layer reads at S positions. `dense` = all of them, and then `reason` says why.
+    """The share of S positions that a layer reads. `dense` means all of them; `reason` says why.
 
-    With top_p a head reads fewer than topk or, where its cap allows, more: as the text has it.
+    With top_p a head reads fewer than topk, or more if its cap allows, depending on the text.
     """
 
     rank: int
@@ -40,10 +40,10 @@ class Split:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer, one decoded token. Bytes of K, V and shadow.
+    """The bytes of K, V and the shadow that a decoded token reads in one layer.
 
-    `ours`: unless attention is off, ops of ours read them, and count them. Layers with a sliding
-    window and latent attention stay with llama.cpp, whatever the settings are.
+    `ours`: our ops read and count them, unless attention is off. Layers with a sliding window or
+    latent attention stay with llama.cpp, whatever the settings are.
     """
 
     il: int
@@ -67,11 +67,11 @@ def split(
 ) -> Split:
     """Rank and k of layer `il` at `n_pos` visible positions, as the library chooses them.
 
-    cached: the layers with a KV cache, over which a ramp goes; None = all `n_layer`.
+    cached: the layers with a KV cache, which share a ramp; None = all `n_layer`.
     """
     if not spec.sparse:
         return _dense(n_pos, head_dim, spec.method)
-    n_cells = -(-n_pos // CELLS) * CELLS  # the library decides on whole blocks of the cache
+    n_cells = -(-n_pos // CELLS) * CELLS  # the library decides for whole blocks of the cache
     if n_cells <= -(-spec.min_ctx // CELLS) * CELLS:
         return _dense(n_pos, head_dim, f"not above min_ctx {spec.min_ctx}")
     rank = _rank(spec, head_dim, kv_bytes, il)
@@ -92,7 +92,7 @@ def _dense(n_pos: int, head_dim: int, reason: str) -> Split:
 def _rank(spec: AttentionSpec, head_dim: int, kv_bytes: float, il: int) -> int:
     """Half of the bytes pay for the scores: `S*r*shadow_bytes = ratio/2 * 2*S*d*kv_bytes`.
 
-    But a quarter of the components is enough; beyond that, rows bring more (bench/recall.py).
+    But a quarter of the components is enough; beyond that, rows are worth more (bench/recall.py).
     """
     if spec.method == "topk":
         return head_dim  # exact scores
@@ -107,7 +107,7 @@ def _rank(spec: AttentionSpec, head_dim: int, kv_bytes: float, il: int) -> int:
 def _topk(
     spec: AttentionSpec, n_pos: int, score_share: float, il: int, cached: Sequence[int]
 ) -> int:
-    """What the scores leave of the bytes pays for rows. Top-k: the ratio is the share of rows."""
+    """The bytes that the scores leave pay for rows. For top-k the ratio is the share of rows."""
     least = spec.sinks + (spec.local or 0) + 1
     k: float
     if spec.k_layers is not None:
@@ -126,19 +126,19 @@ def _topk(
 
 
 def _round(x: float) -> int:
-    """Half away from zero, as C rounds."""
+    """Round half away from zero, as C does."""
     return math.floor(x + 0.5)
 
 
 def layer_costs(
     geo: Geometry, spec: AttentionSpec, n_pos: int, k_bytes: float = 2, v_bytes: float = 2
 ) -> list[LayerCost]:
-    """Bytes per token of every layer that has a cache; its types by their bytes per element."""
+    """The bytes per token of every layer that has a cache; k_bytes and v_bytes are per element."""
     out = []
     full = [il for il in geo.kv_layers if not geo.windows.of(il)]
     for il in geo.kv_layers:
         n_head, n_head_kv, (d_k, d_v) = geo.n_head[il], geo.n_head_kv[il], geo.head_dims(il)
-        row = d_k * k_bytes + d_v * v_bytes  # of one position and head
+        row = d_k * k_bytes + d_v * v_bytes  # the bytes of one position and head
         window = geo.windows.of(il)
         n_seen = geo.windows.visible(il, n_pos)
         if window:
@@ -160,7 +160,7 @@ def layer_costs(
 
 
 def _scan_bytes(spec: AttentionSpec, s: Split, geo: Geometry, n_pos: int, k_bytes: float) -> float:
-    """Bytes per KV head to score every position."""
+    """The bytes per KV head that scoring every position takes."""
     if spec.method == "topk":
         return n_pos * geo.head_dim_k * k_bytes
     return n_pos * s.rank * SHADOW_BYTES[spec.shadow] + s.rank * _scale_bytes(spec, n_pos)
@@ -174,7 +174,7 @@ def mean_bytes(n_pos: int, d_v: int, row_bytes: float) -> float:
 
 
 def _scale_bytes(spec: AttentionSpec, n_pos: int) -> int:
-    """Bytes of the scales and zeros of one component of the transposed K."""
+    """The bytes of the scales and zeros for one component of the transposed K."""
     return 0 if spec.shadow == "f16" else -(-n_pos // RUN) * 8
 
 
@@ -198,10 +198,10 @@ def per_token(counters: Mapping[str, float]) -> tuple[float, float]:
 def cache_bytes(
     geo: Geometry, n_ctx: int, type_k: TensorType, type_v: TensorType, n_batch: int | None = None
 ) -> int:
-    """Memory of K and V of `n_ctx` positions.
+    """The memory of K and V for `n_ctx` positions.
 
-    n_batch: llama.cpp's own programs keep in layers with a window no more positions than it and a
-    batch of so many. None: all of them, as our sessions do, which can be rewound to any position.
+    n_batch: in layers with a window, llama.cpp's own programs keep only the window and one batch of
+    this size. None: all positions, as in our sessions, which can be rewound to any of them.
     """
     total = 0.0
     for il in geo.kv_layers:
@@ -216,11 +216,11 @@ def cache_bytes(
 
 
 def shadow_bytes(geo: Geometry, n_ctx: int, spec: AttentionSpec) -> int:
-    """Memory of the transposed K, and of the sums of V where they are used.
+    """The memory of the transposed K, and of the sums of V if they are used.
 
-    Of f16 K and V with d = 128 the transposed K takes 50 % (f16), 26 (q8) and 13 (q4); the sums of
-    V 1.7 % more. Rows of f16 leave out the last group of the context; rows of codes and of scales
-    are an odd number of cache lines each.
+    With d = 128 the transposed K takes 50 % (f16), 26 % (q8) or 13 % (q4) of the bytes of f16 K and
+    V, and the sums of V take 1.7 % more. Rows of f16 leave out the last group of the context; each
+    row of codes or scales is an odd number of cache lines.
     """
     if spec.method != "sparq" or geo.is_mla:
         return 0

@@ -1,8 +1,9 @@
 """The one-line form of settings, `METHOD[,key=value]...`, read and written here and nowhere else.
 
 The settings themselves are frozen dataclasses: `AttentionSpec`, which the library knows, and those
-of the methods in Python (`pyorch.policies`). A line is read where it comes in, on the command line
-or from a file, and written where it is shown or kept; in between there are only objects.
+of the methods in Python (`pyorch.policies`). A line is parsed at once when it arrives, on the
+command line or from a file, and written only for display and for files; in between there are only
+objects.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 DEFAULT_RATIO = 1 / 8
-_SHORT = re.compile(r"[^eE]{0,50}([eE][+-]?\d{1,3})?%?")  # 1e999999999 is a fraction of that size
+_SHORT = re.compile(r"[^eE]{0,50}([eE][+-]?\d{1,3})?%?")  # 1e999999999 would have that many digits
 _RATIO_HINT = "a ratio is a share of dense attention's bytes: 1/8, 0.125 or 12.5%"
 
 
@@ -31,7 +32,7 @@ def split(text: str) -> tuple[str, list[str]]:
 
 
 def has_setting(text: str, key: str) -> bool:
-    """Whether the line itself has a setting of this name, be it the default."""
+    """Whether the line itself has a setting of this name, even with the default value."""
     return any(part.partition("=")[0].strip() == key for part in split(text)[1])
 
 
@@ -43,18 +44,18 @@ def read(
     aliases: Mapping[str, str] | None = None,
     readers: Mapping[str, Callable[[str], object]] | None = None,
 ) -> dict[str, Any]:
-    """Values for the fields of the dataclass `kind`. Ranges are its own affair.
+    """Returns values for the fields of the dataclass `kind`, which checks their ranges itself.
 
     Args:
-        what: what a setting is called in an error.
+        what: the name of a setting in errors.
         aliases: other names of fields.
         readers: for fields that are neither numbers nor names; each raises SparqError.
 
     Raises:
-        SparqError: no such field, no value, or not one of the field's type.
+        SparqError: there is no such field or no value, or it has the wrong type.
     """
     types = {f.name: str(f.type).removesuffix(" | None") for f in fields(kind)}
-    types.pop("method", None)  # it is the head of the line
+    types.pop("method", None)  # the method is the head of the line
     out: dict[str, Any] = {}
     for part in parts:
         key, eq, text = (s.strip() for s in part.partition("="))
@@ -82,7 +83,7 @@ def _number_or_name(key: str, kind: str, text: str) -> float | int | str:
 
 def write(method: str, settings: DataclassInstance, without: Collection[str] = ()) -> str:
     """The canonical line: the method, then the fields of `settings` that differ from their
-    defaults, but for those in `without`. `read` gives them back exactly."""
+    defaults, except those in `without`. `read` returns exactly these values."""
     parts = [method]
     for f in fields(settings):
         value = getattr(settings, f.name)
@@ -98,7 +99,7 @@ def _text(value: object) -> str:
 
 
 def join_layers(entries: Iterable[object]) -> str:
-    """One entry per layer: `8:8:16`."""
+    """The text of a list with one entry per layer: `8:8:16`."""
     return ":".join(map(str, entries))
 
 
@@ -106,7 +107,7 @@ def parse_ratio(text: str) -> float:
     """`1/8`, `0.125` and `12.5%` -> 0.125.
 
     Raises:
-        SparqError: not a number, or not above 0 and at most 1.
+        SparqError: it is not a number, or not above 0 and at most 1.
     """
     raw = text.strip()
     try:
@@ -127,7 +128,7 @@ def check_ratio(ratio: float, text: str = "") -> None:
 
 
 def ratio_text(ratio: float) -> str:
-    """0.125 -> `1/8`; a ratio that is no short fraction keeps its decimals."""
+    """0.125 -> `1/8`; a ratio that is not a short fraction keeps its decimals."""
     if not math.isfinite(ratio):
         return repr(ratio)
     f = Fraction(ratio).limit_denominator(1000)

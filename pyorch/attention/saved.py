@@ -1,8 +1,8 @@
-"""What `sparq-cpp calibrate` found for a model: kept beside it, found again, put into settings.
+"""The results of `sparq-cpp calibrate`: saved beside a model, found again, and applied to settings.
 
-`MODEL.gguf.sparq.json`, or a file in the cache folder where that cannot be written, has the results
-of several ratios, and a hash of the model's content. `resolve` turns `budget=calibrated` or `top-p`
-into what was found. How it is found: `pyorch.calibrate`.
+`MODEL.gguf.sparq.json`, or a file in the cache folder if that cannot be written, has the results of
+several ratios, and a hash of the model's content. `resolve` replaces `budget=calibrated` or `top-p`
+by these results, which `pyorch.calibrate` finds.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from pyorch.models.gguf_file import read_gguf
 SCHEMA = 1
 
 
-# ---- what a result is, on disk and in memory ----
+# ---- results, on disk and in memory ----
 
 
 class Settings(TypedDict, total=False):
-    """What was found, in place of a spec's own; lists are text, as in a spec's line."""
+    """The settings that replace a spec's own; lists are text, as in a spec's line."""
 
     mean_v: str
     local: int
@@ -54,7 +54,7 @@ class Candidate(TypedDict):
 
 
 class About(TypedDict):
-    """What a search depends on; `text` is a hash."""
+    """Everything that a search depends on; `text` is a hash."""
 
     ratio: float
     shadow: str
@@ -71,7 +71,7 @@ _TopP = TypedDict("_TopP", {"top-p": Settings})
 
 
 class Result(About, _TopP):
-    """What a search found: the best settings without `top_p`, and the best with or without it."""
+    """The result of a search: the best settings without `top_p`, and the best of all."""
 
     time: str
     layers: list[int]
@@ -81,17 +81,17 @@ class Result(About, _TopP):
     candidates: list[Candidate]
 
 
-# ---- where results are ----
+# ---- the files of results ----
 
 
 def model_hash(path: str | os.PathLike[str]) -> str:
-    """16 digits that stand for the content of a model, of a split one for that of all its parts.
+    """A hash of 16 digits of a model's content, including all parts of a split model.
 
-    Hashed are the size of each file, its first MiB (which has all metadata of most models), and 64
-    samples of the rest: to read all of a large model would take minutes.
+    It covers the size of each file, its first MiB (which has all metadata of most models), and 64
+    samples of the rest: reading all of a large model would take minutes.
 
     Raises:
-        SparqError: a file is missing, is no GGUF file or cannot be read.
+        SparqError: a file is missing, is not a GGUF file or cannot be read.
     """
     digest = hashlib.sha256()
     try:
@@ -137,10 +137,10 @@ def load(model: str | os.PathLike[str]) -> list[Result]:
 
 
 def save(model: Path, result: Result) -> Path:
-    """Keep a result with those of other ratios; where it now is.
+    """Keep a result with those of other ratios. Returns its file.
 
     Raises:
-        SparqError: neither beside the model nor into the cache folder.
+        SparqError: neither the model's folder nor the cache folder can be written.
     """
     digest = model_hash(model)
     same = (result["ratio"], result["shadow"])
@@ -180,9 +180,9 @@ def find(model: str | os.PathLike[str], ratio: float, shadow: str) -> Result:
 
 
 def resolve(spec: AttentionSpec, model: str | os.PathLike[str]) -> AttentionSpec:
-    """The settings that `budget=calibrated` or `top-p` stands for with this model; others as is.
+    """Replace `budget=calibrated` or `top-p` by its settings for this model; keep other budgets.
 
-    mean_v, min_k and local of the result hold where the settings leave them open.
+    mean_v, min_k and local are the result's if the settings leave them open.
 
     Raises:
         SparqError: the model is not calibrated for the ratio, or the method is not sparq.

@@ -1,4 +1,4 @@
-"""Every method of the papers on real decode steps, at equal bytes. docs/methods.md has the table.
+"""Every method of the papers on real decode steps, at equal bytes; docs/methods.md has a table.
 
     with open_session("model.gguf", "h2o,ratio=1/8", n_ctx=4096) as s:
         engine.prefill(s, prompt)           # exact attention, always
@@ -8,7 +8,7 @@
         switch(s, "sparq,ratio=1/8")        # a native method: no Python in the loop
 
 `sparq`, `topk`, `dense` and `off` are the library's own (`pyorch.attention.spec`). The others are
-in this folder, one file each; `watch.py` says how they decide.
+in this folder, one file each; `watch.py` describes how they work.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ OFF = AttentionSpec("off")
 
 
 def is_sparse(method: Method) -> bool:
-    """Whether it leaves something out."""
+    """Whether a method leaves any position out."""
     return isinstance(method, Policy) or method.sparse
 
 
 def parse(text: str) -> Method:
-    """One line to settings: `METHOD[,key=value]...`. Without ratio and k: ratio 1/8.
+    """Parse `METHOD[,key=value]...`. Without ratio and k the ratio is 1/8.
 
     Raises:
         SparqError: an unknown name or a value out of range.
@@ -74,13 +74,12 @@ def open_session(
     keep_queries: bool = False,
     **load: Any,
 ) -> engine.Session:
-    """A session of `engine.load(model, **load)` that decodes with `method`, or with the one of that
-    line.
+    """A session of `engine.load(model, **load)` that decodes with `method`, which may be a line.
 
     Args:
         keep_queries: capture the queries of every prefill, so that a method that needs the
-            attention of the prompt can be switched to after it. As much memory as K in f16 (times
-            the query heads that share a KV head). Without it: only while such a method is set.
+            attention of the prompt can be switched to after it. It takes the memory of K in f16 times
+            the query heads that share a KV head. Otherwise only such a method captures them.
 
     Raises:
         SparqError: whatever `engine.load` raises.
@@ -96,13 +95,13 @@ def open_session(
 
 
 def switch(session: engine.Session, method: Method | str) -> None:
-    """Decode with another method from the next token on; counters begin at zero.
+    """Decode with another method from the next token on; the counters start at zero.
 
-    What the method before knew of the sequence is forgotten: the new one takes all that is in the
-    cache as its prompt. The cache stays as it is (rewind it yourself).
+    The state of the previous method is forgotten: the new one takes all that is in the cache as its
+    prompt. The cache stays as it is (rewind it yourself).
 
     Raises:
-        SparqError: a session that `open_session` did not make, or a wrong line.
+        SparqError: the session is not from `open_session`, or the line is wrong.
     """
     method = parse(method) if isinstance(method, str) else method
     watch = _watch(session)
@@ -112,9 +111,9 @@ def switch(session: engine.Session, method: Method | str) -> None:
 
 
 def counters(session: engine.Session) -> Counters:
-    """What the method in Python wrote since `switch` or `engine.reset_counters`.
+    """The counters of the method in Python since `switch` or `engine.reset_counters`.
 
-    `selections` 0 after decoding: the method decided nothing, and a result must not be reported.
+    If `selections` is 0 after decoding, the method decided nothing: do not report results.
     """
     return _watch(session).counters
 
@@ -127,7 +126,7 @@ def _watch(session: engine.Session) -> Watch:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Per decoded token, over all layers: of K, V and what a method keeps beside them."""
+    """The bytes per decoded token in all layers: of K, V and what a method keeps beside them."""
 
     read: float
     dense: float

@@ -1,9 +1,9 @@
 """ALISA's Sparse Window Attention (Zhao et al., arXiv 2403.17312, algorithm 1).
 
-Half of the k positions are the newest, the other half those with the largest attention over the
-last k/2 rows, summed over the rows and all heads of the layer: every head reads the same. Nothing
-is evicted: what was not read counts as 0 in its row, and may come back. Its INT8 K and V are the
-cache types q8_0 (`type_k`, `type_v`). Its scheduling between CPU and GPU changes no result.
+Half of the k positions are the newest, the other half those with the largest attention in the last
+k/2 rows, summed over the rows and all heads of the layer: every head reads the same. Nothing is
+evicted: a position that was not read counts as 0 in its row, and may come back. Its INT8 K and V
+are the cache types q8_0 (`type_k`, `type_v`). Its scheduling between CPU and GPU changes no result.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Alisa(Policy):
     needs_prompt = True
 
     def fixed_bytes(self, n_pos: int, heads: Heads) -> float:
-        """The sums (f32), one for all heads of the layer."""
+        """The bytes of the sums (f32), which all heads of the layer share."""
         return 4 * n_pos / heads.n_head_kv
 
     def position_bytes(self, heads: Heads) -> float:
-        """A row; and of the row of attention that leaves the sums, a position and its weight."""
+        """The bytes of a row, and of a position and its weight in the row that leaves the sums."""
         return heads.row + 8 / heads.n_head_kv
 
     def start(self, heads: Heads, prompt: Prompt | None) -> AlisaSelector:
@@ -36,8 +36,8 @@ class Alisa(Policy):
 
 @dataclass
 class AlisaSelector(Selector):
-    """sums (n,) f64 of the rows from `first` on; `rows`: of those after the prompt, what was read
-    and its weights (summed over heads)."""
+    """sums (n,) f64 of the rows from `first` on; `rows`: for the rows after the prompt, the
+    positions that were read and their weights (summed over heads)."""
 
     policy: Alisa
     heads: Heads
@@ -59,7 +59,7 @@ class AlisaSelector(Selector):
     def _move(self, first: int) -> None:
         """Sum the rows from `first` on."""
         n = self.prompt.n
-        if first < self.first:  # the beginning, or k grew by more than one
+        if first < self.first:  # at the beginning, or if k grew by more than one
             self._add(first, min(self.first, n), 1)
         elif first > self.first:
             self._add(self.first, min(first, n), -1)
@@ -69,7 +69,7 @@ class AlisaSelector(Selector):
         self.first = first
 
     def _add(self, start: int, stop: int, sign: int) -> None:
-        """Rows of the prompt."""
+        """Add rows of the prompt to the sums, or subtract them."""
         for logits in self.prompt.blocks(start, stop):
             self.sums[: logits.shape[3]] += sign * softmax(logits).sum(axis=(0, 1, 2), dtype=float)
 

@@ -1,12 +1,12 @@
-"""What the methods share: the interface, and how a ratio becomes a number of positions.
+"""The interface that the methods share, and how a ratio becomes a number of positions.
 
 A method is a frozen dataclass of its settings (`Policy`). For each layer of a decoding session it
-makes a `Selector`, which is asked at every token which positions each KV head reads. The part that
-decides is a plain function of arrays in the method's file.
+makes a `Selector`, which is asked at every token which positions each KV head reads. The
+decision itself is a plain function of arrays in the method's file.
 
-Bytes are those of what lives from one token to the next and is read for a token: rows of K and V,
-and what a method keeps beside them. Logits, which do not outlive a token, cost nothing; nor does
-what is written. SparQ's and dense attention's bytes are counted in the same way.
+Bytes count all data that outlives a token and is read for one: rows of K and V, and what a method
+keeps beside them. Logits, which do not outlive a token, cost nothing, and neither do writes. SparQ
+and dense attention are counted in the same way.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Heads:
-    """One layer, the index-th that a method serves.
+    """The heads of one layer, the index-th that a method serves.
 
-    k_bytes, v_bytes: of the row of one position and KV head, as the cache has it
+    k_bytes, v_bytes: the bytes of one position and KV head in the cache
     """
 
     n_head: int
@@ -47,7 +47,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Step:
-    """One token in one layer; positions 0 .. n_pos-1, the last is the token's own.
+    """One token in one layer, with positions 0 .. n_pos-1, of which the last is the token's own.
 
     logits (n_head_kv, n_group_q, n_pos) f32: exact, scaled, soft-capped, biased
     q      (n_head_kv, n_group_q, d_k) f32
@@ -66,13 +66,13 @@ class Step:
 
 
 class Prompt(Protocol):
-    """The attention of the positions before the first one that a method decides on, one layer.
+    """The attention of one layer's positions before the first one that a method decides on.
 
     n       positions
     blocks  logits of the rows start .. stop-1 (None: n), a few rows at a time: (n_head_kv,
             n_group_q, rows, cols) f32 over positions 0 .. cols-1, -inf above the diagonal, which
             ends at the last row and column
-    once    the value of a function of this prompt, shared by all methods and ratios by its key
+    once    the value of a function of this prompt, which all methods and ratios share by its key
     """
 
     n: int
@@ -83,7 +83,7 @@ class Prompt(Protocol):
 
 
 class Selector:
-    """A method's state in one layer of one sequence. Asked once per token, in order.
+    """A method's state in one layer of one sequence. It is asked once per token, in order.
 
     alpha (n_head_kv, n_group_q), set by `select`: the share of attention that it believes to be on
     the positions it chose; the mean of V stands for the rest (SparQ, eq. 10). None: no mean of V.
@@ -92,28 +92,28 @@ class Selector:
     alpha: np.ndarray | None = None
 
     def select(self, step: Step) -> np.ndarray:
-        """Positions that are read: (n_head_kv, n) ascending, each once."""
+        """The positions to read: (n_head_kv, n), ascending, each only once."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Settings of a method. Exactly one of `ratio` and `k` decides how many positions are read.
+    """The settings of a method. Exactly one of `ratio` and `k` decides how many positions are read.
 
-    ratio  bytes read / bytes of all K and V, what the method keeps beside them included; 1/8 if
-           neither is given
-    k      positions, whatever they cost
+    ratio  bytes read, including what the method keeps beside K and V, over the bytes of all K and
+           V; 1/8 if neither is given
+    k      the number of positions, whatever they cost
 
     Raises:
-        SparqError: a value out of range, or both of them.
+        SparqError: a value is out of range, or both are given.
     """
 
     ratio: float | None = None
     k: int | None = None
 
     name: ClassVar[str]
-    needs_prompt: ClassVar[bool] = False  # reads the attention of the prompt
-    renormalises: ClassVar[bool] = True  # softmax over what is read; else over all positions
+    needs_prompt: ClassVar[bool] = False  # whether it reads the attention of the prompt
+    renormalises: ClassVar[bool] = True  # softmax over what is read, else over all positions
 
     def __post_init__(self) -> None:
         if self.k is not None and self.ratio is not None:
@@ -127,35 +127,35 @@ class Policy:
         self.check()
 
     def error(self, what: str, hint: str = "") -> SparqError:
-        """The error of a wrong setting of this method."""
+        """The error for a wrong setting of this method."""
         return SparqError(f"{self.name}: {what}", hint, exit_code=2)
 
     def start(self, heads: Heads, prompt: Prompt | None) -> Selector:
-        """A new sequence in one layer. `prompt` is given if `needs_prompt`."""
+        """Begin a sequence in one layer. `prompt` is given if `needs_prompt`."""
         raise NotImplementedError
 
     def fixed_bytes(self, n_pos: int, heads: Heads) -> float:
-        """Bytes per KV head that do not depend on how many positions are read."""
+        """The bytes per KV head that do not depend on the number of positions read."""
         return 0.0
 
     def position_bytes(self, heads: Heads) -> float:
-        """Bytes per KV head and position that is read."""
+        """The bytes per KV head and position read."""
         return heads.row
 
     def bytes_read(self, n_read: int, n_pos: int, heads: Heads) -> float:
-        """Bytes per KV head of a token that reads `n_read` positions of `n_pos`."""
+        """The bytes per KV head of a token that reads `n_read` of `n_pos` positions."""
         return self.fixed_bytes(n_pos, heads) + n_read * self.position_bytes(heads)
 
     @property
     def least(self) -> int:
-        """Positions that are read whatever the ratio."""
+        """The number of positions that are read whatever the ratio."""
         return 1
 
     def k_at(self, n_pos: int, heads: Heads) -> int:
-        """Positions that a token may read at `n_pos` positions, itself included.
+        """The number of positions that a token may read at `n_pos` positions, itself included.
 
         Raises:
-            SparqError: what does not depend on k costs more than the ratio allows.
+            SparqError: the costs that do not depend on k exceed the ratio.
         """
         if self.k is not None:
             return min(self.k, n_pos)
@@ -171,7 +171,7 @@ class Policy:
         return min(max(k, self.least), n_pos)
 
     def n_read(self, n_pos: int, heads: Heads) -> int:
-        """Positions that a token reads: `k_at`, unless a method reads whole pages."""
+        """The number of positions that a token reads: `k_at`, unless a method reads whole pages."""
         return self.k_at(n_pos, heads)
 
     def check(self) -> None:
@@ -187,8 +187,8 @@ class Policy:
 
 @dataclass(frozen=True)
 class WithMeanV(Policy):
-    """mean_v: the mean of V stands for what is not read: on, off, or auto: where no KV head is
-    shared, as for `sparq`."""
+    """mean_v: whether the mean of V stands for positions not read: on, off, or auto (only if no KV
+    head is shared), as for `sparq`."""
 
     mean_v: str = "auto"
 
@@ -205,7 +205,7 @@ class WithMeanV(Policy):
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-    """Softmax over the last axis; -inf becomes 0. A row of -inf alone gives NaN."""
+    """Softmax over the last axis; -inf becomes 0. A row with only -inf gives NaN."""
     e: np.ndarray = np.exp(logits - logits.max(axis=-1, keepdims=True))
     e /= e.sum(axis=-1, keepdims=True)
     return e
@@ -221,7 +221,7 @@ def summed_scores(logits: np.ndarray) -> np.ndarray:
 
 
 def top(scores: np.ndarray, k: int) -> np.ndarray:
-    """Indices of the k largest of (n,) scores, ascending. Ties: the lower index."""
+    """The indices of the k largest of (n,) scores, ascending. Ties go to the lower index."""
     n = len(scores)
     if k >= n:
         return np.arange(n)
@@ -245,5 +245,5 @@ def at(values: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def same_for_all(positions: np.ndarray, n_head_kv: int) -> np.ndarray:
-    """(n,) to (n_head_kv, n)."""
+    """The same positions for all KV heads: (n,) to (n_head_kv, n)."""
     return np.broadcast_to(positions, (n_head_kv, len(positions)))

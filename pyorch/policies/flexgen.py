@@ -1,7 +1,7 @@
 """FlexGen's sparse attention (Sheng et al., arXiv 2303.06865, section 4): the top-k rows of V.
 
 Scores are exact, so all of K is read. The softmax runs over all positions and is not normalised
-again: what is not read counts as zero, as in FlexGen's code and in SparQ's eq. 5. The token's own
+again: positions not read count as zero, as in FlexGen's code and in SparQ's eq. 5. The token's own
 position is always in. Shared KV heads: softmaxed scores summed over their query heads.
 """
 

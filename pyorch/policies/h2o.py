@@ -21,7 +21,7 @@ class H2O(Policy):
     needs_prompt = True
 
     def position_bytes(self, heads: Heads) -> float:
-        return heads.row + 4  # its sum, f32
+        return heads.row + 4  # a row and its sum (f32)
 
     def start(self, heads: Heads, prompt: Prompt | None) -> H2OSelector:
         assert prompt is not None
@@ -31,7 +31,7 @@ class H2O(Policy):
 
 
 def prompt_sums(prompt: Prompt, n_head_kv: int) -> np.ndarray:
-    """(n_head_kv, n) f32: attention that each position got from all rows of the prompt."""
+    """(n_head_kv, n) f32: the attention that each position got from all rows of the prompt."""
     out = np.zeros((n_head_kv, prompt.n), np.float32)
     for logits in prompt.blocks():
         out[:, : logits.shape[3]] += softmax(logits).sum(axis=(1, 2))

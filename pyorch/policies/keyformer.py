@@ -1,8 +1,9 @@
 """Keyformer (Adnan et al., arXiv 2403.09054): key tokens by a Gumbel softmax, and the newest.
 
-As H2O, but what is summed is softmax((x + noise) / tau) over the positions in the cache (eq. 9),
-tau growing from 1 in the prompt to 2 (eq. 10), and the newest are a share `recent` of k. Original
-positions, scores per layer: the best of its table 3. What leaves the cache never comes back.
+It is like H2O, but sums softmax((x + noise) / tau) over the positions in the cache (eq. 9), where
+tau grows from 1 in the prompt to 2 (eq. 10); the newest positions are a share `recent` of k. It
+uses original positions and scores per layer, the best of its table 3. Evicted positions never come
+back.
 Shared KV heads: scores summed over their query heads.
 """
 
@@ -19,9 +20,9 @@ from pyorch.policies.h2o import evict
 
 @dataclass(frozen=True)
 class Keyformer(Policy):
-    """recent: share of k that is the newest positions (its section 4.4.4: 0.2 to 0.3).
+    """recent: the share of k for the newest positions (0.2 to 0.3 in its section 4.4.4)
 
-    tokens: of the text to be generated; tau reaches `tau_end` with the last of them
+    tokens: the length of the text to be generated; tau reaches `tau_end` with its last token
     noise: drawn once per position and query head (`once`, its algorithm 1) or anew for each row
         (`row`, its authors' code)
     """
@@ -44,7 +45,7 @@ class Keyformer(Policy):
             raise self.error(f"unknown noise {self.noise!r}", "noise=once or noise=row")
 
     def position_bytes(self, heads: Heads) -> float:
-        """A row, its score (f32) and with noise=once the noise of each query head (f32)."""
+        """The bytes of a row, its score (f32) and, with noise=once, each query head's noise (f32)."""
         noise = 4 * heads.n_head / heads.n_head_kv if self.noise == "once" else 0
         return heads.row + 4 + noise
 
@@ -62,7 +63,7 @@ class Keyformer(Policy):
         return KeyformerSelector(self, heads, positions, sums, noise)
 
 
-# of the random numbers, and those that were drawn once
+# the state of the random generator, and the noise that was drawn once
 NoiseState = tuple[Mapping[str, object], np.ndarray]
 
 
@@ -99,7 +100,7 @@ class Noise:
 def prompt_sums(
     prompt: Prompt, heads: Heads, noise: Noise, tau: float
 ) -> tuple[np.ndarray, NoiseState]:
-    """(n_head_kv, n) f32: scores of the prompt's positions; and what the noise is after them."""
+    """(n_head_kv, n) f32, the scores of the prompt's positions; and the noise's state after them."""
     out = np.zeros((heads.n_head_kv, prompt.n), np.float32)
     for logits in prompt.blocks():
         rows, cols = logits.shape[2:]
@@ -110,7 +111,7 @@ def prompt_sums(
 
 @dataclass
 class KeyformerSelector(Selector):
-    """positions, sums: as of H2O."""
+    """positions, sums: as for H2O."""
 
     policy: Keyformer
     heads: Heads

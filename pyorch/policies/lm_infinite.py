@@ -1,8 +1,8 @@
 """LM-Infinite (Han et al., arXiv 2308.16137): the first positions and a window of the newest.
 
-As SparQ's comparison has it (arXiv 2312.04985, appendix G): 16 first positions and k - 16 newest.
-Left out: the ceiling on distances, which is there for texts longer than a model was trained on;
-ours are not, and then it changes nothing.
+This is the version of SparQ's comparison (arXiv 2312.04985, appendix G): the first 16 positions and
+the k - 16 newest. The ceiling on distances is left out: it is for texts longer than the model was
+trained on, and changes nothing for ours, which are shorter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pyorch.policies.base import Heads, Policy, Prompt, Selector, Step, same_for
 
 @dataclass(frozen=True)
 class LMInfinite(Policy):
-    """sinks: first positions that are always read."""
+    """sinks: how many of the first positions are always read."""
 
     sinks: int = 16
     name = "lm-infinite"

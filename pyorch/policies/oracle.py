@@ -1,7 +1,7 @@
 """Oracle: the exact top-k positions, as if the scores cost nothing.
 
-The upper bound of SparQ's ablation (arXiv 2312.04985, section 5.4 and Fig. 7a): all of the bytes
-pay for rows of K and V, and alpha is exact. Shared KV heads: softmaxed scores summed over
+It is the upper bound of SparQ's ablation (arXiv 2312.04985, section 5.4 and Fig. 7a): all of the
+bytes pay for rows of K and V, and alpha is exact. Shared KV heads: softmaxed scores summed over
 their query heads, as SparQ ranks.
 """
 

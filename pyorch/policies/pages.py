@@ -1,7 +1,7 @@
-"""What the methods that choose whole pages share: two vectors per page, and which pages are read.
+"""The common part of methods that choose whole pages: two vectors per page, and the choice.
 
 A page is `page` positions in a row. Its two vectors are made once it is full, and kept in f16. The
-page of the token itself is always read, and needs none.
+page of the token itself is always read, and needs no vectors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pyorch.policies.base import Heads, Policy, Prompt, Selector, Step, summed_s
 
 @dataclass(frozen=True)
 class Paged(Policy):
-    """page: positions of a page."""
+    """page: the number of positions in a page."""
 
     page: int = 32
 
@@ -24,7 +24,7 @@ class Paged(Policy):
             raise self.error(f"page {self.page} is below 1")
 
     def fixed_bytes(self, n_pos: int, heads: Heads) -> float:
-        """Two vectors of d_k f16 for each page before the token's own."""
+        """The bytes of two vectors of d_k f16 for each page before the token's own."""
         return (n_pos - 1) // self.page * 2 * heads.d_k * 2
 
     def n_read(self, n_pos: int, heads: Heads) -> int:
@@ -33,7 +33,7 @@ class Paged(Policy):
         return own + self.page * n_pages(self.k_at(n_pos, heads), n_pos, self.page)
 
     def summary(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(pages, page, n_head_kv, d_k) f32 to two vectors of each: (pages, n_head_kv, d_k)."""
+        """(pages, page, n_head_kv, d_k) f32 to two vectors per page: (pages, n_head_kv, d_k)."""
         raise NotImplementedError
 
     def weights(self, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -75,7 +75,7 @@ def page_logits(weights: tuple[np.ndarray, ...], summaries: list[np.ndarray]) ->
 
 
 def n_pages(k: int, n_pos: int, page: int) -> int:
-    """How many full pages are read beside the token's own, if at most k positions are read."""
+    """The number of full pages read beside the token's own, if at most k positions are read."""
     n_full = (n_pos - 1) // page
     own = n_pos - n_full * page
     return min(max(k - own, 0) // page, n_full)
@@ -86,7 +86,7 @@ def select(logits: np.ndarray, k: int, n_pos: int, page: int) -> np.ndarray:
     n_head_kv, _, n_full = logits.shape
     m = n_pages(k, n_pos, page)
     pages = np.empty((n_head_kv, 0), np.int64)
-    if m:  # in f64, since bounds differ by more than the exp of f32 holds
+    if m:  # in f64, since bounds differ by more than exp can represent in f32
         pages = top_rows(summed_scores(logits.astype(np.float64)), m)
     positions = (pages[:, :, None] * page + np.arange(page)).reshape(n_head_kv, -1)
     own = np.tile(np.arange(n_full * page, n_pos), (n_head_kv, 1))

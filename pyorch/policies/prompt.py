@@ -1,4 +1,4 @@
-"""The attention of a prompt, for methods that keep what the prompt attended to most.
+"""The attention of a prompt, for methods that keep the positions it attended to most.
 
 `Queries` captures each layer's q from the nodes that attend in prefill (one copy, in f16), and
 `LayerPrompt` computes its softmax in numpy from them and K in the cache, in blocks, when a method
@@ -18,7 +18,7 @@ from pyorch.errors import SparqError
 from pyorch.native.slots import FLASH_ATTN, source_of
 from pyorch.native.tensor import Tensor, floats, source, view
 
-_ROWS = 128  # of a block
+_ROWS = 128  # rows of a block
 T = TypeVar("T")
 
 
@@ -26,12 +26,12 @@ T = TypeVar("T")
 class _Layer:
     q: np.ndarray  # (room, n_head, d_k) f16; room grows
     logit: tuple[float, float, float]  # scale, ALiBi's max_bias, soft-cap
-    known: int = 0  # rows of the first positions without a gap
-    # by a key of `once` and the positions
+    known: int = 0  # how many of the first positions have rows, without a gap
+    # the values of `once`, by its key and the number of positions
     cache: dict[tuple[tuple[Hashable, ...], int], object] = field(default_factory=dict)
 
     def put(self, rows: np.ndarray, first: int) -> None:
-        """Rows of the positions from `first` on; what was known of them and later is forgotten."""
+        """Set the rows of the positions from `first` on, and drop all older ones from there on."""
         n = first + len(rows)
         if n > len(self.q):
             grown = np.empty((max(n, 2 * len(self.q)), *rows.shape[1:]), np.float16)
@@ -51,16 +51,16 @@ class _Layer:
 
 @dataclass
 class Queries:
-    """q of all layers, by the address of the layer's K."""
+    """The queries of all layers, by the address of the layer's K."""
 
     layers: dict[int, _Layer] = field(default_factory=dict)
-    seen: bool = False  # in this llama_decode
+    seen: bool = False  # whether this llama_decode captured any
 
     def add(self, t: Tensor, n_past: int, ours: bool) -> None:
-        """Capture a node whose tokens come after `n_past` others: PREFILL, or else FLASH_ATTN_EXT.
+        """Capture a node whose tokens follow `n_past` others: PREFILL if `ours`, else FLASH_ATTN_EXT.
 
         Raises:
-            SparqError: more than one sequence.
+            SparqError: there is more than one sequence.
         """
         if ours:
             q, k, sinks = (source_of(t, name) for name in ("q", "k", "sinks"))
@@ -70,14 +70,14 @@ class Queries:
         if q.ne[3] != 1 or sinks is not None:
             raise SparqError("capturing a prompt: one sequence, and no model with learned sinks")
         rows = view(q)[0] if ours else view(q)[0].swapaxes(0, 1)  # (n_tok, n_head, d_k)
-        params = np.array(t.op_params[ours : ours + 3], np.int32)  # the first of ours is the step
+        params = np.array(t.op_params[ours : ours + 3], np.int32)  # the first of ours is the step's number
         scale, max_bias, softcap = params.view(np.float32).tolist()
         self.put(k.data, rows, n_past, (scale, max_bias, softcap))
 
     def put(
         self, layer: int, rows: np.ndarray, first: int, logit: tuple[float, float, float] | None
     ) -> None:
-        """Rows (n, n_head, d_k) of the positions from `first` on."""
+        """Set the rows (n, n_head, d_k) of the positions from `first` on."""
         if layer not in self.layers:
             if logit is None:
                 return
@@ -86,7 +86,7 @@ class Queries:
         self.seen = True
 
     def done(self, n_past: int) -> None:
-        """After each llama_decode: where nothing was captured, what comes after is not known."""
+        """Call this after each llama_decode: if it captured nothing, later queries are unknown."""
         if not self.seen:
             for layer in self.layers.values():
                 layer.cut(n_past)
@@ -109,7 +109,7 @@ class Queries:
 
 @dataclass
 class LayerPrompt:
-    """`base.Prompt`. stored: K of the cache (n, n_head_kv, ..), of that ggml type."""
+    """A `base.Prompt`. stored: K of the cache (n, n_head_kv, ..), of the given ggml type."""
 
     layer: _Layer
     n: int
@@ -158,7 +158,7 @@ def causal_logits(
 
 
 def alibi_slopes(n_head: int, max_bias: float) -> np.ndarray:
-    """(n_head,), as ggml has them."""
+    """The slopes (n_head,), as ggml computes them."""
     power = 2 ** int(np.log2(n_head))
     h = np.arange(n_head)
     slopes: np.ndarray = np.where(

@@ -1,7 +1,8 @@
-"""A scan of a few numbers of every position, then rows of K and V of the best ones, as SparQ does.
+"""A scan of a few numbers per position, then rows of K and V of the best positions, as in SparQ.
 
-What SparQ's ablations compare (arXiv 2312.04985, section 5.4): the numbers and the temperature
-differ, the bytes do not. The newest k/4 and the first 4 positions are always in, as for `sparq`.
+SparQ's ablations compare such scans (arXiv 2312.04985, section 5.4): the numbers and the
+temperature differ, the bytes do not. As for `sparq`, the newest k/4 and the first 4 positions are
+always in.
 Shared KV heads: softmaxed scores summed over their query heads.
 """
 
@@ -25,7 +26,7 @@ from pyorch.policies.base import (
 
 @dataclass(frozen=True)
 class Scan(WithMeanV):
-    """rank: f16 numbers of a position; None: half of the bytes, but at most d_k/4 of them."""
+    """rank: the f16 numbers per position; None: half of the bytes, but at most d_k/4 numbers."""
 
     rank: int | None = None
     sinks: int = 4

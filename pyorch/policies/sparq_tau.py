@@ -1,14 +1,15 @@
 """SparQ with another softmax temperature for its approximate scores: SparQ's Fig. 7b.
 
-The r components of K in which |q| is largest (summed over the query heads of a KV head, as the
-library does), from K itself. tau (arXiv 2312.04985, eq. 9 and section 5.4):
+It scores with the r components of K in which |q| is largest (summed over the query heads of a KV
+head, as the library does), and reads them from K itself. tau (arXiv 2312.04985, eq. 9 and section
+5.4) is one of:
 
-    eq9     sqrt(d_k |q_r| / |q|), L1 norms: what `sparq` does
-    sqrt-d  that of exact attention
-    sqrt-r  of r independent components
+    eq9     sqrt(d_k |q_r| / |q|) with L1 norms, as in `sparq`
+    sqrt-d  the temperature of exact attention
+    sqrt-r  the temperature of r independent components
 
-tau decides alpha, and with shared KV heads the ranking. Written with the model's own scale in
-place of 1/sqrt(d_k), as `sparq`.
+tau decides alpha and, for shared KV heads, the ranking. As in `sparq`, the model's own scale takes
+the place of 1/sqrt(d_k).
 """
 
 from __future__ import annotations

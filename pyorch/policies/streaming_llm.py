@@ -1,8 +1,8 @@
 """StreamingLLM (Xiao et al., arXiv 2309.17453): 4 attention sinks and a window of the newest.
 
-Left out: keys rotated anew by their place in the cache. It keeps distances within those a model was
-trained on; here no text is longer than that, and keys keep their positions, as in every other
-method that is compared.
+Keys are not rotated anew by their place in the cache. That would keep distances within those of
+training; here no text is longer, and keys keep their positions, as in every other method that is
+compared.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Lets a method in Python decide what llama.cpp's real decoding reads.
 
 The library runs its `topk` method: SCORE (exact), SELECT, ATTEND for each layer. `Watch` is
-llama.cpp's evaluation callback: after SELECT was computed it asks the method, and writes what the
-method chose over SELECT's result, which ATTEND then reads. Where a method's softmax runs over all
+llama.cpp's evaluation callback: when SELECT is computed it asks the method, and overwrites SELECT's
+result, which ATTEND then reads, with the method's choice. Where a method's softmax runs over all
 positions, ATTEND's result is scaled by the share of what was read; where the mean of V stands for
-the rest, it is added. The very few positions that a selection has no room for (it holds nearly all,
-not all) are attended to in numpy.
+the rest, it is added. A selection has room for nearly all positions; numpy attends to the
+very few others.
 
 The sources of the nodes that attend in prefill give the queries of the prompt, for methods that
 need its attention.
@@ -26,8 +26,8 @@ from pyorch.native.tensor import Tensor, floats, op_number, row_bytes, source, v
 from pyorch.policies.base import Heads, Policy, Selector, Step, at, softmax
 from pyorch.policies.prompt import Queries
 
-# SCORE from all of K, and SELECT with room for (nearly) all positions; always in are the newest
-# cell, and then the first four
+# SCORE from all of K, and SELECT with room for (nearly) all positions. It always includes the
+# newest cell, and then the first four.
 SPEC = "topk,ratio=0.997,min_k=1,min_ctx=0,local=1,sinks=4"
 _SCALE = 2  # in the op_params of SCORE: the step, the rank, the scale
 _OBJECT = 32  # struct ggml_object, in front of every tensor of a context
@@ -36,26 +36,26 @@ _OP, _PARAMS = Tensor.op.offset, Tensor.op_params.offset
 
 @dataclass
 class Counters:
-    """Since the last reset. `positions` and bytes are summed over layers and KV heads."""
+    """Counts since the last reset. `positions` and bytes are summed over layers and KV heads."""
 
     steps: int = 0  # tokens
-    selections: int = 0  # of a layer and token, written over SELECT's
+    selections: int = 0  # results of SELECT that were overwritten, one per layer and token
     positions: int = 0
     bytes_read: float = 0.0
     bytes_dense: float = 0.0
-    no_room: int = 0  # of these positions, those that SELECT's result had no room for
+    no_room: int = 0  # positions among these that SELECT's result had no room for
 
 
 @dataclass(frozen=True)
 class _Attached:
-    """What the session says that a `Watch` is attached to."""
+    """Facts about the session that a `Watch` is attached to."""
 
-    ours: int  # number of SPARSE_ATTN among the ops
+    ours: int  # the number of the op SPARSE_ATTN
     flash_attn: int
-    is_host: Callable[[int], bool]  # whether a buffer is in memory that Python can read
-    n_tokens: Callable[[], int]  # positions in the cache before this llama_decode
+    is_host: Callable[[int], bool]  # whether Python can read the memory of a buffer
+    n_tokens: Callable[[], int]  # the number of positions in the cache before this llama_decode
     d_v: int
-    v_bytes: float  # of a row
+    v_bytes: float  # the bytes of a row
 
 
 @dataclass
@@ -66,9 +66,9 @@ class _Layer:
 
 @dataclass
 class Watch:
-    """What `Model.session(watch=...)` takes. `policy` None: looks at nothing.
+    """The callback for `Model.session(watch=...)`. With `policy` None it looks at nothing.
 
-    keep_queries: capture the prompt even for methods that do not need it, for those that come next
+    keep_queries: capture the prompt even if the method does not need it, for later methods
     """
 
     keep_queries: bool = False
@@ -79,21 +79,21 @@ class Watch:
     def __post_init__(self) -> None:
         self._attached: _Attached | None = None
         self._layers: dict[int, _Layer] = {}  # by the address of the layer's K
-        self._n_seen = -1  # positions that the selectors know
-        self._n_pos = 0  # of this step; 0: nothing selected yet
-        # by the address of the SELECT node: what changes ATTEND's result (n_head, d_v)
+        self._n_seen = -1  # how many positions the selectors know
+        self._n_pos = 0  # the positions of this step; 0: nothing is selected yet
+        # by the address of the SELECT node: the change of ATTEND's result (n_head, d_v)
         self._after: dict[int, list[Callable[[Tensor, np.ndarray], None]]] = {}
-        # by the address of V: of its first n rows
+        # by the address of V: the sums of its first n rows
         self._v_sums: dict[int, tuple[int, np.ndarray]] = {}
         self._error: BaseException | None = None
 
-    # ---- what the session calls ----
+    # ---- called by the session ----
 
     def attach(self, session: Session) -> None:
-        """Learn the numbers of the ops, and what a row of V is.
+        """Learn the numbers of the ops, and the bytes of a row of V.
 
         Raises:
-            SparqError: the tensors of the library are not those of `Tensor`.
+            SparqError: the library's tensors do not have the layout of `Tensor`.
         """
         overhead = session.lib._lib.ggml_tensor_overhead
         overhead.restype = ctypes.c_size_t
@@ -113,12 +113,12 @@ class Watch:
 
     @property
     def attached(self) -> _Attached:
-        """What nodes are looked at with; there are none before `attach`."""
+        """The facts about the session, which exist only after `attach`."""
         assert self._attached is not None
         return self._attached
 
     def use(self, policy: Policy | None) -> None:
-        """Another method, or none; what the one before knew is forgotten, the prompt is not."""
+        """Use another method, or none. The old method's state is forgotten, but not the prompt."""
         self.policy = policy
         self._forget()
 
@@ -126,10 +126,10 @@ class Watch:
         self.counters = Counters()
 
     def done(self, n_past: int) -> None:
-        """After each llama_decode of a cache with `n_past` positions.
+        """Called after each llama_decode that began with `n_past` positions.
 
         Raises:
-            SparqError, ..: what went wrong in `node`, where no exception can pass.
+            SparqError, ..: an error of `node`, which cannot raise through C.
         """
         if self._n_pos:
             self._n_seen = self._n_pos
@@ -150,7 +150,7 @@ class Watch:
         self._n_seen = -1
 
     def node(self, address: int, ask: bool) -> bool:
-        """llama.cpp asks whether a tensor is wanted, and shows those that are, once computed."""
+        """llama.cpp asks whether a tensor is wanted, and passes it again when it is computed."""
         if self._attached is None or self._error is not None:
             return not ask
         try:
@@ -214,7 +214,7 @@ class Watch:
         self._plan_result(t, positions, step, layer.selector.alpha)
 
     def _begin_step(self, t: Tensor, logits: np.ndarray) -> None:
-        """The first layer of a token: cells are positions, and the selectors know all before it.
+        """In a token's first layer, check that cells are positions and that no token was missed.
 
         Raises:
             SparqError: cells are not in the order of positions.
@@ -235,7 +235,7 @@ class Watch:
         self._n_pos = n_pos
 
     def check_host(self, *tensors: Tensor | None) -> None:
-        """Refuse tensors that lie in the memory of another device.
+        """Refuse tensors in the memory of another device.
 
         Raises:
             SparqError: one does.
@@ -267,10 +267,10 @@ class Watch:
         return layer
 
     def _write(self, t: Tensor, positions: np.ndarray, step: Step) -> None:
-        """SELECT's result: n_sel, alpha (1: not asked for), cells in ascending order, -1.
+        """Write SELECT's result: n_sel, alpha (1: not wanted), cells in ascending order, then -1.
 
         Raises:
-            SparqError: a position that there is not, or not in ascending order.
+            SparqError: a position does not exist, or is not in ascending order.
         """
         n = positions.shape[1]
         if n < 1 or positions[:, 0].min() < 0 or positions[:, -1].max() >= step.n_pos:
@@ -286,7 +286,7 @@ class Watch:
     def _plan_result(
         self, t: Tensor, positions: np.ndarray, step: Step, alpha: np.ndarray | None
     ) -> None:
-        """What ATTEND's result is changed by, if it is."""
+        """Plan the change of ATTEND's result, if there is one."""
         assert self.policy is not None
         changes: list[Callable[[Tensor, np.ndarray], None]] = []
         missing = positions.shape[1] - (t.ne[0] - 1 - step.logits.shape[1])
