@@ -1,1 +1,1 @@
-"""Measurements: cases, runners, records. Each writes JSON lines that later runs go on from."""
+"""Measurements: cases, runners and records. Each writes JSON lines, which later runs continue."""

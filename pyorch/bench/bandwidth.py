@@ -1,4 +1,4 @@
-"""How fast this machine reads memory, and how to make its caches forget.
+"""Measures how fast this machine reads memory, and makes its caches forget.
 
 A few lines of C do the reading, compiled once with the compiler that the library needs anyway.
 """
@@ -26,18 +26,18 @@ from pyorch.models.memory import available_memory
 from pyorch.native import probe
 
 BUFFER_BYTES = 256 << 20  # per thread; far above any cache
-LEAST_BYTES = 32 << 20  # per thread, where so many buffers would take too much
-SHARE = 4  # one part in so many of the memory that is free, for all buffers together
+LEAST_BYTES = 32 << 20  # per thread, the least if memory is short
+SHARE = 4  # all buffers together take at most 1/SHARE of the free memory
 CPUS = Path("/sys/devices/system/cpu")
 _SOURCE = Path(__file__).with_name("read.c")
 
 
 @cache
 def compiled(source: Path) -> ctypes.CDLL:
-    """A file of C, compiled for this CPU. ctypes lets other threads run during a call.
+    """Compile a C file for this CPU. ctypes lets other threads run during a call.
 
     Raises:
-        SparqError: no compiler, or it does not take the file.
+        SparqError: there is no compiler, or it refuses the file.
     """
     compiler = probe.need_compiler()
     command = [*shlex.split(compiler.cc), "-O3", "-march=native", "-shared", "-fPIC"]
@@ -57,14 +57,14 @@ def compiled(source: Path) -> ctypes.CDLL:
 
 
 class MemoryReader:
-    """One buffer per thread, read by all threads together.
+    """Buffers, one per thread, which all threads read together.
 
     With several NUMA nodes each thread keeps to one CPU, so that its buffer is in the memory next
     to it; see `spread_cpus`.
 
     Args:
-        n_threads: threads that read.
-        buffer_bytes: per thread, a multiple of 512; None = what `usual_bytes` says.
+        n_threads: how many threads read.
+        buffer_bytes: the bytes per thread, a multiple of 512; None = `usual_bytes`.
 
     Raises:
         SparqError: a thread does not start, or gets no memory.
@@ -76,7 +76,7 @@ class MemoryReader:
         self.function.restype = ctypes.c_uint64
         self.function.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         self.buffers = [np.empty(0, np.uint64)] * n_threads
-        self.cpus: list[int] = []  # of the threads; none = wherever the system puts them
+        self.cpus: list[int] = []  # the threads' CPUs; none = wherever the system puts them
         if len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) > 1:
             self.cpus = spread_cpus(n_threads, os.sched_getaffinity(0))
 
@@ -96,11 +96,11 @@ class MemoryReader:
 
 
 def together(work: Callable[[int], None], n: int, cpus: Sequence[int] = ()) -> float:
-    """work(0) .. work(n - 1), each in a thread of its own, which keeps to its CPU of `cpus`.
+    """Run work(0) .. work(n - 1), each in its own thread, which keeps to its CPU of `cpus`.
 
     Returns:
-        Seconds from when all threads are there to the end of the last one: to start threads takes
-        a share of a short read.
+        Seconds from the time when all threads are ready to the end of the last one: starting
+        threads would take a share of a short read.
 
     Raises:
         SparqError: a thread does not start, or gets no memory.
@@ -121,15 +121,15 @@ def together(work: Callable[[int], None], n: int, cpus: Sequence[int] = ()) -> f
             work(i)
         except Exception as e:
             errors.append(e)
-            all_there.abort()  # or the others wait for this one
+            all_there.abort()  # otherwise the others wait for this one
         ended[i] = time.perf_counter()
 
-    # daemons: should one not start, those that wait for it do not keep the program
+    # daemons, so that if one does not start, those that wait for it do not keep the program
     threads = [threading.Thread(target=one, args=(i,), daemon=True) for i in range(n)]
     try:
         for t in threads:
             t.start()
-    except RuntimeError as e:  # no more threads
+    except RuntimeError as e:  # the system allows no more threads
         errors.append(e)
         all_there.abort()
     for t in threads:
@@ -143,17 +143,17 @@ def together(work: Callable[[int], None], n: int, cpus: Sequence[int] = ()) -> f
 
 
 def usual_bytes(n_threads: int) -> int:
-    """Bytes of each thread's buffer: all together take no more than a share of what is free."""
+    """The bytes of each thread's buffer: all together take at most a share of the free memory."""
     each = available_memory() // SHARE // n_threads // 512 * 512
     return min(BUFFER_BYTES, max(LEAST_BYTES, each))
 
 
 def spread_cpus(n: int, allowed: Iterable[int], cpus: Path = CPUS) -> list[int]:
-    """A CPU for each of `n` threads, evenly over those allowed: a second SMT twin of a core only
-    when every core has a thread.
+    """A CPU for each of `n` threads, spread evenly over those allowed: the second SMT twin of a
+    core is used only when every core has a thread.
 
     Args:
-        cpus: folder that says which are twins; where it does not, each is a core of its own.
+        cpus: the folder that lists twins; a CPU that is not in it is a core of its own.
     """
     seen: Counter[str] = Counter()
     levels: list[list[int]] = []  # the first twin of each core, the second, ...
@@ -175,7 +175,7 @@ def spread_cpus(n: int, allowed: Iterable[int], cpus: Path = CPUS) -> list[int]:
 
 
 def _aligned_ones(n_bytes: int) -> np.ndarray:
-    """Words of 64 bit that begin at a multiple of 64 bytes, as the C code needs them."""
+    """64-bit words that begin at a multiple of 64 bytes, as the C code needs them."""
     raw = np.ones(n_bytes // 8 + 8, np.uint64)
     skip = -raw.ctypes.data % 64 // 8
     return raw[skip : skip + n_bytes // 8]

@@ -1,4 +1,4 @@
-"""Pictures that are all drawn alike: panels, axes, names at the ends of lines, SVG and CSV.
+"""The common style of all pictures: panels, axes, names at the ends of lines, SVG and CSV.
 
 matplotlib (extra `figures`) is imported only when something is drawn.
 """
@@ -16,7 +16,7 @@ from pyorch import table
 
 Row = dict[str, Any]
 
-# of middle lightness: they are seen on white and on black
+# of medium lightness, visible on white and on black
 OURS, OURS_2, OURS_3, STOCK, STOCK_2, PAPER = (
     "#2f7ed8",
     "#e8710a",
@@ -31,7 +31,7 @@ _INK = "#010203"  # stands for the reader's own text colour until the SVG is wri
 def panels(
     n: int = 1, n_rows: int = 1, *, height: float = 3.6, width: float = 4.6
 ) -> tuple[Any, list[Any]]:
-    """A figure of rows of `n` panels side by side: (figure, its axes); sizes in inches."""
+    """Returns a figure with rows of `n` panels side by side, and its axes; sizes in inches."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -93,13 +93,13 @@ def decades(ax: Any, values: Sequence[float]) -> None:
 
 
 def x_ticks(ax: Any, ticks: Sequence[float], names: Sequence[str]) -> None:
-    """These, and no others between them."""
+    """Set these ticks on the x axis, and no others between them."""
     ax.set_xticks(ticks, names)
     ax.set_xticks([], minor=True)
 
 
 class Names:
-    """Names of lines at their right ends; they are written when all axes are final."""
+    """Names of lines at their right ends, which are written when all axes are final."""
 
     def __init__(self) -> None:
         self._ends: dict[Any, list[tuple[str, float, float, str]]] = {}  # by axes
@@ -117,7 +117,7 @@ class Names:
         factor: float = 1,
         **style: Any,
     ) -> None:
-        """Draws the column `y`, times `factor`, over `x`, with bars between two more columns.
+        """Draw the column `y`, times `factor`, over `x`, with bars between two more columns.
 
         name: empty = none.
         """
@@ -134,11 +134,11 @@ class Names:
             self.at(ax, name, xs[-1], ys[-1], color)
 
     def at(self, ax: Any, name: str, x: float, y: float, color: str) -> None:
-        """A name for what ends there."""
+        """Add a name for a line that ends there."""
         self._ends.setdefault(ax, []).append((name, x, y, color))
 
     def write(self, figure: Any, pad: Mapping[Any, float] | None = None) -> None:
-        """pad: by axes, how far from the line, as a share of their width."""
+        """Write the names. pad: their distance from the lines, as a share of the axes' width."""
         figure.canvas.draw()
         for ax, ends in self._ends.items():
             label_ends(ax, ends, pad=(pad or {}).get(ax, 0.02))
@@ -147,9 +147,9 @@ class Names:
 def label_ends(
     ax: Any, ends: Sequence[tuple[str, float, float, str]], *, pad: float = 0.02
 ) -> None:
-    """Names of lines at their right ends, moved apart: (text of some lines, x, y, colour)."""
+    """Write names at the right ends of lines, moved apart: (text of some lines, x, y, colour)."""
     n_line = 1 + max(text.count("\n") for text, *_ in ends)
-    height = 0.062 * n_line  # as a share of the axis
+    height = 0.062 * n_line  # the height of a name as a share of the axis
     to_axes = ax.transData + ax.transAxes.inverted()
     spots = sorted(
         ((*to_axes.transform((x, y)), text, colour) for text, x, y, colour in ends),
@@ -170,7 +170,7 @@ def label_ends(
 def write(
     picture: Any, rows: Sequence[Row], name: str, about: dict[str, str], out: Path, png: bool
 ) -> None:
-    """`name`.svg, with the title and caption inside, and `name`.csv."""
+    """Write `name`.svg, with the title and caption inside, and `name`.csv."""
     import matplotlib.pyplot as plt
 
     out.mkdir(parents=True, exist_ok=True)

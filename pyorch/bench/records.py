@@ -1,6 +1,6 @@
-"""Results as JSON lines: one line is one case with its samples and where they were taken.
+"""Results as JSON lines: each line is a case with its samples and its environment.
 
-A record is written as soon as it is measured, and a later run leaves out what is there already. Its
+A record is written as soon as it is measured, and a later run leaves out recorded cases. Its
 `key` is made from the case and the library that ran it, so a changed kernel is measured again.
 """
 
@@ -31,7 +31,7 @@ from pyorch.models.gguf_file import read_gguf
 from pyorch.progress import Progress
 
 SCHEMA = 1
-LARGE_BYTES = 64 << 20  # the hash of so large a model is remembered
+LARGE_BYTES = 64 << 20  # the hash of a model this large is remembered
 Record = dict[str, Any]
 
 
@@ -58,7 +58,7 @@ class _Commit(TypedDict):
 
 
 class Environment(_Commit):
-    """Everything that a number depends on and that is not in the case."""
+    """Everything outside the case that a number depends on."""
 
     machine: Machine
     version: str
@@ -69,7 +69,7 @@ class Environment(_Commit):
 
 
 class Timed(Protocol):
-    """What can be a case: a dataclass that says which library runs, `stock` or `sparq`."""
+    """A case: a dataclass that says which library runs, `stock` or `sparq`."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -82,12 +82,12 @@ Kind = TypeVar("Kind")
 
 
 def default_folder() -> Path:
-    """Of the records of this kind of machine."""
+    """The folder for the records of this kind of machine."""
     return paths.results() / "results" / machine_name()
 
 
 def machine_name() -> str:
-    """Names the kind of machine, not the machine: `amd-epyc-2-cores`."""
+    """The name of this kind of machine, not of the machine: `amd-epyc-2-cores`."""
     m = machine()
     name = re.sub(r"\((r|tm)\)|@.*|\b(cpu|processor)\b", "", m["cpu"].lower())
     name = f"{m.get('gpu', '')} {name} {m['cores']} cores".lower()
@@ -113,7 +113,7 @@ def machine() -> Machine:
 
 
 def environment(libraries: Mapping[str, Path]) -> Environment:
-    """Everything that a number depends on and that is not in the case.
+    """Everything outside the case that a number depends on.
 
     Args:
         libraries: name -> folder of a built library, as `native.lib_dir` returns it.
@@ -146,7 +146,7 @@ def _commit() -> _Commit:
 
 
 def file_hash(*paths: Path) -> str:
-    """16 digits that stand for the content of a file, or of several files as if they were one.
+    """A hash of 16 digits of the content of a file, or of several files as if they were one.
 
     Raises:
         SparqError: one of them cannot be read.
@@ -163,11 +163,11 @@ def file_hash(*paths: Path) -> str:
 
 
 def content_hash(model: Path) -> str:
-    """The `file_hash` of all parts of a model. That of a large one takes minutes, so it is computed
-    once for files of these paths, sizes and times of change.
+    """The `file_hash` of all parts of a model. For a large model it takes minutes, so it is
+    computed only once for files of the same paths, sizes and times of change.
 
     Raises:
-        SparqError: a part is no GGUF file or cannot be read.
+        SparqError: a part is not a GGUF file or cannot be read.
     """
     parts = read_gguf(model).parts
     found = [part.stat() for part in parts]
@@ -188,7 +188,7 @@ def key(bench: str, case: Mapping[str, Any], stamp: str) -> str:
 
 
 def record(bench: str, case: Mapping[str, Any], stamp: str, **result: Any) -> Record:
-    """`result`: what was measured; must hold `samples_ns` or `samples`, and `env`."""
+    """Make a record. `result` must have `samples_ns` or `samples`, and `env`."""
     if not (result.get("samples_ns") or result.get("samples")) or "env" not in result:
         raise ValueError("a record without samples or env")
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -200,12 +200,12 @@ def record(bench: str, case: Mapping[str, Any], stamp: str, **result: Any) -> Re
         "case": dict(case),
         **result,
     }
-    fresh: Record = json.loads(json.dumps(rec))  # exactly what `load` will give back
+    fresh: Record = json.loads(json.dumps(rec))  # exactly what `load` will return
     return fresh
 
 
 def append(file: Path, rec: Mapping[str, Any]) -> None:
-    """Add one line, on disk before this returns. A line that was cut short is removed first.
+    """Add a line, which is on disk when this returns. A truncated last line is removed first.
 
     Raises:
         SparqError: it cannot be written.
@@ -217,7 +217,7 @@ def append(file: Path, rec: Mapping[str, Any]) -> None:
         whole = found.rfind(b"\n") + 1
         try:
             json.loads(found[whole:])
-            f.write(b"\n")  # complete but for this
+            f.write(b"\n")  # complete except for this
         except ValueError:
             f.truncate(whole)
         f.write(json.dumps(rec, separators=(",", ":")).encode() + b"\n")
@@ -236,7 +236,7 @@ def _opened(file: Path) -> Iterator[BinaryIO]:
 
 
 def load(file: Path) -> dict[str, Record]:
-    """Records of a file by key, the last of each.
+    """The records of a file by key, the last one of each.
 
     Raises:
         SparqError: the file was written by another version of this program.
@@ -245,10 +245,10 @@ def load(file: Path) -> dict[str, Record]:
 
 
 def load_all(file: Path, *, keyed: bool = False) -> list[Record]:
-    """All records of a file. A line cut short by an interruption is left out.
+    """All records of a file. A line that an interruption truncated is left out.
 
     Args:
-        keyed: each must have a key, as those of benches do.
+        keyed: whether each must have a key, as the records of benches do.
 
     Raises:
         SparqError: the file was written by another version of this program, or by another program.
@@ -280,18 +280,18 @@ def load_all(file: Path, *, keyed: bool = False) -> list[Record]:
     return found
 
 
-Result = dict[str, Any]  # of a case: what a record has beside it
-Done = Callable[[float], None]  # called with the share of a group that is done
+Result = dict[str, Any]  # the part of a record beside its case
+Done = Callable[[float], None]  # called with the share of the group that is done
 
 
 def where_given(default: Any) -> Any:
-    """A field of a case that is recorded only where it is not `default`: a case that there was
-    before the field keeps its key."""
+    """A field of a case that is recorded only if it is not `default`, so that cases from before the
+    field keep their keys."""
     return field(default=default, metadata={"where_given": True})
 
 
 def case_of(case: Timed) -> dict[str, Any]:
-    """A case as it is recorded: settings of attention are text there, and nowhere before."""
+    """A case in the form of records, in which settings of attention become text."""
     unset = {f.name: f.default for f in fields(case) if f.metadata.get("where_given")}
     given = {k: v for k, v in vars(case).items() if k not in unset or v != unset[k]}
     return {k: str(v) if isinstance(v, AttentionSpec) else v for k, v in given.items()}
@@ -320,9 +320,9 @@ def resume(
     """Measure the groups that `file` lacks, add them there, and return all records in order.
 
     Args:
-        measure: one result per case of a group.
-        cost: how long a group takes, in any unit: for the time that is left.
-        libraries: those that are measured; they are built first, where they are not yet there.
+        measure: returns one result per case of a group.
+        cost: how long a group takes, in any unit, for the estimate of the time left.
+        libraries: the libraries that are measured; they are built first if necessary.
     """
     from pyorch import native
 
@@ -330,14 +330,14 @@ def resume(
     runs = [] if force else by_run(load_all(file, keyed=True))
 
     def known(group: Sequence[Case]) -> list[Record] | None:
-        """The latest run that has all cases of a group: ratios are within one run."""
+        """The latest run that has all cases of a group, since ratios are within one run."""
         keys = [key(bench, case_of(c), env["stamps"][c.library]) for c in group]
         found = (run for run in reversed(runs) if all(k in run for k in keys))
         return next(([run[k] for k in keys] for run in found), None)
 
     todo = [g for g in groups if known(g) is None]
     if todo:
-        with _opened(file):  # what cannot be kept is not measured
+        with _opened(file):  # measure nothing that cannot be kept
             pass
     total, spent = sum(cost(g) for g in todo), 0
     for group in todo:
@@ -359,7 +359,7 @@ def resume(
 
 
 def run_of(rec: Record) -> str:
-    """What tells the records apart that were taken in turns. Older ones share their bandwidths."""
+    """The identity of a run, whose records are taken in turns. Old ones share their bandwidths."""
     return str(rec.get("run") or rec.get("bandwidth_bytes_per_s") or rec["key"])
 
 
@@ -372,7 +372,7 @@ def by_run(recs: Iterable[Record]) -> list[dict[str, Record]]:
 
 
 def latest(recs: Iterable[Record]) -> list[Record]:
-    """Of runs with the same cases, by whatever library or calibration, the last; each whole."""
+    """The last of the runs with the same cases, whatever library or calibration; each one whole."""
 
     def case(rec: Record) -> dict[str, Any]:
         return {k: v for k, v in rec["case"].items() if k != "calibration"}
@@ -384,6 +384,6 @@ def latest(recs: Iterable[Record]) -> list[Record]:
 
 
 def spread(samples: Sequence[float]) -> tuple[float, float, float]:
-    """Median, 10th and 90th percentile."""
+    """The median and the 10th and 90th percentiles."""
     low, mid, high = np.percentile(np.asarray(samples, float), (10, 50, 90))
     return float(mid), float(low), float(high)

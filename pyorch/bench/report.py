@@ -33,10 +33,10 @@ _DUBLIN_CORE = "{http://purl.org/dc/elements/1.1/}"
 
 
 def page(results: Path, figures: Path) -> str:
-    """The page.
+    """Returns the HTML of the page.
 
     Raises:
-        SparqError: neither a figure nor a table is there.
+        SparqError: there is neither a figure nor a table.
     """
     pictures = [_figure(svg) for svg in sorted(figures.glob("*.svg"))]
     known = [results / f"{name}.md" for name in TABLES]
@@ -57,7 +57,7 @@ def page(results: Path, figures: Path) -> str:
 
 
 def _figure(svg: Path) -> tuple[str, str, str]:
-    """(anchor, title, HTML) of one picture, with its numbers."""
+    """The anchor, title and HTML of a picture, with its numbers."""
     try:
         text = svg.read_text("utf-8")
         root = ElementTree.fromstring(text)
@@ -66,7 +66,7 @@ def _figure(svg: Path) -> tuple[str, str, str]:
     title = root.findtext(f".//{_DUBLIN_CORE}title") or svg.stem
     caption = root.findtext(f".//{_DUBLIN_CORE}description") or ""
     title, caption = html.escape(title), html.escape(caption)
-    # within a page a picture takes the width it is given
+    # within a page a picture takes the available width
     inline = re.sub(r'(<svg\b[^>]*?) width="[^"]*"', r"\1", text[text.index("<svg") :], count=1)
     inline = re.sub(r'(<svg\b[^>]*?) height="[^"]*"', r"\1", inline, count=1)
     name = html.escape(svg.stem)
@@ -79,7 +79,7 @@ def _figure(svg: Path) -> tuple[str, str, str]:
 
 
 def _numbers(file: Path) -> str:
-    """The CSV beside a picture, folded away."""
+    """The numbers in the CSV beside a picture, collapsed."""
     if not file.is_file():
         return ""
     with file.open(newline="") as f:
@@ -96,7 +96,7 @@ def _cells(row: Sequence[str], tag: str) -> str:
 
 
 def _table(file: Path) -> tuple[str, str, str]:
-    """(anchor, title, HTML) of a table that a bench put beside its records."""
+    """The anchor, title and HTML of a table that a bench wrote beside its records."""
     title = TABLES[file.stem]
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
     body = markdown.render(file.read_text("utf-8"))
@@ -106,7 +106,7 @@ def _table(file: Path) -> tuple[str, str, str]:
 
 
 def _about(results: Path) -> str:
-    """Machine, versions and dates of the records."""
+    """The machine, versions and dates of the records."""
     newest: list[dict[str, Any]] = []
     for name in TABLES:
         file = results / f"{name}.jsonl"

@@ -1,9 +1,9 @@
-"""Speed of decoded tokens and of prompts at a depth: stock llama.cpp beside ours, in one run.
+"""Measures decoded tokens and prompts at a depth: stock llama.cpp beside ours, in one run.
 
 The tests are those of llama-bench: `tg N @ dD` decodes N tokens after D positions, `pp N @ dD`
 reads a prompt of N. The D positions hold random K and V (`pyorch/bench/state.py`), or a prompt
 that was read for real. Stock `-fa 0`, stock `-fa 1` and ours are processes of their own; they take
-turns (A B C, C B A, ...), a whole test each, after one that is not timed.
+turns (A B C, C B A, ...) of a whole test each, after one that is not timed.
 
     roofline   the bytes a token needs (weights once, K and V and shadow as read), at the speed of
                a plain sequential read by as many threads, measured between the turns
@@ -34,15 +34,15 @@ from pyorch.progress import Progress
 from pyorch.text import human_bytes
 
 BENCH = "speed"
-N_BATCH = 512  # of a prompt
+N_BATCH = 512  # the tokens per batch of a prompt
 
 
 def run(plan: SpeedPlan, file: Path, progress: Progress, *, force: bool = False) -> list[Record]:
     """Measure what `file` lacks, add it there, and return all records of the plan in order.
 
     Raises:
-        SparqError: a sparse row that did not run sparse, a result that differs from stock's, or
-            anything the library refuses.
+        SparqError: a sparse row did not run sparse, a result differs from stock's, or the library
+            refuses something.
     """
     planned = list(plan.groups())
     check(planned)
@@ -62,7 +62,7 @@ def run(plan: SpeedPlan, file: Path, progress: Progress, *, force: bool = False)
 def _measure(
     model: Path, group: Sequence[Case], workers: Workers, progress: records.Done
 ) -> list[records.Result]:
-    """One result per case: samples, bytes, counters, bandwidth."""
+    """Returns one result per case: samples, bytes, counters and bandwidth."""
     first, geo = group[0], geometry_of(model)
     places = {c.place: c for c in group}
     _check_memory(group, model)
@@ -74,8 +74,8 @@ def _measure(
     progress(0.2)
     bandwidth: list[float] = []
     found: list[list[dict[str, Any]]] = [[] for _ in group]
-    which = range(-1, first.repetitions)  # the first turn is not kept
-    # a round of growth, which has one timed turn, has its number for a seed: A B, B A, ...
+    which = range(-1, first.repetitions)  # the first turn is discarded
+    # a round of growth has one timed turn, and its number as the seed: A B, B A, ...
     swap = first.seed % 2 == 0
     for turn, order in turns(len(group), which, reader, bandwidth, swap=swap):
         for i in order:
@@ -135,7 +135,7 @@ def _open(workers: Workers, place: str, case: Case, model: Path) -> None:
 
 
 def _prepare(group: Sequence[Case], workers: Workers) -> list[int]:
-    """Check, and have all sealed, before the clock. Returns how many layers of each case are not
+    """Check and seal everything before timing starts. Returns how many layers of each case are not
     left to llama.cpp."""
     layers = []
     check_dense(group, workers, group[0].n_depth)
@@ -157,8 +157,8 @@ def _prepare(group: Sequence[Case], workers: Workers) -> list[int]:
 
 
 def _once(workers: Workers, case: Case, turn: int) -> dict[str, Any]:
-    """One test of one case; the cache is then as it was. Turn -1 only warms up: a short test is
-    enough."""
+    """Run one test of a case; the cache is unchanged afterwards. Turn -1 only warms up, for which a
+    short test is enough."""
     worker = workers[case.place]
     worker.attention(spec=str(case.spec))
     if case.n_gen:
@@ -172,15 +172,15 @@ def _once(workers: Workers, case: Case, turn: int) -> dict[str, Any]:
 
 
 def refuse_idle(case: Case, counters: dict[str, int], n_layer: int) -> None:
-    """A row of ours is reported only if what it says happened, in every timed test.
+    """Refuse to report a row of ours unless every timed test ran as the row says.
 
     Args:
         n_layer: layers that are not left to llama.cpp.
 
     Raises:
         SparqError: an attention call of a decoded token was not sparse (or not our dense), or a
-            prompt with SparQ on sealed fewer groups of positions than it has to. Attention of a
-            prompt is exact; `label` says by the counter whose it was.
+            prompt with SparQ on sealed too few groups of positions. Attention of a prompt is
+            exact; `label` tells from the counter whose code it was.
     """
     spec = case.spec
     if case.library == "stock" or spec.method == "off":
@@ -190,7 +190,7 @@ def refuse_idle(case: Case, counters: dict[str, int], n_layer: int) -> None:
         n_decoded = case.n_gen - (case.n_depth == 0)  # the first token of a text is its prompt
         name, wanted = "calls_sparse" if sparse else "calls_dense_op", n_layer * n_decoded
     elif spec.method == "sparq":
-        # those of the last batch are left to the tokens that follow
+        # the last batch's groups are left to the tokens that follow
         least = max(case.n_prompt - N_BATCH, 0) // GROUP
         name, wanted = "groups_sealed", n_layer * least
     else:
@@ -205,10 +205,10 @@ def refuse_idle(case: Case, counters: dict[str, int], n_layer: int) -> None:
 
 
 def kv_bytes(case: Case, geo: Geometry, counters: Mapping[str, int]) -> int:
-    """Bytes of K, V, shadow and sums of V per token, the mean over the tokens of a test.
+    """The bytes of K, V, shadow and sums of V per token, as the mean over the tokens of a test.
 
-    Our operations count what they read. What llama.cpp reads is predicted: every position that a
-    layer sees, once. 0 stands for not known (a prompt, or latent attention).
+    Our ops count what they read. For llama.cpp it is predicted: every position that a layer sees,
+    once. 0 means unknown (a prompt, or latent attention).
     """
     if case.n_prompt or geo.is_mla:
         return 0

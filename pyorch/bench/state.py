@@ -24,7 +24,7 @@ from pyorch.errors import SparqError
 from pyorch.ggml import CACHE_TYPES, TENSOR_TYPES, TensorType
 
 _POOL = 8_388_593  # elements or
-_POOL_BLOCKS = 262_139  # blocks: primes, so no two rows are alike, though all are of one pool
+_POOL_BLOCKS = 262_139  # blocks; both are primes, so that no two rows from the pool are alike
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the blob of one token says, by layer."""
+    """The layout of a blob by layer, as learned from the blob of one token."""
 
     magic: int
     transposed_v: bool
@@ -53,7 +53,7 @@ def layout(session: engine.Session) -> Layout:
     """The layout of this session's blobs. The session must hold exactly one token.
 
     Raises:
-        SparqError: the blob is not what this module knows, or the cache is of another type.
+        SparqError: the blob has an unknown layout, or the cache has an unsupported type.
     """
     blob = _get(session)
     at = 0
@@ -132,7 +132,7 @@ def blob(form: Layout, n_pos: int, seed: int = 0) -> np.ndarray:
 
 
 def _pool(of: TensorType, seed: int) -> np.ndarray:
-    """Normally distributed values of a type, as bytes (blocks, bytes of a block)."""
+    """Normally distributed values of a type, as bytes (blocks, bytes per block)."""
     import gguf
 
     n = _POOL if of.per_block == 1 else _POOL_BLOCKS * of.per_block
@@ -144,8 +144,8 @@ def _pool(of: TensorType, seed: int) -> np.ndarray:
 def _fill(
     out: np.ndarray, pool: np.ndarray, start: int, n_pos: int, row_bytes: int, transposed: bool
 ) -> None:
-    """Rows of blocks into `out`: (n_pos, blocks of a row), or the other way round if transposed."""
-    step = 1024  # positions at once: the unaligned target is written through a small buffer
+    """Write rows of blocks to `out`: (n_pos, blocks of a row), or the reverse if transposed."""
+    step = 1024  # positions per step: the unaligned target is written through a small buffer
     unit = pool.shape[1]
     n_row = row_bytes // unit
     target = out.reshape(n_row, n_pos, unit) if transposed else out.reshape(n_pos, n_row, unit)

@@ -1,4 +1,4 @@
-"""What benches share that measure stock llama.cpp and ours side by side, in turns."""
+"""Code for benches that measure stock llama.cpp and ours side by side, in turns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_NMSE = 0.01  # of our dense logits against stock's: far above rounding, far 
 
 
 class Side:
-    """What the cases of a bench say of who runs. `library` is stock or sparq."""
+    """The part of a case that says what runs. `library` is stock or sparq."""
 
     library: str
     flash_attn: bool
@@ -25,7 +25,7 @@ class Side:
 
     @property
     def place(self) -> str:
-        """Cases of the same place share a process and its cache, the transposed K included."""
+        """The name of a process: cases of one place share it, its cache and its transposed K."""
         name = f"{self.library} -fa {int(self.flash_attn)}"
         return name if self.library == "stock" else f"{name} {self.spec.shadow}"
 
@@ -37,16 +37,16 @@ class Side:
 def turns(
     n: int, which: range, reader: MemoryReader, bandwidth: list[float], *, swap: bool = False
 ) -> Iterator[tuple[int, Iterable[int]]]:
-    """(turn, order of the `n` cases): forwards, then backwards; with `swap` the other way round.
-    Adds what `reader` reads first."""
+    """Yields (turn, order of the `n` cases): forwards, then backwards; reversed with `swap`. Adds
+    the bandwidth that `reader` measures first."""
     for turn in which:
-        reader.read()  # meanwhile the threads of the last turn go to sleep
+        reader.read()  # the threads of the last turn go to sleep meanwhile
         bandwidth.append(reader.read())
         yield turn, range(n - 1, -1, -1) if (turn % 2 == 1) != swap else range(n)
 
 
 def gather(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Samples and counters of all turns of one case."""
+    """The samples and counters of all turns of one case."""
     counters: dict[str, int] = {}
     for turn in found:
         for name, value in turn["counters"].items():
@@ -56,7 +56,7 @@ def gather(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def check_dense(group: Sequence[Side], workers: Workers, n_depth: int) -> None:
-    """Have our dense attention compared with stock's: a wrong kernel is not timed.
+    """Compare our dense attention with stock's, so that a wrong kernel is not timed.
 
     Raises:
         SparqError: the logits differ.

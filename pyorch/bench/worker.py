@@ -1,6 +1,6 @@
 """A process that holds one library and answers one request at a time.
 
-Two builds of llama.cpp do not fit in one process, so each is a worker: `python -m
+One process cannot hold two builds of llama.cpp, so each is a worker: `python -m
 pyorch.bench.worker` reads requests as JSON lines from stdin and answers on stdout. The caller asks
 one worker at a time, so no two measurements run at once. `Worker` is the caller's side, `Subject`
 does the work.
@@ -25,12 +25,12 @@ from pyorch.bench.bandwidth import MemoryReader
 from pyorch.errors import SparqError
 
 FORGET_BYTES = 128 << 20  # read before a timed token: more than a last-level cache holds
-END_S = 10  # that a process has to end by itself when it is told to
+END_S = 10  # how long a process may take to end when it is told to
 _TOKENS = 256  # tokens used as input: the bytes, after three special ones
 
 
 class Subject:
-    """One model in one context of one library. The methods are the requests that a worker takes."""
+    """A model in a context of a library. Its methods are the requests that a worker accepts."""
 
     def __init__(self, stock: bool = False) -> None:
         self.stock = stock
@@ -50,7 +50,7 @@ class Subject:
         n_gpu_layers: int | None = None,
         rope: str = "",
     ) -> None:
-        """Load a model in place of the one before."""
+        """Load a model, which replaces the previous one."""
         self.close()
         self.reader = MemoryReader(n_threads, FORGET_BYTES // n_threads // 512 * 512)
         self.session = engine.load(
@@ -73,15 +73,15 @@ class Subject:
         self.session = None
 
     def fill(self, n_pos: int, seed: int) -> None:
-        """Random K and V for `n_pos` positions."""
+        """Fill the cache with random K and V for `n_pos` positions."""
         state.fill(self._session, n_pos, seed)
 
     def attention(self, spec: str) -> None:
         engine.set_attention(self._session, spec)
 
     def turned_on(self, spec: str) -> dict[str, int]:
-        """Time turning attention on, which seals what is cached. `sealed`: groups of positions,
-        counted per layer."""
+        """Time switching attention on, which seals the cache. `sealed`: groups of positions, summed
+        over layers."""
         engine.reset_counters(self._session)
         started = time.perf_counter_ns()
         engine.set_attention(self._session, spec)
@@ -89,10 +89,10 @@ class Subject:
         return {"ns": took, "sealed": engine.info(self._session).counter("groups_sealed")}
 
     def decode(self, n: int, seed: int) -> dict[str, Any]:
-        """Time `n` tokens, each at the position after those in the cache, which stays as it is.
+        """Time `n` tokens, each at the position after those in the cache, which stays the same.
 
         Every token differs, and the caches are made to forget before each: between two tokens of a
-        real model the weights of all layers pass through them. One more token goes first, untimed.
+        real model the weights of all layers pass through them. The first token is not timed.
         """
         session, reader = self._session, self.reader
         assert reader is not None
@@ -106,7 +106,7 @@ class Subject:
         return {"samples_ns": samples, "counters": self._counters()}
 
     def generate(self, n: int, seed: int) -> dict[str, Any]:
-        """Time `n` tokens, each at the next position; then all are taken back. One goes first."""
+        """Time `n` tokens, each at the next position, after an untimed one; then take all back."""
         session = self._session
         n_pos = len(session.tokens)
         tokens = 3 + np.random.default_rng(seed).integers(0, _TOKENS, n + 1)
@@ -123,8 +123,8 @@ class Subject:
 
     def restored(self, n_pos: int, n_token: int, seed: int) -> dict[str, Any]:
         """Restore a state of random K and V, and time `n_token` tokens from the first on, all
-        decoded at the same position. `sealed`: groups of positions that restoring sealed, counted
-        per layer.
+        decoded at the same position. `sealed`: groups of positions that restoring sealed, summed
+        over layers.
         """
         engine.reset_counters(self._session)
         self.fill(n_pos, seed)
@@ -134,7 +134,7 @@ class Subject:
         return {"samples_ns": samples, "sealed": sealed, "counters": self._counters()}
 
     def layers(self) -> tuple[int, list[str]]:
-        """How many layers are ours, by the last token, and why the others are llama.cpp's."""
+        """The number of layers that ran our code at the last token, and why the others did not."""
         session = self._session
         n_pos = len(session.tokens)
         if n_pos == 0:
@@ -145,7 +145,7 @@ class Subject:
         return info.layers_sparse if info.active else 0, info.dense_reasons
 
     def logits(self, token: int) -> list[float]:
-        """Logits after one more token, which is taken back."""
+        """The logits after one more token, which is taken back."""
         session = self._session
         n_pos = len(session.tokens)
         engine.decode(session, token)
@@ -177,7 +177,7 @@ class Subject:
         return {} if self.stock else dict(engine.info(self._session).counters)
 
     def _step(self, token: int) -> int:
-        """Nanoseconds of one decoded token, which is taken back."""
+        """The nanoseconds of one decoded token, which is taken back."""
         session = self._session
         n_pos = len(session.tokens)
         started = time.perf_counter_ns()
@@ -220,11 +220,11 @@ class Worker:
         return answer["result"]
 
     def stop(self) -> None:
-        """End the process; what it is doing is not waited for."""
+        """End the process without waiting for its current request."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.terminate()
         for pipe in (self.process.stdin, self.process.stdout):
-            with suppress(OSError):  # a request that a dead process did not take
+            with suppress(OSError):  # a request that a dead process did not accept
                 pipe.close()
         try:
             self.process.wait(END_S)
@@ -240,7 +240,7 @@ class Worker:
 
 
 class Workers(dict[str, Worker]):
-    """Processes by name, each started when first asked for. A name that begins with stock is."""
+    """Processes by name, started on first use. A name that begins with stock is a stock build."""
 
     def __missing__(self, name: str) -> Worker:
         self[name] = Worker(stock=name.startswith("stock"))
@@ -250,14 +250,14 @@ class Workers(dict[str, Worker]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        for worker in self.values():  # all, before any is waited for: Ctrl-C may come again
+        for worker in self.values():  # end all before waiting for any: Ctrl-C may come again
             worker.process.terminate()
         for worker in self.values():
             worker.stop()
 
 
 def main() -> None:
-    """Answer requests until stdin ends. What C code prints goes to stderr, not into answers."""
+    """Answer requests until stdin ends. Output of C code goes to stderr, not into answers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller, who then ends us
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -1,4 +1,4 @@
-"""How a session attends, and what it did."""
+"""Sets how a session attends, and reports what it did."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pyorch.errors import SparqError
 def set_attention(session: Session, spec: AttentionSpec | str) -> None:
     """Attend as `spec` says from the next decoded token on; the cache stays as it is.
 
-    Where SparQ is switched on, what is in the cache is sealed now.
+    If this switches SparQ on, the cache is sealed now.
 
     Raises:
         SparqError: the settings do not fit the model, or the library refuses them.
@@ -23,10 +23,10 @@ def set_attention(session: Session, spec: AttentionSpec | str) -> None:
 
 
 def info(session: Session) -> sparse.AttentionInfo:
-    """What the library did since the counters were reset.
+    """The library's report on attention since the counters were reset.
 
     Raises:
-        SparqError: a stock library, which keeps no account.
+        SparqError: it is a stock library, which keeps no account.
     """
     return sparse.get_info(session.lib, session.ctx)
 
@@ -42,10 +42,10 @@ def reset_counters(session: Session) -> None:
 def seal(session: Session) -> int:
     """Bring the transposed K up to date now, not with the next token.
 
-    Returns how many groups of positions were sealed, counted per layer; 0 without a transposed K.
+    Returns the number of groups of positions sealed, summed over layers; 0 without a transposed K.
 
     Raises:
-        SparqError: the library could not.
+        SparqError: the library failed.
     """
     n = sparse.seal(session.lib, session.ctx)
     if n < 0:

@@ -1,7 +1,7 @@
 """A conversation as the tokens that a model was trained to see.
 
-Rendered by llama-cpp-python's formatter from the template inside the GGUF file. A model without one
-gets a plain transcript, which base models continue well enough.
+llama-cpp-python's formatter renders it from the template in the GGUF file. A model without a
+template gets a plain transcript, which base models continue well enough.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
 
 
 class ChatTemplate:
-    """The template of one model. `builtin` is False where the model brings none."""
+    """The template of a model. `builtin` is False if the model has none."""
 
     def __init__(self, of: Model | Session) -> None:
         self.model = model = of.model if isinstance(of, Session) else of
@@ -38,7 +38,7 @@ class ChatTemplate:
             return Jinja2ChatFormatter(
                 template, eos_token=self._text("eos"), bos_token=self._text("bos")
             )
-        except Exception as e:  # a template is code of the model's author: anything may be wrong
+        except Exception as e:  # a template is code by the model's author and may raise anything
             raise SparqError(f"{self.model.path}: its chat template is broken: {e}") from None
 
     def _text(self, which: str) -> str:
@@ -62,7 +62,7 @@ class ChatTemplate:
             raise SparqError(f"the model's chat template refuses this conversation: {e}") from None
 
     def tokens(self, messages: Sequence[Message]) -> list[int]:
-        """`render`, tokenised, with the begin token where the model wants one."""
+        """`render` as tokens, with the begin token if the model wants one."""
         lib, vocab = self.model.lib, self.model.vocab
         out = tokenize(
             self.model, self.render(messages), add_special=False, parse_special=self.builtin

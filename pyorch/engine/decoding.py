@@ -1,4 +1,4 @@
-"""Tokens go into the cache, a prompt in batches and then one by one, and out of it again."""
+"""Puts tokens into the cache, a prompt in batches and then one by one, and takes them out again."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ def _decode_tokens(
     should_stop: Callable[[], bool] | None = None,
     ends: bool = True,
 ) -> bool:
-    """Append `tokens` to the cache. Returns False, with nothing appended, where `should_stop` ended
-    it.
+    """Append `tokens` to the cache. Returns False, and appends nothing, if `should_stop` ended it.
 
-    ends: whether the last of them asks for its logits. Where a prompt goes on it must not, or a
-        rest of one token would count as a decoded one: ggml_ops/llama/llama-sparse.h has the rule.
+    ends: whether logits are needed for the last token. If a prompt continues they must not be, or
+        a rest of one token would count as decoded: ggml_ops/llama/llama-sparse.h has the rule.
     """
     if len(session.tokens) + len(tokens) > session.n_ctx:
         raise SparqError(
@@ -67,7 +66,7 @@ def _abortable(
 ) -> Iterator[None]:
     """Ctrl-C and `should_stop` end llama_decode after the node at hand, on the CPU only.
 
-    Python sees a signal between two steps of its own, so some have to run while C code does.
+    Python handles signals only between steps of its own, so some have to run during C code.
     """
 
     def on_node(_: object) -> bool:
@@ -96,7 +95,7 @@ def prefill(
     """Append `tokens` to the cache, `n_batch` at a time; the logits of the last are then ready.
 
     Args:
-        progress: called with (tokens done, tokens in all) after each batch.
+        progress: called with (tokens done, total) after each batch.
         should_stop: asked before and during each batch; True ends it, and whole batches stay.
 
     Raises:
@@ -168,8 +167,8 @@ def forget(session: Session) -> None:
 
 
 def align(session: Session, tokens: Sequence[int]) -> list[int]:
-    """Rewind to what the cache has in common with `tokens`, and return those that are to be
-    prefilled: at least the last one, whose logits are needed.
+    """Rewind to the common prefix of the cache and `tokens`, and return the tokens to prefill: at
+    least the last one, whose logits are needed.
     """
     n = 0
     for a, b in zip(session.tokens, tokens[:-1], strict=False):

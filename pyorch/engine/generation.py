@@ -17,7 +17,7 @@ from pyorch.progress import Progress
 class Piece:
     """One step of `generate`.
 
-    `text` may be empty, while a character is not whole or what may be a stop string is held back.
+    `text` is empty while a character is incomplete or a possible stop string is held back.
     `finish` is set on the last piece only, and says why it is the last: `eog` (the model ended),
     `stop` (a stop string), `length` (max_tokens), `context` (no room is left) or `interrupted`
     (`token` is -1 if it was stopped before the first).
@@ -46,10 +46,10 @@ def generate(
 
     Args:
         prompt: tokens, or a text that is tokenised first.
-        max_tokens: how many tokens may come.
+        max_tokens: the most tokens to generate.
         sampling: how a token is chosen; None takes the most likely one.
         stop: texts that end the generation; they are not part of it.
-        ignore_eog: go on where the model wants to end.
+        ignore_eog: continue when the model wants to end.
         progress, should_stop: as for `prefill`; `should_stop` is asked before each token too.
 
     Raises:

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 
 class Interrupt:
-    """Remembers a Ctrl-C until Python code may raise it; each call into C has one of its own."""
+    """Remembers a Ctrl-C until Python code may raise it. Each call into C has its own."""
 
     def __init__(self) -> None:
         self.came = False
 
     def note(self, *_: object) -> None:
-        """Remember that Ctrl-C came; functions that C calls do this where they would raise."""
+        """Remember that Ctrl-C came; functions that C calls do this instead of raising."""
         self.came = True
 
     def raise_if_it_came(self) -> None:
@@ -27,11 +27,11 @@ class Interrupt:
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
-        """Goes around C code that may call us at any moment: Ctrl-C is noted and not raised.
+        """Wrap C code that may call us at any moment: Ctrl-C is noted and not raised.
 
         A function that C calls would lose it, because Python may raise before the first line of its
-        body. Where a program has a handler of its own, or in another thread than the main one,
-        which gets no signals, nothing changes.
+        body. Nothing changes if a program has a handler of its own, or in threads other than the
+        main one, which get no signals.
         """
         plain = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if not (plain and threading.current_thread() is threading.main_thread()):

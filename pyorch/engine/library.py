@@ -1,6 +1,6 @@
 """The llama.cpp library of this process: its C functions, its log, and calls into it.
 
-llama.cpp's messages go to the logger `pyorch.llama`, from debug to error as it grades them. Nothing
+llama.cpp's messages go to the logger `pyorch.llama`, from debug to error at its own levels. Nothing
 shows them unless the program sets up logging, as the command line does for -v.
 """
 
@@ -25,13 +25,13 @@ LOG = logging.getLogger("pyorch.llama")
 LOG.addHandler(logging.NullHandler())
 
 _LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
-_CONT = 5  # of ggml_log_level: a message goes on
+_CONT = 5  # the ggml_log_level of a message that continues
 # "llama_model_load: error loading model: X" -> "X"
 _LOG_PREFIX = re.compile(r"^(?:[\w:~]+: |error loading model[\w ]*: )+")
 
 
 class Call(Interrupt):
-    """One call into the library, with the warnings and errors that it logged meanwhile."""
+    """A call into the library, with the warnings and errors that it logged meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Call(Interrupt):
 
     @property
     def reason(self) -> str:
-        """Why the call failed, as far as the library said: its first warning that tells something,
+        """The reason why the call failed, as far as the library said: its first useful warning,
         without the name of the function."""
         telling = [s for s in self.warnings if re.search("error|fail|:", s.lower())]
         return _LOG_PREFIX.sub("", telling[0]) if telling else "no reason given"
@@ -54,7 +54,7 @@ class Library:
     def __init__(self, lib: ModuleType) -> None:
         self.lib = lib
         self._calls: list[Call] = []
-        self._line, self._level = "", logging.INFO  # the line of the log that is not yet whole
+        self._line, self._level = "", logging.INFO  # the line of the log that is not yet complete
         self._numa = ""
         self._on_log = lib.llama_log_callback(self._log)  # kept alive: the library calls it
         silent = lib.llama_log_callback(lambda *_: None)
@@ -63,12 +63,12 @@ class Library:
         lib.llama_backend_init()
 
     def take_log(self) -> None:
-        """Have the library's messages come here: it can send them to one place only."""
+        """Route the library's messages here: it can send them to one place only."""
         self.lib.llama_log_set(self._on_log, None)
 
     @contextmanager
     def call(self) -> Iterator[Call]:
-        """Goes around C code. A Ctrl-C is noted meanwhile; the caller cleans up, then raises it."""
+        """Wrap C code. A Ctrl-C is noted meanwhile; the caller cleans up, then raises it."""
         call = Call()
         self._calls.append(call)
         try:
@@ -82,7 +82,7 @@ class Library:
         process, so later calls change nothing.
 
         Raises:
-            SparqError: not a key of `NUMA`.
+            SparqError: it is not a key of `NUMA`.
         """
         if numa and numa not in NUMA:
             raise SparqError(f"unknown NUMA strategy {numa!r}", ", ".join(NUMA), exit_code=2)
@@ -91,10 +91,10 @@ class Library:
             self.lib.llama_numa_init(NUMA[numa])
 
     def check_gpu(self, n_gpu_layers: int | None) -> None:
-        """Refuse layers on a GPU where there is none for this library.
+        """Refuse layers on a GPU if this library has none.
 
         Raises:
-            SparqError: it is a build without CUDA, or sees no device.
+            SparqError: it is a build without CUDA, or there is no device.
         """
         if n_gpu_layers and not self.lib.llama_supports_gpu_offload():
             raise SparqError(

@@ -1,4 +1,4 @@
-"""How the next token is chosen from its logits."""
+"""Chooses the next token from its logits."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ REPEAT_LAST_N = 64  # tokens that the penalty looks back, as in llama.cpp
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen, with llama.cpp's names.
+    """The settings of sampling, by llama.cpp's names.
 
     temp   the temperature; 0 takes the most likely token, and only the penalty counts besides
-    top_k  so many of the most likely tokens are left; 0 leaves all
-    top_p  the most likely ones whose probabilities add up to this are left; 1 leaves all
-    min_p  those at least this likely, as a share of the most likely one, are left; 0 leaves all
+    top_k  keeps this many of the most likely tokens; 0 keeps all
+    top_p  keeps the most likely tokens whose probabilities add up to this; 1 keeps all
+    min_p  keeps tokens at least this likely, as a share of the most likely one; 0 keeps all
     repeat_penalty  makes each of the last 64 tokens, of the prompt or the reply, less likely: its
            logit is divided by this if positive, else multiplied; 1 changes nothing
-    seed   of the draw; None takes a new one each time
+    seed   the seed of the draw; None takes a new one each time
     """
 
     temp: float = 0.0

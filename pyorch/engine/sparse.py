@@ -1,4 +1,4 @@
-"""Our functions of the patched library, on a raw context. `attention` has them for a session."""
+"""Our C functions in the patched library, for raw contexts. `attention` has them for sessions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pyorch.attention.bytes import per_token
 from pyorch.attention.spec import AttentionSpec
 from pyorch.errors import SparqError
 
-Json = Mapping[str, Any]  # an object that the library wrote
+Json = Mapping[str, Any]  # an object from the library
 
 
 class LayerState(TypedDict):
-    """Who serves a layer: `sparse` is ours; `dense` is llama.cpp, and the reason says why."""
+    """What serves a layer: `sparse` is our code; `dense` is llama.cpp's, for the given reason."""
 
     il: int
     state: str
@@ -27,7 +27,7 @@ class LayerState(TypedDict):
 
 @dataclass(frozen=True)
 class AttentionInfo:
-    """What the library did since its counters were reset, by its own account.
+    """The library's own account of attention since its counters were reset.
 
     `counters` has those that ggml_ops/llama/llama-sparse.h lists; `layers` has one entry per layer;
     `shadow_bytes` is memory.
@@ -46,7 +46,7 @@ class AttentionInfo:
     raw: Json = field(repr=False)  # the whole JSON
 
     def counter(self, name: str) -> int:
-        """The counter of that name, or 0 where the library has none."""
+        """The counter of that name, or 0 if the library has none."""
         return int(self.counters.get(name, 0))
 
     @property
@@ -65,7 +65,7 @@ class AttentionInfo:
 
     @property
     def dense_reasons(self) -> list[str]:
-        """Why attention, or some of its layers, is left to llama.cpp; a reason stands once."""
+        """Why attention, or some of its layers, is left to llama.cpp; each reason only once."""
         found = [self.reason] if not self.active else []
         found += [layer["reason"] for layer in self.layers if layer["state"] != "sparse"]
         return list(dict.fromkeys(r for r in found if r))
@@ -79,7 +79,7 @@ def is_ours(lib: ModuleType) -> bool:
 def function(
     lib: ModuleType, name: str, result: type | None, *arguments: type
 ) -> Callable[..., int]:
-    """One function of our C API, typed.
+    """Returns a function of our C API, with its types set.
 
     Raises:
         SparqError: it is a stock library.
@@ -102,7 +102,7 @@ def set_spec(lib: ModuleType, ctx: int | None, spec: AttentionSpec) -> None:
     """Switch attention of a context.
 
     Raises:
-        SparqError: the library refuses the settings, or is a stock one and they are not `off`.
+        SparqError: the library refuses the settings, or they are not `off` in a stock library.
     """
     if spec.method == "off" and not is_ours(lib):
         return
@@ -115,7 +115,7 @@ def set_spec(lib: ModuleType, ctx: int | None, spec: AttentionSpec) -> None:
 
 @contextmanager
 def environment_ignored(lib: ModuleType) -> Iterator[None]:
-    """Contexts that this thread makes meanwhile do not take SPARQ_ATTN."""
+    """While this is active, contexts that this thread makes ignore SPARQ_ATTN."""
     if not is_ours(lib):
         yield
         return
@@ -128,14 +128,14 @@ def environment_ignored(lib: ModuleType) -> Iterator[None]:
 
 
 def get_info(lib: ModuleType, ctx: int | None) -> AttentionInfo:
-    """What the library did in a context since its counters were reset.
+    """The library's account of a context since its counters were reset.
 
     Raises:
         SparqError: a stock library, which keeps no account.
     """
     call = function(lib, "llama_get_sparse_attn_info", ctypes.c_int32, _CTX, _TEXT, _SIZE)
     size = call(ctx, None, 0) + 1
-    buf = ctypes.create_string_buffer(size + 4096)  # counters may grow a digit in between
+    buf = ctypes.create_string_buffer(size + 4096)  # counters may gain a digit meanwhile
     call(ctx, buf, len(buf))
     raw = json.loads(buf.value)
     n_layer = lib.llama_model_n_layer(lib.llama_get_model(ctx))
@@ -144,7 +144,7 @@ def get_info(lib: ModuleType, ctx: int | None) -> AttentionInfo:
         active=raw["active"],
         reason=raw["reason"],
         method=raw["method"],
-        n_layer=raw.get("n_layer", n_layer),  # while off, the rest is not there
+        n_layer=raw.get("n_layer", n_layer),  # the rest is missing while attention is off
         layers_sparse=raw.get("layers_sparse", 0),
         shadow_bytes=raw.get("shadow_bytes", 0),
         shadow_type=raw.get("shadow_type", ""),
@@ -161,8 +161,8 @@ def reset_counters(lib: ModuleType, ctx: int | None) -> None:
 
 
 def seal(lib: ModuleType, ctx: int | None) -> int:
-    """Seal the groups of positions that are not sealed, and return how many those were, counted per
-    layer; a number below 0 is a failure.
+    """Seal the groups of positions that are not sealed, and return their number, summed over
+    layers; a number below 0 is a failure.
 
     Raises:
         SparqError: a stock library.

@@ -1,4 +1,4 @@
-"""A session's cache, written to a file and read again."""
+"""Saves a session's cache to a file and restores it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def save_state(session: Session, path: str | os.PathLike[str]) -> None:
 
 
 def load_state(session: Session, path: str | os.PathLike[str]) -> None:
-    """Put the cache back as `save_state` found it; what SparQ needs of it is sealed at once.
+    """Restore the cache that `save_state` wrote; it is sealed at once if SparQ needs it.
 
     Raises:
-        SparqError: the file is not there, or is no session of this model and context. The cache is
-            then empty.
+        SparqError: the file does not exist, or is not a session of this model and context. The
+            cache is then empty.
     """
     if not Path(path).is_file():
         raise SparqError(f"{path}: no such file")

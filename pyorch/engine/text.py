@@ -1,4 +1,4 @@
-"""Text to tokens and back, with the vocabulary of a model or of a session's model."""
+"""Turns text into tokens and back, with the vocabulary of a model or of a session's model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def tokenize(
     """The tokens of a text.
 
     Args:
-        add_special: begin with the model's begin token, where it has one.
+        add_special: begin with the model's begin token, if it has one.
         parse_special: read the names of control tokens, `<|im_end|>`, as these tokens.
 
     Raises:
@@ -36,7 +36,7 @@ def tokenize(
 
 
 def token_bytes(of: Model | Session, token: int, *, special: bool = False) -> bytes:
-    """The bytes of one token, which may be part of a character. A control token has none, unless
+    """The bytes of a token, which may be part of a character. A control token has none, unless
     `special` asks for its name."""
     size = 64
     while True:
@@ -48,7 +48,7 @@ def token_bytes(of: Model | Session, token: int, *, special: bool = False) -> by
 
 
 def detokenize(of: Model | Session, tokens: Sequence[int], *, special: bool = False) -> str:
-    """The text of tokens. Bytes that are no UTF-8 become U+FFFD; `special` shows control tokens."""
+    """The text of tokens. Invalid UTF-8 becomes U+FFFD; `special` shows control tokens."""
     raw = b"".join(token_bytes(of, t, special=special) for t in tokens)
     return raw.decode("utf-8", errors="replace")
 
@@ -68,7 +68,7 @@ class TextStream:
         self.held = ""
 
     def add(self, token: int) -> tuple[str, bool]:
-        """The text that is now certain, and whether a stop string was met, which is cut off."""
+        """Returns the text that is now certain, and whether a stop string, now cut off, was met."""
         self.held += self.decoder.decode(token_bytes(self.of, token))
         cuts = [i for i in (self.held.find(s) for s in self.stop) if i >= 0]
         if cuts:
@@ -77,7 +77,7 @@ class TextStream:
         return self._take(len(self.held) - keep), False
 
     def rest(self) -> str:
-        """The text that was held back, when no more tokens come."""
+        """The text that was held back, for when no more tokens come."""
         self.held += self.decoder.decode(b"", final=True)
         return self._take(len(self.held))
 
@@ -87,7 +87,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` with which `stop` begins."""
+    """The length of the longest suffix of `text` that is a prefix of `stop`."""
     for n in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:n]):
             return n

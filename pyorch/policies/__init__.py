@@ -78,8 +78,8 @@ def open_session(
 
     Args:
         keep_queries: capture the queries of every prefill, so that a method that needs the
-            attention of the prompt can be switched to after it. It takes the memory of K in f16 times
-            the query heads that share a KV head. Otherwise only such a method captures them.
+            attention of the prompt can be switched to after it. It takes the memory of K in f16
+            times the query heads that share a KV head. Otherwise only such a method captures them.
 
     Raises:
         SparqError: whatever `engine.load` raises.

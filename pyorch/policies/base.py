@@ -85,7 +85,7 @@ class Prompt(Protocol):
 class Selector:
     """A method's state in one layer of one sequence. It is asked once per token, in order.
 
-    alpha (n_head_kv, n_group_q), set by `select`: the share of attention that it believes to be on
+    alpha (n_head_kv, n_group_q), set by `select`: its estimate of the share of attention on
     the positions it chose; the mean of V stands for the rest (SparQ, eq. 10). None: no mean of V.
     """
 

@@ -1,9 +1,9 @@
 """H2O (Zhang et al., arXiv 2306.14048): heavy hitters by accumulated attention, and the newest.
 
-As SparQ's comparison has it (arXiv 2312.04985, appendix G): a cache of k positions, l = k/4 of them
-the newest, the others those with the largest sum of attention over all rows so far, the prompt's
-included. What leaves the cache never comes back. Shared KV heads: attention summed over
-their query heads.
+This is the version of SparQ's comparison (arXiv 2312.04985, appendix G): a cache of k positions, of
+which l = k/4 are the newest, and the others have the largest sums of attention over all rows so
+far, including the prompt's. Evicted positions never come back. For shared KV heads attention is
+summed over their query heads.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Keyformer(Policy):
             raise self.error(f"unknown noise {self.noise!r}", "noise=once or noise=row")
 
     def position_bytes(self, heads: Heads) -> float:
-        """The bytes of a row, its score (f32) and, with noise=once, each query head's noise (f32)."""
+        """The bytes of a row, its score (f32) and, if noise=once, each query head's noise (f32)."""
         noise = 4 * heads.n_head / heads.n_head_kv if self.noise == "once" else 0
         return heads.row + 4 + noise
 
@@ -82,7 +82,7 @@ class Noise:
         return noise
 
     def rows(self, n_rows: int, n: int) -> np.ndarray:
-        """(n_head_kv, n_group_q, n_rows, n), or 1 row for all, for the positions 0 .. n-1."""
+        """Noise (n_head_kv, n_group_q, n_rows or 1 for all, n) for the positions 0 .. n-1."""
         if not self.once:
             return self.draw(n_rows * n).reshape(*self.shape, n_rows, n)
         if n > self.fixed.shape[2]:
@@ -100,7 +100,7 @@ class Noise:
 def prompt_sums(
     prompt: Prompt, heads: Heads, noise: Noise, tau: float
 ) -> tuple[np.ndarray, NoiseState]:
-    """(n_head_kv, n) f32, the scores of the prompt's positions; and the noise's state after them."""
+    """(n_head_kv, n) f32, the scores of the prompt's positions; and the noise after them."""
     out = np.zeros((heads.n_head_kv, prompt.n), np.float32)
     for logits in prompt.blocks():
         rows, cols = logits.shape[2:]

@@ -1,8 +1,8 @@
 """Pages by the mean of their keys, with the standard deviation as an offset (arXiv 2605.27740).
 
-Score of a page: sum over components of q*mean + offset*|q|*std. The paper's offset is the norm of q
-times one deviation per page; per component it is Quest's bound with other numbers, at the same
-bytes, as GGUF runtimes use it. Shared KV heads: as for Quest.
+The score of a page is the sum over components of q*mean + offset*|q|*std. The paper's offset is
+the norm of q times one deviation per page; per component it is Quest's bound with other
+numbers, at the same bytes, as GGUF runtimes use it. Shared KV heads are treated as in Quest.
 """
 
 from __future__ import annotations

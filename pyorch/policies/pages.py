@@ -37,7 +37,7 @@ class Paged(Policy):
         raise NotImplementedError
 
     def weights(self, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What they are multiplied with, of q (n_head_kv, n_group_q, d_k): its shape, twice."""
+        """The factors of both vectors, from q (n_head_kv, n_group_q, d_k): its shape, twice."""
         raise NotImplementedError
 
     def start(self, heads: Heads, prompt: Prompt | None) -> PageSelector:

@@ -57,7 +57,7 @@ class Queries:
     seen: bool = False  # whether this llama_decode captured any
 
     def add(self, t: Tensor, n_past: int, ours: bool) -> None:
-        """Capture a node whose tokens follow `n_past` others: PREFILL if `ours`, else FLASH_ATTN_EXT.
+        """Capture a node whose tokens follow `n_past` others: PREFILL if `ours`, or FLASH_ATTN_EXT.
 
         Raises:
             SparqError: there is more than one sequence.
@@ -70,7 +70,7 @@ class Queries:
         if q.ne[3] != 1 or sinks is not None:
             raise SparqError("capturing a prompt: one sequence, and no model with learned sinks")
         rows = view(q)[0] if ours else view(q)[0].swapaxes(0, 1)  # (n_tok, n_head, d_k)
-        params = np.array(t.op_params[ours : ours + 3], np.int32)  # the first of ours is the step's number
+        params = np.array(t.op_params[ours : ours + 3], np.int32)  # our first is the step
         scale, max_bias, softcap = params.view(np.float32).tolist()
         self.put(k.data, rows, n_past, (scale, max_bias, softcap))
 

@@ -1,9 +1,10 @@
 """Quest (Tang et al., arXiv 2406.10774): pages by an upper bound of their scores.
 
-Per page and component the least and the largest value of K; the bound of q.k is the sum over the
-components of max(q*min, q*max). Pages of 16 positions, as in its code. Shared KV heads: the bounds
-as logits, softmaxed and summed over their query heads (its code repeats K for every query head).
-Left out: its first two layers stay dense there; here every layer has the same bytes.
+It keeps the least and the largest value of K per page and component; the bound of q.k is the sum
+over the components of max(q*min, q*max). Pages have 16 positions, as in its code. For shared KV
+heads the bounds are taken as logits, softmaxed and summed over their query heads (its code repeats
+K for every query head). Its code leaves the first two layers dense; here every layer has the same
+bytes.
 """
 
 from __future__ import annotations
