@@ -9,8 +9,8 @@ The native library parses the same line (`llama_set_sparse_attn`, variable `SPAR
     topk,k=512,ramp                exact top-k, k growing from the first layer to the last
     sparq,ratio=1/8,calibrated     k and rank per layer as `sparq-cpp calibrate` found them
 
-A budget `calibrated` or `top-p` belongs to a model: `attention.saved.resolve` puts what was
-found in its place. The library knows only what stands in the result.
+A budget `calibrated` or `top-p` belongs to a model: `attention.saved.resolve` replaces it by the
+results of a calibration. The library knows only the replaced settings.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ += ["join_layers", "parse_ratio", "ratio_text"]
 
 METHODS = ("sparq", "topk", "dense", "off")
 MEAN_V = ("auto", "on", "off")
-CALIBRATED = ("calibrated", "top-p")  # of a model: see `attention.saved`
+CALIBRATED = ("calibrated", "top-p")  # they belong to a model: see `attention.saved`
 BUDGETS = ("uniform", "ramp", "ramp-down", *CALIBRATED)
 SHADOWS = ("q4", "q8", "f16")
 EXACT = {"min_ctx": 0, "min_k": 1}  # the bounds with which a ratio is exact at any length
@@ -37,12 +37,12 @@ BOUNDS = ",".join(f"{name}={value}" for name, value in EXACT.items())
 
 _NAMES = {"method": METHODS, "mean_v": MEAN_V, "budget": BUDGETS, "shadow": SHADOWS}
 _LEAST = {"rank": 1, "topk": 1, "local": 0, "sinks": 0, "min_k": 1, "min_ctx": 0, "gpu_min_mb": 0}
-_CHOSEN = ("rank", "topk", "k_layers", "rank_layers", "top_p")  # what a ratio alone leaves open
+_CHOSEN = ("rank", "topk", "k_layers", "rank_layers", "top_p")  # a ratio alone leaves them open
 _ALIASES = {"k": "topk"}  # the library has the same
 
 
 class LayerK(NamedTuple):
-    """k of one layer: positions, or with `is_share` a share of all of them; all is dense."""
+    """k of a layer: positions or, with `is_share`, a share of all of them; all means dense."""
 
     k: float
     is_share: bool = False
@@ -55,25 +55,25 @@ class LayerK(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """How a decoded token attends. None = decided from `ratio` and the number of positions.
+    """The settings of a decoded token's attention. None = `ratio` and the length decide.
 
-    rank     r, components of q that score the positions
-    topk     k, positions read exactly; counts the sinks, the local window and the current token
-    local    positions of the recent window that are always in; None = k/4
-    sinks    first positions that are always in
+    rank     r, the number of components of q that score the positions
+    topk     k, the number of positions read, including sinks, local window and the current token
+    local    how many of the newest positions are always included; None = k/4
+    sinks    how many of the first positions are always included
     min_ctx  up to this many cells in use, rounded up to 256, attention is exact dense
-    gpu_min_mb  on a GPU, a layer stays dense if dense attention would read less than so many MB
-    shadow   type of the transposed copy of K; at the same ratio fewer bits find more
+    gpu_min_mb  on a GPU, a layer stays dense if dense attention would read fewer MB than this
+    shadow   the type of the transposed copy of K; at the same ratio fewer bits find more
     min_k    the least k that a ratio gives
-    top_p    of the topk positions only as many as carry this share of the approximate scores
-    cap      with top_p: up to so many times topk
-    k_layers one k per layer, in place of topk
+    top_p    reads only as many positions as carry this share of the approximate scores
+    cap      with top_p, a head may read up to this many times topk
+    k_layers one k per layer, instead of topk
     rank_layers one rank per layer
 
-    There is one way to say a thing: a sparse method with neither a ratio nor both its parameters
-    has ratio 1/8, ratio 1 is `dense`, a given `top_p` needs no budget `top-p` to look it up, and a
-    setting that another one makes idle is refused. Only beside `k_layers` and `rank_layers` a ratio
-    may stand: it is the one at which they were measured.
+    Equal settings have only one form: a sparse method with neither a ratio nor both its parameters
+    has ratio 1/8, ratio 1 is `dense`, a given `top_p` needs no budget `top-p`, and a setting that
+    another one makes idle is refused. The exception is a ratio beside `k_layers` and `rank_layers`,
+    which says at what ratio they were measured.
 
     Raises:
         SparqError: an unknown name, a value out of range, or two that exclude each other.
@@ -117,7 +117,7 @@ class AttentionSpec:
 
     def _set(self, **values: object) -> None:
         for name, value in values.items():
-            object.__setattr__(self, name, value)  # frozen for everyone else
+            object.__setattr__(self, name, value)  # the dataclass is frozen otherwise
 
     @property
     def _says_all(self) -> bool:
@@ -130,7 +130,7 @@ class AttentionSpec:
         return self.method in ("sparq", "topk")
 
     def line(self, without: Collection[str] = ()) -> str:
-        """The canonical line: the method, then what differs from the defaults."""
+        """The canonical line: the method, then the settings that differ from the defaults."""
         return line.write(self.method, self, without)
 
     def __str__(self) -> str:
@@ -138,13 +138,13 @@ class AttentionSpec:
 
 
 def parse_spec(text: str) -> AttentionSpec:
-    """One line, as described at the top of this module, to settings.
+    """Parse a line, which the top of this module describes.
 
     Raises:
         SparqError: an unknown name, a value out of range, or two that exclude each other.
     """
     method, parts = line.split(text)
-    parts = [f"budget={p}" if p in BUDGETS else p for p in parts]  # may stand alone
+    parts = [f"budget={p}" if p in BUDGETS else p for p in parts]  # may stand without its key
     layers = {"k_layers": parse_k_layers, "rank_layers": parse_rank_layers}
     values = line.read(AttentionSpec, parts, "attention setting", aliases=_ALIASES, readers=layers)
     if values and method in ("dense", "off"):
@@ -153,7 +153,7 @@ def parse_spec(text: str) -> AttentionSpec:
 
 
 def parse_k_layers(text: str) -> tuple[LayerK, ...]:
-    """`64:12.5%:dense` to one entry per layer.
+    """Parse `64:12.5%:dense` to one entry per layer.
 
     Raises:
         SparqError: not such a list.
@@ -180,7 +180,7 @@ def _is_layer_k(entry: LayerK) -> bool:
 
 
 def parse_rank_layers(text: str) -> tuple[int, ...]:
-    """`8:8:16` to one rank per layer.
+    """Parse `8:8:16` to one rank per layer.
 
     Raises:
         SparqError: not such a list.
@@ -276,13 +276,13 @@ def _idle(spec: AttentionSpec) -> tuple[str, str] | None:
 
 
 def check_against_model(spec: AttentionSpec, head_dim: int, n_layer: int | None = None) -> None:
-    """Refuse a rank that the model's heads do not have, and lists that are not of its layers.
+    """Refuse ranks above the model's head size, and lists that do not match its layers.
 
     Args:
         n_layer: None leaves the lists to the library.
 
     Raises:
-        SparqError: rank above `head_dim`, or a list of another length than `n_layer`.
+        SparqError: a rank is above `head_dim`, or a list does not have `n_layer` entries.
     """
     for name in ("k_layers", "rank_layers"):
         entries = getattr(spec, name)

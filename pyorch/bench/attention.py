@@ -2,7 +2,7 @@
 
 A model has the attention of Llama-2-7B or Llama-3-8B in a few layers, with next to nothing else.
 Its cache is filled with S positions of random K and V; single tokens are decoded there. The
-variants take turns (A B C, C B A, ...), a few tokens each: a machine that slows down slows all.
+variants take turns (A B C, C B A, ...), a few tokens each: if the machine slows down, it slows all.
 
     attention time = token time at S - token time at 32 positions, medians
     roofline       = the bytes read (by the library's counters), at the speed of a plain sequential
@@ -43,19 +43,19 @@ _SPECS = (
     "topk,ratio=1/16",
 )
 SPECS = tuple(map(parse_spec, _SPECS))
-BASE = 32  # positions of the token time that is subtracted
+BASE = 32  # the positions whose token time is subtracted
 TURN = 5  # tokens per turn
 
-# The rest of the model is as small as it can be: what is measured is attention. Projections that
+# The rest of the model is as small as possible, so that attention is measured. Projections that
 # fit the caches at BASE and not at S would count as attention (width 512: up to 0.1 ms per layer).
 N_EMBD = 64
 _REST: dict[str, int | str] = {"n_embd": N_EMBD, "n_ff": 32, "n_vocab": 288, "tokenizer": "bytes"}
-_LAYERS = {"llama2-7b": 2, "llama3-8b": 4}  # K and V of each case far above the caches of the CPU
+_LAYERS = {"llama2-7b": 2, "llama3-8b": 4}  # K and V of each case far exceed the caches of the CPU
 
 
 @dataclass(frozen=True)
 class Case(Side):
-    """One row of the table. Field names that llama-bench has are its own; a new field has to be
+    """A row of the table. Fields that llama-bench has too keep its names; a new field has to be
     `where_given`, or all records are measured again."""
 
     like: str
@@ -63,7 +63,7 @@ class Case(Side):
     n_head: int
     n_head_kv: int
     head_dim: int
-    n_depth: int  # visible positions, the decoded token included
+    n_depth: int  # visible positions, including the decoded token
     n_threads: int
     library: str  # stock | sparq
     flash_attn: bool
@@ -74,12 +74,12 @@ class Case(Side):
     type_v: str = "f16"
     n_base: int = BASE
     numa: str = where_given("")
-    n_embd: int = where_given(512)  # what older records have
+    n_embd: int = where_given(512)  # the value in older records
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What to measure. `n_samples` timed tokens per row, rounded up to whole turns."""
+    """The plan of a run, with `n_samples` timed tokens per row, rounded up to whole turns."""
 
     like: Sequence[str] = LIKE
     positions: Sequence[int] = POSITIONS
@@ -151,8 +151,8 @@ def run(
     """Measure what `file` lacks, add it there, and return all records of the plan in order.
 
     Raises:
-        SparqError: a sparse row that did not run sparse, a result that differs from stock's, or
-            anything the library refuses.
+        SparqError: a sparse row did not run sparse, a result differs from stock's, or the library
+            refuses something.
     """
     groups = list(plan.groups())
     with Workers() as workers:
@@ -168,7 +168,7 @@ def run(
 
 
 def _cost(group: Sequence[Case]) -> int:
-    """Relative duration of a group, for the time that is left."""
+    """The relative duration of a group, for the estimate of the time left."""
     c = group[0]
     return len(group) * (2000 + c.n_depth * c.n_head * c.n_layer // 64)
 
@@ -176,7 +176,7 @@ def _cost(group: Sequence[Case]) -> int:
 def _measure(
     group: Sequence[Case], workers: Workers, progress: records.Done
 ) -> list[records.Result]:
-    """One result per case: samples at S and at BASE, bytes, counters, bandwidth."""
+    """Returns one result per case: samples at S and at BASE, bytes, counters and bandwidth."""
     first = group[0]
     model = model_file(first.like, first.n_layer)
     reader = MemoryReader(first.n_threads)
@@ -226,7 +226,7 @@ def _measure(
 
 
 def _prepare(group: Sequence[Case], workers: Workers, *, check: bool) -> None:
-    """Have all sealed, before the clock. `check`: a wrong kernel is not timed."""
+    """Seal everything before timing starts. `check` makes sure that no wrong kernel is timed."""
     if check:
         check_dense(group, workers, group[0].n_depth)
     for case in group:
@@ -234,10 +234,10 @@ def _prepare(group: Sequence[Case], workers: Workers, *, check: bool) -> None:
 
 
 def refuse_idle(case: Case, counters: dict[str, int]) -> None:
-    """A row of ours is reported only if every layer of every timed token ran as it says.
+    """Refuse to report a row of ours unless every layer of every timed token ran as it says.
 
     Raises:
-        SparqError: some, or all, did not.
+        SparqError: some or all did not.
     """
     if case.library == "stock":
         return
@@ -252,7 +252,7 @@ def refuse_idle(case: Case, counters: dict[str, int]) -> None:
 
 
 def _bytes(case: Case, counters: dict[str, int], n_pos: int) -> int:
-    """Bytes of K, V and shadow per token: by our counters; for stock, all of K and V once."""
+    """The bytes of K, V and shadow per token: our counters, or all of K and V once for stock."""
     if counters.get("steps"):
         return int(per_token(counters)[0])
     n_cells = -(-n_pos // CELLS) * CELLS

@@ -18,7 +18,7 @@ from pyorch.table import markdown as markdown_table
 
 @dataclass(frozen=True)
 class Row:
-    """One record in the units of the table: milliseconds, bytes, shares."""
+    """A record in the units of the table: milliseconds, bytes and shares."""
 
     case: Case
     attention_ms: float
@@ -26,15 +26,15 @@ class Row:
     attention_p90_ms: float
     token_ms: float
     bytes_per_token: int
-    roofline: float  # share of the speed at which these bytes can be read; nan: lost in the noise
+    roofline: float  # share of the speed at which these bytes can be read; nan if noise hides it
     bandwidth: float
-    speedup: float  # against the faster of stock's two; nan: lost in the noise
+    speedup: float  # over the faster of stock's two; nan if noise hides it
 
 
 def rows(recs: Sequence[Record]) -> list[Row]:
-    """The table's rows. `recs` holds whole groups, as `run` returns them."""
+    """The rows of the table. `recs` holds whole groups, as `run` returns them."""
     out = []
-    # so few positions are attended to densely, whatever the settings: ours share one base
+    # attention to so few positions is dense, whatever the settings: ours share one base
     base: dict[tuple[Any, ...], list[float]] = {}
     for rec in recs:
         base.setdefault(_base_key(rec), []).extend(rec["base_samples_ns"])
@@ -73,7 +73,7 @@ def _group_of(rec: Record) -> tuple[Any, ...]:
 
 
 def flat(recs: Sequence[Record]) -> list[dict[str, Any]]:
-    """The rows, one level deep, for CSV and the like."""
+    """The rows as flat dicts, for CSV and similar formats."""
     out = []
     for rec, row in zip(recs, rows(recs), strict=True):
         values = {k: v for k, v in vars(row).items() if k != "case"}
@@ -105,7 +105,7 @@ _SHOWN: dict[str, Callable[[Row], object]] = {
 
 
 def markdown(recs: Sequence[Record]) -> str:
-    """One table per model, number of threads, types of K and V and place of memory."""
+    """A table for each model, number of threads, types of K and V and place of memory."""
     tables: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows(recs):
         c = row.case
@@ -123,8 +123,8 @@ def markdown(recs: Sequence[Record]) -> str:
 
 
 def summary(recs: Sequence[Record]) -> str:
-    """For a README: one line per attention, one column per model, length, threads, types of K and
-    V and place of memory."""
+    """The table for a README: a line per attention, and a column per model, length, threads, types
+    of K and V and place of memory."""
     cells: dict[str, dict[tuple[str, int, int, str, str], str]] = {}
     for row in rows(recs):
         c = row.case

@@ -1,11 +1,12 @@
-"""How token time grows with the number of positions, and what happens at the edges.
+"""Measures how token time grows with the number of positions, and what happens at the edges.
 
-slope       of token time over positions, fitted through the medians at several depths: stock
-            and ours; below ratio times stock's, if nothing but bytes counts. A fit per round of all
-            depths: a machine that is slower for some minutes would bend a line through one of each
-min_ctx     below it ours is exact dense: token time beside stock's
-sealing     a restored state is transposed when it is read: how long that takes, and that no token
-            after it is slower than the others
+slope       the slope of token time over positions, fitted through the medians at several depths,
+            for stock and ours; if only bytes count, ours is below ratio times stock's. Each round
+            of all depths has a fit of its own, since a machine that is slower for some minutes
+            would bend a single line
+min_ctx     below it our attention is exact and dense: the token time beside stock's
+sealing     a restored state is transposed when it is read: the time that takes, and a check that no
+            token after it is slower than the others
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from pyorch.progress import Progress
 from pyorch.table import markdown as table
 
 BENCH = "sealing"
-SHORT = (256, 768)  # with one test more, still below the default min_ctx
+SHORT = (256, 768)  # still below the default min_ctx after one more test
 
 
 @dataclass(frozen=True)
 class Case:
-    """A state of `n_depth` positions, restored while `spec` is on, and decoded from."""
+    """A state of `n_depth` positions that is restored while `spec` is on, and then decoded."""
 
     model_filename: str
     model_type: str
@@ -53,16 +54,16 @@ class Case:
 def run(
     plan: SpeedPlan, file: Path, progress: Progress, *, force: bool = False
 ) -> tuple[list[Record], list[Record]]:
-    """Records of speed at the plan's depths, at `SHORT`, and of sealing at the largest depth.
+    """Measure speed at the plan's depths and at `SHORT`, and sealing at the largest depth.
 
-    The plan's repetitions are rounds: once all depths, then all of them again, and in every other
-    round the cases of a depth in reverse.
+    The plan's repetitions are rounds of all depths; every other round takes the cases of a depth in
+    reverse.
 
     Returns:
-        Those of speed, and those of sealing.
+        The records of speed, and those of sealing.
 
     Raises:
-        SparqError: what `speed.run` raises; a single depth; or nothing was sealed.
+        SparqError: as `speed.run`; or there is only one depth, or nothing was sealed.
     """
     if len(set(plan.n_depth)) < 2:
         raise SparqError("a slope needs two depths", "-d 4096,16384", exit_code=2)
@@ -70,7 +71,7 @@ def run(
     below = replace(plan, n_depth=SHORT, below_min_ctx=True)
     check((*rounds[0].groups(), *below.groups()))
     costs = [sum(cost(*group) for group in p.groups()) for p in (*rounds, below)]
-    costs.append(costs[0])  # of sealing: about a round
+    costs.append(costs[0])  # sealing costs about as much as a round
     part = _parts(costs, progress)
     long = [r for i, p in enumerate(rounds) for r in speed.run(p, file, part(i), force=force)]
     short = speed.run(below, file, part(len(rounds)), force=force)
@@ -105,7 +106,7 @@ def run(
 
 
 def _parts(costs: Sequence[int], progress: Progress) -> Callable[[int], Progress]:
-    """The progress of each part of a whole, by what the parts cost: one total for all of them."""
+    """Returns the progress of each part of a whole, weighted by the costs of the parts."""
 
     def part(n: int) -> Progress:
         before = sum(costs[:n])
@@ -133,7 +134,7 @@ def _measure(
         for n in range(case.repetitions):
             worker.attention(spec="off")
             worker.fill(n_pos=case.n_depth, seed=case.seed)
-            # what restoring does, by itself
+            # this is what restoring does, by itself
             sealing.append(worker.turned_on(spec=str(case.spec)))
             runs.append(worker.restored(n_pos=case.n_depth, n_token=case.n_token, seed=case.seed))
             progress((i + (n + 1) / case.repetitions) / len(cases))
@@ -155,17 +156,17 @@ def _measure(
     return results
 
 
-# ---- what is said about it ----
+# ---- tables ----
 
 
 def slope(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Slope and intercept of the straight line through (x, y), least squares."""
+    """The slope and intercept of the least-squares line through (x, y)."""
     a, b = np.polyfit([x for x, _ in points], [y for _, y in points], 1)
     return float(a), float(b)
 
 
 def depths(recs: Sequence[Record]) -> set[int]:
-    """Those that lines are fitted through."""
+    """The depths that lines are fitted through."""
     return {r["case"]["n_depth"] for r in recs if not r["case"]["below_min_ctx"]}
 
 
@@ -219,8 +220,8 @@ def markdown(recs: Sequence[Record], sealing: Sequence[Record]) -> str:
 
 
 def tokens(rec: Record) -> list[float]:
-    """Time of each token after a restored state, ns: the median over the repetitions, because a
-    single slow one may be the machine's doing."""
+    """The time of each token after a restored state in ns: the median over the repetitions, because
+    the machine may slow a single one down."""
     part, n = rec["samples_ns"], len(rec["samples_ns"]) // rec["case"]["repetitions"]
     runs = [part[i : i + n] for i in range(0, len(part), n)]
     return [statistics.median(token) for token in zip(*runs, strict=True)]

@@ -1,7 +1,7 @@
 """Rows of `sparq-cpp bench` as Markdown, CSV, JSON, JSON lines or SQL, as llama-bench writes them.
 
-`compare-llama-bench.py` and other tools of llama.cpp find their fields under their names; those
-that are ours come after.
+`compare-llama-bench.py` and other tools of llama.cpp find their fields under their names; our own
+fields come after them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pyorch.bench.records import Record, spread
 from pyorch.bench.speed import N_BATCH
 from pyorch.table import number
 
-# of SQL, by bench, because they differ in columns: llama-bench's own name, and one of ours
+# The SQL tables of each bench, since their columns differ: llama-bench's own name, and one of ours.
 TABLES = {"speed": "llama_bench", "attention": "attention_bench"}
 
 Row = dict[str, Any]
@@ -27,8 +27,8 @@ Row = dict[str, Any]
 def rows(recs: Sequence[Record]) -> list[Row]:
     """One flat row per record, llama-bench's fields first. `recs` holds whole groups.
 
-    `samples_ns` are of single tokens (or of whole prompts), `avg_ns` is of a whole test.
-    `speedup` and `roofline_speedup` are against the faster of stock's; nan where they mean nothing.
+    `samples_ns` are for single tokens (or whole prompts), `avg_ns` is for a whole test. `speedup`
+    and `roofline_speedup` are over the faster of stock's; nan where they mean nothing.
     """
     best: dict[tuple[Any, ...], tuple[float, int]] = {}
     for rec in recs:
@@ -48,7 +48,7 @@ def _row(rec: Record, best_ns: float, best_kv: int) -> Row:
     c, env = records.read_case(Case, rec), rec["env"]
     samples = rec["samples_ns"]
     n = c.n_prompt or c.n_gen
-    # whole tests, as llama-bench has them
+    # whole tests, as in llama-bench
     per = c.n_gen or 1
     tests = [sum(samples[i : i + per]) for i in range(0, len(samples), per)]
     speeds = [1e9 * n / t for t in tests]
@@ -101,8 +101,8 @@ def _row(rec: Record, best_ns: float, best_kv: int) -> Row:
 
 
 def _published(c: Case) -> tuple[float, float]:
-    """SparQ's Fig. 9 beside a row of its model, weights, cache and ratio: the limit by bytes, and
-    the speed-up that was measured on a CPU with 32 threads. NaN: it has no such row."""
+    """SparQ's Fig. 9 for a row with its model, weights, cache and ratio: the limit by bytes, and
+    the speed-up measured on a CPU with 32 threads. NaN if the figure has no such point."""
     like_paper = (
         c.model_type.startswith("llama2-7b q8_0")
         and (c.type_k, c.type_v, c.spec.method) == ("f16", "f16", "sparq")
@@ -118,10 +118,10 @@ def _published(c: Case) -> tuple[float, float]:
 
 
 def label(row: Row) -> str:
-    """What a row is of."""
+    """The name of a row."""
     if row["library"] == "stock":
         return f"stock -fa {row['flash_attn']}"
-    if row["n_prompt"] > 1:  # SparQ seals meanwhile
+    if row["n_prompt"] > 1:  # SparQ seals during a prompt
         whose = "exact" if row["calls_prefill"] else "llama.cpp's"
         return f"{row['sparse_attn']}, {whose} prefill"
     return str(row["sparse_attn"]) + (", dense: below min_ctx" if row["below_min_ctx"] else "")
@@ -132,7 +132,7 @@ def test(row: Row) -> str:
 
 
 def markdown(recs: Sequence[Record]) -> str:
-    """llama-bench's table, and what is only ours to its right."""
+    """llama-bench's table, with our own columns at the right."""
     found = rows(recs)
     shown: dict[str, Callable[[Row], object]] = {
         "model": lambda r: r["model_type"],
@@ -152,7 +152,7 @@ def markdown(recs: Sequence[Record]) -> str:
         "paper: limit": lambda r: number(r["paper_limit"], "{:.2f}x"),
         "paper: measured": lambda r: number(r["paper_speedup"], "{:.2f}x"),
     }
-    for name in ("type_k", "type_v"):  # as llama-bench, only if there is something to tell apart
+    for name in ("type_k", "type_v"):  # as in llama-bench, only if rows differ in it
         if {r[name] for r in found} == {"f16"}:
             del shown[name]
     shown |= _telling_apart(found)
@@ -160,7 +160,7 @@ def markdown(recs: Sequence[Record]) -> str:
 
 
 def summary(recs: Sequence[Record]) -> str:
-    """One line per row of ours, the faster stock in it: for a README."""
+    """The table for a README: a line for each row of ours, with the faster stock."""
     found = rows(recs)
     ours = [r for r in found if r["library"] != "stock" and r["n_gen"] and not r["below_min_ctx"]]
     shown = {
@@ -186,7 +186,7 @@ _BEFORE = {True: "read for real", False: "random K and V"}
 
 
 def _telling_apart(found: Sequence[Row]) -> dict[str, Callable[[Row], object]]:
-    """Columns of what is mostly the same, where rows differ in it."""
+    """Columns of settings that are mostly the same, if rows differ in them."""
     columns: dict[str, tuple[str, Callable[[Row], object]]] = {
         "positions before": ("prefill", lambda r: _BEFORE[r["prefill"]]),
         "numa": ("numa", lambda r: r["numa"] or "none"),
@@ -200,7 +200,7 @@ def _telling_apart(found: Sequence[Row]) -> dict[str, Callable[[Row], object]]:
 
 
 def _table(shown: dict[str, Callable[[Row], object]], found: Sequence[Row]) -> str:
-    """Markdown; a column that says nothing is left out."""
+    """The rows as Markdown, without columns that say nothing."""
     shown = {name: show for name, show in shown.items() if {show(r) for r in found} != {"-"}}
     return table.columns(shown, found, left=("model", "attention"))
 
@@ -231,7 +231,7 @@ def _with_samples(found: Sequence[Row], recs: Sequence[Record]) -> list[Row]:
     ]
 
 
-# besides Markdown, which each bench writes itself: (rows, their records) -> text
+# (rows, their records) -> text, for formats other than Markdown, which each bench writes itself
 FORMATS: dict[str, Callable[[Sequence[Row], Sequence[Record]], str]] = {
     "csv": lambda found, _: table.as_csv(found, quoted=True),
     "json": lambda found, recs: table.as_json(_with_samples(found, recs)),

@@ -1,4 +1,4 @@
-"""What `sparq-cpp bench` is to measure: cases, the models they need, and what cannot be."""
+"""Plans `sparq-cpp bench`: the cases, the models they need, and what cannot be measured."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from pyorch.models.geometry import Geometry, geometry
 from pyorch.models.gguf_file import read_gguf
 from pyorch.models.memory import of_nodes
 
-MAX_POSITIONS = 1 << 20  # that a synthetic model claims to be trained on
-FILL = 0.75  # share of the memory that a model chosen by us may take
-PROCESS_BYTES = 300 << 20  # of a measured process, beside the model, the cache and FORGET_BYTES
+MAX_POSITIONS = 1 << 20  # the positions that a synthetic model claims to be trained on
+FILL = 0.75  # the share of memory that a model of our choice may take
+PROCESS_BYTES = 300 << 20  # per measured process, besides the model, the cache and FORGET_BYTES
 
 
 @dataclass(frozen=True)
 class Case(Side):
-    """One row. Field names that llama-bench has are its own.
+    """A row. Fields that llama-bench has too keep its names.
 
-    The key of a record is made of these fields: a new one has to be `where_given`, or all records
+    The key of a record is made from these fields: a new one has to be `where_given`, or all records
     are measured again.
     """
 
     model_filename: str
     model_type: str
-    model_size: int  # bytes of all tensors
+    model_size: int  # the bytes of all tensors
     model_n_params: int
     n_threads: int
     type_k: str
@@ -50,14 +50,14 @@ class Case(Side):
     library: str  # stock | sparq
     flash_attn: bool
     spec: AttentionSpec
-    prefill: bool  # the positions before were read for real
+    prefill: bool  # whether the positions before are a real prompt
     repetitions: int
     numa: str = ""
-    below_min_ctx: bool = False  # ours is to run dense
+    below_min_ctx: bool = False  # whether ours is meant to run dense
     seed: int = 1
     n_gpu_layers: int | None = where_given(None)  # all
     rope: str = where_given("")  # `engine.Rope` as text
-    calibration: str = where_given("")  # what a budget of `spec` stands for with this model
+    calibration: str = where_given("")  # a hash of the settings of a calibrated budget
 
     @property
     def test(self) -> str:
@@ -65,25 +65,25 @@ class Case(Side):
 
     @property
     def n_positions(self) -> int:
-        """What the cache has room for."""
+        """The positions that the cache has room for."""
         return room_for(self.n_depth, max(self.n_prompt, self.n_gen))
 
 
 def room_for(n_depth: int, n_tokens: int) -> int:
-    """Positions of a cache that a test needs, with one to spare: the first token of a text is its
-    prompt, so an empty cache gets one before ours is asked what it did with the next."""
+    """The positions of a cache that a test needs, with one to spare: the first token of a text
+    counts as its prompt, so an empty cache gets one token before ours is checked at the next."""
     return n_depth + max(n_tokens, 1) + 1
 
 
 def test_name(n_prompt: int, n_gen: int, n_depth: int) -> str:
-    """As llama-bench prints it: `tg16 @ d4096`."""
+    """The name of a test as llama-bench prints it: `tg16 @ d4096`."""
     name = f"pp{n_prompt}" if n_prompt else f"tg{n_gen}"
     return f"{name} @ d{n_depth}" if n_depth else name
 
 
 @dataclass(frozen=True)
 class Variant(Side):
-    """Who runs, and with which attention."""
+    """The library that runs, and its attention."""
 
     library: str  # stock | sparq
     flash_attn: bool
@@ -92,7 +92,7 @@ class Variant(Side):
 
 @dataclass(frozen=True)
 class Cache:
-    """A cache before a test, whatever its model, and the variants that take turns in it."""
+    """A cache before a test, for any model, and the variants that take turns in it."""
 
     n_depth: int
     type_k: str
@@ -102,10 +102,10 @@ class Cache:
 
 @dataclass(frozen=True)
 class SpeedPlan:
-    """What to measure: the product of all lists. Models are files, or one to be synthesised."""
+    """The plan of a run: the product of all lists. Models are files, or are synthesised."""
 
     models: Sequence[Path] = ()
-    like: Sequence[str] = ("llama2-7b",)  # without models
+    like: Sequence[str] = ("llama2-7b",)  # the shapes of synthetic models, if no files are given
     n_layer: int | None = None  # of `like`; None = as many as fit into memory, a power of two
     quant: str = "q8_0"
     n_prompt: Sequence[int] = (0,)
@@ -122,10 +122,10 @@ class SpeedPlan:
     n_gpu_layers: int | None = None
     rope: str = ""
     below_min_ctx: bool = False
-    seed: int = 1  # of the positions before
+    seed: int = 1  # the seed of the positions before
 
     def groups(self) -> Iterator[tuple[Path, list[Case]]]:
-        """A model, and cases that share its cache and take turns. Writes synthetic models."""
+        """Yields models, and cases that share a cache and take turns. Writes synthetic models."""
         for source, held in self._caches():
             path = source if isinstance(source, Path) else source.written()
             geo = geometry_of(path)
@@ -165,14 +165,14 @@ class SpeedPlan:
         return {s.path: s.n_bytes for s in sources if not s.path.exists()}
 
     def _tests(self) -> list[tuple[int, int]]:
-        """(tokens of a prompt, decoded tokens), one of them 0."""
+        """The tests as (tokens of a prompt, decoded tokens), of which one is 0."""
         tests = [(n, 0) for n in self.n_prompt if n] + [(0, n) for n in self.n_gen if n]
         if not tests:
             raise SparqError("nothing to measure: -p 0 and -n 0", "-n 16", exit_code=2)
         return tests
 
     def _caches(self) -> Iterator[tuple[Path | Synthetic, Cache]]:
-        """Each model with each cache of it."""
+        """Yields each model with each of its caches."""
         sources: list[Path | str] = [*self.models] or [*self.like]
         every = product(sources, self.n_depth, self.type_k, self.type_v)
         for source, n_depth, type_k, type_v in every:
@@ -189,8 +189,8 @@ class SpeedPlan:
             yield source if isinstance(source, Path) else self._synthetic(source, cache), cache
 
     def _synthetic(self, like: str, cache: Cache) -> Synthetic:
-        """With as many layers as fit: decided by the size of the memory, not by what is free, so
-        that another run has the same cases."""
+        """A model with as many layers as fit. The size of the memory decides, not how much is
+        free, so that another run has the same cases."""
         room = room_for(cache.n_depth, max(map(max, self._tests())))
         full, (memory, on_gpu) = synth.shape_like(like).n_layer, memory_of(self.n_gpu_layers)
         fewer = [2**i for i in range(10, -1, -1) if 2**i < full]
@@ -203,8 +203,8 @@ class SpeedPlan:
 
 
 def calibration(spec: AttentionSpec, model: Path) -> str:
-    """A hash of the settings that `calibrated` or `top-p` stands for, "" for other budgets: after
-    another calibration a record is of something else.
+    """A hash of the settings that `calibrated` or `top-p` stands for, "" for other budgets: a new
+    calibration makes other records.
 
     Raises:
         SparqError: the model is not calibrated for these settings.
@@ -231,7 +231,7 @@ class Synthetic:
         return synth.file_bytes(synth.fewer_layers(self.like, self.n_layer), self.quant)
 
     def written(self) -> Path:
-        """Its file, which is kept in the cache: another run would write the same again."""
+        """Write the model, unless the cache has it. Returns its file."""
         if not self.path.exists():
             full = synth.shape_like(self.like).n_layer
             fewer = f", {self.n_layer} of {full} layers" if self.n_layer != full else ""
@@ -242,7 +242,7 @@ class Synthetic:
 
 
 def _size_of(like: str, n_layer: int, quant: str) -> tuple[int, Geometry, bool]:
-    """What `needs` has to know of a synthetic model that need not exist."""
+    """What `needs` has to know about a synthetic model, which need not exist."""
     shape = synth.fewer_layers(like, n_layer)
     n_bytes = synth.file_bytes(shape, quant)
     geo = Geometry(
@@ -264,7 +264,7 @@ def _size_of(like: str, n_layer: int, quant: str) -> tuple[int, Geometry, bool]:
 
 
 def memory_of(n_gpu_layers: int | None) -> tuple[float, bool]:
-    """Bytes of the memory that the layers go to, and whether it is a GPU's."""
+    """The bytes of the memory that the layers go to, and whether it is a GPU's."""
     machine = records.machine()
     on_gpu = "gpu_gib" in machine and n_gpu_layers != 0
     total = machine["gpu_gib" if on_gpu else "memory_gib"] * 2**30
@@ -280,11 +280,11 @@ def needs(
     packed: bool,
     on_gpu: bool = False,
 ) -> int:
-    """Bytes of memory, the GPU's or the machine's, while the variants of a cache are measured.
+    """The bytes of memory, the GPU's or the machine's, that the variants of a cache take.
 
-    Each process has a cache of its own, which is filled from a copy. `packed`: and weights of its
-    own, because llama.cpp arranges them anew; otherwise the file is mapped once for all. On a GPU
-    each has weights of its own, and the copy is not there.
+    Each process has its own cache, which is filled from a copy. If `packed` it has its own weights
+    too, because llama.cpp rearranges them; otherwise all share one mapping of the file. On a GPU
+    each process has its own weights, and there is no copy.
     """
     specs = {v.place: v.spec for v in held.variants}.values()
     cache = cache_bytes(geo, n_positions, cache_type(held.type_k), cache_type(held.type_v))
@@ -302,10 +302,10 @@ def geometry_of(path: Path) -> Geometry:
 
 
 def check(planned: Iterable[tuple[Path, Sequence[Case]]]) -> None:
-    """Rows of tokens that cannot run as they say are refused before anything is measured.
+    """Refuse rows of tokens that cannot run as they say, before anything is measured.
 
     Raises:
-        SparqError: at its positions a sparse row is dense, or one below min_ctx is not.
+        SparqError: a sparse row is dense at its positions, or a row below min_ctx is not.
     """
     for model, group in planned:
         geo = geometry_of(model)
@@ -314,7 +314,7 @@ def check(planned: Iterable[tuple[Path, Sequence[Case]]]) -> None:
             check_against_model(spec, geo.head_dim_k, geo.n_layer)
             if not (c.n_gen and spec.sparse) or geo.is_mla:
                 continue
-            # what the last token sees, or the first; the very first of a text counts as its prompt
+            # what the last or the first token sees; the very first of a text counts as its prompt
             n_pos = c.n_depth + c.n_gen if c.below_min_ctx else max(c.n_depth, 1) + 1
             types = (cache_type(t).bytes_per_element for t in (c.type_k, c.type_v))
             splits = [layer.split for layer in layer_costs(geo, spec, n_pos, *types)]
@@ -334,13 +334,13 @@ def check(planned: Iterable[tuple[Path, Sequence[Case]]]) -> None:
 
 
 def cost(model: Path, group: Sequence[Case]) -> int:
-    """Relative duration of a group, for the time that is left: about the MB that are read."""
+    """The relative duration of a group, for the estimate of the time left: roughly the MB read."""
     c = group[0]
     read = c.model_size + cache_bytes(
         geometry_of(model), c.n_positions, cache_type(c.type_k), cache_type(c.type_v)
     )
-    per_prompt = 1 / 10  # of a token's time, per token
+    per_prompt = 1 / 10  # the time per token of a prompt, over that of a decoded token
     once = c.n_depth * per_prompt if c.prefill else 0
     tokens = once + (c.repetitions + 1) * (c.n_gen or c.n_prompt * per_prompt)
-    threads = min(c.n_threads, 8)  # more hardly read faster
+    threads = min(c.n_threads, 8)  # more threads hardly read faster
     return int(len(group) * (2e9 + read * (5 + tokens / threads)) / 1e6)

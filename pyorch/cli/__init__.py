@@ -58,7 +58,7 @@ def _command(verb: str) -> click.Command:
 
 
 def _name_variables(command: click.Command, prefix: str) -> None:
-    """Let a variable stand in for every option, by the longest of its names. click would take the
+    """Give every option an environment variable, named after its longest name. click would use the
     name of the parameter, which users do not see. `eval run` is what `eval` alone does."""
     for param in command.params:
         if isinstance(param, click.Option):
@@ -89,11 +89,11 @@ def main() -> None:
 
 
 def run(command: click.Command, prog_name: str | None = None) -> NoReturn:
-    """Run a command; what goes wrong becomes two lines on stderr and an exit code."""
+    """Run a command; an error becomes two lines on stderr and an exit code."""
     for i, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:  # closed: no file of ours may take its number
+        if getattr(sys, name) is None:  # it is closed: none of our files may take its number
             setattr(sys, name, open(os.devnull, "w" if i else "r"))  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):  # a terminal without Unicode shows ? and goes on
+    for stream in (sys.stdout, sys.stderr):  # a terminal without Unicode shows ? instead of failing
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
         status = command(standalone_mode=False, prog_name=prog_name)
@@ -113,7 +113,7 @@ def run(command: click.Command, prog_name: str | None = None) -> NoReturn:
         sys.exit(130)
     except OSError as error:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  what is left is not tried again
-        if isinstance(error, BrokenPipeError):  # the reader of our output went away
+        if isinstance(error, BrokenPipeError):  # the reader of our output is gone
             sys.exit(1)
         where = f"{error.filename}: " if error.filename else ""
         full = error.errno == errno.ENOSPC
@@ -122,7 +122,7 @@ def run(command: click.Command, prog_name: str | None = None) -> NoReturn:
 
 
 def fail(message: str, hint: str, exit_code: int) -> NoReturn:
-    """Print an error in the one form that this program has, and exit."""
+    """Print an error in the only form that this program uses, and exit."""
     click.secho("error: ", fg="red", bold=True, nl=False, err=True)
     click.echo(message, err=True)
     if hint:

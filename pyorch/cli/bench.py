@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from pyorch.bench.records import Record
 
 CACHE_TYPE = Name(*CACHE_TYPES)
-# as llama-bench has them; `auto` leaves the choice to stock, which is measured both ways
+# as in llama-bench; with `auto` stock is measured both ways
 FLASH_ATTN = {
     **dict.fromkeys(("0", "off", "disabled", "false"), (False,)),
     **dict.fromkeys(("1", "on", "enabled", "true"), (True,)),
     **dict.fromkeys(("auto", "-1"), (False, True)),
 }
-COMBINED = ("attn_method", "ratio", "attn_shadow", "budget")  # options, in place of -a
-SYNTHETIC = {"like", "layers", "quant"}  # options, in place of a model
+COMBINED = ("attn_method", "ratio", "attn_shadow", "budget")  # options that -a replaces
+SYNTHETIC = {"like", "layers", "quant"}  # options that a model replaces
 RENAMED_SPEC = [renamed(old, "-a SPEC") for old in ("--attention", "--spec")]
 
 
@@ -62,7 +62,7 @@ def _repetitions_option(text: str) -> Any:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is measured: the product of all lists."""
+    """The measurements of a run: the product of all lists."""
 
     models: tuple[str, ...] = option(
         "--model",
@@ -169,8 +169,8 @@ class Wanted:
 
 
 def _combined(method: str, ratio: float, shadow: str | None, budget: str | None) -> AttentionSpec:
-    """Dense attention has no ratio, and only SparQ a transposed K: what a method does not have is
-    left out, so that a list of several methods may stand beside it."""
+    """Dense attention has no ratio, and only SparQ has a transposed K: options that a method does
+    not have are left out, so that they may be combined with a list of methods."""
     if method == "dense":
         return AttentionSpec("dense")
     spec = AttentionSpec(method, ratio=ratio, budget=budget or "uniform")
@@ -179,7 +179,7 @@ def _combined(method: str, ratio: float, shadow: str | None, budget: str | None)
 
 @dataclass(frozen=True)
 class Writing:
-    """Where the records go, and the table of them."""
+    """The outputs: the folder of the records, and the table."""
 
     out: str | None = option(
         "--out",
@@ -202,7 +202,7 @@ class Writing:
         return file
 
     def told(self, file: Path, table: str) -> None:
-        """Say where the records are, and put the table into a README if that is asked for."""
+        """Say where the records are, and put the table into a README if requested."""
         if self.update_readme:
             update_marked(Path(self.update_readme), file.stem, table)
         note(f"records: {file}", "dim")
@@ -290,7 +290,7 @@ def _speed(wanted: Wanted, writing: Writing) -> None:
 
 
 def _attention(wanted: Wanted, specs: list[AttentionSpec] | None, writing: Writing) -> None:
-    """`--attn-only`. specs: None takes those of the module."""
+    """Run `--attn-only`. specs: None takes the module's own."""
     from pyorch.bench import attention, attention_table, output, records
 
     plan = attention.AttentionPlan(
@@ -315,7 +315,7 @@ def _attention(wanted: Wanted, specs: list[AttentionSpec] | None, writing: Writi
 
 
 def _given(ctx: click.Context) -> set[str]:
-    """The options that do not have their default."""
+    """The options that were given."""
     default = click.core.ParameterSource.DEFAULT
     return {name for name in ctx.params if ctx.get_parameter_source(name) is not default}
 
@@ -340,7 +340,7 @@ def _refuse_foreign(ctx: click.Context, given: set[str]) -> None:
 
 
 def _note_left_out(wanted: Wanted) -> None:
-    """Say which rows of stock there cannot be."""
+    """Say which rows of stock cannot exist."""
     from pyorch.bench.turns import FLOATS
 
     quantised = [t for t in wanted.cache_type_v if t not in FLOATS]
@@ -349,12 +349,12 @@ def _note_left_out(wanted: Wanted) -> None:
         note(f"note: no stock -fa 0 beside -ctv {','.join(quantised)}: {why}", "yellow")
 
 
-# ---- bench growth ----
+# ---- bench growth: the options and the command ----
 
 
 @dataclass(frozen=True)
 class Grown:
-    """What is measured, at every depth."""
+    """The measurements at every depth."""
 
     model: str | None = option(
         "--model", "-m", metavar="FILE|SPEC", help="Time this model instead of --like."
@@ -444,7 +444,7 @@ def growth(ctx: click.Context, wanted: Grown, writing: Writing, as_json: bool) -
 
 
 def _keep_if_all(file: Path, found: Sequence[Record], table: str) -> None:
-    """Lines through fewer points than there are records of say less, so they are not kept."""
+    """Keep a table only if its lines go through all recorded depths: those of fewer say less."""
     from pyorch.bench import growth as bench
     from pyorch.bench import records
 
@@ -463,7 +463,7 @@ def _agree_to_write(plan: SpeedPlan, yes: bool) -> None:
     """Ask before gigabytes of synthetic weights are written.
 
     Raises:
-        SparqError: there is nobody to ask, and no --yes.
+        SparqError: there is neither a terminal to ask on, nor --yes.
     """
     if todo := plan.to_write():
         names = ", ".join(f"{path.name} ({human_bytes(n)})" for path, n in todo.items())
@@ -474,5 +474,5 @@ def _agree_to_write(plan: SpeedPlan, yes: bool) -> None:
 
 
 def _keep(file: Path, table: str) -> None:
-    """Write the table of all records beside them; stdout has only what was asked for now."""
+    """Write the table of all records beside them; stdout has only the current run's."""
     file.with_suffix(".md").write_text(table + "\n", "utf-8")

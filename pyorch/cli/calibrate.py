@@ -1,4 +1,4 @@
-"""`sparq-cpp calibrate`: which k and rank each layer needs, and where the result is."""
+"""`sparq-cpp calibrate`: measures the k and the rank that each layer needs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WIDTH = 40  # characters of the widest bar
 SIZES = ((0.1e9, 8, 64), (1e9, 8, 16), (float("inf"), 4, 16))  # bytes of a model: contexts, tokens
 
 
-N_CTX = 2048  # where nothing else is asked for
+N_CTX = 2048  # the default
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class SearchContext(opt.ContextOptions):
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What is searched for, and on which text."""
+    """The settings of a search, and its text."""
 
     numa: str | None = opt.numa_option()
     ratio: float = option(
@@ -138,16 +138,16 @@ def _measure(session: Session, text: str, n_pos: int, wanted: SearchOptions) -> 
 
 
 def sizes(path: Path) -> tuple[int, int]:
-    """Contexts, and tokens of each, with which a model of this size takes minutes.
+    """The numbers of contexts and of tokens in each, with which a model of this size takes minutes.
 
-    By its size, not by a clock, so that a run which is interrupted goes on with the same.
+    The size decides, not a clock, so that an interrupted run continues with the same numbers.
     """
     size = read_gguf(path).n_bytes
     return next((contexts, tokens) for most, contexts, tokens in SIZES if size < most)
 
 
 def _print(result: saved.Result) -> None:
-    """k of every layer as bars, and what was compared."""
+    """Print k of every layer as bars, and the candidates that were compared."""
     spec = saved.applied(result["calibrated"], AttentionSpec("sparq", ratio=result["ratio"]))
     n_pos = result["n_pos"]
     print(f"ratio {ratio_text(result['ratio'])} at {n_pos} positions: {result['chosen']}\n")

@@ -43,7 +43,7 @@ REPLY_ROOM = 64  # positions kept free for a reply when old messages are dropped
 
 @dataclass
 class Chat:
-    """One conversation with one model."""
+    """A conversation with a model."""
 
     session: Session
     template: ChatTemplate
@@ -53,10 +53,10 @@ class Chat:
     as_json: bool
     interactive: bool
     messages: list[dict[str, str]] = field(default_factory=list)
-    text: str = ""  # of /read, for the next message
+    text: str = ""  # the text of /read, for the next message
     read: list[str] = field(default_factory=list)  # with what messages begin that have such a text
-    summary: Summary | None = None  # of the last reply
-    told: str = ""  # why attention is dense, said once
+    summary: Summary | None = None  # the summary of the last reply
+    told: str = ""  # the note on why attention is dense, which is shown once
 
     def __post_init__(self) -> None:
         # the last sparse settings, which /ratio goes back to after /dense
@@ -96,7 +96,7 @@ def command(
 
     spec, chosen = attention.spec(), sampling.settings(0.8)
     messages = _resume(resume) if resume else []
-    if system:  # in place of the one that a resumed conversation began with
+    if system:  # it replaces the system message of a resumed conversation
         messages = [m for m in messages if m["role"] != "system"]
         messages.insert(0, {"role": "system", "content": system})
     with open_session(model, spec, context, load) as session:
@@ -137,14 +137,14 @@ def _loop(chat: Chat) -> None:
 
 
 def _piped() -> Iterator[str]:
-    """The lines that come through a pipe, messages and commands, without the blank ones."""
+    """Yields the lines of a pipe, messages and commands, without blank ones."""
     for raw in sys.stdin.buffer:
         if line := raw.decode("utf-8", errors="replace").strip():
             yield line
 
 
 def _typed() -> Iterator[str]:
-    """Lines that a person types: they can be edited, and the arrow keys bring earlier ones back."""
+    """Yields typed lines, which can be edited; the arrow keys recall earlier ones."""
     keep_history = _history()
     while True:
         try:
@@ -162,8 +162,8 @@ def _typed() -> Iterator[str]:
 
 
 def _history() -> Callable[[], None]:
-    """Give input() what was typed in earlier sessions. Returns a function that keeps it with what
-    was typed since, in the cache folder."""
+    """Give input() the lines of earlier sessions. Returns a function that saves them and the new
+    ones in the cache folder."""
     try:
         import readline
     except ImportError:  # some builds of Python lack it
@@ -182,7 +182,7 @@ def _history() -> Callable[[], None]:
 
 
 def _run_command(chat: Chat, line: str) -> bool:
-    """Do what a `/command` says. Returns False where it says to leave."""
+    """Run a `/command`. Returns False if it ends the chat."""
     name, _, rest = line.partition(" ")
     rest = rest.strip()
     if name in ("/exit", "/quit"):
@@ -212,7 +212,7 @@ def _run_command(chat: Chat, line: str) -> bool:
 
 
 def _with_ratio(spec: AttentionSpec, ratio: float) -> AttentionSpec:
-    """`spec` at another ratio; what was given in place of a ratio is left out."""
+    """`spec` at another ratio, without settings that were given instead of a ratio."""
     if ratio == 1:
         return AttentionSpec("dense")
     return replace(spec, ratio=ratio, rank=None, topk=None, k_layers=None, rank_layers=None)
@@ -279,8 +279,8 @@ def _resume(name: str) -> list[dict[str, str]]:
 
 
 def _reply(chat: Chat, text: str) -> None:
-    """Answer one message. What cannot be answered does not stay in the conversation, but what /read
-    put before it comes before the next message."""
+    """Answer a message. If that fails the message does not stay in the conversation, but a text of
+    /read moves to the next message."""
     from pyorch import engine
 
     read, chat.text = chat.text, ""
@@ -297,7 +297,7 @@ def _reply(chat: Chat, text: str) -> None:
         raise
     if reply or finish != "interrupted":
         chat.messages.append({"role": "assistant", "content": reply})
-    else:  # stopped while it was read
+    else:  # it was stopped during prefill
         _take_back(chat, read)
     chat.summary = summary_of(chat.session)
     if chat.as_json:
@@ -309,7 +309,7 @@ def _reply(chat: Chat, text: str) -> None:
 
 
 def _take_back(chat: Chat, read: str) -> None:
-    """Drop the message that was not answered, and keep what /read put before it for the next."""
+    """Drop the message that was not answered, and keep its text of /read for the next one."""
     chat.messages.pop()
     if read:
         chat.read.pop()
@@ -317,7 +317,7 @@ def _take_back(chat: Chat, read: str) -> None:
 
 
 def _note_end(chat: Chat, finish: str) -> None:
-    """Say why a reply ended where the model did not end it, and why attention was dense."""
+    """Say why a reply ended if the model did not end it, and why attention was dense."""
     if finish == "context":
         full = f"note: the context is full ({chat.session.n_ctx} positions)"
         note(f"{full}: /clear, or a larger --ctx next time", "yellow")
@@ -332,8 +332,8 @@ def _note_end(chat: Chat, finish: str) -> None:
 
 
 def _fit(chat: Chat) -> list[int]:
-    """The tokens of the conversation; its oldest messages are dropped where they would leave no
-    room for a reply, those that /read brought last of all."""
+    """The tokens of the conversation. Its oldest messages are dropped if they leave no room for a
+    reply, and those with a text of /read are dropped last."""
     dropped = 0
     while True:
         tokens = chat.template.tokens(chat.messages)
@@ -348,20 +348,20 @@ def _fit(chat: Chat) -> list[int]:
 
 
 def _oldest(chat: Chat) -> int | None:
-    """Where the question is that goes first; None if there is only the one to be answered."""
+    """The index of the question to drop first; None if there is only the one to answer."""
     first = 1 if chat.messages[0]["role"] == "system" else 0
     questions = range(first, len(chat.messages) - 1, 2)
     return min(questions, key=lambda i: (_has_text(chat, i), i), default=None)
 
 
 def _has_text(chat: Chat, i: int) -> bool:
-    """Whether message i begins with a text of /read."""
+    """Whether message i begins with a text from /read."""
     return chat.messages[i]["content"].startswith(tuple(chat.read))
 
 
 def _most_tokens(chat: Chat, n_prompt: int) -> int:
-    """How long a reply may be. One that fills the context pushes out what was read when the next
-    message comes, so it gets half of the room."""
+    """The most tokens of a reply. If a reply filled the context, the next message would push out
+    the text that was read, so it gets half of the room."""
     if chat.max_tokens is not None:
         return chat.max_tokens
     room = chat.session.n_ctx - n_prompt
@@ -370,7 +370,7 @@ def _most_tokens(chat: Chat, n_prompt: int) -> int:
 
 
 def _stream(chat: Chat, prompt: list[int], sampling: Sampling) -> tuple[str, str]:
-    """Generate a reply and print it as it comes. Returns it, and why it ended."""
+    """Generate a reply and print it as it comes. Returns it, and the reason why it ended."""
     from pyorch import engine
 
     reply, finish = "", ""

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from pyorch.engine import Session
 
 RATIO = 1 / 8
-# where in the document the passage is, as a share of its length: one of the places (seven of nine
-# tried) whose passage the demo model recites at length. At 0.85 it fails, dense attention too
+# The place of the passage in the document, as a share of its length. The demo model recites at
+# length at seven of nine places tried, of which this is one. At 0.85 even dense attention fails.
 PLACE = 0.05
 CUE_WORDS = 24  # words of the passage that the model is given
 
@@ -87,7 +87,7 @@ def _read(path: Path) -> str:
 
 
 def passage(document: str) -> tuple[str, str]:
-    """The cue, and how the document goes on after it.
+    """Returns the cue, and the text of the document after it.
 
     The passage begins with the first paragraph after PLACE of the document.
     """
@@ -101,7 +101,7 @@ def passage(document: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Run:
-    """One continuation."""
+    """A continuation of the document."""
 
     text: str
     tokens: list[int]
@@ -113,7 +113,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Report:
-    """Both continuations of a document of so many tokens."""
+    """Both continuations of a document, and its number of tokens."""
 
     spec: AttentionSpec
     document_tokens: int
@@ -160,7 +160,7 @@ def _continue(session: Session, tokens: list[int], spec: AttentionSpec, n: int) 
 
 
 def first_difference(a: list[int], b: list[int]) -> int | None:
-    """Index of the first token that differs; None = the same."""
+    """The index of the first token that differs; None = there is none."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i

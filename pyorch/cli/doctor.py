@@ -82,7 +82,7 @@ def _machine() -> Facts:
 
 
 def _toolchain() -> tuple[Facts, Facts]:
-    """What builds the library, and what is switched off, with the reason."""
+    """The tools that build the library, and the features that are off, with the reasons."""
     from pyorch.native import cuda, probe
 
     compiler = probe.find_compiler()

@@ -30,7 +30,7 @@ METHODS = ("off", "sparq,ratio=1/8")
 
 
 class _Group(click.Group):
-    """Tasks stand where a subcommand would: what is not one of these is `run`."""
+    """Takes names of tasks in place of a subcommand: anything but a subcommand means `run`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(
@@ -78,7 +78,7 @@ class MethodOptions:
 
 @dataclass(frozen=True)
 class ExampleOptions:
-    """What the examples of the tasks are made from."""
+    """The settings that the tasks' examples are made from."""
 
     text: tuple[str, ...] = option(
         "--text",
@@ -203,7 +203,7 @@ def _plan(
 
 
 def _methods(wanted: MethodOptions) -> list[Method]:
-    """Each method; a sparse one whose size is left open at each of the ratios, if there are any."""
+    """Returns the methods; a sparse one that leaves its size open is repeated at each ratio."""
     from pyorch import policies
 
     out: list[Method] = []
@@ -219,14 +219,14 @@ def _methods(wanted: MethodOptions) -> list[Method]:
 
 
 def _exact(method: Method) -> Method:
-    """The policies in Python have no such bounds."""
+    """Methods in Python have no such bounds."""
     if not (isinstance(method, AttentionSpec) and method.sparse):
         return method
     return replace(method, min_ctx=EXACT["min_ctx"], min_k=EXACT["min_k"])
 
 
 def _setup(wanted: MethodOptions, examples: ExampleOptions) -> dict[str, object]:
-    """Fields of `evals.task.Setup`, but for what belongs to a task."""
+    """The fields of `evals.task.Setup`, except those that belong to a task."""
     from pyorch import paths
     from pyorch.evals.texts import read_texts
 

@@ -1,4 +1,4 @@
-"""`sparq-cpp explain`: what a ratio means for a model, from its metadata alone."""
+"""`sparq-cpp explain`: the meaning of a ratio for a model, from its metadata alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ N_BATCH = 512  # tokens that llama.cpp reads at once by default
 
 @dataclass(frozen=True)
 class WholeContext(opt.ContextOptions):
-    """A context that costs nothing, so it may be as long as the model takes."""
+    """A context that costs nothing, so it may be as long as the model allows."""
 
     ctx: int | None = opt.ctx_option("the model's own")
 
@@ -78,7 +78,7 @@ def command(
 
 
 def _from_card(name: str) -> Geometry | None:
-    """What the card of that name says; None if there is none, or the model is here."""
+    """The geometry on the card of that name; None if there is no card, or the model is here."""
     from pyorch.models import cache, cards, pull
 
     spec = pull.parse_spec(name, original=True)
@@ -92,7 +92,7 @@ def _from_card(name: str) -> Geometry | None:
 
 
 def _bandwidth(n_threads: int) -> float:
-    """Bytes per second that the threads read from memory: the median of a few passes."""
+    """The bytes per second that the threads read from memory: the median of a few passes."""
     from pyorch.bench.bandwidth import MemoryReader
 
     reader = MemoryReader(n_threads)
@@ -102,9 +102,9 @@ def _bandwidth(n_threads: int) -> float:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a decoded token reads and what that allows, in bytes and seconds.
+    """The bytes that a decoded token reads, and the time that this takes at least.
 
-    types: of K and V in the cache; bandwidth: bytes that so many threads read per second.
+    types: those of K and V in the cache; bandwidth: bytes per second that the threads read.
     """
 
     geo: Geometry
@@ -125,14 +125,14 @@ class Prediction:
 
     @property
     def counted(self) -> tuple[int, int]:
-        """Read, and by dense attention, of the layers that /stats and records count."""
+        """The bytes read, and those of dense attention, in the layers that /stats counts."""
         ours = [c for c in self.layers if c.ours]
         return sum(c.bytes_read for c in ours), sum(c.bytes_dense for c in ours)
 
     @property
     def memory(self) -> tuple[int, int, int]:
-        """What the cache takes, what it takes in llama.cpp's own programs, which keep no more than
-        the windows, and what the transposed K takes."""
+        """The bytes of the cache, of the cache in llama.cpp's own programs, which keep only the
+        windows, and of the transposed K."""
         geo, n_pos = self.geo, self.n_pos
         whole = cost.cache_bytes(geo, n_pos, *self.types)
         cut = cost.cache_bytes(geo, n_pos, *self.types, N_BATCH)
@@ -143,7 +143,7 @@ class Prediction:
 
     @property
     def speedups(self) -> tuple[float, float]:
-        """How much faster attention alone is, and a whole token."""
+        """The speed-ups of attention alone, and of a whole token."""
         return self.dense / self.read, self.token_s(self.dense) / self.token_s(self.read)
 
     def uses_mean_v(self, c: cost.LayerCost) -> bool:
@@ -248,7 +248,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _runs(layers: Sequence[cost.LayerCost]) -> list[tuple[int, cost.LayerCost]]:
-    """Neighbouring layers with the same numbers: the first one's, and the last one with them."""
+    """Runs of layers with the same costs: the first layer's index, and the last layer's costs."""
     out: list[tuple[int, cost.LayerCost]] = []
     for c in layers:
         if out and replace(out[-1][1], il=c.il) == c and out[-1][1].il == c.il - 1:

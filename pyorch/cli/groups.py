@@ -1,4 +1,4 @@
-"""How options become one object: a frozen dataclass whose fields are click's options."""
+"""Groups of options as objects: a frozen dataclass whose fields are click's options."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ class Decorator(Protocol):
 
 
 def option(*names: str, **attributes: Any) -> Any:
-    """A field of a group: an option as `click.option` has it, named and typed by the field. The
-    field's default is what the command line makes of the option's, so that a group made by hand
-    has the same."""
+    """A field of a group: an option as in `click.option`, named and typed by the field. The
+    field's default is the option's after conversion, so that a group made by hand has the same."""
     otherwise = False if attributes.get("is_flag") else () if attributes.get("multiple") else None
     default, kind = attributes.get("default", otherwise), attributes.get("type")
     if kind is not None and default is not otherwise:
@@ -35,7 +34,7 @@ def option(*names: str, **attributes: Any) -> Any:
 def takes(**groups: type[Any]) -> Decorator:
     """Add the options of each group; the function gets them as one object of that name.
 
-    A field of a group that is no option is a group itself, which it has as its default_factory.
+    A field of a group that is not an option is a group itself, named by its default_factory.
     """
 
     def decorate(function: F) -> F:
@@ -59,7 +58,7 @@ def _options(kind: Any) -> Iterator[Field[object]]:
 
 
 def _taken(kind: Any, values: dict[str, object]) -> object:
-    """The object that these values make, which are taken out of `values`."""
+    """Make an object from its values, which are removed from `values`."""
     of_field = {
         f.name: values.pop(f.name) if "option" in f.metadata else _taken(f.default_factory, values)
         for f in fields(kind)
@@ -79,7 +78,7 @@ def group(*options: Decorator) -> Decorator:
 
 
 def several(*names: str, of: click.ParamType, default: str = "", text: str = "") -> Any:
-    """A field that is a list: an option that takes commas, and may be given several times."""
+    """A field that is a list: an option that takes commas and may be repeated."""
     kind = of if isinstance(of, Numbers) else Several(of)
     attributes = {
         "type": kind,

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def model_path(name: str, yes: bool = False) -> Path:
-    """The file that `--model NAME` means, see `sparq-cpp pull`; one on the hub is loaded, after
-    asking.
+    """The file that `--model NAME` means, as in `sparq-cpp pull`; one on the hub is downloaded
+    after asking.
 
     Raises:
-        SparqError: nothing of that name, it cannot be loaded, or there is nobody to ask.
+        SparqError: there is no such model, it cannot be downloaded, or there is nobody to ask.
     """
     from pyorch.models import pull
 
@@ -58,7 +58,7 @@ def first_ratio(card: str) -> str:
 def session_options(
     attention: AttentionSpec | None, context: ContextOptions, load: LoadOptions
 ) -> SessionOptions:
-    """What the options ask of a session, as the engine takes it."""
+    """The options of a session, in the engine's form."""
     return {
         "n_ctx": context.ctx,
         "n_threads": context.threads,

@@ -1,4 +1,4 @@
-"""`sparq-cpp models`: the cards of known models, and what of models is in the hub's cache."""
+"""`sparq-cpp models`: the cards of known models, and the models in the hub's cache."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def yes_option() -> Any:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model. `cli.loading` finds its file."""
+    """The model. `cli.loading` finds its file."""
 
     model: str = model_option()
     yes: bool = yes_option()
@@ -81,7 +81,7 @@ def ctx_option(default: str) -> Any:
 
 @dataclass(frozen=True)
 class ContextOptions:
-    """None is the engine's default."""
+    """The size of a context. None is the engine's default."""
 
     ctx: int | None = ctx_option("the model's own, at most 8192")
     threads: int | None = option(
@@ -91,7 +91,7 @@ class ContextOptions:
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """Types of K and V in the cache."""
+    """The types of K and V in the cache."""
 
     cache_type_k: str = option(
         "-ctk",
@@ -111,7 +111,7 @@ class CacheOptions:
 
 @dataclass(frozen=True)
 class RopeOptions:
-    """None is the model's own."""
+    """The settings of RoPE. None is the model's own."""
 
     rope_scaling: str | None = option(
         "--rope-scaling",
@@ -209,7 +209,7 @@ load_options = takes(load=LoadOptions)
 
 # ---- attention ----
 
-# old -> new, wherever settings of attention are given
+# old -> new, in all commands with settings of attention
 _ATTENTION_RENAMED = {
     "--attention": ("-a SPEC",),
     "--method": ("--attn-method",),
@@ -228,10 +228,10 @@ SPEC_OPTION = ("-a", "--attn")  # `-a SPEC` is the one long form, in every comma
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What attention reads; None is not given.
+    """The settings of attention; None means not given.
 
     Only the line of `-a` has min_k, gpu_min_mb, top_p, cap, k_layers and rank_layers, which few
-    need and a model's calibration sets.
+    users need and a calibration sets.
     """
 
     attn: str | None = option(
@@ -287,10 +287,10 @@ class AttentionOptions:
     )
 
     def spec(self) -> AttentionSpec | None:
-        """The settings that the options ask for; None = no option was given.
+        """The settings that the options describe; None = no option was given.
 
         Raises:
-            SparqError: values out of range, or some that exclude each other.
+            SparqError: values are out of range, or exclude each other.
         """
         line, method = self.attn, self.attn_method
         given = {
@@ -298,7 +298,7 @@ class AttentionOptions:
             for name, value in vars(self).items()
             if name not in ("attn", "attn_method") and value is not None
         }
-        whole = line is not None  # an empty one is refused, not left out
+        whole = line is not None  # an empty line is refused, not ignored
         beside = [*given, *(["attn_method"] if whole and method else [])]
         if beside and (whole or method in ("dense", "off")):
             what = "-a has all settings" if whole else f"--attn-method {method} reads everything"
@@ -324,7 +324,7 @@ attention_options = group(takes(attention=AttentionOptions), renamed_attention)
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How the next token is chosen, with llama.cpp's names."""
+    """The settings of sampling, by llama.cpp's names."""
 
     temp: float | None = option(
         "--temp", type=Number(float, 0), help="Temperature of sampling; 0 is greedy."
@@ -379,7 +379,7 @@ class SamplingOptions:
 sampling_options = takes(sampling=SamplingOptions)
 
 
-# ---- what is shown ----
+# ---- output ----
 
 
 verbose_option = click.option(

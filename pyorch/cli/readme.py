@@ -26,7 +26,7 @@ def update_marked(file: Path, name: str, text: str) -> None:
 
 
 def around(file: Path, name: str) -> tuple[str, str]:
-    """The text up to the first mark, and from the second on.
+    """Returns the text up to the first mark, and the text from the second one on.
 
     Raises:
         SparqError: the file has no such marks, or cannot be read.

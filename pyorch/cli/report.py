@@ -1,4 +1,4 @@
-"""`sparq-cpp report`: what was measured, as one page."""
+"""`sparq-cpp report`: all measurements as one page."""
 
 from __future__ import annotations
 

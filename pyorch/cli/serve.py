@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pyorch.engine.settings import Settings
 
 NEEDED = ("uvicorn", "fastapi", "pydantic_settings", "sse_starlette", "starlette_context", "yaml")
-# YaRN's settings that llama.cpp takes from the model; the server's own defaults are others
+# llama.cpp takes these settings of YaRN from the model; the server's own defaults differ
 _OF_THE_MODEL = {"yarn_attn_factor": -1.0, "yarn_beta_fast": -1.0, "yarn_beta_slow": -1.0}
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -123,7 +123,7 @@ def _serve(served: Served, listener: socket.socket) -> None:
     from pyorch import engine, native
 
     spec = served.settings.attention or AttentionSpec("off")
-    os.environ["SPARQ_ATTN"] = str(spec)  # what the library reads
+    os.environ["SPARQ_ATTN"] = str(spec)  # the library reads it
 
     native.built()
     library = engine.library()
@@ -147,8 +147,8 @@ def _serve(served: Served, listener: socket.socket) -> None:
 
 
 def _application(served: Served, host: str, port: int) -> tuple[FastAPI, Llama]:
-    """llama-cpp-python's server with the model loaded, and its `Llama`, whose context is there as
-    long as somebody holds it.
+    """llama-cpp-python's server with the model loaded, and its `Llama`, whose context lives as long
+    as somebody holds it.
 
     Raises:
         SparqError: the model cannot be loaded.
@@ -165,12 +165,12 @@ def _application(served: Served, host: str, port: int) -> tuple[FastAPI, Llama]:
         **{**_OF_THE_MODEL, **settings.rope.params},
         n_threads=settings.n_threads,
         n_threads_batch=settings.n_threads,
-        n_gpu_layers=-1 if n_gpu_layers is None else n_gpu_layers,  # its own default is none
+        n_gpu_layers=-1 if n_gpu_layers is None else n_gpu_layers,  # the server's default is none
         type_k=type_k.number,
         type_v=type_v.number,
         numa=NUMA[numa] if numa else 0,
         flash_attn=True,  # sparse attention needs it
-        logits_all=False,  # else n_ctx times the vocabulary in memory
+        logits_all=False,  # otherwise it keeps n_ctx times the vocabulary in memory
         verbose=shows_log(),
     )
     try:

@@ -1,4 +1,4 @@
-"""Speed and attention of a run, as they are told after it."""
+"""The speed and attention of a run, as reported after it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Summary:
-    """What happened since the counters were reset; without `info`, attention is llama.cpp's."""
+    """A summary since the counters were reset; without `info`, attention is llama.cpp's."""
 
     timings: Timings
     info: AttentionInfo | None
@@ -40,7 +40,7 @@ class Summary:
         return out
 
     def line(self) -> str:
-        """One line that a person reads."""
+        """The summary in one line for people."""
         t, info = self.timings, self.info
         parts = [f"prefill {t.prefill_tokens} tokens in {t.prefill_s:.2f} s"]
         if not t.decode_s:
@@ -56,8 +56,8 @@ class Summary:
 
 
 def _attention(info: AttentionInfo) -> str:
-    """Whose bytes these are: layers that are left to llama.cpp, such as those with a sliding
-    window, read some that nobody counts."""
+    """Says which layers these bytes are of: those that are left to llama.cpp, such as layers with a
+    sliding window, read bytes that nobody counts."""
     n, of = info.layers_sparse, len(info.layers)
     return f"attention of {n} of {of} layers" if n < of else "attention"
 
@@ -83,8 +83,8 @@ def info_of(lib: ModuleType, ctx: int | None) -> AttentionInfo | None:
 
 
 def why_dense(wanted: AttentionSpec | None, info: AttentionInfo) -> str:
-    """What to say when something sparse was asked for and a layer is left to llama.cpp, or every
-    token so far was exact; else ""."""
+    """A note if sparse attention was requested but llama.cpp serves a layer, or every token so far
+    was exact; otherwise ""."""
     if wanted is None or not wanted.sparse:
         return ""
     if not info.dense_reasons:

@@ -19,7 +19,7 @@ _COUNT = Number(int, 1)
 
 @dataclass(frozen=True)
 class Sizes:
-    """Those of the known model where they are not given."""
+    """The sizes of the model; those not given are the known model's."""
 
     n_layer: int | None = option("--layers", type=LAYERS, help="Number of layers.")
     n_embd: int | None = option("--embd", type=_COUNT, help="Width of the model.")

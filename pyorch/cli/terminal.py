@@ -1,4 +1,4 @@
-"""What is said to a person, and asked; data for programs goes to stdout."""
+"""Notes and questions for people, on stderr; data for programs goes to stdout."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pyorch.errors import SparqError
 
 
 def note(text: str, style: str = "") -> None:
-    """One line on stderr, after what was printed so far; coloured only on a terminal and without
-    NO_COLOR."""
+    """Print a line on stderr, after all earlier output; it is coloured only on a terminal and
+    without NO_COLOR."""
     from rich.console import Console
 
     sys.stdout.flush()
@@ -21,7 +21,7 @@ def note(text: str, style: str = "") -> None:
 
 
 def note_if_busy() -> None:
-    """What else runs, or ran in the last minute, makes times long and uneven: say so."""
+    """Warn if other programs make times long and uneven, now or in the last minute."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > cores / 4:
         text = f"note: this machine is busy (load {load:.1f} on {cores} cores): times will be off"
@@ -29,7 +29,7 @@ def note_if_busy() -> None:
 
 
 def note_if_beyond(n_ctx: int, n_ctx_train: int) -> None:
-    """Say that a context is longer than the model was trained on, where that is allowed."""
+    """Warn if a context is longer than the model was trained on."""
     if n_ctx_train and n_ctx > n_ctx_train:
         note(
             f"note: context {n_ctx} is beyond the {n_ctx_train} positions this model was trained"
@@ -48,6 +48,6 @@ def confirm(question: str, yes: bool, otherwise: str, hint: str) -> None:
 
 
 def print_json(value: object) -> None:
-    """One JSON object on stdout."""
+    """Print one JSON object on stdout."""
     json.dump(value, sys.stdout, indent=2, ensure_ascii=False)
     sys.stdout.write("\n")

@@ -1,6 +1,6 @@
-"""What a value on the command line may be: numbers, names, ratios, and lists of them.
+"""Types of values on the command line: numbers, names, ratios, and lists of them.
 
-A wrong value is refused in one line that names the option, with a hint in a second one.
+A wrong value is refused in one line that names the option, with a hint in a second line.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pyorch.errors import SparqError, nearest
 from pyorch.ggml import MAX_THREADS
 from pyorch.models.geometry import MAX_LAYERS
 
-MOST = 1000  # values of a range
+MOST = 1000  # the most values of a range
 
-# of an option; None where a value is converted by hand
+# the option or the context of a value; None if it is converted by hand
 Param = click.Parameter | None
 Context = click.Context | None
 
@@ -64,7 +64,7 @@ POSITIVE = Number(float, 1e-9, 1e9)
 
 
 class Name(click.ParamType):
-    """One of a few names; a wrong one is answered with the nearest."""
+    """One of a few names; for a wrong one the error suggests the nearest."""
 
     name = "name"
 
@@ -81,7 +81,7 @@ class Name(click.ParamType):
 
 
 class Several(click.ParamType):
-    """A comma list; an option given several times adds to it."""
+    """A comma-separated list; repeating the option adds to it."""
 
     name = "list"
 

@@ -8,12 +8,12 @@ K and V are in its cache.
         for piece in generate(s, "Once upon a time", max_tokens=64):
             print(piece, end="", flush=True)
 
-A model is loaded once, and makes as many sessions as there is memory for:
+A model is loaded once, and makes as many sessions as the memory allows:
 
     with load_model("model.gguf") as model:
         dense, sparse = model.session(), model.session(attention="sparq,ratio=1/8")
 
-Nothing here compiles: the library has to be there, which `sparq-cpp build` sees to.
+Nothing here compiles: `sparq-cpp build` has to have built the library.
 """
 
 from pyorch.engine.attention import info, reset_counters, seal, set_attention

@@ -32,11 +32,11 @@ def load(
     Args:
         watch: as for `Model.session`.
         n_gpu_layers, numa, stock, progress: as for `load_model`.
-        options: those of `SessionOptions`; what is wrong with them is said before the model is
+        options: those of `SessionOptions`; errors in them are raised before the model is
             read.
 
     Raises:
-        SparqError: anything wrong with the file, the sizes, or the library.
+        SparqError: something is wrong with the file, the sizes or the library.
     """
     settings = checked(read_gguf(path), **options)
     model = load_model(path, n_gpu_layers=n_gpu_layers, numa=numa, stock=stock, progress=progress)
@@ -61,12 +61,12 @@ def load_model(
 
     Args:
         n_gpu_layers: how many layers go to the GPU; None is llama.cpp's default, all.
-        numa: one of llama.cpp's strategies, a key of `NUMA`; the first one in a process counts.
-        stock: use the unpatched library, to compare with; a process has one library or the other.
-        progress: called with (per mille that is done, 1000) while the model is loaded.
+        numa: one of llama.cpp's strategies, a key of `NUMA`; only a process's first one counts.
+        stock: use the unpatched library for comparison; a process has one library or the other.
+        progress: called with (per mille done, 1000) while the model is loaded.
 
     Raises:
-        SparqError: anything wrong with the file, or the library is not built.
+        SparqError: something is wrong with the file, or the library is not built.
     """
     file = read_gguf(path)
     found = library(stock)
@@ -78,7 +78,7 @@ def load_model(
     if n_gpu_layers is not None:
         params.n_gpu_layers = n_gpu_layers
     with found.call() as call:
-        on_progress = _on_progress(lib, call, progress)  # a name keeps it alive
+        on_progress = _on_progress(lib, call, progress)  # the name keeps it alive
         params.progress_callback = on_progress
         handle = lib.llama_model_load_from_file(os.fsencode(file.path), params)
     if call.came and handle:
@@ -93,7 +93,7 @@ def load_model(
 
 
 def _on_progress(lib: ModuleType, call: Call, progress: Progress | None) -> object:
-    """The function that llama.cpp calls while it loads, and which ends that by returning False."""
+    """The function that llama.cpp calls while it loads; if it returns False, loading ends."""
 
     def on_progress(share: float, _: object) -> bool:
         try:

@@ -22,7 +22,7 @@ class Model:
     """A loaded GGUF model. `load_model` makes one; it has to be closed, or used with `with`.
 
     Its sessions share the weights; each has a context and a cache of its own. `handle` is
-    llama.cpp's pointer, and `on_cpu` says that no layer is on a GPU.
+    llama.cpp's pointer, and `on_cpu` means that no layer is on a GPU.
     """
 
     def __init__(self, library: Library, file: GGUFFile, handle: int, on_cpu: bool) -> None:
@@ -37,11 +37,11 @@ class Model:
         """Make a context of this model, with an empty cache.
 
         Args:
-            watch: sees the tensors as they are computed.
+            watch: receives the tensors as they are computed.
             options: those of `SessionOptions`.
 
         Raises:
-            SparqError: settings that do not fit the model, or need more memory than there is.
+            SparqError: the settings do not fit the model, or need too much memory.
         """
         return Session(self, checked(self.file, **options), watch)
 
@@ -62,7 +62,7 @@ class Model:
 
 @dataclass
 class Timings:
-    """What took how long, in seconds, since the session began or its counters were reset."""
+    """Times in seconds, since the session began or its counters were reset."""
 
     prefill_tokens: int = 0
     prefill_s: float = 0.0
@@ -75,20 +75,21 @@ class Timings:
 
     @property
     def decode_rate_median(self) -> float:
-        """Tokens per second at the speed of the median token, which other programs disturb less."""
+        """Tokens per second of the median token, which other programs disturb less."""
         return 1 / statistics.median(self.decode_s) if self.decode_s else 0.0
 
 
 class Watch(Protocol):
-    """Something that sees the tensors of every llama_decode. `pyorch.policies` has one that decides
-    what is read."""
+    """A receiver of the tensors of every llama_decode. `pyorch.policies` has one that decides what
+    is read."""
 
     def attach(self, session: Session) -> None:
-        """Called once, when the context is there. May raise."""
+        """Called once, when the context exists. May raise."""
 
     def node(self, address: int, ask: bool) -> bool:
-        """llama.cpp's evaluation callback, with the address of a ggml_tensor: `ask` wants to know
-        whether to show it, then it is called again when the tensor is computed. May not raise."""
+        """llama.cpp's evaluation callback, with the address of a ggml_tensor: with `ask`
+        it returns whether it wants the tensor, and is called again when that is computed. May not
+        raise."""
 
     def done(self, n_past: int) -> None:
         """Called after a llama_decode that began with `n_past` positions. May raise."""
@@ -114,7 +115,7 @@ class Session:
         self.types, self.watch = settings.types, watch
         self.tokens: list[int] = []
         self.timings = Timings()
-        self.owns_model = False  # which is then closed with it
+        self.owns_model = False  # whether the model is closed with the session
         self.ctx: int | None = self._context(settings)  # None once it is closed
         model._sessions.add(self)
         self.memory = self.lib.llama_get_memory(self.ctx)
@@ -125,7 +126,7 @@ class Session:
                 watch.attach(self)
             if settings.attention is not None:
                 sparse.set_spec(self.lib, self.ctx, settings.attention)
-        except BaseException:  # Ctrl-C while what is cached is sealed, too
+        except BaseException:  # includes Ctrl-C while the cache is sealed
             self.close()
             raise
 
@@ -149,7 +150,7 @@ class Session:
         return int(ctx)
 
     def close(self) -> None:
-        """Free the context, and the model where `load` made both."""
+        """Free the context, and also the model if `load` made both."""
         if self.ctx:
             self.lib.llama_free(self.ctx)
         self.ctx = None

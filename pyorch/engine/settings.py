@@ -1,4 +1,4 @@
-"""The settings of a context: what is asked for, checked against the model and the memory."""
+"""The settings of a context, checked against the model and the memory."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from pyorch.models.gguf_file import GGUFFile
 from pyorch.models.memory import check_memory
 from pyorch.native import probe
 
-DEFAULT_CTX = 8192  # when none is asked for; less if the model was trained on less
+DEFAULT_CTX = 8192  # by default; less if the model was trained on less
 
 
 def cache_type(name: str) -> TensorType:
     """The type of this name.
 
     Raises:
-        SparqError: there is none, or the cache cannot have it.
+        SparqError: there is no such type, or the cache cannot have it.
     """
     if name not in CACHE_TYPES:
         raise SparqError(f"unknown cache type {name!r}", ", ".join(CACHE_TYPES), exit_code=2)
@@ -34,9 +34,9 @@ def cache_type(name: str) -> TensorType:
 
 @dataclass(frozen=True)
 class Rope:
-    """How positions become rotations of q and k: llama.cpp's settings; None is the model's own.
+    """llama.cpp's settings of how positions become rotations of q and k; None is the model's own.
 
-    With them a model reads longer texts than it was trained on, more or less well:
+    They let a model read longer texts than it was trained on, more or less well:
     `Rope("linear", freq_scale=1/4)`, `Rope("yarn", freq_scale=1/4, yarn_orig_ctx=4096)`.
 
     scaling           how frequencies are stretched, a key of `ROPE_SCALING`
@@ -60,7 +60,7 @@ class Rope:
 
     def __post_init__(self) -> None:
         """Raises:
-        SparqError: an unknown scaling, or a number that llama.cpp would take for "not given".
+        SparqError: the scaling is unknown, or llama.cpp would take a number for "not given".
         """
         if self.scaling is not None and self.scaling not in ROPE_SCALING:
             raise SparqError(
@@ -89,7 +89,7 @@ class Rope:
 
     @property
     def params(self) -> dict[str, str | float]:
-        """The settings that are given, by the names of `llama_context_params`."""
+        """The given settings, by the names of `llama_context_params`."""
         names = {
             "scaling": "rope_scaling_type",
             "freq_base": "rope_freq_base",
@@ -102,7 +102,7 @@ class Rope:
 
 
 class SessionOptions(TypedDict, total=False):
-    """What a session is made with, as keywords of `load`, `Model.session` and others; `checked` has
+    """The settings of a session, as keywords of `load`, `Model.session` and others; `checked` has
     the defaults.
 
     n_ctx           its positions; None takes what the model was trained on, at most 8192. More than
@@ -110,9 +110,9 @@ class SessionOptions(TypedDict, total=False):
     n_threads       threads that compute; None takes one per core that this process may use
     n_batch         tokens that are evaluated at once in prefill
     type_k, type_v  types of K and V in the cache: f16, f32, bf16, q8_0 or q4_0
-    flash_attn      sparse attention needs True; False is llama.cpp's other path, to compare
+    flash_attn      sparse attention needs True; False is llama.cpp's other path, for comparison
     attention       settings, or their text; None takes llama.cpp's own. SPARQ_ATTN is for other
-                    programs and does not count here
+                    programs and is ignored here
     rope            other rotations than the model's own, for longer contexts
     """
 
@@ -128,8 +128,8 @@ class SessionOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Settings:
-    """What a context is made with. `types` are those of K and V in the cache; with `attention`
-    None nobody asked for any."""
+    """The settings of a context. `types` are those of K and V in the cache; `attention` is None if
+    none was given."""
 
     n_ctx: int
     n_threads: int
@@ -140,7 +140,7 @@ class Settings:
     rope: Rope
 
     def params(self, lib: ModuleType) -> ctypes.Structure:
-        """Write them into a new `llama_context_params`."""
+        """A new `llama_context_params` with these settings."""
         params: ctypes.Structure = lib.llama_context_default_params()
         params.n_ctx = self.n_ctx
         params.n_batch = params.n_ubatch = self.n_batch
@@ -168,7 +168,7 @@ def checked(
     """The settings of a context for this model, from those that `SessionOptions` explains.
 
     Raises:
-        SparqError: they do not fit the model, or the model with its cache not the memory.
+        SparqError: they do not fit the model, or the model and its cache do not fit the memory.
     """
     for name, value in (("n_threads", n_threads), ("n_batch", n_batch)):
         if value is not None and value < 1:
@@ -187,11 +187,11 @@ def checked(
 
 
 def checked_ctx(geo: Geometry, n_ctx: int | None, rope: Rope | None = None) -> int:
-    """The positions of a context: `n_ctx`, or if that is None what the model was trained on, at
-    most `DEFAULT_CTX`.
+    """The positions of a context: `n_ctx`, or by default those that the model was trained on, but
+    at most `DEFAULT_CTX`.
 
     Raises:
-        SparqError: less than 1, or more than the model was trained on without a `rope`.
+        SparqError: `n_ctx` is below 1, or beyond the model's training without a `rope`.
     """
     limit = geo.n_ctx_train
     if n_ctx is None:
@@ -209,5 +209,5 @@ def checked_ctx(geo: Geometry, n_ctx: int | None, rope: Rope | None = None) -> i
 
 
 def usable_cores() -> int:
-    """How many threads run where none are asked for: one per core, and no more than ggml can."""
+    """The default number of threads: one per core, but no more than ggml allows."""
     return min(probe.cores(), MAX_THREADS)
