@@ -1,6 +1,8 @@
 #pragma once
 
-// The private parts of llama.cpp's classes that we read, which name this struct as their friend. Getters only; patches/README.md says what for.
+// The private parts of llama.cpp's classes that we use, which name this struct as their friend. It has getters only, and no logic. Four members
+// are written through them: our own `sparse` of a cache, our two of the context's parameters, and `sched_need_reserve`. patches/README.md says
+// what each is for.
 
 #include "llama-context.h"
 #include "llama-kv-cache.h"

@@ -71,7 +71,7 @@ const char * llama_sparse_why_not_layer(const llama_kv_cache & kv, int32_t ikv) 
 }
 
 bool llama_sparse_is_supported_type(ggml_type type) {
-    return type == GGML_TYPE_F16 || type == GGML_TYPE_BF16 || type == GGML_TYPE_F32 || type == GGML_TYPE_Q8_0 || type == GGML_TYPE_Q4_0;
+    return ggml_sparse_kv_block(type) > 0;
 }
 
 bool llama_sparse_wants_mean_v(const llama_kv_cache & kv, const llama_sparse_spec & spec, int il) {

@@ -218,15 +218,30 @@ llama_sparse_restored::~llama_sparse_restored() {
     seal_early(*ctx);
 }
 
+// what f gives, or -1 if it throws: no exception may leave a C function
+template <typename F>
+static int64_t guarded(const char * who, F f) {
+    try {
+        return f();
+    } catch (const std::exception & e) {
+        LLAMA_LOG_ERROR("%s: %s\n", who, e.what());
+        return -1;
+    }
+}
+
 int64_t llama_sparse_attn_seal(llama_context * ctx) {
-    ctx->synchronize();
-    return seal(*ctx);
+    return guarded(__func__, [&] {
+        ctx->synchronize();
+        return seal(*ctx);
+    });
 }
 
 int64_t llama_sparse_attn_check(llama_context * ctx) {
-    ctx->synchronize();
-    auto * kv = find_shadowed(ctx->get_memory());
-    return kv ? llama_sparse_count_stale(*kv) : -1;
+    return guarded(__func__, [&]() -> int64_t {
+        ctx->synchronize();
+        auto * kv = find_shadowed(ctx->get_memory());
+        return kv ? llama_sparse_count_stale(*kv) : -1;
+    });
 }
 
 //
@@ -308,7 +323,9 @@ static std::string info(llama_context & ctx) {
 }
 
 int32_t llama_get_sparse_attn_info(const llama_context * ctx, char * buf, size_t n_buf) {
-    const std::string s = info(*const_cast<llama_context *>(ctx));
-    write_text(s, buf, n_buf);
-    return (int32_t) s.size();
+    return (int32_t) guarded(__func__, [&]() -> int64_t {
+        const std::string s = info(*const_cast<llama_context *>(ctx));
+        write_text(s, buf, n_buf);
+        return (int64_t) s.size();
+    });
 }

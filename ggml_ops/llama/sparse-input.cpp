@@ -253,7 +253,7 @@ void llm_graph_input_sparse::set_input(const llama_ubatch * ubatch) {
     if (is_used(wanted)) {
         set_wanted(ubatch);
     }
-    for (uint32_t i = 0; hide_prompts && i < tok.hi - tok.lo; ++i) {
+    for (uint32_t i = 0; is_used(hide_prompts) && is_used(hide_replies) && i < tok.hi - tok.lo; ++i) {
         const bool is_reply = state->replying[ubatch->seq_id[tok.lo + i][0]];
         ((float *) hide_prompts->data)[i] = is_reply ? 0.0f : -INFINITY;
         ((float *) hide_replies->data)[i] = is_reply ? -INFINITY : 0.0f;

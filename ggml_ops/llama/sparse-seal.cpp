@@ -62,23 +62,34 @@ int64_t llama_sparse_seal_all(llama_kv_cache & kv, llama_sparse_state & state, g
     if (!ggml_backend_sched_alloc_graph(sched.get(), gf)) {
         return -1;
     }
+    // whatever throws or fails in between, no group may count as sealed whose part of the shadow was not written
+    struct unless_done {
+        llama_sparse_shadow & shadow;
+        bool                  is_done;
+
+        ~unless_done() {
+            if (!is_done) {
+                shadow.rollback();
+            }
+        }
+    };
     shadow.begin();
+    unless_done guard = { shadow, false };
     for (uint32_t s = 0; s < n_stream; ++s) {
         for (int32_t g : todo[s]) {
             shadow.seal(s, g);
         }
-        std::vector<int32_t> row(todo[s]);
-        row.resize(n_list, -1);
-        ggml_backend_tensor_set(list, row.data(), s*list->nb[1], list->nb[1]);
+        todo[s].resize(n_list, -1);
+        ggml_backend_tensor_set(list, todo[s].data(), s*list->nb[1], list->nb[1]);
         if (ggml_sparse_has_codes(shadow.n_bit())) {
-            row.assign(shadow.sealed(s).begin(), shadow.sealed(s).end());
+            const std::vector<int32_t> row(shadow.sealed(s).begin(), shadow.sealed(s).end());
             ggml_backend_tensor_set(sealed, row.data(), s*sealed->nb[1], sealed->nb[1]);
         }
     }
     if (ggml_backend_sched_graph_compute(sched.get(), gf) != GGML_STATUS_SUCCESS) {
-        shadow.rollback();
         return -1;
     }
+    guard.is_done = true;
     shadow.commit();
     return n_layer*n_group;
 }

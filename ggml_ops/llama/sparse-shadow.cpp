@@ -221,8 +221,8 @@ void llama_sparse_shadow::begin() {
 }
 
 void llama_sparse_shadow::seal(uint32_t stream, uint32_t group) {
+    pending.emplace_back(stream, group); // first, since it may throw
     flags[stream][group] = 1;
-    pending.emplace_back(stream, group);
 }
 
 void llama_sparse_shadow::commit() {

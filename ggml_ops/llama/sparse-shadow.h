@@ -3,8 +3,17 @@
 // What we keep beside a KV cache: the transposed copy of K and the sums of V ("the shadow"), which groups of cells they are true for, and what
 // tokens the cells hold.
 //
-// K and V of a cell are written by llama.cpp; every place that does so tells us by a hook (llama-sparse-hooks.h), and the groups of these cells
-// are no longer sealed. A graph seals complete groups again.
+// A group of cells is sealed, or it is not:
+//
+//   not sealed -> sealed    seal(), which two places call: the inputs of a graph that runs SEAL (sparse-input.cpp), for groups that are complete
+//                           and that the graph itself does not write; and llama_sparse_seal_all() (sparse-seal.cpp), after a restore, when
+//                           SparQ is switched on, or when a program asks
+//   sealed -> not sealed    invalidate(), when llama.cpp writes K or V of a cell, which each place that does so tells us by a hook
+//                           (llama-sparse-hooks.h): a batch, a restored state, a shift, a copied stream, a cleared cache; and for groups past the
+//                           view of a graph, in which no cell is in use. rollback(), when the graph that was to seal it failed
+//
+// llama.cpp also tells of cells that it only tries to find room for. Their groups are then sealed once more, which costs time and nothing else.
+// Switching sparse attention off keeps the tensors: switching it on again seals only what has changed.
 
 #include "sparse-cache.h"
 
@@ -52,8 +61,8 @@ struct llama_sparse_shadow {
     void invalidate(uint32_t stream, uint32_t from_group = 0);
     void invalidate(uint32_t stream, const std::vector<uint32_t> & cells);
 
-    // A graph is about to run that seals the groups that seal() names: they count as sealed at once, so that its other nodes read them. When it
-    // is through, or another begins: commit. If it failed: rollback
+    // A graph is about to run that seals the groups that seal() names. They count as sealed at once, so that its other nodes read them. If the
+    // graph fails, rollback() takes that back. Nobody tells us that a graph is through, so begin() of the next one commits what the last one did
     void begin();
     void seal(uint32_t stream, uint32_t group);
     void commit();

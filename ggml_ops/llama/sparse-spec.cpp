@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <iomanip>
 #include <locale>
+#include <set>
 #include <sstream>
 
 namespace {
@@ -139,6 +140,21 @@ llama_sparse_spec::layer_k parse_layer_k(const std::string & s) {
     return { (double) parse_int("k_layers", s, 1), false };
 }
 
+// throws: a key would change nothing, because another says the same of every layer, or because the method does not use it
+void check_idle(const llama_sparse_spec & spec, const std::set<std::string> & given) {
+    const auto refuse = [](bool is_idle, const std::string & key, const std::string & why) {
+        if (is_idle) {
+            throw llama_sparse_error(why + ": " + key + " has no place beside it", "leave out " + key);
+        }
+    };
+    const bool is_topk = spec.method == LLAMA_SPARSE_TOPK;
+    refuse(given.count("k_layers")    && given.count("topk"), "topk", "k_layers has the topk of every layer");
+    refuse(given.count("rank_layers") && given.count("rank"), "rank", "rank_layers has the rank of every layer");
+    refuse(given.count("k_layers")    && spec.ramp,         "budget", "k_layers has the topk of every layer");
+    refuse(is_topk && given.count("shadow"),                "shadow", "topk scores with all of K, not with a transposed copy");
+    refuse(given.count("ratio") && given.count("topk") && (is_topk || given.count("rank")), "ratio", is_topk ? "topk is given" : "topk and rank are given");
+}
+
 } // namespace
 
 llama_sparse_spec llama_sparse_spec::parse(const std::string & text) {
@@ -152,6 +168,7 @@ llama_sparse_spec llama_sparse_spec::parse(const std::string & text) {
     }
     spec.method = (llama_sparse_method) (method - METHODS.begin());
 
+    std::set<std::string> given;
     for (size_t i = 1; i < parts.size(); ++i) {
         const size_t eq = parts[i].find('=');
         // "budget" values may stand alone: topk,k=512,ramp
@@ -160,6 +177,9 @@ llama_sparse_spec llama_sparse_spec::parse(const std::string & text) {
 
         if (std::find(KEYS.begin(), KEYS.end(), key) == KEYS.end()) {
             throw llama_sparse_error("unknown key: " + key, "did you mean " + nearest(key, KEYS) + "?");
+        }
+        if (!given.insert(key == "k" ? "topk" : key).second) {
+            throw llama_sparse_error(key + " is given twice: " + text, "leave out one of the two");
         }
         if (key == "ratio") {
             spec.ratio = parse_ratio(val);
@@ -221,6 +241,7 @@ llama_sparse_spec llama_sparse_spec::parse(const std::string & text) {
     if (spec.method == LLAMA_SPARSE_TOPK && (spec.rank > 0 || !spec.rank_layers.empty() || spec.mean_v > 0)) {
         throw llama_sparse_error("rank and mean_v belong to sparq, not topk: " + text, "topk scores with all of K, so its scores are exact");
     }
+    check_idle(spec, given);
     if (spec.topk > 0 && spec.sinks + std::max(spec.local, 0) + 1 > spec.topk) {
         throw llama_sparse_error("topk leaves no room beside sinks and local: " + text, "topk counts them; raise topk, or lower sinks or local");
     }

@@ -64,6 +64,8 @@ def read(
             raise nearest(what, key, types)
         if not eq:
             raise SparqError(f"{what} {part!r} has no value", f"{key}=...", exit_code=2)
+        if key in out:
+            raise SparqError(f"{key} is given twice", "leave out one of the two", exit_code=2)
         if key == "ratio":
             out[key] = parse_ratio(text)
         elif readers and key in readers:

@@ -111,6 +111,9 @@ def test_spec(line: str, canonical: str | None) -> None:
         ("topk,k_layers=64:64,topk=128", "k_layers has the topk of every layer: topk", "topk"),
         ("sparq,rank_layers=8:8,rank=8", "rank_layers has the rank of every layer: rank", "rank"),
         ("topk,k_layers=64:64,ramp", "k_layers has the topk of every layer: budget ramp", "ramp"),
+        ("sparq,rank=8,rank=16", "rank is given twice", "leave out one"),
+        ("topk,k=64,topk=64", "topk is given twice", "leave out one"),
+        ("sparq,ramp,budget=ramp", "budget is given twice", "leave out one"),
         ("topk,shadow=f16", "not with a transposed copy: shadow", "leave out shadow"),
     ],
 )
@@ -189,6 +192,9 @@ def test_the_library_reads_what_we_write(line: str) -> None:
         "sparq,gpu_min_mb=-1",
     ]
     + ["topk,k_layers=1:x", "topk,k_layers=0%", "topk,k_layers=101%", "topk,rank_layers=8:8"]
+    + ["sparq,rank=8,rank=16", "topk,k=64,topk=64", "sparq,ramp,budget=ramp", "topk,shadow=f16"]
+    + ["sparq,ratio=1/4,rank=32,topk=128", "topk,ratio=1/4,k=128", "topk,k_layers=9:9,ramp"]
+    + ["topk,k_layers=64:64,topk=128", "sparq,rank_layers=8:8,rank=8", "sparq,k_layers=9:9,k=9"]
     + ["sparq,rank_layers=0", "sparq,top_p=0", "sparq,top_p=1.1", "sparq,cap=4", "sparq,cap=x"],
 )
 def test_the_library_refuses_what_we_refuse(line: str) -> None:
