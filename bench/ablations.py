@@ -1,16 +1,16 @@
-"""What SparQ's choices are worth, one at a time: its Fig. 7, on real decode steps.
+"""Measures what each of SparQ's choices is worth: its Fig. 7, on real decode steps.
 
     python bench/ablations.py --text BOOKS [--model FILE]
 
-All methods on the same examples of two tasks of `sparq-cpp eval`: `fidelity` (KL to dense) and
-`repetition`. At equal bytes, or with the paper's own parameters r (rank) and k:
+All methods run on the same examples of two tasks of `sparq-cpp eval`: `fidelity` (KL to dense) and
+`repetition`, at equal bytes or with the paper's own parameters r (rank) and k:
 
     7a  the largest components of q against a random low-rank projection and against the oracle
     7b  temperatures of the approximate softmax, which says how much the mean of V stands for
     7c  r x k
 
-Answers are kept in `sparq-eval/ablations`, where an interrupted run goes on; the scores alone, in
-the files of `sparq-cpp eval pack`, with ablations.md, in `--out`. `make figures` draws them.
+Answers are kept in `sparq-eval/ablations`, where an interrupted run continues. `--out` gets only
+the scores, in the files of `sparq-cpp eval pack`, and ablations.md. `make figures` draws them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ TAUS = {
     "sqrt(d)": "mean_v=on,tau=sqrt-d",
     "sqrt(r)": "mean_v=on,tau=sqrt-r",
     "eq. 9, no mean of V": "mean_v=off",
-    "sqrt(r), no mean of V": "mean_v=off,tau=sqrt-r",  # what the ranking of shared heads gains
+    "sqrt(r), no mean of V": "mean_v=off,tau=sqrt-r",  # the gain from ranking shared heads
 }
 RANKS, KS = (4, 8, 16, 32), (16, 32, 64, 128, 256, 512)
 TASKS = {"fidelity": 2048, "repetition": 2336}  # positions
@@ -60,11 +60,11 @@ _COLOURS = {
     **dict(zip(SCANS, (plot.PAPER, plot.OURS_2, plot.OURS, "#ae3ec9"), strict=True)),
     **dict(zip(TAUS, (plot.OURS, plot.OURS_2, plot.OURS_3, plot.PAPER, "#74b816"), strict=True)),
 }
-_LINES = (plot.OURS_3, plot.OURS, plot.OURS_2, plot.STOCK)  # of RANKS
+_LINES = (plot.OURS_3, plot.OURS, plot.OURS_2, plot.STOCK)  # the colours of RANKS
 
 
 def points() -> list[tuple[str, str, str, policies.Method]]:
-    """Each as (panel, line, point, spec)."""
+    """The points as (panel, line, point, spec)."""
     out = [("", "dense", "", "off")]
     out += [("a", n, r, f"{spec},ratio={r}") for n, spec in SCANS.items() for r in RATIOS]
     out += [
@@ -119,7 +119,7 @@ def command(
 
 
 def keep(found: Sequence[series.Series], to: Path) -> None:
-    """Replace the files of the tasks that were measured, and no others, each in one step."""
+    """Replace only the files of the tasks that were measured, each in one step."""
     to.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=to) as fresh:
         for file in series.pack(found, Path(fresh)):
@@ -127,7 +127,7 @@ def keep(found: Sequence[series.Series], to: Path) -> None:
 
 
 def read(folder: Path) -> list[series.Series]:
-    """Of all tasks, whenever each was measured."""
+    """The series of all tasks, whenever each was measured."""
     files = [folder / "ablations" / f"{task}.jsonl" for task in TASKS]
     return [s for file in files for s in series.read(file)]
 

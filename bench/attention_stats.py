@@ -1,9 +1,9 @@
-"""What attention of a real model looks like: the figures that the methods rest on.
+"""Measures the attention of a real model: the figures that the methods rest on.
 
     python bench/attention_stats.py --text BOOKS [--model FILE] [--positions 1024,2048,4096]
 
-Queries, keys and values of a real model over real text (`capture.py`): at S positions,
-`n_query` queries among the last 64. Measured for each layer and query head:
+It takes queries, keys and values of a real model over real text (`capture.py`): at S positions,
+`n_query` queries among the last 64. For each layer and query head it measures:
 
     mass32      share of attention on the 32 highest-scoring positions    SparQ Fig. 4a, 4b
     kurtosis    of the components of q (Fisher: 0 is Gaussian), and the   SparQ Fig. 4c, 4d, E1
@@ -16,7 +16,7 @@ Queries, keys and values of a real model over real text (`capture.py`): at S pos
     near zero   share of scores below 1 % of the row's largest            ALISA Fig. 3
     entropy     of a row in nats, and scores needed for 75 % of it        top-k paper, Figs. 3 and 5
 
-Writes attention_stats.jsonl and attention_stats.md; `make figures` draws them.
+It writes attention_stats.jsonl and attention_stats.md; `make figures` draws them.
 """
 
 from __future__ import annotations
@@ -55,24 +55,24 @@ GAUSS_TAIL = math.erfc(Z / math.sqrt(2))
 
 
 def top_mass(scores: np.ndarray, k: int) -> np.ndarray:
-    """Sum of the k largest of the last axis."""
+    """The sum of the k largest values on the last axis."""
     k = min(k, scores.shape[-1])
     return np.partition(scores, scores.shape[-1] - k)[..., -k:].sum(axis=-1)
 
 
 def entropy(scores: np.ndarray) -> np.ndarray:
-    """Of the last axis, in nats."""
+    """The entropy over the last axis in nats."""
     return -(scores * np.log(np.where(scores > 0, scores, 1))).sum(axis=-1)
 
 
 def scores_for(scores: np.ndarray, mass: float) -> np.ndarray:
-    """How many of the largest of the last axis sum to `mass`."""
+    """How many of the largest values on the last axis add up to `mass`."""
     ordered = -np.sort(-scores, axis=-1)
     return (np.cumsum(ordered, axis=-1) < mass).sum(axis=-1) + 1
 
 
 def near_zero(scores: np.ndarray, n_visible: np.ndarray) -> np.ndarray:
-    """Share of the visible positions below NEAR_ZERO of the row's largest. n_visible as rows."""
+    """The share of visible positions below NEAR_ZERO of the row's largest. n_visible is per row."""
     small = scores < NEAR_ZERO * scores.max(axis=-1, keepdims=True)
     hidden = scores.shape[-1] - n_visible
     return (small.sum(axis=-1) - hidden) / n_visible
@@ -95,7 +95,7 @@ def projected(q: np.ndarray, r: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def overlap(a: np.ndarray, b: np.ndarray, k: int) -> np.ndarray:
-    """Share of the k largest of a that are among the k largest of b; last axis."""
+    """The share of the k largest of a that are among the k largest of b, on the last axis."""
     best = [np.zeros(x.shape, bool) for x in (a, b)]
     for mark, x in zip(best, (a, b), strict=True):
         np.put_along_axis(mark, np.argpartition(-x, k - 1, axis=-1)[..., :k], True, -1)
@@ -112,7 +112,7 @@ def temperature(q: np.ndarray, r: int, name: str) -> np.ndarray:
 
 
 def correlation_ratio(v: np.ndarray, axis: int) -> float:
-    """Excess correlation ratio: how much of the spread of v the mean along an axis explains.
+    """The excess correlation ratio: how much of the spread of v the mean along an axis explains.
 
     sqrt(variance of the means / variance of v) less 1/sqrt(length), which is what noise gives.
     """
@@ -124,7 +124,7 @@ def correlation_ratio(v: np.ndarray, axis: int) -> float:
 
 
 def measure(heads: capture.Heads, n_query: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Of one layer in one context, by query head: the values of a record."""
+    """The values of a record for one layer in one context, by query head."""
     n_head_kv, n_pos, d = heads.k.shape
     pick = np.linspace(0, GROUP - 1, n_query).astype(int)
     n_visible = n_pos - GROUP + pick + 1
@@ -132,7 +132,7 @@ def measure(heads: capture.Heads, n_query: int, rng: np.random.Generator) -> dic
     out: dict[str, list[np.ndarray]] = {}
 
     def add(name: str, values: np.ndarray) -> None:
-        """(n_group_q, ..): means over the queries."""
+        """(n_group_q, ..): Add the means over the queries."""
         out.setdefault(name, []).append(np.asarray(values))
 
     for h in range(n_head_kv):
@@ -158,7 +158,7 @@ def measure(heads: capture.Heads, n_query: int, rng: np.random.Generator) -> dic
         kept = components(q, r, "largest")
         coverage = [top_mass(true, TOP_ALPHA)]
         for name in TEMPERATURES:
-            # scale is 1/sqrt(d) in the paper; other models have another
+            # scale is 1/sqrt(d) in the paper; other models differ
             factor = heads.scale * math.sqrt(d) / temperature(q, r, name)
             coverage.append(top_mass(scores(kept, factor[..., None]), TOP_ALPHA))
         add("coverage", np.stack([c[-1] for c in coverage], axis=1))  # the last query
@@ -166,7 +166,7 @@ def measure(heads: capture.Heads, n_query: int, rng: np.random.Generator) -> dic
 
 
 def query_tails(q: np.ndarray) -> dict[str, np.ndarray]:
-    """Of q (n, n_head, d): by head, over all its components."""
+    """The tails of q (n, n_head, d) by head, over all its components."""
     x = q.swapaxes(0, 1).reshape(q.shape[1], -1).astype(np.float64)
     z = (x - x.mean(axis=1, keepdims=True)) / x.std(axis=1, keepdims=True)
     tail = (np.abs(z) > Z).mean(axis=1) / GAUSS_TAIL
@@ -181,7 +181,7 @@ def v_ratios(v: np.ndarray) -> dict[str, float]:
 
 
 class Samples:
-    """Numbers by layer and query head, means over the contexts that were added."""
+    """Numbers by layer and query head, as means over the contexts that were added."""
 
     def __init__(self, n_query: int, seed: int) -> None:
         self.n_query, self.rng = n_query, np.random.default_rng(seed)
@@ -190,7 +190,7 @@ class Samples:
         self.values: list[np.ndarray] = []
 
     def add(self, layers: Sequence[capture.Heads]) -> None:
-        """All layers of one context."""
+        """Add all layers of a context."""
         self.found.append([measure(h, self.n_query, self.rng) for h in layers])
         self.queries.append([h.q.reshape(len(h.q), -1, h.q.shape[3]) for h in layers])
         every = max(layers[0].v.shape[1] // 512, 1)  # 512 positions are enough for a spread
@@ -229,7 +229,7 @@ class Samples:
 
 
 def run(*args: Any, **options: Any) -> list[Record]:
-    """Measure what a file lacks, as `capture.measured` has the arguments; all of its records."""
+    """Measure what a file lacks, with the arguments of `capture.measured`. Returns its records."""
     return capture.measured(BENCH, capture.Case, _samples, *args, **options)
 
 
@@ -241,7 +241,7 @@ def _samples(contexts: Iterator[list[capture.Heads]], case: capture.Case) -> dic
 
 
 def markdown(recs: Sequence[Record]) -> str:
-    """One line per length and kind of text; then by layer."""
+    """A table with a line per length and kind of text, and another by layer."""
     d, case = recs[0]["head_dim"], recs[0]["case"]
     head = ["positions", "text", f"mass of the top {TOP}", "near zero", "entropy (nats)"]
     head += ["scores to 75 %", "kurtosis of q", "beyond 3 sigma / Gaussian's"]
@@ -271,13 +271,13 @@ def markdown(recs: Sequence[Record]) -> str:
 
 
 def agreement(rec: Record, choice: str, part: str, k: int = TOP) -> float:
-    """Mean over layers and heads."""
+    """The mean agreement over layers and heads."""
     return float(np.array(rec["samples"]["agreement"][choice][part])[..., TOPS.index(k)].mean())
 
 
 @commands.measurement(*capture.SIZES)
 def command(model: Path, texts: list[Path], folder: Path, threads: int, **sizes: Any) -> None:
-    """What attention of a model looks like: sparsity, tails of q, top-k agreement, spread of V."""
+    """Measure the attention of a model: sparsity, tails of q, top-k agreement, spread of V."""
     file = folder / "attention_stats.jsonl"
     with progress_bar("attention") as progress:
         found = run(model, texts, file, progress, n_threads=threads, **sizes)

@@ -1,14 +1,14 @@
-"""What a byte buys by how it is spread: KL to dense over bytes, uniform, ramps, calibrated, top-p.
+"""Measures how to spread bytes over layers: KL to dense of uniform, ramps, calibrated and top-p.
 
     python bench/budgets.py --text UNSEEN_BOOK [--text ..] [--model FILE] [--calibrate-text FILE]
 
-For each ratio the model is calibrated on one text (`sparq-cpp calibrate`, that of the demo unless
-another is given), and all budgets are measured on others by the same real decode steps: contexts
-of `--ctx` positions, half of them prose that goes on, half a passage of the context read once
-more. KL(dense || sparse) in nats, mean over a context's decoded tokens; bytes as the library counts
-them. The top-k paper's Fig. 8 asks the same of exact top-k: score over k, uniform and adaptive.
+For each ratio the model is calibrated on one text (`sparq-cpp calibrate`, by default the demo's),
+and all budgets are measured on others by the same real decode steps: contexts of `--ctx` positions,
+half of them prose, half with a repeated passage. KL(dense || sparse) is in nats, as the mean over a
+context's decoded tokens; the library counts the bytes. The top-k paper's Fig. 8 does the same for
+exact top-k: score over k, uniform and adaptive.
 
-Writes budgets.jsonl and budgets.md; `make figures` draws it.
+It writes budgets.jsonl and budgets.md; `make figures` draws them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ COLOURS = dict(
 
 @dataclass(frozen=True)
 class Case:
-    """One ratio, all budgets, the same contexts. `model` and the texts are hashes of contents."""
+    """All budgets at one ratio in the same contexts. `model` and the texts are hashes."""
 
     model: str
     text: str
@@ -70,7 +70,7 @@ class Case:
 
 
 def specs(result: saved.Result) -> dict[str, AttentionSpec]:
-    """The settings of each line, from what calibration found."""
+    """The settings of each line, from the results of a calibration."""
     tried = {c["name"]: parse_spec(c["spec"]) for c in result["candidates"]}
     base = tried["uniform"]
     calibrated = saved.applied(result["calibrated"], base)
@@ -95,10 +95,10 @@ def run(
     seed: int = 7,
     force: bool = False,
 ) -> list[Record]:
-    """Measure what `file` lacks, add it there, return all records of these ratios.
+    """Measure what `file` lacks, add it there, and return all records of these ratios.
 
     Raises:
-        SparqError: a text that is too short, or no layer can be sparse.
+        SparqError: a text is too short, or no layer can be sparse.
     """
     env = records.environment({"sparq": native.built()})
     stamp = env["stamps"]["sparq"]
@@ -123,12 +123,12 @@ def run(
     with engine.load(model, n_ctx=n_pos, n_threads=n_threads) as session:
         made = [contexts(session, text, n_contexts, n_pos, n_tokens, seed + i)
                 for i, text in enumerate(found_texts)]  # fmt: skip
-        # the books in turn, in pairs: prose, and a repeated passage
+        # each book in turn, in pairs: prose, and a repeated passage
         chosen = [made[i // 2 % len(made)][i] for i in range(n_contexts)]
         results = [search.run(session, other, ratio=c.ratio, n_pos=n_pos, bar=bar) for c in todo]
         work = {**asdict(cases[0]), "ratio": 0, "n_contexts": 0, "stamp": stamp}
         partial = paths.cache() / "calibrated" / f"{_hash(repr(work))}.jsonl"
-        with closing(Meter(session, chosen, partial)) as meter:  # an interrupted run goes on
+        with closing(Meter(session, chosen, partial)) as meter:  # an interrupted run continues
             samples = _measured(meter, [specs(result) for result in results])
         for case, result, found in zip(todo, results, samples, strict=True):
             about = {"model_name": model.name, "calibration": result, "env": env}
@@ -172,7 +172,7 @@ def curves(recs: Sequence[Record], which: Callable[[int], bool] = lambda _: True
 
 
 def bytes_at(kl: np.ndarray, share: np.ndarray, level: float) -> float:
-    """The bytes at which a line reaches a KL: by straight lines between logarithms; NaN: never."""
+    """The bytes at which a line reaches a KL, interpolated between logarithms; NaN if never."""
     order = np.argsort(share)
     x, y = np.log(share[order]), np.log(np.minimum.accumulate(kl[order]))
     if not y[-1] <= np.log(level) <= y[0]:
@@ -182,9 +182,9 @@ def bytes_at(kl: np.ndarray, share: np.ndarray, level: float) -> float:
 
 @dataclass(frozen=True)
 class Needed:
-    """Bytes for the KL that uniform has, over uniform's bytes, with a 95 % bootstrap interval.
+    """The bytes for uniform's KL, over uniform's bytes, with a 95 % bootstrap interval.
 
-    at_most: no fewer bytes were measured, and with these the KL is lower already.
+    at_most: the value is an upper bound: even the fewest bytes measured have a lower KL.
     """
 
     share: float
@@ -201,7 +201,7 @@ class Needed:
 def needed(
     recs: Sequence[Record], line: str, ratio: float, which: Callable[[int], bool] = lambda _: True
 ) -> Needed:
-    """Of `line`, against uniform at `ratio`, in the contexts `which`."""
+    """The bytes that `line` needs against uniform at `ratio`, in the contexts `which`."""
     found = curves(recs, which)
     at = sorted((r["case"]["ratio"] for r in recs), reverse=True).index(ratio)
     (share, kl), (base_share, base) = found[line], found["uniform"]
@@ -217,7 +217,7 @@ def needed(
 
 
 def interval(samples: np.ndarray) -> tuple[float, float, float]:
-    """Mean, and its 95 % bootstrap interval."""
+    """The mean and its 95 % bootstrap interval."""
     return (float(samples.mean()), *stats.bootstrap(samples))
 
 

@@ -1,7 +1,7 @@
-"""Queries, keys and values of a real model over real text, and records of what they show.
+"""Captures queries, keys and values of a real model over real text, and keeps records of them.
 
-Two kinds of text: `prose`, a book going on, and `recite`, a passage of the context read once more.
-Queries are of the last 64 positions.
+There are two kinds of text: `prose`, a book, and `recite`, in which a passage of the context is
+repeated. Queries are those of the last 64 positions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TASKS = ("prose", "recite")
 
 @dataclass(frozen=True)
 class Case:
-    """A record: one length and kind of text. `model` and `text` are hashes of contents."""
+    """The case of a record: a length and a kind of text. `model` and `text` are hashes."""
 
     model: str
     text: str
@@ -55,7 +55,7 @@ SIZES = (
 
 
 def _read(t: Tensor) -> np.ndarray:
-    """A copy in f32, numpy axes (slowest first)."""
+    """An f32 copy with numpy's axes (slowest first)."""
     if t.type not in (0, 1):
         raise SparqError("q, K or V is neither f16 nor f32")
     return floats(view(t), t.type)
@@ -72,7 +72,7 @@ class Heads:
 
 
 class Capture:
-    """Attention's inputs in a session of a model, `session`, to be closed."""
+    """The inputs of attention in a session of a model; `session` has to be closed."""
 
     def __init__(self, model: engine.Model, n_ctx: int, n_threads: int) -> None:
         self._op = op_number(model.lib, "FLASH_ATTN_EXT")
@@ -87,7 +87,7 @@ class Capture:
         return True
 
     def layers(self, tokens: Sequence[int]) -> list[Heads]:
-        """All layers at the last GROUP of `tokens`, whose number is a multiple of GROUP."""
+        """All layers for the last GROUP of `tokens`, whose number is a multiple of GROUP."""
         session = self.session
         engine.rewind(session, 0)
         engine.prefill(session, tokens[:-GROUP])
@@ -120,10 +120,10 @@ def _heads(t: Tensor) -> Heads:
 def contexts(
     model: engine.Model, texts: Sequence[str], n_pos: int, task: str, seed: int
 ) -> Iterator[list[int]]:
-    """Token sequences of `n_pos` tokens without end, books in turn."""
+    """Yields sequences of `n_pos` tokens without end, from each book in turn."""
     head = engine.tokenize(model, "")
     gap = engine.tokenize(model, "\n\n", add_special=False)
-    again = GROUP + 32 if task == "recite" else 0  # 32 tokens of it are cue
+    again = GROUP + 32 if task == "recite" else 0  # 32 tokens of it are the cue
     n_book = n_pos - len(head) - (len(gap) + again if again else 0)
     books = [engine.tokenize(model, t, add_special=False) for t in texts]
     books = [b for b in books if len(b) >= n_book]
@@ -156,14 +156,14 @@ def measured(
     force: bool = False,
     **sizes: Any,
 ) -> list[Record]:
-    """A record for each length and kind of text that `file` lacks; all of them.
+    """Measure each length and kind of text that `file` lacks. Returns all records.
 
     Args:
-        kind: makes a record's case of hashes, length, kind of text and `sizes`.
-        samples_of: what is recorded of a case, from the layers of each of its contexts.
+        kind: makes a case from hashes, length, kind of text and `sizes`.
+        samples_of: makes the samples of a case from the layers of each of its contexts.
 
     Raises:
-        SparqError: a text that is too short, a model whose attention is not modelled.
+        SparqError: a text is too short, or the model's attention is not modelled.
     """
     for n_pos in positions:
         if n_pos % GROUP or n_pos < 4 * GROUP:
@@ -200,7 +200,7 @@ def _layers(
     n_threads: int,
     done: Callable[[float], None],
 ) -> Iterator[list[Heads]]:
-    """Of each of the contexts of a case."""
+    """Yields the layers of each context of a case."""
     capture = Capture(model, case.n_pos, n_threads)
     try:
         texts = contexts(model, books, case.n_pos, case.task, case.seed)

@@ -1,4 +1,4 @@
-"""What the command lines of the measurements share."""
+"""Options and decorators that the command lines of the measurements share."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _OF_A_MODEL = (
 
 
 def samples(default: int) -> Any:
-    """The option of how often each case is timed."""
+    """The option for how often each case is timed."""
     return click.option("--samples", type=types.Number(int, 1), default=default, show_default=True)
 
 
@@ -66,7 +66,7 @@ def command(*options: Any) -> Callable[[Callable[..., Any]], click.Command]:
 def measurement(*own: Any) -> Callable[[Callable[..., Any]], click.Command]:
     """A command with the options of all measurements of a model over books, and its own.
 
-    It is called with `model`, `texts` and `folder` as paths; all else as click has it.
+    It is called with `model`, `texts` and `folder` as paths, and everything else as in click.
     """
 
     def decorate(body: Callable[..., Any]) -> click.Command:
@@ -80,7 +80,7 @@ def measurement(*own: Any) -> Callable[[Callable[..., Any]], click.Command]:
 
 
 def show(text: str, file: Path) -> None:
-    """Print a table, and keep it beside the records it is of."""
+    """Print a table, and write it beside its records."""
     file.with_suffix(".md").write_text(text + "\n", "utf-8")
     print(text)
     note(f"records: {file}", "dim")

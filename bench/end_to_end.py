@@ -23,7 +23,7 @@ FILE = "speed.jsonl"
 
 @dataclass(frozen=True)
 class Published:
-    """One of the paper's figures: the weights it is of, and where its points stand in paper.csv."""
+    """A figure of the paper: its weights, and where its points are in paper.csv."""
 
     name: str
     backend: str
@@ -34,7 +34,7 @@ class Published:
     needs: str
 
     def speedups(self) -> list[tuple[float, float]]:
-        """By positions. Where there is no baseline, `sparq` is no time but the speed-up."""
+        """The speed-ups by positions. Without a baseline, `sparq` is the speed-up, not a time."""
         sparq = paper.points(self.name, self.sparq)
         if not self.baseline:
             return sparq
@@ -57,7 +57,7 @@ GPU = Published(
 
 
 def data(of: Published, folder: Path) -> list[plot.Row]:
-    """One row per (model, length, what ran)."""
+    """A row for each model, length and library with its settings."""
     who = "library", "flash_attn", "sparse_attn"
     found = plot.rows_of(folder, FILE, output.rows, lambda r: (_setting(r), *(r[x] for x in who)))
     found = [r for r in found if _is_of(of, r)]
@@ -65,7 +65,7 @@ def data(of: Published, folder: Path) -> list[plot.Row]:
     plot.need(found, f"decoded tokens of llama2-7b {of.weights} with an f16 cache{where}", of.needs)
     threads = max(r["n_threads"] for r in found)
     found = [r for r in found if r["n_threads"] == threads]
-    # of several models with fewer layers than the whole one, the largest that was measured
+    # the largest of several models with fewer layers than the whole one
     layers: dict[tuple[int, str], int] = {}
     for r in found:
         at = r["n_depth"], _who(r)

@@ -1,14 +1,14 @@
-"""Attention by itself on a CUDA device: SparQ against the best dense attention, as records.
+"""Measures attention by itself on a CUDA device: SparQ against the best dense attention.
 
     python bench/gpu.py                 # Table 4, Fig. 8 (batch 64) and F1 (batch 1, MHA and GQA)
-    python bench/gpu.py --quick         # small sizes: does it run at all
+    python bench/gpu.py --quick         # small sizes, to see that it runs
 
-A graph holds several layers with K and V of their own, more bytes than any cache holds, so every
+A graph has several layers with their own K and V, more bytes than any cache holds, so that every
 layer reads fresh data. It is computed again and again (llama.cpp then replays it as one CUDA graph)
 and timed by the host's clock from the call until the device is done: launches count, as they do in
-decoding, and no CUDA event can be put into ggml's own stream. Dense: ggml's flash attention, and
-torch's scaled_dot_product_attention (each of its backends, in a CUDA graph, timed in the same way)
-where torch is installed. SEAL is not in the time.
+decoding, and no CUDA event can be put into ggml's own stream. Dense attention is ggml's flash
+attention, and torch's scaled_dot_product_attention if torch is installed (each of its backends, in
+a CUDA graph, timed in the same way). The time excludes SEAL.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ FILE = "gpu_attention.jsonl"
 BENCH = "gpu_attention"
 D, RANK, TOPK, LOCAL, SINKS = 128, 32, 128, 32, 4
 SHADOWS = {name: int(8 * size) for name, size in SHADOW_BYTES.items()}  # bits
-FRESH = 2 << 30  # bytes of K and V in a graph, at least
+FRESH = 2 << 30  # the least bytes of K and V in a graph
 
 
 class NoTorch(SparqError):
-    """Dense attention is then ggml's alone, and no case has failed."""
+    """Torch is missing: dense attention is only ggml's, and no case has failed."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Case:
 
     @property
     def layer_bytes(self) -> int:
-        """K and V of a layer."""
+        """The bytes of K and V in a layer."""
         return 4 * self.batch * self.n_head_kv * self.positions * self.head_dim
 
 
@@ -87,7 +87,7 @@ def cases(quick: bool) -> list[Case]:
 
 
 class Device(Ggml):
-    """ggml of a build, and one of its devices."""
+    """The ggml of a build, and one of its devices."""
 
     def __init__(self, folder: Path, device: str) -> None:
         super().__init__(folder)
@@ -144,14 +144,14 @@ class Device(Ggml):
         return self.base.ggml_new_tensor(ctx, TYPES[kind][0], len(ne), (c_int64 * len(ne))(*ne))
 
     def allocate(self, ctx: c_void_p) -> None:
-        """Memory for all tensors of the context, results of nodes included."""
+        """Allocate all tensors of the context, including the results of nodes."""
         buft = self.base.ggml_backend_dev_buffer_type(self.dev)
         self.buffer = self.base.ggml_backend_alloc_ctx_tensors_from_buft(ctx, buft)
         if not self.buffer:
             raise SparqError("no memory on the device for this case", "smaller sizes: --quick")
 
     def fill(self, t: Any, block: np.ndarray) -> None:
-        """The bytes of a tensor from a block, again and again."""
+        """Fill a tensor by repeating a block."""
         raw, size = block.view(np.uint8).reshape(-1), self.base.ggml_nbytes(t)
         for at in range(0, size, raw.size):
             self.base.ggml_backend_tensor_set(t, raw.ctypes.data, at, min(raw.size, size - at))
@@ -165,14 +165,14 @@ class Device(Ggml):
         return graph
 
     def run(self, graph: c_void_p) -> None:
-        """Returns when the device is done."""
+        """Compute a graph. Returns when the device is done."""
         if self.base.ggml_backend_graph_compute(self.backend, graph) != 0:
             raise SparqError("the device failed to compute the graph", "sparq-cpp doctor")
 
 
 def timed(run: Callable[[], None], n_layer: int, seconds: float) -> list[float]:
-    """Nanoseconds per layer of each repetition; the first runs, in which graphs are captured, do
-    not count."""
+    """The nanoseconds per layer of each repetition, without the first runs, in which graphs are
+    captured."""
     for _ in range(4):
         run()
     samples: list[float] = []
@@ -185,7 +185,7 @@ def timed(run: Callable[[], None], n_layer: int, seconds: float) -> list[float]:
 
 
 def copy_bandwidth(device: Device, n_bytes: int, seconds: float) -> float:
-    """GB/s of a copy within the device, bytes read and written."""
+    """The GB/s of a copy within the device, counting bytes read and written."""
     with device.context() as ctx:
         a, b = (device.new(ctx, "f32", n_bytes // 4) for _ in range(2))
         node = device.base.ggml_cpy(ctx, a, b)
@@ -204,7 +204,7 @@ def layers_of(device: Device, case: Case, fresh: int) -> int:
 
 
 def measure(device: Device, case: Case, fresh: int, seconds: float) -> dict[str, Any]:
-    """samples_ns per layer, layers, bytes read per layer."""
+    """Returns samples_ns per layer, the number of layers, and the bytes read per layer."""
     if case.method == "torch sdpa":
         return measure_torch(case, layers_of(device, case, fresh), seconds)
     c, n, base = case, layers_of(device, case, fresh), device.base
@@ -237,7 +237,7 @@ def measure(device: Device, case: Case, fresh: int, seconds: float) -> dict[str,
         read = c.layer_bytes
         if stats is not None:
             write_inputs(device, c, inputs, n_grp)
-            device.run(device.graph(ctx, before))  # SEAL everything
+            device.run(device.graph(ctx, before))  # seal everything
         graph = device.graph(ctx, nodes)
         if stats is not None:
             device.fill(stats, np.zeros(len(STATS), np.int64))
@@ -321,7 +321,7 @@ def measure_torch(case: Case, n_layer: int, seconds: float) -> dict[str, Any]:
     """The fastest backend of torch's scaled_dot_product_attention.
 
     Raises:
-        NoTorch: torch is not there, or sees no device.
+        NoTorch: torch is not installed, or finds no device.
         SparqError: none of them runs.
     """
     try:

@@ -1,9 +1,9 @@
-"""Fig. C1: multiply-adds per transferred element of a decoded token, eq. C2. No measurement.
+"""Fig. C1: multiply-adds per transferred element of a decoded token, computed from eq. C2.
 
     A/M = (6 + rho*g) / (6/B + rho)          rho = S / (g*d_m)
 
 and, beside it, the share of transfers that is attention (eq. 1). SparQ at a ratio c reads c of the
-KV cache: M has c*rho in place of rho, and so has the share.
+KV cache: M has c*rho instead of rho, and so has the share.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RATIO = 1 / 8
 
 
 def intensity(rho: float, batch: int, g: int) -> float:
-    """Eq. C2."""
+    """The arithmetic intensity, eq. C2."""
     return (6 + rho * g) / (6 / batch + rho)
 
 
@@ -57,7 +57,7 @@ def draw(rows: Sequence[plot.Row]) -> Any:
             ax.plot(x, y, color=colour)
         ax.set(xscale="log", yscale="log", title=title, xlim=(x[0], x[-1]), ylim=(0.8, 700))
         ax.set(xlabel="ρ = S / (g·d_m)", ylabel="multiply-adds per element read")
-        # at large rho they meet: they are named where they start
+        # the lines meet at large rho, so they are named where they start
         for batch, colour in zip(BATCHES, colours, strict=True):
             x, y = _line(rows, f"g={g}", batch)
             ax.text(

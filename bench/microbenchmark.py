@@ -3,7 +3,7 @@
 On a CPU from the records of `sparq-cpp bench --attn-only`: one layer's 32 heads of 128, f16 cache,
 against the faster of llama.cpp's `-fa 0` and `-fa 1` in the same run. On a CUDA device from those
 of `python bench/gpu.py`, against the faster of ggml's flash attention and torch's
-scaled_dot_product_attention, measured with the same library; of each case the last.
+scaled_dot_product_attention, measured with the same library; the last record of each case counts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _GPU_COLOURS |= plot.colours([f"SparQ {s}" for s in ("f16", "q8", "q4")])
 
 
 def _name(c: attention.Case) -> str:
-    """What a line is called; empty for what is not in this figure."""
+    """The name of a line; empty for lines that are not in this figure."""
     if c.library == "stock" or c.spec.method == "dense":
         return plot.name_of(c.library, c.flash_attn, c.spec)
     return f"SparQ {c.spec.shadow}" if c.spec in SPECS else ""
@@ -90,10 +90,10 @@ def data(folder: Path) -> list[plot.Row]:
 
 
 def gpu_data(folder: Path) -> list[plot.Row]:
-    """One row per (batch, KV heads, positions, method)."""
+    """A row for each batch, number of KV heads, length and method."""
     known = records.load_all(folder / GPU_FILE)
     plot.need(known, "attention by itself on a GPU", GPU_NEEDS)
-    last: dict[str, plot.Row] = {}  # of each case on each device
+    last: dict[str, plot.Row] = {}  # the last row of each case on each device
     for rec in known:
         c, ns = rec["case"], float(np.median(rec["samples_ns"]))
         beside = [
@@ -105,7 +105,7 @@ def gpu_data(folder: Path) -> list[plot.Row]:
         ]
         same = {r["case"]["method"]: float(np.median(r["samples_ns"])) for r in beside}  # the last
         if not same:
-            continue  # nothing to compare with
+            continue  # there is nothing to compare with
         dense_bytes = beside[-1]["bytes_read"]
         dense_is = min(same, key=lambda method: same[method])
         last[f"{rec['env']['device']} {c}"] = {
@@ -127,7 +127,7 @@ def gpu_data(folder: Path) -> list[plot.Row]:
 
 
 def _library(rec: records.Record) -> Any:
-    """Where and by what it was measured: times of two libraries are not compared."""
+    """The machine and the library of a record: times of two libraries are not compared."""
     return rec["env"]["device"], rec["env"].get("stamps")
 
 
@@ -145,7 +145,7 @@ def draw(
     published: Callable[[Any], None],
     rows: Sequence[plot.Row],
 ) -> Any:
-    """A line of panels per model: times, and speed-ups with what `published` adds to the first."""
+    """Draw a line of panels per model: times, and speed-ups, with `published` in the first."""
     models = [m for m in MODELS if any(r["model"] == m for r in rows)]
     figure, axes = plot.panels(2, len(models), height=3.2)
     lines = plot.Names()
@@ -169,7 +169,7 @@ def draw(
 def _draw_lines(
     lines: plot.Names, times: Any, gains: Any, rows: Sequence[plot.Row], colours: Mapping[str, str]
 ) -> None:
-    """One per kind of attention; diamonds are of larger batches."""
+    """Draw a line per kind of attention; diamonds are for larger batches."""
     for name, colour in colours.items():
         mine = [r for r in rows if r["attention"] == name]
         here = [r for r in mine if r.get("batch", 1) == 1]

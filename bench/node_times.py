@@ -1,9 +1,9 @@
-"""Time of the attention nodes by themselves, in stock llama.cpp: the check of `time_in_attention`.
+"""Times the attention nodes by themselves in stock llama.cpp, as a check of `time_in_attention`.
 
     python bench/node_times.py [-d 1024,4096,16384] [-fa 0,1]
 
 ggml is stopped before the first and after the last node of each layer's attention (q.k to
-the weighted sum of V), and the clock is read there. Writes node_times.jsonl.
+the weighted sum of V), and the clock is read there. It writes node_times.jsonl.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Case:
     flash_attn: bool
     n_samples: int
     library: str = "stock"
-    model_size: int = 0  # bytes of all tensors: several models have one name; 0 in older records
+    model_size: int = 0  # bytes of all tensors, as names are not unique; 0 in older records
 
 
 class Clock:
-    """Adds up the time from the last node before a layer's attention to the last of it."""
+    """Adds up the time from the last node before a layer's attention to its last node."""
 
     def __init__(self) -> None:
         self.total = self.started = self.layers = 0
@@ -63,7 +63,7 @@ class Clock:
 
 
 def measure(model: Path, case: Case) -> dict[str, Any]:
-    """Nanoseconds of whole tokens and of their attention."""
+    """The nanoseconds of whole tokens and of their attention."""
     clock = Clock()
     samples: list[int] = []
     attention: list[int] = []
@@ -97,7 +97,7 @@ def measure(model: Path, case: Case) -> dict[str, Any]:
 def run(
     model: Path, cases: Sequence[Case], file: Path, progress: Progress, *, force: bool = False
 ) -> list[Record]:
-    """Measure what `file` lacks, add it there, return all records."""
+    """Measure what `file` lacks, add it there, and return all records."""
     return records.resume(
         BENCH,
         [[case] for case in cases],
@@ -153,7 +153,7 @@ def command(
 
 
 def shares(rec: Record) -> list[float]:
-    """Share of attention in each token."""
+    """The share of attention in each token."""
     return [a / b for a, b in zip(rec["attention_ns"], rec["samples_ns"], strict=True)]
 
 

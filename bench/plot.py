@@ -1,4 +1,4 @@
-"""What the figures share: records in, a picture and its numbers out, all drawn alike.
+"""Code that the figures share: records in, a picture and its numbers out, all in one style.
 
 `draw.py` lists the figures and has the command.
 """
@@ -38,26 +38,26 @@ FIGURES = HERE / "figures"
 
 @dataclass(frozen=True)
 class Figure:
-    """One picture, NAME.svg, with its numbers, NAME.csv."""
+    """A picture, NAME.svg, with its numbers, NAME.csv."""
 
     name: str
     title: str
     caption: str
-    needs: str  # the command that measures what it shows
-    file: str  # of the records; empty: it is computed
+    needs: str  # the command that measures its data
+    file: str  # the file of the records; empty if it is computed
     data: Callable[[Path], list[Row]]  # from the folder of the records
     draw: Callable[[Sequence[Row]], Any]  # a matplotlib figure
 
 
 class NoRecords(SparqError):
-    """What a figure shows has not been measured on this machine."""
+    """The data of a figure have not been measured on this machine."""
 
 
 # ---- records ----
 
 
 def batches(file: Path) -> Iterator[list[Row]]:
-    """Records that were measured together: neighbours that differ in what ran, and in no more.
+    """Yields records that were measured together: neighbours that differ only in what ran.
 
     A speed-up is a ratio within one of these.
     """
@@ -69,7 +69,7 @@ def batches(file: Path) -> Iterator[list[Row]]:
     for _, found in itertools.groupby(records.load_all(file), group):
         batch = list(found)
         start = 0
-        for i, rec in enumerate(batch):  # the same case again: a later batch
+        for i, rec in enumerate(batch):  # the same case again begins a new batch
             if any(rec["case"] == other["case"] for other in batch[start:i]):
                 yield batch[start:i]
                 start = i
@@ -82,12 +82,12 @@ def rows_of(
     rows: Callable[[Sequence[Any]], Sequence[Row]],
     key: Callable[[Row], Any],
 ) -> list[Row]:
-    """Rows that ran as they say, of all batches with a stock row; of one key, the last."""
+    """The rows that ran as they say, of all batches with a stock row; the last one of each key."""
     found: dict[Any, Row] = {}
     for batch in batches(folder / name):
         if any(rec["case"]["library"] == "stock" for rec in batch):
             for row in rows(batch):
-                if not row.get("below_min_ctx"):  # dense, whatever it is called
+                if not row.get("below_min_ctx"):  # it ran dense, whatever its name
                     found[key(row)] = row
     return list(found.values())
 
@@ -103,7 +103,7 @@ def need(rows: Sequence[Any], what: str, command: str) -> None:
 
 
 def caption(figure: Figure, folder: Path) -> str:
-    """Its text, and the machine of the last record."""
+    """The caption of a figure, with the machine of the last record."""
     if not figure.file:
         return figure.caption
     m = next(
@@ -113,7 +113,7 @@ def caption(figure: Figure, folder: Path) -> str:
 
 
 def default_folder() -> Path:
-    """The records of this kind of machine; else those of the machine with most of them."""
+    """The records of this kind of machine, or else of the machine with the most records."""
     own = records.default_folder()
     if own.is_dir():
         return own
@@ -125,7 +125,7 @@ def default_folder() -> Path:
 
 
 def name_of(library: str, flash_attn: bool, spec: AttentionSpec) -> str:
-    """What a line is called: `SparQ 1/8 q4` for `sparq,ratio=1/8,shadow=q4`."""
+    """The name of a line: `SparQ 1/8 q4` for `sparq,ratio=1/8,shadow=q4`."""
     if library == "stock":
         return f"stock -fa {int(flash_attn)}"
     if not spec.sparse:
@@ -140,7 +140,7 @@ def name_of(library: str, flash_attn: bool, spec: AttentionSpec) -> str:
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:
-    """Of lines, by name; the same in every figure."""
+    """The colours of lines by name; they are the same in every figure."""
     fixed = {"stock -fa 0": STOCK, "stock -fa 1": STOCK_2, "our dense": OURS_3}
     by_type = {"q4": OURS, "f16": OURS_2, "q8": OURS_3}
     return {n: fixed.get(n) or by_type.get(n.rpartition(" ")[2], PAPER) for n in names}
@@ -151,7 +151,7 @@ def make(figure: Figure, folder: Path, out: Path, png: bool = False) -> None:
 
     Raises:
         NoRecords: its records are missing.
-        SparqError: matplotlib is.
+        SparqError: matplotlib is missing.
     """
     rows = figure.data(folder)
     try:

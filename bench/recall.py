@@ -1,24 +1,24 @@
-"""Attention caught per byte read: the sweep that the default of `--ratio` is taken from.
+"""Measures the attention caught per byte read, which the defaults of `--ratio` rest on.
 
     python bench/recall.py --text BOOKS [--model FILE] [--positions 1024,2048,4096]
 
-Queries, keys and values of a real model over real text. At S positions a ratio is a budget of
-bytes, `ratio * 4*S*d` per KV head with an f16 cache. Of it the scan of `rank` components of the
+It uses queries, keys and values of a real model over real text. At S positions a ratio is a budget
+of bytes, `ratio * 4*S*d` per KV head with an f16 cache. Of it the scan of `rank` components of the
 transposed K takes `S*rank*bits/8` and the scales of its runs, and the rest buys the `topk` rows of
 K and V that are read exactly. For every type of the transposed K and every rank this measures
 
     mass     share of the true attention inside the selected positions
     error    |y - y'|^2 / |y|^2 of the head's output, without and with the mean of V for the rest
-    peaks    a position outside sinks and window that gets a quarter of a head's attention or more:
-             the share of such positions that were selected. Copying hangs on these
+    peaks    the share of positions that were selected, of those outside sinks and window that get a
+             quarter of a head's attention or more. Copying depends on these
 
-Two kinds of text: `prose`, a book going on, and `recite`, a passage of the context read once more.
-Queries are of the last 64 positions, so the positions before them are sealed in whole groups and
-the last group is scored from K itself, as in the library; the coefficients of the scan are rounded
-as it rounds them. The byte arithmetic is that of `pyorch/attention/bytes.py` without `min_k` and
-`min_ctx`.
+There are two kinds of text: `prose`, a book, and `recite`, in which a passage of the context is
+repeated. Queries are those of the last 64 positions, so the positions before them are sealed in
+whole groups and the last group is scored from K itself, as in the library; the coefficients of the
+scan are rounded as it rounds them. The byte arithmetic is that of `pyorch/attention/bytes.py`
+without `min_k` and `min_ctx`.
 
-Writes recall.jsonl, recall.csv and recall.md.
+It writes recall.jsonl, recall.csv and recall.md.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ KINDS = tuple(SHADOW_BYTES)
 
 @dataclass(frozen=True)
 class Case(capture.Case):
-    """All types and ranks at one length and kind of text."""
+    """A case: all types and ranks at one length and kind of text."""
 
     ratios: tuple[float, ...] = RATIOS
 
 
-# ---- what the library does with them ----
+# ---- the steps of the library ----
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Shadow:
     scales: np.ndarray
     middles: np.ndarray
     n_sealed: int
-    most: int  # whole numbers that a coefficient is rounded to
+    most: int  # the largest whole number that a coefficient is rounded to
 
 
 def shadow_of(k: np.ndarray, n_sealed: int, kind: str) -> Shadow:
@@ -91,7 +91,7 @@ def shadow_of(k: np.ndarray, n_sealed: int, kind: str) -> Shadow:
 
 
 def approximate(q: np.ndarray, shadow: Shadow, rank: int, scale: float) -> np.ndarray:
-    """Logits (n_query, n_group_q, S) from the `rank` components with the largest sum of |q|."""
+    """The logits (n_query, n_group_q, S) from the `rank` components with the largest sum of |q|."""
     size = np.abs(q)
     order = np.argsort(-size.sum(1), axis=1, kind="stable")[:, :rank]
     kept = np.zeros((len(q), 1, q.shape[2]), np.float32)
@@ -125,13 +125,13 @@ def select(score: np.ndarray, n_visible: np.ndarray, topk: int) -> np.ndarray:
 
 
 def scan_bytes(n_pos: int, rank: int, kind: str) -> float:
-    """Bytes per KV head that step 1 reads."""
+    """The bytes per KV head that step 1 reads."""
     scales = 0 if kind == "f16" else -(-n_pos // RUN) * 8
     return n_pos * rank * SHADOW_BYTES[kind] + rank * scales
 
 
 def rows_for(ratio: float, n_pos: int, d: int, scan: float) -> int:
-    """topk that is left of the budget."""
+    """The topk that the rest of the budget buys."""
     return int((ratio * 4 * n_pos * d - scan) // (4 * d))
 
 
@@ -149,7 +149,7 @@ def configs(n_pos: int, d: int, ratios: Sequence[float]) -> list[dict[str, Any]]
                     out.append(
                         {"shadow": kind, "rank": rank, "ratio": ratio, "topk": topk, "scan": share}
                     )
-    for ratio in ratios:  # the best rows that all of the bytes could buy, chosen for nothing
+    for ratio in ratios:  # the best rows for all of the bytes, as if the choice were free
         topk = int(ratio * n_pos)
         out.append({"shadow": "oracle", "rank": d, "ratio": ratio, "topk": topk, "scan": 0.0})
     return out
@@ -181,7 +181,7 @@ def measure(layer: capture.Heads, n_query: int, cases: Sequence[dict[str, Any]])
                 if c["shadow"] != "oracle":
                     guess = approximate(q, shadows[c["shadow"]], c["rank"], layer.scale)
                     guess = softmax(np.where(hidden[:, None], -np.inf, guess))
-                # one query head: the order of the logits, which softmax keeps
+                # with one query head softmax keeps the order of the logits
                 score = guess.sum(1)
             cells = select(score, n_visible, c["topk"])
             inside = np.take_along_axis(true, cells[:, None], axis=2)
@@ -229,7 +229,7 @@ def _samples(found_layers: Iterator[list[capture.Heads]], case: Case) -> list[di
         out.append(
             c
             | {
-                "mass": mass.round(4).tolist(),  # by context
+                "mass": mass.round(4).tolist(),  # one value per context
                 "mass_by_layer_and_head": here[..., 0].mean(0).round(3).tolist(),
                 "error": round(float(error.mean()), 5),
                 "error_mean_v": round(float(error_mean_v.mean()), 5),
@@ -240,7 +240,7 @@ def _samples(found_layers: Iterator[list[capture.Heads]], case: Case) -> list[di
     return out
 
 
-# ---- what is said about it ----
+# ---- tables ----
 
 
 def rule_rank(ratio: float, d: int, kind: str, most: float) -> float:
@@ -248,13 +248,13 @@ def rule_rank(ratio: float, d: int, kind: str, most: float) -> float:
     return min(ratio * d * 2 / SHADOW_BYTES[kind], d * most)
 
 
-RULE = "half, at most d/4"  # the default
+RULE = "half, at most d/4"  # the default rule
 RULES = {"half": 1.0, RULE: 0.25}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the CSV. `below`: the best mass at these bytes less this one, by context."""
+    """A line of the CSV. `below`: the best mass at these bytes minus this one's, by context."""
 
     n_pos: int
     task: str
@@ -275,7 +275,7 @@ class Row:
 
 
 def rows(rec: Record) -> list[Row]:
-    """All settings of one record, by ratio."""
+    """All settings of a record, by ratio."""
     case, n = rec["case"], rec["case"]["n_context"]
     draws = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), N_BOOT) / n
     out = []
@@ -314,7 +314,7 @@ def rows(rec: Record) -> list[Row]:
 
 
 def by_rule(found: Sequence[Row], ratio: float, kind: str, d: int, most: float) -> Row | None:
-    """The measured setting that is nearest to what a rule gives; None if nothing is near."""
+    """The measured setting that is nearest to a rule; None if none is near."""
     rank = rule_rank(ratio, d, kind, most)
     here = [r for r in found if r.ratio == ratio and r.shadow == kind]
     near = min(here, key=lambda r: abs(r.rank - rank), default=None)
@@ -334,7 +334,7 @@ def write_csv(recs: Sequence[Record], file: Path) -> None:
 
 
 def markdown(recs: Sequence[Record]) -> str:
-    """Per length, text and ratio: the best of each type, and the default rule with q4."""
+    """The best of each type at each length, text and ratio, and the default rule with q4."""
     d, case = recs[0]["head_dim"], recs[0]["case"]
     head = ["positions", "text", "ratio", *(f"best {kind}" for kind in KINDS), "free choice"]
     head += [
@@ -381,7 +381,7 @@ def _cell(row: Row | None) -> str:
 
 @commands.measurement(*capture.SIZES)
 def command(model: Path, texts: list[Path], folder: Path, threads: int, **sizes: Any) -> None:
-    """Attention caught per byte read: rank, type of the transposed K, and what is left for k."""
+    """Measure the attention caught per byte read, by rank and type of the transposed K."""
     with progress_bar("recall") as progress:
         found = run(model, texts, folder / "recall.jsonl", progress, n_threads=threads, **sizes)
     write_csv(found, folder / "recall.csv")

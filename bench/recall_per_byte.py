@@ -1,4 +1,4 @@
-"""Attention caught per byte read, what the default rests on: from the records of `recall.py`."""
+"""Draws the attention caught per byte read, from the records of `recall.py`."""
 
 from __future__ import annotations
 

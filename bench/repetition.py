@@ -1,4 +1,4 @@
-"""Repetition beside the paper's: SparQ's Table 2, as shares of what dense attention recites."""
+"""Draws repetition beside the paper's Table 2, as shares of what dense attention recites."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def data(folder: Path) -> list[plot.Row]:
 
 
 def share(scores: np.ndarray, dense: np.ndarray) -> tuple[float, float, float]:
-    """Of the same passages, in %: mean over dense's mean, and its 95 % bootstrap interval."""
+    """The mean over dense's mean for the same passages, in %, and its 95 % bootstrap interval."""
     n = min(len(scores), len(dense))
     draws = np.random.default_rng(0).integers(0, n, (N_BOOT, n))
     found = 100 * scores[draws].mean(1) / dense[draws].mean(1)

@@ -30,7 +30,7 @@ from pyorch.models import synth
 FILE = "speed.jsonl"
 NEEDS = "sparq-cpp bench -d 4096,32768 -p 0,512 -n 16 --ratio 1/8"
 PEAK = "peak"
-N, REPEATS = 2048, 20  # of the matrix product
+N, REPEATS = 2048, 20  # the size of the matrix product, and how often it runs
 
 
 def peak_file(folder: Path) -> Path:
@@ -55,19 +55,19 @@ def measure(folder: Path) -> None:
 
 
 def _threads() -> int:
-    """Those that numpy's products run on: a value that is no number does not count there either."""
+    """The threads of numpy's products. As in OpenBLAS, a value that is not a number is ignored."""
     limit = os.environ.get("OPENBLAS_NUM_THREADS", "")
     most = int(limit) if limit.isdecimal() else 0
     return min(usable_cores(), most or usable_cores())
 
 
 def data(folder: Path) -> list[plot.Row]:
-    """Points, and the two lines of the roof."""
+    """The points, and the two lines of the roof."""
     found = plot.rows_of(folder, FILE, output.rows, _key)
     plain = [r for r in found if r["type_k"] == r["type_v"] == "f16" and not r["prefill"]]
     plain = [r for r in plain if r["model_type"].startswith("llama2-7b q8_0")]
     sizes = Counter((r["n_threads"], r["model_type"]) for r in plain)
-    # of all threads the most, then the model with most points
+    # the most threads, then the model with the most points
     threads, model = max(sizes, key=lambda size: (size[0], sizes[size]), default=(0, ""))
     here = [r for r in plain if (r["n_threads"], r["model_type"]) == (threads, model)]
     plot.need(here, "decoded tokens of llama2-7b q8_0 with an f16 cache", NEEDS)
@@ -97,7 +97,7 @@ def _what(r: plot.Row) -> tuple[Any, ...]:
 
 
 def _point(r: plot.Row) -> plot.Row | None:
-    """Multiply-adds and bytes of a test; None for what has no place here."""
+    """The multiply-adds and bytes of a test; None for tests that do not belong here."""
     # weights are read once; each of their elements is multiplied with each token
     macs = r["bytes_weights"] * 32 / 34  # q8_0: 34 bytes hold 32 elements
     moved = r["bytes_weights"]
@@ -125,7 +125,7 @@ def _point(r: plot.Row) -> plot.Row | None:
 
 
 def attention_macs(spec: AttentionSpec, n_pos: int, n_layer: int) -> float:
-    """Multiply-adds of attention per token, Llama-2-7B heads."""
+    """The multiply-adds of attention per token, with the heads of Llama-2-7B."""
     shape = synth.shape_like("llama2-7b")
     s = split(spec, n_pos, shape.head_dim)
     per_head = 2 * s.topk * shape.head_dim + (0 if s.dense else n_pos * s.rank)
@@ -195,7 +195,7 @@ FIGURE = plot.Figure(
     commands.OUT,
 )
 def command(wanted: bool, folder: Path) -> None:
-    """The compute peak of this machine: the top of the roof. Seconds."""
+    """Measure the compute peak of this machine, the top of the roof, in a few seconds."""
     if not wanted:
         hint = "--measure; the figure is drawn by: python bench/draw.py roofline"
         raise SparqError("nothing to do", hint, exit_code=2)

@@ -1,11 +1,11 @@
-"""How fast memory delivers what sparse attention reads, without attention.
+"""Measures how fast memory delivers the reads of sparse attention, without attention.
 
     python bench/row_reads.py [-t 1,2] [--samples 21]
 
 Loops in C (row_reads.c) read the rows of K and V that ATTEND would read, and the components of the
 transposed K that SCORE would, of 32 heads of 128 at 16,384 positions in f16, cold, in huge pages.
-Beside a sequential read of the same minute: where a kernel falls short of that, this says what is
-the machine's. Writes row_reads.jsonl.
+A sequential read of the same minute is measured too: if a kernel falls short of that, this shows
+how much is due to the machine. It writes row_reads.jsonl.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LAYER = 2 * N_KV * N_HEAD * ROW  # K, then V
 ROWS_AHEAD = 32  # as the kernels do
 RANK, TILE = 32, 4096  # of SCORE: components; positions of each per unit
 
-# name -> what is read
+# name -> the kind of read
 READS = {
     "rows": "rows of K and V, 1 position of 8",
     "few rows": "rows of K and V, 1 of 128",
@@ -50,12 +50,12 @@ READS = {
 
 @dataclass(frozen=True)
 class Components:
-    """How SCORE reads the transposed K."""
+    """The way in which SCORE reads the transposed K."""
 
     n_bit: int
     pad: int  # bytes: components a power of two apart would be in one set of a cache
     side: int  # components side by side
-    ahead: int  # cache lines
+    ahead: int  # the cache lines that are fetched ahead
 
     @property
     def run(self) -> int:
@@ -94,7 +94,7 @@ class Layers:
         self.bytes[:] = 1
         self.n_layer = n_layer
         self.huge = _in_huge_pages() > 0.9 * self.bytes.size
-        # there may be no instruction for it
+        # the CPU may have no instruction for it
         can_drop = self.lib.sparq_bench_drop(None, None, 0, 0)
         self.reads = [read for read in READS if can_drop or read != "few rows, known pages"]
 
@@ -114,7 +114,7 @@ class Layers:
     def call(
         self, name: str, parts: Sequence[np.ndarray], cpus: Sequence[int], *more: int
     ) -> float:
-        """The function of row_reads.c on each part in a thread of its own. Returns seconds."""
+        """Run a function of row_reads.c on each part in a thread of its own. Returns seconds."""
 
         def work(i: int) -> None:
             where = (ctypes.c_void_p(x.ctypes.data) for x in (self.bytes, parts[i]))
@@ -124,7 +124,7 @@ class Layers:
 
 
 def _in_huge_pages() -> int:
-    """Bytes of this process, 0 where the system does not say."""
+    """The bytes of this process in huge pages; 0 if the system does not say."""
     try:
         text = Path("/proc/self/smaps_rollup").read_text()
     except OSError:
@@ -138,12 +138,12 @@ def _sorted_choice(rng: np.random.Generator, shape: tuple[int, ...], n: int, k: 
 
 
 def size(read: str) -> int:
-    """Bytes of a piece."""
+    """The bytes of a piece."""
     return COMPONENTS[read].run if read in COMPONENTS else ROW
 
 
 def measure(layers: Layers, reader: MemoryReader, case: Case) -> dict[str, Any]:
-    """Nanoseconds of each sample, its bytes, and the sequential bytes per second before each."""
+    """Returns each sample's nanoseconds, its bytes, and the sequential bytes/s before it."""
     rng = np.random.default_rng(0)
     samples, bandwidth = [], []
     for i in range(-1, case.n_samples):
@@ -183,7 +183,7 @@ def table(recs: Sequence[Record]) -> str:
 
 @commands.command(commands.THREADS, commands.samples(21), commands.OUT)
 def command(threads: Sequence[int], samples: int, folder: Path) -> None:
-    """How fast memory delivers what sparse attention reads, without attention."""
+    """Measure how fast memory delivers the reads of sparse attention."""
     n_layer = max(1, min(8, available_memory() // SHARE // LAYER))
     stamp = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]
     file = folder / f"{BENCH}.jsonl"

@@ -1,5 +1,5 @@
-"""The figures of `attention_stats.py`: how sparse attention is, the tails of queries, and whether
-the best positions are found from r components of q."""
+"""Draws the figures of `attention_stats.py`: the sparsity of attention, the tails of queries, and
+whether r components of q find the best positions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pyorch.bench import records
 FILE = "attention_stats.jsonl"
 NEEDS = "python bench/attention_stats.py --text BOOKS"
 TASK = "prose"
-N_CONTEXT = 10  # of agreement: more points hide each other
+N_CONTEXT = 10  # contexts in the figure of agreement: more points hide each other
 _LENGTHS = (plot.OURS, plot.OURS_2, plot.OURS_3, plot.STOCK, plot.STOCK_2, plot.PAPER)
 _CHOICES = dict(zip(stats.CHOICES, (plot.OURS, plot.OURS_2, plot.PAPER), strict=True))
 _TOPS = dict(zip(stats.TOPS, (plot.OURS_2, plot.OURS, plot.OURS_3), strict=True))
@@ -24,13 +24,13 @@ _TEMPERATURES = dict(zip(stats.TEMPERATURES, (plot.OURS, plot.OURS_2, plot.OURS_
 
 
 def records_of(folder: Path) -> list[plot.Row]:
-    """Those of one kind of text, by length."""
+    """The records of one kind of text, by length."""
     recs = [r for r in records.load(folder / FILE).values() if r["case"]["task"] == TASK]
     plot.need(recs, f"attention over {TASK}", NEEDS)
     return sorted(recs, key=lambda r: r["case"]["n_pos"])
 
 
-# ---- how sparse attention is ----
+# ---- the sparsity of attention ----
 
 
 def sparsity(folder: Path) -> list[plot.Row]:

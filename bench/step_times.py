@@ -1,11 +1,11 @@
-"""Time of the steps of sparse attention by themselves, beside the bytes they read.
+"""Times the steps of sparse attention by themselves, beside the bytes they read.
 
     python bench/step_times.py [--like llama2-7b,llama3-8b] [-d 16384,65536] [-t 1,2] [-a SPEC]...
 
 ggml is stopped after every node, and the clock is read around SCORE (or SCORE_SELECT, which is both
 in one node) and ATTEND; in a run of its own SCORE_SELECT is told to select nothing, which leaves
 SCORE by itself. Before each token the caches are made to forget, by a sequential read that is timed
-too: a share is of that read's speed. Writes step_times.jsonl.
+too: shares are of that read's speed. It writes step_times.jsonl.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Clock:
 
 
 def measure(model: Path, case: Case) -> dict[str, Any]:
-    """Per step the nanoseconds of each token, in all layers; bytes per token; bytes per second."""
+    """Returns the nanoseconds of each token in all layers by step, bytes per token, and bytes/s."""
     reader = MemoryReader(case.n_threads)
     samples: dict[str, list[int]] = {}
     bandwidth = []
@@ -94,7 +94,7 @@ def measure(model: Path, case: Case) -> dict[str, Any]:
         for i in range(-2, case.n_samples):
             if i == 0:
                 engine.reset_counters(session)
-            reader.read()  # meanwhile the threads of the last token go to sleep
+            reader.read()  # the threads of the last token go to sleep meanwhile
             bandwidth.append(reader.read())
             clock.spent = {}
             engine.decode(session, 5 + i % 200)
@@ -120,7 +120,7 @@ def measure(model: Path, case: Case) -> dict[str, Any]:
 def run(
     cases: Sequence[Case], file: Path, progress: Progress, *, force: bool = False
 ) -> list[Record]:
-    """Measure what `file` lacks, add it there, return all records."""
+    """Measure what `file` lacks, add it there, and return all records."""
     return records.resume(
         BENCH,
         [[case] for case in cases],
@@ -145,7 +145,7 @@ def table(recs: Sequence[Record]) -> str:
             steps["all"] = total, sum(n for _, n in steps.values())
         for step, (ns, n_bytes) in steps.items():
             lo, mid, hi = np.percentile(ns, [10, 50, 90]) / case.n_layer / 1e3
-            read = "-", "-"  # SELECT: scores alone, which are in a cache
+            read = "-", "-"  # SELECT reads only scores, which are in a cache
             if n_bytes:
                 share = np.median(n_bytes / ns * 1e9 / np.array(rec["bandwidth_bytes_per_s"]))
                 read = f"{n_bytes / np.median(ns):.1f}", f"{share:.0%}"
@@ -176,7 +176,7 @@ def table(recs: Sequence[Record]) -> str:
     commands.FORCE,
 )
 def command(like: str, folder: Path, force: bool, **options: Any) -> None:
-    """Time of the steps of sparse attention, token by token."""
+    """Time the steps of sparse attention, token by token."""
     cases = [
         Case(name, 2, n, threads, spec, options["samples"], only_score)
         for name in like.split(",")

@@ -1,8 +1,8 @@
 """Fig. 3 and D1: the share of a token's time that goes to attention, from the records of the bench.
 
-As the paper does it: single-token times at several lengths S, a line y(S) = y(0) + slope*S through
-the samples of each S that lie in its interquartile range, and z(S) = (y(S) - y(0)) / y(S). Beside
-it the share that the attention nodes themselves take (`bench/node_times.py`).
+It follows the paper: single-token times at several lengths S, a line y(S) = y(0) + slope*S through
+the samples of each S in its interquartile range, and z(S) = (y(S) - y(0)) / y(S). Beside it stands
+the share that the attention nodes themselves take (`bench/node_times.py`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ MIN_LENGTHS = 3  # a line through fewer says nothing
 
 
 def data(folder: Path) -> list[plot.Row]:
-    """One row per (what ran, S)."""
+    """A row for each library with its settings, and each S."""
     samples = _samples(folder)
     kinds = {kind for kind, _ in samples}
-    # the model, threads and machine with most lengths
+    # the model, threads and machine with the most lengths
     best = max(kinds, key=lambda kind: sum(k == kind for k, _ in samples), default=("", 0))
     found: dict[str, dict[int, np.ndarray]] = {}
     for (kind, (who, n_depth)), values in samples.items():
@@ -75,9 +75,9 @@ def fit(at: dict[int, np.ndarray]) -> tuple[float, float]:
 
 
 def _samples(folder: Path) -> dict[tuple[Any, tuple[str, int]], np.ndarray]:
-    """ms of single tokens, by (model and threads, (what ran, S)); of several runs the newest.
+    """The ms of single tokens, by (model and threads, (what ran, S)), from the newest run.
 
-    A line is of one library: the newest with `MIN_LENGTHS` lengths, if any has them.
+    A line belongs to one library: the newest one with `MIN_LENGTHS` lengths, if there is one.
     """
     lines: dict[tuple[Any, str], dict[str, dict[int, np.ndarray]]] = {}  # by library, newest last
     for batch in plot.batches(folder / FILE):
@@ -85,7 +85,7 @@ def _samples(folder: Path) -> dict[tuple[Any, tuple[str, int]], np.ndarray]:
             c = read_case(Case, rec)
             plain = c.n_gen and not c.prefill and c.type_k == c.type_v == "f16"
             if c.spec.sparse and not rec["counters"].get("calls_sparse"):
-                continue  # dense, below min_ctx: not on the line of what it is called
+                continue  # it ran dense below min_ctx, so it does not belong on its line
             if plain and c.model_type.startswith("llama2-7b q8_0") and c.n_depth:
                 line = lines.setdefault(
                     ((c.model_type, c.n_threads), plot.name_of(c.library, c.flash_attn, c.spec)), {}
@@ -155,7 +155,7 @@ def draw(rows: Sequence[plot.Row]) -> Any:
 
 
 def _paper(name: str) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Slope and value at 0 of a published line, in s."""
+    """The slope and the value at 0 of a published line, in s."""
     points = paper.points("time_in_attention", name)
     return [p for p in points if p[0] == 1], [p for p in points if p[0] == 0]
 

@@ -1,5 +1,5 @@
-"""Tokens per second over the positions for a real model: llama.cpp's best setting, ours exact, ours
-sparse. From records of `sparq-cpp bench` in a folder of their own, of the model measured last."""
+"""Tokens per second over the positions for a real model: llama.cpp's best setting, ours exact, and
+ours sparse, from records of `sparq-cpp bench` in their own folder, of the model measured last."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SAME = ("model_filename", "n_threads", "type_k", "type_v", "prefill", "rope")
 
 
 def data(folder: Path) -> list[plot.Row]:
-    """One row per length and line; stock's is the faster of its two."""
+    """A row for each length and line; stock's is the faster of its two."""
 
     def key(r: plot.Row) -> tuple[Any, ...]:
         return *(r[x] for x in _SAME), r["n_depth"], r["library"], r["flash_attn"], r["sparse_attn"]

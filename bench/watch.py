@@ -1,4 +1,4 @@
-"""A function that sees the tensors of a session as they are computed."""
+"""Passes the tensors of a session to a function as they are computed."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ See = Callable[[Tensor, bool], bool]
 
 
 class Watch:
-    """For `Model.session(watch=...)`: `see(tensor, ask)`, asked, says whether it wants to see the
-    tensor (all up to it are then computed, and it is called again, not asked). Its errors come out
-    of `prefill` and `decode`."""
+    """A callback for `Model.session(watch=...)`: with `ask`, `see(tensor, ask)` returns whether it
+    wants the tensor (all up to it are then computed, and it is called again without `ask`). Its
+    errors are raised by `prefill` and `decode`."""
 
     def __init__(self, see: See) -> None:
         self._see = see
         self._error: BaseException | None = None
 
     def attach(self, session: engine.Session) -> None:
-        """Nothing to learn of the session."""
+        """There is nothing to learn from the session."""
 
     def node(self, address: int, ask: bool) -> bool:
         try:  # an exception cannot pass through C
@@ -30,7 +30,7 @@ class Watch:
             return not ask
 
     def done(self, n_past: int) -> None:
-        """Raise what went wrong in `see`."""
+        """Raise an error of `see`."""
         error, self._error = self._error, None
         if error is not None:
             raise error
