@@ -14,10 +14,6 @@ static void assert_rot(int32_t n_rot, int64_t d_k) {
     GGML_ASSERT(n_rot >= 0 && (n_rot & (n_rot - 1)) == 0 && (n_rot == 0 || d_k % n_rot == 0));
 }
 
-static int64_t n_groups(int64_t n_kv) {
-    return (n_kv + GGML_SPARSE_GROUP - 1)/GGML_SPARSE_GROUP;
-}
-
 // op_params[0] is the sub-operation, the rest a plain struct
 static void set_op(struct ggml_tensor * t, enum ggml_sparse_attn_op op, const void * params, size_t size, const struct ggml_sparse_src * src) {
     GGML_ASSERT(sizeof(int32_t) + size <= GGML_MAX_OP_PARAMS);
@@ -42,7 +38,7 @@ static void assert_kv(const struct ggml_tensor * t) {
 // sealed [n_grp, n_stream]
 static void assert_sealed(const struct ggml_tensor * sealed, int64_t n_kv, int64_t n_stream) {
     GGML_ASSERT(sealed && sealed->type == GGML_TYPE_I32 && ggml_is_contiguous(sealed));
-    GGML_ASSERT(sealed->ne[0] == n_groups(n_kv) && sealed->ne[1] == n_stream);
+    GGML_ASSERT(sealed->ne[0] == ggml_sparse_n_groups(n_kv) && sealed->ne[1] == n_stream);
 }
 
 // k_t [n_pos_t, d_k*n_head_kv, n_stream] f16, or codes with their ranges [2, d_k*n_head_kv, n_run_t, n_stream]
@@ -59,6 +55,13 @@ static void assert_k_t(const struct ggml_tensor * k_t, const struct ggml_tensor 
     GGML_ASSERT(k_range->ne[0] == 2 && k_range->ne[1] == k_t->ne[1] && k_range->ne[2] >= n_run && k_range->ne[3] == k->ne[3]);
 }
 
+// v_sum [d_v*n_head_kv, n_sum_t, n_stream]
+static void assert_v_sum(const struct ggml_tensor * v_sum, const struct ggml_tensor * v) {
+    GGML_ASSERT(v_sum->type == GGML_TYPE_F32 && v_sum->nb[0] == sizeof(float));
+    GGML_ASSERT(v_sum->ne[0] == v->ne[0]*v->ne[1] && v_sum->ne[2] == v->ne[3]);
+    GGML_ASSERT(v_sum->ne[1] >= ggml_sparse_n_sum_rows(ggml_sparse_n_groups(v->ne[2])));
+}
+
 // mask [n_kv, n_tok, 1, n_stream]
 static void assert_mask(const struct ggml_tensor * mask, int64_t n_kv, int64_t n_tok, int64_t n_stream) {
     GGML_ASSERT(mask->type == GGML_TYPE_F16 && mask->nb[0] == sizeof(ggml_fp16_t));
@@ -68,7 +71,8 @@ static void assert_mask(const struct ggml_tensor * mask, int64_t n_kv, int64_t n
 // visible [n_grp, n_tok or one more, 1, n_stream]
 static void assert_visible(const struct ggml_tensor * visible, int64_t n_kv, int64_t n_tok, int64_t n_stream) {
     GGML_ASSERT(visible->type == GGML_TYPE_I32 && ggml_is_contiguous(visible));
-    GGML_ASSERT(visible->ne[0] == n_groups(n_kv) && (visible->ne[1] == n_tok || visible->ne[1] == n_tok + 1) && visible->ne[3] == n_stream);
+    GGML_ASSERT(visible->ne[0] == ggml_sparse_n_groups(n_kv) && visible->ne[3] == n_stream);
+    GGML_ASSERT(visible->ne[1] == n_tok || visible->ne[1] == n_tok + 1);
 }
 
 // q [d_k, n_head, n_tok, n_stream], k [d_k, n_head_kv, n_kv, n_stream]
@@ -139,8 +143,7 @@ struct ggml_tensor * ggml_sparse_attn_seal(
     }
     if (v_sum) {
         assert_kv(v);
-        GGML_ASSERT(v_sum->type == GGML_TYPE_F32 && v_sum->nb[0] == sizeof(float));
-        GGML_ASSERT(v_sum->ne[0] == v->ne[0]*v->ne[1] && v_sum->ne[1] >= ggml_sparse_n_sum_rows(n_groups(v->ne[2])) && v_sum->ne[2] == v->ne[3]);
+        assert_v_sum(v_sum, v);
     }
     GGML_ASSERT(list->type == GGML_TYPE_I32 && ggml_is_contiguous(list) && list->ne[1] == k->ne[3]);
     assert_stats(stats);
@@ -162,7 +165,7 @@ struct ggml_tensor * ggml_sparse_attn_visible(struct ggml_context * ctx, struct 
         assert_sealed(sealed, mask->ne[0], mask->ne[3]);
     }
 
-    struct ggml_tensor * res = ggml_new_tensor_4d(ctx, GGML_TYPE_I32, n_groups(mask->ne[0]), mask->ne[1] + (sealed ? 1 : 0), 1, mask->ne[3]);
+    struct ggml_tensor * res = ggml_new_tensor_4d(ctx, GGML_TYPE_I32, ggml_sparse_n_groups(mask->ne[0]), mask->ne[1] + (sealed ? 1 : 0), 1, mask->ne[3]);
 
     const struct ggml_sparse_src src = { .mask = mask, .sealed = sealed };
     set_op(res, GGML_SPARSE_ATTN_VISIBLE, NULL, 0, &src);
@@ -266,8 +269,7 @@ struct ggml_tensor * ggml_sparse_attn_attend(
     }
     GGML_ASSERT(!params.mean_v || (sel && v_sum && visible->ne[1] == q->ne[2] + 1));
     if (v_sum) {
-        GGML_ASSERT(v_sum->type == GGML_TYPE_F32 && v_sum->nb[0] == sizeof(float));
-        GGML_ASSERT(v_sum->ne[0] == v->ne[0]*v->ne[1] && v_sum->ne[1] >= ggml_sparse_n_sum_rows(n_groups(n_kv)) && v_sum->ne[2] == v->ne[3]);
+        assert_v_sum(v_sum, v);
     }
     assert_stats(stats);
 
@@ -304,7 +306,11 @@ struct ggml_tensor * ggml_sparse_attn_prefill(
 static struct ggml_tensor * sparse_attn(
         struct ggml_context * ctx, const struct ggml_sparse_attn_inputs * in, struct ggml_tensor * k_t, const struct ggml_sparse_attn_params * p) {
     const struct ggml_sparse_score_params score = { p->rank, p->scale, p->max_bias, p->softcap, p->n_bit, p->n_rot };
-    const struct ggml_sparse_select_params select = { p->topk_max, (int32_t) in->k->ne[1], p->n_local_max, p->mean_v, p->top_p, p->i_k, p->i_forced };
+    const struct ggml_sparse_select_params select = {
+        .topk_max = p->topk_max, .n_head_kv = (int32_t) in->k->ne[1], .n_local_max = p->n_local_max,
+        .alpha = p->mean_v, // alpha is what the mean of V is weighed with, and nothing else reads it
+        .top_p = p->top_p, .i_k = p->i_k, .i_forced = p->i_forced,
+    };
     struct ggml_tensor * sel;
     if (k_t) {
         const struct ggml_sparse_score_select_params fused = { score, select };

@@ -7,7 +7,7 @@
 //   SEAL          copies complete groups of positions of K into the transposed copy k_t ("store K twice"), and sums V per group
 //   VISIBLE       counts the visible positions of each group once per token (from the mask; shared by all layers)
 //   SCORE         step 1: approximate scores from the `rank` largest |q| components (k_t given), or exact scores (k_t == NULL)
-//   SELECT        step 2: the top-k positions per KV head; sinks and the local window always in; alpha
+//   SELECT        step 2: the top-k positions per KV head; sinks and the local window are forced in; alpha
 //   SCORE_SELECT  SCORE from k_t and SELECT in one node: the logits stay in the cache of the thread that makes them
 //   ATTEND        steps 2 and 3: exact attention over the selected positions (or over all: exact dense), mean-value interpolation
 //   PREFILL       exact attention of many tokens at once: a prompt. CPU only
@@ -33,13 +33,38 @@
 extern "C" {
 #endif
 
-#define GGML_SPARSE_GROUP 64  // positions sealed together
-#define GGML_SPARSE_RUN   512 // positions of a component that share a scale in a quantised k_t
-#define GGML_SPARSE_SUM   16  // groups whose sums of V are summed once more
+// The geometry: what the positions are cut into, from small to large.
+//
+//   name       size                        what it is                                             who goes by it
+//   cell       1 position                  a place in the KV cache                                 everyone
+//   line       64 bytes                    codes of a component: 64 cells of 8 bits, 128 of 4      sparse-codes.h, and the scans and SEAL
+//   group      64 cells                    `list` and `sealed` name groups, `visible` counts       every op, and llama/, which knows for each
+//                                          in them, v_sum has a row for each                       group whether it is sealed
+//   run        512 cells, 8 groups         the cells of a component that share a scale and a       SEAL and SCORE with codes; SCORE on CUDA
+//                                          zero, and are therefore coded at once                   works in runs whatever k_t is
+//   sum block  16 groups, 1024 cells       groups whose sums of V are summed once more             SEAL, and ATTEND with mean_v
+//
+// How many positions a kernel works on at a time is its own business: docs/glossary.md lists the kinds of tiles.
+#define GGML_SPARSE_GROUP 64  // cells
+#define GGML_SPARSE_RUN   512 // cells
+#define GGML_SPARSE_SUM   16  // groups
 
-// rows of v_sum: the sums of GGML_SPARSE_SUM groups, then their total, and so on
-static inline int64_t ggml_sparse_sum_row(int64_t group) { return group/GGML_SPARSE_SUM*(GGML_SPARSE_SUM + 1) + group % GGML_SPARSE_SUM; }
-static inline int64_t ggml_sparse_n_sum_rows(int64_t n_group) { return (n_group + GGML_SPARSE_SUM - 1)/GGML_SPARSE_SUM*(GGML_SPARSE_SUM + 1); }
+#if defined(__CUDACC__)
+#define GGML_SPARSE_INLINE static constexpr __host__ __device__
+#elif defined(__cplusplus)
+#define GGML_SPARSE_INLINE static constexpr
+#else
+#define GGML_SPARSE_INLINE static inline
+#endif
+
+// groups of n_kv cells, the last of which may be incomplete
+GGML_SPARSE_INLINE int64_t ggml_sparse_n_groups(int64_t n_kv) { return (n_kv + GGML_SPARSE_GROUP - 1)/GGML_SPARSE_GROUP; }
+
+// Rows of v_sum: the sums of the groups of a sum block, then their total, and so on. The row of a group, the row of the total of the sum block that
+// it lies in, and the number of rows
+GGML_SPARSE_INLINE int64_t ggml_sparse_sum_row(int64_t group) { return group/GGML_SPARSE_SUM*(GGML_SPARSE_SUM + 1) + group % GGML_SPARSE_SUM; }
+GGML_SPARSE_INLINE int64_t ggml_sparse_total_row(int64_t group) { return group/GGML_SPARSE_SUM*(GGML_SPARSE_SUM + 1) + GGML_SPARSE_SUM; }
+GGML_SPARSE_INLINE int64_t ggml_sparse_n_sum_rows(int64_t n_group) { return (n_group + GGML_SPARSE_SUM - 1)/GGML_SPARSE_SUM*(GGML_SPARSE_SUM + 1); }
 
 // Types of K and V: X(name in ggml, in cpu/, elements of a block)
 #define GGML_SPARSE_KV_TYPES(X) \
@@ -112,7 +137,10 @@ struct ggml_sparse_seal_params {
 //                                                            codes only groups that lie wholly below n_kv count
 //   stats  [GGML_SPARSE_STAT_COUNT]                 i64      or NULL
 //   res    a view of k_t
-//   values beyond the range of f16 are clamped to +-65504 (k_t only ranks)
+//   values beyond the range of f16 are clamped to +-GGML_SPARSE_SHADOW_MAX (k_t only ranks)
+//
+//   SEAL writes v_sum, k_range and stats through src[]; only k_t is its result, through which a graph can show that SCORE comes after it. A backend
+//   that orders nodes by what they read and write, and not as they stand in the graph, has to order ATTEND after SEAL by itself
 GGML_API struct ggml_tensor * ggml_sparse_attn_seal(
         struct ggml_context * ctx,
         struct ggml_tensor  * k_t,
@@ -155,9 +183,9 @@ struct ggml_sparse_score_params {
 //   k_range  as for SEAL
 //   res      [n_kv, n_head, n_tok, n_stream]        f32      logits per query head; -inf where hidden
 //
-//   approximate: the `rank` components c with the largest sum over the group's query heads of |q[c]| (ties: lowest c),
+//   approximate: the `rank` components c with the largest sum over the query heads of the KV head of |q[c]| (ties: lowest c),
 //     logit[h,t] = sum_c q[h,c]*k[t,c] * scale / sqrt(|q_r|_1 / |q|_1)         (eq. 7 and 9: equals 1/tau for scale = 1/sqrt(d_k))
-//     where |q_r|_1 and |q|_1 are per query head; a head with |q|_1 = 0 has logits 0.
+//     where |q_r|_1 and |q|_1 are per query head; a head whose |q|_1 is 0 or beyond f32 (q holds inf) has logits 0.
 //   then softcap, then + slope(h)*mask. Hidden positions are -inf whatever K holds there (NaN included).
 //   acc f32; the order of additions depends on the shapes only, not on the number of threads. From codes: coefficients rounded to whole
 //   numbers, sums of integers (docs/numerics.md, 11a)
@@ -179,30 +207,32 @@ struct ggml_sparse_select_params {
     int32_t topk_max;   // capacity of the result; the k of a token is min(wanted[i_k], topk_max)
                         // 0, in a node made with more: the CPU's SCORE_SELECT selects nothing, without SELECT's work: for timing SCORE by itself
     int32_t n_head_kv;
-    int32_t n_local_max; // of the cells that are always in, that many are the local window, newest first; the rest are sinks
+    int32_t n_local_max; // of the forced cells, that many are the local window, newest first; the rest are sinks
     int32_t alpha;      // != 0: compute alpha (needs a pass of exp over all scores)
     float   top_p;      // in (0, 1): fewer than k positions, where these carry that share of the mass; else exactly k
     int32_t i_k;        // wanted[i_k] is k, wanted[i_k + 1] is l: what belongs to the layer
-    int32_t i_forced;   // wanted[i_forced ..] are the cells that are always in: what all layers share
+    int32_t i_forced;   // wanted[i_forced ..] are the forced cells: what all layers share
 };
 
 // SELECT (step 2)
 //   logits   [n_kv, n_head, n_tok, n_stream]        f32      from SCORE
-//   wanted   [i_forced + n_forced, n_tok, 1, n_stream] i32   k; l: how many cells of the local window count; then the n_forced >= 1 cells that
-//                                                            are always in: the local window, then the sinks; < 0: none.
+//   wanted   [i_forced + n_forced, n_tok, 1, n_stream] i32   k; l: how many cells of the local window count; then the n_forced >= 1 forced
+//                                                            cells: the local window, then the sinks; < 0: none.
 //                                                            k < 0: the token reads every visible position, see below
 //   sinks    [n_head]                               f32      learned extra logit per query head (gpt-oss), or NULL; alpha only
 //   res      [1 + n_group_q + topk_max, n_head_kv, n_tok, n_stream]   i32
-//            n_sel, then alpha of each query head of the group (bits of an f32; 1.0 where not asked for), then the n_sel cells in
+//            n_sel, then alpha of each query head of the KV head (bits of an f32; 1.0 where not asked for), then the n_sel cells in
 //            ascending order, then -1
 //
 //   A batch may mix tokens of prompts, which read everything, with tokens of replies, which read a selection. Of a token with k < 0 nothing is
-//   scored or ranked: its n_sel is GGML_SPARSE_SELECT_ALL for each KV head, its alpha 1.0, its cells -1. ATTEND then reads all that it sees
-//   ranks by the sum over the group's query heads of softmax(logits) (with one query head: by the logit itself, the same order)
+//   scored or ranked: its n_sel is GGML_SPARSE_SELECT_ALL for each KV head, its alpha 1.0, its cells -1. ATTEND then reads all that it sees.
+//   No graph of llama/ writes k < 0 yet: there all tokens of a batch read a selection or none does. The tests hold every device to it
+//   (tests/ops/test_mixed_kinds.py)
+//   ranks by the sum over the query heads of the KV head of softmax(logits) (with one query head: by the logit itself, the same order)
 //   k counts the local window and the sinks. Hidden cells (-inf in all heads) are never selected, nor is NaN, so n_sel = min(k, visible). But
 //   visible cells of the local window and sinks are in even when they are more than k, as far as topk_max allows: sinks last.
 //   top_p: of the k positions only the local window and the sinks, and then the highest ranked, until they carry top_p of the softmaxed
-//   scores (mean over the group's query heads, without learned sinks): k caps, n_sel varies with head and token
+//   scores (mean over the query heads of the KV head, without learned sinks): k caps, n_sel varies with head and token
 //   ties: the lower cell wins. alpha[h] = 1 - the share of softmax(logits[h]), sink included, that falls on cells not selected: the sink's
 //   mass carries no value and stays with the selection, so that selecting everything gives dense attention.
 GGML_API struct ggml_tensor * ggml_sparse_attn_select(

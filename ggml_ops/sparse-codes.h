@@ -5,8 +5,17 @@
 //
 //   A type is known by the bits of a value. 16 bits are the values themselves, in f16. Fewer are codes: a run of positions of a component
 //   shares a scale and a zero, and is coded at once.
-//   A new type is a line in the list, and the arithmetic of its scan: score_lines() in cpu/sparse-score-codes.h, score_components() in
-//   cuda/sparse-score.cuh.
+//
+//   A new type begins as a line in the list below, which names it and from which the shapes and the bytes in the counters follow. But codes are
+//   whole or half bytes so far, and what packs, unpacks or multiplies them says so, with an assertion. This is all of it:
+//     here       ggml_sparse_coef_max, ggml_sparse_line_pos, ggml_sparse_code_byte, ggml_sparse_code_shift
+//     cpu/       sparse-seal.h: seal_run_codes (packing); sparse-score-codes.h: make_coef, add_line_sums, score_lines (the one of scalars
+//                and the one of vectors)
+//     cuda/      sparse-seal.cuh: seal_run (packing); sparse-score.cuh: lane_positions, codes<>, code_coef, score_components
+//     llama/     sparse-seal.cpp: matches (unpacking), if a code may lie in two bytes; the comments of llama-sparse.h
+//     texts      SEAL in ggml-sparse.h, docs/glossary.md
+//     pyorch/    attention/spec.py: SHADOWS; attention/bytes.py
+//     tests/     ops/test_quant.py: BITS, Shadow.code, the rounding that is allowed; e2e/nodes.py likewise; bench/gpu.py: SHADOWS
 //
 //   Codes lie in lines of 64 bytes: 64 positions of 8 bits, or 128 of 4 bits, the first 64 in the low halves of the bytes. Inside a line
 //   position 16*j + 4*i + l has byte 16*i + 4*j + l, so that zipping four components within 128 bits, which is what every CPU can do,
@@ -14,6 +23,7 @@
 
 #include "ggml-sparse.h"
 
+#include <assert.h>
 #include <stddef.h>
 #include <string.h>
 
@@ -22,6 +32,11 @@
     X(16, "f16") \
     X( 8, "q8")  \
     X( 4, "q4")
+
+#define X(bits, name) \
+    static_assert(bits == 16 || bits == 8 || bits == 4, "shadow=" name ": first write what the top of sparse-codes.h lists, then allow its bits");
+GGML_SPARSE_SHADOWS(X)
+#undef X
 
 // NULL: there is no such type
 static inline const char * ggml_sparse_shadow_name(int n_bit) {
@@ -39,36 +54,31 @@ static inline int ggml_sparse_shadow_bits(const char * name) {
     return 0;
 }
 
-#if defined(__CUDACC__)
-#define GGML_SPARSE_CODES static constexpr __host__ __device__
-#elif defined(__cplusplus)
-#define GGML_SPARSE_CODES static constexpr
-#else
-#define GGML_SPARSE_CODES static inline
-#endif
+// k_t holds what is within +-this; what is beyond is clamped to it, since k_t only ranks
+#define GGML_SPARSE_SHADOW_MAX 65504.0f // the largest f16
 
-// codes need k_range; without codes it is NULL
-GGML_SPARSE_CODES bool ggml_sparse_has_codes(int n_bit) { return n_bit < 16; }
+// Codes need k_range; without codes it is NULL. 0 bits: no k_t at all
+GGML_SPARSE_INLINE bool ggml_sparse_has_codes(int n_bit) { return n_bit > 0 && n_bit < 16; }
 
 // the largest code; the smallest is 0
-GGML_SPARSE_CODES int ggml_sparse_code_max(int n_bit) { return (1 << n_bit) - 1; }
+GGML_SPARSE_INLINE int ggml_sparse_code_max(int n_bit) { return (1 << n_bit) - 1; }
 
-// the scan rounds its coefficients to whole numbers up to this, either way. More would not fit its sums
-GGML_SPARSE_CODES int ggml_sparse_coef_max(int n_bit) { return n_bit == 4 ? 127 : 64*64; }
+// the scan rounds its coefficients to whole numbers up to this, either way. More would not fit its sums. Of 4 or 8 bits
+GGML_SPARSE_INLINE int ggml_sparse_coef_max(int n_bit) { return n_bit == 4 ? 127 : 64*64; }
 
-// positions that are sealed at once
-GGML_SPARSE_CODES int ggml_sparse_unit(int n_bit) { return ggml_sparse_has_codes(n_bit) ? GGML_SPARSE_RUN : GGML_SPARSE_GROUP; }
+// Positions that SEAL writes at once: a group, or with codes the whole run that the group lies in, since a run is coded anew
+GGML_SPARSE_INLINE int ggml_sparse_seal_span(int n_bit) { return ggml_sparse_has_codes(n_bit) ? GGML_SPARSE_RUN : GGML_SPARSE_GROUP; }
 
 // may this group be read from k_t, if it is sealed? Codes exist of complete groups only
-GGML_SPARSE_CODES bool ggml_sparse_is_coded(int64_t group, int64_t n_kv, int n_bit) {
+GGML_SPARSE_INLINE bool ggml_sparse_is_coded(int64_t group, int64_t n_kv, int n_bit) {
     return !ggml_sparse_has_codes(n_bit) || (group + 1)*GGML_SPARSE_GROUP <= n_kv;
 }
 
 // bytes of n positions of a component in k_t
-GGML_SPARSE_CODES int64_t ggml_sparse_shadow_bytes(int64_t n, int n_bit) { return n*n_bit/8; }
+GGML_SPARSE_INLINE int64_t ggml_sparse_shadow_bytes(int64_t n, int n_bit) { return n*n_bit/8; }
 
 // bytes that SCORE reads for the n positions of a group of a component: with codes also the group's share of scale and zero
-GGML_SPARSE_CODES int64_t ggml_sparse_scan_bytes(int64_t n, int n_bit) {
+GGML_SPARSE_INLINE int64_t ggml_sparse_scan_bytes(int64_t n, int n_bit) {
     return ggml_sparse_shadow_bytes(n, n_bit) + (ggml_sparse_has_codes(n_bit) ? 2*(int64_t) sizeof(float)*GGML_SPARSE_GROUP/GGML_SPARSE_RUN : 0);
 }
 
@@ -77,16 +87,16 @@ GGML_SPARSE_CODES int64_t ggml_sparse_scan_bytes(int64_t n, int n_bit) {
 #define GGML_SPARSE_LINE 64 // bytes
 
 // positions in a line
-GGML_SPARSE_CODES int ggml_sparse_line_pos(int n_bit) { return GGML_SPARSE_LINE*8/n_bit; }
+GGML_SPARSE_INLINE int ggml_sparse_line_pos(int n_bit) { return GGML_SPARSE_LINE*8/n_bit; }
 
 // the byte in a line of position t of its 64
-GGML_SPARSE_CODES int ggml_sparse_line_byte(int t) { return t/4%4*16 + t/16*4 + t%4; }
+GGML_SPARSE_INLINE int ggml_sparse_line_byte(int t) { return t/4%4*16 + t/16*4 + t%4; }
 
 // the byte in a component's row of position i, and the lowest bit of its code in that byte
-GGML_SPARSE_CODES int ggml_sparse_code_byte(int i, int n_bit) {
+GGML_SPARSE_INLINE int ggml_sparse_code_byte(int i, int n_bit) {
     return i/ggml_sparse_line_pos(n_bit)*GGML_SPARSE_LINE + ggml_sparse_line_byte(i % GGML_SPARSE_LINE);
 }
-GGML_SPARSE_CODES int ggml_sparse_code_shift(int i, int n_bit) { return i % ggml_sparse_line_pos(n_bit)/GGML_SPARSE_LINE*n_bit; }
+GGML_SPARSE_INLINE int ggml_sparse_code_shift(int i, int n_bit) { return i % ggml_sparse_line_pos(n_bit)/GGML_SPARSE_LINE*n_bit; }
 
 #ifdef __cplusplus
 

@@ -303,7 +303,7 @@ void for_mean(const attend_src & a, int64_t i, int64_t s, F on_sum, G on_group) 
             n_whole += visible[g] == GROUP && sealed[g];
         }
         if (n_whole == SUM) {
-            on_sum(ggml_sparse_sum_row(g0) + SUM, SUM*GROUP);
+            on_sum(ggml_sparse_total_row(g0), SUM*GROUP);
             continue;
         }
         for (int64_t g = g0; g < g0 + n; ++g) {

@@ -1,6 +1,6 @@
 #pragma once
 
-// Step 3: attention over some positions, in units whose partial results are merged. The dot products are in sparse-rows.h; here are the
+// Steps 2 and 3: attention over some positions, in units whose partial results are merged. The dot products are in sparse-rows.h; here are the
 // softmax within a unit, the weighted sum of rows of V, and the merge.
 
 #include "sparse-rows.h"

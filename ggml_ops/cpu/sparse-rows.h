@@ -184,6 +184,9 @@ constexpr int ROWS_AHEAD = 2*ROW_BLOCK;
 // the same in bytes, where all positions are read in the order of memory
 constexpr int64_t BYTES_AHEAD = 32*1024;
 
+// An address to be prefetched, n bytes behind p. It may lie behind the buffer, where a pointer must not point: so it is made of a whole number
+static inline const char * address_ahead(const char * p, int64_t n) { return (const char *) ((uintptr_t) p + n); }
+
 // Always inlined, and so must be its callers that do nothing else: gcc drops calls of a function that only prefetches
 static SPARQ_INLINE void prefetch_bytes(const char * p, size_t size) {
     for (size_t o = 0; o < size; o += 64) {

@@ -203,7 +203,7 @@ static SPARQ_INLINE void coef_steps(float * res, float * step, float * inv, cons
     }
     for (int j = 0; j < 4; ++j) {
         const float m   = std::max(std::max(x[4*j], x[4*j + 1]), std::max(x[4*j + 2], x[4*j + 3]));
-        const float top = m > 1e-30f ? m : 0.0f; // anything smaller would overflow when inverted, and weighs nothing
+        const float top = m > 1e-30f && m < INFINITY ? m : 0.0f; // anything smaller would overflow when inverted, and weighs nothing
         res[j] = top/most;
         std::fill(step + 4*j, step + 4*j + 4, top/most);
         std::fill(inv  + 4*j, inv  + 4*j + 4, top > 0.0f ? most/top : 0.0f);
@@ -215,6 +215,7 @@ static SPARQ_INLINE void coef_steps(float * res, float * step, float * inv, cons
 // that all positions share, which is that of a code in the middle, goes into the base
 //   coef [n_quad][4], 0 where there is no component; range: what load_ranges made
 static inline void make_coef(run_coef & res, const float * coef, const float * range, int n_quad, int n_run, int n_bit) {
+    GGML_ASSERT(n_bit == 8 || n_bit == 4);
     const float most = (float) ggml_sparse_coef_max(n_bit), mid = ggml_sparse_code_max(n_bit)/2.0f;
     for (int j0 = 0; j0 < n_run; j0 += 4, range += n_quad*2*LANES) {
         float x[LANES], step[LANES], inv[LANES];
@@ -229,7 +230,8 @@ static inline void make_coef(run_coef & res, const float * coef, const float * r
             SPARQ_UNROLL
             for (int v = 0; v < N_VEC; ++v) {
                 const float * r = range + q*2*LANES + v*W;
-                const vf c = load_quad(coef + 4*q, v), a = mul(c, load(r)), w = round_even(mul(a, load(inv + v*W)));
+                const vf c = load_quad(coef + 4*q, v), a = mul(c, load(r)), b = round_even(mul(a, load(inv + v*W)));
+                const vf w = select(eq(b, b), b, set1(0.0f)); // where a is beyond f32 it is NaN, which has no whole number
                 base[v] = fma(c, load(r + LANES), base[v]);
                 rest[v] = add(sub(a, mul(w, load(step + v*W))), rest[v]);
                 const vf w0 = n_bit == 4 ? w : round_even(mul(w, set1(1.0f/64.0f)));
@@ -260,6 +262,7 @@ static inline void make_coef(run_coef & res, const float * coef, const float * r
 template <int N_BIT, int HB, int NQ>
 static SPARQ_NOINLINE void score_lines(float * s, int64_t ld_s, const run_coef * coef, int64_t run, int c0, const uint8_t * const * row,
         int64_t at, int n_line, int n_quad, bool first) {
+    static_assert(N_BIT == 8 || N_BIT == 4);
     constexpr int N_POS = ggml_sparse_line_pos(N_BIT);
     for (int h = 0; h < HB; ++h) {
         const int8_t * w0 = coef[h].w0 + c0*MAX_RUN + 4*run, * w1 = coef[h].w1 + c0*MAX_RUN + 4*run;
@@ -303,10 +306,11 @@ static SPARQ_INLINE void zip_rows(vi * res, const uint8_t * const * row, int64_t
 //   a0, a1: the sums of the low and of the high halves (or of whole bytes); with 8 bits those with w0 and with w1
 template <int N_BIT>
 static SPARQ_INLINE void add_line_sums(float * s, const vi * a0, const vi * a1, float step_of_run, float base_of_run, bool first) {
+    static_assert(N_BIT == 8 || N_BIT == 4);
     const vf step = set1(step_of_run), high = set1(step_of_run/16.0f), base = set1(base_of_run);
     for (int j = 0; j < 4; ++j) {
         float * d = s + 16*j;
-        if (N_BIT == 4) {
+        if constexpr (N_BIT == 4) {
             // sums of whole bytes are below 2^24, so they are exact as floats, and 16 times the sums of the high halves more
             const vf lo = to_float(a0[j]), hi = to_float(a1[j]);
             store(d,        fma(lo, step, first ? base : load(d)));
@@ -320,6 +324,7 @@ static SPARQ_INLINE void add_line_sums(float * s, const vi * a0, const vi * a1, 
 template <int N_BIT, int HB, int NQ>
 static SPARQ_NOINLINE void score_lines(float * s, int64_t ld_s, const run_coef * coef, int64_t run, int c0, const uint8_t * const * row,
         int64_t at, int n_line, int any_quad, bool first) {
+    static_assert(N_BIT == 8 || N_BIT == 4);
     const int n_quad = NQ > 0 ? NQ : any_quad;
     const int8_t * w0[HB], * w1[HB];
     for (int h = 0; h < HB; ++h) {

@@ -119,13 +119,13 @@ void score_stats(const score_src & a, const score_work & w);
 // its sources, in either node
 struct select_src : ggml_sparse_src, tile_grid {
     ggml_sparse_select_params p;
-    int n_always; // cells that are always selected, if they count: the local window, then sinks
+    int n_forced; // forced cells, if they count: the local window, then sinks
 
     explicit select_src(const ggml_tensor * dst);
 
     select_args args(const head_index & head) const {
         const int32_t * row = at<const int32_t>(wanted, head.i, 0, head.s);
-        return { row + p.i_forced, n_always, row[p.i_k + 1], p.n_local_max, row[p.i_k], p.topk_max,
+        return { row + p.i_forced, n_forced, row[p.i_k + 1], p.n_local_max, row[p.i_k], p.topk_max,
             sinks ? (const float *) sinks->data + head.h*n_group_q : nullptr, p.alpha != 0, p.top_p };
     }
 };

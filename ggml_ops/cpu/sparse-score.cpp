@@ -23,7 +23,7 @@ sparse::score_src::score_src(const ggml_tensor * dst) :
     ggml_sparse_src(ggml_sparse_src_of(dst)), tile_grid(k->ne[2], k->ne[1], q->ne[1], q->ne[2], q->ne[3]),
     p(ggml_sparse_score_params_of(dst)) {
     i_k    = wanted ? ggml_sparse_select_params_of(dst).i_k : 0;
-    n_grp  = ceil_div(n_kv, GROUP);
+    n_grp  = ggml_sparse_n_groups(n_kv);
     n_head = (int) q->ne[1];
     d_k    = (int) q->ne[0];
     rank   = k_t ? p.rank : 0;
@@ -258,7 +258,7 @@ static void score_exact_chunk(ggml_tensor * dst, const score_src & a, const scor
     }
     for (int r = 0; r < n; r += POS_BLOCK) {
         a.dot_positions_k(w.exact + r, EXACT_CHUNK, at<const float>(a.q, 0, i, s), a.q->nb[1]/sizeof(float), a.n_head, a.n_group_q, row + r,
-                a.k->nb[1], std::min(POS_BLOCK, n - r), a.d_k, row[r] + BYTES_AHEAD);
+                a.k->nb[1], std::min(POS_BLOCK, n - r), a.d_k, address_ahead(row[r], BYTES_AHEAD));
     }
     const bool all = n == t1 - t0;
     for (int h = 0; h < a.n_head; ++h) {

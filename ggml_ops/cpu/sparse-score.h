@@ -5,6 +5,8 @@
 
 #include "sparse-kth.h"
 
+#include <cmath>
+
 namespace sparse {
 
 // sum_i |x[i]|
@@ -19,6 +21,7 @@ static inline float abs_sum(const float * x, int n) {
 // comp: the r components c with the largest sum_h |q[h, c]|, ascending, ties to the lower one
 // coef[h, i] = q[h, comp[i]]*scale/sqrt(sum_i |q[h, comp[i]]| / sum_c |q[h, c]|)
 //   q [n_head][d], comp [r], coef [n_head][r], sum: scratch [d]; returns the number of components: r, or fewer if q holds NaN
+//   Where the sums of a head are 0 or beyond f32 (q holds inf), its coefficients are 0
 static inline int choose_components(int32_t * comp, float * coef, float * sum, const float * q, int64_t ld_q, int n_head, int d, int r,
         float scale) {
     for (int h = 0; h < n_head; ++h) {
@@ -50,7 +53,7 @@ static inline int choose_components(int32_t * comp, float * coef, float * sum, c
         const float l1 = abs_sum(qh, d), l1_r = abs_sum(res, n);
         const float s  = l1_r > 0.0f ? scale/sqrtf(l1_r/l1) : 0.0f;
         for (int i = 0; i < n; ++i) {
-            res[i] *= s;
+            res[i] = std::isfinite(s) ? res[i]*s : 0.0f;
         }
     }
     return n;

@@ -33,7 +33,7 @@ struct seal_work {
 
     seal_work(const seal_src & a, const void * wdata, int ith, int nth) {
         if (ggml_is_quantized(a.k->type) || a.p.n_rot != 0) {
-            size = take_per_thread(bump(wdata), ith, nth, [&](bump & own) { rows = own.take<float>(ggml_sparse_unit(a.p.n_bit)*a.d_k); });
+            size = take_per_thread(bump(wdata), ith, nth, [&](bump & own) { rows = own.take<float>(ggml_sparse_seal_span(a.p.n_bit)*a.d_k); });
         }
     }
 };
@@ -94,10 +94,10 @@ void sum_group(const seal_src & a, int64_t h, int64_t g, int64_t s) {
     });
 }
 
-// the total of the SUM groups that g is one of
+// the total of the sum block that g lies in
 void sum_groups(const seal_src & a, int64_t h, int64_t g, int64_t s) {
     const int64_t row = ggml_sparse_sum_row(g/SUM*SUM);
-    float * sum = at<float>(a.v_sum, row + SUM, s) + h*a.d_v;
+    float * sum = at<float>(a.v_sum, ggml_sparse_total_row(g), s) + h*a.d_v;
     memset(sum, 0, a.d_v*sizeof(float));
     sum_positions<float>(sum, (const char *) (at<float>(a.v_sum, row, s) + h*a.d_v), a.v_sum->nb[1], SUM, a.d_v);
 }
@@ -105,7 +105,7 @@ void sum_groups(const seal_src & a, int64_t h, int64_t g, int64_t s) {
 // The thread that seals group g of a head. It is one of those that will read the head, see unit_queue: each thread has neighbouring heads, or
 // a head belongs to the threads i, i + n_all, .. in turns
 int64_t owner(const seal_src & a, int64_t head, int64_t g, int64_t nth) {
-    const int64_t i = g*GROUP/ggml_sparse_unit(a.p.n_bit); // a run is coded at once
+    const int64_t i = g*GROUP/ggml_sparse_seal_span(a.p.n_bit); // a run is coded at once
     return a.n_all % nth == 0 ? head*nth/a.n_all : nth % a.n_all == 0 ? head + i % (nth/a.n_all)*a.n_all : (i*a.n_all + head) % nth;
 }
 

@@ -13,12 +13,14 @@
 
 namespace sparse {
 
+constexpr float SHADOW_MAX = GGML_SPARSE_SHADOW_MAX;
+
 // ---- f16: k_t[c, t] = k[t, c] ----
 
 static inline f16 clamp_f16(f16 x) {
-    return (x.bits & 0x7FFF) == 0x7C00 ? f16 { (uint16_t) (x.bits - 1) } : x; // +-inf -> +-65504
+    return (x.bits & 0x7FFF) == 0x7C00 ? f16 { (uint16_t) (x.bits - 1) } : x; // +-inf -> +-SHADOW_MAX
 }
-static inline f16 clamp_f16(float x) { return to_f16(x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x); }
+static inline f16 clamp_f16(float x) { return to_f16(x > SHADOW_MAX ? SHADOW_MAX : x < -SHADOW_MAX ? -SHADOW_MAX : x); }
 static inline f16 clamp_f16(bf16  x) { return clamp_f16(to_f32(x)); }
 
 // the n <= GROUP positions of a group of one KV head
@@ -77,7 +79,7 @@ struct seal_columns {
         const int m = n - v*W;
         vf x = m >= W ? load(p) : load_n(p, std::max(m, 0));
         x = select(eq(x, x), x, set1(0.0f));
-        return vmin(set1(65504.0f), vmax(set1(-65504.0f), x));
+        return vmin(set1(SHADOW_MAX), vmax(set1(-SHADOW_MAX), x));
     }
 };
 
@@ -87,8 +89,8 @@ static SPARQ_INLINE void find_ranges(const seal_columns<T> & x, vf top, vf * zer
     const vf none = set1(0.0f);
     vf lo[SEAL_VEC], hi[SEAL_VEC];
     for (int v = 0; v < SEAL_VEC; ++v) {
-        lo[v] = set1(65504.0f);
-        hi[v] = set1(-65504.0f);
+        lo[v] = set1(SHADOW_MAX);
+        hi[v] = set1(-SHADOW_MAX);
     }
     for (int t = 0; t < RUN; ++t) {
         for (int v = 0; x.is_valid(t) && v < SEAL_VEC; ++v) {
@@ -116,6 +118,7 @@ static SPARQ_INLINE void find_ranges(const seal_columns<T> & x, vf top, vf * zer
 template <typename T>
 static void seal_run_codes(char * codes, size_t nb_comp, float * range, const char * k, size_t nb_pos, const uint8_t * valid, int d, int n_bit,
         int64_t ld_range) {
+    GGML_ASSERT(n_bit == 8 || n_bit == 4); // as codes are packed below
     const vf top = set1((float) ggml_sparse_code_max(n_bit));
     for (int c0 = 0; c0 < d; c0 += SEAL_WIDTH) {
         const seal_columns<T> x = { k + c0*sizeof(T), nb_pos, valid, std::min(SEAL_WIDTH, d - c0) };

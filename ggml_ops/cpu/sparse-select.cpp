@@ -5,7 +5,7 @@
 sparse::select_src::select_src(const ggml_tensor * dst) :
     ggml_sparse_src(ggml_sparse_src_of(dst)),
     tile_grid(logits ? logits->ne[0] : k->ne[2], dst->ne[1], (logits ? logits : q)->ne[1], dst->ne[2], dst->ne[3]),
-    p(ggml_sparse_select_params_of(dst)), n_always((int) wanted->ne[0] - p.i_forced) {}
+    p(ggml_sparse_select_params_of(dst)), n_forced((int) wanted->ne[0] - p.i_forced) {}
 
 namespace {
 
@@ -29,7 +29,7 @@ struct select_work : select_scratch {
             cand     = own.take<float>(a.n_kv + (a.n_tile + 2)*W);
             cell     = own.take<int32_t>(a.n_kv + (a.n_tile + 2)*W);
             weight   = own.take<float>(is_top_p(a.p.top_p) ? a.n_kv + 2*W : 0);
-            saved    = own.take<float>(a.n_always + W);
+            saved    = own.take<float>(a.n_forced + W);
             top      = own.take<float>(a.n_group_q);
             all      = own.take<float>(a.n_group_q);
             factor   = own.take<float>(a.n_group_q*a.n_tile);
@@ -90,7 +90,7 @@ struct select_pass {
     select_pass(const ggml_compute_params * params, ggml_tensor * dst, const select_src & a, const void * wdata, const logit_source & logits) :
         params(params), dst(dst), a(a), wdata(wdata), logits(logits), ith(params->ith), nth(params->nth),
         w(a, wdata, ith, nth), queue(params, a.n_all*a.n_tile, a.n_tile), only_scores(a.p.topk_max == 0),
-        shares(queue.size == 0 && a.n_all % nth != 0 && a.n_tile > 1) {
+        shares(queue.block == 0 && a.n_all % nth != 0 && a.n_tile > 1) {
         find_parts();
     }
 
@@ -99,17 +99,17 @@ struct select_pass {
     bool reads_all(const head_index & head) const { return a.args(head).k < 0; }
 
     // are all tiles of head u this thread's?
-    bool is_whole(int64_t u) const { return u*a.n_tile >= queue.u0 && (u + 1)*a.n_tile <= queue.u1; }
+    bool is_whole(int64_t u) const { return u*a.n_tile >= queue.mine.begin && (u + 1)*a.n_tile <= queue.mine.end; }
 
     // they are at either end of what it has
     void find_parts() {
-        if (!shares || queue.u0 == queue.u1) {
+        if (!shares || queue.mine.begin == queue.mine.end) {
             return;
         }
-        for (int64_t x : { queue.u0, queue.u1 - 1 }) {
+        for (int64_t x : { queue.mine.begin, queue.mine.end - 1 }) {
             const int64_t u = x/a.n_tile, x0 = u*a.n_tile;
             if (!is_whole(u) && (n_part == 0 || parts[0].head.u != u)) {
-                parts[n_part++] = { a.head(u), std::max(queue.u0, x0) - x0, std::min(queue.u1, x0 + a.n_tile) - x0, queue.owner(x0) };
+                parts[n_part++] = { a.head(u), std::max(queue.mine.begin, x0) - x0, std::min(queue.mine.end, x0 + a.n_tile) - x0, queue.owner(x0) };
             }
         }
     }

@@ -67,7 +67,7 @@ struct select_scratch {
     float   * cand;     // [n + (n_tile + 2)*W] the keys of candidates, which are near or above the cut ..
     int32_t * cell;     // [n + (n_tile + 2)*W] .. and their cells
     float   * weight;   // [n + 2*W] with top_p
-    float   * saved;    // [n_always + W] the own keys of cells that are always selected, NaN: the cell does not count as one
+    float   * saved;    // [n_forced + W] the own keys of forced cells, NaN: the cell does not count as one
     float   * top;      // [n_head] the largest logit ..
     float   * all;      // [n_head] .. and the sum of exp(logit - top)
     float   * factor;   // [n_tile][n_head] brings exp(logit - max) of a tile to exp(logit - top)
@@ -78,10 +78,10 @@ struct select_scratch {
 
 // what is to be selected
 struct select_args {
-    const int32_t * always;     // [n_always] cells that are always selected: the first n_local of n_local_max local positions, and then sinks
-    int             n_always, n_local, n_local_max;
+    const int32_t * forced;     // [n_forced] forced cells: the first n_local of n_local_max local positions, and then sinks
+    int             n_forced, n_local, n_local_max;
     int             k, topk_max;
-    const float   * sinks;      // [n_head] learned sinks, or NULL
+    const float   * sink_logits;    // [n_head] learned sinks, or NULL
     bool            want_alpha;
     float           top_p;
 };
@@ -160,7 +160,7 @@ static inline void finish_tile(const head_scores & s, int64_t tile, bool want_so
         const float total  = sum.total();
         const bool  finite = total < INFINITY; // then there is no NaN and no +inf
         if (s.n_head == 1 && !(finite && want_softmax)) {
-            // the key is the logit itself, but NaN counts as hidden, and +inf is reserved for cells that are always selected
+            // the key is the logit itself, but NaN counts as hidden, and +inf is reserved for forced cells
             for (int64_t t = 0; t < n; t += W) {
                 const vf y = load(x + t);
                 store(x + t, select(lt(inf, y), vmin(y, set1(FLT_MAX)), inf));
@@ -217,11 +217,11 @@ static inline void rank_keys(float * key, const select_scratch & w, const head_s
 
 // ---- the largest keys ----
 
-// Gives the cells that are always selected the key +inf, each cell once, and keeps their own keys in w.saved. Returns their number
-static inline int raise_always(const select_scratch & w, float * key, int64_t n, const select_args & a) {
+// Gives the forced cells the key +inf, each cell once, and keeps their own keys in w.saved. Returns their number
+static inline int raise_forced(const select_scratch & w, float * key, int64_t n, const select_args & a) {
     int n_in = 0;
-    for (int i = 0; i < a.n_always; ++i) {
-        const int32_t cell = a.always[i];
+    for (int i = 0; i < a.n_forced; ++i) {
+        const int32_t cell = a.forced[i];
         const bool    in   = (i < a.n_local || i >= a.n_local_max) && cell >= 0 && cell < n && n_in < a.topk_max;
         w.saved[i] = in && key[cell] > -INFINITY && key[cell] < INFINITY ? key[cell] : NAN;
         if (w.saved[i] == w.saved[i]) {
@@ -350,9 +350,9 @@ static inline int cut_at_mass(int32_t * cells, float * key, const float * weight
     return n_res;
 }
 
-// Of the selected cells keeps those that top_p keeps. Cells that are always selected have the key +inf, and their own keys are in w.saved.
+// Of the selected cells keeps those that top_p keeps. Forced cells have the key +inf, and their own keys are in w.saved.
 // Leaves the keys of what is kept in w.cand, -inf for those
-static inline int keep_top_p(int32_t * cells, int n_sel, const select_scratch & w, const head_scores & s, const float * key, int n_always,
+static inline int keep_top_p(int32_t * cells, int n_sel, const select_scratch & w, const head_scores & s, const float * key, int n_forced,
         float top_p) {
     // a position weighs what the heads softmax it to: that is its key, or with a single head exp(key - top)
     float all = 0.0f;
@@ -370,18 +370,18 @@ static inline int keep_top_p(int32_t * cells, int n_sel, const select_scratch & 
     };
     float * x = w.cand;
     int n_in = 0;
-    for (int i = 0; i < n_always; ++i) {
+    for (int i = 0; i < n_forced; ++i) {
         x[n_in] = w.saved[i];
         n_in += w.saved[i] == w.saved[i];
     }
     weigh(w.weight, x, n_in);
-    const float always = mass_from(x, w.weight, n_in, -FLT_MAX);
+    const float forced = mass_from(x, w.weight, n_in, -FLT_MAX);
 
     for (int i = 0; i < n_sel; ++i) {
         x[i] = key[cells[i]] == INFINITY ? -INFINITY : key[cells[i]];
     }
     weigh(w.weight, x, n_sel);
-    return cut_at_mass(cells, x, w.weight, n_sel, top_p*all - always);
+    return cut_at_mass(cells, x, w.weight, n_sel, top_p*all - forced);
 }
 
 // ---- alpha ----
@@ -415,15 +415,15 @@ static inline float tile_mass(const int32_t * cells, int n, const select_scratch
 // alpha = (mass of the cells + sink)/(mass of all + sink) of head h. The sink takes mass but carries no value, so its share stays with the
 // selection. w.cand: the keys of the cells
 static inline float head_alpha(const int32_t * cells, int n, const select_scratch & w, const head_scores & s, const select_args & a, int h) {
-    const float part = s.n_head == 1 ? exp_mass(w.cand, n, w.top[0]) + exp_mass(w.saved, a.n_always, w.top[0]) : tile_mass(cells, n, w, s, h);
-    const float sink = a.sinks ? expf(a.sinks[h] - w.top[h]) : 0.0f;
+    const float part = s.n_head == 1 ? exp_mass(w.cand, n, w.top[0]) + exp_mass(w.saved, a.n_forced, w.top[0]) : tile_mass(cells, n, w, s, h);
+    const float sink = a.sink_logits ? expf(a.sink_logits[h] - w.top[h]) : 0.0f;
     const float all  = w.all[h] + sink;
     return all > 0.0f ? std::fmin((part + sink)/all, 1.0f) : 1.0f;
 }
 
 // ---- one head ----
 
-// how many cells are selected, if n_in of them always are
+// how many cells are selected, if n_in of them are forced
 static inline int n_wanted(const select_args & a, int n_in) { return std::max(std::min(a.k, a.topk_max), n_in); }
 
 static inline float * keys(const select_scratch & w, const head_scores & s) { return s.n_head == 1 ? s.x : w.key; }
@@ -431,13 +431,13 @@ static inline float * keys(const select_scratch & w, const head_scores & s) { re
 // does step 2 need more of the softmax than the order?
 static inline bool wants_softmax(const select_args & a) { return a.want_alpha || is_top_p(a.top_p); }
 
-// res = n_sel, alpha [n_head], the cells, -1 ..: of the n_cand candidates in w.cand, of which cells that are always selected have the key +inf
+// res = n_sel, alpha [n_head], the cells, -1 ..: of the n_cand candidates in w.cand, of which forced cells have the key +inf
 static inline void finish_select(int32_t * res, const select_scratch & w, const head_scores & s, const select_args & a, int n_cand, int k,
         float guess) {
     int32_t * cells = res + 1 + s.n_head;
     int n_sel = take_largest(cells, w, n_cand, k, guess);
     if (is_top_p(a.top_p)) {
-        n_sel = keep_top_p(cells, n_sel, w, s, keys(w, s), a.n_always, a.top_p);
+        n_sel = keep_top_p(cells, n_sel, w, s, keys(w, s), a.n_forced, a.top_p);
     }
     res[0] = n_sel;
     std::fill(cells + n_sel, cells + a.topk_max, -1);
@@ -466,7 +466,7 @@ static inline void select_topk(int32_t * res, const select_scratch & w, const he
     if (s.n_head > 1) {
         rank_keys(key, w, s, 0, s.n_tile(), next);
     }
-    const int k = n_wanted(a, raise_always(w, key, s.n, a));
+    const int k = n_wanted(a, raise_forced(w, key, s.n, a));
     int   n_cand = 0;
     float guess  = -FLT_MAX;
     for (float wide = 1.0f; k > 0; wide *= 4.0f) {
@@ -495,7 +495,7 @@ static inline void share_keys(const select_scratch & o, const select_scratch & w
 
 static inline void share_guess(const select_scratch & o, const head_scores & s, const select_args & a) {
     float * key = keys(o, s);
-    *o.n_wanted = n_wanted(a, raise_always(o, key, s.n, a));
+    *o.n_wanted = n_wanted(a, raise_forced(o, key, s.n, a));
     *o.guess    = guess_cut(o, key, s.n, *o.n_wanted, 1.0f);
 }
 

@@ -127,17 +127,19 @@ struct digits {
 
 // Hands out the units 0 .. n - 1. Each thread has a part of them that are neighbours in memory. The second half of every part is open to all,
 // in blocks, since the threads of one core, of unlike cores or of a busy machine are not equally fast.
-// With NUMA nodes nothing is open. If threads are a multiple of the n_whole pieces (heads), thread i then works on piece i % n_whole, and so
+// With NUMA nodes nothing is open. If threads are a multiple of the n_piece pieces (heads), thread i then works on piece i % n_piece, and so
 // does SEAL, which touches the shadow's pages first. Threads lie on nodes in turns, so all who read a head are on the node that holds it, as
 // long as the nodes divide the heads (with 48 threads for 32 heads, say, some read from elsewhere).
 struct unit_queue {
+    struct units { int64_t begin = 0, end = 0; };
+
     const ggml_compute_params * params;
-    int64_t n, align; // units, and how many neighbours stay together
-    int64_t n_whole;  // n in pieces of `align` units
-    int64_t size;     // a block in such pieces, 0: none is open
-    int64_t u0, u1;   // this thread's current units: [u0, u1)
+    int64_t n, align; // units, and how many neighbours stay together, as a piece
+    int64_t n_piece;
+    int64_t block;    // pieces that a thread takes at once of what is open, 0: nothing is open
+    units   mine;     // this thread's current units
     int64_t u;        // the one of them that comes next
-    int64_t v0 = 0, v1 = 0; // the block after them, if it is known already
+    units   stolen;   // the block that comes after them, if it is known already: of any thread's part
 
     // Called before a barrier, after which the threads make their queues. There can be one queue at a time, because the count is the pool's
     static void open(const ggml_compute_params * params) {
@@ -149,66 +151,60 @@ struct unit_queue {
     // align: units that stay together, as long as each thread finds some then
     unit_queue(const ggml_compute_params * params, int64_t n, int64_t align = 1) : params(params), n(n), align(align) {
         const int64_t nth = params->nth;
-        n_whole = ceil_div(n, align);
-        size   = ceil_div(n_whole, 16*nth);
-        if (ggml_is_numa() || n_whole < 4*nth) {
-            size = 0;
-            fixed(params->ith, u0, u1);
+        n_piece = ceil_div(n, align);
+        block   = ceil_div(n_piece, 16*nth);
+        if (ggml_is_numa() || n_piece < 4*nth) {
+            block = 0;
+            mine  = fixed(params->ith);
         } else {
-            u0 = part(params->ith)*align;
-            u1 = std::min(n, open_from(params->ith)*align);
+            mine = { part(params->ith)*align, std::min(n, open_from(params->ith)*align) };
         }
-        u = u0;
+        u = mine.begin;
     }
 
     // where nothing is open: the units of thread i, and the thread that has unit x
-    void fixed(int64_t i, int64_t & x0, int64_t & x1) const {
+    units fixed(int64_t i) const {
         const int64_t nth = params->nth;
-        if (ggml_is_numa() && nth % n_whole == 0) {
-            const int64_t at = i % n_whole*align, size = std::min(align, n - at), m = i/n_whole, n_share = nth/n_whole;
-            x0 = at + size*m/n_share;
-            x1 = at + size*(m + 1)/n_share;
-        } else {
-            x0 = n*i/nth;
-            x1 = n*(i + 1)/nth;
+        if (ggml_is_numa() && nth % n_piece == 0) {
+            const int64_t at = i % n_piece*align, size = std::min(align, n - at), m = i/n_piece, n_share = nth/n_piece;
+            return { at + size*m/n_share, at + size*(m + 1)/n_share };
         }
+        return { n*i/nth, n*(i + 1)/nth };
     }
     int owner(int64_t x) const {
-        int64_t x0, x1;
-        int i = -1;
+        int   i = -1;
+        units has;
         do {
-            fixed(++i, x0, x1);
-        } while (x < x0 || x >= x1);
+            has = fixed(++i);
+        } while (x < has.begin || x >= has.end);
         return i;
     }
 
     // the first piece of thread i's part, and of the half of it that is open
-    int64_t part(int64_t i)      const { return n_whole*i/params->nth; }
+    int64_t part(int64_t i)      const { return n_piece*i/params->nth; }
     int64_t open_from(int64_t i) const { return (part(i) + part(i + 1) + 1)/2; }
 
     // the unit that comes next, -1 if none is left
     int64_t peek() {
-        if (u < u1) {
+        if (u < mine.end) {
             return u;
         }
-        while (v0 >= v1 && size > 0) {
+        while (stolen.begin >= stolen.end && block > 0) {
             const int64_t b = ggml_threadpool_chunk_add(params->threadpool, 1), i = b % params->nth;
-            v0 = open_from(i) + b/params->nth*size;
-            v1 = std::min(v0 + size, part(i + 1));
-            v0 *= align;
-            v1 = std::min(n, v1*align);
-            size = b/params->nth*size < ceil_div(n_whole, params->nth) ? size : 0; // 0: all are taken
+            const int64_t p0 = open_from(i) + b/params->nth*block, p1 = std::min(p0 + block, part(i + 1)); // pieces
+            stolen = { p0*align, std::min(n, p1*align) };
+            block  = b/params->nth*block < ceil_div(n_piece, params->nth) ? block : 0; // 0: all are taken
         }
-        return v0 < v1 ? v0 : -1;
+        return stolen.begin < stolen.end ? stolen.begin : -1;
     }
 
     // takes it
     int64_t take() {
         const int64_t res = peek();
-        if (u >= u1 && res >= 0) {
-            u  = u0 = v0;
-            u1 = v1;
-            v0 = v1 = 0;
+        if (u >= mine.end && res >= 0) {
+            u      = stolen.begin;
+            mine   = stolen;
+            stolen = {};
         }
         u += res >= 0;
         return res;

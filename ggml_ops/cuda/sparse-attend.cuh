@@ -13,7 +13,7 @@ struct attend_args {
     view q, k, v, mask, v_sum;
     view visible;                       // with mean_v its row n_tok tells which groups are sealed
     const int32_t * sel;                // [row][n_head_kv][ld_sel] or NULL: all positions; row = stream*n_tok + token
-    const float   * sinks;              // [n_head] or NULL
+    const float   * sink_logits;        // [n_head] or NULL
     float * state;                      // [row][n_head][n_grid][d_v + 2], or NULL with one split: straight to res
     float * mean;                       // [row][n_head_kv][d_v], with mean_v
     float * res;                        // [row][n_head*d_v], rows ld_res floats apart
@@ -23,7 +23,7 @@ struct attend_args {
     float   scale, softcap, max_bias;
 };
 
-constexpr int TILE = GROUP; // positions
+constexpr int ATTEND_TILE = GROUP; // positions
 
 __device__ __forceinline__ int n_selected(const attend_args & a, const int32_t * sel) { return min(max(sel[0], 0), a.ld_sel - 1 - a.n_group_q); }
 
@@ -39,16 +39,16 @@ __device__ __forceinline__ int split_of(const attend_args & a, const int32_t * s
 template <int GB>
 struct alignas(16) attend_shared {
     float    q[GB][D_MAX];          // see q_place()
-    float    s[GB][TILE];           // products, then softmax numerators
+    float    s[GB][ATTEND_TILE];    // products, then softmax numerators
     float    sum[N_THREAD*8];       // to add up what threads have summed of V
     float    m[GB], l[GB], f[GB];   // largest logit, sum of exp(logit - it), what brings older sums to it
-    int32_t  cell[2][TILE];         // of this tile and of the one before; < 0: none, or hidden
-    uint16_t mask[2][TILE];
+    int32_t  cell[2][ATTEND_TILE];  // of this tile and of the one before; < 0: none, or hidden
+    uint16_t mask[2][ATTEND_TILE];
 };
 
 // products of a tile -> softmax numerators, against the largest logit so far; a warp per head
 template <int GB>
-__device__ __forceinline__ void softmax_tile(const attend_args & a, attend_shared<GB> & m, const uint16_t (&mask)[TILE], int head) {
+__device__ __forceinline__ void softmax_tile(const attend_args & a, attend_shared<GB> & m, const uint16_t (&mask)[ATTEND_TILE], int head) {
     const int r = threadIdx.x % 32;
     for (int h = threadIdx.x/32; h < GB; h += N_WARP) {
         const float slope = head_slope(head + h, a.n_log2, a.max_bias);
@@ -93,8 +93,8 @@ __device__ __forceinline__ void write_split(
                 }
             } else {
                 float top = m.m[h], l = m.l[h];
-                if (a.sinks) {
-                    const float sink = a.sinks[head + h], all = fmaxf(top, sink), f = expf(top - all);
+                if (a.sink_logits) {
+                    const float sink = a.sink_logits[head + h], all = fmaxf(top, sink), f = expf(top - all);
                     o *= f;
                     l  = l*f + expf(sink - all);
                 }
@@ -121,12 +121,12 @@ __device__ __forceinline__ void attend_split(const attend_args & a, attend_share
     const uint16_t * mask = a.mask.at<const uint16_t>(i, 0, s);
     const char     * k    = a.k.at(h_kv, 0, s), * v = a.v.at(h_kv, 0, s);
     const int      n_sel  = sel ? n_selected(a, sel) : 0;
-    const int64_t  n_tile = ((sel ? n_sel : a.n_kv) + TILE - 1)/TILE;
+    const int64_t  n_tile = ((sel ? n_sel : a.n_kv) + ATTEND_TILE - 1)/ATTEND_TILE;
 
     // V: a thread has 8 columns of every n_slice-th row of a tile
     const int  n_col = (d_v + 7)/8, n_slice = N_THREAD/n_col, col = tid % n_col, slice = tid/n_col;
     const bool has_v = slice < n_slice;
-    constexpr int N_V = D > 0 ? TILE*D/8/N_THREAD : 1; // rows of V that are on their way while K is worked on
+    constexpr int N_V = D > 0 ? ATTEND_TILE*D/8/N_THREAD : 1; // rows of V that are on their way while K is worked on
 
     for (int h = 0; h < GB; ++h) {
         if (tid < (d_k + 7)/8*8) {
@@ -149,8 +149,8 @@ __device__ __forceinline__ void attend_split(const attend_args & a, attend_share
     int64_t tile = next(blockIdx.x);
     for (int turn = 0; tile < n_tile; ++turn) {
         const int par = turn & 1; // the cells of the tile before may still be read
-        if (tid < TILE) {
-            const int64_t j = tile*TILE + tid;
+        if (tid < ATTEND_TILE) {
+            const int64_t j = tile*ATTEND_TILE + tid;
             const int64_t t = sel ? (j < n_sel ? sel[1 + a.n_group_q + j] : -1) : j;
             const uint16_t mt = t >= 0 && t < a.n_kv ? mask[t] : F16_NEG_INF;
             m.cell[par][tid] = mt == F16_NEG_INF ? -1 : (int32_t) t;
@@ -187,7 +187,7 @@ __device__ __forceinline__ void attend_split(const attend_args & a, attend_share
                 store_products<GB>(m.s, x, tid/8 + 32*r);
             }
         } else {
-            for (int r = tid/8; r < TILE; r += N_THREAD/8) {
+            for (int r = tid/8; r < ATTEND_TILE; r += N_THREAD/8) {
                 const int32_t t = m.cell[par][r];
                 float x[GB] = {};
                 dot_row<TYPE_K, GB>(x, m.q, a.k.type, t < 0 ? nullptr : k + t*a.k.nb2, d_k);
@@ -225,7 +225,7 @@ __device__ __forceinline__ void attend_split(const attend_args & a, attend_share
                 add(x, slice + j*n_slice);
             }
         } else {
-            for (int r = slice; has_v && r < TILE; r += n_slice) {
+            for (int r = slice; has_v && r < ATTEND_TILE; r += n_slice) {
                 const int32_t t = m.cell[par][r];
                 if (t >= 0) { // what is hidden may hold NaN
                     float x[8];
@@ -287,12 +287,12 @@ __device__ inline void attend_mean(const attend_args & a, float * buf) {
                 n_whole += vis[g] == GROUP && sealed[g];
             }
             if (n_whole == SUM) {
-                add(g0/SUM*(SUM + 1) + SUM);
+                add(ggml_sparse_total_row(g0));
                 continue;
             }
             for (int64_t g = g0; g < g0 + n; ++g) {
                 if (vis[g] == GROUP && sealed[g]) {
-                    add(g0/SUM*(SUM + 1) + g - g0);
+                    add(ggml_sparse_sum_row(g));
                 } else if (vis[g] > 0) {
                     for (int64_t t = g*GROUP; t < min((g + 1)*GROUP, a.n_kv); ++t) {
                         if (mask[t] != F16_NEG_INF) {
@@ -364,7 +364,7 @@ static __global__ void __launch_bounds__(N_THREAD) merge(const attend_args a) {
     const int32_t * sel = selection(a, row, h_kv);
     const int n_split = split_of(a, sel);
 
-    const float sink = a.sinks ? a.sinks[j] : neg_inf();
+    const float sink = a.sink_logits ? a.sink_logits[j] : neg_inf();
     f[tid] = tid < n_split ? st[tid*ld + a.d_v]     : neg_inf();
     l[tid] = tid < n_split ? st[tid*ld + a.d_v + 1] : 0.0f;
     __syncthreads();
@@ -381,7 +381,7 @@ static __global__ void __launch_bounds__(N_THREAD) merge(const attend_args a) {
     for (int i = tid % 32; i < N_THREAD; i += 32) {
         all += l[i]*f[i];
     }
-    all = lane_sum<32>(all) + (a.sinks ? expf(sink - ref) : 0.0f);
+    all = lane_sum<32>(all) + (a.sink_logits ? expf(sink - ref) : 0.0f);
 
     const int n_slice = N_THREAD/a.d_v, c = tid % a.d_v, slice = tid/a.d_v;
     float o = 0.0f;

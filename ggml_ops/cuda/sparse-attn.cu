@@ -49,7 +49,7 @@ int n_log2(int n) {
 
 int n_sm(const ggml_backend_cuda_context & ctx) { return ggml_cuda_info().devices[ctx.device].nsm; }
 
-// query heads of a group that a block works on at a time: 1, 4 or 8
+// query heads of a KV head that a block works on at a time: 1, 4 or 8
 int heads_per_pass(int n_group_q) { return n_group_q == 1 ? 1 : n_group_q <= 4 ? 4 : 8; }
 
 // do all rows begin at multiples of 16 bytes?
@@ -62,6 +62,7 @@ bool is_aligned(const ggml_tensor * t) {
 void op_seal(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
     const auto src = ggml_sparse_src_of(dst);
     const auto p   = ggml_sparse_params_of<ggml_sparse_seal_params>(dst);
+    GGML_ASSERT(p.n_bit == 16 || p.n_bit == 8 || p.n_bit == 4); // as seal_run() packs codes
 
     seal_args a = {};
     a.k_t     = make_view(src.k_t);
@@ -107,7 +108,7 @@ score_args make_score(const ggml_tensor * dst) {
     a.sealed    = data_of<const int32_t>(src.sealed);
     a.stats     = data_of<unsigned long long>(src.stats);
     a.n_kv      = src.k->ne[2];
-    a.n_grp     = ceil_div(a.n_kv, GROUP);
+    a.n_grp     = ggml_sparse_n_groups(a.n_kv);
     a.n_run     = ceil_div(a.n_kv, RUN);
     a.n_head    = (int) src.q->ne[1];
     a.n_head_kv = (int) src.k->ne[1];
@@ -193,7 +194,7 @@ void run_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, float 
     a.key         = logits;
     a.run_max     = run_max;
     a.run_sum     = run_sum;
-    a.sinks       = data_of<const float>(src.sinks);
+    a.sink_logits = data_of<const float>(src.sinks);
     a.res         = data_of<int32_t>(dst);
     a.n_kv        = n_kv;
     a.n_run       = n_run;
@@ -263,7 +264,7 @@ void launch_attend(ggml_backend_cuda_context & ctx, attend_args a) {
     a.n_pass = (int) ceil_div(a.n_group_q, GB);
     const int64_t n_y    = (int64_t) a.n_head_kv*a.n_pass;
     const int64_t fill   = std::max<int64_t>(1, 4*n_sm(ctx)/(n_y*a.n_row));
-    const auto split = [&](int64_t n) { return (int) std::min<int64_t>({ ceil_div(n, TILE), fill, N_THREAD }); }; // merge() has a thread per split
+    const auto split = [&](int64_t n) { return (int) std::min<int64_t>({ ceil_div(n, ATTEND_TILE), fill, N_THREAD }); }; // merge() has a thread per split
     a.n_split_all = split(a.n_kv);
     a.n_split_sel = a.sel ? split(a.ld_sel - 1 - a.n_group_q) : a.n_split_all;
     a.n_grid      = std::max(a.n_split_all, a.n_split_sel);
@@ -305,11 +306,11 @@ void op_attend(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
     a.visible   = make_view(src.visible);
     a.sel       = data_of<const int32_t>(src.sel);
     a.v_sum     = make_view(src.v_sum);
-    a.sinks     = data_of<const float>(src.sinks);
+    a.sink_logits = data_of<const float>(src.sinks);
     a.stats     = data_of<unsigned long long>(src.stats);
     a.res       = data_of<float>(dst);
     a.n_kv      = k->ne[2];
-    a.n_grp     = ceil_div(a.n_kv, GROUP);
+    a.n_grp     = ggml_sparse_n_groups(a.n_kv);
     a.ld_res    = dst->nb[1]/sizeof(float);
     a.n_head    = (int) q->ne[1];
     a.n_head_kv = (int) k->ne[1];

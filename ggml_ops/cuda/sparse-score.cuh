@@ -15,7 +15,7 @@ struct score_args {
     float * run_max, * run_sum;         // [row][n_head][n_run] the largest logit of a run, the sum of exp(logit - it); or NULL
     unsigned long long * stats;
     int64_t n_kv, n_grp, n_run;
-    int     n_head, n_head_kv, n_group_q, n_tok, d, rank, n_rot, n_log2, n_pass, row_bytes; // n_pass: of the heads of a group, GB at a time
+    int     n_head, n_head_kv, n_group_q, n_tok, d, rank, n_rot, n_log2, n_pass, row_bytes; // n_pass: of the heads of a KV head, GB at a time
     float   scale, softcap, max_bias;
 };
 
@@ -28,6 +28,7 @@ constexpr int N_SLICE = N_THREAD/N_LANE;  // threads that share these positions,
 // see sparse-codes.h; f16: 16 bytes
 template <int N_BIT>
 __device__ __forceinline__ int2 lane_positions(int lane) {
+    static_assert(!ggml_sparse_has_codes(N_BIT) || N_BIT == 8 || N_BIT == 4);
     if (!ggml_sparse_has_codes(N_BIT)) {
         return { lane*8, lane*8 + 4 };
     }
@@ -66,8 +67,8 @@ struct alignas(16) score_shared {
     int64_t  bytes[N_WARP];         // what a warp had to read; the first pass counts
 };
 
-// the `rank` components with the largest sum over the group of |q| (ties: the lowest), and per head of this pass the coefficients
-//   q*scale/sqrt(|q_r|_1/|q|_1). Returns the number of components: fewer where q holds NaN
+// the `rank` components with the largest sum over the KV head's query heads of |q| (ties: the lowest), and per head of this pass the coefficients
+//   q*scale/sqrt(|q_r|_1/|q|_1), 0 where the sums of a head are 0 or beyond f32. Returns the number of components: fewer where q holds NaN
 template <int GB>
 __device__ __forceinline__ int choose_components(score_shared<GB> & m, const score_args & a, int64_t h_kv, int h0, int64_t i, int64_t s) {
     const int c = threadIdx.x;
@@ -120,7 +121,7 @@ __device__ __forceinline__ int choose_components(score_shared<GB> & m, const sco
         part = lane_sum<32>(part);
         const float f = part > 0.0f ? __fdiv_rn(a.scale, __fsqrt_rn(__fdiv_rn(part, all))) : 0.0f;
         for (int o = lane; o < n; o += 32) {
-            m.coef[h][o] = m.q[h][m.comp[o]]*f;
+            m.coef[h][o] = f <= FLT_MAX ? m.q[h][m.comp[o]]*f : 0.0f; // NaN and inf are not
         }
     }
     __syncthreads();
@@ -142,13 +143,14 @@ __device__ __forceinline__ int choose_components(score_shared<GB> & m, const sco
 //   NUMERICS: as on the CPU (make_coef in cpu/sparse-score-codes.h)
 template <int N_BIT, int GB>
 __device__ __forceinline__ void code_coef(score_shared<GB> & m, int h, int n_comp) {
+    static_assert(N_BIT == 8 || N_BIT == 4);
     const int lane = threadIdx.x % 32;
     float top = 0.0f;
     for (int i = lane; i < n_comp; i += 32) {
         top = fmaxf(top, fabsf(m.coef[h][i]*m.size[i]));
     }
     top = warp_max(top);
-    top = top > 1e-30f ? top : 0.0f;
+    top = top > 1e-30f && top <= FLT_MAX ? top : 0.0f;
     const float most = (float) ggml_sparse_coef_max(N_BIT), mid = ggml_sparse_code_max(N_BIT)/2.0f;
     const float step = __fdiv_rn(top, most), inv = top > 0.0f ? __fdiv_rn(most, top) : 0.0f;
 
@@ -156,7 +158,7 @@ __device__ __forceinline__ void code_coef(score_shared<GB> & m, int h, int n_com
     for (int i = lane; i < (n_comp + 3)/4*4; i += 32) {
         const bool  in = i < n_comp;
         const float c = in ? m.coef[h][i] : 0.0f, f = in ? c*m.size[i] : 0.0f;
-        const float w = rintf(f*inv);
+        const float x = rintf(f*inv), w = x == x ? x : 0.0f; // where f is beyond f32 it is NaN
         base += in ? c*m.zero[i] + (f - w*step)*mid : 0.0f;
         if (N_BIT == 8) {
             const float w0 = rintf(w*(1.0f/64.0f));
@@ -175,7 +177,7 @@ __device__ __forceinline__ void code_coef(score_shared<GB> & m, int h, int n_com
 }
 
 // codes of one component at a thread's 8 positions
-template <int N_BIT> struct codes     { using type = unsigned; };
+template <int N_BIT> struct codes     { using type = unsigned; }; // 4 bits, or none
 template <>          struct codes<8>  { using type = uint2; };
 
 // steps of four components each whose codes are prefetched before their coefficients are known
@@ -213,6 +215,7 @@ __device__ __forceinline__ void score_components(float (&acc)[GB][8], const scor
         }
         return;
     }
+    static_assert(!ggml_sparse_has_codes(N_BIT) || N_BIT == 8 || N_BIT == 4);
     int sum[GB][8] = {};
     const auto add = [&](const typename codes<N_BIT>::type (&raw)[4], int i) {
         unsigned lo[4], hi[4]; // codes of four components at the first four positions, and at the others
@@ -336,7 +339,7 @@ static __global__ void __launch_bounds__(N_THREAD, score_blocks(GB)) score(const
     const int32_t  * sealed = N_BIT == 0 ? nullptr : a.sealed + s*a.n_grp;
 
     static_assert(D_MAX <= N_THREAD && N_WARP == RUN/GROUP, "a thread per component, a warp per group");
-    constexpr bool HAS_CODES = N_BIT > 0 && ggml_sparse_has_codes(N_BIT);
+    constexpr bool HAS_CODES = ggml_sparse_has_codes(N_BIT);
     const int w = tid/32;
     uint16_t next_mask[GROUP/32];
     int32_t  next_sealed = 0;
@@ -458,7 +461,7 @@ static __global__ void __launch_bounds__(N_THREAD, score_blocks(GB)) score(const
     }
 }
 
-// the same where the logits come from another node, bit for bit; a block per (run, GB heads of a group)
+// the same where the logits come from another node, bit for bit; a block per (run, GB heads of a KV head)
 template <int GB>
 static __global__ void __launch_bounds__(N_THREAD) sum_runs(const score_args a) {
     __shared__ score_shared<GB> m;

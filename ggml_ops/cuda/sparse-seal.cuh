@@ -16,16 +16,18 @@ struct seal_args {
     int     n_list, d_k, d_v, n_bit, n_rot; // d_v = 0: no sums of V
 };
 
-// rows of a tile that are rotated in shared memory at a time
+// rows of K that are in shared memory at a time, to be rotated there
 constexpr int SEAL_ROWS = 16;
 
-__device__ __forceinline__ float clamp_f16(float x) { return fminf(fmaxf(x, -65504.0f), 65504.0f); }
+constexpr float SHADOW_MAX = GGML_SPARSE_SHADOW_MAX;
+
+__device__ __forceinline__ float clamp_f16(float x) { return fminf(fmaxf(x, -SHADOW_MAX), SHADOW_MAX); }
 
 // K as the codes see it: finite
 __device__ __forceinline__ float seal_value(float x) { return x == x ? clamp_f16(x) : 0.0f; }
 
 // rows [n][d] of K from position t on, as f32 and rotated back; 0 for rows of groups that valid [RUN/GROUP] (of the run of t) leaves out, if given
-__device__ inline void load_tile(float (*tile)[D_MAX], const seal_args & a, int64_t h, int64_t s, int64_t t, int n, const uint8_t * valid) {
+__device__ inline void load_rows(float (*rows)[D_MAX], const seal_args & a, int64_t h, int64_t s, int64_t t, int n, const uint8_t * valid) {
     const int n_span = (a.d_k + 7)/8;
     for (int u = threadIdx.x; u < n*n_span; u += N_THREAD) {
         const int r = u/n_span, c = u % n_span*8;
@@ -34,21 +36,21 @@ __device__ inline void load_tile(float (*tile)[D_MAX], const seal_args & a, int6
             load_span<ANY>(x, a.k.type, a.k.at(h, t + r, s), c, a.d_k);
         }
         for (int j = 0; j < 8; ++j) {
-            tile[r][c + j] = x[j];
+            rows[r][c + j] = x[j];
         }
     }
     __syncthreads();
-    hadamard_rows(tile, n, a.d_k, a.n_rot);
+    hadamard_rows(rows, n, a.d_k, a.n_rot);
 }
 
 // the group of f16 that begins at position t0
-__device__ inline void seal_k(const seal_args & a, int64_t h, int64_t s, int64_t t0, float (*tile)[D_MAX]) {
+__device__ inline void seal_k(const seal_args & a, int64_t h, int64_t s, int64_t t0, float (*rows)[D_MAX]) {
     const int n = (int) min((int64_t) GROUP, a.n_kv - t0);
     for (int r0 = 0; r0 < n; r0 += SEAL_ROWS) {
         const int nr = min(SEAL_ROWS, n - r0);
-        load_tile(tile, a, h, s, t0 + r0, nr, nullptr);
+        load_rows(rows, a, h, s, t0 + r0, nr, nullptr);
         for (int u = threadIdx.x; u < nr*a.d_k; u += N_THREAD) {
-            const float x = tile[u % nr][u/nr];
+            const float x = rows[u % nr][u/nr];
             a.k_t.at<half>(h*a.d_k + u/nr, s)[t0 + r0 + u % nr] = __float2half_rn(x != x ? x : clamp_f16(x));
         }
         __syncthreads();
@@ -56,21 +58,21 @@ __device__ inline void seal_k(const seal_args & a, int64_t h, int64_t s, int64_t
 }
 
 // codes a run anew, with all its sealed groups; cpu/sparse-seal.h describes codes, sparse-codes.h their lines
-__device__ inline void seal_run(const seal_args & a, int64_t h, int64_t s, int64_t run, float (*tile)[D_MAX], uint8_t (*code)[D_MAX], uint8_t * valid) {
+__device__ inline void seal_run(const seal_args & a, int64_t h, int64_t s, int64_t run, float (*rows)[D_MAX], uint8_t (*code)[D_MAX], uint8_t * valid) {
     const int c = threadIdx.x;
     if (c < RUN/GROUP) {
         const int64_t g = run*(RUN/GROUP) + c;
-        valid[c] = (g + 1)*GROUP <= a.n_kv && a.sealed[s*((a.n_kv + GROUP - 1)/GROUP) + g] != 0;
+        valid[c] = (g + 1)*GROUP <= a.n_kv && a.sealed[s*ggml_sparse_n_groups(a.n_kv) + g] != 0;
     }
     __syncthreads();
 
     const float top = (float) ggml_sparse_code_max(a.n_bit);
-    float lo = 65504.0f, hi = -65504.0f; // of component c
+    float lo = SHADOW_MAX, hi = -SHADOW_MAX; // of component c
     for (int t = 0; t < RUN; t += SEAL_ROWS) {
         if (valid[t/GROUP]) {
-            load_tile(tile, a, h, s, run*RUN + t, SEAL_ROWS, valid);
+            load_rows(rows, a, h, s, run*RUN + t, SEAL_ROWS, valid);
             for (int r = 0; r < SEAL_ROWS && c < a.d_k; ++r) {
-                const float x = seal_value(tile[r][c]);
+                const float x = seal_value(rows[r][c]);
                 lo = fminf(lo, x);
                 hi = fmaxf(hi, x);
             }
@@ -86,12 +88,12 @@ __device__ inline void seal_run(const seal_args & a, int64_t h, int64_t s, int64
         range[1] = lo;
     }
 
-    const int n_line = ggml_sparse_line_pos(a.n_bit);
-    for (int t0 = 0; t0 < RUN; t0 += n_line) {
-        for (int t = 0; t < n_line; t += SEAL_ROWS) {
-            load_tile(tile, a, h, s, run*RUN + t0 + t, SEAL_ROWS, valid);
+    const int line_pos = ggml_sparse_line_pos(a.n_bit);
+    for (int t0 = 0; t0 < RUN; t0 += line_pos) {
+        for (int t = 0; t < line_pos; t += SEAL_ROWS) {
+            load_rows(rows, a, h, s, run*RUN + t0 + t, SEAL_ROWS, valid);
             for (int r = 0; r < SEAL_ROWS && c < a.d_k; ++r) {
-                const float   x = valid[(t0 + t)/GROUP] ? rintf((seal_value(tile[r][c]) - lo)*inv) : 0.0f;
+                const float   x = valid[(t0 + t)/GROUP] ? rintf((seal_value(rows[r][c]) - lo)*inv) : 0.0f;
                 const uint8_t y = (uint8_t) fminf(fmaxf(x, 0.0f), top);
                 uint8_t & dst = code[(t + r) % 64][c];
                 dst = t < 64 ? y : (uint8_t) (dst | y << 4);
@@ -100,18 +102,18 @@ __device__ inline void seal_run(const seal_args & a, int64_t h, int64_t s, int64
         }
         for (int u = threadIdx.x; u < 64*a.d_k; u += N_THREAD) {
             const int t = u % 64;
-            uint8_t * line = (uint8_t *) a.k_t.at(h*a.d_k + u/64, s) + ggml_sparse_shadow_bytes(run*RUN, a.n_bit) + t0/n_line*GGML_SPARSE_LINE;
+            uint8_t * line = (uint8_t *) a.k_t.at(h*a.d_k + u/64, s) + ggml_sparse_shadow_bytes(run*RUN, a.n_bit) + t0/line_pos*GGML_SPARSE_LINE;
             line[ggml_sparse_line_byte(t)] = code[t][u/64];
         }
         __syncthreads();
     }
 }
 
-// one block per (entry of the list, KV head, stream). The first entry of a block of SUM groups does all of the list that lie in it, so that
+// one block per (entry of the list, KV head, stream). The first entry of a sum block does all of the list that lie in it, so that
 // runs are coded and sums summed once, and nobody waits for anybody
 static __global__ void __launch_bounds__(N_THREAD, 2) seal(const seal_args a) {
-    static_assert(SUM*GROUP % RUN == 0, "runs do not cross blocks");
-    __shared__ float   tile[SEAL_ROWS][D_MAX];
+    static_assert(SUM*GROUP % RUN == 0, "runs do not cross sum blocks");
+    __shared__ float   rows[SEAL_ROWS][D_MAX];
     __shared__ uint8_t code[64][D_MAX];
     __shared__ uint8_t valid[RUN/GROUP];
     __shared__ uint8_t listed[SUM];
@@ -145,10 +147,11 @@ static __global__ void __launch_bounds__(N_THREAD, 2) seal(const seal_args a) {
     }
     __syncthreads();
 
+    const int64_t g0 = (int64_t) block*SUM;
     for (int j = 0; j < SUM; ++j) {
-        const int64_t g = (int64_t) block*SUM + j;
+        const int64_t g = g0 + j;
         if (listed[j] && !ggml_sparse_has_codes(a.n_bit)) {
-            seal_k(a, h, s, g*GROUP, tile);
+            seal_k(a, h, s, g*GROUP, rows);
         }
         if (ggml_sparse_has_codes(a.n_bit) && j % (RUN/GROUP) == 0) {
             bool any = false;
@@ -156,7 +159,7 @@ static __global__ void __launch_bounds__(N_THREAD, 2) seal(const seal_args a) {
                 any = any || listed[j + l];
             }
             if (any) {
-                seal_run(a, h, s, g/(RUN/GROUP), tile, code, valid);
+                seal_run(a, h, s, g/(RUN/GROUP), rows, code, valid);
             }
         }
         if (listed[j]) {
@@ -171,7 +174,7 @@ static __global__ void __launch_bounds__(N_THREAD, 2) seal(const seal_args a) {
                     }
                 }
                 for (int l = 0; l < 8 && c + l < a.d_v; ++l) {
-                    a.v_sum.at<float>((int64_t) block*(SUM + 1) + j, s)[h*a.d_v + c + l] = sum[l];
+                    a.v_sum.at<float>(ggml_sparse_sum_row(g), s)[h*a.d_v + c + l] = sum[l];
                 }
             }
         }
@@ -180,9 +183,9 @@ static __global__ void __launch_bounds__(N_THREAD, 2) seal(const seal_args a) {
     for (int c = threadIdx.x; c < a.d_v; c += N_THREAD) {
         float sum = 0.0f;
         for (int j = 0; j < SUM; ++j) {
-            sum += a.v_sum.at<float>((int64_t) block*(SUM + 1) + j, s)[h*a.d_v + c];
+            sum += a.v_sum.at<float>(ggml_sparse_sum_row(g0 + j), s)[h*a.d_v + c];
         }
-        a.v_sum.at<float>((int64_t) block*(SUM + 1) + SUM, s)[h*a.d_v + c] = sum;
+        a.v_sum.at<float>(ggml_sparse_total_row(g0), s)[h*a.d_v + c] = sum;
     }
 }
 

@@ -9,10 +9,10 @@ namespace sparse_cuda {
 struct select_args {
     view forced, kl;
     const float * logits;               // [row][n_head][n_kv]; row = stream*n_tok + token
-    float       * key;                  // [row][n_head_kv][n_kv] what is ranked; the logits where a group is one query head
-    float       * run_max, * run_sum;   // [row][n_head][n_run]; where a group is several heads, or alpha or top_p is wanted
-    const float * sinks;                // [n_head] or NULL
-    unsigned    * bits;                 // [row][n_head_kv][n_bits] scratch: cells that are always in
+    float       * key;                  // [row][n_head_kv][n_kv] what is ranked; the logits where a KV head has one query head
+    float       * run_max, * run_sum;   // [row][n_head][n_run]; where a KV head has several query heads, or alpha or top_p is wanted
+    const float * sink_logits;          // [n_head] or NULL
+    unsigned    * bits;                 // [row][n_head_kv][n_bits] scratch: the forced cells
     int32_t     * cand;                 // [row][n_head_kv][n_cand] scratch: cells near or above the cut
     int32_t     * res;                  // [row][n_head_kv][1 + n_group_q + topk_max]
     int64_t n_kv, n_run, n_bits, n_cand;
@@ -20,7 +20,7 @@ struct select_args {
     float   top_p;                      // in (0, 1), or 0
 };
 
-constexpr int G_MAX = 128; // query heads of a group
+constexpr int G_MAX = 128; // query heads of a KV head
 
 // a head's largest logit (0 if it sees nothing) and the sum of exp(logit - it), from its runs; the work of a warp
 __device__ __forceinline__ float2 sum_head(const select_args & a, int64_t head) {
@@ -112,7 +112,7 @@ __device__ __forceinline__ int64_t block_before(int64_t x, int64_t * total, int6
     return before;
 }
 
-// a mark of cell t as always in; 1: it is visible and was not marked yet
+// a mark of cell t as forced; 1: it is visible and was not marked yet
 __device__ __forceinline__ int mark(unsigned * bits, const float * key, int32_t t, int64_t n) {
     return t >= 0 && t < n && order_of(key[t]) != ORDER_HIDDEN && !(atomicOr(&bits[t/32], 1u << t % 32) >> t % 32 & 1);
 }
@@ -175,7 +175,7 @@ __device__ __forceinline__ int sample_cut(const float * key, int64_t n, int k) {
     return (int) a;
 }
 
-// of n_sel cells those that are always in, and of the others those with the largest keys, until the weights add up to top_p of all; ties
+// of n_sel cells the forced ones, and of the others those with the largest keys, until the weights add up to top_p of all; ties
 // to the lower cell. Returns how many are left, in the order they had; copy [n_sel]: scratch
 //   a cell weighs what the heads softmax it to: the key, or what the only head's logit gives
 template <int NT>
@@ -383,7 +383,7 @@ struct candidates {
         return block_sum<NT>(c, buf);
     }
 
-    // the largest order that at least k candidates reach, by bisection; the first n_in of them are always in
+    // the largest order that at least k candidates reach, by bisection; the first n_in of them are forced
     __device__ __forceinline__ int cut(int k, int n_in, int * buf) const {
         if (n_cand <= k) {
             return ORDER_HIDDEN; // all candidates
@@ -438,7 +438,7 @@ __device__ __forceinline__ void write_alpha(const select_args & a, int64_t u, co
             }
             kept = block_sum<NT>(kept, buf);
             // the sink takes mass but carries no value: its share stays with the selection
-            const float sink = a.sinks ? expf(a.sinks[head % a.n_head] - x.x) : 0.0f;
+            const float sink = a.sink_logits ? expf(a.sink_logits[head % a.n_head] - x.x) : 0.0f;
             const float all  = x.y + sink;
             alpha = all > 0.0f ? fminf(__fdiv_rn(kept + sink, all), 1.0f) : 1.0f;
         }

@@ -102,7 +102,7 @@ std::vector<double> llama_sparse_score_shares(const llama_kv_cache & kv, const l
 }
 
 uint32_t llama_sparse_n_groups(uint32_t n_kv) {
-    return (n_kv + GGML_SPARSE_GROUP - 1)/GGML_SPARSE_GROUP;
+    return (uint32_t) ggml_sparse_n_groups(n_kv);
 }
 
 ggml_backend_dev_t llama_sparse_device_of(const ggml_tensor * t) {

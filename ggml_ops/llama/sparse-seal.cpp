@@ -172,7 +172,7 @@ struct layer_check {
             err = std::max(err, 1e-5f*std::abs(row[c])); // the matrix rounds
         }
         for (size_t c = 0; c < row.size(); ++c) {
-            if (!matches(s, i, c, std::clamp(row[c], -65504.0f, 65504.0f), err)) {
+            if (!matches(s, i, c, std::clamp(row[c], -GGML_SPARSE_SHADOW_MAX, GGML_SPARSE_SHADOW_MAX), err)) {
                 return false;
             }
         }

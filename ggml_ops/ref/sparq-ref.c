@@ -42,7 +42,7 @@ void sparq_ref_components(int32_t * components, const float * q, int64_t g, int6
         // c is kept when fewer than rank components come before it
         int64_t before = 0;
         for (int64_t o = 0; o < d_k; o++) {
-            double size_c = 0, size_o = 0; // sums over the group of |q|
+            double size_c = 0, size_o = 0; // sums over the query heads of |q|
             for (int64_t h = 0; h < g; h++) {
                 size_c += fabs((double) q[h*d_k + c]);
                 size_o += fabs((double) q[h*d_k + o]);
@@ -137,7 +137,7 @@ int64_t sparq_ref_select(
         return -1;
     }
 
-    // what to rank by: softmaxed scores, summed over the group; with one query head the logit (same order, and no underflow)
+    // what to rank by: softmaxed scores, summed over the query heads; with one query head the logit (same order, and no underflow)
     for (int64_t t = 0; t < n; t++) {
         score[t] = !selectable(logits, g, n, t) ? NEG_INF : g == 1 ? (double) logits[t] : 0;
     }
@@ -148,7 +148,7 @@ int64_t sparq_ref_select(
         }
     }
 
-    // DEVIATION: some positions are always in (attention sinks, local window), and k counts them (test_select_k_counts_forced)
+    // DEVIATION: some positions are forced (attention sinks, local window), and k counts them (test_select_k_counts_forced)
     int64_t n_sel = 0;
     double mass = 0;
     for (int64_t i = 0; i < n_forced && n_sel < k_max; i++) {

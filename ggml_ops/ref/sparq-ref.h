@@ -35,7 +35,7 @@ SPARQ_REF_API void sparq_ref_seal(
         float * k_t, float * v_sum, const float * k, const float * v,
         int64_t n, int64_t d_k, int64_t d_v, int64_t t_stride, int64_t k_pos, int64_t v_pos);
 
-// step 1: components [rank], ascending: those with the largest sum over the group of |q|; ties: the lowest
+// step 1: components [rank], ascending: those with the largest sum over the g query heads of |q|; ties: the lowest
 SPARQ_REF_API void sparq_ref_components(int32_t * components, const float * q, int64_t g, int64_t d_k, int64_t rank);
 
 // step 1: logits [g][n]. rank = d_k gives exact scores. softcap 0: none
@@ -44,7 +44,7 @@ SPARQ_REF_API void sparq_ref_score(
         int64_t g, int64_t n, int64_t d_k, int64_t rank, int64_t k_pos, int64_t k_ch, double scale, double softcap);
 
 // step 2: returns the number of selected positions and writes them, ascending, to sel [k_max]; alpha [g]
-//   forced [n_forced]   the local window and the sinks, which are always in, most important first; hidden ones, repeats and < 0 are ignored
+//   forced [n_forced]   the local window and the sinks, which are in anyway, most important first; hidden ones, repeats and < 0 are ignored
 //   k                   counts these; k_max >= k is the capacity. k < 0: returns -1, for every visible position; alpha is 1
 //   top_p               < 1: stops before k where the selected positions carry that share of the softmaxed scores (mean over the heads)
 //   sinks [g]           learned extra logits, or NULL: they take mass, and none of it is the unselected positions'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,8 @@ def test_isa_quantised_shadow(isa: IsaGgml) -> None:
     for n_bit in test_quant.BITS:
         test_quant.test_codes_hold_k_to_half_a_step(isa, n_bit, 768, 33, 3, 1, "f16")
         test_quant.test_codes_of_values_that_are_not_finite(isa, n_bit)
+        for q_value in (1e-38, 1e38, math.inf, math.nan):
+            test_quant.test_scan_of_a_dead_query_gives_numbers(isa, n_bit, q_value)
         for sizes in (
             (1280, 128, (4, 4), 32, 2, 0.7),
             (768, 64, (8, 2), 33, 1, 0.7),

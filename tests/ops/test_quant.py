@@ -277,9 +277,10 @@ def test_scan_of_one_unlike_tile_among_whole_ones(ggml, n_bit, damage, group) ->
 
 
 @pytest.mark.parametrize("n_bit", BITS)
-@pytest.mark.parametrize("q_value", [1e-36, 1e-38, np.nan])
+@pytest.mark.parametrize("q_value", [1e-36, 1e-38, 1e38, np.inf, np.nan])
 def test_scan_of_a_dead_query_gives_numbers(ggml, n_bit, q_value) -> None:
-    """Coefficients too small to divide by, or none at all: logits near 0, not NaN, nothing old."""
+    """Coefficients too small to divide by, too large, or none: logits near 0, not NaN, nothing
+    old."""
     rng = np.random.default_rng(2)
     k = keys(rng, (1, 512, 1, 64))
     q = np.full((1, 1, 2, 64), q_value, np.float32)
