@@ -3,13 +3,14 @@
     python bench/step_times.py [--like llama2-7b,llama3-8b] [-d 16384,65536] [-t 1,2] [-a SPEC]...
 
 ggml is stopped after every node, and the clock is read around SCORE (or SCORE_SELECT, which is both
-in one node) and ATTEND; in a run of its own SCORE_SELECT is told to select nothing, which leaves
-SCORE by itself. Before each token the caches are made to forget, by a sequential read that is timed
+in one node) and ATTEND; in a run of its own SCORE is run in the place of SCORE_SELECT, and nothing
+is selected. Before each token the caches are made to forget, by a sequential read that is timed
 too: shares are of that read's speed. It writes step_times.jsonl.
 """
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,9 +39,6 @@ BENCH = "step_times"
 STEPS = {SCORE: "score", SELECT: "select", SCORE_SELECT: "score_select", ATTEND: "attend"}
 SPECS = tuple(f"sparq,rank=32,topk=128,shadow={s}" for s in ("f16", "q8", "q4"))
 SPECS += ("sparq,ratio=1/8", "dense")
-TOPK_MAX = (
-    7  # of SCORE_SELECT's op_params: the step, the six of SCORE, then ggml_sparse_select_params
-)
 
 
 @dataclass(frozen=True)
@@ -61,18 +59,37 @@ class Clock:
     def __init__(self, op: int, only_score: bool) -> None:
         self.op, self.only_score, self.started = op, only_score, 0
         self.spent: dict[str, int] = {}
+        self.node, self.logits = Tensor(), np.empty(0, np.float32)
 
     def see(self, t: Tensor, ask: bool) -> bool:
         now = time.perf_counter_ns()
         step = STEPS.get(t.op_params[0]) if t.op == self.op else None
         if self.only_score:
             if ask and step == "score_select":
-                t.op_params[TOPK_MAX] = 0
-            step = "score" if step == "score_select" else None
+                self.become_score(t)
+            step = step if step == "score" else None
         if step and not ask:
             self.spent[step] = self.spent.get(step, 0) + now - self.started
+            if self.only_score:
+                self.select_nothing(t)
         self.started = time.perf_counter_ns()
         return True
+
+    def become_score(self, t: Tensor) -> None:
+        """Puts SCORE in the place of SCORE_SELECT, whose sources stand in the same slots."""
+        q, k = t.src[0].contents, t.src[1].contents
+        shape = k.ne[2], q.ne[1], q.ne[2], q.ne[3]
+        if self.logits.size < np.prod(shape):
+            self.logits = np.empty(np.prod(shape), np.float32)
+        self.node = Tensor.from_buffer_copy(t)
+        t.op_params[0], t.data = SCORE, self.logits.ctypes.data
+        for i in range(len(shape)):
+            t.ne[i], t.nb[i] = shape[i], 4 * int(np.prod(shape[:i]))
+
+    def select_nothing(self, t: Tensor) -> None:
+        """Makes the node SCORE_SELECT again, with a result for ATTEND that holds no position."""
+        ctypes.memmove(ctypes.byref(t), ctypes.byref(self.node), ctypes.sizeof(t))
+        ctypes.memset(t.data, 0, t.ne[3] * t.nb[3])
 
 
 def measure(model: Path, case: Case) -> dict[str, Any]:

@@ -205,7 +205,6 @@ GGML_API struct ggml_tensor * ggml_sparse_attn_score(
 
 struct ggml_sparse_select_params {
     int32_t topk_max;   // capacity of the result; the k of a token is min(wanted[i_k], topk_max)
-                        // 0, in a node made with more: the CPU's SCORE_SELECT selects nothing, without SELECT's work: for timing SCORE by itself
     int32_t n_head_kv;
     int32_t n_local_max; // of the forced cells, that many are the local window, newest first; the rest are sinks
     int32_t alpha;      // != 0: compute alpha (needs a pass of exp over all scores)

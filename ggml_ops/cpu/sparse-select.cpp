@@ -75,7 +75,6 @@ struct select_pass {
     const int         ith, nth;
     const select_work w;
     unit_queue        queue;
-    const bool        only_scores; // a mode for timing SCORE by itself
     const bool        shares;      // do threads have parts of heads? All threads agree on it
 
     // the tiles [i0, i1) of a head that this thread shares with others
@@ -89,7 +88,7 @@ struct select_pass {
 
     select_pass(const ggml_compute_params * params, ggml_tensor * dst, const select_src & a, const void * wdata, const logit_source & logits) :
         params(params), dst(dst), a(a), wdata(wdata), logits(logits), ith(params->ith), nth(params->nth),
-        w(a, wdata, ith, nth), queue(params, a.n_all*a.n_tile, a.n_tile), only_scores(a.p.topk_max == 0),
+        w(a, wdata, ith, nth), queue(params, a.n_all*a.n_tile, a.n_tile),
         shares(queue.block == 0 && a.n_all % nth != 0 && a.n_tile > 1) {
         find_parts();
     }
@@ -118,8 +117,8 @@ struct select_pass {
     void write_unranked() const {
         for (int64_t u = ith; u < a.n_all; u += nth) {
             const head_index head = a.head(u);
-            if (only_scores || reads_all(head)) {
-                select_none(result(head), a.n_group_q, a.p.topk_max, reads_all(head) ? GGML_SPARSE_SELECT_ALL : 0);
+            if (reads_all(head)) {
+                select_all(result(head), a.n_group_q, a.p.topk_max);
             }
         }
     }
@@ -137,9 +136,6 @@ struct select_pass {
             const head_scores scores = w.scores(a, u.head.u, owner, whole, nth);
             const tile_unit   next   = a.unit(queue.peek());
             logits.write(u, scores.x, scores.ld, next);
-            if (only_scores) {
-                continue;
-            }
             lines = logits.lines(next);
             finish_tile(scores, u.i_tile, a.p.alpha != 0 || is_top_p(a.p.top_p), lines);
             if (whole && u.i_tile == a.n_tile - 1) {
@@ -208,7 +204,7 @@ void sparse::select_heads(const ggml_compute_params * params, ggml_tensor * dst,
     select_pass pass(params, dst, a, work, logits);
     pass.write_unranked();
     pass.rank_tiles();
-    if (pass.shares && !pass.only_scores) {
+    if (pass.shares) {
         pass.rank_parts();
     }
 }

@@ -447,10 +447,10 @@ static inline void finish_select(int32_t * res, const select_scratch & w, const 
     }
 }
 
-// a result without cells
-static inline void select_none(int32_t * res, int n_head, int topk_max, int32_t n_sel) {
+// the result of a token that reads all it sees
+static inline void select_all(int32_t * res, int n_head, int topk_max) {
     const float alpha = 1.0f;
-    res[0] = n_sel;
+    res[0] = GGML_SPARSE_SELECT_ALL;
     for (int h = 0; h < n_head; ++h) {
         memcpy(res + 1 + h, &alpha, sizeof(alpha));
     }

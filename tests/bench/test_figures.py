@@ -588,7 +588,7 @@ def test_step_times_sees_the_steps_and_what_they_read(
     only_score = step_times.measure(model, replace(case, only_score=True))
     assert {step: len(ns) for step, ns in only_score["samples_ns"].items()} == {"score": 3}
     assert only_score["bytes"] == {"score": got["bytes"]["score_select"]}
-    monkeypatch.setattr(step_times, "TOPK_MAX", 15)  # nothing that SCORE_SELECT would read
+    monkeypatch.setattr(step_times.Clock, "become_score", lambda *_: None)
     with pytest.raises(SparqError, match="positions were selected"):
         step_times.measure(model, replace(case, only_score=True))
 
