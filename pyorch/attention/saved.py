@@ -192,7 +192,7 @@ def resolve(spec: AttentionSpec, model: str | os.PathLike[str]) -> AttentionSpec
     if spec.method != "sparq":
         raise SparqError(
             f"budget {spec.budget} belongs to sparq, not to {spec.method}",
-            "uniform, ramp and ramp-down do without measuring",
+            "uniform, ramp and ramp-down need no calibration",
             exit_code=2,
         )
     result = find(model, spec.ratio or 0, spec.shadow)

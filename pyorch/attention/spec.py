@@ -171,7 +171,7 @@ def _parse_layer_k(text: str) -> LayerK:
     except ValueError:
         entry = LayerK(0.0)
     if not _is_layer_k(entry):
-        raise SparqError(f"k_layers: {text!r} is no k", "64:12.5%:dense", exit_code=2)
+        raise SparqError(f"k_layers: {text!r} is not a k", "64:12.5%:dense", exit_code=2)
     return entry
 
 
@@ -187,7 +187,7 @@ def parse_rank_layers(text: str) -> tuple[int, ...]:
     """
     ranks = tuple(int(r) if r.isdecimal() else 0 for r in text.split(":"))
     if 0 in ranks:
-        raise SparqError(f"rank_layers {text!r} is no list of ranks", "8:8:16", exit_code=2)
+        raise SparqError(f"rank_layers {text!r} is not a list of ranks", "8:8:16", exit_code=2)
     return ranks
 
 
@@ -223,10 +223,10 @@ def _check_numbers(spec: AttentionSpec) -> None:
 def _check_layers(spec: AttentionSpec) -> None:
     for entry in spec.k_layers or ():
         if not (isinstance(entry, LayerK) and _is_layer_k(entry)):
-            raise SparqError(f"k_layers: {entry} is no k", "64:12.5%:dense", exit_code=2)
+            raise SparqError(f"k_layers: {entry} is not a k", "64:12.5%:dense", exit_code=2)
     for rank in spec.rank_layers or ():
         if not (isinstance(rank, Integral) and rank >= 1):
-            raise SparqError(f"rank_layers: {rank!r} is no rank", "8:8:16", exit_code=2)
+            raise SparqError(f"rank_layers: {rank!r} is not a rank", "8:8:16", exit_code=2)
 
 
 def _check_together(spec: AttentionSpec) -> None:

@@ -320,7 +320,7 @@ def check(planned: Iterable[tuple[Path, Sequence[Case]]]) -> None:
             splits = [layer.split for layer in layer_costs(geo, spec, n_pos, *types)]
             if c.below_min_ctx and not all(s.dense for s in splits):
                 raise SparqError(
-                    f"{c.spec} is not dense at {n_pos} positions, but is to be below min_ctx",
+                    f"{c.spec} is not dense at {n_pos} positions, but should be below min_ctx",
                     "fewer tokens (-n), or a larger min_ctx",
                     exit_code=2,
                 )

@@ -259,7 +259,7 @@ def load_all(file: Path, *, keyed: bool = False) -> list[Record]:
     except FileNotFoundError:
         return found
     except UnicodeDecodeError:
-        raise SparqError(f"{file} is no file of records", "move it away") from None
+        raise SparqError(f"{file} is not a file of records", "move it away") from None
     for i, line in enumerate(lines):
         try:
             rec = json.loads(line)
@@ -268,7 +268,7 @@ def load_all(file: Path, *, keyed: bool = False) -> list[Record]:
                 raise SparqError(f"{file}: line {i + 1} is damaged", "remove that line") from None
             continue
         if not isinstance(rec, dict):
-            raise SparqError(f"{file}: line {i + 1} is no record", "remove that line")
+            raise SparqError(f"{file}: line {i + 1} is not a record", "remove that line")
         if rec.get("schema") != SCHEMA:
             raise SparqError(
                 f"{file}: line {i + 1} has schema {rec.get('schema')}, not {SCHEMA}",

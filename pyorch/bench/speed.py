@@ -109,7 +109,7 @@ def _check_memory(group: Sequence[Case], model: Path) -> None:
         raise SparqError(
             f"{n} processes with {c.n_positions} positions each need about "
             f"{human_bytes(needed)}, but only {human_bytes(free)} of memory is available",
-            "a lower -d, one of -fa 0 and -fa 1, or fewer --layers of a synthetic model",
+            "use a lower -d, only one of -fa 0 and -fa 1, or fewer --layers of a synthetic model",
         )
 
 

@@ -50,7 +50,7 @@ def contexts(
         raise SparqError(
             f"the text has {len(book)} tokens; {n_pos} positions with {n_tokens} decoded ones"
             f" need {max(need, 4 * (n_tokens + N_CUE))}",
-            "a longer --text, or fewer of --ctx and --tokens",
+            "use a longer --text, or a smaller --ctx or --tokens",
             exit_code=2,
         )
     rng = np.random.default_rng(seed)

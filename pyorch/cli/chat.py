@@ -249,7 +249,7 @@ def _read(chat: Chat, name: str) -> None:
     note(f"{name}: {n} tokens, before your next message", "dim")
 
 
-_LONGER = "leave, and come back with a larger --ctx; --rope-scale stretches a model's own"
+_LONGER = "start again with a larger --ctx; --rope-scale stretches a model's own"
 
 
 def _path(command: str, name: str) -> Path:

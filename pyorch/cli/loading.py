@@ -37,7 +37,7 @@ def model_path(name: str, yes: bool = False) -> Path:
     confirm(
         f"Download {what}?",
         yes or not n_bytes,
-        f"{what} is not here",
+        f"{what} is not downloaded",
         f"download it with --yes, or before: sparq-cpp pull {name}",
     )
     return fetch_model(model).path

@@ -82,7 +82,7 @@ def show_command(name: str, as_json: bool) -> None:
     experts = f" in each of {c.n_expert} experts" if c.n_expert > 1 else ""
     gguf = f"hf:{c.gguf}:{c.quant}"
     if not c.gguf and c.loads:
-        gguf = f"none known for sure; make one: sparq-cpp convert hf:{c.repository}"
+        gguf = f"none is known for certain; make one: sparq-cpp convert hf:{c.repository}"
     lines = {
         "repository": c.repository,
         "GGUF": gguf if c.loads and not c.package else "",

@@ -38,6 +38,6 @@ def around(file: Path, name: str) -> tuple[str, str]:
         raise SparqError(f"{file}: {e.strerror or e}", _MARKS) from None
     _, found_end, after = rest.partition(end)
     if not (found and found_end):
-        hint = "put both lines where the table shall be"
+        hint = "put both lines where the table should be"
         raise SparqError(f"{file}: no {begin} ... {end} to put the table in", hint)
     return before + begin, end + after

@@ -113,7 +113,7 @@ async def _no_json(_: Request, error: Exception) -> JSONResponse:
     """Answer to a body that is no JSON, for which the server itself has a traceback only."""
     from fastapi.responses import JSONResponse
 
-    error_of = {"message": f"the body is no JSON: {error}", "type": "invalid_request_error"}
+    error_of = {"message": f"the body is not JSON: {error}", "type": "invalid_request_error"}
     return JSONResponse({"error": error_of}, 400)
 
 

@@ -113,7 +113,7 @@ class Numbers(click.ParamType):
         match = self._part.fullmatch(part)
         if match is None:
             raise SparqError(
-                f"{option} {part!r} is no number or range",
+                f"{option} {part!r} is not a number or range",
                 "512, first-last, first-last+step or first-last*mult",
                 exit_code=2,
             )

@@ -54,7 +54,7 @@ def _read(file: Path) -> list[Row]:
     if isinstance(whole, dict):
         whole = whole.get("data", whole.get("Data", [whole]))
     if not isinstance(whole, list) or not all(isinstance(r, dict) for r in whole):
-        raise SparqError(f"{file}: no list of rows", "--data takes JSON, JSON lines or parquet")
+        raise SparqError(f"{file}: not a list of rows", "--data takes JSON, JSON lines or parquet")
     return whole
 
 
@@ -68,7 +68,7 @@ def _lines(file: Path, text: str) -> Iterator[Row]:
             row = None
         if not isinstance(row, dict):
             raise SparqError(
-                f"{file}: line {i + 1} is no JSON object",
+                f"{file}: line {i + 1} is not a JSON object",
                 "--data takes JSON, JSON lines or parquet",
             )
         yield row

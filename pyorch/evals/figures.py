@@ -55,7 +55,7 @@ def draw(found: Sequence[Series], out: Path, png: bool = False) -> list[Path]:
     except ModuleNotFoundError as e:
         raise SparqError(f"{e.name} is not installed", paths.install_command("figures")) from None
     if not written:
-        raise SparqError("one method alone makes no curve", "sparq-cpp eval ... -a off -a sparq")
+        raise SparqError("a single method makes no curve", "sparq-cpp eval ... -a off -a sparq")
     files = []
     for name, picture, rows, title in written:
         head = groups[0][0]

@@ -49,9 +49,9 @@ def examples(setup: Setup) -> Iterator[Example]:
         )
     if min(wanted) < ends + 16 or max(wanted) > setup.ctx:
         raise SparqError(
-            f"needle: --lengths {min(wanted)} to {max(wanted)}: possible are {ends + 16} to "
+            f"needle: --lengths {min(wanted)} to {max(wanted)}: they can be {ends + 16} to "
             f"{setup.ctx}",
-            "other --lengths, or a larger --ctx",
+            "use other --lengths or a larger --ctx",
             exit_code=2,
         )
     books = setup.books(16)

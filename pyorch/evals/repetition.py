@@ -62,7 +62,7 @@ def _word_starts(session: engine.Session, tokens: Sequence[int], end: int) -> li
     """The indices below `end` at which a word begins."""
     found = [i for i in range(end) if engine.token_bytes(session, tokens[i])[:1] == b" "]
     if not found:
-        raise SparqError("a context has no words", "another --text", exit_code=2)
+        raise SparqError("a context has no words", "use another --text", exit_code=2)
     return found
 
 

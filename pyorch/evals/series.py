@@ -134,7 +134,7 @@ def read_folder(folder: Path, names: Sequence[str] = ()) -> list[Series]:
     wanted = [t.name for t in find(names)] if names else list(tasks())
     found = [s for name in wanted for s in read(folder / f"{name}.jsonl")]
     if not found:
-        raise SparqError(f"no results in {folder}", "first: sparq-cpp eval ... --out DIR")
+        raise SparqError(f"no results in {folder}", "run sparq-cpp eval ... --out DIR first")
     return found
 
 
@@ -156,7 +156,7 @@ def pack(found: Iterable[Series], folder: Path) -> list[Path]:
     for group in by_setting(found):
         file = folder / f"{group[0].task}.jsonl"
         if file not in files and file.exists():
-            raise SparqError(f"{file} is there already", "remove it, or another folder")
+            raise SparqError(f"{file} is there already", "remove it, or name another folder")
         files.append(file)
         head = group[0]
         longest = max((s.about for s in group), key=len)

@@ -57,7 +57,7 @@ def examples(setup: Setup) -> Iterator[Example]:
         raise SparqError(
             f"{setup.confusion} confusion contexts asked for, but there are {len(contexts)} "
             "paragraphs",
-            "more data, or a smaller --confusion",
+            "use more data or a smaller --confusion",
             exit_code=2,
         )
     by_context: dict[str, list[Question]] = {}

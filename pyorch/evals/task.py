@@ -80,7 +80,9 @@ class Setup:
         found = [b for b in self._books if len(b) >= at_least]
         if not found:
             raise SparqError(
-                f"no text has {at_least} tokens", "a longer --text, or a smaller --ctx", exit_code=2
+                f"no text has {at_least} tokens",
+                "use a longer --text or a smaller --ctx",
+                exit_code=2,
             )
         return found
 

@@ -101,7 +101,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > _MAX_CONFIG:
             raise SparqError(
-                f"{file}: {human_bytes(file.stat().st_size)} are too many for it", _AGAIN
+                f"{file}: {human_bytes(file.stat().st_size)} is too large for such a file", _AGAIN
             )
         value = json.loads(file.read_bytes())
     except OSError as e:
@@ -109,7 +109,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as e:
         raise SparqError(f"{file}: not JSON: {e}", _AGAIN) from None
     if not isinstance(value, dict):
-        raise SparqError(f"{file}: not what it should be: {type(value).__name__}", _AGAIN)
+        raise SparqError(f"{file}: not a JSON object but a {type(value).__name__}", _AGAIN)
     return value
 
 
@@ -138,9 +138,7 @@ def _shards(folder: Path) -> list[Path]:
     if not shards:
         hint = "is it the folder of a model in the format of transformers?"
         if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
-            hint = (
-                "PyTorch's .bin files can run code when they are read, and are not: ask its authors"
-            )
+            hint = "PyTorch's .bin files can run code, so they are not read: ask the authors"
             hint += " for safetensors, or save it again with transformers"
         elif any(folder.glob("*.gguf")):
             hint = "there is a GGUF file in it, which needs no conversion"

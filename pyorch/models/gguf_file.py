@@ -181,7 +181,7 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     told = first.metadata.get("split.tensors.count", len(tensors))
     if told != len(tensors) or len({t.name for t in tensors}) != len(tensors):
         raise SparqError(
-            f"{path}: its {n_split} parts do not go together: {told!r:.80} tensors expected, "
+            f"{path}: its {n_split} parts do not belong together: {told!r:.80} tensors expected, "
             f"{len({t.name for t in tensors})} of {len(tensors)} are different",
             hint="download all parts again, from one place",
         )
@@ -190,7 +190,7 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFFile:
         count = part.metadata.get("split.count", n_split)
         if (number, count) != (i, n_split):
             raise SparqError(
-                f"{part.path}: by its name part {i + 1} of {n_split}, but it holds part number "
+                f"{part.path}: named as part {i + 1} of {n_split}, but it holds part number "
                 f"{number!r:.80} (from 0) of {count!r:.80}",
                 hint="download all parts again, and do not rename them",
             )
@@ -207,7 +207,7 @@ def _other_parts(path: Path, n_split: int) -> Iterator[GGUFFile]:
     mark = f"-00001-of-{n_split:05d}.gguf"
     if not path.name.endswith(mark):
         raise SparqError(
-            f"{path}: one of {n_split} parts of a split model, and not the first by its name",
+            f"{path}: one of {n_split} parts of a split model, but not named as the first",
             hint=f"pass the part whose name ends in {mark}, with the others beside it",
         )
     stem = path.name[: -len(mark)]
@@ -215,8 +215,8 @@ def _other_parts(path: Path, n_split: int) -> Iterator[GGUFFile]:
         part = path.with_name(f"{stem}-{i:05d}-of-{n_split:05d}.gguf")
         if not part.exists():
             raise SparqError(
-                f"{part}: part {i} of {n_split} is missing of a split model",
-                "all its parts have to lie beside the first, under the names they came with",
+                f"{part}: part {i} of {n_split} is missing; the model is split",
+                "all parts have to be beside the first, under their original names",
             )
         yield _read_part(part)
 
@@ -241,7 +241,7 @@ def _read_part(path: Path) -> GGUFFile:
             with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _parse(path, data)
     except OSError as e:
-        raise SparqError(f"{path}: {e.strerror or e}", "may you read it?") from None
+        raise SparqError(f"{path}: {e.strerror or e}", "check its permissions") from None
 
 
 def _parse(path: Path, data: mmap.mmap) -> GGUFFile:
@@ -267,7 +267,7 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFFile:
         if key == "general.alignment":
             align = metadata[key]
             if kind != 4 or align <= 0 or align & (align - 1):
-                raise r.fail(f"the alignment {align!r:.80} is no power of 2 as u32")
+                raise r.fail(f"the alignment {align!r:.80} is not a power of 2 (u32)")
     table = [_tensor_row(r) for _ in range(n_tensors)]
     _check_extent(r, metadata.get("general.alignment", ALIGNMENT), table)
     return GGUFFile(path, len(data), metadata, tuple(t for t, _ in table), (path,))

@@ -67,7 +67,7 @@ def _reason(repo: str, revision: str, e: BaseException) -> SparqError:
     if status == 401:
         return SparqError(f"{repo}: the hub refused the token", login)
     if status == 403:
-        return SparqError(f"{repo}: access denied", f"{login}, of an account that has access")
+        return SparqError(f"{repo}: access denied", f"{login}, with an account that has access")
     if status == 429:
         wait = retry_after(e)
         hint = f"wait {wait:.0f} s" if wait else "wait a few minutes"
@@ -75,7 +75,9 @@ def _reason(repo: str, revision: str, e: BaseException) -> SparqError:
     if status:
         return SparqError(f"{repo}: the hub answered {status}", "try again later")
     if isinstance(e, hub.HFValidationError):
-        return SparqError(f"{repo!r} is no repository's name", "it is org/repo", exit_code=2)
+        return SparqError(
+            f"{repo!r} is not the name of a repository", "it is org/repo", exit_code=2
+        )
     what = (str(e).splitlines() or [type(e).__name__])[0]
     if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT):
         return SparqError(f"{repo}: the disk is full", "make room, then pull again")

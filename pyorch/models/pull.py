@@ -155,7 +155,7 @@ def _of_card(word: re.Match[str], original: bool) -> Spec:
         return Spec(card.source, revision=card.package.version, card=card.name, kind="package")
     if not card.gguf:
         raise SparqError(
-            f"{card.name}: no repository with GGUF files of it is known for sure",
+            f"{card.name}: no repository is known for certain to have its GGUF files",
             f"make one: sparq-cpp convert hf:{card.repository}; or name one: hf:org/repo",
         )
     return Spec(card.gguf, "", word["quant"] or card.quant, revision, card.name)
@@ -188,7 +188,7 @@ def find(spec: Spec, say: Say = silent) -> Model:
         if f.digest and known.get(f.name, f.digest) != f.digest:
             raise SparqError(
                 f"{f.name}: its checksum on the hub, {f.digest}, is not the one on the card",
-                f"it was exchanged since; to take it nevertheless: hf:{spec.repo}/{f.name}",
+                f"it was replaced since; to use it anyway: hf:{spec.repo}/{f.name}",
             )
     return model
 
@@ -226,7 +226,9 @@ def _listed(spec: Spec, wanted: Callable[[str], bool], say: Say) -> tuple[str, d
         info = patience.call(lambda: ask(spec.repo, revision=spec.revision, files_metadata=True))
         commit = str(info.sha)
         if not _COMMIT.fullmatch(commit):
-            raise SparqError(f"{spec.repo}: {commit!r} is no commit", "is HF_ENDPOINT a hub?")
+            raise SparqError(
+                f"{spec.repo}: {commit!r} is not a commit", "does HF_ENDPOINT name a hub?"
+            )
         for s in info.siblings or ():
             name = s.rfilename
             if not wanted(name):
@@ -234,7 +236,7 @@ def _listed(spec: Spec, wanted: Callable[[str], bool], say: Say) -> tuple[str, d
             if not _is_safe(name):
                 raise SparqError(
                     f"{spec.repo}: refused: its file name {name!r} leads out of the cache",
-                    "a repository with such a name is not to be trusted",
+                    "do not trust a repository with such a name",
                 )
             found = try_to_load_from_cache(spec.repo, name, revision=commit, repo_type=spec.kind)
             path = Path(found) if isinstance(found, str) else None
@@ -260,7 +262,7 @@ def _cached(spec: Spec, wanted: Callable[[str], bool], say: Say) -> tuple[str, d
                     files[name] = HubFile(name, f.size_on_disk, digest, f.file_path)
             return rev.commit_hash, files
     raise SparqError(
-        f"{spec.repo}@{spec.revision} is not in the cache, and HF_HUB_OFFLINE forbids to download",
+        f"{spec.repo}@{spec.revision} is not in the cache, and HF_HUB_OFFLINE forbids downloads",
         "unset HF_HUB_OFFLINE",
     )
 
@@ -287,7 +289,7 @@ def _choose(spec: Spec, files: Mapping[str, HubFile]) -> tuple[HubFile, ...]:
         lacking = [n for n in wanted if n not in names]
         if lacking:
             raise SparqError(
-                f"{spec.repo}: {lacking[0]} is missing of a split model",
+                f"{spec.repo}: {lacking[0]} is missing; the model is split",
                 f"choose another model of it, as hf:{spec.repo}/FILE",
             )
     return tuple(files[n] for n in names)

@@ -173,7 +173,7 @@ def _run(job: _Job, progress: Progress | None, *locks: int) -> dict[str, Any]:
 
 def _explained(job: _Job, reason: str, hint: str) -> SparqError:
     if "requantizing" in reason:
-        hint = "quantise from the f16 or bf16 model; --allow-requantize does it nevertheless"
+        hint = "quantise from the f16 or bf16 model; --allow-requantize does it anyway"
     elif "mportance matrix" in reason or "requires an imatrix" in reason:
         hint = "make one with llama-imatrix and give it as --imatrix FILE"
     elif "invalid output file type" in reason:

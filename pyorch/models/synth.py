@@ -71,7 +71,7 @@ def shape_like(name: str, **changes: int | str | None) -> Shape:
     card = cards.load(name)
     if card.architecture != "llama":
         raise SparqError(
-            f"{name} is no Llama but a {card.architecture}, which is not written",
+            f"{name} is not a Llama but a {card.architecture}, which synth cannot write",
             "sparq-cpp models lists the architectures",
             exit_code=2,
         )
@@ -125,7 +125,7 @@ def _check(shape: Shape, block: int = _BLOCK) -> None:
         least = block if name != "head_dim" else _BLOCK
         if getattr(shape, name) % least or shape.n_head * shape.head_dim % block:
             raise SparqError(
-                f"{name} {getattr(shape, name)} is no multiple of {block}",
+                f"{name} {getattr(shape, name)} is not a multiple of {block}",
                 f"weights are quantised in blocks of {block}",
                 exit_code=2,
             )

@@ -163,7 +163,7 @@ def _fetch_one(repo: str, commit: str, file: HubFile, transfer: Transfer, kind: 
 
     if not DIGEST.fullmatch(file.digest):  # it becomes a file's name, and all checks rest on it
         raise SparqError(
-            f"{repo}: {file.name}: the hub gives no checksum of it", "is HF_ENDPOINT a hub?"
+            f"{repo}: {file.name}: the hub gives no checksum for it", "does HF_ENDPOINT name a hub?"
         )
     url = hf_hub_url(repo, file.name, repo_type=kind, revision=commit)
     folder = repo_folder(repo, kind)
@@ -197,7 +197,7 @@ def _locked(lock: Path, file: HubFile, transfer: Transfer) -> Iterator[None]:
                 break
             except Timeout:
                 if not waited:
-                    transfer.say(f"{file.name}: another process is loading it; waiting")
+                    transfer.say(f"{file.name}: another process is downloading it; waiting")
                 waited = True
                 transfer.add(0)
         yield
@@ -313,8 +313,8 @@ def _ask(url: str, state: _State) -> None:
             state.begin_anew()
         elif not answer.headers.get("Content-Range", "").startswith(f"bytes {first}-"):
             raise SparqError(
-                f"{state.file.name}: the hub sent another part of it than was asked for",
-                "try again later; is HF_ENDPOINT a hub?",
+                f"{state.file.name}: the hub sent a different part of it than requested",
+                "try again later; does HF_ENDPOINT name a hub?",
             )
         for block in answer.iter_bytes():
             if len(block) > size - state.n:

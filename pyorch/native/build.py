@@ -51,7 +51,7 @@ def working(options: Options) -> Options:
     if options.cuda:
         _, why = cuda.toolkit(probe.need_compiler())
         if why:
-            say(f"for the CPU only, though a CUDA device is here: {why}")
+            say(f"building for the CPU only, although there is a CUDA device: {why}")
             return replace(options, cuda="")
     return options
 

@@ -117,7 +117,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         if self.k is not None and self.ratio is not None:
-            raise self.error("ratio and k", "ratio gives k; say one of them")
+            raise self.error("ratio and k", "ratio gives k; choose one of them")
         if self.k is None and self.ratio is None:
             object.__setattr__(self, "ratio", line.DEFAULT_RATIO)  # frozen for everyone else
         if self.k is not None and self.k < 1:

@@ -69,9 +69,9 @@ def test_records_keep_a_last_line_without_its_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\x93NUMPY\xff", "is no file of records"),
-        (b"[1,2]\n", "line 1 is no record"),
-        (b"5", "line 1 is no record"),
+        (b"\x93NUMPY\xff", "is not a file of records"),
+        (b"[1,2]\n", "line 1 is not a record"),
+        (b"5", "line 1 is not a record"),
         (b'{"schema":1}\n', "line 1 has no key"),
     ],
 )

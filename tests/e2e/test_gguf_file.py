@@ -82,7 +82,7 @@ def test_a_split_model_needs_its_parts(tmp_path: Path) -> None:
         read_gguf(one)
     two.write_bytes(two.read_bytes().replace(b".weight", b".second"))
     assert read_gguf(one).n_bytes == one.stat().st_size + two.stat().st_size
-    with pytest.raises(SparqError, match="not the first"):
+    with pytest.raises(SparqError, match="not named as the first"):
         read_gguf(two)
 
 

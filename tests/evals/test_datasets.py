@@ -257,10 +257,10 @@ def test_wikitext_bits_are_those_of_one_dense_pass(session: engine.Session, tmp_
     ("name", "content", "message"),
     [
         ("absent.json", None, "No such file"),
-        ("a.json", "{not json\n", "line 1 is no JSON object"),
-        ("a.json", "[1, 2]", "no list of rows"),
+        ("a.json", "{not json\n", "line 1 is not a JSON object"),
+        ("a.json", "[1, 2]", "not a list of rows"),
         ("a.json", '{"data": []}', "no rows"),
-        ("a.jsonl", '{"a": 1}\n{"b"\n', "line 2 is no JSON object"),
+        ("a.jsonl", '{"a": 1}\n{"b"\n', "line 2 is not a JSON object"),
         ("a.json", '{"a": 1}', "a row has no 'id', it has a"),
         ("a.json", b"\xff\xfe\x00", "not a text file"),
     ],

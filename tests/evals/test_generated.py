@@ -102,7 +102,7 @@ def test_needle_is_at_its_depth(setup: Setup) -> None:
 
 def test_needle_refuses_lengths_that_cannot_be(setup: Setup) -> None:
     for lengths in ([64], [CTX + 1]):
-        with pytest.raises(SparqError, match="possible are"):
+        with pytest.raises(SparqError, match="they can be"):
             next(needle.examples(Setup(setup.session, CTX, texts=["x y"], lengths=lengths)))
 
 

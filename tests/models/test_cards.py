@@ -218,7 +218,7 @@ def test_command() -> None:
     shown = run(command, ["show", "llama2-7b"]).stdout
     assert "hf:TheBloke/Llama-2-7B-GGUF:Q4_K_M" in shown
     assert "sparq-cpp chat --model llama2-7b --ratio 1/4" in shown
-    assert "none known for sure; make one: sparq-cpp convert hf:cerebras/" in (
+    assert "none is known for certain; make one: sparq-cpp convert hf:cerebras/" in (
         run(command, ["show", "cerebras-gpt-6.7b"]).stdout
     )
     shown = run(command, ["show", "opt-13b"]).stdout
@@ -232,7 +232,7 @@ def test_command() -> None:
 @pytest.mark.parametrize("c", CARDS, ids=NAMES)
 def test_synthetic_models_have_the_geometry_of_the_card(c: cards.Card) -> None:
     if c.architecture != "llama":
-        with pytest.raises(SparqError, match=f"{c.name} is no Llama but a {c.architecture}"):
+        with pytest.raises(SparqError, match=f"{c.name} is not a Llama but a {c.architecture}"):
             synth.shape_like(c.name)
         return
     shape = synth.shape_like(c.name)

@@ -201,9 +201,9 @@ LIES = {
     "key without a name": (_key("", 4, 0), "unusable name"),
     "unknown type of a value": (_key("a", 13, 0), "unknown value type 13"),
     "array of arrays": (_key("a", 9, (9, [])), "array of unsupported type 9"),
-    "alignment 0": (_key("general.alignment", 4, 0), "no power of 2"),
-    "alignment 24": (_key("general.alignment", 4, 24), "no power of 2"),
-    "alignment as u64": (_key("general.alignment", 10, 32), "no power of 2"),
+    "alignment 0": (_key("general.alignment", 4, 0), "not a power of 2"),
+    "alignment 24": (_key("general.alignment", 4, 24), "not a power of 2"),
+    "alignment as u64": (_key("general.alignment", 10, 32), "not a power of 2"),
     "tensor twice": (_row_twice, "is there twice"),
     "tensor with a path": (_renamed(b"a\n/../x"), "unusable name"),
     "tensor with a long name": (_renamed(b"a" * 64), "unusable name"),
@@ -307,7 +307,7 @@ def test_split_files_that_lie(base: Model, tmp_path: Path) -> None:
     good = read_gguf(write(*parts))
     assert len(good.tensors) == len(base.rows) and len(good.parts) == 2
     geometry(good)
-    with pytest.raises(SparqError, match="do not go together"):
+    with pytest.raises(SparqError, match="do not belong together"):
         read_gguf(write(parts[0], parts[0]))
     for name, value, message in (
         ("split.no", 0, "holds part number 0"),

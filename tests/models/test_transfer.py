@@ -217,7 +217,7 @@ def test_ranges_of_other_servers(hub: Hub, gguf: bytes, monkeypatch: pytest.Monk
     assert load().path.read_bytes() == gguf and starts(hub) == [0, 1000]
     hub.files, hub.breaks, hub.no_ranges = {"b.gguf": gguf[1:]}, [1000], False
     hub.shift = 1
-    assert "another part" in refused().message
+    assert "a different part" in refused().message
     hub.files, hub.breaks, hub.shift, hub.more = {"c.gguf": gguf[2:]}, [], 0, b"more"
     assert load().path.read_bytes() == gguf[2:]
     monkeypatch.setattr(transfer, "PART", 200_000)
@@ -287,7 +287,7 @@ def test_a_file_is_loaded_by_one_at_a_time(hub: Hub, gguf: bytes) -> None:
         t.join()
     assert [m.path.read_bytes() == gguf for m in models] == [True, True]
     assert hub.fetched() == ["m.gguf"]
-    assert said == ["m.gguf: another process is loading it; waiting"]
+    assert said == ["m.gguf: another process is downloading it; waiting"]
 
 
 # ---- the cache, the token ----

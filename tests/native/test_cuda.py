@@ -171,7 +171,10 @@ def test_build_without_a_working_toolkit(world: Path, machine, monkeypatch, caps
         build.build(build.Options(cuda="90"))
     assert "--cpu" in e.value.hint
     assert build.working(build.usual()) == build.Options()
-    assert "for the CPU only, though a CUDA device is here: it is broken" in capsys.readouterr().err
+    assert (
+        "building for the CPU only, although there is a CUDA device: it is broken"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_moved_tree_is_configured_anew(world: Path) -> None:

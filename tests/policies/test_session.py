@@ -317,7 +317,7 @@ def test_native_methods_are_the_library_s(
 def test_bad_settings_are_refused() -> None:
     for line, message in {
         "orakel": "did you mean oracle",
-        "oracle,ratio=1/8,k=3": "say one of them",
+        "oracle,ratio=1/8,k=3": "choose one of them",
         "oracle,k=0": "below 1",
         "oracle,k=x": "not a whole number",
         "oracle,sinks=3": "unknown setting of oracle",
