@@ -109,7 +109,7 @@ def test_architecture_matches_the_oracle(
     with Context(m) as ctx:
         assert ctx.decode(prompt()) == 0
         dense = steps(ctx)
-    codes = [SPARQ + ",shadow=q8", SPARQ + ",shadow=q4"]
+    codes = [SPARQ.replace("f16", bits) for bits in ("q8", "q4")]
     for spec in (SPARQ, SPARQ + ",mean_v=on,local=0,sinks=0", TOPK, *codes):
         watch = Watch()
         with Context(m, watch=watch) as ctx:
