@@ -254,8 +254,10 @@ def command(ctx: click.Context, wanted: Wanted, writing: Writing) -> None:
 
 def _speed(wanted: Wanted, writing: Writing) -> None:
     from pyorch.bench import output, records, speed
-    from pyorch.bench.plan import SpeedPlan
+    from pyorch.bench.plan import SpeedPlan, room_for
+    from pyorch.engine.settings import checked_ctx
 
+    rope = wanted.rope.settings()
     plan = SpeedPlan(
         models=[model_path(p, wanted.yes) for m in wanted.models for p in m.split(",")],
         like=wanted.like or ["llama2-7b"],
@@ -273,11 +275,12 @@ def _speed(wanted: Wanted, writing: Writing) -> None:
         prefill=wanted.prefill,
         numa=wanted.numa or "",
         n_gpu_layers=wanted.n_gpu_layers,
-        rope=str(wanted.rope.settings() or ""),
+        rope=str(rope or ""),
     )
+    most = room_for(max(plan.n_depth), max(*plan.n_prompt, *plan.n_gen))
     for model in plan.models:
-        most = max(plan.n_depth) + max(*plan.n_prompt, *plan.n_gen)
-        note_if_beyond(most, geometry(read_gguf(model)).n_ctx_train)
+        geo = geometry(read_gguf(model))
+        note_if_beyond(checked_ctx(geo, most, rope), geo.n_ctx_train)
     file = writing.file("speed.jsonl")
     _agree_to_write(plan, wanted.yes)
     with progress_bar("bench") as progress:

@@ -201,7 +201,7 @@ def checked_ctx(geo: Geometry, n_ctx: int | None, rope: Rope | None = None) -> i
     if limit and n_ctx > limit and not (rope and rope.given):
         raise SparqError(
             f"context {n_ctx} is beyond the {limit} positions this model was trained on",
-            f"--ctx {limit} or less; or stretch it: --rope-scaling yarn "
+            f"at most {limit} positions; or stretch it: --rope-scaling yarn "
             f"--rope-scale {-(-n_ctx // limit)}",
             exit_code=2,
         )

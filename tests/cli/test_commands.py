@@ -298,6 +298,9 @@ def test_a_context_beyond_the_training(run: Run, tmp_path: Path) -> None:
     assert wanted["share_sparse"] == 1 and json.loads(other.out)["tokens"] == wanted["tokens"]
     assert run("chat", *scaled, "-n", 2, stdin="hello\n").code == 0
     assert run("explain", *scaled, "--ratio", "1/8").code == 0
+    refused = run("bench", "-m", model, "-d", 1024, "-n", 2)
+    assert refused.code == 2 and "is beyond the 512 positions" in refused.err
+    assert "the text may get worse" not in refused.err
 
 
 @pytest.mark.parametrize("args", ["models", "--help", "explain --json", "generate -p x -t 1"])

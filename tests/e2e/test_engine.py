@@ -522,7 +522,7 @@ def test_all_of_a_prompt_is_exact(tiny: Path, n_batch: int) -> None:
 def test_load_refuses_what_cannot_work(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SparqError, match="context 5000 is beyond the 4096") as e:
         engine.load(tiny, n_ctx=5000)
-    assert "--ctx 4096 or less" in e.value.hint and "--rope-scale 2" in e.value.hint
+    assert "at most 4096 positions" in e.value.hint and "--rope-scale 2" in e.value.hint
     with pytest.raises(SparqError, match="context 5000 is beyond the 4096"):
         engine.load(tiny, n_ctx=5000, rope=Rope())
     with pytest.raises(SparqError, match="unknown NUMA strategy 'x'") as e:
