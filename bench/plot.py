@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,37 +54,18 @@ class NoRecords(SparqError):
 # ---- records ----
 
 
-def batches(file: Path) -> Iterator[list[Row]]:
-    """Yields records that were measured together: neighbours that differ only in what ran.
-
-    A speed-up is a ratio within one of these.
-    """
-    own = ("library", "flash_attn", "spec")
-
-    def group(rec: Row) -> str:
-        return json.dumps([v for k, v in rec["case"].items() if k not in own])
-
-    for _, found in itertools.groupby(records.load_all(file), group):
-        batch = list(found)
-        start = 0
-        for i, rec in enumerate(batch):  # the same case again begins a new batch
-            if any(rec["case"] == other["case"] for other in batch[start:i]):
-                yield batch[start:i]
-                start = i
-        yield batch[start:]
-
-
 def rows_of(
     folder: Path,
     name: str,
     rows: Callable[[Sequence[Any]], Sequence[Row]],
     key: Callable[[Row], Any],
 ) -> list[Row]:
-    """The rows that ran as they say, of all batches with a stock row; the last one of each key."""
+    """The rows that ran as they say, of all runs with a stock row; the last one of each key."""
     found: dict[Any, Row] = {}
-    for batch in batches(folder / name):
-        if any(rec["case"]["library"] == "stock" for rec in batch):
-            for row in rows(batch):
+    for run in records.by_run(records.load_all(folder / name)):
+        recs = list(run.values())
+        if any(rec["case"]["library"] == "stock" for rec in recs):
+            for row in rows(recs):
                 if not row.get("below_min_ctx"):  # it ran dense, whatever its name
                     found[key(row)] = row
     return list(found.values())

@@ -17,7 +17,7 @@ import plot
 
 from pyorch.bench import paper
 from pyorch.bench.plan import Case
-from pyorch.bench.records import read_case, spread
+from pyorch.bench.records import load_all, read_case, spread
 
 FILE = "speed.jsonl"
 NEEDS = "sparq-cpp bench --layers 4 -d 2048-32768*2 -n 20 -r 10"
@@ -80,19 +80,18 @@ def _samples(folder: Path) -> dict[tuple[Any, tuple[str, int]], np.ndarray]:
     A line belongs to one library: the newest one with `MIN_LENGTHS` lengths, if there is one.
     """
     lines: dict[tuple[Any, str], dict[str, dict[int, np.ndarray]]] = {}  # by library, newest last
-    for batch in plot.batches(folder / FILE):
-        for rec in batch:
-            c = read_case(Case, rec)
-            plain = c.n_gen and not c.prefill and c.type_k == c.type_v == "f16"
-            if c.spec.sparse and not rec["counters"].get("calls_sparse"):
-                continue  # it ran dense below min_ctx, so it does not belong on its line
-            if plain and c.model_type.startswith("llama2-7b q8_0") and c.n_depth:
-                line = lines.setdefault(
-                    ((c.model_type, c.n_threads), plot.name_of(c.library, c.flash_attn, c.spec)), {}
-                )
-                stamp = rec["env"]["stamps"][c.library]
-                line[stamp] = at = line.pop(stamp, {})
-                at[c.n_depth] = np.array(rec["samples_ns"]) / 1e6
+    for rec in load_all(folder / FILE):
+        c = read_case(Case, rec)
+        plain = c.n_gen and not c.prefill and c.type_k == c.type_v == "f16"
+        if c.spec.sparse and not rec["counters"].get("calls_sparse"):
+            continue  # it ran dense below min_ctx, so it does not belong on its line
+        if plain and c.model_type.startswith("llama2-7b q8_0") and c.n_depth:
+            line = lines.setdefault(
+                ((c.model_type, c.n_threads), plot.name_of(c.library, c.flash_attn, c.spec)), {}
+            )
+            stamp = rec["env"]["stamps"][c.library]
+            line[stamp] = at = line.pop(stamp, {})
+            at[c.n_depth] = np.array(rec["samples_ns"]) / 1e6
     out = {}
     for (kind, who), line in lines.items():
         newest = list(line.values())[::-1]
@@ -105,12 +104,11 @@ def _samples(folder: Path) -> dict[tuple[Any, tuple[str, int]], np.ndarray]:
 
 def _node_shares(folder: Path, kind: tuple[str, int]) -> dict[tuple[str, int], float]:
     out = {}
-    for batch in plot.batches(folder / "node_times.jsonl"):
-        for rec in batch:
-            c = node_times.Case(**rec["case"])
-            if (c.model_type, c.n_threads) == kind:
-                who = f"stock -fa {int(c.flash_attn)}"
-                out[who, c.n_depth] = spread(node_times.shares(rec))[0]
+    for rec in load_all(folder / "node_times.jsonl"):
+        c = node_times.Case(**rec["case"])
+        if (c.model_type, c.n_threads) == kind:
+            who = f"stock -fa {int(c.flash_attn)}"
+            out[who, c.n_depth] = spread(node_times.shares(rec))[0]
     return out
 
 

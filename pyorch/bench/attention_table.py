@@ -32,18 +32,18 @@ class Row:
 
 
 def rows(recs: Sequence[Record]) -> list[Row]:
-    """The rows of the table. `recs` holds whole groups, as `run` returns them."""
+    """The rows of the table. `recs` holds whole runs, as `run` returns them."""
     out = []
     # attention to so few positions is dense, whatever the settings: ours share one base
     base: dict[tuple[Any, ...], list[float]] = {}
     for rec in recs:
         base.setdefault(_base_key(rec), []).extend(rec["base_samples_ns"])
     bases = {key: spread(samples)[0] for key, samples in base.items()}
-    best: dict[tuple[Any, ...], float] = {}
+    best: dict[str, float] = {}
     for rec in recs:
         if rec["case"]["library"] == "stock":
-            at, mid = _group_of(rec), _attention_ns(rec, bases[_base_key(rec)])[0]
-            best[at] = min(best.get(at, float("inf")), mid)
+            run, mid = records.run_of(rec), _attention_ns(rec, bases[_base_key(rec)])[0]
+            best[run] = min(best.get(run, float("inf")), mid)
     for rec in recs:
         case = records.read_case(Case, rec)
         mid, low, high = _attention_ns(rec, bases[_base_key(rec)])
@@ -60,16 +60,10 @@ def rows(recs: Sequence[Record]) -> list[Row]:
                 bytes_per_token=rec["bytes_per_token"],
                 roofline=moved / (mid / 1e9) / bandwidth if mid > 0 else math.nan,
                 bandwidth=bandwidth,
-                speedup=best[_group_of(rec)] / mid if mid > 0 else math.nan,
+                speedup=best[records.run_of(rec)] / mid if mid > 0 else math.nan,
             )
         )
     return out
-
-
-def _group_of(rec: Record) -> tuple[Any, ...]:
-    c = records.read_case(Case, rec)
-    own = c.like, c.n_layer, c.n_depth, c.n_threads, c.type_k, c.type_v, c.numa
-    return records.run_of(rec), *own
 
 
 def flat(recs: Sequence[Record]) -> list[dict[str, Any]]:
@@ -88,7 +82,7 @@ def _attention_ns(rec: Record, base: float) -> tuple[float, float, float]:
 
 
 def _base_key(rec: Record) -> tuple[Any, ...]:
-    return *_group_of(rec), rec["case"]["library"], rec["case"]["flash_attn"]
+    return records.run_of(rec), rec["case"]["library"], rec["case"]["flash_attn"]
 
 
 _SHOWN: dict[str, Callable[[Row], object]] = {

@@ -25,23 +25,17 @@ Row = dict[str, Any]
 
 
 def rows(recs: Sequence[Record]) -> list[Row]:
-    """One flat row per record, llama-bench's fields first. `recs` holds whole groups.
+    """One flat row per record, llama-bench's fields first. `recs` holds whole runs.
 
     `samples_ns` are for single tokens (or whole prompts), `avg_ns` is for a whole test. `speedup`
-    and `roofline_speedup` are over the faster of stock's; nan where they mean nothing.
+    and `roofline_speedup` are over the faster of the run's stock; nan where they mean nothing.
     """
-    best: dict[tuple[Any, ...], tuple[float, int]] = {}
+    best: dict[str, tuple[float, int]] = {}
     for rec in recs:
         if rec["case"]["library"] == "stock":
-            at, this = _group_of(rec), spread(rec["samples_ns"])[0]
-            best[at] = min(best.get(at, (math.inf, 0)), (this, rec["bytes_kv"]))
-    return [_row(rec, *best.get(_group_of(rec), (math.nan, 0))) for rec in recs]
-
-
-def _group_of(rec: Record) -> tuple[Any, ...]:
-    own = ("library", "flash_attn", "spec", "calibration")
-    case = tuple(v for k, v in rec["case"].items() if k not in own)
-    return records.run_of(rec), case
+            run, this = records.run_of(rec), spread(rec["samples_ns"])[0]
+            best[run] = min(best.get(run, (math.inf, 0)), (this, rec["bytes_kv"]))
+    return [_row(rec, *best.get(records.run_of(rec), (math.nan, 0))) for rec in recs]
 
 
 def _row(rec: Record, best_ns: float, best_kv: int) -> Row:

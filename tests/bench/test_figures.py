@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,40 +85,42 @@ def kv_bytes(n_depth: int) -> int:
     return 4 * 2 * 2 * 32 * 128 * n_depth
 
 
-def add_speed(folder: Path, case: Case, factor: float = 1.0, env: dict[str, Any] = ENV) -> None:
-    """A record in which a token takes as long as its bytes, times `factor`."""
-    kv = 0 if case.n_prompt else kv_bytes(case.n_depth) // (1 if case.library == "stock" else 8)
-    ns = round((WEIGHTS + kv) / SPEED * 1e9 * factor)
-    n = case.repetitions * (case.n_gen or 1)
-    rec = records.record(
-        speed.BENCH,
-        records.case_of(case),
-        env["stamps"][case.library],
-        samples_ns=[ns] * n,
-        counters={"calls_sparse": 1},
-        env=env,
-        bytes_weights=WEIGHTS,
-        bytes_kv=kv,
-        n_layer=4,
-        layers_sparse=4,
-        bandwidth_bytes_per_s=[SPEED],
-    )
-    records.append(folder / "speed.jsonl", rec)
+def add_run(folder: Path, cases: Mapping[Case, float], env: dict[str, Any] = ENV) -> None:
+    """A run in which a token of each case takes as long as its bytes, times the case's factor."""
+    run = secrets.token_hex(4)
+    for case, factor in cases.items():
+        kv = 0 if case.n_prompt else kv_bytes(case.n_depth) // (1 if case.library == "stock" else 8)
+        ns = round((WEIGHTS + kv) / SPEED * 1e9 * factor)
+        n = case.repetitions * (case.n_gen or 1)
+        rec = records.record(
+            speed.BENCH,
+            records.case_of(case),
+            env["stamps"][case.library],
+            samples_ns=[ns] * n,
+            counters={"calls_sparse": 1},
+            env=env,
+            bytes_weights=WEIGHTS,
+            bytes_kv=kv,
+            n_layer=4,
+            layers_sparse=4,
+            bandwidth_bytes_per_s=[SPEED],
+            run=run,
+        )
+        records.append(folder / "speed.jsonl", rec)
 
 
 def add_lengths(folder: Path, stock_factor: float = 1.0) -> None:
     for n in LENGTHS:
-        add_speed(folder, replace(STOCK, n_depth=n), stock_factor)
-        add_speed(folder, replace(STOCK, n_depth=n, flash_attn=True), 3.0)
-        add_speed(folder, replace(OURS, n_depth=n))
+        stock, ours = replace(STOCK, n_depth=n), replace(OURS, n_depth=n)
+        add_run(folder, {stock: stock_factor, replace(stock, flash_attn=True): 3.0, ours: 1.0})
 
 
 @pytest.fixture
 def full(tmp_path: Path) -> Path:
     """Records of every figure."""
     add_lengths(tmp_path)
-    add_speed(tmp_path, replace(STOCK, n_depth=0, n_gen=0, n_prompt=512))
-    add_speed(tmp_path, replace(OURS, n_depth=0, n_gen=0, n_prompt=512))
+    prompt = {"n_depth": 0, "n_gen": 0, "n_prompt": 512}
+    add_run(tmp_path, {replace(STOCK, **prompt): 1.0, replace(OURS, **prompt): 1.0})
     (group,) = attention.AttentionPlan(
         like=["llama2-7b"], positions=[4096], specs=microbenchmark.SPECS
     ).groups()
@@ -313,13 +317,17 @@ def test_end_to_end_is_against_the_better_stock_of_the_same_run(tmp_path: Path) 
     assert [r["speedup"] for r in again] == pytest.approx([2 * r["speedup"] for r in rows])
 
 
-def test_the_same_cases_again_are_another_run(tmp_path: Path) -> None:
-    for factor in (1.0, 2.0):
-        for case in (STOCK, OURS):
-            add_speed(tmp_path, case, factor if case is STOCK else 1.0)
-    runs = list(plot.batches(tmp_path / "speed.jsonl"))
-    assert [[r["case"]["library"] for r in run] for run in runs] == [["stock", "sparq"]] * 2
-    assert runs[1][0]["samples_ns"][0] == pytest.approx(2 * runs[0][0]["samples_ns"][0])
+def test_a_calibrated_row_is_drawn_beside_those_it_took_turns_with(tmp_path: Path) -> None:
+    """Its record names its calibration, which those of stock and of other settings do not have."""
+    for n in LENGTHS:
+        stock, ours = replace(STOCK, n_depth=n), replace(OURS, n_depth=n)
+        spec = parse_spec("sparq,ratio=1/8,calibrated")
+        found = replace(ours, spec=spec, calibration="0123abcd")
+        add_run(tmp_path, {stock: 2.0, replace(stock, flash_attn=True): 3.0, found: 1.0, ours: 1.0})
+    rows = [r for r in end_to_end.FIGURE.data(tmp_path) if r["positions"] == LENGTHS[0]]
+    names = ["stock -fa 0", "stock -fa 1", str(spec), "SparQ 1/8 q4"]
+    assert [r["attention"] for r in rows] == names
+    assert rows[2]["speedup"] == rows[3]["speedup"] > 2
 
 
 def test_fit_uses_the_samples_between_the_quartiles() -> None:
@@ -346,7 +354,7 @@ def test_a_line_of_token_times_is_the_newest_of_one_library(tmp_path: Path) -> N
     def add(factor: float, stamp: str, lengths: tuple[int, ...], repetitions: int) -> None:
         for n in lengths:
             case = replace(STOCK, n_depth=n, repetitions=repetitions)
-            add_speed(tmp_path, case, factor, ENV | {"stamps": {"stock": stamp}})
+            add_run(tmp_path, {case: factor}, ENV | {"stamps": {"stock": stamp}})
 
     def start() -> float:
         return time_in_attention.data(tmp_path)[0]["fit_ms_at_0"]
@@ -389,7 +397,7 @@ def test_the_compute_peak_is_of_this_machine(
     """Not of the one whose records the figures are drawn from."""
     own, other = tmp_path / "own", tmp_path / "other"
     monkeypatch.setattr(records, "default_folder", lambda: own)
-    add_speed(other, STOCK)
+    add_run(other, {STOCK: 1.0})
     assert plot.default_folder() == other
     monkeypatch.setattr(roofline, "N", 8)
     monkeypatch.setattr(roofline, "usable_cores", lambda: 4)
@@ -486,13 +494,12 @@ def test_what_is_measured_is_drawn_though_other_records_are_missing(tmp_path: Pa
 
 def add_rates(folder: Path, model: str, factor: float = 1.0) -> None:
     """Tokens of a real model: llama.cpp's two, ours exact and ours sparse."""
+    lines = "dense", "sparq,ratio=1/8"
     for n in LENGTHS:
         case = replace(STOCK, model_type=model, model_filename=f"{model}.gguf", n_depth=n)
         ours = replace(case, library="sparq", flash_attn=True)
-        add_speed(folder / "token_rate", case, 2 * factor)
-        add_speed(folder / "token_rate", replace(case, flash_attn=True), factor)
-        add_speed(folder / "token_rate", replace(ours, spec=parse_spec("dense")), factor)
-        add_speed(folder / "token_rate", replace(ours, spec=parse_spec("sparq,ratio=1/8")), factor)
+        fast = replace(case, flash_attn=True), *(replace(ours, spec=parse_spec(x)) for x in lines)
+        add_run(folder / "token_rate", {case: 2 * factor} | dict.fromkeys(fast, factor))
 
 
 def test_token_rates_are_of_the_model_measured_last(

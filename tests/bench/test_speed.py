@@ -364,7 +364,7 @@ def test_bench_refuses_a_sparse_row_that_ran_dense(
     ("args", "message"),
     [
         (["-n", "0", "-d", "64"], "nothing to measure"),
-        (["-fa", "0", "-ctv", "q8_0"], "without flash attention"),
+        (["-fa", "0", "-ctv", "q8_0", "-d", "64"], "without flash attention"),
         (["--attn-only", "-d", "2048"], "--model has no meaning"),
         (["-ctk", "q3_K"], "unknown"),
         (["-fa", "maybe"], "unknown --flash-attn 'maybe'"),
