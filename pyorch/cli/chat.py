@@ -38,6 +38,7 @@ HELP = """\
 Ctrl-C stops a reply, or the reading of a message, which is then dropped. Pressed again, it
 stops the program. The arrow keys bring back earlier messages."""
 
+ROLES = ("system", "user", "assistant")
 REPLY_ROOM = 64  # positions kept free for a reply when old messages are dropped
 
 
@@ -89,8 +90,8 @@ def command(
 ) -> None:
     """Talk to a model, with its own chat template.
 
-    In a terminal, /help lists the commands. From a pipe, each line is one message, and each reply
-    goes to stdout; with --json as one line of JSON.
+    In a terminal, /help lists the commands. From a pipe, each line is one message, and Ctrl-C ends
+    the program. Replies go to stdout; with --json each is one line of JSON.
     """
     from pyorch.engine.chat_template import ChatTemplate
 
@@ -148,12 +149,12 @@ def _typed() -> Iterator[str]:
     keep_history = _history()
     while True:
         try:
-            line = input("> ").strip()
+            line = _ask().strip()
         except EOFError:
-            print()
+            print(file=sys.stderr)
             return
         except KeyboardInterrupt:
-            print()
+            print(file=sys.stderr)
             note("/exit or Ctrl-D leaves", "dim")
             continue
         if line:
@@ -161,9 +162,17 @@ def _typed() -> Iterator[str]:
             yield line
 
 
+def _ask() -> str:
+    if sys.stdout.isatty():
+        return input("> ")
+    print("> ", end="", file=sys.stderr, flush=True)  # input() would put it among the replies
+    return input()
+
+
 def _history() -> Callable[[], None]:
     """Give input() the lines of earlier sessions. Returns a function that saves them and the new
-    ones in the cache folder."""
+    ones in the cache folder; of two chats at once, the lines of the one that saves last are kept.
+    """
     try:
         import readline
     except ImportError:  # some builds of Python lack it
@@ -271,11 +280,15 @@ def _resume(name: str) -> list[dict[str, str]]:
     hint = "it takes a file written by /save"
     try:
         messages = json.loads(Path(name).read_text(encoding="utf-8"))["messages"]
-        return [{"role": str(m["role"]), "content": str(m["content"])} for m in messages]
+        found = [{"role": str(m["role"]), "content": str(m["content"])} for m in messages]
     except OSError as e:
         raise SparqError(f"{name}: {e.strerror or e}", hint) from None
     except (ValueError, KeyError, TypeError):
         raise SparqError(f"{name}: not a saved conversation", hint) from None
+    for m in found:
+        if m["role"] not in ROLES:
+            raise SparqError(f"{name}: a message has the role {m['role']!r}", ", ".join(ROLES))
+    return found
 
 
 def _reply(chat: Chat, text: str) -> None:
@@ -374,7 +387,7 @@ def _stream(chat: Chat, prompt: list[int], sampling: Sampling) -> tuple[str, str
     from pyorch import engine
 
     reply, finish = "", ""
-    with _interruptible() as stopped, progress_bar("reading") as progress:
+    with _interruptible(chat.interactive) as stopped, progress_bar("reading") as progress:
         pieces = engine.generate(
             chat.session,
             prompt,
@@ -399,9 +412,13 @@ def _stream(chat: Chat, prompt: list[int], sampling: Sampling) -> tuple[str, str
 
 
 @contextmanager
-def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C sets a flag, which the yielded function reads; a second Ctrl-C ends the program."""
+def _interruptible(interactive: bool) -> Iterator[Callable[[], bool]]:
+    """Ctrl-C sets a flag, which the yielded function reads; a second Ctrl-C ends the program. So
+    does the first one if nobody is there to say what comes next."""
     flag = False
+    if not interactive:
+        yield lambda: flag
+        return
 
     def on_sigint(*_: object) -> None:
         nonlocal flag

@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from threading import Timer
@@ -428,7 +429,7 @@ def test_a_message_stopped_while_it_is_read_is_dropped(
     from pyorch.cli import chat
 
     stops = iter([True, False])  # in the first message, not in the second
-    monkeypatch.setattr(chat, "_interruptible", lambda: nullcontext(partial(bool, next(stops))))
+    monkeypatch.setattr(chat, "_interruptible", lambda _: nullcontext(partial(bool, next(stops))))
     script = f"one\ntwo\n/save {tmp_path}/talk.json\n"
     result = run("chat", "-m", tiny_chat, "-n", 4, stdin=script)
     assert result.code == 0 and "the message is dropped" in result.err
@@ -475,7 +476,7 @@ def test_what_was_read_outlives_a_message_that_is_dropped(
 
     (tmp_path / "text.txt").write_text("a text")
     stops = iter([True, False, False])  # in the first message only
-    monkeypatch.setattr(chat, "_interruptible", lambda: nullcontext(partial(bool, next(stops))))
+    monkeypatch.setattr(chat, "_interruptible", lambda _: nullcontext(partial(bool, next(stops))))
     script = f"/read {tmp_path}/text.txt\none\ntwo\nthree\n/save {tmp_path}/talk.json\n"
     assert run("chat", "-m", tiny_chat, "-n", 4, stdin=script).code == 0
     messages = json.loads((tmp_path / "talk.json").read_text())["messages"]
@@ -530,6 +531,14 @@ def test_chat_resume_errors(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
         assert result.code == 1 and "not a saved conversation" in result.err
 
 
+def test_a_conversation_of_another_program(run: Run, tiny: Path, tmp_path: Path) -> None:
+    """A role that a plain transcript has no name for."""
+    file = tmp_path / "talk.json"
+    file.write_text('{"messages": [{"role": "tool", "content": "42"}]}')
+    result = run("chat", "-m", tiny, "--resume", file, stdin="x\n")
+    assert result.code == 1 and "a message has the role 'tool'" in result.err
+
+
 def test_chat_drops_the_oldest_when_full(run: Run, tiny_chat: Path) -> None:
     script = "".join(f"{i} {'x' * 150}\n" for i in range(6))
     args = ("chat", "-m", tiny_chat, "--ctx", 512, "-n", 8, "--system", "sys", "--json")
@@ -559,62 +568,86 @@ def test_chat_keeps_what_was_read(run: Run, demo_model: Path, tmp_path: Path) ->
     assert json.loads(given.out)["finish"] == "context" and "was cut" not in given.err
 
 
-def test_chat_in_a_terminal(tiny_chat: Path, tmp_path: Path) -> None:
-    """A pasted text of two lines is one message; a reply says its speed; history is kept."""
+@contextmanager
+def chat_on_a_terminal(
+    model: Path, here: Path, *args: object, **streams: int
+) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """chat on a terminal of its own, except for the `streams` that are given, with its history in
+    `here`; and the other end of the terminal. It is killed after a minute."""
     code = f"""if True:
         import os, types, pathlib, pyorch.cli, pyorch.cli.chat as chat
         os.open(os.ttyname(0), os.O_RDWR)  # Ctrl-C comes from the terminal that a session has
-        here = pathlib.Path({str(tmp_path)!r})
+        here = pathlib.Path({str(here)!r})
         chat.paths = types.SimpleNamespace(cache=lambda: here, expanded=pathlib.Path)
         pyorch.cli.main()"""
-    argv = [sys.executable, "-c", code, "chat", "-m", tiny_chat, "-t", "1", "-n", "4"]
+    argv = [sys.executable, "-c", code, "chat", "-m", str(model), "-t", "1", *map(str, args)]
     ours, theirs = pty.openpty()
-    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs) | streams
     env = {**os.environ, "TERM": "xterm"}
     with subprocess.Popen(argv, **streams, env=env, start_new_session=True) as child:
         os.close(theirs)
         (timer := Timer(60, child.kill)).start()
-        said = b""
+        yield child, ours
+    timer.cancel()
+    os.close(ours)
+
+
+def read_until(terminal: int, mark: bytes) -> bytes:
+    said = b""
+    while not re.search(mark, said, re.DOTALL):
+        said += os.read(terminal, 4096)
+    return said
+
+
+def test_chat_in_a_terminal(tiny_chat: Path, tmp_path: Path) -> None:
+    """A pasted text of two lines is one message; a reply says its speed; history is kept."""
+    with chat_on_a_terminal(tiny_chat, tmp_path, "-n", 4) as (child, terminal):
         for mark, then in (
             (b"> ", "\x1b[200~one\ntwo\x1b[201~\n"),
             (b"tokens/s.*> ", "\x03"),
             (b"/exit or Ctrl-D leaves.*> ", f"/save {tmp_path}/talk.json\n"),
             (b"2 messages written.*> ", "\x04"),
         ):
-            while not re.search(mark, said, re.DOTALL):
-                said += os.read(ours, 4096)
-            said = b""
+            read_until(terminal, mark)
             time.sleep(0.3)  # right after its prompt, readline holds Ctrl-C back until a key
-            os.write(ours, then.encode())
-    timer.cancel()
-    os.close(ours)
+            os.write(terminal, then.encode())
     assert child.returncode == 0
     messages = json.loads((tmp_path / "talk.json").read_text())["messages"]
     assert messages[0]["content"] == "one\ntwo"
     assert "two\n/save" in (tmp_path / "chat_history").read_text()
 
 
-def test_ctrl_c_stops_the_reply_and_not_the_program(tiny_chat: Path) -> None:
-    """SIGINT when the first reply has begun; it ends, the next line is read, the exit code is 0."""
+def test_ctrl_c_in_a_terminal_stops_the_reply_and_not_the_program(
+    tiny_chat: Path, tmp_path: Path
+) -> None:
+    """The reply, which goes on to the end of the context, goes to a file, and nothing else does."""
+    with (tmp_path / "out").open("wb+") as out:
+        streams = {"stdout": out.fileno()}
+        with chat_on_a_terminal(tiny_chat, tmp_path, "--temp", 0, **streams) as (child, terminal):
+            read_until(terminal, b"> ")
+            os.write(terminal, b"hello\n")
+            while not out.seek(0, os.SEEK_END):
+                time.sleep(0.01)
+            os.write(terminal, b"\x03")
+            assert b"(stopped)" in read_until(terminal, b"tokens/s.*> ")
+            os.write(terminal, b"/stats\n")
+            said = read_until(terminal, b"positions.*> ")
+            os.write(terminal, b"\x04")
+        out.seek(0)
+        reply = out.read()
+    assert child.returncode == 0
+    assert int(re.search(rb"context (\d+) of 4096", said).group(1)) < 4096
+    assert b"> " not in reply and reply.endswith(b"\n") and not reply.endswith(b"\n\n")
+
+
+def test_ctrl_c_ends_what_reads_from_a_pipe(tiny_chat: Path) -> None:
     code = "import sys; from pyorch.cli import main; main()"
     args = ["chat", "-m", str(tiny_chat), "--threads", "1", "--temp", "0"]
-    with subprocess.Popen(
-        [sys.executable, "-c", code, *args],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        bufsize=0,
-    ) as child:
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", code, *args], **streams, bufsize=0) as child:
         assert child.stdin and child.stdout and child.stderr
-        child.stdin.write(b"hello\n")
-        assert child.stdout.read(1), (
-            child.stderr.read()
-        )  # the reply goes on to the end of the context
+        child.stdin.write(b"hello\nand you?\n")
+        assert child.stdout.read(1), child.stderr.read()
         child.send_signal(signal.SIGINT)
-        child.stdin.write(b"/stats\n")
         _, err = child.communicate(timeout=60)
-    assert child.returncode == 0, err
-    said = err.decode()
-    assert "(stopped)" in said and "tokens/s" in said and "Traceback" not in said
-    used = int(re.search(r"context (\d+) of 4096", said).group(1))
-    assert used < 4096
+    assert (child.returncode, err.strip()) == (130, b"interrupted")
