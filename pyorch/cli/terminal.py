@@ -39,12 +39,14 @@ def note_if_beyond(n_ctx: int, n_ctx_train: int) -> None:
 
 
 def confirm(question: str, yes: bool, otherwise: str, hint: str) -> None:
-    """Ask on the terminal; without one, and without --yes, fail with `otherwise` and `hint`."""
+    """Ask on the terminal, and exit with 1 after a no; without a terminal, and without --yes, fail
+    with `otherwise` and `hint`."""
     if yes:
         return
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise SparqError(otherwise, hint)
-    click.confirm(question, abort=True, err=True)
+    if not click.confirm(question, err=True):
+        raise click.exceptions.Exit(1)
 
 
 def print_json(value: object) -> None:

@@ -157,7 +157,8 @@ def test_rm_asks(
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setattr("click.termui.visible_prompt_func", lambda prompt: "n")
-    assert run("models", "rm", f"hf:{REPO}")[0] == 130 and path.exists()
+    code, out, err = run("models", "rm", f"hf:{REPO}")
+    assert (code, out) == (1, "") and "interrupted" not in err and path.exists()
     monkeypatch.setattr("click.termui.visible_prompt_func", lambda prompt: "y")
     assert run("models", "rm", f"hf:{REPO}")[0] == 0 and not path.exists()
 

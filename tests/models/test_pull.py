@@ -442,7 +442,7 @@ def test_a_model_is_pulled_on_demand(
         for stream in (sys.stdin, sys.stderr):
             terminal.setattr(stream, "isatty", lambda: True)
         terminal.setattr("click.termui.visible_prompt_func", lambda prompt: "n")
-        assert run(*command)[0] == 130 and hub.fetched() == []
+        assert run(*command)[0] == 1 and hub.fetched() == []
     code, out, _ = run(*command, "--yes")
     assert code == 0 and json.loads(out)["model"] == "tiny" and hub.fetched() == ["m.gguf"]
     assert run(*command)[0] == 0 and hub.fetched() == ["m.gguf"]  # it is here now
