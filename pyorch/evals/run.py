@@ -109,6 +109,7 @@ class _Work:
     file: Path
     header: Record  # the setting
     examples: list[Example]
+    meanings: Mapping[Method, str]
     keys: Mapping[Method, Sequence[str]]  # the keys of each method, by example
 
     def begin(self, force: bool) -> dict[int, list[Method]]:
@@ -138,6 +139,7 @@ class _Work:
             "i": i,
             "id": e.id,
             "method": str(method),
+            "meaning": self.meanings[method],
             **result,
             "about": dict(e.about),
         }
@@ -186,7 +188,7 @@ def _prepare(
         m: [records.key(setting, {"i": i, "method": text}, d) for i, d in enumerate(digests)]
         for m, text in meanings.items()
     }
-    return _Work(task, folder / f"{task.name}.jsonl", header, examples, keys)
+    return _Work(task, folder / f"{task.name}.jsonl", header, examples, meanings, keys)
 
 
 def _check_room(task: Task, examples: Sequence[Example], ctx: int) -> None:

@@ -29,6 +29,8 @@ class Series:
     or one number per layer.
 
     case, env  of the setting, see `run`
+    meaning    of the method for the model, as text: a calibrated one has the settings it stood for.
+               "" if its records do not say so
     seconds    of a decoded token, as the median of each example; NaN if it has no meaning
     """
 
@@ -41,6 +43,7 @@ class Series:
     counters: Mapping[str, int]
     about: Sequence[Mapping[str, Any]]
     more: Mapping[str, np.ndarray] = field(default_factory=dict)
+    meaning: str = ""
 
     @property
     def task(self) -> str:
@@ -97,11 +100,13 @@ def make(header: Record, method: Method, recs: Sequence[Record]) -> Series:
         counters=counters,
         about=[r["about"] for r in recs],
         more={name: np.array([r["more"][name] for r in recs], float) for name in names},
+        meaning=recs[0].get("meaning", ""),
     )
 
 
 def read(file: Path) -> list[Series]:
-    """All series of a file, in the order in which they began.
+    """All series of a file, in the order in which they began. A method that was calibrated anew in
+    between has one for each calibration.
 
     Raises:
         SparqError: the file is not one of ours.
@@ -112,16 +117,18 @@ def read(file: Path) -> list[Series]:
     for rec in records.load_all(file):
         if "case" in rec:
             headers[rec["key"]] = rec
-        elif rec.get("setting") not in headers:
+            continue
+        if rec.get("setting") not in headers:
             raise SparqError(f"{file}: a record without its setting", "not a file of `eval`?")
-        elif "scores" in rec:
-            packed[rec["setting"], rec["method"]] = _unpack(headers[rec["setting"]], rec)
+        of = rec["setting"], rec.get("meaning", rec["method"])
+        if "scores" in rec:
+            packed[of] = _unpack(headers[rec["setting"]], rec)
         else:
-            lines.setdefault((rec["setting"], rec["method"]), {})[rec["i"]] = rec
-    made = {
-        (setting, method): make(headers[setting], parse(method), [found[i] for i in sorted(found)])
-        for (setting, method), found in lines.items()
-    }
+            lines.setdefault(of, {})[rec["i"]] = rec
+    made = {}
+    for of, found in lines.items():
+        recs = [found[i] for i in sorted(found)]
+        made[of] = make(headers[of[0]], parse(recs[0]["method"]), recs)
     return list((packed | made).values())
 
 
@@ -164,11 +171,13 @@ def pack(found: Iterable[Series], folder: Path) -> list[Path]:
         records.append(file, header | {"env": head.env, "about": longest})
         for s in group:
             seconds = None if np.isnan(s.tokens_per_s) else round(1 / s.tokens_per_s, 9)
+            meaning = s.meaning or str(s.method)
             line = {
                 "schema": records.SCHEMA,
-                "key": records.key("pack", {"method": str(s.method)}, s.setting),
+                "key": records.key("pack", {"method": meaning}, s.setting),
                 "setting": s.setting,
                 "method": str(s.method),
+                "meaning": meaning,
                 "scores": [_short(x) for x in s.scores],
                 "more": {name: _short_all(values) for name, values in s.more.items()},
                 "seconds": seconds,
@@ -190,6 +199,7 @@ def _unpack(header: Record, rec: Record) -> Series:
         counters=rec["counters"],
         about=header["about"][: len(scores)],
         more={name: np.array(values, float) for name, values in rec["more"].items()},
+        meaning=rec.get("meaning", ""),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -10,7 +11,7 @@ from pyorch import table as tables
 from pyorch.attention.spec import BOUNDS, EXACT, AttentionSpec
 from pyorch.evals import stats, tasks
 from pyorch.evals.series import Series, by_setting
-from pyorch.policies import OFF, Method
+from pyorch.policies import OFF, Method, parse
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,12 @@ class Row:
 
 
 def rows(group: Sequence[Series]) -> list[Row]:
-    """The rows of a setting, each compared with the first on the examples that both have."""
+    """The rows of a setting, each compared with the first on the examples that both have.
+
+    A method that was calibrated anew in between has several, named by what it stood for.
+    """
     base, task = group[0], tasks()[group[0].task]
+    named = Counter(s.method for s in group)
     counted = next((s for s in group if s.counters.get("steps")), base)
     out = []
     for s in group:
@@ -58,7 +63,7 @@ def rows(group: Sequence[Series]) -> list[Row]:
             Row(
                 task=task.name,
                 metric=task.metric,
-                method=s.method,
+                method=s.method if named[s.method] == 1 else parse(s.meaning or str(s.method)),
                 model=s.case["model"]["name"],
                 ctx=s.case["ctx"],
                 n=len(s.scores),

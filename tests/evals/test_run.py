@@ -420,3 +420,25 @@ def test_a_calibrated_method_is_what_was_found_for_the_model(
         assert result.exit_code == 0, result.output
         counts.append(len(records(tmp_path / "out" / "needle.jsonl")))
     assert counts == [2, 3, 3]
+
+
+def test_scores_of_two_calibrations_are_not_one_mean(
+    run_eval: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pyorch.attention import saved
+
+    line = "sparq,ratio=1/4,min_ctx=0,budget=calibrated"
+    for rank, n in ((8, 3), (9, 2)):
+        found = {"calibrated": {"k_layers": "40:40", "rank_layers": f"{rank}:{rank}"}}
+        monkeypatch.setattr(saved, "find", lambda *_, found=found: found)
+        result = run_eval("needle", "--ctx", 576, "-n", n, "-a", "off", "-a", line)
+        assert result.exit_code == 0, result.output
+    meant = [f"k_layers=40:40,rank_layers={rank}:{rank}" for rank in (8, 9)]
+    series.pack(series.read(tmp_path / "out" / "needle.jsonl"), tmp_path / "packed")
+    for folder in (tmp_path / "out", tmp_path / "packed"):
+        off, *both = series.read(folder / "needle.jsonl")
+        assert [(str(s.method), len(s.scores)) for s in both] == [(line, 3), (line, 2)]
+        assert all(text in s.meaning for text, s in zip(meant, both, strict=True))
+        shown = table.markdown([off, *both])
+        assert all(text in shown for text in meant) and "calibrated" not in shown
+        assert "calibrated" in table.markdown([off, both[0]])
