@@ -120,7 +120,7 @@ def read(file: Path) -> list[Series]:
             continue
         if rec.get("setting") not in headers:
             raise SparqError(f"{file}: a record without its setting", "not a file of `eval`?")
-        of = rec["setting"], rec.get("meaning", rec["method"])
+        of = str(rec["setting"]), str(rec.get("meaning", rec["method"]))
         if "scores" in rec:
             packed[of] = _unpack(headers[rec["setting"]], rec)
         else:
