@@ -13,7 +13,7 @@ from pyorch.attention import saved
 from pyorch.attention.spec import DEFAULT_RATIO, SHADOWS, AttentionSpec, ratio_text
 from pyorch.cli import options as opt
 from pyorch.cli.groups import option, renamed, takes
-from pyorch.cli.loading import model_path, open_session
+from pyorch.cli.loading import model_path, open_session, ready, session_options
 from pyorch.cli.terminal import note, print_json
 from pyorch.cli.types import Name, Number, Ratio
 from pyorch.errors import SparqError
@@ -102,14 +102,16 @@ def command(
         raise SparqError(
             "ratio 1 is dense attention, which has no k and no rank", "--ratio 1/8", exit_code=2
         )
-    path = model_path(model.model, model.yes)
-    if not show:
+    if show:
+        path = model_path(model.model, model.yes)
+    else:
         from pyorch.calibrate import search
 
         source = Path(wanted.text or paths.data("models") / "demo" / "document.txt")
         text, n_pos = search.joined([source]), context.ctx or N_CTX
-        named, context = replace(model, model=str(path)), replace(context, ctx=n_pos)
-        load = opt.LoadOptions(cache=cache, numa=wanted.numa)
+        context, load = replace(context, ctx=n_pos), opt.LoadOptions(cache=cache, numa=wanted.numa)
+        path = ready(model.model, model.yes, session_options(None, context, load))
+        named = replace(model, model=str(path))
         with open_session(named, None, context, load) as session:
             result = _measure(session, text, n_pos, wanted)
         note(f"kept in {saved.save(path, result)}", "dim")

@@ -12,7 +12,7 @@ from pyorch.attention import line
 from pyorch.attention.spec import BOUNDS, EXACT, AttentionSpec
 from pyorch.cli import options as opt
 from pyorch.cli.groups import option, renamed, several, takes
-from pyorch.cli.loading import model_path
+from pyorch.cli.loading import ready
 from pyorch.cli.readme import update_marked
 from pyorch.cli.terminal import note, note_if_beyond, note_if_busy
 from pyorch.cli.types import SOME_POSITIONS, THREADS, Name, Number, Ratio
@@ -22,6 +22,7 @@ from pyorch.models.gguf_file import read_gguf
 from pyorch.progress import progress_bar
 
 if TYPE_CHECKING:
+    from pyorch.engine import SessionOptions
     from pyorch.evals.run import EvalPlan
     from pyorch.evals.task import Task
     from pyorch.policies import Method
@@ -161,14 +162,15 @@ def run(
     if not wanted.model:
         raise SparqError("no model", "-m FILE, a card's name, or hf:org/repo", exit_code=2)
 
-    from pyorch import native
     from pyorch.evals import run as evaluate
     from pyorch.evals import table
 
-    model = model_path(wanted.model, wanted.yes)
+    plan = _plan(Path(wanted.model), tasks, wanted, load, examples)
+    context: SessionOptions = {"n_ctx": wanted.ctx, "n_threads": wanted.threads}
+    context |= {"type_k": plan.type_k, "type_v": plan.type_v, "rope": plan.rope}
+    model = ready(wanted.model, wanted.yes, context)
+    plan = replace(plan, model=model)
     folder = Path(out or Path("sparq-eval") / model.stem)
-    plan = _plan(model, tasks, wanted, load, examples)
-    native.built()
     note_if_busy()
     note_if_beyond(wanted.ctx, geometry(read_gguf(model)).n_ctx_train)
     with progress_bar("making the examples") as making, progress_bar("eval") as progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from pyorch.attention.spec import DEFAULT_RATIO, AttentionSpec, parse_spec, rati
 from pyorch.cli.options import ContextOptions, LoadOptions, ModelOptions
 from pyorch.cli.terminal import confirm, note, note_if_beyond
 from pyorch.models import cards
+from pyorch.models.gguf_file import read_gguf
 from pyorch.progress import progress_bar
 from pyorch.text import human_bytes
 
@@ -17,9 +19,12 @@ if TYPE_CHECKING:
     from pyorch.models.pull import Model
 
 
-def model_path(name: str, yes: bool = False) -> Path:
+def model_path(name: str, yes: bool = False, before: Callable[[], None] | None = None) -> Path:
     """The file that `--model NAME` means, as in `sparq-cpp pull`; one on the hub is downloaded
     after asking.
+
+    Args:
+        before: called before a question or a download.
 
     Raises:
         SparqError: there is no such model, it cannot be downloaded, or there is nobody to ask.
@@ -32,6 +37,8 @@ def model_path(name: str, yes: bool = False) -> Path:
     model = pull.find(spec, note)
     if model.complete:
         return model.path
+    if before:
+        before()
     n_bytes = model.missing_bytes  # 0 = a new revision with the old content
     what = f"{model.files[0].name} ({human_bytes(n_bytes)}) of {spec.repo}"
     confirm(
@@ -48,6 +55,27 @@ def fetch_model(model: Model, quiet: bool = False) -> Model:
     from pyorch.models import pull
 
     return pull.bring(model, note, quiet)
+
+
+def ready(name: str, yes: bool, options: SessionOptions | None = None) -> Path:
+    """The file that `--model NAME` means, with the library built.
+
+    What can fail at once comes first: the header of a file that is here and the settings, then the
+    compiler, if the library is not built. Then the model is downloaded, and the library built.
+
+    Raises:
+        SparqError: as `model_path`; the file is no model, the options of a session do not fit it,
+            or the library cannot be built.
+    """
+    from pyorch import native
+    from pyorch.engine.settings import checked
+
+    path = model_path(name, yes, native.check_compiler)
+    file = read_gguf(path)
+    if options is not None:
+        checked(file, **options)
+    native.built()
+    return path
 
 
 def first_ratio(card: str) -> str:
@@ -76,10 +104,10 @@ def open_session(
     load: LoadOptions,
 ) -> Session:
     """Load the model that the options name, with a bar if it takes long."""
-    from pyorch import engine, native
+    from pyorch import engine
 
-    path = model_path(model.model, model.yes)
-    native.built()
+    options = session_options(attention, context, load)
+    path = ready(model.model, model.yes, options)
     card = model.model.split(":")[0].split("@")[0]
     if attention is None and card in cards.names() and path != Path(model.model):
         note(f"attention is exact; for {card} try --ratio {first_ratio(card)}", "dim")
@@ -89,7 +117,7 @@ def open_session(
             n_gpu_layers=load.n_gpu_layers,
             numa=load.numa or "",
             progress=progress,
-            **session_options(attention, context, load),
+            **options,
         )
     note_if_beyond(session.n_ctx, session.geometry.n_ctx_train)
     return session

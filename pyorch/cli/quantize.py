@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from pyorch.cli.loading import model_path
+from pyorch.cli.loading import ready
 from pyorch.cli.options import json_option
 from pyorch.cli.terminal import note, print_json
 from pyorch.cli.types import THREADS
@@ -57,13 +57,13 @@ def command(
     IN is a GGUF file (the first part of a split model) or a model on the hub, named as in
     `sparq-cpp pull`. OUT appears when it is complete.
     """
-    from pyorch import native
     from pyorch.engine import usable_cores
+    from pyorch.models.new_file import check_target
     from pyorch.models.quantize import quantize
     from pyorch.text import human_bytes
 
-    source = model_path(model, yes)
-    native.built()
+    check_target(Path(output), force)
+    source = ready(model, yes)
     with progress_bar("quantising") as progress:
         result = quantize(
             source,

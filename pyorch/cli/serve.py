@@ -16,7 +16,7 @@ import click
 from pyorch import paths
 from pyorch.attention.spec import AttentionSpec
 from pyorch.cli import options as opt
-from pyorch.cli.loading import model_path, session_options
+from pyorch.cli.loading import ready, session_options
 from pyorch.cli.log import shows_log
 from pyorch.cli.summary import info_of, why_dense
 from pyorch.cli.terminal import note, note_if_beyond
@@ -76,11 +76,11 @@ def command(
         )
     from pyorch.engine.settings import checked
 
-    spec = attention.spec()
-    path = model_path(model.model, model.yes)
+    options = session_options(attention.spec(), context, load)
     with _listen(host, port) as listener:
+        path = ready(model.model, model.yes, options)
         file = read_gguf(path)
-        settings = checked(file, **session_options(spec, context, load))
+        settings = checked(file, **options)
         note_if_beyond(settings.n_ctx, geometry(file).n_ctx_train)
         alias = path.name if Path(model.model).exists() else model.model
         _serve(Served(path, alias, settings, load, api_key), listener)
@@ -120,12 +120,11 @@ async def _no_json(_: Request, error: Exception) -> JSONResponse:
 def _serve(served: Served, listener: socket.socket) -> None:
     import uvicorn
 
-    from pyorch import engine, native
+    from pyorch import engine
 
     spec = served.settings.attention or AttentionSpec("off")
     os.environ["SPARQ_ATTN"] = str(spec)  # the library reads it
 
-    native.built()
     library = engine.library()
     library.check_gpu(served.load.n_gpu_layers)
     host, port = listener.getsockname()[:2]

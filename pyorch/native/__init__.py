@@ -68,6 +68,20 @@ def built(stock: bool = False, tools: tuple[str, ...] = ()) -> Path:
     return build.build(options, tools)
 
 
+def check_compiler() -> None:
+    """Refuse early what `built` would refuse late: a machine without a compiler and without a
+    build.
+
+    Raises:
+        SparqError: the library is not built, and cannot be built here.
+    """
+    from pyorch.native import probe
+
+    if find() is None:
+        probe.check_system()
+        probe.need_compiler()
+
+
 def environment(stock: bool = False) -> dict[str, str]:
     """Variables that make another process, say `python -m llama_cpp.server`, use our library."""
     from pyorch.native import build

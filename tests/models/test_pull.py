@@ -17,9 +17,12 @@ from hub_server import COMMIT, REPO, Hub
 from huggingface_hub import constants
 from tiny_gguf import write_tiny_gguf
 
+from pyorch import native
+from pyorch.cli import serve
 from pyorch.errors import SparqError
 from pyorch.models import cards, pull
 from pyorch.models.transfer import repo_folder
+from pyorch.native import probe
 
 
 def get(text: str) -> pull.Model:
@@ -473,7 +476,7 @@ def test_bench_takes_the_same_names(
     monkeypatch.setattr("pyorch.bench.speed.run", measure)
     code, _, err = run("bench", "-m", f"hf:{REPO}")
     assert code == 1 and "is not downloaded" in err and not plans
-    code, _, err = run("bench", "--yes", "-m", f"hf:{REPO},{REPO}/m.gguf")
+    code, _, err = run("bench", "--yes", "-d", 64, "-m", f"hf:{REPO},{REPO}/m.gguf")
     assert "enough" in err and [m.read_bytes() for m in plans[0].models] == [gguf] * 2
     code, _, err = run("bench", "-m", "opt-13b")
     assert code == 1 and "llama.cpp does not load it" in err
@@ -493,3 +496,54 @@ def test_the_environment_is_respected(hub: Hub, gguf: bytes, tmp_path: Path) -> 
     again = subprocess.run(args, env={**env, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
     assert (again.returncode, again.stdout) == (0, first.stdout), again.stderr
     assert len(hub.log) == seen
+
+
+USES = [  # every command that needs a model and the library
+    ("chat", "-m"),
+    ("generate", "-p", "x", "-m"),
+    ("serve", "--port", "0", "-m"),
+    ("calibrate", "--ctx", "512", "-m"),
+    ("eval", "repetition", "--ctx", "512", "-m"),
+    ("quantize",),
+]
+
+
+@pytest.fixture
+def unbuilt(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Nothing is built, and building is only noted."""
+    builds: list[str] = []
+
+    def built() -> None:
+        builds.append("built")
+        raise SparqError("enough")
+
+    monkeypatch.setattr(native, "find", lambda: None)
+    monkeypatch.setattr(native, "built", built)
+    monkeypatch.setattr(serve, "NEEDED", ())
+    return builds
+
+
+@pytest.mark.parametrize("use", USES, ids=[u[0] for u in USES])
+def test_what_is_wrong_is_said_before_anything_is_built_or_downloaded(
+    hub: Hub,
+    gguf: bytes,
+    run: Callable[..., Any],
+    tmp_path: Path,
+    unbuilt: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    use: tuple[str, ...],
+) -> None:
+    last = [tmp_path / "out.gguf"] * (use[0] == "quantize")
+    code, _, err = run(*use, tmp_path / "typo.gguf", *last)
+    assert code == 1 and "no such file" in err and not unbuilt
+    hub.files, model = {"m.gguf": gguf}, tmp_path / "m.gguf"
+    model.write_bytes(gguf)
+    if use[0] in ("chat", "generate", "serve"):
+        code, _, err = run(*use, model, "--ctx", 99_999)
+        assert code == 2 and "context 99999 is beyond" in err and not unbuilt
+    with monkeypatch.context() as bare:
+        bare.setattr(probe, "find_compiler", lambda: None)
+        code, _, err = run(*use, f"hf:{REPO}", *last, "--yes")
+        assert code == 1 and "no C and C++ compiler" in err and hub.fetched() == []
+    code, _, err = run(*use, f"hf:{REPO}", *last, "--yes")
+    assert code == 1 and "error: enough" in err and hub.fetched() == ["m.gguf"] and unbuilt
