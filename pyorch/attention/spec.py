@@ -16,7 +16,7 @@ results of a calibration. The library knows only the replaced settings.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ BOUNDS = ",".join(f"{name}={value}" for name, value in EXACT.items())
 
 _NAMES = {"method": METHODS, "mean_v": MEAN_V, "budget": BUDGETS, "shadow": SHADOWS}
 _LEAST = {"rank": 1, "topk": 1, "local": 0, "sinks": 0, "min_k": 1, "min_ctx": 0, "gpu_min_mb": 0}
-_CHOSEN = ("rank", "topk", "k_layers", "rank_layers", "top_p")  # a ratio alone leaves them open
+_CHOSEN = ("rank", "topk", "k_layers", "rank_layers", "top_p")
 _ALIASES = {"k": "topk"}  # the library has the same
 
 
@@ -112,7 +112,7 @@ class AttentionSpec:
         _check_together(self)
         if self.ratio == 1:
             self._set(**{f.name: f.default for f in fields(self)} | {"method": "dense"})
-        elif self.ratio is None and not self._says_all:
+        elif self.ratio is None and self.takes_ratio:
             self._set(ratio=DEFAULT_RATIO)
 
     def _set(self, **values: object) -> None:
@@ -120,14 +120,27 @@ class AttentionSpec:
             object.__setattr__(self, name, value)  # the dataclass is frozen otherwise
 
     @property
-    def _says_all(self) -> bool:
-        """Whether k and rank are known without a ratio."""
-        k, rank = self.topk or self.k_layers, self.rank or self.rank_layers
-        return bool(k and (rank or self.method == "topk"))
-
-    @property
     def sparse(self) -> bool:
         return self.method in ("sparq", "topk")
+
+    @property
+    def takes_ratio(self) -> bool:
+        """Whether k or rank is left to a ratio."""
+        k, rank = self.topk or self.k_layers, self.rank or self.rank_layers
+        return self.sparse and not (k and (rank or self.method == "topk"))
+
+    def at_ratio(self, ratio: float) -> AttentionSpec:
+        """The same settings at another ratio. Given k and rank, which leave nothing to a ratio, are
+        left out; one of them alone stays.
+
+        Raises:
+            SparqError: the ratio is not above 0 and at most 1.
+        """
+        if ratio == 1:
+            return AttentionSpec("dense")
+        if self.takes_ratio:
+            return replace(self, ratio=ratio)
+        return replace(self, ratio=ratio, rank=None, topk=None, k_layers=None, rank_layers=None)
 
     def line(self, without: Collection[str] = ()) -> str:
         """The canonical line: the method, then the settings that differ from the defaults."""

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -212,19 +212,12 @@ def _run_command(chat: Chat, line: str) -> bool:
     elif name == "/ratio":
         if not rest:
             raise SparqError("/ratio needs a ratio", "/ratio 1/4", exit_code=2)
-        _set_attention(chat, _with_ratio(chat.sparse, parse_ratio(rest)))
+        _set_attention(chat, chat.sparse.at_ratio(parse_ratio(rest)))
     elif name == "/save":
         _save(chat, rest)
     else:
         raise SparqError(f"unknown command {name}", "/help lists the commands", exit_code=2)
     return True
-
-
-def _with_ratio(spec: AttentionSpec, ratio: float) -> AttentionSpec:
-    """`spec` at another ratio, without settings that were given instead of a ratio."""
-    if ratio == 1:
-        return AttentionSpec("dense")
-    return replace(spec, ratio=ratio, rank=None, topk=None, k_layers=None, rank_layers=None)
 
 
 def _set_attention(chat: Chat, spec: AttentionSpec) -> None:

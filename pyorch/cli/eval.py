@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pyorch.evals.task import Task
     from pyorch.policies import Method
 
-METHODS = ("off", "sparq,ratio=1/8")
+METHODS = ("off", "sparq")
 
 
 class _Group(click.Group):
@@ -58,7 +58,7 @@ class MethodOptions:
         help=f"A method; several are compared with the first.  [default: {' '.join(METHODS)}]",
     )
     ratio: list[float] = several(
-        "--ratio", of=Ratio(), text="Run each sparse method at each of these ratios: 1/2,1/8."
+        "--ratio", of=Ratio(), text="Ratios of the methods that name none: 1/2,1/8.  [default: 1/8]"
     )
     exact: bool = option(
         "--exact", is_flag=True, help=f"Keep the ratio at any length: adds {BOUNDS}."
@@ -205,16 +205,29 @@ def _plan(
 
 
 def _methods(wanted: MethodOptions) -> list[Method]:
-    """Returns the methods; a sparse one that leaves its size open is repeated at each ratio."""
+    """Returns the methods; one that leaves k or rank to a ratio, and has none in its line, is
+    repeated at each ratio.
+
+    Raises:
+        SparqError: a method is wrong, or there are ratios and no method takes them.
+    """
     from pyorch import policies
 
     out: list[Method] = []
+    unused = bool(wanted.ratio)
     for text in wanted.methods or METHODS:
         method = policies.parse(text)
-        sized = any(getattr(method, name, None) for name in ("rank", "topk", "k", "k_layers"))
-        free = policies.is_sparse(method) and not sized and not line.has_setting(text, "ratio")
-        out += [replace(method, ratio=r) for r in wanted.ratio] if free else []
-        out += [] if free and wanted.ratio else [method]
+        if wanted.ratio and method.takes_ratio and not line.has_setting(text, "ratio"):
+            out += [method.at_ratio(r) for r in wanted.ratio]
+            unused = False
+        else:
+            out.append(method)
+    if unused:
+        raise SparqError(
+            "--ratio changes nothing: every -a has its own ratio or its own k, or is dense",
+            "-a sparq or -a topk takes it",
+            exit_code=2,
+        )
     if wanted.exact:
         out = [_exact(m) for m in out]
     return out

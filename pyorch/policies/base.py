@@ -12,7 +12,7 @@ and dense attention are counted in the same way.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol, TypeVar
 
 import numpy as np
@@ -129,6 +129,15 @@ class Policy:
     def error(self, what: str, hint: str = "") -> SparqError:
         """The error for a wrong setting of this method."""
         return SparqError(f"{self.name}: {what}", hint, exit_code=2)
+
+    @property
+    def takes_ratio(self) -> bool:
+        """Whether a ratio decides how many positions are read."""
+        return self.k is None
+
+    def at_ratio(self, ratio: float) -> Policy:
+        """The same settings at another ratio, in place of k."""
+        return replace(self, ratio=ratio, k=None)
 
     def start(self, heads: Heads, prompt: Prompt | None) -> Selector:
         """Begin a sequence in one layer. `prompt` is given if `needs_prompt`."""

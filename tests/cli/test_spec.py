@@ -256,6 +256,24 @@ def test_no_wrong_settings_can_be_made(values: dict[str, Any], message: str) -> 
             replace(AttentionSpec("sparq"), **values)
 
 
+@pytest.mark.parametrize(
+    ("line", "at_a_quarter"),
+    [
+        ("sparq,min_ctx=0", "sparq,ratio=1/4,min_ctx=0"),
+        ("sparq,rank=16", "sparq,ratio=1/4,rank=16"),
+        ("sparq,rank=16,topk=64", "sparq,ratio=1/4"),
+        ("topk,k=64,sinks=8", "topk,ratio=1/4,sinks=8"),
+        ("sparq,ratio=1/8,k_layers=64:64,rank_layers=8:8,top_p=0.9", "sparq,ratio=1/4,top_p=0.9"),
+        ("sparq,calibrated", "sparq,ratio=1/4,budget=calibrated"),
+    ],
+)
+def test_another_ratio_takes_effect(line: str, at_a_quarter: str) -> None:
+    spec = parse_spec(line)
+    assert str(spec.at_ratio(1 / 4)) == at_a_quarter and spec.at_ratio(1 / 4).takes_ratio
+    assert spec.at_ratio(1) == AttentionSpec("dense")
+    assert not AttentionSpec("dense").takes_ratio
+
+
 def test_rank_above_the_head_size() -> None:
     check_against_model(AttentionSpec("sparq", rank=64, topk=128), 64)
     with pytest.raises(SparqError, match="rank 65 is above the model's head size 64"):

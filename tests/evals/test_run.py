@@ -221,6 +221,22 @@ def test_ratios_go_to_the_methods_that_have_none(run_eval: Run) -> None:
     ]
 
 
+def test_a_method_with_a_rank_takes_a_ratio_and_one_with_k_does_not() -> None:
+    from pyorch.cli import eval as cli
+
+    def methods(ratio: float, *lines: str) -> list[str]:
+        return [str(m) for m in cli._methods(cli.MethodOptions(methods=lines, ratio=[ratio]))]
+
+    for rank in ("sparq,ratio=1/4,rank=16", "low-rank,ratio=1/4,rank=8"):
+        assert methods(1 / 4, rank.replace("ratio=1/4,", "")) == [rank]
+    both = "sparq,rank=16,topk=64"
+    assert methods(1 / 4, both, "h2o,k=64", "quest") == [both, "h2o,k=64", "quest,ratio=1/4"]
+    assert methods(1 / 4) == ["off", "sparq,ratio=1/4"]
+    assert methods(1, "sparq,rank=16") == ["dense"]
+    with pytest.raises(SparqError, match="--ratio changes nothing"):
+        methods(1 / 4, "off", both, "h2o,ratio=1/8")
+
+
 def test_tables_and_packed_results_say_the_same(run_eval: Run, tmp_path: Path) -> None:
     args = ["needle", "fidelity", "--ctx", 576, "-n", 4, "-a", "off", "-a", "dense", "-a", SPARSE]
     shown = run_eval(*args)
