@@ -78,15 +78,18 @@ def command(
 
 
 def _from_card(name: str) -> Geometry | None:
-    """The geometry on the card of that name; None if there is no card, or the model is here."""
+    """The geometry on the card of that name; None if there is no card, or the very file that the
+    name means is here."""
     from pyorch.models import cache, cards, pull
 
     spec = pull.parse_spec(name, original=True)
     if spec is None or not spec.card:
         return None
     card = cards.load(spec.card)
-    if any(m.repo == card.source for m in cache.models()):
-        return None
+    if card.source and (wanted := pull.parse_spec(name)):
+        there = (m for m in cache.models() if m.repo == wanted.repo and m.complete)
+        if any(pull.is_named(wanted, m.name) for m in there) and pull.find(wanted, note).complete:
+            return None
     note(f"{name} is not here: this is from its card, weights in Q4_K_M", "dim")
     return card.geometry
 

@@ -31,10 +31,16 @@ def list_command(as_json: bool) -> None:
     from pyorch.models import cache, synth
 
     known = [cards.load(name) for name in cards.names()]
-    here, parts = cache.models(note), cache.unfinished()
+    parts = cache.unfinished()
+    left = {repo: sum(p.stat().st_size for p in paths) for repo, paths in parts.items()}
+    here = []
+    for m in cache.models(note):
+        if m.complete:
+            here.append(m)
+        else:
+            left[m.repo] = left.get(m.repo, 0) + m.n_bytes
     if as_json:
         cached = [{"repo": m.repo, "name": m.name, "bytes": m.n_bytes} for m in here]
-        left = {repo: sum(p.stat().st_size for p in paths) for repo, paths in parts.items()}
         result = {"models": [asdict(c) for c in known], "cached": cached, "unfinished": left}
         print_json(result)
         return
@@ -54,8 +60,7 @@ def list_command(as_json: bool) -> None:
         print("\nalso here")
     for m in others:
         print(f"{m.spec:<82}{human_bytes(m.n_bytes)}")
-    for repo, paths in parts.items():
-        n_bytes = sum(p.stat().st_size for p in paths)
+    for repo, n_bytes in left.items():
         note(f"unfinished: {human_bytes(n_bytes)} of {repo}; pull it again, or models rm")
     if written := synth.written():
         n_bytes = sum(path.stat().st_size for path in written)

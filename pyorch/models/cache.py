@@ -34,6 +34,7 @@ class CachedModel:
     name: str  # the name of the first file, with its folders
     n_bytes: int
     entries: tuple[Path, ...]  # in the snapshots
+    complete: bool = True  # whether a revision has all of its files
 
     @property
     def spec(self) -> str:
@@ -66,21 +67,28 @@ def by_name(revision: CachedRevisionInfo) -> dict[str, CachedFileInfo]:
 
 
 def models(say: Say = silent) -> list[CachedModel]:
-    """All complete models in the cache, by repository and name. `say`: as in `repositories`."""
+    """All models in the cache, by repository and name; of a split one perhaps only some files.
+    `say`: as in `repositories`."""
     found = []
     for repo in repositories(say):
         models: dict[str, list[CachedFileInfo]] = {}
-        revisions = repo.revisions if repo.repo_type == "model" else ()
-        for name, file in (item for r in revisions for item in by_name(r).items()):
-            if name.endswith(".gguf"):
+        complete = set()
+        for revision in repo.revisions if repo.repo_type == "model" else ():
+            of_model: dict[str, list[CachedFileInfo]] = {}
+            for name, file in by_name(revision).items():
+                if name.endswith(".gguf"):
+                    shard = SHARD.fullmatch(name)
+                    first = f"{shard[1]}-00001-of-{shard[3]}.gguf" if shard else name
+                    of_model.setdefault(first, []).append(file)
+            for name, files in of_model.items():
+                models.setdefault(name, []).extend(files)
                 shard = SHARD.fullmatch(name)
-                first = f"{shard[1]}-00001-of-{shard[3]}.gguf" if shard else name
-                models.setdefault(first, []).append(file)
+                if len(files) == (int(shard[3]) if shard else 1):
+                    complete.add(name)
         for name, files in sorted(models.items()):
             n_bytes = sum({f.blob_path: f.size_on_disk for f in files}.values())
-            found.append(
-                CachedModel(repo.repo_id, name, n_bytes, tuple(f.file_path for f in files))
-            )
+            entries = tuple(f.file_path for f in files)
+            found.append(CachedModel(repo.repo_id, name, n_bytes, entries, name in complete))
     for package, got in wheel.here().items():
         assert got.path is not None
         found.append(CachedModel(package, got.name, got.path.stat().st_size, (got.path,)))

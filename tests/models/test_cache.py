@@ -51,6 +51,25 @@ def test_list(hub: Hub, gguf: bytes, run: Callable[..., Any]) -> None:
     assert result["unfinished"] == {REPO: 4096}
 
 
+def test_a_split_model_is_here_when_all_of_it_is(
+    hub: Hub, gguf: bytes, run: Callable[..., Any]
+) -> None:
+    """One file of it counts as what an interrupted download left, and is removed as that."""
+    one, two = (f"m-0000{i}-of-00002.gguf" for i in (1, 2))
+    hub.files = {one: gguf, two: gguf[1:]}
+    load()
+    entry = repo_folder(REPO) / "snapshots" / COMMIT / two
+    cache.drop(repo_folder(REPO), entry)
+    code, out, err = run("models", "list")
+    assert code == 0 and one not in out and f"unfinished: 557 KiB of {REPO}" in err
+    result = json.loads(run("models", "list", "--json")[1])
+    assert result["cached"] == [] and result["unfinished"] == {REPO: len(gguf)}
+    load()
+    assert [m["name"] for m in json.loads(run("models", "list", "--json")[1])["cached"]] == [one]
+    cache.drop(repo_folder(REPO), entry)
+    assert run("models", "rm", f"hf:{REPO}", "--yes")[0] == 0 and blobs() == 0
+
+
 def test_rm_of_one_and_of_all(hub: Hub, gguf: bytes, run: Callable[..., Any]) -> None:
     hub.files = {"m-Q8_0.gguf": gguf, "m-Q4_K_M.gguf": gguf[1:], "README.md": b"hello"}
     for quant in ("Q8_0", "Q4_K_M"):

@@ -508,6 +508,23 @@ USES = [  # every command that needs a model and the library
 ]
 
 
+def test_explain_asks_the_card_where_another_file_is_here(
+    hub: Hub, gguf: bytes, run: Callable[..., Any]
+) -> None:
+    """Another quantisation, or the file as it was before the repository changed."""
+    hub.repo = cards.load("llama2-7b").gguf
+    hub.files = {"m.Q4_K_M.gguf": gguf, "m.Q8_0.gguf": gguf + bytes(1)}
+    explain = ("explain", "-m", "llama2-7b", "--ctx", "2048", "--json", "-t", "1")
+    get("llama2-7b:Q8_0")
+    code, out, err = run(*explain)
+    assert code == 0 and "from its card" in err and json.loads(out)["model"] != "tiny", err
+    get("llama2-7b")
+    assert json.loads(run(*explain)[1])["model"] == "tiny"
+    hub.commit, hub.files = "f" * 40, {"m.Q4_K_M.gguf": gguf + gguf}
+    code, out, err = run(*explain)
+    assert code == 0 and "from its card" in err, err
+
+
 @pytest.fixture
 def unbuilt(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Nothing is built, and building is only noted."""
