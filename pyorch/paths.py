@@ -52,7 +52,7 @@ def cache() -> Path:
 
 
 def results() -> Path:
-    """The default folder for measurements and figures; it is not created here.
+    """The default folder for measurements, and of a clone's figures; it is not created here.
 
     `bench/` in a checkout, else in the user's data, `$XDG_DATA_HOME/sparq-cpp/bench` on Linux.
     """

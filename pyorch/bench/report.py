@@ -44,7 +44,7 @@ def page(results: Path, figures: Path) -> str:
     if not pictures and not tables:
         raise SparqError(
             f"nothing to report: no figures in {figures}, no tables in {results}",
-            "`sparq-cpp bench` makes tables, `make figures` draws",
+            "`sparq-cpp bench` makes tables; --figures names a folder of pictures",
         )
     sections = [*pictures, *tables]
     links = "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title, _ in sections)

@@ -1,4 +1,4 @@
-"""`sparq-cpp report`: all measurements as one page."""
+"""`sparq-cpp report`: measurements of one machine as one page."""
 
 from __future__ import annotations
 
@@ -30,7 +30,12 @@ from pyorch.errors import SparqError
     "--figures", metavar="DIR", help="Folder of the pictures.  [default: bench/figures in a clone]"
 )
 def command(out: str, results: str | None, figures: str | None) -> None:
-    """Write figures and tables as one HTML page that opens without a network."""
+    """Write figures and tables as one HTML page that opens without a network.
+
+    The tables are those that `bench` has written beside its records. `sparq-cpp eval table DIR`
+    prints one: as eval.md in the same folder it is on the page, too. The figures are a clone's, or
+    those that `sparq-cpp eval plot DIR` has drawn, with --figures DIR.
+    """
     from pyorch import paths
     from pyorch.bench import records, report
     from pyorch.models.new_file import new_file
