@@ -12,7 +12,7 @@ import click
 
 from pyorch.attention.spec import BUDGETS, SHADOWS, AttentionSpec, parse_spec
 from pyorch.cli import options as opt
-from pyorch.cli.groups import group, option, renamed, several, takes
+from pyorch.cli.groups import group, on_the_line, option, renamed, several, takes
 from pyorch.cli.loading import model_path
 from pyorch.cli.readme import around, update_marked
 from pyorch.cli.terminal import confirm, note, note_if_beyond, note_if_busy, print_json
@@ -232,10 +232,14 @@ def command(ctx: click.Context, wanted: Wanted, writing: Writing) -> None:
     """
     from pyorch.engine import usable_cores
 
-    given = _given(ctx)
+    given = on_the_line(ctx.params)
     if ctx.invoked_subcommand is not None:
         _refuse(ctx, given, f"stands before {ctx.invoked_subcommand}", "put it behind")
         return
+    if given & set(COMBINED) and "attn" not in given:
+        wanted = replace(wanted, attn=())
+    if given & SYNTHETIC and "models" not in given:
+        wanted = replace(wanted, models=())
     if wanted.attn:
         hint = "-a has all settings, and may be given several times"
         _refuse(ctx, given & set(COMBINED), "has no place beside -a", hint)
@@ -246,7 +250,9 @@ def command(ctx: click.Context, wanted: Wanted, writing: Writing) -> None:
     _note_left_out(wanted)
     if wanted.attn_only:
         _refuse_foreign(ctx, given)
-        specs = wanted.specs if given & {*COMBINED, "attn"} else None
+        default = click.core.ParameterSource.DEFAULT
+        chosen = any(ctx.get_parameter_source(x) is not default for x in (*COMBINED, "attn"))
+        specs = wanted.specs if chosen else None
         _attention(wanted, specs, writing)
     else:
         _speed(wanted, writing)
@@ -315,12 +321,6 @@ def _attention(wanted: Wanted, specs: list[AttentionSpec] | None, writing: Writi
     rows = attention_table.flat(found)
     print(form(rows, found) if form and rows else table)
     writing.told(file, attention_table.summary(found) or table)
-
-
-def _given(ctx: click.Context) -> set[str]:
-    """The options that were given."""
-    default = click.core.ParameterSource.DEFAULT
-    return {name for name in ctx.params if ctx.get_parameter_source(name) is not default}
 
 
 def _refuse(ctx: click.Context, names: Collection[str], why: str, hint: str) -> None:
@@ -415,7 +415,10 @@ def growth(ctx: click.Context, wanted: Grown, writing: Writing, as_json: bool) -
 
     The command also times tokens below min_ctx and after a restored state.
     """
-    _refuse_two_models(ctx, _given(ctx), wanted.model)
+    given = on_the_line(ctx.params)
+    if given & SYNTHETIC and "model" not in given:
+        wanted = replace(wanted, model=None)
+    _refuse_two_models(ctx, given, wanted.model)
     from pyorch.bench import growth as bench
     from pyorch.bench.plan import SpeedPlan
     from pyorch.engine import usable_cores

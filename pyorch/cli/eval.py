@@ -11,7 +11,7 @@ import click
 from pyorch.attention import line
 from pyorch.attention.spec import BOUNDS, EXACT, AttentionSpec
 from pyorch.cli import options as opt
-from pyorch.cli.groups import option, renamed, several, takes
+from pyorch.cli.groups import on_the_line, option, renamed, several, takes
 from pyorch.cli.loading import ready
 from pyorch.cli.readme import update_marked
 from pyorch.cli.terminal import note, note_if_beyond, note_if_busy
@@ -214,7 +214,7 @@ def _methods(wanted: MethodOptions) -> list[Method]:
     from pyorch import policies
 
     out: list[Method] = []
-    unused = bool(wanted.ratio)
+    unused = bool(wanted.ratio and on_the_line(["ratio"]))
     for text in wanted.methods or METHODS:
         method = policies.parse(text)
         if wanted.ratio and method.takes_ratio and not line.has_setting(text, "ratio"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import Field, field, fields
 from functools import wraps
 from typing import Any, Protocol, TypeVar, cast
@@ -75,6 +75,14 @@ def group(*options: Decorator) -> Decorator:
         return function
 
     return decorate
+
+
+def on_the_line(names: Iterable[str]) -> set[str]:
+    """Those of the options that the command line itself gives. A variable's value is a default,
+    which gives way. Outside of a command all are given."""
+    ctx = click.get_current_context(silent=True)
+    line = click.core.ParameterSource.COMMANDLINE
+    return {name for name in names if ctx is None or ctx.get_parameter_source(name) is line}
 
 
 def several(*names: str, of: click.ParamType, default: str = "", text: str = "") -> Any:

@@ -19,7 +19,7 @@ from pyorch.attention.spec import (
     AttentionSpec,
     parse_spec,
 )
-from pyorch.cli.groups import group, option, renamed, takes
+from pyorch.cli.groups import group, on_the_line, option, renamed, takes
 from pyorch.cli.log import show_log
 from pyorch.cli.types import (
     POSITIONS,
@@ -292,12 +292,12 @@ class AttentionOptions:
         Raises:
             SparqError: values are out of range, or exclude each other.
         """
-        line, method = self.attn, self.attn_method
-        given = {
-            name: value
-            for name, value in vars(self).items()
-            if name not in ("attn", "attn_method") and value is not None
-        }
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        alone = {"attn", *(["attn_method"] if self.attn_method in ("dense", "off") else [])}
+        if said := on_the_line(given):  # it displaces variables that have no place beside it
+            gone = given.keys() - said if said & alone else alone - said
+            given = {name: value for name, value in given.items() if name not in gone}
+        line, method = given.pop("attn", None), given.pop("attn_method", None)
         whole = line is not None  # an empty line is refused, not ignored
         beside = [*given, *(["attn_method"] if whole and method else [])]
         if beside and (whole or method in ("dense", "off")):

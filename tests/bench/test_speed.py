@@ -20,7 +20,7 @@ from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import attention, growth, output, records, speed
 from pyorch.bench import plan as planning
 from pyorch.bench.plan import Case, SpeedPlan, Synthetic
-from pyorch.cli import models
+from pyorch.cli import cli, models
 from pyorch.cli.bench import command
 from pyorch.cli.types import Numbers
 from pyorch.errors import SparqError
@@ -435,6 +435,36 @@ def test_growth_takes_a_model_or_makes_one() -> None:
     result = CliRunner().invoke(command, ["growth", "-m", "m.gguf", "--layers", "1"])
     assert isinstance(result.exception, SparqError)
     assert "--layers has no meaning with --model" in result.exception.message
+
+
+@pytest.mark.parametrize(
+    ("variables", "line", "specs", "like"),
+    [
+        ("RATIO=1/4", "-a dense", ["dense"], "llama2-7b"),
+        ("ATTN=dense", "--ratio 1/4", ["sparq,ratio=1/4"], "llama2-7b"),
+        ("ATTN=dense RATIO=1/4", "", ["dense"], "llama2-7b"),
+        ("MODEL=m.gguf", "--like llama3-8b", ["sparq,ratio=1/8"], "llama3-8b"),
+        ("RATIO=1/4 THREADS=2", "growth", ["sparq,ratio=1/8"], "llama2-7b"),
+        ("GROWTH_MODEL=m.gguf", "growth --like llama3-8b", ["sparq,ratio=1/8"], "llama3-8b"),
+    ],
+)
+def test_what_the_line_says_displaces_variables(
+    monkeypatch: pytest.MonkeyPatch, variables: str, line: str, specs: list[str], like: str
+) -> None:
+    plans: list[SpeedPlan] = []
+
+    def run(plan: SpeedPlan, *_: Any, **__: Any) -> Any:
+        plans.append(plan)
+        raise SparqError("enough")
+
+    monkeypatch.setattr(speed, "run", run)
+    monkeypatch.setattr(growth, "run", run)
+    for variable in variables.split():
+        monkeypatch.setenv(*f"SPARQ_BENCH_{variable}".split("=", 1))
+    said = CliRunner().invoke(cli, ["bench", *line.split(), "--yes"])
+    assert plans, said.exception
+    assert [str(s) for s in plans[0].specs] == specs
+    assert list(plans[0].like) == [like] and not plans[0].models
 
 
 def test_settings_that_are_the_same_are_measured_once(planned: Planned) -> None:

@@ -8,7 +8,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from pyorch.cli import COMMANDS, bench, cli
+from pyorch.cli import COMMANDS, _name_variables, bench, cli
 from pyorch.cli import eval as evaluate
 from pyorch.cli import options as opt
 from pyorch.cli.calibrate import SearchContext, SearchOptions
@@ -93,6 +93,34 @@ def test_a_variable_stands_in_for_every_option(
 ) -> None:
     monkeypatch.setenv(variable, value)
     assert said in str(CliRunner().invoke(cli, line.split(), standalone_mode=False).exception)
+
+
+@pytest.mark.parametrize(
+    ("variables", "line", "wanted"),
+    [
+        ("RATIO=1/4", "-a topk,k=512", "topk,topk=512"),
+        ("ATTN=topk,k=512", "--ratio 1/4", "sparq,ratio=1/4"),
+        ("ATTN_METHOD=topk ATTN=off", "--ratio 1/4", "topk,ratio=1/4"),
+        ("ATTN_METHOD=dense", "--ratio 1/4", "sparq,ratio=1/4"),
+        ("RATIO=1/4 ATTN_SINKS=8", "--attn-method dense", "dense"),
+        ("RATIO=1/4", "--attn-sinks 8", "sparq,ratio=1/4,sinks=8"),
+        ("RATIO=1/4 ATTN=off", "", "--ratio has no place"),
+        ("", "--ratio 1/4 -a off", "--ratio has no place"),
+    ],
+)
+def test_the_line_wins_over_variables(
+    monkeypatch: pytest.MonkeyPatch, variables: str, line: str, wanted: str
+) -> None:
+    @click.command()
+    @opt.attention_options
+    def command(attention: opt.AttentionOptions) -> None:
+        click.echo(attention.spec())
+
+    _name_variables(command, "SPARQ_CHAT")
+    for variable in variables.split():
+        monkeypatch.setenv(*f"SPARQ_CHAT_{variable}".split("=", 1))
+    result = CliRunner().invoke(command, line.split())
+    assert wanted in (str(result.exception) if result.exception else result.stdout.splitlines())
 
 
 def test_no_variable_stands_in_for_two_options() -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from pyorch import engine, policies
+from pyorch.cli.eval import run as eval_run
 from pyorch.errors import SparqError
 from pyorch.evals import series, table
 from pyorch.evals.fidelity import divergence
@@ -235,6 +236,15 @@ def test_a_method_with_a_rank_takes_a_ratio_and_one_with_k_does_not() -> None:
     assert methods(1, "sparq,rank=16") == ["dense"]
     with pytest.raises(SparqError, match="--ratio changes nothing"):
         methods(1 / 4, "off", both, "h2o,ratio=1/8")
+
+
+def test_a_ratio_of_the_environment_is_a_default(
+    run_eval: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ratio = next(p for p in eval_run.params if p.name == "ratio")
+    monkeypatch.setattr(ratio, "envvar", "SPARQ_EVAL_RATIO")
+    monkeypatch.setenv("SPARQ_EVAL_RATIO", "1/4")
+    assert run_eval("needle", "--ctx", 576, "-n", 1, "-a", "off").exit_code == 0
 
 
 def test_tables_and_packed_results_say_the_same(run_eval: Run, tmp_path: Path) -> None:
