@@ -185,7 +185,8 @@ struct ggml_sparse_score_params {
 //
 //   approximate: the `rank` components c with the largest sum over the query heads of the KV head of |q[c]| (ties: lowest c),
 //     logit[h,t] = sum_c q[h,c]*k[t,c] * scale / sqrt(|q_r|_1 / |q|_1)         (eq. 7 and 9: equals 1/tau for scale = 1/sqrt(d_k))
-//     where |q_r|_1 and |q|_1 are per query head; a head whose |q|_1 is 0 or beyond f32 (q holds inf) has logits 0.
+//     where |q_r|_1 and |q|_1 are per query head; a head whose kept components are all 0, or whose |q|_1 is beyond f32 (q holds inf), has
+//     logits 0.
 //   then softcap, then + slope(h)*mask. Hidden positions are -inf whatever K holds there (NaN included).
 //   acc f32; the order of additions depends on the shapes only, not on the number of threads. From codes: coefficients rounded to whole
 //   numbers, sums of integers (docs/numerics.md, 11a)
@@ -228,8 +229,11 @@ struct ggml_sparse_select_params {
 //   No graph of llama/ writes k < 0 yet: there all tokens of a batch read a selection or none does. The tests hold every device to it
 //   (tests/ops/test_mixed_kinds.py)
 //   ranks by the sum over the query heads of the KV head of softmax(logits) (with one query head: by the logit itself, the same order)
-//   k counts the local window and the sinks. Hidden cells (-inf in all heads) are never selected, nor is NaN, so n_sel = min(k, visible). But
-//   visible cells of the local window and sinks are in even when they are more than k, as far as topk_max allows: sinks last.
+//   k counts the local window and the sinks. Hidden cells are never selected, so n_sel = min(k, visible). But visible cells of the local window
+//   and sinks are in even when they are more than k, as far as topk_max allows: sinks last.
+//   What is not finite: +inf counts as FLT_MAX. A cell is hidden where the logit of the KV head's first query head is -inf (SCORE writes it for all
+//   of them), or any head's is NaN; -inf of another head only is a score of 0. A head that has a NaN, or nothing but -inf, has no softmax: its
+//   alpha is 1.0, and it counts neither in the ranking nor for top_p. Where no head has one, all visible cells rank alike, and top_p drops none
 //   top_p: of the k positions only the local window and the sinks, and then the highest ranked, until they carry top_p of the softmaxed
 //   scores (mean over the query heads of the KV head, without learned sinks): k caps, n_sel varies with head and token
 //   ties: the lower cell wins. alpha[h] = 1 - the share of softmax(logits[h]), sink included, that falls on cells not selected: the sink's

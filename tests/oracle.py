@@ -19,6 +19,7 @@ import numpy as np
 
 F64 = np.float64
 NEG_INF = -np.inf
+FLT_MAX = float(np.finfo(np.float32).max)
 
 
 def alibi_slopes(n_head: int, max_bias: float) -> np.ndarray:
@@ -67,11 +68,16 @@ def select_components(q: np.ndarray, rank: int) -> np.ndarray:
 
 
 def temperature_factor(q: np.ndarray, components: np.ndarray, dtype=F64) -> np.ndarray:
-    """sqrt(|q_r|_1 / |q|_1) per query head (g,), 1 where q is zero: tau of eq. 9 over sqrt(d_k)."""
+    """sqrt(|q_r|_1 / |q|_1) per query head (g,): tau of eq. 9 over sqrt(d_k).
+
+    1 where q is zero, 0 where |q|_1 is beyond f32.
+    """
     size = np.abs(q.astype(dtype))
     total = size.sum(axis=1)
     kept = size[:, components].sum(axis=1)
-    return np.sqrt(np.where(total > 0, kept / np.where(total > 0, total, 1), 1)).astype(dtype)
+    some = (total > 0) & (total <= FLT_MAX)
+    share = np.where(some, kept, 0) / np.where(some, total, 1)
+    return np.sqrt(np.where(total == 0, 1, share)).astype(dtype)
 
 
 def logits_of(
@@ -80,7 +86,8 @@ def logits_of(
     """Logits (g, n), -inf where hidden. components=None: exact; otherwise approximate (eq. 7).
 
     scale is the model's (1/sqrt(d_k) in most); approximate logits are scale / sqrt(|q_r|_1/|q|_1) *
-    (q_r . k_r). A head whose kept components are all zero has logits 0 (before the bias).
+    (q_r . k_r). A head whose kept components are all zero, or whose |q|_1 is beyond f32, has logits
+    0 (before the bias).
 
     chain: q times the factor first, then one product added after another, as in PREFILL, whose
     vectors hold queries. In f32 that errs more than sums side by side, as in ATTEND and BLAS.
@@ -91,7 +98,7 @@ def logits_of(
     if components is not None:
         root = temperature_factor(q, components, dtype)
         factor = np.where(root > 0, dtype(scale) / np.where(root > 0, root, 1), 0).astype(dtype)
-        q, k = q[:, components], k[:, components]
+        q, k = np.where(root[:, None] > 0, q[:, components], 0), k[:, components]
     q, k = q.astype(dtype), k[vis].astype(dtype)
     if chain:
         q = q * factor[:, None]
@@ -121,13 +128,17 @@ def softmax(logits: np.ndarray, sinks: np.ndarray | None = None) -> np.ndarray:
 
 
 def selectable(logits: np.ndarray) -> np.ndarray:
-    """(n,): visible, and no head's logit is NaN."""
+    """(n,): visible, which the first head tells, and no head's logit is NaN."""
     return ~np.isneginf(logits[0]) & ~np.isnan(logits).any(axis=0)
 
 
 def softmax_of_heads(logits: np.ndarray) -> np.ndarray:
-    """Softmax of the heads that have one: a head whose logits hold NaN does not count."""
-    return softmax(logits[~np.isnan(logits).any(axis=1)])
+    """Softmax of the heads that have one: no logit is NaN, and not all are -inf.
+
+    +inf is the largest number.
+    """
+    has_one = ~np.isnan(logits).any(axis=1) & ~np.isneginf(logits).all(axis=1)
+    return softmax(np.minimum(logits[has_one], FLT_MAX))
 
 
 def rank_scores(logits: np.ndarray) -> np.ndarray:
@@ -135,7 +146,8 @@ def rank_scores(logits: np.ndarray) -> np.ndarray:
 
     With one head the logit itself: the same order, and no underflow.
     """
-    return logits[0] if len(logits) == 1 else softmax_of_heads(logits).sum(axis=0)
+    one = len(logits) == 1
+    return np.minimum(logits[0], FLT_MAX) if one else softmax_of_heads(logits).sum(axis=0)
 
 
 def forced_positions(bias, local, sinks, k_max) -> list[int]:
@@ -173,12 +185,12 @@ def mass_kept(
     """alpha (g,): 1 - the mass of the positions that were not selected.
 
     Without learned sinks this is the paper's m_s . s. A learned sink carries no value, so its mass
-    is not v_mean's.
+    is not v_mean's. 1 where a head's logits hold NaN.
     """
-    s = softmax(logits, sinks)
+    s = softmax(np.minimum(logits, FLT_MAX), sinks)
     rest = np.ones(logits.shape[1], bool)
     rest[selected] = False
-    return 1 - s[:, rest].sum(axis=1)
+    return np.where(np.isnan(logits).any(axis=1), 1, 1 - s[:, rest].sum(axis=1))
 
 
 # ---- steps 2 and 3: attention ----

@@ -104,7 +104,8 @@ def _top_p_size(
     """How many cells top_p keeps: as `got` has it, where rounding may make it that number."""
     import oracle
 
-    mass = oracle.softmax(logits.astype(np.float64)).mean(axis=0)
+    heads = oracle.softmax_of_heads(logits.astype(np.float64))
+    mass = heads.sum(axis=0) / max(len(heads), 1)
     free = np.setdiff1d(got, forced)
     kept, eps = mass[got].sum(), 64 * EPS32
     enough = kept >= top_p - eps or len(got) == n_max

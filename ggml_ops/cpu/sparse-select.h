@@ -13,10 +13,9 @@ namespace sparse {
 
 // the logits of one KV head of one token, tile by tile
 struct head_scores {
-    float * x;      // [n_head][ld] logits. With several heads, a finished tile holds exp(logit - max), and -inf where hidden in the first head, 0 in
-                    // the others
+    float * x;      // [n_head][ld] logits. With several heads, a finished tile holds exp(logit - max), but the first head keeps -inf
     float * max;    // [n_tile][n_head] the largest logit of the tile, -inf if nothing is visible
-    float * sum;    // [n_tile][n_head] the sum of exp(logit - max), NaN if there is a NaN or +inf
+    float * sum;    // [n_tile][n_head] the sum of exp(logit - max), NaN if there is a NaN
     int64_t ld;     // >= n + W
     int64_t n;      // positions
     int64_t tile;   // positions per tile
@@ -145,7 +144,13 @@ static inline void finish_tile(const head_scores & s, int64_t tile, bool want_so
         for (int64_t t = n; t % W != 0; ++t) {
             x[t] = -INFINITY; // behind the last position
         }
-        const float max = std::fmin(largest(x, n), FLT_MAX);
+        float max = largest(x, n);
+        if (max == INFINITY) { // +inf is reserved for forced cells, and exp(inf - inf) would be NaN
+            max = FLT_MAX;
+            for (int64_t t = 0; t < n; t += W) {
+                store(x + t, vmin(set1(max), load(x + t))); // NaN stays
+            }
+        }
         const vf    ref = set1(max == -INFINITY ? 0.0f : max);
         long_sum sum;
         for (int64_t t = 0; t < n && (s.n_head > 1 || want_softmax); t += W) {
@@ -158,16 +163,15 @@ static inline void finish_tile(const head_scores & s, int64_t tile, bool want_so
             next.pass(t, LINE_EVERY_NEAR);
         }
         const float total  = sum.total();
-        const bool  finite = total < INFINITY; // then there is no NaN and no +inf
-        if (s.n_head == 1 && !(finite && want_softmax)) {
-            // the key is the logit itself, but NaN counts as hidden, and +inf is reserved for forced cells
+        if (s.n_head == 1 && !(want_softmax && total == total)) {
+            // the key is the logit itself, but NaN counts as hidden
             for (int64_t t = 0; t < n; t += W) {
                 const vf y = load(x + t);
-                store(x + t, select(lt(inf, y), vmin(y, set1(FLT_MAX)), inf));
+                store(x + t, select(lt(inf, y), y, inf));
             }
         }
         s.max[tile*s.n_head + h] = max;
-        s.sum[tile*s.n_head + h] = finite ? total : NAN;
+        s.sum[tile*s.n_head + h] = total;
     }
 }
 
@@ -358,6 +362,9 @@ static inline int keep_top_p(int32_t * cells, int n_sel, const select_scratch & 
     float all = 0.0f;
     for (int h = 0; h < s.n_head; ++h) {
         all += s.n_head == 1 ? w.all[h] : w.all[h] > 0.0f;
+    }
+    if (!(all > 0.0f)) { // no head has a softmax
+        return n_sel;
     }
     const auto weigh = [&](float * weight, float * x, int n) {
         for (int i = n; i % W != 0; ++i) {

@@ -141,6 +141,9 @@ __device__ __forceinline__ int order_of(float x) {
     return b == (int) 0xFF800000 || a > 0x7F800000 ? ORDER_HIDDEN : b < 0 ? -a : min(a, ORDER_MAX);
 }
 
+// +inf counts as FLT_MAX, and NaN stays
+__device__ __forceinline__ float finite_top(float x) { return x > FLT_MAX ? FLT_MAX : x; }
+
 // ---- over lanes ----
 
 // the sum over N neighbouring lanes, in all of them

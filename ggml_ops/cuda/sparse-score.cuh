@@ -273,7 +273,7 @@ __device__ __forceinline__ void score_components(float (&acc)[GB][8], const scor
     }
 }
 
-// the largest logit of the run and the sum of exp(logit - it), per head
+// the largest logit of the run and the sum of exp(logit - it), NaN if there is a NaN, per head
 template <int GB>
 __device__ __forceinline__ void finish_run(score_shared<GB> & m, const score_args & a, int64_t head, int n_head, int64_t run) {
     constexpr int N = N_WARP/GB; // warps per head
@@ -284,8 +284,9 @@ __device__ __forceinline__ void finish_run(score_shared<GB> & m, const score_arg
         top = fmaxf(top, x[t]);
     }
     top = fminf(warp_max(top), FLT_MAX);
-    for (int t = threadIdx.x % 32; t < RUN/N && top > neg_inf(); t += 32) {
-        sum += expf(x[t] - top);
+    const float ref = top > neg_inf() ? top : 0.0f;
+    for (int t = threadIdx.x % 32; t < RUN/N; t += 32) {
+        sum += expf(finite_top(x[t]) - ref);
     }
     sum = lane_sum<32>(sum);
     if (threadIdx.x % 32 == 0) {
@@ -299,8 +300,9 @@ __device__ __forceinline__ void finish_run(score_shared<GB> & m, const score_arg
         for (int i = 0; i < N; ++i) {
             all = fmaxf(all, m.top[j*N + i]);
         }
-        for (int i = 0; i < N && all > neg_inf(); ++i) {
-            total += m.sum[j*N + i]*expf(m.top[j*N + i] - all);
+        for (int i = 0; i < N; ++i) {
+            const float part = m.top[j*N + i];
+            total += part > neg_inf() ? m.sum[j*N + i]*expf(part - all) : m.sum[j*N + i]; // 0, or NaN
         }
         a.run_max[(head + j)*a.n_run + run] = all;
         a.run_sum[(head + j)*a.n_run + run] = total;

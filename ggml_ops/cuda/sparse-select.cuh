@@ -22,7 +22,7 @@ struct select_args {
 
 constexpr int G_MAX = 128; // query heads of a KV head
 
-// a head's largest logit (0 if it sees nothing) and the sum of exp(logit - it), from its runs; the work of a warp
+// a head's largest logit (0 if it sees nothing) and the sum of exp(logit - it), NaN if there is a NaN, from its runs; the work of a warp
 __device__ __forceinline__ float2 sum_head(const select_args & a, int64_t head) {
     const float * max = a.run_max + head*a.n_run, * sum = a.run_sum + head*a.n_run;
     float top = neg_inf(), all = 0.0f;
@@ -31,18 +31,15 @@ __device__ __forceinline__ float2 sum_head(const select_args & a, int64_t head) 
     }
     top = warp_max(top);
     for (int64_t i = threadIdx.x % 32; i < a.n_run; i += 32) {
-        all += max[i] > neg_inf() ? sum[i]*expf(max[i] - top) : 0.0f;
+        all += max[i] > neg_inf() ? sum[i]*expf(max[i] - top) : sum[i]; // 0, or NaN
     }
     all = lane_sum<32>(all);
     return make_float2(top > neg_inf() ? top : 0.0f, all);
 }
 
-// NaN stays
-__device__ __forceinline__ float finite_top(float x) { return x > FLT_MAX ? FLT_MAX : x; }
-
 constexpr int KEYS = 2048; // positions of a block of rank_keys
 
-// with several query heads: the sum over them of softmax(logits); -inf where hidden
+// with several query heads: the sum over them of softmax(logits); -inf or NaN where hidden
 static __global__ void __launch_bounds__(N_THREAD) rank_keys(const select_args a) {
     __shared__ float top[G_MAX], inv[G_MAX];
     if (a.kl.at<const int32_t>(blockIdx.z % a.n_tok, 0, blockIdx.z/a.n_tok)[0] < 0) {
@@ -64,7 +61,7 @@ static __global__ void __launch_bounds__(N_THREAD) rank_keys(const select_args a
         for (int j = 0; j < KEYS/N_THREAD; ++j) {
             const int64_t t = t0 + j*N_THREAD;
             const float   x = t < a.n_kv ? a.logits[(head + h)*a.n_kv + t] : neg_inf();
-            key[j] = x == neg_inf() ? x : key[j] + expf(finite_top(x) - top[h])*inv[h];
+            key[j] = h == 0 && x == neg_inf() ? x : key[j] + expf(finite_top(x) - top[h])*inv[h];
         }
     }
 #pragma unroll
@@ -185,8 +182,14 @@ __device__ __forceinline__ int keep_top_p(const select_args & a, int64_t head, c
     for (int j = j0; j < j1; ++j) {
         copy[j] = cells[j];
     }
-    const bool   one = a.n_group_q == 1;
-    const float2 x   = one ? sum_head(a, head) : make_float2(0.0f, (float) a.n_group_q);
+    const bool one = a.n_group_q == 1;
+    float2 x = one ? sum_head(a, head) : make_float2(0.0f, 0.0f);
+    for (int h = 0; !one && h < a.n_group_q; ++h) {
+        x.y += sum_head(a, head + h).y > 0.0f;
+    }
+    if (!(x.y > 0.0f)) {
+        return n_sel; // no head has a softmax
+    }
     const auto is_forced = [&](int32_t t) { return (marks_at<NT>(bits, t/32) >> t % 32 & 1) != 0; };
     const auto weight    = [&](int32_t t) { return one ? expf(finite_top(key[t]) - x.x) : key[t]; };
     // the sum of the weights from an order on; for a higher order never more, since adding a term or 0 rounds in order

@@ -1,5 +1,6 @@
 #include "sparq-ref.h"
 
+#include <float.h>
 #include <math.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -69,7 +70,8 @@ void sparq_ref_score(
             all += fabs((double) qh[c]);
         }
         // 1/tau of eq. 9, for any scale. DEVIATION: written with the model's scale, which is not 1/sqrt(d_k) everywhere (test_score_uses_model_scale)
-        const double inv_tau = kept > 0 ? scale/sqrt(kept/all) : 0;
+        const bool   counts  = kept > 0 && all <= (double) FLT_MAX;
+        const double inv_tau = counts ? scale/sqrt(kept/all) : 0;
 
         for (int64_t t = 0; t < n; t++) {
             const float b = bias[h*n + t];
@@ -82,24 +84,29 @@ void sparq_ref_score(
                 const int32_t c = components[i];
                 dot += (double) qh[c]*(double) k[t*k_pos + c*k_ch];
             }
-            logits[h*n + t] = (float) (cap(kept > 0 ? dot*inv_tau : 0, softcap) + (double) b);
+            logits[h*n + t] = (float) (cap(counts ? dot*inv_tau : 0, softcap) + (double) b);
         }
     }
 }
 
-// largest logit of a row, and the sum of exp(logit - largest), both with the sink
+// a logit as it is ranked: +inf is the largest number
+static double finite_top(float logit) {
+    return (double) (logit > FLT_MAX ? FLT_MAX : logit);
+}
+
+// largest logit of a row, and the sum of exp(logit - largest), both with the sink; the sum is NaN if there is a NaN
 static void softmax_stats(double * top, double * total, const float * logits, int64_t n, const float * sink) {
     *top = sink ? (double) *sink : NEG_INF;
     for (int64_t t = 0; t < n; t++) {
-        *top = fmax(*top, (double) logits[t]);
+        *top = fmax(*top, finite_top(logits[t]));
     }
     *total = sink ? exp((double) *sink - *top) : 0;
     for (int64_t t = 0; t < n; t++) {
-        *total += hidden(logits[t]) ? 0 : exp((double) logits[t] - *top);
+        *total += hidden(logits[t]) ? 0 : exp(finite_top(logits[t]) - *top);
     }
 }
 
-// can position t be selected? Not where it is hidden, nor where the logit of a head is NaN
+// can position t be selected? Not where it is hidden, which the first head tells, nor where the logit of a head is NaN
 static bool selectable(const float * logits, int64_t g, int64_t n, int64_t t) {
     for (int64_t h = 0; h < g; h++) {
         if (isnan(logits[h*n + t])) {
@@ -109,7 +116,7 @@ static bool selectable(const float * logits, int64_t g, int64_t n, int64_t t) {
     return !hidden(logits[t]);
 }
 
-// softmax(logits) of position t, mean over the heads; a head whose logits hold NaN has no softmax and does not count
+// softmax(logits) of position t, mean over the heads that have one: not where a logit is NaN, nor where all are -inf
 static double mean_mass(const float * logits, int64_t g, int64_t n, int64_t t) {
     double  sum    = 0;
     int64_t n_head = 0;
@@ -117,7 +124,7 @@ static double mean_mass(const float * logits, int64_t g, int64_t n, int64_t t) {
         double top, total;
         softmax_stats(&top, &total, logits + h*n, n, NULL);
         if (total > 0) {
-            sum += exp((double) logits[h*n + t] - top)/total;
+            sum += exp(finite_top(logits[h*n + t]) - top)/total;
             n_head++;
         }
     }
@@ -139,12 +146,12 @@ int64_t sparq_ref_select(
 
     // what to rank by: softmaxed scores, summed over the query heads; with one query head the logit (same order, and no underflow)
     for (int64_t t = 0; t < n; t++) {
-        score[t] = !selectable(logits, g, n, t) ? NEG_INF : g == 1 ? (double) logits[t] : 0;
+        score[t] = !selectable(logits, g, n, t) ? NEG_INF : g == 1 ? finite_top(logits[t]) : 0;
     }
     for (int64_t h = 0; h < g && g > 1; h++) {
         softmax_stats(&top, &total, logits + h*n, n, NULL);
-        for (int64_t t = 0; t < n && total > 0; t++) { // a head whose logits hold NaN has no softmax
-            score[t] += score[t] == NEG_INF ? 0 : exp((double) logits[h*n + t] - top)/total;
+        for (int64_t t = 0; t < n && total > 0; t++) { // else it has no softmax
+            score[t] += score[t] == NEG_INF ? 0 : exp(finite_top(logits[h*n + t]) - top)/total;
         }
     }
 
@@ -185,13 +192,18 @@ int64_t sparq_ref_select(
         sel[j] = x;
     }
 
-    // alpha = 1 - mass of what was not selected (score is finite only there)
+    // alpha = 1 - mass of what was not selected
     // DEVIATION: a learned sink takes mass but carries no value: its share stays with the selection (test_attn_sinks_mean_v_equals_dense)
     for (int64_t h = 0; h < g; h++) {
         softmax_stats(&top, &total, logits + h*n, n, sinks ? sinks + h : NULL);
-        double rest = 0;
+        double  rest = 0;
+        int64_t next = 0; // of the selected positions
         for (int64_t t = 0; t < n; t++) {
-            rest += score[t] == NEG_INF ? 0 : exp((double) logits[h*n + t] - top);
+            if (next < n_sel && sel[next] == t) {
+                next++;
+            } else {
+                rest += hidden(logits[h*n + t]) ? 0 : exp(finite_top(logits[h*n + t]) - top);
+            }
         }
         alpha[h] = total > 0 ? 1 - rest/total : 1;
     }

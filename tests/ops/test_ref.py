@@ -7,6 +7,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import Case
+from test_steps import NOT_FINITE
 from tolerances import Errors, check_selection, score_scale
 
 # the reference is O(n*k): the large sizes are for the kernels
@@ -110,6 +111,31 @@ def test_ref_never_selects_nan(g: int, top_p: float, ref) -> None:
         assert not set(sel.tolist()) & {0, 7, 12, 39}
         assert alpha[g // 2] == 1, "no mass is known to be elsewhere"
     assert ref.select([[np.nan, 1, 2, 3]], 2, [], 4)[0].tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("kind", NOT_FINITE)
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+def test_ref_selects_of_what_is_not_finite(kind: str, top_p: float, ref) -> None:
+    logits = np.random.default_rng(4).standard_normal((4, 700)).astype(np.float32)
+    for h, cell, value in NOT_FINITE[kind]:
+        logits[h, cell] = value
+    for k in (3, 8, 700):
+        sel, alpha = ref.select(logits, k, [600, 40], 700, top_p=top_p)
+        want = oracle.select(logits.astype(np.float64), k, [600, 40], 700, top_p)
+        assert sel.tolist() == want.tolist()
+        assert np.allclose(alpha, oracle.mass_kept(logits.astype(np.float64), sel), atol=1e-12)
+
+
+@pytest.mark.parametrize("value", [np.inf, 2e38])
+def test_ref_scores_of_a_query_beyond_f32(value: float, ref) -> None:
+    """Where |q|_1 of a head is beyond f32 its logits are 0, as the kernels have it."""
+    b = next(iter(cases.make(Case(n_kv=100, heads=(4, 1), mask="open")).blocks()))
+    q = b.q.copy()
+    q[1, :2] = value
+    kept = oracle.select_components(q, 16)
+    got = ref.score(q, b.k, b.bias, kept, 0.1)
+    assert np.array_equal(got[1], b.bias[1])
+    assert np.allclose(got, oracle.logits_of(q, b.k, b.bias, 0.1, components=kept), rtol=1e-5)
 
 
 def test_ref_selects_all(ref) -> None:

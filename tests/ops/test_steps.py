@@ -495,6 +495,73 @@ def test_select_of_what_is_not_finite(g: int, alpha: bool, ggml) -> None:
     assert forced.cells[0, 0, 0].tolist() == [8000], "+inf does not displace it; NaN is not forced"
 
 
+# what is not finite in the heads of a group: (head, cell, value) ..
+INF, NAN = float("inf"), float("nan")
+NOT_FINITE = {
+    "inf in one head": [(2, 17, INF), (2, 600, INF)],
+    "inf in the first head": [(0, 17, INF)],
+    "inf in several heads": [(0, 600, INF), (1, 17, INF), (3, 17, INF)],
+    "inf and NaN": [(1, 17, INF), (1, 40, NAN), (2, 600, INF)],
+    "NaN in one head": [(2, 40, NAN)],
+    "NaN in every head": [(h, 40 + 20 * h, NAN) for h in range(4)],
+    "-inf in one head": [(2, 17, -INF), (2, 40, -INF)],
+    "-inf in the first head": [(0, 17, -INF), (0, 40, -INF)],
+    "a head of -inf": [(2, slice(None), -INF)],
+    "a head of NaN": [(1, slice(None), NAN)],
+    "NaN among -inf": [(1, slice(512, None), -INF), (1, 600, NAN)],
+}
+
+
+@pytest.mark.parametrize("kind", NOT_FINITE)
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+def test_select_of_what_is_not_finite_in_a_group(kind: str, top_p: float, ggml) -> None:
+    """The rule for +-inf and NaN where several query heads share the KV head: ggml-sparse.h."""
+    logits = np.random.default_rng(4).standard_normal((1, 1, 4, 700)).astype(np.float32)
+    for h, cell, value in NOT_FINITE[kind]:
+        logits[0, 0, h, cell] = value
+    can = oracle.selectable(logits[0, 0])
+    forced = [c for c in (600, 17, 699) if can[c]]
+    for k in (8, 700):
+        given = (k, [600, 40, 17, 699], 0, 0, 1, 700, None, True)
+        runs = [run_select(ggml, logits, *given, n_threads=t, top_p=top_p) for t in (1, 3)]
+        assert np.array_equal(runs[0].raw, runs[1].raw)
+        cells = runs[0].cells[0, 0, 0]
+        check_selection(cells, logits[0, 0], k, forced + [40] * bool(can[40]), top_p)
+        want = oracle.mass_kept(logits[0, 0].astype(np.float64), cells)
+        assert np.abs(runs[0].alpha[0, 0, 0] - want).max() < 1e-5
+    alone = run_select(ggml, logits, 3).cells[0, 0, 0]
+    check_selection(alone, logits[0, 0], 3, [])
+    if "inf in" in kind and "-inf" not in kind:
+        assert 17 in alone, "the softmax of a head with +inf is there"
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+@pytest.mark.parametrize("heads", [(1, 1), (4, 1)])
+def test_score_select_of_what_is_not_finite(heads: tuple[int, int], top_p: float, ggml) -> None:
+    """Logits beyond f32 in both directions, and NaN: the same rule, and the bits of SELECT."""
+    extra = "mean_v+top_p" if top_p < 1 else "mean_v"
+    case = Case(n_kv=700, heads=heads, mask="open", sealed="none", type_k="f32", extra=extra)
+    data = cases.make(case)
+    data.q *= 10
+    for i, sign in enumerate((1, -1, 1, -1)):
+        data.k[:, 20 + 150 * i, 0] = 3e38 * sign * np.sign(data.q[0, 0, i % heads[0]])
+    data.k[:, 650] = np.nan
+    with ggml.graph() as g:
+        s = Sources(data, g)
+        logits = graphs.score(s)
+        sel, fused = graphs.select(s, logits), graphs.score_select(s)
+        g.compute(sel, fused)
+        got, seen = g.read(fused), g.read(logits)
+        assert np.array_equal(got, g.read(sel))
+    assert np.isposinf(seen).any() and np.isnan(seen).any()
+    chosen = Selection.unpack(got, heads[0])
+    for b in data.blocks():
+        index = (b.stream, b.tok, b.head)
+        x = seen[b.stream, b.tok]
+        forced = [c for c in b.forced if oracle.selectable(x)[c]]
+        check_selection(chosen.cells[index], x, b.topk, forced, case.top_p)
+
+
 @pytest.mark.parametrize("g", [1, 4])
 def test_select_ties(g, ggml) -> None:
     """Equal columns: the lower cell wins, wherever the cells fall in vectors, tiles and tails."""
