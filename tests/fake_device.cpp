@@ -2,7 +2,7 @@
 //
 // Loaded with ggml_backend_load(). Their memory is mapped without access, except while a function of the device itself runs, so an op
 // of the CPU backend that reads it crashes; and a graph on a device with a source in other memory aborts. FAKE_DEVICES: how many.
-// FAKE_REFUSE: sub-operations of SPARSE_ATTN that supports_op() denies, as a string of digits.
+// FAKE_REFUSE: sub-operations of SPARSE_ATTN that supports_op() denies, as a string of digits. FAKE_FULL: no memory for the smallest buffers.
 
 #include "ggml-backend-impl.h"
 #include "ggml-cpu.h"
@@ -83,6 +83,9 @@ const ggml_backend_buffer_i BUFFER = {
 const ggml_backend_buffer_type_i BUFFER_TYPE = {
     /*.get_name       =*/ [](ggml_backend_buffer_type_t t) { return ((device *) t->context)->name.c_str(); },
     /*.alloc_buffer   =*/ [](ggml_backend_buffer_type_t t, size_t size) -> ggml_backend_buffer_t {
+        if (getenv("FAKE_FULL") && size <= 128) {
+            return nullptr;
+        }
         auto * m = new memory { nullptr, (size + 4096)/4096*4096 };
         m->base = mmap(nullptr, m->size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         ((device *) t->context)->buffers.insert(m);

@@ -98,6 +98,13 @@ static void set(llama_context & ctx, const llama_sparse_spec & spec) {
         return seal_early(ctx);
     }
     auto * kv = llama_sparse_find_cache(ctx.get_memory());
+    const auto next = state ? state : std::make_shared<llama_sparse_state>();
+    next->make_stats(nullptr);
+    for (size_t ikv = 0; kv && !*llama_sparse_why_not(*kv) && ikv < access::layers(*kv).size(); ++ikv) {
+        if (!*llama_sparse_why_not_layer(*kv, ikv)) {
+            next->make_stats(llama_sparse_device_of(access::layers(*kv)[ikv].k));
+        }
+    }
     if (kv && spec.method != LLAMA_SPARSE_OFF) {
         auto & shadow = access::shadow(*kv);
         if (!shadow) {
@@ -107,9 +114,7 @@ static void set(llama_context & ctx, const llama_sparse_spec & spec) {
             shadow->make_tensors(*kv, spec);
         }
     }
-    if (!state) {
-        state = std::make_shared<llama_sparse_state>();
-    }
+    state          = next;
     state->spec    = spec;
     state->n_layer = (int32_t) ctx.get_model().hparams.n_layer();
     state->reason  = spec.method == LLAMA_SPARSE_OFF ? "" : kv ? llama_sparse_why_not(*kv) : "this architecture has no plain KV cache";

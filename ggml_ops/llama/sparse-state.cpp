@@ -6,20 +6,20 @@
 #include <functional>
 #include <stdexcept>
 
-ggml_tensor * llama_sparse_state::stats(ggml_backend_dev_t dev) {
-    auto & s = all_stats[dev];
-    if (!s.t) {
-        s.ctx.reset(ggml_init({ ggml_tensor_overhead(), nullptr, true }));
-        ggml_tensor * t = ggml_new_tensor_1d(s.ctx.get(), GGML_TYPE_I64, GGML_SPARSE_STAT_COUNT);
-        ggml_set_name(t, "sparse_stats");
-        s.buf.reset(ggml_backend_alloc_ctx_tensors_from_buft(s.ctx.get(), dev ? ggml_backend_dev_buffer_type(dev) : ggml_backend_cpu_buffer_type()));
-        if (!s.buf) {
-            throw std::runtime_error("failed to allocate the counters of sparse attention");
-        }
-        ggml_backend_buffer_clear(s.buf.get(), 0);
-        s.t = t;
+void llama_sparse_state::make_stats(ggml_backend_dev_t dev) {
+    if (all_stats.count(dev)) {
+        return;
     }
-    return s.t;
+    stats_tensor s;
+    s.ctx.reset(ggml_init({ ggml_tensor_overhead(), nullptr, true }));
+    s.t = ggml_new_tensor_1d(s.ctx.get(), GGML_TYPE_I64, GGML_SPARSE_STAT_COUNT);
+    ggml_set_name(s.t, "sparse_stats");
+    s.buf.reset(ggml_backend_alloc_ctx_tensors_from_buft(s.ctx.get(), dev ? ggml_backend_dev_buffer_type(dev) : ggml_backend_cpu_buffer_type()));
+    if (!s.buf) {
+        throw std::runtime_error("no memory for the counters of sparse attention\nleave some memory of the device free");
+    }
+    ggml_backend_buffer_clear(s.buf.get(), 0);
+    all_stats.emplace(dev, std::move(s));
 }
 
 std::array<int64_t, GGML_SPARSE_STAT_COUNT> llama_sparse_state::read_stats() const {

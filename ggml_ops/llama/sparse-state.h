@@ -33,8 +33,10 @@ struct llama_sparse_state {
 
     bool is_off() const { return spec.method == LLAMA_SPARSE_OFF; }
 
-    // I64 [GGML_SPARSE_STAT_COUNT] in the memory of a device, nullptr: of the host; made when first asked for
-    ggml_tensor * stats(ggml_backend_dev_t dev);
+    // I64 [GGML_SPARSE_STAT_COUNT] in the memory of a device, nullptr: of the host. They are made with the settings, because what throws while a
+    // graph is built would leave llama_decode. make_stats() throws std::runtime_error: no memory
+    void          make_stats(ggml_backend_dev_t dev);
+    ggml_tensor * stats     (ggml_backend_dev_t dev) const { return all_stats.at(dev).t; }
 
     // the sum over all of them; what runs on a device must be done
     std::array<int64_t, GGML_SPARSE_STAT_COUNT> read_stats() const;

@@ -119,6 +119,12 @@ def test_what_a_device_cannot_run_stays_dense(spec: str, variables: str, why: st
     assert all(count == 0 for nodes in got["nodes"] for count in nodes.values())
 
 
+def test_a_device_without_memory_for_the_counters(run) -> None:
+    """The spec is refused; the context goes on, and ends, as it was."""
+    got = run(SPARQ, ALL, "FAKE_FULL=1", refused="no memory for the counters")
+    assert got["bits"] == run("off", 0)["bits"] and not got["info"]["active"]
+
+
 def test_short_on_a_device(run) -> None:
     """Below gpu_min_mb: the device's own attention, sealed meanwhile. The CPU does not care."""
     spec = SPARQ.replace("gpu_min_mb=0", "gpu_min_mb=1")
