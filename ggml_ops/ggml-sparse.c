@@ -33,6 +33,7 @@ static void assert_stats(const struct ggml_tensor * stats) {
 static void assert_kv(const struct ggml_tensor * t) {
     GGML_ASSERT(ggml_sparse_kv_block(t->type) > 0);
     GGML_ASSERT(t->nb[0] == ggml_type_size(t->type)); // rows are contiguous
+    GGML_ASSERT(t->ne[1] >= 1);
 }
 
 // sealed [n_grp, n_stream]
@@ -46,13 +47,25 @@ static void assert_k_t(const struct ggml_tensor * k_t, const struct ggml_tensor 
     GGML_ASSERT(k_t->ne[1] == k->ne[0]*k->ne[1] && k_t->ne[2] == k->ne[3] && k_t->nb[0] == ggml_type_size(k_t->type));
     GGML_ASSERT(ggml_sparse_shadow_name(n_bit));
     if (!ggml_sparse_has_codes(n_bit)) {
-        GGML_ASSERT(k_t->type == GGML_TYPE_F16 && k_t->ne[0] + GGML_SPARSE_GROUP >= k->ne[2] && !k_range);
+        // SEAL writes whole groups, all but the last one
+        GGML_ASSERT(k_t->type == GGML_TYPE_F16 && k_t->ne[0] >= (ggml_sparse_n_groups(k->ne[2]) - 1)*GGML_SPARSE_GROUP && !k_range);
         return;
     }
     const int64_t n_run = (k->ne[2] + GGML_SPARSE_RUN - 1)/GGML_SPARSE_RUN;
     GGML_ASSERT(k_t->type == GGML_TYPE_I8 && k_t->ne[0] >= ggml_sparse_shadow_bytes(n_run*GGML_SPARSE_RUN, n_bit));
     GGML_ASSERT(k_range && k_range->type == GGML_TYPE_F32 && k_range->nb[0] == sizeof(float));
     GGML_ASSERT(k_range->ne[0] == 2 && k_range->ne[1] == k_t->ne[1] && k_range->ne[2] >= n_run && k_range->ne[3] == k->ne[3]);
+}
+
+// V has the heads, positions and streams of K
+static void assert_v(const struct ggml_tensor * v, const struct ggml_tensor * k) {
+    assert_kv(v);
+    GGML_ASSERT(v->ne[1] == k->ne[1] && v->ne[2] == k->ne[2] && v->ne[3] == k->ne[3]);
+}
+
+// learned sinks [n_head], or NULL
+static void assert_sinks(const struct ggml_tensor * sinks, int64_t n_head) {
+    GGML_ASSERT(!sinks || (sinks->type == GGML_TYPE_F32 && sinks->ne[0] == n_head && sinks->nb[0] == sizeof(float)));
 }
 
 // v_sum [d_v*n_head_kv, n_sum_t, n_stream]
@@ -86,10 +99,9 @@ static void assert_qk(const struct ggml_tensor * q, const struct ggml_tensor * k
 static void assert_qkv(const struct ggml_tensor * q, const struct ggml_tensor * k, const struct ggml_tensor * v, const struct ggml_tensor * mask,
         const struct ggml_tensor * sinks) {
     assert_qk(q, k);
-    assert_kv(v);
-    GGML_ASSERT(v->ne[1] == k->ne[1] && v->ne[2] == k->ne[2] && v->ne[3] == k->ne[3]);
+    assert_v(v, k);
     assert_mask(mask, k->ne[2], q->ne[2], q->ne[3]);
-    GGML_ASSERT(!sinks || (sinks->type == GGML_TYPE_F32 && sinks->ne[0] == q->ne[1]));
+    assert_sinks(sinks, q->ne[1]);
 }
 
 // the result of attention
@@ -115,7 +127,7 @@ static void assert_select(const struct ggml_tensor * wanted, const struct ggml_t
     GGML_ASSERT(wanted->ne[1] == n_tok && wanted->ne[2] == 1 && wanted->ne[3] == n_stream);
     GGML_ASSERT(p->i_k >= 0 && p->i_k + 2 <= p->i_forced && p->i_forced < wanted->ne[0]);
     GGML_ASSERT(p->n_local_max >= 0 && p->n_local_max <= wanted->ne[0] - p->i_forced);
-    GGML_ASSERT(!sinks || (sinks->type == GGML_TYPE_F32 && sinks->ne[0] == n_head));
+    assert_sinks(sinks, n_head);
 }
 
 // the result of step 2
@@ -142,7 +154,7 @@ struct ggml_tensor * ggml_sparse_attn_seal(
         assert_sealed(sealed, k->ne[2], k->ne[3]);
     }
     if (v_sum) {
-        assert_kv(v);
+        assert_v(v, k);
         assert_v_sum(v_sum, v);
     }
     GGML_ASSERT(list->type == GGML_TYPE_I32 && ggml_is_contiguous(list) && list->ne[1] == k->ne[3]);
@@ -258,14 +270,11 @@ struct ggml_tensor * ggml_sparse_attn_attend(
         struct ggml_tensor  * sinks,
         struct ggml_tensor  * stats,
         struct ggml_sparse_attend_params params) {
-    const int64_t n_kv      = k->ne[2];
-    const int64_t n_group_q = q->ne[1]/k->ne[1];
-
     assert_qkv(q, k, v, mask, sinks);
-    assert_visible(visible, n_kv, q->ne[2], q->ne[3]);
+    assert_visible(visible, k->ne[2], q->ne[2], q->ne[3]);
     if (sel) {
         GGML_ASSERT(sel->type == GGML_TYPE_I32 && ggml_is_contiguous(sel));
-        GGML_ASSERT(sel->ne[0] > 1 + n_group_q && sel->ne[1] == k->ne[1] && sel->ne[2] == q->ne[2] && sel->ne[3] == q->ne[3]);
+        GGML_ASSERT(sel->ne[0] > 1 + q->ne[1]/k->ne[1] && sel->ne[1] == k->ne[1] && sel->ne[2] == q->ne[2] && sel->ne[3] == q->ne[3]);
     }
     GGML_ASSERT(!params.mean_v || (sel && v_sum && visible->ne[1] == q->ne[2] + 1));
     if (v_sum) {
