@@ -8,7 +8,8 @@
 // this is the rule: a token is a decoded one if
 //   it is the only one of its sequence in this call to llama_decode,
 //   it asks for its logits,
-//   and the token before it in the sequence asked for them too, or was restored or read while attention was off.
+//   and the token before it in the sequence asked for them too, or was restored, or was read before the context had sparse attention for the
+//   first time (with METHOD dense, sparq or topk; what is read while it is off again is known).
 // So a program reads a prompt in as many calls as it likes and asks for the logits of its last token only: whatever is left for the last call,
 // all of it is exact. llama_batch_get_one() asks for those of the last token of each piece: a last piece of one token counts as decoded then.
 // Several tokens of a sequence at once, as in the verification of a draft, are exact.
@@ -68,7 +69,8 @@ LLAMA_API void llama_sparse_attn_reset_counters(struct llama_context * ctx);
 // for what a prompt or a shift leaves. Returns how many (layer, group) that were, < 0: failed.
 LLAMA_API int64_t llama_sparse_attn_seal(struct llama_context * ctx);
 
-// For tests: makes k_t and the sums of V of every sealed group anew from K and V. Returns how many (layer, group) differ; < 0: no shadow.
+// For tests: makes k_t and the sums of V of each sealed group anew from K and V, and adds up those of each sum block whose groups are all sealed.
+// Returns how many (layer, group) differ, a wrong total counting for the last group of its block; < 0: no shadow.
 LLAMA_API int64_t llama_sparse_attn_check(struct llama_context * ctx);
 
 #ifdef __cplusplus

@@ -191,7 +191,29 @@ struct layer_check {
                 mag[c] += std::abs(row[c]);
             }
         }
-        const auto * have = (const float *) (v_sum.data + s*v_sum.t->nb[2] + ggml_sparse_sum_row(g)*v_sum.t->nb[1]);
+        return is_near(sum_row(s, ggml_sparse_sum_row(g)), sum, mag);
+    }
+
+    // is the total of the sum block that begins with group g the sum of its rows?
+    bool total_matches(uint32_t s, uint32_t g) const {
+        if (!v_sum.t) {
+            return true;
+        }
+        std::vector<double> sum(v.t->ne[0], 0.0), mag(v.t->ne[0], 0.0);
+        for (uint32_t i = g; i < g + GGML_SPARSE_SUM; ++i) {
+            const float * part = sum_row(s, ggml_sparse_sum_row(i));
+            for (size_t c = 0; c < sum.size(); ++c) {
+                sum[c] += part[c];
+                mag[c] += std::abs(part[c]);
+            }
+        }
+        return is_near(sum_row(s, ggml_sparse_total_row(g)), sum, mag);
+    }
+
+    const float * sum_row(uint32_t s, int64_t row) const { return (const float *) (v_sum.data + s*v_sum.t->nb[2] + row*v_sum.t->nb[1]); }
+
+    // mag: the sums of the magnitudes
+    static bool is_near(const float * have, const std::vector<double> & sum, const std::vector<double> & mag) {
         for (size_t c = 0; c < sum.size(); ++c) {
             if (!(std::abs(have[c] - sum[c]) <= 1e-5*mag[c] + 1e-30)) {
                 return false;
@@ -226,8 +248,12 @@ int64_t llama_sparse_count_stale(llama_kv_cache & kv) {
             shadow.n_bit(), llama_sparse_n_rot(kv),
         };
         for (uint32_t s = 0; s < kv.get_n_stream(); ++s) {
-            for (uint32_t g = 0; g < shadow.sealed(s).size(); ++g) {
-                res += shadow.sealed(s)[g] && !check.group_matches(s, g);
+            const auto & sealed = shadow.sealed(s);
+            uint32_t n_sealed = 0; // of the groups of a sum block
+            for (uint32_t g = 0; g < sealed.size(); ++g) {
+                n_sealed = (g % GGML_SPARSE_SUM == 0 ? 0 : n_sealed) + (sealed[g] != 0);
+                const bool is_whole = n_sealed == GGML_SPARSE_SUM;
+                res += sealed[g] && !(check.group_matches(s, g) && (!is_whole || check.total_matches(s, g + 1 - GGML_SPARSE_SUM)));
             }
         }
     }

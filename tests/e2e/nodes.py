@@ -134,7 +134,7 @@ class Watch:
     sealed: int = 0  # groups, over all layers
     prefilled: int = 0  # tokens, over all layers
     n_bits: set[int] = field(default_factory=set)  # of the shadows that were read
-    addresses: dict[str, int] = field(default_factory=dict)  # of K and k_t of the last SCORE
+    addresses: dict[str, int] = field(default_factory=dict)  # of K and k_t of the last SCORE, v_sum
     in_shadow: np.ndarray | None = None  # (n_stream, n_group) groups that it read from k_t
 
     def __post_init__(self) -> None:
@@ -156,6 +156,8 @@ class Watch:
         step = t.op_params[0]
         if step == SEAL:
             self.sealed += int((read(_source(t, "list")) >= 0).sum())
+            if v_sum := _source(t, "v_sum"):
+                self.addresses |= {"v_sum": v_sum.data, "v_sum_stride": v_sum.nb[1]}
         elif step == VISIBLE:
             self._visible(t)
         elif step == SCORE:

@@ -160,6 +160,18 @@ def test_the_kind_of_a_token_follows_its_sequence(unified: bool, model: Model) -
         assert one(2, 103) == (1, 0)
 
 
+def test_what_is_read_while_attention_is_off_is_known(model: Model) -> None:
+    """Not before it was first on: the shadow of the cache is made then."""
+    for earlier in (True, False):
+        with context(model, SPECS["f16"], True) if earlier else Context(model, n_ctx=1024) as ctx:
+            ctx.set_sparse("off")
+            assert ctx.decode(tokens(0, N_PROMPT), "none") == 0
+            ctx.set_sparse(SPECS["f16"])
+            ctx.reset_counters()
+            assert ctx.decode(tokens(0, 1, N_PROMPT)) == 0
+            assert calls(ctx) == ((0, 1) if earlier else (1, 0))
+
+
 def test_a_call_that_failed_changes_nothing(model: Model) -> None:
     with context(model, SPECS["f16"], True) as ctx:
         assert ctx.decode(tokens(0, N_PROMPT)) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import tiny as tiny_models
+from cases import SUM
 from llama import Context, Model, Token, python_environment
+from nodes import Watch
 
 N_LAYER, N_SEQ, N_PROMPT = 2, 3, 20 * 64 + 10
 SPEC = "sparq,rank=8,topk=64,min_ctx=0,mean_v=on"
@@ -118,6 +121,16 @@ def test_the_check_sees_every_kind_of_cache(arch: str, tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_check_adds_up_the_totals(model: Model) -> None:
+    """Which are most of what ATTEND reads for the mean of V."""
+    watch = Watch(checks=False)
+    with full(model, "f16", unified=True, watch=watch) as ctx:
+        assert ctx.check_shadow() == 0
+        total = watch.addresses["v_sum"] + watch.addresses["v_sum_stride"] * SUM
+        ctypes.c_float.from_address(total).value += 1
+        assert ctx.check_shadow() == 1
 
 
 _DAMAGE = """
