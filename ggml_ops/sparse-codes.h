@@ -7,13 +7,15 @@
 //   shares a scale and a zero, and is coded at once.
 //
 //   A new type begins as a line in the list below, which names it and from which the shapes and the bytes in the counters follow. But codes are
-//   whole or half bytes so far, and what packs, unpacks or multiplies them says so, with an assertion. This is all of it:
+//   whole or half bytes so far, and a line has a whole number of positions, which 3 bits do not give: another order of codes comes first then.
+//   What knows the bits:
 //     here       ggml_sparse_coef_max, ggml_sparse_line_pos, ggml_sparse_code_byte, ggml_sparse_code_shift
-//     cpu/       sparse-seal.h: seal_run_codes (packing); sparse-score-codes.h: make_coef, add_line_sums, score_lines (the one of scalars
-//                and the one of vectors)
-//     cuda/      sparse-seal.cuh: seal_run (packing); sparse-score.cuh: lane_positions, codes<>, code_coef, score_components
+//     cpu/       sparse-seal.h: seal_run_codes (packing); sparse-score-codes.h: make_coef, WHOLE_BYTES, add_line_sums, score_lines (the one
+//                of scalars and the one of vectors), and the addresses in score_pass and score_codes
+//     cuda/      sparse-seal.cuh: seal_run (packing), and the assertion in op_seal of sparse-attn.cu; sparse-score.cuh: lane_positions,
+//                codes<>, make_coef, score_components, and the address of a thread's codes in score
 //     llama/     sparse-seal.cpp: matches (unpacking), if a code may lie in two bytes; the comments of llama-sparse.h
-//     texts      SEAL in ggml-sparse.h, docs/glossary.md
+//     texts      SEAL in ggml-sparse.h, the types at the top of cpu/sparse-work.h, docs/glossary.md, docs/numerics.md (11a)
 //     pyorch/    attention/spec.py: SHADOWS; attention/bytes.py
 //     tests/     ops/test_quant.py: BITS, Shadow.code, the rounding that is allowed; e2e/nodes.py likewise; bench/gpu.py: SHADOWS
 //
@@ -88,6 +90,12 @@ GGML_SPARSE_INLINE int64_t ggml_sparse_scan_bytes(int64_t n, int n_bit) {
 
 // positions in a line
 GGML_SPARSE_INLINE int ggml_sparse_line_pos(int n_bit) { return GGML_SPARSE_LINE*8/n_bit; }
+
+#define X(bits, name) \
+    static_assert(GGML_SPARSE_LINE*8 % bits == 0 && GGML_SPARSE_RUN % (GGML_SPARSE_LINE*8/bits) == 0, \
+            "shadow=" name ": a line holds a whole number of positions, and a run a whole number of lines");
+GGML_SPARSE_SHADOWS(X)
+#undef X
 
 // the byte in a line of position t of its 64
 GGML_SPARSE_INLINE int ggml_sparse_line_byte(int t) { return t/4%4*16 + t/16*4 + t%4; }

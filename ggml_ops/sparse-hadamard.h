@@ -1,6 +1,6 @@
 #pragma once
 
-// The Hadamard matrix on the host: for the CPU ops and the check of the shadow. On a GPU: cuda/sparse-device.cuh.
+// The Hadamard matrix, for the CPU ops. On a GPU: cuda/sparse-device.cuh. The check of the shadow has one of its own, to be compared with.
 
 #include "ggml.h"
 

@@ -2,8 +2,8 @@
 
 // Steps 2 and 3: exact attention over a selection, or over all positions; interpolation with the mean of V.
 //
-// The positions of a row (a KV head of a token) are split over blocks, in tiles of 64; a state {m, l, o} per block and query head is merged by
-// a second launch, or written as the result where one block has it all.
+// A row is a token of a stream, stream*n_tok + token; a head is one KV head of a row. The positions of a head are split over blocks, in tiles of
+// 64; a state {m, l, o} per block and query head is merged by a second launch, or written as the result where one block has it all.
 
 #include "sparse-device.cuh"
 
@@ -12,7 +12,7 @@ namespace sparse_cuda {
 struct attend_args {
     view q, k, v, mask, v_sum;
     view visible;                       // with mean_v its row n_tok tells which groups are sealed
-    const int32_t * sel;                // [row][n_head_kv][ld_sel] or NULL: all positions; row = stream*n_tok + token
+    const int32_t * sel;                // [row][n_head_kv][ld_sel] or NULL: all positions
     const float   * sink_logits;        // [n_head] or NULL
     float * state;                      // [row][n_head][n_grid][d_v + 2], or NULL with one split: straight to res
     float * mean;                       // [row][n_head_kv][d_v], with mean_v
@@ -27,13 +27,13 @@ constexpr int ATTEND_TILE = GROUP; // positions
 
 __device__ __forceinline__ int n_selected(const attend_args & a, const int32_t * sel) { return min(max(sel[0], 0), a.ld_sel - 1 - a.n_group_q); }
 
-// the selection of a KV head of a row; NULL: the row reads all it sees
+// the selection of a head; NULL: it reads all it sees
 __device__ __forceinline__ const int32_t * selection(const attend_args & a, int64_t row, int64_t h_kv) {
     const int32_t * sel = a.sel ? a.sel + (row*a.n_head_kv + h_kv)*a.ld_sel : nullptr;
     return sel && sel[0] != GGML_SPARSE_SELECT_ALL ? sel : nullptr;
 }
 
-// over how many blocks the positions of a row are split: as many as if all rows were like it
+// over how many blocks the positions of a head are split: as many as if all heads were like it
 __device__ __forceinline__ int split_of(const attend_args & a, const int32_t * sel) { return sel ? a.n_split_sel : a.n_split_all; }
 
 template <int GB>

@@ -5,7 +5,7 @@
 //   SCORE         score                            1
 //   SELECT        (sum_runs), (rank_keys), select  1 to 3: sum_runs with several query heads per KV head, alpha or top_p, rank_keys with several
 //   SCORE_SELECT  score, (rank_keys), select       2 or 3
-//   ATTEND        attend, (merge)                  1 or 2: merge where a row is split over blocks, or with the mean of V
+//   ATTEND        attend, (merge)                  1 or 2: merge where a head is split over blocks, or with the mean of V
 
 #include "sparse-attn.cuh"
 

@@ -57,7 +57,7 @@ struct alignas(16) score_shared {
     float    x[GB][RUN];            // products, then logits
     float    size[D_MAX];           // sum over the heads of |q|; then scale ..
     float    zero[D_MAX];           // .. and zero of the kept components
-    int8_t   w0[GB][D_MAX], w1[GB][D_MAX]; // whole coefficients, see code_coef()
+    int8_t   w0[GB][D_MAX], w1[GB][D_MAX]; // whole coefficients, see make_coef()
     float    step[GB], base[GB];
     int16_t  comp[D_MAX];           // kept components, ascending
     uint16_t mask[RUN];
@@ -142,7 +142,7 @@ __device__ __forceinline__ int choose_components(score_shared<GB> & m, const sco
 //   4 bits: w = w0, |w0| <= 127; 8 bits: w = 64*w0 + w1, |w0| <= 64, |w1| <= 32, and codes less 128, so that they have a sign
 //   NUMERICS: as on the CPU (make_coef in cpu/sparse-score-codes.h)
 template <int N_BIT, int GB>
-__device__ __forceinline__ void code_coef(score_shared<GB> & m, int h, int n_comp) {
+__device__ __forceinline__ void make_coef(score_shared<GB> & m, int h, int n_comp) {
     static_assert(N_BIT == 8 || N_BIT == 4);
     const int lane = threadIdx.x % 32;
     float top = 0.0f;
@@ -409,7 +409,7 @@ static __global__ void __launch_bounds__(N_THREAD, score_blocks(GB)) score(const
             fetch(run + gridDim.x);
             if constexpr (HAS_CODES) {
                 if (w < GB) {
-                    code_coef<N_BIT, GB>(m, w, n_comp);
+                    make_coef<N_BIT, GB>(m, w, n_comp);
                 }
                 __syncthreads();
             }

@@ -1,6 +1,6 @@
 #pragma once
 
-// Step 2: the top k positions, and alpha. A row is what one KV head of one token ranks.
+// Step 2: the top k positions, and alpha, of each head: one KV head of one token. A row is a token of a stream, stream*n_tok + token.
 
 #include "sparse-device.cuh"
 
@@ -8,7 +8,7 @@ namespace sparse_cuda {
 
 struct select_args {
     view forced, kl;
-    const float * logits;               // [row][n_head][n_kv]; row = stream*n_tok + token
+    const float * logits;               // [row][n_head][n_kv]
     float       * key;                  // [row][n_head_kv][n_kv] what is ranked; the logits where a KV head has one query head
     float       * run_max, * run_sum;   // [row][n_head][n_run]; where a KV head has several query heads, or alpha or top_p is wanted
     const float * sink_logits;          // [n_head] or NULL
@@ -22,7 +22,7 @@ struct select_args {
 
 constexpr int G_MAX = 128; // query heads of a KV head
 
-// a head's largest logit (0 if it sees nothing) and the sum of exp(logit - it), NaN if there is a NaN, from its runs; the work of a warp
+// a query head's largest logit (0 if it sees nothing) and the sum of exp(logit - it), NaN if there is a NaN, from its runs; the work of a warp
 __device__ __forceinline__ float2 sum_head(const select_args & a, int64_t head) {
     const float * max = a.run_max + head*a.n_run, * sum = a.run_sum + head*a.n_run;
     float top = neg_inf(), all = 0.0f;
@@ -139,7 +139,7 @@ __device__ __forceinline__ int mark_forced(const select_args & a, unsigned * bit
     }
 }
 
-// rows up to this long are selected by small blocks, of which there is room for many at once, and their marks are in shared memory
+// heads of up to so many positions are selected by small blocks, of which there is room for many at once, and their marks are in shared memory
 constexpr int N_SMALL = 4096;
 
 // the words of marks, as they are now
@@ -255,7 +255,7 @@ __device__ __forceinline__ int keep_top_p(const select_args & a, int64_t head, c
     return (int) (total >> 32) + n_tie;
 }
 
-// a row that reads every visible position: nothing is ranked
+// a token that reads every visible position: nothing is ranked
 template <int NT>
 __device__ __forceinline__ void select_every(const select_args & a, int32_t * res) {
     for (int j = threadIdx.x; j < a.topk_max; j += NT) {
@@ -269,7 +269,7 @@ __device__ __forceinline__ void select_every(const select_args & a, int32_t * re
     }
 }
 
-// The cells of a row that reach a guess of the cut, in order: each warp has a part of the row and lists those of its part. A thread has the
+// The cells of a head that reach a guess of the cut, in order: each warp has a part of them and lists those of its part. A thread has the
 // candidates j0 .. j1 - 1 of all of them
 template <int NT>
 struct candidates {
@@ -451,7 +451,7 @@ __device__ __forceinline__ void write_alpha(const select_args & a, int64_t u, co
     }
 }
 
-// one block per row: the k cells with the largest keys, ascending, ties to the lower cell; alpha. The result does not depend on the guess
+// one block per head: the k cells with the largest keys, ascending, ties to the lower cell; alpha. The result does not depend on the guess
 template <int NT>
 static __global__ void __launch_bounds__(NT, NT == 1024 ? 1 : 4) select(const select_args a) {
     constexpr int NW = NT/32;

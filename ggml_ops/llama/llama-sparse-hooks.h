@@ -1,6 +1,7 @@
 #pragma once
 
-// What the patches call: one line at each call site, which patches/README.md lists. Each does nothing while sparse attention was never asked for.
+// What the patches call: one line at each call site, which patches/README.md lists. Each does nothing while sparse attention was never asked for, but for
+// llama_sparse_huge_pages(), which serves every cache.
 
 #include "llama-sparse.h"
 

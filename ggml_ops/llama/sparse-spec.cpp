@@ -232,7 +232,7 @@ llama_sparse_spec llama_sparse_spec::parse(const std::string & text) {
     }
 
     const bool sparse = spec.method == LLAMA_SPARSE_SPARQ || spec.method == LLAMA_SPARSE_TOPK;
-    if (!sparse && parts.size() > 1 && !parts[1].empty()) {
+    if (!sparse && parts.size() > 1) {
         throw llama_sparse_error(parts[0] + " takes no keys: " + text, "write just " + parts[0]);
     }
     if (spec.cap != 1.0 && (spec.cap < 1.0 || spec.top_p >= 1.0)) {
