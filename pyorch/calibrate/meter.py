@@ -7,20 +7,25 @@ does.
 
 from __future__ import annotations
 
+import fcntl
+import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, cast
 
 import numpy as np
 
-from pyorch import engine
+from pyorch import engine, paths
+from pyorch.attention.bytes import cache_bytes
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import records
 from pyorch.engine import Session
 from pyorch.errors import SparqError
 from pyorch.evals.fidelity import divergence
+from pyorch.models.new_file import check_space
 from pyorch.progress import Progress
 
 N_CUE = 24  # tokens of a repeated passage before those that are decoded
@@ -87,27 +92,67 @@ class _Measurement(TypedDict):
     share: float
 
 
+@contextmanager
+def _folder(n_bytes: int) -> Iterator[Path]:
+    """A new folder in the cache for prefills of that size, which is deleted at the end.
+
+    As long as it is used it is locked; those that are not, of killed processes, are deleted first.
+
+    Raises:
+        SparqError: there is not enough room.
+    """
+    root = paths.cache() / "prefills"
+    with paths.locked(root, lambda _: None):
+        for old in [f for f in root.iterdir() if f.is_dir()]:
+            with (old / "lock").open("w") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    continue
+                shutil.rmtree(old, ignore_errors=True)
+        check_space(
+            root,
+            n_bytes,
+            "the cache of all contexts",
+            "make room, use fewer --contexts, or set SPARQ_CACHE to a folder on another disk",
+        )
+        folder = Path(tempfile.mkdtemp(dir=root))
+        lock = (folder / "lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.close()
+
+
 class Meter:
     """Measures KL and bytes of settings by context, and each only once, even over restarts.
 
-    file: JSON lines of all measurements; None keeps none. Prefills are kept in a file as long as
+    file: JSON lines of all measurements; None keeps none. Prefills are kept in files as long as
     the meter lives, so each context is read only once.
     """
 
     def __init__(
         self, session: Session, contexts: Sequence[Context], file: Path | None = None
     ) -> None:
+        """Raises:
+        SparqError: there is not enough room for the prefills.
+        """
         self.session, self.contexts, self.file = session, contexts, file
         self.layers: list[int] = []  # those that can be sparse, known after the first measurement
         self._known: dict[tuple[AttentionSpec, int], _Measurement] = {}
         for r in records.load_all(file) if file else []:
             known = cast(_Measurement, r)
             self._known[parse_spec(known["spec"]), known["context"]] = known
-        self._folder = tempfile.TemporaryDirectory(prefix="sparq-calibrate-")
+        size = cache_bytes(session.geometry, 1, *session.types)
+        self._opened = ExitStack()
+        room = size * sum(len(c.prompt) for c in contexts)
+        self._folder = self._opened.enter_context(_folder(room))
         self._dense: dict[int, np.ndarray] = {}
 
     def close(self) -> None:
-        self._folder.cleanup()
+        self._opened.close()
 
     def measure(
         self, specs: Sequence[AttentionSpec], which: Sequence[int], progress: Progress
@@ -155,7 +200,7 @@ class Meter:
         if self.session.tokens[: len(prompt) - 1] == prompt[:-1]:
             engine.rewind(self.session, len(prompt) - 1)
             return
-        state = Path(self._folder.name) / str(context)
+        state = self._folder / str(context)
         engine.set_attention(self.session, AttentionSpec("off"))
         if state.exists():
             engine.load_state(self.session, state)

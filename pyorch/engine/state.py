@@ -18,10 +18,16 @@ def save_state(session: Session, path: str | os.PathLike[str]) -> None:
         SparqError: the file cannot be written.
     """
     buf = (ctypes.c_int32 * len(session.tokens))(*session.tokens)
-    if not Path(path).absolute().parent.is_dir() or not session.lib.llama_state_save_file(
-        session.ctx, os.fsencode(path), buf, len(session.tokens)
-    ):
-        raise SparqError(f"{path}: cannot write the session", "is the folder there and writable?")
+    if not Path(path).absolute().parent.is_dir():
+        raise SparqError(f"{path}: there is no folder for the session", "make it first")
+    with session.library.call() as call:
+        ok = session.lib.llama_state_save_file(
+            session.ctx, os.fsencode(path), buf, len(session.tokens)
+        )
+    call.raise_if_it_came()
+    if not ok:
+        hint = "is the folder writable, and is there room?"
+        raise SparqError(f"{path}: cannot write the session: {call.reason}", hint)
 
 
 def load_state(session: Session, path: str | os.PathLike[str]) -> None:

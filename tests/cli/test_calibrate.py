@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from pyorch import engine
+from pyorch import engine, paths
 from pyorch.attention import saved
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.calibrate import meter, search
@@ -37,8 +37,8 @@ RESULT = {
 @pytest.fixture
 def model(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the tiny model, and a cache folder of its own for results."""
-    for module in (saved, search):  # not that of the library
-        here = SimpleNamespace(cache=lambda: tmp_path / "cache")
+    for module in (saved, search, meter):  # not that of the library
+        here = SimpleNamespace(cache=lambda: tmp_path / "cache", locked=paths.locked)
         monkeypatch.setattr(module, "paths", here)
     return Path(shutil.copy(tiny, tmp_path / "m.gguf"))
 
@@ -251,6 +251,37 @@ def test_meter_measures_what_one_session_alone_gives(tiny: Path) -> None:
             q, bytes_read = alone(made[c], spec)
             assert kl == pytest.approx((np.exp(p) * (p - q)).sum(1).mean(), rel=1e-3, abs=1e-7)
             assert share == pytest.approx(bytes_read) and share < 0.6
+
+
+def test_prefills_are_kept_where_there_is_room_and_not_for_ever(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "".join(np.random.default_rng(0).choice(list("abcdefgh "), 2000))
+    root = tmp_path / "cache" / "prefills"
+
+    def folders() -> list[Path]:
+        return [f for f in root.iterdir() if f.is_dir()]
+
+    with engine.load(model, n_ctx=512, n_threads=1) as session:
+        made = meter.contexts(session, text, 2, 512, 4)
+        (root / "of a killed process").mkdir(parents=True)
+        one, two = meter.Meter(session, made), meter.Meter(session, made)
+        assert len(folders()) == 2, "that of a process that runs is kept"
+        one.measure([AttentionSpec("sparq", ratio=1 / 4, min_ctx=0)], [0, 1], lambda *_: None)
+        used = sum(f.stat().st_size for f in folders()[0].parent.rglob("*") if f.is_file())
+        one.close()
+        two.close()
+        assert not folders()
+        asked = []
+        with monkeypatch.context() as patch:
+            patch.setattr(meter, "check_space", lambda _, n_bytes, *__: asked.append(n_bytes))
+            meter.Meter(session, made).close()
+        assert 0.95 * used < asked[0] < 1.05 * used
+        free = SimpleNamespace(free=asked[0] - 1)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+        with pytest.raises(SparqError, match="the cache of all contexts takes") as e:
+            meter.Meter(session, made)
+    assert "SPARQ_CACHE" in e.value.hint and not folders()
 
 
 # ---- where results are ----
