@@ -31,7 +31,7 @@ def find(stock: bool = False, tools: tuple[str, ...] = ()) -> Path | None:
     usual = build.usual(stock)
     for options in (usual, build.Options(stock), build.Options(stock, portable=True)):
         found = build.find(options, tools)
-        if found is not None and (build.bindings() / "llama_cpp").is_dir():
+        if found is not None and build.has_bindings():
             if usual.cuda and not options.cuda:
                 say("there is a CUDA device, but this build is for the CPU: run sparq-cpp build")
             return found

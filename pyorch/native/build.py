@@ -109,6 +109,11 @@ def bindings() -> Path:
     return paths.cache() / "python" / source.locate(source.read_pin()).key[:12]
 
 
+def has_bindings() -> bool:
+    """Whether they are unpacked, all of them."""
+    return (bindings() / "llama_cpp").is_dir()
+
+
 def build(
     options: Options,
     tools: tuple[str, ...] = (),
@@ -146,7 +151,7 @@ def _build(options: Options, tools: tuple[str, ...], jobs: int, force: bool, not
     want["flags"] = list(chain.found.flags)
 
     def done() -> bool:
-        return not force and _complete(_target(options, want), tools) and bindings().is_dir()
+        return not force and _complete(_target(options, want), tools) and has_bindings()
 
     def waiting(who: str) -> None:
         note(f"waiting for another build in {paths.cache()} (process {who})")
@@ -156,6 +161,7 @@ def _build(options: Options, tools: tuple[str, ...], jobs: int, force: bool, not
     with paths.locked(paths.cache(), waiting) as lock:
         if done():  # another process built it while this one waited
             return _target(options, want)
+        _sweep()
         for thing, why in chain.found.off.items():
             note(f"{thing} is off: {why}")
         tree = paths.cache() / "build" / _hash({k: v for k, v in want.items() if k != "ops"})
@@ -286,6 +292,13 @@ def _publish(bin_dir: Path, target: Path, tools: tuple[str, ...], stamp: dict[st
         shutil.rmtree(old)
     else:
         partial.rename(target)
+
+
+def _sweep() -> None:
+    """Delete what killed processes left half written. Only who holds the lock writes these."""
+    for left in ("sdist/.partial-*", "lib/*.partial"):
+        for folder in paths.cache().glob(left):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _prune() -> None:

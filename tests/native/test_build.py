@@ -189,6 +189,22 @@ def test_what_is_not_built_is_not_built_unasked(world: Path) -> None:
     assert not build.finished()
 
 
+def test_bindings_that_are_gone_come_back(world: Path) -> None:
+    folder = make()
+    shutil.rmtree(build.bindings() / "llama_cpp")
+    assert native.find() is None
+    assert make() == folder == native.find()
+
+
+def test_what_killed_processes_left_is_swept(world: Path) -> None:
+    left = [world / "cache" / "sdist" / ".partial-x", world / "cache" / "lib" / "sparq-x.partial"]
+    for folder in left:
+        folder.mkdir(parents=True)
+        (folder / "file").touch()
+    make()
+    assert not any(folder.exists() for folder in left)
+
+
 def test_a_spoilt_stamp_is_no_build(world: Path) -> None:
     folder = make()
     (folder / "stamp.json").write_text("")
