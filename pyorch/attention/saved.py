@@ -31,7 +31,7 @@ SCHEMA = 1
 # ---- results, on disk and in memory ----
 
 
-class Settings(TypedDict, total=False):
+class Found(TypedDict, total=False):
     """The settings that replace a spec's own; lists are text, as in a spec's line."""
 
     mean_v: str
@@ -67,7 +67,7 @@ class About(TypedDict):
     library: str
 
 
-_TopP = TypedDict("_TopP", {"top-p": Settings})
+_TopP = TypedDict("_TopP", {"top-p": Found})
 
 
 class Result(About, _TopP):
@@ -77,7 +77,7 @@ class Result(About, _TopP):
     layers: list[int]
     chosen: str
     chosen_top_p: str
-    calibrated: Settings
+    calibrated: Found
     candidates: list[Candidate]
 
 
@@ -138,6 +138,8 @@ def load(model: str | os.PathLike[str]) -> list[Result]:
 
 def save(model: Path, result: Result) -> Path:
     """Keep a result with those of other ratios. Returns its file.
+
+    Of two that are kept at the same moment, one may be lost.
 
     Raises:
         SparqError: neither the model's folder nor the cache folder can be written.
@@ -206,13 +208,13 @@ def resolve(spec: AttentionSpec, model: str | os.PathLike[str]) -> AttentionSpec
     )
 
 
-def applied(found: Settings, spec: AttentionSpec) -> AttentionSpec:
+def applied(found: Found, spec: AttentionSpec) -> AttentionSpec:
     """`spec` with what was found in place of its budget.
 
     Raises:
         SparqError: a setting that this version does not know, which would be left out otherwise.
     """
-    if unknown := sorted(set(found) - Settings.__annotations__.keys()):
+    if unknown := sorted(set(found) - Found.__annotations__.keys()):
         raise SparqError(
             f"the saved calibration has an unknown setting {unknown[0]!r}", "calibrate again"
         )

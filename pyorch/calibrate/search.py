@@ -339,9 +339,9 @@ def _least(candidates: Sequence[Candidate]) -> Candidate:
     return min((c for c in candidates if c.share <= 1.01 * candidates[0].share), key=lambda c: c.kl)
 
 
-def _settings(spec: AttentionSpec, n_pos: int) -> saved.Settings:
+def _settings(spec: AttentionSpec, n_pos: int) -> saved.Found:
     """The settings that replace a spec's own. min_k: the smallest k of the measurement."""
-    out: saved.Settings = {"mean_v": spec.mean_v}
+    out: saved.Found = {"mean_v": spec.mean_v}
     if spec.local is not None:
         out["local"] = spec.local
     if spec.k_layers:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from pyorch.attention.saved import resolve
-from pyorch.attention.spec import AttentionSpec, check_against_model, parse_spec
+from pyorch.attention.bytes import shadow_bytes
+from pyorch.attention.spec import AttentionSpec
 from pyorch.engine import sparse
 from pyorch.engine.model import Session, Timings
+from pyorch.engine.settings import fitted
 from pyorch.errors import SparqError
+from pyorch.models.memory import check_shadow
 
 
 def set_attention(session: Session, spec: AttentionSpec | str) -> None:
@@ -15,10 +17,13 @@ def set_attention(session: Session, spec: AttentionSpec | str) -> None:
     If this switches SparQ on, the cache is sealed now.
 
     Raises:
-        SparqError: the settings do not fit the model, or the library refuses them.
+        SparqError: the settings do not fit the model, its transposed K does not fit the memory, or
+            the library refuses them.
     """
-    spec = resolve(parse_spec(spec) if isinstance(spec, str) else spec, session.path)
-    check_against_model(spec, session.geometry.head_dim_k)
+    spec = fitted(spec, session.path, session.geometry)
+    shadow = shadow_bytes(session.geometry, session.n_ctx, spec)
+    if shadow and sparse.is_ours(session.lib):
+        check_shadow(session.path, shadow - info(session).shadow_bytes)
     sparse.set_spec(session.lib, session.ctx, spec)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from types import ModuleType
 from typing import TypedDict
 
@@ -176,14 +177,23 @@ def checked(
     geo, rope = geometry(file), rope or Rope()
     n_ctx = checked_ctx(geo, n_ctx, rope)
     types = cache_type(type_k), cache_type(type_v)
-    spec = parse_spec(attention) if isinstance(attention, str) else attention
-    if spec is not None:
-        spec = resolve(spec, file.path)
-        check_against_model(spec, geo.head_dim_k)
+    spec = fitted(attention, file.path, geo) if attention is not None else None
     shadow = shadow_bytes(geo, n_ctx, spec) if spec is not None else 0
     check_memory(file, cache_bytes(geo, n_ctx, *types), shadow)
     n_threads = min(n_threads or usable_cores(), MAX_THREADS)
     return Settings(n_ctx, n_threads, min(n_batch, n_ctx), types, flash_attn, spec, rope)
+
+
+def fitted(attention: AttentionSpec | str, model: Path, geo: Geometry) -> AttentionSpec:
+    """The settings, with those that were calibrated for this model in place of such a budget.
+
+    Raises:
+        SparqError: they do not fit the model, or it is not calibrated.
+    """
+    spec = parse_spec(attention) if isinstance(attention, str) else attention
+    spec = resolve(spec, model)
+    check_against_model(spec, geo.head_dim_k)
+    return spec
 
 
 def checked_ctx(geo: Geometry, n_ctx: int | None, rope: Rope | None = None) -> int:

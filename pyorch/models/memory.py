@@ -81,6 +81,23 @@ def _cgroup_available() -> int | None:
         return None
 
 
+_SMALLER = "lower --ctx, use --attn-shadow q4, or -a topk, which has no transposed K"
+
+
+def check_shadow(path: Path, n_bytes: int) -> None:
+    """Refuse so many more bytes for the transposed K of a model that is loaded.
+
+    Raises:
+        SparqError: they exceed the available memory.
+    """
+    if n_bytes > 0 and n_bytes > (free := available_memory()):
+        raise SparqError(
+            f"{path}: its transposed K needs {human_bytes(n_bytes)}, but only "
+            f"{human_bytes(free)} of memory is available",
+            _SMALLER,
+        )
+
+
 def check_memory(file: GGUFFile, kv_bytes: int, shadow_bytes: int = 0) -> None:
     """Refuse a model that, with its cache and the shadow, exceeds the available memory.
 
@@ -96,7 +113,7 @@ def check_memory(file: GGUFFile, kv_bytes: int, shadow_bytes: int = 0) -> None:
     elif weights + kv_bytes > free:
         hint = "lower --ctx: the cache grows with it"
     else:
-        hint = "lower --ctx, use --attn-shadow q4, or -a topk, which has no transposed K"
+        hint = _SMALLER
     what = f"{human_bytes(weights)} for weights and {human_bytes(kv_bytes)} for the cache"
     if shadow_bytes:
         what += f" and {human_bytes(shadow_bytes)} for its transposed K"

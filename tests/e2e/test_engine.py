@@ -549,6 +549,14 @@ def test_memory_is_checked_with_the_shadow(tiny: Path, monkeypatch: pytest.Monke
     with pytest.raises(SparqError, match="2 MiB for the cache and 1008 KiB for its transposed K"):
         engine.load(tiny, attention=spec)
     engine.load(tiny, n_threads=1, type_k="q8_0", type_v="q8_0", attention=spec).close()
+    with engine.load(tiny, n_threads=1) as s:
+        monkeypatch.setenv("SPARQ_MEMORY_LIMIT", "1000000")
+        with pytest.raises(SparqError, match="its transposed K needs 1008 KiB, but only 977 KiB"):
+            engine.set_attention(s, spec)
+        monkeypatch.setenv("SPARQ_MEMORY_LIMIT", str(1 << 20))
+        engine.set_attention(s, spec)
+        monkeypatch.setenv("SPARQ_MEMORY_LIMIT", "1000000")
+        engine.set_attention(s, spec)  # it is there already
 
 
 def test_a_context_beyond_the_training(tmp_path: Path) -> None:
