@@ -182,7 +182,7 @@ def _measure(
     reader = MemoryReader(first.n_threads)
     places = {c.place: c for c in group}
     for place, case in places.items():
-        workers[place].open(
+        workers.start(place, case.library).open(
             model=str(model),
             n_ctx=case.n_depth,
             n_threads=case.n_threads,

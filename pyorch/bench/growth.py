@@ -120,7 +120,7 @@ def _measure(
 ) -> list[dict[str, Any]]:
     results = []
     for i, case in enumerate(cases):
-        worker = workers["sparq"]
+        worker = workers.start("sparq", case.library)
         worker.open(
             model=str(model),
             n_ctx=case.n_depth + 256,

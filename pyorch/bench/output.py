@@ -15,7 +15,6 @@ from pyorch import table
 from pyorch.bench import paper, records
 from pyorch.bench.plan import Case, test_name
 from pyorch.bench.records import Record, spread
-from pyorch.bench.speed import N_BATCH
 from pyorch.table import number
 
 # The SQL tables of each bench, since their columns differ: llama-bench's own name, and one of ours.
@@ -61,8 +60,8 @@ def _row(rec: Record, best_ns: float, best_kv: int) -> Row:
         "model_type": c.model_type,
         "model_size": c.model_size,
         "model_n_params": c.model_n_params,
-        "n_batch": N_BATCH,
-        "n_ubatch": N_BATCH,
+        "n_batch": c.n_batch,
+        "n_ubatch": c.n_batch,
         **case,
         "flash_attn": int(c.flash_attn),
         "test_time": rec["time"],

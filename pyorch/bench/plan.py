@@ -24,6 +24,7 @@ from pyorch.models.geometry import Geometry, geometry
 from pyorch.models.gguf_file import read_gguf
 from pyorch.models.memory import of_nodes
 
+N_BATCH = 512  # the tokens per batch of a prompt
 MAX_POSITIONS = 1 << 20  # the positions that a synthetic model claims to be trained on
 FILL = 0.75  # the share of memory that a model of our choice may take
 PROCESS_BYTES = 300 << 20  # per measured process, besides the model, the cache and FORGET_BYTES
@@ -62,6 +63,11 @@ class Case(Side):
     @property
     def test(self) -> str:
         return test_name(self.n_prompt, self.n_gen, self.n_depth)
+
+    @property
+    def n_batch(self) -> int:
+        """The tokens per batch, for which llama.cpp sets memory aside."""
+        return N_BATCH if self.n_prompt or self.prefill else 8
 
     @property
     def n_positions(self) -> int:
@@ -197,7 +203,9 @@ class SpeedPlan:
         fitting = (
             n
             for n in [full, *fewer]
-            if needs(cache, room, 1, *_size_of(like, n, self.quant), on_gpu) < FILL * memory
+            # what the buffers of more threads take is left to the rest of the memory
+            if needs(cache, room, BUFFER_BYTES, *_size_of(like, n, self.quant), on_gpu)
+            < FILL * memory
         )
         return Synthetic(like, self.n_layer or next(fitting, 1), self.quant)
 
@@ -274,7 +282,7 @@ def memory_of(n_gpu_layers: int | None) -> tuple[float, bool]:
 def needs(
     held: Cache,
     n_positions: int,
-    n_threads: int,
+    buffers: int,
     weights: int,
     geo: Geometry,
     packed: bool,
@@ -283,8 +291,9 @@ def needs(
     """The bytes of memory, the GPU's or the machine's, that the variants of a cache take.
 
     Each process has its own cache, which is filled from a copy. If `packed` it has its own weights
-    too, because llama.cpp rearranges them; otherwise all share one mapping of the file. On a GPU
-    each process has its own weights, and there is no copy.
+    too, because llama.cpp rearranges them; otherwise all share one mapping of the file. `buffers`
+    are the bytes of the MemoryReader. On a GPU each process has its own weights, and there is no
+    copy.
     """
     specs = {v.place: v.spec for v in held.variants}.values()
     cache = cache_bytes(geo, n_positions, cache_type(held.type_k), cache_type(held.type_v))
@@ -293,7 +302,7 @@ def needs(
         return (weights + cache + PROCESS_BYTES) * len(specs) + shadows
     each = cache + FORGET_BYTES + PROCESS_BYTES
     weights *= 1 + len(specs) if packed else 1
-    return weights + each * len(specs) + shadows + cache + n_threads * BUFFER_BYTES
+    return weights + each * len(specs) + shadows + cache + buffers
 
 
 @cache

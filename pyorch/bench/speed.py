@@ -20,8 +20,18 @@ from typing import Any
 from pyorch.attention.bytes import CELLS, GROUP, layer_costs, per_token
 from pyorch.attention.spec import AttentionSpec
 from pyorch.bench import records
-from pyorch.bench.bandwidth import MemoryReader
-from pyorch.bench.plan import Cache, Case, SpeedPlan, check, cost, geometry_of, memory_of, needs
+from pyorch.bench.bandwidth import MemoryReader, usual_bytes
+from pyorch.bench.plan import (
+    N_BATCH,
+    Cache,
+    Case,
+    SpeedPlan,
+    check,
+    cost,
+    geometry_of,
+    memory_of,
+    needs,
+)
 from pyorch.bench.records import Record
 from pyorch.bench.turns import check_dense, gather, turns
 from pyorch.bench.worker import Workers
@@ -34,7 +44,6 @@ from pyorch.progress import Progress
 from pyorch.text import human_bytes
 
 BENCH = "speed"
-N_BATCH = 512  # the tokens per batch of a prompt
 
 
 def run(plan: SpeedPlan, file: Path, progress: Progress, *, force: bool = False) -> list[Record]:
@@ -102,7 +111,8 @@ def _check_memory(group: Sequence[Case], model: Path) -> None:
     c = group[0]
     memory, on_gpu = memory_of(c.n_gpu_layers)
     held = Cache(c.n_depth, c.type_k, c.type_v, group)
-    needed = needs(held, c.n_positions, c.n_threads, geo.weight_bytes, geo, packed, on_gpu)
+    buffers = c.n_threads * usual_bytes(c.n_threads)
+    needed = needs(held, c.n_positions, buffers, geo.weight_bytes, geo, packed, on_gpu)
     free = int(memory) if on_gpu else available_memory()
     if needed > free:
         n = len({c.place for c in group})
@@ -115,12 +125,11 @@ def _check_memory(group: Sequence[Case], model: Path) -> None:
 
 def _open(workers: Workers, place: str, case: Case, model: Path) -> None:
     """Load the model and put `n_depth` positions into its cache."""
-    whole = bool(case.n_prompt or case.prefill)
-    workers[place].open(
+    workers.start(place, case.library).open(
         model=str(model),
         n_ctx=-(-case.n_positions // CELLS) * CELLS,
         n_threads=case.n_threads,
-        n_batch=N_BATCH if whole else 8,  # llama.cpp sets memory aside for a batch of this size
+        n_batch=case.n_batch,
         flash_attn=case.flash_attn,
         type_k=case.type_k,
         type_v=case.type_v,

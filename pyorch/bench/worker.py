@@ -191,12 +191,17 @@ class Worker:
     """A `Subject` in a process of its own. `worker.fill(n_pos=4095, seed=1)` is a request."""
 
     def __init__(self, stock: bool = False) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "pyorch.bench.worker", *(["--stock"] if stock else [])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        # Ctrl-C is for us, who then end the process. It inherits this from its first moment on
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "pyorch.bench.worker", *(["--stock"] if stock else [])],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -240,10 +245,12 @@ class Worker:
 
 
 class Workers(dict[str, Worker]):
-    """Processes by name, started on first use. A name that begins with stock is a stock build."""
+    """Processes by name."""
 
-    def __missing__(self, name: str) -> Worker:
-        self[name] = Worker(stock=name.startswith("stock"))
+    def start(self, name: str, library: str) -> Worker:
+        """The process of this name, with the library stock or sparq; started on first use."""
+        if name not in self:
+            self[name] = Worker(stock=library == "stock")
         return self[name]
 
     def __enter__(self) -> Workers:
@@ -258,7 +265,7 @@ class Workers(dict[str, Worker]):
 
 def main() -> None:
     """Answer requests until stdin ends. Output of C code goes to stderr, not into answers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller, who then ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine's calls then set no handler of theirs
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     subject = Subject(stock="--stock" in sys.argv)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sqlite3
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -215,10 +217,23 @@ def test_worker_reports_errors_and_its_death(model: Path) -> None:
             worker.layers()
 
 
+def test_a_worker_outlives_ctrl_c_before_its_first_line(capfd: pytest.CaptureFixture[str]) -> None:
+    """It is for the caller, who then ends the process."""
+    with Workers() as workers:
+        worker = workers.start("stock by name", "sparq")
+        for _ in range(40):  # through all of its start
+            worker.process.send_signal(signal.SIGINT)
+            time.sleep(0.01)
+        worker.close()
+        assert "--stock" not in worker.process.args
+    assert "Traceback" not in capfd.readouterr().err
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
 def test_a_dead_worker_is_told_and_the_others_end() -> None:
     """It took no request: the unsent one must not come up again when its pipe is closed."""
     with pytest.raises(SparqError, match="ended during 'seal'"), Workers() as workers:
-        dead, other = workers["a"], workers["b"]
+        dead, other = (workers.start(name, "sparq") for name in "ab")
         dead.process.kill()
         dead.process.wait()
         dead.seal()

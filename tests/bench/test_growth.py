@@ -106,8 +106,11 @@ def test_sealing_is_reported_only_where_all_of_it_happened(
         def __getattr__(self, name: str) -> Any:
             return lambda **_: answers.get(name)
 
+        def start(self, *_: str) -> Any:
+            return self
+
     case = growth.Case("m.gguf", "m", 1, "f16", "f16", 512, AttentionSpec("sparq"))
-    workers: Any = {"sparq": Fake()}
+    workers: Any = Fake()
     (got,) = growth._measure(Path("m.gguf"), [case], workers, lambda share: None)
     assert got["seal_ns"] == [9] * case.repetitions
     answers |= broken

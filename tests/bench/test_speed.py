@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from pyorch import paths
 from pyorch.attention import saved
 from pyorch.attention.spec import AttentionSpec, parse_spec
-from pyorch.bench import attention, growth, output, records, speed
+from pyorch.bench import attention, bandwidth, growth, output, records, speed
 from pyorch.bench import plan as planning
 from pyorch.bench.plan import Case, SpeedPlan, Synthetic
 from pyorch.cli import cli, models
@@ -228,6 +228,9 @@ def test_rows_compare_with_the_faster_stock() -> None:
     assert ours["roofline_share"] == pytest.approx((40 + 10) * 1e6 / 20e9 / 5e-3)
     assert ours["avg_ns"] == 4 * 5e6 and ours["avg_ts"] == pytest.approx(200)
     assert output.test(ours) == "tg4 @ d2048"
+    assert ours["n_batch"] == ours["n_ubatch"] == 8, "memory is set aside for few tokens at once"
+    (prompt,) = output.rows([record(replace(CASE, n_prompt=64, n_gen=0), ms=5, kv=0)])
+    assert prompt["n_batch"] == 512
     (line,) = (x for x in output.summary(recs).splitlines() if "sparq" in x)
     assert "| 20.0 | 5.0 | 4.00x | 2.00x | 50 % |" in line  # no columns of the paper's
 
@@ -484,6 +487,19 @@ def test_a_stock_row_that_cannot_be_is_noted(planned: Planned) -> None:
     why = "no stock -fa 0 beside -ctv q8_0: llama.cpp quantises V only with flash attention"
     assert why in planned("-ctv", "f16,q8_0")[1]
     assert "no stock" not in planned("-ctv", "bf16")[1] + planned("-ctv", "q8_0", "-fa", "1")[1]
+
+
+def test_threads_are_charged_for_what_their_buffers_take(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 threads would take 16 GiB where there is plenty, and take a quarter of what is free."""
+    monkeypatch.setattr(speed, "memory_of", lambda _: (32 << 30, False))
+    for module in (speed, bandwidth):
+        monkeypatch.setattr(module, "available_memory", lambda: 6 << 30)
+    group = [replace(CASE, library="stock", spec=OFF, n_threads=64), replace(CASE, n_threads=64)]
+    speed._check_memory(group, model)
+    with pytest.raises(SparqError, match=r"only 6.* of memory is available"):
+        speed._check_memory([replace(c, n_depth=1 << 24) for c in group], model)
 
 
 def test_bench_says_what_does_not_fit_before_it_begins(
