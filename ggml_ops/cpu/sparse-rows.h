@@ -285,6 +285,7 @@ static SPARQ_NOINLINE void dot_rows_block(float * s, int64_t ld_s, const float *
     const int64_t  ld_q    = D > 0 ? D : any_ld_q;
     constexpr int  N       = rows_together(HB);
     constexpr bool AT_ONCE = HB*N == W; // all sums together fill one vector
+    constexpr int  CHAIN   = 16;        // with one lane, 16 columns are summed and then added: d roundings in a row would be too many
     vf part[HB][W];
     for (int j = 0; j < W && j < n; j += N) {
         const char * row[N];
@@ -292,19 +293,28 @@ static SPARQ_NOINLINE void dot_rows_block(float * s, int64_t ld_s, const float *
         for (int i = 0; i < N; ++i) {
             row[i] = x[j + i] + o;
         }
-        vf a[HB*N];
+        vf a[HB*N], chains[HB*N];
         SPARQ_UNROLL
         for (int i = 0; i < HB*N; ++i) {
-            a[i] = set1(0.0f);
+            a[i] = chains[i] = set1(0.0f);
         }
         const int end = for_each_span<D, T>(d, [&](int c) {
             if (ahead.x) {
                 ahead.from(j, row_bytes<T>(d)).template part<N, D, T>(c, d);
             }
             dot_span<HB, N, T>(a, q, ld_q, row, c);
+            if (W == 1 && (c + span<T>::SIZE) % CHAIN == 0) {
+                for (int i = 0; i < HB*N; ++i) {
+                    chains[i] = add(chains[i], a[i]);
+                    a[i]      = set1(0.0f);
+                }
+            }
         });
         if (end < d) {
             dot_tail<HB, N, T>(a, q, ld_q, row, end, d - end);
+        }
+        for (int i = 0; W == 1 && i < HB*N; ++i) {
+            a[i] = add(chains[i], a[i]);
         }
         if (AT_ONCE) {
             float sum[W];

@@ -28,8 +28,10 @@ def isa(request, ggml, ggml_headers: Path, tmp_path_factory) -> Iterator[IsaGgml
 
 
 def test_isa_equals_oracle(isa: IsaGgml) -> None:
-    """All cases in one test: with an emulator each costs a process per op."""
-    chosen = CASES if os.environ.get("SPARQ_TEST_ISA_ALL") else CASES[::4]
+    """All cases in one test: with an emulator each costs a process per op. Scalar code rounds
+    most, since it has one sum where vectors have as many as lanes: it takes all of them."""
+    every = isa.target == "scalar" or os.environ.get("SPARQ_TEST_ISA_ALL")
+    chosen = CASES if every else CASES[::4]
     assert len(chosen) > 5
     for case in chosen:
         try:
