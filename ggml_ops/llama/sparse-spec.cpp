@@ -144,7 +144,7 @@ llama_sparse_spec::layer_k parse_layer_k(const std::string & s) {
 void check_idle(const llama_sparse_spec & spec, const std::set<std::string> & given) {
     const auto refuse = [](bool is_idle, const std::string & key, const std::string & why) {
         if (is_idle) {
-            throw llama_sparse_error(why + ": " + key + " has no place beside it", "leave out " + key);
+            throw llama_sparse_error(why + ", so " + key + " would change nothing", "leave out " + key);
         }
     };
     const bool is_topk = spec.method == LLAMA_SPARSE_TOPK;

@@ -206,7 +206,7 @@ def parse_rank_layers(text: str) -> tuple[int, ...]:
 
 def _reads_everything(method: str, name: str) -> SparqError:
     return SparqError(
-        f"{method} reads everything: {name} has no place beside it",
+        f"{method} reads everything, so {name} would change nothing",
         "settings belong to sparq and topk",
         exit_code=2,
     )
@@ -246,13 +246,13 @@ def _check_together(spec: AttentionSpec) -> None:
     chosen = [name for name in _CHOSEN if getattr(spec, name)]
     if spec.ratio == 1 and chosen:
         raise SparqError(
-            f"ratio 1 is dense attention: {chosen[0]} has no place beside it",
+            f"ratio 1 is dense attention, so {chosen[0]} would change nothing",
             "leave out one of the two",
             exit_code=2,
         )
     if spec.budget in CALIBRATED and chosen:
         raise SparqError(
-            f"budget {spec.budget} chooses k and rank: {chosen[0]} has no place beside it",
+            f"budget {spec.budget} chooses k and rank, so {chosen[0]} would change nothing",
             "give a ratio",
             exit_code=2,
         )
@@ -263,7 +263,7 @@ def _check_together(spec: AttentionSpec) -> None:
         )
     if idle := _idle(spec):
         setting, why = idle
-        raise SparqError(f"{why}: {setting} has no place beside it", f"leave out {setting}", 2)
+        raise SparqError(f"{why}, so {setting} would change nothing", f"leave out {setting}", 2)
     if spec.topk is not None and spec.topk < spec.sinks + (spec.local or 0) + 1:
         raise SparqError(
             f"topk {spec.topk} leaves no room beside sinks {spec.sinks}"

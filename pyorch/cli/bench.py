@@ -242,7 +242,7 @@ def command(ctx: click.Context, wanted: Wanted, writing: Writing) -> None:
         wanted = replace(wanted, models=())
     if wanted.attn:
         hint = "-a has all settings, and may be given several times"
-        _refuse(ctx, given & set(COMBINED), "has no place beside -a", hint)
+        _refuse(ctx, given & set(COMBINED), "cannot be combined with -a", hint)
     if not wanted.attn_only:
         _refuse_two_models(ctx, given, wanted.models)
     wanted = replace(wanted, threads=wanted.threads or [usable_cores()])

@@ -294,7 +294,7 @@ class AttentionOptions:
         """
         given = {name: value for name, value in vars(self).items() if value is not None}
         alone = {"attn", *(["attn_method"] if self.attn_method in ("dense", "off") else [])}
-        if said := on_the_line(given):  # it displaces variables that have no place beside it
+        if said := on_the_line(given):  # it displaces variables that exclude it
             gone = given.keys() - said if said & alone else alone - said
             given = {name: value for name, value in given.items() if name not in gone}
         line, method = given.pop("attn", None), given.pop("attn_method", None)
@@ -303,7 +303,7 @@ class AttentionOptions:
         if beside and (whole or method in ("dense", "off")):
             what = "-a has all settings" if whole else f"--attn-method {method} reads everything"
             raise SparqError(
-                f"{what}: --{beside[0].replace('_', '-')} has no place beside it",
+                f"{what}, so --{beside[0].replace('_', '-')} would change nothing",
                 "-a sparq,ratio=1/8,mean_v=on" if whole else "use --attn-method sparq or topk",
                 exit_code=2,
             )

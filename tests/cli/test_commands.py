@@ -195,8 +195,8 @@ USAGE = [  # (arguments, what the error names, what the hint names)
     (["-a", "sparq", "--attn-method", "topk"], "--attn-method", "mean_v=on"),
     (["--attn", "spraq"], "'spraq'", "did you mean sparq?"),
     (["-a", ""], "unknown method ''", "one of"),
-    (["-a", "", "--ratio", "1/8"], "--ratio has no place beside it", "mean_v=on"),
-    (["--ratio", "1", "--attn-rank", "8"], "ratio 1 is dense attention: rank", "one of the two"),
+    (["-a", "", "--ratio", "1/8"], "--ratio would change nothing", "mean_v=on"),
+    (["--ratio", "1", "--attn-rank", "8"], "ratio 1 is dense attention, so rank", "one of the two"),
     (
         ["-a", "sparq,rank=33,topk=64"],
         "rank 33 is above the model's head size 32",
