@@ -1,1 +1,2 @@
-"""The settings of attention (`spec`) and the bytes that it reads with them (`bytes`)."""
+"""The settings of attention (`spec`), their one-line form (`line`), what `calibrate` found for a
+model (`saved`), and the bytes that a token reads (`bytes`)."""

@@ -57,18 +57,23 @@ class LayerK(NamedTuple):
 class AttentionSpec:
     """The settings of a decoded token's attention. None = `ratio` and the length decide.
 
+    ratio    bytes read over dense attention's; for topk, the share of the positions
     rank     r, the number of components of q that score the positions
     topk     k, the number of positions read, including sinks, local window and the current token
     local    how many of the newest positions are always included; None = k/4
     sinks    how many of the first positions are always included
     min_ctx  up to this many cells in use, rounded up to 256, attention is exact dense
     gpu_min_mb  on a GPU, a layer stays dense if dense attention would read fewer MB than this
+    mean_v   whether the mean of V stands for what is not read: on, off, or auto, which is on where
+             no KV head is shared
+    budget   how k varies over the layers: uniform, ramp or ramp-down; calibrated and top-p stand
+             for the results of a calibration
     shadow   the type of the transposed copy of K; at the same ratio fewer bits find more
     min_k    the least k that a ratio gives
     top_p    reads only as many positions as carry this share of the approximate scores
     cap      with top_p, a head may read up to this many times topk
-    k_layers one k per layer, instead of topk
-    rank_layers one rank per layer
+    k_layers  one k per layer, instead of topk
+    rank_layers  one rank per layer
 
     Equal settings have only one form: a sparse method with neither a ratio nor both its parameters
     has ratio 1/8, ratio 1 is `dense`, a given `top_p` needs no budget `top-p`, and a setting that

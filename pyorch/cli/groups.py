@@ -78,8 +78,8 @@ def group(*options: Decorator) -> Decorator:
 
 
 def on_the_line(names: Iterable[str]) -> set[str]:
-    """Those of the options that the command line itself gives. A variable's value is a default,
-    which gives way. Outside of a command all are given."""
+    """The options among `names` that the command line itself gives. A variable's value is a
+    default, which gives way. Outside of a command all are given."""
     ctx = click.get_current_context(silent=True)
     line = click.core.ParameterSource.COMMANDLINE
     return {name for name in names if ctx is None or ctx.get_parameter_source(name) is line}

@@ -29,8 +29,8 @@ class LayerState(TypedDict):
 class AttentionInfo:
     """The library's own account of attention since its counters were reset.
 
-    `counters` has those that ggml_ops/llama/llama-sparse.h lists; `layers` has one entry per layer;
-    `shadow_bytes` is memory.
+    `counters` has those that `llama_get_sparse_attn_info` writes, which stand in one table in
+    ggml_ops/llama/sparse-context.cpp; `layers` has one entry per layer; `shadow_bytes` is memory.
     """
 
     spec: str

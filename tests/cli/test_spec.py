@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import re
 from dataclasses import fields, replace
 from typing import Any
@@ -137,7 +138,8 @@ def test_wrong_spec(line: str, message: str, hint: str) -> None:
 
 
 def test_a_setting_is_known_everywhere() -> None:
-    """To Python, to the parser of the library, to its documentation, and on the command line."""
+    """To Python and its docstring, to the parser of the library and its documentation, and on the
+    command line."""
     ours = {f.name for f in fields(AttentionSpec)} - {"method"}
     folder = paths.data("ggml_ops") / "llama"
     parser, header = (
@@ -149,6 +151,8 @@ def test_a_setting_is_known_everywhere() -> None:
     text = header.partition("// A spec is one line")[2].partition("// Errors are text")[0]
     lines = re.findall(r"^//   ([a-z]\w*(?:, \w+)*)(?: \(or k\))? ", text, re.MULTILINE)
     assert {name for line in lines for name in line.split(", ")} == ours
+    described = re.findall(r"^(\w+)  ", inspect.getdoc(AttentionSpec) or "", re.MULTILINE)
+    assert sorted(described) == sorted(ours)
     options = {f.name.removeprefix("attn_") for f in fields(AttentionOptions)} - {"attn", "method"}
     assert options < ours
     said = re.search(
