@@ -259,13 +259,18 @@ def command(ctx: click.Context, wanted: Wanted, writing: Writing) -> None:
 
 
 def _speed(wanted: Wanted, writing: Writing) -> None:
+    from pyorch import native
     from pyorch.bench import output, records, speed
     from pyorch.bench.plan import SpeedPlan, room_for
     from pyorch.engine.settings import checked_ctx
 
     rope = wanted.rope.settings()
     plan = SpeedPlan(
-        models=[model_path(p, wanted.yes) for m in wanted.models for p in m.split(",")],
+        models=[
+            model_path(p, wanted.yes, native.check_compiler)
+            for m in wanted.models
+            for p in m.split(",")
+        ],
         like=wanted.like or ["llama2-7b"],
         n_layer=wanted.layers,
         quant=wanted.quant,
@@ -419,14 +424,16 @@ def growth(ctx: click.Context, wanted: Grown, writing: Writing, as_json: bool) -
     if given & SYNTHETIC and "model" not in given:
         wanted = replace(wanted, model=None)
     _refuse_two_models(ctx, given, wanted.model)
+    from pyorch import native
     from pyorch.bench import growth as bench
     from pyorch.bench.plan import SpeedPlan
     from pyorch.engine import usable_cores
 
     note_if_busy()
     file = writing.file("growth.jsonl")
+    models = [wanted.model] if wanted.model else []
     plan = SpeedPlan(
-        models=[model_path(wanted.model, wanted.yes)] if wanted.model else [],
+        models=[model_path(m, wanted.yes, native.check_compiler) for m in models],
         like=[wanted.like],
         n_layer=wanted.layers,
         quant=wanted.quant,

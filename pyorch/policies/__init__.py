@@ -19,12 +19,11 @@ from typing import Any
 
 from pyorch import engine
 from pyorch.attention import line
-from pyorch.attention.bytes import layer_costs, per_token
+from pyorch.attention.bytes import per_token
 from pyorch.attention.spec import METHODS, AttentionSpec, parse_spec
 from pyorch.errors import SparqError, nearest
-from pyorch.models.geometry import Geometry
 from pyorch.policies.alisa import Alisa
-from pyorch.policies.base import Heads, Policy
+from pyorch.policies.base import Policy
 from pyorch.policies.flexgen import FlexGen
 from pyorch.policies.h2o import H2O
 from pyorch.policies.keyformer import Keyformer
@@ -134,35 +133,6 @@ class Bytes:
     @property
     def share(self) -> float:
         return self.read / self.dense if self.dense else 0.0
-
-
-def predicted_bytes(
-    method: Method,
-    geometry: Geometry,
-    n_pos: int,
-    *,
-    k_bytes: float = 2,
-    v_bytes: float = 2,
-) -> Bytes:
-    """What a method reads by its formula, with `n_pos` positions in the cache, the token's own
-    included. k_bytes, v_bytes: of one element of K and of V.
-
-    Raises:
-        SparqError: a ratio below what the method reads to choose.
-    """
-    if isinstance(method, AttentionSpec):
-        costs = [c for c in layer_costs(geometry, method, n_pos, k_bytes, v_bytes) if c.ours]
-        return Bytes(sum(c.bytes_read for c in costs), sum(c.bytes_dense for c in costs))
-    read = dense = 0.0
-    d_k, d_v = geometry.head_dim_k, geometry.head_dim_v
-    for il in geometry.kv_layers:
-        if not geometry.windows.of(il):
-            n_head, n_head_kv = geometry.n_head[il], geometry.n_head_kv[il]
-            heads = Heads(n_head, n_head_kv, d_k, d_v, d_k * k_bytes, d_v * v_bytes)
-            n_read = method.n_read(n_pos, heads)
-            read += n_head_kv * method.bytes_read(n_read, n_pos, heads)
-            dense += n_head_kv * n_pos * heads.row
-    return Bytes(read, dense)
 
 
 def counted_bytes(session: engine.Session) -> Bytes:

@@ -179,10 +179,6 @@ class Policy:
         k = int((self.ratio * dense - fixed) / self.position_bytes(heads) + 1e-9)
         return min(max(k, self.least), n_pos)
 
-    def n_read(self, n_pos: int, heads: Heads) -> int:
-        """The number of positions that a token reads: `k_at`, unless a method reads whole pages."""
-        return self.k_at(n_pos, heads)
-
     def check(self) -> None:
         """Raise SparqError if a setting of the method's own is out of range."""
 
@@ -246,6 +242,25 @@ def top(scores: np.ndarray, k: int) -> np.ndarray:
 def top_rows(scores: np.ndarray, k: int) -> np.ndarray:
     """`top` of each row: (h, n) to (h, min(k, n))."""
     return np.stack([top(row, k) for row in scores])
+
+
+def evict(
+    positions: np.ndarray, sums: np.ndarray, last: int, k: int, local: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Add position `last` with sum 0, then keep k: the newest `local`, and the largest sums.
+
+    (n_head_kv, m) to (n_head_kv, min(k, m + 1)), both. Ties: the lower position. The newest `local`
+    positions up to `last` must be among `positions`.
+    """
+    h = len(positions)
+    positions = np.concatenate([positions, np.full((h, 1), last)], axis=1)
+    sums = np.concatenate([sums, np.zeros((h, 1), sums.dtype)], axis=1)
+    n_old = positions.shape[1] - local
+    if k >= positions.shape[1]:
+        return positions, sums
+    newest = np.arange(n_old, positions.shape[1])
+    keep = np.stack([np.append(top(row[:n_old], k - local), newest) for row in sums])
+    return np.take_along_axis(positions, keep, axis=1), np.take_along_axis(sums, keep, axis=1)
 
 
 def at(values: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyorch.policies.base import Heads, Policy, Prompt, Selector, Step, at, softmax, top
+from pyorch.policies.base import Heads, Policy, Prompt, Selector, Step, at, evict, softmax
 
 
 @dataclass(frozen=True)
@@ -53,22 +53,3 @@ class H2OSelector(Selector):
         kept = at(step.logits, self.positions)
         self.sums += softmax(kept).sum(axis=1)
         return self.positions
-
-
-def evict(
-    positions: np.ndarray, sums: np.ndarray, last: int, k: int, local: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Add position `last` with sum 0, then keep k: the newest `local`, and the largest sums.
-
-    (n_head_kv, m) to (n_head_kv, min(k, m + 1)), both. Ties: the lower position. The newest `local`
-    positions up to `last` must be among `positions`.
-    """
-    h = len(positions)
-    positions = np.concatenate([positions, np.full((h, 1), last)], axis=1)
-    sums = np.concatenate([sums, np.zeros((h, 1), sums.dtype)], axis=1)
-    n_old = positions.shape[1] - local
-    if k >= positions.shape[1]:
-        return positions, sums
-    newest = np.arange(n_old, positions.shape[1])
-    keep = np.stack([np.append(top(row[:n_old], k - local), newest) for row in sums])
-    return np.take_along_axis(positions, keep, axis=1), np.take_along_axis(sums, keep, axis=1)

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyorch.policies.base import Heads, Policy, Prompt, Selector, Step, at, softmax
-from pyorch.policies.h2o import evict
+from pyorch.policies.base import Heads, Policy, Prompt, Selector, Step, at, evict, softmax
 
 
 @dataclass(frozen=True)

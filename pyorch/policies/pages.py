@@ -27,11 +27,6 @@ class Paged(Policy):
         """The bytes of two vectors of d_k f16 for each page before the token's own."""
         return (n_pos - 1) // self.page * 2 * heads.d_k * 2
 
-    def n_read(self, n_pos: int, heads: Heads) -> int:
-        n_full = (n_pos - 1) // self.page
-        own = n_pos - n_full * self.page
-        return own + self.page * n_pages(self.k_at(n_pos, heads), n_pos, self.page)
-
     def summary(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(pages, page, n_head_kv, d_k) f32 to two vectors per page: (pages, n_head_kv, d_k)."""
         raise NotImplementedError
@@ -74,17 +69,11 @@ def page_logits(weights: tuple[np.ndarray, ...], summaries: list[np.ndarray]) ->
     return logits
 
 
-def n_pages(k: int, n_pos: int, page: int) -> int:
-    """The number of full pages read beside the token's own, if at most k positions are read."""
-    n_full = (n_pos - 1) // page
-    own = n_pos - n_full * page
-    return min(max(k - own, 0) // page, n_full)
-
-
 def select(logits: np.ndarray, k: int, n_pos: int, page: int) -> np.ndarray:
     """(n_head_kv, n_group_q, full pages) logits to positions: the best pages, and the own one."""
     n_head_kv, _, n_full = logits.shape
-    m = n_pages(k, n_pos, page)
+    n_own = n_pos - n_full * page
+    m = min(max(k - n_own, 0) // page, n_full)
     pages = np.empty((n_head_kv, 0), np.int64)
     if m:  # in f64, since bounds differ by more than exp can represent in f32
         pages = top_rows(summed_scores(logits.astype(np.float64)), m)

@@ -505,6 +505,8 @@ USES = [  # every command that needs a model and the library
     ("calibrate", "--ctx", "512", "-m"),
     ("eval", "repetition", "--ctx", "512", "-m"),
     ("quantize",),
+    ("bench", "-d", "2048", "-m"),
+    ("bench", "growth", "-m"),
 ]
 
 
@@ -530,7 +532,7 @@ def unbuilt(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Nothing is built, and building is only noted."""
     builds: list[str] = []
 
-    def built() -> None:
+    def built(stock: bool = False) -> None:
         builds.append("built")
         raise SparqError("enough")
 

@@ -101,6 +101,15 @@ def heads_of(q: np.ndarray, k: np.ndarray) -> Heads:
     return Heads(q.shape[1], k.shape[1], d, d, 2.0 * d, 2.0 * d)
 
 
+def n_read(policy: Policy, n_pos: int, heads: Heads) -> int:
+    """The number of positions that a token reads: k, or the whole pages that fit beside its own."""
+    k = policy.k_at(n_pos, heads)
+    if not isinstance(policy, pages.Paged):
+        return k
+    own = (n_pos - 1) % policy.page + 1
+    return own + max(k - own, 0) // policy.page * policy.page
+
+
 def step_at(i: int, q: np.ndarray, k: np.ndarray, scale: float) -> Step:
     """The token of position i."""
     return Step(
@@ -124,7 +133,7 @@ def oracle_of(
 ) -> oracles.Oracle:
     """Made of the settings alone; q (any, n_head, d) and k (any, n_head_kv, d) for their sizes."""
     heads = replace(heads_of(q, k), index=layer)
-    base = (heads.n_head, heads.n_head_kv, lambda n: policy.n_read(n, heads), scale)
+    base = (heads.n_head, heads.n_head_kv, lambda n: n_read(policy, n, heads), scale)
     match policy.name:
         case "lm-infinite" | "streaming-llm":
             return oracles.Window(*base, sinks={"lm-infinite": 16, "streaming-llm": 4}[policy.name])

@@ -10,13 +10,14 @@ import numpy as np
 import oracles
 import pytest
 import tiny as tiny_models
-from test_select import oracle_of
+from test_select import n_read, oracle_of
 from trace_session import trace, untrace
 
 from pyorch import engine, policies
 from pyorch.attention.spec import parse_spec
 from pyorch.errors import SparqError
 from pyorch.policies import h2o
+from pyorch.policies.base import Heads
 
 N_PROMPT, N_STEP = 200, 12
 
@@ -138,12 +139,14 @@ def test_bytes_by_formula_are_those_counted(
     n_layer = demo.geometry.n_layer
     assert policies.counters(demo).selections == N_STEP * n_layer
     assert policies.counters(demo).steps == N_STEP
-    want = [
-        policies.predicted_bytes(method, demo.geometry, n)
-        for n in range(N_PROMPT + 1, N_PROMPT + N_STEP + 1)
-    ]
-    assert counted.read == pytest.approx(np.mean([w.read for w in want]))
-    assert counted.dense == pytest.approx(np.mean([w.dense for w in want]))
+    geo = demo.geometry
+    d_k, d_v = geo.head_dim_k, geo.head_dim_v
+    heads = Heads(geo.n_head[0], geo.n_head_kv[0], d_k, d_v, 2 * d_k, 2 * d_v)
+    lengths = range(N_PROMPT + 1, N_PROMPT + N_STEP + 1)
+    read = [method.bytes_read(n_read(method, n, heads), n, heads) for n in lengths]
+    n_kv = n_layer * heads.n_head_kv
+    assert counted.read == pytest.approx(n_kv * np.mean(read))
+    assert counted.dense == pytest.approx(n_kv * heads.row * np.mean(lengths))
     assert engine.info(demo).counter("bytes_dense") == pytest.approx(counted.dense * N_STEP)
 
 
@@ -344,8 +347,6 @@ def test_bad_settings_are_refused() -> None:
 
 def test_a_ratio_below_what_choosing_costs_is_refused(demo: engine.Session, text: str) -> None:
     for line in ("flexgen,ratio=1/2", "quest,ratio=1/20", "low-rank,ratio=1/8,rank=16"):
-        with pytest.raises(SparqError, match="reads to choose"):
-            policies.predicted_bytes(policies.parse(line), demo.geometry, 1000)
         policies.switch(demo, policies.parse(line))
         with pytest.raises(SparqError, match="reads to choose"):
             decode(demo, tokens_of(demo, text))
