@@ -97,7 +97,7 @@ class Spec:
             k = float(self.topk)
         else:
             k = (self.ratio - self.score_share(row)) * n
-        if self.ramp and not self.k_layers:
+        if self.ramp:
             k *= 2 * (layer + 1) / (n_layer + 1)
         k = np.floor(k + 0.5)
         k = int(min(max(k, least, self.sinks + max(self.local, 0) + 1), n))
@@ -122,6 +122,7 @@ def random_spec(rng: np.random.Generator, n_layer: int) -> Spec:
     if kind == "sparq":
         k_layers = tuple(rng.integers(16, 64, n_layer).tolist()) if rng.random() < 0.2 else ()
         topk = 0 if k_layers else int(rng.integers(16, 80))
+        common["ramp"] = common["ramp"] and not k_layers  # a ramp beside k_layers is refused
         return Spec(
             "sparq", rank=int(rng.integers(1, HEAD_DIM + 1)), topk=topk, k_layers=k_layers, **common
         )
