@@ -23,15 +23,33 @@ std::string llama_sparse_arg(const std::string & spec) {
     return spec;
 }
 
-llama_sparse_scope::llama_sparse_scope(const std::string & spec) : is_set(!spec.empty()) {
+// of the scope that is there; empty: none is
+static thread_local std::string scope_spec, scope_path;
+
+llama_sparse_scope::llama_sparse_scope(const std::string & spec, const std::string & path_model) : is_set(!spec.empty()) {
     if (is_set) {
+        scope_spec = spec;
+        scope_path = path_model;
         llama_sparse_attn_default(spec.c_str());
     }
 }
 
 llama_sparse_scope::~llama_sparse_scope() {
     if (is_set) {
+        scope_spec.clear();
         llama_sparse_attn_default(nullptr);
+    }
+}
+
+llama_sparse_measured::llama_sparse_measured(const std::string & path_model) : is_other(!scope_spec.empty() && path_model != scope_path) {
+    if (is_other) {
+        llama_sparse_attn_default("");
+    }
+}
+
+llama_sparse_measured::~llama_sparse_measured() {
+    if (is_other) {
+        llama_sparse_attn_default(scope_spec.c_str());
     }
 }
 

@@ -13,11 +13,21 @@ LLAMA_API std::string llama_sparse_arg(const std::string & spec);
 // The contexts that this thread makes while one of these is there have that spec; "": they take SPARQ_ATTN as ever. A model's own context is made
 // under one, that of a draft is not.
 struct llama_sparse_scope {
-    LLAMA_API explicit llama_sparse_scope(const std::string & spec);
+    LLAMA_API llama_sparse_scope(const std::string & spec, const std::string & path_model);
     LLAMA_API ~llama_sparse_scope();
 
 private:
     bool is_set;
+};
+
+// Under a scope, the memory of a draft is measured too, by a context of its own: while one of these is there, contexts have no spec if
+// `path_model` is not the scope's.
+struct llama_sparse_measured {
+    LLAMA_API explicit llama_sparse_measured(const std::string & path_model);
+    LLAMA_API ~llama_sparse_measured();
+
+private:
+    bool is_other;
 };
 
 // llama-bench: -sa, --sparse-attn SPEC[;SPEC]... Given again, it adds. A spec has commas in it, so they do not separate. Throws likewise.
