@@ -11,8 +11,8 @@ export OPENBLAS_NUM_THREADS = 1
 
 .PHONY: demo test test-all test-lowest test-gpu bench-gpu gpu-all figures fuzz soak sanitize lint fmt build upstream patches-refresh patches-check clean
 
-demo: build             ## build, then let the demo model recite from a long document, dense and sparse
-	$(RUN)/sparq-cpp demo
+demo: build             ## build, download a small model (89 MiB), and let it complete sentences out of a long story, dense and sparse
+	$(RUN)/sparq-cpp demo --yes
 
 # both build for, and run on, the CPU, even where a GPU is
 test test-all: export SPARQ_CUDA = 0
