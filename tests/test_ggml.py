@@ -36,7 +36,7 @@ def test_types_are_those_of_the_gguf_package() -> None:
         if kind.name != "Q8_1"
     }
     ours = {number: t._replace(name=t.name.lower()) for number, t in TENSOR_TYPES.items()}
-    assert len(found) > 30 and found.items() <= ours.items()
+    assert len(found) >= 30 and found.items() <= ours.items()
 
 
 def test_numbers_of_calls_are_those_of_the_bindings(llama_cpp: Any) -> None:

@@ -47,6 +47,8 @@ def model_path(name: str, yes: bool = False, before: Callable[[], None] | None =
         f"{what} is not downloaded",
         f"download it with --yes, or before: sparq-cpp pull {name}",
     )
+    if yes and n_bytes:
+        note(f"downloading {what}")
     return fetch_model(model).path
 
 

@@ -272,11 +272,11 @@ class Watch:
         exact = np.clip(k, -65504, 65504)
         if p.n_bit == 16 and not p.n_rot:
             exact = exact.astype(np.float16).astype(np.float32)
-        allowed = 0.501 * steps + 1e-6 * np.abs(exact)
-        if p.n_rot:  # rotating rounds, and then k_t may round to the other side
-            largest = np.abs(exact).max(axis=3, keepdims=True)
-            allowed += 1e-6 * largest + (p.n_bit == 16) * 2**-10 * np.abs(exact)
         with np.errstate(invalid="ignore", over="ignore"):  # elsewhere k_t holds anything
+            allowed = 0.501 * steps + 1e-6 * np.abs(exact)
+            if p.n_rot:  # rotating rounds, and then k_t may round to the other side
+                largest = np.abs(exact).max(axis=3, keepdims=True)
+                allowed += 1e-6 * largest + (p.n_bit == 16) * 2**-10 * np.abs(exact)
             near = np.abs(values - exact) <= allowed
         stale = in_shadow & ~near
         assert not stale.any(), f"k_t is stale in cells {np.flatnonzero(stale.any(axis=(0, 1, 3)))}"

@@ -15,6 +15,12 @@ from pyorch.models import cache, cards, pull
 from pyorch.models.transfer import repo_folder
 
 
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without the model that the demo may have brought."""
+    monkeypatch.setenv("SPARQ_CACHE", str(tmp_path / "own"))
+
+
 def load(text: str = f"hf:{REPO}") -> Path:
     spec = pull.parse_spec(text)
     assert spec is not None
