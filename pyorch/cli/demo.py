@@ -50,8 +50,8 @@ CUE_WORDS = 24  # words of the passage that the toy is given
 @click.option(
     "-n",
     "--tokens",
-    type=Number(int, 1),
-    help="Tokens to generate each time.  [default: 24, of the toy 96]",
+    type=Number(int, 2),  # the first follows from the prompt and is not decoded
+    help="Tokens to generate each time, at least 2.  [default: 24, of the toy 96]",
 )
 @click.option(
     "--ratio",
@@ -84,11 +84,11 @@ def command(
         report = _run(session, demo, spec, tokens or demo.n_tokens, quiet=as_json)
     if as_json:
         print_json(report.json())
-    else:
-        print(report.table())
-        sys.stdout.flush()
     if spec.sparse and not report.calls_sparse:
         raise SparqError("the demo ran without sparse attention: the counter of sparse calls is 0")
+    if not as_json:
+        print(report.table())
+        sys.stdout.flush()
 
 
 @dataclass(frozen=True)
@@ -218,8 +218,8 @@ class Report:
         share = f"{human_bytes(read)} ({100 * read / max(full, 1):.1f} %)"
         rows = [
             ["time per token, median", *times],
-            ["attention reads per token", human_bytes(full), share],
-            ["calls of attention that were sparse", "0", f"{calls[0]} of {sum(calls)}"],
+            ["read by attention, per token", human_bytes(full), share],
+            ["calls of attention that were sparse", "-", f"{calls[0]} of {sum(calls)}"],
         ]
         return markdown(["", STOCK, str(self.spec)], rows)
 

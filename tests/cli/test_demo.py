@@ -87,8 +87,14 @@ def test_demo_fails_when_nothing_ran_sparse(
     real = paths.data
     monkeypatch.setattr(paths, "data", lambda name: tmp_path if name == "models" else real(name))
     result = run("demo", "--toy", "-n", 4)
-    assert result.code == 1
+    assert result.code == 1 and "time per token" not in result.out
     assert "counter of sparse calls is 0" in result.err
+
+
+def test_one_token_is_too_few(run: Run) -> None:
+    """It follows from the prompt, so none would be decoded."""
+    result = run("demo", "--toy", "-n", 1)
+    assert result.code == 2 and "--tokens" in result.err
 
 
 def test_passage() -> None:
