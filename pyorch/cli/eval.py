@@ -98,9 +98,18 @@ class ExampleOptions:
     )
     confusion: int = option(
         "--confusion",
-        type=Number(int, 0, 63),
+        type=Number(int, 0),
         default=7,
         help="Confusion contexts of squad.  [default: 7]",
+    )
+    fill: bool = option(
+        "--fill", is_flag=True, help="As many confusion contexts of squad as fit --ctx."
+    )
+    questions: int = option(
+        "--questions",
+        type=Number(int, 1),
+        default=1,
+        help="Questions of squad and repetition about one text.  [default: 1]",
     )
     lengths: list[int] = several(
         "--lengths",
@@ -251,7 +260,8 @@ def _setup(wanted: MethodOptions, examples: ExampleOptions) -> dict[str, object]
         "seed": wanted.seed,
         "texts": read_texts(books),
         "chat": examples.chat,
-        "confusion": examples.confusion,
+        "confusion": None if examples.fill else examples.confusion,
+        "questions": examples.questions,
         "lengths": examples.lengths,
         "depths": examples.depths,
     }

@@ -19,6 +19,7 @@ MODULES = (
     "repetition",
     "needle",
     "ruler_niah",
+    "niah_many",
     "ruler_vt",
     "ruler_cwe",
     "ruler_fwe",

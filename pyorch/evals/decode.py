@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -26,11 +26,17 @@ class Decoder:
         self.session, self.reference, self.masses = session, reference, masses
 
     def answer(
-        self, example: Example, *, stop: Sequence[str] = (), follow: bytes | None = None
+        self,
+        example: Example,
+        *,
+        stop: Sequence[str] = (),
+        follow: bytes | None = None,
+        enough: Callable[[str], bool] | None = None,
     ) -> bytes:
         """Decode greedily up to `max_tokens` tokens, an end token, or a stop string.
 
         follow: the expected answer; decoding then ends at the first token that differs.
+        enough: whether what was said decides the score, so that nothing more need be decoded.
         """
         s, said = self.session, b""
         stops = [x.encode() for x in stop]
@@ -44,6 +50,8 @@ class Decoder:
             ends = [at for at in (said.find(x) for x in stops) if at >= 0]
             if ends:
                 return said[: min(ends)]
+            if enough is not None and enough(said.decode("utf-8", errors="ignore")):
+                break
             if follow is not None and (
                 len(said) >= len(follow) or not said or not follow.startswith(said)
             ):

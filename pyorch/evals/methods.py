@@ -1,7 +1,8 @@
 """One interface to the methods of attention, native and in Python: read a prompt, then decode.
 
-A native method runs in a session without a callback, which would cost time. Methods in Python
-(`pyorch.policies`) share a second session of the same model.
+Our exact attention reads the prompts, as in real use; what a prompt shares with the one before it
+is not read again. A native method runs in a session without a callback, which would cost time.
+Methods in Python (`pyorch.policies`) share a second session of the same model.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pyorch import engine, policies
 from pyorch.attention.saved import resolve
 from pyorch.attention.spec import AttentionSpec
 from pyorch.evals.recall import RecallWatch
-from pyorch.policies import OFF, Method
+from pyorch.policies import Method
 from pyorch.policies.base import Policy
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 # the library's counters that tables need
 _COUNTED = ("steps", "bytes_read", "bytes_dense", "positions_read", "calls_sparse")
 
+EXACT = AttentionSpec("dense")
 T = TypeVar("T")
 
 
@@ -75,6 +77,7 @@ class Runner:
                     loaded = opened.enter_context(engine.load_model(model, n_gpu_layers=0))
                 self._watch = RecallWatch(keep_queries=any(p.needs_prompt for p in python))
                 self._watched = loaded.session(watch=self._watch, **dense)
+            self._read_by: dict[engine.Session, AttentionSpec] = {}
             self._opened = opened.pop_all()
 
     def __enter__(self) -> Runner:
@@ -89,17 +92,30 @@ class Runner:
         assert self._watched is not None
         return self._watched
 
-    def read(self, tokens: Sequence[int], methods: Sequence[Method], recall: bool) -> None:
-        """Read a prompt with llama.cpp's own attention in the sessions of these methods."""
+    def read(
+        self,
+        tokens: Sequence[int],
+        methods: Sequence[Method],
+        recall: bool,
+        by: AttentionSpec = EXACT,
+    ) -> None:
+        """Read a prompt in the sessions of these methods.
+
+        by: the attention that reads it. The common prefix with the prompt before is kept if that
+            was read by the same.
+        """
         sessions = [self._of(m) for m in methods]
         if recall and self._watched is not None:
             sessions.append(self._watched)
         for s in dict.fromkeys(sessions):
-            engine.rewind(s, 0)
+            if self._read_by.get(s) != by:
+                engine.rewind(s, 0)
+            self._read_by[s] = by
             if s is self._watched:
-                policies.switch(s, OFF)
-            engine.set_attention(s, OFF)
-            engine.prefill(s, tokens)
+                policies.switch(s, by)
+            else:
+                engine.set_attention(s, by)
+            engine.prefill(s, engine.align(s, tokens))
 
     def decode(
         self, method: Method, n: int, work: Callable[[engine.Session], T]

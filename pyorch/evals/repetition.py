@@ -26,7 +26,7 @@ SPARE = 16  # the begin token and the empty line
 
 
 def examples(setup: Setup) -> Iterator[Example]:
-    """Yields passages without end, from each book in turn."""
+    """Yields passages without end, from each book in turn; `questions` of them from one text."""
     session = setup.session
     n = setup.ctx - CUE - CHARS - SPARE
     if n < CUE + CHARS + 64:
@@ -47,14 +47,16 @@ def examples(setup: Setup) -> Iterator[Example]:
         context = book[start : start + n]
         # at least one token per character, so the passage cannot pass the end of the context
         words = _word_starts(session, context, n - CUE - CHARS)
-        at = words[int(rng.integers(len(words)))]
-        expected = b"".join(engine.token_bytes(session, t) for t in context[at + CUE :])[:CHARS]
-        yield Example(
-            id=f"{i % len(books)}:{start + at}",
-            prompt=head + context + gap + context[at : at + CUE],
-            answers=(expected.decode("utf-8", errors="ignore"),),
-            max_tokens=CHARS,
-        )
+        for _ in range(setup.questions):
+            at = words[int(rng.integers(len(words)))]
+            said = b"".join(engine.token_bytes(session, t) for t in context[at + CUE :])[:CHARS]
+            yield Example(
+                id=f"{i % len(books)}:{start + at}",
+                prompt=head + context + gap + context[at : at + CUE],
+                answers=(said.decode("utf-8", errors="ignore"),),
+                max_tokens=CHARS,
+                about={"text": i},
+            )
         i += 1
 
 
@@ -85,5 +87,6 @@ TASKS = (
         "characters until divergence",
         examples,
         score,
+        options=("questions",),
     ),
 )

@@ -27,7 +27,7 @@ def largest(
     shortest = len(prompt(low))
     if shortest > room:
         # other examples may be longer
-        need = -(-(shortest + max_tokens + 64) // 256) * 256
+        need = -(-(shortest + shortest // 16 + max_tokens + 64) // 256) * 256
         raise SparqError(
             f"{what} take up to {need} positions, --ctx is {setup.ctx}",
             f"--ctx {need} or more",
@@ -41,9 +41,13 @@ def largest(
 
 def score(decoder: Decoder, example: Example, stop: Sequence[str] = ()) -> Outcome:
     """string_match_all: the share of the answers that occur, whatever their case."""
-    said = decoder.answer(example, stop=stop).decode("utf-8", errors="replace")
-    found = sum(a.lower() in said.lower() for a in example.answers)
-    return Outcome(found / len(example.answers), said)
+
+    def found(said: str) -> int:
+        return sum(a.lower() in said.lower() for a in example.answers)
+
+    answer = decoder.answer(example, stop=stop, enough=lambda x: found(x) == len(example.answers))
+    said = answer.decode("utf-8", errors="replace")
+    return Outcome(found(said) / len(example.answers), said)
 
 
 def task(

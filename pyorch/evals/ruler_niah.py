@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -84,13 +84,12 @@ def example(v: Variant, setup: Setup, i: int) -> Example:
     ]
     rng.shuffle(needles)
     asked = rng.choice(v.n_keys, v.n_queries, replace=False)
-    names = [keys[j] for j in asked]
-    query = ", ".join(names[:-1]) + ", and " + names[-1] if len(names) > 1 else names[0]
+    query = listed([keys[j] for j in asked])
     many = v.n_queries * v.n_values > 1
     ask, cue = MANY if many else ONE
     kind = v.values if many else v.values[:-1]
     cue = cue.format(kind=kind, query=query)
-    hay, most = _haystack(v, setup, needles, rng)
+    hay, most = with_needles(v, setup, needles, rng)
 
     def prompt(n: int) -> list[int]:
         return setup.prompt(ask.format(kind=kind, context=hay(n), query=query), cue)
@@ -101,7 +100,12 @@ def example(v: Variant, setup: Setup, i: int) -> Example:
     return Example(str(i), prompt(n), MAX_TOKENS, answers)
 
 
-def _haystack(
+def listed(names: Sequence[str]) -> str:
+    """The names as RULER lists them: `a, b, and c`."""
+    return ", ".join(names[:-1]) + ", and " + names[-1] if len(names) > 1 else names[0]
+
+
+def with_needles(
     v: Variant, setup: Setup, needles: list[str], rng: np.random.Generator
 ) -> tuple[Callable[[int], str], int]:
     """Returns n -> a text of n sentences with the needles, from the same draws; and the most n."""

@@ -1,8 +1,9 @@
 """Runs tasks: every method on the same examples, one record each, kept at once.
 
-A prompt is read once, densely; then for each method the cache goes back to that state, its last
-token is decoded with the method, and so is all that follows. Recorded examples are left out,
-so an interrupted run continues where it was.
+A prompt is read once, exactly; then for each method the cache goes back to that state, its last
+token is decoded with the method, and so is all that follows. Examples whose prompts begin alike
+follow each other, whatever their task, and what they share is read once. Recorded examples are left
+out, so an interrupted run continues where it was.
 
 The file of a task holds two kinds of lines. A *setting* is everything that the scores depend on
 except the example and the method (model, context, seed, data, library), with the environment; all
@@ -27,11 +28,13 @@ from pyorch.bench.records import Record
 from pyorch.errors import SparqError
 from pyorch.evals.decode import Decoder
 from pyorch.evals.example import Example, Outcome
-from pyorch.evals.methods import Runner, meaning
+from pyorch.evals.methods import EXACT, Runner, meaning
 from pyorch.evals.series import Series, make
 from pyorch.evals.task import Setup, Task
 from pyorch.policies import OFF, Method
 from pyorch.progress import Progress
+
+_SHARED = 256  # prompts that share so many tokens are taken to share a text
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ def run(
             preparing(i, len(plan.tasks))
             work.append(_prepare(plan, task, runner.session, model, meanings, env, folder))
         preparing(1, 1)
-        todo = [(w, i, lacking) for w in work for i, lacking in w.begin(force).items()]
+        todo = _by_prefix([(w, i, lacking) for w in work for i, lacking in w.begin(force).items()])
         total, done = sum(len(lacking) for *_, lacking in todo), 0
         for w, i, lacking in todo:
             for method, result in _measure(runner, w.task, w.examples[i], lacking):
@@ -145,6 +148,20 @@ class _Work:
         }
 
 
+_Todo = tuple[_Work, int, list[Method]]  # a task, the number of its example, what this lacks
+
+
+def _by_prefix(todo: Sequence[_Todo]) -> list[_Todo]:
+    """The same in an order in which prompts that begin with the same tokens follow each other."""
+    first: dict[tuple[int, ...], int] = {}
+
+    def place(x: _Todo) -> tuple[int, list[int]]:
+        prompt = x[0].examples[x[1]].prompt
+        return first.setdefault(tuple(prompt[:_SHARED]), len(first)), prompt
+
+    return sorted(todo, key=place)
+
+
 def about_model(path: Path) -> Record:
     """The record of a model: its name, and a hash of all its files."""
     return {"name": path.name, "hash": records.content_hash(path)}
@@ -174,6 +191,7 @@ def _prepare(
         "texts": texts,
         "type_k": plan.type_k,
         "type_v": plan.type_v,
+        "read_by": str(EXACT),
         "threads": plan.n_threads or engine.usable_cores(),
         **({} if plan.n_gpu_layers is None else {"n_gpu_layers": plan.n_gpu_layers}),
         **({"numa": plan.numa} if plan.numa else {}),
@@ -210,8 +228,6 @@ def _measure(
 ) -> Iterator[tuple[Method, Record]]:
     """Yields each method with its result, in order and as soon as it is there."""
     n = len(example.prompt) - 1
-    compared = [*methods, OFF] if task.reference else methods
-    runner.read(example.prompt[:n], compared, task.reference)
     reference = masses = None
 
     def forced(s: engine.Session) -> list[np.ndarray]:
@@ -220,19 +236,26 @@ def _measure(
     def score(s: engine.Session) -> Outcome:
         return task.score(Decoder(s, reference, masses), example)
 
-    if task.reference:
+    groups = [(EXACT, methods)]
+    if task.reference:  # that of llama.cpp alone, which reads the prompt too
+        own = [m for m in methods if m == OFF]
+        groups = [(OFF, own), (EXACT, [m for m in methods if m != OFF])]
+        runner.read(example.prompt[:n], [OFF], bool(own), by=OFF)
         reference = np.stack(runner.decode(OFF, n, forced)[0])
-    for method in methods:
-        if task.reference:
-            masses = runner.masses(method, n, forced)
-        outcome, counters, seconds = runner.decode(method, n, score)
-        yield (
-            method,
-            {
-                "score": outcome.score,
-                "said": outcome.said,
-                "more": dict(outcome.more),
-                "seconds": seconds,
-                "counters": counters,
-            },
-        )
+    for by, group in groups:
+        if group and by == EXACT:
+            runner.read(example.prompt[:n], group, task.reference, by)
+        for method in group:
+            if task.reference:
+                masses = runner.masses(method, n, forced)
+            outcome, counters, seconds = runner.decode(method, n, score)
+            yield (
+                method,
+                {
+                    "score": outcome.score,
+                    "said": outcome.said,
+                    "more": dict(outcome.more),
+                    "seconds": seconds,
+                    "counters": counters,
+                },
+            )

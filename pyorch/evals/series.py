@@ -50,6 +50,12 @@ class Series:
         return str(self.case["task"])
 
     @property
+    def texts(self) -> list[int] | None:
+        """The number of each example's text, where several examples ask about one."""
+        found = [a["text"] for a in self.about if "text" in a]
+        return found if len(found) == len(self.about) else None
+
+    @property
     def _per_token(self) -> tuple[float, float]:
         return per_token(self.counters) if self.counters.get("steps") else (math.nan, math.nan)
 

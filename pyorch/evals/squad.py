@@ -1,20 +1,23 @@
 """SQuAD 1-shot with confusion contexts (SparQ, 5.1 and G.1.1).
 
-The paragraph of a question stands among seven others (up to 63: `--confusion`); one more question
-about it comes with its answer. Prompt, choice of the example and match follow the paper's code
+The paragraph of a question stands among seven others (`--confusion`, in the paper up to 63); one
+more question about it comes with its answer. `--questions` asks about several paragraphs of a
+text, which is then read only once. Prompt, choice of the example and match follow the paper's code
 (llm-inference-research, tasks/qa.py). Data: SQuAD v1.1, official JSON or the hub's rows.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pyorch.errors import SparqError
 from pyorch.evals import data, qa
 from pyorch.evals.example import Example
 from pyorch.evals.task import Setup, Task
 
+ROOM = 384  # positions of the question, its example and the answer, where paragraphs fill a text
 _KEYS = ("id", "title", "context", "question", "answers")
 
 
@@ -52,39 +55,73 @@ def _question(name: str, title: str, context: str, text: str, answers: list[str]
 
 def examples(setup: Setup) -> Iterator[Example]:
     questions = list(_questions(data.rows("squad", setup.data)))
-    contexts = sorted({q.background for q in questions})
-    if len(contexts) <= setup.confusion:
+    by_paragraph: dict[str, list[Question]] = {}
+    for q in questions:
+        by_paragraph.setdefault(q.background, []).append(q)
+    if setup.confusion is not None and len(by_paragraph) <= setup.confusion:
         raise SparqError(
-            f"{setup.confusion} confusion contexts asked for, but there are {len(contexts)} "
+            f"{setup.confusion} confusion contexts asked for, but there are {len(by_paragraph)} "
             "paragraphs",
             "use more data or a smaller --confusion",
             exit_code=2,
         )
-    by_context: dict[str, list[Question]] = {}
-    for q in questions:
-        by_context.setdefault(q.context, []).append(q)
+    if setup.confusion is None or setup.questions > 1:
+        yield from _several(setup, by_paragraph)
+        return
+    paragraphs = sorted(by_paragraph)
     for i in setup.rng().permutation(len(questions)):
         q, rng = questions[i], setup.rng(int(i))
-        others = [c for c in contexts if c != q.background]
+        others = [c for c in paragraphs if c != q.background]
         chosen = [others[j] for j in rng.choice(len(others), setup.confusion, replace=False)]
         chosen.insert(int(rng.integers(len(chosen) + 1)), q.background)
-        near = [x for x in by_context[q.context] if x is not q] or [
-            x for x in questions if x is not q
-        ]
+        near = [x for x in by_paragraph[q.background] if x is not q]
+        near = near or [x for x in questions if x is not q]
         shot = near[int(rng.integers(len(near)))] if near else None
-        text = "\n".join(chosen) + f"\nFrom what you've just read about {q.title}"
-        text += ", please answer the following questions.\n"
-        if shot:
-            answer = min(shot.answers, key=len)
-            text += f"Question: {shot.text}\nAnswer: {answer}\n"
-        text += f"Question: {q.text}"
-        longest = max(len(setup.tokens(a)) for a in q.answers)
-        yield Example(
-            q.id,
-            setup.prompt(text, "\nAnswer:"),
-            min(qa.MAX_TOKENS, longest + 5),
-            q.answers,
-        )
+        yield _example(setup, chosen, q, shot)
+
+
+def _several(setup: Setup, by_paragraph: dict[str, list[Question]]) -> Iterator[Example]:
+    """`questions` examples about different paragraphs of a text, then those of the next text.
+
+    A text is paragraphs in random order, and no paragraph comes again before all have been used.
+    """
+    paragraphs = sorted(by_paragraph)
+    sizes = {p: len(setup.tokens(p + "\n")) for p in paragraphs}
+    rng, order = setup.rng(), list[str]()
+    for text in itertools.count():
+        chosen: list[str] = []
+        room = setup.ctx - ROOM
+        while setup.confusion is None or len(chosen) <= setup.confusion:
+            if not order:
+                order = [p for p in rng.permutation(paragraphs).tolist() if p not in chosen]
+            room -= sizes[order[-1]] if order else room + 1
+            if room < 0 and setup.confusion is None:
+                break
+            chosen.append(order.pop())
+        able = [p for p in chosen if len(by_paragraph[p]) > 1]
+        if len(able) < setup.questions:
+            raise SparqError(
+                f"squad: a text of {setup.ctx} positions has {len(able)} paragraphs to ask about, "
+                f"but --questions is {setup.questions}",
+                "a larger --ctx or --confusion, or fewer --questions",
+                exit_code=2,
+            )
+        for j in rng.choice(len(able), setup.questions, replace=False):
+            q, shot = rng.permutation(len(by_paragraph[able[j]]))[:2]
+            about = by_paragraph[able[j]]
+            yield replace(_example(setup, chosen, about[q], about[shot]), about={"text": text})
+
+
+def _example(setup: Setup, chosen: list[str], q: Question, shot: Question | None) -> Example:
+    text = "\n".join(chosen) + f"\nFrom what you've just read about {q.title}"
+    text += ", please answer the following questions.\n"
+    if shot:
+        answer = min(shot.answers, key=len)
+        text += f"Question: {shot.text}\nAnswer: {answer}\n"
+    text += f"Question: {q.text}"
+    longest = max(len(setup.tokens(a)) for a in q.answers)
+    prompt = setup.prompt(text, "\nAnswer:")
+    return Example(q.id, prompt, min(qa.MAX_TOKENS, longest + 5), q.answers)
 
 
 TASKS = (
@@ -94,7 +131,7 @@ TASKS = (
         "exact match",
         examples,
         qa.score,
-        options=("confusion", "chat"),
+        options=("confusion", "questions", "chat"),
         proportion=True,
         percent=True,
         data="squad",

@@ -1,8 +1,13 @@
-"""95 % intervals: Wilson for proportions, percentile bootstrap over examples for all else."""
+"""95 % intervals: Wilson for proportions, percentile bootstrap over examples for all else.
+
+Examples that ask about the same text are not independent. `groups` says which do: the bootstrap
+then draws whole groups, and Wilson's interval counts fewer examples (Kish's design effect).
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -10,7 +15,7 @@ N_BOOT = 10_000
 _Z = 1.959963984540054  # the 97.5 % quantile of the normal distribution
 
 
-def wilson(successes: float, n: int) -> tuple[float, float]:
+def wilson(successes: float, n: float) -> tuple[float, float]:
     """The interval of a proportion (Wilson, 1927)."""
     p, zz = successes / n, _Z**2 / n
     middle = (p + zz / 2) / (1 + zz)
@@ -18,19 +23,46 @@ def wilson(successes: float, n: int) -> tuple[float, float]:
     return max(middle - half, 0.0), min(middle + half, 1.0)
 
 
-def bootstrap(samples: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """The interval of the mean."""
+def bootstrap(
+    samples: np.ndarray, groups: Sequence[int] | None = None, seed: int = 0
+) -> tuple[float, float]:
+    """The interval of the mean of `samples` (n,); `groups` (n,) are the numbers of their texts."""
     rng = np.random.default_rng(seed)
-    n = len(samples)
-    # in pieces: 10,000 draws of thousands of examples are gigabytes
-    means = np.concatenate([rng.choice(samples, (100, n)).mean(1) for _ in range(N_BOOT // 100)])
-    low, high = np.percentile(means, (2.5, 97.5))
+    sums, sizes = _by_group(samples, groups)
+    n, means = len(sums), []
+    for _ in range(N_BOOT // 100):  # in pieces: 10,000 draws of thousands of examples are gigabytes
+        drawn = rng.integers(0, n, (100, n))
+        means.append(sums[drawn].sum(1) / sizes[drawn].sum(1))
+    low, high = np.percentile(np.concatenate(means), (2.5, 97.5))
     return float(low), float(high)
 
 
-def interval(scores: np.ndarray, proportion: bool) -> tuple[float, float]:
+def _by_group(samples: np.ndarray, groups: Sequence[int] | None) -> tuple[np.ndarray, np.ndarray]:
+    """The sum and the number of samples of each group."""
+    if groups is None:
+        return samples, np.ones(len(samples))
+    names, of = np.unique(groups, return_inverse=True)
+    return np.bincount(of, samples, len(names)), np.bincount(of, minlength=len(names)).astype(float)
+
+
+def interval(
+    scores: np.ndarray, proportion: bool, groups: Sequence[int] | None = None
+) -> tuple[float, float]:
     """The interval of the mean score."""
-    return wilson(float(scores.sum()), len(scores)) if proportion else bootstrap(scores)
+    if not proportion:
+        return bootstrap(scores, groups)
+    n = len(scores) / _design_effect(scores, groups)
+    return wilson(float(scores.mean()) * n, n)
+
+
+def _design_effect(scores: np.ndarray, groups: Sequence[int] | None) -> float:
+    """The variance of the mean over that of as many independent examples, at least 1."""
+    sums, sizes = _by_group(scores, groups)
+    if len(sums) in (1, len(scores)) or scores.var() == 0:
+        return 1.0
+    residual = sums - sizes * scores.mean()
+    of_groups = (residual**2).sum() * len(sums) / (len(sums) - 1)
+    return max(float(of_groups / (scores.var() * len(scores))), 1.0)
 
 
 def standard_error(scores: np.ndarray) -> float:

@@ -52,9 +52,9 @@ def rows(group: Sequence[Series]) -> list[Row]:
     out = []
     for s in group:
         n = min(len(s.scores), len(base.scores))
-        low, high = stats.interval(s.scores, task.proportion)
+        low, high = stats.interval(s.scores, task.proportion, s.texts)
         gap = s.scores[:n] - base.scores[:n]
-        gap_low, gap_high = stats.bootstrap(gap)
+        gap_low, gap_high = stats.bootstrap(gap, s.texts[:n] if s.texts else None)
         # llama.cpp's own attention keeps no account: it reads all of K and V
         is_stock = s.method == OFF
         read = counted.bytes_dense if is_stock else s.bytes_per_token

@@ -24,6 +24,8 @@ class Setup:
     texts    books, for haystacks and passages
     data     a data file to use instead of the download
     chat     prompts go through the model's chat template
+    confusion  other paragraphs beside the one that squad asks about; None: as many as fit `ctx`
+    questions  how many questions squad and repetition ask about one text
     """
 
     session: engine.Session
@@ -32,7 +34,8 @@ class Setup:
     texts: Sequence[str] = ()
     data: Path | None = None
     chat: bool = False
-    confusion: int = 7
+    confusion: int | None = 7
+    questions: int = 1
     lengths: Sequence[int] = ()
     depths: int = 11
 

@@ -93,6 +93,42 @@ def test_squad_prompt(session: engine.Session, squad: Path) -> None:
     assert len(places) > 3
 
 
+@pytest.mark.parametrize("confusion", [3, None])
+def test_squad_asks_about_the_paragraphs_of_one_text(
+    session: engine.Session, squad: Path, confusion: int | None
+) -> None:
+    found = first("squad", session, squad, 12, questions=3, confusion=confusion)
+    assert [e.about["text"] for e in found] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    for text in range(4):
+        asked = [e for e in found if e.about["text"] == text]
+        split = [engine.detokenize(session, e.prompt).split("\n") for e in asked]
+        paragraphs = split[0][:-5]
+        assert all(x[:-5] == paragraphs for x in split)
+        assert len(set(paragraphs)) == len(paragraphs) == (4 if confusion else 10)
+        towns = [int(e.id[1:]) // 2 for e in asked]
+        assert len(set(towns)) == 3
+        for town, x in zip(towns, split, strict=True):
+            assert f"Title: Town {town}. Background: Town {town} has {town} towers." in paragraphs
+            assert x[-2] != x[-4]  # the example is another question
+    if confusion:  # 2 texts and a half before a paragraph comes again
+        used = [
+            p for i in (0, 3) for p in engine.detokenize(session, found[i].prompt).split("\n")[:4]
+        ]
+        assert len(set(used)) == 8
+
+
+def test_squad_fills_a_text(session: engine.Session, tmp_path: Path) -> None:
+    one = {"title": "T", "paragraphs": [
+        {"context": f"{i} {'x' * 300}", "qas": [question(2 * i, ["x"]), question(2 * i + 1, ["x"])]}
+        for i in range(40)
+    ]}  # fmt: skip
+    file = write(tmp_path / "dev.json", {"data": [one]})
+    found = first("squad", session, file, 4, questions=2, confusion=None)
+    assert all(CTX - 1000 < len(e.prompt) + e.max_tokens <= CTX for e in found)
+    with pytest.raises(SparqError, match=r"has \d+ paragraphs to ask about, but --questions is 20"):
+        first("squad", session, file, 1, questions=20, confusion=None)
+
+
 def test_squad_rows_of_the_hub_are_the_same_questions(
     session: engine.Session, squad: Path, tmp_path: Path
 ) -> None:

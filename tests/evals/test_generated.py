@@ -124,6 +124,31 @@ def test_niah_hides_all_and_asks_for_some(setup: Setup) -> None:
     }  # fmt: skip
 
 
+def test_niah_many_asks_ten_questions_about_each_text(setup: Setup) -> None:
+    found = first("niah_many", setup, 20)
+    assert [e.about["text"] for e in found] == [0] * 10 + [1] * 10
+    for i in (0, 10):
+        texts = [setup.text(e.prompt[1:]) for e in found[i : i + 10]]
+        hay = {t.partition("\nWhat ")[0] for t in texts}
+        assert len(hay) == 1
+        needles = re.findall(r"special magic (\w+) for (\S+) is: (\S+)\.", hay.pop())
+        assert len(needles) == 12 and len({key for _, key, _ in needles}) == 9
+        for e, text in zip(found[i : i + 10], texts, strict=True):
+            question = text.partition("\nWhat ")[2]
+            wanted = {x for _, key, x in needles if key in question}
+            assert wanted == set(e.answers)
+        assert [len(e.answers) for e in found[i : i + 10]] == [1] * 8 + [4, 4]
+
+
+def test_several_passages_of_one_text(setup: Setup) -> None:
+    some = Setup(setup.session, CTX, texts=setup.texts, questions=3)
+    found = first("repetition", some, 6)
+    assert [e.about["text"] for e in found] == [0, 0, 0, 1, 1, 1]
+    shared = [e.prompt[: -repetition.CUE] for e in found]
+    assert shared[0] == shared[1] == shared[2] != shared[3]
+    assert len({tuple(e.prompt) for e in found}) == 6
+
+
 def test_vt_chain_leads_to_the_value(setup: Setup) -> None:
     for e in first("vt", setup):
         text = setup.text(e.prompt[1:]).rpartition("Memorize and track")[2]

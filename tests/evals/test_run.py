@@ -106,6 +106,36 @@ def test_a_longer_run_and_another_method_add_only_what_is_missing(
     ]
 
 
+def test_what_prompts_share_is_read_once_and_changes_no_answer(
+    run_eval: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    whole = engine.prefill
+
+    def prefill(s: engine.Session, tokens: list[int]) -> None:
+        read.append(len(tokens))
+        whole(s, tokens)
+
+    monkeypatch.setattr(engine, "prefill", prefill)
+    args = ["repetition", "niah_many", "--ctx", 1792, "-a", "off", "-a", SPARSE]
+
+    def answers() -> dict[tuple[str, ...], tuple[str, float]]:
+        files = [tmp_path / "out" / f"{name}.jsonl" for name in ("repetition", "niah_many")]
+        recs = [r | {"task": f.stem} for f in files for r in records(f)]
+        return {(r["task"], r["id"], r["method"]): (r["said"], r["score"]) for r in recs}
+
+    assert run_eval(*args, "-n", 10, "--questions", 5).exit_code == 0
+    shared = answers()
+    assert len(shared) == 40
+    assert (
+        len(read) == 20 and sum(n > 1000 for n in read) == 3
+    )  # two passages' texts, one of needles
+    assert sum(read) < 3 * 1792 + 17 * 200
+    monkeypatch.setattr(engine, "align", lambda s, tokens: engine.rewind(s, 0) or tokens)
+    assert run_eval(*args, "-n", 10, "--questions", 5, "--force").exit_code == 0
+    assert answers() == shared
+
+
 def test_methods_see_the_same_and_off_is_dense(run_eval: Run, tmp_path: Path) -> None:
     args = ["fidelity", "--ctx", 320, "-n", 3, "-a", "off", "-a", "dense", "-a", SPARSE]
     result = run_eval(*args, "-o", "json")

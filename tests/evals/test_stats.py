@@ -32,6 +32,24 @@ def test_bootstrap_of_one_value_is_that_value() -> None:
     assert stats.bootstrap(np.full(7, 3.0)) == (3.0, 3.0)
 
 
+def test_ten_questions_about_a_text_are_not_ten_examples() -> None:
+    """Texts decide: all answers about one are alike, so the intervals are those of the texts."""
+    rng = np.random.default_rng(0)
+    hits = {True: 0, False: 0}
+    for _ in range(200):
+        texts = (rng.random(40) < 0.8).astype(float)
+        scores, groups = np.repeat(texts, 10), np.repeat(np.arange(40), 10)
+        for proportion in hits:
+            low, high = stats.interval(scores, proportion, groups.tolist())
+            assert (low, high) == pytest.approx(stats.interval(texts, proportion), abs=0.01)
+            hits[proportion] += low <= 0.8 <= high
+    assert all(0.88 < n / 200 < 0.99 for n in hits.values())
+    alone = list(range(60))
+    for proportion in hits:
+        scores = (rng.random(60) < 0.5).astype(float)
+        assert stats.interval(scores, proportion, alone) == stats.interval(scores, proportion)
+
+
 def test_standard_error() -> None:
     scores = np.array([1.0, 2.0, 3.0, 4.0])
     assert stats.standard_error(scores) == pytest.approx(np.sqrt(5 / 3) / 2)
