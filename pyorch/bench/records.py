@@ -27,6 +27,8 @@ import numpy as np
 from pyorch import __version__, paths
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.errors import SparqError
+from pyorch.models import cards
+from pyorch.models.cards import Card
 from pyorch.models.gguf_file import read_gguf
 from pyorch.progress import Progress
 
@@ -180,6 +182,16 @@ def content_hash(model: Path) -> str:
         hashes[known] = {"schema": SCHEMA, "key": known, "hash": file_hash(*parts)}
         append(remembered, hashes[known])
     return str(hashes[known]["hash"])
+
+
+def card_of(model: Path) -> Card | None:
+    """The card that knows the content of a model's file, whatever its name. The file is read only
+    if a card knows one of its size, and then once (`content_hash`).
+
+    Raises:
+        SparqError: it is not a GGUF file or cannot be read.
+    """
+    return cards.of_file(read_gguf(model).n_bytes, lambda: content_hash(model))
 
 
 def key(bench: str, case: Mapping[str, Any], stamp: str) -> str:

@@ -80,6 +80,7 @@ def _measure(
         _open(workers, place, case, model)
         progress(0.1 * (i + 1) / len(places))
     layers = _prepare(group, workers)
+    card = records.card_of(model)
     progress(0.2)
     bandwidth: list[float] = []
     found: list[list[dict[str, Any]]] = [[] for _ in group]
@@ -101,6 +102,8 @@ def _measure(
         result["bytes_kv"] = kv_bytes(case, geo, result["counters"])
         result["layers_sparse"] = n_layer
         result["n_layer"] = geo.n_layer
+        if card:
+            result["model_title"] = card.title
         result["bandwidth_bytes_per_s"] = bandwidth
     return results
 

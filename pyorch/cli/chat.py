@@ -16,7 +16,7 @@ import click
 from pyorch import paths
 from pyorch.attention.spec import AttentionSpec, parse_ratio
 from pyorch.cli import options as opt
-from pyorch.cli.loading import open_session
+from pyorch.cli.loading import open_session, shown
 from pyorch.cli.summary import Summary, summary_of, why_dense
 from pyorch.cli.terminal import note
 from pyorch.cli.types import Number
@@ -119,7 +119,7 @@ def command(
 
 def _loop(chat: Chat) -> None:
     if chat.interactive:
-        note(f"{chat.session.path.name}, attention {chat.spec}. /help lists the commands", "dim")
+        note(f"{shown(chat.session.path)}, attention {chat.spec}. /help lists the commands", "dim")
         if n := sum(m["role"] != "system" for m in chat.messages):
             note(f"{n} messages of an earlier conversation", "dim")
     for line in _typed() if chat.interactive else _piped():

@@ -55,13 +55,16 @@ def command(
     downloaded. The speed-ups are limits: they count bytes over the measured memory bandwidth, as if
     nothing else took time.
     """
+    from pyorch import engine
+    from pyorch.bench.records import card_of
+
     spec = attention.spec() or AttentionSpec("sparq")
     geo = _from_card(model.model) if spec.budget not in CALIBRATED else None
     if geo is None:
         path = model_path(model.model, model.yes)
         spec, geo = resolve(spec, path), geometry(read_gguf(path))
-    from pyorch import engine
-
+        if card := card_of(path):  # the file may call itself otherwise
+            geo = replace(geo, name=card.title)
     check_against_model(spec, geo.head_dim_k, geo.n_layer)
     n_pos = engine.checked_ctx(geo, context.ctx or geo.n_ctx_train or 4096, rope.settings())
     note_if_beyond(n_pos, geo.n_ctx_train)

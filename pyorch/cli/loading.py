@@ -80,6 +80,25 @@ def ready(name: str, yes: bool, options: SessionOptions | None = None) -> Path:
     return path
 
 
+def shown(path: Path) -> str:
+    """A model's file for people: its name, after the title of the card that knows its content."""
+    from pyorch.bench.records import card_of
+
+    card = card_of(path)
+    return f"{card.title} ({path.name})" if card else path.name
+
+
+def _card(named: str, path: Path) -> str | None:
+    """The card that `--model NAMED` names, or that knows the content of its file."""
+    from pyorch.bench.records import card_of
+
+    word = named.split(":")[0].split("@")[0]
+    if word in cards.names() and path != Path(named):
+        return word
+    card = card_of(path)
+    return card.name if card else None
+
+
 def first_ratio(card: str) -> str:
     """The ratio to try first with the model of this card, as --ratio takes it."""
     return ratio_text(parse_spec(cards.load(card).settings).ratio or DEFAULT_RATIO)
@@ -110,8 +129,7 @@ def open_session(
 
     options = session_options(attention, context, load)
     path = ready(model.model, model.yes, options)
-    card = model.model.split(":")[0].split("@")[0]
-    if attention is None and card in cards.names() and path != Path(model.model):
+    if attention is None and (card := _card(model.model, path)):
         note(f"attention is exact; for {card} try --ratio {first_ratio(card)}", "dim")
     with progress_bar("loading the model") as progress:
         session = engine.load(

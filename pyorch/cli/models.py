@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import click
 
@@ -44,17 +45,19 @@ def list_command(as_json: bool) -> None:
         result = {"models": [asdict(c) for c in known], "cached": cached, "unfinished": left}
         print_json(result)
         return
+    width = max(len(c.name) for c in known) + 2
     print(
-        f"{'name':<23}{'architecture':<14}{'Q4_K_M':>9}{'context':>9}  {'K and V':<9}"
+        f"{'name':<{width}}{'architecture':<14}{'file':>9}{'context':>9}  {'K and V':<9}"
         f"{'settings':<17}here"
     )
     for c in known:
-        size = "~" + human_bytes(c.file_bytes)
+        files = c.known_files
+        size = human_bytes(files[0].n_bytes) if files else "~" + human_bytes(c.file_bytes)
         mine = sum(m.n_bytes for m in here if m.repo == c.source)
         found = human_bytes(mine) if mine else "-" if c.source else "to convert"
         rest = f"{human_bytes(c.kv_bytes):<9}{c.settings:<17}{found}"
         rest = rest if c.loads else "llama.cpp does not load it"
-        print(f"{c.name:<23}{c.architecture:<14}{size:>9}{c.n_ctx:>9}  {rest}")
+        print(f"{c.name:<{width}}{c.architecture:<14}{size:>9}{c.n_ctx:>9}  {rest}")
     others = [m for m in here if m.repo not in {c.source for c in known}]
     if others:
         print("\nalso here")
@@ -66,20 +69,20 @@ def list_command(as_json: bool) -> None:
         n_bytes = sum(path.stat().st_size for path in written)
         note(f"synthetic, for bench: {human_bytes(n_bytes)}; models rm synthetic")
     note(
-        "K and V: bytes per position, f16. A name is a model for --model and for sparq-cpp pull,\n"
-        "also as NAME:Q8_0. The evidence for the settings: sparq-cpp models show NAME"
+        "~: an estimate for Q4_K_M. K and V: bytes per position, f16. A name is a model for\n"
+        "--model and for sparq-cpp pull, also as NAME:Q8_0. Settings, with evidence: models show NAME"
     )
 
 
 @command.command("show")
-@click.argument("name")
+@click.argument("name", metavar="NAME|FILE")
 @json_option
 def show_command(name: str, as_json: bool) -> None:
-    """Show everything that is known about the model NAME.
+    """Show everything that is known about the model NAME, or about a FILE if its content is known.
 
     Numbers in the evidence come from papers and hold for their split of the ratio into rank and k.
     """
-    c = cards.load(name)
+    c = _of_file(Path(name)) if Path(name).is_file() else cards.load(name)
     if as_json:
         print_json({**asdict(c), "kv_bytes": c.kv_bytes})
         return
@@ -91,6 +94,7 @@ def show_command(name: str, as_json: bool) -> None:
     lines = {
         "repository": c.repository,
         "GGUF": gguf if c.loads and not c.package else "",
+        "known files": ", ".join(_known(f) for f in c.known_files),
         "package": f"{c.package.requirement} of the Python index" if c.package else "",
         "licence": c.licence,
         "architecture": c.architecture + ("" if c.loads else ", which llama.cpp does not load"),
@@ -109,7 +113,23 @@ def show_command(name: str, as_json: bool) -> None:
         if value:
             print(f"  {key:<14}{value}")
     if c.source:
-        print(f"  {'try':<14}sparq-cpp chat --model {name} --ratio {first_ratio(name)}")
+        print(f"  {'try':<14}sparq-cpp chat --model {name} --ratio {first_ratio(c.name)}")
+
+
+def _known(file: cards.File) -> str:
+    origin = f", {file.origin}" if file.origin else ""
+    return f"{file.name} ({human_bytes(file.n_bytes)}, sha256 {file.sha256[:12]}..{origin})"
+
+
+def _of_file(path: Path) -> cards.Card:
+    """The card that knows the content of a file."""
+    from pyorch.bench.records import card_of
+
+    card = card_of(path)
+    if card is None:
+        hint = f"sparq-cpp explain --model {path} shows what its header says"
+        raise SparqError(f"{path}: no card knows a file of this content", hint)
+    return card
 
 
 @command.command("rm")

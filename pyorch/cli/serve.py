@@ -16,7 +16,7 @@ import click
 from pyorch import paths
 from pyorch.attention.spec import AttentionSpec
 from pyorch.cli import options as opt
-from pyorch.cli.loading import ready, session_options
+from pyorch.cli.loading import ready, session_options, shown
 from pyorch.cli.log import shows_log
 from pyorch.cli.summary import info_of, why_dense
 from pyorch.cli.terminal import note, note_if_beyond
@@ -133,9 +133,9 @@ def _serve(served: Served, listener: socket.socket) -> None:
         note(why, "yellow")
     if host not in LOOPBACK and not served.api_key:
         note("note: whoever reaches this address can use it; --api-key KEY asks for one", "yellow")
-    shown = f"[{host}]" if ":" in host else host
-    note(f"{served.path.name}, attention {spec}, {served.settings.n_ctx} positions")
-    note(f"http://{shown}:{port}/v1 is ready (all calls: /docs); Ctrl-C ends it")
+    place = f"[{host}]" if ":" in host else host
+    note(f"{shown(served.path)}, attention {spec}, {served.settings.n_ctx} positions")
+    note(f"http://{place}:{port}/v1 is ready (all calls: /docs); Ctrl-C ends it")
 
     level = "info" if shows_log() else "warning"
     with suppress(KeyboardInterrupt):

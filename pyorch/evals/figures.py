@@ -59,7 +59,7 @@ def draw(found: Sequence[Series], out: Path, png: bool = False) -> list[Path]:
     files = []
     for name, picture, rows, title in written:
         head = groups[0][0]
-        about = f"{head.case['model']['name']}, {head.env['machine']['cpu']}. {_CAPTIONS[name]}"
+        about = f"{head.model}, {head.env['machine']['cpu']}. {_CAPTIONS[name]}"
         pictures.write(picture, rows, name, {"Title": title, "Description": about}, out, png)
         files += [out / f"{name}.{end}" for end in (("svg", "png") if png else ("svg",))]
     return files

@@ -20,6 +20,7 @@ from pyorch.bench import records
 from pyorch.bench.records import Record
 from pyorch.errors import SparqError
 from pyorch.evals import find, tasks
+from pyorch.models import cards
 from pyorch.policies import Method, is_sparse, parse
 
 
@@ -54,6 +55,12 @@ class Series:
         """The number of each example's text, where several examples ask about one."""
         found = [a["text"] for a in self.about if "text" in a]
         return found if len(found) == len(self.about) else None
+
+    @property
+    def model(self) -> str:
+        """The model for people: its file, after the title of the card that knows its content."""
+        name, card = str(self.case["model"]["name"]), cards.of_hash(self.case["model"]["hash"])
+        return f"{card.title} ({name})" if card else name
 
     @property
     def _per_token(self) -> tuple[float, float]:

@@ -167,7 +167,7 @@ def _about(group: Sequence[Series]) -> str:
     better = "higher" if tasks()[case["task"]].higher else "lower"
     text = (
         f"{n[0]}{f' to {n[-1]}' if n[1:] else ''} examples of up to {case['ctx']} positions, "
-        f"{case['model']['name']}{cache}, {case['threads']} thread{'s' * (case['threads'] > 1)}"
+        f"{group[0].model}{cache}, {case['threads']} thread{'s' * (case['threads'] > 1)}"
         f"{place}, {env['machine']['cpu']}; {better} is better."
     )
     if any(_exact(s.method) for s in group):

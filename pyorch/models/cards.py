@@ -8,14 +8,15 @@ for the method; none of these models was measured with this program.
 `[gguf]` names a repository with files for llama.cpp and the file to choose. It is given only if
 public sources name that repository together with its files; otherwise `sparq-cpp convert` makes a
 file from the original. `[package]` names a package of the Python index that carries the file, for
-machines that cannot reach the hub.
+machines that cannot reach the hub. `[[files]]` are files whose content is known: a download has to
+agree with them, and a file of any name is recognised by them (`of_file`).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from pyorch import paths
@@ -32,12 +33,23 @@ Q4_K_M_BITS = 4.85  # per parameter, of a Llama; other shapes differ by some per
 
 
 @dataclass(frozen=True)
+class File:
+    """A file of a model whose content is known."""
+
+    name: str
+    n_bytes: int
+    sha256: str
+    origin: str = ""  # who made it, if that is not the repository on the card
+
+
+@dataclass(frozen=True)
 class Package:
     """A package of the Python index whose wheel contains the model's file as data."""
 
     name: str
     version: str
     file: str  # its name in the wheel, without folders
+    n_bytes: int  # of the file
     wheel_bytes: int
     sha256: str  # of the file
 
@@ -76,7 +88,7 @@ class Card:
     note: str = ""
     gguf: str = ""  # owner/name of a repository with its GGUF files; "" = none is known for certain
     quant: str = ""  # the quantisation to choose
-    sha256: Mapping[str, str] = field(default_factory=dict)  # the hashes of its files, where known
+    files: tuple[File, ...] = ()  # whose content is known, without that of `package`
     package: Package | None = None  # the source of its file, instead of `gguf`
     settings: str = ""  # an attention spec; "" = it does not load
     rope_base: float = 0.0
@@ -88,6 +100,12 @@ class Card:
     def source(self) -> str:
         """The source of its file: a repository on the hub, or a package; "" = not known."""
         return self.package.requirement if self.package else self.gguf
+
+    @property
+    def known_files(self) -> tuple[File, ...]:
+        """All files whose content is known."""
+        p = self.package
+        return (*self.files, *([File(p.file, p.n_bytes, p.sha256)] if p else []))
 
     @property
     def expert_params(self) -> int:
@@ -164,12 +182,13 @@ def load(name: str) -> Card:
     try:
         card: dict[str, Any] = tomllib.loads(path.read_text("utf-8"))
         gguf = card.pop("gguf", {"repository": "", "quant": ""})
-        package = card.pop("package", None)
+        package, files = card.pop("package", None), card.pop("files", ())
         return Card(
             name=name,
             gguf=gguf.pop("repository"),
             quant=gguf.pop("quant"),
             package=Package(**package) if package else None,
+            files=tuple(File(**f) for f in files),
             **gguf,
             **card.pop("geometry"),
             **card.pop("sparse"),
@@ -177,3 +196,25 @@ def load(name: str) -> Card:
         )
     except (tomllib.TOMLDecodeError, TypeError, KeyError, AttributeError) as e:
         raise SparqError(f"{path} is damaged: {e}", "restore it from git, or reinstall") from None
+
+
+def of_file(n_bytes: int, hash_of: Callable[[], str]) -> Card | None:
+    """The card that knows a file of this size and content, whatever its name.
+
+    Args:
+        hash_of: returns 16 or more digits of the SHA-256 of its content. It is called only if a
+            known file has that size, because reading a large file takes seconds.
+    """
+    if not any(f.n_bytes == n_bytes for _, f in _known()):
+        return None
+    return of_hash(hash_of())
+
+
+def of_hash(digest: str) -> Card | None:
+    """The card that knows a file by 16 or more digits of the SHA-256 of its content."""
+    assert len(digest) >= 16
+    return next((card for card, f in _known() if f.sha256.startswith(digest)), None)
+
+
+def _known() -> Iterator[tuple[Card, File]]:
+    return ((card, f) for card in map(load, names()) for f in card.known_files)

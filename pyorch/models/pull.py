@@ -182,15 +182,17 @@ def find(spec: Spec, say: Say = silent) -> Model:
     if spec.package:
         return Model(spec, spec.revision, (wheel.file_of(spec.package),))
     commit, files = _files(spec, lambda name: name.endswith(".gguf"), say)
-    model = Model(spec, commit, _choose(spec, files))
-    known = cards.load(spec.card).sha256 if spec.card else {}
-    for f in model.files:
+    known = {f.name: f.sha256 for f in cards.load(spec.card).files} if spec.card else {}
+    chosen = _choose(spec, files)
+    for f in chosen:
         if f.digest and known.get(f.name, f.digest) != f.digest:
             raise SparqError(
                 f"{f.name}: its checksum on the hub, {f.digest}, is not the one on the card",
                 f"it was replaced since; to use it anyway: hf:{spec.repo}/{f.name}",
             )
-    return model
+    # where the cache does not say a file's checksum, `check` compares it with the card's
+    chosen = tuple(replace(f, digest=f.digest or known.get(f.name, "")) for f in chosen)
+    return Model(spec, commit, chosen)
 
 
 def find_files(spec: Spec, patterns: tuple[str, ...], say: Say = silent) -> Model:

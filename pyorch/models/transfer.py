@@ -254,7 +254,7 @@ def _download(url: str, part: Path, file: HubFile, transfer: Transfer) -> None:
 
 def wrong_checksum(file: HubFile, found: str) -> SparqError:
     return SparqError(
-        f"{file.name}: wrong checksum {found}, the hub says {file.digest}",
+        f"{file.name}: wrong checksum {found}, not {file.digest}",
         "the file was deleted: pull it again",
     )
 

