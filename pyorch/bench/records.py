@@ -171,7 +171,11 @@ def content_hash(model: Path) -> str:
     Raises:
         SparqError: a part is not a GGUF file or cannot be read.
     """
-    parts = read_gguf(model).parts
+    return _remembered(read_gguf(model).parts)
+
+
+def _remembered(parts: Sequence[Path]) -> str:
+    """The `file_hash` of large files, computed once."""
     found = [part.stat() for part in parts]
     if sum(f.st_size for f in found) < LARGE_BYTES:
         return file_hash(*parts)
@@ -185,13 +189,13 @@ def content_hash(model: Path) -> str:
 
 
 def card_of(model: Path) -> Card | None:
-    """The card that knows the content of a model's file, whatever its name. The file is read only
-    if a card knows one of its size, and then once (`content_hash`).
+    """The card that knows the content of a model's file, whatever its name. The file has to exist;
+    it is read only if a card knows one of its size, and then once, as for `content_hash`.
 
     Raises:
-        SparqError: it is not a GGUF file or cannot be read.
+        SparqError: it cannot be read.
     """
-    return cards.of_file(read_gguf(model).n_bytes, lambda: content_hash(model))
+    return cards.of_file(model.stat().st_size, lambda: _remembered([model]))
 
 
 def key(bench: str, case: Mapping[str, Any], stamp: str) -> str:

@@ -70,7 +70,8 @@ def list_command(as_json: bool) -> None:
         note(f"synthetic, for bench: {human_bytes(n_bytes)}; models rm synthetic")
     note(
         "~: an estimate for Q4_K_M. K and V: bytes per position, f16. A name is a model for\n"
-        "--model and for sparq-cpp pull, also as NAME:Q8_0. Settings, with evidence: models show NAME"
+        "--model and for sparq-cpp pull, also as NAME:Q8_0. The evidence for the settings:\n"
+        "sparq-cpp models show NAME"
     )
 
 
