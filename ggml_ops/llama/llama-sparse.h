@@ -73,6 +73,17 @@ LLAMA_API int64_t llama_sparse_attn_seal(struct llama_context * ctx);
 // Returns how many (layer, group) differ, a wrong total counting for the last group of its block; < 0: no shadow.
 LLAMA_API int64_t llama_sparse_attn_check(struct llama_context * ctx);
 
+// For measurements: the share of the true attention in the positions that an ATTEND node reads, which is softmax over all that its tokens see, as a
+// mean over query heads and tokens; that of a learned sink counts as read. 1 where it has no selection. NaN: a source or the selection is not in
+// host memory any more, or the CPU failed. From any thread.
+LLAMA_API double llama_sparse_attn_mass(const struct ggml_tensor * attend);
+
+// Measures it for every ATTEND node of a context until the end, which writes the mean of each layer, [n_layer]; 1 where none ran over a
+// selection. Decoding takes longer meanwhile. The context's own evaluation callback is called as ever.
+struct llama_sparse_measure;
+LLAMA_API struct llama_sparse_measure * llama_sparse_measure_begin(struct llama_context * ctx);
+LLAMA_API void llama_sparse_measure_end(struct llama_sparse_measure * m, double * mass);
+
 #ifdef __cplusplus
 }
 #endif

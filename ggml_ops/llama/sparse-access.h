@@ -1,8 +1,8 @@
 #pragma once
 
 // The private parts of llama.cpp's classes that we use, which name this struct as their friend. It has no logic: each function names a member. Most
-// are only read. Written are our own `sparse` of a cache, our two of the context's parameters, `sched_need_reserve`, and `ctxs_bufs`, to which the
-// shadow of a context that only measures is added. patches/README.md says what each is for.
+// are only read. Written are our own `sparse` of a cache, our two of the context's parameters and its evaluation callback, `sched_need_reserve`, and
+// `ctxs_bufs`, to which the shadow of a context that only measures is added. patches/README.md says what each is for.
 
 #include "llama-context.h"
 #include "llama-kv-cache.h"

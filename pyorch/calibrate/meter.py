@@ -24,6 +24,7 @@ from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import records
 from pyorch.engine import Session
 from pyorch.errors import SparqError
+from pyorch.evals.decode import log_softmax
 from pyorch.evals.fidelity import divergence
 from pyorch.models.new_file import check_space
 from pyorch.progress import Progress
@@ -187,7 +188,7 @@ class Meter:
             "spec": str(spec),
             "context": context,
             "layers": [x["il"] for x in info.layers if x["state"] == "sparse"],
-            "kl": divergence(self._dense[context], got)[0],
+            "kl": divergence(log_softmax(self._dense[context]), got)[0],
             "share": info.counter("bytes_read") / info.counter("bytes_dense"),
         }
         if self.file:

@@ -16,7 +16,7 @@ A model is loaded once, and makes as many sessions as the memory allows:
 Nothing here compiles: `sparq-cpp build` has to have built the library.
 """
 
-from pyorch.engine.attention import info, reset_counters, seal, set_attention
+from pyorch.engine.attention import info, measure_mass, reset_counters, seal, set_attention
 from pyorch.engine.decoding import align, decode, logits, prefill, rewind
 from pyorch.engine.generation import Piece, generate
 from pyorch.engine.library import library
@@ -64,6 +64,7 @@ __all__ = [
     "load_model",
     "load_state",
     "logits",
+    "measure_mass",
     "prefill",
     "reset_counters",
     "rewind",

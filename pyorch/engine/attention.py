@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
 from pyorch.attention.bytes import shadow_bytes
 from pyorch.attention.spec import AttentionSpec
 from pyorch.engine import sparse
@@ -9,6 +13,8 @@ from pyorch.engine.model import Session, Timings
 from pyorch.engine.settings import fitted
 from pyorch.errors import SparqError
 from pyorch.models.memory import check_shadow
+
+T = TypeVar("T")
 
 
 def set_attention(session: Session, spec: AttentionSpec | str) -> None:
@@ -56,3 +62,26 @@ def seal(session: Session) -> int:
     if n < 0:
         raise SparqError("the transposed K could not be brought up to date")
     return n
+
+
+def measure_mass(session: Session, work: Callable[[], T]) -> tuple[T, list[float]]:
+    """Do `work`, and measure the share of the true attention that what it decodes reads.
+
+    Returns:
+        the result of `work`; by layer, the mean share of the softmax over all that a token sees
+        that lies in the positions it reads, from 0 to 1. It is 1 for a layer that reads all.
+
+    Raises:
+        SparqError: attention is computed on a GPU, or it is a stock library.
+    """
+    measure = sparse.Measure(session.lib, session.ctx, session.geometry.n_layer)
+    try:
+        result = work()
+    finally:
+        masses = measure.end()
+    if any(map(math.isnan, masses)):
+        raise SparqError(
+            "what share of the attention is read could not be measured: it runs on a GPU",
+            "load the model with n_gpu_layers=0",
+        )
+    return result, masses

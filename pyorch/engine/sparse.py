@@ -78,7 +78,7 @@ def is_ours(lib: ModuleType) -> bool:
 
 def function(
     lib: ModuleType, name: str, result: type | None, *arguments: type
-) -> Callable[..., int]:
+) -> Callable[..., Any]:
     """Returns a function of our C API, with its types set.
 
     Raises:
@@ -91,7 +91,7 @@ def function(
             "this libllama has no sparse attention: it is a stock build", "run `sparq-cpp build`"
         ) from None
     found.restype, found.argtypes = result, list(arguments)
-    call: Callable[..., int] = found
+    call: Callable[..., Any] = found
     return call
 
 
@@ -168,3 +168,25 @@ def seal(lib: ModuleType, ctx: int | None) -> int:
         SparqError: a stock library.
     """
     return int(function(lib, "llama_sparse_attn_seal", ctypes.c_int64, _CTX)(ctx))
+
+
+class Measure:
+    """Measures by layer which share of the true attention a context reads, from here to `end`.
+
+    ggml_ops/llama/llama-sparse.h says what it is. Decoding takes longer meanwhile.
+
+    Raises:
+        SparqError: a stock library.
+    """
+
+    def __init__(self, lib: ModuleType, ctx: int | None, n_layer: int) -> None:
+        pointer = ctypes.POINTER(ctypes.c_double)
+        self._end = function(lib, "llama_sparse_measure_end", None, ctypes.c_void_p, pointer)
+        begin = function(lib, "llama_sparse_measure_begin", ctypes.c_void_p, _CTX)
+        self._mass = (ctypes.c_double * n_layer)()
+        self._handle = begin(ctx)
+
+    def end(self) -> list[float]:
+        """The means by layer; 1 where nothing ran over a selection, NaN on a GPU."""
+        self._end(self._handle, self._mass)
+        return list(self._mass)

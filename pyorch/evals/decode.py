@@ -13,17 +13,11 @@ from pyorch.evals.example import Example
 class Decoder:
     """A session that has read all of a prompt but its last token, with a method set.
 
-    reference  logits (n_forced, n_vocab) of dense attention, for tasks that compare with them
-    masses     for these tasks too: the share of the true attention that the method reads, by layer
+    reference  log-probabilities (n_forced, n_vocab) of dense attention, for tasks that compare
     """
 
-    def __init__(
-        self,
-        session: engine.Session,
-        reference: np.ndarray | None = None,
-        masses: Sequence[float] | None = None,
-    ) -> None:
-        self.session, self.reference, self.masses = session, reference, masses
+    def __init__(self, session: engine.Session, reference: np.ndarray | None = None) -> None:
+        self.session, self.reference = session, reference
 
     def answer(
         self,

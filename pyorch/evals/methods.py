@@ -10,17 +10,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from pyorch import engine, policies
 from pyorch.attention.saved import resolve
 from pyorch.attention.spec import AttentionSpec
-from pyorch.evals.recall import RecallWatch
 from pyorch.policies import Method
 from pyorch.policies.base import Policy
+from pyorch.policies.watch import Watch
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -41,6 +40,20 @@ def meaning(method: Method, model: Path) -> str:
     return str(resolve(method, model) if isinstance(method, AttentionSpec) else method)
 
 
+@dataclass(frozen=True)
+class Decoded(Generic[T]):
+    """The result of some work with a method, and the library's counters of it.
+
+    seconds: of the median token; None for a method in Python
+    masses: the share of the true attention that was read, by layer; 1 if it was not measured
+    """
+
+    result: T
+    counters: Mapping[str, int]
+    seconds: float | None
+    masses: Sequence[float]
+
+
 class Runner:
     """A model, and the sessions that the methods need. It is a context manager."""
 
@@ -56,7 +69,7 @@ class Runner:
     ) -> None:
         """
         Args:
-            recall: whether `masses` will be called.
+            recall: whether `decode` will be asked for it.
             n_gpu_layers, numa: as for `engine.load_model`.
             options: those of the sessions, but for their attention, which the methods set.
 
@@ -70,13 +83,14 @@ class Runner:
                 engine.load_model(model, n_gpu_layers=n_gpu_layers, numa=numa)
             )
             self.session = loaded.session(**dense)  # it also tokenises
-            self._watch: RecallWatch | None = None
             self._watched: engine.Session | None = None
-            if python or recall:
-                if not loaded.on_cpu:  # numpy could not read the tensors
-                    loaded = opened.enter_context(engine.load_model(model, n_gpu_layers=0))
-                self._watch = RecallWatch(keep_queries=any(p.needs_prompt for p in python))
-                self._watched = loaded.session(watch=self._watch, **dense)
+            self._measured = self.session
+            if (python or recall) and not loaded.on_cpu:  # nobody could read the tensors
+                loaded = opened.enter_context(engine.load_model(model, n_gpu_layers=0))
+                self._measured = loaded.session(**dense) if recall else self.session
+            if python:
+                watch = Watch(keep_queries=any(p.needs_prompt for p in python))
+                self._watched = loaded.session(watch=watch, **dense)
             self._read_by: dict[engine.Session, AttentionSpec] = {}
             self._opened = opened.pop_all()
 
@@ -105,8 +119,8 @@ class Runner:
             was read by the same.
         """
         sessions = [self._of(m) for m in methods]
-        if recall and self._watched is not None:
-            sessions.append(self._watched)
+        if recall:
+            sessions.append(self._measured)
         for s in dict.fromkeys(sessions):
             if self._read_by.get(s) != by:
                 engine.rewind(s, 0)
@@ -118,18 +132,26 @@ class Runner:
             engine.prefill(s, engine.align(s, tokens))
 
     def decode(
-        self, method: Method, n: int, work: Callable[[engine.Session], T]
-    ) -> tuple[T, Mapping[str, int], float | None]:
+        self,
+        method: Method,
+        n: int,
+        work: Callable[[engine.Session], T],
+        recall: bool = False,
+    ) -> Decoded[T]:
         """Do `work` after the first `n` tokens, with the method set.
 
-        Returns:
-            the result, the counters, and the seconds of the median token (None if in Python).
+        recall: measure what share of the attention is read, for which a native sparse method
+            does `work` once more, since measuring takes time.
         """
         s = self._of(method)
         engine.rewind(s, n)
-        if not isinstance(method, AttentionSpec):
+        masses = [1.0] * s.geometry.n_layer
+        if isinstance(method, Policy):
             policies.switch(s, method)
-            result = work(s)
+            if recall:
+                result, masses = engine.measure_mass(s, lambda: work(s))
+            else:
+                result = work(s)
             c = policies.counters(s)
             policies.counted_bytes(s)  # refuses if the library did not read what the method chose
             counters = {
@@ -139,29 +161,14 @@ class Runner:
                 "positions_read": c.positions,
                 "calls_sparse": c.selections,
             }
-            return result, counters, None
+            return Decoded(result, counters, None, masses)
         engine.set_attention(s, method)
         engine.reset_counters(s)
         result = work(s)
         counted = engine.info(s).counters
         seconds = round(statistics.median(s.timings.decode_s), 6) if s.timings.decode_s else None
-        return result, {name: int(counted.get(name, 0)) for name in _COUNTED}, seconds
-
-    def masses(
-        self, method: Method, n: int, work: Callable[[engine.Session], object]
-    ) -> list[float]:
-        """The share of the true attention that `work` reads with this method, by layer; it is 1
-        for a dense layer. The module `recall` says how it is found.
-        """
-        s, watch = self._watched, self._watch
-        assert s is not None and watch is not None
-        engine.rewind(s, n)
-        policies.switch(s, method)
-        found: dict[int, list[float]] = {}
-        watch.masses = found
-        try:
-            work(s)
-        finally:
-            watch.masses = None
-        layers = range(s.geometry.n_layer)
-        return [float(np.mean(found[i])) if i in found else 1.0 for i in layers]
+        if recall and method.sparse:
+            engine.rewind(self._measured, n)
+            engine.set_attention(self._measured, method)
+            _, masses = engine.measure_mass(self._measured, lambda: work(self._measured))
+        return Decoded(result, {x: int(counted.get(x, 0)) for x in _COUNTED}, seconds, masses)

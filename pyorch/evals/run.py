@@ -26,7 +26,7 @@ from pyorch import engine, native
 from pyorch.bench import records
 from pyorch.bench.records import Record
 from pyorch.errors import SparqError
-from pyorch.evals.decode import Decoder
+from pyorch.evals.decode import Decoder, log_softmax
 from pyorch.evals.example import Example, Outcome
 from pyorch.evals.methods import EXACT, Runner, meaning
 from pyorch.evals.series import Series, make
@@ -228,34 +228,33 @@ def _measure(
 ) -> Iterator[tuple[Method, Record]]:
     """Yields each method with its result, in order and as soon as it is there."""
     n = len(example.prompt) - 1
-    reference = masses = None
+    reference = None
 
     def forced(s: engine.Session) -> list[np.ndarray]:
         return list(Decoder(s).forced(example))
 
     def score(s: engine.Session) -> Outcome:
-        return task.score(Decoder(s, reference, masses), example)
+        return task.score(Decoder(s, reference), example)
 
     groups = [(EXACT, methods)]
     if task.reference:  # that of llama.cpp alone, which reads the prompt too
         own = [m for m in methods if m == OFF]
         groups = [(OFF, own), (EXACT, [m for m in methods if m != OFF])]
-        runner.read(example.prompt[:n], [OFF], bool(own), by=OFF)
-        reference = np.stack(runner.decode(OFF, n, forced)[0])
+        runner.read(example.prompt[:n], [OFF], False, by=OFF)
+        reference = log_softmax(np.stack(runner.decode(OFF, n, forced).result))
     for by, group in groups:
         if group and by == EXACT:
             runner.read(example.prompt[:n], group, task.reference, by)
         for method in group:
-            if task.reference:
-                masses = runner.masses(method, n, forced)
-            outcome, counters, seconds = runner.decode(method, n, score)
+            done = runner.decode(method, n, score, recall=task.reference)
+            more = {"mass_read": done.masses} if task.reference else {}
             yield (
                 method,
                 {
-                    "score": outcome.score,
-                    "said": outcome.said,
-                    "more": dict(outcome.more),
-                    "seconds": seconds,
-                    "counters": counters,
+                    "score": done.result.score,
+                    "said": done.result.said,
+                    "more": {**done.result.more, **more},
+                    "seconds": done.seconds,
+                    "counters": done.counters,
                 },
             )

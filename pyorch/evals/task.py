@@ -101,7 +101,7 @@ class Task:
     percent     a score is a share, shown in percent
     higher      a higher score is better
     data        the name of the data set that is downloaded, "" for a generated task
-    reference   `score` needs `Decoder.reference` and `Decoder.masses`
+    reference   `score` needs `Decoder.reference`; what share of the attention is read is measured
     """
 
     name: str

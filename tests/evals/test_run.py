@@ -20,6 +20,7 @@ from pyorch import engine, policies
 from pyorch.cli.eval import run as eval_run
 from pyorch.errors import SparqError
 from pyorch.evals import series, table
+from pyorch.evals.decode import log_softmax
 from pyorch.evals.fidelity import divergence
 from pyorch.models import cards
 
@@ -186,8 +187,8 @@ def test_divergence_against_its_definition() -> None:
         p, q = np.exp(x) / np.exp(x).sum(), np.exp(y) / np.exp(y).sum()
         kl += sum(pi * np.log(pi / qi) for pi, qi in zip(p, q, strict=True)) / 5
     agree = np.mean([x.argmax() == y.argmax() for x, y in zip(a, b, strict=True)])
-    assert divergence(a, b) == pytest.approx((kl, agree))
-    assert divergence(a, a) == (0, 1)
+    assert divergence(log_softmax(a), b) == pytest.approx((kl, agree))
+    assert divergence(log_softmax(a), a) == (0, 1)
 
 
 def test_a_sparse_row_that_ran_dense_is_refused(run_eval: Run) -> None:
@@ -457,7 +458,8 @@ def test_mass_read_is_the_share_of_softmax_over_what_was_chosen(
         example = Example("x", tokens[:301], 19, forced=tuple(tokens[301:]))
         r.read(tokens[:300], methods, True)
         found = {
-            str(m): r.masses(m, 300, lambda s: list(Decoder(s).forced(example))) for m in methods
+            str(m): r.decode(m, 300, lambda s: list(Decoder(s).forced(example)), True).masses
+            for m in methods
         }
     n_layer = 5
     assert found["off"] == found["dense"] == [1.0] * n_layer

@@ -264,6 +264,17 @@ def test_ctrl_c_waits_for_the_end_of_the_token(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.parametrize("line", ["oracle,k=20", "sparq,ratio=1/8,min_ctx=0,min_k=1"])
+def test_measuring_what_is_read_changes_nothing(demo: engine.Session, text: str, line: str) -> None:
+    """The method is asked as ever meanwhile, and after it."""
+    tokens = tokens_of(demo, text)
+    policies.switch(demo, line)
+    want = decode(demo, tokens)
+    got, masses = engine.measure_mass(demo, lambda: decode(demo, tokens))
+    assert 0 < min(masses) < max(masses) < 1
+    assert np.array_equal(got, want) and np.array_equal(decode(demo, tokens), want)
+
+
 def test_a_method_that_writes_nothing_is_refused(demo: engine.Session, text: str) -> None:
     policies.switch(demo, policies.parse("oracle,k=20"))
     engine.rewind(demo, 0)
