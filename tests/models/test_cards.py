@@ -219,6 +219,7 @@ def test_files_are_known_by_size_and_content() -> None:
         assert 0.5 < f.n_bytes / c.n_params < 1.05
         assert cards.of_file(f.n_bytes, lambda f=f: f.sha256[:16]) == c
         assert cards.of_file(f.n_bytes, lambda: "0" * 16) is None
+        assert cards.of_hash(f.sha256[:15]) is None
         assert cards.of_file(f.n_bytes + 1, lambda: pytest.fail("read")) is None
         assert (
             f.name.lower() in f"{c.repository.lower()}-{c.quant.lower()}.gguf"
