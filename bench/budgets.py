@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ from pyorch.table import markdown as table
 BENCH = "budgets"
 RATIOS = (1 / 4, 1 / 8, 1 / 12, 1 / 16, 1 / 24)
 N_BOOT = 1_000
+SEARCH_CONTEXTS = 8
 MEAN_V = "uniform, mean of V"
 LINES = ("uniform", MEAN_V, "ramp", "ramp-down", "calibrated", "top-p")
 
@@ -120,16 +120,22 @@ def run(
     todo = [case for case in cases if keys[case] not in done]
     if not todo:
         return [done[key] for key in keys.values()]
-    with engine.load(model, n_ctx=n_pos, n_threads=n_threads) as session:
+    n_sequences = max(n_contexts, SEARCH_CONTEXTS)
+    with engine.load(model, n_ctx=n_pos, n_threads=n_threads, n_sequences=n_sequences) as session:
         made = [contexts(session, text, n_contexts, n_pos, n_tokens, seed + i)
                 for i, text in enumerate(found_texts)]  # fmt: skip
         # each book in turn, in pairs: prose, and a repeated passage
         chosen = [made[i // 2 % len(made)][i] for i in range(n_contexts)]
-        results = [search.run(session, other, ratio=c.ratio, n_pos=n_pos, bar=bar) for c in todo]
+        results = [
+            search.run(
+                session, other, ratio=c.ratio, n_pos=n_pos, n_contexts=SEARCH_CONTEXTS, bar=bar
+            )
+            for c in todo
+        ]
         work = {**asdict(cases[0]), "ratio": 0, "n_contexts": 0, "stamp": stamp}
         partial = paths.cache() / "calibrated" / f"{_hash(repr(work))}.jsonl"
-        with closing(Meter(session, chosen, partial)) as meter:  # an interrupted run continues
-            samples = _measured(meter, [specs(result) for result in results])
+        meter = Meter(session, chosen, partial)  # an interrupted run continues
+        samples = _measured(meter, [specs(result) for result in results])
         for case, result, found in zip(todo, results, samples, strict=True):
             about = {"model_name": model.name, "calibration": result, "env": env}
             rec = records.record(BENCH, asdict(case), stamp, samples=found, **about)

@@ -11,6 +11,7 @@ MAX_DIMS = 4  # GGML_MAX_DIMS
 MAX_SRC = 10  # GGML_MAX_SRC
 MAX_NAME = 64  # GGML_MAX_NAME, with the byte that ends it
 MAX_THREADS = 512  # GGML_MAX_N_THREADS, which ggml does not check
+MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ, of one context
 NUMA = {"distribute": 1, "isolate": 2, "numactl": 3}  # ggml_numa_strategy
 ROPE_SCALING = {"none": 0, "linear": 1, "yarn": 2}  # llama_rope_scaling_type
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from pyorch.text import human_time
+
 if TYPE_CHECKING:
     import rich.progress
 
@@ -35,20 +37,28 @@ def progress_bar(
     Args:
         label: the name of the work, such as `downloading`.
         of_bytes: bytes are counted, and their speed is shown.
-        off_terminal: receives `downloading: 25 of 100` at each quarter if stderr is not a terminal.
+        off_terminal: receives `downloading: 25 %, 3 min left` at each quarter if stderr is not a
+            terminal. The time is that of what was done since the first report, so what an earlier
+            run did does not count.
     """
     shown_bar = _bar(of_bytes)
     console = shown_bar.console
     task, started, shown, quarter = shown_bar.add_task(label), time.monotonic(), False, 0
+    first: tuple[float, int] | None = None
 
     def update(done: int, total: int) -> None:
-        nonlocal shown, quarter
-        slow = time.monotonic() - started > AFTER_S
+        nonlocal shown, quarter, first
+        now = time.monotonic()
+        slow, first = now - started > AFTER_S, first or (now, done)
         shown_bar.update(task, completed=done, total=total)
         if not console.is_terminal:
             if off_terminal and slow and done * 4 // max(total, 1) > quarter:
                 quarter = done * 4 // total
-                off_terminal(f"{label}: {done} of {total}")
+                line = f"{label}: {100 * done // total} %"
+                if first[1] < done < total:
+                    left = (now - first[0]) * (total - done) / (done - first[1])
+                    line += f", {human_time(left)} left"
+                off_terminal(line)
         elif not shown and slow and done < total:
             shown_bar.start()
             shown = True

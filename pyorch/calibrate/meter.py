@@ -1,35 +1,29 @@
 """Measures attention settings on real decode steps of real text: KL to dense, and bytes.
 
-A context is read densely; the tokens after it are decoded one by one, as in the text. Half of the
-contexts are prose, half repeat a passage of themselves: these need retrieval, which prose seldom
-does.
+A context is read densely; the tokens after it are decoded one by one, as in the text, in all
+contexts side by side. Half of the contexts are prose, half repeat a passage of themselves: these
+need retrieval, which prose seldom does.
 """
 
 from __future__ import annotations
 
-import fcntl
-import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, cast
 
 import numpy as np
 
-from pyorch import engine, paths
-from pyorch.attention.bytes import cache_bytes
+from pyorch import engine
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import records
 from pyorch.engine import Session
 from pyorch.errors import SparqError
 from pyorch.evals.decode import log_softmax
-from pyorch.evals.fidelity import divergence
-from pyorch.models.new_file import check_space
 from pyorch.progress import Progress
 
 N_CUE = 24  # tokens of a repeated passage before those that are decoded
+PROMPT = 0.5  # the time of reading a token of a prompt over that of decoding one, roughly
 
 
 @dataclass(frozen=True)
@@ -76,7 +70,10 @@ def contexts(
 
 @dataclass(frozen=True)
 class Measured:
-    """Means over the decoded tokens of each context. share: the bytes read over those of dense."""
+    """Means over the decoded tokens of each context.
+
+    share: the bytes read over those of dense, in all the contexts that were decoded together.
+    """
 
     kl: np.ndarray
     share: np.ndarray
@@ -93,77 +90,62 @@ class _Measurement(TypedDict):
     share: float
 
 
-@contextmanager
-def _folder(n_bytes: int) -> Iterator[Path]:
-    """A new folder in the cache for prefills of that size, which is deleted at the end.
-
-    As long as it is used it is locked; those that are not, of killed processes, are deleted first.
-
-    Raises:
-        SparqError: there is not enough room.
-    """
-    root = paths.cache() / "prefills"
-    with paths.locked(root, lambda _: None):
-        for old in [f for f in root.iterdir() if f.is_dir()]:
-            with (old / "lock").open("w") as lock:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    continue
-                shutil.rmtree(old, ignore_errors=True)
-        check_space(
-            root,
-            n_bytes,
-            "the cache of all contexts",
-            "make room, use fewer --contexts, or set SPARQ_CACHE to a folder on another disk",
-        )
-        folder = Path(tempfile.mkdtemp(dir=root))
-        lock = (folder / "lock").open("w")
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        lock.close()
-
-
 class Meter:
     """Measures KL and bytes of settings by context, and each only once, even over restarts.
 
-    file: JSON lines of all measurements; None keeps none. Prefills are kept in files as long as
-    the meter lives, so each context is read only once.
+    The contexts are sequences of one session, decoded together; each is read once. `work` is what
+    has been asked for so far, whether it was known or not: decoded tokens, and those of prompts,
+    which take less time, at `PROMPT` each.
+
+    file: JSON lines of all measurements; None keeps none.
     """
 
     def __init__(
         self, session: Session, contexts: Sequence[Context], file: Path | None = None
     ) -> None:
         """Raises:
-        SparqError: there is not enough room for the prefills.
+        SparqError: the session has fewer sequences.
         """
+        if session.n_sequences < len(contexts):
+            raise SparqError(f"{len(contexts)} contexts need as many sequences of a session")
         self.session, self.contexts, self.file = session, contexts, file
         self.layers: list[int] = []  # those that can be sparse, known after the first measurement
         self._known: dict[tuple[AttentionSpec, int], _Measurement] = {}
         for r in records.load_all(file) if file else []:
             known = cast(_Measurement, r)
             self._known[parse_spec(known["spec"]), known["context"]] = known
-        size = cache_bytes(session.geometry, 1, *session.types)
-        self._opened = ExitStack()
-        room = size * sum(len(c.prompt) for c in contexts)
-        self._folder = self._opened.enter_context(_folder(room))
-        self._dense: dict[int, np.ndarray] = {}
+        self._dense: list[_Dense] = []  # of each decoded token, over all contexts
+        self.work = 0.0
 
-    def close(self) -> None:
-        self._opened.close()
+    @property
+    def n_tokens(self) -> int:
+        return len(self.contexts[0].rest)
+
+    @property
+    def reading(self) -> float:
+        """The work of reading all contexts, with the dense decoding that all are compared with."""
+        return sum(PROMPT * len(c.prompt) + len(c.rest) for c in self.contexts)
 
     def measure(
         self, specs: Sequence[AttentionSpec], which: Sequence[int], progress: Progress
     ) -> list[Measured]:
-        """Measure each of `specs` in the contexts `which`."""
+        """Measure each of `specs` in the contexts `which`.
+
+        Args:
+            progress: called with the work (done, total) of this call, once something is decoded.
+        """
         different = dict.fromkeys(specs)  # two of them may be equal
-        todo = [(c, s) for c in which for s in different if (s, c) not in self._known]
-        for n, (context, spec) in enumerate(todo):
-            self._known[spec, context] = self._run(context, spec)
-            progress(n + 1, len(todo))
+        todo = {s: [c for c in which if (s, c) not in self._known] for s in different}
+        todo = {s: cs for s, cs in todo.items() if cs}
+        begun, size = self.work, len(which) * self.n_tokens
+        total = size * len(different) + (self.reading if todo and not self._dense else 0)
+        self.work += size * (len(different) - len(todo))
+        for spec, contexts in todo.items():
+            if not self._dense:
+                self._begin(lambda: progress(round(self.work - begun), round(total)))
+            self._run(spec, contexts)
+            self.work += size
+            progress(round(self.work - begun), round(total))
         rows = [[self._known[s, c] for c in which] for s in specs]
         self.layers = rows[0][0]["layers"]
         return [
@@ -171,52 +153,76 @@ class Meter:
             for row in rows
         ]
 
-    def _run(self, context: int, spec: AttentionSpec) -> _Measurement:
-        session = self.session
-        if context not in self._dense:
-            self._begin(context)
-            self._dense[context] = self._decode(context, AttentionSpec("off"))
-        self._begin(context)
-        got = self._decode(context, spec)
-        info = engine.info(session)
+    def _begin(self, progress: Callable[[], None]) -> None:
+        """Read all contexts, and keep what dense attention predicts for the tokens after them."""
+        begun = self.work
+
+        def on_batch(done: int, _: int) -> None:
+            self.work = begun + PROMPT * done
+            progress()
+
+        engine.set_attention(self.session, AttentionSpec("off"))
+        prompts = [c.prompt[:-1] for c in self.contexts]
+        engine.prefill_each(self.session, prompts, on_batch)
+        self._dense = [_Dense.of(x) for x in self._decode(range(len(self.contexts)))]
+        self.work = begun + self.reading
+
+    def _run(self, spec: AttentionSpec, which: Sequence[int]) -> None:
+        engine.set_attention(self.session, spec)
+        engine.reset_counters(self.session)
+        steps = zip(self._dense, self._decode(which), strict=True)
+        kl = np.mean([dense.divergence(x, which) for dense, x in steps], axis=0)
+        info = engine.info(self.session)
         if not info.counter("bytes_dense"):
             raise SparqError(
                 f"no layer of this model can be sparse: {'; '.join(info.dense_reasons)}"
             )
-        rec: _Measurement = {
-            "schema": records.SCHEMA,
-            "spec": str(spec),
-            "context": context,
-            "layers": [x["il"] for x in info.layers if x["state"] == "sparse"],
-            "kl": divergence(log_softmax(self._dense[context]), got)[0],
-            "share": info.counter("bytes_read") / info.counter("bytes_dense"),
-        }
-        if self.file:
-            records.append(self.file, rec)
-        return rec
+        layers = [x["il"] for x in info.layers if x["state"] == "sparse"]
+        share = info.counter("bytes_read") / info.counter("bytes_dense")
+        for context, x in zip(which, kl, strict=True):
+            rec: _Measurement = {
+                "schema": records.SCHEMA,
+                "spec": str(spec),
+                "context": context,
+                "layers": layers,
+                "kl": float(x),
+                "share": share,
+            }
+            self._known[spec, context] = rec
+            if self.file:
+                records.append(self.file, rec)
 
-    def _begin(self, context: int) -> None:
-        """Bring the cache to its state after all of the prompt but its last token."""
-        prompt = self.contexts[context].prompt
-        if self.session.tokens[: len(prompt) - 1] == prompt[:-1]:
-            engine.rewind(self.session, len(prompt) - 1)
-            return
-        state = self._folder / str(context)
-        engine.set_attention(self.session, AttentionSpec("off"))
-        if state.exists():
-            engine.load_state(self.session, state)
-            return
-        engine.rewind(self.session, 0)
-        engine.prefill(self.session, prompt[:-1])
-        engine.save_state(self.session, state)
+    def _decode(self, which: Sequence[int]) -> Iterator[np.ndarray]:
+        """Yields the logits (len(which), n_vocab) of each token after the prompts."""
+        rows = [[self.contexts[c].prompt[-1], *self.contexts[c].rest[:-1]] for c in which]
+        for step in zip(*rows, strict=True):
+            yield engine.decode_each(self.session, dict(zip(which, step, strict=True)))
+        engine.rewind_each(self.session, len(self.contexts[0].prompt) - 1, which)
 
-    def _decode(self, context: int, spec: AttentionSpec) -> np.ndarray:
-        """The logits (n_tokens, n_vocab) of the tokens after the prompt."""
-        c = self.contexts[context]
-        engine.set_attention(self.session, spec)
-        engine.reset_counters(self.session)
-        out = []
-        for token in [c.prompt[-1], *c.rest[:-1]]:
-            engine.decode(self.session, token)
-            out.append(engine.logits(self.session))
-        return np.array(out)
+
+@dataclass(frozen=True)
+class _Dense:
+    """What dense attention predicts for one token of each context.
+
+    p (n_context, n_vocab) float32; negentropy (n_context,), the sum of p log p.
+    """
+
+    p: np.ndarray
+    negentropy: np.ndarray
+
+    @classmethod
+    def of(cls, logits: np.ndarray) -> _Dense:
+        log_p = log_softmax(logits)
+        p = np.exp(log_p)
+        return cls(p.astype(np.float32), (p * log_p).sum(-1))
+
+    def divergence(self, logits: np.ndarray, which: Sequence[int]) -> np.ndarray:
+        """KL(dense || softmax(logits)) in nats (len(which),), of the contexts `which`.
+
+        log softmax is x - log sum exp x, so one exponential per logit is enough. Terms are in
+        single precision, whose rounding is that of the logits themselves; sums are in double.
+        """
+        at, x = list(which), logits - logits.max(-1, keepdims=True)
+        log_sum = np.log(np.exp(x).sum(-1, dtype=np.float64))
+        cross = (self.p[at] * x).sum(-1, dtype=np.float64)
+        return np.asarray(self.negentropy[at] - cross + log_sum)

@@ -30,7 +30,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +42,7 @@ from pyorch.attention.spec import AttentionSpec, LayerK, join_layers
 from pyorch.calibrate.meter import Measured, Meter, contexts
 from pyorch.engine import Session
 from pyorch.evals.texts import read_texts
-from pyorch.progress import Progress
+from pyorch.progress import Progress, silent
 
 STEPS = (4.0, 2.0, 1.4)  # k of a layer is multiplied and divided by these; its rank by at most 2
 STEPS_P = (2.0, 1.4)  # the steps with top_p
@@ -130,7 +130,7 @@ class Search:
     n_pos: int
     head_dim: int
     share: float
-    progress: Progress = field(default=lambda done, total: None)
+    progress: Progress = silent
 
     def measure(
         self, points: Sequence[Point], which: Sequence[int] = ()
@@ -154,7 +154,7 @@ class Search:
         x, tried = 1.0, []
         for _ in range(5 if at else 0):
             (m,) = self.meter.measure(
-                [p.scaled(x, LEAST_K / self.n_pos).spec], which, lambda *_: None
+                [p.scaled(x, LEAST_K / self.n_pos).spec], which, self.progress
             )
             tried.append((x, float(m.share.mean())))
             missing = self.share - tried[-1][1]
@@ -169,8 +169,9 @@ class Search:
 
     def round(self, p: Point, step: float, half: int) -> Point:
         """Steps 1 to 4 of the module's text; `half` (0 or 1) of the contexts proposes the step."""
-        which = [c for c in range(self.n_contexts) if c // 2 % 2 == half]
-        full = self._step(p, step, which or range(self.n_contexts))
+        cut = self.n_contexts // 4 * 2  # neighbours are decoded together
+        which = range(cut, self.n_contexts) if half or not cut else range(cut)
+        full = self._step(p, step, which)
         between = np.where(full.k < 1, np.minimum(np.sqrt(p.k * full.k), 0.999), 1)
         points = [full, replace(full, k=between), replace(full, rank=p.rank)]
         if (full.k > 0.5).any():  # a dense layer needs no scores: a leap that small steps miss
@@ -243,6 +244,7 @@ def run(
 
     Args:
         n_pos: positions that the last decoded token sees.
+        session: with `n_contexts` sequences or more, each of `n_pos` positions.
         n_contexts: an even number, preferably a multiple of 4.
 
     Raises:
@@ -264,10 +266,8 @@ def run(
     key = hashlib.sha256(repr((model, {**about, "ratio": 0})).encode()).hexdigest()[:16]
     file = paths.cache() / "calibrated" / f"{key}.jsonl"
     meter = Meter(session, contexts(session, text, n_contexts, n_pos, n_tokens, seed), file)
-    try:
-        best, best_p, candidates = _compared(session, meter, base, n_pos, n_contexts, bar)
-    finally:
-        meter.close()
+    with bar("calibrating") as progress:
+        best, best_p, candidates = _compared(session, meter, base, n_pos, n_contexts, progress)
     return {
         **about,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -280,24 +280,61 @@ def run(
     }
 
 
+class _Whole:
+    """The progress of a whole search, by the work of its meter.
+
+    How often `fit` has to measure is not known beforehand, so each stage has an estimate of its
+    work, and ends there whatever it took.
+    """
+
+    def __init__(self, meter: Meter, n_layer: int, progress: Progress) -> None:
+        self.meter, self.n_layer, self.progress = meter, n_layer, progress
+        self.stage, self.begun = 0, 0.0
+
+    def next(self) -> None:
+        """A stage ended."""
+        self.stage, self.begun = self.stage + 1, self.meter.work
+
+    def __call__(self, *_: int) -> None:
+        ends = np.cumsum(self._stages())
+        start = ends[self.stage - 1] if self.stage else 0
+        done = min(start + self.meter.work - self.begun, ends[self.stage])
+        self.progress(round(done), round(ends[-1]))
+
+    def _stages(self) -> list[float]:
+        """The work of each stage: of half of the contexts for each change of a layer, then of all,
+        more often with `top_p`, whose bytes are those of all contexts."""
+        full = len(self.meter.contexts) * self.meter.n_tokens
+        changes = 2 * (len(self.meter.layers) or self.n_layer)
+        out = [self.meter.reading + 4 * full]
+        out += [full * (changes + 15)] * 2 * len(STEPS)
+        return out + [full * (changes + 35)] * len(STEPS_P)
+
+
 def _compared(
-    session: Session, meter: Meter, base: AttentionSpec, n_pos: int, n_contexts: int, bar: Bar
+    session: Session,
+    meter: Meter,
+    base: AttentionSpec,
+    n_pos: int,
+    n_contexts: int,
+    progress: Progress,
 ) -> tuple[Candidate, Candidate, list[Candidate]]:
     """Search at the bytes of `base`. Returns the best candidate without `top_p`, the best with or
     without it, and all candidates."""
-    with bar("uniform") as progress:
-        (m,) = meter.measure([base], range(n_contexts), progress)
+    whole = _Whole(meter, session.geometry.n_layer, progress)
+    (m,) = meter.measure([base], range(n_contexts), whole)
     head_dim = session.geometry.head_dim_k
-    search = Search(meter, n_contexts, n_pos, head_dim, float(m.share.mean()))
+    search = Search(meter, n_contexts, n_pos, head_dim, float(m.share.mean()), whole)
     points = {n: search.fit(p) for n, p in _usual(session, base, n_pos, meter).items()}
+    whole.next()
     for name in ("uniform", OTHER_MEAN_V):
-        points |= _rounds(search, points[name], STEPS, bar)
+        points |= _rounds(search, points[name], STEPS, whole)
     candidates = _measured(meter, points, n_contexts)
     candidates[0] = replace(candidates[0], spec=base)  # the same up to rounding
     best = _least(candidates)
     p = points[best.name]
     points = {"top-p": search.fit(replace(p, base=replace(p.base, top_p=FIRST_P)))}
-    points |= _rounds(search, points["top-p"], STEPS_P, bar)
+    points |= _rounds(search, points["top-p"], STEPS_P, whole)
     with_p = _measured(meter, points, n_contexts)
     return best, _least([candidates[0], best, *with_p]), [*candidates, *with_p]
 
@@ -318,12 +355,12 @@ def _usual(session: Session, base: AttentionSpec, n_pos: int, meter: Meter) -> d
     return {"uniform": uniform, OTHER_MEAN_V: other, "ramp": ramp, "ramp-down": ramp_down}
 
 
-def _rounds(search: Search, p: Point, steps: Sequence[float], bar: Bar) -> dict[str, Point]:
+def _rounds(search: Search, p: Point, steps: Sequence[float], whole: _Whole) -> dict[str, Point]:
     out = {}
     name = "top-p" if p.base.top_p else f"mean_v={p.base.mean_v}"
     for i, step in enumerate(steps):
-        with bar(f"{name}, round {i + 1} of {len(steps)}") as progress:
-            p = replace(search, progress=progress).round(p, step, i % 2)
+        p = search.round(p, step, i % 2)
+        whole.next()
         out[f"{name}, round {i + 1}"] = p
     return out
 

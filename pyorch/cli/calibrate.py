@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -17,11 +17,9 @@ from pyorch.cli.loading import model_path, open_session, ready, session_options
 from pyorch.cli.terminal import note, print_json
 from pyorch.cli.types import Name, Number, Ratio
 from pyorch.errors import SparqError
+from pyorch.ggml import MAX_SEQUENCES
 from pyorch.models.gguf_file import read_gguf
-from pyorch.progress import progress_bar
-
-if TYPE_CHECKING:
-    from pyorch.engine import Session
+from pyorch.progress import progress_bar, say
 
 WIDTH = 40  # characters of the widest bar
 SIZES = ((0.1e9, 8, 64), (1e9, 8, 16), (float("inf"), 4, 16))  # bytes of a model: contexts, tokens
@@ -59,7 +57,7 @@ class SearchOptions:
     )
     contexts: int | None = option(
         "--contexts",
-        type=Number(int, 2, 1000),
+        type=Number(int, 2, MAX_SEQUENCES),
         help="Contexts to decode in.  [default: 8; 4 for a model of 1 GB and more]",
     )
     tokens: int | None = option(
@@ -112,31 +110,26 @@ def command(
         context, load = replace(context, ctx=n_pos), opt.LoadOptions(cache=cache, numa=wanted.numa)
         path = ready(model.model, model.yes, session_options(None, context, load))
         named = replace(model, model=str(path))
-        with open_session(named, None, context, load) as session:
-            result = _measure(session, text, n_pos, wanted)
+        n_contexts, n_tokens = sizes(path)
+        n_contexts, n_tokens = wanted.contexts or n_contexts, wanted.tokens or n_tokens
+        with open_session(named, None, context, load, n_contexts) as session:
+            result = search.run(
+                session,
+                text,
+                ratio=wanted.ratio,
+                shadow=wanted.shadow,
+                n_pos=n_pos,
+                n_contexts=n_contexts,
+                n_tokens=n_tokens,
+                seed=wanted.seed,
+                bar=partial(progress_bar, off_terminal=say),
+            )
         note(f"kept in {saved.save(path, result)}", "dim")
     result = saved.find(path, wanted.ratio, wanted.shadow)
     if as_json:
         print_json(result)
     else:
         _print(result)
-
-
-def _measure(session: Session, text: str, n_pos: int, wanted: SearchOptions) -> saved.Result:
-    from pyorch.calibrate import search
-
-    n_contexts, n_tokens = sizes(session.path)
-    return search.run(
-        session,
-        text,
-        ratio=wanted.ratio,
-        shadow=wanted.shadow,
-        n_pos=n_pos,
-        n_contexts=wanted.contexts or n_contexts,
-        n_tokens=wanted.tokens or n_tokens,
-        seed=wanted.seed,
-        bar=progress_bar,
-    )
 
 
 def sizes(path: Path) -> tuple[int, int]:

@@ -105,7 +105,10 @@ def first_ratio(card: str) -> str:
 
 
 def session_options(
-    attention: AttentionSpec | None, context: ContextOptions, load: LoadOptions
+    attention: AttentionSpec | None,
+    context: ContextOptions,
+    load: LoadOptions,
+    n_sequences: int = 1,
 ) -> SessionOptions:
     """The options of a session, in the engine's form."""
     return {
@@ -115,6 +118,7 @@ def session_options(
         "type_v": load.cache.cache_type_v,
         "attention": attention,
         "rope": load.rope.settings(),
+        "n_sequences": n_sequences,
     }
 
 
@@ -123,11 +127,12 @@ def open_session(
     attention: AttentionSpec | None,
     context: ContextOptions,
     load: LoadOptions,
+    n_sequences: int = 1,
 ) -> Session:
     """Load the model that the options name, with a bar if it takes long."""
     from pyorch import engine
 
-    options = session_options(attention, context, load)
+    options = session_options(attention, context, load, n_sequences)
     path = ready(model.model, model.yes, options)
     if attention is None and (card := _card(model.model, path)):
         note(f"attention is exact; for {card} try --ratio {first_ratio(card)}", "dim")

@@ -2,7 +2,7 @@
 
 The command line, the server, the evaluations and the benchmarks share these functions, and none of
 them adds to the mathematics. A session is one sequence of tokens; `session.tokens` are those whose
-K and V are in its cache.
+K and V are in its cache. (`parallel` decodes several sequences together.)
 
     with load("model.gguf", n_ctx=8192, attention="sparq,ratio=1/8") as s:
         for piece in generate(s, "Once upon a time", max_tokens=64):
@@ -22,6 +22,7 @@ from pyorch.engine.generation import Piece, generate
 from pyorch.engine.library import library
 from pyorch.engine.loading import load, load_model
 from pyorch.engine.model import Model, Session, Timings, Watch
+from pyorch.engine.parallel import decode_each, prefill_each, rewind_each
 from pyorch.engine.sampling import Sampler, Sampling
 from pyorch.engine.settings import (
     DEFAULT_CTX,
@@ -55,6 +56,7 @@ __all__ = [
     "cache_type",
     "checked_ctx",
     "decode",
+    "decode_each",
     "detokenize",
     "generate",
     "info",
@@ -66,8 +68,10 @@ __all__ = [
     "logits",
     "measure_mass",
     "prefill",
+    "prefill_each",
     "reset_counters",
     "rewind",
+    "rewind_each",
     "save_state",
     "seal",
     "set_attention",

@@ -27,7 +27,7 @@ def set_attention(session: Session, spec: AttentionSpec | str) -> None:
             the library refuses them.
     """
     spec = fitted(spec, session.path, session.geometry)
-    shadow = shadow_bytes(session.geometry, session.n_ctx, spec)
+    shadow = session.n_sequences * shadow_bytes(session.geometry, session.n_ctx, spec)
     if shadow and sparse.is_ours(session.lib):
         check_shadow(session.path, shadow - info(session).shadow_bytes)
     sparse.set_spec(session.lib, session.ctx, spec)

@@ -43,7 +43,7 @@ def _decode_tokens(
     is_prompt = len(tokens) > 1
     with (
         session.library.call() as call,
-        _abortable(session, call, should_stop) if is_prompt else nullcontext(),
+        abortable(session, call, should_stop) if is_prompt else nullcontext(),
     ):
         code = session.lib.llama_decode(session.ctx, batch)
         if code == 0:
@@ -61,8 +61,8 @@ def _decode_tokens(
 
 
 @contextmanager
-def _abortable(
-    session: Session, call: Call, should_stop: Callable[[], bool] | None
+def abortable(
+    session: Session, call: Call, should_stop: Callable[[], bool] | None = None
 ) -> Iterator[None]:
     """Ctrl-C and `should_stop` end llama_decode after the node at hand, on the CPU only.
 

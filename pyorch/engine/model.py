@@ -119,7 +119,8 @@ class Session:
         self.ctx: int | None = self._context(settings)  # None once it is closed
         model._sessions.add(self)
         self.memory = self.lib.llama_get_memory(self.ctx)
-        self.n_ctx: int = self.lib.llama_n_ctx(self.ctx)
+        self.n_sequences = settings.n_sequences
+        self.n_ctx: int = self.lib.llama_n_ctx_seq(self.ctx)  # of each sequence
         self.n_batch: int = self.lib.llama_n_batch(self.ctx)
         try:
             if watch is not None:

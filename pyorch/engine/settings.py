@@ -115,6 +115,7 @@ class SessionOptions(TypedDict, total=False):
     attention       settings, or their text; None takes llama.cpp's own. SPARQ_ATTN is for other
                     programs and is ignored here
     rope            other rotations than the model's own, for longer contexts
+    n_sequences     sequences that `parallel` decodes together, each with `n_ctx` positions
     """
 
     n_ctx: int | None
@@ -125,6 +126,7 @@ class SessionOptions(TypedDict, total=False):
     flash_attn: bool
     attention: AttentionSpec | str | None
     rope: Rope | None
+    n_sequences: int
 
 
 @dataclass(frozen=True)
@@ -139,11 +141,13 @@ class Settings:
     flash_attn: bool
     attention: AttentionSpec | None
     rope: Rope
+    n_sequences: int
 
     def params(self, lib: ModuleType) -> ctypes.Structure:
         """A new `llama_context_params` with these settings."""
         params: ctypes.Structure = lib.llama_context_default_params()
-        params.n_ctx = self.n_ctx
+        params.n_ctx, params.n_seq_max = self.n_ctx * self.n_sequences, self.n_sequences
+        params.kv_unified = False  # each sequence reads its own cache only
         params.n_batch = params.n_ubatch = self.n_batch
         params.n_threads = params.n_threads_batch = self.n_threads
         params.flash_attn_type = int(self.flash_attn)
@@ -165,6 +169,7 @@ def checked(
     flash_attn: bool = True,
     attention: AttentionSpec | str | None = None,
     rope: Rope | None = None,
+    n_sequences: int = 1,
 ) -> Settings:
     """The settings of a context for this model, from those that `SessionOptions` explains.
 
@@ -179,9 +184,10 @@ def checked(
     types = cache_type(type_k), cache_type(type_v)
     spec = fitted(attention, file.path, geo) if attention is not None else None
     shadow = shadow_bytes(geo, n_ctx, spec) if spec is not None else 0
-    check_memory(file, cache_bytes(geo, n_ctx, *types), shadow)
+    check_memory(file, n_sequences * cache_bytes(geo, n_ctx, *types), n_sequences * shadow)
     n_threads = min(n_threads or usable_cores(), MAX_THREADS)
-    return Settings(n_ctx, n_threads, min(n_batch, n_ctx), types, flash_attn, spec, rope)
+    n_batch = min(n_batch, n_ctx)
+    return Settings(n_ctx, n_threads, n_batch, types, flash_attn, spec, rope, n_sequences)
 
 
 def fitted(attention: AttentionSpec | str, model: Path, geo: Geometry) -> AttentionSpec:

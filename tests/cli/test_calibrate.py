@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -16,13 +18,18 @@ from click.testing import CliRunner
 
 from pyorch import engine, paths
 from pyorch.attention import saved
+from pyorch.attention.bytes import cache_bytes
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.calibrate import meter, search
 from pyorch.cli import calibrate as command
 from pyorch.errors import SparqError
+from pyorch.models.geometry import geometry
+from pyorch.models.gguf_file import read_gguf
 
 if TYPE_CHECKING:
     from conftest import Run
+
+    from pyorch.progress import Progress
 
 FOUND = {"mean_v": "on", "k_layers": "10%:dense", "rank_layers": "8:4", "min_k": 30}
 RESULT = {
@@ -37,7 +44,7 @@ RESULT = {
 @pytest.fixture
 def model(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the tiny model, and a cache folder of its own for results."""
-    for module in (saved, search, meter):  # not that of the library
+    for module in (saved, search):  # not that of the library
         here = SimpleNamespace(cache=lambda: tmp_path / "cache", locked=paths.locked)
         monkeypatch.setattr(module, "paths", here)
     return Path(shutil.copy(tiny, tmp_path / "m.gguf"))
@@ -153,7 +160,7 @@ def test_with_top_p_the_bytes_that_were_read_count() -> None:
 def test_half_of_the_contexts_propose_and_all_decide() -> None:
     s, p = formula_search(0.125)
     s = replace(s, n_contexts=8)
-    for half, which in enumerate(([0, 1, 4, 5], [2, 3, 6, 7])):
+    for half, which in enumerate(([0, 1, 2, 3], [4, 5, 6, 7])):
         seen = s.meter.seen  # type: ignore[attr-defined]
         seen.clear()
         s.round(p, 2.0, half)
@@ -187,7 +194,7 @@ def test_a_shared_setting_changes_for_more_than_chance(monkeypatch: pytest.Monke
 def test_points_cost_the_same(model: Path) -> None:
     """As the library counts: whatever the weights of the layers and the mean of V."""
     text = "".join(np.random.default_rng(0).choice(list("abcdefgh "), 2000))
-    with engine.load(model, n_ctx=512, n_threads=1) as session:
+    with engine.load(model, n_ctx=512, n_threads=1, n_sequences=2) as session:
         m = meter.Meter(session, meter.contexts(session, text, 2, 512, 4))
         base = AttentionSpec("sparq", ratio=1 / 4, min_ctx=0, min_k=1)
         (uniform,) = m.measure([base], [0, 1], lambda *_: None)
@@ -200,7 +207,6 @@ def test_points_cost_the_same(model: Path) -> None:
             assert s.measure([s.fit(p)])[1][0] == pytest.approx(share, rel=0.005)
         dense = s.fit(search.Point(np.array([1.0, *k[1:]]), np.full(n, 2), base))
         assert str(dense.spec.k_layers[0]) == "dense"
-        m.close()
 
 
 def test_contexts_repeat_themselves(tiny: Path) -> None:
@@ -238,12 +244,11 @@ def test_meter_measures_what_one_session_alone_gives(tiny: Path) -> None:
             dense = info.counter("bytes_dense")
             return np.array(rows), info.counter("bytes_read") / dense if dense else 1.0
 
-    with engine.load(tiny, n_ctx=512, n_threads=1) as session:
+    with engine.load(tiny, n_ctx=512, n_threads=1, n_sequences=2) as session:
         made = meter.contexts(session, text, 2, 512, 3)
         m = meter.Meter(session, made)
         got = m.measure([parse_spec(s) for s in specs], [1, 0], lambda *_: None)
         again = m.measure([parse_spec(specs[0])], [0, 1], lambda *_: None)[0]
-        m.close()
     assert got[0].kl.tolist() == again.kl.tolist()[::-1], "in the order asked for"
     for spec, measured in zip(specs, got, strict=True):
         for c, kl, share in zip((1, 0), measured.kl, measured.share, strict=True):
@@ -253,35 +258,69 @@ def test_meter_measures_what_one_session_alone_gives(tiny: Path) -> None:
             assert share == pytest.approx(bytes_read) and share < 0.6
 
 
-def test_prefills_are_kept_where_there_is_room_and_not_for_ever(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_contexts_are_decoded_together_and_sparse(tiny: Path) -> None:
+    """One llama_decode per token for all of them, of which every layer counts a sparse call; an
+    earlier search in the session changes nothing."""
+    text = "".join(np.random.default_rng(0).choice(list("abcdefgh "), 3000))
+    spec = parse_spec("sparq,ratio=1/8,min_ctx=0,min_k=1")
+    found, shown = [], []
+    with engine.load(tiny, n_ctx=512, n_threads=1, n_sequences=4) as session:
+        made = meter.contexts(session, text, 4, 512, 3)
+        for _ in range(2):
+            m = meter.Meter(session, made)
+            found.append(m.measure([spec], range(4), lambda *x: shown.append(x))[0])
+            info = engine.info(session)
+            assert info.counter("steps") == 4 * 3 and info.sparse_share == 1
+        m.measure([spec], [1, 2], lambda *x: shown.append(x))
+        assert engine.info(session).counter("steps") == 4 * 3, "known"
+        with pytest.raises(SparqError, match="5 contexts need as many sequences"):
+            meter.Meter(session, [*made, made[0]])
+    assert found[0].kl == pytest.approx(found[1].kl, abs=1e-6) and (found[0].kl > 1e-4).all()
+    assert m.work == m.reading + 6 * 3, "what is known is counted too"
+    done, totals = zip(*shown, strict=True)
+    assert set(totals) == {round(m.reading) + 4 * 3}
+    assert list(done[: len(done) // 2]) == sorted(set(done)), "prompts are seen to be read"
+
+
+def test_the_caches_of_all_contexts_have_to_fit(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    file = read_gguf(tiny)
+    weights = sum(t.n_bytes for t in file.tensors)
+    f16 = engine.cache_type("f16")
+    monkeypatch.setenv(
+        "SPARQ_MEMORY_LIMIT", str(weights + 3 * cache_bytes(geometry(file), 512, f16, f16))
+    )
+    engine.load(tiny, n_ctx=512, n_threads=1, n_sequences=3).close()
+    with pytest.raises(SparqError, match="for the cache"):
+        engine.load(tiny, n_ctx=512, n_threads=1, n_sequences=4)
+
+
+def test_the_progress_of_a_search_is_one(model: Path) -> None:
+    """It grows from reading the contexts to the end, towards a total that is known from the first
+    measurement on; an interrupted search goes on from where it was."""
     text = "".join(np.random.default_rng(0).choice(list("abcdefgh "), 2000))
-    root = tmp_path / "cache" / "prefills"
+    shown: list[tuple[int, int]] = []
+    labels = []
 
-    def folders() -> list[Path]:
-        return [f for f in root.iterdir() if f.is_dir()]
+    @contextmanager
+    def bar(label: str) -> Iterator[Progress]:
+        labels.append(label)
+        yield lambda *x: shown.append(x)
 
-    with engine.load(model, n_ctx=512, n_threads=1) as session:
-        made = meter.contexts(session, text, 2, 512, 4)
-        (root / "of a killed process").mkdir(parents=True)
-        one, two = meter.Meter(session, made), meter.Meter(session, made)
-        assert len(folders()) == 2, "that of a process that runs is kept"
-        one.measure([AttentionSpec("sparq", ratio=1 / 4, min_ctx=0)], [0, 1], lambda *_: None)
-        used = sum(f.stat().st_size for f in folders()[0].parent.rglob("*") if f.is_file())
-        one.close()
-        two.close()
-        assert not folders()
-        asked = []
-        with monkeypatch.context() as patch:
-            patch.setattr(meter, "check_space", lambda _, n_bytes, *__: asked.append(n_bytes))
-            meter.Meter(session, made).close()
-        assert 0.95 * used < asked[0] < 1.05 * used
-        free = SimpleNamespace(free=asked[0] - 1)
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
-        with pytest.raises(SparqError, match="the cache of all contexts takes") as e:
-            meter.Meter(session, made)
-    assert "SPARQ_CACHE" in e.value.hint and not folders()
+    options: dict[str, Any] = {"n_pos": 512, "n_contexts": 2, "n_tokens": 2, "bar": bar}
+    with engine.load(model, n_ctx=512, n_threads=1, n_sequences=2) as session:
+        search.run(session, text, ratio=1 / 8, **options)
+        assert labels == ["calibrating"]
+        done, totals = zip(*shown, strict=True)
+        assert list(done) == sorted(done) and 0.9 < done[-1] / totals[-1] <= 1
+        assert len(set(totals)) == 1 and done[0] < 0.3 * totals[0]
+        (file,) = (model.parent / "cache" / "calibrated").glob("*.jsonl")
+        lines = file.read_text().splitlines(keepends=True)
+        file.write_text("".join(lines[: len(lines) // 2]))
+        shown.clear()
+        search.run(session, text, ratio=1 / 8, **options)
+    assert shown[0][0] > 0.3 * totals[0]
 
 
 # ---- where results are ----
@@ -394,7 +433,7 @@ def test_calibrate_and_use(
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(lines[:-3]) + lines[-3][:20])  # killed while it wrote
     again = run(*args, "--json")
-    assert measured == 3 and json.loads(again.out)["candidates"] == result["candidates"]
+    assert measured == 1 and json.loads(again.out)["candidates"] == result["candidates"]
 
     use = ("generate", "-m", model, "-p", "x" * 600, "-n", 3, "--ratio", "1/8", "--attn-min-ctx", 0)
     for budget in ("calibrated", "top-p"):

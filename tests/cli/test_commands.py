@@ -27,6 +27,7 @@ import pytest
 import tiny as tiny_of
 from tiny_gguf import write_tiny_gguf
 
+from pyorch import progress
 from pyorch.models import cards
 
 if TYPE_CHECKING:
@@ -47,8 +48,6 @@ def test_a_bar_of_slow_steps_knows_the_time_left(monkeypatch: pytest.MonkeyPatch
     """A step of a bench takes a minute or more."""
     import rich.progress
 
-    from pyorch.progress import progress_bar
-
     now, bars = [0.0], []
 
     class Bar(rich.progress.Progress):
@@ -57,11 +56,25 @@ def test_a_bar_of_slow_steps_knows_the_time_left(monkeypatch: pytest.MonkeyPatch
             bars.append(self)
 
     monkeypatch.setattr(rich.progress, "Progress", Bar)
-    with progress_bar("slow") as progress:
+    with progress.progress_bar("slow") as update:
         for done in (1, 2, 3):
             now[0] += 90
-            progress(done, 10)
+            update(done, 10)
         assert bars[0].tasks[0].time_remaining == 7 * 90
+
+
+def test_off_a_terminal_a_line_at_each_quarter_has_the_time_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was done before, as by an interrupted run, does not count as fast."""
+    now: list[float] = [0.0]
+    lines: list[str] = []
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with progress.progress_bar("slow", off_terminal=lines.append) as update:
+        for done in range(5, 11):
+            now[0] += 90
+            update(done, 10)
+    assert lines == ["slow: 50 %", "slow: 80 %, 3 min left", "slow: 100 %"]
 
 
 # ---- generate ----
