@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from pyorch import engine, policies
 from pyorch.attention.saved import resolve
 from pyorch.attention.spec import AttentionSpec
-from pyorch.policies import Method
+from pyorch.policies import STOCK_FA0, Method
 from pyorch.policies.base import Policy
 from pyorch.policies.watch import Watch
 
@@ -83,6 +83,10 @@ class Runner:
                 engine.load_model(model, n_gpu_layers=n_gpu_layers, numa=numa)
             )
             self.session = loaded.session(**dense)  # it also tokenises
+            self._fa0: engine.Session | None = None
+            if STOCK_FA0 in methods:
+                fa0: engine.SessionOptions = {**dense, "flash_attn": False}
+                self._fa0 = loaded.session(**fa0)
             self._watched: engine.Session | None = None
             self._measured = self.session
             if (python or recall) and not loaded.on_cpu:  # nobody could read the tensors
@@ -101,6 +105,9 @@ class Runner:
         self._opened.close()
 
     def _of(self, method: Method) -> engine.Session:
+        if method == STOCK_FA0:
+            assert self._fa0 is not None
+            return self._fa0
         if isinstance(method, AttentionSpec):
             return self.session
         assert self._watched is not None
@@ -116,10 +123,10 @@ class Runner:
         """Read a prompt in the sessions of these methods.
 
         by: the attention that reads it. The common prefix with the prompt before is kept if that
-            was read by the same.
+            was read by the same. The session of `stock-fa0` has only its own attention.
         """
         sessions = [self._of(m) for m in methods]
-        if recall:
+        if recall and any(map(policies.is_sparse, methods)):
             sessions.append(self._measured)
         for s in dict.fromkeys(sessions):
             if self._read_by.get(s) != by:
@@ -127,7 +134,7 @@ class Runner:
             self._read_by[s] = by
             if s is self._watched:
                 policies.switch(s, by)
-            else:
+            elif s is not self._fa0:
                 engine.set_attention(s, by)
             engine.prefill(s, engine.align(s, tokens))
 
@@ -162,7 +169,8 @@ class Runner:
                 "calls_sparse": c.selections,
             }
             return Decoded(result, counters, None, masses)
-        engine.set_attention(s, method)
+        if s is not self._fa0:
+            engine.set_attention(s, method)
         engine.reset_counters(s)
         result = work(s)
         counted = engine.info(s).counters

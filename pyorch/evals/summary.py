@@ -8,28 +8,35 @@ from pyorch.attention.spec import ratio_text
 from pyorch.evals import tasks
 from pyorch.evals.series import Series, by_setting
 from pyorch.evals.table import Row, line_of, ratio_of, rows
+from pyorch.policies import is_sparse
 from pyorch.table import markdown as table
 
 
 def markdown(found: Sequence[Series]) -> str:
-    """Ratios that only one method was run at, and settings with only one method, are left out."""
+    """Ratios that only one method was run at, and settings with only one method, are left out.
+
+    What reads everything, beside the first method of a setting, has the same score in all columns.
+    """
     groups = [rows(g) for g in by_setting(found) if len(g) > 1]
     lines_at: dict[float, set[str]] = {}
     for row in (row for g in groups for row in g):
         lines_at.setdefault(ratio_of(row.method), set()).add(line_of(row.method))
     shown = sorted((r for r, n in lines_at.items() if r and len(n) > 1), reverse=True)
+    exact = dict.fromkeys(
+        line_of(r.method) for g in groups for r in g[1:] if not is_sparse(r.method)
+    )
     lines = dict.fromkeys(
         line_of(r.method) for g in groups for r in g if ratio_of(r.method) in shown
     )
     head, dense = ["method"], ["`off`, dense"]
-    body = {line: [f"`{line}`"] for line in lines}
+    body = {line: [f"`{line}`"] for line in (*exact, *lines)}
     for g in groups:
         by_key = {(line_of(row.method), ratio_of(row.method)): row for row in g}
         for ratio in shown:
             head.append(f"{g[0].task} {ratio_text(ratio)}")
             dense.append(_cell(g[0], plain=True))
             for line, cells in body.items():
-                found_row = by_key.get((line, ratio))
+                found_row = by_key.get((line, 0 if line in exact else ratio))
                 cells.append(_cell(found_row) if found_row else "-")
     return table(head, (dense, *body.values())) + "\n\n" + _about(groups)
 

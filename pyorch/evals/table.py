@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,7 +11,7 @@ from pyorch import table as tables
 from pyorch.attention.spec import BOUNDS, EXACT, AttentionSpec
 from pyorch.evals import stats, tasks
 from pyorch.evals.series import Series, by_setting
-from pyorch.policies import OFF, Method, parse
+from pyorch.policies import OFF, STOCK_FA0, Method, parse
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def rows(group: Sequence[Series]) -> list[Row]:
         gap = s.scores[:n] - base.scores[:n]
         gap_low, gap_high = stats.bootstrap(gap, s.texts[:n] if s.texts else None)
         # llama.cpp's own attention keeps no account: it reads all of K and V
-        is_stock = s.method == OFF
+        is_stock = s.method in (OFF, STOCK_FA0)
         read = counted.bytes_dense if is_stock else s.bytes_per_token
         dense = counted.bytes_dense if is_stock else s.bytes_dense
         out.append(
@@ -99,7 +99,7 @@ def _bounds(method: Method) -> str:
 
 def label(method: Method) -> str:
     """The spec in a table, without the bounds that make a ratio exact: the line below has them."""
-    return f"`{method.line(without=tuple(EXACT) if _exact(method) else ())}`{_bounds(method)}"
+    return f"`{_line(method, tuple(EXACT) if _exact(method) else ())}`{_bounds(method)}"
 
 
 def line_of(method: Method) -> str:
@@ -108,7 +108,11 @@ def line_of(method: Method) -> str:
     Two methods of one line differ in `ratio_of`.
     """
     without = ("ratio", *(EXACT if _exact(method) else ()))
-    return method.line(without=without) + _bounds(method)
+    return _line(method, without) + _bounds(method)
+
+
+def _line(method: Method, without: Collection[str]) -> str:
+    return "llama.cpp -fa 0" if method == STOCK_FA0 else method.line(without)
 
 
 def ratio_of(method: Method) -> float:

@@ -14,6 +14,7 @@ in this folder, one file each; `watch.py` describes how they work.
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -46,6 +47,20 @@ Method = AttentionSpec | Policy
 OFF = AttentionSpec("off")
 
 
+class _StockFa0(AttentionSpec):
+    """llama.cpp's attention without flash attention, its `-fa 0`; `off` is its `-fa 1`.
+
+    Both are exact, so what tells them apart is what rounding alone does. It is a setting of a
+    session (`flash_attn`) and not of the library, so only the evaluations can run it.
+    """
+
+    def line(self, without: Collection[str] = ()) -> str:
+        return "stock-fa0"
+
+
+STOCK_FA0 = _StockFa0()
+
+
 def is_sparse(method: Method) -> bool:
     """Whether a method leaves any position out."""
     return isinstance(method, Policy) or method.sparse
@@ -58,10 +73,14 @@ def parse(text: str) -> Method:
         SparqError: an unknown name or a value out of range.
     """
     head, parts = line.split(text)
+    if head == str(STOCK_FA0):
+        if parts:
+            raise SparqError(f"{head} has no settings", "they belong to sparq and topk", 2)
+        return STOCK_FA0
     if head in METHODS:
         return parse_spec(text)
     if head not in POLICIES:
-        raise nearest("method", head, (*METHODS, *POLICIES))
+        raise nearest("method", head, (*METHODS, *POLICIES, str(STOCK_FA0)))
     kind = POLICIES[head]
     return kind(**line.read(kind, parts, f"setting of {head}"))
 

@@ -156,6 +156,22 @@ def test_methods_see_the_same_and_off_is_dense(run_eval: Run, tmp_path: Path) ->
     assert all(steps == {0, 64} for steps in by_id.values())
 
 
+def test_llama_cpp_s_other_attention_tells_what_rounding_does(
+    run_eval: Run, tmp_path: Path
+) -> None:
+    """Without flash attention, from the prompt on."""
+    args = ["fidelity", "needle", "--ctx", 576, "-n", 2, "-a", "off", "-a", "stock-fa0"]
+    shown = run_eval(*args, "-a", "dense")
+    assert shown.exit_code == 0, shown.output
+    assert "| `llama.cpp -fa 0` |" in shown.stdout
+    off, fa0, dense, *_ = json.loads(run_eval(*args, "-a", "dense", "-o", "json").stdout)
+    assert fa0["method"] == "stock-fa0" and fa0["model"] == off["model"]
+    assert off["score"] == 0 < fa0["score"] < 1e-3 and fa0["score"] != dense["score"]
+    assert fa0["tokens_per_s"] > 0 and fa0["bytes_per_token"] == off["bytes_per_token"]
+    result = run_eval("needle", "--ctx", 576, "-n", 1, "-a", "stock-fa0,ratio=1/2")
+    assert "stock-fa0 has no settings" in result.exception.message
+
+
 def test_memory_is_placed_as_asked_once_per_process(
     run_eval: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,10 +411,12 @@ def test_summary_has_a_column_per_task_and_ratio() -> None:
         needle("h2o,ratio=1/8", [0] * 50, 0.01),
         needle("h2o,ratio=1/16", [0] * 50, 0.01),
         off,
+        needle("stock-fa0", [1] * 49 + [0], 1),
     ]
-    head, _, dense, sparq, topk, h2o, _, about = summary.markdown(found).splitlines()
+    head, _, dense, fa0, sparq, topk, h2o, _, about = summary.markdown(found).splitlines()
     assert head == "| method | needle 1/8 |"  # 1/2 and 1/16 have one method each
     assert dense == "| `off`, dense | 100 ± 4 |"
+    assert fa0 == "| `llama.cpp -fa 0` | 98 ± 5 |"
     assert sparq == "| `sparq` | 90 ± 9 * |"
     assert topk == "| `topk` | 98 ± 5 |"  # one in 50 may be chance
     assert h2o == "| `h2o` | 0 ± 4 * |"
