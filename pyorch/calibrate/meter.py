@@ -93,7 +93,8 @@ class _Measurement(TypedDict):
 class Meter:
     """Measures KL and bytes of settings by context, and each only once, even over restarts.
 
-    The contexts are sequences of one session, decoded together; each is read once. `work` is what
+    The contexts are sequences of one session, decoded together; each is read once, unless another
+    meter uses the session in between. `work` is what
     has been asked for so far, whether it was known or not: decoded tokens, and those of prompts,
     which take less time, at `PROMPT` each.
 
@@ -114,6 +115,7 @@ class Meter:
         for r in records.load_all(file) if file else []:
             known = cast(_Measurement, r)
             self._known[parse_spec(known["spec"]), known["context"]] = known
+        self._prompts = [c.prompt[:-1] for c in contexts]
         self._dense: list[_Dense] = []  # of each decoded token, over all contexts
         self.work = 0.0
 
@@ -138,10 +140,10 @@ class Meter:
         todo = {s: [c for c in which if (s, c) not in self._known] for s in different}
         todo = {s: cs for s, cs in todo.items() if cs}
         begun, size = self.work, len(which) * self.n_tokens
-        total = size * len(different) + (self.reading if todo and not self._dense else 0)
+        total = size * len(different) + (0 if not todo or self._is_ready() else self.reading)
         self.work += size * (len(different) - len(todo))
         for spec, contexts in todo.items():
-            if not self._dense:
+            if not self._is_ready():
                 self._begin(lambda: progress(round(self.work - begun), round(total)))
             self._run(spec, contexts)
             self.work += size
@@ -153,6 +155,10 @@ class Meter:
             for row in rows
         ]
 
+    def _is_ready(self) -> bool:
+        """Whether the session holds our contexts; another meter may have used it since."""
+        return bool(self._dense) and self.session.prompts is self._prompts
+
     def _begin(self, progress: Callable[[], None]) -> None:
         """Read all contexts, and keep what dense attention predicts for the tokens after them."""
         begun = self.work
@@ -162,8 +168,7 @@ class Meter:
             progress()
 
         engine.set_attention(self.session, AttentionSpec("off"))
-        prompts = [c.prompt[:-1] for c in self.contexts]
-        engine.prefill_each(self.session, prompts, on_batch)
+        engine.prefill_each(self.session, self._prompts, on_batch)
         self._dense = [_Dense.of(x) for x in self._decode(range(len(self.contexts)))]
         self.work = begun + self.reading
 
@@ -194,10 +199,10 @@ class Meter:
 
     def _decode(self, which: Sequence[int]) -> Iterator[np.ndarray]:
         """Yields the logits (len(which), n_vocab) of each token after the prompts."""
+        engine.rewind_each(self.session, len(self._prompts[0]), which)
         rows = [[self.contexts[c].prompt[-1], *self.contexts[c].rest[:-1]] for c in which]
         for step in zip(*rows, strict=True):
             yield engine.decode_each(self.session, dict(zip(which, step, strict=True)))
-        engine.rewind_each(self.session, len(self.contexts[0].prompt) - 1, which)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -114,6 +115,7 @@ class Session:
         self.vocab, self.n_vocab = model.vocab, model.n_vocab
         self.types, self.watch = settings.types, watch
         self.tokens: list[int] = []
+        self.prompts: Sequence[Sequence[int]] = ()  # those that `prefill_each` read last
         self.timings = Timings()
         self.owns_model = False  # whether the model is closed with the session
         self.ctx: int | None = self._context(settings)  # None once it is closed

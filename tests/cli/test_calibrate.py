@@ -25,6 +25,7 @@ from pyorch.cli import calibrate as command
 from pyorch.errors import SparqError
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import read_gguf
+from pyorch.progress import silent
 
 if TYPE_CHECKING:
     from conftest import Run
@@ -273,10 +274,15 @@ def test_contexts_are_decoded_together_and_sparse(tiny: Path) -> None:
             assert info.counter("steps") == 4 * 3 and info.sparse_share == 1
         m.measure([spec], [1, 2], lambda *x: shown.append(x))
         assert engine.info(session).counter("steps") == 4 * 3, "known"
+        assert m.work == m.reading + 6 * 3, "what is known is counted too"
+        others = meter.Meter(session, made[::-1])
+        for rank in (4, 8):
+            spec = parse_spec(f"sparq,rank={rank},topk=30,min_ctx=0")
+            mine, theirs = (x.measure([spec], range(4), silent)[0].kl for x in (m, others))
+            assert mine == pytest.approx(theirs[::-1], abs=1e-6), "they share the session"
         with pytest.raises(SparqError, match="5 contexts need as many sequences"):
             meter.Meter(session, [*made, made[0]])
     assert found[0].kl == pytest.approx(found[1].kl, abs=1e-6) and (found[0].kl > 1e-4).all()
-    assert m.work == m.reading + 6 * 3, "what is known is counted too"
     done, totals = zip(*shown, strict=True)
     assert set(totals) == {round(m.reading) + 4 * 3}
     assert list(done[: len(done) // 2]) == sorted(set(done)), "prompts are seen to be read"
