@@ -14,14 +14,14 @@ at the uniform budget and proceeds in rounds with ever smaller steps:
 4. At this point other local windows are tried at equal bytes.
 
 In 3 and 4 all contexts decide, so that a step which only suits those it was found on is not taken.
-All of this is done without and with the mean of V, and the better of the two is the result, unless
-uniform or a ramp is better. From there the search continues with `top_p`: k is then the most that a
-KV head may read, and p is one more shared setting.
+The first round is done without and with the mean of V, unless uniform is clearly better with one of
+them; the better one goes on. The best point is the result, unless uniform or a ramp is better. From
+there the search continues with `top_p`: k is then the most that a KV head may read, and p is one
+more shared setting.
 
 There are no gradients, and no weights change. `meter.py` makes the contexts and measures. A search
-takes about 80 measurements, and 16 more per layer: with 8 contexts of 64 tokens these are 40,000
-decoded tokens, and 8,000 per layer. With 4 contexts of 16 tokens it is an eighth of that, half an
-hour for 32 layers at 0.05 s per token.
+decodes all contexts about 120 times, and 12 times more for each layer: with 8 contexts of 8 tokens
+and 30 layers these are 31,000 tokens, beside 16,000 of prompts.
 """
 
 from __future__ import annotations
@@ -290,6 +290,7 @@ class _Whole:
     def __init__(self, meter: Meter, n_layer: int, progress: Progress) -> None:
         self.meter, self.n_layer, self.progress = meter, n_layer, progress
         self.stage, self.begun = 0, 0.0
+        self.n_begin = 2  # the first rounds that begin at different points
 
     def next(self) -> None:
         """A stage ended."""
@@ -307,7 +308,7 @@ class _Whole:
         full = len(self.meter.contexts) * self.meter.n_tokens
         changes = 2 * (len(self.meter.layers) or self.n_layer)
         out = [self.meter.reading + 4 * full]
-        out += [full * (changes + 15)] * 2 * len(STEPS)
+        out += [full * (changes + 15)] * (self.n_begin + len(STEPS) - 1)
         return out + [full * (changes + 35)] * len(STEPS_P)
 
 
@@ -327,8 +328,14 @@ def _compared(
     search = Search(meter, n_contexts, n_pos, head_dim, float(m.share.mean()), whole)
     points = {n: search.fit(p) for n, p in _usual(session, base, n_pos, meter).items()}
     whole.next()
-    for name in ("uniform", OTHER_MEAN_V):
-        points |= _rounds(search, points[name], STEPS, whole)
+    begins = {n: points[n] for n in ("uniform", OTHER_MEAN_V)}
+    begins = {c.name: points[c.name] for c in near_best(_measured(meter, begins, n_contexts))}
+    whole.n_begin = len(begins)
+    firsts: dict[str, Point] = {}
+    for p in begins.values():
+        firsts |= _rounds(search, p, STEPS[:1], whole)
+    first = min(_measured(meter, firsts, n_contexts), key=lambda c: c.kl)
+    points |= firsts | _rounds(search, firsts[first.name], STEPS, whole, 1)
     candidates = _measured(meter, points, n_contexts)
     candidates[0] = replace(candidates[0], spec=base)  # the same up to rounding
     best = _least(candidates)
@@ -355,11 +362,14 @@ def _usual(session: Session, base: AttentionSpec, n_pos: int, meter: Meter) -> d
     return {"uniform": uniform, OTHER_MEAN_V: other, "ramp": ramp, "ramp-down": ramp_down}
 
 
-def _rounds(search: Search, p: Point, steps: Sequence[float], whole: _Whole) -> dict[str, Point]:
+def _rounds(
+    search: Search, p: Point, steps: Sequence[float], whole: _Whole, begin: int = 0
+) -> dict[str, Point]:
+    """The rounds from number `begin` on."""
     out = {}
     name = "top-p" if p.base.top_p else f"mean_v={p.base.mean_v}"
-    for i, step in enumerate(steps):
-        p = search.round(p, step, i % 2)
+    for i in range(begin, len(steps)):
+        p = search.round(p, steps[i], i % 2)
         whole.next()
         out[f"{name}, round {i + 1}"] = p
     return out
@@ -369,6 +379,16 @@ def _measured(meter: Meter, points: Mapping[str, Point], n_contexts: int) -> lis
     specs = [p.spec for p in points.values()]
     found = meter.measure(specs, range(n_contexts), lambda *_: None)
     return [Candidate(*x) for x in zip(points, specs, found, strict=True)]
+
+
+def near_best(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The candidate of least KL, and those that may be as good: whose difference to it, context by
+    context, is within two standard errors."""
+    best = min(candidates, key=lambda c: c.kl)
+    worse = [c.found.kl - best.found.kl for c in candidates]
+    errors = [d.std(ddof=1) / np.sqrt(d.size) for d in worse]
+    near = [d.mean() <= 2 * e for d, e in zip(worse, errors, strict=True)]
+    return [c for c, taken in zip(candidates, near, strict=True) if taken]
 
 
 def _least(candidates: Sequence[Candidate]) -> Candidate:

@@ -22,7 +22,7 @@ from pyorch.models.gguf_file import read_gguf
 from pyorch.progress import progress_bar, say
 
 WIDTH = 40  # characters of the widest bar
-SIZES = ((0.1e9, 8, 64), (1e9, 8, 16), (float("inf"), 4, 16))  # bytes of a model: contexts, tokens
+SIZES = ((30e6, 8, 64), (2e9, 8, 8), (float("inf"), 4, 16))  # bytes of a model: contexts, tokens
 
 
 N_CTX = 2048  # the default
@@ -58,12 +58,12 @@ class SearchOptions:
     contexts: int | None = option(
         "--contexts",
         type=Number(int, 2, MAX_SEQUENCES),
-        help="Contexts to decode in.  [default: 8; 4 for a model of 1 GB and more]",
+        help="Contexts to decode in.  [default: 8; 4 for a model of 2 GB and more]",
     )
     tokens: int | None = option(
         "--tokens",
         type=Number(int, 1, 10_000),
-        help="Tokens per context.  [default: 64; 16 for a model of 0.1 GB and more]",
+        help="Tokens per context.  [default: 64 below 30 MB, 8 below 2 GB, else 16]",
     )
     seed: int = option(
         "--seed",
