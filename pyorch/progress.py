@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pyorch.text import human_time
 
@@ -15,6 +15,14 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]  # a line for people
 Progress = Callable[[int, int], None]  # (done, total)
+Report = Callable[[float, float, str], None]  # (done, total, what is done at the moment)
+
+
+class Bar(Protocol):
+    """What `progress_bar` yields: a `Progress` and a `Report`."""
+
+    def __call__(self, done: float, total: float, doing: str = "", /) -> None: ...
+
 
 AFTER_S = 2.0  # a bar is shown only for what takes longer
 
@@ -31,7 +39,7 @@ def silent(*_: object) -> None:
 @contextmanager
 def progress_bar(
     label: str, of_bytes: bool = False, off_terminal: Callable[[str], None] | None = None
-) -> Iterator[Progress]:
+) -> Iterator[Bar]:
     """Show a bar on stderr once the work has taken two seconds, until it is done.
 
     Args:
@@ -44,17 +52,18 @@ def progress_bar(
     shown_bar = _bar(of_bytes)
     console = shown_bar.console
     task, started, shown, quarter = shown_bar.add_task(label), time.monotonic(), False, 0
-    first: tuple[float, int] | None = None
+    first: tuple[float, float] | None = None
 
-    def update(done: int, total: int) -> None:
+    def update(done: float, total: float, doing: str = "", /) -> None:
         nonlocal shown, quarter, first
         now = time.monotonic()
         slow, first = now - started > AFTER_S, first or (now, done)
-        shown_bar.update(task, completed=done, total=total)
+        text = f"{label}, {doing}" if doing else label
+        shown_bar.update(task, completed=done, total=total, description=text)
         if not console.is_terminal:
             if off_terminal and slow and done * 4 // max(total, 1) > quarter:
-                quarter = done * 4 // total
-                line = f"{label}: {100 * done // total} %"
+                quarter = int(done * 4 // total)
+                line = f"{label}: {int(100 * done // total)} %"
                 if first[1] < done < total:
                     left = (now - first[0]) * (total - done) / (done - first[1])
                     line += f", {human_time(left)} left"

@@ -19,7 +19,7 @@ from pyorch.cli.types import SOME_POSITIONS, THREADS, Name, Number, Ratio
 from pyorch.errors import SparqError
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import read_gguf
-from pyorch.progress import progress_bar
+from pyorch.progress import progress_bar, say
 
 if TYPE_CHECKING:
     from pyorch.engine import SessionOptions
@@ -182,7 +182,10 @@ def run(
     folder = Path(out or Path("sparq-eval") / model.stem)
     note_if_busy()
     note_if_beyond(wanted.ctx, geometry(read_gguf(model)).n_ctx_train)
-    with progress_bar("making the examples") as making, progress_bar("eval") as progress:
+    with (
+        progress_bar("making the examples") as making,
+        progress_bar("eval", off_terminal=say) as progress,
+    ):
         found = evaluate.run(plan, folder, making, progress, force=force)
     print(table.FORMATS[output](found))
     note(f"records: {folder}", "dim")

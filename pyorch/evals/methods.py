@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -20,6 +21,7 @@ from pyorch.attention.spec import AttentionSpec
 from pyorch.policies import STOCK_FA0, Method
 from pyorch.policies.base import Policy
 from pyorch.policies.watch import Watch
+from pyorch.progress import Progress, silent
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -52,6 +54,10 @@ class Decoded(Generic[T]):
     counters: Mapping[str, int]
     seconds: float | None
     masses: Sequence[float]
+
+
+def _later(progress: Progress, before: int, total: int, done: int, _: int) -> None:
+    progress(before + done, total)
 
 
 class Runner:
@@ -119,15 +125,18 @@ class Runner:
         methods: Sequence[Method],
         recall: bool,
         by: AttentionSpec = EXACT,
+        progress: Progress = silent,
     ) -> None:
         """Read a prompt in the sessions of these methods.
 
         by: the attention that reads it. The common prefix with the prompt before is kept if that
             was read by the same. The session of `stock-fa0` has only its own attention.
+        progress: called with (tokens read, total), those of all sessions.
         """
         sessions = [self._of(m) for m in methods]
         if recall and any(map(policies.is_sparse, methods)):
             sessions.append(self._measured)
+        lacking = {}
         for s in dict.fromkeys(sessions):
             if self._read_by.get(s) != by:
                 engine.rewind(s, 0)
@@ -136,7 +145,11 @@ class Runner:
                 policies.switch(s, by)
             elif s is not self._fa0:
                 engine.set_attention(s, by)
-            engine.prefill(s, engine.align(s, tokens))
+            lacking[s] = engine.align(s, tokens)
+        done, total = 0, sum(map(len, lacking.values()))
+        for s, rest in lacking.items():
+            engine.prefill(s, rest, progress=partial(_later, progress, done, total))
+            done += len(rest)
 
     def decode(
         self,

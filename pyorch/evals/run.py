@@ -29,11 +29,15 @@ from pyorch.errors import SparqError
 from pyorch.evals.decode import Decoder, log_softmax
 from pyorch.evals.example import Example, Outcome
 from pyorch.evals.methods import EXACT, Runner, meaning
+from pyorch.evals.pace import DECODED, DECODED_IN_PYTHON, Pace, Part, size_of
 from pyorch.evals.series import Series, make
 from pyorch.evals.task import Setup, Task
-from pyorch.policies import OFF, Method
-from pyorch.progress import Progress
+from pyorch.models.geometry import Geometry
+from pyorch.policies import OFF, STOCK_FA0, Method
+from pyorch.policies.base import Policy
+from pyorch.progress import Progress, Report
 
+_READING = "{done} of {total} tokens read"
 _SHARED = 256  # prompts that share so many tokens are taken to share a text
 
 
@@ -56,13 +60,13 @@ class EvalPlan:
 
 
 def run(
-    plan: EvalPlan, folder: Path, preparing: Progress, progress: Progress, *, force: bool = False
+    plan: EvalPlan, folder: Path, preparing: Progress, progress: Report, *, force: bool = False
 ) -> list[Series]:
     """Measure what the files in `folder` lack; return all that the plan asks for.
 
     Args:
         preparing: called with (tasks whose examples are ready, total).
-        progress: called with (examples times methods done, total).
+        progress: called with (seconds so far, those in all as far as is known, what is done).
 
     Raises:
         SparqError: data, sizes or settings are wrong, or a sparse method never ran sparse.
@@ -89,12 +93,10 @@ def run(
             work.append(_prepare(plan, task, runner.session, model, meanings, env, folder))
         preparing(1, 1)
         todo = _by_prefix([(w, i, lacking) for w in work for i, lacking in w.begin(force).items()])
-        total, done = sum(len(lacking) for *_, lacking in todo), 0
+        pace = Pace(_parts(todo, runner.session.geometry), progress)
         for w, i, lacking in todo:
-            for method, result in _measure(runner, w.task, w.examples[i], lacking):
+            for method, result in _measure(runner, w.task, w.examples[i], lacking, pace):
                 records.append(w.file, w.record(i, method, result))
-                done += 1
-                progress(done, total)
     found = [series for w in work for series in w.series()]
     for series in found:
         series.refuse_idle()
@@ -162,6 +164,37 @@ def _by_prefix(todo: Sequence[_Todo]) -> list[_Todo]:
     return sorted(todo, key=place)
 
 
+def _parts(todo: Sequence[_Todo], geometry: Geometry) -> list[Part]:
+    """What `_measure` does, in its order."""
+    out: list[Part] = []
+    before: list[int] = []
+    for w, i, methods in todo:
+        e, task = w.examples[i], w.task
+        n, exact = len(e.prompt) - 1, methods
+        decoded = DECODED * size_of(geometry, n, e.max_tokens)
+        there = 0 if task.reference else min(_n_common(before, e.prompt[:n]), n - 1)
+        if task.reference:
+            exact = [m for m in methods if m != OFF]
+            out.append(Part(("read", OFF), size_of(geometry, 0, n)))
+            out.append(Part((task.name, "reference"), decoded))
+            out += [Part((task.name, m), decoded) for m in methods if m == OFF]
+        if exact:
+            kinds = {m if m == STOCK_FA0 else isinstance(m, Policy) for m in exact}
+            size = size_of(geometry, there, n - there)
+            out.append(Part(("read", EXACT), len(kinds) * size))
+        for m in exact:
+            slower = DECODED_IN_PYTHON / DECODED if isinstance(m, Policy) else 1
+            out.append(Part((task.name, m), slower * decoded))
+        before = [] if task.reference else e.prompt[:n]
+    return out
+
+
+def _n_common(a: Sequence[int], b: Sequence[int]) -> int:
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
+
+
 def about_model(path: Path) -> Record:
     """The record of a model: its name, and a hash of all its files."""
     return {"name": path.name, "hash": records.content_hash(path)}
@@ -224,7 +257,7 @@ def _check_room(task: Task, examples: Sequence[Example], ctx: int) -> None:
 
 
 def _measure(
-    runner: Runner, task: Task, example: Example, methods: Sequence[Method]
+    runner: Runner, task: Task, example: Example, methods: Sequence[Method], pace: Pace
 ) -> Iterator[tuple[Method, Record]]:
     """Yields each method with its result, in order and as soon as it is there."""
     n = len(example.prompt) - 1
@@ -240,13 +273,17 @@ def _measure(
     if task.reference:  # that of llama.cpp alone, which reads the prompt too
         own = [m for m in methods if m == OFF]
         groups = [(OFF, own), (EXACT, [m for m in methods if m != OFF])]
-        runner.read(example.prompt[:n], [OFF], False, by=OFF)
-        reference = log_softmax(np.stack(runner.decode(OFF, n, forced).result))
+        with pace.part(_READING) as read:
+            runner.read(example.prompt[:n], [OFF], False, OFF, read)
+        with pace.part():
+            reference = log_softmax(np.stack(runner.decode(OFF, n, forced).result))
     for by, group in groups:
         if group and by == EXACT:
-            runner.read(example.prompt[:n], group, task.reference, by)
+            with pace.part(_READING) as read:
+                runner.read(example.prompt[:n], group, task.reference, by, read)
         for method in group:
-            done = runner.decode(method, n, score, recall=task.reference)
+            with pace.part():
+                done = runner.decode(method, n, score, recall=task.reference)
             more = {"mass_read": done.masses} if task.reference else {}
             yield (
                 method,

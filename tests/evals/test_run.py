@@ -114,9 +114,9 @@ def test_what_prompts_share_is_read_once_and_changes_no_answer(
     read: list[int] = []
     whole = engine.prefill
 
-    def prefill(s: engine.Session, tokens: list[int]) -> None:
+    def prefill(s: engine.Session, tokens: list[int], **options: Any) -> None:
         read.append(len(tokens))
-        whole(s, tokens)
+        whole(s, tokens, **options)
 
     monkeypatch.setattr(engine, "prefill", prefill)
     args = ["repetition", "niah_many", "--ctx", 1792, "-a", "off", "-a", SPARSE]
@@ -170,6 +170,39 @@ def test_llama_cpp_s_other_attention_tells_what_rounding_does(
     assert fa0["tokens_per_s"] > 0 and fa0["bytes_per_token"] == off["bytes_per_token"]
     result = run_eval("needle", "--ctx", 576, "-n", 1, "-a", "stock-fa0,ratio=1/2")
     assert "stock-fa0 has no settings" in result.exception.message
+
+
+def test_each_part_of_the_work_is_timed_as_what_it_is(
+    run_eval: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts that are planned are those that are done: of tasks with and without a reference, of
+    prompts that share a text, of methods in Python, and of a run that continues another."""
+    from pyorch.evals import run as module
+
+    paces, decoded = [], []
+
+    class Noted(module.Pace):
+        def __init__(self, parts: Any, report: Any) -> None:
+            super().__init__(parts, report)
+            paces.append((self, list(parts)))
+
+    plain = module.Runner.decode
+
+    def decode(self: Any, method: Any, *args: Any, **options: Any) -> Any:
+        decoded.append((paces[-1][1][-len(paces[-1][0].left) - 1].kind, method))
+        return plain(self, method, *args, **options)
+
+    monkeypatch.setattr(module, "Pace", Noted)
+    monkeypatch.setattr(module.Runner, "decode", decode)
+    args = ["fidelity", "repetition", "--questions", 2, "--ctx", 1024]
+    for n, methods in ((1, ["dense"]), (2, ["off", "dense", SPARSE, "h2o,ratio=1/4", "stock-fa0"])):
+        result = run_eval(*args, "-n", n, *(x for m in methods for x in ("-a", m)))
+        assert result.exit_code == 0, result.output
+        pace, parts = paces[-1]
+        assert not pace.left and all(p.size > 0 for p in parts)
+    for (_, part), method in decoded:
+        assert part == ("reference" if method == policies.OFF and part != method else method)
+    assert {part for (_, part), _ in decoded} > {"reference", policies.OFF, policies.STOCK_FA0}
 
 
 def test_memory_is_placed_as_asked_once_per_process(
