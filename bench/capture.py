@@ -1,7 +1,7 @@
 """Captures queries, keys and values of a real model over real text, and keeps records of them.
 
 There are two kinds of text: `prose`, a book, and `recite`, in which a passage of the context is
-repeated. Queries are those of the last 64 positions.
+repeated. Queries are those of the last 64 positions. Layers with a sliding window are left out.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pyorch.bench.records import Record, where_given
 from pyorch.cli.types import Number, Numbers
 from pyorch.errors import SparqError
 from pyorch.evals.texts import read_texts
+from pyorch.models import cards
 from pyorch.native.slots import FLASH_ATTN
 from pyorch.native.tensor import Tensor, floats, op_number, view
 from pyorch.progress import Progress
@@ -76,15 +77,20 @@ class Capture:
 
     def __init__(self, model: engine.Model, n_ctx: int, n_threads: int) -> None:
         self._op = op_number(model.lib, "FLASH_ATTN_EXT")
-        self._layers: list[Heads] | None = None
+        self._windows = [model.geometry.windows.of(il) for il in model.geometry.kv_layers]
+        self._layers: list[Heads] | None = None  # while they are wanted
+        self._n_seen = 0  # layers with and without a window
         self.session = model.session(n_ctx=n_ctx, n_threads=n_threads, watch=watch.Watch(self._see))
 
     def _see(self, t: Tensor, ask: bool) -> bool:
         if self._layers is None or t.op != self._op:
             return not ask
+        wanted = not self._windows[self._n_seen]
         if not ask:
             self._layers.append(_heads(t))
-        return True
+        if not ask or not wanted:
+            self._n_seen += 1
+        return wanted
 
     def layers(self, tokens: Sequence[int]) -> list[Heads]:
         """All layers for the last GROUP of `tokens`, whose number is a multiple of GROUP."""
@@ -92,10 +98,10 @@ class Capture:
         engine.rewind(session, 0)
         engine.prefill(session, tokens[:-GROUP])
         found: list[Heads] = []
-        self._layers = found
+        self._layers, self._n_seen = found, 0
         engine.prefill(session, tokens[-GROUP:])
         self._layers = None
-        if not found:
+        if self._n_seen != len(self._windows) or not found:
             raise SparqError("no flash attention was seen: not a model with a plain KV cache")
         n = len(tokens)
         return [Heads(h.q, h.k[:, :n], h.v[:, :n], h.scale) for h in found]
@@ -152,6 +158,7 @@ def measured(
     positions: Sequence[int],
     n_query: int = 8,
     seed: int = 1,
+    tasks: Sequence[str] = TASKS,
     n_threads: int = 1,
     force: bool = False,
     **sizes: Any,
@@ -172,9 +179,17 @@ def measured(
     text = hashlib.sha256("\0".join(books).encode()).hexdigest()[:16]
     hashes = {"model": records.content_hash(model), "text": text}
     sizes |= {"n_query": n_query, "seed": seed}
-    cases = [kind(**hashes, n_pos=n, task=t, **sizes) for n in positions for t in TASKS]
+    cases = [kind(**hashes, n_pos=n, task=t, **sizes) for n in positions for t in tasks]
+    card = cards.of_hash(hashes["model"])
     with engine.load_model(model) as loaded:
-        about = {"model_name": model.name, "head_dim": loaded.geometry.head_dim_k}
+        geo = loaded.geometry
+        about = {
+            "model_name": card.title if card else model.name,
+            "head_dim": geo.head_dim_k,
+            "n_layer": geo.n_layer,
+            "layers": [il for il in geo.kv_layers if not geo.windows.of(il)],
+            "n_head_kv": max(geo.n_head_kv),
+        }
 
         def measure(group: Sequence[Any], done: Callable[[float], None]) -> list[dict[str, Any]]:
             (case,) = group

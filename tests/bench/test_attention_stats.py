@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny as tiny_models
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 import attention_stats as stats
 import capture
 
-from pyorch import paths
+from pyorch import engine, paths
 
 DEMO = paths.data("models") / "demo"
 RNG = np.random.default_rng(0)
@@ -38,7 +39,15 @@ def test_mass_entropy_and_scores_needed() -> None:
 
 def test_near_zero_leaves_out_what_is_hidden() -> None:
     p = np.array([[0.5, 0.004, 0.496, 0.0, 0.0]])
-    assert stats.near_zero(p, np.array([3])) == pytest.approx(1 / 3)
+    assert stats.share_below(p, 0.01, np.array([3])) == pytest.approx(1 / 3)
+
+
+def test_idle_positions_are_idle_in_the_rows_of_all_heads() -> None:
+    p = np.array([[[1, 2**-13, 2**-20, 2**-30, 0], [2**-30, 1, 2**-18, 2**-25, 0]]])
+    one = [stats.share_below(p, 2.0**-b, np.array([[4]])).tolist() for b in (24, 16, 12)]
+    assert one == [[[1 / 4, 2 / 4]], [[2 / 4, 3 / 4]], [[3 / 4, 3 / 4]]]
+    both = [stats.share_idle(p, 2.0**-b, np.array([4])).tolist() for b in (24, 16, 12)]
+    assert both == [[1 / 4], [2 / 4], [2 / 4]]
 
 
 def test_components_are_the_largest_or_the_first() -> None:
@@ -57,6 +66,8 @@ def test_a_random_projection_to_all_directions_is_none() -> None:
 
 def test_overlap() -> None:
     a, b = np.array([[4.0, 3, 2, 1]]), np.array([[4.0, 1, 3, 2]])
+    a, b = stats.best(a, 3), stats.best(b, 3)
+    assert a.tolist() == [[0, 1, 2]] and b.tolist() == [[0, 2, 3]]
     assert stats.overlap(a, b, 2) == pytest.approx(0.5)
     assert stats.overlap(a, b, 1) == 1
 
@@ -93,8 +104,10 @@ def test_all_components_agree_with_themselves(monkeypatch: pytest.MonkeyPatch) -
     heads = capture.Heads(*(RNG.normal(size=s).astype(np.float32) for s in shapes), scale=0.25)
     got = stats.measure(heads, 3, np.random.default_rng(0))
     for choice in stats.CHOICES:
-        assert got[f"agreement_{choice}_1"].shape == (4, len(stats.TOPS))
+        assert got[f"agreement_{choice}_1"].shape == (2, len(stats.TOPS))
         assert got[f"agreement_{choice}_1"].min() > 0.99
+    assert got["agreement_shared_1"].min() > 0.99
+    assert (got["mass32_shared"] < got["mass32"]).all() and got["idle24"].shape == (4,)
     assert np.allclose(got["coverage"], got["coverage"][:, :1], atol=1e-5)
 
 
@@ -113,7 +126,33 @@ def test_a_model_is_measured_once(tmp_path: Path) -> None:
     assert np.shape(s["mass32"]) == (5, 4) and 0.3 < np.mean(s["mass32"]) < 1
     assert stats.agreement(recs[0], "largest", "4") > stats.agreement(recs[0], "random", "4") + 0.1
     assert s["eta"]["S"] > 0.2 > abs(s["eta"]["d"])
-    assert "| 512 | recite |" in stats.markdown(recs)
+    assert "| demo.gguf | 512 | recite |" in stats.markdown(recs)
+    assert recs[0]["layers"] == [0, 1, 2, 3, 4] and np.shape(s["idle_shared"]["24"]) == (5, 2)
     before = file.read_text()
     run()
     assert file.read_text() == before
+
+
+def test_layers_with_a_window_are_left_out(tmp_path: Path) -> None:
+    """A tiny Gemma 3: the sixth of seven layers sees every position."""
+    model = tiny_models.write(tmp_path / "m.gguf", "gemma3", n_layer=7)
+    with engine.load_model(model) as loaded:
+        found = capture.Capture(loaded, 512, 1)
+        tokens = engine.tokenize(loaded, "x" * 320)[:320]
+        (full,) = found.layers(tokens)
+        (again,) = found.layers(tokens)
+        found.session.close()
+    assert full.q.shape == (64, 2, 2, 32) and full.k.shape == full.v.shape == (2, 320, 32)
+    assert (full.q == again.q).all() and (full.k == again.k).all()
+    recs = stats.run(
+        model,
+        [DEMO / "document.txt"],
+        tmp_path / "attention_stats.jsonl",
+        lambda *_: None,
+        positions=[512],
+        tasks=["prose"],
+        n_context=2,
+        n_query=2,
+    )
+    assert [(r["layers"], r["n_layer"], r["case"]["task"]) for r in recs] == [([5], 7, "prose")]
+    assert len(recs[0]["samples"]["mass32"]) == 1

@@ -177,8 +177,9 @@ def full(tmp_path: Path) -> Path:
     for n_pos in (256, 512):
         case = capture.Case("m", "t", n_pos, "prose", 1, 2, 1)
         rec = records.record(
-            attention_stats.BENCH, records.case_of(case), "s", samples=samples.record(), env=ENV
-        )
+            attention_stats.BENCH, records.case_of(case), "s", samples=samples.record(), env=ENV,
+            model_name="m", head_dim=16, n_head_kv=2, n_layer=2, layers=[0, 1],
+        )  # fmt: skip
         records.append(tmp_path / "attention_stats.jsonl", rec)
     add_budgets(tmp_path)
     add_ablations(tmp_path)
