@@ -140,16 +140,19 @@ def draw_tails(rows: Sequence[plot.Row]) -> Any:
             here = _pick(rows, name, model)
             style = {"color": colour, "markersize": 2.5, "alpha": 0.6}
             ax.plot([r["x"] for r in here], [r["value"] for r in here], "o", **style)
-        kurtosis.plot([], [], "o", color=colour, label=model)
+        tail.plot([], [], "o", color=colour, label=model)
     density.set(yscale="log", ylim=(1e-5, 1), xlim=(-8, 8), title="q in the middle layer")
     density.set(xlabel="standard deviations", ylabel="density")
     kurtosis.axhline(0, color=plot.PAPER, linestyle=":")
     kurtosis.set(title="kurtosis of a head's components", ylabel="Fisher kurtosis")
-    kurtosis.set_yscale("symlog", linthresh=1)
-    kurtosis.legend(frameon=False, fontsize=8, loc="upper right")
+    kurtosis.set_yscale("symlog", linthresh=1, linscale=0.5)
+    kurtosis.set(ylim=(-1, None))
+    tail.legend(frameon=False, fontsize=8, loc="upper left")
     tail.axhline(1, color=plot.PAPER, linestyle=":")
-    tail.set(title=f"beyond {stats.Z:.0f} standard deviations", ylim=(0, None))
+    tail.set(title=f"beyond {stats.Z:.0f} standard deviations")
     tail.set_ylabel("share over a Gaussian's")
+    highest = max(r["value"] for r in rows if r["panel"] == "tail")
+    tail.set(ylim=(0, 1.5 * highest))  # with room for the names
     for ax in (kurtosis, tail):
         ax.set(xlabel="depth (first layer to last)")
     return figure
@@ -162,7 +165,7 @@ def agreement(folder: Path) -> list[plot.Row]:
     out: list[plot.Row] = []
     for rec in longest_of(folder):
         for choice in _CHOICES:
-            for part in reversed(stats.PARTS):
+            for part in stats.PARTS:
                 value = stats.agreement(rec, choice, str(part))
                 out.append(_row(choice, rec, 1 / part, value))
         for name, value in zip(stats.TEMPERATURES, rec["samples"]["coverage_error"], strict=True):
@@ -191,14 +194,14 @@ def draw_agreement(rows: Sequence[plot.Row]) -> Any:
         ax.set_xticks([1 / p for p in stats.PARTS], [f"d/{p}" for p in stats.PARTS])
         ax.set(xlabel="r", ylabel=f"share of the top {stats.TOP} found", ylim=(0, 1))
     models.set(title="the largest components")
-    choices.set(title=f"{widest}: which components")
+    choices.set(title=widest)
     for name, colour in _TEMPERATURES.items():
         style: dict[str, Any] = {"color": colour, "fmt": ".", "markersize": 2.5, "alpha": 0.5}
         lines.line(alpha, "", _pick(rows, name, widest), "x", "value", **style)
         alpha.plot([], [], "o", color=colour, label=name)
     alpha.plot((0, 1), (0, 1), color=plot.PAPER, linestyle=":")
     alpha.legend(frameon=False, fontsize=8, loc="upper left")
-    alpha.set(title=f"{widest}: alpha by temperature", xlim=(0, 1), ylim=(0, 1))
+    alpha.set(title=widest, xlim=(0, 1), ylim=(0, 1))
     alpha.set(xlabel=f"attention on the top {stats.TOP_ALPHA}", ylabel="alpha")
     lines.write(figure)
     return figure
