@@ -4,15 +4,22 @@ A book is read up to some place and then decoded token by token; before each tok
 dense attention and of the method are compared. The score is the mean Kullback-Leibler divergence
 KL(dense || method) in nats; the other numbers are the share of tokens whose most likely successor
 agrees, and the share of the true attention that is read, by layer.
+
+Prose seldom needs what stands far back. The tasks `answers_*` therefore compare over the tokens of
+the right answers to questions about the text, where a fact that was not read shows at once: with
+few examples they tell settings apart that still give the same answers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
+from pyorch.attention.spec import AttentionSpec
 from pyorch.errors import SparqError
+from pyorch.evals import niah_many, repetition, squad
 from pyorch.evals.decode import Decoder, log_softmax
 from pyorch.evals.example import Example, Outcome
 from pyorch.evals.task import Setup, Task
@@ -53,6 +60,36 @@ def score(decoder: Decoder, example: Example) -> Outcome:
     return Outcome(kl, more={"top1_agreement": agree})
 
 
+# ---- over the right answers of other tasks ----
+
+ANSWER_TOKENS = 32  # at most so many of an answer
+
+
+def answers(task: Task) -> Task:
+    """Fidelity over the tokens of the right answers to a task's questions. Dense attention and the
+    methods share what our exact attention read, so that a text is read once."""
+
+    def examples(setup: Setup) -> Iterator[Example]:
+        for e in task.examples(setup):
+            text = min(e.answers, key=len) if task.data else ", ".join(e.answers)
+            space = "" if task.name == "repetition" else " "  # the passage goes on where it was cut
+            forced = tuple(setup.tokens(space + text)[: min(ANSWER_TOKENS, e.max_tokens)])
+            yield replace(e, max_tokens=len(forced), forced=forced)
+
+    return Task(
+        f"answers_{task.name}",
+        f"distance from dense over the right answers of {task.name}",
+        "KL to dense, nats",
+        examples,
+        score,
+        family="answers",
+        options=task.options,
+        higher=False,
+        data=task.data,
+        reference=AttentionSpec("dense"),
+    )
+
+
 TASKS = (
     Task(
         "fidelity",
@@ -61,6 +98,7 @@ TASKS = (
         examples,
         score,
         higher=False,
-        reference=True,
+        reference=AttentionSpec("off"),
     ),
+    *(answers(t) for t in (*niah_many.TASKS, *repetition.TASKS, *squad.TASKS)),
 )

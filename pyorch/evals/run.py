@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from pyorch import engine, native
+from pyorch.attention.spec import AttentionSpec
 from pyorch.bench import records
 from pyorch.bench.records import Record
 from pyorch.errors import SparqError
@@ -78,7 +79,7 @@ def run(
     with Runner(
         plan.model,
         methods,
-        recall=any(t.reference for t in plan.tasks),
+        recall=any(t.reference == OFF for t in plan.tasks),
         n_gpu_layers=plan.n_gpu_layers,
         numa=plan.numa,
         n_ctx=plan.setup["ctx"],
@@ -172,8 +173,9 @@ def _parts(todo: Sequence[_Todo], geometry: Geometry) -> list[Part]:
         e, task = w.examples[i], w.task
         n, exact = len(e.prompt) - 1, methods
         decoded = DECODED * size_of(geometry, n, e.max_tokens)
-        there = 0 if task.reference else min(_n_common(before, e.prompt[:n]), n - 1)
-        if task.reference:
+        alone = task.reference == OFF
+        there = 0 if alone else min(_n_common(before, e.prompt[:n]), n - 1)
+        if alone:
             exact = [m for m in methods if m != OFF]
             out.append(Part(("read", OFF), size_of(geometry, 0, n)))
             out.append(Part((task.name, "reference"), decoded))
@@ -182,10 +184,12 @@ def _parts(todo: Sequence[_Todo], geometry: Geometry) -> list[Part]:
             kinds = {m if m == STOCK_FA0 else isinstance(m, Policy) for m in exact}
             size = size_of(geometry, there, n - there)
             out.append(Part(("read", EXACT), len(kinds) * size))
+        if task.reference and not alone:
+            out.append(Part((task.name, "reference"), decoded))
         for m in exact:
             slower = DECODED_IN_PYTHON / DECODED if isinstance(m, Policy) else 1
             out.append(Part((task.name, m), slower * decoded))
-        before = [] if task.reference else e.prompt[:n]
+        before = [] if alone else e.prompt[:n]
     return out
 
 
@@ -261,6 +265,7 @@ def _measure(
 ) -> Iterator[tuple[Method, Record]]:
     """Yields each method with its result, in order and as soon as it is there."""
     n = len(example.prompt) - 1
+    alone = task.reference == OFF  # then llama.cpp reads the prompt too
     reference = None
 
     def forced(s: engine.Session) -> list[np.ndarray]:
@@ -269,22 +274,23 @@ def _measure(
     def score(s: engine.Session) -> Outcome:
         return task.score(Decoder(s, reference), example)
 
-    groups = [(EXACT, methods)]
-    if task.reference:  # that of llama.cpp alone, which reads the prompt too
-        own = [m for m in methods if m == OFF]
-        groups = [(OFF, own), (EXACT, [m for m in methods if m != OFF])]
-        with pace.part(_READING) as read:
-            runner.read(example.prompt[:n], [OFF], False, OFF, read)
-        with pace.part():
-            reference = log_softmax(np.stack(runner.decode(OFF, n, forced).result))
-    for by, group in groups:
-        if group and by == EXACT:
+    def groups() -> Iterator[tuple[AttentionSpec, Sequence[Method]]]:
+        if alone:
+            yield OFF, [m for m in methods if m == OFF]
+        yield EXACT, [m for m in methods if not (alone and m == OFF)]
+
+    for by, group in groups():
+        readers = [*group, by] if task.reference == by else group
+        if readers:
             with pace.part(_READING) as read:
-                runner.read(example.prompt[:n], group, task.reference, by, read)
+                runner.read(example.prompt[:n], readers, alone, by, read)
+        if task.reference == by:
+            with pace.part():
+                reference = log_softmax(np.stack(runner.decode(by, n, forced).result))
         for method in group:
             with pace.part():
-                done = runner.decode(method, n, score, recall=task.reference)
-            more = {"mass_read": done.masses} if task.reference else {}
+                done = runner.decode(method, n, score, recall=alone)
+            more = {"mass_read": done.masses} if alone else {}
             yield (
                 method,
                 {

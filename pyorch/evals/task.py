@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from pyorch import engine
+from pyorch.attention.spec import AttentionSpec
 from pyorch.engine.chat_template import ChatTemplate
 from pyorch.errors import SparqError
 from pyorch.evals.decode import Decoder
@@ -101,7 +102,9 @@ class Task:
     percent     a score is a share, shown in percent
     higher      a higher score is better
     data        the name of the data set that is downloaded, "" for a generated task
-    reference   `score` needs `Decoder.reference`; what share of the attention is read is measured
+    reference   the attention that `score` compares with, in `Decoder.reference`. With `off`, which
+                is llama.cpp alone, it reads the prompt too, and the share of the attention that
+                methods read is measured
     """
 
     name: str
@@ -115,7 +118,7 @@ class Task:
     percent: bool = False
     higher: bool = True
     data: str = ""
-    reference: bool = False
+    reference: AttentionSpec | None = None
 
 
 def endless(example: Callable[[Setup, int], Example]) -> Callable[[Setup], Iterator[Example]]:

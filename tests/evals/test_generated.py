@@ -20,7 +20,7 @@ from pyorch.evals.task import Setup
 from pyorch.evals.texts import read_texts
 
 CTX = 2048
-GENERATED = [t for t in evals.tasks().values() if not t.data]
+GENERATED = [t for t in evals.tasks().values() if not t.data and t.family != "answers"]
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +138,15 @@ def test_niah_many_asks_ten_questions_about_each_text(setup: Setup) -> None:
             wanted = {x for _, key, x in needles if key in question}
             assert wanted == set(e.answers)
         assert [len(e.answers) for e in found[i : i + 10]] == [1] * 8 + [4, 4]
+
+
+@pytest.mark.parametrize("name", ["niah_many", "repetition"])
+def test_the_right_answer_is_given_token_by_token(name: str, setup: Setup) -> None:
+    for e, plain in zip(first(f"answers_{name}", setup, 10), first(name, setup, 10), strict=True):
+        assert (e.prompt, e.answers, e.about) == (plain.prompt, plain.answers, plain.about)
+        said = setup.text(list(e.forced)).strip()
+        assert ", ".join(plain.answers).strip().startswith(said) and len(said) > 6
+        assert len(e.forced) == e.max_tokens <= 32
 
 
 def test_several_passages_of_one_text(setup: Setup) -> None:

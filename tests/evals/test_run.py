@@ -138,6 +138,17 @@ def test_what_prompts_share_is_read_once_and_changes_no_answer(
     assert answers() == shared
 
 
+def test_answers_are_compared_with_dense_that_read_the_same(run_eval: Run, tmp_path: Path) -> None:
+    """`dense` is the reference itself; `off` decodes what our exact attention has read."""
+    args = ["answers_niah_many", "answers_repetition", "--questions", 2, "--ctx", 1792, "-n", 2]
+    result = run_eval(*args, "-a", "dense", "-a", "off", "-a", SPARSE, "-o", "json")
+    assert result.exit_code == 0, result.output
+    for i in (0, 3):
+        dense, off, sparse = json.loads(result.stdout)[i : i + 3]
+        assert dense["scores"] == [0, 0] and dense["more"] == {"top1_agreement": 1}
+        assert 0 < off["score"] < 0.05 * sparse["score"]
+
+
 def test_methods_see_the_same_and_off_is_dense(run_eval: Run, tmp_path: Path) -> None:
     args = ["fidelity", "--ctx", 320, "-n", 3, "-a", "off", "-a", "dense", "-a", SPARSE]
     result = run_eval(*args, "-o", "json")
