@@ -1,7 +1,8 @@
 """95 % intervals: Wilson for proportions, percentile bootstrap over examples for all else.
 
 Examples that ask about the same text are not independent. `groups` says which do: the bootstrap
-then draws whole groups, and Wilson's interval counts fewer examples (Kish's design effect).
+then draws whole groups, and Wilson's interval counts fewer examples (Kish's design effect). From a
+single group nothing is known: the interval is NaN.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ def bootstrap(
     rng = np.random.default_rng(seed)
     sums, sizes = _by_group(samples, groups)
     n, means = len(sums), []
+    if n == 1 < len(samples):
+        return math.nan, math.nan
     for _ in range(N_BOOT // 100):  # in pieces: 10,000 draws of thousands of examples are gigabytes
         drawn = rng.integers(0, n, (100, n))
         means.append(sums[drawn].sum(1) / sizes[drawn].sum(1))
@@ -52,13 +55,17 @@ def interval(
     if not proportion:
         return bootstrap(scores, groups)
     n = len(scores) / _design_effect(scores, groups)
+    if math.isnan(n):
+        return math.nan, math.nan
     return wilson(float(scores.mean()) * n, n)
 
 
 def _design_effect(scores: np.ndarray, groups: Sequence[int] | None) -> float:
     """The variance of the mean over that of as many independent examples, at least 1."""
     sums, sizes = _by_group(scores, groups)
-    if len(sums) in (1, len(scores)) or scores.var() == 0:
+    if len(sums) == 1 < len(scores):
+        return math.nan
+    if len(sums) == len(scores) or scores.var() == 0:
         return 1.0
     residual = sums - sizes * scores.mean()
     of_groups = (residual**2).sum() * len(sums) / (len(sums) - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from pyorch.attention.spec import ratio_text
@@ -47,8 +48,9 @@ def _cell(row: Row, plain: bool = False) -> str:
     score = row.score * (100 if task.percent else 1)
     half = (row.score_high - row.score_low) / 2 * (100 if task.percent else 1)
     digits = 0 if task.percent or score >= 9.95 else 1 if task.metric.startswith("char") else 3
-    star = "" if plain or row.difference_low <= 0 <= row.difference_high else " *"
-    return f"{score:.{digits}f} ± {half:.{digits}f}{star}"
+    differs = row.difference_low > 0 or row.difference_high < 0
+    text = f"{score:.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")
+    return text + (" *" if differs and not plain else "")
 
 
 def _about(groups: Sequence[Sequence[Row]]) -> str:

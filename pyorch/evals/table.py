@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
@@ -133,6 +134,8 @@ def _table(group: Sequence[Series]) -> str:
     base = here[0].method
 
     def text(x: float, sign: str = "") -> str:
+        if math.isnan(x):  # an interval from a single text
+            return "?"
         return f"{round(factor * x, digits) + 0.0:{sign}.{digits}f}"  # + 0.0: no "-0.0"
 
     def gap(r: Row) -> str:

@@ -44,6 +44,8 @@ def test_ten_questions_about_a_text_are_not_ten_examples() -> None:
             assert (low, high) == pytest.approx(stats.interval(texts, proportion), abs=0.01)
             hits[proportion] += low <= 0.8 <= high
     assert all(0.88 < n / 200 < 0.99 for n in hits.values())
+    for proportion in hits:
+        assert np.isnan(stats.interval(scores[:10], proportion, [0] * 10)).all(), "a single text"
     alone = list(range(60))
     for proportion in hits:
         scores = (rng.random(60) < 0.5).astype(float)
