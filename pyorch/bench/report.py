@@ -23,6 +23,7 @@ TABLES = {
     "step_times": "Steps of attention by themselves",
     "row_reads": "Memory by itself, in the orders of sparse attention",
     "eval": "Quality, task by task",
+    "eval-floor": "Quality of what is exact: what rounding alone changes",
     "eval-budgets": "Quality, by how the bytes are spread",
     "budgets": "What a byte buys, by how it is spread",
     "ablations": "What each part of SparQ is for",
