@@ -177,6 +177,10 @@ def _about(group: Sequence[Series]) -> str:
         f"{group[0].model}{cache}, {case['threads']} thread{'s' * (case['threads'] > 1)}"
         f"{place}, {env['machine']['cpu']}; {better} is better."
     )
+    texts = group[0].texts
+    if texts and len(set(texts)) < len(texts):
+        text += f" They ask about {len(set(texts))} text{'s' * (len(set(texts)) > 1)}"
+        text += "." if len(set(texts)) > 1 else ", which has no interval: raise -n."
     if any(_exact(s.method) for s in group):
         text += (
             f" Ratios of `sparq` and `topk` with `{BOUNDS}`, which makes them exact at this length."

@@ -128,6 +128,9 @@ def test_what_prompts_share_is_read_once_and_changes_no_answer(
 
     assert run_eval(*args, "-n", 10, "--questions", 5).exit_code == 0
     shared = answers()
+    shown = run_eval(*args, "-n", 10, "--questions", 5).output
+    assert " They ask about 2 texts." in shown  # repetition's
+    assert " They ask about 1 text, which has no interval: raise -n." in shown
     assert len(shared) == 40
     assert (
         len(read) == 20 and sum(n > 1000 for n in read) == 3
