@@ -248,8 +248,8 @@ def rule_rank(ratio: float, d: int, kind: str, most: float) -> float:
     return min(ratio * d * 2 / SHADOW_BYTES[kind], d * most)
 
 
-RULE = "half, at most d/4"  # the default rule
-RULES = {"half": 1.0, RULE: 0.25}
+RULE = "half, at most d/2"  # the default rule
+RULES = {"half": 1.0, RULE: 0.5}
 
 
 @dataclass(frozen=True)
@@ -363,7 +363,7 @@ def markdown(recs: Sequence[Record]) -> str:
         f"{case['n_query']} queries in each of {case['n_context']} contexts of "
         f"{recs[0]['model_name']} (heads of {d}); in brackets the rank, and the share of the bytes "
         f"that go to the scan. Free choice: the best positions that all of the bytes could buy. "
-        "The rule gives half of the bytes to the scan, of at most a quarter of the channels; how "
+        "The rule gives half of the bytes to the scan, of at most half of the channels; how "
         "far it is below the best setting at the same bytes is compared context by context. Peaks: "
         f"positions with {PEAK} of a head's attention or more that are among the selected. Error: "
         "|y - y'|^2 / |y|^2 of the heads' outputs; the bytes of the mean of V are not counted here."

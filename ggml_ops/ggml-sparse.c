@@ -118,16 +118,14 @@ static void assert_shadow(const struct ggml_tensor * k_t, const struct ggml_tens
     GGML_ASSERT(p->rank >= 1 && p->rank <= k->ne[0]);
 }
 
-// wanted [i_forced + n_forced, n_tok, 1, n_stream], sinks [n_head]
-static void assert_select(const struct ggml_tensor * wanted, const struct ggml_tensor * sinks,
-        int64_t n_head, int64_t n_tok, int64_t n_stream, const struct ggml_sparse_select_params * p) {
+// wanted [i_forced + n_forced, n_tok, 1, n_stream]
+static void assert_select(const struct ggml_tensor * wanted, int64_t n_head, int64_t n_tok, int64_t n_stream, const struct ggml_sparse_select_params * p) {
     GGML_ASSERT(p->n_head_kv >= 1 && n_head % p->n_head_kv == 0);
     GGML_ASSERT(p->topk_max >= 1);
     GGML_ASSERT(wanted->type == GGML_TYPE_I32 && wanted->nb[0] == sizeof(int32_t));
     GGML_ASSERT(wanted->ne[1] == n_tok && wanted->ne[2] == 1 && wanted->ne[3] == n_stream);
     GGML_ASSERT(p->i_k >= 0 && p->i_k + 2 <= p->i_forced && p->i_forced < wanted->ne[0]);
     GGML_ASSERT(p->n_local_max >= 0 && p->n_local_max <= wanted->ne[0] - p->i_forced);
-    assert_sinks(sinks, n_head);
 }
 
 // the result of step 2
@@ -216,14 +214,13 @@ struct ggml_tensor * ggml_sparse_attn_select(
         struct ggml_context * ctx,
         struct ggml_tensor  * logits,
         struct ggml_tensor  * wanted,
-        struct ggml_tensor  * sinks,
         struct ggml_sparse_select_params params) {
     GGML_ASSERT(logits->type == GGML_TYPE_F32 && ggml_is_contiguous(logits));
-    assert_select(wanted, sinks, logits->ne[1], logits->ne[2], logits->ne[3], &params);
+    assert_select(wanted, logits->ne[1], logits->ne[2], logits->ne[3], &params);
 
     struct ggml_tensor * res = new_selection(ctx, logits->ne[1], logits->ne[2], logits->ne[3], &params);
 
-    const struct ggml_sparse_src src = { .logits = logits, .wanted = wanted, .sinks = sinks };
+    const struct ggml_sparse_src src = { .logits = logits, .wanted = wanted };
     set_op(res, GGML_SPARSE_ATTN_SELECT, &params, sizeof(params), &src);
 
     return res;
@@ -237,21 +234,20 @@ struct ggml_tensor * ggml_sparse_attn_score_select(
         struct ggml_tensor  * sealed,
         struct ggml_tensor  * mask,
         struct ggml_tensor  * wanted,
-        struct ggml_tensor  * sinks,
         struct ggml_tensor  * stats,
         struct ggml_tensor  * k_range,
         struct ggml_sparse_score_select_params params) {
     assert_qk(q, k);
     assert_shadow(k_t, sealed, k_range, k, &params.score);
     assert_mask(mask, k->ne[2], q->ne[2], q->ne[3]);
-    assert_select(wanted, sinks, q->ne[1], q->ne[2], q->ne[3], &params.select);
+    assert_select(wanted, q->ne[1], q->ne[2], q->ne[3], &params.select);
     GGML_ASSERT(params.select.n_head_kv == k->ne[1]);
     assert_stats(stats);
 
     struct ggml_tensor * res = new_selection(ctx, q->ne[1], q->ne[2], q->ne[3], &params.select);
 
     const struct ggml_sparse_src src = {
-        .q = q, .k = k, .mask = mask, .sinks = sinks, .stats = stats, .sealed = sealed, .k_t = k_t, .k_range = k_range, .wanted = wanted,
+        .q = q, .k = k, .mask = mask, .stats = stats, .sealed = sealed, .k_t = k_t, .k_range = k_range, .wanted = wanted,
     };
     set_op(res, GGML_SPARSE_ATTN_SCORE_SELECT, &params, sizeof(params), &src);
 
@@ -317,16 +313,16 @@ static struct ggml_tensor * sparse_attn(
     const struct ggml_sparse_score_params score = { p->rank, p->scale, p->max_bias, p->softcap, p->n_bit, p->n_rot };
     const struct ggml_sparse_select_params select = {
         .topk_max = p->topk_max, .n_head_kv = (int32_t) in->k->ne[1], .n_local_max = p->n_local_max,
-        .alpha = p->mean_v, // alpha is what the mean of V is weighed with, and nothing else reads it
+        .rest = p->mean_v, // what the mean of V is weighed with, and nothing else reads it
         .top_p = p->top_p, .i_k = p->i_k, .i_forced = p->i_forced,
     };
     struct ggml_tensor * sel;
     if (k_t) {
         const struct ggml_sparse_score_select_params fused = { score, select };
-        sel = ggml_sparse_attn_score_select(ctx, in->q, in->k, k_t, in->sealed, in->mask, in->wanted, in->sinks, in->stats, in->k_range, fused);
+        sel = ggml_sparse_attn_score_select(ctx, in->q, in->k, k_t, in->sealed, in->mask, in->wanted, in->stats, in->k_range, fused);
     } else {
         struct ggml_tensor * logits = ggml_sparse_attn_score(ctx, in->q, in->k, NULL, NULL, in->mask, in->visible, in->stats, NULL, score);
-        sel = ggml_sparse_attn_select(ctx, logits, in->wanted, in->sinks, select);
+        sel = ggml_sparse_attn_select(ctx, logits, in->wanted, select);
     }
 
     const struct ggml_sparse_attend_params attend = { p->scale, p->max_bias, p->softcap, p->mean_v };

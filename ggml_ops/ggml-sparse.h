@@ -7,7 +7,7 @@
 //   SEAL          copies complete groups of positions of K into the transposed copy k_t ("store K twice"), and sums V per group
 //   VISIBLE       counts the visible positions of each group once per token (from the mask; shared by all layers)
 //   SCORE         step 1: approximate scores from the `rank` largest |q| components (k_t given), or exact scores (k_t == NULL)
-//   SELECT        step 2: the top-k positions per KV head; sinks and the local window are forced in; alpha
+//   SELECT        step 2: the top-k positions per KV head; sinks and the local window are forced in; the mass of all others
 //   SCORE_SELECT  SCORE from k_t and SELECT in one node: the logits stay in the cache of the thread that makes them
 //   ATTEND        steps 2 and 3: exact attention over the selected positions (or over all: exact dense), mean-value interpolation
 //   PREFILL       exact attention of many tokens at once: a prompt. CPU only
@@ -208,7 +208,7 @@ struct ggml_sparse_select_params {
     int32_t topk_max;   // capacity of the result; the k of a token is min(wanted[i_k], topk_max)
     int32_t n_head_kv;
     int32_t n_local_max; // of the forced cells, that many are the local window, newest first; the rest are sinks
-    int32_t alpha;      // != 0: compute alpha (needs a pass of exp over all scores)
+    int32_t rest;       // != 0: compute rest (needs a pass of exp over all scores)
     float   top_p;      // in (0, 1): fewer than k positions, where these carry that share of the mass; else exactly k
     int32_t i_k;        // wanted[i_k] is k, wanted[i_k + 1] is l: what belongs to the layer
     int32_t i_forced;   // wanted[i_forced ..] are the forced cells: what all layers share
@@ -219,13 +219,12 @@ struct ggml_sparse_select_params {
 //   wanted   [i_forced + n_forced, n_tok, 1, n_stream] i32   k; l: how many cells of the local window count; then the n_forced >= 1 forced
 //                                                            cells: the local window, then the sinks; < 0: none.
 //                                                            k < 0: the token reads every visible position, see below
-//   sinks    [n_head]                               f32      learned extra logit per query head (gpt-oss), or NULL; alpha only
 //   res      [1 + n_group_q + topk_max, n_head_kv, n_tok, n_stream]   i32
-//            n_sel, then alpha of each query head of the KV head (bits of an f32; 1.0 where not asked for), then the n_sel cells in
+//            n_sel, then rest of each query head of the KV head (bits of an f32; -inf where not asked for), then the n_sel cells in
 //            ascending order, then -1
 //
 //   A batch may mix tokens of prompts, which read everything, with tokens of replies, which read a selection. Of a token with k < 0 nothing is
-//   scored or ranked: its n_sel is GGML_SPARSE_SELECT_ALL for each KV head, its alpha 1.0, its cells -1. ATTEND then reads all that it sees.
+//   scored or ranked: its n_sel is GGML_SPARSE_SELECT_ALL for each KV head, its rest -inf, its cells -1. ATTEND then reads all that it sees.
 //   No graph of llama/ writes k < 0 yet: it hides everything from the tokens of prompts here, and PREFILL reads for them. The tests hold every
 //   device to it (tests/ops/test_mixed_kinds.py)
 //   ranks by the sum over the query heads of the KV head of softmax(logits) (with one query head: by the logit itself, the same order)
@@ -233,16 +232,17 @@ struct ggml_sparse_select_params {
 //   and sinks are in even when they are more than k, as far as topk_max allows: sinks last.
 //   What is not finite: +inf counts as FLT_MAX. A cell is hidden where the logit of the KV head's first query head is -inf (SCORE writes it for all
 //   of them), or any head's is NaN; -inf of another head only is a score of 0. A head that has a NaN, or nothing but -inf, has no softmax: its
-//   alpha is 1.0, and it counts neither in the ranking nor for top_p. Where no head has one, all visible cells rank alike, and top_p drops none
+//   rest is -inf, and it counts neither in the ranking nor for top_p. Where no head has one, all visible cells rank alike, and top_p drops none
 //   top_p: of the k positions only the local window and the sinks, and then the highest ranked, until they carry top_p of the softmaxed
 //   scores (mean over the query heads of the KV head, without learned sinks): k caps, n_sel varies with head and token
-//   ties: the lower cell wins. alpha[h] = 1 - the share of softmax(logits[h]), sink included, that falls on cells not selected: the sink's
-//   mass carries no value and stays with the selection, so that selecting everything gives dense attention.
+//   ties: the lower cell wins
+//   rest[h] = ln(sum of exp(x - m) over the visible cells that are not selected) - 4 ln(sum of exp((x - m)/4) over those that are); x: logits of
+//   head h, m: the largest of them. -inf where no more than 2^-18 of the mass is left, or the selected cells' is 0 in f32. ATTEND makes
+//   alpha from it
 GGML_API struct ggml_tensor * ggml_sparse_attn_select(
         struct ggml_context * ctx,
         struct ggml_tensor  * logits,
         struct ggml_tensor  * wanted,
-        struct ggml_tensor  * sinks,
         struct ggml_sparse_select_params params);
 
 // SCORE_SELECT
@@ -260,7 +260,6 @@ GGML_API struct ggml_tensor * ggml_sparse_attn_score_select(
         struct ggml_tensor  * sealed,
         struct ggml_tensor  * mask,
         struct ggml_tensor  * wanted,
-        struct ggml_tensor  * sinks,
         struct ggml_tensor  * stats,
         struct ggml_tensor  * k_range,
         struct ggml_sparse_score_select_params params);
@@ -269,7 +268,7 @@ struct ggml_sparse_attend_params {
     float   scale;
     float   max_bias;
     float   softcap;
-    int32_t mean_v;     // != 0: res = alpha*res + (1 - alpha)*mean of V over all visible positions (eq. 10); needs sel
+    int32_t mean_v;     // != 0: res = alpha*res + (1 - alpha)*mean of V over all visible positions (eq. 10); needs sel with rest
 };
 
 // ATTEND (steps 2 and 3)
@@ -284,6 +283,12 @@ struct ggml_sparse_attend_params {
 //   sinks    [n_head]                               f32      or NULL
 //   stats    i64 or NULL
 //   res      [d_v*n_head, n_tok*n_stream]           f32      zeros where a token sees nothing
+//
+//   alpha = sqrt(L/(L + R)), for a query head. L = sum of exp(y - n) over the selected cells and the learned sink, y: exact logits, n: the largest
+//   of them. R = exp(rest)*(sum of exp((y - n)/4) over the selected cells)^4 is what the others are thought to have: their approximate mass,
+//   times what the selected cells' exact mass is to their approximate one. Sums of fourth roots tell that better than the mass itself, which a
+//   single cell may decide. The outer root: since R is an estimate, the mean of V comes in half way. A learned sink takes mass but carries no
+//   value: its share stays with the selection, so that selecting everything is dense attention
 GGML_API struct ggml_tensor * ggml_sparse_attn_attend(
         struct ggml_context * ctx,
         struct ggml_tensor  * q,

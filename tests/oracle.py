@@ -182,10 +182,11 @@ def select(
 def mass_kept(
     logits: np.ndarray, selected: np.ndarray, sinks: np.ndarray | None = None
 ) -> np.ndarray:
-    """alpha (g,): 1 - the mass of the positions that were not selected.
+    """(g,): 1 - the mass of the positions that were not selected; of approximate logits, eq. 10's
+    alpha.
 
     Without learned sinks this is the paper's m_s . s. A learned sink carries no value, so its mass
-    is not v_mean's. 1 where a head's logits hold NaN.
+    counts as kept. 1 where a head's logits hold NaN.
     """
     s = softmax(np.minimum(logits, FLT_MAX), sinks)
     rest = np.ones(logits.shape[1], bool)
@@ -197,22 +198,64 @@ def mass_kept(
 
 
 def attend(
-    q, k, v, bias, scale, softcap=0.0, selected=None, sinks=None, dtype=F64, chain=False
+    q, k, v, bias, scale, softcap=0.0, selected=None, sinks=None, dtype=F64, chain=False, rest=None
 ) -> np.ndarray:
     """Exact attention over the selected (None: all) visible positions: (g, d_v).
 
-    chain: see logits_of.
+    chain: see logits_of. rest: what SELECT left out, where the mean of V stands in for it.
     """
     pos = visible_positions(bias) if selected is None else np.asarray(selected, dtype=np.int64)
     logits = logits_of(q, k[pos], bias[:, pos], scale, softcap, dtype=dtype, chain=chain)
-    s = softmax(logits, sinks)
-    return s @ v[pos].astype(dtype)
+    y = softmax(logits, sinks) @ v[pos].astype(dtype)
+    if rest is not None:
+        y = interpolate(y, kept(logits, rest.astype(dtype), sinks), v_mean(v, bias, dtype))
+    return y
 
 
 def v_mean(v: np.ndarray, bias: np.ndarray, dtype=F64) -> np.ndarray:
     """Mean of v over the visible positions (d_v,); zeros when there are none."""
     vis = visible_positions(bias)
     return v[vis].astype(dtype).sum(axis=0) / dtype(max(len(vis), 1))
+
+
+MIN_LEFT = 2.0**-18  # a smaller share of the mass counts as nothing
+
+
+def rest(logits: np.ndarray, selected: np.ndarray) -> np.ndarray:
+    """(g,): the mass that is not selected, as SELECT hands it to ATTEND, from approximate logits.
+
+    Its ln, less that of the selected positions' mass as fourth roots tell it. -inf where no more
+    than MIN_LEFT is left, nothing is selected, or logits hold NaN.
+    """
+    if len(selected) == 0:
+        return np.full(len(logits), NEG_INF, logits.dtype)
+    x = np.minimum(logits, FLT_MAX)
+    with np.errstate(all="ignore"):
+        x = x - x.max(axis=1, keepdims=True)
+        mass = np.exp(x).sum(axis=1)
+        left = mass - np.exp(x[:, selected]).sum(axis=1)
+        value = np.log(left) - 4 * np.log(np.exp(x[:, selected] / 4).sum(axis=1))
+        nothing = left <= MIN_LEFT * mass
+    return np.where(np.isfinite(value) & ~nothing, value, -np.inf).astype(logits.dtype)
+
+
+def kept(exact: np.ndarray, rest: np.ndarray, sinks: np.ndarray | None = None) -> np.ndarray:
+    """alpha (g,): the root of the share of attention on the selected positions and learned sinks.
+
+    exact: logits (g, n_sel) of the selected positions. What was left out has its approximate mass,
+    times what the selected positions' exact mass is to their approximate one, by fourth roots.
+    """
+    if exact.shape[1] == 0:
+        return np.ones(len(exact), exact.dtype)
+    with np.errstate(all="ignore"):
+        exact = np.minimum(exact, FLT_MAX)
+        top = exact.max(axis=1)
+        here = np.exp(exact - top[:, None]).sum(axis=1)
+        if sinks is not None:
+            here = here + np.exp(sinks.astype(exact.dtype) - top)
+        there = rest + 4 * np.log(np.exp((exact - top[:, None]) / 4).sum(axis=1))
+        alpha = np.sqrt(here / (here + np.exp(there)))
+    return np.where(np.isneginf(rest), 1, alpha).astype(exact.dtype)
 
 
 def interpolate(y: np.ndarray, alpha: np.ndarray, mean: np.ndarray) -> np.ndarray:
@@ -257,7 +300,5 @@ def sparse(
     components = None if rank is None else select_components(q_score, rank)
     logits = logits_of(q_score, k_score, bias, scale, softcap, components, dtype)
     chosen = select(logits, topk, forced_positions(bias, local, first, k_max), k_max, top_p)
-    y = attend(q, k, v, bias, scale, softcap, chosen, sinks, dtype)
-    if mean_v:
-        y = interpolate(y, mass_kept(logits, chosen, sinks), v_mean(v, bias, dtype))
-    return y
+    left = rest(logits, chosen) if mean_v else None
+    return attend(q, k, v, bias, scale, softcap, chosen, sinks, dtype, rest=left)

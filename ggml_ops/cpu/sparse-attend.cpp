@@ -201,7 +201,7 @@ void softmax_heads(const attend_src & a, const attend_work & w, float * state, i
         const attn_state st { state + h*w.ld, a.d_v };
         float * s = w.s + (h - h0)*w.ld_s;
         std::fill(s + n, s + n + W, 0.0f);
-        softmax_unit(st, s, w.bias, n, a.p.scale, a.p.softcap, a.slope(h));
+        softmax_unit(st, s, w.bias, n, a.p.scale, a.p.softcap, a.slope(h), w.n_mean > 0);
         std::fill(st.acc(), st.acc() + a.d_v, 0.0f);
     }
 }
@@ -383,12 +383,14 @@ void merge_unit(const attend_src & a, const attend_work & w, ggml_tensor * dst, 
     const int64_t   n = a.dense ? w.n_chunk : ceil_div(a.n_sel(x), w.chunk);
     float * res = (float *) dst->data + r*dst->nb[1]/sizeof(float) + j*a.d_v;
     const float * sink = a.sinks ? (const float *) a.sinks->data + j : nullptr;
-    merge_states(res, w.state + (r*w.n_chunk*a.n_head + j)*w.ld, a.n_head*w.ld, (int) n, a.d_v, sink);
+    const float * state = w.state + (r*w.n_chunk*a.n_head + j)*w.ld;
+    const softmax_sum all = merge_states(res, state, a.n_head*w.ld, (int) n, a.d_v, sink);
 
     if (w.n_mean > 0) {
         const float * mean = w.mean + (r*a.n_head_kv + h)*a.d_v;
-        float alpha;
-        memcpy(&alpha, x + 1 + j % a.n_group_q, sizeof(alpha));
+        float rest;
+        memcpy(&rest, x + 1 + j % a.n_group_q, sizeof(rest));
+        const float alpha = kept_share(state, a.n_head*w.ld, (int) n, a.d_v, all, rest);
         for (int c = 0; c < a.d_v; ++c) {
             res[c] = alpha*res[c] + (1.0f - alpha)*mean[c];
         }

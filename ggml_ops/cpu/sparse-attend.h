@@ -7,21 +7,24 @@
 
 namespace sparse {
 
-// the partial result of one query head over some positions: acc [d_v], the largest logit m, and l, the sum of exp(logit - m)
+// the partial result of one query head over some positions: acc [d_v], the largest logit m, and the sums of p = exp(logit - m): l, and root, of
+// the fourth root of p, which is there if it is asked for
 struct attn_state {
     float * x;
     int     d;
 
-    static int size(int d) { return (d + 2 + 15)/16*16; } // floats, up to a whole cache line
+    static int size(int d) { return (d + 3 + 15)/16*16; } // floats, up to a whole cache line
 
-    float * acc() const { return x; }
-    float & m()   const { return x[d]; }
-    float & l()   const { return x[d + 1]; }
+    float * acc() const  { return x; }
+    float & m()   const  { return x[d]; }
+    float & l()   const  { return x[d + 1]; }
+    float & root() const { return x[d + 2]; }
 };
 
-// s[i] = exp(logit[i] - max_i logit[i]), logit[i] = softcap(s[i]*scale) + slope*bias[i]: of one query head over n rows, in place. Fills m and
-// l of the state. s and bias are readable up to a multiple of W, and bias is -inf there
-static inline void softmax_unit(const attn_state & state, float * s, const float * bias, int n, float scale, float softcap, float slope) {
+// s[i] = exp(logit[i] - max_i logit[i]), logit[i] = softcap(s[i]*scale) + slope*bias[i]: of one query head over n rows, in place. Fills the
+// state but acc, and root only if want_root. s and bias are readable up to a multiple of W, and bias is -inf there
+static inline void softmax_unit(const attn_state & state, float * s, const float * bias, int n, float scale, float softcap, float slope,
+        bool want_root) {
     const vf inf = set1(-INFINITY);
     vf m = inf;
     for (int i = 0; i < n; i += W) {
@@ -37,13 +40,17 @@ static inline void softmax_unit(const attn_state & state, float * s, const float
     state.m() = reduce_max(m);
 
     const vf m0 = set1(state.m() == -INFINITY ? 0.0f : state.m());
-    vf l = set1(0.0f);
+    vf l = set1(0.0f), root = set1(0.0f);
     for (int i = 0; i < n; i += W) {
         const vf p = exp(sub(load(s + i), m0));
         store(s + i, p);
         l = add(l, p);
     }
     state.l() = reduce_add(l);
+    for (int i = 0; want_root && i < n; i += W) {
+        root = add(root, fourth_root(load(s + i)));
+    }
+    state.root() = reduce_add(root);
 }
 
 // ---- weighted sums of gathered rows: acc[h, c] += sum_i p[h, i]*x[i, c] ----
@@ -246,9 +253,14 @@ static void add_positions(float * acc, int64_t ld_acc, const float * p, int64_t 
 
 // ---- the merge ----
 
+// the largest logit, and the sum of exp(logit - max)
+struct softmax_sum {
+    float max, sum;
+};
+
 // res[c] = sum_i f[i]*acc[i, c] / (sum_i f[i]*l[i] + exp(sink - m)), f[i] = exp(m[i] - m), m the largest of all: over the states at x, x + ld,
-// .. of one query head, in their order. The sink is optional. Where nothing was seen the result is zero
-static inline void merge_states(float * res, const float * x, int64_t ld, int n_state, int d, const float * sink) {
+// .. of one query head, in their order. The sink is optional. Where nothing was seen the result is zero. Returns m and the denominator
+static inline softmax_sum merge_states(float * res, const float * x, int64_t ld, int n_state, int d, const float * sink) {
     float m = sink ? *sink : -INFINITY;
     for (int i = 0; i < n_state; ++i) {
         const float mi = x[i*ld + d];
@@ -275,6 +287,17 @@ static inline void merge_states(float * res, const float * x, int64_t ld, int n_
     for (int c = 0; c < d; ++c) {
         res[c] *= inv;
     }
+    return { m0, l };
+}
+
+// alpha (ggml-sparse.h, ATTEND) from the states at x, x + ld, .. and what merge_states returned
+static inline float kept_share(const float * x, int64_t ld, int n_state, int d, softmax_sum all, float rest) {
+    float root = 0.0f;
+    for (int i = 0; i < n_state; ++i) {
+        const float * xi = x + i*ld;
+        root += xi[d] > -INFINITY ? xi[d + 2]*expf(0.25f*(xi[d] - all.max)) : 0.0f;
+    }
+    return root > 0.0f ? sqrtf(all.sum/(all.sum + expf(rest + 4.0f*logf(root)))) : 1.0f;
 }
 
 } // namespace sparse

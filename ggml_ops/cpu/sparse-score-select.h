@@ -125,8 +125,7 @@ struct select_src : ggml_sparse_src, tile_grid {
 
     select_args args(const head_index & head) const {
         const int32_t * row = at<const int32_t>(wanted, head.i, 0, head.s);
-        return { row + p.i_forced, n_forced, row[p.i_k + 1], p.n_local_max, row[p.i_k], p.topk_max,
-            sinks ? (const float *) sinks->data + head.h*n_group_q : nullptr, p.alpha != 0, p.top_p };
+        return { row + p.i_forced, n_forced, row[p.i_k + 1], p.n_local_max, row[p.i_k], p.topk_max, p.rest != 0, p.top_p };
     }
 };
 

@@ -137,7 +137,7 @@ struct select_pass {
             const tile_unit   next   = a.unit(queue.peek());
             logits.write(u, scores.x, scores.ld, next);
             lines = logits.lines(next);
-            finish_tile(scores, u.i_tile, a.p.alpha != 0 || is_top_p(a.p.top_p), lines);
+            finish_tile(scores, u.i_tile, a.p.rest != 0 || is_top_p(a.p.top_p), lines);
             if (whole && u.i_tile == a.n_tile - 1) {
                 select_topk(result(u.head), w, scores, a.args(u.head), lines);
             }

@@ -1,6 +1,6 @@
 #pragma once
 
-// Step 2: the top k positions of one KV head of one token, and alpha.
+// Step 2: the top k positions of one KV head of one token, and the mass of the others.
 //
 // Each tile of logits is made ready by the thread that has just written it. Then positions have keys: the largest keys win, ties go to the
 // lower cell. With one query head the key is the logit, with several the sum over them of their softmax.
@@ -80,13 +80,15 @@ struct select_args {
     const int32_t * forced;     // [n_forced] forced cells: the first n_local of n_local_max local positions, and then sinks
     int             n_forced, n_local, n_local_max;
     int             k, topk_max;
-    const float   * sink_logits;    // [n_head] learned sinks, or NULL
-    bool            want_alpha;
+    bool            want_rest;
     float           top_p;
 };
 
+// a smaller share of the mass counts as nothing, since it may be rounding
+constexpr float MIN_LEFT = 0x1p-18f;
+
 // e^x for x <= 0, and 0 below -104. It is cheaper than exp(), and its relative error grows with |x|: 3 ulp near 0, |x| ulp far from it
-// NUMERICS: it weighs positions against each other (ranking, alpha), where those far from 0 count little. Attention itself uses exp()
+// NUMERICS: it weighs positions against each other (ranking, rest), where those far from 0 count little. Attention itself uses exp()
 static inline vf exp_rank(vf x) {
     vf f;
     const vf n = split_2n(fma(x, set1(1.44269504f), set1(0.5f)), f);
@@ -391,41 +393,57 @@ static inline int keep_top_p(int32_t * cells, int n_sel, const select_scratch & 
     return cut_at_mass(cells, x, w.weight, n_sel, top_p*all - forced);
 }
 
-// ---- alpha ----
+// ---- what is left out ----
 
-// sum_i exp(x[i] - top), without what is inf or NaN; x has room for W more
-static inline float exp_mass(float * x, int n, float top) {
-    store(x + n, set1(-INFINITY));
-    long_sum sum;
-    for (int i = 0; i < n; i += W) {
-        const vf y = load(x + i);
-        sum += exp_rank(sub(select(lt(y, set1(INFINITY)), y, set1(-INFINITY)), set1(top)));
-    }
-    return sum.total();
+// the mass of some cells of a head, as sums over them of p = exp(logit - the head's largest) and of the fourth root of p
+struct cell_mass {
+    float sum, root;
+};
+
+static inline void operator+=(cell_mass & a, const cell_mass & b) {
+    a.sum  += b.sum;
+    a.root += b.root;
 }
 
-// sum_i x[h, cells[i]]*factor[tile of cells[i], h]
-static inline float tile_mass(const int32_t * cells, int n, const select_scratch & w, const head_scores & s, int h) {
-    float res = 0.0f;
+// of the logits x, without what is inf or NaN; x has room for W more
+static inline cell_mass mass_of_logits(float * x, int n, float top) {
+    store(x + n, set1(-INFINITY));
+    long_sum sum, root;
+    for (int i = 0; i < n; i += W) {
+        const vf y = load(x + i);
+        const vf p = exp_rank(sub(select(lt(y, set1(INFINITY)), y, set1(-INFINITY)), set1(top)));
+        sum  += p;
+        root += fourth_root(p);
+    }
+    return { sum.total(), root.total() };
+}
+
+// of head h at the cells, from exponentials
+static inline cell_mass mass_of_cells(const int32_t * cells, int n, const select_scratch & w, const head_scores & s, int h) {
+    cell_mass res = { 0.0f, 0.0f };
     for (int i = 0, end; i < n; i = end) { // the cells of one tile
         const int64_t tile = cells[i]/s.tile;
         end = (int) (std::lower_bound(cells + i, cells + n, (tile + 1)*s.tile) - cells);
-        long_sum sum;
+        long_sum sum, root;
         for (int c = i; c < end; c += W) {
-            sum += gather_n(s.x + h*s.ld, cells + c, std::min(W, end - c));
+            const vf p = gather_n(s.x + h*s.ld, cells + c, std::min(W, end - c));
+            sum  += p;
+            root += fourth_root(p);
         }
-        res += sum.total()*w.factor[tile*s.n_head + h];
+        const float max = s.max[tile*s.n_head + h] - w.top[h];
+        res += { sum.total()*w.factor[tile*s.n_head + h], max > -INFINITY ? root.total()*expf(0.25f*max) : 0.0f };
     }
     return res;
 }
 
-// alpha = (mass of the cells + sink)/(mass of all + sink) of head h. The sink takes mass but carries no value, so its share stays with the
-// selection. w.cand: the keys of the cells
-static inline float head_alpha(const int32_t * cells, int n, const select_scratch & w, const head_scores & s, const select_args & a, int h) {
-    const float part = s.n_head == 1 ? exp_mass(w.cand, n, w.top[0]) + exp_mass(w.saved, a.n_forced, w.top[0]) : tile_mass(cells, n, w, s, h);
-    const float sink = a.sink_logits ? expf(a.sink_logits[h] - w.top[h]) : 0.0f;
-    const float all  = w.all[h] + sink;
-    return all > 0.0f ? std::fmin((part + sink)/all, 1.0f) : 1.0f;
+// What head h leaves out, as ggml-sparse.h defines it. w.cand: the keys of the cells
+static inline float head_rest(const int32_t * cells, int n, const select_scratch & w, const head_scores & s, const select_args & a, int h) {
+    cell_mass kept = s.n_head == 1 ? mass_of_logits(w.cand, n, w.top[0]) : mass_of_cells(cells, n, w, s, h);
+    if (s.n_head == 1) {
+        kept += mass_of_logits(w.saved, a.n_forced, w.top[0]);
+    }
+    const float left = w.all[h] - kept.sum;
+    return kept.root > 0.0f && left > MIN_LEFT*w.all[h] ? logf(left) - 4.0f*logf(kept.root) : -INFINITY;
 }
 
 // ---- one head ----
@@ -436,9 +454,9 @@ static inline int n_wanted(const select_args & a, int n_in) { return std::max(st
 static inline float * keys(const select_scratch & w, const head_scores & s) { return s.n_head == 1 ? s.x : w.key; }
 
 // does step 2 need more of the softmax than the order?
-static inline bool wants_softmax(const select_args & a) { return a.want_alpha || is_top_p(a.top_p); }
+static inline bool wants_softmax(const select_args & a) { return a.want_rest || is_top_p(a.top_p); }
 
-// res = n_sel, alpha [n_head], the cells, -1 ..: of the n_cand candidates in w.cand, of which forced cells have the key +inf
+// res = n_sel, rest [n_head], the cells, -1 ..: of the n_cand candidates in w.cand, of which forced cells have the key +inf
 static inline void finish_select(int32_t * res, const select_scratch & w, const head_scores & s, const select_args & a, int n_cand, int k,
         float guess) {
     int32_t * cells = res + 1 + s.n_head;
@@ -449,17 +467,17 @@ static inline void finish_select(int32_t * res, const select_scratch & w, const 
     res[0] = n_sel;
     std::fill(cells + n_sel, cells + a.topk_max, -1);
     for (int h = 0; h < s.n_head; ++h) {
-        const float alpha = a.want_alpha ? head_alpha(cells, n_sel, w, s, a, h) : 1.0f;
-        memcpy(res + 1 + h, &alpha, sizeof(alpha));
+        const float rest = a.want_rest ? head_rest(cells, n_sel, w, s, a, h) : -INFINITY;
+        memcpy(res + 1 + h, &rest, sizeof(rest));
     }
 }
 
 // the result of a token that reads all it sees
 static inline void select_all(int32_t * res, int n_head, int topk_max) {
-    const float alpha = 1.0f;
+    const float rest = -INFINITY;
     res[0] = GGML_SPARSE_SELECT_ALL;
     for (int h = 0; h < n_head; ++h) {
-        memcpy(res + 1 + h, &alpha, sizeof(alpha));
+        memcpy(res + 1 + h, &rest, sizeof(rest));
     }
     std::fill_n(res + 1 + n_head, topk_max, -1);
 }

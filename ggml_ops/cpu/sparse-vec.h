@@ -113,6 +113,7 @@ static inline vf add(vf a, vf b)         { return _mm512_add_ps(a, b); }
 static inline vf sub(vf a, vf b)         { return _mm512_sub_ps(a, b); }
 static inline vf mul(vf a, vf b)         { return _mm512_mul_ps(a, b); }
 static inline vf div(vf a, vf b)         { return _mm512_div_ps(a, b); }
+static inline vf vsqrt(vf a)             { return _mm512_sqrt_ps(a); }
 static inline vf fma(vf a, vf b, vf c)   { return _mm512_fmadd_ps(a, b, c); }
 static inline vf vmin(vf a, vf b)        { return _mm512_min_ps(a, b); }
 static inline vf vmax(vf a, vf b)        { return _mm512_max_ps(a, b); }
@@ -170,6 +171,7 @@ static inline vf add(vf a, vf b)         { return _mm256_add_ps(a, b); }
 static inline vf sub(vf a, vf b)         { return _mm256_sub_ps(a, b); }
 static inline vf mul(vf a, vf b)         { return _mm256_mul_ps(a, b); }
 static inline vf div(vf a, vf b)         { return _mm256_div_ps(a, b); }
+static inline vf vsqrt(vf a)             { return _mm256_sqrt_ps(a); }
 static inline vf fma(vf a, vf b, vf c)   { return _mm256_fmadd_ps(a, b, c); }
 static inline vf vmin(vf a, vf b)        { return _mm256_min_ps(a, b); }
 static inline vf vmax(vf a, vf b)        { return _mm256_max_ps(a, b); }
@@ -221,6 +223,7 @@ static inline vf add(vf a, vf b)         { return vaddq_f32(a, b); }
 static inline vf sub(vf a, vf b)         { return vsubq_f32(a, b); }
 static inline vf mul(vf a, vf b)         { return vmulq_f32(a, b); }
 static inline vf div(vf a, vf b)         { return vdivq_f32(a, b); }
+static inline vf vsqrt(vf a)             { return vsqrtq_f32(a); }
 static inline vf fma(vf a, vf b, vf c)   { return vfmaq_f32(c, a, b); }
 static inline vf vabs(vf x)              { return vabsq_f32(x); }
 static inline vf round_even(vf x)        { return vrndnq_f32(x); }
@@ -262,6 +265,7 @@ static inline vf add(vf a, vf b)         { return a + b; }
 static inline vf sub(vf a, vf b)         { return a - b; }
 static inline vf mul(vf a, vf b)         { return a*b; }
 static inline vf div(vf a, vf b)         { return a/b; }
+static inline vf vsqrt(vf a)             { return sqrtf(a); }
 static inline vf fma(vf a, vf b, vf c)   { return a*b + c; }
 static inline vf vmin(vf a, vf b)        { return a < b ? a : b; }
 static inline vf vmax(vf a, vf b)        { return a > b ? a : b; }
@@ -430,6 +434,8 @@ static inline void prefetch_first(const void * p) {
     (void) p;
 #endif
 }
+
+static inline vf fourth_root(vf x) { return vsqrt(vsqrt(x)); }
 
 // e^x, within 2 ulp: 0 below -104 (so exp(-inf) = 0), +inf above 89, NaN for NaN
 static inline vf exp(vf x) {

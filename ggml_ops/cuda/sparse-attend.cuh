@@ -3,7 +3,7 @@
 // Steps 2 and 3: exact attention over a selection, or over all positions; interpolation with the mean of V.
 //
 // A row is a token of a stream, stream*n_tok + token; a head is one KV head of a row. The positions of a head are split over blocks, in tiles of
-// 64; a state {m, l, o} per block and query head is merged by a second launch, or written as the result where one block has it all.
+// 64; a state {o, m, l, ..} per block and query head is merged by a second launch, or written as the result where one block has it all.
 
 #include "sparse-device.cuh"
 
@@ -14,7 +14,7 @@ struct attend_args {
     view visible;                       // with mean_v its row n_tok tells which groups are sealed
     const int32_t * sel;                // [row][n_head_kv][ld_sel] or NULL: all positions
     const float   * sink_logits;        // [n_head] or NULL
-    float * state;                      // [row][n_head][n_grid][d_v + 2], or NULL with one split: straight to res
+    float * state;                      // [row][n_head][n_grid][ATTEND_STATE + d_v], or NULL with one split: straight to res
     float * mean;                       // [row][n_head_kv][d_v], with mean_v
     float * res;                        // [row][n_head*d_v], rows ld_res floats apart
     unsigned long long * stats;
@@ -23,7 +23,8 @@ struct attend_args {
     float   scale, softcap, max_bias;
 };
 
-constexpr int ATTEND_TILE = GROUP; // positions
+constexpr int ATTEND_TILE  = GROUP; // positions
+constexpr int ATTEND_STATE = 3;     // of a state, behind o [d_v]: m, l, and with mean_v the sum of the fourth roots of exp(logit - m)
 
 __device__ __forceinline__ int n_selected(const attend_args & a, const int32_t * sel) { return min(max(sel[0], 0), a.ld_sel - 1 - a.n_group_q); }
 
@@ -42,6 +43,7 @@ struct alignas(16) attend_shared {
     float    s[GB][ATTEND_TILE];    // products, then softmax numerators
     float    sum[N_THREAD*8];       // to add up what threads have summed of V
     float    m[GB], l[GB], f[GB];   // largest logit, sum of exp(logit - it), what brings older sums to it
+    float    root[GB];              // with mean_v: sum of the fourth roots of exp(logit - largest logit)
     int32_t  cell[2][ATTEND_TILE];  // of this tile and of the one before; < 0: none, or hidden
     uint16_t mask[2][ATTEND_TILE];
 };
@@ -64,6 +66,12 @@ __device__ __forceinline__ void softmax_tile(const attend_args & a, attend_share
             m.m[h] = top;
             m.l[h] = m.l[h]*f + l;
         }
+        if (a.mean_v) {
+            const float root = lane_sum<32>(fourth_root(p0) + fourth_root(p1));
+            if (r == 0) {
+                m.root[h] = m.root[h]*fourth_root(f) + root;
+            }
+        }
     }
 }
 
@@ -85,11 +93,12 @@ __device__ __forceinline__ void write_split(
                 o += m.sum[j*n_col*8 + tid];
             }
             if (a.state) {
-                float * st = a.state + ((row*a.n_head + head + h)*a.n_grid + blockIdx.x)*(d_v + 2);
+                float * st = a.state + ((row*a.n_head + head + h)*a.n_grid + blockIdx.x)*(d_v + ATTEND_STATE);
                 st[tid] = o;
                 if (tid == 0) {
                     st[d_v]     = m.m[h];
                     st[d_v + 1] = m.l[h];
+                    st[d_v + 2] = m.root[h];
                 }
             } else {
                 float top = m.m[h], l = m.l[h];
@@ -136,6 +145,7 @@ __device__ __forceinline__ void attend_split(const attend_args & a, attend_share
     if (tid < GB) {
         m.m[tid] = neg_inf();
         m.l[tid] = 0.0f;
+        m.root[tid] = 0.0f;
     }
     float acc[GB][8] = {};
 
@@ -355,11 +365,22 @@ static __global__ void __launch_bounds__(N_THREAD, attend_blocks(GB, D)) attend(
     }
 }
 
+// alpha (ggml-sparse.h, ATTEND) from the states at st; top, all: the largest logit and the sum of exp(logit - top), sink included. Each warp
+// does all of it
+__device__ __forceinline__ float kept_share(const float * st, int ld, int d_v, int n_state, float top, float all, float rest) {
+    float root = 0.0f;
+    for (int i = threadIdx.x % 32; i < n_state; i += 32) {
+        root += st[i*ld + d_v + 2]*expf(0.25f*(st[i*ld + d_v] - top)); // 0 times 0 of a state that saw nothing
+    }
+    root = lane_sum<32>(root);
+    return root > 0.0f ? __fsqrt_rn(__fdiv_rn(all, all + expf(rest + 4.0f*logf(root)))) : 1.0f;
+}
+
 // one block per (query head, row): the states in order, then the sink; eq. 10
 static __global__ void __launch_bounds__(N_THREAD) merge(const attend_args a) {
     __shared__ float f[N_THREAD], l[N_THREAD], part[N_THREAD];
     const int64_t j = blockIdx.x, row = blockIdx.y, h_kv = j/a.n_group_q;
-    const int     tid = threadIdx.x, ld = a.d_v + 2;
+    const int     tid = threadIdx.x, ld = a.d_v + ATTEND_STATE;
     const float * st = a.state + (row*a.n_head + j)*a.n_grid*ld;
     const int32_t * sel = selection(a, row, h_kv);
     const int n_split = split_of(a, sel);
@@ -383,6 +404,9 @@ static __global__ void __launch_bounds__(N_THREAD) merge(const attend_args a) {
     }
     all = lane_sum<32>(all) + (a.sink_logits ? expf(sink - ref) : 0.0f);
 
+    const bool mean_v = a.mean_v && sel;
+    const float alpha = mean_v ? kept_share(st, ld, a.d_v, n_split, ref, all, ((const float *) sel)[1 + j % a.n_group_q]) : 1.0f;
+
     const int n_slice = N_THREAD/a.d_v, c = tid % a.d_v, slice = tid/a.d_v;
     float o = 0.0f;
     if (slice < n_slice) {
@@ -400,8 +424,7 @@ static __global__ void __launch_bounds__(N_THREAD) merge(const attend_args a) {
         o += part[i*a.d_v + c];
     }
     o = all > 0.0f ? __fdiv_rn(o, all) : 0.0f;
-    if (a.mean_v && sel) {
-        const float alpha = ((const float *) sel)[1 + j % a.n_group_q];
+    if (mean_v) {
         o = alpha*o + (1.0f - alpha)*a.mean[(row*a.n_head_kv + h_kv)*a.d_v + c];
     }
     a.res[row*a.ld_res + j*a.d_v + c] = o;

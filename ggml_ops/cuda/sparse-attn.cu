@@ -3,7 +3,7 @@
 //   SEAL          seal                             1 launch
 //   VISIBLE       visible                          1
 //   SCORE         score                            1
-//   SELECT        (sum_runs), (rank_keys), select  1 to 3: sum_runs with several query heads per KV head, alpha or top_p, rank_keys with several
+//   SELECT        (sum_runs), (rank_keys), select  1 to 3: sum_runs with several query heads per KV head, rest or top_p, rank_keys with several
 //   SCORE_SELECT  score, (rank_keys), select       2 or 3
 //   ATTEND        attend, (merge)                  1 or 2: merge where a head is split over blocks, or with the mean of V
 
@@ -165,7 +165,7 @@ void op_score(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
 bool is_top_p(const ggml_sparse_select_params & p) { return p.top_p > 0.0f && p.top_p < 1.0f; }
 
 // does SELECT need the softmax of the logits?
-bool wants_sums(const ggml_sparse_select_params & p, int n_group_q) { return p.alpha || is_top_p(p) || n_group_q > 1; }
+bool wants_sums(const ggml_sparse_select_params & p, int n_group_q) { return p.rest || is_top_p(p) || n_group_q > 1; }
 
 template <int GB>
 void launch_sum_runs(ggml_backend_cuda_context & ctx, const select_args & a, int64_t n_row) {
@@ -194,7 +194,6 @@ void run_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, float 
     a.key         = logits;
     a.run_max     = run_max;
     a.run_sum     = run_sum;
-    a.sink_logits = data_of<const float>(src.sinks);
     a.res         = data_of<int32_t>(dst);
     a.n_kv        = n_kv;
     a.n_run       = n_run;
@@ -207,7 +206,7 @@ void run_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, float 
     a.n_forced    = (int) src.wanted->ne[0] - p.i_forced;
     a.n_local_max = p.n_local_max;
     a.topk_max    = p.topk_max;
-    a.alpha       = p.alpha;
+    a.rest        = p.rest;
     a.top_p       = is_top_p(p) ? p.top_p : 0.0f;
 
     ggml_cuda_pool_alloc<unsigned> bits(ctx.pool(), n_row*a.n_head_kv*a.n_bits);
@@ -272,7 +271,7 @@ void launch_attend(ggml_backend_cuda_context & ctx, attend_args a) {
     const bool merged = a.n_grid > 1 || a.mean_v;
     ggml_cuda_pool_alloc<float> state(ctx.pool()), mean(ctx.pool());
     if (merged) {
-        a.state = state.alloc((int64_t) a.n_row*a.n_head*a.n_grid*(a.d_v + 2));
+        a.state = state.alloc((int64_t) a.n_row*a.n_head*a.n_grid*(a.d_v + ATTEND_STATE));
     }
     if (a.mean_v) {
         a.mean = mean.alloc((int64_t) a.n_row*a.n_head_kv*a.d_v);

@@ -142,6 +142,11 @@ __device__ __forceinline__ int order_of(float x) {
 }
 
 // +inf counts as FLT_MAX, and NaN stays
+// a smaller share of the mass counts as nothing, since it may be rounding
+constexpr float MIN_LEFT = 0x1p-18f;
+
+__device__ __forceinline__ float fourth_root(float x) { return __fsqrt_rn(__fsqrt_rn(x)); }
+
 __device__ __forceinline__ float finite_top(float x) { return x > FLT_MAX ? FLT_MAX : x; }
 
 // ---- over lanes ----

@@ -1,6 +1,6 @@
 #pragma once
 
-// Step 2: the top k positions, and alpha, of each head: one KV head of one token. A row is a token of a stream, stream*n_tok + token.
+// Step 2: the top k positions, and the mass of the others, of each head: one KV head of one token. A row is a token of a stream, stream*n_tok + token.
 
 #include "sparse-device.cuh"
 
@@ -10,13 +10,12 @@ struct select_args {
     view forced, kl;
     const float * logits;               // [row][n_head][n_kv]
     float       * key;                  // [row][n_head_kv][n_kv] what is ranked; the logits where a KV head has one query head
-    float       * run_max, * run_sum;   // [row][n_head][n_run]; where a KV head has several query heads, or alpha or top_p is wanted
-    const float * sink_logits;          // [n_head] or NULL
+    float       * run_max, * run_sum;   // [row][n_head][n_run]; where a KV head has several query heads, or rest or top_p is wanted
     unsigned    * bits;                 // [row][n_head_kv][n_bits] scratch: the forced cells
     int32_t     * cand;                 // [row][n_head_kv][n_cand] scratch: cells near or above the cut
     int32_t     * res;                  // [row][n_head_kv][1 + n_group_q + topk_max]
     int64_t n_kv, n_run, n_bits, n_cand;
-    int     n_head, n_head_kv, n_group_q, n_tok, n_forced, n_local_max, topk_max, alpha;
+    int     n_head, n_head_kv, n_group_q, n_tok, n_forced, n_local_max, topk_max, rest;
     float   top_p;                      // in (0, 1), or 0
 };
 
@@ -427,31 +426,34 @@ struct candidates {
     }
 };
 
-// the share of each query head's scores that the n_sel cells hold -> out [n_group_q]; 1 where it is not asked for
+// rest of each query head, beside the n_sel cells -> out [n_group_q] (ggml-sparse.h, SELECT); -inf where it is not asked for
 template <int NT>
-__device__ __forceinline__ void write_alpha(const select_args & a, int64_t u, const int32_t * cells, int n_sel, float * out, float * buf) {
+__device__ __forceinline__ void write_rest(const select_args & a, int64_t u, const int32_t * cells, int n_sel, float * out, float * buf) {
     for (int h = 0; h < a.n_group_q; ++h) {
-        float alpha = 1.0f;
-        if (a.alpha) {
+        float rest = neg_inf();
+        if (a.rest) {
             const int64_t head = u*a.n_group_q + h;
             const float2  x    = sum_head(a, head);
-            float kept = 0.0f;
+            float kept = 0.0f, root = 0.0f;
             for (int j = threadIdx.x; j < n_sel; j += NT) {
-                kept += expf(finite_top(a.logits[head*a.n_kv + cells[j]]) - x.x);
+                const float p = expf(finite_top(a.logits[head*a.n_kv + cells[j]]) - x.x);
+                kept += p;
+                root += fourth_root(p);
             }
             kept = block_sum<NT>(kept, buf);
-            // the sink takes mass but carries no value: its share stays with the selection
-            const float sink = a.sink_logits ? expf(a.sink_logits[head % a.n_head] - x.x) : 0.0f;
-            const float all  = x.y + sink;
-            alpha = all > 0.0f ? fminf(__fdiv_rn(kept + sink, all), 1.0f) : 1.0f;
+            root = block_sum<NT>(root, buf);
+            const float left = x.y - kept;
+            if (root > 0.0f && left > MIN_LEFT*x.y) { // not where a head has a NaN
+                rest = logf(left) - 4.0f*logf(root);
+            }
         }
         if (threadIdx.x == 0) {
-            out[h] = alpha;
+            out[h] = rest;
         }
     }
 }
 
-// one block per head: the k cells with the largest keys, ascending, ties to the lower cell; alpha. The result does not depend on the guess
+// one block per head: the k cells with the largest keys, ascending, ties to the lower cell; rest. The result does not depend on the guess
 template <int NT>
 static __global__ void __launch_bounds__(NT, NT == 1024 ? 1 : 4) select(const select_args a) {
     constexpr int NW = NT/32;
@@ -513,7 +515,7 @@ static __global__ void __launch_bounds__(NT, NT == 1024 ? 1 : 4) select(const se
         res[0] = n_sel;
     }
     __syncthreads();
-    write_alpha<NT>(a, u, cells, n_sel, (float *) res + 1, sum_f);
+    write_rest<NT>(a, u, cells, n_sel, (float *) res + 1, sum_f);
 }
 
 } // namespace sparse_cuda

@@ -29,8 +29,8 @@ extern "C" {
 //              dense  exact attention through our op (reads every visible position once per KV head)
 //              sparq  SparQ: approximate scores from `rank` components, then exact attention over `topk` positions
 //              topk   exact scores from all of K, then attention over `topk` positions
-//   ratio    1/8 | 0.125 | 12.5%   sparq: bytes moved / bytes of all K and V: half for the scores, but at most a quarter
-//                                  of the components; the rest for the gathered rows
+//   ratio    1/8 | 0.125 | 12.5%   sparq: bytes moved / bytes of all K and V: half for the scores, but at most half of
+//                                  the components; the rest for the gathered rows
 //                                  topk:  share of the positions that is kept
 //   rank, topk (or k)              explicit values, instead of those from ratio
 //   local    size of the local window, newest positions of the sequence (default topk/4)
@@ -39,7 +39,7 @@ extern "C" {
 //   min_ctx  up to this many cells in use (rounded up to 256): exact dense (default 1024)
 //   gpu_min_mb  where K lies on a GPU: a layer whose K and V that all tokens of the step would read are below so many MB keeps llama.cpp's
 //            attention (default 256, not measured; 0: always sparse)
-//   mean_v   auto | on | off       step 3, interpolation with the mean value (auto: on for MHA, off for GQA)
+//   mean_v   auto | on | off       step 3, interpolation with the mean value (auto: on)
 //   shadow   q4 | q8 | f16         the transposed copy of K: +13 %, +26 %, +50 % of f16 KV; at the same ratio fewer bits find more (default q4)
 //   budget   uniform | ramp | ramp-down    ramp: topk grows linearly from the first to the last layer, same total (arXiv 2502.06766, 4.4)
 //   top_p    0.95                  of the topk positions only as many as carry this share of the scores, for each KV head and token (default 1)

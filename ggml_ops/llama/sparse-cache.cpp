@@ -74,11 +74,6 @@ bool llama_sparse_is_supported_type(ggml_type type) {
     return ggml_sparse_kv_block(type) > 0;
 }
 
-bool llama_sparse_wants_mean_v(const llama_kv_cache & kv, const llama_sparse_spec & spec, int il) {
-    const auto & hparams = access::hparams(kv);
-    return spec.method == LLAMA_SPARSE_SPARQ && (spec.mean_v < 0 ? hparams.n_head(il) == hparams.n_head_kv(il) : spec.mean_v > 0);
-}
-
 int32_t llama_sparse_n_rot(const llama_kv_cache & kv) {
     const int32_t n = access::n_embd_head_k(kv);
     return access::attn_rot_k(kv) ? n & -n : 0;

@@ -18,9 +18,6 @@ const char * llama_sparse_why_not_layer(const llama_kv_cache & kv, int32_t ikv);
 
 bool llama_sparse_is_supported_type(ggml_type type); // of K or V
 
-// step 3 for a layer? auto: MHA only, as in the paper
-bool llama_sparse_wants_mean_v(const llama_kv_cache & kv, const llama_sparse_spec & spec, int il);
-
 // components of K (and q) that llama.cpp rotates together by a Hadamard matrix, 0: none; as in build_input_k_rot()
 int32_t llama_sparse_n_rot(const llama_kv_cache & kv);
 

@@ -212,7 +212,7 @@ ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string 
         params.i_forced    = inp.i_forced();
         if (k_t) {
             const auto & layer = inp.shadow().at(a.ikv());
-            params.mean_v = llama_sparse_wants_mean_v(inp.kv(), spec, a.il);
+            params.mean_v = spec.wants_mean_v();
             params.rank   = spec.rank_for(a.il, a.k->ne[0], llama_sparse_row_bytes(inp.kv(), a.il));
             params.n_bit  = spec.n_bit;
             params.n_rot  = llama_sparse_n_rot(inp.kv());

@@ -110,7 +110,7 @@ static std::string why_not_sparq(const llama_kv_cache & kv, const llama_sparse_s
     params.rank     = spec.rank_for(il, in.k->ne[0], llama_sparse_row_bytes(kv, il));
     params.topk_max = spec.cap_for(spec.topk_for(il, n_kv, shares), n_kv);
     params.scale    = 1.0f;
-    params.mean_v   = layer.v_sum && llama_sparse_wants_mean_v(kv, spec, il);
+    params.mean_v   = layer.v_sum && spec.wants_mean_v();
     params.n_bit    = spec.n_bit;
     params.n_rot    = llama_sparse_n_rot(kv);
     params.top_p    = (float) spec.top_p;
@@ -121,7 +121,7 @@ static std::string why_not_sparq(const llama_kv_cache & kv, const llama_sparse_s
 void llama_sparse_shadow::make_tensors(llama_kv_cache & kv, const llama_sparse_spec & spec) {
     bool v_sum = false;
     for (const auto & [il, ikv] : access::layer_ids(kv)) {
-        v_sum = v_sum || llama_sparse_wants_mean_v(kv, spec, il);
+        v_sum = v_sum || spec.wants_mean_v();
     }
     if (*llama_sparse_why_not(kv) || (has_tensors() && bits == spec.n_bit && (has_v_sum || !v_sum))) {
         return;

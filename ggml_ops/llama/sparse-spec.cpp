@@ -199,7 +199,7 @@ llama_sparse_spec llama_sparse_spec::parse(const std::string & text) {
             spec.gpu_min_mb = parse_int(key, val, 0);
         } else if (key == "mean_v") {
             if (val != "auto" && val != "on" && val != "off") {
-                throw llama_sparse_error("mean_v is not auto, on or off: " + val, "leave it out for auto: on for MHA, off for GQA");
+                throw llama_sparse_error("mean_v is not auto, on or off: " + val, "leave it out for auto, which is on");
             }
             spec.mean_v = val == "auto" ? -1 : val == "on";
         } else if (key == "shadow") {
@@ -293,7 +293,7 @@ bool llama_sparse_spec::is_dense() const {
     return method == LLAMA_SPARSE_DENSE || (ratio >= 1 && rank <= 0 && rank_layers.empty() && topk <= 0 && k_layers.empty());
 }
 
-// Half of the bytes pay for the scores, but a quarter of the components is enough: beyond that, rows bring more (bench/recall.py)
+// Half of the bytes pay for the scores, but half of the components is enough: beyond that, rows bring more (docs/numerics.md, 11b)
 int32_t llama_sparse_spec::rank_for(int32_t il, int32_t d_k, double row_bytes) const {
     if (!rank_layers.empty()) {
         return rank_layers[il];
@@ -301,7 +301,7 @@ int32_t llama_sparse_spec::rank_for(int32_t il, int32_t d_k, double row_bytes) c
     if (rank > 0) {
         return rank;
     }
-    return std::clamp((int32_t) std::lround(ratio/2*row_bytes*8/n_bit), 1, std::max(d_k/4, 1));
+    return std::clamp((int32_t) std::lround(ratio/2*row_bytes*8/n_bit), 1, std::max(d_k/2, 1));
 }
 
 int32_t llama_sparse_spec::topk_for(int32_t il, int32_t n_pos, const std::vector<double> & score_shares) const {

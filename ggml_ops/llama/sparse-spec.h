@@ -53,6 +53,7 @@ struct llama_sparse_spec {
     bool is_sparse() const { return method == LLAMA_SPARSE_SPARQ || method == LLAMA_SPARSE_TOPK; }
 
     // reads every position: run as the dense op
+    bool wants_mean_v() const { return method == LLAMA_SPARSE_SPARQ && mean_v != 0; } // step 3
     bool is_dense() const;
 
     // reads the transposed copy of K

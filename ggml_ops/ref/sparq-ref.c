@@ -89,6 +89,9 @@ void sparq_ref_score(
     }
 }
 
+// a smaller share of the mass counts as nothing
+#define MIN_LEFT 0x1p-18
+
 // a logit as it is ranked: +inf is the largest number
 static double finite_top(float logit) {
     return (double) (logit > FLT_MAX ? FLT_MAX : logit);
@@ -132,14 +135,14 @@ static double mean_mass(const float * logits, int64_t g, int64_t n, int64_t t) {
 }
 
 int64_t sparq_ref_select(
-        int32_t * sel, double * alpha, const float * logits, const int32_t * forced, const float * sinks, double * score,
+        int32_t * sel, double * rest, const float * logits, const int32_t * forced, double * score,
         int64_t g, int64_t n, int64_t n_forced, int64_t k, int64_t k_max, double top_p) {
     double top, total;
 
     // a token of a prompt reads every visible position
     if (k < 0) {
         for (int64_t h = 0; h < g; h++) {
-            alpha[h] = 1;
+            rest[h] = NEG_INF;
         }
         return -1;
     }
@@ -192,31 +195,33 @@ int64_t sparq_ref_select(
         sel[j] = x;
     }
 
-    // alpha = 1 - mass of what was not selected
-    // DEVIATION: a learned sink takes mass but carries no value: its share stays with the selection (test_attn_sinks_mean_v_equals_dense)
+    // what is not selected, beside what is: ATTEND knows the exact logits of the selected positions, and so how far approximate ones are from
+    // exact ones
     for (int64_t h = 0; h < g; h++) {
-        softmax_stats(&top, &total, logits + h*n, n, sinks ? sinks + h : NULL);
-        double  rest = 0;
+        softmax_stats(&top, &total, logits + h*n, n, NULL);
+        double  sum = 0, root = 0;
         int64_t next = 0; // of the selected positions
         for (int64_t t = 0; t < n; t++) {
+            const double x = finite_top(logits[h*n + t]) - top;
             if (next < n_sel && sel[next] == t) {
+                root += exp(x/4);
                 next++;
             } else {
-                rest += hidden(logits[h*n + t]) ? 0 : exp(finite_top(logits[h*n + t]) - top);
+                sum += hidden(logits[h*n + t]) ? 0 : exp(x);
             }
         }
-        alpha[h] = total > 0 ? 1 - rest/total : 1;
+        rest[h] = root > 0 && sum > MIN_LEFT*total ? log(sum) - 4*log(root) : NEG_INF;
     }
     return n_sel;
 }
 
 void sparq_ref_attend(
         float * y, const float * q, const float * k, const float * v, const float * bias,
-        const int32_t * sel, const double * alpha, const float * sinks, double * weight,
+        const int32_t * sel, const double * rest, const float * sinks, double * weight,
         int64_t g, int64_t n, int64_t n_sel, int64_t d_k, int64_t d_v, int64_t k_pos, int64_t v_pos, double scale, double softcap) {
     if (!sel || n_sel < 0) { // all positions
-        sel   = NULL;
-        alpha = NULL;
+        sel  = NULL;
+        rest = NULL;
     }
     const int64_t n_read = sel ? n_sel : n;
 
@@ -235,11 +240,17 @@ void sparq_ref_attend(
             }
             top = fmax(top, weight[i]);
         }
-        double total = sinks ? exp((double) sinks[h] - top) : 0;
+        double total = sinks ? exp((double) sinks[h] - top) : 0, root = 0;
         for (int64_t i = 0; i < n_read; i++) {
+            root += weight[i] == NEG_INF ? 0 : exp((weight[i] - top)/4);
             weight[i] = weight[i] == NEG_INF ? 0 : exp(weight[i] - top);
             total += weight[i];
         }
+        // DEVIATION: eq. 10 takes alpha from approximate scores alone (test_select_rest_is_the_mass_left_out, test_alpha_is_half_way). Here the
+        // selected positions have their exact mass, and the others their approximate mass, raised as that of the selected is, by fourth roots;
+        // and of what that gives, the root
+        // DEVIATION: a learned sink takes mass but carries no value: its share stays with the selection (test_attn_sinks_mean_v)
+        const double alpha = rest && root > 0 ? sqrt(total/(total + exp(rest[h] + 4*log(root)))) : 1;
 
         // weighted sum of v, and (eq. 10) the interpolation with the mean of v over all visible positions
         for (int64_t c = 0; c < d_v; c++) {
@@ -251,13 +262,13 @@ void sparq_ref_attend(
             sum = total > 0 ? sum/total : 0;
 
             int64_t n_visible = 0;
-            for (int64_t t = 0; t < n && alpha; t++) {
+            for (int64_t t = 0; t < n && rest; t++) {
                 if (!hidden(bias[h*n + t])) {
                     mean += (double) v[t*v_pos + c];
                     n_visible++;
                 }
             }
-            y[h*d_v + c] = (float) (n_visible > 0 ? alpha[h]*sum + (1 - alpha[h])*mean/(double) n_visible : sum);
+            y[h*d_v + c] = (float) (n_visible > 0 ? alpha*sum + (1 - alpha)*mean/(double) n_visible : sum);
         }
     }
 }

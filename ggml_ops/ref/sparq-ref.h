@@ -8,7 +8,7 @@
 //   seal        keep a second, transposed copy of K ("store K twice"), and sums of V
 //   components  the r components of q with the largest |q|            step 1
 //   score       approximate scores from these components              step 1
-//   select      the top-k positions; alpha, their share of the mass   step 2
+//   select      the top-k positions; the mass of all others           step 2
 //   attend      exact attention over them, mean-value interpolation   steps 2 and 3
 //
 // Dense attention is attend over all positions; exact top-k is select and attend with scores of rank d_k.
@@ -43,22 +43,23 @@ SPARQ_REF_API void sparq_ref_score(
         float * logits, const float * q, const float * k, const float * bias, const int32_t * components,
         int64_t g, int64_t n, int64_t d_k, int64_t rank, int64_t k_pos, int64_t k_ch, double scale, double softcap);
 
-// step 2: returns the number of selected positions and writes them, ascending, to sel [k_max]; alpha [g]
+// step 2: returns the number of selected positions and writes them, ascending, to sel [k_max]; rest [g]
 //   forced [n_forced]   the local window and the sinks, which are in anyway, most important first; hidden ones, repeats and < 0 are ignored
-//   k                   counts these; k_max >= k is the capacity. k < 0: returns -1, for every visible position; alpha is 1
+//   k                   counts these; k_max >= k is the capacity. k < 0: returns -1, for every visible position; rest is -inf
 //   top_p               < 1: stops before k where the selected positions carry that share of the softmaxed scores (mean over the heads)
-//   sinks [g]           learned extra logits, or NULL: they take mass, and none of it is the unselected positions'
+//   rest                ln(sum of exp(logit - m) over the positions that are not selected) - 4 ln(sum of exp((logit - m)/4) over those that are);
+//                       m is the largest logit. -inf where less than 2^-18 of the mass is left
 //   score [n]           scratch
 SPARQ_REF_API int64_t sparq_ref_select(
-        int32_t * sel, double * alpha, const float * logits, const int32_t * forced, const float * sinks, double * score,
+        int32_t * sel, double * rest, const float * logits, const int32_t * forced, double * score,
         int64_t g, int64_t n, int64_t n_forced, int64_t k, int64_t k_max, double top_p);
 
-// steps 2 and 3: y [g][d_v], zeros when nothing is visible. sel NULL, or n_sel < 0: all positions, and no interpolation; alpha NULL: no
+// steps 2 and 3: y [g][d_v], zeros when nothing is visible. sel NULL, or n_sel < 0: all positions, and no interpolation; rest NULL: no
 // interpolation with the mean of v
 //   weight [n]          scratch
 SPARQ_REF_API void sparq_ref_attend(
         float * y, const float * q, const float * k, const float * v, const float * bias,
-        const int32_t * sel, const double * alpha, const float * sinks, double * weight,
+        const int32_t * sel, const double * rest, const float * sinks, double * weight,
         int64_t g, int64_t n, int64_t n_sel, int64_t d_k, int64_t d_v, int64_t k_pos, int64_t v_pos, double scale, double softcap);
 
 #ifdef __cplusplus

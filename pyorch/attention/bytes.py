@@ -92,7 +92,7 @@ def _dense(n_pos: int, head_dim: int, reason: str) -> Split:
 def _rank(spec: AttentionSpec, head_dim: int, kv_bytes: float, il: int) -> int:
     """Half of the bytes pay for the scores: `S*r*shadow_bytes = ratio/2 * 2*S*d*kv_bytes`.
 
-    But a quarter of the components is enough; beyond that, rows are worth more (bench/recall.py).
+    But half of the components is enough; beyond that, rows are worth more (docs/numerics.md, 11b).
     """
     if spec.method == "topk":
         return head_dim  # exact scores
@@ -101,7 +101,7 @@ def _rank(spec: AttentionSpec, head_dim: int, kv_bytes: float, il: int) -> int:
     if spec.rank is not None:
         return spec.rank
     rank = _round((spec.ratio or 0) * head_dim * kv_bytes / SHADOW_BYTES[spec.shadow])
-    return min(max(rank, 1), max(head_dim // 4, 1))
+    return min(max(rank, 1), max(head_dim // 2, 1))
 
 
 def _topk(
@@ -150,7 +150,7 @@ def layer_costs(
         dense = read = n_seen * row
         if not s.dense:
             sums = 0.0
-            if uses_mean_v(spec, n_head, n_head_kv):
+            if uses_mean_v(spec):
                 sums = mean_bytes(n_pos, geo.head_dim_v, geo.head_dim_v * v_bytes)
             read = _scan_bytes(spec, s, geo, n_pos, k_bytes) + sums + s.topk * row
         dense, read = int(dense * n_head_kv), int(read * n_head_kv)
@@ -178,14 +178,9 @@ def _scale_bytes(spec: AttentionSpec, n_pos: int) -> int:
     return 0 if spec.shadow == "f16" else -(-n_pos // RUN) * 8
 
 
-def uses_mean_v(spec: AttentionSpec, n_head: int, n_head_kv: int) -> bool:
+def uses_mean_v(spec: AttentionSpec) -> bool:
     """Whether the mean of V stands for what is not read."""
-    return spec.method == "sparq" and mean_v_is_on(spec.mean_v, n_head, n_head_kv)
-
-
-def mean_v_is_on(mean_v: str, n_head: int, n_head_kv: int) -> bool:
-    """`auto` is on where no KV head is shared."""
-    return mean_v == "on" or (mean_v == "auto" and n_head == n_head_kv)
+    return spec.method == "sparq" and spec.mean_v != "off"
 
 
 def per_token(counters: Mapping[str, float]) -> tuple[float, float]:
@@ -233,7 +228,6 @@ def shadow_bytes(geo: Geometry, n_ctx: int, spec: AttentionSpec) -> int:
     ours = [il for il in geo.kv_layers if not geo.windows.of(il)]
     # in every layer, where one of them needs the sums
     n_sum = -(-n_ctx // (GROUP * GROUPS_PER_SUM)) * (GROUPS_PER_SUM + 1)
-    mean_v = any(uses_mean_v(spec, geo.n_head[il], geo.n_head_kv[il]) for il in ours)
-    v_sum = geo.head_dim_v * n_sum * 4 if mean_v else 0
+    v_sum = geo.head_dim_v * n_sum * 4 if uses_mean_v(spec) else 0
     heads = sum(geo.n_head_kv[il] for il in ours if il < geo.n_own_cache)
     return int(heads * (geo.head_dim_k * row + v_sum))

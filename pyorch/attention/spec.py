@@ -64,8 +64,8 @@ class AttentionSpec:
     sinks    how many of the first positions are always included
     min_ctx  up to this many cells in use, rounded up to 256, attention is exact dense
     gpu_min_mb  on a GPU, a layer stays dense if dense attention would read fewer MB than this
-    mean_v   whether the mean of V stands for what is not read: on, off, or auto, which is on where
-             no KV head is shared
+    mean_v   whether the mean of V stands for what is not read: on, off, or auto, which is on
+             unless a calibration found otherwise
     budget   how k varies over the layers: uniform, ramp or ramp-down; calibrated and top-p stand
              for the results of a calibration
     shadow   the type of the transposed copy of K; at the same ratio fewer bits find more
@@ -314,6 +314,6 @@ def check_against_model(spec: AttentionSpec, head_dim: int, n_layer: int | None 
     if head_dim and most > head_dim:
         raise SparqError(
             f"rank {most} is above the model's head size {head_dim}",
-            f"a rank is 1 to {head_dim}; {max(head_dim // 4, 1)} is a usual choice",
+            f"a rank is 1 to {head_dim}; {max(head_dim // 2, 1)} is a usual choice",
             exit_code=2,
         )

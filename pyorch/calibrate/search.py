@@ -352,8 +352,8 @@ def _usual(session: Session, base: AttentionSpec, n_pos: int, meter: Meter) -> d
     row = geo.head_dim_k * sizes[0] + geo.head_dim_v * sizes[1]
     s = split(base, n_pos, geo.head_dim_k, row / (2 * geo.head_dim_k))
     n, layers = geo.n_layer, meter.layers
-    mean = any(uses_mean_v(base, *x) for x in zip(geo.n_head, geo.n_head_kv, strict=True))
-    modes = [replace(base, mean_v=x) for x in (("on", "off") if mean else ("off", "on"))]
+    names = ("on", "off") if uses_mean_v(base) else ("off", "on")
+    modes = [replace(base, mean_v=x) for x in names]
     uniform, other = (Point(np.full(n, s.topk / n_pos), np.full(n, s.rank), x) for x in modes)
     up, down = np.ones(n), np.ones(n)
     up[layers] = 2 * (np.arange(len(layers)) + 1) / (len(layers) + 1)

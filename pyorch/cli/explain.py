@@ -153,7 +153,7 @@ class Prediction:
         return self.dense / self.read, self.token_s(self.dense) / self.token_s(self.read)
 
     def uses_mean_v(self, c: cost.LayerCost) -> bool:
-        return cost.uses_mean_v(self.spec, c.n_head, c.n_head_kv) and not c.split.dense
+        return cost.uses_mean_v(self.spec) and not c.split.dense
 
     def json(self) -> dict[str, object]:
         whole, cut, shadow = self.memory

@@ -20,8 +20,8 @@ SLOTS: dict[int, dict[str, int]] = {
     SEAL: _SEAL,
     VISIBLE: {"mask": 2, "sealed": 5},
     SCORE: _SCORE | {"visible": 9},
-    SELECT: {"logits": 0, "sinks": 3, "wanted": 8},
-    SCORE_SELECT: _SCORE | {"sinks": 3, "wanted": 8},
+    SELECT: {"logits": 0, "wanted": 8},
+    SCORE_SELECT: _SCORE | {"wanted": 8},
     ATTEND: _PREFILL | {"v_sum": 7, "sel": 8, "visible": 9},
     PREFILL: _PREFILL,
 }

@@ -18,7 +18,7 @@ from typing import ClassVar, Protocol, TypeVar
 import numpy as np
 
 from pyorch.attention import line
-from pyorch.attention.bytes import mean_bytes, mean_v_is_on
+from pyorch.attention.bytes import mean_bytes
 from pyorch.attention.spec import MEAN_V
 from pyorch.errors import SparqError, nearest
 
@@ -193,7 +193,7 @@ class Policy:
 @dataclass(frozen=True)
 class WithMeanV(Policy):
     """mean_v: whether the mean of V stands for positions not read: on, off, or auto (only if no KV
-    head is shared), as for `sparq`."""
+    head is shared, as in SparQ's paper)."""
 
     mean_v: str = "auto"
 
@@ -202,7 +202,7 @@ class WithMeanV(Policy):
             raise nearest("mean_v", self.mean_v, MEAN_V)
 
     def uses_mean_v(self, heads: Heads) -> bool:
-        return mean_v_is_on(self.mean_v, heads.n_head, heads.n_head_kv)
+        return self.mean_v == "on" or (self.mean_v == "auto" and heads.n_head == heads.n_head_kv)
 
     def fixed_bytes(self, n_pos: int, heads: Heads) -> float:
         """The sums of V, as `sparq` keeps them."""

@@ -166,10 +166,12 @@ class Watch:
             if ours:
                 if self.policy is None or step not in (SELECT, ATTEND):
                     return not ask
+                t = Tensor.from_address(address)
+                if step == ATTEND and source_of(t, "sinks") is not None:
+                    raise SparqError(f"{self.policy}: not for models with learned sinks")
                 if step == ATTEND and not self._after:
                     return not ask
                 if not ask:
-                    t = Tensor.from_address(address)
                     self._select(t) if step == SELECT else self._attend(t)
                 return True
         except BaseException as error:  # noqa: BLE001
@@ -192,8 +194,6 @@ class Watch:
         logits = view(score)
         if logits.shape[:2] != (1, 1):
             raise SparqError(f"{self.policy}: serves one sequence, one token at a time")
-        if source_of(t, "sinks") is not None:
-            raise SparqError(f"{self.policy}: not for models with learned sinks")
         if self._n_pos == 0:
             self._begin_step(t, logits[0, 0])
         n_pos, n_head_kv = self._n_pos, k.ne[1]
@@ -267,7 +267,7 @@ class Watch:
         return layer
 
     def _write(self, t: Tensor, positions: np.ndarray, step: Step) -> None:
-        """Write SELECT's result: n_sel, alpha (1: not wanted), cells in ascending order, then -1.
+        """Write SELECT's result: n_sel, rest (-inf: not wanted), cells in ascending order, then -1.
 
         Raises:
             SparqError: a position does not exist, or is not in ascending order.

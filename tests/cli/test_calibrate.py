@@ -331,7 +331,7 @@ def test_the_progress_of_a_search_is_one(model: Path) -> None:
         assert sum("round 2" in n for n in names) == 2, "one of mean_v goes on, and then top_p"
         assert labels == ["calibrating"]
         done, totals = zip(*shown, strict=True)
-        assert list(done) == sorted(done) and 0.9 < done[-1] / totals[-1] <= 1
+        assert list(done) == sorted(done) and 0.85 < done[-1] / totals[-1] <= 1
         assert len(set(totals)) == 1 and done[0] < 0.3 * totals[0]
         (file,) = (model.parent / "cache" / "calibrated").glob("*.jsonl")
         lines = file.read_text().splitlines(keepends=True)

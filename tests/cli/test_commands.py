@@ -347,16 +347,16 @@ def test_closed_streams(tiny: Path) -> None:
 
 
 def test_explain(run: Run, tiny: Path) -> None:
-    result = run("explain", "-m", tiny, "--ratio", "1/8", "--ctx", 4096)
+    result = run("explain", "-m", tiny, "-a", "sparq,ratio=1/8,mean_v=off", "--ctx", 4096)
     assert result.code == 0 and result.err == ""
     for piece in ("256 KiB of 2 MiB", "12.5 %", "GB/s, measured", "attention 8.00x", "cache 2 MiB"):
         assert piece in result.out
 
 
 def test_explain_json(run: Run, tiny: Path) -> None:
-    args = ("explain", "-m", tiny, "--ratio", "1/8", "--ctx", 4096, "--json")
+    args = ("explain", "-m", tiny, "-a", "sparq,ratio=1/8,mean_v=off", "--ctx", 4096, "--json")
     r = json.loads(run(*args).out)
-    assert [(x["rank"], x["topk"], x["local"]) for x in r["layers"]] == [(8, 380, 95)] * 2
+    assert [(x["rank"], x["topk"], x["local"]) for x in r["layers"]] == [(16, 248, 62)] * 2
     assert r["attention_bytes_per_token"] * 8 == r["attention_bytes_per_token_dense"] == 2 << 20
     # codes; per channel a line of scales and zeros, and one of padding
     assert r["shadow_memory"] / r["kv_memory"] == 1 / 8 + 1 / 128

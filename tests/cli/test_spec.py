@@ -308,9 +308,10 @@ def test_lists_of_another_length_than_the_model() -> None:
 @pytest.mark.parametrize(
     ("line", "n_pos", "rank", "topk", "local"),
     [
-        ("sparq,ratio=1/8", 16384, 32, 1520, 380),  # r = d/4: 1/31 of the bytes; the rest for rows
-        ("sparq,ratio=1/32", 16384, 16, 248, 62),  # half and half
-        ("sparq,ratio=1/8", 1200, 32, 128, 32),  # never below min_k
+        ("sparq,ratio=1/2", 16384, 64, 7136, 1784),  # r = d/2: 1/15 of the bytes; the rest for rows
+        ("sparq,ratio=1/8", 16384, 64, 992, 248),  # half and half
+        ("sparq,ratio=1/32", 16384, 16, 248, 62),
+        ("sparq,ratio=1/8", 1200, 64, 128, 32),  # never below min_k
         ("sparq,rank=32,topk=128", 4096, 32, 128, 32),  # the paper's recipe
         ("sparq,rank=32,topk=128,local=7", 4096, 32, 128, 7),
         ("sparq,ratio=1/8,shadow=f16", 16384, 16, 1024, 256),  # half and half, four times the bits

@@ -85,7 +85,7 @@ class Spec:
         if self.method != "sparq":
             return 0
         bits = {"f16": 16, "q8": 8, "q4": 4}[self.shadow]
-        rank = self.rank or min(max(np.floor(self.ratio * row * 4 / bits + 0.5), 1), HEAD_DIM // 4)
+        rank = self.rank or min(max(np.floor(self.ratio * row * 4 / bits + 0.5), 1), HEAD_DIM // 2)
         scale_and_zero = 0 if bits == 16 else 8 / 512
         return rank * (bits / 8 + scale_and_zero) / row
 

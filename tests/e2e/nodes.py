@@ -188,8 +188,8 @@ class Watch:
         """SELECT(SCORE(..)) of the same sources: SCORE is computed here, then both are checked."""
         p = _params(t, ScoreSelectParams)
         with self._ggml.graph() as g:
-            names = ("q", "k", "k_t", "sealed", "mask", "wanted", "sinks", "k_range")
-            q, k, k_t, sealed, mask, wanted, sinks, k_range = (
+            names = ("q", "k", "k_t", "sealed", "mask", "wanted", "k_range")
+            q, k, k_t, sealed, mask, wanted, k_range = (
                 _leaf(g, _source(t, name)) for name in names
             )
             visible = g.op("ggml_sparse_attn_visible", mask, None)
@@ -199,7 +199,7 @@ class Watch:
             )
             g.compute(score)
             self._score(score.contents)
-            select = g.op("ggml_sparse_attn_select", score, wanted, sinks, p.select)
+            select = g.op("ggml_sparse_attn_select", score, wanted, p.select)
             select.contents.data = t.data
             self._select(select.contents)
             self._selections[ctypes.addressof(t)] = self._selections.pop(
@@ -284,7 +284,7 @@ class Watch:
 
     def _select(self, t: Tensor) -> None:
         logits, wanted = (read(_source(t, name)) for name in ("logits", "wanted"))
-        sinks, p = _source(t, "sinks"), _params(t, SelectParams)
+        p = _params(t, SelectParams)
         kl, forced = wanted[..., p.i_k : p.i_k + 2], wanted[..., p.i_forced :]
         self._selections[ctypes.addressof(t)] = (
             forced[:, 0].copy(),
@@ -300,7 +300,7 @@ class Watch:
         for s, tok, h in np.ndindex(logits.shape[0], logits.shape[1], p.n_head_kv):
             heads = slice(h * n_group_q, (h + 1) * n_group_q)
             row, (k, n_local) = result[s, tok, h], kl[s, 0, tok]
-            cells, alpha = _cells(row, n_group_q)
+            cells, rest = _cells(row, n_group_q)
             assert (row[1 + n_group_q + len(cells) :] == -1).all(), "cells after the last one"
             lh = logits[s, tok, heads]
             must = oracle.forced_positions(
@@ -310,15 +310,12 @@ class Watch:
                 p.topk_max,
             )
             check_selection(cells, lh, min(k, p.topk_max), must)
-            if p.alpha:
-                sink = None if sinks is None else read(sinks)[0, 0, 0, heads]
-                want, plain = (
-                    oracle.mass_kept(lh.astype(d), cells, None if sink is None else sink.astype(d))
-                    for d in (np.float64, np.float32)
-                )
-                errors.add(alpha, want, plain, 1.0)
+            if p.rest:
+                exact = lh[:, cells].astype(np.float64)
+                left = (rest, oracle.rest(lh.astype(np.float64), cells), oracle.rest(lh, cells))
+                errors.add(*(oracle.kept(exact, x.astype(np.float64)) for x in left), 1.0)
             else:
-                assert (alpha == 1).all(), "alpha without being asked for"
+                assert np.isneginf(rest).all(), "rest without being asked for"
         errors.check()
 
     def _attend(self, t: Tensor) -> None:
@@ -388,9 +385,10 @@ class Watch:
                 continue
             bias = oracle.make_bias(mask[s, 0, tok, seen].astype(np.float64), slopes[heads])
             kh, vh = k[s, seen, h].astype(np.float32), v[s, seen, h].astype(np.float32)
-            cells = alpha = None
+            cells = rest = None
             if sel is not None:
-                cells, alpha = _cells(read(sel)[s, tok, h], n_group_q)
+                cells, rest = _cells(read(sel)[s, tok, h], n_group_q)
+                rest = rest if p.mean_v else None
                 assert not hidden[s, tok, cells].any(), "a hidden cell was selected"
                 cells = np.searchsorted(seen, cells)
             sink = None if sinks is None else read(sinks)[0, 0, 0, heads]
@@ -407,14 +405,13 @@ class Watch:
                     None if sink is None else sink.astype(dtype),
                     dtype,
                     chain,
+                    rest,
                 )
-                if sel is not None and p.mean_v:
-                    y = oracle.interpolate(y, alpha, oracle.v_mean(vh, bias, dtype))
                 results.append(y)
             errors.add(got[s, tok, heads], *results, scale=float(np.abs(vh).max(initial=0)))
         errors.check()
 
 
 def _cells(row: np.ndarray, n_group_q: int) -> tuple[np.ndarray, np.ndarray]:
-    """One row of SELECT's result: (cells, alpha of each query head)."""
+    """One row of SELECT's result: (cells, rest of each query head)."""
     return row[1 + n_group_q :][: row[0]], row[1 : 1 + n_group_q].view(np.float32)

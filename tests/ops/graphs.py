@@ -91,7 +91,7 @@ def score_select(s: Sources):
         ScoreParams(case.rank_value, case.scale, case.max_bias, case.softcap, 16, case.n_rot),
         SelectParams(s.data.topk_max, case.heads[1], s.data.n_local_max, case.mean_v, case.top_p),
     )
-    sources = (s.q, s.k, s.k_t, s.sealed, s.mask, s.wanted, s.sinks, s.stats, None)
+    sources = (s.q, s.k, s.k_t, s.sealed, s.mask, s.wanted, s.stats, None)
     return s.graph.op("ggml_sparse_attn_score_select", *sources, params)
 
 
@@ -100,7 +100,7 @@ def select(s: Sources, logits):
     params = SelectParams(
         s.data.topk_max, case.heads[1], s.data.n_local_max, case.mean_v, case.top_p
     )
-    return s.graph.op("ggml_sparse_attn_select", logits, s.wanted, s.sinks, params)
+    return s.graph.op("ggml_sparse_attn_select", logits, s.wanted, params)
 
 
 def attend(s: Sources, sel):
@@ -150,10 +150,10 @@ def whole(s: Sources, exact: bool = False):
 
 @dataclass
 class Selection:
-    """The result of SELECT, unpacked: cells per (stream, token, KV head), alpha per query head."""
+    """The result of SELECT, unpacked: cells per (stream, token, KV head), rest per query head."""
 
     cells: dict[tuple[int, int, int], np.ndarray]
-    alpha: np.ndarray  # (n_stream, n_tok, n_head_kv, g)
+    rest: np.ndarray  # (n_stream, n_tok, n_head_kv, g)
     raw: np.ndarray
 
     @classmethod
@@ -168,10 +168,10 @@ class Selection:
         return cls(cells, raw[..., 1 : 1 + g].copy().view(np.float32), raw)
 
     @staticmethod
-    def pack(cells: dict, alpha: np.ndarray, topk_max: int) -> np.ndarray:
-        g = alpha.shape[-1]
-        raw = np.full((*alpha.shape[:-1], 1 + g + topk_max), -1, np.int32)
-        raw[..., 1 : 1 + g] = alpha.astype(np.float32).view(np.int32)
+    def pack(cells: dict, rest: np.ndarray, topk_max: int) -> np.ndarray:
+        g = rest.shape[-1]
+        raw = np.full((*rest.shape[:-1], 1 + g + topk_max), -1, np.int32)
+        raw[..., 1 : 1 + g] = rest.astype(np.float32).view(np.int32)
         for index, row in cells.items():
             raw[index][0] = len(row)
             raw[index][1 + g : 1 + g + len(row)] = row

@@ -134,7 +134,7 @@ def shadow_threads(ggml: Counting, n_pos: int, n_threads: int) -> dict[str, np.n
         )
         out = g.op(
             "ggml_sparse_attn_score_select",
-            *(*sources, wanted, None, None, k_range),
+            *(*sources, wanted, None, k_range),
             ScoreSelectParams(ScoreParams(32, D**-0.5, 0, 0, 4), SelectParams(64, n_kv, 0, 0)),
         )
         g.compute(out, n_threads=n_threads)

@@ -87,38 +87,37 @@ class Ref:
         return out
 
     def select(
-        self, logits, k: int, forced, k_max: int, sinks=None, top_p=1.0
+        self, logits, k: int, forced, k_max: int, top_p=1.0
     ) -> tuple[np.ndarray, np.ndarray]:
-        """selected (n_sel,), alpha (g,)"""
-        sel, alpha = np.full(k_max, -1, np.int32), np.empty(len(logits))
-        n_sel = self.select_raw(sel, alpha, logits, k, forced, k_max, sinks, top_p)
-        return sel[:n_sel], alpha
+        """selected (n_sel,), rest (g,)"""
+        sel, rest = np.full(k_max, -1, np.int32), np.empty(len(logits))
+        n_sel = self.select_raw(sel, rest, logits, k, forced, k_max, top_p)
+        return sel[:n_sel], rest
 
-    def select_raw(self, sel, alpha, logits, k: int, forced, k_max, sinks=None, top_p=1.0) -> int:
-        """n_sel; fills sel (k_max,) and alpha (g,)."""
-        logits, sinks = _f32(logits), _f32(sinks)
+    def select_raw(self, sel, rest, logits, k: int, forced, k_max, top_p=1.0) -> int:
+        """n_sel; fills sel (k_max,) and rest (g,)."""
+        logits = _f32(logits)
         g, n = logits.shape
         forced, score = np.ascontiguousarray(forced, np.int32), np.empty(n)
         return self.lib.sparq_ref_select(
             _ptr(sel),
-            _ptr(alpha),
+            _ptr(rest),
             _ptr(logits),
             _ptr(forced),
-            _ptr(sinks),
             _ptr(score),
             *map(I64, (g, n, len(forced), k, k_max)),
             F64(top_p),
         )
 
     def attend(
-        self, q, k, v, bias, scale, softcap=0.0, selected=None, alpha=None, sinks=None, n_sel=None
+        self, q, k, v, bias, scale, softcap=0.0, selected=None, rest=None, sinks=None, n_sel=None
     ) -> np.ndarray:
         q, k, v, bias, sinks = _f32(q), _f32(k), _f32(v), _f32(bias), _f32(sinks)
         (g, n), d_k, d_v = bias.shape, q.shape[1], v.shape[1]
         out, weight = np.full((g, d_v), np.nan, np.float32), np.empty(n)
         if selected is not None:
             selected = np.ascontiguousarray(selected, np.int32)
-        alpha = None if alpha is None else np.ascontiguousarray(alpha, np.float64)
+        rest = None if rest is None else np.ascontiguousarray(rest, np.float64)
         if n_sel is None:
             n_sel = 0 if selected is None else len(selected)
         self.lib.sparq_ref_attend(
@@ -128,7 +127,7 @@ class Ref:
             _ptr(v),
             _ptr(bias),
             _ptr(selected),
-            _ptr(alpha),
+            _ptr(rest),
             _ptr(sinks),
             _ptr(weight),
             *map(I64, (g, n, n_sel, d_k, d_v, d_k, d_v)),

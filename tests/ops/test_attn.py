@@ -136,21 +136,25 @@ def test_attn_everything_selected_equals_dense(case: Case, ggml: Ggml) -> None:
             assert np.abs(sparse_run(ggml, data, exact=exact) - dense).max() <= 16 * EPS32 * seen
 
 
-def test_attn_sinks_mean_v_equals_dense(ggml: Ggml) -> None:
-    """With exact scores, constant V in the unselected part, and a learned sink, interpolation is
-    exact.
-
-    Then only a right alpha (a sink takes mass, but none that v_mean may have) gives the dense
-    result.
+def test_attn_sinks_mean_v(ggml: Ggml) -> None:
+    """With exact scores the share of what was left out is exact: a sink takes mass, but none that
+    v_mean may have. V is the same everywhere, so the result says how much of it came in.
     """
-    data = cases.make(
-        Case(n_kv=501, heads=(4, 4), topk="64", local=0, extra="mean_v+sinks", mask="open")
-    )
+    case = Case(n_kv=501, heads=(4, 4), topk="64", local=0, extra="mean_v+sinks", mask="open")
+    data = cases.make(case)
     data.v[:] = 2.0
     data.v_sum[:] = 2.0 * GROUP
-    assert (
-        np.abs(sparse_run(ggml, data, exact=True) - dense_run(ggml, data)).max() <= 16 * EPS32 * 2
-    )
+    got, shares = sparse_run(ggml, data, exact=True), []
+    for b in data.blocks():
+        logits = oracle.logits_of(b.q, b.k, b.bias, case.scale)
+        chosen = oracle.select(logits, b.topk, b.forced, data.topk_max)
+        alpha = np.sqrt(oracle.mass_kept(logits, chosen, b.sinks))
+        valued = oracle.softmax(logits[:, chosen], b.sinks).sum(axis=1)  # the sink is worth nothing
+        want = 2.0 * (alpha * valued + 1 - alpha)
+        y = got[b.stream, b.tok, b.head]
+        assert np.abs(y - want[:, None]).max() <= 32 * EPS32 * 2
+        shares.append((*alpha, *valued))
+    assert (np.min(shares, axis=0) < 0.995).all(), "nothing was left out, or no sink has mass"
 
 
 @pytest.mark.parametrize("n_more", [1, 64, 5000])
@@ -258,17 +262,20 @@ def test_score_uses_model_scale(ggml: Ggml) -> None:
     assert np.array_equal(out[0] * np.float32(0.25), out[1])
 
 
-def run_attend(ggml: Ggml, data: cases.Data, cells: np.ndarray, alpha: float) -> np.ndarray:
-    """ATTEND with a selection made by hand: the same cells and alpha everywhere."""
+def run_attend(ggml: Ggml, data: cases.Data, cells: np.ndarray, rest: float) -> np.ndarray:
+    """ATTEND with a selection made by hand: the same cells and rest everywhere."""
     n_tok, n_stream = data.case.batch
     n_head, n_head_kv = data.case.heads
     index = list(np.ndindex(n_stream, n_tok, n_head_kv))
-    alphas = np.full((n_stream, n_tok, n_head_kv, n_head // n_head_kv), alpha, np.float32)
-    raw = Selection.pack(dict.fromkeys(index, cells), alphas, len(cells) + 3)
+    rests = np.full((n_stream, n_tok, n_head_kv, n_head // n_head_kv), rest, np.float32)
+    raw = Selection.pack(dict.fromkeys(index, cells), rests, len(cells) + 3)
     with ggml.graph() as g:
         out = graphs.attend(Sources(data, g), g.tensor(raw, "i32"))
         g.compute(out)
         return g.read(out).reshape(*data.q.shape[:3], -1)
+
+
+NONE, MOST = -np.inf, 500.0  # rest, where nothing was left out, and where all but nothing was
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=["mha", "gqa"])
@@ -278,18 +285,29 @@ def test_attend_alpha_weighs_the_mean(heads, ggml: Ggml) -> None:
     data = cases.make(case)
     cells = np.array([3, 64, 65, 500, 699])
     plain = cases.make(replace(case, extra="plain"))
-    only = run_attend(ggml, plain, cells, 0.5)  # without mean_v alpha is not used
-    assert np.array_equal(run_attend(ggml, data, cells, 1.0), only)
+    only = run_attend(ggml, plain, cells, 0.5)  # without mean_v rest is not used
+    assert np.array_equal(run_attend(ggml, data, cells, NONE), only)
     other = replace(data, v_sum=np.full_like(data.v_sum, -7))
-    assert np.array_equal(run_attend(ggml, other, cells, 1.0), only)
+    assert np.array_equal(run_attend(ggml, other, cells, NONE), only)
 
-    mean = run_attend(ggml, data, cells, 0.0)
+    mean = run_attend(ggml, data, cells, MOST)
     g = heads[0] // heads[1]
     want = data.v.astype(np.float64).mean(axis=1).repeat(g, axis=1)[:, None]
     assert np.abs(mean - want).max() <= 32 * EPS32 * np.abs(data.v).max()
-    mix = run_attend(ggml, data, cells, 0.25)
-    assert np.abs(mix - (0.25 * only + 0.75 * mean)).max() <= 8 * EPS32 * np.abs(data.v).max()
-    assert not np.allclose(run_attend(ggml, other, cells, 0.25), mix), "v_sum was not read at all"
+    assert not np.allclose(run_attend(ggml, other, cells, 0.5), only), "v_sum was not read at all"
+
+
+@pytest.mark.parametrize("rest", [-6.0, 0.0, np.log(695 / 5**4)])
+def test_alpha_is_half_way(rest: float, ggml: Ggml) -> None:
+    """By hand: all logits are 0, so 5 positions have a mass of 5, and the others 5^4 e^rest."""
+    data = cases.make(Case(n_kv=700, heads=(8, 2), mask="open", sealed="mixed", extra="mean_v"))
+    data.k[:] = 0
+    cells = np.array([3, 64, 65, 500, 699])
+    alpha = np.sqrt(5 / (5 + 5**4 * np.exp(rest)))
+    v = data.v.astype(np.float64)
+    want = alpha * v[:, cells].mean(axis=1) + (1 - alpha) * v.mean(axis=1)
+    got = run_attend(ggml, data, cells, rest)
+    assert np.abs(got - want.repeat(4, axis=1)[:, None]).max() <= 32 * EPS32 * np.abs(v).max()
 
 
 def test_attend_mean_of_partly_hidden_group_reads_rows(ggml: Ggml) -> None:
@@ -299,7 +317,7 @@ def test_attend_mean_of_partly_hidden_group_reads_rows(ggml: Ggml) -> None:
     data.mask[..., 70] = -np.inf
     data.v[:, 70] = 1e4
     data.v_sum[:, cases.sum_row(1)] = np.nan
-    mean = run_attend(ggml, data, np.array([3]), 0.0)
+    mean = run_attend(ggml, data, np.array([3]), MOST)
     want = np.delete(data.v, 70, axis=1).astype(np.float64).mean(axis=1)[:, None]
     assert np.abs(mean - want).max() <= 32 * EPS32 * 5
 
@@ -318,10 +336,8 @@ def test_attend_reads_blocks(case: Case, ggml: Ggml) -> None:
                 seen = oracle.visible_positions(b.bias)
                 read = None if selected is None else np.intersect1d(cells, seen)
                 args = (b.q, b.k, b.v, b.bias, case.scale, case.softcap, read, b.sinks, dtype)
-                y.append(oracle.attend(*args))
-                if case.mean_v and selected is not None:
-                    alpha = np.full(len(b.q), 0.75)
-                    y[-1] = oracle.interpolate(y[-1], alpha, oracle.v_mean(b.v, b.bias, dtype))
+                rest = np.full(len(b.q), 0.75) if case.mean_v and selected is not None else None
+                y.append(oracle.attend(*args, rest=rest))
             rows = slice(b.head * len(b.q), (b.head + 1) * len(b.q))
             errors.add(got[b.stream, b.tok, rows], *y, float(np.abs(b.v[seen]).max(initial=0)))
         errors.check()
@@ -341,22 +357,22 @@ def test_attend_mean_reads_totals_where_they_hold(damage: str, ggml: Ggml) -> No
         data.v_sum[:, cases.sum_row(at)] = np.nan
     total = data.v_sum[:, 2 * SUM + 1]
     total[:] = total if damage == "nothing" else np.nan
-    mean = run_attend(ggml, data, np.array([3]), 0.0)
+    mean = run_attend(ggml, data, np.array([3]), MOST)
     want = np.nanmean(data.v.astype(np.float64), axis=1).repeat(2, axis=1)[:, None]
     assert np.abs(mean - want).max() <= 32 * EPS32 * 5
     if damage == "nothing":
         total[:] = 0
-        assert not np.allclose(run_attend(ggml, data, np.array([3]), 0.0), want, atol=1e-3)
+        assert not np.allclose(run_attend(ggml, data, np.array([3]), MOST), want, atol=1e-3)
 
 
 def test_attend_empty_selection_gives_zeros(ggml: Ggml) -> None:
     data = cases.make(Case(n_kv=100, extra="sinks", batch=(2, 2), mask="open"))
-    assert (run_attend(ggml, data, np.array([], np.int64), 1.0) == 0).all()
+    assert (run_attend(ggml, data, np.array([], np.int64), NONE) == 0).all()
 
 
 def test_attend_one_position_returns_its_value(ggml: Ggml) -> None:
     data = cases.make(Case(n_kv=300, heads=(8, 2), d=80, type_k="bf16", mask="open"))
-    got = run_attend(ggml, data, np.array([131]), 1.0)
+    got = run_attend(ggml, data, np.array([131]), NONE)
     assert np.array_equal(got, data.v[:, 131].repeat(4, axis=1)[:, None])
 
 

@@ -65,7 +65,7 @@ REFUSED = [
     "score(k_t=g.tensor(data.k_t[:, :, :127], 'f16'))",  # ends inside a group that SEAL writes
     "score(k_t=g.tensor(data.k_t, 'f32'))",
     "score(k=g.tensor(data.k, 'i32'))",  # not a type of K
-    "attend(mean_v=1)",  # nothing to take alpha from
+    "attend(mean_v=1)",  # nothing to take rest from
     "attend(v=g.tensor(data.v[:, :, :1], 'f16'))",
     "attend(sinks=g.tensor(np.zeros(7), 'f32'))",
     "attend(sinks=g.tensor(np.zeros((2, 8)), 'f32', order=(1, 0)))",  # of 8 bytes each
@@ -73,9 +73,9 @@ REFUSED = [
     "prefill(mask=g.tensor(data.mask, 'f32'))",
     "prefill(sinks=g.tensor(np.zeros(7), 'f32'))",
     "prefill(stats=g.tensor(np.zeros(3), 'i64'))",
-    "g.op('ggml_sparse_attn_select', score(), s.wanted, None, SelectParams(0, 2, 1, 0))",
-    "g.op('ggml_sparse_attn_select', score(), s.wanted, None, SelectParams(8, 3, 1, 0))",
-    "g.op('ggml_sparse_attn_select', score(), s.wanted, None, SelectParams(8, 2, 99, 0))",
+    "g.op('ggml_sparse_attn_select', score(), s.wanted, SelectParams(0, 2, 1, 0))",
+    "g.op('ggml_sparse_attn_select', score(), s.wanted, SelectParams(8, 3, 1, 0))",
+    "g.op('ggml_sparse_attn_select', score(), s.wanted, SelectParams(8, 2, 99, 0))",
     "g.op('ggml_sparse_attn_seal', s.k_t, s.v_sum, s.k, g.tensor(data.v[:, :129], 'f16'),"
     " g.tensor(np.zeros((1, 1)), 'i32'), None, None, None, SealParams(16))",
     "g.op('ggml_sparse_attn_seal', g.tensor(data.k_t[:, :64], 'f16'), None, s.k, None,"

@@ -38,10 +38,10 @@ def test_mass_is_the_share_of_the_softmax(case: Case, ggml: Ggml) -> None:
         want.append(oracle.mass_kept(logits, chosen, b.sinks))
     n_tok, n_stream = case.batch
     group = case.heads[0] // case.heads[1]
-    alpha = np.ones((n_stream, n_tok, case.heads[1], group))
+    rest = np.full((n_stream, n_tok, case.heads[1], group), -np.inf)
     with ggml.graph() as g:
         s = Sources(data, g)
-        sel = g.tensor(Selection.pack(cells, alpha, data.topk_max), "i32")
+        sel = g.tensor(Selection.pack(cells, rest, data.topk_max), "i32")
         got = mass(ggml, graphs.attend(s, sel))
     assert 0 < np.mean(want) <= 1
     assert got == pytest.approx(np.mean(want), abs=2e-5)

@@ -316,8 +316,8 @@ def test_scan_notices_a_wrong_code(ggml) -> None:
 
 @pytest.mark.parametrize("n_bit", BITS)
 @pytest.mark.parametrize("heads", [(3, 3), (8, 2)])
-@pytest.mark.parametrize("alpha", [0, 1])
-def test_score_select_is_select_of_score(ggml, n_bit, heads, alpha) -> None:
+@pytest.mark.parametrize("rest", [0, 1])
+def test_score_select_is_select_of_score(ggml, n_bit, heads, rest) -> None:
     """Bit for bit, whether a thread has whole KV heads or parts of them."""
     n_kv, d, rank, topk = 9216, 64, 16, 500
     rng = np.random.default_rng(n_bit + heads[0])
@@ -328,7 +328,7 @@ def test_score_select_is_select_of_score(ggml, n_bit, heads, alpha) -> None:
     groups = np.where(sealed, np.arange(n_kv // GROUP), -1).astype(np.int32)
     shadow = seal(ggml, Shadow.empty(n_bit, 1, heads[1] * d, n_kv), k, sealed, groups, "f16")
     params = ScoreSelectParams(
-        ScoreParams(rank, 0.125, 0.0, 0.0, n_bit), SelectParams(topk, heads[1], 16, alpha)
+        ScoreParams(rank, 0.125, 0.0, 0.0, n_bit), SelectParams(topk, heads[1], 16, rest)
     )
     rows = []
     for n_threads in (1, 2, 3, 4, 16):
@@ -341,10 +341,8 @@ def test_score_select_is_select_of_score(ggml, n_bit, heads, alpha) -> None:
             wanted = g.tensor(np.broadcast_to(row, (1, 1, 3, len(row))), "i32")
             visible = g.op("ggml_sparse_attn_visible", m, None)
             logits = g.op("ggml_sparse_attn_score", *tensors, visible, None, k_range, params.score)
-            sel = g.op("ggml_sparse_attn_select", logits, wanted, None, params.select)
-            fused = g.op(
-                "ggml_sparse_attn_score_select", *tensors, wanted, None, stats, k_range, params
-            )
+            sel = g.op("ggml_sparse_attn_select", logits, wanted, params.select)
+            fused = g.op("ggml_sparse_attn_score_select", *tensors, wanted, stats, k_range, params)
             g.compute(sel, fused, n_threads=n_threads)
             assert np.array_equal(g.read(fused), g.read(sel)), f"{n_threads} threads"
             rows.append((g.read(fused), g.read(stats)))

@@ -17,7 +17,7 @@ SMALL = [c for c in cases.quick_cases() if c.n_kv <= 2042]
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_ref_equals_oracle(case: Case, ref) -> None:
     """Each step apart, on the same inputs; and the whole."""
-    score, alphas, attend = Errors("ref"), Errors("ref"), Errors("ref")
+    score, rests, attend = Errors("ref"), Errors("ref"), Errors("ref")
     for b in cases.make(case).blocks():
         kept = oracle.select_components(b.q_score, case.rank_value)
         assert np.array_equal(ref.components(b.q_score, case.rank_value), kept)
@@ -36,21 +36,18 @@ def test_ref_equals_oracle(case: Case, ref) -> None:
             score.add(got, want, want, size)
 
         logits = got.astype(np.float64)  # selection is compared on the very same numbers
-        sel, alpha = ref.select(got, b.topk, b.forced, case.topk_value, b.sinks)
+        sel, rest = ref.select(got, b.topk, b.forced, case.topk_value)
         check_selection(sel, logits, b.topk, b.forced)
-        want = oracle.mass_kept(logits, sel, b.sinks)
-        alphas.add(alpha, want, want, 1.0)
+        want = oracle.rest(logits, sel)
+        rests.add(rest, want, want, 1.0)
 
-        for selected, a in ((sel, alpha), (sel, None), (None, None)):
-            y = oracle.attend(b.q, b.k, b.v, b.bias, case.scale, case.softcap, selected, b.sinks)
-            if a is not None:
-                y = oracle.interpolate(y, a, oracle.v_mean(b.v, b.bias))
-            got_y = ref.attend(
-                b.q, b.k, b.v, b.bias, case.scale, case.softcap, selected, a, b.sinks
-            )
+        for selected, left in ((sel, rest), (sel, None), (None, None)):
+            args = (b.q, b.k, b.v, b.bias, case.scale, case.softcap, selected)
+            y = oracle.attend(*args, b.sinks, rest=left)
+            got_y = ref.attend(*args, left, b.sinks)
             seen = oracle.visible_positions(b.bias)
             attend.add(got_y, y, y, float(np.abs(b.v[seen]).max(initial=0)))
-    for errors in (score, alphas, attend):
+    for errors in (score, rests, attend):
         errors.check()
 
 
@@ -93,8 +90,8 @@ def test_ref_select_ties_and_forced(ref) -> None:
     assert ref.select(logits, 1, [6, 5, 0], 7)[0].tolist() == [0, 5, 6]
     assert ref.select(logits, 1, [6, 5, 0], 2)[0].tolist() == [5, 6]
     assert ref.select(logits, 9, [], 9)[0].tolist() == [0, 1, 2, 4, 5, 6]
-    sel, alpha = ref.select(np.full((2, 3), -np.inf, np.float32), 2, [1], 3)
-    assert len(sel) == 0 and alpha.tolist() == [1, 1]
+    sel, rest = ref.select(np.full((2, 3), -np.inf, np.float32), 2, [1], 3)
+    assert len(sel) == 0 and rest.tolist() == [-np.inf, -np.inf]
 
 
 @pytest.mark.parametrize("g", [1, 3])
@@ -105,11 +102,11 @@ def test_ref_never_selects_nan(g: int, top_p: float, ref) -> None:
     logits[:, 7] = -np.inf
     logits[g // 2, [0, 12, 39]] = np.nan
     for k in (2, 20, 40):
-        sel, alpha = ref.select(logits, k, [12, 3], 40, top_p=top_p)
+        sel, rest = ref.select(logits, k, [12, 3], 40, top_p=top_p)
         want = oracle.select(logits.astype(np.float64), k, [12, 3], 40, top_p)
         assert sel.tolist() == want.tolist() and 3 in sel
         assert not set(sel.tolist()) & {0, 7, 12, 39}
-        assert alpha[g // 2] == 1, "no mass is known to be elsewhere"
+        assert rest[g // 2] == -np.inf, "no mass is known to be elsewhere"
     assert ref.select([[np.nan, 1, 2, 3]], 2, [], 4)[0].tolist() == [2, 3]
 
 
@@ -120,10 +117,10 @@ def test_ref_selects_of_what_is_not_finite(kind: str, top_p: float, ref) -> None
     for h, cell, value in NOT_FINITE[kind]:
         logits[h, cell] = value
     for k in (3, 8, 700):
-        sel, alpha = ref.select(logits, k, [600, 40], 700, top_p=top_p)
+        sel, rest = ref.select(logits, k, [600, 40], 700, top_p=top_p)
         want = oracle.select(logits.astype(np.float64), k, [600, 40], 700, top_p)
         assert sel.tolist() == want.tolist()
-        assert np.allclose(alpha, oracle.mass_kept(logits.astype(np.float64), sel), atol=1e-12)
+        assert np.allclose(rest, oracle.rest(logits.astype(np.float64), sel), rtol=1e-12)
 
 
 @pytest.mark.parametrize("value", [np.inf, 2e38])
@@ -143,8 +140,8 @@ def test_ref_selects_all(ref) -> None:
     for b in cases.make(Case(n_kv=100, heads=(4, 2), mask="part", extra="sinks")).blocks():
         kept = oracle.select_components(b.q, 16)
         logits = ref.score(b.q, b.k, b.bias, kept, 0.1)
-        out, alpha = np.full(5, 7, np.int32), np.empty(len(b.q))
-        n_sel = ref.select_raw(out, alpha, logits, -1, [3], 5, b.sinks)
-        assert n_sel == -1 and (alpha == 1).all() and (out == 7).all()
-        got = ref.attend(b.q, b.k, b.v, b.bias, 0.1, selected=out, alpha=alpha, n_sel=-1)
+        out, rest = np.full(5, 7, np.int32), np.empty(len(b.q))
+        n_sel = ref.select_raw(out, rest, logits, -1, [3], 5)
+        assert n_sel == -1 and np.isneginf(rest).all() and (out == 7).all()
+        got = ref.attend(b.q, b.k, b.v, b.bias, 0.1, selected=out, rest=rest, n_sel=-1)
         assert np.array_equal(got, ref.attend(b.q, b.k, b.v, b.bias, 0.1))
