@@ -2,7 +2,8 @@
 
 It is the upper bound of SparQ's ablation (arXiv 2312.04985, section 5.4 and Fig. 7a): all of the
 bytes pay for rows of K and V, and alpha is exact. Shared KV heads: softmaxed scores summed over
-their query heads, as SparQ ranks.
+their query heads, as SparQ ranks. With `page` it is the upper bound of all methods that choose
+whole pages: those with the most attention.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pyorch.policies import pages
 from pyorch.policies.base import (
     Heads,
     Prompt,
@@ -26,7 +28,16 @@ from pyorch.policies.base import (
 
 @dataclass(frozen=True)
 class Oracle(WithMeanV):
+    """page: the number of positions in a row that are chosen together."""
+
+    page: int = 1
+
     name = "oracle"
+
+    def check(self) -> None:
+        super().check()
+        if self.page < 1:
+            raise self.error(f"page {self.page} is below 1")
 
     def start(self, heads: Heads, prompt: Prompt | None) -> OracleSelector:
         return OracleSelector(self, heads)
@@ -38,7 +49,12 @@ class OracleSelector(Selector):
     heads: Heads
 
     def select(self, step: Step) -> np.ndarray:
-        positions = select(step.logits, self.policy.k_at(step.n_pos, self.heads))
+        k, page = self.policy.k_at(step.n_pos, self.heads), self.policy.page
+        if page == 1:
+            positions = select(step.logits, k)
+        else:
+            scores = page_scores(step.logits, step.last // page, page)
+            positions = pages.select(scores, k, step.n_pos, page)
         if self.policy.uses_mean_v(self.heads):
             self.alpha = at(softmax(step.logits), positions).sum(axis=2)
         return positions
@@ -47,3 +63,9 @@ class OracleSelector(Selector):
 def select(logits: np.ndarray, k: int) -> np.ndarray:
     """(n_head_kv, n_group_q, n) to (n_head_kv, min(k, n)): positions of the k largest scores."""
     return top_rows(summed_scores(logits), k)
+
+
+def page_scores(logits: np.ndarray, n_full: int, page: int) -> np.ndarray:
+    """(n_head_kv, n_group_q, n) to (n_head_kv, 1, n_full): a page's share of all heads' attention."""
+    scores = softmax(logits)[..., : n_full * page].sum(axis=1, keepdims=True)
+    return scores.reshape(len(logits), 1, n_full, page).sum(axis=3)

@@ -220,6 +220,29 @@ def mean_std_score(q, mean, std):
     return sum(x * m + abs(x) * s for x, m, s in zip(q, mean, std, strict=True))
 
 
+class ExactPages(Oracle):
+    """The pages with the most attention, and the token's own page."""
+
+    def __init__(self, *args, page: int) -> None:
+        super().__init__(*args)
+        self.page = page
+
+    def choose(self, q, k) -> Sets:
+        n, out = len(k), []
+        n_full = (n - 1) // self.page
+        own = set(range(n_full * self.page, n))
+        m = max(self.k_of(n) - len(own), 0) // self.page
+        for h in range(self.n_head_kv):
+            total = dict.fromkeys(range(n_full), 0.0)
+            for head in self.heads_of(h):
+                for cell, score in self.scores(q, k, head).items():
+                    if cell not in own:
+                        total[cell // self.page] += score
+            chosen = self.best(total, m)
+            out.append(own | {p * self.page + i for p in chosen for i in range(self.page)})
+        return out
+
+
 class Evicting(Oracle):
     """A cache per KV head; local_of(k): how many of the newest stay whatever their sum.
 

@@ -103,11 +103,9 @@ def heads_of(q: np.ndarray, k: np.ndarray) -> Heads:
 
 def n_read(policy: Policy, n_pos: int, heads: Heads) -> int:
     """The number of positions that a token reads: k, or the whole pages that fit beside its own."""
-    k = policy.k_at(n_pos, heads)
-    if not isinstance(policy, pages.Paged):
-        return k
-    own = (n_pos - 1) % policy.page + 1
-    return own + max(k - own, 0) // policy.page * policy.page
+    k, page = policy.k_at(n_pos, heads), getattr(policy, "page", 1)
+    own = (n_pos - 1) % page + 1
+    return own + max(k - own, 0) // page * page
 
 
 def step_at(i: int, q: np.ndarray, k: np.ndarray, scale: float) -> Step:
@@ -137,6 +135,8 @@ def oracle_of(
     match policy.name:
         case "lm-infinite" | "streaming-llm":
             return oracles.Window(*base, sinks={"lm-infinite": 16, "streaming-llm": 4}[policy.name])
+        case "oracle" if policy.page > 1:
+            return oracles.ExactPages(*base, page=policy.page)
         case "oracle":
             return oracles.Exact(*base)
         case "flexgen":
@@ -175,6 +175,9 @@ RUNS = [
     (129, 10, 6, 2, 24),
 ]
 LINES = [
+    "oracle,k=20,page=4",
+    "oracle,k=3,page=5",
+    "oracle,ratio=1/2,page=16,mean_v=off",
     "h2o,k=8",
     "h2o,k=1",
     "h2o,ratio=1/2",

@@ -23,6 +23,7 @@ N_PROMPT, N_STEP = 200, 12
 
 METHODS = [
     "oracle,k=20",
+    "oracle,k=50,page=16",
     "flexgen,k=20",
     "low-rank,k=20,rank=8",
     "oracle,k=20,mean_v=on",
