@@ -66,6 +66,7 @@ def select(logits: np.ndarray, k: int) -> np.ndarray:
 
 
 def page_scores(logits: np.ndarray, n_full: int, page: int) -> np.ndarray:
-    """(n_head_kv, n_group_q, n) to (n_head_kv, 1, n_full): a page's share of all heads' attention."""
-    scores = softmax(logits)[..., : n_full * page].sum(axis=1, keepdims=True)
-    return scores.reshape(len(logits), 1, n_full, page).sum(axis=3)
+    """(n_head_kv, n_group_q, n) to (n_head_kv, 1, n_full): attention on a page, over all heads."""
+    rows = softmax(logits)[..., : n_full * page].reshape(*logits.shape[:2], n_full, page)
+    scores: np.ndarray = rows.sum(axis=(1, 3))[:, None]
+    return scores
