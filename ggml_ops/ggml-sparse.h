@@ -6,7 +6,7 @@
 //
 //   SEAL          copies complete groups of positions of K into the transposed copy k_t ("store K twice"), and sums V per group
 //   VISIBLE       counts the visible positions of each group once per token (from the mask; shared by all layers)
-//   SCORE         step 1: approximate scores from the `rank` largest |q| components (k_t given), or exact scores (k_t == NULL)
+//   SCORE         step 1: approximate scores from the `rank` components of q that count most (k_t given), or exact scores (k_t == NULL)
 //   SELECT        step 2: the top-k positions per KV head; sinks and the local window are forced in; the mass of all others
 //   SCORE_SELECT  SCORE from k_t and SELECT in one node: the logits stay in the cache of the thread that makes them
 //   ATTEND        steps 2 and 3: exact attention over the selected positions (or over all: exact dense), mean-value interpolation
@@ -183,10 +183,13 @@ struct ggml_sparse_score_params {
 //   k_range  as for SEAL
 //   res      [n_kv, n_head, n_tok, n_stream]        f32      logits per query head; -inf where hidden
 //
-//   approximate: the `rank` components c with the largest sum over the query heads of the KV head of |q[c]| (ties: lowest c),
-//     logit[h,t] = sum_c q[h,c]*k[t,c] * scale / sqrt(|q_r|_1 / |q|_1)         (eq. 7 and 9: equals 1/tau for scale = 1/sqrt(d_k))
-//     where |q_r|_1 and |q|_1 are per query head; a head whose kept components are all 0, or whose |q|_1 is beyond f32 (q holds inf), has
-//     logits 0.
+//   approximate: let p[h,c] = |q[h,c]|*spread[c]. Of the `rank` components c with the largest sum of p over the query heads of the KV head
+//     (ties: lowest c),
+//     logit[h,t] = sum_c q[h,c]*k[t,c] * scale / sqrt(|p_r|_1 / |p|_1)         (eq. 7 and 9: equals 1/tau for scale = 1/sqrt(d_k))
+//     where |p_r|_1 and |p|_1 are per query head; a head whose kept p are all 0, or whose |p|_1 is beyond f32 (q holds inf), has logits 0.
+//   spread[c] estimates the standard deviation of component c of K, since one that hardly varies ranks nothing: from the ranges of the runs
+//     j*(n_kv/GGML_SPARSE_RUN)/4, j = 0..3, all of whose groups are sealed, it is sqrt(mean of (w/6)^2 + variance of z), w being the width of a
+//     run's range and z its middle (512 normal values span 6 standard deviations). 1 with f16, as in the paper, and where there is no such run
 //   then softcap, then + slope(h)*mask. Hidden positions are -inf whatever K holds there (NaN included).
 //   acc f32; the order of additions depends on the shapes only, not on the number of threads. From codes: coefficients rounded to whole
 //   numbers, sums of integers (docs/numerics.md, 11a)

@@ -84,6 +84,20 @@ GGML_SPARSE_INLINE int64_t ggml_sparse_scan_bytes(int64_t n, int n_bit) {
     return ggml_sparse_shadow_bytes(n, n_bit) + (ggml_sparse_has_codes(n_bit) ? 2*(int64_t) sizeof(float)*GGML_SPARSE_GROUP/GGML_SPARSE_RUN : 0);
 }
 
+// ---- the spread of a component ----
+
+// SCORE looks at the ranges of so many runs, to learn how far each component of K spreads. Few are enough: every token reads them anew
+#define GGML_SPARSE_SPREAD_RUNS 4
+
+// the j-th of them
+GGML_SPARSE_INLINE int64_t ggml_sparse_spread_run(int j, int64_t n_kv) { return j*(n_kv/GGML_SPARSE_RUN)/GGML_SPARSE_SPREAD_RUNS; }
+
+// bytes of these ranges for a KV head with d components
+GGML_SPARSE_INLINE int64_t ggml_sparse_spread_bytes(int64_t d, int64_t n_kv, int n_bit) {
+    const int64_t n_run = n_kv/GGML_SPARSE_RUN < GGML_SPARSE_SPREAD_RUNS ? n_kv/GGML_SPARSE_RUN : GGML_SPARSE_SPREAD_RUNS;
+    return ggml_sparse_has_codes(n_bit) ? 2*(int64_t) sizeof(float)*n_run*d : 0;
+}
+
 // ---- the order of codes ----
 
 #define GGML_SPARSE_LINE 64 // bytes

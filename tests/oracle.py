@@ -58,21 +58,38 @@ def hadamard(x: np.ndarray, n_rot: int) -> np.ndarray:
 # ---- step 1: scores ----
 
 
-def select_components(q: np.ndarray, rank: int) -> np.ndarray:
-    """The `rank` components with the largest sum over the group of |q|, ascending.
+def spread_of(ranges: np.ndarray, sealed: np.ndarray, n_kv: int, n_bit: int) -> np.ndarray:
+    """How far each component of K spreads, by the ranges of four of its runs (SCORE in
+    ggml-sparse.h).
 
-    Ties: the lowest.
+    ranges (n_run, d, 2): scale and zero; sealed (n_grp,) -> (d,). Ones with 16 bits.
     """
-    size = np.abs(q.astype(F64)).sum(axis=0)
+    runs = [j * (n_kv // 512) // 4 for j in range(4)]
+    whole = [r for r in runs if r < n_kv // 512 and all(sealed[8 * r : 8 * r + 8])]
+    if n_bit == 16 or not whole:
+        return np.ones(ranges.shape[1])
+    scale, zero = np.moveaxis(ranges[whole].astype(F64), 2, 0)
+    width = scale * (2**n_bit - 1)
+    return np.sqrt(((width / 6) ** 2).mean(axis=0) + (zero + width / 2).var(axis=0))
+
+
+def select_components(q: np.ndarray, rank: int, spread: np.ndarray | None = None) -> np.ndarray:
+    """The `rank` components with the largest sum over the group of |q|*spread, ascending.
+
+    Ties: the lowest. spread (d,); None: all alike, as in the paper.
+    """
+    size = np.abs(q.astype(F64)).sum(axis=0) * (1 if spread is None else spread)
     return np.sort(np.argsort(-size, kind="stable")[:rank])
 
 
-def temperature_factor(q: np.ndarray, components: np.ndarray, dtype=F64) -> np.ndarray:
-    """sqrt(|q_r|_1 / |q|_1) per query head (g,): tau of eq. 9 over sqrt(d_k).
+def temperature_factor(
+    q: np.ndarray, components: np.ndarray, dtype=F64, spread: np.ndarray | None = None
+) -> np.ndarray:
+    """sqrt(|p_r|_1 / |p|_1) per query head (g,), p = q*spread: tau of eq. 9 over sqrt(d_k).
 
-    1 where q is zero, 0 where |q|_1 is beyond f32.
+    1 where q is zero, 0 where |p|_1 is beyond f32.
     """
-    size = np.abs(q.astype(dtype))
+    size = np.abs(q.astype(dtype)) * (1 if spread is None else spread.astype(dtype))
     total = size.sum(axis=1)
     kept = size[:, components].sum(axis=1)
     some = (total > 0) & (total <= FLT_MAX)
@@ -81,13 +98,13 @@ def temperature_factor(q: np.ndarray, components: np.ndarray, dtype=F64) -> np.n
 
 
 def logits_of(
-    q, k, bias, scale, softcap=0.0, components=None, dtype=F64, chain=False
+    q, k, bias, scale, softcap=0.0, components=None, dtype=F64, chain=False, spread=None
 ) -> np.ndarray:
     """Logits (g, n), -inf where hidden. components=None: exact; otherwise approximate (eq. 7).
 
     scale is the model's (1/sqrt(d_k) in most); approximate logits are scale / sqrt(|q_r|_1/|q|_1) *
     (q_r . k_r). A head whose kept components are all zero, or whose |q|_1 is beyond f32, has logits
-    0 (before the bias).
+    0 (before the bias). With spread (d,) q counts times it in the temperature.
 
     chain: q times the factor first, then one product added after another, as in PREFILL, whose
     vectors hold queries. In f32 that errs more than sums side by side, as in ATTEND and BLAS.
@@ -96,7 +113,7 @@ def logits_of(
     vis = visible_positions(bias)
     factor = dtype(scale) * np.ones(len(q), dtype)
     if components is not None:
-        root = temperature_factor(q, components, dtype)
+        root = temperature_factor(q, components, dtype, spread)
         factor = np.where(root > 0, dtype(scale) / np.where(root > 0, root, 1), 0).astype(dtype)
         q, k = np.where(root[:, None] > 0, q[:, components], 0), k[:, components]
     q, k = q.astype(dtype), k[vis].astype(dtype)

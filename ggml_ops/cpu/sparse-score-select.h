@@ -91,6 +91,7 @@ struct score_work {
     float   * x;       // [n_group_q][GROUP]           products with rows of K
     float   * exact;   // [n_head][EXACT_CHUNK]
     float   * sum;     // [d_k]
+    float   * spread;  // [d_k]                        of the components of K
     uint8_t * code;    // what the scan of codes needs
     size_t    size;    // of all threads
 

@@ -47,11 +47,44 @@ sparse::score_work::score_work(const score_src & a, const void * wdata, int ith,
         x     = own.take<float>(a.n_group_q*GROUP);
         exact = own.take<float>(a.rank ? 0 : a.n_head*EXACT_CHUNK);
         sum   = own.take<float>(a.d_k);
+        spread = own.take<float>(a.d_k);
         code  = own.take<uint8_t>(a.rank && ggml_sparse_has_codes(a.p.n_bit) ? code_scratch(a.n_group_q, a.rank) : 0);
     });
 }
 
 // ---- before the scan ----
+
+// how far each component of a KV head of K spreads, as the contract of SCORE says
+static void find_spread(float * res, const score_src & a, int64_t h, int64_t s) {
+    int64_t run[GGML_SPARSE_SPREAD_RUNS];
+    int n = 0;
+    for (int j = 0; j < GGML_SPARSE_SPREAD_RUNS && ggml_sparse_has_codes(a.p.n_bit) && a.n_kv >= RUN; ++j) {
+        run[n] = ggml_sparse_spread_run(j, a.n_kv);
+        bool whole = true;
+        for (int64_t g = run[n]*(RUN/GROUP); g < (run[n] + 1)*(RUN/GROUP); ++g) {
+            whole &= a.in_shadow(g, s);
+        }
+        n += whole;
+    }
+    if (n == 0) {
+        std::fill(res, res + a.d_k, 1.0f);
+        return;
+    }
+    for (int c = 0; c < a.d_k; ++c) {
+        float mid[GGML_SPARSE_SPREAD_RUNS], mean = 0.0f, square = 0.0f;
+        for (int j = 0; j < n; ++j) {
+            const float * range = at<const float>(a.k_range, h*a.d_k + c, run[j], s);
+            const float   width = range[0]*ggml_sparse_code_max(a.p.n_bit);
+            mid[j]  = range[1] + 0.5f*width;
+            mean   += mid[j]/n;
+            square += width*width/36.0f;
+        }
+        for (int j = 0; j < n; ++j) {
+            square += (mid[j] - mean)*(mid[j] - mean);
+        }
+        res[c] = sqrtf(square/n);
+    }
+}
 
 static void prepare_head(const score_src & a, const score_work & w, const head_index & x) {
     const float * q  = at<const float>(a.q, x.h*a.n_group_q, x.i, x.s);
@@ -68,7 +101,9 @@ static void prepare_head(const score_src & a, const score_work & w, const head_i
         q  = w.q;
         ld = a.d_k;
     }
-    w.n_comp[x.u] = choose_components(w.comp + x.u*a.rank, w.coef + x.u*a.n_group_q*a.rank, w.sum, q, ld, a.n_group_q, a.d_k, a.rank, a.p.scale);
+    find_spread(w.spread, a, x.h, x.s);
+    w.n_comp[x.u] = choose_components(w.comp + x.u*a.rank, w.coef + x.u*a.n_group_q*a.rank, w.sum, q, ld, w.spread, a.n_group_q, a.d_k, a.rank,
+            a.p.scale);
 }
 
 static void prepare_tile(const score_src & a, const score_work & w, int64_t i_tile, int64_t i, int64_t s) {
@@ -300,6 +335,7 @@ void sparse::score_stats(const score_src & a, const score_work & w) {
                 continue;
             }
             const int32_t * visible = w.visible_of(a, i, s);
+            bytes += a.k_t ? ggml_sparse_spread_bytes(a.d_k, a.n_kv, a.p.n_bit) : 0;
             for (int64_t g = 0; g < a.n_grp; ++g) {
                 if (a.k_t && visible[g] > 0 && a.in_shadow(g, s)) {
                     bytes += a.rank*ggml_sparse_scan_bytes(group_size(g, a.n_kv), a.p.n_bit);

@@ -9,25 +9,29 @@
 
 namespace sparse {
 
-// sum_i |x[i]|
-static inline float abs_sum(const float * x, int n) {
+// sum_i |x[i]|*y[i]
+static inline float abs_sum(const float * x, const float * y, int n) {
     vf sum = set1(0.0f);
     for (int i = 0; i < n; i += W) {
-        sum = add(vabs(n - i < W ? load_n(x + i, n - i) : load(x + i)), sum);
+        const bool whole = n - i >= W;
+        sum = fma(vabs(whole ? load(x + i) : load_n(x + i, n - i)), whole ? load(y + i) : load_n(y + i, n - i), sum);
     }
     return reduce_add(sum);
 }
 
-// comp: the r components c with the largest sum_h |q[h, c]|, ascending, ties to the lower one
-// coef[h, i] = q[h, comp[i]]*scale/sqrt(sum_i |q[h, comp[i]]| / sum_c |q[h, c]|)
-//   q [n_head][d], comp [r], coef [n_head][r], sum: scratch [d]; returns the number of components: r, or fewer if q holds NaN
+// comp: the r components c with the largest spread[c]*sum_h |q[h, c]|, ascending, ties to the lower one
+// coef[h, i] = q[h, comp[i]]*scale/sqrt(sum_i |q[h, comp[i]]|*spread[comp[i]] / sum_c |q[h, c]|*spread[c])
+//   q [n_head][d], spread [d], comp [r], coef [n_head][r], sum: scratch [d]; returns the number of components: r, or fewer if q holds NaN
 //   Where the sums of a head are 0 or beyond f32 (q holds inf), its coefficients are 0
-static inline int choose_components(int32_t * comp, float * coef, float * sum, const float * q, int64_t ld_q, int n_head, int d, int r,
-        float scale) {
+static inline int choose_components(int32_t * comp, float * coef, float * sum, const float * q, int64_t ld_q, const float * spread, int n_head,
+        int d, int r, float scale) {
     for (int h = 0; h < n_head; ++h) {
         for (int c = 0; c < d; ++c) {
             sum[c] = (h > 0 ? sum[c] : 0.0f) + fabsf(q[h*ld_q + c]);
         }
+    }
+    for (int c = 0; c < d; ++c) {
+        sum[c] *= spread[c];
     }
 
     const float cut = kth_largest(sum, d, r, 0.0f);
@@ -44,13 +48,17 @@ static inline int choose_components(int32_t * comp, float * coef, float * sum, c
         n_tie  -= tie;
     }
 
+    float * spread_r = sum;
+    for (int i = 0; i < n; ++i) {
+        spread_r[i] = spread[comp[i]];
+    }
     for (int h = 0; h < n_head; ++h) {
         const float * qh = q + h*ld_q;
         float * res = coef + h*r;
         for (int i = 0; i < n; ++i) {
             res[i] = qh[comp[i]];
         }
-        const float l1 = abs_sum(qh, d), l1_r = abs_sum(res, n);
+        const float l1 = abs_sum(qh, spread, d), l1_r = abs_sum(res, spread_r, n);
         const float s  = l1_r > 0.0f ? scale/sqrtf(l1_r/l1) : 0.0f;
         for (int i = 0; i < n; ++i) {
             res[i] = std::isfinite(s) ? res[i]*s : 0.0f;

@@ -55,8 +55,8 @@ struct alignas(16) score_shared {
     float    q[GB][D_MAX];          // what rows of K are multiplied with, see q_place()
     float    coef[GB][D_MAX];       // per kept component
     float    x[GB][RUN];            // products, then logits
-    float    size[D_MAX];           // sum over the heads of |q|; then scale ..
-    float    zero[D_MAX];           // .. and zero of the kept components
+    float    size[D_MAX];           // sum over the heads of |q|, times the spread; then scale ..
+    float    zero[D_MAX];           // the spread; then .. and zero of the kept components
     int8_t   w0[GB][D_MAX], w1[GB][D_MAX]; // whole coefficients, see make_coef()
     float    step[GB], base[GB];
     int16_t  comp[D_MAX];           // kept components, ascending
@@ -67,9 +67,36 @@ struct alignas(16) score_shared {
     int64_t  bytes[N_WARP];         // what a warp had to read; the first pass counts
 };
 
-// the `rank` components with the largest sum over the KV head's query heads of |q| (ties: the lowest), and per head of this pass the coefficients
-//   q*scale/sqrt(|q_r|_1/|q|_1), 0 where the sums of a head are 0 or beyond f32. Returns the number of components: fewer where q holds NaN
-template <int GB>
+// how far component c of K spreads, as the contract of SCORE says
+template <int N_BIT>
+__device__ __forceinline__ float find_spread(const score_args & a, int64_t h_kv, int c, int64_t s) {
+    float mid[GGML_SPARSE_SPREAD_RUNS], mean = 0.0f, square = 0.0f;
+    int n = 0;
+    for (int j = 0; j < GGML_SPARSE_SPREAD_RUNS && ggml_sparse_has_codes(N_BIT) && a.n_kv >= RUN; ++j) {
+        const int64_t run = ggml_sparse_spread_run(j, a.n_kv);
+        bool whole = true;
+        for (int64_t g = run*(RUN/GROUP); g < (run + 1)*(RUN/GROUP); ++g) {
+            whole &= a.sealed[s*a.n_grp + g] != 0;
+        }
+        if (whole) {
+            const float * range = a.k_range.at<const float>(h_kv*a.d + c, run, s);
+            const float   width = range[0]*ggml_sparse_code_max(N_BIT);
+            mid[n]  = range[1] + 0.5f*width;
+            mean   += mid[n];
+            square += width*width/36.0f;
+            n++;
+        }
+    }
+    for (int j = 0; j < n; ++j) {
+        square += (mid[j] - mean/n)*(mid[j] - mean/n);
+    }
+    return n > 0 ? __fsqrt_rn(square/n) : 1.0f;
+}
+
+// the `rank` components with the largest spread times the sum over the KV head's query heads of |q| (ties: the lowest), and per head of this pass
+// the coefficients q*scale/sqrt(|p_r|_1/|p|_1) with p = q*spread, 0 where the sums of a head are 0 or beyond f32. Returns the number of
+// components: fewer where q holds NaN
+template <int N_BIT, int GB>
 __device__ __forceinline__ int choose_components(score_shared<GB> & m, const score_args & a, int64_t h_kv, int h0, int64_t i, int64_t s) {
     const int c = threadIdx.x;
     float size = 0.0f;
@@ -84,7 +111,10 @@ __device__ __forceinline__ int choose_components(score_shared<GB> & m, const sco
     for (int j = a.n_group_q - h0; j < GB; ++j) {
         m.q[j][c] = 0.0f;
     }
+    const float spread = c < a.d ? find_spread<N_BIT>(a, h_kv, c, s) : 0.0f;
+    size     *= spread;
     m.size[c] = size;
+    m.zero[c] = spread;
     __syncthreads();
 
     int before = 0; // components that come before c
@@ -112,10 +142,10 @@ __device__ __forceinline__ int choose_components(score_shared<GB> & m, const sco
     if (h < GB) {
         float all = 0.0f, part = 0.0f;
         for (int o = lane; o < a.d; o += 32) {
-            all += fabsf(m.q[h][o]);
+            all += fabsf(m.q[h][o])*m.zero[o];
         }
         for (int o = lane; o < n; o += 32) {
-            part += fabsf(m.q[h][m.comp[o]]);
+            part += fabsf(m.q[h][m.comp[o]])*m.zero[m.comp[o]];
         }
         all  = lane_sum<32>(all);
         part = lane_sum<32>(part);
@@ -335,7 +365,7 @@ static __global__ void __launch_bounds__(N_THREAD, score_blocks(GB)) score(const
             }
         }
     } else {
-        n_comp = choose_components<GB>(m, a, h_kv, h0, i, s);
+        n_comp = choose_components<N_BIT, GB>(m, a, h_kv, h0, i, s);
     }
     const uint16_t * mask   = a.mask.at<const uint16_t>(i, 0, s);
     const int32_t  * sealed = N_BIT == 0 ? nullptr : a.sealed + s*a.n_grp;
@@ -365,7 +395,8 @@ static __global__ void __launch_bounds__(N_THREAD, score_blocks(GB)) score(const
     fetch(blockIdx.x);
 
     if (tid % 32 == 0) {
-        m.bytes[w] = 0;
+        const bool first = w == 0 && blockIdx.x == 0 && h0 == 0; // of this KV head: it counts what choosing components reads
+        m.bytes[w] = first ? ggml_sparse_spread_bytes(a.d, a.n_kv, N_BIT) : 0;
     }
     for (int run = blockIdx.x; run < n_run; run += gridDim.x) {
         const int t0 = run*RUN;

@@ -37,16 +37,21 @@ void sparq_ref_seal(
     }
 }
 
-void sparq_ref_components(int32_t * components, const float * q, int64_t g, int64_t d_k, int64_t rank) {
+// what component c of q counts in step 1. DEVIATION: with how far that component of K spreads (test_ref_scores_with_a_spread)
+static double weight(float q, const float * spread, int64_t c) {
+    return fabs((double) q)*(spread ? (double) spread[c] : 1);
+}
+
+void sparq_ref_components(int32_t * components, const float * q, const float * spread, int64_t g, int64_t d_k, int64_t rank) {
     int64_t n = 0;
     for (int64_t c = 0; c < d_k; c++) {
         // c is kept when fewer than rank components come before it
         int64_t before = 0;
         for (int64_t o = 0; o < d_k; o++) {
-            double size_c = 0, size_o = 0; // sums over the query heads of |q|
+            double size_c = 0, size_o = 0; // sums over the query heads
             for (int64_t h = 0; h < g; h++) {
-                size_c += fabs((double) q[h*d_k + c]);
-                size_o += fabs((double) q[h*d_k + o]);
+                size_c += weight(q[h*d_k + c], spread, c);
+                size_o += weight(q[h*d_k + o], spread, o);
             }
             before += size_o > size_c || (size_o == size_c && o < c);
         }
@@ -57,17 +62,17 @@ void sparq_ref_components(int32_t * components, const float * q, int64_t g, int6
 }
 
 void sparq_ref_score(
-        float * logits, const float * q, const float * k, const float * bias, const int32_t * components,
+        float * logits, const float * q, const float * k, const float * bias, const int32_t * components, const float * spread,
         int64_t g, int64_t n, int64_t d_k, int64_t rank, int64_t k_pos, int64_t k_ch, double scale, double softcap) {
     for (int64_t h = 0; h < g; h++) {
         const float * qh = q + h*d_k;
 
         double kept = 0, all = 0; // |q_r|_1, |q|_1
         for (int64_t i = 0; i < rank; i++) {
-            kept += fabs((double) qh[components[i]]);
+            kept += weight(qh[components[i]], spread, components[i]);
         }
         for (int64_t c = 0; c < d_k; c++) {
-            all += fabs((double) qh[c]);
+            all += weight(qh[c], spread, c);
         }
         // 1/tau of eq. 9, for any scale. DEVIATION: written with the model's scale, which is not 1/sqrt(d_k) everywhere (test_score_uses_model_scale)
         const bool   counts  = kept > 0 && all <= (double) FLT_MAX;

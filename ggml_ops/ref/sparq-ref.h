@@ -6,7 +6,7 @@
 // f32 data, f64 arithmetic, no threads, no ggml, no allocation. Slow on purpose; the kernels are tested against it.
 //
 //   seal        keep a second, transposed copy of K ("store K twice"), and sums of V
-//   components  the r components of q with the largest |q|            step 1
+//   components  the r components of q that count most                 step 1
 //   score       approximate scores from these components              step 1
 //   select      the top-k positions; the mass of all others           step 2
 //   attend      exact attention over them, mean-value interpolation   steps 2 and 3
@@ -35,12 +35,13 @@ SPARQ_REF_API void sparq_ref_seal(
         float * k_t, float * v_sum, const float * k, const float * v,
         int64_t n, int64_t d_k, int64_t d_v, int64_t t_stride, int64_t k_pos, int64_t v_pos);
 
-// step 1: components [rank], ascending: those with the largest sum over the g query heads of |q|; ties: the lowest
-SPARQ_REF_API void sparq_ref_components(int32_t * components, const float * q, int64_t g, int64_t d_k, int64_t rank);
+// step 1: components [rank], ascending: those with the largest sum over the g query heads of |q|*spread; ties: the lowest
+//   spread [d_k]        how far each component of K spreads; NULL: all alike, as in the paper
+SPARQ_REF_API void sparq_ref_components(int32_t * components, const float * q, const float * spread, int64_t g, int64_t d_k, int64_t rank);
 
 // step 1: logits [g][n]. rank = d_k gives exact scores. softcap 0: none
 SPARQ_REF_API void sparq_ref_score(
-        float * logits, const float * q, const float * k, const float * bias, const int32_t * components,
+        float * logits, const float * q, const float * k, const float * bias, const int32_t * components, const float * spread,
         int64_t g, int64_t n, int64_t d_k, int64_t rank, int64_t k_pos, int64_t k_ch, double scale, double softcap);
 
 // step 2: returns the number of selected positions and writes them, ascending, to sel [k_max]; rest [g]

@@ -17,6 +17,7 @@ from pyorch.models.geometry import Geometry
 
 SHADOW_BYTES = {"f16": 2.0, "q8": 1.0, "q4": 0.5}  # bytes per element of the transposed K
 RUN = 512  # positions of a component that share a scale and a zero (two f32) where K is quantised
+SPREAD_RUNS = 4  # runs whose scales say how far each component spreads
 GROUP = 64  # positions sealed together; the sums of V are per group ..
 GROUPS_PER_SUM = 16  # .. and once more per this many groups
 CACHE_LINE = 64  # bytes
@@ -163,7 +164,8 @@ def _scan_bytes(spec: AttentionSpec, s: Split, geo: Geometry, n_pos: int, k_byte
     """The bytes per KV head that scoring every position takes."""
     if spec.method == "topk":
         return n_pos * geo.head_dim_k * k_bytes
-    return n_pos * s.rank * SHADOW_BYTES[spec.shadow] + s.rank * _scale_bytes(spec, n_pos)
+    scan = n_pos * s.rank * SHADOW_BYTES[spec.shadow] + s.rank * _scale_bytes(spec, n_pos)
+    return scan + min(SPREAD_RUNS, n_pos // RUN) * _scale_bytes(spec, 1) * geo.head_dim_k
 
 
 def mean_bytes(n_pos: int, d_v: int, row_bytes: float) -> float:

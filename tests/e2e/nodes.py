@@ -232,15 +232,22 @@ class Watch:
         for s, tok, h in np.ndindex(q.shape[0], q.shape[1], n_head_kv):
             heads = slice(h * n_group_q, (h + 1) * n_group_q)
             qh, kh = q[s, tok, heads], keys[s, h]
-            components = oracle.select_components(qh, p.rank) if k_t else None
+            spread = None
+            if k_t and p.n_bit < 16:
+                ranges = read(_source(t, "k_range"))[s, :, h * d : (h + 1) * d]
+                spread = oracle.spread_of(ranges, read(sealed)[0, 0, s], n_kv, p.n_bit)
+            components = oracle.select_components(qh, p.rank, spread) if k_t else None
             bias = oracle.make_bias(mask[s, 0, tok].astype(np.float64), slopes[heads])
             want, plain = (
-                oracle.logits_of(qh, kh, bias, p.scale, p.softcap, components, dtype)
+                oracle.logits_of(
+                    *(qh, kh, bias, p.scale, p.softcap, components, dtype), spread=spread
+                )
                 for dtype in (np.float64, np.float32)
             )
             factor = np.full(n_group_q, p.scale)
             if k_t:
-                factor = p.scale / np.maximum(oracle.temperature_factor(qh, components), 1e-6)
+                root = oracle.temperature_factor(qh, components, spread=spread)
+                factor = p.scale / np.maximum(root, 1e-6)
             result = got[s, tok, heads]
             if k_t and p.n_bit < 16:
                 # coefficients are rounded; a code is at most so far from the middle one

@@ -61,15 +61,17 @@ class Ref:
         )
         return k_t, v_sum
 
-    def components(self, q, rank: int) -> np.ndarray:
-        q = _f32(q)
+    def components(self, q, rank: int, spread=None) -> np.ndarray:
+        q, spread = _f32(q), None if spread is None else _f32(spread)
         out = np.full(rank, -1, np.int32)
-        self.lib.sparq_ref_components(_ptr(out), _ptr(q), *map(I64, (*q.shape, rank)))
+        sizes = map(I64, (*q.shape, rank))
+        self.lib.sparq_ref_components(_ptr(out), _ptr(q), _ptr(spread), *sizes)
         return out
 
-    def score(self, q, k, bias, components, scale, softcap=0.0, transposed=False) -> np.ndarray:
+    def score(self, q, k, bias, components, scale, softcap=0.0, transposed=False, spread=None):
         """k (n, d_k), or (d_k, n) with transposed."""
         q, k, bias = _f32(q), _f32(k), _f32(bias)
+        spread = None if spread is None else _f32(spread)
         (g, n), d = bias.shape, q.shape[1]
         strides = (1, k.shape[1]) if transposed else (k.shape[1], 1)
         out = np.full((g, n), np.nan, np.float32)
@@ -80,6 +82,7 @@ class Ref:
             _ptr(k),
             _ptr(bias),
             _ptr(components),
+            _ptr(spread),
             *map(I64, (g, n, d, len(components), *strides)),
             F64(scale),
             F64(softcap),

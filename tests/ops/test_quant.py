@@ -220,8 +220,10 @@ def test_scan_equals_the_values_of_the_codes(
     for t in range(n_tok):
         for h in range(n_head_kv):
             qh = q[0, t, h * g : (h + 1) * g].astype(np.float64)
-            kept = oracle.select_components(qh, rank)
-            factor = 0.125 / oracle.temperature_factor(qh, kept)
+            ranges = shadow.ranges[0, :, h * d : (h + 1) * d]
+            spread = oracle.spread_of(ranges, sealed[0], n_kv, n_bit)
+            kept = oracle.select_components(qh, rank, spread)
+            factor = 0.125 / oracle.temperature_factor(qh, kept, spread=spread)
             coef = qh[:, kept] * factor[:, None]
             x = np.where(from_codes[:, None], values[:, h], k[0, :, h])[:, kept]
             want = coef @ x.T
@@ -246,6 +248,32 @@ def test_scan_equals_the_values_of_the_codes(
             lost = np.sqrt(np.mean((got - want)[:, seen] ** 2))
             codes = np.sqrt(np.mean((want - exact)[:, seen] ** 2))
             assert rank == 1 or lost < 0.3 * codes
+
+
+@pytest.mark.parametrize("n_bit", BITS)
+def test_components_that_do_not_vary_are_not_scored(ggml, n_bit) -> None:
+    """A large query on a constant component ranks nothing, and one on a component that drifts from
+    run to run does; where not a whole run is sealed, |q| alone decides, as in the paper."""
+    n_kv, d, rank = 2048, 64, 2
+    rng = np.random.default_rng(0)
+    k = rng.standard_normal((1, n_kv, 1, d)).astype(np.float32)
+    k[..., 5] = 50  # never varies
+    k[..., 9] = 10 * (np.arange(n_kv) // RUN)[None, :, None]  # varies between runs only
+    q = 0.1 * rng.standard_normal((1, 1, 1, d)).astype(np.float32)
+    q[..., 5], q[..., 9], q[..., 20] = 4, 1, 2
+    mask = np.zeros((1, 1, 1, n_kv), np.float32)
+    groups = np.arange(n_kv // GROUP, dtype=np.int32)[None]
+    for sealed, kept in ((np.ones_like(groups), [9, 20]), ((groups % 8 > 0) * 1, [5, 20])):
+        sealed = sealed.astype(np.int32)
+        which = np.where(sealed, groups, -1).astype(np.int32)
+        shadow = seal(ggml, Shadow.empty(n_bit, 1, d, n_kv), k, sealed, which, "f16")
+        got = score(ggml, shadow, q, k, sealed, mask, rank)[0, 0, 0]
+        spread = oracle.spread_of(shadow.ranges[0], sealed[0], n_kv, n_bit)
+        kind = oracle.select_components(q[0, 0], rank, spread)
+        assert kind.tolist() == kept
+        tau = oracle.temperature_factor(q[0, 0], kind, spread=spread)
+        want = 0.125 / tau * (q[0, 0, 0][kind].astype(float) @ k[0, :, 0, kind])
+        assert np.abs(got - want).max() < 0.05 * np.ptp(want)
 
 
 @pytest.mark.parametrize("n_bit", BITS)

@@ -123,6 +123,19 @@ def test_ref_selects_of_what_is_not_finite(kind: str, top_p: float, ref) -> None
         assert np.allclose(rest, oracle.rest(logits.astype(np.float64), sel), rtol=1e-12)
 
 
+def test_ref_scores_with_a_spread(ref) -> None:
+    """Components that hardly vary give way to others, and do not count in the temperature."""
+    rng = np.random.default_rng(3)
+    for b in cases.make(Case(n_kv=100, heads=(4, 2), mask="part")).blocks():
+        spread = np.exp(2 * rng.standard_normal(b.q.shape[1])).astype(np.float32)
+        kept = oracle.select_components(b.q, 16, spread)
+        assert np.array_equal(ref.components(b.q, 16, spread), kept)
+        assert not np.array_equal(ref.components(b.q, 16), kept)
+        got = ref.score(b.q, b.k, b.bias, kept, 0.1, spread=spread)
+        want = oracle.logits_of(b.q, b.k, b.bias, 0.1, components=kept, spread=spread)
+        assert np.allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("value", [np.inf, 2e38])
 def test_ref_scores_of_a_query_beyond_f32(value: float, ref) -> None:
     """Where |q|_1 of a head is beyond f32 its logits are 0, as the kernels have it."""
