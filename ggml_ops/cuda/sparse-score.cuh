@@ -70,25 +70,33 @@ struct alignas(16) score_shared {
 // how far component c of K spreads, as the contract of SCORE says
 template <int N_BIT>
 __device__ __forceinline__ float find_spread(const score_args & a, int64_t h_kv, int c, int64_t s) {
+    if (!ggml_sparse_has_codes(N_BIT) || a.n_kv < RUN) {
+        return 1.0f;
+    }
     float mid[GGML_SPARSE_SPREAD_RUNS], mean = 0.0f, square = 0.0f;
-    int n = 0;
-    for (int j = 0; j < GGML_SPARSE_SPREAD_RUNS && ggml_sparse_has_codes(N_BIT) && a.n_kv >= RUN; ++j) {
+    bool  is_in[GGML_SPARSE_SPREAD_RUNS];
+    int   n = 0;
+#pragma unroll
+    for (int j = 0; j < GGML_SPARSE_SPREAD_RUNS; ++j) {
         const int64_t run = ggml_sparse_spread_run(j, a.n_kv);
         bool whole = true;
         for (int64_t g = run*(RUN/GROUP); g < (run + 1)*(RUN/GROUP); ++g) {
             whole &= a.sealed[s*a.n_grp + g] != 0;
         }
+        mid[j]   = 0.0f;
+        is_in[j] = whole;
         if (whole) {
             const float * range = a.k_range.at<const float>(h_kv*a.d + c, run, s);
             const float   width = range[0]*ggml_sparse_code_max(N_BIT);
-            mid[n]  = range[1] + 0.5f*width;
-            mean   += mid[n];
+            mid[j]  = range[1] + 0.5f*width;
+            mean   += mid[j];
             square += width*width/36.0f;
             n++;
         }
     }
-    for (int j = 0; j < n; ++j) {
-        square += (mid[j] - mean/n)*(mid[j] - mean/n);
+#pragma unroll
+    for (int j = 0; j < GGML_SPARSE_SPREAD_RUNS; ++j) {
+        square += is_in[j] ? (mid[j] - mean/n)*(mid[j] - mean/n) : 0.0f;
     }
     return n > 0 ? __fsqrt_rn(square/n) : 1.0f;
 }

@@ -261,7 +261,7 @@ __device__ __forceinline__ void select_every(const select_args & a, int32_t * re
         res[1 + a.n_group_q + j] = -1;
     }
     for (int j = threadIdx.x; j < a.n_group_q; j += NT) {
-        ((float *) res)[1 + j] = 1.0f;
+        ((float *) res)[1 + j] = neg_inf();
     }
     if (threadIdx.x == 0) {
         res[0] = GGML_SPARSE_SELECT_ALL;
@@ -436,9 +436,9 @@ __device__ __forceinline__ void write_rest(const select_args & a, int64_t u, con
             const float2  x    = sum_head(a, head);
             float kept = 0.0f, root = 0.0f;
             for (int j = threadIdx.x; j < n_sel; j += NT) {
-                const float p = expf(finite_top(a.logits[head*a.n_kv + cells[j]]) - x.x);
-                kept += p;
-                root += fourth_root(p);
+                const float y = finite_top(a.logits[head*a.n_kv + cells[j]]) - x.x;
+                kept += expf(y);
+                root += expf(0.25f*y); // not the root of the former, which is 0 below -104
             }
             kept = block_sum<NT>(kept, buf);
             root = block_sum<NT>(root, buf);

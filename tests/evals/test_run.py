@@ -162,7 +162,8 @@ def test_methods_see_the_same_and_off_is_dense(run_eval: Run, tmp_path: Path) ->
     assert 0.2 < min(sparse["by_layer"]["mass_read"]) < 1
     assert 0 < dense["score"] < 1e-4 < sparse["score"]
     assert off["bytes_per_token"] == dense["bytes_per_token"]
-    assert sparse["share_of_dense"] == pytest.approx(0.27, abs=0.1)
+    # of 320 positions: the mean of V takes a tenth
+    assert sparse["share_of_dense"] == pytest.approx(0.37, abs=0.1)
     by_id = {}
     for r in records(tmp_path / "out" / "fidelity.jsonl"):
         by_id.setdefault(r["id"], set()).add(r["counters"]["steps"])
