@@ -15,9 +15,10 @@ at the uniform budget and proceeds in rounds with ever smaller steps:
 
 In 3 and 4 all contexts decide, so that a step which only suits those it was found on is not taken.
 The first round is done without and with the mean of V, unless uniform is clearly better with one of
-them; the better one goes on. The best point is the result, unless uniform or a ramp is better. From
-there the search continues with `top_p`: k is then the most that a KV head may read, and p is one
-more shared setting.
+them; the better one goes on. The best point is the result, unless uniform or a ramp is better, or
+uniform may be as good: what the search gains on its own contexts has to be more than chance. From
+there it continues with `top_p`: k is then the most that a KV head may read, and p is one more
+shared setting.
 
 There are no gradients, and no weights change. `meter.py` makes the contexts and measures. A search
 decodes all contexts about 120 times, and 12 times more for each layer: with 8 contexts of 8 tokens
@@ -392,8 +393,12 @@ def near_best(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _least(candidates: Sequence[Candidate]) -> Candidate:
-    """The candidate of least KL with no more bytes than the first one, uniform."""
-    return min((c for c in candidates if c.share <= 1.01 * candidates[0].share), key=lambda c: c.kl)
+    """The candidate of least KL among those that read no more than the first, uniform, and are
+    clearly better; uniform if there is none."""
+    uniform = candidates[0]
+    fit = [c for c in candidates[1:] if c.share <= 1.01 * uniform.share]
+    better = [c for c in fit if near_best([uniform, c])[0] is c]
+    return min(better, key=lambda c: c.kl, default=uniform)
 
 
 def _settings(spec: AttentionSpec, n_pos: int) -> saved.Found:

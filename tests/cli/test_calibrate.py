@@ -149,15 +149,27 @@ def test_rounds_find_the_joint_optimum() -> None:
         assert kls[-1] < 0.8 * kls[0]
 
 
-def test_only_what_is_clearly_worse_is_not_searched() -> None:
-    def candidate(name: str, *kl: float) -> search.Candidate:
-        found = meter.Measured(np.array(kl), np.full(len(kl), 0.1))
-        return search.Candidate(name, AttentionSpec(), found)
+def candidate(name: str, *kl: float, share: float = 0.1) -> search.Candidate:
+    found = meter.Measured(np.array(kl), np.full(len(kl), share))
+    return search.Candidate(name, AttentionSpec(), found)
 
+
+def test_only_what_is_clearly_worse_is_not_searched() -> None:
     best, noisy = candidate("best", 1, 9, 2, 8), candidate("noisy", 9, 1, 8, 3)
     always = candidate("always worse", 1.1, 9.1, 2.2, 8.1)  # by little, in every context
     assert [c.name for c in search.near_best([noisy, best, always])] == ["noisy", "best"]
     assert [c.name for c in search.near_best([always, best])] == ["best"]
+
+
+def test_uniform_stays_unless_another_is_clearly_better() -> None:
+    uniform = candidate("uniform", 1, 9, 2, 8)
+    lucky = candidate("lucky", 1.2, 7.5, 2.2, 8.1)  # better on average, by one context
+    better = candidate("better", 0.9, 8.9, 1.8, 7.9)
+    dearer = candidate("dearer", 0.5, 8, 1, 7, share=0.2)
+    assert lucky.kl < better.kl < uniform.kl
+    assert search._least([uniform, lucky]) is uniform
+    assert search._least([uniform, better]) is better
+    assert search._least([uniform, lucky, better, dearer]) is better
 
 
 def test_with_top_p_the_bytes_that_were_read_count() -> None:
