@@ -111,6 +111,7 @@ enum ggml_sparse_stat {
     GGML_SPARSE_STAT_BYTES_DENSE,       // bytes of all visible K and V rows: what dense attention reads
     GGML_SPARSE_STAT_GROUPS_SEALED,     // groups sealed, per node
     GGML_SPARSE_STAT_PREFILL,           // PREFILL, per (token, node)
+    GGML_SPARSE_STAT_PREFILL_FAST,      // products of few bits in PREFILL, per (token, query head, block of positions, node)
     GGML_SPARSE_STAT_COUNT,
 };
 
@@ -306,9 +307,10 @@ GGML_API struct ggml_tensor * ggml_sparse_attn_attend(
         struct ggml_sparse_attend_params params);
 
 struct ggml_sparse_prefill_params {
-    float scale;
-    float max_bias;
-    float softcap;
+    float   scale;
+    float   max_bias;
+    float   softcap;
+    int32_t fast;       // != 0: products of 8 bits and bf16, where the CPU has them
 };
 
 // PREFILL

@@ -229,6 +229,29 @@ def attend(
     return y
 
 
+def few_bits(q, k, bias, block=64) -> tuple[np.ndarray, np.ndarray]:
+    """q and k, each twice as wide, whose products are those of 8 bits (docs/numerics.md, 18).
+
+    The first half has what is rounded: q, and k less its mean over a block of positions without a
+    bias. The second half has what is not: q, and that mean, or k itself where a position is hidden,
+    biased, or in no whole block.
+    """
+    q, k = q.astype(F64), k.astype(F64)
+    rounded, exact = np.zeros_like(k), k.copy()
+    for i in range(0, len(k) - block + 1, block):
+        if (bias[:, i : i + block] == 0).all():
+            part = slice(i, i + block)
+            exact[part] = k[part].mean(axis=0)
+            rounded[part] = _round_rows(k[part] - exact[part])
+    return np.hstack([_round_rows(q), q]), np.hstack([rounded, exact])
+
+
+def _round_rows(x: np.ndarray) -> np.ndarray:
+    """To 8 bits with a scale per row, the largest magnitude being 127."""
+    step = np.abs(x).max(axis=1, keepdims=True, initial=0) / 127
+    return np.rint(np.divide(x, step, out=np.zeros_like(x), where=step > 0)) * step
+
+
 def v_mean(v: np.ndarray, bias: np.ndarray, dtype=F64) -> np.ndarray:
     """Mean of v over the visible positions (d_v,); zeros when there are none."""
     vis = visible_positions(bias)

@@ -1,6 +1,6 @@
 // PREFILL: units of some blocks of queries, which share what is made of a block of K and V.
 
-#include "sparse-prefill.h"
+#include "sparse-prefill-fast.h"
 #include "sparse-visible.h"
 #include "sparse-work.h"
 
@@ -12,6 +12,7 @@ struct prefill_src : ggml_sparse_src {
     int     n_head, n_group_q, d_k, d_v;
     int64_t n_query; // queries of a KV head and a stream: those of its query heads, token by token
     int64_t n_block_kv;
+    bool    fast;
     decltype(&load_rows<float>) load_k, load_v;
 
     explicit prefill_src(const ggml_tensor * dst) :
@@ -26,6 +27,11 @@ struct prefill_src : ggml_sparse_src {
         d_v       = (int) v->ne[0];
         n_query   = n_tok*n_group_q;
         n_block_kv = ceil_div(n_kv, BLOCK_KV);
+#if defined(SPARQ_PREFILL_FAST)
+        fast = p.fast != 0;
+#else
+        fast = false;
+#endif
         with_kv_type(k->type, [&](auto * t) { load_k = load_rows<std::decay_t<decltype(*t)>>; });
         with_kv_type(v->type, [&](auto * t) { load_v = load_rows<std::decay_t<decltype(*t)>>; });
     }
@@ -45,6 +51,9 @@ struct prefill_work {
     float * k, * v;  // [BLOCK_KV][d_k], [BLOCK_KV][d_v]
     float * s;       // [BLOCK_KV][BLOCK_Q]
     float * bias;    // [BLOCK_KV][BLOCK_Q]
+    query_bytes bytes[512/BLOCK_Q]; // of the blocks, with p.fast
+    kv_bytes kv;
+    uint32_t * p;    // [BLOCK_KV/2][BLOCK_Q]
     size_t size;     // of all threads
 
     prefill_work(const prefill_src & a, const void * wdata, int ith, int nth) {
@@ -65,6 +74,18 @@ struct prefill_work {
             v    = own.take<float>(BLOCK_KV*a.d_v);
             s    = own.take<float>(BLOCK_KV*BLOCK_Q);
             bias = own.take<float>(BLOCK_KV*BLOCK_Q);
+            if (a.fast) {
+                for (int64_t j = 0; j < std::min<int64_t>(n_all, std::size(block)); ++j) {
+                    bytes[j].q     = own.take<uint8_t>(padded(a.d_k)*BLOCK_Q);
+                    bytes[j].scale = own.take<float>(BLOCK_Q);
+                }
+                kv.k     = own.take<int8_t>(BLOCK_KV*padded(a.d_k));
+                kv.scale = own.take<float>(BLOCK_KV);
+                kv.start = own.take<int32_t>(BLOCK_KV);
+                kv.mean  = own.take<float>(a.d_k);
+                kv.v     = own.take<uint32_t>(BLOCK_KV/2*a.d_v);
+                p        = own.take<uint32_t>(BLOCK_KV/2*BLOCK_Q);
+            }
         });
     }
 };
@@ -94,10 +115,16 @@ void begin_block(const prefill_src & a, const query_block & x, const prefill_uni
     }
 }
 
-// bias[i] = slope*mask[t + i], of n positions, in the lane of each query
-void load_bias(const prefill_src & a, float * bias, const prefill_unit & u, int64_t j, int64_t t, int n) {
+// bias[i] = slope*mask[t + i], of n positions, in the lane of each query; -inf in the lanes of those that see all, unless they are wanted
+void load_bias(const prefill_src & a, float * bias, const prefill_unit & u, int64_t j, int64_t t, int n, const uint8_t * kind, bool wanted) {
     std::fill(bias, bias + n*BLOCK_Q, 0.0f);
     for (int64_t r = u.begin(j); r < u.end(j); ++r) {
+        if (!wanted && kind[r/a.n_group_q] == MASK_ZERO) {
+            for (int i = 0; i < n; ++i) {
+                bias[i*BLOCK_Q + r - u.begin(j)] = -INFINITY;
+            }
+            continue;
+        }
         const f16 * mask  = at<const f16>(a.mask, r/a.n_group_q, 0, u.s) + t;
         const float slope = head_slope((int) (u.h*a.n_group_q + r % a.n_group_q), a.n_head, a.p.max_bias);
         for (int i = 0; i < n; ++i) {
@@ -124,6 +151,30 @@ void end_block(const prefill_src & a, const query_block & x, const prefill_unit 
     }
 }
 
+#if defined(SPARQ_PREFILL_FAST)
+// adds a block of positions, whose K and V are finite, to the attention of the queries that see all of it; K is overwritten
+void prefill_fast(const prefill_src & a, prefill_work & w, const prefill_unit & u, const uint8_t * kind) {
+    int64_t n = 0;
+    make_kv_bytes(w.k, a.d_k, w.v, a.d_v, w.kv);
+    for (int64_t j = 0; j < u.n_block(); ++j) {
+        float hides[BLOCK_Q] = {};
+        int64_t n_sees = 0;
+        for (int64_t r = u.begin(j); r < u.end(j); ++r) {
+            const bool sees = kind[r/a.n_group_q] == MASK_ZERO;
+            hides[r - u.begin(j)] = sees ? 0.0f : -INFINITY;
+            n_sees += sees;
+        }
+        if (n_sees > 0) {
+            attend_bytes(w.block[j], w.bytes[j], w.kv, a.d_k, a.d_v, hides, a.p.softcap, w.s, w.p);
+        }
+        n += n_sees;
+    }
+    if (a.stats) {
+        __atomic_fetch_add((int64_t *) a.stats->data + GGML_SPARSE_STAT_PREFILL_FAST, n, __ATOMIC_RELAXED); // other threads count too
+    }
+}
+#endif
+
 // does the mask do x to all the queries [r0, r1)? kind: of the block of positions
 bool all_are(const prefill_src & a, const uint8_t * kind, int64_t r0, int64_t r1, mask_kind x) {
     return std::all_of(kind + r0/a.n_group_q, kind + ceil_div(r1, a.n_group_q), [&](uint8_t y) { return y == x; });
@@ -146,6 +197,11 @@ void prefill(const prefill_src & a, prefill_work & w, const prefill_unit & u, gg
         const int64_t n = ceil_div(u.end(j) - u.begin(j), W);
         w.block[j].n = n <= 2 ? (int) n : NQ;
         begin_block(a, w.block[j], u, j);
+#if defined(SPARQ_PREFILL_FAST)
+        if (a.fast) {
+            make_query_bytes(w.block[j], a.d_k, w.bytes[j]);
+        }
+#endif
     }
     for (int64_t t = 0; t < a.n_kv; t += BLOCK_KV) {
         const int n = (int) std::min<int64_t>(BLOCK_KV, a.n_kv - t);
@@ -154,17 +210,26 @@ void prefill(const prefill_src & a, prefill_work & w, const prefill_unit & u, gg
             continue;
         }
         load_block(a, w, u, t, n);
-        const bool finite = all_are(a, kind, u.r0, u.r1, MASK_ZERO) || is_finite(w.v, n*a.d_v);
+        const bool fast = a.fast && n == BLOCK_KV && is_finite(w.k, n*a.d_k) && is_finite(w.v, n*a.d_v);
+        const bool finite = fast || all_are(a, kind, u.r0, u.r1, MASK_ZERO) || is_finite(w.v, n*a.d_v);
         for (int64_t j = 0; j < u.n_block(); ++j) {
             if (all_are(a, kind, u.begin(j), u.end(j), MASK_HIDES_ALL)) {
                 continue;
             }
             const bool plain = all_are(a, kind, u.begin(j), u.end(j), MASK_ZERO);
+            if (plain && fast) {
+                continue;
+            }
             if (!plain) {
-                load_bias(a, w.bias, u, j, t, n);
+                load_bias(a, w.bias, u, j, t, n, kind, !fast);
             }
             attend_block(w.block[j], w.k, a.d_k, w.v, a.d_v, n, finite, plain ? nullptr : w.bias, a.p.softcap, w.s);
         }
+#if defined(SPARQ_PREFILL_FAST)
+        if (fast) {
+            prefill_fast(a, w, u, kind);
+        }
+#endif
     }
     for (int64_t j = 0; j < u.n_block(); ++j) {
         end_block(a, w.block[j], u, j, dst);

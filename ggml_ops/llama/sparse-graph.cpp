@@ -130,7 +130,7 @@ ggml_tensor * build_seal(const attention & a) {
 
 // exact attention of the tokens [lo, hi)
 ggml_tensor * build_prefill(const attention & a, uint32_t lo, uint32_t hi, ggml_tensor * mask) {
-    const ggml_sparse_prefill_params params = { a.scale, a.g.hparams.f_max_alibi_bias, a.softcap() };
+    const ggml_sparse_prefill_params params = { a.scale, a.g.hparams.f_max_alibi_bias, a.softcap(), a.spec().fast_prompt };
     ggml_tensor * t = ggml_sparse_attn_prefill(a.g.ctx0, a.view_q(lo, hi), a.k, a.v, mask, a.sinks, a.inp.state->stats(nullptr), params);
     return emit(a, nullptr, t, "sparse_prefill");
 }

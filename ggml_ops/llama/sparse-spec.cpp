@@ -17,8 +17,10 @@ namespace {
 const std::vector<std::string> METHODS = { "off", "dense", "sparq", "topk" };
 const std::vector<std::string> KEYS = {
     "ratio", "rank", "topk", "k", "local", "sinks", "min_k", "min_ctx", "gpu_min_mb", "mean_v", "shadow", "budget", "top_p", "cap",
-    "k_layers", "rank_layers",
+    "k_layers", "rank_layers", "prompt",
 };
+
+const std::vector<std::string> PROMPTS = { "f32", "fast" };
 
 const std::vector<std::string> SHADOWS = {
 #define X(bits, name) name,
@@ -224,6 +226,11 @@ llama_sparse_spec llama_sparse_spec::parse(const std::string & text) {
             for (const auto & k : split(val, ':')) {
                 spec.k_layers.push_back(parse_layer_k(k));
             }
+        } else if (key == "prompt") {
+            if (std::find(PROMPTS.begin(), PROMPTS.end(), val) == PROMPTS.end()) {
+                throw llama_sparse_error("prompt is not " + one_of(PROMPTS) + ": " + val, "leave it out for the default");
+            }
+            spec.fast_prompt = val == "fast";
         } else if (key == "rank_layers") {
             for (const auto & r : split(val, ':')) {
                 spec.rank_layers.push_back(parse_int(key, r, 1));
@@ -232,8 +239,9 @@ llama_sparse_spec llama_sparse_spec::parse(const std::string & text) {
     }
 
     const bool sparse = spec.method == LLAMA_SPARSE_SPARQ || spec.method == LLAMA_SPARSE_TOPK;
-    if (!sparse && parts.size() > 1) {
-        throw llama_sparse_error(parts[0] + " takes no keys: " + text, "write just " + parts[0]);
+    if (!sparse && given.size() > (spec.method == LLAMA_SPARSE_DENSE ? given.count("prompt") : 0)) {
+        const bool dense = spec.method == LLAMA_SPARSE_DENSE;
+        throw llama_sparse_error(parts[0] + " takes no keys" + (dense ? " but prompt: " : ": ") + text, "write just " + parts[0]);
     }
     if (spec.cap != 1.0 && (spec.cap < 1.0 || spec.top_p >= 1.0)) {
         throw llama_sparse_error("cap is 1 or more, and belongs to top_p: " + text, "as in top_p=0.95,cap=4");
@@ -253,12 +261,16 @@ const char * llama_sparse_spec::method_name() const {
 }
 
 std::string llama_sparse_spec::str() const {
-    if (method == LLAMA_SPARSE_OFF || method == LLAMA_SPARSE_DENSE) {
-        return METHODS[method];
-    }
     const llama_sparse_spec def;
     std::string s = METHODS[method];
     const auto add = [&](const char * key, const std::string & val) { s += std::string(",") + key + "=" + val; };
+    const auto add_prompt = [&] {
+        if (fast_prompt != def.fast_prompt) { add("prompt", PROMPTS[fast_prompt]); }
+    };
+    if (method == LLAMA_SPARSE_OFF || method == LLAMA_SPARSE_DENSE) {
+        add_prompt();
+        return s;
+    }
     const bool needs_ratio = (topk <= 0 && k_layers.empty()) || (method == LLAMA_SPARSE_SPARQ && rank <= 0 && rank_layers.empty());
     if (needs_ratio)            { add("ratio",   format_double(ratio)); }
     if (rank > 0)               { add("rank",    std::to_string(rank)); }
@@ -286,6 +298,7 @@ std::string llama_sparse_spec::str() const {
         return !k.percent ? std::to_string((int32_t) k.x) : k.x >= 100.0 ? "dense" : format_double(k.x) + "%";
     });
     add_list("rank_layers", rank_layers, [](int32_t r) { return std::to_string(r); });
+    add_prompt();
     return s;
 }
 

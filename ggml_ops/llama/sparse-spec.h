@@ -35,6 +35,7 @@ struct llama_sparse_spec {
     double  top_p   = 1.0;
     double  cap     = 1.0;  // of top_p: up to so many times k
     int32_t n_bit   = 4;    // of the transposed copy of K, see sparse-codes.h
+    bool    fast_prompt = false; // PREFILL with products of few bits
 
     struct layer_k {
         double x;       // positions, or percent of them
@@ -52,8 +53,9 @@ struct llama_sparse_spec {
 
     bool is_sparse() const { return method == LLAMA_SPARSE_SPARQ || method == LLAMA_SPARSE_TOPK; }
 
-    // reads every position: run as the dense op
     bool wants_mean_v() const { return method == LLAMA_SPARSE_SPARQ && mean_v != 0; } // step 3
+
+    // reads every position: run as the dense op
     bool is_dense() const;
 
     // reads the transposed copy of K

@@ -32,10 +32,12 @@ MEAN_V = ("auto", "on", "off")
 CALIBRATED = ("calibrated", "top-p")  # they belong to a model: see `attention.saved`
 BUDGETS = ("uniform", "ramp", "ramp-down", *CALIBRATED)
 SHADOWS = ("q4", "q8", "f16")
+PROMPTS = ("f32", "fast")
 EXACT = {"min_ctx": 0, "min_k": 1}  # the bounds with which a ratio is exact at any length
 BOUNDS = ",".join(f"{name}={value}" for name, value in EXACT.items())
 
-_NAMES = {"method": METHODS, "mean_v": MEAN_V, "budget": BUDGETS, "shadow": SHADOWS}
+_NAMES = {"method": METHODS, "mean_v": MEAN_V, "budget": BUDGETS}
+_NAMES |= {"shadow": SHADOWS, "prompt": PROMPTS}
 _LEAST = {"rank": 1, "topk": 1, "local": 0, "sinks": 0, "min_k": 1, "min_ctx": 0, "gpu_min_mb": 0}
 _CHOSEN = ("rank", "topk", "k_layers", "rank_layers", "top_p")
 _ALIASES = {"k": "topk"}  # the library has the same
@@ -74,6 +76,8 @@ class AttentionSpec:
     cap      with top_p, a head may read up to this many times topk
     k_layers  one k per layer, instead of topk
     rank_layers  one rank per layer
+    prompt   how a prompt is read, also with dense: f32, or fast, with products of few bits where
+             the CPU has AVX-512 VNNI and BF16
 
     Equal settings have only one form: a sparse method with neither a ratio nor both its parameters
     has ratio 1/8, ratio 1 is `dense`, a given `top_p` needs no budget `top-p`, and a setting that
@@ -100,6 +104,7 @@ class AttentionSpec:
     cap: float = 1
     k_layers: tuple[LayerK, ...] | None = None
     rank_layers: tuple[int, ...] | None = None
+    prompt: str = "f32"
 
     def __post_init__(self) -> None:
         for name, known in _NAMES.items():
@@ -107,7 +112,7 @@ class AttentionSpec:
                 raise nearest(name, str(getattr(self, name)), known)
         if not self.sparse:
             beside = [f.name for f in fields(self)[1:] if getattr(self, f.name) != f.default]
-            if beside:
+            if beside and (self.method == "off" or beside != ["prompt"]):
                 raise _reads_everything(self.method, beside[0])
             return
         _check_numbers(self)
@@ -116,7 +121,8 @@ class AttentionSpec:
             self._set(budget="uniform")
         _check_together(self)
         if self.ratio == 1:
-            self._set(**{f.name: f.default for f in fields(self)} | {"method": "dense"})
+            kept = {"method": "dense", "prompt": self.prompt}
+            self._set(**{f.name: f.default for f in fields(self)} | kept)
         elif self.ratio is None and self.takes_ratio:
             self._set(ratio=DEFAULT_RATIO)
 
@@ -142,7 +148,7 @@ class AttentionSpec:
             SparqError: the ratio is not above 0 and at most 1.
         """
         if ratio == 1:
-            return AttentionSpec("dense")
+            return AttentionSpec("dense", prompt=self.prompt)
         if self.takes_ratio:
             return replace(self, ratio=ratio)
         return replace(self, ratio=ratio, rank=None, topk=None, k_layers=None, rank_layers=None)
@@ -165,8 +171,9 @@ def parse_spec(text: str) -> AttentionSpec:
     parts = [f"budget={p}" if p in BUDGETS else p for p in parts]  # may stand without its key
     layers = {"k_layers": parse_k_layers, "rank_layers": parse_rank_layers}
     values = line.read(AttentionSpec, parts, "attention setting", aliases=_ALIASES, readers=layers)
-    if values and method in ("dense", "off"):
-        raise _reads_everything(method, next(iter(values)))
+    idle = [key for key in values if key != "prompt" or method == "off"]
+    if idle and method in ("dense", "off"):
+        raise _reads_everything(method, idle[0])
     return AttentionSpec(method, **values)
 
 

@@ -230,8 +230,8 @@ SPEC_OPTION = ("-a", "--attn")  # `-a SPEC` is the one long form, in every comma
 class AttentionOptions:
     """The settings of attention; None means not given.
 
-    Only the line of `-a` has min_k, gpu_min_mb, top_p, cap, k_layers and rank_layers, which few
-    users need and a calibration sets.
+    Only the line of `-a` has min_k, gpu_min_mb, top_p, cap, k_layers, rank_layers and prompt,
+    which few users need and a calibration sets.
     """
 
     attn: str | None = option(
@@ -268,7 +268,7 @@ class AttentionOptions:
     attn_mean_v: str | None = option(
         "--attn-mean-v",
         type=Name(*MEAN_V),
-        help="Add the mean of V for what is not read; auto is on for MHA.  [default: auto]",
+        help="Add the mean of V for what is not read; auto is on.  [default: auto]",
     )
     budget: str | None = option(
         "--budget",

@@ -62,6 +62,9 @@ def test_no_ratio(text: str) -> None:
         ("sparq,budget=top-p,top_p=0.9,cap=4", "sparq,ratio=1/8,top_p=0.9,cap=4"),
         ("sparq,shadow=q8", "sparq,ratio=1/8,shadow=q8"),
         ("topk,gpu_min_mb=0,k=64", "topk,topk=64,gpu_min_mb=0"),
+        ("dense,prompt=fast", None),
+        ("dense,prompt=f32", "dense"),
+        ("sparq,ratio=1,prompt=fast", "dense,prompt=fast"),
     ],
 )
 def test_spec(line: str, canonical: str | None) -> None:
@@ -81,6 +84,9 @@ def test_spec(line: str, canonical: str | None) -> None:
         ("dense,ratio=1/8", "dense reads everything, so ratio", "sparq"),
         ("off,rank=5", "off reads everything, so rank", "sparq"),
         ("off,ramp", "off reads everything, so budget", "sparq"),
+        ("off,prompt=fast", "off reads everything, so prompt", "sparq"),
+        ("dense,prompt=fast,sinks=0", "dense reads everything, so sinks", "sparq"),
+        ("dense,prompt=slow", "unknown prompt 'slow'", "f32"),
         ("sparq,ratio=1,rank=8", "ratio 1 is dense attention, so rank", "one of the two"),
         ("topk,ratio=1,k=64", "ratio 1 is dense attention, so topk", "one of the two"),
         ("sparq,rank=0", "rank 0 is below 1", ""),
@@ -156,7 +162,7 @@ def test_a_setting_is_known_everywhere() -> None:
     options = {f.name.removeprefix("attn_") for f in fields(AttentionOptions)} - {"attn", "method"}
     assert options < ours
     said = re.search(
-        r"Only the line of `-a` has (.*?), which", AttentionOptions.__doc__ or "", re.S
+        r"Only the line of `-a` has (.*?),\s+which", AttentionOptions.__doc__ or "", re.S
     )
     assert said is not None
     assert set(re.split(r",\s+|\s+and\s+", said[1])) == ours - options
@@ -185,6 +191,8 @@ def library_parse(line: str) -> tuple[int, str]:
         "sparq,k_layers=64:12.5%:dense,rank_layers=8:8:16",
         "sparq,ratio=1/8,top_p=0.9375,cap=2.5",
         "sparq,ratio=1/8,budget=ramp-down",
+        "sparq,ratio=1/8,prompt=fast",
+        "dense,prompt=fast",
     ],
 )
 def test_the_library_reads_what_we_write(line: str) -> None:
@@ -198,7 +206,8 @@ def test_the_library_reads_what_we_write(line: str) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["spark", "sparq,ration=1/8", "sparq,ratio=0", "sparq,rank=0", "sparq,topk=8,local=6"]
+    ["dense,prompt=slow", "off,prompt=fast", "dense,sinks=0"]
+    + ["spark", "sparq,ration=1/8", "sparq,ratio=0", "sparq,rank=0", "sparq,topk=8,local=6"]
     + [
         "sparq,budget=rampe",
         "topk,rank=4",

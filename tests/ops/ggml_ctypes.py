@@ -59,6 +59,7 @@ STATS = (
     "bytes_dense",
     "groups_sealed",
     "prefill",
+    "prefill_fast",
 )
 
 
@@ -128,7 +129,7 @@ class AttendParams(ctypes.Structure):
 
 
 class PrefillParams(ctypes.Structure):
-    _fields_ = [("scale", c_float), ("max_bias", c_float), ("softcap", c_float)]
+    _fields_ = [("scale", c_float), ("max_bias", c_float), ("softcap", c_float), ("fast", c_int32)]
 
 
 class AttnParams(ctypes.Structure):

@@ -40,7 +40,7 @@ with ggml.graph() as g:
         return g.op("ggml_sparse_attn_attend", *t.values(), None, AttendParams(1, 0, 0, mean_v))
     def prefill(**changed):
         t = dict(q=s.q, k=s.k, v=s.v, mask=s.mask, sinks=None, stats=None) | changed
-        return g.op("ggml_sparse_attn_prefill", *t.values(), PrefillParams(1, 0, 0))
+        return g.op("ggml_sparse_attn_prefill", *t.values(), PrefillParams(1, 0, 0, 0))
     print("before", flush=True)
     {line}
     print("after", flush=True)

@@ -46,7 +46,8 @@ def test_isa_prefill(isa: IsaGgml) -> None:
             test_prefill.check_prefill(case, isa)
         except AssertionError as error:
             raise AssertionError(f"{case}: {error}") from error
-    test_prefill.test_prefill_hidden_positions_never_leak(test_prefill.SHAPES[0], float("nan"), isa)
+    leak = test_prefill.test_prefill_hidden_positions_never_leak
+    leak(test_prefill.SHAPES[0], float("nan"), False, isa)
 
 
 def test_isa_seal_and_select(isa: IsaGgml) -> None:

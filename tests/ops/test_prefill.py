@@ -35,6 +35,7 @@ def some_cases() -> list[Case]:
     return found
 
 
+BLOCK = 64  # positions
 CASES = some_cases()
 SHAPES = [
     Case(n_kv=501, heads=(8, 2), batch=(70, 1)),
@@ -48,17 +49,20 @@ def test_prefill_equals_oracle(case: Case, ggml: Ggml) -> None:
     check_prefill(case, ggml)
 
 
-def check_prefill(case: Case, ggml: Ggml) -> None:
+def check_prefill(case: Case, ggml: Ggml, fast: bool = False) -> None:
     data = cases.make(case)
     with ggml.graph() as g:
         s = Sources(data, g)
-        out = prefill(s)
+        out = prefill(s, fast)
         g.compute(out)
         got, stats = g.read(out).reshape(*data.q.shape[:3], -1), s.stats_read()
-    errors = Errors("attend")
+    n_fast = stats.pop("prefill_fast")
+    assert n_fast == (wholly_seen(data) if fast and has_fast(ggml) else 0)
+    errors = Errors("attend_fast" if n_fast else "attend")
     for b in data.blocks():
+        q, k = oracle.few_bits(b.q, b.k, b.bias) if n_fast else (b.q, b.k)
         y = [
-            oracle.attend(b.q, b.k, b.v, b.bias, case.scale, case.softcap, None, b.sinks, dtype)
+            oracle.attend(q, k, b.v, b.bias, case.scale, case.softcap, None, b.sinks, dtype)
             for dtype in (np.float64, np.float32)
         ]
         rows = slice(b.head * len(b.q), (b.head + 1) * len(b.q))
@@ -67,7 +71,25 @@ def check_prefill(case: Case, ggml: Ggml) -> None:
     errors.check()
     assert np.isfinite(got).all()
     n_call = int((~np.isneginf(data.mask)).any(axis=-1).sum())  # tokens that see something
-    assert stats == dict.fromkeys(STATS, 0) | {"prefill": n_call}
+    assert {"prefill_fast": 0, **stats} == dict.fromkeys(STATS, 0) | {"prefill": n_call}
+
+
+def has_fast(ggml: Ggml) -> bool:
+    """Whether its code was compiled with products of few bits."""
+    return bool(ggml.cpu.ggml_cpu_has_avx512_vnni() and ggml.cpu.ggml_cpu_has_avx512_bf16())
+
+
+def wholly_seen(data: cases.Data) -> int:
+    """The (query, block of 64 positions) without a hidden or biased position."""
+    n_block = data.mask.shape[-1] // BLOCK
+    blocks = data.mask[..., : n_block * BLOCK].reshape(*data.mask.shape[:-1], n_block, BLOCK)
+    return int((blocks == 0).all(axis=-1).sum()) * data.case.heads[0]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_prefill_fast_equals_oracle(case: Case, ggml: Ggml) -> None:
+    """With q and K in 8 bits, as the oracle rounds them; p and V in bf16 are in the tolerance."""
+    check_prefill(case, ggml, fast=True)
 
 
 @pytest.mark.parametrize("case", SHAPES, ids=str)
@@ -78,35 +100,41 @@ def test_prefill_equals_attend(case: Case, ggml: Ggml) -> None:
     assert np.abs(prefill_run(ggml, data) - dense_run(ggml, data)).max() <= 16 * EPS32 * seen
 
 
+@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("case", SHAPES, ids=str)
-def test_prefill_threads_are_bit_identical(case: Case, ggml: Ggml) -> None:
+def test_prefill_threads_are_bit_identical(case: Case, fast: bool, ggml: Ggml) -> None:
     """Units of other sizes, so queries beside others."""
     data = cases.make(case)
-    one = prefill_run(ggml, data, n_threads=1)
+    one = prefill_run(ggml, data, n_threads=1, fast=fast)
     for n_threads in (2, 3, 5, 16):
-        assert np.array_equal(one, prefill_run(ggml, data, n_threads=n_threads)), n_threads
+        other = prefill_run(ggml, data, n_threads=n_threads, fast=fast)
+        assert np.array_equal(one, other), n_threads
 
 
+@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("case", SHAPES, ids=str)
 @pytest.mark.parametrize("n", [1, 3, 16])
-def test_prefill_other_tokens_change_no_bit(case: Case, n: int, ggml: Ggml) -> None:
+def test_prefill_other_tokens_change_no_bit(case: Case, n: int, fast: bool, ggml: Ggml) -> None:
     """How a prompt is cut into batches does not show in its attention."""
     data = cases.make(case)
-    whole = prefill_run(ggml, data)
+    whole = prefill_run(ggml, data, fast=fast)
     part = replace(data, q=data.q[:, :n], mask=data.mask[:, :, :n], kl=data.kl[:, :, :n])
     part.forced = data.forced[:, :, :n]
-    assert np.array_equal(prefill_run(ggml, part), whole[:, :n])
+    assert np.array_equal(prefill_run(ggml, part, fast=fast), whole[:, :n])
 
 
+@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("case", SHAPES, ids=str)
-def test_prefill_hidden_positions_never_leak(case: Case, value: float, ggml: Ggml) -> None:
+def test_prefill_hidden_positions_never_leak(
+    case: Case, value: float, fast: bool, ggml: Ggml
+) -> None:
     """Not even where later tokens see them: those alone are lost."""
     data = cases.make(replace(case, mask="causal"))
-    clean = prefill_run(ggml, data)
+    clean = prefill_run(ggml, data, fast=fast)
     at = case.n_kv - case.batch[0] + 3  # of the first stream, tokens from 3 on see it
     data.k[0, at] = data.v[0, at] = value
-    got = prefill_run(ggml, data)
+    got = prefill_run(ggml, data, fast=fast)
     assert not np.isnan(clean).any()
     assert np.isnan(got[0, 3:]).all() and not np.isnan(got[0, :3]).any()
     assert np.array_equal(got[0, :3], clean[0, :3]) and np.array_equal(got[1:], clean[1:])

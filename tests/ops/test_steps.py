@@ -162,6 +162,7 @@ def check_stats(data: cases.Data, chosen: Selection, stats: dict[str, int]) -> N
         "bytes_dense": 2 * n_visible * (row_k + row_v),
         "groups_sealed": 0,
         "prefill": 0,
+        "prefill_fast": 0,
     }
 
 
