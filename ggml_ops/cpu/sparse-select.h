@@ -87,6 +87,9 @@ struct select_args {
 // a smaller share of the mass counts as nothing, since it may be rounding
 constexpr float MIN_LEFT = 0x1p-18f;
 
+// the fourth root of what exp_rank takes for 0: where all selected cells are so far below, next to everything is left out
+constexpr float MIN_ROOT = 0x1p-38f;
+
 // e^x for x <= 0, and 0 below -104. It is cheaper than exp(), and its relative error grows with |x|: 3 ulp near 0, |x| ulp far from it
 // NUMERICS: it weighs positions against each other (ranking, rest), where those far from 0 count little. Attention itself uses exp()
 static inline vf exp_rank(vf x) {
@@ -443,7 +446,8 @@ static inline float head_rest(const int32_t * cells, int n, const select_scratch
         kept += mass_of_logits(w.saved, a.n_forced, w.top[0]);
     }
     const float left = w.all[h] - kept.sum;
-    return kept.root > 0.0f && left > MIN_LEFT*w.all[h] ? logf(left) - 4.0f*logf(kept.root) : -INFINITY;
+    const float root = n > 0 ? std::max(kept.root, MIN_ROOT) : 0.0f; // NaN stays
+    return root > 0.0f && left > MIN_LEFT*w.all[h] ? logf(left) - 4.0f*logf(root) : -INFINITY;
 }
 
 // ---- one head ----
