@@ -305,6 +305,21 @@ def test_attention_switches_between_two_calls(session: engine.Session, tiny: Pat
     assert np.array_equal(logits_with(session, prompt, "off"), off)  # off is off, bit for bit
 
 
+@pytest.mark.parametrize("method", ["dense", SPARSE])
+def test_a_fast_prompt_is_counted(
+    session: engine.Session, method: str, native_lib_dir: Path
+) -> None:
+    """By the key of the spec, where the CPU has products of few bits; and never without it."""
+    cpu = ctypes.CDLL(str(next(native_lib_dir.glob("libggml-cpu.*"))))
+    has_fast = cpu.ggml_cpu_has_avx512_vnni() and cpu.ggml_cpu_has_avx512_bf16()
+    prompt = engine.tokenize(session, text_of(1500))
+    exact = logits_with(session, prompt, method)
+    assert engine.info(session).counter("blocks_fast") == 0
+    fast = logits_with(session, prompt, f"{method},prompt=fast")
+    assert (engine.info(session).counter("blocks_fast") > 0) == bool(has_fast)
+    assert np.array_equal(exact, fast) == (not has_fast)
+
+
 def test_counters_say_what_ran(session: engine.Session) -> None:
     prompt = engine.tokenize(session, text_of(1500))
     engine.set_attention(session, SPARSE)
