@@ -18,6 +18,8 @@ FAMILIES = {
     "attend": (2.0, 4.0),  # scale: the largest |v| that was read
     # p and V have 2^-9 each, e^x 2^-13, and a tie of the 8 bits may round the other way
     "attend_fast": (0.0, 1.5 * 2**15),  # scale as of attend
+    # the mean of V over what is left out is a sum over whole blocks, less what is read of them
+    "attend_chosen": (2.0, 16.0),
     "alpha": (2.0, 16.0),  # scale: 1
     "sum": (2.0, 16.0),  # v_sum: sums of 64, in any order; scale: sum |v|
 }

@@ -1,6 +1,7 @@
 #pragma once
 
-// The k-th largest of some floats, by passes that count. Step 1 uses it on the components of q, step 2 on the keys of positions.
+// The k-th largest of some floats, by passes that count, and the least of those that carry a mass. Step 1 uses it on the components of q, step 2
+// on the keys of positions, and PREFILL on their shares of the attention.
 
 #include "sparse-vec.h"
 
@@ -115,6 +116,43 @@ static inline float kth_largest(const float * x, int64_t n, int64_t k, float lo,
         }
     }
     return a;
+}
+
+// A sum of many terms. With few lanes, thousands of terms would be added to one number; there, sums of blocks are added instead
+struct long_sum {
+    vf  all = set1(0.0f), block = set1(0.0f);
+    int n = 0;
+
+    void operator+=(vf x) {
+        block = add(block, x);
+        if (W < 8 && ++n % 64 == 0) {
+            all   = add(all, block);
+            block = set1(0.0f);
+        }
+    }
+
+    float total() const { return reduce_add(W < 8 ? add(all, block) : block); }
+};
+
+// sum_i weight[i], over i with key[i] >= least. It never grows with `least`: adding a term instead of 0 rounds in order
+static inline float mass_from(const float * key, const float * weight, int64_t n, float least) {
+    const vf l = set1(least);
+    long_sum sum;
+    for (int64_t i = 0; i < n; i += W) {
+        sum += select(ge(load(key + i), l), load(weight + i), set1(0.0f));
+    }
+    return sum.total();
+}
+
+// The largest key from which on the weights add up to `want`, by bisection of the floats in their order: all of them together must.
+//   key, weight [n, rounded up to whole vectors]: -inf behind the keys
+static inline float key_at_mass(const float * key, const float * weight, int64_t n, float want) {
+    int64_t lo = to_order(-FLT_MAX), hi = to_order(INFINITY);
+    while (hi - lo > 1) {
+        const int64_t mid = lo + (hi - lo)/2;
+        (mass_from(key, weight, n, from_order(mid)) >= want ? lo : hi) = mid;
+    }
+    return from_order(lo);
 }
 
 } // namespace sparse

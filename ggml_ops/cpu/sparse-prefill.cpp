@@ -1,5 +1,8 @@
 // PREFILL: units of some blocks of queries, which share what is made of a block of K and V.
+//
+// With p.keep, tokens first choose the positions that they read. The queries of a KV head then lie head by head in blocks, else token by token.
 
+#include "sparse-prefill-choose.h"
 #include "sparse-prefill-fast.h"
 #include "sparse-visible.h"
 #include "sparse-work.h"
@@ -10,9 +13,12 @@ struct prefill_src : ggml_sparse_src {
     ggml_sparse_prefill_params p;
     int64_t n_kv, n_head_kv, n_tok, n_stream;
     int     n_head, n_group_q, d_k, d_v;
-    int64_t n_query; // queries of a KV head and a stream: those of its query heads, token by token
+    int     n_side;   // query heads whose queries lie side by side, token by token: those of a KV head, or one where positions are chosen
+    int64_t n_query;  // their queries in a stream
     int64_t n_block_kv;
-    bool    fast;
+    bool    fast, chooses;
+    int     n_probe;  // of a query head and a stream
+    int     n_choice;
     decltype(&load_rows<float>) load_k, load_v;
 
     explicit prefill_src(const ggml_tensor * dst) :
@@ -25,8 +31,12 @@ struct prefill_src : ggml_sparse_src {
         n_group_q = (int) (n_head/n_head_kv);
         d_k       = (int) k->ne[0];
         d_v       = (int) v->ne[0];
-        n_query   = n_tok*n_group_q;
+        chooses   = p.keep > 0.0f && p.keep < 1.0f && n_tok >= POOL;
+        n_side    = chooses ? 1 : n_group_q;
+        n_query   = n_tok*n_side;
         n_block_kv = ceil_div(n_kv, BLOCK_KV);
+        n_probe   = (int) ceil_div(n_tok, POOL)*N_PROBE;
+        n_choice  = (int) ceil_div(n_tok, CHOICE);
 #if defined(SPARQ_PREFILL_FAST)
         fast = p.fast != 0;
 #else
@@ -35,34 +45,80 @@ struct prefill_src : ggml_sparse_src {
         with_kv_type(k->type, [&](auto * t) { load_k = load_rows<std::decay_t<decltype(*t)>>; });
         with_kv_type(v->type, [&](auto * t) { load_v = load_rows<std::decay_t<decltype(*t)>>; });
     }
+
+    int64_t n_set() const { return n_head/n_side; }
+
+    // of query r of a set
+    int64_t head   (int64_t set, int64_t r) const { return set*n_side + r % n_side; }
+    int64_t tok    (int64_t r)              const { return r/n_side; }
+    int64_t head_kv(int64_t set)            const { return set*n_side/n_group_q; }
 };
 
-// A unit is some blocks of queries of one KV head. How many may depend on the number of threads, since no query's result depends on it. The
-// memory must not depend on it: it is planned for more threads than may run, and fewer threads have larger units.
+// What is shared by those who choose positions. A lane is a probe of any query head of a KV head
+struct choice_work {
+    int64_t    n_lane, n_lane_block; // of a KV head and a stream
+    int64_t    n_kv;      // rounded up to whole blocks
+    float    * q;         // [n_stream][n_head_kv][n_lane_block][d_k][BLOCK_Q]  the probes, times the scale
+    float    * x;         // [n_stream][n_head][n_probe][n_kv]  their logits; exponentials of them once choices are made
+    float    * v_sum;     // [n_stream][n_head_kv][n_block_kv][d_v]  sums of V over blocks that somebody sees
+    uint8_t  * all_see;   // [n_stream][n_choice][n_block_kv]
+    uint64_t * kept;      // [n_stream][n_head][n_choice][n_block_kv]
+    float    * left;      // [n_stream][n_head][n_choice]
+    int64_t  * n, * n_kept; // [n_stream][n_head][n_choice]
+
+    choice_work() = default;
+    choice_work(const prefill_src & a, bump & shared) {
+        n_lane       = (int64_t) a.n_group_q*a.n_probe;
+        n_lane_block = ceil_div(n_lane, BLOCK_Q);
+        n_kv         = a.n_block_kv*BLOCK_KV;
+        const int64_t n_all = a.n_stream*a.n_head*a.n_choice;
+        q       = shared.take<float>(a.n_stream*a.n_head_kv*n_lane_block*a.d_k*BLOCK_Q);
+        x       = shared.take<float>(a.n_stream*a.n_head*a.n_probe*n_kv);
+        v_sum   = shared.take<float>(a.n_stream*a.n_head_kv*a.n_block_kv*a.d_v);
+        all_see = shared.take<uint8_t>(a.n_stream*a.n_choice*a.n_block_kv);
+        kept    = shared.take<uint64_t>(n_all*a.n_block_kv);
+        left    = shared.take<float>(n_all);
+        n       = shared.take<int64_t>(n_all);
+        n_kept  = shared.take<int64_t>(n_all);
+    }
+};
+
+// A unit is some blocks of queries, of heads that lie side by side. How many may depend on the number of threads, since no query's result depends
+// on it. The memory must not depend on it: it is planned for more threads than may run, and fewer threads have larger units.
 struct prefill_work {
-    int64_t n_block, n_unit; // blocks of queries per unit; units of a KV head and a stream
+    int64_t n_span, n_span_query; // parts of the queries that no unit goes beyond: choices, or all of them
+    int64_t n_block, n_unit;      // blocks of queries per unit; units of a part
 
     // [n_stream][n_block_kv][n_tok] of mask_kind. Found before the units begin, because the mask of a block of positions lies in as many rows
     // as there are tokens
     uint8_t * kind;
 
+    choice_work choice;
+
     // this thread's
-    query_block block[512/BLOCK_Q];
+    query_block block[CHOICE/BLOCK_Q];
     float * k, * v;  // [BLOCK_KV][d_k], [BLOCK_KV][d_v]
     float * s;       // [BLOCK_KV][BLOCK_Q]
     float * bias;    // [BLOCK_KV][BLOCK_Q]
-    query_bytes bytes[512/BLOCK_Q]; // of the blocks, with p.fast
+    query_bytes bytes[CHOICE/BLOCK_Q]; // of the blocks, with p.fast
     kv_bytes kv;
     uint32_t * p;    // [BLOCK_KV/2][BLOCK_Q]
+    float * key, * weight; // [n_kv, rounded up], where positions are chosen, and ..
+    float * mean;    // .. [d_v]
     size_t size;     // of all threads
 
     prefill_work(const prefill_src & a, const void * wdata, int ith, int nth) {
-        const int64_t n_all = ceil_div(a.n_query, BLOCK_Q);
-        n_block = std::clamp<int64_t>(n_all*a.n_head_kv*a.n_stream/(2*nth), 1, std::size(block));
+        n_span       = a.chooses ? a.n_choice : 1;
+        n_span_query = a.chooses ? CHOICE : a.n_query;
+        const int64_t n_all = std::min(ceil_div(a.n_query, BLOCK_Q), ceil_div(n_span_query, BLOCK_Q));
+        n_block = std::clamp<int64_t>(n_all*n_span*a.n_set()*a.n_stream/(2*nth), 1, std::size(block));
         n_unit  = ceil_div(n_all, n_block);
 
         bump shared(wdata);
         kind = shared.take<uint8_t>(a.n_stream*a.n_block_kv*a.n_tok);
+        if (a.chooses) {
+            choice = choice_work(a, shared);
+        }
         size = take_per_thread(shared, ith, nth, [&](bump & own) {
             for (int64_t j = 0; j < std::min<int64_t>(n_all, std::size(block)); ++j) {
                 block[j].q   = own.take<float>(a.d_k*BLOCK_Q);
@@ -86,13 +142,20 @@ struct prefill_work {
                 kv.v     = own.take<uint32_t>(BLOCK_KV/2*a.d_v);
                 p        = own.take<uint32_t>(BLOCK_KV/2*BLOCK_Q);
             }
+            if (a.chooses) {
+                key    = own.take<float>(a.n_block_kv*BLOCK_KV);
+                weight = own.take<float>(a.n_block_kv*BLOCK_KV);
+                mean   = own.take<float>(a.d_v);
+            }
         });
     }
+
+    const uint8_t * kinds(const prefill_src & a, int64_t s, int64_t b) const { return kind + (s*a.n_block_kv + b)*a.n_tok; }
 };
 
-// the queries [r0, r1) of KV head h and stream s
+// the queries [r0, r1) of a set of heads that lie side by side, and of a stream
 struct prefill_unit {
-    int64_t h, s, r0, r1;
+    int64_t set, s, r0, r1;
 
     int64_t n_block() const { return ceil_div(r1 - r0, BLOCK_Q); }
 
@@ -108,7 +171,7 @@ void begin_block(const prefill_src & a, const query_block & x, const prefill_uni
     std::fill(x.m,   x.m   + BLOCK_Q, -INFINITY);
     std::fill(x.l,   x.l   + BLOCK_Q, 0.0f);
     for (int64_t r = u.begin(j); r < u.end(j); ++r) {
-        const float * q = at<const float>(a.q, u.h*a.n_group_q + r % a.n_group_q, r/a.n_group_q, u.s);
+        const float * q = at<const float>(a.q, a.head(u.set, r), a.tok(r), u.s);
         for (int c = 0; c < a.d_k; ++c) {
             x.q[c*BLOCK_Q + r - u.begin(j)] = q[c]*a.p.scale;
         }
@@ -119,14 +182,14 @@ void begin_block(const prefill_src & a, const query_block & x, const prefill_uni
 void load_bias(const prefill_src & a, float * bias, const prefill_unit & u, int64_t j, int64_t t, int n, const uint8_t * kind, bool wanted) {
     std::fill(bias, bias + n*BLOCK_Q, 0.0f);
     for (int64_t r = u.begin(j); r < u.end(j); ++r) {
-        if (!wanted && kind[r/a.n_group_q] == MASK_ZERO) {
+        if (!wanted && kind[a.tok(r)] == MASK_ZERO) {
             for (int i = 0; i < n; ++i) {
                 bias[i*BLOCK_Q + r - u.begin(j)] = -INFINITY;
             }
             continue;
         }
-        const f16 * mask  = at<const f16>(a.mask, r/a.n_group_q, 0, u.s) + t;
-        const float slope = head_slope((int) (u.h*a.n_group_q + r % a.n_group_q), a.n_head, a.p.max_bias);
+        const f16 * mask  = at<const f16>(a.mask, a.tok(r), 0, u.s) + t;
+        const float slope = head_slope((int) a.head(u.set, r), a.n_head, a.p.max_bias);
         for (int i = 0; i < n; ++i) {
             bias[i*BLOCK_Q + r - u.begin(j)] = slope*to_f32(mask[i]);
         }
@@ -136,7 +199,7 @@ void load_bias(const prefill_src & a, float * bias, const prefill_unit & u, int6
 // res[c] = acc[c]/(l + exp(sink - m)), of each query; the sink is optional
 void end_block(const prefill_src & a, const query_block & x, const prefill_unit & u, int64_t j, ggml_tensor * dst) {
     for (int64_t r = u.begin(j); r < u.end(j); ++r) {
-        const int64_t i = r - u.begin(j), head = u.h*a.n_group_q + r % a.n_group_q;
+        const int64_t i = r - u.begin(j), head = a.head(u.set, r);
         float l = x.l[i], f = 1.0f;
         if (a.sinks) {
             const float sink = ((const float *) a.sinks->data)[head], m = std::max(x.m[i], sink);
@@ -144,7 +207,7 @@ void end_block(const prefill_src & a, const query_block & x, const prefill_unit 
             l = l*f + expf(sink - m);
         }
         const float scale = l != 0.0f ? f/l : 0.0f;
-        float * res = at<float>(dst, u.s*a.n_tok + r/a.n_group_q) + head*a.d_v;
+        float * res = at<float>(dst, u.s*a.n_tok + a.tok(r)) + head*a.d_v;
         for (int c = 0; c < a.d_v; ++c) {
             res[c] = x.acc[c*BLOCK_Q + i]*scale;
         }
@@ -152,7 +215,7 @@ void end_block(const prefill_src & a, const query_block & x, const prefill_unit 
 }
 
 #if defined(SPARQ_PREFILL_FAST)
-// adds a block of positions, whose K and V are finite, to the attention of the queries that see all of it; K is overwritten
+// adds a block of positions, whose K and V are finite, to the attention of the queries that see all of it; K is overwritten. Without kind all do
 void prefill_fast(const prefill_src & a, prefill_work & w, const prefill_unit & u, const uint8_t * kind) {
     int64_t n = 0;
     make_kv_bytes(w.k, a.d_k, w.v, a.d_v, w.kv);
@@ -160,7 +223,7 @@ void prefill_fast(const prefill_src & a, prefill_work & w, const prefill_unit & 
         float hides[BLOCK_Q] = {};
         int64_t n_sees = 0;
         for (int64_t r = u.begin(j); r < u.end(j); ++r) {
-            const bool sees = kind[r/a.n_group_q] == MASK_ZERO;
+            const bool sees = !kind || kind[a.tok(r)] == MASK_ZERO;
             hides[r - u.begin(j)] = sees ? 0.0f : -INFINITY;
             n_sees += sees;
         }
@@ -175,20 +238,184 @@ void prefill_fast(const prefill_src & a, prefill_work & w, const prefill_unit & 
 }
 #endif
 
-// does the mask do x to all the queries [r0, r1)? kind: of the block of positions
+// does the mask do x to all the tokens [lo, hi)? kind: of the block of positions
+bool all_are(const uint8_t * kind, int64_t lo, int64_t hi, mask_kind x) {
+    return std::all_of(kind + lo, kind + hi, [&](uint8_t y) { return y == x; });
+}
+// and to all the queries [r0, r1)?
 bool all_are(const prefill_src & a, const uint8_t * kind, int64_t r0, int64_t r1, mask_kind x) {
-    return std::all_of(kind + r0/a.n_group_q, kind + ceil_div(r1, a.n_group_q), [&](uint8_t y) { return y == x; });
+    return all_are(kind, a.tok(r0), ceil_div(r1, a.n_side), x);
 }
 
-// w.k, w.v = n positions of K and V from t on, as f32; those of the next block are prefetched
-void load_block(const prefill_src & a, const prefill_work & w, const prefill_unit & u, int64_t t, int n) {
-    const int64_t size_k = row_size(a.k), size_v = row_size(a.v);
+void load_position(const prefill_src & a, const prefill_work & w, int64_t h, int64_t s, int64_t t, int i) {
+    a.load_k(w.k + i*a.d_k, at(a.k, h, t, s), 0, 1, a.d_k, 0);
+    a.load_v(w.v + i*a.d_v, at(a.v, h, t, s), 0, 1, a.d_v, 0);
+}
+
+void prefetch_position(const prefill_src & a, int64_t h, int64_t s, int64_t t) {
+    prefetch_bytes(at(a.k, h, t, s), row_size(a.k));
+    prefetch_bytes(at(a.v, h, t, s), row_size(a.v));
+}
+
+// w.k, w.v = n positions of K and V of a head from t on, as f32; those of the next block are prefetched
+void load_block(const prefill_src & a, const prefill_work & w, int64_t h, int64_t s, int64_t t, int n) {
     for (int i = 0; i < n; ++i) {
-        const int64_t next = std::min(t + i + BLOCK_KV, a.n_kv - 1);
-        prefetch_bytes(at(a.k, u.h, next, u.s), size_k);
-        prefetch_bytes(at(a.v, u.h, next, u.s), size_v);
-        a.load_k(w.k + i*a.d_k, at(a.k, u.h, t + i, u.s), 0, 1, a.d_k, 0);
-        a.load_v(w.v + i*a.d_v, at(a.v, u.h, t + i, u.s), 0, 1, a.d_v, 0);
+        prefetch_position(a, h, s, std::min(t + i + BLOCK_KV, a.n_kv - 1));
+        load_position(a, w, h, s, t + i, i);
+    }
+}
+
+// ---- which positions are read ----
+
+// the tokens of choice c
+int64_t choice_begin(int64_t c) { return c*CHOICE; }
+int64_t choice_end(const prefill_src & a, int64_t c) { return std::min(a.n_tok, (c + 1)*CHOICE); }
+
+// the token [lo, hi) of a probe, and the one by whose mask it sees
+struct probe_tokens {
+    int64_t lo, hi, sees;
+
+    probe_tokens(const prefill_src & a, int64_t probe) {
+        const int64_t t0 = probe/N_PROBE*POOL;
+        const int i = (int) (probe % N_PROBE), n = (int) std::min<int64_t>(POOL, a.n_tok - t0);
+        lo   = i == 0 ? t0 : t0 + sampled(n, i);
+        hi   = i == 0 ? t0 + n : lo + 1;
+        sees = lo; // of a prompt, the first token of a pool sees what all of them see
+    }
+};
+
+// the probes of a KV head
+void make_probes(const prefill_src & a, const prefill_work & w, int64_t s, int64_t h) {
+    float * q = w.choice.q + (s*a.n_head_kv + h)*w.choice.n_lane_block*a.d_k*BLOCK_Q;
+    std::fill(q, q + w.choice.n_lane_block*a.d_k*BLOCK_Q, 0.0f);
+    for (int64_t lane = 0; lane < w.choice.n_lane; ++lane) {
+        const int64_t head = h*a.n_group_q + lane/a.n_probe;
+        const probe_tokens toks(a, lane % a.n_probe);
+        float * to = q + lane/BLOCK_Q*a.d_k*BLOCK_Q + lane % BLOCK_Q;
+        for (int64_t t = toks.lo; t < toks.hi; ++t) {
+            const float * x = at<const float>(a.q, head, t, s);
+            for (int c = 0; c < a.d_k; ++c) {
+                to[c*BLOCK_Q] += x[c]*(a.p.scale/(float) (toks.hi - toks.lo));
+            }
+        }
+    }
+}
+
+// the logits of all probes of a KV head at block b of positions, the sum of V over it, and who sees all of it
+void score_probes(const prefill_src & a, const prefill_work & w, int64_t s, int64_t h, int64_t b) {
+    const choice_work & c = w.choice;
+    const int64_t t = b*BLOCK_KV;
+    const int n = (int) std::min<int64_t>(BLOCK_KV, a.n_kv - t);
+    const uint8_t * kind = w.kinds(a, s, b);
+    for (int64_t i = 0; i < a.n_choice && h == 0; ++i) {
+        c.all_see[(s*a.n_choice + i)*a.n_block_kv + b] = n == BLOCK_KV && all_are(kind, choice_begin(i), choice_end(a, i), MASK_ZERO);
+    }
+    const bool hidden = all_are(kind, 0, a.n_tok, MASK_HIDES_ALL);
+    if (!hidden) {
+        float * sum = c.v_sum + ((s*a.n_head_kv + h)*a.n_block_kv + b)*a.d_v;
+        load_block(a, w, h, s, t, n);
+        std::fill(sum, sum + a.d_v, 0.0f);
+        for (int i = 0; i < n; ++i) {
+            for (int d = 0; d < a.d_v; ++d) {
+                sum[d] += w.v[i*a.d_v + d];
+            }
+        }
+    }
+    for (int64_t lane = 0; lane < c.n_lane; ++lane) {
+        if (!hidden && lane % BLOCK_Q == 0) {
+            const float * q = c.q + ((s*a.n_head_kv + h)*c.n_lane_block + lane/BLOCK_Q)*a.d_k*BLOCK_Q;
+            dot_products(w.s, (int) ceil_div(std::min<int64_t>(c.n_lane - lane, BLOCK_Q), W), q, w.k, a.d_k, n);
+        }
+        const int64_t head = h*a.n_group_q + lane/a.n_probe, tok = probe_tokens(a, lane % a.n_probe).sees;
+        float * x = c.x + (s*a.n_head*a.n_probe + h*a.n_group_q*a.n_probe + lane)*c.n_kv + t;
+        const mask_kind sees = (mask_kind) kind[tok];
+        const f16 * mask = at<const f16>(a.mask, tok, 0, s) + t;
+        for (int i = 0; i < BLOCK_KV; ++i) {
+            x[i] = w.s[i*BLOCK_Q + lane % BLOCK_Q];
+        }
+        for (int i = 0; i < n && a.p.softcap > 0.0f; ++i) {
+            x[i] = a.p.softcap*tanhf(x[i]/a.p.softcap);
+        }
+        for (int i = 0; i < n && sees != MASK_ZERO; ++i) {
+            const bool hides = sees == MASK_HIDES_ALL || mask[i].bits == F16_NEG_INF;
+            x[i] = hides ? -INFINITY : x[i] + head_slope((int) head, a.n_head, a.p.max_bias)*to_f32(mask[i]);
+        }
+        std::fill(x + n, x + BLOCK_KV, -INFINITY);
+    }
+}
+
+// what one query head chooses for the tokens of choice i
+void choose_positions(const prefill_src & a, const prefill_work & w, int64_t s, int64_t head, int64_t i) {
+    const choice_work & c = w.choice;
+    const int64_t at = (s*a.n_head + head)*a.n_choice + i;
+    const choice_args args = {
+        c.n_kv, std::min(MAX_PROBE, a.n_probe - (int) i*MAX_PROBE), c.x + ((s*a.n_head + head)*a.n_probe + i*MAX_PROBE)*c.n_kv,
+        c.all_see + (s*a.n_choice + i)*a.n_block_kv, a.p.keep,
+    };
+    choice res = { c.kept + at*a.n_block_kv, 0.0f, 0, 0 };
+    choose(args, w.key, w.weight, res);
+    c.left[at]   = res.left;
+    c.n[at]      = res.n;
+    c.n_kept[at] = res.n_kept;
+}
+
+// ---- attention ----
+
+// adds n positions, whose K and V are w.k and w.v, to the attention of all queries of a unit; K is overwritten
+void attend_all(const prefill_src & a, prefill_work & w, const prefill_unit & u, int n) {
+    const bool finite = is_finite(w.v, n*a.d_v);
+#if defined(SPARQ_PREFILL_FAST)
+    if (a.fast && n == BLOCK_KV && finite && is_finite(w.k, n*a.d_k)) {
+        prefill_fast(a, w, u, nullptr);
+        return;
+    }
+#endif
+    for (int64_t j = 0; j < u.n_block(); ++j) {
+        attend_block(w.block[j], w.k, a.d_k, w.v, a.d_v, n, finite, nullptr, a.p.softcap, w.s);
+    }
+}
+
+// the positions that the unit's choice keeps; w.mean is the mean of V over the others
+void prefill_chosen(const prefill_src & a, prefill_work & w, const prefill_unit & u) {
+    const choice_work & c = w.choice;
+    const int64_t i = u.r0/CHOICE, at = (u.s*a.n_head + u.set)*a.n_choice + i, h = a.head_kv(u.set);
+    const uint64_t * kept = c.kept + at*a.n_block_kv;
+    const uint8_t  * all_see = c.all_see + (u.s*a.n_choice + i)*a.n_block_kv;
+    const float    * v_sum = c.v_sum + (u.s*a.n_head_kv + h)*a.n_block_kv*a.d_v;
+    const int64_t n_left = c.n[at] - c.n_kept[at];
+
+    std::fill(w.mean, w.mean + a.d_v, 0.0f);
+    for (int64_t b = 0; b < a.n_block_kv && n_left > 0; ++b) {
+        for (int d = 0; d < a.d_v && all_see[b]; ++d) {
+            w.mean[d] += v_sum[b*a.d_v + d];
+        }
+    }
+    int64_t list[BLOCK_KV];
+    int n = 0;
+    const auto attend = [&]() {
+        for (int j = 0; j < n; ++j) {
+            load_position(a, w, h, u.s, list[j], j);
+            for (int d = 0; d < a.d_v; ++d) {
+                w.mean[d] -= w.v[j*a.d_v + d];
+            }
+        }
+        attend_all(a, w, u, n);
+        n = 0;
+    };
+    for (int64_t b = 0; b < a.n_block_kv; ++b) {
+        for (uint64_t word = kept[b]; word != 0; word &= word - 1) {
+            list[n] = b*BLOCK_KV + __builtin_ctzll(word);
+            prefetch_position(a, h, u.s, list[n]);
+            if (++n == BLOCK_KV) {
+                attend();
+            }
+        }
+    }
+    if (n > 0) {
+        attend();
+    }
+    for (int d = 0; d < a.d_v && n_left > 0; ++d) {
+        w.mean[d] /= (float) n_left;
     }
 }
 
@@ -203,13 +430,18 @@ void prefill(const prefill_src & a, prefill_work & w, const prefill_unit & u, gg
         }
 #endif
     }
+    const uint8_t * is_done = nullptr; // blocks of positions of which some were chosen
+    if (a.chooses) {
+        prefill_chosen(a, w, u);
+        is_done = w.choice.all_see + (u.s*a.n_choice + u.r0/CHOICE)*a.n_block_kv;
+    }
     for (int64_t t = 0; t < a.n_kv; t += BLOCK_KV) {
         const int n = (int) std::min<int64_t>(BLOCK_KV, a.n_kv - t);
-        const uint8_t * kind = w.kind + (u.s*a.n_block_kv + t/BLOCK_KV)*a.n_tok;
-        if (all_are(a, kind, u.r0, u.r1, MASK_HIDES_ALL)) {
+        const uint8_t * kind = w.kinds(a, u.s, t/BLOCK_KV);
+        if ((is_done && is_done[t/BLOCK_KV]) || all_are(a, kind, u.r0, u.r1, MASK_HIDES_ALL)) {
             continue;
         }
-        load_block(a, w, u, t, n);
+        load_block(a, w, a.head_kv(u.set), u.s, t, n);
         const bool fast = a.fast && n == BLOCK_KV && is_finite(w.k, n*a.d_k) && is_finite(w.v, n*a.d_v);
         const bool finite = fast || all_are(a, kind, u.r0, u.r1, MASK_ZERO) || is_finite(w.v, n*a.d_v);
         for (int64_t j = 0; j < u.n_block(); ++j) {
@@ -232,6 +464,9 @@ void prefill(const prefill_src & a, prefill_work & w, const prefill_unit & u, gg
 #endif
     }
     for (int64_t j = 0; j < u.n_block(); ++j) {
+        if (a.chooses) {
+            add_rest(w.block[j], w.mean, a.d_v, w.choice.left[(u.s*a.n_head + u.set)*a.n_choice + u.r0/CHOICE]);
+        }
         end_block(a, w.block[j], u, j, dst);
     }
 }
@@ -247,6 +482,11 @@ void prefill_stats(const prefill_src & a, const prefill_work & w) {
         n_call += sees;
     }
     add_stat(a.stats, GGML_SPARSE_STAT_PREFILL, n_call);
+    for (int64_t x = 0; x < a.n_stream*a.n_head*a.n_choice && a.chooses; ++x) {
+        const int64_t n = choice_end(a, x % a.n_choice) - choice_begin(x % a.n_choice);
+        add_stat(a.stats, GGML_SPARSE_STAT_PREFILL_VISIBLE, n*w.choice.n[x]);
+        add_stat(a.stats, GGML_SPARSE_STAT_PREFILL_READ,    n*w.choice.n_kept[x]);
+    }
 }
 
 } // namespace
@@ -262,13 +502,34 @@ void sparse::forward_prefill(const ggml_compute_params * params, ggml_tensor * d
             w.kind[(s*a.n_block_kv + j)*a.n_tok + i] = kind_of(at<const f16>(a.mask, i, 0, s) + t, (int) std::min<int64_t>(BLOCK_KV, a.n_kv - t));
         }
     }
+    if (a.chooses) {
+        for (int64_t x = params->ith; x < a.n_stream*a.n_head_kv; x += params->nth) {
+            make_probes(a, w, x/a.n_head_kv, x % a.n_head_kv);
+        }
+        ggml_barrier(params->threadpool);
+        const int64_t n = a.n_stream*a.n_head_kv*a.n_block_kv;
+        for (int64_t x = n*params->ith/params->nth; x < n*(params->ith + 1)/params->nth; ++x) {
+            digits d { x };
+            const int64_t b = d.next(a.n_block_kv), h = d.next(a.n_head_kv);
+            score_probes(a, w, d.rest, h, b);
+        }
+        ggml_barrier(params->threadpool);
+        for (int64_t x = params->ith; x < a.n_stream*a.n_head*a.n_choice; x += params->nth) {
+            digits d { x };
+            const int64_t i = d.next(a.n_choice), head = d.next(a.n_head);
+            choose_positions(a, w, d.rest, head, i);
+        }
+    }
     unit_queue::open(params);
     ggml_barrier(params->threadpool);
-    unit_queue queue(params, a.n_stream*a.n_head_kv*w.n_unit);
+    unit_queue queue(params, a.n_stream*a.n_set()*w.n_span*w.n_unit);
     for (int64_t x; (x = queue.take()) >= 0; ) {
         digits d { x };
-        const int64_t r0 = d.next(w.n_unit)*w.n_block*BLOCK_Q, h = d.next(a.n_head_kv);
-        prefill(a, w, { h, d.rest, r0, std::min(a.n_query, r0 + w.n_block*BLOCK_Q) }, dst);
+        const int64_t unit = d.next(w.n_unit), span = d.next(w.n_span), set = d.next(a.n_set());
+        const int64_t r0 = span*w.n_span_query + unit*w.n_block*BLOCK_Q, end = std::min(a.n_query, (span + 1)*w.n_span_query);
+        if (r0 < end) {
+            prefill(a, w, { set, d.rest, r0, std::min(end, r0 + w.n_block*BLOCK_Q) }, dst);
+        }
     }
     if (a.stats && params->ith == 0) {
         prefill_stats(a, w);

@@ -137,17 +137,29 @@ static inline void softmax_block(const query_block & x, float * s, float * f, co
     }
 }
 
+// s[j] = q . k[j] for n positions and V vectors of queries, whose q is [d_k][BLOCK_Q]
+template <int V>
+static inline void dot_products_v(float * s, const float * q, const float * k, int d_k, int n) {
+    constexpr int N = 32; // so many components are added up one after another; all of them would round twice as much
+    float one[BLOCK_Q];
+    std::fill(one, one + BLOCK_Q, 1.0f);
+    for (int c = 0; c < d_k; c += N) {
+        mul_add<V>(s, n, c > 0 ? one : nullptr, k + c, d_k, 1, q + c*BLOCK_Q, std::min(N, d_k - c), nullptr);
+    }
+}
+
+static inline void dot_products(float * s, int n_vector, const float * q, const float * k, int d_k, int n) {
+    const auto multiply = n_vector == 1 ? dot_products_v<1> : n_vector == 2 ? dot_products_v<2> : dot_products_v<NQ>;
+    multiply(s, q, k, d_k, n);
+}
+
 // acc[c] = f*acc[c] + sum_t exp(sum_c q[c]*k[t, c] - m)*v[t, c]: adds n positions to the attention of V vectors of queries
 //   k [n][d_k], v [n][d_v]; s [n][BLOCK_Q] is scratch, bias as above; finite: v has neither inf nor NaN
 template <int V>
 static inline void attend_block_v(const query_block & x, const float * k, int d_k, const float * v, int d_v, int n, bool finite, const float * bias,
         float softcap, float * s) {
-    constexpr int N = 32; // so many components are added up one after another; all of them would round twice as much
     float f[BLOCK_Q];
-    std::fill(f, f + BLOCK_Q, 1.0f);
-    for (int c = 0; c < d_k; c += N) {
-        mul_add<V>(s, n, c > 0 ? f : nullptr, k + c, d_k, 1, x.q + c*BLOCK_Q, std::min(N, d_k - c), nullptr);
-    }
+    dot_products_v<V>(s, x.q, k, d_k, n);
     softmax_block<V>(x, s, f, bias, n, softcap);
     mul_add<V>(x.acc, d_v, f, v, 1, d_v, s, n, finite ? nullptr : bias);
 }

@@ -104,22 +104,6 @@ static inline vf exp_rank(vf x) {
     return mul_2n(p, n);
 }
 
-// A sum of many terms. With few lanes, thousands of terms would be added to one number; there, sums of blocks are added instead
-struct long_sum {
-    vf  all = set1(0.0f), block = set1(0.0f);
-    int n = 0;
-
-    void operator+=(vf x) {
-        block = add(block, x);
-        if (W < 8 && ++n % 64 == 0) {
-            all   = add(all, block);
-            block = set1(0.0f);
-        }
-    }
-
-    float total() const { return reduce_add(W < 8 ? add(all, block) : block); }
-};
-
 // the largest of n floats, rounded up to whole vectors; NaN is not counted
 static inline float largest(const float * x, int64_t n) {
     constexpr int N = 4; // accumulators that take turns, because each waits for its own last result
@@ -315,16 +299,6 @@ static inline int take_largest(int32_t * res, const select_scratch & w, int n_ca
 
 static inline bool is_top_p(float p) { return p > 0.0f && p < 1.0f; }
 
-// sum_i weight[i], over i with key[i] >= least. It never grows with `least`: adding a term instead of 0 rounds in order
-static inline float mass_from(const float * key, const float * weight, int n, float least) {
-    const vf l = set1(least);
-    long_sum sum;
-    for (int i = 0; i < n; i += W) {
-        sum += select(ge(load(key + i), l), load(weight + i), set1(0.0f));
-    }
-    return sum.total();
-}
-
 // Of n cells keeps those with the key -inf, and of the others those with the largest keys until their weights add up to `want`; ties go to the
 // lower cell. Returns how many are left, in the order they had
 //   key, weight [n + W]: from n on, keys are -inf
@@ -332,21 +306,9 @@ static inline int cut_at_mass(int32_t * cells, float * key, const float * weight
     if (!(mass_from(key, weight, n, -FLT_MAX) >= want)) {
         return n; // not even all of them carry it, or there is a NaN
     }
-    // the largest key from which on they carry it, by bisection of the floats in their order
-    const auto number = [](uint32_t i) {
-        const uint32_t bits = i >> 31 ? i ^ 0x80000000 : ~i;
-        float x;
-        memcpy(&x, &bits, sizeof(x));
-        return x;
-    };
-    uint32_t lo = 0x00800000, hi = 0xff800000; // -FLT_MAX, inf
-    while (hi - lo > 1) {
-        const uint32_t mid = lo + (hi - lo)/2;
-        (mass_from(key, weight, n, number(mid)) >= want ? lo : hi) = mid;
-    }
-    const float cut = number(lo);
+    const float cut = key_at_mass(key, weight, n, want);
 
-    float mass  = mass_from(key, weight, n, number(hi));
+    float mass  = mass_from(key, weight, n, from_order(to_order(cut) + 1));
     int   n_res = 0;
     for (int i = 0; i < n; ++i) {
         const bool tie = key[i] == cut && mass < want;

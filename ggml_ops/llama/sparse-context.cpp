@@ -303,6 +303,8 @@ static std::string info(llama_context & ctx) {
         { "calls_dense_op",    number(stat[GGML_SPARSE_STAT_ATTEND_DENSE]) },
         { "calls_prefill",     number(stat[GGML_SPARSE_STAT_PREFILL]) },
         { "blocks_fast",       number(stat[GGML_SPARSE_STAT_PREFILL_FAST]) },
+        { "prompt_visible",    number(stat[GGML_SPARSE_STAT_PREFILL_VISIBLE]) },
+        { "prompt_read",       number(stat[GGML_SPARSE_STAT_PREFILL_READ]) },
         { "calls_stock",       number(n_stock) },
         { "stock_reasons",     object(stock) },
         { "positions_visible", number(stat[GGML_SPARSE_STAT_POS_VISIBLE]) },

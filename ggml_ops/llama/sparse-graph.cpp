@@ -128,9 +128,11 @@ ggml_tensor * build_seal(const attention & a) {
     return res;
 }
 
-// exact attention of the tokens [lo, hi)
+// attention of the tokens [lo, hi) of a prompt, exact unless the spec says otherwise
 ggml_tensor * build_prefill(const attention & a, uint32_t lo, uint32_t hi, ggml_tensor * mask) {
-    const ggml_sparse_prefill_params params = { a.scale, a.g.hparams.f_max_alibi_bias, a.softcap(), a.spec().fast_prompt };
+    const ggml_sparse_prefill_params params = {
+        a.scale, a.g.hparams.f_max_alibi_bias, a.softcap(), a.spec().prompt > 0, a.spec().prompt_keep((uint32_t) a.k->ne[2]),
+    };
     ggml_tensor * t = ggml_sparse_attn_prefill(a.g.ctx0, a.view_q(lo, hi), a.k, a.v, mask, a.sinks, a.inp.state->stats(nullptr), params);
     return emit(a, nullptr, t, "sparse_prefill");
 }
@@ -163,9 +165,7 @@ ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string 
     const int64_t ns    = inp.n_stream;
     const int32_t topk  = spec.topk_for(a.il, inp.n_kv, inp.score_shares);
 
-    // n_kv is the number of cells in use, rounded up; round min_ctx in the same way, so that no shorter context is ever sparse
-    const bool is_short = inp.n_kv <= GGML_PAD((uint32_t) spec.min_ctx, 256u);
-    const bool all = spec.is_dense() || is_short || (uint32_t) topk >= inp.n_kv;
+    const bool all = spec.is_dense() || spec.is_short(inp.n_kv) || (uint32_t) topk >= inp.n_kv;
 
     // a device reads few bytes faster than it selects: what is short stays with its own flash attention
     const auto dev = a.device();

@@ -17,10 +17,10 @@ namespace {
 const std::vector<std::string> METHODS = { "off", "dense", "sparq", "topk" };
 const std::vector<std::string> KEYS = {
     "ratio", "rank", "topk", "k", "local", "sinks", "min_k", "min_ctx", "gpu_min_mb", "mean_v", "shadow", "budget", "top_p", "cap",
-    "k_layers", "rank_layers", "prompt",
+    "k_layers", "rank_layers", "prompt", "prompt_p",
 };
 
-const std::vector<std::string> PROMPTS = { "f32", "fast" };
+const std::vector<std::string> PROMPTS = { "f32", "fast", "sparse" };
 
 const std::vector<std::string> SHADOWS = {
 #define X(bits, name) name,
@@ -227,10 +227,13 @@ llama_sparse_spec llama_sparse_spec::parse(const std::string & text) {
                 spec.k_layers.push_back(parse_layer_k(k));
             }
         } else if (key == "prompt") {
-            if (std::find(PROMPTS.begin(), PROMPTS.end(), val) == PROMPTS.end()) {
+            const auto prompt = std::find(PROMPTS.begin(), PROMPTS.end(), val);
+            if (prompt == PROMPTS.end()) {
                 throw llama_sparse_error("prompt is not " + one_of(PROMPTS) + ": " + val, "leave it out for the default");
             }
-            spec.fast_prompt = val == "fast";
+            spec.prompt = (int32_t) (prompt - PROMPTS.begin());
+        } else if (key == "prompt_p") {
+            spec.prompt_p = parse_double(key, val, 0.0, 1.0, "the share of a prompt's attention to read, as in prompt_p=0.99");
         } else if (key == "rank_layers") {
             for (const auto & r : split(val, ':')) {
                 spec.rank_layers.push_back(parse_int(key, r, 1));
@@ -239,9 +242,12 @@ llama_sparse_spec llama_sparse_spec::parse(const std::string & text) {
     }
 
     const bool sparse = spec.method == LLAMA_SPARSE_SPARQ || spec.method == LLAMA_SPARSE_TOPK;
-    if (!sparse && given.size() > (spec.method == LLAMA_SPARSE_DENSE ? given.count("prompt") : 0)) {
-        const bool dense = spec.method == LLAMA_SPARSE_DENSE;
-        throw llama_sparse_error(parts[0] + " takes no keys" + (dense ? " but prompt: " : ": ") + text, "write just " + parts[0]);
+    const bool dense = spec.method == LLAMA_SPARSE_DENSE;
+    if (!sparse && given.size() > (dense ? given.count("prompt") + given.count("prompt_p") : 0)) {
+        throw llama_sparse_error(parts[0] + " takes no keys" + (dense ? " but prompt and prompt_p: " : ": ") + text, "write just " + parts[0]);
+    }
+    if (given.count("prompt_p") && spec.prompt != 2) {
+        throw llama_sparse_error("prompt_p belongs to prompt=sparse: " + text, "as in prompt=sparse,prompt_p=0.99");
     }
     if (spec.cap != 1.0 && (spec.cap < 1.0 || spec.top_p >= 1.0)) {
         throw llama_sparse_error("cap is 1 or more, and belongs to top_p: " + text, "as in top_p=0.95,cap=4");
@@ -265,7 +271,8 @@ std::string llama_sparse_spec::str() const {
     std::string s = METHODS[method];
     const auto add = [&](const char * key, const std::string & val) { s += std::string(",") + key + "=" + val; };
     const auto add_prompt = [&] {
-        if (fast_prompt != def.fast_prompt) { add("prompt", PROMPTS[fast_prompt]); }
+        if (prompt   != def.prompt)   { add("prompt",   PROMPTS[prompt]); }
+        if (prompt_p != def.prompt_p) { add("prompt_p", format_double(prompt_p)); }
     };
     if (method == LLAMA_SPARSE_OFF || method == LLAMA_SPARSE_DENSE) {
         add_prompt();
@@ -349,4 +356,9 @@ int32_t llama_sparse_spec::cap_for(int32_t k, int32_t n_pos) const {
 
 int32_t llama_sparse_spec::local_for(int32_t k) const {
     return local >= 0 ? local : std::max(k/4, 1);
+}
+
+// n_kv is the number of cells in use, rounded up; min_ctx is rounded in the same way, so that no shorter context is ever sparse
+bool llama_sparse_spec::is_short(uint32_t n_kv) const {
+    return n_kv <= ((uint32_t) min_ctx + 255)/256*256;
 }

@@ -32,7 +32,8 @@ MEAN_V = ("auto", "on", "off")
 CALIBRATED = ("calibrated", "top-p")  # they belong to a model: see `attention.saved`
 BUDGETS = ("uniform", "ramp", "ramp-down", *CALIBRATED)
 SHADOWS = ("q4", "q8", "f16")
-PROMPTS = ("f32", "fast")
+PROMPTS = ("f32", "fast", "sparse")
+OF_PROMPT = ("prompt", "prompt_p")  # settings that `dense` takes too
 EXACT = {"min_ctx": 0, "min_k": 1}  # the bounds with which a ratio is exact at any length
 BOUNDS = ",".join(f"{name}={value}" for name, value in EXACT.items())
 
@@ -76,8 +77,9 @@ class AttentionSpec:
     cap      with top_p, a head may read up to this many times topk
     k_layers  one k per layer, instead of topk
     rank_layers  one rank per layer
-    prompt   how a prompt is read, also with dense: f32, or fast, with products of few bits where
-             the CPU has AVX-512 VNNI and BF16
+    prompt   how a prompt is read, also with dense: f32; fast, with products of few bits where the
+             CPU has AVX-512 VNNI and BF16; or sparse, which also reads only some positions
+    prompt_p  with prompt=sparse, the share of the attention that these positions carry
 
     Equal settings have only one form: a sparse method with neither a ratio nor both its parameters
     has ratio 1/8, ratio 1 is `dense`, a given `top_p` needs no budget `top-p`, and a setting that
@@ -105,6 +107,7 @@ class AttentionSpec:
     k_layers: tuple[LayerK, ...] | None = None
     rank_layers: tuple[int, ...] | None = None
     prompt: str = "f32"
+    prompt_p: float = 0.99
 
     def __post_init__(self) -> None:
         for name, known in _NAMES.items():
@@ -112,8 +115,11 @@ class AttentionSpec:
                 raise nearest(name, str(getattr(self, name)), known)
         if not self.sparse:
             beside = [f.name for f in fields(self)[1:] if getattr(self, f.name) != f.default]
-            if beside and (self.method == "off" or beside != ["prompt"]):
-                raise _reads_everything(self.method, beside[0])
+            idle = [name for name in beside if name not in OF_PROMPT or self.method == "off"]
+            if idle:
+                raise _reads_everything(self.method, idle[0])
+        _check_prompt(self)
+        if not self.sparse:
             return
         _check_numbers(self)
         _check_layers(self)
@@ -121,7 +127,7 @@ class AttentionSpec:
             self._set(budget="uniform")
         _check_together(self)
         if self.ratio == 1:
-            kept = {"method": "dense", "prompt": self.prompt}
+            kept = {"method": "dense", **{name: getattr(self, name) for name in OF_PROMPT}}
             self._set(**{f.name: f.default for f in fields(self)} | kept)
         elif self.ratio is None and self.takes_ratio:
             self._set(ratio=DEFAULT_RATIO)
@@ -140,6 +146,11 @@ class AttentionSpec:
         k, rank = self.topk or self.k_layers, self.rank or self.rank_layers
         return self.sparse and not (k and (rank or self.method == "topk"))
 
+    @property
+    def of_prompt(self) -> AttentionSpec:
+        """What reads a prompt with these settings, and decodes exactly."""
+        return AttentionSpec("dense", prompt=self.prompt, prompt_p=self.prompt_p)
+
     def at_ratio(self, ratio: float) -> AttentionSpec:
         """The same settings at another ratio. Given k and rank, which leave nothing to a ratio, are
         left out; one of them alone stays.
@@ -148,7 +159,7 @@ class AttentionSpec:
             SparqError: the ratio is not above 0 and at most 1.
         """
         if ratio == 1:
-            return AttentionSpec("dense", prompt=self.prompt)
+            return self.of_prompt
         if self.takes_ratio:
             return replace(self, ratio=ratio)
         return replace(self, ratio=ratio, rank=None, topk=None, k_layers=None, rank_layers=None)
@@ -171,7 +182,7 @@ def parse_spec(text: str) -> AttentionSpec:
     parts = [f"budget={p}" if p in BUDGETS else p for p in parts]  # may stand without its key
     layers = {"k_layers": parse_k_layers, "rank_layers": parse_rank_layers}
     values = line.read(AttentionSpec, parts, "attention setting", aliases=_ALIASES, readers=layers)
-    idle = [key for key in values if key != "prompt" or method == "off"]
+    idle = [key for key in values if key not in OF_PROMPT or method == "off"]
     if idle and method in ("dense", "off"):
         raise _reads_everything(method, idle[0])
     return AttentionSpec(method, **values)
@@ -243,6 +254,18 @@ def _check_numbers(spec: AttentionSpec) -> None:
         )
     if not (1 <= spec.cap <= 1e6 and (spec.cap == 1 or spec.top_p is not None)):
         raise SparqError("cap is 1 or more, and belongs to top_p", "top_p=0.95,cap=4", exit_code=2)
+
+
+def _check_prompt(spec: AttentionSpec) -> None:
+    p = spec.prompt_p
+    if not isinstance(p, Real) or not 0 < p <= 1:
+        raise SparqError(
+            f"prompt_p {p} is not above 0 and at most 1", "prompt=sparse,prompt_p=0.99", exit_code=2
+        )
+    if p != AttentionSpec.prompt_p and spec.prompt != "sparse":
+        raise SparqError(
+            "prompt_p belongs to prompt=sparse", "prompt=sparse,prompt_p=0.99", exit_code=2
+        )
 
 
 def _check_layers(spec: AttentionSpec) -> None:

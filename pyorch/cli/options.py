@@ -230,8 +230,8 @@ SPEC_OPTION = ("-a", "--attn")  # `-a SPEC` is the one long form, in every comma
 class AttentionOptions:
     """The settings of attention; None means not given.
 
-    Only the line of `-a` has min_k, gpu_min_mb, top_p, cap, k_layers, rank_layers and prompt,
-    which few users need and a calibration sets.
+    Only the line of `-a` has min_k, gpu_min_mb, top_p, cap, k_layers, rank_layers, prompt and
+    prompt_p, which few users need and a calibration sets.
     """
 
     attn: str | None = option(

@@ -2,7 +2,8 @@
 
 Our exact attention reads the prompts, as in real use; what a prompt shares with the one before it
 is not read again. A native method runs in a session without a callback, which would cost time.
-Methods in Python (`pyorch.policies`) share a second session of the same model.
+Methods in Python (`pyorch.policies`) share a second session of the same model, and native methods
+that read prompts in another way (`prompt=fast`) have one for each way.
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ _COUNTED = ("steps", "bytes_read", "bytes_dense", "positions_read", "calls_spars
 
 EXACT = AttentionSpec("dense")
 T = TypeVar("T")
+
+
+def reader(method: Method) -> AttentionSpec:
+    """The attention that reads the prompts of a method."""
+    return method.of_prompt if isinstance(method, AttentionSpec) else EXACT
 
 
 def meaning(method: Method, model: Path) -> str:
@@ -93,11 +99,15 @@ class Runner:
             if STOCK_FA0 in methods:
                 fa0: engine.SessionOptions = {**dense, "flash_attn": False}
                 self._fa0 = loaded.session(**fa0)
+            self._by_reader = {EXACT: self.session}
+            for by in dict.fromkeys(map(reader, methods)):
+                if by not in self._by_reader:
+                    self._by_reader[by] = loaded.session(**dense)
             self._watched: engine.Session | None = None
-            self._measured = self.session
+            self._measured: engine.Session | None = None  # None: the session of each method
             if (python or recall) and not loaded.on_cpu:  # nobody could read the tensors
                 loaded = opened.enter_context(engine.load_model(model, n_gpu_layers=0))
-                self._measured = loaded.session(**dense) if recall else self.session
+                self._measured = loaded.session(**dense) if recall else None
             if python:
                 watch = Watch(keep_queries=any(p.needs_prompt for p in python))
                 self._watched = loaded.session(watch=watch, **dense)
@@ -115,7 +125,7 @@ class Runner:
             assert self._fa0 is not None
             return self._fa0
         if isinstance(method, AttentionSpec):
-            return self.session
+            return self._by_reader[reader(method)]
         assert self._watched is not None
         return self._watched
 
@@ -124,27 +134,28 @@ class Runner:
         tokens: Sequence[int],
         methods: Sequence[Method],
         recall: bool,
-        by: AttentionSpec = EXACT,
+        by: AttentionSpec | None = None,
         progress: Progress = silent,
     ) -> None:
         """Read a prompt in the sessions of these methods.
 
-        by: the attention that reads it. The common prefix with the prompt before is kept if that
-            was read by the same. The session of `stock-fa0` has only its own attention.
+        by: the attention that reads it; None: that of each method. The common prefix with the
+            prompt before is kept if that was read by the same. The session of `stock-fa0` has only
+            its own attention.
         progress: called with (tokens read, total), those of all sessions.
         """
-        sessions = [self._of(m) for m in methods]
-        if recall and any(map(policies.is_sparse, methods)):
-            sessions.append(self._measured)
+        readers = {self._of(m): by or reader(m) for m in methods}
+        if recall and self._measured and any(map(policies.is_sparse, methods)):
+            readers[self._measured] = by or EXACT
         lacking = {}
-        for s in dict.fromkeys(sessions):
-            if self._read_by.get(s) != by:
+        for s, spec in readers.items():
+            if self._read_by.get(s) != spec:
                 engine.rewind(s, 0)
-            self._read_by[s] = by
+            self._read_by[s] = spec
             if s is self._watched:
-                policies.switch(s, by)
+                policies.switch(s, spec)
             elif s is not self._fa0:
-                engine.set_attention(s, by)
+                engine.set_attention(s, spec)
             lacking[s] = engine.align(s, tokens)
         done, total = 0, sum(map(len, lacking.values()))
         for s, rest in lacking.items():
@@ -189,7 +200,8 @@ class Runner:
         counted = engine.info(s).counters
         seconds = round(statistics.median(s.timings.decode_s), 6) if s.timings.decode_s else None
         if recall and method.sparse:
-            engine.rewind(self._measured, n)
-            engine.set_attention(self._measured, method)
-            _, masses = engine.measure_mass(self._measured, lambda: work(self._measured))
+            measured = self._measured or s
+            engine.rewind(measured, n)
+            engine.set_attention(measured, method)
+            _, masses = engine.measure_mass(measured, lambda: work(measured))
         return Decoded(result, {x: int(counted.get(x, 0)) for x in _COUNTED}, seconds, masses)

@@ -1,9 +1,10 @@
 """Runs tasks: every method on the same examples, one record each, kept at once.
 
-A prompt is read once, exactly; then for each method the cache goes back to that state, its last
-token is decoded with the method, and so is all that follows. Examples whose prompts begin alike
-follow each other, whatever their task, and what they share is read once. Recorded examples are left
-out, so an interrupted run continues where it was.
+A prompt is read once, exactly, and once more for methods that read prompts in another way; then for
+each method the cache goes back to that state, its last token is decoded with the method, and so is
+all that follows. Examples whose prompts begin alike follow each other, whatever their task, and
+what they share is read once. Recorded examples are left out, so an interrupted run continues where
+it was.
 
 The file of a task holds two kinds of lines. A *setting* is everything that the scores depend on
 except the example and the method (model, context, seed, data, library), with the environment; all
@@ -29,7 +30,7 @@ from pyorch.bench.records import Record
 from pyorch.errors import SparqError
 from pyorch.evals.decode import Decoder, log_softmax
 from pyorch.evals.example import Example, Outcome
-from pyorch.evals.methods import EXACT, Runner, meaning
+from pyorch.evals.methods import EXACT, Runner, meaning, reader
 from pyorch.evals.pace import DECODED, DECODED_IN_PYTHON, Pace, Part, size_of
 from pyorch.evals.series import Series, make
 from pyorch.evals.task import Setup, Task
@@ -181,7 +182,7 @@ def _parts(todo: Sequence[_Todo], geometry: Geometry) -> list[Part]:
             out.append(Part((task.name, "reference"), decoded))
             out += [Part((task.name, m), decoded) for m in methods if m == OFF]
         if exact:
-            kinds = {m if m == STOCK_FA0 else isinstance(m, Policy) for m in exact}
+            kinds = {m if m == STOCK_FA0 else (isinstance(m, Policy), reader(m)) for m in exact}
             size = size_of(geometry, there, n - there)
             out.append(Part(("read", EXACT), len(kinds) * size))
         if task.reference and not alone:
@@ -274,19 +275,20 @@ def _measure(
     def score(s: engine.Session) -> Outcome:
         return task.score(Decoder(s, reference), example)
 
-    def groups() -> Iterator[tuple[AttentionSpec, Sequence[Method]]]:
+    def groups() -> Iterator[tuple[AttentionSpec | None, Sequence[Method]]]:
         if alone:
             yield OFF, [m for m in methods if m == OFF]
-        yield EXACT, [m for m in methods if not (alone and m == OFF)]
+        yield None, [m for m in methods if not (alone and m == OFF)]
 
     for by, group in groups():
-        readers = [*group, by] if task.reference == by else group
+        compared = task.reference if task.reference == (by or EXACT) else None
+        readers = [*group, compared] if compared else group
         if readers:
             with pace.part(_READING) as read:
                 runner.read(example.prompt[:n], readers, alone, by, read)
-        if task.reference == by:
+        if compared:
             with pace.part():
-                reference = log_softmax(np.stack(runner.decode(by, n, forced).result))
+                reference = log_softmax(np.stack(runner.decode(compared, n, forced).result))
         for method in group:
             with pace.part():
                 done = runner.decode(method, n, score, recall=alone)

@@ -65,6 +65,9 @@ def test_no_ratio(text: str) -> None:
         ("dense,prompt=fast", None),
         ("dense,prompt=f32", "dense"),
         ("sparq,ratio=1,prompt=fast", "dense,prompt=fast"),
+        ("dense,prompt=sparse,prompt_p=0.9", None),
+        ("dense,prompt=sparse,prompt_p=0.99", "dense,prompt=sparse"),
+        ("sparq,ratio=1,prompt=sparse,prompt_p=0.5", "dense,prompt=sparse,prompt_p=0.5"),
     ],
 )
 def test_spec(line: str, canonical: str | None) -> None:
@@ -87,6 +90,9 @@ def test_spec(line: str, canonical: str | None) -> None:
         ("off,prompt=fast", "off reads everything, so prompt", "sparq"),
         ("dense,prompt=fast,sinks=0", "dense reads everything, so sinks", "sparq"),
         ("dense,prompt=slow", "unknown prompt 'slow'", "f32"),
+        ("dense,prompt=sparse,prompt_p=0", "prompt_p 0.0 is not above 0", "prompt_p=0.99"),
+        ("sparq,prompt_p=0.9", "prompt_p belongs to prompt=sparse", "prompt=sparse"),
+        ("off,prompt_p=0.9", "off reads everything, so prompt_p", "sparq"),
         ("sparq,ratio=1,rank=8", "ratio 1 is dense attention, so rank", "one of the two"),
         ("topk,ratio=1,k=64", "ratio 1 is dense attention, so topk", "one of the two"),
         ("sparq,rank=0", "rank 0 is below 1", ""),
@@ -193,6 +199,8 @@ def library_parse(line: str) -> tuple[int, str]:
         "sparq,ratio=1/8,budget=ramp-down",
         "sparq,ratio=1/8,prompt=fast",
         "dense,prompt=fast",
+        "sparq,ratio=1/8,prompt=sparse",
+        "dense,prompt=sparse,prompt_p=0.875",
     ],
 )
 def test_the_library_reads_what_we_write(line: str) -> None:
@@ -206,7 +214,8 @@ def test_the_library_reads_what_we_write(line: str) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["dense,prompt=slow", "off,prompt=fast", "dense,sinks=0"]
+    ["dense,prompt=slow", "off,prompt=fast", "dense,sinks=0", "off,prompt_p=0.9"]
+    + ["dense,prompt_p=0.9", "sparq,prompt=fast,prompt_p=0.9", "dense,prompt=sparse,prompt_p=1.1"]
     + ["spark", "sparq,ration=1/8", "sparq,ratio=0", "sparq,rank=0", "sparq,topk=8,local=6"]
     + [
         "sparq,budget=rampe",

@@ -320,6 +320,27 @@ def test_a_fast_prompt_is_counted(
     assert np.array_equal(exact, fast) == (not has_fast)
 
 
+@pytest.mark.parametrize("method", ["dense", SPARSE])
+def test_a_sparse_prompt_is_counted(session: engine.Session, method: str) -> None:
+    """By the key of the spec, from min_ctx on; and never without it."""
+
+    def read(n: int, spec: str) -> tuple[np.ndarray, engine.sparse.AttentionInfo]:
+        engine.rewind(session, 0)
+        engine.reset_counters(session)
+        values = logits_with(session, engine.tokenize(session, text_of(n)), spec)
+        return values, engine.info(session)
+
+    sparse = f"{method.removesuffix(',min_ctx=0')},prompt=sparse,prompt_p=0.5"
+    exact, info = read(3000, f"{method},prompt=fast")
+    assert info.counter("prompt_visible") == info.counter("prompt_read") == 0
+    some, info = read(3000, sparse)
+    assert 0 < info.counter("prompt_read") < 0.75 * info.counter("prompt_visible")
+    assert info.counter("calls_prefill") > 0
+    assert not np.array_equal(exact, some)
+    _, info = read(900, sparse)
+    assert info.counter("prompt_visible") == 0
+
+
 def test_counters_say_what_ran(session: engine.Session) -> None:
     prompt = engine.tokenize(session, text_of(1500))
     engine.set_attention(session, SPARSE)

@@ -60,6 +60,8 @@ STATS = (
     "groups_sealed",
     "prefill",
     "prefill_fast",
+    "prefill_visible",
+    "prefill_read",
 )
 
 
@@ -129,7 +131,13 @@ class AttendParams(ctypes.Structure):
 
 
 class PrefillParams(ctypes.Structure):
-    _fields_ = [("scale", c_float), ("max_bias", c_float), ("softcap", c_float), ("fast", c_int32)]
+    _fields_ = [
+        ("scale", c_float),
+        ("max_bias", c_float),
+        ("softcap", c_float),
+        ("fast", c_int32),
+        ("keep", c_float),
+    ]
 
 
 class AttnParams(ctypes.Structure):

@@ -122,9 +122,9 @@ def attend(s: Sources, sel):
     )
 
 
-def prefill(s: Sources, fast: bool = False):
+def prefill(s: Sources, fast: bool = False, keep: float = 0):
     case = s.data.case
-    params = PrefillParams(case.scale, case.max_bias, case.softcap, fast)
+    params = PrefillParams(case.scale, case.max_bias, case.softcap, fast, keep)
     sources = (s.q, s.k, s.v, s.mask, s.sinks, s.stats)
     return s.graph.op("ggml_sparse_attn_prefill", *sources, params)
 
@@ -193,8 +193,10 @@ def dense_run(ggml: Ggml, data: Data, n_threads: int = 2) -> np.ndarray:
         return g.read(out).reshape(*data.q.shape[:3], -1)
 
 
-def prefill_run(ggml: Ggml, data: Data, n_threads: int = 2, fast: bool = False) -> np.ndarray:
+def prefill_run(
+    ggml: Ggml, data: Data, n_threads: int = 2, fast: bool = False, keep: float = 0
+) -> np.ndarray:
     with ggml.graph() as g:
-        out = prefill(Sources(data, g), fast)
+        out = prefill(Sources(data, g), fast, keep)
         g.compute(out, n_threads=n_threads)
         return g.read(out).reshape(*data.q.shape[:3], -1)
