@@ -10,6 +10,7 @@ from pathlib import Path
 import cases
 import pytest
 import test_prefill
+import test_prefill_choice
 import test_quant
 import test_steps
 from isa import TARGETS, IsaGgml, why_not
@@ -48,6 +49,16 @@ def test_isa_prefill(isa: IsaGgml) -> None:
             raise AssertionError(f"{case}: {error}") from error
     leak = test_prefill.test_prefill_hidden_positions_never_leak
     leak(test_prefill.SHAPES[0], float("nan"), False, isa)
+
+
+def test_isa_prefill_choice(isa: IsaGgml) -> None:
+    for case in test_prefill_choice.CASES[::4]:
+        try:
+            test_prefill_choice.check_choice(case, 0.7, isa)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
+    for value in (float("nan"), float("inf")):
+        test_prefill_choice.test_what_is_not_finite_is_read(value, isa)
 
 
 def test_isa_seal_and_select(isa: IsaGgml) -> None:

@@ -46,9 +46,16 @@ def peaked(case: Case) -> cases.Data:
     return data
 
 
+CASES = some_cases()
+
+
 @pytest.mark.parametrize("keep", KEEP)
-@pytest.mark.parametrize("case", some_cases(), ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_chosen_positions_equal_oracle(case: Case, keep: float, ggml: Ggml) -> None:
+    check_choice(case, keep, ggml)
+
+
+def check_choice(case: Case, keep: float, ggml: Ggml) -> None:
     data = peaked(case)
     with ggml.graph() as g:
         s = Sources(data, g)
