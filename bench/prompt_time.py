@@ -1,0 +1,257 @@
+"""Times how long a prompt takes to read, by depth: llama.cpp's two attentions and ours, in turns.
+
+    python bench/prompt_time.py -m MODEL --text BOOKS [-d 0,2048,8192,16384,32000]
+
+At each depth 512 tokens of a book are read, again and again, by each attention in turn. Those of
+`prompt=sparse` choose among the positions of the book itself, which it has read up to there. What
+the others take does not depend on the positions before, so llama.cpp's has random K and V there:
+it would take hours to read them. llama.cpp's attention is `off` of our library, which is its own
+code. The time of a whole prompt is the sum over the depths between, on straight lines.
+
+It writes prompt_time.jsonl and .md; the figure is `prompt_time`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import commands
+
+from pyorch import engine
+from pyorch.attention.spec import AttentionSpec, parse_spec
+from pyorch.bench import records, state
+from pyorch.bench.records import Record
+from pyorch.cli import run as run_command
+from pyorch.cli.types import Number, Numbers
+from pyorch.errors import SparqError
+from pyorch.evals.texts import read_texts
+from pyorch.progress import progress_bar
+from pyorch.table import markdown
+
+BENCH = "prompt_time"
+FILE = f"{BENCH}.jsonl"
+CHUNK = 512  # tokens, those of a micro-batch
+WARM = 64  # read before the clock starts, since llama.cpp plans its graphs anew for each attention
+READER = parse_spec("dense,prompt=sparse")
+SPECS = ("dense", "dense,prompt=fast", "dense,prompt=sparse")
+
+
+@dataclass(frozen=True)
+class Case:
+    """An attention at a depth. `model` and `text` are hashes."""
+
+    model: str
+    text: str
+    n_depth: int
+    flash_attn: bool
+    spec: AttentionSpec
+    n_threads: int
+    n_samples: int
+    library: str = "sparq"
+
+
+def measure(
+    model: Path, book: str, cases: Sequence[Case], done: Callable[[float], None]
+) -> list[dict[str, Any]]:
+    """The samples of all cases, those of a depth in turns.
+
+    Raises:
+        SparqError: the book is too short, or a sparse prompt read everything at all depths.
+    """
+    depths = sorted({c.n_depth for c in cases})
+    n_ctx = -(-(depths[-1] + CHUNK) // 256) * 256
+    found: dict[Case, dict[str, Any]] = {c: {"samples_ns": [], "counters": {}} for c in cases}
+    with engine.load_model(model) as loaded:
+        tokens = engine.tokenize(loaded, book)
+        if len(tokens) < depths[-1] + CHUNK:
+            raise SparqError(
+                f"the text has {len(tokens)} tokens", f"{depths[-1] + CHUNK} are needed", 2
+            )
+
+        def session(flash_attn: bool, spec: AttentionSpec) -> engine.Session:
+            return loaded.session(
+                n_ctx=n_ctx,
+                n_threads=cases[0].n_threads,
+                flash_attn=flash_attn,
+                attention=str(spec),
+            )
+
+        ours = session(True, READER)
+        stock = {fa: session(fa, AttentionSpec("off")) for fa in (False, True)}
+        for depth in depths:
+            engine.set_attention(ours, READER)
+            n = len(ours.tokens)
+            engine.prefill(
+                ours,
+                tokens[n:depth],
+                progress=lambda i, _, n=n: done((n + i) / (depths[-1] + CHUNK)),  # type: ignore[misc]
+            )
+            for s in stock.values():
+                if depth:
+                    state.fill(s, depth)
+            here = [c for c in cases if c.n_depth == depth]
+            for turn in range(here[0].n_samples):
+                for case in here[:: -1 if turn % 2 else 1]:
+                    s = ours if case.spec.method != "off" else stock[case.flash_attn]
+                    _time(s, case, tokens[depth : depth + CHUNK], found[case])
+        for s in (ours, *stock.values()):
+            s.close()
+    chosen = [r["counters"] for c, r in found.items() if c.spec.prompt == "sparse"]
+    if chosen and not any(c["prompt_read"] < c["prompt_visible"] for c in chosen):
+        raise SparqError("no prompt was sparse", "a greater depth: short contexts are read exactly")
+    return list(found.values())
+
+
+def _time(s: engine.Session, case: Case, tokens: Sequence[int], found: dict[str, Any]) -> None:
+    engine.set_attention(s, case.spec)
+    engine.prefill(s, tokens[:WARM])
+    engine.rewind(s, case.n_depth)
+    engine.reset_counters(s)
+    started = time.perf_counter_ns()
+    engine.prefill(s, tokens)
+    found["samples_ns"].append(time.perf_counter_ns() - started)
+    counters = engine.info(s).counters  # llama.cpp's attention counts nothing
+    found["counters"] = {x: int(counters.get(x, 0)) for x in ("prompt_visible", "prompt_read")}
+    engine.rewind(s, case.n_depth)
+
+
+@dataclass(frozen=True)
+class Line:
+    """The times of one attention by depth, in seconds for CHUNK tokens."""
+
+    name: str
+    depths: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def whole(self, n: int) -> float:
+        """The seconds that a prompt takes which ends at the n-th of the depths."""
+        parts = zip(
+            self.depths[:n],
+            self.depths[1 : n + 1],
+            self.seconds[:n],
+            self.seconds[1 : n + 1],
+            strict=True,
+        )
+        return sum((b - a) / CHUNK * (x + y) / 2 for a, b, x, y in parts)
+
+
+def lines(recs: Sequence[Record]) -> list[Line]:
+    found: dict[tuple[Any, ...], list[tuple[int, float]]] = {}
+    for rec in recs:
+        case = records.read_case(Case, rec)
+        at = found.setdefault((case.spec, case.flash_attn), [])
+        at.append((case.n_depth, records.spread(rec["samples_ns"])[0] / 1e9))
+    return [
+        Line(name_of(spec, fa), *map(tuple, zip(*sorted(points), strict=True)))
+        for (spec, fa), points in found.items()
+    ]
+
+
+def name_of(spec: AttentionSpec, flash_attn: bool) -> str:
+    return f"llama.cpp -fa {int(flash_attn)}" if spec.method == "off" else f"ours, {spec.prompt}"
+
+
+def table(recs: Sequence[Record]) -> str:
+    """Seconds of 512 tokens at each depth, and of whole prompts beside llama.cpp's faster one."""
+    all_lines = lines(recs)
+    depths = all_lines[0].depths
+    best = [min(x.whole(i) for x in all_lines if "llama" in x.name) for i in range(len(depths))]
+    chunk = [[x.name, *(f"{s:.2f}" for s in x.seconds)] for x in all_lines]
+    read = {
+        r["case"]["n_depth"]: r["counters"]
+        for r in recs
+        if "prompt=sparse" in r["case"]["spec"] and r["counters"]["prompt_visible"]
+    }
+    shares = [
+        f"{read[d]['prompt_read'] / read[d]['prompt_visible']:.3f}" if d in read else "1"
+        for d in depths
+    ]
+    chunk.append(["positions that sparse reads, of those to choose from", *shares])
+    whole = [
+        [
+            x.name,
+            *(f"{x.whole(i):.0f} ({best[i] / x.whole(i):.2f}x)" for i in range(1, len(depths))),
+        ]
+        for x in all_lines
+    ]
+    case, env = recs[0]["case"], recs[0]["env"]
+    about = (
+        f"{recs[0]['model_name']}, {case['n_threads']} threads, {env['machine']['cpu']}; "
+        f"medians of {case['n_samples']}."
+    )
+    return "\n\n".join(
+        [
+            f"Seconds for {CHUNK} tokens after so many positions. {about}",
+            markdown(["attention", *map(str, depths)], chunk),
+            "Seconds for a prompt of so many tokens; in brackets how many times faster than the "
+            "faster of llama.cpp's.",
+            markdown(["attention", *map(str, depths[1:])], whole),
+        ]
+    )
+
+
+@commands.command(
+    click.option("--model", "-m", metavar="FILE", required=True, help="GGUF model to measure."),
+    click.option("--text", metavar="FILE", required=True, help="A book, long enough."),
+    click.option(
+        "-d", "--n-depth", type=Numbers(0), default="0,2048,8192,16384,32000", show_default=True
+    ),
+    click.option("-t", "--threads", type=Number(int, 1), help="[default: all cores]"),
+    commands.samples(3),
+    commands.OUT,
+    commands.FORCE,
+)
+def command(
+    model: str,
+    text: str,
+    n_depth: Sequence[int],
+    threads: int | None,
+    samples: int,
+    folder: Path,
+    force: bool,
+) -> None:
+    """Time of the prompt: 512 tokens at each depth, llama.cpp's attention and ours in turns."""
+    path = Path(model)
+    (book,) = read_texts([Path(text)])
+    common = {
+        "model": records.content_hash(path),
+        "text": hashlib.sha256(book.encode()).hexdigest()[:16],
+        "n_threads": threads or engine.usable_cores(),
+        "n_samples": samples,
+    }
+    off = AttentionSpec("off")
+    sides = [(off, False), (off, True), *((parse_spec(s), True) for s in SPECS)]
+    cases = [
+        Case(n_depth=d, flash_attn=fa, spec=spec, **common)  # type: ignore[arg-type]
+        for d in sorted(n_depth)
+        for spec, fa in sides
+    ]
+    card = records.card_of(path)
+    name = {"model_name": card.title if card else path.name}
+
+    def run(group: Sequence[Case], done: Callable[[float], None]) -> list[dict[str, Any]]:
+        return [r | name for r in measure(path, book, group, done)]
+
+    file = folder / FILE
+    with progress_bar("prompts") as progress:
+        found = records.resume(
+            BENCH,
+            [cases],
+            run,
+            file,
+            progress,
+            cost=lambda _: 1000,
+            force=force,
+            libraries=("sparq",),
+        )
+    commands.show(table(found), file)
+
+
+if __name__ == "__main__":
+    run_command(command)
