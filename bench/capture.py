@@ -1,7 +1,8 @@
 """Captures queries, keys and values of a real model over real text, and keeps records of them.
 
 There are two kinds of text: `prose`, a book, and `recite`, in which a passage of the context is
-repeated. Queries are those of the last 64 positions. Layers with a sliding window are left out.
+repeated. Queries are those of the last positions, 64 if nothing else is asked for. Layers with a
+sliding window are left out.
 """
 
 from __future__ import annotations
@@ -44,6 +45,11 @@ class Case:
     seed: int
     library: str = where_given("sparq")
 
+    @property
+    def n_last(self) -> int:
+        """How many positions have queries."""
+        return GROUP
+
 
 SIZES = (
     click.option(
@@ -75,11 +81,15 @@ class Heads:
 class Capture:
     """The inputs of attention in a session of a model; `session` has to be closed."""
 
-    def __init__(self, model: engine.Model, n_ctx: int, n_threads: int) -> None:
+    def __init__(
+        self, model: engine.Model, n_ctx: int, n_threads: int, n_last: int = GROUP
+    ) -> None:
+        """n_last: how many positions have queries, at most a micro-batch."""
         self._op = op_number(model.lib, "FLASH_ATTN_EXT")
         self._windows = [model.geometry.windows.of(il) for il in model.geometry.kv_layers]
         self._layers: list[Heads] | None = None  # while they are wanted
         self._n_seen = 0  # layers with and without a window
+        self._n_last = n_last
         self.session = model.session(n_ctx=n_ctx, n_threads=n_threads, watch=watch.Watch(self._see))
 
     def _see(self, t: Tensor, ask: bool) -> bool:
@@ -93,13 +103,13 @@ class Capture:
         return wanted
 
     def layers(self, tokens: Sequence[int]) -> list[Heads]:
-        """All layers for the last GROUP of `tokens`, whose number is a multiple of GROUP."""
+        """All layers for the last of `tokens`, whose number is a multiple of GROUP."""
         session = self.session
         engine.rewind(session, 0)
-        engine.prefill(session, tokens[:-GROUP])
+        engine.prefill(session, tokens[: -self._n_last])
         found: list[Heads] = []
         self._layers, self._n_seen = found, 0
-        engine.prefill(session, tokens[-GROUP:])
+        engine.prefill(session, tokens[-self._n_last :])
         self._layers = None
         if self._n_seen != len(self._windows) or not found:
             raise SparqError("no flash attention was seen: not a model with a plain KV cache")
@@ -216,7 +226,7 @@ def _layers(
     done: Callable[[float], None],
 ) -> Iterator[list[Heads]]:
     """Yields the layers of each context of a case."""
-    capture = Capture(model, case.n_pos, n_threads)
+    capture = Capture(model, case.n_pos, n_threads, case.n_last)
     try:
         texts = contexts(model, books, case.n_pos, case.task, case.seed)
         for i in range(case.n_context):

@@ -12,6 +12,7 @@ import end_to_end
 import intensity
 import microbenchmark
 import plot
+import prompt_time
 import recall_per_byte
 import repetition
 import roofline
@@ -24,6 +25,7 @@ from pyorch.errors import SparqError, nearest
 
 FIGURES = (
     token_rate.FIGURE,
+    prompt_time.FIGURE,
     end_to_end.FIGURE,
     end_to_end.ON_GPU,
     microbenchmark.FIGURE,

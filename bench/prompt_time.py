@@ -8,7 +8,7 @@ the others take does not depend on the positions before, so llama.cpp's has rand
 it would take hours to read them. llama.cpp's attention is `off` of our library, which is its own
 code. The time of a whole prompt is the sum over the depths between, on straight lines.
 
-It writes prompt_time.jsonl and .md; the figure is `prompt_time`.
+It writes prompt_time.jsonl and .md, of which figure `prompt_time` shows the model measured last.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 import click
 import commands
+import plot
 
 from pyorch import engine
 from pyorch.attention.spec import AttentionSpec, parse_spec
@@ -39,6 +40,7 @@ FILE = f"{BENCH}.jsonl"
 CHUNK = 512  # tokens, those of a micro-batch
 WARM = 64  # read before the clock starts, since llama.cpp plans its graphs anew for each attention
 READER = parse_spec("dense,prompt=sparse")
+STOCK = "llama.cpp"
 SPECS = ("dense", "dense,prompt=fast", "dense,prompt=sparse")
 
 
@@ -129,6 +131,10 @@ class Line:
     depths: tuple[int, ...]
     seconds: tuple[float, ...]
 
+    @property
+    def is_stock(self) -> bool:
+        return self.name.startswith(STOCK)
+
     def whole(self, n: int) -> float:
         """The seconds that a prompt takes which ends at the n-th of the depths."""
         parts = zip(
@@ -154,14 +160,14 @@ def lines(recs: Sequence[Record]) -> list[Line]:
 
 
 def name_of(spec: AttentionSpec, flash_attn: bool) -> str:
-    return f"llama.cpp -fa {int(flash_attn)}" if spec.method == "off" else f"ours, {spec.prompt}"
+    return f"{STOCK} -fa {int(flash_attn)}" if spec.method == "off" else f"ours, {spec.prompt}"
 
 
 def table(recs: Sequence[Record]) -> str:
     """Seconds of 512 tokens at each depth, and of whole prompts beside llama.cpp's faster one."""
     all_lines = lines(recs)
     depths = all_lines[0].depths
-    best = [min(x.whole(i) for x in all_lines if "llama" in x.name) for i in range(len(depths))]
+    best = [min(x.whole(i) for x in all_lines if x.is_stock) for i in range(len(depths))]
     chunk = [[x.name, *(f"{s:.2f}" for s in x.seconds)] for x in all_lines]
     read = {
         r["case"]["n_depth"]: r["counters"]
@@ -194,6 +200,57 @@ def table(recs: Sequence[Record]) -> str:
             markdown(["attention", *map(str, depths[1:])], whole),
         ]
     )
+
+
+NEEDS = "python bench/prompt_time.py -m MODEL.gguf --text BOOK"
+
+
+def data(folder: Path) -> list[plot.Row]:
+    """A row for each length and attention, of the run that was last."""
+    runs = records.by_run(records.load_all(folder / FILE))
+    plot.need(runs, "the time of prompts", NEEDS)
+    recs = list(runs[-1].values())
+    found = lines(recs)
+    best = [min(x.whole(i) for x in found if x.is_stock) for i in range(len(found[0].depths))]
+    return [
+        {
+            "model": recs[0]["model_name"],
+            "threads": recs[0]["case"]["n_threads"],
+            "tokens": depth,
+            "attention": x.name,
+            "seconds": x.whole(i),
+            "speedup": best[i] / x.whole(i),
+        }
+        for x in found
+        for i, depth in enumerate(x.depths)
+        if depth
+    ]
+
+
+def draw(rows: Sequence[plot.Row]) -> Any:
+    figure, (ax,) = plot.panels(width=6.4)
+    colours = (plot.STOCK, plot.STOCK_2, plot.OURS_3, plot.OURS_2, plot.OURS)
+    names = plot.Names()
+    for name, colour in zip(dict.fromkeys(r["attention"] for r in rows), colours, strict=True):
+        here = [r for r in rows if r["attention"] == name]
+        names.line(ax, name, here, "tokens", "seconds", color=colour)
+    plot.positions_axis(ax, [r["tokens"] for r in rows])
+    title = f"{rows[0]['model']}, {rows[0]['threads']} threads"
+    ax.set(xlabel="tokens of the prompt", ylabel="seconds", ylim=(0, None), title=title)
+    names.write(figure)
+    return figure
+
+
+FIGURE = plot.Figure(
+    name="prompt_time",
+    title="Time to the first token over the length of the prompt",
+    caption="Seconds to read a prompt of a book, from medians for 512 tokens at each depth, "
+    "llama.cpp's two attentions and ours in turns.",
+    needs=NEEDS,
+    file=FILE,
+    data=data,
+    draw=draw,
+)
 
 
 @commands.command(

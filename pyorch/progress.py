@@ -38,18 +38,18 @@ def silent(*_: object) -> None:
 
 @contextmanager
 def progress_bar(
-    label: str, of_bytes: bool = False, off_terminal: Callable[[str], None] | None = None
+    label: str, of: str = "", off_terminal: Callable[[str], None] | None = None
 ) -> Iterator[Bar]:
     """Show a bar on stderr once the work has taken two seconds, until it is done.
 
     Args:
         label: the name of the work, such as `downloading`.
-        of_bytes: bytes are counted, and their speed is shown.
+        of: `bytes` or `tokens`: they are counted, and their speed is shown.
         off_terminal: receives `downloading: 25 %, 3 min left` at each quarter if stderr is not a
             terminal. The time is that of what was done since the first report, so what an earlier
             run did does not count.
     """
-    shown_bar = _bar(of_bytes)
+    shown_bar = _bar(of)
     console = shown_bar.console
     task, started, shown, quarter = shown_bar.add_task(label), time.monotonic(), False, 0
     first: tuple[float, float] | None = None
@@ -82,18 +82,29 @@ def progress_bar(
             shown_bar.stop()
 
 
-def _bar(of_bytes: bool) -> rich.progress.Progress:
+def _bar(of: str) -> rich.progress.Progress:
     from rich import progress
     from rich.console import Console
+    from rich.text import Text
 
+    class Speed(progress.ProgressColumn):
+        """Units per second so far."""
+
+        def render(self, task: progress.Task) -> Text:
+            return Text(f"{task.speed:,.0f} {of}/s" if task.speed else "")
+
+    counted: dict[str, tuple[progress.ProgressColumn, ...]] = {
+        "bytes": (progress.DownloadColumn(), progress.TransferSpeedColumn()),
+        "tokens": (progress.MofNCompleteColumn(), Speed()),
+    }
     return progress.Progress(
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
         progress.TaskProgressColumn(),
-        *((progress.DownloadColumn(), progress.TransferSpeedColumn()) if of_bytes else ()),
+        *counted.get(of, ()),
         progress.TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
         # a speed needs two updates within this many seconds, and a bench has one a minute
-        speed_estimate_period=30 if of_bytes else 1800,
+        speed_estimate_period=30 if of == "bytes" else 1800,
     )

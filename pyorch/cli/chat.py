@@ -380,7 +380,10 @@ def _stream(chat: Chat, prompt: list[int], sampling: Sampling) -> tuple[str, str
     from pyorch import engine
 
     reply, finish = "", ""
-    with _interruptible(chat.interactive) as stopped, progress_bar("reading") as progress:
+    with (
+        _interruptible(chat.interactive) as stopped,
+        progress_bar("reading", of="tokens") as progress,
+    ):
         pieces = engine.generate(
             chat.session,
             prompt,

@@ -233,7 +233,7 @@ def _run(session: Session, demo: Demo, spec: AttentionSpec, n_tokens: int, quiet
 
     say: Say = silent if quiet else _say
     prompts = [engine.tokenize(session, f"{demo.document}\n\n{cue.text}") for cue in demo.cues]
-    with progress_bar("reading the document") as progress:
+    with progress_bar("reading the document", of="tokens") as progress:
         engine.prefill(session, engine.align(session, prompts[0]), progress=progress)
     prefill_s, n_document = session.timings.prefill_s, len(prompts[0])
     say(f"{demo.title}: {n_document} tokens, read in {prefill_s:.1f} s\n")

@@ -75,7 +75,7 @@ def _generate(
 
     tokens, sampling = engine.tokenize(session, prompt), sampling.drawn()
     text, ids, finish = "", [], ""
-    with progress_bar("reading the prompt") as progress:
+    with progress_bar("reading the prompt", of="tokens") as progress:
         pieces = engine.generate(
             session, tokens, max_tokens=max_tokens, sampling=sampling, progress=progress
         )

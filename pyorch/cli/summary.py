@@ -12,6 +12,8 @@ from pyorch.text import human_bytes
 if TYPE_CHECKING:
     from pyorch.engine import AttentionInfo, Session, Timings
 
+MANY = 512  # tokens of a prompt, among which some see a whole block of positions
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -43,6 +45,9 @@ class Summary:
         """The summary in one line for people."""
         t, info = self.timings, self.info
         parts = [f"prefill {t.prefill_tokens} tokens in {t.prefill_s:.2f} s"]
+        if info and (visible := info.counter("prompt_visible")):
+            share = 100 * info.counter("prompt_read") / visible
+            parts[0] += f" ({share:.0f} % of the positions before them read)"
         if not t.decode_s:
             return parts[0]
         parts.append(f"decode {t.decode_rate:.1f} tokens/s")
@@ -84,7 +89,11 @@ def info_of(lib: ModuleType, ctx: int | None) -> AttentionInfo | None:
 
 def why_dense(wanted: AttentionSpec | None, info: AttentionInfo) -> str:
     """A note if sparse attention was requested but llama.cpp serves a layer, or every token so far
-    was exact; otherwise ""."""
+    was exact, or if a fast prompt was requested of a CPU that has none; otherwise ""."""
+    if wanted and wanted.prompt != "f32" and not info.counter("blocks_fast"):
+        n_read = info.counter("calls_prefill") // max(info.n_layer, 1)
+        if n_read >= MANY:
+            return "note: prompts are read in f32: this CPU has no AVX-512 with VNNI and BF16"
     if wanted is None or not wanted.sparse:
         return ""
     if not info.dense_reasons:

@@ -333,9 +333,9 @@ def bring(model: Model, say: Say = silent, quiet: bool = False) -> Model:
         model = download(model)
         check(model)
         return model
-    with progress_bar("downloading", of_bytes=True) as progress:
+    with progress_bar("downloading", of="bytes") as progress:
         model = download(model, progress, say)
-    with progress_bar("checking", of_bytes=True) as progress:
+    with progress_bar("checking", of="bytes") as progress:
         check(model, progress)
     return model
 

@@ -28,6 +28,7 @@ import tiny as tiny_of
 from tiny_gguf import write_tiny_gguf
 
 from pyorch import progress
+from pyorch.engine.sparse import AttentionInfo
 from pyorch.models import cards
 
 if TYPE_CHECKING:
@@ -61,6 +62,26 @@ def test_a_bar_of_slow_steps_knows_the_time_left(monkeypatch: pytest.MonkeyPatch
             now[0] += 90
             update(done, 10)
         assert bars[0].tasks[0].time_remaining == 7 * 90
+
+
+def test_a_bar_of_tokens_tells_their_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import rich.progress
+
+    now, bars = [0.0], []
+
+    class Bar(rich.progress.Progress):
+        def __init__(self, *columns: Any, **options: Any) -> None:
+            super().__init__(*columns, **options, get_time=lambda: now[0])
+            bars.append(self)
+
+    monkeypatch.setattr(rich.progress, "Progress", Bar)
+    with progress.progress_bar("reading", of="tokens") as update:
+        for done in (512, 1024, 1536):
+            now[0] += 4
+            update(done, 4096)
+        (task,) = bars[0].tasks
+        shown = [c(task).plain for c in bars[0].columns if type(c).__name__ != "BarColumn"]
+    assert "1536/4096" in shown and "128 tokens/s" in shown
 
 
 def test_off_a_terminal_a_line_at_each_quarter_has_the_time_left(
@@ -507,6 +528,32 @@ def test_nothing_decoded_has_no_speed() -> None:
     from pyorch.engine import Timings
 
     assert Summary(Timings(5, 1.0), None).line() == "prefill 5 tokens in 1.00 s"
+
+
+def of_prompts(**counters: int) -> AttentionInfo:
+    layers: list[Any] = [{"il": 0, "state": "sparse", "reason": ""}]
+    return AttentionInfo("dense", True, "", "dense", 1, 1, 0, "q4", layers, counters, {})
+
+
+def test_a_sparse_prompt_says_what_it_read() -> None:
+    from pyorch.cli.summary import Summary
+    from pyorch.engine import Timings
+
+    info = of_prompts(prompt_visible=1000, prompt_read=250)
+    said = Summary(Timings(5, 1.0), info).line()
+    assert said == "prefill 5 tokens in 1.00 s (25 % of the positions before them read)"
+
+
+@pytest.mark.parametrize(("n_fast", "n_read", "told"), [(0, 600, 1), (9, 600, 0), (0, 30, 0)])
+def test_a_fast_prompt_that_was_not_fast_is_told(n_fast: int, n_read: int, told: bool) -> None:
+    from pyorch.attention.spec import parse_spec
+    from pyorch.cli.summary import why_dense
+
+    info = of_prompts(blocks_fast=n_fast, calls_prefill=n_read)
+    for prompt in ("fast", "sparse"):
+        why = why_dense(parse_spec(f"dense,prompt={prompt}"), info)
+        assert ("prompts are read in f32" in why) == bool(told)
+    assert not why_dense(parse_spec("dense"), info)
 
 
 def test_chat_ratio_takes_effect(run: Run, tiny_chat: Path) -> None:

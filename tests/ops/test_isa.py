@@ -52,7 +52,7 @@ def test_isa_prefill(isa: IsaGgml) -> None:
 
 
 def test_isa_prefill_choice(isa: IsaGgml) -> None:
-    for case in test_prefill_choice.CASES[::4]:
+    for case in test_prefill_choice.CASES[::8]:
         try:
             test_prefill_choice.check_choice(case, 0.7, isa)
         except AssertionError as error:

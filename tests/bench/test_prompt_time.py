@@ -1,0 +1,52 @@
+"""The time of a prompt by depth: what is measured, and what the lines add up to."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+
+import prompt_time
+from prompt_time import Line
+
+from pyorch import paths
+from pyorch.bench import records
+from pyorch.errors import SparqError
+
+DOCUMENT = paths.data("models") / "demo" / "document.txt"
+
+
+def measured(model: Path, folder: Path, depths: str) -> Any:
+    args = ["-m", str(model), "--text", str(DOCUMENT), "-d", depths, "-t", "1", "--samples", "2"]
+    args += ["--out", str(folder)]
+    return CliRunner().invoke(prompt_time.command, args, catch_exceptions=False)
+
+
+def test_a_whole_prompt_is_the_area_below_its_line() -> None:
+    line = Line("ours, f32", (0, 512, 2560), (1.0, 2.0, 4.0))
+    assert line.whole(0) == 0
+    assert line.whole(1) == pytest.approx(1.5)
+    assert line.whole(2) == pytest.approx(1.5 + 4 * 3.0)
+
+
+def test_all_attentions_are_timed_at_each_depth(model: Path, tmp_path: Path) -> None:
+    assert measured(model, tmp_path, "0,2048").exit_code == 0
+    recs = records.load_all(tmp_path / prompt_time.FILE)
+    assert len(recs) == 2 * 5 and len({r["run"] for r in recs}) == 1
+    assert all(len(r["samples_ns"]) == 2 and min(r["samples_ns"]) > 0 for r in recs)
+    for rec in recs:
+        chosen = rec["counters"]["prompt_visible"] > rec["counters"]["prompt_read"]
+        assert chosen == ("prompt=sparse" in rec["case"]["spec"] and rec["case"]["n_depth"] > 0)
+    table = (tmp_path / f"{prompt_time.BENCH}.md").read_text()
+    assert "| llama.cpp -fa 0 |" in table and "| ours, sparse |" in table
+
+
+def test_a_run_without_a_sparse_prompt_fails(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(SparqError, match="no prompt was sparse"):
+        measured(model, tmp_path, "0,256")
+    assert not (tmp_path / prompt_time.FILE).read_bytes()
