@@ -10,7 +10,7 @@
 //   SELECT        step 2: the top-k positions per KV head; sinks and the local window are forced in; the mass of all others
 //   SCORE_SELECT  SCORE from k_t and SELECT in one node: the logits stay in the cache of the thread that makes them
 //   ATTEND        steps 2 and 3: exact attention over the selected positions (or over all: exact dense), mean-value interpolation
-//   PREFILL       exact attention of many tokens at once: a prompt. CPU only
+//   PREFILL       attention of many tokens at once, which is a prompt: exact, or over positions that they choose together. CPU only
 //
 // paper: SparQ Attention, arXiv 2312.04985; algorithm in its Appendix B. Top-k: arXiv 2502.06766 (per-layer k).
 //
@@ -317,8 +317,8 @@ struct ggml_sparse_prefill_params {
 };
 
 // PREFILL
-//   sources as for ATTEND; what ATTEND gives for each token without a selection, but for rounding. Made for tokens that see the same positions:
-//   K and V are read once for many of them
+//   sources as for ATTEND; what ATTEND gives for each token without a selection, but for rounding and for what `keep` leaves out. Made for tokens that
+//   see the same positions: K and V are read once for many of them
 //   acc f32, by tiles of positions: the bits of a token's result do not depend on the number of threads, and without keep not on the other tokens
 //
 //   keep: from 64 tokens on, up to 512 tokens of a query head choose together (a choice) among the positions of those blocks of 64, counted from

@@ -59,7 +59,8 @@ struct choice_work {
     int64_t    n_lane, n_lane_block; // of a KV head and a stream
     int64_t    n_kv;      // rounded up to whole blocks
     float    * q;         // [n_stream][n_head_kv][n_lane_block][d_k][BLOCK_Q]  the probes, times the scale
-    float    * x;         // [n_stream][n_head][n_probe][n_kv]  their logits; exponentials of them once choices are made
+    float    * x;         // [n_stream][n_head][n_probe][n_kv]  their logits; exponentials of them once choices are made. The largest by far: with
+                          // 512 tokens 96 bytes for each position and query head, one layer at a time
     float    * v_sum;     // [n_stream][n_head_kv][n_block_kv][d_v]  sums of V over blocks that somebody sees
     uint8_t  * all_see;   // [n_stream][n_choice][n_block_kv]
     uint64_t * kept;      // [n_stream][n_head][n_choice][n_block_kv]
@@ -271,16 +272,15 @@ void load_block(const prefill_src & a, const prefill_work & w, int64_t h, int64_
 int64_t choice_begin(int64_t c) { return c*CHOICE; }
 int64_t choice_end(const prefill_src & a, int64_t c) { return std::min(a.n_tok, (c + 1)*CHOICE); }
 
-// the token [lo, hi) of a probe, and the one by whose mask it sees
+// the tokens [lo, hi) of a probe. It sees what lo sees: of a prompt, the first token of a pool sees what all of them see
 struct probe_tokens {
-    int64_t lo, hi, sees;
+    int64_t lo, hi;
 
     probe_tokens(const prefill_src & a, int64_t probe) {
         const int64_t t0 = probe/N_PROBE*POOL;
         const int i = (int) (probe % N_PROBE), n = (int) std::min<int64_t>(POOL, a.n_tok - t0);
-        lo   = i == 0 ? t0 : t0 + sampled(n, i);
-        hi   = i == 0 ? t0 + n : lo + 1;
-        sees = lo; // of a prompt, the first token of a pool sees what all of them see
+        lo = i == 0 ? t0 : t0 + sampled(n, i);
+        hi = i == 0 ? t0 + n : lo + 1;
     }
 };
 
@@ -326,7 +326,7 @@ void score_probes(const prefill_src & a, const prefill_work & w, int64_t s, int6
             const float * q = c.q + ((s*a.n_head_kv + h)*c.n_lane_block + lane/BLOCK_Q)*a.d_k*BLOCK_Q;
             dot_products(w.s, (int) ceil_div(std::min<int64_t>(c.n_lane - lane, BLOCK_Q), W), q, w.k, a.d_k, n);
         }
-        const int64_t head = h*a.n_group_q + lane/a.n_probe, tok = probe_tokens(a, lane % a.n_probe).sees;
+        const int64_t head = h*a.n_group_q + lane/a.n_probe, tok = probe_tokens(a, lane % a.n_probe).lo;
         float * x = c.x + (s*a.n_head*a.n_probe + h*a.n_group_q*a.n_probe + lane)*c.n_kv + t;
         const mask_kind sees = (mask_kind) kind[tok];
         const f16 * mask = at<const f16>(a.mask, tok, 0, s) + t;

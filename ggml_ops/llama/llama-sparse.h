@@ -47,8 +47,8 @@ extern "C" {
 //   k_layers 64:12.5%:dense:...    topk of each layer, explicit: positions, a share of those in view (min_k holds), or all
 //   rank_layers 8:16:...           rank of each layer, explicit
 //   prompt   f32 | fast | sparse   attention of a prompt, also with dense. fast: products of 8 bits and bf16 where the CPU has AVX-512 VNNI and
-//                                  BF16, f32 elsewhere. sparse: the same, and 64 and more tokens at a time read only the positions that carry
-//                                  most of their attention, from min_ctx on (default f32)
+//                                  BF16, f32 elsewhere. sparse: the same, and where a batch has 64 tokens or more they read only the positions that
+//                                  carry most of their attention, from min_ctx on (default f32)
 //   prompt_p 0.99                  with prompt=sparse: the share of the attention that they carry (default 0.99)
 //
 // Errors are text in `err`/`buf`: a message, a line feed, a hint.

@@ -45,42 +45,38 @@ def test_help(run: Run, command: str) -> None:
     assert result.out.startswith("Usage:") and "--json" in result.out
 
 
-def test_a_bar_of_slow_steps_knows_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of a bench takes a minute or more."""
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The clock of the bars, and all bars behind it."""
     import rich.progress
 
-    now, bars = [0.0], []
+    found: list[Any] = [0.0]
 
     class Bar(rich.progress.Progress):
         def __init__(self, *columns: Any, **options: Any) -> None:
-            super().__init__(*columns, **options, get_time=lambda: now[0])
-            bars.append(self)
+            super().__init__(*columns, **options, get_time=lambda: found[0])
+            found.append(self)
 
     monkeypatch.setattr(rich.progress, "Progress", Bar)
+    return found
+
+
+def test_a_bar_of_slow_steps_knows_the_time_left(now: list[Any]) -> None:
+    """A step of a bench takes a minute or more."""
     with progress.progress_bar("slow") as update:
         for done in (1, 2, 3):
             now[0] += 90
             update(done, 10)
-        assert bars[0].tasks[0].time_remaining == 7 * 90
+        assert now[1].tasks[0].time_remaining == 7 * 90
 
 
-def test_a_bar_of_tokens_tells_their_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    import rich.progress
-
-    now, bars = [0.0], []
-
-    class Bar(rich.progress.Progress):
-        def __init__(self, *columns: Any, **options: Any) -> None:
-            super().__init__(*columns, **options, get_time=lambda: now[0])
-            bars.append(self)
-
-    monkeypatch.setattr(rich.progress, "Progress", Bar)
+def test_a_bar_of_tokens_tells_their_speed(now: list[Any]) -> None:
     with progress.progress_bar("reading", of="tokens") as update:
         for done in (512, 1024, 1536):
             now[0] += 4
             update(done, 4096)
-        (task,) = bars[0].tasks
-        shown = [c(task).plain for c in bars[0].columns if type(c).__name__ != "BarColumn"]
+        (task,) = now[1].tasks
+        shown = [c(task).plain for c in now[1].columns if type(c).__name__ != "BarColumn"]
     assert "1536/4096" in shown and "128 tokens/s" in shown
 
 
