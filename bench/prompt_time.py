@@ -41,7 +41,12 @@ CHUNK = 512  # tokens, those of a micro-batch
 WARM = 64  # read before the clock starts, since llama.cpp plans its graphs anew for each attention
 READER = parse_spec("dense,prompt=sparse")
 STOCK = "llama.cpp"
-SPECS = ("dense", "dense,prompt=fast", "dense,prompt=sparse")
+OURS = ("dense", "dense,prompt=fast", "dense,prompt=sparse")
+SIDES = (  # attention, and whether flash attention is on
+    (AttentionSpec("off"), False),
+    (AttentionSpec("off"), True),
+    *((parse_spec(line), True) for line in OURS),
+)
 
 
 @dataclass(frozen=True)
@@ -282,12 +287,10 @@ def command(
         "n_threads": threads or engine.usable_cores(),
         "n_samples": samples,
     }
-    off = AttentionSpec("off")
-    sides = [(off, False), (off, True), *((parse_spec(s), True) for s in SPECS)]
     cases = [
         Case(n_depth=d, flash_attn=fa, spec=spec, **common)  # type: ignore[arg-type]
         for d in sorted(n_depth)
-        for spec, fa in sides
+        for spec, fa in SIDES
     ]
     card = records.card_of(path)
     name = {"model_name": card.title if card else path.name}

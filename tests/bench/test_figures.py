@@ -30,6 +30,7 @@ import intensity
 import microbenchmark
 import node_times
 import plot
+import prompt_time
 import recall
 import repetition
 import roofline
@@ -115,10 +116,39 @@ def add_lengths(folder: Path, stock_factor: float = 1.0) -> None:
         add_run(folder, {stock: stock_factor, replace(stock, flash_attn=True): 3.0, ours: 1.0})
 
 
+def add_prompts(folder: Path) -> None:
+    """Each attention takes a second more than the one before it, and twice that at 8,192."""
+    run = secrets.token_hex(4)
+    for depth in (0, 8192):
+        for i, (spec, flash_attn) in enumerate(prompt_time.SIDES, 1):
+            case = prompt_time.Case("m", "t", depth, flash_attn, spec, 2, 3)
+            rec = records.record(
+                prompt_time.BENCH,
+                records.case_of(case),
+                "s",
+                samples_ns=[i * 10**9 * (2 if depth else 1)] * 3,
+                counters={"prompt_visible": 2, "prompt_read": 1},
+                model_name="m",
+                run=run,
+                env=ENV,
+            )
+            records.append(folder / prompt_time.FILE, rec)
+
+
+def test_prompts_are_compared_with_the_faster_of_llama_cpp(tmp_path: Path) -> None:
+    add_prompts(tmp_path)
+    found = {r["attention"]: r for r in prompt_time.data(tmp_path)}
+    assert len(found) == len(prompt_time.SIDES)
+    assert found["llama.cpp -fa 0"]["speedup"] == 1
+    assert found["ours, sparse"]["seconds"] == pytest.approx(8192 / 512 * 5 * 1.5)
+    assert found["ours, sparse"]["speedup"] == pytest.approx(1 / 5)
+
+
 @pytest.fixture
 def full(tmp_path: Path) -> Path:
     """Records of every figure."""
     add_lengths(tmp_path)
+    add_prompts(tmp_path)
     prompt = {"n_depth": 0, "n_gen": 0, "n_prompt": 512}
     add_run(tmp_path, {replace(STOCK, **prompt): 1.0, replace(OURS, **prompt): 1.0})
     (group,) = attention.AttentionPlan(
