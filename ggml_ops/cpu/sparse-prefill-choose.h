@@ -13,9 +13,9 @@
 
 namespace sparse {
 
-constexpr int POOL      = 64;  // tokens, a multiple of BLOCK_Q
+constexpr int POOL      = 64;  // neighbouring tokens
 constexpr int N_PROBE   = 3;   // of a pool: the mean query, and samples
-constexpr int CHOICE    = 512; // tokens of a query head that read the same positions
+constexpr int CHOICE    = 512; // tokens of a query head that read the same positions, a multiple of POOL and of BLOCK_Q
 constexpr int MAX_PROBE = CHOICE/POOL*N_PROBE;
 
 // of the n tokens of a pool, the one that sample i = 1 .. N_PROBE - 1 is
