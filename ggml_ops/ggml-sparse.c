@@ -201,6 +201,7 @@ struct ggml_tensor * ggml_sparse_attn_score(
     assert_mask(mask, k->ne[2], q->ne[2], q->ne[3]);
     assert_visible(visible, k->ne[2], q->ne[2], q->ne[3]);
     assert_stats(stats);
+    GGML_ASSERT(params.i_rank == 0); // there is no `wanted`
 
     struct ggml_tensor * res = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, k->ne[2], q->ne[1], q->ne[2], q->ne[3]);
 
@@ -242,6 +243,7 @@ struct ggml_tensor * ggml_sparse_attn_score_select(
     assert_mask(mask, k->ne[2], q->ne[2], q->ne[3]);
     assert_select(wanted, q->ne[1], q->ne[2], q->ne[3], &params.select);
     GGML_ASSERT(params.select.n_head_kv == k->ne[1]);
+    GGML_ASSERT(params.score.i_rank >= 0 && params.score.i_rank < wanted->ne[0]);
     assert_stats(stats);
 
     struct ggml_tensor * res = new_selection(ctx, q->ne[1], q->ne[2], q->ne[3], &params.select);
@@ -310,7 +312,7 @@ struct ggml_tensor * ggml_sparse_attn_prefill(
 
 static struct ggml_tensor * sparse_attn(
         struct ggml_context * ctx, const struct ggml_sparse_attn_inputs * in, struct ggml_tensor * k_t, const struct ggml_sparse_attn_params * p) {
-    const struct ggml_sparse_score_params score = { p->rank, p->scale, p->max_bias, p->softcap, p->n_bit, p->n_rot };
+    const struct ggml_sparse_score_params score = { p->rank, p->scale, p->max_bias, p->softcap, p->n_bit, p->n_rot, p->i_rank };
     const struct ggml_sparse_select_params select = {
         .topk_max = p->topk_max, .n_head_kv = (int32_t) in->k->ne[1], .n_local_max = p->n_local_max,
         .rest = p->mean_v, // what the mean of V is weighed with, and nothing else reads it

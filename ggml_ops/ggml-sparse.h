@@ -173,6 +173,7 @@ struct ggml_sparse_score_params {
     float   softcap;    // > 0: logit = softcap*tanh(logit/softcap), before the mask is added
     int32_t n_bit;      // of k_t, see sparse-codes.h
     int32_t n_rot;      // > 0: q and K are rotated, k_t is not; without k_t it does not matter
+    int32_t i_rank;     // > 0, of SCORE_SELECT: wanted[i_rank] is the token's own rank, at most `rank`; 0: all tokens have `rank`
 };
 
 // SCORE (step 1)
@@ -368,6 +369,7 @@ struct ggml_sparse_attn_params {
     float   top_p;
     int32_t i_k;
     int32_t i_forced;
+    int32_t i_rank;
 };
 
 // SparQ attention: SCORE_SELECT, ATTEND

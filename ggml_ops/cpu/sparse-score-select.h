@@ -66,7 +66,7 @@ struct score_src : ggml_sparse_src, tile_grid { // SCORE_SELECT has no `visible`
     ggml_sparse_score_params p;
     int     i_k;                 // where k stands in `wanted`
     int64_t n_grp;
-    int     n_head, d_k, rank;   // rank = 0: exact scores
+    int     n_head, d_k, rank;   // rank: the largest of a token; 0: exact scores
     decltype(&dot_rows<float>)      dot_rows_k;      // for the type of K
     decltype(&dot_positions<float>) dot_positions_k;
 
@@ -74,6 +74,9 @@ struct score_src : ggml_sparse_src, tile_grid { // SCORE_SELECT has no `visible`
 
     // a token that reads everything is not scored
     bool skips(int64_t i, int64_t s) const { return wanted && at<const int32_t>(wanted, i, 0, s)[i_k] < 0; }
+
+    // of the token
+    int rank_of(int64_t i, int64_t s) const { return p.i_rank > 0 ? std::clamp(at<const int32_t>(wanted, i, 0, s)[p.i_rank], 1, rank) : rank; }
 
     // may group g be read from k_t?
     bool in_shadow(int64_t g, int64_t s) const {

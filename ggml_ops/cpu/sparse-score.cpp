@@ -102,8 +102,8 @@ static void prepare_head(const score_src & a, const score_work & w, const head_i
         ld = a.d_k;
     }
     find_spread(w.spread, a, x.h, x.s);
-    w.n_comp[x.u] = choose_components(w.comp + x.u*a.rank, w.coef + x.u*a.n_group_q*a.rank, w.sum, q, ld, w.spread, a.n_group_q, a.d_k, a.rank,
-            a.p.scale);
+    w.n_comp[x.u] = choose_components(w.comp + x.u*a.rank, w.coef + x.u*a.n_group_q*a.rank, a.rank, w.sum, q, ld, w.spread, a.n_group_q, a.d_k,
+            a.rank_of(x.i, x.s), a.p.scale);
 }
 
 static void prepare_tile(const score_src & a, const score_work & w, int64_t i_tile, int64_t i, int64_t s) {
@@ -338,7 +338,7 @@ void sparse::score_stats(const score_src & a, const score_work & w) {
             bytes += a.k_t ? ggml_sparse_spread_bytes(a.d_k, a.n_kv, a.p.n_bit) : 0;
             for (int64_t g = 0; g < a.n_grp; ++g) {
                 if (a.k_t && visible[g] > 0 && a.in_shadow(g, s)) {
-                    bytes += a.rank*ggml_sparse_scan_bytes(group_size(g, a.n_kv), a.p.n_bit);
+                    bytes += a.rank_of(i, s)*ggml_sparse_scan_bytes(group_size(g, a.n_kv), a.p.n_bit);
                 } else {
                     bytes += visible[g]*row;
                 }

@@ -21,10 +21,10 @@ static inline float abs_sum(const float * x, const float * y, int n) {
 
 // comp: the r components c with the largest spread[c]*sum_h |q[h, c]|, ascending, ties to the lower one
 // coef[h, i] = q[h, comp[i]]*scale/sqrt(sum_i |q[h, comp[i]]|*spread[comp[i]] / sum_c |q[h, c]|*spread[c])
-//   q [n_head][d], spread [d], comp [r], coef [n_head][r], sum: scratch [d]; returns the number of components: r, or fewer if q holds NaN
+//   q [n_head][d], spread [d], comp [r], coef [n_head][ld_coef], sum: scratch [d]; returns the number of components: r, or fewer if q holds NaN
 //   Where the sums of a head are 0 or beyond f32 (q holds inf), its coefficients are 0
-static inline int choose_components(int32_t * comp, float * coef, float * sum, const float * q, int64_t ld_q, const float * spread, int n_head,
-        int d, int r, float scale) {
+static inline int choose_components(int32_t * comp, float * coef, int ld_coef, float * sum, const float * q, int64_t ld_q, const float * spread,
+        int n_head, int d, int r, float scale) {
     for (int h = 0; h < n_head; ++h) {
         for (int c = 0; c < d; ++c) {
             sum[c] = (h > 0 ? sum[c] : 0.0f) + fabsf(q[h*ld_q + c]);
@@ -54,7 +54,7 @@ static inline int choose_components(int32_t * comp, float * coef, float * sum, c
     }
     for (int h = 0; h < n_head; ++h) {
         const float * qh = q + h*ld_q;
-        float * res = coef + h*r;
+        float * res = coef + h*ld_coef;
         for (int i = 0; i < n; ++i) {
             res[i] = qh[comp[i]];
         }

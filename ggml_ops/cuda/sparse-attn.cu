@@ -105,6 +105,7 @@ score_args make_score(const ggml_tensor * dst) {
     a.k_range   = make_view(src.k_range);
     a.mask      = make_view(src.mask);
     a.kl        = src.wanted ? make_view(src.wanted, ggml_sparse_select_params_of(dst).i_k) : view {};
+    a.ranks     = p.i_rank > 0 ? make_view(src.wanted, p.i_rank) : view {};
     a.sealed    = data_of<const int32_t>(src.sealed);
     a.stats     = data_of<unsigned long long>(src.stats);
     a.n_kv      = src.k->ne[2];

@@ -10,6 +10,7 @@ namespace sparse_cuda {
 struct score_args {
     view q, k, k_t, k_range, mask;
     view kl;                            // of SCORE_SELECT: a token with k < 0 is not scored
+    view ranks;                         // of SCORE_SELECT: each token's own; no data: all have `rank`
     const int32_t * sealed;             // [n_stream][n_grp]
     float * logits;                     // [row][n_head][n_kv]; row = stream*n_tok + token
     float * run_max, * run_sum;         // [row][n_head][n_run] the largest logit of a run, the sum of exp(logit - it); or NULL
@@ -17,6 +18,10 @@ struct score_args {
     int64_t n_kv, n_grp, n_run;
     int     n_head, n_head_kv, n_group_q, n_tok, d, rank, n_rot, n_log2, n_pass, row_bytes; // n_pass: of the heads of a KV head, GB at a time
     float   scale, softcap, max_bias;
+
+    __device__ __forceinline__ int rank_of(int64_t i, int64_t s) const {
+        return ranks.data ? min(max(ranks.at<const int32_t>(i, 0, s)[0], 1), rank) : rank;
+    }
 };
 
 enum group_state : uint8_t { IS_HIDDEN, IS_SEALED, IS_ROWS }; // nothing to see; read from k_t; read from K
@@ -101,7 +106,7 @@ __device__ __forceinline__ float find_spread(const score_args & a, int64_t h_kv,
     return n > 0 ? __fsqrt_rn(square/n) : 1.0f;
 }
 
-// the `rank` components with the largest spread times the sum over the KV head's query heads of |q| (ties: the lowest), and per head of this pass
+// the token's `rank` components with the largest spread times the sum over the KV head's query heads of |q| (ties: the lowest), and per head of this pass
 // the coefficients q*scale/sqrt(|p_r|_1/|p|_1) with p = q*spread, 0 where the sums of a head are 0 or beyond f32. Returns the number of
 // components: fewer where q holds NaN
 template <int N_BIT, int GB>
@@ -130,7 +135,7 @@ __device__ __forceinline__ int choose_components(score_shared<GB> & m, const sco
         const float y = m.size[o];
         before += y > size || (y == size && o < c);
     }
-    const bool     kept = c < a.d && size == size && before < a.rank;
+    const bool     kept = c < a.d && size == size && before < a.rank_of(i, s);
     const unsigned bits = __ballot_sync(ALL, kept);
     if (c % 32 == 0) {
         m.n_warp[c/32] = __popc(bits);
@@ -420,7 +425,7 @@ static __global__ void __launch_bounds__(N_THREAD, score_blocks(GB)) score(const
             if (tid % 32 == 0) {
                 m.state[w] = n == 0 ? IS_HIDDEN : in_k_t ? IS_SEALED : IS_ROWS;
                 if (n > 0 && h0 == 0) {
-                    m.bytes[w] += in_k_t ? a.rank*ggml_sparse_scan_bytes(min(GROUP, n_kv - g*GROUP), N_BIT) : (int64_t) n*a.row_bytes;
+                    m.bytes[w] += in_k_t ? a.rank_of(i, s)*ggml_sparse_scan_bytes(min(GROUP, n_kv - g*GROUP), N_BIT) : (int64_t) n*a.row_bytes;
                 }
             }
         }

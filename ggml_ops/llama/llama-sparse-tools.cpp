@@ -26,10 +26,14 @@ std::string llama_sparse_arg(const std::string & spec) {
 // of the scope that is there; empty: none is
 static thread_local std::string scope_spec, scope_path;
 
+// of the program: the spec of the last scope
+static std::string program_spec = "off";
+
 llama_sparse_scope::llama_sparse_scope(const std::string & spec, const std::string & path_model) : is_set(!spec.empty()) {
     if (is_set) {
-        scope_spec = spec;
-        scope_path = path_model;
+        scope_spec   = spec;
+        scope_path   = path_model;
+        program_spec = spec;
         llama_sparse_attn_default(spec.c_str());
     }
 }
@@ -102,4 +106,69 @@ bool llama_sparse_bench_begin(llama_context * ctx, const std::string & spec) {
 void llama_sparse_bench_ready(llama_context * ctx) {
     llama_sparse_attn_seal(ctx);
     llama_sparse_attn_reset_counters(ctx);
+}
+
+// ---- llama-server ----
+
+std::string llama_sparse_request_arg(const std::string & spec) {
+    try {
+        return llama_sparse_arg(spec);
+    } catch (const std::invalid_argument & e) {
+        throw std::invalid_argument(llama_sparse_in_one_line(e.what()));
+    }
+}
+
+std::string llama_sparse_request_of(const std::string & spec) {
+    return spec.empty() ? program_spec : spec;
+}
+
+bool llama_sparse_request(llama_context * ctx, llama_seq_id slot, const std::string & spec, std::string & why) {
+    char err[512];
+    const bool is_set = llama_set_sparse_attn_seq(ctx, slot, spec.empty() ? nullptr : spec.c_str(), err, sizeof(err)) == 0;
+    why = is_set ? "" : llama_sparse_in_one_line(std::string("sparse_attn: ") + err);
+    return is_set;
+}
+
+std::string llama_sparse_reply(const llama_context * ctx, llama_seq_id slot) {
+    if (!ctx->get_cparams().sparse) {
+        return "";
+    }
+    std::string res(llama_get_sparse_attn_seq_info(ctx, slot, nullptr, 0) + 1, '\0');
+    llama_get_sparse_attn_seq_info(ctx, slot, &res[0], res.size());
+    res.pop_back();
+    return res;
+}
+
+std::string llama_sparse_metrics(llama_context * ctx) {
+    const auto & state = ctx->get_cparams().sparse;
+    if (!state) {
+        return "";
+    }
+    ctx->synchronize(); // devices may still be counting
+    const auto stat = state->read_stats();
+    std::ostringstream out;
+    const auto head = [&](const char * name, const char * type, const char * help) {
+        out << "# HELP sparq:" << name << " " << help << "\n# TYPE sparq:" << name << " " << type << "\n";
+    };
+    const auto one = [&](const char * name, const char * type, int64_t value, const char * help) {
+        head(name, type, help);
+        out << "sparq:" << name << " " << value << "\n";
+    };
+    const auto call = [&](const std::string & by, const std::string & reason, int64_t value) {
+        out << "sparq:attention_calls_total{by=\"" << by << "\",reason=\"" << reason << "\"} " << value << "\n";
+    };
+    head("attention_calls_total", "counter", "Attention calls, one for each token and layer");
+    call("sparse", "", stat[GGML_SPARSE_STAT_ATTEND_SPARSE]);
+    call("dense",  "", stat[GGML_SPARSE_STAT_ATTEND_DENSE]);
+    call("prompt", "", stat[GGML_SPARSE_STAT_PREFILL]);
+    for (const auto & [reason, n] : state->n_stock) {
+        call("llama.cpp", reason, n);
+    }
+    one("decoded_tokens_total", "counter", state->n_steps, "Tokens of replies");
+    one("bytes_read_total", "counter", stat[GGML_SPARSE_STAT_BYTES_SCORE] + stat[GGML_SPARSE_STAT_BYTES_ATTEND],
+            "Bytes of K, V and the shadow that replies read");
+    one("bytes_dense_total", "counter", stat[GGML_SPARSE_STAT_BYTES_DENSE], "Bytes that dense attention would have read for them");
+    one("shadow_bytes", "gauge", llama_sparse_shadow_bytes(*ctx), "Memory of the transposed K and the sums of V");
+    one("groups_waiting", "gauge", state->n_waiting, "Complete groups of 64 positions that are not sealed, in the stream with most of them");
+    return out.str();
 }

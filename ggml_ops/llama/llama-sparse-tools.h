@@ -1,6 +1,6 @@
 #pragma once
 
-// --sparse-attn in the programs of llama.cpp: what common/arg.cpp and llama-bench call.
+// --sparse-attn in the programs of llama.cpp: what common/arg.cpp, llama-bench and llama-server call.
 
 #include "llama.h"
 
@@ -58,3 +58,18 @@ LLAMA_API bool llama_sparse_bench_begin(llama_context * ctx, const std::string &
 
 // before the clock starts: what sealing the tokens of the depth costs is not part of a generated token
 LLAMA_API void llama_sparse_bench_ready(llama_context * ctx);
+
+// llama-server: `sparse_attn` of a request. Returns it; throws std::invalid_argument, in one line
+LLAMA_API std::string llama_sparse_request_arg(const std::string & spec);
+
+// What a request runs with: `spec`, or if that is empty the server's own
+LLAMA_API std::string llama_sparse_request_of(const std::string & spec);
+
+// A request begins in a slot. spec: its `sparse_attn`, "": the server's own. False: it can not have that, and `why` says why, in one line
+LLAMA_API bool llama_sparse_request(llama_context * ctx, llama_seq_id slot, const std::string & spec, std::string & why);
+
+// What its reply has read so far, as JSON, see llama_get_sparse_attn_seq_info(). "": the server never had sparse attention
+LLAMA_API std::string llama_sparse_reply(const llama_context * ctx, llama_seq_id slot);
+
+// Counters of all requests for Prometheus, in lines of text
+LLAMA_API std::string llama_sparse_metrics(llama_context * ctx);

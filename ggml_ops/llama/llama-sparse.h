@@ -42,6 +42,7 @@ extern "C" {
 //   mean_v   auto | on | off       step 3, interpolation with the mean value (auto: on)
 //   shadow   q4 | q8 | f16         the transposed copy of K: +13 %, +26 %, +50 % of f16 KV; at the same ratio fewer bits find more (default q4)
 //   budget   uniform | ramp | ramp-down    ramp: topk grows linearly from the first to the last layer, same total (arXiv 2502.06766, 4.4)
+//            flat                          rank=32,topk=512: a token of a long context takes next to as long as one of a short context
 //   top_p    0.95                  of the topk positions only as many as carry this share of the scores, for each KV head and token (default 1)
 //   cap      4                     with top_p: up to so many times topk (default 1); sinks and local follow from topk itself
 //   k_layers 64:12.5%:dense:...    topk of each layer, explicit: positions, a share of those in view (min_k holds), or all
@@ -55,6 +56,17 @@ extern "C" {
 
 // Sets the method of a context; takes effect with the next llama_decode. 0: done. < 0: refused, nothing changed, `err` says why.
 LLAMA_API int32_t llama_set_sparse_attn(struct llama_context * ctx, const char * spec, char * err, size_t n_err);
+
+// Sets the method of one sequence's decoded tokens in place of the context's; takes effect with the next llama_decode, and lasts until it is set
+// again, or the context's is. NULL: the context's. A batch may mix sequences. Refused is what one node of a graph has for all its tokens: another
+// sparse METHOD than the context's, or other mean_v, shadow, top_p, cap, gpu_min_mb, prompt or prompt_p; these, and min_ctx, are the context's where
+// the spec does not have them. `off` is llama.cpp's own attention in a batch whose sequences are all off, prompts included; elsewhere it is `dense`.
+LLAMA_API int32_t llama_set_sparse_attn_seq(struct llama_context * ctx, llama_seq_id seq_id, const char * spec, char * err, size_t n_err);
+
+// Writes, as JSON, the spec of a sequence, and what its decoded tokens have read since it was set: `steps`, and over all layers that are ours
+// `calls_sparse`, `calls_dense`, `positions_visible`, `positions_read`, `bytes_dense` and `bytes_read`, as the settings order them (the most, with
+// top_p). Returns the length the text has (without the 0), < 0: no such sequence.
+LLAMA_API int32_t llama_get_sparse_attn_seq_info(const struct llama_context * ctx, llama_seq_id seq_id, char * buf, size_t n_buf);
 
 // The spec of the contexts that this thread makes from now on, in place of the environment variable SPARQ_ATTN. NULL: SPARQ_ATTN again. A context
 // can not be made with a spec that is wrong, or that its model refuses; the log says why, in one line. Contexts made with ctx_other, as for

@@ -15,6 +15,7 @@ struct llama_sparse_access {
     static const auto & layer_ids    (const llama_kv_cache & kv) { return kv.map_layer_ids; }
     static const auto & cells        (const llama_kv_cache & kv, uint32_t stream) { return kv.v_cells[stream]; }
     static uint32_t     stream_of    (const llama_kv_cache & kv, llama_seq_id seq) { return kv.seq_to_stream[seq]; }
+    static ggml_type    type_k       (const llama_kv_cache & kv, int il) { return kv.layers[kv.map_layer_ids.at(il)].k->type; }
     static bool         has_other    (const llama_kv_cache & kv) { return kv.other != nullptr; }
     static bool         v_trans      (const llama_kv_cache & kv) { return kv.v_trans; }
     static bool         attn_rot_k   (const llama_kv_cache & kv) { return kv.attn_rot_k; }

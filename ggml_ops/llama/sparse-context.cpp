@@ -114,10 +114,11 @@ static void set(llama_context & ctx, const llama_sparse_spec & spec) {
             shadow->make_tensors(*kv, spec);
         }
     }
-    state          = next;
-    state->spec    = spec;
-    state->n_layer = (int32_t) ctx.get_model().hparams.n_layer();
-    state->reason  = spec.method == LLAMA_SPARSE_OFF ? "" : kv ? llama_sparse_why_not(*kv) : "this architecture has no plain KV cache";
+    state            = next;
+    state->spec      = spec;
+    state->sequences = {};
+    state->n_layer   = (int32_t) ctx.get_model().hparams.n_layer();
+    state->reason    = spec.method == LLAMA_SPARSE_OFF ? "" : kv ? llama_sparse_why_not(*kv) : "this architecture has no plain KV cache";
 
     // a graph built with the old settings must not be reused: allow_reuse() compares this number
     access::cparams(ctx).sparse_gen++;
@@ -125,16 +126,55 @@ static void set(llama_context & ctx, const llama_sparse_spec & spec) {
     seal_early(ctx);
 }
 
-int32_t llama_set_sparse_attn(llama_context * ctx, const char * text, char * err, size_t n_err) {
+// 0, or -1 if f throws: err says why
+template <typename F>
+static int32_t try_to(F f, char * err, size_t n_err) {
     try {
-        ctx->synchronize();
-        set(*ctx, llama_sparse_spec::parse(text ? text : "off"));
+        f();
     } catch (const std::exception & e) {
         write_text(e.what(), err, n_err);
         return -1;
     }
     write_text("", err, n_err);
     return 0;
+}
+
+int32_t llama_set_sparse_attn(llama_context * ctx, const char * text, char * err, size_t n_err) {
+    return try_to([&] {
+        ctx->synchronize();
+        set(*ctx, llama_sparse_spec::parse(text ? text : "off"));
+    }, err, n_err);
+}
+
+// throws llama_sparse_error
+static void set_sequence(llama_context & ctx, llama_seq_id seq, const char * text) {
+    if (seq < 0 || (uint32_t) seq >= ctx.get_cparams().n_seq_max) {
+        throw llama_sparse_error("there is no sequence " + std::to_string(seq), "the context has " + std::to_string(ctx.get_cparams().n_seq_max));
+    }
+    auto & state = access::cparams(ctx).sparse;
+    std::shared_ptr<const llama_sparse_spec> own;
+    if (text) {
+        const auto spec = llama_sparse_spec::parse_own(text, state ? state->spec : llama_sparse_spec());
+        check(ctx, spec);
+        if (spec.str() != (state ? state->spec : llama_sparse_spec()).str()) {
+            own = std::make_shared<const llama_sparse_spec>(spec);
+        }
+    }
+    if (!state) {
+        return; // off, as all is
+    }
+    ctx.synchronize();
+    for (const auto & other : state->sequences) { // equal settings are one, so that a graph has them once
+        if (own && other.own && other.own->str() == own->str()) {
+            own = other.own;
+        }
+    }
+    state->sequences[seq] = {};
+    state->sequences[seq].own = own;
+}
+
+int32_t llama_set_sparse_attn_seq(llama_context * ctx, llama_seq_id seq, const char * text, char * err, size_t n_err) {
+    return try_to([&] { set_sequence(*ctx, seq, text); }, err, n_err);
 }
 
 int32_t llama_sparse_attn_parse(const char * text, char * buf, size_t n_buf) {
@@ -169,9 +209,8 @@ static std::string default_spec(const llama_context_params & params, std::string
     return text && !is_draft ? text : "";
 }
 
-static std::runtime_error in_one_line(const std::string & from, std::string what) {
-    const size_t at = what.find('\n');
-    return std::runtime_error(from + (at == std::string::npos ? what : what.replace(at, 1, "; hint: ")));
+static std::runtime_error in_one_line(const std::string & from, const std::string & what) {
+    return std::runtime_error(from + llama_sparse_in_one_line(what));
 }
 
 void llama_sparse_context_begin(llama_cparams & cparams, const llama_context_params & params) {
@@ -260,7 +299,25 @@ void llama_sparse_attn_reset_counters(llama_context * ctx) {
     }
 }
 
+size_t llama_sparse_shadow_bytes(llama_context & ctx) {
+    auto * kv = find_shadowed(ctx.get_memory());
+    return kv ? access::shadow(*kv)->bytes() : 0;
+}
+
+using json_fields = std::vector<std::pair<std::string, std::string>>;
+
 // one JSON object; texts have no character that JSON would escape
+static std::string json_object(const json_fields & fields) {
+    std::string res;
+    for (const auto & [key, value] : fields) {
+        res += (res.empty() ? "{\"" : ", \"") + key + "\": " + value;
+    }
+    return res.empty() ? "{}" : res + "}";
+}
+
+static std::string json_text(const std::string & s) { return "\"" + s + "\""; }
+static std::string json_number(int64_t x)           { return std::to_string(x); }
+
 static std::string info(llama_context & ctx) {
     const auto & state = ctx.get_cparams().sparse;
     if (!state) {
@@ -270,64 +327,82 @@ static std::string info(llama_context & ctx) {
     const auto & spec = state->spec;
     const auto   stat = state->read_stats();
 
-    const auto text   = [](const std::string & s) { return "\"" + s + "\""; };
-    const auto object = [](const std::vector<std::pair<std::string, std::string>> & fields) {
-        std::string res;
-        for (const auto & [key, value] : fields) {
-            res += (res.empty() ? "{\"" : ", \"") + key + "\": " + value;
-        }
-        return res.empty() ? "{}" : res + "}";
-    };
-    const auto number = [](int64_t x) { return std::to_string(x); };
-
     int64_t n_sparse = 0;
     std::string layers;
     for (const auto & [il, reason] : state->layers) {
         n_sparse += reason.empty();
         layers += (layers.empty() ? "" : ", ") +
-                object({ { "il", number(il) }, { "state", text(reason.empty() ? "sparse" : "dense") }, { "reason", text(reason) } });
+                json_object({ { "il", json_number(il) }, { "state", json_text(reason.empty() ? "sparse" : "dense") }, { "reason", json_text(reason) } });
     }
-    std::vector<std::pair<std::string, std::string>> stock;
+    json_fields stock;
     uint64_t n_stock = 0;
     for (const auto & [reason, n] : state->n_stock) {
-        stock.emplace_back(reason, number(n));
+        stock.emplace_back(reason, json_number(n));
         n_stock += n;
     }
-    const auto * kv = find_shadowed(ctx.get_memory());
-    const size_t shadow_bytes = kv ? access::shadow(*const_cast<llama_kv_cache *>(kv))->bytes() : 0;
-
     // clang-format off: a table
-    const std::string counters = object({
-        { "steps",             number(state->n_steps) },
-        { "calls_sparse",      number(stat[GGML_SPARSE_STAT_ATTEND_SPARSE]) },
-        { "calls_dense_op",    number(stat[GGML_SPARSE_STAT_ATTEND_DENSE]) },
-        { "calls_prefill",     number(stat[GGML_SPARSE_STAT_PREFILL]) },
-        { "blocks_fast",       number(stat[GGML_SPARSE_STAT_PREFILL_FAST]) },
-        { "prompt_visible",    number(stat[GGML_SPARSE_STAT_PREFILL_VISIBLE]) },
-        { "prompt_read",       number(stat[GGML_SPARSE_STAT_PREFILL_READ]) },
-        { "calls_stock",       number(n_stock) },
-        { "stock_reasons",     object(stock) },
-        { "positions_visible", number(stat[GGML_SPARSE_STAT_POS_VISIBLE]) },
-        { "positions_read",    number(stat[GGML_SPARSE_STAT_POS_READ]) },
-        { "bytes_read",        number(stat[GGML_SPARSE_STAT_BYTES_SCORE] + stat[GGML_SPARSE_STAT_BYTES_ATTEND]) },
-        { "bytes_score",       number(stat[GGML_SPARSE_STAT_BYTES_SCORE]) },
-        { "bytes_attend",      number(stat[GGML_SPARSE_STAT_BYTES_ATTEND]) },
-        { "bytes_dense",       number(stat[GGML_SPARSE_STAT_BYTES_DENSE]) },
-        { "groups_sealed",     number(stat[GGML_SPARSE_STAT_GROUPS_SEALED]) },
+    const std::string counters = json_object({
+        { "steps",             json_number(state->n_steps) },
+        { "calls_sparse",      json_number(stat[GGML_SPARSE_STAT_ATTEND_SPARSE]) },
+        { "calls_dense_op",    json_number(stat[GGML_SPARSE_STAT_ATTEND_DENSE]) },
+        { "calls_prefill",     json_number(stat[GGML_SPARSE_STAT_PREFILL]) },
+        { "blocks_fast",       json_number(stat[GGML_SPARSE_STAT_PREFILL_FAST]) },
+        { "prompt_visible",    json_number(stat[GGML_SPARSE_STAT_PREFILL_VISIBLE]) },
+        { "prompt_read",       json_number(stat[GGML_SPARSE_STAT_PREFILL_READ]) },
+        { "calls_stock",       json_number(n_stock) },
+        { "stock_reasons",     json_object(stock) },
+        { "positions_visible", json_number(stat[GGML_SPARSE_STAT_POS_VISIBLE]) },
+        { "positions_read",    json_number(stat[GGML_SPARSE_STAT_POS_READ]) },
+        { "bytes_read",        json_number(stat[GGML_SPARSE_STAT_BYTES_SCORE] + stat[GGML_SPARSE_STAT_BYTES_ATTEND]) },
+        { "bytes_score",       json_number(stat[GGML_SPARSE_STAT_BYTES_SCORE]) },
+        { "bytes_attend",      json_number(stat[GGML_SPARSE_STAT_BYTES_ATTEND]) },
+        { "bytes_dense",       json_number(stat[GGML_SPARSE_STAT_BYTES_DENSE]) },
+        { "groups_sealed",     json_number(stat[GGML_SPARSE_STAT_GROUPS_SEALED]) },
     });
-    return object({
-        { "spec",          text(spec.str()) },
+    return json_object({
+        { "spec",          json_text(spec.str()) },
         { "active",        !state->is_off() && state->reason.empty() ? "true" : "false" },
-        { "reason",        text(state->is_off() ? "off" : state->reason) },
-        { "method",        text(spec.method_name()) },
-        { "n_layer",       number(state->n_layer) },
-        { "layers_sparse", number(n_sparse) },
-        { "shadow_type",   text(ggml_sparse_shadow_name(spec.n_bit)) },
-        { "shadow_bytes",  number(shadow_bytes) },
+        { "reason",        json_text(state->is_off() ? "off" : state->reason) },
+        { "method",        json_text(spec.method_name()) },
+        { "n_layer",       json_number(state->n_layer) },
+        { "layers_sparse", json_number(n_sparse) },
+        { "shadow_type",   json_text(ggml_sparse_shadow_name(spec.n_bit)) },
+        { "shadow_bytes",  json_number(llama_sparse_shadow_bytes(ctx)) },
         { "layers",        "[" + layers + "]" },
         { "counters",      counters },
     });
     // clang-format on
+}
+
+static std::string sequence_info(const llama_context & ctx, llama_seq_id seq) {
+    const auto & state = ctx.get_cparams().sparse;
+    if (seq < 0 || (uint32_t) seq >= ctx.get_cparams().n_seq_max) {
+        throw std::out_of_range("there is no sequence " + std::to_string(seq));
+    }
+    if (!state) {
+        return json_object({ { "spec", json_text("off") } });
+    }
+    const auto & x = state->sequences[seq];
+    // clang-format off: a table
+    return json_object({
+        { "spec",              json_text(state->spec_of(seq).str()) },
+        { "steps",             json_number(x.n_steps) },
+        { "calls_sparse",      json_number(x.n_sparse) },
+        { "calls_dense",       json_number(x.n_dense) },
+        { "positions_visible", json_number(x.n_visible) },
+        { "positions_read",    json_number(x.n_read) },
+        { "bytes_dense",       json_number((int64_t) x.bytes_dense) },
+        { "bytes_read",        json_number((int64_t) x.bytes_read) },
+    });
+    // clang-format on
+}
+
+int32_t llama_get_sparse_attn_seq_info(const llama_context * ctx, llama_seq_id seq, char * buf, size_t n_buf) {
+    return (int32_t) guarded(__func__, [&]() -> int64_t {
+        const std::string s = sequence_info(*ctx, seq);
+        write_text(s, buf, n_buf);
+        return (int64_t) s.size();
+    });
 }
 
 int32_t llama_get_sparse_attn_info(const llama_context * ctx, char * buf, size_t n_buf) {

@@ -163,9 +163,15 @@ ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string 
     const auto & spec = a.spec();
     const auto & tok  = inp.tok;
     const int64_t ns    = inp.n_stream;
-    const int32_t topk  = spec.topk_for(a.il, inp.n_kv, inp.score_shares);
 
-    const bool all = spec.is_dense() || spec.is_short(inp.n_kv) || (uint32_t) topk >= inp.n_kv;
+    int32_t topk_max = 0, rank = 0; // the largest of those that read a selection
+    for (const auto & x : inp.settings) {
+        if (!inp.reads_all(x, a.il)) {
+            topk_max = std::max(topk_max, x.spec.cap_for(inp.topk_for(x, a.il), inp.n_kv));
+            rank     = std::max(rank, k_t ? inp.rank_for(x, a.il) : 0);
+        }
+    }
+    const bool all = topk_max == 0;
 
     // a device reads few bytes faster than it selects: what is short stays with its own flash attention
     const auto dev = a.device();
@@ -197,7 +203,7 @@ ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string 
     params.scale    = a.scale;
     params.max_bias = a.g.hparams.f_max_alibi_bias;
     params.softcap  = a.softcap();
-    params.topk_max = spec.cap_for(topk, inp.n_kv);
+    params.topk_max = topk_max;
     params.top_p    = (float) spec.top_p;
 
     ggml_tensor * res;
@@ -213,7 +219,8 @@ ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string 
         if (k_t) {
             const auto & layer = inp.shadow().at(a.ikv());
             params.mean_v = spec.wants_mean_v();
-            params.rank   = spec.rank_for(a.il, a.k->ne[0], llama_sparse_row_bytes(inp.kv(), a.il));
+            params.rank   = rank;
+            params.i_rank = inp.i_rank(a.il);
             params.n_bit  = spec.n_bit;
             params.n_rot  = llama_sparse_n_rot(inp.kv());
             in.k_t     = k_t;
@@ -294,6 +301,10 @@ ggml_tensor * llama_sparse_build_attn(
         return nullptr;
     }
     auto & inp = *llm_graph_input_sparse::of(g, mctx);
+    if (inp.tok.is_stock) {
+        inp.layers.push_back({ il, "off", true });
+        return nullptr;
+    }
     const attention a = { g, inp, q, k, v, kq_b, kq_mask, sinks, kq_scale, il };
 
     std::string why = why_not_ours(a, mctx);

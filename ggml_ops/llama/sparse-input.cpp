@@ -42,15 +42,27 @@ std::bitset<LLAMA_MAX_SEQ> llama_sparse_replying(llama_kv_cache * kv, const llam
 }
 
 static llm_graph_input_sparse::tokens find_tokens(const llama_sparse_state & state, const llama_kv_cache_context * mctx, const llama_ubatch & ubatch) {
-    llm_graph_input_sparse::tokens res = { ubatch.n_tokens, 0, ubatch.n_tokens, 0 };
     // a graph that measures stands for a step of one token per sequence, or for a prompt
     const bool is_reserve = mctx && access::is_reserve(*mctx);
     const bool is_step    = ubatch.n_tokens == ubatch.n_seqs_unq;
+    llm_graph_input_sparse::tokens res = { ubatch.n_tokens, 0, ubatch.n_tokens, 0, !is_reserve, false, {} };
     for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
-        if (is_reserve ? is_step : state.replying[ubatch.seq_id[i][0]]) {
-            res.n_reply++;
-            res.lo = std::min(res.lo, i);
-            res.hi = i + 1;
+        const llama_seq_id seq = is_reserve ? 0 : ubatch.seq_id[i][0];
+        res.is_stock = res.is_stock && state.spec_of(seq).is_off();
+        if (!(is_reserve ? is_step : state.replying[seq])) {
+            continue;
+        }
+        res.n_reply++;
+        res.lo = std::min(res.lo, i);
+        res.hi = i + 1;
+        const auto & own = state.sequences[seq].own;
+        if (is_reserve || !own) {
+            res.has_common = true;
+        } else {
+            const auto at = std::lower_bound(res.own.begin(), res.own.end(), own);
+            if (at == res.own.end() || *at != own) {
+                res.own.insert(at, own);
+            }
         }
     }
     if (res.n_reply == 0) {
@@ -63,7 +75,8 @@ static llm_graph_input_sparse::tokens find_tokens(const llama_sparse_state & sta
 }
 
 bool llm_graph_input_sparse::tokens::same_graph(const tokens & other) const {
-    return n == other.n && lo == other.lo && hi == other.hi && is_mixed() == other.is_mixed();
+    return n == other.n && lo == other.lo && hi == other.hi && is_mixed() == other.is_mixed() && is_stock == other.is_stock &&
+            has_common == other.has_common && own == other.own;
 }
 
 //
@@ -83,9 +96,27 @@ llm_graph_input_sparse * llm_graph_input_sparse::of(const llm_graph_context & g,
 llm_graph_input_sparse::llm_graph_input_sparse(const llm_graph_context & g, const llama_kv_cache_context * mctx) :
     state(g.cparams.sparse), mctx(mctx), tok(find_tokens(*state, mctx, g.ubatch)), n_kv(mctx ? mctx->get_n_kv() : 0),
     n_stream(mctx ? access::sinfo(*mctx).s1 - access::sinfo(*mctx).s0 + 1 : 1) {
-    if (mctx) {
-        score_shares = llama_sparse_score_shares(kv(), state->spec, state->n_layer);
+    const auto add = [&](const std::shared_ptr<const llama_sparse_spec> & own) {
+        const auto & spec = own ? *own : state->spec;
+        settings.push_back({ own, spec, mctx ? llama_sparse_score_shares(kv(), spec, state->n_layer) : std::vector<double>{} });
+    };
+    if (tok.has_common || tok.own.empty()) {
+        add(nullptr);
     }
+    std::for_each(tok.own.begin(), tok.own.end(), add);
+}
+
+bool llm_graph_input_sparse::reads_all(const setting & x, int32_t il) const {
+    return !x.spec.is_sparse() || x.spec.is_dense() || x.spec.is_short(n_kv) || (uint32_t) topk_for(x, il) >= n_kv;
+}
+
+int32_t llm_graph_input_sparse::rank_for(const setting & x, int32_t il) const {
+    return x.spec.rank_for(il, access::hparams(kv()).n_embd_head_k(il), llama_sparse_row_bytes(kv(), il));
+}
+
+const llm_graph_input_sparse::setting & llm_graph_input_sparse::setting_of(llama_seq_id seq) const {
+    const auto is_of = [&](const setting & x) { return x.own == state->sequences[seq].own; };
+    return *std::find_if(settings.begin(), settings.end(), is_of);
 }
 
 static ggml_tensor * new_input(const llm_graph_context & g, const char * name, int64_t ne0, int64_t ne1, int64_t ne2 = 1, int64_t ne3 = 1,
@@ -113,13 +144,15 @@ void llm_graph_input_sparse::need_wanted(const llm_graph_context & g) {
     if (wanted) {
         return;
     }
-    const auto & spec = state->spec;
-    for (int32_t il = 0; il < state->n_layer; ++il) {
-        const int32_t k = spec.topk_for(il, n_kv, score_shares);
-        n_local_max = std::max(n_local_max, (uint32_t) k < n_kv ? spec.local_for(k) : 0);
+    int32_t n_sinks = 0;
+    for (const auto & x : settings) {
+        for (int32_t il = 0; il < state->n_layer; ++il) {
+            n_local_max = std::max(n_local_max, reads_all(x, il) ? 0 : x.spec.local_for(topk_for(x, il)));
+        }
+        n_sinks = std::max(n_sinks, x.spec.sinks);
     }
     const int64_t n_tok = (tok.hi - tok.lo)/n_stream;
-    wanted = new_input(g, "sparse_wanted", i_forced() + std::max(n_local_max + spec.sinks, 1), n_tok, 1, n_stream);
+    wanted = new_input(g, "sparse_wanted", i_forced() + std::max(n_local_max + n_sinks, 1), n_tok, 1, n_stream);
 }
 
 void llm_graph_input_sparse::need_hide(const llm_graph_context & g) {
@@ -157,6 +190,7 @@ int64_t llm_graph_input_sparse::n_waiting() const {
         shadow().for_sealable(access::cells(kv(), s), s, n_kv, nullptr, [&](int32_t) { ++n_group; return true; });
         n = std::max(n, n_group);
     }
+    state->n_waiting = n;
     return n;
 }
 
@@ -202,8 +236,6 @@ void llm_graph_input_sparse::set_seal(uint32_t s, uint32_t stream, const std::ve
 // The local window and the sinks are the newest and the oldest positions of the token's own sequence: found by position, since cells are
 // in no particular order.
 void llm_graph_input_sparse::set_wanted(const llama_ubatch * ubatch) {
-    const auto & spec = state->spec;
-
     const int64_t n_tok = tok.hi - tok.lo;
 
     for (int64_t i = 0; i < n_tok; ++i) {
@@ -216,10 +248,12 @@ void llm_graph_input_sparse::set_wanted(const llama_ubatch * ubatch) {
         if (!state->replying[seq]) {
             continue;
         }
-        const auto & pos = sparse_positions_of(access::cells(kv(), access::stream_of(kv(), seq)), seq, 0);
+        const auto & x    = setting_of(seq);
+        const auto & spec = x.spec;
+        const auto & pos  = sparse_positions_of(access::cells(kv(), access::stream_of(kv(), seq)), seq, 0);
 
         const auto end = pos.upper_bound({ ubatch->pos[t], UINT32_MAX }); // the first after the token itself
-        const int32_t n_pos = pos.size() - std::distance(end, pos.end()); // most often nothing comes after
+        const int32_t n_pos = n_seen(seq, ubatch->pos[t]);
 
         auto it = end;
         for (int32_t j = 0; j < n_local_max && it != pos.begin(); ++j) {
@@ -230,10 +264,56 @@ void llm_graph_input_sparse::set_wanted(const llama_ubatch * ubatch) {
             forced[j] = first->second;
         }
 
+        int32_t * rank = kl + i_rank(0);
         for (int32_t il = 0; il < state->n_layer; ++il, kl += 2) {
-            const int32_t k = spec.topk_for(il, n_pos, score_shares);
+            if (settings.size() > 1 && reads_all(x, il)) {
+                kl[0] = -1; // beside tokens that read a selection
+                continue;
+            }
+            const int32_t k = spec.topk_for(il, n_pos, x.score_shares);
             kl[0] = spec.cap_for(k, n_pos);
             kl[1] = std::min(spec.local_for(k), n_local_max);
+        }
+        for (const auto & layer : layers) {
+            if (has_ranks() && layer.reason.empty() && !layer.is_left) {
+                rank[layer.il] = rank_for(x, layer.il);
+            }
+        }
+    }
+}
+
+int32_t llm_graph_input_sparse::n_seen(llama_seq_id seq, llama_pos at) const {
+    const auto & pos = sparse_positions_of(access::cells(kv(), access::stream_of(kv(), seq)), seq, 0);
+    return pos.size() - std::distance(pos.upper_bound({ at, UINT32_MAX }), pos.end()); // most often nothing comes after
+}
+
+// As the settings order it. The ops count for all sequences together, and what they count differs a little: groups that are not sealed are
+// scored from K, and hidden cells of other sequences lie among those that a scan passes
+void llm_graph_input_sparse::account(const llama_ubatch * ubatch) {
+    const auto & hparams = access::hparams(kv());
+    for (uint32_t t = tok.lo; t < tok.hi; ++t) {
+        const llama_seq_id seq = ubatch->seq_id[t][0];
+        if (!state->replying[seq]) {
+            continue;
+        }
+        const setting & x     = setting_of(seq);
+        const int64_t   n_pos = n_seen(seq, ubatch->pos[t]);
+        auto & sum = state->sequences[seq];
+        sum.n_steps++;
+        for (const auto & [il, reason, is_left] : layers) {
+            if (is_left || !reason.empty()) {
+                continue;
+            }
+            const int64_t n_head = hparams.n_head_kv(il);
+            const bool    is_all = reads_all(x, il);
+            const int64_t n_read = is_all ? n_pos : x.spec.cap_for(x.spec.topk_for(il, n_pos, x.score_shares), n_pos);
+            const double  row    = llama_sparse_row_bytes(kv(), il);
+            const double  score  = x.spec.has_shadow() ? x.score_shares[il]*row : ggml_row_size(access::type_k(kv(), il), hparams.n_embd_head_k(il));
+            (is_all ? sum.n_dense : sum.n_sparse)++;
+            sum.n_visible   += n_pos*n_head;
+            sum.n_read      += n_read*n_head;
+            sum.bytes_dense += row*n_pos*n_head;
+            sum.bytes_read  += (row*n_read + (is_all ? 0.0 : score*n_pos))*n_head;
         }
     }
 }
@@ -242,6 +322,7 @@ void llm_graph_input_sparse::set_input(const llama_ubatch * ubatch) {
     if (list) {
         const auto & sinfo = access::sinfo(*mctx);
         shadow().begin();
+        state->n_waiting = std::max<int64_t>(0, state->n_waiting - list->ne[0]);
         // those of the graph's streams without tokens in this ubatch seal nothing new
         static const std::vector<uint32_t> none;
         for (uint32_t s = 0; s < n_stream; ++s) {
@@ -260,11 +341,15 @@ void llm_graph_input_sparse::set_input(const llama_ubatch * ubatch) {
     }
 
     state->n_steps += tok.n_reply;
-    if (tok.n_reply > 0 && state->layers.size() != layers.size()) {
+    if (mctx) {
+        account(ubatch);
+    }
+    const bool tells = tok.n_reply > 0 && !tok.is_stock;
+    if (tells && state->layers.size() != layers.size()) {
         state->layers.clear(); // else the same ones, whose entries are written again: nothing is allocated
     }
     for (const auto & [il, reason, is_left] : layers) {
-        if (tok.n_reply > 0) {
+        if (tells) {
             state->layers[il] = reason;
         }
         if (is_left) {

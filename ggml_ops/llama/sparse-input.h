@@ -27,6 +27,9 @@ public:
         uint32_t n;       // all
         uint32_t n_reply;
         uint32_t lo, hi;  // the smallest range that has all replies; with several streams all tokens, or none
+        bool     is_stock;   // the attention of all their sequences is off
+        bool     has_common; // a reply has the context's settings
+        std::vector<std::shared_ptr<const llama_sparse_spec>> own; // the settings that other replies have, each once, in order of address
 
         bool is_mixed()   const { return n_reply < hi - lo; } // prompts between replies
         bool has_prompt() const { return n_reply < n; }
@@ -36,6 +39,18 @@ public:
     const uint32_t n_kv;
     const uint32_t n_stream;
 
+    // what replies of this graph have for settings: the context's, those of single sequences, or both
+    struct setting {
+        std::shared_ptr<const llama_sparse_spec> own; // nullptr: the context's
+        const llama_sparse_spec & spec;
+        std::vector<double>       score_shares; // [n_layer], see llama_sparse_score_shares()
+    };
+    std::vector<setting> settings;
+
+    bool    reads_all(const setting & x, int32_t il) const; // every position of a layer
+    int32_t topk_for (const setting & x, int32_t il) const { return x.spec.topk_for(il, n_kv, x.score_shares); }
+    int32_t rank_for (const setting & x, int32_t il) const;
+
     llama_kv_cache      & kv()      const { return llama_sparse_access::kv(*mctx); }
     llama_sparse_shadow & shadow()  const { return *llama_sparse_access::shadow(kv()); }
     uint32_t              stream0() const { return llama_sparse_access::sinfo(*mctx).s0; } // the first of the graph's
@@ -44,7 +59,8 @@ public:
 
     ggml_tensor * list   = nullptr; // I32 [n_list, n_stream]: groups to seal
     ggml_tensor * sealed = nullptr; // I32 [n_grp, n_stream]
-    ggml_tensor * wanted = nullptr; // I32 [2*n_layer + n_local_max + n_sinks, n_tok, 1, n_stream], of the range: k and l by layer, local window, sinks
+    ggml_tensor * wanted = nullptr; // I32 [i_forced + n_local_max + n_sinks, n_tok, 1, n_stream], of the range: k and l by layer, with several
+                                    // settings the rank by layer, local window, sinks
     ggml_tensor * hide_prompts = nullptr; // F32 [1, n_tok, 1, n_stream], of a mixed range: -inf for tokens of prompts, else 0
     ggml_tensor * hide_replies = nullptr; // the reverse
 
@@ -53,9 +69,10 @@ public:
     void need_wanted(const llm_graph_context & g);
     void need_hide  (const llm_graph_context & g); // both
 
-    int32_t             n_local_max = 0;
-    int32_t             i_forced() const { return 2*state->n_layer; } // in wanted
-    std::vector<double> score_shares; // [n_layer], see llama_sparse_score_shares()
+    int32_t n_local_max = 0;
+    bool    has_ranks()      const { return settings.size() > 1 && state->spec.has_shadow(); }
+    int32_t i_rank(int il)   const { return has_ranks() ? 2*state->n_layer + il : 0; } // in wanted
+    int32_t i_forced()       const { return (has_ranks() ? 3 : 2)*state->n_layer; }
 
     // ---- nodes that layers share, by the device that runs them (nullptr: the CPU)
 
@@ -76,6 +93,10 @@ private:
 
     void set_seal  (uint32_t s, uint32_t stream, const std::vector<uint32_t> & written);
     void set_wanted(const llama_ubatch * ubatch);
+    void account   (const llama_ubatch * ubatch); // of each sequence
+
+    const setting & setting_of(llama_seq_id seq) const;
+    int32_t         n_seen(llama_seq_id seq, llama_pos at) const; // positions that a token sees
 
     std::vector<uint8_t> busy; // [n_grp] groups that the ubatch writes; kept, so that a token allocates nothing
 };

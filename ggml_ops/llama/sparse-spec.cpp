@@ -157,9 +157,19 @@ void check_idle(const llama_sparse_spec & spec, const std::set<std::string> & gi
     refuse(given.count("ratio") && given.count("topk") && (is_topk || given.count("rank")), "ratio", is_topk ? "topk is given" : "topk and rank are given");
 }
 
-} // namespace
+const char * BUDGETS = "budgets: uniform, ramp, ramp-down, flat";
 
-llama_sparse_spec llama_sparse_spec::parse(const std::string & text) {
+void make_flat(llama_sparse_spec & spec, const std::set<std::string> & given) {
+    const char * keys[] = { "ratio", "rank", "topk", "k_layers", "rank_layers", "top_p" };
+    if (spec.method != LLAMA_SPARSE_SPARQ || std::any_of(std::begin(keys), std::end(keys), [&](const char * key) { return given.count(key); })) {
+        throw llama_sparse_error("budget flat is sparq,rank=32,topk=512, beside no ratio, rank, topk, k_layers, rank_layers or top_p", "write just sparq,flat");
+    }
+    spec.rank = 32;
+    spec.topk = 512;
+}
+
+// given: receives the keys that are there
+llama_sparse_spec parse_keys(const std::string & text, std::set<std::string> & given) {
     llama_sparse_spec spec;
 
     const auto parts = split(text, ',');
@@ -170,7 +180,7 @@ llama_sparse_spec llama_sparse_spec::parse(const std::string & text) {
     }
     spec.method = (llama_sparse_method) (method - METHODS.begin());
 
-    std::set<std::string> given;
+    bool is_flat = false;
     for (size_t i = 1; i < parts.size(); ++i) {
         const size_t eq = parts[i].find('=');
         // "budget" values may stand alone: topk,k=512,ramp
@@ -214,8 +224,9 @@ llama_sparse_spec llama_sparse_spec::parse(const std::string & text) {
                 throw llama_sparse_error("budget " + val + " is measured for each model, by sparq-cpp calibrate",
                         "write what it found here: sparq-cpp explain --budget " + val + " names it");
             }
-            if (val != "uniform" && val != "ramp" && val != "ramp-down") {
-                throw llama_sparse_error((eq == std::string::npos ? "not a key=value pair: " : "unknown budget: ") + val, "budgets: uniform, ramp, ramp-down");
+            is_flat = val == "flat";
+            if (val != "uniform" && val != "ramp" && val != "ramp-down" && !is_flat) {
+                throw llama_sparse_error((eq == std::string::npos ? "not a key=value pair: " : "unknown budget: ") + val, BUDGETS);
             }
             spec.ramp = val == "ramp" ? 1 : val == "ramp-down" ? -1 : 0;
         } else if (key == "top_p") {
@@ -241,6 +252,9 @@ llama_sparse_spec llama_sparse_spec::parse(const std::string & text) {
         }
     }
 
+    if (is_flat) {
+        make_flat(spec, given);
+    }
     const bool sparse = spec.method == LLAMA_SPARSE_SPARQ || spec.method == LLAMA_SPARSE_TOPK;
     const bool dense = spec.method == LLAMA_SPARSE_DENSE;
     if (!sparse && given.size() > (dense ? given.count("prompt") + given.count("prompt_p") : 0)) {
@@ -258,6 +272,48 @@ llama_sparse_spec llama_sparse_spec::parse(const std::string & text) {
     check_idle(spec, given);
     if (spec.topk > 0 && spec.sinks + std::max(spec.local, 0) + 1 > spec.topk) {
         throw llama_sparse_error("topk leaves no room beside sinks and local: " + text, "topk counts them; raise topk, or lower sinks or local");
+    }
+    return spec;
+}
+
+} // namespace
+
+std::string llama_sparse_in_one_line(std::string what) {
+    const size_t at = what.find('\n');
+    return at == std::string::npos ? what : what.replace(at, 1, "; hint: ");
+}
+
+llama_sparse_spec llama_sparse_spec::parse(const std::string & text) {
+    std::set<std::string> given;
+    return parse_keys(text, given);
+}
+
+llama_sparse_spec llama_sparse_spec::parse_own(const std::string & text, const llama_sparse_spec & all) {
+    std::set<std::string> given;
+    llama_sparse_spec spec = parse_keys(text, given);
+    if (spec.is_off()) {
+        return spec;
+    }
+    const std::string here = ": " + all.str();
+    if (all.is_off() || (spec.is_sparse() && spec.method != all.method) || (spec.has_shadow() && !all.has_shadow())) {
+        throw llama_sparse_error(std::string(spec.method_name()) + " is not to be had where all others have " + all.str(),
+                "the program has to begin with it, as in --sparse-attn sparq,ratio=1/8");
+    }
+    const auto share = [&](const char * key, auto & mine, const auto & theirs, bool is_same) {
+        if (given.count(key) && !is_same) {
+            throw llama_sparse_error(std::string(key) + " is the same for all" + here, std::string("leave out ") + key);
+        }
+        mine = theirs;
+    };
+    share("mean_v",     spec.mean_v,     all.mean_v,     (spec.mean_v != 0) == (all.mean_v != 0));
+    share("shadow",     spec.n_bit,      all.n_bit,      spec.n_bit == all.n_bit);
+    share("top_p",      spec.top_p,      all.top_p,      spec.top_p == all.top_p);
+    share("cap",        spec.cap,        all.cap,        spec.cap == all.cap);
+    share("gpu_min_mb", spec.gpu_min_mb, all.gpu_min_mb, spec.gpu_min_mb == all.gpu_min_mb);
+    share("prompt",     spec.prompt,     all.prompt,     spec.prompt == all.prompt);
+    share("prompt_p",   spec.prompt_p,   all.prompt_p,   spec.prompt_p == all.prompt_p);
+    if (!given.count("min_ctx")) {
+        spec.min_ctx = all.min_ctx;
     }
     return spec;
 }

@@ -12,6 +12,9 @@ struct llama_sparse_error : std::runtime_error {
     llama_sparse_error(const std::string & msg, const std::string & hint) : std::runtime_error(msg + "\n" + hint) {}
 };
 
+// "message; hint: hint"
+std::string llama_sparse_in_one_line(std::string what);
+
 enum llama_sparse_method {
     LLAMA_SPARSE_OFF,
     LLAMA_SPARSE_DENSE,
@@ -48,10 +51,15 @@ struct llama_sparse_spec {
     // throws llama_sparse_error
     static llama_sparse_spec parse(const std::string & text);
 
+    // The settings of one sequence of a context that has `all`. What one node of a graph has for all its tokens is taken from `all`, and refused
+    // where the text says otherwise; so is min_ctx where it is not given. Throws llama_sparse_error
+    static llama_sparse_spec parse_own(const std::string & text, const llama_sparse_spec & all);
+
     std::string str() const; // canonical
 
     const char * method_name() const;
 
+    bool is_off()    const { return method == LLAMA_SPARSE_OFF; }
     bool is_sparse() const { return method == LLAMA_SPARSE_SPARQ || method == LLAMA_SPARSE_TOPK; }
 
     bool wants_mean_v() const { return method == LLAMA_SPARSE_SPARQ && mean_v != 0; } // step 3

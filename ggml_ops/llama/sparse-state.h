@@ -12,6 +12,7 @@
 #include <array>
 #include <bitset>
 #include <map>
+#include <memory>
 
 struct llama_sparse_state {
     llama_sparse_spec spec;
@@ -22,16 +23,31 @@ struct llama_sparse_state {
     // in the present call to llama_decode, the sequences whose only token is a decoded one; all other tokens are of prompts
     std::bitset<LLAMA_MAX_SEQ> replying;
 
+    // of one sequence: its own settings (nullptr: the context's), and what its decoded tokens read since these were set, as they order it
+    struct sequence {
+        std::shared_ptr<const llama_sparse_spec> own;
+
+        uint64_t n_steps  = 0; // decoded tokens
+        uint64_t n_sparse = 0; // calls of attention, one for each token and layer ..
+        uint64_t n_dense  = 0; // .. exact ones
+        uint64_t n_visible = 0, n_read = 0; // positions, over all KV heads; n_read is the most with top_p
+        double   bytes_dense = 0, bytes_read = 0;
+    };
+    std::array<sequence, LLAMA_MAX_SEQ> sequences;
+
+    const llama_sparse_spec & spec_of(int32_t seq) const { return sequences[seq].own ? *sequences[seq].own : spec; }
+
     // layer -> why its attention of decoded tokens is not ours, "" if it is; as of the last graph that had any
     std::map<int, std::string> layers;
 
     // counters: the ops add to stats when they run; attention left to llama.cpp is counted here, by reason
     uint64_t n_steps = 0; // decoded tokens
+    int64_t  n_waiting = 0; // complete groups that are not sealed after the last graph, in the stream with most of them
     std::map<std::string, uint64_t> n_stock;
 
     ~llama_sparse_state(); // logs the counters
 
-    bool is_off() const { return spec.method == LLAMA_SPARSE_OFF; }
+    bool is_off() const { return spec.is_off(); }
 
     // I64 [GGML_SPARSE_STAT_COUNT] in the memory of a device, nullptr: of the host. They are made with the settings, because what throws while a
     // graph is built would leave llama_decode. make_stats() throws std::runtime_error: no memory
@@ -51,3 +67,6 @@ private:
     };
     std::map<ggml_backend_dev_t, stats_tensor> all_stats;
 };
+
+// of a context, see llama_sparse_shadow
+size_t llama_sparse_shadow_bytes(llama_context & ctx);

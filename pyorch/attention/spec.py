@@ -30,7 +30,11 @@ __all__ += ["join_layers", "parse_ratio", "ratio_text"]
 METHODS = ("sparq", "topk", "dense", "off")
 MEAN_V = ("auto", "on", "off")
 CALIBRATED = ("calibrated", "top-p")  # they belong to a model: see `attention.saved`
-BUDGETS = ("uniform", "ramp", "ramp-down", *CALIBRATED)
+FLAT = {
+    "rank": 32,
+    "topk": 512,
+}  # what `flat` stands for: a token reads next to the same at any length
+BUDGETS = ("uniform", "ramp", "ramp-down", "flat", *CALIBRATED)
 SHADOWS = ("q4", "q8", "f16")
 PROMPTS = ("f32", "fast", "sparse")
 OF_PROMPT = ("prompt", "prompt_p")  # settings that `dense` takes too
@@ -70,7 +74,8 @@ class AttentionSpec:
     mean_v   whether the mean of V stands for what is not read: on, off, or auto, which is on
              unless a calibration found otherwise
     budget   how k varies over the layers: uniform, ramp or ramp-down; calibrated and top-p stand
-             for the results of a calibration
+             for the results of a calibration, and flat for rank 32 and topk 512, with which a token
+             of a long context takes next to as long as one of a short context
     shadow   the type of the transposed copy of K; at the same ratio fewer bits find more
     min_k    the least k that a ratio gives
     top_p    reads only as many positions as carry this share of the approximate scores
@@ -125,6 +130,9 @@ class AttentionSpec:
         _check_layers(self)
         if self.budget == "top-p" and self.top_p is not None:
             self._set(budget="uniform")
+        if self.budget == "flat":
+            _check_flat(self)
+            self._set(budget="uniform", **FLAT)
         _check_together(self)
         if self.ratio == 1:
             kept = {"method": "dense", **{name: getattr(self, name) for name in OF_PROMPT}}
@@ -275,6 +283,14 @@ def _check_layers(spec: AttentionSpec) -> None:
     for rank in spec.rank_layers or ():
         if not (isinstance(rank, Integral) and rank >= 1):
             raise SparqError(f"rank_layers: {rank!r} is not a rank", "8:8:16", exit_code=2)
+
+
+def _check_flat(s: AttentionSpec) -> None:
+    given = [n for n in ("ratio", *_CHOSEN) if getattr(s, n) is not None]
+    if s.method != "sparq" or given:
+        what = f"beside {given[0]}" if given else f"with {s.method}"
+        line = ",".join(f"{k}={v}" for k, v in FLAT.items())
+        raise SparqError(f"budget flat is sparq,{line}, and cannot be {what}", "-a sparq,flat", 2)
 
 
 def _check_together(spec: AttentionSpec) -> None:

@@ -273,7 +273,8 @@ class AttentionOptions:
     budget: str | None = option(
         "--budget",
         type=Name(*BUDGETS),
-        help="Spread of the bytes over the layers.  [default: uniform]",
+        help="Spread of the bytes over the layers; flat reads next to the same at any length."
+        "  [default: uniform]",
     )
     attn_shadow: str | None = option(
         "--attn-shadow",

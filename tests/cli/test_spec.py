@@ -58,6 +58,7 @@ def test_no_ratio(text: str) -> None:
         ("topk,k_layers=64:64:128", None),
         ("sparq,k_layers=64:12.5%:dense,rank_layers=8:8:16", None),
         ("sparq,ratio=1/8,ramp-down", "sparq,ratio=1/8,budget=ramp-down"),
+        ("sparq,flat", "sparq,rank=32,topk=512"),
         ("sparq,calibrated", "sparq,ratio=1/8,budget=calibrated"),
         ("sparq,budget=top-p,top_p=0.9,cap=4", "sparq,ratio=1/8,top_p=0.9,cap=4"),
         ("sparq,shadow=q8", "sparq,ratio=1/8,shadow=q8"),
@@ -117,6 +118,8 @@ def test_spec(line: str, canonical: str | None) -> None:
         ("sparq,cap=4", "cap is 1 or more, and belongs to top_p", ""),
         ("sparq,top_p=0.9,cap=0.5", "cap is 1 or more", ""),
         ("sparq,calibrated,rank=8", "budget calibrated chooses k and rank, so rank", "ratio"),
+        ("sparq,flat,ratio=1/8", "budget flat is sparq,rank=32,topk=512, and cannot", "sparq,flat"),
+        ("topk,flat", "budget flat is sparq,rank=32,topk=512, and cannot be with topk", "flat"),
         ("sparq,r=8", "unknown attention setting 'r'", "r"),
         ("sparq,mean-v=on", "unknown attention setting 'mean-v'", "mean_v"),
         (
@@ -179,6 +182,13 @@ def library_parse(line: str) -> tuple[int, str]:
     buf = ctypes.create_string_buffer(512)
     code = lib.llama_sparse_attn_parse(line.encode(), buf, ctypes.c_size_t(len(buf)))
     return code, buf.value.decode()
+
+
+def test_the_library_knows_flat() -> None:
+    assert library_parse("sparq,flat")[1] == str(parse_spec("sparq,flat"))
+    for line in ("topk,flat", "sparq,flat,ratio=1/8", "sparq,budget=flat,k_layers=1:2"):
+        code, message = library_parse(line)
+        assert code < 0 and message.startswith("budget flat is sparq,rank=32,topk=512,")
 
 
 @pytest.mark.parametrize(

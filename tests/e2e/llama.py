@@ -79,6 +79,8 @@ def bindings() -> ModuleType:
     m = llama_cpp.llama_cpp
     for name, result, *args in (
         ("llama_set_sparse_attn", c_int32, c_void_p, c_char_p, c_char_p, c_size_t),
+        ("llama_set_sparse_attn_seq", c_int32, c_void_p, c_int32, c_char_p, c_char_p, c_size_t),
+        ("llama_get_sparse_attn_seq_info", c_int32, c_void_p, c_int32, c_char_p, c_size_t),
         ("llama_sparse_attn_parse", c_int32, c_char_p, c_char_p, c_size_t),
         ("llama_get_sparse_attn_info", c_int32, c_void_p, c_char_p, c_size_t),
         ("llama_sparse_attn_reset_counters", None, c_void_p),
@@ -307,11 +309,20 @@ class Context:
         if bindings()._lib.llama_set_sparse_attn(self.handle, spec.encode(), error, 512) != 0:
             raise SpecError(error.value.decode())
 
-    def info(self) -> dict[str, Any]:
-        call = bindings()._lib.llama_get_sparse_attn_info
-        size = call(self.handle, None, 0) + 1
+    def set_sequence(self, seq: int, spec: str | None) -> None:
+        """The settings of one sequence; None: the context's."""
+        error = ctypes.create_string_buffer(512)
+        text = None if spec is None else spec.encode()
+        if bindings()._lib.llama_set_sparse_attn_seq(self.handle, seq, text, error, 512) != 0:
+            raise SpecError(error.value.decode())
+
+    def info(self, seq: int | None = None) -> dict[str, Any]:
+        """Of the context, or of a sequence."""
+        lib, args = bindings()._lib, (self.handle,) if seq is None else (self.handle, seq)
+        call = lib.llama_get_sparse_attn_info if seq is None else lib.llama_get_sparse_attn_seq_info
+        size = call(*args, None, 0) + 1
         text = ctypes.create_string_buffer(size)
-        call(self.handle, text, size)
+        call(*args, text, size)
         return json.loads(text.value)
 
     def reset_counters(self) -> None:

@@ -6,15 +6,11 @@ import json
 import os
 import re
 import subprocess
-import time
-import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
+from server import ask, clean, serving
 from test_engine import text_of
 from tiny_gguf import write_tiny_gguf
 
@@ -28,16 +24,11 @@ N_LAYER = 2  # of the model `tiny`
 TRACE = ("-lv", 4)  # with what ran sparse; that nothing did is a warning
 CALLS = re.compile(r"sparse attention .*: (\d+) attention calls sparse")
 SAID = re.compile("graphs reused|cleaning up before exit")  # after the last token, by either
-READY_S = 60  # that a server has to load it
 
 
 @pytest.fixture(scope="module")
 def tools() -> Path:
     return Path(os.environ.get("SPARQ_TEST_LIB_DIR") or native.built(tools=build.TOOLS))
-
-
-def clean() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if not k.startswith(("SPARQ_ATTN", "LLAMA_"))}
 
 
 def run(tools: Path, *args: object, **env: str) -> subprocess.CompletedProcess[str]:
@@ -73,48 +64,6 @@ def run_to(last: re.Pattern[str], tools: Path, *args: object) -> subprocess.Comp
 def calls(text: str) -> int:
     """Sparse calls, in the line that a context logs at its end."""
     return int(CALLS.findall(text)[-1])
-
-
-@contextmanager
-def serving(tools: Path, log: Path, *args: object) -> Iterator[str]:
-    """A server on a free port: its address. At the end it has ended, and written its `log`."""
-    line = [tools / "llama-server", "--host", "127.0.0.1", "--port", 0, *args]
-    with (
-        log.open("w") as f,
-        subprocess.Popen(
-            [str(a) for a in line],
-            env=clean(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=f,
-        ) as server,
-    ):
-        try:
-            yield ready(server, log)
-            server.terminate()
-            assert server.wait(60) == 0, log.read_text(errors="replace")
-        finally:
-            server.kill()
-
-
-def ready(server: subprocess.Popen[bytes], log: Path) -> str:
-    """The address that the log names, once the model is loaded."""
-    end = time.monotonic() + READY_S
-    while time.monotonic() < end and server.poll() is None:
-        if found := re.search(r"listening on (http://\S+)\n", log.read_text(errors="replace")):
-            with suppress(OSError):  # not yet: 503, or nobody listens
-                if ask(f"{found[1]}/health") == {"status": "ok"}:
-                    return found[1]
-        time.sleep(0.05)
-    raise AssertionError(log.read_text(errors="replace"))
-
-
-def ask(url: str, value: dict[str, Any] | None = None) -> dict[str, Any]:
-    body = None if value is None else json.dumps(value).encode()
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=60) as answer:
-        return json.load(answer)
 
 
 def greedy(model: Path, spec: str | None) -> str:

@@ -98,6 +98,7 @@ class ScoreParams(ctypes.Structure):
         ("softcap", c_float),
         ("n_bit", c_int32),
         ("n_rot", c_int32),
+        ("i_rank", c_int32),
     ]
 
 
@@ -154,6 +155,7 @@ class AttnParams(ctypes.Structure):
         ("top_p", c_float),
         ("i_k", c_int32),
         ("i_forced", c_int32),
+        ("i_rank", c_int32),
     ]
 
     def __init__(self, *args, i_forced: int = 2, **kwargs) -> None:

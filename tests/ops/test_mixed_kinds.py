@@ -1,4 +1,7 @@
-"""Batches that mix tokens that read everything (k < 0) with tokens that read a selection."""
+"""Batches that mix tokens that read everything (k < 0) with tokens that read a selection.
+
+And tokens that have ranks of their own.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import graphs
 import numpy as np
 import pytest
 from cases import Case
-from ggml_ctypes import STATS, Ggml
+from ggml_ctypes import STATS, Ggml, ScoreParams, ScoreSelectParams, SelectParams
 from graphs import Sources, dense_run, sparse_run
 
 CASES = [
@@ -84,3 +87,36 @@ def test_mixed_selection_and_counters(case: Case, ggml: Ggml) -> None:
         dense = s.stats_read()
     # either half of the tokens was sparse once and dense once
     assert {n: parts[0][n] + parts[1][n] for n in STATS} == {n: whole[n] + dense[n] for n in STATS}
+
+
+@over_cases
+def test_each_token_has_its_own_rank(case: Case, ggml: Ggml) -> None:
+    """It is scored as in a batch that has this rank; ranks out of range are clamped."""
+    n_tok, n_stream = case.batch
+    ranks = np.resize([1, case.d, 7, 16, 33], (n_stream, 1, n_tok, 1))
+    data = cases.make(case)
+    wide = replace(data, kl=np.concatenate([data.kl, ranks + (ranks == case.d)], axis=3))
+
+    def run(data: cases.Data, rank: int, i_rank: int) -> tuple[np.ndarray, int]:
+        with ggml.graph() as g:
+            s = Sources(data, g)
+            p = ScoreParams(rank, case.scale, case.max_bias, case.softcap, 16, case.n_rot, i_rank)
+            sizes = (data.topk_max, case.heads[1], data.n_local_max, case.mean_v, case.top_p)
+            select = SelectParams(*sizes, i_forced=data.kl.shape[3])
+            sources = (s.q, s.k, s.k_t, s.sealed, s.mask, s.wanted, s.stats, None)
+            params = ScoreSelectParams(p, select)
+            node = g.op("ggml_sparse_attn_score_select", *sources, params)
+            g.compute(node, n_threads=n_threads)
+            return g.read(node).copy(), s.stats_read()["bytes_score"]
+
+    for n_threads in (1, 2, 3, 16):
+        got, _ = run(wide, case.d, 2)
+        for rank in np.unique(ranks):
+            want, _ = run(data, int(rank), 0)
+            mine = (ranks == rank)[:, 0, :, 0]
+            assert np.array_equal(got[mine], want[mine]), (n_threads, rank)
+    n_threads = 1
+    each = {rank: run(data, int(rank), 0)[1] for rank in (1, 2, 3)}
+    assert each[3] - each[2] == each[2] - each[1] > 0
+    same = replace(data, kl=np.concatenate([data.kl, np.full_like(ranks, 2)], axis=3))
+    assert run(same, case.d, 2)[1] == each[2]

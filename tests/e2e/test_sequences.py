@@ -1,0 +1,181 @@
+"""Settings of single sequences: each token of a batch has what its settings give it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import tiny as tiny_models
+from llama import Context, Model, SpecError, Token
+
+N_LAYER, N_PROMPT, N_SEQ, N_CTX, N_STEP = 3, 330, 4, 512, 3
+COMMON = "sparq,rank=8,topk=40,min_ctx=0"
+OWN = {
+    "sparq": (COMMON, ["rank=3,topk=70", "rank=16,topk=24,sinks=2,local=3", "ratio=1/2,min_k=1"]),
+    "exact": (COMMON, ["rank=3,topk=70", "dense", "min_ctx=4096"]),
+    "off": (COMMON, ["off", "rank=4,topk=70,local=0", "off"]),
+    "f16": (COMMON + ",shadow=f16,mean_v=off", ["rank=2,topk=300", "rank=9,topk=41", "dense"]),
+    "layers": (COMMON + ",top_p=0.9,cap=2", ["rank_layers=2:4:8,k_layers=20:dense:50%"] * 2),
+    "topk": ("topk,k=40,min_ctx=0", ["k=70", "k=24,sinks=0,local=1", "dense"]),
+}
+MODES = [pytest.param(True, id="unified"), pytest.param(False, id="split")]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    path = tmp_path_factory.mktemp("m") / "m.gguf"
+    with Model(tiny_models.write(path, "llama", n_layer=N_LAYER)) as m:
+        yield m
+
+
+def context(model: Model, spec: str, unified: bool) -> Context:
+    ctx = Context(model, n_ctx=N_CTX * N_SEQ, n_seq=N_SEQ, unified=unified)
+    ctx.set_sparse(spec)
+    return ctx
+
+
+def tokens(seq: int, n: int, first: int = 0) -> list[Token]:
+    rng = np.random.default_rng(seq)
+    return [(int(t), i, seq) for i, t in enumerate(rng.integers(3, 259, first + n))][first:]
+
+
+def replies(ctx: Context) -> np.ndarray:
+    """Logits (step, sequence, n_vocab) of steps that decode a token of every sequence."""
+    for seq in range(N_SEQ):
+        assert ctx.decode(tokens(seq, N_PROMPT)) == 0
+    ctx.reset_counters()
+    out = []
+    for step in range(N_STEP):
+        batch = [t for seq in range(N_SEQ) for t in tokens(seq, 1, N_PROMPT + step)]
+        assert ctx.decode(batch) == 0
+        out.append([ctx.logits(i) for i in range(N_SEQ)])
+    return np.array(out)
+
+
+def whole(common: str, own: str) -> str:
+    """`own` as the settings of a context, with what it takes from `common`."""
+    method, *rest = common.split(",")
+    keys = dict(item.split("=") for item in rest)
+    if own in ("dense", "off"):
+        return own
+    shared = ("min_ctx", "shadow", "mean_v", "top_p", "cap")
+    taken = [f"{k}={v}" for k, v in keys.items() if k in shared and f"{k}=" not in own]
+    return ",".join([method, own, *taken])
+
+
+def settings(common: str, own: Sequence[str]) -> list[str]:
+    """Of each sequence; the first has the common ones."""
+    return [common, *(whole(common, x) for x in own), *[common] * (N_SEQ - 1 - len(own))]
+
+
+@pytest.mark.parametrize("unified", MODES)
+@pytest.mark.parametrize(("common", "own"), OWN.values(), ids=list(OWN))
+def test_each_sequence_has_its_own(
+    common: str, own: list[str], unified: bool, model: Model
+) -> None:
+    """Where its attention is off while that of others is not, it is exact, by our op."""
+    method = common.split(",")[0]
+    with context(model, common, unified) as ctx:
+        for seq, spec in enumerate(own, 1):
+            ctx.set_sequence(seq, spec if spec in ("dense", "off") else f"{method},{spec}")
+        got = replies(ctx)
+        counters, each = ctx.info()["counters"], [ctx.info(seq) for seq in range(N_SEQ)]
+    differ = []
+    for seq, spec in enumerate(settings(common, own)):
+        with context(model, "dense" if spec == "off" else spec, unified) as ctx:
+            want = replies(ctx)
+        # an off sequence's prompt is llama.cpp's own; sums are cut by the largest k of a batch
+        allowed = 1e-3 if spec == "off" else 1e-5
+        assert np.abs(got[:, seq] - want[:, seq]).max() < allowed * want.std(), (seq, spec)
+        with context(model, common, unified) as ctx:
+            differ.append(np.abs(got[:, seq] - replies(ctx)[:, seq]).max() > 1e-2 * want.std())
+    assert differ == [spec != common for spec in settings(common, own)]
+
+    assert [x["steps"] for x in each] == [N_STEP] * N_SEQ
+    sums = {name: sum(x[name] for x in each) for name in each[0] if name != "spec"}
+    assert sums["calls_sparse"] == counters["calls_sparse"] > 0
+    assert sums["calls_dense"] == counters["calls_dense_op"]
+    assert sums["positions_visible"] == counters["positions_visible"]
+    assert sums["bytes_dense"] == counters["bytes_dense"]
+    if "top_p" not in common:
+        assert sums["positions_read"] == counters["positions_read"]
+        off_by = abs(sums["bytes_read"] / counters["bytes_read"] - 1)
+        assert off_by < (0.5 if unified else 0.3), "cells of others lie between"
+
+
+@pytest.mark.parametrize("unified", MODES)
+def test_off_for_all_is_stock(unified: bool, model: Model) -> None:
+    """Prompts and replies have the bits of llama.cpp's own attention, and ours goes on after it."""
+    with context(model, "off", unified) as ctx:
+        stock = replies(ctx)
+    with context(model, COMMON, unified) as ctx:
+        want = replies(ctx)
+    with context(model, COMMON, unified) as ctx:
+        for seq in range(N_SEQ):
+            ctx.set_sequence(seq, "off")
+        assert np.array_equal(replies(ctx), stock)
+        counters = ctx.info()["counters"]
+        assert counters["calls_sparse"] == counters["calls_dense_op"] == 0
+        assert set(counters["stock_reasons"]) == {"off"}
+        for seq in range(N_SEQ):
+            ctx.set_sequence(seq, None)
+            ctx.seq_rm(seq)
+        assert np.array_equal(replies(ctx), want)
+        assert ctx.check_shadow() == 0
+
+
+def test_settings_change_between_tokens(model: Model) -> None:
+    """And what was read is counted from then on."""
+    with context(model, COMMON, True) as ctx:
+        assert ctx.decode(tokens(0, N_PROMPT)) == 0
+        reads = []
+        for step, spec in enumerate(
+            [None, "sparq,rank=2,topk=20", "dense", "sparq,topk=200", None]
+        ):
+            ctx.set_sequence(0, spec)
+            assert ctx.info(0)["steps"] == 0
+            assert ctx.decode(tokens(0, 1, N_PROMPT + step)) == 0
+            reads.append(ctx.info(0)["positions_read"])
+        heads = reads[0] // 40
+        n = [r // heads for r in reads]
+        assert n == [40, 20, N_PROMPT + 3, 200, 40]
+        ctx.set_sparse("dense")  # ends the settings of its sequences
+        assert ctx.info(0)["spec"] == "dense"
+
+
+REFUSED = {
+    "topk,k=20": "topk is not to be had where all others have sparq,",
+    "sparq,shadow=q8": "shadow is the same for all",
+    "sparq,mean_v=off": "mean_v is the same for all",
+    "sparq,top_p=0.5": "top_p is the same for all",
+    "sparq,prompt=fast": "prompt is the same for all",
+    "dense,prompt=fast": "prompt is the same for all",
+    "sparq,rank=4000": "rank is above the head size",
+    "sparq,k_layers=1:2": "k_layers has 2 entries for 3 layers",
+    "spark": "unknown method: spark\ndid you mean sparq?",
+    "sparq,ratio=2": "ratio must be above 0",
+    "": "unknown method",
+}
+
+
+@pytest.mark.parametrize(("spec", "why"), REFUSED.items(), ids=list(REFUSED))
+def test_what_is_refused_changes_nothing(spec: str, why: str, model: Model) -> None:
+    with context(model, COMMON, True) as ctx:
+        ctx.set_sequence(1, "sparq,topk=50")
+        before = ctx.info(1)
+        with pytest.raises(SpecError, match=why.replace("\n", "\\n")) as error:
+            ctx.set_sequence(1, spec)
+        assert "\n" in str(error.value), "a hint"
+        assert ctx.info(1) == before
+        with pytest.raises(SpecError, match="no sequence 4"):
+            ctx.set_sequence(N_SEQ, None)
+
+
+def test_a_context_without_sparse_attention(model: Model) -> None:
+    with Context(model, n_seq=2) as ctx:
+        ctx.set_sequence(0, "off")
+        ctx.set_sequence(0, None)
+        with pytest.raises(SpecError, match="others have off"):
+            ctx.set_sequence(0, "sparq,ratio=1/8")
+        assert ctx.info(1) == {"spec": "off"}

@@ -1,0 +1,149 @@
+"""llama-server with a setting for each request: replies, what they read, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.error
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server import ask, serving, text
+from test_engine import text_of
+
+from pyorch import native
+
+N_LAYER, N_HEAD_KV, N_SLOT = 2, 2, 4  # layers and KV heads of the model `tiny`
+SERVERS = "sparq,rank=8,topk=64,min_ctx=0,shadow=f16"  # codes share a scale with other sequences
+SPECS = [None, "sparq,rank=4,topk=90", "dense", "off"]
+ASKED = {"n_predict": 24, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
+
+
+@pytest.fixture(scope="module")
+def tools() -> Path:
+    return native.built(tools=("llama-server",))
+
+
+@pytest.fixture(scope="module", params=["unified", "split"])
+def url(
+    request: pytest.FixtureRequest, tools: Path, tiny: Path, tmp_path_factory: Any
+) -> Iterator[str]:
+    mode = "--kv-unified" if request.param == "unified" else "--no-kv-unified"
+    log = tmp_path_factory.mktemp("server") / "log"
+    line = ("-m", tiny, "-t", 1, "-np", N_SLOT, "-c", 4096, "-b", 64, "-ub", 64, mode, "--metrics")
+    with serving(tools, log, *line, "--slots", "--sparse-attn", SERVERS) as address:
+        yield address
+
+
+def complete(url: str, seed: int, spec: str | None, **more: Any) -> dict[str, Any]:
+    chosen = {} if spec is None else {"sparse_attn": spec}
+    return ask(f"{url}/completion", {"prompt": text_of(300, seed), **ASKED, **chosen, **more})
+
+
+def positions_read(answer: dict[str, Any]) -> float:
+    """By a KV head for a token, in the mean."""
+    read = answer["timings"]["sparse_attn"]
+    return read["positions_read"] / read["steps"] / N_LAYER / N_HEAD_KV
+
+
+def test_requests_with_unlike_settings_at_once(url: str) -> None:
+    """Each reply is what it is alone, and reads what its settings say."""
+    cases = list(enumerate(SPECS))
+    alone = [complete(url, seed, spec) for seed, spec in cases]
+    with ThreadPoolExecutor(N_SLOT) as pool:
+        together = list(pool.map(lambda case: complete(url, *case), cases))
+    for a, b in zip(alone, together, strict=True):
+        assert a["content"] == b["content"] and len(a["content"]) > 10
+    assert len({a["content"] for a in alone}) == len(SPECS)
+    for answer, spec in zip(together, SPECS, strict=True):
+        read = answer["timings"]["sparse_attn"]
+        said = read["spec"].partition(",")[0]
+        assert read["steps"] == ASKED["n_predict"] - 1
+        assert answer["generation_settings"]["sparse_attn"] == (spec or SERVERS)
+        if spec in ("dense", "off"):
+            assert said == spec and read["calls_sparse"] == 0
+            assert read["positions_read"] == read["positions_visible"]
+        else:
+            assert said == "sparq" and read["calls_sparse"] == read["steps"] * N_LAYER
+    assert positions_read(together[0]) == 64 and positions_read(together[1]) == 90
+    assert positions_read(together[2]) > 290
+    assert alone[3]["timings"]["sparse_attn"]["calls_dense"] == 0, "alone, off is llama.cpp's own"
+
+
+def test_chat_completions_and_streams(url: str) -> None:
+    """The field is one of the body, also where OpenAI's names are used; the last event has it."""
+    asked = {"messages": [{"role": "user", "content": text_of(200)}], "max_tokens": 6}
+    asked |= {"temperature": 0, "sparse_attn": "sparq,rank=2,topk=50"}
+    answer = ask(f"{url}/v1/chat/completions", asked)
+    assert positions_read(answer) == 50
+    events = re.findall(
+        r"^data: (\{.*)$", text(f"{url}/v1/chat/completions", asked | {"stream": True}), re.M
+    )
+    assert positions_read(json.loads(events[-1])) == 50
+    answer = ask(f"{url}/v1/completions", {"prompt": text_of(200), **asked})
+    assert positions_read(answer) == 50
+    assert positions_read(complete(url, 1, None)) == 64, "of the server again"
+
+
+REFUSED = [
+    ("spark", "unknown method: spark; hint: did you mean sparq?"),
+    ("sparq,ratio=2", "ratio must be above 0 and at most 1"),
+    ("sparq,rat=1/8", "unknown key: rat; hint: did you mean ratio?"),
+    ("sparq,rank=5000", "rank is above the head size"),
+    ("sparq,shadow=q8", "shadow is the same for all: sparq,rank=8"),
+    ("topk,k=50", "topk is not to be had"),
+    ("", "unknown method"),
+    (7, "type must be string"),
+    ({"ratio": 0.1}, "type must be string"),
+    ("\u0000\ud83d\ude00" * 3000, "unknown method"),
+]
+
+
+@pytest.mark.parametrize(("spec", "why"), REFUSED, ids=[str(s)[:16] for s, _ in REFUSED])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_refused(url: str, spec: Any, why: str, stream: bool) -> None:
+    """With 400 and the reason in one line; the next request is served."""
+    with pytest.raises(urllib.error.HTTPError) as error:
+        complete(url, 1, spec, stream=stream)
+    said = json.load(error.value)["error"]
+    assert error.value.code == said["code"] == 400
+    assert why in said["message"] and "\n" not in said["message"]
+    assert positions_read(complete(url, 1, None, sparse_attn=None)) == 64
+
+
+def test_settings_and_metrics(url: str) -> None:
+    params = ask(f"{url}/props")["default_generation_settings"]["params"]
+    assert params["sparse_attn"] == SERVERS
+
+    def metrics() -> dict[str, float]:
+        lines = re.findall(r"^(sparq:\S+) (\S+)$", text(f"{url}/metrics"), re.M)
+        return {name: float(value) for name, value in lines}
+
+    complete(url, 1, None)
+    before = metrics()
+    complete(url, 1, None)
+    complete(url, 1, "dense")
+    after = metrics()
+    more = {name: after[name] - before.get(name, 0) for name in after}
+    calls = (ASKED["n_predict"] - 1) * N_LAYER
+    by = 'sparq:attention_calls_total{{by="{}",reason=""}}'
+    assert more[by.format("sparse")] == more[by.format("dense")] == calls
+    assert more[by.format("prompt")] > 500
+    assert more["sparq:decoded_tokens_total"] == 2 * calls / N_LAYER
+    assert 0 < more["sparq:bytes_read_total"] < more["sparq:bytes_dense_total"]
+    assert after["sparq:shadow_bytes"] > 0 <= after["sparq:groups_waiting"] < 16
+    assert [s["id"] for s in ask(f"{url}/slots")] == list(range(N_SLOT))
+
+
+def test_a_server_without_sparse_attention(tools: Path, tiny: Path, tmp_path: Path) -> None:
+    """It has no shadow to begin with: refused, and nothing about it in replies."""
+    with serving(tools, tmp_path / "log", "-m", tiny, "-t", 1, "-c", 1024, "--metrics") as url:
+        with pytest.raises(urllib.error.HTTPError, match="400") as error:
+            complete(url, 1, "sparq,ratio=1/8")
+        assert "others have off; hint: the program has to begin" in error.value.read().decode()
+        assert "sparse_attn" not in complete(url, 1, "off")["timings"]
+        assert ask(f"{url}/props")["default_generation_settings"]["params"]["sparse_attn"] == "off"
+        assert "sparq:" not in text(f"{url}/metrics")
