@@ -16,6 +16,7 @@ import prompt_time
 import recall_per_byte
 import repetition
 import roofline
+import serving
 import stats_figures
 import time_in_attention
 import token_rate
@@ -26,6 +27,7 @@ from pyorch.errors import SparqError, nearest
 FIGURES = (
     token_rate.FIGURE,
     prompt_time.FIGURE,
+    serving.FIGURE,
     end_to_end.FIGURE,
     end_to_end.ON_GPU,
     microbenchmark.FIGURE,

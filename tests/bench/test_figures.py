@@ -34,6 +34,7 @@ import prompt_time
 import recall
 import repetition
 import roofline
+import serving
 import step_times
 import time_in_attention
 import token_rate
@@ -144,9 +145,41 @@ def test_prompts_are_compared_with_the_faster_of_llama_cpp(tmp_path: Path) -> No
     assert found["ours, sparse"]["speedup"] == pytest.approx(1 / 5)
 
 
+def add_servers(folder: Path) -> None:
+    """Each kind of server makes ten tokens per second more than the one before it."""
+    run, common = secrets.token_hex(4), dict(model="m", n_slot=8, n_prompt=4096, n_gen=64)
+    specs = [parse_spec("dense"), parse_spec("sparq,ratio=1/8")]
+    for i, case in enumerate(serving.cases(specs, n_threads=2, n_rounds=3, **common), 1):
+        rec = records.record(
+            serving.BENCH,
+            records.case_of(case),
+            "s",
+            samples=[10 * i] * 3,
+            first_s=[1.0, 2.0],
+            between_s={"50": 0.1, "95": 0.2, "99": 0.3},
+            model_name="m",
+            run=run,
+            env=ENV,
+        )
+        records.append(folder / serving.FILE, rec)
+
+
+def test_servers_are_compared_with_the_faster_of_llama_cpp(tmp_path: Path) -> None:
+    add_servers(tmp_path)
+    found = {r["attention"]: r for r in serving.data(tmp_path)}
+    assert {name: r["speedup"] for name, r in found.items()} == {
+        "llama.cpp -fa 0": 0.5,
+        "llama.cpp -fa 1": 1,
+        "dense": 1.5,
+        "sparq,ratio=1/8": 2,
+    }
+    assert found["dense"]["between_ms_p95"] == 200 and found["dense"]["first_s_p50"] == 1.5
+
+
 @pytest.fixture
 def full(tmp_path: Path) -> Path:
     """Records of every figure."""
+    add_servers(tmp_path)
     add_lengths(tmp_path)
     add_prompts(tmp_path)
     prompt = {"n_depth": 0, "n_gen": 0, "n_prompt": 512}

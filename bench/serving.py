@@ -1,0 +1,376 @@
+"""Times llama-server with many users at once: llama.cpp's two attentions and ours, in turns.
+
+    python bench/serving.py -m MODEL --text BOOK [--slots 8] [-p 4096] [-n 64]
+
+One server of each kind is started, stock's from the stock library. Each slot reads a piece of the
+book, and its time to the first token is taken while all slots read theirs. Then, in rounds and in
+turns, all slots of one server reply at once to the prompts that they hold. Ours that does not
+count a sparse call for every token and layer fails the run.
+
+It writes serving.jsonl and .md, of which figure `serving` shows the model measured last.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import commands
+import numpy as np
+import plot
+
+from pyorch import engine, native
+from pyorch.attention.spec import AttentionSpec, parse_spec
+from pyorch.bench import records
+from pyorch.bench.records import Record
+from pyorch.cli import run as run_command
+from pyorch.cli.types import Number
+from pyorch.errors import SparqError
+from pyorch.evals.texts import read_texts
+from pyorch.progress import progress_bar
+from pyorch.table import markdown
+
+BENCH = "serving"
+FILE = f"{BENCH}.jsonl"
+HOST = "127.0.0.1"
+READY_S = 600  # that a server may load its model
+PERCENTILES = (50, 95, 99)
+Times = list[float]  # of the tokens of a reply, seconds since it was asked for
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of server. `model` is a hash; `spec` is off in both of stock's."""
+
+    model: str
+    library: str
+    flash_attn: bool
+    spec: AttentionSpec
+    n_slot: int
+    n_prompt: int
+    n_gen: int
+    n_threads: int
+    n_rounds: int
+
+
+def cases(specs: Sequence[AttentionSpec], **common: Any) -> list[Case]:
+    """Stock's two, then ours with each of `specs`."""
+    off = AttentionSpec("off")
+    stock = [Case(library="stock", flash_attn=fa, spec=off, **common) for fa in (False, True)]
+    return stock + [Case(library="sparq", flash_attn=True, spec=s, **common) for s in specs]
+
+
+@dataclass
+class Server:
+    """A server that runs, and the prompts of its slots."""
+
+    case: Case
+    port: int
+    prompts: list[list[int]]
+
+    def ask(self, slot: int, n_gen: int) -> tuple[Times, dict[str, Any]]:
+        """When the tokens of a reply came, and its timings."""
+        body = {
+            "prompt": self.prompts[slot],
+            "id_slot": slot,
+            "n_predict": n_gen,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+        }
+        started, times, last = time.perf_counter(), [], {}
+        for event in _events(self.port, body):
+            if event["stop"]:
+                last = event
+            else:
+                times.append(time.perf_counter() - started)
+        return times, last["timings"]
+
+    def all_slots(self, n_gen: int) -> list[tuple[Times, dict[str, Any]]]:
+        with ThreadPoolExecutor(self.case.n_slot) as pool:
+            return list(pool.map(lambda i: self.ask(i, n_gen), range(self.case.n_slot)))
+
+
+def _request(port: int, path: str, body: object = None) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection(HOST, port, timeout=3600)
+    text = None if body is None else json.dumps(body)
+    connection.request("POST" if text else "GET", path, text, {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    if answer.status != 200:
+        raise SparqError(f"the server answered {answer.status}: {answer.read()[:200]!r}")
+    return answer
+
+
+def _events(port: int, body: object) -> Iterator[dict[str, Any]]:
+    for line in _request(port, "/completion", body):
+        if line.startswith(b"data: "):
+            yield json.loads(line[6:])
+
+
+@contextmanager
+def _running(case: Case, model: Path, log: Path) -> Iterator[int]:
+    """A server of this kind: its port.
+
+    Raises:
+        SparqError: it did not start; the message has the end of its log.
+    """
+    with socket.create_server((HOST, 0)) as s:
+        port = s.getsockname()[1]
+    n_ctx = -(-(case.n_prompt + case.n_gen + 1) // 256) * 256 * case.n_slot
+    folder = native.built(case.library == "stock", ("llama-server",))
+    argv = [folder / "llama-server", "-m", model, "--host", HOST, "--port", port, "-c", n_ctx]
+    argv += ["-np", case.n_slot, "-t", case.n_threads, "-fa", "on" if case.flash_attn else "off"]
+    argv += ["--no-kv-unified", "--cache-ram", 0, "--no-warmup"]
+    if case.spec.method != "off":
+        argv += ["--sparse-attn", case.spec]
+    with log.open("wb") as out:
+        process = subprocess.Popen([str(a) for a in argv], stdout=out, stderr=out)
+        try:
+            _wait(process, port, log)
+            yield port
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def _wait(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    end = time.monotonic() + READY_S
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            _request(port, "/health")
+            return
+        except (OSError, SparqError):  # not yet: 503, or nobody listens
+            time.sleep(0.2)
+    raise SparqError(f"llama-server did not start: {log.read_text(errors='replace')[-500:]}")
+
+
+def measure(
+    model: Path, book: str, group: Sequence[Case], done: Callable[[float], None]
+) -> list[dict[str, Any]]:
+    """The result of each kind: medians over the rounds, and percentiles over single tokens.
+
+    Raises:
+        SparqError: the book is too short, a server failed, or a reply of ours was not sparse.
+    """
+    found: list[dict[str, Any]] = [{"samples": [], "first_s": [], "between_s": []} for _ in group]
+    case, n_steps = group[0], len(group) * (group[0].n_rounds + 1)
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        servers = []
+        for i, c in enumerate(group):
+            port = stack.enter_context(_running(c, model, logs / str(i)))
+            servers.append(Server(c, port, _prompts(port, book, c)))
+            replies = servers[-1].all_slots(2)
+            found[i]["first_s"] = [times[0] for times, _ in replies]
+            done((i + 1) / n_steps)
+        for turn in range(case.n_rounds):
+            for i in range(len(group))[:: -1 if turn % 2 else 1]:
+                replies = servers[i].all_slots(case.n_gen)
+                _check(group[i], [timings for _, timings in replies])
+                found[i]["samples"].append(tokens_per_s([times for times, _ in replies]))
+                for times, _ in replies:
+                    found[i]["between_s"] += np.diff(times).tolist()
+                done((len(group) * (turn + 1) + i + 1) / n_steps)
+    return [
+        {
+            "samples": r["samples"],  # tokens per second of each round
+            "first_s": r["first_s"],
+            "between_s": dict(
+                zip(map(str, PERCENTILES), _percentiles(r["between_s"]), strict=True)
+            ),
+        }
+        for r in found
+    ]
+
+
+def _prompts(port: int, book: str, case: Case) -> list[list[int]]:
+    """A piece of the book for each slot; they differ from the first token on."""
+    tokens = json.load(_request(port, "/tokenize", {"content": book}))["tokens"]
+    need = case.n_slot * case.n_prompt
+    if len(tokens) < need:
+        raise SparqError(f"the text has {len(tokens)} tokens", f"{need} are needed", 2)
+    return [tokens[i : i + case.n_prompt] for i in range(0, need, case.n_prompt)]
+
+
+def _percentiles(values: Sequence[float]) -> list[float]:
+    return [float(x) for x in np.percentile(np.asarray(values, float), PERCENTILES)]
+
+
+def tokens_per_s(replies: Sequence[Times]) -> float:
+    """Tokens of all replies per second, while all of them are being written: from the moment the
+    last of them began to the moment the first of them ended."""
+    begin, end = max(times[0] for times in replies), min(times[-1] for times in replies)
+    return sum(begin < t <= end for times in replies for t in times) / (end - begin)
+
+
+def _check(case: Case, timings: Sequence[dict[str, Any]]) -> None:
+    for t in timings:
+        read = t.get("sparse_attn", {})
+        n = read.get("steps", 0)
+        if case.spec.sparse and (n < case.n_gen - 1 or read["calls_sparse"] % n or not n):
+            raise SparqError(f"a reply of {case.spec} did not run sparse: {read}")
+
+
+def name_of(case: Case) -> str:
+    return f"llama.cpp -fa {int(case.flash_attn)}" if case.library == "stock" else str(case.spec)
+
+
+def rows(recs: Sequence[Record]) -> list[plot.Row]:
+    """A row for each kind of server of one run."""
+    found = [(records.read_case(Case, r), r) for r in recs]
+    rate = {name_of(c): records.spread(r["samples"]) for c, r in found}
+    best = max(x[0] for name, x in rate.items() if name.startswith("llama.cpp"))
+    out = []
+    for c, r in found:
+        mid, low, high = rate[name_of(c)]
+        first = _percentiles(r["first_s"])
+        out.append(
+            {
+                "attention": name_of(c),
+                "tokens_per_s": mid,
+                "tokens_per_s_low": low,
+                "tokens_per_s_high": high,
+                "speedup": mid / best,
+                **{f"between_ms_p{p}": 1e3 * r["between_s"][str(p)] for p in PERCENTILES},
+                **{f"first_s_p{p}": x for p, x in zip(PERCENTILES, first, strict=True)},
+            }
+        )
+    return out
+
+
+def table(recs: Sequence[Record]) -> str:
+    case, env = records.read_case(Case, recs[0]), recs[0]["env"]
+    head = ["attention", "tokens/s of all slots", "against the best stock"]
+    head += ["ms between tokens, p50 / p95 / p99", "s to the first token, p50 / p95 / p99"]
+    body = [
+        [
+            r["attention"],
+            f"{r['tokens_per_s']:.1f} ({r['tokens_per_s_low']:.1f}-{r['tokens_per_s_high']:.1f})",
+            f"{r['speedup']:.2f}x",
+            " / ".join(f"{r[f'between_ms_p{p}']:.0f}" for p in PERCENTILES),
+            " / ".join(f"{r[f'first_s_p{p}']:.1f}" for p in PERCENTILES),
+        ]
+        for r in rows(recs)
+    ]
+    about = (
+        f"{case.n_slot} slots, each with a prompt of {case.n_prompt} tokens, which all read at "
+        f"once, and {case.n_gen} tokens of reply; {recs[0]['model_name']}, {case.n_threads} "
+        f"threads, {env['machine']['cpu']}; medians of {case.n_rounds} rounds in turns, in "
+        "brackets the 10th and 90th percentile."
+    )
+    return f"{about}\n\n{markdown(head, body)}"
+
+
+NEEDS = "python bench/serving.py -m MODEL.gguf --text BOOK"
+
+
+def data(folder: Path) -> list[plot.Row]:
+    """Those of the run that was last."""
+    runs = records.by_run(records.load_all(folder / FILE))
+    plot.need(runs, "the speed of servers", NEEDS)
+    recs = list(runs[-1].values())
+    case = records.read_case(Case, recs[0])
+    about = {"model": recs[0]["model_name"], "slots": case.n_slot, "positions": case.n_prompt}
+    return [about | {"threads": case.n_threads} | r for r in rows(recs)]
+
+
+def draw(found: Sequence[plot.Row]) -> Any:
+    figure, (ax,) = plot.panels(width=6.4)
+    places = list(range(len(found)))[::-1]
+    rate = [r["tokens_per_s"] for r in found]
+    error = [
+        [r["tokens_per_s"] - r["tokens_per_s_low"] for r in found],
+        [r["tokens_per_s_high"] - r["tokens_per_s"] for r in found],
+    ]
+    stock = [r["attention"].startswith("llama.cpp") for r in found]
+    ax.barh(places, rate, xerr=error, color=[plot.STOCK if s else plot.OURS for s in stock])
+    ax.set_yticks(places, [r["attention"] for r in found])
+    first = found[0]
+    title = f"{first['model']}, {first['slots']} slots of {first['positions']} positions"
+    ax.set(xlabel="tokens per second, all slots together", xlim=(0, None), title=title)
+    return figure
+
+
+FIGURE = plot.Figure(
+    name="serving",
+    title="Tokens per second of a server with many users",
+    caption="llama-server with all slots replying at once; medians of rounds in turns, bars are "
+    "the 10th to 90th percentile of rounds.",
+    needs=NEEDS,
+    file=FILE,
+    data=data,
+    draw=draw,
+)
+
+
+@commands.command(
+    click.option("--model", "-m", metavar="FILE", required=True, help="GGUF model to serve."),
+    click.option("--text", metavar="FILE", required=True, help="A book, long enough."),
+    click.option("--slots", type=Number(int, 1), default=8, show_default=True, help="Users."),
+    click.option("-p", "--n-prompt", type=Number(int, 2), default=4096, show_default=True),
+    click.option("-n", "--n-gen", type=Number(int, 4), default=64, show_default=True),
+    click.option(
+        "-a",
+        "--attn",
+        "specs",
+        multiple=True,
+        default=("dense", "sparq,ratio=1/8"),
+        callback=lambda _, __, given: [parse_spec(x) for x in given],
+        help="Our settings, one server each.  [default: dense and sparq,ratio=1/8]",
+    ),
+    click.option("-t", "--threads", type=Number(int, 1), help="[default: all cores]"),
+    commands.samples(5),
+    commands.OUT,
+    commands.FORCE,
+)
+def command(
+    model: str,
+    text: str,
+    slots: int,
+    n_prompt: int,
+    n_gen: int,
+    specs: Sequence[AttentionSpec],
+    threads: int | None,
+    samples: int,
+    folder: Path,
+    force: bool,
+) -> None:
+    """Speed of a server: all slots reply at once, llama.cpp's attention and ours in turns."""
+    path = Path(model)
+    book = "\n\n".join(read_texts([Path(text)]))
+    group = cases(
+        specs,
+        model=records.content_hash(path),
+        n_slot=slots,
+        n_prompt=n_prompt,
+        n_gen=n_gen,
+        n_threads=threads or engine.usable_cores(),
+        n_rounds=samples,
+    )
+    card = records.card_of(path)
+    name = {"model_name": card.title if card else path.name}
+
+    def run(group: Sequence[Case], done: Callable[[float], None]) -> list[dict[str, Any]]:
+        return [r | name for r in measure(path, book, group, done)]
+
+    file = folder / FILE
+    with progress_bar("serving") as progress:
+        found = records.resume(
+            BENCH, [group], run, file, progress, cost=lambda _: 1000, force=force
+        )
+    commands.show(table(found), file)
+
+
+if __name__ == "__main__":
+    run_command(command)

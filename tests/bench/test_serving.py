@@ -1,0 +1,56 @@
+"""The speed of a server: what counts, and a run with both libraries."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+
+import serving
+
+from pyorch import paths
+from pyorch.attention.spec import parse_spec
+from pyorch.bench import records
+from pyorch.errors import SparqError
+
+DOCUMENT = paths.data("models") / "demo" / "document.txt"
+
+
+def test_tokens_count_while_all_reply() -> None:
+    """One slot begins at 1 and the other ends at 3: four tokens of each in two seconds."""
+    early = [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0]
+    late = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5]
+    assert serving.tokens_per_s([early, late]) == 4
+    assert serving.tokens_per_s([late]) == 2
+
+
+def test_a_reply_that_is_not_sparse_fails() -> None:
+    sparq, dense = (
+        serving.cases([parse_spec(x)], model="m", n_slot=1, n_prompt=8, n_gen=5, n_threads=1,
+                      n_rounds=1)[-1]
+        for x in ("sparq,ratio=1/8", "dense")
+    )  # fmt: skip
+    right = {"sparse_attn": {"steps": 4, "calls_sparse": 8}}
+    serving._check(sparq, [right])
+    serving._check(dense, [{}])
+    for wrong in ({}, {"steps": 4, "calls_sparse": 7}, {"steps": 3, "calls_sparse": 6}):
+        with pytest.raises(SparqError, match="did not run sparse"):
+            serving._check(sparq, [right, {"sparse_attn": wrong}])
+
+
+@pytest.mark.slow  # it builds stock's server
+def test_all_servers_are_timed(model: Path, tmp_path: Path) -> None:
+    args = ["-m", str(model), "--text", str(DOCUMENT), "--slots", "2", "-p", "600", "-n", "8"]
+    args += ["-t", "1", "--samples", "2", "--out", str(tmp_path), "-a", "dense"]
+    args += ["-a", "sparq,ratio=1/8,min_ctx=0"]
+    done = CliRunner().invoke(serving.command, args, catch_exceptions=False)
+    assert done.exit_code == 0
+    recs = records.load_all(tmp_path / serving.FILE)
+    assert [r["case"]["library"] for r in recs] == ["stock", "stock", "sparq", "sparq"]
+    assert all(len(r["samples"]) == 2 and min(r["samples"]) > 0 for r in recs)
+    assert all(len(r["first_s"]) == 2 for r in recs)
+    assert "| llama.cpp -fa 0 |" in (tmp_path / "serving.md").read_text()
