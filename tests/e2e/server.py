@@ -23,6 +23,13 @@ def clean() -> dict[str, str]:
 @contextmanager
 def serving(tools: Path, log: Path, *args: object) -> Iterator[str]:
     """A server on a free port: its address. At the end it has ended, and written its `log`."""
+    with started(tools, log, *args) as (url, _):
+        yield url
+
+
+@contextmanager
+def started(tools: Path, log: Path, *args: object) -> Iterator[tuple[str, int]]:
+    """The same, with the number of its process."""
     line = [tools / "llama-server", "--host", "127.0.0.1", "--port", 0, *args]
     with (
         log.open("w") as f,
@@ -35,7 +42,7 @@ def serving(tools: Path, log: Path, *args: object) -> Iterator[str]:
         ) as server,
     ):
         try:
-            yield ready(server, log)
+            yield ready(server, log), server.pid
             server.terminate()
             assert server.wait(60) == 0, log.read_text(errors="replace")
         finally:
