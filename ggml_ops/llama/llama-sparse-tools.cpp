@@ -125,6 +125,7 @@ std::string llama_sparse_request_of(const std::string & spec) {
 bool llama_sparse_request(llama_context * ctx, llama_seq_id slot, const std::string & spec, std::string & why) {
     char err[512];
     const bool is_set = llama_set_sparse_attn_seq(ctx, slot, spec.empty() ? nullptr : spec.c_str(), err, sizeof(err)) == 0;
+    llama_sparse_attn_seq_prompt(ctx, slot);
     why = is_set ? "" : llama_sparse_in_one_line(std::string("sparse_attn: ") + err);
     return is_set;
 }

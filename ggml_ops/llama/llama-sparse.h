@@ -63,6 +63,10 @@ LLAMA_API int32_t llama_set_sparse_attn(struct llama_context * ctx, const char *
 // the spec does not have them. `off` is llama.cpp's own attention in a batch whose sequences are all off, prompts included; elsewhere it is `dense`.
 LLAMA_API int32_t llama_set_sparse_attn_seq(struct llama_context * ctx, llama_seq_id seq_id, const char * spec, char * err, size_t n_err);
 
+// Says that a prompt comes next in a sequence: none of its tokens is a decoded one, up to the first that asks for its logits. A server that knows
+// it says so, for one case: of a prompt that was restored only the last token is evaluated, which looks like a decoded one.
+LLAMA_API void llama_sparse_attn_seq_prompt(struct llama_context * ctx, llama_seq_id seq_id);
+
 // Writes, as JSON, the spec of a sequence, and what its decoded tokens have read since it was set: `steps`, and over all layers that are ours
 // `calls_sparse`, `calls_dense`, `positions_visible`, `positions_read`, `bytes_dense` and `bytes_read`, as the settings order them (the most, with
 // top_p). Returns the length the text has (without the 0), < 0: no such sequence.

@@ -177,6 +177,13 @@ int32_t llama_set_sparse_attn_seq(llama_context * ctx, llama_seq_id seq, const c
     return try_to([&] { set_sequence(*ctx, seq, text); }, err, n_err);
 }
 
+void llama_sparse_attn_seq_prompt(llama_context * ctx, llama_seq_id seq) {
+    const auto & state = ctx->get_cparams().sparse;
+    if (state && seq >= 0 && (uint32_t) seq < ctx->get_cparams().n_seq_max) {
+        state->sequences[seq].is_prompt = true;
+    }
+}
+
 int32_t llama_sparse_attn_parse(const char * text, char * buf, size_t n_buf) {
     try {
         const std::string s = llama_sparse_spec::parse(text ? text : "off").str();
@@ -248,6 +255,13 @@ void llama_sparse_decode_begin(llama_context * ctx, const llama_batch & batch) {
     auto & state = access::cparams(*ctx).sparse;
     if (state && !state->is_off()) {
         state->replying = llama_sparse_replying(llama_sparse_find_cache(ctx->get_memory()), batch);
+        for (int32_t i = 0; i < batch.n_tokens; ++i) {
+            const llama_seq_id seq = batch.seq_id[i][0];
+            if (state->sequences[seq].is_prompt) {
+                state->replying[seq] = false;
+                state->sequences[seq].is_prompt = !batch.logits[i];
+            }
+        }
     }
 }
 

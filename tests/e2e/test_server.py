@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import urllib.error
@@ -86,6 +87,71 @@ def test_chat_completions_and_streams(url: str) -> None:
     answer = ask(f"{url}/v1/completions", {"prompt": text_of(200), **asked})
     assert positions_read(answer) == 50
     assert positions_read(complete(url, 1, None)) == 64, "of the server again"
+
+
+@pytest.fixture(scope="module")
+def keeper(tools: Path, tiny: Path, tmp_path_factory: Any) -> Iterator[str]:
+    """A server that saves slots, keeps prompts in memory, shifts contexts and reuses pieces."""
+    folder = tmp_path_factory.mktemp("keeper")
+    line = ("-m", tiny, "-t", 1, "-np", 2, "-c", 1024, "--no-kv-unified", "-b", 64, "-ub", 64)
+    line += ("--slot-save-path", folder, "--cache-ram", 64, "--context-shift", "--metrics")
+    with serving(tools, folder / "log", *line, "--sparse-attn", SERVERS) as address:
+        yield address
+
+
+def fresh(url: str, prompt: str, **more: Any) -> str:
+    return ask(f"{url}/completion", {"prompt": prompt, **ASKED, **more})["content"]
+
+
+def kept(url: str, prompt: str, **more: Any) -> dict[str, Any]:
+    return ask(f"{url}/completion", {"prompt": prompt, **ASKED, "cache_prompt": True, **more})
+
+
+def test_a_restored_slot_replies_as_a_fresh_one(keeper: str) -> None:
+    """Its last token is one of a prompt, although it comes alone; what follows is sparse."""
+    first, other = text_of(300, 7), text_of(300, 8)
+    longer = first + text_of(30, 9)
+    want = [fresh(keeper, prompt, id_slot=0) for prompt in (first, longer)]
+    kept(keeper, first, id_slot=0, n_predict=0)
+    for action in ("save", "erase"):
+        ask(f"{keeper}/slots/0?action={action}", {"filename": "kept"})
+    kept(keeper, other, id_slot=0)
+    for prompt, content in zip((first, longer), want, strict=True):
+        assert ask(f"{keeper}/slots/0?action=restore", {"filename": "kept"})["n_restored"] > 299
+        answer = kept(keeper, prompt, id_slot=0)
+        assert answer["content"] == content
+        assert answer["timings"]["cache_n"] > 290, "it was restored"
+        read = answer["timings"]["sparse_attn"]
+        assert read["steps"] == ASKED["n_predict"] - 1 and positions_read(answer) == 64
+
+
+def test_a_prompt_from_memory_replies_as_a_fresh_one(keeper: str) -> None:
+    """Of requests that displaced each other from the slots."""
+    texts = [text_of(300, seed) for seed in range(20, 24)]
+    want = [fresh(keeper, prompt) for prompt in texts]
+    for _ in range(2):
+        answers = [kept(keeper, prompt) for prompt in texts]
+        assert [a["content"] for a in answers] == want
+    assert all(a["timings"]["cache_n"] > 290 for a in answers)
+
+
+def test_a_shifted_context_beside_another_slot(keeper: str) -> None:
+    """A reply that outgrows its slot, alone and beside requests that are cancelled meanwhile."""
+    prompt, long = text_of(400, 11), {"n_predict": 200, "id_slot": 0}
+    want = fresh(keeper, prompt, **long)
+
+    def cancelled(i: int) -> None:
+        body = {"prompt": text_of(350, 30 + i), **ASKED, "id_slot": 1, "stream": True}
+        connection = http.client.HTTPConnection(keeper.removeprefix("http://"), timeout=60)
+        connection.request("POST", "/completion", json.dumps(body | {"n_predict": 100}))
+        connection.getresponse().readline()
+        connection.close()
+
+    with ThreadPoolExecutor(2) as pool:
+        reply = pool.submit(fresh, keeper, prompt, **long)
+        list(pool.map(cancelled, range(5)))
+        assert reply.result() == want
+    assert len(want) > 100
 
 
 REFUSED = [
