@@ -171,7 +171,7 @@ class Child:
             hint = "the system does so when memory runs out: lower --ctx or --parallel"
             return SparqError(f"{self.name} was killed", hint)
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else "ended by itself"
-        reason = self._reason() or f"exit code {code}"
+        reason = (self._reason() if code else "") or f"exit code {code}"  # 0: after -- -h
         hint = "" if self._show else f"run with -v to see what {self.name} says"
         return SparqError(f"{self.name} {how}: {reason}", hint)
 

@@ -28,6 +28,8 @@ import pytest
 from pyorch import native
 from pyorch.cli import serve
 from pyorch.cli.serve import Account
+from pyorch.errors import SparqError
+from pyorch.native import build
 
 STANDIN = """
 import json, os, signal, sys, time
@@ -122,6 +124,7 @@ def serving(code: str, *args: object, **env: str) -> Iterator[Running]:
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "NO_COLOR": "1", **env},
+        start_new_session=True,
     )
     try:
         yield Running(process)
@@ -209,6 +212,16 @@ def test_a_signal_is_passed_on_once(standin: Any, number: int) -> None:
     assert running.said.count("asked to end") == 1 and gone(pid)
 
 
+def test_ctrl_c_in_a_terminal_is_for_us_alone(standin: Any) -> None:
+    """A terminal sends it to the whole group of processes, and llama-server takes two as an order
+    to drop everything."""
+    with standin("", "-v") as running:
+        running.until_ready()
+        os.killpg(running.process.pid, signal.SIGINT)
+        assert running.rest() == 0
+    assert running.said.count("asked to end") == 1
+
+
 def test_a_signal_while_it_loads(standin: Any) -> None:
     with standin("loading", "-v") as running:
         while not Path(running.process.args[3]).joinpath("started").is_file():
@@ -232,7 +245,11 @@ def test_it_goes_when_we_are_killed(standin: Any) -> None:
         running.until_ready()
         pid = standin.started()["pid"]
         running.process.kill()
-        assert gone(pid)
+        try:
+            assert gone(pid)
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_its_death_is_one_line(standin: Any) -> None:
@@ -361,6 +378,23 @@ def test_slots_count_for_the_memory(
     result = run("serve", "-m", tiny, "--ctx", 4096)
     assert result.code == 1 and "of memory is available" in result.err
     assert "lower --parallel or --ctx" in result.err
+
+
+def test_it_is_built_when_first_needed(
+    run: Callable[..., Any], tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked_for = []
+
+    def build_it(options: object, tools: tuple[str, ...]) -> Path:
+        asked_for.append(tools)
+        raise SparqError("enough")
+
+    monkeypatch.setattr(native, "find", lambda stock=False, tools=(): None if tools else Path())
+    monkeypatch.setattr(build, "working", lambda options: options)
+    monkeypatch.setattr(build, "build", build_it)
+    result = run("serve", "-m", tiny, "--port", "0")
+    assert result.code == 1 and asked_for == [("llama-server",)]
+    assert result.err.startswith("sparq-cpp: llama-server is not built yet for these sources;")
 
 
 def test_layers_on_a_gpu(run: Callable[..., Any], tiny: Path, monkeypatch: Any) -> None:
@@ -515,6 +549,8 @@ def test_an_option_that_llama_server_does_not_know(
     result = run("serve", "-m", tiny, "--port", 0, "--", "--no-such")
     assert result.code == 1
     assert result.err.startswith("error: llama-server ended by itself: invalid argument: --no-such")
+    result = run("serve", "-m", tiny, "--port", 0, "--", "--help")
+    assert result.code == 1 and "ended by itself: exit code 0" in result.err
 
 
 def test_the_real_one_is_killed(program: Path, tiny: Path) -> None:
