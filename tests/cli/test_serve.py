@@ -20,6 +20,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -431,15 +433,28 @@ def server(
         yield running.until_ready()
 
 
+@dataclass
+class Reply:
+    """What came back: the headers, and the whole body."""
+
+    headers: Message
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
 def asked(
     url: str, value: dict[str, Any] | bytes | None, key: str = "other", **headers: str
-) -> Any:
-    """The answer to a POST, or to a GET without a value."""
+) -> Reply:
+    """The reply to a POST, or to a GET without a value."""
     body = json.dumps(value).encode() if isinstance(value, dict) else value
     headers |= {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     request = urllib.request.Request(url, body, headers)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    return opener.open(request, timeout=60)
+    with opener.open(request, timeout=60) as answer:
+        return Reply(answer.headers, answer.read())
 
 
 def refused(*args: Any) -> tuple[int, str]:
@@ -451,24 +466,22 @@ def refused(*args: Any) -> tuple[int, str]:
 
 
 def test_completion(server: Running) -> None:
-    answer = json.load(asked(f"{server.url}/completions", PROMPT))
+    answer = asked(f"{server.url}/completions", PROMPT).json
     assert answer["usage"]["completion_tokens"] == 8 and answer["choices"][0]["text"]
-    (model,) = json.load(asked(f"{server.url}/models", None))["data"]
+    (model,) = asked(f"{server.url}/models", None).json["data"]
     assert model["id"] == "demo.gguf" and model["meta"]["n_ctx"] == 1024
 
 
 def test_chat(server: Running) -> None:
     chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
-    answer = json.load(asked(f"{server.url}/chat/completions", chat))
+    answer = asked(f"{server.url}/chat/completions", chat).json
     assert answer["choices"][0]["message"]["content"]
 
 
 def test_streaming(server: Running) -> None:
     """The pieces are the text that comes in one piece otherwise."""
-    whole = json.load(asked(f"{server.url}/completions", PROMPT))["choices"][0]["text"]
-    lines = (
-        asked(f"{server.url}/completions", PROMPT | {"stream": True}).read().decode().split("\n")
-    )
+    whole = asked(f"{server.url}/completions", PROMPT).json["choices"][0]["text"]
+    lines = asked(f"{server.url}/completions", PROMPT | {"stream": True}).body.decode().split("\n")
     data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     assert data.pop() == "[DONE]" and len(data) > 2
     assert "".join(json.loads(x)["choices"][0]["text"] for x in data) == whole
@@ -478,7 +491,7 @@ def test_streaming(server: Running) -> None:
 def test_a_wrong_key(server: Running, key: str) -> None:
     code, text = refused(f"{server.url}/completions", PROMPT, key)
     assert code == 401 and "other" not in text
-    assert asked(server.url.removesuffix("/v1") + "/health", None, "").status == 200
+    assert asked(server.url.removesuffix("/v1") + "/health", None, "").json == {"status": "ok"}
 
 
 NO_JSON = pytest.mark.xfail(reason="llama-server answers 500 to what is no JSON", strict=True)
@@ -517,7 +530,7 @@ def test_what_is_closed(server: Running) -> None:
 
 def test_it_ends_and_says_what_ran(server: Running) -> None:
     """The last of those that share a server: it is ended here."""
-    json.load(asked(f"{server.url}/completions", PROMPT | {"prompt": "Far away. " * 60}))
+    asked(f"{server.url}/completions", PROMPT | {"prompt": "Far away. " * 60})
     assert server.end() == 0
     first, _, account = server.said.splitlines()
     spec = "sparq,ratio=1/8,min_ctx=0"
@@ -536,7 +549,7 @@ def test_the_log_keeps_keys(program: Path, tiny: Path, tmp_path: Path) -> None:
     line = ("serve", "-m", tiny, "--port", 0, "--api-key-file", keys, "-t", 1, "--ctx", 512, "-v")
     with serving(REAL, *line, "--", "--log-file", log) as running:
         running.until_ready()
-        json.load(asked(f"{running.url}/completions", PROMPT | {"prompt": "x"}, "secret"))
+        asked(f"{running.url}/completions", PROMPT | {"prompt": "x"}, "secret")
         assert running.end() == 0
     assert "api_keys: " in running.said  # it would be in this line
     for text in (running.said, log.read_text()):
@@ -603,7 +616,7 @@ def test_the_server_of_the_bindings(demo_model: Path) -> None:
         end, answer = time.monotonic() + READY_S, None
         while answer is None and process.poll() is None and time.monotonic() < end:
             with suppress(ConnectionError, urllib.error.URLError):
-                answer = json.load(asked(f"http://127.0.0.1:{port}/v1/completions", PROMPT))
+                answer = asked(f"http://127.0.0.1:{port}/v1/completions", PROMPT).json
             time.sleep(0.1)
         assert answer is not None and answer["usage"]["completion_tokens"] == 8
     finally:
