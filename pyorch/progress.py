@@ -82,6 +82,30 @@ def progress_bar(
             shown_bar.stop()
 
 
+@contextmanager
+def spinner(label: str) -> Iterator[Callable[[], None]]:
+    """Show that work of unknown length goes on, once it has taken two seconds: on a terminal until
+    it is done, elsewhere in one line. The work calls what this yields now and then."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    status, started, shown = console.status(f"{label} ..."), time.monotonic(), False
+
+    def turn() -> None:
+        nonlocal shown
+        if not shown and time.monotonic() - started > AFTER_S:
+            shown = True
+            if console.is_terminal:
+                status.start()
+            else:
+                say(f"{label} ...")
+
+    try:
+        yield turn
+    finally:
+        status.stop()
+
+
 def _bar(of: str) -> rich.progress.Progress:
     from rich import progress
     from rich.console import Console

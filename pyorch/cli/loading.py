@@ -59,11 +59,13 @@ def fetch_model(model: Model, quiet: bool = False) -> Model:
     return pull.bring(model, note, quiet)
 
 
-def ready(name: str, yes: bool, options: SessionOptions | None = None) -> Path:
-    """The file that `--model NAME` means, with the library built.
+def ready(
+    name: str, yes: bool, options: SessionOptions | None = None, tools: tuple[str, ...] = ()
+) -> Path:
+    """The file that `--model NAME` means, with the library and these programs of llama.cpp built.
 
     What can fail at once comes first: the header of a file that is here and the settings, then the
-    compiler, if the library is not built. Then the model is downloaded, and the library built.
+    compiler, if something is not built. Then the model is downloaded, and the rest built.
 
     Raises:
         SparqError: as `model_path`; the file is no model, the options of a session do not fit it,
@@ -72,11 +74,11 @@ def ready(name: str, yes: bool, options: SessionOptions | None = None) -> Path:
     from pyorch import native
     from pyorch.engine.settings import checked
 
-    path = model_path(name, yes, native.check_compiler)
+    path = model_path(name, yes, lambda: native.check_compiler(tools))
     file = read_gguf(path)
     if options is not None:
         checked(file, **options)
-    native.built()
+    native.built(tools=tools)
     return path
 
 

@@ -1,184 +1,390 @@
-"""`sparq-cpp serve`: OpenAI's API over HTTP, by llama-cpp-python's own server."""
+"""`sparq-cpp serve`: OpenAI's API over HTTP, by our build of llama.cpp's llama-server."""
 
 from __future__ import annotations
 
 import errno
-import importlib.util
+import ipaddress
 import os
+import re
 import socket
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from pyorch import paths
+from pyorch import native, paths
+from pyorch.attention.bytes import cache_bytes, layer_costs, shadow_bytes
 from pyorch.attention.spec import AttentionSpec
 from pyorch.cli import options as opt
+from pyorch.cli.groups import group, option, renamed, takes
 from pyorch.cli.loading import ready, session_options, shown
 from pyorch.cli.log import shows_log
-from pyorch.cli.summary import info_of, why_dense
+from pyorch.cli.supervise import GRACE_S, Child
 from pyorch.cli.terminal import note, note_if_beyond
 from pyorch.cli.types import Number
 from pyorch.errors import SparqError
-from pyorch.ggml import NUMA
 from pyorch.models.geometry import geometry
-from pyorch.models.gguf_file import read_gguf
+from pyorch.models.gguf_file import GGUFFile, read_gguf
+from pyorch.models.memory import available_memory
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI, Request
-    from fastapi.responses import JSONResponse
-    from llama_cpp import Llama
-
+    from pyorch.engine import SessionOptions
     from pyorch.engine.settings import Settings
 
-NEEDED = ("uvicorn", "fastapi", "pydantic_settings", "sse_starlette", "starlette_context", "yaml")
-# llama.cpp takes these settings of YaRN from the model; the server's own defaults differ
-_OF_THE_MODEL = {"yarn_attn_factor": -1.0, "yarn_beta_fast": -1.0, "yarn_beta_slow": -1.0}
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+PROGRAM = "llama-server"
+
+# What a careful operator would not have by default. `-- --slots` and the like turn it on again.
+_SAFE = (
+    # Its tools read files and run commands, and its proxy fetches what a web page asks for. Both
+    # are off unless a configuration file of llama.cpp's turns them on; this wins over such a file.
+    "--no-agent",
+    # GET /slots shows everybody what the others are doing.
+    "--no-slots",
+    # By default it lets any web page that the user visits ask 127.0.0.1 and read the replies.
+    "--cors-origins",
+    "localhost",
+)
+# The variables that llama-server takes options from. The line has all of its options, and nobody
+# expects a variable that is left over from elsewhere to open a door.
+_FOREIGN = ("LLAMA_", "AIP_", "SPARQ_")
+
+# our option -> those of llama-server that it stands for, in our own line for it
+_OURS = {
+    "-m SPEC": "-m --model -mu --model-url -dr --docker-repo -hf -hfr --hf-repo -hff --hf-file"
+    " --models-dir --models-preset",
+    "--host": "--host",
+    "--port": "--port",
+    "--api-key-file FILE": "--api-key --api-key-file",
+    "--parallel": "-np --parallel",
+    "--ctx, the positions of each slot": "-c --ctx-size -kvu --kv-unified -no-kvu --no-kv-unified"
+    " --kv-unified-per-slot",
+    "-a SPEC, which needs flash attention": "--sparse-attn -fa --flash-attn",
+    "--threads": "-t --threads",
+    "--n-gpu-layers": "-ngl --gpu-layers --n-gpu-layers",
+    "--numa": "--numa",
+    "--cache-type-k": "-ctk --cache-type-k",
+    "--cache-type-v": "-ctv --cache-type-v",
+    "the same option before --": "--rope-scaling --rope-scale --rope-freq-base --rope-freq-scale"
+    " --yarn-orig-ctx --yarn-ext-factor --yarn-attn-factor --yarn-beta-fast --yarn-beta-slow",
+}
+_OURS_OF = {name: ours for ours, names in _OURS.items() for name in names.split()}
+_ONE_OF_A_MODEL = re.compile(r"--(embd|fim|gpt-oss|vision)-.*-(default|spec)")  # and of its port
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Where the server listens, and whom it answers."""
+
+    host: str = option(
+        "--host", default="127.0.0.1", show_default=True, help="Address to listen on."
+    )
+    port: int = option(
+        "--port",
+        type=Number(int, 0, 65535),
+        default=8000,
+        show_default=True,
+        help="Port to listen on; 0 takes any free one.",
+    )
+    parallel: int = option(
+        "--parallel",
+        "-np",
+        type=Number(int, 1, 256),  # llama.cpp's LLAMA_MAX_SEQ
+        default=4,
+        show_default=True,
+        help="Answer this many requests at once, each with --ctx positions.",
+    )
+    api_key_file: str | None = option(
+        "--api-key-file",
+        metavar="FILE",
+        help="Refuse requests without a key of this file, which has one a line.",
+    )
+    insecure: bool = option(
+        "--insecure", is_flag=True, help="Let other machines in, even without keys."
+    )
+
+
+server_options = group(
+    takes(server=ServerOptions),
+    # the arguments of a process are shown to everybody on the machine
+    renamed("--api-key", "--api-key-file FILE"),
+)
 
 
 @click.command()
 @opt.model_options
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option(
-    "--port",
-    type=Number(int, 0, 65535),
-    default=8000,
-    show_default=True,
-    help="Port to listen on; 0 takes any free one.",
-)
-@click.option("--api-key", metavar="KEY", help="Refuse requests without this key.")
+@server_options
 @opt.context_options
 @opt.load_options
 @opt.attention_options
 @opt.verbose_option
+@click.argument("more", nargs=-1, type=click.UNPROCESSED, metavar="[-- OPTIONS]")
 def command(
     model: opt.ModelOptions,
-    host: str,
-    port: int,
-    api_key: str | None,
+    server: ServerOptions,
     context: opt.ContextOptions,
     load: opt.LoadOptions,
     attention: opt.AttentionOptions,
+    more: tuple[str, ...],
 ) -> None:
     """Answer OpenAI's API (/v1/chat/completions, /v1/completions) with sparse attention.
 
-    It answers one request at a time: the next one waits, or ends a reply that is streaming. It
-    needs the extra `server`: pip install 'sparq-cpp[server]'.
+    llama.cpp's llama-server answers, several requests at once; what stands after -- are further
+    options of it. It is built when it is first needed.
     """
-    lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if lacking:
-        raise SparqError(
-            f"serve needs what is not installed: {', '.join(lacking)}",
-            paths.install_command("server"),
-        )
-    from pyorch.engine.settings import checked
+    _check_more(more)
+    keys = _key_file(server.api_key_file) if server.api_key_file is not None else None
+    family, address = _address(server.host, server.port)
+    if not (ipaddress.ip_address(address.partition("%")[0]).is_loopback or keys):
+        if not server.insecure:
+            raise SparqError(
+                f"--host {server.host} lets other machines in, and no key is asked for",
+                "--api-key-file FILE asks for one; --insecure lets everybody in",
+                exit_code=2,
+            )
+        note("note: whoever reaches this address can use it", "yellow")
+    options = session_options(attention.spec(), context, load, server.parallel)
+    with _reserved(family, address, server.port) as port:
+        path = _ready(model, options)
+    served = Served(path, _alias(model, path), address, port, keys, load, options)
+    _serve(served, more)
 
-    options = session_options(attention.spec(), context, load)
-    with _listen(host, port) as listener:
-        path = ready(model.model, model.yes, options)
-        file = read_gguf(path)
-        settings = checked(file, **options)
-        note_if_beyond(settings.n_ctx, geometry(file).n_ctx_train)
-        alias = path.name if Path(model.model).exists() else model.model
-        _serve(Served(path, alias, settings, load, api_key), listener)
+
+def _check_more(more: Sequence[str]) -> None:
+    """Refuse what is no option, and options of llama-server that we set.
+
+    Raises:
+        SparqError: there is one. A value, which may be a key, is not in the message.
+    """
+    if more and not more[0].startswith("-"):
+        raise SparqError(
+            f"serve takes no argument {more[0]!r}",
+            f"options of {PROGRAM} stand after --: sparq-cpp serve -m M -- --metrics",
+            exit_code=2,
+        )
+    for word in more:
+        name = word.partition("=")[0]
+        if name.startswith("--"):
+            name = name.replace("_", "-")  # llama-server takes both
+        ours = _OURS_OF.get(name) or ("-m SPEC" if _ONE_OF_A_MODEL.fullmatch(name) else "")
+        if ours:
+            raise SparqError(f"{name} after -- would contradict ours", f"use {ours}", exit_code=2)
+
+
+def _key_file(name: str) -> Path:
+    """The file of keys, which llama-server reads itself: the keys are in no line of arguments.
+
+    Raises:
+        SparqError: it cannot be read, or holds no key that a client could send.
+    """
+    file = paths.expanded(name).absolute()
+    make = f"one key a line, for example: (umask 077; openssl rand -hex 32 > {name})"
+    try:
+        lines = file.read_bytes().split(b"\n")
+        mode = file.stat().st_mode
+    except OSError as e:
+        raise SparqError(f"{name}: {e.strerror or e}", make) from None
+    keys = [line for line in lines if line and not line.startswith(b"#")]
+    if not keys:
+        raise SparqError(f"{name} holds no key", make)
+    if any(key != key.strip() for key in keys):  # llama-server would take the blank for a part
+        raise SparqError(f"{name}: a key begins or ends with a blank", make)
+    if mode & 0o044:
+        note(f"note: others on this machine can read {name}: chmod 600 {name}", "yellow")
+    return file
+
+
+def _address(host: str, port: int) -> tuple[socket.AddressFamily, str]:
+    """The kind of address, and the number that a name stands for."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        found = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as e:
+        raise _cannot_listen(host, port, e) from None
+    return family, str(found[0][4][0])
+
+
+@contextmanager
+def _reserved(family: socket.AddressFamily, address: str, port: int) -> Iterator[int]:
+    """Keep the port, or any free one for 0, while the model is made ready. Nobody is answered yet:
+    it does not listen.
+
+    Raises:
+        SparqError: it cannot be had.
+    """
+    with socket.socket(family, socket.SOCK_STREAM) as place:
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as llama-server does
+        try:
+            place.bind((address, port))
+        except OSError as e:
+            raise _cannot_listen(address, port, e) from None
+        yield place.getsockname()[1]
+
+
+def _cannot_listen(host: str, port: int, error: Exception) -> SparqError:
+    hint = "--host takes an address of this machine, 127.0.0.1 or 0.0.0.0"
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        hint = "another program listens there: --port 0 takes a free one"
+    reason = getattr(error, "strerror", None) or error
+    return SparqError(f"cannot listen on {host}:{port}: {reason}", hint)
+
+
+def _ready(model: opt.ModelOptions, options: SessionOptions) -> Path:
+    try:
+        return ready(model.model, model.yes, options, (PROGRAM,))
+    except SparqError as error:  # the slots count as well, and only we have them
+        if options["n_sequences"] > 1:
+            error.hint = error.hint.replace("lower --ctx", "lower --parallel or --ctx")
+        raise
+
+
+def _alias(model: opt.ModelOptions, path: Path) -> str:
+    """The name by which clients know the model."""
+    return path.name if Path(model.model).exists() else model.model
 
 
 @dataclass(frozen=True)
 class Served:
-    """A model as clients see it. They know it as `alias`, and need the key if there is one."""
+    """A model as clients see it. keys: the file of keys, one of which they need."""
 
     path: Path
     alias: str
-    settings: Settings
+    address: str
+    port: int
+    keys: Path | None
     load: opt.LoadOptions
-    api_key: str | None
+    options: SessionOptions
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family)
-    except OSError as e:
-        hint = "--host takes an address of this machine, 127.0.0.1 or 0.0.0.0"
-        if e.errno == errno.EADDRINUSE:
-            hint = "another program listens there: --port 0 takes a free one"
-        reason = str(e.strerror or e).partition(" (while")[0]
-        raise SparqError(f"cannot listen on {host}:{port}: {reason}", hint) from None
+class Account:
+    """What ran, by the log: llama-server says it of each reply, our library at the end."""
+
+    _REPLY = re.compile(r"\| +eval time = .*/ +(\d+) tokens")
+    _CALLS = re.compile(r"sparse attention \S+: (\d+) attention calls sparse, (\d+) exact, (.*)")
+    _LEFT = re.compile(r"left to llama\.cpp \((.+?)\)")
+
+    def __init__(self) -> None:
+        self.tokens = self.sparse = self.exact = 0
+        self.left: set[str] = set()  # why attention was left to llama.cpp
+
+    def read(self, line: str) -> None:
+        if reply := self._REPLY.search(line):
+            self.tokens += int(reply[1])
+        elif calls := self._CALLS.search(line):
+            self.sparse, self.exact = self.sparse + int(calls[1]), self.exact + int(calls[2])
+            self.left |= set(self._LEFT.findall(calls[3]))
+
+    def say(self, spec: AttentionSpec) -> None:
+        """Report it, if anything was asked. Without calls nobody knows, as with `-- -lv 0`."""
+        if not self.tokens:
+            return
+        calls = self.sparse + self.exact
+        if spec.sparse and not self.sparse and (calls or self.left):
+            why = "; ".join(sorted(self.left))
+            why = why or f"up to min_ctx {spec.min_ctx} positions, or k covers them all"
+            note(f"note: attention was exact throughout: {why}", "yellow")
+        said = f"{self.tokens} tokens decoded"
+        if calls:
+            said += f", {100 * self.sparse / calls:.1f} % of their attention calls sparse"
+        note(said, "dim")
 
 
-async def _no_json(_: Request, error: Exception) -> JSONResponse:
-    """Answer to a body that is no JSON, for which the server itself has a traceback only."""
-    from fastapi.responses import JSONResponse
+def _serve(served: Served, more: Sequence[str]) -> None:
+    from pyorch.engine.settings import checked
 
-    error_of = {"message": f"the body is not JSON: {error}", "type": "invalid_request_error"}
-    return JSONResponse({"error": error_of}, 400)
+    file = read_gguf(served.path)
+    settings = checked(file, **served.options)
+    spec = settings.attention or AttentionSpec("off")
+    if served.load.n_gpu_layers:
+        from pyorch import engine
 
-
-def _serve(served: Served, listener: socket.socket) -> None:
-    import uvicorn
-
-    from pyorch import engine
-
-    spec = served.settings.attention or AttentionSpec("off")
-    os.environ["SPARQ_ATTN"] = str(spec)  # the library reads it
-
-    library = engine.library()
-    library.check_gpu(served.load.n_gpu_layers)
-    host, port = listener.getsockname()[:2]
-    app, llama = _application(served, host, port)
-    if (info := info_of(library.lib, llama._ctx.ctx)) and (why := why_dense(spec, info)):
+        engine.library().check_gpu(served.load.n_gpu_layers)
+    note_if_beyond(settings.n_ctx, geometry(file).n_ctx_train)
+    if why := _stays_exact(file, settings, spec):
         note(why, "yellow")
-    if host not in LOOPBACK and not served.api_key:
-        note("note: whoever reaches this address can use it; --api-key KEY asks for one", "yellow")
-    place = f"[{host}]" if ":" in host else host
-    note(f"{shown(served.path)}, attention {spec}, {served.settings.n_ctx} positions")
-    note(f"http://{place}:{port}/v1 is ready (all calls: /docs); Ctrl-C ends it")
+    program = native.lib_dir(tools=(PROGRAM,)) / PROGRAM
+    argv = [str(program), *_arguments(served, settings, file), *_SAFE, *more]
+    env = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
+    account = Account()
+    with Child(argv, env, account.read, shows_log()) as child:
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(served.address, served.address)
+        if child.wait_ready(host, served.port, "loading the model"):
+            n = settings.n_sequences
+            slots = f" in each of {n} slots" if n > 1 else ""
+            note(f"{shown(served.path)}, attention {spec}, {settings.n_ctx} positions{slots}")
+            place = f"[{served.address}]" if ":" in served.address else served.address
+            note(f"http://{place}:{served.port}/v1 is ready; Ctrl-C ends it")
+            child.wait_end()
+    if child.was_late:
+        note(f"note: {PROGRAM} did not end in {GRACE_S:.0f} s, and was killed", "yellow")
+    account.say(spec)
 
-    level = "info" if shows_log() else "warning"
-    with suppress(KeyboardInterrupt):
-        uvicorn.Server(uvicorn.Config(app, log_level=level)).run(sockets=[listener])
-    if info := info_of(library.lib, llama._ctx.ctx):
-        share = f"{100 * info.sparse_share:.1f} % of their attention calls sparse"
-        note(f"{info.counter('steps')} tokens decoded, {share}", "dim")
+
+def _stays_exact(file: GGUFFile, settings: Settings, spec: AttentionSpec) -> str:
+    """A note if sparse attention is asked for and the header of the model tells that some of it
+    will be dense; otherwise ""."""
+    if not spec.sparse:
+        return ""
+    k, v = (t.bytes_per_element for t in settings.types)
+    layers = layer_costs(geometry(file), spec, settings.n_ctx, k, v)
+    left = [layer.split.reason for layer in layers if not layer.ours]
+    if left:
+        some = f"{len(left)} of {len(layers)} layers are"
+        which = some if len(left) < len(layers) else "attention is"
+        return f"note: {which} dense: {'; '.join(sorted(set(left)))}"
+    if all(layer.split.dense for layer in layers):
+        why = layers[0].split.reason if layers else "no layer has a plain KV cache"
+        return f"note: attention stays exact at {settings.n_ctx} positions: {why}"
+    return ""
 
 
-def _application(served: Served, host: str, port: int) -> tuple[FastAPI, Llama]:
-    """llama-cpp-python's server with the model loaded, and its `Llama`, whose context lives as long
-    as somebody holds it.
-
-    Raises:
-        SparqError: the model cannot be loaded.
-    """
-    from llama_cpp.server import app as server
-    from llama_cpp.server.settings import ModelSettings, ServerSettings
-
-    settings, n_gpu_layers, numa = served.settings, served.load.n_gpu_layers, served.load.numa
+def _arguments(served: Served, settings: Settings, file: GGUFFile) -> list[str]:
+    """The line of llama-server, but for the options that are passed on."""
     type_k, type_v = settings.types
-    model = ModelSettings(
-        model=str(served.path),
-        model_alias=served.alias,
-        n_ctx=settings.n_ctx,
-        **{**_OF_THE_MODEL, **settings.rope.params},
-        n_threads=settings.n_threads,
-        n_threads_batch=settings.n_threads,
-        n_gpu_layers=-1 if n_gpu_layers is None else n_gpu_layers,  # the server's default is none
-        type_k=type_k.number,
-        type_v=type_v.number,
-        numa=NUMA[numa] if numa else 0,
-        flash_attn=True,  # sparse attention needs it
-        logits_all=False,  # otherwise it keeps n_ctx times the vocabulary in memory
-        verbose=shows_log(),
-    )
-    try:
-        app = server.create_app(
-            server_settings=ServerSettings(host=host, port=port, api_key=served.api_key),
-            model_settings=[model],
-        )
-    except (ValueError, RuntimeError) as e:
-        hint = "run with -v to see llama.cpp's own messages"
-        raise SparqError(f"{served.path}: {e}", hint) from None
-    app.add_exception_handler(ValueError, _no_json)
-    return app, server._llama_proxy()
+    values: dict[str, object] = {
+        "--model": served.path,
+        "--alias": served.alias,
+        "--host": served.address,
+        "--port": served.port,
+        "--parallel": settings.n_sequences,
+        # llama-server divides it over the slots
+        "--ctx-size": settings.n_ctx * settings.n_sequences,
+        "--threads": settings.n_threads,
+        "--cache-type-k": type_k.name,
+        "--cache-type-v": type_v.name,
+        "--sparse-attn": settings.attention or "off",
+        "--flash-attn": "on",  # sparse attention needs it
+        # The context is said and fits; it would load the model twice to find that out.
+        "--fit": "off",
+        "--cache-ram": _prompt_cache(file, settings),
+        "--verbosity": 4,  # our library says what ran sparse at this level
+    }
+    names = {"scaling": "rope-scaling", "freq_base": "rope-freq-base"}
+    names["freq_scale"] = "rope-freq-scale"
+    for name, value in settings.rope.given.items():
+        values[f"--{names.get(name, name).replace('_', '-')}"] = value
+    if served.load.numa:
+        values["--numa"] = served.load.numa
+    if served.load.n_gpu_layers is not None:
+        values["--n-gpu-layers"] = served.load.n_gpu_layers
+    line = [str(word) for pair in values.items() for word in pair]
+    # A cache for each slot, of --ctx positions. In one cache for all (--kv-unified) a long request
+    # takes the room of the others, and each reply looks through the cells of all slots.
+    line.append("--no-kv-unified")
+    if served.keys:
+        # Twice, because it logs the last letters of a key if there is only one.
+        line += ["--api-key-file", str(served.keys)] * 2
+    return line
+
+
+def _prompt_cache(file: GGUFFile, settings: Settings) -> int:
+    """The MiB that prompts of earlier requests may take beside the cache. llama-server would take
+    8 GiB, whatever the machine has; this is half of what it leaves, and at most that much."""
+    geo, n = geometry(file), settings.n_sequences
+    needed = sum(t.n_bytes for t in file.tensors)
+    needed += n * cache_bytes(geo, settings.n_ctx, *settings.types)
+    if settings.attention:
+        needed += n * shadow_bytes(geo, settings.n_ctx, settings.attention)
+    return min(8192, max(available_memory() - needed, 0) // 2 >> 20)

@@ -53,7 +53,7 @@ def lib_dir(stock: bool = False, tools: tuple[str, ...] = ()) -> Path:
 
 
 def built(stock: bool = False, tools: tuple[str, ...] = ()) -> Path:
-    """The same folder as `find` returns. It is built if it is missing, with a note on stderr.
+    """The same folder as `find` returns. What is missing is built, with a note on stderr.
 
     Raises:
         SparqError: it cannot be built.
@@ -64,20 +64,23 @@ def built(stock: bool = False, tools: tuple[str, ...] = ()) -> Path:
     if found is not None:
         return found
     options = build.working(build.usual(stock))
-    say(f"the {options.name} library is not built yet for these sources; building it, once")
+    what = f"the {options.name} library"
+    if tools and find(stock) is not None:
+        what = " and ".join(tools)
+    say(f"{what} is not built yet for these sources; building it, once")
     return build.build(options, tools)
 
 
-def check_compiler() -> None:
+def check_compiler(tools: tuple[str, ...] = ()) -> None:
     """Refuse early what `built` would refuse late: a machine without a compiler and without a
     build.
 
     Raises:
-        SparqError: the library is not built, and cannot be built here.
+        SparqError: the library, or one of the tools, is not built, and cannot be built here.
     """
     from pyorch.native import probe
 
-    if find() is None:
+    if find(tools=tools) is None:
         probe.check_system()
         probe.need_compiler()
 

@@ -94,6 +94,25 @@ def test_off_a_terminal_a_line_at_each_quarter_has_the_time_left(
     assert lines == ["slow: 50 %", "slow: 80 %, 3 min left", "slow: 100 %"]
 
 
+def test_work_of_unknown_length_is_shown_after_two_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now: list[float] = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with progress.spinner("loading") as turn:
+        turn()
+        assert capsys.readouterr().err == ""
+        now[0] = 3
+        turn()
+        turn()
+    assert capsys.readouterr().err == "sparq-cpp: loading ...\n"
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich takes it for a terminal
+    with progress.spinner("loading") as turn:
+        now[0] = 6
+        turn()
+    assert "loading ..." in capsys.readouterr().err.replace("sparq-cpp: loading", "")
+
+
 # ---- generate ----
 
 

@@ -18,7 +18,6 @@ from huggingface_hub import constants
 from tiny_gguf import write_tiny_gguf
 
 from pyorch import native
-from pyorch.cli import serve
 from pyorch.errors import SparqError
 from pyorch.models import cards, pull
 from pyorch.models.transfer import repo_folder
@@ -540,13 +539,12 @@ def unbuilt(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Nothing is built, and building is only noted."""
     builds: list[str] = []
 
-    def built(stock: bool = False) -> None:
+    def built(stock: bool = False, tools: tuple[str, ...] = ()) -> None:
         builds.append("built")
         raise SparqError("enough")
 
-    monkeypatch.setattr(native, "find", lambda: None)
+    monkeypatch.setattr(native, "find", lambda **_: None)
     monkeypatch.setattr(native, "built", built)
-    monkeypatch.setattr(serve, "NEEDED", ())
     return builds
 
 

@@ -1,0 +1,204 @@
+"""Run a server as a child process: start it, wait for it, pass signals on, say why it died."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import click
+
+from pyorch.errors import SparqError
+from pyorch.progress import spinner
+
+GRACE_S = 10.0  # a server that was asked to end and still runs after this time is killed
+POLL_S = 0.1
+KEPT_LINES = 200  # of the log, for the reason of a death
+LINE_BYTES = 4096  # a longer line comes in pieces: a whole request may be in one
+
+# What the child runs before it becomes the server: the system kills it as soon as we are gone. No
+# handler of ours could do that after a SIGKILL. `preexec_fn` would be shorter, but it runs Python
+# between fork and exec, which may hang beside other threads. Without prctl (macOS) the server
+# outlives a SIGKILL of ours.
+_BOUND = """
+import ctypes, os, sys
+prctl = getattr(ctypes.CDLL(None), "prctl", None)
+if prctl:
+    prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+_STAMP = re.compile(r"(?:\d+(?:\.\d+){3} )?(?:([A-Z]) )?")  # 0.00.009.528 E text
+_FATAL = re.compile(r"GGML_ASSERT|what\(\):|^error[: ]|CUDA error")
+
+
+class Child:
+    """A server as a context: it starts at the beginning, and has ended at the end.
+
+    SIGINT, SIGTERM or SIGHUP, sent to us in that time, asks the server to end. It is asked once,
+    because llama-server drops everything when it is asked twice; a second signal kills it.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        on_line: Callable[[str], None],
+        show_log: bool,
+    ) -> None:
+        """on_line: called with each line of the server's log, from another thread."""
+        self.name = Path(argv[0]).name
+        self.was_asked = self.was_late = False  # asked to end; killed because it did not
+        self._argv, self._env, self._on_line, self._show = argv, env, on_line, show_log
+        self._ready = False
+        self._log: deque[str] = deque(maxlen=KEPT_LINES)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> Child:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+                self._handlers[number] = signal.signal(number, self._on_signal)
+        bound = [sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid()), *self._argv]
+        self._process = subprocess.Popen(
+            bound,
+            env=dict(self._env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C in a terminal comes to us alone
+        )
+        self._reader.start()
+        if self.was_asked:  # while it was started
+            self._process.terminate()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.kill()  # an error of ours: there is nobody to look after it
+        self._wait()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None, "it is a context"
+        return self._process
+
+    def wait_ready(self, host: str, port: int, doing: str) -> bool:
+        """Wait until the server answers. False: it was asked to end before that, and has ended.
+
+        Args:
+            doing: what it does meanwhile, which is shown if it takes long.
+
+        Raises:
+            SparqError: it ended by itself.
+        """
+        with spinner(doing) as turn:
+            while self.process.poll() is None:
+                if not self.was_asked and _answers(host, port):
+                    self._ready = True
+                    return True
+                if not self._show:
+                    turn()
+                time.sleep(POLL_S)
+        self.wait_end()
+        return False
+
+    def wait_end(self) -> None:
+        """Wait until the server has ended as it was asked to.
+
+        Raises:
+            SparqError: it ended by itself.
+        """
+        self._wait()
+        if not self.was_asked:
+            raise self._death()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.was_asked:
+            self._kill()
+            return
+        self.was_asked = True
+        if self._process is not None:
+            self._process.terminate()
+        timer = threading.Timer(GRACE_S, self._kill)
+        timer.daemon = True
+        timer.start()
+
+    def _kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self.was_late = True
+            self._process.kill()
+
+    def _wait(self) -> None:
+        """Wait for the end of the process, then of its log, which a child of its own may hold."""
+        self.process.wait()
+        self._reader.join(timeout=2)
+
+    def _read(self) -> None:
+        """Read the log to its end: a server whose pipe is full stands still."""
+        assert self.process.stdout is not None
+        with self.process.stdout as stream:
+            while piece := stream.readline(LINE_BYTES):
+                line = piece.decode("utf-8", errors="replace").rstrip()
+                self._log.append(line)
+                self._on_line(line)
+                if self._show:
+                    with suppress(OSError):  # our terminal is gone
+                        click.echo(line, err=True)
+
+    def _death(self) -> SparqError:
+        code = self.process.returncode
+        if code == -signal.SIGKILL:
+            hint = "the system does so when memory runs out: lower --ctx or --parallel"
+            return SparqError(f"{self.name} was killed", hint)
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else "ended by itself"
+        reason = (self._reason() if code else "") or f"exit code {code}"  # 0: after -- -h
+        hint = "" if self._show else f"run with -v to see what {self.name} says"
+        return SparqError(f"{self.name} {how}: {reason}", hint)
+
+    def _reason(self) -> str:
+        """The line of the log that tells most.
+
+        While a model is loaded the first error is the cause of all others. Later ones are of
+        requests, and the last is the nearest.
+        """
+        lines = [(_STAMP.match(line), line) for line in self._log]
+        said = [(stamp[1], line[stamp.end() :].strip()) for stamp, line in lines if stamp]
+        fatal = [text for _, text in said if _FATAL.search(text)]
+        errors = [text for level, text in said if level == "E"]
+        if fatal:
+            return fatal[0].removeprefix("error: ")
+        if errors:
+            return errors[-1 if self._ready else 0]
+        return next((text for _, text in reversed(said) if text), "")
+
+
+def _answers(host: str, port: int) -> bool:
+    """Whether the server has its model: until then it answers everything with 503."""
+    connection = http.client.HTTPConnection(host, port, timeout=2)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status != 503
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
