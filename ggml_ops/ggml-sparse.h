@@ -232,8 +232,8 @@ struct ggml_sparse_select_params {
 //
 //   A batch may mix tokens of prompts, which read everything, with tokens of replies, which read a selection. Of a token with k < 0 nothing is
 //   scored or ranked: its n_sel is GGML_SPARSE_SELECT_ALL for each KV head, its rest -inf, its cells -1. ATTEND then reads all that it sees.
-//   No graph of llama/ writes k < 0 yet: it hides everything from the tokens of prompts here, and PREFILL reads for them. The tests hold every
-//   device to it (tests/ops/test_mixed_kinds.py)
+//   llama/ writes k < 0 for replies whose own settings read everything, beside others; from the tokens of prompts it hides everything here, and
+//   PREFILL reads for them. The tests hold every device to k < 0 (tests/ops/test_mixed_kinds.py)
 //   ranks by the sum over the query heads of the KV head of softmax(logits) (with one query head: by the logit itself, the same order)
 //   k counts the local window and the sinks. Hidden cells are never selected, so n_sel = min(k, visible). But visible cells of the local window
 //   and sinks are in even when they are more than k, as far as topk_max allows: sinks last.

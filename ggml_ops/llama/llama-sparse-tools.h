@@ -5,6 +5,7 @@
 #include "llama.h"
 
 #include <string>
+#include <type_traits>
 #include <vector>
 
 // --sparse-attn SPEC of all programs but llama-bench: returns it. Throws std::invalid_argument: what is wrong with the spec, and a hint.
@@ -58,6 +59,11 @@ LLAMA_API bool llama_sparse_bench_begin(llama_context * ctx, const std::string &
 
 // before the clock starts: what sealing the tokens of the depth costs is not part of a generated token
 LLAMA_API void llama_sparse_bench_ready(llama_context * ctx);
+
+// llama-server: what is thrown where JSON is wrong. From 0.3.36 on it is common_json_error, before an exception of the class for JSON
+struct common_json_error;
+template <typename Json, typename Error, typename = void> struct llama_sparse_json_error { using type = typename Json::exception; };
+template <typename Json, typename Error> struct llama_sparse_json_error<Json, Error, std::void_t<decltype(sizeof(Error))>> { using type = Error; };
 
 // llama-server: `sparse_attn` of a request. Returns it; throws std::invalid_argument, in one line
 LLAMA_API std::string llama_sparse_request_arg(const std::string & spec);
