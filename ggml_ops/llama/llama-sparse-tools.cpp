@@ -8,6 +8,7 @@
 #include "llama-context.h"
 
 #include <cstdio>
+#include <cstdlib>
 #include <sstream>
 #include <stdexcept>
 
@@ -26,14 +27,16 @@ std::string llama_sparse_arg(const std::string & spec) {
 // of the scope that is there; empty: none is
 static thread_local std::string scope_spec, scope_path;
 
-// of the program: the spec of the last scope
-static std::string program_spec = "off";
+// of the program: the spec of its first scope. Other threads read it later
+static std::string program_spec;
 
 llama_sparse_scope::llama_sparse_scope(const std::string & spec, const std::string & path_model) : is_set(!spec.empty()) {
     if (is_set) {
         scope_spec   = spec;
         scope_path   = path_model;
-        program_spec = spec;
+        if (program_spec.empty()) {
+            program_spec = spec;
+        }
         llama_sparse_attn_default(spec.c_str());
     }
 }
@@ -111,6 +114,9 @@ void llama_sparse_bench_ready(llama_context * ctx) {
 // ---- llama-server ----
 
 std::string llama_sparse_request_arg(const std::string & spec) {
+    if (spec.find('\0') != std::string::npos) {
+        throw std::invalid_argument("sparse_attn has a character 0; hint: write it as in sparq,ratio=1/8");
+    }
     try {
         return llama_sparse_arg(spec);
     } catch (const std::invalid_argument & e) {
@@ -119,13 +125,16 @@ std::string llama_sparse_request_arg(const std::string & spec) {
 }
 
 std::string llama_sparse_request_of(const std::string & spec) {
-    return spec.empty() ? program_spec : spec;
+    const char * variable = getenv("SPARQ_ATTN");
+    return !spec.empty() ? spec : !program_spec.empty() ? program_spec : variable ? variable : "off";
 }
 
-bool llama_sparse_request(llama_context * ctx, llama_seq_id slot, const std::string & spec, std::string & why) {
+bool llama_sparse_request(llama_context * ctx, llama_seq_id slot, const std::string & spec, bool is_child, std::string & why) {
     char err[512];
     const bool is_set = llama_set_sparse_attn_seq(ctx, slot, spec.empty() ? nullptr : spec.c_str(), err, sizeof(err)) == 0;
-    llama_sparse_attn_seq_prompt(ctx, slot);
+    if (!is_child) {
+        llama_sparse_attn_seq_prompt(ctx, slot);
+    }
     why = is_set ? "" : llama_sparse_in_one_line(std::string("sparse_attn: ") + err);
     return is_set;
 }

@@ -71,8 +71,9 @@ LLAMA_API std::string llama_sparse_request_arg(const std::string & spec);
 // What a request runs with: `spec`, or if that is empty the server's own
 LLAMA_API std::string llama_sparse_request_of(const std::string & spec);
 
-// A request begins in a slot. spec: its `sparse_attn`, "": the server's own. False: it can not have that, and `why` says why, in one line
-LLAMA_API bool llama_sparse_request(llama_context * ctx, llama_seq_id slot, const std::string & spec, std::string & why);
+// A request begins in a slot. spec: its `sparse_attn`, "": the server's own. is_child: its prompt is copied from another slot, so that it begins
+// with a decoded token. False: it can not have that spec, and `why` says why, in one line
+LLAMA_API bool llama_sparse_request(llama_context * ctx, llama_seq_id slot, const std::string & spec, bool is_child, std::string & why);
 
 // What its reply has read so far, as JSON, see llama_get_sparse_attn_seq_info(). "": the server never had sparse attention
 LLAMA_API std::string llama_sparse_reply(const llama_context * ctx, llama_seq_id slot);

@@ -60,7 +60,8 @@ LLAMA_API int32_t llama_set_sparse_attn(struct llama_context * ctx, const char *
 // Sets the method of one sequence's decoded tokens in place of the context's; takes effect with the next llama_decode, and lasts until it is set
 // again, or the context's is. NULL: the context's. A batch may mix sequences. Refused is what one node of a graph has for all its tokens: another
 // sparse METHOD than the context's, or other mean_v, shadow, top_p, cap, gpu_min_mb, prompt or prompt_p; these, and min_ctx, are the context's where
-// the spec does not have them. `off` is llama.cpp's own attention in a batch whose sequences are all off, prompts included; elsewhere it is `dense`.
+// the spec does not have them. `off` is llama.cpp's own attention in a batch whose sequences are all off, prompts included; elsewhere it is `dense`, and
+// prompts are read as the context's `prompt` says.
 LLAMA_API int32_t llama_set_sparse_attn_seq(struct llama_context * ctx, llama_seq_id seq_id, const char * spec, char * err, size_t n_err);
 
 // Says that a prompt comes next in a sequence: none of its tokens is a decoded one, up to the first that asks for its logits. A server that knows

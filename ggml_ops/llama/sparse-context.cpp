@@ -95,6 +95,9 @@ static void set(llama_context & ctx, const llama_sparse_spec & spec) {
 
     auto & state = access::cparams(ctx).sparse;
     if (state ? state->spec.str() == spec.str() : spec.method == LLAMA_SPARSE_OFF) {
+        if (state) {
+            state->sequences = {};
+        }
         return seal_early(ctx);
     }
     auto * kv = llama_sparse_find_cache(ctx.get_memory());
@@ -180,7 +183,8 @@ int32_t llama_set_sparse_attn_seq(llama_context * ctx, llama_seq_id seq, const c
 void llama_sparse_attn_seq_prompt(llama_context * ctx, llama_seq_id seq) {
     const auto & state = ctx->get_cparams().sparse;
     if (state && seq >= 0 && (uint32_t) seq < ctx->get_cparams().n_seq_max) {
-        state->sequences[seq].is_prompt = true;
+        state->sequences[seq].is_prompt  = true;
+        state->sequences[seq].prompt_end = -1;
     }
 }
 
@@ -256,10 +260,13 @@ void llama_sparse_decode_begin(llama_context * ctx, const llama_batch & batch) {
     if (state && !state->is_off()) {
         state->replying = llama_sparse_replying(llama_sparse_find_cache(ctx->get_memory()), batch);
         for (int32_t i = 0; i < batch.n_tokens; ++i) {
-            const llama_seq_id seq = batch.seq_id[i][0];
-            if (state->sequences[seq].is_prompt) {
-                state->replying[seq] = false;
-                state->sequences[seq].is_prompt = !batch.logits[i];
+            auto & seq = state->sequences[batch.seq_id[i][0]];
+            if (seq.is_prompt || seq.prompt_end == batch.pos[i]) {
+                state->replying[batch.seq_id[i][0]] = false;
+                seq.prompt_end = batch.logits[i] ? batch.pos[i] : -1;
+                seq.is_prompt  = !batch.logits[i];
+            } else {
+                seq.prompt_end = -1; // it went on; a shift may bring the position back
             }
         }
     }

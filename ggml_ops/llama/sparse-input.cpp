@@ -147,9 +147,11 @@ void llm_graph_input_sparse::need_wanted(const llm_graph_context & g) {
     int32_t n_sinks = 0;
     for (const auto & x : settings) {
         for (int32_t il = 0; il < state->n_layer; ++il) {
-            n_local_max = std::max(n_local_max, reads_all(x, il) ? 0 : x.spec.local_for(topk_for(x, il)));
+            if (!reads_all(x, il)) { // else they may be as many as a user likes
+                n_local_max = std::max(n_local_max, x.spec.local_for(topk_for(x, il)));
+                n_sinks     = std::max(n_sinks, x.spec.sinks);
+            }
         }
-        n_sinks = std::max(n_sinks, x.spec.sinks);
     }
     const int64_t n_tok = (tok.hi - tok.lo)/n_stream;
     wanted = new_input(g, "sparse_wanted", i_forced() + std::max(n_local_max + n_sinks, 1), n_tok, 1, n_stream);
@@ -260,7 +262,8 @@ void llm_graph_input_sparse::set_wanted(const llama_ubatch * ubatch) {
             forced[j] = (--it)->second;
         }
         auto first = pos.begin();
-        for (int64_t j = n_local_max; j < n_local_max + spec.sinks && first != end; ++j, ++first) {
+        const int64_t n_forced = std::min<int64_t>(n_local_max + (int64_t) spec.sinks, wanted->ne[0] - i_forced());
+        for (int64_t j = n_local_max; j < n_forced && first != end; ++j, ++first) {
             forced[j] = first->second;
         }
 

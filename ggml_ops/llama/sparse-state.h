@@ -26,7 +26,8 @@ struct llama_sparse_state {
     // of one sequence: its own settings (nullptr: the context's), and what its decoded tokens read since these were set, as they order it
     struct sequence {
         std::shared_ptr<const llama_sparse_spec> own;
-        bool is_prompt = false; // what comes next, until a token asks for its logits
+        bool      is_prompt  = false; // what comes next, until a token asks for its logits ..
+        llama_pos prompt_end = -1;    // .. whose position this is: a batch that found no room comes again
 
         uint64_t n_steps  = 0; // decoded tokens
         uint64_t n_sparse = 0; // calls of attention, one for each token and layer ..

@@ -181,7 +181,8 @@ class Child:
         While a model is loaded the first error is the cause of all others. Later ones are of
         requests, and the last is the nearest.
         """
-        lines = [(_STAMP.match(line), line) for line in self._log]
+        # a copy, since a child of its own may still write
+        lines = [(_STAMP.match(line), line) for line in list(self._log)]
         said = [(stamp[1], line[stamp.end() :].strip()) for stamp, line in lines if stamp]
         fatal = [text for _, text in said if _FATAL.search(text)]
         errors = [text for level, text in said if level == "E"]

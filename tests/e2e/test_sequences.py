@@ -18,6 +18,7 @@ OWN = {
     "f16": (COMMON + ",shadow=f16,mean_v=off", ["rank=2,topk=300", "rank=9,topk=41", "dense"]),
     "layers": (COMMON + ",top_p=0.9,cap=2", ["rank_layers=2:4:8,k_layers=20:dense:50%"] * 2),
     "topk": ("topk,k=40,min_ctx=0", ["k=70", "k=24,sinks=0,local=1", "dense"]),
+    "huge": (COMMON, ["sinks=1000000000", "local=1000000000", "ratio=1/8,sinks=200,min_k=1"]),
 }
 MODES = [pytest.param(True, id="unified"), pytest.param(False, id="split")]
 
@@ -140,8 +141,10 @@ def test_settings_change_between_tokens(model: Model) -> None:
         heads = reads[0] // 40
         n = [r // heads for r in reads]
         assert n == [40, 20, N_PROMPT + 3, 200, 40]
-        ctx.set_sparse("dense")  # ends the settings of its sequences
-        assert ctx.info(0)["spec"] == "dense"
+        for spec in (COMMON, "dense"):  # ends the settings of its sequences
+            ctx.set_sequence(0, "sparq,topk=200" if spec == COMMON else "off")
+            ctx.set_sparse(spec)
+            assert ctx.info(0)["spec"] == ctx.info()["spec"]
 
 
 REFUSED = {

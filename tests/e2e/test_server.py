@@ -74,6 +74,21 @@ def test_requests_with_unlike_settings_at_once(url: str) -> None:
     assert alone[3]["timings"]["sparse_attn"]["calls_dense"] == 0, "alone, off is llama.cpp's own"
 
 
+def test_several_replies_to_one_prompt(url: str) -> None:
+    """Greedy ones are alike; those after the first begin with a copy of its prompt."""
+    body = {"prompt": text_of(300), **ASKED, "n": 2, "max_tokens": ASKED["n_predict"]}
+    before, alone = decoded(url), complete(url, 0, None, prompt=text_of(300))["content"]
+    one = decoded(url) - before
+    answer = ask(f"{url}/v1/completions", body)
+    assert [c["text"] for c in answer["choices"]] == [alone] * 2
+    assert decoded(url) - before - one == 2 * one == 2 * (ASKED["n_predict"] - 1)
+
+
+def decoded(url: str) -> int:
+    found = re.search(r"^sparq:decoded_tokens_total (\d+)$", text(f"{url}/metrics"), re.M)
+    return int(found[1]) if found else 0
+
+
 def test_chat_completions_and_streams(url: str) -> None:
     """The field is one of the body, also where OpenAI's names are used; the last event has it."""
     asked = {"messages": [{"role": "user", "content": text_of(200)}], "max_tokens": 6}
@@ -162,9 +177,10 @@ REFUSED = [
     ("sparq,shadow=q8", "shadow is the same for all: sparq,rank=8"),
     ("topk,k=50", "topk is not to be had"),
     ("", "unknown method"),
+    ("dense\0x", "sparse_attn has a character 0"),
     (7, "type must be string"),
     ({"ratio": 0.1}, "type must be string"),
-    ("\u0000\ud83d\ude00" * 3000, "unknown method"),
+    ("\ud83d\ude00" * 3000, "unknown method"),
 ]
 
 
