@@ -54,7 +54,7 @@ def test_the_example_runs(
     elif not paths.in_checkout():
         pytest.skip("the documents are not installed")
     else:
-        (example,) = re.findall(
+        example, *_ = re.findall(  # in the README a client of `serve` follows
             r"```python\n(.*?)```", (paths.REPOSITORY / where).read_text("utf-8"), re.DOTALL
         )
     model = demo_model if where == "docs/methods.md" else tiny  # h2o needs a text with sense
