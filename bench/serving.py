@@ -215,11 +215,15 @@ def tokens_per_s(replies: Sequence[Times]) -> float:
 
 
 def _check(case: Case, timings: Sequence[dict[str, Any]]) -> None:
-    for t in timings:
+    """Raises:
+    SparqError: a reply of ours was not, in every layer that is ours, what its setting says.
+    """
+    kind = "sparse" if case.spec.sparse else "dense"
+    for t in timings if case.library == "sparq" else ():
         read = t.get("sparse_attn", {})
-        n = read.get("steps", 0)
-        if case.spec.sparse and (n < case.n_gen - 1 or read["calls_sparse"] % n or not n):
-            raise SparqError(f"a reply of {case.spec} did not run sparse: {read}")
+        n, calls = read.get("steps", 0), read.get(f"calls_{kind}", 0)
+        if n < case.n_gen - 1 or calls < max(n, 1) or calls % n:
+            raise SparqError(f"a reply of {case.spec} did not run {kind}: {read}")
 
 
 def name_of(case: Case) -> str:

@@ -36,8 +36,11 @@ def test_a_reply_that_is_not_sparse_fails() -> None:
     )  # fmt: skip
     right = {"sparse_attn": {"steps": 4, "calls_sparse": 8}}
     serving._check(sparq, [right])
-    serving._check(dense, [{}])
-    for wrong in ({}, {"steps": 4, "calls_sparse": 7}, {"steps": 3, "calls_sparse": 6}):
+    serving._check(dense, [{"sparse_attn": {"steps": 4, "calls_dense": 8}}])
+    with pytest.raises(SparqError, match="did not run dense"):
+        serving._check(dense, [right])
+    none = {"steps": 4, "calls_sparse": 0, "calls_dense": 8}
+    for wrong in ({}, none, {"steps": 4, "calls_sparse": 7}, {"steps": 3, "calls_sparse": 6}):
         with pytest.raises(SparqError, match="did not run sparse"):
             serving._check(sparq, [right, {"sparse_attn": wrong}])
 
