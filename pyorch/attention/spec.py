@@ -30,10 +30,8 @@ __all__ += ["join_layers", "parse_ratio", "ratio_text"]
 METHODS = ("sparq", "topk", "dense", "off")
 MEAN_V = ("auto", "on", "off")
 CALIBRATED = ("calibrated", "top-p")  # they belong to a model: see `attention.saved`
-FLAT = {
-    "rank": 32,
-    "topk": 512,
-}  # what `flat` stands for: a token reads next to the same at any length
+# what the budget `flat` stands for: a token reads next to the same at any length
+FLAT = {"rank": 32, "topk": 512}
 BUDGETS = ("uniform", "ramp", "ramp-down", "flat", *CALIBRATED)
 SHADOWS = ("q4", "q8", "f16")
 PROMPTS = ("f32", "fast", "sparse")
