@@ -102,20 +102,31 @@ class Server:
             return list(pool.map(lambda i: self.ask(i, n_gen), range(self.case.n_slot)))
 
 
-def _request(port: int, path: str, body: object = None) -> http.client.HTTPResponse:
+@contextmanager
+def _request(port: int, path: str, body: object = None) -> Iterator[http.client.HTTPResponse]:
+    """The answer to a request, which is a POST with a body.
+
+    Raises:
+        SparqError: the server did not answer 200.
+    """
     connection = http.client.HTTPConnection(HOST, port, timeout=3600)
-    text = None if body is None else json.dumps(body)
-    connection.request("POST" if text else "GET", path, text, {"Content-Type": "application/json"})
-    answer = connection.getresponse()
-    if answer.status != 200:
-        raise SparqError(f"the server answered {answer.status}: {answer.read()[:200]!r}")
-    return answer
+    try:
+        text = None if body is None else json.dumps(body)
+        head = {"Content-Type": "application/json"}
+        connection.request("POST" if text else "GET", path, text, head)
+        with connection.getresponse() as answer:
+            if answer.status != 200:
+                raise SparqError(f"the server answered {answer.status}: {answer.read()[:200]!r}")
+            yield answer
+    finally:
+        connection.close()
 
 
 def _events(port: int, body: object) -> Iterator[dict[str, Any]]:
-    for line in _request(port, "/completion", body):
-        if line.startswith(b"data: "):
-            yield json.loads(line[6:])
+    with _request(port, "/completion", body) as answer:
+        for line in answer:
+            if line.startswith(b"data: "):
+                yield json.loads(line[6:])
 
 
 @contextmanager
@@ -148,8 +159,8 @@ def _wait(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
     end = time.monotonic() + READY_S
     while time.monotonic() < end and process.poll() is None:
         try:
-            _request(port, "/health")
-            return
+            with _request(port, "/health"):
+                return
         except (OSError, SparqError):  # not yet: 503, or nobody listens
             time.sleep(0.2)
     raise SparqError(f"llama-server did not start: {log.read_text(errors='replace')[-500:]}")
@@ -196,7 +207,8 @@ def measure(
 
 def _prompts(port: int, book: str, case: Case) -> list[list[int]]:
     """A piece of the book for each slot; they differ from the first token on."""
-    tokens = json.load(_request(port, "/tokenize", {"content": book}))["tokens"]
+    with _request(port, "/tokenize", {"content": book}) as answer:
+        tokens = json.load(answer)["tokens"]
     need = case.n_slot * case.n_prompt
     if len(tokens) < need:
         raise SparqError(f"the text has {len(tokens)} tokens", f"{need} are needed", 2)
@@ -209,8 +221,14 @@ def _percentiles(values: Sequence[float]) -> list[float]:
 
 def tokens_per_s(replies: Sequence[Times]) -> float:
     """Tokens of all replies per second, while all of them are being written: from the moment the
-    last of them began to the moment the first of them ended."""
+    last of them began to the moment the first of them ended.
+
+    Raises:
+        SparqError: there is no such time.
+    """
     begin, end = max(times[0] for times in replies), min(times[-1] for times in replies)
+    if begin >= end:
+        raise SparqError("a reply ended before the last one began", "longer replies: -n 256")
     return sum(begin < t <= end for times in replies for t in times) / (end - begin)
 
 

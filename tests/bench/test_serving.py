@@ -26,6 +26,8 @@ def test_tokens_count_while_all_reply() -> None:
     late = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5]
     assert serving.tokens_per_s([early, late]) == 4
     assert serving.tokens_per_s([late]) == 2
+    with pytest.raises(SparqError, match="ended before the last one began"):
+        serving.tokens_per_s([early, [3.0, 3.5]])
 
 
 def test_a_reply_that_is_not_sparse_fails() -> None:
@@ -47,7 +49,7 @@ def test_a_reply_that_is_not_sparse_fails() -> None:
 
 @pytest.mark.slow  # it builds stock's server
 def test_all_servers_are_timed(model: Path, tmp_path: Path) -> None:
-    args = ["-m", str(model), "--text", str(DOCUMENT), "--slots", "2", "-p", "600", "-n", "8"]
+    args = ["-m", str(model), "--text", str(DOCUMENT), "--slots", "2", "-p", "600", "-n", "128"]
     args += ["-t", "1", "--samples", "2", "--out", str(tmp_path), "-a", "dense"]
     args += ["-a", "sparq,ratio=1/8,min_ctx=0"]
     done = CliRunner().invoke(serving.command, args, catch_exceptions=False)
