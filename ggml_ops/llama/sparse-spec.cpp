@@ -159,6 +159,7 @@ void check_idle(const llama_sparse_spec & spec, const std::set<std::string> & gi
 
 const char * BUDGETS = "budgets: uniform, ramp, ramp-down, flat";
 
+// rank and topk of a budget that reads next to the same at any length
 void make_flat(llama_sparse_spec & spec, const std::set<std::string> & given) {
     const char * keys[] = { "ratio", "rank", "topk", "k_layers", "rank_layers", "top_p" };
     if (spec.method != LLAMA_SPARSE_SPARQ || std::any_of(std::begin(keys), std::end(keys), [&](const char * key) { return given.count(key); })) {
@@ -296,8 +297,8 @@ llama_sparse_spec llama_sparse_spec::parse_own(const std::string & text, const l
     }
     const std::string here = ": " + all.str();
     if (all.is_off() || (spec.is_sparse() && spec.method != all.method) || (spec.has_shadow() && !all.has_shadow())) {
-        throw llama_sparse_error(std::string(spec.method_name()) + " is not to be had where all others have " + all.str(),
-                "the program has to begin with it, as in --sparse-attn sparq,ratio=1/8");
+        throw llama_sparse_error(std::string(spec.method_name()) + " is not available beside the settings of all: " + all.str(),
+                "start the program with it, as in --sparse-attn sparq,ratio=1/8");
     }
     const auto share = [&](const char * key, auto & mine, const auto & theirs, bool is_same) {
         if (given.count(key) && !is_same) {

@@ -12,7 +12,7 @@ struct llama_sparse_error : std::runtime_error {
     llama_sparse_error(const std::string & msg, const std::string & hint) : std::runtime_error(msg + "\n" + hint) {}
 };
 
-// "message; hint: hint"
+// the text of a llama_sparse_error in one line: "message; hint: hint"
 std::string llama_sparse_in_one_line(std::string what);
 
 enum llama_sparse_method {
@@ -51,8 +51,8 @@ struct llama_sparse_spec {
     // throws llama_sparse_error
     static llama_sparse_spec parse(const std::string & text);
 
-    // The settings of one sequence of a context that has `all`. What one node of a graph has for all its tokens is taken from `all`, and refused
-    // where the text says otherwise; so is min_ctx where it is not given. Throws llama_sparse_error
+    // The settings of one sequence of a context that has `all`. What one node of a graph has for all its tokens is taken from `all`, and a text
+    // that says otherwise is refused. min_ctx comes from `all` if the text does not give it. Throws llama_sparse_error
     static llama_sparse_spec parse_own(const std::string & text, const llama_sparse_spec & all);
 
     std::string str() const; // canonical

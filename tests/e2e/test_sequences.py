@@ -148,7 +148,7 @@ def test_settings_change_between_tokens(model: Model) -> None:
 
 
 REFUSED = {
-    "topk,k=20": "topk is not to be had where all others have sparq,",
+    "topk,k=20": "topk is not available beside the settings of all: sparq,",
     "sparq,shadow=q8": "shadow is the same for all",
     "sparq,mean_v=off": "mean_v is the same for all",
     "sparq,top_p=0.5": "top_p is the same for all",
@@ -179,6 +179,6 @@ def test_a_context_without_sparse_attention(model: Model) -> None:
     with Context(model, n_seq=2) as ctx:
         ctx.set_sequence(0, "off")
         ctx.set_sequence(0, None)
-        with pytest.raises(SpecError, match="others have off"):
+        with pytest.raises(SpecError, match="settings of all: off"):
             ctx.set_sequence(0, "sparq,ratio=1/8")
         assert ctx.info(1) == {"spec": "off"}

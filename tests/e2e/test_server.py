@@ -175,7 +175,7 @@ REFUSED = [
     ("sparq,rat=1/8", "unknown key: rat; hint: did you mean ratio?"),
     ("sparq,rank=5000", "rank is above the head size"),
     ("sparq,shadow=q8", "shadow is the same for all: sparq,rank=8"),
-    ("topk,k=50", "topk is not to be had"),
+    ("topk,k=50", "topk is not available"),
     ("", "unknown method"),
     ("dense\0x", "sparse_attn has a character 0"),
     (7, "type must be string"),
@@ -225,7 +225,7 @@ def test_a_server_without_sparse_attention(tools: Path, tiny: Path, tmp_path: Pa
     with serving(tools, tmp_path / "log", "-m", tiny, "-t", 1, "-c", 1024, "--metrics") as url:
         with pytest.raises(urllib.error.HTTPError, match="400") as error:
             complete(url, 1, "sparq,ratio=1/8")
-        assert "others have off; hint: the program has to begin" in error.value.read().decode()
+        assert "settings of all: off; hint: start the program" in error.value.read().decode()
         assert "sparse_attn" not in complete(url, 1, "off")["timings"]
         assert ask(f"{url}/props")["default_generation_settings"]["params"]["sparse_attn"] == "off"
         assert "sparq:" not in text(f"{url}/metrics")
