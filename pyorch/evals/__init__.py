@@ -28,6 +28,7 @@ MODULES = (
     "squad",
     "triviaqa",
     "cnn_dailymail",
+    "squality",
     "wikitext",
 )
 

@@ -8,22 +8,17 @@ tasks/summarisation.py). Data: rows with `article` and `highlights`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
-from typing import Any
 
-from pyorch import paths
 from pyorch.errors import SparqError
-from pyorch.evals import data
-from pyorch.evals.decode import Decoder
-from pyorch.evals.example import Example, Outcome
+from pyorch.evals import data, rouge
+from pyorch.evals.example import Example
 from pyorch.evals.task import Setup, Task
 
 CHARS = (4000, 8000)
-MAX_TOKENS = 128
 
 
 def examples(setup: Setup) -> Iterator[Example]:
-    _scorer()  # reports a missing package before hours of work, not after
+    rouge.scorer()
     rows = data.rows("cnn_dailymail", setup.data)
     found = False
     for i in setup.rng().permutation(len(rows)):
@@ -36,27 +31,11 @@ def examples(setup: Setup) -> Iterator[Example]:
         yield Example(
             name,
             setup.prompt("Article: " + article, "\nSummary:"),
-            min(len(setup.tokens(summary)), MAX_TOKENS),
+            min(len(setup.tokens(summary)), rouge.MAX_TOKENS),
             (summary,),
         )
     if not found:
         raise SparqError(f"CNN/DailyMail: no article of {CHARS[0]} to {CHARS[1]} characters")
-
-
-@cache
-def _scorer() -> Any:
-    try:
-        from rouge_score.rouge_scorer import RougeScorer
-    except ModuleNotFoundError:
-        raise SparqError(
-            "ROUGE needs the package rouge-score", paths.install_command("eval")
-        ) from None
-    return RougeScorer(["rougeL"], use_stemmer=True)
-
-
-def score(decoder: Decoder, example: Example) -> Outcome:
-    said = decoder.answer(example).decode("utf-8", errors="replace")
-    return Outcome(_scorer().score(example.answers[0], said)["rougeL"].fmeasure, said)
 
 
 TASKS = (
@@ -65,7 +44,7 @@ TASKS = (
         "CNN/DailyMail summaries",
         "ROUGE-L",
         examples,
-        score,
+        rouge.score,
         options=("chat",),
         percent=True,
         data="cnn_dailymail",

@@ -96,6 +96,8 @@ def _download(name: str) -> list[Path]:
     """
     from pyorch.models import pull
 
+    if name not in HUB:
+        raise SparqError(f"there is no download of the {name} data", f"--data {name}=FILE")
     repo, pattern = HUB[name]
     try:
         found = pull.find_files(pull.Spec(repo, kind="dataset"), (pattern,), say)

@@ -241,13 +241,48 @@ def test_cnn_dailymail(
 def test_cnn_dailymail_without_rouge_says_what_to_install(
     session: engine.Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pyorch.evals import cnn_dailymail
+    from pyorch.evals import rouge
 
-    cnn_dailymail._scorer.cache_clear()
+    rouge.scorer.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "rouge_score.rouge_scorer", None)
     with pytest.raises(SparqError, match="rouge-score") as e:
         first("cnn_dailymail", session, tmp_path / "absent.json")
     assert "[eval]" in e.value.hint
+
+
+def test_squality_asks_all_questions_of_a_story(
+    session: engine.Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share the story, which is read once; one that does not fit is left out."""
+    pytest.importorskip("rouge_score")
+
+    def ask(number: int, *responses: str) -> dict[str, Any]:
+        said = [{"response_text": r} for r in responses]
+        return {"question_text": f"Q{number}?", "question_number": number, "responses": said}
+
+    story = {
+        "document": "A cat sat. " * 20,
+        "questions": [ask(1, "A cat sat.", "It sat."), ask(2, "x")],
+    }
+    long = {"document": "A cat sat. " * 4000, "questions": [ask(1, "x")]}
+    file = lines(tmp_path / "dev.jsonl", [long, story])
+    one, two = first("squality", session, file, 5)
+    text = engine.detokenize(session, one.prompt)
+    assert text == "Story: " + story["document"].strip() + "\n\nQuestion: Q1?\nAnswer:"
+    assert (one.about, two.about) == ({"text": 0}, {"text": 0})
+    task = evals.tasks()["squality"]
+    # "it sat": two of two words of the second reference, two of three of the first
+    decoder = Decoder(Parrot(b"It sat").install(monkeypatch))
+    assert task.score(decoder, one).score == pytest.approx(1)
+    with pytest.raises(SparqError, match="no story"):
+        first("squality", session, lines(tmp_path / "long.jsonl", [long]))
+
+
+def test_squality_without_a_file_says_that_it_needs_one(session: engine.Session) -> None:
+    pytest.importorskip("rouge_score")
+    with pytest.raises(SparqError, match="no download") as e:
+        first("squality", session, None)
+    assert e.value.hint == "--data squality=FILE"
 
 
 WIKI = " = One fort = \n" + " The hill is old ." * 500 + "\n = = Site = = \n" + " A site ." * 20
@@ -312,9 +347,9 @@ def test_a_wrong_file_is_said_in_one_line(
     assert "\n" not in e.value.message and e.value.hint
 
 
-@pytest.mark.parametrize("name", ["squad", "triviaqa", "cnn_dailymail"])
+@pytest.mark.parametrize("name", ["squad", "triviaqa", "cnn_dailymail", "squality"])
 def test_no_answers_are_refused(session: engine.Session, tmp_path: Path, name: str) -> None:
-    if name == "cnn_dailymail":
+    if name in ("cnn_dailymail", "squality"):
         pytest.importorskip("rouge_score")
     rows = {
         "squad": {
@@ -326,6 +361,10 @@ def test_no_answers_are_refused(session: engine.Session, tmp_path: Path, name: s
         },
         "triviaqa": trivia(1) | {"answer": {"aliases": [" "]}},
         "cnn_dailymail": {"id": "a", "article": "x" * 5000, "highlights": ""},
+        "squality": {
+            "document": "A cat.",
+            "questions": [{"question_text": "Q", "question_number": 1, "responses": []}],
+        },
     }
     file = lines(tmp_path / "rows.jsonl", [rows[name]])
     with pytest.raises(SparqError, match="has no answers"):
