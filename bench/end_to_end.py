@@ -1,7 +1,8 @@
 """Figs. 9 and 10: end-to-end speed-up on a CPU and on a GPU, from the records of `sparq-cpp bench`.
 
 Decoded tokens of the Llama-2-7B geometry with an f16 cache, batch 1, against the faster of
-llama.cpp's `-fa 0` and `-fa 1` in the same run; the limit is what the bytes allow.
+llama.cpp's `-fa 0` and `-fa 1` in the same run; the limit is what the bytes allow. A second row of
+panels has the real model of figure `token_rate`, if there is one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import plot
+import token_rate
 
 from pyorch.bench import output, paper
 
@@ -57,7 +59,7 @@ GPU = Published(
 
 
 def data(of: Published, folder: Path) -> list[plot.Row]:
-    """A row for each model, length and library with its settings."""
+    """A row for each model, length and library with its settings; those of a real model last."""
     who = "library", "flash_attn", "sparse_attn"
     found = plot.rows_of(folder, FILE, output.rows, lambda r: (_setting(r), *(r[x] for x in who)))
     found = [r for r in found if _is_of(of, r)]
@@ -70,29 +72,30 @@ def data(of: Published, folder: Path) -> list[plot.Row]:
     for r in found:
         at = r["n_depth"], _who(r)
         layers[at] = max(layers.get(at, 0), r["n_layer"])
-    out = []
-    for r in sorted(found, key=lambda r: r["n_depth"]):
-        if r["n_layer"] != layers[r["n_depth"], _who(r)]:
-            continue
-        best = r["median_ns"] * r["speedup"]
-        out.append(
-            {
-                "model": r["model_type"],
-                "cpu": r["cpu_info"],
-                "threads": threads,
-                "positions": r["n_depth"],
-                "attention": _who(r),
-                "n_layer": r["n_layer"],
-                "token_ms": r["median_ns"] / 1e6,
-                "full_token_ms": r["median_ns"] / 1e6 * FULL_LAYERS / r["n_layer"],
-                "speedup": r["speedup"],
-                "speedup_low": best / r["p90_ns"],
-                "speedup_high": best / r["p10_ns"],
-                "limit": r["roofline_speedup"],
-                "roofline_share": r["roofline_share"],
-            }
-        )
-    return out
+    found = [r for r in found if r["n_layer"] == layers[r["n_depth"], _who(r)]]
+    out = [_row(r, FULL_LAYERS) for r in sorted(found, key=lambda r: r["n_depth"])]
+    real = [r for r in token_rate.of_last_model(folder) if r["backends"] == of.backend]
+    return out + [_row(r, r["n_layer"]) | {"real_model": 1} for r in real]
+
+
+def _row(r: plot.Row, full_layers: int) -> plot.Row:
+    best = r["median_ns"] * r["speedup"]
+    return {
+        "model": r["model_type"],
+        "real_model": 0,
+        "cpu": r["cpu_info"],
+        "threads": r["n_threads"],
+        "positions": r["n_depth"],
+        "attention": _who(r),
+        "n_layer": r["n_layer"],
+        "token_ms": r["median_ns"] / 1e6,
+        "full_token_ms": r["median_ns"] / 1e6 * (full_layers / r["n_layer"]),
+        "speedup": r["speedup"],
+        "speedup_low": best / r["p90_ns"],
+        "speedup_high": best / r["p10_ns"],
+        "limit": r["roofline_speedup"],
+        "roofline_share": r["roofline_share"],
+    }
 
 
 def _is_of(of: Published, r: plot.Row) -> bool:
@@ -110,11 +113,28 @@ def _who(r: plot.Row) -> str:
 
 
 def draw(of: Published, rows: Sequence[plot.Row]) -> Any:
-    figure, (left, right) = plot.panels(2)
+    shape, real = ([r for r in rows if r["real_model"] == is_real] for is_real in (0, 1))
+    figure, axes = plot.panels(2, n_rows=2 if real else 1)
+    lines = plot.Names()
+    _draw_model(axes[:2], f"llama2-7b {of.weights}", shape, lines, of)
+    if real:
+        _draw_model(axes[2:], real[0]["model"], real, lines)
+    lines.write(figure)
+    return figure
+
+
+def _draw_model(
+    axes: Sequence[Any],
+    model: str,
+    rows: Sequence[plot.Row],
+    lines: plot.Names,
+    of: Published | None = None,
+) -> None:
+    """The speed-ups of a model, beside those that are published, and its times."""
+    left, right = axes
+    published = of.speedups() if of else []
     ours = list(dict.fromkeys(r["attention"] for r in rows if "stock" not in r["attention"]))
     styles = plot.colours(ours)
-    published = of.speedups()
-    lines = plot.Names()
     for name in ours:
         here = [r for r in rows if r["attention"] == name]
         colour, bars = styles[name], ("speedup_low", "speedup_high")
@@ -122,25 +142,25 @@ def draw(of: Published, rows: Sequence[plot.Row]) -> Any:
         known = [r for r in here if not math.isnan(r["limit"])]
         style: dict[str, Any] = {"color": colour, "fmt": ":", "linewidth": 1.2}
         lines.line(left, "", known, "positions", "limit", **style)
-    left.plot(*zip(*published, strict=True), "s--", color=plot.PAPER)
-    lines.at(left, of.label, *published[-1], plot.PAPER)
+    if of:
+        left.plot(*zip(*published, strict=True), "s--", color=plot.PAPER)
+        lines.at(left, of.label, *published[-1], plot.PAPER)
     left.axhline(1, color=plot.PAPER, linewidth=0.8)
-    all_x = [r["positions"] for r in rows] + [x for x, _ in published]
-    plot.positions_axis(left, all_x)
-    left.set(ylabel="times faster than dense", title="speed-up (dotted: limit by bytes)")
+    positions = [r["positions"] for r in rows]
+    plot.positions_axis(left, positions + [x for x, _ in published])
+    left.set(ylabel=f"times faster than {'dense' if of else 'stock'}")
+    left.set_title(f"{model}\nspeed-up (dotted: limit by bytes)")
     left.set_ylim(bottom=0)
 
     for name, colour in (plot.colours(["stock -fa 0", "stock -fa 1"]) | styles).items():
         here = [r for r in rows if r["attention"] == name]
         if here:
             lines.line(right, name, here, "positions", "full_token_ms", color=colour)
-    plot.positions_axis(right, [r["positions"] for r in rows])
+    plot.positions_axis(right, positions)
     plot.decades(right, [r["full_token_ms"] for r in rows])
-    fewer = any(r["n_layer"] < FULL_LAYERS for r in rows)
+    fewer = any(r["full_token_ms"] != r["token_ms"] for r in rows)
     right.set(ylabel="ms per token" + f", scaled to {FULL_LAYERS} layers" * fewer)
     right.set_title("time of a token")
-    lines.write(figure)
-    return figure
 
 
 FIGURE = plot.Figure(
@@ -150,7 +170,7 @@ FIGURE = plot.Figure(
     "same run, medians; bars are the 10th to 90th percentile. Dotted: the speed-up of a program "
     "that does nothing but read the same bytes. The paper's baseline is dense llama.cpp of early "
     "2024. Where the whole model does not fit into memory, fewer layers of it were measured, with "
-    "the output head in proportion: `n_layer` in the CSV.",
+    "the output head in proportion: `n_layer` in the CSV. A second row is of a real model.",
     needs=CPU.needs,
     file=FILE,
     data=partial(data, CPU),
@@ -161,7 +181,7 @@ ON_GPU = plot.Figure(
     title="End-to-end speed-up on a GPU (Fig. 10)",
     caption="Time of one decoded token against the faster of llama.cpp's two attentions in the "
     "same run, medians; bars are the 10th to 90th percentile. Grey: the paper, on an H100 PCIe "
-    "with gpt-fast as the dense program.",
+    "with gpt-fast as the dense program. A second row is of a real model.",
     needs=GPU.needs,
     file=FILE,
     data=partial(data, GPU),

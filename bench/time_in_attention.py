@@ -2,18 +2,20 @@
 
 It follows the paper: single-token times at several lengths S, a line y(S) = y(0) + slope*S through
 the samples of each S in its interquartile range, and z(S) = (y(S) - y(0)) / y(S). Beside it stands
-the share that the attention nodes themselves take (`bench/node_times.py`).
+the share that the attention nodes themselves take (`bench/node_times.py`). A second row of panels
+has the real model of figure `token_rate`, if there is one, with lines through its own lengths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import node_times
 import numpy as np
 import plot
+import token_rate
 
 from pyorch.bench import paper
 from pyorch.bench.plan import Case
@@ -23,30 +25,46 @@ FILE = "speed.jsonl"
 NEEDS = "sparq-cpp bench --layers 4 -d 2048-32768*2 -n 20 -r 10"
 MIN_LENGTHS = 3  # a line through fewer says nothing
 
+Kind = tuple[str, int]  # a model's name, and threads
+Lines = dict[str, dict[int, np.ndarray]]  # the ms of single tokens, by what ran and S
+
 
 def data(folder: Path) -> list[plot.Row]:
-    """A row for each library with its settings, and each S."""
-    samples = _samples(folder)
-    kinds = {kind for kind, _ in samples}
-    # the model, threads and machine with the most lengths
-    best = max(kinds, key=lambda kind: sum(k == kind for k, _ in samples), default=("", 0))
-    found: dict[str, dict[int, np.ndarray]] = {}
-    for (kind, (who, n_depth)), values in samples.items():
-        if kind == best:
-            found.setdefault(who, {})[n_depth] = values
-    found = {who: at for who, at in found.items() if len(at) >= MIN_LENGTHS}
-    plot.need(list(found), f"decoded tokens at {MIN_LENGTHS} lengths or more", NEEDS)
-    nodes = _node_shares(folder, best)
+    """A row for each model, library with its settings, and S; those of a real model last."""
+    shapes = _samples(folder / FILE, _is_of_paper)
+    # the model and threads with the most lengths
+    best = max(shapes, key=lambda kind: sum(map(len, shapes[kind].values())), default=("", 0))
+    rows = _rows(folder, best, shapes.get(best, {}))
+    plot.need(rows, f"decoded tokens at {MIN_LENGTHS} lengths or more", NEEDS)
+    if real := token_rate.of_last_model(folder):
+        same = {x: real[0][x] for x in token_rate.SAME}
+        name = {"model": real[0]["model_type"]}
+        found = _samples(folder / token_rate.FILE, lambda c: same.items() <= vars(c).items())
+        for kind, lines in found.items():
+            rows += [row | name for row in _rows(folder, kind, lines)]
+    return rows
+
+
+def _is_of_paper(c: Case) -> bool:
+    plain = not c.prefill and c.type_k == c.type_v == "f16"
+    return plain and c.model_type.startswith("llama2-7b q8_0")
+
+
+def _rows(folder: Path, kind: Kind, lines: Lines) -> list[plot.Row]:
+    """The rows of the lines that have enough lengths."""
+    nodes = _node_shares(folder, kind)
     out = []
-    for who, at in found.items():
+    for who, at in lines.items():
+        if len(at) < MIN_LENGTHS:
+            continue
         slope, start = fit(at)
         for n_depth, values in sorted(at.items()):
             mid, p25, p75 = np.percentile(values, (50, 25, 75))
             y = start + slope * n_depth
             out.append(
                 {
-                    "model": best[0],
-                    "threads": best[1],
+                    "model": kind[0],
+                    "threads": kind[1],
                     "attention": who,
                     "positions": n_depth,
                     "samples": len(values),
@@ -74,35 +92,33 @@ def fit(at: dict[int, np.ndarray]) -> tuple[float, float]:
     return float(slope), float(start)
 
 
-def _samples(folder: Path) -> dict[tuple[Any, tuple[str, int]], np.ndarray]:
-    """The ms of single tokens, by (model and threads, (what ran, S)), from the newest run.
+def _samples(file: Path, wanted: Callable[[Case], bool]) -> dict[Kind, Lines]:
+    """The lines of each model that is wanted, from the newest run of each length.
 
     A line belongs to one library: the newest one with `MIN_LENGTHS` lengths, if there is one.
     """
-    lines: dict[tuple[Any, str], dict[str, dict[int, np.ndarray]]] = {}  # by library, newest last
-    for rec in load_all(folder / FILE):
+    found: dict[Kind, dict[str, dict[str, dict[int, np.ndarray]]]] = {}  # by library, newest last
+    for rec in load_all(file):
         c = read_case(Case, rec)
-        plain = c.n_gen and not c.prefill and c.type_k == c.type_v == "f16"
         if c.spec.sparse and not rec["counters"].get("calls_sparse"):
             continue  # it ran dense below min_ctx, so it does not belong on its line
-        if plain and c.model_type.startswith("llama2-7b q8_0") and c.n_depth:
-            line = lines.setdefault(
-                ((c.model_type, c.n_threads), plot.name_of(c.library, c.flash_attn, c.spec)), {}
-            )
+        if c.n_gen and c.n_depth and wanted(c):
+            lines = found.setdefault((c.model_type, c.n_threads), {})
+            line = lines.setdefault(plot.name_of(c.library, c.flash_attn, c.spec), {})
             stamp = rec["env"]["stamps"][c.library]
             line[stamp] = at = line.pop(stamp, {})
             at[c.n_depth] = np.array(rec["samples_ns"]) / 1e6
-    out = {}
-    for (kind, who), line in lines.items():
-        newest = list(line.values())[::-1]
-        for n_depth, values in next(
-            (x for x in newest if len(x) >= MIN_LENGTHS), newest[0]
-        ).items():
-            out[kind, (who, n_depth)] = values
-    return out
+    return {
+        kind: {who: _newest(line) for who, line in lines.items()} for kind, lines in found.items()
+    }
 
 
-def _node_shares(folder: Path, kind: tuple[str, int]) -> dict[tuple[str, int], float]:
+def _newest(line: dict[str, dict[int, np.ndarray]]) -> dict[int, np.ndarray]:
+    newest = list(line.values())[::-1]
+    return next((at for at in newest if len(at) >= MIN_LENGTHS), newest[0])
+
+
+def _node_shares(folder: Path, kind: Kind) -> dict[tuple[str, int], float]:
     out = {}
     for rec in load_all(folder / "node_times.jsonl"):
         c = node_times.Case(**rec["case"])
@@ -113,12 +129,26 @@ def _node_shares(folder: Path, kind: tuple[str, int]) -> dict[tuple[str, int], f
 
 
 def draw(rows: Sequence[plot.Row]) -> Any:
-    figure, (left, right) = plot.panels(2)
+    models = list(dict.fromkeys(r["model"] for r in rows))
+    figure, axes = plot.panels(2, n_rows=len(models))
+    lines = plot.Names()
+    for i, model in enumerate(models):
+        here = [r for r in rows if r["model"] == model]
+        _draw_model(axes[2 * i : 2 * i + 2], here, lines, () if i else ("CPU", "A100"))
+    lines.write(figure)
+    return figure
+
+
+def _draw_model(
+    axes: Sequence[Any], rows: Sequence[plot.Row], lines: plot.Names, published: Sequence[str]
+) -> None:
+    """The times of a model and the lines through them; and the share that grows, beside those of
+    published lines."""
+    left, right = axes
     names = list(dict.fromkeys(r["attention"] for r in rows))
     colours = plot.colours(names)
     all_x = [r["positions"] for r in rows]
     grid = np.geomspace(min(all_x), max(all_x), 80)
-    lines = plot.Names()
     for name in names:
         here = [r for r in rows if r["attention"] == name]
         start, slope = here[0]["fit_ms_at_0"], here[0]["fit_ms_per_1k"] / 1024
@@ -137,19 +167,17 @@ def draw(rows: Sequence[plot.Row]) -> Any:
     if any(r["share_nodes"] != "" for r in rows):
         note = "× attention nodes timed alone"
         right.text(0.03, 0.94, note, transform=right.transAxes, fontsize=8)
-    for name in ("CPU", "A100"):
+    for name in published:
         ((_, slope),), ((_, start),) = _paper(name)
         z = slope * grid / (start + slope * grid)
         right.plot(grid, 100 * z, "--", color=plot.PAPER, linewidth=1.3)
         lines.at(right, f"paper, {name}", grid[-1], 100 * z[-1], plot.PAPER)
     left.set(xlim=(0, max(all_x) * 1.02), xlabel="sequence length S (positions)")
-    ticks = [t for t in range(0, max(all_x) + 1, max(max(all_x) // 4, 1))]
+    ticks = range(0, max(all_x) + 1, 2 ** round(np.log2(max(all_x) / 4)))
     left.set_xticks(ticks, [f"{t / 1024:g}k" for t in ticks])
     left.set(ylabel="ms per token", title=f"{rows[0]['model']}", ylim=(0, None))
     plot.positions_axis(right, all_x)
     right.set(ylabel="share of the token's time (%)", ylim=(0, 100), title="time in attention")
-    lines.write(figure)
-    return figure
 
 
 def _paper(name: str) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
@@ -164,7 +192,8 @@ FIGURE = plot.Figure(
     caption="Single-token times of the Llama-2-7B geometry, 8-bit weights, f16 cache, batch 1; "
     "bars span the quartiles, lines are fitted to the samples between them. Right: the share of "
     "the fitted time that grows with S; crosses are the attention nodes of llama.cpp timed by "
-    "themselves. A line is of one library; its points may be from different hours.",
+    "themselves. A line is of one library; its points may be from different hours. A second row is "
+    "of a real model, with lines through its own lengths.",
     needs=NEEDS,
     file=FILE,
     data=data,

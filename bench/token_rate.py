@@ -17,24 +17,33 @@ NEEDS = (
     "--out bench/results/MACHINE/token_rate"
 )
 STOCK = "llama.cpp, its best setting"
-_SAME = ("model_filename", "n_threads", "type_k", "type_v", "prefill", "rope")
+SAME = ("model_filename", "model_size", "n_threads", "type_k", "type_v", "prefill", "rope")
+
+
+def of_last_model(folder: Path) -> list[plot.Row]:
+    """Rows of decoded tokens of the real model measured last, by length, all with one name."""
+
+    def key(r: plot.Row) -> tuple[Any, ...]:
+        return *(r[x] for x in SAME), r["n_depth"], r["library"], r["flash_attn"], r["sparse_attn"]
+
+    found = [r for r in plot.rows_of(folder, FILE, output.rows, key) if r["n_gen"]]
+    if not found:
+        return []
+    last = max(found, key=lambda r: r["test_time"])
+    name = {"model_type": last["model_type"]}
+    same = [r | name for r in found if all(r[x] == last[x] for x in SAME)]
+    return sorted(same, key=lambda r: r["n_depth"])
 
 
 def data(folder: Path) -> list[plot.Row]:
     """A row for each length and line; stock's is the faster of its two."""
-
-    def key(r: plot.Row) -> tuple[Any, ...]:
-        return *(r[x] for x in _SAME), r["n_depth"], r["library"], r["flash_attn"], r["sparse_attn"]
-
-    found = [r for r in plot.rows_of(folder, FILE, output.rows, key) if r["n_gen"]]
+    found = of_last_model(folder)
     plot.need(found, "decoded tokens of a real model", NEEDS)
-    last = max(found, key=lambda r: r["test_time"])
     best: dict[tuple[str, int], plot.Row] = {}
-    for r in sorted(found, key=lambda r: r["n_depth"]):
-        if all(r[x] == last[x] for x in _SAME):
-            at = STOCK if r["library"] == "stock" else _name(r), r["n_depth"]
-            if at not in best or r["median_ns"] < best[at]["median_ns"]:
-                best[at] = r
+    for r in found:
+        at = STOCK if r["library"] == "stock" else _name(r), r["n_depth"]
+        if at not in best or r["median_ns"] < best[at]["median_ns"]:
+            best[at] = r
     return [
         {
             "model": r["model_type"],

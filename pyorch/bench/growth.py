@@ -30,6 +30,7 @@ from pyorch.table import markdown as table
 
 BENCH = "sealing"
 SHORT = (256, 768)  # still below the default min_ctx after one more test
+TITLE = "**Growth** of token time, "  # and what it is of
 
 
 @dataclass(frozen=True)
@@ -165,9 +166,23 @@ def slope(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return float(a), float(b)
 
 
-def depths(recs: Sequence[Record]) -> set[int]:
-    """The depths that lines are fitted through."""
-    return {r["case"]["n_depth"] for r in recs if not r["case"]["below_min_ctx"]}
+def deeper(recs: Sequence[Record], found: Sequence[Record]) -> set[int]:
+    """The depths of the lines of this model in `recs` that those of `found` do not go through."""
+
+    def depths(recs: Sequence[Record]) -> set[int]:
+        cases = [r["case"] for r in recs if not r["case"]["below_min_ctx"]]
+        same = "model_filename", "n_threads", "numa"
+        of = found[0]["case"]
+        return {c["n_depth"] for c in cases if all(c[x] == of[x] for x in same)}
+
+    return depths(recs) - depths(found)
+
+
+def by_model(page: str) -> dict[str, str]:
+    """The tables of a page of several models, by the part of their titles that names the model,
+    threads and NUMA."""
+    texts = [f"{TITLE}{rest}".strip() for rest in page.split(TITLE)[1:]]
+    return {text.partition(";")[0]: text for text in texts}
 
 
 def markdown(recs: Sequence[Record], sealing: Sequence[Record]) -> str:
@@ -187,7 +202,7 @@ def markdown(recs: Sequence[Record], sealing: Sequence[Record]) -> str:
     numa = f", numa: {long[0]['numa']}" if long[0]["numa"] else ""
     span = f"{min(r['n_depth'] for r in long)}-{max(r['n_depth'] for r in long)}"
     title = (
-        f"**Growth** of token time, {long[0]['model_type']}, threads: {long[0]['n_threads']}"
+        f"{TITLE}{long[0]['model_type']}, threads: {long[0]['n_threads']}"
         f"{numa}; medians of {len(times)} rounds of all depths, least and most of them in brackets"
     )
     growing = []

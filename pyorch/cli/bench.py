@@ -457,16 +457,18 @@ def growth(ctx: click.Context, wanted: Grown, writing: Writing, as_json: bool) -
 
 
 def _keep_if_all(file: Path, found: Sequence[Record], table: str) -> None:
-    """Keep a table only if its lines go through all recorded depths: those of fewer say less."""
+    """Keep a table beside those of other models, and in the place of the same model's only if its
+    lines go through all recorded depths: those of fewer say less."""
     from pyorch.bench import growth as bench
     from pyorch.bench import records
 
     md = file.with_suffix(".md")
-    deeper = bench.depths(records.load_all(file)) - bench.depths(found)
-    if deeper and md.exists():
+    kept, new = bench.by_model(md.read_text("utf-8") if md.exists() else ""), bench.by_model(table)
+    deeper = bench.deeper(records.load_all(file), found)
+    if deeper and kept.keys() & new.keys():
         note(f"note: {md} stays as it is: there are records of -d {max(deeper)}, too", "yellow")
     else:
-        _keep(file, table)
+        _keep(file, "\n\n".join((kept | new).values()))
 
 
 # ---- both ----

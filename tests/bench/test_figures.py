@@ -406,7 +406,7 @@ def test_fit_uses_the_samples_between_the_quartiles() -> None:
 
 
 def test_time_in_attention_is_what_grows(full: Path) -> None:
-    rows = time_in_attention.data(full)
+    rows = [r for r in time_in_attention.data(full) if r["model"] == STOCK.model_type]
     (row,) = [r for r in rows if (r["attention"], r["positions"]) == ("stock -fa 0", 8192)]
     assert row["share"] == pytest.approx(kv_bytes(8192) / (WEIGHTS + kv_bytes(8192)), rel=1e-3)
     assert row["share_nodes"] == pytest.approx(0.4)
@@ -556,10 +556,12 @@ def test_what_is_measured_is_drawn_though_other_records_are_missing(tmp_path: Pa
     assert isinstance(broken.exception, SparqError) and "not drawn" in broken.exception.message
 
 
-def add_rates(folder: Path, model: str, factor: float = 1.0) -> None:
+def add_rates(
+    folder: Path, model: str, factor: float = 1.0, lengths: tuple[int, ...] = LENGTHS
+) -> None:
     """Tokens of a real model: llama.cpp's two, ours exact and ours sparse."""
     lines = "dense", "sparq,ratio=1/8"
-    for n in LENGTHS:
+    for n in lengths:
         case = replace(STOCK, model_type=model, model_filename=f"{model}.gguf", n_depth=n)
         ours = replace(case, library="sparq", flash_attn=True)
         fast = replace(case, flash_attn=True), *(replace(ours, spec=parse_spec(x)) for x in lines)
@@ -581,6 +583,43 @@ def test_token_rates_are_of_the_model_measured_last(
     read = WEIGHTS + kv_bytes(LENGTHS[0])
     assert stock["tokens_per_s"] == pytest.approx(SPEED / read, rel=1e-6)
     assert sparse["speedup"] == pytest.approx(read / (WEIGHTS + kv_bytes(LENGTHS[0]) // 8))
+
+
+def test_a_real_model_is_drawn_beside_the_synthetic(tmp_path: Path) -> None:
+    """Its points and fits are its own, and change nothing of the others."""
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "out"
+
+    def rows(figure: plot.Figure, panel: str, n_models: int) -> list[plot.Row]:
+        plot.make(figure, tmp_path, out)
+        assert (out / f"{figure.name}.svg").read_text().count(f">{panel}<") == n_models
+        return figure.data(tmp_path)
+
+    def both(n: int, n_with_lines: int) -> tuple[list[plot.Row], list[plot.Row]]:
+        return (
+            rows(end_to_end.FIGURE, "time of a token", n),
+            rows(time_in_attention.FIGURE, "time in attention", n_with_lines),
+        )
+
+    add_lengths(tmp_path)
+    speeds, times = both(1, 1)
+    add_rates(tmp_path, "real", 3.0, LENGTHS[:2])
+    assert both(2, 1)[1] == times, "too few lengths for a line"
+    add_rates(tmp_path, "real", 3.0, LENGTHS[2:])
+    more_speeds, more_times = both(2, 2)
+    assert more_speeds[: len(speeds)] == speeds and more_times[: len(times)] == times
+    added = more_speeds[len(speeds) :], more_times[len(times) :]
+    assert all({r["model"] for r in found} == {"real"} for found in added)
+    ours, theirs = (
+        [r for r in found if r["attention"] == "SparQ 1/8 q4"] for found in (added[0], speeds)
+    )
+    assert [r["positions"] for r in ours] == list(LENGTHS)
+    for r, synthetic in zip(ours, theirs, strict=True):
+        assert r["speedup"] == pytest.approx(synthetic["speedup"])
+        assert r["full_token_ms"] == r["token_ms"] == pytest.approx(3 * synthetic["token_ms"])
+    fits = [{r["attention"]: r["fit_ms_per_1k"] for r in found} for found in (added[1], times)]
+    assert fits[0]["SparQ 1/8 q4"] == pytest.approx(3 * fits[1]["SparQ 1/8 q4"])
+    assert fits[0]["stock -fa 0"] == pytest.approx(6 * fits[1]["stock -fa 0"])
 
 
 def test_node_times_of_models_with_one_name_are_two_cases(

@@ -135,22 +135,39 @@ def test_a_round_is_fitted_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "| `stock -fa 0` | 3.0 | 100.0 % (100.0-100.0) |" in table
 
 
-def test_a_table_of_more_depths_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def rec(n: int, short: bool = False) -> records.Record:
-        case = {"n_depth": n, "below_min_ctx": short}
+def test_a_table_of_more_depths_stays_and_so_do_those_of_other_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rec(model: str, n: int, short: bool = False) -> records.Record:
+        case = {"n_depth": n, "below_min_ctx": short, "model_filename": model}
+        case |= {"n_threads": 1, "numa": ""}
         return records.record("speed", case, "s", samples_ns=[1], env={})
 
-    every = [rec(2048), rec(4096), rec(8192), rec(256, True)]
-    monkeypatch.setattr(growth, "markdown", lambda found, sealing: f"{len(found)} rows")
+    def table(model: str, n: int) -> str:
+        return f"{growth.TITLE}{model}; medians\n\n| {n} |"
+
     file = tmp_path / "growth.jsonl"
-    for n, wanted in ((4, "4 rows"), (2, "4 rows"), (3, "3 rows")):
-        for one in every[:n]:
+    every = {
+        model: [*(rec(model, n) for n in depths), rec(model, 256, short=True)]
+        for model, depths in (("synthetic", (2048, 4096, 8192)), ("real", (2048, 4096)))
+    }
+    for model, n, wanted in (
+        ("synthetic", 4, {"synthetic": 4}),
+        ("synthetic", 2, {"synthetic": 4}),
+        ("real", 3, {"synthetic": 4, "real": 3}),
+        ("real", 1, {"synthetic": 4, "real": 3}),
+        ("synthetic", 3, {"synthetic": 3, "real": 3}),
+    ):
+        found = every[model][:n]
+        for one in found:
             records.append(file, one)
-        monkeypatch.setattr(growth, "run", lambda *_, n=n, **__: (every[:n], []))
+        monkeypatch.setattr(growth, "run", lambda *_, found=found, **__: (found, []))
+        monkeypatch.setattr(growth, "markdown", lambda *_, of=(model, n): table(*of))
         done = CliRunner().invoke(command, ["--yes", "--out", str(tmp_path)])
-        assert done.stdout.startswith(f"{n} rows")
-        assert ("stays as it is" in done.output) == (n == 2)
-        assert (tmp_path / "growth.md").read_text() == f"{wanted}\n"
+        assert done.stdout.startswith(table(model, n))
+        assert ("stays as it is" in done.output) == (n < 3)
+        page = "\n\n".join(table(*of) for of in wanted.items())
+        assert (tmp_path / "growth.md").read_text() == f"{page}\n"
 
 
 @pytest.mark.usefixtures("stock")
