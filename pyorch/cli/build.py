@@ -20,6 +20,9 @@ from pyorch.progress import say
     "--tools", is_flag=True, help="Build llama-bench, llama-cli, llama-server and more, too."
 )
 @click.option(
+    "--web-page", is_flag=True, help="Build llama-server with its web page, too; needs Node.js."
+)
+@click.option(
     "--portable", is_flag=True, help="Build for any CPU of this kind (x86-64: with AVX2)."
 )
 @click.option("--native", is_flag=True, help="Build for this CPU only. This is the default.")
@@ -38,6 +41,7 @@ from pyorch.progress import say
 def command(
     stock: bool,
     tools: bool,
+    web_page: bool,
     portable: bool,
     native: bool,
     cuda: bool,
@@ -54,6 +58,7 @@ def command(
     """
     from pyorch.native import build
     from pyorch.native import cuda as toolkit
+    from pyorch.native import web_page as page
 
     cuda = cuda or cuda_arch is not None
     for one, other, both in (
@@ -69,13 +74,16 @@ def command(
             raise SparqError(
                 "CUDA builds need nvcc, which is not here", "install a CUDA toolkit, 12 or 13", 2
             )
-    elif not (cpu or portable):
+    names: tuple[str, ...] = build.TOOLS if tools or web_page else ()
+    if web_page:
+        page.check()
+        names += (page.NAME,)
+    if not (cuda or cpu or portable):
         options = build.usual(stock)
-        if build.find(options, build.TOOLS if tools else ()) is None:
+        if build.find(options, names) is None:
             options = build.working(options)
     if options.cuda:
         say(f"with CUDA, for sm_{options.cuda.replace(';', ', sm_')}")
-    names = build.TOOLS if tools else ()
     folder = build.build(options, names, jobs, force)
     if as_json:
         print_json({"lib_dir": str(folder), **(build.read_stamp(folder) or {})})

@@ -29,6 +29,7 @@ from pyorch.errors import SparqError
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import GGUFFile, read_gguf
 from pyorch.models.memory import available_memory
+from pyorch.native import web_page
 
 if TYPE_CHECKING:
     from pyorch.engine import SessionOptions
@@ -315,7 +316,8 @@ def _serve(served: Served, more: Sequence[str]) -> None:
             slots = f" in each of {n} slots" if n > 1 else ""
             note(f"{shown(served.path)}, attention {spec}, {settings.n_ctx} positions{slots}")
             place = f"[{served.address}]" if ":" in served.address else served.address
-            note(f"http://{place}:{served.port}/v1 is ready; Ctrl-C ends it")
+            page = ", and its web page at /" if (program.parent / web_page.NAME).is_file() else ""
+            note(f"http://{place}:{served.port}/v1 is ready{page}; Ctrl-C ends it")
             child.wait_end()
     if child.was_late:
         note(f"note: {PROGRAM} did not end in {GRACE_S:.0f} s, and was killed", "yellow")

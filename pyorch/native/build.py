@@ -7,6 +7,7 @@ Below the cache root:
     build/<tree>/            work tree of one (source, patches, options, compiler): only what
                              changed is compiled again. In it:
         src, ops, out        the patched source, a copy of ggml_ops/, what ninja makes
+    web-page/<source>/       the page of llama-server, which every build of it then has
     lib/<stamp>/             a finished build: libraries, tools, stamp.json
     lock                     held while any of this is written
 
@@ -29,7 +30,7 @@ from typing import Any
 
 from pyorch import paths
 from pyorch.errors import SparqError
-from pyorch.native import cmake, cuda, patches, probe, source
+from pyorch.native import cmake, cuda, patches, probe, source, web_page
 from pyorch.native.cmake import TOOLS as TOOLS
 from pyorch.native.cmake import Options as Options
 from pyorch.progress import Say, progress_bar, say
@@ -124,7 +125,7 @@ def build(
     """Make sure that the library is built. Returns the folder that holds it.
 
     Args:
-        tools: programs of llama.cpp to build too, from `TOOLS`.
+        tools: programs of llama.cpp to build too, from `TOOLS`; and `web_page.NAME`.
         jobs: how many compilers run at once; by default one per core if there is enough memory.
         force: build again even if the result is there.
 
@@ -171,13 +172,18 @@ def _build(options: Options, tools: tuple[str, ...], jobs: int, force: bool, not
         if not options.stock:
             want |= _copied(tree, options, want)
         target = _target(options, want)
-        tools = tuple(sorted({*tools, *(tool for tool in TOOLS if (target / tool).is_file())}))
+        if web_page.NAME in tools:
+            with progress_bar("making the web page", off_terminal=say) as progress:
+                web_page.make(tree, progress, note, lock)
+        tools = tuple(sorted({t for t in TOOLS if t in tools or (target / t).is_file()}))
+        has_page = web_page.place(tree) and web_page.PROGRAM in tools
+        marks = (web_page.NAME,) if has_page else ()
         more = "s" if jobs > 1 else ""
         note(f"building {options.name}: {jobs} job{more}, log in {tree / 'build.log'}")
         started = time.monotonic()
         with progress_bar("compiling", off_terminal=say) as progress:
             cmake.compile_tree(tree, options, tools, jobs, chain, progress, lock)
-        _publish(tree / "out" / "bin", target, tools, _stamp(want, chain.found))
+        _publish(tree / "out" / "bin", target, tools, marks, _stamp(want, chain.found))
         _prune()
     note(f"built {target} in {time.monotonic() - started:.0f} s")
     return target
@@ -274,8 +280,18 @@ def _sync_ops(into: Path, options: Options) -> None:
             copy.write_bytes(content)
 
 
-def _publish(bin_dir: Path, target: Path, tools: tuple[str, ...], stamp: dict[str, Any]) -> None:
-    """Copy the result out of the work tree, to a name that appears only when all of it is there."""
+def _publish(
+    bin_dir: Path,
+    target: Path,
+    tools: tuple[str, ...],
+    marks: tuple[str, ...],
+    stamp: dict[str, Any],
+) -> None:
+    """Copy the result out of the work tree, to a name that appears only when all of it is there.
+
+    Args:
+        marks: empty files that say what else is in it.
+    """
     libraries = "lib" if tools else ("libllama.", "libggml")  # others may be left over
     names = {file.name for file in bin_dir.iterdir() if file.name.startswith(libraries)}
     partial = target.with_name(target.name + ".partial")
@@ -283,6 +299,8 @@ def _publish(bin_dir: Path, target: Path, tools: tuple[str, ...], stamp: dict[st
     partial.mkdir(parents=True)
     for name in sorted(names | set(tools)):
         shutil.copy2(bin_dir / name, partial / name, follow_symlinks=False)
+    for name in marks:
+        (partial / name).touch()
     (partial / "stamp.json").write_text(json.dumps(stamp, indent=1), "utf-8")
     if target.exists():  # more tools, or --force; programs keep the files they opened
         old = target.with_name(target.name + ".old.partial")
@@ -296,7 +314,7 @@ def _publish(bin_dir: Path, target: Path, tools: tuple[str, ...], stamp: dict[st
 
 def _sweep() -> None:
     """Delete what killed processes left half written. Only who holds the lock writes these."""
-    for left in ("sdist/.partial-*", "lib/*.partial"):
+    for left in ("sdist/.partial-*", f"{web_page.NAME}/*.partial", "lib/*.partial"):
         for folder in paths.cache().glob(left):
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,7 +110,7 @@ def compile_tree(
     configure += [f"-DCMAKE_MAKE_PROGRAM={ninja}"]
     configure += _definitions(tree, options, bool(tools), chain)
     for argv in (configure, [ninja, "-C", out, "-j", str(jobs), "llama", *tools]):
-        _run(argv, chain.env, tree, progress, lock)
+        run(argv, chain.env, tree, progress, lock, _ninja_step)
 
 
 def _definitions(tree: Path, options: Options, tools: bool, chain: Toolchain) -> list[str]:
@@ -144,8 +145,28 @@ def _definitions(tree: Path, options: Options, tools: bool, chain: Toolchain) ->
     return [f"-D{key}={value}" for key, value in values.items()]
 
 
-def _run(argv: list[str], env: dict[str, str], tree: Path, progress: Progress, lock: int) -> None:
-    """Run one command; its output goes to the log, and lines like `[3/90]` to `progress`."""
+def _ninja_step(line: str) -> tuple[int, int] | None:
+    match = re.match(r"\[(\d+)/(\d+)\] ", line)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def run(
+    argv: list[str],
+    env: dict[str, str],
+    tree: Path,
+    progress: Progress,
+    lock: int,
+    step: Callable[[str], tuple[int, int] | None],
+) -> None:
+    """Run one command of a build. Its output goes to the log of the work tree.
+
+    Args:
+        progress: called with what `step` reads from a line of output, (done, total).
+        lock: as in `compile_tree`.
+
+    Raises:
+        SparqError: it failed; the message has its reason and names the log.
+    """
     log = tree / "build.log"
     copy = str(tree / "ops")
     original = "" if not Path(copy).is_dir() else str(paths.data("ggml_ops"))
@@ -163,8 +184,8 @@ def _run(argv: list[str], env: dict[str, str], tree: Path, progress: Progress, l
                         line = line.replace(copy, original)  # the file that the user can edit
                     file.write(line)
                     lines.append(line)
-                    if match := re.match(r"\[(\d+)/(\d+)\] ", line):
-                        progress(int(match[1]), int(match[2]))
+                    if found := step(line):
+                        progress(*found)
             except BaseException:
                 process.terminate()  # ninja deletes the outputs it had not finished
                 raise
