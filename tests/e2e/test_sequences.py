@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -103,6 +104,29 @@ def test_each_sequence_has_its_own(
         assert sums["positions_read"] == counters["positions_read"]
         off_by = abs(sums["bytes_read"] / counters["bytes_read"] - 1)
         assert off_by < (0.5 if unified else 0.3), "cells of others lie between"
+
+
+@pytest.mark.parametrize("unified", MODES)
+@pytest.mark.parametrize("arch", ["gemma2", "gpt-oss", "lfm2"])
+def test_with_other_kinds_of_cache(arch: str, unified: bool, tmp_path: Path) -> None:
+    """Sliding windows, sinks, layers of convolution: each sequence replies as with its settings for
+    all, in the layers that are ours."""
+    own = ["rank=3,topk=70", "dense", "rank=16,topk=24,sinks=2,local=3"]
+    with Model(tiny_models.write(tmp_path / "m.gguf", arch, n_layer=4)) as model:
+        with context(model, COMMON, unified) as ctx:
+            common = replies(ctx)
+        with context(model, COMMON, unified) as ctx:
+            for seq, spec in enumerate(own, 1):
+                ctx.set_sequence(seq, spec if spec == "dense" else f"sparq,{spec}")
+            got, each = replies(ctx), [ctx.info(seq) for seq in range(N_SEQ)]
+        for seq, spec in enumerate(settings(COMMON, own)):
+            with context(model, spec, unified) as ctx:
+                want = replies(ctx)[:, seq]
+            assert np.abs(got[:, seq] - want).max() < 1e-5 * want.std(), (seq, spec)
+            differs = np.abs(got[:, seq] - common[:, seq]).max() > 1e-3 * want.std()
+            assert differs == (seq > 0), (seq, spec)
+        assert [x["calls_sparse"] > 0 for x in each] == [True, True, False, True]
+        assert [x["calls_dense"] > 0 for x in each] == [False, False, True, False]
 
 
 @pytest.mark.parametrize("unified", MODES)
