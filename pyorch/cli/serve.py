@@ -47,6 +47,9 @@ _SAFE = (
     # By default it lets any web page that the user visits ask 127.0.0.1 and read the replies.
     "--cors-origins",
     "localhost",
+    # By default who sends half a request, or stops reading a reply, holds a thread for an hour.
+    "--timeout",
+    "60",
 )
 # The variables that llama-server takes options from. The line has all of its options, and nobody
 # expects a variable that is left over from elsewhere to open a door.

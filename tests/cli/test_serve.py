@@ -19,7 +19,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from email.message import Message
 from pathlib import Path
@@ -195,7 +195,7 @@ def test_the_line_of_llama_server(standin: Any, tmp_path: Path) -> None:
     assert after(argv, "--rope-scaling") == "yarn" and after(argv, "--rope-freq-scale") == "0.5"
     assert after(argv, "--yarn-orig-ctx") == "4096" and after(argv, "--numa") == "isolate"
     assert {"--no-agent", "--no-slots"} < set(argv) and after(argv, "--cors-origins") == "localhost"
-    assert argv[-1] == "--metrics"
+    assert after(argv, "--timeout") == "60" and argv[-1] == "--metrics"
     assert argv.count("--api-key-file") == 2 and after(argv, "--api-key-file") == str(key)
     assert "secret" not in f"{argv} {started['env']} {running.said}"
     assert not [k for k in started["env"] if k.startswith(("LLAMA_", "AIP_", "SPARQ_"))]
@@ -522,6 +522,39 @@ def test_what_is_closed(server: Running) -> None:
     assert elsewhere.headers["Access-Control-Allow-Origin"] is None
     here = asked(f"{server.url}/models", None, Origin="http://localhost:3000")
     assert here.headers["Access-Control-Allow-Origin"] == "http://localhost:3000"
+
+
+def test_limits(server: Running) -> None:
+    """Of a body, a prompt and a reply, whatever a request asks for."""
+    url = f"{server.url}/completions"
+    assert refused(url, b" " * (101 << 20))[0] == 413
+    code, text = refused(url, PROMPT | {"prompt": "far away " * 1100})
+    assert code == 400 and "exceeds the available context size (1024 tokens" in text
+    wanted = PROMPT | {"max_tokens": 10**9, "ignore_eos": True}
+    reply = asked(url, wanted).json
+    assert reply["choices"][0]["finish_reason"] == "length"
+    assert 1000 < reply["usage"]["total_tokens"] <= 1024
+    many = [f"{i:09}" for i in range(10_000)]
+    assert asked(url, PROMPT | {"stop": many}).json["usage"]["completion_tokens"] == 8
+
+
+def test_slow_clients(program: Path, demo_model: Path) -> None:
+    """Who has sent half a request neither holds others up nor is waited for."""
+    line = ("serve", "-m", demo_model, "--port", 0, *SPARSE, "--", "--timeout", 1)
+    with serving(REAL, *line) as running, ExitStack() as stack:
+        url = running.until_ready().url
+        place = url.removeprefix("http://").removesuffix("/v1").split(":")
+        slow = []
+        for i in range(40):
+            slow.append(
+                stack.enter_context(socket.create_connection((place[0], int(place[1])), 60))
+            )
+            half = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
+            slow[-1].sendall(half if i % 2 else half[:30])
+        assert asked(f"{url}/completions", PROMPT).json["usage"]["completion_tokens"] == 8
+        for one in slow:
+            assert not one.recv(4096) or not one.recv(4096), "closed, with or without an error"
+        assert running.end() == 0
 
 
 def test_it_ends_and_says_what_ran(server: Running) -> None:
