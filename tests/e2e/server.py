@@ -28,8 +28,8 @@ def serving(tools: Path, log: Path, *args: object) -> Iterator[str]:
 
 
 @contextmanager
-def started(tools: Path, log: Path, *args: object) -> Iterator[tuple[str, int]]:
-    """The same, with the number of its process."""
+def started(tools: Path, log: Path, *args: object, ends: int = 0) -> Iterator[tuple[str, int]]:
+    """The same, with the number of its process. ends: how, -9 if the test kills it."""
     line = [tools / "llama-server", "--host", "127.0.0.1", "--port", 0, *args]
     with (
         log.open("w") as f,
@@ -44,7 +44,7 @@ def started(tools: Path, log: Path, *args: object) -> Iterator[tuple[str, int]]:
         try:
             yield ready(server, log), server.pid
             server.terminate()
-            assert server.wait(60) == 0, log.read_text(errors="replace")
+            assert server.wait(60) == ends, log.read_text(errors="replace")
         finally:
             server.kill()
 
