@@ -192,8 +192,9 @@ struct ggml_sparse_score_params {
 //     logit[h,t] = sum_c q[h,c]*k[t,c] * scale / sqrt(|p_r|_1 / |p|_1)         (eq. 7 and 9: equals 1/tau for scale = 1/sqrt(d_k))
 //     where |p_r|_1 and |p|_1 are per query head; a head whose kept p are all 0, or whose |p|_1 is beyond f32 (q holds inf), has logits 0.
 //   spread[c] estimates the standard deviation of component c of K, since one that hardly varies ranks nothing: from the ranges of the runs
-//     j*(n_kv/GGML_SPARSE_RUN)/4, j = 0..3, all of whose groups are sealed, it is sqrt(mean of (w/6)^2 + variance of z), w being the width of a
-//     run's range and z its middle (512 normal values span 6 standard deviations). 1 with f16, as in the paper, and where there is no such run
+//     j*n_run/4, j = 0..3, all of whose groups are sealed, it is sqrt(mean of (w/6)^2 + variance of z), w being the width of a
+//     run's range and z its middle (512 normal values span 6 standard deviations). 1 with f16, as in the paper, and where there is no such run.
+//     n_run are the runs of the stream that are sealed, found by ggml_sparse_sealed_runs(): not n_kv, which another stream may have raised
 //   then softcap, then + slope(h)*mask. Hidden positions are -inf whatever K holds there (NaN included).
 //   acc f32; the order of additions depends on the shapes only, not on the number of threads. From codes: coefficients rounded to whole
 //   numbers, sums of integers (docs/numerics.md, 11a)

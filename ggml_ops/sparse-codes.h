@@ -89,8 +89,26 @@ GGML_SPARSE_INLINE int64_t ggml_sparse_scan_bytes(int64_t n, int n_bit) {
 // SCORE looks at the ranges of so many runs, to learn how far each component of K spreads. Few are enough: every token reads them anew
 #define GGML_SPARSE_SPREAD_RUNS 4
 
-// the j-th of them
-GGML_SPARSE_INLINE int64_t ggml_sparse_spread_run(int j, int64_t n_kv) { return j*(n_kv/GGML_SPARSE_RUN)/GGML_SPARSE_SPREAD_RUNS; }
+// the j-th of them, where n_run are sealed
+GGML_SPARSE_INLINE int64_t ggml_sparse_spread_run(int j, int64_t n_run) { return j*n_run/GGML_SPARSE_SPREAD_RUNS; }
+
+#if defined(__cplusplus)
+// How many runs of a stream are sealed, where those that are come first; is_sealed(group). It is found by halving, so that it costs the same wherever
+// the stream ends: the length of the cache will not do, because another stream may be longer, and a token reads the same whoever else is in its batch
+template <typename F>
+GGML_SPARSE_INLINE int64_t ggml_sparse_sealed_runs(int64_t n_kv, F is_sealed) {
+    int64_t n_run = 0;
+    for (int64_t end = n_kv/GGML_SPARSE_RUN; n_run < end;) {
+        const int64_t mid = n_run + (end - n_run)/2;
+        if (is_sealed((mid + 1)*(GGML_SPARSE_RUN/GGML_SPARSE_GROUP) - 1)) {
+            n_run = mid + 1;
+        } else {
+            end = mid;
+        }
+    }
+    return n_run;
+}
+#endif
 
 // bytes of these ranges for a KV head with d components
 GGML_SPARSE_INLINE int64_t ggml_sparse_spread_bytes(int64_t d, int64_t n_kv, int n_bit) {

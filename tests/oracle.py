@@ -15,6 +15,7 @@ scale of a fair error. Imports nothing of this project.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,8 +67,10 @@ def spread_of(ranges: np.ndarray, sealed: np.ndarray, n_kv: int, n_bit: int) -> 
 
     ranges (n_run, d, 2): scale and zero; sealed (n_grp,) -> (d,). Ones with 16 bits.
     """
-    runs = [j * (n_kv // 512) // 4 for j in range(4)]
-    whole = [r for r in runs if r < n_kv // 512 and all(sealed[8 * r : 8 * r + 8])]
+    # the sealed runs come first, so the first that is not is found by halving
+    n_run = bisect_left(range(n_kv // 512), True, key=lambda r: not sealed[8 * r + 7])
+    runs = [j * n_run // 4 for j in range(4)]
+    whole = [r for r in runs if r < n_run and all(sealed[8 * r : 8 * r + 8])]
     if n_bit == 16 or not whole:
         return np.ones(ranges.shape[1])
     scale, zero = np.moveaxis(ranges[whole].astype(F64), 2, 0)

@@ -58,8 +58,9 @@ sparse::score_work::score_work(const score_src & a, const void * wdata, int ith,
 static void find_spread(float * res, const score_src & a, int64_t h, int64_t s) {
     int64_t run[GGML_SPARSE_SPREAD_RUNS];
     int n = 0;
-    for (int j = 0; j < GGML_SPARSE_SPREAD_RUNS && ggml_sparse_has_codes(a.p.n_bit) && a.n_kv >= RUN; ++j) {
-        run[n] = ggml_sparse_spread_run(j, a.n_kv);
+    const int64_t n_run = ggml_sparse_has_codes(a.p.n_bit) ? ggml_sparse_sealed_runs(a.n_kv, [&](int64_t g) { return a.in_shadow(g, s); }) : 0;
+    for (int j = 0; j < GGML_SPARSE_SPREAD_RUNS && n_run > 0; ++j) {
+        run[n] = ggml_sparse_spread_run(j, n_run);
         bool whole = true;
         for (int64_t g = run[n]*(RUN/GROUP); g < (run[n] + 1)*(RUN/GROUP); ++g) {
             whole &= a.in_shadow(g, s);

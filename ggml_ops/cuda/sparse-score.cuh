@@ -75,7 +75,11 @@ struct alignas(16) score_shared {
 // how far component c of K spreads, as the contract of SCORE says
 template <int N_BIT>
 __device__ __forceinline__ float find_spread(const score_args & a, int64_t h_kv, int c, int64_t s) {
-    if (!ggml_sparse_has_codes(N_BIT) || a.n_kv < RUN) {
+    if (!ggml_sparse_has_codes(N_BIT)) {
+        return 1.0f;
+    }
+    const int64_t n_run = ggml_sparse_sealed_runs(a.n_kv, [&](int64_t g) { return a.sealed[s*a.n_grp + g] != 0; });
+    if (n_run == 0) {
         return 1.0f;
     }
     float mid[GGML_SPARSE_SPREAD_RUNS], mean = 0.0f, square = 0.0f;
@@ -83,7 +87,7 @@ __device__ __forceinline__ float find_spread(const score_args & a, int64_t h_kv,
     int   n = 0;
 #pragma unroll
     for (int j = 0; j < GGML_SPARSE_SPREAD_RUNS; ++j) {
-        const int64_t run = ggml_sparse_spread_run(j, a.n_kv);
+        const int64_t run = ggml_sparse_spread_run(j, n_run);
         bool whole = true;
         for (int64_t g = run*(RUN/GROUP); g < (run + 1)*(RUN/GROUP); ++g) {
             whole &= a.sealed[s*a.n_grp + g] != 0;

@@ -36,7 +36,7 @@ extern "C" {
 //   local    size of the local window, newest positions of the sequence (default topk/4)
 //   sinks    first positions of the sequence, always kept (default 4)
 //   min_k    lower bound of topk when it comes from ratio (default 128); whatever its source, no layer's k is below sinks + local + 1
-//   min_ctx  up to this many cells in use (rounded up to 256): exact dense (default 1024)
+//   min_ctx  up to this many positions of a sequence, or cells in use (rounded up to 256): exact dense (default 1024)
 //   gpu_min_mb  where K lies on a GPU: a layer whose K and V that all tokens of the step would read are below so many MB keeps llama.cpp's
 //            attention (default 256, not measured; 0: always sparse)
 //   mean_v   auto | on | off       step 3, interpolation with the mean value (auto: on)

@@ -110,6 +110,10 @@ bool llm_graph_input_sparse::reads_all(const setting & x, int32_t il) const {
     return !x.spec.is_sparse() || x.spec.is_dense() || x.spec.is_short(n_kv) || (uint32_t) topk_for(x, il) >= n_kv;
 }
 
+bool llm_graph_input_sparse::is_exact(const setting & x, int32_t il, uint32_t n_pos) const {
+    return reads_all(x, il) || x.spec.is_short(n_pos); // as if the other sequences were not there
+}
+
 int32_t llm_graph_input_sparse::rank_for(const setting & x, int32_t il) const {
     return x.spec.rank_for(il, access::hparams(kv()).n_embd_head_k(il), llama_sparse_row_bytes(kv(), il));
 }
@@ -214,13 +218,14 @@ void llm_graph_input_sparse::set_seal(uint32_t s, uint32_t stream, const std::ve
         busy[i/GGML_SPARSE_GROUP] = 1;
     }
 
-    // no cell past the view is in use, and coding a run anew leaves out its groups there
-    shadow().invalidate(stream, n_kv/GGML_SPARSE_GROUP);
+    // no cell past the last one in use counts, and cells that were removed have no say in the range of a run
+    const auto & cells = access::cells(kv(), stream);
+    shadow().invalidate(stream, std::min(n_kv, cells.used_max_p1())/GGML_SPARSE_GROUP);
 
     const int64_t n_list = list->ne[0];
     int32_t * dst = (int32_t *) list->data + s*n_list;
     int64_t n = 0;
-    shadow().for_sealable(access::cells(kv(), stream), stream, n_kv, busy.data(), [&](int32_t g) {
+    shadow().for_sealable(cells, stream, n_kv, busy.data(), [&](int32_t g) {
         if (n == n_list) {
             return false;
         }
@@ -269,7 +274,7 @@ void llm_graph_input_sparse::set_wanted(const llama_ubatch * ubatch) {
 
         int32_t * rank = kl + i_rank(0);
         for (int32_t il = 0; il < state->n_layer; ++il, kl += 2) {
-            if (settings.size() > 1 && reads_all(x, il)) {
+            if (is_exact(x, il, n_pos)) {
                 kl[0] = -1; // beside tokens that read a selection
                 continue;
             }
@@ -308,7 +313,7 @@ void llm_graph_input_sparse::account(const llama_ubatch * ubatch) {
                 continue;
             }
             const int64_t n_head = hparams.n_head_kv(il);
-            const bool    is_all = reads_all(x, il);
+            const bool    is_all = is_exact(x, il, n_pos);
             const int64_t n_read = is_all ? n_pos : x.spec.cap_for(x.spec.topk_for(il, n_pos, x.score_shares), n_pos);
             const double  row    = llama_sparse_row_bytes(kv(), il);
             const double  score  = x.spec.has_shadow() ? x.score_shares[il]*row : ggml_row_size(access::type_k(kv(), il), hparams.n_embd_head_k(il));

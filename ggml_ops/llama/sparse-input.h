@@ -47,7 +47,8 @@ public:
     };
     std::vector<setting> settings;
 
-    bool    reads_all(const setting & x, int32_t il) const; // every position of a layer
+    bool    reads_all(const setting & x, int32_t il) const; // every position of a layer, whatever the sequence
+    bool    is_exact (const setting & x, int32_t il, uint32_t n_pos) const; // for a token that sees n_pos positions
     int32_t topk_for (const setting & x, int32_t il) const { return x.spec.topk_for(il, n_kv, x.score_shares); }
     int32_t rank_for (const setting & x, int32_t il) const;
 

@@ -199,6 +199,13 @@ ggml_tensor * llama_sparse_shadow::build_seal(ggml_context * ctx, const llama_kv
 // sealed groups
 //
 
+void llama_sparse_shadow::unseal(std::vector<uint8_t> & f, size_t group) const {
+    if (f[group]) {
+        const size_t n = ggml_sparse_seal_span(bits)/GGML_SPARSE_GROUP, first = group/n*n;
+        std::fill(f.begin() + first, f.begin() + std::min(first + n, f.size()), 0);
+    }
+}
+
 void llama_sparse_shadow::invalidate() {
     for (uint32_t s = 0; s < flags.size(); ++s) {
         invalidate(s);
@@ -207,12 +214,14 @@ void llama_sparse_shadow::invalidate() {
 
 void llama_sparse_shadow::invalidate(uint32_t stream, uint32_t from_group) {
     auto & f = flags[stream];
-    std::fill(f.begin() + std::min<size_t>(from_group, f.size()), f.end(), 0);
+    for (size_t g = from_group; g < f.size(); ++g) {
+        unseal(f, g);
+    }
 }
 
 void llama_sparse_shadow::invalidate(uint32_t stream, const std::vector<uint32_t> & cells) {
     for (uint32_t i : cells) {
-        flags[stream][i/GGML_SPARSE_GROUP] = 0;
+        unseal(flags[stream], i/GGML_SPARSE_GROUP);
     }
 }
 

@@ -58,6 +58,7 @@ struct llama_sparse_shadow {
     const std::vector<uint8_t> & sealed(uint32_t stream) const { return flags[stream]; } // [n_grp]
 
     void invalidate();
+    // With codes the whole run of a group that was sealed: its cells had a say in the range of the others
     void invalidate(uint32_t stream, uint32_t from_group = 0);
     void invalidate(uint32_t stream, const std::vector<uint32_t> & cells);
 
@@ -90,6 +91,8 @@ struct llama_sparse_shadow {
     void copy_prompt(uint32_t from, uint32_t to);
 
 private:
+    void unseal(std::vector<uint8_t> & flags, size_t group) const;
+
     std::vector<layer> layers; // by layer of the cache
     int32_t            bits      = 16;
     uint32_t           n_pos     = 0; // that k_t has room for; a group beyond them is never sealed

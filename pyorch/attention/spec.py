@@ -67,7 +67,7 @@ class AttentionSpec:
     topk     k, the number of positions read, including sinks, local window and the current token
     local    how many of the newest positions are always included; None = k/4
     sinks    how many of the first positions are always included
-    min_ctx  up to this many cells in use, rounded up to 256, attention is exact dense
+    min_ctx  up to this many positions, rounded up to 256, attention is exact dense
     gpu_min_mb  on a GPU, a layer stays dense if dense attention would read fewer MB than this
     mean_v   whether the mean of V stands for what is not read: on, off, or auto, which is on
              unless a calibration found otherwise

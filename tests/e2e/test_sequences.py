@@ -107,6 +107,27 @@ def test_each_sequence_has_its_own(
 
 
 @pytest.mark.parametrize("unified", MODES)
+@pytest.mark.parametrize("own", [None, "sparq,rank=3,topk=70"], ids=["common", "own"])
+def test_min_ctx_goes_by_each_sequence(own: str | None, unified: bool, model: Model) -> None:
+    """A short one stays exact beside a long one: it replies as if it were alone. With f16, because
+    codes in a unified cache share a scale with other sequences."""
+    lengths, common = (200, 400), COMMON + ",shadow=f16"
+    with context(model, common.replace("min_ctx=0", "min_ctx=256"), unified) as ctx:
+        ctx.set_sequence(1, own)
+        for seq, n in enumerate(lengths):
+            assert ctx.decode(tokens(seq, n)) == 0
+        assert ctx.decode([t for seq, n in enumerate(lengths) for t in tokens(seq, 1, n)]) == 0
+        got, each = [ctx.logits(i) for i in range(2)], [ctx.info(seq) for seq in range(2)]
+    assert [(x["calls_dense"], x["calls_sparse"]) for x in each] == [(N_LAYER, 0), (0, N_LAYER)]
+    for seq, spec in enumerate(("dense", whole(common, own.partition(",")[2]) if own else common)):
+        with context(model, spec, unified) as ctx:
+            assert ctx.decode(tokens(seq, lengths[seq])) == 0
+            assert ctx.decode(tokens(seq, 1, lengths[seq])) == 0
+            want = ctx.logits()
+        assert np.abs(got[seq] - want).max() < 1e-4 * want.std(), (seq, spec)
+
+
+@pytest.mark.parametrize("unified", MODES)
 @pytest.mark.parametrize("arch", ["gemma2", "gpt-oss", "lfm2"])
 def test_with_other_kinds_of_cache(arch: str, unified: bool, tmp_path: Path) -> None:
     """Sliding windows, sinks, layers of convolution: each sequence replies as with its settings for

@@ -8,6 +8,7 @@ import re
 import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -229,3 +230,39 @@ def test_a_server_without_sparse_attention(tools: Path, tiny: Path, tmp_path: Pa
         assert "sparse_attn" not in complete(url, 1, "off")["timings"]
         assert ask(f"{url}/props")["default_generation_settings"]["params"]["sparse_attn"] == "off"
         assert "sparq:" not in text(f"{url}/metrics")
+
+
+@pytest.fixture(params=["f16", "q4"])
+def pair(request: pytest.FixtureRequest, tools: Path, tiny: Path, tmp_path: Path) -> Iterator[str]:
+    """A server with two slots and a bound below which requests are exact."""
+    line = ("-m", tiny, "-t", 1, "-np", 2, "-c", 4096, "--no-kv-unified", "--cache-ram", 0)
+    spec = f"sparq,rank=8,topk=64,min_ctx=256,shadow={request.param}"
+    with serving(tools, tmp_path / "log", *line, "--sparse-attn", spec) as address:
+        yield address
+
+
+def said_and_read(url: str, n: int, seed: int = 1, **more: Any) -> tuple[str, dict[str, Any]]:
+    answer = complete(url, seed, None, prompt=text_of(n, seed), **{"id_slot": 0, **more})
+    return answer["content"], answer["timings"]["sparse_attn"]
+
+
+@pytest.mark.parametrize("n", [200, 1100])
+def test_beside_a_longer_request(pair: str, n: int) -> None:
+    """Neither min_ctx nor the runs that tell the spread of K go by the longest of a batch."""
+    want = said_and_read(pair, n)
+    body = {"prompt": text_of(1600, 2), **ASKED, "id_slot": 1, "stream": True, "n_predict": 400}
+    connection = http.client.HTTPConnection(pair.removeprefix("http://"), timeout=60)
+    connection.request("POST", "/completion", json.dumps(body))
+    with closing(connection), connection.getresponse() as other:
+        other.readline()
+        assert said_and_read(pair, n) == want
+
+
+def test_after_what_a_slot_held_before(pair: str) -> None:
+    """Cells that were removed have no say in the range of a run: after a longer prompt, and when
+    the same one comes again, whose reply has crossed the end of a group."""
+    want = said_and_read(pair, 310)
+    said_and_read(pair, 500, 2)
+    assert said_and_read(pair, 310) == want
+    for _ in range(2):
+        assert said_and_read(pair, 310, cache_prompt=True) == want

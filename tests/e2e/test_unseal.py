@@ -37,6 +37,11 @@ def full(model: Model, shadow: str, unified: bool, n_prompt: int = N_PROMPT, **o
     return ctx
 
 
+def more(shadow: str, n_edge: int) -> int:
+    """Groups that are sealed again because another one of their run was, at so many edges."""
+    return 0 if shadow == "f16" else 7 * n_edge
+
+
 def sealed_since(ctx: Context) -> int:
     """Groups per layer that were sealed since the last call, all but what was written last."""
     ctx.seal()
@@ -55,9 +60,10 @@ def test_restoring_one_sequence(unified: bool, shadow: str, model: Model) -> Non
         assert sealed_since(ctx) >= N_SEQ * (N_PROMPT // 64)
         state = ctx.get_state(1)
         assert ctx.set_state(state, 1) > 0
-        assert N_PROMPT // 64 <= sealed_since(ctx) <= N_PROMPT // 64 + 2
+        n = N_PROMPT // 64
+        assert n <= sealed_since(ctx) <= n + 2 + more(shadow, 2)
         assert ctx.set_state(state[: len(state) // 2], 1) == 0  # and a state that is refused
-        assert sealed_since(ctx) == 0
+        assert sealed_since(ctx) <= (more(shadow, 2) if unified else 0)  # of others' groups
         assert ctx.set_state(ctx.get_state()) > 0  # everything is everything: two are left
         assert sealed_since(ctx) >= 2 * (N_PROMPT // 64)
 
@@ -70,10 +76,10 @@ def test_shifting_one_sequence(shadow: str, model: Model) -> None:
         ctx.seq_rm(1, 640, 700)
         ctx.seq_add(1, 700, -1, -60)
         assert ctx.decode([(5, N_PROMPT - 60, 1)]) == 0
-        assert 9 <= sealed_since(ctx) <= N_PROMPT // 64 - 640 // 64
+        assert 9 <= sealed_since(ctx) <= N_PROMPT // 64 - 640 // 64 + more(shadow, 1)
         ctx.seq_rm(1, 600, -1)  # a prefix is used again: what is written after it, no more
         assert ctx.decode([(5 + i % 200, 600 + i, 1) for i in range(200)]) == 0
-        assert sealed_since(ctx) <= 200 // 64 + 2
+        assert sealed_since(ctx) <= 200 // 64 + 2 + more(shadow, 1)
 
 
 def test_shifting_a_quantised_cache(tmp_path: Path) -> None:

@@ -277,6 +277,27 @@ def test_components_that_do_not_vary_are_not_scored(ggml, n_bit) -> None:
 
 
 @pytest.mark.parametrize("n_bit", BITS)
+@pytest.mark.parametrize("longer", [64, 512, 7 * 512, 40 * 512])
+def test_a_longer_stream_beside_it_changes_nothing(ggml, n_bit, longer) -> None:
+    """The cells past the end of a stream, which are in view because another stream has them, are
+    hidden and not sealed. What they hold, and how many they are, must not show."""
+    n_kv, d, rank = 5 * RUN + 3 * GROUP, 64, 9
+    rng = np.random.default_rng(longer)
+    k = np.full((1, n_kv + longer, 2, d), np.nan, np.float32)
+    k[:, :n_kv] = keys(rng, (1, n_kv, 2, d)) * np.exp(rng.standard_normal(d))
+    q = rng.standard_normal((1, 1, 4, d)).astype(np.float32)
+    mask = np.full((1, 1, 1, n_kv + longer), -np.inf, np.float32)
+    mask[..., :n_kv] = 0
+    sealed = (np.arange((n_kv + longer) // GROUP) < n_kv // GROUP).astype(np.int32)[None]
+    groups = np.where(sealed, np.arange(sealed.size), -1).astype(np.int32)
+    shadow = seal(ggml, Shadow.empty(n_bit, 1, 2 * d, n_kv + longer), k, sealed, groups, "f16")
+    alone = slice(0, n_kv // GROUP)
+    want = score(ggml, shadow, q, k[:, :n_kv], sealed[:, alone], mask[..., :n_kv], rank)
+    got = score(ggml, shadow, q, k, sealed, mask, rank)
+    assert np.array_equal(got[..., :n_kv], want) and np.isneginf(got[..., n_kv:]).all()
+
+
+@pytest.mark.parametrize("n_bit", BITS)
 @pytest.mark.parametrize("damage", ["hidden", "unsealed", "biased"])
 @pytest.mark.parametrize("group", [3, 70, 143])
 def test_scan_of_one_unlike_tile_among_whole_ones(ggml, n_bit, damage, group) -> None:
