@@ -89,6 +89,9 @@ def _params(t: Tensor, kind: type):
     return kind.from_address(ctypes.addressof(t) + _PARAMS + 4)
 
 
+READS_ALL = -1  # GGML_SPARSE_SELECT_ALL: of a selection, in place of its length
+
+
 @dataclass
 class Attend:
     """What one ATTEND node did; axes (stream, token, KV head) where there are any."""
@@ -120,6 +123,11 @@ class Attend:
     @property
     def calls(self) -> int:
         return len(self.tokens)
+
+    @property
+    def sparse_calls(self) -> int:
+        """Those of tokens that read a selection."""
+        return sum(int(self.kl[s, t, 0]) >= 0 for s, t in self.tokens) if self.is_sparse else 0
 
 
 @dataclass
@@ -307,6 +315,9 @@ class Watch:
         for s, tok, h in np.ndindex(logits.shape[0], logits.shape[1], p.n_head_kv):
             heads = slice(h * n_group_q, (h + 1) * n_group_q)
             row, (k, n_local) = result[s, tok, h], kl[s, 0, tok]
+            if k < 0:
+                assert row[0] == READS_ALL, "an exact token has a selection"
+                continue
             cells, rest = _cells(row, n_group_q)
             assert (row[1 + n_group_q + len(cells) :] == -1).all(), "cells after the last one"
             lh = logits[s, tok, heads]
@@ -349,7 +360,8 @@ class Watch:
         if sel is not None:
             selection = self._selections[ctypes.addressof(sel)]
             record.forced, record.kl, record.n_local_max, record.rank = selection
-            record.n_read = int(read(sel)[..., 0].sum())
+            n_sel, n_seen = read(sel)[..., 0], (~hidden).sum(axis=2)[..., None]
+            record.n_read = int(np.where(n_sel == READS_ALL, n_seen, n_sel).sum())
         self.attends.append(record)
         if not self.checks:
             return
@@ -393,7 +405,7 @@ class Watch:
             bias = oracle.make_bias(mask[s, 0, tok, seen].astype(np.float64), slopes[heads])
             kh, vh = k[s, seen, h].astype(np.float32), v[s, seen, h].astype(np.float32)
             cells = rest = None
-            if sel is not None:
+            if sel is not None and read(sel)[s, tok, h, 0] != READS_ALL:
                 cells, rest = _cells(read(sel)[s, tok, h], n_group_q)
                 rest = rest if p.mean_v else None
                 assert not hidden[s, tok, cells].any(), "a hidden cell was selected"
