@@ -1,7 +1,7 @@
 """SQuALITY: questions about a long story, answered in a paragraph, ROUGE-L (Wang et al. 2022).
 
-The answer is compared with each of the references, which four people wrote, and the best counts, as
-in the paper's evaluation. The first question of a story asks for its plot. Data: `dev.jsonl` of the
+The answer is compared with each reference, of which a question has several, and the nearest one
+counts. The first question of a story asks for its plot. Data: `dev.jsonl` of the
 official repository (data/v1-3/txt), rows with `document` and `questions`.
 """
 
