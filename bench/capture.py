@@ -25,6 +25,7 @@ from pyorch.cli.types import Number, Numbers
 from pyorch.errors import SparqError
 from pyorch.evals.texts import read_texts
 from pyorch.models import cards
+from pyorch.models.content import content_hash
 from pyorch.native.slots import FLASH_ATTN
 from pyorch.native.tensor import Tensor, floats, op_number, view
 from pyorch.progress import Progress
@@ -187,7 +188,7 @@ def measured(
             raise SparqError(f"{n_pos} positions: a multiple of {GROUP}, 256 or more", exit_code=2)
     books = read_texts(texts)
     text = hashlib.sha256("\0".join(books).encode()).hexdigest()[:16]
-    hashes = {"model": records.content_hash(model), "text": text}
+    hashes = {"model": content_hash(model), "text": text}
     sizes |= {"n_query": n_query, "seed": seed}
     cases = [kind(**hashes, n_pos=n, task=t, **sizes) for n in positions for t in tasks]
     card = cards.of_hash(hashes["model"])

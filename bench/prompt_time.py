@@ -32,6 +32,7 @@ from pyorch.cli import run as run_command
 from pyorch.cli.types import Number, Numbers
 from pyorch.errors import SparqError
 from pyorch.evals.texts import read_texts
+from pyorch.models.content import card_of, content_hash
 from pyorch.progress import progress_bar
 from pyorch.table import markdown
 
@@ -282,7 +283,7 @@ def command(
     path = Path(model)
     (book,) = read_texts([Path(text)])
     common = {
-        "model": records.content_hash(path),
+        "model": content_hash(path),
         "text": hashlib.sha256(book.encode()).hexdigest()[:16],
         "n_threads": threads or engine.usable_cores(),
         "n_samples": samples,
@@ -292,7 +293,7 @@ def command(
         for d in sorted(n_depth)
         for spec, fa in SIDES
     ]
-    card = records.card_of(path)
+    card = card_of(path)
     name = {"model_name": card.title if card else path.name}
 
     def run(group: Sequence[Case], done: Callable[[float], None]) -> list[dict[str, Any]]:

@@ -38,6 +38,7 @@ from pyorch.cli import run as run_command
 from pyorch.cli.types import Number
 from pyorch.errors import SparqError
 from pyorch.evals.texts import read_texts
+from pyorch.models.content import card_of, content_hash
 from pyorch.progress import progress_bar
 from pyorch.table import markdown
 
@@ -373,14 +374,14 @@ def command(
     book = "\n\n".join(read_texts([Path(text)]))
     group = cases(
         specs,
-        model=records.content_hash(path),
+        model=content_hash(path),
         n_slot=slots,
         n_prompt=n_prompt,
         n_gen=n_gen,
         n_threads=threads or engine.usable_cores(),
         n_rounds=samples,
     )
-    card = records.card_of(path)
+    card = card_of(path)
     name = {"model_name": card.title if card else path.name}
 
     def run(group: Sequence[Case], done: Callable[[float], None]) -> list[dict[str, Any]]:

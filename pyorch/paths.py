@@ -59,6 +59,16 @@ def results() -> Path:
     return (REPOSITORY if in_checkout() else platformdirs.user_data_path(_NAME)) / "bench"
 
 
+def documents() -> Path:
+    """The default folder of what `sparq-cpp read` has read; it is not created here."""
+    return platformdirs.user_data_path(_NAME) / "documents"
+
+
+def kept_texts() -> Path:
+    """The folder of what `/read` of a chat has read and may be removed; it is not created here."""
+    return cache() / "texts"
+
+
 def expanded(name: str) -> Path:
     """The path, with the home folder in place of `~` or `~user`.
 

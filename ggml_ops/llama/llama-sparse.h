@@ -90,6 +90,31 @@ LLAMA_API void llama_sparse_attn_reset_counters(struct llama_context * ctx);
 // for what a prompt or a shift leaves. Returns how many (layer, group) that were, < 0: failed.
 LLAMA_API int64_t llama_sparse_attn_seal(struct llama_context * ctx);
 
+// Documents: what a sequence has read, in a file that the program lays out; here it is a descriptor, and the offset of the image in the file, a
+// multiple of 65536. The image holds K and V of n_pos positions, and the transposed K. For models whose layers all have a plain KV cache; the cells
+// of the sequence must lie one after another, as in an empty cache. A file that is open may not be made shorter. < 0: failed, err says why.
+
+// the bytes of an image
+LLAMA_API int64_t llama_sparse_document_bytes(struct llama_context * ctx, uint32_t n_pos, char * err, size_t n_err);
+
+// Writes what K and V of this context are, a line feed, and what its transposed K is, "" if there is none. Returns the length
+LLAMA_API int64_t llama_sparse_document_kind(struct llama_context * ctx, char * buf, size_t n_buf);
+
+// Writes K and V of positions [from, to)
+LLAMA_API int64_t llama_sparse_document_write(struct llama_context * ctx, llama_seq_id seq_id, int fd, uint64_t offset, uint32_t n_pos,
+        uint32_t from, uint32_t to, char * err, size_t n_err);
+
+// Writes the transposed K, once all positions are read, and seals it first. Without one it does nothing
+LLAMA_API int64_t llama_sparse_document_write_shadow(struct llama_context * ctx, llama_seq_id seq_id, int fd, uint64_t offset, uint32_t n_pos,
+        char * err, size_t n_err);
+
+// Gives an empty sequence the first n_read positions of the image. Where the system can, K and V become pages of the file, and are read from it when
+// a token reads them; what is written to them later stays in memory. The transposed K is copied if all n_pos positions are read and `kind`, that of
+// the context that wrote the image, is this context's; otherwise it is made anew. The tokens count as those of a prompt. Returns the bytes that are
+// mapped
+LLAMA_API int64_t llama_sparse_document_open(struct llama_context * ctx, llama_seq_id seq_id, int fd, uint64_t offset, uint32_t n_pos, uint32_t n_read,
+        const char * kind, char * err, size_t n_err);
+
 // For tests: makes k_t and the sums of V of each sealed group anew from K and V, and adds up those of each sum block whose groups are all sealed.
 // Returns how many (layer, group) differ, a wrong total counting for the last group of its block; < 0: no shadow.
 LLAMA_API int64_t llama_sparse_attn_check(struct llama_context * ctx);

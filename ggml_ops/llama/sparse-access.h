@@ -1,8 +1,9 @@
 #pragma once
 
 // The private parts of llama.cpp's classes that we use, which name this struct as their friend. It has no logic: each function names a member. Most
-// are only read. Written are our own `sparse` of a cache, our two of the context's parameters and its evaluation callback, `sched_need_reserve`, and
-// `ctxs_bufs`, to which the shadow of a context that only measures is added. patches/README.md says what each is for.
+// are only read. Written are our own `sparse` of a cache, our two of the context's parameters and its evaluation callback, `sched_need_reserve`,
+// `ctxs_bufs`, to which the shadow of a context that only measures is added, and the cells that a document fills. patches/README.md says what each
+// is for.
 
 #include "llama-context.h"
 #include "llama-kv-cache.h"
@@ -14,6 +15,7 @@ struct llama_sparse_access {
     static const auto & layers       (const llama_kv_cache & kv) { return kv.layers; }
     static const auto & layer_ids    (const llama_kv_cache & kv) { return kv.map_layer_ids; }
     static const auto & cells        (const llama_kv_cache & kv, uint32_t stream) { return kv.v_cells[stream]; }
+    static auto &       cells        (llama_kv_cache & kv, uint32_t stream)       { return kv.v_cells[stream]; }
     static uint32_t     stream_of    (const llama_kv_cache & kv, llama_seq_id seq) { return kv.seq_to_stream[seq]; }
     static ggml_type    type_k       (const llama_kv_cache & kv, int il) { return kv.layers[kv.map_layer_ids.at(il)].k->type; }
     static bool         has_other    (const llama_kv_cache & kv) { return kv.other != nullptr; }

@@ -4,9 +4,7 @@
 
 #include "sparse-codes.h"
 
-#if defined(__linux__)
 #include <sys/mman.h>
-#endif
 
 #include <algorithm>
 #include <map>
@@ -19,6 +17,20 @@ using access = llama_sparse_access;
 // better than one. f16 has no memory to spare, and is a group shorter than the cache: the last group, which is complete only when the cache is
 // full, is always scored from K
 static constexpr int64_t CODE_PAD = GGML_SPARSE_LINE;
+
+// Rows of K and V, gathered, lie in a page each: without huge pages address translation takes longer than the bytes
+static void huge_pages(char * at, size_t n) {
+#if defined(__linux__)
+    constexpr uintptr_t PAGE = GGML_SPARSE_HUGE_PAGE;
+    const uintptr_t first = ((uintptr_t) at + PAGE - 1)/PAGE*PAGE, last = ((uintptr_t) at + n)/PAGE*PAGE;
+    if (last >= first + 2*PAGE) {
+        madvise((void *) first, last - first, MADV_HUGEPAGE); // a wish: where the kernel refuses, nothing is lost
+    }
+#else
+    GGML_UNUSED(at);
+    GGML_UNUSED(n);
+#endif
+}
 
 llama_sparse_shadow::llama_sparse_shadow(uint32_t n_stream, uint32_t n_cell) :
     flags(n_stream, std::vector<uint8_t>(llama_sparse_n_groups(n_cell), 0)), prompt(n_stream, std::vector<uint8_t>(n_cell, 0)) {
@@ -260,6 +272,29 @@ void llama_sparse_shadow::copy_prompt(uint32_t from, uint32_t to) {
 }
 
 //
+// documents
+//
+
+bool llama_sparse_shadow::map_file(char * at, size_t n, int fd, uint64_t offset) {
+    file_pages.reserve(file_pages.size() + 1);
+    if (n == 0 || mmap(at, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, fd, (off_t) offset) == MAP_FAILED) {
+        return false;
+    }
+    file_pages.emplace_back(at, n);
+    return true;
+}
+
+void llama_sparse_shadow::unmap_files() {
+    for (const auto & [at, n] : file_pages) {
+        if (mmap(at, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_ANONYMOUS, -1, 0) == MAP_FAILED) {
+            continue; // the file's pages stay, and are copied when they are written
+        }
+        huge_pages(at, n);
+    }
+    file_pages.clear();
+}
+
+//
 // hooks
 //
 
@@ -273,6 +308,7 @@ void llama_sparse_cells_written(llama_sparse_shadow * shadow, uint32_t stream, c
 void llama_sparse_cells_cleared(llama_sparse_shadow * shadow) {
     if (shadow) {
         shadow->invalidate();
+        shadow->unmap_files();
     }
 }
 
@@ -304,15 +340,7 @@ void llama_sparse_cells_moved(
 }
 
 void llama_sparse_huge_pages(ggml_backend_buffer_t buf) {
-#if defined(__linux__)
-    // rows of K and V, gathered, lie in a page each: without huge pages address translation takes longer than the bytes
-    constexpr uintptr_t PAGE = GGML_SPARSE_HUGE_PAGE;
-    const uintptr_t b = (uintptr_t) ggml_backend_buffer_get_base(buf);
-    const uintptr_t first = (b + PAGE - 1)/PAGE*PAGE, last = (b + ggml_backend_buffer_get_size(buf))/PAGE*PAGE;
-    if (ggml_backend_buffer_is_host(buf) && last >= first + 2*PAGE) {
-        madvise((void *) first, last - first, MADV_HUGEPAGE); // a wish: where the kernel refuses, nothing is lost
+    if (ggml_backend_buffer_is_host(buf)) {
+        huge_pages((char *) ggml_backend_buffer_get_base(buf), ggml_backend_buffer_get_size(buf));
     }
-#else
-    GGML_UNUSED(buf);
-#endif
 }

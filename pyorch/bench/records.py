@@ -27,13 +27,9 @@ import numpy as np
 from pyorch import __version__, paths
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.errors import SparqError
-from pyorch.models import cards
-from pyorch.models.cards import Card
-from pyorch.models.gguf_file import read_gguf
 from pyorch.progress import Progress
 
 SCHEMA = 1
-LARGE_BYTES = 64 << 20  # the hash of a model this large is remembered
 Record = dict[str, Any]
 
 
@@ -145,57 +141,6 @@ def _commit() -> _Commit:
         return {"commit": commit, "dirty": bool(changed)}
     except (OSError, subprocess.CalledProcessError):
         return {"commit": "", "dirty": False}  # not a checkout
-
-
-def file_hash(*paths: Path) -> str:
-    """A hash of 16 digits of the content of a file, or of several files as if they were one.
-
-    Raises:
-        SparqError: one of them cannot be read.
-    """
-    digest = hashlib.sha256()
-    for path in paths:
-        try:
-            with path.open("rb") as f:
-                while piece := f.read(1 << 20):
-                    digest.update(piece)
-        except OSError as e:
-            raise SparqError(f"{path}: {e.strerror or e}") from None
-    return digest.hexdigest()[:16]
-
-
-def content_hash(model: Path) -> str:
-    """The `file_hash` of all parts of a model. For a large model it takes minutes, so it is
-    computed only once for files of the same paths, sizes and times of change.
-
-    Raises:
-        SparqError: a part is not a GGUF file or cannot be read.
-    """
-    return _remembered(read_gguf(model).parts)
-
-
-def _remembered(parts: Sequence[Path]) -> str:
-    """The `file_hash` of large files, computed once."""
-    found = [part.stat() for part in parts]
-    if sum(f.st_size for f in found) < LARGE_BYTES:
-        return file_hash(*parts)
-    named = zip(parts, found, strict=True)
-    files = [[str(part.resolve()), f.st_size, f.st_mtime_ns] for part, f in named]
-    remembered, known = paths.cache() / "model_hashes.jsonl", key("model", {"files": files}, "")
-    if known not in (hashes := load(remembered)):
-        hashes[known] = {"schema": SCHEMA, "key": known, "hash": file_hash(*parts)}
-        append(remembered, hashes[known])
-    return str(hashes[known]["hash"])
-
-
-def card_of(model: Path) -> Card | None:
-    """The card that knows the content of a model's file, whatever its name. The file has to exist;
-    it is read only if a card knows one of its size, and then once, as for `content_hash`.
-
-    Raises:
-        SparqError: it cannot be read.
-    """
-    return cards.of_file(model.stat().st_size, lambda: _remembered([model]))
 
 
 def key(bench: str, case: Mapping[str, Any], stamp: str) -> str:

@@ -37,6 +37,7 @@ from pyorch.bench.turns import check_dense, gather, turns
 from pyorch.bench.worker import Workers
 from pyorch.engine import cache_type
 from pyorch.errors import SparqError
+from pyorch.models.content import card_of
 from pyorch.models.geometry import Geometry
 from pyorch.models.gguf_file import read_gguf
 from pyorch.models.memory import available_memory
@@ -80,7 +81,7 @@ def _measure(
         _open(workers, place, case, model)
         progress(0.1 * (i + 1) / len(places))
     layers = _prepare(group, workers)
-    card = records.card_of(model)
+    card = card_of(model)
     progress(0.2)
     bandwidth: list[float] = []
     found: list[list[dict[str, Any]]] = [[] for _ in group]

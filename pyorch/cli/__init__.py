@@ -18,6 +18,8 @@ from pyorch.errors import SparqError
 COMMANDS = {
     "chat": ("chat", "Chat with a model in the terminal."),
     "generate": ("generate", "Continue a text."),
+    "read": ("read", "Read a text once and keep it."),
+    "documents": ("documents", "List, show, check or remove what was read."),
     "serve": ("serve", "Serve OpenAI's API over HTTP."),
     "explain": ("explain", "Show what attention reads at a ratio and a length."),
     "calibrate": ("calibrate", "Measure which k and rank each layer needs."),

@@ -15,6 +15,7 @@ import click
 
 from pyorch import paths
 from pyorch.attention.spec import AttentionSpec, parse_ratio
+from pyorch.cli import chat_documents
 from pyorch.cli import options as opt
 from pyorch.cli.loading import open_session, shown
 from pyorch.cli.summary import Summary, summary_of, why_dense
@@ -24,16 +25,17 @@ from pyorch.errors import SparqError
 from pyorch.progress import progress_bar
 
 if TYPE_CHECKING:
-    from pyorch.engine import Sampling, Session
+    from pyorch.engine import Document, Reading, Sampling, Session
     from pyorch.engine.chat_template import ChatTemplate
 
 HELP = """\
-/read FILE    put a text before the next message
+/read FILE    put a text before the next message; it is kept, and not read a second time
+/document F   a new conversation about what sparq-cpp read has read; alone: list them
 /stats        speed and attention of the last reply
 /ratio 1/4    sparse attention from the next reply on
 /dense        exact attention from the next reply on
 /clear        begin a new conversation
-/save FILE    write the conversation; --resume FILE continues it
+/save FILE    write the conversation; --resume FILE continues it. /save FILE kv: at once
 /exit         leave (also Ctrl-D)
 Ctrl-C stops a reply, or the reading of a message, which is then dropped. Pressed again, it
 stops the program. The arrow keys bring back earlier messages."""
@@ -56,12 +58,28 @@ class Chat:
     messages: list[dict[str, str]] = field(default_factory=list)
     text: str = ""  # the text of /read, for the next message
     read: list[str] = field(default_factory=list)  # with what messages begin that have such a text
+    documents: list[Document] = field(default_factory=list)  # those of the command line
+    keep: tuple[Path, Reading] | None = None  # what /read keeps after a reply
     summary: Summary | None = None  # the summary of the last reply
     told: str = ""  # the note on why attention is dense, which is shown once
 
     def __post_init__(self) -> None:
         # the last sparse settings, which /ratio goes back to after /dense
         self.sparse = self.spec if self.spec.sparse else AttentionSpec("sparq")
+
+    def begin(self, text: str = "") -> None:
+        """Begin a new conversation, with a text before its first message."""
+        self.messages = [m for m in self.messages if m["role"] == "system"]
+        self.read.clear()
+        self.text, self.keep = text, None
+
+    def check_room(self, name: str, n_tokens: int) -> None:
+        """Refuse a text that leaves no room for a reply."""
+        if n_tokens + REPLY_ROOM > (n_ctx := self.session.n_ctx):
+            longer = "start again with a larger --ctx; --rope-scale stretches a model's own"
+            raise SparqError(
+                f"{name} has {n_tokens} tokens, but the context has {n_ctx} positions", longer
+            )
 
 
 @click.command()
@@ -71,6 +89,7 @@ class Chat:
     "-n", "--tokens", type=Number(int, 1), help="Generate at most this many tokens per reply."
 )
 @click.option("--resume", metavar="FILE", help="Continue a conversation written by /save.")
+@opt.document_option
 @opt.context_options
 @opt.load_options
 @opt.attention_options
@@ -82,6 +101,7 @@ def command(
     system: str | None,
     tokens: int | None,
     resume: str | None,
+    documents: tuple[str, ...],
     context: opt.ContextOptions,
     load: opt.LoadOptions,
     attention: opt.AttentionOptions,
@@ -93,14 +113,19 @@ def command(
     In a terminal, /help lists the commands. From a pipe, each line is one message, and Ctrl-C ends
     the program. Replies go to stdout; with --json each is one line of JSON.
     """
+    from pyorch import engine
     from pyorch.engine.chat_template import ChatTemplate
 
     spec, chosen = attention.spec(), sampling.settings(0.8)
+    if resume and documents:
+        raise SparqError("--resume and --document are two beginnings", "give one of them", 2)
     messages = _resume(resume) if resume else []
+    found = chat_documents.load_all(documents, system)
+    saved = chat_documents.saved_beside(resume) if resume else []
     if system:  # it replaces the system message of a resumed conversation
         messages = [m for m in messages if m["role"] != "system"]
         messages.insert(0, {"role": "system", "content": system})
-    with open_session(model, spec, context, load) as session:
+    with open_session(model, spec, context, load, documents=found or saved) as session:
         template = ChatTemplate(session)
         if not template.builtin:
             note("note: this model has no chat template; a plain transcript is used", "yellow")
@@ -113,7 +138,15 @@ def command(
             as_json,
             sys.stdin.isatty(),
             messages,
+            documents=found,
         )
+        for document in saved:
+            try:
+                engine.open_document(session, document)
+            except SparqError as error:
+                note(f"note: {error.message}: the conversation is read again", "yellow")
+        if found:
+            chat_documents.open_in(chat, found[0])
         _loop(chat)
 
 
@@ -199,13 +232,13 @@ def _run_command(chat: Chat, line: str) -> bool:
     if name == "/help":
         note(HELP)
     elif name == "/read":
-        _read(chat, rest)
+        chat_documents.read(chat, _path("/read", rest))
+    elif name == "/document":
+        chat_documents.choose(chat, rest)
     elif name == "/stats":
         _print_stats(chat)
     elif name == "/clear":
-        chat.messages = [m for m in chat.messages if m["role"] == "system"]
-        chat.text = ""
-        chat.read.clear()
+        chat.begin()
         note("a new conversation", "dim")
     elif name == "/dense":
         _set_attention(chat, AttentionSpec("dense"))
@@ -236,24 +269,6 @@ def _print_stats(chat: Chat) -> None:
     note(chat.summary.line() if chat.summary else "no reply yet")
 
 
-def _read(chat: Chat, name: str) -> None:
-    from pyorch import engine
-
-    try:
-        text = _path("/read", name).read_text(encoding="utf-8", errors="replace")
-    except OSError as e:
-        raise SparqError(f"{name}: {e.strerror or e}", "/read FILE") from None
-    n = len(engine.tokenize(chat.session, text, add_special=False))
-    n_ctx = chat.session.n_ctx
-    if n + REPLY_ROOM > n_ctx:
-        raise SparqError(f"{name} has {n} tokens, but the context has {n_ctx} positions", _LONGER)
-    chat.text = f"{text}\n\n"
-    note(f"{name}: {n} tokens, before your next message", "dim")
-
-
-_LONGER = "start again with a larger --ctx; --rope-scale stretches a model's own"
-
-
 def _path(command: str, name: str) -> Path:
     if not name:
         raise SparqError(f"{command} needs a file name", f"{command} FILE", exit_code=2)
@@ -263,9 +278,13 @@ def _path(command: str, name: str) -> Path:
 def _save(chat: Chat, name: str) -> None:
     from pyorch.models.new_file import new_file
 
+    kv = name.endswith(" kv")
+    name = name.removesuffix(" kv")
     text = json.dumps({"messages": chat.messages}, indent=2, ensure_ascii=False)
-    with new_file(_path("/save", name), force=True) as (partial, _):
+    with new_file(path := _path("/save", name), force=True) as (partial, _):
         partial.write_text(text + "\n", encoding="utf-8")
+    if kv and chat.session.tokens:
+        chat_documents.save_beside(chat.session, path)
     note(f"{len(chat.messages)} messages written to {name}", "dim")
 
 
@@ -306,6 +325,7 @@ def _reply(chat: Chat, text: str) -> None:
     else:  # it was stopped during prefill
         _take_back(chat, read)
     chat.summary = summary_of(chat.session)
+    chat_documents.keep(chat)
     if chat.as_json:
         said = {"reply": reply, "finish": finish, "seed": sampling.seed}
         print(json.dumps({**said, **chat.summary.json()}), flush=True)

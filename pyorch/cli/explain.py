@@ -56,7 +56,7 @@ def command(
     nothing else took time.
     """
     from pyorch import engine
-    from pyorch.bench.records import card_of
+    from pyorch.models.content import card_of
 
     spec = attention.spec() or AttentionSpec("sparq")
     geo = _from_card(model.model) if spec.budget not in CALIBRATED else None

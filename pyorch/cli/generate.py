@@ -18,7 +18,7 @@ from pyorch.errors import SparqError
 from pyorch.progress import progress_bar
 
 if TYPE_CHECKING:
-    from pyorch.engine import Sampling, Session
+    from pyorch.engine import Document, Sampling, Session
 
 
 @click.command()
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Generate at most this many tokens.",
 )
+@opt.document_option
 @opt.context_options
 @opt.load_options
 @opt.attention_options
@@ -46,6 +47,7 @@ def command(
     prompt: str | None,
     file: str | None,
     tokens: int,
+    documents: tuple[str, ...],
     context: opt.ContextOptions,
     load: opt.LoadOptions,
     attention: opt.AttentionOptions,
@@ -55,29 +57,54 @@ def command(
     """Continue a text.
 
     The continuation goes to stdout, speed and notes to stderr. The text is used as it is, without a
-    chat template, and decoding is greedy unless --temp is given.
+    chat template, and decoding is greedy unless --temp is given. After a --document that was read
+    for a chat it is a question about it, and the model's answer follows.
     """
+    from pyorch.engine import document_file
+
     text, spec, chosen = _prompt(prompt, file), attention.spec(), sampling.settings(0.0)
-    with open_session(model, spec, context, load) as session:
-        _generate(session, text, spec, chosen, tokens, as_json=as_json)
+    if len(documents) > 1:
+        raise SparqError("two documents, but one text to continue", "one --document", 2)
+    found = [document_file.load(document_file.find(name)) for name in documents]
+    with open_session(model, spec, context, load, documents=found) as session:
+        words, stop = _after(session, found[0], text) if found else (text, [])
+        _generate(session, words, spec, chosen, tokens, stop, as_json=as_json)
+
+
+def _after(session: Session, document: Document, text: str) -> tuple[list[int], list[str]]:
+    """Open the document. Returns the tokens of it and of the text, and what ends the answer."""
+    from pyorch import engine
+    from pyorch.engine.chat_template import ChatTemplate
+
+    engine.open_document(session, document)
+    if document.form != "chat":
+        return session.tokens + engine.tokenize(session, text, add_special=False), []
+    template = ChatTemplate(session)
+    return template.tokens(engine.reading_of(document).messages(text)), template.stop
 
 
 def _generate(
     session: Session,
-    prompt: str,
+    prompt: str | list[int],
     attention: AttentionSpec | None,
     sampling: Sampling,
     max_tokens: int,
+    stop: list[str],
     *,
     as_json: bool,
 ) -> None:
     from pyorch import engine
 
-    tokens, sampling = engine.tokenize(session, prompt), sampling.drawn()
+    sampling = sampling.drawn()
     text, ids, finish = "", [], ""
     with progress_bar("reading the prompt", of="tokens") as progress:
         pieces = engine.generate(
-            session, tokens, max_tokens=max_tokens, sampling=sampling, progress=progress
+            session,
+            prompt,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop=stop,
+            progress=progress,
         )
         for piece in pieces:
             text, finish = text + piece.text, piece.finish

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyorch.attention.spec import DEFAULT_RATIO, AttentionSpec, parse_spec, ratio_text
+from pyorch.cli.groups import on_the_line
 from pyorch.cli.options import ContextOptions, LoadOptions, ModelOptions
 from pyorch.cli.terminal import confirm, note, note_if_beyond
 from pyorch.models import cards
+from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import read_gguf
 from pyorch.progress import progress_bar
 from pyorch.text import human_bytes
 
 if TYPE_CHECKING:
-    from pyorch.engine import Session, SessionOptions
+    from pyorch.engine import Document, Session, SessionOptions
     from pyorch.models.pull import Model
+
+
+REPLY_ROOM = 4096  # positions of a conversation after a document
 
 
 def model_path(name: str, yes: bool = False, before: Callable[[], None] | None = None) -> Path:
@@ -84,7 +89,7 @@ def ready(
 
 def shown(path: Path) -> str:
     """A model's file for people: its name, after the title of the card that knows its content."""
-    from pyorch.bench.records import card_of
+    from pyorch.models.content import card_of
 
     card = card_of(path)
     return f"{card.title} ({path.name})" if card else path.name
@@ -92,7 +97,7 @@ def shown(path: Path) -> str:
 
 def _card(named: str, path: Path) -> str | None:
     """The card that `--model NAMED` names, or that knows the content of its file."""
-    from pyorch.bench.records import card_of
+    from pyorch.models.content import card_of
 
     word = named.split(":")[0].split("@")[0]
     if word in cards.names() and path != Path(named):
@@ -124,17 +129,36 @@ def session_options(
     }
 
 
+def _fit(options: SessionOptions, document: Document, model: Path) -> None:
+    """Change the options of a session to what a document needs, but for those that were given."""
+    from pyorch.engine import DEFAULT_CTX
+
+    needed = document.n_tokens + REPLY_ROOM
+    if not on_the_line(["ctx"]):
+        limit = geometry(read_gguf(model)).n_ctx_train or needed
+        wanted = max(min(needed, limit), document.n_tokens)
+        options["n_ctx"] = max(options["n_ctx"] or min(DEFAULT_CTX, limit), wanted)
+    type_k, _, type_v = document.kind.partition(",")[0].partition("/")
+    if not on_the_line(["cache_type_k", "cache_type_v"]):
+        options["type_k"], options["type_v"] = type_k, type_v
+
+
 def open_session(
     model: ModelOptions,
     attention: AttentionSpec | None,
     context: ContextOptions,
     load: LoadOptions,
     n_sequences: int = 1,
+    documents: Sequence[Document] = (),
 ) -> Session:
-    """Load the model that the options name, with a bar if it takes long."""
+    """Load the model that the options name, with a bar if it takes long. Where the command line
+    does not say it, the session has room for each of the documents, and the types of its K and V.
+    """
     from pyorch import engine
 
     options = session_options(attention, context, load, n_sequences)
+    for document in documents:
+        _fit(options, document, model_path(model.model, model.yes))
     path = ready(model.model, model.yes, options)
     if attention is None and (card := _card(model.model, path)):
         note(f"attention is exact; for {card} try --ratio {first_ratio(card)}", "dim")

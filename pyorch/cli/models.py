@@ -124,7 +124,7 @@ def _known(file: cards.File) -> str:
 
 def _of_file(path: Path) -> cards.Card:
     """The card that knows the content of a file."""
-    from pyorch.bench.records import card_of
+    from pyorch.models.content import card_of
 
     card = card_of(path)
     if card is None:

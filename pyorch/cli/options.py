@@ -394,3 +394,15 @@ verbose_option = click.option(
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object on stdout."
 )
+
+
+# ---- documents ----
+
+
+document_option = click.option(
+    "--document",
+    "documents",
+    multiple=True,
+    metavar="FILE",
+    help="Begin with what `sparq-cpp read` has read: a file, or its name in `documents list`.",
+)

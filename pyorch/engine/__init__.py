@@ -18,6 +18,16 @@ Nothing here compiles: `sparq-cpp build` has to have built the library.
 
 from pyorch.engine.attention import info, measure_mass, reset_counters, seal, set_attention
 from pyorch.engine.decoding import align, decode, logits, prefill, rewind
+from pyorch.engine.document import (
+    Reading,
+    keep_document,
+    kept_path,
+    make_room,
+    open_document,
+    read_document,
+    reading_of,
+)
+from pyorch.engine.document_file import Document
 from pyorch.engine.generation import Piece, generate
 from pyorch.engine.library import library
 from pyorch.engine.loading import load, load_model
@@ -38,13 +48,15 @@ from pyorch.engine.text import detokenize, is_eog, token_bytes, tokenize
 from pyorch.ggml import MAX_THREADS, NUMA, ROPE_SCALING
 
 __all__ = [
-    "AttentionInfo",
     "DEFAULT_CTX",
     "MAX_THREADS",
-    "Model",
     "NUMA",
-    "Piece",
     "ROPE_SCALING",
+    "AttentionInfo",
+    "Document",
+    "Model",
+    "Piece",
+    "Reading",
     "Rope",
     "Sampler",
     "Sampling",
@@ -61,14 +73,20 @@ __all__ = [
     "generate",
     "info",
     "is_eog",
+    "keep_document",
+    "kept_path",
     "library",
     "load",
     "load_model",
     "load_state",
     "logits",
+    "make_room",
     "measure_mass",
+    "open_document",
     "prefill",
     "prefill_each",
+    "read_document",
+    "reading_of",
     "reset_counters",
     "rewind",
     "rewind_each",

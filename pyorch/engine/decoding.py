@@ -91,12 +91,14 @@ def prefill(
     *,
     progress: Progress | None = None,
     should_stop: Callable[[], bool] | None = None,
+    ends: bool = True,
 ) -> None:
     """Append `tokens` to the cache, `n_batch` at a time; the logits of the last are then ready.
 
     Args:
         progress: called with (tokens done, total) after each batch.
         should_stop: asked before and during each batch; True ends it, and whole batches stay.
+        ends: False if the prompt goes on in another call: there are no logits then.
 
     Raises:
         SparqError: the context is too small, or the library failed.
@@ -112,7 +114,7 @@ def prefill(
         if should_stop is not None and should_stop():
             break
         batch = tokens[i : i + session.n_batch]
-        if not _decode_tokens(session, batch, should_stop, ends=i + len(batch) == len(tokens)):
+        if not _decode_tokens(session, batch, should_stop, ends and i + len(batch) == len(tokens)):
             break
         session.timings.prefill_tokens += len(batch)
         if progress is not None:

@@ -113,7 +113,7 @@ class Session:
         self.model, self.lib, self.library = model, model.lib, model.library
         self.path, self.geometry = model.path, model.geometry
         self.vocab, self.n_vocab = model.vocab, model.n_vocab
-        self.types, self.watch = settings.types, watch
+        self.types, self.rope, self.watch = settings.types, settings.rope, watch
         self.tokens: list[int] = []
         self.prompts: Sequence[Sequence[int]] = ()  # those that `prefill_each` read last
         self.timings = Timings()

@@ -34,6 +34,7 @@ from pyorch.evals.methods import EXACT, Runner, meaning, reader
 from pyorch.evals.pace import DECODED, DECODED_IN_PYTHON, Pace, Part, size_of
 from pyorch.evals.series import Series, make
 from pyorch.evals.task import Setup, Task
+from pyorch.models.content import content_hash, file_hash
 from pyorch.models.geometry import Geometry
 from pyorch.policies import OFF, STOCK_FA0, Method
 from pyorch.policies.base import Policy
@@ -202,7 +203,7 @@ def _n_common(a: Sequence[int], b: Sequence[int]) -> int:
 
 def about_model(path: Path) -> Record:
     """The record of a model: its name, and a hash of all its files."""
-    return {"name": path.name, "hash": records.content_hash(path)}
+    return {"name": path.name, "hash": content_hash(path)}
 
 
 def _prepare(
@@ -225,7 +226,7 @@ def _prepare(
         "ctx": setup.ctx,
         "seed": setup.seed,
         "options": {name: getattr(setup, name) for name in task.options},
-        "data": records.file_hash(data) if data else task.data,
+        "data": file_hash(data) if data else task.data,
         "texts": texts,
         "type_k": plan.type_k,
         "type_v": plan.type_v,

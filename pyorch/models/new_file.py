@@ -17,6 +17,8 @@ from pathlib import Path
 from pyorch.errors import SparqError
 from pyorch.text import human_bytes
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 def check_target(path: Path, force: bool) -> None:
     """Refuse a name that cannot or should not be written.
@@ -53,13 +55,16 @@ def check_space(
 
 
 @contextmanager
-def new_file(path: Path, force: bool = False) -> Iterator[tuple[Path, int]]:
+def new_file(
+    path: Path, force: bool = False, resumable: bool = False
+) -> Iterator[tuple[Path, int]]:
     """Yield a temporary name to write to and the descriptor of its lock, for `pass_fds`.
 
     The file becomes `path` when the block ends without an error.
 
     Any exception, Ctrl-C included, deletes it; a killed process leaves `NAME.partial`, which the
-    next run replaces.
+    next run replaces. If it is `resumable`, whatever ends the block early leaves it as it is, and
+    so does the next run, which continues it.
 
     Raises:
         SparqError: as `check_target`; another process is writing the file; or the system refuses.
@@ -79,22 +84,26 @@ def new_file(path: Path, force: bool = False) -> Iterator[tuple[Path, int]]:
             if not partial.exists() or not os.path.samestat(os.fstat(lock), partial.stat()):
                 raise SparqError(f"{path}: another process has just written it", "try again")
             try:
-                os.truncate(lock, 0)
+                if not resumable:
+                    os.truncate(lock, 0)
                 yield partial, lock
                 check_target(path, force)
                 os.fsync(lock)
                 os.replace(partial, real)
             except BaseException:
-                partial.unlink(missing_ok=True)
+                if not resumable or os.fstat(lock).st_size == 0:
+                    partial.unlink(missing_ok=True)
                 raise
         finally:
             os.close(lock)
     except OSError as e:
-        raise cannot_write(path, e) from None
+        raise cannot_write(path, e, resumable) from None
 
 
-def cannot_write(path: Path, e: OSError) -> SparqError:
+def cannot_write(path: Path, e: OSError, resumable: bool = False) -> SparqError:
     """The error that replaces the system's."""
-    if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if e.errno in DISK_FULL and resumable:
+        return SparqError(f"{path}: the disk is full", "make room, and run it again: it goes on")
+    if e.errno in DISK_FULL:
         return SparqError(f"{path}: the disk is full; nothing was kept", "make room")
     return SparqError(f"{path}: cannot be written: {e.strerror or e}", "write to another folder")

@@ -6,10 +6,12 @@ import io
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 import pyorch.cli
+from pyorch import paths
 
 
 @dataclass
@@ -25,10 +27,18 @@ Run = Callable[..., Result]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`run("generate", "-p", "x", stdin="...")`: the command as a user would run it."""
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """`run("generate", "-p", "x", stdin="...")`: the command as a user would run it, with
+    folders of documents of its own."""
 
-    for command in ("GENERATE", "CHAT", "DEMO"):  # on a busy machine, threads wait for each other
+    monkeypatch.setattr(paths, "documents", lambda: tmp_path / "documents")
+    monkeypatch.setattr(paths, "kept_texts", lambda: tmp_path / "texts")
+    for command in (
+        "GENERATE",
+        "CHAT",
+        "DEMO",
+        "READ",
+    ):  # on a busy machine, threads wait for each other
         monkeypatch.setenv(f"SPARQ_{command}_THREADS", "1")
 
     def run_command(*args: object, stdin: str = "") -> Result:

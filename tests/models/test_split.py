@@ -12,9 +12,9 @@ import pytest
 
 from pyorch import engine
 from pyorch.attention import saved
-from pyorch.bench import records
 from pyorch.cli.calibrate import SIZES, sizes
 from pyorch.evals import run as evals
+from pyorch.models import content
 from pyorch.models.gguf_file import read_gguf
 from pyorch.models.quantize import quantize
 
@@ -51,21 +51,21 @@ def test_hashes_are_of_all_parts(split: Path, tiny: Path) -> None:
         assert before != hash_of(tiny)
         change_weights(last(split))
         assert hash_of(split) != before
-    assert evals.about_model(tiny)["hash"] == records.file_hash(tiny), "as in earlier records"
+    assert evals.about_model(tiny)["hash"] == content.file_hash(tiny), "as in earlier records"
 
 
 def test_the_hash_of_a_large_model_is_remembered(
     split: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPARQ_CACHE", str(tmp_path))
-    monkeypatch.setattr(records, "LARGE_BYTES", 1)
-    first = records.content_hash(split)
-    assert first == records.file_hash(*read_gguf(split).parts)
+    monkeypatch.setattr(content, "LARGE_BYTES", 1)
+    first = content.content_hash(split)
+    assert first == content.file_hash(*read_gguf(split).parts)
     with monkeypatch.context() as patch:
-        patch.setattr(records, "file_hash", lambda *_: pytest.fail("read again"))
-        assert records.content_hash(split) == first
+        patch.setattr(content, "file_hash", lambda *_: pytest.fail("read again"))
+        assert content.content_hash(split) == first
     change_weights(last(split))
-    assert records.content_hash(split) == records.file_hash(*read_gguf(split).parts) != first
+    assert content.content_hash(split) == content.file_hash(*read_gguf(split).parts) != first
 
 
 def test_settings_calibrated_for_other_weights_are_not_used(split: Path) -> None:

@@ -1,0 +1,380 @@
+// Documents: what a sequence has read, in a file. Opening one maps the file's pages to where K and V lie, so that no row is read before a token
+// reads it; the shadow, a small part of the bytes, is copied. The file around this image, its header and its tokens, is the program's: here it is a
+// descriptor and an offset.
+
+#include "sparse-seal.h"
+
+#include "llama-hparams.h"
+#include "llama-impl.h"
+
+#include "sparse-codes.h"
+
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+
+namespace {
+
+// Parts of the image begin on a page of any system that we know
+constexpr uint64_t ALIGN = 64*1024;
+
+// Only what lies in buffers of this size and more is mapped. The C library maps memory of this size by itself, and gives it back by unmapping it,
+// whatever its pages are by then; below, pages could go on to hold something else
+constexpr size_t MIN_MAPPED = 64 << 20;
+
+// A document begins at a cell where a run and a sum block begin
+constexpr uint32_t CELLS = GGML_SPARSE_GROUP*GGML_SPARSE_SUM;
+static_assert(CELLS % GGML_SPARSE_RUN == 0, "a sum block has whole runs");
+
+uint64_t aligned(uint64_t n) { return (n + ALIGN - 1)/ALIGN*ALIGN; }
+
+// n_row rows of row_bytes each: in a tensor every nb bytes from `at` on, and one after another in the image
+struct part {
+    ggml_tensor * t;
+    size_t   at, nb, row_bytes, n_row;
+    uint64_t offset;
+};
+
+struct image {
+    std::vector<part> rows;   // K and V of all positions, in their order
+    std::vector<part> shadow; // of the groups that they complete
+    uint64_t          bytes = 0;
+};
+
+// where a document of n_pos positions lies in a cache
+struct place {
+    uint32_t stream;
+    uint32_t cell; // the first one
+    uint32_t n_pos;
+
+    // of the shadow. In f16 the last group of a cache has no room in it, so that of a document is never in the image
+    uint32_t n_group(int32_t n_bit) const { return (ggml_sparse_has_codes(n_bit) ? n_pos : n_pos - 1)/GGML_SPARSE_GROUP; }
+};
+
+llama_kv_cache & cache_of(llama_context & ctx) {
+    auto * kv = dynamic_cast<llama_kv_cache *>(ctx.get_memory());
+    if (!kv) {
+        throw std::runtime_error("documents need a model whose layers all have a plain KV cache\n"
+                                 "sliding windows and recurrent layers keep only the newest of a text");
+    }
+    if (const std::string why = llama_sparse_why_not(*kv); !why.empty()) {
+        throw std::runtime_error("no document can be kept of this cache: " + why);
+    }
+    for (const auto & layer : llama_sparse_access::layers(*kv)) {
+        if (!layer.k || !layer.v) {
+            throw std::runtime_error("no document can be kept of this cache: a layer has no K or no V");
+        }
+    }
+    return *kv;
+}
+
+uint32_t stream_of(llama_kv_cache & kv, llama_seq_id seq) {
+    if (seq < 0 || seq >= LLAMA_MAX_SEQ || llama_sparse_access::stream_of(kv, seq) >= kv.get_n_stream()) {
+        throw std::runtime_error("there is no sequence " + std::to_string(seq));
+    }
+    return llama_sparse_access::stream_of(kv, seq);
+}
+
+// the first layer of a cache that has a shadow; nullptr: none has
+const llama_sparse_shadow::layer * shadowed_layer(llama_kv_cache & kv) {
+    const auto & shadow = llama_sparse_access::shadow(kv);
+    for (size_t ikv = 0; shadow && shadow->has_tensors() && ikv < llama_sparse_access::layers(kv).size(); ++ikv) {
+        if (shadow->at(ikv).k_t) {
+            return &shadow->at(ikv);
+        }
+    }
+    return nullptr;
+}
+
+// what K and V are, beside the weights
+std::string kind_of_rows(llama_kv_cache & kv) {
+    const auto & layer = llama_sparse_access::layers(kv).front();
+    return std::string(ggml_type_name(layer.k->type)) + "/" + ggml_type_name(layer.v->type) + ",rotated=" + std::to_string(llama_sparse_n_rot(kv));
+}
+
+// what the shadow is: its type, sums of V, and layers, which a GPU may have without; "": there is none
+std::string kind_of_shadow(llama_kv_cache & kv) {
+    const auto * first = shadowed_layer(kv);
+    if (!first) {
+        return "";
+    }
+    const auto & shadow = llama_sparse_access::shadow(kv);
+    std::string res = ggml_sparse_shadow_name(shadow->n_bit()) + std::string(first->v_sum ? ",mean_v" : "") + ",layers=";
+    for (size_t ikv = 0; ikv < llama_sparse_access::layers(kv).size(); ++ikv) {
+        res += shadow->at(ikv).k_t ? 'x' : '-';
+    }
+    return res;
+}
+
+image image_of(llama_kv_cache & kv, const place & p) {
+    image res;
+    const auto add = [&](std::vector<part> & parts, ggml_tensor * t, size_t at, size_t nb, size_t row_bytes, size_t n_row) {
+        parts.push_back({ t, at, nb, row_bytes, n_row, res.bytes });
+        res.bytes += aligned(row_bytes*n_row);
+    };
+    for (const auto & layer : llama_sparse_access::layers(kv)) {
+        for (ggml_tensor * t : { layer.k, layer.v }) {
+            add(res.rows, t, p.stream*t->nb[2] + p.cell*t->nb[1], t->nb[1], ggml_row_size(t->type, t->ne[0]), p.n_pos);
+        }
+    }
+    const auto & shadow = llama_sparse_access::shadow(kv);
+    if (!shadowed_layer(kv) || p.n_group(shadow->n_bit()) == 0) {
+        return res;
+    }
+    const int32_t n_bit   = shadow->n_bit();
+    const int64_t n_group = p.n_group(n_bit);
+    const bool    codes   = ggml_sparse_has_codes(n_bit);
+    const size_t  n_run   = (n_group*GGML_SPARSE_GROUP + GGML_SPARSE_RUN - 1)/GGML_SPARSE_RUN;
+    const int64_t n       = codes ? (int64_t) n_run*GGML_SPARSE_RUN : n_group*GGML_SPARSE_GROUP;
+    for (size_t ikv = 0; ikv < llama_sparse_access::layers(kv).size(); ++ikv) {
+        const auto & l = shadow->at(ikv);
+        if (!l.k_t) {
+            continue;
+        }
+        add(res.shadow, l.k_t, p.stream*l.k_t->nb[2] + ggml_sparse_shadow_bytes(p.cell, n_bit), l.k_t->nb[1], ggml_sparse_shadow_bytes(n, n_bit),
+                l.k_t->ne[1]);
+        if (const ggml_tensor * r = l.k_range) {
+            add(res.shadow, l.k_range, p.stream*r->nb[3] + p.cell/GGML_SPARSE_RUN*r->nb[1], r->nb[2], n_run*r->nb[1], r->ne[2]);
+        }
+        if (const ggml_tensor * s = l.v_sum) {
+            add(res.shadow, l.v_sum, p.stream*s->nb[2] + ggml_sparse_n_sum_rows(p.cell/GGML_SPARSE_GROUP)*s->nb[1], s->nb[1], s->nb[1],
+                    ggml_sparse_n_sum_rows(n_group));
+        }
+    }
+    return res;
+}
+
+// The cell of the first position of a sequence that holds [0, n_read), in their order. Throws std::runtime_error
+uint32_t first_cell(llama_kv_cache & kv, llama_seq_id seq, uint32_t stream, uint32_t n_read) {
+    const auto & cells = llama_sparse_access::cells(kv, stream);
+    uint32_t first = 0;
+    while (first < cells.size() && (cells.is_empty(first) || !cells.seq_has(first, seq))) {
+        ++first;
+    }
+    for (uint32_t i = 0; i < n_read; ++i) {
+        const uint32_t cell = first + i;
+        if (cell >= cells.size() || cells.is_empty(cell) || !cells.seq_has(cell, seq) || cells.pos_get(cell) != (llama_pos) i) {
+            throw std::runtime_error("the positions of the sequence do not lie one after another in the cache\nread the document into an empty one");
+        }
+    }
+    if (first % CELLS != 0) {
+        throw std::runtime_error("the sequence does not begin where a document can\nread the document into an empty cache");
+    }
+    return first;
+}
+
+// throws std::runtime_error: the disk is full, say
+void write_all(int fd, const char * data, uint64_t n, uint64_t offset) {
+    while (n > 0) {
+        const ssize_t done = pwrite(fd, data, std::min<uint64_t>(n, 1 << 30), (off_t) offset);
+        if (done < 0 && errno == EINTR) {
+            continue;
+        }
+        if (done <= 0) {
+            throw std::runtime_error(std::string("cannot write: ") + strerror(done < 0 ? errno : ENOSPC));
+        }
+        data   += done;
+        offset += done;
+        n      -= done;
+    }
+}
+
+// rows [from, to) of a part, to the file
+void write_rows(int fd, uint64_t offset, const part & p, size_t from, size_t to) {
+    constexpr size_t PIECE = 4 << 20;
+    const size_t n_rows = std::max<size_t>(1, PIECE/p.row_bytes);
+    std::vector<char> piece;
+    for (size_t i = from; i < to; i += n_rows) {
+        const size_t n = std::min(n_rows, to - i);
+        piece.resize(n*p.row_bytes);
+        for (size_t j = 0; j < n; ++j) {
+            if (p.nb == p.row_bytes) {
+                ggml_backend_tensor_get(p.t, piece.data(), p.at + i*p.nb, piece.size());
+                break;
+            }
+            ggml_backend_tensor_get(p.t, &piece[j*p.row_bytes], p.at + (i + j)*p.nb, p.row_bytes);
+        }
+        write_all(fd, piece.data(), piece.size(), offset + p.offset + i*p.row_bytes);
+    }
+}
+
+// n bytes of the file in memory, read only. Throws std::runtime_error
+struct mapping {
+    char * base = nullptr;
+    size_t before, bytes;
+
+    mapping(int fd, uint64_t offset, uint64_t n) : before(offset % ALIGN), bytes(n + before) {
+        void * at = mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fd, (off_t) (offset - before));
+        if (at == MAP_FAILED) {
+            throw std::runtime_error(std::string("cannot map the document: ") + strerror(errno));
+        }
+        base = (char *) at;
+    }
+    ~mapping() { munmap(base, bytes); }
+
+    mapping(const mapping &) = delete;
+
+    const char * data() const { return base + before; }
+};
+
+void copy_rows(const part & p, const char * from, size_t n_row) {
+    if (p.nb == p.row_bytes) {
+        ggml_backend_tensor_set(p.t, from, p.at, n_row*p.row_bytes);
+        return;
+    }
+    for (size_t i = 0; i < n_row; ++i) {
+        ggml_backend_tensor_set(p.t, from + i*p.row_bytes, p.at + i*p.nb, p.row_bytes);
+    }
+}
+
+// The first n_row rows of K or V: whole pages of the file take the place of those of the cache, and the rest is copied. Returns the bytes that
+// were mapped
+size_t map_rows(llama_sparse_shadow & shadow, int fd, uint64_t offset, const part & p, const char * from, size_t n_row) {
+    const size_t page = sysconf(_SC_PAGESIZE), n = n_row*p.row_bytes;
+    const bool is_host = ggml_backend_buffer_is_host(p.t->buffer) && p.nb == p.row_bytes;
+    char * to = is_host ? (char *) p.t->data + p.at : nullptr;
+    size_t mapped = 0;
+    if (is_host && ggml_backend_buffer_get_size(p.t->buffer) >= MIN_MAPPED && (uintptr_t) to % page == 0 && (offset + p.offset) % page == 0 &&
+            shadow.map_file(to, n/page*page, fd, offset + p.offset)) {
+        mapped = n/page*page;
+    }
+    if (mapped > 0) {
+        memcpy(to + mapped, from + mapped, n - mapped);
+    } else {
+        copy_rows(p, from, n_row);
+    }
+    return mapped;
+}
+
+int64_t open_document(llama_context & ctx, llama_seq_id seq_id, int fd, uint64_t offset, uint32_t n_pos, uint32_t n_read, const char * kind) {
+    ctx.synchronize();
+    auto & kv = cache_of(ctx);
+    place p = { stream_of(kv, seq_id), 0, n_pos };
+    auto & cells = llama_sparse_access::cells(kv, p.stream);
+    p.cell = (cells.used_max_p1() + CELLS - 1)/CELLS*CELLS;
+    if (kv.seq_pos_max(seq_id) >= 0) {
+        throw std::runtime_error("the sequence holds something already");
+    }
+    if (n_read == 0 || n_read > n_pos || (uint64_t) p.cell + n_read > cells.size()) {
+        throw std::runtime_error("the document has " + std::to_string(n_read) + " positions, and the context room for " +
+                std::to_string(cells.size() - std::min(p.cell, cells.size())) + "\ntake a larger context");
+    }
+    const std::string text = kind ? kind : "", rows_kind = text.substr(0, text.find('\n'));
+    if (rows_kind != kind_of_rows(kv)) {
+        throw std::runtime_error("the document has K and V in " + rows_kind + ", the context in " + kind_of_rows(kv) +
+                "\ntake the cache types that it was read with");
+    }
+    auto & shadow = llama_sparse_access::shadow(kv);
+    if (!shadow) {
+        shadow = std::make_shared<llama_sparse_shadow>(kv.get_n_stream(), kv.get_size());
+    }
+    const std::string shadow_kind = kind_of_shadow(kv);
+    const bool has_shadow = n_read == n_pos && !shadow_kind.empty() && text == rows_kind + "\n" + shadow_kind;
+
+    const image im = image_of(kv, p);
+    const part & last = has_shadow && !im.shadow.empty() ? im.shadow.back() : im.rows.back();
+    const uint64_t need = last.offset + last.row_bytes*(&last == &im.rows.back() ? n_read : last.n_row);
+    struct stat file;
+    if (fstat(fd, &file) != 0 || (uint64_t) file.st_size < offset + need) {
+        throw std::runtime_error("the document is shorter than its header says");
+    }
+    const mapping whole(fd, offset, need);
+    std::vector<uint32_t> own(n_read);
+    for (uint32_t i = 0; i < n_read; ++i) {
+        own[i] = p.cell + i;
+    }
+    shadow->invalidate(p.stream, own);
+    int64_t mapped = 0;
+    for (const part & rows : im.rows) {
+        mapped += map_rows(*shadow, fd, offset, rows, whole.data() + rows.offset, n_read);
+    }
+    for (const part & rows : im.shadow) {
+        if (has_shadow) {
+            copy_rows(rows, whole.data() + rows.offset, rows.n_row);
+        }
+    }
+    for (uint32_t i = 0; i < n_read; ++i) {
+        cells.pos_set(own[i], i);
+        cells.seq_add(own[i], seq_id);
+    }
+    const std::vector<int8_t> output(n_read, 0);
+    shadow->set_prompt(p.stream, own, output.data());
+    if (has_shadow) {
+        shadow->begin();
+        for (uint32_t g = 0; g < p.n_group(shadow->n_bit()); ++g) {
+            shadow->seal(p.stream, p.cell/GGML_SPARSE_GROUP + g);
+        }
+        shadow->commit();
+    }
+    if (llama_sparse_attn_seal(&ctx) < 0) {
+        LLAMA_LOG_WARN("%s: the next token will transpose K\n", __func__);
+    }
+    return mapped;
+}
+
+// what f gives; < 0 if it throws, and err says why
+template <typename F>
+int64_t guarded(F f, char * err, size_t n_err) {
+    try {
+        return f();
+    } catch (const std::exception & e) {
+        if (err && n_err > 0) {
+            snprintf(err, n_err, "%s", e.what());
+        }
+        return -1;
+    }
+}
+
+} // namespace
+
+int64_t llama_sparse_document_bytes(llama_context * ctx, uint32_t n_pos, char * err, size_t n_err) {
+    return guarded([&] { return (int64_t) image_of(cache_of(*ctx), { 0, 0, n_pos }).bytes; }, err, n_err);
+}
+
+int64_t llama_sparse_document_kind(llama_context * ctx, char * buf, size_t n_buf) {
+    return guarded([&] {
+        auto & kv = cache_of(*ctx);
+        const std::string kind = kind_of_rows(kv) + "\n" + kind_of_shadow(kv);
+        snprintf(buf, n_buf, "%s", kind.c_str());
+        return (int64_t) kind.size();
+    }, buf, n_buf);
+}
+
+int64_t llama_sparse_document_write(
+        llama_context * ctx, llama_seq_id seq_id, int fd, uint64_t offset, uint32_t n_pos, uint32_t from, uint32_t to, char * err, size_t n_err) {
+    return guarded([&] {
+        ctx->synchronize();
+        auto & kv = cache_of(*ctx);
+        place p = { stream_of(kv, seq_id), 0, n_pos };
+        p.cell = first_cell(kv, seq_id, p.stream, to);
+        for (const part & rows : image_of(kv, p).rows) {
+            write_rows(fd, offset, rows, from, to);
+        }
+        return int64_t(0);
+    }, err, n_err);
+}
+
+int64_t llama_sparse_document_write_shadow(llama_context * ctx, llama_seq_id seq_id, int fd, uint64_t offset, uint32_t n_pos, char * err, size_t n_err) {
+    return guarded([&] {
+        ctx->synchronize();
+        auto & kv = cache_of(*ctx);
+        if (llama_sparse_attn_seal(ctx) < 0) {
+            throw std::runtime_error("K could not be transposed");
+        }
+        place p = { stream_of(kv, seq_id), 0, n_pos };
+        p.cell = first_cell(kv, seq_id, p.stream, n_pos);
+        for (const part & rows : image_of(kv, p).shadow) {
+            write_rows(fd, offset, rows, 0, rows.n_row);
+        }
+        return int64_t(0);
+    }, err, n_err);
+}
+
+int64_t llama_sparse_document_open(
+        llama_context * ctx, llama_seq_id seq_id, int fd, uint64_t offset, uint32_t n_pos, uint32_t n_read, const char * kind, char * err, size_t n_err) {
+    return guarded([&] { return open_document(*ctx, seq_id, fd, offset, n_pos, n_read, kind); }, err, n_err);
+}

@@ -1,0 +1,133 @@
+"""What a chat reads: files, documents, and what it keeps of them so that they are read once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyorch.cli.terminal import note
+from pyorch.errors import SparqError
+
+if TYPE_CHECKING:
+    from pyorch.cli.chat import Chat
+    from pyorch.engine import Document, Session
+
+WORTH_KEEPING = 1024  # tokens; less is read in a moment
+LIMIT = 8 << 30  # bytes of all that /read keeps, unless a variable has another; 0 keeps nothing
+
+
+def load_all(names: Sequence[str], system: str | None) -> list[Document]:
+    """The documents that `--document` names, each fit for a chat.
+
+    Raises:
+        SparqError: one is none, or was read for something else.
+    """
+    from pyorch.engine import document_file
+
+    found = [document_file.load(document_file.find(name)) for name in names]
+    for d in found:
+        if d.form != "chat":
+            again = "sparq-cpp read, without --plain"
+            raise SparqError(f"{d.path}: it was not read for a chat", f"read it again: {again}")
+        if system is not None and system != d.system:
+            said = f"{d.path}: it was read with another system message"
+            raise SparqError(said, "leave out --system, or read it again with it", exit_code=2)
+    return found
+
+
+def saved_beside(conversation: str) -> list[Document]:
+    """What `/save FILE kv` has written beside a conversation, if it can be used."""
+    from pyorch.engine import document_file
+
+    path = _beside(Path(conversation))
+    if not path.is_file():
+        return []
+    try:
+        return [document_file.load(path)]
+    except SparqError as error:
+        note(f"note: {error.message}: the conversation is read again", "yellow")
+        return []
+
+
+def save_beside(session: Session, conversation: Path) -> None:
+    """Write K and V of a conversation beside it."""
+    from pyorch import engine
+
+    reading = engine.Reading(conversation.name, "", "saved")
+    engine.keep_document(session, _beside(conversation), reading, session.tokens, force=True)
+
+
+def _beside(conversation: Path) -> Path:
+    return conversation.with_name(conversation.name + ".kv")
+
+
+def open_in(chat: Chat, document: Document) -> None:
+    """Begin a new conversation about a document."""
+    from pyorch import engine
+
+    reading = engine.reading_of(document)
+    engine.open_document(chat.session, document)
+    chat.begin(reading.opening)
+    chat.messages = reading.messages("")[:-1]  # the system message, if there is one
+    note(f"{document.name}: {document.n_tokens} tokens, read before", "dim")
+
+
+def choose(chat: Chat, name: str) -> None:
+    """`/document`: list those of the command line, or begin with one of them or another."""
+
+    if not name:
+        for d in chat.documents:
+            note(f"{d.name}: {d.n_tokens} tokens, {d.path}")
+        if not chat.documents:
+            note("no --document was given; /document FILE opens one")
+        return
+    given = [d for d in chat.documents if name in (d.name, d.path.name, d.path.stem)]
+    open_in(chat, given[0] if given else load_all([name], None)[0])
+
+
+def read(chat: Chat, path: Path) -> None:
+    """`/read`: put a text before the next message. What was read before is opened."""
+    from pyorch import engine
+    from pyorch.engine import document_file
+
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as e:
+        raise SparqError(f"{path}: {e.strerror or e}", "/read FILE") from None
+    n = len(engine.tokenize(chat.session, text, add_special=False))
+    chat.check_room(str(path), n)
+    system = next((m["content"] for m in chat.messages if m["role"] == "system"), "")
+    reading = engine.Reading(path.name, text, "chat", system)
+    chat.text, chat.keep = reading.opening, None
+    said = f"{path}: {n} tokens, before your next message"
+    if n >= WORTH_KEEPING and all(m["role"] == "system" for m in chat.messages):
+        with suppress(SparqError):  # a cache that cannot be kept, or a damaged file: it is read
+            kept = engine.kept_path(chat.session, reading)
+            chat.keep = kept, reading
+            if kept.is_file():
+                engine.open_document(chat.session, document_file.load(kept))
+                os.utime(kept)  # it was used
+                chat.keep, said = None, f"{said}, read before"
+    note(said, "dim")
+
+
+def keep(chat: Chat) -> None:
+    """Keep what `/read` has read, now that it is in the cache."""
+    from pyorch import engine
+
+    if chat.keep is None:
+        return
+    (path, reading), chat.keep = chat.keep, None
+    given = os.environ.get("SPARQ_DOCUMENTS_LIMIT", "")
+    limit = int(given) if given.isdecimal() else LIMIT
+    if limit == 0:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        engine.keep_document(chat.session, path, reading, force=True)
+        engine.make_room(limit)
+    except (SparqError, OSError) as error:
+        note(f"note: {reading.name} is not kept: {error}", "yellow")

@@ -1,0 +1,130 @@
+"""`sparq-cpp documents`: what was read and kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from pyorch.cli.options import json_option
+from pyorch.cli.terminal import confirm, note, print_json
+from pyorch.engine import document_file
+from pyorch.engine.document_file import Document
+from pyorch.errors import SparqError
+from pyorch.progress import progress_bar
+from pyorch.text import human_bytes
+
+
+@click.group(invoke_without_command=True)
+@json_option
+@click.pass_context
+def command(ctx: click.Context, as_json: bool) -> None:
+    """List, show, check or remove what `sparq-cpp read` and /read of a chat have kept."""
+    ctx.default_map = dict.fromkeys(command.commands, {"as_json": as_json})
+    if ctx.invoked_subcommand is None:
+        ctx.invoke(list_command, folder=None, as_json=as_json)
+
+
+@command.command("list")
+@click.argument("folder", required=False)
+@json_option
+def list_command(folder: str | None, as_json: bool) -> None:
+    """List the documents in our own folders, or in FOLDER."""
+    found, broken = [], []
+    for path in document_file.known(*([Path(folder)] if folder else document_file.folders())):
+        try:
+            found.append(document_file.load(path, whole=False))
+        except SparqError as error:
+            broken.append(error.message)
+    if as_json:
+        print_json({"documents": [_about(d) for d in found], "unreadable": broken})
+        return
+    names = [_name(d.path) for d in found]
+    width = max([len(n) for n in names] + [4]) + 2
+    if found:
+        print(f"{'name':<{width}}{'tokens':>9}{'file':>10}  {'read':<12}{'model':<44}what")
+    for name, d in zip(names, found, strict=True):
+        when = time.strftime("%Y-%m-%d", time.localtime(d.path.stat().st_mtime))
+        when = when if d.is_whole else f"{100 * d.n_read // d.n_tokens} % of it"
+        size = human_bytes(d.path.stat().st_size)
+        print(f"{name:<{width}}{d.n_tokens:>9}{size:>10}  {when:<12}{d.model:<44}{d.name}")
+    for message in broken:
+        note(message, "yellow")
+    if not found and not broken:
+        note("nothing is kept: sparq-cpp read TEXT -m MODEL reads a text once")
+
+
+@command.command("show")
+@click.argument("name", metavar="NAME|FILE")
+@json_option
+def show_command(name: str, as_json: bool) -> None:
+    """Show what a document is, and how it was read."""
+    d = document_file.load(document_file.find(name))
+    if as_json:
+        print_json(_about(d))
+        return
+    cache, _, shadow = d.kind.partition("\n")
+    lines = {
+        "what": d.name,
+        "model": f"{d.model}, content {d.model_hash}",
+        "tokens": str(d.n_tokens),
+        "file": f"{human_bytes(d.n_bytes)}, {d.path}",
+        "read": "for a chat" if d.form == "chat" else "as it is, for generate",
+        "system": d.system,
+        "K and V": cache.partition(",")[0],
+        "transposed K": shadow.partition(",layers")[0] or "none: sparse attention makes it",
+        "rotations": d.rope,
+        "attention": d.attention,
+    }
+    for key, value in lines.items():
+        if value:
+            print(f"{key:<14}{value}")
+
+
+@command.command("verify")
+@click.argument("names", nargs=-1, required=True, metavar="NAME|FILE...")
+@json_option
+def verify_command(names: Sequence[str], as_json: bool) -> None:
+    """Compare every byte with the checksums that were written with it."""
+    for name in names:
+        d = document_file.load(document_file.find(name))
+        with progress_bar(f"checking {d.path.name}") as progress:
+            document_file.verify(d, progress)
+        if not as_json:
+            print(f"{d.path}: whole, {human_bytes(d.n_bytes)}")
+    if as_json:
+        print_json({"whole": list(names)})
+
+
+@command.command("rm")
+@click.argument("names", nargs=-1, required=True, metavar="NAME|FILE...")
+@click.option("--yes", is_flag=True, help="Remove without asking.")
+@json_option
+def rm_command(names: Sequence[str], yes: bool, as_json: bool) -> None:
+    """Remove documents, finished or not."""
+    found = [document_file.find(name) for name in names]
+    for path in found:
+        document_file.load(path, whole=False)  # nothing else is removed
+    n_bytes = sum(path.stat().st_size for path in found)
+    what = f"{', '.join(map(_name, found))} ({human_bytes(n_bytes)})"
+    confirm(f"Remove {what}?", yes, f"{what} would be removed", "remove it with --yes")
+    for path in found:
+        path.unlink()
+    if as_json:
+        print_json({"removed": [str(path) for path in found], "freed_bytes": n_bytes})
+    else:
+        print(f"{human_bytes(n_bytes)} freed ({n_bytes} bytes)")
+
+
+def _name(path: Path) -> str:
+    """What `--document` takes for it."""
+    at_home = path.parent in document_file.folders()
+    return path.name.removesuffix(document_file.SUFFIX) if at_home else str(path)
+
+
+def _about(d: Document) -> dict[str, object]:
+    hidden = ("text_crc", "checksums_crc", "image_bytes")
+    fields = {k: v for k, v in vars(d).items() if k not in hidden}
+    return {**fields, "path": str(d.path), "n_bytes": d.n_bytes, "whole": d.is_whole}

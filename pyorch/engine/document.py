@@ -1,0 +1,323 @@
+"""Documents: a text is read once and kept in a file, which later sessions open at once.
+
+Reading a long text is most of the wait on a CPU. A document keeps K and V of every position, and
+the transposed copy of K, so that opening it maps the file into the cache and evaluates nothing.
+`document_file` has the format, ggml_ops/llama/sparse-document.cpp the work in the cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import takewhile
+from pathlib import Path
+
+from pyorch import paths
+from pyorch.engine import document_file, sparse
+from pyorch.engine.attention import info
+from pyorch.engine.chat_template import ChatTemplate
+from pyorch.engine.decoding import forget, prefill
+from pyorch.engine.document_file import Document, Header
+from pyorch.engine.model import Model, Session
+from pyorch.engine.text import tokenize
+from pyorch.errors import SparqError
+from pyorch.models.content import content_hash
+from pyorch.models.new_file import check_space, new_file
+from pyorch.progress import Progress, silent
+
+PIECE = 2048  # at least so many positions are read before they are written
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is to be read: a text, and as what.
+
+    form    "chat": as the beginning of a user's message, which a question completes; "plain": as it
+            is, to be continued; "saved": a whole conversation, whose text stands elsewhere
+    system  the system message before it
+    """
+
+    name: str
+    text: str
+    form: str = "chat"
+    system: str = ""
+
+    @property
+    def opening(self) -> str:
+        """The beginning of the message that asks about the text."""
+        return self.text + "\n\n"
+
+    def messages(self, question: str) -> list[dict[str, str]]:
+        """The conversation that asks the question about the text."""
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        return [*first, {"role": "user", "content": self.opening + question}]
+
+    def tokens(self, of: Model | Session) -> list[int]:
+        """What a model reads: all that comes before the question.
+
+        Raises:
+            SparqError: the model's chat template refuses a system message.
+        """
+        if self.form == "plain":
+            return tokenize(of, self.text)
+        # the questions share no letter: what both conversations begin with is the document
+        template = ChatTemplate(of)
+        both = zip(*(template.tokens(self.messages(q)) for q in ("a", "Why?")), strict=False)
+        return [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], both)]
+
+
+def read_document(
+    session: Session,
+    path: Path,
+    reading: Reading,
+    *,
+    force: bool = False,
+    progress: Progress = silent,
+    should_stop: Callable[[], bool] | None = None,
+) -> Document:
+    """Read a text and write it to a document. What an earlier, interrupted call has read of the
+    same text is not read again; `progress` then begins there.
+
+    Raises:
+        SparqError: as `new_file`; the text does not fit the context, the disk is full, or the
+            model's cache cannot be kept. What was read stays in `PATH.partial`.
+    """
+    tokens = reading.tokens(session)
+    header, raw = _header(session, reading, tokens)
+    check_space(path.absolute().parent, header.n_bytes - _size(path), "the document")
+    with new_file(path, force, resumable=True) as (partial, fd):
+        n = _continued(session, partial, fd, header)
+        if n == 0:
+            document_file.create(fd, header, raw)
+            forget(session)
+        step = max(PIECE // session.n_batch, 1) * session.n_batch
+        while n < len(tokens):
+            piece = tokens[n : n + step]
+            progress(n, len(tokens))
+            prefill(
+                session,
+                piece,
+                progress=lambda done, _: progress(len(session.tokens), len(tokens)),
+                should_stop=should_stop,
+                ends=False,
+            )
+            if len(session.tokens) < n + len(piece):
+                raise KeyboardInterrupt  # should_stop said so
+            _write_rows(session, path, fd, header, n, n + len(piece))
+            n += len(piece)
+            os.fdatasync(fd)
+            document_file.set_read(fd, n)
+        _finish(session, path, fd, header)
+    return document_file.load(path)
+
+
+def keep_document(
+    session: Session,
+    path: Path,
+    reading: Reading,
+    tokens: Sequence[int] | None = None,
+    *,
+    force: bool = False,
+) -> None:
+    """Write what a session has read already: its cache begins with the tokens of `reading`, or with
+    those that are given.
+
+    Raises:
+        SparqError: it does not; as `read_document` otherwise.
+    """
+    tokens = list(tokens or reading.tokens(session))
+    if session.tokens[: len(tokens)] != tokens:
+        raise SparqError("the cache does not begin with this text")
+    header, raw = _header(session, reading, tokens)
+    check_space(path.absolute().parent, header.n_bytes, "the document")
+    with new_file(path, force) as (_, fd):
+        document_file.create(fd, header, raw)
+        _write_rows(session, path, fd, header, 0, len(tokens))
+        _finish(session, path, fd, header)
+
+
+def open_document(session: Session, of: Document) -> int:
+    """Give a session what was read, in place of what it holds. Its tokens are then the document's.
+
+    Returns:
+        the bytes of K and V that are pages of the file; the others were copied.
+
+    Raises:
+        SparqError: another model has read it, or with other settings; the context is too small; or
+            the file is damaged. The cache is then empty.
+    """
+    _check_model(session, of)
+    tokens, _ = document_file.content(of)
+    if of.n_tokens > session.n_ctx:
+        raise SparqError(
+            f"{of.path} has {of.n_tokens} tokens, but the context has {session.n_ctx} positions",
+            f"--ctx {of.n_tokens + 1024} or more",
+        )
+    forget(session)
+    try:
+        with of.path.open("rb") as file:
+            mapped = _open(session, file.fileno(), of, of.n_tokens)
+    except OSError as e:
+        raise SparqError(f"{of.path}: {e.strerror or e}") from None
+    session.tokens = tokens
+    return mapped
+
+
+def kept_path(session: Session, reading: Reading) -> Path:
+    """Where a text that `/read` has read is kept: the name follows from all that its K and V do.
+
+    Raises:
+        SparqError: the model's cache cannot be kept.
+    """
+    rows = _call(session, "kind")[1].partition("\n")[0]
+    about = [content_hash(session.path), rows, _rope(session), reading.system, reading.text]
+    digest = hashlib.sha256("\0".join(about).encode("utf-8", errors="replace"))
+    return paths.kept_texts() / f"{digest.hexdigest()[:16]}{document_file.SUFFIX}"
+
+
+def make_room(limit: int) -> None:
+    """Remove what `/read` has kept, the longest unused first, until it takes `limit` bytes."""
+    kept = document_file.known(paths.kept_texts())
+    used = sorted(((p.stat().st_mtime, p.stat().st_size, p) for p in kept), reverse=True)
+    total = 0
+    for _, n_bytes, path in used:
+        total += n_bytes
+        if total > limit:
+            path.unlink(missing_ok=True)
+
+
+def reading_of(of: Document) -> Reading:
+    """What was read.
+
+    Raises:
+        SparqError: the file is damaged.
+    """
+    return Reading(of.name, document_file.content(of)[1], of.form, of.system)
+
+
+def _header(session: Session, reading: Reading, tokens: Sequence[int]) -> tuple[Header, bytes]:
+    if not tokens:
+        raise SparqError(f"{reading.name}: there is nothing to read", "give a text")
+    raw, n_text = document_file.packed(tokens, reading.text)
+    header = Header(
+        reading.name,
+        session.path.name,
+        content_hash(session.path),
+        _rope(session),
+        _call(session, "kind")[1],
+        info(session).spec,
+        reading.form,
+        reading.system,
+        len(tokens),
+        n_text,
+        zlib.crc32(raw),
+        _call(session, "bytes", len(tokens))[0],
+    )
+    return header, raw
+
+
+def _rope(session: Session) -> str:
+    """The rotations: `--rope-*`, and which of its two tables a model takes for a long context."""
+    said = str(session.rope)
+    names = {tensor.name for tensor in session.model.file.tensors}
+    original = session.model.file.metadata.get(
+        f"{session.model.file.arch}.rope.scaling.original_context_length"
+    )
+    if "rope_factors_long.weight" in names and isinstance(original, int):
+        said += ";long" if session.n_ctx > original else ";short"
+    return said
+
+
+def _size(path: Path) -> int:
+    """What an interrupted reading takes already."""
+    try:
+        return path.with_name(path.name + ".partial").stat().st_size
+    except OSError:
+        return 0
+
+
+def _continued(session: Session, partial: Path, fd: int, header: Header) -> int:
+    """Open what an interrupted reading has left, and return the number of its positions."""
+    try:
+        found = document_file.load(partial, whole=False)
+    except SparqError:
+        return 0
+    same = {k: v for k, v in asdict(found).items() if k in asdict(header)} == asdict(header)
+    if not same or found.n_read == 0:
+        return 0
+    forget(session)
+    _open(session, fd, found, found.n_read)
+    session.tokens = document_file.content(found)[0][: found.n_read]
+    return found.n_read
+
+
+def _check_model(session: Session, of: Document) -> None:
+    if of.model_hash != content_hash(session.path):
+        raise SparqError(
+            f"{of.path}: read by another model, {of.model}",
+            "K and V are of one model: take that one, or read the text again",
+        )
+    if of.rope != _rope(session):
+        said = of.rope or "the model's own"
+        raise SparqError(f"{of.path}: read with other rotations: {said}", "--rope-* as then")
+
+
+def _write_rows(session: Session, path: Path, fd: int, header: Header, a: int, b: int) -> None:
+    """Write K and V of positions [a, b)."""
+    _write(session, path, "write", 0, fd, header.image_at, header.n_tokens, a, b)
+
+
+def _finish(session: Session, path: Path, fd: int, header: Header) -> None:
+    _write(session, path, "write_shadow", 0, fd, header.image_at, header.n_tokens)
+    document_file.finish(fd, header)
+
+
+def _write(session: Session, path: Path, name: str, *values: int) -> None:
+    try:
+        _call(session, name, *values)
+    except SparqError as error:
+        hint = error.hint or "what was read is kept: run it again when that is mended"
+        raise SparqError(f"{path}: {error.message}", hint) from None
+
+
+def _open(session: Session, fd: int, of: Document, n_read: int) -> int:
+    try:
+        kind = of.kind.encode()
+        return _call(session, "open", 0, fd, of.image_at, of.n_tokens, n_read, kind)[0]
+    except SparqError as error:
+        forget(session)
+        raise SparqError(f"{of.path}: {error.message}", error.hint) from None
+
+
+_U32, _U64, _INT = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int32
+_FUNCTIONS: dict[str, list[type]] = {  # the arguments between the context and the buffer of text
+    "bytes": [_U32],
+    "kind": [],
+    "write": [_INT, _INT, _U64, _U32, _U32, _U32],
+    "write_shadow": [_INT, _INT, _U64, _U32],
+    "open": [_INT, _INT, _U64, _U32, _U32, ctypes.c_char_p],
+}
+
+
+def _call(session: Session, name: str, *values: int | bytes) -> tuple[int, str]:
+    """Call `llama_sparse_document_NAME`, which ggml_ops/llama/llama-sparse.h explains. Returns what
+    it returned and wrote as text.
+
+    Raises:
+        SparqError: it failed, or it is a stock library.
+    """
+    types = [ctypes.c_void_p, *_FUNCTIONS[name], ctypes.c_char_p, ctypes.c_size_t]
+    function = sparse.function(session.lib, f"llama_sparse_document_{name}", ctypes.c_int64, *types)
+    text = ctypes.create_string_buffer(4096)
+    with session.library.call() as call:
+        n = function(session.ctx, *values, text, len(text))
+    call.raise_if_it_came()
+    said = text.value.decode("utf-8", errors="replace")
+    if n < 0:
+        message, _, hint = said.partition("\n")
+        raise SparqError(message, hint)
+    return n, said

@@ -1,0 +1,77 @@
+"""The content of a model's file, whatever its name: its hash, and the card that knows it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from pyorch import paths
+from pyorch.errors import SparqError
+from pyorch.models import cards
+from pyorch.models.cards import Card
+from pyorch.models.gguf_file import read_gguf
+
+LARGE_BYTES = 64 << 20  # the hash of a model this large is remembered
+
+
+def file_hash(*files: Path) -> str:
+    """A hash of 16 digits of the content of a file, or of several files as if they were one.
+
+    Raises:
+        SparqError: one of them cannot be read.
+    """
+    digest = hashlib.sha256()
+    for path in files:
+        try:
+            with path.open("rb") as f:
+                while piece := f.read(1 << 20):
+                    digest.update(piece)
+        except OSError as e:
+            raise SparqError(f"{path}: {e.strerror or e}") from None
+    return digest.hexdigest()[:16]
+
+
+def content_hash(model: Path) -> str:
+    """The `file_hash` of all parts of a model. For a large model it takes minutes, so it is
+    computed only once for files of the same paths, sizes and times of change.
+
+    Raises:
+        SparqError: a part is not a GGUF file or cannot be read.
+    """
+    return _remembered(read_gguf(model).parts)
+
+
+def card_of(model: Path) -> Card | None:
+    """The card that knows the content of a model's file, whatever its name. The file has to exist;
+    it is read only if a card knows one of its size, and then once, as for `content_hash`.
+
+    Raises:
+        SparqError: it cannot be read.
+    """
+    return cards.of_file(model.stat().st_size, lambda: _remembered([model]))
+
+
+def _remembered(parts: Sequence[Path]) -> str:
+    """The `file_hash` of large files, computed once."""
+    found = [part.stat() for part in parts]
+    if sum(f.st_size for f in found) < LARGE_BYTES:
+        return file_hash(*parts)
+    named = zip(parts, found, strict=True)
+    files = [[str(part.resolve()), f.st_size, f.st_mtime_ns] for part, f in named]
+    store = paths.cache() / "model_hashes.jsonl"
+    for line in store.read_text(errors="replace").splitlines() if store.is_file() else ():
+        try:
+            known = json.loads(line)
+            if known["files"] == files:
+                return str(known["hash"])
+        except (ValueError, KeyError, TypeError):
+            continue  # a line that was cut off, or an older one
+    found_hash = file_hash(*parts)
+    with suppress(OSError):  # next time it takes as long
+        store.parent.mkdir(parents=True, exist_ok=True)
+        with store.open("a") as f:
+            f.write("\n" + json.dumps({"files": files, "hash": found_hash}) + "\n")
+    return found_hash

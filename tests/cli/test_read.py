@@ -1,0 +1,198 @@
+"""`read`, `documents`, and the commands that begin with a document."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pyorch import paths
+from pyorch.engine import document_file
+
+if TYPE_CHECKING:
+    from conftest import Run
+
+TEXT = "the text that was read once, " * 60  # a token per byte
+SPARSE = ("-a", "sparq,rank=8,topk=64,min_ctx=0")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (path := tmp_path / "story.txt").write_text(TEXT)
+    return path
+
+
+def test_read_then_chat(run: Run, tiny_chat: Path, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "story.kv"
+    done = run("read", text, "-m", tiny_chat, "-o", out, "--json")
+    assert done.code == 0, done.err
+    about = json.loads(done.out)
+    assert about["path"] == str(out) and about["tokens"] >= len(TEXT)
+
+    ask = ("chat", "-m", tiny_chat, "-n", 8, "--temp", 0, "--json", *SPARSE)
+    fresh = run(*ask, "-c", 4096, stdin=f"/read {text}\nwho?\n")
+    known = run(*ask, "--document", out, stdin="who?\nand then?\n")
+    assert known.code == 0, known.err
+    assert "read before" in known.err
+    (first,), replies = ([json.loads(line) for line in r.out.splitlines()] for r in (fresh, known))
+    assert replies[0]["reply"] == first["reply"]
+    assert replies[0]["prefill_tokens"] < 40 < len(TEXT) < first["prefill_tokens"]
+
+    # the answer to one question, without a chat
+    asked = run("generate", "-m", tiny_chat, "--document", out, "-p", "who?", "-n", 8, *SPARSE)
+    assert asked.code == 0, asked.err
+    assert asked.out.rstrip("\n").lstrip() == first["reply"].rstrip("\n")
+    assert "prefill 1" in asked.err or "prefill 2" in asked.err, "of the question alone"
+
+
+def test_read_for_generate(run: Run, tiny: Path, text: Path) -> None:
+    done = run("read", text, "-m", tiny, "--plain", *SPARSE)
+    assert done.code == 0, done.err
+    assert Path(done.out.strip()) == paths.documents() / "story.kv"
+    common = ("generate", "-m", tiny, "-n", 12, "-c", 4096, "--json", *SPARSE)
+    on = run(*common, "--document", "story", "-p", " and then")
+    whole = run(*common, "-p", TEXT + " and then")
+    on_said, whole_said = json.loads(on.out), json.loads(whole.out)
+    assert on_said["text"] == whole_said["text"]
+    assert on_said["prefill_tokens"] == len(" and then")
+
+
+def test_several_documents(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.txt").write_text(f"of {name} {TEXT}")
+        assert (
+            run("read", tmp_path / f"{name}.txt", "-m", tiny_chat, "--system", "be brief").code == 0
+        )
+    both = ("chat", "-m", tiny_chat, "-n", 4, "--document", "one", "--document", "two")
+    script = f"who?\n/document\n/document two\nwho?\n/save {tmp_path}/talk.json\n"
+    done = run(*both, stdin=script)
+    assert done.code == 0, done.err
+    assert done.err.count("one: ") == done.err.count("two: ") == 2, "opened, and in the list"
+    messages = json.loads((tmp_path / "talk.json").read_text())["messages"]
+    assert [m["role"] for m in messages] == ["system", "user", "assistant"]
+    assert messages[1]["content"] == f"of two {TEXT}\n\nwho?"
+
+
+def test_folders_and_pipes(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes/.hidden").mkdir(parents=True)
+    (tmp_path / "notes/b.txt").write_text("second")
+    (tmp_path / "notes/a.md").write_text("first")
+    (tmp_path / "notes/picture").write_bytes(b"\x89PNG\0\xff")
+    (tmp_path / "notes/.hidden/c.txt").write_text("never")
+    done = run("read", tmp_path / "notes", "-m", tiny_chat)
+    assert done.code == 0, done.err
+    d = document_file.load(document_file.find("notes"))
+    assert document_file.content(d)[1] == "File: a.md\n\nfirst\n\nFile: b.txt\n\nsecond"
+    assert run("read", "-", "-m", tiny_chat, stdin="piped").code == 0
+    assert document_file.content(document_file.load(document_file.find("stdin")))[1] == "piped"
+
+
+def test_documents(run: Run, tiny_chat: Path, text: Path) -> None:
+    assert "nothing is kept" in run("documents").err
+    assert run("read", text, "-m", tiny_chat).code == 0
+    again = run("read", text, "-m", tiny_chat)
+    assert again.code == 2 and "exists already" in again.err and "--force" in again.err
+    path = paths.documents() / "story.kv"
+    (paths.documents() / "bad.kv").write_bytes(b"x" * 70_000)
+    listed = run("documents")
+    assert "story" in listed.out and tiny_chat.name in listed.out
+    assert "bad.kv: not a document" in listed.err
+    told = json.loads(run("documents", "--json").out)
+    assert [d["name"] for d in told["documents"]] == ["story"]
+    assert "q4" in run("documents", "show", "story").out
+    assert json.loads(run("documents", "show", path, "--json").out)["whole"] is True
+    assert "whole" in run("documents", "verify", "story").out
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    checked = run("documents", "verify", "story")
+    assert checked.code == 1 and "damaged" in checked.err and "hint:" in checked.err
+    assert run("documents", "rm", "bad").code == 1, "nothing but documents is removed"
+    kept = run("documents", "rm", "story")
+    assert kept.code == 1 and "--yes" in kept.err and path.exists()
+    assert "freed" in run("documents", "rm", "story", "--yes").out
+    assert not path.exists()
+    assert run("documents", "show", "story").code == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["read", "nowhere.txt", "-m", "MODEL"], 1, "nowhere.txt: No such file"),
+        (["read", "-", "-m", "MODEL"], 1, "there is no text"),
+        (["read", "TEXT", "-m", "MODEL", "--plain", "--system", "x"], 2, "no system message"),
+        (["read", "TEXT", "-m", "MODEL", "-c", "256"], 1, "the context has 256 positions"),
+        (["read", "TEXT", "-m", "MODEL", "-o", "/nowhere/x.kv"], 2, "there is no folder"),
+        (["chat", "-m", "MODEL", "--document", "none"], 1, "none: no such document"),
+        (["chat", "-m", "MODEL", "--document", "TEXT"], 1, "not a document"),
+        (["chat", "-m", "MODEL", "--document", "x", "--resume", "y"], 2, "two beginnings"),
+        (
+            ["generate", "-m", "MODEL", "-p", "x", "--document", "a", "--document", "b"],
+            2,
+            "two doc",
+        ),
+    ],
+)
+def test_errors(
+    run: Run, tiny_chat: Path, text: Path, words: list[str], code: int, said: str
+) -> None:
+    line = [{"MODEL": str(tiny_chat), "TEXT": str(text)}.get(w, w) for w in words]
+    done = run(*line)
+    assert done.code == code, done.err
+    assert said in done.err and done.err.count("error:") == 1
+
+
+def test_a_document_for_something_else(run: Run, tiny: Path, tiny_chat: Path, text: Path) -> None:
+    assert run("read", text, "-m", tiny_chat, "--plain").code == 0
+    done = run("chat", "-m", tiny_chat, "--document", "story", stdin="hi\n")
+    assert done.code == 1 and "not read for a chat" in done.err
+    done = run("generate", "-m", tiny, "--document", "story", "-p", "x")
+    assert done.code == 1 and f"read by another model, {tiny_chat.name}" in done.err
+    assert run("read", text, "-m", tiny_chat, "--system", "a", "--force").code == 0
+    done = run("chat", "-m", tiny_chat, "--document", "story", "--system", "b", stdin="hi\n")
+    assert done.code == 2 and "another system message" in done.err
+
+
+def test_the_types_of_the_document_are_taken(run: Run, tiny_chat: Path, text: Path) -> None:
+    types = ("-ctk", "q8_0", "-ctv", "q4_0")
+    assert run("read", text, "-m", tiny_chat, *types).code == 0
+    assert run("chat", "-m", tiny_chat, "-n", 4, "--document", "story", stdin="hi\n").code == 0
+    other = ("chat", "-m", tiny_chat, "--document", "story", "-ctk", "f16")
+    done = run(*other, stdin="hi\n")
+    assert done.code == 1 and "K and V in q8_0/q4_0" in done.err
+
+
+def test_read_is_kept(
+    run: Run, tiny_chat: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = ("chat", "-m", tiny_chat, "-n", 6, "--temp", 0, "-c", 4096, "--json", *SPARSE)
+    script = f"/read {text}\nwho?\nand?\n"
+    monkeypatch.setenv("SPARQ_DOCUMENTS_LIMIT", "0")
+    assert run(*ask, stdin=script).code == 0 and not document_file.known(paths.kept_texts())
+    monkeypatch.delenv("SPARQ_DOCUMENTS_LIMIT")
+    first, second = run(*ask, stdin=script), run(*ask, stdin=script)
+    assert "read before" not in first.err and "read before" in second.err
+    said, again = ([json.loads(x) for x in r.out.splitlines()] for r in (first, second))
+    assert [r["reply"] for r in said] == [r["reply"] for r in again]
+    assert again[0]["prefill_tokens"] < 40 < said[0]["prefill_tokens"]
+    assert len(document_file.known(paths.kept_texts())) == 1
+    # another text, or one within a conversation, is another thing
+    text.write_text(TEXT + "!")
+    assert "read before" not in run(*ask, stdin=script).err
+    assert "read before" not in run(*ask, stdin=f"hello\n{script}").err
+
+
+def test_a_saved_conversation_goes_on_at_once(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
+    ask = ("chat", "-m", tiny_chat, "-n", 6, "--temp", 0, "-c", 4096, "--json")
+    file = tmp_path / "my talk.json"
+    assert run(*ask, stdin=f"{TEXT}\n/save {file} kv\n").code == 0
+    assert sorted(p.name for p in tmp_path.glob("my*")) == ["my talk.json", "my talk.json.kv"]
+    with_kv = run(*ask, "--resume", file, stdin="and?\n")
+    (beside := tmp_path / "my talk.json.kv").write_bytes(beside.read_bytes()[:-1])
+    damaged = run(*ask, "--resume", file, stdin="and?\n")
+    assert damaged.code == 0 and "the conversation is read again" in damaged.err
+    a, b = json.loads(with_kv.out), json.loads(damaged.out)
+    assert a["reply"] == b["reply"]
+    assert a["prefill_tokens"] < 40 < len(TEXT) < b["prefill_tokens"]

@@ -1,0 +1,349 @@
+"""Documents: what is opened is what was read, bit for bit, and a bad file leaves nothing behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny as tiny_models
+from tiny_gguf import write_tiny_gguf
+
+from pyorch import engine, paths
+from pyorch.engine import document, document_file, sparse
+from pyorch.errors import SparqError
+
+SPARSE = "sparq,rank=8,topk=64,min_ctx=0"
+N_TEXT = 1337  # tokens: neither whole groups, nor runs, nor batches
+# with so many sequences the buffer of the cache is large enough for pages of a file
+MAPPED = {"n_sequences": 96, "n_ctx": 1536}
+
+
+def reading(n: int = N_TEXT, seed: int = 1) -> engine.Reading:
+    letters = np.random.default_rng(seed).integers(97, 123, n - 1)  # and the begin token
+    return engine.Reading("letters", bytes(letters.astype(np.uint8)).decode(), "plain")
+
+
+def opened(session: engine.Session, path: Path) -> int:
+    return engine.open_document(session, document_file.load(path))
+
+
+def continued(session: engine.Session, tokens: list[int]) -> tuple[list[int], np.ndarray]:
+    """What follows the document: tokens, and the logits after them."""
+    prompt = [*tokens, 100, 101, 102]
+    pieces = engine.generate(session, prompt, max_tokens=70, ignore_eog=True)
+    return [p.token for p in pieces], engine.logits(session)
+
+
+@pytest.fixture(scope="module")
+def book(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A document of the tiny model."""
+    path = tmp_path_factory.mktemp("documents") / "book.kv"
+    with engine.load(tiny, attention=SPARSE) as s:
+        engine.read_document(s, path, reading())
+    return path
+
+
+# ---- what is opened is what was read ----
+
+
+@pytest.mark.parametrize("options", [{}, MAPPED], ids=["copied", "mapped"])
+@pytest.mark.parametrize("spec", ["off", "dense", SPARSE, "topk,topk=64,min_ctx=0"])
+def test_opened_is_as_read(tiny: Path, book: Path, spec: str, options: dict[str, int]) -> None:
+    with engine.load(tiny, attention=SPARSE, **options) as s:  # as the document was read
+        engine.prefill(s, reading().tokens(s), ends=False)
+        engine.set_attention(s, spec)
+        wanted, logits = continued(s, s.tokens)
+    with engine.load(tiny, attention=spec, **options) as s:
+        mapped = opened(s, book)
+        assert (mapped > 0) == (options is MAPPED and sys.platform == "linux")
+        if spec == SPARSE:
+            assert engine.info(s).counter("groups_sealed") == 0, "it was sealed when it was read"
+            assert engine.seal(s) == 0
+        engine.reset_counters(s)
+        found, found_logits = continued(s, s.tokens)
+        assert found == wanted
+        assert np.array_equal(found_logits, logits)
+        assert s.timings.prefill_tokens == 3, "nothing of the document is read again"
+        if spec == SPARSE:
+            assert engine.info(s).sparse_share == 1
+            check = sparse.function(
+                s.lib, "llama_sparse_attn_check", ctypes.c_int64, ctypes.c_void_p
+            )
+            assert check(s.ctx) == 0
+
+
+@pytest.mark.parametrize("types", [("q8_0", "q8_0"), ("q4_0", "f16"), ("f32", "bf16")])
+@pytest.mark.parametrize("shadow", ["q4", "q8", "f16"])
+@pytest.mark.parametrize("n", [64, 100, 1536])
+def test_types_and_lengths(
+    tiny: Path, tmp_path: Path, types: tuple[str, str], shadow: str, n: int
+) -> None:
+    """Lengths of less than a run, and such that fill the cache of the one who reads."""
+    spec = f"sparq,rank=8,topk=16,min_ctx=0,shadow={shadow}"
+    options = {"type_k": types[0], "type_v": types[1], "attention": spec}
+    with engine.load(tiny, n_ctx=max(n, 256), **options) as s:
+        engine.read_document(s, tmp_path / "d.kv", reading(n))
+    with engine.load(tiny, n_ctx=2048, **options) as s:
+        engine.prefill(s, reading(n).tokens(s), ends=False)
+        wanted = continued(s, s.tokens)
+        opened(s, tmp_path / "d.kv")
+        found = continued(s, s.tokens)
+    assert found[0] == wanted[0]
+    assert np.array_equal(found[1], wanted[1])
+
+
+@pytest.mark.parametrize("read_with", ["off", "topk", "sparq,shadow=q8", "sparq,mean_v=off"])
+def test_another_transposed_k_is_made_anew(tiny: Path, tmp_path: Path, read_with: str) -> None:
+    with engine.load(tiny, attention=read_with) as s:
+        engine.read_document(s, tmp_path / "d.kv", reading())
+    with engine.load(tiny, attention=read_with) as s:
+        engine.prefill(s, reading().tokens(s), ends=False)
+        engine.set_attention(s, SPARSE)
+        wanted = continued(s, s.tokens)
+    with engine.load(tiny, attention=SPARSE) as s:
+        opened(s, tmp_path / "d.kv")
+        assert engine.info(s).counter("groups_sealed") > 0
+        found = continued(s, s.tokens)
+    assert found[0] == wanted[0]
+    assert np.array_equal(found[1], wanted[1])
+
+
+def test_the_file_stays_as_it_is(tiny: Path, book: Path) -> None:
+    """What is written to mapped pages stays in memory, and is gone with the document."""
+    before = book.read_bytes()
+    with engine.load(tiny, attention=SPARSE, **MAPPED) as s:
+        fresh = continued(s, reading(N_TEXT, seed=2).tokens(s))
+        assert opened(s, book) > 0
+        engine.rewind(s, 600)
+        engine.prefill(s, [99] * 700)
+        opened(s, book)  # over its own pages, which were written
+        again = continued(s, s.tokens)
+        opened(s, book)
+        assert continued(s, s.tokens)[0] == again[0]
+        engine.rewind(s, 0)
+        assert np.array_equal(continued(s, reading(N_TEXT, seed=2).tokens(s))[1], fresh[1])
+    assert book.read_bytes() == before
+    document_file.verify(document_file.load(book))
+
+
+def test_several_documents_in_one_context(tiny: Path, tmp_path: Path) -> None:
+    paths = [tmp_path / f"{i}.kv" for i in range(2)]
+    wanted = []
+    with engine.load(tiny, attention=SPARSE, n_ctx=2048) as s:
+        for i, path in enumerate(paths):
+            engine.read_document(s, path, reading(900 + 200 * i, seed=i))
+            wanted.append(continued(s, s.tokens)[0])
+    with engine.load(tiny, attention=SPARSE, n_ctx=2048, n_sequences=2) as s:
+        found = [document_file.load(path) for path in paths]
+        for seq, d in enumerate(found):
+            with d.path.open("rb") as f:
+                where = f.fileno(), d.image_at, d.n_tokens, d.n_tokens, d.kind.encode()
+                document._call(s, "open", seq, *where)
+        prompts = [[*document_file.content(d)[0], 100, 101, 102] for d in found]
+        assert s.lib.llama_memory_seq_pos_max(s.memory, 1) == found[1].n_tokens - 1
+        s.tokens = document_file.content(found[0])[0]
+        assert continued(s, s.tokens)[0] == wanted[0]
+        assert len(prompts[1]) == found[1].n_tokens + 3
+
+
+# ---- interrupted ----
+
+
+def test_an_interrupted_reading_goes_on(tiny: Path, tmp_path: Path, book: Path) -> None:
+    path, done = tmp_path / "d.kv", []
+    with engine.load(tiny, attention=SPARSE, n_batch=64) as s:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(document, "PIECE", 256)
+            with pytest.raises(KeyboardInterrupt):
+                stop: Callable[[], bool] = lambda: len(s.tokens) >= 640  # noqa: E731
+                engine.read_document(s, path, reading(), should_stop=stop)
+            assert not path.exists()
+            engine.rewind(s, 0)
+            engine.read_document(s, path, reading(), progress=lambda a, _: done.append(a))
+        assert done[0] == 512, "whole pieces are kept"
+        assert done == sorted(done) and done[-1] == N_TEXT
+        whole = tmp_path / "whole.kv"
+        engine.read_document(s, whole, reading())
+    assert path.read_bytes() == whole.read_bytes()
+
+
+def test_kill_9(tiny: Path, tmp_path: Path) -> None:
+    """A process that is killed leaves what a later one goes on with."""
+    path = tmp_path / "d.kv"
+    child = textwrap.dedent("""
+        import os, signal, sys
+        sys.path.insert(0, sys.argv[3])
+        from pathlib import Path
+        from test_documents import SPARSE, document, engine, reading
+        document.PIECE = 128
+        def killed(done, total):
+            if done >= 512:
+                os.kill(os.getpid(), signal.SIGKILL)
+        with engine.load(sys.argv[1], attention=SPARSE, n_batch=128) as s:
+            engine.read_document(s, Path(sys.argv[2]), reading(), progress=killed)
+    """)
+    here = str(Path(__file__).parent)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", child, tiny, path, here], env=env, check=False)
+    assert done.returncode == -signal.SIGKILL
+    with pytest.raises(SparqError, match="no such|No such"):
+        document_file.load(path)
+    seen: list[int] = []
+    with engine.load(tiny, attention=SPARSE, n_batch=128) as s:
+        engine.read_document(s, path, reading(), progress=lambda a, _: seen.append(a))
+        assert 384 <= seen[0] <= 512
+        wanted = continued(s, s.tokens)
+        engine.rewind(s, 0)
+        engine.prefill(s, reading().tokens(s), ends=False)
+        assert np.array_equal(continued(s, s.tokens)[1], wanted[1])
+
+
+def test_another_text_begins_anew(tiny: Path, tmp_path: Path) -> None:
+    path, seen = tmp_path / "d.kv", []
+    with engine.load(tiny, attention=SPARSE, n_batch=64) as s:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(document, "PIECE", 256)
+            stop: Callable[[], bool] = lambda: len(s.tokens) >= 640  # noqa: E731
+            engine.read_document(s, path, reading(), should_stop=stop)
+        other = reading(seed=3)
+        engine.read_document(s, path, other, progress=lambda a, _: seen.append(a))
+        assert seen[0] == 0
+        opened(s, path)
+        assert s.tokens == other.tokens(s)
+
+
+@contextmanager
+def largest_file(n_bytes: int) -> Iterator[None]:
+    """No file of this process may be larger: to it, the disk is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+
+
+def test_a_full_disk(tiny: Path, tmp_path: Path, book: Path) -> None:
+    path, size = tmp_path / "d.kv", book.stat().st_size
+    with engine.load(tiny, attention=SPARSE) as s:
+        with largest_file(size // 2), pytest.raises(SparqError, match="too large|full"):
+            engine.read_document(s, path, reading())
+        assert not path.exists()
+        engine.read_document(s, path, reading())
+        opened(s, path)
+
+
+def test_no_room_is_told_before(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr("pyorch.models.new_file.shutil.disk_usage", lambda _: usage)
+    with engine.load(tiny) as s, pytest.raises(SparqError, match="only 1000 B are free"):
+        engine.read_document(s, tmp_path / "d.kv", reading())
+
+
+# ---- bad files ----
+
+
+def changed(at: int, value: bytes) -> Callable[[bytes], bytes]:
+    return lambda raw: raw[:at] + value + raw[at + len(value) :]
+
+
+BAD = {
+    "empty": (lambda raw: b"", "not a document"),
+    "foreign": (changed(0, b"GGUF"), "not a document"),
+    "version": (changed(8, b"\x63"), "version 99"),
+    "header": (changed(40, b"\0\0"), "header is not readable"),
+    "progress": (changed(document_file._PROGRESS_AT, b"\xff"), "progress"),
+    "text": (changed(document_file.ALIGN + 4 * N_TEXT + 5, b"\0"), "text is not"),
+    "tokens": (changed(document_file.ALIGN + 5, b"\x07"), "text is not"),
+    "cut": (lambda raw: raw[:-1000], "it has .* bytes"),
+    "cut in the text": (lambda raw: raw[: document_file.ALIGN + 50], "it has .* bytes"),
+    "longer": (lambda raw: raw + b"x", "it has .* bytes"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_files(tiny: Path, book: Path, tmp_path: Path, case: str) -> None:
+    bad, said = tmp_path / "bad.kv", BAD[case][1]
+    bad.write_bytes(BAD[case][0](book.read_bytes()))
+    with engine.load(tiny, attention=SPARSE) as s:
+        before = s.tokens
+        with pytest.raises(SparqError, match=said):
+            opened(s, bad)
+        assert s.tokens == before == []
+        opened(s, book)
+        assert len(s.tokens) == N_TEXT
+
+
+def test_verify_finds_a_changed_byte(book: Path, tmp_path: Path) -> None:
+    d = document_file.load(book)
+    bad = tmp_path / "bad.kv"
+    for at in (d.image_at, d.n_bytes - 1, d.checksums_at):
+        raw = bytearray(book.read_bytes())
+        raw[at] ^= 1
+        bad.write_bytes(raw)
+        with pytest.raises(SparqError, match="not what was written"):
+            document_file.verify(document_file.load(bad))
+
+
+def test_another_model_or_other_settings(tiny: Path, book: Path, tmp_path: Path) -> None:
+    other = write_tiny_gguf(tmp_path / "other.gguf", seed=5)
+    with engine.load(other) as s, pytest.raises(SparqError, match="read by another model, tiny"):
+        opened(s, book)
+    with (
+        engine.load(tiny, rope=engine.Rope("linear", freq_scale=0.5)) as s,
+        pytest.raises(SparqError, match="other rotations: the model's own"),
+    ):
+        opened(s, book)
+    said = "K and V in f16/f16"
+    with engine.load(tiny, type_k="q8_0") as s, pytest.raises(SparqError, match=said):
+        opened(s, book)
+    with engine.load(tiny, n_ctx=1024) as s, pytest.raises(SparqError, match="1337 tokens") as e:
+        opened(s, book)
+    assert "--ctx" in e.value.hint
+
+
+def test_models_without_a_plain_cache(tmp_path: Path) -> None:
+    path = tiny_models.write(tmp_path / "gemma3.gguf", "gemma3")
+    with engine.load(path) as s, pytest.raises(SparqError, match="plain KV cache") as e:
+        engine.read_document(s, tmp_path / "d.kv", reading(200))
+    assert "sliding windows" in e.value.hint
+    assert not list(tmp_path.glob("*.kv*")), "nothing is left"
+
+
+# ---- what a chat keeps ----
+
+
+def test_room_is_made_for_what_is_kept(
+    tiny_chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paths, "kept_texts", lambda: tmp_path / "texts")
+    with engine.load(tiny_chat, attention=SPARSE) as s:
+        for i in range(3):
+            text = engine.Reading("t", reading(300, seed=i).text)
+            path = engine.kept_path(s, text)
+            engine.rewind(s, 0)
+            engine.prefill(s, text.tokens(s))
+            path.parent.mkdir(exist_ok=True)
+            engine.keep_document(s, path, text)
+            os.utime(path, (i, i))
+        size = path.stat().st_size
+        with pytest.raises(SparqError, match="does not begin with this text"):
+            engine.keep_document(s, tmp_path / "x.kv", engine.Reading("t", "other"))
+    engine.make_room(2 * size)
+    assert len(list(path.parent.iterdir())) == 2 and path.exists()
+    engine.make_room(0)
+    assert not list(path.parent.iterdir())
