@@ -1,4 +1,4 @@
-"""Formatting for people to read."""
+"""Text of people's files, and numbers for people to read."""
 
 from __future__ import annotations
 
@@ -18,3 +18,12 @@ def human_time(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def decoded(raw: bytes) -> str:
+    """The text of a file: UTF-8, or else Latin-1, as in old ones, with line feeds alone."""
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError:
+        text = raw.decode("latin-1")
+    return text.replace("\r\n", "\n")

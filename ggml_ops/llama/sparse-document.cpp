@@ -13,8 +13,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <future>
 #include <stdexcept>
 
 namespace {
@@ -183,9 +185,10 @@ void write_all(int fd, const char * data, uint64_t n, uint64_t offset) {
     }
 }
 
+constexpr size_t PIECE = 4 << 20; // bytes at a time
+
 // rows [from, to) of a part, to the file
 void write_rows(int fd, uint64_t offset, const part & p, size_t from, size_t to) {
-    constexpr size_t PIECE = 4 << 20;
     const size_t n_rows = std::max<size_t>(1, PIECE/p.row_bytes);
     std::vector<char> piece;
     for (size_t i = from; i < to; i += n_rows) {
@@ -202,52 +205,77 @@ void write_rows(int fd, uint64_t offset, const part & p, size_t from, size_t to)
     }
 }
 
-// n bytes of the file in memory, read only. Throws std::runtime_error
-struct mapping {
-    char * base = nullptr;
-    size_t before, bytes;
-
-    mapping(int fd, uint64_t offset, uint64_t n) : before(offset % ALIGN), bytes(n + before) {
-        void * at = mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fd, (off_t) (offset - before));
-        if (at == MAP_FAILED) {
-            throw std::runtime_error(std::string("cannot map the document: ") + strerror(errno));
+// throws std::runtime_error
+void read_all(int fd, char * data, uint64_t n, uint64_t offset) {
+    while (n > 0) {
+        const ssize_t done = pread(fd, data, std::min<uint64_t>(n, 1 << 30), (off_t) offset);
+        if (done < 0 && errno == EINTR) {
+            continue;
         }
-        base = (char *) at;
-    }
-    ~mapping() { munmap(base, bytes); }
-
-    mapping(const mapping &) = delete;
-
-    const char * data() const { return base + before; }
-};
-
-void copy_rows(const part & p, const char * from, size_t n_row) {
-    if (p.nb == p.row_bytes) {
-        ggml_backend_tensor_set(p.t, from, p.at, n_row*p.row_bytes);
-        return;
-    }
-    for (size_t i = 0; i < n_row; ++i) {
-        ggml_backend_tensor_set(p.t, from + i*p.row_bytes, p.at + i*p.nb, p.row_bytes);
+        if (done <= 0) {
+            throw std::runtime_error(done < 0 ? std::string("cannot read the document: ") + strerror(errno) : "the document ends early");
+        }
+        data   += done;
+        offset += done;
+        n      -= done;
     }
 }
 
-// The first n_row rows of K or V: whole pages of the file take the place of those of the cache, and the rest is copied. Returns the bytes that
+// rows [from, to) of a part, from the file
+void read_rows(int fd, uint64_t offset, const part & p, size_t from, size_t to) {
+    const bool   is_host = ggml_backend_buffer_is_host(p.t->buffer);
+    const size_t n_rows  = p.nb == p.row_bytes ? std::max<size_t>(1, PIECE/p.row_bytes) : 1;
+    std::vector<char> piece(is_host ? 0 : n_rows*p.row_bytes);
+    for (size_t i = from; i < to; i += n_rows) {
+        const size_t n  = std::min(n_rows, to - i)*p.row_bytes, at = p.at + i*p.nb;
+        char *       to = is_host ? (char *) p.t->data + at : piece.data();
+        read_all(fd, to, n, offset + p.offset + i*p.row_bytes);
+        if (!is_host) {
+            ggml_backend_tensor_set(p.t, to, at, n);
+        }
+    }
+}
+
+// All rows of these parts, by several threads, since each copies and touches its pages for the first time. Throws std::runtime_error
+void read_parts(int fd, uint64_t offset, const std::vector<part> & parts, int n_threads) {
+    constexpr size_t ROWS = 64; // at a time
+    std::vector<std::pair<const part *, size_t>> jobs;
+    for (const part & p : parts) {
+        for (size_t i = 0; i < p.n_row; i += ROWS) {
+            jobs.emplace_back(&p, i);
+        }
+    }
+    std::atomic<size_t> next(0);
+    std::vector<std::future<void>> threads;
+    for (int t = 0; t < std::max(n_threads, 1); ++t) {
+        threads.push_back(std::async(std::launch::async, [&] {
+            for (size_t i; (i = next++) < jobs.size();) {
+                const auto & [p, row] = jobs[i];
+                read_rows(fd, offset, *p, row, std::min(row + ROWS, p->n_row));
+            }
+        }));
+    }
+    for (auto & thread : threads) {
+        thread.wait();
+    }
+    for (auto & thread : threads) {
+        thread.get(); // throws what it threw
+    }
+}
+
+// The first n_row rows of K or V: whole pages of the file take the place of those of the cache, and the rest is read. Returns the bytes that
 // were mapped
-size_t map_rows(llama_sparse_shadow & shadow, int fd, uint64_t offset, const part & p, const char * from, size_t n_row) {
-    const size_t page = sysconf(_SC_PAGESIZE), n = n_row*p.row_bytes;
+size_t map_rows(llama_sparse_shadow & shadow, int fd, uint64_t offset, const part & p, size_t n_row) {
+    const size_t page = sysconf(_SC_PAGESIZE), n = n_row*p.row_bytes, n_page = n/page*page;
     const bool is_host = ggml_backend_buffer_is_host(p.t->buffer) && p.nb == p.row_bytes;
     char * to = is_host ? (char *) p.t->data + p.at : nullptr;
-    size_t mapped = 0;
-    if (is_host && ggml_backend_buffer_get_size(p.t->buffer) >= MIN_MAPPED && (uintptr_t) to % page == 0 && (offset + p.offset) % page == 0 &&
-            shadow.map_file(to, n/page*page, fd, offset + p.offset)) {
-        mapped = n/page*page;
+    if (!is_host || ggml_backend_buffer_get_size(p.t->buffer) < MIN_MAPPED || (uintptr_t) to % page != 0 || (offset + p.offset) % page != 0 ||
+            !shadow.map_file(to, n_page, fd, offset + p.offset)) {
+        read_rows(fd, offset, p, 0, n_row);
+        return 0;
     }
-    if (mapped > 0) {
-        memcpy(to + mapped, from + mapped, n - mapped);
-    } else {
-        copy_rows(p, from, n_row);
-    }
-    return mapped;
+    read_all(fd, to + n_page, n - n_page, offset + p.offset + n_page);
+    return n_page;
 }
 
 int64_t open_document(llama_context & ctx, llama_seq_id seq_id, int fd, uint64_t offset, uint32_t n_pos, uint32_t n_read, const char * kind) {
@@ -282,7 +310,6 @@ int64_t open_document(llama_context & ctx, llama_seq_id seq_id, int fd, uint64_t
     if (fstat(fd, &file) != 0 || (uint64_t) file.st_size < offset + need) {
         throw std::runtime_error("the document is shorter than its header says");
     }
-    const mapping whole(fd, offset, need);
     std::vector<uint32_t> own(n_read);
     for (uint32_t i = 0; i < n_read; ++i) {
         own[i] = p.cell + i;
@@ -290,12 +317,10 @@ int64_t open_document(llama_context & ctx, llama_seq_id seq_id, int fd, uint64_t
     shadow->invalidate(p.stream, own);
     int64_t mapped = 0;
     for (const part & rows : im.rows) {
-        mapped += map_rows(*shadow, fd, offset, rows, whole.data() + rows.offset, n_read);
+        mapped += map_rows(*shadow, fd, offset, rows, n_read);
     }
-    for (const part & rows : im.shadow) {
-        if (has_shadow) {
-            copy_rows(rows, whole.data() + rows.offset, rows.n_row);
-        }
+    if (has_shadow) {
+        read_parts(fd, offset, im.shadow, ctx.get_cparams().n_threads_batch);
     }
     for (uint32_t i = 0; i < n_read; ++i) {
         cells.pos_set(own[i], i);

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pyorch.cli.terminal import note
 from pyorch.errors import SparqError
+from pyorch.text import decoded
 
 if TYPE_CHECKING:
     from pyorch.cli.chat import Chat
@@ -94,7 +95,7 @@ def read(chat: Chat, path: Path) -> None:
     from pyorch.engine import document_file
 
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = decoded(path.read_bytes())
     except OSError as e:
         raise SparqError(f"{path}: {e.strerror or e}", "/read FILE") from None
     n = len(engine.tokenize(chat.session, text, add_special=False))

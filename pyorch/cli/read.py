@@ -15,7 +15,7 @@ from pyorch.cli.loading import ready, session_options
 from pyorch.cli.terminal import note, print_json
 from pyorch.errors import SparqError
 from pyorch.progress import progress_bar, say
-from pyorch.text import human_bytes, human_time
+from pyorch.text import decoded, human_bytes, human_time
 
 if TYPE_CHECKING:
     from pyorch.engine import Document
@@ -122,11 +122,11 @@ def _joined(names: tuple[str, ...]) -> tuple[str, str]:
 def _texts(name: str) -> list[tuple[str, str]]:
     """The names and texts that one argument stands for."""
     if name == "-":
-        return [("stdin", sys.stdin.buffer.read().decode("utf-8", errors="replace"))]
+        return [("stdin", decoded(sys.stdin.buffer.read()))]
     path = paths.expanded(name)
     try:
         if not path.is_dir():
-            return [(name, path.read_bytes().decode("utf-8", errors="replace"))]
+            return [(name, decoded(path.read_bytes()))]
         inside = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p, path))
         texts = [(str(p.relative_to(path)), _text_or_none(p)) for p in inside]
     except OSError as e:
@@ -142,8 +142,5 @@ def _hidden(path: Path, below: Path) -> bool:
 
 def _text_or_none(path: Path) -> str | None:
     """The text of a file, or None if it holds something else."""
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError:
-        return None
-    return None if "\0" in text else text
+    raw = path.read_bytes()
+    return None if b"\0" in raw else decoded(raw)

@@ -20,7 +20,7 @@ from pyorch import paths
 from pyorch.engine import document_file, sparse
 from pyorch.engine.attention import info
 from pyorch.engine.chat_template import ChatTemplate
-from pyorch.engine.decoding import forget, prefill
+from pyorch.engine.decoding import forget, prefill, rewind
 from pyorch.engine.document_file import Document, Header
 from pyorch.engine.model import Model, Session
 from pyorch.engine.text import tokenize
@@ -157,7 +157,7 @@ def open_document(session: Session, of: Document) -> int:
             f"{of.path} has {of.n_tokens} tokens, but the context has {session.n_ctx} positions",
             f"--ctx {of.n_tokens + 1024} or more",
         )
-    forget(session)
+    rewind(session, 0)
     try:
         with of.path.open("rb") as file:
             mapped = _open(session, file.fileno(), of, of.n_tokens)
@@ -174,7 +174,7 @@ def kept_path(session: Session, reading: Reading) -> Path:
         SparqError: the model's cache cannot be kept.
     """
     rows = _call(session, "kind")[1].partition("\n")[0]
-    about = [content_hash(session.path), rows, _rope(session), reading.system, reading.text]
+    about = [content_hash(session.model.file), rows, _rope(session), reading.system, reading.text]
     digest = hashlib.sha256("\0".join(about).encode("utf-8", errors="replace"))
     return paths.kept_texts() / f"{digest.hexdigest()[:16]}{document_file.SUFFIX}"
 
@@ -206,7 +206,7 @@ def _header(session: Session, reading: Reading, tokens: Sequence[int]) -> tuple[
     header = Header(
         reading.name,
         session.path.name,
-        content_hash(session.path),
+        content_hash(session.model.file),
         _rope(session),
         _call(session, "kind")[1],
         info(session).spec,
@@ -256,7 +256,7 @@ def _continued(session: Session, partial: Path, fd: int, header: Header) -> int:
 
 
 def _check_model(session: Session, of: Document) -> None:
-    if of.model_hash != content_hash(session.path):
+    if of.model_hash != content_hash(session.model.file):
         raise SparqError(
             f"{of.path}: read by another model, {of.model}",
             "K and V are of one model: take that one, or read the text again",

@@ -19,6 +19,7 @@ from pyorch.models.gguf_file import GGUFFile
 from pyorch.models.memory import check_memory
 from pyorch.native import probe
 
+MASK_BYTES = 128 << 20  # the most of a mask, by default
 DEFAULT_CTX = 8192  # by default; less if the model was trained on less
 
 
@@ -109,7 +110,9 @@ class SessionOptions(TypedDict, total=False):
     n_ctx           its positions; None takes what the model was trained on, at most 8192. More than
                     the model was trained on needs a `rope`
     n_threads       threads that compute; None takes one per core that this process may use
-    n_batch         tokens that are evaluated at once in prefill
+    n_batch         tokens that are evaluated at once in prefill; None takes 512, or fewer where the
+                    context is so long that llama.cpp's mask, (n_batch, n_ctx) float16, would
+                    take more than 128 MiB
     type_k, type_v  types of K and V in the cache: f16, f32, bf16, q8_0 or q4_0
     flash_attn      sparse attention needs True; False is llama.cpp's other path, for comparison
     attention       settings, or their text; None takes llama.cpp's own. SPARQ_ATTN is for other
@@ -120,7 +123,7 @@ class SessionOptions(TypedDict, total=False):
 
     n_ctx: int | None
     n_threads: int | None
-    n_batch: int
+    n_batch: int | None
     type_k: str
     type_v: str
     flash_attn: bool
@@ -163,7 +166,7 @@ def checked(
     *,
     n_ctx: int | None = None,
     n_threads: int | None = None,
-    n_batch: int = 512,
+    n_batch: int | None = None,
     type_k: str = "f16",
     type_v: str = "f16",
     flash_attn: bool = True,
@@ -186,6 +189,8 @@ def checked(
     shadow = shadow_bytes(geo, n_ctx, spec) if spec is not None else 0
     check_memory(file, n_sequences * cache_bytes(geo, n_ctx, *types), n_sequences * shadow)
     n_threads = min(n_threads or usable_cores(), MAX_THREADS)
+    if n_batch is None:
+        n_batch = min(512, max(MASK_BYTES // (2 * n_ctx), 32))
     n_batch = min(n_batch, n_ctx)
     return Settings(n_ctx, n_threads, n_batch, types, flash_attn, spec, rope, n_sequences)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from pyorch.errors import SparqError
+from pyorch.text import decoded
 
 
 def read_texts(names: Sequence[Path]) -> list[str]:
@@ -23,17 +24,9 @@ def read_texts(names: Sequence[Path]) -> list[str]:
     if not files:
         raise SparqError(f"no *.txt in {', '.join(map(str, names))}", "--text FILE or DIR")
     try:
-        return [_body(_decode(f.read_bytes())) for f in files]
+        return [_body(decoded(f.read_bytes())) for f in files]
     except OSError as e:
         raise SparqError(f"{e.filename}: {e.strerror or e}", "--text FILE or DIR") from None
-
-
-def _decode(raw: bytes) -> str:
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError:
-        text = raw.decode("latin-1")  # old Gutenberg files
-    return text.replace("\r\n", "\n")
 
 
 def _body(text: str) -> str:

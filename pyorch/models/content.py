@@ -12,7 +12,7 @@ from pyorch import paths
 from pyorch.errors import SparqError
 from pyorch.models import cards
 from pyorch.models.cards import Card
-from pyorch.models.gguf_file import read_gguf
+from pyorch.models.gguf_file import GGUFFile, read_gguf
 
 LARGE_BYTES = 64 << 20  # the hash of a model this large is remembered
 
@@ -34,14 +34,15 @@ def file_hash(*files: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def content_hash(model: Path) -> str:
-    """The `file_hash` of all parts of a model. For a large model it takes minutes, so it is
-    computed only once for files of the same paths, sizes and times of change.
+def content_hash(model: Path | GGUFFile) -> str:
+    """The `file_hash` of all parts of a model, whose header may have been read. For a large model
+    it takes minutes, so it is computed only once for files of the same paths, sizes and times of
+    change.
 
     Raises:
         SparqError: a part is not a GGUF file or cannot be read.
     """
-    return _remembered(read_gguf(model).parts)
+    return _remembered((read_gguf(model) if isinstance(model, Path) else model).parts)
 
 
 def card_of(model: Path) -> Card | None:
