@@ -1,7 +1,7 @@
 #pragma once
 
 // What the patches call: one line at each call site, which patches/README.md lists. Each does nothing while sparse attention was never asked for, but for
-// llama_sparse_huge_pages(), which serves every cache.
+// llama_sparse_clear(), which serves every cache.
 
 #include "llama-sparse.h"
 
@@ -63,5 +63,6 @@ void llama_sparse_cells_moved(
 // All of K and V was set to zero
 void llama_sparse_cells_cleared(llama_sparse_shadow * shadow);
 
-// A buffer was allocated and not touched yet. Linux, host memory, 4 MiB and more; elsewhere nothing
-void llama_sparse_huge_pages(ggml_backend_buffer_t buf);
+// Sets a buffer of K and V to zero, in place of ggml_backend_buffer_clear(). Where the system can, its pages are given back and come again when they
+// are written, as zeros and large: a context of a million positions is made at once, and takes the memory that it uses
+void llama_sparse_clear(ggml_backend_buffer_t buf);

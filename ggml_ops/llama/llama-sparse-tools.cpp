@@ -6,9 +6,15 @@
 #include "sparse-state.h"
 
 #include "llama-context.h"
+#include "llama-impl.h"
 
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <fstream>
 #include <sstream>
 #include <stdexcept>
 
@@ -181,4 +187,78 @@ std::string llama_sparse_metrics(llama_context * ctx) {
     one("shadow_bytes", "gauge", llama_sparse_shadow_bytes(*ctx), "Memory of the transposed K and the sums of V");
     one("groups_waiting", "gauge", state->n_waiting, "Complete groups of 64 positions that are not sealed, in the stream with most of them");
     return out.str();
+}
+
+// ---- documents ----
+
+namespace {
+
+struct known_document {
+    std::string path, kind; // see llama-sparse.h
+    uint32_t    n_tokens = 0;
+    uint64_t    image_at = 0;
+    std::vector<llama_token> tokens;
+};
+
+// SPARQ_DOCUMENTS is a file with three lines for each document: its path, "tokens image_at tokens_at", and its kind with | for the line feed
+std::vector<known_document> read_list(const char * list) {
+    std::vector<known_document> res;
+    std::ifstream lines(list);
+    known_document d;
+    for (std::string numbers; std::getline(lines, d.path) && std::getline(lines, numbers) && std::getline(lines, d.kind);) {
+        uint64_t tokens_at = 0;
+        std::istringstream(numbers) >> d.n_tokens >> d.image_at >> tokens_at;
+        std::replace(d.kind.begin(), d.kind.end(), '|', '\n');
+        d.tokens.resize(d.n_tokens);
+        std::ifstream file(d.path, std::ios::binary);
+        file.seekg(tokens_at);
+        file.read((char *) d.tokens.data(), d.tokens.size()*sizeof(llama_token));
+        if (file && d.n_tokens > 0) {
+            res.push_back(d);
+        } else {
+            LLAMA_LOG_WARN("%s: %s cannot be read\n", __func__, d.path.c_str());
+        }
+    }
+    return res;
+}
+
+size_t n_common(const std::vector<llama_token> & a, const std::vector<llama_token> & b) {
+    return std::mismatch(a.begin(), a.begin() + std::min(a.size(), b.size()), b.begin()).first - a.begin();
+}
+
+} // namespace
+
+bool llama_sparse_document_use(llama_context * ctx, llama_seq_id slot, const std::vector<llama_token> & prompt,
+        const std::vector<llama_token> & held, std::vector<llama_token> & tokens) {
+    constexpr size_t WORTH = 256; // so many tokens more; fewer are evaluated as fast as a document is opened
+    static const char * list = getenv("SPARQ_DOCUMENTS");
+    static const std::vector<known_document> all = list ? read_list(list) : std::vector<known_document>();
+    const known_document * best = nullptr;
+    size_t n_best = n_common(prompt, held) + WORTH;
+    for (const auto & d : all) {
+        if (const size_t n = n_common(prompt, d.tokens); n > n_best) {
+            best   = &d;
+            n_best = n;
+        }
+    }
+    if (!best) {
+        return false;
+    }
+    llama_memory_seq_rm(llama_get_memory(ctx), slot, -1, -1);
+    char err[512] = "cannot be opened";
+    const int fd = open(best->path.c_str(), O_RDONLY | O_CLOEXEC);
+    const bool done = fd >= 0 &&
+            llama_sparse_document_open(ctx, slot, fd, best->image_at, best->n_tokens, best->n_tokens, best->kind.c_str(), err, sizeof(err)) >= 0;
+    if (fd >= 0) {
+        close(fd);
+    }
+    if (done) {
+        tokens = best->tokens;
+        LLAMA_LOG_INFO("sparse document: slot %d, %s, %zu tokens of the prompt were read before\n", slot, best->path.c_str(), n_best);
+    } else {
+        llama_memory_seq_rm(llama_get_memory(ctx), slot, -1, -1);
+        tokens.clear();
+        LLAMA_LOG_WARN("sparse document: slot %d, %s: %s\n", slot, best->path.c_str(), llama_sparse_in_one_line(err).c_str());
+    }
+    return true;
 }

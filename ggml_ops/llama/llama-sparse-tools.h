@@ -80,3 +80,8 @@ LLAMA_API std::string llama_sparse_reply(const llama_context * ctx, llama_seq_id
 
 // Counters of all requests for Prometheus, in lines of text
 LLAMA_API std::string llama_sparse_metrics(llama_context * ctx);
+
+// A prompt begins in a slot that holds the tokens `held`. If one of the documents in the list that the variable SPARQ_DOCUMENTS names has more of
+// it, the slot gets that document in their place, and `tokens` are what it holds then: none, if that failed. False: nothing changed
+LLAMA_API bool llama_sparse_document_use(llama_context * ctx, llama_seq_id slot, const std::vector<llama_token> & prompt,
+        const std::vector<llama_token> & held, std::vector<llama_token> & tokens);

@@ -5,12 +5,12 @@
 #include "sparse-codes.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
 #include <map>
 #include <stdexcept>
-
-using access = llama_sparse_access;
 
 // A stride that is a power of two would map all components to the same sets of a CPU's cache: SCORE_SELECT by one thread would take 5 to 10 %
 // longer from f16 and 10 to 30 % longer from codes. So the codes of a component are a line longer than they need to be; three lines are no
@@ -67,7 +67,7 @@ static uint32_t n_shadow_pos(const llama_kv_cache & kv, int32_t n_bit) {
 // the tensors of one layer, without memory
 static llama_sparse_shadow::layer new_layer(ggml_context * ctx, const llama_kv_cache & kv, const llama_sparse_spec & spec, size_t ikv, bool v_sum) {
     llama_sparse_shadow::layer res;
-    const auto &  src      = access::layers(kv)[ikv];
+    const auto &  src      = llama_sparse_access::layers(kv)[ikv];
     const int64_t n_pos    = n_shadow_pos(kv, spec.n_bit);
     const int64_t n_stream = kv.get_n_stream();
     if (!ggml_sparse_has_codes(spec.n_bit)) {
@@ -90,9 +90,9 @@ static llama_sparse_shadow::layer new_layer(ggml_context * ctx, const llama_kv_c
 
 // "" or why the device of a layer's K can not run SparQ on it: asks with the nodes of a token that sees all of the cache
 static std::string why_not_sparq(const llama_kv_cache & kv, const llama_sparse_spec & spec, size_t ikv, bool v_sum) {
-    const auto & hparams = access::hparams(kv);
-    const int    il      = access::layers(kv)[ikv].il;
-    const ggml_backend_dev_t dev = llama_sparse_device_of(access::layers(kv)[ikv].k);
+    const auto & hparams = llama_sparse_access::hparams(kv);
+    const int    il      = llama_sparse_access::layers(kv)[ikv].il;
+    const ggml_backend_dev_t dev = llama_sparse_device_of(llama_sparse_access::layers(kv)[ikv].k);
     if (!dev) {
         return "";
     }
@@ -132,13 +132,13 @@ static std::string why_not_sparq(const llama_kv_cache & kv, const llama_sparse_s
 
 void llama_sparse_shadow::make_tensors(llama_kv_cache & kv, const llama_sparse_spec & spec) {
     bool v_sum = false;
-    for (const auto & [il, ikv] : access::layer_ids(kv)) {
+    for (const auto & [il, ikv] : llama_sparse_access::layer_ids(kv)) {
         v_sum = v_sum || spec.wants_mean_v();
     }
     if (*llama_sparse_why_not(kv) || (has_tensors() && bits == spec.n_bit && (has_v_sum || !v_sum))) {
         return;
     }
-    const auto & cached = access::layers(kv);
+    const auto & cached = llama_sparse_access::layers(kv);
     std::vector<layer>                   new_layers(cached.size());
     std::vector<ggml_context_ptr>        new_ctxs;
     std::vector<ggml_backend_buffer_ptr> new_bufs;
@@ -146,7 +146,7 @@ void llama_sparse_shadow::make_tensors(llama_kv_cache & kv, const llama_sparse_s
     // in the memory of K, layer by layer; what the device can not run gets none
     std::map<ggml_backend_dev_t, ggml_context_ptr> by_device;
     for (size_t ikv = 0; ikv < cached.size(); ++ikv) {
-        if (*llama_sparse_why_not_layer(kv, ikv) || cached[ikv].il >= access::hparams(kv).n_layer()) {
+        if (*llama_sparse_why_not_layer(kv, ikv) || cached[ikv].il >= llama_sparse_access::hparams(kv).n_layer()) {
             continue;
         }
         auto & ctx = by_device[llama_sparse_device_of(cached[ikv].k)];
@@ -166,7 +166,7 @@ void llama_sparse_shadow::make_tensors(llama_kv_cache & kv, const llama_sparse_s
         }
         const ggml_backend_buffer_type_t buft = dev ? ggml_backend_dev_buffer_type(dev) : ggml_backend_cpu_buffer_type();
         // not cleared: a group is read only after it was sealed, and the pages are first touched by the threads that seal
-        const bool no_alloc = access::hparams(kv).no_alloc;
+        const bool no_alloc = llama_sparse_access::hparams(kv).no_alloc;
         ggml_backend_buffer_ptr buf(no_alloc ? ggml_backend_buft_alloc_buffer(buft, 0) : ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), buft));
         if (!buf) {
             throw std::runtime_error("no memory for the transposed copy of K\nuse a shorter context, or topk, which needs no copy");
@@ -175,10 +175,12 @@ void llama_sparse_shadow::make_tensors(llama_kv_cache & kv, const llama_sparse_s
             for (ggml_tensor * t = first; t; t = ggml_get_next_tensor(ctx.get(), t)) {
                 t->buffer = buf.get();
             }
-            access::ctxs_bufs(kv).emplace_back(std::move(ctx), std::move(buf));
+            llama_sparse_access::ctxs_bufs(kv).emplace_back(std::move(ctx), std::move(buf));
             continue;
         }
-        llama_sparse_huge_pages(buf.get());
+        if (ggml_backend_buffer_is_host(buf.get())) {
+            huge_pages((char *) ggml_backend_buffer_get_base(buf.get()), ggml_backend_buffer_get_size(buf.get()));
+        }
         new_ctxs.push_back(std::move(ctx));
         new_bufs.push_back(std::move(buf));
     }
@@ -287,9 +289,10 @@ bool llama_sparse_shadow::map_file(char * at, size_t n, int fd, uint64_t offset)
 void llama_sparse_shadow::unmap_files() {
     for (const auto & [at, n] : file_pages) {
         if (mmap(at, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_ANONYMOUS, -1, 0) == MAP_FAILED) {
-            continue; // the file's pages stay, and are copied when they are written
+            memset(at, 0, n); // copies of the file's pages
+        } else {
+            huge_pages(at, n);
         }
-        huge_pages(at, n);
     }
     file_pages.clear();
 }
@@ -314,7 +317,7 @@ void llama_sparse_cells_cleared(llama_sparse_shadow * shadow) {
 
 void llama_sparse_cells_moved(
         llama_kv_cache & kv, const llama_cparams & cparams, bool do_shift, const std::vector<uint32_t> & from, const std::vector<uint32_t> & to) {
-    auto & shadow = access::shadow(kv);
+    auto & shadow = llama_sparse_access::shadow(kv);
     if (!shadow) {
         return;
     }
@@ -328,7 +331,7 @@ void llama_sparse_cells_moved(
     // all of K goes through RoPE, which leaves a cell that is not shifted as it is; not so if K is rounded anew, or scaled
     const bool is_exact = !ggml_is_quantized(kv.type_k()) && cparams.yarn_ext_factor == 0.0f && cparams.yarn_attn_factor == 1.0f;
     for (uint32_t s = 0; s < kv.get_n_stream(); ++s) {
-        const auto & cells = access::cells(kv, s);
+        const auto & cells = llama_sparse_access::cells(kv, s);
         std::vector<uint32_t> shifted;
         for (uint32_t i = 0; i < cells.size(); ++i) {
             if (!is_exact || (!cells.is_empty(i) && cells.get_shift(i) != 0)) {
@@ -339,8 +342,19 @@ void llama_sparse_cells_moved(
     }
 }
 
-void llama_sparse_huge_pages(ggml_backend_buffer_t buf) {
-    if (ggml_backend_buffer_is_host(buf)) {
-        huge_pages((char *) ggml_backend_buffer_get_base(buf), ggml_backend_buffer_get_size(buf));
+void llama_sparse_clear(ggml_backend_buffer_t buf) {
+#if defined(__linux__)
+    // the system fills such pages with zeros, also where those of a file were; it refuses for pages that are locked. Pages below are not ours alone
+    if (ggml_backend_buffer_get_type(buf) == ggml_backend_cpu_buffer_type()) {
+        const uintptr_t page = sysconf(_SC_PAGESIZE), begin = (uintptr_t) ggml_backend_buffer_get_base(buf), n = ggml_backend_buffer_get_size(buf);
+        char * base = (char *) begin, * first = (char *) ((begin + page - 1)/page*page), * last = (char *) ((begin + n)/page*page);
+        if (last > first && madvise(first, last - first, MADV_DONTNEED) == 0) {
+            memset(base, 0, first - base);
+            memset(last, 0, base + n - last);
+            huge_pages(base, n);
+            return;
+        }
     }
+#endif
+    ggml_backend_buffer_clear(buf, 0);
 }

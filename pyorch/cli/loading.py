@@ -129,7 +129,7 @@ def session_options(
     }
 
 
-def _fit(options: SessionOptions, document: Document, model: Path) -> None:
+def fit(options: SessionOptions, document: Document, model: Path) -> None:
     """Change the options of a session to what a document needs, but for those that were given."""
     from pyorch.engine import DEFAULT_CTX
 
@@ -158,7 +158,7 @@ def open_session(
 
     options = session_options(attention, context, load, n_sequences)
     for document in documents:
-        _fit(options, document, model_path(model.model, model.yes))
+        fit(options, document, model_path(model.model, model.yes))
     path = ready(model.model, model.yes, options)
     if attention is None and (card := _card(model.model, path)):
         note(f"attention is exact; for {card} try --ratio {first_ratio(card)}", "dim")

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING
 
 import click
@@ -20,7 +21,7 @@ from pyorch.attention.bytes import cache_bytes, layer_costs, shadow_bytes
 from pyorch.attention.spec import AttentionSpec
 from pyorch.cli import options as opt
 from pyorch.cli.groups import group, option, renamed, takes
-from pyorch.cli.loading import ready, session_options, shown
+from pyorch.cli.loading import fit, model_path, ready, session_options, shown
 from pyorch.cli.log import shows_log
 from pyorch.cli.supervise import GRACE_S, Child
 from pyorch.cli.terminal import note, note_if_beyond
@@ -32,7 +33,7 @@ from pyorch.models.memory import available_memory
 from pyorch.native import web_page
 
 if TYPE_CHECKING:
-    from pyorch.engine import SessionOptions
+    from pyorch.engine import Document, SessionOptions
     from pyorch.engine.settings import Settings
 
 PROGRAM = "llama-server"
@@ -120,6 +121,7 @@ server_options = group(
 @click.command()
 @opt.model_options
 @server_options
+@opt.document_option
 @opt.context_options
 @opt.load_options
 @opt.attention_options
@@ -128,6 +130,7 @@ server_options = group(
 def command(
     model: opt.ModelOptions,
     server: ServerOptions,
+    documents: tuple[str, ...],
     context: opt.ContextOptions,
     load: opt.LoadOptions,
     attention: opt.AttentionOptions,
@@ -136,8 +139,11 @@ def command(
     """Answer OpenAI's API (/v1/chat/completions, /v1/completions) with sparse attention.
 
     llama.cpp's llama-server answers, several requests at once; what stands after -- are further
-    options of it. It is built when it is first needed.
+    options of it. It is built when it is first needed. A prompt that begins with what a --document
+    has read is not read again.
     """
+    from pyorch.engine import document_file
+
     _check_more(more)
     keys = _key_file(server.api_key_file) if server.api_key_file is not None else None
     family, address = _address(server.host, server.port)
@@ -150,9 +156,12 @@ def command(
             )
         note("note: whoever reaches this address can use it", "yellow")
     options = session_options(attention.spec(), context, load, server.parallel)
+    found = [document_file.load(document_file.find(name)) for name in documents]
+    for document in found:
+        fit(options, document, model_path(model.model, model.yes))
     with _reserved(family, address, server.port) as port:
         path = _ready(model, options)
-    served = Served(path, _alias(model, path), address, port, keys, load, options)
+    served = Served(path, _alias(model, path), address, port, keys, load, options, found)
     _serve(served, more)
 
 
@@ -251,7 +260,8 @@ def _alias(model: opt.ModelOptions, path: Path) -> str:
 
 @dataclass(frozen=True)
 class Served:
-    """A model as clients see it. keys: the file of keys, one of which they need."""
+    """A model as clients see it. keys: the file of keys, one of which they need; documents: what
+    has been read before."""
 
     path: Path
     alias: str
@@ -260,6 +270,7 @@ class Served:
     keys: Path | None
     load: opt.LoadOptions
     options: SessionOptions
+    documents: Sequence[Document] = ()
 
 
 class Account:
@@ -296,10 +307,13 @@ class Account:
 
 
 def _serve(served: Served, more: Sequence[str]) -> None:
+    from pyorch.engine.document import check_model
     from pyorch.engine.settings import checked
 
     file = read_gguf(served.path)
     settings = checked(file, **served.options)
+    for document in served.documents:
+        check_model(document, file, settings.rope, settings.n_ctx)
     spec = settings.attention or AttentionSpec("off")
     if served.load.n_gpu_layers:
         from pyorch import engine
@@ -312,7 +326,10 @@ def _serve(served: Served, more: Sequence[str]) -> None:
     argv = [str(program), *_arguments(served, settings, file), *_SAFE, *more]
     env = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
     account = Account()
-    with Child(argv, env, account.read, shows_log()) as child:
+    with (
+        _list_of(served.documents) as documents,
+        Child(argv, {**env, **documents}, account.read, shows_log()) as child,
+    ):
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(served.address, served.address)
         if child.wait_ready(host, served.port, "loading the model"):
             n = settings.n_sequences
@@ -320,11 +337,28 @@ def _serve(served: Served, more: Sequence[str]) -> None:
             note(f"{shown(served.path)}, attention {spec}, {settings.n_ctx} positions{slots}")
             place = f"[{served.address}]" if ":" in served.address else served.address
             page = ", and its web page at /" if (program.parent / web_page.NAME).is_file() else ""
+            if served.documents:
+                n_read = sum(d.n_tokens for d in served.documents)
+                note(f"{len(served.documents)} documents, {n_read} tokens that are not read again")
             note(f"http://{place}:{served.port}/v1 is ready{page}; Ctrl-C ends it")
             child.wait_end()
     if child.was_late:
         note(f"note: {PROGRAM} did not end in {GRACE_S:.0f} s, and was killed", "yellow")
     account.say(spec)
+
+
+@contextmanager
+def _list_of(documents: Sequence[Document]) -> Iterator[dict[str, str]]:
+    """The variable that tells llama-server of the documents."""
+    from pyorch.engine import document_file
+
+    if not documents:
+        yield {}
+        return
+    with NamedTemporaryFile("w", suffix=".list", encoding="utf-8") as file:
+        file.write(document_file.listed(documents))
+        file.flush()
+        yield {"SPARQ_DOCUMENTS": file.name}
 
 
 def _stays_exact(file: GGUFFile, settings: Settings, spec: AttentionSpec) -> str:

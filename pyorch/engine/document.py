@@ -23,9 +23,11 @@ from pyorch.engine.chat_template import ChatTemplate
 from pyorch.engine.decoding import forget, prefill, rewind
 from pyorch.engine.document_file import Document, Header
 from pyorch.engine.model import Model, Session
+from pyorch.engine.settings import Rope
 from pyorch.engine.text import tokenize
 from pyorch.errors import SparqError
 from pyorch.models.content import content_hash
+from pyorch.models.gguf_file import GGUFFile
 from pyorch.models.new_file import check_space, new_file
 from pyorch.progress import Progress, silent
 
@@ -150,13 +152,8 @@ def open_document(session: Session, of: Document) -> int:
         SparqError: another model has read it, or with other settings; the context is too small; or
             the file is damaged. The cache is then empty.
     """
-    _check_model(session, of)
+    check_model(of, session.model.file, session.rope, session.n_ctx)
     tokens, _ = document_file.content(of)
-    if of.n_tokens > session.n_ctx:
-        raise SparqError(
-            f"{of.path} has {of.n_tokens} tokens, but the context has {session.n_ctx} positions",
-            f"--ctx {of.n_tokens + 1024} or more",
-        )
     rewind(session, 0)
     try:
         with of.path.open("rb") as file:
@@ -174,7 +171,13 @@ def kept_path(session: Session, reading: Reading) -> Path:
         SparqError: the model's cache cannot be kept.
     """
     rows = _call(session, "kind")[1].partition("\n")[0]
-    about = [content_hash(session.model.file), rows, _rope(session), reading.system, reading.text]
+    about = [
+        content_hash(session.model.file),
+        rows,
+        _rotations(session.model.file, session.rope, session.n_ctx),
+        reading.system,
+        reading.text,
+    ]
     digest = hashlib.sha256("\0".join(about).encode("utf-8", errors="replace"))
     return paths.kept_texts() / f"{digest.hexdigest()[:16]}{document_file.SUFFIX}"
 
@@ -207,7 +210,7 @@ def _header(session: Session, reading: Reading, tokens: Sequence[int]) -> tuple[
         reading.name,
         session.path.name,
         content_hash(session.model.file),
-        _rope(session),
+        _rotations(session.model.file, session.rope, session.n_ctx),
         _call(session, "kind")[1],
         info(session).spec,
         reading.form,
@@ -220,16 +223,13 @@ def _header(session: Session, reading: Reading, tokens: Sequence[int]) -> tuple[
     return header, raw
 
 
-def _rope(session: Session) -> str:
-    """The rotations: `--rope-*`, and which of its two tables a model takes for a long context."""
-    said = str(session.rope)
-    names = {tensor.name for tensor in session.model.file.tensors}
-    original = session.model.file.metadata.get(
-        f"{session.model.file.arch}.rope.scaling.original_context_length"
-    )
-    if "rope_factors_long.weight" in names and isinstance(original, int):
-        said += ";long" if session.n_ctx > original else ";short"
-    return said
+def _rotations(file: GGUFFile, rope: Rope, n_ctx: int) -> str:
+    """`--rope-*`, and which of its two tables of factors a model takes for a context."""
+    original = file.metadata.get(f"{file.arch}.rope.scaling.original_context_length")
+    two = any(tensor.name == "rope_factors_long.weight" for tensor in file.tensors)
+    if not (two and isinstance(original, int)):
+        return str(rope)
+    return f"{rope};long" if n_ctx > original else f"{rope};short"
 
 
 def _size(path: Path) -> int:
@@ -255,15 +255,25 @@ def _continued(session: Session, partial: Path, fd: int, header: Header) -> int:
     return found.n_read
 
 
-def _check_model(session: Session, of: Document) -> None:
-    if of.model_hash != content_hash(session.model.file):
+def check_model(of: Document, file: GGUFFile, rope: Rope, n_ctx: int) -> None:
+    """Refuse a document in a context of another model, with other rotations, or too short.
+
+    Raises:
+        SparqError: it is one.
+    """
+    if of.model_hash != content_hash(file):
         raise SparqError(
             f"{of.path}: read by another model, {of.model}",
             "K and V are of one model: take that one, or read the text again",
         )
-    if of.rope != _rope(session):
+    if of.rope != _rotations(file, rope, n_ctx):
         said = of.rope or "the model's own"
         raise SparqError(f"{of.path}: read with other rotations: {said}", "--rope-* as then")
+    if of.n_tokens > n_ctx:
+        raise SparqError(
+            f"{of.path} has {of.n_tokens} tokens, but the context has {n_ctx} positions",
+            f"--ctx {of.n_tokens + 1024} or more",
+        )
 
 
 def _write_rows(session: Session, path: Path, fd: int, header: Header, a: int, b: int) -> None:

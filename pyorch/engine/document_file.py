@@ -168,6 +168,15 @@ def content(of: Document) -> tuple[list[int], str]:
     return list(tokens), raw[4 * of.n_tokens :].decode("utf-8", errors="replace")
 
 
+def listed(documents: Sequence[Document]) -> str:
+    """The list that llama-server takes documents from; llama-sparse-tools.cpp reads it."""
+    lines = (
+        f"{d.path.absolute()}\n{d.n_tokens} {d.image_at} {ALIGN}\n" + d.kind.replace("\n", "|")
+        for d in documents
+    )
+    return "\n".join(lines) + "\n"
+
+
 def packed(tokens: Sequence[int], text: str) -> tuple[bytes, int]:
     """The tokens and the text as a file has them, and the bytes of the text alone."""
     raw = text.encode("utf-8", errors="replace")
