@@ -13,11 +13,13 @@ def human_bytes(n: float) -> str:
 
 
 def human_time(seconds: float) -> str:
-    """A time with as many digits as an estimate deserves: 45 s, 12 min, 1 h 20 min."""
+    """A time with as many digits as an estimate deserves: 45 s, 12 min, 1 h 20 min, 3 days."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+    if minutes < 48 * 60:
+        return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes // (24 * 60)} days"
 
 
 def decoded(raw: bytes) -> str:

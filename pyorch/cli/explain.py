@@ -14,11 +14,13 @@ from pyorch.attention.saved import resolve
 from pyorch.attention.spec import CALIBRATED, AttentionSpec, check_against_model
 from pyorch.cli import options as opt
 from pyorch.cli.groups import takes
+from pyorch.cli.lengths import lengths, product_rate, show
 from pyorch.cli.loading import model_path
 from pyorch.cli.terminal import note, note_if_beyond, print_json
 from pyorch.errors import SparqError
 from pyorch.models.geometry import Geometry, geometry
 from pyorch.models.gguf_file import read_gguf
+from pyorch.models.memory import available_memory
 from pyorch.text import human_bytes
 
 if TYPE_CHECKING:
@@ -74,10 +76,13 @@ def command(
         raise SparqError(f"{geo.arch}: no layer of this model has a KV cache to be sparse about")
     threads = context.threads or engine.usable_cores()
     found = Prediction(geo, spec, n_pos, types, layers, _bandwidth(threads), threads)
+    rate = product_rate() * threads / engine.usable_cores()
+    contexts = list(lengths(geo, spec, types, found.bandwidth, rate, free := available_memory()))
     if as_json:
-        print_json(found.json())
+        print_json({**found.json(), "lengths": [asdict(x) for x in contexts]})
     else:
         _print(found)
+        show(contexts, free)
 
 
 def _from_card(name: str) -> Geometry | None:

@@ -403,6 +403,28 @@ def test_explain_json(run: Run, tiny: Path) -> None:
     assert r["speedup_token"] == pytest.approx((whole + (2 << 20)) / (whole + (256 << 10) + ranges))
 
 
+def test_explain_says_which_lengths_fit(
+    run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = ("explain", "-m", tiny, "--ratio", "1/8")
+    by = {x["positions"]: x for x in json.loads(run(*args, "--json").out)["lengths"]}
+    short, long = by[8192], by[1048576]
+    assert short["fits"] and short["beyond_training"]  # it was trained on 4096
+    per_position = 512 * (1 + 1 / 8 + 1 / 128) + 64 * 17 / 16 / 64 * 2 * 2 * 4 / 2  # and sums of V
+    assert long["memory"] - short["memory"] == pytest.approx(
+        (2**20 - 2**13) * per_position, rel=0.02
+    )
+    assert long["token_s_dense"] > 2 * long["token_s"]
+    # a text that is eight times as long: weights eight times, attention 64 times
+    assert 8 < by[1048576]["read_s"] / by[131072]["read_s"] < 64.1
+    monkeypatch.setenv("SPARQ_MEMORY_LIMIT", str(100 << 20))
+    said = run(*args).out
+    assert "100 MiB of memory free" in said
+    assert [("does not fit" in line) for line in said.splitlines()[-6:-1]] == [False] * 3 + [
+        True
+    ] * 2
+
+
 def test_explain_with_lists_of_another_length(run: Run, tiny: Path) -> None:
     result = run("explain", "-m", tiny, "-a", "sparq,k_layers=64:64:64")
     assert result.code == 2 and "k_layers has 3 entries for 2 layers" in result.err
