@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pyorch import paths
+from pyorch.attention.bytes import CELLS
 from pyorch.attention.spec import AttentionSpec
 from pyorch.cli import options as opt
 from pyorch.cli.loading import ready, session_options
@@ -75,7 +76,9 @@ def command(
     ):
         reading = engine.Reading(name, text, "plain" if plain else "chat", system)
         n = len(reading.tokens(loaded))
-        options["n_ctx"] = context.ctx or -(-n // 256) * 256
+        whole = -(-n // CELLS) * CELLS
+        limit = loaded.geometry.n_ctx_train or whole
+        options["n_ctx"] = context.ctx or max(n, min(whole, limit))
         with (
             loaded.session(**options) as session,
             progress_bar("reading", of="tokens", off_terminal=say) as progress,

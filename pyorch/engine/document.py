@@ -111,7 +111,7 @@ def read_document(
                 raise KeyboardInterrupt  # should_stop said so
             _write_rows(session, path, fd, header, n, n + len(piece))
             n += len(piece)
-            os.fdatasync(fd)
+            os.fsync(fd)
             document_file.set_read(fd, n)
         _finish(session, path, fd, header)
     return document_file.load(path)
@@ -150,7 +150,8 @@ def open_document(session: Session, of: Document) -> int:
 
     Raises:
         SparqError: another model has read it, or with other settings; the context is too small; or
-            the file is damaged. The cache is then empty.
+            the file is damaged. The session holds what it held then, or nothing if the file
+            cannot be read to its end.
     """
     check_model(of, session.model.file, session.rope, session.n_ctx)
     tokens, _ = document_file.content(of)

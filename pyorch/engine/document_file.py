@@ -189,10 +189,18 @@ def create(fd: int, header: Header, raw: bytes) -> None:
     text = json.dumps(asdict(header), ensure_ascii=False).encode()
     if _HEAD.size + len(text) > _PROGRESS_AT:
         raise SparqError("the system message is too long to be kept", "at most 60,000 bytes")
-    os.pwrite(fd, raw, ALIGN)
+    _write(fd, raw, ALIGN)
     os.truncate(fd, header.image_at)
     set_read(fd, 0)
-    os.pwrite(fd, _HEAD.pack(MAGIC, VERSION, len(text), zlib.crc32(text)) + text, 0)
+    _write(fd, _HEAD.pack(MAGIC, VERSION, len(text), zlib.crc32(text)) + text, 0)
+
+
+def _write(fd: int, raw: bytes, at: int) -> None:
+    """Write all of it: where the disk is nearly full, the system takes a part and says nothing."""
+    view = memoryview(raw)
+    while view:
+        n = os.pwrite(fd, view, at)
+        view, at = view[n:], at + n
 
 
 def set_read(fd: int, n_read: int, checksums_crc: int = 0) -> None:
@@ -206,7 +214,7 @@ def finish(fd: int, header: Header, progress: Progress = silent) -> None:
     os.truncate(fd, header.n_bytes)  # the end of the image may be a hole
     sums = list(_sums(fd, header, progress))
     raw = struct.pack(f"<{len(sums)}I", *sums)
-    os.pwrite(fd, raw, header.checksums_at)
+    _write(fd, raw, header.checksums_at)
     os.fsync(fd)
     set_read(fd, header.n_tokens, zlib.crc32(raw) or 1)
 
