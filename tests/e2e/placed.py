@@ -2,8 +2,8 @@
 
     python placed.py MODEL LIBRARY JSON
 
-JSON: spec, and n_gpu_layers, offload_kqv, type_k, type_v, n_seq, reseal, refused (why the spec
-is). Prints one line of JSON:
+JSON: spec, and n_gpu_layers, offload_kqv, type_k, type_v, n_seq, reseal, reopen (the prompt as a
+document), refused (why the spec is). Prints one line of JSON:
 what `llama_get_sparse_attn_info` says, nodes run by each device, a hash of the logits' bits.
 """
 
@@ -14,6 +14,7 @@ import hashlib
 import json
 import sys
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import numpy as np
 from llama import Context, Model, SpecError, bindings
@@ -27,7 +28,7 @@ def main() -> None:
     path, library, options = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     spec, n_gpu_layers = options.pop("spec"), options.pop("n_gpu_layers", 0)
     n_seq, reseal = options.get("n_seq", 1), options.pop("reseal", False)
-    refused = options.pop("refused", "")
+    refused, reopened = options.pop("refused", ""), options.pop("reopen", False)
     m = bindings()
     load = m._lib.ggml_backend_load
     load.restype, load.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
@@ -55,6 +56,8 @@ def main() -> None:
             before = ctx.info()["counters"]["groups_sealed"]
             assert ctx.set_state(ctx.get_state()) > 0
             sealed = ctx.info()["counters"]["groups_sealed"] - before
+        if reopened:
+            reopen(ctx, N_PROMPT)
         for i in range(N_DECODE):
             batch = [(5 + i, N_PROMPT - 70 * seq + i, seq) for seq in range(n_seq)]
             assert ctx.decode(batch, logits="all") == 0
@@ -68,6 +71,29 @@ def main() -> None:
     nodes = [{name: count(dev, op) for op, name in enumerate(STEPS)} for dev in range(2)]
     result = {"info": info, "nodes": nodes, "differ": differ, "sealed": sealed}
     print(json.dumps(result | {"bits": hashlib.sha256(bits.tobytes()).hexdigest()}))
+
+
+def reopen(ctx: Context, n: int) -> None:
+    """Write the `n` positions of sequence 0 as a document, forget them, and open it."""
+    lib, text = bindings()._lib, ctypes.create_string_buffer(1024)
+    n_pos, seq = ctypes.c_uint32(n), ctypes.c_int32(0)
+
+    def call(name: str, *values: object) -> int:
+        function = getattr(lib, f"llama_sparse_document_{name}")
+        function.restype = ctypes.c_int64
+        result = function(ctypes.c_void_p(ctx.handle), *values, text, ctypes.c_size_t(1024))
+        assert result >= 0, text.value
+        return result
+
+    with TemporaryFile() as file:
+        where = seq, ctypes.c_int32(file.fileno()), ctypes.c_uint64(0), n_pos
+        call("kind")
+        kind = text.value
+        call("write", *where, ctypes.c_uint32(0), n_pos)
+        call("write_shadow", *where)
+        file.truncate(call("bytes", n_pos))
+        assert ctx.seq_rm(0)
+        assert call("open", *where, n_pos, ctypes.c_char_p(kind)) == 0, "copied, not mapped"
 
 
 if __name__ == "__main__":
