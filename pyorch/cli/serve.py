@@ -339,7 +339,7 @@ def _serve(served: Served, more: Sequence[str]) -> None:
             page = ", and its web page at /" if (program.parent / web_page.NAME).is_file() else ""
             if served.documents:
                 n_read = sum(d.n_tokens for d in served.documents)
-                note(f"{len(served.documents)} documents, {n_read} tokens that are not read again")
+                note(f"documents: {n_read} tokens that are not read again")
             note(f"http://{place}:{served.port}/v1 is ready{page}; Ctrl-C ends it")
             child.wait_end()
     if child.was_late:
