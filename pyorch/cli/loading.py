@@ -133,6 +133,8 @@ def fit(options: SessionOptions, document: Document, model: Path) -> None:
     """Change the options of a session to what a document needs, but for those that were given."""
     from pyorch.engine import DEFAULT_CTX
 
+    mapped = [n for n in (options.get("n_mapped"), document.n_tokens) if n]
+    options["n_mapped"] = min(mapped)  # of several, one is open
     needed = document.n_tokens + REPLY_ROOM
     if not on_the_line(["ctx"]):
         limit = geometry(read_gguf(model)).n_ctx_train or needed

@@ -119,6 +119,8 @@ class SessionOptions(TypedDict, total=False):
                     programs and is ignored here
     rope            other rotations than the model's own, for longer contexts
     n_sequences     sequences that `parallel` decodes together, each with `n_ctx` positions
+    n_mapped        positions of a document that is opened next: their K and V are pages of its
+                    file, which the system can drop, so they do not count as memory
     """
 
     n_ctx: int | None
@@ -130,6 +132,7 @@ class SessionOptions(TypedDict, total=False):
     attention: AttentionSpec | str | None
     rope: Rope | None
     n_sequences: int
+    n_mapped: int
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,7 @@ def checked(
     attention: AttentionSpec | str | None = None,
     rope: Rope | None = None,
     n_sequences: int = 1,
+    n_mapped: int = 0,
 ) -> Settings:
     """The settings of a context for this model, from those that `SessionOptions` explains.
 
@@ -187,7 +191,8 @@ def checked(
     types = cache_type(type_k), cache_type(type_v)
     spec = fitted(attention, file.path, geo) if attention is not None else None
     shadow = shadow_bytes(geo, n_ctx, spec) if spec is not None else 0
-    check_memory(file, n_sequences * cache_bytes(geo, n_ctx, *types), n_sequences * shadow)
+    mapped = cache_bytes(geo, min(n_mapped, n_ctx), *types)
+    check_memory(file, n_sequences * cache_bytes(geo, n_ctx, *types) - mapped, n_sequences * shadow)
     n_threads = min(n_threads or usable_cores(), MAX_THREADS)
     if n_batch is None:
         n_batch = min(512, max(MASK_BYTES // (2 * n_ctx), 32))

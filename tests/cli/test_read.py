@@ -164,6 +164,20 @@ def test_the_types_of_the_document_are_taken(run: Run, tiny_chat: Path, text: Pa
     assert done.code == 1 and "K and V in q8_0/q4_0" in done.err
 
 
+def test_a_document_may_be_larger_than_the_memory(
+    run: Run, tiny_chat: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its K and V are pages of a file; those of a text that is read now are not."""
+    assert run("read", text, "-m", tiny_chat).code == 0
+    d = document_file.load(document_file.find("story"))
+    weights, room = tiny_chat.stat().st_size, 4096 * 512  # K and V of its 4096 positions
+    monkeypatch.setenv("SPARQ_MEMORY_LIMIT", str(weights + room - d.n_tokens * 512))
+    ask = ("chat", "-m", tiny_chat, "-n", 2, "-c", 4096)
+    assert "needs" in run(*ask, stdin="who?\n").err
+    done = run(*ask, "--document", "story", stdin="who?\n")
+    assert done.code == 0, done.err
+
+
 def test_read_is_kept(
     run: Run, tiny_chat: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
