@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,16 +16,16 @@ from pyorch import paths
 from pyorch.attention.spec import AttentionSpec, parse_ratio
 from pyorch.cli import chat_documents
 from pyorch.cli import options as opt
+from pyorch.cli.conversation import REPLY_ROOM, Chat
 from pyorch.cli.loading import open_session, shown
-from pyorch.cli.summary import Summary, summary_of, why_dense
+from pyorch.cli.summary import summary_of, why_dense
 from pyorch.cli.terminal import note
 from pyorch.cli.types import Number
 from pyorch.errors import SparqError
 from pyorch.progress import progress_bar
 
 if TYPE_CHECKING:
-    from pyorch.engine import Document, Reading, Sampling, Session
-    from pyorch.engine.chat_template import ChatTemplate
+    from pyorch.engine import Sampling
 
 HELP = """\
 /read FILE    put a text before the next message; it is kept, and not read a second time
@@ -41,45 +40,6 @@ Ctrl-C stops a reply, or the reading of a message, which is then dropped. Presse
 stops the program. The arrow keys bring back earlier messages."""
 
 ROLES = ("system", "user", "assistant")
-REPLY_ROOM = 64  # positions kept free for a reply when old messages are dropped
-
-
-@dataclass
-class Chat:
-    """A conversation with a model."""
-
-    session: Session
-    template: ChatTemplate
-    spec: AttentionSpec
-    sampling: Sampling
-    max_tokens: int | None
-    as_json: bool
-    interactive: bool
-    messages: list[dict[str, str]] = field(default_factory=list)
-    text: str = ""  # the text of /read, for the next message
-    read: list[str] = field(default_factory=list)  # with what messages begin that have such a text
-    documents: list[Document] = field(default_factory=list)  # those of the command line
-    keep: tuple[Path, Reading] | None = None  # what /read keeps after a reply
-    summary: Summary | None = None  # the summary of the last reply
-    told: str = ""  # the note on why attention is dense, which is shown once
-
-    def __post_init__(self) -> None:
-        # the last sparse settings, which /ratio goes back to after /dense
-        self.sparse = self.spec if self.spec.sparse else AttentionSpec("sparq")
-
-    def begin(self, text: str = "") -> None:
-        """Begin a new conversation, with a text before its first message."""
-        self.messages = [m for m in self.messages if m["role"] == "system"]
-        self.read.clear()
-        self.text, self.keep = text, None
-
-    def check_room(self, name: str, n_tokens: int) -> None:
-        """Refuse a text that leaves no room for a reply."""
-        if n_tokens + REPLY_ROOM > (n_ctx := self.session.n_ctx):
-            longer = "start again with a larger --ctx; --rope-scale stretches a model's own"
-            raise SparqError(
-                f"{name} has {n_tokens} tokens, but the context has {n_ctx} positions", longer
-            )
 
 
 @click.command()

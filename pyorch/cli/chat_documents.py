@@ -8,12 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pyorch.cli.conversation import Chat
 from pyorch.cli.terminal import note
 from pyorch.errors import SparqError
 from pyorch.text import decoded
 
 if TYPE_CHECKING:
-    from pyorch.cli.chat import Chat
     from pyorch.engine import Document, Session
 
 WORTH_KEEPING = 1024  # tokens; less is read in a moment
@@ -78,7 +78,6 @@ def open_in(chat: Chat, document: Document) -> None:
 
 def choose(chat: Chat, name: str) -> None:
     """`/document`: list those of the command line, or begin with one of them or another."""
-
     if not name:
         for d in chat.documents:
             note(f"{d.name}: {d.n_tokens} tokens, {d.path}")

@@ -16,6 +16,12 @@ from pyorch.errors import SparqError
 from pyorch.progress import progress_bar
 from pyorch.text import human_bytes
 
+_FORMS = {
+    "chat": "for a chat",
+    "plain": "as it is, for generate",
+    "saved": "a conversation, for chat --resume",
+}
+
 
 @click.group(invoke_without_command=True)
 @json_option
@@ -71,7 +77,7 @@ def show_command(name: str, as_json: bool) -> None:
         "model": f"{d.model}, content {d.model_hash}",
         "tokens": str(d.n_tokens),
         "file": f"{human_bytes(d.n_bytes)}, {d.path}",
-        "read": "for a chat" if d.form == "chat" else "as it is, for generate",
+        "read": _FORMS[d.form],
         "system": d.system,
         "K and V": cache.partition(",")[0],
         "transposed K": shadow.partition(",layers")[0] or "none: sparse attention makes it",

@@ -77,8 +77,11 @@ def prompt_operations(geo: Geometry, n: int) -> float:
 
 
 def product_rate() -> float:
-    """The floating-point operations per second of a product of f32 matrices on all cores, which
-    llama.cpp's prompts come near to on the machines that we know."""
+    """The floating-point operations per second of a product of f32 matrices on all cores.
+
+    A prompt takes longer: SmolLM2's 16,384 tokens took one and a half times what this rate says on
+    two cores of an AMD EPYC.
+    """
     import numpy as np
 
     a = np.ones((_SIDE, _SIDE), np.float32)

@@ -133,8 +133,6 @@ def fit(options: SessionOptions, document: Document, model: Path) -> None:
     """Change the options of a session to what a document needs, but for those that were given."""
     from pyorch.engine import DEFAULT_CTX
 
-    mapped = [n for n in (options.get("n_mapped"), document.n_tokens) if n]
-    options["n_mapped"] = min(mapped)  # of several, one is open
     needed = document.n_tokens + REPLY_ROOM
     if not on_the_line(["ctx"]):
         limit = geometry(read_gguf(model)).n_ctx_train or needed
@@ -161,6 +159,7 @@ def open_session(
     options = session_options(attention, context, load, n_sequences)
     for document in documents:
         fit(options, document, model_path(model.model, model.yes))
+    options["n_mapped"] = min((d.n_tokens for d in documents), default=0)  # one of them is open
     path = ready(model.model, model.yes, options)
     if attention is None and (card := _card(model.model, path)):
         note(f"attention is exact; for {card} try --ratio {first_ratio(card)}", "dim")

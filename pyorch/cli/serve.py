@@ -279,10 +279,12 @@ class Account:
     _REPLY = re.compile(r"\| +eval time = .*/ +(\d+) tokens")
     _CALLS = re.compile(r"sparse attention \S+: (\d+) attention calls sparse, (\d+) exact, (.*)")
     _LEFT = re.compile(r"left to llama\.cpp \((.+?)\)")
+    _DOCUMENT = re.compile(r"sparse document: slot \d+, (.*)")
 
     def __init__(self) -> None:
         self.tokens = self.sparse = self.exact = 0
         self.left: set[str] = set()  # why attention was left to llama.cpp
+        self.opened = 0  # prompts that began with a document
 
     def read(self, line: str) -> None:
         if reply := self._REPLY.search(line):
@@ -290,6 +292,11 @@ class Account:
         elif calls := self._CALLS.search(line):
             self.sparse, self.exact = self.sparse + int(calls[1]), self.exact + int(calls[2])
             self.left |= set(self._LEFT.findall(calls[3]))
+        elif document := self._DOCUMENT.search(line):
+            if document[1].endswith("were read before"):
+                self.opened += 1
+            else:  # the prompt is read as if there were none
+                note(f"note: {document[1]}", "yellow")
 
     def say(self, spec: AttentionSpec) -> None:
         """Report it, if anything was asked. Without calls nobody knows, as with `-- -lv 0`."""
@@ -345,6 +352,8 @@ def _serve(served: Served, more: Sequence[str]) -> None:
     if child.was_late:
         note(f"note: {PROGRAM} did not end in {GRACE_S:.0f} s, and was killed", "yellow")
     account.say(spec)
+    if served.documents and account.tokens:
+        note(f"{account.opened} prompts began with a document", "dim")
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from pyorch import paths
+from pyorch.attention.spec import parse_spec
 from pyorch.engine import document_file, sparse
 from pyorch.engine.attention import info
 from pyorch.engine.chat_template import ChatTemplate
@@ -176,6 +177,7 @@ def kept_path(session: Session, reading: Reading) -> Path:
         content_hash(session.model.file),
         rows,
         _rotations(session.model.file, session.rope, session.n_ctx),
+        str(parse_spec(info(session).spec).of_prompt),
         reading.system,
         reading.text,
     ]

@@ -27,6 +27,7 @@ from pyorch.errors import SparqError
 from pyorch.progress import Progress, silent
 
 MAGIC, VERSION, SUFFIX = b"SPARQDOC", 1, ".kv"
+FORMS = ("chat", "plain", "saved")  # see `Reading`
 ALIGN = 65536  # of the image: a page of any system
 BLOCK = 16 << 20  # the bytes of the image that a checksum is of
 _HEAD, _PROGRESS = struct.Struct("<8sIII"), struct.Struct("<QII")
@@ -140,6 +141,8 @@ def _header(path: Path, head: bytes) -> Header:
         if not all(type(values[name]) is kind for name, kind in kinds.items()):
             raise TypeError
         if min(header.n_text, header.image_bytes) < 0 or header.n_tokens < 1:
+            raise ValueError
+        if header.form not in FORMS:
             raise ValueError
     except (ValueError, TypeError, KeyError):
         raise _damaged(path, "its header has other fields") from None

@@ -656,3 +656,15 @@ def test_the_server_of_the_bindings(demo_model: Path) -> None:
             process.kill()
             said = process.communicate()[1]
     assert re.search(r"sparse attention \S+: [1-9]\d* attention calls sparse", said), said[-2000:]
+
+
+def test_the_account_tells_of_documents(capsys: pytest.CaptureFixture[str]) -> None:
+    """A document that cannot be used costs the time to read, so somebody is told at once."""
+    from pyorch.cli.serve import Account
+
+    account, head = Account(), "0.00.1 I sparse document: slot 1, /d.kv"
+    account.read(f"{head}, 4000 tokens of the prompt were read before")
+    assert account.opened == 1 and not capsys.readouterr().err
+    account.read(f"{head}: the document is shorter than its header says")
+    assert account.opened == 1
+    assert "/d.kv: the document is shorter" in capsys.readouterr().err
