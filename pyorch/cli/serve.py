@@ -353,7 +353,7 @@ def _serve(served: Served, more: Sequence[str]) -> None:
         note(f"note: {PROGRAM} did not end in {GRACE_S:.0f} s, and was killed", "yellow")
     account.say(spec)
     if served.documents and account.tokens:
-        note(f"{account.opened} prompts began with a document", "dim")
+        note(f"prompts that began with a document: {account.opened}", "dim")
 
 
 @contextmanager
