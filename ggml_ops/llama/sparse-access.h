@@ -31,5 +31,6 @@ struct llama_sparse_access {
 
     static llama_cparams & cparams           (llama_context & ctx) { return ctx.cparams; }
     static bool &          sched_need_reserve(llama_context & ctx) { return ctx.sched_need_reserve; }
+    static const auto &    backends          (llama_context & ctx) { return ctx.backends; }
     static const auto &    set_n_threads_fns (llama_context & ctx) { return ctx.set_n_threads_fns; }
 };

@@ -44,6 +44,20 @@ const llama_kv_cache_context * llama_sparse_find_cache(const llama_memory_contex
     return nullptr;
 }
 
+bool llama_sparse_is_worker(ggml_backend_dev_t dev) {
+    return dev && !strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(dev)), "RPC");
+}
+
+bool llama_sparse_is_cpu(ggml_backend_dev_t dev) {
+    if (llama_sparse_is_worker(dev)) { // ours says so only if it has no other devices; llama.cpp takes it for a GPU
+        ggml_tensor any = {};
+        any.op = GGML_OP_SPARSE_ATTN;
+        return ggml_backend_dev_supports_op(dev, &any);
+    }
+    const auto type = dev ? ggml_backend_dev_type(dev) : GGML_BACKEND_DEVICE_TYPE_CPU;
+    return type == GGML_BACKEND_DEVICE_TYPE_CPU || type == GGML_BACKEND_DEVICE_TYPE_ACCEL;
+}
+
 const char * llama_sparse_why_not(const llama_kv_cache & kv) {
     return access::has_other(kv)        ? "the cells are shared with another cache" :
             access::v_trans(kv)          ? "flash attention is off" :
@@ -66,8 +80,7 @@ const char * llama_sparse_why_not_layer(const llama_kv_cache & kv, int32_t ikv) 
     if (dev && ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_META) {
         return "K and V are split among devices (tensor split)";
     }
-    // says that it runs every op, whatever the other machine can do
-    return dev && !strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(dev)), "RPC") ? "K and V are on another machine" : "";
+    return llama_sparse_is_worker(dev) && !llama_sparse_is_cpu(dev) ? "on a worker without our sparse attention" : "";
 }
 
 bool llama_sparse_is_supported_type(ggml_type type) {
@@ -100,8 +113,12 @@ uint32_t llama_sparse_n_groups(uint32_t n_kv) {
     return (uint32_t) ggml_sparse_n_groups(n_kv);
 }
 
+ggml_backend_dev_t llama_sparse_device_of(ggml_backend_buffer_t buf) {
+    return ggml_backend_buffer_is_host(buf) ? nullptr : ggml_backend_buft_get_device(ggml_backend_buffer_get_type(buf));
+}
+
 ggml_backend_dev_t llama_sparse_device_of(const ggml_tensor * t) {
-    return ggml_backend_buffer_is_host(t->buffer) ? nullptr : ggml_backend_buft_get_device(ggml_backend_buffer_get_type(t->buffer));
+    return llama_sparse_device_of(t->buffer);
 }
 
 std::string llama_sparse_why_not_run(ggml_backend_dev_t dev, ggml_tensor * t) {

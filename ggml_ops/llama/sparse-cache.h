@@ -29,8 +29,15 @@ std::vector<double> llama_sparse_score_shares(const llama_kv_cache & kv, const l
 
 uint32_t llama_sparse_n_groups(uint32_t n_kv);
 
-// the device whose memory holds t; nullptr: the host, whatever device allocated it
+// the device whose memory it is; nullptr: the host, whatever device allocated it
+ggml_backend_dev_t llama_sparse_device_of(ggml_backend_buffer_t buf);
 ggml_backend_dev_t llama_sparse_device_of(const ggml_tensor * t);
+
+// another machine, which llama.cpp takes for a GPU (ggml-rpc)?
+bool llama_sparse_is_worker(ggml_backend_dev_t dev);
+
+// whether CPUs compute what runs on a device; nullptr: the host
+bool llama_sparse_is_cpu(ggml_backend_dev_t dev);
 
 // "" or why a device can not run all nodes of ours that t is made of
 std::string llama_sparse_why_not_run(ggml_backend_dev_t dev, ggml_tensor * t);

@@ -108,6 +108,12 @@ static void set(llama_context & ctx, const llama_sparse_spec & spec) {
             next->make_stats(llama_sparse_device_of(access::layers(*kv)[ikv].k));
         }
     }
+    for (const auto & backend : access::backends(ctx)) { // also those that hold nothing but layers with a sliding window
+        ggml_backend_dev_t dev = ggml_backend_get_device(backend.get());
+        if (llama_sparse_is_worker(dev) && llama_sparse_is_cpu(dev)) {
+            next->make_stats(dev);
+        }
+    }
     if (kv && spec.method != LLAMA_SPARSE_OFF) {
         auto & shadow = access::shadow(*kv);
         if (!shadow) {
@@ -320,9 +326,17 @@ void llama_sparse_attn_reset_counters(llama_context * ctx) {
     }
 }
 
-size_t llama_sparse_shadow_bytes(llama_context & ctx) {
+static std::map<ggml_backend_dev_t, size_t> shadow_bytes(llama_context & ctx) {
     auto * kv = find_shadowed(ctx.get_memory());
-    return kv ? access::shadow(*kv)->bytes() : 0;
+    return kv ? access::shadow(*kv)->bytes() : std::map<ggml_backend_dev_t, size_t>();
+}
+
+size_t llama_sparse_shadow_bytes(llama_context & ctx) {
+    size_t n = 0;
+    for (const auto & [_, bytes] : shadow_bytes(ctx)) {
+        n += bytes;
+    }
+    return n;
 }
 
 using json_fields = std::vector<std::pair<std::string, std::string>>;
@@ -355,6 +369,18 @@ static std::string info(llama_context & ctx) {
         layers += (layers.empty() ? "" : ", ") +
                 json_object({ { "il", json_number(il) }, { "state", json_text(reason.empty() ? "sparse" : "dense") }, { "reason", json_text(reason) } });
     }
+    std::string devices;
+    auto shadow = shadow_bytes(ctx);
+    state->for_each_device([&](ggml_backend_dev_t dev) {
+        const auto one = state->read_stats(dev);
+        const json_fields fields = {
+            { "name",         json_text(dev ? ggml_backend_dev_name(dev) : "CPU") },
+            { "shadow_bytes", json_number(shadow[dev]) },
+            { "calls_sparse", json_number(one[GGML_SPARSE_STAT_ATTEND_SPARSE]) },
+            { "bytes_read",   json_number(one[GGML_SPARSE_STAT_BYTES_SCORE] + one[GGML_SPARSE_STAT_BYTES_ATTEND]) },
+        };
+        devices += (devices.empty() ? "" : ", ") + json_object(fields);
+    });
     json_fields stock;
     uint64_t n_stock = 0;
     for (const auto & [reason, n] : state->n_stock) {
@@ -390,6 +416,7 @@ static std::string info(llama_context & ctx) {
         { "shadow_type",   json_text(ggml_sparse_shadow_name(spec.n_bit)) },
         { "shadow_bytes",  json_number(llama_sparse_shadow_bytes(ctx)) },
         { "layers",        "[" + layers + "]" },
+        { "devices",       "[" + devices + "]" },
         { "counters",      counters },
     });
     // clang-format on

@@ -28,7 +28,8 @@ struct attention {
     const llama_sparse_spec & spec()    const { return inp.state->spec; }
     float                     softcap() const { return g.hparams.attn_soft_cap ? g.hparams.f_attn_logit_softcapping : 0.0f; }
     int32_t                   ikv()     const { return access::layer_ids(inp.kv()).at(il); }
-    ggml_backend_dev_t        device()  const { return llama_sparse_device_of(access::layers(inp.kv())[ikv()].k); }
+    // where K lies: a view of the cache
+    ggml_backend_dev_t        device()  const { return llama_sparse_device_of(k->view_src ? k->view_src : k); }
 
     // the tokens [lo, hi) of q, [d_k, n_head, n, n_stream], and of the mask; with several streams they must be all
     ggml_tensor * view_q(uint32_t lo, uint32_t hi) const {
@@ -78,21 +79,21 @@ std::string why_not_ours(const attention & a, const llama_kv_cache_context * mct
     return a.spec().has_shadow() ? shadow->at(a.ikv()).reason : "";
 }
 
-// no device but CPUs? With another, llama.cpp may run a prompt there even where K lies in host memory
-bool is_cpu_only(const llm_graph_context & g) {
-    for (int i = 0; i < ggml_backend_sched_get_n_backends(g.sched); ++i) {
-        const auto type = ggml_backend_dev_type(ggml_backend_get_device(ggml_backend_sched_get_backend(g.sched, i)));
-        if (type != GGML_BACKEND_DEVICE_TYPE_CPU && type != GGML_BACKEND_DEVICE_TYPE_ACCEL) {
+// does a CPU compute the prompts of a layer? With a GPU, llama.cpp may run a prompt there even where K lies in host memory
+bool is_prompt_on_cpu(const attention & a) {
+    for (int i = 0; i < ggml_backend_sched_get_n_backends(a.g.sched); ++i) {
+        const auto dev = ggml_backend_get_device(ggml_backend_sched_get_backend(a.g.sched, i));
+        if (!llama_sparse_is_cpu(dev) && !llama_sparse_is_worker(dev)) {
             return false;
         }
     }
-    return true;
+    return llama_sparse_is_cpu(a.device());
 }
 
 // can PREFILL read this layer, which may have a sliding window?
 bool can_prefill(const attention & a) {
     return is_ordinary(a) && !a.g.hparams.is_mla() && llama_sparse_is_supported_type(a.k->type) && llama_sparse_is_supported_type(a.v->type) &&
-            is_cpu_only(a.g);
+            is_prompt_on_cpu(a);
 }
 
 // our nodes run where K lies: left to the scheduler, they could follow q, and all of K be copied to them
@@ -133,8 +134,8 @@ ggml_tensor * build_prefill(const attention & a, uint32_t lo, uint32_t hi, ggml_
     const ggml_sparse_prefill_params params = {
         a.scale, a.g.hparams.f_max_alibi_bias, a.softcap(), a.spec().prompt > 0, a.spec().prompt_keep((uint32_t) a.k->ne[2]),
     };
-    ggml_tensor * t = ggml_sparse_attn_prefill(a.g.ctx0, a.view_q(lo, hi), a.k, a.v, mask, a.sinks, a.inp.state->stats(nullptr), params);
-    return emit(a, nullptr, t, "sparse_prefill");
+    ggml_tensor * t = ggml_sparse_attn_prefill(a.g.ctx0, a.view_q(lo, hi), a.k, a.v, mask, a.sinks, a.inp.state->stats(a.device()), params);
+    return emit(a, a.device(), t, "sparse_prefill");
 }
 
 ggml_tensor * build_prefill(const attention & a, uint32_t lo, uint32_t hi) {
@@ -176,7 +177,7 @@ ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string 
     // a device reads few bytes faster than it selects: what is short stays with its own flash attention
     const auto dev = a.device();
     const double dense_bytes = llama_sparse_row_bytes(inp.kv(), a.il)*a.k->ne[1]*inp.n_kv*(tok.hi - tok.lo);
-    if (dev && !spec.is_dense() && (all || dense_bytes < spec.gpu_min_mb*1e6)) {
+    if (!llama_sparse_is_cpu(dev) && !spec.is_dense() && (all || dense_bytes < spec.gpu_min_mb*1e6)) {
         why = all ? "every position is read" : "short for a GPU";
         return nullptr;
     }

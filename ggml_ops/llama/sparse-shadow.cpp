@@ -193,12 +193,12 @@ void llama_sparse_shadow::make_tensors(llama_kv_cache & kv, const llama_sparse_s
     invalidate();
 }
 
-size_t llama_sparse_shadow::bytes() const {
-    size_t n = 0;
+std::map<ggml_backend_dev_t, size_t> llama_sparse_shadow::bytes() const {
+    std::map<ggml_backend_dev_t, size_t> res;
     for (const auto & buf : bufs) {
-        n += ggml_backend_buffer_get_size(buf.get());
+        res[llama_sparse_device_of(buf.get())] += ggml_backend_buffer_get_size(buf.get());
     }
-    return n;
+    return res;
 }
 
 ggml_tensor * llama_sparse_shadow::build_seal(ggml_context * ctx, const llama_kv_cache & kv, int32_t ikv, ggml_tensor * k, ggml_tensor * v, uint32_t s0,

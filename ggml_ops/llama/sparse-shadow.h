@@ -23,6 +23,7 @@
 #include "ggml-sparse.h"
 
 #include <algorithm>
+#include <map>
 
 struct llama_sparse_shadow {
     llama_sparse_shadow(uint32_t n_stream, uint32_t n_cell);
@@ -47,7 +48,7 @@ struct llama_sparse_shadow {
     bool          has_tensors() const { return !layers.empty(); }
     const layer & at(int32_t ikv) const { return layers[ikv]; } // k_t == nullptr: this layer of the cache has no shadow
     int32_t       n_bit() const { return bits; }
-    size_t        bytes() const;
+    std::map<ggml_backend_dev_t, size_t> bytes() const; // of each device that holds some
 
     // SEAL for one layer; returns its k_t. k, v: views of the cache with n_stream streams from s0 on; see ggml_sparse_attn_seal()
     ggml_tensor * build_seal(ggml_context * ctx, const llama_kv_cache & kv, int32_t ikv, ggml_tensor * k, ggml_tensor * v, uint32_t s0,

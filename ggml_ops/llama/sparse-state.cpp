@@ -22,10 +22,16 @@ void llama_sparse_state::make_stats(ggml_backend_dev_t dev) {
     all_stats.emplace(dev, std::move(s));
 }
 
-std::array<int64_t, GGML_SPARSE_STAT_COUNT> llama_sparse_state::read_stats() const {
-    std::array<int64_t, GGML_SPARSE_STAT_COUNT> sum = {}, one;
-    for (const auto & [_, s] : all_stats) {
-        ggml_backend_tensor_get(s.t, one.data(), 0, sizeof(one));
+llama_sparse_state::counts llama_sparse_state::read_stats(ggml_backend_dev_t dev) const {
+    counts res;
+    ggml_backend_tensor_get(stats(dev), res.data(), 0, sizeof(res));
+    return res;
+}
+
+llama_sparse_state::counts llama_sparse_state::read_stats() const {
+    counts sum = {};
+    for (const auto & [dev, _] : all_stats) {
+        const counts one = read_stats(dev);
         std::transform(one.begin(), one.end(), sum.begin(), sum.begin(), std::plus<>());
     }
     return sum;

@@ -56,8 +56,17 @@ struct llama_sparse_state {
     void          make_stats(ggml_backend_dev_t dev);
     ggml_tensor * stats     (ggml_backend_dev_t dev) const { return all_stats.at(dev).t; }
 
-    // the sum over all of them; what runs on a device must be done
-    std::array<int64_t, GGML_SPARSE_STAT_COUNT> read_stats() const;
+    // what runs on a device must be done
+    using counts = std::array<int64_t, GGML_SPARSE_STAT_COUNT>;
+    counts read_stats(ggml_backend_dev_t dev) const;
+    counts read_stats() const; // the sum over all devices
+
+    template <typename F>
+    void for_each_device(F f) const {
+        for (const auto & [dev, _] : all_stats) {
+            f(dev);
+        }
+    }
 
     void reset_counters();
 

@@ -21,6 +21,7 @@ COMMANDS = {
     "read": ("read", "Read a text once and keep it."),
     "documents": ("documents", "List, show, check or remove what was read."),
     "serve": ("serve", "Serve OpenAI's API over HTTP."),
+    "worker": ("worker", "Hold layers of a model for another machine."),
     "explain": ("explain", "Show what attention reads at a ratio and a length."),
     "calibrate": ("calibrate", "Measure which k and rank each layer needs."),
     "models": ("models", "List, show or remove models."),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
+
+import click
 
 from pyorch.attention.spec import DEFAULT_RATIO, AttentionSpec, parse_spec, ratio_text
 from pyorch.cli.groups import on_the_line
@@ -17,7 +21,7 @@ from pyorch.progress import progress_bar
 from pyorch.text import human_bytes
 
 if TYPE_CHECKING:
-    from pyorch.engine import Document, Session, SessionOptions
+    from pyorch.engine import Document, Placement, Session, SessionOptions
     from pyorch.models.pull import Model
 
 
@@ -118,6 +122,8 @@ def session_options(
     n_sequences: int = 1,
 ) -> SessionOptions:
     """The options of a session, in the engine's form."""
+    from pyorch.engine.settings import layers_away
+
     return {
         "n_ctx": context.ctx,
         "n_threads": context.threads,
@@ -126,7 +132,39 @@ def session_options(
         "attention": attention,
         "rope": load.rope.settings(),
         "n_sequences": n_sequences,
+        "n_away": layers_away(load.rpc.workers, load.n_gpu_layers),
     }
+
+
+def placement(load: LoadOptions) -> Placement:
+    """Where the layers go, in the engine's form. Losing a worker ends the program, in one line.
+
+    Raises:
+        SparqError: a worker is not here, or the way to it is open to others.
+    """
+    from pyorch import engine
+    from pyorch.engine import machines
+
+    if workers := load.rpc.allowed():
+        machines.on_loss(engine.library(), workers, _lost)
+        for endpoint in workers:
+            if not machines.runs_sparse(engine.library(), machines.ask(endpoint)):
+                note(f"note: {endpoint} is no worker of ours: its layers stay exact", "yellow")
+    return {
+        "n_gpu_layers": load.n_gpu_layers,
+        "workers": workers,
+        "tensor_split": load.rpc.tensor_split,
+        "numa": load.numa or "",
+    }
+
+
+def _lost(reason: str) -> NoReturn:
+    """End the program, from a thread of llama.cpp's, which would abort."""
+    sys.stdout.flush()
+    click.echo(f"\nerror: {reason}", err=True)
+    click.echo("hint: see what it says there, and start it again: sparq-cpp worker", err=True)
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def fit(options: SessionOptions, document: Document, model: Path) -> None:
@@ -164,12 +202,6 @@ def open_session(
     if attention is None and (card := _card(model.model, path)):
         note(f"attention is exact; for {card} try --ratio {first_ratio(card)}", "dim")
     with progress_bar("loading the model") as progress:
-        session = engine.load(
-            path,
-            n_gpu_layers=load.n_gpu_layers,
-            numa=load.numa or "",
-            progress=progress,
-            **options,
-        )
+        session = engine.load(path, progress=progress, **placement(load), **options)
     note_if_beyond(session.n_ctx, session.geometry.n_ctx_train)
     return session

@@ -6,6 +6,7 @@ keyword argument `context`. A command with many options of its own makes such a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +20,14 @@ from pyorch.attention.spec import (
     AttentionSpec,
     parse_spec,
 )
-from pyorch.cli.groups import group, on_the_line, option, renamed, takes
+from pyorch.cli.groups import group, on_the_line, option, renamed, several, takes
 from pyorch.cli.log import show_log
 from pyorch.cli.types import (
     POSITIONS,
     POSITIVE,
     SOME_POSITIONS,
     THREADS,
+    Endpoint,
     Name,
     Number,
     Ratio,
@@ -187,8 +189,47 @@ def gpu_option() -> Any:
         "-ngl",
         "--n-gpu-layers",
         type=POSITIONS,
-        help="Number of layers on the GPU.  [default: all, if there is one]",
+        help="Number of layers on the GPU, or on the workers of --rpc.  [default: all]",
     )
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """The other machines that hold layers of the model."""
+
+    workers: list[str] = several(
+        "--rpc", of=Endpoint(), text="HOST:PORT of machines that run `sparq-cpp worker`."
+    )
+    tensor_split: list[float] = several(
+        "-ts",
+        "--tensor-split",
+        of=Number(float, 0),
+        text="How they share the layers, say 3,1.  [default: as their free memory]",
+    )
+    rpc_insecure: bool = option(
+        "--rpc-insecure",
+        is_flag=True,
+        help="Send the text and the weights, readable, through networks that are not private.",
+    )
+
+    def allowed(self) -> Sequence[str]:
+        """The machines.
+
+        Raises:
+            SparqError: the way to one is open to others.
+        """
+        from pyorch.engine.machines import reach
+
+        for endpoint in self.workers:
+            host, _, port = endpoint.partition(":")
+            if reach(host) == "public" and not self.rpc_insecure:
+                raise SparqError(
+                    f"--rpc {endpoint}: everybody on the way could read the text and change it",
+                    f"ssh -N -L {port}:127.0.0.1:{port} {host}, then --rpc 127.0.0.1:{port}; "
+                    "or --rpc-insecure",
+                    exit_code=2,
+                )
+        return self.workers
 
 
 @dataclass(frozen=True)
@@ -197,6 +238,7 @@ class LoadOptions:
 
     rope: RopeOptions = field(default_factory=RopeOptions)
     n_gpu_layers: int | None = gpu_option()
+    rpc: WorkerOptions = field(default_factory=WorkerOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
     numa: str | None = numa_option()
 

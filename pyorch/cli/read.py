@@ -12,7 +12,7 @@ from pyorch import paths
 from pyorch.attention.bytes import CELLS
 from pyorch.attention.spec import AttentionSpec
 from pyorch.cli import options as opt
-from pyorch.cli.loading import ready, session_options
+from pyorch.cli.loading import placement, ready, session_options
 from pyorch.cli.terminal import note, print_json
 from pyorch.errors import SparqError
 from pyorch.progress import progress_bar, say
@@ -70,9 +70,7 @@ def command(
     file = ready(model.model, model.yes, options)
     with (
         progress_bar("loading the model") as progress,
-        engine.load_model(
-            file, n_gpu_layers=load.n_gpu_layers, numa=load.numa or "", progress=progress
-        ) as loaded,
+        engine.load_model(file, progress=progress, **placement(load)) as loaded,
     ):
         reading = engine.Reading(name, text, "plain" if plain else "chat", system)
         n = len(reading.tokens(loaded))

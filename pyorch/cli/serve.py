@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import errno
+import http.client
 import ipaddress
 import os
 import re
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,9 +18,10 @@ import click
 from pyorch import native, paths
 from pyorch.attention.bytes import cache_bytes, layer_costs, shadow_bytes
 from pyorch.attention.spec import AttentionSpec
+from pyorch.cli import listen
 from pyorch.cli import options as opt
 from pyorch.cli.groups import group, option, renamed, takes
-from pyorch.cli.loading import fit, model_path, ready, session_options, shown
+from pyorch.cli.loading import fit, model_path, placement, ready, session_options, shown
 from pyorch.cli.log import shows_log
 from pyorch.cli.supervise import GRACE_S, Child
 from pyorch.cli.terminal import note, note_if_beyond
@@ -69,6 +69,8 @@ _OURS = {
     "-a SPEC, which needs flash attention": "--sparse-attn -fa --flash-attn",
     "--threads": "-t --threads",
     "--n-gpu-layers": "-ngl --gpu-layers --n-gpu-layers",
+    "--rpc": "--rpc",
+    "--tensor-split": "-ts --tensor-split",
     "--numa": "--numa",
     "--cache-type-k": "-ctk --cache-type-k",
     "--cache-type-v": "-ctv --cache-type-v",
@@ -146,7 +148,7 @@ def command(
 
     _check_more(more)
     keys = _key_file(server.api_key_file) if server.api_key_file is not None else None
-    family, address = _address(server.host, server.port)
+    family, address = listen.address(server.host, server.port)
     if not (ipaddress.ip_address(address.partition("%")[0]).is_loopback or keys):
         if not server.insecure:
             raise SparqError(
@@ -159,7 +161,7 @@ def command(
     found = [document_file.load(document_file.find(name)) for name in documents]
     for document in found:
         fit(options, document, model_path(model.model, model.yes))
-    with _reserved(family, address, server.port) as port:
+    with listen.reserved(family, address, server.port) as port:
         path = _ready(model, options)
     served = Served(path, _alias(model, path), address, port, keys, load, options, found)
     _serve(served, more)
@@ -207,41 +209,6 @@ def _key_file(name: str) -> Path:
     if mode & 0o044:
         note(f"note: others on this machine can read {name}: chmod 600 {name}", "yellow")
     return file
-
-
-def _address(host: str, port: int) -> tuple[socket.AddressFamily, str]:
-    """The kind of address, and the number that a name stands for."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        found = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as e:
-        raise _cannot_listen(host, port, e) from None
-    return family, str(found[0][4][0])
-
-
-@contextmanager
-def _reserved(family: socket.AddressFamily, address: str, port: int) -> Iterator[int]:
-    """Keep the port, or any free one for 0, while the model is made ready. Nobody is answered yet:
-    it does not listen.
-
-    Raises:
-        SparqError: it cannot be had.
-    """
-    with socket.socket(family, socket.SOCK_STREAM) as place:
-        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as llama-server does
-        try:
-            place.bind((address, port))
-        except OSError as e:
-            raise _cannot_listen(address, port, e) from None
-        yield place.getsockname()[1]
-
-
-def _cannot_listen(host: str, port: int, error: Exception) -> SparqError:
-    hint = "--host takes an address of this machine, 127.0.0.1 or 0.0.0.0"
-    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-        hint = "another program listens there: --port 0 takes a free one"
-    reason = getattr(error, "strerror", None) or error
-    return SparqError(f"cannot listen on {host}:{port}: {reason}", hint)
 
 
 def _ready(model: opt.ModelOptions, options: SessionOptions) -> Path:
@@ -322,10 +289,11 @@ def _serve(served: Served, more: Sequence[str]) -> None:
     for document in served.documents:
         check_model(document, file, settings.rope, settings.n_ctx)
     spec = settings.attention or AttentionSpec("off")
-    if served.load.n_gpu_layers:
+    place = placement(served.load)
+    if place["n_gpu_layers"] and not place["workers"]:
         from pyorch import engine
 
-        engine.library().check_gpu(served.load.n_gpu_layers)
+        engine.library().check_gpu(place["n_gpu_layers"])
     note_if_beyond(settings.n_ctx, geometry(file).n_ctx_train)
     if why := _stays_exact(file, settings, spec):
         note(why, "yellow")
@@ -338,16 +306,16 @@ def _serve(served: Served, more: Sequence[str]) -> None:
         Child(argv, {**env, **documents}, account.read, shows_log()) as child,
     ):
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(served.address, served.address)
-        if child.wait_ready(host, served.port, "loading the model"):
+        if child.wait_ready(lambda: _answers(host, served.port), "loading the model"):
             n = settings.n_sequences
             slots = f" in each of {n} slots" if n > 1 else ""
             note(f"{shown(served.path)}, attention {spec}, {settings.n_ctx} positions{slots}")
-            place = f"[{served.address}]" if ":" in served.address else served.address
+            url = f"[{served.address}]" if ":" in served.address else served.address
             page = ", and its web page at /" if (program.parent / web_page.NAME).is_file() else ""
             if served.documents:
                 n_read = sum(d.n_tokens for d in served.documents)
                 note(f"documents: {n_read} tokens that are not read again")
-            note(f"http://{place}:{served.port}/v1 is ready{page}; Ctrl-C ends it")
+            note(f"http://{url}:{served.port}/v1 is ready{page}; Ctrl-C ends it")
             child.wait_end()
     if child.was_late:
         note(f"note: {PROGRAM} did not end in {GRACE_S:.0f} s, and was killed", "yellow")
@@ -417,6 +385,12 @@ def _arguments(served: Served, settings: Settings, file: GGUFFile) -> list[str]:
         values["--numa"] = served.load.numa
     if served.load.n_gpu_layers is not None:
         values["--n-gpu-layers"] = served.load.n_gpu_layers
+    for name, parts in (
+        ("rpc", served.load.rpc.workers),
+        ("tensor-split", served.load.rpc.tensor_split),
+    ):
+        if parts:
+            values[f"--{name}"] = ",".join(map(str, parts))
     line = [str(word) for pair in values.items() for word in pair]
     # A cache for each slot, of --ctx positions. In one cache for all (--kv-unified) a long request
     # takes the room of the others, and each reply looks through the cells of all slots.
@@ -436,3 +410,15 @@ def _prompt_cache(file: GGUFFile, settings: Settings) -> int:
     if settings.attention:
         needed += n * shadow_bytes(geo, settings.n_ctx, settings.attention)
     return min(8192, max(available_memory() - needed, 0) // 2 >> 20)
+
+
+def _answers(host: str, port: int) -> bool:
+    """Whether the server has its model: until then it answers everything with 503."""
+    connection = http.client.HTTPConnection(host, port, timeout=2)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status != 503
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

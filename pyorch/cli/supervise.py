@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import os
 import re
 import signal
@@ -40,7 +39,7 @@ if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[2], sys.argv[2:])
 """
 _STAMP = re.compile(r"(?:\d+(?:\.\d+){3} )?(?:([A-Z]) )?")  # 0.00.009.528 E text
-_FATAL = re.compile(r"GGML_ASSERT|what\(\):|^error[: ]|CUDA error")
+_FATAL = re.compile(r"GGML_ASSERT|what\(\):|^error[: ]|CUDA error|RPC server")
 
 
 class Child:
@@ -102,10 +101,11 @@ class Child:
         assert self._process is not None, "it is a context"
         return self._process
 
-    def wait_ready(self, host: str, port: int, doing: str) -> bool:
+    def wait_ready(self, answers: Callable[[], bool], doing: str) -> bool:
         """Wait until the server answers. False: it was asked to end before that, and has ended.
 
         Args:
+            answers: asks it, which may take seconds.
             doing: what it does meanwhile, which is shown if it takes long.
 
         Raises:
@@ -113,7 +113,7 @@ class Child:
         """
         with spinner(doing) as turn:
             while self.process.poll() is None:
-                if not self.was_asked and _answers(host, port):
+                if not self.was_asked and answers():
                     self._ready = True
                     return True
                 if not self._show:
@@ -191,15 +191,3 @@ class Child:
         if errors:
             return errors[-1 if self._ready else 0]
         return next((text for _, text in reversed(said) if text), "")
-
-
-def _answers(host: str, port: int) -> bool:
-    """Whether the server has its model: until then it answers everything with 503."""
-    connection = http.client.HTTPConnection(host, port, timeout=2)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status != 503
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()

@@ -94,6 +94,17 @@ class Several(click.ParamType):
         return [self.one.convert(part.strip(), param, ctx) for part in str(value).split(",")]
 
 
+class Endpoint(click.ParamType):
+    """HOST:PORT of a worker."""
+
+    name = "endpoint"
+
+    def convert(self, value: object, param: Param, ctx: Context) -> str:
+        from pyorch.engine.machines import parse_endpoint
+
+        return parse_endpoint(str(value))
+
+
 class Numbers(click.ParamType):
     """Whole numbers as llama-bench takes them: 0,512  1-4  1024-4096+1024  4096-131072*2."""
 

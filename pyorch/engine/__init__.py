@@ -36,6 +36,7 @@ from pyorch.engine.parallel import decode_each, prefill_each, rewind_each
 from pyorch.engine.sampling import Sampler, Sampling
 from pyorch.engine.settings import (
     DEFAULT_CTX,
+    Placement,
     Rope,
     SessionOptions,
     cache_type,
@@ -56,6 +57,7 @@ __all__ = [
     "Document",
     "Model",
     "Piece",
+    "Placement",
     "Reading",
     "Rope",
     "Sampler",

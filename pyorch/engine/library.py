@@ -25,6 +25,7 @@ LOG = logging.getLogger("pyorch.llama")
 LOG.addHandler(logging.NullHandler())
 
 _LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
+_GPUS = (1, 2)  # ggml_backend_dev_type: a GPU with memory of its own, or that of the host
 _CONT = 5  # the ggml_log_level of a message that continues
 # "llama_model_load: error loading model: X" -> "X"
 _LOG_PREFIX = re.compile(r"^(?:[\w:~]+: |error loading model[\w ]*: )+")
@@ -56,6 +57,8 @@ class Library:
         self._calls: list[Call] = []
         self._line, self._level = "", logging.INFO  # the line of the log that is not yet complete
         self._numa = ""
+        self.workers: dict[str, int] = {}  # by endpoint, llama.cpp's registration
+        self.on_abort: object = None  # what llama.cpp calls before it aborts
         self._on_log = lib.llama_log_callback(self._log)  # kept alive: the library calls it
         silent = lib.llama_log_callback(lambda *_: None)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(silent))  # for what is freed after our modules
@@ -90,13 +93,32 @@ class Library:
             self._numa = numa
             self.lib.llama_numa_init(NUMA[numa])
 
+    @property
+    def has_gpu(self) -> bool:
+        """Whether a device of this machine may hold layers. llama.cpp itself takes workers for
+        GPUs, and says yes if there could be some."""
+        ggml = self.lib._lib
+        pointer = ctypes.c_void_p
+        ggml.ggml_backend_dev_get.restype = pointer
+        ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
+        ggml.ggml_backend_dev_description.restype = ctypes.c_char_p
+        ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
+        for name in ("ggml_backend_dev_type", "ggml_backend_dev_description"):
+            getattr(ggml, name).argtypes = [pointer]
+        found = map(ggml.ggml_backend_dev_get, range(ggml.ggml_backend_dev_count()))
+        return any(
+            ggml.ggml_backend_dev_type(device) in _GPUS
+            and ggml.ggml_backend_dev_description(device).decode() not in self.workers
+            for device in found
+        )
+
     def check_gpu(self, n_gpu_layers: int | None) -> None:
         """Refuse layers on a GPU if this library has none.
 
         Raises:
             SparqError: it is a build without CUDA, or there is no device.
         """
-        if n_gpu_layers and not self.lib.llama_supports_gpu_offload():
+        if n_gpu_layers and not self.has_gpu:
             raise SparqError(
                 f"{n_gpu_layers} layers cannot go to a GPU: this library has none",
                 "sparq-cpp doctor says why; with a device, sparq-cpp build --cuda",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from pyorch.engine import machines
 from pyorch.engine.library import Call, library
 from pyorch.engine.model import Model, Session, Watch
-from pyorch.engine.settings import SessionOptions, checked
+from pyorch.engine.settings import SessionOptions, checked, layers_away
 from pyorch.errors import SparqError
 from pyorch.models.gguf_file import GGUFFile, read_gguf
 from pyorch.progress import Progress
@@ -22,6 +25,8 @@ def load(
     *,
     watch: Watch | None = None,
     n_gpu_layers: int | None = None,
+    workers: Sequence[str] = (),
+    tensor_split: Sequence[float] = (),
     numa: str = "",
     stock: bool = False,
     progress: Progress | None = None,
@@ -31,15 +36,24 @@ def load(
 
     Args:
         watch: as for `Model.session`.
-        n_gpu_layers, numa, stock, progress: as for `load_model`.
+        n_gpu_layers, workers, tensor_split, numa, stock, progress: as for `load_model`.
         options: those of `SessionOptions`; errors in them are raised before the model is
             read.
 
     Raises:
         SparqError: something is wrong with the file, the sizes or the library.
     """
+    options.setdefault("n_away", layers_away(workers, n_gpu_layers))
     settings = checked(read_gguf(path), **options)
-    model = load_model(path, n_gpu_layers=n_gpu_layers, numa=numa, stock=stock, progress=progress)
+    model = load_model(
+        path,
+        n_gpu_layers=n_gpu_layers,
+        workers=workers,
+        tensor_split=tensor_split,
+        numa=numa,
+        stock=stock,
+        progress=progress,
+    )
     try:
         session = Session(model, settings, watch)
     except BaseException:
@@ -53,6 +67,8 @@ def load_model(
     path: str | os.PathLike[str],
     *,
     n_gpu_layers: int | None = None,
+    workers: Sequence[str] = (),
+    tensor_split: Sequence[float] = (),
     numa: str = "",
     stock: bool = False,
     progress: Progress | None = None,
@@ -60,23 +76,35 @@ def load_model(
     """Map a GGUF model into memory.
 
     Args:
-        n_gpu_layers: how many layers go to the GPU; None is llama.cpp's default, all.
+        n_gpu_layers: how many layers go to the GPU, or to the workers; None is llama.cpp's
+            default, all. The first layers stay.
+        workers: HOST:PORT of the other machines that hold these layers, in their order.
+        tensor_split: in what proportion the devices of the workers share them; by default as
+            their free memory.
         numa: one of llama.cpp's strategies, a key of `NUMA`; only a process's first one counts.
         stock: use the unpatched library for comparison; a process has one library or the other.
         progress: called with (per mille done, 1000) while the model is loaded.
 
     Raises:
-        SparqError: something is wrong with the file, or the library is not built.
+        SparqError: something is wrong with the file, the library is not built, or a worker does
+            not answer.
     """
     file = read_gguf(path)
     found = library(stock)
-    found.check_gpu(n_gpu_layers)
+    if not workers:
+        found.check_gpu(n_gpu_layers)
     found.place(numa)
     lib = found.lib
     params = lib.llama_model_default_params()
     params.load_mode = lib.LLAMA_LOAD_MODE_MMAP
     if n_gpu_layers is not None:
         params.n_gpu_layers = n_gpu_layers
+    if workers or found.workers:  # one that was used before is no device of this model
+        devices = machines.devices(found, workers)
+        ended = (ctypes.c_void_p * (len(devices) + 1))(*devices, None)
+        params.devices = ctypes.cast(ended, ctypes.c_void_p)
+        shares = _shares(tensor_split, len(devices))
+        params.tensor_split = (ctypes.c_float * lib.llama_max_devices())(*shares)
     with found.call() as call:
         on_progress = _on_progress(lib, call, progress)  # the name keeps it alive
         params.progress_callback = on_progress
@@ -89,7 +117,21 @@ def load_model(
     if lib.llama_model_has_encoder(handle) or not lib.llama_model_has_decoder(handle):
         lib.llama_model_free(handle)
         raise SparqError(f"{file.path}: not a decoder-only language model")
-    return Model(found, file, handle, n_gpu_layers == 0 or not lib.llama_supports_gpu_offload())
+    on_cpu = n_gpu_layers == 0 or not (workers or found.has_gpu)
+    return Model(found, file, handle, on_cpu)
+
+
+def _shares(tensor_split: Sequence[float], n_devices: int) -> Sequence[float]:
+    """Raises:
+    SparqError: it has not one part for each device.
+    """
+    if tensor_split and len(tensor_split) != n_devices:
+        raise SparqError(
+            f"--tensor-split has {len(tensor_split)} parts for {n_devices} devices of workers",
+            "give one part for each",
+            exit_code=2,
+        )
+    return tensor_split
 
 
 def _on_progress(lib: ModuleType, call: Call, progress: Progress | None) -> object:

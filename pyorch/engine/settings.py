@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import ModuleType
@@ -121,6 +122,7 @@ class SessionOptions(TypedDict, total=False):
     n_sequences     sequences that `parallel` decodes together, each with `n_ctx` positions
     n_mapped        positions of a document that is opened next: their K and V are pages of its
                     file, which the system can drop, so they do not count as memory
+    n_away          layers whose weights, K and V are on other machines; None is all of them
     """
 
     n_ctx: int | None
@@ -133,6 +135,16 @@ class SessionOptions(TypedDict, total=False):
     rope: Rope | None
     n_sequences: int
     n_mapped: int
+    n_away: int | None
+
+
+class Placement(TypedDict):
+    """Where a model goes, as keywords of `load` and `load_model`, which explains them."""
+
+    n_gpu_layers: int | None
+    workers: Sequence[str]
+    tensor_split: Sequence[float]
+    numa: str
 
 
 @dataclass(frozen=True)
@@ -177,6 +189,7 @@ def checked(
     rope: Rope | None = None,
     n_sequences: int = 1,
     n_mapped: int = 0,
+    n_away: int | None = 0,
 ) -> Settings:
     """The settings of a context for this model, from those that `SessionOptions` explains.
 
@@ -192,12 +205,21 @@ def checked(
     spec = fitted(attention, file.path, geo) if attention is not None else None
     shadow = shadow_bytes(geo, n_ctx, spec) if spec is not None else 0
     mapped = cache_bytes(geo, min(n_mapped, n_ctx), *types)
-    check_memory(file, n_sequences * cache_bytes(geo, n_ctx, *types) - mapped, n_sequences * shadow)
+    here = 1 - min(geo.n_layer if n_away is None else n_away, geo.n_layer) / max(geo.n_layer, 1)
+    kv = n_sequences * cache_bytes(geo, n_ctx, *types) - mapped
+    check_memory(file, int(here * kv), int(here * n_sequences * shadow), here)
     n_threads = min(n_threads or usable_cores(), MAX_THREADS)
     if n_batch is None:
         n_batch = min(512, max(MASK_BYTES // (2 * n_ctx), 32))
     n_batch = min(n_batch, n_ctx)
     return Settings(n_ctx, n_threads, n_batch, types, flash_attn, spec, rope, n_sequences)
+
+
+def layers_away(workers: Sequence[str], n_gpu_layers: int | None) -> int | None:
+    """The `n_away` of `SessionOptions`. llama.cpp counts the output as one more layer."""
+    if not workers:
+        return 0
+    return None if n_gpu_layers is None else max(n_gpu_layers - 1, 0)
 
 
 def fitted(attention: AttentionSpec | str, model: Path, geo: Geometry) -> AttentionSpec:

@@ -98,13 +98,16 @@ def check_shadow(path: Path, n_bytes: int) -> None:
         )
 
 
-def check_memory(file: GGUFFile, kv_bytes: int, shadow_bytes: int = 0) -> None:
+def check_memory(file: GGUFFile, kv_bytes: int, shadow_bytes: int = 0, share: float = 1.0) -> None:
     """Refuse a model that, with its cache and the shadow, exceeds the available memory.
+
+    Args:
+        share: of the weights that this machine holds.
 
     Raises:
         SparqError: the model is too large; the message has both sizes.
     """
-    weights = sum(t.n_bytes for t in file.tensors)
+    weights = int(share * sum(t.n_bytes for t in file.tensors))
     free = available_memory()
     if weights + kv_bytes + shadow_bytes <= free:
         return

@@ -24,6 +24,7 @@ from pyorch.native import cuda, probe, source
 from pyorch.progress import Progress
 
 TOOLS = (
+    "ggml-rpc-server",
     "llama-bench",
     "llama-cli",
     "llama-completion",
@@ -123,6 +124,8 @@ def _definitions(tree: Path, options: Options, tools: bool, chain: Toolchain) ->
         "GGML_NATIVE": not options.portable,
         "GGML_OPENMP": chain.found.openmp,
         "GGML_METAL": False,
+        "GGML_RPC": True,
+        "GGML_RPC_RDMA": False,  # it would need a library that other machines lack
         "LLAMA_BUILD_COMMON": tools,
         "LLAMA_BUILD_TOOLS": tools,
         "LLAMA_BUILD_TESTS": False,

@@ -80,6 +80,11 @@ def test_layers_on_two_devices(name: str, run) -> None:
     n = N_DECODE - (name == "document")  # what comes after a document is a prompt
     assert ran(got, "ATTEND") == [2 * n, n] and ran(want, "ATTEND") == [0, 0]
     assert ran(got, "VISIBLE") == [n, n]  # once per token and device
+    here, *there = got["info"].pop("devices")
+    (alone,) = want["info"].pop("devices")
+    assert here["bytes_read"] == 0
+    for key in ("shadow_bytes", "calls_sparse", "bytes_read"):
+        assert sum(device[key] for device in there) == alone[key], key
     for key in ("info", "differ", "sealed"):  # counters and shadow, read back from the devices
         assert got[key] == want[key], key
     if name == "restored":
@@ -109,7 +114,7 @@ def test_kv_on_the_host(run) -> None:
         (SPARQ, "FAKE_REFUSE=4", "no kernel for SCORE_SELECT"),
         (TOPK, "FAKE_REFUSE=3", "no kernel for SELECT"),
         ("dense", "FAKE_REFUSE=1", "no kernel for VISIBLE"),
-        (SPARQ, "FAKE_NAME=RPC", "K and V are on another machine"),
+        (SPARQ, "FAKE_NAME=RPC FAKE_REFUSE=0", "on a worker without our sparse attention"),
     ],
 )
 def test_what_a_device_cannot_run_stays_dense(spec: str, variables: str, why: str, run) -> None:

@@ -1,0 +1,102 @@
+"""A network between two processes of this machine: slow, counted, or without our greeting."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from contextlib import suppress
+from types import TracebackType
+
+_PIECE = 1 << 16
+_SPARSE_AT = 8 + 3  # of them, the one that a worker of llama.cpp's own leaves at zero
+
+
+class Link:
+    """Passes every connection to `endpoint` on, as a context; `there` and `back` count bytes.
+
+    Args:
+        endpoint: HOST:PORT.
+        delay: seconds that a byte is under way, in either direction.
+        rate: bytes per second in either direction; 0 is no limit.
+        plain: take what tells that a worker is ours out of its greeting.
+    """
+
+    def __init__(
+        self, endpoint: str, delay: float = 0.0, rate: float = 0.0, plain: bool = False
+    ) -> None:
+        host, _, port = endpoint.partition(":")
+        self._target = host, int(port)
+        self._delay, self._rate, self._plain = delay, rate, plain
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.there = self.back = 0
+        self._open: list[socket.socket] = [self._listener]
+
+    def __enter__(self) -> Link:
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for one in self._open:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # it was closed
+            while True:
+                near, _ = self._listener.accept()
+                try:
+                    far = socket.create_connection(self._target)
+                except OSError:  # nobody is behind it any more
+                    near.close()
+                    continue
+                for one in (near, far):
+                    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._open += [near, far]
+                for ends in ((near, far, True), (far, near, False)):
+                    waiting: queue.Queue[tuple[float, bytes]] = queue.Queue()
+                    for work in (self._take, self._give):
+                        arguments = (*ends, waiting)
+                        threading.Thread(target=work, args=arguments, daemon=True).start()
+
+    def _take(
+        self, source: socket.socket, _: socket.socket, is_there: bool, waiting: queue.Queue
+    ) -> None:
+        """Read, and say when each piece is to arrive."""
+        free_at, n = 0.0, 0
+        with suppress(OSError):
+            while piece := source.recv(_PIECE):
+                if self._plain and not is_there and n <= _SPARSE_AT < n + len(piece):
+                    at = _SPARSE_AT - n
+                    piece = piece[:at] + b"\0" + piece[at + 1 :]
+                n += len(piece)
+                if is_there:
+                    self.there += len(piece)
+                else:
+                    self.back += len(piece)
+                took = len(piece) / self._rate if self._rate else 0.0
+                free_at = max(free_at, time.perf_counter()) + took
+                waiting.put((free_at + self._delay, piece))
+        waiting.put((0.0, b""))
+
+    def _give(
+        self, _: socket.socket, target: socket.socket, is_there: bool, waiting: queue.Queue
+    ) -> None:
+        """Write each piece at its time."""
+        with suppress(OSError):
+            while True:
+                due, piece = waiting.get()
+                if not piece:
+                    break
+                if (rest := due - time.perf_counter()) > 0:
+                    time.sleep(rest)
+                target.sendall(piece)
+            target.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,207 @@
+"""Other machines that hold layers of a model: the workers of llama.cpp's RPC (ggml-rpc).
+
+A worker is asked before llama.cpp connects to it, because llama.cpp ends the whole program when
+there is none. What is sent then is the protocol's own: a byte with the number of the command, the
+number of bytes as uint64, the bytes; an answer has no command. All numbers are little-endian.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from pyorch.engine.library import Library
+from pyorch.errors import SparqError
+
+PORT = 50052  # llama.cpp's own
+_PROTOCOL = 7  # the major version, which must agree
+_HELLO, _DEVICE_COUNT, _DEVICE_MEMORY = 14, 15, 11
+_CAPABILITIES = 24  # bytes of the greeting about transports other than TCP
+_ANSWER_S = 10.0
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What a worker says of itself.
+
+    sparse_version is the byte that tells which sparse attention it runs, 0: none; memory has the
+    (free, total) bytes of each of its devices; round_trip_s is the time of a question.
+    """
+
+    endpoint: str
+    protocol: str
+    sparse_version: int
+    memory: tuple[tuple[int, int], ...]
+    round_trip_s: float
+
+    @property
+    def free(self) -> int:
+        """The bytes that are free on all of its devices."""
+        return sum(free for free, _ in self.memory)
+
+
+def parse_endpoint(text: str) -> str:
+    """HOST:PORT, from that or HOST alone.
+
+    Raises:
+        SparqError: it is neither.
+    """
+    host, _, port = text.strip().partition(":")
+    if not host or not (port or str(PORT)).isdecimal() or not 0 < int(port or PORT) < 2**16:
+        raise SparqError(f"{text!r} is not HOST:PORT", f"for example 192.168.1.20:{PORT}", 2)
+    return f"{host}:{int(port or PORT)}"
+
+
+def reach(host: str) -> str:
+    """Who may be between us and this address: `loopback`, nobody; `private`, our own network;
+    `public`, anybody. A name that is not known is `public`."""
+    try:
+        found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+        address = ipaddress.ip_address(str(found[0][4][0]))
+    except (OSError, UnicodeError, ValueError):
+        return "public"
+    if address.is_loopback:
+        return "loopback"
+    return "private" if address.is_private and not address.is_unspecified else "public"
+
+
+def ask(endpoint: str) -> Worker:
+    """What the worker at HOST:PORT says of itself.
+
+    Raises:
+        SparqError: there is none, it does not answer, or it speaks another version.
+    """
+    host, _, port = endpoint.partition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=_ANSWER_S) as wire:
+            wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            hello = _question(wire, _HELLO, bytes(_CAPABILITIES), 4 + _CAPABILITIES)
+            major, minor, patch, sparse_version = hello[:4]
+            protocol = f"{major}.{minor}.{patch}"
+            if major != _PROTOCOL:
+                raise SparqError(
+                    f"the worker at {endpoint} speaks version {protocol}, and we {_PROTOCOL}",
+                    "take the same version of sparq-cpp on all machines",
+                )
+            times = []
+            for _ in range(5):
+                started = time.perf_counter()
+                (n_devices,) = struct.unpack("<I", _question(wire, _DEVICE_COUNT, b"", 4))
+                times.append(time.perf_counter() - started)
+            memory = [
+                struct.unpack("<QQ", _question(wire, _DEVICE_MEMORY, struct.pack("<I", i), 16))
+                for i in range(n_devices)
+            ]
+    except TimeoutError:
+        raise SparqError(
+            f"the worker at {endpoint} does not answer within {_ANSWER_S:.0f} s",
+            "it serves one program at a time: end the other, or start one more worker",
+        ) from None
+    except (OSError, UnicodeError) as e:
+        raise SparqError(
+            f"no worker answers at {endpoint}: {getattr(e, 'strerror', None) or e}",
+            f"start one there: sparq-cpp worker --host {host} --port {port}",
+        ) from None
+    return Worker(endpoint, protocol, sparse_version, tuple(memory), sorted(times)[2])
+
+
+def _question(wire: socket.socket, command: int, request: bytes, n_answer: int) -> bytes:
+    """Raises:
+    OSError: the connection ended, or the answer has another size.
+    """
+    wire.sendall(struct.pack("<BQ", command, len(request)) + request)
+    answer = b""
+    while len(answer) < 8 + n_answer:
+        piece = wire.recv(8 + n_answer - len(answer))
+        if not piece:
+            raise OSError("what listens there is not a worker of llama.cpp")
+        answer += piece
+        if len(answer) >= 8 and struct.unpack("<Q", answer[:8])[0] != n_answer:
+            raise OSError("what listens there is not a worker of llama.cpp")
+    return answer[8:]
+
+
+# ---- in the library of this process ----
+
+
+def sparse_version(found: Library) -> int:
+    """The byte with which a worker of this library greets; 0 for a stock library."""
+    call = getattr(found.lib._lib, "ggml_sparse_rpc_own_version", None)
+    return int(call()) & 0xFF if call else 0
+
+
+def runs_sparse(found: Library, worker: Worker) -> bool:
+    """Whether a worker runs sparse attention as this library builds it."""
+    return worker.sparse_version != 0 and worker.sparse_version == sparse_version(found)
+
+
+def on_loss(found: Library, endpoints: Sequence[str], end: Callable[[str], NoReturn]) -> None:
+    """Have `end` called with the reason, in one line, when llama.cpp is about to abort the program,
+    as it does when a worker is lost.
+
+    Args:
+        end: ends the program; it runs on a thread of llama.cpp's. If it returns, llama.cpp aborts.
+    """
+
+    def ending(text: bytes) -> None:
+        said = text.decode(errors="replace").strip()
+        gone = [e for e in endpoints if not _listens(e)]
+        if gone:
+            end(f"the worker at {' and '.join(gone)} is gone")
+        end("the connection to a worker was lost" if "RPC" in said else said)
+
+    found.on_abort = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(ending)  # kept alive
+    ggml = found.lib._lib
+    ggml.ggml_set_abort_callback.restype = ctypes.c_void_p
+    ggml.ggml_set_abort_callback(found.on_abort)
+
+
+def _listens(endpoint: str) -> bool:
+    host, _, port = endpoint.partition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=2).close()
+    except OSError:
+        return False
+    return True
+
+
+def devices(found: Library, endpoints: Sequence[str]) -> list[int]:
+    """Pointers to the devices of these workers, which are connected to on first use.
+
+    Raises:
+        SparqError: a worker cannot be reached, or the library has no RPC.
+    """
+    ggml = found.lib._lib
+    pointer, text = ctypes.c_void_p, ctypes.c_char_p
+    for name, result, arguments in (
+        ("ggml_backend_reg_by_name", pointer, [text]),
+        ("ggml_backend_reg_get_proc_address", pointer, [pointer, text]),
+        ("ggml_backend_register", None, [pointer]),
+        ("ggml_backend_reg_dev_count", ctypes.c_size_t, [pointer]),
+        ("ggml_backend_reg_dev_get", pointer, [pointer, ctypes.c_size_t]),
+    ):
+        function = getattr(ggml, name)
+        function.restype, function.argtypes = result, arguments
+    if not (rpc := ggml.ggml_backend_reg_by_name(b"RPC")):
+        raise SparqError("this library has no RPC", "sparq-cpp build --force")
+    address = ggml.ggml_backend_reg_get_proc_address(rpc, b"ggml_backend_rpc_add_server")
+    add_server = ctypes.CFUNCTYPE(pointer, text)(address)
+    res: list[int] = []
+    for endpoint in endpoints:
+        if endpoint not in found.workers:
+            ask(endpoint)
+            registered = add_server(endpoint.encode())
+            if not registered:
+                raise SparqError(f"the worker at {endpoint} has no devices")
+            ggml.ggml_backend_register(registered)
+            found.workers[endpoint] = registered
+        one = found.workers[endpoint]
+        n = ggml.ggml_backend_reg_dev_count(one)
+        res += [ggml.ggml_backend_reg_dev_get(one, i) for i in range(n)]
+    return res

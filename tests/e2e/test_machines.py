@@ -1,0 +1,291 @@
+"""Layers on other machines: the bits of one process, the greeting, and what a lost worker does."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny as tiny_models
+from llama import python_environment
+from workers import worker
+
+from pyorch import engine
+from pyorch.bench.link import Link
+from pyorch.engine import machines
+from pyorch.errors import SparqError
+
+HERE = Path(__file__).parent
+SPARQ = "sparq,rank=8,topk=64,min_ctx=0"
+N_LAYER, N_PROMPT, N_DECODE, N_BATCH = 4, 600, 40, 512  # of away.py
+N_WORKERS = 3
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    folder = tmp_path_factory.mktemp("workers")
+    with ExitStack() as stack:
+        yield [stack.enter_context(worker(folder / f"{i}.log"))[0] for i in range(N_WORKERS)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.write(tmp_path_factory.mktemp("m") / "m.gguf", "llama", n_layer=N_LAYER)
+
+
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with sliding windows in some layers."""
+    return tiny_models.write(tmp_path_factory.mktemp("m") / "w.gguf", "gemma3", n_layer=N_LAYER)
+
+
+@pytest.fixture(scope="module")
+def run() -> Callable[..., dict[str, Any]]:
+    """run(model, spec, workers, other options of away.py)."""
+
+    @functools.cache
+    def go(model: Path, spec: str, workers: tuple[str, ...] = (), **options: Any) -> dict[str, Any]:
+        text = json.dumps({"spec": spec, "workers": workers, **options})
+        argv = [sys.executable, HERE / "away.py", model, text]
+        done = subprocess.run(
+            argv, env=python_environment(), capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return json.loads(done.stdout)
+
+    return go
+
+
+# ---- the bits of one process ----
+
+VARIANTS = {
+    "sparq": (SPARQ, {}),
+    "sequences": (SPARQ, {"n_sequences": 3}),
+    "q8_0": (SPARQ, {"type_k": "q8_0", "type_v": "q8_0"}),
+    "f16 shadow, mean of V": (SPARQ + ",mean_v=on,shadow=f16", {}),
+    "fast prompt": (SPARQ + ",prompt=fast", {}),
+    "topk": ("topk,k=64,min_ctx=0", {}),
+    "dense": ("dense", {}),
+    "short": ("sparq", {}),  # below min_ctx: our exact attention, as on one CPU
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_two_workers(name: str, model: Path, workers: list[str], run) -> None:
+    """Prompt and replies run where K lies, with the bits and the counters of one process."""
+    spec, options = VARIANTS[name]
+    got = run(model, spec, tuple(workers[:2]), tensor_split=(1, 3), **options)
+    want = run(model, spec, **options)
+    assert got["bits"] == want["bits"]
+    here, *there = got["info"].pop("devices")
+    want["info"].pop("devices")
+    assert got["info"] == want["info"]
+    assert here["calls_sparse"] == here["bytes_read"] == here["shadow_bytes"] == 0
+    counters = got["info"]["counters"]
+    assert counters["calls_stock"] == 0 and counters["calls_prefill"] > 0
+    if name not in ("dense", "short"):
+        n_seq = options.get("n_sequences", 1)
+        assert counters["calls_sparse"] == N_DECODE * n_seq * N_LAYER
+        assert all(x["calls_sparse"] > 0 and x["bytes_read"] > 0 for x in there)
+    assert sum(x["bytes_read"] for x in there) == counters["bytes_read"]
+    assert sum(x["shadow_bytes"] for x in there) == got["info"]["shadow_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("n_gpu_layers", "split"), [(99, (1, 1, 1)), (99, (5, 1, 2)), (3, (1, 1, 1))]
+)
+def test_three_workers(
+    n_gpu_layers: int, split: tuple[int, ...], model: Path, workers: list[str], run
+) -> None:
+    """Uneven parts, and some layers that stay here."""
+    options = {"n_gpu_layers": n_gpu_layers, "tensor_split": split}
+    got, want = run(model, SPARQ, tuple(workers), **options), run(model, SPARQ)
+    assert got["bits"] == want["bits"]
+    assert got["info"]["counters"] == want["info"]["counters"]
+    here = got["info"]["devices"][0]
+    assert (here["calls_sparse"] > 0) == (n_gpu_layers < 99)
+
+
+def test_windows(windows: Path, workers: list[str], run) -> None:
+    """Prompts of layers with a sliding window are ours too, on the worker that holds them."""
+    got, want = run(windows, SPARQ, tuple(workers[:2])), run(windows, SPARQ)
+    assert got["bits"] == want["bits"]
+    assert got["info"]["counters"] == want["info"]["counters"]
+
+
+@pytest.mark.parametrize("what", ["restore", "document"])
+def test_what_was_saved(what: str, model: Path, workers: list[str], tmp_path: Path, run) -> None:
+    """K and V come from the workers, and go back to them: sealed anew, or with the shadow."""
+    got = run(model, SPARQ, tuple(workers[:2]), **{what: str(tmp_path / "there")})
+    want = run(model, SPARQ, **{what: str(tmp_path / "here")})
+    assert got["bits"] == want["bits"]
+
+
+# ---- who is sent what ----
+
+
+def test_no_other_worker_is_sent_our_op(model: Path, workers: list[str], run) -> None:
+    """One that greets as llama.cpp's own keeps its layers to llama.cpp's attention; the others'
+    are sparse."""
+    with Link(workers[1], plain=True) as foreign:
+        assert machines.ask(foreign.endpoint).sparse_version == 0
+        got = run(model, SPARQ, (workers[0], foreign.endpoint), tensor_split=(1, 1))
+    states = [layer["state"] for layer in got["info"]["layers"]]
+    assert "sparse" in states and "dense" in states
+    reasons = {layer["reason"] for layer in got["info"]["layers"]} - {""}
+    assert reasons == {"on a worker without our sparse attention"}
+    counters = got["info"]["counters"]
+    assert counters["calls_sparse"] == N_DECODE * states.count("sparse")
+    assert counters["calls_stock"] > 0
+
+
+def test_what_a_worker_says(workers: list[str]) -> None:
+    found = machines.ask(workers[0])
+    assert found.sparse_version == machines.sparse_version(engine.library()) > 0
+    assert machines.runs_sparse(engine.library(), found)
+    assert found.free > 2**28 and 0 < found.round_trip_s < 1
+
+
+# ---- faults ----
+
+
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+@pytest.mark.parametrize("text", ["", ":1", "a:b", "a:0", "a:70000", "a:1:2"])
+def test_no_endpoint(text: str) -> None:
+    with pytest.raises(SparqError, match="is not HOST:PORT"):
+        machines.parse_endpoint(text)
+
+
+def test_nobody_there() -> None:
+    with pytest.raises(SparqError, match="no worker answers at 127.0.0.1"):
+        machines.ask(f"127.0.0.1:{closed_port()}")
+
+
+def test_another_server() -> None:
+    """Something that is no worker, and answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            one, _ = server.accept()
+            one.recv(64)
+            one.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+            one.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(SparqError, match="is not a worker"):
+            machines.ask(f"127.0.0.1:{server.getsockname()[1]}")
+
+
+def test_a_busy_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machines, "_ANSWER_S", 0.2)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        pytest.raises(SparqError, match="does not answer"),
+    ):
+        machines.ask(f"127.0.0.1:{server.getsockname()[1]}")
+
+
+@pytest.mark.parametrize(
+    ("host", "reach"),
+    [
+        ("127.0.0.1", "loopback"),
+        ("192.168.1.5", "private"),
+        ("10.0.0.1", "private"),
+        ("8.8.8.8", "public"),
+        ("0.0.0.0", "public"),
+    ],
+)
+def test_reach(host: str, reach: str) -> None:
+    assert machines.reach(host) == reach
+
+
+def cli(*args: object) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-m", "pyorch", *map(str, args)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True)
+
+
+LONG = "word " * 400
+
+
+@pytest.mark.parametrize("when", ["load", "prompt", "decode"])
+def test_a_lost_worker(when: str, tiny: Path, tmp_path: Path) -> None:
+    """One line, exit code 1, and no wait."""
+    with worker(tmp_path / "log") as (endpoint, process), Link(endpoint) as link:
+        if when == "load":  # it dies while the weights come
+            threading.Thread(target=lambda: dies_after(link, 50_000, process), daemon=True).start()
+        line = ["generate", "-m", tiny, "--rpc", link.endpoint, "-a", SPARQ, "-n", 1500]
+        child = cli(*line, "-p", LONG * (1 if when == "decode" else 2))
+        if when == "prompt":
+            threading.Thread(
+                target=lambda: dies_after(link, 1_500_000, process), daemon=True
+            ).start()
+        if when == "decode":
+            assert child.stdout is not None
+            child.stdout.read(1)  # the first token
+            process.send_signal(signal.SIGKILL)
+        started = time.monotonic()
+        out, err = child.communicate(timeout=60)
+        assert time.monotonic() - started < 30
+    assert child.returncode == 1, err
+    said = [line for line in err.splitlines() if line.startswith(("error:", "hint:"))]
+    assert len(said) == 2 and re.search("worker", said[0]), err
+    assert "Traceback" not in err and "ggml-rpc.cpp" not in err
+
+
+def dies_after(link: Link, n_bytes: int, process: subprocess.Popen[bytes]) -> None:
+    """Kill it when it has been sent so many bytes."""
+    while link.there < n_bytes and process.poll() is None:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+
+
+def test_refusals(tiny: Path) -> None:
+    for args, said in [
+        (("generate", "-m", tiny, "--rpc", "8.8.8.8", "-p", "x"), "could read the text"),
+        (
+            ("generate", "-m", tiny, "--rpc", f"127.0.0.1:{closed_port()}", "-p", "x"),
+            "no worker answers",
+        ),
+        (("worker", "--host", "0.0.0.0"), "lets everybody in"),
+    ]:
+        child = cli(*args)
+        _, err = child.communicate(timeout=60)
+        assert child.returncode in (1, 2) and said in err, err
+        assert len(err.strip().splitlines()) == 2
+
+
+def test_the_command(tiny: Path) -> None:
+    """`worker` says when it is ready, serves one program after the other, and ends at a signal."""
+    port = closed_port()
+    child = cli("worker", "--port", port, "-t", 1)
+    assert child.stderr is not None
+    said = [child.stderr.readline()]
+    while "--rpc" not in said[-1]:
+        assert said[-1], "".join(said)
+        said.append(child.stderr.readline())
+    for _ in range(2):
+        done = cli("generate", "-m", tiny, "--rpc", f"127.0.0.1:{port}", "-n", 4, "-p", "a")
+        _, err = done.communicate(timeout=120)
+        assert done.returncode == 0, err
+    taken = cli("worker", "--port", port)
+    _, err = taken.communicate(timeout=60)
+    assert taken.returncode == 1 and "another program" in err
+    child.send_signal(signal.SIGTERM)
+    child.communicate(timeout=20)
+    assert child.returncode == 0
