@@ -228,7 +228,7 @@ def _measure(
 def _prepare(group: Sequence[Case], workers: Workers, *, check: bool) -> None:
     """Seal everything before timing starts. `check` makes sure that no wrong kernel is timed."""
     if check:
-        check_dense(group, workers, group[0].n_depth)
+        check_dense(group, lambda c: workers[c.place], group[0].n_depth)
     for case in group:
         workers[case.place].attention(spec=str(case.spec))
 

@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 from types import TracebackType
 
+Waiting = queue.Queue[tuple[float, bytes]]  # pieces, and when they are to arrive
 _PIECE = 1 << 16
 _SPARSE_AT = 8 + 3  # of them, the one that a worker of llama.cpp's own leaves at zero
 
@@ -62,13 +63,13 @@ class Link:
                     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._open += [near, far]
                 for ends in ((near, far, True), (far, near, False)):
-                    waiting: queue.Queue[tuple[float, bytes]] = queue.Queue()
+                    waiting: Waiting = queue.Queue()
                     for work in (self._take, self._give):
                         arguments = (*ends, waiting)
                         threading.Thread(target=work, args=arguments, daemon=True).start()
 
     def _take(
-        self, source: socket.socket, _: socket.socket, is_there: bool, waiting: queue.Queue
+        self, source: socket.socket, _: socket.socket, is_there: bool, waiting: Waiting
     ) -> None:
         """Read, and say when each piece is to arrive."""
         free_at, n = 0.0, 0
@@ -88,7 +89,7 @@ class Link:
         waiting.put((0.0, b""))
 
     def _give(
-        self, _: socket.socket, target: socket.socket, is_there: bool, waiting: queue.Queue
+        self, _: socket.socket, target: socket.socket, is_there: bool, waiting: Waiting
     ) -> None:
         """Write each piece at its time."""
         with suppress(OSError):

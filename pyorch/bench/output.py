@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pyorch import table
@@ -55,7 +55,7 @@ def _row(rec: Record, best_ns: float, best_kv: int) -> Row:
     return {
         "build_commit": env["commit"][:9],
         "cpu_info": env["machine"]["cpu"],
-        "backends": "CUDA" if "gpu" in env["machine"] and c.n_gpu_layers != 0 else "CPU",
+        "backends": _backend(c, env["machine"]),
         "model_filename": c.model_filename,
         "model_size": c.model_size,
         "model_n_params": c.model_n_params,
@@ -91,6 +91,12 @@ def _row(rec: Record, best_ns: float, best_kv: int) -> Row:
         "dirty": env["dirty"],
         "key": rec["key"],
     }
+
+
+def _backend(c: Case, machine: Mapping[str, Any]) -> str:
+    if c.n_workers:
+        return "RPC"
+    return "CUDA" if "gpu" in machine and c.n_gpu_layers != 0 else "CPU"
 
 
 def _published(c: Case) -> tuple[float, float]:
@@ -188,6 +194,8 @@ def _telling_apart(found: Sequence[Row]) -> dict[str, Callable[[Row], object]]:
             "n_gpu_layers",
             lambda r: "all" if r["n_gpu_layers"] is None else r["n_gpu_layers"],
         ),
+        "workers": ("n_workers", lambda r: r["n_workers"]),
+        "split": ("tensor_split", lambda r: r["tensor_split"] or "by memory"),
     }
     return {name: show for name, (key, show) in columns.items() if len({r[key] for r in found}) > 1}
 

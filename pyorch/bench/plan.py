@@ -58,6 +58,8 @@ class Case(Side):
     seed: int = 1
     n_gpu_layers: int | None = where_given(None)  # all
     rope: str = where_given("")  # `engine.Rope` as text
+    n_workers: int = where_given(0)  # other machines that hold the layers
+    tensor_split: str = where_given("")
     calibration: str = where_given("")  # a hash of the settings of a calibrated budget
 
     @property
@@ -126,6 +128,8 @@ class SpeedPlan:
     prefill: bool = False
     numa: str = ""
     n_gpu_layers: int | None = None
+    workers: Sequence[str] = ()
+    tensor_split: Sequence[float] = ()
     rope: str = ""
     below_min_ctx: bool = False
     seed: int = 1  # the seed of the positions before
@@ -159,6 +163,8 @@ class SpeedPlan:
                         seed=self.seed,
                         n_gpu_layers=self.n_gpu_layers,
                         rope=self.rope,
+                        n_workers=len(self.workers),
+                        tensor_split=",".join(f"{x:g}" for x in self.tensor_split),
                         calibration=stands_for[v],
                     )
                     for v in held.variants

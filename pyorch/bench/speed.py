@@ -13,7 +13,7 @@ turns (A B C, C B A, ...) of a whole test each, after one that is not timed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from pyorch.bench.plan import (
 )
 from pyorch.bench.records import Record
 from pyorch.bench.turns import check_dense, gather, turns
-from pyorch.bench.worker import Workers
+from pyorch.bench.worker import Worker, Workers
 from pyorch.engine import cache_type
 from pyorch.errors import SparqError
 from pyorch.models.content import card_of
@@ -57,11 +57,11 @@ def run(plan: SpeedPlan, file: Path, progress: Progress, *, force: bool = False)
     planned = list(plan.groups())
     check(planned)
     models = {id(group): path for path, group in planned}
-    with Workers() as workers:
+    with Workers() as processes:
         return records.resume(
             BENCH,
             [group for _, group in planned],
-            lambda group, done: _measure(models[id(group)], group, workers, done),
+            lambda group, done: _measure(models[id(group)], group, _Places(plan, processes), done),
             file,
             progress,
             cost=lambda group: cost(models[id(group)], group),
@@ -69,18 +69,46 @@ def run(plan: SpeedPlan, file: Path, progress: Progress, *, force: bool = False)
         )
 
 
+class _Places:
+    """The processes that hold a model with its cache, by `Case.place`. Workers of other machines
+    serve one program at a time, so with them a process is closed before the next opens."""
+
+    def __init__(self, plan: SpeedPlan, processes: Workers) -> None:
+        self._plan, self._processes = plan, processes
+        self._open: set[str] = set()
+
+    def open(self, case: Case, model: Path) -> Worker:
+        """The process of a case; it loads the model and puts `n_depth` positions into its cache."""
+        if case.place not in self._open:
+            if self._plan.workers:
+                self.close()
+            self._open.add(case.place)
+            process = self._processes.start(case.place, case.library)
+            _open(process, self._plan, case, model)
+        return self._processes[case.place]
+
+    def close(self) -> None:
+        for place in self._open:
+            self._processes[place].close()
+        self._open.clear()
+
+
 def _measure(
-    model: Path, group: Sequence[Case], workers: Workers, progress: records.Done
+    model: Path, group: Sequence[Case], places: _Places, progress: records.Done
 ) -> list[records.Result]:
     """Returns one result per case: samples, bytes, counters and bandwidth."""
     first, geo = group[0], geometry_of(model)
-    places = {c.place: c for c in group}
-    _check_memory(group, model)
+    if not first.n_workers:
+        _check_memory(group, model)
     reader = MemoryReader(first.n_threads)
-    for i, (place, case) in enumerate(places.items()):
-        _open(workers, place, case, model)
-        progress(0.1 * (i + 1) / len(places))
-    layers = _prepare(group, workers)
+    for i, case in enumerate(group):
+        places.open(case, model)
+        progress(0.1 * (i + 1) / len(group))
+
+    def process(case: Case) -> Worker:
+        return places.open(case, model)
+
+    layers = _prepare(group, process)
     card = card_of(model)
     progress(0.2)
     bandwidth: list[float] = []
@@ -90,12 +118,11 @@ def _measure(
     swap = first.seed % 2 == 0
     for turn, order in turns(len(group), which, reader, bandwidth, swap=swap):
         for i in order:
-            got = _once(workers, group[i], turn)
+            got = _once(process(group[i]), group[i], turn)
             if turn >= 0:
                 found[i].append(got)
         progress(0.2 + 0.8 * (turn + 2) / (first.repetitions + 1))
-    for place in places:
-        workers[place].close()
+    places.close()
     results = [gather(f) for f in found]
     for case, result, n_layer in zip(group, results, layers, strict=True):
         refuse_idle(case, result["counters"], n_layer)
@@ -127,9 +154,8 @@ def _check_memory(group: Sequence[Case], model: Path) -> None:
         )
 
 
-def _open(workers: Workers, place: str, case: Case, model: Path) -> None:
-    """Load the model and put `n_depth` positions into its cache."""
-    workers.start(place, case.library).open(
+def _open(process: Worker, plan: SpeedPlan, case: Case, model: Path) -> None:
+    process.open(
         model=str(model),
         n_ctx=-(-case.n_positions // CELLS) * CELLS,
         n_threads=case.n_threads,
@@ -140,20 +166,22 @@ def _open(workers: Workers, place: str, case: Case, model: Path) -> None:
         numa=case.numa,
         n_gpu_layers=case.n_gpu_layers,
         rope=case.rope,
+        workers=list(plan.workers),
+        tensor_split=list(plan.tensor_split),
     )
     if case.prefill and case.n_depth:
-        workers[place].prefill(n=case.n_depth, seed=case.seed)
+        process.prefill(n=case.n_depth, seed=case.seed)
     elif case.n_depth:
-        workers[place].fill(n_pos=case.n_depth, seed=case.seed)
+        process.fill(n_pos=case.n_depth, seed=case.seed)
 
 
-def _prepare(group: Sequence[Case], workers: Workers) -> list[int]:
+def _prepare(group: Sequence[Case], process: Callable[[Case], Worker]) -> list[int]:
     """Check and seal everything before timing starts. Returns how many layers of each case are not
     left to llama.cpp."""
     layers = []
-    check_dense(group, workers, group[0].n_depth)
+    check_dense(group, process, group[0].n_depth)
     for case in group:
-        worker = workers[case.place]
+        worker = process(case)
         worker.attention(spec=str(case.spec))
         if case.spec.method == "off":
             layers.append(0)
@@ -169,10 +197,9 @@ def _prepare(group: Sequence[Case], workers: Workers) -> list[int]:
     return layers
 
 
-def _once(workers: Workers, case: Case, turn: int) -> dict[str, Any]:
+def _once(worker: Worker, case: Case, turn: int) -> dict[str, Any]:
     """Run one test of a case; the cache is unchanged afterwards. Turn -1 only warms up, for which a
     short test is enough."""
-    worker = workers[case.place]
     worker.attention(spec=str(case.spec))
     if case.n_gen:
         n = case.n_gen if turn >= 0 else min(case.n_gen, 3)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from pyorch.attention.spec import AttentionSpec
 from pyorch.bench.bandwidth import MemoryReader
-from pyorch.bench.worker import Workers
+from pyorch.bench.worker import Worker
 from pyorch.errors import SparqError
 
 FLOATS = ("f32", "f16", "bf16")  # llama.cpp quantises V only with flash attention
@@ -34,6 +34,9 @@ class Side:
         return self.place if self.library == "stock" else str(self.spec)
 
 
+S = TypeVar("S", bound=Side)
+
+
 def turns(
     n: int, which: range, reader: MemoryReader, bandwidth: list[float], *, swap: bool = False
 ) -> Iterator[tuple[int, Iterable[int]]]:
@@ -55,8 +58,11 @@ def gather(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"samples_ns": [x for turn in found for x in turn["samples_ns"]], "counters": counters}
 
 
-def check_dense(group: Sequence[Side], workers: Workers, n_depth: int) -> None:
+def check_dense(group: Sequence[S], process: Callable[[S], Worker], n_depth: int) -> None:
     """Compare our dense attention with stock's, so that a wrong kernel is not timed.
+
+    Args:
+        process: the one that holds a case.
 
     Raises:
         SparqError: the logits differ.
@@ -64,8 +70,9 @@ def check_dense(group: Sequence[Side], workers: Workers, n_depth: int) -> None:
     ours = next((c for c in group if c.library == "sparq"), None)
     if ours is None:
         return
-    workers[ours.place].attention(spec="dense")
-    a, b = (np.array(workers[c.place].logits(token=77)) for c in (group[0], ours))
+    a = np.array(process(group[0]).logits(token=77))
+    process(ours).attention(spec="dense")
+    b = np.array(process(ours).logits(token=77))
     nmse = float(((b - a) ** 2).sum() / (a**2).sum())
     if not nmse <= MAX_NMSE:
         raise SparqError(

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -22,6 +23,7 @@ import numpy as np
 from pyorch import engine
 from pyorch.bench import state
 from pyorch.bench.bandwidth import MemoryReader
+from pyorch.engine.settings import layers_away
 from pyorch.errors import SparqError
 
 FORGET_BYTES = 128 << 20  # read before a timed token: more than a last-level cache holds
@@ -49,6 +51,8 @@ class Subject:
         numa: str = "",
         n_gpu_layers: int | None = None,
         rope: str = "",
+        workers: Sequence[str] = (),
+        tensor_split: Sequence[float] = (),
     ) -> None:
         """Load a model, which replaces the previous one."""
         self.close()
@@ -65,6 +69,9 @@ class Subject:
             stock=self.stock,
             n_gpu_layers=n_gpu_layers,
             rope=engine.Rope.parse(rope),
+            workers=workers,
+            tensor_split=tensor_split,
+            n_away=layers_away(workers, n_gpu_layers),
         )
 
     def close(self) -> None:

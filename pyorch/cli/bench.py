@@ -146,6 +146,7 @@ class Wanted:
     numa: str | None = opt.numa_option()
     rope: opt.RopeOptions = field(default_factory=opt.RopeOptions)
     n_gpu_layers: int | None = opt.gpu_option()
+    rpc: opt.WorkerOptions = field(default_factory=opt.WorkerOptions)
     prefill: bool = option(
         "--prefill",
         is_flag=True,
@@ -286,6 +287,8 @@ def _speed(wanted: Wanted, writing: Writing) -> None:
         prefill=wanted.prefill,
         numa=wanted.numa or "",
         n_gpu_layers=wanted.n_gpu_layers,
+        workers=wanted.rpc.allowed(),
+        tensor_split=wanted.rpc.tensor_split,
         rope=str(rope or ""),
     )
     most = room_for(max(plan.n_depth), max(*plan.n_prompt, *plan.n_gen))
@@ -342,7 +345,7 @@ def _refuse_two_models(ctx: click.Context, given: set[str], model: object) -> No
 
 def _refuse_foreign(ctx: click.Context, given: set[str]) -> None:
     foreign = {"models", "quant", "n_prompt", "n_gen", "flash_attn", "n_gpu_layers", "prefill"}
-    foreign |= {f.name for f in fields(opt.RopeOptions)}
+    foreign |= {f.name for of in (opt.RopeOptions, opt.WorkerOptions) for f in fields(of)}
     hint = "--like chooses the heads, -d the positions, -r the turns of five tokens"
     _refuse(ctx, given & foreign, "has no meaning with --attn-only", hint)
 

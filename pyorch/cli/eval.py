@@ -12,7 +12,7 @@ from pyorch.attention import line
 from pyorch.attention.spec import BOUNDS, EXACT, AttentionSpec
 from pyorch.cli import options as opt
 from pyorch.cli.groups import on_the_line, option, renamed, several, takes
-from pyorch.cli.loading import ready
+from pyorch.cli.loading import placement, ready
 from pyorch.cli.readme import update_marked
 from pyorch.cli.terminal import note, note_if_beyond, note_if_busy
 from pyorch.cli.types import SOME_POSITIONS, THREADS, Name, Number, Ratio
@@ -177,8 +177,9 @@ def run(
     plan = _plan(Path(wanted.model), tasks, wanted, load, examples)
     context: SessionOptions = {"n_ctx": wanted.ctx, "n_threads": wanted.threads}
     context |= {"type_k": plan.type_k, "type_v": plan.type_v, "rope": plan.rope}
+    context["n_away"] = plan.n_away
     model = ready(wanted.model, wanted.yes, context)
-    plan = replace(plan, model=model)
+    plan = replace(plan, model=model, placement=placement(load))
     folder = Path(out or Path("sparq-eval") / model.stem)
     note_if_busy()
     note_if_beyond(wanted.ctx, geometry(read_gguf(model)).n_ctx_train)
@@ -198,6 +199,7 @@ def _plan(
     load: opt.LoadOptions,
     examples: ExampleOptions,
 ) -> EvalPlan:
+    from pyorch.engine.settings import layers_away
     from pyorch.evals.run import EvalPlan
 
     return EvalPlan(
@@ -208,10 +210,9 @@ def _plan(
         setup=_setup(wanted, examples),
         data=_data(examples.data, tasks),
         n_threads=wanted.threads,
-        n_gpu_layers=load.n_gpu_layers,
+        n_away=layers_away(load.rpc.workers, load.n_gpu_layers),
         type_k=load.cache.cache_type_k,
         type_v=load.cache.cache_type_v,
-        numa=load.numa or "",
         rope=load.rope.settings(),
     )
 

@@ -16,6 +16,8 @@ from pyorch.cli import options as opt
 from pyorch.cli.groups import takes
 from pyorch.cli.lengths import lengths, product_rate, show
 from pyorch.cli.loading import model_path
+from pyorch.cli.machines import cluster
+from pyorch.cli.machines import show as show_cluster
 from pyorch.cli.terminal import note, note_if_beyond, print_json
 from pyorch.errors import SparqError
 from pyorch.models.geometry import Geometry, geometry
@@ -36,9 +38,17 @@ class WholeContext(opt.ContextOptions):
     ctx: int | None = opt.ctx_option("the model's own")
 
 
+@dataclass(frozen=True)
+class Machines(opt.WorkerOptions):
+    """The other machines, and how many layers they hold together."""
+
+    n_gpu_layers: int | None = opt.gpu_option()
+
+
 @click.command()
 @opt.model_options
 @takes(context=WholeContext)
+@takes(elsewhere=Machines)
 @opt.rope_options
 @opt.cache_options
 @opt.attention_options
@@ -46,6 +56,7 @@ class WholeContext(opt.ContextOptions):
 def command(
     model: opt.ModelOptions,
     context: WholeContext,
+    elsewhere: Machines,
     rope: opt.RopeOptions,
     cache: opt.CacheOptions,
     attention: opt.AttentionOptions,
@@ -55,13 +66,15 @@ def command(
 
     The numbers come from the header of the model, or from its card if the model is not
     downloaded. The speed-ups are limits: they count bytes over the measured memory bandwidth, as if
-    nothing else took time.
+    nothing else took time. With --rpc it asks the workers, and tells what each of them holds and
+    reads, and what passes for a token.
     """
     from pyorch import engine
     from pyorch.models.content import card_of
 
     spec = attention.spec() or AttentionSpec("sparq")
-    geo = _from_card(model.model) if spec.budget not in CALIBRATED else None
+    needs_file = spec.budget in CALIBRATED or elsewhere.workers
+    geo = None if needs_file else _from_card(model.model)
     if geo is None:
         path = model_path(model.model, model.yes)
         spec, geo = resolve(spec, path), geometry(read_gguf(path))
@@ -78,10 +91,17 @@ def command(
     found = Prediction(geo, spec, n_pos, types, layers, _bandwidth(threads), threads)
     rate = product_rate() * threads / engine.usable_cores()
     contexts = list(lengths(geo, spec, types, found.bandwidth, rate, free := available_memory()))
+    apart = None
+    if elsewhere.workers:
+        away, file = elsewhere.n_gpu_layers, read_gguf(path)
+        apart = cluster(elsewhere, away, file, geo, spec, n_pos, types, found.bandwidth)
     if as_json:
-        print_json({**found.json(), "lengths": [asdict(x) for x in contexts]})
+        several = apart.json() if apart else {}
+        print_json({**found.json(), "lengths": [asdict(x) for x in contexts], **several})
     else:
         _print(found)
+        if apart:
+            show_cluster(apart)
         show(contexts, free)
 
 

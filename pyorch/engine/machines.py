@@ -22,6 +22,8 @@ from pyorch.errors import SparqError
 PORT = 50052  # llama.cpp's own
 _PROTOCOL = 7  # the major version, which must agree
 _HELLO, _DEVICE_COUNT, _DEVICE_MEMORY = 14, 15, 11
+_ALLOC_BUFFER, _BUFFER_BASE, _SET_TENSOR = 0, 3, 6
+_TENSOR_BYTES = 296  # of the description of a tensor (rpc_tensor)
 _CAPABILITIES = 24  # bytes of the greeting about transports other than TCP
 _ANSWER_S = 10.0
 
@@ -109,6 +111,42 @@ def ask(endpoint: str) -> Worker:
             f"start one there: sparq-cpp worker --host {host} --port {port}",
         ) from None
     return Worker(endpoint, protocol, sparse_version, tuple(memory), sorted(times)[2])
+
+
+def measure_rate(endpoint: str, n_bytes: int = 4 << 20) -> float:
+    """The bytes per second that reach the worker at HOST:PORT, from one tensor of `n_bytes`.
+    The worker frees it when the connection ends.
+
+    Raises:
+        SparqError: it cannot be reached, or has no such memory.
+    """
+    host, _, port = endpoint.partition(":")
+    n = n_bytes // 4
+    try:
+        with socket.create_connection((host, int(port)), timeout=60) as wire:
+            wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _question(wire, _HELLO, bytes(_CAPABILITIES), 4 + _CAPABILITIES)
+            size = struct.pack("<IQ", 0, n_bytes)
+            buffer, _ = struct.unpack("<QQ", _question(wire, _ALLOC_BUFFER, size, 16))
+            (base,) = struct.unpack(
+                "<Q", _question(wire, _BUFFER_BASE, struct.pack("<Q", buffer), 8)
+            )
+            tensor = struct.pack("<QIQ4I4I", 1, 0, buffer, n, 1, 1, 1, 4, *[n_bytes] * 3)
+            at = _TENSOR_BYTES - 64 - 4 - 8  # where its data begins is before its name
+            tensor = tensor.ljust(at, b"\0") + struct.pack("<Q", base)
+            request = tensor.ljust(_TENSOR_BYTES, b"\0") + bytes(8 + n_bytes)
+            started = time.perf_counter()
+            _question(wire, _DEVICE_COUNT, b"", 4)
+            trip = time.perf_counter() - started
+            started = time.perf_counter()
+            wire.sendall(struct.pack("<BQ", _SET_TENSOR, len(request)) + request)
+            _question(wire, _DEVICE_COUNT, b"", 4)
+            took = max(time.perf_counter() - started - trip, 1e-9)
+    except (OSError, UnicodeError, struct.error) as e:
+        raise SparqError(
+            f"the worker at {endpoint} took no data: {getattr(e, 'strerror', None) or e}"
+        ) from None
+    return n_bytes / took
 
 
 def _question(wire: socket.socket, command: int, request: bytes, n_answer: int) -> bytes:

@@ -138,7 +138,7 @@ class SessionOptions(TypedDict, total=False):
     n_away: int | None
 
 
-class Placement(TypedDict):
+class Placement(TypedDict, total=False):
     """Where a model goes, as keywords of `load` and `load_model`, which explains them."""
 
     n_gpu_layers: int | None

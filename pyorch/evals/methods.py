@@ -75,14 +75,13 @@ class Runner:
         methods: Sequence[Method],
         recall: bool,
         *,
-        n_gpu_layers: int | None = None,
-        numa: str = "",
+        placement: engine.Placement | None = None,
         **options: Unpack[engine.SessionOptions],
     ) -> None:
         """
         Args:
             recall: whether `decode` will be asked for it.
-            n_gpu_layers, numa: as for `engine.load_model`.
+            placement: where the model goes.
             options: those of the sessions, but for their attention, which the methods set.
 
         Raises:
@@ -91,9 +90,7 @@ class Runner:
         python = [m for m in methods if isinstance(m, Policy)]
         dense: engine.SessionOptions = {**options, "attention": "off"}
         with ExitStack() as opened:
-            loaded = opened.enter_context(
-                engine.load_model(model, n_gpu_layers=n_gpu_layers, numa=numa)
-            )
+            loaded = opened.enter_context(engine.load_model(model, **(placement or {})))
             self.session = loaded.session(**dense)  # it also tokenises
             self._fa0: engine.Session | None = None
             if STOCK_FA0 in methods:

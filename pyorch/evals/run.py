@@ -55,10 +55,10 @@ class EvalPlan:
     setup: Mapping[str, Any] = field(default_factory=dict)  # fields of `Setup`
     data: Mapping[str, Path] = field(default_factory=dict)  # task -> its file
     n_threads: int | None = None
-    n_gpu_layers: int | None = None
+    placement: engine.Placement = field(default_factory=engine.Placement)
     type_k: str = "f16"
     type_v: str = "f16"
-    numa: str = ""
+    n_away: int | None = 0
     rope: engine.Rope | None = None
 
 
@@ -82,8 +82,8 @@ def run(
         plan.model,
         methods,
         recall=any(t.reference == OFF for t in plan.tasks),
-        n_gpu_layers=plan.n_gpu_layers,
-        numa=plan.numa,
+        placement=plan.placement,
+        n_away=plan.n_away,
         n_ctx=plan.setup["ctx"],
         n_threads=plan.n_threads,
         type_k=plan.type_k,
@@ -232,8 +232,7 @@ def _prepare(
         "type_v": plan.type_v,
         "read_by": str(EXACT),
         "threads": plan.n_threads or engine.usable_cores(),
-        **({} if plan.n_gpu_layers is None else {"n_gpu_layers": plan.n_gpu_layers}),
-        **({"numa": plan.numa} if plan.numa else {}),
+        **_where(plan.placement),
         **({"rope": plan.rope.given} if plan.rope else {}),
     }
     case = json.loads(json.dumps(case))
@@ -304,3 +303,13 @@ def _measure(
                     "counters": done.counters,
                 },
             )
+
+
+def _where(placement: engine.Placement) -> dict[str, Any]:
+    """What a record says of the place of a model, if it is not the usual: of workers the number,
+    since they are the same at another address."""
+    n_gpu_layers = placement.get("n_gpu_layers")
+    found: dict[str, Any] = {} if n_gpu_layers is None else {"n_gpu_layers": n_gpu_layers}
+    found |= {"numa": numa} if (numa := placement.get("numa")) else {}
+    found |= {"n_workers": len(workers)} if (workers := placement.get("workers")) else {}
+    return found | ({"tensor_split": split} if (split := placement.get("tensor_split")) else {})

@@ -171,6 +171,7 @@ def _about(group: Sequence[Series]) -> str:
         else (f", cache {case['type_k']}/{case['type_v']}")
     )
     place = f", numa {case['numa']}" if "numa" in case else ""
+    place += f", {case['n_workers']} workers" if "n_workers" in case else ""
     better = "higher" if tasks()[case["task"]].higher else "lower"
     text = (
         f"{n[0]}{f' to {n[-1]}' if n[1:] else ''} examples of up to {case['ctx']} positions, "

@@ -126,7 +126,11 @@ def _per_layer(
 
 
 def _weight_bytes_per_token(file: GGUFFile) -> int:
-    """The bytes of weights that one decoded token reads.
+    return sum(layer_weights(file, 0))
+
+
+def layer_weights(file: GGUFFile, n_layer: int) -> list[int]:
+    """The bytes of weights that one decoded token reads: of each layer, then of all the rest.
 
     All tensors count, except that only the experts in use count of expert tensors (`_exps`), and
     that an embedding table counts only if it is also the output matrix: otherwise one row is read.
@@ -137,9 +141,11 @@ def _weight_bytes_per_token(file: GGUFFile) -> int:
     share = (
         used / n_expert if isinstance(used, int) and isinstance(n_expert, int) and n_expert else 1
     )
-    total = 0.0
+    total = [0.0] * (n_layer + 1)
     for t in file.tensors:
         if t.name == "token_embd.weight" and not tied:
             continue
-        total += t.n_bytes * (share if "_exps." in t.name else 1)
-    return int(total)
+        part = t.name.split(".")
+        il = int(part[1]) if part[0] == "blk" and part[1].isdecimal() else n_layer
+        total[min(il, n_layer)] += t.n_bytes * (share if "_exps." in t.name else 1)
+    return [int(x) for x in total]
