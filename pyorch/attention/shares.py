@@ -17,8 +17,9 @@ from pyorch.attention.spec import AttentionSpec
 from pyorch.ggml import TensorType
 from pyorch.models.geometry import Geometry
 
-_REQUESTS = 3500  # bytes of a token's requests besides activations and masks, measured
-_GROUPS = 1 / 8  # bytes per position of the numbers of sealed groups
+# Bytes that a token's requests take besides activations and masks, measured; and where the
+# transposed K is, those that say what to seal: some, and one number of 8 bytes for each group.
+_REQUESTS, _SEALING, _PER_GROUP = 1920, 1260, 8
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,10 @@ def shares(
         here = [c for c in costs if c.il in part]
         sent = received = 0
         if i and part:
-            masks = len({bool(geo.windows.of(c.il)) for c in here})
-            sent = 4 * geo.n_embd + round((2 * masks + _GROUPS) * n_cells) + _REQUESTS
+            masks = len({bool(geo.windows.of(c.il)) for c in here})  # of f16, one for each kind
+            sent = 4 * geo.n_embd + 2 * masks * n_cells + _REQUESTS
+            if spec.method == "sparq" and any(c.ours for c in here):
+                sent += _SEALING + n_cells // cost.GROUP * _PER_GROUP
             received = 4 * (n_vocab if geo.n_layer in part else geo.n_embd)
         res.append(
             Share(

@@ -1,17 +1,57 @@
-"""A network between two processes of this machine: slow, counted, or without our greeting."""
+"""Workers on this machine, and a network to them: slow, counted, or without our greeting."""
 
 from __future__ import annotations
 
 import queue
 import socket
+import subprocess
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import TracebackType
+
+from pyorch import native
+from pyorch.engine import machines
+from pyorch.errors import SparqError
+
+PROGRAM = "ggml-rpc-server"
 
 Waiting = queue.Queue[tuple[float, bytes]]  # pieces, and when they are to arrive
 _PIECE = 1 << 16
 _SPARSE_AT = 8 + 3  # of them, the one that a worker of llama.cpp's own leaves at zero
+
+
+@contextmanager
+def local_worker(
+    log: Path, threads: int = 1, stock: bool = False
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """(HOST:PORT, the process) of a worker on a free port, which answers.
+
+    Raises:
+        SparqError: it does not start; the log says why.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    program = native.built(stock=stock, tools=(PROGRAM,)) / PROGRAM
+    argv = [program, "-H", "127.0.0.1", "-p", port, "-t", threads]
+    with log.open("wb") as out:
+        process = subprocess.Popen(list(map(str, argv)), stdout=out, stderr=out)
+    try:
+        endpoint, until = f"127.0.0.1:{port}", time.monotonic() + 30
+        while True:
+            try:
+                machines.ask(endpoint)
+                break
+            except SparqError:
+                if process.poll() is not None or time.monotonic() > until:
+                    raise
+                time.sleep(0.05)
+        yield endpoint, process
+    finally:
+        process.kill()
+        process.wait()
 
 
 class Link:

@@ -1,9 +1,10 @@
-"""One run with layers on workers: a prompt, then 40 given tokens.
+"""One run with layers on workers: a prompt, then given tokens.
 
     python away.py MODEL JSON
 
 JSON: workers, spec, and tensor_split, n_gpu_layers, n_sequences, type_k, type_v, restore (a file
-for the state), document (a path for the prompt). Prints what the library says of attention, and a
+for the state), document (a path for the prompt), n_decode, shift (take a part out of the context
+whenever it is full). Prints what the library says of attention, and a
 hash of the logits' bits.
 """
 
@@ -20,12 +21,22 @@ from pyorch import engine
 from pyorch.engine import document_file
 
 N_PROMPT, N_DECODE = 600, 40
+N_SHIFT = 700  # positions
+
+
+def shifted(s: engine.Session) -> None:
+    """Context shift, as llama.cpp's programs do it: the beginning goes, the rest moves up."""
+    n = N_SHIFT // 4
+    assert s.lib.llama_memory_seq_rm(s.memory, 0, 4, 4 + n)
+    s.lib.llama_memory_seq_add(s.memory, 0, 4 + n, -1, -n)
+    del s.tokens[4 : 4 + n]
 
 
 def main() -> None:
     options = json.loads(sys.argv[2])
     spec, restore = options.pop("spec"), options.pop("restore", "")
     kept, n_seq = options.pop("document", ""), options.get("n_sequences", 1)
+    n_decode, shift = options.pop("n_decode", N_DECODE), options.pop("shift", False)
     rng = np.random.default_rng(7)
     logits = []
     with engine.load(sys.argv[1], n_ctx=1024, n_threads=1, attention=spec, **options) as s:
@@ -44,9 +55,11 @@ def main() -> None:
             engine.save_state(s, restore)
             engine.rewind(s, 0)
             engine.load_state(s, restore)
-        for i in range(N_DECODE):
+        for i in range(n_decode):
+            if shift and len(s.tokens) == N_SHIFT:
+                shifted(s)
             if n_seq == 1:
-                engine.decode(s, 5 + i)
+                engine.decode(s, 5 + i % 200)
                 logits.append(engine.logits(s).copy())
             else:
                 logits.append(engine.decode_each(s, {j: 5 + i for j in range(n_seq)}).copy())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import http.client
 import json
 import re
 import signal
@@ -11,18 +12,20 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny as tiny_models
 from llama import python_environment
-from workers import worker
 
 from pyorch import engine
+from pyorch.attention.shares import split_layers
 from pyorch.bench.link import Link
+from pyorch.bench.link import local_worker as worker
 from pyorch.engine import machines
 from pyorch.errors import SparqError
 
@@ -113,8 +116,10 @@ def test_three_workers(
     got, want = run(model, SPARQ, tuple(workers), **options), run(model, SPARQ)
     assert got["bits"] == want["bits"]
     assert got["info"]["counters"] == want["info"]["counters"]
-    here = got["info"]["devices"][0]
-    assert (here["calls_sparse"] > 0) == (n_gpu_layers < 99)
+    calls = {x["name"]: x["calls_sparse"] for x in got["info"]["devices"]}
+    layers = split_layers(N_LAYER, split, n_gpu_layers)  # as `explain` says
+    n_calls = [N_DECODE * sum(il < N_LAYER for il in part) for part in layers]
+    assert [calls[name] for name in sorted(calls)] == n_calls  # CPU, RPC0, RPC1, RPC2
 
 
 def test_windows(windows: Path, workers: list[str], run) -> None:
@@ -130,6 +135,16 @@ def test_what_was_saved(what: str, model: Path, workers: list[str], tmp_path: Pa
     got = run(model, SPARQ, tuple(workers[:2]), **{what: str(tmp_path / "there")})
     want = run(model, SPARQ, **{what: str(tmp_path / "here")})
     assert got["bits"] == want["bits"]
+
+
+def test_a_thousand_tokens(model: Path, workers: list[str], run) -> None:
+    """With context shifts, which move K on the workers, and seal it anew."""
+    options = {"n_decode": 1000, "shift": True}
+    got, want = run(model, SPARQ, tuple(workers[:2]), **options), run(model, SPARQ, **options)
+    assert got["bits"] == want["bits"]
+    counters = got["info"]["counters"]
+    assert counters == want["info"]["counters"]
+    assert counters["calls_sparse"] == 1000 * N_LAYER
 
 
 # ---- who is sent what ----
@@ -148,6 +163,16 @@ def test_no_other_worker_is_sent_our_op(model: Path, workers: list[str], run) ->
     counters = got["info"]["counters"]
     assert counters["calls_sparse"] == N_DECODE * states.count("sparse")
     assert counters["calls_stock"] > 0
+
+
+def test_one_of_llama_cpp_itself(model: Path, workers: list[str], tmp_path: Path, run) -> None:
+    """Its own program beside ours."""
+    with worker(tmp_path / "log", stock=True) as (foreign, _):
+        assert machines.ask(foreign).sparse_version == 0
+        got = run(model, SPARQ, (workers[0], foreign), tensor_split=(1, 1))
+    states = [layer["state"] for layer in got["info"]["layers"]]
+    assert got["info"]["counters"]["calls_sparse"] == N_DECODE * states.count("sparse") > 0
+    assert "dense" in states
 
 
 def test_what_a_worker_says(workers: list[str]) -> None:
@@ -289,3 +314,51 @@ def test_the_command(tiny: Path) -> None:
     child.send_signal(signal.SIGTERM)
     child.communicate(timeout=20)
     assert child.returncode == 0
+
+
+def test_a_document_goes_on_after_a_lost_worker(tiny: Path, tmp_path: Path) -> None:
+    """What was read in the middle is kept, and the next worker gets it."""
+    text, kept = tmp_path / "text.txt", tmp_path / "text.doc"
+    text.write_text("abcdefgh " * 380, "utf-8")
+    line = ["read", text, "-m", tiny, "-o", kept, "-a", SPARQ, "--plain", "-c", 4096]
+    with worker(tmp_path / "log") as (endpoint, process), Link(endpoint) as link:
+        child = cli(*line, "--rpc", link.endpoint)
+        threading.Thread(target=lambda: dies_after(link, 6_000_000, process), daemon=True).start()
+        _, err = child.communicate(timeout=120)
+        assert child.returncode == 1, err
+    with worker(tmp_path / "log2") as (endpoint, _):
+        child = cli(*line, "--rpc", endpoint)
+        _, err = child.communicate(timeout=120)
+    assert child.returncode == 0, err
+
+
+def test_explain(model: Path, workers: list[str]) -> None:
+    line = ["explain", "-m", model, "-a", SPARQ, "-c", 2048, "--rpc", ",".join(workers[:2])]
+    child = cli(*line, "-ts", "3,1", "-ngl", 4, "--json")
+    out, err = child.communicate(timeout=120)
+    assert child.returncode == 0, err
+    found = json.loads(out)
+    rows = found["machines"]
+    assert [x["layers"] for x in rows] == [[0, 1], [1, 4], [4, 5]]
+    assert sum(x["cache"] for x in rows) == found["kv_memory"]
+    assert sum(x["shadow"] for x in rows) == found["shadow_memory"]
+    assert sum(x["weights"] for x in rows) == found["weight_bytes_per_token"]
+    assert sum(x["read"] for x in rows) == found["attention_bytes_per_token"]
+    assert all(x["sparse"] for x in rows) and found["wire_s"] > 0
+
+
+def test_a_lost_worker_of_a_server(tiny: Path, tmp_path: Path) -> None:
+    with worker(tmp_path / "log") as (endpoint, process):
+        child = cli("serve", "-m", tiny, "--rpc", endpoint, "--port", 0, "-a", SPARQ)
+        assert child.stderr is not None
+        while "is ready" not in (text := child.stderr.readline()):
+            assert text
+        process.send_signal(signal.SIGKILL)
+        url = re.search(r"http://\S+", text)
+        assert url
+        body = json.dumps({"prompt": "a", "n_predict": 4}).encode()
+        with suppress(OSError, http.client.HTTPException):
+            urllib.request.urlopen(f"{url[0]}/completions", body, timeout=60)
+        _, err = child.communicate(timeout=60)
+    assert child.returncode == 1
+    assert re.search("error: llama-server .*RPC server crashed", err), err
