@@ -63,6 +63,28 @@ def test_sweep_binds_memory_with_numactl(tmp_path: Path) -> None:
     assert calls[3].startswith("numactl --cpunodebind=0 --membind=0 sparq-cpp bench")
 
 
+def test_sweep_starts_a_worker_per_node(tmp_path: Path) -> None:
+    """On nodes that lscpu only claims."""
+    lscpu = tmp_path / "lscpu"
+    lscpu.write_text(
+        """#!/bin/bash
+case $1 in
+    -p=NODE) printf '%s\\n' 0 0 1 1 ;;
+    *) printf '%s\\n' 0,0,0 1,0,0 2,1,1 3,1,1 ;;
+esac
+"""
+    )
+    lscpu.chmod(0o755)
+    code, calls = sweep(tmp_path, DEPTHS="64", PLACES="workers", PORT="50300", WAIT="0.3")
+    assert code == 0
+    for node in (0, 1):
+        bound = f"numactl --cpunodebind={node} --membind={node}"
+        worker = f"{bound} {tmp_path}/sparq-cpp worker --port {50300 + node} -t 2"
+        assert any(c.replace(" sparq-cpp", f" {tmp_path}/sparq-cpp") == worker for c in calls)
+    (line,) = (c for c in calls if c.startswith("sparq-cpp bench"))
+    assert " --rpc 127.0.0.1:50300,127.0.0.1:50301 -ts 1,1 -t 2 " in line
+
+
 def test_sweep_takes_the_command_of_the_clone(tmp_path: Path) -> None:
     """Beside the script when none is on PATH; when there is none at all, nothing is begun."""
     script = tmp_path / "clone" / "bench" / "epyc.sh"

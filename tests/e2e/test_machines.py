@@ -26,7 +26,7 @@ from pyorch import engine
 from pyorch.attention.shares import split_layers
 from pyorch.bench.link import Link
 from pyorch.bench.link import local_worker as worker
-from pyorch.engine import machines
+from pyorch.engine import document_file, machines
 from pyorch.errors import SparqError
 
 HERE = Path(__file__).parent
@@ -317,19 +317,36 @@ def test_the_command(tiny: Path) -> None:
 
 
 def test_a_document_goes_on_after_a_lost_worker(tiny: Path, tmp_path: Path) -> None:
-    """What was read in the middle is kept, and the next worker gets it."""
-    text, kept = tmp_path / "text.txt", tmp_path / "text.doc"
+    """What was read until then is kept, and the next worker gets it."""
+    text, kept = tmp_path / "text.txt", tmp_path / "text.kv"
     text.write_text("abcdefgh " * 380, "utf-8")
+    partial = tmp_path / "text.kv.partial"
     line = ["read", text, "-m", tiny, "-o", kept, "-a", SPARQ, "--plain", "-c", 4096]
-    with worker(tmp_path / "log") as (endpoint, process), Link(endpoint) as link:
+
+    def dies_when_some_is_kept(process: subprocess.Popen[bytes]) -> None:
+        while process.poll() is None and not n_read(partial):
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+
+    with worker(tmp_path / "log") as (endpoint, process), Link(endpoint, rate=2e7) as link:
         child = cli(*line, "--rpc", link.endpoint)
-        threading.Thread(target=lambda: dies_after(link, 6_000_000, process), daemon=True).start()
+        threading.Thread(target=dies_when_some_is_kept, args=(process,), daemon=True).start()
         _, err = child.communicate(timeout=120)
-        assert child.returncode == 1, err
+    assert child.returncode == 1 and "worker" in err, err
+    n = n_read(partial)
+    assert 0 < n < 3420
     with worker(tmp_path / "log2") as (endpoint, _):
-        child = cli(*line, "--rpc", endpoint)
-        _, err = child.communicate(timeout=120)
+        child = cli(*line, "--rpc", endpoint, "--json")
+        out, err = child.communicate(timeout=120)
     assert child.returncode == 0, err
+    assert json.loads(out)["tokens"] == 3421 and not partial.exists()
+
+
+def n_read(partial: Path) -> int:
+    try:
+        return document_file.load(partial, whole=False).n_read
+    except (SparqError, OSError):
+        return 0
 
 
 def test_explain(model: Path, workers: list[str]) -> None:
