@@ -161,7 +161,7 @@ std::string llama_sparse_metrics(llama_context * ctx) {
         return "";
     }
     ctx->synchronize(); // devices may still be counting
-    const auto stat = state->read_stats();
+    const auto stat = state->recent_stats();
     std::ostringstream out;
     const auto head = [&](const char * name, const char * type, const char * help) {
         out << "# HELP sparq:" << name << " " << help << "\n# TYPE sparq:" << name << " " << type << "\n";

@@ -1,6 +1,7 @@
 #include "sparse-state.h"
 
 #include "llama-impl.h"
+#include "sparse-cache.h"
 
 #include <algorithm>
 #include <functional>
@@ -35,6 +36,16 @@ llama_sparse_state::counts llama_sparse_state::read_stats() const {
         std::transform(one.begin(), one.end(), sum.begin(), sum.begin(), std::plus<>());
     }
     return sum;
+}
+
+llama_sparse_state::counts llama_sparse_state::recent_stats() {
+    const bool away = std::any_of(all_stats.begin(), all_stats.end(), [](const auto & x) { return llama_sparse_is_worker(x.first); });
+    const int64_t now = ggml_time_us();
+    if (!away || now - recent_at > 1000000) {
+        recent    = read_stats();
+        recent_at = now;
+    }
+    return recent;
 }
 
 // at the end of a context: what was asked for and what ran. Not one sparse call is worth a warning: nobody else says it in the programs

@@ -60,6 +60,7 @@ struct llama_sparse_state {
     using counts = std::array<int64_t, GGML_SPARSE_STAT_COUNT>;
     counts read_stats(ggml_backend_dev_t dev) const;
     counts read_stats() const; // the sum over all devices
+    counts recent_stats(); // the same; from workers, each of which takes a round trip, at most once in a second
 
     template <typename F>
     void for_each_device(F f) const {
@@ -77,6 +78,8 @@ private:
         ggml_tensor           * t = nullptr;
     };
     std::map<ggml_backend_dev_t, stats_tensor> all_stats;
+    counts  recent    = {};
+    int64_t recent_at = 0; // us
 };
 
 // of a context, see llama_sparse_shadow

@@ -364,6 +364,22 @@ def test_explain(model: Path, workers: list[str]) -> None:
     assert all(x["sparse"] for x in rows) and found["wire_s"] > 0
 
 
+def test_eval_and_bench(demo_model: Path, workers: list[str], tmp_path: Path) -> None:
+    """Stock and ours over the same workers, one program after the other."""
+    where = ("-m", demo_model, "--rpc", ",".join(workers[:2]), "-a", "sparq,ratio=1/8,min_ctx=0")
+    child = cli("eval", "needle", "--ctx", 1024, "-n", 1, *where, "--out", tmp_path / "eval")
+    _, err = child.communicate(timeout=120)
+    assert child.returncode == 0, err
+    first = json.loads((tmp_path / "eval" / "needle.jsonl").read_text().splitlines()[0])
+    assert first["case"]["n_workers"] == 2
+    child = cli("bench", *where, "-d", 600, "-n", 2, "-r", 2, "-o", "json", "--out", tmp_path)
+    out, err = child.communicate(timeout=120)
+    assert child.returncode == 0, err
+    rows = json.loads(out)
+    assert {r["library"] for r in rows} == {"stock", "sparq"}
+    assert all(r["n_workers"] == 2 and r["backends"] == "RPC" for r in rows)
+
+
 def test_a_lost_worker_of_a_server(tiny: Path, tmp_path: Path) -> None:
     with worker(tmp_path / "log") as (endpoint, process):
         child = cli("serve", "-m", tiny, "--rpc", endpoint, "--port", 0, "-a", SPARQ)
