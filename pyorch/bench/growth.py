@@ -169,13 +169,13 @@ def slope(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 def deeper(recs: Sequence[Record], found: Sequence[Record]) -> set[int]:
     """The depths of the lines of this model in `recs` that those of `found` do not go through."""
 
-    def depths(recs: Sequence[Record]) -> set[int]:
+    def of_model(recs: Sequence[Record]) -> set[int]:
         cases = [r["case"] for r in recs if not r["case"]["below_min_ctx"]]
         same = "model_filename", "n_threads", "numa"
         of = found[0]["case"]
         return {c["n_depth"] for c in cases if all(c[x] == of[x] for x in same)}
 
-    return depths(recs) - depths(found)
+    return of_model(recs) - of_model(found)
 
 
 def by_model(page: str) -> dict[str, str]:

@@ -6,6 +6,7 @@ import functools
 import http.client
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -271,6 +272,35 @@ def test_a_lost_worker(when: str, tiny: Path, tmp_path: Path) -> None:
     said = [line for line in err.splitlines() if line.startswith(("error:", "hint:"))]
     assert len(said) == 2 and re.search("worker", said[0]), err
     assert "Traceback" not in err and "ggml-rpc.cpp" not in err
+
+
+VANISHED = """
+ip link set lo up
+"$0" -m pyorch worker --port 50099 -t 1 &
+worker=$!
+until "$0" -m pyorch generate -m "$1" --rpc 127.0.0.1:50099 -n 1 -p a &>"$2"; do sleep 0.2; done
+: >"$2"
+"$0" -m pyorch generate -m "$1" --rpc 127.0.0.1:50099 -n 4000 -p a -a dense >"$2" &
+reply=$!
+until [[ -s $2 ]]; do sleep 0.1; done
+ip link set lo down
+wait $reply
+code=$?
+kill $worker
+exit $code
+"""
+
+
+@pytest.mark.slow
+def test_a_vanished_host(demo_model: Path, tmp_path: Path) -> None:
+    """No packet comes back any more, not even a refusal: the time-outs of the connection."""
+    apart = ["unshare", "-rn"]
+    if not shutil.which("unshare") or subprocess.run([*apart, "ip", "link"]).returncode:
+        pytest.skip("no network namespace can be made here")
+    argv = [*apart, "bash", "-c", VANISHED, sys.executable, demo_model, tmp_path / "out"]
+    done = subprocess.run(list(map(str, argv)), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert "error: the worker at 127.0.0.1:50099 is gone" in done.stderr
 
 
 def dies_after(link: Link, n_bytes: int, process: subprocess.Popen[bytes]) -> None:
