@@ -18,7 +18,7 @@ from pyorch.cli import chat_documents
 from pyorch.cli import options as opt
 from pyorch.cli.conversation import REPLY_ROOM, Chat
 from pyorch.cli.loading import open_session, shown
-from pyorch.cli.summary import summary_of, why_dense
+from pyorch.cli.summary import devices, summary_of, why_dense
 from pyorch.cli.terminal import note
 from pyorch.cli.types import Number
 from pyorch.errors import SparqError
@@ -227,6 +227,9 @@ def _print_stats(chat: Chat) -> None:
     used, n_ctx = len(chat.session.tokens), chat.session.n_ctx
     note(f"attention {chat.spec}, context {used} of {n_ctx} positions")
     note(chat.summary.line() if chat.summary else "no reply yet")
+    if chat.summary and chat.summary.info:
+        for line in devices(chat.summary.info):
+            note(line)
 
 
 def _path(command: str, name: str) -> Path:

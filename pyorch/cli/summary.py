@@ -60,6 +60,16 @@ class Summary:
         return ", ".join(parts)
 
 
+def devices(info: AttentionInfo) -> list[str]:
+    """A line for each device, if there are several: RPC0 is the first worker of --rpc."""
+    found = info.raw["devices"]
+    return [
+        f"{x['name']}: {x['calls_sparse']} sparse calls, {human_bytes(x['bytes_read'])} read, "
+        f"{human_bytes(x['shadow_bytes'])} of transposed K"
+        for x in (sorted(found, key=lambda x: x["name"]) if len(found) > 1 else [])
+    ]
+
+
 def _attention(info: AttentionInfo) -> str:
     """Says which layers these bytes are of: those that are left to llama.cpp, such as layers with a
     sliding window, read bytes that nobody counts."""

@@ -410,6 +410,21 @@ def test_eval_and_bench(demo_model: Path, workers: list[str], tmp_path: Path) ->
     assert all(r["n_workers"] == 2 and r["backends"] == "RPC" for r in rows)
 
 
+def test_stats_of_a_chat(tiny_chat: Path, workers: list[str]) -> None:
+    argv = ["chat", "-m", tiny_chat, "--rpc", ",".join(workers[:2]), "-a", SPARQ, "-n", "8"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pyorch", *map(str, argv)],
+        input="hello\n/stats\n/exit\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = re.findall(r"^(\S+): (\d+) sparse calls", done.stderr, re.M)
+    assert [name for name, _ in lines] == ["CPU", "RPC0", "RPC1"]
+    assert int(lines[0][1]) == 0 < int(lines[1][1])
+
+
 def test_a_lost_worker_of_a_server(tiny: Path, tmp_path: Path) -> None:
     with worker(tmp_path / "log") as (endpoint, process):
         child = cli("serve", "-m", tiny, "--rpc", endpoint, "--port", 0, "-a", SPARQ)
