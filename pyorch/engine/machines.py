@@ -210,7 +210,8 @@ def _listens(endpoint: str) -> bool:
 
 
 def devices(found: Library, endpoints: Sequence[str]) -> list[int]:
-    """Pointers to the devices of these workers, which are connected to on first use.
+    """Pointers to the devices of these workers, which are connected to on first use. The library is
+    not told of them: it would put layers of any other model there, too.
 
     Raises:
         SparqError: a worker cannot be reached, or the library has no RPC.
@@ -220,7 +221,6 @@ def devices(found: Library, endpoints: Sequence[str]) -> list[int]:
     for name, result, arguments in (
         ("ggml_backend_reg_by_name", pointer, [text]),
         ("ggml_backend_reg_get_proc_address", pointer, [pointer, text]),
-        ("ggml_backend_register", None, [pointer]),
         ("ggml_backend_reg_dev_count", ctypes.c_size_t, [pointer]),
         ("ggml_backend_reg_dev_get", pointer, [pointer, ctypes.c_size_t]),
     ):
@@ -237,7 +237,6 @@ def devices(found: Library, endpoints: Sequence[str]) -> list[int]:
             registered = add_server(endpoint.encode())
             if not registered:
                 raise SparqError(f"the worker at {endpoint} has no devices")
-            ggml.ggml_backend_register(registered)
             found.workers[endpoint] = registered
         one = found.workers[endpoint]
         n = ggml.ggml_backend_reg_dev_count(one)

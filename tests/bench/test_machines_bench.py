@@ -12,6 +12,7 @@ sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 import machines
 
+from pyorch import engine
 from pyorch.attention.shares import split_layers
 from pyorch.bench import records
 
@@ -31,6 +32,8 @@ def test_what_passes_for_a_token(model: Path, tmp_path: Path) -> None:
         if rec["case"]["trip_ms"]:
             assert 0.010 < rec["wire_predicted_s"] < 0.05  # two round trips
             assert min(rec["samples_ns"]) > 10e6
+    with engine.load(model, n_ctx=256) as s:  # of workers that are gone, nothing is left behind
+        assert s.model.on_cpu
     text = (tmp_path / "machines.md").read_text("utf-8")
     assert "Predicted, not measured" in text and "one process" in text
 
