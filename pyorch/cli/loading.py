@@ -155,6 +155,7 @@ def placement(load: LoadOptions) -> Placement:
         "workers": workers,
         "tensor_split": load.rpc.tensor_split,
         "numa": load.numa or "",
+        "repack": not load.no_repack,
     }
 
 

@@ -241,6 +241,13 @@ class LoadOptions:
     rpc: WorkerOptions = field(default_factory=WorkerOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
     numa: str | None = numa_option()
+    no_repack: bool = option(
+        "-nr",
+        "--no-repack",
+        is_flag=True,
+        help="Use the weights as they are in the file: prompts may be read faster, and replies "
+        "decoded slower.",
+    )
 
 
 context_options = takes(context=ContextOptions)

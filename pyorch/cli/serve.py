@@ -72,6 +72,7 @@ _OURS = {
     "--rpc": "--rpc",
     "--tensor-split": "-ts --tensor-split",
     "--numa": "--numa",
+    "--no-repack": "-nr --no-repack --repack",
     "--cache-type-k": "-ctk --cache-type-k",
     "--cache-type-v": "-ctv --cache-type-v",
     "the same option before --": "--rope-scaling --rope-scale --rope-freq-base --rope-freq-scale"
@@ -392,6 +393,7 @@ def _arguments(served: Served, settings: Settings, file: GGUFFile) -> list[str]:
         if parts:
             values[f"--{name}"] = ",".join(map(str, parts))
     line = [str(word) for pair in values.items() for word in pair]
+    line += ["--no-repack"] * served.load.no_repack
     # A cache for each slot, of --ctx positions. In one cache for all (--kv-unified) a long request
     # takes the room of the others, and each reply looks through the cells of all slots.
     line.append("--no-kv-unified")

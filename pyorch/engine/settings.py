@@ -145,6 +145,7 @@ class Placement(TypedDict, total=False):
     workers: Sequence[str]
     tensor_split: Sequence[float]
     numa: str
+    repack: bool
 
 
 @dataclass(frozen=True)

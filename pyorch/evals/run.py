@@ -312,4 +312,5 @@ def _where(placement: engine.Placement) -> dict[str, Any]:
     found: dict[str, Any] = {} if n_gpu_layers is None else {"n_gpu_layers": n_gpu_layers}
     found |= {"numa": numa} if (numa := placement.get("numa")) else {}
     found |= {"n_workers": len(workers)} if (workers := placement.get("workers")) else {}
+    found |= {} if placement.get("repack", True) else {"repack": False}
     return found | ({"tensor_split": split} if (split := placement.get("tensor_split")) else {})

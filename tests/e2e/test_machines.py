@@ -29,6 +29,7 @@ from pyorch.bench.link import Link
 from pyorch.bench.link import local_worker as worker
 from pyorch.engine import document_file, machines
 from pyorch.errors import SparqError
+from pyorch.models import synth
 
 HERE = Path(__file__).parent
 SPARQ = "sparq,rank=8,topk=64,min_ctx=0"
@@ -128,6 +129,14 @@ def test_windows(windows: Path, workers: list[str], run) -> None:
     got, want = run(windows, SPARQ, tuple(workers[:2])), run(windows, SPARQ)
     assert got["bits"] == want["bits"]
     assert got["info"]["counters"] == want["info"]["counters"]
+
+
+def test_weights_of_few_bits(workers: list[str], tmp_path: Path, run) -> None:
+    """A worker takes them as they are, and so does --no-repack."""
+    shape = synth.Shape(4, 256, 4, 2, 64, 256, 288, n_ctx=4096, tokenizer="bytes")
+    synth.write(path := tmp_path / "q4.gguf", shape, "q4_k_m")
+    got = run(path, SPARQ, (workers[0],))
+    assert got["bits"] == run(path, SPARQ, repack=False)["bits"]
 
 
 @pytest.mark.parametrize("what", ["restore", "document"])
