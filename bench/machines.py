@@ -1,14 +1,16 @@
 """Times a model whose layers lie on 1 to 3 workers of this machine, beside one process.
 
-    python bench/machines.py -m MODEL [-d 4096,32768,131072] [--workers 0,1,2,3] [--trip 0,1,20]
+    python bench/machines.py -m MODEL [-d 4096,32768,131072] [--workers 0,1,2,3] [--trip 1,20]
 
 The workers have one thread each, and so has the one process, so that nothing is gained but room: a
-token goes through the machines one after the other. K and V are random. llama.cpp's attention
-(`off` of our library, the faster of its two would need a cache of its own), ours exact and ours
-sparse take turns in one context. With --trip a network of so many milliseconds, or with --rate of
-so many Mbit/s, lies between; its bytes are counted, and what `explain --rpc` predicts for them is
-beside what they cost. The last table is not measured: it says what a cluster of such machines
-reaches with Llama-3-70B at a million positions, by the same formulas.
+token goes through the machines one after the other. K and V are random. llama.cpp's flash attention
+(`off` of our library), ours exact and ours sparse take turns in one context. llama.cpp's `-fa 0`,
+which is often faster on CPUs, needs another cache; `sparq-cpp bench --rpc` compares with it.
+
+With --trip a network of so many milliseconds, or with --rate of so many Mbit/s, lies between; its
+bytes are counted, and what `explain --rpc` predicts for them is beside what they cost. The last
+table is not measured: it says what a cluster of such machines reaches with Llama-3-70B at a million
+positions, by the same formulas.
 
 It writes machines.jsonl and .md.
 """
@@ -73,7 +75,7 @@ def measure(model: Path, group: Sequence[Case]) -> list[dict[str, Any]]:
     """The seconds and the bytes of tokens, of cases that differ in their attention.
 
     Raises:
-        SparqError: a sparse token was not sparse.
+        SparqError: a sparse token was not sparse, or an exact one of ours not ours.
     """
     first, file = group[0], read_gguf(model)
     geo = geometry(file)
@@ -109,15 +111,17 @@ def measure(model: Path, group: Sequence[Case]) -> list[dict[str, Any]]:
             bandwidth.append(reader.read())
             for case, result in list(zip(group, found, strict=True))[:: -1 if turn % 2 else 1]:
                 _time(s, case, links, result)
-        weights = layer_weights(file, geo.n_layer)
+        held, used = (layer_weights(file, geo.n_layer, x) for x in (False, True))
         n_vocab = next(max(t.shape) for t in file.tensors if t.name == "token_embd.weight")
     layers = (
         shares.split_layers(geo.n_layer, [1.0] * len(ends)) if ends else [range(geo.n_layer + 1)]
     )
     for case, result in zip(group, found, strict=True):
-        parts = shares.shares(geo, case.spec, first.n_depth, (F16, F16), weights, n_vocab, layers)
+        parts = shares.shares(
+            geo, case.spec, first.n_depth, (F16, F16), held, used, n_vocab, layers
+        )
         result |= {
-            "bytes_read": sum(x.weights + x.read for x in parts),
+            "bytes_read": sum(x.weights_read + x.read for x in parts),
             "wire_predicted": sum(x.sent + x.received for x in parts),
             "wire_predicted_s": shares.wire_s(parts[1:], trips, rates),
             "bandwidth": statistics.median(bandwidth),
@@ -144,10 +148,11 @@ def _time(s: engine.Session, case: Case, links: Sequence[Link], result: dict[str
     engine.decode(s, 5)
     result["samples_ns"].append(time.perf_counter_ns() - started)
     result["wire"].append(sum(x.there + x.back for x in links) - before)
-    calls = engine.info(s).counter("calls_sparse")
+    name = "calls_sparse" if case.spec.sparse else "calls_dense_op"
+    calls = engine.info(s).counter(name)
     engine.rewind(s, n_pos)
-    if case.spec.sparse and calls != s.geometry.n_layer:
-        raise SparqError(f"{case.spec}: {calls} sparse calls of a token, not {s.geometry.n_layer}")
+    if case.spec.method != "off" and calls != s.geometry.n_layer:
+        raise SparqError(f"{case.spec}: {name} is {calls}, not {s.geometry.n_layer}")
 
 
 def table(recs: Sequence[Record]) -> str:
@@ -204,7 +209,7 @@ def table(recs: Sequence[Record]) -> str:
     env = recs[0]["env"]["machine"]
     out = [
         f"{recs[0]['model_name']}, workers of one thread on loopback, {env['cpu']}; medians of "
-        f"{rows[0][0].n_samples}. `off` is llama.cpp's attention. The limit is the time that the "
+        f"{rows[0][0].n_samples}. `off` is llama.cpp's `-fa 1`. The limit is the time that the "
         "bytes of a token take at the speed of memory.",
         markdown(head, speed),
     ]
@@ -267,7 +272,7 @@ def simulated(reached: float) -> str:
             if max(x.memory for x in _parts(geo, spec, weights, shape, n)) < 0.9 * MEMORY
         )
         parts = _parts(geo, spec, weights, shape, n)
-        read = sum(x.weights + x.read for x in parts)
+        read = sum(x.weights_read + x.read for x in parts)
         for trip, mbit in NETS:
             wire = shares.wire_s(parts[1:], [trip / 1e3] * n, [mbit * 1e6 / 8] * n)
             times = [read / (b * reached) + wire for b in READS]
@@ -290,7 +295,7 @@ def _parts(
     geo: Geometry, spec: AttentionSpec, weights: Sequence[int], shape: synth.Shape, n: int
 ) -> list[shares.Share]:
     layers = shares.split_layers(geo.n_layer, [1.0] * n)
-    return shares.shares(geo, spec, POSITIONS, (F16, F16), weights, shape.n_vocab, layers)
+    return shares.shares(geo, spec, POSITIONS, (F16, F16), weights, weights, shape.n_vocab, layers)
 
 
 @commands.command(

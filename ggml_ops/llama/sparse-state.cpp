@@ -74,6 +74,7 @@ void llama_sparse_state::reset_counters() {
     for (const auto & [_, s] : all_stats) {
         ggml_backend_buffer_clear(s.buf.get(), 0);
     }
-    n_steps = 0;
+    recent_at = 0;
+    n_steps   = 0;
     n_stock.clear();
 }

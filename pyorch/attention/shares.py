@@ -26,13 +26,15 @@ _REQUESTS, _SEALING, _PER_GROUP = 1920, 1260, 8
 class Share:
     """One machine's part of a model.
 
-    layers: their numbers, `n_layer` being the output; weights: the bytes of them that a token
-    reads; cache, shadow: bytes of memory; read, dense: bytes of K, V and shadow that a token reads,
-    and those of dense attention; sent, received: bytes of a token to this machine, and from it.
+    layers: their numbers, `n_layer` being the output; weights, cache, shadow: bytes of memory;
+    weights_read: those of the weights that a token reads; read, dense: bytes of K, V and shadow
+    that a token reads, and those of dense attention; sent, received: bytes of a token to this
+    machine, and from it.
     """
 
     layers: range
     weights: int
+    weights_read: int
     cache: int
     shadow: int
     read: int
@@ -72,13 +74,15 @@ def shares(
     n_pos: int,
     types: tuple[TensorType, TensorType],
     weights: Sequence[int],
+    weights_read: Sequence[int],
     n_vocab: int,
     layers: Sequence[range],
 ) -> list[Share]:
     """What each machine holds and reads at `n_pos` positions, the first being this one.
 
     Args:
-        weights: the bytes that a token reads of each layer, and of the output.
+        weights, weights_read: the bytes of each layer and of the output, and those of them that a
+            token reads (`layer_weights`).
         layers: of `split_layers`.
     """
     costs = cost.layer_costs(geo, spec, n_pos, *(t.bytes_per_element for t in types))
@@ -100,6 +104,7 @@ def shares(
             Share(
                 layers=part,
                 weights=sum(weights[il] for il in part),
+                weights_read=sum(weights_read[il] for il in part),
                 cache=cost.cache_bytes(own, n_pos, *types),
                 shadow=cost.shadow_bytes(own, n_pos, spec),
                 read=sum(c.bytes_read for c in here),

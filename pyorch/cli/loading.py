@@ -149,7 +149,8 @@ def placement(load: LoadOptions) -> Placement:
         machines.on_loss(engine.library(), workers, _lost)
         for endpoint in workers:
             if not machines.runs_sparse(engine.library(), machines.ask(endpoint)):
-                note(f"note: {endpoint} is no worker of ours: its layers stay exact", "yellow")
+                why = "runs no sparse attention of this version: its layers stay exact"
+                note(f"note: {endpoint} {why}", "yellow")
     return {
         "n_gpu_layers": load.n_gpu_layers,
         "workers": workers,

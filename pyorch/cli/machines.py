@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pyorch.ggml import TensorType
     from pyorch.models.geometry import Geometry
 
-_FOREIGN = "exact: not a worker of ours"
+_FOREIGN = "exact: runs no sparse attention of this version"
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Cluster:
     @property
     def reading_s(self) -> float:
         read = sum(
-            x.weights + (x.read if sparse else x.dense)
+            x.weights_read + (x.read if sparse else x.dense)
             for x, sparse in zip(self.shares, self.sparse, strict=True)
         )
         return read / self.bandwidth
@@ -92,10 +92,10 @@ def cluster(
         )
     layers = shares.split_layers(geo.n_layer, parts, n_gpu_layers)
     n_vocab = next(max(t.shape) for t in file.tensors if t.name == "token_embd.weight")
-    weights = layer_weights(file, geo.n_layer)
+    held, used = (layer_weights(file, geo.n_layer, x) for x in (False, True))
     library = engine.library()
     return Cluster(
-        shares.shares(geo, spec, n_pos, types, weights, n_vocab, layers),
+        shares.shares(geo, spec, n_pos, types, held, used, n_vocab, layers),
         found,
         [True, *(machines.runs_sparse(library, w) for w in found)],
         [available_memory(), *(w.free for w in found)],
@@ -112,7 +112,7 @@ def show(c: Cluster) -> None:
     names = ["here", *(w.endpoint for w in c.workers)]
     for name, x, sparse, free in zip(names, c.shares, c.sparse, c.free, strict=True):
         run = f"{x.layers.start}-{x.layers.stop - 1}" if x.layers else "none"
-        read = x.weights + (x.read if sparse else x.dense)
+        read = x.weights_read + (x.read if sparse else x.dense)
         sizes = (x.weights, x.cache, x.shadow if sparse else 0, read, x.sent, x.received, free)
         said = "" if sparse else f"  {_FOREIGN}"
         said += "  does not fit" * (x.memory > free)

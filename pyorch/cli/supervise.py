@@ -39,6 +39,7 @@ if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[2], sys.argv[2:])
 """
 _STAMP = re.compile(r"(?:\d+(?:\.\d+){3} )?(?:([A-Z]) )?")  # 0.00.009.528 E text
+_PLACE = re.compile(r"^\S+\.(?:c|cpp|h|cu|cuh):\d+: ")  # in the source
 _FATAL = re.compile(r"GGML_ASSERT|what\(\):|^error[: ]|CUDA error|RPC server")
 
 
@@ -187,7 +188,7 @@ class Child:
         fatal = [text for _, text in said if _FATAL.search(text)]
         errors = [text for level, text in said if level == "E"]
         if fatal:
-            return fatal[0].removeprefix("error: ")
+            return _PLACE.sub("", fatal[0].removeprefix("error: "))
         if errors:
             return errors[-1 if self._ready else 0]
         return next((text for _, text in reversed(said) if text), "")

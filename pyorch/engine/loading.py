@@ -105,7 +105,7 @@ def load_model(
     params.use_extra_bufts = repack
     if n_gpu_layers is not None:
         params.n_gpu_layers = n_gpu_layers
-    if workers or found.workers:  # one that was used before is no device of this model
+    if workers:
         devices = machines.devices(found, workers)
         ended = (ctypes.c_void_p * (len(devices) + 1))(*devices, None)
         params.devices = ctypes.cast(ended, ctypes.c_void_p)

@@ -184,7 +184,8 @@ def on_loss(found: Library, endpoints: Sequence[str], end: Callable[[str], NoRet
     as it does when a worker is lost.
 
     Args:
-        end: ends the program; it runs on a thread of llama.cpp's. If it returns, llama.cpp aborts.
+        end: ends the program; it runs on a thread of llama.cpp's. If llama.cpp aborts for another
+            reason it is not called.
     """
 
     def ending(text: bytes) -> None:
@@ -192,7 +193,8 @@ def on_loss(found: Library, endpoints: Sequence[str], end: Callable[[str], NoRet
         gone = [e for e in endpoints if not _listens(e)]
         if gone:
             end(f"the worker at {' and '.join(gone)} is gone")
-        end("the connection to a worker was lost" if "RPC" in said else said)
+        if "RPC" in said:
+            end("the connection to a worker was lost")
 
     found.on_abort = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(ending)  # kept alive
     ggml = found.lib._lib

@@ -129,17 +129,22 @@ def _weight_bytes_per_token(file: GGUFFile) -> int:
     return sum(layer_weights(file, 0))
 
 
-def layer_weights(file: GGUFFile, n_layer: int) -> list[int]:
+def layer_weights(file: GGUFFile, n_layer: int, used: bool = True) -> list[int]:
     """The bytes of weights that one decoded token reads: of each layer, then of all the rest.
+
+    Args:
+        used: False: those of all experts, as memory holds them.
 
     All tensors count, except that only the experts in use count of expert tensors (`_exps`), and
     that an embedding table counts only if it is also the output matrix: otherwise one row is read.
     """
     arch, m = file.arch, file.metadata
     tied = not any(t.name == "output.weight" for t in file.tensors)
-    used, n_expert = m.get(f"{arch}.expert_used_count"), m.get(f"{arch}.expert_count")
+    n_used, n_expert = m.get(f"{arch}.expert_used_count"), m.get(f"{arch}.expert_count")
     share = (
-        used / n_expert if isinstance(used, int) and isinstance(n_expert, int) and n_expert else 1
+        n_used / n_expert
+        if used and isinstance(n_used, int) and isinstance(n_expert, int) and n_expert
+        else 1
     )
     total = [0.0] * (n_layer + 1)
     for t in file.tensors:

@@ -398,9 +398,20 @@ def test_explain(model: Path, workers: list[str]) -> None:
     assert [x["layers"] for x in rows] == [[0, 1], [1, 4], [4, 5]]
     assert sum(x["cache"] for x in rows) == found["kv_memory"]
     assert sum(x["shadow"] for x in rows) == found["shadow_memory"]
-    assert sum(x["weights"] for x in rows) == found["weight_bytes_per_token"]
+    assert sum(x["weights_read"] for x in rows) == found["weight_bytes_per_token"]
     assert sum(x["read"] for x in rows) == found["attention_bytes_per_token"]
     assert all(x["sparse"] for x in rows) and found["wire_s"] > 0
+
+
+def test_explain_of_experts(workers: list[str], tmp_path: Path) -> None:
+    """Memory holds all of them, a token reads some."""
+    path = tiny_models.write(tmp_path / "m.gguf", "gpt-oss", n_layer=2)
+    child = cli("explain", "-m", path, "-a", SPARQ, "--rpc", workers[0], "--json")
+    out, err = child.communicate(timeout=120)
+    assert child.returncode == 0, err
+    found = json.loads(out)
+    there = found["machines"][1]
+    assert there["weights"] > there["weights_read"] == found["weight_bytes_per_token"]
 
 
 def test_eval_and_bench(demo_model: Path, workers: list[str], tmp_path: Path) -> None:
@@ -448,4 +459,5 @@ def test_a_lost_worker_of_a_server(tiny: Path, tmp_path: Path) -> None:
             urllib.request.urlopen(f"{url[0]}/completions", body, timeout=60)
         _, err = child.communicate(timeout=60)
     assert child.returncode == 1
-    assert re.search("error: llama-server .*RPC server crashed", err), err
+    assert re.search("^error: llama-server .*: Remote RPC server crashed", err, re.M), err
+    assert "ggml-rpc.cpp" not in err
