@@ -99,7 +99,7 @@ def _row(r: plot.Row, full_layers: int) -> plot.Row:
 
 
 def _is_of(of: Published, r: plot.Row) -> bool:
-    plain = r["type_k"] == r["type_v"] == "f16" and not r["n_prompt"] and not r["prefill"]
+    plain = r["type_k"] == r["type_v"] == "f16" and not r["n_prompt"] and not r["text"]
     here = r["backends"] == of.backend and r["n_depth"] in [x for x, _ in of.speedups()]
     return plain and here and r["model_type"].startswith(f"llama2-7b {of.weights}")
 

@@ -6,14 +6,16 @@ At each depth 512 tokens of a book are read, again and again, by each attention 
 `prompt=sparse` choose among the positions of the book itself, which it has read up to there. What
 the others take does not depend on the positions before, so llama.cpp's has random K and V there:
 it would take hours to read them. llama.cpp's attention is `off` of our library, which is its own
-code. The time of a whole prompt is the sum over the depths between, on straight lines.
+code. The time of a whole prompt is the sum over the depths between, on straight lines. With
+--no-repack llama.cpp does not rearrange weights, which is its faster way to read a prompt in
+Q4_K_M, and its slower one in Q4_0.
 
-It writes prompt_time.jsonl and .md, of which figure `prompt_time` shows the model measured last.
+It writes prompt_time.jsonl and .md, of which figure `prompt_time` shows the last run with
+an f16 cache.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +29,10 @@ import plot
 from pyorch import engine
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import records, state
-from pyorch.bench.records import Record
+from pyorch.bench.plan import text_hash
+from pyorch.bench.records import Record, where_given
+from pyorch.bench.turns import FLOATS
+from pyorch.cli import options as opt
 from pyorch.cli import run as run_command
 from pyorch.cli.types import Number, Numbers
 from pyorch.errors import SparqError
@@ -62,6 +67,10 @@ class Case:
     n_threads: int
     n_samples: int
     library: str = "sparq"
+    type_k: str = where_given("f16")
+    type_v: str = where_given("f16")
+    repack: bool = where_given(True)
+    rope: str = where_given("")
 
 
 def measure(
@@ -74,8 +83,9 @@ def measure(
     """
     depths = sorted({c.n_depth for c in cases})
     n_ctx = -(-(depths[-1] + CHUNK) // 256) * 256
+    first = cases[0]
     found: dict[Case, dict[str, Any]] = {c: {"samples_ns": [], "counters": {}} for c in cases}
-    with engine.load_model(model) as loaded:
+    with engine.load_model(model, repack=first.repack) as loaded:
         tokens = engine.tokenize(loaded, book)
         if len(tokens) < depths[-1] + CHUNK:
             raise SparqError(
@@ -85,13 +95,17 @@ def measure(
         def session(flash_attn: bool, spec: AttentionSpec) -> engine.Session:
             return loaded.session(
                 n_ctx=n_ctx,
-                n_threads=cases[0].n_threads,
+                n_threads=first.n_threads,
                 flash_attn=flash_attn,
+                type_k=first.type_k,
+                type_v=first.type_v,
+                rope=engine.Rope.parse(first.rope),
                 attention=str(spec),
             )
 
         ours = session(True, READER)
-        stock = {fa: session(fa, AttentionSpec("off")) for fa in (False, True)}
+        flash_attn = {c.flash_attn for c in cases if c.spec.method == "off"}
+        stock = {fa: session(fa, AttentionSpec("off")) for fa in sorted(flash_attn)}
         for depth in depths:
             engine.set_attention(ours, READER)
             n = len(ours.tokens)
@@ -169,7 +183,12 @@ def name_of(spec: AttentionSpec, flash_attn: bool) -> str:
     return f"{STOCK} -fa {int(flash_attn)}" if spec.method == "off" else f"ours, {spec.prompt}"
 
 
-def table(recs: Sequence[Record]) -> str:
+def tables(recs: Sequence[Record]) -> str:
+    """Those of all runs, of which each has its own model, cache and weights."""
+    return "\n\n".join(_table(list(run.values())) for run in records.by_run(recs))
+
+
+def _table(recs: Sequence[Record]) -> str:
     """Seconds of 512 tokens at each depth, and of whole prompts beside llama.cpp's faster one."""
     all_lines = lines(recs)
     depths = all_lines[0].depths
@@ -192,11 +211,14 @@ def table(recs: Sequence[Record]) -> str:
         ]
         for x in all_lines
     ]
-    case, env = recs[0]["case"], recs[0]["env"]
+    case, env = records.read_case(Case, recs[0]), recs[0]["env"]
     about = (
-        f"{recs[0]['model_name']}, {case['n_threads']} threads, {env['machine']['cpu']}; "
-        f"medians of {case['n_samples']}."
+        f"{recs[0]['model_name']}, weights {'rearranged' if case.repack else 'as in the file'}, "
+        f"K in {case.type_k}, V in {case.type_v}, {case.n_threads} threads, "
+        f"{env['machine']['cpu']}; medians of {case.n_samples}."
     )
+    if case.rope:
+        about += f" RoPE: {case.rope}."
     return "\n\n".join(
         [
             f"Seconds for {CHUNK} tokens after so many positions. {about}",
@@ -212,8 +234,12 @@ NEEDS = "python bench/prompt_time.py -m MODEL.gguf --text BOOK"
 
 
 def data(folder: Path) -> list[plot.Row]:
-    """A row for each length and attention, of the run that was last."""
-    runs = records.by_run(records.load_all(folder / FILE))
+    """A row for each length and attention, of the last run that has all of `SIDES`."""
+    runs = [
+        run
+        for run in records.by_run(records.load_all(folder / FILE))
+        if len(lines([*run.values()])) == len(SIDES)
+    ]
     plot.need(runs, "the time of prompts", NEEDS)
     recs = list(runs[-1].values())
     found = lines(recs)
@@ -266,6 +292,9 @@ FIGURE = plot.Figure(
         "-d", "--n-depth", type=Numbers(0), default="0,2048,8192,16384,32000", show_default=True
     ),
     click.option("-t", "--threads", type=Number(int, 1), help="[default: all cores]"),
+    opt.cache_options,
+    opt.rope_options,
+    click.option("-nr", "--no-repack", is_flag=True, help="Leave the weights as in the file."),
     commands.samples(3),
     commands.OUT,
     commands.FORCE,
@@ -275,6 +304,9 @@ def command(
     text: str,
     n_depth: Sequence[int],
     threads: int | None,
+    cache: opt.CacheOptions,
+    rope: opt.RopeOptions,
+    no_repack: bool,
     samples: int,
     folder: Path,
     force: bool,
@@ -284,14 +316,19 @@ def command(
     (book,) = read_texts([Path(text)])
     common = {
         "model": content_hash(path),
-        "text": hashlib.sha256(book.encode()).hexdigest()[:16],
+        "text": text_hash(book),
         "n_threads": threads or engine.usable_cores(),
         "n_samples": samples,
+        "type_k": cache.cache_type_k,
+        "type_v": cache.cache_type_v,
+        "repack": not no_repack,
+        "rope": str(rope.settings() or ""),
     }
     cases = [
         Case(n_depth=d, flash_attn=fa, spec=spec, **common)  # type: ignore[arg-type]
         for d in sorted(n_depth)
         for spec, fa in SIDES
+        if fa or cache.cache_type_v in FLOATS
     ]
     card = card_of(path)
     name = {"model_name": card.title if card else path.name}
@@ -301,7 +338,7 @@ def command(
 
     file = folder / FILE
     with progress_bar("prompts") as progress:
-        found = records.resume(
+        records.resume(
             BENCH,
             [cases],
             run,
@@ -311,7 +348,7 @@ def command(
             force=force,
             libraries=("sparq",),
         )
-    commands.show(table(found), file)
+    commands.show(tables(records.latest(records.load_all(file))), file)
 
 
 if __name__ == "__main__":

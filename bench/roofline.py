@@ -64,7 +64,7 @@ def _threads() -> int:
 def data(folder: Path) -> list[plot.Row]:
     """The points, and the two lines of the roof."""
     found = plot.rows_of(folder, FILE, output.rows, _key)
-    plain = [r for r in found if r["type_k"] == r["type_v"] == "f16" and not r["prefill"]]
+    plain = [r for r in found if r["type_k"] == r["type_v"] == "f16" and not r["text"]]
     plain = [r for r in plain if r["model_type"].startswith("llama2-7b q8_0")]
     sizes = Counter((r["n_threads"], r["model_type"]) for r in plain)
     # the most threads, then the model with the most points
@@ -89,7 +89,7 @@ def data(folder: Path) -> list[plot.Row]:
 
 
 def _key(r: plot.Row) -> Any:
-    return r["model_type"], r["n_threads"], r["type_k"], r["type_v"], r["prefill"], *_what(r)
+    return r["model_type"], r["n_threads"], r["type_k"], r["type_v"], r["text"], *_what(r)
 
 
 def _what(r: plot.Row) -> tuple[Any, ...]:

@@ -46,7 +46,7 @@ def data(folder: Path) -> list[plot.Row]:
 
 
 def _is_of_paper(c: Case) -> bool:
-    plain = not c.prefill and c.type_k == c.type_v == "f16"
+    plain = not c.text and c.type_k == c.type_v == "f16"
     return plain and c.model_type.startswith("llama2-7b q8_0")
 
 

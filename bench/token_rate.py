@@ -17,7 +17,7 @@ NEEDS = (
     "--out bench/results/MACHINE/token_rate"
 )
 STOCK = "llama.cpp, its best setting"
-SAME = ("model_filename", "model_size", "n_threads", "type_k", "type_v", "prefill", "rope")
+SAME = ("model_filename", "model_size", "n_threads", "type_k", "type_v", "text", "repack", "rope")
 
 
 def of_last_model(folder: Path) -> list[plot.Row]:

@@ -181,13 +181,15 @@ def summary(recs: Sequence[Record]) -> str:
     return _table(shown, ours) + "\n\n" + _machine(recs)
 
 
-_BEFORE = {True: "read for real", False: "random K and V"}
+def _before(r: Row) -> str:
+    return "a text (ours), random K and V (llama.cpp)" if r["text"] else "random K and V"
 
 
 def _telling_apart(found: Sequence[Row]) -> dict[str, Callable[[Row], object]]:
     """Columns of settings that are mostly the same, if rows differ in them."""
     columns: dict[str, tuple[str, Callable[[Row], object]]] = {
-        "positions before": ("prefill", lambda r: _BEFORE[r["prefill"]]),
+        "positions before": ("text", _before),
+        "weights": ("repack", lambda r: "rearranged" if r["repack"] else "as in the file"),
         "numa": ("numa", lambda r: r["numa"] or "none"),
         "RoPE": ("rope", lambda r: r["rope"] or "the model's own"),
         "layers on the GPU": (
@@ -209,7 +211,7 @@ def _table(shown: dict[str, Callable[[Row], object]], found: Sequence[Row]) -> s
 def _machine(recs: Sequence[Record]) -> str:
     speeds = sorted(r["bandwidth_bytes_per_s"] / 1e9 for r in rows(recs))
     env = recs[0]["env"]
-    before = " or ".join(dict.fromkeys(_BEFORE[r["case"]["prefill"]] for r in recs))
+    before = " or ".join(dict.fromkeys(map(_before, rows(recs))))
     pins = ", ".join(dict.fromkeys(r["env"]["pin"] for r in recs))
     commits = dict.fromkeys(
         f"{r['env']['commit'][:9]}{' and changes' if r['env']['dirty'] else ''}" for r in recs

@@ -51,7 +51,6 @@ class Case(Side):
     library: str  # stock | sparq
     flash_attn: bool
     spec: AttentionSpec
-    prefill: bool  # whether the positions before are a real prompt
     repetitions: int
     numa: str = ""
     below_min_ctx: bool = False  # whether ours is meant to run dense
@@ -61,6 +60,8 @@ class Case(Side):
     n_workers: int = where_given(0)  # other machines that hold the layers
     tensor_split: str = where_given("")
     calibration: str = where_given("")  # a hash of the settings of a calibrated budget
+    text: str = where_given("")  # a hash of what ours has read; without one K and V are random
+    repack: bool = where_given(True)  # whether llama.cpp may rearrange weights
 
     @property
     def test(self) -> str:
@@ -69,7 +70,7 @@ class Case(Side):
     @property
     def n_batch(self) -> int:
         """The tokens per batch, for which llama.cpp sets memory aside."""
-        return N_BATCH if self.n_prompt or self.prefill else 8
+        return N_BATCH if self.n_prompt or self.text else 8
 
     @property
     def n_positions(self) -> int:
@@ -87,6 +88,11 @@ def test_name(n_prompt: int, n_gen: int, n_depth: int) -> str:
     """The name of a test as llama-bench prints it: `tg16 @ d4096`."""
     name = f"pp{n_prompt}" if n_prompt else f"tg{n_gen}"
     return f"{name} @ d{n_depth}" if n_depth else name
+
+
+def text_hash(text: str) -> str:
+    """What a record tells of a text; "" without one."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,8 @@ class SpeedPlan:
     flash_attn: Sequence[bool] = (False, True)  # of stock
     specs: Sequence[AttentionSpec] = (AttentionSpec("sparq", ratio=1 / 8),)
     repetitions: int = 5
-    prefill: bool = False
+    text: str = ""  # read by ours before the tests; without one K and V are random
+    repack: bool = True
     numa: str = ""
     n_gpu_layers: int | None = None
     workers: Sequence[str] = ()
@@ -156,7 +163,8 @@ class SpeedPlan:
                         library=v.library,
                         flash_attn=v.flash_attn,
                         spec=v.spec,
-                        prefill=self.prefill,
+                        text=text_hash(self.text),
+                        repack=self.repack,
                         repetitions=self.repetitions,
                         numa=self.numa,
                         below_min_ctx=self.below_min_ctx,
@@ -355,7 +363,7 @@ def cost(model: Path, group: Sequence[Case]) -> int:
         geometry_of(model), c.n_positions, cache_type(c.type_k), cache_type(c.type_v)
     )
     per_prompt = 1 / 10  # the time per token of a prompt, over that of a decoded token
-    once = c.n_depth * per_prompt if c.prefill else 0
+    once = c.n_depth * per_prompt if c.text else 0
     tokens = once + (c.repetitions + 1) * (c.n_gen or c.n_prompt * per_prompt)
     threads = min(c.n_threads, 8)  # more threads hardly read faster
     return int(len(group) * (2e9 + read * (5 + tokens / threads)) / 1e6)

@@ -61,7 +61,9 @@ def run(plan: SpeedPlan, file: Path, progress: Progress, *, force: bool = False)
         return records.resume(
             BENCH,
             [group for _, group in planned],
-            lambda group, done: _measure(models[id(group)], group, _Places(plan, processes), done),
+            lambda group, done: _measure(
+                models[id(group)], group, _Places(plan, processes), plan.text, done
+            ),
             file,
             progress,
             cost=lambda group: cost(models[id(group)], group),
@@ -94,7 +96,7 @@ class _Places:
 
 
 def _measure(
-    model: Path, group: Sequence[Case], places: _Places, progress: records.Done
+    model: Path, group: Sequence[Case], places: _Places, text: str, progress: records.Done
 ) -> list[records.Result]:
     """Returns one result per case: samples, bytes, counters and bandwidth."""
     first, geo = group[0], geometry_of(model)
@@ -108,7 +110,7 @@ def _measure(
     def process(case: Case) -> Worker:
         return places.open(case, model)
 
-    layers = _prepare(group, process)
+    layers = _prepare(group, process, text)
     card = card_of(model)
     progress(0.2)
     bandwidth: list[float] = []
@@ -168,18 +170,20 @@ def _open(process: Worker, plan: SpeedPlan, case: Case, model: Path) -> None:
         rope=case.rope,
         workers=list(plan.workers),
         tensor_split=list(plan.tensor_split),
+        repack=case.repack,
     )
-    if case.prefill and case.n_depth:
-        process.prefill(n=case.n_depth, seed=case.seed)
-    elif case.n_depth:
+    if case.n_depth:
         process.fill(n_pos=case.n_depth, seed=case.seed)
 
 
-def _prepare(group: Sequence[Case], process: Callable[[Case], Worker]) -> list[int]:
-    """Check and seal everything before timing starts. Returns how many layers of each case are not
-    left to llama.cpp."""
+def _prepare(group: Sequence[Case], process: Callable[[Case], Worker], text: str) -> list[int]:
+    """Check, read and seal everything before timing starts. Returns how many layers of each case
+    are not left to llama.cpp."""
     layers = []
     check_dense(group, process, group[0].n_depth)
+    for case in {c.place: c for c in group}.values():
+        if text:
+            process(case).read(text=text, n_pos=case.n_depth)
     for case in group:
         worker = process(case)
         worker.attention(spec=str(case.spec))

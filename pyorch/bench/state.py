@@ -94,7 +94,7 @@ def _expect(what: str, found: object, wanted: object) -> None:
     if found != wanted:
         raise SparqError(
             f"unknown state of the cache: {what} {found}, expected {wanted}",
-            "--prefill fills the cache of any model, with a real prompt",
+            "`-d 0 -p N` measures a prompt without positions before it",
         )
 
 

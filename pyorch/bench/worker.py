@@ -38,6 +38,7 @@ class Subject:
         self.stock = stock
         self.session: engine.Session | None = None
         self.reader: MemoryReader | None = None
+        self.text: list[int] = []  # the tokens of `read`
 
     def open(
         self,
@@ -53,6 +54,7 @@ class Subject:
         rope: str = "",
         workers: Sequence[str] = (),
         tensor_split: Sequence[float] = (),
+        repack: bool = True,
     ) -> None:
         """Load a model, which replaces the previous one."""
         self.close()
@@ -71,17 +73,28 @@ class Subject:
             rope=engine.Rope.parse(rope),
             workers=workers,
             tensor_split=tensor_split,
+            repack=repack,
             n_away=layers_away(workers, n_gpu_layers),
         )
 
     def close(self) -> None:
         if self.session is not None:
             self.session.close()
-        self.session = None
+        self.session, self.text = None, []
 
     def fill(self, n_pos: int, seed: int) -> None:
         """Fill the cache with random K and V for `n_pos` positions."""
         state.fill(self._session, n_pos, seed)
+
+    def read(self, text: str, n_pos: int) -> None:
+        """Take the tokens of later tests from a text, after its first `n_pos`. Ours reads these,
+        exactly, in place of what the cache holds; stock needs the same time whatever it holds."""
+        session = self._session
+        self.text = engine.tokenize(session.model, text)
+        if not self.stock:
+            engine.rewind(session, 0)
+            engine.set_attention(session, "dense")
+            engine.prefill(session, self.text[:n_pos])
 
     def attention(self, spec: str) -> None:
         engine.set_attention(self._session, spec)
@@ -103,26 +116,26 @@ class Subject:
         """
         session, reader = self._session, self.reader
         assert reader is not None
-        tokens = 3 + np.random.default_rng(seed).integers(0, _TOKENS, n + 1)
-        self._step(int(tokens[0]))
+        tokens = self._tokens(n + 1, seed)
+        self._step(tokens[0])
         engine.reset_counters(session)
         samples = []
         for token in tokens[1:]:
             reader.read()
-            samples.append(self._step(int(token)))
+            samples.append(self._step(token))
         return {"samples_ns": samples, "counters": self._counters()}
 
     def generate(self, n: int, seed: int) -> dict[str, Any]:
         """Time `n` tokens, each at the next position, after an untimed one; then take all back."""
         session = self._session
         n_pos = len(session.tokens)
-        tokens = 3 + np.random.default_rng(seed).integers(0, _TOKENS, n + 1)
-        self._step(int(tokens[0]))
+        tokens = self._tokens(n + 1, seed)
+        self._step(tokens[0])
         engine.reset_counters(session)
         samples = []
         for token in tokens[1:]:
             started = time.perf_counter_ns()
-            engine.decode(session, int(token))
+            engine.decode(session, token)
             samples.append(time.perf_counter_ns() - started)
         counters = self._counters()
         engine.rewind(session, n_pos)
@@ -161,10 +174,10 @@ class Subject:
         return found
 
     def prefill(self, n: int, seed: int) -> dict[str, Any]:
-        """Time the prefill of `n` random tokens after those in the cache, and keep them."""
+        """Time the prefill of `n` tokens after those in the cache, and keep them."""
         session = self._session
         engine.reset_counters(session)
-        tokens = (3 + np.random.default_rng(seed).integers(0, _TOKENS, n)).tolist()
+        tokens = self._tokens(n, seed)
         started = time.perf_counter_ns()
         engine.prefill(session, tokens)
         took = time.perf_counter_ns() - started
@@ -182,6 +195,21 @@ class Subject:
 
     def _counters(self) -> dict[str, Any]:
         return {} if self.stock else dict(engine.info(self._session).counters)
+
+    def _tokens(self, n: int, seed: int) -> list[int]:
+        """The next `n` of the text, or random ones without a text.
+
+        Raises:
+            SparqError: the text is too short.
+        """
+        at = len(self._session.tokens)
+        if self.text and len(self.text) < at + n:
+            raise SparqError(
+                f"the text has {len(self.text)} tokens, but {at + n} are needed",
+                "a longer --text, or a lower -d",
+            )
+        random = 3 + np.random.default_rng(seed).integers(0, _TOKENS, n)
+        return self.text[at : at + n] if self.text else random.tolist()
 
     def _step(self, token: int) -> int:
         """The nanoseconds of one decoded token, which is taken back."""

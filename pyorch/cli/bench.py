@@ -147,10 +147,12 @@ class Wanted:
     rope: opt.RopeOptions = field(default_factory=opt.RopeOptions)
     n_gpu_layers: int | None = opt.gpu_option()
     rpc: opt.WorkerOptions = field(default_factory=opt.WorkerOptions)
-    prefill: bool = option(
-        "--prefill",
-        is_flag=True,
-        help="Fill the cache with a real prompt instead of random K and V.",
+    no_repack: bool = opt.repack_option()
+    text: Path | None = option(
+        "--text",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="A book: ours reads -d tokens of it instead of random K and V, and goes on with it.",
     )
     attn_only: bool = option("--attn-only", is_flag=True, help="Time attention alone.")
 
@@ -244,6 +246,11 @@ def command(ctx: click.Context, wanted: Wanted, writing: Writing) -> None:
     if wanted.attn:
         hint = "-a has all settings, and may be given several times"
         _refuse(ctx, given & set(COMBINED), "cannot be combined with -a", hint)
+    if wanted.text and not wanted.models:
+        raise SparqError("--text needs a model that can read", "-m MODEL.gguf", exit_code=2)
+    if wanted.text and wanted.rpc.workers:
+        hint = "without --text K and V are random"
+        raise SparqError("--text cannot be combined with --rpc", hint, exit_code=2)
     if not wanted.attn_only:
         _refuse_two_models(ctx, given, wanted.models)
     wanted = replace(wanted, threads=wanted.threads or [usable_cores()])
@@ -264,6 +271,7 @@ def _speed(wanted: Wanted, writing: Writing) -> None:
     from pyorch.bench import output, records, speed
     from pyorch.bench.plan import SpeedPlan, room_for
     from pyorch.engine.settings import checked_ctx
+    from pyorch.evals.texts import read_texts
 
     rope = wanted.rope.settings()
     plan = SpeedPlan(
@@ -284,7 +292,8 @@ def _speed(wanted: Wanted, writing: Writing) -> None:
         flash_attn=wanted.stock_flash_attn,
         specs=wanted.specs,
         repetitions=wanted.repetitions,
-        prefill=wanted.prefill,
+        text=read_texts([wanted.text])[0] if wanted.text else "",
+        repack=not wanted.no_repack,
         numa=wanted.numa or "",
         n_gpu_layers=wanted.n_gpu_layers,
         workers=wanted.rpc.allowed(),
@@ -344,7 +353,16 @@ def _refuse_two_models(ctx: click.Context, given: set[str], model: object) -> No
 
 
 def _refuse_foreign(ctx: click.Context, given: set[str]) -> None:
-    foreign = {"models", "quant", "n_prompt", "n_gen", "flash_attn", "n_gpu_layers", "prefill"}
+    foreign = {
+        "models",
+        "quant",
+        "n_prompt",
+        "n_gen",
+        "flash_attn",
+        "n_gpu_layers",
+        "text",
+        "no_repack",
+    }
     foreign |= {f.name for of in (opt.RopeOptions, opt.WorkerOptions) for f in fields(of)}
     hint = "--like chooses the heads, -d the positions, -r the turns of five tokens"
     _refuse(ctx, given & foreign, "has no meaning with --attn-only", hint)

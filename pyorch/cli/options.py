@@ -184,6 +184,16 @@ def numa_option() -> Any:
     )
 
 
+def repack_option() -> Any:
+    return option(
+        "-nr",
+        "--no-repack",
+        is_flag=True,
+        help="Use the weights as they are in the file: prompts may be read faster, and replies "
+        "decoded slower.",
+    )
+
+
 def gpu_option() -> Any:
     return option(
         "-ngl",
@@ -241,13 +251,7 @@ class LoadOptions:
     rpc: WorkerOptions = field(default_factory=WorkerOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
     numa: str | None = numa_option()
-    no_repack: bool = option(
-        "-nr",
-        "--no-repack",
-        is_flag=True,
-        help="Use the weights as they are in the file: prompts may be read faster, and replies "
-        "decoded slower.",
-    )
+    no_repack: bool = repack_option()
 
 
 context_options = takes(context=ContextOptions)

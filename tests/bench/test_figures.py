@@ -73,7 +73,6 @@ STOCK = Case(
     library="stock",
     flash_attn=False,
     spec=parse_spec("off"),
-    prefill=False,
     repetitions=2,
 )
 OURS = replace(STOCK, library="sparq", flash_attn=True, spec=parse_spec("sparq,ratio=1/8"))

@@ -71,7 +71,6 @@ CASE = Case(
     library="sparq",
     flash_attn=True,
     spec=parse_spec("sparq,ratio=1/8"),
-    prefill=False,
     repetitions=3,
 )
 
@@ -115,7 +114,7 @@ def test_another_calibration_is_another_case(model: Path, tmp_path: Path) -> Non
 
 def test_keys_of_recorded_cases_stay() -> None:
     """A record that is there already is found again."""
-    assert records.key(speed.BENCH, records.case_of(CASE), "s") == "b7a5b363eadcf1b0"
+    assert records.key(speed.BENCH, records.case_of(CASE), "s") == "330f6a6c05c4d003"
     case = growth.Case("m.gguf", "m", 1, "f16", "f16", 512, parse_spec("sparq,ratio=1/8"))
     assert records.key(growth.BENCH, records.case_of(case), "s") == "f669155d60605e6b"
     heads = attention.Case(
@@ -255,15 +254,17 @@ def test_rows_compare_within_one_run_only() -> None:
 def test_a_table_tells_its_rows_apart() -> None:
     """What all rows share stands below it, or nowhere."""
     first = record(CASE, ms=5, kv=10)
-    second = record(replace(CASE, prefill=True, numa="distribute"), ms=5, kv=10)
+    second = record(replace(CASE, text="0123", repack=False, numa="distribute"), ms=5, kv=10)
     second["env"] |= {"commit": "d", "dirty": True}
     for table in (output.markdown, output.summary):
         text = table([first, second])
-        assert "| positions before | numa |" in text and "GPU" not in text
-        assert "random K and V | none |" in text and "read for real | distribute |" in text
-        assert text.endswith("random K and V or read for real; p, c, d and changes.")
+        assert "| positions before | weights | numa |" in text and "GPU" not in text
+        read = "a text (ours), random K and V (llama.cpp)"
+        assert "random K and V | rearranged | none |" in text
+        assert f"{read} | as in the file | distribute |" in text
+        assert text.endswith(f"random K and V or {read}; p, c, d and changes.")
         alone = table([second, second])
-        assert "numa" not in alone and alone.endswith("before: read for real; p, d and changes.")
+        assert "numa" not in alone and alone.endswith(f"before: {read}; p, d and changes.")
 
 
 def test_a_known_file_has_its_cards_title(
@@ -331,13 +332,27 @@ def test_bench_writes_every_format_from_one_measurement(
         assert found.fetchall()[2] == (2048, lines[2]["avg_ns"], "f16", "sparq,ratio=1/8")
 
 
-def test_bench_reads_prompts_and_depths_for_real(bench: Callable[..., Any]) -> None:
-    result = bench("-d", "1280", "--prefill", "-p", "640", "-o", "jsonl")
+def test_bench_reads_a_text_before(bench: Callable[..., Any], tmp_path: Path) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text("a word and another, " * 600)
+    result = bench("-d", "1280", "--text", str(book), "--no-repack", "-p", "640", "-o", "jsonl")
     lines = [json.loads(x) for x in result.stdout.splitlines()]
+    assert {(r["text"], r["repack"]) for r in lines} == {
+        (hashlib.sha256(book.read_bytes().strip()).hexdigest()[:16], False)
+    }
     assert [output.test(r) for r in lines] == ["pp640 @ d1280"] * 3 + ["tg3 @ d1280"] * 3
     assert lines[2]["counters"]["groups_sealed"] >= 2 * 2 * 2
     assert lines[2]["counters"]["calls_prefill"] == 2 * 640 * 2
     assert lines[5]["counters"]["calls_sparse"] == 2 * 3 * 2
+    book.write_text("a word")
+    short = bench("-d", "1280", "--text", str(book))
+    assert isinstance(short.exception, SparqError) and "tokens, but" in short.exception.message
+
+
+def test_a_text_needs_a_model_that_reads_it_here(model: Path) -> None:
+    for line in (["--like", "llama2-7b"], ["-m", str(model), "--rpc", "127.0.0.1:1"]):
+        refused = CliRunner().invoke(command, ["--text", "book.txt", *line]).exception
+        assert isinstance(refused, SparqError) and refused.message.startswith("--text")
 
 
 def test_bench_begins_with_an_empty_cache(bench: Callable[..., Any]) -> None:
@@ -527,7 +542,7 @@ def test_the_time_left_knows_the_cache_and_the_threads(model: Path) -> None:
 
     assert cost(n_depth=1 << 20) > cost() > cost(n_threads=2) > cost(n_threads=8)
     assert cost(n_threads=8) == cost(n_threads=64)
-    assert cost(prefill=True) > 2 * cost()
+    assert cost(text="0123") > 2 * cost()
 
 
 def test_synthetic_weights_are_written_only_after_asking(
