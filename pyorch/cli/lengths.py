@@ -5,12 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pyorch.attention import bytes as cost
 from pyorch.attention.spec import AttentionSpec
 from pyorch.ggml import TensorType
 from pyorch.models.geometry import Geometry
 from pyorch.text import human_bytes, human_time
+
+if TYPE_CHECKING:
+    from pyorch.bench.prompt_rate import PromptRate
 
 LENGTHS = (8192, 32768, 131072, 524288, 1048576)
 _SIDE = 1536  # of the matrices that are multiplied
@@ -19,7 +23,7 @@ _TIMES = 5
 
 @dataclass(frozen=True)
 class Length:
-    """A context: its memory, and the times that bytes and products take at least.
+    """A context: its memory, and the times that it takes.
 
     memory is that of weights, K, V and the transposed K in bytes; read_s the time to read a text
     of that length; token_s that of a decoded token after it, token_s_dense with all of K and V.
@@ -39,13 +43,13 @@ def lengths(
     spec: AttentionSpec,
     types: tuple[TensorType, TensorType],
     bandwidth: float,
-    rate: float,
+    rate: PromptRate,
     free: int,
 ) -> Iterator[Length]:
     """What contexts of `LENGTHS` need.
 
     Args:
-        bandwidth: bytes per second that are read; rate: floating-point operations per second.
+        bandwidth: bytes per second that are read.
         free: bytes of memory that are available.
     """
     for n in LENGTHS:
@@ -58,22 +62,10 @@ def lengths(
             memory,
             memory <= free,
             0 < geo.n_ctx_train < n,
-            prompt_operations(geo, n) / rate,
+            rate.weights_s(geo, n) + rate.attention_s(geo, n, 0, spec.prompt),
             (read + geo.weight_bytes_per_token) / bandwidth,
             (dense + geo.weight_bytes_per_token) / bandwidth,
         )
-
-
-def prompt_operations(geo: Geometry, n: int) -> float:
-    """The floating-point operations that reading `n` positions takes: two for each weight that a
-    token uses, and two for each element of K and of V that a query head sees."""
-    used = geo.n_params * geo.weight_bytes_per_token / max(geo.weight_bytes, 1)
-    total = 2.0 * used * n
-    for il in geo.kv_layers:
-        window = geo.windows.of(il) or n
-        seen = n * n / 2 if window >= n else window * (n - window / 2)
-        total += 2.0 * geo.n_head[il] * sum(geo.head_dims(il)) * seen
-    return total
 
 
 def product_rate() -> float:
@@ -94,7 +86,7 @@ def product_rate() -> float:
     return 2.0 * _SIDE**3 / sorted(samples)[_TIMES // 2]
 
 
-def show(found: Sequence[Length], free: int) -> None:
+def show(found: Sequence[Length], free: int, rate: PromptRate) -> None:
     """Print them as a table."""
     print(f"\n  lengths, with {human_bytes(free)} of memory free")
     print(f"  {'positions':>11}{'memory':>11}{'reading':>18}{'token':>12}{'dense':>12}")
@@ -105,4 +97,7 @@ def show(found: Sequence[Length], free: int) -> None:
         why = [] if x.fits else ["does not fit"]
         why += ["beyond the training"] * x.beyond_training
         print(f"{row}  {', '.join(why)}".rstrip())
-    print("  (times are limits: the bytes of a token, and the products of a text)")
+    if rate.measured:
+        print("  (reading as measured on a small model; tokens at the limit of their bytes)")
+    else:
+        print("  (limits: the bytes of a token, and the products of a text; --prompts measures these)")

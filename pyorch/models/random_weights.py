@@ -60,6 +60,15 @@ def _q8_0(rng: np.random.Generator, std: float) -> np.ndarray:
     return block
 
 
+def _q4_0(rng: np.random.Generator, std: float) -> np.ndarray:
+    """d*(q - 8), whose mean is -d/2."""
+    block = np.zeros(_POOL_BLOCKS, np.dtype([("d", "<f2"), ("qs", "u1", _BLOCK // 2)]))
+    block["qs"] = rng.integers(0, 256, block["qs"].shape, dtype=np.uint8)
+    sign = rng.choice(np.array([-1.0, 1.0], np.float32), _POOL_BLOCKS)
+    block["d"] = sign * std / math.sqrt((16**2 - 1) / 12)
+    return block
+
+
 def _q4_k(rng: np.random.Generator, std: float) -> np.ndarray:
     """d*sc*q - dmin*m with m = sc and dmin = 7.5*d: d*sc*(q - 7.5). 8 sc and 8 m of 6 bits."""
     form = [("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qs", "u1", _SUPER // 2)]
@@ -86,4 +95,4 @@ def _q6_k(rng: np.random.Generator, std: float) -> np.ndarray:
     return block
 
 
-BLOCKS = {"f16": _f16, "q8_0": _q8_0, "q4_K": _q4_k, "q6_K": _q6_k}
+BLOCKS = {"f16": _f16, "q8_0": _q8_0, "q4_0": _q4_0, "q4_K": _q4_k, "q6_K": _q6_k}

@@ -26,7 +26,7 @@ from pyorch.progress import say
 if TYPE_CHECKING:
     import gguf
 
-QUANTS = ("q8_0", "q4_k_m", "f16")
+QUANTS = ("q8_0", "q4_k_m", "q4_0", "f16")
 TOKENIZERS = ("llama-spm", "llama-bpe", "bytes")
 VERSION = 3  # raised whenever the same arguments give a different file
 
@@ -57,6 +57,12 @@ class Shape:
     def kv_bytes(self) -> int:
         """The bytes of K and V for one position in all layers, as f16."""
         return 2 * 2 * self.n_layer * self.n_head_kv * self.head_dim
+
+    @property
+    def layer_params(self) -> int:
+        """The weights of a layer's products."""
+        heads = 2 * (self.n_head + self.n_head_kv) * self.head_dim
+        return self.n_embd * (heads + 3 * self.n_ff)
 
 
 _TOKENIZER = {"llama": "llama-spm", "gpt2": "llama-bpe"}  # by the card's kind of vocabulary

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -61,7 +62,7 @@ def test_synth_has_a_real_tokenizer(tmp_path: Path, like: str, n_vocab: int | No
         assert engine.is_eog(s, s.lib.llama_vocab_eos(s.vocab))
 
 
-@pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_K", "q6_K"])
+@pytest.mark.parametrize("kind", sorted(random_weights.BLOCKS))
 def test_synth_blocks_are_valid(kind: str) -> None:
     """Read by gguf's own code they are finite, of mean 0, and as wide as asked."""
     blocks = random_weights.BLOCKS[kind](np.random.default_rng(1), 0.02)
@@ -69,6 +70,13 @@ def test_synth_blocks_are_valid(kind: str) -> None:
     values = gguf.dequantize(raw, gguf.GGMLQuantizationType[kind.upper()])
     assert np.isfinite(values).all()
     assert abs(values.mean()) < 1e-4 and values.std() == pytest.approx(0.02, rel=0.02)
+
+
+def test_synth_counts_a_layers_weights(tmp_path: Path) -> None:
+    shape = synth.shape_like("tinyllama-1.1b", n_layer=3, tokenizer="bytes")
+    one, two = (synth.file_bytes(replace(shape, n_layer=n), "f16") for n in (1, 2))
+    norms = 2 * 4 * shape.n_embd
+    assert 2 * shape.layer_params == two - one - norms
 
 
 def test_synth_fewer_layers_cost_in_proportion() -> None:
