@@ -27,7 +27,7 @@ import commands
 import plot
 
 from pyorch import engine
-from pyorch.attention.spec import AttentionSpec, parse_spec
+from pyorch.attention.spec import PROMPTS, AttentionSpec, parse_spec
 from pyorch.bench import records, state
 from pyorch.bench.plan import text_hash
 from pyorch.bench.records import Record, where_given
@@ -47,7 +47,7 @@ CHUNK = 512  # tokens, those of a micro-batch
 WARM = 64  # read before the clock starts, since llama.cpp plans its graphs anew for each attention
 READER = parse_spec("dense,prompt=sparse")
 STOCK = "llama.cpp"
-OURS = ("dense", "dense,prompt=fast", "dense,prompt=sparse")
+OURS = tuple(f"dense,prompt={x}" for x in PROMPTS)
 SIDES = (  # attention, and whether flash attention is on
     (AttentionSpec("off"), False),
     (AttentionSpec("off"), True),

@@ -6,24 +6,36 @@
 // mean's own share of the logits is added in f32, so that it does not cost K its precision (arXiv 2410.02367 takes one mean for all positions).
 // p*v is a sum of products of bf16 numbers, and the sum of p adds what is left of p after the rounding. All sums are in f32 or whole numbers.
 //
-// Needs AVX-512 with VNNI and BF16; elsewhere there is no such path, and PREFILL remains in f32.
+// Needs an instruction that multiplies four pairs of 8-bit numbers and adds them: AVX-512 or AVX with VNNI, or NEON's dot product. Products with V
+// are in f32 where none multiplies pairs of bf16. Without vectors plain code stands for both; elsewhere there is no such path, and PREFILL remains
+// in f32.
 
 #include "sparse-prefill.h"
 
-#if defined(SPARQ_AVX512) && defined(__AVX512VNNI__) && defined(__AVX512BF16__)
+#if (defined(SPARQ_AVX512) && defined(__AVX512VNNI__)) || (defined(SPARQ_AVX2) && defined(__AVXVNNI__)) || \
+        (defined(SPARQ_NEON) && defined(__ARM_FEATURE_DOTPROD)) || defined(SPARQ_SCALAR)
 #define SPARQ_PREFILL_FAST
+#endif
+#if defined(SPARQ_PREFILL_FAST) && (defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)) && !defined(SPARQ_AVX2) && \
+        !defined(SPARQ_SCALAR)
+#define SPARQ_PREFILL_BF16
 #endif
 
 namespace sparse {
 
-constexpr int N_BYTE = 4; // so many components of a query lie side by side, a product of VNNI
+constexpr int N_BYTE = 4; // so many components of a query lie side by side, those of one instruction
+#if defined(SPARQ_AVX512) || defined(SPARQ_AVX2)
+constexpr int OFFSET = 128; // VNNI takes one of the two without a sign
+#else
+constexpr int OFFSET = 0;
+#endif
 
 // components of a query, rounded up to whole products
 static inline int padded(int d_k) { return (d_k + N_BYTE - 1)/N_BYTE*N_BYTE; }
 
 // queries of a query_block in 8 bits
 struct query_bytes {
-    uint8_t * q;     // [padded(d_k)/N_BYTE][BLOCK_Q][N_BYTE]  round(q/scale) + 128
+    uint8_t * q;     // [padded(d_k)/N_BYTE][BLOCK_Q][N_BYTE]  round(q/scale) + OFFSET
     float   * scale; // [BLOCK_Q]
 };
 
@@ -31,12 +43,113 @@ struct query_bytes {
 struct kv_bytes {
     int8_t   * k;     // [BLOCK_KV][padded(d_k)]  round((k - mean)/scale)
     float    * scale; // [BLOCK_KV]
-    int32_t  * start; // [BLOCK_KV]  -128*(the sum of k): what the 128 of the queries add too much
+    int32_t  * start; // [BLOCK_KV]  -OFFSET*(the sum of k): what the OFFSET of the queries adds too much
     float    * mean;  // [d_k]
-    uint32_t * v;     // [BLOCK_KV/2][d_v]  two positions: bf16, the first one in the lower half
+    uint32_t * v;     // [BLOCK_KV/2][d_v]  two positions: bf16, the first one in the lower half; where bf16 can be multiplied
 };
 
 #if defined(SPARQ_PREFILL_FAST)
+
+// ---- what each instruction set provides ----
+//
+//   vi               W whole numbers of 32 bits             four(p)             the N_BYTE bytes at p in all lanes
+//   to_int(x)        x, which is whole                      to_float(x)         x as floats
+//   low_bytes(x, i)  the lowest byte of each lane, moved    or_bits(a, b)
+//                    up by i bytes
+//   dot4(acc, q, k)  acc + the products of the four bytes of each lane, those of k with a sign
+//   store_low(p, x, n)  the lowest bytes of the first n lanes
+//   bf16_bits(x)     the bits of x, rounded to bf16; the others are 0
+//   pair_bf16(a, b)  two bf16 per lane from those, the first one in the lower half
+//   dot_bf16(acc, p, v)  acc + the products of two bf16
+
+#if defined(SPARQ_AVX512)
+// gcc 12 keeps an array of __m512i in memory, because the products of VNNI take another type
+typedef int32_t vi __attribute__((vector_size(64)));
+
+static inline vi  to_int(vf x)                      { return (vi) _mm512_cvtps_epi32(x); }
+static inline vf  to_float(vi x)                    { return _mm512_cvtepi32_ps((__m512i) x); }
+static inline vi  set1_int(int32_t x)               { return (vi) _mm512_set1_epi32(x); }
+static inline vi  load_int(const void * p)          { return (vi) _mm512_loadu_si512(p); }
+static inline void store_int(void * p, vi x)        { _mm512_storeu_si512(p, (__m512i) x); }
+static inline vi  as_bits(vf x)                     { return (vi) _mm512_castps_si512(x); }
+static inline vf  as_float(vi x)                    { return _mm512_castsi512_ps((__m512i) x); }
+static inline vi  dot4(vi acc, vi q, vi k)          { return (vi) _mm512_dpbusd_epi32((__m512i) acc, (__m512i) q, (__m512i) k); }
+static inline void store_low(int8_t * p, vi x, int n) { _mm512_mask_cvtepi32_storeu_epi8(p, (__mmask16) ((1u << n) - 1), (__m512i) x); }
+#if defined(SPARQ_PREFILL_BF16)
+static inline vf  dot_bf16(vf acc, vi p, vi v)      { return _mm512_dpbf16_ps(acc, (__m512bh) p, (__m512bh) v); }
+#endif
+
+#elif defined(SPARQ_AVX2)
+typedef int32_t vi __attribute__((vector_size(32)));
+
+static inline vi  to_int(vf x)                      { return (vi) _mm256_cvtps_epi32(x); }
+static inline vf  to_float(vi x)                    { return _mm256_cvtepi32_ps((__m256i) x); }
+static inline vi  set1_int(int32_t x)               { return (vi) _mm256_set1_epi32(x); }
+static inline vi  load_int(const void * p)          { return (vi) _mm256_loadu_si256((const __m256i *) p); }
+static inline void store_int(void * p, vi x)        { _mm256_storeu_si256((__m256i *) p, (__m256i) x); }
+static inline vi  dot4(vi acc, vi q, vi k)          { return (vi) _mm256_dpbusd_avx_epi32((__m256i) acc, (__m256i) q, (__m256i) k); }
+static inline void store_low(int8_t * p, vi x, int n) {
+    const __m128i half = _mm_packs_epi32(_mm256_castsi256_si128((__m256i) x), _mm256_extracti128_si256((__m256i) x, 1));
+    const int64_t bytes = _mm_cvtsi128_si64(_mm_packs_epi16(half, half));
+    memcpy(p, &bytes, n);
+}
+
+#elif defined(SPARQ_NEON)
+typedef int32x4_t vi;
+
+static inline vi  to_int(vf x)                      { return vcvtq_s32_f32(x); }
+static inline vf  to_float(vi x)                    { return vcvtq_f32_s32(x); }
+static inline vi  set1_int(int32_t x)               { return vdupq_n_s32(x); }
+static inline vi  load_int(const void * p)          { return vreinterpretq_s32_u8(vld1q_u8((const uint8_t *) p)); }
+static inline void store_int(void * p, vi x)        { vst1q_u8((uint8_t *) p, vreinterpretq_u8_s32(x)); }
+static inline vi  as_bits(vf x)                     { return vreinterpretq_s32_f32(x); }
+static inline vf  as_float(vi x)                    { return vreinterpretq_f32_s32(x); }
+static inline vi  dot4(vi acc, vi q, vi k)          { return vdotq_s32(acc, vreinterpretq_s8_s32(q), vreinterpretq_s8_s32(k)); }
+static inline void store_low(int8_t * p, vi x, int n) {
+    const int8x8_t bytes = vmovn_s16(vcombine_s16(vmovn_s32(x), vmovn_s32(x)));
+    int8_t lane[8];
+    vst1_s8(lane, bytes);
+    memcpy(p, lane, n);
+}
+#if defined(SPARQ_PREFILL_BF16)
+static inline vf  dot_bf16(vf acc, vi p, vi v)      { return vbfdotq_f32(acc, vreinterpretq_bf16_s32(p), vreinterpretq_bf16_s32(v)); }
+#endif
+
+#else
+typedef int32_t vi;
+
+static inline vi  to_int(vf x)                      { return (int32_t) x; }
+static inline vf  to_float(vi x)                    { return (float) x; }
+static inline vi  set1_int(int32_t x)               { return x; }
+static inline vi  load_int(const void * p)          { vi x; memcpy(&x, p, sizeof(x)); return x; }
+static inline void store_int(void * p, vi x)        { memcpy(p, &x, sizeof(x)); }
+static inline vi  dot4(vi acc, vi q, vi k) {
+    for (int i = 0; i < N_BYTE; ++i) {
+        acc += (int8_t) ((uint32_t) q >> 8*i)*(int8_t) ((uint32_t) k >> 8*i);
+    }
+    return acc;
+}
+static inline void store_low(int8_t * p, vi x, int) { *p = (int8_t) x; }
+#endif
+
+// Vectors of gcc and clang have operators, and NEON's are such vectors
+static inline vi low_bytes(vi x, int i) { return (x & set1_int(0xff)) << set1_int(8*i); }
+static inline vi four(const int8_t * p) {
+    int32_t x;
+    memcpy(&x, p, sizeof(x));
+    return set1_int(x);
+}
+
+#if defined(SPARQ_PREFILL_BF16)
+// half of the last digit that stays is added, less one bit where that digit is even
+static inline vi bf16_bits(vf x) {
+    const vi bits = as_bits(x);
+    return (bits + set1_int(0x7fff) + ((bits >> 16) & set1_int(1))) & set1_int((int) 0xffff0000);
+}
+static inline vi pair_bf16(vi a, vi b) { return ((a >> 16) & set1_int(0xffff)) | b; }
+#endif
+
+// ---- numbers of few bits ----
 
 static inline void make_query_bytes(const query_block & x, int d_k, const query_bytes & to) {
     for (int v = 0; v < NQ; ++v) {
@@ -47,26 +160,15 @@ static inline void make_query_bytes(const query_block & x, int d_k, const query_
         store(to.scale + v*W, mul(most, set1(1.0f/127.0f)));
         const vf by = select(eq(most, set1(0.0f)), set1(0.0f), div(set1(127.0f), most));
         for (int c = 0; c < d_k; c += N_BYTE) {
-            __m512i bytes = _mm512_setzero_si512();
+            vi bytes = set1_int(0);
             for (int i = 0; i < N_BYTE; ++i) {
-                const vf y = c + i < d_k ? mul(load(x.q + (c + i)*BLOCK_Q + v*W), by) : set1(0.0f);
-                const __m512i one = _mm512_add_epi32(_mm512_cvtps_epi32(y), _mm512_set1_epi32(128));
-                bytes = _mm512_or_si512(bytes, _mm512_sll_epi32(one, _mm_cvtsi32_si128(8*i)));
+                const vf y = c + i < d_k ? round_even(mul(load(x.q + (c + i)*BLOCK_Q + v*W), by)) : set1(0.0f);
+                bytes = bytes | low_bytes(to_int(y) + set1_int(OFFSET), i);
             }
-            _mm512_storeu_si512(to.q + (c*BLOCK_Q/N_BYTE + v*W)*N_BYTE, bytes);
+            store_int(to.q + (c*BLOCK_Q/N_BYTE + v*W)*N_BYTE, bytes);
         }
     }
 }
-
-// the bf16 that is nearest to x, in the upper half of each lane
-static inline __m512i round_bf16(vf x) {
-    // half of the last digit that stays, less one bit where that digit is even
-    const __m512i bits = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    return _mm512_and_si512(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), _mm512_set1_epi32((int) 0xffff0000));
-}
-
-// two bf16 per lane from what round_bf16 gives, the first one in the lower half
-static inline __m512i pair_bf16(__m512i a, __m512i b) { return _mm512_or_si512(_mm512_srli_epi32(a, 16), b); }
 
 // k [BLOCK_KV][d_k] and v [BLOCK_KV][d_v] must be finite; k is overwritten
 static inline void make_kv_bytes(float * k, int d_k, const float * v, int d_v, const kv_bytes & to) {
@@ -89,54 +191,52 @@ static inline void make_kv_bytes(float * k, int d_k, const float * v, int d_v, c
         }
         const float range = reduce_max(most);
         const vf by = set1(range > 0.0f ? 127.0f/range : 0.0f);
-        __m512i sum = _mm512_setzero_si512();
-        for (int c = 0; c < d_k; c += W) {
-            const int n = std::min(W, d_k - c), room = std::min(W, padded(d_k) - c);
-            const __m512i x = _mm512_cvtps_epi32(mul(load_n(k + j*d_k + c, n), by));
-            sum = _mm512_add_epi32(sum, x);
-            _mm512_mask_cvtepi32_storeu_epi8(to.k + j*padded(d_k) + c, (__mmask16) ((1u << room) - 1), x);
+        vf sum = set1(0.0f); // of whole numbers, exactly
+        for (int c = 0; c < padded(d_k); c += W) {
+            const vf x = c < d_k ? round_even(mul(load_n(k + j*d_k + c, std::min(W, d_k - c)), by)) : set1(0.0f);
+            sum = add(sum, x);
+            store_low(to.k + j*padded(d_k) + c, to_int(x), std::min(W, padded(d_k) - c));
         }
         to.scale[j] = range*(1.0f/127.0f);
-        to.start[j] = -128*_mm512_reduce_add_epi32(sum);
+        to.start[j] = -OFFSET*(int32_t) reduce_add(sum);
     }
+#if defined(SPARQ_PREFILL_BF16)
     for (int j = 0; j < BLOCK_KV; j += 2) {
         for (int c = 0; c < d_v; c += W) {
             const int n = std::min(W, d_v - c);
-            const __m512i a = round_bf16(load_n(v + j*d_v + c, n)), b = round_bf16(load_n(v + (j + 1)*d_v + c, n));
-            _mm512_mask_storeu_epi32(to.v + j/2*d_v + c, (__mmask16) ((1u << n) - 1), pair_bf16(a, b));
+            const vi a = bf16_bits(load_n(v + j*d_v + c, n)), b = bf16_bits(load_n(v + (j + 1)*d_v + c, n));
+            store_n((float *) to.v + j/2*d_v + c, as_float(pair_bf16(a, b)), n);
         }
     }
+#else
+    GGML_UNUSED_VARS(v, d_v);
+#endif
 }
-
-// gcc 12 keeps an array of __m512i in memory, because the products of VNNI take another type
-typedef int32_t products __attribute__((vector_size(64)));
 
 // s[j] = the logit of position j, for N positions and V vectors of queries; about: the logit of the mean
 template <int N, int V>
 static SPARQ_NOINLINE void score_bytes(float * s, const query_bytes & q, const kv_bytes & kv, int d_k, int j, const float * about) {
-    products x[N][V];
+    vi x[N][V];
     SPARQ_UNROLL
     for (int i = 0; i < N; ++i) {
         SPARQ_UNROLL
         for (int v = 0; v < V; ++v) {
-            x[i][v] = (products) _mm512_set1_epi32(kv.start[j + i]);
+            x[i][v] = set1_int(kv.start[j + i]);
         }
     }
     const int8_t * k = kv.k + j*padded(d_k);
     for (int c = 0; c < d_k; c += N_BYTE) {
-        __m512i y[V];
+        vi y[V];
         SPARQ_UNROLL
         for (int v = 0; v < V; ++v) {
-            y[v] = _mm512_loadu_si512(q.q + (c*BLOCK_Q/N_BYTE + v*W)*N_BYTE);
+            y[v] = load_int(q.q + (c*BLOCK_Q/N_BYTE + v*W)*N_BYTE);
         }
         SPARQ_UNROLL
         for (int i = 0; i < N; ++i) {
-            int32_t four;
-            memcpy(&four, k + i*padded(d_k) + c, sizeof(four));
-            const __m512i z = _mm512_set1_epi32(four);
+            const vi z = four(k + i*padded(d_k) + c);
             SPARQ_UNROLL
             for (int v = 0; v < V; ++v) {
-                x[i][v] = (products) _mm512_dpbusd_epi32((__m512i) x[i][v], y[v], z);
+                x[i][v] = dot4(x[i][v], y[v], z);
             }
         }
     }
@@ -145,11 +245,12 @@ static SPARQ_NOINLINE void score_bytes(float * s, const query_bytes & q, const k
         const vf scale = set1(kv.scale[j + i]);
         SPARQ_UNROLL
         for (int v = 0; v < V; ++v) {
-            store(s + (j + i)*BLOCK_Q + v*W, fma(_mm512_cvtepi32_ps((__m512i) x[i][v]), mul(scale, load(q.scale + v*W)), load(about + v*W)));
+            store(s + (j + i)*BLOCK_Q + v*W, fma(to_float(x[i][v]), mul(scale, load(q.scale + v*W)), load(about + v*W)));
         }
     }
 }
 
+#if defined(SPARQ_PREFILL_BF16)
 // e^x for x <= 0, with a relative error of at most 2^-13
 static inline vf exp_few(vf x) {
     vf f;
@@ -186,10 +287,10 @@ static inline void softmax_pairs(const query_block & x, const float * s, uint32_
     for (int j = 0; j < BLOCK_KV; j += 2) {
         SPARQ_UNROLL
         for (int v = 0; v < V; ++v) {
-            const __m512i a = round_bf16(exp_few(sub(load(s + j*BLOCK_Q + v*W), m[v])));
-            const __m512i b = round_bf16(exp_few(sub(load(s + (j + 1)*BLOCK_Q + v*W), m[v])));
-            sum[v] = add(sum[v], add(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b)));
-            _mm512_storeu_si512(p + j/2*BLOCK_Q + v*W, pair_bf16(a, b));
+            const vi a = bf16_bits(exp_few(sub(load(s + j*BLOCK_Q + v*W), m[v])));
+            const vi b = bf16_bits(exp_few(sub(load(s + (j + 1)*BLOCK_Q + v*W), m[v])));
+            sum[v] = add(sum[v], add(as_float(a), as_float(b)));
+            store_int(p + j/2*BLOCK_Q + v*W, pair_bf16(a, b));
         }
     }
     SPARQ_UNROLL
@@ -210,17 +311,17 @@ static SPARQ_NOINLINE void add_values(float * acc, const float * f, const uint32
         }
     }
     for (int j = 0; j < BLOCK_KV/2; ++j) {
-        __m512i y[V];
+        vi y[V];
         SPARQ_UNROLL
         for (int u = 0; u < V; ++u) {
-            y[u] = _mm512_loadu_si512(p + j*BLOCK_Q + u*W);
+            y[u] = load_int(p + j*BLOCK_Q + u*W);
         }
         SPARQ_UNROLL
         for (int i = 0; i < N; ++i) {
-            const __m512i z = _mm512_set1_epi32((int) v[j*d_v + i]);
+            const vi z = set1_int((int) v[j*d_v + i]);
             SPARQ_UNROLL
             for (int u = 0; u < V; ++u) {
-                x[i][u] = _mm512_dpbf16_ps(x[i][u], (__m512bh) y[u], (__m512bh) z);
+                x[i][u] = dot_bf16(x[i][u], y[u], z);
             }
         }
     }
@@ -234,17 +335,19 @@ static SPARQ_NOINLINE void add_values(float * acc, const float * f, const uint32
     }
 }
 
-// adds BLOCK_KV positions to the attention of V vectors of queries. hides [BLOCK_Q]: -inf for a query that sees none of them, else 0;
-// s [BLOCK_KV][BLOCK_Q] and p [BLOCK_KV/2][BLOCK_Q] are scratch
+#endif
+
+// adds BLOCK_KV positions to the attention of V vectors of queries. v [BLOCK_KV][d_v] is what kv was made from; hides [BLOCK_Q]: -inf for a query
+// that sees none of them, else 0; s [BLOCK_KV][BLOCK_Q] and p [BLOCK_KV/2][BLOCK_Q] are scratch
 template <int V>
-static inline void attend_bytes_v(const query_block & x, const query_bytes & q, const kv_bytes & kv, int d_k, int d_v, const float * hides, float softcap,
-        float * s, uint32_t * p) {
+static inline void attend_bytes_v(const query_block & x, const query_bytes & q, const kv_bytes & kv, int d_k, const float * v, int d_v,
+        const float * hides, float softcap, float * s, uint32_t * p) {
     constexpr int N = 6; // as in mul_add
     float f[BLOCK_Q], about[BLOCK_Q];
     mul_add_block<1, V, false>(about, nullptr, kv.mean, 0, 1, x.q, d_k, nullptr);
     if (softcap <= 0.0f) {
-        for (int v = 0; v < V; ++v) {
-            store(about + v*W, add(load(about + v*W), load(hides + v*W)));
+        for (int i = 0; i < V; ++i) {
+            store(about + i*W, add(load(about + i*W), load(hides + i*W)));
         }
     }
     int j = 0;
@@ -255,11 +358,13 @@ static inline void attend_bytes_v(const query_block & x, const query_bytes & q, 
         score_bytes<2, V>(s, q, kv, d_k, j, about);
     }
     for (j = 0; j < BLOCK_KV && softcap > 0.0f; ++j) {
-        for (int v = 0; v < V; ++v) {
-            float * y = s + j*BLOCK_Q + v*W;
-            store(y, add(soft_cap(load(y), softcap), load(hides + v*W)));
+        for (int i = 0; i < V; ++i) {
+            float * y = s + j*BLOCK_Q + i*W;
+            store(y, add(soft_cap(load(y), softcap), load(hides + i*W)));
         }
     }
+#if defined(SPARQ_PREFILL_BF16)
+    GGML_UNUSED(v);
     softmax_pairs<V>(x, s, p, f);
     int c = 0;
     for (; c + N <= d_v; c += N) {
@@ -271,12 +376,17 @@ static inline void attend_bytes_v(const query_block & x, const query_bytes & q, 
     for (; c < d_v; ++c) {
         add_values<1, V>(x.acc + c*BLOCK_Q, f, kv.v + c, d_v, p);
     }
+#else
+    GGML_UNUSED(p);
+    softmax_block<V>(x, s, f, nullptr, BLOCK_KV, 0.0f);
+    mul_add<V>(x.acc, d_v, f, v, 1, d_v, s, BLOCK_KV, nullptr);
+#endif
 }
 
-static inline void attend_bytes(const query_block & x, const query_bytes & q, const kv_bytes & kv, int d_k, int d_v, const float * hides, float softcap,
-        float * s, uint32_t * p) {
+static inline void attend_bytes(const query_block & x, const query_bytes & q, const kv_bytes & kv, int d_k, const float * v, int d_v,
+        const float * hides, float softcap, float * s, uint32_t * p) {
     const auto attend = x.n == 1 ? attend_bytes_v<1> : x.n == 2 ? attend_bytes_v<2> : attend_bytes_v<NQ>;
-    attend(x, q, kv, d_k, d_v, hides, softcap, s, p);
+    attend(x, q, kv, d_k, v, d_v, hides, softcap, s, p);
 }
 
 #endif

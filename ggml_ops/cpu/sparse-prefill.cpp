@@ -229,7 +229,7 @@ void prefill_fast(const prefill_src & a, prefill_work & w, const prefill_unit & 
             n_sees += sees;
         }
         if (n_sees > 0) {
-            attend_bytes(w.block[j], w.bytes[j], w.kv, a.d_k, a.d_v, hides, a.p.softcap, w.s, w.p);
+            attend_bytes(w.block[j], w.bytes[j], w.kv, a.d_k, w.v, a.d_v, hides, a.p.softcap, w.s, w.p);
         }
         n += n_sees;
     }

@@ -47,9 +47,9 @@ extern "C" {
 //   cap      4                     with top_p: up to so many times topk (default 1); sinks and local follow from topk itself
 //   k_layers 64:12.5%:dense:...    topk of each layer, explicit: positions, a share of those in view (min_k holds), or all
 //   rank_layers 8:16:...           rank of each layer, explicit
-//   prompt   f32 | fast | sparse   attention of a prompt, also with dense. fast: products of 8 bits and bf16 where the CPU has AVX-512 VNNI and
-//                                  BF16, f32 elsewhere. sparse: the same, and where a batch has 64 tokens or more they read only the positions that
-//                                  carry most of their attention, from min_ctx on (default f32)
+//   prompt   f32 | fast | sparse   attention of a prompt, also with dense. fast: products of q and K in 8 bits where the CPU has VNNI or NEON's dot
+//                                  product, those with V in bf16 where it multiplies these, f32 elsewhere. sparse: the same, and where a batch has 64
+//                                  tokens or more they read only the positions that carry most of their attention, from min_ctx on (default fast)
 //   prompt_p 0.99                  with prompt=sparse: the share of the attention that they carry (default 0.99)
 //
 // Errors are text in `err`/`buf`: a message, a line feed, a hint.

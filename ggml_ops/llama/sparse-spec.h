@@ -38,7 +38,7 @@ struct llama_sparse_spec {
     double  top_p   = 1.0;
     double  cap     = 1.0;  // of top_p: up to so many times k
     int32_t n_bit   = 4;    // of the transposed copy of K, see sparse-codes.h
-    int32_t prompt   = 0;    // of PREFILL, 0: f32, 1: products of few bits, 2: also chooses positions ..
+    int32_t prompt   = 1;    // of PREFILL, 0: f32, 1: products of few bits, 2: also chooses positions ..
     double  prompt_p = 0.99; // .. that carry this share of the mass
 
     struct layer_k {

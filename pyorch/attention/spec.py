@@ -81,7 +81,7 @@ class AttentionSpec:
     k_layers  one k per layer, instead of topk
     rank_layers  one rank per layer
     prompt   how a prompt is read, also with dense: f32; fast, with products of few bits where the
-             CPU has AVX-512 VNNI and BF16; or sparse, which also reads only some positions
+             CPU has VNNI or NEON's dot product; or sparse, which also reads only some positions
     prompt_p  with prompt=sparse, the share of the attention that these positions carry
 
     Equal settings have only one form: a sparse method with neither a ratio nor both its parameters
@@ -109,7 +109,7 @@ class AttentionSpec:
     cap: float = 1
     k_layers: tuple[LayerK, ...] | None = None
     rank_layers: tuple[int, ...] | None = None
-    prompt: str = "f32"
+    prompt: str = "fast"
     prompt_p: float = 0.99
 
     def __post_init__(self) -> None:

@@ -102,7 +102,7 @@ def measure(geo: Geometry, quant: str, n_threads: int, progress: Progress = sile
             repack=repack,
             n_ctx=-(-(DEPTH + CHUNK) // 256) * 256,
             n_threads=n_threads,
-            attention="dense",
+            attention="dense,prompt=f32",
         ) as session:
             begin[repack] = _time(session)
             progress(1 + repack, 4)

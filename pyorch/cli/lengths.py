@@ -100,4 +100,6 @@ def show(found: Sequence[Length], free: int, rate: PromptRate) -> None:
     if rate.measured:
         print("  (reading as measured on a small model; tokens at the limit of their bytes)")
     else:
-        print("  (limits: the bytes of a token, and the products of a text; --prompts measures these)")
+        print(
+            "  (limits: the bytes of a token, and the products of a text; --prompts measures these)"
+        )

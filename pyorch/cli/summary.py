@@ -99,11 +99,13 @@ def info_of(lib: ModuleType, ctx: int | None) -> AttentionInfo | None:
 
 def why_dense(wanted: AttentionSpec | None, info: AttentionInfo) -> str:
     """A note if sparse attention was requested but llama.cpp serves a layer, or every token so far
-    was exact, or if a fast prompt was requested of a CPU that has none; otherwise ""."""
-    if wanted and wanted.prompt != "f32" and not info.counter("blocks_fast"):
+    was exact, or if a sparse prompt was requested of a CPU that has no products of few bits, which
+    make most of its speed; otherwise ""."""
+    if wanted and wanted.prompt == "sparse" and not info.counter("blocks_fast"):
         n_read = info.counter("calls_prefill") // max(info.n_layer, 1)
         if n_read >= MANY:
-            return "note: prompts are read in f32: this CPU has no AVX-512 with VNNI and BF16"
+            lacks = "this CPU has neither VNNI nor NEON's dot product"
+            return f"note: prompts are read in f32: {lacks}"
     if wanted is None or not wanted.sparse:
         return ""
     if not info.dense_reasons:

@@ -230,7 +230,7 @@ def _prepare(
         "texts": texts,
         "type_k": plan.type_k,
         "type_v": plan.type_v,
-        "read_by": str(EXACT),
+        "read_by": f"{EXACT.method},prompt={EXACT.prompt}",
         "threads": plan.n_threads or engine.usable_cores(),
         **_where(plan.placement),
         **({"rope": plan.rope.given} if plan.rope else {}),

@@ -193,8 +193,8 @@ def test_read_is_kept(
     assert again[0]["prefill_tokens"] < 40 < said[0]["prefill_tokens"]
     assert len(document_file.known(paths.kept_texts())) == 1
     # K and V that were approximated are not those of an exact prompt
-    fast = [f"{w},prompt=fast" if str(w).startswith("sparq,") else w for w in ask]
-    assert "read before" not in run(*fast, stdin=script).err
+    part = [f"{w},prompt=sparse" if str(w).startswith("sparq,") else w for w in ask]
+    assert "read before" not in run(*part, stdin=script).err
     # another text, or one within a conversation, is another thing
     text.write_text(TEXT + "!")
     assert "read before" not in run(*ask, stdin=script).err

@@ -373,7 +373,9 @@ class Watch:
         if self.checks:
             some = {0, n_tok - 1, (7 * self.prefilled) % n_tok}
             sinks = _source(t, "sinks")
-            self._compare(t, _params(t, PrefillParams), sorted(some), sinks, None, chain=True)
+            p = _params(t, PrefillParams)
+            few_bits = bool(p.fast) and self._ggml.has_fast
+            self._compare(t, p, sorted(some), sinks, None, chain=not few_bits, few_bits=few_bits)
 
     @staticmethod
     def _compare(
@@ -383,10 +385,11 @@ class Watch:
         sinks: Tensor | None,
         sel: Tensor | None,
         chain: bool = False,
+        few_bits: bool = False,
     ) -> None:
         """Some tokens of a node that attends with attention over what it was given.
 
-        chain: how it adds, see `oracle.logits_of`.
+        chain: how it adds, see `oracle.logits_of`; few_bits: whether q and K are rounded to 8 bits.
         """
         q, k, v, mask = (read(_source(t, name)) for name in ("q", "k", "v", "mask"))
         n_stream, n_tok, n_head, _ = q.shape
@@ -395,15 +398,18 @@ class Watch:
         hidden = np.isneginf(mask[:, 0])
         got = read(t).reshape(n_stream, n_tok, n_head, d_v)
         slopes = oracle.alibi_slopes(n_head, p.max_bias)
-        errors = Errors("attend")
+        errors = Errors("attend_fast" if few_bits else "attend")
         for s, tok, h in itertools.product(range(n_stream), tokens, range(n_head_kv)):
             heads = slice(h * n_group_q, (h + 1) * n_group_q)
             seen = np.flatnonzero(~hidden[s, tok])
             if not len(seen):
                 assert not got[s, tok, heads].any(), "a token that sees nothing has a result"
                 continue
-            bias = oracle.make_bias(mask[s, 0, tok, seen].astype(np.float64), slopes[heads])
-            kh, vh = k[s, seen, h].astype(np.float32), v[s, seen, h].astype(np.float32)
+            bias = oracle.make_bias(mask[s, 0, tok].astype(np.float64), slopes[heads])
+            qh, kh, vh = q[s, tok, heads], k[s, :, h].astype(np.float32), v[s, seen, h]
+            if few_bits:
+                qh, kh = oracle.few_bits(qh, kh, bias)
+            bias, kh, vh = bias[:, seen], kh[seen], vh.astype(np.float32)
             cells = rest = None
             if sel is not None and read(sel)[s, tok, h, 0] != READS_ALL:
                 cells, rest = _cells(read(sel)[s, tok, h], n_group_q)
@@ -414,7 +420,7 @@ class Watch:
             results = []
             for dtype in (np.float64, np.float32):
                 y = oracle.attend(
-                    q[s, tok, heads],
+                    qh,
                     kh,
                     vh,
                     bias,

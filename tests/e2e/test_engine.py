@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny as tiny_models
+from cpu import has_fast
 from tiny_gguf import write_tiny_gguf
 
 import pyorch
@@ -309,15 +310,14 @@ def test_attention_switches_between_two_calls(session: engine.Session, tiny: Pat
 def test_a_fast_prompt_is_counted(
     session: engine.Session, method: str, native_lib_dir: Path
 ) -> None:
-    """By the key of the spec, where the CPU has products of few bits; and never without it."""
-    cpu = ctypes.CDLL(str(next(native_lib_dir.glob("libggml-cpu.*"))))
-    has_fast = cpu.ggml_cpu_has_avx512_vnni() and cpu.ggml_cpu_has_avx512_bf16()
+    """By default, where the CPU has products of few bits; and never with prompt=f32."""
+    here = has_fast(ctypes.CDLL(str(next(native_lib_dir.glob("libggml-cpu.*")))))
     prompt = engine.tokenize(session, text_of(1500))
-    exact = logits_with(session, prompt, method)
+    exact = logits_with(session, prompt, f"{method},prompt=f32")
     assert engine.info(session).counter("blocks_fast") == 0
-    fast = logits_with(session, prompt, f"{method},prompt=fast")
-    assert (engine.info(session).counter("blocks_fast") > 0) == bool(has_fast)
-    assert np.array_equal(exact, fast) == (not has_fast)
+    fast = logits_with(session, prompt, method)
+    assert (engine.info(session).counter("blocks_fast") > 0) == here
+    assert np.array_equal(exact, fast) == (not here)
 
 
 @pytest.mark.parametrize("method", ["dense", SPARSE])
@@ -331,7 +331,7 @@ def test_a_sparse_prompt_is_counted(session: engine.Session, method: str) -> Non
         return values, engine.info(session)
 
     sparse = f"{method.removesuffix(',min_ctx=0')},prompt=sparse,prompt_p=0.5"
-    exact, info = read(3000, f"{method},prompt=fast")
+    exact, info = read(3000, method)
     assert info.counter("prompt_visible") == info.counter("prompt_read") == 0
     some, info = read(3000, sparse)
     assert 0 < info.counter("prompt_read") < 0.75 * info.counter("prompt_visible")

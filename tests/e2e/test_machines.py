@@ -79,7 +79,7 @@ VARIANTS = {
     "sequences": (SPARQ, {"n_sequences": 3}),
     "q8_0": (SPARQ, {"type_k": "q8_0", "type_v": "q8_0"}),
     "f16 shadow, mean of V": (SPARQ + ",mean_v=on,shadow=f16", {}),
-    "fast prompt": (SPARQ + ",prompt=fast", {}),
+    "f32 prompt": (SPARQ + ",prompt=f32", {}),
     "topk": ("topk,k=64,min_ctx=0", {}),
     "dense": ("dense", {}),
     "short": ("sparq", {}),  # below min_ctx: our exact attention, as on one CPU

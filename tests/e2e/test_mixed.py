@@ -15,12 +15,12 @@ from llama import Context, Model, Token
 from nodes import Watch
 
 N_LAYER, N_PROMPT, N_SEQ, N_CTX = 3, 330, 4, 1024
-SPECS = {
-    "f16": "sparq,rank=8,topk=40,min_ctx=0,shadow=f16",
-    "q4": "sparq,rank=8,topk=40,min_ctx=0,shadow=q4",
-    "mean_v": "sparq,rank=8,topk=40,min_ctx=0,shadow=f16,mean_v=on",
-    "top_p": "sparq,rank=8,topk=40,min_ctx=0,shadow=f16,top_p=0.9,cap=2",
-    "topk": "topk,k=40,min_ctx=0",
+SPECS = {  # prompt=f32, since blocks of few bits in a unified cache hold other sequences too
+    "f16": "sparq,rank=8,topk=40,min_ctx=0,prompt=f32,shadow=f16",
+    "q4": "sparq,rank=8,topk=40,min_ctx=0,prompt=f32,shadow=q4",
+    "mean_v": "sparq,rank=8,topk=40,min_ctx=0,prompt=f32,shadow=f16,mean_v=on",
+    "top_p": "sparq,rank=8,topk=40,min_ctx=0,prompt=f32,shadow=f16,top_p=0.9,cap=2",
+    "topk": "topk,k=40,min_ctx=0,prompt=f32",
 }
 MODES = [pytest.param(True, id="unified"), pytest.param(False, id="split")]
 
@@ -108,7 +108,7 @@ def test_a_mixed_batch(order: str, spec: str, unified: bool, model: Model) -> No
 def test_a_prompt_in_pieces_is_exact(unified: bool, model: Model) -> None:
     """Whatever the pieces, beside a reply: they do not ask for logits until the prompt ends."""
     spec = SPECS["f16"]
-    exact = alone(model, "dense", unified, [tokens(1, 200)])
+    exact = alone(model, "dense,prompt=f32", unified, [tokens(1, 200)])
     for pieces in ([199, 1], [1, 199], [64, 64, 71, 1], [1, 1, 1, 197]):
         with context(model, spec, unified) as ctx:
             assert ctx.decode(tokens(0, N_PROMPT)) == 0

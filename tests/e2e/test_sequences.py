@@ -11,14 +11,15 @@ import tiny as tiny_models
 from llama import Context, Model, SpecError, Token
 
 N_LAYER, N_PROMPT, N_SEQ, N_CTX, N_STEP = 3, 330, 4, 512, 3
-COMMON = "sparq,rank=8,topk=40,min_ctx=0"
+# in a unified cache blocks of few bits hold other sequences too, and round otherwise
+COMMON = "sparq,rank=8,topk=40,min_ctx=0,prompt=f32"
 OWN = {
     "sparq": (COMMON, ["rank=3,topk=70", "rank=16,topk=24,sinks=2,local=3", "ratio=1/2,min_k=1"]),
     "exact": (COMMON, ["rank=3,topk=70", "dense", "min_ctx=4096"]),
     "off": (COMMON, ["off", "rank=4,topk=70,local=0", "off"]),
     "f16": (COMMON + ",shadow=f16,mean_v=off", ["rank=2,topk=300", "rank=9,topk=41", "dense"]),
     "layers": (COMMON + ",top_p=0.9,cap=2", ["rank_layers=2:4:8,k_layers=20:dense:50%"] * 2),
-    "topk": ("topk,k=40,min_ctx=0", ["k=70", "k=24,sinks=0,local=1", "dense"]),
+    "topk": ("topk,k=40,min_ctx=0,prompt=f32", ["k=70", "k=24,sinks=0,local=1", "dense"]),
     "huge": (COMMON, ["sinks=1000000000", "local=1000000000", "ratio=1/8,sinks=200,min_k=1"]),
 }
 MODES = [pytest.param(True, id="unified"), pytest.param(False, id="split")]
@@ -60,8 +61,8 @@ def whole(common: str, own: str) -> str:
     method, *rest = common.split(",")
     keys = dict(item.split("=") for item in rest)
     if own in ("dense", "off"):
-        return own
-    shared = ("min_ctx", "shadow", "mean_v", "top_p", "cap")
+        return f"{own},prompt=f32" if own == "dense" else own
+    shared = ("min_ctx", "shadow", "mean_v", "top_p", "cap", "prompt")
     taken = [f"{k}={v}" for k, v in keys.items() if k in shared and f"{k}=" not in own]
     return ",".join([method, own, *taken])
 
@@ -85,7 +86,7 @@ def test_each_sequence_has_its_own(
         counters, each = ctx.info()["counters"], [ctx.info(seq) for seq in range(N_SEQ)]
     differ = []
     for seq, spec in enumerate(settings(common, own)):
-        with context(model, "dense" if spec == "off" else spec, unified) as ctx:
+        with context(model, "dense,prompt=f32" if spec == "off" else spec, unified) as ctx:
             want = replies(ctx)
         # an off sequence's prompt is llama.cpp's own; sums are cut by the largest k of a batch
         allowed = 1e-3 if spec == "off" else 1e-5
@@ -119,7 +120,9 @@ def test_min_ctx_goes_by_each_sequence(own: str | None, unified: bool, model: Mo
         assert ctx.decode([t for seq, n in enumerate(lengths) for t in tokens(seq, 1, n)]) == 0
         got, each = [ctx.logits(i) for i in range(2)], [ctx.info(seq) for seq in range(2)]
     assert [(x["calls_dense"], x["calls_sparse"]) for x in each] == [(N_LAYER, 0), (0, N_LAYER)]
-    for seq, spec in enumerate(("dense", whole(common, own.partition(",")[2]) if own else common)):
+    for seq, spec in enumerate(
+        (whole(common, "dense"), whole(common, own.partition(",")[2]) if own else common)
+    ):
         with context(model, spec, unified) as ctx:
             assert ctx.decode(tokens(seq, lengths[seq])) == 0
             assert ctx.decode(tokens(seq, 1, lengths[seq])) == 0

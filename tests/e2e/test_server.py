@@ -19,7 +19,8 @@ from test_engine import text_of
 from pyorch import native
 
 N_LAYER, N_HEAD_KV, N_SLOT = 2, 2, 4  # layers and KV heads of the model `tiny`
-SERVERS = "sparq,rank=8,topk=64,min_ctx=0,shadow=f16"  # codes share a scale with other sequences
+# codes and blocks of few bits share a scale with other sequences
+SERVERS = "sparq,rank=8,topk=64,min_ctx=0,shadow=f16,prompt=f32"
 SPECS = [None, "sparq,rank=4,topk=90", "dense", "off"]
 ASKED = {"n_predict": 24, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
 

@@ -20,6 +20,7 @@ from nodes import Watch
 
 N_PROMPT, N_STEP = 330, 12
 SPARQ = "sparq,rank=8,topk=40,min_ctx=0,shadow=f16"
+NEAR = {"f32": 0.03, "fast": 0.25}  # what rounding may change, as a share of the spread
 TOPK = "topk,k=40,min_ctx=0"
 
 GetModel = Callable[..., Model]
@@ -136,15 +137,16 @@ def test_architecture_matches_the_oracle(
 
 
 @pytest.mark.parametrize(("arch", "sizes", "sparse"), ARCHITECTURES[:4] + ARCHITECTURES[7:])
+@pytest.mark.parametrize("how", NEAR)
 @pytest.mark.parametrize("spec", ["dense", "sparq,rank=4,topk=100000,min_ctx=0,mean_v=on"])
 def test_reading_everything_equals_llama_cpp(
-    model: GetModel, arch: str, sizes: dict[str, int], sparse: list[int], spec: str
+    model: GetModel, arch: str, sizes: dict[str, int], sparse: list[int], spec: str, how: str
 ) -> None:
     """Our exact attention against llama.cpp's own, which accumulates V in f16."""
     with Context(model(arch, **sizes)) as ctx:
         assert ctx.decode(prompt()) == 0
         want = steps(ctx)
-    assert spread(run(model(arch, **sizes), spec), want) < 0.03
+    assert spread(run(model(arch, **sizes), f"{spec},prompt={how}"), want) < NEAR[how]
 
 
 def test_sliding_window_layers_say_why_they_are_dense(model: GetModel) -> None:
@@ -244,13 +246,13 @@ def test_several_sequences(model: GetModel, arch: str, unified: bool) -> None:
     alone = []
     for seq, n in enumerate(lengths):
         with Context(m, watch=Watch()) as ctx:
-            ctx.set_sparse(SPARQ)
+            ctx.set_sparse(f"{SPARQ},prompt=f32")
             ctx.decode([(t, p, 0) for t, p, _ in prompt(n, seq)])
             ctx.decode([(50, n, 0)])
             alone.append(ctx.logits())
     watch = Watch()
     with Context(m, watch=watch, n_ctx=3072, n_seq=3, unified=unified) as ctx:
-        ctx.set_sparse(SPARQ)
+        ctx.set_sparse(f"{SPARQ},prompt=f32")  # of few bits, blocks of cells hold others too
         for seq, n in enumerate(lengths):
             ctx.decode(prompt(n, seq))
         assert not watch.attends
@@ -294,11 +296,12 @@ def test_a_token_of_several_sequences(model: GetModel) -> None:
 # ---- settings ----
 
 
+@pytest.mark.parametrize("how", NEAR)
 @pytest.mark.parametrize("spec", [SPARQ, SPARQ + ",mean_v=on", TOPK, "dense"])
-def test_prefill_is_exact(model: GetModel, spec: str) -> None:
+def test_prefill_is_exact(model: GetModel, spec: str, how: str) -> None:
     """Logits of every prompt token are those of `off` within rounding, over several ubatches."""
     results = []
-    for s in ("off", spec):
+    for s in ("off", f"{spec},prompt={how}"):
         with Context(model(n_head_kv=4), n_ubatch=128) as ctx:
             ctx.set_sparse(s)
             rows = []
@@ -307,7 +310,7 @@ def test_prefill_is_exact(model: GetModel, spec: str) -> None:
                 rows += [ctx.logits(i) for i in range(len(part))]
             results.append(np.array(rows))
             counters = ctx.info().get("counters", {})
-    assert spread(results[1], results[0]) < 0.02
+    assert spread(results[1], results[0]) < NEAR[how]
     assert counters["calls_prefill"] == 4 * N_PROMPT and counters["calls_stock"] == 0
 
 

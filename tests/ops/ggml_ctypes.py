@@ -29,6 +29,7 @@ from pathlib import Path
 
 import numpy as np
 from cases import BLOCKS, bf16_bits, row_bytes, to_blocks
+from cpu import has_fast
 
 from pyorch.native.tensor import Tensor
 
@@ -207,6 +208,7 @@ class Ggml:
         for lib, name, result, *args in self.prototypes:
             getattr(lib, name).restype = result
             getattr(lib, name).argtypes = args
+        self.has_fast = has_fast(self.cpu)
         self.ops = base  # where the constructors of our ops are
         object_size = 32  # struct ggml_object, in front of every tensor of a context
         if self.base.ggml_tensor_overhead() != ctypes.sizeof(Tensor) + object_size:

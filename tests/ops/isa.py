@@ -31,9 +31,13 @@ TARGETS = {
     "avx2": ("", _AVX2, ""),
     "avx2-vnni": ("", [*_AVX2, *_AVXVNNI], ""),
     "avx512-without-vnni": ("", [*_AVX2, *_AVX512], ""),
+    "avx512-without-bf16": ("", [*_AVX2, *_AVX512, "-mavx512vnni"], ""),
     "neon": ("aarch64-linux-gnu-", [], "qemu-aarch64"),
+    "neon-dotprod": ("aarch64-linux-gnu-", ["-march=armv8.2-a+dotprod"], "qemu-aarch64"),
     "neon-i8mm": ("aarch64-linux-gnu-", ["-march=armv8.2-a+i8mm"], "qemu-aarch64"),
+    "neon-bf16": ("aarch64-linux-gnu-", ["-march=armv8.2-a+dotprod+bf16"], "qemu-aarch64"),
 }
+FAST = ("scalar", "avx2-vnni", "avx512-without-bf16", "neon-dotprod", "neon-bf16")  # prompt=fast
 # tests/ops/test_sanitize.py loads their runtime into Python; every access is seen in scalar code,
 # with vectors not those under a mask
 _UB = "-fsanitize=address,undefined"
@@ -57,7 +61,9 @@ def why_not(target: str) -> str:
         return f"{probe[0]} is too old"
     info = Path("/proc/cpuinfo")
     has = {x.replace("_", "") for x in info.read_text().split()} if info.exists() else set()
-    needs = [f.removeprefix("-m") for f in flags if f in (*_AVX2, *_AVX512, *_AVXVNNI)]
+    needs = [
+        f.removeprefix("-m") for f in flags if f in (*_AVX2, *_AVX512, "-mavx512vnni", *_AVXVNNI)
+    ]
     lacks = [f for f in needs if f not in has]
     return f"no {lacks[0]}" if lacks else ""
 
@@ -78,6 +84,9 @@ class IsaGgml(Ggml):
         objects = []
         sources = [*sorted((OPS / "cpu").glob("*.cpp")), HERE / "isa_main.c"]
         self.target, self.poison = target, None
+        self.has_fast = (
+            target in FAST if target in TARGETS else self.has_fast or "scalar" in out.name
+        )
         if target in SANITIZED:
             sources.append(OPS / "ggml-sparse.c")
             flags.append("-DGGML_OP_SPARSE_ATTN=GGML_OP_COUNT")  # as the patched header numbers it

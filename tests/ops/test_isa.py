@@ -51,6 +51,16 @@ def test_isa_prefill(isa: IsaGgml) -> None:
     leak(test_prefill.SHAPES[0], float("nan"), False, isa)
 
 
+def test_isa_fast_prefill(isa: IsaGgml) -> None:
+    for case in test_prefill.CASES[::3]:
+        try:
+            test_prefill.check_prefill(case, isa, fast=True)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
+    leak = test_prefill.test_prefill_hidden_positions_never_leak
+    leak(test_prefill.SHAPES[0], float("nan"), True, isa)
+
+
 def test_isa_prefill_choice(isa: IsaGgml) -> None:
     for case in test_prefill_choice.CASES[::8]:
         try:

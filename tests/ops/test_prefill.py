@@ -57,7 +57,7 @@ def check_prefill(case: Case, ggml: Ggml, fast: bool = False) -> None:
         g.compute(out)
         got, stats = g.read(out).reshape(*data.q.shape[:3], -1), s.stats_read()
     n_fast = stats.pop("prefill_fast")
-    assert n_fast == (wholly_seen(data) if fast and has_fast(ggml) else 0)
+    assert n_fast == (wholly_seen(data) if fast and ggml.has_fast else 0)
     errors = Errors("attend_fast" if n_fast else "attend")
     for b in data.blocks():
         q, k = oracle.few_bits(b.q, b.k, b.bias) if n_fast else (b.q, b.k)
@@ -72,11 +72,6 @@ def check_prefill(case: Case, ggml: Ggml, fast: bool = False) -> None:
     assert np.isfinite(got).all()
     n_call = int((~np.isneginf(data.mask)).any(axis=-1).sum())  # tokens that see something
     assert {"prefill_fast": 0, **stats} == dict.fromkeys(STATS, 0) | {"prefill": n_call}
-
-
-def has_fast(ggml: Ggml) -> bool:
-    """Whether its code was compiled with products of few bits."""
-    return bool(ggml.cpu.ggml_cpu_has_avx512_vnni() and ggml.cpu.ggml_cpu_has_avx512_bf16())
 
 
 def wholly_seen(data: cases.Data) -> int:

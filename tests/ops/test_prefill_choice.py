@@ -11,7 +11,6 @@ import pytest
 from cases import Case
 from ggml_ctypes import STATS, Ggml
 from graphs import Sources, prefill, prefill_run
-from test_prefill import has_fast
 from tolerances import Errors
 
 CHOICE = 512  # tokens that choose together
@@ -116,7 +115,7 @@ def test_products_of_few_bits_choose_alike(case: Case, ggml: Ggml) -> None:
     data = peaked(case)
     f32, fast = (prefill_run(ggml, data, fast=fast, keep=0.7) for fast in (False, True))
     assert np.abs(f32 - fast).max() < 0.1 * np.abs(data.v[~data.hidden]).max()
-    assert np.array_equal(f32, fast) != has_fast(ggml)
+    assert np.array_equal(f32, fast) != ggml.has_fast
 
 
 @pytest.mark.parametrize("case", SHAPES, ids=str)
