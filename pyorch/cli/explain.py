@@ -72,8 +72,8 @@ def command(
     The numbers come from the header of the model, or from its card if the model is not
     downloaded. The speed-ups are limits: they count bytes over the measured memory bandwidth, as if
     nothing else took time. With --prompts it times a small model of the same heads and type of
-    weights, and says what a prompt will take. With --rpc it asks the workers, and tells what each of them holds and
-    reads, and what passes for a token.
+    weights, and says what a prompt will take. With --rpc it asks the workers, and tells what each
+    of them holds and reads, and what passes for a token.
     """
     from pyorch import engine
     from pyorch.models.content import card_of
