@@ -7,13 +7,13 @@
 // p*v is a sum of products of bf16 numbers, and the sum of p adds what is left of p after the rounding. All sums are in f32 or whole numbers.
 //
 // Needs an instruction that multiplies four pairs of 8-bit numbers and adds them: AVX-512 or AVX with VNNI, or NEON's dot product. Products with V
-// are in f32 where none multiplies pairs of bf16. Without vectors plain code stands for both; elsewhere there is no such path, and PREFILL remains
-// in f32.
+// are in f32 where none multiplies pairs of bf16. Elsewhere there is no such path, and PREFILL remains in f32; -DSPARQ_SCALAR_FAST adds one in plain
+// code, for tests.
 
 #include "sparse-prefill.h"
 
 #if (defined(SPARQ_AVX512) && defined(__AVX512VNNI__)) || (defined(SPARQ_AVX2) && defined(__AVXVNNI__)) || \
-        (defined(SPARQ_NEON) && defined(__ARM_FEATURE_DOTPROD)) || defined(SPARQ_SCALAR)
+        (defined(SPARQ_NEON) && defined(__ARM_FEATURE_DOTPROD)) || defined(SPARQ_SCALAR_FAST)
 #define SPARQ_PREFILL_FAST
 #endif
 #if defined(SPARQ_PREFILL_FAST) && (defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)) && !defined(SPARQ_AVX2) && \
@@ -54,8 +54,7 @@ struct kv_bytes {
 //
 //   vi               W whole numbers of 32 bits             four(p)             the N_BYTE bytes at p in all lanes
 //   to_int(x)        x, which is whole                      to_float(x)         x as floats
-//   low_bytes(x, i)  the lowest byte of each lane, moved    or_bits(a, b)
-//                    up by i bytes
+//   low_bytes(x, i)  the lowest byte of each lane, moved up by i bytes
 //   dot4(acc, q, k)  acc + the products of the four bytes of each lane, those of k with a sign
 //   store_low(p, x, n)  the lowest bytes of the first n lanes
 //   bf16_bits(x)     the bits of x, rounded to bf16; the others are 0
@@ -91,7 +90,7 @@ static inline vi  dot4(vi acc, vi q, vi k)          { return (vi) _mm256_dpbusd_
 static inline void store_low(int8_t * p, vi x, int n) {
     const __m128i half = _mm_packs_epi32(_mm256_castsi256_si128((__m256i) x), _mm256_extracti128_si256((__m256i) x, 1));
     const int64_t bytes = _mm_cvtsi128_si64(_mm_packs_epi16(half, half));
-    memcpy(p, &bytes, n);
+    memcpy(p, &bytes, n == W ? W : n);
 }
 
 #elif defined(SPARQ_NEON)
@@ -107,9 +106,8 @@ static inline vf  as_float(vi x)                    { return vreinterpretq_f32_s
 static inline vi  dot4(vi acc, vi q, vi k)          { return vdotq_s32(acc, vreinterpretq_s8_s32(q), vreinterpretq_s8_s32(k)); }
 static inline void store_low(int8_t * p, vi x, int n) {
     const int8x8_t bytes = vmovn_s16(vcombine_s16(vmovn_s32(x), vmovn_s32(x)));
-    int8_t lane[8];
-    vst1_s8(lane, bytes);
-    memcpy(p, lane, n);
+    const int32_t four = vget_lane_s32(vreinterpret_s32_s8(bytes), 0);
+    memcpy(p, &four, n == W ? W : n);
 }
 #if defined(SPARQ_PREFILL_BF16)
 static inline vf  dot_bf16(vf acc, vi p, vi v)      { return vbfdotq_f32(acc, vreinterpretq_bf16_s32(p), vreinterpretq_bf16_s32(v)); }
@@ -151,6 +149,18 @@ static inline vi pair_bf16(vi a, vi b) { return ((a >> 16) & set1_int(0xffff)) |
 
 // ---- numbers of few bits ----
 
+constexpr float LEAST = 1e-30f; // a largest magnitude below this counts as 0, so that 127 over it is finite
+
+// most loads and stores are of whole vectors
+static inline vf load_up_to(const float * p, int n) { return n == W ? load(p) : load_n(p, n); }
+static inline void store_up_to(float * p, vf x, int n) {
+    if (n == W) {
+        store(p, x);
+    } else {
+        store_n(p, x, n);
+    }
+}
+
 static inline void make_query_bytes(const query_block & x, int d_k, const query_bytes & to) {
     for (int v = 0; v < NQ; ++v) {
         vf most = set1(0.0f);
@@ -158,7 +168,7 @@ static inline void make_query_bytes(const query_block & x, int d_k, const query_
             most = vmax(vabs(load(x.q + c*BLOCK_Q + v*W)), most);
         }
         store(to.scale + v*W, mul(most, set1(1.0f/127.0f)));
-        const vf by = select(eq(most, set1(0.0f)), set1(0.0f), div(set1(127.0f), most));
+        const vf by = select(ge(most, set1(LEAST)), div(set1(127.0f), most), set1(0.0f));
         for (int c = 0; c < d_k; c += N_BYTE) {
             vi bytes = set1_int(0);
             for (int i = 0; i < N_BYTE; ++i) {
@@ -176,24 +186,24 @@ static inline void make_kv_bytes(float * k, int d_k, const float * v, int d_v, c
         const int n = std::min(W, d_k - c);
         vf sum = set1(0.0f);
         for (int j = 0; j < BLOCK_KV; ++j) {
-            sum = add(sum, load_n(k + j*d_k + c, n));
+            sum = add(sum, load_up_to(k + j*d_k + c, n));
         }
         const vf mean = mul(sum, set1(1.0f/BLOCK_KV));
-        store_n(to.mean + c, mean, n);
+        store_up_to(to.mean + c, mean, n);
         for (int j = 0; j < BLOCK_KV; ++j) {
-            store_n(k + j*d_k + c, sub(load_n(k + j*d_k + c, n), mean), n);
+            store_up_to(k + j*d_k + c, sub(load_up_to(k + j*d_k + c, n), mean), n);
         }
     }
     for (int j = 0; j < BLOCK_KV; ++j) {
         vf most = set1(0.0f);
         for (int c = 0; c < d_k; c += W) {
-            most = vmax(vabs(load_n(k + j*d_k + c, std::min(W, d_k - c))), most);
+            most = vmax(vabs(load_up_to(k + j*d_k + c, std::min(W, d_k - c))), most);
         }
         const float range = reduce_max(most);
-        const vf by = set1(range > 0.0f ? 127.0f/range : 0.0f);
+        const vf by = set1(range >= LEAST ? 127.0f/range : 0.0f);
         vf sum = set1(0.0f); // of whole numbers, exactly
         for (int c = 0; c < padded(d_k); c += W) {
-            const vf x = c < d_k ? round_even(mul(load_n(k + j*d_k + c, std::min(W, d_k - c)), by)) : set1(0.0f);
+            const vf x = c < d_k ? round_even(mul(load_up_to(k + j*d_k + c, std::min(W, d_k - c)), by)) : set1(0.0f);
             sum = add(sum, x);
             store_low(to.k + j*padded(d_k) + c, to_int(x), std::min(W, padded(d_k) - c));
         }
@@ -204,8 +214,8 @@ static inline void make_kv_bytes(float * k, int d_k, const float * v, int d_v, c
     for (int j = 0; j < BLOCK_KV; j += 2) {
         for (int c = 0; c < d_v; c += W) {
             const int n = std::min(W, d_v - c);
-            const vi a = bf16_bits(load_n(v + j*d_v + c, n)), b = bf16_bits(load_n(v + (j + 1)*d_v + c, n));
-            store_n((float *) to.v + j/2*d_v + c, as_float(pair_bf16(a, b)), n);
+            const vi a = bf16_bits(load_up_to(v + j*d_v + c, n)), b = bf16_bits(load_up_to(v + (j + 1)*d_v + c, n));
+            store_up_to((float *) to.v + j/2*d_v + c, as_float(pair_bf16(a, b)), n);
         }
     }
 #else

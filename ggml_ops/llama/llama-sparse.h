@@ -12,7 +12,8 @@
 //   first time (with METHOD dense, sparq or topk; what is read while it is off again is known).
 // So a program reads a prompt in as many calls as it likes and asks for the logits of its last token only: whatever is left for the last call,
 // all of it is exact. llama_batch_get_one() asks for those of the last token of each piece: a last piece of one token counts as decoded then.
-// Several tokens of a sequence at once, as in the verification of a draft, are exact.
+// Several tokens of a sequence at once, as in the verification of a draft, count as those of a prompt. Exact means: over all positions, with the
+// products that `prompt` names below.
 
 #include "llama.h"
 

@@ -121,7 +121,7 @@ def label(row: Row) -> str:
     if row["library"] == "stock":
         return f"stock -fa {row['flash_attn']}"
     if row["n_prompt"] > 1:  # SparQ seals during a prompt
-        whose = "exact" if row["calls_prefill"] else "llama.cpp's"
+        whose = "our" if row["calls_prefill"] else "llama.cpp's"
         return f"{row['sparse_attn']}, {whose} prefill"
     return str(row["sparse_attn"]) + (", dense: below min_ctx" if row["below_min_ctx"] else "")
 
@@ -182,6 +182,8 @@ def summary(recs: Sequence[Record]) -> str:
 
 
 def _before(r: Row) -> str:
+    if r["text"] == "random tokens":  # of versions that read them
+        return "random tokens"
     return "a text (ours), random K and V (llama.cpp)" if r["text"] else "random K and V"
 
 

@@ -13,6 +13,7 @@ from statistics import median
 from pyorch import engine
 from pyorch.attention.spec import PROMPTS, AttentionSpec
 from pyorch.bench import state
+from pyorch.errors import SparqError
 from pyorch.models import synth
 from pyorch.models.geometry import Geometry
 from pyorch.progress import Progress, silent
@@ -21,6 +22,7 @@ CHUNK = 512  # tokens, those of a micro-batch
 DEPTH = 8192  # positions before them, where attention is timed
 TIMES = 3
 N_LAYER, WIDTH = 2, 1024  # of the model
+SUPER = 256  # weights of a K-quant that share scales
 QUANTS = {"q4_K": "q4_k_m", "q4_0": "q4_0", "q8_0": "q8_0", "f16": "f16"}  # by ggml's name
 # Against prompt=fast, after 4,096 to 32,000 positions of a book on Qwen2.5-Coder-1.5B it was 1.0 to
 # 1.7 (docs/measurements.md, Time of a prompt). Random K and V would say nothing: it reads all.
@@ -51,9 +53,9 @@ class PromptRate:
 
 
 def weights_operations(geo: Geometry, n: int) -> float:
-    """Two for each weight that a token uses, of which embeddings are none."""
+    """Two for each weight that a token of a prompt uses: neither embeddings nor the output's."""
     used = geo.n_params * geo.weight_bytes_per_token / max(geo.weight_bytes, 1)
-    return 2.0 * used * n
+    return 2.0 * max(used - geo.n_output, 0) * n
 
 
 def attention_operations(geo: Geometry, n: int, before: int) -> float:
@@ -74,9 +76,13 @@ def measure(geo: Geometry, quant: str, n_threads: int, progress: Progress = sile
     """Time a model with weights of `quant`, a value of `QUANTS`, and the heads of `geo`.
 
     Raises:
-        SparqError: the model cannot be written, or does not fit into memory.
+        SparqError: the model cannot be written, does not fit into memory, or other programs take so
+            much time that nothing can be said.
     """
-    n_head, n_head_kv = max(geo.n_head), max(geo.n_head_kv)
+    n_head_kv = max(geo.n_head_kv)
+    n_head = max(geo.n_head)
+    while n_head * geo.head_dim_k % SUPER:  # weights are quantised in such blocks
+        n_head += n_head_kv
     shape = synth.Shape(
         n_layer=N_LAYER,
         n_embd=WIDTH,
@@ -102,6 +108,7 @@ def measure(geo: Geometry, quant: str, n_threads: int, progress: Progress = sile
             repack=repack,
             n_ctx=-(-(DEPTH + CHUNK) // 256) * 256,
             n_threads=n_threads,
+            n_gpu_layers=0,
             attention="dense,prompt=f32",
         ) as session:
             begin[repack] = _time(session)
@@ -110,13 +117,20 @@ def measure(geo: Geometry, quant: str, n_threads: int, progress: Progress = sile
                 state.fill(session, DEPTH)
                 for i, prompt in enumerate(("f32", "fast")):
                     engine.set_attention(session, AttentionSpec("dense", prompt=prompt))
-                    took = max(_time(session) - begin[True], 1e-9)
-                    attention[prompt] = n_attention * CHUNK * DEPTH / took
+                    attention[prompt] = _rate(
+                        n_attention * CHUNK * DEPTH, _time(session) - begin[True]
+                    )
                     progress(3 + i, 4)
     attention["sparse"] = attention["fast"] * SPARSE_GAIN
     first = n_attention * CHUNK * CHUNK / 2 / attention["f32"]
-    weights = {k: n_weights / max(s - first, 1e-9) for k, s in begin.items()}
+    weights = {k: _rate(n_weights, s - first) for k, s in begin.items()}
     return PromptRate(weights, attention, True)
+
+
+def _rate(operations: float, seconds: float) -> float:
+    if seconds <= 0:
+        raise SparqError("the times of prompts make no sense", "is this machine busy? try again")
+    return operations / seconds
 
 
 def _time(session: engine.Session) -> float:

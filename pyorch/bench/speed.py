@@ -183,7 +183,8 @@ def _prepare(group: Sequence[Case], process: Callable[[Case], Worker], text: str
     check_dense(group, process, group[0].n_depth)
     for case in {c.place: c for c in group}.values():
         if text:
-            process(case).read(text=text, n_pos=case.n_depth)
+            n = max(case.n_prompt, case.n_gen + 1)
+            process(case).read(text=text, n_pos=case.n_depth, n=n)
     for case in group:
         worker = process(case)
         worker.attention(spec=str(case.spec))

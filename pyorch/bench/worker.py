@@ -86,11 +86,20 @@ class Subject:
         """Fill the cache with random K and V for `n_pos` positions."""
         state.fill(self._session, n_pos, seed)
 
-    def read(self, text: str, n_pos: int) -> None:
-        """Take the tokens of later tests from a text, after its first `n_pos`. Ours reads these,
-        exactly, in place of what the cache holds; stock needs the same time whatever it holds."""
+    def read(self, text: str, n_pos: int, n: int) -> None:
+        """Take the `n` tokens of later tests from a text, after its first `n_pos`. Ours reads these
+        in place of what the cache holds; stock needs the same time whatever it holds.
+
+        Raises:
+            SparqError: the text is too short.
+        """
         session = self._session
         self.text = engine.tokenize(session.model, text)
+        if len(self.text) < n_pos + n:
+            raise SparqError(
+                f"the text has {len(self.text)} tokens, but {n_pos + n} are needed",
+                "a longer --text, or a lower -d",
+            )
         if not self.stock:
             engine.rewind(session, 0)
             engine.set_attention(session, "dense")
@@ -197,17 +206,8 @@ class Subject:
         return {} if self.stock else dict(engine.info(self._session).counters)
 
     def _tokens(self, n: int, seed: int) -> list[int]:
-        """The next `n` of the text, or random ones without a text.
-
-        Raises:
-            SparqError: the text is too short.
-        """
+        """The next `n` of the text, or random ones without a text."""
         at = len(self._session.tokens)
-        if self.text and len(self.text) < at + n:
-            raise SparqError(
-                f"the text has {len(self.text)} tokens, but {at + n} are needed",
-                "a longer --text, or a lower -d",
-            )
         random = 3 + np.random.default_rng(seed).integers(0, _TOKENS, n)
         return self.text[at : at + n] if self.text else random.tolist()
 

@@ -273,7 +273,11 @@ def _speed(wanted: Wanted, writing: Writing) -> None:
     from pyorch.engine.settings import checked_ctx
     from pyorch.evals.texts import read_texts
 
-    rope = wanted.rope.settings()
+    rope, text = wanted.rope.settings(), ""
+    if wanted.text:
+        text = read_texts([wanted.text])[0]
+        if not text:
+            raise SparqError(f"{wanted.text} is empty", "--text BOOK", exit_code=2)
     plan = SpeedPlan(
         models=[
             model_path(p, wanted.yes, native.check_compiler)
@@ -292,7 +296,7 @@ def _speed(wanted: Wanted, writing: Writing) -> None:
         flash_attn=wanted.stock_flash_attn,
         specs=wanted.specs,
         repetitions=wanted.repetitions,
-        text=read_texts([wanted.text])[0] if wanted.text else "",
+        text=text,
         repack=not wanted.no_repack,
         numa=wanted.numa or "",
         n_gpu_layers=wanted.n_gpu_layers,

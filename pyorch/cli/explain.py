@@ -134,10 +134,11 @@ def _from_card(name: str) -> Geometry | None:
 
 
 def _type_of_weights(file: GGUFFile) -> str:
-    """The type that most of the bytes have."""
+    """The type that most bytes of the layers have."""
     sizes: Counter[str] = Counter()
     for t in file.tensors:
-        sizes[t.type] += t.n_bytes
+        if t.name.startswith("blk."):
+            sizes[t.type] += t.n_bytes
     return sizes.most_common(1)[0][0]
 
 
@@ -152,6 +153,9 @@ def _prompt_rate(geo: Geometry, quant: str, threads: int) -> PromptRate:
 
     if not quant:
         return PromptRate.guessed(product_rate() * threads / engine.usable_cores())
+    if geo.is_mla:
+        hint = "llama.cpp's own attention reads its prompts"
+        raise SparqError("--prompts cannot measure latent attention", hint, exit_code=2)
     if quant not in QUANTS:
         hint = f"without --prompts times are guessed; it measures {', '.join(QUANTS)}"
         raise SparqError(f"--prompts cannot measure weights of {quant}", hint, exit_code=2)
@@ -253,12 +257,12 @@ class Prediction:
 
 def _prompt_s(geo: Geometry, n_pos: int, rate: PromptRate) -> dict[str, Any]:
     """Seconds of the last `N_BATCH` tokens of a context: of weights, and of attention."""
-    before = max(n_pos - N_BATCH, 0)
+    n = min(N_BATCH, n_pos)
     return {
-        "weights_s": rate.weights_s(geo, N_BATCH),
-        "weights_s_no_repack": rate.weights_s(geo, N_BATCH, repack=False),
+        "weights_s": rate.weights_s(geo, n),
+        "weights_s_no_repack": rate.weights_s(geo, n, repack=False),
         "attention_s": {
-            prompt: rate.attention_s(geo, N_BATCH, before, prompt) for prompt in rate.attention
+            prompt: rate.attention_s(geo, n, n_pos - n, prompt) for prompt in rate.attention
         },
     }
 

@@ -52,6 +52,7 @@ def lengths(
         bandwidth: bytes per second that are read.
         free: bytes of memory that are available.
     """
+    prompt = spec.prompt if spec.method != "off" else "f32"  # llama.cpp's own
     for n in LENGTHS:
         layers = cost.layer_costs(geo, spec, n, *(t.bytes_per_element for t in types))
         memory = geo.weight_bytes + cost.cache_bytes(geo, n, *types)
@@ -62,7 +63,7 @@ def lengths(
             memory,
             memory <= free,
             0 < geo.n_ctx_train < n,
-            rate.weights_s(geo, n) + rate.attention_s(geo, n, 0, spec.prompt),
+            rate.weights_s(geo, n) + rate.attention_s(geo, n, 0, prompt),
             (read + geo.weight_bytes_per_token) / bandwidth,
             (dense + geo.weight_bytes_per_token) / bandwidth,
         )

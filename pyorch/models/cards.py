@@ -152,6 +152,7 @@ class Card:
             weight_bytes=self.file_bytes,
             weight_bytes_per_token=int((self.n_params - idle) * Q4_K_M_BITS / 8),
             windows=windows(self.architecture, self.n_layer, window),
+            n_output=self.n_vocab * self.n_embd,
         )
 
     @property

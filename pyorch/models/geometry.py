@@ -34,6 +34,7 @@ class Geometry:
     weight_bytes_per_token: int  # the tensors that one decoded token reads
     windows: Windows = Windows()
     head_dims_window: tuple[int, int] | None = None  # of layers with a window, if they differ
+    n_output: int = 0  # weights of the output matrix, which a prompt needs for its last token only
     n_own_cache: int = MAX_LAYERS  # layers with a KV cache of their own; the others share these
 
     @property
@@ -99,6 +100,7 @@ def geometry(file: GGUFFile) -> Geometry:
             number("attention.key_length_swa", head_dim_k),
             number("attention.value_length_swa", head_dim_v),
         ),
+        n_output=_n_output(file),
         n_own_cache=layers.n_own_cache(arch, n_layer, keys),
     )
     check_loadable(file, geo, n_expert)
@@ -123,6 +125,12 @@ def _per_layer(
     if not ok:
         raise SparqError(f"{file.path}: metadata key {key} is not usable: {value!r:.80}")
     return values[:n_layer]
+
+
+def _n_output(file: GGUFFile) -> int:
+    """The weights of the output matrix, which may be the embeddings."""
+    sizes = {t.name: math.prod(t.shape) for t in file.tensors}
+    return sizes.get("output.weight", sizes.get("token_embd.weight", 0))
 
 
 def _weight_bytes_per_token(file: GGUFFile) -> int:

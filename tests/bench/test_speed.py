@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from pyorch import paths
+from pyorch import engine, paths
 from pyorch.attention import saved
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import attention, bandwidth, growth, output, records, speed
 from pyorch.bench import plan as planning
 from pyorch.bench.plan import Case, SpeedPlan, Synthetic
+from pyorch.bench.worker import Subject
 from pyorch.cli import cli, models
 from pyorch.cli.bench import command
 from pyorch.cli.types import Numbers
@@ -190,7 +191,7 @@ def test_a_prompt_of_ours_says_whose_attention_it_is() -> None:
     found[1]["counters"]["calls_prefill"] = 512
     assert [output.label(r) for r in output.rows(found)] == [
         "sparq,ratio=1/8, llama.cpp's prefill",
-        "topk,ratio=1/8, exact prefill",
+        "topk,ratio=1/8, our prefill",
         "dense, llama.cpp's prefill",
         "stock -fa 1",
         "sparq,ratio=1/8",
@@ -347,6 +348,23 @@ def test_bench_reads_a_text_before(bench: Callable[..., Any], tmp_path: Path) ->
     book.write_text("a word")
     short = bench("-d", "1280", "--text", str(book))
     assert isinstance(short.exception, SparqError) and "tokens, but" in short.exception.message
+
+
+def test_ours_reads_a_text_and_stock_needs_none(model: Path) -> None:
+    text = "a word and another, " * 20
+    subject = Subject()
+    subject.open(str(model), n_ctx=512, n_threads=1)
+    session = subject._session
+    tokens = engine.tokenize(session.model, text)
+    for stock in (True, False):  # the flag alone: one process cannot hold both libraries
+        subject.stock = stock
+        subject.fill(n_pos=100, seed=1)
+        subject.read(text, n_pos=100, n=9)
+        assert (session.tokens == tokens[:100]) != stock
+        assert subject._tokens(9, seed=1) == tokens[100:109]
+    with pytest.raises(SparqError, match=f"has {len(tokens)} tokens, but {len(tokens) + 1} are"):
+        subject.read(text, n_pos=100, n=len(tokens) - 99)
+    subject.close()
 
 
 def test_a_text_needs_a_model_that_reads_it_here(model: Path) -> None:

@@ -85,10 +85,11 @@ def test_prefill_with_sparse_on_is_exact(run: Run, prompt: str) -> None:
 
 
 def test_gate_can_fail(run: Run) -> None:
-    """With sparse on, logits differ: the comparison sees what it is to see."""
-    sparse, stock = run("--spec", SPARSE)["logits"], run(stock=True)["logits"]
-    assert not np.array_equal(sparse[1], stock[1])
-    assert np.abs(sparse - stock).max() > 0.05 * stock.std()
+    """With sparse on, logits of decoded tokens differ: the comparison sees what it is to see."""
+    sparse = run("--spec", f"{SPARSE},prompt=f32")["logits"][1:]
+    stock = run(stock=True)["logits"][1:]
+    assert not np.array_equal(sparse[0], stock[0])
+    assert np.abs(sparse - stock).max() > 0.1 * stock.std()
 
 
 @pytest.mark.parametrize("prompt", NEAR)

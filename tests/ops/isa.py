@@ -27,7 +27,7 @@ _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVXVNNI = ["-mavxvnni"]
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 TARGETS = {
-    "scalar": ("", ["-DSPARQ_SCALAR"], ""),
+    "scalar": ("", ["-DSPARQ_SCALAR", "-DSPARQ_SCALAR_FAST"], ""),
     "avx2": ("", _AVX2, ""),
     "avx2-vnni": ("", [*_AVX2, *_AVXVNNI], ""),
     "avx512-without-vnni": ("", [*_AVX2, *_AVX512], ""),
@@ -43,7 +43,11 @@ FAST = ("scalar", "avx2-vnni", "avx512-without-bf16", "neon-dotprod", "neon-bf16
 _UB = "-fsanitize=address,undefined"
 SANITIZED = {
     "address": ("", ["-march=native", _UB, "-fno-sanitize-recover=undefined"], ""),
-    "address-scalar": ("", ["-DSPARQ_SCALAR", _UB, "-fno-sanitize-recover=undefined"], ""),
+    "address-scalar": (
+        "",
+        ["-DSPARQ_SCALAR", "-DSPARQ_SCALAR_FAST", _UB, "-fno-sanitize-recover=undefined"],
+        "",
+    ),
     "thread": ("", ["-march=native", "-fsanitize=thread"], ""),
 }
 # the thread sanitizer's calls at each access, to functions that count: see partition.py
