@@ -21,7 +21,7 @@ from pyorch.progress import Progress, silent
 CHUNK = 512  # tokens, those of a micro-batch
 DEPTH = 8192  # positions before them, where attention is timed
 TIMES = 3
-N_LAYER, WIDTH = 2, 1024  # of the model
+N_LAYER, WIDTH = 2, 2048  # of the model
 SUPER = 256  # weights of a K-quant that share scales
 QUANTS = {"q4_K": "q4_k_m", "q4_0": "q4_0", "q8_0": "q8_0", "f16": "f16"}  # by ggml's name
 # Against prompt=fast, after 4,096 to 32,000 positions of a book on Qwen2.5-Coder-1.5B it was 1.0 to
@@ -99,7 +99,9 @@ def measure(geo: Geometry, quant: str, n_threads: int, progress: Progress = sile
         path.parent.mkdir(parents=True, exist_ok=True)
         synth.write(path, shape, quant)
     n_attention = 4.0 * N_LAYER * n_head * geo.head_dim_k
-    n_weights = 2.0 * N_LAYER * shape.layer_params * CHUNK
+    # llama.cpp carries one token only through what follows the last layer's attention
+    last = shape.n_embd * (n_head + 2 * n_head_kv) * shape.head_dim
+    n_weights = 2.0 * ((N_LAYER - 1) * shape.layer_params + last) * CHUNK
     begin: dict[bool, float] = {}
     attention: dict[str, float] = {}
     for repack in (False, True):
