@@ -7,11 +7,11 @@ At each depth 512 tokens of a book are read, again and again, by each attention 
 the others take does not depend on the positions before, so llama.cpp's has random K and V there:
 it would take hours to read them. llama.cpp's attention is `off` of our library, which is its own
 code. The time of a whole prompt is the sum over the depths between, on straight lines. With
---no-repack llama.cpp does not rearrange weights, which is its faster way to read a prompt in
-Q4_K_M, and its slower one in Q4_0.
+--no-repack llama.cpp does not rearrange weights. On an EPYC with AVX-512 that is the faster way to
+read a prompt in Q4_K_M, and the slower one in Q4_0.
 
-It writes prompt_time.jsonl and .md, of which figure `prompt_time` shows the last run with
-an f16 cache.
+It writes prompt_time.jsonl and .md, of which figure `prompt_time` shows the last run that has both
+of llama.cpp's attentions.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ CHUNK = 512  # tokens, those of a micro-batch
 WARM = 64  # read before the clock starts, since llama.cpp plans its graphs anew for each attention
 READER = parse_spec("dense,prompt=sparse")
 STOCK = "llama.cpp"
+COUNTERS = ("calls_prefill", "blocks_fast", "prompt_visible", "prompt_read")
 OURS = tuple(f"dense,prompt={x}" for x in PROMPTS)
 SIDES = (  # attention, and whether flash attention is on
     (AttentionSpec("off"), False),
@@ -79,7 +80,8 @@ def measure(
     """The samples of all cases, those of a depth in turns.
 
     Raises:
-        SparqError: the book is too short, or a sparse prompt read everything at all depths.
+        SparqError: the book is too short, our attention did not read a prompt, one of few bits had
+            none, or a sparse one read everything at all depths.
     """
     depths = sorted({c.n_depth for c in cases})
     n_ctx = -(-(depths[-1] + CHUNK) // 256) * 256
@@ -124,6 +126,14 @@ def measure(
                     _time(s, case, tokens[depth : depth + CHUNK], found[case])
         for s in (ours, *stock.values()):
             s.close()
+    for c, r in found.items():
+        if c.spec.method == "off":
+            continue
+        if not r["counters"]["calls_prefill"]:
+            raise SparqError(f"{c.spec}: our attention did not read the prompt")
+        if c.spec.prompt == "fast" and c.n_depth and not r["counters"]["blocks_fast"]:
+            hint = "this CPU has neither VNNI nor NEON's dot product"
+            raise SparqError(f"{c.spec} was not fast after {c.n_depth} positions", hint)
     chosen = [r["counters"] for c, r in found.items() if c.spec.prompt == "sparse"]
     if chosen and not any(c["prompt_read"] < c["prompt_visible"] for c in chosen):
         raise SparqError("no prompt was sparse", "a greater depth: short contexts are read exactly")
@@ -139,7 +149,7 @@ def _time(s: engine.Session, case: Case, tokens: Sequence[int], found: dict[str,
     engine.prefill(s, tokens)
     found["samples_ns"].append(time.perf_counter_ns() - started)
     counters = engine.info(s).counters  # llama.cpp's attention counts nothing
-    found["counters"] = {x: int(counters.get(x, 0)) for x in ("prompt_visible", "prompt_read")}
+    found["counters"] = {x: int(counters.get(x, 0)) for x in COUNTERS}
     engine.rewind(s, case.n_depth)
 
 

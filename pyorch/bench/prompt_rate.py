@@ -24,7 +24,7 @@ TIMES = 3
 N_LAYER, WIDTH = 2, 2048  # of the model
 SUPER = 256  # weights of a K-quant that share scales
 QUANTS = {"q4_K": "q4_k_m", "q4_0": "q4_0", "q8_0": "q8_0", "f16": "f16"}  # by ggml's name
-# Against prompt=fast, after 4,096 to 32,000 positions of a book on Qwen2.5-Coder-1.5B it was 1.0 to
+# Against prompt=fast, after 4,096 to 32,000 positions of a book on Qwen2.5-Coder-1.5B it was 1.4 to
 # 1.7 (docs/measurements.md, Time of a prompt). Random K and V would say nothing: it reads all.
 SPARSE_GAIN = 1.7
 
@@ -76,8 +76,8 @@ def measure(geo: Geometry, quant: str, n_threads: int, progress: Progress = sile
     """Time a model with weights of `quant`, a value of `QUANTS`, and the heads of `geo`.
 
     Raises:
-        SparqError: the model cannot be written, does not fit into memory, or other programs take so
-            much time that nothing can be said.
+        SparqError: the model cannot be written, does not fit into memory, our attention did not
+            read the prompts, or other programs take so much time that nothing can be said.
     """
     n_head_kv = max(geo.n_head_kv)
     n_head = max(geo.n_head)
@@ -114,6 +114,8 @@ def measure(geo: Geometry, quant: str, n_threads: int, progress: Progress = sile
             attention="dense,prompt=f32",
         ) as session:
             begin[repack] = _time(session)
+            if not engine.info(session).counter("calls_prefill"):
+                raise SparqError("our attention did not read the prompt, so nothing was measured")
             progress(1 + repack, 4)
             if repack:
                 state.fill(session, DEPTH)

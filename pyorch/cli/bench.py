@@ -246,11 +246,9 @@ def command(ctx: click.Context, wanted: Wanted, writing: Writing) -> None:
     if wanted.attn:
         hint = "-a has all settings, and may be given several times"
         _refuse(ctx, given & set(COMBINED), "cannot be combined with -a", hint)
-    if wanted.text and not wanted.models:
-        raise SparqError("--text needs a model that can read", "-m MODEL.gguf", exit_code=2)
-    if wanted.text and wanted.rpc.workers:
-        hint = "without --text K and V are random"
-        raise SparqError("--text cannot be combined with --rpc", hint, exit_code=2)
+    if wanted.rpc.workers or not wanted.models:
+        hint = "-m MODEL.gguf, and no --rpc"
+        _refuse(ctx, given & {"text"}, "needs a model that reads it on this machine", hint)
     if not wanted.attn_only:
         _refuse_two_models(ctx, given, wanted.models)
     wanted = replace(wanted, threads=wanted.threads or [usable_cores()])
@@ -273,11 +271,8 @@ def _speed(wanted: Wanted, writing: Writing) -> None:
     from pyorch.engine.settings import checked_ctx
     from pyorch.evals.texts import read_texts
 
-    rope, text = wanted.rope.settings(), ""
-    if wanted.text:
-        text = read_texts([wanted.text])[0]
-        if not text:
-            raise SparqError(f"{wanted.text} is empty", "--text BOOK", exit_code=2)
+    rope = wanted.rope.settings()
+    text = read_texts([wanted.text])[0] if wanted.text else ""
     plan = SpeedPlan(
         models=[
             model_path(p, wanted.yes, native.check_compiler)

@@ -16,7 +16,7 @@ def read_texts(names: Sequence[Path]) -> list[str]:
     """Read books: each name is a file, or a folder of *.txt. Project Gutenberg's frame is cut off.
 
     Raises:
-        SparqError: there is nothing to read.
+        SparqError: there is nothing to read, or nothing in a file.
     """
     files: list[Path] = []
     for name in names:
@@ -24,9 +24,12 @@ def read_texts(names: Sequence[Path]) -> list[str]:
     if not files:
         raise SparqError(f"no *.txt in {', '.join(map(str, names))}", "--text FILE or DIR")
     try:
-        return [_body(decoded(f.read_bytes())) for f in files]
+        texts = [_body(decoded(f.read_bytes())) for f in files]
     except OSError as e:
         raise SparqError(f"{e.filename}: {e.strerror or e}", "--text FILE or DIR") from None
+    if empty := [f for f, text in zip(files, texts, strict=True) if not text]:
+        raise SparqError(f"{empty[0]}: there is no text in it", "--text FILE or DIR")
+    return texts
 
 
 def _body(text: str) -> str:

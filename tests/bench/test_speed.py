@@ -370,7 +370,13 @@ def test_ours_reads_a_text_and_stock_needs_none(model: Path) -> None:
 def test_a_text_needs_a_model_that_reads_it_here(model: Path) -> None:
     for line in (["--like", "llama2-7b"], ["-m", str(model), "--rpc", "127.0.0.1:1"]):
         refused = CliRunner().invoke(command, ["--text", "book.txt", *line]).exception
-        assert isinstance(refused, SparqError) and refused.message.startswith("--text")
+        assert isinstance(refused, SparqError) and refused.message.startswith("--text needs")
+
+
+def test_an_empty_text_is_not_random_numbers(bench: Callable[..., Any], tmp_path: Path) -> None:
+    (empty := tmp_path / "book.txt").write_text("\n")
+    refused = bench("-d", "1280", "--text", str(empty)).exception
+    assert isinstance(refused, SparqError) and "there is no text in it" in refused.message
 
 
 def test_bench_begins_with_an_empty_cache(bench: Callable[..., Any]) -> None:

@@ -22,6 +22,7 @@ SPECS = {  # prompt=f32, since blocks of few bits in a unified cache hold other 
     "top_p": "sparq,rank=8,topk=40,min_ctx=0,prompt=f32,shadow=f16,top_p=0.9,cap=2",
     "topk": "topk,k=40,min_ctx=0,prompt=f32",
 }
+FAST = "sparq,rank=8,topk=40,min_ctx=0,shadow=f16"  # the default, where each has a cache of its own
 MODES = [pytest.param(True, id="unified"), pytest.param(False, id="split")]
 
 
@@ -69,6 +70,11 @@ def near(a: np.ndarray, b: np.ndarray) -> None:
 # what each sequence does in the call: "r" decodes a token, "p" reads a prompt, "f" its first token
 # only, "e" the last one of a prompt whose others were read before
 ORDERS = ["rp", "pr", "rpr", "prp", "rfr", "rer", "er", "fr", "rppr"]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_mixed_batch_of_few_bits(order: str, model: Model) -> None:
+    test_a_mixed_batch(order, FAST, False, model)
 
 
 @pytest.mark.parametrize("unified", MODES)

@@ -88,9 +88,10 @@ class IsaGgml(Ggml):
         objects = []
         sources = [*sorted((OPS / "cpu").glob("*.cpp")), HERE / "isa_main.c"]
         self.target, self.poison = target, None
-        self.has_fast = (
-            target in FAST if target in TARGETS else self.has_fast or "scalar" in out.name
-        )
+        if target in TARGETS:
+            self.has_fast = target in FAST
+        elif "-DSPARQ_SCALAR" in flags:
+            self.has_fast = "-DSPARQ_SCALAR_FAST" in flags
         if target in SANITIZED:
             sources.append(OPS / "ggml-sparse.c")
             flags.append("-DGGML_OP_SPARSE_ATTN=GGML_OP_COUNT")  # as the patched header numbers it

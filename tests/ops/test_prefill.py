@@ -15,7 +15,7 @@ from tolerances import EPS32, Errors
 
 FACTORS = {
     "n_kv": (1, 2, 63, 64, 65, 501, 1100),
-    "d": (64, 70, 80, 96, 100, 128, 256),
+    "d": (64, 80, 96, 100, 128, 256),
     "heads": ((1, 1), (4, 4), (8, 2), (7, 1), (32, 8)),
     "type_k": ("f16", "bf16", "f32", "q8_0", "q4_0"),
     "batch": ((2, 1), (5, 3), (17, 1), (33, 2), (70, 1)),  # 8 to 490 queries of a KV head
@@ -30,13 +30,14 @@ def some_cases() -> list[Case]:
     for i, row in enumerate(cases.pairwise(FACTORS, seed=3)):
         case = Case(**row, seed=400 + i)
         if case.type_k in cases.BLOCKS and case.d % 32:
-            case = replace(case, d={70: 64, 80: 96, 100: 160}[case.d])
+            case = replace(case, d={80: 96, 100: 160}[case.d])
         found.append(case if case.size < 4_000_000 else replace(case, batch=(9, 1)))
     return found
 
 
 BLOCK = 64  # positions
-CASES = some_cases()
+# no whole number of the four components that are multiplied at once
+CASES = [*some_cases(), Case(n_kv=501, d=70, heads=(8, 2), batch=(70, 1))]
 SHAPES = [
     Case(n_kv=501, heads=(8, 2), batch=(70, 1)),
     Case(n_kv=300, heads=(4, 4), d=80, batch=(33, 2), mask="part", extra="sinks", strided=True),
