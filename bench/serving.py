@@ -12,16 +12,9 @@ It writes serving.jsonl and .md, of which figure `serving` shows the model measu
 
 from __future__ import annotations
 
-import http.client
-import json
-import socket
-import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +22,10 @@ import click
 import commands
 import numpy as np
 import plot
+import servers
+from servers import Case, Server, Times, name_of
 
-from pyorch import engine, native
+from pyorch import engine
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import records
 from pyorch.bench.records import Record
@@ -44,127 +39,7 @@ from pyorch.table import markdown
 
 BENCH = "serving"
 FILE = f"{BENCH}.jsonl"
-HOST = "127.0.0.1"
-READY_S = 600  # that a server may load its model
 PERCENTILES = (50, 95, 99)
-Times = list[float]  # of the tokens of a reply, seconds since it was asked for
-
-
-@dataclass(frozen=True)
-class Case:
-    """A kind of server. `model` is a hash; `spec` is off in both of stock's."""
-
-    model: str
-    library: str
-    flash_attn: bool
-    spec: AttentionSpec
-    n_slot: int
-    n_prompt: int
-    n_gen: int
-    n_threads: int
-    n_rounds: int
-
-
-def cases(specs: Sequence[AttentionSpec], **common: Any) -> list[Case]:
-    """Stock's two, then ours with each of `specs`."""
-    off = AttentionSpec("off")
-    stock = [Case(library="stock", flash_attn=fa, spec=off, **common) for fa in (False, True)]
-    return stock + [Case(library="sparq", flash_attn=True, spec=s, **common) for s in specs]
-
-
-@dataclass
-class Server:
-    """A server that runs, and the prompts of its slots."""
-
-    case: Case
-    port: int
-    prompts: list[list[int]]
-
-    def ask(self, slot: int, n_gen: int) -> tuple[Times, dict[str, Any]]:
-        """When the tokens of a reply came, and its timings."""
-        body = {
-            "prompt": self.prompts[slot],
-            "id_slot": slot,
-            "n_predict": n_gen,
-            "ignore_eos": True,
-            "temperature": 0,
-            "stream": True,
-        }
-        started, times, last = time.perf_counter(), [], {}
-        for event in _events(self.port, body):
-            if event["stop"]:
-                last = event
-            else:
-                times.append(time.perf_counter() - started)
-        return times, last["timings"]
-
-    def all_slots(self, n_gen: int) -> list[tuple[Times, dict[str, Any]]]:
-        with ThreadPoolExecutor(self.case.n_slot) as pool:
-            return list(pool.map(lambda i: self.ask(i, n_gen), range(self.case.n_slot)))
-
-
-@contextmanager
-def _request(port: int, path: str, body: object = None) -> Iterator[http.client.HTTPResponse]:
-    """The answer to a request, which is a POST with a body.
-
-    Raises:
-        SparqError: the server did not answer 200.
-    """
-    connection = http.client.HTTPConnection(HOST, port, timeout=3600)
-    try:
-        text = None if body is None else json.dumps(body)
-        head = {"Content-Type": "application/json"}
-        connection.request("POST" if text else "GET", path, text, head)
-        with connection.getresponse() as answer:
-            if answer.status != 200:
-                raise SparqError(f"the server answered {answer.status}: {answer.read()[:200]!r}")
-            yield answer
-    finally:
-        connection.close()
-
-
-def _events(port: int, body: object) -> Iterator[dict[str, Any]]:
-    with _request(port, "/completion", body) as answer:
-        for line in answer:
-            if line.startswith(b"data: "):
-                yield json.loads(line[6:])
-
-
-@contextmanager
-def _running(case: Case, model: Path, log: Path) -> Iterator[int]:
-    """A server of this kind: its port.
-
-    Raises:
-        SparqError: it did not start; the message has the end of its log.
-    """
-    with socket.create_server((HOST, 0)) as s:
-        port = s.getsockname()[1]
-    n_ctx = -(-(case.n_prompt + case.n_gen + 1) // 256) * 256 * case.n_slot
-    folder = native.built(case.library == "stock", ("llama-server",))
-    argv = [folder / "llama-server", "-m", model, "--host", HOST, "--port", port, "-c", n_ctx]
-    argv += ["-np", case.n_slot, "-t", case.n_threads, "-fa", "on" if case.flash_attn else "off"]
-    argv += ["--no-kv-unified", "--cache-ram", 0, "--no-warmup"]
-    if case.spec.method != "off":
-        argv += ["--sparse-attn", case.spec]
-    with log.open("wb") as out:
-        process = subprocess.Popen([str(a) for a in argv], stdout=out, stderr=out)
-        try:
-            _wait(process, port, log)
-            yield port
-        finally:
-            process.terminate()
-            process.wait(60)
-
-
-def _wait(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    end = time.monotonic() + READY_S
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            with _request(port, "/health"):
-                return
-        except (OSError, SparqError):  # not yet: 503, or nobody listens
-            time.sleep(0.2)
-    raise SparqError(f"llama-server did not start: {log.read_text(errors='replace')[-500:]}")
 
 
 def measure(
@@ -179,17 +54,17 @@ def measure(
     case, n_steps = group[0], len(group) * (group[0].n_rounds + 1)
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        servers = []
+        running = []
         for i, c in enumerate(group):
-            port = stack.enter_context(_running(c, model, logs / str(i)))
-            servers.append(Server(c, port, _prompts(port, book, c)))
-            replies = servers[-1].all_slots(2)
+            port = stack.enter_context(servers.running(c, model, logs / str(i)))
+            running.append(Server(c, port, servers.prompts(port, book, c)))
+            replies = running[-1].all_slots(2)
             found[i]["first_s"] = [times[0] for times, _ in replies]
             done((i + 1) / n_steps)
         for turn in range(case.n_rounds):
             for i in range(len(group))[:: -1 if turn % 2 else 1]:
-                replies = servers[i].all_slots(case.n_gen)
-                _check(group[i], [timings for _, timings in replies])
+                replies = running[i].all_slots(case.n_gen)
+                servers.check(group[i], [timings for _, timings in replies])
                 found[i]["samples"].append(tokens_per_s([times for times, _ in replies]))
                 for times, _ in replies:
                     found[i]["between_s"] += np.diff(times).tolist()
@@ -204,16 +79,6 @@ def measure(
         }
         for r in found
     ]
-
-
-def _prompts(port: int, book: str, case: Case) -> list[list[int]]:
-    """A piece of the book for each slot; they differ from the first token on."""
-    with _request(port, "/tokenize", {"content": book}) as answer:
-        tokens = json.load(answer)["tokens"]
-    need = case.n_slot * case.n_prompt
-    if len(tokens) < need:
-        raise SparqError(f"the text has {len(tokens)} tokens", f"{need} are needed", 2)
-    return [tokens[i : i + case.n_prompt] for i in range(0, need, case.n_prompt)]
 
 
 def _percentiles(values: Sequence[float]) -> list[float]:
@@ -231,22 +96,6 @@ def tokens_per_s(replies: Sequence[Times]) -> float:
     if begin >= end:
         raise SparqError("a reply ended before the last one began", "longer replies: -n 256")
     return sum(begin < t <= end for times in replies for t in times) / (end - begin)
-
-
-def _check(case: Case, timings: Sequence[dict[str, Any]]) -> None:
-    """Raises:
-    SparqError: a reply of ours was not, in every layer that is ours, what its setting says.
-    """
-    kind = "sparse" if case.spec.sparse else "dense"
-    for t in timings if case.library == "sparq" else ():
-        read = t.get("sparse_attn", {})
-        n, calls = read.get("steps", 0), read.get(f"calls_{kind}", 0)
-        if n < case.n_gen - 1 or calls < max(n, 1) or calls % n:
-            raise SparqError(f"a reply of {case.spec} did not run {kind}: {read}")
-
-
-def name_of(case: Case) -> str:
-    return f"llama.cpp -fa {int(case.flash_attn)}" if case.library == "stock" else str(case.spec)
 
 
 def rows(recs: Sequence[Record]) -> list[plot.Row]:
@@ -372,7 +221,7 @@ def command(
     """Speed of a server: all slots reply at once, llama.cpp's attention and ours in turns."""
     path = Path(model)
     book = "\n\n".join(read_texts([Path(text)]))
-    group = cases(
+    group = servers.cases(
         specs,
         model=content_hash(path),
         n_slot=slots,

@@ -27,14 +27,16 @@ struct llama_sparse_access; // the one friend of the classes of llama.cpp that w
 void llama_sparse_context_begin(llama_cparams & cparams, const llama_context_params & params); // turns flash attention on
 void llama_sparse_context_end  (llama_context * ctx,     const llama_context_params & params);
 
-// decode(): the batch is checked, and shifts and copies that were due are done. Decides which tokens are decoded ones, see llama-sparse.h
+// decode(): the batch is checked, and shifts and copies that were due are done. Decides which tokens are decoded ones, see llama-sparse.h, and seals
+// a part of what was restored
 void llama_sparse_decode_begin(llama_context * ctx, const llama_batch & batch);
 
 // decode(): an ubatch failed, so what it was to seal is unknown
 void llama_sparse_decode_failed(llama_memory_i * memory);
 
-// Whatever restores a state: seals at its end what was restored, so that no token has to. Made first, so that it ends last: bytes are still
-// copied then
+// Whatever restores a state: seals at its end what was restored, so that no token has to. Where sequences have streams of their own the next calls to
+// decode() do it, a part by each, so that no token of another sequence waits for all of it; if a token of the restored one comes before they are
+// through, its graph seals the rest. Made first, so that it ends last: bytes are still copied then
 struct llama_sparse_restored {
     llama_context * ctx;
 

@@ -87,8 +87,9 @@ LLAMA_API int32_t llama_get_sparse_attn_info(const struct llama_context * ctx, c
 
 LLAMA_API void llama_sparse_attn_reset_counters(struct llama_context * ctx);
 
-// Seals now what the next token would have to seal first. A restored state is sealed by itself, and the cache when SparQ is turned on; this is
-// for what a prompt or a shift leaves. Returns how many (layer, group) that were, < 0: failed.
+// Seals now what the next token would have to seal first. A restored state is sealed by itself (where sequences have streams of their own, in the
+// course of the next calls to llama_decode), and the cache when SparQ is turned on; this is for what a prompt or a shift leaves. Returns how many
+// (layer, group) that were, < 0: failed.
 LLAMA_API int64_t llama_sparse_attn_seal(struct llama_context * ctx);
 
 // Documents: what a sequence has read, in a file that the program lays out; here it is a descriptor, and the offset of the image in the file, a

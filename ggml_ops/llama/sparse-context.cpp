@@ -59,7 +59,19 @@ static void check(const llama_context & ctx, const llama_sparse_spec & spec) {
     }
 }
 
-static int64_t seal(llama_context & ctx) {
+// bytes of K and V that one call to llama_decode seals of a restored state: some milliseconds
+static constexpr size_t RESTORED_BYTES = 16u << 20;
+
+// groups that hold so many bytes of K and V, in all layers; at least one
+static size_t n_groups_of(const llama_kv_cache & kv, size_t bytes) {
+    size_t one = 0;
+    for (const auto & layer : access::layers(kv)) {
+        one += GGML_SPARSE_GROUP*(layer.k->nb[1] + (layer.v ? layer.v->nb[1] : 0));
+    }
+    return std::max<size_t>(bytes/std::max<size_t>(one, 1), 1);
+}
+
+static int64_t seal(llama_context & ctx, size_t n_bytes = SIZE_MAX) {
     auto & state = access::cparams(ctx).sparse;
     auto * kv    = find_shadowed(ctx.get_memory());
     if (!state || !kv) {
@@ -68,25 +80,26 @@ static int64_t seal(llama_context & ctx) {
     for (const auto & [backend, set_n_threads] : access::set_n_threads_fns(ctx)) {
         set_n_threads(backend, ctx.get_cparams().n_threads_batch);
     }
-    return llama_sparse_seal_all(*kv, *state, ctx.get_sched());
+    return llama_sparse_seal(*kv, *state, ctx.get_sched(), n_groups_of(*kv, n_bytes));
 }
 
-// seals what the next token would have to seal first, where something reads it; what could not be is left to that token
-static void seal_early(llama_context & ctx) {
+// seals what the next token would have to seal first, where something reads it; what could not be is left to that token. True: maybe there is more
+static bool seal_early(llama_context & ctx, size_t n_bytes = SIZE_MAX) {
     const auto & state = ctx.get_cparams().sparse;
     if (!state || !state->spec.has_shadow()) {
-        return;
+        return false;
     }
     int64_t n = -1;
     try {
         ctx.synchronize();
-        n = seal(ctx);
+        n = seal(ctx, n_bytes);
     } catch (const std::exception &) {
         // no memory, say
     }
     if (n < 0) {
         LLAMA_LOG_WARN("%s: the next token will seal what could not be sealed now\n", __func__);
     }
+    return n > 0;
 }
 
 // throws llama_sparse_error, or std::runtime_error: no memory; nothing has changed then
@@ -98,7 +111,8 @@ static void set(llama_context & ctx, const llama_sparse_spec & spec) {
         if (state) {
             state->sequences = {};
         }
-        return seal_early(ctx);
+        seal_early(ctx);
+        return;
     }
     auto * kv = llama_sparse_find_cache(ctx.get_memory());
     const auto next = state ? state : std::make_shared<llama_sparse_state>();
@@ -264,7 +278,8 @@ void llama_sparse_context_end(llama_context * ctx, const llama_context_params & 
 void llama_sparse_decode_begin(llama_context * ctx, const llama_batch & batch) {
     auto & state = access::cparams(*ctx).sparse;
     if (state && !state->is_off()) {
-        state->replying = llama_sparse_replying(llama_sparse_find_cache(ctx->get_memory()), batch);
+        state->is_restored = state->is_restored && seal_early(*ctx, RESTORED_BYTES);
+        state->replying    = llama_sparse_replying(llama_sparse_find_cache(ctx->get_memory()), batch);
         for (int32_t i = 0; i < batch.n_tokens; ++i) {
             auto & seq = state->sequences[batch.seq_id[i][0]];
             if (seq.is_prompt || seq.prompt_end == batch.pos[i]) {
@@ -286,7 +301,14 @@ void llama_sparse_decode_failed(llama_memory_i * memory) {
 }
 
 llama_sparse_restored::~llama_sparse_restored() {
-    seal_early(*ctx);
+    const auto * kv = llama_sparse_find_cache(ctx->get_memory());
+    if (kv && kv->get_n_stream() > 1) {
+        if (auto & state = access::cparams(*ctx).sparse) {
+            state->is_restored = true;
+        }
+    } else {
+        seal_early(*ctx); // the next token would have to seal all of it
+    }
 }
 
 // what f gives, or -1 if it throws: no exception may leave a C function

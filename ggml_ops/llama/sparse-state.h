@@ -20,6 +20,8 @@ struct llama_sparse_state {
     int32_t     n_layer = 0;
     std::string reason; // why nothing is sparse, whatever the layer
 
+    bool is_restored = false; // there may be groups of a restored state that are not sealed
+
     // in the present call to llama_decode, the sequences whose only token is a decoded one; all other tokens are of prompts
     std::bitset<LLAMA_MAX_SEQ> replying;
 

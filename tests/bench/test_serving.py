@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
+import servers
 import serving
 
 from pyorch import paths
@@ -32,19 +33,19 @@ def test_tokens_count_while_all_reply() -> None:
 
 def test_a_reply_that_is_not_sparse_fails() -> None:
     sparq, dense = (
-        serving.cases([parse_spec(x)], model="m", n_slot=1, n_prompt=8, n_gen=5, n_threads=1,
+        servers.cases([parse_spec(x)], model="m", n_slot=1, n_prompt=8, n_gen=5, n_threads=1,
                       n_rounds=1)[-1]
         for x in ("sparq,ratio=1/8", "dense")
     )  # fmt: skip
     right = {"sparse_attn": {"steps": 4, "calls_sparse": 8}}
-    serving._check(sparq, [right])
-    serving._check(dense, [{"sparse_attn": {"steps": 4, "calls_dense": 8}}])
+    servers.check(sparq, [right])
+    servers.check(dense, [{"sparse_attn": {"steps": 4, "calls_dense": 8}}])
     with pytest.raises(SparqError, match="did not run dense"):
-        serving._check(dense, [right])
+        servers.check(dense, [right])
     none = {"steps": 4, "calls_sparse": 0, "calls_dense": 8}
     for wrong in ({}, none, {"steps": 4, "calls_sparse": 7}, {"steps": 3, "calls_sparse": 6}):
         with pytest.raises(SparqError, match="did not run sparse"):
-            serving._check(sparq, [right, {"sparse_attn": wrong}])
+            servers.check(sparq, [right, {"sparse_attn": wrong}])
 
 
 @pytest.mark.slow  # it builds stock's server
