@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from pyorch.bench import records
 from pyorch.cli import types
 from pyorch.cli.terminal import note
 from pyorch.engine import usable_cores
+from pyorch.models.content import card_of
+from pyorch.progress import progress_bar
 
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 OUT = click.option(
@@ -77,6 +79,27 @@ def measurement(*own: Any) -> Callable[[Callable[..., Any]], click.Command]:
         return command(*_OF_A_MODEL, OUT, FORCE, *own)(given)
 
     return decorate
+
+
+def recorded(
+    bench: str,
+    path: Path,
+    groups: Sequence[Sequence[Any]],
+    measure: Callable[[Sequence[Any], records.Done], list[records.Result]],
+    folder: Path,
+    **options: Any,
+) -> list[records.Record]:
+    """`records.resume` with the file of `bench` in `folder` and a progress bar; each result says
+    the name of the model at `path`."""
+    card = card_of(path)
+    name = {"model_name": card.title if card else path.name}
+
+    def named(group: Sequence[Any], done: records.Done) -> list[records.Result]:
+        return [r | name for r in measure(group, done)]
+
+    options = {"cost": lambda _: 1000, **options}
+    with progress_bar(bench) as progress:
+        return records.resume(bench, groups, named, folder / f"{bench}.jsonl", progress, **options)
 
 
 def show(text: str, file: Path) -> None:

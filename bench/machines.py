@@ -44,10 +44,9 @@ from pyorch.engine import machines
 from pyorch.errors import SparqError
 from pyorch.ggml import BY_NAME
 from pyorch.models import synth
-from pyorch.models.content import card_of, content_hash
+from pyorch.models.content import content_hash
 from pyorch.models.geometry import Geometry, geometry, layer_weights
 from pyorch.models.gguf_file import read_gguf
-from pyorch.progress import progress_bar
 from pyorch.table import markdown
 
 BENCH = "machines"
@@ -331,25 +330,17 @@ def command(
         for w in workers
         for t, r in (nets if w and d == min(n_depth) else nets[:1])
     ]
-    card = card_of(path)
-    name = {"model_name": card.title if card else path.name}
-
-    def run(group: Sequence[Case], done: Any) -> list[dict[str, Any]]:
-        return [r | name for r in measure(path, group)]
-
-    file = folder / f"{BENCH}.jsonl"
-    with progress_bar("machines") as progress:
-        found = records.resume(
-            BENCH,
-            groups,
-            run,
-            file,
-            progress,
-            cost=lambda group: 1000 + group[0].n_depth // 10,
-            force=force,
-            libraries=("sparq",),
-        )
-    commands.show(table(found), file)
+    found = commands.recorded(
+        BENCH,
+        path,
+        groups,
+        lambda group, _: measure(path, group),
+        folder,
+        cost=lambda group: 1000 + group[0].n_depth // 10,
+        force=force,
+        libraries=("sparq",),
+    )
+    commands.show(table(found), folder / f"{BENCH}.jsonl")
 
 
 if __name__ == "__main__":

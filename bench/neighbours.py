@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,12 @@ import numpy as np
 import servers
 from servers import Case, Server, name_of
 
-from pyorch import engine
-from pyorch.attention.spec import AttentionSpec, parse_spec
+from pyorch.attention.spec import AttentionSpec
 from pyorch.bench import records
 from pyorch.bench.records import Record
 from pyorch.cli import run as run_command
 from pyorch.cli.types import Number
 from pyorch.errors import SparqError
-from pyorch.evals.texts import read_texts
-from pyorch.models.content import card_of, content_hash
-from pyorch.progress import progress_bar
 from pyorch.table import markdown
 
 BENCH = "neighbours"
@@ -164,11 +161,10 @@ def table(recs: Sequence[Record]) -> str:
     return f"{about}\n\n{markdown(head, body)}"
 
 
-@commands.command(
-    click.option("--model", "-m", metavar="FILE", required=True, help="GGUF model to serve."),
-    click.option("--text", metavar="FILE", required=True, help="A book, long enough."),
-    click.option("-p", "--n-prompt", type=Number(int, 2), default=8192, show_default=True),
-    click.option("-n", "--n-gen", type=Number(int, 4), default=256, show_default=True),
+@servers.measurement(
+    8192,
+    256,
+    ("sparq,ratio=1/8",),
     click.option(
         "-b",
         "--n-batch",
@@ -180,62 +176,26 @@ def table(recs: Sequence[Record]) -> str:
         help="Tokens that a slot reads between those of the others; ours runs with each, stock "
         "with the first.",
     ),
-    click.option(
-        "-a",
-        "--attn",
-        "specs",
-        multiple=True,
-        default=("sparq,ratio=1/8",),
-        callback=lambda _, __, given: [parse_spec(x) for x in given],
-        help="Our settings.  [default: sparq,ratio=1/8]",
-    ),
-    click.option("-t", "--threads", type=Number(int, 1), help="[default: all cores]"),
-    commands.samples(5),
-    commands.OUT,
-    commands.FORCE,
 )
 def command(
-    model: str,
-    text: str,
-    n_prompt: int,
-    n_gen: int,
-    batches: Sequence[int],
+    path: Path,
+    book: str,
+    common: dict[str, Any],
     specs: Sequence[AttentionSpec],
-    threads: int | None,
-    samples: int,
     folder: Path,
+    batches: Sequence[int],
     force: bool,
 ) -> None:
     """One slot replies while another reads a prompt, or is restored."""
-    path = Path(model)
-    book = "\n\n".join(read_texts([Path(text)]))
-    by_batch = [
-        servers.cases(
-            specs,
-            model=content_hash(path),
-            n_slot=2,
-            n_prompt=n_prompt,
-            n_gen=n_gen,
-            n_threads=threads or engine.usable_cores(),
-            n_rounds=samples,
-            n_batch=n,
-            n_ubatch=min(n, 512),
-        )
-        for n in batches
+    group = [
+        case
+        for i, n in enumerate(batches)
+        for case in servers.cases(specs, n_slot=2, n_batch=n, n_ubatch=min(n, 512), **common)
+        if i == 0 or case.library == "sparq"
     ]
-    group = by_batch[0] + [c for cases in by_batch[1:] for c in cases if c.library == "sparq"]
-    card = card_of(path)
-    name = {"model_name": card.title if card else path.name}
-
-    def run(group: Sequence[Case], done: Callable[[float], None]) -> list[dict[str, Any]]:
-        return [r | name for r in measure(path, book, group, done)]
-
-    file = folder / FILE
-    with progress_bar(BENCH) as progress:
-        found = records.resume(
-            BENCH, [group], run, file, progress, cost=lambda _: 1000, force=force
-        )
-    commands.show(table(found), file)
+    run = partial(measure, path, book)
+    found = commands.recorded(BENCH, path, [group], run, folder, force=force)
+    commands.show(table(found), folder / FILE)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,7 @@ from pyorch.cli import run as run_command
 from pyorch.cli.types import Number, Numbers
 from pyorch.errors import SparqError
 from pyorch.evals.texts import read_texts
-from pyorch.models.content import card_of, content_hash
-from pyorch.progress import progress_bar
+from pyorch.models.content import content_hash
 from pyorch.table import markdown
 
 BENCH = "prompt_time"
@@ -340,24 +340,9 @@ def command(
         for spec, fa in SIDES
         if fa or cache.cache_type_v in FLOATS
     ]
-    card = card_of(path)
-    name = {"model_name": card.title if card else path.name}
-
-    def run(group: Sequence[Case], done: Callable[[float], None]) -> list[dict[str, Any]]:
-        return [r | name for r in measure(path, book, group, done)]
-
+    run = partial(measure, path, book)
+    commands.recorded(BENCH, path, [cases], run, folder, force=force, libraries=("sparq",))
     file = folder / FILE
-    with progress_bar("prompts") as progress:
-        records.resume(
-            BENCH,
-            [cases],
-            run,
-            file,
-            progress,
-            cost=lambda _: 1000,
-            force=force,
-            libraries=("sparq",),
-        )
     commands.show(tables(records.latest(records.load_all(file))), file)
 
 

@@ -11,13 +11,20 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pyorch import native
-from pyorch.attention.spec import AttentionSpec
+import click
+import commands
+
+from pyorch import engine, native
+from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import records
+from pyorch.cli.types import Number
 from pyorch.errors import SparqError
+from pyorch.evals.texts import read_texts
+from pyorch.models.content import content_hash
 
 HOST = "127.0.0.1"
 READY_S = 600  # that a server may load its model
@@ -47,6 +54,62 @@ def cases(specs: Sequence[AttentionSpec], **common: Any) -> list[Case]:
     off = AttentionSpec("off")
     stock = [Case(library="stock", flash_attn=fa, spec=off, **common) for fa in (False, True)]
     return stock + [Case(library="sparq", flash_attn=True, spec=s, **common) for s in specs]
+
+
+def measurement(
+    n_prompt: int, n_gen: int, specs: Sequence[str], *own: Any
+) -> Callable[[Callable[..., None]], click.Command]:
+    """A command with the options of all measurements of servers, by default these, and its own.
+
+    It is called with `path` and `book`, the model and the text; `common`, fields of the cases;
+    `specs`, `folder`, `force`, and its own options.
+    """
+    number = partial(click.option, show_default=True)
+    shared = (
+        click.option("--model", "-m", metavar="FILE", required=True, help="GGUF model to serve."),
+        click.option("--text", metavar="FILE", required=True, help="A book, long enough."),
+        number("-p", "--n-prompt", type=Number(int, 2), default=n_prompt),
+        number("-n", "--n-gen", type=Number(int, 4), default=n_gen),
+        click.option(
+            "-a",
+            "--attn",
+            "specs",
+            multiple=True,
+            default=specs,
+            callback=lambda _, __, given: [parse_spec(x) for x in given],
+            help=f"Our settings, one server each.  [default: {' and '.join(specs)}]",
+        ),
+        click.option("-t", "--threads", type=Number(int, 1), help="[default: all cores]"),
+        commands.samples(5),
+        commands.OUT,
+        commands.FORCE,
+    )
+
+    def decorate(body: Callable[..., None]) -> click.Command:
+        def given(
+            model: str,
+            text: str,
+            n_prompt: int,
+            n_gen: int,
+            threads: int | None,
+            samples: int,
+            **options: Any,
+        ) -> None:
+            path = Path(model)
+            common = {
+                "model": content_hash(path),
+                "n_prompt": n_prompt,
+                "n_gen": n_gen,
+                "n_threads": threads or engine.usable_cores(),
+                "n_rounds": samples,
+            }
+            book = "\n\n".join(read_texts([Path(text)]))
+            body(path=path, book=book, common=common, **options)
+
+        given.__doc__ = body.__doc__
+        return commands.command(*shared, *own)(given)
+
+    return decorate
 
 
 @dataclass

@@ -15,6 +15,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,12 @@ import plot
 import servers
 from servers import Case, Server, Times, name_of
 
-from pyorch import engine
-from pyorch.attention.spec import AttentionSpec, parse_spec
+from pyorch.attention.spec import AttentionSpec
 from pyorch.bench import records
 from pyorch.bench.records import Record
 from pyorch.cli import run as run_command
 from pyorch.cli.types import Number
 from pyorch.errors import SparqError
-from pyorch.evals.texts import read_texts
-from pyorch.models.content import card_of, content_hash
-from pyorch.progress import progress_bar
 from pyorch.table import markdown
 
 BENCH = "serving"
@@ -186,62 +183,26 @@ FIGURE = plot.Figure(
 )
 
 
-@commands.command(
-    click.option("--model", "-m", metavar="FILE", required=True, help="GGUF model to serve."),
-    click.option("--text", metavar="FILE", required=True, help="A book, long enough."),
+@servers.measurement(
+    4096,
+    64,
+    ("dense", "sparq,ratio=1/8"),
     click.option("--slots", type=Number(int, 1), default=8, show_default=True, help="Users."),
-    click.option("-p", "--n-prompt", type=Number(int, 2), default=4096, show_default=True),
-    click.option("-n", "--n-gen", type=Number(int, 4), default=64, show_default=True),
-    click.option(
-        "-a",
-        "--attn",
-        "specs",
-        multiple=True,
-        default=("dense", "sparq,ratio=1/8"),
-        callback=lambda _, __, given: [parse_spec(x) for x in given],
-        help="Our settings, one server each.  [default: dense and sparq,ratio=1/8]",
-    ),
-    click.option("-t", "--threads", type=Number(int, 1), help="[default: all cores]"),
-    commands.samples(5),
-    commands.OUT,
-    commands.FORCE,
 )
 def command(
-    model: str,
-    text: str,
-    slots: int,
-    n_prompt: int,
-    n_gen: int,
+    path: Path,
+    book: str,
+    common: dict[str, Any],
     specs: Sequence[AttentionSpec],
-    threads: int | None,
-    samples: int,
     folder: Path,
+    slots: int,
     force: bool,
 ) -> None:
     """Speed of a server: all slots reply at once, llama.cpp's attention and ours in turns."""
-    path = Path(model)
-    book = "\n\n".join(read_texts([Path(text)]))
-    group = servers.cases(
-        specs,
-        model=content_hash(path),
-        n_slot=slots,
-        n_prompt=n_prompt,
-        n_gen=n_gen,
-        n_threads=threads or engine.usable_cores(),
-        n_rounds=samples,
-    )
-    card = card_of(path)
-    name = {"model_name": card.title if card else path.name}
-
-    def run(group: Sequence[Case], done: Callable[[float], None]) -> list[dict[str, Any]]:
-        return [r | name for r in measure(path, book, group, done)]
-
-    file = folder / FILE
-    with progress_bar("serving") as progress:
-        found = records.resume(
-            BENCH, [group], run, file, progress, cost=lambda _: 1000, force=force
-        )
-    commands.show(table(found), file)
+    group = servers.cases(specs, n_slot=slots, **common)
+    run = partial(measure, path, book)
+    found = commands.recorded(BENCH, path, [group], run, folder, force=force)
+    commands.show(table(found), folder / FILE)
 
 
 if __name__ == "__main__":
