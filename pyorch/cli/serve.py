@@ -369,6 +369,9 @@ def _arguments(served: Served, settings: Settings, file: GGUFFile) -> list[str]:
         # llama-server divides it over the slots
         "--ctx-size": settings.n_ctx * settings.n_sequences,
         "--threads": settings.n_threads,
+        # Of llama-server's own 2048 tokens every reply would wait while a slot reads its prompt.
+        "--batch-size": settings.n_batch,
+        "--ubatch-size": settings.n_batch,
         "--cache-type-k": type_k.name,
         "--cache-type-v": type_v.name,
         "--sparse-attn": settings.attention or "off",

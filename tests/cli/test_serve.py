@@ -190,6 +190,7 @@ def test_the_line_of_llama_server(standin: Any, tmp_path: Path) -> None:
         assert running.end() == 0
     argv = started["argv"]
     assert after(argv, "--ctx-size") == "6144" and after(argv, "--parallel") == "3"
+    assert after(argv, "--batch-size") == after(argv, "--ubatch-size") == "512"
     assert "--no-kv-unified" in argv and after(argv, "--sparse-attn") == "sparq,ratio=1/8"
     assert after(argv, "--cache-type-k") == "q8_0" and after(argv, "--cache-type-v") == "f16"
     assert after(argv, "--rope-scaling") == "yarn" and after(argv, "--rope-freq-scale") == "0.5"
