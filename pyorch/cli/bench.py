@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from pyorch.attention.spec import BUDGETS, SHADOWS, AttentionSpec, parse_spec
+from pyorch.cli import bench_growth
+from pyorch.cli import bench_shared as shared
 from pyorch.cli import options as opt
 from pyorch.cli.groups import group, on_the_line, option, renamed, several, takes
 from pyorch.cli.loading import model_path
-from pyorch.cli.readme import around, update_marked
-from pyorch.cli.terminal import confirm, note, note_if_beyond, note_if_busy, print_json
-from pyorch.cli.types import LAYERS, THREADS, Name, Number, Numbers, Ratio
-from pyorch.errors import SparqError
+from pyorch.cli.terminal import note, note_if_beyond, note_if_busy
+from pyorch.cli.types import LAYERS, THREADS, Name, Numbers, Ratio
 from pyorch.ggml import CACHE_TYPES
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import read_gguf
-from pyorch.models.synth import QUANTS
 from pyorch.progress import progress_bar
-from pyorch.text import human_bytes
 
 if TYPE_CHECKING:
-    from pyorch.bench.plan import SpeedPlan
-    from pyorch.bench.records import Record
+    pass
 
 CACHE_TYPE = Name(*CACHE_TYPES)
 # as in llama-bench; with `auto` stock is measured both ways
@@ -37,27 +34,7 @@ FLASH_ATTN = {
     **dict.fromkeys(("auto", "-1"), (False, True)),
 }
 COMBINED = ("attn_method", "ratio", "attn_shadow", "budget")  # options that -a replaces
-SYNTHETIC = {"like", "layers", "quant"}  # options that a model replaces
-RENAMED_SPEC = [renamed(old, "-a SPEC") for old in ("--attention", "--spec")]
-
-
 # ---- options ----
-
-
-def _quant_option() -> Any:
-    return option(
-        "--quant",
-        type=Name(*QUANTS),
-        default="q8_0",
-        show_default=True,
-        help="Weights of the synthetic model.",
-    )
-
-
-def _repetitions_option(text: str) -> Any:
-    return option(
-        "-r", "--repetitions", type=Number(int, 1), default=5, show_default=True, help=text
-    )
 
 
 @dataclass(frozen=True)
@@ -81,7 +58,7 @@ class Wanted:
     layers: int | None = option(
         "--layers", type=LAYERS, help="Layers of the synthetic model.  [default: as many as fit]"
     )
-    quant: str = _quant_option()
+    quant: str = shared.quant_option()
     n_prompt: list[int] = several(
         "-p", "--n-prompt", of=Numbers(), default="0", text="Time prompts of this many tokens."
     )
@@ -113,7 +90,7 @@ class Wanted:
         default="0,1",
         text="Flash attention of stock: 0, 1 or auto, which is both.",
     )
-    repetitions: int = _repetitions_option("Repeat each test this many times.")
+    repetitions: int = shared.repetitions_option("Repeat each test this many times.")
     output: str = option(
         "-o",
         "--output",
@@ -180,50 +157,19 @@ def _combined(method: str, ratio: float, shadow: str | None, budget: str | None)
     return replace(spec, shadow=shadow) if shadow and spec.method == "sparq" else spec
 
 
-@dataclass(frozen=True)
-class Writing:
-    """The outputs: the folder of the records, and the table."""
-
-    out: str | None = option(
-        "--out",
-        metavar="DIR",
-        help="Folder of the records.  [default: bench/results in a clone, else the user's data]",
-    )
-    force: bool = option("--force", is_flag=True, help="Measure again what is recorded already.")
-    update_readme: str | None = option(
-        "--update-readme", metavar="FILE", help="Put the table between the marks in this file."
-    )
-
-    def file(self, name: str) -> Path:
-        """The file of the records. A README without marks for the table is refused here, before
-        anything runs."""
-        from pyorch.bench import records
-
-        file = (Path(self.out) if self.out else records.default_folder()) / name
-        if self.update_readme:
-            around(Path(self.update_readme), file.stem)
-        return file
-
-    def told(self, file: Path, table: str) -> None:
-        """Say where the records are, and put the table into a README if requested."""
-        if self.update_readme:
-            update_marked(Path(self.update_readme), file.stem, table)
-        note(f"records: {file}", "dim")
-
-
 # ---- bench ----
 
 
 @click.group(invoke_without_command=True)
 @takes(wanted=Wanted)
 @group(
-    *RENAMED_SPEC,
+    *shared.RENAMED_SPEC,
     renamed("--method", "--attn-method"),
     renamed("--shadow-type", "--attn-shadow"),
 )
-@takes(writing=Writing)
+@takes(writing=shared.Writing)
 @click.pass_context
-def command(ctx: click.Context, wanted: Wanted, writing: Writing) -> None:
+def command(ctx: click.Context, wanted: Wanted, writing: shared.Writing) -> None:
     """Measure speed beside stock llama.cpp, with llama-bench's options.
 
     Stock and ours alternate. A list is 4096,16384; ranges are 1-4, 1024-4096+1024 and
@@ -237,20 +183,20 @@ def command(ctx: click.Context, wanted: Wanted, writing: Writing) -> None:
 
     given = on_the_line(ctx.params)
     if ctx.invoked_subcommand is not None:
-        _refuse(ctx, given, f"stands before {ctx.invoked_subcommand}", "put it behind")
+        shared.refuse(ctx, given, f"stands before {ctx.invoked_subcommand}", "put it behind")
         return
     if given & set(COMBINED) and "attn" not in given:
         wanted = replace(wanted, attn=())
-    if given & SYNTHETIC and "models" not in given:
+    if given & shared.SYNTHETIC and "models" not in given:
         wanted = replace(wanted, models=())
     if wanted.attn:
         hint = "-a has all settings, and may be given several times"
-        _refuse(ctx, given & set(COMBINED), "cannot be combined with -a", hint)
+        shared.refuse(ctx, given & set(COMBINED), "cannot be combined with -a", hint)
     if wanted.rpc.workers or not wanted.models:
         hint = "-m MODEL.gguf, and no --rpc"
-        _refuse(ctx, given & {"text"}, "needs a model that reads it on this machine", hint)
+        shared.refuse(ctx, given & {"text"}, "needs a model that reads it on this machine", hint)
     if not wanted.attn_only:
-        _refuse_two_models(ctx, given, wanted.models)
+        shared.refuse_two_models(ctx, given, wanted.models)
     wanted = replace(wanted, threads=wanted.threads or [usable_cores()])
     note_if_busy()
     _note_left_out(wanted)
@@ -264,7 +210,7 @@ def command(ctx: click.Context, wanted: Wanted, writing: Writing) -> None:
         _speed(wanted, writing)
 
 
-def _speed(wanted: Wanted, writing: Writing) -> None:
+def _speed(wanted: Wanted, writing: shared.Writing) -> None:
     from pyorch import native
     from pyorch.bench import output, records, speed
     from pyorch.bench.plan import SpeedPlan, room_for
@@ -304,17 +250,17 @@ def _speed(wanted: Wanted, writing: Writing) -> None:
         geo = geometry(read_gguf(model))
         note_if_beyond(checked_ctx(geo, most, rope), geo.n_ctx_train)
     file = writing.file("speed.jsonl")
-    _agree_to_write(plan, wanted.yes)
+    shared.agree_to_write(plan, wanted.yes)
     with progress_bar("bench") as progress:
         found = speed.run(plan, file, progress, force=writing.force)
-    _keep(file, output.markdown(records.latest(records.load_all(file))))
+    shared.keep(file, output.markdown(records.latest(records.load_all(file))))
     form, table = output.FORMATS.get(wanted.output), output.markdown(found)
     rows = output.rows(found)
     print(form(rows, found) if form and rows else table)
     writing.told(file, output.summary(found) or table)
 
 
-def _attention(wanted: Wanted, specs: list[AttentionSpec] | None, writing: Writing) -> None:
+def _attention(wanted: Wanted, specs: list[AttentionSpec] | None, writing: shared.Writing) -> None:
     """Run `--attn-only`. specs: None takes the module's own."""
     from pyorch.bench import attention, attention_table, output, records
 
@@ -332,23 +278,11 @@ def _attention(wanted: Wanted, specs: list[AttentionSpec] | None, writing: Writi
     file = writing.file("attention.jsonl")
     with progress_bar("attention") as progress:
         found = attention.run(plan, file, progress, force=writing.force)
-    _keep(file, attention_table.markdown(records.latest(records.load_all(file))))
+    shared.keep(file, attention_table.markdown(records.latest(records.load_all(file))))
     form, table = output.FORMATS.get(wanted.output), attention_table.markdown(found)
     rows = attention_table.flat(found)
     print(form(rows, found) if form and rows else table)
     writing.told(file, attention_table.summary(found) or table)
-
-
-def _refuse(ctx: click.Context, names: Collection[str], why: str, hint: str) -> None:
-    for param in ctx.command.params:
-        if param.name in names:
-            raise SparqError(f"{max(param.opts, key=len)} {why}", hint, exit_code=2)
-
-
-def _refuse_two_models(ctx: click.Context, given: set[str], model: object) -> None:
-    if model:
-        hint = "--like, --layers and --quant make a synthetic model, which stands in for -m"
-        _refuse(ctx, given & SYNTHETIC, "has no meaning with --model", hint)
 
 
 def _refuse_foreign(ctx: click.Context, given: set[str]) -> None:
@@ -364,7 +298,7 @@ def _refuse_foreign(ctx: click.Context, given: set[str]) -> None:
     }
     foreign |= {f.name for of in (opt.RopeOptions, opt.WorkerOptions) for f in fields(of)}
     hint = "--like chooses the heads, -d the positions, -r the turns of five tokens"
-    _refuse(ctx, given & foreign, "has no meaning with --attn-only", hint)
+    shared.refuse(ctx, given & foreign, "has no meaning with --attn-only", hint)
 
 
 def _note_left_out(wanted: Wanted) -> None:
@@ -377,137 +311,4 @@ def _note_left_out(wanted: Wanted) -> None:
         note(f"note: no stock -fa 0 beside -ctv {','.join(quantised)}: {why}", "yellow")
 
 
-# ---- bench growth: the options and the command ----
-
-
-@dataclass(frozen=True)
-class Grown:
-    """The measurements at every depth."""
-
-    model: str | None = option(
-        "--model", "-m", metavar="FILE|SPEC", help="Time this model instead of --like."
-    )
-    yes: bool = opt.yes_option()
-    like: str = option(
-        "--like",
-        metavar="NAME",
-        default="llama2-7b",
-        show_default=True,
-        help="Time a synthetic model of this shape.",
-    )
-    layers: int = option(
-        "--layers",
-        type=LAYERS,
-        default=2,
-        show_default=True,
-        help="Layers of the synthetic model.",
-    )
-    quant: str = _quant_option()
-    n_depth: list[int] = several(
-        "-d", "--n-depth", of=Numbers(), default="4096-65536*2", text="Positions to measure at."
-    )
-    threads: int | None = option(
-        "--threads", "-t", type=THREADS, help="Number of threads.  [default: all cores]"
-    )
-    attn: tuple[str, ...] = option(
-        *opt.SPEC_OPTION,
-        multiple=True,
-        metavar="SPEC",
-        default=("sparq,ratio=1/8",),
-        show_default=True,
-        help="All settings of attention as one line.",
-    )
-    n_gen: int = option(
-        "-n",
-        "--n-gen",
-        type=Number(int, 1),
-        default=20,
-        show_default=True,
-        help="Time this many decoded tokens at each depth.",
-    )
-    repetitions: int = _repetitions_option("Measure all depths this many times.")
-    numa: str | None = opt.numa_option()
-
-
-@command.command("growth")
-@takes(wanted=Grown)
-@group(*RENAMED_SPEC)
-@takes(writing=Writing)
-@opt.json_option
-@click.pass_context
-def growth(ctx: click.Context, wanted: Grown, writing: Writing, as_json: bool) -> None:
-    """Measure how token time grows with the positions.
-
-    The command also times tokens below min_ctx and after a restored state.
-    """
-    given = on_the_line(ctx.params)
-    if given & SYNTHETIC and "model" not in given:
-        wanted = replace(wanted, model=None)
-    _refuse_two_models(ctx, given, wanted.model)
-    from pyorch import native
-    from pyorch.bench import growth as bench
-    from pyorch.bench.plan import SpeedPlan
-    from pyorch.engine import usable_cores
-
-    note_if_busy()
-    file = writing.file("growth.jsonl")
-    models = [wanted.model] if wanted.model else []
-    plan = SpeedPlan(
-        models=[model_path(m, wanted.yes, native.check_compiler) for m in models],
-        like=[wanted.like],
-        n_layer=wanted.layers,
-        quant=wanted.quant,
-        n_gen=[wanted.n_gen],
-        n_depth=wanted.n_depth,
-        threads=[wanted.threads or usable_cores()],
-        specs=[parse_spec(line) for line in wanted.attn],
-        repetitions=wanted.repetitions,
-        numa=wanted.numa or "",
-    )
-    _agree_to_write(plan, wanted.yes)
-    with progress_bar("growth") as progress:
-        found, sealing = bench.run(plan, file, progress, force=writing.force)
-    table = bench.markdown(found, sealing)
-    _keep_if_all(file, found, table)
-    if as_json:
-        print_json({"records": found + sealing, "file": str(file)})
-    else:
-        print(table)
-    writing.told(file, table)
-
-
-def _keep_if_all(file: Path, found: Sequence[Record], table: str) -> None:
-    """Keep a table beside those of other models, and in the place of the same model's only if its
-    lines go through all recorded depths: those of fewer say less."""
-    from pyorch.bench import growth as bench
-    from pyorch.bench import records
-
-    md = file.with_suffix(".md")
-    kept, new = bench.by_model(md.read_text("utf-8") if md.exists() else ""), bench.by_model(table)
-    deeper = bench.deeper(records.load_all(file), found)
-    if deeper and kept.keys() & new.keys():
-        note(f"note: {md} stays as it is: there are records of -d {max(deeper)}, too", "yellow")
-    else:
-        _keep(file, "\n\n".join((kept | new).values()))
-
-
-# ---- both ----
-
-
-def _agree_to_write(plan: SpeedPlan, yes: bool) -> None:
-    """Ask before gigabytes of synthetic weights are written.
-
-    Raises:
-        SparqError: there is neither a terminal to ask on, nor --yes.
-    """
-    if todo := plan.to_write():
-        names = ", ".join(f"{path.name} ({human_bytes(n)})" for path, n in todo.items())
-        what = f"{names} with random weights in {next(iter(todo)).parent}"
-        hint = "write it with --yes, or measure a model of yours: -m FILE"
-        question = f"Write {what}? They stay there until `sparq-cpp models rm synthetic`."
-        confirm(question, yes, f"the benchmark would write {what}", hint)
-
-
-def _keep(file: Path, table: str) -> None:
-    """Write the table of all records beside them; stdout has only the current run's."""
-    file.with_suffix(".md").write_text(table + "\n", "utf-8")
+command.add_command(bench_growth.command)

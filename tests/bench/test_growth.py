@@ -13,7 +13,7 @@ from pyorch.bench import growth, output, records, speed
 from pyorch.bench.plan import Case, SpeedPlan
 from pyorch.bench.turns import turns
 from pyorch.bench.worker import Workers
-from pyorch.cli.bench import growth as command
+from pyorch.cli.bench_growth import command
 from pyorch.errors import SparqError
 
 

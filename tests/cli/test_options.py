@@ -8,7 +8,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from pyorch.cli import COMMANDS, _name_variables, bench, cli
+from pyorch.cli import COMMANDS, _name_variables, bench, bench_growth, bench_shared, cli
 from pyorch.cli import eval as evaluate
 from pyorch.cli import options as opt
 from pyorch.cli.calibrate import SearchContext, SearchOptions
@@ -169,9 +169,9 @@ def test_a_name_means_one_thing() -> None:
         SearchContext,
         SearchOptions,
         WholeContext,
-        bench.Grown,
+        bench_growth.Grown,
         bench.Wanted,
-        bench.Writing,
+        bench_shared.Writing,
         evaluate.ExampleOptions,
         evaluate.MethodOptions,
     ],
