@@ -126,7 +126,7 @@ def measure(
             more = ("--slot-save-path", folder / f"slots{i}")
             port = stack.enter_context(servers.running(case, model, folder / f"log{i}", *more))
             running.append(Server(case, port, servers.prompts(port, book, case)))
-            running[-1].all_slots(2)
+            running[-1].ask(0, 1)
             done((i + 1) / n_steps)
         for turn in range(n_rounds):
             for n, i in enumerate(range(len(group))[:: -1 if turn % 2 else 1]):
