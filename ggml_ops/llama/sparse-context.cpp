@@ -60,7 +60,7 @@ static void check(const llama_context & ctx, const llama_sparse_spec & spec) {
 }
 
 // bytes of K and V that one call to llama_decode seals of a restored state: some milliseconds
-static constexpr size_t RESTORED_BYTES = 16u << 20;
+static constexpr size_t RESTORED_BYTES = 8u << 20;
 
 // groups that hold so many bytes of K and V, in all layers; at least one
 static size_t n_groups_of(const llama_kv_cache & kv, size_t bytes) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ from pyorch.models.gguf_file import read_gguf
 from pyorch.progress import progress_bar, say
 
 if TYPE_CHECKING:
-    from pyorch.engine import SessionOptions
+    from pyorch.engine import Document, SessionOptions
     from pyorch.evals.run import EvalPlan
     from pyorch.evals.task import Task
     from pyorch.policies import Method
@@ -86,6 +87,12 @@ class ExampleOptions:
         multiple=True,
         metavar="FILE|DIR",
         help="Books for haystacks and passages.  [default: the demo document]",
+    )
+    document: str | None = option(
+        "--document",
+        metavar="FILE",
+        help="Ask about what `sparq-cpp read` has read, in place of --text: repetition and"
+        " answers_repetition do.",
     )
     data: tuple[str, ...] = option(
         "--data",
@@ -163,23 +170,31 @@ def run(
       sparq-cpp eval pack DIR TO   keep one line per method
     """
     from pyorch import evals
+    from pyorch.engine import document_file
 
     if wanted.listed:
         _list(evals.find(names) if names else list(evals.tasks().values()))
         return
     tasks = evals.find(names)
-    if not wanted.model:
+    name = wanted.model
+    if not name:
         raise SparqError("no model", "-m FILE, a card's name, or hf:org/repo", exit_code=2)
 
     from pyorch.evals import run as evaluate
     from pyorch.evals import table
 
-    plan = _plan(Path(wanted.model), tasks, wanted, load, examples)
+    document = _document(examples, tasks)
+    if document:
+        wanted, load = _fitting(document, wanted, load)
+    plan = _plan(Path(name), tasks, wanted, load, examples)
     context: SessionOptions = {"n_ctx": wanted.ctx, "n_threads": wanted.threads}
     context |= {"type_k": plan.type_k, "type_v": plan.type_v, "rope": plan.rope}
     context["n_away"] = plan.n_away
-    model = ready(wanted.model, wanted.yes, context)
+    model = ready(name, wanted.yes, context)
     plan = replace(plan, model=model, placement=placement(load))
+    if document:
+        tokens, _ = document_file.content(document)
+        plan = replace(plan, document=document, setup={**plan.setup, "document": tokens})
     folder = Path(out or Path("sparq-eval") / model.stem)
     note_if_busy()
     note_if_beyond(wanted.ctx, geometry(read_gguf(model)).n_ctx_train)
@@ -190,6 +205,39 @@ def run(
         found = evaluate.run(plan, folder, making, progress, force=force)
     print(table.FORMATS[output](found))
     note(f"records: {folder}", "dim")
+
+
+def _document(examples: ExampleOptions, tasks: Sequence[Task]) -> Document | None:
+    """The document that the tasks ask about.
+
+    Raises:
+        SparqError: it is damaged, or a task does not ask about documents.
+    """
+    from pyorch import evals
+    from pyorch.engine import document_file
+
+    if not examples.document:
+        return None
+    for task in tasks:
+        if not task.document:
+            others = " and ".join(t.name for t in evals.tasks().values() if t.document)
+            raise SparqError(f"{task.name} does not ask about a document", f"{others} do", 2)
+    return document_file.load(document_file.find(examples.document))
+
+
+def _fitting(
+    document: Document, wanted: MethodOptions, load: opt.LoadOptions
+) -> tuple[MethodOptions, opt.LoadOptions]:
+    """The options with the room and the types that a document needs, where none were given."""
+    from pyorch.evals import repetition
+
+    if not on_the_line(["ctx"]):
+        wanted = replace(wanted, ctx=-(-(document.n_tokens + repetition.ROOM) // 64) * 64)
+    if not on_the_line(["cache_type_k", "cache_type_v"]):
+        type_k, type_v = document.types
+        cache = replace(load.cache, cache_type_k=type_k, cache_type_v=type_v)
+        load = replace(load, cache=cache)
+    return wanted, load
 
 
 def _plan(

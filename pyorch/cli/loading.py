@@ -178,9 +178,8 @@ def fit(options: SessionOptions, document: Document, model: Path) -> None:
         limit = geometry(read_gguf(model)).n_ctx_train or needed
         wanted = max(min(needed, limit), document.n_tokens)
         options["n_ctx"] = max(options["n_ctx"] or min(DEFAULT_CTX, limit), wanted)
-    type_k, _, type_v = document.kind.partition(",")[0].partition("/")
     if not on_the_line(["cache_type_k", "cache_type_v"]):
-        options["type_k"], options["type_v"] = type_k, type_v
+        options["type_k"], options["type_v"] = document.types
 
 
 def open_session(

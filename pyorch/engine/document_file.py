@@ -78,6 +78,12 @@ class Document(Header):
     checksums_crc: int
 
     @property
+    def types(self) -> tuple[str, str]:
+        """Those of K and V."""
+        type_k, _, type_v = self.kind.partition("\n")[0].partition(",")[0].partition("/")
+        return type_k, type_v
+
+    @property
     def is_whole(self) -> bool:
         return self.n_read == self.n_tokens and self.checksums_crc != 0
 

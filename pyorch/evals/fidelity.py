@@ -85,6 +85,7 @@ def answers(task: Task) -> Task:
         family="answers",
         options=task.options,
         higher=False,
+        document=task.document,
         data=task.data,
         reference=AttentionSpec("dense"),
     )

@@ -76,17 +76,20 @@ class Runner:
         recall: bool,
         *,
         placement: engine.Placement | None = None,
+        document: engine.Document | None = None,
         **options: Unpack[engine.SessionOptions],
     ) -> None:
         """
         Args:
             recall: whether `decode` will be asked for it.
             placement: where the model goes.
+            document: what all prompts begin with: exact attention does not read it again.
             options: those of the sessions, but for their attention, which the methods set.
 
         Raises:
             SparqError: the model cannot be loaded, or has no such session.
         """
+        self._document = document
         python = [m for m in methods if isinstance(m, Policy)]
         dense: engine.SessionOptions = {**options, "attention": "off"}
         with ExitStack() as opened:
@@ -153,6 +156,8 @@ class Runner:
                 policies.switch(s, spec)
             elif s is not self._fa0:
                 engine.set_attention(s, spec)
+            if self._document and s is self.session and len(s.tokens) < self._document.n_tokens:
+                engine.open_document(s, self._document)
             lacking[s] = engine.align(s, tokens)
         done, total = 0, sum(map(len, lacking.values()))
         for s, rest in lacking.items():

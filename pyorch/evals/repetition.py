@@ -5,7 +5,8 @@ somewhere in it; the model goes on. The score is the number of characters until 
 that differs from the book: only attention to the right place can give them.
 
 The paper cuts tiny-Shakespeare into 6,000 characters with a cue of 128 and a passage of 256. Here
-the sizes follow `--ctx`, the cue is 20 tokens, and counting ends at 300 characters.
+the sizes follow `--ctx`, the cue is 20 tokens, and counting ends at 300 characters. With a document
+the context is all of it.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from pyorch.evals.task import Setup, Task
 CUE = 20  # tokens
 CHARS = 300
 SPARE = 16  # the begin token and the empty line
+ROOM = CUE + CHARS + SPARE  # beside the context
 
 
 def examples(setup: Setup) -> Iterator[Example]:
     """Yields passages without end, from each book in turn; `questions` of them from one text."""
     session = setup.session
-    n = setup.ctx - CUE - CHARS - SPARE
+    n = len(setup.document) or setup.ctx - ROOM
     if n < CUE + CHARS + 64:
-        need = 2 * (CUE + CHARS) + SPARE + 64
-        raise SparqError(
-            f"--ctx {setup.ctx} is too short for a passage of {CHARS} characters",
-            f"--ctx {need} or more",
-            exit_code=2,
-        )
-    books = setup.books(n)
-    head = setup.head
+        need = CUE + CHARS + 64
+        what, hint = f"--ctx {setup.ctx}", f"--ctx {need + ROOM} or more"
+        if setup.document:
+            what, hint = f"a document of {n} tokens", f"one of {need} or more"
+        raise SparqError(f"{what} is too short for a passage of {CHARS} characters", hint, 2)
+    books = [list(setup.document)] if setup.document else setup.books(n)
+    head = [] if setup.document else setup.head
     gap = setup.tokens("\n\n")
     rng = np.random.default_rng(setup.seed)
     i = 0
@@ -88,5 +89,6 @@ TASKS = (
         examples,
         score,
         options=("questions",),
+        document=True,
     ),
 )

@@ -60,6 +60,7 @@ class EvalPlan:
     type_v: str = "f16"
     n_away: int | None = 0
     rope: engine.Rope | None = None
+    document: engine.Document | None = None
 
 
 def run(
@@ -89,6 +90,7 @@ def run(
         type_k=plan.type_k,
         type_v=plan.type_v,
         rope=plan.rope,
+        document=plan.document,
     ) as runner:
         work: list[_Work] = []
         for i, task in enumerate(plan.tasks):
@@ -96,7 +98,8 @@ def run(
             work.append(_prepare(plan, task, runner.session, model, meanings, env, folder))
         preparing(1, 1)
         todo = _by_prefix([(w, i, lacking) for w in work for i, lacking in w.begin(force).items()])
-        pace = Pace(_parts(todo, runner.session.geometry), progress)
+        there = plan.setup.get("document", ())
+        pace = Pace(_parts(todo, runner.session.geometry, there), progress)
         for w, i, lacking in todo:
             for method, result in _measure(runner, w.task, w.examples[i], lacking, pace):
                 records.append(w.file, w.record(i, method, result))
@@ -167,10 +170,9 @@ def _by_prefix(todo: Sequence[_Todo]) -> list[_Todo]:
     return sorted(todo, key=place)
 
 
-def _parts(todo: Sequence[_Todo], geometry: Geometry) -> list[Part]:
-    """What `_measure` does, in its order."""
+def _parts(todo: Sequence[_Todo], geometry: Geometry, before: Sequence[int] = ()) -> list[Part]:
+    """What `_measure` does, in its order. before: the tokens that have been read."""
     out: list[Part] = []
-    before: list[int] = []
     for w, i, methods in todo:
         e, task = w.examples[i], w.task
         n, exact = len(e.prompt) - 1, methods
@@ -220,6 +222,7 @@ def _prepare(
     examples = list(itertools.islice(task.examples(setup), plan.n))
     _check_room(task, examples, setup.ctx)
     texts = [] if task.data else [hashlib.sha256(t.encode()).hexdigest()[:16] for t in setup.texts]
+    read_by = f"{EXACT.method},prompt={EXACT.prompt}"
     case = {
         "task": task.name,
         "model": model,
@@ -230,10 +233,11 @@ def _prepare(
         "texts": texts,
         "type_k": plan.type_k,
         "type_v": plan.type_v,
-        "read_by": f"{EXACT.method},prompt={EXACT.prompt}",
+        "read_by": plan.document.attention if plan.document else read_by,
         "threads": plan.n_threads or engine.usable_cores(),
         **_where(plan.placement),
         **({"rope": plan.rope.given} if plan.rope else {}),
+        **({"document": f"{plan.document.text_crc:08x}"} if plan.document else {}),
     }
     case = json.loads(json.dumps(case))
     setting = records.key("eval", case, env["stamps"]["sparq"])

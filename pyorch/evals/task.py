@@ -27,6 +27,7 @@ class Setup:
     chat     prompts go through the model's chat template
     confusion  other paragraphs beside the one that squad asks about; None: as many as fit `ctx`
     questions  how many questions squad and repetition ask about one text
+    document   the tokens of a document, which take the place of the texts; () if there is none
     """
 
     session: engine.Session
@@ -39,6 +40,7 @@ class Setup:
     questions: int = 1
     lengths: Sequence[int] = ()
     depths: int = 11
+    document: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         self._template = ChatTemplate(self.session) if self.chat else None
@@ -101,6 +103,7 @@ class Task:
     proportion  each score is 0 or 1
     percent     a score is a share, shown in percent
     higher      a higher score is better
+    document    whether it can ask about a document in place of the texts
     data        the name of the data set that is downloaded, "" for a generated task
     reference   the attention that `score` compares with, in `Decoder.reference`. With `off`, which
                 is llama.cpp alone, it reads the prompt too, and the share of the attention that
@@ -117,6 +120,7 @@ class Task:
     proportion: bool = False
     percent: bool = False
     higher: bool = True
+    document: bool = False
     data: str = ""
     reference: AttentionSpec | None = None
 

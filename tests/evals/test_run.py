@@ -141,6 +141,44 @@ def test_what_prompts_share_is_read_once_and_changes_no_answer(
     assert answers() == shared
 
 
+def test_a_document_is_not_read_again(
+    run_eval: Run, tiny: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its passages are recited as if it had been read: the same answers, with the same numbers."""
+    path = tmp_path / "book.kv"
+    with engine.load(tiny, n_ctx=2048, attention=SPARSE) as s:
+        text = book.read_text().split("***")[2][:1300]
+        engine.read_document(s, path, engine.Reading("book", text, "plain"))
+    args = ["repetition", "answers_repetition", "--document", path, "-n", 4, "-a", "dense"]
+    args += ["-a", SPARSE, "--questions", 4]
+    read: list[int] = []
+    whole = engine.prefill
+
+    def prefill(s: engine.Session, tokens: list[int], **options: Any) -> None:
+        read.append(len(tokens))
+        whole(s, tokens, **options)
+
+    monkeypatch.setattr(engine, "prefill", prefill)
+
+    def answers() -> list[tuple[Any, ...]]:
+        done = run_eval(*args)
+        assert done.exit_code == 0, done.output
+        files = [tmp_path / "out" / f"{x}.jsonl" for x in ("repetition", "answers_repetition")]
+        found = [(r["id"], r["method"], r["said"], r["score"]) for f in files for r in records(f)]
+        for file in files:
+            file.unlink()
+        return found
+
+    opened = answers()
+    assert len(opened) == 16 and read and max(read) < 100
+    monkeypatch.setattr(engine, "open_document", lambda *_: None)
+    assert answers() == opened and max(read) > 1300
+    done = run_eval("needle", "--document", path)
+    assert done.exit_code == 2
+    assert "needle does not ask about a document" in str(done.exception)
+    assert "repetition and answers_repetition do" in done.exception.hint
+
+
 def test_answers_are_compared_with_dense_that_read_the_same(run_eval: Run, tmp_path: Path) -> None:
     """`dense` is the reference itself; `off` decodes what our exact attention has read."""
     args = ["answers_niah_many", "answers_repetition", "--questions", 2, "--ctx", 1792, "-n", 2]
