@@ -174,7 +174,7 @@ def test_a_document_is_not_read_again(
     monkeypatch.setattr(engine, "open_document", lambda *_: None)
     assert answers() == opened and max(read) > 1300
     done = run_eval("needle", "--document", path)
-    assert done.exit_code == 2
+    assert isinstance(done.exception, SparqError) and done.exception.exit_code == 2
     assert "needle does not ask about a document" in str(done.exception)
     assert "repetition and answers_repetition do" in done.exception.hint
 
