@@ -87,9 +87,10 @@ def test_a_reply_beside_a_neighbour_is_timed(model: Path, tmp_path: Path) -> Non
         ("stock", 512), ("stock", 512), ("sparq", 512), ("sparq", 128)
     ]  # fmt: skip
     for r in recs:
-        mid = {name: values[0] for name, values in r["samples"].items()}
-        assert mid["slowest_s"] >= mid["alone_s"] > 0 and mid["read_s"] > mid["restore_s"] > 0
-    assert recs[3]["samples"]["read_tokens_per_s"] > recs[2]["samples"]["read_tokens_per_s"]
+        times = [r["samples"][x] for x in ("alone_s", "read_s", "restore_s", "slowest_s")]
+        assert all(len(x) == 1 and x[0] > 0 for x in times)
+        assert len(r["samples"]["read_tokens_per_s"]) == 1
+    assert "| llama.cpp -fa 0 | 512 |" in (tmp_path / "neighbours.md").read_text()
 
 
 @pytest.mark.slow  # it builds stock's server
