@@ -9,14 +9,19 @@
 #include "llama-impl.h"
 
 #include <fcntl.h>
+#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
 #include <sstream>
 #include <stdexcept>
+#include <system_error>
+#include <thread>
 
 static void check(const std::string & spec) {
     char err[512];
@@ -118,6 +123,43 @@ void llama_sparse_bench_ready(llama_context * ctx) {
 }
 
 // ---- llama-server ----
+
+// The end of a pipe that a handler writes to, which is about all that a handler may do; a thread reads at the other end
+static int signal_pipe = -1;
+
+static void on_signal(int signal) {
+    const int     err  = errno;
+    const uint8_t byte = (uint8_t) signal;
+    while (write(signal_pipe, &byte, 1) < 0 && errno == EINTR) {
+    }
+    errno = err;
+}
+
+void llama_sparse_signals(void (*handler)(int)) {
+    int ends[2];
+    if (pipe(ends) != 0) {
+        return;
+    }
+    fcntl(ends[0], F_SETFD, FD_CLOEXEC);
+    fcntl(ends[1], F_SETFD, FD_CLOEXEC);
+    signal_pipe = ends[1];
+    try {
+        std::thread([handler, fd = ends[0]] {
+            uint8_t byte;
+            for (ssize_t n; (n = read(fd, &byte, 1)) == 1 || (n < 0 && errno == EINTR);) {
+                if (n == 1) {
+                    handler(byte);
+                }
+            }
+        }).detach();
+    } catch (const std::system_error &) {
+        return; // no more threads
+    }
+    struct sigaction action = {};
+    action.sa_handler = on_signal;
+    sigaction(SIGINT,  &action, nullptr);
+    sigaction(SIGTERM, &action, nullptr);
+}
 
 std::string llama_sparse_request_arg(const std::string & spec) {
     if (spec.find('\0') != std::string::npos) {

@@ -65,6 +65,10 @@ struct common_json_error;
 template <typename Json, typename Error, typename = void> struct llama_sparse_json_error { using type = typename Json::exception; };
 template <typename Json, typename Error> struct llama_sparse_json_error<Json, Error, std::void_t<decltype(sizeof(Error))>> { using type = Error; };
 
+// llama-server: from here on SIGINT and SIGTERM are handled by `handler` in a thread that holds no lock, and not in the one that they interrupt. On
+// systems with POSIX signals; if that is refused, all stays as it is
+LLAMA_API void llama_sparse_signals(void (*handler)(int));
+
 // llama-server: `sparse_attn` of a request. Returns it; throws std::invalid_argument, in one line
 LLAMA_API std::string llama_sparse_request_arg(const std::string & spec);
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import time
 import urllib.request
@@ -28,8 +29,10 @@ def serving(tools: Path, log: Path, *args: object) -> Iterator[str]:
 
 
 @contextmanager
-def started(tools: Path, log: Path, *args: object, ends: int = 0) -> Iterator[tuple[str, int]]:
-    """The same, with the number of its process. ends: how, -9 if the test kills it."""
+def started(
+    tools: Path, log: Path, *args: object, ends: int = 0, by: int = signal.SIGTERM
+) -> Iterator[tuple[str, int]]:
+    """The same, with the number of its process. ends: how, -9 if the test kills it; by: what."""
     line = [tools / "llama-server", "--host", "127.0.0.1", "--port", 0, *args]
     with (
         log.open("w") as f,
@@ -43,7 +46,7 @@ def started(tools: Path, log: Path, *args: object, ends: int = 0) -> Iterator[tu
     ):
         try:
             yield ready(server, log), server.pid
-            server.terminate()
+            server.send_signal(by)
             assert server.wait(60) == ends, log.read_text(errors="replace")
         finally:
             server.kill()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import signal
 import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server import ask, serving, text
+from server import ask, serving, started, text
 from test_engine import text_of
 
 from pyorch import native
@@ -267,3 +268,16 @@ def test_after_what_a_slot_held_before(pair: str) -> None:
     assert said_and_read(pair, 310) == want
     for _ in range(2):
         assert said_and_read(pair, 310, cache_prompt=True) == want
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_amid_a_reply(by: int, tools: Path, tiny: Path, tmp_path: Path) -> None:
+    """It ends the server, whatever lock the thread that it interrupts holds."""
+    line = ("-m", tiny, "-t", 1, "-np", 1, "-c", 4096, "--sparse-attn", "dense")
+    for i in range(4):
+        body = {"prompt": text_of(50, i), **ASKED, "stream": True, "n_predict": 3000}
+        with started(tools, tmp_path / "log", *line, by=by) as (url, _):
+            connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+            connection.request("POST", "/completion", json.dumps(body))
+            with closing(connection), connection.getresponse() as answer:
+                answer.readline()  # and leave: it would wait for clients
