@@ -79,7 +79,7 @@ class Document(Header):
 
     @property
     def types(self) -> tuple[str, str]:
-        """Those of K and V."""
+        """The types of K and V."""
         type_k, _, type_v = self.kind.partition("\n")[0].partition(",")[0].partition("/")
         return type_k, type_v
 

@@ -34,6 +34,7 @@ import prompt_time
 import recall
 import repetition
 import roofline
+import servers
 import serving
 import step_times
 import time_in_attention
@@ -148,7 +149,7 @@ def add_servers(folder: Path) -> None:
     """Each kind of server makes ten tokens per second more than the one before it."""
     run, common = secrets.token_hex(4), dict(model="m", n_slot=8, n_prompt=4096, n_gen=64)
     specs = [parse_spec("dense"), parse_spec("sparq,ratio=1/8")]
-    for i, case in enumerate(serving.cases(specs, n_threads=2, n_rounds=3, **common), 1):
+    for i, case in enumerate(servers.cases(specs, n_threads=2, n_rounds=3, **common), 1):
         rec = records.record(
             serving.BENCH,
             records.case_of(case),
