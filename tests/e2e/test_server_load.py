@@ -93,7 +93,8 @@ def served(
     ram = 64 if model.name == "tiny.gguf" else 0
     line = ["-m", model, "-t", 1, "-np", N_SLOT, "-c", N_SLOT * N_CTX, "--no-kv-unified", "-b", 256]
     line += ["-ub", 128, "-fa", "on", "--cache-ram", ram, "--metrics", "--slot-save-path", folder]
-    line += ["--sparse-attn", f"{SERVERS},shadow={shadow}"]
+    # Products of few bits round by how a prompt is cut into batches, which the other slots decide.
+    line += ["--sparse-attn", f"{SERVERS},shadow={shadow},prompt=f32"]
     with started(tools, folder / "log", *line, ends=ends) as found:
         yield found
 
