@@ -93,8 +93,7 @@ def served(
     ram = 64 if model.name == "tiny.gguf" else 0
     line = ["-m", model, "-t", 1, "-np", N_SLOT, "-c", N_SLOT * N_CTX, "--no-kv-unified", "-b", 256]
     line += ["-ub", 128, "-fa", "on", "--cache-ram", ram, "--metrics", "--slot-save-path", folder]
-    # Products of few bits round by how a prompt is cut into batches, which the other slots decide.
-    line += ["--sparse-attn", f"{SERVERS},shadow={shadow},prompt=f32"]
+    line += ["--sparse-attn", f"{SERVERS},shadow={shadow}"]
     with started(tools, folder / "log", *line, ends=ends) as found:
         yield found
 
