@@ -11,6 +11,7 @@ It writes neighbours.jsonl and .md.
 
 from __future__ import annotations
 
+import json
 import tempfile
 import threading
 import time
@@ -89,8 +90,11 @@ def one_round(server: Server) -> dict[str, Any]:
     alone = np.diff(times)
 
     def slot(action: str) -> None:
-        with servers.request(server.port, f"/slots/1?action={action}", {"filename": SAVED}):
-            pass
+        path = f"/slots/1?action={action}"
+        with servers.request(server.port, path, {"filename": SAVED}) as answer:
+            n = json.load(answer).get("n_restored", case.n_prompt)
+        if n < case.n_prompt:
+            raise SparqError(f"{n} of {case.n_prompt} positions were restored")
 
     slot("erase")
     meanwhile, read_s = beside(server, lambda: (server.ask(1, 1), None)[1], 1)

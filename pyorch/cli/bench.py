@@ -34,6 +34,8 @@ FLASH_ATTN = {
     **dict.fromkeys(("auto", "-1"), (False, True)),
 }
 COMBINED = ("attn_method", "ratio", "attn_shadow", "budget")  # options that -a replaces
+
+
 # ---- options ----
 
 
