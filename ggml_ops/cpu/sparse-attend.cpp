@@ -84,8 +84,9 @@ struct attend_unit {
 constexpr int64_t MASK_BLOCK = 1024;
 
 struct attend_work {
-    int64_t chunk;      // positions per unit
-    int64_t n_chunk;    // units per token, and over a selection per KV head of a token
+    int64_t chunk;      // positions per unit, at most
+    int64_t n_chunk;    // units per token, and over a selection per KV head of a token, at most
+    int64_t least;      // positions per unit of the shortest selection
     int64_t n_mean;     // means of V per token: one per KV head, or none
     int64_t n_block;    // blocks of the mask per token, 0 if it is looked at cell by cell
     int     ld;         // floats per state
@@ -103,9 +104,10 @@ struct attend_work {
     attend_work(const attend_src & a, const void * wdata, int ith, int nth) {
         ld      = attn_state::size(a.d_v);
         n_mean  = a.p.mean_v ? a.n_head_kv : 0;
-        chunk   = chunk_size(a, ld);
+        least   = least_chunk(a, ld);
+        chunk   = chunk_of(a, a.n_max);
         ld_s    = chunk + W;
-        n_chunk = ceil_div(a.n_max, chunk);
+        n_chunk = most_chunks(a, least);
         n_block = a.dense || a.n_max*a.n_head_kv < a.n_kv/32 ? 0 : ceil_div(a.n_kv, MASK_BLOCK); // the masks of few cells are fewer lines
 
         bump shared(wdata);
@@ -120,15 +122,36 @@ struct attend_work {
         });
     }
 
-    // Small units where cells are few, so that many threads find some. Larger ones while there are 512 of them, and when the states of many tokens
-    // would need more than 64 MB
-    static int64_t chunk_size(const attend_src & a, int ld) {
-        const int64_t limit = 64*1024*1024/(a.n_row*a.n_head*ld*(int64_t) sizeof(float)) + 1;
-        int64_t res = 256;
-        if (!a.dense) {
-            res = std::max(std::min<int64_t>(128, ceil_div(a.n_max, 8*32)*32), std::min<int64_t>(256, a.n_max*a.n_head_kv/(512*32)*32));
+    // A unit is as large as the token's own selection asks for, so that what it gets has the same bits whoever else is in the batch: small where
+    // cells are few, so that many threads find some, and larger while there are about 512 units
+    static constexpr int64_t SMALL = 32, MIDDLE = 128, LARGE = 256;
+    static constexpr int64_t N_SMALL = 8; // units of a short selection
+
+    static int64_t few(const attend_src & a) { return std::max<int64_t>(N_SMALL*LARGE, 512*LARGE/a.n_head_kv); } // from here on, LARGE ones
+
+    // positions per unit, where n are read
+    int64_t chunk_of(const attend_src & a, int64_t n) const {
+        if (a.dense || n >= few(a)) {
+            return std::max(LARGE, least);
         }
-        while (ceil_div(a.n_max, res) > limit) {
+        return std::max(std::min(MIDDLE, ceil_div(n, N_SMALL*SMALL)*SMALL), least);
+    }
+
+    // units where up to n_max positions are read
+    static int64_t most_chunks(const attend_src & a, int64_t least) {
+        const int64_t n_large = ceil_div(a.n_max, std::max(LARGE, least));
+        if (a.dense) {
+            return n_large;
+        }
+        const int64_t n_small = std::min(N_SMALL, ceil_div(a.n_max, std::max(SMALL, least)));
+        return std::max({ n_small, n_large, ceil_div(std::min(a.n_max, few(a)), std::max(MIDDLE, least)) });
+    }
+
+    // more than SMALL when the states of many tokens would need more than 64 MB
+    static int64_t least_chunk(const attend_src & a, int ld) {
+        const int64_t limit = 64*1024*1024/(a.n_row*a.n_head*ld*(int64_t) sizeof(float)) + 1;
+        int64_t res = SMALL;
+        while (most_chunks(a, res) > limit && res < a.n_max) {
             res *= 2;
         }
         return res;
@@ -256,10 +279,11 @@ attend_unit take_unit(const attend_src & a, const attend_work & w, unit_queue & 
         int64_t n = a.n_kv;
         if (!a.dense) {
             const int32_t * sel = at<const int32_t>(a.sel, x.h, x.i, x.s);
-            x.cell = sel + 1 + a.n_group_q + x.c*w.chunk;
             n      = a.n_sel(sel);
+            x.cell = sel + 1 + a.n_group_q + x.c*w.chunk_of(a, n);
         }
-        x.n = (int) std::min(w.chunk, n - x.c*w.chunk);
+        const int64_t chunk = w.chunk_of(a, n);
+        x.n = (int) std::min(chunk, n - x.c*chunk);
         if (x.n > 0) {
             return x;
         }
@@ -380,7 +404,7 @@ void mean_units(const attend_src & a, const attend_work & w, int64_t ith, int64_
 void merge_unit(const attend_src & a, const attend_work & w, ggml_tensor * dst, int64_t j, int64_t i, int64_t s) {
     const int64_t h = j/a.n_group_q, r = s*a.n_tok + i;
     const int32_t * x = a.dense ? nullptr : at<const int32_t>(a.sel, h, i, s);
-    const int64_t   n = a.dense ? w.n_chunk : ceil_div(a.n_sel(x), w.chunk);
+    const int64_t   n = a.dense ? w.n_chunk : ceil_div(a.n_sel(x), w.chunk_of(a, a.n_sel(x)));
     float * res = (float *) dst->data + r*dst->nb[1]/sizeof(float) + j*a.d_v;
     const float * sink = a.sinks ? (const float *) a.sinks->data + j : nullptr;
     const float * state = w.state + (r*w.n_chunk*a.n_head + j)*w.ld;

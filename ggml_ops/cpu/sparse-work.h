@@ -7,8 +7,9 @@
 //
 //   types    q is f32; K and V are f16, bf16, f32, q8_0 or q4_0; the shadow is f16 or codes of 8 or 4 bits; the mask is f16. ggml-sparse.h has
 //            the rest, and the constructors check it
-//   threads  Work is cut into units whose size depends on shapes only, and partial results are merged in the order of the units. So the
-//            result has the same bits for any number of threads, whoever takes which unit. Every thread reaches every barrier
+//   threads  Work is cut into units whose size depends on shapes and on what the token selected only, and partial results are merged in the
+//            order of the units. So the result has the same bits for any number of threads, whoever takes which unit, and whatever other tokens
+//            read. Every thread reaches every barrier
 //   memory   Scratch comes from params->wdata. Its layout is written once, in the *_work of a step, and serves ggml_sparse_attn_work_size too
 //   stats    Thread 0 adds them. The numbers follow from shapes, visible, sealed and n_sel
 

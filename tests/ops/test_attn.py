@@ -123,6 +123,16 @@ def test_attn_threads_are_bit_identical(case: Case, ggml: Ggml) -> None:
             assert np.array_equal(one, run(ggml, data, n_threads=n_threads)), f"{n_threads} threads"
 
 
+@pytest.mark.parametrize("exact", [False, True], ids=["sparq", "topk"])
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+def test_attn_room_for_more_changes_no_bit(case: Case, exact: bool, ggml: Ggml) -> None:
+    """Beside a token that selects many positions, one that selects few gets what it gets alone."""
+    data = cases.make(replace(case, topk="64"))
+    alone = sparse_run(ggml, data, exact=exact)
+    for n in (200, 450, case.n_kv):
+        assert np.array_equal(sparse_run(ggml, replace(data, topk_max=n), exact=exact), alone), n
+
+
 @pytest.mark.parametrize("case", SHAPES, ids=str)
 def test_attn_everything_selected_equals_dense(case: Case, ggml: Ggml) -> None:
     """rank = d and topk >= n_kv: nothing is approximated. With the mean value too: alpha is 1."""
