@@ -287,6 +287,10 @@ bool llama_sparse_document_use(llama_context * ctx, llama_seq_id slot, const std
         return false;
     }
     llama_memory_seq_rm(llama_get_memory(ctx), slot, -1, -1);
+    static const char * kv_memory = getenv("SPARQ_KV_MEMORY");
+    if (kv_memory) {
+        llama_sparse_kv_memory(ctx, atoll(kv_memory));
+    }
     char err[512] = "cannot be opened";
     const int fd = open(best->path.c_str(), O_RDONLY | O_CLOEXEC);
     const bool done = fd >= 0 &&

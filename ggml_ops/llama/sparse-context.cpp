@@ -102,6 +102,11 @@ static bool seal_early(llama_context & ctx, size_t n_bytes = SIZE_MAX) {
     return n > 0;
 }
 
+void llama_sparse_new_graphs(llama_context & ctx) {
+    access::cparams(ctx).sparse_gen++; // allow_reuse() compares it
+    access::sched_need_reserve(ctx) = true;
+}
+
 // throws llama_sparse_error, or std::runtime_error: no memory; nothing has changed then
 static void set(llama_context & ctx, const llama_sparse_spec & spec) {
     check(ctx, spec);
@@ -143,9 +148,7 @@ static void set(llama_context & ctx, const llama_sparse_spec & spec) {
     state->n_layer   = (int32_t) ctx.get_model().hparams.n_layer();
     state->reason    = spec.method == LLAMA_SPARSE_OFF ? "" : kv ? llama_sparse_why_not(*kv) : "this architecture has no plain KV cache";
 
-    // a graph built with the old settings must not be reused: allow_reuse() compares this number
-    access::cparams(ctx).sparse_gen++;
-    access::sched_need_reserve(ctx) = true;
+    llama_sparse_new_graphs(ctx);
     seal_early(ctx);
 }
 
@@ -338,6 +341,25 @@ int64_t llama_sparse_attn_check(llama_context * ctx) {
 }
 
 //
+// the memory of documents
+//
+
+static int64_t set_kv_memory(llama_context & ctx, int64_t n_bytes) {
+    ctx.synchronize();
+    auto * kv = llama_sparse_find_cache(ctx.get_memory());
+    if (!kv || !access::shadow(*kv)) {
+        return -1;
+    }
+    access::shadow(*kv)->pages->set_limit(std::max<int64_t>(n_bytes, 0));
+    llama_sparse_new_graphs(ctx);
+    return 0;
+}
+
+int64_t llama_sparse_kv_memory(llama_context * ctx, int64_t n_bytes) {
+    return guarded(__func__, [&] { return set_kv_memory(*ctx, n_bytes); });
+}
+
+//
 // counters
 //
 
@@ -345,6 +367,9 @@ void llama_sparse_attn_reset_counters(llama_context * ctx) {
     ctx->synchronize();
     if (auto & state = ctx->get_cparams().sparse) {
         state->reset_counters();
+    }
+    if (auto * kv = llama_sparse_find_cache(ctx->get_memory()); kv && access::shadow(*kv)) {
+        access::shadow(*kv)->pages->reset_counts();
     }
 }
 
@@ -374,6 +399,11 @@ static std::string json_object(const json_fields & fields) {
 
 static std::string json_text(const std::string & s) { return "\"" + s + "\""; }
 static std::string json_number(int64_t x)           { return std::to_string(x); }
+
+static llama_sparse_pages::counts pages_of(llama_context & ctx) {
+    auto * kv = llama_sparse_find_cache(ctx.get_memory());
+    return kv && access::shadow(*kv) ? access::shadow(*kv)->pages->read_counts() : llama_sparse_pages::counts{};
+}
 
 static std::string info(llama_context & ctx) {
     const auto & state = ctx.get_cparams().sparse;
@@ -428,6 +458,13 @@ static std::string info(llama_context & ctx) {
         { "bytes_dense",       json_number(stat[GGML_SPARSE_STAT_BYTES_DENSE]) },
         { "groups_sealed",     json_number(stat[GGML_SPARSE_STAT_GROUPS_SEALED]) },
     });
+    const auto pages = pages_of(ctx);
+    const std::string documents = json_object({
+        { "limit",  json_number(pages.limit) },
+        { "held",   json_number(pages.held) },
+        { "wanted", json_number(pages.wanted*pages.page) },
+        { "read",   json_number(pages.read*pages.page) },
+    });
     return json_object({
         { "spec",          json_text(spec.str()) },
         { "active",        !state->is_off() && state->reason.empty() ? "true" : "false" },
@@ -440,6 +477,7 @@ static std::string info(llama_context & ctx) {
         { "layers",        "[" + layers + "]" },
         { "devices",       "[" + devices + "]" },
         { "counters",      counters },
+        { "documents",     documents },
     });
     // clang-format on
 }

@@ -270,7 +270,7 @@ size_t map_rows(llama_sparse_shadow & shadow, int fd, uint64_t offset, const par
     const bool is_host = ggml_backend_buffer_is_host(p.t->buffer) && p.nb == p.row_bytes;
     char * to = is_host ? (char *) p.t->data + p.at : nullptr;
     if (!is_host || ggml_backend_buffer_get_size(p.t->buffer) < MIN_MAPPED || (uintptr_t) to % page != 0 || (offset + p.offset) % page != 0 ||
-            !shadow.map_file(to, n_page, fd, offset + p.offset)) {
+            !shadow.pages->map(to, n_page, fd, offset + p.offset)) {
         read_rows(fd, offset, p, 0, n_row);
         return 0;
     }
@@ -325,6 +325,9 @@ int64_t open_document(llama_context & ctx, llama_seq_id seq_id, int fd, uint64_t
     for (uint32_t i = 0; i < n_read; ++i) {
         cells.pos_set(own[i], i);
         cells.seq_add(own[i], seq_id);
+    }
+    if (shadow->pages->is_limited()) {
+        llama_sparse_new_graphs(ctx); // their nodes say what they read
     }
     const std::vector<int8_t> output(n_read, 0);
     shadow->set_prompt(p.stream, own, output.data());

@@ -18,20 +18,6 @@
 // full, is always scored from K
 static constexpr int64_t CODE_PAD = GGML_SPARSE_LINE;
 
-// Rows of K and V, gathered, lie in a page each: without huge pages address translation takes longer than the bytes
-static void huge_pages(char * at, size_t n) {
-#if defined(__linux__)
-    constexpr uintptr_t PAGE = GGML_SPARSE_HUGE_PAGE;
-    const uintptr_t first = ((uintptr_t) at + PAGE - 1)/PAGE*PAGE, last = ((uintptr_t) at + n)/PAGE*PAGE;
-    if (last >= first + 2*PAGE) {
-        madvise((void *) first, last - first, MADV_HUGEPAGE); // a wish: where the kernel refuses, nothing is lost
-    }
-#else
-    GGML_UNUSED(at);
-    GGML_UNUSED(n);
-#endif
-}
-
 llama_sparse_shadow::llama_sparse_shadow(uint32_t n_stream, uint32_t n_cell) :
     flags(n_stream, std::vector<uint8_t>(llama_sparse_n_groups(n_cell), 0)), prompt(n_stream, std::vector<uint8_t>(n_cell, 0)) {
 }
@@ -179,7 +165,7 @@ void llama_sparse_shadow::make_tensors(llama_kv_cache & kv, const llama_sparse_s
             continue;
         }
         if (ggml_backend_buffer_is_host(buf.get())) {
-            huge_pages((char *) ggml_backend_buffer_get_base(buf.get()), ggml_backend_buffer_get_size(buf.get()));
+            llama_sparse_huge_pages((char *) ggml_backend_buffer_get_base(buf.get()), ggml_backend_buffer_get_size(buf.get()));
         }
         new_ctxs.push_back(std::move(ctx));
         new_bufs.push_back(std::move(buf));
@@ -274,30 +260,6 @@ void llama_sparse_shadow::copy_prompt(uint32_t from, uint32_t to) {
 }
 
 //
-// documents
-//
-
-bool llama_sparse_shadow::map_file(char * at, size_t n, int fd, uint64_t offset) {
-    file_pages.reserve(file_pages.size() + 1);
-    if (n == 0 || mmap(at, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, fd, (off_t) offset) == MAP_FAILED) {
-        return false;
-    }
-    file_pages.emplace_back(at, n);
-    return true;
-}
-
-void llama_sparse_shadow::unmap_files() {
-    for (const auto & [at, n] : file_pages) {
-        if (mmap(at, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_ANONYMOUS, -1, 0) == MAP_FAILED) {
-            memset(at, 0, n); // copies of the file's pages
-        } else {
-            huge_pages(at, n);
-        }
-    }
-    file_pages.clear();
-}
-
-//
 // hooks
 //
 
@@ -311,7 +273,7 @@ void llama_sparse_cells_written(llama_sparse_shadow * shadow, uint32_t stream, c
 void llama_sparse_cells_cleared(llama_sparse_shadow * shadow) {
     if (shadow) {
         shadow->invalidate();
-        shadow->unmap_files();
+        shadow->pages->unmap();
     }
 }
 
@@ -351,7 +313,7 @@ void llama_sparse_clear(ggml_backend_buffer_t buf) {
         if (last > first && madvise(first, last - first, MADV_DONTNEED) == 0) {
             memset(base, 0, first - base);
             memset(last, 0, base + n - last);
-            huge_pages(base, n);
+            llama_sparse_huge_pages(base, n);
             return;
         }
     }

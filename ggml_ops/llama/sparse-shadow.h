@@ -16,6 +16,7 @@
 // Switching sparse attention off keeps the tensors: switching it on again seals only what has changed.
 
 #include "sparse-cache.h"
+#include "sparse-pages.h"
 
 #include "llama-sparse-hooks.h"
 
@@ -91,11 +92,9 @@ struct llama_sparse_shadow {
     void set_prompt(uint32_t stream, const std::vector<uint32_t> & cells, const int8_t * output); // nullptr: it is not known, so no
     void copy_prompt(uint32_t from, uint32_t to);
 
-    // ---- the pages of documents that lie where K and V do, see sparse-document.cpp
+    // ---- the pages of documents that lie where K and V do. A graph that reads them keeps them
 
-    // The pages of the file take the place of those at `at`. Private ones: what is written there later stays in memory. False: the system refuses
-    bool map_file(char * at, size_t n, int fd, uint64_t offset);
-    void unmap_files(); // empty memory instead, which is what the cache has before it is first written
+    const std::shared_ptr<llama_sparse_pages> pages = std::make_shared<llama_sparse_pages>();
 
 private:
     void unseal(std::vector<uint8_t> & flags, size_t group) const;
@@ -110,8 +109,6 @@ private:
 
     std::vector<std::vector<uint8_t>> flags;  // [n_stream][n_grp]
     std::vector<std::vector<uint8_t>> prompt; // [n_stream][n_cell]
-
-    std::vector<std::pair<char *, size_t>> file_pages;
 
     std::vector<std::pair<uint32_t, uint32_t>> pending; // (stream, group) that the graph at hand seals
 };

@@ -62,6 +62,7 @@ def command(
     tokens: int | None,
     resume: str | None,
     documents: tuple[str, ...],
+    kv_memory: int | None,
     context: opt.ContextOptions,
     load: opt.LoadOptions,
     attention: opt.AttentionOptions,
@@ -85,7 +86,9 @@ def command(
     if system:  # it replaces the system message of a resumed conversation
         messages = [m for m in messages if m["role"] != "system"]
         messages.insert(0, {"role": "system", "content": system})
-    with open_session(model, spec, context, load, documents=found or saved) as session:
+    with open_session(
+        model, spec, context, load, documents=found or saved, kv_memory=kv_memory
+    ) as session:
         template = ChatTemplate(session)
         if not template.builtin:
             note("note: this model has no chat template; a plain transcript is used", "yellow")

@@ -48,6 +48,7 @@ def command(
     file: str | None,
     tokens: int,
     documents: tuple[str, ...],
+    kv_memory: int | None,
     context: opt.ContextOptions,
     load: opt.LoadOptions,
     attention: opt.AttentionOptions,
@@ -66,7 +67,7 @@ def command(
     if len(documents) > 1:
         raise SparqError("two documents, but one text to continue", "one --document", 2)
     found = [document_file.load(document_file.find(name)) for name in documents]
-    with open_session(model, spec, context, load, documents=found) as session:
+    with open_session(model, spec, context, load, documents=found, kv_memory=kv_memory) as session:
         words, stop = _after(session, found[0], text) if found else (text, [])
         _generate(session, words, spec, chosen, tokens, stop, as_json=as_json)
 

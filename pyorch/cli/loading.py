@@ -189,6 +189,7 @@ def open_session(
     load: LoadOptions,
     n_sequences: int = 1,
     documents: Sequence[Document] = (),
+    kv_memory: int | None = None,
 ) -> Session:
     """Load the model that the options name, with a bar if it takes long. Where the command line
     does not say it, the session has room for each of the documents, and the types of its K and V.
@@ -196,6 +197,7 @@ def open_session(
     from pyorch import engine
 
     options = session_options(attention, context, load, n_sequences)
+    options["kv_memory"] = kv_memory
     for document in documents:
         fit(options, document, model_path(model.model, model.yes))
     options["n_mapped"] = min((d.n_tokens for d in documents), default=0)  # one of them is open

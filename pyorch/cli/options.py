@@ -31,6 +31,7 @@ from pyorch.cli.types import (
     Name,
     Number,
     Ratio,
+    Size,
 )
 from pyorch.errors import SparqError
 from pyorch.ggml import CACHE_TYPES, NUMA, ROPE_SCALING
@@ -452,10 +453,17 @@ json_option = click.option(
 # ---- documents ----
 
 
-document_option = click.option(
-    "--document",
-    "documents",
-    multiple=True,
-    metavar="FILE",
-    help="Begin with what `sparq-cpp read` has read: a file, or its name in `documents list`.",
+document_option = group(
+    click.option(
+        "--document",
+        "documents",
+        multiple=True,
+        metavar="FILE",
+        help="Begin with what `sparq-cpp read` has read: a file, or its name in `documents list`.",
+    ),
+    click.option(
+        "--kv-memory",
+        type=Size(),
+        help="Keep at most this much of their K and V in memory, say 2G.  [default: what fits]",
+    ),
 )

@@ -134,6 +134,7 @@ def command(
     model: opt.ModelOptions,
     server: ServerOptions,
     documents: tuple[str, ...],
+    kv_memory: int | None,
     context: opt.ContextOptions,
     load: opt.LoadOptions,
     attention: opt.AttentionOptions,
@@ -159,6 +160,7 @@ def command(
             )
         note("note: whoever reaches this address can use it", "yellow")
     options = session_options(attention.spec(), context, load, server.parallel)
+    options["kv_memory"] = kv_memory
     found = [document_file.load(document_file.find(name)) for name in documents]
     for document in found:
         fit(options, document, model_path(model.model, model.yes))
@@ -303,7 +305,7 @@ def _serve(served: Served, more: Sequence[str]) -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
     account = Account()
     with (
-        _list_of(served.documents) as documents,
+        _list_of(served.documents, settings.kv_memory) as documents,
         Child(argv, {**env, **documents}, account.read, shows_log()) as child,
     ):
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(served.address, served.address)
@@ -326,8 +328,8 @@ def _serve(served: Served, more: Sequence[str]) -> None:
 
 
 @contextmanager
-def _list_of(documents: Sequence[Document]) -> Iterator[dict[str, str]]:
-    """The variable that tells llama-server of the documents."""
+def _list_of(documents: Sequence[Document], kv_memory: int | None) -> Iterator[dict[str, str]]:
+    """The variables that tell llama-server of the documents."""
     from pyorch.engine import document_file
 
     if not documents:
@@ -336,7 +338,8 @@ def _list_of(documents: Sequence[Document]) -> Iterator[dict[str, str]]:
     with NamedTemporaryFile("w", suffix=".list", encoding="utf-8") as file:
         file.write(document_file.listed(documents))
         file.flush()
-        yield {"SPARQ_DOCUMENTS": file.name}
+        limit = {} if kv_memory is None else {"SPARQ_KV_MEMORY": str(kv_memory)}
+        yield {"SPARQ_DOCUMENTS": file.name, **limit}
 
 
 def _stays_exact(file: GGUFFile, settings: Settings, spec: AttentionSpec) -> str:

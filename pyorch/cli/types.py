@@ -63,6 +63,19 @@ SOME_POSITIONS = Number(int, 1, 10**9)
 POSITIVE = Number(float, 1e-9, 1e9)
 
 
+class Size(click.ParamType):
+    """Bytes: 512M, 2G or 1.5GiB, in binary units."""
+
+    name = "size"
+
+    def convert(self, value: object, param: Param, ctx: Context) -> int:
+        found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(?:i?B)?", str(value), re.IGNORECASE)
+        n = int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " ")) if found else 0
+        if n < 1:
+            raise SparqError(f"{_shown(param)} {value!r} is no size", "512M or 2G", exit_code=2)
+        return n
+
+
 class Name(click.ParamType):
     """One of a few names; for a wrong one the error suggests the nearest."""
 

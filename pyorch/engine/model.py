@@ -129,6 +129,8 @@ class Session:
                 watch.attach(self)
             if settings.attention is not None:
                 sparse.set_spec(self.lib, self.ctx, settings.attention)
+            if settings.kv_memory is not None:
+                sparse.set_kv_memory(self.lib, self.ctx, settings.kv_memory)
         except BaseException:  # includes Ctrl-C while the cache is sealed
             self.close()
             raise

@@ -123,6 +123,8 @@ class SessionOptions(TypedDict, total=False):
     n_mapped        positions of a document that is opened next: their K and V are pages of its
                     file, which the system can drop, so they do not count as memory
     n_away          layers whose weights, K and V are on other machines; None is all of them
+    kv_memory       bytes of K and V of documents that stay in memory, the rest is read from their
+                    files; None leaves it to the system. It needs attention of ours, exact or not
     """
 
     n_ctx: int | None
@@ -136,6 +138,7 @@ class SessionOptions(TypedDict, total=False):
     n_sequences: int
     n_mapped: int
     n_away: int | None
+    kv_memory: int | None
 
 
 class Placement(TypedDict, total=False):
@@ -161,6 +164,7 @@ class Settings:
     attention: AttentionSpec | None
     rope: Rope
     n_sequences: int
+    kv_memory: int | None
 
     def params(self, lib: ModuleType) -> ctypes.Structure:
         """A new `llama_context_params` with these settings."""
@@ -191,6 +195,7 @@ def checked(
     n_sequences: int = 1,
     n_mapped: int = 0,
     n_away: int | None = 0,
+    kv_memory: int | None = None,
 ) -> Settings:
     """The settings of a context for this model, from those that `SessionOptions` explains.
 
@@ -209,11 +214,19 @@ def checked(
     here = 1 - min(geo.n_layer if n_away is None else n_away, geo.n_layer) / max(geo.n_layer, 1)
     kv = n_sequences * cache_bytes(geo, n_ctx, *types) - mapped
     check_memory(file, int(here * kv), int(here * n_sequences * shadow), here)
+    if kv_memory is not None and (spec is None or spec.method == "off"):
+        raise SparqError(
+            "a limit of the memory of documents needs attention of ours",
+            "--ratio 1/8, or --attn-method dense, which reads everything",
+            exit_code=2,
+        )
     n_threads = min(n_threads or usable_cores(), MAX_THREADS)
     if n_batch is None:
         n_batch = min(512, max(MASK_BYTES // (2 * n_ctx), 32))
     n_batch = min(n_batch, n_ctx)
-    return Settings(n_ctx, n_threads, n_batch, types, flash_attn, spec, rope, n_sequences)
+    return Settings(
+        n_ctx, n_threads, n_batch, types, flash_attn, spec, rope, n_sequences, kv_memory
+    )
 
 
 def layers_away(workers: Sequence[str], n_gpu_layers: int | None) -> int | None:

@@ -1,0 +1,257 @@
+#include "sparse-pages.h"
+
+#include "llama-impl.h"
+
+#include "ggml-sparse.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#if defined(__linux__) && !defined(MADV_PAGEOUT)
+#define MADV_PAGEOUT 21 // since Linux 5.4; older systems refuse it
+#endif
+
+void llama_sparse_huge_pages(char * at, size_t n) {
+#if defined(__linux__)
+    constexpr uintptr_t PAGE = GGML_SPARSE_HUGE_PAGE;
+    const uintptr_t first = ((uintptr_t) at + PAGE - 1)/PAGE*PAGE, last = ((uintptr_t) at + n)/PAGE*PAGE;
+    if (last >= first + 2*PAGE) {
+        madvise((void *) first, last - first, MADV_HUGEPAGE); // a wish: where the kernel refuses, nothing is lost
+    }
+#else
+    GGML_UNUSED(at);
+    GGML_UNUSED(n);
+#endif
+}
+
+size_t llama_sparse_pages::page_size() { return sysconf(_SC_PAGESIZE); }
+
+//
+// the pages
+//
+
+bool llama_sparse_pages::map(char * at, size_t n, int fd, uint64_t offset) {
+    GGML_ASSERT(n % page == 0);
+    if (n == 0 || mmap(at, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, fd, (off_t) offset) == MAP_FAILED) {
+        return false;
+    }
+    // what is left of those that were there, and the new ones
+    std::vector<span> next;
+    size_t n_page = 0;
+    const auto add = [&](char * from, char * to) {
+        if (to > from) {
+            next.push_back({ from, (size_t) (to - from), n_page });
+            n_page += (to - from)/page;
+        }
+    };
+    for (const span & x : spans) {
+        add(x.at, std::min(x.at + x.n, at));
+        add(std::max(x.at, at + n), x.at + x.n);
+    }
+    add(at, at + n);
+    std::vector<std::atomic<uint32_t>> ages(n_page);
+    n_in = 0;
+    for (const span & x : next) {
+        for (size_t i = 0; i < x.n/page; ++i) {
+            const auto * old = x.at == at ? nullptr : find(x.at + i*page);
+            ages[x.first + i] = old ? old->load() : 0;
+            n_in += ages[x.first + i] != 0;
+        }
+    }
+    used.swap(ages);
+    std::sort(next.begin(), next.end(), [](const span & a, const span & b) { return a.at < b.at; });
+    spans = std::move(next);
+    madvise(at, n, advice());
+    return true;
+}
+
+std::vector<llama_sparse_pages::span>::const_iterator llama_sparse_pages::span_of(const char * at) const {
+    const auto it = std::upper_bound(spans.begin(), spans.end(), at, [](const char * p, const span & x) { return p < x.at; });
+    return it == spans.begin() ? it : it - 1;
+}
+
+const std::atomic<uint32_t> * llama_sparse_pages::find(const char * at) const {
+    const auto it = span_of(at);
+    return it != spans.end() && at >= it->at && at < it->at + it->n ? &used[it->first + (at - it->at)/page] : nullptr;
+}
+
+void llama_sparse_pages::unmap() {
+    for (const span & x : spans) {
+        if (mmap(x.at, x.n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_ANONYMOUS, -1, 0) == MAP_FAILED) {
+            memset(x.at, 0, x.n); // copies of the file's pages
+        } else {
+            llama_sparse_huge_pages(x.at, x.n);
+        }
+    }
+    spans.clear();
+    std::vector<std::atomic<uint32_t>>().swap(used);
+    n_in = 0;
+}
+
+// by itself the system reads far ahead of a page, and drops others for it
+int llama_sparse_pages::advice() const { return limit > 0 ? MADV_RANDOM : MADV_NORMAL; }
+
+void llama_sparse_pages::set_limit(size_t n_bytes) {
+    limit  = n_bytes;
+    n_vain = 0;
+    for (const span & x : spans) {
+        madvise(x.at, x.n, advice());
+    }
+}
+
+llama_sparse_pages::counts llama_sparse_pages::read_counts() const {
+    return { (int64_t) limit, n_in*(int64_t) page, n_wanted, n_read, (int64_t) page };
+}
+
+void llama_sparse_pages::reset_counts() { n_wanted = n_read = 0; }
+
+//
+// what stays in memory
+//
+
+void llama_sparse_pages::begin() {
+    if (n_vain < MOST_VAIN && limit > 0 && (size_t) n_in > limit/page) {
+        make_room();
+    }
+    now++;
+}
+
+// the pages that were read the longest ago, a sixteenth more than is needed, so that the next nodes find room
+void llama_sparse_pages::make_room() {
+    std::vector<uint32_t> ages;
+    for (const auto & x : used) {
+        if (const uint32_t age = x) {
+            ages.push_back(age);
+        }
+    }
+    const size_t keep = limit/page*15/16;
+    size_t       n    = ages.size() > keep ? ages.size() - keep : 0;
+    if (n == 0) {
+        return;
+    }
+    std::nth_element(ages.begin(), ages.begin() + (n - 1), ages.end());
+    const uint32_t oldest = ages[n - 1];
+    size_t n_gone = 0;
+    for (const span & x : spans) {
+        size_t begin = 0, end = 0; // those to drop, side by side
+        for (size_t i = 0; i < x.n/page && n > 0; ++i) {
+            auto & y = used[x.first + i];
+            uint32_t age = y;
+            if (age == 0 || age > oldest || !y.compare_exchange_strong(age, 0)) { // or another thread wants it just now
+                continue;
+            }
+            --n;
+            --n_in;
+            if (i != end) {
+                n_gone += drop(x, begin, end);
+                begin   = i;
+            }
+            end = i + 1;
+        }
+        n_gone += drop(x, begin, end);
+    }
+    n_vain = n_gone == 0 ? n_vain + 1 : 0;
+    if (n_vain == MOST_VAIN) {
+        LLAMA_LOG_WARN("%s: the system can not drop pages of a document, so it decides what stays in memory\n", __func__);
+    }
+}
+
+// The pages [begin, end) of a span; returns how many are gone. The system keeps those that have only just come in, and what was written there
+size_t llama_sparse_pages::drop(const span & x, size_t begin, size_t end) {
+    size_t n_gone = 0;
+#if defined(MADV_PAGEOUT)
+    if (begin < end && madvise(x.at + begin*page, (end - begin)*page, MADV_PAGEOUT) == 0) {
+        std::vector<unsigned char> is_in(end - begin, 1);
+        mincore(x.at + begin*page, (end - begin)*page, is_in.data());
+        for (size_t i = begin; i < end; ++i) {
+            if (is_in[i - begin] & 1) {
+                used[x.first + i] = OLDEST;
+                ++n_in;
+            } else {
+                ++n_gone;
+            }
+        }
+    }
+#else
+    GGML_UNUSED_VARS(x, begin, end);
+#endif
+    return n_gone;
+}
+
+void llama_sparse_pages::want(const char * at, size_t n) {
+    for (auto it = span_of(at); it != spans.end() && it->at < at + n; ++it) {
+        const size_t lo = at > it->at ? (at - it->at)/page : 0, hi = (std::min<size_t>(at + n - it->at, it->n) + page - 1)/page; // pages of it
+        size_t begin = lo; // from here on they are asked for together
+        for (size_t i = lo; i < hi; ++i) {
+            auto & x = used[it->first + i];
+            const uint32_t node = now, last = x.load(std::memory_order_relaxed) == node ? node : x.exchange(node, std::memory_order_relaxed);
+            n_wanted += last != node;
+            n_read   += last == 0;
+            n_in     += last == 0;
+            if (last != 0) {
+                if (i > begin) {
+                    madvise(it->at + begin*page, (i - begin)*page, MADV_WILLNEED);
+                }
+                begin = i + 1;
+            }
+        }
+        if (hi > begin) {
+            madvise(it->at + begin*page, (hi - begin)*page, MADV_WILLNEED);
+        }
+    }
+}
+
+//
+// in the graph
+//
+
+static void want_all(llama_sparse_pages & pages, const ggml_tensor * x, int ith, int nth) {
+    constexpr int64_t STEP = 64; // rows of all KV heads
+    for (int64_t s = 0; s < x->ne[3]; ++s) {
+        for (int64_t t = ith*STEP; t < x->ne[2]; t += nth*STEP) {
+            pages.want((const char *) x->data + s*x->nb[3] + t*x->nb[2], std::min(STEP, x->ne[2] - t)*x->nb[2]);
+        }
+    }
+}
+
+// the selected cells of KV head h of stream s
+static void want_cells(llama_sparse_pages & pages, const ggml_tensor * x, const int32_t * cells, int64_t n, int64_t h, int64_t s) {
+    const size_t n_row = ggml_row_size(x->type, x->ne[0]);
+    for (int64_t i = 0; i < n; ++i) {
+        pages.want((const char *) x->data + h*x->nb[1] + cells[i]*x->nb[2] + s*x->nb[3], n_row);
+    }
+}
+
+// t: a selection, [1 + n_group_q + topk_max, n_head_kv, n_tok, n_stream], or q
+static void want_reads(ggml_tensor * t, const ggml_tensor *, int ith, int nth, void * data) {
+    const auto & reads = *(const llama_sparse_reads *) data;
+    auto & pages = *reads.pages;
+    if (ith == 0) {
+        pages.begin();
+    }
+    const int64_t n_unit = t->ne[1]*t->ne[2]*t->ne[3]; // KV heads of tokens
+    const auto unit = [&](int64_t u) { return (const int32_t *) t->data + u*t->ne[0]; };
+    bool all = t->type != GGML_TYPE_I32;
+    for (int64_t u = 0; !all && u < n_unit; ++u) {
+        all = unit(u)[0] == GGML_SPARSE_SELECT_ALL;
+    }
+    for (const ggml_tensor * x : { reads.k, reads.v }) {
+        if (!x) {
+            continue;
+        }
+        if (all) {
+            want_all(pages, x, ith, nth);
+            continue;
+        }
+        for (int64_t u = ith; u < n_unit; u += nth) {
+            want_cells(pages, x, unit(u) + 1 + reads.n_group_q, unit(u)[0], u % t->ne[1], u/(t->ne[1]*t->ne[2]));
+        }
+    }
+}
+
+ggml_tensor * llama_sparse_build_reads(ggml_context * ctx, ggml_tensor * t, llama_sparse_reads & reads) {
+    return ggml_map_custom1_inplace(ctx, t, want_reads, GGML_N_TASKS_MAX, &reads);
+}

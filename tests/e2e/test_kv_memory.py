@@ -1,0 +1,125 @@
+"""--kv-memory: documents larger than the memory they may take give the same bits."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_documents import SPARSE, continued, opened, reading
+
+from pyorch import engine
+from pyorch.errors import SparqError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages are dropped on Linux")
+N_TEXT = 3801
+MAPPED = {"n_sequences": 40, "n_ctx": 4096}  # a cache that is large enough for pages of a file
+LIMIT = 320 << 10
+SPECS = ["dense", SPARSE, "topk,topk=64,min_ctx=0", f"{SPARSE},prompt=sparse"]
+
+
+@pytest.fixture(scope="module")
+def book(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("documents") / "book.kv"
+    with engine.load(tiny, attention=SPARSE, n_ctx=MAPPED["n_ctx"]) as s:
+        engine.read_document(s, path, reading(N_TEXT))
+    return path
+
+
+def documents(session: engine.Session) -> dict[str, Any]:
+    found: dict[str, Any] = engine.info(session).raw["documents"]
+    return found
+
+
+def mapped(path: Path) -> list[tuple[int, int]]:
+    """The addresses where pages of a file lie in this process: from, to."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    found = [re.match(r"(\w+)-(\w+) ", line) for line in lines if line.endswith(str(path))]
+    return [(int(m[1], 16), int(m[2], 16)) for m in found if m]
+
+
+def resident(path: Path) -> int:
+    """Bytes of the file that are in memory, where they are mapped."""
+    libc, total = ctypes.CDLL(None), 0
+    for a, b in mapped(path):
+        seen = (ctypes.c_ubyte * ((b - a) // mmap.PAGESIZE))()
+        assert libc.mincore(ctypes.c_void_p(a), ctypes.c_size_t(b - a), seen) == 0
+        total += mmap.PAGESIZE * int((np.frombuffer(seen, np.uint8) & 1).sum())
+    return total
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_limit_changes_no_bit(tiny: Path, book: Path, spec: str) -> None:
+    with engine.load(tiny, attention=spec, **MAPPED) as s:
+        n_mapped = opened(s, book)
+        wanted, logits = continued(s, s.tokens)
+        assert documents(s) == dict.fromkeys(("limit", "held", "wanted", "read"), 0)
+    assert n_mapped > 4 * LIMIT
+    with engine.load(tiny, attention=spec, kv_memory=LIMIT, **MAPPED) as s:
+        opened(s, book)
+        found, found_logits = continued(s, s.tokens)
+        about, in_memory = documents(s), resident(book)
+        n_tokens = engine.info(s).counter("steps")
+        if spec != "dense":
+            assert engine.info(s).sparse_share == 1
+    assert found == wanted
+    assert np.array_equal(found_logits, logits)
+    assert about["limit"] == LIMIT
+    assert about["read"] > n_mapped, "pages came in again"
+    one = n_mapped / s.geometry.n_layer  # what a layer may read beyond the limit
+    assert 0 < about["held"] <= LIMIT + one
+    # the system reads some together, and groups that are not sealed are read unannounced
+    assert in_memory <= about["held"] + 64 * mmap.PAGESIZE < n_mapped, "the others are dropped"
+    if spec == "dense":  # comes back to a page when all others were read
+        assert about["read"] > 0.75 * n_mapped * n_tokens
+
+
+def test_room_for_all_reads_each_page_once(tiny: Path, book: Path) -> None:
+    with engine.load(tiny, attention=SPARSE, kv_memory=1 << 30, **MAPPED) as s:
+        n_mapped = opened(s, book)
+        continued(s, s.tokens)
+        about = documents(s)
+        assert about["read"] == about["held"] == n_mapped, "the prompt has read all"
+        assert about["wanted"] > 2 * n_mapped
+        engine.reset_counters(s)
+        continued(s, s.tokens)
+        assert documents(s)["read"] == 0 < documents(s)["wanted"]
+
+
+def test_another_document_over_the_first(tiny: Path, book: Path, tmp_path: Path) -> None:
+    """A shorter one, and the first once more: no page is counted twice."""
+    with engine.load(tiny, attention=SPARSE, n_ctx=MAPPED["n_ctx"]) as s:
+        engine.read_document(s, tmp_path / "short.kv", reading(2500, seed=2))
+    with engine.load(tiny, attention=SPARSE, kv_memory=1 << 30, **MAPPED) as s:
+        long = opened(s, book)
+        wanted = continued(s, s.tokens)
+        short = opened(s, tmp_path / "short.kv")
+        continued(s, s.tokens)
+        assert documents(s)["held"] <= long
+        assert opened(s, book) == long > short
+        again = continued(s, s.tokens)
+        assert documents(s)["held"] <= long
+    assert again[0] == wanted[0] and np.array_equal(again[1], wanted[1])
+
+
+def test_what_was_written_over_a_document_stays(tiny: Path, book: Path) -> None:
+    """Positions that were rewound, and read anew, lie in pages of the file, and are not lost."""
+    found = []
+    for limit in (None, LIMIT):
+        with engine.load(tiny, attention=SPARSE, kv_memory=limit, **MAPPED) as s:
+            opened(s, book)
+            engine.rewind(s, 600)
+            engine.prefill(s, reading(700, seed=3).tokens(s))
+            found.append(continued(s, s.tokens)[1])
+    assert np.array_equal(*found)
+
+
+@pytest.mark.parametrize("spec", [None, "off"])
+def test_llama_cpp_s_attention_has_no_limit(tiny: Path, spec: str | None) -> None:
+    with pytest.raises(SparqError, match="attention of ours"):
+        engine.load(tiny, attention=spec, kv_memory=LIMIT)
