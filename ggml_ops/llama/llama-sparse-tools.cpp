@@ -3,6 +3,7 @@
 #include "llama-sparse-tools.h"
 
 #include "llama-sparse.h"
+#include "sparse-pages.h"
 #include "sparse-state.h"
 
 #include "llama-context.h"
@@ -227,6 +228,9 @@ std::string llama_sparse_metrics(llama_context * ctx) {
             "Bytes of K, V and the shadow that replies read");
     one("bytes_dense_total", "counter", stat[GGML_SPARSE_STAT_BYTES_DENSE], "Bytes that dense attention would have read for them");
     one("shadow_bytes", "gauge", llama_sparse_shadow_bytes(*ctx), "Memory of the transposed K and the sums of V");
+    const auto pages = llama_sparse_pages_of(*ctx);
+    one("document_bytes", "gauge", pages.held, "Memory of the K and V of documents, where --kv-memory limits it");
+    one("document_bytes_read_total", "counter", pages.read*pages.page, "Bytes of them that came from their files");
     one("groups_waiting", "gauge", state->n_waiting, "Complete groups of 64 positions that are not sealed, in the stream with most of them");
     return out.str();
 }

@@ -341,25 +341,6 @@ int64_t llama_sparse_attn_check(llama_context * ctx) {
 }
 
 //
-// the memory of documents
-//
-
-static int64_t set_kv_memory(llama_context & ctx, int64_t n_bytes) {
-    ctx.synchronize();
-    auto * kv = llama_sparse_find_cache(ctx.get_memory());
-    if (!kv || !access::shadow(*kv)) {
-        return -1;
-    }
-    access::shadow(*kv)->pages->set_limit(std::max<int64_t>(n_bytes, 0));
-    llama_sparse_new_graphs(ctx);
-    return 0;
-}
-
-int64_t llama_sparse_kv_memory(llama_context * ctx, int64_t n_bytes) {
-    return guarded(__func__, [&] { return set_kv_memory(*ctx, n_bytes); });
-}
-
-//
 // counters
 //
 
@@ -399,11 +380,6 @@ static std::string json_object(const json_fields & fields) {
 
 static std::string json_text(const std::string & s) { return "\"" + s + "\""; }
 static std::string json_number(int64_t x)           { return std::to_string(x); }
-
-static llama_sparse_pages::counts pages_of(llama_context & ctx) {
-    auto * kv = llama_sparse_find_cache(ctx.get_memory());
-    return kv && access::shadow(*kv) ? access::shadow(*kv)->pages->read_counts() : llama_sparse_pages::counts{};
-}
 
 static std::string info(llama_context & ctx) {
     const auto & state = ctx.get_cparams().sparse;
@@ -458,7 +434,7 @@ static std::string info(llama_context & ctx) {
         { "bytes_dense",       json_number(stat[GGML_SPARSE_STAT_BYTES_DENSE]) },
         { "groups_sealed",     json_number(stat[GGML_SPARSE_STAT_GROUPS_SEALED]) },
     });
-    const auto pages = pages_of(ctx);
+    const auto pages = llama_sparse_pages_of(ctx);
     const std::string documents = json_object({
         { "limit",  json_number(pages.limit) },
         { "held",   json_number(pages.held) },

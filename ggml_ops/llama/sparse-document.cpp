@@ -406,3 +406,34 @@ int64_t llama_sparse_document_open(
         llama_context * ctx, llama_seq_id seq_id, int fd, uint64_t offset, uint32_t n_pos, uint32_t n_read, const char * kind, char * err, size_t n_err) {
     return guarded([&] { return open_document(*ctx, seq_id, fd, offset, n_pos, n_read, kind); }, err, n_err);
 }
+
+//
+// their memory
+//
+
+// false: it can not be limited
+static bool limit_memory(llama_context & ctx, size_t n_bytes) {
+    ctx.synchronize();
+    auto * kv = llama_sparse_find_cache(ctx.get_memory());
+    if (!kv || !llama_sparse_access::shadow(*kv) || !llama_sparse_pages::can_limit()) {
+        return false;
+    }
+    for (const auto & backend : llama_sparse_access::backends(ctx)) {
+        const auto dev = ggml_backend_get_device(backend.get());
+        if (!llama_sparse_is_cpu(dev) && !llama_sparse_is_worker(dev)) {
+            return false; // q may lie in its memory, where no node of the host can stand between
+        }
+    }
+    llama_sparse_access::shadow(*kv)->pages->set_limit(n_bytes);
+    llama_sparse_new_graphs(ctx);
+    return true;
+}
+
+int64_t llama_sparse_kv_memory(llama_context * ctx, int64_t n_bytes) {
+    return guarded([&] { return limit_memory(*ctx, std::max<int64_t>(n_bytes, 0)) ? int64_t(0) : int64_t(-1); }, nullptr, 0);
+}
+
+llama_sparse_pages::counts llama_sparse_pages_of(llama_context & ctx) {
+    auto * kv = llama_sparse_find_cache(ctx.get_memory());
+    return kv && llama_sparse_access::shadow(*kv) ? llama_sparse_access::shadow(*kv)->pages->read_counts() : llama_sparse_pages::counts{};
+}

@@ -52,7 +52,7 @@ bool llama_sparse_pages::map(char * at, size_t n, int fd, uint64_t offset) {
         add(std::max(x.at, at + n), x.at + x.n);
     }
     add(at, at + n);
-    std::vector<std::atomic<uint32_t>> ages(n_page);
+    std::vector<std::atomic<uint64_t>> ages(n_page);
     n_in = 0;
     for (const span & x : next) {
         for (size_t i = 0; i < x.n/page; ++i) {
@@ -73,7 +73,7 @@ std::vector<llama_sparse_pages::span>::const_iterator llama_sparse_pages::span_o
     return it == spans.begin() ? it : it - 1;
 }
 
-const std::atomic<uint32_t> * llama_sparse_pages::find(const char * at) const {
+const std::atomic<uint64_t> * llama_sparse_pages::find(const char * at) const {
     const auto it = span_of(at);
     return it != spans.end() && at >= it->at && at < it->at + it->n ? &used[it->first + (at - it->at)/page] : nullptr;
 }
@@ -87,12 +87,20 @@ void llama_sparse_pages::unmap() {
         }
     }
     spans.clear();
-    std::vector<std::atomic<uint32_t>>().swap(used);
+    std::vector<std::atomic<uint64_t>>().swap(used);
     n_in = 0;
 }
 
 // by itself the system reads far ahead of a page, and drops others for it
 int llama_sparse_pages::advice() const { return limit > 0 ? MADV_RANDOM : MADV_NORMAL; }
+
+bool llama_sparse_pages::can_limit() {
+#if defined(MADV_PAGEOUT)
+    return true;
+#else
+    return false;
+#endif
+}
 
 void llama_sparse_pages::set_limit(size_t n_bytes) {
     limit  = n_bytes;
@@ -121,9 +129,9 @@ void llama_sparse_pages::begin() {
 
 // the pages that were read the longest ago, a sixteenth more than is needed, so that the next nodes find room
 void llama_sparse_pages::make_room() {
-    std::vector<uint32_t> ages;
+    std::vector<uint64_t> ages;
     for (const auto & x : used) {
-        if (const uint32_t age = x) {
+        if (const uint64_t age = x) {
             ages.push_back(age);
         }
     }
@@ -133,13 +141,13 @@ void llama_sparse_pages::make_room() {
         return;
     }
     std::nth_element(ages.begin(), ages.begin() + (n - 1), ages.end());
-    const uint32_t oldest = ages[n - 1];
+    const uint64_t oldest = ages[n - 1];
     size_t n_gone = 0;
     for (const span & x : spans) {
         size_t begin = 0, end = 0; // those to drop, side by side
         for (size_t i = 0; i < x.n/page && n > 0; ++i) {
             auto & y = used[x.first + i];
-            uint32_t age = y;
+            uint64_t age = y;
             if (age == 0 || age > oldest || !y.compare_exchange_strong(age, 0)) { // or another thread wants it just now
                 continue;
             }
@@ -187,7 +195,7 @@ void llama_sparse_pages::want(const char * at, size_t n) {
         size_t begin = lo; // from here on they are asked for together
         for (size_t i = lo; i < hi; ++i) {
             auto & x = used[it->first + i];
-            const uint32_t node = now, last = x.load(std::memory_order_relaxed) == node ? node : x.exchange(node, std::memory_order_relaxed);
+            const uint64_t node = now, last = x.load(std::memory_order_relaxed) == node ? node : x.exchange(node, std::memory_order_relaxed);
             n_wanted += last != node;
             n_read   += last == 0;
             n_in     += last == 0;

@@ -15,6 +15,8 @@
 #include <memory>
 #include <vector>
 
+struct llama_context;
+
 // Rows of K and V, gathered, lie in a page each: without huge pages address translation takes longer than the bytes
 void llama_sparse_huge_pages(char * at, size_t n);
 
@@ -26,6 +28,7 @@ struct llama_sparse_pages {
 
     // so many bytes at most, 0: the system decides. A node of attention may read more than that, and its pages go when the next one begins
     void set_limit(size_t n_bytes);
+    static bool can_limit(); // can the system drop pages?
     bool is_limited() const { return limit > 0 && !spans.empty(); }
 
     struct counts {
@@ -52,7 +55,7 @@ private:
     };
 
     std::vector<span>::const_iterator span_of(const char * at) const; // the last one that begins there or before; else the first
-    const std::atomic<uint32_t> *     find   (const char * at) const; // in `used`; nullptr: no page of a document
+    const std::atomic<uint64_t> *     find   (const char * at) const; // in `used`; nullptr: no page of a document
 
     int    advice() const; // how the system should read the pages
     void   make_room();
@@ -62,15 +65,18 @@ private:
     static size_t page_size();
 
     std::vector<span> spans; // in the order of their addresses
-    std::vector<std::atomic<uint32_t>> used; // [pages] by which node last, 0: it is not in memory
-    static constexpr uint32_t OLDEST = 1;
-    std::atomic<uint32_t> now = OLDEST; // the number of the node
+    std::vector<std::atomic<uint64_t>> used; // [pages] by which node last, 0: it is not in memory
+    static constexpr uint64_t OLDEST = 1;
+    std::atomic<uint64_t> now = OLDEST; // the number of the node
     std::atomic<int64_t>  n_in = 0;  // pages in memory
     std::atomic<int64_t>  n_wanted = 0, n_read = 0;
     size_t limit = 0;
     int    n_vain = 0; // so many times in a row the system has dropped none of the pages; after MOST_VAIN we leave it to it
     static constexpr int MOST_VAIN = 1000;
 };
+
+// of a context
+llama_sparse_pages::counts llama_sparse_pages_of(llama_context & ctx);
 
 // What a node of attention reads of documents. It must live as long as the graph
 struct llama_sparse_reads {

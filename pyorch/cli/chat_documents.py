@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyorch.cli.conversation import Chat
+from pyorch.cli.loading import open_document
 from pyorch.cli.terminal import note
 from pyorch.errors import SparqError
 from pyorch.text import decoded
@@ -70,7 +71,7 @@ def open_in(chat: Chat, document: Document) -> None:
     from pyorch import engine
 
     reading = engine.reading_of(document)
-    engine.open_document(chat.session, document)
+    open_document(chat.session, document)
     chat.begin(reading.opening)
     chat.messages = reading.messages("")[:-1]  # the system message, if there is one
     note(f"{document.name}: {document.n_tokens} tokens, read before", "dim")

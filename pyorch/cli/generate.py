@@ -10,7 +10,7 @@ import click
 
 from pyorch.attention.spec import AttentionSpec
 from pyorch.cli import options as opt
-from pyorch.cli.loading import open_session
+from pyorch.cli.loading import open_document, open_session
 from pyorch.cli.summary import summary_of, why_dense
 from pyorch.cli.terminal import note, print_json
 from pyorch.cli.types import Number
@@ -77,7 +77,7 @@ def _after(session: Session, document: Document, text: str) -> tuple[list[int], 
     from pyorch import engine
     from pyorch.engine.chat_template import ChatTemplate
 
-    engine.open_document(session, document)
+    open_document(session, document)
     if document.form != "chat":
         return session.tokens + engine.tokenize(session, text, add_special=False), []
     template = ChatTemplate(session)

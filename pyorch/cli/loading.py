@@ -182,6 +182,29 @@ def fit(options: SessionOptions, document: Document, model: Path) -> None:
         options["type_k"], options["type_v"] = document.types
 
 
+def limit_documents(options: SessionOptions, model: Path, load: LoadOptions) -> None:
+    """Where a document does not fit into the memory, choose the `kv_memory` that was not given:
+    the system alone would read far more of it than a token needs."""
+    from pyorch import engine
+    from pyorch.engine.settings import checked
+
+    spec = options["attention"]
+    if not options["n_mapped"] or options["kv_memory"] or spec is None or str(spec) == "off":
+        return
+    on_gpu = engine.library().has_gpu and load.n_gpu_layers != 0
+    if sys.platform == "linux" and not on_gpu and (n := checked(read_gguf(model), **options).fits):
+        options["kv_memory"] = n
+        note(f"K and V of the document are larger than the memory: {human_bytes(n)} stay in it")
+
+
+def open_document(session: Session, document: Document) -> None:
+    """Open a document in a session, and say if the limit of its memory does not hold."""
+    from pyorch import engine
+
+    if not engine.open_document(session, document) and session.kv_memory is not None:
+        note(f"note: {document.name} is in memory: below 64 MiB a cache has no pages of files")
+
+
 def open_session(
     model: ModelOptions,
     attention: AttentionSpec | None,
@@ -202,6 +225,7 @@ def open_session(
         fit(options, document, model_path(model.model, model.yes))
     options["n_mapped"] = min((d.n_tokens for d in documents), default=0)  # one of them is open
     path = ready(model.model, model.yes, options)
+    limit_documents(options, path, load)
     if attention is None and (card := _card(model.model, path)):
         note(f"attention is exact; for {card} try --ratio {first_ratio(card)}", "dim")
     with progress_bar("loading the model") as progress:

@@ -114,6 +114,7 @@ class Session:
         self.path, self.geometry = model.path, model.geometry
         self.vocab, self.n_vocab = model.vocab, model.n_vocab
         self.types, self.rope, self.watch = settings.types, settings.rope, watch
+        self.kv_memory = settings.kv_memory
         self.tokens: list[int] = []
         self.prompts: Sequence[Sequence[int]] = ()  # those that `prefill_each` read last
         self.timings = Timings()

@@ -154,7 +154,8 @@ class Placement(TypedDict, total=False):
 @dataclass(frozen=True)
 class Settings:
     """The settings of a context. `types` are those of K and V in the cache; `attention` is None if
-    none was given."""
+    none was given. `fits` is what stays in memory of a document that does not fit into it, in
+    bytes, and None if it does."""
 
     n_ctx: int
     n_threads: int
@@ -165,6 +166,7 @@ class Settings:
     rope: Rope
     n_sequences: int
     kv_memory: int | None
+    fits: int | None
 
     def params(self, lib: ModuleType) -> ctypes.Structure:
         """A new `llama_context_params` with these settings."""
@@ -213,7 +215,8 @@ def checked(
     mapped = cache_bytes(geo, min(n_mapped, n_ctx), *types)
     here = 1 - min(geo.n_layer if n_away is None else n_away, geo.n_layer) / max(geo.n_layer, 1)
     kv = n_sequences * cache_bytes(geo, n_ctx, *types) - mapped
-    check_memory(file, int(here * kv), int(here * n_sequences * shadow), here)
+    left = check_memory(file, int(here * kv), int(here * n_sequences * shadow), here)
+    fits = max(left, mapped // 16) if mapped > left else None
     if kv_memory is not None and (spec is None or spec.method == "off"):
         raise SparqError(
             "a limit of the memory of documents needs attention of ours",
@@ -225,7 +228,7 @@ def checked(
         n_batch = min(512, max(MASK_BYTES // (2 * n_ctx), 32))
     n_batch = min(n_batch, n_ctx)
     return Settings(
-        n_ctx, n_threads, n_batch, types, flash_attn, spec, rope, n_sequences, kv_memory
+        n_ctx, n_threads, n_batch, types, flash_attn, spec, rope, n_sequences, kv_memory, fits
     )
 
 

@@ -180,11 +180,15 @@ def set_kv_memory(lib: ModuleType, ctx: int | None, n_bytes: int) -> None:
     """Keep at most so many bytes of the K and V of documents in memory; 0: the system decides.
 
     Raises:
-        SparqError: no layer of the model reads documents, or it is a stock library.
+        SparqError: that needs Linux, no GPU and a model with a plain KV cache; or it is a stock
+            library.
     """
     call = function(lib, "llama_sparse_kv_memory", ctypes.c_int64, _CTX, ctypes.c_int64)
     if call(ctx, n_bytes) < 0:
-        raise SparqError("the memory of documents cannot be limited: this model has none")
+        raise SparqError(
+            "the memory of documents cannot be limited here",
+            "that takes Linux, no GPU (-ngl 0), and a model with a plain KV cache",
+        )
 
 
 class Measure:

@@ -98,11 +98,14 @@ def check_shadow(path: Path, n_bytes: int) -> None:
         )
 
 
-def check_memory(file: GGUFFile, kv_bytes: int, shadow_bytes: int = 0, share: float = 1.0) -> None:
+def check_memory(file: GGUFFile, kv_bytes: int, shadow_bytes: int = 0, share: float = 1.0) -> int:
     """Refuse a model that, with its cache and the shadow, exceeds the available memory.
 
     Args:
         share: of the weights that this machine holds.
+
+    Returns:
+        the bytes that are left.
 
     Raises:
         SparqError: the model is too large; the message has both sizes.
@@ -110,7 +113,7 @@ def check_memory(file: GGUFFile, kv_bytes: int, shadow_bytes: int = 0, share: fl
     weights = int(share * sum(t.n_bytes for t in file.tensors))
     free = available_memory()
     if weights + kv_bytes + shadow_bytes <= free:
-        return
+        return free - weights - kv_bytes - shadow_bytes
     if weights > free:
         hint = "use a smaller quantisation of the model, or a machine with more memory"
     elif weights + kv_bytes > free:

@@ -14,7 +14,12 @@ import pytest
 from test_documents import SPARSE, continued, opened, reading
 
 from pyorch import engine
+from pyorch.attention.bytes import cache_bytes, shadow_bytes
+from pyorch.attention.spec import parse_spec
+from pyorch.engine.settings import cache_type, checked
 from pyorch.errors import SparqError
+from pyorch.models.geometry import geometry
+from pyorch.models.gguf_file import read_gguf
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages are dropped on Linux")
 N_TEXT = 3801
@@ -117,6 +122,21 @@ def test_what_was_written_over_a_document_stays(tiny: Path, book: Path) -> None:
             engine.prefill(s, reading(700, seed=3).tokens(s))
             found.append(continued(s, s.tokens)[1])
     assert np.array_equal(*found)
+
+
+@pytest.mark.parametrize(("share", "wanted"), [(0.5, 0.5), (0.01, 1 / 16), (1.0, None)])
+def test_what_stays_of_a_document_that_does_not_fit(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, share: float, wanted: float | None
+) -> None:
+    file, f16 = read_gguf(tiny), cache_type("f16")
+    mapped = cache_bytes(geometry(file), 4000, f16, f16)
+    rest = sum(t.n_bytes for t in file.tensors)
+    rest += cache_bytes(geometry(file), 4096, f16, f16) - mapped
+    rest += shadow_bytes(geometry(file), 4096, parse_spec(SPARSE))
+    limit = rest + int(share * mapped)
+    monkeypatch.setattr("pyorch.models.memory.available_memory", lambda: limit)
+    found = checked(file, n_ctx=4096, attention=SPARSE, n_mapped=4000).fits
+    assert found == (wanted if wanted is None else pytest.approx(wanted * mapped, abs=1))
 
 
 @pytest.mark.parametrize("spec", [None, "off"])
