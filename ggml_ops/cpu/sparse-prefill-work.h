@@ -1,0 +1,167 @@
+#pragma once
+
+// A PREFILL node: its sources, how its work is cut into units, and the memory that they take.
+
+#include "sparse-prefill-choose.h"
+#include "sparse-prefill-fast.h"
+#include "sparse-work.h"
+
+namespace sparse {
+
+struct prefill_src : ggml_sparse_src {
+    ggml_sparse_prefill_params p;
+    int64_t n_kv, n_head_kv, n_tok, n_stream;
+    int     n_head, n_group_q, d_k, d_v;
+    int     n_side;   // query heads whose queries lie side by side, token by token: those of a KV head, or one where positions are chosen
+    int64_t n_query;  // their queries in a stream
+    int64_t n_block_kv;
+    bool    fast, chooses;
+    int     n_probe;  // of a query head and a stream
+    int     n_choice;
+    decltype(&load_rows<float>) load_k, load_v;
+
+    explicit prefill_src(const ggml_tensor * dst) :
+        ggml_sparse_src(ggml_sparse_src_of(dst)), p(ggml_sparse_params_of<ggml_sparse_prefill_params>(dst)) {
+        n_kv      = k->ne[2];
+        n_head_kv = k->ne[1];
+        n_tok     = q->ne[2];
+        n_stream  = q->ne[3];
+        n_head    = (int) q->ne[1];
+        n_group_q = (int) (n_head/n_head_kv);
+        d_k       = (int) k->ne[0];
+        d_v       = (int) v->ne[0];
+        chooses   = p.keep > 0.0f && p.keep < 1.0f && n_tok >= POOL;
+        n_side    = chooses ? 1 : n_group_q;
+        n_query   = n_tok*n_side;
+        n_block_kv = ceil_div(n_kv, BLOCK_KV);
+        n_probe   = (int) ceil_div(n_tok, POOL)*N_PROBE;
+        n_choice  = (int) ceil_div(n_tok, CHOICE);
+#if defined(SPARQ_PREFILL_FAST)
+        fast = p.fast != 0;
+#else
+        fast = false;
+#endif
+        with_kv_type(k->type, [&](auto * t) { load_k = load_rows<std::decay_t<decltype(*t)>>; });
+        with_kv_type(v->type, [&](auto * t) { load_v = load_rows<std::decay_t<decltype(*t)>>; });
+    }
+
+    int64_t n_set() const { return n_head/n_side; }
+
+    // of query r of a set
+    int64_t head   (int64_t set, int64_t r) const { return set*n_side + r % n_side; }
+    int64_t tok    (int64_t r)              const { return r/n_side; }
+    int64_t head_kv(int64_t set)            const { return set*n_side/n_group_q; }
+};
+
+// What is shared by those who choose positions. A lane is a probe of any query head of a KV head
+struct choice_work {
+    int64_t    n_lane, n_lane_block; // of a KV head and a stream
+    int64_t    n_kv;      // rounded up to whole blocks
+    float    * q;         // [n_stream][n_head_kv][n_lane_block][d_k][BLOCK_Q]  the probes, times the scale
+    float    * x;         // [n_stream][n_head][n_probe][n_kv]  their logits; exponentials of them once choices are made. The largest by far: with
+                          // 512 tokens 96 bytes for each position and query head, one layer at a time
+    float    * v_sum;     // [n_stream][n_head_kv][n_block_kv][d_v]  sums of V over blocks that somebody sees
+    uint8_t  * all_see;   // [n_stream][n_choice][n_block_kv]
+    uint64_t * kept;      // [n_stream][n_head][n_choice][n_block_kv]
+    float    * left;      // [n_stream][n_head][n_choice]
+    int64_t  * n, * n_kept; // [n_stream][n_head][n_choice]
+
+    choice_work() = default;
+    choice_work(const prefill_src & a, bump & shared) {
+        n_lane       = (int64_t) a.n_group_q*a.n_probe;
+        n_lane_block = ceil_div(n_lane, BLOCK_Q);
+        n_kv         = a.n_block_kv*BLOCK_KV;
+        const int64_t n_all = a.n_stream*a.n_head*a.n_choice;
+        q       = shared.take<float>(a.n_stream*a.n_head_kv*n_lane_block*a.d_k*BLOCK_Q);
+        x       = shared.take<float>(a.n_stream*a.n_head*a.n_probe*n_kv);
+        v_sum   = shared.take<float>(a.n_stream*a.n_head_kv*a.n_block_kv*a.d_v);
+        all_see = shared.take<uint8_t>(a.n_stream*a.n_choice*a.n_block_kv);
+        kept    = shared.take<uint64_t>(n_all*a.n_block_kv);
+        left    = shared.take<float>(n_all);
+        n       = shared.take<int64_t>(n_all);
+        n_kept  = shared.take<int64_t>(n_all);
+    }
+};
+
+// A unit is some blocks of queries, of heads that lie side by side. How many may depend on the number of threads, since no query's result depends
+// on it. The memory must not depend on it: it is planned for more threads than may run, and fewer threads have larger units.
+struct prefill_work {
+    int64_t n_span, n_span_query; // parts of the queries that no unit goes beyond: choices, or all of them
+    int64_t n_block, n_unit;      // blocks of queries per unit; units of a part
+
+    // [n_stream][n_block_kv][n_tok] of mask_kind. Found before the units begin, because the mask of a block of positions lies in as many rows
+    // as there are tokens
+    uint8_t * kind;
+
+    choice_work choice;
+
+    // this thread's
+    query_block block[CHOICE/BLOCK_Q];
+    float * k, * v;  // [BLOCK_KV][d_k], [BLOCK_KV][d_v]
+    float * s;       // [BLOCK_KV][BLOCK_Q]
+    float * bias;    // [BLOCK_KV][BLOCK_Q]
+    query_bytes bytes[CHOICE/BLOCK_Q]; // of the blocks, with p.fast
+    kv_bytes kv;
+    uint32_t * p;    // [BLOCK_KV/2][BLOCK_Q]
+    float * key, * weight; // [n_kv, rounded up], where positions are chosen, and ..
+    float * mean;    // .. [d_v]
+    size_t size;     // of all threads
+
+    prefill_work(const prefill_src & a, const void * wdata, int ith, int nth) {
+        n_span       = a.chooses ? a.n_choice : 1;
+        n_span_query = a.chooses ? CHOICE : a.n_query;
+        const int64_t n_all = std::min(ceil_div(a.n_query, BLOCK_Q), ceil_div(n_span_query, BLOCK_Q));
+        n_block = std::clamp<int64_t>(n_all*n_span*a.n_set()*a.n_stream/(2*nth), 1, std::size(block));
+        n_unit  = ceil_div(n_all, n_block);
+
+        bump shared(wdata);
+        kind = shared.take<uint8_t>(a.n_stream*a.n_block_kv*a.n_tok);
+        if (a.chooses) {
+            choice = choice_work(a, shared);
+        }
+        size = take_per_thread(shared, ith, nth, [&](bump & own) {
+            for (int64_t j = 0; j < std::min<int64_t>(n_all, std::size(block)); ++j) {
+                block[j].q   = own.take<float>(a.d_k*BLOCK_Q);
+                block[j].acc = own.take<float>(a.d_v*BLOCK_Q);
+                block[j].m   = own.take<float>(BLOCK_Q);
+                block[j].l   = own.take<float>(BLOCK_Q);
+            }
+            k    = own.take<float>(BLOCK_KV*a.d_k);
+            v    = own.take<float>(BLOCK_KV*a.d_v);
+            s    = own.take<float>(BLOCK_KV*BLOCK_Q);
+            bias = own.take<float>(BLOCK_KV*BLOCK_Q);
+            if (a.fast) {
+                for (int64_t j = 0; j < std::min<int64_t>(n_all, std::size(block)); ++j) {
+                    bytes[j].q     = own.take<uint8_t>(padded(a.d_k)*BLOCK_Q);
+                    bytes[j].scale = own.take<float>(BLOCK_Q);
+                }
+                kv.k     = own.take<int8_t>(BLOCK_KV*padded(a.d_k));
+                kv.scale = own.take<float>(BLOCK_KV);
+                kv.start = own.take<int32_t>(BLOCK_KV);
+                kv.mean  = own.take<float>(a.d_k);
+                kv.v     = own.take<uint32_t>(BLOCK_KV/2*a.d_v);
+                p        = own.take<uint32_t>(BLOCK_KV/2*BLOCK_Q);
+            }
+            if (a.chooses) {
+                key    = own.take<float>(a.n_block_kv*BLOCK_KV);
+                weight = own.take<float>(a.n_block_kv*BLOCK_KV);
+                mean   = own.take<float>(a.d_v);
+            }
+        });
+    }
+
+    const uint8_t * kinds(const prefill_src & a, int64_t s, int64_t b) const { return kind + (s*a.n_block_kv + b)*a.n_tok; }
+};
+
+// the queries [r0, r1) of a set of heads that lie side by side, and of a stream
+struct prefill_unit {
+    int64_t set, s, r0, r1;
+
+    int64_t n_block() const { return ceil_div(r1 - r0, BLOCK_Q); }
+
+    // the queries of block j
+    int64_t begin(int64_t j) const { return r0 + j*BLOCK_Q; }
+    int64_t end  (int64_t j) const { return std::min(r1, begin(j) + BLOCK_Q); }
+};
+
+} // namespace sparse
