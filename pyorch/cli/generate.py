@@ -10,7 +10,7 @@ import click
 
 from pyorch.attention.spec import AttentionSpec
 from pyorch.cli import options as opt
-from pyorch.cli.loading import open_document, open_session
+from pyorch.cli.loading import check_limited, open_document, open_session
 from pyorch.cli.summary import summary_of, why_dense
 from pyorch.cli.terminal import note, print_json
 from pyorch.cli.types import Number
@@ -67,6 +67,7 @@ def command(
     if len(documents) > 1:
         raise SparqError("two documents, but one text to continue", "one --document", 2)
     found = [document_file.load(document_file.find(name)) for name in documents]
+    check_limited(found, kv_memory)
     with open_session(model, spec, context, load, documents=found, kv_memory=kv_memory) as session:
         words, stop = _after(session, found[0], text) if found else (text, [])
         _generate(session, words, spec, chosen, tokens, stop, as_json=as_json)

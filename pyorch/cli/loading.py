@@ -14,6 +14,7 @@ from pyorch.attention.spec import DEFAULT_RATIO, AttentionSpec, parse_spec, rati
 from pyorch.cli.groups import on_the_line
 from pyorch.cli.options import ContextOptions, LoadOptions, ModelOptions
 from pyorch.cli.terminal import confirm, note, note_if_beyond
+from pyorch.errors import SparqError
 from pyorch.models import cards
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import read_gguf
@@ -180,6 +181,16 @@ def fit(options: SessionOptions, document: Document, model: Path) -> None:
         options["n_ctx"] = max(options["n_ctx"] or min(DEFAULT_CTX, limit), wanted)
     if not on_the_line(["cache_type_k", "cache_type_v"]):
         options["type_k"], options["type_v"] = document.types
+
+
+def check_limited(documents: Sequence[Document], kv_memory: int | None) -> None:
+    """Refuse `--kv-memory` where no document will be opened.
+
+    Raises:
+        SparqError: there is none.
+    """
+    if kv_memory is not None and not documents:
+        raise SparqError("--kv-memory is a limit of documents", "--document FILE", exit_code=2)
 
 
 def limit_documents(options: SessionOptions, model: Path, load: LoadOptions) -> None:

@@ -21,7 +21,15 @@ from pyorch.attention.spec import AttentionSpec
 from pyorch.cli import listen
 from pyorch.cli import options as opt
 from pyorch.cli.groups import group, option, renamed, takes
-from pyorch.cli.loading import fit, model_path, placement, ready, session_options, shown
+from pyorch.cli.loading import (
+    check_limited,
+    fit,
+    model_path,
+    placement,
+    ready,
+    session_options,
+    shown,
+)
 from pyorch.cli.log import shows_log
 from pyorch.cli.supervise import GRACE_S, Child
 from pyorch.cli.terminal import note, note_if_beyond
@@ -162,6 +170,7 @@ def command(
     options = session_options(attention.spec(), context, load, server.parallel)
     options["kv_memory"] = kv_memory
     found = [document_file.load(document_file.find(name)) for name in documents]
+    check_limited(found, kv_memory)
     for document in found:
         fit(options, document, model_path(model.model, model.yes))
     with listen.reserved(family, address, server.port) as port:
