@@ -107,7 +107,11 @@ def one_round(loaded: engine.Model, of: engine.Document, case: Case) -> dict[str
         info, system = engine.info(session), from_disk() - before
         if case.spec.sparse and info.sparse_share < 1:
             raise SparqError(f"{case.spec}: {100 * info.sparse_share:.0f} % of calls were sparse")
+        if not case.spec.sparse and not info.counter("calls_dense_op"):
+            raise SparqError(f"{case.spec}: no attention of ours ran")
     seen = info.raw["documents"]
+    if case.share < 1 and not seen["wanted"]:
+        raise SparqError(f"{case.spec}: the limit was not watched")
     return {
         "first_s": times[1] - times[0],
         "tokens_s": [b - a for a, b in zip(times[N_WARM + 1 :], times[N_WARM + 2 :], strict=False)],

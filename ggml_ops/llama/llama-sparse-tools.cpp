@@ -292,17 +292,20 @@ bool llama_sparse_document_use(llama_context * ctx, llama_seq_id slot, const std
     }
     llama_memory_seq_rm(llama_get_memory(ctx), slot, -1, -1);
     static const char * kv_memory = getenv("SPARQ_KV_MEMORY");
-    if (kv_memory) {
-        llama_sparse_kv_memory(ctx, atoll(kv_memory));
+    if (kv_memory && llama_sparse_kv_memory(ctx, atoll(kv_memory)) < 0) {
+        LLAMA_LOG_WARN("sparse document: slot %d, the memory of documents can not be limited here\n", slot);
     }
     char err[512] = "cannot be opened";
-    const int fd = open(best->path.c_str(), O_RDONLY | O_CLOEXEC);
-    const bool done = fd >= 0 &&
-            llama_sparse_document_open(ctx, slot, fd, best->image_at, best->n_tokens, best->n_tokens, best->kind.c_str(), err, sizeof(err)) >= 0;
-    if (fd >= 0) {
+    const auto & d = *best;
+    int64_t mapped = -1; // bytes
+    if (const int fd = open(d.path.c_str(), O_RDONLY | O_CLOEXEC); fd >= 0) {
+        mapped = llama_sparse_document_open(ctx, slot, fd, d.image_at, d.n_tokens, d.n_tokens, d.kind.c_str(), err, sizeof(err));
         close(fd);
     }
-    if (done) {
+    if (kv_memory && mapped == 0) {
+        LLAMA_LOG_WARN("sparse document: slot %d, %s is in memory: the cache has no pages of files\n", slot, d.path.c_str());
+    }
+    if (mapped >= 0) {
         tokens = best->tokens;
         LLAMA_LOG_INFO("sparse document: slot %d, %s, %zu tokens of the prompt were read before\n", slot, best->path.c_str(), n_best);
     } else {

@@ -123,6 +123,7 @@ ggml_tensor * with_reads(const attention & a, ggml_tensor * t, bool only_k = fal
     }
     a.inp.reads.push_back({ shadow->pages, a.k, only_k ? nullptr : a.v, a.q->ne[1]/a.k->ne[1] });
     ggml_tensor * res = llama_sparse_build_reads(a.g.ctx0, t, a.inp.reads.back());
+    set_device(a.g, nullptr, res->src[0]);
     set_device(a.g, nullptr, res);
     return res;
 }

@@ -147,10 +147,11 @@ void llama_sparse_pages::make_room() {
         size_t begin = 0, end = 0; // those to drop, side by side
         for (size_t i = 0; i < x.n/page && n > 0; ++i) {
             auto & y = used[x.first + i];
-            uint64_t age = y;
-            if (age == 0 || age > oldest || !y.compare_exchange_strong(age, 0)) { // or another thread wants it just now
+            const uint64_t age = y;
+            if (age == 0 || age > oldest) {
                 continue;
             }
+            y = 0;
             --n;
             --n_in;
             if (i != end) {
@@ -233,13 +234,17 @@ static void want_cells(llama_sparse_pages & pages, const ggml_tensor * x, const 
     }
 }
 
+// A node of its own, so that no page is dropped which another thread wants already. ggml calls it in every thread
+static void begin_reads(ggml_tensor *, const ggml_tensor *, int ith, int, void * data) {
+    if (ith == 0) {
+        ((const llama_sparse_reads *) data)->pages->begin();
+    }
+}
+
 // t: a selection, [1 + n_group_q + topk_max, n_head_kv, n_tok, n_stream], or q
 static void want_reads(ggml_tensor * t, const ggml_tensor *, int ith, int nth, void * data) {
     const auto & reads = *(const llama_sparse_reads *) data;
     auto & pages = *reads.pages;
-    if (ith == 0) {
-        pages.begin();
-    }
     const int64_t n_unit = t->ne[1]*t->ne[2]*t->ne[3]; // KV heads of tokens
     const auto unit = [&](int64_t u) { return (const int32_t *) t->data + u*t->ne[0]; };
     bool all = t->type != GGML_TYPE_I32;
@@ -261,5 +266,6 @@ static void want_reads(ggml_tensor * t, const ggml_tensor *, int ith, int nth, v
 }
 
 ggml_tensor * llama_sparse_build_reads(ggml_context * ctx, ggml_tensor * t, llama_sparse_reads & reads) {
+    t = ggml_map_custom1_inplace(ctx, t, begin_reads, 1, &reads);
     return ggml_map_custom1_inplace(ctx, t, want_reads, GGML_N_TASKS_MAX, &reads);
 }

@@ -41,7 +41,7 @@ struct llama_sparse_pages {
     counts read_counts() const;
     void   reset_counts();
 
-    // A node of attention begins: makes room. By one thread, while others may be in want()
+    // A node of attention begins: makes room. By one thread, while no other is in want()
     void begin();
 
     // It will read these bytes, of which some may be no document's. By any thread

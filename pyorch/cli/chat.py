@@ -17,7 +17,7 @@ from pyorch.attention.spec import AttentionSpec, parse_ratio
 from pyorch.cli import chat_documents
 from pyorch.cli import options as opt
 from pyorch.cli.conversation import REPLY_ROOM, Chat
-from pyorch.cli.loading import open_session, shown
+from pyorch.cli.loading import open_document, open_session, shown
 from pyorch.cli.summary import devices, summary_of, why_dense
 from pyorch.cli.terminal import note
 from pyorch.cli.types import Number
@@ -74,7 +74,6 @@ def command(
     In a terminal, /help lists the commands. From a pipe, each line is one message, and Ctrl-C ends
     the program. Replies go to stdout; with --json each is one line of JSON.
     """
-    from pyorch import engine
     from pyorch.engine.chat_template import ChatTemplate
 
     spec, chosen = attention.spec(), sampling.settings(0.8)
@@ -105,7 +104,7 @@ def command(
         )
         for document in saved:
             try:
-                engine.open_document(session, document)
+                open_document(session, document)
             except SparqError as error:
                 note(f"note: {error.message}: the conversation is read again", "yellow")
         if found:

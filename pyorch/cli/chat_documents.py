@@ -109,7 +109,7 @@ def read(chat: Chat, path: Path) -> None:
             kept = engine.kept_path(chat.session, reading)
             chat.keep = kept, reading
             if kept.is_file():
-                engine.open_document(chat.session, document_file.load(kept))
+                open_document(chat.session, document_file.load(kept))
                 os.utime(kept)  # it was used
                 chat.keep, said = None, f"{said}, read before"
     note(said, "dim")

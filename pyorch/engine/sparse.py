@@ -58,7 +58,8 @@ class AttentionInfo:
 
     @property
     def disk_bytes_per_token(self) -> int:
-        """What a decoded token read from the files of documents; 0 without `kv_memory`."""
+        """What came from the files of documents, by decoded token; 0 without `kv_memory`. What a
+        prompt read since the counters were reset is in it."""
         steps = self.counter("steps")
         return int(self.raw.get("documents", {}).get("read", 0)) // steps if steps else 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import re
 import sys
 from pathlib import Path
@@ -65,6 +66,8 @@ def test_a_limit_changes_no_bit(tiny: Path, book: Path, spec: str) -> None:
         wanted, logits = continued(s, s.tokens)
         assert documents(s) == dict.fromkeys(("limit", "held", "wanted", "read"), 0)
     assert n_mapped > 4 * LIMIT
+    with book.open("rb") as file:  # no page of it is in memory
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     with engine.load(tiny, attention=spec, kv_memory=LIMIT, **MAPPED) as s:
         opened(s, book)
         found, found_logits = continued(s, s.tokens)
