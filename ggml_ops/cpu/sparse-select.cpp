@@ -1,6 +1,7 @@
 // SELECT: which thread ranks which tiles, and what threads do together where heads are few.
 
 #include "sparse-score-select.h"
+#include "sparse-select-long.h"
 
 sparse::select_src::select_src(const ggml_tensor * dst) :
     ggml_sparse_src(ggml_sparse_src_of(dst)),
@@ -11,8 +12,9 @@ namespace {
 
 // Logits wait in slots, each for one head. Of consecutive units a thread has whole heads, which it ranks one after another in a slot that stays
 // in its cache. Where heads are few, it may also have a part of a head at either end; that head has a slot of the thread that owns it, which is
-// the one that has its first tile.
+// the one that has its first tile. Of a whole head that is long, a slot has what is kept of candidates only.
 struct select_work : select_scratch {
+    long_scratch of_long;
     char  * slots;
     size_t  slot_size;
     int64_t n_slot;
@@ -36,12 +38,25 @@ struct select_work : select_scratch {
             guess    = own.take<float>(1);
             n_wanted = own.take<int32_t>(1);
             n_cand   = own.take<int32_t>(a.n_tile);
+            if (is_long(a)) {
+                of_long.scores = own.take<float>(a.n_group_q*(std::max(a.tile, N_SAMPLE*GROUP) + 2*W));
+                of_long.key    = own.take<float>(a.tile + 2*W);
+                of_long.forced = own.take<int32_t>(a.n_forced);
+                of_long.top    = own.take<float>(a.n_group_q);
+                of_long.all    = own.take<float>(a.n_group_q);
+                of_long.cell   = own.take<int32_t>(a.n_kv + (a.n_tile + 1)*W);
+                of_long.begin  = own.take<int32_t>(a.n_tile);
+                of_long.n_cand = own.take<int32_t>(a.n_tile);
+                of_long.number = own.take<int32_t>(a.n_tile + 1);
+            }
         });
     }
 
+    static bool is_long(const select_src & a) { return sparse::is_long(a.n_kv, a.n_group_q); }
+
     static bump slot(const select_src & a, const void * base, head_scores * scores) {
         bump b(base);
-        const int64_t ld = ceil_div(a.n_kv, W)*W + 2*W; // the rows of query heads do not share cache lines
+        const int64_t ld = ceil_div(a.n_kv, W)*W + (a.n_tile + 2)*W; // room behind each tile
         float * x   = b.take<float>(a.n_group_q*ld);
         float * max = b.take<float>(a.n_group_q*a.n_tile);
         float * sum = b.take<float>(a.n_group_q*a.n_tile);
@@ -85,6 +100,8 @@ struct select_pass {
     };
     part parts[2];
     int  n_part = 0;
+
+    const int32_t * forced_of = nullptr; // whose forced cells are sorted
 
     select_pass(const ggml_compute_params * params, ggml_tensor * dst, const select_src & a, const void * wdata, const logit_source & logits) :
         params(params), dst(dst), a(a), wdata(wdata), logits(logits), ith(params->ith), nth(params->nth),
@@ -132,16 +149,48 @@ struct select_pass {
                 continue;
             }
             const bool whole = is_whole(u.head.u);
+            if (whole && w.is_long(a)) {
+                rank_long(u.head);
+                continue;
+            }
             const int  owner = whole ? ith : parts[n_part > 1 && parts[1].head.u == u.head.u].owner;
             const head_scores scores = w.scores(a, u.head.u, owner, whole, nth);
             const tile_unit   next   = a.unit(queue.peek());
             logits.write(u, scores.x, scores.ld, next);
             lines = logits.lines(next);
-            finish_tile(scores, u.i_tile, a.p.rest != 0 || is_top_p(a.p.top_p), lines);
+            finish_tile(scores.tile_at(u.i_tile), wants_softmax(a.args(u.head)), lines);
             if (whole && u.i_tile == a.n_tile - 1) {
                 select_topk(result(u.head), w, scores, a.args(u.head), lines);
             }
         }
+    }
+
+    // a head, of which this thread has just taken the first tile
+    void rank_long(const head_index & head) {
+        for (int64_t i = 1; i < a.n_tile; ++i) {
+            queue.take();
+        }
+        const head_scores scores = w.scores(a, head.u, ith, true, nth);
+        const select_args args   = a.args(head);
+        long_scratch of_long = w.of_long;
+        of_long.kept = scores.x;
+        if (forced_of != args.forced) {
+            forced_of = args.forced;
+            sort_forced(of_long, args, a.n_kv);
+        }
+        const auto unit_at = [&](int64_t t0, int64_t t1) { return tile_unit { head, t0/a.tile, t0, t1, true }; };
+        const auto write = [&](int64_t t0, int64_t t1, float * x, int64_t ld, int64_t next) {
+            logits.write(unit_at(t0, t1), x - t0, ld, unit_at(next, next));
+        };
+        const auto score = [&](int64_t i, const tile_scores & t) {
+            const tile_unit u    = a.unit(head.u*a.n_tile + i);
+            const tile_unit next = i + 1 < a.n_tile ? a.unit(head.u*a.n_tile + i + 1) : a.unit(queue.peek());
+            logits.write(u, t.x - u.t0, t.ld, next);
+            line_stream lines = logits.lines(next);
+            finish_tile(t, wants_softmax(args), lines);
+            return lines;
+        };
+        long_head { w, of_long, scores, args }.select(result(head), write, score);
     }
 
     // phase 3: the heads that it shares. Their owners rank them, or, where it pays, all who share them do

@@ -11,17 +11,30 @@
 
 namespace sparse {
 
+// the logits of a tile of one KV head of one token
+struct tile_scores {
+    float * x;      // [n_head][ld] logits. With several heads, a finished tile holds exp(logit - max), but the first head keeps -inf
+    int64_t ld;     // >= n + W
+    int64_t n;      // positions
+    int     n_head;
+    float * max;    // [n_head] the largest logit, -inf if nothing is visible
+    float * sum;    // [n_head] the sum of exp(logit - max), NaN if there is a NaN
+};
+
 // the logits of one KV head of one token, tile by tile
 struct head_scores {
-    float * x;      // [n_head][ld] logits. With several heads, a finished tile holds exp(logit - max), but the first head keeps -inf
-    float * max;    // [n_tile][n_head] the largest logit of the tile, -inf if nothing is visible
-    float * sum;    // [n_tile][n_head] the sum of exp(logit - max), NaN if there is a NaN
+    float * x;      // [n_head][ld]
+    float * max;    // [n_tile][n_head]
+    float * sum;    // [n_tile][n_head]
     int64_t ld;     // >= n + W
     int64_t n;      // positions
     int64_t tile;   // positions per tile
     int     n_head;
 
-    int64_t n_tile() const { return (n + tile - 1)/tile; }
+    int64_t n_tile()             const { return (n + tile - 1)/tile; }
+    int64_t begin(int64_t i)     const { return i*tile; }
+    int64_t size(int64_t i)      const { return n - begin(i) < tile ? n - begin(i) : tile; }
+    tile_scores tile_at(int64_t i) const { return { x + begin(i), ld, size(i), n_head, max + i*n_head, sum + i*n_head }; }
 };
 
 // What memory is read next. It is prefetched while positions are ranked, when memory would have nothing to do. These are rows of `size` bytes,
@@ -82,6 +95,9 @@ struct select_args {
     int             k, topk_max;
     bool            want_rest;
     float           top_p;
+
+    // does forced[i] count, of n positions?
+    bool is_forced(int i, int64_t n) const { return (i < n_local || i >= n_local_max) && forced[i] >= 0 && forced[i] < n; }
 };
 
 // a smaller share of the mass counts as nothing, since it may be rounding
@@ -125,11 +141,11 @@ static inline float largest(const float * x, int64_t n) {
 
 // max[h] = max_t x[h, t], sum[h] = sum_t exp(x[h, t] - max[h]), over the positions of a tile; the sums with several heads, or where wanted.
 // Leaves keys (one head) or the exponentials (several)
-static inline void finish_tile(const head_scores & s, int64_t tile, bool want_softmax, line_stream & next) {
+static inline void finish_tile(const tile_scores & s, bool want_softmax, line_stream & next) {
     const vf inf = set1(-INFINITY);
-    const int64_t t0 = tile*s.tile, n = s.n - t0 < s.tile ? s.n - t0 : s.tile;
+    const int64_t n = s.n;
     for (int h = 0; h < s.n_head; ++h) {
-        float * x = s.x + h*s.ld + t0;
+        float * x = s.x + h*s.ld;
         for (int64_t t = n; t % W != 0; ++t) {
             x[t] = -INFINITY; // behind the last position
         }
@@ -159,8 +175,8 @@ static inline void finish_tile(const head_scores & s, int64_t tile, bool want_so
                 store(x + t, select(lt(inf, y), y, inf));
             }
         }
-        s.max[tile*s.n_head + h] = max;
-        s.sum[tile*s.n_head + h] = total;
+        s.max[h] = max;
+        s.sum[h] = total;
     }
 }
 
@@ -181,44 +197,53 @@ static inline void sum_tiles(const select_scratch & w, const head_scores & s) {
     }
 }
 
-// key[t] = sum_h x[h, t]*factor[tile, h]/all[h], with several heads, for the tiles [i0, i1): -inf or NaN where hidden, and behind the last
-// position
-static inline void rank_keys(float * key, const select_scratch & w, const head_scores & s, int64_t i0, int64_t i1, line_stream & next) {
+// the weight of the exponentials of head h, of which the tile's largest is exp(max - top)
+static inline float head_weight(float factor, float all) { return all > 0.0f ? factor/all : 0.0f; }
+
+// key[t] = sum_h x[h, t]*weight(h) of n positions, with several heads: -inf or NaN where hidden, and behind the last position
+template <typename F>
+static inline void rank_keys(float * key, const float * x, int64_t ld, int64_t n, int n_head, F weight, line_stream & next) {
     constexpr int NH = 4; // heads of a pass
-    for (int64_t i = i0; i < i1; ++i) {
-        const int64_t t0 = i*s.tile, t1 = s.n - t0 < s.tile ? s.n : t0 + s.tile;
-        for (int h0 = 0; h0 < s.n_head; h0 += NH) {
-            vf f[NH];
-            const float * e[NH];
-            for (int h = 0; h < NH; ++h) {
-                const int hh = h0 + h < s.n_head ? h0 + h : h0;
-                const bool in = h0 + h < s.n_head && w.all[hh] > 0.0f;
-                f[h] = set1(in ? w.factor[i*s.n_head + hh]/w.all[hh] : 0.0f);
-                e[h] = s.x + hh*s.ld;
-            }
-            for (int64_t t = t0; t < t1; t += W) {
-                vf p = h0 == 0 ? set1(0.0f) : load(key + t);
-                for (int h = 0; h < NH; ++h) {
-                    p = fma(load(e[h] + t), f[h], p);
-                }
-                next.pass(t, LINE_EVERY_FAR);
-                store(key + t, p);
-            }
+    for (int h0 = 0; h0 < n_head; h0 += NH) {
+        vf f[NH];
+        const float * e[NH];
+        for (int h = 0; h < NH; ++h) {
+            const bool in = h0 + h < n_head;
+            f[h] = set1(in ? weight(h0 + h) : 0.0f);
+            e[h] = x + (in ? h0 + h : h0)*ld;
         }
+        for (int64_t t = 0; t < n; t += W) {
+            vf p = h0 == 0 ? set1(0.0f) : load(key + t);
+            for (int h = 0; h < NH; ++h) {
+                p = fma(load(e[h] + t), f[h], p);
+            }
+            next.pass(t, LINE_EVERY_FAR);
+            store(key + t, p);
+        }
+    }
+}
+
+// of the tiles [i0, i1)
+static inline void rank_head_keys(float * key, const select_scratch & w, const head_scores & s, int64_t i0, int64_t i1, line_stream & next) {
+    for (int64_t i = i0; i < i1; ++i) {
+        const auto weight = [&](int h) { return head_weight(w.factor[i*s.n_head + h], w.all[h]); };
+        rank_keys(key + s.begin(i), s.x + s.begin(i), s.ld, s.size(i), s.n_head, weight, next);
     }
 }
 
 // ---- the largest keys ----
 
 // Gives the forced cells the key +inf, each cell once, and keeps their own keys in w.saved. Returns their number
-static inline int raise_forced(const select_scratch & w, float * key, int64_t n, const select_args & a) {
+//   key_of(cell): where its key is, nullptr if it has none
+template <typename F>
+static inline int raise_forced(const select_scratch & w, int64_t n, const select_args & a, F key_of) {
     int n_in = 0;
     for (int i = 0; i < a.n_forced; ++i) {
         const int32_t cell = a.forced[i];
-        const bool    in   = (i < a.n_local || i >= a.n_local_max) && cell >= 0 && cell < n && n_in < a.topk_max;
-        w.saved[i] = in && key[cell] > -INFINITY && key[cell] < INFINITY ? key[cell] : NAN;
+        float       * key  = a.is_forced(i, n) && n_in < a.topk_max ? key_of(cell) : nullptr;
+        w.saved[i] = key && *key > -INFINITY && *key < INFINITY ? *key : NAN;
         if (w.saved[i] == w.saved[i]) {
-            key[cell] = INFINITY;
+            *key = INFINITY;
             ++n_in;
         }
     }
@@ -254,8 +279,8 @@ static inline int take_candidates(float * cand, int32_t * cell, const float * ke
     return n;
 }
 
-// res: of the candidates the cells with the k largest keys, ascending, ties to the lower cell. Returns their number, which is k if there are so
-// many. Leaves their keys in w.cand
+// res: of the candidates in w.cand and w.cell, those with the k largest keys, ascending, ties to the lower one. Returns their number, which is k
+// if there are so many. Leaves their keys in w.cand
 static inline int take_largest(int32_t * res, const select_scratch & w, int n_cand, int k, float guess) {
     float   * cand = w.cand;
     int32_t * cell = w.cell;
@@ -299,10 +324,10 @@ static inline int take_largest(int32_t * res, const select_scratch & w, int n_ca
 
 static inline bool is_top_p(float p) { return p > 0.0f && p < 1.0f; }
 
-// Of n cells keeps those with the key -inf, and of the others those with the largest keys until their weights add up to `want`; ties go to the
+// Of n candidates keeps those with the key -inf, and of the others those with the largest keys until their weights add up to `want`; ties go to the
 // lower cell. Returns how many are left, in the order they had
 //   key, weight [n + W]: from n on, keys are -inf
-static inline int cut_at_mass(int32_t * cells, float * key, const float * weight, int n, float want) {
+static inline int cut_at_mass(int32_t * res, float * key, const float * weight, int n, float want) {
     if (!(mass_from(key, weight, n, -FLT_MAX) >= want)) {
         return n; // not even all of them carry it, or there is a NaN
     }
@@ -314,17 +339,16 @@ static inline int cut_at_mass(int32_t * cells, float * key, const float * weight
         const bool tie = key[i] == cut && mass < want;
         mass += tie ? weight[i] : 0.0f;
         const bool in  = key[i] == -INFINITY || key[i] > cut || tie;
-        cells[n_res] = cells[i];
-        key[n_res]   = key[i];
+        res[n_res] = res[i];
+        key[n_res] = key[i];
         n_res += in;
     }
     return n_res;
 }
 
-// Of the selected cells keeps those that top_p keeps. Forced cells have the key +inf, and their own keys are in w.saved.
-// Leaves the keys of what is kept in w.cand, -inf for those
-static inline int keep_top_p(int32_t * cells, int n_sel, const select_scratch & w, const head_scores & s, const float * key, int n_forced,
-        float top_p) {
+// Of the selected candidates, whose keys are in w.cand, keeps those that top_p keeps. Forced ones have the key +inf, and their own keys are in
+// w.saved. Leaves the keys of what is kept in w.cand, -inf for those
+static inline int keep_top_p(int32_t * res, int n_sel, const select_scratch & w, const head_scores & s, int n_forced, float top_p) {
     // a position weighs what the heads softmax it to: that is its key, or with a single head exp(key - top)
     float all = 0.0f;
     for (int h = 0; h < s.n_head; ++h) {
@@ -333,29 +357,28 @@ static inline int keep_top_p(int32_t * cells, int n_sel, const select_scratch & 
     if (!(all > 0.0f)) { // no head has a softmax
         return n_sel;
     }
-    const auto weigh = [&](float * weight, float * x, int n) {
+    const auto weigh = [&](float * x, int n) { // into w.weight, which may be x
         for (int i = n; i % W != 0; ++i) {
             x[i] = -INFINITY;
         }
         for (int i = 0; i < n; i += W) {
             const vf y = load(x + i);
-            store(weight + i, s.n_head == 1 ? exp_rank(sub(y, set1(w.top[0]))) : y);
+            store(w.weight + i, s.n_head == 1 ? exp_rank(sub(y, set1(w.top[0]))) : y);
         }
     };
-    float * x = w.cand;
     int n_in = 0;
     for (int i = 0; i < n_forced; ++i) {
-        x[n_in] = w.saved[i];
+        w.weight[n_in] = w.saved[i];
         n_in += w.saved[i] == w.saved[i];
     }
-    weigh(w.weight, x, n_in);
-    const float forced = mass_from(x, w.weight, n_in, -FLT_MAX);
+    weigh(w.weight, n_in);
+    const float forced = mass_from(w.weight, w.weight, n_in, -FLT_MAX);
 
     for (int i = 0; i < n_sel; ++i) {
-        x[i] = key[cells[i]] == INFINITY ? -INFINITY : key[cells[i]];
+        w.cand[i] = w.cand[i] == INFINITY ? -INFINITY : w.cand[i];
     }
-    weigh(w.weight, x, n_sel);
-    return cut_at_mass(cells, x, w.weight, n_sel, top_p*all - forced);
+    weigh(w.cand, n_sel);
+    return cut_at_mass(res, w.cand, w.weight, n_sel, top_p*all - forced);
 }
 
 // ---- what is left out ----
@@ -383,15 +406,22 @@ static inline cell_mass mass_of_logits(float * x, int n, float top) {
     return { sum.total(), root.total() };
 }
 
-// of head h at the cells, from exponentials
-static inline cell_mass mass_of_cells(const int32_t * cells, int n, const select_scratch & w, const head_scores & s, int h) {
+// Of head h at the selected candidates, from exponentials. Where these are:
+//   x.end(i)     candidates of tile i have numbers below it
+//   x.row(h, i)  those of head h in tile i, by the number of the candidate
+template <typename X>
+static inline cell_mass mass_of_cells(const int32_t * sel, int n, const select_scratch & w, const head_scores & s, const X & x, int h) {
     cell_mass res = { 0.0f, 0.0f };
-    for (int i = 0, end; i < n; i = end) { // the cells of one tile
-        const int64_t tile = cells[i]/s.tile;
-        end = (int) (std::lower_bound(cells + i, cells + n, (tile + 1)*s.tile) - cells);
+    int end = 0;
+    for (int64_t tile = 0; tile < s.n_tile(); ++tile) {
+        const int i = end;
+        end = (int) (std::lower_bound(sel + i, sel + n, x.end(tile)) - sel);
+        if (i == end) {
+            continue;
+        }
         long_sum sum, root;
         for (int c = i; c < end; c += W) {
-            const vf p = gather_n(s.x + h*s.ld, cells + c, std::min(W, end - c));
+            const vf p = gather_n(x.row(h, tile), sel + c, std::min(W, end - c));
             sum  += p;
             root += fourth_root(p);
         }
@@ -401,9 +431,19 @@ static inline cell_mass mass_of_cells(const int32_t * cells, int n, const select
     return res;
 }
 
-// What head h leaves out, as ggml-sparse.h defines it. w.cand: the keys of the cells
-static inline float head_rest(const int32_t * cells, int n, const select_scratch & w, const head_scores & s, const select_args & a, int h) {
-    cell_mass kept = s.n_head == 1 ? mass_of_logits(w.cand, n, w.top[0]) : mass_of_cells(cells, n, w, s, h);
+// the exponentials of all positions: candidates are numbered by their cells
+struct all_cells {
+    const head_scores & s;
+
+    int64_t       end(int64_t tile)    const { return s.begin(tile + 1); }
+    const float * row(int h, int64_t)  const { return s.x + h*s.ld; }
+};
+
+// What head h leaves out, as ggml-sparse.h defines it. w.cand: the keys of the selected
+template <typename X>
+static inline float head_rest(const int32_t * sel, int n, const select_scratch & w, const head_scores & s, const X & x, const select_args & a,
+        int h) {
+    cell_mass kept = s.n_head == 1 ? mass_of_logits(w.cand, n, w.top[0]) : mass_of_cells(sel, n, w, s, x, h);
     if (s.n_head == 1) {
         kept += mass_of_logits(w.saved, a.n_forced, w.top[0]);
     }
@@ -422,18 +462,20 @@ static inline float * keys(const select_scratch & w, const head_scores & s) { re
 // does step 2 need more of the softmax than the order?
 static inline bool wants_softmax(const select_args & a) { return a.want_rest || is_top_p(a.top_p); }
 
-// res = n_sel, rest [n_head], the cells, -1 ..: of the n_cand candidates in w.cand, of which forced cells have the key +inf
-static inline void finish_select(int32_t * res, const select_scratch & w, const head_scores & s, const select_args & a, int n_cand, int k,
-        float guess) {
-    int32_t * cells = res + 1 + s.n_head;
-    int n_sel = take_largest(cells, w, n_cand, k, guess);
+// res = n_sel, rest [n_head], the numbers of the selected candidates, -1 ..: of the n_cand candidates in w.cand, of which forced cells have the
+// key +inf
+template <typename X>
+static inline void finish_select(int32_t * res, const select_scratch & w, const head_scores & s, const X & x, const select_args & a, int n_cand,
+        int k, float guess) {
+    int32_t * sel = res + 1 + s.n_head;
+    int n_sel = take_largest(sel, w, n_cand, k, guess);
     if (is_top_p(a.top_p)) {
-        n_sel = keep_top_p(cells, n_sel, w, s, keys(w, s), a.n_forced, a.top_p);
+        n_sel = keep_top_p(sel, n_sel, w, s, a.n_forced, a.top_p);
     }
     res[0] = n_sel;
-    std::fill(cells + n_sel, cells + a.topk_max, -1);
+    std::fill(sel + n_sel, sel + a.topk_max, -1);
     for (int h = 0; h < s.n_head; ++h) {
-        const float rest = a.want_rest ? head_rest(cells, n_sel, w, s, a, h) : -INFINITY;
+        const float rest = a.want_rest ? head_rest(sel, n_sel, w, s, x, a, h) : -INFINITY;
         memcpy(res + 1 + h, &rest, sizeof(rest));
     }
 }
@@ -455,9 +497,9 @@ static inline void select_topk(int32_t * res, const select_scratch & w, const he
     }
     float * key = keys(w, s);
     if (s.n_head > 1) {
-        rank_keys(key, w, s, 0, s.n_tile(), next);
+        rank_head_keys(key, w, s, 0, s.n_tile(), next);
     }
-    const int k = n_wanted(a, raise_forced(w, key, s.n, a));
+    const int k = n_wanted(a, raise_forced(w, s.n, a, [&](int32_t cell) { return key + cell; }));
     int   n_cand = 0;
     float guess  = -FLT_MAX;
     for (float wide = 1.0f; k > 0; wide *= 4.0f) {
@@ -467,7 +509,7 @@ static inline void select_topk(int32_t * res, const select_scratch & w, const he
             break;
         }
     }
-    finish_select(res, w, s, a, n_cand, k, guess);
+    finish_select(res, w, s, all_cells { s }, a, n_cand, k, guess);
 }
 
 // ---- one head, shared by several threads ----
@@ -480,13 +522,13 @@ static inline void share_keys(const select_scratch & o, const select_scratch & w
     line_stream none;
     if (s.n_head > 1) {
         sum_tiles(w, s);
-        rank_keys(o.key, w, s, i0, i1, none);
+        rank_head_keys(o.key, w, s, i0, i1, none);
     }
 }
 
 static inline void share_guess(const select_scratch & o, const head_scores & s, const select_args & a) {
     float * key = keys(o, s);
-    *o.n_wanted = n_wanted(a, raise_forced(o, key, s.n, a));
+    *o.n_wanted = n_wanted(a, raise_forced(o, s.n, a, [&](int32_t cell) { return key + cell; }));
     *o.guess    = guess_cut(o, key, s.n, *o.n_wanted, 1.0f);
 }
 
@@ -514,7 +556,7 @@ static inline void share_finish(int32_t * res, const select_scratch & o, const h
         guess = -FLT_MAX;
         n = take_candidates(o.cand, o.cell, keys(o, s), 0, s.n, guess, none);
     }
-    finish_select(res, o, s, a, n, *o.n_wanted, guess);
+    finish_select(res, o, s, all_cells { s }, a, n, *o.n_wanted, guess);
 }
 
 } // namespace sparse

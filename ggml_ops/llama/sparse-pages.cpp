@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #if defined(__linux__) && !defined(MADV_PAGEOUT)
@@ -52,16 +53,20 @@ bool llama_sparse_pages::map(char * at, size_t n, int fd, uint64_t offset) {
         add(std::max(x.at, at + n), x.at + x.n);
     }
     add(at, at + n);
-    std::vector<std::atomic<uint64_t>> ages(n_page);
+    std::vector<use> kept(n_page);
     n_in = 0;
     for (const span & x : next) {
         for (size_t i = 0; i < x.n/page; ++i) {
-            const auto * old = x.at == at ? nullptr : find(x.at + i*page);
-            ages[x.first + i] = old ? old->load() : 0;
-            n_in += ages[x.first + i] != 0;
+            if (const use * old = x.at == at ? nullptr : find(x.at + i*page)) {
+                use & y = kept[x.first + i];
+                y.last  = old->last.load();
+                y.since = old->since;
+                y.heat  = old->heat;
+                n_in   += y.since != 0;
+            }
         }
     }
-    used.swap(ages);
+    uses.swap(kept);
     std::sort(next.begin(), next.end(), [](const span & a, const span & b) { return a.at < b.at; });
     spans = std::move(next);
     madvise(at, n, advice());
@@ -73,9 +78,9 @@ std::vector<llama_sparse_pages::span>::const_iterator llama_sparse_pages::span_o
     return it == spans.begin() ? it : it - 1;
 }
 
-const std::atomic<uint64_t> * llama_sparse_pages::find(const char * at) const {
+const llama_sparse_pages::use * llama_sparse_pages::find(const char * at) const {
     const auto it = span_of(at);
-    return it != spans.end() && at >= it->at && at < it->at + it->n ? &used[it->first + (at - it->at)/page] : nullptr;
+    return it != spans.end() && at >= it->at && at < it->at + it->n ? &uses[it->first + (at - it->at)/page] : nullptr;
 }
 
 void llama_sparse_pages::unmap() {
@@ -87,7 +92,7 @@ void llama_sparse_pages::unmap() {
         }
     }
     spans.clear();
-    std::vector<std::atomic<uint64_t>>().swap(used);
+    std::vector<use>().swap(uses);
     n_in = 0;
 }
 
@@ -127,33 +132,39 @@ void llama_sparse_pages::begin() {
     now++;
 }
 
-// the pages that were read the longest ago, a sixteenth more than is needed, so that the next nodes find room
+// in nodes of attention: a token has one per layer. After so many a reading counts half, once the page has not been read for a while
+static constexpr float HALF = 1024.0f, WHILE = 512.0f;
+
+uint64_t llama_sparse_pages::worth(const use & x) const {
+    const float idle = (float) (now - x.last), heat = x.heat - std::max(idle - WHILE, 0.0f)/HALF;
+    const auto  often = (uint64_t) (std::max(heat + 64.0f, 0.0f)*4.0f); // in steps, so that most of what every token reads is alike
+    return often << 32 | (UINT32_MAX - x.since);
+}
+
+// a sixteenth more than is needed goes, so that the next nodes find room
 void llama_sparse_pages::make_room() {
-    std::vector<uint64_t> ages;
-    for (const auto & x : used) {
-        if (const uint64_t age = x) {
-            ages.push_back(age);
+    std::vector<uint64_t> worths;
+    for (const use & x : uses) {
+        if (x.since != 0) {
+            worths.push_back(worth(x));
         }
     }
     const size_t keep = limit/page*15/16;
-    size_t       n    = ages.size() > keep ? ages.size() - keep : 0;
+    size_t       n    = worths.size() > keep ? worths.size() - keep : 0;
     if (n == 0) {
         return;
     }
-    std::nth_element(ages.begin(), ages.begin() + (n - 1), ages.end());
-    const uint64_t oldest = ages[n - 1];
+    std::nth_element(worths.begin(), worths.begin() + (n - 1), worths.end());
+    const uint64_t most = worths[n - 1];
     size_t n_gone = 0;
     for (const span & x : spans) {
         size_t begin = 0, end = 0; // those to drop, side by side
         for (size_t i = 0; i < x.n/page && n > 0; ++i) {
-            auto & y = used[x.first + i];
-            const uint64_t age = y;
-            if (age == 0 || age > oldest) {
+            const use & y = uses[x.first + i];
+            if (y.since == 0 || worth(y) > most) {
                 continue;
             }
-            y = 0;
             --n;
-            --n_in;
             if (i != end) {
                 n_gone += drop(x, begin, end);
                 begin   = i;
@@ -176,13 +187,12 @@ size_t llama_sparse_pages::drop(const span & x, size_t begin, size_t end) {
         std::vector<unsigned char> is_in(end - begin, 1);
         mincore(x.at + begin*page, (end - begin)*page, is_in.data());
         for (size_t i = begin; i < end; ++i) {
-            if (is_in[i - begin] & 1) {
-                used[x.first + i] = OLDEST;
-                ++n_in;
-            } else {
+            if (!(is_in[i - begin] & 1)) {
+                uses[x.first + i].since = 0;
                 ++n_gone;
             }
         }
+        n_in -= (int64_t) n_gone;
     }
 #else
     GGML_UNUSED_VARS(x, begin, end);
@@ -195,12 +205,18 @@ void llama_sparse_pages::want(const char * at, size_t n) {
         const size_t lo = at > it->at ? (at - it->at)/page : 0, hi = (std::min<size_t>(at + n - it->at, it->n) + page - 1)/page; // pages of it
         size_t begin = lo; // from here on they are asked for together
         for (size_t i = lo; i < hi; ++i) {
-            auto & x = used[it->first + i];
-            const uint64_t node = now, last = x.load(std::memory_order_relaxed) == node ? node : x.exchange(node, std::memory_order_relaxed);
-            n_wanted += last != node;
-            n_read   += last == 0;
-            n_in     += last == 0;
-            if (last != 0) {
+            use & x = uses[it->first + i];
+            const uint32_t last = x.last.load(std::memory_order_relaxed) == now ? now : x.last.exchange(now, std::memory_order_relaxed);
+            bool comes = false;
+            if (last != now) { // no other thread has it then
+                comes  = x.since == 0;
+                x.heat = last == 0 ? 0.0f : log2f(1.0f + exp2f(x.heat - (float) (now - last)/HALF));
+                x.since = comes ? now : x.since;
+                n_wanted++;
+                n_read += comes;
+                n_in   += comes;
+            }
+            if (!comes) {
                 if (i > begin) {
                     madvise(it->at + begin*page, (i - begin)*page, MADV_WILLNEED);
                 }

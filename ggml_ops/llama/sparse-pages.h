@@ -4,8 +4,9 @@
 //
 // Without a limit the system decides: a page comes in when a row in it is read, and goes when memory is short. With a limit we do. Every node of
 // attention first says which rows it reads. Pages that are not in memory are asked for all at once, so that the disk works on many; a thread that
-// waits for one page after another takes six times as long. When more pages are in memory than the limit allows, those go that were read the
-// longest ago, which the system can not know of rows that ATTEND reads.
+// waits for one page after another takes six times as long. When more pages are in memory than the limit allows, those go that are read the
+// least often, and of equals those that came in last. A token reads layer after layer, so that what was read the longest ago is what comes next:
+// where a token reads more than there is room for, a part that stays serves better than what is newest.
 
 #include "ggml.h"
 
@@ -51,11 +52,18 @@ private:
     struct span {
         char * at;
         size_t n;     // bytes of whole pages
-        size_t first; // its first page, in `used`
+        size_t first; // its first page, in `uses`
+    };
+
+    struct use {
+        std::atomic<uint32_t> last = 0; // the node that read the page last, 0: none
+        uint32_t since = 0;             // the node for which it came in, 0: it is not in memory
+        float    heat  = 0.0f;          // log2 of how many nodes have read it, where those of long ago count less
     };
 
     std::vector<span>::const_iterator span_of(const char * at) const; // the last one that begins there or before; else the first
-    const std::atomic<uint64_t> *     find   (const char * at) const; // in `used`; nullptr: no page of a document
+    const use *                       find   (const char * at) const; // nullptr: no page of a document
+    uint64_t                          worth  (const use & x)   const; // pages go in this order
 
     int    advice() const; // how the system should read the pages
     void   make_room();
@@ -65,9 +73,8 @@ private:
     static size_t page_size();
 
     std::vector<span> spans; // in the order of their addresses
-    std::vector<std::atomic<uint64_t>> used; // [pages] by which node last, 0: it is not in memory
-    static constexpr uint64_t OLDEST = 1;
-    std::atomic<uint64_t> now = OLDEST; // the number of the node
+    std::vector<use>  uses;  // [pages]
+    uint32_t          now = 1; // the number of the node
     std::atomic<int64_t>  n_in = 0;  // pages in memory
     std::atomic<int64_t>  n_wanted = 0, n_read = 0;
     size_t limit = 0;

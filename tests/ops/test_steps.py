@@ -336,11 +336,12 @@ def run_select(
     n_threads=2,
     top_p=1.0,
 ) -> Selection:
-    """logits (n_stream, n_tok, n_head, n)"""
+    """logits (n_stream, n_tok, n_head, n); forced (n_forced) or (n_tok, n_forced)"""
     from ggml_ctypes import SelectParams
 
     n_stream, n_tok, n_head, _ = logits.shape
-    wanted = np.broadcast_to(np.r_[k, local, forced], (n_stream, 1, n_tok, 2 + len(forced)))
+    wanted = np.empty((n_stream, 1, n_tok, 2 + np.shape(forced)[-1]), np.int32)
+    wanted[..., 0], wanted[..., 1], wanted[..., 2:] = k, local, forced
     with ggml.graph() as g:
         out = g.op(
             "ggml_sparse_attn_select",
@@ -432,6 +433,75 @@ def test_select_heads_shared_by_threads(kind, n_head, n_head_kv, ggml) -> None:
             for t in (1, 2, 3, 5, 8, 13)
         ]
         assert all(np.array_equal(run, runs[0]) for run in runs)
+
+
+def long_logits(kind: str, n: int, g: int, rng: np.random.Generator) -> np.ndarray:
+    """Logits that mislead the estimates, which come from groups at the ends and 112 between."""
+    x = logits_of_kind(kind, n, g, rng)
+    n_group = -(-n // GROUP)
+    between = [1 + i * (n_group - 17) // 112 for i in range(112)]
+    in_sample = np.isin(np.arange(n) // GROUP, [0, *between, *range(n_group - 16, n_group)])
+    one, two = (GROUP * i + 7 for i in between[50:52])  # cells of the sample
+    if kind == "the sample is low":
+        x[..., in_sample] -= 4
+    if kind == "the sample is high":
+        x[..., in_sample] += 4
+    if kind == "the sample is hidden":
+        x[..., in_sample] = -np.inf
+    if kind == "only the sample is visible":
+        x[..., ~in_sample] = -np.inf
+    if kind == "a find in the sample":
+        x[0, 0, -1, one] = 25
+    if kind == "two finds in the sample":
+        x[0, 0, -1] *= 2.0
+        x[0, 0, -1, [one, two]] = 14.0
+    if kind == "a find elsewhere":
+        x[0, 0, -1, one + GROUP] = 25
+    if kind == "a huge find elsewhere":
+        x[0, 0, -1, one + GROUP] = 250
+    if kind == "NaN elsewhere":
+        x[0, 0, -1, one + GROUP] = np.nan
+    return x
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "normal",
+        "heavy ties",
+        "all equal",
+        "ascending",
+        "descending",
+        "few visible",
+        "peaked",
+        "tiny",
+        "the sample is low",
+        "the sample is high",
+        "the sample is hidden",
+        "only the sample is visible",
+        "a find in the sample",
+        "two finds in the sample",
+        "a find elsewhere",
+        "a huge find elsewhere",
+        "NaN elsewhere",
+    ],
+)
+@pytest.mark.parametrize(("n", "g"), [(1_050_001, 1), (270_001, 4), (150_016, 7)])
+def test_select_of_a_long_head(kind: str, n: int, g: int, ggml) -> None:
+    """One thread keeps candidates only; several, which share a head, keep it all: the same bits."""
+    rng = np.random.default_rng(g)
+    logits = long_logits(kind, n, g, rng)
+    if g > 1:
+        logits = np.concatenate([logits, logits[..., ::-1]], axis=1)  # two tokens
+    forced = np.r_[n - 1 : n - 70 : -1, rng.integers(-2, n + 2, 50), 0, 1, n // 2, n // 2]
+    forced = np.stack([forced, n - 1 - forced])[: len(logits[0])]
+    for k, top_p in ((1, 1.0), (n // 16, 1.0), (n // 16, 0.6), (n // 3, 1.0), (n, 0.99)):
+        given = (k, forced, 69, 60, 1, k, True)
+        runs = [run_select(ggml, logits, *given, n_threads=t, top_p=top_p) for t in (1, 3)]
+        assert np.array_equal(runs[0].raw, runs[1].raw), f"k={k}, top_p={top_p}"
+    check_selection(
+        run_select(ggml, logits, n // 8, n_threads=1).cells[0, 0, 0], logits[0, 0], n // 8, []
+    )
 
 
 def test_select_group_sums_scores_not_logits(ggml) -> None:
