@@ -21,7 +21,8 @@ constexpr int64_t N_SAMPLE = N_SINKS + N_NEWEST + N_BETWEEN;
 
 static inline bool is_long(int64_t n, int n_head) { return n*n_head >= N_LONG && n >= 2*N_SAMPLE*GROUP; }
 
-// so many candidates are aimed at for one that is selected
+// So many candidates are aimed at for one that is selected. Of 7,560 heads of real text after 32,000 and 129,000 positions two were scanned
+// again with 1.15, and none with 1.5
 constexpr float N_CAND_PER_K = 1.25f;
 
 // how far rounding may move a key, as long as it is no smaller than the latter

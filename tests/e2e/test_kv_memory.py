@@ -87,6 +87,19 @@ def test_a_limit_changes_no_bit(tiny: Path, book: Path, spec: str) -> None:
         assert about["read"] > 0.75 * n_mapped * n_tokens
 
 
+def test_a_part_stays_that_every_token_reads(tiny: Path, book: Path) -> None:
+    """Exact attention reads all of it in turns: what was read the longest ago is what comes next."""
+    with engine.load(tiny, attention="dense", kv_memory=1 << 30, **MAPPED) as s:
+        n_mapped = opened(s, book)
+    with engine.load(tiny, attention="dense", kv_memory=int(0.7 * n_mapped), **MAPPED) as s:
+        opened(s, book)
+        continued(s, s.tokens)
+        engine.reset_counters(s)
+        continued(s, s.tokens)
+        kept = 1 - documents(s)["read"] / documents(s)["wanted"]
+    assert 0.4 < kept < 0.7
+
+
 def test_room_for_all_reads_each_page_once(tiny: Path, book: Path) -> None:
     with engine.load(tiny, attention=SPARSE, kv_memory=1 << 30, **MAPPED) as s:
         n_mapped = opened(s, book)
