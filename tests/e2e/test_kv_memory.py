@@ -88,7 +88,7 @@ def test_a_limit_changes_no_bit(tiny: Path, book: Path, spec: str) -> None:
 
 
 def test_a_part_stays_that_every_token_reads(tiny: Path, book: Path) -> None:
-    """Exact attention reads all of it in turns: what was read the longest ago is what comes next."""
+    """Exact attention reads all in turns: what was read the longest ago is what comes next."""
     with engine.load(tiny, attention="dense", kv_memory=1 << 30, **MAPPED) as s:
         n_mapped = opened(s, book)
     with engine.load(tiny, attention="dense", kv_memory=int(0.7 * n_mapped), **MAPPED) as s:
@@ -97,7 +97,7 @@ def test_a_part_stays_that_every_token_reads(tiny: Path, book: Path) -> None:
         engine.reset_counters(s)
         continued(s, s.tokens)
         kept = 1 - documents(s)["read"] / documents(s)["wanted"]
-    assert 0.4 < kept < 0.7
+    assert 0.5 < kept < 0.75
 
 
 def test_room_for_all_reads_each_page_once(tiny: Path, book: Path) -> None:
