@@ -2,6 +2,7 @@
 
 #include "sparse-score-select.h"
 #include "sparse-select-long.h"
+#include "sparse-select-shared.h"
 
 sparse::select_src::select_src(const ggml_tensor * dst) :
     ggml_sparse_src(ggml_sparse_src_of(dst)),
