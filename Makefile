@@ -28,9 +28,8 @@ test-gpu: build         ## with a CUDA device: the op tests on it, CPU against C
 	$(RUN)/python -m pytest -q -m 'gpu and not slow' tests/gpu tests/cuda $(ARGS)
 
 bench-gpu: build        ## with a CUDA device: attention by itself and tokens, as records
-	$(RUN)/sparq-cpp build --stock
 	$(RUN)/python bench/gpu.py
-	$(RUN)/sparq-cpp bench --yes --like llama2-7b --quant f16 -d 8192,16384,32768,46080 -n 16 -r 3 -a sparq,ratio=1/8,gpu_min_mb=0
+	$(RUN)/python bench/gpu_tokens.py
 
 gpu-all:                ## everything that needs a CUDA device, on a bare machine: no package index
 	bench/gpu_all.sh

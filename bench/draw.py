@@ -9,6 +9,7 @@ import budgets
 import click
 import commands
 import end_to_end
+import gpu_tokens
 import intensity
 import microbenchmark
 import plot
@@ -29,7 +30,7 @@ FIGURES = (
     prompt_time.FIGURE,
     serving.FIGURE,
     end_to_end.FIGURE,
-    end_to_end.ON_GPU,
+    gpu_tokens.FIGURE,
     microbenchmark.FIGURE,
     microbenchmark.ON_GPU,
     time_in_attention.FIGURE,

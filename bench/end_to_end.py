@@ -1,4 +1,4 @@
-"""Figs. 9 and 10: end-to-end speed-up on a CPU and on a GPU, from the records of `sparq-cpp bench`.
+"""Fig. 9: end-to-end speed-up on a CPU, from the records of `sparq-cpp bench`.
 
 Decoded tokens of the Llama-2-7B geometry with an f16 cache, batch 1, against the faster of
 llama.cpp's `-fa 0` and `-fa 1` in the same run; the limit is what the bytes allow. A second row of
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,48 +21,22 @@ FULL_LAYERS = 32
 FILE = "speed.jsonl"
 
 
-@dataclass(frozen=True)
-class Published:
-    """A figure of the paper: its weights, and where its points are in paper.csv."""
-
-    name: str
-    backend: str
-    weights: str
-    baseline: str
-    sparq: str
-    label: str
-    needs: str
-
-    def speedups(self) -> list[tuple[float, float]]:
-        """The speed-ups by positions. Without a baseline, `sparq` is the speed-up, not a time."""
-        sparq = paper.points(self.name, self.sparq)
-        if not self.baseline:
-            return sparq
-        dense = dict(paper.points(self.name, self.baseline))
-        return [(x, dense[x] / y) for x, y in sparq]
+WEIGHTS = "q8_0"
+NEEDS = "sparq-cpp bench -d 4096-131072*2 -n 10 -r 3 --ratio 1/8 --attn-shadow f16,q4"
 
 
-CPU = Published(
-    "end_to_end",
-    "CPU",
-    "q8_0",
-    "SparQ CPU: dense",
-    "SparQ CPU: SparQ 1/8",
-    "paper, 32 threads",
-    "sparq-cpp bench -d 4096-131072*2 -n 10 -r 3 --ratio 1/8 --attn-shadow f16,q4",
-)
-GPU = Published(
-    "gpu_end_to_end", "CUDA", "f16", "", "H100: speed-up", "paper, H100", "make bench-gpu"
-)
+def published() -> list[tuple[float, float]]:
+    """The speed-ups of the paper by positions."""
+    dense = dict(paper.points("end_to_end", "SparQ CPU: dense"))
+    return [(x, dense[x] / y) for x, y in paper.points("end_to_end", "SparQ CPU: SparQ 1/8")]
 
 
-def data(of: Published, folder: Path) -> list[plot.Row]:
+def data(folder: Path) -> list[plot.Row]:
     """A row for each model, length and library with its settings; those of a real model last."""
     who = "library", "flash_attn", "sparse_attn"
     found = plot.rows_of(folder, FILE, output.rows, lambda r: (_setting(r), *(r[x] for x in who)))
-    found = [r for r in found if _is_of(of, r)]
-    where = " on a GPU" if of is GPU else ""
-    plot.need(found, f"decoded tokens of llama2-7b {of.weights} with an f16 cache{where}", of.needs)
+    found = [r for r in found if _is_shown(r)]
+    plot.need(found, f"decoded tokens of llama2-7b {WEIGHTS} with an f16 cache", NEEDS)
     threads = max(r["n_threads"] for r in found)
     found = [r for r in found if r["n_threads"] == threads]
     # the largest of several models with fewer layers than the whole one
@@ -74,7 +46,7 @@ def data(of: Published, folder: Path) -> list[plot.Row]:
         layers[at] = max(layers.get(at, 0), r["n_layer"])
     found = [r for r in found if r["n_layer"] == layers[r["n_depth"], _who(r)]]
     out = [_row(r, FULL_LAYERS) for r in sorted(found, key=lambda r: r["n_depth"])]
-    real = [r for r in token_rate.of_last_model(folder) if r["backends"] == of.backend]
+    real = [r for r in token_rate.of_last_model(folder) if r["backends"] == "CPU"]
     return out + [_row(r, r["n_layer"]) | {"real_model": 1} for r in real]
 
 
@@ -98,10 +70,10 @@ def _row(r: plot.Row, full_layers: int) -> plot.Row:
     }
 
 
-def _is_of(of: Published, r: plot.Row) -> bool:
+def _is_shown(r: plot.Row) -> bool:
     plain = r["type_k"] == r["type_v"] == "f16" and not r["n_prompt"] and not r["text"]
-    here = r["backends"] == of.backend and r["n_depth"] in [x for x, _ in of.speedups()]
-    return plain and here and r["model_type"].startswith(f"llama2-7b {of.weights}")
+    here = r["backends"] == "CPU" and r["n_depth"] in [x for x, _ in published()]
+    return plain and here and r["model_type"].startswith(f"llama2-7b {WEIGHTS}")
 
 
 def _setting(r: plot.Row) -> tuple[Any, ...]:
@@ -112,11 +84,11 @@ def _who(r: plot.Row) -> str:
     return plot.name_of(r["library"], r["flash_attn"], r["sparse_attn"])
 
 
-def draw(of: Published, rows: Sequence[plot.Row]) -> Any:
+def draw(rows: Sequence[plot.Row]) -> Any:
     shape, real = ([r for r in rows if r["real_model"] == is_real] for is_real in (0, 1))
     figure, axes = plot.panels(2, n_rows=2 if real else 1)
     lines = plot.Names()
-    _draw_model(axes[:2], f"llama2-7b {of.weights}", shape, lines, of)
+    _draw_model(axes[:2], f"llama2-7b {WEIGHTS}", shape, lines, published())
     if real:
         _draw_model(axes[2:], real[0]["model"], real, lines)
     lines.write(figure)
@@ -128,27 +100,26 @@ def _draw_model(
     model: str,
     rows: Sequence[plot.Row],
     lines: plot.Names,
-    of: Published | None = None,
+    known: Sequence[tuple[float, float]] = (),
 ) -> None:
-    """The speed-ups of a model, beside those that are published, and its times."""
+    """The speed-ups of a model, beside those that are published (`known`), and its times."""
     left, right = axes
-    published = of.speedups() if of else []
     ours = list(dict.fromkeys(r["attention"] for r in rows if "stock" not in r["attention"]))
     styles = plot.colours(ours)
     for name in ours:
         here = [r for r in rows if r["attention"] == name]
         colour, bars = styles[name], ("speedup_low", "speedup_high")
         lines.line(left, name, here, "positions", "speedup", bars, color=colour)
-        known = [r for r in here if not math.isnan(r["limit"])]
+        limited = [r for r in here if not math.isnan(r["limit"])]
         style: dict[str, Any] = {"color": colour, "fmt": ":", "linewidth": 1.2}
-        lines.line(left, "", known, "positions", "limit", **style)
-    if of:
-        left.plot(*zip(*published, strict=True), "s--", color=plot.PAPER)
-        lines.at(left, of.label, *published[-1], plot.PAPER)
+        lines.line(left, "", limited, "positions", "limit", **style)
+    if known:
+        left.plot(*zip(*known, strict=True), "s--", color=plot.PAPER)
+        lines.at(left, "paper, 32 threads", *known[-1], plot.PAPER)
     left.axhline(1, color=plot.PAPER, linewidth=0.8)
     positions = [r["positions"] for r in rows]
-    plot.positions_axis(left, positions + [x for x, _ in published])
-    left.set(ylabel=f"times faster than {'dense' if of else 'stock'}")
+    plot.positions_axis(left, positions + [x for x, _ in known])
+    left.set(ylabel=f"times faster than {'dense' if known else 'stock'}")
     left.set_title(f"{model}\nspeed-up (dotted: limit by bytes)")
     left.set_ylim(bottom=0)
 
@@ -171,19 +142,8 @@ FIGURE = plot.Figure(
     "that does nothing but read the same bytes. The paper's baseline is dense llama.cpp of early "
     "2024. Where the whole model does not fit into memory, fewer layers of it were measured, with "
     "the output head in proportion: `n_layer` in the CSV. A second row is of a real model.",
-    needs=CPU.needs,
+    needs=NEEDS,
     file=FILE,
-    data=partial(data, CPU),
-    draw=partial(draw, CPU),
-)
-ON_GPU = plot.Figure(
-    name="gpu_end_to_end",
-    title="End-to-end speed-up on a GPU (Fig. 10)",
-    caption="Time of one decoded token against the faster of llama.cpp's two attentions in the "
-    "same run, medians; bars are the 10th to 90th percentile. Grey: the paper, on an H100 PCIe "
-    "with gpt-fast as the dense program. A second row is of a real model.",
-    needs=GPU.needs,
-    file=FILE,
-    data=partial(data, GPU),
-    draw=partial(draw, GPU),
+    data=data,
+    draw=draw,
 )

@@ -6,14 +6,15 @@
 A graph has several layers with their own K and V, more bytes than any cache holds, so that every
 layer reads fresh data. It is computed again and again (llama.cpp then replays it as one CUDA graph)
 and timed by the host's clock from the call until the device is done: launches count, as they do in
-decoding, and no CUDA event can be put into ggml's own stream. Dense attention is ggml's flash
-attention, and torch's scaled_dot_product_attention if torch is installed (each of its backends, in
-a CUDA graph, timed in the same way). The time excludes SEAL.
+decoding. What each kernel takes of it is read from torch's profiler, in one more run. Dense
+attention is ggml's flash attention, and torch's scaled_dot_product_attention if torch is installed
+(each of its backends, in a CUDA graph, timed in the same way). The time excludes SEAL.
 """
 
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -53,6 +54,8 @@ BENCH = "gpu_attention"
 D, RANK, TOPK, LOCAL, SINKS = 128, 32, 128, 32, 4
 SHADOWS = {name: int(8 * size) for name, size in SHADOW_BYTES.items()}  # bits
 FRESH = 2 << 30  # the least bytes of K and V in a graph
+SECONDS = 0.5  # of timed repetitions of a case
+POOL = 8_388_593  # random elements of K and V: a prime, so that no two rows are alike
 
 
 class NoTorch(SparqError):
@@ -70,6 +73,10 @@ class Case:
     topk: int = TOPK
     head_dim: int = D
     type_kv: str = "f16"
+
+    def __str__(self) -> str:
+        heads = f"batch {self.batch:2} heads {self.n_head}/{self.n_head_kv}"
+        return f"{heads} S {self.positions:6} {self.method}"
 
     @property
     def layer_bytes(self) -> int:
@@ -184,15 +191,52 @@ def timed(run: Callable[[], None], n_layer: int, seconds: float) -> list[float]:
     return samples
 
 
+def kernel_times(run: Callable[[], None], n_layer: int) -> dict[str, float]:
+    """The microseconds per layer of each kernel, by its name; empty without torch."""
+    try:
+        import torch
+    except ImportError:
+        return {}
+    if not torch.cuda.is_available():
+        return {}
+    torch.zeros(1, device="cuda")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    found: dict[str, float] = {}
+    for event in profile.key_averages():
+        if event.self_device_time_total > 0:
+            ours = re.search(r"sparse_cuda::(\w+)", event.key)
+            name = ours.group(1) if ours else event.key[:60]
+            found[name] = found.get(name, 0.0) + event.self_device_time_total / n_layer
+    return found
+
+
 def copy_bandwidth(device: Device, n_bytes: int, seconds: float) -> float:
-    """The GB/s of a copy within the device, counting bytes read and written."""
-    with device.context() as ctx:
-        a, b = (device.new(ctx, "f32", n_bytes // 4) for _ in range(2))
-        node = device.base.ggml_cpy(ctx, a, b)
-        device.allocate(ctx)
-        device.fill(a, np.ones(1 << 20, np.float32))
-        graph = device.graph(ctx, [node])
-        return 2 * n_bytes / float(np.median(timed(lambda: device.run(graph), 1, seconds)))
+    """The GB/s of a copy within the device, counting bytes read and written: of torch, whose copy
+    is the faster one, or of ggml."""
+    try:
+        import torch
+
+        torch.cuda.init()
+    except (ImportError, RuntimeError, AssertionError):
+        with device.context() as ctx:
+            a, b = (device.new(ctx, "f32", n_bytes // 4) for _ in range(2))
+            node = device.base.ggml_cpy(ctx, a, b)
+            device.allocate(ctx)
+            device.fill(a, np.ones(1 << 20, np.float32))
+            graph = device.graph(ctx, [node])
+            samples = timed(lambda: device.run(graph), 1, seconds)
+    else:
+        x = torch.ones(n_bytes // 4, device="cuda")
+        y = torch.empty_like(x)
+
+        def copy() -> None:
+            y.copy_(x)
+            torch.cuda.synchronize()
+
+        samples = timed(copy, 1, seconds)
+    return 2 * n_bytes / float(np.median(samples))
 
 
 def layers_of(device: Device, case: Case, fresh: int) -> int:
@@ -209,7 +253,7 @@ def measure(device: Device, case: Case, fresh: int, seconds: float) -> dict[str,
         return measure_torch(case, layers_of(device, case, fresh), seconds)
     c, n, base = case, layers_of(device, case, fresh), device.base
     rng = np.random.default_rng(1)
-    block = rng.standard_normal(8 << 20, np.float32).astype(np.float16)
+    block = rng.standard_normal(POOL, np.float32).astype(np.float16)
     n_grp = -(-c.positions // GROUP)
     with device.context() as ctx:
         mask = device.new(ctx, "f16", c.positions, 1, 1, c.batch)
@@ -231,8 +275,10 @@ def measure(device: Device, case: Case, fresh: int, seconds: float) -> dict[str,
         else:
             stats, before, nodes, inputs = sparq(device, ctx, c, q, kv, mask, scale, n_grp)
         device.allocate(ctx)
-        for x in (*q, *(x for pair in kv for x in pair)):
-            device.fill(x, rng.standard_normal(1 << 20, np.float32) if x in q else block)
+        for x in q:
+            device.fill(x, rng.standard_normal(D * c.n_head * c.batch, np.float32))
+        for x in (x for pair in kv for x in pair):
+            device.fill(x, block)
         device.fill(mask, np.zeros(1 << 16, np.float16))
         read = c.layer_bytes
         if stats is not None:
@@ -249,7 +295,8 @@ def measure(device: Device, case: Case, fresh: int, seconds: float) -> dict[str,
                 raise SparqError(f"{c.method}: not every layer ran sparse: {found}", "a bug")
             read = (found["bytes_score"] + found["bytes_attend"]) // n
         samples = timed(lambda: device.run(graph), n, seconds)
-        return {"samples_ns": samples, "n_layer": n, "bytes_read": read}
+        kernels = kernel_times(lambda: device.run(graph), n)
+        return {"samples_ns": samples, "n_layer": n, "bytes_read": read, "kernels_us": kernels}
 
 
 def sparq(
@@ -373,16 +420,19 @@ def measure_torch(case: Case, n_layer: int, seconds: float) -> dict[str, Any]:
         "--device", default="cuda", help="Device: cuda, or a library with ggml_backend_init."
     ),
     click.option("--quick", is_flag=True, help="Measure small sizes only, as a quick check."),
+    click.option(
+        "--only", default="", metavar="REGEX", help="Measure cases with names like this one only."
+    ),
     commands.OUT,
     commands.FORCE,
 )
-def main(device: str, quick: bool, folder: Path, force: bool) -> None:
+def main(device: str, quick: bool, only: str, folder: Path, force: bool) -> None:
     """Attention by itself on a CUDA device."""
     built, file = native.built(), folder / FILE
     if device == "cuda" and not (built / "libggml-cuda.so").exists():
         raise SparqError("this build is for the CPU only", "sparq-cpp build --cuda")
     ours = Device(built, device)
-    fresh, seconds = (1 << 24, 0.1) if quick else (FRESH, 2.0)
+    fresh, seconds = (1 << 24, 0.1) if quick else (FRESH, SECONDS)
     here = records.environment({"ours": built})
     env = {**here, "device": ours.name}
     stamp = here["stamps"]["ours"] + ours.name
@@ -391,6 +441,8 @@ def main(device: str, quick: bool, folder: Path, force: bool) -> None:
     click.echo(f"{ours.name}: a copy moves {copied:.0f} GB/s, read and written", err=True)
     failed = 0
     for case in cases(quick):
+        if not re.search(only, str(case)):
+            continue
         if records.key(BENCH, asdict(case), stamp) in known:
             continue
         try:
@@ -404,9 +456,9 @@ def main(device: str, quick: bool, folder: Path, force: bool) -> None:
         ns = float(np.median(found["samples_ns"]))
         rate = found["bytes_read"] / ns
         click.echo(
-            f"batch {case.batch:2} heads {case.n_head}/{case.n_head_kv} S {case.positions:6}"
-            f" {case.method:10} {ns / 1e3:9.1f} us per layer, {rate:6.0f} GB/s,"
+            f"{str(case):42} {ns / 1e3:9.1f} us per layer, {rate:6.0f} GB/s,"
             f" {rate / copied:4.0%} of the copy"
+            + "".join(f", {k} {us:.1f}" for k, us in found.get("kernels_us", {}).items())
         )
     click.echo(file, err=True)
     if failed:

@@ -61,9 +61,6 @@ step kernels 1800 $pytest -m 'gpu and not slow' tests/cuda
 step decode 1800 $pytest -m 'gpu and not slow' tests/gpu -k 'not sanitizer'
 step attention 1800 "$python" bench/gpu.py
 step sanitizer 1800 $pytest -m 'gpu and not slow' tests/gpu -k sanitizer
-step stock 3000 $sparq build --stock --cuda --cuda-arch native
-for depth in 8192 16384 32768 46080; do
-    step tokens-$depth 1800 $sparq bench --yes --like llama2-7b --quant f16 -ngl 99 -fa 1 -d $depth -n 16 -r 3 -a sparq,ratio=1/8,gpu_min_mb=0
-done
+step tokens 1800 "$python" bench/gpu_tokens.py
 step figures 300 "$python" bench/draw.py gpu_attention gpu_end_to_end
 exit $failed

@@ -19,7 +19,7 @@ struct attend_args {
     float * res;                        // [row][n_head*d_v], rows ld_res floats apart
     unsigned long long * stats;
     int64_t n_kv, n_grp, ld_res;
-    int     n_head, n_head_kv, n_group_q, n_tok, n_row, d_k, d_v, ld_sel, n_split_sel, n_split_all, n_grid, n_log2, n_pass, row_k, row_v, mean_v;
+    int     fused, n_head, n_head_kv, n_group_q, n_tok, n_row, d_k, d_v, ld_sel, n_split_sel, n_split_all, n_grid, n_log2, n_pass, row_k, row_v, mean_v;
     float   scale, softcap, max_bias;
 };
 
@@ -59,6 +59,7 @@ __device__ __forceinline__ void softmax_tile(const attend_args & a, attend_share
         const float old = m.m[h], top = fmaxf(old, warp_max(fmaxf(x0, x1))), ref = top > neg_inf() ? top : 0.0f;
         const float p0 = expf(x0 - ref), p1 = expf(x1 - ref);
         const float f = expf(old - ref), l = lane_sum<32>(p0 + p1);
+        __syncwarp(); // all have read what is replaced
         m.s[h][r]      = p0;
         m.s[h][r + 32] = p1;
         if (r == 0) {
@@ -118,8 +119,9 @@ __device__ __forceinline__ void write_split(
 //   TYPE_K, TYPE_V: ANY where not known; D: size of the rows of V (and K) if known, 0 if not. With D all rows begin at multiples of 16 bytes
 template <int GB, int TYPE_K, int TYPE_V, int D>
 __device__ __forceinline__ void attend_split(const attend_args & a, attend_shared<GB> & m) {
-    const int64_t h_kv = blockIdx.y/a.n_pass, row = blockIdx.z, i = row % a.n_tok, s = row/a.n_tok;
-    const int     h0   = (int) (blockIdx.y % a.n_pass)*GB, n_head = min(GB, a.n_group_q - h0), head = (int) h_kv*a.n_group_q + h0;
+    const int2    heads = split_index(blockIdx.y, a.n_pass), token = split_index(blockIdx.z, a.n_tok);
+    const int64_t h_kv = heads.x, row = blockIdx.z, i = token.y, s = token.x;
+    const int     h0   = heads.y*GB, n_head = min(GB, a.n_group_q - h0), head = (int) h_kv*a.n_group_q + h0;
     const int     tid  = threadIdx.x, d_k = D > 0 ? D : a.d_k, d_v = D > 0 ? D : a.d_v;
     const int32_t  * sel  = selection(a, row, h_kv);
     const int32_t  * vis  = a.visible.at<const int32_t>(i, 0, s);
@@ -251,59 +253,80 @@ __device__ __forceinline__ void attend_split(const attend_args & a, attend_share
     write_split(a, m, acc, row, head, n_head, d_v);
 }
 
+// sums of V that attend_mean() looks at in one round, 16 groups each
+constexpr int MEAN_SUMS = 1024;
+
+struct mean_shared {
+    unsigned whole[MEAN_SUMS*SUM/32]; // a bit per group: all of it is seen, and sealed
+    int64_t  part[2][N_WARP];
+};
+
 // the mean of V over the positions that a token sees, one KV head, and the counters; the work of a block
-__device__ inline void attend_mean(const attend_args & a, float * buf) {
-    const int64_t h = blockIdx.y, row = blockIdx.z, i = row % a.n_tok, s = row/a.n_tok;
+__device__ inline void attend_mean(const attend_args & a, mean_shared & m, float * buf) {
+    const int2    token = split_index(blockIdx.z, a.n_tok);
+    const int64_t h = blockIdx.y, row = blockIdx.z, i = token.y, s = token.x;
     const int     tid = threadIdx.x;
     const int32_t * vis = a.visible.at<const int32_t>(i, 0, s);
     const bool sparse = selection(a, row, 0), mean_v = a.mean_v && sparse;
     if (!mean_v && h > 0) { // the first one counts for all
         return;
     }
+    const int32_t  * sealed = mean_v ? a.visible.at<const int32_t>(a.n_tok, 0, s) : nullptr;
+    const uint16_t * mask   = a.mask.at<const uint16_t>(i, 0, s);
+    const int n_col = (a.d_v + 7)/8, n_slice = N_THREAD/n_col, col = tid % n_col, slice = tid/n_col;
+    const bool aligned = a.d_v % 8 == 0 && (uintptr_t) a.v_sum.data % 16 == 0 && a.v_sum.nb1 % 16 == 0 && a.v_sum.nb2 % 16 == 0;
 
-    int64_t n_vis = 0;
-    for (int64_t g = tid; g < a.n_grp; g += N_THREAD) {
-        n_vis += vis[g];
-    }
-    n_vis = lane_sum<32>(n_vis);
-    __shared__ int64_t part[N_WARP];
-    if (tid % 32 == 0) {
-        part[tid/32] = n_vis;
-    }
-    __syncthreads();
-    n_vis = 0;
-    for (int w = 0; w < N_WARP; ++w) {
-        n_vis += part[w];
-    }
-
-    int64_t bytes = 0; // of the mean
-    if (mean_v) {
-        const int32_t  * sealed = a.visible.at<const int32_t>(a.n_tok, 0, s);
-        const uint16_t * mask   = a.mask.at<const uint16_t>(i, 0, s);
-        const int n_col = (a.d_v + 7)/8, n_slice = N_THREAD/n_col, col = tid % n_col, slice = tid/n_col;
-
-        float sum[8] = {};
-        const auto add = [&](int64_t r) { // row r of v_sum
-            const float * x = a.v_sum.at<const float>(r, s) + h*a.d_v + col*8;
-            for (int c = 0; c < 8 && col*8 + c < a.d_v; ++c) {
-                sum[c] += x[c];
+    int64_t n_vis = 0, bytes = 0; // bytes: of the mean
+    float sum[8] = {};
+    for (int64_t g0 = 0; g0 < a.n_grp; g0 += MEAN_SUMS*SUM) {
+        const int n = (int) min((int64_t) MEAN_SUMS*SUM, a.n_grp - g0);
+        __syncthreads(); // whole[] of the last round was read
+#pragma unroll 1
+        for (int g = tid; g < (n + N_THREAD - 1)/N_THREAD*N_THREAD; g += N_THREAD) {
+            const int v = g < n ? vis[g0 + g] : 0;
+            const unsigned bits = __ballot_sync(ALL, mean_v && v == GROUP && sealed[g0 + g] != 0);
+            n_vis += v;
+            if (tid % 32 == 0) {
+                m.whole[g/32] = bits;
+            }
+        }
+        __syncthreads();
+        if (!mean_v || slice >= n_slice) {
+            continue;
+        }
+        const int n_sum = (n + SUM - 1)/SUM;
+        const auto whole = [&](int b) { return m.whole[b/2] >> b % 2*SUM & 0xFFFFu; };
+        static_assert(SUM == 16, "the bits of two sums are a word");
+        const auto row_at = [&](int64_t r) { return a.v_sum.at<const float>(r, s) + h*a.d_v + col*8; };
+        const auto add = [&](const float * x) {
+            for (int c = 0; c < 8; ++c) {
+                sum[c] += col*8 + c < a.d_v ? x[c] : 0.0f;
             }
             bytes += a.d_v*(int64_t) sizeof(float);
         };
-        for (int64_t g0 = slice*SUM; slice < n_slice && g0 < a.n_grp; g0 += n_slice*SUM) {
-            const int n = (int) min((int64_t) SUM, a.n_grp - g0);
-            int n_whole = 0;
-            for (int64_t g = g0; g < g0 + n; ++g) {
-                n_whole += vis[g] == GROUP && sealed[g];
+#pragma unroll 2
+        for (int b = slice; b < n_sum; b += n_slice) { // sums of which all groups count
+            if (whole(b) == 0xFFFF) {
+                const float * x = row_at(ggml_sparse_total_row(g0 + (int64_t) b*SUM));
+                if (aligned) {
+                    const float4 u = ((const float4 *) x)[0], v = ((const float4 *) x)[1];
+                    sum[0] += u.x; sum[1] += u.y; sum[2] += u.z; sum[3] += u.w;
+                    sum[4] += v.x; sum[5] += v.y; sum[6] += v.z; sum[7] += v.w;
+                    bytes += a.d_v*(int64_t) sizeof(float);
+                } else {
+                    add(x);
+                }
             }
-            if (n_whole == SUM) {
-                add(ggml_sparse_total_row(g0));
-                continue;
-            }
-            for (int64_t g = g0; g < g0 + n; ++g) {
-                if (vis[g] == GROUP && sealed[g]) {
-                    add(ggml_sparse_sum_row(g));
-                } else if (vis[g] > 0) {
+        }
+#pragma unroll 1
+        for (int b = slice; b < n_sum; b += n_slice) {
+#pragma unroll 1
+            for (int j = 0; whole(b) != 0xFFFF && j < SUM && b*SUM + j < n; ++j) {
+                const int64_t g = g0 + (int64_t) b*SUM + j;
+                const int v = vis[g];
+                if (whole(b) >> j & 1) {
+                    add(row_at(ggml_sparse_sum_row(g)));
+                } else if (v > 0) {
                     for (int64_t t = g*GROUP; t < min((g + 1)*GROUP, a.n_kv); ++t) {
                         if (mask[t] != F16_NEG_INF) {
                             float x[8];
@@ -313,26 +336,35 @@ __device__ inline void attend_mean(const attend_args & a, float * buf) {
                             }
                         }
                     }
-                    bytes += (int64_t) vis[g]*a.row_v;
+                    bytes += (int64_t) v*a.row_v;
                 }
             }
         }
-        bytes = col == 0 ? bytes : 0;
-        for (int c = 0; c < 8; ++c) {
-            buf[tid*8 + c] = sum[c];
+    }
+    n_vis = lane_sum<32>(n_vis);
+    bytes = lane_sum<32>(col == 0 ? bytes : 0);
+    if (tid % 32 == 0) {
+        m.part[0][tid/32] = n_vis;
+        m.part[1][tid/32] = bytes;
+    }
+    for (int c = 0; mean_v && c < 8; ++c) {
+        buf[tid*8 + c] = sum[c];
+    }
+    __syncthreads();
+    n_vis = bytes = 0;
+    for (int w = 0; w < N_WARP; ++w) {
+        n_vis += m.part[0][w];
+        bytes += m.part[1][w];
+    }
+    if (mean_v && tid < a.d_v) {
+        float x = 0.0f;
+        for (int j = 0; j < n_slice; ++j) {
+            x += buf[j*n_col*8 + tid];
         }
-        __syncthreads();
-        if (tid < a.d_v) {
-            float x = 0.0f;
-            for (int j = 0; j < n_slice; ++j) {
-                x += buf[j*n_col*8 + tid];
-            }
-            a.mean[(row*a.n_head_kv + h)*a.d_v + tid] = n_vis > 0 ? __fdiv_rn(x, (float) n_vis) : 0.0f;
-        }
-        __syncthreads();
+        a.mean[(row*a.n_head_kv + h)*a.d_v + tid] = n_vis > 0 ? __fdiv_rn(x, (float) n_vis) : 0.0f;
     }
 
-    if (a.stats && bytes > 0) {
+    if (a.stats && h > 0 && tid == 0 && bytes > 0) {
         add_stat(a.stats, GGML_SPARSE_STAT_BYTES_ATTEND, bytes);
     }
     if (a.stats && h == 0 && tid < 32) {
@@ -345,23 +377,9 @@ __device__ inline void attend_mean(const attend_args & a, float * buf) {
             add_stat(a.stats, sparse ? GGML_SPARSE_STAT_ATTEND_SPARSE : GGML_SPARSE_STAT_ATTEND_DENSE, n_vis > 0);
             add_stat(a.stats, GGML_SPARSE_STAT_POS_VISIBLE,  n_vis*a.n_head_kv);
             add_stat(a.stats, GGML_SPARSE_STAT_POS_READ,     n_read);
-            add_stat(a.stats, GGML_SPARSE_STAT_BYTES_ATTEND, n_read*(a.row_k + a.row_v));
+            add_stat(a.stats, GGML_SPARSE_STAT_BYTES_ATTEND, n_read*(a.row_k + a.row_v) + bytes);
             add_stat(a.stats, GGML_SPARSE_STAT_BYTES_DENSE,  n_vis*a.n_head_kv*(a.row_k + a.row_v));
         }
-    }
-}
-
-// blocks that a multiprocessor shall hold at least: what leaves enough registers
-constexpr int attend_blocks(int gb, int d) { return gb == 1 ? (d == 256 ? 2 : 3) : gb == 4 && d < 256 ? 2 : 1; }
-
-// block n_grid of each row: the mean, and counting
-template <int GB, int TYPE_K, int TYPE_V, int D>
-static __global__ void __launch_bounds__(N_THREAD, attend_blocks(GB, D)) attend(const attend_args a) {
-    __shared__ attend_shared<GB> m;
-    if ((int) blockIdx.x < a.n_grid) {
-        attend_split<GB, TYPE_K, TYPE_V, D>(a, m);
-    } else if ((int) blockIdx.y < a.n_head_kv) {
-        attend_mean(a, m.sum);
     }
 }
 
@@ -376,10 +394,14 @@ __device__ __forceinline__ float kept_share(const float * st, int ld, int d_v, i
     return root > 0.0f ? __fsqrt_rn(__fdiv_rn(all, all + expf(rest + 4.0f*logf(root)))) : 1.0f;
 }
 
-// one block per (query head, row): the states in order, then the sink; eq. 10
-static __global__ void __launch_bounds__(N_THREAD) merge(const attend_args a) {
-    __shared__ float f[N_THREAD], l[N_THREAD], part[N_THREAD];
-    const int64_t j = blockIdx.x, row = blockIdx.y, h_kv = j/a.n_group_q;
+struct merge_shared {
+    float f[N_THREAD], l[N_THREAD], part[N_THREAD];
+};
+
+// the states of query head j in order, then the sink; eq. 10. The work of a block
+__device__ __forceinline__ void merge_head(const attend_args & a, merge_shared & m, int64_t row, int j) {
+    float * f = m.f, * l = m.l, * part = m.part;
+    const int64_t h_kv = j/a.n_group_q;
     const int     tid = threadIdx.x, ld = a.d_v + ATTEND_STATE;
     const float * st = a.state + (row*a.n_head + j)*a.n_grid*ld;
     const int32_t * sel = selection(a, row, h_kv);
@@ -428,6 +450,36 @@ static __global__ void __launch_bounds__(N_THREAD) merge(const attend_args a) {
         o = alpha*o + (1.0f - alpha)*a.mean[(row*a.n_head_kv + h_kv)*a.d_v + c];
     }
     a.res[row*a.ld_res + j*a.d_v + c] = o;
+}
+
+// one block per (query head, row)
+static __global__ void __launch_bounds__(N_THREAD) merge(const attend_args a) {
+    __shared__ merge_shared m;
+    merge_head(a, m, blockIdx.y, (int) blockIdx.x);
+}
+
+// blocks that a multiprocessor shall hold at least: what leaves enough registers
+constexpr int attend_blocks(int gb, int d) { return gb == 1 ? (d == 256 ? 2 : 3) : gb == 4 && d < 256 ? 2 : 1; }
+
+// block n_grid of each row: the mean, and counting; fused: one block does all there is to do for a KV head of a row
+template <int GB, int TYPE_K, int TYPE_V, int D>
+static __global__ void __launch_bounds__(N_THREAD, attend_blocks(GB, D)) attend(const attend_args a) {
+    __shared__ union shared_memory {
+        attend_shared<GB> split;
+        struct { mean_shared mean; float sum[N_THREAD*8]; };
+        merge_shared merge;
+    } m;
+    if ((int) blockIdx.x < a.n_grid) {
+        attend_split<GB, TYPE_K, TYPE_V, D>(a, m.split);
+    }
+    if (a.fused || ((int) blockIdx.x == a.n_grid && (int) blockIdx.y < a.n_head_kv)) {
+        __syncthreads();
+        attend_mean(a, m.mean, m.sum);
+    }
+    for (int h = 0; a.fused && h < a.n_group_q; ++h) {
+        __syncthreads();
+        merge_head(a, m.merge, blockIdx.z, (int) blockIdx.y*a.n_group_q + h);
+    }
 }
 
 } // namespace sparse_cuda

@@ -131,16 +131,16 @@ void launch_score(ggml_backend_cuda_context & ctx, score_args a, int64_t n_row) 
     a.n_pass = (int) ceil_div(a.n_group_q, GB);
     const int64_t n_y = (int64_t) a.n_head_kv*a.n_pass;
     // as many blocks as there is room for at once: each chooses its components first
-    const int64_t n_x = std::min(a.n_run, std::max<int64_t>(1, score_blocks(GB)*n_sm(ctx)/(n_y*n_row)));
+    const int64_t n_x = std::min(ceil_div(a.n_run, N_WARP), std::max<int64_t>(1, score_blocks(N_BIT, GB)*n_sm(ctx)/(n_y*n_row)));
     SPARQ_LAUNCH((score<N_BIT, GB, TYPE>), dim3(n_x, n_y, n_row), dim3(N_THREAD), ctx.stream(), a);
 }
 
 template <int N_BIT, int TYPE>
 void launch_score(ggml_backend_cuda_context & ctx, const score_args & a, int64_t n_row) {
-    switch (heads_per_pass(a.n_group_q)) {
-        case 1:  launch_score<N_BIT, 1, TYPE>(ctx, a, n_row); break;
-        case 4:  launch_score<N_BIT, 4, TYPE>(ctx, a, n_row); break;
-        default: launch_score<N_BIT, 8, TYPE>(ctx, a, n_row); break;
+    if (a.n_group_q == 1) {
+        launch_score<N_BIT, 1, TYPE>(ctx, a, n_row);
+    } else {
+        launch_score<N_BIT, 4, TYPE>(ctx, a, n_row);
     }
 }
 
@@ -168,18 +168,15 @@ bool is_top_p(const ggml_sparse_select_params & p) { return p.top_p > 0.0f && p.
 // does SELECT need the softmax of the logits?
 bool wants_sums(const ggml_sparse_select_params & p, int n_group_q) { return p.rest || is_top_p(p) || n_group_q > 1; }
 
-template <int GB>
 void launch_sum_runs(ggml_backend_cuda_context & ctx, const select_args & a, int64_t n_row) {
     score_args b = {};
-    b.logits    = (float *) a.logits; // only read
-    b.n_kv      = a.n_kv;
-    b.n_run     = a.n_run;
-    b.n_head    = a.n_head;
-    b.n_group_q = a.n_group_q;
-    b.n_pass    = (int) ceil_div(a.n_group_q, GB);
-    b.run_max   = a.run_max;
-    b.run_sum   = a.run_sum;
-    SPARQ_LAUNCH(sum_runs<GB>, dim3(a.n_run, (int64_t) a.n_head_kv*b.n_pass, n_row), dim3(N_THREAD), ctx.stream(), b);
+    b.logits  = (float *) a.logits; // only read
+    b.n_kv    = a.n_kv;
+    b.n_run   = a.n_run;
+    b.n_head  = a.n_head;
+    b.run_max = a.run_max;
+    b.run_sum = a.run_sum;
+    SPARQ_LAUNCH(sum_runs, dim3(ceil_div(a.n_run, N_WARP), a.n_head, n_row), dim3(N_THREAD), ctx.stream(), b);
 }
 
 // SELECT, and the second half of SCORE_SELECT; run_max and run_sum: from score(), or NULL
@@ -192,14 +189,13 @@ void run_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, float 
     a.forced      = make_view(src.wanted, p.i_forced);
     a.kl          = make_view(src.wanted, p.i_k);
     a.logits      = logits;
-    a.key         = logits;
     a.run_max     = run_max;
     a.run_sum     = run_sum;
     a.res         = data_of<int32_t>(dst);
     a.n_kv        = n_kv;
     a.n_run       = n_run;
     a.n_bits      = ceil_div(n_kv, 32);
-    a.n_cand      = ceil_div(n_kv, 1024)*1024;
+    a.n_list      = ceil_div(n_kv, LIST_KEYS);
     a.n_head      = n_head;
     a.n_head_kv   = p.n_head_kv;
     a.n_group_q   = n_head/p.n_head_kv;
@@ -210,30 +206,41 @@ void run_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, float 
     a.rest        = p.rest;
     a.top_p       = is_top_p(p) ? p.top_p : 0.0f;
 
-    ggml_cuda_pool_alloc<unsigned> bits(ctx.pool(), n_row*a.n_head_kv*a.n_bits);
-    ggml_cuda_pool_alloc<int32_t>  cand(ctx.pool(), n_row*a.n_head_kv*a.n_cand);
+    const int64_t n_heads = n_row*a.n_head_kv;
+    ggml_cuda_pool_alloc<unsigned> bits(ctx.pool(), n_heads*a.n_bits);
+    ggml_cuda_pool_alloc<int2>     list(ctx.pool(), n_heads*a.n_list*LIST_KEYS), count(ctx.pool());
     ggml_cuda_pool_alloc<float>    runs(ctx.pool()), key(ctx.pool()); // in this order: the pool is a stack
     a.bits = bits.get();
-    a.cand = cand.get();
+    a.list = list.get();
 
+    const bool is_small = n_kv <= N_SMALL && a.top_p == 0.0f, is_listed = !is_small && a.n_list <= LIST_MAX && a.top_p == 0.0f;
+    if (is_listed) {
+        a.count = count.alloc(n_heads*a.n_list);
+    }
     if (!run_max && wants_sums(p, a.n_group_q)) {
         a.run_max = runs.alloc(2*n_row*n_head*n_run);
         a.run_sum = a.run_max + n_row*n_head*n_run;
-        switch (heads_per_pass(a.n_group_q)) {
-            case 1:  launch_sum_runs<1>(ctx, a, n_row); break;
-            case 4:  launch_sum_runs<4>(ctx, a, n_row); break;
-            default: launch_sum_runs<8>(ctx, a, n_row); break;
-        }
+        launch_sum_runs(ctx, a, n_row);
     }
     if (a.n_group_q > 1) {
-        a.key = key.alloc(n_row*a.n_head_kv*n_kv);
-        SPARQ_LAUNCH(rank_keys, dim3(ceil_div(n_kv, KEYS), a.n_head_kv, n_row), dim3(N_THREAD), ctx.stream(), a);
+        a.key = key.alloc(n_heads*n_kv);
     }
-    const dim3 grid(a.n_head_kv, n_row);
-    if (n_kv <= N_SMALL) {
-        SPARQ_LAUNCH(select<256>, grid, dim3(256), ctx.stream(), a);
+    const dim3 lists(a.n_list, a.n_head_kv, n_row), heads(a.n_head_kv, n_row);
+    if (is_small) {
+        SPARQ_LAUNCH(select_small, heads, dim3(N_THREAD), ctx.stream(), a);
+        return;
+    }
+    if (is_listed) {
+        // twice as many blocks as there is room for at once: each guesses the cut first
+        const int64_t n_x = std::min(a.n_list, std::max<int64_t>(1, 8*n_sm(ctx)/n_heads));
+        SPARQ_LAUNCH(list_keys, dim3(n_x, a.n_head_kv, n_row), dim3(N_THREAD), ctx.stream(), a);
+    } else if (a.n_group_q > 1) {
+        SPARQ_LAUNCH(rank_keys, lists, dim3(N_THREAD), ctx.stream(), a);
+    }
+    if (is_listed && a.topk_max <= 1024) {
+        SPARQ_LAUNCH(select<256>, heads, dim3(256), ctx.stream(), a);
     } else {
-        SPARQ_LAUNCH(select<1024>, grid, dim3(1024), ctx.stream(), a);
+        SPARQ_LAUNCH(select<1024>, heads, dim3(1024), ctx.stream(), a);
     }
 }
 
@@ -277,9 +284,10 @@ void launch_attend(ggml_backend_cuda_context & ctx, attend_args a) {
     if (a.mean_v) {
         a.mean = mean.alloc((int64_t) a.n_row*a.n_head_kv*a.d_v);
     }
-    const int n_count = a.stats || a.mean_v ? 1 : 0;
+    a.fused = a.mean_v && a.n_grid == 1 && a.n_pass == 1; // many rows: a launch less, and half of the blocks
+    const int n_count = !a.fused && (a.stats || a.mean_v) ? 1 : 0;
     SPARQ_LAUNCH((attend<GB, TYPE, TYPE, D>), dim3(a.n_grid + n_count, n_y, a.n_row), dim3(N_THREAD), ctx.stream(), a);
-    if (merged) {
+    if (merged && !a.fused) {
         SPARQ_LAUNCH(merge, dim3(a.n_head, a.n_row), dim3(N_THREAD), ctx.stream(), a);
     }
 }

@@ -141,12 +141,15 @@ __device__ __forceinline__ int order_of(float x) {
     return b == (int) 0xFF800000 || a > 0x7F800000 ? ORDER_HIDDEN : b < 0 ? -a : min(a, ORDER_MAX);
 }
 
-// +inf counts as FLT_MAX, and NaN stays
+// the number with this order, which is neither ORDER_HIDDEN nor ORDER_FORCED
+__device__ __forceinline__ float order_value(int o) { return __int_as_float(o >= 0 ? o : (int) 0x80000000 | -o); }
+
 // a smaller share of the mass counts as nothing, since it may be rounding
 constexpr float MIN_LEFT = 0x1p-18f;
 
 __device__ __forceinline__ float fourth_root(float x) { return __fsqrt_rn(__fsqrt_rn(x)); }
 
+// +inf counts as FLT_MAX, and NaN stays
 __device__ __forceinline__ float finite_top(float x) { return x > FLT_MAX ? FLT_MAX : x; }
 
 // ---- over lanes ----
@@ -161,6 +164,27 @@ __device__ __forceinline__ T lane_sum(T x) {
     return x;
 }
 
+// the same over a warp, in one instruction where there is one
+__device__ __forceinline__ int warp_sum(int x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    return __reduce_add_sync(ALL, x);
+#else
+    return lane_sum<32>(x);
+#endif
+}
+
+__device__ __forceinline__ int warp_max(int x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(ALL, x);
+#else
+#pragma unroll
+    for (int i = 16; i > 0; i /= 2) {
+        x = max(x, __shfl_xor_sync(ALL, x, i));
+    }
+    return x;
+#endif
+}
+
 __device__ __forceinline__ float warp_max(float x) {
 #pragma unroll
     for (int i = 16; i > 0; i /= 2) {
@@ -169,9 +193,15 @@ __device__ __forceinline__ float warp_max(float x) {
     return x;
 }
 
+// blockIdx.y and .z stand for two numbers each; as a rule the second one is 0, and a division takes long
+__device__ __forceinline__ int2 split_index(unsigned i, unsigned n) {
+    return n == 1 ? make_int2((int) i, 0) : make_int2((int) (i/n), (int) (i % n));
+}
+
 // ---- logits ----
 
-__device__ __forceinline__ float soft_cap(float x, float cap) {
+// not inline, since few models have it and most kernels would hold many copies
+static __device__ __noinline__ float soft_cap(float x, float cap) {
     // cap*tanh(x/cap); tanhf is a rough one under -use_fast_math, and small x must not cancel. NaN stays
     const float y = __fdiv_rn(2.0f*x, cap), e = expm1f(y > 80.0f ? 80.0f : y);
     return cap*__fdiv_rn(e, e + 2.0f);

@@ -26,23 +26,55 @@ struct score_args {
 
 enum group_state : uint8_t { IS_HIDDEN, IS_SEALED, IS_ROWS }; // nothing to see; read from k_t; read from K
 
-constexpr int N_LANE  = RUN/8;            // threads beside each other: each has 8 positions of the run
-constexpr int N_SLICE = N_THREAD/N_LANE;  // threads that share these positions, and split the components
+// A run is the work of a warp. A lane has 16 of its positions, in spans of 4 that lie beside each other; span i of a lane begins at
+// span_position(lane, i). So codes are read 8 bytes (4 bits) or 16 (8 bits) at a time, see sparse-codes.h; f16 16, for two spans. Rows of K are
+// read in the same places as f16
+constexpr int N_SPAN   = 4;
+constexpr int PER_LANE = 4*N_SPAN;
+static_assert(32*PER_LANE == RUN, "a warp has a run");
 
-// where the 8 positions of a lane are: 4 from the first result on, 4 from the second. Codes: 4 bytes (4 bits) or 8 (8 bits) side by side,
-// see sparse-codes.h; f16: 16 bytes
 template <int N_BIT>
-__device__ __forceinline__ int2 lane_positions(int lane) {
+__device__ __forceinline__ int span_position(int lane, int i) {
     static_assert(!ggml_sparse_has_codes(N_BIT) || N_BIT == 8 || N_BIT == 4);
-    if (!ggml_sparse_has_codes(N_BIT)) {
-        return { lane*8, lane*8 + 4 };
-    }
+    return N_BIT == 8 ? lane / 4 * 64 + i * 16 + lane % 4 * 4 : N_BIT == 4 ? lane / 8 * 128 + (2 * (lane % 2) + i / 2) * 16 + lane / 2 % 4 * 4 + i % 2 * 64 :
+                                                                             i / 2 * 256 + lane * 8 + i % 2 * 4;
+}
+
+// the groups of a lane: that of its first span, and another one, if its spans lie in two
+template <int N_BIT> constexpr bool TWO_GROUPS = N_BIT != 8;
+
+template <int N_BIT>
+__device__ __forceinline__ bool is_second(int i) { return N_BIT == 4 ? i % 2 == 1 : N_BIT != 8 && i >= 2; }
+
+// x added up over a run, from what each lane has in its spans. The order follows the numbers of the spans in the run, bit by bit, so that all
+// layouts give the same bits
+template <int N_BIT>
+__device__ __forceinline__ float sum_spans(const float (&x)[N_SPAN]) {
+    const auto add = [](float v, int lanes) { return v + __shfl_xor_sync(ALL, v, lanes); };
     if (N_BIT == 8) {
-        const int w = 2*lane, p = w/16*64 + w % 4*16 + w/4 % 4*4;
-        return { p, p + 16 };
+        float v[N_SPAN];
+#pragma unroll
+        for (int i = 0; i < N_SPAN; ++i) {
+            v[i] = add(add(x[i], 1), 2);
+        }
+        return add(add(add((v[0] + v[1]) + (v[2] + v[3]), 4), 8), 16);
     }
-    const int p = lane/16*128 + lane % 4*16 + lane/4 % 4*4;
-    return { p, p + 64 };
+    if (N_BIT == 4) {
+        float v[N_SPAN];
+#pragma unroll
+        for (int i = 0; i < N_SPAN; ++i) {
+            v[i] = add(add(x[i], 2), 4);
+        }
+        const float lo = add(v[0] + v[2], 1), hi = add(v[1] + v[3], 1);
+        return add(add(lo + hi, 8), 16);
+    }
+    float lo = x[0] + x[1], hi = x[2] + x[3];
+#pragma unroll
+    for (int o = 1; o < 32; o *= 2) {
+        lo = add(lo, o);
+        hi = add(hi, o);
+    }
+    return lo + hi;
 }
 
 // byte l of four words, for l = 0..3
@@ -55,34 +87,55 @@ __device__ __forceinline__ void zip4(unsigned (&v)[4], const unsigned (&x)[4]) {
     v[3] = __byte_perm(b, d, 0x7632);
 }
 
-template <int GB>
+// groups whose states are copied to shared memory, a bit each; where there are more, they are read from the cache
+constexpr int N_STATE = 16384;
+
+template <int N_BIT, int GB>
 struct alignas(16) score_shared {
+    static constexpr bool HAS_CODES = ggml_sparse_has_codes(N_BIT);
+
     float    q[GB][D_MAX];          // what rows of K are multiplied with, see q_place()
     float    coef[GB][D_MAX];       // per kept component
-    float    x[GB][RUN];            // products, then logits
-    float    size[D_MAX];           // sum over the heads of |q|, times the spread; then scale ..
-    float    zero[D_MAX];           // the spread; then .. and zero of the kept components
-    int8_t   w0[GB][D_MAX], w1[GB][D_MAX]; // whole coefficients, see make_coef()
-    float    step[GB], base[GB];
+    float    x[GB][RUN];            // products with rows of K, of one run
+    float    size[D_MAX];           // sum over the heads of |q|, times the spread
+    float    spread[D_MAX];
+    int8_t   w0[HAS_CODES ? N_WARP : 1][GB][D_MAX], w1[N_BIT == 8 ? N_WARP : 1][GB][D_MAX]; // whole coefficients of each warp, see make_coef()
     int16_t  comp[D_MAX];           // kept components, ascending
-    uint16_t mask[RUN];
-    uint8_t  state[RUN/GROUP];
+    unsigned sealed[HAS_CODES ? N_STATE/32 : 1]; // a bit per group
+    unsigned rows[N_WARP];          // the groups of a warp's run that are read from K, a bit each
     int      n_warp[N_WARP];
-    float    top[N_WARP], sum[N_WARP];
     int64_t  bytes[N_WARP];         // what a warp had to read; the first pass counts
 };
 
-// how far component c of K spreads, as the contract of SCORE says
-template <int N_BIT>
-__device__ __forceinline__ float find_spread(const score_args & a, int64_t h_kv, int c, int64_t s) {
+// which groups of the stream are sealed -> m.sealed, if they are few enough; all threads of the block. Ends at a barrier
+template <int N_BIT, int GB>
+__device__ __forceinline__ void copy_states(score_shared<N_BIT, GB> & m, const int32_t * sealed, int64_t n_grp) {
+    if (n_grp <= N_STATE) {
+        const int n = ((int) n_grp + N_THREAD - 1)/N_THREAD*N_THREAD;
+#pragma unroll 4
+        for (int g = threadIdx.x; g < n; g += N_THREAD) {
+            const unsigned bits = __ballot_sync(ALL, g < n_grp && sealed[g] != 0);
+            if (threadIdx.x % 32 == 0) {
+                m.sealed[g/32] = bits;
+            }
+        }
+    }
+    __syncthreads();
+}
+
+// how far component c of K spreads, as the contract of SCORE says; after copy_states()
+template <int N_BIT, int GB>
+__device__ __forceinline__ float find_spread(const score_shared<N_BIT, GB> & m, const score_args & a, int64_t h_kv, int c, int64_t s) {
     if (!ggml_sparse_has_codes(N_BIT)) {
         return 1.0f;
     }
-    const int64_t n_run = ggml_sparse_sealed_runs(a.n_kv, [&](int64_t g) { return a.sealed[s*a.n_grp + g] != 0; });
+    const bool few = a.n_grp <= N_STATE;
+    const auto is_sealed = [&](int64_t g) { return few ? (m.sealed[g/32] >> g % 32 & 1) != 0 : a.sealed[s*a.n_grp + g] != 0; };
+    const int64_t n_run = ggml_sparse_sealed_runs(a.n_kv, is_sealed);
     if (n_run == 0) {
         return 1.0f;
     }
-    float mid[GGML_SPARSE_SPREAD_RUNS], mean = 0.0f, square = 0.0f;
+    float mid[GGML_SPARSE_SPREAD_RUNS], width[GGML_SPARSE_SPREAD_RUNS], mean = 0.0f, square = 0.0f;
     bool  is_in[GGML_SPARSE_SPREAD_RUNS];
     int   n = 0;
 #pragma unroll
@@ -90,16 +143,23 @@ __device__ __forceinline__ float find_spread(const score_args & a, int64_t h_kv,
         const int64_t run = ggml_sparse_spread_run(j, n_run);
         bool whole = true;
         for (int64_t g = run*(RUN/GROUP); g < (run + 1)*(RUN/GROUP); ++g) {
-            whole &= a.sealed[s*a.n_grp + g] != 0;
+            whole &= is_sealed(g);
         }
-        mid[j]   = 0.0f;
         is_in[j] = whole;
-        if (whole) {
-            const float * range = a.k_range.at<const float>(h_kv*a.d + c, run, s);
-            const float   width = range[0]*ggml_sparse_code_max(N_BIT);
-            mid[j]  = range[1] + 0.5f*width;
+    }
+#pragma unroll
+    for (int j = 0; j < GGML_SPARSE_SPREAD_RUNS; ++j) { // all loads first
+        const float * range = a.k_range.at<const float>(h_kv*a.d + c, ggml_sparse_spread_run(j, n_run), s);
+        width[j] = is_in[j] ? range[0] : 0.0f;
+        mid[j]   = is_in[j] ? range[1] : 0.0f;
+    }
+#pragma unroll
+    for (int j = 0; j < GGML_SPARSE_SPREAD_RUNS; ++j) {
+        if (is_in[j]) {
+            const float x = width[j]*ggml_sparse_code_max(N_BIT);
+            mid[j] += 0.5f*x;
             mean   += mid[j];
-            square += width*width/36.0f;
+            square += x*x/36.0f;
             n++;
         }
     }
@@ -114,7 +174,7 @@ __device__ __forceinline__ float find_spread(const score_args & a, int64_t h_kv,
 // the coefficients q*scale/sqrt(|p_r|_1/|p|_1) with p = q*spread, 0 where the sums of a head are 0 or beyond f32. Returns the number of
 // components: fewer where q holds NaN
 template <int N_BIT, int GB>
-__device__ __forceinline__ int choose_components(score_shared<GB> & m, const score_args & a, int64_t h_kv, int h0, int64_t i, int64_t s) {
+__device__ __forceinline__ int choose_components(score_shared<N_BIT, GB> & m, const score_args & a, int64_t h_kv, int h0, int64_t i, int64_t s) {
     const int c = threadIdx.x;
     float size = 0.0f;
     for (int j = 0; j < a.n_group_q; ++j) {
@@ -128,16 +188,30 @@ __device__ __forceinline__ int choose_components(score_shared<GB> & m, const sco
     for (int j = a.n_group_q - h0; j < GB; ++j) {
         m.q[j][c] = 0.0f;
     }
-    const float spread = c < a.d ? find_spread<N_BIT>(a, h_kv, c, s) : 0.0f;
-    size     *= spread;
-    m.size[c] = size;
-    m.zero[c] = spread;
+    if (ggml_sparse_has_codes(N_BIT)) {
+        copy_states(m, a.sealed + s*a.n_grp, a.n_grp);
+    }
+    const float spread = c < a.d ? find_spread(m, a, h_kv, c, s) : 0.0f;
+    size       *= spread;
+    m.size[c]   = size;
+    m.spread[c] = spread;
     __syncthreads();
 
-    int before = 0; // components that come before c
-    for (int o = 0; o < a.d; ++o) {
-        const float y = m.size[o];
-        before += y > size || (y == size && o < c);
+    // components that come before c; behind d there are zeros, which come before nothing. Ties count among the warps before this one only, and the
+    // lanes of this one look closer
+    const int w0 = c/32*32;
+    int before = 0;
+    if (w0 < a.d) {
+        const auto count = [&](int from, int to, const auto & is_before) {
+#pragma unroll 4
+            for (int o = from; o < to; o += 4) {
+                const float4 y = *(const float4 *) &m.size[o];
+                before += is_before(y.x, o) + is_before(y.y, o + 1) + is_before(y.z, o + 2) + is_before(y.w, o + 3);
+            }
+        };
+        count(0, w0, [&](float y, int) { return y >= size; });
+        count(w0, w0 + 32, [&](float y, int o) { return y > size || (y == size && o < c); });
+        count(w0 + 32, a.d, [&](float y, int) { return y > size; });
     }
     const bool     kept = c < a.d && size == size && before < a.rank_of(i, s);
     const unsigned bits = __ballot_sync(ALL, kept);
@@ -159,10 +233,10 @@ __device__ __forceinline__ int choose_components(score_shared<GB> & m, const sco
     if (h < GB) {
         float all = 0.0f, part = 0.0f;
         for (int o = lane; o < a.d; o += 32) {
-            all += fabsf(m.q[h][o])*m.zero[o];
+            all += fabsf(m.q[h][o])*m.spread[o];
         }
         for (int o = lane; o < n; o += 32) {
-            part += fabsf(m.q[h][m.comp[o]])*m.zero[m.comp[o]];
+            part += fabsf(m.q[h][m.comp[o]])*m.spread[m.comp[o]];
         }
         all  = lane_sum<32>(all);
         part = lane_sum<32>(part);
@@ -180,196 +254,196 @@ __device__ __forceinline__ int choose_components(score_shared<GB> & m, const sco
         if (c < (a.d + 7)/8*8) {
             m.q[j][q_place(c, a.d)] = x;
         }
-        __syncthreads();
     }
+    __syncthreads();
     return n;
 }
 
-// the coefficients of head h, times the scales of the run, as whole numbers: logit = sum w*step*code + base; the work of a warp
+// codes of a component at a lane's 16 positions
+template <int N_BIT> struct codes    { using type = uint2; };
+template <>          struct codes<8> { using type = uint4; };
+
+// components whose codes are read at once
+template <int N_BIT, int GB> constexpr int AT_ONCE = N_BIT == 4 && GB == 1 ? 16 : N_BIT != 16 || GB == 1 ? 8 : 4;
+
+// the coefficients of the warp's heads, times the scales of its run, as whole numbers: logit = sum w*step*code + base; the work of a warp
 //   4 bits: w = w0, |w0| <= 127; 8 bits: w = 64*w0 + w1, |w0| <= 64, |w1| <= 32, and codes less 128, so that they have a sign
+//   range: of the KV head's first component in this run
 //   NUMERICS: as on the CPU (make_coef in cpu/sparse-score-codes.h)
 template <int N_BIT, int GB>
-__device__ __forceinline__ void make_coef(score_shared<GB> & m, int h, int n_comp) {
+__device__ __forceinline__ void make_coef(score_shared<N_BIT, GB> & m, float (&step)[GB], float (&base)[GB], int w, int n_comp, const char * range,
+        int64_t nb_comp) {
     static_assert(N_BIT == 8 || N_BIT == 4);
-    const int lane = threadIdx.x % 32;
-    float top = 0.0f;
-    for (int i = lane; i < n_comp; i += 32) {
-        top = fmaxf(top, fabsf(m.coef[h][i]*m.size[i]));
-    }
-    top = warp_max(top);
-    top = top > 1e-30f && top <= FLT_MAX ? top : 0.0f;
-    const float most = (float) ggml_sparse_coef_max(N_BIT), mid = ggml_sparse_code_max(N_BIT)/2.0f;
-    const float step = __fdiv_rn(top, most), inv = top > 0.0f ? __fdiv_rn(most, top) : 0.0f;
+    constexpr float MOST = (float) ggml_sparse_coef_max(N_BIT), MID = ggml_sparse_code_max(N_BIT)/2.0f;
+    const int  lane = threadIdx.x % 32, n_pad = (n_comp + AT_ONCE<N_BIT, GB> - 1)/AT_ONCE<N_BIT, GB>*AT_ONCE<N_BIT, GB>;
+    const auto range_of = [&](int i) { return (const float *) (range + m.comp[i]*nb_comp); };
 
-    float base = 0.0f;
-    for (int i = lane; i < (n_comp + 3)/4*4; i += 32) {
-        const bool  in = i < n_comp;
-        const float c = in ? m.coef[h][i] : 0.0f, f = in ? c*m.size[i] : 0.0f;
-        const float x = rintf(f*inv), w = x == x ? x : 0.0f; // where f is beyond f32 it is NaN
-        base += in ? c*m.zero[i] + (f - w*step)*mid : 0.0f;
-        if (N_BIT == 8) {
-            const float w0 = rintf(w*(1.0f/64.0f));
-            m.w0[h][i] = (int8_t) w0;
-            m.w1[h][i] = (int8_t) (w - 64.0f*w0);
-            base += 128.0f*w*step;
-        } else {
-            m.w0[h][i] = (int8_t) w;
+    float top[GB] = {}, inv[GB];
+    for (int i = lane; i < n_comp; i += 32) {
+        const float size = range_of(i)[0];
+#pragma unroll
+        for (int h = 0; h < GB; ++h) {
+            top[h] = fmaxf(top[h], fabsf(m.coef[h][i]*size));
         }
     }
-    base = lane_sum<32>(base);
-    if (lane == 0) {
-        m.step[h] = step;
-        m.base[h] = base;
-    }
-}
-
-// codes of one component at a thread's 8 positions
-template <int N_BIT> struct codes     { using type = unsigned; }; // 4 bits, or none
-template <>          struct codes<8>  { using type = uint2; };
-
-// steps of four components each whose codes are prefetched before their coefficients are known
-template <int GB> constexpr int EARLY = GB == 8 ? 1 : 2;
-
-// codes of the four components from i on; k_t: at the thread's positions
-template <int N_BIT, int GB>
-__device__ __forceinline__ void load_codes(
-        typename codes<N_BIT>::type (&x)[4], const score_shared<GB> & m, const char * k_t, int64_t nb_comp, int n_comp, int i) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        x[j] = *(const typename codes<N_BIT>::type *) (k_t + m.comp[min(i + j, n_comp - 1)]*nb_comp);
+    for (int h = 0; h < GB; ++h) {
+        top[h]  = warp_max(top[h]);
+        top[h]  = top[h] > 1e-30f && top[h] <= FLT_MAX ? top[h] : 0.0f;
+        inv[h]  = top[h] > 0.0f ? __fdiv_rn(MOST, top[h]) : 0.0f;
+        step[h] = __fdiv_rn(top[h], MOST);
+        base[h] = 0.0f;
+    }
+    for (int i = lane; i < n_pad; i += 32) {
+        const bool  in = i < n_comp;
+        const float size = in ? range_of(i)[0] : 0.0f, zero = in ? range_of(i)[1] : 0.0f;
+#pragma unroll
+        for (int h = 0; h < GB; ++h) {
+            const float c = in ? m.coef[h][i] : 0.0f, f = c*size;
+            const float x = rintf(f*inv[h]), y = x == x ? x : 0.0f; // where f is beyond f32 it is NaN
+            base[h] += in ? c*zero + (f - y*step[h])*MID : 0.0f;
+            if (N_BIT == 8) {
+                const float w0 = rintf(y*(1.0f/64.0f));
+                m.w0[w][h][i] = (int8_t) w0;
+                m.w1[w][h][i] = (int8_t) (y - 64.0f*w0);
+                base[h] += 128.0f*y*step[h];
+            } else {
+                m.w0[w][h][i] = (int8_t) y;
+            }
+        }
+    }
+#pragma unroll
+    for (int h = 0; h < GB; ++h) {
+        base[h] = lane_sum<32>(base[h]);
+    }
+    __syncwarp();
+}
+
+// the products at a lane's positions, from codes; k_t: the KV head's first component at these positions
+template <int N_BIT, int GB>
+__device__ __forceinline__ void scan_codes(
+        float (&x)[GB][PER_LANE], const score_shared<N_BIT, GB> & m, const float (&step)[GB], const float (&base)[GB], int w, int n_comp, const char * k_t,
+        int64_t nb_comp) {
+    static_assert(N_BIT == 8 || N_BIT == 4);
+    constexpr int N = AT_ONCE<N_BIT, GB>;
+    int sum[GB][PER_LANE] = {};
+    for (int i0 = 0; i0 < n_comp; i0 += N) {
+        typename codes<N_BIT>::type raw[N];
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            raw[j] = *(const typename codes<N_BIT>::type *) (k_t + m.comp[min(i0 + j, n_comp - 1)]*nb_comp);
+        }
+#pragma unroll
+        for (int b = 0; b < N; b += 4) {
+#pragma unroll
+            for (int word = 0; word < (N_BIT == 4 ? 2 : 4); ++word) {
+                unsigned from[4], v[4]; // codes of four components at the four positions of a span
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    from[j] = ((const unsigned *) &raw[b + j])[word];
+                }
+                zip4(v, from);
+#pragma unroll
+                for (int h = 0; h < GB; ++h) {
+                    const int w0 = *(const int *) &m.w0[w][h][i0 + b], w1 = N_BIT == 8 ? *(const int *) &m.w1[w][h][i0 + b] : 0;
+#pragma unroll
+                    for (int l = 0; l < 4; ++l) {
+                        if (N_BIT == 8) {
+                            int & y = sum[h][word*4 + l];
+                            const int code = (int) (v[l] ^ 0x80808080u);
+                            y = __dp4a(code, w1, y) + 64*__dp4a(code, w0, 0);
+                        } else { // the high halves are of the next span
+                            int & y = sum[h][word*8 + l], & z = sum[h][word*8 + 4 + l];
+                            y = __dp4a((int) (v[l]      & 0x0F0F0F0Fu), w0, y);
+                            z = __dp4a((int) (v[l] >> 4 & 0x0F0F0F0Fu), w0, z);
+                        }
+                    }
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int h = 0; h < GB; ++h) {
+#pragma unroll
+        for (int p = 0; p < PER_LANE; ++p) {
+            x[h][p] = (float) sum[h][p]*step[h] + base[h];
+        }
     }
 }
 
-// sums over this thread's components, for its 8 positions
-//   k_t: the head's first component at the thread's positions; early: its first codes, by load_codes()
+// the same from f16; n: positions of the rows from the run's first on. Rows end at n_kv, rounded up to 8
 template <int N_BIT, int GB>
-__device__ __forceinline__ void score_components(float (&acc)[GB][8], const score_shared<GB> & m, const char * k_t, int64_t nb_comp, int n_comp, int slice,
-        const typename codes<N_BIT>::type (&early)[EARLY<GB>][4]) {
-    if (!ggml_sparse_has_codes(N_BIT)) {
-        constexpr int AT_ONCE = GB == 1 ? 8 : GB == 4 ? 4 : 1;
-#pragma unroll AT_ONCE
-        for (int i = slice; i < n_comp; i += N_SLICE) {
-            float x[8];
-            unpack_f16(x, *(const uint4 *) (k_t + m.comp[i]*nb_comp));
+__device__ __forceinline__ void scan_f16(
+        float (&x)[GB][PER_LANE], const score_shared<N_BIT, GB> & m, int n_comp, const char * k_t, int64_t nb_comp, int64_t n) {
+    const int lane = threadIdx.x % 32;
+    const bool in[2] = { span_position<16>(lane, 0) < n, span_position<16>(lane, 2) < n };
+    constexpr int N = AT_ONCE<N_BIT, GB>;
+#pragma unroll N
+    for (int i = 0; i < n_comp; ++i) {
+        uint4 raw[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            raw[j] = in[j] ? *(const uint4 *) (k_t + m.comp[i]*nb_comp + j*256*2) : make_uint4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            float y[8];
+            unpack_f16(y, raw[j]);
 #pragma unroll
             for (int h = 0; h < GB; ++h) {
                 const float c = m.coef[h][i];
 #pragma unroll
-                for (int j = 0; j < 8; ++j) {
-                    acc[h][j] += c*x[j];
+                for (int l = 0; l < 8; ++l) {
+                    x[h][j*8 + l] += c*y[l];
                 }
             }
-        }
-        return;
-    }
-    static_assert(!ggml_sparse_has_codes(N_BIT) || N_BIT == 8 || N_BIT == 4);
-    int sum[GB][8] = {};
-    const auto add = [&](const typename codes<N_BIT>::type (&raw)[4], int i) {
-        unsigned lo[4], hi[4]; // codes of four components at the first four positions, and at the others
-        if constexpr (N_BIT == 8) {
-            unsigned x[4], y[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                x[j] = raw[j].x ^ 0x80808080u;
-                y[j] = raw[j].y ^ 0x80808080u;
-            }
-            zip4(lo, x);
-            zip4(hi, y);
-        } else if constexpr (N_BIT == 4) {
-            unsigned v[4];
-            zip4(v, raw);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                lo[j] = v[j] & 0x0F0F0F0Fu;
-                hi[j] = v[j] >> 4 & 0x0F0F0F0Fu;
-            }
-        }
-#pragma unroll
-        for (int h = 0; h < GB; ++h) {
-            const int w0 = *(const int *) &m.w0[h][i], w1 = N_BIT == 8 ? *(const int *) &m.w1[h][i] : 0;
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                if (N_BIT == 8) {
-                    sum[h][j]     = __dp4a((int) lo[j], w1, sum[h][j])     + 64*__dp4a((int) lo[j], w0, 0);
-                    sum[h][4 + j] = __dp4a((int) hi[j], w1, sum[h][4 + j]) + 64*__dp4a((int) hi[j], w0, 0);
-                } else {
-                    sum[h][j]     = __dp4a((int) lo[j], w0, sum[h][j]);
-                    sum[h][4 + j] = __dp4a((int) hi[j], w0, sum[h][4 + j]);
-                }
-            }
-        }
-    };
-#pragma unroll
-    for (int e = 0; e < EARLY<GB>; ++e) {
-        if (const int i = 4*(slice + e*N_SLICE); i < n_comp) {
-            add(early[e], i);
-        }
-    }
-    for (int i = 4*(slice + EARLY<GB>*N_SLICE); i < n_comp; i += 4*N_SLICE) {
-        typename codes<N_BIT>::type raw[4];
-        load_codes<N_BIT, GB>(raw, m, k_t, nb_comp, n_comp, i);
-        add(raw, i);
-    }
-#pragma unroll
-    for (int h = 0; h < GB; ++h) {
-        const float step = m.step[h], base = slice == 0 ? m.base[h] : 0.0f;
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            acc[h][j] = (float) sum[h][j]*step + base;
         }
     }
 }
 
-// the largest logit of the run and the sum of exp(logit - it), NaN if there is a NaN, per head
-template <int GB>
-__device__ __forceinline__ void finish_run(score_shared<GB> & m, const score_args & a, int64_t head, int n_head, int64_t run) {
-    constexpr int N = N_WARP/GB; // warps per head
-    const int w = threadIdx.x/32, h = w/N;
-    const float * x = m.x[h] + w % N*(RUN/N);
-    float top = neg_inf(), sum = 0.0f;
-    for (int t = threadIdx.x % 32; t < RUN/N; t += 32) {
-        top = fmaxf(top, x[t]);
+// the largest logit of a run and the sum of exp(logit - it), NaN if there is a NaN; x: those of a lane. The work of a warp
+template <int N_BIT>
+__device__ __forceinline__ void finish_run(const score_args & a, const float (&x)[PER_LANE], int64_t head, int64_t run) {
+    float top = neg_inf();
+#pragma unroll
+    for (int p = 0; p < PER_LANE; ++p) {
+        top = fmaxf(top, x[p]);
     }
     top = fminf(warp_max(top), FLT_MAX);
     const float ref = top > neg_inf() ? top : 0.0f;
-    for (int t = threadIdx.x % 32; t < RUN/N; t += 32) {
-        sum += expf(finite_top(x[t]) - ref);
+    float sum[N_SPAN];
+#pragma unroll
+    for (int i = 0; i < N_SPAN; ++i) {
+        float e[4];
+#pragma unroll
+        for (int l = 0; l < 4; ++l) {
+            e[l] = expf(finite_top(x[i*4 + l]) - ref);
+        }
+        sum[i] = (e[0] + e[1]) + (e[2] + e[3]);
     }
-    sum = lane_sum<32>(sum);
+    const float all = sum_spans<N_BIT>(sum);
     if (threadIdx.x % 32 == 0) {
-        m.top[w] = top;
-        m.sum[w] = sum;
-    }
-    __syncthreads();
-    if ((int) threadIdx.x < n_head) {
-        const int j = threadIdx.x;
-        float all = neg_inf(), total = 0.0f;
-        for (int i = 0; i < N; ++i) {
-            all = fmaxf(all, m.top[j*N + i]);
-        }
-        for (int i = 0; i < N; ++i) {
-            const float part = m.top[j*N + i];
-            total += part > neg_inf() ? m.sum[j*N + i]*expf(part - all) : m.sum[j*N + i]; // 0, or NaN
-        }
-        a.run_max[(head + j)*a.n_run + run] = all;
-        a.run_sum[(head + j)*a.n_run + run] = total;
+        a.run_max[head*a.n_run + run] = top;
+        a.run_sum[head*a.n_run + run] = all;
     }
 }
 
-// blocks that a multiprocessor shall hold at least: what leaves enough registers
-constexpr int score_blocks(int gb) { return gb == 1 ? 3 : 2; }
+__device__ __forceinline__ uint16_t mask_of(const unsigned (&seen)[PER_LANE/2], int p) { return (uint16_t) (seen[p/2] >> p % 2*16); }
 
-// one block: runs blockIdx.x, + gridDim.x, .. for GB query heads of a KV head of a token. What a run is to be read with (its mask, what of it
-// is sealed, the scales of its codes) is on its way while the run before is worked on
+// blocks that a multiprocessor shall hold at least: what leaves enough registers
+constexpr int score_blocks(int n_bit, int gb) { return gb > 1 ? 1 : n_bit == 0 ? 3 : 2; }
+
+// one block: GB query heads of a KV head of a token; each of its warps has a run, blockIdx.x*N_WARP + its number, then others
 //   N_BIT: of k_t, 0: exact scores from K; TYPE: of K, or ANY
 template <int N_BIT, int GB, int TYPE>
-static __global__ void __launch_bounds__(N_THREAD, score_blocks(GB)) score(const score_args a) {
-    __shared__ score_shared<GB> m;
+static __global__ void __launch_bounds__(N_THREAD, score_blocks(N_BIT, GB)) score(const score_args a) {
+    __shared__ score_shared<N_BIT, GB> m;
 
-    const int64_t h_kv = blockIdx.y/a.n_pass, row = blockIdx.z, i = row % a.n_tok, s = row/a.n_tok;
-    const int     h0   = (int) (blockIdx.y % a.n_pass)*GB, n_head = min(GB, a.n_group_q - h0);
+    const int2    heads = split_index(blockIdx.y, a.n_pass), token = split_index(blockIdx.z, a.n_tok);
+    const int64_t h_kv = heads.x, row = blockIdx.z, i = token.y, s = token.x;
+    const int     h0   = heads.y*GB, n_head = min(GB, a.n_group_q - h0);
     const int64_t head = row*a.n_head + h_kv*a.n_group_q + h0;
-    const int     tid  = threadIdx.x, lane = tid % N_LANE, slice = tid/N_LANE;
+    const int     tid  = threadIdx.x, lane = tid % 32, w = tid/32;
 
     if (a.kl.data && a.kl.at<const int32_t>(i, 0, s)[0] < 0) {
         return;
@@ -381,148 +455,172 @@ static __global__ void __launch_bounds__(N_THREAD, score_blocks(GB)) score(const
                 m.q[j][q_place(tid, a.d)] = j < n_head && tid < a.d ? a.q.at<const float>(h_kv*a.n_group_q + h0 + j, i, s)[tid] : 0.0f;
             }
         }
+        __syncthreads();
     } else {
-        n_comp = choose_components<N_BIT, GB>(m, a, h_kv, h0, i, s);
+        n_comp = choose_components(m, a, h_kv, h0, i, s);
     }
+    static_assert(D_MAX <= N_THREAD && RUN/GROUP <= 8, "a thread per component, a byte of groups");
+    constexpr bool HAS_CODES = ggml_sparse_has_codes(N_BIT);
     const uint16_t * mask   = a.mask.at<const uint16_t>(i, 0, s);
     const int32_t  * sealed = N_BIT == 0 ? nullptr : a.sealed + s*a.n_grp;
-
-    static_assert(D_MAX <= N_THREAD && N_WARP == RUN/GROUP, "a thread per component, a warp per group");
-    constexpr bool HAS_CODES = ggml_sparse_has_codes(N_BIT);
-    const int w = tid/32;
-    uint16_t next_mask[GROUP/32];
-    int32_t  next_sealed = 0;
-    float    next_size = 0.0f, next_zero = 0.0f;
     const int n_kv = (int) a.n_kv, n_run = (int) a.n_run;
-    const auto fetch = [&](int run) {
-        const int t = run*RUN + w*GROUP + tid % 32, g = run*(RUN/GROUP) + w;
-#pragma unroll
-        for (int j = 0; j < GROUP/32; ++j) {
-            next_mask[j] = t + j*32 < n_kv ? mask[t + j*32] : F16_NEG_INF;
-        }
-        if (N_BIT > 0) {
-            next_sealed = g < a.n_grp ? sealed[g] : 0;
-        }
-        if (HAS_CODES && tid < n_comp && run < n_run) {
-            const float * range = a.k_range.at<const float>(h_kv*a.d + m.comp[tid], run, s);
-            next_size = range[0];
-            next_zero = range[1];
-        }
-    };
-    fetch(blockIdx.x);
+    const bool mask_is_aligned = (uintptr_t) mask % 8 == 0, logits_are_aligned = n_kv % 4 == 0 && (uintptr_t) a.logits % 16 == 0;
 
-    if (tid % 32 == 0) {
-        const bool first = w == 0 && blockIdx.x == 0 && h0 == 0; // of this KV head: it counts what choosing components reads
-        m.bytes[w] = first ? ggml_sparse_spread_bytes(a.d, a.n_kv, N_BIT) : 0;
-    }
-    for (int run = blockIdx.x; run < n_run; run += gridDim.x) {
-        const int t0 = run*RUN;
-        { // what there is to see
-            int n = 0;
-#pragma unroll
-            for (int j = 0; j < GROUP/32; ++j) {
-                m.mask[w*GROUP + tid % 32 + j*32] = next_mask[j];
-                n += __popc(__ballot_sync(ALL, next_mask[j] != F16_NEG_INF));
-            }
-            const int g = run*(RUN/GROUP) + w;
-            const bool in_k_t = next_sealed != 0 && ggml_sparse_is_coded(g, n_kv, N_BIT);
-            if (tid % 32 == 0) {
-                m.state[w] = n == 0 ? IS_HIDDEN : in_k_t ? IS_SEALED : IS_ROWS;
-                if (n > 0 && h0 == 0) {
-                    m.bytes[w] += in_k_t ? a.rank_of(i, s)*ggml_sparse_scan_bytes(min(GROUP, n_kv - g*GROUP), N_BIT) : (int64_t) n*a.row_bytes;
-                }
-            }
-        }
-        if (HAS_CODES && tid < n_comp) {
-            m.size[tid] = next_size;
-            m.zero[tid] = next_zero;
-        }
-        __syncthreads();
+    // of this KV head: the first block counts what choosing components reads
+    int64_t bytes = tid == 0 && blockIdx.x == 0 && h0 == 0 ? ggml_sparse_spread_bytes(a.d, a.n_kv, N_BIT) : 0;
+    const int stride = (int) gridDim.x*N_WARP;
+    for (int r0 = blockIdx.x*N_WARP; r0 < n_run; r0 += stride) {
+        const int  run = r0 + w, t0 = run*RUN;
+        const bool in  = run < n_run;
 
-        if (N_BIT > 0) {
-            const int2 p = lane_positions<N_BIT>(lane);
-            const char * k_t = a.k_t.at(h_kv*a.d, s) + (int64_t) t0*N_BIT/8 + lane*N_BIT;
-            float acc[GB][8] = {};
-            const bool in = n_comp > 0 && (HAS_CODES || t0 + p.x < n_kv) && // rows of f16 end there, rounded up to 8
-                    (m.state[p.x/GROUP] == IS_SEALED || m.state[p.y/GROUP] == IS_SEALED);
-            typename codes<N_BIT>::type early[EARLY<GB>][4] = {};
-            if constexpr (HAS_CODES) {
+        // what there is to see
+        unsigned seen[PER_LANE/2]; // the mask, two positions each
+        int n_seen[2] = {};
 #pragma unroll
-                for (int e = 0; e < EARLY<GB>; ++e) {
-                    if (const int c = 4*(slice + e*N_SLICE); in && c < n_comp) {
-                        load_codes<N_BIT, GB>(early[e], m, k_t, a.k_t.nb1, n_comp, c);
-                    }
+        for (int j = 0; j < N_SPAN; ++j) {
+            const int t = t0 + span_position<N_BIT>(lane, j);
+            if (in && mask_is_aligned && t + 4 <= n_kv) {
+                const uint2 raw = *(const uint2 *) &mask[t];
+                seen[j*2]     = raw.x;
+                seen[j*2 + 1] = raw.y;
+            } else {
+                const auto at = [&](int l) { return (unsigned) (in && t + l < n_kv ? mask[t + l] : F16_NEG_INF); };
+                seen[j*2]     = at(0) | at(1) << 16;
+                seen[j*2 + 1] = at(2) | at(3) << 16;
+            }
+#pragma unroll
+            for (int l = 0; l < 4; ++l) {
+                n_seen[is_second<N_BIT>(j)] += mask_of(seen, j*4 + l) != F16_NEG_INF;
+            }
+        }
+        group_state state[2] = { IS_HIDDEN, IS_HIDDEN };
+        unsigned rows = 0; // groups of the run, a bit each
+#pragma unroll
+        for (int b = 0; b <= (int) TWO_GROUPS<N_BIT>; ++b) {
+            constexpr int N_LANE = TWO_GROUPS<N_BIT> ? 8 : 4; // that share a group
+            const int n = lane_sum<N_LANE>(n_seen[b]), j = span_position<N_BIT>(lane, b == 0 ? 0 : N_BIT == 4 ? 1 : 2)/GROUP, g = run*(RUN/GROUP) + j;
+            if (n > 0) {
+                const bool in_k_t = N_BIT > 0 && sealed[g] != 0 && ggml_sparse_is_coded(g, n_kv, N_BIT);
+                state[b] = in_k_t ? IS_SEALED : IS_ROWS;
+                rows    |= in_k_t ? 0 : 1u << j;
+                if (h0 == 0 && lane % N_LANE == 0) {
+                    bytes += in_k_t ? a.rank_of(i, s)*ggml_sparse_scan_bytes(min(GROUP, n_kv - g*GROUP), N_BIT) : (int64_t) n*a.row_bytes;
                 }
             }
-            fetch(run + gridDim.x);
+        }
+
+        float x[GB][PER_LANE] = {};
+        if (N_BIT > 0 && n_comp > 0 && __ballot_sync(ALL, state[0] == IS_SEALED || state[1] == IS_SEALED) != 0) {
+            const char * k_t = a.k_t.at(h_kv*a.d, s) + (int64_t) t0*N_BIT/8;
             if constexpr (HAS_CODES) {
-                if (w < GB) {
-                    make_coef<N_BIT, GB>(m, w, n_comp);
+                float step[GB], base[GB];
+                make_coef(m, step, base, w, n_comp, a.k_range.at(h_kv*a.d, run, s), a.k_range.nb1);
+                scan_codes(x, m, step, base, w, n_comp, k_t + lane*(PER_LANE*N_BIT/8), a.k_t.nb1);
+            } else {
+                scan_f16(x, m, n_comp, k_t + lane*16, a.k_t.nb1, n_kv - t0);
+            }
+        }
+        if (__syncthreads_or(rows != 0)) { // products with rows of K, 8 lanes each, by all warps, run by run
+            for (int o = 1; o < 32; o *= 2) {
+                rows |= __shfl_xor_sync(ALL, rows, o);
+            }
+            if (lane == 0) {
+                m.rows[w] = rows;
+            }
+            __syncthreads();
+            for (int v = 0; v < N_WARP; ++v) {
+                if (m.rows[v] == 0) {
+                    continue;
                 }
-                __syncthreads();
-            }
-            if (in) {
-                score_components<N_BIT, GB>(acc, m, k_t, a.k_t.nb1, n_comp, slice, early);
-            }
-            for (int o = 0; o < N_SLICE; ++o) { // slice by slice, in order
-                if (o == slice) {
-#pragma unroll
-                    for (int h = 0; h < GB; ++h) {
-                        float4 * x = (float4 *) &m.x[h][p.x], * y = (float4 *) &m.x[h][p.y];
-                        const float4 u = o == 0 ? make_float4(0, 0, 0, 0) : *x, v = o == 0 ? make_float4(0, 0, 0, 0) : *y;
-                        *x = make_float4(u.x + acc[h][0], u.y + acc[h][1], u.z + acc[h][2], u.w + acc[h][3]);
-                        *y = make_float4(v.x + acc[h][4], v.y + acc[h][5], v.z + acc[h][6], v.w + acc[h][7]);
+                for (int p = tid/8; p < RUN; p += N_THREAD/8) {
+                    if (m.rows[v] >> p/GROUP & 1) {
+                        const int t = (r0 + v)*RUN + p;
+                        float y[GB] = {};
+                        dot_row<TYPE, GB>(y, m.q, a.k.type, t >= n_kv || mask[t] == F16_NEG_INF ? nullptr : a.k.at(h_kv, t, s), a.d);
+                        store_products<GB>(m.x, y, p);
                     }
                 }
                 __syncthreads();
+                if (v == w) {
+#pragma unroll
+                    for (int j = 0; j < N_SPAN; ++j) {
+                        if (state[is_second<N_BIT>(j)] == IS_ROWS) {
+                            const int p = span_position<N_BIT>(lane, j);
+#pragma unroll
+                            for (int h = 0; h < GB; ++h) {
+                                const float4 y = *(const float4 *) &m.x[h][p];
+                                x[h][j*4]     = y.x;
+                                x[h][j*4 + 1] = y.y;
+                                x[h][j*4 + 2] = y.z;
+                                x[h][j*4 + 3] = y.w;
+                            }
+                        }
+                    }
+                }
+                __syncthreads();
             }
-        } else {
-            fetch(run + gridDim.x);
         }
-        for (int g = 0; g < RUN/GROUP; ++g) { // products with rows of K, 8 lanes each
-            if (m.state[g] != IS_ROWS) {
-                continue;
-            }
-            for (int r = g*GROUP + tid/8; r < (g + 1)*GROUP; r += N_THREAD/8) {
-                float x[GB] = {};
-                dot_row<TYPE, GB>(x, m.q, a.k.type, m.mask[r] == F16_NEG_INF ? nullptr : a.k.at(h_kv, t0 + r, s), a.d);
-                store_products<GB>(m.x, x, r);
-            }
+        if (!in) {
+            continue;
         }
-        __syncthreads();
-
-        for (int h = 0; h < n_head; ++h) {
+#pragma unroll
+        for (int h = 0; h < GB; ++h) {
+            if (h >= n_head) {
+                break;
+            }
             const float slope = head_slope((int) h_kv*a.n_group_q + h0 + h, a.n_log2, a.max_bias);
-            for (int t = tid; t < RUN; t += N_THREAD) {
-                const float x = make_logit(m.x[h][t], m.mask[t], N_BIT == 0 ? a.scale : 1.0f, a.softcap, slope);
-                m.x[h][t] = x;
-                if (t0 + t < n_kv) {
-                    a.logits[(head + h)*a.n_kv + t0 + t] = x;
+            float * logits = a.logits + (head + h)*a.n_kv;
+#pragma unroll
+            for (int j = 0; j < N_SPAN; ++j) {
+#pragma unroll
+                for (int l = 0; l < 4; ++l) {
+                    x[h][j*4 + l] = make_logit(x[h][j*4 + l], mask_of(seen, j*4 + l), N_BIT == 0 ? a.scale : 1.0f, a.softcap, slope);
+                }
+                const int t = t0 + span_position<N_BIT>(lane, j);
+                if (logits_are_aligned && t + 4 <= n_kv) {
+                    *(float4 *) &logits[t] = make_float4(x[h][j*4], x[h][j*4 + 1], x[h][j*4 + 2], x[h][j*4 + 3]);
+                } else {
+                    for (int l = 0; l < 4 && t + l < n_kv; ++l) {
+                        logits[t + l] = x[h][j*4 + l];
+                    }
                 }
             }
-        }
-        __syncthreads();
-        if (a.run_max) {
-            finish_run<GB>(m, a, head, n_head, run);
+            if (a.run_max) {
+                finish_run<N_BIT>(a, x[h], head + h, run);
+            }
         }
     }
-    if (tid % 32 == 0 && m.bytes[w] > 0) {
-        add_stat(a.stats, GGML_SPARSE_STAT_BYTES_SCORE, m.bytes[w]);
+    if (!a.stats) {
+        return;
+    }
+    bytes = lane_sum<32>(bytes);
+    if (lane == 0) {
+        m.bytes[w] = bytes;
+    }
+    __syncthreads();
+    if (tid == 0) { // once per block: additions to one place wait for each other
+        for (int v = 1; v < N_WARP; ++v) {
+            bytes += m.bytes[v];
+        }
+        if (bytes > 0) {
+            add_stat(a.stats, GGML_SPARSE_STAT_BYTES_SCORE, bytes);
+        }
     }
 }
 
-// the same where the logits come from another node, bit for bit; a block per (run, GB heads of a KV head)
-template <int GB>
+// the same where the logits come from another node, bit for bit; a warp per (run, query head)
 static __global__ void __launch_bounds__(N_THREAD) sum_runs(const score_args a) {
-    __shared__ score_shared<GB> m;
-    const int     h0   = (int) (blockIdx.y % a.n_pass)*GB, n_head = min(GB, a.n_group_q - h0);
-    const int64_t run  = blockIdx.x, head = (int64_t) blockIdx.z*a.n_head + (int64_t) (blockIdx.y/a.n_pass)*a.n_group_q + h0;
-    for (int i = threadIdx.x; i < n_head*RUN; i += N_THREAD) {
-        const int64_t t = run*RUN + i % RUN;
-        m.x[i/RUN][i % RUN] = t < a.n_kv ? a.logits[(head + i/RUN)*a.n_kv + t] : neg_inf();
+    const int64_t run = (int64_t) blockIdx.x*N_WARP + threadIdx.x/32, head = (int64_t) blockIdx.z*a.n_head + blockIdx.y;
+    if (run >= a.n_run) {
+        return;
     }
-    __syncthreads();
-    finish_run<GB>(m, a, head, n_head, run);
+    float x[PER_LANE];
+#pragma unroll
+    for (int p = 0; p < PER_LANE; ++p) {
+        const int64_t t = run*RUN + span_position<16>(threadIdx.x % 32, p/4) + p % 4;
+        x[p] = t < a.n_kv ? a.logits[head*a.n_kv + t] : neg_inf();
+    }
+    finish_run<16>(a, x, head, run);
 }
 
 } // namespace sparse_cuda

@@ -1,44 +1,130 @@
 #pragma once
 
 // Step 2: the top k positions, and the mass of the others, of each head: one KV head of one token. A row is a token of a stream, stream*n_tok + token.
+//
+// A short head is one block's, whose threads hold all its keys (select_small). A long one is listed first, by many blocks: each guesses the cut from
+// the same sample and lists those of its cells that reach it (list_keys); then a block, whose threads hold what was listed, finds the cut (select).
+// The result does not depend on the guess: where it was too high, select_scan() does it all again.
 
-#include "sparse-device.cuh"
+#include "sparse-select-args.cuh"
+#include "sparse-select-scan.cuh"
 
 namespace sparse_cuda {
 
-struct select_args {
-    view forced, kl;
-    const float * logits;               // [row][n_head][n_kv]
-    float       * key;                  // [row][n_head_kv][n_kv] what is ranked; the logits where a KV head has one query head
-    float       * run_max, * run_sum;   // [row][n_head][n_run]; where a KV head has several query heads, or rest or top_p is wanted
-    unsigned    * bits;                 // [row][n_head_kv][n_bits] scratch: the forced cells
-    int32_t     * cand;                 // [row][n_head_kv][n_cand] scratch: cells near or above the cut
-    int32_t     * res;                  // [row][n_head_kv][1 + n_group_q + topk_max]
-    int64_t n_kv, n_run, n_bits, n_cand;
-    int     n_head, n_head_kv, n_group_q, n_tok, n_forced, n_local_max, topk_max, rest;
-    float   top_p;                      // in (0, 1), or 0
+constexpr int N_SMALL   = 4096; // positions of a short head
+constexpr int LIST_KEYS = 2048; // positions that a block of list_keys() looks at
+constexpr int LIST_MAX  = 1024; // lists of a head at most
+constexpr int N_HELD    = 16;   // keys that a thread holds
+
+__device__ __forceinline__ bool is_forced_entry(const select_args & a, int j, int n_local) { return j < n_local || j >= a.n_local_max; }
+
+// sums and maxima over the block, in all threads. Calls take turns with part [2][NT/32], so each needs but one barrier
+template <int NT>
+struct counter {
+    int (*part)[NT/32];
+    int turn = 0;
+
+    __device__ __forceinline__ int all(int x, int none) {
+        int * p = part[turn ^= 1];
+        if (threadIdx.x % 32 == 0) {
+            p[threadIdx.x/32] = x;
+        }
+        __syncthreads();
+        return threadIdx.x % 32 < NT/32 ? p[threadIdx.x % 32] : none;
+    }
+
+    __device__ __forceinline__ int sum(int x) { return warp_sum(all(warp_sum(x), 0)); }
+    __device__ __forceinline__ int most(int x) { return warp_max(all(warp_max(x), ORDER_HIDDEN)); }
 };
 
-constexpr int G_MAX = 128; // query heads of a KV head
-
-// a query head's largest logit (0 if it sees nothing) and the sum of exp(logit - it), NaN if there is a NaN, from its runs; the work of a warp
-__device__ __forceinline__ float2 sum_head(const select_args & a, int64_t head) {
-    const float * max = a.run_max + head*a.n_run, * sum = a.run_sum + head*a.n_run;
-    float top = neg_inf(), all = 0.0f;
-    for (int64_t i = threadIdx.x % 32; i < a.n_run; i += 32) {
-        top = fmaxf(top, max[i]);
+// An order that at least k, and as a rule not more than k + slack, of what all threads hold reach; with slack 0 the largest one that k reach
+//   lo, n_lo: an order, and how many reach it, k at least; top: the largest that is held, forced ones apart, which are n_in
+//   n_ge(order): how many of this thread's reach it
+// The number falls about as an exponential function of the value, or of its logarithm where all are positive (which the order of floats is like), so
+// the search goes where that would be k; each third step halves what is left
+template <int NT, typename F>
+__device__ __forceinline__ int find_cut(counter<NT> & block, int lo, int n_lo, int top, int n_in, int k, int slack, const F & n_ge) {
+    int64_t a = lo, b = (int64_t) top + 1; // k reach a, but not b
+    int n_a = n_lo, n_b = n_in;
+    const float want = log2f(k + 0.5f*slack);
+    for (int turn = 1; b - a > 1 && n_a > k + slack; ++turn) {
+        int64_t mid = a + (b - a)/2;
+        if (turn % 3 != 0 && a > ORDER_HIDDEN + 1) {
+            const float from = log2f((float) n_a), f = (from - want)/(from - log2f(fmaxf((float) n_b, 0.5f)));
+            if (a < 0 && b > 0) {
+                const float x = order_value((int) a), y = order_value((int) (b - 1));
+                mid = order_of(x + f*(y - x));
+            } else {
+                mid = a + (int64_t) (f*(float) (b - a));
+            }
+            mid = mid <= a ? a + 1 : mid >= b ? b - 1 : mid;
+        }
+        const int n = block.sum(n_ge((int) mid));
+        if (n >= k) {
+            a   = mid;
+            n_a = n;
+        } else {
+            b   = mid;
+            n_b = n;
+        }
     }
-    top = warp_max(top);
-    for (int64_t i = threadIdx.x % 32; i < a.n_run; i += 32) {
-        all += max[i] > neg_inf() ? sum[i]*expf(max[i] - top) : sum[i]; // 0, or NaN
-    }
-    all = lane_sum<32>(all);
-    return make_float2(top > neg_inf() ? top : 0.0f, all);
+    return (int) a;
 }
 
-constexpr int KEYS = 2048; // positions of a block of rank_keys
+// what is ranked at position t: the logit, or the sum over the query heads of softmax(logits), -inf or NaN where hidden
+//   logits: of the KV head's first query head; top, inv: of each, see softmax_heads()
+template <int N>
+__device__ __forceinline__ void load_keys(
+        float (&key)[N], const select_args & a, const float * logits, const float * top, const float * inv, const int (&t)[N]) {
+    if (a.n_group_q == 1) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            key[j] = t[j] < a.n_kv ? logits[t[j]] : neg_inf();
+        }
+        return;
+    }
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+        key[j] = 0.0f;
+    }
+    for (int h = 0; h < a.n_group_q; ++h) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            const float x = t[j] < a.n_kv ? logits[h*a.n_kv + t[j]] : neg_inf();
+            key[j] = h == 0 && x == neg_inf() ? x : key[j] + expf(finite_top(x) - top[h])*inv[h];
+        }
+    }
+}
 
-// with several query heads: the sum over them of softmax(logits); -inf or NaN where hidden
+// of the query heads from `head` on, with several: what their softmax subtracts and multiplies with. By a block of N_THREAD; ends at a barrier
+__device__ __forceinline__ void softmax_heads(const select_args & a, int64_t head, float * top, float * inv) {
+    for (int h = threadIdx.x/32; a.n_group_q > 1 && h < a.n_group_q; h += N_WARP) {
+        const float2 x = sum_head(a, head + h);
+        if (threadIdx.x % 32 == 0) {
+            top[h] = x.x;
+            inv[h] = x.y > 0.0f ? __fdiv_rn(1.0f, x.y) : 0.0f;
+        }
+    }
+    __syncthreads();
+}
+
+// marks [n/32]: which of the cells t0 .. t0 + n - 1 are forced, visible or not. By all threads; ends at a barrier
+template <int NT>
+__device__ __forceinline__ void mark_cells(const select_args & a, const int32_t * forced, int n_local, unsigned * marks, int64_t t0, int n) {
+    for (int j = threadIdx.x; j < n/32; j += NT) {
+        marks[j] = 0;
+    }
+    __syncthreads();
+    for (int j = threadIdx.x; j < a.n_forced; j += NT) {
+        const int64_t t = is_forced_entry(a, j, n_local) ? forced[j] - t0 : -1;
+        if (t >= 0 && t < n) {
+            atomicOr(&marks[t/32], 1u << t % 32);
+        }
+    }
+    __syncthreads();
+}
+
+// for select_scan() alone, with several query heads: the sum over them of softmax(logits); -inf or NaN where hidden
 static __global__ void __launch_bounds__(N_THREAD) rank_keys(const select_args a) {
     __shared__ float top[G_MAX], inv[G_MAX];
     if (a.kl.at<const int32_t>(blockIdx.z % a.n_tok, 0, blockIdx.z/a.n_tok)[0] < 0) {
@@ -53,18 +139,18 @@ static __global__ void __launch_bounds__(N_THREAD) rank_keys(const select_args a
         }
     }
     __syncthreads();
-    const int64_t t0 = (int64_t) blockIdx.x*KEYS + threadIdx.x;
-    float key[KEYS/N_THREAD] = {};
+    const int64_t t0 = (int64_t) blockIdx.x*LIST_KEYS + threadIdx.x;
+    float key[LIST_KEYS/N_THREAD] = {};
     for (int h = 0; h < a.n_group_q; ++h) {
 #pragma unroll
-        for (int j = 0; j < KEYS/N_THREAD; ++j) {
+        for (int j = 0; j < LIST_KEYS/N_THREAD; ++j) {
             const int64_t t = t0 + j*N_THREAD;
             const float   x = t < a.n_kv ? a.logits[(head + h)*a.n_kv + t] : neg_inf();
             key[j] = h == 0 && x == neg_inf() ? x : key[j] + expf(finite_top(x) - top[h])*inv[h];
         }
     }
 #pragma unroll
-    for (int j = 0; j < KEYS/N_THREAD; ++j) {
+    for (int j = 0; j < LIST_KEYS/N_THREAD; ++j) {
         const int64_t t = t0 + j*N_THREAD;
         if (t < a.n_kv) {
             a.key[u*a.n_kv + t] = key[j];
@@ -72,186 +158,103 @@ static __global__ void __launch_bounds__(N_THREAD) rank_keys(const select_args a
     }
 }
 
-// the sum of x over the block, in all threads; buf [NT/32]
-template <int NT, typename T>
-__device__ __forceinline__ T block_sum(T x, T * buf) {
-    x = lane_sum<32>(x);
-    __syncthreads(); // the last one was read
-    if (threadIdx.x % 32 == 0) {
-        buf[threadIdx.x/32] = x;
-    }
-    __syncthreads();
-    return lane_sum<32>(threadIdx.x % 32 < NT/32 ? buf[threadIdx.x % 32] : (T) 0);
-}
+// one block: lists blockIdx.x, + gridDim.x, .. of a head, each of the cells of LIST_KEYS positions that are forced or reach a guess of the cut -> list,
+// count; with several query heads key, too
+static __global__ void __launch_bounds__(N_THREAD) list_keys(const select_args a) {
+    constexpr int N = LIST_KEYS/N_THREAD, N_SAMPLE = 4; // of a thread
+    __shared__ float    top[G_MAX], inv[G_MAX];
+    __shared__ unsigned marks[LIST_KEYS/32];
+    __shared__ int      part[2][N_WARP], n_warp[N_WARP];
 
-// the sum of x over the threads before this one; total: over all. buf [NT/32]
-template <int NT>
-__device__ __forceinline__ int64_t block_before(int64_t x, int64_t * total, int64_t * buf) {
-    const int w = threadIdx.x/32, lane = threadIdx.x % 32;
-    int64_t before = x;
+    const int2    token = split_index(blockIdx.z, a.n_tok);
+    const int64_t row = blockIdx.z, i = token.y, s = token.x;
+    const int32_t * kl = a.kl.at<const int32_t>(i, 0, s), * forced = a.forced.at<const int32_t>(i, 0, s);
+    if (kl[0] < 0) {
+        return;
+    }
+    const int64_t u = row*a.n_head_kv + blockIdx.y, head = u*a.n_group_q;
+    const float * logits = a.logits + head*a.n_kv;
+    const int n = (int) a.n_kv, w = threadIdx.x/32, lane = threadIdx.x % 32;
+    counter<N_THREAD> block = { part };
+    softmax_heads(a, head, top, inv);
+
+    int guess = ORDER_HIDDEN + 1; // all that is visible
+    const float want = (float) min(kl[0], a.topk_max)*(N_SAMPLE*N_THREAD)/n, rank = want + 3.0f*__fsqrt_rn(want) + 2.0f;
+    if (rank < N_SAMPLE*N_THREAD/2) {
+        int   t[N_SAMPLE], y[N_SAMPLE];
+        float x[N_SAMPLE];
 #pragma unroll
-    for (int o = 1; o < 32; o *= 2) {
-        const int64_t y = __shfl_up_sync(ALL, before, o);
-        before += lane >= o ? y : 0;
-    }
-    __syncthreads(); // the last one was read
-    if (lane == 31) {
-        buf[w] = before;
-    }
-    __syncthreads();
-    before -= x;
-    *total = 0;
-    for (int j = 0; j < NT/32; ++j) {
-        before += j < w ? buf[j] : 0;
-        *total += buf[j];
-    }
-    return before;
-}
-
-// a mark of cell t as forced; 1: it is visible and was not marked yet
-__device__ __forceinline__ int mark(unsigned * bits, const float * key, int32_t t, int64_t n) {
-    return t >= 0 && t < n && order_of(key[t]) != ORDER_HIDDEN && !(atomicOr(&bits[t/32], 1u << t % 32) >> t % 32 & 1);
-}
-
-// marks the local window (the first n_local of forced) and the sinks (those from n_local_max on), at most topk_max of them. Returns how many
-template <int NT>
-__device__ __forceinline__ int mark_forced(const select_args & a, unsigned * bits, const float * key, const int32_t * forced, int n_local, int * buf) {
-    for (int round = 0; ; ++round) {
-        for (int64_t j = threadIdx.x; j < a.n_bits; j += NT) {
-            bits[j] = 0;
+        for (int j = 0; j < N_SAMPLE; ++j) { // eight beside each other, all over the head
+            const int o = j*N_THREAD + threadIdx.x;
+            t[j] = o/8*(n/(N_SAMPLE*N_THREAD/8)) + o % 8;
         }
-        __syncthreads();
-        int n = 0;
-        if (round == 0) {
-            for (int j = threadIdx.x; j < a.n_forced; j += NT) {
-                n += j < n_local || j >= a.n_local_max ? mark(bits, key, forced[j], a.n_kv) : 0;
+        load_keys(x, a, logits, top, inv, t);
+        int most = ORDER_HIDDEN, least = ORDER_FORCED, seen = 0;
+#pragma unroll
+        for (int j = 0; j < N_SAMPLE; ++j) {
+            y[j]  = order_of(x[j]);
+            most  = max(most, y[j]);
+            least = y[j] == ORDER_HIDDEN ? least : min(least, y[j]);
+            seen += y[j] != ORDER_HIDDEN;
+        }
+        most  = block.most(most);
+        least = -block.most(-least);
+        seen  = block.sum(seen);
+        const int k = (int) rank;
+        if (seen > k) {
+            guess = find_cut<N_THREAD>(block, least, seen, most, 0, k, k/4, [&](int o) {
+                int c = 0;
+#pragma unroll
+                for (int j = 0; j < N_SAMPLE; ++j) {
+                    c += y[j] >= o;
+                }
+                return c;
+            });
+        }
+    }
+
+    for (int b = blockIdx.x; b < a.n_list; b += gridDim.x) {
+        int   t[N];
+        float key[N];
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            t[j] = b*LIST_KEYS + w*(N*32) + j*32 + lane;
+        }
+        load_keys(key, a, logits, top, inv, t);
+        mark_cells<N_THREAD>(a, forced, kl[1], marks, (int64_t) b*LIST_KEYS, LIST_KEYS);
+
+        int o[N], mine = 0, n_in = 0;
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            o[j] = order_of(key[j]);
+            if (a.n_group_q > 1 && t[j] < n) {
+                a.key[u*a.n_kv + t[j]] = key[j];
             }
-        } else if (threadIdx.x == 0) { // there are too many: in their order, which is that of their importance
-            for (int j = 0; j < a.n_forced && n < a.topk_max; ++j) {
-                n += j < n_local || j >= a.n_local_max ? mark(bits, key, forced[j], a.n_kv) : 0;
+            if (o[j] != ORDER_HIDDEN && (marks[w*N + j] >> lane & 1)) {
+                o[j] = ORDER_FORCED;
             }
+            mine += __popc(__ballot_sync(ALL, o[j] >= guess));
+            n_in += o[j] == ORDER_FORCED;
         }
-        n = block_sum<NT>(n, buf);
-        if (n <= a.topk_max) {
-            return n;
+        if (lane == 0) {
+            n_warp[w] = mine;
         }
-    }
-}
-
-// heads of up to so many positions are selected by small blocks, of which there is room for many at once, and their marks are in shared memory
-constexpr int N_SMALL = 4096;
-
-// the words of marks, as they are now
-template <int NT>
-__device__ __forceinline__ unsigned marks_at(const unsigned * bits, int64_t i) {
-    if constexpr (NT == 1024) {
-        return __ldcg(&bits[i]); // atomics do not change what L1 holds
-    } else {
-        return bits[i];
-    }
-}
-
-// the largest order that at least k of NT sampled keys reach; ORDER_HIDDEN + 1: all that is visible
-template <int NT>
-__device__ __forceinline__ int sample_cut(const float * key, int64_t n, int k) {
-    const int x = order_of(key[threadIdx.x/8*(n/(NT/8)) + threadIdx.x % 8]);
-    int64_t a = ORDER_HIDDEN + 1, b = ORDER_MAX;
-    while (a < b) {
-        const int64_t mid = a + (b - a + 1)/2;
-        const int n_ge = __syncthreads_count(x >= mid);
-        if (n_ge >= k) {
-            a = mid;
-        } else {
-            b = mid - 1;
+        n_in = block.sum(n_in); // with a barrier
+        const int v = lane < N_WARP ? n_warp[lane] : 0, all = warp_sum(v);
+        int before = warp_sum(lane < w ? v : 0);
+        int2 * list = a.list + (u*a.n_list + b)*LIST_KEYS;
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            const unsigned in = __ballot_sync(ALL, o[j] >= guess);
+            if (o[j] >= guess) {
+                list[before + __popc(in & ((1u << lane) - 1))] = make_int2(t[j], o[j]);
+            }
+            before += __popc(in);
         }
-        if (n_ge == k) {
-            break;
+        if (threadIdx.x == 0) {
+            a.count[u*a.n_list + b] = make_int2(all | n_in << 16, guess);
         }
     }
-    return (int) a;
-}
-
-// of n_sel cells the forced ones, and of the others those with the largest keys, until the weights add up to top_p of all; ties
-// to the lower cell. Returns how many are left, in the order they had; copy [n_sel]: scratch
-//   a cell weighs what the heads softmax it to: the key, or what the only head's logit gives
-template <int NT>
-__device__ __forceinline__ int keep_top_p(const select_args & a, int64_t head, const float * key, const unsigned * bits, int32_t * cells, int32_t * copy,
-        int n_sel, float * sum_f, int64_t * sum_l) {
-    const int per = (n_sel + NT - 1)/NT, j0 = min((int) threadIdx.x*per, n_sel), j1 = min(j0 + per, n_sel);
-    for (int j = j0; j < j1; ++j) {
-        copy[j] = cells[j];
-    }
-    const bool one = a.n_group_q == 1;
-    float2 x = one ? sum_head(a, head) : make_float2(0.0f, 0.0f);
-    for (int h = 0; !one && h < a.n_group_q; ++h) {
-        x.y += sum_head(a, head + h).y > 0.0f;
-    }
-    if (!(x.y > 0.0f)) {
-        return n_sel; // no head has a softmax
-    }
-    const auto is_forced = [&](int32_t t) { return (marks_at<NT>(bits, t/32) >> t % 32 & 1) != 0; };
-    const auto weight    = [&](int32_t t) { return one ? expf(finite_top(key[t]) - x.x) : key[t]; };
-    // the sum of the weights from an order on; for a higher order never more, since adding a term or 0 rounds in order
-    const auto mass_from = [&](int least) {
-        float sum = 0.0f;
-        for (int j = j0; j < j1; ++j) {
-            sum += !is_forced(copy[j]) && order_of(key[copy[j]]) >= least ? weight(copy[j]) : 0.0f;
-        }
-        return block_sum<NT>(sum, sum_f);
-    };
-    float forced = 0.0f;
-    for (int j = j0; j < j1; ++j) {
-        forced += is_forced(copy[j]) ? weight(copy[j]) : 0.0f;
-    }
-    const float want = a.top_p*x.y - block_sum<NT>(forced, sum_f);
-
-    int64_t lo = ORDER_HIDDEN + 1, hi = (int64_t) ORDER_MAX + 1;
-    if (!(mass_from((int) lo) >= want)) {
-        return n_sel; // all of them do not carry it
-    }
-    while (hi - lo > 1) {
-        const int64_t mid = lo + (hi - lo)/2;
-        if (mass_from((int) mid) >= want) {
-            lo = mid;
-        } else {
-            hi = mid;
-        }
-    }
-    float mass = mass_from((int) hi);
-
-    int64_t mine = 0, total; // cells above the cut, in the upper half; those equal to it
-    float   tie  = 0.0f;     // what one of these weighs
-    for (int j = j0; j < j1; ++j) {
-        const int o = order_of(key[copy[j]]);
-        const bool in = is_forced(copy[j]) || o > lo;
-        mine += in ? (int64_t) 1 << 32 : o == lo ? 1 : 0;
-        tie = !in && o == lo ? weight(copy[j]) : tie;
-    }
-    const int64_t before = block_before<NT>(mine, &total, sum_l);
-    tie = warp_max(tie);
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) {
-        sum_f[threadIdx.x/32] = tie;
-    }
-    __syncthreads();
-    tie = warp_max(threadIdx.x % 32 < NT/32 ? sum_f[threadIdx.x % 32] : 0.0f);
-
-    int n_tie = 0;
-    for (; n_tie < (int) total && mass < want; ++n_tie) {
-        mass += tie;
-    }
-    int n_gt = (int) (before >> 32), n_eq = (int) before;
-    for (int j = j0; j < j1; ++j) {
-        const int  o  = order_of(key[copy[j]]);
-        const bool in = is_forced(copy[j]) || o > lo, eq = !in && o == lo;
-        if (in || (eq && n_eq < n_tie)) {
-            cells[n_gt + min(n_eq, n_tie)] = copy[j];
-        }
-        n_gt += in;
-        n_eq += eq;
-    }
-    __syncthreads();
-    return (int) (total >> 32) + n_tie;
 }
 
 // a token that reads every visible position: nothing is ranked
@@ -267,164 +270,6 @@ __device__ __forceinline__ void select_every(const select_args & a, int32_t * re
         res[0] = GGML_SPARSE_SELECT_ALL;
     }
 }
-
-// The cells of a head that reach a guess of the cut, in order: each warp has a part of them and lists those of its part. A thread has the
-// candidates j0 .. j1 - 1 of all of them
-template <int NT>
-struct candidates {
-    static constexpr int NW      = NT/32;
-    static constexpr int N_REG   = 8; // candidates that a thread keeps in registers
-    static constexpr int AT_ONCE = 8; // keys that a lane waits for at a time
-
-    const float    * key;
-    const unsigned * bits;
-    int32_t        * cand;
-    int            * first; // [NW + 1] shared: candidates before those of each warp
-    int part, n_cand, guess;
-    int per, j0, j1, w0;
-    int x[N_REG];
-
-    // at least k of n cells, if so many are visible
-    __device__ __forceinline__ void list(int n, int k) {
-        const int w = threadIdx.x/32;
-        part   = (n + NW*32 - 1)/(NW*32)*32; // cells of a warp
-        guess  = ORDER_HIDDEN + 1;
-        n_cand = 0;
-        for (float want = (float) k*NT/n; k > 0; want *= 4.0f) {
-            const float rank = want + 3.0f*__fsqrt_rn(want) + 2.0f;
-            guess = n > 4*NT && rank < NT/2 ? sample_cut<NT>(key, n, (int) rank) : ORDER_HIDDEN + 1;
-            const int mine = list_part(w*part, min(w*part + part, n));
-            __syncthreads(); // first[] of the last round was read
-            if (threadIdx.x % 32 == 0) {
-                first[w + 1] = mine;
-            }
-            __syncthreads();
-            if (threadIdx.x == 0) {
-                first[0] = 0;
-                for (int j = 0; j < NW; ++j) {
-                    first[j + 1] += first[j];
-                }
-            }
-            __syncthreads();
-            n_cand = first[NW];
-            if (n_cand >= k || guess == ORDER_HIDDEN + 1) {
-                break;
-            }
-        }
-    }
-
-    // the cells p0 .. p1 - 1 that reach the guess, by a warp. Returns how many
-    __device__ __forceinline__ int list_part(int p0, int p1) {
-        const int lane = threadIdx.x % 32;
-        int mine = 0;
-        for (int t = p0; t < p1; t += AT_ONCE*32) {
-            int o[AT_ONCE];
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; ++j) {
-                const int tj = t + j*32;
-                o[j] = tj + lane < p1 ? order_of(key[tj + lane]) : ORDER_HIDDEN;
-                if (tj < p1 && (marks_at<NT>(bits, tj/32) >> lane & 1)) {
-                    o[j] = ORDER_FORCED;
-                }
-            }
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; ++j) {
-                const unsigned in = __ballot_sync(ALL, o[j] >= guess);
-                if (o[j] >= guess) {
-                    cand[p0 + mine + __popc(in & ((1u << lane) - 1))] = t + j*32 + lane;
-                }
-                mine += __popc(in);
-            }
-        }
-        return mine;
-    }
-
-    // after list(): those of this thread
-    __device__ __forceinline__ void take() {
-        per = (n_cand + NT - 1)/NT;
-        j0  = min((int) threadIdx.x*per, n_cand);
-        j1  = min(j0 + per, n_cand);
-        w0  = 0;
-        while (w0 < NW - 1 && first[w0 + 1] <= j0) {
-            ++w0;
-        }
-        int wj = w0;
-#pragma unroll
-        for (int j = 0; j < N_REG; ++j) {
-            x[j] = j0 + j < j1 ? order_at(cell_at(j0 + j, wj)) : ORDER_HIDDEN;
-        }
-    }
-
-    __device__ __forceinline__ int32_t cell_at(int j, int & wj) const { // j ascending
-        while (first[wj + 1] <= j) {
-            ++wj;
-        }
-        return cand[wj*part + j - first[wj]];
-    }
-
-    __device__ __forceinline__ int order_at(int32_t t) const {
-        return marks_at<NT>(bits, t/32) >> t % 32 & 1 ? ORDER_FORCED : order_of(key[t]);
-    }
-
-    // candidates of all threads that reach lim
-    __device__ __forceinline__ int count_ge(int lim, int * buf) const {
-        if (per <= 2) { // as a rule: the barrier counts
-            return __syncthreads_count(x[0] >= lim) + __syncthreads_count(x[1] >= lim);
-        }
-        int c = 0;
-        if (per <= N_REG) {
-#pragma unroll
-            for (int j = 0; j < N_REG; ++j) {
-                c += x[j] >= lim;
-            }
-        } else {
-            for (int j = j0, wj = w0; j < j1; ++j) {
-                c += order_at(cell_at(j, wj)) >= lim;
-            }
-        }
-        return block_sum<NT>(c, buf);
-    }
-
-    // the largest order that at least k candidates reach, by bisection; the first n_in of them are forced
-    __device__ __forceinline__ int cut(int k, int n_in, int * buf) const {
-        if (n_cand <= k) {
-            return ORDER_HIDDEN; // all candidates
-        }
-        int64_t lo = k == n_in ? ORDER_FORCED : guess, hi = k == n_in ? ORDER_FORCED : ORDER_MAX;
-        while (lo < hi) {
-            const int64_t mid = lo + (hi - lo + 1)/2;
-            const int c = count_ge((int) mid, buf);
-            if (c >= k) {
-                lo = mid;
-            } else {
-                hi = mid - 1;
-            }
-            if (c == k) {
-                break;
-            }
-        }
-        return (int) lo;
-    }
-
-    // f(cell, order) for the candidates of this thread, in order
-    template <typename F>
-    __device__ __forceinline__ void for_each(const F & f) const {
-        int wj = w0;
-        if (per <= N_REG) {
-#pragma unroll
-            for (int j = 0; j < N_REG; ++j) {
-                if (j0 + j < j1) {
-                    f(cell_at(j0 + j, wj), x[j]);
-                }
-            }
-        } else {
-            for (int j = j0; j < j1; ++j) {
-                const int32_t t = cell_at(j, wj);
-                f(t, order_at(t));
-            }
-        }
-    }
-};
 
 // rest of each query head, beside the n_sel cells -> out [n_group_q] (ggml-sparse.h, SELECT); -inf where it is not asked for
 template <int NT>
@@ -453,61 +298,78 @@ __device__ __forceinline__ void write_rest(const select_args & a, int64_t u, con
     }
 }
 
-// one block per head: the k cells with the largest keys, ascending, ties to the lower cell; rest. The result does not depend on the guess
-template <int NT>
-static __global__ void __launch_bounds__(NT, NT == 1024 ? 1 : 4) select(const select_args a) {
-    constexpr int NW = NT/32;
-    __shared__ int     sum_i[NW];
-    __shared__ int64_t sum_l[NW];
-    __shared__ float   sum_f[NW];
-    __shared__ int     first[NW + 1];
-
-    const int64_t row = blockIdx.y, u = row*a.n_head_kv + blockIdx.x;
-    const int64_t i = row % a.n_tok, s = row/a.n_tok;
-    const float   * key   = a.key + u*a.n_kv;
-    int32_t       * res   = a.res + u*(1 + a.n_group_q + a.topk_max);
-    int32_t       * cells = res + 1 + a.n_group_q;
-    const int32_t * kl    = a.kl.at<const int32_t>(i, 0, s);
-    unsigned      * bits;
-    if constexpr (NT == 1024) {
-        bits = a.bits + u*a.n_bits;
-    } else {
-        __shared__ unsigned marks[N_SMALL/32];
-        bits = marks;
-    }
-    if (kl[0] < 0) {
-        select_every<NT>(a, res);
-        return;
-    }
-    const int n_in = mark_forced<NT>(a, bits, key, a.forced.at<const int32_t>(i, 0, s), kl[1], sum_i);
-    const int k    = max(min(kl[0], a.topk_max), n_in);
-
-    candidates<NT> c;
-    c.key   = key;
-    c.bits  = bits;
-    c.cand  = a.cand + u*a.n_cand;
-    c.first = first;
-    c.list((int) a.n_kv, k);
-    c.take();
-    const int cut = c.cut(k, n_in, sum_i);
-
-    int n_sel = min(c.n_cand, max(k, 0));
-    int64_t mine = 0, total; // candidates above the cut, in the upper half; those equal to it
-    c.for_each([&](int32_t, int o) { mine += o > cut ? (int64_t) 1 << 32 : o == cut ? 1 : 0; });
-    const int64_t before = block_before<NT>(mine, &total, sum_l);
-    const int n_tie = n_sel - (int) (total >> 32); // ties that still fit
-    int n_gt = (int) (before >> 32), n_eq = (int) before;
-    c.for_each([&](int32_t t, int o) {
-        if (o > cut || (o == cut && n_eq < n_tie)) {
-            cells[n_gt + min(n_eq, n_tie)] = t;
+// the k largest of what the threads hold, ties to the lower cell -> cells, ascending; returns how many
+//   x, cell: orders and cells, in the order of (warp, j, lane); n: how many cells are held that can be selected; per: the j that are in use
+template <int NT, int N>
+__device__ __forceinline__ int select_held(counter<NT> & block, const int (&x)[N], const int (&cell)[N], int per, int n, int k, int n_in, int32_t * cells,
+        int2 * n_warp) {
+    const int w = threadIdx.x/32, lane = threadIdx.x % 32;
+    int cut = ORDER_HIDDEN; // all
+    if (k == n_in) {
+        cut = ORDER_FORCED - 1;
+    } else if (n > k) {
+        int most = ORDER_HIDDEN, least = ORDER_FORCED;
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            if (j >= per) {
+                break;
+            }
+            most  = x[j] == ORDER_FORCED ? most : max(most, x[j]);
+            least = x[j] == ORDER_HIDDEN ? least : min(least, x[j]);
         }
-        n_gt += o > cut;
-        n_eq += o == cut;
-    });
-    __syncthreads();
-    if (a.top_p > 0.0f) {
-        n_sel = keep_top_p<NT>(a, u*a.n_group_q, key, bits, cells, c.cand, n_sel, sum_f, sum_l);
+        most  = block.most(most);
+        least = -block.most(-least);
+        cut = find_cut<NT>(block, least, n, most, n_in, k, 0, [&](int o) {
+            int c = 0;
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+                if (j >= per) {
+                    break;
+                }
+                c += x[j] >= o;
+            }
+            return c;
+        });
     }
+    int n_gt = 0, n_eq = 0; // those above the cut and those equal to it; hidden ones are neither
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+        if (j >= per) {
+            break;
+        }
+        n_gt += __popc(__ballot_sync(ALL, x[j] > cut));
+        n_eq += __popc(__ballot_sync(ALL, x[j] == cut && cut != ORDER_HIDDEN));
+    }
+    if (lane == 0) {
+        n_warp[w] = make_int2(n_gt, n_eq);
+    }
+    __syncthreads();
+    const int2 v = lane < NT/32 ? n_warp[lane] : make_int2(0, 0);
+    const int n_sel = min(n, max(k, 0)), n_tie = n_sel - warp_sum(v.x); // ties that still fit
+    n_gt = warp_sum(lane < w ? v.x : 0);
+    n_eq = warp_sum(lane < w ? v.y : 0);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+        if (j >= per) {
+            break;
+        }
+        const unsigned gt = __ballot_sync(ALL, x[j] > cut), eq = __ballot_sync(ALL, x[j] == cut && cut != ORDER_HIDDEN);
+        const unsigned below = (1u << lane) - 1;
+        const int before = n_eq + __popc(eq & below);
+        if ((gt >> lane & 1) || ((eq >> lane & 1) && before < n_tie)) {
+            cells[n_gt + __popc(gt & below) + min(before, n_tie)] = cell[j];
+        }
+        n_gt += __popc(gt);
+        n_eq += __popc(eq);
+    }
+    return n_sel;
+}
+
+// what a selection ends with: n_sel cells are there
+template <int NT>
+__device__ __forceinline__ void finish_select(const select_args & a, int64_t u, int32_t * res, int n_sel) {
+    __shared__ float sum_f[NT/32];
+    int32_t * cells = res + 1 + a.n_group_q;
     for (int j = n_sel + (int) threadIdx.x; j < a.topk_max; j += NT) {
         cells[j] = -1;
     }
@@ -516,6 +378,135 @@ static __global__ void __launch_bounds__(NT, NT == 1024 ? 1 : 4) select(const se
     }
     __syncthreads();
     write_rest<NT>(a, u, cells, n_sel, (float *) res + 1, sum_f);
+}
+
+// one block per short head
+static __global__ void __launch_bounds__(N_THREAD, 3) select_small(const select_args a) {
+    static_assert(N_SMALL == N_THREAD*N_HELD, "the threads hold all keys");
+    __shared__ float    top[G_MAX], inv[G_MAX];
+    __shared__ unsigned marks[N_SMALL/32];
+    __shared__ int      part[2][N_WARP];
+    __shared__ int2     n_warp[N_WARP];
+
+    const int2    token = split_index(blockIdx.y, a.n_tok);
+    const int64_t row = blockIdx.y, u = row*a.n_head_kv + blockIdx.x, i = token.y, s = token.x;
+    const int32_t * kl = a.kl.at<const int32_t>(i, 0, s), * forced = a.forced.at<const int32_t>(i, 0, s);
+    int32_t * res = a.res + u*(1 + a.n_group_q + a.topk_max);
+    if (kl[0] < 0) {
+        select_every<N_THREAD>(a, res);
+        return;
+    }
+    const int w = threadIdx.x/32, lane = threadIdx.x % 32, per = ((int) a.n_kv + N_THREAD - 1)/N_THREAD;
+    softmax_heads(a, u*a.n_group_q, top, inv);
+    int   t[N_HELD];
+    float key[N_HELD];
+#pragma unroll
+    for (int j = 0; j < N_HELD; ++j) {
+        t[j] = j < per ? (w*per + j)*32 + lane : N_SMALL;
+    }
+    load_keys(key, a, a.logits + u*a.n_group_q*a.n_kv, top, inv, t);
+    mark_cells<N_THREAD>(a, forced, kl[1], marks, 0, N_SMALL);
+
+    int x[N_HELD], n = 0; // how many are visible, and how many of them forced << 16
+#pragma unroll
+    for (int j = 0; j < N_HELD; ++j) {
+        if (a.n_group_q > 1 && t[j] < a.n_kv) {
+            a.key[u*a.n_kv + t[j]] = key[j];
+        }
+        x[j] = order_of(key[j]);
+        if (x[j] != ORDER_HIDDEN) {
+            const bool is_forced = marks[t[j]/32] >> lane & 1;
+            x[j] = is_forced ? ORDER_FORCED : x[j];
+            n   += 1 + (is_forced ? 1 << 16 : 0);
+        }
+    }
+    counter<N_THREAD> block = { part };
+    n = block.sum(n);
+    const int n_in = n >> 16, k = max(min(kl[0], a.topk_max), n_in);
+    int n_sel;
+    if (n_in <= a.topk_max) {
+        n_sel = select_held<N_THREAD>(block, x, t, per, n & 0xFFFF, k, n_in, res + 1 + a.n_group_q, n_warp);
+    } else { // the keys of all threads are in memory since the barrier
+        const float * keys = a.n_group_q > 1 ? a.key + u*a.n_kv : a.logits + u*a.n_kv;
+        n_sel = select_scan<N_THREAD>(a, u, keys, (int32_t *) (a.list + u*a.n_list*LIST_KEYS), forced, kl, res + 1 + a.n_group_q);
+    }
+    finish_select<N_THREAD>(a, u, res, n_sel);
+}
+
+// one block per head, after list_keys(); without lists, by select_scan()
+template <int NT>
+static __global__ void __launch_bounds__(NT, NT == 1024 ? 1 : 3) select(const select_args a) {
+    constexpr int NW = NT/32;
+    __shared__ int  first[LIST_MAX + 1]; // listed before each list
+    __shared__ int  part[2][NW];
+    __shared__ int2 n_warp[NW];
+
+    const int2    token = split_index(blockIdx.y, a.n_tok);
+    const int64_t row = blockIdx.y, u = row*a.n_head_kv + blockIdx.x, i = token.y, s = token.x;
+    const int32_t * kl = a.kl.at<const int32_t>(i, 0, s), * forced = a.forced.at<const int32_t>(i, 0, s);
+    int32_t * res = a.res + u*(1 + a.n_group_q + a.topk_max);
+    if (kl[0] < 0) {
+        select_every<NT>(a, res);
+        return;
+    }
+    const int w = threadIdx.x/32, lane = threadIdx.x % 32;
+    counter<NT> block = { part };
+    int n = 0, n_in = 0, guess = 0;
+    if (a.count) {
+        const int2 * count = a.count + u*a.n_list;
+        guess = count[0].y;
+        for (int b0 = 0; b0 < a.n_list; b0 += NT) { // places of the lists
+            const int b = b0 + threadIdx.x, c = b < a.n_list ? count[b].x : 0;
+            int before = c & 0xFFFF;
+            n_in += c >> 16;
+#pragma unroll
+            for (int o = 1; o < 32; o *= 2) {
+                const int y = __shfl_up_sync(ALL, before, o);
+                before += lane >= o ? y : 0;
+            }
+            if (lane == 31) {
+                n_warp[w].x = before;
+            }
+            __syncthreads();
+            const int x = lane < NW ? n_warp[lane].x : 0;
+            before += n + warp_sum(lane < w ? x : 0);
+            if (b < a.n_list) {
+                first[b + 1] = before;
+            }
+            n += warp_sum(x);
+            __syncthreads();
+        }
+        if (threadIdx.x == 0) {
+            first[0] = 0;
+        }
+        n_in = block.sum(n_in); // with a barrier
+    }
+    const int k = max(min(kl[0], a.topk_max), n_in);
+    int n_sel;
+    if (a.count && n_in <= a.topk_max && n <= NT*N_HELD && (n >= k || guess == ORDER_HIDDEN + 1)) {
+        const int per = (n + NT - 1)/NT;
+        int x[N_HELD], cell[N_HELD];
+#pragma unroll
+        for (int j = 0; j < N_HELD; ++j) {
+            x[j] = ORDER_HIDDEN;
+            cell[j] = -1;
+            const int o = (w*per + j)*32 + lane;
+            if (j < per && o < n) {
+                int b = 0; // the list that it is in
+                for (int d = LIST_MAX/2; d > 0; d /= 2) {
+                    b += b + d < a.n_list && first[b + d] <= o ? d : 0;
+                }
+                const int2 found = a.list[(u*a.n_list + b)*LIST_KEYS + o - first[b]];
+                cell[j] = found.x;
+                x[j]    = found.y;
+            }
+        }
+        n_sel = select_held<NT>(block, x, cell, per, n, k, n_in, res + 1 + a.n_group_q, n_warp);
+    } else {
+        const float * keys = a.n_group_q > 1 ? a.key + u*a.n_kv : a.logits + u*a.n_kv;
+        n_sel = select_scan<NT>(a, u, keys, (int32_t *) (a.list + u*a.n_list*LIST_KEYS), forced, kl, res + 1 + a.n_group_q);
+    }
+    finish_select<NT>(a, u, res, n_sel);
 }
 
 } // namespace sparse_cuda

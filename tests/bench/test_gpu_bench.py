@@ -15,7 +15,7 @@ from click.testing import CliRunner
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.append(str(BENCH))
 
-import end_to_end  # noqa: E402
+import gpu_tokens  # noqa: E402
 import microbenchmark  # noqa: E402
 import plot  # noqa: E402
 
@@ -101,6 +101,30 @@ def test_figure(tmp_path: Path) -> None:
     assert "Fig. 8" in (tmp_path / "gpu_attention.svg").read_text()
 
 
+def test_figure_of_tokens(tmp_path: Path) -> None:
+    """The last of each setting against dense of the same length; other models are left out."""
+    env = ENV | {"machine": ENV["machine"] | {"gpu": "a GPU"}}
+    line = "sparq,ratio=1/8,gpu_min_mb=0"
+    for like, depth, spec, ms in (
+        ("llama2-7b", 8192, "off", 6.0),
+        ("llama2-7b", 8192, line, 4.0),
+        ("llama2-7b", 8192, line, 3.0),
+        ("llama2-7b", 16384, line, 1.0),
+        ("llama3-8b", 8192, line, 1.0),
+    ):
+        case = dict(like=like, quant="f16", n_layer=32, n_depth=depth, spec=spec)
+        rec = records.record("gpu_tokens", case, "s", samples_ns=[ms * 1e6], env=env)
+        records.append(tmp_path / gpu_tokens.FILE, rec)
+    rows = gpu_tokens.data(tmp_path)
+    assert [(r["attention"], r["positions"], r["speedup"]) for r in rows] == [
+        ("dense", 8192, 1.0),
+        ("SparQ 1/8 q4", 8192, 2.0),
+    ]
+    pytest.importorskip("matplotlib")
+    plot.make(gpu_tokens.FIGURE, tmp_path, tmp_path)
+    assert "Fig. 10" in (tmp_path / "gpu_end_to_end.svg").read_text()
+
+
 def test_figure_has_the_last_of_each_case_against_dense_of_the_same_library(
     tmp_path: Path,
 ) -> None:
@@ -116,7 +140,7 @@ def test_figure_has_the_last_of_each_case_against_dense_of_the_same_library(
     ]
 
 
-@pytest.mark.parametrize("figure", [microbenchmark.ON_GPU, end_to_end.ON_GPU])
+@pytest.mark.parametrize("figure", [microbenchmark.ON_GPU, gpu_tokens.FIGURE])
 def test_without_records_nothing_is_drawn(figure: plot.Figure, tmp_path: Path) -> None:
     with pytest.raises(SparqError, match="no records of .* on a GPU"):
         figure.data(tmp_path)

@@ -46,7 +46,7 @@ def test_scratch_is_what_the_docs_say(heads: tuple[int, int], mean_v: bool, ggml
         s = Sources(cases.make(case), graph)
         ggml.scratch = 0
         graph.compute(graphs.score_select(s))
-        want = 4 * n * n_head + n_head_kv * (4 * -(-n // 32) + 4 * 2048)
+        want = 4 * n * n_head + n_head_kv * (4 * -(-n // 32) + 8 * 2048)
         want += 8 * -(-n // 512) * n_head * (g > 1 or mean_v) + 4 * n * n_head_kv * (g > 1)
         assert ggml.scratch == n_row * want
 

@@ -2,7 +2,8 @@
 
     python decode.py MODEL TEXT N SPEC N_GPU_LAYERS [--log]
 
-Prints JSON: text, calls_sparse, reasons of the layers, groups of the shadow that differ, the log.
+Prints JSON: text, how far each token led the second in logits, calls_sparse, reasons of the
+layers, groups of the shadow that differ, the log.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 from llama import Context, Model, keep_log
 
 N_PROMPT = 1500
@@ -23,14 +25,18 @@ def main() -> None:
         ctx.set_sparse(spec)
         prompt = model.tokenize(Path(text).read_text("utf-8")[:20000])[:N_PROMPT]
         assert ctx.decode([(t, i, 0) for i, t in enumerate(prompt)]) == 0
-        tokens = []
+        tokens, leads = [], []
         log.clear()
         for i in range(int(n)):
-            tokens.append(int(ctx.logits().argmax()))
+            logits = ctx.logits()
+            tokens.append(int(logits.argmax()))
+            second, first = np.partition(logits, -2)[-2:]
+            leads.append(float(first - second))
             assert ctx.decode([(tokens[-1], len(prompt) + i, 0)]) == 0
         info = ctx.info()
         result = {
             "text": tokens,
+            "leads": leads,
             "calls_sparse": info["counters"]["calls_sparse"],
             "reasons": sorted({layer["reason"] for layer in info["layers"]}),
             "differ": ctx.check_shadow(),

@@ -22,6 +22,7 @@
 #define __device__
 #define __host__
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 #define __shared__ static
 
@@ -34,6 +35,7 @@ struct alignas(8)  uint2  { unsigned x, y; };
 struct alignas(8)  float2 { float x, y; };
 struct alignas(16) uint4  { unsigned x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
+static inline int2   make_int2(int x, int y) { return { x, y }; }
 static inline float2 make_float2(float x, float y) { return { x, y }; }
 static inline float4 make_float4(float x, float y, float z, float w) { return { x, y, z, w }; }
 static inline uint4  make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return { x, y, z, w }; }
@@ -234,6 +236,8 @@ static inline unsigned __ballot_sync(unsigned mask, int p) {
     for (int i = 0; i < 32; ++i) { res |= (unsigned) v[i] << i; }
     return res;
 }
+
+static inline void __syncwarp() { __ballot_sync(0xFFFFFFFFu, 0); }
 
 static inline int      __popc(unsigned x)            { return __builtin_popcount(x); }
 static inline int      __float_as_int(float x)       { int b; memcpy(&b, &x, 4); return b; }

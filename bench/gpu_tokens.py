@@ -1,0 +1,200 @@
+"""Tokens on a CUDA device: SparQ beside llama.cpp's attention of the same library, in turns.
+
+    python bench/gpu_tokens.py                          # Fig. 10: Llama-2-7B's geometry in f16
+    python bench/gpu_tokens.py --like llama3-8b -d 131072 --layers 8
+
+The model is synthetic and all of it lies on the device; K and V are random. Dense attention is
+`off` of our library, which is llama.cpp's own code with -fa 1, the faster one on a GPU: a build of
+stock would take as long again. A model with fewer layers keeps the whole output head. Each turn
+times some tokens of each attention, each token at the next position. Figure `gpu_end_to_end` shows
+those of Llama-2-7B.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import commands
+import numpy as np
+import plot
+
+from pyorch import engine, native
+from pyorch.attention.spec import AttentionSpec, parse_spec
+from pyorch.bench import paper, records, state
+from pyorch.cli import run as run_command
+from pyorch.cli.types import Number, Numbers
+from pyorch.errors import SparqError
+from pyorch.models import synth
+
+BENCH = "gpu_tokens"
+FILE = f"{BENCH}.jsonl"
+OFF = AttentionSpec("off")
+SPECS = ("sparq,ratio=1/8,gpu_min_mb=0", "sparq,ratio=1/8,shadow=f16,gpu_min_mb=0")
+
+
+@dataclass(frozen=True)
+class Case:
+    like: str
+    n_layer: int
+    quant: str
+    n_depth: int
+    n_gen: int
+    spec: AttentionSpec
+    library: str = "sparq"
+
+
+def measure(model: Path, cases: Sequence[Case], n_turn: int) -> Iterator[dict[str, Any]]:
+    """The samples of the cases of one depth, in nanoseconds per token.
+
+    Raises:
+        SparqError: a layer was dense in a sparse case.
+    """
+    first = cases[0]
+    n_ctx = -(-(first.n_depth + first.n_gen + 2) // 256) * 256
+    found: list[dict[str, Any]] = [{"samples_ns": [], "counters": {}} for _ in cases]
+    with engine.load(model, n_ctx=n_ctx, n_threads=4, flash_attn=True, n_gpu_layers=99) as s:
+        state.fill(s, first.n_depth)
+        for turn in range(-1, n_turn):  # the first one warms up
+            for case, result in [*zip(cases, found, strict=True)][:: -1 if turn % 2 else 1]:
+                engine.set_attention(s, case.spec)
+                tokens = 3 + np.random.default_rng(turn + 1).integers(0, 200, first.n_gen + 3)
+                for token in tokens[:3].tolist():  # graphs are captured
+                    engine.decode(s, token)
+                engine.rewind(s, first.n_depth)
+                engine.decode(s, tokens[0].item())
+                engine.reset_counters(s)
+                samples = []
+                for token in tokens[1 : first.n_gen + 1].tolist():
+                    started = time.perf_counter_ns()
+                    engine.decode(s, token)
+                    samples.append(time.perf_counter_ns() - started)
+                counted = dict(engine.info(s).counters)
+                engine.rewind(s, first.n_depth)
+                if case.spec != OFF and counted["calls_sparse"] != first.n_gen * first.n_layer:
+                    raise SparqError(f"{case.spec}: not every layer was sparse: {counted}")
+                if turn >= 0:
+                    result["samples_ns"] += samples
+                    result["counters"] = counted
+    yield from found
+
+
+@commands.command(
+    click.option("--like", default="llama2-7b", show_default=True, help="Shape of the model."),
+    click.option("--layers", type=Number(int, 1), help="Number of layers.  [default: all]"),
+    click.option("--quant", default="f16", show_default=True, help="Weights of the model."),
+    click.option(
+        "-d", "--n-depth", "depths", type=Numbers(1, 1 << 20), default="8192,16384,32768,46080"
+    ),
+    click.option("-n", "--n-gen", type=Number(int, 1), default=32, show_default=True),
+    click.option("-r", "--repetitions", type=Number(int, 1), default=3, show_default=True),
+    click.option("-a", "--attn", "lines", multiple=True, help="Settings to time.", default=SPECS),
+    commands.OUT,
+    commands.FORCE,
+)
+def main(
+    like: str,
+    layers: int | None,
+    quant: str,
+    depths: Sequence[int],
+    n_gen: int,
+    repetitions: int,
+    lines: Sequence[str],
+    folder: Path,
+    force: bool,
+) -> None:
+    """Time tokens on a CUDA device."""
+    shape = synth.shape_like(like, n_layer=layers, tokenizer="bytes", n_ctx=1 << 20)
+    model = synth.folder() / f"gpu-{like}-{shape.n_layer}-{quant}-v{synth.VERSION}.gguf"
+    if not model.exists():
+        model.parent.mkdir(parents=True, exist_ok=True)
+        synth.write(model, shape, quant)
+    env = records.environment({"sparq": native.built()})
+    known = {} if force else records.load(folder / FILE)
+    specs = [OFF, *map(parse_spec, lines)]
+    for depth in depths:
+        cases = [Case(like, shape.n_layer, quant, depth, n_gen, spec) for spec in specs]
+        stamp = env["stamps"]["sparq"]
+        if all(records.key(BENCH, records.case_of(c), stamp) in known for c in cases):
+            continue
+        dense = 0.0
+        for case, result in zip(cases, measure(model, cases, repetitions), strict=True):
+            rec = records.record(BENCH, records.case_of(case), stamp, **result, env=env)
+            records.append(folder / FILE, rec)
+            ms, low, high = (x / 1e6 for x in records.spread(result["samples_ns"]))
+            dense = dense or ms
+            click.echo(
+                f"{like} {quant}, {shape.n_layer} layers, {depth:6} positions, {case.spec}:"
+                f" {ms:.3f} ms ({low:.3f} to {high:.3f}), {dense / ms:.2f}x"
+            )
+
+
+def data(folder: Path) -> list[plot.Row]:
+    """A row for each length and attention of Llama-2-7B in f16, the last that were measured."""
+    last: dict[tuple[int, str], records.Record] = {}
+    for rec in records.load_all(folder / FILE):
+        if rec["case"]["like"] == "llama2-7b" and rec["case"]["quant"] == "f16":
+            last[rec["case"]["n_depth"], rec["case"]["spec"]] = rec
+    plot.need([*last], "decoded tokens of llama2-7b f16 on a GPU", "make bench-gpu")
+    rows = []
+    for (depth, line), rec in sorted(last.items()):
+        off = last.get((depth, str(OFF)))
+        if off is None:
+            continue
+        ns, low, high = records.spread(rec["samples_ns"])
+        dense = records.spread(off["samples_ns"])[0]
+        spec = parse_spec(line)
+        rows.append(
+            {
+                "device": rec["env"]["machine"].get("gpu", ""),
+                "positions": depth,
+                "attention": "dense" if spec == OFF else plot.name_of("sparq", True, spec),
+                "n_layer": rec["case"]["n_layer"],
+                "token_ms": ns / 1e6,
+                "speedup": dense / ns,
+                "speedup_low": dense / high,
+                "speedup_high": dense / low,
+            }
+        )
+    return rows
+
+
+def draw(rows: Sequence[plot.Row]) -> Any:
+    figure, (ax,) = plot.panels(width=6.4)
+    ours = list(dict.fromkeys(r["attention"] for r in rows if r["attention"] != "dense"))
+    lines, styles = plot.Names(), plot.colours(ours)
+    for name in ours:
+        here = [r for r in rows if r["attention"] == name]
+        bars = ("speedup_low", "speedup_high")
+        lines.line(ax, name, here, "positions", "speedup", bars, color=styles[name])
+    published = paper.points("gpu_end_to_end", "H100: speed-up")
+    ax.plot(*zip(*published, strict=True), "s--", color=plot.PAPER)
+    lines.at(ax, "paper, H100", *published[-1], plot.PAPER)
+    ax.axhline(1, color=plot.PAPER, linewidth=0.8)
+    plot.positions_axis(ax, [r["positions"] for r in rows] + [x for x, _ in published])
+    n_layer = max(r["n_layer"] for r in rows)
+    title = f"llama2-7b f16, {n_layer} layers, {rows[0]['device']}"
+    ax.set(ylabel="times faster than dense", ylim=(0, None), title=title)
+    lines.write(figure)
+    return figure
+
+
+FIGURE = plot.Figure(
+    name="gpu_end_to_end",
+    title="End-to-end speed-up on a GPU (Fig. 10)",
+    caption="Time of one decoded token against llama.cpp's flash attention of the same library, in "
+    "turns, medians; bars are the 10th to 90th percentile. Grey: the paper, on an H100 PCIe with "
+    "gpt-fast as the dense program.",
+    needs="make bench-gpu",
+    file=FILE,
+    data=data,
+    draw=draw,
+)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,76 @@
+#pragma once
+
+// What the kernels of step 2 share: arguments, softmax sums of heads, sums over a block.
+
+#include "sparse-device.cuh"
+
+namespace sparse_cuda {
+
+struct select_args {
+    view forced, kl;
+    const float * logits;               // [row][n_head][n_kv]
+    float       * key;                  // [row][n_head_kv][n_kv] what is ranked; the logits where a KV head has one query head
+    float       * run_max, * run_sum;   // [row][n_head][n_run]; where a KV head has several query heads, or rest or top_p is wanted
+    unsigned    * bits;                 // [row][n_head_kv][n_bits] scratch of select_scan(): the forced cells
+    int2        * list;                 // [row][n_head_kv][n_list*LIST_KEYS] cells near or above the cut, with their orders; scratch of select_scan()
+    int2        * count;                // [row][n_head_kv][n_list] of each part of them: how many, with the forced ones << 16, and the guessed cut
+    int32_t     * res;                  // [row][n_head_kv][1 + n_group_q + topk_max]
+    int64_t n_kv, n_run, n_bits, n_list;
+    int     n_head, n_head_kv, n_group_q, n_tok, n_forced, n_local_max, topk_max, rest;
+    float   top_p;                      // in (0, 1), or 0
+};
+
+constexpr int G_MAX = 128; // query heads of a KV head
+
+// a query head's largest logit (0 if it sees nothing) and the sum of exp(logit - it), NaN if there is a NaN, from its runs; the work of a warp
+__device__ __forceinline__ float2 sum_head(const select_args & a, int64_t head) {
+    const float * max = a.run_max + head*a.n_run, * sum = a.run_sum + head*a.n_run;
+    float top = neg_inf(), all = 0.0f;
+    for (int64_t i = threadIdx.x % 32; i < a.n_run; i += 32) {
+        top = fmaxf(top, max[i]);
+    }
+    top = warp_max(top);
+    for (int64_t i = threadIdx.x % 32; i < a.n_run; i += 32) {
+        all += max[i] > neg_inf() ? sum[i]*expf(max[i] - top) : sum[i]; // 0, or NaN
+    }
+    all = lane_sum<32>(all);
+    return make_float2(top > neg_inf() ? top : 0.0f, all);
+}
+
+// the sum of x over the block, in all threads; buf [NT/32]
+template <int NT, typename T>
+__device__ __forceinline__ T block_sum(T x, T * buf) {
+    x = lane_sum<32>(x);
+    __syncthreads(); // the last one was read
+    if (threadIdx.x % 32 == 0) {
+        buf[threadIdx.x/32] = x;
+    }
+    __syncthreads();
+    return lane_sum<32>(threadIdx.x % 32 < NT/32 ? buf[threadIdx.x % 32] : (T) 0);
+}
+
+// the sum of x over the threads before this one; total: over all. buf [NT/32]
+template <int NT>
+__device__ __forceinline__ int64_t block_before(int64_t x, int64_t * total, int64_t * buf) {
+    const int w = threadIdx.x/32, lane = threadIdx.x % 32;
+    int64_t before = x;
+#pragma unroll
+    for (int o = 1; o < 32; o *= 2) {
+        const int64_t y = __shfl_up_sync(ALL, before, o);
+        before += lane >= o ? y : 0;
+    }
+    __syncthreads(); // the last one was read
+    if (lane == 31) {
+        buf[w] = before;
+    }
+    __syncthreads();
+    before -= x;
+    *total = 0;
+    for (int j = 0; j < NT/32; ++j) {
+        before += j < w ? buf[j] : 0;
+        *total += buf[j];
+    }
+    return before;
+}
+
+} // namespace sparse_cuda
