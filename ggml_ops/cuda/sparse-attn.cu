@@ -3,9 +3,11 @@
 //   SEAL          seal                             1 launch
 //   VISIBLE       visible                          1
 //   SCORE         score                            1
-//   SELECT        (sum_runs), (rank_keys), select  1 to 3: sum_runs with several query heads per KV head, rest or top_p, rank_keys with several
-//   SCORE_SELECT  score, (rank_keys), select       2 or 3
-//   ATTEND        attend, (merge)                  1 or 2: merge where a head is split over blocks, or with the mean of V
+//   SELECT        (sum_runs), select_small         1 to 3: sum_runs with several query heads per KV head, rest or top_p
+//              or (sum_runs), list_keys, select            more than 4,096 positions
+//              or (sum_runs), (rank_keys), select          top_p, or more than two million; rank_keys with several query heads per KV head
+//   SCORE_SELECT  score, and SELECT without sum_runs       2 or 3
+//   ATTEND        attend, (merge)                  1 or 2: merge where a head is split over blocks
 
 #include "sparse-attn.cuh"
 
@@ -126,18 +128,28 @@ score_args make_score(const ggml_tensor * dst) {
     return a;
 }
 
-template <int N_BIT, int GB, int TYPE>
+template <int N_BIT, int GB, int TYPE, int NT>
 void launch_score(ggml_backend_cuda_context & ctx, score_args a, int64_t n_row) {
     a.n_pass = (int) ceil_div(a.n_group_q, GB);
     const int64_t n_y = (int64_t) a.n_head_kv*a.n_pass;
     // as many blocks as there is room for at once: each chooses its components first
-    const int64_t n_x = std::min(ceil_div(a.n_run, N_WARP), std::max<int64_t>(1, score_blocks(N_BIT, GB)*n_sm(ctx)/(n_y*n_row)));
-    SPARQ_LAUNCH((score<N_BIT, GB, TYPE>), dim3(n_x, n_y, n_row), dim3(N_THREAD), ctx.stream(), a);
+    const int64_t n_x = std::min(ceil_div(a.n_run, NT/32), std::max<int64_t>(1, score_blocks(N_BIT, GB, NT)*n_sm(ctx)/(n_y*n_row)));
+    SPARQ_LAUNCH((score<N_BIT, GB, TYPE, NT>), dim3(n_x, n_y, n_row), dim3(NT), ctx.stream(), a);
+}
+
+template <int N_BIT, int GB, int TYPE>
+void launch_score(ggml_backend_cuda_context & ctx, const score_args & a, int64_t n_row) {
+    if (a.d <= N_THREAD/2) {
+        launch_score<N_BIT, GB, TYPE, N_THREAD/2>(ctx, a, n_row);
+    } else {
+        launch_score<N_BIT, GB, TYPE, N_THREAD>(ctx, a, n_row);
+    }
 }
 
 template <int N_BIT, int TYPE>
 void launch_score(ggml_backend_cuda_context & ctx, const score_args & a, int64_t n_row) {
-    if (a.n_group_q == 1) {
+    // little work is done sooner by more blocks, although each reads what its neighbours read
+    if (a.n_group_q == 1 || n_row*a.n_head*a.n_run <= 32*n_sm(ctx)) {
         launch_score<N_BIT, 1, TYPE>(ctx, a, n_row);
     } else {
         launch_score<N_BIT, 4, TYPE>(ctx, a, n_row);
@@ -237,10 +249,12 @@ void run_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, float 
     } else if (a.n_group_q > 1) {
         SPARQ_LAUNCH(rank_keys, lists, dim3(N_THREAD), ctx.stream(), a);
     }
-    if (is_listed && a.topk_max <= 1024) {
-        SPARQ_LAUNCH(select<256>, heads, dim3(256), ctx.stream(), a);
+    // what is listed at most, but for one head in a million: a block that holds less reads all keys
+    const float rank = sample_rank((float) a.topk_max*N_SAMPLE/n_kv), n_listed = (1.25f*rank + 6.0f*sqrtf(rank) + 12.0f)*n_kv/N_SAMPLE + a.n_forced;
+    if (is_listed && n_listed < 256*8) {
+        SPARQ_LAUNCH((select<256, 8>), heads, dim3(256), ctx.stream(), a);
     } else {
-        SPARQ_LAUNCH(select<1024>, heads, dim3(1024), ctx.stream(), a);
+        SPARQ_LAUNCH((select<TOP_P_THREADS, 16>), heads, dim3(TOP_P_THREADS), ctx.stream(), a);
     }
 }
 

@@ -246,6 +246,7 @@ __device__ __forceinline__ void dot_span(float (&res)[GB], const float (*q)[D_MA
 template <int TYPE, int GB>
 __device__ __forceinline__ void dot_row(float (&res)[GB], const float (*q)[D_MAX], int type, const char * row, int d) {
     const int n_span = (d + 7)/8;
+#pragma unroll 2
     for (int s = threadIdx.x % 8; row && s < n_span; s += 8) {
         float x[8];
         load_span<TYPE>(x, type, row, s*8, d);

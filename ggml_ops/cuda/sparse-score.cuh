@@ -1,28 +1,10 @@
 #pragma once
 
-// Step 1: the components of q that count, approximate scores from the transposed K, or exact ones from K; what they become as logits.
+// Step 1: approximate scores from the transposed K, or exact ones from K; what they become as logits.
 
-#include "sparse-codes.h"
-#include "sparse-device.cuh"
+#include "sparse-components.cuh"
 
 namespace sparse_cuda {
-
-struct score_args {
-    view q, k, k_t, k_range, mask;
-    view kl;                            // of SCORE_SELECT: a token with k < 0 is not scored
-    view ranks;                         // of SCORE_SELECT: each token's own; no data: all have `rank`
-    const int32_t * sealed;             // [n_stream][n_grp]
-    float * logits;                     // [row][n_head][n_kv]; row = stream*n_tok + token
-    float * run_max, * run_sum;         // [row][n_head][n_run] the largest logit of a run, the sum of exp(logit - it); or NULL
-    unsigned long long * stats;
-    int64_t n_kv, n_grp, n_run;
-    int     n_head, n_head_kv, n_group_q, n_tok, d, rank, n_rot, n_log2, n_pass, row_bytes; // n_pass: of the heads of a KV head, GB at a time
-    float   scale, softcap, max_bias;
-
-    __device__ __forceinline__ int rank_of(int64_t i, int64_t s) const {
-        return ranks.data ? min(max(ranks.at<const int32_t>(i, 0, s)[0], 1), rank) : rank;
-    }
-};
 
 enum group_state : uint8_t { IS_HIDDEN, IS_SEALED, IS_ROWS }; // nothing to see; read from k_t; read from K
 
@@ -87,178 +69,6 @@ __device__ __forceinline__ void zip4(unsigned (&v)[4], const unsigned (&x)[4]) {
     v[3] = __byte_perm(b, d, 0x7632);
 }
 
-// groups whose states are copied to shared memory, a bit each; where there are more, they are read from the cache
-constexpr int N_STATE = 16384;
-
-template <int N_BIT, int GB>
-struct alignas(16) score_shared {
-    static constexpr bool HAS_CODES = ggml_sparse_has_codes(N_BIT);
-
-    float    q[GB][D_MAX];          // what rows of K are multiplied with, see q_place()
-    float    coef[GB][D_MAX];       // per kept component
-    float    x[GB][RUN];            // products with rows of K, of one run
-    float    size[D_MAX];           // sum over the heads of |q|, times the spread
-    float    spread[D_MAX];
-    int8_t   w0[HAS_CODES ? N_WARP : 1][GB][D_MAX], w1[N_BIT == 8 ? N_WARP : 1][GB][D_MAX]; // whole coefficients of each warp, see make_coef()
-    int16_t  comp[D_MAX];           // kept components, ascending
-    unsigned sealed[HAS_CODES ? N_STATE/32 : 1]; // a bit per group
-    unsigned rows[N_WARP];          // the groups of a warp's run that are read from K, a bit each
-    int      n_warp[N_WARP];
-    int64_t  bytes[N_WARP];         // what a warp had to read; the first pass counts
-};
-
-// which groups of the stream are sealed -> m.sealed, if they are few enough; all threads of the block. Ends at a barrier
-template <int N_BIT, int GB>
-__device__ __forceinline__ void copy_states(score_shared<N_BIT, GB> & m, const int32_t * sealed, int64_t n_grp) {
-    if (n_grp <= N_STATE) {
-        const int n = ((int) n_grp + N_THREAD - 1)/N_THREAD*N_THREAD;
-#pragma unroll 4
-        for (int g = threadIdx.x; g < n; g += N_THREAD) {
-            const unsigned bits = __ballot_sync(ALL, g < n_grp && sealed[g] != 0);
-            if (threadIdx.x % 32 == 0) {
-                m.sealed[g/32] = bits;
-            }
-        }
-    }
-    __syncthreads();
-}
-
-// how far component c of K spreads, as the contract of SCORE says; after copy_states()
-template <int N_BIT, int GB>
-__device__ __forceinline__ float find_spread(const score_shared<N_BIT, GB> & m, const score_args & a, int64_t h_kv, int c, int64_t s) {
-    if (!ggml_sparse_has_codes(N_BIT)) {
-        return 1.0f;
-    }
-    const bool few = a.n_grp <= N_STATE;
-    const auto is_sealed = [&](int64_t g) { return few ? (m.sealed[g/32] >> g % 32 & 1) != 0 : a.sealed[s*a.n_grp + g] != 0; };
-    const int64_t n_run = ggml_sparse_sealed_runs(a.n_kv, is_sealed);
-    if (n_run == 0) {
-        return 1.0f;
-    }
-    float mid[GGML_SPARSE_SPREAD_RUNS], width[GGML_SPARSE_SPREAD_RUNS], mean = 0.0f, square = 0.0f;
-    bool  is_in[GGML_SPARSE_SPREAD_RUNS];
-    int   n = 0;
-#pragma unroll
-    for (int j = 0; j < GGML_SPARSE_SPREAD_RUNS; ++j) {
-        const int64_t run = ggml_sparse_spread_run(j, n_run);
-        bool whole = true;
-        for (int64_t g = run*(RUN/GROUP); g < (run + 1)*(RUN/GROUP); ++g) {
-            whole &= is_sealed(g);
-        }
-        is_in[j] = whole;
-    }
-#pragma unroll
-    for (int j = 0; j < GGML_SPARSE_SPREAD_RUNS; ++j) { // all loads first
-        const float * range = a.k_range.at<const float>(h_kv*a.d + c, ggml_sparse_spread_run(j, n_run), s);
-        width[j] = is_in[j] ? range[0] : 0.0f;
-        mid[j]   = is_in[j] ? range[1] : 0.0f;
-    }
-#pragma unroll
-    for (int j = 0; j < GGML_SPARSE_SPREAD_RUNS; ++j) {
-        if (is_in[j]) {
-            const float x = width[j]*ggml_sparse_code_max(N_BIT);
-            mid[j] += 0.5f*x;
-            mean   += mid[j];
-            square += x*x/36.0f;
-            n++;
-        }
-    }
-#pragma unroll
-    for (int j = 0; j < GGML_SPARSE_SPREAD_RUNS; ++j) {
-        square += is_in[j] ? (mid[j] - mean/n)*(mid[j] - mean/n) : 0.0f;
-    }
-    return n > 0 ? __fsqrt_rn(square/n) : 1.0f;
-}
-
-// the token's `rank` components with the largest spread times the sum over the KV head's query heads of |q| (ties: the lowest), and per head of this pass
-// the coefficients q*scale/sqrt(|p_r|_1/|p|_1) with p = q*spread, 0 where the sums of a head are 0 or beyond f32. Returns the number of
-// components: fewer where q holds NaN
-template <int N_BIT, int GB>
-__device__ __forceinline__ int choose_components(score_shared<N_BIT, GB> & m, const score_args & a, int64_t h_kv, int h0, int64_t i, int64_t s) {
-    const int c = threadIdx.x;
-    float size = 0.0f;
-    for (int j = 0; j < a.n_group_q; ++j) {
-        float x = c < a.d ? a.q.at<const float>(h_kv*a.n_group_q + j, i, s)[c] : 0.0f;
-        x = hadamard(x, a.n_rot, m.size);
-        if (j >= h0 && j < h0 + GB) {
-            m.q[j - h0][c] = x;
-        }
-        size += fabsf(x);
-    }
-    for (int j = a.n_group_q - h0; j < GB; ++j) {
-        m.q[j][c] = 0.0f;
-    }
-    if (ggml_sparse_has_codes(N_BIT)) {
-        copy_states(m, a.sealed + s*a.n_grp, a.n_grp);
-    }
-    const float spread = c < a.d ? find_spread(m, a, h_kv, c, s) : 0.0f;
-    size       *= spread;
-    m.size[c]   = size;
-    m.spread[c] = spread;
-    __syncthreads();
-
-    // components that come before c; behind d there are zeros, which come before nothing. Ties count among the warps before this one only, and the
-    // lanes of this one look closer
-    const int w0 = c/32*32;
-    int before = 0;
-    if (w0 < a.d) {
-        const auto count = [&](int from, int to, const auto & is_before) {
-#pragma unroll 4
-            for (int o = from; o < to; o += 4) {
-                const float4 y = *(const float4 *) &m.size[o];
-                before += is_before(y.x, o) + is_before(y.y, o + 1) + is_before(y.z, o + 2) + is_before(y.w, o + 3);
-            }
-        };
-        count(0, w0, [&](float y, int) { return y >= size; });
-        count(w0, w0 + 32, [&](float y, int o) { return y > size || (y == size && o < c); });
-        count(w0 + 32, a.d, [&](float y, int) { return y > size; });
-    }
-    const bool     kept = c < a.d && size == size && before < a.rank_of(i, s);
-    const unsigned bits = __ballot_sync(ALL, kept);
-    if (c % 32 == 0) {
-        m.n_warp[c/32] = __popc(bits);
-    }
-    __syncthreads();
-    int n = 0, place = __popc(bits & ((1u << c % 32) - 1));
-    for (int w = 0; w < N_WARP; ++w) {
-        place += w < c/32 ? m.n_warp[w] : 0;
-        n     += m.n_warp[w];
-    }
-    if (kept) {
-        m.comp[place] = (int16_t) c;
-    }
-    __syncthreads();
-
-    const int h = c/32, lane = c % 32; // a warp per head
-    if (h < GB) {
-        float all = 0.0f, part = 0.0f;
-        for (int o = lane; o < a.d; o += 32) {
-            all += fabsf(m.q[h][o])*m.spread[o];
-        }
-        for (int o = lane; o < n; o += 32) {
-            part += fabsf(m.q[h][m.comp[o]])*m.spread[m.comp[o]];
-        }
-        all  = lane_sum<32>(all);
-        part = lane_sum<32>(part);
-        const float f = part > 0.0f ? __fdiv_rn(a.scale, __fsqrt_rn(__fdiv_rn(part, all))) : 0.0f;
-        for (int o = lane; o < n; o += 32) {
-            m.coef[h][o] = f <= FLT_MAX ? m.q[h][m.comp[o]]*f : 0.0f; // NaN and inf are not
-        }
-    }
-    __syncthreads();
-
-    // for rows of K: the kept components, rotated as K is
-    for (int j = 0; j < GB; ++j) {
-        float x = kept ? m.coef[j][place] : 0.0f;
-        x = hadamard(x, a.n_rot, m.size);
-        if (c < (a.d + 7)/8*8) {
-            m.q[j][q_place(c, a.d)] = x;
-        }
-    }
-    __syncthreads();
-    return n;
-}
-
 // codes of a component at a lane's 16 positions
 template <int N_BIT> struct codes    { using type = uint2; };
 template <>          struct codes<8> { using type = uint4; };
@@ -270,8 +80,8 @@ template <int N_BIT, int GB> constexpr int AT_ONCE = N_BIT == 4 && GB == 1 ? 16 
 //   4 bits: w = w0, |w0| <= 127; 8 bits: w = 64*w0 + w1, |w0| <= 64, |w1| <= 32, and codes less 128, so that they have a sign
 //   range: of the KV head's first component in this run
 //   NUMERICS: as on the CPU (make_coef in cpu/sparse-score-codes.h)
-template <int N_BIT, int GB>
-__device__ __forceinline__ void make_coef(score_shared<N_BIT, GB> & m, float (&step)[GB], float (&base)[GB], int w, int n_comp, const char * range,
+template <int N_BIT, int GB, int NT>
+__device__ __forceinline__ void make_coef(score_shared<N_BIT, GB, NT> & m, float (&step)[GB], float (&base)[GB], int w, int n_comp, const char * range,
         int64_t nb_comp) {
     static_assert(N_BIT == 8 || N_BIT == 4);
     constexpr float MOST = (float) ggml_sparse_coef_max(N_BIT), MID = ggml_sparse_code_max(N_BIT)/2.0f;
@@ -279,6 +89,7 @@ __device__ __forceinline__ void make_coef(score_shared<N_BIT, GB> & m, float (&s
     const auto range_of = [&](int i) { return (const float *) (range + m.comp[i]*nb_comp); };
 
     float top[GB] = {}, inv[GB];
+#pragma unroll 1
     for (int i = lane; i < n_comp; i += 32) {
         const float size = range_of(i)[0];
 #pragma unroll
@@ -294,6 +105,7 @@ __device__ __forceinline__ void make_coef(score_shared<N_BIT, GB> & m, float (&s
         step[h] = __fdiv_rn(top[h], MOST);
         base[h] = 0.0f;
     }
+#pragma unroll 1
     for (int i = lane; i < n_pad; i += 32) {
         const bool  in = i < n_comp;
         const float size = in ? range_of(i)[0] : 0.0f, zero = in ? range_of(i)[1] : 0.0f;
@@ -320,13 +132,14 @@ __device__ __forceinline__ void make_coef(score_shared<N_BIT, GB> & m, float (&s
 }
 
 // the products at a lane's positions, from codes; k_t: the KV head's first component at these positions
-template <int N_BIT, int GB>
+template <int N_BIT, int GB, int NT>
 __device__ __forceinline__ void scan_codes(
-        float (&x)[GB][PER_LANE], const score_shared<N_BIT, GB> & m, const float (&step)[GB], const float (&base)[GB], int w, int n_comp, const char * k_t,
+        float (&x)[GB][PER_LANE], const score_shared<N_BIT, GB, NT> & m, const float (&step)[GB], const float (&base)[GB], int w, int n_comp, const char * k_t,
         int64_t nb_comp) {
     static_assert(N_BIT == 8 || N_BIT == 4);
     constexpr int N = AT_ONCE<N_BIT, GB>;
     int sum[GB][PER_LANE] = {};
+#pragma unroll 1
     for (int i0 = 0; i0 < n_comp; i0 += N) {
         typename codes<N_BIT>::type raw[N];
 #pragma unroll
@@ -372,9 +185,9 @@ __device__ __forceinline__ void scan_codes(
 }
 
 // the same from f16; n: positions of the rows from the run's first on. Rows end at n_kv, rounded up to 8
-template <int N_BIT, int GB>
+template <int N_BIT, int GB, int NT>
 __device__ __forceinline__ void scan_f16(
-        float (&x)[GB][PER_LANE], const score_shared<N_BIT, GB> & m, int n_comp, const char * k_t, int64_t nb_comp, int64_t n) {
+        float (&x)[GB][PER_LANE], const score_shared<N_BIT, GB, NT> & m, int n_comp, const char * k_t, int64_t nb_comp, int64_t n) {
     const int lane = threadIdx.x % 32;
     const bool in[2] = { span_position<16>(lane, 0) < n, span_position<16>(lane, 2) < n };
     constexpr int N = AT_ONCE<N_BIT, GB>;
@@ -428,16 +241,15 @@ __device__ __forceinline__ void finish_run(const score_args & a, const float (&x
     }
 }
 
-__device__ __forceinline__ uint16_t mask_of(const unsigned (&seen)[PER_LANE/2], int p) { return (uint16_t) (seen[p/2] >> p % 2*16); }
-
 // blocks that a multiprocessor shall hold at least: what leaves enough registers
-constexpr int score_blocks(int n_bit, int gb) { return gb > 1 ? 1 : n_bit == 0 ? 3 : 2; }
+constexpr int score_blocks(int n_bit, int gb, int nt) { return (gb > 1 ? 1 : n_bit == 0 ? 3 : 2)*N_THREAD/nt; }
 
 // one block: GB query heads of a KV head of a token; each of its warps has a run, blockIdx.x*N_WARP + its number, then others
 //   N_BIT: of k_t, 0: exact scores from K; TYPE: of K, or ANY
-template <int N_BIT, int GB, int TYPE>
-static __global__ void __launch_bounds__(N_THREAD, score_blocks(N_BIT, GB)) score(const score_args a) {
-    __shared__ score_shared<N_BIT, GB> m;
+template <int N_BIT, int GB, int TYPE, int NT>
+static __global__ void __launch_bounds__(NT, score_blocks(N_BIT, GB, NT)) score(const score_args a) {
+    constexpr int N_WARP = NT/32;
+    __shared__ score_shared<N_BIT, GB, NT> m;
 
     const int2    heads = split_index(blockIdx.y, a.n_pass), token = split_index(blockIdx.z, a.n_tok);
     const int64_t h_kv = heads.x, row = blockIdx.z, i = token.y, s = token.x;
@@ -459,7 +271,7 @@ static __global__ void __launch_bounds__(N_THREAD, score_blocks(N_BIT, GB)) scor
     } else {
         n_comp = choose_components(m, a, h_kv, h0, i, s);
     }
-    static_assert(D_MAX <= N_THREAD && RUN/GROUP <= 8, "a thread per component, a byte of groups");
+    static_assert(RUN/GROUP <= 8, "a byte of groups");
     constexpr bool HAS_CODES = ggml_sparse_has_codes(N_BIT);
     const uint16_t * mask   = a.mask.at<const uint16_t>(i, 0, s);
     const int32_t  * sealed = N_BIT == 0 ? nullptr : a.sealed + s*a.n_grp;
@@ -469,29 +281,38 @@ static __global__ void __launch_bounds__(N_THREAD, score_blocks(N_BIT, GB)) scor
     // of this KV head: the first block counts what choosing components reads
     int64_t bytes = tid == 0 && blockIdx.x == 0 && h0 == 0 ? ggml_sparse_spread_bytes(a.d, a.n_kv, N_BIT) : 0;
     const int stride = (int) gridDim.x*N_WARP;
+#pragma unroll 1
     for (int r0 = blockIdx.x*N_WARP; r0 < n_run; r0 += stride) {
         const int  run = r0 + w, t0 = run*RUN;
         const bool in  = run < n_run;
 
         // what there is to see
+        const bool whole = t0 + RUN <= n_kv; // the run, of which there is one then
         unsigned seen[PER_LANE/2]; // the mask, two positions each
-        int n_seen[2] = {};
+        if (whole && mask_is_aligned) {
 #pragma unroll
-        for (int j = 0; j < N_SPAN; ++j) {
-            const int t = t0 + span_position<N_BIT>(lane, j);
-            if (in && mask_is_aligned && t + 4 <= n_kv) {
-                const uint2 raw = *(const uint2 *) &mask[t];
+            for (int j = 0; j < N_SPAN; ++j) {
+                const uint2 raw = *(const uint2 *) &mask[t0 + span_position<N_BIT>(lane, j)];
                 seen[j*2]     = raw.x;
                 seen[j*2 + 1] = raw.y;
-            } else {
-                const auto at = [&](int l) { return (unsigned) (in && t + l < n_kv ? mask[t + l] : F16_NEG_INF); };
-                seen[j*2]     = at(0) | at(1) << 16;
-                seen[j*2 + 1] = at(2) | at(3) << 16;
             }
+        } else {
 #pragma unroll
-            for (int l = 0; l < 4; ++l) {
-                n_seen[is_second<N_BIT>(j)] += mask_of(seen, j*4 + l) != F16_NEG_INF;
+            for (int j = 0; j < PER_LANE/2; ++j) {
+                const int t = t0 + span_position<N_BIT>(lane, j/2) + j % 2*2;
+                seen[j]  = in && t     < n_kv ? mask[t]     : F16_NEG_INF;
+                seen[j] |= (unsigned) (in && t + 1 < n_kv ? mask[t + 1] : F16_NEG_INF) << 16;
             }
+        }
+        int n_seen[2] = {};
+        unsigned visible = 0; // a bit per position
+#pragma unroll
+        for (int p = 0; p < PER_LANE; ++p) {
+            visible |= (unsigned) ((seen[p/2] >> p % 2*16 & 0xFFFF) != F16_NEG_INF) << p;
+        }
+#pragma unroll
+        for (int j = 0; j < N_SPAN; ++j) {
+            n_seen[is_second<N_BIT>(j)] += __popc(visible >> j*4 & 0xF);
         }
         group_state state[2] = { IS_HIDDEN, IS_HIDDEN };
         unsigned rows = 0; // groups of the run, a bit each
@@ -528,11 +349,13 @@ static __global__ void __launch_bounds__(N_THREAD, score_blocks(N_BIT, GB)) scor
                 m.rows[w] = rows;
             }
             __syncthreads();
+#pragma unroll 1
             for (int v = 0; v < N_WARP; ++v) {
                 if (m.rows[v] == 0) {
                     continue;
                 }
-                for (int p = tid/8; p < RUN; p += N_THREAD/8) {
+#pragma unroll 1
+                for (int p = tid/8; p < RUN; p += NT/8) {
                     if (m.rows[v] >> p/GROUP & 1) {
                         const int t = (r0 + v)*RUN + p;
                         float y[GB] = {};
@@ -563,25 +386,37 @@ static __global__ void __launch_bounds__(N_THREAD, score_blocks(N_BIT, GB)) scor
         if (!in) {
             continue;
         }
+        if (a.softcap > 0.0f) {
+#pragma unroll
+            for (int p = 0; p < GB*PER_LANE; ++p) {
+                float & y = x[p/PER_LANE][p % PER_LANE];
+                y = soft_cap(N_BIT == 0 ? y*a.scale : y, a.softcap);
+            }
+        }
 #pragma unroll
         for (int h = 0; h < GB; ++h) {
             if (h >= n_head) {
                 break;
             }
-            const float slope = head_slope((int) h_kv*a.n_group_q + h0 + h, a.n_log2, a.max_bias);
-            float * logits = a.logits + (head + h)*a.n_kv;
+            const float slope = head_slope((int) h_kv*a.n_group_q + h0 + h, a.n_log2, a.max_bias), scale = N_BIT == 0 && !(a.softcap > 0.0f) ? a.scale : 1.0f;
 #pragma unroll
-            for (int j = 0; j < N_SPAN; ++j) {
+            for (int p = 0; p < PER_LANE; p += 2) {
+                const float2 bias = f16_pair(seen[p/2]);
+                x[h][p]     = visible >> p       & 1 ? x[h][p]    *scale + slope*bias.x : neg_inf(); // whatever the product is
+                x[h][p + 1] = visible >> (p + 1) & 1 ? x[h][p + 1]*scale + slope*bias.y : neg_inf();
+            }
+            float * logits = a.logits + (head + h)*a.n_kv + t0;
+            if (whole && logits_are_aligned) {
 #pragma unroll
-                for (int l = 0; l < 4; ++l) {
-                    x[h][j*4 + l] = make_logit(x[h][j*4 + l], mask_of(seen, j*4 + l), N_BIT == 0 ? a.scale : 1.0f, a.softcap, slope);
+                for (int j = 0; j < N_SPAN; ++j) {
+                    *(float4 *) &logits[span_position<N_BIT>(lane, j)] = make_float4(x[h][j*4], x[h][j*4 + 1], x[h][j*4 + 2], x[h][j*4 + 3]);
                 }
-                const int t = t0 + span_position<N_BIT>(lane, j);
-                if (logits_are_aligned && t + 4 <= n_kv) {
-                    *(float4 *) &logits[t] = make_float4(x[h][j*4], x[h][j*4 + 1], x[h][j*4 + 2], x[h][j*4 + 3]);
-                } else {
-                    for (int l = 0; l < 4 && t + l < n_kv; ++l) {
-                        logits[t + l] = x[h][j*4 + l];
+            } else {
+#pragma unroll
+                for (int p = 0; p < PER_LANE; ++p) {
+                    const int t = span_position<N_BIT>(lane, p/4) + p % 4;
+                    if (t0 + t < n_kv) {
+                        logits[t] = x[h][p];
                     }
                 }
             }
@@ -599,6 +434,7 @@ static __global__ void __launch_bounds__(N_THREAD, score_blocks(N_BIT, GB)) scor
     }
     __syncthreads();
     if (tid == 0) { // once per block: additions to one place wait for each other
+#pragma unroll 1
         for (int v = 1; v < N_WARP; ++v) {
             bytes += m.bytes[v];
         }

@@ -60,6 +60,8 @@ __device__ __forceinline__ int sample_cut(const float * key, int64_t n, int k) {
     return (int) a;
 }
 
+constexpr int TOP_P_THREADS = 1024; // of a block that looks at top_p
+
 // of n_sel cells the forced ones, and of the others those with the largest keys, until the weights add up to top_p of all; ties
 // to the lower cell. Returns how many are left, in the order they had; copy [n_sel]: scratch
 //   a cell weighs what the heads softmax it to: the key, or what the only head's logit gives
@@ -339,7 +341,10 @@ __device__ __forceinline__ int select_scan(const select_args & a, int64_t u, con
         n_eq += o == cut;
     });
     __syncthreads();
-    return a.top_p > 0.0f ? keep_top_p<NT>(a, u*a.n_group_q, key, bits, cells, cand, n_sel, sum_f, sum_l) : n_sel;
+    if constexpr (NT == TOP_P_THREADS) {
+        return a.top_p > 0.0f ? keep_top_p<NT>(a, u*a.n_group_q, key, bits, cells, cand, n_sel, sum_f, sum_l) : n_sel;
+    }
+    return n_sel;
 }
 
 } // namespace sparse_cuda

@@ -14,7 +14,11 @@ namespace sparse_cuda {
 constexpr int N_SMALL   = 4096; // positions of a short head
 constexpr int LIST_KEYS = 2048; // positions that a block of list_keys() looks at
 constexpr int LIST_MAX  = 1024; // lists of a head at most
-constexpr int N_HELD    = 16;   // keys that a thread holds
+constexpr int N_SAMPLE  = 1024; // positions of a head that the cut is guessed from
+
+// which of the sample's keys, by size, the cut is guessed to be, where `want` of them are above it on average: five standard deviations later, since a
+// guess that is too high costs a hundred times as much as a long list
+__device__ __host__ __forceinline__ float sample_rank(float want) { return want + 5.0f*sqrtf(want) + 4.0f; }
 
 __device__ __forceinline__ bool is_forced_entry(const select_args & a, int j, int n_local) { return j < n_local || j >= a.n_local_max; }
 
@@ -124,36 +128,26 @@ __device__ __forceinline__ void mark_cells(const select_args & a, const int32_t 
     __syncthreads();
 }
 
-// for select_scan() alone, with several query heads: the sum over them of softmax(logits); -inf or NaN where hidden
+// for select_scan() alone, with several query heads: their keys
 static __global__ void __launch_bounds__(N_THREAD) rank_keys(const select_args a) {
+    constexpr int N = LIST_KEYS/N_THREAD;
     __shared__ float top[G_MAX], inv[G_MAX];
     if (a.kl.at<const int32_t>(blockIdx.z % a.n_tok, 0, blockIdx.z/a.n_tok)[0] < 0) {
         return;
     }
     const int64_t u = (int64_t) blockIdx.z*a.n_head_kv + blockIdx.y, head = u*a.n_group_q;
-    for (int h = threadIdx.x/32; h < a.n_group_q; h += N_WARP) {
-        const float2 x = sum_head(a, head + h);
-        if (threadIdx.x % 32 == 0) {
-            top[h] = x.x;
-            inv[h] = x.y > 0.0f ? __fdiv_rn(1.0f, x.y) : 0.0f;
-        }
-    }
-    __syncthreads();
-    const int64_t t0 = (int64_t) blockIdx.x*LIST_KEYS + threadIdx.x;
-    float key[LIST_KEYS/N_THREAD] = {};
-    for (int h = 0; h < a.n_group_q; ++h) {
+    softmax_heads(a, head, top, inv);
+    int   t[N];
+    float key[N];
 #pragma unroll
-        for (int j = 0; j < LIST_KEYS/N_THREAD; ++j) {
-            const int64_t t = t0 + j*N_THREAD;
-            const float   x = t < a.n_kv ? a.logits[(head + h)*a.n_kv + t] : neg_inf();
-            key[j] = h == 0 && x == neg_inf() ? x : key[j] + expf(finite_top(x) - top[h])*inv[h];
-        }
+    for (int j = 0; j < N; ++j) {
+        t[j] = blockIdx.x*LIST_KEYS + j*N_THREAD + threadIdx.x;
     }
+    load_keys(key, a, a.logits + head*a.n_kv, top, inv, t);
 #pragma unroll
-    for (int j = 0; j < LIST_KEYS/N_THREAD; ++j) {
-        const int64_t t = t0 + j*N_THREAD;
-        if (t < a.n_kv) {
-            a.key[u*a.n_kv + t] = key[j];
+    for (int j = 0; j < N; ++j) {
+        if (t[j] < a.n_kv) {
+            a.key[u*a.n_kv + t[j]] = key[j];
         }
     }
 }
@@ -161,7 +155,7 @@ static __global__ void __launch_bounds__(N_THREAD) rank_keys(const select_args a
 // one block: lists blockIdx.x, + gridDim.x, .. of a head, each of the cells of LIST_KEYS positions that are forced or reach a guess of the cut -> list,
 // count; with several query heads key, too
 static __global__ void __launch_bounds__(N_THREAD) list_keys(const select_args a) {
-    constexpr int N = LIST_KEYS/N_THREAD, N_SAMPLE = 4; // of a thread
+    constexpr int N = LIST_KEYS/N_THREAD, N_OWN = N_SAMPLE/N_THREAD; // of a thread
     __shared__ float    top[G_MAX], inv[G_MAX];
     __shared__ unsigned marks[LIST_KEYS/32];
     __shared__ int      part[2][N_WARP], n_warp[N_WARP];
@@ -179,19 +173,19 @@ static __global__ void __launch_bounds__(N_THREAD) list_keys(const select_args a
     softmax_heads(a, head, top, inv);
 
     int guess = ORDER_HIDDEN + 1; // all that is visible
-    const float want = (float) min(kl[0], a.topk_max)*(N_SAMPLE*N_THREAD)/n, rank = want + 3.0f*__fsqrt_rn(want) + 2.0f;
-    if (rank < N_SAMPLE*N_THREAD/2) {
-        int   t[N_SAMPLE], y[N_SAMPLE];
-        float x[N_SAMPLE];
+    const float want = (float) min(kl[0], a.topk_max)*N_SAMPLE/n, rank = sample_rank(want);
+    if (rank < N_SAMPLE/2) {
+        int   t[N_OWN], y[N_OWN];
+        float x[N_OWN];
 #pragma unroll
-        for (int j = 0; j < N_SAMPLE; ++j) { // eight beside each other, all over the head
+        for (int j = 0; j < N_OWN; ++j) { // eight beside each other, all over the head
             const int o = j*N_THREAD + threadIdx.x;
-            t[j] = o/8*(n/(N_SAMPLE*N_THREAD/8)) + o % 8;
+            t[j] = o/8*(n/(N_SAMPLE/8)) + o % 8;
         }
         load_keys(x, a, logits, top, inv, t);
         int most = ORDER_HIDDEN, least = ORDER_FORCED, seen = 0;
 #pragma unroll
-        for (int j = 0; j < N_SAMPLE; ++j) {
+        for (int j = 0; j < N_OWN; ++j) {
             y[j]  = order_of(x[j]);
             most  = max(most, y[j]);
             least = y[j] == ORDER_HIDDEN ? least : min(least, y[j]);
@@ -205,7 +199,7 @@ static __global__ void __launch_bounds__(N_THREAD) list_keys(const select_args a
             guess = find_cut<N_THREAD>(block, least, seen, most, 0, k, k/4, [&](int o) {
                 int c = 0;
 #pragma unroll
-                for (int j = 0; j < N_SAMPLE; ++j) {
+                for (int j = 0; j < N_OWN; ++j) {
                     c += y[j] >= o;
                 }
                 return c;
@@ -381,8 +375,8 @@ __device__ __forceinline__ void finish_select(const select_args & a, int64_t u, 
 }
 
 // one block per short head
-static __global__ void __launch_bounds__(N_THREAD, 3) select_small(const select_args a) {
-    static_assert(N_SMALL == N_THREAD*N_HELD, "the threads hold all keys");
+static __global__ void __launch_bounds__(N_THREAD, 4) select_small(const select_args a) {
+    constexpr int N_HELD = N_SMALL/N_THREAD; // keys of a thread
     __shared__ float    top[G_MAX], inv[G_MAX];
     __shared__ unsigned marks[N_SMALL/32];
     __shared__ int      part[2][N_WARP];
@@ -433,8 +427,8 @@ static __global__ void __launch_bounds__(N_THREAD, 3) select_small(const select_
     finish_select<N_THREAD>(a, u, res, n_sel);
 }
 
-// one block per head, after list_keys(); without lists, by select_scan()
-template <int NT>
+// one block per head, after list_keys(), whose threads hold N_HELD cells each; without lists, or with more cells, by select_scan()
+template <int NT, int N_HELD>
 static __global__ void __launch_bounds__(NT, NT == 1024 ? 1 : 3) select(const select_args a) {
     constexpr int NW = NT/32;
     __shared__ int  first[LIST_MAX + 1]; // listed before each list
@@ -488,14 +482,21 @@ static __global__ void __launch_bounds__(NT, NT == 1024 ? 1 : 3) select(const se
         int x[N_HELD], cell[N_HELD];
 #pragma unroll
         for (int j = 0; j < N_HELD; ++j) {
-            x[j] = ORDER_HIDDEN;
+            x[j]    = ORDER_HIDDEN;
             cell[j] = -1;
+        }
+#pragma unroll
+        for (int j = 0; j < N_HELD; ++j) {
+            if (j >= per) {
+                break;
+            }
             const int o = (w*per + j)*32 + lane;
-            if (j < per && o < n) {
-                int b = 0; // the list that it is in
-                for (int d = LIST_MAX/2; d > 0; d /= 2) {
-                    b += b + d < a.n_list && first[b + d] <= o ? d : 0;
-                }
+            int b = 0; // the list that it is in
+#pragma unroll 1
+            for (int d = LIST_MAX/2; d > 0; d /= 2) {
+                b += b + d < a.n_list && first[b + d] <= o ? d : 0;
+            }
+            if (o < n) {
                 const int2 found = a.list[(u*a.n_list + b)*LIST_KEYS + o - first[b]];
                 cell[j] = found.x;
                 x[j]    = found.y;

@@ -7,6 +7,7 @@ from dataclasses import replace
 import cases
 import graphs
 import numpy as np
+import oracle
 import pytest
 import test_steps
 from cases import Case
@@ -71,3 +72,20 @@ def _runs(ggml, data: cases.Data) -> bool:
         except NotImplementedError:
             return False
         return True
+
+
+@pytest.mark.parametrize("kind", ["too high", "too low", "more forced than fit"])
+def test_a_guessed_cut_does_not_show(kind: str, ggml) -> None:
+    """The cut of a long head is guessed from 1,024 of its positions: eight beside each other, all
+    over it. They may be the largest or the smallest of all."""
+    n, k = 5000, 64
+    rng = np.random.default_rng(5)
+    sample = np.arange(1024) // 8 * (n // 128) + np.arange(1024) % 8
+    logits = rng.standard_normal((1, 1, 1, n)).astype(np.float32)
+    logits[..., sample] += {"too high": 20, "too low": -20}.get(kind, 0)
+    if kind == "too high":
+        logits[..., sample[:40]] += 20  # the guess is among or below these, and above the others
+    forced = np.arange(0, 700, 7) if kind == "more forced than fit" else [4999, 0]
+    chosen = test_steps.run_select(ggml, logits, k, forced, n_local_max=0, topk_max=k)
+    want = oracle.select(logits[0, 0], k, list(forced)[:k], k)
+    assert np.array_equal(chosen.cells[0, 0, 0], want)
