@@ -249,12 +249,12 @@ void run_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, float 
     } else if (a.n_group_q > 1) {
         SPARQ_LAUNCH(rank_keys, lists, dim3(N_THREAD), ctx.stream(), a);
     }
-    // what is listed at most, but for one head in a million: a block that holds less reads all keys
+    // what is listed at most, but for one head in a million: what its threads do not hold, a block reads again and again
     const float rank = sample_rank((float) a.topk_max*N_SAMPLE/n_kv), n_listed = (1.25f*rank + 6.0f*sqrtf(rank) + 12.0f)*n_kv/N_SAMPLE + a.n_forced;
     if (is_listed && n_listed < 256*8) {
         SPARQ_LAUNCH((select<256, 8>), heads, dim3(256), ctx.stream(), a);
     } else {
-        SPARQ_LAUNCH((select<TOP_P_THREADS, 16>), heads, dim3(TOP_P_THREADS), ctx.stream(), a);
+        SPARQ_LAUNCH((select<TOP_P_THREADS, 8>), heads, dim3(TOP_P_THREADS), ctx.stream(), a);
     }
 }
 

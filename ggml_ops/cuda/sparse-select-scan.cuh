@@ -1,7 +1,7 @@
 #pragma once
 
-// Step 2, by one block that reads all keys of a head: for what sparse-select.cuh does not do faster, which is top_p, selections beyond what its
-// threads hold, more forced cells than k, and a cut that was guessed too high.
+// Step 2, by one block that reads all keys of a head: for what sparse-select.cuh does not do faster, which is top_p, more than two million positions,
+// more forced cells than k, and a cut that was guessed too high.
 
 #include "sparse-select-args.cuh"
 

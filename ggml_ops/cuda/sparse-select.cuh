@@ -3,8 +3,8 @@
 // Step 2: the top k positions, and the mass of the others, of each head: one KV head of one token. A row is a token of a stream, stream*n_tok + token.
 //
 // A short head is one block's, whose threads hold all its keys (select_small). A long one is listed first, by many blocks: each guesses the cut from
-// the same sample and lists those of its cells that reach it (list_keys); then a block, whose threads hold what was listed, finds the cut (select).
-// The result does not depend on the guess: where it was too high, select_scan() does it all again.
+// the same sample and lists those of its cells that reach it (list_keys); then a block finds the cut among what was listed (select). The result does
+// not depend on the guess: where it was too high, select_scan() does it all again.
 
 #include "sparse-select-args.cuh"
 #include "sparse-select-scan.cuh"
@@ -292,70 +292,132 @@ __device__ __forceinline__ void write_rest(const select_args & a, int64_t u, con
     }
 }
 
-// the k largest of what the threads hold, ties to the lower cell -> cells, ascending; returns how many
-//   x, cell: orders and cells, in the order of (warp, j, lane); n: how many cells are held that can be selected; per: the j that are in use
-template <int NT, int N>
-__device__ __forceinline__ int select_held(counter<NT> & block, const int (&x)[N], const int (&cell)[N], int per, int n, int k, int n_in, int32_t * cells,
-        int2 * n_warp) {
-    const int w = threadIdx.x/32, lane = threadIdx.x % 32;
-    int cut = ORDER_HIDDEN; // all
-    if (k == n_in) {
-        cut = ORDER_FORCED - 1;
-    } else if (n > k) {
-        int most = ORDER_HIDDEN, least = ORDER_FORCED;
-#pragma unroll
-        for (int j = 0; j < N; ++j) {
-            if (j >= per) {
-                break;
-            }
-            most  = x[j] == ORDER_FORCED ? most : max(most, x[j]);
-            least = x[j] == ORDER_HIDDEN ? least : min(least, x[j]);
-        }
-        most  = block.most(most);
-        least = -block.most(-least);
-        cut = find_cut<NT>(block, least, n, most, n_in, k, 0, [&](int o) {
-            int c = 0;
-#pragma unroll
-            for (int j = 0; j < N; ++j) {
-                if (j >= per) {
-                    break;
-                }
-                c += x[j] >= o;
-            }
-            return c;
-        });
+// what writes the cells of a selection in their order: those above the cut, and of those equal to it the first ones. Each warp goes through its own
+// cells twice, in order: first it counts (see), then, after start(), it writes
+template <int NT>
+struct cell_writer {
+    int32_t * cells;
+    int2    * n_warp; // [NT/32] shared
+    int cut;
+    int n_gt = 0, n_eq = 0, n_tie = 0; // so far; ties that fit
+
+    __device__ __forceinline__ unsigned above(int o) const { return __ballot_sync(ALL, o > cut); }
+    __device__ __forceinline__ unsigned equal(int o) const { return __ballot_sync(ALL, o == cut && o != ORDER_HIDDEN); }
+
+    __device__ __forceinline__ void see(int o) {
+        n_gt += __popc(above(o));
+        n_eq += __popc(equal(o));
     }
-    int n_gt = 0, n_eq = 0; // those above the cut and those equal to it; hidden ones are neither
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-        if (j >= per) {
-            break;
+
+    __device__ __forceinline__ void start(int n_sel) {
+        const int w = threadIdx.x/32, lane = threadIdx.x % 32;
+        if (lane == 0) {
+            n_warp[w] = make_int2(n_gt, n_eq);
         }
-        n_gt += __popc(__ballot_sync(ALL, x[j] > cut));
-        n_eq += __popc(__ballot_sync(ALL, x[j] == cut && cut != ORDER_HIDDEN));
+        __syncthreads();
+        const int2 v = lane < NT/32 ? n_warp[lane] : make_int2(0, 0);
+        n_tie = n_sel - warp_sum(v.x);
+        n_gt  = warp_sum(lane < w ? v.x : 0);
+        n_eq  = warp_sum(lane < w ? v.y : 0);
     }
-    if (lane == 0) {
-        n_warp[w] = make_int2(n_gt, n_eq);
-    }
-    __syncthreads();
-    const int2 v = lane < NT/32 ? n_warp[lane] : make_int2(0, 0);
-    const int n_sel = min(n, max(k, 0)), n_tie = n_sel - warp_sum(v.x); // ties that still fit
-    n_gt = warp_sum(lane < w ? v.x : 0);
-    n_eq = warp_sum(lane < w ? v.y : 0);
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-        if (j >= per) {
-            break;
-        }
-        const unsigned gt = __ballot_sync(ALL, x[j] > cut), eq = __ballot_sync(ALL, x[j] == cut && cut != ORDER_HIDDEN);
-        const unsigned below = (1u << lane) - 1;
+
+    __device__ __forceinline__ void write(int o, int cell) {
+        const unsigned gt = above(o), eq = equal(o), below = (1u << threadIdx.x % 32) - 1;
         const int before = n_eq + __popc(eq & below);
-        if ((gt >> lane & 1) || ((eq >> lane & 1) && before < n_tie)) {
-            cells[n_gt + __popc(gt & below) + min(before, n_tie)] = cell[j];
+        if (o > cut || (o == cut && o != ORDER_HIDDEN && before < n_tie)) {
+            cells[n_gt + __popc(gt & below) + min(before, n_tie)] = cell;
         }
         n_gt += __popc(gt);
         n_eq += __popc(eq);
     }
+};
+
+// the cut of n cells of which k are wanted and n_in forced; for_each(f) calls f(order) for those of this thread, whose others are ORDER_HIDDEN
+template <int NT, typename F>
+__device__ __forceinline__ int cut_of(counter<NT> & block, int n, int k, int n_in, const F & for_each) {
+    if (k == n_in) {
+        return ORDER_FORCED - 1;
+    }
+    if (n <= k) {
+        return ORDER_HIDDEN; // all
+    }
+    int most = ORDER_HIDDEN, least = ORDER_FORCED;
+    for_each([&](int o) {
+        most  = o == ORDER_FORCED ? most : max(most, o);
+        least = o == ORDER_HIDDEN ? least : min(least, o);
+    });
+    most  = block.most(most);
+    least = -block.most(-least);
+    return find_cut<NT>(block, least, n, most, n_in, k, 0, [&](int from) {
+        int c = 0;
+        for_each([&](int o) { c += o >= from; });
+        return c;
+    });
+}
+
+// the k largest of what the threads hold, ties to the lower cell -> cells, ascending; returns how many
+//   x, cell_of(j): orders and cells, in the order of (warp, j, lane); n: how many cells are held that can be selected; per: the j that are in use
+template <int NT, int N, typename F>
+__device__ __forceinline__ int select_held(counter<NT> & block, const int (&x)[N], const F & cell_of, int per, int n, int k, int n_in, int32_t * cells,
+        int2 * n_warp) {
+    const int n_sel = min(n, max(k, 0));
+    cell_writer<NT> to = { cells, n_warp, cut_of(block, n, k, n_in, [&](const auto & f) {
+#pragma unroll
+                              for (int j = 0; j < N; ++j) {
+                                  if (j >= per) {
+                                      break;
+                                  }
+                                  f(x[j]);
+                              }
+                          }) };
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+        if (j >= per) {
+            break;
+        }
+        to.see(x[j]);
+    }
+    to.start(n_sel);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+        if (j >= per) {
+            break;
+        }
+        to.write(x[j], cell_of(j));
+    }
+    return n_sel;
+}
+
+// the same of more cells than threads hold, from the lists in memory; a warp has lists beside each other
+//   first [n_list + 1] shared: how many cells the lists before one have
+template <int NT>
+__device__ __forceinline__ int select_listed(counter<NT> & block, const select_args & a, int64_t u, const int * first, int n, int k, int n_in, int32_t * cells,
+        int2 * n_warp) {
+    const int per = ((int) a.n_list + NT/32 - 1)/(NT/32), b0 = min((int) threadIdx.x/32*per, (int) a.n_list), b1 = min(b0 + per, (int) a.n_list);
+    const int n_sel = min(n, max(k, 0)), lane = threadIdx.x % 32;
+    const auto list_of = [&](int b) { return a.list + (u*a.n_list + b)*LIST_KEYS; };
+    cell_writer<NT> to = { cells, n_warp, cut_of(block, n, k, n_in, [&](const auto & f) {
+                              for (int b = b0; b < b1; ++b) {
+                                  const int2 * list = list_of(b);
+#pragma unroll 4
+                                  for (int j = lane; j < first[b + 1] - first[b]; j += 32) {
+                                      f(list[j].y);
+                                  }
+                              }
+                          }) };
+    const auto for_all = [&](const auto & f) { // by whole warps
+        for (int b = b0; b < b1; ++b) {
+            const int2 * list = list_of(b);
+            const int c = first[b + 1] - first[b];
+#pragma unroll 2
+            for (int j = 0; j < c; j += 32) {
+                f(j + lane < c ? list[j + lane] : make_int2(-1, ORDER_HIDDEN));
+            }
+        }
+    };
+    for_all([&](int2 x) { to.see(x.y); });
+    to.start(n_sel);
+    for_all([&](int2 x) { to.write(x.y, x.x); });
     return n_sel;
 }
 
@@ -419,7 +481,7 @@ static __global__ void __launch_bounds__(N_THREAD, 4) select_small(const select_
     const int n_in = n >> 16, k = max(min(kl[0], a.topk_max), n_in);
     int n_sel;
     if (n_in <= a.topk_max) {
-        n_sel = select_held<N_THREAD>(block, x, t, per, n & 0xFFFF, k, n_in, res + 1 + a.n_group_q, n_warp);
+        n_sel = select_held<N_THREAD>(block, x, [&](int j) { return (w*per + j)*32 + lane; }, per, n & 0xFFFF, k, n_in, res + 1 + a.n_group_q, n_warp);
     } else { // the keys of all threads are in memory since the barrier
         const float * keys = a.n_group_q > 1 ? a.key + u*a.n_kv : a.logits + u*a.n_kv;
         n_sel = select_scan<N_THREAD>(a, u, keys, (int32_t *) (a.list + u*a.n_list*LIST_KEYS), forced, kl, res + 1 + a.n_group_q);
@@ -427,7 +489,7 @@ static __global__ void __launch_bounds__(N_THREAD, 4) select_small(const select_
     finish_select<N_THREAD>(a, u, res, n_sel);
 }
 
-// one block per head, after list_keys(), whose threads hold N_HELD cells each; without lists, or with more cells, by select_scan()
+// one block per head, after list_keys(); its threads hold N_HELD cells each, if that is enough
 template <int NT, int N_HELD>
 static __global__ void __launch_bounds__(NT, NT == 1024 ? 1 : 3) select(const select_args a) {
     constexpr int NW = NT/32;
@@ -477,7 +539,12 @@ static __global__ void __launch_bounds__(NT, NT == 1024 ? 1 : 3) select(const se
     }
     const int k = max(min(kl[0], a.topk_max), n_in);
     int n_sel;
-    if (a.count && n_in <= a.topk_max && n <= NT*N_HELD && (n >= k || guess == ORDER_HIDDEN + 1)) {
+    if (!a.count || n_in > a.topk_max || (n < k && guess != ORDER_HIDDEN + 1)) {
+        const float * keys = a.n_group_q > 1 ? a.key + u*a.n_kv : a.logits + u*a.n_kv;
+        n_sel = select_scan<NT>(a, u, keys, (int32_t *) (a.list + u*a.n_list*LIST_KEYS), forced, kl, res + 1 + a.n_group_q);
+    } else if (n > NT*N_HELD) {
+        n_sel = select_listed<NT>(block, a, u, first, n, k, n_in, res + 1 + a.n_group_q, n_warp);
+    } else {
         const int per = (n + NT - 1)/NT;
         int x[N_HELD], cell[N_HELD];
 #pragma unroll
@@ -502,10 +569,7 @@ static __global__ void __launch_bounds__(NT, NT == 1024 ? 1 : 3) select(const se
                 x[j]    = found.y;
             }
         }
-        n_sel = select_held<NT>(block, x, cell, per, n, k, n_in, res + 1 + a.n_group_q, n_warp);
-    } else {
-        const float * keys = a.n_group_q > 1 ? a.key + u*a.n_kv : a.logits + u*a.n_kv;
-        n_sel = select_scan<NT>(a, u, keys, (int32_t *) (a.list + u*a.n_list*LIST_KEYS), forced, kl, res + 1 + a.n_group_q);
+        n_sel = select_held<NT>(block, x, [&](int j) { return cell[j]; }, per, n, k, n_in, res + 1 + a.n_group_q, n_warp);
     }
     finish_select<NT>(a, u, res, n_sel);
 }
