@@ -14,7 +14,16 @@ python=python3
 if [ -d vendor ]; then
     # the machine's own packages first: they may have compiled parts
     export PYTHONPATH="$PWD:$("$python" -c 'import site; print(":".join(site.getsitepackages()))'):$PWD/vendor"
-    export SPARQ_LLAMA_SOURCE="$PWD/llama-source" PIP_NO_INDEX=1 SPARQ_CACHE="${SPARQ_CACHE:-$PWD/cache}"
+    export PIP_NO_INDEX=1 SPARQ_CACHE="${SPARQ_CACHE:-$PWD/cache}"
+    if [ -d llama-source ]; then
+        export SPARQ_LLAMA_SOURCE="$PWD/llama-source"
+    else
+        [ -d library ] || tar -xJf library.tar.xz
+        export SPARQ_LIBRARY="$PWD/library"
+        # CUDA's libraries, which may be those of torch
+        lib=$("$python" -c 'import site; print(site.getsitepackages()[0])')/nvidia/cu13/lib
+        export LD_LIBRARY_PATH="$lib:/usr/local/cuda/lib64:${LD_LIBRARY_PATH:-}"
+    fi
 fi
 export OPENBLAS_NUM_THREADS=1
 sources=$(find pyorch ggml_ops patches tests bench -type f \( -name '*.py' -o -name '*.c*' -o -name '*.h' -o -name '*.patch' -o -name '*.sh' \) |
@@ -45,7 +54,10 @@ step() { # step NAME SECONDS COMMAND...
 }
 ops="tests/ops/test_steps.py tests/ops/test_attn.py tests/ops/test_quant.py"
 sparq="$python -c __import__('pyorch.cli').cli.main()"
-pytest="$python -m pytest -q -rs -p no:cacheprovider"
+pytest="$python -m pytest -q -rs -p no:cacheprovider -W ignore::DeprecationWarning"
+if "$python" -c 'import xdist' 2> /dev/null; then
+    pytest="$pytest -n auto"
+fi
 
 if [ "${1:-}" = --cpu ]; then
     export SPARQ_CUDA=0
@@ -55,9 +67,9 @@ if [ "${1:-}" = --cpu ]; then
     exit $failed
 fi
 step doctor 120 $sparq doctor
-step build 3000 $sparq build --cuda --cuda-arch native
+[ -n "${SPARQ_LIBRARY:-}" ] || step build 3000 $sparq build --cuda --cuda-arch native
 step ops 1800 env SPARQ_TEST_DEVICE=cuda $pytest -m 'not slow' $ops
-step kernels 1800 $pytest -m 'gpu and not slow' tests/cuda
+[ -n "${SPARQ_LIBRARY:-}" ] || step kernels 1800 $pytest -m 'gpu and not slow' tests/cuda
 step decode 1800 $pytest -m 'gpu and not slow' tests/gpu -k 'not sanitizer'
 step attention 1800 "$python" bench/gpu.py
 step sanitizer 1800 $pytest -m 'gpu and not slow' tests/gpu -k sanitizer

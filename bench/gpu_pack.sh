@@ -1,12 +1,14 @@
 #!/bin/sh
-# Packs what a bare machine with a CUDA toolkit, but no package index, needs for `make gpu-all`:
+# Packs what a bare machine with a CUDA toolkit, but no package index, needs for bench/gpu_all.sh:
 #
-#   bench/gpu_pack.sh FOLDER      (below 64 MiB; needs the built cache, see `make build`)
+#   bench/gpu_pack.sh FOLDER            the pinned source, to be built there      (below 64 MiB; needs the built cache, see `make build`)
+#   bench/gpu_pack.sh FOLDER --built    the library, where time on that machine is short: first, here,
+#                                       sparq-cpp build --portable --cuda --cuda-arch 90    (20 minutes on two cores; packed, 42 MB)
 #
-# Our files as committed, the pinned source without what no target of ours compiles, and Python packages without
-# compiled parts. The machine brings python3 with numpy, cmake, ninja, a C++ compiler and nvcc.
+# Our files as committed, Python packages without compiled parts, and, to be built, the pinned source without what no target of ours compiles. The
+# machine brings python3 with numpy, a C++ compiler, CUDA's libraries, and for a build cmake, ninja and nvcc.
 set -eu
-[ $# = 1 ] || { sed -n '2,7p' "$0"; exit 2; }
+[ $# = 1 ] || [ "$#-${2:-}" = 2---built ] || { sed -n '2,9p' "$0"; exit 2; }
 root=$(cd "$(dirname "$0")/.." && pwd)
 out=$1
 [ ! -e "$out" ] || { echo "error: $out is there already"; echo "hint: name a new folder"; exit 2; }
@@ -15,8 +17,22 @@ mkdir -p "$out/vendor"
 
 git -C "$root" archive HEAD -- . ':!bench/results' ':!bench/figures' | tar -x -C "$out"
 
-# the source that the build is pinned to, as a folder (SPARQ_LLAMA_SOURCE)
-(cd "$root" && "$python" - "$out/llama-source" <<'PY'
+if [ $# = 2 ]; then
+    built=$(cd "$root" && "$python" - <<'PY'
+from pyorch.native import build
+found = [f for f, stamp in build.finished() if stamp["inputs"]["options"] == "sparq-portable-cuda"]
+print(found[0] if found else "", build.bindings())
+PY
+    )
+    [ -n "${built% *}" ] || { echo "error: no portable build with CUDA"; echo "hint: sparq-cpp build --portable --cuda --cuda-arch 90"; exit 1; }
+    mkdir "$out/library"
+    cp -R "${built% *}/." "$out/library"
+    cp -R "${built#* }" "$out/library/python"
+    tar -C "$out" -cf - library | xz -T0 > "$out/library.tar.xz"
+    rm -r "$out/library"
+else
+    # the source that the build is pinned to, as a folder (SPARQ_LLAMA_SOURCE)
+    (cd "$root" && "$python" - "$out/llama-source" <<'PY'
 import shutil, sys
 from pathlib import Path
 from pyorch.native import source
@@ -32,7 +48,8 @@ for name in ("ggml-sycl", "ggml-vulkan", "ggml-opencl", "ggml-metal", "ggml-cann
 for name in ("examples", "tests", "ci", ".devops", ".github", "tools/ui", "tools/server/public", "tools/server/tests", "tools/server/webui"):
     shutil.rmtree(upstream / name, ignore_errors=True)
 PY
-)
+    )
+fi
 
 # Python packages; what is compiled in them is left out, each of them runs without
 "$python" -m pip install --quiet --no-compile --no-deps --target "$out/vendor" \

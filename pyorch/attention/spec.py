@@ -100,7 +100,7 @@ class AttentionSpec:
     local: int | None = None
     sinks: int = 4
     min_ctx: int = 1024
-    gpu_min_mb: int = 256
+    gpu_min_mb: int = 1024
     mean_v: str = "auto"
     budget: str = "uniform"
     shadow: str = "q4"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -20,16 +21,27 @@ def find(stock: bool = False, tools: tuple[str, ...] = ()) -> Path | None:
     """The folder with libllama and the tools, built for the present inputs; None = not built.
 
     A build with CUDA is preferred where there is a device, and one for this CPU to a portable one,
-    which `sparq-cpp build --portable` makes.
+    which `sparq-cpp build --portable` makes. A build of another machine that SPARQ_LIBRARY names is
+    taken as it is.
 
     Args:
         stock: the same pin without our patches.
         tools: programs of llama.cpp that must be there too, from `build.TOOLS`.
+
+    Raises:
+        SparqError: SPARQ_LIBRARY names no finished build, or one without these tools.
     """
     from pyorch.native import build
 
+    if not stock and (given := build.given()):
+        if missing := [tool for tool in tools if not (given / tool).is_file()]:
+            raise SparqError(
+                f"SPARQ_LIBRARY={given} has no {missing[0]}", "build it there with --tools"
+            )
+        return given
     usual = build.usual(stock)
-    for options in (usual, build.Options(stock), build.Options(stock, portable=True)):
+    portable = replace(usual, portable=True)
+    for options in (usual, portable, build.Options(stock), build.Options(stock, portable=True)):
         found = build.find(options, tools)
         if found is not None and build.has_bindings():
             if usual.cuda and not options.cuda:

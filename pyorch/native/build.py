@@ -105,8 +105,29 @@ def read_stamp(folder: Path) -> dict[str, Any] | None:
         return None
 
 
+def given() -> Path | None:
+    """The folder that SPARQ_LIBRARY names: `lib/<stamp>` of the cache of another machine, with that
+    machine's `python/<source>` in it as `python`.
+
+    Raises:
+        SparqError: it holds no finished build.
+    """
+    named = os.environ.get("SPARQ_LIBRARY")
+    if not named:
+        return None
+    folder = paths.expanded(named).absolute()
+    if read_stamp(folder) is None or not (folder / "python" / "llama_cpp").is_dir():
+        raise SparqError(
+            f"SPARQ_LIBRARY={named} holds no finished build with its bindings",
+            "see SPARQ_LIBRARY in docs/environment.md, or unset it",
+        )
+    return folder
+
+
 def bindings() -> Path:
     """The folder of the pinned source's `llama_cpp` package, which `build` unpacks."""
+    if folder := given():
+        return folder / "python"
     return paths.cache() / "python" / source.locate(source.read_pin()).key[:12]
 
 

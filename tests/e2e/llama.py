@@ -51,7 +51,8 @@ def python_environment(stock: bool = False, **more: str) -> dict[str, str]:
         str(ROOT / "tests" / "e2e"),
         str(ROOT / "tests" / "ops"),
     ]
-    env["PYTHONPATH"] = os.pathsep.join([*here, env["PYTHONPATH"]])
+    before = [path for path in [os.environ.get("PYTHONPATH")] if path]
+    env["PYTHONPATH"] = os.pathsep.join([*here, env["PYTHONPATH"], *before])
     return env
 
 

@@ -37,7 +37,7 @@ def main() -> None:
         result = {
             "text": tokens,
             "leads": leads,
-            "calls_sparse": info["counters"]["calls_sparse"],
+            "calls_sparse": info.get("counters", {}).get("calls_sparse", 0),  # none while it is off
             "reasons": sorted({layer["reason"] for layer in info["layers"]}),
             "differ": ctx.check_shadow(),
             "log": [line for line in log if "graph" in line.lower()],

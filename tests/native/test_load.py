@@ -13,7 +13,7 @@ import pytest
 
 from pyorch import native
 from pyorch.errors import SparqError
-from pyorch.native import source
+from pyorch.native import build, source
 
 
 def python(code: str, **env: str) -> str:
@@ -75,3 +75,24 @@ def test_the_library_may_be_moved(native_lib_dir: Path, tmp_path: Path) -> None:
     }
     assert len(used) >= 4
     assert {str(Path(path).parent) for path in used} == {str(moved)}
+
+
+def test_a_build_of_another_machine_is_taken_as_it_is(
+    tmp_path: Path, native_lib_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it was built from: nothing is compiled, and its own bindings are used."""
+    folder, bindings = tmp_path / "carried", build.bindings()
+    shutil.copytree(native_lib_dir, folder, symlinks=True)
+    monkeypatch.setenv("SPARQ_LIBRARY", str(folder))
+    with pytest.raises(SparqError, match="no finished build with its bindings"):
+        native.find()
+    shutil.copytree(bindings, folder / "python")
+    assert native.built() == folder and native.environment()["PYTHONPATH"] == f"{folder}/python"
+    code = "from pyorch import native; print(native.load().llama_cpp._lib._name)"
+    env = {"PYTHONPATH": str(Path(__file__).parents[2]), "SPARQ_CACHE": str(tmp_path / "empty")}
+    assert python(code, SPARQ_LIBRARY=str(folder), **env) == f"{folder}/libllama.so"
+    with pytest.raises(SparqError, match="has no llama-nothing"):
+        native.find(tools=("llama-nothing",))
+    (folder / "stamp.json").write_text("{")
+    with pytest.raises(SparqError, match="no finished build"):
+        native.find()
