@@ -57,6 +57,7 @@ def examine() -> dict[str, Facts]:
             "pin": f"{pin.package} {pin.version}, {pin.repo} {pin.commit[:9]}",
             "patches": len(patches.series()),
             "SPARQ_ATTN": os.environ.get("SPARQ_ATTN", ""),
+            "SPARQ_LIBRARY": os.environ.get("SPARQ_LIBRARY", ""),
             "SPARQ_LLAMA_SOURCE": os.environ.get("SPARQ_LLAMA_SOURCE", ""),
         },
         "built": _built(),
