@@ -20,6 +20,9 @@ struct select_args {
     float   top_p;                      // in (0, 1), or 0
 };
 
+// of the forced cells: the first n_local are the token's local window, those from n_local_max on the sinks
+__device__ __forceinline__ bool is_forced_entry(const select_args & a, int j, int n_local) { return j < n_local || j >= a.n_local_max; }
+
 constexpr int G_MAX = 128; // query heads of a KV head
 
 // a query head's largest logit (0 if it sees nothing) and the sum of exp(logit - it), NaN if there is a NaN, from its runs; the work of a warp

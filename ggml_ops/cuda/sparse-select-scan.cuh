@@ -12,7 +12,7 @@ __device__ __forceinline__ int mark(unsigned * bits, const float * key, int32_t 
     return t >= 0 && t < n && order_of(key[t]) != ORDER_HIDDEN && !(atomicOr(&bits[t/32], 1u << t % 32) >> t % 32 & 1);
 }
 
-// marks the local window (the first n_local of forced) and the sinks (those from n_local_max on), at most topk_max of them. Returns how many
+// marks the local window and the sinks, at most topk_max of them. Returns how many
 template <int NT>
 __device__ __forceinline__ int mark_forced(const select_args & a, unsigned * bits, const float * key, const int32_t * forced, int n_local, int * buf) {
     for (int round = 0; ; ++round) {
@@ -23,11 +23,11 @@ __device__ __forceinline__ int mark_forced(const select_args & a, unsigned * bit
         int n = 0;
         if (round == 0) {
             for (int j = threadIdx.x; j < a.n_forced; j += NT) {
-                n += j < n_local || j >= a.n_local_max ? mark(bits, key, forced[j], a.n_kv) : 0;
+                n += is_forced_entry(a, j, n_local) ? mark(bits, key, forced[j], a.n_kv) : 0;
             }
         } else if (threadIdx.x == 0) { // there are too many: in their order, which is that of their importance
             for (int j = 0; j < a.n_forced && n < a.topk_max; ++j) {
-                n += j < n_local || j >= a.n_local_max ? mark(bits, key, forced[j], a.n_kv) : 0;
+                n += is_forced_entry(a, j, n_local) ? mark(bits, key, forced[j], a.n_kv) : 0;
             }
         }
         n = block_sum<NT>(n, buf);

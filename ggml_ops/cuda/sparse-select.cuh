@@ -20,8 +20,6 @@ constexpr int N_SAMPLE  = 1024; // positions of a head that the cut is guessed f
 // guess that is too high costs a hundred times as much as a long list
 __device__ __host__ __forceinline__ float sample_rank(float want) { return want + 5.0f*sqrtf(want) + 4.0f; }
 
-__device__ __forceinline__ bool is_forced_entry(const select_args & a, int j, int n_local) { return j < n_local || j >= a.n_local_max; }
-
 // sums and maxima over the block, in all threads. Calls take turns with part [2][NT/32], so each needs but one barrier
 template <int NT>
 struct counter {
