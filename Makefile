@@ -24,7 +24,7 @@ test-all: build         ## every test that runs without a GPU
 	$(RUN)/python -m pytest -q -m 'not gpu' $(ARGS)
 
 test-gpu: build         ## with a CUDA device: the op tests on it, CPU against CUDA, decode, compute-sanitizer
-	SPARQ_TEST_DEVICE=cuda $(RUN)/python -m pytest -q -m 'not slow' tests/ops/test_steps.py tests/ops/test_attn.py tests/ops/test_quant.py
+	SPARQ_TEST_DEVICE=cuda $(RUN)/python -m pytest -q -m 'not slow' tests/ops/test_steps.py tests/ops/test_attn.py tests/ops/test_quant.py tests/ops/test_mixed_kinds.py
 	$(RUN)/python -m pytest -q -m 'gpu and not slow' tests/gpu tests/cuda $(ARGS)
 
 bench-gpu: build        ## with a CUDA device: attention by itself and tokens, as records

@@ -212,14 +212,16 @@ def kernel_times(run: Callable[[], None], n_layer: int) -> dict[str, float]:
     return found
 
 
-def copy_bandwidth(device: Device, n_bytes: int, seconds: float) -> float:
-    """The GB/s of a copy within the device, counting bytes read and written: of torch, whose copy
-    is the faster one, or of ggml."""
+def copy_bandwidth(device: Device, n_bytes: int, seconds: float) -> tuple[float, str]:
+    """The GB/s of a copy within the device, counting bytes read and written, and whose copy it is:
+    torch's, which is the faster one, or without torch ggml's."""
+    by = "torch"
     try:
         import torch
 
         torch.cuda.init()
     except (ImportError, RuntimeError, AssertionError):
+        by = "ggml"
         with device.context() as ctx:
             a, b = (device.new(ctx, "f32", n_bytes // 4) for _ in range(2))
             node = device.base.ggml_cpy(ctx, a, b)
@@ -236,7 +238,7 @@ def copy_bandwidth(device: Device, n_bytes: int, seconds: float) -> float:
             torch.cuda.synchronize()
 
         samples = timed(copy, 1, seconds)
-    return 2 * n_bytes / float(np.median(samples))
+    return 2 * n_bytes / float(np.median(samples)), by
 
 
 def layers_of(device: Device, case: Case, fresh: int) -> int:
@@ -437,8 +439,8 @@ def main(device: str, quick: bool, only: str, folder: Path, force: bool) -> None
     env = {**here, "device": ours.name}
     stamp = here["stamps"]["ours"] + ours.name
     known = {} if force else records.load(file)
-    copied = copy_bandwidth(ours, fresh, seconds)
-    click.echo(f"{ours.name}: a copy moves {copied:.0f} GB/s, read and written", err=True)
+    copied, by = copy_bandwidth(ours, fresh, seconds)
+    click.echo(f"{ours.name}: {by}'s copy moves {copied:.0f} GB/s, read and written", err=True)
     failed = 0
     for case in cases(quick):
         if not re.search(only, str(case)):
@@ -451,7 +453,9 @@ def main(device: str, quick: bool, only: str, folder: Path, force: bool) -> None
             click.echo(f"{case}: not measured: {error.message} ({error.hint})", err=True)
             failed += not isinstance(error, NoTorch)
             continue
-        rec = records.record(BENCH, asdict(case), stamp, env=env, copy_gb_s=copied, **found)
+        rec = records.record(
+            BENCH, asdict(case), stamp, env=env, copy_gb_s=copied, copy_by=by, **found
+        )
         records.append(file, rec)
         ns = float(np.median(found["samples_ns"]))
         rate = found["bytes_read"] / ns

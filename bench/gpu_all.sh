@@ -52,7 +52,7 @@ step() { # step NAME SECONDS COMMAND...
     if [ $code = 0 ]; then echo "$sources $name" >> gpu-all.done; else failed=1; fi
     rm -f step.log
 }
-ops="tests/ops/test_steps.py tests/ops/test_attn.py tests/ops/test_quant.py"
+ops="tests/ops/test_steps.py tests/ops/test_attn.py tests/ops/test_quant.py tests/ops/test_mixed_kinds.py"
 sparq="$python -c __import__('pyorch.cli').cli.main()"
 pytest="$python -m pytest -q -rs -p no:cacheprovider -W ignore::DeprecationWarning"
 if "$python" -c 'import xdist' 2> /dev/null; then

@@ -13,7 +13,7 @@ those of Llama-2-7B.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from pyorch.cli import run as run_command
 from pyorch.cli.types import Number, Numbers
 from pyorch.errors import SparqError
 from pyorch.models import synth
+from pyorch.text import human_bytes
 
 BENCH = "gpu_tokens"
 FILE = f"{BENCH}.jsonl"
@@ -48,7 +49,7 @@ class Case:
     library: str = "sparq"
 
 
-def measure(model: Path, cases: Sequence[Case], n_turn: int) -> Iterator[dict[str, Any]]:
+def measure(model: Path, cases: Sequence[Case], n_turn: int) -> list[dict[str, Any]]:
     """The samples of the cases of one depth, in nanoseconds per token.
 
     Raises:
@@ -80,7 +81,7 @@ def measure(model: Path, cases: Sequence[Case], n_turn: int) -> Iterator[dict[st
                 if turn >= 0:
                     result["samples_ns"] += samples
                     result["counters"] = counted
-    yield from found
+    return found
 
 
 @commands.command(
@@ -111,6 +112,8 @@ def main(
     shape = synth.shape_like(like, n_layer=layers, tokenizer="bytes", n_ctx=1 << 20)
     model = synth.folder() / f"gpu-{like}-{shape.n_layer}-{quant}-v{synth.VERSION}.gguf"
     if not model.exists():
+        size = human_bytes(synth.file_bytes(shape, quant))
+        click.echo(f"writing {model}, {size}", err=True)
         model.parent.mkdir(parents=True, exist_ok=True)
         synth.write(model, shape, quant)
     env = records.environment({"sparq": native.built()})

@@ -243,7 +243,7 @@ void run_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, float 
         return;
     }
     if (is_listed) {
-        // twice as many blocks as there is room for at once: each guesses the cut first
+        // as many blocks as threads have room for at once: each guesses the cut first
         const int64_t n_x = std::min(a.n_list, std::max<int64_t>(1, 8*n_sm(ctx)/n_heads));
         SPARQ_LAUNCH(list_keys, dim3(n_x, a.n_head_kv, n_row), dim3(N_THREAD), ctx.stream(), a);
     } else if (a.n_group_q > 1) {

@@ -145,8 +145,8 @@ __device__ __forceinline__ int choose_components(score_shared<N_BIT, GB, NT> & m
     m.spread[c] = spread;
     __syncthreads();
 
-    // components that come before c; behind d there are zeros, which come before nothing. Ties count among the warps before this one only, and the
-    // lanes of this one look closer
+    // components that come before c; the zeros behind d come before nothing. A tie comes before c if its number is lower, which is so for all
+    // components of the warps before this one and for none of those after it; within the warp it is looked at
     const int w0 = c/32*32;
     int before = 0;
     if (w0 < a.d) {

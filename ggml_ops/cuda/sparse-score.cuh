@@ -18,8 +18,13 @@ static_assert(32*PER_LANE == RUN, "a warp has a run");
 template <int N_BIT>
 __device__ __forceinline__ int span_position(int lane, int i) {
     static_assert(!ggml_sparse_has_codes(N_BIT) || N_BIT == 8 || N_BIT == 4);
-    return N_BIT == 8 ? lane / 4 * 64 + i * 16 + lane % 4 * 4 : N_BIT == 4 ? lane / 8 * 128 + (2 * (lane % 2) + i / 2) * 16 + lane / 2 % 4 * 4 + i % 2 * 64 :
-                                                                             i / 2 * 256 + lane * 8 + i % 2 * 4;
+    if (N_BIT == 8) {
+        return lane/4*64 + i*16 + lane % 4*4;
+    }
+    if (N_BIT == 4) {
+        return lane/8*128 + (2*(lane % 2) + i/2)*16 + lane/2 % 4*4 + i % 2*64;
+    }
+    return i/2*256 + lane*8 + i % 2*4;
 }
 
 // the groups of a lane: that of its first span, and another one, if its spans lie in two

@@ -20,6 +20,20 @@ struct select_args {
     float   top_p;                      // in (0, 1), or 0
 };
 
+// a KV head of a row: its number, what its token wants, and where its selection goes
+struct head_place {
+    int64_t u;
+    const int32_t * kl, * forced;
+    int32_t * res;
+
+    __device__ __forceinline__ head_place(const select_args & a, unsigned h_kv, unsigned row) : u((int64_t) row*a.n_head_kv + h_kv) {
+        const int2 token = split_index(row, a.n_tok);
+        kl     = a.kl.at<const int32_t>(token.y, 0, token.x);
+        forced = a.forced.at<const int32_t>(token.y, 0, token.x);
+        res    = a.res + u*(1 + a.n_group_q + a.topk_max);
+    }
+};
+
 // of the forced cells: the first n_local are the token's local window, those from n_local_max on the sinks
 __device__ __forceinline__ bool is_forced_entry(const select_args & a, int j, int n_local) { return j < n_local || j >= a.n_local_max; }
 

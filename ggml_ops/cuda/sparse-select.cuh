@@ -7,6 +7,7 @@
 // not depend on the guess: where it was too high, select_scan() does it all again.
 
 #include "sparse-select-args.cuh"
+#include "sparse-select-cut.cuh"
 #include "sparse-select-scan.cuh"
 
 namespace sparse_cuda {
@@ -16,62 +17,9 @@ constexpr int LIST_KEYS = 2048; // positions that a block of list_keys() looks a
 constexpr int LIST_MAX  = 1024; // lists of a head at most
 constexpr int N_SAMPLE  = 1024; // positions of a head that the cut is guessed from
 
-// which of the sample's keys, by size, the cut is guessed to be, where `want` of them are above it on average: five standard deviations later, since a
-// guess that is too high costs a hundred times as much as a long list
+// which of the sample's keys, by size, the cut is guessed to be, where `want` of them are above it on average: five standard deviations later, since
+// after a guess that is too high one block reads all keys
 __device__ __host__ __forceinline__ float sample_rank(float want) { return want + 5.0f*sqrtf(want) + 4.0f; }
-
-// sums and maxima over the block, in all threads. Calls take turns with part [2][NT/32], so each needs but one barrier
-template <int NT>
-struct counter {
-    int (*part)[NT/32];
-    int turn = 0;
-
-    __device__ __forceinline__ int all(int x, int none) {
-        int * p = part[turn ^= 1];
-        if (threadIdx.x % 32 == 0) {
-            p[threadIdx.x/32] = x;
-        }
-        __syncthreads();
-        return threadIdx.x % 32 < NT/32 ? p[threadIdx.x % 32] : none;
-    }
-
-    __device__ __forceinline__ int sum(int x) { return warp_sum(all(warp_sum(x), 0)); }
-    __device__ __forceinline__ int most(int x) { return warp_max(all(warp_max(x), ORDER_HIDDEN)); }
-};
-
-// An order that at least k, and as a rule not more than k + slack, of what all threads hold reach; with slack 0 the largest one that k reach
-//   lo, n_lo: an order, and how many reach it, k at least; top: the largest that is held, forced ones apart, which are n_in
-//   n_ge(order): how many of this thread's reach it
-// The number falls about as an exponential function of the value, or of its logarithm where all are positive (which the order of floats is like), so
-// the search goes where that would be k; each third step halves what is left
-template <int NT, typename F>
-__device__ __forceinline__ int find_cut(counter<NT> & block, int lo, int n_lo, int top, int n_in, int k, int slack, const F & n_ge) {
-    int64_t a = lo, b = (int64_t) top + 1; // k reach a, but not b
-    int n_a = n_lo, n_b = n_in;
-    const float want = log2f(k + 0.5f*slack);
-    for (int turn = 1; b - a > 1 && n_a > k + slack; ++turn) {
-        int64_t mid = a + (b - a)/2;
-        if (turn % 3 != 0 && a > ORDER_HIDDEN + 1) {
-            const float from = log2f((float) n_a), f = (from - want)/(from - log2f(fmaxf((float) n_b, 0.5f)));
-            if (a < 0 && b > 0) {
-                const float x = order_value((int) a), y = order_value((int) (b - 1));
-                mid = order_of(x + f*(y - x));
-            } else {
-                mid = a + (int64_t) (f*(float) (b - a));
-            }
-            mid = mid <= a ? a + 1 : mid >= b ? b - 1 : mid;
-        }
-        const int n = block.sum(n_ge((int) mid));
-        if (n >= k) {
-            a   = mid;
-            n_a = n;
-        } else {
-            b   = mid;
-            n_b = n;
-        }
-    }
-    return (int) a;
-}
 
 // what is ranked at position t: the logit, or the sum over the query heads of softmax(logits), -inf or NaN where hidden
 //   logits: of the KV head's first query head; top, inv: of each, see softmax_heads()
@@ -130,10 +78,11 @@ __device__ __forceinline__ void mark_cells(const select_args & a, const int32_t 
 static __global__ void __launch_bounds__(N_THREAD) rank_keys(const select_args a) {
     constexpr int N = LIST_KEYS/N_THREAD;
     __shared__ float top[G_MAX], inv[G_MAX];
-    if (a.kl.at<const int32_t>(blockIdx.z % a.n_tok, 0, blockIdx.z/a.n_tok)[0] < 0) {
+    const head_place at(a, blockIdx.y, blockIdx.z);
+    if (at.kl[0] < 0) {
         return;
     }
-    const int64_t u = (int64_t) blockIdx.z*a.n_head_kv + blockIdx.y, head = u*a.n_group_q;
+    const int64_t u = at.u, head = u*a.n_group_q;
     softmax_heads(a, head, top, inv);
     int   t[N];
     float key[N];
@@ -158,13 +107,12 @@ static __global__ void __launch_bounds__(N_THREAD) list_keys(const select_args a
     __shared__ unsigned marks[LIST_KEYS/32];
     __shared__ int      part[2][N_WARP], n_warp[N_WARP];
 
-    const int2    token = split_index(blockIdx.z, a.n_tok);
-    const int64_t row = blockIdx.z, i = token.y, s = token.x;
-    const int32_t * kl = a.kl.at<const int32_t>(i, 0, s), * forced = a.forced.at<const int32_t>(i, 0, s);
+    const head_place at(a, blockIdx.y, blockIdx.z);
+    const int32_t * kl = at.kl;
     if (kl[0] < 0) {
         return;
     }
-    const int64_t u = row*a.n_head_kv + blockIdx.y, head = u*a.n_group_q;
+    const int64_t u = at.u, head = u*a.n_group_q;
     const float * logits = a.logits + head*a.n_kv;
     const int n = (int) a.n_kv, w = threadIdx.x/32, lane = threadIdx.x % 32;
     counter<N_THREAD> block = { part };
@@ -213,7 +161,7 @@ static __global__ void __launch_bounds__(N_THREAD) list_keys(const select_args a
             t[j] = b*LIST_KEYS + w*(N*32) + j*32 + lane;
         }
         load_keys(key, a, logits, top, inv, t);
-        mark_cells<N_THREAD>(a, forced, kl[1], marks, (int64_t) b*LIST_KEYS, LIST_KEYS);
+        mark_cells<N_THREAD>(a, at.forced, kl[1], marks, (int64_t) b*LIST_KEYS, LIST_KEYS);
 
         int o[N], mine = 0, n_in = 0;
 #pragma unroll
@@ -288,69 +236,6 @@ __device__ __forceinline__ void write_rest(const select_args & a, int64_t u, con
             out[h] = rest;
         }
     }
-}
-
-// what writes the cells of a selection in their order: those above the cut, and of those equal to it the first ones. Each warp goes through its own
-// cells twice, in order: first it counts (see), then, after start(), it writes
-template <int NT>
-struct cell_writer {
-    int32_t * cells;
-    int2    * n_warp; // [NT/32] shared
-    int cut;
-    int n_gt = 0, n_eq = 0, n_tie = 0; // so far; ties that fit
-
-    __device__ __forceinline__ unsigned above(int o) const { return __ballot_sync(ALL, o > cut); }
-    __device__ __forceinline__ unsigned equal(int o) const { return __ballot_sync(ALL, o == cut && o != ORDER_HIDDEN); }
-
-    __device__ __forceinline__ void see(int o) {
-        n_gt += __popc(above(o));
-        n_eq += __popc(equal(o));
-    }
-
-    __device__ __forceinline__ void start(int n_sel) {
-        const int w = threadIdx.x/32, lane = threadIdx.x % 32;
-        if (lane == 0) {
-            n_warp[w] = make_int2(n_gt, n_eq);
-        }
-        __syncthreads();
-        const int2 v = lane < NT/32 ? n_warp[lane] : make_int2(0, 0);
-        n_tie = n_sel - warp_sum(v.x);
-        n_gt  = warp_sum(lane < w ? v.x : 0);
-        n_eq  = warp_sum(lane < w ? v.y : 0);
-    }
-
-    __device__ __forceinline__ void write(int o, int cell) {
-        const unsigned gt = above(o), eq = equal(o), below = (1u << threadIdx.x % 32) - 1;
-        const int before = n_eq + __popc(eq & below);
-        if (o > cut || (o == cut && o != ORDER_HIDDEN && before < n_tie)) {
-            cells[n_gt + __popc(gt & below) + min(before, n_tie)] = cell;
-        }
-        n_gt += __popc(gt);
-        n_eq += __popc(eq);
-    }
-};
-
-// the cut of n cells of which k are wanted and n_in forced; for_each(f) calls f(order) for those of this thread, whose others are ORDER_HIDDEN
-template <int NT, typename F>
-__device__ __forceinline__ int cut_of(counter<NT> & block, int n, int k, int n_in, const F & for_each) {
-    if (k == n_in) {
-        return ORDER_FORCED - 1;
-    }
-    if (n <= k) {
-        return ORDER_HIDDEN; // all
-    }
-    int most = ORDER_HIDDEN, least = ORDER_FORCED;
-    for_each([&](int o) {
-        most  = o == ORDER_FORCED ? most : max(most, o);
-        least = o == ORDER_HIDDEN ? least : min(least, o);
-    });
-    most  = block.most(most);
-    least = -block.most(-least);
-    return find_cut<NT>(block, least, n, most, n_in, k, 0, [&](int from) {
-        int c = 0;
-        for_each([&](int o) { c += o >= from; });
-        return c;
-    });
 }
 
 // the k largest of what the threads hold, ties to the lower cell -> cells, ascending; returns how many
@@ -442,10 +327,10 @@ static __global__ void __launch_bounds__(N_THREAD, 4) select_small(const select_
     __shared__ int      part[2][N_WARP];
     __shared__ int2     n_warp[N_WARP];
 
-    const int2    token = split_index(blockIdx.y, a.n_tok);
-    const int64_t row = blockIdx.y, u = row*a.n_head_kv + blockIdx.x, i = token.y, s = token.x;
-    const int32_t * kl = a.kl.at<const int32_t>(i, 0, s), * forced = a.forced.at<const int32_t>(i, 0, s);
-    int32_t * res = a.res + u*(1 + a.n_group_q + a.topk_max);
+    const head_place at(a, blockIdx.x, blockIdx.y);
+    const int64_t u = at.u;
+    const int32_t * kl = at.kl;
+    int32_t * res = at.res;
     if (kl[0] < 0) {
         select_every<N_THREAD>(a, res);
         return;
@@ -459,7 +344,7 @@ static __global__ void __launch_bounds__(N_THREAD, 4) select_small(const select_
         t[j] = j < per ? (w*per + j)*32 + lane : N_SMALL;
     }
     load_keys(key, a, a.logits + u*a.n_group_q*a.n_kv, top, inv, t);
-    mark_cells<N_THREAD>(a, forced, kl[1], marks, 0, N_SMALL);
+    mark_cells<N_THREAD>(a, at.forced, kl[1], marks, 0, N_SMALL);
 
     int x[N_HELD], n = 0; // how many are visible, and how many of them forced << 16
 #pragma unroll
@@ -482,7 +367,7 @@ static __global__ void __launch_bounds__(N_THREAD, 4) select_small(const select_
         n_sel = select_held<N_THREAD>(block, x, [&](int j) { return (w*per + j)*32 + lane; }, per, n & 0xFFFF, k, n_in, res + 1 + a.n_group_q, n_warp);
     } else { // the keys of all threads are in memory since the barrier
         const float * keys = a.n_group_q > 1 ? a.key + u*a.n_kv : a.logits + u*a.n_kv;
-        n_sel = select_scan<N_THREAD>(a, u, keys, (int32_t *) (a.list + u*a.n_list*LIST_KEYS), forced, kl, res + 1 + a.n_group_q);
+        n_sel = select_scan<N_THREAD>(a, u, keys, (int32_t *) (a.list + u*a.n_list*LIST_KEYS), at.forced, kl, res + 1 + a.n_group_q);
     }
     finish_select<N_THREAD>(a, u, res, n_sel);
 }
@@ -495,10 +380,10 @@ static __global__ void __launch_bounds__(NT, NT == 1024 ? 1 : 3) select(const se
     __shared__ int  part[2][NW];
     __shared__ int2 n_warp[NW];
 
-    const int2    token = split_index(blockIdx.y, a.n_tok);
-    const int64_t row = blockIdx.y, u = row*a.n_head_kv + blockIdx.x, i = token.y, s = token.x;
-    const int32_t * kl = a.kl.at<const int32_t>(i, 0, s), * forced = a.forced.at<const int32_t>(i, 0, s);
-    int32_t * res = a.res + u*(1 + a.n_group_q + a.topk_max);
+    const head_place at(a, blockIdx.x, blockIdx.y);
+    const int64_t u = at.u;
+    const int32_t * kl = at.kl;
+    int32_t * res = at.res;
     if (kl[0] < 0) {
         select_every<NT>(a, res);
         return;
@@ -539,7 +424,7 @@ static __global__ void __launch_bounds__(NT, NT == 1024 ? 1 : 3) select(const se
     int n_sel;
     if (!a.count || n_in > a.topk_max || (n < k && guess != ORDER_HIDDEN + 1)) {
         const float * keys = a.n_group_q > 1 ? a.key + u*a.n_kv : a.logits + u*a.n_kv;
-        n_sel = select_scan<NT>(a, u, keys, (int32_t *) (a.list + u*a.n_list*LIST_KEYS), forced, kl, res + 1 + a.n_group_q);
+        n_sel = select_scan<NT>(a, u, keys, (int32_t *) (a.list + u*a.n_list*LIST_KEYS), at.forced, kl, res + 1 + a.n_group_q);
     } else if (n > NT*N_HELD) {
         n_sel = select_listed<NT>(block, a, u, first, n, k, n_in, res + 1 + a.n_group_q, n_warp);
     } else {

@@ -56,7 +56,7 @@ def test_a_case_that_failed_shows_in_the_exit_code(
 
     device = SimpleNamespace(name="FAKE")
     monkeypatch.setattr(gpu, "Device", lambda *_: device)
-    monkeypatch.setattr(gpu, "copy_bandwidth", lambda *_: 1.0)
+    monkeypatch.setattr(gpu, "copy_bandwidth", lambda *_: (1.0, "ggml"))
     monkeypatch.setattr(gpu, "measure", measure)
     monkeypatch.setattr(gpu.native, "built", lambda: tmp_path)
     monkeypatch.setattr(gpu.records, "environment", lambda _: {"stamps": {"ours": "s"}})

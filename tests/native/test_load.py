@@ -96,3 +96,15 @@ def test_a_build_of_another_machine_is_taken_as_it_is(
     (folder / "stamp.json").write_text("{")
     with pytest.raises(SparqError, match="no finished build"):
         native.find()
+
+
+def test_a_portable_build_with_cuda_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is a device: before one for the CPU alone."""
+    made = {build.Options(portable=True, cuda="90"): tmp_path, build.Options(): tmp_path / "cpu"}
+    monkeypatch.delenv("SPARQ_LIBRARY", raising=False)
+    monkeypatch.setattr(build, "usual", lambda stock: build.Options(stock, cuda="90"))
+    monkeypatch.setattr(build, "find", lambda options, _: made.get(options))
+    monkeypatch.setattr(build, "has_bindings", lambda: True)
+    assert native.find() == tmp_path
