@@ -104,10 +104,15 @@ class Capture:
         return wanted
 
     def layers(self, tokens: Sequence[int]) -> list[Heads]:
-        """All layers for the last of `tokens`, whose number is a multiple of GROUP."""
+        """All layers for the last of `tokens`, whose number is a multiple of GROUP.
+
+        Our exact attention reads what comes before them, which takes less time than llama.cpp's.
+        """
         session = self.session
         engine.rewind(session, 0)
+        engine.set_attention(session, "dense,prompt=f32")
         engine.prefill(session, tokens[: -self._n_last])
+        engine.set_attention(session, "off")
         found: list[Heads] = []
         self._layers, self._n_seen = found, 0
         engine.prefill(session, tokens[-self._n_last :])

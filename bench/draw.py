@@ -21,6 +21,7 @@ import serving
 import stats_figures
 import time_in_attention
 import token_rate
+import topk_figures
 
 from pyorch.cli import run as run_command
 from pyorch.errors import SparqError, nearest
@@ -43,6 +44,8 @@ FIGURES = (
     stats_figures.AGREEMENT,
     ablations.FIGURE,
     repetition.FIGURE,
+    topk_figures.SCORES,
+    topk_figures.NEEDLES,
 )
 
 

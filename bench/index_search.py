@@ -1,7 +1,7 @@
 """Finds the best positions through a nearest-neighbour index, beside a scan of a 4-bit copy of K.
 
     pip install faiss-cpu
-    python bench/index_search.py --text BOOKS --model FILE [-S 8192,32768] [--copies 1,32]
+    python bench/index_search.py --text BOOKS --model FILE [-S 8192,32768] [--copies 1,8,32]
 
 Top-k attention for a million tokens (arXiv 2502.06766, section 3) keeps the keys in an index of
 faiss and asks it for the k largest inner products of each query head. Here the keys and queries are
@@ -17,7 +17,8 @@ index. For each index, with one thread, this measures
 and mass and bytes for a scan of 4-bit codes, as `sparq` does it; `step_times.py` has its time. Each
 query head has its own k positions, 1 % of all, as in the paper. `--copies` puts so many copies of
 each key into the index, every component moved by a tenth of its deviation: lengths that the model
-cannot read.
+cannot read. A graph (HNSW) takes minutes to build for each head beyond 65,536 keys, and is left out
+there.
 
 It writes index_search.jsonl and .md.
 """
@@ -51,13 +52,17 @@ SHARE = 0.01  # of the positions that each query head wants
 N_LAYER = 4  # spread over the model
 LINKS = 32  # of an entry of HNSW, 4 bytes each
 BUILT_WITH = 100  # candidates that HNSW looks at for each new entry
+LONGEST_GRAPH = 1 << 16  # keys
+TRAINED_WITH = 64  # keys for each list, at most
 MOVED = 0.1  # standard deviations of a component
 Found = tuple[np.ndarray, float]  # positions (g, k), -1: none; bytes
 
 
 @dataclass(frozen=True)
 class Case(capture.Case):
-    copies: int = 1
+    """copies: of each key, so many lengths."""
+
+    copies: tuple[int, ...] = (1,)
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ def faiss() -> Any:
 
 
 def indexes(k: np.ndarray, n_best: int) -> Iterator[Search]:
-    """Indexes of faiss over the keys `k` (n, d) f32: flat, inverted lists, and HNSW."""
+    """Indexes of faiss over the keys `k` (n, d) f32: flat, inverted lists, and HNSW if few."""
     lib = faiss()
     n, d = k.shape
     row = 2 * d  # f16
@@ -94,7 +99,7 @@ def indexes(k: np.ndarray, n_best: int) -> Iterator[Search]:
     started = time.perf_counter()
     ivf = lib.IndexIVFFlat(lib.IndexFlatIP(d), d, n_list, lib.METRIC_INNER_PRODUCT)
     ivf.cp.min_points_per_centroid = 1
-    ivf.train(k[:: max(n // (64 * n_list), 1)])
+    ivf.train(k[:: max(n // (TRAINED_WITH * n_list), 1)])
     ivf.add(k)
     build_s = time.perf_counter() - started
     for part in (64, 16, 4):
@@ -107,6 +112,8 @@ def indexes(k: np.ndarray, n_best: int) -> Iterator[Search]:
             return cells, lib.cvar.indexIVF_stats.ndis * row + n_list * row
 
         yield Search(f"lists, 1/{part} of {n_list}", build_s, ask_ivf)
+    if n > LONGEST_GRAPH:
+        return
     started = time.perf_counter()
     hnsw = lib.IndexHNSWFlat(d, LINKS // 2, lib.METRIC_INNER_PRODUCT)
     hnsw.hnsw.efConstruction = BUILT_WITH
@@ -138,43 +145,45 @@ def scans(k: np.ndarray, scale: float) -> Iterator[Search]:
 
 
 def measure(layers: Sequence[capture.Heads], case: Case) -> list[dict[str, Any]]:
-    """A sample for each way, layer and KV head: means over the queries, and the median time."""
+    """A sample for each number of copies, way, layer and KV head: means over the queries, and the
+    median time."""
     rng = np.random.default_rng(case.seed)
+    pick = np.linspace(0, GROUP - 1, case.n_query).astype(int)
     out = []
     for il in np.linspace(0, len(layers) - 1, N_LAYER).round().astype(int):
         layer = layers[il]
-        pick = np.linspace(0, GROUP - 1, case.n_query).astype(int)
-        for h in range(len(layer.k)):
-            k = np.tile(layer.k[h][:-GROUP], (case.copies, 1))
-            if case.copies > 1:
-                k += MOVED * k.std(0) * rng.standard_normal(k.shape, np.float32)
-            n_best = max(int(SHARE * len(k)), 1)
-            queries = layer.q[pick, h]  # (n_query, g, d)
-            true = [softmax((q @ k.T) * np.float32(layer.scale)) for q in queries]
-            best = np.mean([-np.partition(-t, n_best)[:, :n_best].sum(1).mean() for t in true])
-            for way in (*indexes(k, n_best), *scans(k, layer.scale)):
-                mass, n_bytes, spent = [], [], []
-                for q, t in zip(queries, true, strict=True):
-                    started = time.perf_counter()
-                    cells, read = way.ask(np.ascontiguousarray(q), n_best)
-                    spent.append(time.perf_counter() - started)
-                    inside = np.take_along_axis(t, np.maximum(cells, 0), 1) * (cells >= 0)
-                    mass.append(inside.sum(1).mean())
-                    n_bytes.append(read)
-                out.append(
-                    {
-                        "way": way.name,
-                        "layer": int(il),
-                        "head": h,
-                        "mass": float(np.mean(mass) / best),
-                        "bytes": float(np.mean(n_bytes)),
-                        "us": 1e6 * float(np.median(spent)),
-                        "build_s": way.build_s,
-                        "n": len(k),
-                        "row": 4 * k.shape[1],
-                    }
-                )
+        for h, of_head in enumerate(layer.k):
+            for copies in case.copies:
+                k = np.tile(of_head[:-GROUP], (copies, 1))
+                if copies > 1:
+                    k += MOVED * k.std(0) * rng.standard_normal(k.shape, np.float32)
+                here = {"layer": int(il), "head": h, "n": len(k), "row": 4 * k.shape[1]}
+                found = measure_head(k, layer.q[pick, h], layer.scale)
+                out += [sample | here for sample in found]
     return out
+
+
+def measure_head(k: np.ndarray, queries: np.ndarray, scale: float) -> Iterator[dict[str, Any]]:
+    """A sample for each way to find positions in `k` (n, d) for `queries` (n_query, g, d)."""
+    n_best = max(int(SHARE * len(k)), 1)
+    true = [softmax((q @ k.T) * np.float32(scale)) for q in queries]
+    best = np.mean([-np.partition(-t, n_best)[:, :n_best].sum(1).mean() for t in true])
+    for way in (*indexes(k, n_best), *scans(k, scale)):
+        mass, n_bytes, spent = [], [], []
+        for q, t in zip(queries, true, strict=True):
+            started = time.perf_counter()
+            cells, read = way.ask(np.ascontiguousarray(q), n_best)
+            spent.append(time.perf_counter() - started)
+            inside = np.take_along_axis(t, np.maximum(cells, 0), 1) * (cells >= 0)
+            mass.append(inside.sum(1).mean())
+            n_bytes.append(read)
+        yield {
+            "way": way.name,
+            "mass": float(np.mean(mass) / best),
+            "bytes": float(np.mean(n_bytes)),
+            "us": 1e6 * float(np.median(spent)),
+            "build_s": way.build_s,
+        }
 
 
 def table(recs: Sequence[Record]) -> str:
@@ -182,15 +191,16 @@ def table(recs: Sequence[Record]) -> str:
     head += ["us for a KV head", "s to build"]
     body = []
     for rec in recs:
-        names = list(dict.fromkeys(s["way"] for s in rec["samples"]))
-        for name in names:
-            here = [s for s in rec["samples"] if s["way"] == name]
+        lines: dict[tuple[int, str], list[dict[str, Any]]] = {}
+        for s in rec["samples"]:
+            lines.setdefault((s["n"], s["way"]), []).append(s)
+        for (n, name), here in sorted(lines.items(), key=lambda line: line[0][0]):
             mass = [s["mass"] for s in here]
             share = np.mean([s["bytes"] / (s["n"] * s["row"]) for s in here])
             is_scan = name.startswith("scan")
             body.append(
                 [
-                    f"{here[0]['n']:,}",
+                    f"{n:,}",
                     name,
                     f"{100 * np.mean(mass):.1f} %, {100 * min(mass):.1f} %",
                     f"{100 * share:.1f} %",
@@ -224,17 +234,18 @@ def command(
 ) -> None:
     """Find positions through an index of faiss, and by a scan of 4-bit codes."""
     faiss()
-    file, found = folder / FILE, []
+    if min(sizes["positions"]) < RUN + GROUP:
+        raise SparqError(f"a scan reads {RUN} positions at once", "more --positions", exit_code=2)
+    file = folder / FILE
 
     def samples_of(all_layers: Iterator[list[capture.Heads]], case: Case) -> list[dict[str, Any]]:
         return [s for layers in all_layers for s in measure(layers, case)]
 
+    options = {**sizes, "copies": tuple(copies), "n_threads": threads, "force": force}
     with progress_bar(BENCH) as progress:
-        for n in copies:
-            options = {**sizes, "copies": n, "n_threads": threads, "force": force}
-            found += capture.measured(
-                BENCH, Case, samples_of, model, texts, file, progress, tasks=("prose",), **options
-            )
+        found = capture.measured(
+            BENCH, Case, samples_of, model, texts, file, progress, tasks=("prose",), **options
+        )
     commands.show(table(found), file)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from pyorch.bench import pictures
 from pyorch.errors import SparqError
 from pyorch.evals import stats, table, tasks
 from pyorch.evals.series import Series, by_setting
+from pyorch.policies import Method, parse
 
 CURVES, NEEDLE = "eval_curves", "eval_needle"
 _COLOURS = (
@@ -34,9 +35,11 @@ _COLOURS = (
     "#1098ad",
     "#d6336c",
 )
+_LETTERS = 120  # of a legend below two panels
+_WIDTH = 32  # letters of a name above a heatmap
 _MARKS = "osD^vPX*<>hpd8"
 _CAPTIONS = {
-    CURVES: "Points of a line are ratios; bars are 95 % intervals; the grey band is that of dense.",
+    CURVES: "Points of a line are ratios or k; bars are 95 % intervals, the grey band is dense's.",
     NEEDLE: "Blue: found; red: not found; white: not asked; in brackets the 95 % interval.",
 }
 
@@ -51,7 +54,10 @@ def draw(found: Sequence[Series], out: Path, png: bool = False) -> list[Path]:
     needles = [g for g in groups if g[0].task == "needle"]
     try:
         written = [(CURVES, *curves(groups))] if any(len(g) > 1 for g in groups) else []
-        written += [(NEEDLE, *heatmaps(needles[-1]))] if needles else []
+        if needles:
+            found_at = needle_rows(needles[-1])
+            title = "Needle in a haystack: share found by depth and length"
+            written += [(NEEDLE, heatmaps(found_at), found_at, title)]
     except ModuleNotFoundError as e:
         raise SparqError(f"{e.name} is not installed", paths.install_command("figures")) from None
     if not written:
@@ -71,7 +77,7 @@ def draw(found: Sequence[Series], out: Path, png: bool = False) -> list[Path]:
 def curves(groups: Sequence[Sequence[Series]]) -> tuple[Any, list[pictures.Row], str]:
     """Returns (figure, numbers, title): a row per setting, bytes left and speed right."""
     data = [table.rows(g) for g in groups if len(g) > 1]
-    names = list(dict.fromkeys(table.line_of(r.method) for rows in data for r in rows))
+    names = list(dict.fromkeys(_line(r.method) for rows in data for r in rows))
     looks = {n: (pictures.PAPER, "x") for n in names if n in ("off", "dense")}
     for i, name in enumerate(n for n in names if n not in looks):
         looks[name] = (_COLOURS[i % len(_COLOURS)], _MARKS[i % len(_MARKS)])
@@ -84,13 +90,25 @@ def curves(groups: Sequence[Sequence[Series]]) -> tuple[Any, list[pictures.Row],
         left.set_xlabel("bytes of K and V read per token, % of dense")
         right.set_xlabel("decoded tokens per second")
         left.set_title(f"{rows[0].task}, up to {rows[0].ctx} positions")
-    figure.legend(drawn.values(), drawn, loc="outside lower center", ncols=4, frameon=False)
+    wide = 8 + max(map(len, drawn))  # letters of a name and its mark
+    figure.legend(
+        drawn.values(),
+        drawn,
+        loc="outside lower center",
+        ncols=max(_LETTERS // wide, 1),
+        frameon=False,
+    )
     flat = [
         {k: v for k, v in table.flat(r).items() if k not in ("more", "by_layer")}
         for rows in data
         for r in rows
     ]
     return figure, flat, "Score against bytes read and against speed"
+
+
+def _line(method: Method) -> str:
+    """The name of a method's line, whose points differ in the ratio or in k."""
+    return table.line_of(method, ("topk", "k"))
 
 
 def _panel(
@@ -113,9 +131,9 @@ def _panel(
         ax.axhspan(low, high, color=pictures.PAPER, alpha=0.12)
     drawn = {}
     for name, (colour, mark) in looks.items():
-        line = [r for r in rows if table.line_of(r.method) == name and not math.isnan(x(r))]
+        line = [r for r in rows if _line(r.method) == name and not math.isnan(x(r))]
         if line:
-            line.sort(key=x)
+            line.sort(key=lambda r: r.share_of_dense)
             ys = [factor * r.score for r in line]
             spread = np.array([[r.score - r.score_low, r.score_high - r.score] for r in line]).T
             drawn[name] = ax.errorbar(
@@ -141,51 +159,58 @@ def _panel(
 # ---- needles ----
 
 
-def heatmaps(group: Sequence[Series]) -> tuple[Any, list[pictures.Row], str]:
-    """Returns (figure, numbers, title): a row per method, a panel per ratio, depth over length."""
-    lines: dict[str, list[Series]] = {}
-    for s in sorted(group, key=lambda s: -table.ratio_of(s.method)):
-        lines.setdefault(table.line_of(s.method), []).append(s)
-    order = list(dict.fromkeys(table.line_of(s.method) for s in group))
+def needle_rows(group: Sequence[Series]) -> list[pictures.Row]:
+    """A row per method, length and depth, with the share found and how many were asked."""
+    rows = []
+    for s in group:
+        cells: dict[tuple[int, float], list[float]] = {}
+        for about, score in zip(s.about, s.scores, strict=True):
+            cells.setdefault((about["length"], about["depth"]), []).append(score)
+        for (length, depth), found in cells.items():
+            cell = {"length": length, "depth": depth, "found": float(np.mean(found))}
+            rows.append({"method": str(s.method), **cell, "n": len(found)})
+    return rows
+
+
+def heatmaps(rows: Sequence[pictures.Row]) -> Any:
+    """A figure of `needle_rows`: lines of methods, a panel per ratio, depth over length."""
+    cells: dict[Method, list[pictures.Row]] = {}
+    for row in rows:
+        cells.setdefault(parse(row["method"]), []).append(row)
+    lines: dict[str, list[Method]] = {table.line_of(m): [] for m in cells}
+    for m in sorted(cells, key=lambda m: -table.ratio_of(m)):
+        lines[table.line_of(m)].append(m)
     n = max(map(len, lines.values()))
-    figure, axes = pictures.panels(n, len(order), width=2.4, height=1.15)
-    rows: list[pictures.Row] = []
-    for i, name in enumerate(order):
-        panels = axes[n * i : n * (i + 1)]
-        below = len(lines[order[i + 1]]) if i + 1 < len(order) else 0
-        for j, (ax, s) in enumerate(itertools.zip_longest(panels, lines[name])):
-            if s is None:
+    figure, axes = pictures.panels(n, len(lines), width=2.4, height=1.3)
+    for i, (name, methods) in enumerate(lines.items()):
+        for j, ax in enumerate(axes[n * i : n * (i + 1)]):
+            if j >= len(methods):
                 ax.set_axis_off()
-            else:
-                rows += _heatmap(ax, s)
-                if j < below:
-                    ax.set_xticklabels([])
-        panels[0].set_ylabel(name, fontsize=8, fontweight="bold")
+                continue
+            _heatmap(ax, cells[methods[j]], name if j == 0 else "")
+            below = list(lines.values())[i + 1 : i + 2]
+            if below and j < len(below[0]):
+                ax.set_xticklabels([])
     figure.supxlabel("positions", fontsize=8)
-    figure.supylabel("method; depth of the needle", fontsize=8)
-    return figure, rows, "Needle in a haystack: share found by depth and length"
+    figure.supylabel("depth of the needle", fontsize=8)
+    return figure
 
 
-def _heatmap(ax: Any, s: Series) -> list[pictures.Row]:
-    """Draw one panel. Returns its numbers."""
-    cells: dict[tuple[int, float], list[float]] = {}
-    for about, score in zip(s.about, s.scores, strict=True):
-        cells.setdefault((about["length"], about["depth"]), []).append(score)
-    lengths, depths = (sorted({c[i] for c in cells}) for i in (0, 1))
+def _heatmap(ax: Any, rows: Sequence[pictures.Row], name: str) -> None:
+    """Draw the panel of one method, below `name`."""
+    lengths, depths = (sorted({r[key] for r in rows}) for key in ("length", "depth"))
     grid = np.full((len(depths), len(lengths)), np.nan)
-    for (length, depth), found in cells.items():
-        grid[depths.index(depth), lengths.index(length)] = np.mean(found)
+    for r in rows:
+        grid[depths.index(r["depth"]), lengths.index(r["length"])] = r["found"]
     ax.imshow(grid, cmap="RdYlBu", vmin=0, vmax=1, aspect="auto")
     ax.grid(False)
     ax.set_xticks(range(len(lengths)), lengths, rotation=45, fontsize=6)
     some = range(0, len(depths), max(len(depths) // 2, 1))
     ax.set_yticks(some, [f"{depths[i]:.0%}" for i in some], fontsize=6)
-    low, high = stats.wilson(float(s.scores.sum()), len(s.scores))
-    ratio = table.ratio_of(s.method)
+    n = sum(r["n"] for r in rows)
+    found = sum(r["n"] * r["found"] for r in rows)
+    low, high = stats.wilson(found, n)
+    ratio = table.ratio_of(parse(rows[0]["method"]))
     head = f"{ratio_text(ratio)}: " if ratio else ""
-    ax.set_title(f"{head}{s.scores.mean():.0%} ({low:.0%}-{high:.0%})", fontsize=8)
-    return [
-        {"method": str(s.method), "length": length, "depth": depth, "found": float(np.mean(found)),
-         "n": len(found)}
-        for (length, depth), found in cells.items()
-    ]  # fmt: skip
+    words = textwrap.fill(name.replace(",", ", "), _WIDTH) + "\n" if name else ""
+    ax.set_title(f"{words}{head}{found / n:.0%} ({low:.0%}-{high:.0%})", fontsize=7)

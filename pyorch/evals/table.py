@@ -103,12 +103,12 @@ def label(method: Method) -> str:
     return f"`{_line(method, tuple(EXACT) if _exact(method) else ())}`{_bounds(method)}"
 
 
-def line_of(method: Method) -> str:
-    """The name of a method's line: its spec without the ratio and without the bounds.
+def line_of(method: Method, also: Sequence[str] = ()) -> str:
+    """The name of a method's line: its spec without the ratio, the bounds and `also`.
 
-    Two methods of one line differ in `ratio_of`.
+    Two methods of one line differ in `ratio_of`, or in a setting that `also` names.
     """
-    without = ("ratio", *(EXACT if _exact(method) else ()))
+    without = ("ratio", *also, *(EXACT if _exact(method) else ()))
     return _line(method, without) + _bounds(method)
 
 

@@ -40,6 +40,7 @@ import serving
 import step_times
 import time_in_attention
 import token_rate
+import topk_figures
 
 from pyorch import policies
 from pyorch.attention.spec import parse_spec
@@ -248,6 +249,7 @@ def full(tmp_path: Path) -> Path:
     add_budgets(tmp_path)
     add_ablations(tmp_path)
     add_repetition(tmp_path)
+    add_topk(tmp_path)
     add_rates(tmp_path, "m")
     return tmp_path
 
@@ -279,6 +281,48 @@ def add_repetition(folder: Path) -> None:
         for spec, x in scores.items()
     ]
     series.pack(found, folder / "eval")
+
+
+def add_topk(folder: Path) -> None:
+    """A score is k / 128, with k that grows half of it; a needle is found below 50 % depth."""
+    counters = {"steps": 1, "bytes_read": 1, "bytes_dense": 8, "calls_sparse": 1}
+    model = {"model": {"name": "m", "hash": "m"}}
+    specs = {"off": 1.0}
+    for k in (8, 64):
+        specs |= {f"topk,topk={k}": k / 128, f"topk,topk={k},budget=ramp": k / 256}
+    for task in topk_figures.TASKS:
+        case = {"task": task, "ctx": 4096, **model}
+        found = [
+            series.Series(
+                task, case, ENV, policies.parse(spec), x * np.ones(4), np.ones(4), counters,
+                [{}] * 4,
+            )
+            for spec, x in specs.items()
+        ]  # fmt: skip
+        series.pack(found, folder / topk_figures.BY_K)
+    about = [{"length": n, "depth": d} for n in (1024, 2048) for d in (0.0, 1.0)]
+    found = [
+        series.Series(
+            "n", {"task": "needle", "ctx": 2048, **model}, ENV, policies.parse(spec),
+            np.array([a["depth"] < 0.5 for a in about], float), np.ones(4), counters, about,
+        )
+        for spec in ("off", "topk,topk=10", "streaming-llm,k=64")
+    ]  # fmt: skip
+    series.pack(found, folder / topk_figures.NEEDLE)
+
+
+def test_scores_over_k_keep_budgets_apart(tmp_path: Path) -> None:
+    add_topk(tmp_path)
+    rows = topk_figures.scores(tmp_path)
+    assert len(rows) == len(topk_figures.TASKS) * 5
+    found = {(r["budget"], r["k"]): r["score"] for r in rows if r["task"] == "vt"}
+    assert found == pytest.approx(
+        {("all", None): 100, ("uniform", 8): 6.25, ("ramp", 8): 3.125, ("uniform", 64): 50,
+         ("ramp", 64): 25}
+    )  # fmt: skip
+    cells = topk_figures.needles(tmp_path)
+    assert [r["found"] for r in cells] == 3 * [1, 0, 1, 0]
+    assert {r["method"] for r in cells} == {"off", "topk,topk=10", "streaming-llm,k=64"}
 
 
 def test_repetition_is_a_share_of_what_dense_recites(tmp_path: Path) -> None:
