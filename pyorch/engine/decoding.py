@@ -85,6 +85,18 @@ def abortable(
         session.lib.llama_set_abort_callback(session.ctx, none, None)
 
 
+def check_length(session: Session, n: int) -> None:
+    """Refuse a text of `n` tokens, those that are read already included.
+
+    Raises:
+        SparqError: the context is too small.
+    """
+    if n > session.n_ctx:
+        raise SparqError(
+            f"the text has {n} tokens, but the context has {session.n_ctx} positions", LONGER
+        )
+
+
 def prefill(
     session: Session,
     tokens: Sequence[int],
@@ -103,12 +115,7 @@ def prefill(
     Raises:
         SparqError: the context is too small, or the library failed.
     """
-    if len(session.tokens) + len(tokens) > session.n_ctx:
-        raise SparqError(
-            f"the text has {len(session.tokens) + len(tokens)} tokens, "
-            f"but the context has {session.n_ctx} positions",
-            LONGER,
-        )
+    check_length(session, len(session.tokens) + len(tokens))
     started = time.perf_counter()
     for i in range(0, len(tokens), session.n_batch):
         if should_stop is not None and should_stop():

@@ -21,7 +21,7 @@ from pyorch.attention.spec import parse_spec
 from pyorch.engine import document_file, sparse
 from pyorch.engine.attention import info
 from pyorch.engine.chat_template import ChatTemplate
-from pyorch.engine.decoding import forget, prefill, rewind
+from pyorch.engine.decoding import check_length, forget, prefill, rewind
 from pyorch.engine.document_file import Document, Header
 from pyorch.engine.model import Model, Session
 from pyorch.engine.settings import Rope
@@ -90,6 +90,7 @@ def read_document(
             model's cache cannot be kept. What was read stays in `PATH.partial`.
     """
     tokens = reading.tokens(session)
+    check_length(session, len(tokens))
     header, raw = _header(session, reading, tokens)
     check_space(path.absolute().parent, header.n_bytes - _size(path), "the document")
     with new_file(path, force, resumable=True) as (partial, fd):

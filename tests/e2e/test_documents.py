@@ -82,6 +82,17 @@ def test_opened_is_as_read(tiny: Path, book: Path, spec: str, options: dict[str,
             assert check(s.ctx) == 0
 
 
+def test_a_text_that_does_not_fit_is_not_begun(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused at once, not after the minutes that what fits would take."""
+    monkeypatch.setattr(document, "PIECE", 256)
+    with engine.load(tiny, n_ctx=1024, n_batch=256, attention=SPARSE) as s:
+        with pytest.raises(SparqError, match="has 1337 tokens, but the context has 1024 positions"):
+            engine.read_document(s, tmp_path / "d.kv", reading())
+        assert not s.tokens and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("types", [("q8_0", "q8_0"), ("q4_0", "f16"), ("f32", "bf16")])
 @pytest.mark.parametrize("shadow", ["q4", "q8", "f16"])
 @pytest.mark.parametrize("n", [64, 100, 1536])
