@@ -43,6 +43,7 @@ from pyorch.bench.records import Record
 from pyorch.cli import run as run_command
 from pyorch.cli.types import Numbers
 from pyorch.errors import SparqError
+from pyorch.policies.index import faiss, inverted_lists
 from pyorch.progress import progress_bar
 from pyorch.table import markdown
 
@@ -53,7 +54,6 @@ N_LAYER = 4  # spread over the model
 LINKS = 32  # of an entry of HNSW, 4 bytes each
 BUILT_WITH = 100  # candidates that HNSW looks at for each new entry
 LONGEST_GRAPH = 1 << 16  # keys
-TRAINED_WITH = 64  # keys for each list, at most
 MOVED = 0.1  # standard deviations of a component
 Found = tuple[np.ndarray, float]  # positions (g, k), -1: none; bytes
 
@@ -74,18 +74,10 @@ class Search:
     ask: Callable[[np.ndarray, int], Found]
 
 
-def faiss() -> Any:
-    try:
-        import faiss as module
-    except ImportError:
-        raise SparqError("faiss is missing", "pip install faiss-cpu", exit_code=2) from None
-    module.omp_set_num_threads(1)
-    return module
-
-
 def indexes(k: np.ndarray, n_best: int) -> Iterator[Search]:
     """Indexes of faiss over the keys `k` (n, d) f32: flat, inverted lists, and HNSW if few."""
     lib = faiss()
+    lib.omp_set_num_threads(1)
     n, d = k.shape
     row = 2 * d  # f16
     flat = lib.IndexFlatIP(d)
@@ -95,11 +87,9 @@ def indexes(k: np.ndarray, n_best: int) -> Iterator[Search]:
         return flat.search(q, n_found)[1], n * row  # one pass serves all heads
 
     yield Search("flat", 0.0, ask_flat)
-    n_list = 2 ** round(np.log2(4 * np.sqrt(n)))
     started = time.perf_counter()
-    ivf = lib.IndexIVFFlat(lib.IndexFlatIP(d), d, n_list, lib.METRIC_INNER_PRODUCT)
-    ivf.cp.min_points_per_centroid = 1
-    ivf.train(k[:: max(n // (TRAINED_WITH * n_list), 1)])
+    ivf = inverted_lists(k)
+    n_list = ivf.nlist
     ivf.add(k)
     build_s = time.perf_counter() - started
     for part in (64, 16, 4):

@@ -27,6 +27,7 @@ from pyorch.policies.alisa import Alisa
 from pyorch.policies.base import Policy
 from pyorch.policies.flexgen import FlexGen
 from pyorch.policies.h2o import H2O
+from pyorch.policies.index import Index
 from pyorch.policies.keyformer import Keyformer
 from pyorch.policies.lm_infinite import LMInfinite
 from pyorch.policies.low_rank import LowRank
@@ -38,7 +39,7 @@ from pyorch.policies.streaming_llm import StreamingLLM
 from pyorch.policies.watch import SPEC, Counters, Watch
 
 _ALL = (
-    *(Oracle, FlexGen, LowRank, SparQTau, Quest, PageMeanStd),
+    *(Oracle, FlexGen, LowRank, SparQTau, Quest, PageMeanStd, Index),
     *(LMInfinite, StreamingLLM, H2O, Keyformer, Alisa),
 )
 POLICIES: dict[str, type[Policy]] = {p.name: p for p in _ALL}

@@ -210,7 +210,7 @@ class Watch:
         if self._captures:
             self.queries.put(k.data, q_rows[None], n_pos - 1, None)
         self._write(t, positions, step)
-        self._account(layer.heads, positions.shape[1])
+        self._account(layer, positions.shape[1])
         self._plan_result(t, positions, step, layer.selector.alpha)
 
     def _begin_step(self, t: Tensor, logits: np.ndarray) -> None:
@@ -317,12 +317,13 @@ class Watch:
         share = alpha.reshape(-1, 1)
         out[:] = share * out + (1 - share) * mean
 
-    def _account(self, heads: Heads, n_read: int) -> None:
+    def _account(self, layer: _Layer, n_read: int) -> None:
         assert self.policy is not None
-        c, n_pos = self.counters, self._n_pos
+        c, n_pos, heads = self.counters, self._n_pos, layer.heads
         c.selections += 1
         c.positions += n_read * heads.n_head_kv
         c.bytes_read += self.policy.bytes_read(n_read, n_pos, heads) * heads.n_head_kv
+        c.bytes_read += layer.selector.bytes_to_choose
         c.bytes_dense += n_pos * heads.row * heads.n_head_kv
 
     def _attend(self, t: Tensor) -> None:
