@@ -160,9 +160,14 @@ def _panel(
 
 
 def needle_rows(group: Sequence[Series]) -> list[pictures.Row]:
-    """A row per method, length and depth, with the share found and how many were asked."""
+    """A row per method, length and depth, with the share found and how many were asked.
+
+    Raises:
+        SparqError: a sparse method read everything.
+    """
     rows = []
     for s in group:
+        s.refuse_idle()
         cells: dict[tuple[int, float], list[float]] = {}
         for about, score in zip(s.about, s.scores, strict=True):
             cells.setdefault((about["length"], about["depth"]), []).append(score)

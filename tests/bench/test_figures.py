@@ -48,7 +48,7 @@ from pyorch.bench import attention, paper, pictures, records, speed
 from pyorch.bench.plan import Case
 from pyorch.cli import bench
 from pyorch.errors import SparqError
-from pyorch.evals import series
+from pyorch.evals import figures, series
 from pyorch.models import synth
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import read_gguf
@@ -323,6 +323,14 @@ def test_scores_over_k_keep_budgets_apart(tmp_path: Path) -> None:
     cells = topk_figures.needles(tmp_path)
     assert [r["found"] for r in cells] == 3 * [1, 0, 1, 0]
     assert {r["method"] for r in cells} == {"off", "topk,topk=10", "streaming-llm,k=64"}
+
+
+def test_a_needle_of_a_method_that_read_everything_is_not_drawn(tmp_path: Path) -> None:
+    add_topk(tmp_path)
+    found = series.read(tmp_path / topk_figures.NEEDLE / "needle.jsonl")
+    idle = replace(found[1], counters={"calls_sparse": 0})
+    with pytest.raises(SparqError, match="no attention call ran sparse"):
+        figures.needle_rows([found[0], idle])
 
 
 def test_repetition_is_a_share_of_what_dense_recites(tmp_path: Path) -> None:
