@@ -32,6 +32,7 @@ def write_tiny_gguf(
     n_ff: int = 64,
     n_ctx: int = 4096,
     chat_template: str | None = None,
+    space_prefix: bool = False,
     seed: int = 0,
     part_tensors: int = 0,
     **keys: Any,
@@ -39,6 +40,7 @@ def write_tiny_gguf(
     """Write the file and return its path.
 
     Args:
+        space_prefix: the tokeniser puts a blank before texts, as in Llama 2.
         part_tensors: split the model into files of so many tensors, named as llama.cpp's gguf-split
             names them; the path of the first is returned.
         keys: more metadata, `llama.key=value`.
@@ -57,7 +59,7 @@ def write_tiny_gguf(
     w.add_file_type(gguf.LlamaFileType.ALL_F32)
     for key, value in keys.items():
         w.add_uint32(key, value)
-    _add_vocabulary(w, chat_template)
+    _add_vocabulary(w, chat_template, space_prefix)
     _add_weights(w, n_layer, n_embd, n_head_kv * head_dim, n_ff, np.random.default_rng(seed))
     w.write_header_to_file()
     w.write_kv_data_to_file()
@@ -66,7 +68,9 @@ def write_tiny_gguf(
     return min(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if part_tensors else path
 
 
-def _add_vocabulary(w: gguf.GGUFWriter, chat_template: str | None) -> None:
+def _add_vocabulary(
+    w: gguf.GGUFWriter, chat_template: str | None, space_prefix: bool = False
+) -> None:
     tokens = [text for text, _ in SPECIAL] + [f"<0x{i:02X}>" for i in range(256)] + ["\u2581"]
     w.add_tokenizer_model("llama")
     w.add_token_list(tokens)
@@ -76,7 +80,7 @@ def _add_vocabulary(w: gguf.GGUFWriter, chat_template: str | None) -> None:
     w.add_eos_token_id(2)
     w.add_unk_token_id(0)
     w.add_add_bos_token(True)
-    w.add_add_space_prefix(False)
+    w.add_add_space_prefix(space_prefix)
     if chat_template is not None:
         w.add_chat_template(chat_template)
 

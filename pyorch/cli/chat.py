@@ -17,8 +17,9 @@ from pyorch.attention.spec import AttentionSpec, parse_ratio
 from pyorch.cli import chat_documents
 from pyorch.cli import options as opt
 from pyorch.cli.conversation import REPLY_ROOM, Chat
-from pyorch.cli.loading import open_document, open_session, shown
+from pyorch.cli.loading import open_session, shown
 from pyorch.cli.summary import devices, summary_of, why_dense
+from pyorch.cli.templates import TemplateOptions, note_system, template_options
 from pyorch.cli.terminal import note
 from pyorch.cli.types import Number
 from pyorch.errors import SparqError
@@ -54,6 +55,7 @@ ROLES = ("system", "user", "assistant")
 @opt.load_options
 @opt.attention_options
 @opt.sampling_options
+@template_options
 @opt.json_option
 @opt.verbose_option
 def command(
@@ -67,6 +69,8 @@ def command(
     load: opt.LoadOptions,
     attention: opt.AttentionOptions,
     sampling: opt.SamplingOptions,
+    stop: tuple[str, ...],
+    chosen: TemplateOptions,
     as_json: bool,
 ) -> None:
     """Talk to a model, with its own chat template.
@@ -74,9 +78,7 @@ def command(
     In a terminal, /help lists the commands. From a pipe, each line is one message, and Ctrl-C ends
     the program. Replies go to stdout; with --json each is one line of JSON.
     """
-    from pyorch.engine.chat_template import ChatTemplate
-
-    spec, chosen = attention.spec(), sampling.settings(0.8)
+    spec = attention.spec()
     if resume and documents:
         raise SparqError("--resume and --document are two beginnings", "give one of them", 2)
     messages = _resume(resume) if resume else []
@@ -88,14 +90,15 @@ def command(
     with open_session(
         model, spec, context, load, documents=found or saved, kv_memory=kv_memory
     ) as session:
-        template = ChatTemplate(session)
+        template = chosen.template(session)
+        template.stop += stop
         if not template.builtin:
             note("note: this model has no chat template; a plain transcript is used", "yellow")
         chat = Chat(
             session,
             template,
             spec or AttentionSpec(),
-            chosen,
+            sampling.settings(0.8),
             tokens,
             as_json,
             sys.stdin.isatty(),
@@ -103,12 +106,10 @@ def command(
             documents=found,
         )
         for document in saved:
-            try:
-                open_document(session, document)
-            except SparqError as error:
-                note(f"note: {error.message}: the conversation is read again", "yellow")
+            chat_documents.go_on(chat, document)
         if found:
             chat_documents.open_in(chat, found[0])
+        note_system(template, chat.messages)
         _loop(chat)
 
 
@@ -249,7 +250,7 @@ def _save(chat: Chat, name: str) -> None:
     with new_file(path := _path("/save", name), force=True) as (partial, _):
         partial.write_text(text + "\n", encoding="utf-8")
     if kv and chat.session.tokens:
-        chat_documents.save_beside(chat.session, path)
+        chat_documents.save_beside(chat.session, chat.template, path)
     note(f"{len(chat.messages)} messages written to {name}", "dim")
 
 

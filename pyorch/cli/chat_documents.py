@@ -16,6 +16,7 @@ from pyorch.text import decoded
 
 if TYPE_CHECKING:
     from pyorch.engine import Document, Session
+    from pyorch.engine.chat_template import ChatTemplate
 
 WORTH_KEEPING = 1024  # tokens; less is read in a moment
 LIMIT = 8 << 30  # bytes of all that /read keeps, unless a variable has another; 0 keeps nothing
@@ -54,12 +55,12 @@ def saved_beside(conversation: str) -> list[Document]:
         return []
 
 
-def save_beside(session: Session, conversation: Path) -> None:
+def save_beside(session: Session, template: ChatTemplate, conversation: Path) -> None:
     """Write K and V of a conversation beside it."""
     from pyorch import engine
 
-    reading = engine.Reading(conversation.name, "", "saved")
-    engine.keep_document(session, _beside(conversation), reading, session.tokens, force=True)
+    reading, path = engine.Reading(conversation.name, "", "saved"), _beside(conversation)
+    engine.keep_document(session, path, reading, template, session.tokens, force=True)
 
 
 def _beside(conversation: Path) -> Path:
@@ -71,10 +72,23 @@ def open_in(chat: Chat, document: Document) -> None:
     from pyorch import engine
 
     reading = engine.reading_of(document)
-    open_document(chat.session, document)
-    chat.begin(reading.opening)
+    is_read = open_document(chat.session, document, chat.template, reading.messages("a"))
+    chat.begin(reading.opening, chat.template.now)
     chat.messages = reading.messages("")[:-1]  # the system message, if there is one
-    note(f"{document.name}: {document.n_tokens} tokens, read before", "dim")
+    if is_read:
+        note(f"{document.name}: {document.n_tokens} tokens, read before", "dim")
+    else:
+        note("hint: give the chat template of then, or sparq-cpp read it again", "yellow")
+
+
+def go_on(chat: Chat, document: Document) -> None:
+    """Open what `/save FILE kv` has kept of the conversation: all up to its last reply."""
+    asked = [i for i, m in enumerate(chat.messages) if m["role"] == "user"]
+    said = chat.messages[: asked[-1] + 1] if asked else []
+    try:
+        open_document(chat.session, document, chat.template if asked else None, said)
+    except SparqError as error:
+        note(f"note: {error.message}: the conversation is read again", "yellow")
 
 
 def choose(chat: Chat, name: str) -> None:
@@ -106,10 +120,11 @@ def read(chat: Chat, path: Path) -> None:
     said = f"{path}: {n} tokens, before your next message"
     if n >= WORTH_KEEPING and all(m["role"] == "system" for m in chat.messages):
         with suppress(SparqError):  # a cache that cannot be kept, or a damaged file: it is read
-            kept = engine.kept_path(chat.session, reading)
+            kept = engine.kept_path(chat.session, reading, chat.template)
             chat.keep = kept, reading
-            if kept.is_file():
-                open_document(chat.session, document_file.load(kept))
+            if kept.is_file() and open_document(
+                chat.session, document_file.load(kept), chat.template, reading.messages("a")
+            ):
                 os.utime(kept)  # it was used
                 chat.keep, said = None, f"{said}, read before"
     note(said, "dim")
@@ -128,7 +143,7 @@ def keep(chat: Chat) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        engine.keep_document(chat.session, path, reading, force=True)
+        engine.keep_document(chat.session, path, reading, chat.template, force=True)
         engine.make_room(limit)
     except (SparqError, OSError) as error:
         note(f"note: {reading.name} is not kept: {error}", "yellow")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,8 +41,12 @@ class Chat:
         # the last sparse settings, which /ratio goes back to after /dense
         self.sparse = self.spec if self.spec.sparse else AttentionSpec("sparq")
 
-    def begin(self, text: str = "") -> None:
-        """Begin a new conversation, with a text before its first message."""
+    def begin(self, text: str = "", now: datetime | None = None) -> None:
+        """Begin a new conversation, with a text before its first message. now: the time that it
+        states; None is the present."""
+        from pyorch.engine.chat_template import clock
+
+        self.template.now = now or clock()
         self.messages = [m for m in self.messages if m["role"] == "system"]
         self.read.clear()
         self.text, self.keep = text, None

@@ -79,6 +79,7 @@ def show_command(name: str, as_json: bool) -> None:
         "file": f"{human_bytes(d.n_bytes)}, {d.path}",
         "read": _FORMS[d.form],
         "system": d.system,
+        "states the time": d.stated_time,
         "K and V": cache.partition(",")[0],
         "transposed K": shadow.partition(",layers")[0] or "none: sparse attention makes it",
         "rotations": d.rope,
@@ -86,7 +87,7 @@ def show_command(name: str, as_json: bool) -> None:
     }
     for key, value in lines.items():
         if value:
-            print(f"{key:<14}{value}")
+            print(f"{key:<16}{value}")
 
 
 @command.command("verify")

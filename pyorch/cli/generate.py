@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from pyorch.attention.spec import AttentionSpec
 from pyorch.cli import options as opt
 from pyorch.cli.loading import check_limited, open_document, open_session
 from pyorch.cli.summary import summary_of, why_dense
+from pyorch.cli.templates import TemplateOptions, template_options
 from pyorch.cli.terminal import note, print_json
 from pyorch.cli.types import Number
 from pyorch.errors import SparqError
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 @opt.load_options
 @opt.attention_options
 @opt.sampling_options
+@template_options
 @opt.json_option
 @opt.verbose_option
 def command(
@@ -53,41 +56,56 @@ def command(
     load: opt.LoadOptions,
     attention: opt.AttentionOptions,
     sampling: opt.SamplingOptions,
+    stop: tuple[str, ...],
+    chosen: TemplateOptions,
     as_json: bool,
 ) -> None:
     """Continue a text.
 
     The continuation goes to stdout, speed and notes to stderr. The text is used as it is, without a
-    chat template, and decoding is greedy unless --temp is given. After a --document that was read
-    for a chat it is a question about it, and the model's answer follows.
+    chat template: the names of control tokens in it, such as <|im_end|>, are these tokens, as in
+    llama.cpp. Decoding is greedy unless --temp is given. After a --document that was read for a
+    chat the text is a question about it, in which such names are text, and the model's answer
+    follows.
     """
     from pyorch.engine import document_file
 
-    text, spec, chosen = _prompt(prompt, file), attention.spec(), sampling.settings(0.0)
+    text, spec = _prompt(prompt, file), attention.spec()
     if len(documents) > 1:
         raise SparqError("two documents, but one text to continue", "one --document", 2)
     found = [document_file.load(document_file.find(name)) for name in documents]
     check_limited(found, kv_memory)
+    if not any(d.form == "chat" for d in found):
+        chosen.check_unused("the text is used as it is")
     with open_session(model, spec, context, load, documents=found, kv_memory=kv_memory) as session:
-        words, stop = _after(session, found[0], text) if found else (text, [])
-        _generate(session, words, spec, chosen, tokens, stop, as_json=as_json)
+        words, ends = _after(session, found, text, chosen)
+        settings = sampling.settings(0.0)
+        _generate(session, words, spec, settings, tokens, [*ends, *stop], as_json=as_json)
 
 
-def _after(session: Session, document: Document, text: str) -> tuple[list[int], list[str]]:
-    """Open the document. Returns the tokens of it and of the text, and what ends the answer."""
+def _after(
+    session: Session, documents: Sequence[Document], text: str, chosen: TemplateOptions
+) -> tuple[list[int], list[str]]:
+    """Open the document, if there is one. Returns the tokens of it and of the text, and what ends
+    the answer."""
     from pyorch import engine
-    from pyorch.engine.chat_template import ChatTemplate
 
-    open_document(session, document)
+    if not documents:
+        return engine.tokenize(session, text, parse_special=True), []
+    document = documents[0]
     if document.form != "chat":
-        return session.tokens + engine.tokenize(session, text, add_special=False), []
-    template = ChatTemplate(session)
-    return template.tokens(engine.reading_of(document).messages(text)), template.stop
+        open_document(session, document)
+        tokens = engine.tokenize(session, text, add_special=False, parse_special=True)
+        return session.tokens + tokens, []
+    template, reading = chosen.template(session), engine.reading_of(document)
+    if not open_document(session, document, template, reading.messages("a")):
+        note("hint: give the chat template of then, or sparq-cpp read it again", "yellow")
+    return template.tokens(reading.messages(text)), template.stop
 
 
 def _generate(
     session: Session,
-    prompt: str | list[int],
+    prompt: list[int],
     attention: AttentionSpec | None,
     sampling: Sampling,
     max_tokens: int,

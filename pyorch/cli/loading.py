@@ -23,6 +23,7 @@ from pyorch.text import human_bytes
 
 if TYPE_CHECKING:
     from pyorch.engine import Document, Placement, Session, SessionOptions
+    from pyorch.engine.chat_template import ChatTemplate
     from pyorch.models.pull import Model
 
 
@@ -208,12 +209,33 @@ def limit_documents(options: SessionOptions, model: Path, load: LoadOptions) -> 
         note(f"K and V of the document are larger than the memory: {human_bytes(n)} stay in it")
 
 
-def open_document(session: Session, document: Document) -> None:
-    """Open a document in a session, and say if the limit of its memory does not hold."""
+def open_document(
+    session: Session,
+    document: Document,
+    template: ChatTemplate | None = None,
+    messages: Sequence[dict[str, str]] = (),
+) -> bool:
+    """Open a document in a session, and say if the limit of its memory does not hold.
+
+    Args:
+        template, messages: a conversation that is to begin with it, and then states its time.
+
+    Returns:
+        whether the conversation begins with what was read. If not, the difference is told.
+    """
     from pyorch import engine
+    from pyorch.engine.chat_template import clock
 
     if not engine.open_document(session, document) and session.kv_memory is not None:
         note(f"note: {document.name} is in memory: below 64 MiB a cache has no pages of files")
+    if template is None:
+        return True
+    template.now = document.when
+    if not (why := engine.difference(session, template.tokens(messages))):
+        return True
+    template.now = clock()
+    note(f"note: {document.name}: only {why}; the rest is read now", "yellow")
+    return False
 
 
 def open_session(

@@ -431,7 +431,18 @@ class SamplingOptions:
         )
 
 
-sampling_options = takes(sampling=SamplingOptions)
+sampling_options = group(
+    takes(sampling=SamplingOptions),
+    click.option(
+        "-r",
+        "--reverse-prompt",
+        "--stop",
+        "stop",
+        multiple=True,
+        metavar="TEXT",
+        help="End where the model writes this text, which is not shown; it may be repeated.",
+    ),
+)
 
 
 # ---- output ----

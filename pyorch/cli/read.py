@@ -13,6 +13,7 @@ from pyorch.attention.bytes import CELLS
 from pyorch.attention.spec import AttentionSpec
 from pyorch.cli import options as opt
 from pyorch.cli.loading import placement, ready, session_options
+from pyorch.cli.templates import TemplateOptions, note_system, template_options
 from pyorch.cli.terminal import note, print_json
 from pyorch.errors import SparqError
 from pyorch.progress import progress_bar, say
@@ -29,11 +30,16 @@ if TYPE_CHECKING:
     "-o", "--output", metavar="FILE", help="Where to write it.  [default: by name, in our folder]"
 )
 @click.option("--system", metavar="TEXT", default="", help="System message of the conversation.")
-@click.option("--plain", is_flag=True, help="Read it as it is, for generate; not for a chat.")
+@click.option(
+    "--plain",
+    is_flag=True,
+    help="Read it as it is, for generate, names of control tokens included; not for a chat.",
+)
 @click.option("--force", is_flag=True, help="Replace the file if it exists.")
 @opt.context_options
 @opt.load_options
 @opt.attention_options
+@template_options
 @opt.json_option
 @opt.verbose_option
 def command(
@@ -46,6 +52,7 @@ def command(
     context: opt.ContextOptions,
     load: opt.LoadOptions,
     attention: opt.AttentionOptions,
+    chosen: TemplateOptions,
     as_json: bool,
 ) -> None:
     """Read a text once and keep it: chat and generate --document FILE then begin at once.
@@ -60,6 +67,8 @@ def command(
 
     if plain and system:
         raise SparqError("--plain has no system message", "leave out --system", exit_code=2)
+    if plain:
+        chosen.check_unused("--plain reads the text as it is")
     name, text = _joined(texts)
     path = paths.expanded(output) if output else paths.documents() / f"{name}.kv"
     if output is None:
@@ -73,7 +82,9 @@ def command(
         engine.load_model(file, progress=progress, **placement(load)) as loaded,
     ):
         reading = engine.Reading(name, text, "plain" if plain else "chat", system)
-        n = len(reading.tokens(loaded))
+        template = chosen.template(loaded, engine.begun(path, reading))
+        note_system(template, reading.messages(""))
+        n = len(reading.tokens(loaded, template))
         whole = -(-n // CELLS) * CELLS
         limit = loaded.geometry.n_ctx_train or whole
         options["n_ctx"] = context.ctx or max(n, min(whole, limit))
@@ -81,7 +92,9 @@ def command(
             loaded.session(**options) as session,
             progress_bar("reading", of="tokens", off_terminal=say) as progress,
         ):
-            document = engine.read_document(session, path, reading, force=force, progress=progress)
+            document = engine.read_document(
+                session, path, reading, template, force=force, progress=progress
+            )
             took = session.timings.prefill_s
     _say(document, took, as_json)
 

@@ -20,6 +20,8 @@ from pyorch.engine.attention import info, measure_mass, reset_counters, seal, se
 from pyorch.engine.decoding import align, decode, logits, prefill, rewind
 from pyorch.engine.document import (
     Reading,
+    begun,
+    difference,
     keep_document,
     kept_path,
     make_room,
@@ -67,11 +69,13 @@ __all__ = [
     "Timings",
     "Watch",
     "align",
+    "begun",
     "cache_type",
     "checked_ctx",
     "decode",
     "decode_each",
     "detokenize",
+    "difference",
     "generate",
     "info",
     "is_eog",

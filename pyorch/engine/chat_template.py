@@ -1,14 +1,19 @@
 """A conversation as the tokens that a model was trained to see.
 
-llama-cpp-python's formatter renders it from the template in the GGUF file. A model without a
-template gets a plain transcript, which base models continue well enough.
+llama-cpp-python's formatter renders it from the template in the GGUF file, or from one of the
+user's. A model without a template gets a plain transcript, which base models continue well enough.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from pyorch.engine.control_tokens import hidden, names_spelled, tokens_of_pieces
 from pyorch.engine.model import Model, Session
 from pyorch.engine.text import tokenize
 from pyorch.errors import SparqError
@@ -19,27 +24,82 @@ if TYPE_CHECKING:
 Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": ...}
 
 _NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
+_PROBE = "zqprobeqz"
+_AROUND = {  # role -> the roles of a short conversation in which a message of that role can stand
+    "user": ("user",),
+    "system": ("system", "user"),
+    "assistant": ("user", "assistant", "user"),
+}
+_NOW = re.compile(r"""strftime_now\(\s*(?:'([^'\\]*)'|"([^"\\]*)")\s*\)""")
+
+
+def clock() -> datetime:
+    """The time that a new conversation states."""
+    return datetime.now()
+
+
+def with_time(source: str, now: datetime) -> str:
+    """A template that states this time, wherever it asks for the present time in a fixed format."""
+    return _NOW.sub(lambda m: repr(now.strftime(m[1] if m[1] is not None else m[2])), source)
 
 
 class ChatTemplate:
-    """The template of a model. `builtin` is False if the model has none."""
+    """The template of a model, or of a file.
 
-    def __init__(self, of: Model | Session) -> None:
+    builtin  False if there is none
+    source   its text
+    now      the time that the template is told if it asks for it. It stays as it is, so that the
+             beginning of a conversation stays the same tokens, also past midnight
+    """
+
+    def __init__(
+        self,
+        of: Model | Session,
+        *,
+        file: Path | None = None,
+        variables: Mapping[str, object] | None = None,
+        now: datetime | None = None,
+    ) -> None:
+        """Make it.
+
+        Args:
+            file: a template in jinja, in place of the model's own.
+            variables: what the template may ask for beside the messages, say enable_thinking.
+            now: the time that it states; None is the present.
+
+        Raises:
+            SparqError: the file cannot be read, or the template is broken.
+        """
         self.model = model = of.model if isinstance(of, Session) else of
-        raw = model.lib.llama_model_chat_template(model.handle, None)
-        self.builtin = raw is not None
+        self.now = now or clock()
+        self._asked_time = False
+        self._forms: dict[str, str] = {}
+        self._variables = dict(variables or {})
+        self._where = file or model.path
+        source = _text_of(file) if file else self._own()
+        self.source = source or ""
+        # what a conversation depends on beside its messages and the model
+        given = [self.source, json.dumps(self._variables, sort_keys=True)]
+        self.given = "\0".join(given) if file or variables else ""
+        self.builtin = source is not None
         self.stop: list[str] = [] if self.builtin else ["\nUser:", "\nSystem:"]
-        self._formatter = self._make(raw.decode("utf-8", errors="replace")) if raw else None
+        self._formatter = None if source is None else self._make(source)
+
+    def _own(self) -> str | None:
+        raw = self.model.lib.llama_model_chat_template(self.model.handle, None)
+        return None if raw is None else str(raw.decode("utf-8", errors="replace"))
 
     def _make(self, template: str) -> Jinja2ChatFormatter:
         from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
         try:
-            return Jinja2ChatFormatter(
+            made = Jinja2ChatFormatter(
                 template, eos_token=self._text("eos"), bos_token=self._text("bos")
             )
         except Exception as e:  # a template is code by the model's author and may raise anything
-            raise SparqError(f"{self.model.path}: its chat template is broken: {e}") from None
+            raise SparqError(f"{self._where}: its chat template is broken: {e}") from None
+        made.strftime_now = self._strftime_now
+        return made
 
     def _text(self, which: str) -> str:
         lib, vocab = self.model.lib, self.model.vocab
@@ -47,27 +107,113 @@ class ChatTemplate:
         text = lib.llama_vocab_get_text(vocab, token) if token >= 0 else b""
         return str((text or b"").decode("utf-8", errors="replace"))
 
+    def _strftime_now(self, form: str) -> str:
+        self._asked_time = True
+        return self.now.strftime(form)
+
+    @property
+    def stated_time(self) -> str:
+        """The time that what was rendered states, in ISO 8601; "" if it states none."""
+        return self.now.isoformat(timespec="seconds") if self._asked_time else ""
+
+    @property
+    def takes_system(self) -> bool:
+        """Whether the template has a place for a system message. If it has none, the text stands
+        before that of the first message, as in llama.cpp."""
+        return self._form("system") != "lost"
+
     def render(self, messages: Sequence[Message]) -> str:
         """The text up to where the assistant's next reply begins.
 
         Raises:
-            SparqError: the template refuses these messages (some take no system message).
+            SparqError: the template refuses these messages, or leaves out what the user says.
         """
         if self._formatter is None:
             lines = [f"{_NAMES[m['role']]}: {m['content']}\n" for m in messages]
             return "".join(lines) + "Assistant:"
+        if any(m["role"] == "system" for m in messages) and not self.takes_system:
+            messages = _without_system(messages)
         try:
-            return str(self._formatter(messages=list(messages)).prompt)
+            text = self._formatted([_as(m, self._form(m["role"])) for m in messages])
         except Exception as e:
             raise SparqError(f"the model's chat template refuses this conversation: {e}") from None
+        if self._form("user") == "lost" and not all(
+            m["content"].strip() in text for m in messages if m["role"] == "user"
+        ):
+            raise SparqError(
+                f"{self._where}: its chat template leaves out what the user says",
+                "--chat-template-file FILE takes another one",
+            )
+        return text
+
+    def _formatted(self, messages: Sequence[Mapping[str, object]]) -> str:
+        formatter: Any = self._formatter
+        return str(formatter(messages=list(messages), **self._variables).prompt)
+
+    def _form(self, role: str) -> str:
+        """What the template takes as the content of a role's messages: a "string", or a list of
+        "parts". If the text is in the prompt neither way, it is "lost"."""
+        if self._formatter is None or role not in _AROUND:
+            return "string"
+        if role not in self._forms:
+            self._forms[role] = next(
+                (form for form in ("string", "parts") if self._shows(role, form)), "lost"
+            )
+        return self._forms[role]
+
+    def _shows(self, role: str, form: str) -> bool:
+        probe = [
+            _as({"role": r, "content": _PROBE}, form)
+            if r == role
+            else _as({"role": r, "content": "x"}, self._form(r))
+            for r in _AROUND[role]
+        ]
+        try:
+            return _PROBE in self._formatted(probe)
+        except Exception:  # it may raise anything, and then does not take this form
+            return False
 
     def tokens(self, messages: Sequence[Message]) -> list[int]:
-        """`render` as tokens, with the begin token if the model wants one."""
+        """`render` as tokens, with the begin token if the model wants one. Only the template can
+        write control tokens: a message that spells their names holds text."""
         lib, vocab = self.model.lib, self.model.vocab
-        out = tokenize(
-            self.model, self.render(messages), add_special=False, parse_special=self.builtin
-        )
+        text = self.render(messages)
+        out = tokenize(self.model, text, add_special=False, parse_special=self.builtin)
+        said = [m["content"] for m in messages]
+        if self.builtin and (names := names_spelled(self.model, out, said)):
+            texts, mark = hidden(said, names)
+            out = tokens_of_pieces(self.model, self.render(_with(messages, texts)), names, mark)
         bos = lib.llama_vocab_bos(vocab)
         if lib.llama_vocab_get_add_bos(vocab) and bos >= 0 and out[:1] != [bos]:
             out.insert(0, bos)
         return out
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as e:
+        raise SparqError(f"{file}: {e.strerror or e}", "a chat template in jinja") from None
+    except UnicodeDecodeError:
+        raise SparqError(f"{file}: a chat template is text in UTF-8") from None
+
+
+def _as(message: Message, form: str) -> dict[str, object]:
+    text = message["content"]
+    return {**message, "content": [{"type": "text", "text": text}] if form == "parts" else text}
+
+
+def _with(messages: Sequence[Message], texts: Sequence[str]) -> list[Message]:
+    return [{**m, "content": text} for m, text in zip(messages, texts, strict=True)]
+
+
+def _without_system(messages: Sequence[Message]) -> list[Message]:
+    """A system message before the text of the one after it, as llama.cpp puts it."""
+    out, before = [], ""
+    for m in messages:
+        if m["role"] == "system":
+            before += m["content"] + "\n"
+        else:
+            out.append({**m, "content": before + m["content"]})
+            before = ""
+    return out

@@ -13,6 +13,7 @@ import os
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from pyorch.engine.decoding import check_length, forget, prefill, rewind
 from pyorch.engine.document_file import Document, Header
 from pyorch.engine.model import Model, Session
 from pyorch.engine.settings import Rope
-from pyorch.engine.text import tokenize
+from pyorch.engine.text import detokenize, tokenize
 from pyorch.errors import SparqError
 from pyorch.models.content import content_hash
 from pyorch.models.gguf_file import GGUFFile
@@ -59,16 +60,19 @@ class Reading:
         first = [{"role": "system", "content": self.system}] if self.system else []
         return [*first, {"role": "user", "content": self.opening + question}]
 
-    def tokens(self, of: Model | Session) -> list[int]:
+    def tokens(self, of: Model | Session, template: ChatTemplate | None = None) -> list[int]:
         """What a model reads: all that comes before the question.
 
+        Args:
+            template: how a conversation is written; None is the model's own.
+
         Raises:
-            SparqError: the model's chat template refuses a system message.
+            SparqError: the chat template cannot take this text.
         """
         if self.form == "plain":
-            return tokenize(of, self.text)
+            return tokenize(of, self.text, parse_special=True)
         # the questions share no letter: what both conversations begin with is the document
-        template = ChatTemplate(of)
+        template = template or ChatTemplate(of)
         both = zip(*(template.tokens(self.messages(q)) for q in ("a", "Why?")), strict=False)
         return [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], both)]
 
@@ -77,6 +81,7 @@ def read_document(
     session: Session,
     path: Path,
     reading: Reading,
+    template: ChatTemplate | None = None,
     *,
     force: bool = False,
     progress: Progress = silent,
@@ -85,13 +90,18 @@ def read_document(
     """Read a text and write it to a document. What an earlier, interrupted call has read of the
     same text is not read again; `progress` then begins there.
 
+    Args:
+        template: how a conversation is written; None is the model's own, which states the time of
+            the interrupted call.
+
     Raises:
         SparqError: as `new_file`; the text does not fit the context, the disk is full, or the
             model's cache cannot be kept. What was read stays in `PATH.partial`.
     """
-    tokens = reading.tokens(session)
+    template = template or ChatTemplate(session, now=begun(path, reading))
+    tokens = reading.tokens(session, template)
     check_length(session, len(tokens))
-    header, raw = _header(session, reading, tokens)
+    header, raw = _header(session, reading, tokens, template)
     check_space(path.absolute().parent, header.n_bytes - _size(path), "the document")
     with new_file(path, force, resumable=True) as (partial, fd):
         n = _continued(session, partial, fd, header)
@@ -123,20 +133,22 @@ def keep_document(
     session: Session,
     path: Path,
     reading: Reading,
+    template: ChatTemplate | None = None,
     tokens: Sequence[int] | None = None,
     *,
     force: bool = False,
 ) -> None:
     """Write what a session has read already: its cache begins with the tokens of `reading`, or with
-    those that are given.
+    those that are given. template: how its conversation is written; None is the model's own.
 
     Raises:
         SparqError: it does not; as `read_document` otherwise.
     """
-    tokens = list(tokens or reading.tokens(session))
+    template = template or ChatTemplate(session)
+    tokens = list(tokens or reading.tokens(session, template))
     if session.tokens[: len(tokens)] != tokens:
         raise SparqError("the cache does not begin with this text")
-    header, raw = _header(session, reading, tokens)
+    header, raw = _header(session, reading, tokens, template)
     check_space(path.absolute().parent, header.n_bytes, "the document")
     with new_file(path, force) as (_, fd):
         document_file.create(fd, header, raw)
@@ -167,8 +179,29 @@ def open_document(session: Session, of: Document) -> int:
     return mapped
 
 
-def kept_path(session: Session, reading: Reading) -> Path:
-    """Where a text that `/read` has read is kept: the name follows from all that its K and V do.
+def begun(path: Path, reading: Reading) -> datetime | None:
+    """The time that an interrupted reading of the same text states; None if there is none."""
+    try:
+        found = document_file.load(_partial(path), whole=False)
+        return found.when if reading_of(found) == reading else None
+    except SparqError:
+        return None
+
+
+def difference(session: Session, tokens: Sequence[int]) -> str:
+    """Where a prompt leaves what was read: "" if one begins with the other, or else a phrase that
+    says how many tokens they share, and what comes then."""
+    both = list(zip(session.tokens, tokens, strict=False))
+    n = next((i for i, (a, b) in enumerate(both) if a != b), len(both))
+    if n == len(both):
+        return ""
+    was, now = (detokenize(session, t[n : n + 8], special=True) for t in (session.tokens, tokens))
+    return f"{n} of {len(session.tokens)} tokens can be used: {now!r} comes where {was!r} was read"
+
+
+def kept_path(session: Session, reading: Reading, template: ChatTemplate | None = None) -> Path:
+    """Where a text that `/read` has read is kept: the name follows from all that its K and V do,
+    but for the time that a template states, which is in the file.
 
     Raises:
         SparqError: the model's cache cannot be kept.
@@ -181,6 +214,7 @@ def kept_path(session: Session, reading: Reading) -> Path:
         str(parse_spec(info(session).spec).of_prompt),
         reading.system,
         reading.text,
+        *([template.given] if template and template.given else []),
     ]
     digest = hashlib.sha256("\0".join(about).encode("utf-8", errors="replace"))
     return paths.kept_texts() / f"{digest.hexdigest()[:16]}{document_file.SUFFIX}"
@@ -206,7 +240,9 @@ def reading_of(of: Document) -> Reading:
     return Reading(of.name, document_file.content(of)[1], of.form, of.system)
 
 
-def _header(session: Session, reading: Reading, tokens: Sequence[int]) -> tuple[Header, bytes]:
+def _header(
+    session: Session, reading: Reading, tokens: Sequence[int], template: ChatTemplate
+) -> tuple[Header, bytes]:
     if not tokens:
         raise SparqError(f"{reading.name}: there is nothing to read", "give a text")
     raw, n_text = document_file.packed(tokens, reading.text)
@@ -223,6 +259,7 @@ def _header(session: Session, reading: Reading, tokens: Sequence[int]) -> tuple[
         n_text,
         zlib.crc32(raw),
         _call(session, "bytes", len(tokens))[0],
+        stated_time=template.stated_time,
     )
     return header, raw
 
@@ -236,10 +273,15 @@ def _rotations(file: GGUFFile, rope: Rope, n_ctx: int) -> str:
     return f"{rope};long" if n_ctx > original else f"{rope};short"
 
 
+def _partial(path: Path) -> Path:
+    """Where an interrupted reading is, which `new_file` has named."""
+    return path.with_name(path.name + ".partial")
+
+
 def _size(path: Path) -> int:
     """What an interrupted reading takes already."""
     try:
-        return path.with_name(path.name + ".partial").stat().st_size
+        return _partial(path).stat().st_size
     except OSError:
         return 0
 

@@ -19,7 +19,8 @@ import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime
 from pathlib import Path
 
 from pyorch import paths
@@ -50,6 +51,7 @@ class Header:
     n_text: int  # bytes
     text_crc: int
     image_bytes: int
+    stated_time: str = field(default="", kw_only=True)  # the time that its template states, if any
 
     @property
     def n_blocks(self) -> int:
@@ -82,6 +84,13 @@ class Document(Header):
         """The types of K and V."""
         type_k, _, type_v = self.kind.partition("\n")[0].partition(",")[0].partition("/")
         return type_k, type_v
+
+    @property
+    def when(self) -> datetime:
+        """The time that a conversation about it states, so that it begins with the same tokens."""
+        if self.stated_time:
+            return datetime.fromisoformat(self.stated_time)
+        return datetime.fromtimestamp(self.path.stat().st_mtime)  # older files do not say it
 
     @property
     def is_whole(self) -> bool:
@@ -144,8 +153,9 @@ def _header(path: Path, head: bytes) -> Header:
         values = json.loads(raw)
         header = Header(**values)
         kinds = {f.name: {"str": str, "int": int}[str(f.type)] for f in fields(Header)}
-        if not all(type(values[name]) is kind for name, kind in kinds.items()):
+        if not all(type(getattr(header, name)) is kind for name, kind in kinds.items()):
             raise TypeError
+        datetime.fromisoformat(header.stated_time or "2000-01-01")
         if min(header.n_text, header.image_bytes) < 0 or header.n_tokens < 1:
             raise ValueError
         if header.form not in FORMS:

@@ -1,0 +1,111 @@
+"""The options of chat templates, by llama.cpp's names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+import click
+
+from pyorch import paths
+from pyorch.cli.groups import option, takes
+from pyorch.cli.terminal import note
+from pyorch.cli.types import Name
+from pyorch.errors import SparqError
+
+if TYPE_CHECKING:
+    from pyorch.engine import Model, Session
+    from pyorch.engine.chat_template import ChatTemplate
+
+
+class JsonObject(click.ParamType):
+    """An object in JSON."""
+
+    name = "json"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Mapping[str, object]:
+        if isinstance(value, Mapping):
+            return value
+        try:
+            found = json.loads(str(value))
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise SparqError(
+                f"--chat-template-kwargs {value!r} is no object in JSON",
+                """--chat-template-kwargs '{"enable_thinking": false}'""",
+                exit_code=2,
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class TemplateOptions:
+    """How a conversation is written."""
+
+    chat_template_file: str | None = option(
+        "--chat-template-file",
+        metavar="FILE",
+        help="Chat template in jinja.  [default: the model's own]",
+    )
+    chat_template_kwargs: Mapping[str, object] | None = option(
+        "--chat-template-kwargs",
+        type=JsonObject(),
+        metavar="JSON",
+        help="Variables of the chat template, as an object.",
+    )
+    reasoning: str | None = option(
+        "-rea",
+        "--reasoning",
+        type=Name("on", "off", "auto"),
+        help="Let the model think before it replies, where its chat template has that switch."
+        "  [default: auto, what the template does by itself]",
+    )
+
+    @property
+    def variables(self) -> dict[str, object]:
+        """What the template may ask for beside the messages."""
+        thinks = {"on": True, "off": False}.get(self.reasoning or "auto")
+        return {
+            **(self.chat_template_kwargs or {}),
+            **({} if thinks is None else {"enable_thinking": thinks}),
+        }
+
+    def template(self, of: Model | Session, now: datetime | None = None) -> ChatTemplate:
+        """The template, with a note on variables that it does not know.
+
+        Raises:
+            SparqError: the file cannot be read, or the template is broken.
+        """
+        from pyorch.engine.chat_template import ChatTemplate
+
+        file = paths.expanded(self.chat_template_file) if self.chat_template_file else None
+        made = ChatTemplate(of, file=file, variables=self.variables, now=now)
+        for name in self.variables:
+            if name not in made.source:
+                note(f"note: the chat template has no {name}: it changes nothing", "yellow")
+        return made
+
+    def check_unused(self, why: str) -> None:
+        """Refuse the options where no template is used.
+
+        Raises:
+            SparqError: one was given; `why` says what is without a template.
+        """
+        if self != TemplateOptions():
+            raise SparqError(f"{why}, so no chat template is used", "leave it out", exit_code=2)
+
+
+template_options = takes(chosen=TemplateOptions)
+
+
+def note_system(template: ChatTemplate, messages: Sequence[Mapping[str, str]]) -> None:
+    """Say where a system message goes if the template has no place for it."""
+    if any(m["role"] == "system" for m in messages) and not template.takes_system:
+        where = "it stands before the first message, as in llama.cpp"
+        note(f"note: this model's chat template takes no system message: {where}", "yellow")
