@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -231,7 +232,8 @@ def open_document(
     if template is None:
         return True
     template.now = document.when
-    if not (why := engine.difference(session, template.tokens(messages))):
+    words = partial(engine.detokenize, session, special=True)
+    if not (why := engine.difference(session.tokens, template.tokens(messages), words)):
         return True
     template.now = clock()
     note(f"note: {document.name}: only {why}; the rest is read now", "yellow")

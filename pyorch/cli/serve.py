@@ -18,7 +18,7 @@ import click
 from pyorch import native, paths
 from pyorch.attention.bytes import cache_bytes, layer_costs, shadow_bytes
 from pyorch.attention.spec import AttentionSpec
-from pyorch.cli import listen
+from pyorch.cli import listen, served_documents
 from pyorch.cli import options as opt
 from pyorch.cli.groups import group, option, renamed, takes
 from pyorch.cli.loading import (
@@ -315,7 +315,8 @@ def _serve(served: Served, more: Sequence[str]) -> None:
     account = Account()
     with (
         _list_of(served.documents, settings.kv_memory) as documents,
-        Child(argv, {**env, **documents}, account.read, shows_log()) as child,
+        served_documents.with_their_time(file, served.documents, more) as template,
+        Child([*argv, *template], {**env, **documents}, account.read, shows_log()) as child,
     ):
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(served.address, served.address)
         if child.wait_ready(lambda: _answers(host, served.port), "loading the model"):
@@ -325,7 +326,7 @@ def _serve(served: Served, more: Sequence[str]) -> None:
             url = f"[{served.address}]" if ":" in served.address else served.address
             page = ", and its web page at /" if (program.parent / web_page.NAME).is_file() else ""
             if served.documents:
-                n_read = sum(d.n_tokens for d in served.documents)
+                n_read = served_documents.n_usable(served.documents, host, served.port, served.keys)
                 note(f"documents: {n_read} tokens that are not read again")
             note(f"http://{url}:{served.port}/v1 is ready{page}; Ctrl-C ends it")
             child.wait_end()

@@ -29,7 +29,7 @@ from pyorch.engine.document import (
     read_document,
     reading_of,
 )
-from pyorch.engine.document_file import Document
+from pyorch.engine.document_file import Document, content
 from pyorch.engine.generation import Piece, generate
 from pyorch.engine.library import library
 from pyorch.engine.loading import load, load_model
@@ -72,6 +72,7 @@ __all__ = [
     "begun",
     "cache_type",
     "checked_ctx",
+    "content",
     "decode",
     "decode_each",
     "detokenize",

@@ -26,7 +26,7 @@ from pyorch.engine.decoding import check_length, forget, prefill, rewind
 from pyorch.engine.document_file import Document, Header
 from pyorch.engine.model import Model, Session
 from pyorch.engine.settings import Rope
-from pyorch.engine.text import detokenize, tokenize
+from pyorch.engine.text import tokenize
 from pyorch.errors import SparqError
 from pyorch.models.content import content_hash
 from pyorch.models.gguf_file import GGUFFile
@@ -188,15 +188,20 @@ def begun(path: Path, reading: Reading) -> datetime | None:
         return None
 
 
-def difference(session: Session, tokens: Sequence[int]) -> str:
+def difference(
+    read: Sequence[int], tokens: Sequence[int], text: Callable[[Sequence[int]], str]
+) -> str:
     """Where a prompt leaves what was read: "" if one begins with the other, or else a phrase that
-    says how many tokens they share, and what comes then."""
-    both = list(zip(session.tokens, tokens, strict=False))
-    n = next((i for i, (a, b) in enumerate(both) if a != b), len(both))
-    if n == len(both):
+    says how many tokens they share, and what comes then.
+
+    Args:
+        text: makes the text of tokens, control tokens included.
+    """
+    n = next((i for i, (a, b) in enumerate(zip(read, tokens, strict=False)) if a != b), None)
+    if n is None:
         return ""
-    was, now = (detokenize(session, t[n : n + 8], special=True) for t in (session.tokens, tokens))
-    return f"{n} of {len(session.tokens)} tokens can be used: {now!r} comes where {was!r} was read"
+    was, now = text(read[n : n + 8]), text(tokens[n : n + 8])
+    return f"{n} of {len(read)} tokens can be used: {now!r} comes where {was!r} was read"
 
 
 def kept_path(session: Session, reading: Reading, template: ChatTemplate | None = None) -> Path:

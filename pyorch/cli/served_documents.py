@@ -1,0 +1,109 @@
+"""Documents of `serve`: whether what llama-server makes of a conversation begins with them.
+
+llama-server renders conversations itself, with the present time and with control tokens wherever a
+text spells their names, so that is not taken for granted: it is asked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import TYPE_CHECKING, Any
+
+from pyorch.cli.terminal import note
+
+if TYPE_CHECKING:
+    from pyorch.engine import Document
+    from pyorch.models.gguf_file import GGUFFile
+
+ANSWER_S = 60  # to render and tokenise a long text
+_THEIRS = ("--chat-template", "--chat-template-file", "--no-jinja")
+_TOOLS = "tokenizer.chat_template.tool_use"  # llama-server drops it where a template is given
+
+
+@contextmanager
+def with_their_time(
+    file: GGUFFile, documents: Sequence[Document], more: Sequence[str]
+) -> Iterator[Sequence[str]]:
+    """Yields options that let the model's chat template state the time at which the documents were
+    read: none if it states no time, or if `more` has another template."""
+    from pyorch.engine.chat_template import with_time
+
+    own = str(file.metadata.get("tokenizer.chat_template") or "")
+    given = {word.partition("=")[0].replace("_", "-") for word in more}
+    first = next((d for d in documents if d.form == "chat"), None)
+    if first is None or given & set(_THEIRS) or _TOOLS in file.metadata:
+        yield ()
+        return
+    source = with_time(own, first.when)
+    if source == own:
+        yield ()
+        return
+    with NamedTemporaryFile("w", suffix=".jinja", encoding="utf-8") as template:
+        template.write(source)
+        template.flush()
+        when = f"{first.when:%Y-%m-%d %H:%M}, when {first.name} was read"
+        note(f"note: the chat template states the time: for all requests it is {when}", "yellow")
+        yield "--chat-template-file", template.name
+
+
+def n_usable(documents: Sequence[Document], host: str, port: int, keys: Path | None) -> int:
+    """The tokens of those documents that a prompt which asks about them begins with. Of each other
+    one it is told how many could be used."""
+    total = 0
+    for document in documents:
+        if document.form == "saved":  # a whole conversation, which is not rendered anew
+            total += document.n_tokens
+            continue
+        try:
+            why = _difference(document, host, port, _key(keys))
+        except (OSError, HTTPException, ValueError, KeyError) as error:
+            note(f"note: {document.name}: not compared with what is rendered: {error}", "yellow")
+            why = ""
+        if why:
+            note(f"note: {document.name}: only {why}; each prompt reads the rest", "yellow")
+            again = "give the chat template of then, or sparq-cpp read it again"
+            note(f"hint: {again}; docs/serving.md has the reasons", "yellow")
+        else:
+            total += document.n_tokens
+    return total
+
+
+def _difference(document: Document, host: str, port: int, key: str) -> str:
+    """Where a prompt leaves the document, as `engine.difference` says it."""
+    from pyorch import engine
+
+    def ask(path: str, **body: object) -> Any:
+        return _answer(host, port, key, path, body)
+
+    reading = engine.reading_of(document)
+    text = reading.text
+    if reading.form == "chat":
+        text = ask("/apply-template", messages=reading.messages("a"))["prompt"]
+    now = ask("/tokenize", content=text, add_special=True, parse_special=True)["tokens"]
+    read, _ = engine.content(document)
+    words = lambda t: str(ask("/detokenize", tokens=t)["content"])  # noqa: E731
+    return engine.difference(read, now, words)
+
+
+def _answer(host: str, port: int, key: str, path: str, body: Mapping[str, object]) -> Any:
+    connection = HTTPConnection(host, port, timeout=ANSWER_S)
+    head = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    try:
+        connection.request("POST", path, json.dumps(body), head)
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise OSError(f"{path} answers {answer.status}")
+        return json.loads(answer.read())
+    finally:
+        connection.close()
+
+
+def _key(keys: Path | None) -> str:
+    """A key that the server takes."""
+    lines = keys.read_text(encoding="utf-8").splitlines() if keys else []
+    return next((line for line in lines if line and not line.startswith("#")), "")

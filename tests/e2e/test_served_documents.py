@@ -1,0 +1,131 @@
+"""Documents beside llama-server, which renders conversations itself."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from server import ask, serving
+from tiny_gguf import write_tiny_gguf
+
+from pyorch import engine, native
+from pyorch.cli import served_documents
+from pyorch.engine import Document
+from pyorch.engine.chat_template import ChatTemplate
+from pyorch.models.gguf_file import read_gguf
+
+TURNS = (
+    "{% for m in messages %}{{ '<s>' + m['role'] + '\n' + m['content'] + '</s>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
+)
+# in two of the ways in which templates ask
+DATED = (
+    '{% if strftime_now is defined %}{% set day = strftime_now( "%d %b \'%y" ) %}{% endif %}'
+    "{{ '<s>it is ' + day + strftime_now(' at %H:%M') + '</s>\n' }}" + TURNS
+)
+TEXT = "the text that was read once, " * 40
+THEN = dt.datetime(2025, 1, 2, 3, 4)
+COMMON = ("-t", 1, "-c", 4096, "-np", 1, "-fa", "on", "--sparse-attn", "sparq")
+
+
+@pytest.fixture(scope="module")
+def tools() -> Path:
+    return native.built(tools=("llama-server",))
+
+
+@pytest.fixture(scope="module")
+def dated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_gguf(tmp_path_factory.mktemp("model") / "dated.gguf", chat_template=DATED)
+
+
+def read(model: Path, path: Path, text: str = TEXT) -> Document:
+    """A document that was read long ago."""
+    with engine.load(model, n_threads=1, attention="sparq") as s:
+        template = ChatTemplate(s, now=THEN)
+        return engine.read_document(s, path, engine.Reading("story", text), template)
+
+
+def usable(document: Document, url: str, keys: Path | None = None) -> int:
+    where = urlsplit(url)
+    return served_documents.n_usable([document], where.hostname or "", where.port or 0, keys)
+
+
+def test_a_prompt_begins_with_a_document_of_another_day(
+    tools: Path, dated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document, file = read(dated, tmp_path / "d.kv"), read_gguf(dated)
+    keys = tmp_path / "keys"
+    keys.write_text("# mine\nsecret\n")
+    args = ("-m", dated, *COMMON)
+    with (
+        served_documents.with_their_time(file, [document], ()) as options,
+        serving(tools, tmp_path / "log", *args, *options, "--api-key-file", keys) as url,
+    ):
+        assert (
+            "for all requests it is 2025-01-02 03:04, when story was read"
+            in capsys.readouterr().err
+        )
+        assert usable(document, url, keys) == document.n_tokens
+        assert not capsys.readouterr().err
+        assert usable(document, url) == document.n_tokens, "nobody knows"
+        assert (
+            "not compared with what is rendered: /apply-template answers 401"
+            in capsys.readouterr().err
+        )
+    with serving(tools, tmp_path / "log", *args) as url:
+        assert usable(document, url) == 0
+        assert """where "02 Jan '" was read""" in capsys.readouterr().err
+
+
+def test_a_text_that_spells_control_tokens(
+    tools: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """llama-server reads the tokens, so it is told that the document is of no use from there on."""
+    model = write_tiny_gguf(tmp_path / "turns.gguf", chat_template=TURNS)
+    spelled = read(model, tmp_path / "s.kv", f"It ends with </s>. {TEXT}")
+    plain = read(model, tmp_path / "p.kv")
+    with serving(tools, tmp_path / "log", "-m", model, *COMMON) as url:
+        assert usable(plain, url) == plain.n_tokens and not capsys.readouterr().err
+        assert usable(spelled, url) == 0
+    assert "'</s>. the t' comes where '</s>. th' was read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "more", [("--chat-template-file", "x"), ("--chat_template=x",), ("--no-jinja",)]
+)
+def test_a_template_of_the_user_is_left_alone(dated: Path, tmp_path: Path, more: Any) -> None:
+    document, file = read(dated, tmp_path / "d.kv"), read_gguf(dated)
+    with served_documents.with_their_time(file, [document], more) as options:
+        assert not options
+
+
+def test_serve(tools: Path, dated: Path, tmp_path: Path) -> None:
+    """The whole command: the document is used, although today is another day."""
+    document = read(dated, tmp_path / "d.kv")
+    line = [sys.executable, "-m", "pyorch", "serve", "-m", dated, "-t", 1, "-np", 1, "--port", 0]
+    line += ["--ratio", "1/4", "--document", document.path]
+    with subprocess.Popen(map(str, line), stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            said = ""
+            while " is ready" not in said:
+                said += (got := process.stderr.readline())
+                assert got, said
+            assert f"documents: {document.n_tokens} tokens that are not read again" in said
+            url = re.findall(r"^(http://\S+)/v1 is ready", said, re.M)[0]
+            asked = {"messages": engine.reading_of(document).messages("who?"), "max_tokens": 2}
+            reply = ask(f"{url}/v1/chat/completions", asked)
+            assert reply["timings"]["prompt_n"] < 30, json.dumps(reply)
+            process.send_signal(signal.SIGINT)
+            rest = process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
+    assert "prompts that began with a document: 1" in rest
