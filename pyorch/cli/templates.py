@@ -98,7 +98,8 @@ class TemplateOptions:
             SparqError: one was given; `why` says what is without a template.
         """
         if self != TemplateOptions():
-            raise SparqError(f"{why}, so no chat template is used", "leave it out", exit_code=2)
+            options = "leave out --chat-template-file, --chat-template-kwargs and --reasoning"
+            raise SparqError(f"{why}, so no chat template is used", options, exit_code=2)
 
 
 template_options = takes(chosen=TemplateOptions)

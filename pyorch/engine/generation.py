@@ -45,7 +45,7 @@ def generate(
     """Prefill what the cache lacks of `prompt`, then yield one piece per token.
 
     Args:
-        prompt: tokens, or a text that is tokenised first.
+        prompt: tokens, or a text, in which the names of control tokens are text.
         max_tokens: the most tokens to generate.
         sampling: how a token is chosen; None takes the most likely one.
         stop: texts that end the generation; they are not part of it.

@@ -122,6 +122,28 @@ def test_an_interrupted_reading_goes_on_the_next_day(
     assert found.stated_time == "2026-11-26T12:00:00", "another text is of its own day"
 
 
+def test_read_goes_on_the_next_day(
+    run: Run, dated: Path, text: Path, clock: type[Clock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command, which counts the tokens before it reads them."""
+    write, done = document._write_rows, list[int]()
+
+    def twice(*args: object) -> None:
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        write(*args)  # type: ignore[arg-type]
+        done.append(len(done))
+
+    monkeypatch.setattr(document, "PIECE", 512)
+    monkeypatch.setattr(document, "_write_rows", twice)
+    assert run("read", text, "-m", dated).code == 130
+    monkeypatch.setattr(document, "_write_rows", write)
+    clock.today += dt.timedelta(days=1)
+    assert run("read", text, "-m", dated).code == 0
+    found = document_file.load(document_file.find("story"))
+    assert found.stated_time == "2026-11-25T12:00:00"
+
+
 def test_an_older_document_states_the_day_of_its_file(
     run: Run, dated: Path, text: Path, monkeypatch: pytest.MonkeyPatch, clock: type[Clock]
 ) -> None:
