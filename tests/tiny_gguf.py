@@ -33,6 +33,7 @@ def write_tiny_gguf(
     n_ctx: int = 4096,
     chat_template: str | None = None,
     space_prefix: bool = False,
+    word: str = "",
     seed: int = 0,
     part_tensors: int = 0,
     **keys: Any,
@@ -41,6 +42,7 @@ def write_tiny_gguf(
 
     Args:
         space_prefix: the tokeniser puts a blank before texts, as in Llama 2.
+        word: a user-defined token, in place of the blank.
         part_tensors: split the model into files of so many tensors, named as llama.cpp's gguf-split
             names them; the path of the first is returned.
         keys: more metadata, `llama.key=value`.
@@ -59,7 +61,7 @@ def write_tiny_gguf(
     w.add_file_type(gguf.LlamaFileType.ALL_F32)
     for key, value in keys.items():
         w.add_uint32(key, value)
-    _add_vocabulary(w, chat_template, space_prefix)
+    _add_vocabulary(w, chat_template, space_prefix, word)
     _add_weights(w, n_layer, n_embd, n_head_kv * head_dim, n_ff, np.random.default_rng(seed))
     w.write_header_to_file()
     w.write_kv_data_to_file()
@@ -69,13 +71,16 @@ def write_tiny_gguf(
 
 
 def _add_vocabulary(
-    w: gguf.GGUFWriter, chat_template: str | None, space_prefix: bool = False
+    w: gguf.GGUFWriter, chat_template: str | None, space_prefix: bool = False, word: str = ""
 ) -> None:
     tokens = [text for text, _ in SPECIAL] + [f"<0x{i:02X}>" for i in range(256)] + ["\u2581"]
+    types = [kind for _, kind in SPECIAL] + [6] * 256 + [1]  # 6 byte, 1 normal
+    if word:
+        tokens[-1], types[-1] = word, 4
     w.add_tokenizer_model("llama")
     w.add_token_list(tokens)
     w.add_token_scores([0.0] * len(tokens))
-    w.add_token_types([kind for _, kind in SPECIAL] + [6] * 256 + [1])  # 6 byte, 1 normal
+    w.add_token_types(types)
     w.add_bos_token_id(1)
     w.add_eos_token_id(2)
     w.add_unk_token_id(0)

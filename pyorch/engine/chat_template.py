@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyorch.engine.control_tokens import hidden, names_spelled, tokens_of_pieces
+from pyorch.engine.control_tokens import hidden, names_of, tokens_of_pieces
 from pyorch.engine.model import Model, Session
 from pyorch.engine.text import tokenize
 from pyorch.errors import SparqError
@@ -177,16 +177,36 @@ class ChatTemplate:
         """`render` as tokens, with the begin token if the model wants one. Only the template can
         write control tokens: a message that spells their names holds text."""
         lib, vocab = self.model.lib, self.model.vocab
-        text = self.render(messages)
-        out = tokenize(self.model, text, add_special=False, parse_special=self.builtin)
-        said = [m["content"] for m in messages]
-        if self.builtin and (names := names_spelled(self.model, out, said)):
-            texts, mark = hidden(said, names)
-            out = tokens_of_pieces(self.model, self.render(_with(messages, texts)), names, mark)
+        out = self._tokens(messages)
+        names = self._names_spelled(messages, out)
+        if any(names):
+            said = [m["content"] for m in messages]
+            texts, placeholders = hidden(list(zip(said, names, strict=True)))
+            out = tokens_of_pieces(self.model, self.render(_with(messages, texts)), placeholders)
         bos = lib.llama_vocab_bos(vocab)
         if lib.llama_vocab_get_add_bos(vocab) and bos >= 0 and out[:1] != [bos]:
             out.insert(0, bos)
         return out
+
+    def _tokens(self, messages: Sequence[Message]) -> list[int]:
+        text = self.render(messages)
+        return tokenize(self.model, text, add_special=False, parse_special=self.builtin)
+
+    def _names_spelled(self, messages: Sequence[Message], tokens: Sequence[int]) -> list[set[str]]:
+        """The names that each message spells of control tokens, and of words that are marks of this
+        template. A model may say such a word, so replies have none. tokens: of the conversation."""
+        if not self.builtin:
+            return []
+        control, words = names_of(self.model, tokens), names_of(self.model, tokens, words=True)
+        asked = [m["content"] for m in messages if m["role"] != "assistant"]
+        if words := {w for w in words if any(w in text for text in asked)}:
+            empty = self._tokens(_with(messages, ["x"] * len(messages)))
+            words &= names_of(self.model, empty, words=True)
+        names = {"assistant": control}
+        return [
+            {n for n in names.get(m["role"], control | words) if n in m["content"]}
+            for m in messages
+        ]
 
 
 def _text_of(file: Path) -> str:

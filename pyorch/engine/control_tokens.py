@@ -1,4 +1,4 @@
-"""Control tokens that a text spells, `<|im_end|>`, as text.
+"""Control tokens that a message spells, `<|im_end|>`, as text.
 
 llama.cpp finds the names of control tokens anywhere in a rendered conversation. A template's own
 must be found. Those in a message must not, or a web page could end the user's turn and begin a
@@ -12,51 +12,62 @@ one is the prompt cut, around the name alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from pyorch.engine.model import Model
 from pyorch.engine.text import tokenize
 
-_UNKNOWN, _CONTROL = 1 << 0, 1 << 3  # enum llama_token_attr; llama.cpp finds these by their names
+# enum llama_token_attr. Names of the first two are found where a prompt may have them. The third
+# are words of a tokeniser, found in every text; in some models the marks of turns are such words.
+_UNKNOWN, _CONTROL, _WORD = 1 << 0, 1 << 3, 1 << 4
 _SENTENCEPIECE = 1  # enum llama_vocab_type
 _ANCHOR = "\x02"  # a character that no vocabulary joins with another
 
 
-def names_spelled(of: Model, tokens: Iterable[int], texts: Sequence[str]) -> list[str]:
-    """The names of control tokens that texts spell, the longest first.
-
-    Args:
-        tokens: those of a prompt with all the texts, in which their names were found.
-    """
-    lib, names = of.lib, set()
+def names_of(of: Model, tokens: Iterable[int], *, words: bool = False) -> set[str]:
+    """The names of the control tokens among these, or of the words that could be marks."""
+    kinds, names = _WORD if words else _UNKNOWN | _CONTROL, set()
     for token in set(tokens):
-        if lib.llama_vocab_get_attr(of.vocab, token) & (_UNKNOWN | _CONTROL):
-            names.add((lib.llama_vocab_get_text(of.vocab, token) or b"").decode("utf-8", "replace"))
-    spelled = (n for n in names if n and any(n in text for text in texts))
-    return sorted(spelled, key=lambda n: (-len(n), n))
+        if of.lib.llama_vocab_get_attr(of.vocab, token) & kinds:
+            names.add(
+                (of.lib.llama_vocab_get_text(of.vocab, token) or b"").decode("utf-8", "replace")
+            )
+    return {n for n in names if n and not (words and n.isspace())}
 
 
-def hidden(texts: Sequence[str], names: Sequence[str]) -> tuple[list[str], str]:
-    """The texts with a placeholder for each name, and the word that placeholders are made of."""
+def hidden(messages: Sequence[tuple[str, set[str]]]) -> tuple[list[str], dict[str, str]]:
+    """Texts, each with the names to hide in it, with a placeholder for each name that they spell.
+    Returns the texts, and placeholders with the names that they stand for."""
     mark = "zqname"
-    while any(mark in text for text in texts):
+    while any(mark in text for text, _ in messages):
         mark += "q"
-    pattern = re.compile("|".join(map(re.escape, names)))
-    return [pattern.sub(lambda m: f"{mark}{names.index(m[0])}{mark}", text) for text in texts], mark
+    every = sorted(set().union(*(names for _, names in messages)))
+    placeholders = {name: f"{mark}{i}{mark}" for i, name in enumerate(every)}
+    texts = []
+    for text, names in messages:
+        longest = sorted(names, key=lambda n: (-len(n), n))
+        pattern = re.compile("|".join(map(re.escape, longest)) or "(?!)")
+        texts.append(pattern.sub(lambda m: placeholders[m[0]], text))
+    return texts, {p: name for name, p in placeholders.items()}
 
 
-def tokens_of_pieces(of: Model, text: str, names: Sequence[str], mark: str) -> list[int]:
+def tokens_of_pieces(of: Model, text: str, placeholders: Mapping[str, str]) -> list[int]:
     """The tokens of a rendered text with placeholders. Names outside of them are control tokens,
     and those that they stand for are text."""
-    pieces = re.split(f"{mark}(\\d+){mark}", text)
-    out = tokenize(of, pieces[0], add_special=False, parse_special=True)
-    for i, piece in enumerate(pieces[1:]):
-        is_name = i % 2 == 0
-        out += _inner(of, names[int(piece)] if is_name else piece, parse_special=not is_name)
+    first, *others = re.split(f"({'|'.join(placeholders)})", text)
+    out = tokenize(of, first, add_special=False, parse_special=True)
+    for piece in others:
+        name = placeholders.get(piece)
+        out += _inner(of, piece, parse_special=True) if name is None else _spelled(of, name)
     return out
 
 
-def _inner(of: Model, text: str, *, parse_special: bool) -> list[int]:
+def _spelled(of: Model, name: str) -> list[int]:
+    tokens = _inner(of, name)
+    return tokens if len(tokens) > 1 else _inner(of, name[:1]) + _inner(of, name[1:])
+
+
+def _inner(of: Model, text: str, *, parse_special: bool = False) -> list[int]:
     """The tokens of a text that goes on within a line: SentencePiece puts a blank before others."""
     if of.lib.llama_vocab_type(of.vocab) != _SENTENCEPIECE:
         return tokenize(of, text, add_special=False, parse_special=parse_special)

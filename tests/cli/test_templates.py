@@ -290,6 +290,24 @@ def test_a_message_holds_no_control_tokens(turns: Path) -> None:
             assert shown == plain.removeprefix("<s>").replace("plain", SPELLED)
 
 
+def test_a_word_that_is_a_mark_of_the_template(tmp_path: Path) -> None:
+    """Marks of turns are words of the tokeniser in some models, which finds them in every text."""
+    templates = {"mark": TURNS.replace("<s>", "<turn>"), "none": TURNS}
+    found = {}
+    for name, template in templates.items():
+        path = write_tiny_gguf(tmp_path / f"{name}.gguf", chat_template=template, word="<turn>")
+        messages = [USER, {"role": "assistant", "content": "<turn>"}, USER]
+        messages[0] = {"role": "user", "content": "What:<turn>?"}
+        with engine.load_model(path) as model:
+            tokens = ChatTemplate(model).tokens(messages)
+            word = engine.tokenize(model, "<turn>", add_special=False)
+            shown = engine.detokenize(model, tokens, special=True)
+        assert len(word) == 1 and "What:<turn>?" in shown
+        found[name] = tokens.count(word[0])
+    # those of four turns and of the reply; where it is none of the template's, it is a word
+    assert found == {"mark": 5, "none": 2}
+
+
 def test_other_texts_have_the_tokens_they_had(turns: Path) -> None:
     with engine.load(turns, n_threads=1) as s:
         template, messages = ChatTemplate(s), [SYSTEM, {"role": "user", "content": "a < b > c"}]
