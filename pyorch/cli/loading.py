@@ -231,7 +231,7 @@ def open_document(
         note(f"note: {document.name} is in memory: below 64 MiB a cache has no pages of files")
     if template is None:
         return True
-    template.now = document.when
+    template.now = document.when or clock()
     words = partial(engine.detokenize, session, special=True)
     if not (why := engine.difference(session.tokens, template.tokens(messages), words)):
         return True

@@ -35,19 +35,16 @@ def with_their_time(
 
     own = str(file.metadata.get("tokenizer.chat_template") or "")
     given = {word.partition("=")[0].replace("_", "-") for word in more}
-    first = next((d for d in documents if d.form == "chat"), None)
-    if first is None or given & set(_THEIRS) or _TOOLS in file.metadata:
-        yield ()
-        return
-    source = with_time(own, first.when)
-    if source == own:
+    name, when = next(((d.name, d.when) for d in documents if d.when), ("", None))
+    source = with_time(own, when) if when else own
+    if when is None or source == own or given & set(_THEIRS) or _TOOLS in file.metadata:
         yield ()
         return
     with NamedTemporaryFile("w", suffix=".jinja", encoding="utf-8") as template:
         template.write(source)
         template.flush()
-        when = f"{first.when:%Y-%m-%d %H:%M}, when {first.name} was read"
-        note(f"note: the chat template states the time: for all requests it is {when}", "yellow")
+        said = f"{when:%Y-%m-%d %H:%M}, when {name} was read"
+        note(f"note: the chat template states the time: for all requests it is {said}", "yellow")
         yield "--chat-template-file", template.name
 
 

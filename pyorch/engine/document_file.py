@@ -86,11 +86,10 @@ class Document(Header):
         return type_k, type_v
 
     @property
-    def when(self) -> datetime:
-        """The time that a conversation about it states, so that it begins with the same tokens."""
-        if self.stated_time:
-            return datetime.fromisoformat(self.stated_time)
-        return datetime.fromtimestamp(self.path.stat().st_mtime)  # older files do not say it
+    def when(self) -> datetime | None:
+        """The time that a conversation about it states, so that it begins with the same tokens;
+        None if its template states none."""
+        return datetime.fromisoformat(self.stated_time) if self.stated_time else None
 
     @property
     def is_whole(self) -> bool:

@@ -144,18 +144,6 @@ def test_read_goes_on_the_next_day(
     assert found.stated_time == "2026-11-25T12:00:00"
 
 
-def test_an_older_document_states_the_day_of_its_file(
-    run: Run, dated: Path, text: Path, monkeypatch: pytest.MonkeyPatch, clock: type[Clock]
-) -> None:
-    clock.today = dt.datetime.fromtimestamp(text.stat().st_mtime)
-    monkeypatch.setattr(ChatTemplate, "stated_time", "")
-    assert run("read", text, "-m", dated).code == 0
-    assert document_file.load(document_file.find("story")).stated_time == ""
-    clock.today += dt.timedelta(days=1)
-    done = run("chat", "-m", dated, "-n", 2, "--document", "story", stdin="who?\n")
-    assert "read before" in done.err
-
-
 def test_a_time_in_a_damaged_header_is_no_time() -> None:
     with pytest.raises(SparqError, match="damaged"):
         document_file._header(Path("x"), head_with("stated_time", "yesterday"))
