@@ -237,7 +237,7 @@ def make_room(limit: int) -> None:
 
 
 def reading_of(of: Document) -> Reading:
-    """What was read.
+    """What was read. `ChatTemplate(model, now=of.when)` writes a conversation that begins with it.
 
     Raises:
         SparqError: the file is damaged.
