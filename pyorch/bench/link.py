@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
 import subprocess
@@ -37,7 +38,8 @@ def local_worker(
     program = native.built(stock=stock, tools=(PROGRAM,)) / PROGRAM
     argv = [program, "-H", "127.0.0.1", "-p", port, "-t", threads]
     with log.open("wb") as out:
-        process = subprocess.Popen(list(map(str, argv)), stdout=out, stderr=out)
+        env = os.environ | native.waiting()
+        process = subprocess.Popen(list(map(str, argv)), env=env, stdout=out, stderr=out)
     try:
         endpoint, until = f"127.0.0.1:{port}", time.monotonic() + 30
         while True:

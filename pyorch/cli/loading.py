@@ -198,16 +198,37 @@ def check_limited(documents: Sequence[Document], kv_memory: int | None) -> None:
 def limit_documents(options: SessionOptions, model: Path, load: LoadOptions) -> None:
     """Where a document does not fit into the memory, choose the `kv_memory` that was not given:
     the system alone would read far more of it than a token needs."""
-    from pyorch import engine
     from pyorch.engine.settings import checked
 
     spec = options["attention"]
     if not options["n_mapped"] or options["kv_memory"] or spec is None or str(spec) == "off":
         return
-    on_gpu = engine.library().has_gpu and load.n_gpu_layers != 0
-    if sys.platform == "linux" and not on_gpu and (n := checked(read_gguf(model), **options).fits):
+    n = checked(read_gguf(model), **options).fits
+    if sys.platform == "linux" and n and not on_gpu(load):
         options["kv_memory"] = n
         note(f"K and V of the document are larger than the memory: {human_bytes(n)} stay in it")
+
+
+def on_gpu(load: LoadOptions) -> bool:
+    """Whether a GPU of this machine holds layers."""
+    from pyorch import engine
+
+    return engine.library().has_gpu and load.n_gpu_layers != 0
+
+
+def note_if_weights_exceed(path: Path, options: SessionOptions, load: LoadOptions) -> None:
+    """Say what it costs where the weights do not fit into the memory beside the cache."""
+    from pyorch.engine.settings import checked
+    from pyorch.models.memory import weight_bytes
+
+    file = read_gguf(path)
+    if (n := checked(file, **options).lacking) and not on_gpu(load):
+        total = weight_bytes(file)
+        note(
+            f"note: {human_bytes(n)} of the weights do not fit into the memory, so a token may "
+            f"read up to {human_bytes(total)} from the disk, in {total / 1e9:.1f} s at 1 GB/s",
+            "yellow",
+        )
 
 
 def open_document(
@@ -261,6 +282,7 @@ def open_session(
     options["n_mapped"] = min((d.n_tokens for d in documents), default=0)  # one of them is open
     path = ready(model.model, model.yes, options)
     limit_documents(options, path, load)
+    note_if_weights_exceed(path, options, load)
     if attention is None and (card := _card(model.model, path)):
         note(f"attention is exact; for {card} try --ratio {first_ratio(card)}", "dim")
     with progress_bar("loading the model") as progress:

@@ -12,7 +12,7 @@ from pyorch import paths
 from pyorch.attention.bytes import CELLS
 from pyorch.attention.spec import AttentionSpec
 from pyorch.cli import options as opt
-from pyorch.cli.loading import placement, ready, session_options
+from pyorch.cli.loading import note_if_weights_exceed, placement, ready, session_options
 from pyorch.cli.templates import TemplateOptions, note_system, template_options
 from pyorch.cli.terminal import note, print_json
 from pyorch.errors import SparqError
@@ -77,6 +77,7 @@ def command(
     spec = attention.spec() or AttentionSpec("sparq")
     options = session_options(spec, context, load)
     file = ready(model.model, model.yes, options)
+    note_if_weights_exceed(file, options, load)
     with (
         progress_bar("loading the model") as progress,
         engine.load_model(file, progress=progress, **placement(load)) as loaded,

@@ -25,6 +25,7 @@ from pyorch.cli.loading import (
     check_limited,
     fit,
     model_path,
+    note_if_weights_exceed,
     placement,
     ready,
     session_options,
@@ -37,7 +38,7 @@ from pyorch.cli.types import Number
 from pyorch.errors import SparqError
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import GGUFFile, read_gguf
-from pyorch.models.memory import available_memory
+from pyorch.models.memory import available_memory, weight_bytes
 from pyorch.native import web_page
 
 if TYPE_CHECKING:
@@ -307,6 +308,7 @@ def _serve(served: Served, more: Sequence[str]) -> None:
 
         engine.library().check_gpu(place["n_gpu_layers"])
     note_if_beyond(settings.n_ctx, geometry(file).n_ctx_train)
+    note_if_weights_exceed(served.path, served.options, served.load)
     if why := _stays_exact(file, settings, spec):
         note(why, "yellow")
     program = native.lib_dir(tools=(PROGRAM,)) / PROGRAM
@@ -316,7 +318,9 @@ def _serve(served: Served, more: Sequence[str]) -> None:
     with (
         _list_of(served.documents, settings.kv_memory) as documents,
         served_documents.with_their_time(file, served.documents, more) as template,
-        Child([*argv, *template], {**env, **documents}, account.read, shows_log()) as child,
+        Child(
+            [*argv, *template], env | native.waiting() | documents, account.read, shows_log()
+        ) as child,
     ):
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(served.address, served.address)
         if child.wait_ready(lambda: _answers(host, served.port), "loading the model"):
@@ -409,7 +413,7 @@ def _arguments(served: Served, settings: Settings, file: GGUFFile) -> list[str]:
         if parts:
             values[f"--{name}"] = ",".join(map(str, parts))
     line = [str(word) for pair in values.items() for word in pair]
-    line += ["--no-repack"] * served.load.no_repack
+    line += ["--no-repack"] * (served.load.no_repack or settings.lacking > 0)
     # A cache for each slot, of --ctx positions. In one cache for all (--kv-unified) a long request
     # takes the room of the others, and each reply looks through the cells of all slots.
     line.append("--no-kv-unified")
@@ -423,7 +427,7 @@ def _prompt_cache(file: GGUFFile, settings: Settings) -> int:
     """The MiB that prompts of earlier requests may take beside the cache. llama-server would take
     8 GiB, whatever the machine has; this is half of what it leaves, and at most that much."""
     geo, n = geometry(file), settings.n_sequences
-    needed = sum(t.n_bytes for t in file.tensors)
+    needed = weight_bytes(file)
     needed += n * cache_bytes(geo, settings.n_ctx, *settings.types)
     if settings.attention:
         needed += n * shadow_bytes(geo, settings.n_ctx, settings.attention)

@@ -67,6 +67,7 @@ def command(wanted: WorkerOptions) -> None:
     argv += ["--threads", str(wanted.threads or usable_cores())]
     argv += ["--cache"] * wanted.cache
     env = {k: v for k, v in os.environ.items() if k != "GGML_RPC_DEBUG"}
+    env |= native.waiting()
     with Child(argv, env, lambda line: None, shows_log()) as child:
         found: list[machines.Worker] = []
         if child.wait_ready(lambda: _answers(wanted, found), "starting"):

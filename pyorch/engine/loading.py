@@ -14,6 +14,7 @@ from pyorch.engine.model import Model, Session, Watch
 from pyorch.engine.settings import SessionOptions, checked, layers_away
 from pyorch.errors import SparqError
 from pyorch.models.gguf_file import GGUFFile, read_gguf
+from pyorch.models.memory import available_memory, weight_bytes
 from pyorch.progress import Progress
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def load(
         workers=workers,
         tensor_split=tensor_split,
         numa=numa,
-        repack=repack,
+        repack=repack and not settings.lacking,
         stock=stock,
         progress=progress,
     )
@@ -86,7 +87,8 @@ def load_model(
             their free memory.
         numa: one of llama.cpp's strategies, a key of `NUMA`; only a process's first one counts.
         repack: whether llama.cpp may rearrange the weights for its CPU kernels, as it does by
-            default; it may decode faster with that, and read prompts faster without.
+            default; it may decode faster with that, and read prompts faster without. It may not
+            where the weights exceed the memory: the copy that it makes cannot be dropped.
         stock: use the unpatched library for comparison; a process has one library or the other.
         progress: called with (per mille done, 1000) while the model is loaded.
 
@@ -102,7 +104,7 @@ def load_model(
     lib = found.lib
     params = lib.llama_model_default_params()
     params.load_mode = lib.LLAMA_LOAD_MODE_MMAP
-    params.use_extra_bufts = repack
+    params.use_extra_bufts = repack and weight_bytes(file) <= available_memory()
     if n_gpu_layers is not None:
         params.n_gpu_layers = n_gpu_layers
     if workers:

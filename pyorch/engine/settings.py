@@ -155,7 +155,7 @@ class Placement(TypedDict, total=False):
 class Settings:
     """The settings of a context. `types` are those of K and V in the cache; `attention` is None if
     none was given. `fits` is what stays in memory of a document that does not fit into it, in
-    bytes, and None if it does."""
+    bytes, and None if it does. `lacking` is how many bytes of the weights do not fit."""
 
     n_ctx: int
     n_threads: int
@@ -167,6 +167,7 @@ class Settings:
     n_sequences: int
     kv_memory: int | None
     fits: int | None
+    lacking: int
 
     def params(self, lib: ModuleType) -> ctypes.Structure:
         """A new `llama_context_params` with these settings."""
@@ -202,7 +203,7 @@ def checked(
     """The settings of a context for this model, from those that `SessionOptions` explains.
 
     Raises:
-        SparqError: they do not fit the model, or the model and its cache do not fit the memory.
+        SparqError: they do not fit the model, or its cache does not fit the memory.
     """
     for name, value in (("n_threads", n_threads), ("n_batch", n_batch)):
         if value is not None and value < 1:
@@ -228,7 +229,17 @@ def checked(
         n_batch = min(512, max(MASK_BYTES // (2 * n_ctx), 32))
     n_batch = min(n_batch, n_ctx)
     return Settings(
-        n_ctx, n_threads, n_batch, types, flash_attn, spec, rope, n_sequences, kv_memory, fits
+        n_ctx,
+        n_threads,
+        n_batch,
+        types,
+        flash_attn,
+        spec,
+        rope,
+        n_sequences,
+        kv_memory,
+        fits,
+        lacking=max(-left, 0),
     )
 
 

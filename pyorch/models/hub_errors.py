@@ -10,6 +10,10 @@ from contextlib import contextmanager
 from pyorch.errors import SparqError
 
 
+class Unreachable(SparqError):
+    """There is no connection to the hub, or it cannot answer at present."""
+
+
 def status_of(error: BaseException) -> int:
     """The HTTP status of an error response, or 0."""
     return getattr(getattr(error, "response", None), "status_code", None) or 0
@@ -73,7 +77,8 @@ def _reason(repo: str, revision: str, e: BaseException) -> SparqError:
         hint = f"wait {wait:.0f} s" if wait else "wait a few minutes"
         return SparqError(f"{repo}: the hub refuses: too many requests", f"{hint}, or {login}")
     if status:
-        return SparqError(f"{repo}: the hub answered {status}", "try again later")
+        kind = Unreachable if status >= 500 else SparqError
+        return kind(f"{repo}: the hub answered {status}", "try again later")
     if isinstance(e, hub.HFValidationError):
         return SparqError(
             f"{repo!r} is not the name of a repository", "it is org/repo", exit_code=2
@@ -83,7 +88,6 @@ def _reason(repo: str, revision: str, e: BaseException) -> SparqError:
         return SparqError(f"{repo}: the disk is full", "make room, then pull again")
     if isinstance(e, OSError) and e.filename:
         return SparqError(f"{e.filename}: {e.strerror}")
-    return SparqError(
-        f"{repo}: no usable answer from the hub: {what}",
-        "check the network and HF_ENDPOINT; with HF_HUB_OFFLINE=1 the cache alone is used",
+    return Unreachable(
+        f"{repo}: no usable answer from the hub: {what}", "check the network and HF_ENDPOINT"
     )

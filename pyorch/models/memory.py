@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pyorch.errors import SparqError
 from pyorch.models.gguf_file import GGUFFile
+from pyorch.native import cgroup
 from pyorch.text import human_bytes
 
 PROC = Path("/proc/self")
@@ -17,7 +18,7 @@ def available_memory() -> int:
     """The bytes that can be used without swapping: the least that the system, the container, the
     NUMA nodes of this process and `SPARQ_MEMORY_LIMIT` (bytes) allow."""
     bound = of_nodes("MemFree", "Active(file)", "Inactive(file)")
-    limits = [_meminfo_available(), _cgroup_available(), bound]
+    limits = [_meminfo_available(), cgroup.memory_left(), bound]
     own = os.environ.get("SPARQ_MEMORY_LIMIT", "")
     if own:
         if not own.isdecimal():
@@ -69,18 +70,6 @@ def _numbers(text: str) -> set[int]:
     return {n for first, _, last in ends for n in range(int(first), int(last or first) + 1)}
 
 
-def _cgroup_available() -> int | None:
-    """The bytes that a version 2 control group has left. Its file cache counts as free."""
-    root = Path("/sys/fs/cgroup")
-    try:
-        limit = int((root / "memory.max").read_text())  # "max" = no limit: ValueError
-        used = int((root / "memory.current").read_text())
-        stat = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
-        return limit - used + int(stat.get("file", 0))
-    except (OSError, ValueError):
-        return None
-
-
 _SMALLER = "lower --ctx, use --attn-shadow q4, or -a topk, which has no transposed K"
 
 
@@ -98,31 +87,33 @@ def check_shadow(path: Path, n_bytes: int) -> None:
         )
 
 
+def weight_bytes(file: GGUFFile) -> int:
+    """The bytes of the weights of all parts of a model."""
+    return sum(t.n_bytes for t in file.tensors)
+
+
 def check_memory(file: GGUFFile, kv_bytes: int, shadow_bytes: int = 0, share: float = 1.0) -> int:
-    """Refuse a model that, with its cache and the shadow, exceeds the available memory.
+    """Refuse a cache, with the shadow, that exceeds the available memory.
+
+    Weights need not fit: they are mapped, and the system reads again what it has dropped.
 
     Args:
         share: of the weights that this machine holds.
 
     Returns:
-        the bytes that are left.
+        the bytes that are left. They are negative where the weights do not fit as well.
 
     Raises:
-        SparqError: the model is too large; the message has both sizes.
+        SparqError: the cache is too large; the message has all sizes.
     """
-    weights = int(share * sum(t.n_bytes for t in file.tensors))
-    free = available_memory()
-    if weights + kv_bytes + shadow_bytes <= free:
+    weights, free = int(share * weight_bytes(file)), available_memory()
+    if kv_bytes + shadow_bytes <= free:
         return free - weights - kv_bytes - shadow_bytes
-    if weights > free:
-        hint = "use a smaller quantisation of the model, or a machine with more memory"
-    elif weights + kv_bytes > free:
-        hint = "lower --ctx: the cache grows with it"
-    else:
-        hint = _SMALLER
-    what = f"{human_bytes(weights)} for weights and {human_bytes(kv_bytes)} for the cache"
+    what = f"{human_bytes(kv_bytes)} for the cache"
     if shadow_bytes:
         what += f" and {human_bytes(shadow_bytes)} for its transposed K"
     raise SparqError(
-        f"{file.path}: needs {what}, but only {human_bytes(free)} of memory is available", hint
+        f"{file.path}: needs {what} beside {human_bytes(weights)} of weights, but only "
+        f"{human_bytes(free)} of memory is available",
+        "lower --ctx: the cache grows with it" if kv_bytes > free else _SMALLER,
     )

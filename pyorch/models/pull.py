@@ -11,12 +11,13 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 
 from pyorch.errors import SparqError, nearest
 from pyorch.models import cache, cards, wheel
 from pyorch.models.gguf_file import read_gguf
-from pyorch.models.hub_errors import explained
+from pyorch.models.hub_errors import Unreachable, explained
 from pyorch.models.new_file import check_space
 from pyorch.models.transfer import (
     BLOCK,
@@ -35,6 +36,7 @@ from pyorch.progress import Progress, Say, progress_bar, silent
 from pyorch.text import human_bytes
 
 PREFERRED = "Q4_K_M"  # the preferred file if none is named
+ANSWER_S = 10.0  # seconds that the hub has for its answer, before the cache alone is used
 
 _SPEC = re.compile(
     r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(:(?P<quant>\w[\w.-]*)|/(?P<file>[^@]+\.gguf))?"
@@ -212,10 +214,25 @@ def find_files(spec: Spec, patterns: tuple[str, ...], say: Say = silent) -> Mode
 
 
 def _files(spec: Spec, wanted: Callable[[str], bool], say: Say) -> tuple[str, dict[str, HubFile]]:
-    """The commit that the revision means, and the wanted ones of its files."""
+    """The commit that the revision means, and the wanted ones of its files: those that the hub has,
+    or, if it cannot be reached or may not be, those in the cache."""
     from huggingface_hub import constants
 
-    return (_cached if constants.HF_HUB_OFFLINE else _listed)(spec, wanted, say)
+    if constants.HF_HUB_OFFLINE:
+        if found := _cached(spec, wanted, say):
+            return found
+        raise SparqError(
+            f"{spec.repo}@{spec.revision} is not in the cache, and HF_HUB_OFFLINE forbids "
+            "downloads",
+            "unset HF_HUB_OFFLINE",
+        )
+    try:
+        return _listed(spec, wanted, say)
+    except Unreachable as error:
+        if found := _cached(spec, wanted, say):
+            say(f"{spec.repo}: the hub cannot be reached, so the cache is used as it is")
+            return found
+        raise error
 
 
 def _listed(spec: Spec, wanted: Callable[[str], bool], say: Say) -> tuple[str, dict[str, HubFile]]:
@@ -224,8 +241,9 @@ def _listed(spec: Spec, wanted: Callable[[str], bool], say: Say) -> tuple[str, d
 
     files, patience = {}, Patience(Transfer(0, say=say), spec.repo, broken=False)
     ask = HfApi().dataset_info if spec.kind == "dataset" else HfApi().model_info
+    ask = partial(ask, revision=spec.revision, timeout=ANSWER_S, files_metadata=True)
     with explained(spec.repo, spec.revision):
-        info = patience.call(lambda: ask(spec.repo, revision=spec.revision, files_metadata=True))
+        info = patience.call(lambda: ask(spec.repo))
         commit = str(info.sha)
         if not _COMMIT.fullmatch(commit):
             raise SparqError(
@@ -248,8 +266,10 @@ def _listed(spec: Spec, wanted: Callable[[str], bool], say: Say) -> tuple[str, d
     return commit, files
 
 
-def _cached(spec: Spec, wanted: Callable[[str], bool], say: Say) -> tuple[str, dict[str, HubFile]]:
-    """The commit and the wanted files, as the cache holds them."""
+def _cached(
+    spec: Spec, wanted: Callable[[str], bool], say: Say
+) -> tuple[str, dict[str, HubFile]] | None:
+    """The commit and the wanted files, as the cache holds them; None if it has no such revision."""
     for repo in cache.repositories(say):
         if (repo.repo_id, repo.repo_type) != (spec.repo, spec.kind):
             continue
@@ -263,10 +283,7 @@ def _cached(spec: Spec, wanted: Callable[[str], bool], say: Say) -> tuple[str, d
                 if wanted(name):
                     files[name] = HubFile(name, f.size_on_disk, digest, f.file_path)
             return rev.commit_hash, files
-    raise SparqError(
-        f"{spec.repo}@{spec.revision} is not in the cache, and HF_HUB_OFFLINE forbids downloads",
-        "unset HF_HUB_OFFLINE",
-    )
+    return None
 
 
 def _choose(spec: Spec, files: Mapping[str, HubFile]) -> tuple[HubFile, ...]:

@@ -106,7 +106,28 @@ def environment(stock: bool = False) -> dict[str, str]:
         "PYTHONPATH": str(build.bindings()),
         "LLAMA_CPP_LIB_PATH": folder,
         "MTMD_CPP_LIB": folder,
+        **waiting(),
     }
+
+
+_SPINS = 1000
+_MOST_CORES = 16  # on which sleeping threads were thought through; measured on two
+
+
+def waiting() -> dict[str, str]:
+    """Variables that let ggml's threads sleep soon where they wait for each other.
+
+    GNU's OpenMP lets them spin 300,000 times, several milliseconds, before they sleep. Beside
+    another busy program they thus take the very core that the thread needs for which they wait.
+    After 1,000 spins, some 20 to 50 microseconds, an idle machine is as fast, and one that two
+    other threads keep busy decodes four times as fast (docs/measurements.md). On machines of many
+    cores, where waking all threads takes longer, the system's own setting stays, as does one that
+    the user has made.
+    """
+    from pyorch.native import probe
+
+    made = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys()
+    return {} if made or probe.cores() > _MOST_CORES else {"GOMP_SPINCOUNT": str(_SPINS)}
 
 
 _loaded: tuple[bool, Path] | None = None  # (stock, folder) of the library in this process
@@ -131,9 +152,9 @@ def load(stock: bool = False) -> ModuleType:
             )
         return module
     variables = environment(stock)
-    os.environ["LLAMA_CPP_LIB_PATH"] = variables["LLAMA_CPP_LIB_PATH"]
-    os.environ["MTMD_CPP_LIB"] = variables["MTMD_CPP_LIB"]
-    sys.path.insert(0, variables["PYTHONPATH"])
+    packages = variables.pop("PYTHONPATH")
+    os.environ |= variables
+    sys.path.insert(0, packages)
     try:
         module = importlib.import_module("llama_cpp")
     except (OSError, RuntimeError, AttributeError) as error:
@@ -143,6 +164,6 @@ def load(stock: bool = False) -> ModuleType:
             f"the built library does not load: {error}", "sparq-cpp build --force"
         ) from error
     finally:
-        sys.path.remove(variables["PYTHONPATH"])
+        sys.path.remove(packages)
     _loaded = (stock, Path(variables["LLAMA_CPP_LIB_PATH"]))
     return module

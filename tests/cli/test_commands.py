@@ -28,8 +28,9 @@ import tiny as tiny_of
 from tiny_gguf import write_tiny_gguf
 
 from pyorch import progress
+from pyorch.engine import library, loading
 from pyorch.engine.sparse import AttentionInfo
-from pyorch.models import cards
+from pyorch.models import cards, memory
 
 if TYPE_CHECKING:
     from conftest import Run
@@ -341,6 +342,32 @@ def test_memory_and_length(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("SPARQ_MEMORY_LIMIT", "1000")
     big = run("generate", "-m", tiny, "-p", "x")
     assert big.code == 1 and "memory is available" in big.err and "hint:" in big.err
+
+
+def test_weights_may_exceed_the_memory(
+    run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are mapped; only the copy that llama.cpp rearranges for its kernels has to fit."""
+    seen = []
+    found = library()
+    real = found.lib.llama_model_load_from_file
+
+    def load(path: bytes, params: Any) -> Any:
+        seen.append(params.use_extra_bufts)
+        return real(path, params)
+
+    monkeypatch.setattr(found.lib, "llama_model_load_from_file", load)
+    line = ("generate", "-m", tiny, "-p", "x", "-n", 2, "--ctx", 512)
+    whole = run(*line)
+    assert whole.code == 0 and "do not fit" not in whole.err
+    monkeypatch.setattr(memory, "weight_bytes", lambda file: 1 << 40)
+    monkeypatch.setattr(loading, "weight_bytes", lambda file: 1 << 40)
+    large = run(*line)
+    assert large.code == 0 and large.out == whole.out
+    assert "of the weights do not fit into the memory, so a token may read up to 1 TiB" in (
+        large.err
+    )
+    assert seen == [True, False]
 
 
 def test_a_context_beyond_the_training(run: Run, tmp_path: Path) -> None:

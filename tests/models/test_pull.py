@@ -405,6 +405,28 @@ def test_offline(hub: Hub, gguf: bytes, monkeypatch: pytest.MonkeyPatch) -> None
     assert "wrong checksum" in refused(f"hf:{REPO}").message
 
 
+@pytest.mark.parametrize("fault", ["no network", "busy"])
+def test_without_a_network_the_cache_is_used(
+    hub: Hub, gguf: bytes, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """As huggingface-hub does itself, and with a line that says so."""
+    hub.files = {"m-Q8_0.gguf": gguf}
+    online = get(f"hf:{REPO}")
+    if fault == "no network":
+        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    else:
+        hub.status = 503
+    said: list[str] = []
+    spec = pull.parse_spec(f"hf:{REPO}")
+    assert spec is not None
+    found = pull.find(spec, said.append)
+    assert found.files == online.files and "the hub cannot be reached" in said[-1]
+    assert "hub" in refused("hf:org/other").message  # what is not here still needs it
+    hub.status = 401
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    assert "not found, or private" in refused(f"hf:{REPO}").message  # that is an answer
+
+
 def test_offline_without_a_cache(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     error = refused(f"hf:{REPO}")

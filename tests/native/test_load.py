@@ -13,7 +13,7 @@ import pytest
 
 from pyorch import native
 from pyorch.errors import SparqError
-from pyorch.native import build, source
+from pyorch.native import build, probe, source
 
 
 def python(code: str, **env: str) -> str:
@@ -108,3 +108,18 @@ def test_a_portable_build_with_cuda_is_found(
     monkeypatch.setattr(build, "find", lambda options, _: made.get(options))
     monkeypatch.setattr(build, "has_bindings", lambda: True)
     assert native.find() == tmp_path
+
+
+def test_threads_that_wait_sleep_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """libgomp reads these when it is loaded, so they are there before. What a user has set stays,
+    and on machines with many cores the system's own setting."""
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(probe, "cores", lambda: 16)
+    assert native.waiting() == {"GOMP_SPINCOUNT": "1000"}
+    assert native.environment()["GOMP_SPINCOUNT"] == "1000"
+    monkeypatch.setattr(probe, "cores", lambda: 17)
+    assert native.waiting() == {}
+    monkeypatch.setattr(probe, "cores", lambda: 2)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert native.waiting() == {}

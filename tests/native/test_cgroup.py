@@ -1,0 +1,128 @@
+"""Limits of containers and units, as the kernel shows them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pyorch.models import memory
+from pyorch.native import cgroup, probe
+
+V2 = "30 23 0:26 / {top} rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
+V1 = "33 31 0:30 {root} {top}/{name} rw,relatime - cgroup cgroup rw,{name}\n"
+
+
+class Machine:
+    """What /proc/self says, and the files of the control groups below `top`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.proc, self.top = folder / "proc", folder / "top"
+        self.proc.mkdir()
+
+    def is_in(self, groups: str, mounts: str) -> None:
+        (self.proc / "cgroup").write_text(groups)
+        (self.proc / "mountinfo").write_text("22 1 8:1 / / rw - ext4 /dev/sda1 rw\n" + mounts)
+
+    def group(self, path: str, **files: object) -> None:
+        (self.top / path).mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (self.top / path / name.replace("__", ".")).write_text(f"{content}\n")
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def stat(**values: int) -> str:
+    return "\n".join(f"{k} {v}" for k, v in values.items())
+
+
+def test_a_unit_whose_slice_has_the_limit(machine: Machine) -> None:
+    """Version 2: `MemoryMax=` and `CPUQuota=` of the slice hold for its units too."""
+    machine.is_in("0::/user.slice/job.service\n", V2.format(top=machine.top))
+    files = stat(anon=5, active_file=200, inactive_file=100)
+    machine.group("user.slice/job.service", memory__max="max", cpu__max="max 100000")
+    machine.group(
+        "user.slice",
+        memory__max=1000,
+        memory__high="max",
+        memory__current=700,
+        memory__stat=files,
+        cpu__max="150000 100000",
+    )
+    assert cgroup.memory(machine.proc) == 1000
+    assert cgroup.memory_left(machine.proc) == 600  # 300 of the 700 are pages of files
+    assert cgroup.cpus(machine.proc) == 1.5
+    machine.group(
+        "user.slice/job.service",
+        memory__max=500,
+        memory__high=400,
+        memory__current=100,
+        memory__stat=files,
+        cpu__max="50000 100000",
+    )
+    assert cgroup.memory(machine.proc) == 400  # beyond `high` the kernel slows everything down
+    assert cgroup.memory_left(machine.proc) == 600  # of the slice, since 400 - 100 + 300 is as much
+    assert cgroup.cpus(machine.proc) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("root", "path"),
+    [
+        ("/docker/abc", "/docker/abc"),  # the container sees the machine's groups
+        ("/docker/abc", "/docker/abc/inner"),
+        ("/", "/"),  # it has a name space of its own
+        ("/", "/inner"),
+        ("/docker/abc", "/elsewhere"),  # it was moved after the mount
+    ],
+)
+def test_a_container_of_version_1(machine: Machine, root: str, path: str) -> None:
+    names = ("memory", "cpu,cpuacct")
+    machine.is_in(
+        "".join(f"{i}:{name}:{path}\n" for i, name in enumerate(names, 2)) + "0::/\n",
+        "".join(V1.format(root=root, top=machine.top, name=n) for n in names),
+    )
+    machine.group(
+        "memory",
+        memory__limit_in_bytes=1000,
+        memory__usage_in_bytes=800,
+        memory__stat=stat(total_active_file=50, total_inactive_file=150, inactive_file=1),
+    )
+    machine.group("cpu,cpuacct", cpu__cfs_quota_us=50000, cpu__cfs_period_us=100000)
+    none = {"memory__limit_in_bytes": 9223372036854771712, "memory__usage_in_bytes": 1}
+    machine.group("memory/inner", **none, memory__stat="")
+    machine.group("cpu,cpuacct/inner", cpu__cfs_quota_us=-1, cpu__cfs_period_us=100000)
+    assert cgroup.memory(machine.proc) == 1000
+    assert cgroup.memory_left(machine.proc) == 400
+    assert cgroup.cpus(machine.proc) == 0.5
+
+
+def test_no_limit(machine: Machine, tmp_path: Path) -> None:
+    assert cgroup.cpus(tmp_path / "macOS") is cgroup.memory_left(tmp_path / "macOS") is None
+    machine.is_in("0::/\n", V2.format(top=machine.top))
+    machine.group("", memory__max="max", cpu__max="max 100000")
+    assert cgroup.cpus(machine.proc) is cgroup.memory(machine.proc) is None
+
+
+def test_a_path_with_blanks(machine: Machine) -> None:
+    machine.top = machine.top.with_name("a b")
+    machine.is_in("0::/\n", V2.format(top=str(machine.top).replace(" ", r"\040")))
+    machine.group("", cpu__max="25000 100000")
+    assert cgroup.cpus(machine.proc) == 0.25
+
+
+@pytest.mark.parametrize(("quota", "most"), [(None, 9), (0.5, 1), (1.0, 1), (1.5, 2), (64.0, 9)])
+def test_threads_go_by_the_quota(
+    monkeypatch: pytest.MonkeyPatch, quota: float | None, most: int
+) -> None:
+    monkeypatch.setattr(cgroup, "cpus", lambda: quota)
+    monkeypatch.setattr(probe.os, "sched_getaffinity", lambda _: set(range(9)), raising=False)
+    assert probe.cores() == most
+
+
+def test_memory_goes_by_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cgroup, "memory", lambda: 12345)
+    monkeypatch.setattr(cgroup, "memory_left", lambda: 1234)
+    assert probe.memory() == 12345 and memory.available_memory() == 1234
