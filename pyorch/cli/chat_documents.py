@@ -8,11 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pyorch import paths
 from pyorch.cli.conversation import Chat
 from pyorch.cli.loading import open_document
 from pyorch.cli.terminal import note
 from pyorch.errors import SparqError
-from pyorch.text import decoded
+from pyorch.text_file import read_text
 
 if TYPE_CHECKING:
     from pyorch.engine import Document, Session
@@ -95,7 +96,7 @@ def read(chat: Chat, path: Path) -> None:
     from pyorch.engine import document_file
 
     try:
-        text = decoded(path.read_bytes())
+        text = read_text(path)
     except OSError as e:
         raise SparqError(f"{path}: {e.strerror or e}", "/read FILE") from None
     n = len(engine.tokenize(chat.session, text, add_special=False))
@@ -124,10 +125,10 @@ def keep(chat: Chat) -> None:
     (path, reading), chat.keep = chat.keep, None
     given = os.environ.get("SPARQ_DOCUMENTS_LIMIT", "")
     limit = int(given) if given.isdecimal() else LIMIT
-    if limit == 0:
+    if limit == 0 or not chat.keeps:
         return
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        paths.private(path.parent)
         engine.keep_document(chat.session, path, reading, force=True)
         engine.make_room(limit)
     except (SparqError, OSError) as error:

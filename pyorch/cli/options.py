@@ -28,6 +28,7 @@ from pyorch.cli.types import (
     SOME_POSITIONS,
     THREADS,
     Endpoint,
+    File,
     Name,
     Number,
     Ratio,
@@ -48,6 +49,7 @@ def model_option(required: bool = True) -> Any:
         "--model",
         "-m",
         required=required,
+        type=File(),
         envvar="SPARQ_MODEL",
         metavar="FILE|SPEC",
         help="GGUF model: a file, a card's name or hf:org/repo, as in `sparq-cpp pull`.",
@@ -457,6 +459,7 @@ document_option = group(
     click.option(
         "--document",
         "documents",
+        type=File(),
         multiple=True,
         metavar="FILE",
         help="Begin with what `sparq-cpp read` has read: a file, or its name in `documents list`.",
