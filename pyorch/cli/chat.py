@@ -94,7 +94,8 @@ def command(
     """
     from pyorch.engine.chat_template import ChatTemplate
 
-    streams.stdin()  # refused before a model is loaded
+    streams.stdin()  # what is wrong is refused before a model is loaded
+    chat_documents.limit()
     spec, chosen = attention.spec(), sampling.settings(0.8)
     if resume and documents:
         raise SparqError("--resume and --document are two beginnings", "give one of them", 2)

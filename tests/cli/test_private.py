@@ -65,6 +65,15 @@ def test_nothing_is_kept_unasked(run: Run, tiny_chat: Path, text: Path) -> None:
         assert said in done.err
 
 
+@pytest.mark.parametrize("given", ["none", "-1", "0 GB", "1e3"])
+def test_a_limit_that_is_none_keeps_nothing_by_mistake(
+    run: Run, tiny_chat: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    monkeypatch.setenv("SPARQ_DOCUMENTS_LIMIT", given)
+    done = run("chat", "-m", tiny_chat, stdin="x\n")
+    assert done.code == 2 and f"SPARQ_DOCUMENTS_LIMIT {given!r} is no size" in done.err
+
+
 def test_states(tiny: Path, tmp_path: Path) -> None:
     with engine.load(tiny, n_threads=1, n_ctx=256) as s:
         engine.prefill(s, [5, 6, 7])
