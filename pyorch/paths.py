@@ -69,6 +69,12 @@ def kept_texts() -> Path:
     return cache() / "texts"
 
 
+def private(folder: Path) -> Path:
+    """The folder, which is made for this user alone if it is not there."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
 def expanded(name: str) -> Path:
     """The path, with the home folder in place of `~` or `~user`.
 

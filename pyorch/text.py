@@ -1,6 +1,8 @@
-"""Text of people's files, and numbers for people to read."""
+"""Numbers and names for people to read."""
 
 from __future__ import annotations
+
+import os
 
 
 def human_bytes(n: float) -> str:
@@ -22,10 +24,9 @@ def human_time(seconds: float) -> str:
     return f"{minutes // (24 * 60)} days"
 
 
-def decoded(raw: bytes) -> str:
-    """The text of a file: UTF-8, or else Latin-1, as in old ones, with line feeds alone."""
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError:
-        text = raw.decode("latin-1")
-    return text.replace("\r\n", "\n")
+def printable(name: str | os.PathLike[str]) -> str:
+    """A file's name for people, and for what is written in UTF-8: bytes of it that are not UTF-8
+    become U+FFFD. Python has them as surrogates, which no encoder takes."""
+    return (
+        os.fspath(name).encode("utf-8", errors="surrogateescape").decode("utf-8", errors="replace")
+    )

@@ -13,8 +13,8 @@ from pyorch.attention.spec import AttentionSpec
 
 ROOT = Path(pyorch.__file__).parent
 # each may import those before it; modules of one folder may import each other, but not in a circle
-FLOORS = ("errors", "text", "paths", "progress", "table", "ggml", "native", "models", "attention")
-FLOORS += ("engine", "policies", "bench", "evals", "calibrate", "cli", "__main__")
+FLOORS = ("errors", "text", "paths", "progress", "text_file", "table", "ggml", "native", "models")
+FLOORS += ("attention", "engine", "policies", "bench", "evals", "calibrate", "cli", "__main__")
 
 
 def module_of(file: Path) -> str:

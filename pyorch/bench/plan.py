@@ -23,6 +23,7 @@ from pyorch.models import synth
 from pyorch.models.geometry import Geometry, geometry
 from pyorch.models.gguf_file import read_gguf
 from pyorch.models.memory import of_nodes
+from pyorch.text import printable
 
 N_BATCH = 512  # the tokens per batch of a prompt
 MAX_POSITIONS = 1 << 20  # the positions that a synthetic model claims to be trained on
@@ -150,7 +151,7 @@ class SpeedPlan:
             for (n_prompt, n_gen), n_threads in product(self._tests(), self.threads):
                 cases = [
                     Case(
-                        model_filename=path.name,
+                        model_filename=printable(path.name),
                         model_type=geo.name,
                         model_size=geo.weight_bytes,
                         model_n_params=geo.n_params,

@@ -12,6 +12,7 @@ from typing import NoReturn, cast
 import click
 
 from pyorch import __version__
+from pyorch.cli import streams
 from pyorch.errors import SparqError
 
 # verb -> (module below pyorch.cli, one line for --help). The module holds `command`.
@@ -93,11 +94,7 @@ def main() -> None:
 
 def run(command: click.Command, prog_name: str | None = None) -> NoReturn:
     """Run a command; an error becomes two lines on stderr and an exit code."""
-    for i, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:  # it is closed: none of our files may take its number
-            setattr(sys, name, open(os.devnull, "w" if i else "r"))  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):  # a terminal without Unicode shows ? instead of failing
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    streams.prepare()
     try:
         status = command(standalone_mode=False, prog_name=prog_name)
         sys.stdout.flush()

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -17,14 +16,11 @@ from pyorch.cli import options as opt
 from pyorch.cli.groups import group, on_the_line, option, renamed, several, takes
 from pyorch.cli.loading import model_path
 from pyorch.cli.terminal import note, note_if_beyond, note_if_busy
-from pyorch.cli.types import LAYERS, THREADS, Name, Numbers, Ratio
+from pyorch.cli.types import LAYERS, THREADS, File, Files, Name, Numbers, Ratio
 from pyorch.ggml import CACHE_TYPES
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import read_gguf
 from pyorch.progress import progress_bar
-
-if TYPE_CHECKING:
-    pass
 
 CACHE_TYPE = Name(*CACHE_TYPES)
 # as in llama-bench; with `auto` stock is measured both ways
@@ -43,12 +39,8 @@ COMBINED = ("attn_method", "ratio", "attn_shadow", "budget")  # options that -a 
 class Wanted:
     """The measurements of a run: the product of all lists."""
 
-    models: tuple[str, ...] = option(
-        "--model",
-        "-m",
-        multiple=True,
-        metavar="FILE|SPEC",
-        help="GGUF models, as in `sparq-cpp pull`.",
+    models: list[str] = several(
+        "--model", "-m", of=Files(), text="GGUF models, as in `sparq-cpp pull`."
     )
     yes: bool = opt.yes_option()
     like: tuple[str, ...] = option(
@@ -127,9 +119,9 @@ class Wanted:
     n_gpu_layers: int | None = opt.gpu_option()
     rpc: opt.WorkerOptions = field(default_factory=opt.WorkerOptions)
     no_repack: bool = opt.repack_option()
-    text: Path | None = option(
+    text: str | None = option(
         "--text",
-        type=click.Path(path_type=Path),
+        type=File(),
         metavar="FILE",
         help="A book: ours reads -d tokens of it instead of random K and V, and goes on with it.",
     )
@@ -190,7 +182,7 @@ def command(ctx: click.Context, wanted: Wanted, writing: shared.Writing) -> None
     if given & set(COMBINED) and "attn" not in given:
         wanted = replace(wanted, attn=())
     if given & shared.SYNTHETIC and "models" not in given:
-        wanted = replace(wanted, models=())
+        wanted = replace(wanted, models=[])
     if wanted.attn:
         hint = "-a has all settings, and may be given several times"
         shared.refuse(ctx, given & set(COMBINED), "cannot be combined with -a", hint)
@@ -220,13 +212,9 @@ def _speed(wanted: Wanted, writing: shared.Writing) -> None:
     from pyorch.evals.texts import read_texts
 
     rope = wanted.rope.settings()
-    text = read_texts([wanted.text])[0] if wanted.text else ""
+    text = read_texts([Path(wanted.text)])[0] if wanted.text else ""
     plan = SpeedPlan(
-        models=[
-            model_path(p, wanted.yes, native.check_compiler)
-            for m in wanted.models
-            for p in m.split(",")
-        ],
+        models=[model_path(m, wanted.yes, native.check_compiler) for m in wanted.models],
         like=wanted.like or ["llama2-7b"],
         n_layer=wanted.layers,
         quant=wanted.quant,

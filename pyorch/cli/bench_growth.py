@@ -15,7 +15,7 @@ from pyorch.cli import options as opt
 from pyorch.cli.groups import group, on_the_line, option, several, takes
 from pyorch.cli.loading import model_path
 from pyorch.cli.terminal import note, note_if_busy, print_json
-from pyorch.cli.types import LAYERS, THREADS, Number, Numbers
+from pyorch.cli.types import LAYERS, THREADS, File, Number, Numbers
 from pyorch.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Grown:
     """The measurements at every depth."""
 
     model: str | None = option(
-        "--model", "-m", metavar="FILE|SPEC", help="Time this model instead of --like."
+        "--model", "-m", type=File(), metavar="FILE|SPEC", help="Time this model instead of --like."
     )
     yes: bool = opt.yes_option()
     like: str = option(

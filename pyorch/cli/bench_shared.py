@@ -12,7 +12,7 @@ import click
 from pyorch.cli.groups import option, renamed
 from pyorch.cli.readme import around, update_marked
 from pyorch.cli.terminal import confirm, note
-from pyorch.cli.types import Name, Number
+from pyorch.cli.types import File, Name, Number
 from pyorch.errors import SparqError
 from pyorch.models.synth import QUANTS
 from pyorch.text import human_bytes
@@ -46,12 +46,16 @@ class Writing:
 
     out: str | None = option(
         "--out",
+        type=File(),
         metavar="DIR",
         help="Folder of the records.  [default: bench/results in a clone, else the user's data]",
     )
     force: bool = option("--force", is_flag=True, help="Measure again what is recorded already.")
     update_readme: str | None = option(
-        "--update-readme", metavar="FILE", help="Put the table between the marks in this file."
+        "--update-readme",
+        type=File(),
+        metavar="FILE",
+        help="Put the table between the marks in this file.",
     )
 
     def file(self, name: str) -> Path:

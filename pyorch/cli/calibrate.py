@@ -15,7 +15,7 @@ from pyorch.cli import options as opt
 from pyorch.cli.groups import option, renamed, takes
 from pyorch.cli.loading import model_path, open_session, ready, session_options
 from pyorch.cli.terminal import note, print_json
-from pyorch.cli.types import Name, Number, Ratio
+from pyorch.cli.types import File, Name, Number, Ratio
 from pyorch.errors import SparqError
 from pyorch.ggml import MAX_SEQUENCES
 from pyorch.models.gguf_file import read_gguf
@@ -53,7 +53,7 @@ class SearchOptions:
         help="Type of the transposed K.  [default: q4]",
     )
     text: str | None = option(
-        "--text", metavar="FILE|DIR", help="Text to decode.  [default: a bundled one]"
+        "--text", type=File(), metavar="FILE|DIR", help="Text to decode.  [default: a bundled one]"
     )
     contexts: int | None = option(
         "--contexts",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,16 +16,17 @@ import click
 
 from pyorch import paths
 from pyorch.attention.spec import AttentionSpec, parse_ratio
-from pyorch.cli import chat_documents
+from pyorch.cli import chat_documents, streams
 from pyorch.cli import options as opt
 from pyorch.cli.conversation import REPLY_ROOM, Chat
 from pyorch.cli.loading import open_session, shown
 from pyorch.cli.summary import devices, summary_of, why_dense
 from pyorch.cli.templates import TemplateOptions, note_system, template_options
-from pyorch.cli.terminal import note
-from pyorch.cli.types import Number
+from pyorch.cli.terminal import json_text, note
+from pyorch.cli.types import File, Number, Text
 from pyorch.errors import SparqError
-from pyorch.progress import progress_bar
+from pyorch.progress import progress_bar, say
+from pyorch.text_file import decoded, raw_lines, read_text
 
 if TYPE_CHECKING:
     from pyorch.engine import Sampling
@@ -37,19 +40,32 @@ HELP = """\
 /clear        begin a new conversation
 /save FILE    write the conversation; --resume FILE continues it. /save FILE kv: at once
 /exit         leave (also Ctrl-D)
+//...         a message that begins with /: the first one is left out
 Ctrl-C stops a reply, or the reading of a message, which is then dropped. Pressed again, it
-stops the program. The arrow keys bring back earlier messages."""
+stops the program. The arrow keys bring back earlier messages.
+
+What is kept is for you alone, in {cache}:
+texts/ has what /read read and the model's K and V of it, the longest unused removed beyond 8 GiB
+(SPARQ_DOCUMENTS_LIMIT); `sparq-cpp documents` lists and removes them. chat_history has the lines
+that were typed in a terminal. With --no-keep nothing is added to either."""
 
 ROLES = ("system", "user", "assistant")
 
 
 @click.command()
 @opt.model_options
-@click.option("--system", metavar="TEXT", help="System message.")
+@click.option("--system", type=Text(), metavar="TEXT", help="System message.")
 @click.option(
     "-n", "--tokens", type=Number(int, 1), help="Generate at most this many tokens per reply."
 )
-@click.option("--resume", metavar="FILE", help="Continue a conversation written by /save.")
+@click.option(
+    "--resume", type=File(), metavar="FILE", help="Continue a conversation written by /save."
+)
+@click.option(
+    "--no-keep",
+    is_flag=True,
+    help="Keep neither the texts of /read nor the lines that are typed; /help says where they are.",
+)
 @opt.document_option
 @opt.context_options
 @opt.load_options
@@ -63,6 +79,7 @@ def command(
     system: str | None,
     tokens: int | None,
     resume: str | None,
+    no_keep: bool,
     documents: tuple[str, ...],
     kv_memory: int | None,
     context: opt.ContextOptions,
@@ -76,8 +93,11 @@ def command(
     """Talk to a model, with its own chat template.
 
     In a terminal, /help lists the commands. From a pipe, each line is one message, and Ctrl-C ends
-    the program. Replies go to stdout; with --json each is one line of JSON.
+    the program. A line that begins with / is a command, with // a message that begins with /.
+    Replies go to stdout; with --json each is one line of JSON.
     """
+    streams.stdin()  # what is wrong is refused before a model is loaded
+    chat_documents.limit()
     spec = attention.spec()
     if resume and documents:
         raise SparqError("--resume and --document are two beginnings", "give one of them", 2)
@@ -104,6 +124,7 @@ def command(
             sys.stdin.isatty(),
             messages,
             documents=found,
+            keeps=not no_keep,
         )
         for document in saved:
             chat_documents.go_on(chat, document)
@@ -118,13 +139,15 @@ def _loop(chat: Chat) -> None:
         note(f"{shown(chat.session.path)}, attention {chat.spec}. /help lists the commands", "dim")
         if n := sum(m["role"] != "system" for m in chat.messages):
             note(f"{n} messages of an earlier conversation", "dim")
-    for line in _typed() if chat.interactive else _piped():
+    told = cache(say)  # once, not for each line
+    for line in _typed(chat.keeps) if chat.interactive else _piped():
         try:
-            if line.startswith("/"):
-                if not _run_command(chat, line):
+            if line.startswith(b"/") and not line.startswith(b"//"):
+                if not _run_command(chat, os.fsdecode(line)):  # it may have the name of a file
                     return
             else:
-                _reply(chat, line)
+                text = line[1:] if line.startswith(b"/") else line
+                _reply(chat, decoded(text, "your message" if chat.interactive else "stdin", told))
         except SparqError as error:
             if not chat.interactive:
                 raise
@@ -133,16 +156,16 @@ def _loop(chat: Chat) -> None:
                 note(f"hint: {error.hint}", "yellow")
 
 
-def _piped() -> Iterator[str]:
+def _piped() -> Iterator[bytes]:
     """Yields the lines of a pipe, messages and commands, without blank ones."""
-    for raw in sys.stdin.buffer:
-        if line := raw.decode("utf-8", errors="replace").strip():
+    for raw in raw_lines(streams.stdin(), "stdin"):
+        if line := raw.strip():
             yield line
 
 
-def _typed() -> Iterator[str]:
+def _typed(keeps: bool) -> Iterator[bytes]:
     """Yields typed lines, which can be edited; the arrow keys recall earlier ones."""
-    keep_history = _history()
+    keep_history = _history(keeps)
     while True:
         try:
             line = _ask().strip()
@@ -155,7 +178,7 @@ def _typed() -> Iterator[str]:
             continue
         if line:
             keep_history()
-            yield line
+            yield line.encode(sys.stdin.encoding, errors="surrogateescape")
 
 
 def _ask() -> str:
@@ -165,9 +188,10 @@ def _ask() -> str:
     return input()
 
 
-def _history() -> Callable[[], None]:
+def _history(keeps: bool) -> Callable[[], None]:
     """Give input() the lines of earlier sessions. Returns a function that saves them and the new
-    ones in the cache folder; of two chats at once, the lines of the one that saves last are kept.
+    ones in the cache folder, unless nothing is to be kept; of two chats at once, the lines of the
+    one that saves last are kept.
     """
     try:
         import readline
@@ -181,9 +205,10 @@ def _history() -> Callable[[], None]:
     def keep() -> None:
         with suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch(0o600)
             readline.write_history_file(file)
 
-    return keep
+    return keep if keeps else lambda: None
 
 
 def _run_command(chat: Chat, line: str) -> bool:
@@ -193,7 +218,7 @@ def _run_command(chat: Chat, line: str) -> bool:
     if name in ("/exit", "/quit"):
         return False
     if name == "/help":
-        note(HELP)
+        note(HELP.format(cache=paths.cache()))
     elif name == "/read":
         chat_documents.read(chat, _path("/read", rest))
     elif name == "/document":
@@ -212,7 +237,11 @@ def _run_command(chat: Chat, line: str) -> bool:
     elif name == "/save":
         _save(chat, rest)
     else:
-        raise SparqError(f"unknown command {name}", "/help lists the commands", exit_code=2)
+        raise SparqError(
+            f"unknown command {name}",
+            f"/help lists the commands; as a message: /{name} ...",
+            exit_code=2,
+        )
     return True
 
 
@@ -246,8 +275,8 @@ def _save(chat: Chat, name: str) -> None:
 
     kv = name.endswith(" kv")
     name = name.removesuffix(" kv")
-    text = json.dumps({"messages": chat.messages}, indent=2, ensure_ascii=False)
-    with new_file(path := _path("/save", name), force=True) as (partial, _):
+    text = json_text({"messages": chat.messages})
+    with new_file(path := _path("/save", name), force=True, private=True) as (partial, _):
         partial.write_text(text + "\n", encoding="utf-8")
     if kv and chat.session.tokens:
         chat_documents.save_beside(chat.session, chat.template, path)
@@ -257,7 +286,7 @@ def _save(chat: Chat, name: str) -> None:
 def _resume(name: str) -> list[dict[str, str]]:
     hint = "it takes a file written by /save"
     try:
-        messages = json.loads(Path(name).read_text(encoding="utf-8"))["messages"]
+        messages = json.loads(read_text(Path(name)))["messages"]
         found = [{"role": str(m["role"]), "content": str(m["content"])} for m in messages]
     except OSError as e:
         raise SparqError(f"{name}: {e.strerror or e}", hint) from None

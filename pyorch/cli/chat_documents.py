@@ -8,11 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pyorch import paths
 from pyorch.cli.conversation import Chat
 from pyorch.cli.loading import open_document
 from pyorch.cli.terminal import note
+from pyorch.cli.types import Size
 from pyorch.errors import SparqError
-from pyorch.text import decoded
+from pyorch.text_file import read_text
 
 if TYPE_CHECKING:
     from pyorch.engine import Document, Session
@@ -109,7 +111,7 @@ def read(chat: Chat, path: Path) -> None:
     from pyorch.engine import document_file
 
     try:
-        text = decoded(path.read_bytes())
+        text = read_text(path)
     except OSError as e:
         raise SparqError(f"{path}: {e.strerror or e}", "/read FILE") from None
     n = len(engine.tokenize(chat.session, text, add_special=False))
@@ -130,6 +132,20 @@ def read(chat: Chat, path: Path) -> None:
     note(said, "dim")
 
 
+def limit() -> int:
+    """The bytes of all that `/read` may keep.
+
+    Raises:
+        SparqError: SPARQ_DOCUMENTS_LIMIT is no size; more than somebody wanted would be kept.
+    """
+    given = os.environ.get("SPARQ_DOCUMENTS_LIMIT", "") or str(LIMIT)
+    try:
+        return 0 if given == "0" else Size().convert(given, None, None)
+    except SparqError:
+        said = f"SPARQ_DOCUMENTS_LIMIT {given!r} is no size"
+        raise SparqError(said, "512M or 2G; 0 keeps nothing", exit_code=2) from None
+
+
 def keep(chat: Chat) -> None:
     """Keep what `/read` has read, now that it is in the cache."""
     from pyorch import engine
@@ -137,13 +153,11 @@ def keep(chat: Chat) -> None:
     if chat.keep is None:
         return
     (path, reading), chat.keep = chat.keep, None
-    given = os.environ.get("SPARQ_DOCUMENTS_LIMIT", "")
-    limit = int(given) if given.isdecimal() else LIMIT
-    if limit == 0:
+    if limit() == 0 or not chat.keeps:
         return
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        paths.private(path.parent)
         engine.keep_document(chat.session, path, reading, chat.template, force=True)
-        engine.make_room(limit)
+        engine.make_room(limit())
     except (SparqError, OSError) as error:
         note(f"note: {reading.name} is not kept: {error}", "yellow")

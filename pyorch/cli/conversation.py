@@ -34,6 +34,7 @@ class Chat:
     read: list[str] = field(default_factory=list)  # with what messages begin that have such a text
     documents: list[Document] = field(default_factory=list)  # those of the command line
     keep: tuple[Path, Reading] | None = None  # what /read keeps after a reply
+    keeps: bool = True  # whether it does
     summary: Summary | None = None  # the summary of the last reply
     told: str = ""  # the note on why attention is dense, which is shown once
 

@@ -11,7 +11,7 @@ from pyorch.cli.groups import renamed
 from pyorch.cli.loading import fetch_model
 from pyorch.cli.options import json_option
 from pyorch.cli.terminal import confirm, print_json
-from pyorch.cli.types import Name
+from pyorch.cli.types import File, Name
 from pyorch.errors import SparqError
 from pyorch.models.convert import OUTTYPES
 from pyorch.progress import Say, progress_bar, say
@@ -22,11 +22,14 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("model", metavar="DIR|SPEC")
+@click.argument("model", type=File(), metavar="DIR|SPEC")
 @renamed("-o", "--out FILE")
 @renamed("--output", "--out FILE")
 @click.option(
-    "--out", metavar="FILE", help="The file to write.  [default: NAME.gguf in this folder]"
+    "--out",
+    type=File(),
+    metavar="FILE",
+    help="The file to write.  [default: NAME.gguf in this folder]",
 )
 @click.option(
     "--outtype",
@@ -88,6 +91,8 @@ def _downloaded(spec: Spec, agree: Say) -> Path:
 
     found = pull.find_files(spec, convert.FILES)
     if not any(f.name.endswith(".safetensors") for f in found.files):
+        if any(f.name == convert.ADAPTER for f in found.files):
+            raise convert.is_adapter(spec.repo, {})
         raise SparqError(f"{spec.repo}: no safetensors in it", "it may have GGUF: sparq-cpp pull")
     if not found.complete:
         agree(f"{spec.repo}: {human_bytes(found.missing_bytes)} to download")

@@ -10,6 +10,7 @@ import click
 
 from pyorch.cli.options import json_option
 from pyorch.cli.terminal import confirm, note, print_json
+from pyorch.cli.types import File
 from pyorch.engine import document_file
 from pyorch.engine.document_file import Document
 from pyorch.errors import SparqError
@@ -34,7 +35,7 @@ def command(ctx: click.Context, as_json: bool) -> None:
 
 
 @command.command("list")
-@click.argument("folder", required=False)
+@click.argument("folder", type=File(), required=False)
 @json_option
 def list_command(folder: str | None, as_json: bool) -> None:
     """List the documents in our own folders, or in FOLDER."""
@@ -63,7 +64,7 @@ def list_command(folder: str | None, as_json: bool) -> None:
 
 
 @command.command("show")
-@click.argument("name", metavar="NAME|FILE")
+@click.argument("name", type=File(), metavar="NAME|FILE")
 @json_option
 def show_command(name: str, as_json: bool) -> None:
     """Show what a document is, and how it was read."""
@@ -91,7 +92,7 @@ def show_command(name: str, as_json: bool) -> None:
 
 
 @command.command("verify")
-@click.argument("names", nargs=-1, required=True, metavar="NAME|FILE...")
+@click.argument("names", type=File(), nargs=-1, required=True, metavar="NAME|FILE...")
 @json_option
 def verify_command(names: Sequence[str], as_json: bool) -> None:
     """Compare every byte with the checksums that were written with it."""
@@ -106,7 +107,7 @@ def verify_command(names: Sequence[str], as_json: bool) -> None:
 
 
 @command.command("rm")
-@click.argument("names", nargs=-1, required=True, metavar="NAME|FILE...")
+@click.argument("names", type=File(), nargs=-1, required=True, metavar="NAME|FILE...")
 @click.option("--yes", is_flag=True, help="Remove without asking.")
 @json_option
 def rm_command(names: Sequence[str], yes: bool, as_json: bool) -> None:

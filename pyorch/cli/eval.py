@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pyorch import paths
 from pyorch.attention import line
 from pyorch.attention.spec import BOUNDS, EXACT, AttentionSpec
 from pyorch.cli import options as opt
@@ -16,7 +17,7 @@ from pyorch.cli.groups import on_the_line, option, renamed, several, takes
 from pyorch.cli.loading import placement, ready
 from pyorch.cli.readme import update_marked
 from pyorch.cli.terminal import note, note_if_beyond, note_if_busy
-from pyorch.cli.types import SOME_POSITIONS, THREADS, Name, Number, Ratio
+from pyorch.cli.types import SOME_POSITIONS, THREADS, File, Name, Number, Ratio
 from pyorch.errors import SparqError
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import read_gguf
@@ -84,12 +85,14 @@ class ExampleOptions:
 
     text: tuple[str, ...] = option(
         "--text",
+        type=File(),
         multiple=True,
         metavar="FILE|DIR",
         help="Books for haystacks and passages.  [default: the demo document]",
     )
     document: str | None = option(
         "--document",
+        type=File(),
         metavar="FILE",
         help="Ask about what `sparq-cpp read` has read, in place of --text: repetition and"
         " answers_repetition do.",
@@ -138,7 +141,9 @@ class ExampleOptions:
 @renamed("--method", "-a SPEC")
 @opt.load_options
 @takes(examples=ExampleOptions)
-@click.option("--out", metavar="DIR", help="Folder of the records.  [default: sparq-eval/MODEL]")
+@click.option(
+    "--out", type=File(), metavar="DIR", help="Folder of the records.  [default: sparq-eval/MODEL]"
+)
 @click.option("--force", is_flag=True, help="Measure again what is recorded already.")
 @click.option(
     "--output",
@@ -303,7 +308,6 @@ def _exact(method: Method) -> Method:
 
 def _setup(wanted: MethodOptions, examples: ExampleOptions) -> dict[str, object]:
     """The fields of `evals.task.Setup`, except those that belong to a task."""
-    from pyorch import paths
     from pyorch.evals.texts import read_texts
 
     books = [Path(t) for t in examples.text] or [paths.data("models") / "demo" / "document.txt"]
@@ -326,13 +330,13 @@ def _data(given: tuple[str, ...], tasks: list[Task]) -> dict[str, Path]:
     for text in given:
         name, eq, file = text.partition("=")
         if not eq or name not in wanting:
-            if len(wanting) != 1 or (eq and not Path(text).exists()):
+            if len(wanting) != 1 or (eq and not paths.expanded(text).exists()):
                 names = ", ".join(wanting) or "no task here needs data"
                 raise SparqError(
                     f"--data {text!r}: for which task?", f"--data TASK=FILE: {names}", exit_code=2
                 )
             name, file = wanting[0], text
-        out[name] = Path(file)
+        out[name] = paths.expanded(file)
     return out
 
 
@@ -344,7 +348,7 @@ def _list(tasks: list[Task]) -> None:
 
 
 @command.command("table")
-@click.argument("folder", metavar="DIR")
+@click.argument("folder", type=File(), metavar="DIR")
 @click.argument("names", metavar="[TASK]...", nargs=-1)
 @click.option(
     "--output",
@@ -354,7 +358,10 @@ def _list(tasks: list[Task]) -> None:
     help="Format of the tables.  [default: md]",
 )
 @click.option(
-    "--update-readme", metavar="FILE", help="Put the table between the eval marks in this file."
+    "--update-readme",
+    type=File(),
+    metavar="FILE",
+    help="Put the table between the eval marks in this file.",
 )
 def table_command(
     folder: str, names: tuple[str, ...], output: str, update_readme: str | None
@@ -370,9 +377,9 @@ def table_command(
 
 
 @command.command("plot")
-@click.argument("folder", metavar="DIR")
+@click.argument("folder", type=File(), metavar="DIR")
 @click.argument("names", metavar="[TASK]...", nargs=-1)
-@click.option("--out", metavar="DIR", help="Folder of the pictures.  [default: DIR]")
+@click.option("--out", type=File(), metavar="DIR", help="Folder of the pictures.  [default: DIR]")
 @click.option("--png", is_flag=True, help="Write PNG as well as SVG.")
 def plot(folder: str, names: tuple[str, ...], out: str | None, png: bool) -> None:
     """Draw score against bytes and speed for all methods, and heatmaps of needles."""
@@ -383,8 +390,8 @@ def plot(folder: str, names: tuple[str, ...], out: str | None, png: bool) -> Non
 
 
 @command.command("pack")
-@click.argument("folder", metavar="DIR")
-@click.argument("to", metavar="TO")
+@click.argument("folder", type=File(), metavar="DIR")
+@click.argument("to", type=File(), metavar="TO")
 def pack(folder: str, to: str) -> None:
     """Keep the scores of a folder without the answers, one line per method."""
     from pyorch.evals import series

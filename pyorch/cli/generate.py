@@ -11,13 +11,15 @@ import click
 
 from pyorch.attention.spec import AttentionSpec
 from pyorch.cli import options as opt
+from pyorch.cli import streams
 from pyorch.cli.loading import check_limited, open_document, open_session
 from pyorch.cli.summary import summary_of, why_dense
 from pyorch.cli.templates import TemplateOptions, template_options
 from pyorch.cli.terminal import note, print_json
-from pyorch.cli.types import Number
+from pyorch.cli.types import File, Number, Text
 from pyorch.errors import SparqError
 from pyorch.progress import progress_bar
+from pyorch.text_file import decoded, read_text
 
 if TYPE_CHECKING:
     from pyorch.engine import Document, Sampling, Session
@@ -25,9 +27,13 @@ if TYPE_CHECKING:
 
 @click.command()
 @opt.model_options
-@click.option("-p", "--prompt", metavar="TEXT", help="The text to continue.")
+@click.option("-p", "--prompt", type=Text(), metavar="TEXT", help="The text to continue.")
 @click.option(
-    "-f", "--file", metavar="FILE", help="Read the text from a file, or from stdin if FILE is -."
+    "-f",
+    "--file",
+    type=File(),
+    metavar="FILE",
+    help="Read the text from a file, or from stdin if FILE is -.",
 )
 @click.option(
     "-n",
@@ -153,10 +159,10 @@ def _prompt(text: str | None, file: str | None) -> str:
     if file is None:
         prompt = text or ""
     elif file == "-":
-        prompt = sys.stdin.buffer.read().decode("utf-8", errors="replace")
+        prompt = decoded(streams.stdin().read(), "stdin")
     else:
         try:
-            prompt = Path(file).read_text(encoding="utf-8", errors="replace")
+            prompt = read_text(Path(file))
         except OSError as e:
             raise SparqError(f"{file}: {e.strerror or e}", "-f takes a text file, or -") from None
     if not prompt:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import click
 
-from pyorch.cli.types import Numbers, Several
+from pyorch.cli.types import Files, Numbers, Several
 from pyorch.errors import SparqError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -87,7 +87,7 @@ def on_the_line(names: Iterable[str]) -> set[str]:
 
 def several(*names: str, of: click.ParamType, default: str = "", text: str = "") -> Any:
     """A field that is a list: an option that takes commas and may be repeated."""
-    kind = of if isinstance(of, Numbers) else Several(of)
+    kind = of if isinstance(of, (Numbers, Files)) else Several(of)
     attributes = {
         "type": kind,
         "multiple": True,

@@ -18,7 +18,7 @@ from pyorch.cli.terminal import confirm, note, note_if_beyond
 from pyorch.errors import SparqError
 from pyorch.models import cards
 from pyorch.models.geometry import geometry
-from pyorch.models.gguf_file import read_gguf
+from pyorch.models.gguf_file import GGUFFile, read_gguf
 from pyorch.progress import progress_bar
 from pyorch.text import human_bytes
 
@@ -88,10 +88,20 @@ def ready(
 
     path = model_path(name, yes, lambda: native.check_compiler(tools))
     file = read_gguf(path)
+    _note_tokenizer(file)
     if options is not None:
         checked(file, **options)
     native.built(tools=tools)
     return path
+
+
+def _note_tokenizer(file: GGUFFile) -> None:
+    """Warn if a file does not say how its tokenizer splits words: llama.cpp does so in its log,
+    which only -v shows."""
+    kind, split = (file.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
+    if kind == "gpt2" and not split:
+        why = "names no pre-tokenizer, so words may be split otherwise than in its training"
+        note(f"note: {file.path.name} {why}; newer files of the model name it", "yellow")
 
 
 def shown(path: Path) -> str:

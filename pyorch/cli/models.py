@@ -10,6 +10,7 @@ import click
 from pyorch.cli.loading import first_ratio
 from pyorch.cli.options import json_option
 from pyorch.cli.terminal import confirm, note, print_json
+from pyorch.cli.types import File
 from pyorch.errors import SparqError
 from pyorch.models import cards
 from pyorch.text import human_bytes
@@ -76,7 +77,7 @@ def list_command(as_json: bool) -> None:
 
 
 @command.command("show")
-@click.argument("name", metavar="NAME|FILE")
+@click.argument("name", type=File(), metavar="NAME|FILE")
 @json_option
 def show_command(name: str, as_json: bool) -> None:
     """Show everything that is known about the model NAME, or about a FILE if its content is known.

@@ -28,10 +28,12 @@ from pyorch.cli.types import (
     SOME_POSITIONS,
     THREADS,
     Endpoint,
+    File,
     Name,
     Number,
     Ratio,
     Size,
+    Text,
 )
 from pyorch.errors import SparqError
 from pyorch.ggml import CACHE_TYPES, NUMA, ROPE_SCALING
@@ -48,6 +50,7 @@ def model_option(required: bool = True) -> Any:
         "--model",
         "-m",
         required=required,
+        type=File(),
         envvar="SPARQ_MODEL",
         metavar="FILE|SPEC",
         help="GGUF model: a file, a card's name or hf:org/repo, as in `sparq-cpp pull`.",
@@ -438,6 +441,7 @@ sampling_options = group(
         "--reverse-prompt",
         "--stop",
         "stop",
+        type=Text(),
         multiple=True,
         metavar="TEXT",
         help="End where the model writes this text, which is not shown; it may be repeated.",
@@ -468,6 +472,7 @@ document_option = group(
     click.option(
         "--document",
         "documents",
+        type=File(),
         multiple=True,
         metavar="FILE",
         help="Begin with what `sparq-cpp read` has read: a file, or its name in `documents list`.",

@@ -10,11 +10,12 @@ import click
 from pyorch.cli.loading import fetch_model, first_ratio
 from pyorch.cli.options import json_option
 from pyorch.cli.terminal import note, print_json
+from pyorch.cli.types import File
 from pyorch.progress import silent
 
 
 @click.command()
-@click.argument("spec")
+@click.argument("spec", type=File())
 @click.option("-q", "--quiet", is_flag=True, help="Show neither progress nor notes.")
 @json_option
 def command(spec: str, quiet: bool, as_json: bool) -> None:

@@ -9,7 +9,7 @@ import click
 from pyorch.cli.loading import ready
 from pyorch.cli.options import json_option
 from pyorch.cli.terminal import note, print_json
-from pyorch.cli.types import THREADS
+from pyorch.cli.types import THREADS, File
 from pyorch.progress import progress_bar
 
 
@@ -25,8 +25,8 @@ class Quantize(click.Command):
 
 
 @click.command(cls=Quantize)
-@click.argument("model", metavar="IN")
-@click.argument("output", metavar="OUT")
+@click.argument("model", type=File(), metavar="IN")
+@click.argument("output", type=File(), metavar="OUT")
 @click.option(
     "--type",
     "type_name",
@@ -35,7 +35,9 @@ class Quantize(click.Command):
     show_default=True,
     help="Type of the weights, see below.",
 )
-@click.option("--imatrix", metavar="FILE", help="An importance matrix from llama-imatrix.")
+@click.option(
+    "--imatrix", type=File(), metavar="FILE", help="An importance matrix from llama-imatrix."
+)
 @click.option("--threads", "-t", type=THREADS, help="Number of threads.  [default: all cores]")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--allow-requantize", is_flag=True, help="Accept a quantised model; this loses more.")

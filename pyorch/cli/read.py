@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -12,24 +14,36 @@ from pyorch import paths
 from pyorch.attention.bytes import CELLS
 from pyorch.attention.spec import AttentionSpec
 from pyorch.cli import options as opt
+from pyorch.cli import streams
 from pyorch.cli.loading import note_if_weights_exceed, placement, ready, session_options
 from pyorch.cli.templates import TemplateOptions, note_system, template_options
 from pyorch.cli.terminal import note, print_json
+from pyorch.cli.types import File, Text
 from pyorch.errors import SparqError
 from pyorch.progress import progress_bar, say
-from pyorch.text import decoded, human_bytes, human_time
+from pyorch.text import human_bytes, human_time, printable
+from pyorch.text_file import decoded, read_text
 
 if TYPE_CHECKING:
     from pyorch.engine import Document
 
+SHOWN = 5  # names of what a folder holds and is left out
+_TAKES = "a text file, a folder, or -"
+
 
 @click.command()
-@click.argument("texts", nargs=-1, required=True, metavar="TEXT...")
+@click.argument("texts", type=File(), nargs=-1, required=True, metavar="TEXT...")
 @opt.model_options
 @click.option(
-    "-o", "--output", metavar="FILE", help="Where to write it.  [default: by name, in our folder]"
+    "-o",
+    "--output",
+    type=File(),
+    metavar="FILE",
+    help="Where to write it.  [default: by name, in our folder]",
 )
-@click.option("--system", metavar="TEXT", default="", help="System message of the conversation.")
+@click.option(
+    "--system", type=Text(), metavar="TEXT", default="", help="System message of the conversation."
+)
 @click.option(
     "--plain",
     is_flag=True,
@@ -60,7 +74,7 @@ def command(
     TEXT is a file, a folder (all texts below it) or - for stdin; several are one document. An
     interrupted reading goes on where it stopped when the same command runs again. The context is as
     long as the text needs, and what sparse attention needs is kept as well, unless -a says
-    otherwise.
+    otherwise. The file has the text itself in it, and is for you alone.
     """
     from pyorch import engine
     from pyorch.models.new_file import check_target
@@ -70,9 +84,7 @@ def command(
     if plain:
         chosen.check_unused("--plain reads the text as it is")
     name, text = _joined(texts)
-    path = paths.expanded(output) if output else paths.documents() / f"{name}.kv"
-    if output is None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    path = Path(output) if output else paths.private(paths.documents()) / f"{name}.kv"
     check_target(path, force)
     spec = attention.spec() or AttentionSpec("sparq")
     options = session_options(spec, context, load)
@@ -127,35 +139,47 @@ def _joined(names: tuple[str, ...]) -> tuple[str, str]:
     """
     found = [pair for name in names for pair in _texts(name)]
     if not any(text.strip() for _, text in found):
-        raise SparqError(f"{', '.join(names)}: there is no text", "a text file, a folder, or -")
-    name = "stdin" if names[0] == "-" else paths.expanded(names[0]).resolve().stem
+        raise SparqError(f"{', '.join(names)}: there is no text", _TAKES)
+    name = "stdin" if names[0] == "-" else Path(names[0]).resolve().stem
     if len(found) == 1:
         return name, found[0][1]
-    return name, "\n\n".join(f"File: {path}\n\n{text}" for path, text in found)
+    return name, "\n\n".join(f"File: {printable(path)}\n\n{text}" for path, text in found)
 
 
 def _texts(name: str) -> list[tuple[str, str]]:
     """The names and texts that one argument stands for."""
     if name == "-":
-        return [("stdin", decoded(sys.stdin.buffer.read()))]
-    path = paths.expanded(name)
+        return [("stdin", decoded(streams.stdin().read(), "stdin"))]
+    path = Path(name)
     try:
-        if not path.is_dir():
-            return [(name, decoded(path.read_bytes()))]
-        inside = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p, path))
-        texts = [(str(p.relative_to(path)), _text_or_none(p)) for p in inside]
+        return _below(path) if path.is_dir() else [(name, read_text(path))]
     except OSError as e:
-        raise SparqError(
-            f"{e.filename}: {e.strerror or e}", "a text file, a folder, or -"
-        ) from None
-    return [(p, text) for p, text in texts if text is not None]
+        raise SparqError(f"{e.filename}: {e.strerror or e}", _TAKES) from None
 
 
-def _hidden(path: Path, below: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(below).parts)
+def _below(folder: Path) -> list[tuple[str, str]]:
+    """The names and texts of all files below a folder. What is left out is said."""
+    files: list[Path] = []
+    left: dict[str, list[Path]] = defaultdict(list)
+    for at, folders, names in os.walk(folder, onerror=_refuse):
+        here = Path(at)
+        left["hidden"] += [here / n for n in (*folders, *names) if n.startswith(".")]
+        folders[:] = [n for n in folders if not n.startswith(".")]
+        left["links to folders"] += [here / n for n in folders if (here / n).is_symlink()]
+        for path in (here / n for n in names if not n.startswith(".")):
+            (files if path.is_file() else left["not files"]).append(path)
+    found = []
+    for path in sorted(files):
+        try:
+            found.append((str(path.relative_to(folder)), read_text(path)))
+        except SparqError:
+            left["no texts"].append(path)
+    for why in filter(left.get, left):
+        some = ", ".join(printable(path.relative_to(folder)) for path in left[why][:SHOWN])
+        more = ", ..." * (len(left[why]) > SHOWN)
+        say(f"{printable(folder)}: {len(left[why])} left out ({why}): {some}{more}")
+    return found
 
 
-def _text_or_none(path: Path) -> str | None:
-    """The text of a file, or None if it holds something else."""
-    raw = path.read_bytes()
-    return None if b"\0" in raw else decoded(raw)
+def _refuse(error: OSError) -> NoReturn:
+    raise error

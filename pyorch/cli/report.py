@@ -8,6 +8,7 @@ import click
 
 from pyorch.cli.groups import renamed
 from pyorch.cli.terminal import note
+from pyorch.cli.types import File
 from pyorch.errors import SparqError
 
 
@@ -16,6 +17,7 @@ from pyorch.errors import SparqError
 @renamed("--output", "--out FILE")
 @click.option(
     "--out",
+    type=File(),
     metavar="FILE",
     default="report.html",
     show_default=True,
@@ -23,11 +25,15 @@ from pyorch.errors import SparqError
 )
 @click.option(
     "--results",
+    type=File(),
     metavar="DIR",
     help="Folder of the records of one machine.  [default: where `bench` keeps them]",
 )
 @click.option(
-    "--figures", metavar="DIR", help="Folder of the pictures.  [default: bench/figures in a clone]"
+    "--figures",
+    type=File(),
+    metavar="DIR",
+    help="Folder of the pictures.  [default: bench/figures in a clone]",
 )
 def command(out: str, results: str | None, figures: str | None) -> None:
     """Write figures and tables as one HTML page that opens without a network.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import http.client
 import ipaddress
 import os
@@ -34,12 +35,13 @@ from pyorch.cli.loading import (
 from pyorch.cli.log import shows_log
 from pyorch.cli.supervise import GRACE_S, Child
 from pyorch.cli.terminal import note, note_if_beyond
-from pyorch.cli.types import Number
+from pyorch.cli.types import File, Number
 from pyorch.errors import SparqError
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import GGUFFile, read_gguf
 from pyorch.models.memory import available_memory, weight_bytes
 from pyorch.native import web_page
+from pyorch.text import printable
 
 if TYPE_CHECKING:
     from pyorch.engine import Document, SessionOptions
@@ -115,6 +117,7 @@ class ServerOptions:
     )
     api_key_file: str | None = option(
         "--api-key-file",
+        type=File(),
         metavar="FILE",
         help="Refuse requests without a key of this file, which has one a line.",
     )
@@ -217,6 +220,8 @@ def _key_file(name: str) -> Path:
     keys = [line for line in lines if line and not line.startswith(b"#")]
     if not keys:
         raise SparqError(f"{name} holds no key", make)
+    if keys[0].startswith(codecs.BOM_UTF8):  # as some editors write it
+        raise SparqError(f"{name}: a byte order mark would be a part of the first key", make)
     if any(key != key.strip() for key in keys):  # llama-server would take the blank for a part
         raise SparqError(f"{name}: a key begins or ends with a blank", make)
     if mode & 0o044:
@@ -234,8 +239,10 @@ def _ready(model: opt.ModelOptions, options: SessionOptions) -> Path:
 
 
 def _alias(model: opt.ModelOptions, path: Path) -> str:
-    """The name by which clients know the model."""
-    return path.name if Path(model.model).exists() else model.model
+    """The name by which clients know the model; "" is that of its file, which llama-server takes by
+    itself. It takes a comma in an alias for the end of one, and no bytes that are not UTF-8."""
+    name = printable(path.name if Path(model.model).exists() else model.model)
+    return "" if name == path.name or "," in name else name
 
 
 @dataclass(frozen=True)
@@ -349,8 +356,8 @@ def _list_of(documents: Sequence[Document], kv_memory: int | None) -> Iterator[d
     if not documents:
         yield {}
         return
-    with NamedTemporaryFile("w", suffix=".list", encoding="utf-8") as file:
-        file.write(document_file.listed(documents))
+    with NamedTemporaryFile("wb", suffix=".list") as file:
+        file.write(os.fsencode(document_file.listed(documents)))
         file.flush()
         limit = {} if kv_memory is None else {"SPARQ_KV_MEMORY": str(kv_memory)}
         yield {"SPARQ_DOCUMENTS": file.name, **limit}
@@ -379,7 +386,6 @@ def _arguments(served: Served, settings: Settings, file: GGUFFile) -> list[str]:
     type_k, type_v = settings.types
     values: dict[str, object] = {
         "--model": served.path,
-        "--alias": served.alias,
         "--host": served.address,
         "--port": served.port,
         "--parallel": settings.n_sequences,
@@ -412,6 +418,8 @@ def _arguments(served: Served, settings: Settings, file: GGUFFile) -> list[str]:
     ):
         if parts:
             values[f"--{name}"] = ",".join(map(str, parts))
+    if served.alias:
+        values["--alias"] = served.alias
     line = [str(word) for pair in values.items() for word in pair]
     line += ["--no-repack"] * (served.load.no_repack or settings.lacking > 0)
     # A cache for each slot, of --ctx positions. In one cache for all (--kv-unified) a long request

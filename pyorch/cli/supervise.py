@@ -78,6 +78,7 @@ class Child:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            umask=0o077,  # what it writes (slots, logs) is made of what people asked
             start_new_session=True,  # Ctrl-C in a terminal comes to us alone
         )
         self._reader.start()

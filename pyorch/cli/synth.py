@@ -10,7 +10,7 @@ import click
 from pyorch.cli.groups import option, renamed, takes
 from pyorch.cli.options import json_option
 from pyorch.cli.terminal import print_json
-from pyorch.cli.types import LAYERS, Name, Number
+from pyorch.cli.types import LAYERS, File, Name, Number
 from pyorch.models.synth import QUANTS
 from pyorch.text import human_bytes
 
@@ -64,7 +64,7 @@ class Sizes:
 )
 @renamed("-o", "--out FILE")
 @renamed("--output", "--out FILE")
-@click.option("--out", required=True, metavar="FILE", help="The GGUF file to write.")
+@click.option("--out", type=File(), required=True, metavar="FILE", help="The GGUF file to write.")
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @json_option
 def command(

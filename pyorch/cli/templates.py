@@ -6,14 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from pyorch import paths
 from pyorch.cli.groups import option, takes
 from pyorch.cli.terminal import note
-from pyorch.cli.types import Name
+from pyorch.cli.types import File, Name
 from pyorch.errors import SparqError
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class TemplateOptions:
 
     chat_template_file: str | None = option(
         "--chat-template-file",
+        type=File(),
         metavar="FILE",
         help="Chat template in jinja.  [default: the model's own]",
     )
@@ -84,7 +85,7 @@ class TemplateOptions:
         """
         from pyorch.engine.chat_template import ChatTemplate
 
-        file = paths.expanded(self.chat_template_file) if self.chat_template_file else None
+        file = Path(self.chat_template_file) if self.chat_template_file else None
         made = ChatTemplate(of, file=file, variables=self.variables, now=now)
         for name in self.variables:
             if name not in made.source:

@@ -51,5 +51,15 @@ def confirm(question: str, yes: bool, otherwise: str, hint: str) -> None:
 
 def print_json(value: object) -> None:
     """Print one JSON object on stdout."""
-    json.dump(value, sys.stdout, indent=2, ensure_ascii=False)
-    sys.stdout.write("\n")
+    print(json_text(value, getattr(sys.stdout, "encoding", None) or "utf-8"))
+
+
+def json_text(value: object, encoding: str = "utf-8") -> str:
+    """JSON with letters as they are, or as escapes if `encoding` lacks some of them: a name whose
+    bytes are not UTF-8 has no other form, and with ? in it would be another name."""
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        text = json.dumps(value, indent=2)
+    return text

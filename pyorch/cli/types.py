@@ -6,13 +6,16 @@ A wrong value is refused in one line that names the option, with a hint in a sec
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import click
 
+from pyorch import paths
 from pyorch.attention.spec import parse_ratio
 from pyorch.errors import SparqError, nearest
 from pyorch.ggml import MAX_THREADS
 from pyorch.models.geometry import MAX_LAYERS
+from pyorch.text_file import decoded
 
 MOST = 1000  # the most values of a range
 
@@ -23,6 +26,40 @@ Context = click.Context | None
 
 def _shown(param: Param, otherwise: str = "value") -> str:
     return max(param.opts, key=len) if param else otherwise
+
+
+class File(click.ParamType):
+    """The name of a file or folder, with the home folder in place of `~`: the shell leaves it as it
+    is in `--model=~/x`, and in a variable's quoted value. It stays a string, because some options
+    take other words as well, such as - or hf:org/repo."""
+
+    name = "file"
+
+    def convert(self, value: object, param: Param, ctx: Context) -> str:
+        name = str(value)
+        return str(paths.expanded(name)) if name.startswith("~") else name
+
+
+class Files(click.ParamType):
+    """Names of files, with commas between them unless a file has that very name."""
+
+    name = "files"
+
+    def convert(self, value: object, param: Param, ctx: Context) -> list[str]:
+        whole = File().convert(value, param, ctx)
+        if Path(whole).exists():
+            return [whole]
+        return [File().convert(part, param, ctx) for part in whole.split(",")]
+
+
+class Text(click.ParamType):
+    """A text of the line itself, which goes through the same decoder as one in a file."""
+
+    name = "text"
+
+    def convert(self, value: object, param: Param, ctx: Context) -> str:
+        raw = str(value).encode("utf-8", errors="surrogateescape")
+        return decoded(raw, _shown(param, "the text"))
 
 
 class Ratio(click.ParamType):

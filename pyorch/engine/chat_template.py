@@ -17,6 +17,7 @@ from pyorch.engine.control_tokens import hidden, names_of, tokens_of_pieces
 from pyorch.engine.model import Model, Session
 from pyorch.engine.text import tokenize
 from pyorch.errors import SparqError
+from pyorch.text_file import read_text
 
 if TYPE_CHECKING:
     from llama_cpp.llama_chat_format import Jinja2ChatFormatter
@@ -211,11 +212,9 @@ class ChatTemplate:
 
 def _text_of(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return read_text(file)
     except OSError as e:
         raise SparqError(f"{file}: {e.strerror or e}", "a chat template in jinja") from None
-    except UnicodeDecodeError:
-        raise SparqError(f"{file}: a chat template is text in UTF-8") from None
 
 
 def _as(message: Message, form: str) -> dict[str, object]:

@@ -32,6 +32,7 @@ from pyorch.models.content import content_hash
 from pyorch.models.gguf_file import GGUFFile
 from pyorch.models.new_file import check_space, new_file
 from pyorch.progress import Progress, silent
+from pyorch.text import printable
 
 PIECE = 2048  # at least so many positions are read before they are written
 
@@ -103,7 +104,7 @@ def read_document(
     check_length(session, len(tokens))
     header, raw = _header(session, reading, tokens, template)
     check_space(path.absolute().parent, header.n_bytes - _size(path), "the document")
-    with new_file(path, force, resumable=True) as (partial, fd):
+    with new_file(path, force, resumable=True, private=True) as (partial, fd):
         n = _continued(session, partial, fd, header)
         if n == 0:
             document_file.create(fd, header, raw)
@@ -150,7 +151,7 @@ def keep_document(
         raise SparqError("the cache does not begin with this text")
     header, raw = _header(session, reading, tokens, template)
     check_space(path.absolute().parent, header.n_bytes, "the document")
-    with new_file(path, force) as (_, fd):
+    with new_file(path, force, private=True) as (_, fd):
         document_file.create(fd, header, raw)
         _write_rows(session, path, fd, header, 0, len(tokens))
         _finish(session, path, fd, header)
@@ -252,8 +253,8 @@ def _header(
         raise SparqError(f"{reading.name}: there is nothing to read", "give a text")
     raw, n_text = document_file.packed(tokens, reading.text)
     header = Header(
-        reading.name,
-        session.path.name,
+        printable(reading.name),
+        printable(session.path.name),
         content_hash(session.model.file),
         _rotations(session.model.file, session.rope, session.n_ctx),
         _call(session, "kind")[1],

@@ -187,7 +187,13 @@ def content(of: Document) -> tuple[list[int], str]:
 
 
 def listed(documents: Sequence[Document]) -> str:
-    """The list that llama-server takes documents from; llama-sparse-tools.cpp reads it."""
+    """The list that llama-server takes documents from; llama-sparse-tools.cpp reads it.
+
+    Raises:
+        SparqError: the name of a file has a line feed, which would end its line.
+    """
+    if broken := [d.path for d in documents if "\n" in str(d.path.absolute())]:
+        raise SparqError(f"{str(broken[0])!r}: a line feed in its name", "rename it", 2)
     lines = (
         f"{d.path.absolute()}\n{d.n_tokens} {d.image_at} {ALIGN}\n" + d.kind.replace("\n", "|")
         for d in documents

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from pyorch.engine.decoding import forget
@@ -12,7 +13,8 @@ from pyorch.errors import SparqError
 
 
 def save_state(session: Session, path: str | os.PathLike[str]) -> None:
-    """Write the cache and its tokens to a file that `load_state` and stock llama.cpp read.
+    """Write the cache and its tokens to a file that `load_state` and stock llama.cpp read. If it is
+    new, it is for this user alone: whoever has it has the text.
 
     Raises:
         SparqError: the file cannot be written.
@@ -20,6 +22,8 @@ def save_state(session: Session, path: str | os.PathLike[str]) -> None:
     buf = (ctypes.c_int32 * len(session.tokens))(*session.tokens)
     if not Path(path).absolute().parent.is_dir():
         raise SparqError(f"{path}: there is no folder for the session", "make it first")
+    with suppress(OSError):  # llama.cpp tells what is wrong
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
     with session.library.call() as call:
         ok = session.lib.llama_state_save_file(
             session.ctx, os.fsencode(path), buf, len(session.tokens)

@@ -15,6 +15,7 @@ from pyorch import paths
 from pyorch.errors import SparqError
 from pyorch.progress import say
 from pyorch.text import human_bytes
+from pyorch.text_file import read_text
 
 Row = Mapping[str, Any]
 # data set -> its repository on the hub and the files of the split that is evaluated
@@ -43,10 +44,11 @@ def _read(file: Path) -> list[Row]:
     try:
         if file.suffix == ".parquet":
             return _parquet(file)
-        text = file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        reason = getattr(e, "strerror", None) or "not a text file"
-        raise SparqError(f"{file}: {reason}", "--data takes JSON, JSON lines or parquet") from None
+        text = read_text(file)
+    except OSError as e:
+        raise SparqError(
+            f"{file}: {e.strerror or e}", "--data takes JSON, JSON lines or parquet"
+        ) from None
     try:
         whole = json.loads(text)
     except ValueError:
@@ -59,7 +61,9 @@ def _read(file: Path) -> list[Row]:
 
 
 def _lines(file: Path, text: str) -> Iterator[Row]:
-    for i, line in enumerate(text.splitlines()):
+    for i, line in enumerate(
+        text.split("\n")
+    ):  # U+2028, where splitlines() cuts too, may be in a string
         if not line.strip():
             continue
         try:

@@ -39,6 +39,7 @@ from pyorch.models.geometry import Geometry
 from pyorch.policies import OFF, STOCK_FA0, Method
 from pyorch.policies.base import Policy
 from pyorch.progress import Progress, Report
+from pyorch.text import printable
 
 _READING = "{done} of {total} tokens read"
 _SHARED = 256  # prompts that share so many tokens are taken to share a text
@@ -205,7 +206,7 @@ def _n_common(a: Sequence[int], b: Sequence[int]) -> int:
 
 def about_model(path: Path) -> Record:
     """The record of a model: its name, and a hash of all its files."""
-    return {"name": path.name, "hash": content_hash(path)}
+    return {"name": printable(path.name), "hash": content_hash(path)}
 
 
 def _prepare(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from pyorch.errors import SparqError
-from pyorch.text import decoded
+from pyorch.text_file import read_text
 
 
 def read_texts(names: Sequence[Path]) -> list[str]:
@@ -24,7 +24,7 @@ def read_texts(names: Sequence[Path]) -> list[str]:
     if not files:
         raise SparqError(f"no *.txt in {', '.join(map(str, names))}", "--text FILE or DIR")
     try:
-        texts = [_body(decoded(f.read_bytes())) for f in files]
+        texts = [_body(read_text(f)) for f in files]
     except OSError as e:
         raise SparqError(f"{e.filename}: {e.strerror or e}", "--text FILE or DIR") from None
     if empty := [f for f, text in zip(files, texts, strict=True) if not text]:

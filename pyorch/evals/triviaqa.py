@@ -14,6 +14,7 @@ from pyorch.errors import SparqError
 from pyorch.evals import data, qa
 from pyorch.evals.example import Example
 from pyorch.evals.task import Setup, Task
+from pyorch.text_file import read_text
 
 CHARS = (4000, 8000)
 
@@ -29,9 +30,7 @@ def _contexts(row: data.Row, file: Path | None) -> list[str]:
             "unpack the official archive whole: qa/ and evidence/ side by side",
         )
     return [
-        (folder / r["Filename"]).read_text("utf-8", errors="replace")
-        for r in results
-        if (folder / r["Filename"]).is_file()
+        read_text(folder / r["Filename"]) for r in results if (folder / r["Filename"]).is_file()
     ]
 
 

@@ -19,6 +19,7 @@ from pyorch.evals import data
 from pyorch.evals.decode import Decoder, log_softmax
 from pyorch.evals.example import Example, Outcome
 from pyorch.evals.task import Setup, Task
+from pyorch.text_file import read_text
 
 READ, GIVEN = 6000, 400  # characters
 MAX_TOKENS = 256
@@ -33,10 +34,9 @@ def articles(file: Path | None) -> list[str]:
     """
     if file is not None and file.suffix not in (".json", ".jsonl", ".parquet"):
         try:
-            text = file.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as e:
-            reason = getattr(e, "strerror", None) or "not a text file"
-            raise SparqError(f"{file}: {reason}", "--data takes wiki.valid.raw") from None
+            text = read_text(file)
+        except OSError as e:
+            raise SparqError(f"{file}: {e.strerror or e}", "--data takes wiki.valid.raw") from None
     else:
         rows = data.rows("wikitext", file)
         if "page" in rows[0]:

@@ -25,7 +25,7 @@ from pyorch.models import convert_env
 from pyorch.models.gguf_file import GGUFFile, read_gguf
 from pyorch.models.new_file import check_space, check_target, new_file
 from pyorch.progress import Progress, Say
-from pyorch.text import human_bytes
+from pyorch.text import human_bytes, printable
 
 # bytes per weight
 OUTTYPES = {"auto": 2.0} | {
@@ -35,6 +35,7 @@ OUTTYPES = {"auto": 2.0} | {
 # README.md has the licence and the name.
 FILES: tuple[str, ...] = ("model*.safetensors", "*.json", "*.jinja", "README.md")
 FILES += ("tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt")
+ADAPTER = "adapter_config.json"  # in the folder of one
 _MAX_CONFIG = 64 << 20  # tokenizer.json of a large vocabulary: 35 MB
 _SLACK = 64 << 20  # the vocabulary, norms that stay f32, padding
 _AGAIN = "the download may be incomplete: compare it with the source, or download it again"
@@ -63,6 +64,8 @@ def read_checkpoint(folder: Path, name: str = "") -> Checkpoint:
             f"{folder}: {what}",
             "it takes a folder with config.json and safetensors, or hf:org/repo",
         )
+    if (folder / ADAPTER).is_file() and not any(folder.glob("model*.safetensors")):
+        raise is_adapter(str(folder), _read_json(folder / ADAPTER))
     if not (folder / "config.json").is_file():
         hint = "is it the folder of a model in the format of transformers?"
         if (folder / "params.json").is_file():
@@ -88,8 +91,18 @@ def read_checkpoint(folder: Path, name: str = "") -> Checkpoint:
             f"{folder}/config.json names no architecture", "is it the config.json of a model?"
         )
     n_bytes = sum(s.stat().st_size for s in shards)
-    name = name or folder.resolve().name
+    name = printable(name or folder.resolve().name)
     return Checkpoint(folder, name, tuple(found), sum(tensors.values()), n_bytes)
+
+
+def is_adapter(where: str, config: dict[str, Any]) -> SparqError:
+    """The error for a LoRA adapter, whose configuration names the model that it changes."""
+    base = str(config.get("base_model_name_or_path") or "its base model")
+    return SparqError(
+        f"{where}: an adapter of {base}, not a model",
+        f"merge it into {base} (peft's merge_and_unload) and convert that; or make a GGUF adapter"
+        " with llama.cpp's convert_lora_to_gguf.py, for sparq-cpp serve ... -- --lora FILE",
+    )
 
 
 def _names(config: dict[str, Any]) -> list[str]:

@@ -76,7 +76,7 @@ def python(note: Say, agree: Say) -> list[str]:
     """
     own = os.environ.get("SPARQ_CONVERT_PYTHON")
     if own:
-        return [_checked(own)]
+        return [_checked(str(paths.expanded(own)))]
     needs, options = _needs(scripts(note) / "requirements")
     tag = f"{sys.implementation.cache_tag} {platform.machine()}"
     digest = hashlib.sha256("\n".join([*needs, *options, tag]).encode()).hexdigest()[:12]

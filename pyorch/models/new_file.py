@@ -11,7 +11,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pyorch.errors import SparqError
@@ -56,7 +56,7 @@ def check_space(
 
 @contextmanager
 def new_file(
-    path: Path, force: bool = False, resumable: bool = False
+    path: Path, force: bool = False, resumable: bool = False, private: bool = False
 ) -> Iterator[tuple[Path, int]]:
     """Yield a temporary name to write to and the descriptor of its lock, for `pass_fds`.
 
@@ -64,7 +64,8 @@ def new_file(
 
     Any exception, Ctrl-C included, deletes it; a killed process leaves `NAME.partial`, which the
     next run replaces. If it is `resumable`, whatever ends the block early leaves it as it is, and
-    so does the next run, which continues it.
+    so does the next run, which continues it. A `private` file, which holds what somebody wrote or
+    read, is for this user alone, from its first byte on and whatever stood there before.
 
     Raises:
         SparqError: as `check_target`; another process is writing the file; or the system refuses.
@@ -74,8 +75,9 @@ def new_file(
     check_target(path, force)
     real = Path(os.path.realpath(path))  # a link stays a link
     partial = real.with_name(real.name + ".partial")
+    mode = 0o600 if private else 0o666
     try:
-        lock = os.open(partial, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+        lock = os.open(partial, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), mode)
         try:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -84,6 +86,9 @@ def new_file(
             if not partial.exists() or not os.path.samestat(os.fstat(lock), partial.stat()):
                 raise SparqError(f"{path}: another process has just written it", "try again")
             try:
+                if private and os.fstat(lock).st_mode & 0o077:  # left by an earlier version
+                    with suppress(PermissionError):  # a file system without modes
+                        os.fchmod(lock, mode)
                 if not resumable:
                     os.truncate(lock, 0)
                 yield partial, lock

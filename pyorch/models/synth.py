@@ -22,6 +22,7 @@ from pyorch.models import cards
 from pyorch.models.new_file import check_space, check_target, new_file
 from pyorch.native import source
 from pyorch.progress import say
+from pyorch.text import printable
 
 if TYPE_CHECKING:
     import gguf
@@ -164,7 +165,7 @@ def write(
     check_target(path, force)
     check_space(path.absolute().parent, file_bytes(shape, quant), str(path))
     with new_file(path, force) as (partial, _):
-        _write(partial, shape, quant, seed, name or f"synthetic {path.stem}")
+        _write(partial, shape, quant, seed, name or f"synthetic {printable(path.stem)}")
     return path.stat().st_size
 
 

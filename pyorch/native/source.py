@@ -100,7 +100,11 @@ def locate(pin: Pin) -> Source:
         digest = hashlib.sha256()
         for file in sorted(p for p in path.rglob("*") if p.is_file()):
             stat = file.stat()
-            digest.update(f"{file.relative_to(path)} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+            digest.update(
+                f"{file.relative_to(path)} {stat.st_size} {stat.st_mtime_ns}\n".encode(
+                    errors="surrogateescape"
+                )
+            )
         return Source(path, digest.hexdigest(), False)
     raise SparqError(
         f"SPARQ_LLAMA_SOURCE={local} is neither an sdist file nor an unpacked sdist",

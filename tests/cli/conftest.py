@@ -41,9 +41,10 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     ):  # on a busy machine, threads wait for each other
         monkeypatch.setenv(f"SPARQ_{command}_THREADS", "1")
 
-    def run_command(*args: object, stdin: str = "") -> Result:
+    def run_command(*args: object, stdin: str | bytes = "") -> Result:
+        raw = stdin.encode() if isinstance(stdin, str) else stdin
         monkeypatch.setattr(sys, "argv", ["sparq-cpp", *map(str, args)])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw)))
         capsys.readouterr()
         code: object = 0
         try:

@@ -402,7 +402,7 @@ def test_closed_streams(tiny: Path) -> None:
     line = f"{sys.executable} -c 'from pyorch.cli import main; main()' generate -m {tiny} -t 1"
     shell = partial(subprocess.run, shell=True, capture_output=True, text=True)
     assert shell(f"{line} -p x -n 2 >&- 2>&-").returncode == 0
-    empty = shell(f"{line} -f - <&-")
+    empty = shell(f"{line} -f - < /dev/null")
     assert empty.returncode == 2 and "the prompt is empty" in empty.stderr
 
 
@@ -494,9 +494,9 @@ def test_a_file_of_known_content_is_named_as_what_it_is(
 
     def heading(path: Path) -> str:
         of = SimpleNamespace(interactive=True, session=SimpleNamespace(path=path), spec="dense")
-        of.messages = []
+        of.messages, of.keeps = [], True
         with monkeypatch.context() as m, redirect_stderr(io.StringIO()) as said:
-            m.setattr(chat, "_typed", lambda: ())
+            m.setattr(chat, "_typed", lambda keeps: ())
             chat._loop(of)
         return said.getvalue()
 
@@ -677,6 +677,7 @@ def test_what_was_read_outlives_a_reply_that_fails(
     [
         ("/ratio 9", 2, "ratio 9"),
         ("/frob", 2, "unknown command /frob"),
+        ("/etc/hosts is a file", 2, "as a message: //etc/hosts ..."),
         ("/save", 2, "file name"),
         ("/ratio", 2, "hint: /ratio 1/4"),
         ("/read", 2, "file name"),
@@ -688,6 +689,23 @@ def test_what_was_read_outlives_a_reply_that_fails(
 def test_chat_errors(run: Run, tiny_chat: Path, line: str, code: int, said: str) -> None:
     result = run("chat", "-m", tiny_chat, "-n", 4, stdin=line + "\n")
     assert result.code == code and said in result.err and "hint:" in result.err
+
+
+def test_a_message_that_begins_with_a_slash(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
+    script = f"//etc/hosts is a file\n/save {tmp_path}/talk.json\n"
+    assert run("chat", "-m", tiny_chat, "-n", 1, stdin=script).code == 0
+    messages = json.loads((tmp_path / "talk.json").read_text())["messages"]
+    assert messages[0]["content"] == "/etc/hosts is a file"
+
+
+def test_a_missing_pre_tokenizer_is_said_once(run: Run, demo_model: Path, tmp_path: Path) -> None:
+    (model := tmp_path / "old.gguf").write_bytes(
+        demo_model.read_bytes().replace(b"tokenizer.ggml.pre", b"tokenizer.ggml.old")
+    )
+    for args, stdin in ((("generate", "-p", "x", "-n", 1), ""), (("chat", "-n", 1), "x\n")):
+        done = run(*args, "-m", model, stdin=stdin)
+        assert done.code == 0 and done.err.count("old.gguf names no pre-tokenizer") == 1
+        assert "pre-tokenizer" not in run(*args, "-m", demo_model, stdin=stdin).err
 
 
 def test_chat_resume_errors(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
@@ -782,6 +800,41 @@ def test_chat_in_a_terminal(tiny_chat: Path, tmp_path: Path) -> None:
     messages = json.loads((tmp_path / "talk.json").read_text())["messages"]
     assert messages[0]["content"] == "one\ntwo"
     assert "two\n/save" in (tmp_path / "chat_history").read_text()
+
+
+@pytest.mark.parametrize("edited", [True, False])
+def test_bytes_that_are_not_utf8_in_a_terminal(
+    tiny_chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edited: bool
+) -> None:
+    """They end neither the program nor the message; a file of such a name is found. The lines are
+    edited by readline, or not, as when stdout is no terminal."""
+    monkeypatch.setenv("LC_ALL", "C" if edited else "C.UTF-8")  # else readline takes them itself
+    talk = tmp_path / os.fsdecode(b"caf\xe9.json")
+    before = os.umask(0o022)
+    with (tmp_path / "out").open("wb") as out:
+        streams = {} if edited else {"stdout": out.fileno()}
+        with chat_on_a_terminal(tiny_chat, tmp_path, "-n", 4, **streams) as (child, terminal):
+            for mark, then in (
+                (b"> ", b"caf\xe9 it is\n"),
+                (b"read as Windows-1252.*tokens/s.*> ", b"/save " + os.fsencode(talk) + b"\n"),
+                (b"2 messages written.*> ", b"\x04"),
+            ):
+                read_until(terminal, mark)
+                time.sleep(0.3)
+                os.write(terminal, then)
+    os.umask(before)
+    assert child.returncode == 0
+    assert json.loads(talk.read_text())["messages"][0]["content"] == "café it is"
+    assert not edited or (tmp_path / "chat_history").stat().st_mode & 0o777 == 0o600
+
+
+def test_what_is_typed_is_not_kept_unasked(tiny_chat: Path, tmp_path: Path) -> None:
+    with chat_on_a_terminal(tiny_chat, tmp_path, "-n", 4, "--no-keep") as (child, terminal):
+        for mark, then in ((b"> ", b"hello\n"), (b"tokens/s.*> ", b"\x04")):
+            read_until(terminal, mark)
+            time.sleep(0.3)
+            os.write(terminal, then)
+    assert child.returncode == 0 and not list(tmp_path.iterdir())
 
 
 def test_ctrl_c_in_a_terminal_stops_the_reply_and_not_the_program(

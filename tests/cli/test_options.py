@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from pathlib import Path
 
 import click
 import pytest
@@ -14,9 +16,10 @@ from pyorch.cli import options as opt
 from pyorch.cli.calibrate import SearchContext, SearchOptions
 from pyorch.cli.explain import WholeContext
 from pyorch.cli.groups import takes
-from pyorch.cli.types import Name, Size
+from pyorch.cli.types import Files, Name, Size
 from pyorch.engine import Sampling
 from pyorch.errors import SparqError
+from pyorch.evals import tasks
 
 
 def commands() -> dict[str, click.Command]:
@@ -35,6 +38,40 @@ def shown(command: click.Command) -> dict[str, click.Option]:
     """Its options by each of their names, without those that only refuse."""
     options = [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
     return {name: o for o in options for name in o.opts}
+
+
+def test_every_name_of_a_file_may_begin_with_the_home_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The shell leaves `--model=~/x`, and a variable in quotes, as they are."""
+    monkeypatch.setenv("HOME", "/home/me")
+    named = re.compile(r"FILE|DIR|TEXT\.\.\.|^(IN|OUT|TO)$")
+    found = set()
+    for verb, command in commands().items():
+        for param in (p for p in command.params if named.search(p.metavar or "")):
+            found.add(param.name)
+            if "TASK=" not in (param.metavar or ""):  # eval splits it first
+                value = param.type.convert("~/x", param, None)
+                assert value in ("/home/me/x", ["/home/me/x"]), f"{verb} {param.name}"
+    assert {"model", "text", "texts", "resume", "documents", "out", "output"} <= found
+    given = evaluate._data(("wikitext=~/x",), [tasks()["wikitext"]])
+    assert given == {"wikitext": Path("/home/me/x")}
+
+
+def test_a_variable_may_begin_with_the_home_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "m.gguf").symlink_to(tiny)
+    monkeypatch.setenv("SPARQ_MODEL", "~/m.gguf")
+    assert CliRunner().invoke(cli, ["explain"]).exit_code == 0
+    assert CliRunner().invoke(cli, ["explain", "--model=~/m.gguf"]).exit_code == 0
+
+
+def test_models_may_have_a_comma_in_their_name(tmp_path: Path) -> None:
+    (whole := tmp_path / "a,b.gguf").touch()
+    assert Files().convert(str(whole), None, None) == [str(whole)]
+    assert Files().convert("x.gguf,hf:o/r", None, None) == ["x.gguf", "hf:o/r"]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 how = os.environ.get("STANDIN", "")
 with open(os.environ["STANDIN_FILE"], "w") as f:
-    print(json.dumps({"pid": os.getpid(), "argv": sys.argv[1:], "env": dict(os.environ)}), file=f)
+    print(json.dumps({"pid": os.getpid(), "argv": sys.argv[1:], "env": dict(os.environ), "mask": os.umask(0)}), file=f)
 
 def say(text):
     print(text, file=sys.stderr, flush=True)
@@ -201,11 +201,28 @@ def test_the_line_of_llama_server(standin: Any, tmp_path: Path) -> None:
     assert after(argv, "--timeout") == "60" and argv[-1] == "--metrics"
     assert argv.count("--api-key-file") == 2 and after(argv, "--api-key-file") == str(key)
     assert "secret" not in f"{argv} {started['env']} {running.said}"
+    assert started["mask"] == 0o077, "slots and logs that it writes are made of what people asked"
     assert not [k for k in started["env"] if k.startswith(("LLAMA_", "AIP_", "SPARQ_"))]
     first, ready, account = running.said.splitlines()
     assert first == "tiny.gguf, attention sparq,ratio=1/8, 2048 positions in each of 3 slots"
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/v1 is ready; Ctrl-C ends it", ready)
     assert account == "12 tokens decoded, 95.0 % of their attention calls sparse"
+
+
+@pytest.mark.parametrize(
+    ("file", "alias"),
+    [("a,b.gguf", ""), ("tiny.gguf", ""), (os.fsdecode(b"\xe9.gguf"), "\ufffd.gguf")],
+)
+def test_a_model_has_one_name(
+    standin: Any, tiny: Path, tmp_path: Path, file: str, alias: str
+) -> None:
+    """llama-server cuts an alias at its commas; the name of the file it takes as it is."""
+    (model := tmp_path / file).symlink_to(tiny)
+    with standin("", "-m", model) as running:
+        running.until_ready()
+        argv = standin.started()["argv"]
+        assert running.end() == 0
+    assert (after(argv, "--alias") if "--alias" in argv else "") == alias
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -331,7 +348,12 @@ def test_keys_come_in_a_file(run: Callable[..., Any], tiny: Path, tmp_path: Path
     line = ("serve", "-m", tiny, "--port", 0, "--api-key-file", keys)
     result = run(*line)
     assert result.code == 1 and "keys: No such file" in result.err
-    for text, wrong in (("", "holds no key"), ("# none\n\n", "holds no key"), ("k\r\n", "a blank")):
+    for text, wrong in (
+        ("", "holds no key"),
+        ("# none\n\n", "holds no key"),
+        ("k\r\n", "a blank"),
+        ("\ufeffk\n", "byte order mark"),
+    ):
         keys.write_bytes(text.encode())
         result = run(*line)
         assert result.code == 1 and wrong in result.err and len(result.err.splitlines()) == 2

@@ -333,7 +333,7 @@ def test_wikitext_bits_are_those_of_one_dense_pass(session: engine.Session, tmp_
         ("a.json", '{"data": []}', "no rows"),
         ("a.jsonl", '{"a": 1}\n{"b"\n', "line 2 is not a JSON object"),
         ("a.json", '{"a": 1}', "a row has no 'id', it has a"),
-        ("a.json", b"\xff\xfe\x00", "not a text file"),
+        ("a.json", b"\x89PNG\0", "not a text"),
     ],
 )
 def test_a_wrong_file_is_said_in_one_line(

@@ -316,6 +316,15 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / INDEX).write_text('{"weight_map": {"a": "../b.safetensors"}}'),
         "leads out of the folder",
     ),
+    "adapter": (
+        lambda f: (
+            shutil.rmtree(f),
+            f.mkdir(),
+            (f / "adapter_model.safetensors").touch(),
+            (f / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}'),
+        ),
+        "an adapter of org/base, not a model",
+    ),
     "index empty": (lambda f: (f / INDEX).write_text("{}"), "no weight_map"),
 }
 

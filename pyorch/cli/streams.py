@@ -1,0 +1,66 @@
+"""The three streams of the program: open, and able to carry whatever a name or a text holds."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import os
+import sys
+from typing import BinaryIO
+
+from pyorch.errors import SparqError
+
+_NAMES = ("stdin", "stdout", "stderr")
+_closed: set[str] = set()
+
+
+def prepare() -> None:
+    """Make stdin, stdout and stderr usable, before anything else is opened.
+
+    A stream that the caller closed becomes /dev/null: otherwise the next file that we open would
+    take its number, and be read as the prompt or written into. Letters that a stream cannot encode
+    become ?, but stdout has a file's name in its own bytes: `$(sparq-cpp read ...)` must find it.
+    """
+    for fd, name in enumerate(_NAMES):
+        stream = getattr(sys, name)
+        ours = stream is getattr(sys, f"__{name}__")  # else somebody has put another in its place
+        if stream is None or (ours and not _inherited(fd)):
+            _closed.add(name)
+            null = os.open(os.devnull, os.O_RDWR)  # it takes the number, if nobody has it yet
+            os.set_inheritable(null, True)
+            setattr(sys, name, open(null, "w" if fd else "r", closefd=False))  # noqa: SIM115
+    codecs.register_error("shown", _shown)
+    for name, errors in zip(_NAMES, ("surrogateescape", "shown", "replace"), strict=True):
+        if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
+
+
+def stdin() -> BinaryIO:
+    """What comes through the pipe.
+
+    Raises:
+        SparqError: the caller closed it.
+    """
+    if "stdin" in _closed:
+        raise SparqError("stdin is closed", "give it a file or a pipe: sparq-cpp ... < FILE", 2)
+    return sys.stdin.buffer
+
+
+def _inherited(fd: int) -> bool:
+    """Whether a descriptor came from the caller. One that is marked to be closed at an exec cannot
+    have come through ours: a file that something in this process opened has taken its number."""
+    try:
+        return os.get_inheritable(fd)
+    except OSError:
+        return False
+
+
+def _shown(error: UnicodeError) -> tuple[str | bytes, int]:
+    """The handler of characters that a stream cannot encode."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return b"".join(map(_byte, error.object[error.start : error.end])), error.end
+
+
+def _byte(char: str) -> bytes:
+    return os.fsencode(char) if "\udc80" <= char <= "\udcff" else b"?"

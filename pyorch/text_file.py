@@ -1,0 +1,128 @@
+"""The text of people's files and pipes: one decoder for every way in.
+
+A text must have the same tokens whichever way it came, so nothing else in this package decodes what
+people give. A byte order mark says how a text is written. Without one it is UTF-8, or else
+Windows-1252, the commonest of the old encodings; whatever had to be assumed is said on stderr.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from pyorch.errors import SparqError
+from pyorch.progress import Say, say
+
+_MARKS = (  # those of UTF-32 come first: one of them begins with a mark of UTF-16
+    (codecs.BOM_UTF32_LE, "utf-32-le", "UTF-32"),
+    (codecs.BOM_UTF32_BE, "utf-32-be", "UTF-32"),
+    (codecs.BOM_UTF16_LE, "utf-16-le", "UTF-16"),
+    (codecs.BOM_UTF16_BE, "utf-16-be", "UTF-16"),
+)
+_ALL_MARKS = tuple(mark for mark, *_ in _MARKS)
+_HEAD = 65536  # bytes by which a binary is known
+_CONTROL = re.compile(rb"[\x00-\x06\x0e-\x19\x1c-\x1f]")  # what no text in Windows-1252 has
+_HINT = "a text in UTF-8, or in UTF-16 with a byte order mark: iconv -f ENCODING -t UTF-8 makes it"
+
+
+def read_text(path: Path, name: str = "") -> str:
+    """The text of a file, as `decoded`.
+
+    Args:
+        name: what messages call it, if not by its path.
+
+    Raises:
+        OSError: it cannot be read.
+        SparqError: it is no text.
+    """
+    name = name or str(path)
+    with path.open("rb") as file:
+        head = file.read(_HEAD)
+        if not head.startswith(_ALL_MARKS) and b"\0" in head:
+            raise _binary(name)  # a model's file, say, is not read to its end to say so
+        return decoded(head + file.read(), name)
+
+
+def decoded(raw: bytes, name: str, say: Say = say) -> str:
+    """The text of bytes, without a byte order mark and with line feeds alone as line ends.
+
+    Args:
+        name: what messages call it.
+        say: is told what had to be assumed.
+
+    Raises:
+        SparqError: it is no text, or in an encoding that neither a mark nor the bytes tell.
+    """
+    text, assumed = _decoded(raw, name)
+    if assumed:
+        say(f"{name}: {assumed}")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def raw_lines(chunks: Iterable[bytes], name: str) -> Iterator[bytes]:
+    """The lines of a pipe as they come, each in bytes for `decoded`, without a byte order mark.
+    What is in UTF-16 or UTF-32 is read to its end first, and becomes UTF-8.
+
+    Args:
+        chunks: the pipe, cut after each byte 10, as a binary file yields it.
+
+    Raises:
+        SparqError: UTF-16 or UTF-32 that cannot be decoded.
+    """
+    pipe = iter(chunks)
+    first = next(pipe, b"")
+    for mark, codec, shown in _MARKS:
+        if first.startswith(mark):
+            rest = b"".join([first, *pipe])[len(mark) :]
+            say(f"{name}: read as {shown}")
+            yield from _strict(rest, codec, shown, name).encode().splitlines(keepends=True)
+            return
+    yield first.removeprefix(codecs.BOM_UTF8)
+    yield from pipe
+
+
+def _decoded(raw: bytes, name: str) -> tuple[str, str]:
+    """The text, and what was assumed about it."""
+    for mark, codec, shown in _MARKS:
+        if raw.startswith(mark):
+            return _strict(raw[len(mark) :], codec, shown, name), f"read as {shown}"
+    marked = raw.startswith(codecs.BOM_UTF8)
+    raw = raw.removeprefix(codecs.BOM_UTF8)
+    if b"\0" in raw:
+        raise _binary(name)
+    try:
+        return raw.decode("utf-8"), ""
+    except UnicodeDecodeError:
+        return _not_utf8(raw, name, marked)
+
+
+def _not_utf8(raw: bytes, name: str, marked: bool) -> tuple[str, str]:
+    """A text of which some bytes are not UTF-8. If most of its other characters beyond ASCII are,
+    it was damaged, or cut within a character; otherwise it was never UTF-8."""
+    text = raw.decode("utf-8", errors="replace")
+    n_bad = text.count("\ufffd")
+    n_beyond = len(text) - len(text.encode("ascii", errors="ignore"))
+    if marked or n_beyond - n_bad > n_bad:
+        return text, f"not UTF-8 in {n_bad} places, which are read as U+FFFD"
+    try:
+        if _CONTROL.search(raw):
+            raise ValueError
+        return raw.decode("cp1252"), "not UTF-8, read as Windows-1252"
+    except ValueError:
+        raise SparqError(f"{name}: not a text, or in an unknown encoding", _HINT) from None
+
+
+def _binary(name: str) -> SparqError:
+    return SparqError(f"{name}: not a text, it has bytes that are 0", _HINT)
+
+
+def _strict(raw: bytes, codec: str, shown: str, name: str) -> str:
+    try:
+        text = raw.decode(codec)
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise SparqError(f"{name}: it begins as {shown}, but is not a text in it", _HINT)
+    return text

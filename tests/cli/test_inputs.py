@@ -1,0 +1,255 @@
+"""What people give, however it is written and named, and by whichever way it comes."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pyorch.engine import document_file
+
+if TYPE_CHECKING:
+    from conftest import Run
+
+TEXT = "The red kettle stands in the tower. Café is open.\n\nAnd now?"
+ENCODINGS: dict[str, Callable[[str], bytes]] = {
+    "utf-8": str.encode,
+    "mark": lambda text: codecs.BOM_UTF8 + text.encode(),
+    "cr lf": lambda text: text.replace("\n", "\r\n").encode(),
+    "utf-16": lambda text: codecs.BOM_UTF16_LE + text.encode("utf-16-le"),
+    "windows-1252": lambda text: text.encode("cp1252"),
+}
+
+
+def given_to_generate(
+    run: Run, patch: pytest.MonkeyPatch, *args: object, stdin: bytes = b""
+) -> Any:
+    seen: list[object] = []
+    patch.setattr("pyorch.cli.generate._generate", lambda s, prompt, *a, **k: seen.append(prompt))
+    done = run("generate", *args, stdin=stdin)
+    assert done.code == 0, done.err
+    return seen[0]
+
+
+@pytest.mark.parametrize("written", ENCODINGS)
+@pytest.mark.parametrize(
+    "way",
+    [
+        "-f FILE",
+        "-f -",
+        "-p",
+        "read FILE",
+        "read -",
+        "read DIR",
+        "/read",
+        "chat",
+        "eval",
+        "--resume",
+    ],
+)
+def test_one_text_by_every_way_in(
+    run: Run,
+    tiny: Path,
+    tiny_chat: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+    written: str,
+) -> None:
+    encode = ENCODINGS[written]
+    raw, out = encode(TEXT), tmp_path / "out"
+    (tmp_path / "in").mkdir()
+    (file := tmp_path / "in/text.txt").write_bytes(raw)
+    found: object = None
+    if way in ("-f FILE", "-f -"):
+        name = file if way == "-f FILE" else "-"
+        found = given_to_generate(run, monkeypatch, "-m", tiny, "-f", name, stdin=raw)
+    elif way == "-p":
+        if written == "utf-16":
+            pytest.skip("no argument of a process has bytes that are 0")
+        found = given_to_generate(run, monkeypatch, "-m", tiny, "-p", os.fsdecode(raw))
+    elif way.startswith("read"):
+        name = {"FILE": file, "-": "-", "DIR": file.parent}[way.partition(" ")[2]]
+        done = run("read", name, "-m", tiny_chat, "-o", out, stdin=raw)
+        assert done.code == 0, done.err
+        found = document_file.content(document_file.load(out))[1]
+    elif way == "/read":
+        done = run("chat", "-m", tiny_chat, "-n", 1, stdin=f"/read {file}\nx\n/save {out}\n")
+        assert done.code == 0, done.err
+        found = json.loads(out.read_bytes())["messages"][0]["content"].removesuffix("\n\nx")
+    elif way == "chat":  # each line is a message
+        done = run("chat", "-m", tiny_chat, "-n", 1, stdin=encode(f"{TEXT}\n/save {out}\n"))
+        assert done.code == 0, done.err
+        messages = json.loads(out.read_bytes())["messages"]
+        found = "\n\n".join(m["content"] for m in messages if m["role"] == "user")
+    elif way == "eval":
+        from pyorch.evals.texts import read_texts
+
+        found = read_texts([file])[0]
+    elif way == "--resume":
+        talk = json.dumps({"messages": [{"role": "user", "content": TEXT}]}, ensure_ascii=False)
+        file.write_bytes(encode(talk))
+        ask = ("chat", "-m", tiny_chat, "-n", 1, "--resume", file)
+        assert run(*ask, stdin=f"x\n/save {out}\n").code == 0
+        found = json.loads(out.read_bytes())["messages"][0]["content"]
+    assert found == TEXT
+
+
+def test_what_was_assumed_is_said_once(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
+    (file := tmp_path / "old.txt").write_bytes("Café".encode("cp1252"))
+    done = run("read", file, "-m", tiny_chat)
+    assert f"{file}: not UTF-8, read as Windows-1252" in done.err
+    lines = "é\ne\né\n".encode("cp1252")
+    done = run("chat", "-m", tiny_chat, "-n", 1, stdin=lines)
+    assert done.code == 0 and done.err.count("stdin: not UTF-8, read as Windows-1252") == 1
+
+
+def test_a_binary_is_no_prompt(run: Run, tiny: Path, tiny_chat: Path, tmp_path: Path) -> None:
+    for args, stdin in (
+        (("generate", "-m", tiny, "-f", tiny), b""),
+        (("generate", "-m", tiny, "-f", "-"), b"\x89PNG\0"),
+        (("read", "-m", tiny_chat, tiny), b""),
+        (("chat", "-m", tiny_chat), f"/read {tiny}\n".encode()),
+        (("chat", "-m", tiny_chat), b"\x89PNG\0\n"),
+    ):
+        done = run(*args, stdin=stdin)
+        assert done.code == 1 and "not a text" in done.err and "hint: a text in UTF-8" in done.err
+
+
+def test_a_folder_leaves_nothing_out_without_a_word(
+    run: Run, tiny_chat: Path, tmp_path: Path
+) -> None:
+    (folder := tmp_path / "notes").mkdir()
+    (folder / "a.txt").write_text("first")
+    (folder / "b.txt").write_bytes("zweitens, größer".encode("utf-16"))
+    (folder / "picture").write_bytes(b"\x89PNG\0\xff")
+    (folder / ".git").mkdir()
+    (folder / ".git/c.txt").write_text("never")
+    (folder / "linked").symlink_to(tmp_path)
+    (folder / "gone").symlink_to(tmp_path / "nowhere")
+    done = run("read", folder, "-m", tiny_chat)
+    assert done.code == 0, done.err
+    text = document_file.content(document_file.load(document_file.find("notes")))[1]
+    assert text == "File: a.txt\n\nfirst\n\nFile: b.txt\n\nzweitens, größer"
+    for said in ("(no texts): picture", "(hidden): .git", "(links to folders): linked"):
+        assert f"{folder}: 1 left out {said}\n" in done.err
+    assert f"{folder}: 1 left out (not files): gone\n" in done.err
+
+
+ODD = os.fsdecode(b"caf\xe9")  # a name in Latin-1, as old archives have them
+
+
+def program(*args: object, **more: Any) -> subprocess.CompletedProcess[bytes]:
+    argv = [sys.executable, "-c", "from pyorch.cli import main; main()", *map(str, args)]
+    return subprocess.run(argv, capture_output=True, **more)
+
+
+def test_names_that_are_not_utf8(tiny_chat: Path, tmp_path: Path) -> None:
+    def good(*args: object, stdin: str = "") -> bytes:
+        env = {**os.environ, "XDG_DATA_HOME": str(tmp_path), "SPARQ_CHAT_TOKENS": "1"}
+        done = program(*args, input=os.fsencode(stdin), env=env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    (folder := tmp_path / ODD).mkdir()
+    model = folder / f"{ODD}.gguf"
+    model.symlink_to(tiny_chat)
+    (folder / f"{ODD}.txt").write_text("a text")
+    (folder / "b.txt").write_text("another")
+    kept = Path(json.loads(good("read", folder, "-m", model, "--json"))["path"])
+    assert kept.name == f"{ODD}.kv" and kept.exists()
+    about = document_file.load(kept)
+    assert (about.name, about.model) == ("caf\ufffd", "caf\ufffd.gguf")
+    text = document_file.content(about)[1]
+    assert text.startswith("File: b.txt\n\nanother\n\nFile: caf\ufffd.txt\n")
+    for args in (("list",), ("list", "--json"), ("show", kept), ("verify", kept)):
+        good("documents", *args)
+    talk = folder / f"{ODD}.json"
+    script = f"/document {kept}\n/read {folder / ODD}.txt\nx\n/save {talk} kv\n/stats\n"
+    good("chat", "-m", model, "--document", kept, stdin=script)
+    assert talk.exists() and talk.with_name(talk.name + ".kv").exists()
+    good("chat", "-m", model, "--resume", talk, stdin="x\n")
+    listed = document_file.listed([about])  # for llama-server
+    assert os.fsencode(listed).splitlines()[0] == os.fsencode(kept)
+    good("documents", "rm", kept, "--yes")
+    assert not kept.exists()
+
+
+@pytest.mark.parametrize("coding", ["utf-8", "ascii", "latin-1"])
+def test_a_printed_path_is_the_path(tiny: Path, tmp_path: Path, coding: str) -> None:
+    (file := tmp_path / f"{ODD}-é.gguf").symlink_to(tiny)
+    env = {**os.environ, "PYTHONIOENCODING": coding}
+    done = program("pull", file, "--json", env=env)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.decode(coding))["path"] == str(file)
+    plain = program("pull", file, env=env)
+    letter = {"utf-8": "é".encode(), "ascii": b"?", "latin-1": b"\xe9"}[coding]
+    want = os.fsencode(file).replace("é".encode(), letter)
+    assert (plain.returncode, plain.stdout.strip()) == (0, want), plain.stderr
+
+
+def test_lone_halves_of_characters_can_be_saved(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
+    """JSON may have them as escapes, and UTF-8 cannot."""
+    talk = tmp_path / "talk.json"
+    talk.write_text('{"messages": [{"role": "user", "content": "\\ud83d"}]}')
+    ask = ("chat", "-m", tiny_chat, "-n", 1, "--resume", talk)
+    done = run(*ask, stdin=f"x\n/save {talk}\n")
+    assert done.code == 0, done.err
+    assert json.loads(talk.read_text())["messages"][0]["content"] == "\ud83d"
+
+
+# ---- streams that are closed ----
+
+
+def shell(line: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        line, shell=True, capture_output=True, text=True, env={**os.environ, **env}
+    )
+
+
+@pytest.mark.parametrize("verb", ["generate -f -", "chat", "read -"])
+def test_a_closed_stdin_is_told(tiny_chat: Path, tmp_path: Path, verb: str) -> None:
+    line = f"{sys.executable} -c 'from pyorch.cli import main; main()' {verb} -m {tiny_chat}"
+    done = shell(f"{line} <&-", SPARQ_READ_OUTPUT=str(tmp_path / "x.kv"))
+    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: stdin is closed")
+
+
+TAKE = """
+#include <fcntl.h>
+#include <stdlib.h>
+__attribute__((constructor)) static void take(void) {
+    if (fcntl(0, F_GETFD) < 0) open(getenv("TAKEN"), O_RDONLY | O_CLOEXEC);
+}
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD")
+def test_no_file_of_ours_is_the_prompt(tiny: Path, tmp_path: Path) -> None:
+    """A file that was opened before Python looked has the number of the closed stdin: its bytes
+    were continued as the prompt."""
+    (code := tmp_path / "take.c").write_text(TAKE)
+    library = tmp_path / "take.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, code], check=True)
+    (secret := tmp_path / "secret").write_text("hello " * 9)
+    line = f"{sys.executable} -c 'from pyorch.cli import main; main()' generate -m {tiny} -t 1 -n 1"
+    done = shell(f"{line} -f - <&-", LD_PRELOAD=str(library), TAKEN=str(secret))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: stdin is closed\nhint: ")
+
+
+def test_closed_streams_are_open_in_children() -> None:
+    """All three, so that no file of a child's takes their number either."""
+    look = "import os; [os.fstat(i) for i in range(3)]; os._exit(7)"
+    code = f"""if True:
+        import subprocess, sys
+        from pyorch.cli import streams
+        streams.prepare()
+        sys.exit(subprocess.run([sys.executable, '-c', '{look}']).returncode)"""
+    assert shell(f'{sys.executable} -c "{code}" <&- >&- 2>&-').returncode == 7

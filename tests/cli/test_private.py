@@ -1,0 +1,93 @@
+"""What is made of people's texts is for them alone, and they are told what is kept."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pyorch import engine, paths
+from pyorch.models.new_file import new_file
+
+if TYPE_CHECKING:
+    from conftest import Run
+
+TEXT = "what nobody else is to read, " * 60  # long enough to be kept
+
+
+@pytest.fixture(autouse=True)
+def _usual_mask() -> Iterator[None]:
+    """The one with which everybody reads a new file."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (path := tmp_path / "secret.txt").write_text(TEXT)
+    path.chmod(0o600)
+    return path
+
+
+def test_documents(run: Run, tiny_chat: Path, tmp_path: Path, text: Path) -> None:
+    assert run("read", text, "-m", tiny_chat).code == 0
+    assert mode(paths.documents()) == 0o700 and mode(paths.documents() / "secret.kv") == 0o600
+    (old := tmp_path / "x.kv").write_text("of somebody who let others read it")
+    old.with_name("x.kv.partial").write_text("")
+    assert run("read", text, "-m", tiny_chat, "-o", old, "--force").code == 0
+    assert mode(old) == 0o600
+
+
+def test_conversations(run: Run, tiny_chat: Path, tmp_path: Path, text: Path) -> None:
+    talk = tmp_path / "talk.json"
+    talk.write_text("everybody reads this")
+    done = run("chat", "-m", tiny_chat, "-n", 1, stdin=f"/read {text}\nx\n/save {talk} kv\n")
+    assert done.code == 0, done.err
+    (kept,) = paths.kept_texts().iterdir()
+    assert [mode(p) for p in (talk, tmp_path / "talk.json.kv", kept)] == [0o600] * 3
+    assert mode(paths.kept_texts()) == 0o700
+
+
+def test_nothing_is_kept_unasked(run: Run, tiny_chat: Path, text: Path) -> None:
+    script = f"/read {text}\nx\n/help\n"
+    done = run("chat", "-m", tiny_chat, "-n", 1, "--no-keep", stdin=script)
+    assert done.code == 0, done.err
+    assert not paths.kept_texts().exists()
+    for said in (f"for you alone, in {paths.cache()}", "SPARQ_DOCUMENTS_LIMIT", "--no-keep"):
+        assert said in done.err
+
+
+@pytest.mark.parametrize("given", ["none", "-1", "0 GB", "1e3"])
+def test_a_limit_that_is_none_keeps_nothing_by_mistake(
+    run: Run, tiny_chat: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    monkeypatch.setenv("SPARQ_DOCUMENTS_LIMIT", given)
+    done = run("chat", "-m", tiny_chat, stdin="x\n")
+    assert done.code == 2 and f"SPARQ_DOCUMENTS_LIMIT {given!r} is no size" in done.err
+
+
+def test_states(tiny: Path, tmp_path: Path) -> None:
+    with engine.load(tiny, n_threads=1, n_ctx=256) as s:
+        engine.prefill(s, [5, 6, 7])
+        engine.save_state(s, tmp_path / "state")
+    assert mode(tmp_path / "state") == 0o600
+
+
+def test_what_an_interrupted_run_left(tmp_path: Path) -> None:
+    """It was written by an earlier version, for everybody, and goes on."""
+    path = tmp_path / "x"
+    (tmp_path / "x.partial").write_text("half")
+    with new_file(path, private=True, resumable=True) as (partial, _):
+        assert mode(partial) == 0o600 and partial.read_text() == "half"
+    assert mode(path) == 0o600
+    with new_file(tmp_path / "model") as _:
+        pass
+    assert mode(tmp_path / "model") == 0o644, "a model is no secret"
