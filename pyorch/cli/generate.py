@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,21 +83,17 @@ def command(
     if not any(d.form == "chat" for d in found):
         chosen.check_unused("the text is used as it is")
     with open_session(model, spec, context, load, documents=found, kv_memory=kv_memory) as session:
-        words, ends = _after(session, found, text, chosen)
+        words, ends = _after(session, found[0], text, chosen) if found else (text, [])
         settings = sampling.settings(0.0)
         _generate(session, words, spec, settings, tokens, [*ends, *stop], as_json=as_json)
 
 
 def _after(
-    session: Session, documents: Sequence[Document], text: str, chosen: TemplateOptions
+    session: Session, document: Document, text: str, chosen: TemplateOptions
 ) -> tuple[list[int], list[str]]:
-    """Open the document, if there is one. Returns the tokens of it and of the text, and what ends
-    the answer."""
+    """Open the document. Returns the tokens of it and of the text, and what ends the answer."""
     from pyorch import engine
 
-    if not documents:
-        return engine.tokenize(session, text, parse_special=True), []
-    document = documents[0]
     if document.form != "chat":
         open_document(session, document)
         tokens = engine.tokenize(session, text, add_special=False, parse_special=True)
@@ -111,7 +106,7 @@ def _after(
 
 def _generate(
     session: Session,
-    prompt: list[int],
+    prompt: str | list[int],
     attention: AttentionSpec | None,
     sampling: Sampling,
     max_tokens: int,
@@ -121,6 +116,8 @@ def _generate(
 ) -> None:
     from pyorch import engine
 
+    if isinstance(prompt, str):
+        prompt = engine.tokenize(session, prompt, parse_special=True)
     sampling = sampling.drawn()
     text, ids, finish = "", [], ""
     with progress_bar("reading the prompt", of="tokens") as progress:
