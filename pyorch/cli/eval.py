@@ -201,8 +201,6 @@ def run(
         tokens, _ = document_file.content(document)
         plan = replace(plan, document=document, setup={**plan.setup, "document": tokens})
     folder = Path(out or Path("sparq-eval") / model.stem)
-    if examples.text or document:
-        paths.private(folder)  # its records have the answers, which may recite the text
     note_if_busy()
     note_if_beyond(wanted.ctx, geometry(read_gguf(model)).n_ctx_train)
     with (
