@@ -17,6 +17,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,8 @@ class _Work:
         """Make sure that the file has the setting. Returns what it lacks: example -> methods."""
         known = {} if force else records.load(self.file)
         if self.header["key"] not in known:
-            paths.private(self.file.parent)  # it has the answers, which may recite somebody's text
+            with suppress(OSError):  # which the next line tells
+                paths.private(self.file.parent)  # answers may recite somebody's text
             records.append(self.file, self.header)
         todo = {
             i: [m for m, keys in self.keys.items() if keys[i] not in known]
