@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def test_one_text_line_by_line(how: str) -> None:
 
 
 def test_a_line_of_a_pipe_does_not_wait_for_the_next() -> None:
-    def pipe() -> list[bytes]:
+    def pipe() -> Iterator[bytes]:
         yield codecs.BOM_UTF8 + b"one\n"
         raise AssertionError("it asked for more")
 

@@ -239,10 +239,13 @@ def _ready(model: opt.ModelOptions, options: SessionOptions) -> Path:
 
 
 def _alias(model: opt.ModelOptions, path: Path) -> str:
-    """The name by which clients know the model; "" is that of its file, which llama-server takes by
-    itself. It takes a comma in an alias for the end of one, and no bytes that are not UTF-8."""
-    name = printable(path.name if Path(model.model).exists() else model.model)
-    return "" if name == path.name or "," in name else name
+    """The name by which clients know the model: without commas, at which llama-server would cut it,
+    and in UTF-8, as its replies are."""
+    name = path.name if Path(model.model).exists() else model.model
+    alias = printable(name).replace(",", "_")
+    if alias != name:
+        note(f"note: clients know this model as {alias}", "yellow")
+    return alias
 
 
 @dataclass(frozen=True)
@@ -386,6 +389,7 @@ def _arguments(served: Served, settings: Settings, file: GGUFFile) -> list[str]:
     type_k, type_v = settings.types
     values: dict[str, object] = {
         "--model": served.path,
+        "--alias": served.alias,
         "--host": served.address,
         "--port": served.port,
         "--parallel": settings.n_sequences,
@@ -418,8 +422,6 @@ def _arguments(served: Served, settings: Settings, file: GGUFFile) -> list[str]:
     ):
         if parts:
             values[f"--{name}"] = ",".join(map(str, parts))
-    if served.alias:
-        values["--alias"] = served.alias
     line = [str(word) for pair in values.items() for word in pair]
     line += ["--no-repack"] * (served.load.no_repack or settings.lacking > 0)
     # A cache for each slot, of --ctx positions. In one cache for all (--kv-unified) a long request

@@ -210,19 +210,18 @@ def test_the_line_of_llama_server(standin: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "alias"),
-    [("a,b.gguf", ""), ("tiny.gguf", ""), (os.fsdecode(b"\xe9.gguf"), "\ufffd.gguf")],
+    ("file", "alias"), [("a,b.gguf", "a_b.gguf"), (os.fsdecode(b"\xe9.gguf"), "\ufffd.gguf")]
 )
 def test_a_model_has_one_name(
     standin: Any, tiny: Path, tmp_path: Path, file: str, alias: str
 ) -> None:
-    """llama-server cuts an alias at its commas; the name of the file it takes as it is."""
+    """llama-server cuts an alias at its commas, and what it answers should be UTF-8."""
     (model := tmp_path / file).symlink_to(tiny)
     with standin("", "-m", model) as running:
         running.until_ready()
         argv = standin.started()["argv"]
         assert running.end() == 0
-    assert (after(argv, "--alias") if "--alias" in argv else "") == alias
+    assert after(argv, "--alias") == alias and f"know this model as {alias}\n" in running.said
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
