@@ -8,6 +8,7 @@
 #include "llama-impl.h"
 
 #include "sparse-codes.h"
+#include "sparse-layout.h"
 
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -98,7 +99,7 @@ std::string kind_of_rows(llama_kv_cache & kv) {
     return std::string(ggml_type_name(layer.k->type)) + "/" + ggml_type_name(layer.v->type) + ",rotated=" + std::to_string(llama_sparse_n_rot(kv));
 }
 
-// what the shadow is: its type, sums of V, and layers, which a GPU may have without; "": there is none
+// what the shadow is: its type, sums of V, layers, which a GPU may have without, and what its bytes mean; "": there is none
 std::string kind_of_shadow(llama_kv_cache & kv) {
     const auto * first = shadowed_layer(kv);
     if (!first) {
@@ -109,7 +110,7 @@ std::string kind_of_shadow(llama_kv_cache & kv) {
     for (size_t ikv = 0; ikv < llama_sparse_access::layers(kv).size(); ++ikv) {
         res += shadow->at(ikv).k_t ? 'x' : '-';
     }
-    return res;
+    return res + ",layout=" + std::to_string(ggml_sparse_layout());
 }
 
 image image_of(llama_kv_cache & kv, const place & p) {

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import fake_device
+import numpy as np
 import pytest
 import tiny as tiny_models
 from llama import Context, Model, python_environment
@@ -130,6 +131,28 @@ def test_a_device_without_memory_for_the_counters(run) -> None:
     """The spec is refused; the context goes on, and ends, as it was."""
     got = run(SPARQ, ALL, "FAKE_FULL=1", refused="no memory for the counters")
     assert got["bits"] == run("off", 0)["bits"] and not got["info"]["active"]
+
+
+@pytest.mark.parametrize("unified", [True, False], ids=["unified", "split"])
+@pytest.mark.parametrize("order", ["rp", "pr", "prp", "rpr", "rppr"])
+@pytest.mark.parametrize("spec", [SPARQ, TOPK], ids=["sparq", "topk"])
+def test_a_reply_beside_prompts_is_what_it_is_alone(
+    spec: str, order: str, unified: bool, run
+) -> None:
+    """On a device llama.cpp reads the prompts of a batch, and our ops its replies."""
+    spec = spec.replace("rank", "shadow=f16,rank")  # codes share a scale with other sequences
+    got = run(spec, ALL, order=order, unified=unified)
+    counters, n_reply, n_prompt = got["info"]["counters"], order.count("r"), order.count("p")
+    assert counters["calls_sparse"] == 2 * n_reply * N_LAYER and counters["calls_prefill"] == 0
+    assert counters["stock_reasons"] == {"prefill": 2 * 90 * n_prompt * N_LAYER}
+    assert got["differ"] <= 0 and reasons(got) == {""}
+    for seq, kind in enumerate(order):
+        near, far = (
+            np.abs(np.subtract(got["logits"][seq], got[other][seq])).max()
+            for other in ("alone", "off")
+        )
+        assert near < 1e-3, seq
+        assert far > 20 * near or kind == "p", "a reply is told from exact attention"
 
 
 def test_short_on_a_device(run) -> None:
