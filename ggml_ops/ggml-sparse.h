@@ -119,7 +119,7 @@ enum ggml_sparse_stat {
 #define X(name) GGML_SPARSE_STAT_##name,
     GGML_SPARSE_STATS(X)
 #undef X
-    GGML_SPARSE_STAT_COUNT,
+            GGML_SPARSE_STAT_COUNT,
 };
 
 // ---- the seven sub-operations ----

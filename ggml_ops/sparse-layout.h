@@ -9,24 +9,18 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 // Raise it where a tensor comes to mean something else and nothing below says so: the order of `wanted`, say
 #define GGML_SPARSE_LAYOUT_EDITION 1
 
-// X(struct, field), of the parameters of every step, which are sent as bytes. An assertion stops the build where a field is missing
-#define GGML_SPARSE_PARAMS(X) \
-    X(seal, n_bit) X(seal, n_rot) \
-    X(score, rank) X(score, scale) X(score, max_bias) X(score, softcap) X(score, n_bit) X(score, n_rot) X(score, i_rank) \
-    X(select, topk_max) X(select, n_head_kv) X(select, n_local_max) X(select, rest) X(select, top_p) X(select, i_k) X(select, i_forced) \
-    X(score_select, score) X(score_select, select) \
-    X(attend, scale) X(attend, max_bias) X(attend, softcap) X(attend, mean_v) \
-    X(prefill, scale) X(prefill, max_bias) X(prefill, softcap) X(prefill, fast) X(prefill, keep)
-
-#define X(step, field) + sizeof(ggml_sparse_##step##_params::field)
-static_assert(0 GGML_SPARSE_PARAMS(X) == sizeof(ggml_sparse_seal_params) + sizeof(ggml_sparse_score_params) + sizeof(ggml_sparse_select_params) +
-        sizeof(ggml_sparse_score_select_params) + sizeof(ggml_sparse_attend_params) + sizeof(ggml_sparse_prefill_params),
-        "GGML_SPARSE_PARAMS names every field of the parameters");
-#undef X
+// X(field), of the parameters of a step, which are sent as bytes. An assertion stops the build where a field is missing
+#define GGML_SPARSE_FIELDS_SEAL(X)         X(n_bit) X(n_rot)
+#define GGML_SPARSE_FIELDS_SCORE(X)        X(rank) X(scale) X(max_bias) X(softcap) X(n_bit) X(n_rot) X(i_rank)
+#define GGML_SPARSE_FIELDS_SELECT(X)       X(topk_max) X(n_head_kv) X(n_local_max) X(rest) X(top_p) X(i_k) X(i_forced)
+#define GGML_SPARSE_FIELDS_SCORE_SELECT(X) X(score) X(select)
+#define GGML_SPARSE_FIELDS_ATTEND(X)       X(scale) X(max_bias) X(softcap) X(mean_v)
+#define GGML_SPARSE_FIELDS_PREFILL(X)      X(scale) X(max_bias) X(softcap) X(fast) X(keep)
 
 // FNV-1a
 struct ggml_sparse_layout_hash {
@@ -54,9 +48,28 @@ constexpr uint32_t ggml_sparse_layout() {
     GGML_SPARSE_STEPS(X)
 #undef X
 #undef SLOT
-#define X(step, field) h.text(#step "." #field); h.number(offsetof(ggml_sparse_##step##_params, field)); h.number(sizeof(ggml_sparse_##step##_params::field));
-    GGML_SPARSE_PARAMS(X)
-#undef X
+#define SIZE(field) + sizeof(P::field)
+#define FIELD(field) \
+    h.text(#field); \
+    h.number(offsetof(P, field)); \
+    h.number(sizeof(P::field)); \
+    h.number(std::is_integral<decltype(P::field)>::value);
+#define PARAMS(type, FIELDS) \
+    { \
+        using P = type; \
+        static_assert(0 FIELDS(SIZE) == sizeof(P), "sparse-layout.h names every field of " #type); \
+        h.text(#type); \
+        FIELDS(FIELD) \
+    }
+    PARAMS(ggml_sparse_seal_params, GGML_SPARSE_FIELDS_SEAL)
+    PARAMS(ggml_sparse_score_params, GGML_SPARSE_FIELDS_SCORE)
+    PARAMS(ggml_sparse_select_params, GGML_SPARSE_FIELDS_SELECT)
+    PARAMS(ggml_sparse_score_select_params, GGML_SPARSE_FIELDS_SCORE_SELECT)
+    PARAMS(ggml_sparse_attend_params, GGML_SPARSE_FIELDS_ATTEND)
+    PARAMS(ggml_sparse_prefill_params, GGML_SPARSE_FIELDS_PREFILL)
+#undef PARAMS
+#undef FIELD
+#undef SIZE
 #define X(name) h.text(#name); h.number(GGML_SPARSE_STAT_##name);
     GGML_SPARSE_STATS(X)
 #undef X

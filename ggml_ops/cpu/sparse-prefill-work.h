@@ -56,7 +56,10 @@ struct prefill_src : ggml_sparse_src {
 // What is shared by those who choose positions. A lane is a probe of any query head of a KV head. A part is what one query head chooses for the
 // tokens of a choice, numbered [n_stream][n_head][n_choice]. The logits of a part take 96 bytes for each position, so only some parts, that lie
 // side by side, are worked on at a time
-constexpr size_t PARTS_BYTES = 48 << 20; // of their logits, for each thread; one part may take more
+#if !defined(SPARQ_PARTS_BYTES) // tests have less
+#define SPARQ_PARTS_BYTES (48 << 20)
+#endif
+constexpr size_t PARTS_BYTES = SPARQ_PARTS_BYTES; // of their logits, for each thread; one part may take more
 
 struct choice_work {
     int64_t    n_lane, n_lane_block; // of a KV head and a stream

@@ -45,7 +45,9 @@ bool llama_sparse_pages::map(char * at, size_t n, int fd, uint64_t offset) {
     GGML_ASSERT(n % page == 0);
     char * const end = at + n;
     const span fresh = { at, n, std::shared_ptr<use[]>(new use[n/page]) }; // what may throw comes before the system is asked
-    spans.reserve(spans.size() + 2);
+    if (spans.capacity() < spans.size() + 2) {
+        spans.reserve(2*spans.size() + 2);
+    }
     if (n == 0 || mmap(at, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, fd, (off_t) offset) == MAP_FAILED) {
         return false;
     }

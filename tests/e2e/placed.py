@@ -34,7 +34,7 @@ def main() -> None:
     spec, n_gpu_layers = options.pop("spec"), options.pop("n_gpu_layers", 0)
     n_seq, reseal = options.get("n_seq", 1), options.pop("reseal", False)
     refused, reopened = options.pop("refused", ""), options.pop("reopen", False)
-    order = options.pop("order", "")
+    order, n_read = options.pop("order", ""), options.pop("n_read", 90)
     m = bindings()
     load = m._lib.ggml_backend_load
     load.restype, load.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
@@ -44,9 +44,11 @@ def main() -> None:
 
     if order:
         with Model(path, n_gpu_layers) as model:
-            together = beside(model, spec, dict(enumerate(order)), **options)
-            off = beside(model, "off", dict(enumerate(order)), **options)["logits"]
-            alone = [beside(model, spec, {i: k}, **options)["logits"] for i, k in enumerate(order)]
+            kinds = dict(enumerate(order))
+            together = beside(model, spec, kinds, n_read, **options)
+            off = beside(model, "off", kinds, n_read, **options)["logits"]
+            each = [beside(model, spec, {i: k}, n_read, **options) for i, k in kinds.items()]
+            alone = [one["logits"] for one in each]
         together |= {"alone": [one for (one,) in alone], "off": off}
         print(json.dumps(together))
         return
@@ -88,9 +90,11 @@ def main() -> None:
     print(json.dumps(result | {"bits": hashlib.sha256(bits.tobytes()).hexdigest()}))
 
 
-def beside(model: Model, spec: str, kinds: dict[int, str], **options: Any) -> dict[str, Any]:
-    """Two batches of a token of each sequence that replies ("r") and 90 of each that reads."""
-    texts = {seq: np.random.default_rng(seq).integers(3, model.n_vocab, 400) for seq in kinds}
+def beside(
+    model: Model, spec: str, kinds: dict[int, str], n_read: int, **options: Any
+) -> dict[str, Any]:
+    """Two batches of a token of each sequence that replies ("r") and `n_read` of those that read."""
+    texts = {seq: np.random.default_rng(seq).integers(3, model.n_vocab, 700) for seq in kinds}
     done, logits = dict.fromkeys(kinds, 0), {seq: [] for seq in kinds}
 
     def take(seq: int, n: int) -> list[Token]:
@@ -103,7 +107,8 @@ def beside(model: Model, spec: str, kinds: dict[int, str], **options: Any) -> di
             assert ctx.decode(take(seq, 330 - 20 * seq)) == 0
         ctx.reset_counters()
         for _ in range(2):
-            batch = [t for seq, kind in kinds.items() for t in take(seq, 1 if kind == "r" else 90)]
+            each = [take(seq, 1 if kind == "r" else n_read) for seq, kind in kinds.items()]
+            batch = [token for tokens in each for token in tokens]
             assert ctx.decode(batch) == 0
             for i, (_, _, seq) in enumerate(batch):
                 if i + 1 == len(batch) or batch[i + 1][2] != seq:

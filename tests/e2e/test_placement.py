@@ -155,6 +155,15 @@ def test_a_reply_beside_prompts_is_what_it_is_alone(
         assert far > 20 * near or kind == "p", "a reply is told from exact attention"
 
 
+def test_a_long_prompt_between_replies(run) -> None:
+    """The kernels of a device would keep the logits of its tokens too: it says so, and is dense."""
+    got = run(SPARQ, ALL, order="rpr", unified=True, n_read=300)
+    assert reasons(got) == {"a long prompt between replies"}
+    assert got["info"]["counters"]["calls_sparse"] == 0
+    got = run(SPARQ, ALL, order="rrp", unified=True, n_read=300)  # as llama-server orders them
+    assert reasons(got) == {""} and got["info"]["counters"]["calls_sparse"] == 2 * 2 * N_LAYER
+
+
 def test_short_on_a_device(run) -> None:
     """Below gpu_min_mb: the device's own attention, sealed meanwhile. The CPU does not care."""
     spec = SPARQ.replace("gpu_min_mb=0", "gpu_min_mb=1")

@@ -50,6 +50,8 @@ SANITIZED = {
     ),
     "thread": ("", ["-march=native", "-fsanitize=thread"], ""),
 }
+# so little scratch that one thread works on one choice of positions at a time, and 16 on all
+PARTED = {"parted": ("", ["-march=native", "-DSPARQ_PARTS_BYTES=40000"], "")}
 # the thread sanitizer's calls at each access, to functions that count: see partition.py
 COUNTED = {"count": ("", ["-DSPARQ_SCALAR", "-fsanitize=thread"], "")}
 
@@ -80,7 +82,7 @@ class IsaGgml(Ggml):
 
     def __init__(self, lib_dir: Path, target: str, headers: Path, folder: Path) -> None:
         super().__init__(lib_dir)
-        prefix, flags, emulator = (TARGETS | SANITIZED | COUNTED)[target]
+        prefix, flags, emulator = (TARGETS | SANITIZED | PARTED | COUNTED)[target]
         out = folder / f"isa-{target}"
         include = ["include", "src", "src/ggml-cpu"]
         flags = [*flags, "-g1", "-w", "-O2", "-fPIC", f"-I{OPS}", f"-I{OPS / 'cpu'}"]
