@@ -48,8 +48,8 @@ def main() -> None:
             together = beside(model, spec, kinds, n_read, **options)
             off = beside(model, "off", kinds, n_read, **options)["logits"]
             each = [beside(model, spec, {i: k}, n_read, **options) for i, k in kinds.items()]
-            alone = [one["logits"] for one in each]
-        together |= {"alone": [one for (one,) in alone], "off": off}
+            alone = [one["logits"][0] for one in each]
+        together |= {"alone": alone, "off": off}
         print(json.dumps(together))
         return
 
@@ -93,7 +93,7 @@ def main() -> None:
 def beside(
     model: Model, spec: str, kinds: dict[int, str], n_read: int, **options: Any
 ) -> dict[str, Any]:
-    """Two batches of a token of each sequence that replies ("r") and `n_read` of those that read."""
+    """Two batches of a token of each sequence that replies ("r"), `n_read` of those that read."""
     texts = {seq: np.random.default_rng(seq).integers(3, model.n_vocab, 700) for seq in kinds}
     done, logits = dict.fromkeys(kinds, 0), {seq: [] for seq in kinds}
 

@@ -65,11 +65,14 @@ def main(path: Path) -> None:
                 if not fail(-1):
                     break
                 bad = result is None if kind_of is c_void_p else result < 0
-                results.append((bad, err.value.decode()))
+                results.append(bad)
+                if name.endswith("open") and not bad:  # K is transposed by the next token
+                    assert ctx.seq_rm(0)
             if name == "llama_sparse_measure_begin":
                 lib.llama_sparse_measure_end(c_void_p(result), mass)
             ok = result is not None if kind_of is c_void_p else result >= 0
-            found[name] = {"works": ok, "failed": [bad for bad, _ in results]}
+            said = err.value.decode() if args[-1] is size else ""
+            found[name] = {"works": ok, "said": said, "failed": results}
     print(json.dumps(found))
 
 
@@ -84,7 +87,7 @@ def test_no_memory_is_an_error(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     for name, result in found.items():
-        assert result["works"], f"{name} does its work once there is memory"
+        assert result["works"], f"{name} works once there is memory: {result['said']}"
     said = {name for name, result in found.items() if any(result["failed"])}
     assert set(found) - said <= {"llama_sparse_kv_memory"}, "which allocates nothing"
 
