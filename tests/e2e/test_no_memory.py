@@ -14,6 +14,9 @@ import pytest
 import tiny as tiny_models
 from llama import Context, Model, bindings, python_environment
 
+from pyorch import paths
+from pyorch.native import source
+
 SPEC = b"sparq,rank=8,topk=64,min_ctx=0"
 N = 200
 
@@ -90,6 +93,41 @@ def test_no_memory_is_an_error(tmp_path: Path) -> None:
         assert result["works"], f"{name} works once there is memory: {result['said']}"
     said = {name for name, result in found.items() if any(result["failed"])}
     assert set(found) - said <= {"llama_sparse_kv_memory"}, "which allocates nothing"
+
+
+REPLY = """
+#include "llama-sparse-tools.h"
+#include "llama-sparse.h"
+#include <cstdio>
+int main(int, char ** argv) {
+    llama_model   * model = llama_model_load_from_file(argv[1], llama_model_default_params());
+    llama_context * ctx   = llama_init_from_model(model, llama_context_default_params());
+    llama_set_sparse_attn(ctx, "dense", nullptr, 0);
+    printf("%zu %zu", llama_sparse_reply(ctx, 0).size(), llama_sparse_reply(ctx, 99).size());
+}
+"""
+
+
+def test_a_reply_that_nothing_is_known_of_is_empty(tmp_path: Path) -> None:
+    """It lost the last character of an empty text, and was 2^64 - 1 long."""
+    model = tiny_models.write(tmp_path / "m.gguf", "llama", n_layer=2)
+    pin = source.read_pin()
+    where = source.locate(pin)
+    if not where.path.exists():
+        pytest.skip("the source of the build is no longer in the cache")
+    for name in ("include", "ggml/include"):
+        source.unpack(where, f"{pin.folder}/{name}", tmp_path / name)
+    env = python_environment()
+    lib = env["LLAMA_CPP_LIB_PATH"]
+    (tmp_path / "reply.cpp").write_text(REPLY)
+    argv = ["c++", "-std=c++17", f"-I{paths.data('ggml_ops')}/llama", f"-I{tmp_path}/include"]
+    argv += [f"-I{tmp_path}/ggml/include", str(tmp_path / "reply.cpp"), "-o", str(tmp_path / "r")]
+    argv += [f"-L{lib}", "-lllama", "-lggml", "-lggml-base", f"-Wl,-rpath,{lib}"]
+    subprocess.run(argv, check=True)
+    done = subprocess.run([tmp_path / "r", model], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-1000:]
+    known, unknown = map(int, done.stdout.split())
+    assert known > 10 and unknown == 0
 
 
 if __name__ == "__main__":
