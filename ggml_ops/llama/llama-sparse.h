@@ -102,11 +102,12 @@ LLAMA_API int64_t llama_sparse_document_bytes(struct llama_context * ctx, uint32
 // Writes what K and V of this context are, a line feed, and what its transposed K is, "" if there is none. Returns the length
 LLAMA_API int64_t llama_sparse_document_kind(struct llama_context * ctx, char * buf, size_t n_buf);
 
-// Writes K and V of positions [from, to)
+// Writes K and V of positions [from, to), from <= to <= n_pos
 LLAMA_API int64_t llama_sparse_document_write(struct llama_context * ctx, llama_seq_id seq_id, int fd, uint64_t offset, uint32_t n_pos,
         uint32_t from, uint32_t to, char * err, size_t n_err);
 
-// Writes the transposed K, once all positions are read, and seals it first. Without one it does nothing
+// Writes the transposed K, once all positions are read, and seals it first; what of its parts belongs to other cells is zeros. Without one it does
+// nothing
 LLAMA_API int64_t llama_sparse_document_write_shadow(struct llama_context * ctx, llama_seq_id seq_id, int fd, uint64_t offset, uint32_t n_pos,
         char * err, size_t n_err);
 

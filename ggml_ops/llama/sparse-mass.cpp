@@ -139,7 +139,7 @@ llama_sparse_measure * llama_sparse_measure_begin(llama_context * ctx) {
         ctx->synchronize();
         const auto & cparams = ctx->get_cparams();
         const size_t n_layer = ctx->get_model().hparams.n_layer();
-        auto * m     = new llama_sparse_measure {
+        auto * m = new llama_sparse_measure {
             ctx, cparams.cb_eval, cparams.cb_eval_user_data, false, std::vector<double>(n_layer), std::vector<int64_t>(n_layer),
         };
         set_callback(*ctx, [](ggml_tensor * t, bool ask, void * data) { return ((llama_sparse_measure *) data)->on_node(t, ask); }, m);

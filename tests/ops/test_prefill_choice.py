@@ -117,6 +117,8 @@ def test_threads_are_bit_identical(case: Case, fast: bool, ggml: Ggml) -> None:
 
 @pytest.fixture(scope="module")
 def parted(native_lib_dir: Path, ggml_headers: Path, tmp_path_factory: pytest.TempPathFactory):
+    if os.environ.get("SPARQ_TEST_SANITIZE"):
+        pytest.skip("the sanitized kernels have as little scratch")
     folder = os.environ.get("SPARQ_TEST_LIB_DIR") or native_lib_dir
     return IsaGgml(Path(folder), "parted", ggml_headers, tmp_path_factory.mktemp("parted"))
 
