@@ -5,10 +5,6 @@
 JSON: spec, and n_gpu_layers, offload_kqv, type_k, type_v, n_seq, reseal, reopen (the prompt as a
 document), refused (why the spec is). Prints one line of JSON:
 what `llama_get_sparse_attn_info` says, nodes run by each device, a hash of the logits' bits.
-
-With `order`, say "rpr", batches that mix sequences which reply and sequences which read a prompt,
-two of them. Prints what the library says, and for each sequence the logits, those of the sequence
-alone, and those of llama.cpp's own attention.
 """
 
 from __future__ import annotations
@@ -19,10 +15,9 @@ import json
 import sys
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
 
 import numpy as np
-from llama import Context, Model, SpecError, Token, bindings
+from llama import Context, Model, SpecError, bindings
 
 from pyorch.native.slots import STEPS
 
@@ -34,24 +29,12 @@ def main() -> None:
     spec, n_gpu_layers = options.pop("spec"), options.pop("n_gpu_layers", 0)
     n_seq, reseal = options.get("n_seq", 1), options.pop("reseal", False)
     refused, reopened = options.pop("refused", ""), options.pop("reopen", False)
-    order, n_read = options.pop("order", ""), options.pop("n_read", 90)
     m = bindings()
     load = m._lib.ggml_backend_load
     load.restype, load.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
     assert load(library.encode())
     count = ctypes.CDLL(library).fake_count
     count.restype = ctypes.c_long
-
-    if order:
-        with Model(path, n_gpu_layers) as model:
-            kinds = dict(enumerate(order))
-            together = beside(model, spec, kinds, n_read, **options)
-            off = beside(model, "off", kinds, n_read, **options)["logits"]
-            each = [beside(model, spec, {i: k}, n_read, **options) for i, k in kinds.items()]
-            alone = [one["logits"][0] for one in each]
-        together |= {"alone": alone, "off": off}
-        print(json.dumps(together))
-        return
 
     rng = np.random.default_rng(7)
     logits = []
@@ -88,32 +71,6 @@ def main() -> None:
     nodes = [{name: count(dev, op) for op, name in enumerate(STEPS)} for dev in range(2)]
     result = {"info": info, "nodes": nodes, "differ": differ, "sealed": sealed}
     print(json.dumps(result | {"bits": hashlib.sha256(bits.tobytes()).hexdigest()}))
-
-
-def beside(
-    model: Model, spec: str, kinds: dict[int, str], n_read: int, **options: Any
-) -> dict[str, Any]:
-    """Two batches of a token of each sequence that replies ("r"), `n_read` of those that read."""
-    texts = {seq: np.random.default_rng(seq).integers(3, model.n_vocab, 700) for seq in kinds}
-    done, logits = dict.fromkeys(kinds, 0), {seq: [] for seq in kinds}
-
-    def take(seq: int, n: int) -> list[Token]:
-        done[seq] += n
-        return [(int(texts[seq][i]), i, seq) for i in range(done[seq] - n, done[seq])]
-
-    with Context(model, n_ctx=4 * N_CTX, n_seq=4, **options) as ctx:
-        ctx.set_sparse(spec)
-        for seq in (seq for seq, kind in kinds.items() if kind == "r"):
-            assert ctx.decode(take(seq, 330 - 20 * seq)) == 0
-        ctx.reset_counters()
-        for _ in range(2):
-            each = [take(seq, 1 if kind == "r" else n_read) for seq, kind in kinds.items()]
-            batch = [token for tokens in each for token in tokens]
-            assert ctx.decode(batch) == 0
-            for i, (_, _, seq) in enumerate(batch):
-                if i + 1 == len(batch) or batch[i + 1][2] != seq:
-                    logits[seq].append(ctx.logits(i).tolist())
-        return {"info": ctx.info(), "differ": ctx.check_shadow(), "logits": [*logits.values()]}
 
 
 def reopen(ctx: Context, n: int) -> None:

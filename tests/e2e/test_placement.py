@@ -35,7 +35,8 @@ def fake(tmp_path_factory: pytest.TempPathFactory, native_lib_dir: Path) -> Path
 
 @pytest.fixture(scope="module")
 def run(fake: Path, tmp_path_factory: pytest.TempPathFactory):
-    """run(spec, n_gpu_layers, variables of the fake devices, other options of placed.py)."""
+    """run(spec, n_gpu_layers, variables of the fake devices, other options of placed.py, or with
+    `order` of beside.py)."""
     model = tiny_models.write(tmp_path_factory.mktemp("m") / "m.gguf", "llama", n_layer=N_LAYER)
 
     @functools.cache
@@ -43,7 +44,8 @@ def run(fake: Path, tmp_path_factory: pytest.TempPathFactory):
         text = json.dumps({"spec": spec, "n_gpu_layers": n_gpu_layers, **options})
         more = dict(item.split("=") for item in variables.split())
         env = python_environment(FAKE_DEVICES="2", FAKE_POISON="1", **more)
-        argv = [sys.executable, HERE / "placed.py", model, fake, text]
+        script = HERE / ("beside.py" if "order" in options else "placed.py")
+        argv = [sys.executable, script, model, fake, text]
         done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-2000:]
         return json.loads(done.stdout)
