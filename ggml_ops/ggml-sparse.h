@@ -101,20 +101,25 @@ enum ggml_sparse_attn_op {
 };
 
 // counters that the ops themselves add to when they run: an I64 tensor of GGML_SPARSE_STAT_COUNT in the memory of the device that runs them
+#define GGML_SPARSE_STATS(X) \
+    X(ATTEND_SPARSE)   /* ATTEND over a selection, per (token, node); here and below not of tokens that see nothing */ \
+    X(ATTEND_DENSE)    /* ATTEND over all positions, per (token, node) */ \
+    X(POS_VISIBLE)     /* visible positions, summed over (token, KV head, node) */ \
+    X(POS_READ)        /* positions whose K and V rows ATTEND read, likewise */ \
+    X(BYTES_SCORE)     /* bytes of k_t and K that SCORE or SCORE_SELECT had to read */ \
+    X(BYTES_ATTEND)    /* bytes of K, V and v_sum that ATTEND had to read */ \
+    X(BYTES_DENSE)     /* bytes of all visible K and V rows: what dense attention reads */ \
+    X(GROUPS_SEALED)   /* groups sealed, per node */ \
+    X(PREFILL)         /* PREFILL, per (token, node) */ \
+    X(PREFILL_FAST)    /* products of few bits in PREFILL, per (token, query head, block of positions, node) */ \
+    X(PREFILL_VISIBLE) /* positions among which PREFILL chose, summed over (token, query head, node) .. */ \
+    X(PREFILL_READ)    /* .. and those of them that it read */
+
 enum ggml_sparse_stat {
-    GGML_SPARSE_STAT_ATTEND_SPARSE,     // ATTEND over a selection, per (token, node); here and below not of tokens that see nothing
-    GGML_SPARSE_STAT_ATTEND_DENSE,      // ATTEND over all positions, per (token, node)
-    GGML_SPARSE_STAT_POS_VISIBLE,       // visible positions, summed over (token, KV head, node)
-    GGML_SPARSE_STAT_POS_READ,          // positions whose K and V rows ATTEND read, likewise
-    GGML_SPARSE_STAT_BYTES_SCORE,       // bytes of k_t and K that SCORE or SCORE_SELECT had to read
-    GGML_SPARSE_STAT_BYTES_ATTEND,      // bytes of K, V and v_sum that ATTEND had to read
-    GGML_SPARSE_STAT_BYTES_DENSE,       // bytes of all visible K and V rows: what dense attention reads
-    GGML_SPARSE_STAT_GROUPS_SEALED,     // groups sealed, per node
-    GGML_SPARSE_STAT_PREFILL,           // PREFILL, per (token, node)
-    GGML_SPARSE_STAT_PREFILL_FAST,      // products of few bits in PREFILL, per (token, query head, block of positions, node)
-    GGML_SPARSE_STAT_PREFILL_VISIBLE,   // positions among which PREFILL chose, summed over (token, query head, node) ..
-    GGML_SPARSE_STAT_PREFILL_READ,      // .. and those of them that it read
-    GGML_SPARSE_STAT_COUNT,
+#define X(name) GGML_SPARSE_STAT_##name,
+    GGML_SPARSE_STATS(X)
+#undef X
+            GGML_SPARSE_STAT_COUNT,
 };
 
 // ---- the seven sub-operations ----

@@ -53,34 +53,60 @@ struct prefill_src : ggml_sparse_src {
     int64_t head_kv(int64_t set)            const { return set*n_side/n_group_q; }
 };
 
-// What is shared by those who choose positions. A lane is a probe of any query head of a KV head
+// What is shared by those who choose positions. A lane is a probe of any query head of a KV head. A part is what one query head chooses for the
+// tokens of a choice, numbered [n_stream][n_head][n_choice]. The logits of a part take 96 bytes for each position, so only some parts, that lie
+// side by side, are worked on at a time
+#if !defined(SPARQ_PARTS_BYTES) // tests have less
+#define SPARQ_PARTS_BYTES (48 << 20)
+#endif
+constexpr size_t PARTS_BYTES = SPARQ_PARTS_BYTES; // of their logits, for each thread; one part may take more
+
 struct choice_work {
     int64_t    n_lane, n_lane_block; // of a KV head and a stream
     int64_t    n_kv;      // rounded up to whole blocks
+    int64_t    n_part, n_part_at_once;
+    int        n_part_probe;
     float    * q;         // [n_stream][n_head_kv][n_lane_block][d_k][BLOCK_Q]  the probes, times the scale
-    float    * x;         // [n_stream][n_head][n_probe][n_kv]  their logits; exponentials of them once choices are made. The largest by far: with
-                          // 512 tokens 96 bytes for each position and query head, one layer at a time
-    float    * v_sum;     // [n_stream][n_head_kv][n_block_kv][d_v]  sums of V over blocks that somebody sees
+    float    * x;         // [n_part_at_once][n_part_probe][n_kv]  their logits; exponentials of them once choices are made
+    float    * v_sum;     // [n_head_at_once][n_block_kv][d_v]  sums of V over blocks that somebody sees
+    float    * v_all;     // [n_stream][n_head_kv][n_choice][d_v]  sums over the blocks that all tokens of a choice see
     uint8_t  * all_see;   // [n_stream][n_choice][n_block_kv]
-    uint64_t * kept;      // [n_stream][n_head][n_choice][n_block_kv]
-    float    * left;      // [n_stream][n_head][n_choice]
-    int64_t  * n, * n_kept; // [n_stream][n_head][n_choice]
+    uint64_t * kept;      // [n_part][n_block_kv]
+    float    * left;      // [n_part]
+    int64_t  * n, * n_kept; // [n_part]
 
     choice_work() = default;
-    choice_work(const prefill_src & a, bump & shared) {
+    choice_work(const prefill_src & a, bump & shared, int nth) {
         n_lane       = (int64_t) a.n_group_q*a.n_probe;
         n_lane_block = ceil_div(n_lane, BLOCK_Q);
         n_kv         = a.n_block_kv*BLOCK_KV;
-        const int64_t n_all = a.n_stream*a.n_head*a.n_choice;
+        n_part       = a.n_stream*a.n_head*a.n_choice;
+        n_part_probe = std::min(MAX_PROBE, a.n_probe);
+        n_part_at_once = std::clamp<int64_t>(nth*PARTS_BYTES/(n_part_probe*n_kv*sizeof(float)), 1, n_part);
+        const int64_t n_head_part    = (int64_t) a.n_group_q*a.n_choice; // parts of a KV head
+        const int64_t n_head_at_once = std::min(a.n_stream*a.n_head_kv, (n_part_at_once - 1)/n_head_part + 2);
         q       = shared.take<float>(a.n_stream*a.n_head_kv*n_lane_block*a.d_k*BLOCK_Q);
-        x       = shared.take<float>(a.n_stream*a.n_head*a.n_probe*n_kv);
-        v_sum   = shared.take<float>(a.n_stream*a.n_head_kv*a.n_block_kv*a.d_v);
+        x       = shared.take<float>(n_part_at_once*n_part_probe*n_kv);
+        v_sum   = shared.take<float>(n_head_at_once*a.n_block_kv*a.d_v);
+        v_all   = shared.take<float>(a.n_stream*a.n_head_kv*a.n_choice*a.d_v);
         all_see = shared.take<uint8_t>(a.n_stream*a.n_choice*a.n_block_kv);
-        kept    = shared.take<uint64_t>(n_all*a.n_block_kv);
-        left    = shared.take<float>(n_all);
-        n       = shared.take<int64_t>(n_all);
-        n_kept  = shared.take<int64_t>(n_all);
+        kept    = shared.take<uint64_t>(n_part*a.n_block_kv);
+        left    = shared.take<float>(n_part);
+        n       = shared.take<int64_t>(n_part);
+        n_kept  = shared.take<int64_t>(n_part);
     }
+};
+
+// the parts [begin, end), and the KV heads that they belong to, which are counted over all streams
+struct choice_parts {
+    int64_t begin, end, first_head, last_head;
+
+    choice_parts(const prefill_src & a, const choice_work & c, int64_t begin) : begin(begin), end(std::min(begin + c.n_part_at_once, c.n_part)) {
+        const int64_t n_head_part = (int64_t) a.n_group_q*a.n_choice;
+        first_head = begin/n_head_part;
+        last_head  = (end - 1)/n_head_part;
+    }
+    int64_t n_head() const { return last_head + 1 - first_head; }
 };
 
 // A unit is some blocks of queries, of heads that lie side by side. How many may depend on the number of threads, since no query's result depends
@@ -117,7 +143,7 @@ struct prefill_work {
         bump shared(wdata);
         kind = shared.take<uint8_t>(a.n_stream*a.n_block_kv*a.n_tok);
         if (a.chooses) {
-            choice = choice_work(a, shared);
+            choice = choice_work(a, shared, nth);
         }
         size = take_per_thread(shared, ith, nth, [&](bump & own) {
             for (int64_t j = 0; j < std::min<int64_t>(n_all, std::size(block)); ++j) {

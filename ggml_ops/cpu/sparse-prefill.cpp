@@ -143,10 +143,10 @@ void make_probes(const prefill_src & a, const prefill_work & w, int64_t s, int64
     }
 }
 
-// the logits of all probes of a KV head at block b of positions, the sum of V over it, and who sees all of it
-void score_probes(const prefill_src & a, const prefill_work & w, int64_t s, int64_t h, int64_t b) {
+// the logits at block b of positions of those probes of KV head sh that belong to some parts, the sum of V over it, and who sees all of it
+void score_probes(const prefill_src & a, const prefill_work & w, const choice_parts & parts, int64_t sh, int64_t b) {
     const choice_work & c = w.choice;
-    const int64_t t = b*BLOCK_KV;
+    const int64_t s = sh/a.n_head_kv, h = sh % a.n_head_kv, t = b*BLOCK_KV;
     const int n = (int) std::min<int64_t>(BLOCK_KV, a.n_kv - t);
     const uint8_t * kind = w.kinds(a, s, b);
     for (int64_t i = 0; i < a.n_choice && h == 0; ++i) {
@@ -154,7 +154,7 @@ void score_probes(const prefill_src & a, const prefill_work & w, int64_t s, int6
     }
     const bool hidden = all_are(kind, 0, a.n_tok, MASK_HIDES_ALL);
     if (!hidden) {
-        float * sum = c.v_sum + ((s*a.n_head_kv + h)*a.n_block_kv + b)*a.d_v;
+        float * sum = c.v_sum + ((sh - parts.first_head)*a.n_block_kv + b)*a.d_v;
         load_block(a, w, h, s, t, n);
         std::fill(sum, sum + a.d_v, 0.0f);
         for (int i = 0; i < n; ++i) {
@@ -163,13 +163,20 @@ void score_probes(const prefill_src & a, const prefill_work & w, int64_t s, int6
             }
         }
     }
+    int64_t scored = -1; // the block of lanes whose products are in w.s
     for (int64_t lane = 0; lane < c.n_lane; ++lane) {
-        if (!hidden && lane % BLOCK_Q == 0) {
-            const float * q = c.q + ((s*a.n_head_kv + h)*c.n_lane_block + lane/BLOCK_Q)*a.d_k*BLOCK_Q;
-            dot_products(w.s, (int) ceil_div(std::min<int64_t>(c.n_lane - lane, BLOCK_Q), W), q, w.k, a.d_k, n);
+        const int64_t head = h*a.n_group_q + lane/a.n_probe, probe = lane % a.n_probe;
+        const int64_t part = (s*a.n_head + head)*a.n_choice + probe/MAX_PROBE;
+        if (part < parts.begin || part >= parts.end) {
+            continue;
         }
-        const int64_t head = h*a.n_group_q + lane/a.n_probe, tok = probe_tokens(a, lane % a.n_probe).lo;
-        float * x = c.x + (s*a.n_head*a.n_probe + h*a.n_group_q*a.n_probe + lane)*c.n_kv + t;
+        if (!hidden && lane/BLOCK_Q != scored) {
+            scored = lane/BLOCK_Q;
+            const float * q = c.q + (sh*c.n_lane_block + scored)*a.d_k*BLOCK_Q;
+            dot_products(w.s, (int) ceil_div(std::min<int64_t>(c.n_lane - scored*BLOCK_Q, BLOCK_Q), W), q, w.k, a.d_k, n);
+        }
+        const int64_t tok = probe_tokens(a, probe).lo;
+        float * x = c.x + ((part - parts.begin)*c.n_part_probe + probe % MAX_PROBE)*c.n_kv + t;
         const mask_kind sees = (mask_kind) kind[tok];
         const f16 * mask = at<const f16>(a.mask, tok, 0, s) + t;
         for (int i = 0; i < BLOCK_KV; ++i) {
@@ -186,19 +193,56 @@ void score_probes(const prefill_src & a, const prefill_work & w, int64_t s, int6
     }
 }
 
-// what one query head chooses for the tokens of choice i
-void choose_positions(const prefill_src & a, const prefill_work & w, int64_t s, int64_t head, int64_t i) {
+// what one query head chooses for the tokens of a choice
+void choose_positions(const prefill_src & a, const prefill_work & w, const choice_parts & parts, int64_t part) {
     const choice_work & c = w.choice;
-    const int64_t at = (s*a.n_head + head)*a.n_choice + i;
+    const int64_t i = part % a.n_choice, s = part/a.n_choice/a.n_head;
     const choice_args args = {
-        c.n_kv, std::min(MAX_PROBE, a.n_probe - (int) i*MAX_PROBE), c.x + ((s*a.n_head + head)*a.n_probe + i*MAX_PROBE)*c.n_kv,
+        c.n_kv, std::min(MAX_PROBE, a.n_probe - (int) i*MAX_PROBE), c.x + (part - parts.begin)*c.n_part_probe*c.n_kv,
         c.all_see + (s*a.n_choice + i)*a.n_block_kv, a.p.keep,
     };
-    choice res = { c.kept + at*a.n_block_kv, 0.0f, 0, 0 };
+    choice res = { c.kept + part*a.n_block_kv, 0.0f, 0, 0 };
     choose(args, w.key, w.weight, res);
-    c.left[at]   = res.left;
-    c.n[at]      = res.n;
-    c.n_kept[at] = res.n_kept;
+    c.left[part]   = res.left;
+    c.n[part]      = res.n;
+    c.n_kept[part] = res.n_kept;
+}
+
+// the sum of V of KV head sh over the blocks that all tokens of choice i see
+void sum_values(const prefill_src & a, const prefill_work & w, const choice_parts & parts, int64_t sh, int64_t i) {
+    const choice_work & c = w.choice;
+    const uint8_t * all_see = c.all_see + (sh/a.n_head_kv*a.n_choice + i)*a.n_block_kv;
+    const float   * v_sum   = c.v_sum + (sh - parts.first_head)*a.n_block_kv*a.d_v;
+    float         * res     = c.v_all + (sh*a.n_choice + i)*a.d_v;
+    std::fill(res, res + a.d_v, 0.0f);
+    for (int64_t b = 0; b < a.n_block_kv; ++b) {
+        for (int d = 0; d < a.d_v && all_see[b]; ++d) {
+            res[d] += v_sum[b*a.d_v + d];
+        }
+    }
+}
+
+// all choices; every thread calls it
+void choose_all(const prefill_src & a, const prefill_work & w, const ggml_compute_params * params) {
+    for (int64_t x = params->ith; x < a.n_stream*a.n_head_kv; x += params->nth) {
+        make_probes(a, w, x/a.n_head_kv, x % a.n_head_kv);
+    }
+    ggml_barrier(params->threadpool);
+    for (int64_t begin = 0; begin < w.choice.n_part; begin += w.choice.n_part_at_once) {
+        const choice_parts parts(a, w.choice, begin);
+        const int64_t n = parts.n_head()*a.n_block_kv;
+        for (int64_t x = n*params->ith/params->nth; x < n*(params->ith + 1)/params->nth; ++x) {
+            score_probes(a, w, parts, parts.first_head + x/a.n_block_kv, x % a.n_block_kv);
+        }
+        ggml_barrier(params->threadpool);
+        for (int64_t part = begin + params->ith; part < parts.end; part += params->nth) {
+            choose_positions(a, w, parts, part);
+        }
+        for (int64_t x = params->ith; x < parts.n_head()*a.n_choice; x += params->nth) {
+            sum_values(a, w, parts, parts.first_head + x/a.n_choice, x % a.n_choice);
+        }
+        ggml_barrier(params->threadpool);
+    }
 }
 
 // ---- attention ----
@@ -222,15 +266,12 @@ void prefill_chosen(const prefill_src & a, prefill_work & w, const prefill_unit 
     const choice_work & c = w.choice;
     const int64_t i = u.r0/CHOICE, at = (u.s*a.n_head + u.set)*a.n_choice + i, h = a.head_kv(u.set);
     const uint64_t * kept = c.kept + at*a.n_block_kv;
-    const uint8_t  * all_see = c.all_see + (u.s*a.n_choice + i)*a.n_block_kv;
-    const float    * v_sum = c.v_sum + (u.s*a.n_head_kv + h)*a.n_block_kv*a.d_v;
+    const float    * v_all = c.v_all + ((u.s*a.n_head_kv + h)*a.n_choice + i)*a.d_v;
     const int64_t n_left = c.n[at] - c.n_kept[at];
 
     std::fill(w.mean, w.mean + a.d_v, 0.0f);
-    for (int64_t b = 0; b < a.n_block_kv && n_left > 0; ++b) {
-        for (int d = 0; d < a.d_v && all_see[b]; ++d) {
-            w.mean[d] += v_sum[b*a.d_v + d];
-        }
+    for (int d = 0; d < a.d_v && n_left > 0; ++d) {
+        w.mean[d] = v_all[d];
     }
     int64_t list[BLOCK_KV];
     int n = 0;
@@ -345,22 +386,7 @@ void sparse::forward_prefill(const ggml_compute_params * params, ggml_tensor * d
         }
     }
     if (a.chooses) {
-        for (int64_t x = params->ith; x < a.n_stream*a.n_head_kv; x += params->nth) {
-            make_probes(a, w, x/a.n_head_kv, x % a.n_head_kv);
-        }
-        ggml_barrier(params->threadpool);
-        const int64_t n = a.n_stream*a.n_head_kv*a.n_block_kv;
-        for (int64_t x = n*params->ith/params->nth; x < n*(params->ith + 1)/params->nth; ++x) {
-            digits d { x };
-            const int64_t b = d.next(a.n_block_kv), h = d.next(a.n_head_kv);
-            score_probes(a, w, d.rest, h, b);
-        }
-        ggml_barrier(params->threadpool);
-        for (int64_t x = params->ith; x < a.n_stream*a.n_head*a.n_choice; x += params->nth) {
-            digits d { x };
-            const int64_t i = d.next(a.n_choice), head = d.next(a.n_head);
-            choose_positions(a, w, d.rest, head, i);
-        }
+        choose_all(a, w, params);
     }
     unit_queue::open(params);
     ggml_barrier(params->threadpool);

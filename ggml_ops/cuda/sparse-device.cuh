@@ -267,7 +267,7 @@ __device__ __forceinline__ void store_products(float (*s)[N], const float (&x)[G
 }
 
 // x, component threadIdx.x of a vector of zeros behind d, times the Hadamard matrix in blocks of n_rot, scaled so that it is its own inverse
-//   all threads of the block take part, of which there are D_MAX or more; buf [D_MAX] in shared memory, left free to be written
+//   all threads of the block take part, of which there are at least as many as components; buf [D_MAX] in shared memory, left free to be written
 __device__ __forceinline__ float hadamard(float x, int n_rot, float * buf) {
     const int c = threadIdx.x;
     for (int s = 1; s < n_rot; s *= 2) {

@@ -192,7 +192,8 @@ std::string llama_sparse_reply(const llama_context * ctx, llama_seq_id slot) {
     if (!ctx->get_cparams().sparse) {
         return "";
     }
-    std::string res(llama_get_sparse_attn_seq_info(ctx, slot, nullptr, 0) + 1, '\0');
+    const int32_t n = llama_get_sparse_attn_seq_info(ctx, slot, nullptr, 0);
+    std::string res(std::max(n, 0) + 1, '\0');
     llama_get_sparse_attn_seq_info(ctx, slot, &res[0], res.size());
     res.pop_back();
     return res;

@@ -39,7 +39,7 @@ extern "C" {
 //   min_k    lower bound of topk when it comes from ratio (default 128); whatever its source, no layer's k is below sinks + local + 1
 //   min_ctx  up to this many positions of a sequence, or cells in use (rounded up to 256): exact dense (default 1024)
 //   gpu_min_mb  where K lies on a GPU: a layer whose K and V that all tokens of the step would read are below so many MB keeps llama.cpp's
-//            attention (default 256, not measured; 0: always sparse)
+//            attention (default 1024; 0: always sparse)
 //   mean_v   auto | on | off       step 3, interpolation with the mean value (auto: on)
 //   shadow   q4 | q8 | f16         the transposed copy of K: +13 %, +26 %, +50 % of f16 KV; at the same ratio fewer bits find more (default q4)
 //   budget   uniform | ramp | ramp-down    ramp: topk grows linearly from the first to the last layer, same total (arXiv 2502.06766, 4.4)
@@ -76,8 +76,8 @@ LLAMA_API int32_t llama_get_sparse_attn_seq_info(const struct llama_context * ct
 
 // The spec of the contexts that this thread makes from now on, in place of the environment variable SPARQ_ATTN. NULL: SPARQ_ATTN again. A context
 // can not be made with a spec that is wrong, or that its model refuses; the log says why, in one line. Contexts made with ctx_other, as for
-// the model of a draft, do not take SPARQ_ATTN.
-LLAMA_API void llama_sparse_attn_default(const char * spec);
+// the model of a draft, do not take SPARQ_ATTN. 0: done. < 0: no memory, nothing changed.
+LLAMA_API int32_t llama_sparse_attn_default(const char * spec);
 
 // Checks a spec without a context. >= 0: the length of the canonical spec written to buf. < 0: buf says why.
 LLAMA_API int32_t llama_sparse_attn_parse(const char * spec, char * buf, size_t n_buf);
@@ -102,11 +102,12 @@ LLAMA_API int64_t llama_sparse_document_bytes(struct llama_context * ctx, uint32
 // Writes what K and V of this context are, a line feed, and what its transposed K is, "" if there is none. Returns the length
 LLAMA_API int64_t llama_sparse_document_kind(struct llama_context * ctx, char * buf, size_t n_buf);
 
-// Writes K and V of positions [from, to)
+// Writes K and V of positions [from, to), from <= to <= n_pos
 LLAMA_API int64_t llama_sparse_document_write(struct llama_context * ctx, llama_seq_id seq_id, int fd, uint64_t offset, uint32_t n_pos,
         uint32_t from, uint32_t to, char * err, size_t n_err);
 
-// Writes the transposed K, once all positions are read, and seals it first. Without one it does nothing
+// Writes the transposed K, once all positions are read, and seals it first; what of its parts belongs to other cells is zeros. Without one it does
+// nothing
 LLAMA_API int64_t llama_sparse_document_write_shadow(struct llama_context * ctx, llama_seq_id seq_id, int fd, uint64_t offset, uint32_t n_pos,
         char * err, size_t n_err);
 
@@ -128,11 +129,11 @@ LLAMA_API int64_t llama_sparse_attn_check(struct llama_context * ctx);
 
 // For measurements: the share of the true attention in the positions that an ATTEND node reads, which is softmax over all that its tokens see, as a
 // mean over query heads and tokens; that of a learned sink counts as read. 1 where it has no selection. NaN: a source or the selection is not in
-// host memory any more, or the CPU failed. From any thread.
+// host memory any more, the CPU failed, or there is no memory. From any thread.
 LLAMA_API double llama_sparse_attn_mass(const struct ggml_tensor * attend);
 
 // Measures it for every ATTEND node of a context until the end, which writes the mean of each layer, [n_layer]; 1 where none ran over a
-// selection. Decoding takes longer meanwhile. The context's own evaluation callback is called as ever.
+// selection. Decoding takes longer meanwhile. The context's own evaluation callback is called as ever. NULL: no memory.
 struct llama_sparse_measure;
 LLAMA_API struct llama_sparse_measure * llama_sparse_measure_begin(struct llama_context * ctx);
 LLAMA_API void llama_sparse_measure_end(struct llama_sparse_measure * m, double * mass);

@@ -15,11 +15,13 @@
 
 using access = llama_sparse_access;
 
-static void write_text(const std::string & s, char * buf, size_t n) {
+static void write_text(const char * s, char * buf, size_t n) {
     if (buf && n > 0) {
-        snprintf(buf, n, "%s", s.c_str());
+        snprintf(buf, n, "%s", s);
     }
 }
+
+static void write_text(const std::string & s, char * buf, size_t n) { write_text(s.c_str(), buf, n); }
 
 // the cache that has a shadow; nullptr: none has
 static llama_kv_cache * find_shadowed(llama_memory_i * memory) {
@@ -228,8 +230,13 @@ int32_t llama_sparse_attn_parse(const char * text, char * buf, size_t n_buf) {
 
 static thread_local std::optional<std::string> thread_default;
 
-void llama_sparse_attn_default(const char * spec) {
-    thread_default = spec ? std::optional<std::string>(spec) : std::nullopt;
+int32_t llama_sparse_attn_default(const char * spec) {
+    char err[256];
+    const int32_t res = try_to([&] { thread_default = spec ? std::optional<std::string>(spec) : std::nullopt; }, err, sizeof(err));
+    if (res != 0) {
+        LLAMA_LOG_ERROR("%s: %s\n", __func__, err);
+    }
+    return res;
 }
 
 // "" or the spec that a new context begins with, and in `from` who says so

@@ -8,6 +8,7 @@
 #include "llama-impl.h"
 
 #include "sparse-codes.h"
+#include "sparse-layout.h"
 
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -39,6 +40,12 @@ struct part {
     ggml_tensor * t;
     size_t   at, nb, row_bytes, n_row;
     uint64_t offset;
+    size_t   n_own = SIZE_MAX; // of sums of V: the groups of the document. Other rows, and totals that have others' say, are zeros in the image
+
+    bool is_own(size_t row) const {
+        const size_t block = row/(GGML_SPARSE_SUM + 1)*GGML_SPARSE_SUM, i = row % (GGML_SPARSE_SUM + 1); // its first group, and the row in it
+        return n_own == SIZE_MAX || block + (i == GGML_SPARSE_SUM ? i : i + 1) <= n_own;
+    }
 };
 
 struct image {
@@ -56,6 +63,14 @@ struct place {
     // of the shadow. In f16 the last group of a cache has no room in it, so that of a document is never in the image
     uint32_t n_group(int32_t n_bit) const { return (ggml_sparse_has_codes(n_bit) ? n_pos : n_pos - 1)/GGML_SPARSE_GROUP; }
 };
+
+// throws std::runtime_error: such a document can not be
+place place_of(uint32_t stream, uint32_t n_pos) {
+    if (n_pos == 0) {
+        throw std::runtime_error("a document has at least one position");
+    }
+    return { stream, 0, n_pos };
+}
 
 llama_kv_cache & cache_of(llama_context & ctx) {
     auto * kv = dynamic_cast<llama_kv_cache *>(ctx.get_memory());
@@ -98,7 +113,7 @@ std::string kind_of_rows(llama_kv_cache & kv) {
     return std::string(ggml_type_name(layer.k->type)) + "/" + ggml_type_name(layer.v->type) + ",rotated=" + std::to_string(llama_sparse_n_rot(kv));
 }
 
-// what the shadow is: its type, sums of V, and layers, which a GPU may have without; "": there is none
+// what the shadow is: its type, sums of V, layers, which a GPU may have without, and what its bytes mean; "": there is none
 std::string kind_of_shadow(llama_kv_cache & kv) {
     const auto * first = shadowed_layer(kv);
     if (!first) {
@@ -109,7 +124,7 @@ std::string kind_of_shadow(llama_kv_cache & kv) {
     for (size_t ikv = 0; ikv < llama_sparse_access::layers(kv).size(); ++ikv) {
         res += shadow->at(ikv).k_t ? 'x' : '-';
     }
-    return res;
+    return res + ",layout=" + std::to_string(ggml_sparse_layout());
 }
 
 image image_of(llama_kv_cache & kv, const place & p) {
@@ -145,6 +160,7 @@ image image_of(llama_kv_cache & kv, const place & p) {
         if (const ggml_tensor * s = l.v_sum) {
             add(res.shadow, l.v_sum, p.stream*s->nb[2] + ggml_sparse_n_sum_rows(p.cell/GGML_SPARSE_GROUP)*s->nb[1], s->nb[1], s->nb[1],
                     ggml_sparse_n_sum_rows(n_group));
+            res.shadow.back().n_own = n_group;
         }
     }
     return res;
@@ -201,6 +217,11 @@ void write_rows(int fd, uint64_t offset, const part & p, size_t from, size_t to)
             }
             ggml_backend_tensor_get(p.t, &piece[j*p.row_bytes], p.at + (i + j)*p.nb, p.row_bytes);
         }
+        for (size_t j = 0; j < n; ++j) {
+            if (!p.is_own(i + j)) {
+                memset(&piece[j*p.row_bytes], 0, p.row_bytes);
+            }
+        }
         write_all(fd, piece.data(), piece.size(), offset + p.offset + i*p.row_bytes);
     }
 }
@@ -228,10 +249,10 @@ void read_rows(int fd, uint64_t offset, const part & p, size_t from, size_t to) 
     std::vector<char> piece(is_host ? 0 : n_rows*p.row_bytes);
     for (size_t i = from; i < to; i += n_rows) {
         const size_t n  = std::min(n_rows, to - i)*p.row_bytes, at = p.at + i*p.nb;
-        char *       to = is_host ? (char *) p.t->data + at : piece.data();
-        read_all(fd, to, n, offset + p.offset + i*p.row_bytes);
+        char *       dst = is_host ? (char *) p.t->data + at : piece.data();
+        read_all(fd, dst, n, offset + p.offset + i*p.row_bytes);
         if (!is_host) {
-            ggml_backend_tensor_set(p.t, to, at, n);
+            ggml_backend_tensor_set(p.t, dst, at, n);
         }
     }
 }
@@ -281,7 +302,7 @@ size_t map_rows(llama_sparse_shadow & shadow, int fd, uint64_t offset, const par
 int64_t open_document(llama_context & ctx, llama_seq_id seq_id, int fd, uint64_t offset, uint32_t n_pos, uint32_t n_read, const char * kind) {
     ctx.synchronize();
     auto & kv = cache_of(ctx);
-    place p = { stream_of(kv, seq_id), 0, n_pos };
+    place p = place_of(stream_of(kv, seq_id), n_pos);
     auto & cells = llama_sparse_access::cells(kv, p.stream);
     p.cell = (cells.used_max_p1() + CELLS - 1)/CELLS*CELLS;
     if (kv.seq_pos_max(seq_id) >= 0) {
@@ -322,26 +343,49 @@ int64_t open_document(llama_context & ctx, llama_seq_id seq_id, int fd, uint64_t
     if (has_shadow) {
         read_parts(fd, offset, im.shadow, ctx.get_cparams().n_threads_batch);
     }
-    for (uint32_t i = 0; i < n_read; ++i) {
-        cells.pos_set(own[i], i);
-        cells.seq_add(own[i], seq_id);
-    }
     if (shadow->pages->is_limited()) {
         llama_sparse_new_graphs(ctx); // their nodes say what they read
     }
     const std::vector<int8_t> output(n_read, 0);
     shadow->set_prompt(p.stream, own, output.data());
-    if (has_shadow) {
-        shadow->begin();
-        for (uint32_t g = 0; g < p.n_group(shadow->n_bit()); ++g) {
-            shadow->seal(p.stream, p.cell/GGML_SPARSE_GROUP + g);
+    try {
+        for (uint32_t i = 0; i < n_read; ++i) {
+            cells.pos_set(own[i], i);
+            cells.seq_add(own[i], seq_id);
         }
-        shadow->commit();
+        if (has_shadow) {
+            shadow->begin();
+            for (uint32_t g = 0; g < p.n_group(shadow->n_bit()); ++g) {
+                shadow->seal(p.stream, p.cell/GGML_SPARSE_GROUP + g);
+            }
+            shadow->commit();
+        }
+    } catch (...) {
+        kv.seq_rm(seq_id, -1, -1); // as it was
+        throw;
     }
     if (llama_sparse_attn_seal(&ctx) < 0) {
         LLAMA_LOG_WARN("%s: the next token will transpose K\n", __func__);
     }
     return mapped;
+}
+
+// Seals all that is complete, and then the last run of codes anew if groups behind the document are in it: they have a say in its range, and may be
+// another sequence's, or of a text that was removed. The next token seals those again. Throws std::runtime_error
+void seal_document(llama_context & ctx, llama_kv_cache & kv, const place & p) {
+    bool is_sealed = llama_sparse_attn_seal(&ctx) >= 0;
+    if (const auto & shadow = llama_sparse_access::shadow(kv); is_sealed && shadow && shadow->has_tensors() && ggml_sparse_has_codes(shadow->n_bit())) {
+        const uint32_t end = p.cell + p.n_group(shadow->n_bit())*GGML_SPARSE_GROUP;
+        std::vector<uint32_t> behind;
+        for (uint32_t i = end; i % GGML_SPARSE_RUN != 0 && i < kv.get_size(); i += GGML_SPARSE_GROUP) {
+            behind.push_back(i);
+        }
+        shadow->invalidate(p.stream, behind);
+        is_sealed = llama_sparse_seal(kv, *ctx.get_cparams().sparse, ctx.get_sched(), SIZE_MAX, end) >= 0;
+    }
+    if (!is_sealed) {
+        throw std::runtime_error("K could not be transposed");
+    }
 }
 
 // what f gives; < 0 if it throws, and err says why
@@ -360,7 +404,7 @@ int64_t guarded(F f, char * err, size_t n_err) {
 } // namespace
 
 int64_t llama_sparse_document_bytes(llama_context * ctx, uint32_t n_pos, char * err, size_t n_err) {
-    return guarded([&] { return (int64_t) image_of(cache_of(*ctx), { 0, 0, n_pos }).bytes; }, err, n_err);
+    return guarded([&] { return (int64_t) image_of(cache_of(*ctx), place_of(0, n_pos)).bytes; }, err, n_err);
 }
 
 int64_t llama_sparse_document_kind(llama_context * ctx, char * buf, size_t n_buf) {
@@ -377,7 +421,11 @@ int64_t llama_sparse_document_write(
     return guarded([&] {
         ctx->synchronize();
         auto & kv = cache_of(*ctx);
-        place p = { stream_of(kv, seq_id), 0, n_pos };
+        place p = place_of(stream_of(kv, seq_id), n_pos);
+        if (from > to || to > n_pos) {
+            throw std::runtime_error("a document of " + std::to_string(n_pos) + " positions has no positions " + std::to_string(from) + " to " +
+                    std::to_string(to));
+        }
         p.cell = first_cell(kv, seq_id, p.stream, to);
         for (const part & rows : image_of(kv, p).rows) {
             write_rows(fd, offset, rows, from, to);
@@ -390,11 +438,9 @@ int64_t llama_sparse_document_write_shadow(llama_context * ctx, llama_seq_id seq
     return guarded([&] {
         ctx->synchronize();
         auto & kv = cache_of(*ctx);
-        if (llama_sparse_attn_seal(ctx) < 0) {
-            throw std::runtime_error("K could not be transposed");
-        }
-        place p = { stream_of(kv, seq_id), 0, n_pos };
+        place p = place_of(stream_of(kv, seq_id), n_pos);
         p.cell = first_cell(kv, seq_id, p.stream, n_pos);
+        seal_document(*ctx, kv, p);
         for (const part & rows : image_of(kv, p).shadow) {
             write_rows(fd, offset, rows, 0, rows.n_row);
         }

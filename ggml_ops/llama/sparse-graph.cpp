@@ -152,12 +152,38 @@ ggml_tensor * build_prefill(const attention & a, uint32_t lo, uint32_t hi, ggml_
     return emit(a, a.device(), t, "sparse_prefill");
 }
 
-ggml_tensor * build_prefill(const attention & a, uint32_t lo, uint32_t hi) {
-    return build_prefill(a, lo, hi, a.view_mask(lo, hi));
+// The tokens [lo, hi) by llama.cpp's own attention. Its function calls our hook again, which knows a mask by its address, and passes on this view
+ggml_tensor * build_stock(const attention & a, uint32_t lo, uint32_t hi) {
+    ggml_tensor * q    = ggml_view_3d(a.g.ctx0, a.q, a.q->ne[0], a.q->ne[1], hi - lo, a.q->nb[1], a.q->nb[2], a.q->nb[2]*lo);
+    ggml_tensor * mask = ggml_view_tensor(a.g.ctx0, a.view_mask(lo, hi));
+    ggml_tensor * res  = sparse_build_attn_mha(a.g, q, a.k, a.v, mask, a.sinks, a.scale, a.il, 0);
+    a.g.cb(res, "kqv_out", a.il); // by this name llama.cpp keeps it on the CPU with K and V that are not offloaded
+    return res;
 }
 
-// the masks of the range that has the replies, shared by the layers
-void build_masks(const attention & a) {
+// the tokens [lo, hi) of a prompt. ours: by PREFILL
+ggml_tensor * build_prompt(const attention & a, bool ours, uint32_t lo, uint32_t hi) {
+    return ours ? build_prefill(a, lo, hi, a.view_mask(lo, hi)) : build_stock(a, lo, hi);
+}
+
+// Those of the range that has the replies, zeros for the replies. PREFILL gives zeros to a token that sees nothing; a kernel of llama.cpp may give
+// NaN, so there the replies see what they would, and are multiplied by 0
+ggml_tensor * build_prompts_between(const attention & a, bool ours) {
+    auto & inp = a.inp;
+    if (!ours) {
+        inp.need_keep(a.g);
+        return ggml_mul(a.g.ctx0, build_stock(a, inp.tok.lo, inp.tok.hi), inp.keep_prompts);
+    }
+    if (!inp.mask_prompt) {
+        inp.need_hide(a.g);
+        inp.mask_prompt = ggml_add(a.g.ctx0, a.view_mask(inp.tok.lo, inp.tok.hi), inp.hide_replies);
+        a.g.cb(inp.mask_prompt, "sparse_mask_prompt", -1);
+    }
+    return build_prefill(a, inp.tok.lo, inp.tok.hi, inp.mask_prompt);
+}
+
+// the mask of the range that has the replies, shared by the layers
+void build_mask(const attention & a) {
     auto & inp = a.inp;
     if (inp.mask_reply) {
         return;
@@ -165,10 +191,8 @@ void build_masks(const attention & a) {
     inp.mask_reply = a.view_mask(inp.tok.lo, inp.tok.hi);
     if (inp.tok.is_mixed()) {
         inp.need_hide(a.g);
-        inp.mask_prompt = ggml_add(a.g.ctx0, inp.mask_reply, inp.hide_replies);
-        inp.mask_reply  = ggml_add(a.g.ctx0, inp.mask_reply, inp.hide_prompts);
-        a.g.cb(inp.mask_prompt, "sparse_mask_prompt", -1);
-        a.g.cb(inp.mask_reply,  "sparse_mask_reply",  -1);
+        inp.mask_reply = ggml_add(a.g.ctx0, inp.mask_reply, inp.hide_prompts);
+        a.g.cb(inp.mask_reply, "sparse_mask_reply", -1);
     }
 }
 
@@ -190,9 +214,14 @@ ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string 
 
     // a device reads few bytes faster than it selects: what is short stays with its own flash attention
     const auto dev = a.device();
-    const double dense_bytes = llama_sparse_row_bytes(inp.kv(), a.il)*a.k->ne[1]*inp.n_kv*(tok.hi - tok.lo);
+    const double dense_bytes = llama_sparse_row_bytes(inp.kv(), a.il)*a.k->ne[1]*inp.n_kv*tok.n_reply;
     if (!llama_sparse_is_cpu(dev) && !spec.is_dense() && (all || dense_bytes < spec.gpu_min_mb*1e6)) {
         why = all ? "every position is read" : "short for a GPU";
+        return nullptr;
+    }
+    // its kernels keep the logits of the whole range, also of the prompts in it, so it may be as wide as replies alone can be
+    if (!llama_sparse_is_cpu(dev) && tok.is_mixed() && tok.hi - tok.lo > LLAMA_MAX_SEQ) {
+        why = "a long prompt between replies";
         return nullptr;
     }
 
@@ -260,33 +289,30 @@ ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string 
     return emit(a, dev, res, "sparse_attend");
 }
 
-// the attention of a layer, or nullptr and why it is left to llama.cpp
-ggml_tensor * build(const attention & a, bool has_cache, std::string & why) {
+// The attention of a layer, or nullptr and why it is left to llama.cpp. ours: may PREFILL read the prompts? Else llama.cpp does, and a reply beside
+// them still gets what it gets alone
+ggml_tensor * build(const attention & a, bool has_cache, bool ours, std::string & why) {
     const auto & tok = a.inp.tok;
 
     ggml_tensor * k_t = why.empty() && a.spec().has_shadow() ? build_seal(a) : nullptr;
 
-    const bool is_sliding = !has_cache;
-    if (tok.has_prompt() && !((why.empty() || is_sliding) && can_prefill(a))) {
-        why = why.empty() ? "prefill" : why;
-        return nullptr;
-    }
     if (!why.empty()) { // a layer with a sliding window is read exactly, also for the replies among prompts
-        return tok.has_prompt() ? build_prefill(a, 0, tok.n) : nullptr;
+        return !has_cache && tok.has_prompt() && ours ? build_prefill(a, 0, tok.n, a.mask) : nullptr;
     }
     if (tok.n_reply == 0) {
-        return build_prefill(a, 0, tok.n);
+        why = ours ? "" : "prefill";
+        return ours ? build_prefill(a, 0, tok.n, a.mask) : nullptr;
     }
-    build_masks(a);
+    build_mask(a);
     ggml_tensor * res = build_replies(a, k_t, why);
     if (res && tok.is_mixed()) { // a token that sees nothing gives zeros
-        res = ggml_add(a.g.ctx0, res, build_prefill(a, tok.lo, tok.hi, a.inp.mask_prompt));
+        res = ggml_add(a.g.ctx0, res, build_prompts_between(a, ours));
     }
     if (res && tok.lo > 0) {
-        res = ggml_concat(a.g.ctx0, build_prefill(a, 0, tok.lo), res, 1);
+        res = ggml_concat(a.g.ctx0, build_prompt(a, ours, 0, tok.lo), res, 1);
     }
     if (res && tok.hi < tok.n) {
-        res = ggml_concat(a.g.ctx0, res, build_prefill(a, tok.hi, tok.n), 1);
+        res = ggml_concat(a.g.ctx0, res, build_prompt(a, ours, tok.hi, tok.n), 1);
     }
     return res;
 }
@@ -332,7 +358,8 @@ ggml_tensor * llama_sparse_build_attn(
     const attention a = { g, inp, q, k, v, kq_b, kq_mask, sinks, kq_scale, il };
 
     std::string why = why_not_ours(a, mctx);
-    ggml_tensor * res = build(a, mctx != nullptr, why);
-    inp.layers.push_back({ il, why, res == nullptr });
+    const bool ours = inp.tok.has_prompt() && can_prefill(a);
+    ggml_tensor * res = build(a, mctx != nullptr, ours, why);
+    inp.layers.push_back({ il, why, res == nullptr, res && !ours });
     return res;
 }

@@ -75,7 +75,7 @@ static llm_graph_input_sparse::tokens find_tokens(const llama_sparse_state & sta
 }
 
 bool llm_graph_input_sparse::tokens::same_graph(const tokens & other) const {
-    return n == other.n && lo == other.lo && hi == other.hi && is_mixed() == other.is_mixed() && is_stock == other.is_stock &&
+    return n == other.n && lo == other.lo && hi == other.hi && n_reply == other.n_reply && is_stock == other.is_stock &&
             has_common == other.has_common && own == other.own;
 }
 
@@ -166,6 +166,12 @@ void llm_graph_input_sparse::need_hide(const llm_graph_context & g) {
         const int64_t n_tok = (tok.hi - tok.lo)/n_stream;
         hide_prompts = new_input(g, "sparse_hide_prompts", 1, n_tok, 1, n_stream, GGML_TYPE_F32);
         hide_replies = new_input(g, "sparse_hide_replies", 1, n_tok, 1, n_stream, GGML_TYPE_F32);
+    }
+}
+
+void llm_graph_input_sparse::need_keep(const llm_graph_context & g) {
+    if (!keep_prompts) {
+        keep_prompts = new_input(g, "sparse_keep_prompts", 1, tok.hi - tok.lo, 1, 1, GGML_TYPE_F32);
     }
 }
 
@@ -308,7 +314,7 @@ void llm_graph_input_sparse::account(const llama_ubatch * ubatch) {
         const int64_t   n_pos = n_seen(seq, ubatch->pos[t]);
         auto & sum = state->sequences[seq];
         sum.n_steps++;
-        for (const auto & [il, reason, is_left] : layers) {
+        for (const auto & [il, reason, is_left, _] : layers) {
             if (is_left || !reason.empty()) {
                 continue;
             }
@@ -342,11 +348,14 @@ void llm_graph_input_sparse::set_input(const llama_ubatch * ubatch) {
     if (is_used(wanted)) {
         set_wanted(ubatch);
     }
-    for (uint32_t i = 0; is_used(hide_prompts) && is_used(hide_replies) && i < tok.hi - tok.lo; ++i) {
-        const bool is_reply = state->replying[ubatch->seq_id[tok.lo + i][0]];
-        ((float *) hide_prompts->data)[i] = is_reply ? 0.0f : -INFINITY;
-        ((float *) hide_replies->data)[i] = is_reply ? -INFINITY : 0.0f;
-    }
+    const auto mark = [&](ggml_tensor * t, float reply, float prompt) {
+        for (uint32_t i = 0; is_used(t) && i < tok.hi - tok.lo; ++i) {
+            ((float *) t->data)[i] = state->replying[ubatch->seq_id[tok.lo + i][0]] ? reply : prompt;
+        }
+    };
+    mark(hide_prompts, 0.0f, -INFINITY);
+    mark(hide_replies, -INFINITY, 0.0f);
+    mark(keep_prompts, 0.0f, 1.0f);
 
     state->n_steps += tok.n_reply;
     if (mctx) {
@@ -356,12 +365,14 @@ void llm_graph_input_sparse::set_input(const llama_ubatch * ubatch) {
     if (tells && state->layers.size() != layers.size()) {
         state->layers.clear(); // else the same ones, whose entries are written again: nothing is allocated
     }
-    for (const auto & [il, reason, is_left] : layers) {
+    for (const auto & [il, reason, is_left, prompt_is_left] : layers) {
         if (tells) {
             state->layers[il] = reason;
         }
         if (is_left) {
             state->n_stock[reason] += tok.n;
+        } else if (prompt_is_left && tok.has_prompt()) {
+            state->n_stock["prefill"] += tok.n - tok.n_reply;
         }
     }
 }

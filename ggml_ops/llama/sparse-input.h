@@ -65,11 +65,13 @@ public:
                                     // settings the rank by layer, local window, sinks
     ggml_tensor * hide_prompts = nullptr; // F32 [1, n_tok, 1, n_stream], of a mixed range: -inf for tokens of prompts, else 0
     ggml_tensor * hide_replies = nullptr; // the reverse
+    ggml_tensor * keep_prompts = nullptr; // F32 [1, n_tok*n_stream], of a mixed range: 1 for tokens of prompts, else 0
 
     void need_list  (const llm_graph_context & g);
     void need_sealed(const llm_graph_context & g);
     void need_wanted(const llm_graph_context & g);
     void need_hide  (const llm_graph_context & g); // both
+    void need_keep  (const llm_graph_context & g);
 
     int32_t n_local_max = 0;
     bool    has_ranks()      const { return settings.size() > 1 && state->spec.has_shadow(); }
@@ -89,6 +91,7 @@ public:
         int         il;
         std::string reason;  // why its decoded tokens are not ours, "" if they are
         bool        is_left; // all of its attention is left to llama.cpp
+        bool        prompt_is_left = false; // that of prompts beside replies that are ours
     };
     std::vector<layer> layers;
 

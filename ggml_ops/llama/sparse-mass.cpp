@@ -4,6 +4,7 @@
 #include "sparse-access.h"
 
 #include "llama-hparams.h"
+#include "llama-impl.h"
 #include "llama-model.h"
 
 #include "ggml-backend.h"
@@ -13,6 +14,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <numeric>
 #include <vector>
 
@@ -37,7 +39,7 @@ static bool is_host(const ggml_tensor * t) {
 
 // SCORE from all of K and ggml's softmax, so that no type of K and no kind of bias is written a second time here. Only these two nodes are
 // computed: what they are made of is there already
-double llama_sparse_attn_mass(const ggml_tensor * attend) {
+static double mass_of(const ggml_tensor * attend) {
     const ggml_sparse_src a = ggml_sparse_src_of(attend);
     if (!a.sel) {
         return 1.0;
@@ -79,6 +81,15 @@ double llama_sparse_attn_mass(const ggml_tensor * attend) {
         }
     }
     return sum/(double) (n_row*n_head);
+}
+
+double llama_sparse_attn_mass(const ggml_tensor * attend) {
+    try {
+        return mass_of(attend);
+    } catch (const std::exception & e) { // no memory, say
+        LLAMA_LOG_ERROR("%s: %s\n", __func__, e.what());
+        return NAN;
+    }
 }
 
 //
@@ -124,12 +135,19 @@ static void set_callback(llama_context & ctx, ggml_backend_sched_eval_callback c
 }
 
 llama_sparse_measure * llama_sparse_measure_begin(llama_context * ctx) {
-    ctx->synchronize();
-    const auto & cparams = ctx->get_cparams();
-    const size_t n_layer = ctx->get_model().hparams.n_layer();
-    auto * m = new llama_sparse_measure { ctx, cparams.cb_eval, cparams.cb_eval_user_data, false, std::vector<double>(n_layer), std::vector<int64_t>(n_layer) };
-    set_callback(*ctx, [](ggml_tensor * t, bool ask, void * data) { return ((llama_sparse_measure *) data)->on_node(t, ask); }, m);
-    return m;
+    try {
+        ctx->synchronize();
+        const auto & cparams = ctx->get_cparams();
+        const size_t n_layer = ctx->get_model().hparams.n_layer();
+        auto * m = new llama_sparse_measure {
+            ctx, cparams.cb_eval, cparams.cb_eval_user_data, false, std::vector<double>(n_layer), std::vector<int64_t>(n_layer),
+        };
+        set_callback(*ctx, [](ggml_tensor * t, bool ask, void * data) { return ((llama_sparse_measure *) data)->on_node(t, ask); }, m);
+        return m;
+    } catch (const std::exception & e) {
+        LLAMA_LOG_ERROR("%s: %s\n", __func__, e.what());
+        return nullptr;
+    }
 }
 
 void llama_sparse_measure_end(llama_sparse_measure * m, double * mass) {

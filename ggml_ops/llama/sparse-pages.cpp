@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <new>
 
 #if defined(__linux__) && !defined(MADV_PAGEOUT)
 #define MADV_PAGEOUT 21 // since Linux 5.4; older systems refuse it
@@ -34,41 +35,41 @@ size_t llama_sparse_pages::page_size() { return sysconf(_SC_PAGESIZE); }
 // the pages
 //
 
+std::atomic<bool> llama_sparse_pages::any_left = false;
+
+llama_sparse_pages::span llama_sparse_pages::part(const span & x, char * from, char * to) const {
+    return { from, (size_t) (to - from), std::shared_ptr<use[]>(x.uses, x.uses.get() + (from - x.at)/page) };
+}
+
 bool llama_sparse_pages::map(char * at, size_t n, int fd, uint64_t offset) {
     GGML_ASSERT(n % page == 0);
+    char * const end = at + n;
+    const span fresh = { at, n, std::shared_ptr<use[]>(new use[n/page]) }; // what may throw comes before the system is asked
+    if (spans.capacity() < spans.size() + 2) {
+        spans.reserve(2*spans.size() + 2);
+    }
     if (n == 0 || mmap(at, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, fd, (off_t) offset) == MAP_FAILED) {
         return false;
     }
-    // what is left of those that were there, and the new ones
-    std::vector<span> next;
-    size_t n_page = 0;
-    const auto add = [&](char * from, char * to) {
-        if (to > from) {
-            next.push_back({ from, (size_t) (to - from), n_page });
-            n_page += (to - from)/page;
-        }
-    };
-    for (const span & x : spans) {
-        add(x.at, std::min(x.at + x.n, at));
-        add(std::max(x.at, at + n), x.at + x.n);
-    }
-    add(at, at + n);
-    std::vector<use> kept(n_page);
-    n_in = 0;
-    for (const span & x : next) {
-        for (size_t i = 0; i < x.n/page; ++i) {
-            if (const use * old = x.at == at ? nullptr : find(x.at + i*page)) {
-                use & y = kept[x.first + i];
-                y.last  = old->last.load();
-                y.since = old->since;
-                y.heat  = old->heat;
-                n_in   += y.since != 0;
-            }
+    // the spans [first, last) lie there, of which the first and the last one may go beyond
+    const auto ends_before = [](const span & x, const char * p) { return x.end() <= p; };
+    auto first = std::lower_bound(spans.begin(), spans.end(), at, ends_before), last = first;
+    for (; last != spans.end() && last->at < end; ++last) {
+        const size_t lo = (std::max(last->at, at) - last->at)/page, hi = (std::min(last->end(), end) - last->at)/page;
+        for (size_t i = lo; i < hi; ++i) {
+            n_in -= last->uses[i].since != 0;
         }
     }
-    uses.swap(kept);
-    std::sort(next.begin(), next.end(), [](const span & a, const span & b) { return a.at < b.at; });
-    spans = std::move(next);
+    span next[3];
+    size_t n_next = 0;
+    if (first != last && first->at < at) {
+        next[n_next++] = part(*first, first->at, at);
+    }
+    next[n_next++] = fresh;
+    if (first != last && (last - 1)->end() > end) {
+        next[n_next++] = part(*(last - 1), end, (last - 1)->end());
+    }
+    spans.insert(spans.erase(first, last), next, next + n_next);
     madvise(at, n, advice());
     return true;
 }
@@ -78,21 +79,16 @@ std::vector<llama_sparse_pages::span>::const_iterator llama_sparse_pages::span_o
     return it == spans.begin() ? it : it - 1;
 }
 
-const llama_sparse_pages::use * llama_sparse_pages::find(const char * at) const {
-    const auto it = span_of(at);
-    return it != spans.end() && at >= it->at && at < it->at + it->n ? &uses[it->first + (at - it->at)/page] : nullptr;
-}
-
 void llama_sparse_pages::unmap() {
     for (const span & x : spans) {
         if (mmap(x.at, x.n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_ANONYMOUS, -1, 0) == MAP_FAILED) {
             memset(x.at, 0, x.n); // copies of the file's pages
+            any_left = true;
         } else {
             llama_sparse_huge_pages(x.at, x.n);
         }
     }
     spans.clear();
-    std::vector<use>().swap(uses);
     n_in = 0;
 }
 
@@ -127,7 +123,11 @@ void llama_sparse_pages::reset_counts() { n_wanted = n_read = 0; }
 
 void llama_sparse_pages::begin() {
     if (n_vain < MOST_VAIN && limit > 0 && (size_t) n_in > limit/page) {
-        make_room();
+        try {
+            make_room();
+        } catch (const std::bad_alloc &) {
+            // a node of a graph can not fail: the next one tries again
+        }
     }
     now++;
 }
@@ -144,9 +144,11 @@ uint64_t llama_sparse_pages::worth(const use & x) const {
 // a sixteenth more than is needed goes, so that the next nodes find room
 void llama_sparse_pages::make_room() {
     std::vector<uint64_t> worths;
-    for (const use & x : uses) {
-        if (x.since != 0) {
-            worths.push_back(worth(x));
+    for (const span & x : spans) {
+        for (size_t i = 0; i < x.n/page; ++i) {
+            if (x.uses[i].since != 0) {
+                worths.push_back(worth(x.uses[i]));
+            }
         }
     }
     const size_t keep = limit/page*15/16;
@@ -160,7 +162,7 @@ void llama_sparse_pages::make_room() {
     for (const span & x : spans) {
         size_t begin = 0, end = 0; // those to drop, side by side
         for (size_t i = 0; i < x.n/page && n > 0; ++i) {
-            const use & y = uses[x.first + i];
+            const use & y = x.uses[i];
             if (y.since == 0 || worth(y) > most) {
                 continue;
             }
@@ -188,7 +190,7 @@ size_t llama_sparse_pages::drop(const span & x, size_t begin, size_t end) {
         mincore(x.at + begin*page, (end - begin)*page, is_in.data());
         for (size_t i = begin; i < end; ++i) {
             if (!(is_in[i - begin] & 1)) {
-                uses[x.first + i].since = 0;
+                x.uses[i].since = 0;
                 ++n_gone;
             }
         }
@@ -205,7 +207,7 @@ void llama_sparse_pages::want(const char * at, size_t n) {
         const size_t lo = at > it->at ? (at - it->at)/page : 0, hi = (std::min<size_t>(at + n - it->at, it->n) + page - 1)/page; // pages of it
         size_t begin = lo; // from here on they are asked for together
         for (size_t i = lo; i < hi; ++i) {
-            use & x = uses[it->first + i];
+            use & x = it->uses[i];
             const uint32_t last = x.last.load(std::memory_order_relaxed) == now ? now : x.last.exchange(now, std::memory_order_relaxed);
             bool comes = false;
             if (last != now) { // no other thread has it then

@@ -27,6 +27,9 @@ struct llama_sparse_pages {
     bool map(char * at, size_t n, int fd, uint64_t offset);
     void unmap(); // empty memory instead, which is what the cache has before it is first written
 
+    // Did the system refuse that anywhere? Then pages of files, overwritten with zeros, are still there, and would be read anew if they were given back
+    static bool is_any_left() { return any_left; }
+
     // so many bytes at most, 0: the system decides. A node of attention may read more than that, and its pages go when the next one begins
     void set_limit(size_t n_bytes);
     static bool can_limit(); // can the system drop pages?
@@ -49,21 +52,23 @@ struct llama_sparse_pages {
     void want(const char * at, size_t n);
 
 private:
-    struct span {
-        char * at;
-        size_t n;     // bytes of whole pages
-        size_t first; // its first page, in `uses`
-    };
-
     struct use {
         std::atomic<uint32_t> last = 0; // the node that read the page last, 0: none
         uint32_t since = 0;             // the node for which it came in, 0: it is not in memory
         float    heat  = 0.0f;          // log2 of how many nodes have read it, where those of long ago count less
     };
 
+    struct span {
+        char * at;
+        size_t n; // bytes of whole pages
+        std::shared_ptr<use[]> uses; // of its pages; where a document took a part of others', the rest of them goes on with their uses
+
+        char * end() const { return at + n; }
+    };
+
     std::vector<span>::const_iterator span_of(const char * at) const; // the last one that begins there or before; else the first
-    const use *                       find   (const char * at) const; // nullptr: no page of a document
     uint64_t                          worth  (const use & x)   const; // pages go in this order
+    span                              part   (const span & x, char * from, char * to) const; // its pages [from, to)
 
     int    advice() const; // how the system should read the pages
     void   make_room();
@@ -73,13 +78,13 @@ private:
     static size_t page_size();
 
     std::vector<span> spans; // in the order of their addresses
-    std::vector<use>  uses;  // [pages]
     uint32_t          now = 1; // the number of the node
     std::atomic<int64_t>  n_in = 0;  // pages in memory
     std::atomic<int64_t>  n_wanted = 0, n_read = 0;
     size_t limit = 0;
     int    n_vain = 0; // so many times in a row the system has dropped none of the pages; after MOST_VAIN we leave it to it
     static constexpr int MOST_VAIN = 1000;
+    static std::atomic<bool> any_left;
 };
 
 // of a context

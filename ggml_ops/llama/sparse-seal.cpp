@@ -12,7 +12,7 @@ using access = llama_sparse_access;
 // seal
 //
 
-int64_t llama_sparse_seal(llama_kv_cache & kv, llama_sparse_state & state, ggml_backend_sched_t like, size_t n_most) {
+int64_t llama_sparse_seal(llama_kv_cache & kv, llama_sparse_state & state, ggml_backend_sched_t like, size_t n_most, uint32_t end) {
     auto & shadow = *access::shadow(kv);
     const uint32_t n_stream = kv.get_n_stream();
     const int32_t  n_span   = ggml_sparse_seal_span(shadow.n_bit())/GGML_SPARSE_GROUP; // groups whose codes have a range in common
@@ -20,7 +20,7 @@ int64_t llama_sparse_seal(llama_kv_cache & kv, llama_sparse_state & state, ggml_
     std::vector<std::vector<int32_t>> todo(n_stream);
     size_t n_list = 0, n_group = 0;
     for (uint32_t s = 0; s < n_stream; ++s) {
-        shadow.for_sealable(access::cells(kv, s), s, kv.get_size(), nullptr, [&](int32_t g) {
+        shadow.for_sealable(access::cells(kv, s), s, std::min(end, kv.get_size()), nullptr, [&](int32_t g) {
             const bool is_next = todo[s].empty() || g/n_span != todo[s].back()/n_span;
             if (is_next && n_group >= n_most) {
                 return false;

@@ -306,8 +306,9 @@ void llama_sparse_cells_moved(
 
 void llama_sparse_clear(ggml_backend_buffer_t buf) {
 #if defined(__linux__)
-    // the system fills such pages with zeros, also where those of a file were; it refuses for pages that are locked. Pages below are not ours alone
-    if (ggml_backend_buffer_get_type(buf) == ggml_backend_cpu_buffer_type()) {
+    // The system fills such pages with zeros; it refuses for pages that are locked. Those of a file, which it would fill with the file, are no longer
+    // there, or we write zeros. Pages below are not ours alone
+    if (ggml_backend_buffer_get_type(buf) == ggml_backend_cpu_buffer_type() && !llama_sparse_pages::is_any_left()) {
         const uintptr_t page = sysconf(_SC_PAGESIZE), begin = (uintptr_t) ggml_backend_buffer_get_base(buf), n = ggml_backend_buffer_get_size(buf);
         char * base = (char *) begin, * first = (char *) ((begin + page - 1)/page*page), * last = (char *) ((begin + n)/page*page);
         if (last > first && madvise(first, last - first, MADV_DONTNEED) == 0) {

@@ -1,6 +1,7 @@
 #include "sparse-rpc.h"
 
 #include "ggml-backend.h"
+#include "sparse-layout.h"
 
 #include <map>
 #include <mutex>
@@ -11,13 +12,15 @@
 #  include <sys/socket.h>
 #endif
 
+static constexpr uint8_t VERSION = 1 + ggml_sparse_layout() % 255;
+
 uint8_t ggml_sparse_rpc_version(const std::vector<ggml_backend_t> & backends) {
     for (ggml_backend_t backend : backends) {
         if (ggml_backend_dev_type(ggml_backend_get_device(backend)) != GGML_BACKEND_DEVICE_TYPE_CPU) {
             return 0;
         }
     }
-    return GGML_SPARSE_RPC_VERSION;
+    return VERSION;
 }
 
 static std::mutex mutex;
@@ -31,11 +34,11 @@ void ggml_sparse_rpc_greeted(const std::string & endpoint, uint8_t version) {
 bool ggml_sparse_rpc_runs(const std::string & endpoint) {
     const std::lock_guard<std::mutex> lock(mutex);
     const auto it = versions.find(endpoint);
-    return it != versions.end() && it->second == GGML_SPARSE_RPC_VERSION;
+    return it != versions.end() && it->second == VERSION;
 }
 
 uint8_t ggml_sparse_rpc_own_version() {
-    return GGML_SPARSE_RPC_VERSION;
+    return VERSION;
 }
 
 void ggml_sparse_rpc_keep_alive(int socket) {

@@ -11,8 +11,8 @@
 
 typedef struct ggml_backend * ggml_backend_t;
 
-// The byte: 1 to 255, from the files that say what the op's parameters and sources are (attach.cmake). Builds that differ in them do not share
-// the op, but for one pair in 255 that has the same byte. 0: one of the worker's backends is not a CPU, whose kernels are the only ones that run all of the op.
+// The byte: 1 to 255, from sparse-layout.h. Builds that differ in their layout do not share the op, but for one pair in 255 that has the same byte.
+// 0: one of the worker's backends is not a CPU, whose kernels are the only ones that run all of the op.
 uint8_t ggml_sparse_rpc_version(const std::vector<ggml_backend_t> & backends);
 
 // Keeps what the worker at host:port greeted with, and says whether it runs SPARSE_ATTN as we build it. Any thread

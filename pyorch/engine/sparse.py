@@ -126,7 +126,7 @@ def environment_ignored(lib: ModuleType) -> Iterator[None]:
     if not is_ours(lib):
         yield
         return
-    call = function(lib, "llama_sparse_attn_default", None, _TEXT)
+    call = function(lib, "llama_sparse_attn_default", ctypes.c_int32, _TEXT)
     call(b"off")
     try:
         yield

@@ -6,6 +6,7 @@ import ctypes
 import inspect
 import re
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -182,6 +183,26 @@ def library_parse(line: str) -> tuple[int, str]:
     buf = ctypes.create_string_buffer(512)
     code = lib.llama_sparse_attn_parse(line.encode(), buf, ctypes.c_size_t(len(buf)))
     return code, buf.value.decode()
+
+
+def test_defaults_are_one_number() -> None:
+    """In the library, in what its header says, in Python, and in docs/gpu.md."""
+    folder = paths.data("ggml_ops") / "llama"
+    header = (folder / "llama-sparse.h").read_text("utf-8")
+    entries = re.split(r"^//   (?=\w)", header, flags=re.M)  # a key of a spec, and what it does
+    said = {
+        entry.split()[0]: float(found[1])
+        for entry in entries
+        if (found := re.search(r"default ([\d.]+)[;,)]", entry))
+    }
+    native_spec = (folder / "sparse-spec.h").read_text("utf-8")
+    set_to = dict(re.findall(r"^ +\w+ +(\w+) *= (\d[\d.]*);", native_spec, re.M))
+    assert set(said) == {"sinks", "min_k", "min_ctx", "gpu_min_mb", "top_p", "cap", "prompt_p"}
+    assert said == {key: float(set_to[key]) for key in said}
+    ours = AttentionSpec("sparq", ratio=1 / 8)
+    assert said == {key: getattr(ours, key) or 1 for key in said}  # without top_p all is read
+    gpu = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text("utf-8")
+    assert f" {ours.gpu_min_mb:,} MB" in gpu
 
 
 def test_the_library_knows_flat() -> None:

@@ -11,11 +11,13 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from ctypes import c_int32, c_size_t, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny as tiny_models
+from llama import Context, Model, bindings
 from tiny_gguf import write_tiny_gguf
 
 from pyorch import engine, paths
@@ -163,6 +165,85 @@ def test_several_documents_in_one_context(tiny: Path, tmp_path: Path) -> None:
         assert s.lib.llama_memory_seq_pos_max(s.memory, 1) == found[1].n_tokens - 1
         s.tokens = document_file.content(found[0])[0]
         assert continued(s, s.tokens)[0] == wanted[0]
+
+
+@pytest.mark.parametrize("n", [64, 100, 600, N_TEXT])
+@pytest.mark.parametrize("shadow", ["q4", "q8", "f16"])
+def test_a_document_holds_nothing_else(tiny: Path, tmp_path: Path, shadow: str, n: int) -> None:
+    """Its bytes are those that an empty context writes, although more was read and removed."""
+    files = [tmp_path / f"{name}.kv" for name in ("clean", "removed")]
+    for path in files:
+        spec = f"sparq,rank=8,topk=64,min_ctx=0,shadow={shadow}"
+        with engine.load(tiny, attention=spec, n_ctx=4096) as s:
+            engine.prefill(s, reading(n).tokens(s), ends=False)
+            if path is files[1]:
+                private = [*s.tokens, *np.random.default_rng(3).integers(97, 123, 1200).tolist()]
+                engine.prefill(s, private, ends=False)
+                engine.seal(s)
+                engine.rewind(s, n)
+            document.keep_document(s, path, reading(n))
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize("shadow", ["q4", "q8", "f16"])
+def test_a_document_holds_nothing_of_another_sequence(
+    tiny: Path, tmp_path: Path, shadow: str
+) -> None:
+    """Whose cells lie beside its own in a cache that sequences share."""
+    images, n = [], 600
+    for beside in (False, True):
+        with Model(tiny) as model, Context(model, n_ctx=4096, n_seq=2) as ctx:
+            ctx.set_sparse(f"sparq,rank=8,topk=64,min_ctx=0,shadow={shadow}")
+            assert ctx.decode([(97 + i * i % 26, i, 0) for i in range(n)], "none") == 0
+            if beside:
+                assert ctx.decode([(97 + i * 7 % 26, i, 1) for i in range(1200)], "none") == 0
+            ctx.seal()
+            path = tmp_path / f"{beside}"
+            with path.open("wb") as file:
+                where = c_int32(0), c_int32(file.fileno()), c_uint64(0), c_uint32(n)
+                text = ctypes.create_string_buffer(512), c_size_t(512)
+                write = bindings()._lib.llama_sparse_document_write
+                finish = bindings()._lib.llama_sparse_document_write_shadow
+                at = c_void_p(ctx.handle)
+                assert write(at, *where, c_uint32(0), c_uint32(n), *text) == 0
+                assert finish(at, *where, *text) == 0
+            images.append(path.read_bytes())
+            assert ctx.seal() >= 0 and ctx.check_shadow() == 0
+    assert images[0] == images[1]
+
+
+def test_what_no_document_can_be(tiny: Path, tmp_path: Path) -> None:
+    """Positions behind its end would overwrite what follows them in the file."""
+    with engine.load(tiny, attention=SPARSE) as s, (tmp_path / "f").open("wb") as file:
+        engine.prefill(s, reading().tokens(s), ends=False)
+        where = 0, file.fileno(), 0
+        for a, b in ((0, 65), (64, 65), (20, 10)):
+            with pytest.raises(SparqError, match=f"64 positions has no positions {a} to {b}"):
+                document._call(s, "write", *where, 64, a, b)
+        document._call(s, "write", *where, 64, 0, 64)
+        for shadow in ("q4", "f16"):
+            engine.set_attention(s, f"{SPARSE},shadow={shadow}")
+            for call in (("bytes", 0), ("write", *where, 0, 0, 0), ("write_shadow", *where, 0)):
+                with pytest.raises(SparqError, match="at least one position"):
+                    document._call(s, *call)
+
+
+def test_another_layout_is_another_transposed_k(tiny: Path, book: Path, tmp_path: Path) -> None:
+    """Of an older or newer library: K and V are used, and K is transposed anew, from them."""
+    whole = document_file.load(book)
+    kind, layout = whole.kind.rsplit(",layout=", 1)
+    assert layout.isdecimal()
+    with engine.load(tiny, attention=SPARSE) as s:
+        opened(s, book)
+        wanted = continued(s, s.tokens)
+    for other in (kind, f"{kind},layout={int(layout) + 1}"):
+        with engine.load(tiny, attention=SPARSE) as s, book.open("rb") as file:
+            where = file.fileno(), whole.image_at, whole.n_tokens, whole.n_tokens
+            document._call(s, "open", 0, *where, other.encode())
+            assert engine.info(s).counter("groups_sealed") == N_TEXT // 64 * s.geometry.n_layer
+            s.tokens = document_file.content(whole)[0]
+            found = continued(s, s.tokens)
+        assert found[0] == wanted[0] and np.array_equal(found[1], wanted[1])
 
 
 # ---- interrupted ----

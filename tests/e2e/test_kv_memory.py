@@ -6,12 +6,14 @@ import ctypes
 import mmap
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from llama import python_environment
 from test_documents import SPARSE, continued, opened, reading
 
 from pyorch import engine
@@ -159,3 +161,50 @@ def test_what_stays_of_a_document_that_does_not_fit(
 def test_llama_cpp_s_attention_has_no_limit(tiny: Path, spec: str | None) -> None:
     with pytest.raises(SparqError, match="attention of ours"):
         engine.load(tiny, attention=spec, kv_memory=LIMIT)
+
+
+# mmap() that refuses new memory over what is there, once refuse() was called
+REFUSES = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <sys/mman.h>
+static int is_refused;
+void refuse(void) { is_refused = 1; }
+void * mmap(void * at, size_t n, int prot, int flags, int fd, off_t offset) {
+    void * (*next)(void *, size_t, int, int, int, off_t) = dlsym(RTLD_NEXT, "mmap");
+    if (is_refused && (flags & MAP_FIXED) && (flags & MAP_ANONYMOUS)) {
+        errno = ENOMEM;
+        return MAP_FAILED;
+    }
+    return next(at, n, prot, flags, fd, offset);
+}
+"""
+CLEARS = """
+import ctypes, sys
+from pathlib import Path
+from test_kv_memory import MAPPED, SPARSE, engine, mapped, opened
+book = Path(sys.argv[1])
+with engine.load(Path(sys.argv[2]), attention=SPARSE, **MAPPED) as s:
+    opened(s, book)
+    spans = mapped(book)
+    ctypes.CDLL(None).refuse()
+    s.lib.llama_memory_clear(s.memory, True)
+    assert mapped(book) == spans, "the pages of the file are still there"
+    left = sum(ctypes.string_at(a, b - a).count(0) - (b - a) for a, b in spans)
+    print(len(spans), left)
+"""
+
+
+def test_a_cleared_cache_holds_no_document(tiny: Path, book: Path, tmp_path: Path) -> None:
+    """Also where the system has no new memory for it: its pages were given back, and came again."""
+    (tmp_path / "refuses.c").write_text(REFUSES)
+    library = tmp_path / "refuses.so"
+    argv = ["cc", "-shared", "-fPIC", str(tmp_path / "refuses.c"), "-o", str(library), "-ldl"]
+    subprocess.run(argv, check=True)
+    argv = [sys.executable, "-c", CLEARS, str(book), str(tiny)]
+    env = python_environment(LD_PRELOAD=str(library))
+    done = subprocess.run(argv, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    n_span, left = map(int, done.stdout.split())
+    assert n_span > 0 and left == 0

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import fake_device
+import numpy as np
 import pytest
 import tiny as tiny_models
 from llama import Context, Model, python_environment
@@ -34,7 +35,8 @@ def fake(tmp_path_factory: pytest.TempPathFactory, native_lib_dir: Path) -> Path
 
 @pytest.fixture(scope="module")
 def run(fake: Path, tmp_path_factory: pytest.TempPathFactory):
-    """run(spec, n_gpu_layers, variables of the fake devices, other options of placed.py)."""
+    """run(spec, n_gpu_layers, variables of the fake devices, other options of placed.py, or with
+    `order` of beside.py)."""
     model = tiny_models.write(tmp_path_factory.mktemp("m") / "m.gguf", "llama", n_layer=N_LAYER)
 
     @functools.cache
@@ -42,7 +44,8 @@ def run(fake: Path, tmp_path_factory: pytest.TempPathFactory):
         text = json.dumps({"spec": spec, "n_gpu_layers": n_gpu_layers, **options})
         more = dict(item.split("=") for item in variables.split())
         env = python_environment(FAKE_DEVICES="2", FAKE_POISON="1", **more)
-        argv = [sys.executable, HERE / "placed.py", model, fake, text]
+        script = HERE / ("beside.py" if "order" in options else "placed.py")
+        argv = [sys.executable, script, model, fake, text]
         done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-2000:]
         return json.loads(done.stdout)
@@ -130,6 +133,37 @@ def test_a_device_without_memory_for_the_counters(run) -> None:
     """The spec is refused; the context goes on, and ends, as it was."""
     got = run(SPARQ, ALL, "FAKE_FULL=1", refused="no memory for the counters")
     assert got["bits"] == run("off", 0)["bits"] and not got["info"]["active"]
+
+
+@pytest.mark.parametrize("unified", [True, False], ids=["unified", "split"])
+@pytest.mark.parametrize("order", ["rp", "pr", "prp", "rpr", "rppr"])
+@pytest.mark.parametrize("spec", [SPARQ, TOPK], ids=["sparq", "topk"])
+def test_a_reply_beside_prompts_is_what_it_is_alone(
+    spec: str, order: str, unified: bool, run
+) -> None:
+    """On a device llama.cpp reads the prompts of a batch, and our ops its replies."""
+    spec = spec.replace("rank", "shadow=f16,rank")  # codes share a scale with other sequences
+    got = run(spec, ALL, order=order, unified=unified)
+    counters, n_reply, n_prompt = got["info"]["counters"], order.count("r"), order.count("p")
+    assert counters["calls_sparse"] == 2 * n_reply * N_LAYER and counters["calls_prefill"] == 0
+    assert counters["stock_reasons"] == {"prefill": 2 * 90 * n_prompt * N_LAYER}
+    assert got["differ"] <= 0 and reasons(got) == {""}
+    for seq, kind in enumerate(order):
+        near, far = (
+            np.abs(np.subtract(got["logits"][seq], got[other][seq])).max()
+            for other in ("alone", "off")
+        )
+        assert near < 1e-3, seq
+        assert far > 20 * near or kind == "p", "a reply is told from exact attention"
+
+
+def test_a_long_prompt_between_replies(run) -> None:
+    """The kernels of a device would keep the logits of its tokens too: it says so, and is dense."""
+    got = run(SPARQ, ALL, order="rpr", unified=True, n_read=300)
+    assert reasons(got) == {"a long prompt between replies"}
+    assert got["info"]["counters"]["calls_sparse"] == 0
+    got = run(SPARQ, ALL, order="rrp", unified=True, n_read=300)  # as llama-server orders them
+    assert reasons(got) == {""} and got["info"]["counters"]["calls_sparse"] == 2 * 2 * N_LAYER
 
 
 def test_short_on_a_device(run) -> None:

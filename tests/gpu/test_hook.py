@@ -11,6 +11,7 @@ from pathlib import Path
 
 import cases
 import compare
+import numpy as np
 import pytest
 from device import DeviceGgml
 from llama import ROOT, python_environment
@@ -47,6 +48,25 @@ def test_1000_greedy_tokens_are_those_of_the_cpu(spec: str, demo_model, cuda_lib
     pairs = zip(on_cpu["text"], on_gpu["text"], on_cpu["leads"], on_gpu["leads"], strict=True)
     parted = [(i, a, b, *leads) for i, (a, b, *leads) in enumerate(pairs) if a != b]
     assert not parted, f"(token, on the CPU, on the GPU, their leads): {parted[0]}"
+
+
+@pytest.mark.parametrize("unified", [True, False], ids=["unified", "split"])
+@pytest.mark.parametrize("order", ["rp", "rpr"])
+def test_a_reply_beside_prompts_is_what_it_is_alone(
+    order: str, unified: bool, demo_model, cuda_lib_dir: Path
+) -> None:
+    """As on devices that are not there (tests/e2e/test_placement.py), but for rounding."""
+    spec = "sparq,rank=16,topk=64,shadow=f16,min_ctx=0,gpu_min_mb=0"
+    text = json.dumps({"spec": spec, "order": order, "unified": unified, "n_gpu_layers": 99})
+    argv = [sys.executable, ROOT / "tests/e2e/beside.py", demo_model, "", text]
+    done = subprocess.run(argv, env=python_environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert set(found["info"]["counters"]["stock_reasons"]) == {"prefill"}
+    assert {layer["reason"] for layer in found["info"]["layers"]} == {""} and found["differ"] == 0
+    for seq in (seq for seq, kind in enumerate(order) if kind == "r"):
+        got, alone, off = (np.array(found[key][seq]) for key in ("logits", "alone", "off"))
+        assert np.abs(got - alone).max() < 0.2 * np.abs(got - off).max()
 
 
 def test_cuda_graphs_stay_captured(demo_model, cuda_lib_dir: Path) -> None:

@@ -38,17 +38,16 @@ TARGETS = {
     "neon-bf16": ("aarch64-linux-gnu-", ["-march=armv8.2-a+dotprod+bf16"], "qemu-aarch64"),
 }
 FAST = ("scalar", "avx2-vnni", "avx512-without-bf16", "neon-dotprod", "neon-bf16")  # prompt=fast
+# so little scratch that one thread works on one choice of positions at a time, and 16 on all
+_PARTS = "-DSPARQ_PARTS_BYTES=40000"
+PARTED = {"parted": ("", ["-march=native", _PARTS], "")}
 # tests/ops/test_sanitize.py loads their runtime into Python; every access is seen in scalar code,
 # with vectors not those under a mask
-_UB = "-fsanitize=address,undefined"
+_UB = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 SANITIZED = {
-    "address": ("", ["-march=native", _UB, "-fno-sanitize-recover=undefined"], ""),
-    "address-scalar": (
-        "",
-        ["-DSPARQ_SCALAR", "-DSPARQ_SCALAR_FAST", _UB, "-fno-sanitize-recover=undefined"],
-        "",
-    ),
-    "thread": ("", ["-march=native", "-fsanitize=thread"], ""),
+    "address": ("", ["-march=native", _PARTS, *_UB], ""),
+    "address-scalar": ("", ["-DSPARQ_SCALAR", "-DSPARQ_SCALAR_FAST", _PARTS, *_UB], ""),
+    "thread": ("", ["-march=native", _PARTS, "-fsanitize=thread"], ""),
 }
 # the thread sanitizer's calls at each access, to functions that count: see partition.py
 COUNTED = {"count": ("", ["-DSPARQ_SCALAR", "-fsanitize=thread"], "")}
@@ -80,7 +79,7 @@ class IsaGgml(Ggml):
 
     def __init__(self, lib_dir: Path, target: str, headers: Path, folder: Path) -> None:
         super().__init__(lib_dir)
-        prefix, flags, emulator = (TARGETS | SANITIZED | COUNTED)[target]
+        prefix, flags, emulator = (TARGETS | SANITIZED | PARTED | COUNTED)[target]
         out = folder / f"isa-{target}"
         include = ["include", "src", "src/ggml-cpu"]
         flags = [*flags, "-g1", "-w", "-O2", "-fPIC", f"-I{OPS}", f"-I{OPS / 'cpu'}"]

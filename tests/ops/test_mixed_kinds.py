@@ -52,6 +52,23 @@ def test_mixed_batch(case: Case, exact: bool, ggml: Ggml) -> None:
 
 
 @over_cases
+@pytest.mark.parametrize("exact", [False, True], ids=["sparq", "topk"])
+def test_tokens_of_prompts_among_replies(case: Case, exact: bool, ggml: Ggml) -> None:
+    """As llama/ hides them: they ask for nothing, see nothing, get zeros, and disturb nobody."""
+    data = cases.make(case)
+    want = sparse_run(ggml, data, exact=exact)
+    for parity in (0, 1):
+        _, gone = mixed(data, parity)
+        mask, kl, forced = data.mask.copy(), data.kl.copy(), data.forced.copy()
+        mask[:, 0][gone], kl[:, 0][gone], forced[:, 0][gone] = -np.inf, 0, -1
+        both = replace(data, mask=mask, kl=kl, forced=forced)
+        for n_threads in (1, 3):
+            got = sparse_run(ggml, both, n_threads, exact)
+            assert (got[gone] == 0).all()
+            assert np.array_equal(got[~gone], want[~gone]), n_threads
+
+
+@over_cases
 def test_mixed_selection_and_counters(case: Case, ggml: Ggml) -> None:
     """n_sel is -1 where everything is read, nothing is scored for it, and it counts as dense."""
     data = cases.make(case)

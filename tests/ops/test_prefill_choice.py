@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from ctypes import c_int64
 from dataclasses import replace
+from pathlib import Path
 
 import cases
 import numpy as np
 import oracle
 import pytest
 from cases import Case
-from ggml_ctypes import STATS, Ggml
+from ggml_ctypes import STATS, Ggml, PrefillParams
 from graphs import Sources, prefill, prefill_run
+from isa import IsaGgml
 from tolerances import Errors
+
+from pyorch.ggml import BY_NAME
 
 CHOICE = 512  # tokens that choose together
 FACTORS = {
@@ -107,6 +113,41 @@ def test_threads_are_bit_identical(case: Case, fast: bool, ggml: Ggml) -> None:
     for n_threads in (2, 3, 5, 16):
         other = prefill_run(ggml, data, n_threads=n_threads, fast=fast, keep=0.7)
         assert np.array_equal(one, other), n_threads
+
+
+@pytest.fixture(scope="module")
+def parted(native_lib_dir: Path, ggml_headers: Path, tmp_path_factory: pytest.TempPathFactory):
+    if os.environ.get("SPARQ_TEST_SANITIZE"):
+        pytest.skip("the sanitized kernels have as little scratch")
+    folder = os.environ.get("SPARQ_TEST_LIB_DIR") or native_lib_dir
+    return IsaGgml(Path(folder), "parted", ggml_headers, tmp_path_factory.mktemp("parted"))
+
+
+def test_choices_in_parts(parted: IsaGgml) -> None:
+    """However many query heads choose at a time, which goes by the threads, the bits stay."""
+    for case in SHAPES:
+        test_threads_are_bit_identical(case, False, parted)
+        check_choice(case, 0.7, parted)
+
+
+@pytest.mark.parametrize("n_threads", [1, 8])
+def test_scratch_of_a_million_positions(n_threads: int, ggml: Ggml) -> None:
+    """Some tens of MB for each thread, where the logits of all heads would be 3 GiB."""
+    n_kv, n_tok, mib = 1 << 20, 512, 1 << 20
+    with ggml.graph() as g:
+
+        def tensor(kind: int, *shape: int):
+            return ggml.base.ggml_new_tensor(g.ctx, kind, 4, (c_int64 * 4)(*shape))
+
+        f16, f32 = BY_NAME["f16"].number, BY_NAME["f32"].number
+        q, k, v = tensor(f32, 128, 32, n_tok, 1), *[tensor(f16, 128, 8, n_kv, 1) for _ in "kv"]
+        mask = tensor(f16, n_kv, n_tok, 1, 1)
+        params = PrefillParams(1.0, 0.0, 0.0, 0, 0.95)
+        out = g.op("ggml_sparse_attn_prefill", q, k, v, mask, None, None, params)
+        graph = ggml.base.ggml_new_graph(g.ctx)
+        ggml.base.ggml_build_forward_expand(graph, out)
+        size = ggml.cpu.ggml_graph_plan(graph, n_threads, None).work_size
+    assert size < (64 * n_threads + 96) * mib
 
 
 @pytest.mark.parametrize("case", SHAPES, ids=str)

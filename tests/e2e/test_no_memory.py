@@ -1,0 +1,134 @@
+"""No exception leaves a C function: where memory is short, each of ours says so."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import subprocess
+import sys
+from ctypes import c_char_p, c_double, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from pathlib import Path
+from tempfile import TemporaryFile
+
+import pytest
+import tiny as tiny_models
+from llama import Context, Model, bindings, python_environment
+
+from pyorch import paths
+from pyorch.native import source
+
+SPEC = b"sparq,rank=8,topk=64,min_ctx=0"
+N = 200
+
+
+def main(path: Path) -> None:
+    """For each function how many of its allocations failed, and what it said: one line of JSON."""
+    lib, fail = bindings()._lib, ctypes.CDLL(None).fail_new
+    fail.restype, fail.argtypes = ctypes.c_long, [ctypes.c_long]
+    err, size = ctypes.create_string_buffer(1024), c_size_t(1024)
+    with Model(path) as model, Context(model, n_ctx=1024) as ctx, TemporaryFile() as file:
+        at, seq, n = c_void_p(ctx.handle), c_int32(0), c_uint32(N)
+        mass = (c_double * model.n_layer)()
+        where = seq, c_int32(file.fileno()), c_uint64(0), n
+        ctx.set_sparse(SPEC.decode())
+        assert ctx.decode([(5 + i % 90, i, 0) for i in range(N)]) == 0
+        kind = ctypes.create_string_buffer(1024)
+        lib.llama_sparse_document_kind(at, kind, size)
+
+        def cases():
+            yield "llama_sparse_attn_parse", c_int32, (SPEC, err, size)
+            for spec in (SPEC + b",shadow=q8", SPEC):
+                yield "llama_set_sparse_attn", c_int32, (at, spec, err, size)
+            yield "llama_set_sparse_attn_seq", c_int32, (at, seq, b"dense", err, size)
+            yield "llama_get_sparse_attn_info", c_int32, (at, None, c_size_t(0))
+            yield "llama_get_sparse_attn_seq_info", c_int32, (at, seq, None, c_size_t(0))
+            yield "llama_sparse_attn_default", c_int32, (SPEC * 10,)
+            lib.llama_sparse_attn_default(None)
+            yield "llama_sparse_attn_seal", c_int64, (at,)
+            yield "llama_sparse_attn_check", c_int64, (at,)
+            yield "llama_sparse_document_bytes", c_int64, (at, n, err, size)
+            yield "llama_sparse_document_kind", c_int64, (at, err, size)
+            args = at, *where, c_uint32(0), n, err, size
+            yield "llama_sparse_document_write", c_int64, args
+            yield "llama_sparse_document_write_shadow", c_int64, (at, *where, err, size)
+            assert ctx.seq_rm(0)
+            args = at, *where, n, c_char_p(kind.value), err, size
+            yield "llama_sparse_document_open", c_int64, args
+            yield "llama_sparse_measure_begin", c_void_p, (at,)
+            yield "llama_sparse_kv_memory", c_int64, (at, c_int64(1 << 30))
+            assert ctx.decode([(7, N, 0)], "all") == 0
+
+        found = {}
+        for name, kind_of, args in cases():
+            function, results = getattr(lib, name), []
+            function.restype = kind_of
+            for i in range(10_000):
+                fail(i)
+                result = function(*args)
+                if not fail(-1):
+                    break
+                bad = result is None if kind_of is c_void_p else result < 0
+                results.append(bad)
+                if name.endswith("open") and not bad:  # K is transposed by the next token
+                    assert ctx.seq_rm(0)
+            if name == "llama_sparse_measure_begin":
+                lib.llama_sparse_measure_end(c_void_p(result), mass)
+            ok = result is not None if kind_of is c_void_p else result >= 0
+            said = err.value.decode() if args[-1] is size else ""
+            found[name] = {"works": ok, "said": said, "failed": results}
+    print(json.dumps(found))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="preloads a library")
+def test_no_memory_is_an_error(tmp_path: Path) -> None:
+    model = tiny_models.write(tmp_path / "m.gguf", "llama", n_layer=2)
+    source, library = Path(__file__).with_name("fail_new.cpp"), tmp_path / "fail_new.so"
+    subprocess.run(["c++", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    argv = [sys.executable, __file__, str(model)]
+    env = python_environment(LD_PRELOAD=str(library))
+    done = subprocess.run(argv, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    for name, result in found.items():
+        assert result["works"], f"{name} works once there is memory: {result['said']}"
+    said = {name for name, result in found.items() if any(result["failed"])}
+    assert set(found) - said <= {"llama_sparse_kv_memory"}, "which allocates nothing"
+
+
+REPLY = """
+#include "llama-sparse-tools.h"
+#include "llama-sparse.h"
+#include <cstdio>
+int main(int, char ** argv) {
+    llama_model   * model = llama_model_load_from_file(argv[1], llama_model_default_params());
+    llama_context * ctx   = llama_init_from_model(model, llama_context_default_params());
+    llama_set_sparse_attn(ctx, "dense", nullptr, 0);
+    printf("%zu %zu", llama_sparse_reply(ctx, 0).size(), llama_sparse_reply(ctx, 99).size());
+}
+"""
+
+
+def test_a_reply_that_nothing_is_known_of_is_empty(tmp_path: Path) -> None:
+    """It lost the last character of an empty text, and was 2^64 - 1 long."""
+    model = tiny_models.write(tmp_path / "m.gguf", "llama", n_layer=2)
+    pin = source.read_pin()
+    where = source.locate(pin)
+    if not where.path.exists():
+        pytest.skip("the source of the build is no longer in the cache")
+    for name in ("include", "ggml/include"):
+        source.unpack(where, f"{pin.folder}/{name}", tmp_path / name)
+    env = python_environment()
+    lib = env["LLAMA_CPP_LIB_PATH"]
+    (tmp_path / "reply.cpp").write_text(REPLY)
+    argv = ["c++", "-std=c++17", f"-I{paths.data('ggml_ops')}/llama", f"-I{tmp_path}/include"]
+    argv += [f"-I{tmp_path}/ggml/include", str(tmp_path / "reply.cpp"), "-o", str(tmp_path / "r")]
+    argv += [f"-L{lib}", "-lllama", "-lggml", "-lggml-base", f"-Wl,-rpath,{lib}"]
+    subprocess.run(argv, check=True)
+    done = subprocess.run([tmp_path / "r", model], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-1000:]
+    known, unknown = map(int, done.stdout.split())
+    assert known > 10 and unknown == 0
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,92 @@
+"""One number says what two builds must agree on: ggml_ops/sparse-layout.h."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pyorch import engine, paths
+from pyorch.engine import document, machines
+from pyorch.native import probe
+
+PROBE = """
+#include "sparse-layout.h"
+#include <stdio.h>
+extern "C" void ggml_abort(const char *, int, const char *, ...) {}
+int main() { return printf("%u", ggml_sparse_layout()) < 0; }
+"""
+_ENUM = "enum ggml_sparse_attn_op {"
+_BITS = "int32_t n_bit;      // of k_t, see sparse-codes.h"
+_ROT = "int32_t n_rot;      // > 0: K is rotated, k_t is not"
+# of ggml_ops: a file, what is in it, what takes its place. Each has another meaning for a machine
+# that shares a model, or for the bytes of a document
+CHANGES = {
+    "slots": ("ggml-sparse-nodes.h", "X(sel, 8)    X(visible, 9)", "X(sel, 9) X(visible, 8)"),
+    "a slot": ("ggml-sparse-nodes.h", "X(list, 0)   X(k, 1)  ", "X(list, 0)   X(k, 2)  "),
+    "steps": ("ggml-sparse.h", _ENUM, f"{_ENUM}GGML_SPARSE_ATTN_NEW,"),
+    "parameters": ("ggml-sparse.h", "int32_t topk_max;   // cap", "float topk_max; // cap"),
+    "their order": ("ggml-sparse.h", f"{_BITS}\n    {_ROT}", f"{_ROT}\n    {_BITS}"),
+    "counters": ("ggml-sparse.h", "X(PREFILL)   ", "X(NEW) X(PREFILL)   "),
+    "order of codes": ("sparse-codes.h", "t/16*4 + t%4;", "t/16*4 + 3 - t%4;"),
+    "halves of a byte": ("sparse-codes.h", "/GGML_SPARSE_LINE*n_bit; }", "%2*n_bit; }"),
+    "group": ("ggml-sparse.h", "SPARSE_GROUP 64 ", "SPARSE_GROUP 32 "),
+    "run": ("ggml-sparse.h", "SPARSE_RUN   512", "SPARSE_RUN   1024"),
+    "sum block": ("ggml-sparse.h", "SPARSE_SUM   16", "SPARSE_SUM   8"),
+    "rows of sums": ("ggml-sparse.h", "(GGML_SPARSE_SUM + 1) + GGML_SPARSE_SUM; }", "17 + 15; }"),
+}
+COMMENTS = {
+    "comment": ("sparse-codes.h", "// ---- the order of codes", "// ---- other words"),
+    "new line": ("ggml-sparse-nodes.h", "struct ggml_sparse_src {", "\n\nstruct ggml_sparse_src {"),
+    "other code": ("ggml-sparse.c", "#include", "// words\n#include"),
+}
+
+
+@pytest.fixture(scope="module")
+def layout(ggml_headers: Path, tmp_path_factory: pytest.TempPathFactory):
+    """layout(file, text, other): the number of that source."""
+
+    def go(file: str = "ggml-sparse.h", text: str = "", other: str = "") -> int:
+        folder = tmp_path_factory.mktemp("ops")
+        ops = Path(shutil.copytree(paths.data("ggml_ops"), folder / "ggml_ops"))
+        source = (ops / file).read_text("utf-8")
+        assert text in source
+        (ops / file).write_text(source.replace(text, other, 1) if text else source, "utf-8")
+        (folder / "probe.cpp").write_text(PROBE)
+        argv = [probe.need_compiler().cxx, "-std=c++17", "-w", f"-I{ops}"]
+        argv += [f"-I{ggml_headers / 'include'}", folder / "probe.cpp", "-o", folder / "probe"]
+        done = subprocess.run(argv, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return int(subprocess.run([folder / "probe"], capture_output=True, check=True).stdout)
+
+    return go
+
+
+@pytest.fixture(scope="module")
+def ours(layout) -> int:
+    return layout()
+
+
+def byte(layout: int) -> int:
+    """What a worker greets with."""
+    return 1 + layout % 255
+
+
+def test_workers_and_documents_go_by_it(ours: int, tiny: Path) -> None:
+    assert machines.sparse_version(engine.library()) == byte(ours)
+    with engine.load(tiny, attention="sparq,rank=8,topk=64") as s:
+        assert document._call(s, "kind")[1].endswith(f",layout={ours}")
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_another_layout_is_another_number(what: str, layout, ours: int) -> None:
+    file, text, other = CHANGES[what]
+    found = layout(file, text, other)
+    assert found != ours and byte(found) != byte(ours)
+
+
+@pytest.mark.parametrize("what", COMMENTS)
+def test_a_comment_is_none(what: str, layout, ours: int) -> None:
+    assert layout(*COMMENTS[what]) == ours
