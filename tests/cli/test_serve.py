@@ -208,17 +208,6 @@ def test_the_line_of_llama_server(standin: Any, tmp_path: Path) -> None:
     assert account == "12 tokens decoded, 95.0 % of their attention calls sparse"
 
 
-@pytest.mark.parametrize("more", ["--lora x.gguf", "--lora-scaled x.gguf:0.5"])
-def test_earlier_prompts_are_not_kept_beside_adapters(standin: Any, more: str) -> None:
-    """llama-server gives a prompt that was read without an adapter to a request that has it."""
-    with standin("", "--", *more.split()) as running:
-        running.until_ready()
-    assert after(standin.started()["argv"], "--cache-ram") == "0"
-    with standin("", "--", "--metrics") as running:
-        running.until_ready()
-    assert int(after(standin.started()["argv"], "--cache-ram")) > 0
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_is_passed_on_once(standin: Any, number: int) -> None:
     if signal.getsignal(number) == signal.SIG_IGN:
@@ -302,6 +291,17 @@ def test_nothing_sparse_is_said(standin: Any) -> None:
 def test_what_stays_exact_is_said_before(standin: Any) -> None:
     with standin("", "--ratio", "1/8", "--ctx", 512) as running:
         assert "exact at 512 positions: not above min_ctx" in running.until_ready().said
+
+
+@pytest.mark.parametrize("more", ["--lora x.gguf", "--lora-scaled x.gguf:0.5"])
+def test_earlier_prompts_are_not_kept_beside_adapters(standin: Any, more: str) -> None:
+    """llama-server gives a prompt that was read without an adapter to a request that has it."""
+    with standin("", "--", *more.split()) as running:
+        running.until_ready()
+    assert after(standin.started()["argv"], "--cache-ram") == "0"
+    with standin("", "--", "--metrics") as running:
+        running.until_ready()
+    assert int(after(standin.started()["argv"], "--cache-ram")) > 0
 
 
 def test_an_account_without_replies_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
