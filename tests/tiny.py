@@ -96,6 +96,12 @@ def _llama(m: Model, bias: bool = False, qk_norm: bool = False) -> None:
         m.mlp(i)
 
 
+def _qwen2vl(m: Model) -> None:
+    """M-RoPE: a position is a time, a row and a column, and an image has one time."""
+    m.keys["rope.dimension_sections"] = [m.head_dim // 4, m.head_dim // 8, m.head_dim // 8, 0]
+    _llama(m, bias=True)
+
+
 def _gemma2(m: Model) -> None:
     """Soft-capped logits; every second layer has a sliding window."""
     m.keys |= {
@@ -291,6 +297,7 @@ def _mamba(m: Model) -> None:
 ARCHITECTURES: dict[str, Callable[[Model], None]] = {
     "llama": _llama,
     "qwen2": lambda m: _llama(m, bias=True),
+    "qwen2vl": _qwen2vl,
     "qwen3": lambda m: _llama(m, qk_norm=True),
     "gemma2": _gemma2,
     "gemma3": _gemma3,

@@ -8,6 +8,7 @@
 
 #include "llama-context.h"
 #include "llama-impl.h"
+#include "llama-model.h"
 
 #include <fcntl.h>
 #include <signal.h>
@@ -19,10 +20,13 @@
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
+#include <map>
 #include <sstream>
 #include <stdexcept>
+#include <string_view>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 static void check(const std::string & spec) {
     char err[512];
@@ -260,7 +264,7 @@ std::vector<known_document> read_list(const char * list) {
         std::ifstream file(d.path, std::ios::binary);
         file.seekg(tokens_at);
         file.read((char *) d.tokens.data(), d.tokens.size()*sizeof(llama_token));
-        if (file && d.n_tokens > 0) {
+        if (file && d.n_tokens > 0 && *std::min_element(d.tokens.begin(), d.tokens.end()) >= 0) {
             res.push_back(d);
         } else {
             LLAMA_LOG_WARN("%s: %s cannot be read\n", __func__, d.path.c_str());
@@ -269,24 +273,50 @@ std::vector<known_document> read_list(const char * list) {
     return res;
 }
 
+const std::vector<known_document> & documents() {
+    static const char * list = getenv("SPARQ_DOCUMENTS");
+    static const std::vector<known_document> all = list ? read_list(list) : std::vector<known_document>();
+    return all;
+}
+
 size_t n_common(const std::vector<llama_token> & a, const std::vector<llama_token> & b) {
     return std::mismatch(a.begin(), a.begin() + std::min(a.size(), b.size()), b.begin()).first - a.begin();
 }
 
 } // namespace
 
-bool llama_sparse_document_use(llama_context * ctx, llama_seq_id slot, const std::vector<llama_token> & prompt,
-        const std::vector<llama_token> & held, std::vector<llama_token> & tokens) {
+bool llama_sparse_has_documents() { return !documents().empty(); }
+
+bool llama_sparse_override_matters(const char * key) {
+    const std::string_view name = key, lengths = "context_length"; // also the original one, which is a part of the rotations
+    const bool is_length = name.size() > lengths.size() && name.substr(name.size() - lengths.size()) == lengths;
+    return !name.empty() && name.rfind("tokenizer.", 0) != 0 && !is_length; // the last override has no name: it ends them
+}
+
+bool llama_sparse_same_adapters(const void * slot, const std::string & adapters) {
+    static std::map<const void *, std::string> last; // what a slot holds before its first request comes from a file, which tells of no adapters
+    const auto it = last.try_emplace(slot, adapters).first;
+    return std::exchange(it->second, adapters) == adapters;
+}
+
+void llama_sparse_train_on(llama_model * model, uint32_t n_ctx) {
+    model->hparams.n_ctx_train = std::max(model->hparams.n_ctx_train, n_ctx);
+}
+
+bool llama_sparse_document_take(llama_context * ctx, llama_seq_id slot, const std::vector<llama_token> & prompt, size_t n_held,
+        const char * why_not, std::vector<llama_token> & tokens) {
     constexpr size_t WORTH = 256; // so many tokens more; fewer are evaluated as fast as a document is opened
-    static const char * list = getenv("SPARQ_DOCUMENTS");
-    static const std::vector<known_document> all = list ? read_list(list) : std::vector<known_document>();
     const known_document * best = nullptr;
-    size_t n_best = n_common(prompt, held) + WORTH;
-    for (const auto & d : all) {
+    size_t n_best = n_held + WORTH;
+    for (const auto & d : documents()) {
         if (const size_t n = n_common(prompt, d.tokens); n > n_best) {
             best   = &d;
             n_best = n;
         }
+    }
+    if (best && why_not) {
+        LLAMA_LOG_WARN("sparse document: slot %d, %s is not used: %s\n", slot, best->path.c_str(), why_not);
+        return false;
     }
     if (!best) {
         return false;

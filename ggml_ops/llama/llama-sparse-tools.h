@@ -4,6 +4,7 @@
 
 #include "llama.h"
 
+#include <algorithm>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -85,7 +86,76 @@ LLAMA_API std::string llama_sparse_reply(const llama_context * ctx, llama_seq_id
 // Counters of all requests for Prometheus, in lines of text
 LLAMA_API std::string llama_sparse_metrics(llama_context * ctx);
 
-// A prompt begins in a slot that holds the tokens `held`. If one of the documents in the list that the variable SPARQ_DOCUMENTS names has more of
-// it, the slot gets that document in their place, and `tokens` are what it holds then: none, if that failed. False: nothing changed
-LLAMA_API bool llama_sparse_document_use(llama_context * ctx, llama_seq_id slot, const std::vector<llama_token> & prompt,
-        const std::vector<llama_token> & held, std::vector<llama_token> & tokens);
+// Were documents named, in the list that the variable SPARQ_DOCUMENTS names?
+LLAMA_API bool llama_sparse_has_documents();
+
+// The document that has more of `prompt` than the n_held tokens that a slot holds already takes their place, and `tokens` are what the slot holds
+// then: none, if that failed. False: nothing changed. why_not: why such a document may not be used, which is logged; nullptr: it may
+LLAMA_API bool llama_sparse_document_take(llama_context * ctx, llama_seq_id slot, const std::vector<llama_token> & prompt, size_t n_held,
+        const char * why_not, std::vector<llama_token> & tokens);
+
+// Does `--override-kv KEY=..` change what K and V are, beside the rotations, which a document knows?
+LLAMA_API bool llama_sparse_override_matters(const char * key);
+
+// Are these the adapters that the last request had in this slot? With others its K and V are worth nothing
+LLAMA_API bool llama_sparse_same_adapters(const void * slot, const std::string & adapters);
+
+// The adapters that change every token of a request, with their scales. One that begins at a word of its own changes nothing before that
+template <typename Slot> std::string llama_sparse_adapters_of(const Slot & slot) {
+    std::string res;
+    for (const auto & adapter : slot.lora) {
+        if (adapter.scale != 0.0f && llama_adapter_get_alora_n_invocation_tokens(adapter.ptr) == 0) {
+            res += adapter.path + " " + std::to_string(adapter.scale) + "\n";
+        }
+    }
+    return res;
+}
+
+// Why K and V of this prompt would not be those of a document, which weights alone have made, or would not be kept; nullptr: they would
+template <typename Params, typename Slot, typename Task>
+const char * llama_sparse_why_no_document(const Params & params, const Slot & slot, const Task & task) {
+    const auto matters = [](const auto & entry) { return llama_sparse_override_matters(entry.key); };
+    const auto & keys    = params.kv_overrides;
+    const bool   is_anew = task.need_embd() || !task.params.cache_prompt;
+    return is_anew                                          ? "the request asks for a prompt that is read anew (cache_prompt)" :
+            !llama_sparse_adapters_of(slot).empty()         ? "it was read without the LoRA adapter of this request" :
+            !params.control_vectors.empty()                 ? "it was read without the control vector of this server" :
+            std::any_of(keys.begin(), keys.end(), matters)  ? "it was read without the --override-kv of this server" :
+            slot.ctx_dft                                    ? "the draft model of this server has not read it" : nullptr;
+}
+
+// llama-server: a prompt begins in a slot. If it begins with a document, the slot gets that document. The arguments are upstream's common_params,
+// server_slot and server_task, which only the server knows. Upstream forgets what a slot holds when a request names other adapters, but not after
+// POST /lora-adapters
+template <typename Params, typename Slot, typename Task>
+void llama_sparse_document_use(const Params & params, Slot & slot, const Task & task) {
+    if (!llama_sparse_same_adapters(&slot, llama_sparse_adapters_of(slot))) {
+        slot.prompt.clear();
+    }
+    if (!llama_sparse_has_documents() || task.is_child()) { // a child copies what its parent holds
+        return;
+    }
+    std::vector<llama_token> prompt, tokens;
+    for (size_t i = 0; i < task.tokens.size(); ++i) {
+        prompt.push_back(task.tokens[i]); // LLAMA_TOKEN_NULL where an image is: no document has that
+    }
+    const size_t n_held = slot.prompt.tokens.get_common_prefix(task.tokens);
+    if (llama_sparse_document_take(slot.ctx_tgt, slot.id, prompt, n_held, llama_sparse_why_no_document(params, slot, task), tokens)) {
+        slot.prompt.clear();
+        slot.prompt.tokens.insert(tokens);
+    }
+}
+
+// llama-server: where the options of RoPE stretch it, the context that was asked for is what the model serves, and not the one of its training.
+// Upstream does so for YaRN, and then up to a length of its own
+LLAMA_API void llama_sparse_train_on(llama_model * model, uint32_t n_ctx);
+
+template <typename Params> void llama_sparse_serve_stretched(const llama_context * ctx, llama_model * model, const Params & params) {
+    const Params none{};
+    if (params.rope_scaling_type != none.rope_scaling_type || params.rope_freq_base != none.rope_freq_base ||
+            params.rope_freq_scale != none.rope_freq_scale || params.yarn_orig_ctx != none.yarn_orig_ctx ||
+            params.yarn_ext_factor != none.yarn_ext_factor || params.yarn_attn_factor != none.yarn_attn_factor ||
+            params.yarn_beta_fast != none.yarn_beta_fast || params.yarn_beta_slow != none.yarn_beta_slow) {
+        llama_sparse_train_on(model, llama_n_ctx_seq(ctx));
+    }
+}

@@ -107,10 +107,20 @@ const llama_sparse_shadow::layer * shadowed_layer(llama_kv_cache & kv) {
     return nullptr;
 }
 
-// what K and V are, beside the weights
-std::string kind_of_rows(llama_kv_cache & kv) {
+// RoPE, and whether tokens see what comes after them
+std::string kind_of_rotations(const llama_cparams & c) {
+    char res[256];
+    snprintf(res, sizeof(res), "rope=%.9g/%.9g/%u/%.9g/%.9g/%.9g/%.9g%s", c.rope_freq_base, c.rope_freq_scale, c.n_ctx_orig_yarn, c.yarn_ext_factor,
+            c.yarn_attn_factor, c.yarn_beta_fast, c.yarn_beta_slow, c.causal_attn ? "" : ",not causal");
+    return res;
+}
+
+// what K and V are, beside the weights. What else could change them (adapters, control vectors, other metadata) no document is made with, and
+// llama-server uses none with it
+std::string kind_of_rows(const llama_context & ctx, llama_kv_cache & kv) {
     const auto & layer = llama_sparse_access::layers(kv).front();
-    return std::string(ggml_type_name(layer.k->type)) + "/" + ggml_type_name(layer.v->type) + ",rotated=" + std::to_string(llama_sparse_n_rot(kv));
+    return std::string(ggml_type_name(layer.k->type)) + "/" + ggml_type_name(layer.v->type) + ",rotated=" + std::to_string(llama_sparse_n_rot(kv)) + "," +
+            kind_of_rotations(ctx.get_cparams());
 }
 
 // what the shadow is: its type, sums of V, layers, which a GPU may have without, and what its bytes mean; "": there is none
@@ -313,9 +323,9 @@ int64_t open_document(llama_context & ctx, llama_seq_id seq_id, int fd, uint64_t
                 std::to_string(cells.size() - std::min(p.cell, cells.size())) + "\ntake a larger context");
     }
     const std::string text = kind ? kind : "", rows_kind = text.substr(0, text.find('\n'));
-    if (rows_kind != kind_of_rows(kv)) {
-        throw std::runtime_error("the document has K and V in " + rows_kind + ", the context in " + kind_of_rows(kv) +
-                "\ntake the cache types that it was read with");
+    if (rows_kind != kind_of_rows(ctx, kv)) {
+        throw std::runtime_error("the document has K and V in " + rows_kind + ", the context in " + kind_of_rows(ctx, kv) +
+                "\ntake the cache types and the rotations (--rope-*) that it was read with");
     }
     auto & shadow = llama_sparse_access::shadow(kv);
     if (!shadow) {
@@ -410,7 +420,7 @@ int64_t llama_sparse_document_bytes(llama_context * ctx, uint32_t n_pos, char * 
 int64_t llama_sparse_document_kind(llama_context * ctx, char * buf, size_t n_buf) {
     return guarded([&] {
         auto & kv = cache_of(*ctx);
-        const std::string kind = kind_of_rows(kv) + "\n" + kind_of_shadow(kv);
+        const std::string kind = kind_of_rows(*ctx, kv) + "\n" + kind_of_shadow(kv);
         snprintf(buf, n_buf, "%s", kind.c_str());
         return (int64_t) kind.size();
     }, buf, n_buf);

@@ -188,7 +188,8 @@ def fit(options: SessionOptions, document: Document, model: Path) -> None:
 
     needed = document.n_tokens + REPLY_ROOM
     if not on_the_line(["ctx"]):
-        limit = geometry(read_gguf(model)).n_ctx_train or needed
+        trained = geometry(read_gguf(model)).n_ctx_train
+        limit = needed if options["rope"] else trained or needed
         wanted = max(min(needed, limit), document.n_tokens)
         options["n_ctx"] = max(options["n_ctx"] or min(DEFAULT_CTX, limit), wanted)
     if not on_the_line(["cache_type_k", "cache_type_v"]):

@@ -275,6 +275,7 @@ class Account:
         self.tokens = self.sparse = self.exact = 0
         self.left: set[str] = set()  # why attention was left to llama.cpp
         self.opened = 0  # prompts that began with a document
+        self.unused: set[str] = set()  # why others did not, said once
 
     def read(self, line: str) -> None:
         if reply := self._REPLY.search(line):
@@ -285,7 +286,8 @@ class Account:
         elif document := self._DOCUMENT.search(line):
             if document[1].endswith("were read before"):
                 self.opened += 1
-            else:  # the prompt is read as if there were none
+            elif document[1] not in self.unused:  # the prompt is read as if there were none
+                self.unused.add(document[1])
                 note(f"note: {document[1]}", "yellow")
 
     def say(self, spec: AttentionSpec) -> None:
@@ -322,7 +324,8 @@ def _serve(served: Served, more: Sequence[str]) -> None:
     if why := _stays_exact(file, settings, spec):
         note(why, "yellow")
     program = native.lib_dir(tools=(PROGRAM,)) / PROGRAM
-    argv = [str(program), *_arguments(served, settings, file), *_SAFE, *more]
+    adapted = any(word.startswith("--lora") for word in more)
+    argv = [str(program), *_arguments(served, settings, file, adapted), *_SAFE, *more]
     env = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
     account = Account()
     with (
@@ -384,8 +387,11 @@ def _stays_exact(file: GGUFFile, settings: Settings, spec: AttentionSpec) -> str
     return ""
 
 
-def _arguments(served: Served, settings: Settings, file: GGUFFile) -> list[str]:
-    """The line of llama-server, but for the options that are passed on."""
+def _arguments(
+    served: Served, settings: Settings, file: GGUFFile, adapted: bool = False
+) -> list[str]:
+    """The line of llama-server, but for the options that are passed on; adapted: these have a LoRA
+    adapter."""
     type_k, type_v = settings.types
     values: dict[str, object] = {
         "--model": served.path,
@@ -405,7 +411,8 @@ def _arguments(served: Served, settings: Settings, file: GGUFFile) -> list[str]:
         "--flash-attn": "on",  # sparse attention needs it
         # The context is said and fits; it would load the model twice to find that out.
         "--fit": "off",
-        "--cache-ram": _prompt_cache(file, settings),
+        # It does not know with which adapters a prompt was read.
+        "--cache-ram": 0 if adapted else _prompt_cache(file, settings),
         "--verbosity": 4,  # our library says what ran sparse at this level
     }
     names = {"scaling": "rope-scaling", "freq_base": "rope-freq-base"}

@@ -27,7 +27,7 @@ from pyorch import paths
 from pyorch.errors import SparqError
 from pyorch.progress import Progress, silent
 
-MAGIC, VERSION, SUFFIX = b"SPARQDOC", 1, ".kv"
+MAGIC, VERSION, SUFFIX = b"SPARQDOC", 2, ".kv"
 FORMS = ("chat", "plain", "saved")  # see `Reading`
 ALIGN = 65536  # of the image: a page of any system
 BLOCK = 16 << 20  # the bytes of the image that a checksum is of
@@ -43,7 +43,7 @@ class Header:
     model: str  # the name of the model's file
     model_hash: str
     rope: str  # what K depends on beside the weights
-    kind: str  # types of K and V, a line feed, and what the transposed K is: as the library says
+    kind: str  # what K and V are, a line feed, what the transposed K is: as the library says
     attention: str  # the settings it was read with
     form: str  # "chat", "plain" or "saved", see `Reading`
     system: str  # the system message of such a conversation

@@ -309,6 +309,17 @@ def test_what_stays_exact_is_said_before(standin: Any) -> None:
         assert "exact at 512 positions: not above min_ctx" in running.until_ready().said
 
 
+@pytest.mark.parametrize("more", ["--lora x.gguf", "--lora-scaled x.gguf:0.5"])
+def test_earlier_prompts_are_not_kept_beside_adapters(standin: Any, more: str) -> None:
+    """llama-server gives a prompt that was read without an adapter to a request that has it."""
+    with standin("", "--", *more.split()) as running:
+        running.until_ready()
+    assert after(standin.started()["argv"], "--cache-ram") == "0"
+    with standin("", "--", "--metrics") as running:
+        running.until_ready()
+    assert int(after(standin.started()["argv"], "--cache-ram")) > 0
+
+
 def test_an_account_without_replies_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     account = Account()
     account.read(NEVER)
@@ -562,6 +573,55 @@ def test_limits(server: Running) -> None:
     assert asked(url, PROMPT | {"stop": many}).json["usage"]["completion_tokens"] == 8
 
 
+def _positions(url: str) -> int:
+    """What a slot has room for, as clients are told."""
+    return asked(url.removesuffix("/v1") + "/props", None).json["default_generation_settings"][
+        "n_ctx"
+    ]
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        "--rope-scaling linear --rope-scale 2",
+        "--rope-freq-base 80000",
+        "--rope-scaling yarn --rope-scale 2",
+        "--rope-scaling yarn --rope-scale 2 --yarn-orig-ctx 1024",
+        "--yarn-attn-factor 0.9",
+    ],
+)
+def test_a_stretched_context_is_served(program: Path, tiny: Path, rope: str) -> None:
+    """The model was trained on 4,096 positions, of which each is a letter here."""
+    line = ("serve", "-m", tiny, "--port", 0, "-t", 1, "-np", 2, "--ctx", 8192, *rope.split())
+    with serving(REAL, *line) as running:
+        running.until_ready()
+        assert "8192 positions in each of 2 slots" in running.said
+        assert _positions(running.url) == 8192
+        answer = asked(f"{running.url}/completions", PROMPT | {"prompt": "far " * 1200}).json
+        assert answer["usage"]["prompt_tokens"] > 4800
+        assert running.end() == 0
+
+
+def test_a_document_beyond_the_training(program: Path, tiny: Path, tmp_path: Path) -> None:
+    """It can be asked: there is room for the question without --ctx."""
+    from pyorch import engine
+
+    text = "It was a dark night. " * 220
+    rope = engine.Rope("linear", freq_scale=0.5)
+    with engine.load(tiny, n_threads=1, n_ctx=5120, rope=rope) as session:
+        reading = engine.Reading("night", text, "plain")
+        engine.read_document(session, tmp_path / "night.kv", reading)
+    line = ("serve", "-m", tiny, "--port", 0, "-t", 1, "-np", 1, "--document")
+    rope_line = ("--rope-scaling", "linear", "--rope-scale", 2)
+    with serving(REAL, *line, tmp_path / "night.kv", *rope_line) as running:
+        url = running.until_ready().url
+        assert _positions(url) >= len(text) + 4096
+        answer = asked(f"{url}/completions", PROMPT | {"prompt": text + "Why?"}).json
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 4600
+        assert running.end() == 0
+    assert "prompts that began with a document: 1" in running.said
+
+
 def test_slow_clients(program: Path, demo_model: Path) -> None:
     """Who has sent half a request neither holds others up nor is waited for."""
     line = ("serve", "-m", demo_model, "--port", 0, *SPARSE, "--", "--timeout", 1)
@@ -689,6 +749,10 @@ def test_the_account_tells_of_documents(capsys: pytest.CaptureFixture[str]) -> N
     account, head = Account(), "0.00.1 I sparse document: slot 1, /d.kv"
     account.read(f"{head}, 4000 tokens of the prompt were read before")
     assert account.opened == 1 and not capsys.readouterr().err
-    account.read(f"{head}: the document is shorter than its header says")
+    for slot in range(2):
+        account.read(f"0.00.1 I sparse document: slot {slot}, /d.kv: the document is shorter")
+        account.read(f"0.00.2 W sparse document: slot {slot}, /d.kv is not used: read otherwise")
     assert account.opened == 1
-    assert "/d.kv: the document is shorter" in capsys.readouterr().err
+    shorter, otherwise = capsys.readouterr().err.splitlines()  # each is said once
+    assert shorter == "note: /d.kv: the document is shorter"
+    assert otherwise == "note: /d.kv is not used: read otherwise"

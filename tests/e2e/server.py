@@ -64,7 +64,7 @@ def ready(server: subprocess.Popen[bytes], log: Path) -> str:
     raise AssertionError(log.read_text(errors="replace"))
 
 
-def text(url: str, value: dict[str, Any] | None = None) -> str:
+def text(url: str, value: dict[str, Any] | list[Any] | None = None) -> str:
     """The answer to a request, which is a POST with a `value`."""
     body = None if value is None else json.dumps(value).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})

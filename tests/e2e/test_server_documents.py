@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 from server import ask, serving, text
 from test_documents import SPARSE, reading
@@ -99,3 +102,124 @@ def test_a_document_that_went_bad_is_read(
     said = log.read_text()
     assert "/nowhere.kv cannot be read" in said
     assert "bad.kv: the document is shorter than its header says" in said
+
+
+# ---- beside what changes K and V ----
+
+
+def _adapter(folder: Path, _: Path) -> tuple[object, ...]:
+    """A LoRA of the tiny model."""
+    rng, path = np.random.default_rng(0), folder / "lora.gguf"
+    w = gguf.GGUFWriter(path, "llama")
+    w.add_string("general.type", "adapter")
+    w.add_string("adapter.type", "lora")
+    w.add_float32("adapter.lora.alpha", 8.0)
+    for layer in range(2):
+        for name, n_out in (("attn_k", 64), ("attn_v", 64)):
+            for half, shape in (("a", (8, 128)), ("b", (n_out, 8))):
+                values = (0.3 * rng.standard_normal(shape)).astype(np.float32)
+                w.add_tensor(f"blk.{layer}.{name}.weight.lora_{half}", values)
+    _write(w)
+    return "--lora", path
+
+
+def _control_vector(folder: Path, _: Path) -> tuple[object, ...]:
+    path = folder / "vector.gguf"
+    w = gguf.GGUFWriter(path, "controlvector")
+    values = np.random.default_rng(0).standard_normal(128).astype(np.float32)
+    w.add_tensor("direction.1", values)
+    _write(w)
+    return "--control-vector", path
+
+
+def _write(w: gguf.GGUFWriter) -> None:
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+
+
+def _override(value: str) -> Callable[..., tuple[object, ...]]:
+    return lambda *_: ("--override-kv", value)
+
+
+def _line(*line: object) -> Callable[..., tuple[object, ...]]:
+    return lambda *_: line
+
+
+def _draft(_: Path, model: Path) -> tuple[object, ...]:
+    return "--spec-type", "draft-simple", "--spec-draft-model", model
+
+
+OFF = {"lora": [{"id": 0, "scale": 0.0}]}
+# the options of the server, the fields of the request, and why the document is not used; "": it is
+BESIDE: dict[str, tuple[Callable[..., tuple[object, ...]], dict[str, Any], str]] = {
+    "nothing": (_line(), {}, ""),
+    "lora": (_adapter, {}, "is not used: it was read without the LoRA adapter of this request"),
+    "lora that is off": (_adapter, OFF, ""),
+    "control vector": (_control_vector, {}, "is not used: it was read without the control vector"),
+    "other metadata": (
+        _override("llama.attention.layer_norm_rms_epsilon=float:0.5"),
+        {},
+        "is not used: it was read without the --override-kv",
+    ),
+    "metadata of the tokenizer": (_override("tokenizer.ggml.add_eos_token=bool:false"), {}, ""),
+    "original context": (
+        _override("llama.rope.scaling.original_context_length=int:77"),
+        {},
+        "the cache types and the rotations",
+    ),
+    "base of the rotations": (_line("--rope-freq-base", 500), {}, "cache types and the rotations"),
+    "their scale": (_line("--rope-scale", 3), {}, "the cache types and the rotations"),
+    "type of K": (_line("--cache-type-k", "q8_0"), {}, "the cache types and the rotations"),
+    "no cache": (_line(), {"cache_prompt": False}, "is not used: the request asks for a prompt"),
+    "a draft model": (_draft, {}, "is not used: the draft model of this server has not read it"),
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_what_changes_k_and_v(
+    tools: Path,
+    tiny: Path,
+    books: list[document_file.Document],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    beside: str,
+) -> None:
+    """The reply is that of a server without documents, and the log says why one is not used."""
+    options, fields, why = BESIDE[beside]
+    prompt = document_file.content(books[0])[1] + " who?"
+    args = ("-m", tiny, *COMMON, *options(tmp_path, tiny))
+    with serving(tools, tmp_path / "log", *args) as url:
+        wanted = complete(url, prompt, **fields)
+    (tmp_path / "list").write_text(document_file.listed(books))
+    monkeypatch.setenv("SPARQ_DOCUMENTS", str(tmp_path / "list"))
+    with serving(tools, log := tmp_path / "log2", *args, "-lv", 4) as url:
+        found = complete(url, prompt, **fields)
+    assert found["content"] == wanted["content"]
+    assert (found["timings"]["prompt_n"] < 10) == (not why)
+    said = [line for line in log.read_text().splitlines() if "sparse document: " in line]
+    assert len(said) == 1 and (why or "were read before") in said[0]
+
+
+def test_adapters_that_change_while_it_runs(
+    tools: Path,
+    tiny: Path,
+    books: list[document_file.Document],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a slot holds was made with the adapters of then, a document with none."""
+    prompt = document_file.content(books[0])[1] + " who?"
+    args = ("-m", tiny, *COMMON, "--cache-ram", 0, *_adapter(tmp_path, tiny))
+    with serving(tools, tmp_path / "log", *args) as url:
+        wanted = {1.0: complete(url, prompt)["content"]}
+        wanted[0.0] = complete(url, prompt, **OFF)["content"]
+    (tmp_path / "list").write_text(document_file.listed(books))
+    monkeypatch.setenv("SPARQ_DOCUMENTS", str(tmp_path / "list"))
+    with serving(tools, tmp_path / "log2", *args) as url:
+        for scale, is_read in ((0.0, False), (1.0, True), (0.0, False)):
+            text(f"{url}/lora-adapters", [{"id": 0, "scale": scale}])
+            found = complete(url, prompt, id_slot=0)
+            assert found["content"] == wanted[scale]
+            assert (found["timings"]["prompt_n"] > 1000) == is_read
