@@ -2,6 +2,10 @@
 
 #include "sparse-work.h"
 
+#if !defined(_WIN32)
+#include <sched.h>
+#endif
+
 size_t ggml_sparse_attn_work_size(const ggml_tensor * node, int n_threads) {
     switch ((ggml_sparse_attn_op) node->op_params[0]) {
         case GGML_SPARSE_ATTN_SEAL:         return seal_work_size(node, n_threads);
@@ -25,4 +29,15 @@ void ggml_compute_forward_sparse_attn(const ggml_compute_params * params, ggml_t
         case GGML_SPARSE_ATTN_PREFILL:      forward_prefill     (params, dst); break;
         default: GGML_ABORT("sparse_attn: unknown sub-operation %d", dst->op_params[0]);
     }
+}
+
+void ggml_sparse_wait(void) {
+    constexpr unsigned N_SPIN = 1024; // between two offers: some 20 to 50 us, as long as threads wait for each other on an idle machine
+    static thread_local unsigned n = 0;
+    if (++n % N_SPIN != 0) {
+        return;
+    }
+#if !defined(_WIN32)
+    sched_yield();
+#endif
 }
