@@ -10,6 +10,7 @@ if (COMMAND sparq_attach)
 endif()
 
 set(SPARQ_OPS_DIR ${CMAKE_CURRENT_LIST_DIR})
+include(${SPARQ_OPS_DIR}/compilers/compilers.cmake)
 
 function(sparq_attach)
     set(ops ${SPARQ_OPS_DIR})

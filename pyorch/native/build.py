@@ -63,9 +63,7 @@ def inputs(options: Options) -> dict[str, Any]:
     return {
         "pin": source.locate(pin).key,
         "patches": "" if options.stock else patches.digest(),
-        "ops": ""
-        if options.stock
-        else source.digest_of(_ops_files(paths.data("ggml_ops"), options)),
+        "ops": source.digest_of(_ops_files(paths.data("ggml_ops"), options)),
         "options": options.name,
         "cpu": platform.machine() if options.portable else probe.cpu()[1],
         "env": {k: os.environ[k] for k in ("CFLAGS", "CXXFLAGS", "LDFLAGS") if k in os.environ},
@@ -190,8 +188,7 @@ def _build(options: Options, tools: tuple[str, ...], jobs: int, force: bool, not
         if force:
             shutil.rmtree(tree, ignore_errors=True)
         _prepare(tree, options, note)
-        if not options.stock:
-            want |= _copied(tree, options, want)
+        want |= _copied(tree, options, want)
         target = _target(options, want)
         if web_page.NAME in tools:
             with progress_bar("making the web page", off_terminal=say) as progress:
@@ -253,12 +250,11 @@ def _prepare(tree: Path, options: Options, note: Say) -> None:
         if folder == pin.folder and not options.stock:
             patches.apply_series(partial)
         partial.rename(into)
-    if not options.stock:
-        if (cache := tree / "out" / "CMakeCache.txt").is_file() and (
-            f"CMAKE_HOME_DIRECTORY:INTERNAL={tree / 'src'}\n" not in cache.read_text("utf-8")
-        ):
-            shutil.rmtree(tree / "out")  # the folder was moved, which cmake cannot follow
-        _sync_ops(tree / "ops", options)
+    if (cache := tree / "out" / "CMakeCache.txt").is_file() and (
+        f"CMAKE_HOME_DIRECTORY:INTERNAL={tree / 'src'}\n" not in cache.read_text("utf-8")
+    ):
+        shutil.rmtree(tree / "out")  # the folder was moved, which cmake cannot follow
+    _sync_ops(tree / "ops", options)
 
 
 def _copied(tree: Path, options: Options, want: dict[str, Any]) -> dict[str, Any]:
@@ -267,17 +263,18 @@ def _copied(tree: Path, options: Options, want: dict[str, Any]) -> dict[str, Any
     Raises:
         SparqError: the series changed; the source is then unpacked anew the next time.
     """
-    if patches.digest() != want["patches"]:
+    if not options.stock and patches.digest() != want["patches"]:
         shutil.rmtree(tree / "src")
         raise SparqError("patches/ changed while it was applied", "build again")
     return {"ops": source.digest_of(_ops_files(tree / "ops", options))}
 
 
 def _ops_files(root: Path, options: Options) -> dict[str, Path]:
-    """The files to compile, keyed by their path below `root`."""
+    """The files of ggml_ops/ that this build has, keyed by their path below `root`."""
+    part = "compilers" if options.stock else "."
     return {
         str(file.relative_to(root)): file
-        for file in sorted(root.rglob("*"))
+        for file in sorted((root / part).rglob("*"))
         if file.is_file() and file.suffix != ".md" and not file.name.startswith(".")
         if options.cuda or file.relative_to(root).parts[0] != "cuda"
     }

@@ -143,8 +143,8 @@ def _definitions(tree: Path, options: Options, tools: bool, chain: Toolchain) ->
         values |= cuda.cmake_options(toolkit, options.cuda)
     values["LLAMA_BUILD_COMMIT"] = pin.commit[:9]
     values["LLAMA_BUILD_NUMBER"] = "0"
-    if not options.stock:
-        values["CMAKE_PROJECT_llama.cpp_INCLUDE"] = str(tree / "ops" / "attach.cmake")
+    ours = "compilers/compilers.cmake" if options.stock else "attach.cmake"
+    values["CMAKE_PROJECT_llama.cpp_INCLUDE"] = str(tree / "ops" / ours)
     return [f"-D{key}={value}" for key, value in values.items()]
 
 
