@@ -33,6 +33,9 @@ TOOLS = (
     "llama-server",
 )
 
+# the parts of ggml that may be switched off because they do not work
+_PARTS = {"repack": "GGML_CPU_REPACK", "llamafile": "GGML_LLAMAFILE"}
+
 SPACE = "about 300 MB are needed: free some, or set SPARQ_CACHE to a folder on another disk"
 
 
@@ -136,6 +139,9 @@ def _definitions(tree: Path, options: Options, tools: bool, chain: Toolchain) ->
         "LLAMA_USE_PREBUILT_UI": False,  # it would download the web page of llama-server
         "LLAMA_OPENSSL": False,
     }
+    for feature, key in _PARTS.items():
+        if feature in chain.found.off:
+            on_off[key] = False
     values = {key: "ON" if value else "OFF" for key, value in on_off.items()}
     values["CMAKE_BUILD_TYPE"] = "Release"
     values["CMAKE_INSTALL_RPATH"] = ";".join([origin, *(toolkit.lib if toolkit else ())])

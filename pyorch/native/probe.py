@@ -186,6 +186,13 @@ def probe(compiler: Compiler, native: bool) -> Probe:
     return Probe(tuple(isa), tuple(flags), off, openmp)
 
 
+def without(found: Probe, feature: str, why: str) -> Probe:
+    """The same machine with a feature switched off: an instruction set, or a part of ggml."""
+    switches = next((s for name, _, s, _ in _X86 if name == feature), [])
+    isa = tuple(name for name in found.isa if name != feature)
+    return Probe(isa, (*found.flags, *switches), {**found.off, feature: why}, found.openmp)
+
+
 def _probe_x86(compiler: Compiler, folder: Path) -> tuple[list[str], list[str], dict[str, str]]:
     code = "#include <immintrin.h>\n#include <stdlib.h>\n#include <sys/syscall.h>\n"
     code += "#include <unistd.h>\nint main(int n, char ** arg) {\n  volatile int w = n;\n"
