@@ -6,6 +6,8 @@ import signal
 import subprocess
 from typing import Any
 
+# what to do about a process that the CPU or llama.cpp itself ended
+HINT = "sparq-cpp doctor tries the library on this machine: report what it says"
 GRACE_S = 10.0  # a process that was asked to end and still runs after this time is killed
 
 
@@ -15,10 +17,9 @@ def ended(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     try:
-        name = signal.Signals(-code).name
+        name, said = signal.Signals(-code).name, (signal.strsignal(-code) or "").lower()
     except ValueError:
-        name = f"signal {-code}"
-    said = (signal.strsignal(-code) or "no name").lower()
+        return f"was ended by signal {-code}"
     return f"was ended by {name} ({'out of memory?' if code == -signal.SIGKILL else said})"
 
 

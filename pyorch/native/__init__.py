@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
+from pyorch import children
 from pyorch.errors import SparqError
 from pyorch.progress import say
 
@@ -133,7 +134,7 @@ def waiting() -> dict[str, str]:
 
 # Set by our own programs: when they die by a signal, they say so. A library leaves signals alone.
 tells_of_death = False
-_HINT = b"sparq-cpp doctor tries the library on this machine: report what it says"
+_HINT = children.HINT.encode()  # the library keeps its address
 _loaded: tuple[bool, Path] | None = None  # (stock, folder) of the library in this process
 
 

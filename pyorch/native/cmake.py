@@ -12,13 +12,14 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyorch import paths
+from pyorch import children, paths
 from pyorch.errors import SparqError
 from pyorch.native import cuda, probe, source
 from pyorch.progress import Progress
@@ -209,9 +210,11 @@ def _failure(argv: list[str], code: int, lines: list[str], log: Path) -> SparqEr
     what = Path(argv[0]).name
     if "No space left on device" in text:
         return SparqError(f"no space left for the build in {paths.cache()}", SPACE)
-    if code < 0 or re.search(r"Killed signal|\bKilled\b", text):
-        how = f"signal {-code}" if code < 0 else "out of memory?"
-        return SparqError(f"{what} was killed ({how})", f"try again with --jobs 1; log: {log}")
+    if code == -signal.SIGKILL or re.search(r"Killed signal|\bKilled\b", text):
+        hint = f"try again with --jobs 1; log: {log}"
+        return SparqError(f"{what} was killed (out of memory?)", hint)
+    if code < 0:
+        return SparqError(f"{what} {children.ended(code)}", f"full log: {log}")
     at = next((i for i, line in enumerate(lines) if re.search(r"(?i)\berror\b[: ]", line)), None)
     if at is None:
         reason = lines[-1].strip() if lines else f"exit code {code}"

@@ -19,6 +19,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from pyorch import children
 from pyorch.errors import SparqError
 from pyorch.native import cgroup
 
@@ -209,8 +210,8 @@ def _probe_x86(compiler: Compiler, folder: Path) -> tuple[list[str], list[str], 
             isa.append(name)
         elif status != 3:  # 3: the compiler does not use it in any case
             flags += switches
-            how = f"signal {-status}" if status < 0 else "the kernel refuses it"
-            off[name] = f"the CPU reports it, but executing it fails ({how})"
+            how = children.ended(status) if status < 0 else "the kernel refuses it"
+            off[name] = f"the CPU reports it, but executing it fails: {how}"
     return isa, flags, off
 
 

