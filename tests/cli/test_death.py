@@ -15,7 +15,7 @@ from pyorch.native import probe
 
 SHIM = """
 #include <signal.h>
-int llama_decode(void * ctx, long batch) { DIE; return -1; }
+int ggml_backend_sched_graph_compute_async(void * scheduler, void * graph) { DIE; return -1; }
 """
 OURS = "native.tells_of_death = True"
 linux = pytest.mark.skipif(platform.system() != "Linux", reason="LD_PRELOAD")
@@ -29,7 +29,7 @@ DEATHS = [
 
 @pytest.fixture
 def preloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
-    """Programs die, as the parameter says, at the first call of the library's."""
+    """Programs die, as the parameter says, at the first graph that is computed."""
     (tmp_path / "shim.c").write_text(SHIM.replace("DIE", request.param))
     argv = [*shlex.split(probe.need_compiler().cc), "-shared", "-fPIC", "shim.c", "-o", "shim.so"]
     subprocess.run(argv, cwd=tmp_path, check=True)
@@ -48,7 +48,7 @@ def test_it_says_of_what_it_dies(
     native_lib_dir: Path, demo_model: Path, preloaded: None, number: int, text: str
 ) -> None:
     code = f"import ctypes; from pyorch import native; {OURS}; native.load();"
-    code += "ctypes.CDLL(None).llama_decode(None, 0)"
+    code += "ctypes.CDLL(None).ggml_backend_sched_graph_compute_async(None, None)"
     done = dead(sys.executable, "-c", code)
     assert done.returncode == -number
     assert done.stderr.splitlines() == [
@@ -61,7 +61,9 @@ def test_it_says_of_what_it_dies(
 @linux
 @pytest.mark.parametrize("preloaded", ["__builtin_trap()"], indirect=True)
 def test_the_commands_do(native_lib_dir: Path, demo_model: Path, preloaded: None) -> None:
-    done = dead(sys.executable, "-m", "pyorch", "generate", "-m", demo_model, "-n", "2", "Once")
+    done = dead(
+        sys.executable, "-m", "pyorch", "generate", "-m", demo_model, "-n", "2", "-p", "Once"
+    )
     assert done.returncode == -signal.SIGILL
     assert "error: this program died of SIGILL (illegal instruction)" in done.stderr.splitlines()
 
@@ -71,7 +73,7 @@ def test_the_commands_do(native_lib_dir: Path, demo_model: Path, preloaded: None
 def test_a_library_leaves_signals_alone(native_lib_dir: Path, preloaded: None) -> None:
     """And so does a program that has a handler of its own."""
     code = "import ctypes; from pyorch import native; native.load();"
-    code += "ctypes.CDLL(None).llama_decode(None, 0)"
+    code += "ctypes.CDLL(None).ggml_backend_sched_graph_compute_async(None, None)"
     done = dead(sys.executable, "-c", code)
     assert (done.returncode, done.stderr) == (-signal.SIGILL, "")
     code = "import faulthandler; faulthandler.enable(); from pyorch import native;" + code
