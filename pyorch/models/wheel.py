@@ -97,7 +97,11 @@ def _download(package: Package, temp: Path, progress: Progress) -> Path:
     if "No space left" in said:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(temp))
     lines = [line for line in said.splitlines() if line.startswith("ERROR:")]
-    reason = lines[-1].removeprefix("ERROR:").strip() if lines else children.ended(pip.returncode)
+    reason = (
+        lines[-1].removeprefix("ERROR:").strip()
+        if lines
+        else f"pip {children.ended(pip.returncode)}"
+    )
     raise SparqError(
         f"could not download {package.requirement}: {reason}", "connect to a package index"
     )

@@ -155,9 +155,14 @@ def prepare_metadata_for_build_wheel(folder, config_settings=None):
 """
 
 
+# the pip that uv installs where there is none
+_PIP = "pip==25.3 --hash=sha256:9655943313a94722b7774661c21049070f6bbb0a1516bf02f7c8d5d9201514cd\n"
+
+
 def pip_command(folder: Path) -> list[str]:
     """The command that runs pip. In an environment without pip, as uv makes them, Python's bundled
-    pip goes into `folder`; if a distribution has removed that too, uv runs it.
+    pip goes into `folder`; if a distribution has removed that too, uv installs one there, whose
+    checksum we know.
 
     Raises:
         SparqError: there is none of the three.
@@ -168,7 +173,16 @@ def pip_command(folder: Path) -> list[str]:
     if subprocess.run(made, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0:
         return [str(folder / "pip" / "bin" / "python"), "-m", "pip"]
     if uv := shutil.which("uv"):
-        return [uv, "tool", "run", "--quiet", "pip"]
+        (folder / "pip.txt").write_text(_PIP, "utf-8")
+        made = [uv, "pip", "install", "--quiet", "--python", sys.executable, "--no-deps"]
+        made += ["--require-hashes", "-r", str(folder / "pip.txt"), "--target", str(folder / "uv")]
+        done = subprocess.run(
+            made, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+        )
+        if done.returncode:
+            said = (done.stderr.strip().splitlines() or [children.ended(done.returncode)])[-1]
+            raise SparqError(f"uv could not install pip: {said}", "install pip for this Python")
+        return [sys.executable, str(folder / "uv" / "pip")]
     raise SparqError(
         "the source is downloaded by pip, which is missing here, and so are ensurepip and uv",
         "install pip for this Python, or set SPARQ_LLAMA_SOURCE to a copy of the source",
@@ -200,7 +214,11 @@ def _pip_download(pin: Pin, folder: Path) -> Path:
     if "No space left" in done.stderr:
         raise OSError(28, "No space left on device", str(folder))
     said = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
-    reason = said[-1].removeprefix("ERROR:").strip() if said else children.ended(done.returncode)
+    reason = (
+        said[-1].removeprefix("ERROR:").strip()
+        if said
+        else f"pip {children.ended(done.returncode)}"
+    )
     raise SparqError(
         f"could not download {pin.package} {pin.version}: {reason}",
         f"connect to a package index, or set SPARQ_LLAMA_SOURCE to a copy of {pin.filename}",

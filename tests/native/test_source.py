@@ -6,11 +6,11 @@ import io
 import os
 import shutil
 import subprocess
-import sys
 import tarfile
 import venv
 from pathlib import Path
 
+import pip
 import platformdirs
 import pytest
 
@@ -95,6 +95,17 @@ def test_offline(cache: Path, index: Path) -> None:
     assert list((cache / "sdist").iterdir()) == []
 
 
+# installs nothing whose checksum it is not told
+UV = """#!/bin/sh
+case "$*" in "pip install "*--require-hashes*) ;; *) exit 3;; esac
+while [ "$1" != --target ]; do
+    [ "$1" != -r ] || /bin/grep -q "^pip==.* --hash=sha256:" "$2" || exit 4
+    shift
+done
+/bin/mkdir -p "$2" && /bin/cp -r "{pip}" "$2"
+"""
+
+
 @pytest.mark.parametrize("ensurepip", [True, False])
 def test_environment_without_pip(
     cache: Path, index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ensurepip: bool
@@ -105,15 +116,15 @@ def test_environment_without_pip(
     bare, bin_dir = tmp_path / "bare", tmp_path / "bin"
     venv.create(bare, with_pip=False)
     bin_dir.mkdir()
-    # Debian's Python without python3-venv fails when it is to make an environment
-    code = "" if ensurepip else "import sys; sys.executable = '/bin/false';"
-    code += (
+    code = (
         "from pyorch.native import source;"
         f"pin = source.Pin('sparq-fake', '1.0', '{sha256}', '-', '-', '-');"
         "source.fetch(pin, source.locate(pin), print)"
     )
     needed = Path(platformdirs.__file__).parent
     shutil.copytree(needed, tmp_path / "lib" / needed.name)
+    if not ensurepip:  # as Debian's Python without python3-venv
+        (tmp_path / "lib" / "venv.py").write_text("raise SystemExit(1)")
     lib = os.pathsep.join([str(paths.REPOSITORY), str(tmp_path / "lib")])
     env = {**os.environ, "PATH": str(bin_dir), "PYTHONPATH": lib}
 
@@ -126,7 +137,7 @@ def test_environment_without_pip(
         assert "which is missing here" in done.stderr
         assert not list((cache / "sdist").iterdir())
         uv = bin_dir / "uv"
-        uv.write_text(f'#!/bin/sh\nshift 4\nexec "{sys.executable}" -m pip "$@"\n')
+        uv.write_text(UV.format(pip=Path(pip.__file__).parent))
         uv.chmod(0o755)
         done = fetch()
     assert done.returncode == 0, done.stderr
