@@ -13,6 +13,7 @@ import functools
 import json
 import platform
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -43,6 +44,8 @@ THREADS = 2
 # The error that is wrong, as a share of the result. q8 of the tokens makes 0.01 at most.
 WRONG = 0.03
 TIMEOUT_S = 300  # it takes one or two seconds
+# a death by one of these is the fault of what runs
+_CRASHES = {signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV}
 
 _TensorPtr = POINTER(Tensor)
 
@@ -79,11 +82,13 @@ def fault(folder: Path) -> Fault | None:
         said, code = done.stdout, done.returncode
         errors = done.stderr.strip().splitlines()
     except subprocess.TimeoutExpired as error:
-        said = (error.stdout or b"").decode("utf-8", "replace")
+        raw = error.stdout or b""  # bytes in spite of `text`
+        said = raw.decode("utf-8", "replace") if isinstance(raw, bytes) else raw
         code, errors = 1, [f"it took more than {TIMEOUT_S} s"]
     last: dict[str, str] = {"case": "loading the library", "buffer": ""}
     for line in said.splitlines():
-        last = json.loads(line)
+        if line.startswith("{"):
+            last = json.loads(line)
     if code == 0:
         return Fault(**last) if "how" in last else None
     if code < 0 and -code in _CRASHES:
@@ -92,9 +97,6 @@ def fault(folder: Path) -> Fault | None:
     raise SparqError(
         f"the library in {folder} could not be tried: {why}, at {last['case']}", "build again"
     )
-
-
-_CRASHES = [4, 6, 7, 8, 10, 11]  # ILL, ABRT, BUS (7 or 10), FPE, SEGV: the fault of what runs
 
 
 def suspects(found: Fault, isa: tuple[str, ...]) -> list[str]:

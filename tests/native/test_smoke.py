@@ -100,6 +100,12 @@ def preload(library: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, die: s
     monkeypatch.setenv("LD_PRELOAD", str(folder / "shim.so"))
 
 
+def test_a_trial_that_hangs(native_lib_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smoke, "TIMEOUT_S", 0.01)
+    with pytest.raises(SparqError, match="it took more than 0.01 s, at loading the library"):
+        smoke.fault(native_lib_dir)
+
+
 def test_a_library_that_does_not_load(tmp_path: Path) -> None:
     with pytest.raises(SparqError, match="could not be tried: OSError: .*libggml-base"):
         smoke.fault(tmp_path)
