@@ -1,4 +1,5 @@
-"""Runs what was built: small products of every type of weights, against plain numbers.
+"""Runs what was built: small products of every type of weights and our attention, against plain
+numbers.
 
 The probe runs instructions one by one, and a compiler may still make wrong code of llama.cpp's
 kernels. So after each build a child process multiplies, on two threads, with one token and with
@@ -17,7 +18,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from ctypes import POINTER, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
+from contextlib import contextmanager
+from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,11 +49,22 @@ TIMEOUT_S = 300  # it takes one or two seconds
 # a death by one of these is the fault of what runs
 _CRASHES = {signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV}
 
+_OURS = "ggml_sparse_attn_prefill"  # of our ops, the one that every prompt takes
 _TensorPtr = POINTER(Tensor)
 
 
 class _InitParams(ctypes.Structure):
     _fields_ = [("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool)]
+
+
+class _PrefillParams(ctypes.Structure):
+    _fields_ = [
+        ("scale", c_float),
+        ("max_bias", c_float),
+        ("softcap", c_float),
+        ("fast", c_int),
+        ("keep", c_float),
+    ]
 
 
 @dataclass(frozen=True)
@@ -113,52 +126,100 @@ def suspects(found: Fault, isa: tuple[str, ...]) -> list[str]:
 
 
 def check(folder: Path) -> Iterator[dict[str, str]]:
-    """Multiply. Yields each case before it is tried, and the first wrong one with `how`."""
+    """Multiply, and attend. Yields each case before it is tried, and the first wrong one with
+    `how`."""
     base, cpu = _load(folder)
     backend = cpu.ggml_backend_cpu_init()
     cpu.ggml_backend_cpu_set_n_threads(backend, THREADS)
     plain = base.ggml_backend_get_default_buffer_type(backend)
     for buffer_type in [plain, *_extra_buffers(base, cpu, backend)]:
         buffer = base.ggml_backend_buft_name(buffer_type).decode()
-        for kind in WEIGHTS:
+        tries = [
+            (f"by {kind}", functools.partial(_product, base, backend, buffer_type, kind))
+            for kind in WEIGHTS
+        ]
+        if buffer_type == plain and _is_ours(base):
+            tries += [
+                (f"by K and V{how}", functools.partial(_attention, base, backend, fast))
+                for fast, how in ((0, ""), (1, ", fast"))
+            ]
+        for what, error in tries:
             for n_token in TOKENS:
                 tokens = f"{n_token} token" + "s" * (n_token > 1)
-                case = {"case": f"multiplying {tokens} by {kind} ({buffer})", "buffer": buffer}
+                case = {"case": f"multiplying {tokens} {what} ({buffer})", "buffer": buffer}
                 yield case
-                error = _error(base, backend, buffer_type, kind, n_token)
-                if not error <= WRONG:  # also NaN
-                    yield case | {"how": f"is wrong by {error:.0%}"}
+                if not (wrong := error(n_token)) <= WRONG:  # also NaN
+                    yield case | {"how": f"is wrong by {wrong:.0%}"}
                     return
 
 
-def _error(base: Any, backend: int, buffer_type: int, kind: str, n_token: int) -> float:
+def _product(base: Any, backend: int, buffer_type: int, kind: str, n_token: int) -> float:
     """The error of a product, as a share of it. 0 if such weights cannot be in such a buffer."""
     data, weights = _weights(base, kind)
     x = np.random.default_rng(1).standard_normal((n_token, N_IN), np.float32)
-    y = np.zeros((n_token, N_OUT), np.float32)
-    made = []
-    contexts = [base.ggml_init(_InitParams(1 << 20, None, True)) for _ in range(2)]
-    w = base.ggml_new_tensor_2d(contexts[0], BY_NAME[kind].number, N_IN, N_OUT)
-    made.append(base.ggml_backend_alloc_ctx_tensors_from_buft(contexts[0], buffer_type))
-    x_in = base.ggml_new_tensor_2d(contexts[1], BY_NAME["f32"].number, N_IN, n_token)
-    product = base.ggml_mul_mat(contexts[1], w, x_in)
-    able = base.ggml_backend_dev_supports_op(base.ggml_backend_get_device(backend), product)
-    if able:
-        graph = base.ggml_new_graph(contexts[1])
-        base.ggml_build_forward_expand(graph, product)
-        made.append(base.ggml_backend_alloc_ctx_tensors(contexts[1], backend))
-        base.ggml_backend_tensor_set(w, data.ctypes.data, 0, data.nbytes)
-        base.ggml_backend_tensor_set(x_in, x.ctypes.data, 0, x.nbytes)
-        if base.ggml_backend_graph_compute(backend, graph) != 0:
-            raise RuntimeError("ggml_backend_graph_compute failed")
-        base.ggml_backend_tensor_get(product, y.ctypes.data, 0, y.nbytes)
-    for buffer in made:
+    with _context(base) as of_weights, _context(base) as of_tokens:
+        w = base.ggml_new_tensor_4d(of_weights, BY_NAME[kind].number, N_IN, N_OUT, 1, 1)
+        buffer = base.ggml_backend_alloc_ctx_tensors_from_buft(of_weights, buffer_type)
+        x_in = base.ggml_new_tensor_4d(of_tokens, BY_NAME["f32"].number, N_IN, n_token, 1, 1)
+        y = base.ggml_mul_mat(of_tokens, w, x_in)
+        if not base.ggml_backend_dev_supports_op(base.ggml_backend_get_device(backend), y):
+            wrong = 0.0
+        else:
+            found = _computed(base, backend, of_tokens, y, [(w, data), (x_in, x)])
+            wrong = _error(found, x.astype(np.float64) @ weights.T)
         base.ggml_backend_buffer_free(buffer)
-    for context in contexts:
-        base.ggml_free(context)
-    expected = x.astype(np.float64) @ weights.T
-    wrong = np.linalg.norm(y - expected) / np.linalg.norm(expected)
-    return float(wrong) if able else 0.0
+    return wrong
+
+
+def _attention(base: Any, backend: int, fast: int, n_token: int) -> float:
+    """The error of exact attention by our own op, as a share of the result; K and V in f16."""
+    rng = np.random.default_rng(1)
+    n_head, width, n_kv = 4, 64, 96
+    q = rng.standard_normal((n_token, n_head, width), np.float32)
+    k, v = rng.standard_normal((2, n_kv, 1, width), np.float32).astype(np.float16)
+    mask = np.zeros((n_token, n_kv), np.float16)
+    with _context(base) as context:
+        tensors = []
+        for array in (q, k, v, mask):
+            kind = BY_NAME["f32" if array.dtype == np.float32 else "f16"].number
+            ne = [*reversed(array.shape), 1, 1][:4]
+            tensors.append(base.ggml_new_tensor_4d(context, kind, *ne))
+        params = _PrefillParams(width**-0.5, 0.0, 0.0, fast, 0.0)
+        y = base.ggml_sparse_attn_prefill(context, *tensors, None, None, params)
+        values = list(zip(tensors, (q, k, v, mask), strict=True))
+        found = _computed(base, backend, context, y, values).reshape(n_token, n_head, width)
+    k, v = (array[:, 0].astype(np.float64) for array in (k, v))
+    mass = np.exp(q @ k.T * width**-0.5)
+    return _error(found, mass @ v / mass.sum(-1, keepdims=True))
+
+
+def _error(found: Any, expected: Any) -> float:
+    """The largest error of a token, as a share of what is expected."""
+    axes = tuple(range(1, expected.ndim))
+    size = np.sqrt((expected**2).sum(axes))
+    return float((np.sqrt(((found - expected) ** 2).sum(axes)) / size).max())
+
+
+def _computed(base: Any, backend: int, context: int, y: Any, values: list[tuple[Any, Any]]) -> Any:
+    """The values of `y`, computed from those of its sources."""
+    graph = base.ggml_new_graph(context)
+    base.ggml_build_forward_expand(graph, y)
+    buffer = base.ggml_backend_alloc_ctx_tensors(context, backend)
+    for tensor, array in values:
+        base.ggml_backend_tensor_set(tensor, array.ctypes.data, 0, array.nbytes)
+    if base.ggml_backend_graph_compute(backend, graph) != 0:
+        raise RuntimeError("ggml_backend_graph_compute failed")
+    found = np.full(list(reversed(y.contents.ne[:2])), np.nan, np.float32)
+    base.ggml_backend_tensor_get(y, found.ctypes.data, 0, found.nbytes)
+    base.ggml_backend_buffer_free(buffer)
+    return found
+
+
+@contextmanager
+def _context(base: Any) -> Iterator[int]:
+    context = base.ggml_init(_InitParams(1 << 20, None, True))
+    yield context
+    base.ggml_free(context)
 
 
 @functools.cache
@@ -205,10 +266,10 @@ def _load(folder: Path) -> tuple[Any, Any]:
     base = ctypes.CDLL(str(folder / f"libggml-base.{suffix}"), mode=ctypes.RTLD_GLOBAL)
     cpu = ctypes.CDLL(str(folder / f"libggml-cpu.{suffix}"))
     p, t = c_void_p, _TensorPtr
-    for lib, name, result, *args in (
+    prototypes: list[Any] = [
         (base, "ggml_init", p, _InitParams),
         (base, "ggml_free", None, p),
-        (base, "ggml_new_tensor_2d", t, p, c_int, c_int64, c_int64),
+        (base, "ggml_new_tensor_4d", t, p, c_int, *[c_int64] * 4),
         (base, "ggml_mul_mat", t, p, t, t),
         (base, "ggml_new_graph", p, p),
         (base, "ggml_build_forward_expand", None, p, t),
@@ -227,10 +288,17 @@ def _load(folder: Path) -> tuple[Any, Any]:
         (cpu, "ggml_backend_cpu_init", p),
         (cpu, "ggml_backend_cpu_reg", p),
         (cpu, "ggml_backend_cpu_set_n_threads", None, p, c_int),
-    ):
+    ]
+    if _is_ours(base):
+        prototypes.append((base, _OURS, t, p, *[t] * 6, _PrefillParams))
+    for lib, name, result, *args in prototypes:
         function = getattr(lib, name)
         function.restype, function.argtypes = result, args
     return base, cpu
+
+
+def _is_ours(base: Any) -> bool:
+    return hasattr(base, _OURS)
 
 
 def main() -> None:

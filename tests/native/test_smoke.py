@@ -27,11 +27,13 @@ def test_every_type_of_weights_is_multiplied(native_lib_dir: Path) -> None:
     cases = list(smoke.check(native_lib_dir))
     assert not any("how" in case for case in cases)
     plain = [case["case"] for case in cases if case["buffer"] == "CPU"]
-    assert len(plain) == 2 * len(smoke.WEIGHTS)
+    assert len(plain) == 2 * (len(smoke.WEIGHTS) + 2)
+    assert "multiplying 37 tokens by K and V, fast (CPU)" in plain
     assert "multiplying 1 token by q4_K (CPU)" in plain
     assert "multiplying 37 tokens by iq2_xxs (CPU)" in plain
     if platform.machine() == "x86_64":
-        assert len([case for case in cases if case["buffer"] == "CPU_REPACK"]) == len(plain)
+        repacked = [case for case in cases if case["buffer"] == "CPU_REPACK"]
+        assert len(repacked) == 2 * len(smoke.WEIGHTS)
 
 
 @pytest.mark.parametrize("kind", ["f16", "q4_0", "iq1_m"])
