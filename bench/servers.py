@@ -18,7 +18,7 @@ from typing import Any
 import click
 import commands
 
-from pyorch import engine, native
+from pyorch import children, engine, native
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import records
 from pyorch.cli.types import Number
@@ -198,8 +198,7 @@ def running(case: Case, model: Path, log: Path, *more: object) -> Iterator[int]:
             _wait(process, port, log)
             yield port
         finally:
-            process.terminate()
-            process.wait(60)
+            children.stop(process, 60)
 
 
 def _wait(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
@@ -210,7 +209,9 @@ def _wait(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
                 return
         except (OSError, SparqError):  # not yet: 503, or nobody listens
             time.sleep(0.2)
-    raise SparqError(f"llama-server did not start: {log.read_text(errors='replace')[-500:]}")
+    code = process.poll()
+    how = "did not answer" if code is None else children.ended(code)
+    raise SparqError(f"llama-server {how}: {log.read_text(errors='replace')[-500:]}")
 
 
 def prompts(port: int, book: str, case: Case) -> list[list[int]]:

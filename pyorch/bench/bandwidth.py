@@ -47,9 +47,8 @@ def compiled(source: Path) -> ctypes.CDLL:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder) / target.name
-            done = subprocess.run(
-                [*command, "-o", str(made), str(source)], capture_output=True, text=True
-            )
+            argv = [*command, *probe.probe(compiler, native=True).flags, "-o", str(made)]
+            done = subprocess.run([*argv, str(source)], capture_output=True, text=True)
             if done.returncode != 0:
                 raise SparqError(f"cannot compile {source.name}: {done.stderr.strip()[:200]}")
             os.replace(made, target)

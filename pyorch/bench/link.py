@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
-from pyorch import native
+from pyorch import children, native
 from pyorch.engine import machines
 from pyorch.errors import SparqError
 
@@ -47,7 +47,9 @@ def local_worker(
                 machines.ask(endpoint)
                 break
             except SparqError:
-                if process.poll() is not None or time.monotonic() > until:
+                if (code := process.poll()) is not None:
+                    raise SparqError(f"{PROGRAM} {children.ended(code)}", f"log: {log}") from None
+                if time.monotonic() > until:
                     raise
                 time.sleep(0.05)
         yield endpoint, process

@@ -20,14 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from pyorch import engine
+from pyorch import children, engine
 from pyorch.bench import state
 from pyorch.bench.bandwidth import MemoryReader
 from pyorch.engine.settings import layers_away
 from pyorch.errors import SparqError
 
 FORGET_BYTES = 128 << 20  # read before a timed token: more than a last-level cache holds
-END_S = 10  # how long a process may take to end when it is told to
 _TOKENS = 256  # tokens used as input: the bytes, after three special ones
 
 
@@ -252,8 +251,8 @@ class Worker:
         except (OSError, ValueError):
             code = self.process.wait()
             raise SparqError(
-                f"the measured process ended during {call!r} (exit status {code})",
-                "its own messages are above; a status of -9 means that memory ran out",
+                f"the measured process {children.ended(code)}, during {call!r}",
+                "its own messages are above",
             ) from None
         if "error" in answer:
             raise SparqError(answer["error"], answer["hint"])
@@ -262,15 +261,11 @@ class Worker:
     def stop(self) -> None:
         """End the process without waiting for its current request."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.terminate()
+        self.process.terminate()  # before its pipes are closed, which would end it otherwise
         for pipe in (self.process.stdin, self.process.stdout):
             with suppress(OSError):  # a request that a dead process did not accept
                 pipe.close()
-        try:
-            self.process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        children.stop(self.process)
 
     def __enter__(self) -> Worker:
         return self

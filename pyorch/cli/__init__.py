@@ -11,7 +11,7 @@ from typing import NoReturn, cast
 
 import click
 
-from pyorch import __version__
+from pyorch import __version__, native
 from pyorch.cli import streams
 from pyorch.errors import SparqError
 
@@ -93,7 +93,9 @@ def main() -> None:
 
 
 def run(command: click.Command, prog_name: str | None = None) -> NoReturn:
-    """Run a command; an error becomes two lines on stderr and an exit code."""
+    """Run a command; an error becomes two lines on stderr and an exit code, and so does a death by
+    a signal in the library."""
+    native.tells_of_death = True
     streams.prepare()
     try:
         status = command(standalone_mode=False, prog_name=prog_name)

@@ -50,6 +50,7 @@ def examine() -> dict[str, Facts]:
 
     pin, root = source.read_pin(), paths.cache()
     toolchain, off = _toolchain()
+    built, failed = _built()
     folders = sorted(folder for folder in root.glob("*") if folder.is_dir())
     return {
         "sparq-cpp": {
@@ -60,10 +61,10 @@ def examine() -> dict[str, Facts]:
             "SPARQ_LIBRARY": os.environ.get("SPARQ_LIBRARY", ""),
             "SPARQ_LLAMA_SOURCE": os.environ.get("SPARQ_LLAMA_SOURCE", ""),
         },
-        "built": _built(),
+        "built": built,
         "machine": _machine(),
         "toolchain": toolchain,
-        "off": off,
+        "off": off | failed,
         "cache": {"path": str(root), **{folder.name: _size(folder) for folder in folders}},
     }
 
@@ -106,18 +107,28 @@ def _toolchain() -> tuple[Facts, Facts]:
     return facts, off
 
 
-def _built() -> Facts:
-    from pyorch.native import build, cuda
+def _built() -> tuple[Facts, Facts]:
+    """What is built and whether it works, and the features that failed when it was tried."""
+    from pyorch import native
+    from pyorch.native import build, cuda, smoke
 
     kinds = [build.Options(), build.Options(stock=True), build.Options(portable=True)]
     kinds += [build.Options(cuda=cuda.archs(None))] if cuda.nvcc() else []
     facts: Facts = {}
+    failed: Facts = {}
     for options in kinds:
         folder = build.find(options)
         facts[options.name] = "not built for the present sources"
         if folder and (stamp := build.read_stamp(folder)):
             facts[options.name] = {"lib_dir": str(folder), "stamp": stamp["stamp"]}
-    return facts
+            failed |= stamp["off"]
+    try:
+        used = native.find()
+        if used:
+            facts["works"] = f"no: {fault}" if (fault := smoke.fault(used)) else "yes"
+    except SparqError as error:
+        facts["works"] = f"no: {error.message}"
+    return facts, failed
 
 
 def _size(folder: Path) -> int:

@@ -19,7 +19,7 @@ import click
 from pyorch import native, paths
 from pyorch.attention.bytes import cache_bytes, layer_costs, shadow_bytes
 from pyorch.attention.spec import AttentionSpec
-from pyorch.cli import listen, served_documents
+from pyorch.cli import listen, served_documents, supervise
 from pyorch.cli import options as opt
 from pyorch.cli.groups import group, option, renamed, takes
 from pyorch.cli.loading import (
@@ -33,7 +33,7 @@ from pyorch.cli.loading import (
     shown,
 )
 from pyorch.cli.log import shows_log
-from pyorch.cli.supervise import GRACE_S, Child
+from pyorch.cli.supervise import Child
 from pyorch.cli.terminal import note, note_if_beyond
 from pyorch.cli.types import File, Number
 from pyorch.errors import SparqError
@@ -348,7 +348,7 @@ def _serve(served: Served, more: Sequence[str]) -> None:
             note(f"http://{url}:{served.port}/v1 is ready{page}; Ctrl-C ends it")
             child.wait_end()
     if child.was_late:
-        note(f"note: {PROGRAM} did not end in {GRACE_S:.0f} s, and was killed", "yellow")
+        note(f"note: {PROGRAM} did not end in {supervise.GRACE_S:.0f} s, and was killed", "yellow")
     account.say(spec)
     if served.documents and account.tokens:
         note(f"prompts that began with a document: {account.opened}", "dim")

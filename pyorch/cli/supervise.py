@@ -18,10 +18,11 @@ from typing import Any
 
 import click
 
+from pyorch import children
 from pyorch.errors import SparqError
 from pyorch.progress import spinner
 
-GRACE_S = 10.0  # a server that was asked to end and still runs after this time is killed
+GRACE_S = children.GRACE_S
 POLL_S = 0.1
 KEPT_LINES = 200  # of the log, for the reason of a death
 LINE_BYTES = 4096  # a longer line comes in pieces: a whole request may be in one
@@ -40,7 +41,8 @@ if os.getppid() == int(sys.argv[1]):
 """
 _STAMP = re.compile(r"(?:\d+(?:\.\d+){3} )?(?:([A-Z]) )?")  # 0.00.009.528 E text
 _PLACE = re.compile(r"^\S+\.(?:c|cpp|h|cu|cuh):\d+: ")  # in the source
-_FATAL = re.compile(r"GGML_ASSERT|what\(\):|^error[: ]|CUDA error|RPC server")
+# of these, a place in the source begins what ggml_abort() says, whatever that is
+_FATAL = re.compile(rf"GGML_ASSERT|what\(\):|^error[: ]|CUDA error|RPC server|{_PLACE.pattern}")
 
 
 class Child:
@@ -65,6 +67,7 @@ class Child:
         self._log: deque[str] = deque(maxlen=KEPT_LINES)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._process: subprocess.Popen[bytes] | None = None
+        self._fault: Exception | None = None  # the first that on_line raised
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Child:
@@ -72,15 +75,23 @@ class Child:
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
                 self._handlers[number] = signal.signal(number, self._on_signal)
         bound = [sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid()), *self._argv]
-        self._process = subprocess.Popen(
-            bound,
-            env=dict(self._env),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            umask=0o077,  # what it writes (slots, logs) is made of what people asked
-            start_new_session=True,  # Ctrl-C in a terminal comes to us alone
-        )
+        env = dict(self._env)
+        if not self._show:
+            # llama.cpp would call a debugger before it aborts, which takes seconds and says much
+            env.setdefault("GGML_NO_BACKTRACE", "1")
+        try:
+            self._process = subprocess.Popen(
+                bound,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                umask=0o077,  # what it writes (slots, logs) is made of what people asked
+                start_new_session=True,  # Ctrl-C in a terminal comes to us alone
+            )
+        except BaseException:
+            self._give_back_signals()
+            raise
         self._reader.start()
         if self.was_asked:  # while it was started
             self._process.terminate()
@@ -95,8 +106,7 @@ class Child:
         if self.process.poll() is None:
             self.process.kill()  # an error of ours: there is nobody to look after it
         self._wait()
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+        self._give_back_signals()
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
@@ -129,10 +139,13 @@ class Child:
 
         Raises:
             SparqError: it ended by itself.
+            Exception: what `on_line` raised, if it did.
         """
         self._wait()
         if not self.was_asked:
             raise self._death()
+        if self._fault is not None:
+            raise self._fault
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.was_asked:
@@ -150,6 +163,10 @@ class Child:
             self.was_late = True
             self._process.kill()
 
+    def _give_back_signals(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
     def _wait(self) -> None:
         """Wait for the end of the process, then of its log, which a child of its own may hold."""
         self.process.wait()
@@ -162,7 +179,10 @@ class Child:
             while piece := stream.readline(LINE_BYTES):
                 line = piece.decode("utf-8", errors="replace").rstrip()
                 self._log.append(line)
-                self._on_line(line)
+                try:
+                    self._on_line(line)
+                except Exception as error:  # it is raised at the end: who read must go on reading
+                    self._fault = self._fault or error
                 if self._show:
                     with suppress(OSError):  # our terminal is gone
                         click.echo(line, err=True)
@@ -172,10 +192,28 @@ class Child:
         if code == -signal.SIGKILL:
             hint = "the system does so when memory runs out: lower --ctx or --parallel"
             return SparqError(f"{self.name} was killed", hint)
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else "ended by itself"
+        more = "" if self._show else f"run with -v to see what {self.name} says"
+        if code < 0:
+            reason = f": {self._fatal()}" if self._fatal() else ""
+            hint = f"{children.HINT}; {more}" if more else children.HINT
+            return SparqError(f"{self.name} {children.ended(code)}{reason}", hint)
         reason = (self._reason() if code else "") or f"exit code {code}"  # 0: after -- -h
-        hint = "" if self._show else f"run with -v to see what {self.name} says"
-        return SparqError(f"{self.name} {how}: {reason}", hint)
+        return SparqError(f"{self.name} ended by itself: {reason}", more)
+
+    def _said(self) -> list[tuple[str | None, str]]:
+        """The lines of the log as (level, text), without the time."""
+        # a copy, since a child of its own may still write
+        lines = [(_STAMP.match(line), line) for line in list(self._log)]
+        return [(stamp[1], line[stamp.end() :].strip()) for stamp, line in lines if stamp]
+
+    def _fatal(self) -> str:
+        """The line with which llama.cpp ended the program, if it did so itself.
+
+        What comes after it is what a debugger or the system says, and the last line before a
+        signal of the CPU's has nothing to do with it.
+        """
+        fatal = next((text for _, text in self._said() if _FATAL.search(text)), "")
+        return _PLACE.sub("", fatal.removeprefix("error: "))
 
     def _reason(self) -> str:
         """The line of the log that tells most.
@@ -183,13 +221,9 @@ class Child:
         While a model is loaded the first error is the cause of all others. Later ones are of
         requests, and the last is the nearest.
         """
-        # a copy, since a child of its own may still write
-        lines = [(_STAMP.match(line), line) for line in list(self._log)]
-        said = [(stamp[1], line[stamp.end() :].strip()) for stamp, line in lines if stamp]
-        fatal = [text for _, text in said if _FATAL.search(text)]
-        errors = [text for level, text in said if level == "E"]
-        if fatal:
-            return _PLACE.sub("", fatal[0].removeprefix("error: "))
+        if fatal := self._fatal():
+            return fatal
+        errors = [text for level, text in self._said() if level == "E"]
         if errors:
             return errors[-1 if self._ready else 0]
-        return next((text for _, text in reversed(said) if text), "")
+        return next((text for _, text in reversed(self._said()) if text), "")

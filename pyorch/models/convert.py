@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pyorch import children
 from pyorch.errors import SparqError
 from pyorch.ggml import BY_NAME
 from pyorch.models import convert_env
@@ -267,6 +268,8 @@ def _failure(checkpoint: Checkpoint, code: int, lines: Sequence[str]) -> SparqEr
     name = str(checkpoint.folder)
     if code == -signal.SIGKILL:
         return SparqError(f"{name}: the converter was killed: out of memory?", "free some memory")
+    if code < 0:
+        return SparqError(f"{name}: the converter {children.ended(code)}")
     if "No space left" in text or "Disk quota" in text or "File too large" in text:
         return SparqError(f"{name}: the disk is full; nothing was kept", "make room")
     if "pre-tokenizer was not recognized" in text:

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pyorch import paths
+from pyorch import children, paths
 from pyorch.errors import SparqError
 from pyorch.models.new_file import check_space
 from pyorch.native import source
@@ -95,7 +95,7 @@ def _checked(program: str) -> str:
     except OSError as e:
         raise SparqError(f"SPARQ_CONVERT_PYTHON={program}: {e.strerror or e}") from None
     if done.returncode:
-        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        reason = (done.stderr.strip().splitlines() or [children.ended(done.returncode)])[-1]
         raise SparqError(
             f"SPARQ_CONVERT_PYTHON={program} cannot run the converter: {reason}",
             f"it has to import {_IMPORTS}; or unset it: then an environment is made",
@@ -184,7 +184,9 @@ def _run(argv: list[str], lock: int, show: bool) -> str:
         return said
     if "No space left" in text + said:
         raise OSError(errno.ENOSPC, "No space left on device")
-    lines = text.strip().splitlines() or said.strip().splitlines() or [f"exit {done.returncode}"]
+    lines = (
+        text.strip().splitlines() or said.strip().splitlines() or [children.ended(done.returncode)]
+    )
     reason = next((s for s in reversed(lines) if s.startswith("ERROR:")), lines[-1])
     raise SparqError(
         f"cannot make the converter's environment: {reason.removeprefix('ERROR:').strip()}",

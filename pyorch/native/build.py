@@ -7,6 +7,7 @@ Below the cache root:
     build/<tree>/            work tree of one (source, patches, options, compiler): only what
                              changed is compiled again. In it:
         src, ops, out        the patched source, a copy of ggml_ops/, what ninja makes
+        off.json             the features that `out` is without because they failed, and how
     web-page/<source>/       the page of llama-server, which every build of it then has
     lib/<stamp>/             a finished build: libraries, tools, stamp.json
     lock                     held while any of this is written
@@ -24,19 +25,21 @@ import os
 import platform
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pyorch import paths
 from pyorch.errors import SparqError
-from pyorch.native import cmake, cuda, patches, probe, source, web_page
+from pyorch.native import cmake, cuda, patches, probe, smoke, source, web_page
 from pyorch.native.cmake import TOOLS as TOOLS
 from pyorch.native.cmake import Options as Options
 from pyorch.progress import Say, progress_bar, say
 
 # Parts of the source that none of our targets needs; they are 110 of its 170 MB.
 _SKIP = ("models", "docs", "media", "benches", "gguf-py")
+_OFF = "off.json"
 _KEEP_BUILDS = 8
 _KEEP_TREES = 4
 
@@ -63,9 +66,7 @@ def inputs(options: Options) -> dict[str, Any]:
     return {
         "pin": source.locate(pin).key,
         "patches": "" if options.stock else patches.digest(),
-        "ops": ""
-        if options.stock
-        else source.digest_of(_ops_files(paths.data("ggml_ops"), options)),
+        "ops": source.digest_of(_ops_files(paths.data("ggml_ops"), options)),
         "options": options.name,
         "cpu": platform.machine() if options.portable else probe.cpu()[1],
         "env": {k: os.environ[k] for k in ("CFLAGS", "CXXFLAGS", "LDFLAGS") if k in os.environ},
@@ -184,15 +185,15 @@ def _build(options: Options, tools: tuple[str, ...], jobs: int, force: bool, not
         if done():  # another process built it while this one waited
             return _target(options, want)
         _sweep()
-        for thing, why in chain.found.off.items():
-            note(f"{thing} is off: {why}")
         tree = paths.cache() / "build" / _hash({k: v for k, v in want.items() if k != "ops"})
         if force:
             shutil.rmtree(tree, ignore_errors=True)
         _prepare(tree, options, note)
-        if not options.stock:
-            want |= _copied(tree, options, want)
+        want |= _copied(tree, options, want)
         target = _target(options, want)
+        chain = _without(chain, _read_off(tree))
+        for thing, why in chain.found.off.items():
+            note(f"{thing} is off: {why}")
         if web_page.NAME in tools:
             with progress_bar("making the web page", off_terminal=say) as progress:
                 web_page.make(tree, progress, note, lock)
@@ -202,12 +203,77 @@ def _build(options: Options, tools: tuple[str, ...], jobs: int, force: bool, not
         more = "s" if jobs > 1 else ""
         note(f"building {options.name}: {jobs} job{more}, log in {tree / 'build.log'}")
         started = time.monotonic()
-        with progress_bar("compiling", off_terminal=say) as progress:
-            cmake.compile_tree(tree, options, tools, jobs, chain, progress, lock)
+
+        def compiled(chain: cmake.Toolchain) -> None:
+            with progress_bar("compiling", off_terminal=say) as progress:
+                cmake.compile_tree(tree, options, tools, jobs, chain, progress, lock)
+
+        chain = _that_works(tree, chain, compiled, note)
         _publish(tree / "out" / "bin", target, tools, marks, _stamp(want, chain.found))
         _prune()
     note(f"built {target} in {time.monotonic() - started:.0f} s")
     return target
+
+
+def _that_works(
+    tree: Path,
+    chain: cmake.Toolchain,
+    compiled: Callable[[cmake.Toolchain], None],
+    note: Say,
+) -> cmake.Toolchain:
+    """Compile, and run what was made. A feature with which that fails is switched off.
+
+    Suspects are tried one by one, and one that was not the cause is switched on again. What is off
+    stays off in this work tree, so that the next edit is not compiled twice.
+
+    Args:
+        compiled: compiles the tree with the given tools.
+
+    Returns:
+        the tools that made what is in the tree now.
+
+    Raises:
+        SparqError: it does not work, whatever is switched off.
+    """
+    off, before, tried = _read_off(tree), None, [""]
+    while True:
+        compiled(now := _without(chain, off))
+        fault = smoke.fault(tree / "out" / "bin")
+        if fault is None:
+            return now
+        if before is None or fault.case != before.case:  # the last one that was tried is a cause
+            before, tried = fault, [""]
+        off.pop(tried[-1], None)
+        isa = _without(chain, off).found.isa
+        suspect = next((s for s in smoke.suspects(fault, isa) if s not in {*tried, *off}), "")
+        if suspect:
+            tried.append(suspect)
+            off[suspect] = f"what was built with it does not work: {before}"
+            note(f"{before}; building again without {suspect}")
+        # cmake takes the flags of its first run
+        shutil.rmtree(tree / "out")
+        (tree / _OFF).write_text(json.dumps(off if suspect else {}), "utf-8")
+        if not suspect:
+            raise SparqError(
+                f"what was built does not work on this machine: {before}",
+                "try another compiler (CC, CXX) or sparq-cpp build --portable, and report it",
+            )
+
+
+def _without(chain: cmake.Toolchain, off: dict[str, str]) -> cmake.Toolchain:
+    """The same tools with these features switched off, for the reasons given."""
+    found = chain.found
+    for feature, why in off.items():
+        found = probe.without(found, feature, why)
+    return replace(chain, found=found)
+
+
+def _read_off(tree: Path) -> dict[str, str]:
+    try:
+        off: dict[str, str] = json.loads((tree / _OFF).read_text("utf-8"))
+        return off
+    except (OSError, ValueError):
+        return {}
 
 
 def _target(options: Options, want: dict[str, Any]) -> Path:
@@ -253,12 +319,11 @@ def _prepare(tree: Path, options: Options, note: Say) -> None:
         if folder == pin.folder and not options.stock:
             patches.apply_series(partial)
         partial.rename(into)
-    if not options.stock:
-        if (cache := tree / "out" / "CMakeCache.txt").is_file() and (
-            f"CMAKE_HOME_DIRECTORY:INTERNAL={tree / 'src'}\n" not in cache.read_text("utf-8")
-        ):
-            shutil.rmtree(tree / "out")  # the folder was moved, which cmake cannot follow
-        _sync_ops(tree / "ops", options)
+    if (cache := tree / "out" / "CMakeCache.txt").is_file() and (
+        f"CMAKE_HOME_DIRECTORY:INTERNAL={tree / 'src'}\n" not in cache.read_text("utf-8")
+    ):
+        shutil.rmtree(tree / "out")  # the folder was moved, which cmake cannot follow
+    _sync_ops(tree / "ops", options)
 
 
 def _copied(tree: Path, options: Options, want: dict[str, Any]) -> dict[str, Any]:
@@ -267,17 +332,18 @@ def _copied(tree: Path, options: Options, want: dict[str, Any]) -> dict[str, Any
     Raises:
         SparqError: the series changed; the source is then unpacked anew the next time.
     """
-    if patches.digest() != want["patches"]:
+    if not options.stock and patches.digest() != want["patches"]:
         shutil.rmtree(tree / "src")
         raise SparqError("patches/ changed while it was applied", "build again")
     return {"ops": source.digest_of(_ops_files(tree / "ops", options))}
 
 
 def _ops_files(root: Path, options: Options) -> dict[str, Path]:
-    """The files to compile, keyed by their path below `root`."""
+    """The files of ggml_ops/ that this build has, keyed by their path below `root`."""
+    part = "compilers" if options.stock else "."
     return {
         str(file.relative_to(root)): file
-        for file in sorted(root.rglob("*"))
+        for file in sorted((root / part).rglob("*"))
         if file.is_file() and file.suffix != ".md" and not file.name.startswith(".")
         if options.cuda or file.relative_to(root).parts[0] != "cuda"
     }

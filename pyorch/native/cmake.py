@@ -12,13 +12,14 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyorch import paths
+from pyorch import children, paths
 from pyorch.errors import SparqError
 from pyorch.native import cuda, probe, source
 from pyorch.progress import Progress
@@ -32,6 +33,9 @@ TOOLS = (
     "llama-quantize",
     "llama-server",
 )
+
+# the parts of ggml that may be switched off because they do not work
+_PARTS = {"repack": "GGML_CPU_REPACK", "llamafile": "GGML_LLAMAFILE"}
 
 SPACE = "about 300 MB are needed: free some, or set SPARQ_CACHE to a folder on another disk"
 
@@ -136,6 +140,9 @@ def _definitions(tree: Path, options: Options, tools: bool, chain: Toolchain) ->
         "LLAMA_USE_PREBUILT_UI": False,  # it would download the web page of llama-server
         "LLAMA_OPENSSL": False,
     }
+    for feature, key in _PARTS.items():
+        if feature in chain.found.off:
+            on_off[key] = False
     values = {key: "ON" if value else "OFF" for key, value in on_off.items()}
     values["CMAKE_BUILD_TYPE"] = "Release"
     values["CMAKE_INSTALL_RPATH"] = ";".join([origin, *(toolkit.lib if toolkit else ())])
@@ -143,8 +150,8 @@ def _definitions(tree: Path, options: Options, tools: bool, chain: Toolchain) ->
         values |= cuda.cmake_options(toolkit, options.cuda)
     values["LLAMA_BUILD_COMMIT"] = pin.commit[:9]
     values["LLAMA_BUILD_NUMBER"] = "0"
-    if not options.stock:
-        values["CMAKE_PROJECT_llama.cpp_INCLUDE"] = str(tree / "ops" / "attach.cmake")
+    ours = "compilers/compilers.cmake" if options.stock else "attach.cmake"
+    values["CMAKE_PROJECT_llama.cpp_INCLUDE"] = str(tree / "ops" / ours)
     return [f"-D{key}={value}" for key, value in values.items()]
 
 
@@ -203,9 +210,11 @@ def _failure(argv: list[str], code: int, lines: list[str], log: Path) -> SparqEr
     what = Path(argv[0]).name
     if "No space left on device" in text:
         return SparqError(f"no space left for the build in {paths.cache()}", SPACE)
-    if code < 0 or re.search(r"Killed signal|\bKilled\b", text):
-        how = f"signal {-code}" if code < 0 else "out of memory?"
-        return SparqError(f"{what} was killed ({how})", f"try again with --jobs 1; log: {log}")
+    if code == -signal.SIGKILL or re.search(r"Killed signal|\bKilled\b", text):
+        hint = f"try again with --jobs 1; log: {log}"
+        return SparqError(f"{what} was killed (out of memory?)", hint)
+    if code < 0:
+        return SparqError(f"{what} {children.ended(code)}", f"full log: {log}")
     at = next((i for i, line in enumerate(lines) if re.search(r"(?i)\berror\b[: ]", line)), None)
     if at is None:
         reason = lines[-1].strip() if lines else f"exit code {code}"

@@ -16,6 +16,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from pyorch import children
 from pyorch.errors import SparqError
 from pyorch.native import probe
 
@@ -180,8 +181,7 @@ def toolkit(compiler: probe.Compiler) -> tuple[Toolkit | None, str]:
             ]
             return None, f"nvcc cannot build a program with cuBLAS: {(lines or ['no message'])[0]}"
         if here and (code := probe.run([str(program), "run"]).returncode) != 0:
-            how = f"signal {-code}" if code < 0 else f"code {code}"
-            return None, f"a CUDA program compiled here does not run on {here[0].name} ({how})"
+            return None, f"a CUDA program compiled here {children.ended(code)} on {here[0].name}"
     return found, ""
 
 

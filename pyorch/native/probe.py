@@ -19,6 +19,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from pyorch import children
 from pyorch.errors import SparqError
 from pyorch.native import cgroup
 
@@ -186,6 +187,13 @@ def probe(compiler: Compiler, native: bool) -> Probe:
     return Probe(tuple(isa), tuple(flags), off, openmp)
 
 
+def without(found: Probe, feature: str, why: str) -> Probe:
+    """The same machine with a feature switched off: an instruction set, or a part of ggml."""
+    switches = next((s for name, _, s, _ in _X86 if name == feature), [])
+    isa = tuple(name for name in found.isa if name != feature)
+    return Probe(isa, (*found.flags, *switches), {**found.off, feature: why}, found.openmp)
+
+
 def _probe_x86(compiler: Compiler, folder: Path) -> tuple[list[str], list[str], dict[str, str]]:
     code = "#include <immintrin.h>\n#include <stdlib.h>\n#include <sys/syscall.h>\n"
     code += "#include <unistd.h>\nint main(int n, char ** arg) {\n  volatile int w = n;\n"
@@ -202,8 +210,8 @@ def _probe_x86(compiler: Compiler, folder: Path) -> tuple[list[str], list[str], 
             isa.append(name)
         elif status != 3:  # 3: the compiler does not use it in any case
             flags += switches
-            how = f"signal {-status}" if status < 0 else "the kernel refuses it"
-            off[name] = f"the CPU reports it, but executing it fails ({how})"
+            how = children.ended(status) if status < 0 else "the kernel refuses it"
+            off[name] = f"the CPU reports it, but executing it fails: {how}"
     return isa, flags, off
 
 

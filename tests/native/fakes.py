@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from pyorch import paths
-from pyorch.native import build, cmake, probe
+from pyorch.native import build, cmake, probe, smoke
 
 UPSTREAM = """\
 package  llama-cpp-python
@@ -87,6 +87,7 @@ def use(folder: Path) -> None:
     cmake.tool = lambda name: str(folder / "bin" / name)
     found = probe.Probe((), (), {}, True)
     probe.probe = lambda compiler, native: found
+    smoke.fault = lambda folder: None  # what these builds make is no library
 
 
 if __name__ == "__main__":

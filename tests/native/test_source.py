@@ -6,11 +6,11 @@ import io
 import os
 import shutil
 import subprocess
-import sys
 import tarfile
 import venv
 from pathlib import Path
 
+import pip
 import platformdirs
 import pytest
 
@@ -73,11 +73,37 @@ def test_download_runs_nothing_of_the_sdist_and_checks_its_sum(cache: Path, inde
     assert not where.path.exists()  # so that the next try downloads it again
 
 
+def test_another_file_is_refused_before_any_of_it_runs(cache: Path, index: Path) -> None:
+    """As from an index that was broken into: its build backend is its own."""
+    project = '[build-system]\nrequires = []\nbuild-backend = "own"\nbackend-path = ["."]\n'
+    ran = index / "ran"
+    members = {"pyproject.toml": project, "own.py": f"open({str(ran)!r}, 'w')\n"}
+    file = index / "sparq_fake-1.0.tar.gz"
+    sdist(file, {f"sparq_fake-1.0/{name}": text for name, text in members.items()})
+    with pytest.raises(SparqError) as error:
+        source.fetch(PIN, source.locate(PIN), print)
+    assert not ran.exists()
+    found = source._sha256(file)[:12]
+    assert f"wrong checksum for {file.name}: sha256 {found}" in error.value.message
+    assert list((cache / "sdist").iterdir()) == []
+
+
 def test_offline(cache: Path, index: Path) -> None:
     with pytest.raises(SparqError, match="could not download sparq-fake 1.0: No matching") as error:
         source.fetch(PIN, source.locate(PIN), print)
     assert "SPARQ_LLAMA_SOURCE" in error.value.hint
     assert list((cache / "sdist").iterdir()) == []
+
+
+# installs nothing whose checksum it is not told
+UV = """#!/bin/sh
+case "$*" in "pip install "*--require-hashes*) ;; *) exit 3;; esac
+while [ "$1" != --target ]; do
+    [ "$1" != -r ] || /bin/grep -q "^pip==.* --hash=sha256:" "$2" || exit 4
+    shift
+done
+/bin/mkdir -p "$2" && /bin/cp -r "{pip}" "$2"
+"""
 
 
 @pytest.mark.parametrize("ensurepip", [True, False])
@@ -90,15 +116,15 @@ def test_environment_without_pip(
     bare, bin_dir = tmp_path / "bare", tmp_path / "bin"
     venv.create(bare, with_pip=False)
     bin_dir.mkdir()
-    # Debian's Python without python3-venv fails when it is to make an environment
-    code = "" if ensurepip else "import sys; sys.executable = '/bin/false';"
-    code += (
+    code = (
         "from pyorch.native import source;"
         f"pin = source.Pin('sparq-fake', '1.0', '{sha256}', '-', '-', '-');"
         "source.fetch(pin, source.locate(pin), print)"
     )
     needed = Path(platformdirs.__file__).parent
     shutil.copytree(needed, tmp_path / "lib" / needed.name)
+    if not ensurepip:  # as Debian's Python without python3-venv
+        (tmp_path / "lib" / "venv.py").write_text("raise SystemExit(1)")
     lib = os.pathsep.join([str(paths.REPOSITORY), str(tmp_path / "lib")])
     env = {**os.environ, "PATH": str(bin_dir), "PYTHONPATH": lib}
 
@@ -111,7 +137,7 @@ def test_environment_without_pip(
         assert "which is missing here" in done.stderr
         assert not list((cache / "sdist").iterdir())
         uv = bin_dir / "uv"
-        uv.write_text(f'#!/bin/sh\nshift 4\nexec "{sys.executable}" -m pip "$@"\n')
+        uv.write_text(UV.format(pip=Path(pip.__file__).parent))
         uv.chmod(0o755)
         done = fetch()
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,312 @@
+"""Runs what was built: small products of every type of weights and our attention, against plain
+numbers.
+
+The probe runs instructions one by one, and a compiler may still make wrong code of llama.cpp's
+kernels. So after each build a child process multiplies, on two threads, with one token and with
+many, weights that llama.cpp keeps as they are and weights that it repacks. It says what it is about
+to do, so that its last words name what killed it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import platform
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pyorch import children
+from pyorch.errors import SparqError
+from pyorch.ggml import BY_NAME
+from pyorch.native.tensor import Tensor
+
+# What a backend of the CPU may leave out: the feature by the name of the buffer that has it.
+BUFFERS = {"AMX": "amx", "CPU_REPACK": "repack"}
+PLAIN = "llamafile"  # a feature too, which serves weights that are not repacked
+
+WEIGHTS: tuple[str, ...] = ("f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "mxfp4")
+WEIGHTS += ("q2_K", "q3_K", "q4_K", "q5_K", "q6_K", "tq1_0", "tq2_0", "iq4_nl", "iq4_xs")
+WEIGHTS += ("iq3_xxs", "iq3_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq1_s", "iq1_m")
+# any bits are weights of these, which llama.cpp's quantiser would prepare for seconds
+AT_RANDOM = ("iq2_xxs", "iq2_xs", "iq2_s", "iq1_s", "iq1_m")
+N_IN, N_OUT = 512, 64  # of a matrix; whole blocks of every type, and of every repacking
+TOKENS = (1, 37)  # a few more than whole tiles
+THREADS = 2
+# The error that is wrong, as a share of the result. q8 of the tokens makes 0.01 at most.
+WRONG = 0.03
+TIMEOUT_S = 300  # it takes one or two seconds
+# a death by one of these is the fault of what runs
+_CRASHES = {signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV}
+
+_OURS = "ggml_sparse_attn_prefill"  # of our ops, the one that every prompt takes
+_TensorPtr = POINTER(Tensor)
+
+
+class _InitParams(ctypes.Structure):
+    _fields_ = [("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool)]
+
+
+class _PrefillParams(ctypes.Structure):
+    _fields_ = [
+        ("scale", c_float),
+        ("max_bias", c_float),
+        ("softcap", c_float),
+        ("fast", c_int),
+        ("keep", c_float),
+    ]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What does not work."""
+
+    case: str  # such as "multiplying 37 tokens by q4_0 (AMX)"
+    buffer: str  # the name of the buffer that the weights were in; empty before there was one
+    how: str  # "was ended by SIGILL (illegal instruction)"
+
+    def __str__(self) -> str:
+        return f"{self.case} {self.how}"
+
+
+def fault(folder: Path) -> Fault | None:
+    """The first thing that the library in `folder` does wrong, found by a child process; None if
+    there is none.
+
+    Raises:
+        SparqError: it could not be found out, or the library does not load.
+    """
+    argv = [sys.executable, "-m", "pyorch.native.smoke", str(folder)]
+    try:
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+            timeout=TIMEOUT_S,
+        )  # fmt: skip
+        said, code = done.stdout, done.returncode
+        errors = done.stderr.strip().splitlines()
+    except subprocess.TimeoutExpired as error:
+        raw = error.stdout or b""  # bytes in spite of `text`
+        said = raw.decode("utf-8", "replace") if isinstance(raw, bytes) else raw
+        code, errors = 1, [f"it took more than {TIMEOUT_S} s"]
+    last: dict[str, str] = {"case": "loading the library", "buffer": ""}
+    for line in said.splitlines():
+        if line.startswith("{"):
+            last = json.loads(line)
+    if code == 0:
+        return Fault(**last) if "how" in last else None
+    if code < 0 and -code in _CRASHES:
+        return Fault(last["case"], last["buffer"], children.ended(code))
+    why = children.ended(code) if code < 0 else (errors or [children.ended(code)])[-1]
+    raise SparqError(
+        f"the library in {folder} could not be tried: {why}, at {last['case']}", "build again"
+    )
+
+
+def suspects(found: Fault, isa: tuple[str, ...]) -> list[str]:
+    """The features that may be at fault, the likeliest first.
+
+    Args:
+        isa: the instruction sets in use, the oldest first.
+    """
+    likely = [BUFFERS[found.buffer]] if found.buffer in BUFFERS else [*reversed(isa), PLAIN]
+    return [*likely, *(name for name in reversed(isa) if name not in likely)]
+
+
+# ---- the child ----
+
+
+def check(folder: Path) -> Iterator[dict[str, str]]:
+    """Multiply, and attend. Yields each case before it is tried, and the first wrong one with
+    `how`."""
+    base, cpu = _load(folder)
+    backend = cpu.ggml_backend_cpu_init()
+    cpu.ggml_backend_cpu_set_n_threads(backend, THREADS)
+    plain = base.ggml_backend_get_default_buffer_type(backend)
+    for buffer_type in [plain, *_extra_buffers(base, cpu, backend)]:
+        buffer = base.ggml_backend_buft_name(buffer_type).decode()
+        tries = [
+            (f"by {kind}", functools.partial(_product, base, backend, buffer_type, kind))
+            for kind in WEIGHTS
+        ]
+        if buffer_type == plain and _is_ours(base):
+            tries += [
+                (f"by K and V{how}", functools.partial(_attention, base, backend, fast))
+                for fast, how in ((0, ""), (1, ", fast"))
+            ]
+        for what, error in tries:
+            for n_token in TOKENS:
+                tokens = f"{n_token} token" + "s" * (n_token > 1)
+                case = {"case": f"multiplying {tokens} {what} ({buffer})", "buffer": buffer}
+                yield case
+                if not (wrong := error(n_token)) <= WRONG:  # also NaN
+                    yield case | {"how": f"is wrong by {wrong:.0%}"}
+                    return
+
+
+def _product(base: Any, backend: int, buffer_type: int, kind: str, n_token: int) -> float:
+    """The error of a product, as a share of it. 0 if such weights cannot be in such a buffer."""
+    data, weights = _weights(base, kind)
+    x = np.random.default_rng(1).standard_normal((n_token, N_IN), np.float32)
+    with _context(base) as of_weights, _context(base) as of_tokens:
+        w = base.ggml_new_tensor_4d(of_weights, BY_NAME[kind].number, N_IN, N_OUT, 1, 1)
+        buffer = base.ggml_backend_alloc_ctx_tensors_from_buft(of_weights, buffer_type)
+        x_in = base.ggml_new_tensor_4d(of_tokens, BY_NAME["f32"].number, N_IN, n_token, 1, 1)
+        y = base.ggml_mul_mat(of_tokens, w, x_in)
+        if not base.ggml_backend_dev_supports_op(base.ggml_backend_get_device(backend), y):
+            wrong = 0.0
+        else:
+            found = _computed(base, backend, of_tokens, y, [(w, data), (x_in, x)])
+            wrong = _error(found, x.astype(np.float64) @ weights.T)
+        base.ggml_backend_buffer_free(buffer)
+    return wrong
+
+
+def _attention(base: Any, backend: int, fast: int, n_token: int) -> float:
+    """The error of exact attention by our own op, as a share of the result; K and V in f16."""
+    rng = np.random.default_rng(1)
+    n_head, width, n_kv = 4, 64, 96
+    q = rng.standard_normal((n_token, n_head, width), np.float32)
+    k, v = rng.standard_normal((2, n_kv, 1, width), np.float32).astype(np.float16)
+    mask = np.zeros((n_token, n_kv), np.float16)
+    with _context(base) as context:
+        tensors = []
+        for array in (q, k, v, mask):
+            kind = BY_NAME["f32" if array.dtype == np.float32 else "f16"].number
+            ne = [*reversed(array.shape), 1, 1][:4]
+            tensors.append(base.ggml_new_tensor_4d(context, kind, *ne))
+        params = _PrefillParams(width**-0.5, 0.0, 0.0, fast, 0.0)
+        y = base.ggml_sparse_attn_prefill(context, *tensors, None, None, params)
+        values = list(zip(tensors, (q, k, v, mask), strict=True))
+        found = _computed(base, backend, context, y, values).reshape(n_token, n_head, width)
+    k, v = (array[:, 0].astype(np.float64) for array in (k, v))
+    mass = np.exp(q @ k.T * width**-0.5)
+    return _error(found, mass @ v / mass.sum(-1, keepdims=True))
+
+
+def _error(found: Any, expected: Any) -> float:
+    """The largest error of a token, as a share of what is expected."""
+    axes = tuple(range(1, expected.ndim))
+    size = np.sqrt((expected**2).sum(axes))
+    return float((np.sqrt(((found - expected) ** 2).sum(axes)) / size).max())
+
+
+def _computed(base: Any, backend: int, context: int, y: Any, values: list[tuple[Any, Any]]) -> Any:
+    """The values of `y`, computed from those of its sources."""
+    graph = base.ggml_new_graph(context)
+    base.ggml_build_forward_expand(graph, y)
+    buffer = base.ggml_backend_alloc_ctx_tensors(context, backend)
+    for tensor, array in values:
+        base.ggml_backend_tensor_set(tensor, array.ctypes.data, 0, array.nbytes)
+    if base.ggml_backend_graph_compute(backend, graph) != 0:
+        raise RuntimeError("ggml_backend_graph_compute failed")
+    found = np.full(list(reversed(y.contents.ne[:2])), np.nan, np.float32)
+    base.ggml_backend_tensor_get(y, found.ctypes.data, 0, found.nbytes)
+    base.ggml_backend_buffer_free(buffer)
+    return found
+
+
+@contextmanager
+def _context(base: Any) -> Iterator[int]:
+    context = base.ggml_init(_InitParams(1 << 20, None, True))
+    yield context
+    base.ggml_free(context)
+
+
+@functools.cache
+def _weights(base: Any, kind: str) -> tuple[Any, Any]:
+    """Random weights of a type: their bytes, and what they are in double precision."""
+    import gguf
+
+    rng = np.random.default_rng(2)
+    x = rng.standard_normal((N_OUT, N_IN), np.float32)
+    data = np.zeros((N_OUT, BY_NAME[kind].n_bytes(N_IN)), np.uint8)
+    blocks = data.reshape(-1, BY_NAME[kind].block_bytes)
+    if kind == "f32":
+        data[:] = x.view(np.uint8)
+    elif kind in AT_RANDOM:
+        blocks[:] = rng.integers(0, 256, blocks.shape)
+        if kind == "iq1_m":  # its f16 scale is spread over the upper halves of the last four words
+            blocks[:, 49::2] &= 0x0F
+            blocks[:, 55] |= 0x20
+        else:
+            blocks[:, :2] = np.array([0.01], np.float16).view(np.uint8)
+    else:
+        arrays = x, data, np.ones(N_IN, np.float32)
+        x_at, data_at, importance_at = (array.ctypes.data for array in arrays)
+        number = BY_NAME[kind].number
+        base.ggml_quantize_chunk(number, x_at, data_at, 0, N_OUT, N_IN, importance_at)
+    gguf_type = gguf.GGMLQuantizationType(BY_NAME[kind].number)
+    return data, gguf.quants.dequantize(data, gguf_type).astype(np.float64)
+
+
+def _extra_buffers(base: Any, cpu: Any, backend: int) -> Iterator[int]:
+    """The types of buffers in which the CPU keeps weights repacked."""
+    name = b"ggml_backend_dev_get_extra_bufts"
+    address = base.ggml_backend_reg_get_proc_address(cpu.ggml_backend_cpu_reg(), name)
+    get = ctypes.CFUNCTYPE(POINTER(c_void_p), c_void_p)(address)
+    found = get(base.ggml_backend_get_device(backend))
+    i = 0
+    while found[i]:
+        yield found[i]
+        i += 1
+
+
+def _load(folder: Path) -> tuple[Any, Any]:
+    suffix = "dylib" if platform.system() == "Darwin" else "so"
+    base = ctypes.CDLL(str(folder / f"libggml-base.{suffix}"), mode=ctypes.RTLD_GLOBAL)
+    cpu = ctypes.CDLL(str(folder / f"libggml-cpu.{suffix}"))
+    p, t = c_void_p, _TensorPtr
+    prototypes: list[Any] = [
+        (base, "ggml_init", p, _InitParams),
+        (base, "ggml_free", None, p),
+        (base, "ggml_new_tensor_4d", t, p, c_int, *[c_int64] * 4),
+        (base, "ggml_mul_mat", t, p, t, t),
+        (base, "ggml_new_graph", p, p),
+        (base, "ggml_build_forward_expand", None, p, t),
+        (base, "ggml_quantize_chunk", c_size_t, c_int, p, p, c_int64, c_int64, c_int64, p),
+        (base, "ggml_backend_get_device", p, p),
+        (base, "ggml_backend_get_default_buffer_type", p, p),
+        (base, "ggml_backend_buft_name", c_char_p, p),
+        (base, "ggml_backend_alloc_ctx_tensors", p, p, p),
+        (base, "ggml_backend_alloc_ctx_tensors_from_buft", p, p, p),
+        (base, "ggml_backend_buffer_free", None, p),
+        (base, "ggml_backend_dev_supports_op", c_bool, p, t),
+        (base, "ggml_backend_tensor_set", None, t, p, c_size_t, c_size_t),
+        (base, "ggml_backend_tensor_get", None, t, p, c_size_t, c_size_t),
+        (base, "ggml_backend_graph_compute", c_int, p, p),
+        (base, "ggml_backend_reg_get_proc_address", p, p, c_char_p),
+        (cpu, "ggml_backend_cpu_init", p),
+        (cpu, "ggml_backend_cpu_reg", p),
+        (cpu, "ggml_backend_cpu_set_n_threads", None, p, c_int),
+    ]
+    if _is_ours(base):
+        prototypes.append((base, _OURS, t, p, *[t] * 6, _PrefillParams))
+    for lib, name, result, *args in prototypes:
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, args
+    return base, cpu
+
+
+def _is_ours(base: Any) -> bool:
+    return hasattr(base, _OURS)
+
+
+def main() -> None:
+    """Print what `check` yields, a line of JSON each."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is an answer here
+    for line in check(Path(sys.argv[1])):
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""A program of ours that dies by a signal says so in one line, and dies of it all the same."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pyorch.native import probe
+
+SHIM = """
+#include <signal.h>
+int ggml_backend_sched_graph_compute_async(void * scheduler, void * graph) { DIE; return -1; }
+"""
+OURS = "native.tells_of_death = True"
+linux = pytest.mark.skipif(platform.system() != "Linux", reason="LD_PRELOAD")
+DEATHS = [
+    ("__builtin_trap()", signal.SIGILL, "SIGILL (illegal instruction)"),
+    ("*(volatile int *) 0 = 1", signal.SIGSEGV, "SIGSEGV (segmentation fault)"),
+    ("raise(SIGABRT)", signal.SIGABRT, "SIGABRT (aborted)"),
+    ("raise(SIGBUS)", signal.SIGBUS, "SIGBUS (bus error)"),
+]
+
+
+@pytest.fixture
+def preloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
+    """Programs die, as the parameter says, at the first graph that is computed."""
+    (tmp_path / "shim.c").write_text(SHIM.replace("DIE", request.param))
+    argv = [*shlex.split(probe.need_compiler().cc), "-shared", "-fPIC", "shim.c", "-o", "shim.so"]
+    subprocess.run(argv, cwd=tmp_path, check=True)
+    monkeypatch.setenv("LD_PRELOAD", str(tmp_path / "shim.so"))
+
+
+def dead(*argv: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+
+
+@linux
+@pytest.mark.parametrize(
+    ("preloaded", "number", "text"), DEATHS, indirect=["preloaded"], ids=[t for *_, t in DEATHS]
+)
+def test_it_says_of_what_it_dies(
+    native_lib_dir: Path, demo_model: Path, preloaded: None, number: int, text: str
+) -> None:
+    code = f"import ctypes; from pyorch import native; {OURS}; native.load();"
+    code += "ctypes.CDLL(None).ggml_backend_sched_graph_compute_async(None, None)"
+    done = dead(sys.executable, "-c", code)
+    assert done.returncode == -number
+    assert done.stderr.splitlines() == [
+        "",
+        f"error: this program died of {text}",
+        "hint: sparq-cpp doctor tries the library on this machine: report what it says",
+    ]
+
+
+@linux
+@pytest.mark.parametrize("preloaded", ["__builtin_trap()"], indirect=True)
+def test_the_commands_do(native_lib_dir: Path, demo_model: Path, preloaded: None) -> None:
+    done = dead(
+        sys.executable, "-m", "pyorch", "generate", "-m", demo_model, "-n", "2", "-p", "Once"
+    )
+    assert done.returncode == -signal.SIGILL
+    assert "error: this program died of SIGILL (illegal instruction)" in done.stderr.splitlines()
+
+
+@linux
+@pytest.mark.parametrize("preloaded", ["__builtin_trap()"], indirect=True)
+def test_a_library_leaves_signals_alone(native_lib_dir: Path, preloaded: None) -> None:
+    """And so does a program that has a handler of its own."""
+    code = "import ctypes; from pyorch import native; native.load();"
+    code += "ctypes.CDLL(None).ggml_backend_sched_graph_compute_async(None, None)"
+    done = dead(sys.executable, "-c", code)
+    assert (done.returncode, done.stderr) == (-signal.SIGILL, "")
+    code = "import faulthandler; faulthandler.enable(); from pyorch import native;" + code
+    done = dead(sys.executable, "-c", code.replace("native.load()", f"{OURS}; native.load()"))
+    assert done.returncode == -signal.SIGILL
+    assert "Fatal Python error: Illegal" in done.stderr and "hint:" not in done.stderr

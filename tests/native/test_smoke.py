@@ -1,0 +1,245 @@
+"""What was built is run before it is used; what fails is switched off, and said."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pyorch import cli
+from pyorch.errors import SparqError
+from pyorch.native import build, probe, smoke
+
+OPTIONS = build.Options()
+
+
+def test_what_is_built_here_works(native_lib_dir: Path) -> None:
+    assert smoke.fault(native_lib_dir) is None
+
+
+def test_every_type_of_weights_is_multiplied(native_lib_dir: Path) -> None:
+    """Repacked and not, one token and many; nothing that is left out passes for right."""
+    cases = list(smoke.check(native_lib_dir))
+    assert not any("how" in case for case in cases)
+    plain = [case["case"] for case in cases if case["buffer"] == "CPU"]
+    assert len(plain) == 2 * (len(smoke.WEIGHTS) + 2)
+    assert "multiplying 37 tokens by K and V, fast (CPU)" in plain
+    assert "multiplying 1 token by q4_K (CPU)" in plain
+    assert "multiplying 37 tokens by iq2_xxs (CPU)" in plain
+    if platform.machine() == "x86_64":
+        repacked = [case for case in cases if case["buffer"] == "CPU_REPACK"]
+        assert len(repacked) == 2 * len(smoke.WEIGHTS)
+
+
+@pytest.mark.parametrize("kind", ["f16", "q4_0", "iq1_m"])
+def test_a_wrong_number_is_found(
+    native_lib_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Here the numbers to compare with are wrong, in one output of 64."""
+    weights = smoke._weights
+
+    def spoilt(base: object, of: str) -> tuple[object, object]:
+        data, values = weights(base, of)
+        values = values.copy()
+        values[63] *= 2.0 if of == kind else 1.0
+        return data, values
+
+    monkeypatch.setattr(smoke, "_weights", spoilt)
+    *_, last = smoke.check(native_lib_dir)
+    assert last["case"] == f"multiplying 1 token by {kind} (CPU)"
+    assert last["how"].startswith("is wrong by ")
+
+
+SHIM = """
+#include <dlfcn.h>
+#include <signal.h>
+int ggml_graph_compute(void * graph, void * plan) {
+    static int n = 0;
+    if (++n == 4) DIE;
+    void * library = dlopen("LIBRARY", RTLD_LAZY); // it is loaded
+    return ((int (*)(void *, void *)) dlsym(library, "ggml_graph_compute"))(graph, plan);
+}
+"""
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="LD_PRELOAD")
+@pytest.mark.parametrize(
+    ("die", "how"),
+    [
+        ("__builtin_trap()", "was ended by SIGILL (illegal instruction)"),
+        ("*(volatile int *) 0 = 1", "was ended by SIGSEGV (segmentation fault)"),
+        ("raise(SIGABRT)", "was ended by SIGABRT (aborted)"),
+    ],
+)
+def test_a_library_that_dies(
+    native_lib_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, die: str, how: str
+) -> None:
+    preload(native_lib_dir, tmp_path, monkeypatch, die)
+    found = smoke.fault(native_lib_dir)
+    assert found == smoke.Fault("multiplying 37 tokens by f16 (CPU)", "CPU", how)
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="LD_PRELOAD")
+def test_a_trial_that_was_killed_says_nothing_of_the_library(
+    native_lib_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preload(native_lib_dir, tmp_path, monkeypatch, "raise(SIGKILL)")
+    with pytest.raises(SparqError, match=r"could not be tried: was ended by SIGKILL \(out of mem"):
+        smoke.fault(native_lib_dir)
+
+
+def preload(library: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, die: str) -> None:
+    """Let a process die at its fourth computation."""
+    text = SHIM.replace("DIE", die).replace("LIBRARY", str(library / "libggml-cpu.so"))
+    (folder / "shim.c").write_text(text)
+    argv = [*shlex.split(probe.need_compiler().cc), "-shared", "-fPIC", "-D_GNU_SOURCE"]
+    subprocess.run([*argv, "shim.c", "-o", "shim.so", "-ldl"], cwd=folder, check=True)
+    monkeypatch.setenv("LD_PRELOAD", str(folder / "shim.so"))
+
+
+def test_a_trial_that_hangs(native_lib_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smoke, "TIMEOUT_S", 0.01)
+    with pytest.raises(SparqError, match="it took more than 0.01 s, at loading the library"):
+        smoke.fault(native_lib_dir)
+
+
+def test_a_library_that_does_not_load(tmp_path: Path) -> None:
+    with pytest.raises(SparqError, match="could not be tried: OSError: .*libggml-base"):
+        smoke.fault(tmp_path)
+
+
+# ---- in a build (fakes.py): the flags and cmake's options decide what fails ----
+
+Broken = Callable[[str], smoke.Fault | None]
+
+
+def broken(
+    world: Path, monkeypatch: pytest.MonkeyPatch, fault: Broken, isa: tuple[str, ...] = ()
+) -> None:
+    """Make builds here that have `fault`, which is called with the flags and options used."""
+    monkeypatch.setenv("FAKE_CMAKE", 'echo "$CFLAGS $*" > $2/../options')
+    found = probe.Probe(isa, (), {}, True)
+    monkeypatch.setattr(probe, "probe", lambda compiler, native: found)
+    monkeypatch.setattr(smoke, "fault", lambda bin: fault((bin / "../../options").read_text()))
+
+
+def amx(options: str) -> smoke.Fault | None:
+    how = "was ended by SIGILL (illegal instruction)"
+    on = "-mno-amx-int8" not in options
+    return smoke.Fault("multiplying 37 tokens by q4_0 (AMX)", "AMX", how) if on else None
+
+
+def make(notes: list[str] | None = None) -> Path:
+    return build.build(OPTIONS, note=(notes if notes is not None else []).append)
+
+
+def runs(world: Path) -> int:
+    return len((world / "ninja.log").read_text().splitlines())
+
+
+def off(folder: Path) -> dict[str, str]:
+    stamp = build.read_stamp(folder)
+    assert stamp is not None
+    return stamp["off"]
+
+
+def test_what_dies_is_switched_off(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(world, monkeypatch, amx, ("avx2", "amx"))
+    notes: list[str] = []
+    folder = make(notes)
+    why = "multiplying 37 tokens by q4_0 (AMX) was ended by SIGILL (illegal instruction)"
+    assert f"{why}; building again without amx" in notes
+    assert off(folder) == {"amx": f"what was built with it does not work: {why}"}
+    stamp = build.read_stamp(folder)
+    assert stamp is not None and stamp["isa"] == ["avx2"]
+    assert runs(world) == 2
+    assert make() == folder == build.find(OPTIONS)
+    assert runs(world) == 2  # found again
+
+
+def test_what_is_off_stays_off_until_the_compiler_changes(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken(world, monkeypatch, amx, ("avx2", "amx"))
+    make()
+    (world / "ggml_ops" / "op.c").write_text("int edited;\n")
+    assert list(off(make())) == ["amx"]
+    assert runs(world) == 3  # an edit is compiled once
+    another = probe.Compiler("cc", "c++", "another")
+    monkeypatch.setattr(probe, "find_compiler", lambda: another)
+    monkeypatch.setattr(smoke, "fault", lambda bin: None)  # and it makes no such mistake
+    assert off(make()) == {}
+    assert runs(world) == 4
+
+
+def test_a_suspect_that_was_not_the_cause_is_on_again(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest instructions are suspected first."""
+
+    def fault(options: str) -> smoke.Fault | None:
+        on = "-mno-avx512f" not in options
+        wrong = smoke.Fault("multiplying 1 token by q8_0 (CPU)", "CPU", "is wrong by 40%")
+        return wrong if on else None
+
+    broken(world, monkeypatch, fault, ("avx2", "avx512", "amx"))
+    folder = make()
+    assert runs(world) == 3
+    (tree,) = (world / "cache" / "build").iterdir()
+    assert "-mno-amx" not in (tree / "options").read_text()
+    assert off(folder) == {
+        "avx512": "what was built with it does not work: "
+        "multiplying 1 token by q8_0 (CPU) is wrong by 40%"
+    }
+
+
+def test_two_faults(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(options: str) -> smoke.Fault | None:
+        if "-DGGML_CPU_REPACK=OFF" not in options:
+            return smoke.Fault("by q4_0 (CPU_REPACK)", "CPU_REPACK", "is wrong by nan%")
+        return amx(options)
+
+    broken(world, monkeypatch, fault, ("avx2", "amx"))
+    assert list(off(make())) == ["repack", "amx"]
+    assert runs(world) == 3
+
+
+def test_what_cannot_be_switched_off_is_one_line(
+    world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fault = smoke.Fault("multiplying 1 token by f32 (CPU)", "CPU", "was ended by SIGILL")
+    broken(world, monkeypatch, lambda _: fault, ("avx2",))
+    with pytest.raises(SparqError) as error:
+        make()
+    assert error.value.message == f"what was built does not work on this machine: {fault}"
+    assert "--portable" in error.value.hint
+    assert runs(world) == 3  # as it is, without avx2, without llamafile
+    assert build.find(OPTIONS) is None
+    monkeypatch.setattr(smoke, "fault", lambda bin: None)
+    assert off(make()) == {}  # nothing is kept of it
+
+
+def test_doctor_says_what_is_off_and_what_does_not_work(
+    world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SPARQ_CUDA", "0")
+    broken(world, monkeypatch, amx, ("avx2", "amx"))
+    make()
+    monkeypatch.setattr(smoke, "fault", lambda folder: None)
+    facts = doctor(monkeypatch, capsys)
+    assert facts["built"]["works"] == "yes"
+    assert facts["off"]["amx"].endswith("was ended by SIGILL (illegal instruction)")
+    monkeypatch.setattr(smoke, "fault", lambda bin: amx(""))  # as with a build of another machine
+    assert "SIGILL" in doctor(monkeypatch, capsys)["built"]["works"]
+
+
+def doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict:
+    monkeypatch.setattr("sys.argv", ["sparq-cpp", "doctor", "--json"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    return json.loads(capsys.readouterr().out)

@@ -1,0 +1,63 @@
+"""How processes end, in words; and that they do end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from pyorch import children
+
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True)"
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (0, "ended with exit code 0"),
+        (3, "ended with exit code 3"),
+        (-signal.SIGILL, "was ended by SIGILL (illegal instruction)"),
+        (-signal.SIGKILL, "was ended by SIGKILL (out of memory?)"),
+        (-200, "was ended by signal 200"),
+    ],
+)
+def test_ended(code: int, words: str) -> None:
+    assert children.ended(code) == words
+
+
+def deaf() -> subprocess.Popen[str]:
+    """A process that does not end when it is asked to."""
+    argv = [sys.executable, "-c", f"{DEAF}; time.sleep(600)"]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline()
+    process.stdout.close()
+    return process
+
+
+def test_stop_kills_what_does_not_end() -> None:
+    process = deaf()
+    children.stop(process, 0.1)
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_stop_leaves_nothing_when_it_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    process, wait = deaf(), subprocess.Popen.wait
+
+    def interrupted(self: subprocess.Popen[str], timeout: float | None = None) -> int:
+        if timeout is not None:
+            raise KeyboardInterrupt
+        return wait(self)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        children.stop(process)
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_stop_of_one_that_ended() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    children.stop(process)
+    assert process.returncode == 0
