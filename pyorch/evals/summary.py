@@ -39,7 +39,8 @@ def markdown(found: Sequence[Series]) -> str:
             for line, cells in body.items():
                 found_row = by_key.get((line, 0 if line in exact else ratio))
                 cells.append(_cell(found_row) if found_row else "-")
-    return tables.markdown(head, (dense, *body.values())) + "\n\n" + _about(groups)
+    text = _about(groups) + table.about_old(found)
+    return tables.markdown(head, (dense, *body.values())) + "\n\n" + text
 
 
 def _cell(row: Row, plain: bool = False) -> str:

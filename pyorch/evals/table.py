@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from pyorch import table as tables
@@ -214,6 +215,14 @@ def about_missing(here: Sequence[Row]) -> str:
     """What an interrupted or running evaluation lacks."""
     lacking = [f"{label(r.method)} {r.missing} of {r.n + r.missing}" for r in here if r.missing]
     return f" **Incomplete**, examples missing: {', '.join(lacking)}." if lacking else ""
+
+
+def of_folder(folder: Path, text: Callable[[Path], str]) -> str:
+    """The text of a folder of records, or of each folder with records in it below its name."""
+    inner = sorted({file.parent for file in folder.glob("*/*.jsonl")})
+    if any(folder.glob("*.jsonl")) or not inner:
+        return text(folder)
+    return "\n\n".join(f"## {f.name}\n\n{text(f)}" for f in inner)
 
 
 def as_csv(found: Sequence[Series]) -> str:
