@@ -170,8 +170,8 @@ def curves(recs: Sequence[Record], which: Callable[[int], bool] = lambda _: True
     """line -> (share (n_ratio,), kl (n_ratio, n_context)), by falling ratio."""
     recs = sorted(recs, key=lambda r: -r["case"]["ratio"])
     out = {}
-    for i, name in enumerate(LINES):
-        rows = [r["samples"][i] for r in recs]
+    for name in LINES:
+        rows = [next(s for s in r["samples"] if s["line"] == name) for r in recs]
         kl = np.array([[x for n, x in enumerate(r["kl"]) if which(n)] for r in rows])
         out[name] = np.array([np.mean(r["share"]) for r in rows]), kl
     return out
