@@ -159,7 +159,7 @@ def quality() -> list[str]:
 # what a number in the README may be beside a measurement: names, types, settings, links
 NAMES = (
     r"\]\([^)]*\)|`[^`]*`|Llama-2-7B|Qwen2\.5-Coder-[\d.]+B|the 0\.5B|NVIDIA H200|q[48]_0"
-    r"|b?f(16|32)|1/8|8 bits|\(.* et al., 20\d\d\)"
+    r"|b?f(16|32)|1/(8|16)|8 bits|\(.* et al., 20\d\d\)"
 )
 
 
