@@ -74,7 +74,7 @@ def draw(rows: Sequence[plot.Row]) -> Any:
 
 FIGURE = plot.Figure(
     name="repetition",
-    title="Repetition at equal bytes, beside SparQ's Table 2",
+    title="Repetition over bytes, beside SparQ's Table 2",
     caption="Lines: the demo model, with 95 % intervals over the passages. Rings: the "
     "paper's Llama 2 13B, Llama 3 8B, Mistral 7B, Gemma 7B and Pythia 6.9B.",
     needs=NEEDS,
