@@ -399,7 +399,8 @@ def command(model: Path, texts: list[Path], folder: Path, threads: int, **sizes:
     file = folder / "attention_stats.jsonl"
     with progress_bar("attention") as progress:
         run(model, texts, file, progress, n_threads=threads, **sizes)
-    commands.show(markdown(ordered(records.load(file).values())), file)
+    found = ordered(records.load(file).values())
+    commands.show(markdown(found) + records.about_old(found), file)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ It writes budgets.jsonl and budgets.md; `make figures` draws them.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -39,7 +40,6 @@ from pyorch.table import markdown as table
 
 BENCH = "budgets"
 RATIOS = (1 / 4, 1 / 8, 1 / 12, 1 / 16, 1 / 24)
-N_BOOT = 1_000
 SEARCH_CONTEXTS = 8
 MEAN_V = "uniform, mean of V"
 LINES = ("uniform", MEAN_V, "ramp", "ramp-down", "calibrated", "top-p")
@@ -170,25 +170,26 @@ def curves(recs: Sequence[Record], which: Callable[[int], bool] = lambda _: True
     """line -> (share (n_ratio,), kl (n_ratio, n_context)), by falling ratio."""
     recs = sorted(recs, key=lambda r: -r["case"]["ratio"])
     out = {}
-    for i, name in enumerate(LINES):
-        rows = [r["samples"][i] for r in recs]
+    for name in LINES:
+        rows = [next(s for s in r["samples"] if s["line"] == name) for r in recs]
         kl = np.array([[x for n, x in enumerate(r["kl"]) if which(n)] for r in rows])
         out[name] = np.array([np.mean(r["share"]) for r in rows]), kl
     return out
 
 
 def bytes_at(kl: np.ndarray, share: np.ndarray, level: float) -> float:
-    """The bytes at which a line reaches a KL, interpolated between logarithms; NaN if never."""
+    """The bytes at which a line reaches a KL, interpolated between logarithms; inf if never."""
     order = np.argsort(share)
     x, y = np.log(share[order]), np.log(np.minimum.accumulate(kl[order]))
     if not y[-1] <= np.log(level) <= y[0]:
-        return float("nan") if np.log(level) < y[-1] else float(share.min())
+        return math.inf if np.log(level) < y[-1] else float(share.min())
     return float(np.exp(np.interp(-np.log(level), -y, x)))
 
 
 @dataclass(frozen=True)
 class Needed:
-    """The bytes for uniform's KL, over uniform's bytes, with a 95 % bootstrap interval.
+    """The bytes for uniform's KL, over uniform's bytes, with a 95 % interval. Infinite if the line
+    never reaches it, and without an upper bound if it does not once a context is left out.
 
     at_most: the value is an upper bound: even the fewest bytes measured have a lower KL.
     """
@@ -201,6 +202,12 @@ class Needed:
     def __str__(self) -> str:
         if self.at_most:
             return f"at most {100 * self.share:.0f} %"
+        if math.isinf(self.share):
+            return "never"
+        if math.isinf(self.high):
+            return f"{100 * self.share:.0f} % (not in all contexts)"
+        if math.isnan(self.high):
+            return f"{100 * self.share:.0f} %"
         return f"{100 * self.share:.0f} % ({100 * self.low:.0f}-{100 * self.high:.0f})"
 
 
@@ -211,20 +218,13 @@ def needed(
     found = curves(recs, which)
     at = sorted((r["case"]["ratio"] for r in recs), reverse=True).index(ratio)
     (share, kl), (base_share, base) = found[line], found["uniform"]
-    n = kl.shape[1]
-    rng = np.random.default_rng(0)
-    draws = [np.arange(n), *rng.integers(0, n, (N_BOOT, n))]
-    x = [bytes_at(kl[:, d].mean(1), share, base[at, d].mean()) / base_share[at] for d in draws]
-    if np.isnan(x).all():
-        return Needed(x[0], x[0], x[0], False)
-    low, high = np.nanpercentile(x[1:], (2.5, 97.5))
-    least = bool(x[0] * base_share[at] <= share.min() * (1 + 1e-9))
-    return Needed(x[0], float(low), float(high), least and line != "uniform")
 
+    def bytes_over_uniform(i: np.ndarray) -> float:
+        return bytes_at(kl[:, i].mean(1), share, base[at, i].mean()) / float(base_share[at])
 
-def interval(samples: np.ndarray) -> tuple[float, float, float]:
-    """The mean and its 95 % bootstrap interval."""
-    return (float(samples.mean()), *stats.bootstrap(samples))
+    x, low, high = stats.jackknife(bytes_over_uniform, kl.shape[1])
+    least = bool(x * base_share[at] <= share.min() * (1 + 1e-9))
+    return Needed(x, low, high, least and line != "uniform")
 
 
 def markdown(recs: Sequence[Record]) -> str:
@@ -238,7 +238,7 @@ def markdown(recs: Sequence[Record]) -> str:
         cells = [ratio_text(rec["case"]["ratio"])]
         for name in LINES:
             share, kl = found[name]
-            mean, low, high = interval(kl[i])
+            mean, (low, high) = kl[i].mean(), stats.mean(kl[i])
             cells.append(f"{mean:.4f} ({low:.4f}-{high:.4f}), {100 * share[i]:.1f} %")
         for which in (lambda _: True, lambda n: n % 2 == 0, lambda n: n % 2 == 1):
             cells.append(str(needed(recs, "calibrated", rec["case"]["ratio"], which)))
@@ -267,7 +267,7 @@ def data(folder: Path) -> list[plot.Row]:
     rows: list[plot.Row] = []
     for name, (share, kl) in curves(recs).items():
         for i, ratio in enumerate(ratios):
-            mean, low, high = interval(kl[i])
+            mean, (low, high) = float(kl[i].mean()), stats.mean(kl[i])
             x = needed(recs, name, ratio)
             rows.append({"what": "kl", "line": name, "ratio": ratio, "share": share[i], "kl": mean,
                          "low": low, "high": high, "needed": x.share, "needed_low": x.low,
@@ -321,7 +321,7 @@ FIGURE = plot.Figure(
     name="budgets",
     title="KL to dense over bytes, by budget",
     caption="Demo model, unseen books; a ratio is calibrated on another text. Left: all budgets, "
-    "with 95 % bootstrap intervals over contexts. Middle: k of each layer as calibrated, as a "
+    "with 95 % intervals over contexts. Middle: k of each layer as calibrated, as a "
     "share of the positions. Right: bytes at which a budget reaches uniform's KL, if fewer bytes "
     "were measured.",
     needs=NEEDS,

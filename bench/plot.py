@@ -82,13 +82,13 @@ def need(rows: Sequence[Any], what: str, command: str) -> None:
 
 
 def caption(figure: Figure, folder: Path) -> str:
-    """The caption of a figure, with the machine of the last record."""
+    """The caption of a figure, with the machine of the last record and how many are old."""
     if not figure.file:
         return figure.caption
-    m = next(
-        r["env"]["machine"] for r in reversed(records.load_all(folder / figure.file)) if "env" in r
-    )
-    return f"{figure.caption} {m['cpu']}, {m['cores']} cores."
+    recs = [r for r in records.load_all(folder / figure.file) if "env" in r]
+    m = recs[-1]["env"]["machine"]
+    about = f"{figure.caption} {m['cpu']}, {m['cores']} cores."
+    return about + records.about_old(recs)
 
 
 def default_folder() -> Path:

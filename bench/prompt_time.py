@@ -343,7 +343,8 @@ def command(
     run = partial(measure, path, book)
     commands.recorded(BENCH, path, [cases], run, folder, force=force, libraries=("sparq",))
     file = folder / FILE
-    commands.show(tables(records.latest(records.load_all(file))), file)
+    found = records.latest(records.load_all(file))
+    commands.show(tables(found) + records.about_old(found), file)
 
 
 if __name__ == "__main__":

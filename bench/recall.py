@@ -37,6 +37,7 @@ from pyorch.attention.bytes import GROUP, RUN, SHADOW_BYTES
 from pyorch.attention.spec import ratio_text
 from pyorch.bench.records import Record
 from pyorch.cli import run as run_command
+from pyorch.evals import stats
 from pyorch.progress import Progress, progress_bar
 from pyorch.table import markdown as table
 
@@ -46,7 +47,6 @@ RATIOS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
 SHARES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
 SINKS = 4
 PEAK = 0.25
-N_BOOT = 2_000
 KINDS = tuple(SHADOW_BYTES)
 
 
@@ -276,8 +276,7 @@ class Row:
 
 def rows(rec: Record) -> list[Row]:
     """All settings of a record, by ratio."""
-    case, n = rec["case"], rec["case"]["n_context"]
-    draws = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), N_BOOT) / n
+    case = rec["case"]
     out = []
     for ratio in case["ratios"]:
         here = [s for s in rec["samples"] if s["ratio"] == ratio]
@@ -285,8 +284,8 @@ def rows(rec: Record) -> list[Row]:
         for s in here:
             mass = np.array(s["mass"])
             gap = np.array(best["mass"]) - mass
-            low, high = np.percentile(draws @ mass, (2.5, 97.5))
-            gap_low, gap_high = np.percentile(draws @ gap, (2.5, 97.5))
+            low, high = stats.mean(mass)
+            gap_low, gap_high = stats.mean(gap)
             values = {
                 "scan": s["scan"],
                 "mass": mass.mean(),

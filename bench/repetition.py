@@ -10,11 +10,10 @@ import numpy as np
 import plot
 
 from pyorch.bench import paper
-from pyorch.evals import series, table
+from pyorch.evals import series, stats, table
 
 FILE = "eval/repetition.jsonl"
 NEEDS = "sparq-cpp eval repetition, then sparq-cpp eval pack: docs/evals.md"
-N_BOOT = 2_000
 MODELS = ("Llama 2 13B", "Llama 3 8B", "Mistral 7B", "Gemma 7B", "Pythia 6.9B")
 METHODS = {
     "SparQ": ("sparq", plot.OURS),
@@ -31,7 +30,7 @@ def data(folder: Path) -> list[plot.Row]:
     for name, (line, _) in METHODS.items():
         for s in others:
             if table.line_of(s.method) == line:
-                y, low, high = share(s.scores, base.scores)
+                y, low, high = share(*s.common(base))
                 out.append({"method": name, "model": s.case["model"]["name"],
                             "x": 100 * s.bytes_per_token / s.bytes_dense, "y": y, "low": low,
                             "high": high, "n": len(s.scores)})  # fmt: skip
@@ -41,13 +40,13 @@ def data(folder: Path) -> list[plot.Row]:
     return out
 
 
-def share(scores: np.ndarray, dense: np.ndarray) -> tuple[float, float, float]:
-    """The mean over dense's mean for the same passages, in %, and its 95 % bootstrap interval."""
-    n = min(len(scores), len(dense))
-    draws = np.random.default_rng(0).integers(0, n, (N_BOOT, n))
-    found = 100 * scores[draws].mean(1) / dense[draws].mean(1)
-    low, high = np.percentile(found, (2.5, 97.5))
-    return 100 * float(scores[:n].mean() / dense[:n].mean()), float(low), float(high)
+def share(found: series.Series, dense: series.Series) -> tuple[float, float, float]:
+    """The mean over dense's mean for the same passages, in %, and its 95 % interval."""
+
+    def of(i: np.ndarray) -> float:
+        return 100 * float(found.scores[i].mean() / dense.scores[i].mean())
+
+    return stats.jackknife(of, len(found.scores))
 
 
 def draw(rows: Sequence[plot.Row]) -> Any:
@@ -75,8 +74,8 @@ def draw(rows: Sequence[plot.Row]) -> Any:
 
 FIGURE = plot.Figure(
     name="repetition",
-    title="Repetition at equal bytes, beside SparQ's Table 2",
-    caption="Lines: the demo model, with 95 % bootstrap intervals over the passages. Rings: the "
+    title="Repetition over bytes, beside SparQ's Table 2",
+    caption="Lines: the demo model, with 95 % intervals over the passages. Rings: the "
     "paper's Llama 2 13B, Llama 3 8B, Mistral 7B, Gemma 7B and Pythia 6.9B.",
     needs=NEEDS,
     file=FILE,

@@ -152,5 +152,5 @@ def _machine_line(recs: Sequence[Record]) -> str:
     machine = recs[0]["env"]["machine"]
     return (
         f"{machine['cpu']}, {machine['cores']} cores; sequential read "
-        f"{speeds[0]:.1f}-{speeds[-1]:.1f} GB/s in the same run."
+        f"{speeds[0]:.1f}-{speeds[-1]:.1f} GB/s in the same run.{records.about_old(recs)}"
     )

@@ -89,6 +89,7 @@ def _row(rec: Record, best_ns: float, best_kv: int) -> Row:
         "pin": env["pin"],
         "stamp": env["stamps"][c.library],
         "dirty": env["dirty"],
+        "old": records.is_old(rec),
         "key": rec["key"],
     }
 
@@ -221,7 +222,7 @@ def _machine(recs: Sequence[Record]) -> str:
     return (
         f"{env['machine']['cpu']}, {env['machine']['cores']} cores; sequential read "
         f"{speeds[0]:.1f}-{speeds[-1]:.1f} GB/s in the same run; positions before: {before}; "
-        f"{pins}, {', '.join(commits)}."
+        f"{pins}, {', '.join(commits)}.{records.about_old(recs)}"
     )
 
 

@@ -1,7 +1,8 @@
 """Results as JSON lines: each line is a case with its samples and its environment.
 
 A record is written as soon as it is measured, and a later run leaves out recorded cases. Its
-`key` is made from the case and the library that ran it, so a changed kernel is measured again.
+`key` is made from the case, the library that ran it, and the version of the measurement, so a
+changed kernel is measured again, and so is everything by a changed measurement.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ from pyorch.errors import SparqError
 from pyorch.progress import Progress
 
 SCHEMA = 1
+# The versions of the measurements. Whoever changes what one measures, or how, raises its number:
+# its records are then measured again, and those before are shown as old. What is not named has
+# version 1; "eval NAME" is the version of a single task, which counts in place of that of all.
+VERSIONS = {"eval": 1}
 Record = dict[str, Any]
 
 
@@ -137,15 +142,34 @@ def _commit() -> _Commit:
         if Path(git("rev-parse", "--show-toplevel")).resolve() != paths.REPOSITORY:
             return {"commit": "", "dirty": False}  # installed within another repository
         commit = git("rev-parse", "HEAD")
-        changed = git("status", "--porcelain", "--", "pyorch", "ggml_ops", "patches")
+        code = ("pyorch", "ggml_ops", "patches", "bench", ":!bench/results", ":!bench/figures")
+        changed = git("status", "--porcelain", "--", *code)
         return {"commit": commit, "dirty": bool(changed)}
     except (OSError, subprocess.CalledProcessError):
         return {"commit": "", "dirty": False}  # not a checkout
 
 
-def key(bench: str, case: Mapping[str, Any], stamp: str) -> str:
-    text = json.dumps([SCHEMA, bench, case, stamp], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def version_of(bench: str) -> int:
+    """The version of a measurement's method, from 1; a record without one has version 0."""
+    return VERSIONS.get(bench) or VERSIONS.get(bench.split()[0], 1)
+
+
+def is_old(rec: Mapping[str, Any]) -> bool:
+    """Whether a record, or a setting of `eval`, is of an earlier version of its measurement."""
+    return int(rec.get("version", 0)) < version_of(rec.get("bench", "eval"))
+
+
+def about_old(recs: Sequence[Record]) -> str:
+    """A sentence on how many of the records are old, or nothing."""
+    n = sum(map(is_old, recs))
+    return f" Of an earlier version of the measurement: {n} of {len(recs)}." if n else ""
+
+
+def key(bench: str, case: Mapping[str, Any], stamp: str, version: int | None = None) -> str:
+    """The key of a case: of the present version of `bench`, or of another, where 0 is none."""
+    version = version_of(bench) if version is None else version
+    parts = [SCHEMA, bench, case, stamp, *[version] * bool(version)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def record(bench: str, case: Mapping[str, Any], stamp: str, **result: Any) -> Record:
@@ -156,6 +180,7 @@ def record(bench: str, case: Mapping[str, Any], stamp: str, **result: Any) -> Re
     rec = {
         "schema": SCHEMA,
         "bench": bench,
+        "version": version_of(bench),
         "key": key(bench, case, stamp),
         "time": now,
         "case": dict(case),

@@ -366,11 +366,14 @@ def _list(tasks: list[Task]) -> None:
 def table_command(
     folder: str, names: tuple[str, ...], output: str, update_readme: str | None
 ) -> None:
-    """Print the tables of a folder of records again. `-o summary` puts all tasks in one."""
+    """Print the tables of a folder of records again, or of each folder in it.
+
+    `-o summary` puts all tasks in one.
+    """
     from pyorch.evals import series, summary, table
 
     form = table.FORMATS.get(output, summary.markdown)
-    text = form(series.read_folder(Path(folder), names))
+    text = table.of_folder(Path(folder), lambda f: form(series.read_folder(f, names)))
     if update_readme:
         update_marked(Path(update_readme), "eval", text)
     print(text)

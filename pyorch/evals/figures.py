@@ -66,6 +66,8 @@ def draw(found: Sequence[Series], out: Path, png: bool = False) -> list[Path]:
     for name, picture, rows, title in written:
         head = groups[0][0]
         about = f"{head.model}, {head.env['machine']['cpu']}. {_CAPTIONS[name]}"
+        about += table.about_missing([r for g in groups for r in table.rows(g)])
+        about += table.about_old(found)
         pictures.write(picture, rows, name, {"Title": title, "Description": about}, out, png)
         files += [out / f"{name}.{end}" for end in (("svg", "png") if png else ("svg",))]
     return files
@@ -122,9 +124,9 @@ def _panel(
     factor = 100 if task.percent else 1
 
     base = rows[0]
-    far = [r for r in rows if r.score_low > 0]
-    if task.reference and far:  # distances from dense range from small to very large
-        pictures.decades(ax, [y for r in far for y in (r.score_low, r.score_high)])
+    known = [y for r in rows for y in (r.score, r.score_low, r.score_high) if y > 0]
+    if task.reference and known:  # distances from dense range from small to very large
+        pictures.decades(ax, known)
     else:
         low, y, high = (factor * v for v in (base.score_low, base.score, base.score_high))
         ax.axhline(y, color=pictures.PAPER, linestyle="--", linewidth=1)
@@ -214,8 +216,10 @@ def _heatmap(ax: Any, rows: Sequence[pictures.Row], name: str) -> None:
     ax.set_yticks(some, [f"{depths[i]:.0%}" for i in some], fontsize=6)
     n = sum(r["n"] for r in rows)
     found = sum(r["n"] * r["found"] for r in rows)
-    low, high = stats.wilson(found, n)
+    hits = np.repeat([1.0, 0.0], [round(found), n - round(found)])
+    low, high = stats.interval(hits, proportion=True)
     ratio = table.ratio_of(parse(rows[0]["method"]))
     head = f"{ratio_text(ratio)}: " if ratio else ""
     words = textwrap.fill(name.replace(",", ", "), _WIDTH) + "\n" if name else ""
-    ax.set_title(f"{words}{head}{found / n:.0%} ({low:.0%}-{high:.0%})", fontsize=7)
+    known = "" if math.isnan(low) else f" ({low:.0%}-{high:.0%})"
+    ax.set_title(f"{words}{head}{found / n:.0%}{known}", fontsize=7)

@@ -6,9 +6,10 @@ all that follows. Examples whose prompts begin alike follow each other, whatever
 what they share is read once. Recorded examples are left out, so an interrupted run continues where
 it was.
 
-The file of a task holds two kinds of lines. A *setting* is everything that the scores depend on
+The file of a task holds three kinds of lines. A *setting* is everything that the scores depend on
 except the example and the method (model, context, seed, data, library), with the environment; all
-other lines name their setting.
+other lines name their setting. A line for each method says how many examples were asked for, so
+that a reader sees what an interrupted run lacks, and one for each example holds its score.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from pyorch.evals.decode import Decoder, log_softmax
 from pyorch.evals.example import Example, Outcome
 from pyorch.evals.methods import EXACT, Runner, meaning, reader
 from pyorch.evals.pace import DECODED, DECODED_IN_PYTHON, Pace, Part, size_of
-from pyorch.evals.series import Series, make
+from pyorch.evals.series import Series, bench_of, make
 from pyorch.evals.task import Setup, Task
 from pyorch.models.content import content_hash, file_hash
 from pyorch.models.geometry import Geometry
@@ -132,6 +133,10 @@ class _Work:
             with suppress(OSError):  # which the next line tells
                 paths.private(self.file.parent)  # answers may recite somebody's text
             records.append(self.file, self.header)
+        for method in self.keys:
+            plan = self._asked(method)
+            if known.get(plan["key"]) != plan:
+                records.append(self.file, plan)
         todo = {
             i: [m for m, keys in self.keys.items() if keys[i] not in known]
             for i in range(len(self.examples))
@@ -144,6 +149,18 @@ class _Work:
             make(self.header, method, [known[key] for key in keys])
             for method, keys in self.keys.items()
         ]
+
+    def _asked(self, method: Method) -> Record:
+        """The line that says how many examples a method is asked for; the last one counts."""
+        meaning, setting = self.meanings[method], self.header["key"]
+        return {
+            "schema": records.SCHEMA,
+            "key": records.key("asked", {"method": meaning}, setting),
+            "setting": setting,
+            "method": str(method),
+            "meaning": meaning,
+            "asked": len(self.examples),
+        }
 
     def record(self, i: int, method: Method, result: Record) -> Record:
         e = self.examples[i]
@@ -244,8 +261,10 @@ def _prepare(
         **({"document": f"{plan.document.text_crc:08x}"} if plan.document else {}),
     }
     case = json.loads(json.dumps(case))
-    setting = records.key("eval", case, env["stamps"]["sparq"])
-    header = {"schema": records.SCHEMA, "key": setting, "case": case, "env": env}
+    bench = bench_of(task.name)
+    setting = records.key(bench, case, env["stamps"]["sparq"])
+    header = {"schema": records.SCHEMA, "key": setting, "bench": bench}
+    header |= {"version": records.version_of(bench), "case": case, "env": env}
     asked = [{"asked": [e.prompt, e.answers, e.forced, e.max_tokens]} for e in examples]
     digests = [records.key(setting, a, "") for a in asked]
     keys = {

@@ -1,14 +1,14 @@
 """The scores of a method on the examples of a task, and the files that hold them.
 
-`run` writes one line per example and method. `pack` turns these into one line per method, with
-all scores in order but without the answers.
+`run` writes one line per example and method, and before them one that says how many each method
+was asked for. `pack` turns these into one line per method, with all scores but without the answers.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,12 @@ from pyorch.policies import Method, is_sparse, parse
 
 @dataclass(frozen=True)
 class Series:
-    """A method in a setting. Example i has scores[i], about[i] and more[name][i], which is a number
-    or one number per layer.
+    """A method in a setting. Example numbers[i] has scores[i], about[i] and more[name][i], which is
+    a number or one number per layer. Only examples of the same number are the same.
 
     case, env  of the setting, see `run`
+    version    of the evaluation that measured it
+    asked      how many examples were asked for, of which some may be missing
     meaning    of the method for the model, as text: a calibrated one has the settings it stood for.
                "" if its records do not say so
     seconds    of a decoded token, as the median of each example; NaN if it has no meaning
@@ -38,7 +40,10 @@ class Series:
     setting: str
     case: Mapping[str, Any]
     env: Mapping[str, Any]
+    version: int
     method: Method
+    numbers: np.ndarray
+    asked: int
     scores: np.ndarray
     seconds: np.ndarray
     counters: Mapping[str, int]
@@ -55,6 +60,31 @@ class Series:
         """The number of each example's text, where several examples ask about one."""
         found = [a["text"] for a in self.about if "text" in a]
         return found if len(found) == len(self.about) else None
+
+    @property
+    def missing(self) -> int:
+        """How many of the examples that were asked for have no score yet."""
+        return max(self.asked, int(self.numbers[-1]) + 1) - len(self.numbers)
+
+    @property
+    def old(self) -> bool:
+        """Whether an earlier version of the evaluation measured it."""
+        return records.is_old({"bench": bench_of(self.task), "version": self.version})
+
+    def common(self, other: Series) -> tuple[Series, Series]:
+        """This one and another of the same setting, with the examples that both have."""
+        _, mine, theirs = np.intersect1d(self.numbers, other.numbers, return_indices=True)
+        return self.only(mine), other.only(theirs)
+
+    def only(self, places: np.ndarray) -> Series:
+        """The series with some of its examples."""
+        return replace(
+            self,
+            numbers=self.numbers[places],
+            scores=self.scores[places],
+            about=[self.about[i] for i in places],
+            more={name: values[places] for name, values in self.more.items()},
+        )
 
     @property
     def model(self) -> str:
@@ -96,8 +126,16 @@ class Series:
             )
 
 
-def make(header: Record, method: Method, recs: Sequence[Record]) -> Series:
-    """The series of a setting and a method. `recs` are in the order of the examples."""
+def bench_of(task: str) -> str:
+    """The name of a task's measurement, which has a version."""
+    return f"eval {task}"
+
+
+def make(
+    header: Record, method: Method, recs: Sequence[Record], asked: int | None = None
+) -> Series:
+    """The series of a setting and a method. `recs` are in the order of the examples; `asked` is how
+    many examples were asked for, by default as many."""
     counters: dict[str, int] = {}
     for rec in recs:
         for name, value in rec["counters"].items():
@@ -107,7 +145,10 @@ def make(header: Record, method: Method, recs: Sequence[Record]) -> Series:
         setting=header["key"],
         case=header["case"],
         env=header["env"],
+        version=header.get("version", 0),
         method=method,
+        numbers=np.array([r["i"] for r in recs], int),
+        asked=len(recs) if asked is None else asked,
         scores=np.array([r["score"] for r in recs], float),
         seconds=np.array([r["seconds"] for r in recs], float),
         counters=counters,
@@ -126,6 +167,7 @@ def read(file: Path) -> list[Series]:
     """
     headers: dict[str, Record] = {}
     lines: dict[tuple[str, str], dict[int, Record]] = {}
+    asked: dict[tuple[str, str], int] = {}
     packed: dict[tuple[str, str], Series] = {}
     for rec in records.load_all(file):
         if "case" in rec:
@@ -134,14 +176,16 @@ def read(file: Path) -> list[Series]:
         if rec.get("setting") not in headers:
             raise SparqError(f"{file}: a record without its setting", "not a file of `eval`?")
         of = str(rec["setting"]), str(rec.get("meaning", rec["method"]))
-        if "scores" in rec:
+        if "asked" in rec:
+            asked[of] = rec["asked"]
+        elif "scores" in rec:
             packed[of] = _unpack(headers[rec["setting"]], rec)
         else:
             lines.setdefault(of, {})[rec["i"]] = rec
     made = {}
     for of, found in lines.items():
         recs = [found[i] for i in sorted(found)]
-        made[of] = make(headers[of[0]], parse(recs[0]["method"]), recs)
+        made[of] = make(headers[of[0]], parse(recs[0]["method"]), recs, asked.get(of))
     return list((packed | made).values())
 
 
@@ -167,13 +211,21 @@ def by_setting(found: Iterable[Series]) -> list[list[Series]]:
 
 
 def pack(found: Iterable[Series], folder: Path) -> list[Path]:
-    """Write each task's series to `folder`, one line per method.
+    """Write each task's series to `folder`, one line per method, whose examples are the first ones.
 
     Raises:
-        SparqError: a file exists already, or cannot be written.
+        SparqError: examples are missing, a file exists already, or it cannot be written.
     """
     files: list[Path] = []
-    for group in by_setting(found):
+    groups = by_setting(found)
+    for s in (s for group in groups for s in group):
+        if s.missing:
+            there = f"{len(s.numbers)} of {len(s.numbers) + s.missing} examples"
+            raise SparqError(
+                f"{s.task}, {s.method}: {there} are there; not packed",
+                "the command that was interrupted continues where it was",
+            )
+    for group in groups:
         file = folder / f"{group[0].task}.jsonl"
         if file not in files and file.exists():
             raise SparqError(f"{file} is there already", "remove it, or name another folder")
@@ -181,6 +233,7 @@ def pack(found: Iterable[Series], folder: Path) -> list[Path]:
         head = group[0]
         longest = max((s.about for s in group), key=len)
         header = {"schema": records.SCHEMA, "key": head.setting, "case": head.case}
+        header |= {"bench": bench_of(head.task), "version": head.version}
         records.append(file, header | {"env": head.env, "about": longest})
         for s in group:
             seconds = None if np.isnan(s.tokens_per_s) else round(1 / s.tokens_per_s, 9)
@@ -206,7 +259,10 @@ def _unpack(header: Record, rec: Record) -> Series:
         setting=header["key"],
         case=header["case"],
         env=header["env"],
+        version=header.get("version", 0),
         method=parse(rec["method"]),
+        numbers=np.arange(len(scores)),
+        asked=len(scores),
         scores=scores,
         seconds=np.array([rec["seconds"]], float),
         counters=rec["counters"],

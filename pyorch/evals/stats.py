@@ -1,43 +1,97 @@
-"""95 % intervals: Wilson for proportions, percentile bootstrap over examples for all else.
+"""95 % intervals: Wilson for proportions, Student's t for everything else.
 
-Examples that ask about the same text are not independent. `groups` says which do: the bootstrap
-then draws whole groups, and Wilson's interval counts fewer examples (Kish's design effect). From a
-single group nothing is known: the interval is NaN.
+Examples that ask about the same text are not independent. `groups` says which do, and then whole
+texts count: the standard error is what leaving out one text at a time gives (the jackknife, Tukey
+1958; for a plain mean it is the usual one), and Wilson's interval counts fewer examples (Kish's
+design effect). Both go by Student's t, since a few texts tell little about their own spread. Fewer
+than `FEWEST` tell too little: their interval is NaN, and tables say so.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from scipy.special import stdtrit
 
-N_BOOT = 10_000
-_Z = 1.959963984540054  # the 97.5 % quantile of the normal distribution
+FEWEST = 6  # groups that an interval needs
+NONE = (math.nan, math.nan)
 
 
-def wilson(successes: float, n: float) -> tuple[float, float]:
-    """The interval of a proportion (Wilson, 1927)."""
-    p, zz = successes / n, _Z**2 / n
+def _quantile(n: float) -> float:
+    """Student's 97.5 % quantile for n groups."""
+    return float(stdtrit(n - 1, 0.975))
+
+
+def wilson(successes: float, n: float, z: float = _quantile(math.inf)) -> tuple[float, float]:
+    """The interval of a proportion (Wilson, 1927) for a quantile, by default the normal one."""
+    p, zz = successes / n, z**2 / n
     middle = (p + zz / 2) / (1 + zz)
-    half = _Z / (1 + zz) * math.sqrt(p * (1 - p) / n + zz / (4 * n))
+    half = z / (1 + zz) * math.sqrt(p * (1 - p) / n + zz / (4 * n))
     return max(middle - half, 0.0), min(middle + half, 1.0)
 
 
-def bootstrap(
-    samples: np.ndarray, groups: Sequence[int] | None = None, seed: int = 0
-) -> tuple[float, float]:
+def student(value: float, without: np.ndarray) -> tuple[float, float]:
+    """The interval of a statistic by the jackknife.
+
+    Args:
+        value: the statistic of all groups.
+        without: (n,) the statistic with each group left out in turn. If one is infinite, such as
+            the bytes for a level that is then never reached, the interval has no end.
+    """
+    n = len(without)
+    if n < FEWEST:
+        return NONE
+    if np.isinf(without).any():
+        return math.nan, math.inf
+    half = _quantile(n) * _error(without)
+    return value - half, value + half
+
+
+def _error(without: np.ndarray) -> float:
+    n = len(without)
+    return math.sqrt((n - 1) / n * float(((without - without.mean()) ** 2).sum()))
+
+
+def jackknife(statistic: Callable[[np.ndarray], float], n: int) -> tuple[float, float, float]:
+    """A statistic of n independent contexts and its interval.
+
+    Args:
+        statistic: of the contexts whose numbers it is given.
+    """
+    every = np.arange(n)
+    value = statistic(every)
+    return (value, *student(value, np.array([statistic(np.delete(every, i)) for i in every])))
+
+
+def mean(samples: np.ndarray, groups: Sequence[int] | None = None) -> tuple[float, float]:
     """The interval of the mean of `samples` (n,); `groups` (n,) are the numbers of their texts."""
-    rng = np.random.default_rng(seed)
-    sums, sizes = _by_group(samples, groups)
-    n, means = len(sums), []
-    if n == 1 < len(samples):
-        return math.nan, math.nan
-    for _ in range(N_BOOT // 100):  # in pieces: 10,000 draws of thousands of examples are gigabytes
-        drawn = rng.integers(0, n, (100, n))
-        means.append(sums[drawn].sum(1) / sizes[drawn].sum(1))
-    low, high = np.percentile(np.concatenate(means), (2.5, 97.5))
-    return float(low), float(high)
+    return student(float(samples.mean()), _without(samples, groups)) if len(samples) else NONE
+
+
+def interval(
+    scores: np.ndarray, proportion: bool, groups: Sequence[int] | None = None
+) -> tuple[float, float]:
+    """The interval of the mean score."""
+    if not proportion:
+        return mean(scores, groups)
+    n = n_groups(scores, groups)
+    if n < FEWEST:
+        return NONE
+    if n == len(scores):
+        return wilson(float(scores.sum()), n)
+    counted = len(scores) / _design_effect(scores, groups)
+    return wilson(float(scores.mean()) * counted, counted, _quantile(n))
+
+
+def n_groups(scores: np.ndarray, groups: Sequence[int] | None) -> int:
+    return len(scores if groups is None else set(groups))
+
+
+def standard_error(scores: np.ndarray, groups: Sequence[int] | None = None) -> float:
+    """The standard error of the mean; NaN from a single group."""
+    return _error(_without(scores, groups)) if n_groups(scores, groups) > 1 else math.nan
 
 
 def _by_group(samples: np.ndarray, groups: Sequence[int] | None) -> tuple[np.ndarray, np.ndarray]:
@@ -48,30 +102,18 @@ def _by_group(samples: np.ndarray, groups: Sequence[int] | None) -> tuple[np.nda
     return np.bincount(of, samples, len(names)), np.bincount(of, minlength=len(names)).astype(float)
 
 
-def interval(
-    scores: np.ndarray, proportion: bool, groups: Sequence[int] | None = None
-) -> tuple[float, float]:
-    """The interval of the mean score."""
-    if not proportion:
-        return bootstrap(scores, groups)
-    n = len(scores) / _design_effect(scores, groups)
-    if math.isnan(n):
-        return math.nan, math.nan
-    return wilson(float(scores.mean()) * n, n)
+def _without(samples: np.ndarray, groups: Sequence[int] | None) -> np.ndarray:
+    """The mean with each group left out in turn; of a single group there is none."""
+    sums, sizes = _by_group(samples, groups)
+    if len(sums) == 1:
+        return np.full(1, math.nan)
+    found: np.ndarray = (sums.sum() - sums) / (sizes.sum() - sizes)
+    return found
 
 
 def _design_effect(scores: np.ndarray, groups: Sequence[int] | None) -> float:
-    """The variance of the mean over that of as many independent examples, at least 1."""
-    sums, sizes = _by_group(scores, groups)
-    if len(sums) == 1 < len(scores):
-        return math.nan
-    if len(sums) == len(scores) or scores.var() == 0:
-        return 1.0
-    residual = sums - sizes * scores.mean()
-    of_groups = (residual**2).sum() * len(sums) / (len(sums) - 1)
-    return max(float(of_groups / (scores.var() * len(scores))), 1.0)
-
-
-def standard_error(scores: np.ndarray) -> float:
-    """The standard error of the mean."""
-    return float(scores.std(ddof=1) / math.sqrt(len(scores))) if len(scores) > 1 else math.nan
+    """The variance of the mean over that of as many independent examples, at least 1. Where all
+    scores are alike nothing tells it, and only whole texts count."""
+    if scores.var() == 0:
+        return len(scores) / n_groups(scores, groups)
+    return max(standard_error(scores, groups) ** 2 / (float(scores.var()) / len(scores)), 1.0)

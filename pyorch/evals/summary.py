@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from pyorch import table as tables
 from pyorch.attention.spec import ratio_text
-from pyorch.evals import tasks
+from pyorch.evals import stats, table, tasks
 from pyorch.evals.series import Series, by_setting
 from pyorch.evals.table import Row, line_of, ratio_of, rows
 from pyorch.policies import is_sparse
-from pyorch.table import markdown as table
 
 
 def markdown(found: Sequence[Series]) -> str:
@@ -39,7 +39,8 @@ def markdown(found: Sequence[Series]) -> str:
             for line, cells in body.items():
                 found_row = by_key.get((line, 0 if line in exact else ratio))
                 cells.append(_cell(found_row) if found_row else "-")
-    return table(head, (dense, *body.values())) + "\n\n" + _about(groups)
+    text = _about(groups) + table.about_old(found)
+    return tables.markdown(head, (dense, *body.values())) + "\n\n" + text
 
 
 def _cell(row: Row, plain: bool = False) -> str:
@@ -62,6 +63,8 @@ def _about(groups: Sequence[Sequence[Row]]) -> str:
         unit = " in %" if task.percent else ""
         what = f"{task.name}: {task.metric}{unit}, {count} examples"
         what += f" of up to {g[0].ctx} positions"
+        if min(row.texts for row in g) < stats.FEWEST:
+            what += f" about fewer than {stats.FEWEST} texts: no interval"
         if len(n) > 1:
             fewest = min(g, key=lambda row: row.n)
             dense = (fewest.score - fewest.difference) * (100 if task.percent else 1)
@@ -69,6 +72,7 @@ def _about(groups: Sequence[Sequence[Row]]) -> str:
         parts.append(what)
     text = "; ".join(parts)
     text += ". ± half of the 95 % interval; * differs from dense on the same examples."
+    text += table.about_missing([row for g in groups for row in g])
     over: dict[str, list[float]] = {}
     for row in (row for g in groups for row in g):
         # SparQ's last positions, which are not sealed yet, come on top of its ratio

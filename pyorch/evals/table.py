@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from pyorch import table as tables
@@ -19,6 +20,8 @@ from pyorch.policies import OFF, STOCK_FA0, Method, parse
 class Row:
     """A method on a task. `difference` is from the first method, example by example.
 
+    texts: how many independent texts the examples ask about
+    missing: examples that were asked for and have no score yet
     more: the means of the task's further numbers; by_layer: their means for each layer
     """
 
@@ -28,6 +31,8 @@ class Row:
     model: str
     ctx: int
     n: int
+    texts: int
+    missing: int
     score: float
     score_low: float
     score_high: float
@@ -52,10 +57,10 @@ def rows(group: Sequence[Series]) -> list[Row]:
     counted = next((s for s in group if s.counters.get("steps")), base)
     out = []
     for s in group:
-        n = min(len(s.scores), len(base.scores))
         low, high = stats.interval(s.scores, task.proportion, s.texts)
-        gap = s.scores[:n] - base.scores[:n]
-        gap_low, gap_high = stats.bootstrap(gap, s.texts[:n] if s.texts else None)
+        mine, theirs = s.common(base)
+        gap = mine.scores - theirs.scores
+        gap_low, gap_high = stats.mean(gap, mine.texts)
         # llama.cpp's own attention keeps no account: it reads all of K and V
         is_stock = s.method in (OFF, STOCK_FA0)
         read = counted.bytes_dense if is_stock else s.bytes_per_token
@@ -68,11 +73,13 @@ def rows(group: Sequence[Series]) -> list[Row]:
                 model=s.case["model"]["name"],
                 ctx=s.case["ctx"],
                 n=len(s.scores),
+                texts=stats.n_groups(s.scores, s.texts),
+                missing=s.missing,
                 score=float(s.scores.mean()),
                 score_low=low,
                 score_high=high,
-                standard_error=stats.standard_error(s.scores),
-                difference=float(gap.mean()),
+                standard_error=stats.standard_error(s.scores, s.texts),
+                difference=float(gap.mean()) if len(gap) else math.nan,
                 difference_low=gap_low,
                 difference_high=gap_high,
                 bytes_per_token=read,
@@ -129,29 +136,31 @@ def markdown(found: Sequence[Series]) -> str:
 def _table(group: Sequence[Series]) -> str:
     here, task = rows(group), tasks()[group[0].task]
     factor = 100 if task.percent else 1
-    digits = 1 if task.percent or max(r.score_high for r in here) >= 10 else 4
+    digits = 1 if task.percent or max(r.score for r in here) >= 10 else 4
     unit = ", %" if task.percent else ""
     base = here[0].method
 
     def text(x: float, sign: str = "") -> str:
-        if math.isnan(x):  # an interval from a single text
-            return "?"
-        return f"{round(factor * x, digits) + 0.0:{sign}.{digits}f}"  # + 0.0: no "-0.0"
+        form = f"{{:{sign}.{digits}f}}"
+        return tables.number(round(factor * x, digits) + 0.0, form)  # + 0.0: no "-0.0"
+
+    def score(r: Row) -> str:
+        known = not math.isnan(r.score_low)
+        return text(r.score) + known * f" ({text(r.score_low)}-{text(r.score_high)})"
 
     def gap(r: Row) -> str:
         if r.method == base:
             return ""
         low, high = text(r.difference_low, "+"), text(r.difference_high, "+")
-        return f"{text(r.difference, '+')} ({low} to {high})"
+        known = not math.isnan(r.difference_low)
+        return text(r.difference, "+") + known * f" ({low} to {high})"
 
     def mean_of(name: str) -> Callable[[Row], object]:
         return lambda r: f"{r.more[name]:.3f}"
 
     shown: dict[str, Callable[[Row], object]] = {
         "attention": lambda r: label(r.method),
-        f"{task.metric}{unit} (95 % CI)": lambda r: (
-            f"{text(r.score)} ({text(r.score_low)}-{text(r.score_high)})"
-        ),
+        f"{task.metric}{unit} (95 % CI)": score,
         f"against `{base}` (95 % CI)": gap,
         **{name.replace("_", " "): mean_of(name) for name in here[0].more},
         "KB read per token": lambda r: tables.number(r.bytes_per_token / 1e3, "{:.0f}"),
@@ -159,12 +168,12 @@ def _table(group: Sequence[Series]) -> str:
         "tokens/s": lambda r: tables.number(r.tokens_per_s, "{:.0f}"),
     }
     title = f"**{task.name}**: {task.about}"
-    return "\n\n".join([title, tables.columns(shown, here), _about(group)])
+    return "\n\n".join([title, tables.columns(shown, here), _about(group, here)])
 
 
-def _about(group: Sequence[Series]) -> str:
+def _about(group: Sequence[Series], here: Sequence[Row]) -> str:
     case, env = group[0].case, group[0].env
-    n = sorted({len(s.scores) for s in group})
+    n = sorted({r.n for r in here})
     cache = (
         ""
         if {case["type_k"], case["type_v"]} == {"f16"}
@@ -178,15 +187,42 @@ def _about(group: Sequence[Series]) -> str:
         f"{group[0].model}{cache}, {case['threads']} thread{'s' * (case['threads'] > 1)}"
         f"{place}, {env['machine']['cpu']}; {better} is better."
     )
-    texts = group[0].texts
-    if texts and len(set(texts)) < len(texts):
-        text += f" They ask about {len(set(texts))} text{'s' * (len(set(texts)) > 1)}"
-        text += "." if len(set(texts)) > 1 else ", which has no interval: raise -n."
+    text += _about_texts(here) + about_missing(here)
+    text += about_old(group)
     if any(_exact(s.method) for s in group):
         text += (
             f" Ratios of `sparq` and `topk` with `{BOUNDS}`, which makes them exact at this length."
         )
     return text
+
+
+def _about_texts(here: Sequence[Row]) -> str:
+    """How many texts the examples ask about, and for which methods these are too few."""
+    n = sorted({r.texts for r in here})
+    many = f"{n[0]}{f' to {n[-1]}' if n[1:] else ''} text{'s' * (n[-1] > 1)}"
+    shared = any(r.texts < r.n for r in here)
+    if n[0] >= stats.FEWEST:
+        return f" They ask about {many}." if shared else ""
+    return f" n = {many}: no interval below {stats.FEWEST}."
+
+
+def about_old(found: Sequence[Series]) -> str:
+    old = any(s.old for s in found)
+    return " Measured by an earlier version of the evaluation." if old else ""
+
+
+def about_missing(here: Sequence[Row]) -> str:
+    """What an interrupted or running evaluation lacks."""
+    lacking = [f"{label(r.method)} {r.missing} of {r.n + r.missing}" for r in here if r.missing]
+    return f" **Incomplete**, examples missing: {', '.join(lacking)}." if lacking else ""
+
+
+def of_folder(folder: Path, text: Callable[[Path], str]) -> str:
+    """The text of a folder of records, or of each folder with records in it below its name."""
+    inner = sorted({file.parent for file in folder.glob("*/*.jsonl")})
+    if any(folder.glob("*.jsonl")) or not inner:
+        return text(folder)
+    return "\n\n".join(f"## {f.name}\n\n{text(f)}" for f in inner)
 
 
 def as_csv(found: Sequence[Series]) -> str:
@@ -200,11 +236,12 @@ def as_csv(found: Sequence[Series]) -> str:
 
 
 def as_json(found: Sequence[Series]) -> str:
-    """The rows, each with its scores."""
+    """The rows, each with its scores and the numbers of their examples."""
     out: list[dict[str, Any]] = []
     for group in by_setting(found):
         for row, s in zip(rows(group), group, strict=True):
-            out.append(flat(row) | {"scores": s.scores.tolist(), "about": list(s.about)})
+            own = {"scores": s.scores.tolist(), "numbers": s.numbers.tolist()}
+            out.append(flat(row) | own | {"about": list(s.about)})
     return tables.as_json(out)
 
 

@@ -8,7 +8,7 @@ import secrets
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -254,6 +254,20 @@ def full(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def scored(
+    setting: str,
+    case: dict[str, Any],
+    method: policies.Method,
+    scores: np.ndarray,
+    counters: dict[str, int],
+    about: Sequence[Mapping[str, Any]] = (),
+) -> series.Series:
+    n = len(scores)
+    ones, about = np.ones(n), about or [{}] * n
+    numbers = np.arange(n)
+    return series.Series(setting, case, ENV, 1, method, numbers, n, scores, ones, counters, about)
+
+
 def add_ablations(folder: Path) -> None:
     """The score falls with each method in turn; each reads an eighth of the bytes."""
     counters = {"steps": 1, "bytes_read": 1, "bytes_dense": 8, "calls_sparse": 1}
@@ -262,7 +276,7 @@ def add_ablations(folder: Path) -> None:
     for task, ctx in ablations.TASKS.items():
         case = {"task": task, "ctx": ctx, **about}
         found = [
-            series.Series(task, case, ENV, spec, WOBBLE / (i + 1), np.ones(8), counters, [{}] * 8)
+            scored(task, case, spec, WOBBLE / (i + 1), counters)
             for i, (*_, spec) in enumerate(ablations.points())
         ]
         series.pack(found, folder / "ablations")
@@ -275,9 +289,7 @@ def add_repetition(folder: Path) -> None:
     sparq = "sparq,ratio=1/8,min_ctx=0,min_k=1"
     scores = {"off": 1, sparq: 1, "h2o,ratio=1/8": 0.1, "lm-infinite,ratio=1/8": 0.1}
     found = [
-        series.Series(
-            "s", case, ENV, policies.parse(spec), 100 * x * WOBBLE, np.ones(8), counters, [{}] * 8
-        )
+        scored("s", case, policies.parse(spec), 100 * x * WOBBLE, counters)
         for spec, x in scores.items()
     ]
     series.pack(found, folder / "eval")
@@ -293,19 +305,14 @@ def add_topk(folder: Path) -> None:
     for task in topk_figures.TASKS:
         case = {"task": task, "ctx": 4096, **model}
         found = [
-            series.Series(
-                task, case, ENV, policies.parse(spec), x * np.ones(4), np.ones(4), counters,
-                [{}] * 4,
-            )
+            scored(task, case, policies.parse(spec), x * np.ones(4), counters)
             for spec, x in specs.items()
-        ]  # fmt: skip
+        ]
         series.pack(found, folder / topk_figures.BY_K)
     about = [{"length": n, "depth": d} for n in (1024, 2048) for d in (0.0, 1.0)]
     found = [
-        series.Series(
-            "n", {"task": "needle", "ctx": 2048, **model}, ENV, policies.parse(spec),
-            np.array([a["depth"] < 0.5 for a in about], float), np.ones(4), counters, about,
-        )
+        scored("n", {"task": "needle", "ctx": 2048, **model}, policies.parse(spec),
+               np.array([a["depth"] < 0.5 for a in about], float), counters, about)
         for spec in ("off", "topk,topk=10", "streaming-llm,k=64")
     ]  # fmt: skip
     series.pack(found, folder / topk_figures.NEEDLE)
@@ -342,8 +349,10 @@ def test_repetition_is_a_share_of_what_dense_recites(tmp_path: Path) -> None:
     assert all(r["x"] == 12.5 and r["low"] == pytest.approx(r["high"]) for r in ours)
     n = len(repetition.MODELS) * len(repetition.METHODS) * 2
     assert len(repetition.data(tmp_path)) == 3 + n
-    low, high = repetition.share(np.array([0, 200.0] * 4), np.full(8, 100.0))[1:]
-    assert 20 < low < 70 and 130 < high < 180
+    found = series.read(tmp_path / repetition.FILE)[0]
+    scores = {"numbers": np.arange(8), "scores": np.array([0, 200.0] * 4)}
+    half = [replace(found, **scores), replace(found, **scores | {"scores": np.full(8, 100.0)})]
+    assert repetition.share(*half) == pytest.approx((100, 10.6, 189.4), abs=0.1)
 
 
 def test_ablations_are_of_valid_methods_each_once(tmp_path: Path) -> None:
@@ -412,12 +421,27 @@ def test_budgets_say_how_many_bytes_the_same_kl_takes(tmp_path: Path) -> None:
     add_budgets(tmp_path)
     recs = list(records.load(tmp_path / "budgets.jsonl").values())
     for line, want in (("uniform", 1), ("calibrated", 1 / 2), ("top-p", 1 / 4)):
-        x = budgets.needed(recs, line, 1 / 4, lambda n: n % 2 == 0)
+        x = budgets.needed(recs, line, 1 / 4)
         assert x.share == pytest.approx(want) == pytest.approx(x.low) == pytest.approx(x.high)
         assert x.at_most == (line == "top-p"), "no fewer bytes were measured"
-    assert np.isnan(budgets.needed(recs, "ramp", 1 / 2).share), "it never gets there"
+    never = budgets.needed(recs, "ramp", 1 / 2)
+    assert never.share == np.inf and str(never) == "never"
     assert str(budgets.needed(recs, "top-p", 1 / 8)) == "at most 50 %"
     assert "| 1/4 |" in budgets.markdown(recs)
+    few = budgets.needed(recs, "calibrated", 1 / 4, lambda n: n % 2 == 0)
+    assert str(few) == "50 %", "four contexts have no interval"
+
+
+def test_contexts_in_which_a_budget_never_gets_there_are_not_left_out(tmp_path: Path) -> None:
+    """Draws that never reached the level were dropped, and the others had a narrow interval."""
+    add_budgets(tmp_path)
+    recs = list(records.load(tmp_path / "budgets.jsonl").values())
+    best = next(r for r in recs if r["case"]["ratio"] == 1 / 2)
+    line = best["samples"][budgets.LINES.index("ramp")]
+    line["kl"] = [1e-9, *[2.1e-3 * x for x in WOBBLE[1:]]]  # one context has nearly none
+    found = budgets.needed(recs, "ramp", 1 / 2)
+    assert found.share <= 1 and found.high == np.inf
+    assert str(found).endswith(" % (not in all contexts)")
 
 
 def test_end_to_end_is_against_the_better_stock_of_the_same_run(tmp_path: Path) -> None:

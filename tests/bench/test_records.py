@@ -34,6 +34,24 @@ def test_records_key_depends_on_case_and_library() -> None:
     assert len({make(1)["key"], make(2)["key"], make(1, "t")["key"]}) == 3
 
 
+def test_another_version_of_a_measurement_measures_again_and_older_ones_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = make(1)
+    unversioned = {k: v for k, v in first.items() if k != "version"}
+    assert first["version"] == 1 and not records.is_old(first) and records.is_old(unversioned)
+    assert records.key("b", {"n": 1}, "s", 0) != first["key"]
+    monkeypatch.setitem(records.VERSIONS, "b", 2)
+    again = make(1)
+    assert again["key"] != first["key"] and records.is_old(first) and not records.is_old(again)
+    assert records.about_old([again]) == ""
+    assert records.about_old([first, again]).endswith("earlier version of the measurement: 1 of 2.")
+    # a task of `eval` may have a version of its own
+    assert records.version_of("eval needle") == records.VERSIONS["eval"]
+    monkeypatch.setitem(records.VERSIONS, "eval needle", 7)
+    assert (records.version_of("eval needle"), records.version_of("eval squad")) == (7, 1)
+
+
 def test_records_survive_an_interrupted_write_but_not_damage(tmp_path: Path) -> None:
     file = tmp_path / "r.jsonl"
     records.append(file, make(1))
@@ -96,6 +114,10 @@ def test_the_commit_is_that_of_our_own_repository(
     git("commit", "--allow-empty", "-m", "x")
     monkeypatch.setattr(records.paths, "REPOSITORY", tmp_path.resolve())
     assert len(records._commit()["commit"]) == 40
+    for name, dirty in (("bench/results/b.jsonl", False), ("bench/b.py", True)):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+        assert records._commit()["dirty"] == dirty, name
     copy = tmp_path / "copy"
     copy.mkdir()
     monkeypatch.setattr(records.paths, "REPOSITORY", copy.resolve())

@@ -15,8 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from pyorch import engine, policies
+from pyorch.bench import records as bench_records
+from pyorch.cli.eval import command
 from pyorch.cli.eval import run as eval_run
 from pyorch.errors import SparqError
 from pyorch.evals import series, table
@@ -129,8 +132,8 @@ def test_what_prompts_share_is_read_once_and_changes_no_answer(
     assert run_eval(*args, "-n", 10, "--questions", 5).exit_code == 0
     shared = answers()
     shown = run_eval(*args, "-n", 10, "--questions", 5).output
-    assert " They ask about 2 texts." in shown  # repetition's
-    assert " They ask about 1 text, which has no interval: raise -n." in shown
+    assert " n = 2 texts: no interval below 6." in shown  # repetition's
+    assert " n = 1 text: no interval below 6." in shown
     assert len(shared) == 40
     assert (
         len(read) == 20 and sum(n > 1000 for n in read) == 3
@@ -386,9 +389,6 @@ def test_tables_and_packed_results_say_the_same(run_eval: Run, tmp_path: Path) -
     shown = run_eval(*args)
     assert "**needle**" in shown.stdout and "`sparq,ratio=1/4`" in shown.stdout
     out, packed = tmp_path / "out", tmp_path / "packed"
-    from click.testing import CliRunner
-
-    from pyorch.cli.eval import command
 
     def call(*line: object) -> Any:
         return CliRunner().invoke(command, [str(x) for x in line])
@@ -421,10 +421,6 @@ def test_tables_and_packed_results_say_the_same(run_eval: Run, tmp_path: Path) -
 
 def test_figures(run_eval: Run, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from click.testing import CliRunner
-
-    from pyorch.cli.eval import command
-
     run_eval("needle", "--ctx", 576, "-n", 6, "-a", "off", "-a", SPARSE)
     args = ["plot", str(tmp_path / "out"), "--out", str(tmp_path / "figures"), "--png"]
     result = CliRunner().invoke(command, args)
@@ -441,10 +437,10 @@ def test_figures(run_eval: Run, tmp_path: Path) -> None:
 def scored(method: str, scores: list[float], n_steps: int = 10, n_bytes: int = 100) -> Any:
     case = {"task": "needle", "model": {"name": "m"}, "ctx": 576}
     counters = {"steps": n_steps, "bytes_read": n_bytes, "bytes_dense": 1000}
-    x = np.array(scores)
-    return series.Series(
-        "s", case, {}, policies.parse(method), x, np.full(len(x), 0.5), counters, []
-    )
+    n = len(scores)
+    about, seconds = [{}] * n, np.full(n, 0.5)
+    of = policies.parse(method), np.arange(n), n, np.array(scores)
+    return series.Series("s", case, {}, 1, *of, seconds, counters, about)
 
 
 def test_rows_are_paired_with_the_first() -> None:
@@ -452,7 +448,10 @@ def test_rows_are_paired_with_the_first() -> None:
     row, other = table.rows([off, scored(SPARSE, [1, 0, 0, 1, 1, 0, 0, 1])])
     assert (row.score, row.difference, row.share_of_dense) == (0.75, 0, 1)
     assert row.bytes_per_token == 100  # what the other counted as dense
-    assert other.difference == -0.25 and other.difference_high <= 0
+    assert other.difference == -0.25
+    # Student's t of 7 degrees of freedom times the standard error
+    half = 2.3646 * 0.4629 / np.sqrt(8)
+    assert other.difference_high == pytest.approx(-0.25 + half, abs=1e-4)
     assert other.bytes_per_token == 10 and other.tokens_per_s == 2
     # fewer examples are compared with the same examples
     assert table.rows([off, scored(SPARSE, [1, 0, 0])])[1].difference == pytest.approx(-1 / 3)
@@ -614,3 +613,70 @@ def test_scores_of_two_calibrations_are_not_one_mean(
         shown = table.markdown([off, *both])
         assert all(text in shown for text in meant) and "calibrated" not in shown
         assert "calibrated" in table.markdown([off, both[0]])
+
+
+def test_examples_are_paired_by_their_numbers_and_an_interrupted_run_says_so(
+    run_eval: Run, tmp_path: Path
+) -> None:
+    """Equal answers differ by nothing, whichever a run has reached; `pack` keeps no such folder."""
+    args = ["needle", "--ctx", 576, "-a", "off", "-a", "dense"]
+    assert run_eval(*args, "-n", 8).exit_code == 0
+    out = tmp_path / "out"
+    file = out / "needle.jsonl"
+    lines = [json.loads(x) for x in file.read_text().splitlines()]
+    assert [x["asked"] for x in lines if "asked" in x] == [8, 8]
+    for x in lines:
+        if "i" in x:
+            x["score"] = float(x["i"] in (3, 7))
+
+    def shown(
+        left_out: Callable[[dict[str, Any]], bool], *options: str, to: list[str] | None = None
+    ) -> Any:
+        kept = [json.dumps(x) for x in lines if not ("i" in x and left_out(x))]
+        file.write_text("\n".join(kept) + "\n")
+        return CliRunner().invoke(command, to or ["table", str(out), *options])
+
+    def not_3_or_7(x: dict[str, Any]) -> bool:
+        return x["method"] == "dense" and x["i"] not in (3, 7)
+
+    off, dense = json.loads(shown(not_3_or_7, "-o", "json").stdout)
+    assert dense["numbers"] == [3, 7] and off["numbers"] == list(range(8))
+    assert dense["difference"] == 0 and (off["missing"], dense["missing"]) == (0, 6)
+    for form in ("md", "summary"):
+        text = shown(not_3_or_7, "-o", form).stdout
+        assert "**Incomplete**, examples missing: `dense` 6 of 8." in text
+    # the last examples are missing, of all methods alike: only the line of what was asked tells
+    text = shown(lambda x: x["i"] > 4).stdout
+    assert "examples missing: `off` 3 of 8, `dense` 3 of 8." in text
+    packed = shown(lambda x: x["i"] > 4, to=["pack", str(out), str(tmp_path / "packed")])
+    assert "needle, off: 5 of 8 examples are there; not packed" in packed.exception.message
+    assert not (tmp_path / "packed").exists()
+    # methods without a common example
+    text = shown(lambda x: (x["method"] == "dense") == (x["i"] > 3), "-o", "json")
+    assert json.loads(text.stdout)[1]["difference"] is None
+    # the run goes on with what is missing, and then it is whole
+    assert run_eval(*args, "-n", 8).exit_code == 0
+    assert "Incomplete" not in CliRunner().invoke(command, ["table", str(out)]).stdout
+
+
+def test_results_without_a_version_are_shown_as_old(
+    run_eval: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = ["needle", "--ctx", 576, "-n", 1, "-a", "off", "-a", "dense"]
+    new = run_eval(*args).stdout
+    old = " Measured by an earlier version of the evaluation."
+    assert old not in new
+    out, packed = tmp_path / "out", tmp_path / "packed"
+
+    def table_of(folder: Path) -> str:
+        return CliRunner().invoke(command, ["table", str(folder)]).stdout
+
+    assert CliRunner().invoke(command, ["pack", str(out), str(packed)]).exit_code == 0
+    assert table_of(packed) == new
+    monkeypatch.setitem(bench_records.VERSIONS, "eval needle", 2)
+    assert old in table_of(packed)
+    assert old not in run_eval(*args).stdout, "it is measured again"
+    monkeypatch.undo()
+    file = packed / "needle.jsonl"
+    file.write_text(file.read_text().replace('"version":1,', ""))
+    assert old in table_of(packed)

@@ -1,0 +1,257 @@
+"""The numbers that are published follow from the committed records: sentences of the README, the
+intervals of the documentation, the tables beside the records and the CSVs of the figures."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "bench"))
+
+import ablations
+import budgets
+import draw
+import end_to_end
+import gpu_tokens
+import microbenchmark
+import prompt_time
+import recall
+import serving
+
+from pyorch import table as tables
+from pyorch.attention.spec import AttentionSpec, parse_spec
+from pyorch.bench import attention_table, output, records
+from pyorch.evals import figures, series, stats, summary, table
+
+ROOT = Path(__file__).parents[1]
+EPYC = ROOT / "bench" / "results" / "amd-epyc-2-cores"
+H200 = ROOT / "bench" / "results" / "nvidia-h200-intel-xeon-16-cores"
+
+
+def speedup(rows: list[dict[str, Any]], **where: Any) -> float:
+    (found,) = (r["speedup"] for r in rows if where.items() <= r.items())
+    return float(found)
+
+
+def token(positions: int) -> str:
+    rows = [r for r in end_to_end.FIGURE.data(EPYC) if r["model"].startswith("llama2-7b q8_0")]
+    return f"{speedup(rows, positions=positions, attention='SparQ 1/8 q4'):.1f}"
+
+
+def flat() -> str:
+    """The time of a token after 32,000 positions over that after 4,096, both of one spec."""
+    ms = {
+        r["n_depth"]: r["median_ns"]
+        for r in output.rows(records.load_all(EPYC / "token_rate" / "speed.jsonl"))
+        if r["sparse_attn"] == parse_spec("sparq,rank=32,topk=512")
+    }
+    return f"{ms[32000] / ms[4096]:.2f}"
+
+
+def prompt(file: str, tokens: int, attention: str, **of: Any) -> str:
+    """How many times faster a prompt is read than by the faster of llama.cpp's two."""
+    for run in records.by_run(records.load_all(EPYC / file)):
+        recs = list(run.values())
+        case = records.read_case(prompt_time.Case, recs[0])
+        lines = prompt_time.lines(recs)
+        if tokens in lines[0].depths and of.items() <= vars(case).items():
+            at = lines[0].depths.index(tokens)
+            best = min(x.whole(at) for x in lines if x.is_stock)
+            found = best / next(x for x in lines if x.name == attention).whole(at)
+    return f"{found:.1f}"
+
+
+def users() -> str:
+    return f"{speedup(serving.FIGURE.data(EPYC), attention='sparq,ratio=1/8'):.1f}"
+
+
+def on_gpu(positions: int) -> str:
+    rows = microbenchmark.ON_GPU.data(H200)
+    of = {"model": "llama2-7b", "batch": 1, "attention": "SparQ q4"}
+    return f"{speedup(rows, positions=positions, **of):.1f}"
+
+
+def gpu_token(positions: int) -> str:
+    rows = gpu_tokens.FIGURE.data(H200)
+    return f"{speedup(rows, positions=positions, attention='SparQ 1/8 q4'):.1f}"
+
+
+def evaluated(folder: str, task: str, method: str) -> table.Row:
+    found = series.read(EPYC / "eval-real" / folder / f"{task}.jsonl")
+    (row,) = (r for r in table.rows(found) if str(r.method) == method)
+    return row
+
+
+def kl(folder: str, method: str) -> str:
+    """KL to dense over the right answers of SQuAD, with its interval if it has one."""
+    r = evaluated(folder, "answers_squad", method)
+    known = f" ({r.score_low:.3f} to {r.score_high:.3f})" if r.texts >= 6 else ""
+    return f"{r.score:.3f}{known}" if r.score < 0.1 else f"{r.score:.2f}{known}"
+
+
+def share(folder: str, method: str) -> str:
+    return f"{100 * evaluated(folder, 'answers_squad', method).share_of_dense:.1f}"
+
+
+def right(method: str) -> int:
+    return round(100 * evaluated("q15-4k", "squad", method).score)
+
+
+def right_or_wrong() -> float:
+    """Half of the interval of the difference from dense."""
+    r = evaluated("q15-4k", "squad", "sparq,ratio=1/8")
+    return (r.difference_high - r.difference_low) / 2
+
+
+def sentences() -> list[str]:
+    """What the README says, with the numbers of the records. Words may be wrapped anywhere."""
+    whole = "prompt_time.jsonl", 32000
+    longest = "long/prompt_time.jsonl", 130048
+    fast, sparse = "ours, fast", "ours, sparse"
+    assert right("off") == right("sparq,ratio=1/8")
+    return [
+        f"is {token(16384)} times as fast as llama.cpp's at 16k positions, {token(65536)} times "
+        f"at 64k and {token(131072)} times at 128k",
+        f"takes {flat()} times as long after 32,000 positions as after 4,096",
+        f"At ratio 1/8 and 4,096 positions Qwen2.5-Coder-1.5B answers as many questions of SQuAD "
+        f"as with all of its cache ({right('off')} of 100, give or take "
+        f"{100 * right_or_wrong():.1f})",
+        f"reads [32,000 tokens](docs/measurements.md#time-of-a-prompt) "
+        f"{prompt(*whole, fast, repack=False)} times as fast as in llama.cpp (summed from four "
+        f"depths), and {prompt(*whole, sparse, repack=False)} times with `prompt=sparse`",
+        f"[130,048 tokens](docs/long-contexts.md#how-prompts-grow) {prompt(*longest, fast)} and "
+        f"{prompt(*longest, sparse)} times as fast",
+        f"Eight users with 4,096 positions each get [{users()} "
+        "times](docs/measurements.md#many-users-at-once) as many tokens",
+        f"attention by itself is {on_gpu(32768)}x as fast as dense at 32k positions of Llama-2-7B "
+        f"and {on_gpu(131072)}x at 128k, but whole tokens gain only {gpu_token(32768)}x at 32k "
+        f"and {gpu_token(46080)}x at 45k",
+        f"read less than {AttentionSpec('sparq', ratio=0.5).gpu_min_mb // 1024} GB",
+        f"Contexts below {AttentionSpec('sparq', ratio=0.5).min_ctx:,} positions run exact",
+        *quality(),
+    ]
+
+
+def times(method: str) -> str:
+    """By what factor the KL of a method is above that of SparQ with no more bytes: the geometric
+    mean over the texts, with its interval."""
+    found = series.read(EPYC / "eval-real" / "q05-equal-2k" / "answers_squad.jsonl")
+    by_method = {str(s.method): s for s in found}
+    ours, other = by_method["sparq,ratio=1/10"].common(by_method[method])
+    assert ours.bytes_per_token <= other.bytes_per_token
+    factor = np.log(other.scores / ours.scores)
+    low, high = stats.mean(factor, ours.texts)
+    return f"{np.exp(factor.mean()):.0f} times{{}} ({np.exp(low):,.0f} to {np.exp(high):,.0f})"
+
+
+def quality() -> list[str]:
+    """SparQ beside other methods."""
+    eighth, equal = "sparq,ratio=1/8", "q05-equal-2k"
+    assert evaluated(equal, "answers_squad", eighth).texts == 7
+    return [
+        f"On Qwen2.5-Coder-0.5B its KL to dense attention is {kl('q05-4k', eighth)} nats at "
+        f"{share('q05-4k', eighth)} % of the bytes. With no fewer bytes than SparQ's "
+        f"{share(equal, 'sparq,ratio=1/10')} %, after 2,048 positions, that of Quest is "
+        f"{times('quest,ratio=7/40').format(' as high')} and that of H2O "
+        f"{times('h2o,ratio=7/40').format('')}: geometric means over seven texts",
+    ]
+
+
+# what a number in the README may be beside a measurement: names, types, settings, links
+NAMES = (
+    r"\]\([^)]*\)|`[^`]*`|Llama-2-7B|Qwen2\.5-Coder-[\d.]+B|the 0\.5B|NVIDIA H200|q[48]_0"
+    r"|b?f(16|32)|1/(8|16)|8 bits|\(.* et al., 20\d\d\)"
+)
+
+
+def parts(text: str, heads: tuple[str, ...]) -> str:
+    """The sections of a text with these headings, its words one space apart."""
+    sections = re.split(r"\n## ", text)
+    return " ".join(" ".join(s.split()) for s in sections if s.startswith(heads))
+
+
+def test_every_number_of_the_readme_is_one_of_the_records() -> None:
+    text = parts((ROOT / "README.md").read_text("utf-8"), ("What you get", "Limits"))
+    for said in sentences():
+        assert said in text, f"the records say: {said}"
+        text = text.replace(said, "")
+    left = re.findall(r"\S*\d\S*", re.sub(NAMES, "", text))
+    assert not left, "numbers that no sentence above makes from records"
+
+
+def wide(text: str) -> str:
+    """A number or an interval as tables have it: without the plus of a zero."""
+    return re.sub(r"\+(0\.0+)(?!\d)", r"\1", " ".join(text.split()))
+
+
+def timed(name: str, made: Callable[[list[records.Record]], str]) -> str:
+    return made(records.latest(records.load_all(EPYC / f"{name}.jsonl")))
+
+
+# the tables that are made from the records beside them
+TABLES: dict[str, Callable[[], str]] = {
+    **{
+        name: lambda name=name: table.of_folder(
+            EPYC / name, lambda f: table.markdown(series.read_folder(f))
+        )
+        for name in ("eval", "eval-real", "eval-floor", "eval-prompts")
+    },
+    "eval-budgets": lambda: summary.markdown(series.read_folder(EPYC / "eval-budgets")),
+    "ablations": lambda: table.markdown(ablations.read(EPYC)),
+    "budgets": lambda: budgets.markdown(list(records.load(EPYC / budgets.FILE).values())),
+    "recall": lambda: recall.markdown(list(records.load(EPYC / "recall.jsonl").values())),
+    **{
+        name: lambda name=name, made=made: timed(name, made)
+        for name, made in (
+            ("speed", output.markdown),
+            ("token_rate/speed", output.markdown),
+            ("quantisations/speed", output.markdown),
+            ("long/speed", output.markdown),
+            ("attention", attention_table.markdown),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_beside_records_is_made_from_them(name: str) -> None:
+    assert (EPYC / f"{name}.md").read_text("utf-8") == TABLES[name]() + "\n"
+
+
+def test_the_marked_table_of_evaluations_is_made_from_records() -> None:
+    text = (ROOT / "docs" / "measurements.md").read_text("utf-8")
+    marked = text.partition("<!-- eval -->")[2].partition("<!-- /eval -->")[0]
+    made = summary.markdown(series.read_folder(EPYC / "eval", ["repetition", "needle"]))
+    assert marked.split() == made.split()
+
+
+INTERVAL = re.compile(r"[-+]?\d+\.\d+ \([-+]?[\d.]+(?:-| to )[-+]?[\d.]+\)")
+
+
+def test_intervals_of_the_documentation_are_those_of_the_tables() -> None:
+    made = {x for name in TABLES for x in INTERVAL.findall(wide(TABLES[name]()))}
+    found = INTERVAL.findall(wide((ROOT / "docs" / "evals.md").read_text("utf-8")))
+    assert len(found) > 50
+    assert [x for x in found if x not in made] == []
+
+
+@pytest.mark.parametrize("figure", draw.FIGURES, ids=lambda f: f.name)
+def test_the_numbers_of_a_figure_are_those_of_the_records(figure: Any) -> None:
+    rows = figure.data(H200 if "gpu" in figure.name else EPYC)
+    short = [{k: f"{v:.6g}" if isinstance(v, float) else v for k, v in r.items()} for r in rows]
+    kept = (ROOT / "bench" / "figures" / f"{figure.name}.csv").read_text("utf-8")
+    assert kept == tables.as_csv(short) + "\n", "`make figures` draws it again"
+
+
+def test_the_numbers_of_the_needles_are_those_of_the_records() -> None:
+    groups = series.by_setting(series.read_folder(EPYC / "eval", ["needle"]))
+    kept = (ROOT / "bench" / "figures" / "eval_needle.csv").read_text("utf-8")
+    rows = figures.needle_rows(groups[-1])
+    short = [{k: f"{v:.6g}" if isinstance(v, float) else v for k, v in r.items()} for r in rows]
+    assert kept == tables.as_csv(short) + "\n"
