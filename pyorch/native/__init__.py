@@ -112,7 +112,7 @@ def environment(stock: bool = False) -> dict[str, str]:
     }
 
 
-_SPINS = 1000
+SPINS = 1000
 _MOST_CORES = 16  # on which sleeping threads were thought through; measured on two
 
 
@@ -129,7 +129,7 @@ def waiting() -> dict[str, str]:
     from pyorch.native import probe
 
     made = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys()
-    return {} if made or probe.cores() > _MOST_CORES else {"GOMP_SPINCOUNT": str(_SPINS)}
+    return {} if made or probe.cores() > _MOST_CORES else {"GOMP_SPINCOUNT": str(SPINS)}
 
 
 # Set by our own programs: when they die by a signal, they say so. A library leaves signals alone.
