@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -142,11 +143,11 @@ def _loop(chat: Chat) -> None:
     told = cache(say)  # once, not for each line
     for line in _typed(chat.keeps) if chat.interactive else _piped():
         try:
-            if line.startswith(b"/") and not line.startswith(b"//"):
+            if re.match(rb"/[^/\s]", line):
                 if not _run_command(chat, os.fsdecode(line)):  # it may have the name of a file
                     return
             else:
-                text = line[1:] if line.startswith(b"/") else line
+                text = line[1:] if line.startswith(b"//") else line
                 _reply(chat, decoded(text, "your message" if chat.interactive else "stdin", told))
         except SparqError as error:
             if not chat.interactive:
@@ -239,7 +240,7 @@ def _run_command(chat: Chat, line: str) -> bool:
     else:
         raise SparqError(
             f"unknown command {name}",
-            f"/help lists the commands; as a message: /{name} ...",
+            f"/help lists the commands; to send it as a message, begin with /{name}",
             exit_code=2,
         )
     return True

@@ -39,7 +39,8 @@ _TAKES = "a text file, a folder, or -"
     "--output",
     type=File(),
     metavar="FILE",
-    help="Where to write it.  [default: by name, in our folder]",
+    help="Where to write it.  [default: named after the text, where `sparq-cpp documents`"
+    " finds it]",
 )
 @click.option(
     "--system", type=Text(), metavar="TEXT", default="", help="System message of the conversation."
@@ -47,7 +48,8 @@ _TAKES = "a text file, a folder, or -"
 @click.option(
     "--plain",
     is_flag=True,
-    help="Read it as it is, for generate, names of control tokens included; not for a chat.",
+    help="Read the text without a chat template, for generate. Names of control tokens in it count"
+    " as control tokens.",
 )
 @click.option("--force", is_flag=True, help="Replace the file if it exists.")
 @opt.context_options
@@ -74,7 +76,7 @@ def command(
     TEXT is a file, a folder (all texts below it) or - for stdin; several are one document. An
     interrupted reading goes on where it stopped when the same command runs again. The context is as
     long as the text needs, and what sparse attention needs is kept as well, unless -a says
-    otherwise. The file has the text itself in it, and is for you alone.
+    otherwise. The file contains the text itself, and only you can read it.
     """
     from pyorch import engine
     from pyorch.models.new_file import check_target

@@ -89,5 +89,6 @@ def _reason(repo: str, revision: str, e: BaseException) -> SparqError:
     if isinstance(e, OSError) and e.filename:
         return SparqError(f"{e.filename}: {e.strerror}")
     return Unreachable(
-        f"{repo}: no usable answer from the hub: {what}", "check the network and HF_ENDPOINT"
+        f"{repo}: the hub cannot be reached, or gives no usable answer: {what}",
+        "check the network and HF_ENDPOINT",
     )

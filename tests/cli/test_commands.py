@@ -677,7 +677,7 @@ def test_what_was_read_outlives_a_reply_that_fails(
     [
         ("/ratio 9", 2, "ratio 9"),
         ("/frob", 2, "unknown command /frob"),
-        ("/etc/hosts is a file", 2, "as a message: //etc/hosts ..."),
+        ("/etc/hosts is a file", 2, "to send it as a message, begin with //etc/hosts"),
         ("/save", 2, "file name"),
         ("/ratio", 2, "hint: /ratio 1/4"),
         ("/read", 2, "file name"),
@@ -692,10 +692,11 @@ def test_chat_errors(run: Run, tiny_chat: Path, line: str, code: int, said: str)
 
 
 def test_a_message_that_begins_with_a_slash(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
-    script = f"//etc/hosts is a file\n/save {tmp_path}/talk.json\n"
+    script = f"//etc/hosts is a file\n/ and more\n/save {tmp_path}/talk.json\n"
     assert run("chat", "-m", tiny_chat, "-n", 1, stdin=script).code == 0
     messages = json.loads((tmp_path / "talk.json").read_text())["messages"]
-    assert messages[0]["content"] == "/etc/hosts is a file"
+    asked = [m["content"] for m in messages if m["role"] == "user"]
+    assert asked == ["/etc/hosts is a file", "/ and more"]  # no command begins with "/ "
 
 
 def test_a_missing_pre_tokenizer_is_said_once(run: Run, demo_model: Path, tmp_path: Path) -> None:

@@ -116,8 +116,8 @@ def test_threads_that_wait_sleep_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(probe, "cores", lambda: 16)
-    assert native.waiting() == {"GOMP_SPINCOUNT": "1000"}
-    assert native.environment()["GOMP_SPINCOUNT"] == "1000"
+    assert native.waiting() == {"GOMP_SPINCOUNT": "4000"}
+    assert native.environment()["GOMP_SPINCOUNT"] == "4000"
     monkeypatch.setattr(probe, "cores", lambda: 17)
     assert native.waiting() == {}
     monkeypatch.setattr(probe, "cores", lambda: 2)
