@@ -32,7 +32,7 @@ void ggml_compute_forward_sparse_attn(const ggml_compute_params * params, ggml_t
 }
 
 void ggml_sparse_wait(void) {
-    constexpr unsigned N_SPIN = 1024; // between two offers: some 20 to 50 us, as long as threads wait for each other on an idle machine
+    constexpr unsigned N_SPIN = 1024; // between two offers; no other number was tried
     static thread_local unsigned n = 0;
     if (++n % N_SPIN != 0) {
         return;

@@ -113,7 +113,7 @@ def environment(stock: bool = False) -> dict[str, str]:
 
 
 SPINS = 4000
-_MOST_CORES = 16  # on which sleeping threads were thought through; measured on two
+_MOST_CORES = 16  # a guess: only two cores were measured
 
 
 def waiting() -> dict[str, str]:
@@ -121,10 +121,10 @@ def waiting() -> dict[str, str]:
 
     GNU's OpenMP lets them spin 300,000 times, several milliseconds, before they sleep. Beside
     another busy program they thus take the very core that the thread needs for which they wait.
-    With 4,000 spins, about a tenth of a millisecond, an idle machine is as fast, and one with as
-    many busy threads as cores reads prompts 1.5 times as fast (docs/measurements.md); with 1,000,
-    llama.cpp's own attention loses 8 % on an idle one. On machines of many cores, where waking all
-    threads takes longer, the system's own setting stays, as does one that the user has made.
+    With 4,000 spins an idle machine is as fast, and one with as many busy threads as cores reads
+    prompts 1.5 times as fast (docs/measurements.md); with 1,000, llama.cpp's own attention loses 8
+    % on an idle one. On machines of many cores, where waking all threads takes longer, the system's
+    own setting stays, as does one that the user has made.
     """
     from pyorch.native import probe
 
