@@ -44,7 +44,7 @@ def greedy(session: engine.Session, prompt: list[int] | str, n: int = 24) -> lis
 # ---- text ----
 
 
-@pytest.mark.parametrize("where", ["README.md", "docs/methods.md", "pyorch"])
+@pytest.mark.parametrize("where", ["docs/commands.md", "docs/methods.md", "pyorch"])
 def test_the_example_runs(
     tiny: Path, demo_model: Path, where: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -54,9 +54,8 @@ def test_the_example_runs(
     elif not paths.in_checkout():
         pytest.skip("the documents are not installed")
     else:
-        example, *_ = re.findall(  # in the README a client of `serve` follows
-            r"```python\n(.*?)```", (paths.REPOSITORY / where).read_text("utf-8"), re.DOTALL
-        )
+        text = (paths.REPOSITORY / where).read_text("utf-8")
+        (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     model = demo_model if where == "docs/methods.md" else tiny  # h2o needs a text with sense
     ours, n = re.subn(r'"[\w-]+\.gguf"', f"{str(model)!r}", example)
     ours = re.sub(r"n_ctx=\d+", "n_threads=1", ours)
