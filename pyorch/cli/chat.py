@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from pyorch.engine import Sampling
 
 HELP = """\
-/read FILE    put a text before the next message; it is kept, and not read a second time
+/read FILE    put a text before the next message, after those of earlier /read; it is kept, and
+              not read a second time
 /document F   a new conversation about what sparq-cpp read has read; alone: list them
 /stats        speed and attention of the last reply
 /ratio 1/4    sparse attention from the next reply on
