@@ -442,6 +442,21 @@ def test_layers_on_a_gpu(run: Callable[..., Any], tiny: Path, monkeypatch: Any) 
     assert result.code == 2 and "7 layers cannot go to a GPU" in result.err
 
 
+def test_a_document_in_other_types_is_refused(
+    run: Callable[..., Any], tiny: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """It was said to be used, and then every prompt was read."""
+    (text := tmp_path / "night.txt").write_text("It was a dark night. ")
+    done = run("read", text, "-m", tiny, "--plain", "-o", out := tmp_path / "night.kv")
+    assert done.code == 0, done.err
+    monkeypatch.setattr(native, "built", lambda **_: Path())
+    result = run("serve", "-m", tiny, "--port", 0, "--document", out, "-ctk", "q8_0")
+    assert (
+        result.code == 1 and "it has K and V in f16/f16, and the context in q8_0/f16" in result.err
+    )
+    assert "hint: --cache-type-k f16 --cache-type-v f16, as then" in result.err
+
+
 # ---- the real one ----
 
 
