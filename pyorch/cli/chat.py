@@ -215,6 +215,8 @@ def _history(keeps: bool) -> Callable[[], None]:
 
 def _run_command(chat: Chat, line: str) -> bool:
     """Run a `/command`. Returns False if it ends the chat."""
+    if "\0" in line:
+        raise SparqError("a command has bytes that are 0", "a pipe in UTF-8", exit_code=2)
     name, _, rest = line.partition(" ")
     rest = rest.strip()
     if name in ("/exit", "/quit"):
@@ -289,7 +291,9 @@ def _resume(name: str) -> list[dict[str, str]]:
     hint = "it takes a file written by /save"
     try:
         messages = json.loads(read_text(Path(name)))["messages"]
-        found = [{"role": str(m["role"]), "content": str(m["content"])} for m in messages]
+        found = [{"role": str(m["role"]), "content": m["content"]} for m in messages]
+        if not all(isinstance(m["content"], str) for m in found):  # of others, a list of parts
+            raise TypeError
     except OSError as e:
         raise SparqError(f"{name}: {e.strerror or e}", hint) from None
     except (ValueError, KeyError, TypeError):
