@@ -410,6 +410,12 @@ def test_a_stray_word(run: Callable[..., Any], tiny: Path) -> None:
     assert result.code == 2 and "no argument '8000'" in result.err and "--" in result.err
 
 
+def test_an_option_of_theirs_before_the_dashes(run: Callable[..., Any], tiny: Path) -> None:
+    result = run("serve", "-m", tiny, "--chat-template-file", "t.jinja")
+    assert result.code == 2 and "No such option '--chat-template-file'" in result.err
+    assert result.err.endswith("sparq-cpp serve ... -- --chat-template-file\n")
+
+
 def test_slots_count_for_the_memory(
     run: Callable[..., Any], tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
