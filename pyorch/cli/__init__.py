@@ -108,6 +108,8 @@ def run(command: click.Command, prog_name: str | None = None) -> NoReturn:
             hint = f"{error.ctx.command_path} --help"
             if getattr(getattr(error, "param", None), "name", "") == "model":
                 hint = "a file, hf:org/repo, or a name that `sparq-cpp models` lists"
+            if isinstance(error, click.NoSuchOption) and error.ctx.info_name == "serve":
+                hint += f"; if it is llama-server's: sparq-cpp serve ... -- {error.option_name}"
             fail(error.format_message(), hint, 2)
         fail(error.format_message(), "", error.exit_code)
     except (KeyboardInterrupt, click.Abort):

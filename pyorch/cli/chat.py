@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from pyorch.engine import Sampling
 
 HELP = """\
-/read FILE    put a text before the next message; it is kept, and not read a second time
+/read FILE    put a text before the next message, after those of earlier /read; it is kept, and
+              not read a second time
 /document F   a new conversation about what sparq-cpp read has read; alone: list them
 /stats        speed and attention of the last reply
 /ratio 1/4    sparse attention from the next reply on
@@ -214,6 +215,8 @@ def _history(keeps: bool) -> Callable[[], None]:
 
 def _run_command(chat: Chat, line: str) -> bool:
     """Run a `/command`. Returns False if it ends the chat."""
+    if "\0" in line:
+        raise SparqError("a command has bytes that are 0", "a pipe in UTF-8", exit_code=2)
     name, _, rest = line.partition(" ")
     rest = rest.strip()
     if name in ("/exit", "/quit"):
@@ -288,7 +291,9 @@ def _resume(name: str) -> list[dict[str, str]]:
     hint = "it takes a file written by /save"
     try:
         messages = json.loads(read_text(Path(name)))["messages"]
-        found = [{"role": str(m["role"]), "content": str(m["content"])} for m in messages]
+        found = [{"role": str(m["role"]), "content": m["content"]} for m in messages]
+        if not all(isinstance(m["content"], str) for m in found):  # of others, a list of parts
+            raise TypeError
     except OSError as e:
         raise SparqError(f"{name}: {e.strerror or e}", hint) from None
     except (ValueError, KeyError, TypeError):

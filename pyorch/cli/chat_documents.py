@@ -106,7 +106,8 @@ def choose(chat: Chat, name: str) -> None:
 
 
 def read(chat: Chat, path: Path) -> None:
-    """`/read`: put a text before the next message. What was read before is opened."""
+    """`/read`: put a text before the next message, after those that are there already. What was
+    read before is opened."""
     from pyorch import engine
     from pyorch.engine import document_file
 
@@ -114,13 +115,17 @@ def read(chat: Chat, path: Path) -> None:
         text = read_text(path)
     except OSError as e:
         raise SparqError(f"{path}: {e.strerror or e}", "/read FILE") from None
-    n = len(engine.tokenize(chat.session, text, add_special=False))
-    chat.check_room(str(path), n)
+    n, n_before = (
+        len(engine.tokenize(chat.session, t, add_special=False)) for t in (text, chat.text)
+    )
+    chat.check_room(f"{path} with what comes before it" if chat.text else str(path), n_before + n)
     system = next((m["content"] for m in chat.messages if m["role"] == "system"), "")
     reading = engine.Reading(path.name, text, "chat", system)
-    chat.text, chat.keep = reading.opening, None
+    is_first, chat.text = not chat.text, chat.text + reading.opening
     said = f"{path}: {n} tokens, before your next message"
-    if n >= WORTH_KEEPING and all(m["role"] == "system" for m in chat.messages):
+    if not is_first:
+        said += " and after what was read for it"
+    elif n >= WORTH_KEEPING and all(m["role"] == "system" for m in chat.messages):
         with suppress(SparqError):  # a cache that cannot be kept, or a damaged file: it is read
             kept = engine.kept_path(chat.session, reading, chat.template)
             chat.keep = kept, reading

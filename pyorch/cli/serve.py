@@ -312,7 +312,7 @@ def _serve(served: Served, more: Sequence[str]) -> None:
     file = read_gguf(served.path)
     settings = checked(file, **served.options)
     for document in served.documents:
-        check_model(document, file, settings.rope, settings.n_ctx)
+        check_model(document, file, settings.rope, settings.n_ctx, settings.types)
     spec = settings.attention or AttentionSpec("off")
     place = placement(served.load)
     if place["n_gpu_layers"] and not place["workers"]:

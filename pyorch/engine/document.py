@@ -28,6 +28,7 @@ from pyorch.engine.model import Model, Session
 from pyorch.engine.settings import Rope
 from pyorch.engine.text import tokenize
 from pyorch.errors import SparqError
+from pyorch.ggml import TensorType
 from pyorch.models.content import content_hash
 from pyorch.models.gguf_file import GGUFFile
 from pyorch.models.new_file import check_space, new_file
@@ -168,7 +169,7 @@ def open_document(session: Session, of: Document) -> int:
             the file is damaged. The session holds what it held then, or nothing if the file
             cannot be read to its end.
     """
-    check_model(of, session.model.file, session.rope, session.n_ctx)
+    check_model(of, session.model.file, session.rope, session.n_ctx, session.types)
     tokens, _ = document_file.content(of)
     rewind(session, 0)
     try:
@@ -307,8 +308,11 @@ def _continued(session: Session, partial: Path, fd: int, header: Header) -> int:
     return found.n_read
 
 
-def check_model(of: Document, file: GGUFFile, rope: Rope, n_ctx: int) -> None:
-    """Refuse a document in a context of another model, with other rotations, or too short.
+def check_model(
+    of: Document, file: GGUFFile, rope: Rope, n_ctx: int, types: tuple[TensorType, TensorType]
+) -> None:
+    """Refuse a document in a context of another model, with other rotations or other types of K and
+    V, or too short.
 
     Raises:
         SparqError: it is one.
@@ -321,6 +325,12 @@ def check_model(of: Document, file: GGUFFile, rope: Rope, n_ctx: int) -> None:
     if of.rope != _rotations(file, rope, n_ctx):
         said = of.rope or "the model's own"
         raise SparqError(f"{of.path}: read with other rotations: {said}", "--rope-* as then")
+    if of.types != (names := (types[0].name, types[1].name)):
+        type_k, type_v = of.types
+        raise SparqError(
+            f"{of.path}: it has K and V in {type_k}/{type_v}, and the context in {'/'.join(names)}",
+            f"--cache-type-k {type_k} --cache-type-v {type_v}, as then",
+        )
     if of.n_tokens > n_ctx:
         raise SparqError(
             f"{of.path} has {of.n_tokens} tokens, but the context has {n_ctx} positions",

@@ -9,27 +9,38 @@ from pathlib import Path
 import numpy as np
 
 from pyorch.errors import SparqError
+from pyorch.progress import say
+from pyorch.text import printable
 from pyorch.text_file import read_text
+
+SHOWN = 5  # names of what a folder holds and is left out
 
 
 def read_texts(names: Sequence[Path]) -> list[str]:
-    """Read books: each name is a file, or a folder of *.txt. Project Gutenberg's frame is cut off.
+    """Read books: each name is a file, or a folder of *.txt, of which it is said what else it
+    holds. Project Gutenberg's frame is cut off.
 
     Raises:
         SparqError: there is nothing to read, or nothing in a file.
     """
-    files: list[Path] = []
-    for name in names:
-        files += sorted(name.glob("*.txt")) if name.is_dir() else [name]
-    if not files:
-        raise SparqError(f"no *.txt in {', '.join(map(str, names))}", "--text FILE or DIR")
     try:
+        files = [file for name in names for file in (_in(name) if name.is_dir() else [name])]
+        if not files:
+            raise SparqError(f"no *.txt in {', '.join(map(str, names))}", "--text FILE or DIR")
         texts = [_body(read_text(f)) for f in files]
     except OSError as e:
         raise SparqError(f"{e.filename}: {e.strerror or e}", "--text FILE or DIR") from None
     if empty := [f for f, text in zip(files, texts, strict=True) if not text]:
         raise SparqError(f"{empty[0]}: there is no text in it", "--text FILE or DIR")
     return texts
+
+
+def _in(folder: Path) -> list[Path]:
+    found = sorted(folder.iterdir())
+    if left := [printable(path.name) for path in found if path.suffix != ".txt"]:
+        some = ", ".join(left[:SHOWN]) + ", ..." * (len(left) > SHOWN)
+        say(f"{printable(folder)}: {len(left)} left out (not *.txt): {some}")
+    return [path for path in found if path.suffix == ".txt"]
 
 
 def _body(text: str) -> str:

@@ -682,6 +682,7 @@ def test_what_was_read_outlives_a_reply_that_fails(
         ("/ratio", 2, "hint: /ratio 1/4"),
         ("/read", 2, "file name"),
         ("/read /none", 1, "/none: No such file"),
+        ("/read a\0b", 2, "a command has bytes that are 0"),
         ("/save /none/x.json", 2, "there is no folder /none"),
         (LONG * 3, 1, "context has 4096"),
     ],
@@ -711,7 +712,8 @@ def test_a_missing_pre_tokenizer_is_said_once(run: Run, demo_model: Path, tmp_pa
 
 def test_chat_resume_errors(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad.json"
-    for content in ("{", "[]", '{"messages": [1]}'):
+    parts = '{"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}'
+    for content in ("{", "[]", '{"messages": [1]}', parts):
         bad.write_text(content)
         result = run("chat", "-m", tiny_chat, "--resume", bad)
         assert result.code == 1 and "not a saved conversation" in result.err

@@ -201,6 +201,24 @@ def test_read_is_kept(
     assert "read before" not in run(*ask, stdin=f"hello\n{script}").err
 
 
+def test_texts_before_a_message_follow_each_other(
+    run: Run, tiny_chat: Path, text: Path, tmp_path: Path
+) -> None:
+    """The second `/read` took the place of the first, and of a document, without a word."""
+    (other := tmp_path / "other.txt").write_text("and another")
+    assert run("read", text, "-m", tiny_chat, "-o", tmp_path / "story.kv").code == 0
+    ask, talk = ("chat", "-m", tiny_chat, "-n", 1, "-c", 4096), tmp_path / "talk.json"
+    for begun, script in (((), f"/read {text}\n"), (("--document", tmp_path / "story.kv"), "")):
+        done = run(*ask, *begun, stdin=f"{script}/read {other}\nwho?\n/save {talk}\n")
+        assert done.code == 0 and "after what was read for it" in done.err, done.err
+        said = json.loads(talk.read_text())["messages"][0]["content"]
+        assert said == f"{TEXT}\n\nand another\n\nwho?"
+    assert len(document_file.known(paths.kept_texts())) == 1  # the first, as ever
+    script = f"/read {text}\n" * 3
+    done = run(*ask, stdin=script)
+    assert done.code == 1 and "story.txt with what comes before it has 5" in done.err
+
+
 def test_a_saved_conversation_goes_on_at_once(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
     ask = ("chat", "-m", tiny_chat, "-n", 6, "--temp", 0, "-c", 4096, "--json")
     file = tmp_path / "my talk.json"

@@ -410,6 +410,12 @@ def test_a_stray_word(run: Callable[..., Any], tiny: Path) -> None:
     assert result.code == 2 and "no argument '8000'" in result.err and "--" in result.err
 
 
+def test_an_option_of_theirs_before_the_dashes(run: Callable[..., Any], tiny: Path) -> None:
+    result = run("serve", "-m", tiny, "--chat-template-file", "t.jinja")
+    assert result.code == 2 and "No such option '--chat-template-file'" in result.err
+    assert result.err.endswith("sparq-cpp serve ... -- --chat-template-file\n")
+
+
 def test_slots_count_for_the_memory(
     run: Callable[..., Any], tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -440,6 +446,21 @@ def test_layers_on_a_gpu(run: Callable[..., Any], tiny: Path, monkeypatch: Any) 
     monkeypatch.setattr(native, "built", lambda **_: Path())
     result = run("serve", "-m", tiny, "--port", "0", "-ngl", "7")
     assert result.code == 2 and "7 layers cannot go to a GPU" in result.err
+
+
+def test_a_document_in_other_types_is_refused(
+    run: Callable[..., Any], tiny: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """It was said to be used, and then every prompt was read."""
+    (text := tmp_path / "night.txt").write_text("It was a dark night. ")
+    done = run("read", text, "-m", tiny, "--plain", "-o", out := tmp_path / "night.kv")
+    assert done.code == 0, done.err
+    monkeypatch.setattr(native, "built", lambda **_: Path())
+    result = run("serve", "-m", tiny, "--port", 0, "--document", out, "-ctk", "q8_0")
+    assert (
+        result.code == 1 and "it has K and V in f16/f16, and the context in q8_0/f16" in result.err
+    )
+    assert "hint: --cache-type-k f16 --cache-type-v f16, as then" in result.err
 
 
 # ---- the real one ----

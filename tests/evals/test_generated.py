@@ -217,11 +217,17 @@ def test_chat_puts_prompts_through_the_template(tiny_chat: Path, tiny: Path, boo
         Setup(s, 256, chat=True)
 
 
-def test_read_texts_cuts_what_is_not_the_book(book: Path, tmp_path: Path) -> None:
+def test_read_texts_cuts_what_is_not_the_book(
+    book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (body,) = read_texts([book.parent])
     assert "Licence" not in body and "More" not in body and len(body) > 5000
     (tmp_path / "old.txt").write_bytes(b"caf\xe9\r\nau lait")
     assert read_texts([tmp_path / "old.txt"]) == ["café\nau lait"]
+    for name in ("a.md", "deeper"):
+        (tmp_path / name).mkdir()
+    assert read_texts([tmp_path]) == ["café\nau lait"]
+    assert f"{tmp_path}: 2 left out (not *.txt): a.md, deeper\n" in capsys.readouterr().err
     with pytest.raises(SparqError, match=r"no \*\.txt"):
         read_texts([tmp_path / "x"][:0])
     with pytest.raises(SparqError, match="No such file"):
