@@ -344,7 +344,7 @@ def _serve(served: Served, more: Sequence[str]) -> None:
             page = ", and its web page at /" if (program.parent / web_page.NAME).is_file() else ""
             if served.documents:
                 n_read = served_documents.n_usable(served.documents, host, served.port, served.keys)
-                note(f"documents: {n_read} tokens that are not read again")
+                note(f"documents: {n_read} tokens were read before")
             note(f"http://{url}:{served.port}/v1 is ready{page}; Ctrl-C ends it")
             child.wait_end()
     if child.was_late:

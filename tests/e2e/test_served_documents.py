@@ -119,7 +119,7 @@ def test_serve(tools: Path, dated: Path, tmp_path: Path) -> None:
             while " is ready" not in said:
                 said += (got := process.stderr.readline())
                 assert got, said
-            assert f"documents: {document.n_tokens} tokens that are not read again" in said
+            assert f"documents: {document.n_tokens} tokens were read before" in said
             url = re.findall(r"^(http://\S+)/v1 is ready", said, re.M)[0]
             asked = {"messages": engine.reading_of(document).messages("who?"), "max_tokens": 2}
             reply = ask(f"{url}/v1/chat/completions", asked)
