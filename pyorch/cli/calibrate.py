@@ -12,9 +12,9 @@ from pyorch import paths
 from pyorch.attention import saved
 from pyorch.attention.spec import DEFAULT_RATIO, SHADOWS, AttentionSpec, ratio_text
 from pyorch.cli import options as opt
-from pyorch.cli.groups import option, renamed, takes
+from pyorch.cli.groups import option, takes
 from pyorch.cli.loading import model_path, open_session, ready, session_options
-from pyorch.cli.terminal import note, print_json
+from pyorch.cli.terminal import note
 from pyorch.cli.types import File, Name, Number, Ratio
 from pyorch.errors import SparqError
 from pyorch.ggml import MAX_SEQUENCES
@@ -39,7 +39,6 @@ class SearchContext(opt.ContextOptions):
 class SearchOptions:
     """The settings of a search, and its text."""
 
-    numa: str | None = opt.numa_option()
     ratio: float = option(
         "--ratio",
         type=Ratio(),
@@ -47,7 +46,7 @@ class SearchOptions:
         help="Share of dense attention's bytes.  [default: 1/8]",
     )
     shadow: str = option(
-        "--attn-shadow",
+        "--shadow",
         type=Name(*SHADOWS),
         default="q4",
         help="Type of the transposed K.  [default: q4]",
@@ -65,31 +64,19 @@ class SearchOptions:
         type=Number(int, 1, 10_000),
         help="Tokens per context.  [default: 64 below 30 MB, 8 below 2 GB, else 16]",
     )
-    seed: int = option(
-        "--seed",
-        type=Number(int, 0),
-        default=1,
-        show_default=True,
-        help="Seed of the choice of contexts.",
-    )
 
 
 @click.command()
 @opt.model_options
 @takes(context=SearchContext)
-@opt.cache_options
 @takes(wanted=SearchOptions)
-@renamed("--shadow-type", "--attn-shadow")
 @click.option("--show", is_flag=True, help="Show the result of an earlier run.")
-@opt.json_option
 @opt.verbose_option
 def command(
     model: opt.ModelOptions,
     context: SearchContext,
-    cache: opt.CacheOptions,
     wanted: SearchOptions,
     show: bool,
-    as_json: bool,
 ) -> None:
     """Measure which k and rank each layer needs, and keep the result.
 
@@ -107,7 +94,7 @@ def command(
 
         source = Path(wanted.text or paths.data("models") / "demo" / "document.txt")
         text, n_pos = search.joined([source]), context.ctx or N_CTX
-        context, load = replace(context, ctx=n_pos), opt.LoadOptions(cache=cache, numa=wanted.numa)
+        context, load = replace(context, ctx=n_pos), opt.LoadOptions()
         path = ready(model.model, model.yes, session_options(None, context, load))
         named = replace(model, model=str(path))
         n_contexts, n_tokens = sizes(path)
@@ -121,15 +108,10 @@ def command(
                 n_pos=n_pos,
                 n_contexts=n_contexts,
                 n_tokens=n_tokens,
-                seed=wanted.seed,
                 bar=partial(progress_bar, off_terminal=say),
             )
         note(f"kept in {saved.save(path, result)}", "dim")
-    result = saved.find(path, wanted.ratio, wanted.shadow)
-    if as_json:
-        print_json(result)
-    else:
-        _print(result)
+    _print(saved.find(path, wanted.ratio, wanted.shadow))
 
 
 def sizes(path: Path) -> tuple[int, int]:

@@ -12,13 +12,7 @@ import click
 from pyorch import native, paths
 from pyorch.attention.spec import AttentionSpec
 from pyorch.cli.loading import model_path, open_session
-from pyorch.cli.options import (
-    ContextOptions,
-    LoadOptions,
-    ModelOptions,
-    json_option,
-    verbose_option,
-)
+from pyorch.cli.options import ContextOptions, LoadOptions, ModelOptions, json_option
 from pyorch.cli.summary import Summary, summary_of
 from pyorch.cli.terminal import note, note_if_busy, print_json
 from pyorch.cli.types import THREADS, Number, Ratio
@@ -63,7 +57,6 @@ CUE_WORDS = 24  # words of the passage that the toy is given
 @click.option("--toy", is_flag=True, help="Use the bundled toy model, which needs no download.")
 @click.option("--yes", is_flag=True, help="Download the model without asking.")
 @json_option
-@verbose_option
 def command(
     tokens: int | None, ratio: float, threads: int | None, toy: bool, yes: bool, as_json: bool
 ) -> None:

@@ -52,7 +52,6 @@ class Machines(opt.WorkerOptions):
 @opt.model_options
 @takes(context=WholeContext)
 @takes(elsewhere=Machines)
-@opt.rope_options
 @opt.cache_options
 @opt.attention_options
 @click.option("--prompts", is_flag=True, help="Measure for seconds how fast prompts are read here.")
@@ -61,7 +60,6 @@ def command(
     model: opt.ModelOptions,
     context: WholeContext,
     elsewhere: Machines,
-    rope: opt.RopeOptions,
     cache: opt.CacheOptions,
     attention: opt.AttentionOptions,
     prompts: bool,
@@ -88,7 +86,7 @@ def command(
         if card := card_of(path):  # the file may call itself otherwise
             geo = replace(geo, name=card.title)
     check_against_model(spec, geo.head_dim_k, geo.n_layer)
-    n_pos = engine.checked_ctx(geo, context.ctx or geo.n_ctx_train or 4096, rope.settings())
+    n_pos = context.ctx or geo.n_ctx_train or 4096
     note_if_beyond(n_pos, geo.n_ctx_train)
     types = engine.cache_type(cache.cache_type_k), engine.cache_type(cache.cache_type_v)
     layers = cost.layer_costs(geo, spec, n_pos, *(t.bytes_per_element for t in types))

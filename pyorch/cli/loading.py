@@ -64,11 +64,11 @@ def model_path(name: str, yes: bool = False, before: Callable[[], None] | None =
     return fetch_model(model).path
 
 
-def fetch_model(model: Model, quiet: bool = False) -> Model:
+def fetch_model(model: Model) -> Model:
     """Download and check a model, with bars on a terminal only."""
     from pyorch.models import pull
 
-    return pull.bring(model, note, quiet)
+    return pull.bring(model, note)
 
 
 def ready(

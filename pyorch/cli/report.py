@@ -6,15 +6,12 @@ from pathlib import Path
 
 import click
 
-from pyorch.cli.groups import renamed
 from pyorch.cli.terminal import note
 from pyorch.cli.types import File
 from pyorch.errors import SparqError
 
 
 @click.command()
-@renamed("-o", "--out FILE")
-@renamed("--output", "--out FILE")
 @click.option(
     "--out",
     type=File(),

@@ -21,7 +21,7 @@ from pyorch.attention.bytes import cache_bytes, layer_costs, shadow_bytes
 from pyorch.attention.spec import AttentionSpec
 from pyorch.cli import listen, served_documents, supervise
 from pyorch.cli import options as opt
-from pyorch.cli.groups import group, option, renamed, takes
+from pyorch.cli.groups import option, takes
 from pyorch.cli.loading import (
     check_limited,
     fit,
@@ -86,8 +86,9 @@ _OURS = {
     "--no-repack": "-nr --no-repack --repack",
     "--cache-type-k": "-ctk --cache-type-k",
     "--cache-type-v": "-ctv --cache-type-v",
-    "the same option before --": "--rope-scaling --rope-scale --rope-freq-base --rope-freq-scale"
-    " --yarn-orig-ctx --yarn-ext-factor --yarn-attn-factor --yarn-beta-fast --yarn-beta-slow",
+    "--rope-scaling": "--rope-scaling",
+    "--rope-scale": "--rope-scale --rope-freq-scale",
+    "--yarn-orig-ctx": "--yarn-orig-ctx",
 }
 _OURS_OF = {name: ours for ours, names in _OURS.items() for name in names.split()}
 _ONE_OF_A_MODEL = re.compile(r"--(embd|fim|gpt-oss|vision)-.*-(default|spec)")  # and of its port
@@ -126,16 +127,9 @@ class ServerOptions:
     )
 
 
-server_options = group(
-    takes(server=ServerOptions),
-    # the arguments of a process are shown to everybody on the machine
-    renamed("--api-key", "--api-key-file FILE"),
-)
-
-
 @click.command()
 @opt.model_options
-@server_options
+@takes(server=ServerOptions)
 @opt.document_option
 @opt.context_options
 @opt.load_options
@@ -415,10 +409,9 @@ def _arguments(
         "--cache-ram": 0 if adapted else _prompt_cache(file, settings),
         "--verbosity": 4,  # our library says what ran sparse at this level
     }
-    names = {"scaling": "rope-scaling", "freq_base": "rope-freq-base"}
-    names["freq_scale"] = "rope-freq-scale"
-    for name, value in settings.rope.given.items():
-        values[f"--{names.get(name, name).replace('_', '-')}"] = value
+    names = {"scaling": "--rope-scaling", "freq_scale": "--rope-freq-scale"}
+    names["yarn_orig_ctx"] = "--yarn-orig-ctx"
+    values |= {names[name]: value for name, value in settings.rope.given.items()}
     if served.load.numa:
         values["--numa"] = served.load.numa
     if served.load.n_gpu_layers is not None:

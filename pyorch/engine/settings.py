@@ -221,7 +221,7 @@ def checked(
     if kv_memory is not None and (spec is None or spec.method == "off"):
         raise SparqError(
             "a limit of the memory of documents needs attention of ours",
-            "--ratio 1/8, or --attn-method dense, which reads everything",
+            "--ratio 1/8, or -a dense, which reads everything",
             exit_code=2,
         )
     n_threads = min(n_threads or usable_cores(), MAX_THREADS)

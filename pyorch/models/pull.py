@@ -344,12 +344,8 @@ def _no_choice(spec: Spec, files: Mapping[str, HubFile], chosen: list[list[str]]
     )
 
 
-def bring(model: Model, say: Say = silent, quiet: bool = False) -> Model:
-    """Call `download` and `check`, with progress bars on a terminal unless `quiet` is set."""
-    if quiet:
-        model = download(model)
-        check(model)
-        return model
+def bring(model: Model, say: Say = silent) -> Model:
+    """Call `download` and `check`, with progress bars on a terminal."""
     with progress_bar("downloading", of="bytes") as progress:
         model = download(model, progress, say)
     with progress_bar("checking", of="bytes") as progress:

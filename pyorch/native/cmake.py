@@ -85,7 +85,7 @@ def toolchain(options: Options) -> Toolchain:
     found = probe.probe(compiler, native=not options.portable)
     toolkit, why = cuda.toolkit(compiler) if options.cuda else (None, "")
     if why:
-        raise SparqError(f"CUDA cannot be used: {why}", "for the CPU alone: sparq-cpp build --cpu")
+        raise SparqError(f"CUDA cannot be used: {why}", "for the CPU alone: SPARQ_CUDA=0")
     return Toolchain(compiler, found, toolkit)
 
 
