@@ -3,6 +3,7 @@ server answers, and say how one ended."""
 
 from __future__ import annotations
 
+import io
 import re
 import signal
 import subprocess
@@ -71,10 +72,10 @@ def running(argv: Argv, grace_s: float = GRACE_S, **how: Any) -> Iterator[subpro
 def lines(stream: IO[bytes] | None) -> Iterator[str]:
     """Yield the lines of a process as they come. A carriage return ends one, too: a bar of progress
     has no other."""
-    assert stream is not None, "it is not a pipe"
+    assert isinstance(stream, io.BufferedReader), "it is not a pipe"
     rest = b""
-    while block := stream.read1(1 << 16):  # type: ignore[attr-defined]  # of a buffered pipe
-        *whole, rest = re.split(rb"[\r\n]+", rest + block)
+    while block := stream.read1(1 << 16):
+        *whole, rest = re.split(rb"\r?\n|\r", rest + block)
         yield from (line.decode("utf-8", errors="replace") for line in whole)
     if rest:
         yield rest.decode("utf-8", errors="replace")

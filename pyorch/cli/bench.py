@@ -260,13 +260,13 @@ def command(ctx: click.Context, wanted: Wanted) -> None:
 def _speed(wanted: Wanted) -> None:
     from pyorch.bench import output, records, speed
     from pyorch.bench.plan import room_for
-    from pyorch.engine.settings import checked_ctx
+    from pyorch.engine.settings import context_size
 
     rope, plan = wanted.rope.settings(), wanted.plan()
     most = room_for(max(plan.n_depth), max(*plan.n_prompt, *plan.n_gen))
     for model in plan.models:
         geo = geometry(read_gguf(model))
-        note_if_beyond(checked_ctx(geo, most, rope), geo.n_ctx_train)
+        note_if_beyond(context_size(geo, most, rope), geo.n_ctx_train)
     file = wanted.file("speed.jsonl")
     _agree_to_write(plan, wanted.yes)
     with progress_bar("bench") as progress:

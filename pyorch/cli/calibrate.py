@@ -13,12 +13,11 @@ from pyorch.attention import saved
 from pyorch.attention.spec import DEFAULT_RATIO, SHADOWS, AttentionSpec, ratio_text
 from pyorch.cli import options as opt
 from pyorch.cli.groups import option, takes
-from pyorch.cli.loading import model_path, open_session, ready, session_options
+from pyorch.cli.loading import model_path, open_session, prepare, session_options
 from pyorch.cli.terminal import note
 from pyorch.cli.types import File, Name, Number, Ratio
 from pyorch.errors import SparqError
 from pyorch.ggml import MAX_SEQUENCES
-from pyorch.models.gguf_file import read_gguf
 from pyorch.progress import progress_bar, say
 
 WIDTH = 40  # characters of the widest bar
@@ -95,9 +94,9 @@ def command(
         source = Path(wanted.text or paths.data("models") / "demo" / "document.txt")
         text, n_pos = search.joined([source]), context.ctx or N_CTX
         context, load = replace(context, ctx=n_pos), opt.LoadOptions()
-        path = ready(model.model, model.yes, session_options(None, context, load))
+        file, _ = prepare(model.model, model.yes, session_options(None, context, load))
+        path, (n_contexts, n_tokens) = file.path, sizes(file.n_bytes)
         named = replace(model, model=str(path))
-        n_contexts, n_tokens = sizes(path)
         n_contexts, n_tokens = wanted.contexts or n_contexts, wanted.tokens or n_tokens
         with open_session(named, None, context, load, n_contexts) as session:
             result = search.run(
@@ -114,13 +113,12 @@ def command(
     _print(saved.find(path, wanted.ratio, wanted.shadow))
 
 
-def sizes(path: Path) -> tuple[int, int]:
+def sizes(n_bytes: int) -> tuple[int, int]:
     """The numbers of contexts and of tokens in each, with which a model of this size takes minutes.
 
     The size decides, not a clock, so that an interrupted run continues with the same numbers.
     """
-    size = read_gguf(path).n_bytes
-    return next((contexts, tokens) for most, contexts, tokens in SIZES if size < most)
+    return next((contexts, tokens) for most, contexts, tokens in SIZES if n_bytes < most)
 
 
 def _print(result: saved.Result) -> None:

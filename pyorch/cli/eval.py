@@ -14,12 +14,11 @@ from pyorch.attention import line
 from pyorch.attention.spec import BOUNDS, EXACT, AttentionSpec
 from pyorch.cli import options as opt
 from pyorch.cli.groups import on_the_line, option, several, takes
-from pyorch.cli.loading import placement, ready
+from pyorch.cli.loading import placement, prepare
 from pyorch.cli.terminal import note, note_if_beyond, note_if_busy
 from pyorch.cli.types import SOME_POSITIONS, THREADS, File, Name, Number, NumberOr, Ratio
 from pyorch.errors import SparqError
 from pyorch.models.geometry import geometry
-from pyorch.models.gguf_file import read_gguf
 from pyorch.progress import progress_bar, say
 
 if TYPE_CHECKING:
@@ -190,14 +189,15 @@ def run(
     context: SessionOptions = {"n_ctx": wanted.ctx, "n_threads": wanted.threads}
     context |= {"type_k": plan.type_k, "type_v": plan.type_v, "rope": plan.rope}
     context["n_away"] = plan.n_away
-    model = ready(name, wanted.yes, context)
+    file, _ = prepare(name, wanted.yes, context)
+    model = file.path
     plan = replace(plan, model=model, placement=placement(load))
     if document:
         tokens, _ = document_file.content(document)
         plan = replace(plan, document=document, setup={**plan.setup, "document": tokens})
     folder = Path(out or Path("sparq-eval") / model.stem)
     note_if_busy()
-    note_if_beyond(wanted.ctx, geometry(read_gguf(model)).n_ctx_train)
+    note_if_beyond(wanted.ctx, geometry(file).n_ctx_train)
     with (
         progress_bar("making the examples") as making,
         progress_bar("eval", off_terminal=say) as progress,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from pyorch.cli.loading import ready
+from pyorch.cli.loading import find_model
 from pyorch.cli.terminal import note
 from pyorch.cli.types import THREADS, File
 from pyorch.progress import progress_bar
@@ -56,13 +56,15 @@ def command(
     IN is a GGUF file (the first part of a split model) or a model on the hub, named as in
     `sparq-cpp pull`. OUT appears when it is complete.
     """
+    from pyorch import native
     from pyorch.engine import usable_cores
     from pyorch.models.new_file import check_target
     from pyorch.models.quantize import quantize
     from pyorch.text import human_bytes
 
     check_target(Path(output), force)
-    source = ready(model, yes)
+    source = find_model(model, yes).path
+    native.built()
     with progress_bar("quantising") as progress:
         result = quantize(
             source,

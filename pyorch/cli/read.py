@@ -15,7 +15,7 @@ from pyorch.attention.bytes import CELLS
 from pyorch.attention.spec import parse_spec
 from pyorch.cli import options as opt
 from pyorch.cli import streams
-from pyorch.cli.loading import note_if_weights_exceed, placement, ready, session_options
+from pyorch.cli.loading import note_if_weights_exceed, placement, prepare, session_options
 from pyorch.cli.templates import TemplateOptions, note_system, template_options
 from pyorch.cli.terminal import note, print_json
 from pyorch.cli.types import THREADS, File, Text
@@ -95,8 +95,8 @@ def command(
     check_target(path, force)
     attention = parse_spec("sparq" if spec is None else spec)
     options = session_options(attention, opt.ContextOptions(threads=threads), load)
-    file = ready(model.model, model.yes, options)
-    note_if_weights_exceed(file, options, load)
+    file, settings = prepare(model.model, model.yes, options)
+    note_if_weights_exceed(file, settings, load)
     with (
         progress_bar("loading the model") as progress,
         engine.load_model(file, progress=progress, **placement(load)) as loaded,
