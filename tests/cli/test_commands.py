@@ -28,9 +28,13 @@ import tiny as tiny_of
 from tiny_gguf import write_tiny_gguf
 
 from pyorch import progress
+from pyorch.cli.lengths import prompt_operations
 from pyorch.engine import library, loading
 from pyorch.engine.sparse import AttentionInfo
 from pyorch.models import cards, memory
+from pyorch.models.geometry import geometry
+from pyorch.models.gguf_file import read_gguf
+from pyorch.models.layers import Windows
 
 if TYPE_CHECKING:
     from conftest import Run
@@ -417,6 +421,13 @@ def test_explain_json(run: Run, tiny: Path) -> None:
     assert r["bandwidth"] > 1e8
     whole = r["weight_bytes_per_token"]
     assert r["speedup_token"] == pytest.approx((whole + (2 << 20)) / (whole + (256 << 10) + ranges))
+
+
+def test_a_token_of_a_prompt_sees_itself_and_those_before_it(tiny: Path) -> None:
+    geo = replace(geometry(read_gguf(tiny)), windows=Windows((64, 0)), n_params=0)  # no weights
+    row = 2 * geo.n_head[0] * (geo.head_dim_k + geo.head_dim_v)
+    wanted = sum(row * min(i, window or i) for window in (64, 0) for i in range(1, 301))
+    assert prompt_operations(geo, 300) == pytest.approx(wanted, rel=0.01)
 
 
 def test_explain_says_which_lengths_fit(
