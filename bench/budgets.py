@@ -35,6 +35,7 @@ from pyorch.calibrate.meter import Meter, contexts
 from pyorch.cli import run as run_command
 from pyorch.cli.types import Number
 from pyorch.evals import stats, texts
+from pyorch.models.content import content_hash
 from pyorch.progress import progress_bar
 from pyorch.table import markdown as table
 
@@ -105,7 +106,7 @@ def run(
     found_texts = texts.read_texts(books)
     other = search.joined([calibrate_text])
     case = Case(
-        model=saved.model_hash(model),
+        model=content_hash(model),
         text=_hash("\0".join(found_texts)),
         calibrate_text=_hash(other),
         ratio=0,

@@ -22,7 +22,9 @@ FILE = "speed.jsonl"
 
 
 WEIGHTS = "q8_0"
-NEEDS = "sparq-cpp bench -d 4096-131072*2 -n 10 -r 3 --ratio 1/8 --attn-shadow f16,q4"
+NEEDS = (
+    "sparq-cpp bench -d 4096-131072*2 -n 10 -r 3 -a sparq,ratio=1/8 -a sparq,ratio=1/8,shadow=f16"
+)
 
 
 def published() -> list[tuple[float, float]]:

@@ -1,14 +1,25 @@
-"""Processes that we start: how one ended, in words, and how to end one for certain."""
+"""Processes that we start: run one for its output, read its lines, end it for certain, wait until a
+server answers, and say how one ended."""
 
 from __future__ import annotations
 
+import io
+import re
 import signal
 import subprocess
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
 
 # what to do about a process that the CPU or llama.cpp itself ended
 HINT = "sparq-cpp doctor tries the library on this machine: report what it says"
 GRACE_S = 10.0  # a process that was asked to end and still runs after this time is killed
+POLL_S = 0.1
+
+Argv = Sequence[str | Path]
+Done = subprocess.CompletedProcess[str]
 
 
 def ended(code: int) -> str:
@@ -21,6 +32,75 @@ def ended(code: int) -> str:
     except ValueError:
         return f"was ended by signal {-code}"
     return f"was ended by {name} ({'out of memory?' if code == -signal.SIGKILL else said})"
+
+
+def reason(done: Done) -> str:
+    """Why a program failed, in one line: the last error of pip's, else the last line that the
+    program wrote, else how it ended."""
+    lines = done.stderr.strip().splitlines() or (done.stdout or "").strip().splitlines()
+    errors = [line for line in lines if line.startswith("ERROR:")]
+    last = (errors or lines or [f"it {ended(done.returncode)}"])[-1]
+    return last.removeprefix("ERROR:").strip()
+
+
+def run(
+    argv: Argv, *, env: Mapping[str, str] | None = None, timeout: float | None = None, **how: Any
+) -> Done:
+    """Run a program to its end, without input; its output is text. how: as in `subprocess.run`.
+
+    Raises:
+        OSError: it cannot be run.
+        subprocess.TimeoutExpired: it takes longer than `timeout` seconds.
+    """
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **how}
+    return subprocess.run(
+        argv, stdin=subprocess.DEVNULL, env=env, timeout=timeout, text=True, errors="replace", **how
+    )
+
+
+@contextmanager
+def running(argv: Argv, grace_s: float = GRACE_S, **how: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A process without input that has ended after the block, by itself or because it was asked to.
+    how: as in `subprocess.Popen`."""
+    with subprocess.Popen(argv, **{"stdin": subprocess.DEVNULL, **how}) as process:
+        try:
+            yield process
+        finally:
+            stop(process, grace_s)
+
+
+def lines(stream: IO[bytes] | None) -> Iterator[str]:
+    """Yield the lines of a process as they come. A carriage return ends one, too: a bar of progress
+    has no other."""
+    assert isinstance(stream, io.BufferedReader), "it is not a pipe"
+    rest = b""
+    while block := stream.read1(1 << 16):
+        *whole, rest = re.split(rb"\r?\n|\r", rest + block)
+        yield from (line.decode("utf-8", errors="replace") for line in whole)
+    if rest:
+        yield rest.decode("utf-8", errors="replace")
+
+
+def wait_until(
+    process: subprocess.Popen[Any],
+    answers: Callable[[], bool],
+    *,
+    turn: Callable[[], None] = lambda: None,
+    seconds: float = float("inf"),
+) -> bool:
+    """Wait until a server answers, for so many seconds at most. False: it does not, or has ended.
+
+    Args:
+        answers: asks it, which may take a while.
+        turn: called each time that it did not answer.
+    """
+    end = time.monotonic() + seconds
+    while process.poll() is None and time.monotonic() < end:
+        if answers():
+            return True
+        turn()
+        time.sleep(POLL_S)
+    return False
 
 
 def stop(process: subprocess.Popen[Any], grace_s: float = GRACE_S) -> None:

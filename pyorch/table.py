@@ -1,4 +1,4 @@
-"""Tables as text: Markdown for people, CSV, JSON and SQL for programs."""
+"""Tables as text: Markdown for people, CSV and JSON for programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 Row = Mapping[str, Any]
-_SQL = {bool: "INTEGER", int: "INTEGER", float: "REAL", type(None): "INTEGER"}
 
 
 def markdown(
@@ -39,7 +38,7 @@ def number(x: float, form: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Returns the value for JSON and SQL: NaN becomes None, and settings become their text."""
+    """Returns the value for JSON: NaN becomes None, and settings become their text."""
     if isinstance(value, float) and math.isnan(value):
         return None
     return value if isinstance(value, bool | int | float | list | dict | None) else str(value)
@@ -67,21 +66,3 @@ def as_json(rows: Iterable[Row]) -> str:
 
 def as_jsonl(rows: Iterable[Row]) -> str:
     return "\n".join(json.dumps({k: plain(v) for k, v in row.items()}) for row in rows)
-
-
-def as_sql(rows: Sequence[Row], name: str) -> str:
-    """SQL that creates the table `name` if it does not exist, and adds the rows to it."""
-    columns = ",\n".join(f"  {k} {_SQL.get(type(v), 'TEXT')}" for k, v in rows[0].items())
-    out = [f"CREATE TABLE IF NOT EXISTS {name} (\n{columns}\n);\n"]
-    for row in rows:
-        values = ", ".join(_sql(plain(v)) for v in row.values())
-        out.append(f"INSERT INTO {name} ({', '.join(row)}) VALUES ({values});")
-    return "\n".join(out)
-
-
-def _sql(value: object) -> str:
-    if value is None:
-        return "NULL"
-    if isinstance(value, bool | int | float):
-        return str(int(value) if isinstance(value, bool) else value)
-    return "'" + str(value).replace("'", "''") + "'"

@@ -27,6 +27,41 @@ def test_ended(code: int, words: str) -> None:
     assert children.ended(code) == words
 
 
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("print('only this')", "only this"),
+        ("import sys; print('x'); sys.exit('first\\nlast')", "last"),
+        ("import sys; sys.exit('ERROR: the cause\\nand advice')", "the cause"),
+        ("import os; os.kill(os.getpid(), 9)", "it was ended by SIGKILL (out of memory?)"),
+    ],
+)
+def test_the_reason_of_a_failure_is_one_line(code: str, said: str) -> None:
+    assert children.reason(children.run([sys.executable, "-c", code])) == said
+
+
+def test_lines_come_as_they_are_written_and_the_process_ends_with_the_block() -> None:
+    """A bar of progress ends its lines by carriage returns, and what is no UTF-8 breaks nothing."""
+    code = r"import sys, time; out = sys.stdout.buffer; out.write(b'10 %\r20 %\r\n\xff\nlast')"
+    argv = [sys.executable, "-c", f"{code}; out.flush(); time.sleep(600)"]
+    seen = []
+    with children.running(argv, stdout=subprocess.PIPE) as process:
+        for line in children.lines(process.stdout):
+            seen.append(line)
+            if len(seen) == 3:
+                break
+    assert seen == ["10 %", "20 %", "\ufffd"] and process.returncode == -signal.SIGTERM
+
+
+def test_a_server_is_waited_for_until_it_answers_or_ends() -> None:
+    argv, turns = [sys.executable, "-c", "import time; time.sleep(600)"], list[int]()
+    with children.running(argv) as process:
+        assert children.wait_until(process, lambda: len(turns) == 2, turn=lambda: turns.append(1))
+        assert not children.wait_until(process, lambda: False, seconds=0.2)
+        process.kill()
+        assert not children.wait_until(process, lambda: False)
+
+
 def deaf() -> subprocess.Popen[str]:
     """A process that does not end when it is asked to."""
     argv = [sys.executable, "-c", f"{DEAF}; time.sleep(600)"]

@@ -1,11 +1,10 @@
-"""The table writer: what Markdown, CSV, JSON and SQL make of the same rows."""
+"""The table writer: what Markdown, CSV and JSON make of the same rows."""
 
 from __future__ import annotations
 
 import csv
 import json
 import math
-import sqlite3
 
 from pyorch import table
 from pyorch.attention.spec import AttentionSpec
@@ -37,7 +36,7 @@ def test_a_column_is_a_name_and_what_shows_a_row() -> None:
 
 
 def test_every_format_has_the_same_rows() -> None:
-    """NaN, which neither JSON nor SQL has, is nothing; settings are their line."""
+    """NaN, which JSON lacks, is nothing; settings are their line."""
     plain = [row | {"spec": str(row["spec"])} for row in ROWS]
     plain[1]["ms"] = None
     assert json.loads(table.as_json(ROWS)) == plain
@@ -48,9 +47,6 @@ def test_every_format_has_the_same_rows() -> None:
         assert list(csv.DictReader(text.splitlines())) == [
             {k: "" if v is None else str(v) for k, v in row.items()} for row in plain
         ]
-    with sqlite3.connect(":memory:") as db:
-        db.executescript(table.as_sql(ROWS, "t"))
-        assert db.execute("SELECT * FROM t").fetchall() == [tuple(r.values()) for r in plain]
 
 
 def test_a_column_that_some_rows_lack_is_empty_there() -> None:

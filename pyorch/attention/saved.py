@@ -7,7 +7,6 @@ by these results, which `pyorch.calibrate` finds.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from dataclasses import replace
@@ -23,7 +22,7 @@ from pyorch.attention.spec import (
     ratio_text,
 )
 from pyorch.errors import SparqError
-from pyorch.models.gguf_file import read_gguf
+from pyorch.models.content import content_hash
 
 SCHEMA = 1
 
@@ -84,30 +83,6 @@ class Result(About, _TopP):
 # ---- the files of results ----
 
 
-def model_hash(path: str | os.PathLike[str]) -> str:
-    """A hash of 16 digits of a model's content, including all parts of a split model.
-
-    It covers the size of each file, its first MiB (which has all metadata of most models), and 64
-    samples of the rest: reading all of a large model would take minutes.
-
-    Raises:
-        SparqError: a file is missing, is not a GGUF file or cannot be read.
-    """
-    digest = hashlib.sha256()
-    try:
-        for part in read_gguf(path).parts:
-            size = part.stat().st_size
-            digest.update(str(size).encode())
-            with part.open("rb") as f:
-                digest.update(f.read(1 << 20))
-                for i in range(64):
-                    f.seek(size * i // 64)
-                    digest.update(f.read(4096))
-    except OSError as e:
-        raise SparqError(f"{path}: {e.strerror or e}", "--model takes a GGUF file") from None
-    return digest.hexdigest()[:16]
-
-
 def _files(model: Path, digest: str) -> list[Path]:
     beside = model.with_name(model.name + ".sparq.json")
     return [beside, paths.cache() / "calibrated" / f"{digest}.json"]
@@ -119,7 +94,7 @@ def load(model: str | os.PathLike[str]) -> list[Result]:
     Raises:
         SparqError: a file of results is damaged.
     """
-    digest = model_hash(model)
+    digest = content_hash(Path(model))
     found: dict[tuple[float, str], Result] = {}
     for file in _files(Path(model), digest):
         try:
@@ -144,7 +119,7 @@ def save(model: Path, result: Result) -> Path:
     Raises:
         SparqError: neither the model's folder nor the cache folder can be written.
     """
-    digest = model_hash(model)
+    digest = content_hash(model)
     same = (result["ratio"], result["shadow"])
     others = [r for r in load(model) if (r["ratio"], r["shadow"]) != same]
     data = {"schema": SCHEMA, "model": digest, "results": [*others, result]}

@@ -9,7 +9,6 @@ import ctypes
 import hashlib
 import os
 import shlex
-import subprocess
 import tempfile
 import threading
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pyorch import paths
+from pyorch import children, paths
 from pyorch.errors import SparqError
 from pyorch.models.memory import available_memory
 from pyorch.native import probe
@@ -48,7 +47,7 @@ def compiled(source: Path) -> ctypes.CDLL:
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder) / target.name
             argv = [*command, *probe.probe(compiler, native=True).flags, "-o", str(made)]
-            done = subprocess.run([*argv, str(source)], capture_output=True, text=True)
+            done = children.run([*argv, str(source)])
             if done.returncode != 0:
                 raise SparqError(f"cannot compile {source.name}: {done.stderr.strip()[:200]}")
             os.replace(made, target)

@@ -37,25 +37,16 @@ def local_worker(
         port = free.getsockname()[1]
     program = native.built(stock=stock, tools=(PROGRAM,)) / PROGRAM
     argv = [program, "-H", "127.0.0.1", "-p", port, "-t", threads]
-    with log.open("wb") as out:
-        env = os.environ | native.waiting()
-        process = subprocess.Popen(list(map(str, argv)), env=env, stdout=out, stderr=out)
-    try:
-        endpoint, until = f"127.0.0.1:{port}", time.monotonic() + 30
-        while True:
-            try:
-                machines.ask(endpoint)
-                break
-            except SparqError:
-                if (code := process.poll()) is not None:
-                    raise SparqError(f"{PROGRAM} {children.ended(code)}", f"log: {log}") from None
-                if time.monotonic() > until:
-                    raise
-                time.sleep(0.05)
+    env, endpoint = os.environ | native.waiting(), f"127.0.0.1:{port}"
+    with (
+        log.open("wb") as out,
+        children.running(list(map(str, argv)), env=env, stdout=out, stderr=out) as process,
+    ):
+        if not children.wait_until(process, lambda: machines.answers(endpoint), seconds=30):
+            code = process.poll()
+            how = "does not answer" if code is None else children.ended(code)
+            raise SparqError(f"{PROGRAM} {how}", f"log: {log}")
         yield endpoint, process
-    finally:
-        process.kill()
-        process.wait()
 
 
 class Link:

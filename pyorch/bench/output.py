@@ -1,4 +1,4 @@
-"""Rows of `sparq-cpp bench` as Markdown, CSV, JSON, JSON lines or SQL, as llama-bench writes them.
+"""Rows of `sparq-cpp bench` as Markdown, CSV, JSON or JSON lines, as llama-bench writes them.
 
 `compare-llama-bench.py` and other tools of llama.cpp find their fields under their names; our own
 fields come after them.
@@ -16,9 +16,6 @@ from pyorch.bench import paper, records
 from pyorch.bench.plan import Case, test_name
 from pyorch.bench.records import Record, spread
 from pyorch.table import number
-
-# The SQL tables of each bench, since their columns differ: llama-bench's own name, and one of ours.
-TABLES = {"speed": "llama_bench", "attention": "attention_bench"}
 
 Row = dict[str, Any]
 
@@ -242,5 +239,4 @@ FORMATS: dict[str, Callable[[Sequence[Row], Sequence[Record]], str]] = {
     "csv": lambda found, _: table.as_csv(found, quoted=True),
     "json": lambda found, recs: table.as_json(_with_samples(found, recs)),
     "jsonl": lambda found, recs: table.as_jsonl(_with_samples(found, recs)),
-    "sql": lambda found, recs: table.as_sql(found, TABLES[recs[0]["bench"]]),
 }

@@ -43,6 +43,7 @@ from pyorch.attention.spec import AttentionSpec, LayerK, join_layers
 from pyorch.calibrate.meter import Measured, Meter, contexts
 from pyorch.engine import Session
 from pyorch.evals.texts import read_texts
+from pyorch.models.content import content_hash
 from pyorch.progress import Progress, silent
 
 STEPS = (4.0, 2.0, 1.4)  # k of a layer is multiplied and divided by these; its rank by at most 2
@@ -147,7 +148,7 @@ class Search:
         i = int(np.argmin(np.where(share <= MAX_SHARE * self.share, kl, np.inf)))
         return points[i], float(kl[i])
 
-    def fit(self, p: Point) -> Point:
+    def to_share(self, p: Point) -> Point:
         """Scale all k so that `share` is read, as closely as a few measurements allow."""
         # without top_p the bytes do not depend on the text
         which = range(self.n_contexts if p.base.top_p else 1)
@@ -177,12 +178,12 @@ class Search:
         points = [full, replace(full, k=between), replace(full, rank=p.rank)]
         if (full.k > 0.5).any():  # a dense layer needs no scores: a leap that small steps miss
             points.append(replace(full, k=np.where(full.k > 0.5, 1, full.k)))
-        p, kl = self.best([p, *map(self.fit, points)])
+        p, kl = self.best([p, *map(self.to_share, points)])
         b = p.base
         bases = [replace(b, local=x) for x in LOCAL if x != b.local]
         if b.top_p:
             bases += [replace(b, top_p=1 - (1 - b.top_p) * x) for x in (1 / 3, 3)]
-        other, least = self.best([p, *(self.fit(replace(p, base=x)) for x in bases)])
+        other, least = self.best([p, *(self.to_share(replace(p, base=x)) for x in bases)])
         return other if least < MAX_KL * kl else p
 
     def _step(self, p: Point, step: float, which: Sequence[int]) -> Point:
@@ -263,7 +264,7 @@ def run(
         "text": hashlib.sha256(text.encode()).hexdigest()[:16],
         "library": native.lib_dir().name,
     }
-    model = saved.model_hash(session.path)
+    model = content_hash(session.model.file)
     key = hashlib.sha256(repr((model, {**about, "ratio": 0})).encode()).hexdigest()[:16]
     file = paths.cache() / "calibrated" / f"{key}.jsonl"
     meter = Meter(session, contexts(session, text, n_contexts, n_pos, n_tokens, seed), file)
@@ -327,7 +328,7 @@ def _compared(
     (m,) = meter.measure([base], range(n_contexts), whole)
     head_dim = session.geometry.head_dim_k
     search = Search(meter, n_contexts, n_pos, head_dim, float(m.share.mean()), whole)
-    points = {n: search.fit(p) for n, p in _usual(session, base, n_pos, meter).items()}
+    points = {n: search.to_share(p) for n, p in _usual(session, base, n_pos, meter).items()}
     whole.next()
     begins = {n: points[n] for n in ("uniform", OTHER_MEAN_V)}
     begins = {c.name: points[c.name] for c in near_best(_measured(meter, begins, n_contexts))}
@@ -341,7 +342,7 @@ def _compared(
     candidates[0] = replace(candidates[0], spec=base)  # the same up to rounding
     best = _least(candidates)
     p = points[best.name]
-    points = {"top-p": search.fit(replace(p, base=replace(p.base, top_p=FIRST_P)))}
+    points = {"top-p": search.to_share(replace(p, base=replace(p.base, top_p=FIRST_P)))}
     points |= _rounds(search, points["top-p"], STEPS_P, whole)
     with_p = _measured(meter, points, n_contexts)
     return best, _least([candidates[0], best, *with_p]), [*candidates, *with_p]

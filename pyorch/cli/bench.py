@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import product
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from pyorch.attention.spec import BUDGETS, SHADOWS, AttentionSpec, parse_spec
-from pyorch.cli import bench_growth
-from pyorch.cli import bench_shared as shared
+from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.cli import options as opt
-from pyorch.cli.groups import group, on_the_line, option, renamed, several, takes
+from pyorch.cli.groups import on_the_line, option, several, takes
 from pyorch.cli.loading import model_path
-from pyorch.cli.terminal import note, note_if_beyond, note_if_busy
-from pyorch.cli.types import LAYERS, THREADS, File, Files, Name, Numbers, Ratio
+from pyorch.cli.terminal import confirm, note, note_if_beyond, note_if_busy
+from pyorch.cli.types import LAYERS, THREADS, File, Files, Name, Number, Numbers, Ratio
+from pyorch.errors import SparqError
 from pyorch.ggml import CACHE_TYPES
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import read_gguf
+from pyorch.models.synth import QUANTS
 from pyorch.progress import progress_bar
+from pyorch.text import human_bytes
+
+if TYPE_CHECKING:
+    from pyorch.bench.plan import SpeedPlan
+    from pyorch.bench.records import Record
 
 CACHE_TYPE = Name(*CACHE_TYPES)
 # as in llama-bench; with `auto` stock is measured both ways
@@ -29,7 +34,13 @@ FLASH_ATTN = {
     **dict.fromkeys(("1", "on", "enabled", "true"), (True,)),
     **dict.fromkeys(("auto", "-1"), (False, True)),
 }
-COMBINED = ("attn_method", "ratio", "attn_shadow", "budget")  # options that -a replaces
+SYNTHETIC = {"like", "layers", "quant"}  # options that a model replaces
+ROPE_AND_RPC = {f.name for of in (opt.RopeOptions, opt.WorkerOptions) for f in fields(of)}
+# what the other two measurements do not take
+NOT_ATTN_ONLY = {"models", "quant", "n_prompt", "n_gen", "flash_attn", "n_gpu_layers", "text"}
+NOT_ATTN_ONLY |= {"no_repack", "growth", *ROPE_AND_RPC}
+NOT_GROWTH = {"n_prompt", "flash_attn", "cache_type_k", "cache_type_v", "n_gpu_layers", "text"}
+NOT_GROWTH |= {"no_repack", "attn_only", *ROPE_AND_RPC}
 
 
 # ---- options ----
@@ -50,20 +61,31 @@ class Wanted:
         help="Time a synthetic model of this shape.  [default: llama2-7b]",
     )
     layers: int | None = option(
-        "--layers", type=LAYERS, help="Layers of the synthetic model.  [default: as many as fit]"
+        "--layers",
+        type=LAYERS,
+        help="Layers of the synthetic model.  [default: as many as fit; 2 with --growth]",
     )
-    quant: str = shared.quant_option()
+    quant: str = option(
+        "--quant",
+        type=Name(*QUANTS),
+        default="q8_0",
+        show_default=True,
+        help="Weights of the synthetic model.",
+    )
     n_prompt: list[int] = several(
         "-p", "--n-prompt", of=Numbers(), default="0", text="Time prompts of this many tokens."
     )
     n_gen: list[int] = several(
-        "-n", "--n-gen", of=Numbers(), default="16", text="Time this many decoded tokens."
+        "-n",
+        "--n-gen",
+        of=Numbers(),
+        text="Time this many decoded tokens.  [default: 16; 20 with --growth]",
     )
     n_depth: list[int] = several(
         "-d",
         "--n-depth",
         of=Numbers(),
-        text="Positions in the cache before each test.  [default: 4096]",
+        text="Positions in the cache before.  [default: 4096; 4096-65536*2 with --growth]",
     )
     threads: list[int] = several(
         "-t",
@@ -84,35 +106,30 @@ class Wanted:
         default="0,1",
         text="Flash attention of stock: 0, 1 or auto, which is both.",
     )
-    repetitions: int = shared.repetitions_option("Repeat each test this many times.")
+    repetitions: int = option(
+        "-r",
+        "--repetitions",
+        type=Number(int, 1),
+        default=5,
+        show_default=True,
+        help="Repeat each test this many times.",
+    )
     output: str = option(
         "-o",
         "--output",
-        type=Name("md", "csv", "json", "jsonl", "sql"),
+        type=Name("md", "summary", "csv", "json", "jsonl"),
         default="md",
         show_default=True,
         help="Format of the table.",
     )
-    attn_method: list[str] = several(
-        "--attn-method",
-        of=Name("sparq", "topk", "dense"),
-        default="sparq",
-        text="Methods to compare with stock.",
-    )
     ratio: list[float] = several(
         "--ratio", of=Ratio(), default="1/8", text="Shares of dense attention's bytes to read."
-    )
-    attn_shadow: list[str] = several(
-        "--attn-shadow", of=Name(*SHADOWS), text="Types of the transposed K."
-    )
-    budget: list[str] = several(
-        "--budget", of=Name(*BUDGETS), text="Spreads of the bytes over the layers."
     )
     attn: tuple[str, ...] = option(
         *opt.SPEC_OPTION,
         multiple=True,
         metavar="SPEC",
-        help="All settings of attention as one line, in place of the four options above.",
+        help="All settings of attention as one line, in place of --ratio.",
     )
     numa: str | None = opt.numa_option()
     rope: opt.RopeOptions = field(default_factory=opt.RopeOptions)
@@ -126,6 +143,19 @@ class Wanted:
         help="A book: ours reads -d tokens of it instead of random K and V, and goes on with it.",
     )
     attn_only: bool = option("--attn-only", is_flag=True, help="Time attention alone.")
+    growth: bool = option(
+        "--growth",
+        is_flag=True,
+        help="Measure how token time grows with the positions, below min_ctx and after a restored "
+        "state.",
+    )
+    out: str | None = option(
+        "--out",
+        type=File(),
+        metavar="DIR",
+        help="Folder of the records.  [default: bench/results in a clone, else the user's data]",
+    )
+    force: bool = option("--force", is_flag=True, help="Measure again what is recorded already.")
 
     @property
     def stock_flash_attn(self) -> list[bool]:
@@ -133,37 +163,55 @@ class Wanted:
 
     @property
     def specs(self) -> list[AttentionSpec]:
-        """The settings of ours: `-a`, or all combinations of the four options, each once."""
+        """The settings of ours: `-a`, or SparQ's at each ratio."""
         if self.attn:
             return [parse_spec(line) for line in self.attn]
-        shadows: Sequence[str | None] = self.attn_shadow or (None,)
-        budgets: Sequence[str | None] = self.budget or (None,)
-        every = product(self.attn_method, self.ratio, shadows, budgets)
-        return list(dict.fromkeys(_combined(*values) for values in every))
+        return [AttentionSpec("sparq", ratio=ratio) for ratio in self.ratio]
 
+    def file(self, name: str) -> Path:
+        """The file of the records."""
+        from pyorch.bench import records
 
-def _combined(method: str, ratio: float, shadow: str | None, budget: str | None) -> AttentionSpec:
-    """Dense attention has no ratio, and only SparQ has a transposed K: options that a method does
-    not have are left out, so that they may be combined with a list of methods."""
-    if method == "dense":
-        return AttentionSpec("dense")
-    spec = AttentionSpec(method, ratio=ratio, budget=budget or "uniform")
-    return replace(spec, shadow=shadow) if shadow and spec.method == "sparq" else spec
+        return (Path(self.out) if self.out else records.default_folder()) / name
+
+    def plan(self) -> SpeedPlan:
+        """The plan of a run that times whole tokens; its models are downloaded."""
+        from pyorch import native
+        from pyorch.bench.plan import SpeedPlan
+        from pyorch.evals.texts import read_texts
+
+        layers, n_gen, n_depth = (2, 20, "4096-65536*2") if self.growth else (None, 16, "4096")
+        return SpeedPlan(
+            models=[model_path(m, self.yes, native.check_compiler) for m in self.models],
+            like=self.like or ["llama2-7b"],
+            n_layer=self.layers or layers,
+            quant=self.quant,
+            n_prompt=self.n_prompt,
+            n_gen=self.n_gen or [n_gen],
+            n_depth=self.n_depth or Numbers().convert(n_depth, None, None),
+            threads=self.threads,
+            type_k=self.cache_type_k,
+            type_v=self.cache_type_v,
+            flash_attn=self.stock_flash_attn,
+            specs=self.specs,
+            repetitions=self.repetitions,
+            text=read_texts([Path(self.text)])[0] if self.text else "",
+            repack=not self.no_repack,
+            numa=self.numa or "",
+            n_gpu_layers=self.n_gpu_layers,
+            workers=self.rpc.allowed(),
+            tensor_split=self.rpc.tensor_split,
+            rope=str(self.rope.settings() or ""),
+        )
 
 
 # ---- bench ----
 
 
-@click.group(invoke_without_command=True)
+@click.command()
 @takes(wanted=Wanted)
-@group(
-    *shared.RENAMED_SPEC,
-    renamed("--method", "--attn-method"),
-    renamed("--shadow-type", "--attn-shadow"),
-)
-@takes(writing=shared.Writing)
 @click.pass_context
-def command(ctx: click.Context, wanted: Wanted, writing: shared.Writing) -> None:
+def command(ctx: click.Context, wanted: Wanted) -> None:
     """Measure speed beside stock llama.cpp, with llama-bench's options.
 
     Stock and ours alternate. A list is 4096,16384; ranges are 1-4, 1024-4096+1024 and
@@ -176,81 +224,60 @@ def command(ctx: click.Context, wanted: Wanted, writing: shared.Writing) -> None
     from pyorch.engine import usable_cores
 
     given = on_the_line(ctx.params)
-    if ctx.invoked_subcommand is not None:
-        shared.refuse(ctx, given, f"stands before {ctx.invoked_subcommand}", "put it behind")
-        return
-    if given & set(COMBINED) and "attn" not in given:
+    if "ratio" in given and "attn" not in given:
         wanted = replace(wanted, attn=())
-    if given & shared.SYNTHETIC and "models" not in given:
+    if given & SYNTHETIC and "models" not in given:
         wanted = replace(wanted, models=[])
     if wanted.attn:
         hint = "-a has all settings, and may be given several times"
-        shared.refuse(ctx, given & set(COMBINED), "cannot be combined with -a", hint)
+        _refuse(ctx, given & {"ratio"}, "cannot be combined with -a", hint)
     if wanted.rpc.workers or not wanted.models:
         hint = "-m MODEL.gguf, and no --rpc"
-        shared.refuse(ctx, given & {"text"}, "needs a model that reads it on this machine", hint)
-    if not wanted.attn_only:
-        shared.refuse_two_models(ctx, given, wanted.models)
+        _refuse(ctx, given & {"text"}, "needs a model that reads it on this machine", hint)
+    if wanted.models and not wanted.attn_only:
+        hint = "--like, --layers and --quant make a synthetic model, which stands in for -m"
+        _refuse(ctx, given & SYNTHETIC, "has no meaning with --model", hint)
     wanted = replace(wanted, threads=wanted.threads or [usable_cores()])
     note_if_busy()
     _note_left_out(wanted)
     if wanted.attn_only:
-        _refuse_foreign(ctx, given)
+        hint = "--like chooses the heads, -d the positions, -r the turns of five tokens"
+        _refuse(ctx, given & NOT_ATTN_ONLY, "has no meaning with --attn-only", hint)
         default = click.core.ParameterSource.DEFAULT
-        chosen = any(ctx.get_parameter_source(x) is not default for x in (*COMBINED, "attn"))
-        specs = wanted.specs if chosen else None
-        _attention(wanted, specs, writing)
+        chosen = any(ctx.get_parameter_source(x) is not default for x in ("ratio", "attn"))
+        _attention(wanted, wanted.specs if chosen else None)
+    elif wanted.growth:
+        hint = "-m or --like chooses the model, -d the positions, -r the rounds of all depths"
+        _refuse(ctx, given & NOT_GROWTH, "has no meaning with --growth", hint)
+        for name in ("models", "like", "threads", "n_gen"):
+            if len(getattr(wanted, name)) > 1:
+                _refuse(ctx, {name}, "has one value with --growth", "measure one after the other")
+        _growth(wanted)
     else:
-        _speed(wanted, writing)
+        _speed(wanted)
 
 
-def _speed(wanted: Wanted, writing: shared.Writing) -> None:
-    from pyorch import native
+def _speed(wanted: Wanted) -> None:
     from pyorch.bench import output, records, speed
-    from pyorch.bench.plan import SpeedPlan, room_for
-    from pyorch.engine.settings import checked_ctx
-    from pyorch.evals.texts import read_texts
+    from pyorch.bench.plan import room_for
+    from pyorch.engine.settings import context_size
 
-    rope = wanted.rope.settings()
-    text = read_texts([Path(wanted.text)])[0] if wanted.text else ""
-    plan = SpeedPlan(
-        models=[model_path(m, wanted.yes, native.check_compiler) for m in wanted.models],
-        like=wanted.like or ["llama2-7b"],
-        n_layer=wanted.layers,
-        quant=wanted.quant,
-        n_prompt=wanted.n_prompt,
-        n_gen=wanted.n_gen,
-        n_depth=wanted.n_depth or [4096],
-        threads=wanted.threads,
-        type_k=wanted.cache_type_k,
-        type_v=wanted.cache_type_v,
-        flash_attn=wanted.stock_flash_attn,
-        specs=wanted.specs,
-        repetitions=wanted.repetitions,
-        text=text,
-        repack=not wanted.no_repack,
-        numa=wanted.numa or "",
-        n_gpu_layers=wanted.n_gpu_layers,
-        workers=wanted.rpc.allowed(),
-        tensor_split=wanted.rpc.tensor_split,
-        rope=str(rope or ""),
-    )
+    rope, plan = wanted.rope.settings(), wanted.plan()
     most = room_for(max(plan.n_depth), max(*plan.n_prompt, *plan.n_gen))
     for model in plan.models:
         geo = geometry(read_gguf(model))
-        note_if_beyond(checked_ctx(geo, most, rope), geo.n_ctx_train)
-    file = writing.file("speed.jsonl")
-    shared.agree_to_write(plan, wanted.yes)
+        note_if_beyond(context_size(geo, most, rope), geo.n_ctx_train)
+    file = wanted.file("speed.jsonl")
+    _agree_to_write(plan, wanted.yes)
     with progress_bar("bench") as progress:
-        found = speed.run(plan, file, progress, force=writing.force)
-    shared.keep(file, output.markdown(records.latest(records.load_all(file))))
-    form, table = output.FORMATS.get(wanted.output), output.markdown(found)
-    rows = output.rows(found)
-    print(form(rows, found) if form and rows else table)
-    writing.told(file, output.summary(found) or table)
+        found = speed.run(plan, file, progress, force=wanted.force)
+    _keep(file, output.markdown(records.latest(records.load_all(file))))
+    own = {"md": output.markdown, "summary": output.summary}.get(wanted.output)
+    print(own(found) if own else output.FORMATS[wanted.output](output.rows(found), found))
+    note(f"records: {file}", "dim")
 
 
-def _attention(wanted: Wanted, specs: list[AttentionSpec] | None, writing: shared.Writing) -> None:
+def _attention(wanted: Wanted, specs: list[AttentionSpec] | None) -> None:
     """Run `--attn-only`. specs: None takes the module's own."""
     from pyorch.bench import attention, attention_table, output, records
 
@@ -265,30 +292,67 @@ def _attention(wanted: Wanted, specs: list[AttentionSpec] | None, writing: share
         type_v=wanted.cache_type_v,
         numa=wanted.numa or "",
     )
-    file = writing.file("attention.jsonl")
+    file = wanted.file("attention.jsonl")
     with progress_bar("attention") as progress:
-        found = attention.run(plan, file, progress, force=writing.force)
-    shared.keep(file, attention_table.markdown(records.latest(records.load_all(file))))
-    form, table = output.FORMATS.get(wanted.output), attention_table.markdown(found)
-    rows = attention_table.flat(found)
-    print(form(rows, found) if form and rows else table)
-    writing.told(file, attention_table.summary(found) or table)
+        found = attention.run(plan, file, progress, force=wanted.force)
+    _keep(file, attention_table.markdown(records.latest(records.load_all(file))))
+    own = {"md": attention_table.markdown, "summary": attention_table.summary}.get(wanted.output)
+    print(own(found) if own else output.FORMATS[wanted.output](attention_table.flat(found), found))
+    note(f"records: {file}", "dim")
 
 
-def _refuse_foreign(ctx: click.Context, given: set[str]) -> None:
-    foreign = {
-        "models",
-        "quant",
-        "n_prompt",
-        "n_gen",
-        "flash_attn",
-        "n_gpu_layers",
-        "text",
-        "no_repack",
-    }
-    foreign |= {f.name for of in (opt.RopeOptions, opt.WorkerOptions) for f in fields(of)}
-    hint = "--like chooses the heads, -d the positions, -r the turns of five tokens"
-    shared.refuse(ctx, given & foreign, "has no meaning with --attn-only", hint)
+def _growth(wanted: Wanted) -> None:
+    from pyorch.bench import growth, output
+
+    plan, file = wanted.plan(), wanted.file("growth.jsonl")
+    _agree_to_write(plan, wanted.yes)
+    with progress_bar("growth") as progress:
+        found, sealing = growth.run(plan, file, progress, force=wanted.force)
+    table = growth.markdown(found, sealing)
+    _keep_if_all(file, found, table)
+    form = output.FORMATS.get(wanted.output)
+    print(form(output.rows(found), found) if form else table)
+    note(f"records: {file}", "dim")
+
+
+def _keep_if_all(file: Path, found: Sequence[Record], table: str) -> None:
+    """Keep a table beside those of other models, and in the place of the same model's only if its
+    lines go through all recorded depths: those of fewer say less."""
+    from pyorch.bench import growth, records
+
+    md = file.with_suffix(".md")
+    kept = growth.by_model(md.read_text("utf-8") if md.exists() else "")
+    new = growth.by_model(table)
+    deeper = growth.deeper(records.load_all(file), found)
+    if deeper and kept.keys() & new.keys():
+        note(f"note: {md} stays as it is: there are records of -d {max(deeper)}, too", "yellow")
+    else:
+        _keep(file, "\n\n".join((kept | new).values()))
+
+
+def _keep(file: Path, table: str) -> None:
+    """Write the table of all records beside them; stdout has only the current run's."""
+    file.with_suffix(".md").write_text(table + "\n", "utf-8")
+
+
+def _refuse(ctx: click.Context, names: Collection[str], why: str, hint: str) -> None:
+    for param in ctx.command.params:
+        if param.name in names:
+            raise SparqError(f"{max(param.opts, key=len)} {why}", hint, exit_code=2)
+
+
+def _agree_to_write(plan: SpeedPlan, yes: bool) -> None:
+    """Ask before gigabytes of synthetic weights are written.
+
+    Raises:
+        SparqError: there is neither a terminal to ask on, nor --yes.
+    """
+    if todo := plan.to_write():
+        names = ", ".join(f"{path.name} ({human_bytes(n)})" for path, n in todo.items())
+        what = f"{names} with random weights in {next(iter(todo)).parent}"
+        hint = "write it with --yes, or measure a model of yours: -m FILE"
+        question = f"Write {what}? They stay there until `sparq-cpp models rm synthetic`."
+        confirm(question, yes, f"the benchmark would write {what}", hint)
 
 
 def _note_left_out(wanted: Wanted) -> None:
@@ -299,6 +363,3 @@ def _note_left_out(wanted: Wanted) -> None:
     if quantised and set(wanted.stock_flash_attn) == {False, True}:
         why = "llama.cpp quantises V only with flash attention"
         note(f"note: no stock -fa 0 beside -ctv {','.join(quantised)}: {why}", "yellow")
-
-
-command.add_command(bench_growth.command)

@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import click
 
-from pyorch.cli.options import json_option
-from pyorch.cli.terminal import print_json
 from pyorch.cli.types import Number
 from pyorch.errors import SparqError
 from pyorch.progress import say
@@ -25,9 +23,7 @@ from pyorch.progress import say
 @click.option(
     "--portable", is_flag=True, help="Build for any CPU of this kind (x86-64: with AVX2)."
 )
-@click.option("--native", is_flag=True, help="Build for this CPU only. This is the default.")
 @click.option("--cuda", is_flag=True, help="Build with CUDA, the default with nvcc and a device.")
-@click.option("--cpu", is_flag=True, help="Build without CUDA even if there is a device.")
 @click.option(
     "--cuda-arch",
     help="CUDA architectures: native, all or 80,90.  [default: native with a device, else all]",
@@ -37,36 +33,27 @@ from pyorch.progress import say
 )
 @click.option("--force", is_flag=True, help="Build again from scratch.")
 @click.option("--env", is_flag=True, help="Print the variables that make other programs use it.")
-@json_option
 def command(
     stock: bool,
     tools: bool,
     web_page: bool,
     portable: bool,
-    native: bool,
     cuda: bool,
-    cpu: bool,
     cuda_arch: str | None,
     jobs: int | None,
     force: bool,
     env: bool,
-    as_json: bool,
 ) -> None:
     """Build the patched llama.cpp library, unless it is built already.
 
-    The source is downloaded once. Source and builds are kept in the cache (SPARQ_CACHE).
+    The source is downloaded once. Source and builds are kept in the cache (SPARQ_CACHE). With
+    SPARQ_CUDA=0 neither this nor any other command uses CUDA.
     """
     from pyorch.native import build
     from pyorch.native import cuda as toolkit
     from pyorch.native import web_page as page
 
     cuda = cuda or cuda_arch is not None
-    for one, other, both in (
-        ("native", "portable", native and portable),
-        ("cuda", "cpu", cuda and cpu),
-    ):
-        if both:
-            raise SparqError(f"--{one} and --{other} exclude each other", "give one of them", 2)
     options = build.Options(stock=stock, portable=portable)
     if cuda:
         options = replace(options, cuda=toolkit.archs(cuda_arch))
@@ -78,16 +65,14 @@ def command(
     if web_page:
         page.check()
         names += (page.NAME,)
-    if not (cuda or cpu or portable):
+    if not (cuda or portable):
         options = build.usual(stock)
         if build.find(options, names) is None:
             options = build.working(options)
     if options.cuda:
         say(f"with CUDA, for sm_{options.cuda.replace(';', ', sm_')}")
     folder = build.build(options, names, jobs, force)
-    if as_json:
-        print_json({"lib_dir": str(folder), **(build.read_stamp(folder) or {})})
-    elif env:
+    if env:
         lib, python = shlex.quote(str(folder)), shlex.quote(str(build.bindings()))
         print(f'export PYTHONPATH={python}"${{PYTHONPATH:+:$PYTHONPATH}}"')
         print(f"export LLAMA_CPP_LIB_PATH={lib} MTMD_CPP_LIB={lib}")

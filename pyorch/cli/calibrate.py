@@ -12,13 +12,12 @@ from pyorch import paths
 from pyorch.attention import saved
 from pyorch.attention.spec import DEFAULT_RATIO, SHADOWS, AttentionSpec, ratio_text
 from pyorch.cli import options as opt
-from pyorch.cli.groups import option, renamed, takes
-from pyorch.cli.loading import model_path, open_session, ready, session_options
-from pyorch.cli.terminal import note, print_json
+from pyorch.cli.groups import option, takes
+from pyorch.cli.loading import model_path, open_session, prepare, session_options
+from pyorch.cli.terminal import note
 from pyorch.cli.types import File, Name, Number, Ratio
 from pyorch.errors import SparqError
 from pyorch.ggml import MAX_SEQUENCES
-from pyorch.models.gguf_file import read_gguf
 from pyorch.progress import progress_bar, say
 
 WIDTH = 40  # characters of the widest bar
@@ -39,7 +38,6 @@ class SearchContext(opt.ContextOptions):
 class SearchOptions:
     """The settings of a search, and its text."""
 
-    numa: str | None = opt.numa_option()
     ratio: float = option(
         "--ratio",
         type=Ratio(),
@@ -47,7 +45,7 @@ class SearchOptions:
         help="Share of dense attention's bytes.  [default: 1/8]",
     )
     shadow: str = option(
-        "--attn-shadow",
+        "--shadow",
         type=Name(*SHADOWS),
         default="q4",
         help="Type of the transposed K.  [default: q4]",
@@ -65,31 +63,19 @@ class SearchOptions:
         type=Number(int, 1, 10_000),
         help="Tokens per context.  [default: 64 below 30 MB, 8 below 2 GB, else 16]",
     )
-    seed: int = option(
-        "--seed",
-        type=Number(int, 0),
-        default=1,
-        show_default=True,
-        help="Seed of the choice of contexts.",
-    )
 
 
 @click.command()
 @opt.model_options
 @takes(context=SearchContext)
-@opt.cache_options
 @takes(wanted=SearchOptions)
-@renamed("--shadow-type", "--attn-shadow")
 @click.option("--show", is_flag=True, help="Show the result of an earlier run.")
-@opt.json_option
 @opt.verbose_option
 def command(
     model: opt.ModelOptions,
     context: SearchContext,
-    cache: opt.CacheOptions,
     wanted: SearchOptions,
     show: bool,
-    as_json: bool,
 ) -> None:
     """Measure which k and rank each layer needs, and keep the result.
 
@@ -107,10 +93,10 @@ def command(
 
         source = Path(wanted.text or paths.data("models") / "demo" / "document.txt")
         text, n_pos = search.joined([source]), context.ctx or N_CTX
-        context, load = replace(context, ctx=n_pos), opt.LoadOptions(cache=cache, numa=wanted.numa)
-        path = ready(model.model, model.yes, session_options(None, context, load))
+        context, load = replace(context, ctx=n_pos), opt.LoadOptions()
+        file, _ = prepare(model.model, model.yes, session_options(None, context, load))
+        path, (n_contexts, n_tokens) = file.path, sizes(file.n_bytes)
         named = replace(model, model=str(path))
-        n_contexts, n_tokens = sizes(path)
         n_contexts, n_tokens = wanted.contexts or n_contexts, wanted.tokens or n_tokens
         with open_session(named, None, context, load, n_contexts) as session:
             result = search.run(
@@ -121,24 +107,18 @@ def command(
                 n_pos=n_pos,
                 n_contexts=n_contexts,
                 n_tokens=n_tokens,
-                seed=wanted.seed,
                 bar=partial(progress_bar, off_terminal=say),
             )
         note(f"kept in {saved.save(path, result)}", "dim")
-    result = saved.find(path, wanted.ratio, wanted.shadow)
-    if as_json:
-        print_json(result)
-    else:
-        _print(result)
+    _print(saved.find(path, wanted.ratio, wanted.shadow))
 
 
-def sizes(path: Path) -> tuple[int, int]:
+def sizes(n_bytes: int) -> tuple[int, int]:
     """The numbers of contexts and of tokens in each, with which a model of this size takes minutes.
 
     The size decides, not a clock, so that an interrupted run continues with the same numbers.
     """
-    size = read_gguf(path).n_bytes
-    return next((contexts, tokens) for most, contexts, tokens in SIZES if size < most)
+    return next((contexts, tokens) for most, contexts, tokens in SIZES if n_bytes < most)
 
 
 def _print(result: saved.Result) -> None:

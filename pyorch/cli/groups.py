@@ -10,7 +10,6 @@ from typing import Any, Protocol, TypeVar, cast
 import click
 
 from pyorch.cli.types import Files, Numbers, Several
-from pyorch.errors import SparqError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -100,17 +99,3 @@ def several(*names: str, of: click.ParamType, default: str = "", text: str = "")
         return list(kind.convert(default, None, None)) if default else []
 
     return field(default_factory=converted, metadata={"option": (names, attributes)})
-
-
-def renamed(old: str, *new: str) -> Decorator:
-    """A hidden option that refuses an old spelling in one line, which names the new one.
-
-    An old name may not quietly take on a new meaning, and `--topk` is one letter away from
-    llama.cpp's `--top-k`.
-    """
-
-    def refuse(ctx: click.Context, param: click.Parameter, value: object) -> None:
-        if value is not None:
-            raise SparqError(f"{old} is now {new[0]}", " or ".join(new), exit_code=2)
-
-    return click.option(old, hidden=True, expose_value=False, is_eager=True, callback=refuse)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pyorch.attention import bytes as cost
 from pyorch.attention.spec import AttentionSpec
 from pyorch.ggml import TensorType
 from pyorch.models.geometry import Geometry
 from pyorch.text import human_bytes, human_time
-
-if TYPE_CHECKING:
-    from pyorch.bench.prompt_rate import PromptRate
 
 LENGTHS = (8192, 32768, 131072, 524288, 1048576)
 _SIDE = 1536  # of the matrices that are multiplied
@@ -43,16 +39,16 @@ def lengths(
     spec: AttentionSpec,
     types: tuple[TensorType, TensorType],
     bandwidth: float,
-    rate: PromptRate,
+    rate: float,
     free: int,
 ) -> Iterator[Length]:
     """What contexts of `LENGTHS` need.
 
     Args:
         bandwidth: bytes per second that are read.
+        rate: floating-point operations per second of a prompt.
         free: bytes of memory that are available.
     """
-    prompt = spec.prompt if spec.method != "off" else "f32"  # llama.cpp's own
     for n in LENGTHS:
         layers = cost.layer_costs(geo, spec, n, *(t.bytes_per_element for t in types))
         memory = geo.weight_bytes + cost.cache_bytes(geo, n, *types)
@@ -63,10 +59,22 @@ def lengths(
             memory,
             memory <= free,
             0 < geo.n_ctx_train < n,
-            rate.weights_s(geo, n) + rate.attention_s(geo, n, 0, prompt),
+            prompt_operations(geo, n) / rate,
             (read + geo.weight_bytes_per_token) / bandwidth,
             (dense + geo.weight_bytes_per_token) / bandwidth,
         )
+
+
+def prompt_operations(geo: Geometry, n: int) -> float:
+    """Two for each weight that a token of a prompt uses, which are neither embeddings nor the
+    output's, and two for each element of K and V that a query head sees."""
+    used = geo.n_params * geo.weight_bytes_per_token / max(geo.weight_bytes, 1)
+    total = 2.0 * max(used - geo.n_output, 0) * n
+    for il in geo.kv_layers:
+        window = geo.windows.of(il)
+        seen = n * n / 2 if not 0 < window < n else window * (n - window / 2)
+        total += 2.0 * geo.n_head[il] * sum(geo.head_dims(il)) * seen
+    return total
 
 
 def product_rate() -> float:
@@ -87,7 +95,7 @@ def product_rate() -> float:
     return 2.0 * _SIDE**3 / sorted(samples)[_TIMES // 2]
 
 
-def show(found: Sequence[Length], free: int, rate: PromptRate) -> None:
+def show(found: Sequence[Length], free: int) -> None:
     """Print them as a table."""
     print(f"\n  lengths, with {human_bytes(free)} of memory free")
     print(f"  {'positions':>11}{'memory':>11}{'reading':>18}{'token':>12}{'dense':>12}")
@@ -98,9 +106,4 @@ def show(found: Sequence[Length], free: int, rate: PromptRate) -> None:
         why = [] if x.fits else ["does not fit"]
         why += ["beyond the training"] * x.beyond_training
         print(f"{row}  {', '.join(why)}".rstrip())
-    if rate.measured:
-        print("  (reading as measured on a small model; tokens at the limit of their bytes)")
-    else:
-        print(
-            "  (limits: the bytes of a token, and the products of a text; --prompts measures these)"
-        )
+    print("  (limits: the bytes of a token, and the products of a text)")

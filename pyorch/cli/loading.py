@@ -25,6 +25,7 @@ from pyorch.text import human_bytes
 if TYPE_CHECKING:
     from pyorch.engine import Document, Placement, Session, SessionOptions
     from pyorch.engine.chat_template import ChatTemplate
+    from pyorch.engine.settings import Settings
     from pyorch.models.pull import Model
 
 
@@ -64,35 +65,54 @@ def model_path(name: str, yes: bool = False, before: Callable[[], None] | None =
     return fetch_model(model).path
 
 
-def fetch_model(model: Model, quiet: bool = False) -> Model:
+def fetch_model(model: Model) -> Model:
     """Download and check a model, with bars on a terminal only."""
     from pyorch.models import pull
 
-    return pull.bring(model, note, quiet)
+    return pull.bring(model, note)
 
 
-def ready(
-    name: str, yes: bool, options: SessionOptions | None = None, tools: tuple[str, ...] = ()
-) -> Path:
-    """The file that `--model NAME` means, with the library and these programs of llama.cpp built.
+def find_model(name: str, yes: bool, tools: tuple[str, ...] = ()) -> GGUFFile:
+    """The header of the model that `--model NAME` means, which is downloaded if it is not here.
 
-    What can fail at once comes first: the header of a file that is here and the settings, then the
-    compiler, if something is not built. Then the model is downloaded, and the rest built.
+    What can fail at once comes first: the header of a file that is here, then the compiler, if the
+    library or one of these programs of llama.cpp is not built; neither is built here.
 
     Raises:
-        SparqError: as `model_path`; the file is no model, the options of a session do not fit it,
-            or the library cannot be built.
+        SparqError: as `model_path`; or the file is no model.
     """
     from pyorch import native
-    from pyorch.engine.settings import checked
 
-    path = model_path(name, yes, lambda: native.check_compiler(tools))
-    file = read_gguf(path)
+    file = read_gguf(model_path(name, yes, lambda: native.check_compiler(tools)))
     _note_tokenizer(file)
-    if options is not None:
-        checked(file, **options)
+    return file
+
+
+def prepare(
+    name: str,
+    yes: bool,
+    options: SessionOptions,
+    tools: tuple[str, ...] = (),
+    documents: Sequence[Document] = (),
+) -> tuple[GGUFFile, Settings]:
+    """Find the model as `find_model` does, and build the library and the tools. The options get
+    room for each of the documents, and the types of its K and V, where the line says nothing else.
+
+    Returns:
+        The header, and the settings that the options give a session of this model.
+
+    Raises:
+        SparqError: as `find_model`; the options do not fit the model; or the build fails.
+    """
+    from pyorch import native
+    from pyorch.engine.settings import settings_for
+
+    file = find_model(name, yes, tools)
+    for document in documents:
+        _make_room(options, document, file)
+    settings = settings_for(file, **options)
     native.built(tools=tools)
-    return path
+    return file, settings
 
 
 def _note_tokenizer(file: GGUFFile) -> None:
@@ -182,13 +202,13 @@ def _lost(reason: str) -> NoReturn:
     os._exit(1)
 
 
-def fit(options: SessionOptions, document: Document, model: Path) -> None:
+def _make_room(options: SessionOptions, document: Document, file: GGUFFile) -> None:
     """Change the options of a session to what a document needs, but for those that were given."""
     from pyorch.engine import DEFAULT_CTX
 
     needed = document.n_tokens + REPLY_ROOM
     if not on_the_line(["ctx"]):
-        trained = geometry(read_gguf(model)).n_ctx_train
+        trained = geometry(file).n_ctx_train
         limit = needed if options["rope"] else trained or needed
         wanted = max(min(needed, limit), document.n_tokens)
         options["n_ctx"] = max(options["n_ctx"] or min(DEFAULT_CTX, limit), wanted)
@@ -206,15 +226,12 @@ def check_limited(documents: Sequence[Document], kv_memory: int | None) -> None:
         raise SparqError("--kv-memory is a limit of documents", "--document FILE", exit_code=2)
 
 
-def limit_documents(options: SessionOptions, model: Path, load: LoadOptions) -> None:
+def _limit_documents(options: SessionOptions, settings: Settings, load: LoadOptions) -> None:
     """Where a document does not fit into the memory, choose the `kv_memory` that was not given:
     the system alone would read far more of it than a token needs."""
-    from pyorch.engine.settings import checked
-
-    spec = options["attention"]
+    spec, n = options["attention"], settings.fits
     if not options["n_mapped"] or options["kv_memory"] or spec is None or str(spec) == "off":
         return
-    n = checked(read_gguf(model), **options).fits
     if sys.platform == "linux" and n and not on_gpu(load):
         options["kv_memory"] = n
         note(f"K and V of the document are larger than the memory: {human_bytes(n)} stay in it")
@@ -227,13 +244,11 @@ def on_gpu(load: LoadOptions) -> bool:
     return engine.library().has_gpu and load.n_gpu_layers != 0
 
 
-def note_if_weights_exceed(path: Path, options: SessionOptions, load: LoadOptions) -> None:
+def note_if_weights_exceed(file: GGUFFile, settings: Settings, load: LoadOptions) -> None:
     """Say what it costs where the weights do not fit into the memory beside the cache."""
-    from pyorch.engine.settings import checked
     from pyorch.models.memory import weight_bytes
 
-    file = read_gguf(path)
-    if (n := checked(file, **options).lacking) and not on_gpu(load):
+    if (n := settings.lacking) and not on_gpu(load):
         total = weight_bytes(file)
         note(
             f"note: {human_bytes(n)} of the weights do not fit into the memory, so a token may "
@@ -281,22 +296,19 @@ def open_session(
     documents: Sequence[Document] = (),
     kv_memory: int | None = None,
 ) -> Session:
-    """Load the model that the options name, with a bar if it takes long. Where the command line
-    does not say it, the session has room for each of the documents, and the types of its K and V.
-    """
+    """Load the model that the options name, with a bar if it takes long. The session has what
+    `prepare` gives it for documents."""
     from pyorch import engine
 
     options = session_options(attention, context, load, n_sequences)
     options["kv_memory"] = kv_memory
-    for document in documents:
-        fit(options, document, model_path(model.model, model.yes))
     options["n_mapped"] = min((d.n_tokens for d in documents), default=0)  # one of them is open
-    path = ready(model.model, model.yes, options)
-    limit_documents(options, path, load)
-    note_if_weights_exceed(path, options, load)
-    if attention is None and (card := _card(model.model, path)):
+    file, settings = prepare(model.model, model.yes, options, documents=documents)
+    _limit_documents(options, settings, load)
+    note_if_weights_exceed(file, settings, load)
+    if attention is None and (card := _card(model.model, file.path)):
         note(f"attention is exact; for {card} try --ratio {first_ratio(card)}", "dim")
     with progress_bar("loading the model") as progress:
-        session = engine.load(path, progress=progress, **placement(load), **options)
+        session = engine.load(file, progress=progress, **placement(load), **options)
     note_if_beyond(session.n_ctx, session.geometry.n_ctx_train)
     return session

@@ -17,13 +17,11 @@ from pyorch.text import human_bytes
 
 
 @click.group(invoke_without_command=True)
-@json_option
 @click.pass_context
-def command(ctx: click.Context, as_json: bool) -> None:
+def command(ctx: click.Context) -> None:
     """List known models, show one, or remove one from the hub's cache."""
-    ctx.default_map = dict.fromkeys(command.commands, {"as_json": as_json})
     if ctx.invoked_subcommand is None:
-        ctx.invoke(list_command, as_json=as_json)
+        ctx.invoke(list_command, as_json=False)
 
 
 @command.command("list")
@@ -78,16 +76,12 @@ def list_command(as_json: bool) -> None:
 
 @command.command("show")
 @click.argument("name", type=File(), metavar="NAME|FILE")
-@json_option
-def show_command(name: str, as_json: bool) -> None:
+def show_command(name: str) -> None:
     """Show everything that is known about the model NAME, or about a FILE if its content is known.
 
     Numbers in the evidence come from papers and hold for their split of the ratio into rank and k.
     """
     c = _of_file(Path(name)) if Path(name).is_file() else cards.load(name)
-    if as_json:
-        print_json({**asdict(c), "kv_bytes": c.kv_bytes})
-        return
     kv = f"{human_bytes(c.kv_bytes)} per position, {human_bytes(c.kv_bytes * c.n_ctx)} at {c.n_ctx}"
     experts = f" in each of {c.n_expert} experts" if c.n_expert > 1 else ""
     gguf = f"hf:{c.gguf}:{c.quant}"
@@ -137,8 +131,7 @@ def _of_file(path: Path) -> cards.Card:
 @command.command("rm")
 @click.argument("spec", metavar="NAME|SPEC")
 @click.option("--yes", is_flag=True, help="Remove without asking.")
-@json_option
-def rm_command(spec: str, yes: bool, as_json: bool) -> None:
+def rm_command(spec: str, yes: bool) -> None:
     """Remove a model from the hub's cache, in all its revisions.
 
     NAME and hf:org/repo mean every GGUF model of that repository, with what is left of interrupted
@@ -148,7 +141,7 @@ def rm_command(spec: str, yes: bool, as_json: bool) -> None:
     from pyorch.models import cache, pull
 
     if spec == "synthetic":
-        _rm_synthetic(yes, as_json)
+        _rm_synthetic(yes)
         return
     wanted = pull.parse_spec(spec)
     if wanted is None:
@@ -168,10 +161,10 @@ def rm_command(spec: str, yes: bool, as_json: bool) -> None:
     confirm(f"Remove {what}?", yes, f"{what} would be removed", "remove it with --yes")
     entries = [e for m in chosen for e in m.entries]
     freed = cache.remove(wanted.folder, entries, parts)
-    _print_removed({"removed": names, "repo": wanted.repo}, freed, as_json)
+    print(f"{human_bytes(freed)} freed ({freed} bytes)")
 
 
-def _rm_synthetic(yes: bool, as_json: bool) -> None:
+def _rm_synthetic(yes: bool) -> None:
     from pyorch.models import synth
 
     found = synth.written()
@@ -182,11 +175,4 @@ def _rm_synthetic(yes: bool, as_json: bool) -> None:
     confirm(f"Remove {what}?", yes, f"{what} would be removed", "remove them with --yes")
     for path in found:
         path.unlink()
-    _print_removed({"removed": [path.name for path in found]}, n_bytes, as_json)
-
-
-def _print_removed(what: dict[str, object], n_bytes: int, as_json: bool) -> None:
-    if as_json:
-        print_json({**what, "freed_bytes": n_bytes})
-    else:
-        print(f"{human_bytes(n_bytes)} freed ({n_bytes} bytes)")
+    print(f"{human_bytes(n_bytes)} freed ({n_bytes} bytes)")

@@ -6,21 +6,15 @@ keyword argument `context`. A command with many options of its own makes such a 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from pyorch.attention.spec import (
-    BUDGETS,
-    MEAN_V,
-    METHODS,
-    SHADOWS,
-    AttentionSpec,
-    parse_spec,
-)
-from pyorch.cli.groups import group, on_the_line, option, renamed, several, takes
+from pyorch.attention.spec import BUDGETS, AttentionSpec, parse_spec
+from pyorch.cli.groups import group, on_the_line, option, several, takes
 from pyorch.cli.log import show_log
 from pyorch.cli.types import (
     POSITIONS,
@@ -127,56 +121,18 @@ class RopeOptions:
     rope_scale: float | None = option(
         "--rope-scale", type=POSITIVE, help="Stretch the context by this factor."
     )
-    rope_freq_base: float | None = option(
-        "--rope-freq-base", type=POSITIVE, help="The base of RoPE's frequencies."
-    )
-    rope_freq_scale: float | None = option(
-        "--rope-freq-scale", type=POSITIVE, help="The same as 1 / --rope-scale."
-    )
     yarn_orig_ctx: int | None = option(
         "--yarn-orig-ctx",
         type=SOME_POSITIONS,
         help="YaRN: positions that the model was trained on.  [default: the model's own]",
     )
-    yarn_ext_factor: float | None = option(
-        "--yarn-ext-factor",
-        type=Number(float, 0),
-        help="YaRN: the share of extrapolation; 0 only interpolates.  [default: 1 with yarn]",
-    )
-    yarn_attn_factor: float | None = option(
-        "--yarn-attn-factor", type=Number(float, 0), help="YaRN: a factor on attention's logits."
-    )
-    yarn_beta_fast: float | None = option(
-        "--yarn-beta-fast", type=POSITIVE, help="YaRN: extrapolate from this many rotations on."
-    )
-    yarn_beta_slow: float | None = option(
-        "--yarn-beta-slow", type=POSITIVE, help="YaRN: interpolate up to this many rotations."
-    )
 
     def settings(self) -> Rope | None:
-        """The object that the engine takes; None if no option was given.
-
-        Raises:
-            SparqError: one scale is given in two ways.
-        """
+        """The object that the engine takes; None if no option was given."""
         from pyorch.engine import Rope
 
-        if self.rope_scale is not None and self.rope_freq_scale is not None:
-            raise SparqError(
-                "--rope-scale and --rope-freq-scale say the same thing",
-                "give one of them",
-                exit_code=2,
-            )
-        rope = Rope(
-            scaling=self.rope_scaling,
-            freq_base=self.rope_freq_base,
-            freq_scale=1 / self.rope_scale if self.rope_scale else self.rope_freq_scale,
-            yarn_orig_ctx=self.yarn_orig_ctx,
-            yarn_ext_factor=self.yarn_ext_factor,
-            yarn_attn_factor=self.yarn_attn_factor,
-            yarn_beta_fast=self.yarn_beta_fast,
-            yarn_beta_slow=self.yarn_beta_slow,
-        )
+        scale = 1 / self.rope_scale if self.rope_scale else None
+        rope = Rope(self.rope_scaling, freq_scale=scale, yarn_orig_ctx=self.yarn_orig_ctx)
         return rope if rope.given else None
 
 
@@ -220,14 +176,10 @@ class WorkerOptions:
         of=Number(float, 0),
         text="How they share the layers, say 3,1.  [default: as their free memory]",
     )
-    rpc_insecure: bool = option(
-        "--rpc-insecure",
-        is_flag=True,
-        help="Send the text and the weights, readable, through networks that are not private.",
-    )
 
     def allowed(self) -> Sequence[str]:
-        """The machines.
+        """The machines. With SPARQ_RPC_INSECURE=1 the text and the weights may go through networks
+        that are not private, where others can read them.
 
         Raises:
             SparqError: the way to one is open to others.
@@ -236,11 +188,11 @@ class WorkerOptions:
 
         for endpoint in self.workers:
             host, _, port = endpoint.partition(":")
-            if reach(host) == "public" and not self.rpc_insecure:
+            if reach(host) == "public" and os.environ.get("SPARQ_RPC_INSECURE") != "1":
                 raise SparqError(
                     f"--rpc {endpoint}: everybody on the way could read the text and change it",
                     f"ssh -N -L {port}:127.0.0.1:{port} {host}, then --rpc 127.0.0.1:{port}; "
-                    "or --rpc-insecure",
+                    "or SPARQ_RPC_INSECURE=1",
                     exit_code=2,
                 )
         return self.workers
@@ -266,82 +218,28 @@ load_options = takes(load=LoadOptions)
 
 # ---- attention ----
 
-# old -> new, in all commands with settings of attention
-_ATTENTION_RENAMED = {
-    "--attention": ("-a SPEC",),
-    "--method": ("--attn-method",),
-    "--rank": ("--attn-rank",),
-    "--topk": ("--attn-topk, SparQ's k", "--top-k, how many tokens sampling chooses from"),
-    "--local": ("--attn-local",),
-    "--sinks": ("--attn-sinks",),
-    "--mean-v": ("--attn-mean-v",),
-    "--shadow-type": ("--attn-shadow",),
-    "--min-ctx": ("--attn-min-ctx",),
-}
-renamed_attention = group(*(renamed(old, *new) for old, new in _ATTENTION_RENAMED.items()))
-
 SPEC_OPTION = ("-a", "--attn")  # `-a SPEC` is the one long form, in every command
 
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """The settings of attention; None means not given.
-
-    Only the line of `-a` has min_k, gpu_min_mb, top_p, cap, k_layers, rank_layers, prompt and
-    prompt_p, which few users need and a calibration sets.
-    """
+    """The settings of attention; None means not given. All others stand in the line of `-a`."""
 
     attn: str | None = option(
         *SPEC_OPTION,
         metavar="SPEC",
-        help="All settings of attention as one line: sparq,ratio=1/8,mean_v=on.",
+        help="All settings of attention as one line: sparq,ratio=1/8,shadow=q8; topk,k=512; dense.",
     )
     ratio: float | None = option(
         "--ratio",
         type=Ratio(),
         help="Read this share of dense attention's bytes: 1/8, 0.125 or 12.5%.  [default: all]",
     )
-    attn_method: str | None = option(
-        "--attn-method",
-        type=Name(*METHODS),
-        help="Method that decides what attention reads.  [default: sparq with a setting, else off]",
-    )
-    attn_rank: int | None = option(
-        "--attn-rank", type=SOME_POSITIONS, help="SparQ's r: components used for the scores."
-    )
-    attn_topk: int | None = option(
-        "--attn-topk", type=SOME_POSITIONS, help="SparQ's k: positions that attention reads."
-    )
-    attn_local: int | None = option(
-        "--attn-local",
-        type=POSITIONS,
-        help="Always read this many of the newest positions.  [default: k/4]",
-    )
-    attn_sinks: int | None = option(
-        "--attn-sinks",
-        type=POSITIONS,
-        help="Always read this many of the first positions.  [default: 4]",
-    )
-    attn_mean_v: str | None = option(
-        "--attn-mean-v",
-        type=Name(*MEAN_V),
-        help="Add the mean of V for what is not read; auto is on.  [default: auto]",
-    )
     budget: str | None = option(
         "--budget",
         type=Name(*BUDGETS),
         help="Spread of the bytes over the layers; flat reads next to the same at any length."
         "  [default: uniform]",
-    )
-    attn_shadow: str | None = option(
-        "--attn-shadow",
-        type=Name(*SHADOWS),
-        help="Type of the transposed K; fewer bits allow more components.  [default: q4]",
-    )
-    attn_min_ctx: int | None = option(
-        "--attn-min-ctx",
-        type=POSITIONS,
-        help="Use exact dense attention up to this many positions.  [default: 1024]",
     )
 
     def spec(self) -> AttentionSpec | None:
@@ -351,30 +249,22 @@ class AttentionOptions:
             SparqError: values are out of range, or exclude each other.
         """
         given = {name: value for name, value in vars(self).items() if value is not None}
-        alone = {"attn", *(["attn_method"] if self.attn_method in ("dense", "off") else [])}
         if said := on_the_line(given):  # it displaces variables that exclude it
-            gone = given.keys() - said if said & alone else alone - said
+            gone = given.keys() - said if "attn" in said else {"attn"}
             given = {name: value for name, value in given.items() if name not in gone}
-        line, method = given.pop("attn", None), given.pop("attn_method", None)
-        whole = line is not None  # an empty line is refused, not ignored
-        beside = [*given, *(["attn_method"] if whole and method else [])]
-        if beside and (whole or method in ("dense", "off")):
-            what = "-a has all settings" if whole else f"--attn-method {method} reads everything"
+        line = given.pop("attn", None)
+        if line is None:  # an empty line is refused, not ignored
+            return AttentionSpec("sparq", **given) if given else None
+        for name in given:
             raise SparqError(
-                f"{what}, so --{beside[0].replace('_', '-')} would change nothing",
-                "-a sparq,ratio=1/8,mean_v=on" if whole else "use --attn-method sparq or topk",
+                f"-a has all settings, so --{name} would change nothing",
+                "-a sparq,ratio=1/8,budget=ramp",
                 exit_code=2,
             )
-        if line is not None:
-            return parse_spec(line)
-        if not (method or given):
-            return None
-        return AttentionSpec(
-            method or "sparq", **{name.removeprefix("attn_"): x for name, x in given.items()}
-        )
+        return parse_spec(line)
 
 
-attention_options = group(takes(attention=AttentionOptions), renamed_attention)
+attention_options = takes(attention=AttentionOptions)
 
 
 # ---- sampling ----

@@ -8,17 +8,13 @@ from pathlib import Path
 import click
 
 from pyorch.cli.loading import fetch_model, first_ratio
-from pyorch.cli.options import json_option
-from pyorch.cli.terminal import note, print_json
+from pyorch.cli.terminal import note
 from pyorch.cli.types import File
-from pyorch.progress import silent
 
 
 @click.command()
 @click.argument("spec", type=File())
-@click.option("-q", "--quiet", is_flag=True, help="Show neither progress nor notes.")
-@json_option
-def command(spec: str, quiet: bool, as_json: bool) -> None:
+def command(spec: str) -> None:
     """Download a model, check it, and print its path.
 
     SPEC is hf:org/repo (its only model, or its Q4_K_M), hf:org/repo:Q8_0, org/repo/file.gguf, or
@@ -34,25 +30,15 @@ def command(spec: str, quiet: bool, as_json: bool) -> None:
 
     wanted = pull.parse_spec(spec)
     if wanted is None:
-        path = read_gguf(Path(spec)).path
-        result: dict[str, object] = {"path": str(path), "repo": None, "commit": None, "files": []}
-    else:
-        model = pull.find(wanted, silent if quiet else note)
-        missing = model.missing_bytes
-        if missing and not quiet:
-            n, here = len(model.files), sum(f.n_here for f in model.files)
-            what = model.files[0].name + (f" and {n - 1} more" if n > 1 else "")
-            rest = f", {human_bytes(here)} of it are here" if here else ""
-            note(f"{what}, {human_bytes(missing)} to download{rest}", "dim")
-        model = fetch_model(model, quiet)
-        path = model.path
-        files = [{"name": f.name, "bytes": f.n_bytes, "checksum": f.digest} for f in model.files]
-        result = {"path": str(path), "repo": wanted.repo, "commit": model.commit, "files": files}
-        result["downloaded_bytes"] = missing
-    if as_json:
-        print_json(result)
+        print(read_gguf(Path(spec)).path)
         return
-    print(path)
-    if wanted is not None and sys.stderr.isatty() and not quiet:
+    model = pull.find(wanted, note)
+    if missing := model.missing_bytes:
+        n, here = len(model.files), sum(f.n_here for f in model.files)
+        what = model.files[0].name + (f" and {n - 1} more" if n > 1 else "")
+        rest = f", {human_bytes(here)} of it are here" if here else ""
+        note(f"{what}, {human_bytes(missing)} to download{rest}", "dim")
+    print(fetch_model(model).path)
+    if sys.stderr.isatty():
         ratio = first_ratio(wanted.card) if wanted.card else "1/8"
         note(f"next: sparq-cpp chat -m {spec} --ratio {ratio}", "dim")

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import click
 
-from pyorch.cli.loading import ready
-from pyorch.cli.options import json_option
-from pyorch.cli.terminal import note, print_json
+from pyorch.cli.loading import find_model
+from pyorch.cli.terminal import note
 from pyorch.cli.types import THREADS, File
 from pyorch.progress import progress_bar
 
@@ -42,7 +41,6 @@ class Quantize(click.Command):
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--allow-requantize", is_flag=True, help="Accept a quantised model; this loses more.")
 @click.option("--yes", is_flag=True, help="Download the model without asking.")
-@json_option
 def command(
     model: str,
     output: str,
@@ -52,20 +50,21 @@ def command(
     force: bool,
     allow_requantize: bool,
     yes: bool,
-    as_json: bool,
 ) -> None:
     """Write the model IN to the file OUT with weights of another type.
 
     IN is a GGUF file (the first part of a split model) or a model on the hub, named as in
     `sparq-cpp pull`. OUT appears when it is complete.
     """
+    from pyorch import native
     from pyorch.engine import usable_cores
     from pyorch.models.new_file import check_target
     from pyorch.models.quantize import quantize
     from pyorch.text import human_bytes
 
     check_target(Path(output), force)
-    source = ready(model, yes)
+    source = find_model(model, yes).path
+    native.built()
     with progress_bar("quantising") as progress:
         result = quantize(
             source,
@@ -80,8 +79,5 @@ def command(
     if result.fallbacks:
         n = len(result.fallbacks)
         note(f"note: another type for {n} tensors: {result.fallbacks[0]}", "yellow")
-    if as_json:
-        print_json({**vars(result), "path": str(result.path), "type": type_name})
-    else:
-        sizes = f"{human_bytes(result.bytes_before)} -> {human_bytes(result.bytes_after)}"
-        print(f"{result.path}: {sizes}, {result.bits_per_weight:.2f} bits per weight")
+    sizes = f"{human_bytes(result.bytes_before)} -> {human_bytes(result.bytes_after)}"
+    print(f"{result.path}: {sizes}, {result.bits_per_weight:.2f} bits per weight")

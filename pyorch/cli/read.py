@@ -12,13 +12,13 @@ import click
 
 from pyorch import paths
 from pyorch.attention.bytes import CELLS
-from pyorch.attention.spec import AttentionSpec
+from pyorch.attention.spec import parse_spec
 from pyorch.cli import options as opt
 from pyorch.cli import streams
-from pyorch.cli.loading import note_if_weights_exceed, placement, ready, session_options
+from pyorch.cli.loading import note_if_weights_exceed, placement, prepare, session_options
 from pyorch.cli.templates import TemplateOptions, note_system, template_options
 from pyorch.cli.terminal import note, print_json
-from pyorch.cli.types import File, Text
+from pyorch.cli.types import THREADS, File, Text
 from pyorch.errors import SparqError
 from pyorch.progress import progress_bar, say
 from pyorch.text import human_bytes, human_time, printable
@@ -52,9 +52,14 @@ _TAKES = "a text file, a folder, or -"
     " as control tokens.",
 )
 @click.option("--force", is_flag=True, help="Replace the file if it exists.")
-@opt.context_options
+@click.option("--threads", "-t", type=THREADS, help="Number of threads.  [default: all cores]")
 @opt.load_options
-@opt.attention_options
+@click.option(
+    *opt.SPEC_OPTION,
+    "spec",
+    metavar="SPEC",
+    help="Keep what these settings of attention need.  [default: sparq]",
+)
 @template_options
 @opt.json_option
 @opt.verbose_option
@@ -65,9 +70,9 @@ def command(
     system: str,
     plain: bool,
     force: bool,
-    context: opt.ContextOptions,
+    threads: int | None,
     load: opt.LoadOptions,
-    attention: opt.AttentionOptions,
+    spec: str | None,
     chosen: TemplateOptions,
     as_json: bool,
 ) -> None:
@@ -88,10 +93,10 @@ def command(
     name, text = _joined(texts)
     path = Path(output) if output else paths.private(paths.documents()) / f"{name}.kv"
     check_target(path, force)
-    spec = attention.spec() or AttentionSpec("sparq")
-    options = session_options(spec, context, load)
-    file = ready(model.model, model.yes, options)
-    note_if_weights_exceed(file, options, load)
+    attention = parse_spec("sparq" if spec is None else spec)
+    options = session_options(attention, opt.ContextOptions(threads=threads), load)
+    file, settings = prepare(model.model, model.yes, options)
+    note_if_weights_exceed(file, settings, load)
     with (
         progress_bar("loading the model") as progress,
         engine.load_model(file, progress=progress, **placement(load)) as loaded,
@@ -102,7 +107,7 @@ def command(
         n = len(reading.tokens(loaded, template))
         whole = -(-n // CELLS) * CELLS
         limit = loaded.geometry.n_ctx_train or whole
-        options["n_ctx"] = context.ctx or max(n, min(whole, limit))
+        options["n_ctx"] = max(n, min(whole, limit))
         with (
             loaded.session(**options) as session,
             progress_bar("reading", of="tokens", off_terminal=say) as progress,

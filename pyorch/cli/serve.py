@@ -21,14 +21,12 @@ from pyorch.attention.bytes import cache_bytes, layer_costs, shadow_bytes
 from pyorch.attention.spec import AttentionSpec
 from pyorch.cli import listen, served_documents, supervise
 from pyorch.cli import options as opt
-from pyorch.cli.groups import group, option, renamed, takes
+from pyorch.cli.groups import option, takes
 from pyorch.cli.loading import (
     check_limited,
-    fit,
-    model_path,
     note_if_weights_exceed,
     placement,
-    ready,
+    prepare,
     session_options,
     shown,
 )
@@ -38,7 +36,7 @@ from pyorch.cli.terminal import note, note_if_beyond
 from pyorch.cli.types import File, Number
 from pyorch.errors import SparqError
 from pyorch.models.geometry import geometry
-from pyorch.models.gguf_file import GGUFFile, read_gguf
+from pyorch.models.gguf_file import GGUFFile
 from pyorch.models.memory import available_memory, weight_bytes
 from pyorch.native import web_page
 from pyorch.text import printable
@@ -86,8 +84,9 @@ _OURS = {
     "--no-repack": "-nr --no-repack --repack",
     "--cache-type-k": "-ctk --cache-type-k",
     "--cache-type-v": "-ctv --cache-type-v",
-    "the same option before --": "--rope-scaling --rope-scale --rope-freq-base --rope-freq-scale"
-    " --yarn-orig-ctx --yarn-ext-factor --yarn-attn-factor --yarn-beta-fast --yarn-beta-slow",
+    "--rope-scaling": "--rope-scaling",
+    "--rope-scale": "--rope-scale --rope-freq-scale",
+    "--yarn-orig-ctx": "--yarn-orig-ctx",
 }
 _OURS_OF = {name: ours for ours, names in _OURS.items() for name in names.split()}
 _ONE_OF_A_MODEL = re.compile(r"--(embd|fim|gpt-oss|vision)-.*-(default|spec)")  # and of its port
@@ -126,16 +125,9 @@ class ServerOptions:
     )
 
 
-server_options = group(
-    takes(server=ServerOptions),
-    # the arguments of a process are shown to everybody on the machine
-    renamed("--api-key", "--api-key-file FILE"),
-)
-
-
 @click.command()
 @opt.model_options
-@server_options
+@takes(server=ServerOptions)
 @opt.document_option
 @opt.context_options
 @opt.load_options
@@ -175,12 +167,10 @@ def command(
     options["kv_memory"] = kv_memory
     found = [document_file.load(document_file.find(name)) for name in documents]
     check_limited(found, kv_memory)
-    for document in found:
-        fit(options, document, model_path(model.model, model.yes))
     with listen.reserved(family, address, server.port) as port:
-        path = _ready(model, options)
-    served = Served(path, _alias(model, path), address, port, keys, load, options, found)
-    _serve(served, more)
+        file, settings = _prepare(model, options, found)
+    alias = _alias(model, file.path)
+    _serve(Served(file, settings, alias, address, port, keys, load, found), more)
 
 
 def _check_more(more: Sequence[str]) -> None:
@@ -229,9 +219,11 @@ def _key_file(name: str) -> Path:
     return file
 
 
-def _ready(model: opt.ModelOptions, options: SessionOptions) -> Path:
+def _prepare(
+    model: opt.ModelOptions, options: SessionOptions, documents: Sequence[Document]
+) -> tuple[GGUFFile, Settings]:
     try:
-        return ready(model.model, model.yes, options, (PROGRAM,))
+        return prepare(model.model, model.yes, options, (PROGRAM,), documents)
     except SparqError as error:  # the slots count as well, and only we have them
         if options["n_sequences"] > 1:
             error.hint = error.hint.replace("lower --ctx", "lower --parallel or --ctx")
@@ -253,13 +245,13 @@ class Served:
     """A model as clients see it. keys: the file of keys, one of which they need; documents: what
     has been read before."""
 
-    path: Path
+    file: GGUFFile
+    settings: Settings
     alias: str
     address: str
     port: int
     keys: Path | None
     load: opt.LoadOptions
-    options: SessionOptions
     documents: Sequence[Document] = ()
 
 
@@ -307,10 +299,8 @@ class Account:
 
 def _serve(served: Served, more: Sequence[str]) -> None:
     from pyorch.engine.document import check_model
-    from pyorch.engine.settings import checked
 
-    file = read_gguf(served.path)
-    settings = checked(file, **served.options)
+    file, settings = served.file, served.settings
     for document in served.documents:
         check_model(document, file, settings.rope, settings.n_ctx, settings.types)
     spec = settings.attention or AttentionSpec("off")
@@ -320,12 +310,12 @@ def _serve(served: Served, more: Sequence[str]) -> None:
 
         engine.library().check_gpu(place["n_gpu_layers"])
     note_if_beyond(settings.n_ctx, geometry(file).n_ctx_train)
-    note_if_weights_exceed(served.path, served.options, served.load)
+    note_if_weights_exceed(file, settings, served.load)
     if why := _stays_exact(file, settings, spec):
         note(why, "yellow")
     program = native.lib_dir(tools=(PROGRAM,)) / PROGRAM
     adapted = any(word.startswith("--lora") for word in more)
-    argv = [str(program), *_arguments(served, settings, file, adapted), *_SAFE, *more]
+    argv = [str(program), *_arguments(served, adapted), *_SAFE, *more]
     env = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
     account = Account()
     with (
@@ -339,7 +329,7 @@ def _serve(served: Served, more: Sequence[str]) -> None:
         if child.wait_ready(lambda: _answers(host, served.port), "loading the model"):
             n = settings.n_sequences
             slots = f" in each of {n} slots" if n > 1 else ""
-            note(f"{shown(served.path)}, attention {spec}, {settings.n_ctx} positions{slots}")
+            note(f"{shown(file.path)}, attention {spec}, {settings.n_ctx} positions{slots}")
             url = f"[{served.address}]" if ":" in served.address else served.address
             page = ", and its web page at /" if (program.parent / web_page.NAME).is_file() else ""
             if served.documents:
@@ -387,14 +377,13 @@ def _stays_exact(file: GGUFFile, settings: Settings, spec: AttentionSpec) -> str
     return ""
 
 
-def _arguments(
-    served: Served, settings: Settings, file: GGUFFile, adapted: bool = False
-) -> list[str]:
+def _arguments(served: Served, adapted: bool = False) -> list[str]:
     """The line of llama-server, but for the options that are passed on; adapted: these have a LoRA
     adapter."""
+    file, settings = served.file, served.settings
     type_k, type_v = settings.types
     values: dict[str, object] = {
-        "--model": served.path,
+        "--model": served.file.path,
         "--alias": served.alias,
         "--host": served.address,
         "--port": served.port,
@@ -415,10 +404,9 @@ def _arguments(
         "--cache-ram": 0 if adapted else _prompt_cache(file, settings),
         "--verbosity": 4,  # our library says what ran sparse at this level
     }
-    names = {"scaling": "rope-scaling", "freq_base": "rope-freq-base"}
-    names["freq_scale"] = "rope-freq-scale"
-    for name, value in settings.rope.given.items():
-        values[f"--{names.get(name, name).replace('_', '-')}"] = value
+    names = {"scaling": "--rope-scaling", "freq_scale": "--rope-freq-scale"}
+    names["yarn_orig_ctx"] = "--yarn-orig-ctx"
+    values |= {names[name]: value for name, value in settings.rope.given.items()}
     if served.load.numa:
         values["--numa"] = served.load.numa
     if served.load.n_gpu_layers is not None:

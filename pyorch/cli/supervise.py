@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,7 +22,6 @@ from pyorch.errors import SparqError
 from pyorch.progress import spinner
 
 GRACE_S = children.GRACE_S
-POLL_S = 0.1
 KEPT_LINES = 200  # of the log, for the reason of a death
 LINE_BYTES = 4096  # a longer line comes in pieces: a whole request may be in one
 
@@ -124,15 +122,14 @@ class Child:
             SparqError: it ended by itself.
         """
         with spinner(doing) as turn:
-            while self.process.poll() is None:
-                if not self.was_asked and answers():
-                    self._ready = True
-                    return True
-                if not self._show:
-                    turn()
-                time.sleep(POLL_S)
-        self.wait_end()
-        return False
+            self._ready = children.wait_until(
+                self.process,
+                lambda: not self.was_asked and answers(),
+                turn=(lambda: None) if self._show else turn,
+            )
+        if not self._ready:
+            self.wait_end()
+        return self._ready
 
     def wait_end(self) -> None:
         """Wait until the server has ended as it was asked to.

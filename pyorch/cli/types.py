@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -91,6 +92,17 @@ class Number(click.ParamType):
             bound += f" and at most {self.high}" if self.high < float("inf") else ""
             raise SparqError(f"{option} {value} is out of range", f"it is {bound}", exit_code=2)
         return number
+
+
+class NumberOr(Number):
+    """A number, or one word in its place."""
+
+    def __init__(self, word: str, kind: type[int] | type[float], low: float) -> None:
+        super().__init__(kind, low)
+        self.word = word
+
+    def convert(self, value: object, param: Param, ctx: Context) -> Any:
+        return value if value == self.word else super().convert(value, param, ctx)
 
 
 THREADS = Number(int, 1, MAX_THREADS)

@@ -69,10 +69,10 @@ def command(wanted: WorkerOptions) -> None:
     env = {k: v for k, v in os.environ.items() if k != "GGML_RPC_DEBUG"}
     env |= native.waiting()
     with Child(argv, env, lambda line: None, shows_log()) as child:
-        found: list[machines.Worker] = []
-        if child.wait_ready(lambda: _answers(wanted, found), "starting"):
-            note(f"{human_bytes(found[-1].free)} of memory are free for layers")
-            note(f"--rpc {wanted.host}:{wanted.port} on the other machine; Ctrl-C ends it")
+        endpoint = f"{wanted.host}:{wanted.port}"
+        if child.wait_ready(lambda: machines.answers(endpoint), "starting"):
+            note(f"{human_bytes(machines.ask(endpoint).free)} of memory are free for layers")
+            note(f"--rpc {endpoint} on the other machine; Ctrl-C ends it")
             child.wait_end()
 
 
@@ -92,11 +92,3 @@ def _check(wanted: WorkerOptions) -> None:
         note(
             "note: nothing is encrypted: whoever reaches this address can use and read it", "yellow"
         )
-
-
-def _answers(wanted: WorkerOptions, found: list[machines.Worker]) -> bool:
-    try:
-        found.append(machines.ask(f"{wanted.host}:{wanted.port}"))
-    except SparqError:
-        return False
-    return True

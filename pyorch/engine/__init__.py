@@ -42,7 +42,7 @@ from pyorch.engine.settings import (
     Rope,
     SessionOptions,
     cache_type,
-    checked_ctx,
+    context_size,
     usable_cores,
 )
 from pyorch.engine.sparse import AttentionInfo
@@ -71,7 +71,7 @@ __all__ = [
     "align",
     "begun",
     "cache_type",
-    "checked_ctx",
+    "context_size",
     "content",
     "decode",
     "decode_each",

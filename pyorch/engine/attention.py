@@ -10,7 +10,7 @@ from pyorch.attention.bytes import shadow_bytes
 from pyorch.attention.spec import AttentionSpec
 from pyorch.engine import sparse
 from pyorch.engine.model import Session, Timings
-from pyorch.engine.settings import fitted
+from pyorch.engine.settings import attention_for
 from pyorch.errors import SparqError
 from pyorch.models.memory import check_shadow
 
@@ -26,7 +26,7 @@ def set_attention(session: Session, spec: AttentionSpec | str) -> None:
         SparqError: the settings do not fit the model, its transposed K does not fit the memory, or
             the library refuses them.
     """
-    spec = fitted(spec, session.path, session.geometry)
+    spec = attention_for(spec, session.path, session.geometry)
     shadow = session.n_sequences * shadow_bytes(session.geometry, session.n_ctx, spec)
     if shadow and sparse.is_ours(session.lib):
         check_shadow(session.path, shadow - info(session).shadow_bytes)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pyorch.engine import machines
 from pyorch.engine.library import Call, library
 from pyorch.engine.model import Model, Session, Watch
-from pyorch.engine.settings import SessionOptions, checked, layers_away
+from pyorch.engine.settings import SessionOptions, layers_away, settings_for
 from pyorch.errors import SparqError
 from pyorch.models.gguf_file import GGUFFile, read_gguf
 from pyorch.models.memory import available_memory, weight_bytes
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | GGUFFile,
     *,
     watch: Watch | None = None,
     n_gpu_layers: int | None = None,
@@ -37,6 +37,7 @@ def load(
     """Load a model and make one session, which closes the model when it is closed.
 
     Args:
+        path: a GGUF model, or its header where that has been read.
         watch: as for `Model.session`.
         n_gpu_layers, workers, tensor_split, numa, repack, stock, progress: as for `load_model`.
         options: those of `SessionOptions`; errors in them are raised before the model is
@@ -46,9 +47,10 @@ def load(
         SparqError: something is wrong with the file, the sizes or the library.
     """
     options.setdefault("n_away", layers_away(workers, n_gpu_layers))
-    settings = checked(read_gguf(path), **options)
+    file = path if isinstance(path, GGUFFile) else read_gguf(path)
+    settings = settings_for(file, **options)
     model = load_model(
-        path,
+        file,
         n_gpu_layers=n_gpu_layers,
         workers=workers,
         tensor_split=tensor_split,
@@ -67,7 +69,7 @@ def load(
 
 
 def load_model(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | GGUFFile,
     *,
     n_gpu_layers: int | None = None,
     workers: Sequence[str] = (),
@@ -80,6 +82,7 @@ def load_model(
     """Map a GGUF model into memory.
 
     Args:
+        path: the model, or its header where that has been read.
         n_gpu_layers: how many layers go to the GPU, or to the workers; None is llama.cpp's
             default, all. The first layers stay.
         workers: HOST:PORT of the other machines that hold these layers, in their order.
@@ -96,7 +99,7 @@ def load_model(
         SparqError: something is wrong with the file, the library is not built, or a worker does
             not answer.
     """
-    file = read_gguf(path)
+    file = path if isinstance(path, GGUFFile) else read_gguf(path)
     found = library(stock)
     if not workers:
         found.check_gpu(n_gpu_layers)

@@ -73,6 +73,15 @@ def reach(host: str) -> str:
     return "private" if address.is_private and not address.is_unspecified else "public"
 
 
+def answers(endpoint: str) -> bool:
+    """Whether a worker of our version is there."""
+    try:
+        ask(endpoint)
+    except SparqError:
+        return False
+    return True
+
+
 def ask(endpoint: str) -> Worker:
     """What the worker at HOST:PORT says of itself.
 

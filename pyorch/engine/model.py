@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from pyorch.engine import sparse
 from pyorch.engine.library import Library
-from pyorch.engine.settings import SessionOptions, Settings, checked
+from pyorch.engine.settings import SessionOptions, Settings, settings_for
 from pyorch.errors import SparqError
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import GGUFFile
@@ -44,7 +44,7 @@ class Model:
         Raises:
             SparqError: the settings do not fit the model, or need too much memory.
         """
-        return Session(self, checked(self.file, **options), watch)
+        return Session(self, settings_for(self.file, **options), watch)
 
     def close(self) -> None:
         """Free the sessions that are still open, then the model."""

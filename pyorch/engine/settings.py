@@ -105,8 +105,8 @@ class Rope:
 
 
 class SessionOptions(TypedDict, total=False):
-    """The settings of a session, as keywords of `load`, `Model.session` and others; `checked` has
-    the defaults.
+    """The settings of a session, as keywords of `load`, `Model.session` and others;
+    `settings_for` has the defaults.
 
     n_ctx           its positions; None takes what the model was trained on, at most 8192. More than
                     the model was trained on needs a `rope`
@@ -184,7 +184,7 @@ class Settings:
         return params
 
 
-def checked(
+def settings_for(
     file: GGUFFile,
     *,
     n_ctx: int | None = None,
@@ -209,9 +209,9 @@ def checked(
         if value is not None and value < 1:
             raise SparqError(f"{name} {value} is below 1", "leave it out for the default", 2)
     geo, rope = geometry(file), rope or Rope()
-    n_ctx = checked_ctx(geo, n_ctx, rope)
+    n_ctx = context_size(geo, n_ctx, rope)
     types = cache_type(type_k), cache_type(type_v)
-    spec = fitted(attention, file.path, geo) if attention is not None else None
+    spec = attention_for(attention, file.path, geo) if attention is not None else None
     shadow = shadow_bytes(geo, n_ctx, spec) if spec is not None else 0
     mapped = cache_bytes(geo, min(n_mapped, n_ctx), *types)
     here = 1 - min(geo.n_layer if n_away is None else n_away, geo.n_layer) / max(geo.n_layer, 1)
@@ -221,7 +221,7 @@ def checked(
     if kv_memory is not None and (spec is None or spec.method == "off"):
         raise SparqError(
             "a limit of the memory of documents needs attention of ours",
-            "--ratio 1/8, or --attn-method dense, which reads everything",
+            "--ratio 1/8, or -a dense, which reads everything",
             exit_code=2,
         )
     n_threads = min(n_threads or usable_cores(), MAX_THREADS)
@@ -250,7 +250,7 @@ def layers_away(workers: Sequence[str], n_gpu_layers: int | None) -> int | None:
     return None if n_gpu_layers is None else max(n_gpu_layers - 1, 0)
 
 
-def fitted(attention: AttentionSpec | str, model: Path, geo: Geometry) -> AttentionSpec:
+def attention_for(attention: AttentionSpec | str, model: Path, geo: Geometry) -> AttentionSpec:
     """The settings, with those that were calibrated for this model in place of such a budget.
 
     Raises:
@@ -262,7 +262,7 @@ def fitted(attention: AttentionSpec | str, model: Path, geo: Geometry) -> Attent
     return spec
 
 
-def checked_ctx(geo: Geometry, n_ctx: int | None, rope: Rope | None = None) -> int:
+def context_size(geo: Geometry, n_ctx: int | None, rope: Rope | None = None) -> int:
     """The positions of a context: `n_ctx`, or by default those that the model was trained on, but
     at most `DEFAULT_CTX`.
 

@@ -44,7 +44,7 @@ _CAPTIONS = {
 }
 
 
-def draw(found: Sequence[Series], out: Path, png: bool = False) -> list[Path]:
+def draw(found: Sequence[Series], out: Path) -> list[Path]:
     """Write eval_curves.svg, and eval_needle.svg if there are needles, each with a CSV.
 
     Raises:
@@ -68,8 +68,8 @@ def draw(found: Sequence[Series], out: Path, png: bool = False) -> list[Path]:
         about = f"{head.model}, {head.env['machine']['cpu']}. {_CAPTIONS[name]}"
         about += table.about_missing([r for g in groups for r in table.rows(g)])
         about += table.about_old(found)
-        pictures.write(picture, rows, name, {"Title": title, "Description": about}, out, png)
-        files += [out / f"{name}.{end}" for end in (("svg", "png") if png else ("svg",))]
+        pictures.write(picture, rows, name, {"Title": title, "Description": about}, out, False)
+        files.append(out / f"{name}.svg")
     return files
 
 

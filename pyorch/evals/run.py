@@ -32,18 +32,14 @@ from pyorch.bench.records import Record
 from pyorch.errors import SparqError
 from pyorch.evals.decode import Decoder, log_softmax
 from pyorch.evals.example import Example, Outcome
-from pyorch.evals.methods import EXACT, Runner, meaning, reader
-from pyorch.evals.pace import DECODED, DECODED_IN_PYTHON, Pace, Part, size_of
+from pyorch.evals.methods import EXACT, Runner, meaning
 from pyorch.evals.series import Series, bench_of, make
 from pyorch.evals.task import Setup, Task
 from pyorch.models.content import content_hash, file_hash
-from pyorch.models.geometry import Geometry
-from pyorch.policies import OFF, STOCK_FA0, Method
-from pyorch.policies.base import Policy
+from pyorch.policies import OFF, Method
 from pyorch.progress import Progress, Report
 from pyorch.text import printable
 
-_READING = "{done} of {total} tokens read"
 _SHARED = 256  # prompts that share so many tokens are taken to share a text
 
 
@@ -73,7 +69,7 @@ def run(
 
     Args:
         preparing: called with (tasks whose examples are ready, total).
-        progress: called with (seconds so far, those in all as far as is known, what is done).
+        progress: called with (answers so far, those in all, what is done at the moment).
 
     Raises:
         SparqError: data, sizes or settings are wrong, or a sparse method never ran sparse.
@@ -101,11 +97,16 @@ def run(
             work.append(_prepare(plan, task, runner.session, model, meanings, env, folder))
         preparing(1, 1)
         todo = _by_prefix([(w, i, lacking) for w in work for i, lacking in w.begin(force).items()])
-        there = plan.setup.get("document", ())
-        pace = Pace(_parts(todo, runner.session.geometry, there), progress)
+        done, total = 0, sum(len(lacking) for _, _, lacking in todo)
+
+        def reading(n: int, of: int) -> None:
+            progress(done, total, f"{n} of {of} tokens read")
+
         for w, i, lacking in todo:
-            for method, result in _measure(runner, w.task, w.examples[i], lacking, pace):
+            for method, result in _measure(runner, w.task, w.examples[i], lacking, reading):
                 records.append(w.file, w.record(i, method, result))
+                done += 1
+                progress(done, total, "")
     found = [series for w in work for series in w.series()]
     for series in found:
         series.refuse_idle()
@@ -191,39 +192,6 @@ def _by_prefix(todo: Sequence[_Todo]) -> list[_Todo]:
     return sorted(todo, key=place)
 
 
-def _parts(todo: Sequence[_Todo], geometry: Geometry, before: Sequence[int] = ()) -> list[Part]:
-    """What `_measure` does, in its order. before: the tokens that have been read."""
-    out: list[Part] = []
-    for w, i, methods in todo:
-        e, task = w.examples[i], w.task
-        n, exact = len(e.prompt) - 1, methods
-        decoded = DECODED * size_of(geometry, n, e.max_tokens)
-        alone = task.reference == OFF
-        there = 0 if alone else min(_n_common(before, e.prompt[:n]), n - 1)
-        if alone:
-            exact = [m for m in methods if m != OFF]
-            out.append(Part(("read", OFF), size_of(geometry, 0, n)))
-            out.append(Part((task.name, "reference"), decoded))
-            out += [Part((task.name, m), decoded) for m in methods if m == OFF]
-        if exact:
-            kinds = {m if m == STOCK_FA0 else (isinstance(m, Policy), reader(m)) for m in exact}
-            size = size_of(geometry, there, n - there)
-            out.append(Part(("read", EXACT), len(kinds) * size))
-        if task.reference and not alone:
-            out.append(Part((task.name, "reference"), decoded))
-        for m in exact:
-            slower = DECODED_IN_PYTHON / DECODED if isinstance(m, Policy) else 1
-            out.append(Part((task.name, m), slower * decoded))
-        before = [] if alone else e.prompt[:n]
-    return out
-
-
-def _n_common(a: Sequence[int], b: Sequence[int]) -> int:
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
-
-
 def about_model(path: Path) -> Record:
     """The record of a model: its name, and a hash of all its files."""
     return {"name": printable(path.name), "hash": content_hash(path)}
@@ -289,7 +257,7 @@ def _check_room(task: Task, examples: Sequence[Example], ctx: int) -> None:
 
 
 def _measure(
-    runner: Runner, task: Task, example: Example, methods: Sequence[Method], pace: Pace
+    runner: Runner, task: Task, example: Example, methods: Sequence[Method], reading: Progress
 ) -> Iterator[tuple[Method, Record]]:
     """Yields each method with its result, in order and as soon as it is there."""
     n = len(example.prompt) - 1
@@ -311,14 +279,11 @@ def _measure(
         compared = task.reference if task.reference == (by or EXACT) else None
         readers = [*group, compared] if compared else group
         if readers:
-            with pace.part(_READING) as read:
-                runner.read(example.prompt[:n], readers, alone, by, read)
+            runner.read(example.prompt[:n], readers, alone, by, reading)
         if compared:
-            with pace.part():
-                reference = log_softmax(np.stack(runner.decode(compared, n, forced).result))
+            reference = log_softmax(np.stack(runner.decode(compared, n, forced).result))
         for method in group:
-            with pace.part():
-                done = runner.decode(method, n, score, recall=alone)
+            done = runner.decode(method, n, score, recall=alone)
             more = {"mass_read": done.masses} if alone else {}
             yield (
                 method,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import signal
 import subprocess
@@ -232,32 +231,22 @@ def _run(
     """Run the converter; its progress bar is passed on to `progress`."""
     lines: deque[str] = deque(maxlen=400)
     done = 0
-    child = subprocess.Popen(
+    with children.running(
         argv,
-        stdin=subprocess.DEVNULL,
+        env=convert_env.environment(temp / "hub"),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        env=convert_env.environment(temp / "hub"),
         pass_fds=(lock,),
         start_new_session=True,  # Ctrl-C reaches only us, so that the converter prints no traceback
-    )
-    with child:
-        assert child.stderr is not None
-        try:
-            rest = b""
-            while block := os.read(child.stderr.fileno(), 1 << 16):
-                *found, rest = re.split(rb"[\r\n]+", rest + block)
-                for line in (s.decode("utf-8", errors="replace") for s in found):
-                    if match := re.match(r"Writing: +(\d+)%", line):
-                        done = int(match[1])
-                    elif line.strip():
-                        lines.append(line)
-                    if progress is not None:
-                        progress(done, 100)  # other lines count too: they show that it is alive
-            lines.append(rest.decode("utf-8", errors="replace"))
-        except BaseException:
-            child.kill()
-            raise
+    ) as child:
+        for line in children.lines(child.stderr):
+            if match := re.match(r"Writing: +(\d+)%", line):
+                done = int(match[1])
+            elif line.strip():
+                lines.append(line)
+            if progress is not None:
+                progress(done, 100)  # other lines count too: they show that it is alive
+        child.wait()
     if child.returncode:
         raise _failure(checkpoint, child.returncode, lines)
 

@@ -22,7 +22,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,14 +89,12 @@ def python(note: Say, agree: Say) -> list[str]:
 
 def _checked(program: str) -> str:
     try:
-        argv = [program, "-c", f"import {_IMPORTS}"]
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        done = children.run([program, "-c", f"import {_IMPORTS}"])
     except OSError as e:
         raise SparqError(f"SPARQ_CONVERT_PYTHON={program}: {e.strerror or e}") from None
     if done.returncode:
-        reason = (done.stderr.strip().splitlines() or [children.ended(done.returncode)])[-1]
         raise SparqError(
-            f"SPARQ_CONVERT_PYTHON={program} cannot run the converter: {reason}",
+            f"SPARQ_CONVERT_PYTHON={program} cannot run the converter: {children.reason(done)}",
             f"it has to import {_IMPORTS}; or unset it: then an environment is made",
         )
     return program
@@ -168,28 +165,15 @@ def _run(argv: list[str], lock: int, show: bool) -> str:
     The command holds the lock too: if this process is killed, others wait until it has ended.
     """
     visible = show and sys.stderr.isatty()
-    with tempfile.TemporaryFile() as errors, tempfile.TemporaryFile() as out:
-        done = subprocess.run(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=sys.stderr if visible else out,
-            stderr=errors,
-            pass_fds=(lock,),
-        )
-        for file in (errors, out):
-            file.seek(0)
-        text = errors.read().decode("utf-8", errors="replace")
-        said = out.read().decode("utf-8", errors="replace")
+    out = sys.stderr if visible else subprocess.PIPE
+    done = children.run(argv, pass_fds=(lock,), stdout=out)
+    said = done.stdout or ""
     if done.returncode == 0:
         return said
-    if "No space left" in text + said:
+    if "No space left" in done.stderr + said:
         raise OSError(errno.ENOSPC, "No space left on device")
-    lines = (
-        text.strip().splitlines() or said.strip().splitlines() or [children.ended(done.returncode)]
-    )
-    reason = next((s for s in reversed(lines) if s.startswith("ERROR:")), lines[-1])
     raise SparqError(
-        f"cannot make the converter's environment: {reason.removeprefix('ERROR:').strip()}",
+        f"cannot make the converter's environment: {children.reason(done)}",
         f"connect to a package index; {_OWN}",
     )
 

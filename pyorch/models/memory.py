@@ -70,7 +70,7 @@ def _numbers(text: str) -> set[int]:
     return {n for first, _, last in ends for n in range(int(first), int(last or first) + 1)}
 
 
-_SMALLER = "lower --ctx, use --attn-shadow q4, or -a topk, which has no transposed K"
+_SMALLER = "lower --ctx, use shadow=q4, or -a topk, which has no transposed K"
 
 
 def check_shadow(path: Path, n_bytes: int) -> None:

@@ -23,7 +23,7 @@ from pyorch.models.transfer import (
     BLOCK,
     DIGEST,
     HubFile,
-    Patience,
+    Retries,
     Transfer,
     bytes_here,
     fetch,
@@ -239,11 +239,11 @@ def _listed(spec: Spec, wanted: Callable[[str], bool], say: Say) -> tuple[str, d
     """The commit and the wanted files, as the hub lists them."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
-    files, patience = {}, Patience(Transfer(0, say=say), spec.repo, broken=False)
+    files, retries = {}, Retries(Transfer(0, say=say), spec.repo, broken=False)
     ask = HfApi().dataset_info if spec.kind == "dataset" else HfApi().model_info
     ask = partial(ask, revision=spec.revision, timeout=ANSWER_S, files_metadata=True)
     with explained(spec.repo, spec.revision):
-        info = patience.call(lambda: ask(spec.repo))
+        info = retries.call(lambda: ask(spec.repo))
         commit = str(info.sha)
         if not _COMMIT.fullmatch(commit):
             raise SparqError(
@@ -344,12 +344,8 @@ def _no_choice(spec: Spec, files: Mapping[str, HubFile], chosen: list[list[str]]
     )
 
 
-def bring(model: Model, say: Say = silent, quiet: bool = False) -> Model:
-    """Call `download` and `check`, with progress bars on a terminal unless `quiet` is set."""
-    if quiet:
-        model = download(model)
-        check(model)
-        return model
+def bring(model: Model, say: Say = silent) -> Model:
+    """Call `download` and `check`, with progress bars on a terminal."""
     with progress_bar("downloading", of="bytes") as progress:
         model = download(model, progress, say)
     with progress_bar("checking", of="bytes") as progress:

@@ -137,30 +137,18 @@ def _run(job: _Job, progress: Progress | None, *locks: int) -> dict[str, Any]:
     argv = [sys.executable, "-m", "pyorch.models.quantize", json.dumps(asdict(job))]
     with (
         tempfile.TemporaryFile() as said,
-        subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=said,
-            text=True,
-            pass_fds=locks,
-        ) as child,
+        children.running(argv, stdout=subprocess.PIPE, stderr=said, pass_fds=locks) as child,
     ):
-        assert child.stdout is not None
-        try:
-            for line in child.stdout:
-                answer: dict[str, Any] = json.loads(line)
-                if "step" in answer:
-                    if progress is not None:
-                        progress(*answer["step"])
-                    continue
-                child.wait()
-                if "error" in answer:
-                    raise _explained(job, answer["error"], answer.get("hint", ""))
-                return answer
-        except BaseException:
-            child.kill()
-            raise
+        for line in children.lines(child.stdout):
+            answer: dict[str, Any] = json.loads(line)
+            if "step" in answer:
+                if progress is not None:
+                    progress(*answer["step"])
+                continue
+            child.wait()
+            if "error" in answer:
+                raise _explained(job, answer["error"], answer.get("hint", ""))
+            return answer
         code = child.wait()
         said.seek(0)
         text = said.read().decode("utf-8", errors="replace").strip()

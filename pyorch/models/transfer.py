@@ -77,14 +77,14 @@ class Transfer:
             raise Stopped
 
 
-class Patience:
+class Retries:
     """Decides whether to try again, and after what wait."""
 
     def __init__(self, transfer: Transfer, name: str, broken: bool = True) -> None:
         """`broken`: whether failed connections are tried again too, or only busy servers."""
         self.transfer, self.name, self.broken, self.failed = transfer, name, broken, 0
 
-    def bear(self, error: Exception) -> None:
+    def wait_or_raise(self, error: Exception) -> None:
         """Wait before the next try.
 
         Raises:
@@ -109,7 +109,7 @@ class Patience:
             try:
                 return function()
             except Exception as e:
-                self.bear(e)
+                self.wait_or_raise(e)
 
 
 class Short(OSError):
@@ -237,15 +237,15 @@ def _download(url: str, part: Path, file: HubFile, transfer: Transfer) -> None:
     with os.fdopen(descriptor, "r+b", buffering=0) as f:
         state = _State(f, file, transfer)
         state.take_what_is_here()
-        patience = Patience(transfer, file.name)
+        retries = Retries(transfer, file.name)
         while state.n < file.n_bytes:
             before = state.n
             try:
                 _ask(url, state)
             except Exception as e:
                 if state.n > before:
-                    patience.failed = 0
-                patience.bear(e)
+                    retries.failed = 0
+                retries.wait_or_raise(e)
         found = state.digest.hexdigest()
     if found != file.digest:
         part.unlink()

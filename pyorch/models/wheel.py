@@ -11,7 +11,6 @@ import errno
 import hashlib
 import os
 import shutil
-import subprocess
 import tempfile
 import time
 import zipfile
@@ -76,32 +75,23 @@ def _download(package: Package, temp: Path, progress: Progress) -> Path:
     argv = [*pip_command(temp), "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     argv += ["--no-cache-dir", "--dest", str(temp / "wheel"), package.requirement]
     env = {**os.environ, "TMPDIR": str(temp)}
-    with tempfile.TemporaryFile("w+", errors="replace") as errors:
-        pip = subprocess.Popen(
-            argv, env=env, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors
-        )
-        try:
-            while pip.poll() is None:
-                with suppress(FileNotFoundError):  # pip moves and deletes meanwhile
-                    n_bytes = sum(p.stat().st_size for p in temp.rglob("*.whl") if p.is_file())
-                    progress(min(n_bytes, package.wheel_bytes), package.wheel_bytes)
-                time.sleep(LOOK_S)
-        finally:
-            pip.kill()
-            pip.wait()
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as errors,
+        children.running(argv, env=env, stdout=errors, stderr=errors) as pip,
+    ):
+        while pip.poll() is None:
+            with suppress(FileNotFoundError):  # pip moves and deletes meanwhile
+                n_bytes = sum(p.stat().st_size for p in temp.rglob("*.whl") if p.is_file())
+                progress(min(n_bytes, package.wheel_bytes), package.wheel_bytes)
+            time.sleep(LOOK_S)
         errors.seek(0)
-        said = errors.read()
+        said = children.Done(argv, pip.returncode, "", errors.read())
     if wheels := list((temp / "wheel").glob("*.whl")):
         progress(package.wheel_bytes, package.wheel_bytes)
         return wheels[0]
-    if "No space left" in said:
+    if "No space left" in said.stderr:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(temp))
-    lines = [line for line in said.splitlines() if line.startswith("ERROR:")]
-    reason = (
-        lines[-1].removeprefix("ERROR:").strip()
-        if lines
-        else f"pip {children.ended(pip.returncode)}"
-    )
+    reason = children.reason(said)
     raise SparqError(
         f"could not download {package.requirement}: {reason}", "connect to a package index"
     )

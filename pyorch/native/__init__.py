@@ -35,7 +35,7 @@ def find(stock: bool = False, tools: tuple[str, ...] = ()) -> Path | None:
     """
     from pyorch.native import build
 
-    if not stock and (given := build.given()):
+    if not stock and (given := build.from_environment()):
         if missing := [tool for tool in tools if not (given / tool).is_file()]:
             raise SparqError(
                 f"SPARQ_LIBRARY={given} has no {missing[0]}", "build it there with --tools"

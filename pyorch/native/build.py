@@ -106,7 +106,7 @@ def read_stamp(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def given() -> Path | None:
+def from_environment() -> Path | None:
     """The folder that SPARQ_LIBRARY names: `lib/<stamp>` of the cache of another machine, with that
     machine's `python/<source>` in it as `python`.
 
@@ -127,7 +127,7 @@ def given() -> Path | None:
 
 def bindings() -> Path:
     """The folder of the pinned source's `llama_cpp` package, which `build` unpacks."""
-    if folder := given():
+    if folder := from_environment():
         return folder / "python"
     return paths.cache() / "python" / source.locate(source.read_pin()).key[:12]
 

@@ -85,7 +85,7 @@ def toolchain(options: Options) -> Toolchain:
     found = probe.probe(compiler, native=not options.portable)
     toolkit, why = cuda.toolkit(compiler) if options.cuda else (None, "")
     if why:
-        raise SparqError(f"CUDA cannot be used: {why}", "for the CPU alone: sparq-cpp build --cpu")
+        raise SparqError(f"CUDA cannot be used: {why}", "for the CPU alone: SPARQ_CUDA=0")
     return Toolchain(compiler, found, toolkit)
 
 
@@ -183,30 +183,24 @@ def run(
     lines: list[str] = []
     with log.open("a", encoding="utf-8") as file:
         file.write("$ " + " ".join(argv) + "\n")
-        with subprocess.Popen(
-            argv, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, errors="replace", pass_fds=(lock,),
-        ) as process:  # fmt: skip
-            assert process.stdout is not None
-            try:
-                for line in process.stdout:
-                    if original:
-                        line = line.replace(copy, original)  # the file that the user can edit
-                    file.write(line)
-                    lines.append(line)
-                    if found := step(line):
-                        progress(*found)
-            except BaseException:
-                process.terminate()  # ninja deletes the outputs it had not finished
-                raise
-        code = process.returncode
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        # asked to end, ninja deletes the outputs that it has not finished
+        with children.running(argv, env=env, pass_fds=(lock,), **output) as process:
+            for line in children.lines(process.stdout):
+                if original:
+                    line = line.replace(copy, original)  # the file that the user can edit
+                file.write(line + "\n")
+                lines.append(line)
+                if found := step(line):
+                    progress(*found)
+            code = process.wait()
     if code != 0:
         raise _failure(argv, code, lines, log)
 
 
 def _failure(argv: list[str], code: int, lines: list[str], log: Path) -> SparqError:
     """The error of a failed build command, in one line."""
-    text = "".join(lines)
+    text = "\n".join(lines)
     what = Path(argv[0]).name
     if "No space left on device" in text:
         return SparqError(f"no space left for the build in {paths.cache()}", SPACE)
@@ -219,8 +213,8 @@ def _failure(argv: list[str], code: int, lines: list[str], log: Path) -> SparqEr
     if at is None:
         reason = lines[-1].strip() if lines else f"exit code {code}"
     elif lines[at].startswith("CMake Error"):  # it goes on, indented, until an unindented line
-        rest = itertools.takewhile(lambda s: s[0] in " \n", lines[at + 1 :])
-        reason = " ".join("".join([lines[at], *rest]).split())
+        rest = itertools.takewhile(lambda s: s[:1] in ("", " "), lines[at + 1 :])
+        reason = " ".join(" ".join([lines[at], *rest]).split())
     else:
         reason = lines[at].strip()
     return SparqError(f"{what} failed: {reason}", f"full log: {log}")

@@ -225,16 +225,13 @@ def _compile(compiler: str, file: Path, code: str, options: list[str]) -> str:
     return lines[0].strip()
 
 
-def run(argv: list[str]) -> subprocess.CompletedProcess[str]:
+def run(argv: list[str]) -> children.Done:
     """Run a program for its output, for a minute at most; one that cannot run returns 127."""
     env = {**os.environ, "LC_ALL": "C"}
     try:
-        return subprocess.run(
-            argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
-            errors="replace",
-        )  # fmt: skip
+        return children.run(argv, env=env, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return subprocess.CompletedProcess(argv, 127, "", f"error: {error}")
+        return children.Done(argv, 127, "", f"error: {error}")
 
 
 def _first_line(argv: list[str]) -> str:

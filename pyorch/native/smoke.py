@@ -88,10 +88,7 @@ def fault(folder: Path) -> Fault | None:
     """
     argv = [sys.executable, "-m", "pyorch.native.smoke", str(folder)]
     try:
-        done = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-            timeout=TIMEOUT_S,
-        )  # fmt: skip
+        done = children.run(argv, timeout=TIMEOUT_S)
         said, code = done.stdout, done.returncode
         errors = done.stderr.strip().splitlines()
     except subprocess.TimeoutExpired as error:

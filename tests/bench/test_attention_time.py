@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sqlite3
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from pyorch.attention.spec import parse_spec
-from pyorch.bench import attention, attention_table, output, records, speed
+from pyorch.bench import attention, attention_table, output, records
 from pyorch.bench.worker import Worker, Workers
 from pyorch.cli.bench import command
 from pyorch.errors import SparqError
@@ -173,31 +172,9 @@ def test_the_table_beside_the_records_has_all_of_them(
     monkeypatch.setattr(attention, "run", lambda *_, **__: recs[:4])
     if not printed:
         monkeypatch.setattr(output, "FORMATS", None)
-    done = CliRunner().invoke(command, ["--attn-only", "--out", str(tmp_path)])
+    done = CliRunner().invoke(command, ["--attn-only", "--out", str(tmp_path), "-o", "csv"])
     assert (done.exit_code == 0) == printed
     assert (tmp_path / "attention.md").read_text() == attention_table.markdown(recs) + "\n"
-
-
-def test_a_readme_without_marks_is_refused_before_measuring(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "run", lambda *_, **__: pytest.fail("measured"))
-    (tmp_path / "README.md").write_text("<!-- speed -->\n<!-- /speed -->\n")
-    args = ["--attn-only", "--update-readme", str(tmp_path / "README.md")]
-    done = CliRunner().invoke(command, args)
-    assert isinstance(done.exception, SparqError) and "<!-- attention -->" in done.exception.message
-
-
-def test_sql_of_both_benches_goes_into_one_file() -> None:
-    """Their columns differ, so their tables have two names."""
-    recs = fake_records()
-    text = output.FORMATS["sql"](attention_table.flat(recs), recs)
-    other = output.FORMATS["sql"]([{"n_depth": 1}], [{"bench": speed.BENCH}])
-    with sqlite3.connect(":memory:") as db:
-        db.executescript(other + text)
-        found = db.execute("SELECT spec, attention_ms FROM attention_bench").fetchall()
-        assert found[2] == ("dense", 10) and len(found) == len(recs)
-        assert db.execute("SELECT n_depth FROM llama_bench").fetchall() == [(1,)]
 
 
 def test_worker_reports_errors_and_its_death(model: Path) -> None:

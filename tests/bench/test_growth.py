@@ -13,7 +13,7 @@ from pyorch.bench import growth, output, records, speed
 from pyorch.bench.plan import Case, SpeedPlan
 from pyorch.bench.turns import turns
 from pyorch.bench.worker import Workers
-from pyorch.cli.bench_growth import command
+from pyorch.cli.bench import command
 from pyorch.errors import SparqError
 
 
@@ -40,9 +40,18 @@ def test_turns_go_forwards_and_backwards(swap: bool, wanted: str) -> None:
     assert len(bandwidth) == 3
 
 
-def test_a_median_is_of_twenty_tokens() -> None:
-    (n_gen,) = (p for p in command.params if p.name == "n_gen")
-    assert n_gen.default == 20
+def test_a_median_is_of_twenty_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[SpeedPlan] = []
+
+    def run(plan: SpeedPlan, *_: Any, **__: Any) -> Any:
+        plans.append(plan)
+        raise SparqError("enough")
+
+    monkeypatch.setattr(growth, "run", run)
+    CliRunner().invoke(command, ["--growth", "--yes"])
+    (plan,) = plans
+    assert (plan.n_gen, plan.n_layer) == ([20], 2)
+    assert plan.n_depth == [4096, 8192, 16384, 32768, 65536]
 
 
 @pytest.mark.usefixtures("stock")
@@ -163,7 +172,7 @@ def test_a_table_of_more_depths_stays_and_so_do_those_of_other_models(
             records.append(file, one)
         monkeypatch.setattr(growth, "run", lambda *_, found=found, **__: (found, []))
         monkeypatch.setattr(growth, "markdown", lambda *_, of=(model, n): table(*of))
-        done = CliRunner().invoke(command, ["--yes", "--out", str(tmp_path)])
+        done = CliRunner().invoke(command, ["--growth", "--yes", "--out", str(tmp_path)])
         assert done.stdout.startswith(table(model, n))
         assert ("stays as it is" in done.output) == (n < 3)
         page = "\n\n".join(table(*of) for of in wanted.items())
@@ -194,6 +203,8 @@ def test_what_cannot_be_is_refused_before_measuring(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], message: str
 ) -> None:
     monkeypatch.setattr(records, "resume", lambda *_, **__: pytest.fail("measured"))
-    done = CliRunner().invoke(command, ["-m", str(model), "--out", str(tmp_path), *args])
+    done = CliRunner().invoke(
+        command, ["--growth", "-m", str(model), "--out", str(tmp_path), *args]
+    )
     assert isinstance(done.exception, SparqError) and message in done.exception.message
     assert done.exception.exit_code == 2

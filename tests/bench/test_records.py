@@ -11,7 +11,6 @@ import pytest
 
 from pyorch import native
 from pyorch.bench import bandwidth, growth, records
-from pyorch.cli.readme import update_marked
 from pyorch.errors import SparqError
 
 
@@ -231,13 +230,3 @@ def test_twins_of_a_core_come_last(tmp_path: Path, n: int, wanted: list[int]) ->
 def test_cpus_without_topology_are_cores(tmp_path: Path) -> None:
     assert bandwidth.spread_cpus(2, {3, 5, 7, 9}, tmp_path) == [3, 7]
     assert bandwidth.spread_cpus(3, {5}, tmp_path) == [5, 5, 5]
-
-
-def test_update_marked_replaces_only_its_own_part(tmp_path: Path) -> None:
-    file = tmp_path / "README.md"
-    file.write_text("a\n<!-- x -->\nold\n<!-- /x -->\nb\n<!-- y -->\n<!-- /y -->\n")
-    update_marked(file, "x", "| new |")
-    update_marked(file, "x", "| newer |")
-    assert file.read_text() == "a\n<!-- x -->\n| newer |\n<!-- /x -->\nb\n<!-- y -->\n<!-- /y -->\n"
-    with pytest.raises(SparqError, match="<!-- z -->"):
-        update_marked(file, "z", "t")

@@ -6,7 +6,6 @@ import csv
 import hashlib
 import io
 import json
-import sqlite3
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -329,10 +328,8 @@ def test_bench_writes_every_format_from_one_measurement(
     assert [r["flash_attn"] for r in rows] == ["0", "1", "1"]
     assert lines[2]["calls_sparse"] == 2 * 3 * 2 and len(lines[2]["samples_ns"]) == 6
     assert lines[0]["roofline_speedup"] == 1 < lines[2]["roofline_speedup"]
-    with sqlite3.connect(":memory:") as db:
-        db.executescript(bench("-d", "2048", "-o", "sql").stdout)
-        found = db.execute("SELECT n_depth, avg_ns, type_k, sparse_attn FROM llama_bench")
-        assert found.fetchall()[2] == (2048, lines[2]["avg_ns"], "f16", "sparq,ratio=1/8")
+    assert lines[2]["type_k"] == "f16" and lines[2]["sparse_attn"] == "sparq,ratio=1/8"
+    assert "| best stock, ms |" in bench("-d", "2048", "-o", "summary").stdout
 
 
 def test_bench_reads_a_text_before(bench: Callable[..., Any], tmp_path: Path) -> None:
@@ -425,7 +422,9 @@ def test_bench_refuses_a_sparse_row_that_ran_dense(
         (["-t", "600"], "--threads 600 is out of range"),
         (["-t", "1-1024*2"], "--threads 1024 is out of range"),
         (["-a", "dense", "--ratio", "1/4"], "--ratio cannot be combined with -a"),
-        (["-a", "dense", "--attn-shadow", "q8"], "--attn-shadow cannot be combined"),
+        (["--growth", "--text", "x"], "--text has no meaning with --growth"),
+        (["--growth", "-n", "8,16"], "--n-gen has one value with --growth"),
+        (["--growth", "--attn-only"], "--model has no meaning with --attn-only"),
         (["--like", "llama3-8b"], "--like has no meaning with --model"),
         (["--layers", "1"], "--layers has no meaning with --model"),
         (["--quant", "f16"], "--quant has no meaning with --model"),
@@ -461,9 +460,6 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
 def test_threads_are_those_that_the_library_runs(
     planned: Planned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = CliRunner().invoke(command, ["growth", "-t", "513"])
-    assert isinstance(result.exception, SparqError)
-    assert result.exception.hint == "it is at least 1 and at most 512"
     assert planned("-t", "1-512*512")[0].threads == [1, 512]
     monkeypatch.setattr(probe, "cores", lambda: 768)
     assert planned()[0].threads == [512]
@@ -485,12 +481,6 @@ def test_flash_attention_is_named_as_in_llama_bench(
     assert planned("-fa", given)[0].flash_attn == wanted
 
 
-def test_growth_takes_a_model_or_makes_one() -> None:
-    result = CliRunner().invoke(command, ["growth", "-m", "m.gguf", "--layers", "1"])
-    assert isinstance(result.exception, SparqError)
-    assert "--layers has no meaning with --model" in result.exception.message
-
-
 @pytest.mark.parametrize(
     ("variables", "line", "specs", "like"),
     [
@@ -498,8 +488,8 @@ def test_growth_takes_a_model_or_makes_one() -> None:
         ("ATTN=dense", "--ratio 1/4", ["sparq,ratio=1/4"], "llama2-7b"),
         ("ATTN=dense RATIO=1/4", "", ["dense"], "llama2-7b"),
         ("MODEL=m.gguf", "--like llama3-8b", ["sparq,ratio=1/8"], "llama3-8b"),
-        ("RATIO=1/4 THREADS=2", "growth", ["sparq,ratio=1/8"], "llama2-7b"),
-        ("GROWTH_MODEL=m.gguf", "growth --like llama3-8b", ["sparq,ratio=1/8"], "llama3-8b"),
+        ("RATIO=1/4", "--growth", ["sparq,ratio=1/4"], "llama2-7b"),
+        ("MODEL=m.gguf", "--growth --like llama3-8b", ["sparq,ratio=1/8"], "llama3-8b"),
     ],
 )
 def test_what_the_line_says_displaces_variables(
@@ -519,19 +509,6 @@ def test_what_the_line_says_displaces_variables(
     assert plans, said.exception
     assert [str(s) for s in plans[0].specs] == specs
     assert list(plans[0].like) == [like] and not plans[0].models
-
-
-def test_settings_that_are_the_same_are_measured_once(planned: Planned) -> None:
-    args = ["--attn-method", "topk,sparq,dense", "--ratio", "1/4,1/8", "--attn-shadow", "f16,q4"]
-    assert list(map(str, planned(*args)[0].specs)) == [
-        "topk,ratio=1/4",
-        "topk,ratio=1/8",
-        "sparq,ratio=1/4,shadow=f16",
-        "sparq,ratio=1/4",
-        "sparq,ratio=1/8,shadow=f16",
-        "sparq,ratio=1/8",
-        "dense",
-    ]
 
 
 def test_a_stock_row_that_cannot_be_is_noted(planned: Planned) -> None:

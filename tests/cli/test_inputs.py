@@ -186,9 +186,9 @@ def test_names_that_are_not_utf8(tiny_chat: Path, tmp_path: Path) -> None:
 def test_a_printed_path_is_the_path(tiny: Path, tmp_path: Path, coding: str) -> None:
     (file := tmp_path / f"{ODD}-é.gguf").symlink_to(tiny)
     env = {**os.environ, "PYTHONIOENCODING": coding}
-    done = program("pull", file, "--json", env=env)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.decode(coding))["path"] == str(file)
+    (tmp_path / f"{ODD}.kv").write_bytes(bytes(70_000))  # no document
+    listed = program("documents", "list", tmp_path, "--json", env=env)
+    assert ODD in json.loads(listed.stdout.decode(coding))["unreadable"][0], listed.stderr
     plain = program("pull", file, env=env)
     letter = {"utf-8": "é".encode(), "ascii": b"?", "latin-1": b"\xe9"}[coding]
     want = os.fsencode(file).replace("é".encode(), letter)

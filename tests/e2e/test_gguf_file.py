@@ -96,7 +96,7 @@ def test_memory(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--ctx" in e.value.hint
     with pytest.raises(SparqError, match="60 B for the cache and 41 B for its transposed K") as e:
         check_memory(file, 60, 41)
-    assert "--attn-shadow q4" in e.value.hint
+    assert "shadow=q4" in e.value.hint
     monkeypatch.setattr(memory, "available_memory", lambda: weights + 200)
     assert check_memory(file, 60, 40) == 100
 

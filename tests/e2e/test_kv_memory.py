@@ -19,7 +19,7 @@ from test_documents import SPARSE, continued, opened, reading
 from pyorch import engine
 from pyorch.attention.bytes import cache_bytes, shadow_bytes
 from pyorch.attention.spec import parse_spec
-from pyorch.engine.settings import cache_type, checked
+from pyorch.engine.settings import cache_type, settings_for
 from pyorch.errors import SparqError
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import read_gguf
@@ -153,7 +153,7 @@ def test_what_stays_of_a_document_that_does_not_fit(
     rest += shadow_bytes(geometry(file), 4096, parse_spec(SPARSE))
     limit = rest + int(share * mapped)
     monkeypatch.setattr("pyorch.models.memory.available_memory", lambda: limit)
-    found = checked(file, n_ctx=4096, attention=SPARSE, n_mapped=4000).fits
+    found = settings_for(file, n_ctx=4096, attention=SPARSE, n_mapped=4000).fits
     assert found == (wanted if wanted is None else pytest.approx(wanted * mapped, abs=1))
 
 

