@@ -20,6 +20,7 @@ from pyorch import engine, paths
 from pyorch.attention import saved
 from pyorch.attention.bytes import cache_bytes
 from pyorch.attention.spec import AttentionSpec, parse_spec
+from pyorch.bench import records
 from pyorch.calibrate import meter, search
 from pyorch.cli import calibrate as command
 from pyorch.errors import SparqError
@@ -462,6 +463,10 @@ def test_calibrate_and_use(
     file.write_text("".join(lines[:-3]) + lines[-3][:20])  # killed while it wrote
     again = run(*args, "--json")
     assert measured == 1 and json.loads(again.out)["candidates"] == result["candidates"]
+    with monkeypatch.context() as changed:  # what the meter measures
+        changed.setitem(records.VERSIONS, "calibrate", 2)
+        assert run(*args).code == 0
+    assert measured > 10, "nothing of before is taken"
 
     use = ("generate", "-m", model, "-p", "x" * 600, "-n", 3, "--ratio", "1/8", "--attn-min-ctx", 0)
     for budget in ("calibrated", "top-p"):
