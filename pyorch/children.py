@@ -1,14 +1,28 @@
-"""Processes that we start: how one ended, in words, and how to end one for certain."""
+"""Processes that we start: how a Python begins, how one ended, in words, and how to end one."""
 
 from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 from typing import Any
 
 # what to do about a process that the CPU or llama.cpp itself ended
 HINT = "sparq-cpp doctor tries the library on this machine: report what it says"
 GRACE_S = 10.0  # a process that was asked to end and still runs after this time is killed
+
+# `python -m` looks for modules in the working folder first: somebody's random.py would run there
+_RUN = """\
+import sys
+sys.path = [folder for folder in sys.path if folder]
+import runpy
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+
+
+def python(module: str, *args: str) -> list[str]:
+    """The command that runs a module of ours, and no file that lies in the working folder."""
+    return [sys.executable, "-c", _RUN, module, *args]
 
 
 def ended(code: int) -> str:

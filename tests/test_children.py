@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +26,15 @@ DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); prin
 )
 def test_ended(code: int, words: str) -> None:
     assert children.ended(code) == words
+
+
+def test_what_lies_in_the_working_folder_does_not_run(tmp_path: Path) -> None:
+    for name in ("json", "random", "runpy", "numpy"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('somebody else runs')")
+    argv = children.python("pyorch.native.smoke", "/no such folder")
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "No such file" in done.stderr and "somebody else" not in done.stderr
 
 
 def deaf() -> subprocess.Popen[str]:
