@@ -40,7 +40,6 @@ from pyorch import native, paths
 from pyorch.attention import saved
 from pyorch.attention.bytes import split, uses_mean_v
 from pyorch.attention.spec import AttentionSpec, LayerK, join_layers
-from pyorch.bench import records
 from pyorch.calibrate.meter import Measured, Meter, contexts
 from pyorch.engine import Session
 from pyorch.evals.texts import read_texts
@@ -265,8 +264,7 @@ def run(
         "library": native.lib_dir().name,
     }
     model = saved.model_hash(session.path)
-    same = model, {**about, "ratio": 0}, records.version_of("calibrate")
-    key = hashlib.sha256(repr(same).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr((model, {**about, "ratio": 0})).encode()).hexdigest()[:16]
     file = paths.cache() / "calibrated" / f"{key}.jsonl"
     meter = Meter(session, contexts(session, text, n_contexts, n_pos, n_tokens, seed), file)
     with bar("calibrating") as progress:
