@@ -1,5 +1,5 @@
-"""Processes that we start: run one for its output, read its lines, end it for certain, wait until a
-server answers, and say how one ended."""
+"""Processes that we start: how a Python begins, run one for its output, read its lines, end it for
+certain, wait until a server answers, and say how one ended."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,19 @@ POLL_S = 0.1
 
 Argv = Sequence[str | Path]
 Done = subprocess.CompletedProcess[str]
+
+# `python -m` looks for modules in the working folder first: somebody's random.py would run there
+_RUN = """\
+import sys
+sys.path = [folder for folder in sys.path if folder]
+import runpy
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+
+
+def python(module: str, *args: str) -> list[str]:
+    """The command that runs a module of ours, and no file that lies in the working folder."""
+    return [sys.executable, "-c", _RUN, module, *args]
 
 
 def ended(code: int) -> str:

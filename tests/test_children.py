@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -60,6 +61,15 @@ def test_a_server_is_waited_for_until_it_answers_or_ends() -> None:
         assert not children.wait_until(process, lambda: False, seconds=0.2)
         process.kill()
         assert not children.wait_until(process, lambda: False)
+
+
+def test_what_lies_in_the_working_folder_does_not_run(tmp_path: Path) -> None:
+    for name in ("json", "random", "runpy", "numpy"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('somebody else runs')")
+    argv = children.python("pyorch.native.smoke", "/no such folder")
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "No such file" in done.stderr and "somebody else" not in done.stderr
 
 
 def deaf() -> subprocess.Popen[str]:

@@ -229,7 +229,7 @@ class Worker:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "pyorch.bench.worker", *(["--stock"] if stock else [])],
+                children.python("pyorch.bench.worker", *["--stock"] * stock),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

@@ -22,6 +22,7 @@ from pyorch.errors import SparqError
 from pyorch.evals.decode import log_softmax
 from pyorch.progress import Progress
 
+BENCH = "calibrate"  # its version is in every line of the file
 N_CUE = 24  # tokens of a repeated passage before those that are decoded
 PROMPT = 0.5  # the time of reading a token of a prompt over that of decoding one, roughly
 
@@ -83,6 +84,8 @@ class _Measurement(TypedDict):
     """A line of the file: one context with one spec. `layers` are those that ran sparse."""
 
     schema: int
+    bench: str
+    version: int
     spec: str
     context: int
     layers: list[int]
@@ -113,6 +116,8 @@ class Meter:
         self.layers: list[int] = []  # those that can be sparse, known after the first measurement
         self._known: dict[tuple[AttentionSpec, int], _Measurement] = {}
         for r in records.load_all(file) if file else []:
+            if records.is_old({"bench": BENCH, **r}):
+                continue
             known = cast(_Measurement, r)
             self._known[parse_spec(known["spec"]), known["context"]] = known
         self._prompts = [c.prompt[:-1] for c in contexts]
@@ -187,6 +192,8 @@ class Meter:
         for context, x in zip(which, kl, strict=True):
             rec: _Measurement = {
                 "schema": records.SCHEMA,
+                "bench": BENCH,
+                "version": records.version_of(BENCH),
                 "spec": str(spec),
                 "context": context,
                 "layers": layers,

@@ -132,7 +132,8 @@ class _Work:
         known = {} if force else records.load(self.file)
         if self.header["key"] not in known:
             with suppress(OSError):  # which the next line tells
-                paths.private(self.file.parent)  # answers may recite somebody's text
+                paths.private(self.file.parent)
+                self.file.touch(0o600)  # answers may recite somebody's text
             records.append(self.file, self.header)
         for method in self.keys:
             plan = self._asked(method)

@@ -120,7 +120,7 @@ def _make(
 ) -> None:
     shutil.rmtree(folder, ignore_errors=True)  # the remains of an interrupted installation
     try:
-        _run([sys.executable, "-m", "venv", str(folder)], lock, show=False)
+        _run([sys.executable, "-I", "-m", "venv", str(folder)], lock, show=False)
         # -I keeps out the caller's Python. The index of llama.cpp has torch without CUDA; all else
         # comes from the user's own index.
         pip = [str(folder / "bin" / "python"), "-I", "-m", "pip", "install"]

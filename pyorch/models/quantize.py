@@ -134,7 +134,7 @@ def quantize(
 
 def _run(job: _Job, progress: Progress | None, *locks: int) -> dict[str, Any]:
     """Do one job in a child process. The child ends with us, because its stdout is then closed."""
-    argv = [sys.executable, "-m", "pyorch.models.quantize", json.dumps(asdict(job))]
+    argv = children.python("pyorch.models.quantize", json.dumps(asdict(job)))
     with (
         tempfile.TemporaryFile() as said,
         children.running(argv, stdout=subprocess.PIPE, stderr=said, pass_fds=locks) as child,

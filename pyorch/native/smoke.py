@@ -86,7 +86,7 @@ def fault(folder: Path) -> Fault | None:
     Raises:
         SparqError: it could not be found out, or the library does not load.
     """
-    argv = [sys.executable, "-m", "pyorch.native.smoke", str(folder)]
+    argv = children.python("pyorch.native.smoke", str(folder))
     try:
         done = children.run(argv, timeout=TIMEOUT_S)
         said, code = done.stdout, done.returncode

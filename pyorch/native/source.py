@@ -168,7 +168,7 @@ def pip_command(folder: Path) -> list[str]:
     """
     if importlib.util.find_spec("pip"):
         return [sys.executable, "-m", "pip"]
-    made = [sys.executable, "-m", "venv", str(folder / "pip")]
+    made = [sys.executable, "-I", "-m", "venv", str(folder / "pip")]
     if children.run(made).returncode == 0:
         return [str(folder / "pip" / "bin" / "python"), "-m", "pip"]
     if uv := shutil.which("uv"):

@@ -19,6 +19,7 @@ from pyorch import engine, paths
 from pyorch.attention import saved
 from pyorch.attention.bytes import cache_bytes
 from pyorch.attention.spec import AttentionSpec, parse_spec
+from pyorch.bench import records
 from pyorch.calibrate import meter, search
 from pyorch.cli import calibrate as command
 from pyorch.errors import SparqError
@@ -447,6 +448,10 @@ def test_calibrate_and_use(
     file.write_text("".join(lines[:-3]) + lines[-3][:20])  # killed while it wrote
     assert run(*args).code == 0 and measured == 1
     assert saved.find(model, 1 / 8, "q4")["candidates"] == result["candidates"]
+    with monkeypatch.context() as changed:  # what the meter measures
+        changed.setitem(records.VERSIONS, "calibrate", 2)
+        assert run(*args).code == 0
+    assert measured > 10, "nothing of before is taken"
 
     use = ("generate", "-m", model, "-p", "x" * 600, "-n", 3, "--json")
     for budget in ("calibrated", "top-p"):

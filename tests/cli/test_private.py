@@ -67,10 +67,13 @@ def test_nothing_is_kept_unasked(run: Run, tiny_chat: Path, text: Path) -> None:
 
 def test_records_of_a_text(run: Run, tiny: Path, tmp_path: Path, text: Path) -> None:
     """They have the answers, and a model may recite what it read."""
-    ask = ("eval", "repetition", "-m", tiny, "-a", "off", "-n", 1, "--ctx", 1024, "-t", 1)
-    done = run(*ask, "--text", text, "--out", tmp_path / "records")
-    assert done.code == 0, done.err
-    assert mode(tmp_path / "records") == 0o700
+    (tmp_path / "there").mkdir()
+    for name in ("there", "new"):
+        ask = ("eval", "repetition", "-m", tiny, "-a", "off", "-n", 1, "--ctx", 1024, "-t", 1)
+        done = run(*ask, "--text", text, "--out", tmp_path / name)
+        assert done.code == 0, done.err
+        assert mode(tmp_path / name / "repetition.jsonl") == 0o600
+    assert mode(tmp_path / "new") == 0o700
 
 
 @pytest.mark.parametrize("given", ["none", "-1", "0 GB", "1e3"])

@@ -405,8 +405,8 @@ class FakePip:
 
     def __call__(self, argv: list[str], lock: int, show: bool) -> str:
         self.runs.append(argv)
-        if argv[1:3] == ["-m", "venv"]:
-            (Path(argv[3]) / "bin").mkdir(parents=True)
+        if argv[1:4] == ["-I", "-m", "venv"]:
+            (Path(argv[4]) / "bin").mkdir(parents=True)
         if self.error and "transformers==4.57.6" in argv:
             time.sleep(0.2)
             raise self.error
@@ -506,7 +506,7 @@ def test_two_at_once_make_one(pip: FakePip, monkeypatch: pytest.MonkeyPatch) -> 
         t.start()
     for t in threads:
         t.join()
-    assert sum(argv[1:3] == ["-m", "venv"] for argv in pip.runs) == 1
+    assert sum(argv[1:4] == ["-I", "-m", "venv"] for argv in pip.runs) == 1
     assert any("waiting for another process" in s for s in said)
 
 
