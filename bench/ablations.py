@@ -1,42 +1,29 @@
-"""Measures what each of SparQ's choices is worth: its Fig. 7, on real decode steps.
+"""SparQ's choices, one at a time: its Fig. 7, from the records of `sparq-cpp eval`.
 
-    python bench/ablations.py --text BOOKS [--model FILE]
+    python bench/ablations.py       prints the commands that measure it
 
-All methods run on the same examples of two tasks of `sparq-cpp eval`: `fidelity` (KL to dense) and
-`repetition`, at equal bytes or with the paper's own parameters r (rank) and k:
+All methods run on the same examples of two tasks, `fidelity` (KL to dense) and `repetition`, at
+equal bytes or with the paper's own parameters r (rank) and k:
 
     7a  the largest components of q against a random low-rank projection and against the oracle
     7b  temperatures of the approximate softmax, which says how much the mean of V stands for
     7c  r x k
-
-Answers are kept in `sparq-eval/ablations`, where an interrupted run continues. `--out` gets only
-the scores, in the files of `sparq-cpp eval pack`, and ablations.md. `make figures` draws them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import click
-import commands
 import plot
 
 from pyorch import policies
 from pyorch.attention.spec import BOUNDS
-from pyorch.cli import run as run_command
-from pyorch.cli.terminal import note
-from pyorch.cli.types import Number
-from pyorch.errors import SparqError
-from pyorch.evals import find, series, table
-from pyorch.evals import run as evaluate
+from pyorch.evals import series, table
 from pyorch.evals.repetition import CHARS
-from pyorch.evals.texts import read_texts
-from pyorch.progress import progress_bar
 
-NEEDS = "python bench/ablations.py --text BOOKS"
+NEEDS = "python bench/ablations.py, which prints the commands"
 RATIOS = ("1/2", "1/4", "1/8", "1/16", "1/32")
 SCANS = {
     "oracle": "oracle",
@@ -53,8 +40,8 @@ TAUS = {
     "sqrt(r), no mean of V": "mean_v=off,tau=sqrt-r",  # the gain from ranking shared heads
 }
 RANKS, KS = (4, 8, 16, 32), (16, 32, 64, 128, 256, 512)
-TASKS = {"fidelity": 2048, "repetition": 2336}  # positions
-RAW = Path("sparq-eval") / "ablations"
+TASKS = {"fidelity": (2048, 20), "repetition": (2336, 100)}  # positions, examples
+FOLDER = "ablations"
 
 _COLOURS = {
     **dict(zip(SCANS, (plot.PAPER, plot.OURS_2, plot.OURS, "#ae3ec9"), strict=True)),
@@ -78,65 +65,24 @@ def points() -> list[tuple[str, str, str, policies.Method]]:
     return [(panel, line, at, policies.parse(spec)) for panel, line, at, spec in out]
 
 
-@commands.measurement(
-    click.option(
-        "--fidelity",
-        type=Number(int, 0),
-        default=20,
-        help="Examples of fidelity.  [default: 20]",
-    ),
-    click.option("--repetition", type=Number(int, 0), default=100, show_default=True),
-)
-def command(
-    model: Path, texts: list[Path], folder: Path, threads: int, force: bool, **n: int
-) -> None:
-    """SparQ's choices, one at a time: selection, temperature, rank and k."""
-    if not any(n.values()):
-        raise SparqError(
-            "nothing to measure: --fidelity 0 and --repetition 0",
-            "leave out one of them",
-            exit_code=2,
-        )
-    found: list[series.Series] = []
-    for task, ctx in TASKS.items():
-        if n[task]:
-            plan = evaluate.EvalPlan(
-                model=model,
-                tasks=find([task]),
-                methods=[spec for *_, spec in points()],
-                n=n[task],
-                setup={"ctx": ctx, "texts": read_texts(texts)},
-                n_threads=threads,
-            )
-            with progress_bar("making the examples") as making, progress_bar(task) as bar:
-                found += evaluate.run(plan, RAW, making, bar, force=force)
-    to = folder / "ablations"
-    keep(found, to)
-    text = table.markdown(read(folder))
-    (folder / "ablations.md").write_text(text + "\n", "utf-8")
-    print(text)
-    note(f"records: {to}", "dim")
-
-
-def keep(found: Sequence[series.Series], to: Path) -> None:
-    """Replace only the files of the tasks that were measured, each in one step."""
-    to.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=to) as fresh:
-        for file in series.pack(found, Path(fresh)):
-            file.replace(to / file.name)
-
-
-def read(folder: Path) -> list[series.Series]:
-    """The series of all tasks, whenever each was measured."""
-    files = [folder / "ablations" / f"{task}.jsonl" for task in TASKS]
-    return [s for file in files for s in series.read(file)]
+def commands() -> str:
+    """The lines that measure all points, with books that the model has not seen."""
+    methods = " ".join(f"-a {spec}" for *_, spec in points())
+    lines = [
+        f"sparq-cpp eval {task} -m models/demo/demo.gguf --text BOOKS --ctx {n_pos} -n {n} -t 1 "
+        f"{methods} --out DIR"
+        for task, (n_pos, n) in TASKS.items()
+    ]
+    to = "bench/results/MACHINE/" + FOLDER
+    lines += [f"sparq-cpp eval pack DIR {to}", f"sparq-cpp eval table {to} > {to}.md"]
+    return "\n".join(lines)
 
 
 # ---- figure ----
 
 
 def data(folder: Path) -> list[plot.Row]:
-    found = read(folder)
+    found = [s for task in TASKS for s in series.read(folder / FOLDER / f"{task}.jsonl")]
     plot.need(found, "ablations", NEEDS)
     out: list[plot.Row] = []
     for group in series.by_setting(found):
@@ -220,11 +166,11 @@ FIGURE = plot.Figure(
     "the positions, by bytes. Middle: the temperature of the approximate softmax. Right: r x k, "
     "transposed K in q4; points of a line are k; diamonds: k = 128, the paper's recipe.",
     needs=NEEDS,
-    file="ablations/fidelity.jsonl",
+    file=f"{FOLDER}/fidelity.jsonl",
     data=data,
     draw=draw,
 )
 
 
 if __name__ == "__main__":
-    run_command(command)
+    print(commands())

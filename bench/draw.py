@@ -5,20 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import ablations
-import budgets
 import click
 import commands
 import end_to_end
 import gpu_tokens
-import intensity
 import microbenchmark
 import plot
 import prompt_time
-import recall_per_byte
 import repetition
 import roofline
 import serving
-import stats_figures
 import time_in_attention
 import token_rate
 import topk_figures
@@ -36,12 +32,6 @@ FIGURES = (
     microbenchmark.ON_GPU,
     time_in_attention.FIGURE,
     roofline.FIGURE,
-    intensity.FIGURE,
-    recall_per_byte.FIGURE,
-    budgets.FIGURE,
-    stats_figures.SPARSITY,
-    stats_figures.TAILS,
-    stats_figures.AGREEMENT,
     ablations.FIGURE,
     repetition.FIGURE,
     topk_figures.SCORES,

@@ -14,14 +14,11 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "bench"))
 
-import ablations
-import budgets
 import draw
 import end_to_end
 import gpu_tokens
 import microbenchmark
 import prompt_time
-import recall
 import serving
 
 from pyorch import table as tables
@@ -200,12 +197,9 @@ TABLES: dict[str, Callable[[], str]] = {
         name: lambda name=name: table.of_folder(
             EPYC / name, lambda f: table.markdown(series.read_folder(f))
         )
-        for name in ("eval", "eval-real", "eval-floor", "eval-prompts")
+        for name in ("eval", "eval-real", "eval-floor", "eval-prompts", "ablations")
     },
     "eval-budgets": lambda: summary.markdown(series.read_folder(EPYC / "eval-budgets")),
-    "ablations": lambda: table.markdown(ablations.read(EPYC)),
-    "budgets": lambda: budgets.markdown(list(records.load(EPYC / budgets.FILE).values())),
-    "recall": lambda: recall.markdown(list(records.load(EPYC / "recall.jsonl").values())),
     **{
         name: lambda name=name, made=made: timed(name, made)
         for name, made in (

@@ -21,18 +21,13 @@ from click.testing import CliRunner
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 import ablations
-import attention_stats
-import budgets
-import capture
 import draw
 import end_to_end
 import gpu_tokens
-import intensity
 import microbenchmark
 import node_times
 import plot
 import prompt_time
-import recall
 import repetition
 import roofline
 import servers
@@ -44,9 +39,10 @@ import topk_figures
 
 from pyorch import policies
 from pyorch.attention.spec import parse_spec
-from pyorch.bench import attention, paper, pictures, records, speed
+from pyorch.bench import attention, pictures, records, speed
 from pyorch.bench.plan import Case
 from pyorch.cli import bench
+from pyorch.cli import eval as evaluation
 from pyorch.errors import SparqError
 from pyorch.evals import figures, series
 from pyorch.models import synth
@@ -80,8 +76,6 @@ STOCK = Case(
 )
 OURS = replace(STOCK, library="sparq", flash_attn=True, spec=parse_spec("sparq,ratio=1/8"))
 LENGTHS = (4096, 8192, 16384)
-SHAPES = (64, 2, 2, 32), (2, 256, 32), (2, 256, 32)  # q, k, v of one layer
-
 WOBBLE = 1 + 0.1 * np.linspace(-1, 1, 8)  # of contexts
 
 
@@ -217,36 +211,6 @@ def full(tmp_path: Path) -> Path:
     case = {"n": roofline.N, "n_threads": 2, "library": "numpy"}
     rec = records.record(roofline.PEAK, case, "v", samples_ns=[10**8] * 3, env=ENV)
     records.append(roofline.peak_file(tmp_path), rec)
-    samples = [
-        c | {"mass": [0.5, 0.6], "error": 0.1, "error_mean_v": 0.05, "peaks": 2, "peaks_found": 1}
-        for c in recall.configs(4096, 64, recall.RATIOS)
-    ]
-    case = recall.Case("m", "t", 4096, "recite", 2, 8, 1)
-    rec = records.record(
-        recall.BENCH,
-        records.case_of(case),
-        "s",
-        samples=samples,
-        env=ENV,
-        model_name="m",
-        head_dim=64,
-    )
-    records.append(tmp_path / "recall.jsonl", rec)
-    rng = np.random.default_rng(0)
-    layers = [
-        capture.Heads(*(rng.normal(size=s).astype(np.float32) for s in SHAPES), scale=0.2)
-        for _ in range(2)
-    ]
-    samples = attention_stats.Samples(2, 0)
-    samples.add(layers)
-    for n_pos in (256, 512):
-        case = capture.Case("m", "t", n_pos, "prose", 1, 2, 1)
-        rec = records.record(
-            attention_stats.BENCH, records.case_of(case), "s", samples=samples.record(), env=ENV,
-            model_name="m", head_dim=16, n_head_kv=2, n_layer=2, layers=[0, 1],
-        )  # fmt: skip
-        records.append(tmp_path / "attention_stats.jsonl", rec)
-    add_budgets(tmp_path)
     add_ablations(tmp_path)
     add_repetition(tmp_path)
     add_topk(tmp_path)
@@ -273,7 +237,7 @@ def add_ablations(folder: Path) -> None:
     counters = {"steps": 1, "bytes_read": 1, "bytes_dense": 8, "calls_sparse": 1}
     model = {"name": "demo.gguf", "hash": "m"}
     about = {"type_k": "f16", "type_v": "f16", "threads": 1, "model": model}
-    for task, ctx in ablations.TASKS.items():
+    for task, (ctx, _) in ablations.TASKS.items():
         case = {"task": task, "ctx": ctx, **about}
         found = [
             scored(task, case, spec, WOBBLE / (i + 1), counters)
@@ -367,81 +331,12 @@ def test_ablations_are_of_valid_methods_each_once(tmp_path: Path) -> None:
     assert len(pairs) == len(ablations.TAUS) * len(ablations.CONFIGS)
 
 
-def test_ablations_of_one_task_leave_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add_ablations(tmp_path)
-    to = tmp_path / "ablations"
-    before = {file.name: file.read_text() for file in to.iterdir()}
-    only = [replace(s, scores=s.scores + 1) for s in series.read(to / "fidelity.jsonl")]
-    monkeypatch.setattr(ablations.evaluate, "run", lambda *_, **__: only)
-    monkeypatch.setattr(ablations, "read_texts", lambda paths: [])
-    args = ["--text", "x", "--out", str(tmp_path), "--repetition", "0"]
-    CliRunner().invoke(ablations.command, args, catch_exceptions=False)
-    assert sorted(file.name for file in to.iterdir()) == sorted(before)
-    assert (to / "fidelity.jsonl").read_text() != before["fidelity.jsonl"]
-    assert (to / "repetition.jsonl").read_text() == before["repetition.jsonl"]
-    assert "repetition" in (tmp_path / "ablations.md").read_text()
-
-    nothing = CliRunner().invoke(ablations.command, [*args, "--fidelity", "0"])
-    assert isinstance(nothing.exception, SparqError) and nothing.exception.exit_code == 2
-    assert len(list(to.iterdir())) == 2
-
-
-def add_budgets(folder: Path) -> None:
-    """KL is 1e-3 / bytes; calibrated and top-p need half and a quarter of the bytes for it."""
-    spec = "sparq,ratio=1/8,min_ctx=0,min_k=1"
-    found = {"mean_v": "on", "k_layers": "10%:dense", "rank_layers": "8:4", "min_k": 30}
-    for ratio in (1 / 2, 1 / 4, 1 / 8, 1 / 16):
-        samples = [
-            {
-                "line": n,
-                "spec": spec,
-                "kl": (1e-3 / ratio * x * WOBBLE).tolist(),
-                "share": [ratio] * 8,
-            }
-            for n, x in zip(budgets.LINES, (1, 1, 2, 1, 1 / 2, 1 / 4), strict=True)
-        ]
-        names = ("uniform", "uniform, mean_v=on", "ramp", "ramp-down")
-        result = {
-            "candidates": [{"name": n, "spec": spec} for n in names],
-            "calibrated": found,
-            "top-p": found,
-            "layers": [0, 1],
-        }
-        case = budgets.Case("m", "t", "c", ratio, 2048, 8, 32, 7)
-        rec = records.record(
-            budgets.BENCH, records.case_of(case), "s", samples=samples, env=ENV, model_name="m",
-            calibration=result,
-        )  # fmt: skip
-        records.append(folder / "budgets.jsonl", rec)
-
-
-def test_budgets_say_how_many_bytes_the_same_kl_takes(tmp_path: Path) -> None:
-    add_budgets(tmp_path)
-    recs = list(records.load(tmp_path / "budgets.jsonl").values())
-    for line, want in (("uniform", 1), ("calibrated", 1 / 2), ("top-p", 1 / 4)):
-        x = budgets.needed(recs, line, 1 / 4)
-        assert x.share == pytest.approx(want) == pytest.approx(x.low) == pytest.approx(x.high)
-        assert x.at_most == (line == "top-p"), "no fewer bytes were measured"
-    never = budgets.needed(recs, "ramp", 1 / 2)
-    assert never.share == np.inf and str(never) == "never"
-    assert str(budgets.needed(recs, "top-p", 1 / 8)) == "at most 50 %"
-    assert "| 1/4 |" in budgets.markdown(recs)
-    few = budgets.needed(recs, "calibrated", 1 / 4, lambda n: n % 2 == 0)
-    assert str(few) == "50 %", "four contexts have no interval"
-
-
-def test_contexts_in_which_a_budget_never_gets_there_are_not_left_out(tmp_path: Path) -> None:
-    """Draws that never reached the level were dropped, and the others had a narrow interval."""
-    add_budgets(tmp_path)
-    recs = list(records.load(tmp_path / "budgets.jsonl").values())
-    best = next(r for r in recs if r["case"]["ratio"] == 1 / 2)
-    line = best["samples"][budgets.LINES.index("ramp")]
-    line["kl"] = [1e-9, *[2.1e-3 * x for x in WOBBLE[1:]]]  # one context has nearly none
-    found = budgets.needed(recs, "ramp", 1 / 2)
-    assert found.share <= 1 and found.high == np.inf
-    assert str(found).endswith(" % (not in all contexts)")
+def test_ablations_can_be_measured() -> None:
+    """The options of the lines exist, and ask for all points."""
+    lines = [line.split() for line in ablations.commands().splitlines()]
+    for line in lines[: len(ablations.TASKS)]:
+        asked = evaluation.command.commands["run"].make_context("run", line[2:]).params
+        assert list(asked["methods"]) == [str(spec) for *_, spec in ablations.points()]
 
 
 def test_end_to_end_is_against_the_better_stock_of_the_same_run(tmp_path: Path) -> None:
@@ -517,14 +412,6 @@ def test_microbenchmark_limit_is_by_bytes_read(full: Path) -> None:
     assert rows["SparQ f16"]["speedup"] == pytest.approx((20 - 1) / (6 - 1))
 
 
-def test_intensity_is_that_of_the_paper() -> None:
-    for name, g in (("Llama 2 7B", 1), ("Llama 2 70B", 8)):
-        for rho, most in paper.points("intensity", name):
-            assert intensity.intensity(rho, 10**9, g) == pytest.approx(most, rel=0.01)
-    assert intensity.share(6, 1) == 0.5
-    assert intensity.share(6, 1, 1 / 8) == pytest.approx(1 / 9)
-
-
 def test_roofline_counts_the_multiply_adds_of_attention() -> None:
     dense = roofline.attention_macs(parse_spec("off"), 4096, 4)
     assert dense == 4 * 32 * 2 * 4096 * 128
@@ -565,9 +452,6 @@ def test_names_of_lines() -> None:
 
 @pytest.mark.parametrize("figure", draw.FIGURES, ids=lambda f: f.name)
 def test_a_missing_record_is_named_with_its_command(figure: plot.Figure, tmp_path: Path) -> None:
-    if figure is intensity.FIGURE:
-        assert intensity.data(tmp_path)  # computed
-        return
     with pytest.raises(plot.NoRecords, match="no records of") as caught:
         figure.data(tmp_path)
     assert caught.value.hint == f"first: {figure.needs}"
@@ -611,7 +495,7 @@ def test_command_says_what_is_missing_and_draws_the_rest(tmp_path: Path) -> None
         text=True,
     )  # fmt: skip
     assert done.returncode == 1
-    assert done.stdout.split() == [str(tmp_path / "out" / "intensity.svg")]
+    assert not done.stdout
     assert "end_to_end: not drawn: no records of" in done.stderr
     assert "Traceback" not in done.stderr
     assert f"error: no figure has records in {tmp_path}" in done.stderr

@@ -21,12 +21,12 @@ from typing import Any
 
 import pytest
 import tiny as tiny_models
+from link import Link
+from link import local_worker as worker
 from llama import python_environment
 
 from pyorch import engine
 from pyorch.attention.shares import split_layers
-from pyorch.bench.link import Link
-from pyorch.bench.link import local_worker as worker
 from pyorch.engine import document_file, machines
 from pyorch.errors import SparqError
 from pyorch.models import synth
@@ -401,6 +401,37 @@ def test_explain(model: Path, workers: list[str]) -> None:
     assert sum(x["weights_read"] for x in rows) == found["weight_bytes_per_token"]
     assert sum(x["read"] for x in rows) == found["attention_bytes_per_token"]
     assert all(x["sparse"] for x in rows) and found["wire_s"] > 0
+
+
+def test_what_passes_for_a_token_is_what_explain_says(model: Path, workers: list[str]) -> None:
+    line = ["explain", "-m", model, "-c", 2048, "--rpc", ",".join(workers[:2]), "-ts", "1,1"]
+    with Link(workers[0]) as first, Link(workers[1]) as second:
+        for spec in ("off", SPARQ):
+            out, err = cli(*line, "-a", spec, "--json").communicate(timeout=120)
+            assert out, err
+            predicted = sum(x["sent"] + x["received"] for x in json.loads(out)["machines"])
+            with engine.load(
+                model,
+                n_ctx=2048,
+                n_threads=1,
+                workers=[first.endpoint, second.endpoint],
+                tensor_split=[1, 1],
+                attention=spec,
+            ) as s:
+                engine.prefill(s, [5] * 2040)
+                for token in (3, 4):  # plans its graphs, and sends them
+                    engine.decode(s, token)
+                before = first.there + first.back + second.there + second.back
+                engine.decode(s, 5)
+                passed = first.there + first.back + second.there + second.back - before
+            assert passed == pytest.approx(predicted, rel=0.1)
+
+
+def test_the_split_is_llama_cpps() -> None:
+    """By hand: upper_bound of i / n in the running sums."""
+    assert split_layers(4, [1, 1]) == [range(0), range(3), range(3, 5)]
+    assert split_layers(4, [3, 1], 4) == [range(1), range(1, 4), range(4, 5)]
+    assert split_layers(4, [1, 0]) == [range(0), range(5), range(5, 5)]
 
 
 def test_explain_of_experts(workers: list[str], tmp_path: Path) -> None:
