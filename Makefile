@@ -28,11 +28,11 @@ test-gpu: build         ## with a CUDA device: the op tests on it, CPU against C
 	$(RUN)/python -m pytest -q -m 'gpu and not slow' tests/gpu tests/cuda $(ARGS)
 
 bench-gpu: build        ## with a CUDA device: attention by itself and tokens, as records
-	$(RUN)/python bench/gpu.py
-	$(RUN)/python bench/gpu_tokens.py
+	$(RUN)/python -m bench gpu_attention
+	$(RUN)/python -m bench gpu_tokens
 
 gpu-all:                ## everything that needs a CUDA device, on a bare machine: no package index
-	bench/gpu_all.sh
+	bench/gpu/all.sh
 
 build: $(STAMP)         ## the patched library and its Python bindings
 	$(RUN)/sparq-cpp build
@@ -45,7 +45,7 @@ $(STAMP): pyproject.toml
 
 figures: $(STAMP)       ## draw bench/figures again from the committed records
 	@$(RUN)/python -c 'import matplotlib' 2> /dev/null || $(RUN)/python -m pip install --quiet --editable '.[figures]'
-	$(RUN)/python bench/draw.py
+	$(RUN)/python -m bench draw
 	$(RUN)/sparq-cpp eval plot bench/results/*/eval repetition needle fidelity --out bench/figures
 
 test-lowest:            ## the quick tests with the lowest versions that pyproject.toml declares; PYTHON=python3.11 or 3.10

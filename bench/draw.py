@@ -1,45 +1,38 @@
-"""`make figures`: draw every figure that has records again; with NAMEs, these."""
+"""`python -m bench draw`, and so `make figures`: every figure that has records."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from pkgutil import resolve_name
 
-import ablations
 import click
-import commands
-import end_to_end
-import gpu_tokens
-import microbenchmark
-import plot
-import prompt_time
-import repetition
-import roofline
-import serving
-import time_in_attention
-import token_rate
-import topk_figures
 
-from pyorch.cli import run as run_command
+from bench import plot, runner
 from pyorch.errors import SparqError, nearest
 
-FIGURES = (
-    token_rate.FIGURE,
-    prompt_time.FIGURE,
-    serving.FIGURE,
-    end_to_end.FIGURE,
-    gpu_tokens.FIGURE,
-    microbenchmark.FIGURE,
-    microbenchmark.ON_GPU,
-    time_in_attention.FIGURE,
-    roofline.FIGURE,
-    ablations.FIGURE,
-    repetition.FIGURE,
-    topk_figures.SCORES,
-    topk_figures.NEEDLES,
-)
+FIGURES = {
+    "token_rate": "bench.users.token_rate:FIGURE",
+    "prompt_time": "bench.users.prompt_time:FIGURE",
+    "serving": "bench.users.serving:FIGURE",
+    "end_to_end": "bench.papers.end_to_end:FIGURE",
+    "gpu_end_to_end": "bench.gpu.tokens:FIGURE",
+    "microbenchmark": "bench.papers.microbenchmark:FIGURE",
+    "gpu_attention": "bench.gpu.attention:FIGURE",
+    "time_in_attention": "bench.papers.time_in_attention:FIGURE",
+    "roofline": "bench.papers.roofline:FIGURE",
+    "ablations": "bench.papers.ablations:FIGURE",
+    "repetition": "bench.papers.repetition:FIGURE",
+    "topk_tasks": "bench.papers.topk:SCORES",
+    "topk_needle": "bench.papers.topk:NEEDLES",
+}
 
 
-@click.command(context_settings=commands.SETTINGS)
+def figure(name: str) -> plot.Figure:
+    found: plot.Figure = resolve_name(FIGURES[name])
+    return found
+
+
+@click.command("draw", context_settings=runner.SETTINGS)
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option(
     "--results", metavar="DIR", help="Folder of the records.  [default: bench/results/<machine>]"
@@ -57,26 +50,21 @@ def command(names: tuple[str, ...], results: str | None, out: str, png: bool) ->
     Without NAME all figures that have records are drawn, and the others are named with the command
     that measures what they lack.
     """
-    known = {figure.name: figure for figure in FIGURES}
     for name in names:
-        if name not in known:
-            raise nearest("figure", name, tuple(known))
-    chosen = [known[name] for name in names or known]
+        if name not in FIGURES:
+            raise nearest("figure", name, tuple(FIGURES))
+    chosen = names or tuple(FIGURES)
     folder = Path(results) if results else plot.default_folder()
     failed = drawn = 0
-    for figure in chosen:
+    for name in chosen:
         try:
-            plot.make(figure, folder, Path(out), png)
-            print(Path(out) / f"{figure.name}.svg")
-            drawn += bool(figure.file)
+            plot.make(figure(name), folder, Path(out), png)
+            print(Path(out) / f"{name}.svg")
+            drawn += 1
         except SparqError as e:
             failed += bool(names) or not isinstance(e, plot.NoRecords)
-            click.echo(f"{figure.name}: not drawn: {e.message} ({e.hint})", err=True)
+            click.echo(f"{name}: not drawn: {e.message} ({e.hint})", err=True)
     if failed:
         raise SparqError(f"{failed} of {len(chosen)} figures not drawn", str(folder))
-    if not names and not drawn:
+    if not drawn:
         raise SparqError(f"no figure has records in {folder}", "--results has them elsewhere")
-
-
-if __name__ == "__main__":
-    run_command(command)

@@ -1,4 +1,4 @@
-"""Code that the figures share: records in, a picture and its numbers out, all in one style.
+"""What all figures share: records in, a picture and its numbers out, all in one style.
 
 `draw.py` lists the figures and has the command.
 """
@@ -42,7 +42,7 @@ class Figure:
     title: str
     caption: str
     needs: str  # the command that measures its data
-    file: str  # the file of the records; empty if it is computed
+    file: str  # the file of the records
     data: Callable[[Path], list[Row]]  # from the folder of the records
     draw: Callable[[Sequence[Row]], Any]  # a matplotlib figure
 
@@ -83,8 +83,6 @@ def need(rows: Sequence[Any], what: str, command: str) -> None:
 
 def caption(figure: Figure, folder: Path) -> str:
     """The caption of a figure, with the machine of the last record and how many are old."""
-    if not figure.file:
-        return figure.caption
     recs = [r for r in records.load_all(folder / figure.file) if "env" in r]
     m = recs[-1]["env"]["machine"]
     about = f"{figure.caption} {m['cpu']}, {m['cores']} cores."

@@ -4,7 +4,6 @@ intervals of the documentation, the tables beside the records and the CSVs of th
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "bench"))
-
-import draw
-import end_to_end
-import gpu_tokens
-import microbenchmark
-import prompt_time
-import serving
-
+from bench import draw, runner
+from bench.gpu import attention as gpu_attention
+from bench.gpu import tokens as gpu_tokens
+from bench.kernels import step_times
+from bench.papers import end_to_end
+from bench.users import prompt_time, serving
 from pyorch import table as tables
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import attention_table, output, records
@@ -69,7 +65,7 @@ def users() -> str:
 
 
 def on_gpu(positions: int) -> str:
-    rows = microbenchmark.ON_GPU.data(H200)
+    rows = gpu_attention.FIGURE.data(H200)
     of = {"model": "llama2-7b", "batch": 1, "attention": "SparQ q4"}
     return f"{speedup(rows, positions=positions, **of):.1f}"
 
@@ -210,6 +206,10 @@ TABLES: dict[str, Callable[[], str]] = {
             ("attention", attention_table.markdown),
         )
     },
+    **{
+        of.name: lambda of=of: runner.whole_table(of, EPYC)
+        for of in (prompt_time.MEASUREMENT, serving.MEASUREMENT, step_times.MEASUREMENT)
+    },
 }
 
 
@@ -235,11 +235,11 @@ def test_intervals_of_the_documentation_are_those_of_the_tables() -> None:
     assert [x for x in found if x not in made] == []
 
 
-@pytest.mark.parametrize("figure", draw.FIGURES, ids=lambda f: f.name)
-def test_the_numbers_of_a_figure_are_those_of_the_records(figure: Any) -> None:
-    rows = figure.data(H200 if "gpu" in figure.name else EPYC)
+@pytest.mark.parametrize("name", draw.FIGURES)
+def test_the_numbers_of_a_figure_are_those_of_the_records(name: str) -> None:
+    rows = draw.figure(name).data(H200 if "gpu" in name else EPYC)
     short = [{k: f"{v:.6g}" if isinstance(v, float) else v for k, v in r.items()} for r in rows]
-    kept = (ROOT / "bench" / "figures" / f"{figure.name}.csv").read_text("utf-8")
+    kept = (ROOT / "bench" / "figures" / f"{name}.csv").read_text("utf-8")
     assert kept == tables.as_csv(short) + "\n", "`make figures` draws it again"
 
 

@@ -304,6 +304,7 @@ def resume(
     cost: Callable[[Sequence[Case]], int],
     force: bool = False,
     libraries: Sequence[str] = ("stock", "sparq"),
+    failed: Callable[[Sequence[Case], SparqError], None] | None = None,
 ) -> list[Record]:
     """Measure the groups that `file` lacks, add them there, and return all records in order.
 
@@ -311,6 +312,8 @@ def resume(
         measure: returns one result per case of a group.
         cost: how long a group takes, in any unit, for the estimate of the time left.
         libraries: the libraries that are measured; they are built first if necessary.
+        failed: called with a group that could not be measured, which is then left out; without it
+            the error ends the run.
     """
     from pyorch import native
 
@@ -334,7 +337,13 @@ def resume(
         def done(x: float, spent: int = spent, share: int = share) -> None:
             progress(int(spent + x * share), total)
 
-        results = measure(group, done)
+        try:
+            results = measure(group, done)
+        except SparqError as error:
+            if failed is None:
+                raise
+            failed(group, error)
+            continue
         run = secrets.token_hex(4)
         made = []
         for case, result in zip(group, results, strict=True):

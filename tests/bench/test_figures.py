@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 import secrets
 import shlex
 import subprocess
@@ -18,36 +16,27 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-sys.path.append(str(Path(__file__).parents[2] / "bench"))
-
-import ablations
-import draw
-import end_to_end
-import gpu_tokens
-import microbenchmark
-import node_times
-import plot
-import prompt_time
-import repetition
-import roofline
-import servers
-import serving
-import step_times
-import time_in_attention
-import token_rate
-import topk_figures
-
+from bench import __main__ as main
+from bench import draw, plot
+from bench.kernels import node_times
+from bench.papers import (
+    ablations,
+    end_to_end,
+    microbenchmark,
+    repetition,
+    roofline,
+    time_in_attention,
+    topk,
+)
+from bench.users import llama_server, prompt_time, serving, token_rate
 from pyorch import policies
 from pyorch.attention.spec import parse_spec
 from pyorch.bench import attention, pictures, records, speed
 from pyorch.bench.plan import Case
-from pyorch.cli import bench
 from pyorch.cli import eval as evaluation
+from pyorch.cli.bench import command as bench_command
 from pyorch.errors import SparqError
 from pyorch.evals import figures, series
-from pyorch.models import synth
-from pyorch.models.geometry import geometry
-from pyorch.models.gguf_file import read_gguf
 
 BENCH = Path(__file__).parents[2] / "bench"
 ENV = {
@@ -120,7 +109,7 @@ def add_prompts(folder: Path) -> None:
         for i, (spec, flash_attn) in enumerate(prompt_time.SIDES, 1):
             case = prompt_time.Case("m", "t", depth, flash_attn, spec, 2, 3)
             rec = records.record(
-                prompt_time.BENCH,
+                "prompt_time",
                 records.case_of(case),
                 "s",
                 samples_ns=[i * 10**9 * (2 if depth else 1)] * 3,
@@ -145,9 +134,9 @@ def add_servers(folder: Path) -> None:
     """Each kind of server makes ten tokens per second more than the one before it."""
     run, common = secrets.token_hex(4), dict(model="m", n_slot=8, n_prompt=4096, n_gen=64)
     specs = [parse_spec("dense"), parse_spec("sparq,ratio=1/8")]
-    for i, case in enumerate(servers.cases(specs, n_threads=2, n_rounds=3, **common), 1):
+    for i, case in enumerate(llama_server.cases(specs, n_threads=2, n_rounds=3, **common), 1):
         rec = records.record(
-            serving.BENCH,
+            "serving",
             records.case_of(case),
             "s",
             samples=[10 * i] * 3,
@@ -200,7 +189,7 @@ def full(tmp_path: Path) -> Path:
         records.append(tmp_path / "attention.jsonl", rec)
     case = node_times.Case(STOCK.model_type, 8192, 2, False, 3)
     rec = records.record(
-        node_times.BENCH,
+        "node_times",
         records.case_of(case),
         "s",
         samples_ns=[100] * 3,
@@ -208,9 +197,9 @@ def full(tmp_path: Path) -> Path:
         env=ENV,
     )
     records.append(tmp_path / "node_times.jsonl", rec)
-    case = {"n": roofline.N, "n_threads": 2, "library": "numpy"}
-    rec = records.record(roofline.PEAK, case, "v", samples_ns=[10**8] * 3, env=ENV)
-    records.append(roofline.peak_file(tmp_path), rec)
+    case = records.case_of(roofline.Case(2048, 2))
+    rec = records.record("peak", case, "v", samples_ns=[10**8] * 3, env=ENV)
+    records.append(tmp_path / roofline.PEAK_FILE, rec)
     add_ablations(tmp_path)
     add_repetition(tmp_path)
     add_topk(tmp_path)
@@ -266,39 +255,39 @@ def add_topk(folder: Path) -> None:
     specs = {"off": 1.0}
     for k in (8, 64):
         specs |= {f"topk,topk={k}": k / 128, f"topk,topk={k},budget=ramp": k / 256}
-    for task in topk_figures.TASKS:
+    for task in topk.TASKS:
         case = {"task": task, "ctx": 4096, **model}
         found = [
             scored(task, case, policies.parse(spec), x * np.ones(4), counters)
             for spec, x in specs.items()
         ]
-        series.pack(found, folder / topk_figures.BY_K)
+        series.pack(found, folder / topk.BY_K)
     about = [{"length": n, "depth": d} for n in (1024, 2048) for d in (0.0, 1.0)]
     found = [
         scored("n", {"task": "needle", "ctx": 2048, **model}, policies.parse(spec),
                np.array([a["depth"] < 0.5 for a in about], float), counters, about)
         for spec in ("off", "topk,topk=10", "streaming-llm,k=64")
     ]  # fmt: skip
-    series.pack(found, folder / topk_figures.NEEDLE)
+    series.pack(found, folder / topk.NEEDLE)
 
 
 def test_scores_over_k_keep_budgets_apart(tmp_path: Path) -> None:
     add_topk(tmp_path)
-    rows = topk_figures.scores(tmp_path)
-    assert len(rows) == len(topk_figures.TASKS) * 5
+    rows = topk.scores(tmp_path)
+    assert len(rows) == len(topk.TASKS) * 5
     found = {(r["budget"], r["k"]): r["score"] for r in rows if r["task"] == "vt"}
     assert found == pytest.approx(
         {("all", None): 100, ("uniform", 8): 6.25, ("ramp", 8): 3.125, ("uniform", 64): 50,
          ("ramp", 64): 25}
     )  # fmt: skip
-    cells = topk_figures.needles(tmp_path)
+    cells = topk.needles(tmp_path)
     assert [r["found"] for r in cells] == 3 * [1, 0, 1, 0]
     assert {r["method"] for r in cells} == {"off", "topk,topk=10", "streaming-llm,k=64"}
 
 
 def test_a_needle_of_a_method_that_read_everything_is_not_drawn(tmp_path: Path) -> None:
     add_topk(tmp_path)
-    found = series.read(tmp_path / topk_figures.NEEDLE / "needle.jsonl")
+    found = series.read(tmp_path / topk.NEEDLE / "needle.jsonl")
     idle = replace(found[1], counters={"calls_sparse": 0})
     with pytest.raises(SparqError, match="no attention call ran sparse"):
         figures.needle_rows([found[0], idle])
@@ -333,7 +322,7 @@ def test_ablations_are_of_valid_methods_each_once(tmp_path: Path) -> None:
 
 def test_ablations_can_be_measured() -> None:
     """The options of the lines exist, and ask for all points."""
-    lines = [line.split() for line in ablations.commands().splitlines()]
+    lines = [line.split() for line in ablations.lines().splitlines()]
     for line in lines[: len(ablations.TASKS)]:
         asked = evaluation.command.commands["run"].make_context("run", line[2:]).params
         assert list(asked["methods"]) == [str(spec) for *_, spec in ablations.points()]
@@ -431,12 +420,10 @@ def test_the_compute_peak_is_of_this_machine(
     monkeypatch.setattr(roofline, "usable_cores", lambda: 4)
     for given, wanted in (("2", 2), ("9", 4), ("", 4)):
         monkeypatch.setenv("OPENBLAS_NUM_THREADS", given)
-        done = CliRunner().invoke(roofline.command, ["--measure"], catch_exceptions=False)
-        assert "multiply-adds/s" in done.stdout
-        assert records.load_all(roofline.peak_file(own))[-1]["case"]["n_threads"] == wanted
-    assert not roofline.peak_file(other).exists()
-    assert isinstance(CliRunner().invoke(roofline.command).exception, SparqError)
-    assert CliRunner().invoke(roofline.command, ["--mesure"]).exit_code == 2
+        done = CliRunner().invoke(main.command, ["peak", "--force"], catch_exceptions=False)
+        assert f"| {wanted} |" in done.stdout
+        assert records.load_all(own / roofline.PEAK_FILE)[-1]["case"]["n_threads"] == wanted
+    assert not (other / roofline.PEAK_FILE).exists()
 
 
 def test_names_of_lines() -> None:
@@ -450,32 +437,40 @@ def test_names_of_lines() -> None:
     assert name("sparq,ratio=1/8,sinks=1") == "sparq,ratio=1/8,sinks=1"
 
 
-@pytest.mark.parametrize("figure", draw.FIGURES, ids=lambda f: f.name)
-def test_a_missing_record_is_named_with_its_command(figure: plot.Figure, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", draw.FIGURES)
+def test_a_missing_record_is_named_with_its_command(name: str, tmp_path: Path) -> None:
+    figure = draw.figure(name)
+    assert figure.name == name
     with pytest.raises(plot.NoRecords, match="no records of") as caught:
         figure.data(tmp_path)
     assert caught.value.hint == f"first: {figure.needs}"
 
 
-COMMAND = "sparq-cpp bench "
+COMMANDS = "sparq-cpp bench ", "python -m bench "
 
 
-@pytest.mark.parametrize(
-    "line", sorted({f.needs for f in draw.FIGURES if f.needs.startswith(COMMAND)})
-)
+@pytest.mark.parametrize("line", sorted({draw.figure(name).needs for name in draw.FIGURES}))
 def test_what_a_figure_needs_can_be_measured(line: str) -> None:
     """Its options exist, and all its lengths are long enough to run sparse."""
-    asked = bench.command.make_context("bench", shlex.split(line.removeprefix(COMMAND))).params
-    specs = asked["attn"] or [f"sparq,ratio={ratio}" for ratio in asked["ratio"]]
-    assert min(asked["n_depth"]) > max(parse_spec(spec).min_ctx for spec in specs)
+    ours, theirs = COMMANDS
+    if line.startswith(theirs):
+        name = line.removeprefix(theirs).partition(" ")[0].rstrip(",")
+        assert {*main.MEASUREMENTS, "ablations"} & {name}
+    elif line.startswith(ours):
+        asked = bench_command.make_context("bench", shlex.split(line.removeprefix(ours))).params
+        specs = asked["attn"] or [f"sparq,ratio={ratio}" for ratio in asked["ratio"]]
+        assert min(asked["n_depth"]) > max(parse_spec(spec).min_ctx for spec in specs)
+    else:
+        assert line.startswith("sparq-cpp eval")
 
 
 def test_every_figure_is_drawn_twice_alike(full: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out = tmp_path / "out"
-    for figure in draw.FIGURES:
-        if figure in (gpu_tokens.FIGURE, microbenchmark.ON_GPU):
+    for name in draw.FIGURES:
+        if "gpu" in name:
             continue  # of another machine: test_gpu_bench.py
+        figure = draw.figure(name)
         plot.make(figure, full, out)
         svg = (out / f"{figure.name}.svg").read_text()
         root = ElementTree.fromstring(svg)
@@ -489,10 +484,11 @@ def test_every_figure_is_drawn_twice_alike(full: Path, tmp_path: Path) -> None:
 def test_command_says_what_is_missing_and_draws_the_rest(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     done = subprocess.run(
-        [sys.executable, str(BENCH / "draw.py"), "--results", str(tmp_path), "--out",
+        [sys.executable, "-m", "bench", "draw", "--results", str(tmp_path), "--out",
          str(tmp_path / "out")],
         capture_output=True,
         text=True,
+        cwd=BENCH.parent,
     )  # fmt: skip
     assert done.returncode == 1
     assert not done.stdout
@@ -583,93 +579,16 @@ def test_a_real_model_is_drawn_beside_the_synthetic(tmp_path: Path) -> None:
     assert fits[0]["stock -fa 0"] == pytest.approx(6 * fits[1]["stock -fa 0"])
 
 
-def test_node_times_of_models_with_one_name_are_two_cases(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = []
-    monkeypatch.setattr(node_times, "run", lambda _, cases, *__, **___: found.append(cases) or [])
-    shape = synth.shape_like("llama2-7b", n_layer=1, n_embd=64, n_vocab=288, tokenizer="bytes")
-    for n_ff in (32, 64):
-        path = tmp_path / f"{n_ff}.gguf"
-        synth.write(path, replace(shape, n_ff=n_ff), name="one name")
-        args = ["-m", str(path), "--out", str(tmp_path), "-t", "1"]
-        CliRunner().invoke(node_times.command, args, catch_exceptions=False)
-    (small, *_), (large, *_) = found
-    assert small.model_type == large.model_type and small != large
-
-
-def test_node_times_sees_the_attention_of_every_layer(model: Path, stock: None) -> None:
-    code = """
-import json, sys
-from pathlib import Path
-sys.path.append(sys.argv[2])
-import node_times
-case = node_times.Case("m", 600, 1, sys.argv[3] == "1", 3)
-print(json.dumps(node_times.measure(Path(sys.argv[1]), case)))
-"""
-    for flash_attn in "01":  # a process has one library or the other, stock or ours
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(model), str(BENCH), flash_attn],
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        got = json.loads(done.stdout)
-        assert all(0 < a < b for a, b in zip(got["attention_ns"], got["samples_ns"], strict=True))
-
-
-def test_step_times_takes_as_many_threads_as_ggml(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_times, "run", lambda *_, **__: pytest.fail("measured"))
-    done = CliRunner().invoke(step_times.command, ["-t", "1,513"])
-    assert isinstance(done.exception, SparqError), done.output
-    assert done.exception.message == "--threads 513 is out of range"
-    assert done.exception.hint == "it is at least 1 and at most 512"
-
-
-def test_step_times_add_up_with_select() -> None:
-    """Top-k scores in one step and selects in another, which reads next to nothing."""
-    case = step_times.Case("m", 1, 600, 1, parse_spec("topk,ratio=1/8"), 3)
-    rec = {
-        "case": records.case_of(case),
-        "samples_ns": {"score": [4000] * 3, "select": [2000] * 3, "attend": [1000] * 3},
-        "bytes": {"attend": 1000, "score": 6000},
-        "bandwidth_bytes_per_s": [2e9] * 3,
-    }
-    rows = [row.split(" | ")[4:] for row in step_times.table([rec]).splitlines()[2:]]
-    assert [row[0] for row in rows] == ["attend", "score", "select", "all"]
-    assert rows[2][2:] == ["-", "- |"]
-    assert rows[3][1:] == ["7 (7-7)", "1.0", "50% |"]
-
-
-def test_step_times_sees_the_steps_and_what_they_read(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    n_layer = geometry(read_gguf(model)).n_layer
-    case = step_times.Case("m", n_layer, 600, 1, parse_spec("sparq,rank=8,topk=64,min_ctx=0"), 3)
-    got = step_times.measure(model, case)
-    assert {step: len(ns) for step, ns in got["samples_ns"].items()} == {
-        "score_select": 3,
-        "attend": 3,
-    }
-    assert min(got["samples_ns"]["score_select"] + got["samples_ns"]["attend"]) > 0
-    assert min(got["bytes"].values()) > 0
-    rows = step_times.table([{"case": records.case_of(case), **got}]).splitlines()
-    assert [row.split(" | ")[4] for row in rows[2:]] == ["attend", "score_select", "all"]
-
-    only_score = step_times.measure(model, replace(case, only_score=True))
-    assert {step: len(ns) for step, ns in only_score["samples_ns"].items()} == {"score": 3}
-    assert only_score["bytes"] == {"score": got["bytes"]["score_select"]}
-    monkeypatch.setattr(step_times.Clock, "become_score", lambda *_: None)
-    with pytest.raises(SparqError, match="positions were selected"):
-        step_times.measure(model, replace(case, only_score=True))
-
-    below = replace(case, spec=parse_spec("sparq,rank=8,topk=64"))  # min_ctx
-    with pytest.raises(SparqError, match="0 of .* not reported"):
-        step_times.measure(model, below)
-
-
-def test_the_readme_has_every_file() -> None:
+def test_the_readme_has_every_measurement_and_figure() -> None:
     text = (BENCH / "README.md").read_text("utf-8")
-    files = {f.name for f in BENCH.iterdir() if f.is_file()} - {"README.md"}
-    assert files == {name for name in re.findall(r"`([\w.]+)`", text) if (BENCH / name).is_file()}
-    assert all(f"`{figure.name}`" in text for figure in draw.FIGURES if figure.file)
+    files = {str(f.relative_to(BENCH)) for f in BENCH.rglob("*.*") if f.suffix in (".py", ".sh")}
+    missing = {f for f in files if f"`{f}`" not in text}
+    assert {Path(f).name for f in missing} == {"__init__.py"}
+    assert all(f"`{name}`" in text for name in draw.FIGURES)
+    assert all(f"python -m bench {name}" in text for name in (*main.MEASUREMENTS, *main.OTHERS))
+
+
+def test_every_measurement_has_its_name_and_help() -> None:
+    for name in main.MEASUREMENTS:
+        done = CliRunner().invoke(main.command, [name, "--help"], catch_exceptions=False)
+        assert done.exit_code == 0 and f" {name} " in done.output and "--out DIR" in done.output

@@ -1,4 +1,4 @@
-"""bench/gpu.py on a device that is not there, and the figures of its records."""
+"""bench/gpu on a device that is not there, and the figures of its records."""
 
 from __future__ import annotations
 
@@ -6,79 +6,72 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock
 
 import fake_device
 import pytest
 from click.testing import CliRunner
 
-BENCH = Path(__file__).parents[2] / "bench"
-sys.path.append(str(BENCH))
+from bench import plot, runner
+from bench.gpu import attention, tokens
+from pyorch import paths
+from pyorch.bench import records
+from pyorch.errors import SparqError
 
-import gpu_tokens  # noqa: E402
-import microbenchmark  # noqa: E402
-import plot  # noqa: E402
-
-from pyorch.bench import records  # noqa: E402
-from pyorch.errors import SparqError  # noqa: E402
-
-ENV = {"device": "a GPU", "machine": {"cpu": "A CPU", "cores": 2}}
+ENV = {"machine": {"cpu": "A CPU", "cores": 2}}
 
 
 def test_quick_run(native_lib_dir: Path, tmp_path: Path) -> None:
     """Every case that needs no torch is measured; a second run finds them measured."""
     library = fake_device.build(tmp_path, native_lib_dir)
-    argv = [sys.executable, BENCH / "gpu.py", "--quick", "--device", library, "--out", tmp_path]
+    argv = [sys.executable, "-m", "bench", "gpu_attention", "--quick", "--device", library]
+    argv += ["--out", tmp_path]
     for _ in range(2):
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(
+            argv, capture_output=True, text=True, timeout=600, cwd=paths.REPOSITORY
+        )
         assert done.returncode == 0, done.stderr[-2000:]
-        found = records.load_all(tmp_path / "gpu_attention.jsonl")
+        found = records.load_all(tmp_path / attention.FILE)
         methods = ["ggml flash", "sparq f16", "sparq q8", "sparq q4"] * 2
         assert [r["case"]["method"] for r in found] == methods
     for rec in found:
-        assert min(rec["samples_ns"]) > 0 and rec["env"]["device"] == "FAKE0"
+        assert min(rec["samples_ns"]) > 0 and rec["device"] == "FAKE0"
         dense = rec["case"]["positions"] * rec["case"]["batch"] * rec["case"]["n_head_kv"] * 512
         sparse = rec["case"]["method"].startswith("sparq")
         assert 0 < rec["bytes_read"] <= dense and (rec["bytes_read"] < dense) == sparse
+    assert "| batch  2 heads 4/4 S    768 sparq q4 |" in (tmp_path / "gpu_attention.md").read_text()
 
 
-@pytest.mark.parametrize("failing", ["torch sdpa", "sparq q8"])
 def test_a_case_that_failed_shows_in_the_exit_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only torch may be missing: gpu_all.sh comes back to a step that failed."""
-    gpu = bench_gpu()
+    """The others are measured: all.sh comes back to a step that failed."""
 
-    def measure(device: object, case: gpu.Case, *_: object) -> dict:
-        if case.method == failing:
-            raise (gpu.NoTorch if failing.startswith("torch") else SparqError)("not here", "x")
+    def layers(_: object, case: attention.Case, *__: object) -> dict[str, object]:
+        if case.method == "sparq q8":
+            raise SparqError("not here", "x")
         return {"samples_ns": [1], "bytes_read": 1}
 
-    device = SimpleNamespace(name="FAKE")
-    monkeypatch.setattr(gpu, "Device", lambda *_: device)
-    monkeypatch.setattr(gpu, "copy_bandwidth", lambda *_: (1.0, "ggml"))
-    monkeypatch.setattr(gpu, "measure", measure)
-    monkeypatch.setattr(gpu.native, "built", lambda: tmp_path)
-    monkeypatch.setattr(gpu.records, "environment", lambda _: {"stamps": {"ours": "s"}})
-    done = CliRunner().invoke(gpu.main, ["--quick", "--device", "x", "--out", str(tmp_path)])
-    assert len(records.load(tmp_path / gpu.FILE)) == 8
-    assert done.exit_code == (0 if failing.startswith("torch") else 1)
-    assert failing.startswith("torch") or "2 cases not measured" in str(done.exception)
-
-
-def bench_gpu() -> ModuleType:
-    sys.path.append(str(BENCH.parent / "tests" / "ops"))
-    import gpu
-
-    return gpu
+    device = Mock()
+    device.name = "FAKE"
+    monkeypatch.setattr(attention, "opened", lambda _: device)
+    monkeypatch.setattr(attention, "copy_bandwidth", lambda *_: (1.0, "ggml"))
+    monkeypatch.setattr(attention, "has_torch", lambda: False)
+    monkeypatch.setattr(attention, "layers_of", lambda *_: 1)
+    monkeypatch.setattr(attention, "ggml_layers", layers)
+    argv = ["--quick", "--out", str(tmp_path)]
+    done = CliRunner().invoke(runner.command(attention.MEASUREMENT), argv)
+    assert len(records.load(tmp_path / attention.FILE)) == 6
+    assert "sparq q8: not measured: not here (x)" in done.stderr
+    assert "2 of 8 groups not measured" in str(done.exception)
 
 
 def add(folder: Path, method: str, us: float, stamp: str = "s", **shape: int) -> None:
     case = dict(batch=1, n_head=32, n_head_kv=32, positions=4096, method=method) | shape
     more = {"bytes_read": 10**6, "copy_gb_s": 100.0, "samples_ns": [us * 1e3]}
-    more |= {"env": ENV | {"stamps": {"ours": stamp}}}
+    more |= {"device": "a GPU", "env": ENV | {"stamps": {"sparq": stamp}}}
     rec = records.record("gpu_attention", case, stamp, **more)
-    records.append(folder / microbenchmark.GPU_FILE, rec)
+    records.append(folder / attention.FILE, rec)
 
 
 def test_figure(tmp_path: Path) -> None:
@@ -89,7 +82,7 @@ def test_figure(tmp_path: Path) -> None:
     add(tmp_path, "sparq q4", 10, positions=8192)
     add(tmp_path, "ggml flash", 30, n_head_kv=8)
     add(tmp_path, "sparq q4", 15, n_head_kv=8, batch=1)
-    rows = microbenchmark.gpu_data(tmp_path)
+    rows = attention.data(tmp_path)
     ours = [r for r in rows if r["method"] == "sparq q4"]
     assert [(r["n_head_kv"], r["positions"], r["speedup"]) for r in ours] == [
         (8, 4096, 2.0),
@@ -97,7 +90,7 @@ def test_figure(tmp_path: Path) -> None:
     ]
     assert ours[1]["dense_is"] == "torch sdpa" and ours[1]["gb_s"] == pytest.approx(50)
     pytest.importorskip("matplotlib")
-    plot.make(microbenchmark.ON_GPU, tmp_path, tmp_path)
+    plot.make(attention.FIGURE, tmp_path, tmp_path)
     assert "Fig. 8" in (tmp_path / "gpu_attention.svg").read_text()
 
 
@@ -114,14 +107,14 @@ def test_figure_of_tokens(tmp_path: Path) -> None:
     ):
         case = dict(like=like, quant="f16", n_layer=32, n_depth=depth, spec=spec)
         rec = records.record("gpu_tokens", case, "s", samples_ns=[ms * 1e6], env=env)
-        records.append(tmp_path / gpu_tokens.FILE, rec)
-    rows = gpu_tokens.data(tmp_path)
+        records.append(tmp_path / tokens.FILE, rec)
+    rows = tokens.data(tmp_path)
     assert [(r["attention"], r["positions"], r["speedup"]) for r in rows] == [
         ("dense", 8192, 1.0),
         ("SparQ 1/8 q4", 8192, 2.0),
     ]
     pytest.importorskip("matplotlib")
-    plot.make(gpu_tokens.FIGURE, tmp_path, tmp_path)
+    plot.make(tokens.FIGURE, tmp_path, tmp_path)
     assert "Fig. 10" in (tmp_path / "gpu_end_to_end.svg").read_text()
 
 
@@ -133,22 +126,21 @@ def test_figure_has_the_last_of_each_case_against_dense_of_the_same_library(
         add(tmp_path, "sparq q4", ours, stamp)
     add(tmp_path, "ggml flash", 60, "b")  # measured again
     add(tmp_path, "sparq q4", 10, "c")  # with no dense beside it
-    rows = microbenchmark.gpu_data(tmp_path)
+    rows = attention.data(tmp_path)
     assert [(r["method"], 1e3 * r["layer_ms"], r["speedup"]) for r in rows] == [
         ("ggml flash", 60, 1),
         ("sparq q4", 20, 3),
     ]
 
 
-@pytest.mark.parametrize("figure", [microbenchmark.ON_GPU, gpu_tokens.FIGURE])
+@pytest.mark.parametrize("figure", [attention.FIGURE, tokens.FIGURE])
 def test_without_records_nothing_is_drawn(figure: plot.Figure, tmp_path: Path) -> None:
     with pytest.raises(SparqError, match="no records of .* on a GPU"):
         figure.data(tmp_path)
 
 
 def test_the_cases_of_the_paper_are_there() -> None:
-    gpu = bench_gpu()
-    shapes = [asdict(c) for c in gpu.cases(quick=False)]
+    shapes = [asdict(c) for c in attention.cases(quick=False)]
     assert sum(c["batch"] == 64 and c["positions"] == 4096 for c in shapes) == 5
     assert {c["positions"] for c in shapes if c["batch"] == 1} == {4096 << i for i in range(6)}
     assert all(c["rank"] == 32 and c["topk"] == 128 for c in shapes)

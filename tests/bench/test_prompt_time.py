@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-sys.path.append(str(Path(__file__).parents[2] / "bench"))
-
-import prompt_time
-from prompt_time import Line
-
+from bench import runner
+from bench.users import prompt_time
+from bench.users.prompt_time import Line
 from pyorch import paths
 from pyorch.bench import records
 from pyorch.errors import SparqError
@@ -24,7 +21,7 @@ DOCUMENT = paths.data("models") / "demo" / "document.txt"
 def measured(model: Path, folder: Path, depths: str) -> Any:
     args = ["-m", str(model), "--text", str(DOCUMENT), "-d", depths, "-t", "1", "--samples", "2"]
     args += ["--out", str(folder)]
-    return CliRunner().invoke(prompt_time.command, args, catch_exceptions=False)
+    return CliRunner().invoke(runner.command(prompt_time.MEASUREMENT), args, catch_exceptions=False)
 
 
 def test_a_whole_prompt_is_the_area_below_its_line() -> None:
@@ -42,7 +39,7 @@ def test_all_attentions_are_timed_at_each_depth(model: Path, tmp_path: Path) -> 
     for rec in recs:
         chosen = rec["counters"]["prompt_visible"] > rec["counters"]["prompt_read"]
         assert chosen == ("prompt=sparse" in rec["case"]["spec"] and rec["case"]["n_depth"] > 0)
-    table = (tmp_path / f"{prompt_time.BENCH}.md").read_text()
+    table = (tmp_path / "prompt_time.md").read_text()
     assert "| llama.cpp -fa 0 |" in table and "| ours, sparse |" in table
 
 

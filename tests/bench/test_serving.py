@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-sys.path.append(str(Path(__file__).parents[2] / "bench"))
-
-import servers
-import serving
-
+from bench import runner
+from bench.users import llama_server, serving
 from pyorch import paths
 from pyorch.attention.spec import parse_spec
 from pyorch.bench import records
@@ -33,19 +29,19 @@ def test_tokens_count_while_all_reply() -> None:
 
 def test_a_reply_that_is_not_sparse_fails() -> None:
     sparq, dense = (
-        servers.cases([parse_spec(x)], model="m", n_slot=1, n_prompt=8, n_gen=5, n_threads=1,
+        llama_server.cases([parse_spec(x)], model="m", n_slot=1, n_prompt=8, n_gen=5, n_threads=1,
                       n_rounds=1)[-1]
         for x in ("sparq,ratio=1/8", "dense")
     )  # fmt: skip
     right = {"sparse_attn": {"steps": 4, "calls_sparse": 8}}
-    servers.check(sparq, [right])
-    servers.check(dense, [{"sparse_attn": {"steps": 4, "calls_dense": 8}}])
+    llama_server.check(sparq, [right])
+    llama_server.check(dense, [{"sparse_attn": {"steps": 4, "calls_dense": 8}}])
     with pytest.raises(SparqError, match="did not run dense"):
-        servers.check(dense, [right])
+        llama_server.check(dense, [right])
     none = {"steps": 4, "calls_sparse": 0, "calls_dense": 8}
     for wrong in ({}, none, {"steps": 4, "calls_sparse": 7}, {"steps": 3, "calls_sparse": 6}):
         with pytest.raises(SparqError, match="did not run sparse"):
-            servers.check(sparq, [right, {"sparse_attn": wrong}])
+            llama_server.check(sparq, [right, {"sparse_attn": wrong}])
 
 
 @pytest.mark.slow  # it builds stock's server
@@ -53,7 +49,7 @@ def test_all_servers_are_timed(model: Path, tmp_path: Path) -> None:
     args = ["-m", str(model), "--text", str(DOCUMENT), "--slots", "2", "-p", "600", "-n", "128"]
     args += ["-t", "1", "--samples", "2", "--out", str(tmp_path), "-a", "dense"]
     args += ["-a", "sparq,ratio=1/8,min_ctx=0"]
-    done = CliRunner().invoke(serving.command, args, catch_exceptions=False)
+    done = CliRunner().invoke(runner.command(serving.MEASUREMENT), args, catch_exceptions=False)
     assert done.exit_code == 0
     recs = records.load_all(tmp_path / serving.FILE)
     assert [r["case"]["library"] for r in recs] == ["stock", "stock", "sparq", "sparq"]

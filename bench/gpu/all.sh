@@ -2,13 +2,13 @@
 # Everything that needs a CUDA device, in one command: build, tests, benches, figures. A step that fails does not stop the others; the exit
 # code is 1 if one failed, or tests were all skipped. Results: bench/results/<machine>, bench/figures, gpu-all.log.
 #
-#   bench/gpu_all.sh            what it wants: python3 (3.10+) with numpy, cmake, ninja, a C++ compiler, nvcc, a device
-#   bench/gpu_all.sh STEP...    only these, by the names below, again if need be
-#   bench/gpu_all.sh --cpu      only what runs without a device: the build for the CPU and its op tests
+#   bench/gpu/all.sh            what it wants: python3 (3.10+) with numpy, cmake, ninja, a C++ compiler, nvcc, a device
+#   bench/gpu/all.sh STEP...    only these, by the names below, again if need be
+#   bench/gpu/all.sh --cpu      only what runs without a device: the build for the CPU and its op tests
 #
 # Where time is short: call it again after it was cut off. Steps that succeeded with the same sources are left out (gpu-all.done), builds go on
-# with the next file, benches with the next case. In a pack (bench/gpu_pack.sh) nothing is downloaded; in a checkout `make build` comes first.
-cd "$(dirname "$0")/.." || exit 1
+# with the next file, benches with the next case. In a pack (bench/gpu/pack.sh) nothing is downloaded; in a checkout `make build` comes first.
+cd "$(dirname "$0")/../.." || exit 1
 python=python3
 [ -x .venv/bin/python ] && python=.venv/bin/python
 if [ -d vendor ]; then
@@ -71,8 +71,8 @@ step doctor 120 $sparq doctor
 step ops 1800 env SPARQ_TEST_DEVICE=cuda $pytest -m 'not slow' $ops
 [ -n "${SPARQ_LIBRARY:-}" ] || step kernels 1800 $pytest -m 'gpu and not slow' tests/cuda
 step decode 1800 $pytest -m 'gpu and not slow' tests/gpu -k 'not sanitizer'
-step attention 1800 "$python" bench/gpu.py
+step attention 1800 "$python" -m bench gpu_attention
 step sanitizer 1800 $pytest -m 'gpu and not slow' tests/gpu -k sanitizer
-step tokens 1800 "$python" bench/gpu_tokens.py
-step figures 300 "$python" bench/draw.py gpu_attention gpu_end_to_end
+step tokens 1800 "$python" -m bench gpu_tokens
+step figures 300 "$python" -m bench draw gpu_attention gpu_end_to_end
 exit $failed

@@ -1,9 +1,8 @@
-"""Figs. 8 and F1, Table 4: attention by itself over the sequence length, r = 32, k = 128.
+"""Figs. 8 and F1: attention by itself over the sequence length, r = 32, k = 128.
 
-On a CPU from the records of `sparq-cpp bench --attn-only`: one layer's 32 heads of 128, f16 cache,
-against the faster of llama.cpp's `-fa 0` and `-fa 1` in the same run. On a CUDA device from those
-of `python bench/gpu.py`, against the faster of ggml's flash attention and torch's
-scaled_dot_product_attention, measured with the same library; the last record of each case counts.
+From the records of `sparq-cpp bench --attn-only`: one layer's 32 heads of 128, f16 cache, against
+the faster of llama.cpp's `-fa 0` and `-fa 1` in the same run. `bench/gpu/attention.py` draws the
+same of a CUDA device.
 """
 
 from __future__ import annotations
@@ -13,11 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import plot
-
+from bench import plot
 from pyorch.attention.spec import AttentionSpec
-from pyorch.bench import attention, attention_table, paper, records
+from pyorch.bench import attention, attention_table, paper
 
 FILE = "attention.jsonl"
 SHADOWS = ("f16", "q4")
@@ -30,15 +27,6 @@ MODELS = {"llama2-7b": "32 KV heads (Llama-2-7B)", "llama3-8b": "8 KV heads (Lla
 _COLOURS = plot.colours(
     ["stock -fa 0", "stock -fa 1", "our dense", *(f"SparQ {s}" for s in SHADOWS)]
 )
-
-GPU_FILE = "gpu_attention.jsonl"
-GPU_NEEDS = "python bench/gpu.py"
-DENSE = ("ggml flash", "torch sdpa")
-KV_HEADS = {32: "llama2-7b", 8: "llama3-8b"}
-_GPU_COLOURS = {"ggml flash": plot.STOCK, "torch sdpa": plot.STOCK_2}
-_GPU_COLOURS |= plot.colours([f"SparQ {s}" for s in ("f16", "q8", "q4")])
-
-# ---- on a CPU ----
 
 
 def _name(c: attention.Case) -> str:
@@ -86,66 +74,18 @@ def data(folder: Path) -> list[plot.Row]:
     )
 
 
-# ---- on a CUDA device ----
-
-
-def gpu_data(folder: Path) -> list[plot.Row]:
-    """A row for each batch, number of KV heads, length and method."""
-    known = records.load_all(folder / GPU_FILE)
-    plot.need(known, "attention by itself on a GPU", GPU_NEEDS)
-    last: dict[str, plot.Row] = {}  # the last row of each case on each device
-    for rec in known:
-        c, ns = rec["case"], float(np.median(rec["samples_ns"]))
-        beside = [
-            r
-            for r in known
-            if r["case"]["method"] in DENSE
-            and all(r["case"][k] == c[k] for k in c if k != "method")
-            and _library(r) == _library(rec)
-        ]
-        same = {r["case"]["method"]: float(np.median(r["samples_ns"])) for r in beside}  # the last
-        if not same:
-            continue  # there is nothing to compare with
-        dense_bytes = beside[-1]["bytes_read"]
-        dense_is = min(same, key=lambda method: same[method])
-        last[f"{rec['env']['device']} {c}"] = {
-            "device": rec["env"]["device"],
-            "model": KV_HEADS.get(c["n_head_kv"], ""),
-            **{k: c[k] for k in ("batch", "n_head", "n_head_kv", "positions", "method")},
-            "attention": c["method"].replace("sparq", "SparQ"),
-            **_milliseconds(rec["samples_ns"]),
-            "speedup": same[dense_is] / ns,
-            "limit": dense_bytes / rec["bytes_read"],
-            "dense_is": dense_is,
-            "gb_s": rec["bytes_read"] / ns,
-            "share_of_copy": rec["bytes_read"] / ns / rec["copy_gb_s"],
-        }
-    rows = list(last.values())
-    plot.need(rows, "dense attention on a GPU", GPU_NEEDS)
-    names = ("batch", "n_head_kv", "method", "positions")
-    return sorted(rows, key=lambda r: tuple(r[n] for n in names))
-
-
-def _library(rec: records.Record) -> Any:
-    """The machine and the library of a record: times of two libraries are not compared."""
-    return rec["env"]["device"], rec["env"].get("stamps")
-
-
-def _milliseconds(samples_ns: Sequence[float]) -> plot.Row:
-    mid, low, high = (x / 1e6 for x in records.spread(samples_ns))
-    return {"layer_ms": mid, "layer_ms_p10": low, "layer_ms_p90": high}
-
-
-# ---- both ----
-
-
 def draw(
     dense: str,
     colours: Mapping[str, str],
     published: Callable[[Any], None],
     rows: Sequence[plot.Row],
 ) -> Any:
-    """Draw a line of panels per model: times, and speed-ups, with `published` in the first."""
+    """Draw a line of panels per model: times, and speed-ups, with `published` in the first.
+
+    Args:
+        dense: what the speed-ups are over, in words.
+        colours: those of the lines by name.
+    """
     models = [m for m in MODELS if any(r["model"] == m for r in rows)]
     figure, axes = plot.panels(2, len(models), height=3.2)
     lines = plot.Names()
@@ -174,18 +114,17 @@ def _draw_lines(
         mine = [r for r in rows if r["attention"] == name]
         here = [r for r in mine if r.get("batch", 1) == 1]
         many = [r for r in mine if r not in here]
-        dense = "stock" in name or name in DENSE
-        if many and not dense:
+        if many and "SparQ" in name:
             lines.line(gains, "", many, "positions", "speedup", color=colour, fmt="D")
         if not here:
             continue
         bars = "layer_ms_p10", "layer_ms_p90"
         lines.line(times, name, here, "positions", "layer_ms", bars, color=colour, elinewidth=1)
-        if not dense:
+        if "SparQ" in name or name == "our dense":
             lines.line(gains, name, here, "positions", "speedup", color=colour)
-            if name != "our dense":
-                style: dict[str, Any] = {"color": colour, "fmt": ":", "linewidth": 1.2}
-                lines.line(gains, "", here, "positions", "limit", **style)
+        if "SparQ" in name:
+            style: dict[str, Any] = {"color": colour, "fmt": ":", "linewidth": 1.2}
+            lines.line(gains, "", here, "positions", "limit", **style)
 
 
 def _points(gains: Any) -> None:
@@ -200,12 +139,6 @@ def _points(gains: Any) -> None:
         gains.annotate(text, at, (6, -9), **style)
 
 
-def _gpu_points(gains: Any) -> None:
-    for name, style in (("A100: speed-up at batch 1", "s--"), ("A100: speed-up at batch 64", "D")):
-        points = paper.points("gpu_attention", name)
-        gains.plot(*zip(*points, strict=True), style, color=plot.PAPER)
-
-
 FIGURE = plot.Figure(
     name="microbenchmark",
     title="Attention by itself (Fig. 8, F1)",
@@ -217,16 +150,4 @@ FIGURE = plot.Figure(
     file=FILE,
     data=data,
     draw=partial(draw, "stock", _COLOURS, _points),
-)
-ON_GPU = plot.Figure(
-    name="gpu_attention",
-    title="Attention by itself on a GPU (Fig. 8, Table 4, F1)",
-    caption="32 query heads of 128, r = 32, k = 128, f16 cache, fresh data for every layer; "
-    "medians, bars are the 10th to 90th percentile. Lines are of batch 1, diamonds of batch 64. "
-    "Speed-up over the faster of ggml's flash attention and torch's own attention. Dotted: dense "
-    "bytes by bytes read. Grey: the paper, on other GPUs.",
-    needs=GPU_NEEDS,
-    file=GPU_FILE,
-    data=gpu_data,
-    draw=partial(draw, "dense", _GPU_COLOURS, _gpu_points),
 )

@@ -1,6 +1,6 @@
 """SparQ's choices, one at a time: its Fig. 7, from the records of `sparq-cpp eval`.
 
-    python bench/ablations.py       prints the commands that measure it
+    python -m bench ablations       prints the commands that measure it
 
 All methods run on the same examples of two tasks, `fidelity` (KL to dense) and `repetition`, at
 equal bytes or with the paper's own parameters r (rank) and k:
@@ -16,14 +16,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import plot
+import click
 
+from bench import plot, runner
 from pyorch import policies
 from pyorch.attention.spec import BOUNDS
 from pyorch.evals import series, table
 from pyorch.evals.repetition import CHARS
 
-NEEDS = "python bench/ablations.py, which prints the commands"
+NEEDS = "python -m bench ablations, which prints the commands"
 RATIOS = ("1/2", "1/4", "1/8", "1/16", "1/32")
 SCANS = {
     "oracle": "oracle",
@@ -65,17 +66,23 @@ def points() -> list[tuple[str, str, str, policies.Method]]:
     return [(panel, line, at, policies.parse(spec)) for panel, line, at, spec in out]
 
 
-def commands() -> str:
+def lines() -> str:
     """The lines that measure all points, with books that the model has not seen."""
     methods = " ".join(f"-a {spec}" for *_, spec in points())
-    lines = [
+    found = [
         f"sparq-cpp eval {task} -m models/demo/demo.gguf --text BOOKS --ctx {n_pos} -n {n} -t 1 "
         f"{methods} --out DIR"
         for task, (n_pos, n) in TASKS.items()
     ]
     to = "bench/results/MACHINE/" + FOLDER
-    lines += [f"sparq-cpp eval pack DIR {to}", f"sparq-cpp eval table {to} > {to}.md"]
-    return "\n".join(lines)
+    found += [f"sparq-cpp eval pack DIR {to}", f"sparq-cpp eval table {to} > {to}.md"]
+    return "\n".join(found)
+
+
+@click.command("ablations", context_settings=runner.SETTINGS)
+def command() -> None:
+    """Print the commands that measure SparQ's choices, one at a time."""
+    print(lines())
 
 
 # ---- figure ----
@@ -170,7 +177,3 @@ FIGURE = plot.Figure(
     data=data,
     draw=draw,
 )
-
-
-if __name__ == "__main__":
-    print(commands())

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import plot
-
+from bench import plot
 from pyorch.attention.spec import AttentionSpec
 from pyorch.bench import paper
 from pyorch.evals import figures, series, table

@@ -1,16 +1,16 @@
 #!/bin/sh
-# Packs what a bare machine with a CUDA toolkit, but no package index, needs for bench/gpu_all.sh:
+# Packs what a bare machine with a CUDA toolkit, but no package index, needs for bench/gpu/all.sh:
 #
-#   bench/gpu_pack.sh FOLDER            the pinned source, to be built there      (below 64 MiB; needs the built cache, see `make build`)
-#   bench/gpu_pack.sh FOLDER --built    the library, where time on that machine is short: first, here,
+#   bench/gpu/pack.sh FOLDER            the pinned source, to be built there      (below 64 MiB; needs the built cache, see `make build`)
+#   bench/gpu/pack.sh FOLDER --built    the library, where time on that machine is short: first, here,
 #                                       sparq-cpp build --portable --cuda --cuda-arch 90    (20 minutes on two cores; packed, 42 MB)
-#   bench/gpu_pack.sh . --built         the same into this checkout, which is taken there itself: vendor/ and library.tar.xz
+#   bench/gpu/pack.sh . --built         the same into this checkout, which is taken there itself: vendor/ and library.tar.xz
 #
 # Our files as committed, Python packages without compiled parts, and, to be built, the pinned source without what no target of ours compiles. The
 # machine brings python3 with numpy, a C++ compiler, CUDA's libraries, and for a build cmake, ninja and nvcc.
 set -eu
 [ $# = 1 ] || [ "$#-${2:-}" = 2---built ] || { sed -n '2,10p' "$0"; exit 2; }
-root=$(cd "$(dirname "$0")/.." && pwd)
+root=$(cd "$(dirname "$0")/../.." && pwd)
 out=$1
 [ ! -e "$out" ] || [ "$out" = . ] || { echo "error: $out is there already"; echo "hint: name a new folder"; exit 2; }
 python=${PYTHON:-$root/.venv/bin/python}

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import plot
 
+from bench import plot
 from pyorch.bench import paper
 from pyorch.evals import series, stats, table
 

@@ -1,6 +1,6 @@
 """Times how long a prompt takes to read, by depth: llama.cpp's two attentions and ours, in turns.
 
-    python bench/prompt_time.py -m MODEL --text BOOKS [-d 0,2048,8192,16384,32000]
+    python -m bench prompt_time -m MODEL --text BOOKS [-d 0,2048,8192,16384,32000]
 
 At each depth 512 tokens of a book are read, again and again, by each attention in turn. Those of
 `prompt=sparse` choose among the positions of the book itself, which it has read up to there. What
@@ -10,39 +10,33 @@ code. The time of a whole prompt is the sum over the depths between, on straight
 --no-repack llama.cpp does not rearrange weights. On an EPYC with AVX-512 that is the faster way to
 read a prompt in Q4_K_M, and the slower one in Q4_0.
 
-It writes prompt_time.jsonl and .md, of which figure `prompt_time` shows the last run that has both
-of llama.cpp's attentions.
+Figure `prompt_time` shows the last run that has both of llama.cpp's attentions.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
-import commands
-import plot
 
+from bench import plot, runner
 from pyorch import engine
 from pyorch.attention.spec import PROMPTS, AttentionSpec, parse_spec
 from pyorch.bench import records, state
 from pyorch.bench.plan import text_hash
-from pyorch.bench.records import Record, where_given
+from pyorch.bench.records import Done, Record, Result, where_given
 from pyorch.bench.turns import FLOATS
 from pyorch.cli import options as opt
-from pyorch.cli import run as run_command
-from pyorch.cli.types import Number, Numbers
+from pyorch.cli.types import Numbers
 from pyorch.errors import SparqError
-from pyorch.evals.texts import read_texts
 from pyorch.models.content import content_hash
 from pyorch.table import markdown
 
-BENCH = "prompt_time"
-FILE = f"{BENCH}.jsonl"
+FILE = "prompt_time.jsonl"
 CHUNK = 512  # tokens, those of a micro-batch
 WARM = 64  # read before the clock starts, since llama.cpp plans its graphs anew for each attention
 READER = parse_spec("dense,prompt=sparse")
@@ -74,9 +68,43 @@ class Case:
     rope: str = where_given("")
 
 
-def measure(
-    model: Path, book: str, cases: Sequence[Case], done: Callable[[float], None]
-) -> list[dict[str, Any]]:
+OPTIONS = (
+    runner.MODEL,
+    runner.TEXT,
+    click.option(
+        "-d", "--n-depth", type=Numbers(0), default="0,2048,8192,16384,32000", show_default=True
+    ),
+    runner.THREADS,
+    opt.cache_options,
+    opt.rope_options,
+    click.option("-nr", "--no-repack", is_flag=True, help="Leave the weights as in the file."),
+    runner.samples(3),
+)
+
+
+def groups(given: runner.Given) -> list[list[Case]]:
+    """All cases in one group, since all attentions take turns."""
+    common = {
+        "model": content_hash(given.model),
+        "text": text_hash(given.text),
+        "n_threads": given.threads,
+        "n_samples": given.samples,
+        "type_k": given.cache.cache_type_k,
+        "type_v": given.cache.cache_type_v,
+        "repack": not given.no_repack,
+        "rope": str(given.rope.settings() or ""),
+    }
+    return [
+        [
+            Case(n_depth=d, flash_attn=fa, spec=spec, **common)
+            for d in sorted(given.n_depth)
+            for spec, fa in SIDES
+            if fa or given.cache.cache_type_v in FLOATS
+        ]
+    ]
+
+
+def measure(given: runner.Given, cases: Sequence[Case], done: Done) -> list[Result]:
     """The samples of all cases, those of a depth in turns.
 
     Raises:
@@ -87,8 +115,8 @@ def measure(
     n_ctx = -(-(depths[-1] + CHUNK) // 256) * 256
     first = cases[0]
     found: dict[Case, dict[str, Any]] = {c: {"samples_ns": [], "counters": {}} for c in cases}
-    with engine.load_model(model, repack=first.repack) as loaded:
-        tokens = engine.tokenize(loaded, book)
+    with engine.load_model(given.model, repack=first.repack) as loaded:
+        tokens = engine.tokenize(loaded, given.text)
         if len(tokens) < depths[-1] + CHUNK:
             raise SparqError(
                 f"the text has {len(tokens)} tokens", f"{depths[-1] + CHUNK} are needed", 2
@@ -193,7 +221,7 @@ def name_of(spec: AttentionSpec, flash_attn: bool) -> str:
     return f"{STOCK} -fa {int(flash_attn)}" if spec.method == "off" else f"ours, {spec.prompt}"
 
 
-def tables(recs: Sequence[Record]) -> str:
+def table(recs: Sequence[Record]) -> str:
     """Those of all runs, of which each has its own model, cache and weights."""
     return "\n\n".join(_table(list(run.values())) for run in records.by_run(recs))
 
@@ -240,7 +268,7 @@ def _table(recs: Sequence[Record]) -> str:
     )
 
 
-NEEDS = "python bench/prompt_time.py -m MODEL.gguf --text BOOK"
+NEEDS = "python -m bench prompt_time -m MODEL.gguf --text BOOK"
 
 
 def data(folder: Path) -> list[plot.Row]:
@@ -295,57 +323,11 @@ FIGURE = plot.Figure(
 )
 
 
-@commands.command(
-    click.option("--model", "-m", metavar="FILE", required=True, help="GGUF model to measure."),
-    click.option("--text", metavar="FILE", required=True, help="A book, long enough."),
-    click.option(
-        "-d", "--n-depth", type=Numbers(0), default="0,2048,8192,16384,32000", show_default=True
-    ),
-    click.option("-t", "--threads", type=Number(int, 1), help="[default: all cores]"),
-    opt.cache_options,
-    opt.rope_options,
-    click.option("-nr", "--no-repack", is_flag=True, help="Leave the weights as in the file."),
-    commands.samples(3),
-    commands.OUT,
-    commands.FORCE,
+MEASUREMENT = runner.Measurement(
+    name="prompt_time",
+    about="Time of the prompt: 512 tokens at each depth, llama.cpp's attention and ours in turns.",
+    options=OPTIONS,
+    groups=groups,
+    measure=measure,
+    table=table,
 )
-def command(
-    model: str,
-    text: str,
-    n_depth: Sequence[int],
-    threads: int | None,
-    cache: opt.CacheOptions,
-    rope: opt.RopeOptions,
-    no_repack: bool,
-    samples: int,
-    folder: Path,
-    force: bool,
-) -> None:
-    """Time of the prompt: 512 tokens at each depth, llama.cpp's attention and ours in turns."""
-    path = Path(model)
-    (book,) = read_texts([Path(text)])
-    common = {
-        "model": content_hash(path),
-        "text": text_hash(book),
-        "n_threads": threads or engine.usable_cores(),
-        "n_samples": samples,
-        "type_k": cache.cache_type_k,
-        "type_v": cache.cache_type_v,
-        "repack": not no_repack,
-        "rope": str(rope.settings() or ""),
-    }
-    cases = [
-        Case(n_depth=d, flash_attn=fa, spec=spec, **common)  # type: ignore[arg-type]
-        for d in sorted(n_depth)
-        for spec, fa in SIDES
-        if fa or cache.cache_type_v in FLOATS
-    ]
-    run = partial(measure, path, book)
-    commands.recorded(BENCH, path, [cases], run, folder, force=force, libraries=("sparq",))
-    file = folder / FILE
-    found = records.latest(records.load_all(file))
-    commands.show(tables(found) + records.about_old(found), file)
-
-
-if __name__ == "__main__":
-    run_command(command)

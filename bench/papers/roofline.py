@@ -2,7 +2,7 @@
 
 A point is (multiply-adds / bytes read, multiply-adds / second) of one token or prompt. The slope of
 the roof is the sequential read measured in the same run; its top is a product of large f32
-matrices, measured here by `--measure`. Eight-bit products (of prompts) may pass that top.
+matrices, measured by `python -m bench peak`. Eight-bit products (of prompts) may pass that top.
 """
 
 from __future__ import annotations
@@ -11,47 +11,63 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import click
-import commands
 import numpy as np
-import plot
 
+from bench import plot, runner
 from pyorch.attention.bytes import split
 from pyorch.attention.spec import AttentionSpec
 from pyorch.bench import output, records
-from pyorch.cli import run as run_command
+from pyorch.bench.records import Done, Record, Result
 from pyorch.engine import usable_cores
-from pyorch.errors import SparqError
 from pyorch.models import synth
+from pyorch.table import markdown
 
 FILE = "speed.jsonl"
 NEEDS = "sparq-cpp bench -d 4096,32768 -p 0,512 -n 16 --ratio 1/8"
-PEAK = "peak"
+PEAK_FILE = "peak.jsonl"
 N, REPEATS = 2048, 20  # the size of the matrix product, and how often it runs
 
 
-def peak_file(folder: Path) -> Path:
-    return folder / "peak.jsonl"
+@dataclass(frozen=True)
+class Case:
+    """Products of matrices of n x n. Nothing of our library runs; in a few seconds the peak is
+    measured again with each."""
+
+    n: int
+    n_threads: int
+    library: str = "sparq"
 
 
-def measure(folder: Path) -> None:
+def groups(_: runner.Given) -> list[list[Case]]:
+    return [[Case(N, _threads())]]
+
+
+def measure(_: runner.Given, group: Sequence[Case], __: Done) -> list[Result]:
     """Time products of f32 matrices on all cores, or as many as OPENBLAS_NUM_THREADS allows."""
+    n = group[0].n
     rng = np.random.default_rng(0)
-    a, b = (rng.standard_normal((N, N), np.float32) for _ in range(2))
+    a, b = (rng.standard_normal((n, n), np.float32) for _ in range(2))
     samples = []
     for i in range(-2, REPEATS):
         started = time.perf_counter_ns()
         a @ b
         if i >= 0:
             samples.append(time.perf_counter_ns() - started)
-    env = {"machine": records.machine()}
-    case = {"n": N, "n_threads": _threads(), "library": "numpy"}
-    rec = records.record(PEAK, case, np.__version__, samples_ns=samples, env=env)
-    records.append(peak_file(folder), rec)
-    print(f"{N**3 / records.spread(samples)[0]:.0f} G multiply-adds/s")
+    return [{"samples_ns": samples}]
+
+
+def table(recs: Sequence[Record]) -> str:
+    rows = [[str(r["case"]["n_threads"]), f"{_peak(r) / 1e9:.0f}"] for r in recs]
+    return markdown(["threads", "G multiply-adds per second"], rows)
+
+
+def _peak(rec: Record) -> float:
+    """Multiply-adds per second."""
+    return float(rec["case"]["n"] ** 3 / records.spread(rec["samples_ns"])[0] * 1e9)
 
 
 def _threads() -> int:
@@ -72,13 +88,11 @@ def data(folder: Path) -> list[plot.Row]:
     here = [r for r in plain if (r["n_threads"], r["model_type"]) == (threads, model)]
     plot.need(here, "decoded tokens of llama2-7b q8_0 with an f16 cache", NEEDS)
     peaks = [
-        r for r in records.load(peak_file(folder)).values() if r["case"]["n_threads"] == threads
+        r for r in records.load(folder / PEAK_FILE).values() if r["case"]["n_threads"] == threads
     ]
-    plot.need(
-        peaks, f"the compute peak with {threads} threads", "python bench/roofline.py --measure"
-    )
+    plot.need(peaks, f"the compute peak with {threads} threads", "python -m bench peak")
     bandwidth = float(np.median([r["bandwidth_bytes_per_s"] for r in here]))
-    peak = N**3 / records.spread(peaks[-1]["samples_ns"])[0] * 1e9
+    peak = _peak(peaks[-1])
     out: list[plot.Row] = []
     for r in here:
         point = _point(r)
@@ -190,17 +204,11 @@ FIGURE = plot.Figure(
 )
 
 
-@commands.command(
-    click.option("--measure", "wanted", is_flag=True, help="Measure the compute peak."),
-    commands.OUT,
+PEAK = runner.Measurement(
+    name="peak",
+    about="The compute peak of this machine, the top of the roof, in a few seconds.",
+    options=(),
+    groups=groups,
+    measure=measure,
+    table=table,
 )
-def command(wanted: bool, folder: Path) -> None:
-    """Measure the compute peak of this machine, the top of the roof, in a few seconds."""
-    if not wanted:
-        hint = "--measure; the figure is drawn by: python bench/draw.py roofline"
-        raise SparqError("nothing to do", hint, exit_code=2)
-    measure(folder)
-
-
-if __name__ == "__main__":
-    run_command(command)

@@ -1,4 +1,4 @@
-"""llama-server as the benchmarks ask it: stock's with its two attentions, and ours."""
+"""llama-server as it is asked: stock's with its two attentions, and ours."""
 
 from __future__ import annotations
 
@@ -7,24 +7,16 @@ import json
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import click
-import commands
-
-from pyorch import children, engine, native
-from pyorch.attention.spec import AttentionSpec, parse_spec
-from pyorch.bench import records
-from pyorch.cli.types import Number
+from pyorch import children, native
+from pyorch.attention.spec import AttentionSpec
 from pyorch.errors import SparqError
-from pyorch.evals.texts import read_texts
-from pyorch.models.content import content_hash
 
 HOST = "127.0.0.1"
 READY_S = 600  # that a server may load its model
@@ -33,8 +25,7 @@ Times = list[float]  # of the tokens of a reply, seconds since it was asked for
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of server. `model` is a hash; `spec` is off in both of stock's. The sizes of batches
-    are llama-server's own where none are given."""
+    """A kind of server. `model` is a hash; `spec` is off in both of stock's."""
 
     model: str
     library: str
@@ -45,8 +36,6 @@ class Case:
     n_gen: int
     n_threads: int
     n_rounds: int
-    n_batch: int = records.where_given(2048)  # tokens that a slot reads between those of the others
-    n_ubatch: int = records.where_given(512)  # tokens that are evaluated together
 
 
 def cases(specs: Sequence[AttentionSpec], **common: Any) -> list[Case]:
@@ -54,62 +43,6 @@ def cases(specs: Sequence[AttentionSpec], **common: Any) -> list[Case]:
     off = AttentionSpec("off")
     stock = [Case(library="stock", flash_attn=fa, spec=off, **common) for fa in (False, True)]
     return stock + [Case(library="sparq", flash_attn=True, spec=s, **common) for s in specs]
-
-
-def measurement(
-    n_prompt: int, n_gen: int, specs: Sequence[str], *own: Any
-) -> Callable[[Callable[..., None]], click.Command]:
-    """A command with the options of all measurements of servers, by default these, and its own.
-
-    It is called with `path` and `book`, the model and the text; `common`, fields of the cases;
-    `specs`, `folder`, `force`, and its own options.
-    """
-    number = partial(click.option, show_default=True)
-    shared = (
-        click.option("--model", "-m", metavar="FILE", required=True, help="GGUF model to serve."),
-        click.option("--text", metavar="FILE", required=True, help="A book, long enough."),
-        number("-p", "--n-prompt", type=Number(int, 2), default=n_prompt),
-        number("-n", "--n-gen", type=Number(int, 4), default=n_gen),
-        click.option(
-            "-a",
-            "--attn",
-            "specs",
-            multiple=True,
-            default=specs,
-            callback=lambda _, __, given: [parse_spec(x) for x in given],
-            help=f"Our settings, one server each.  [default: {' and '.join(specs)}]",
-        ),
-        click.option("-t", "--threads", type=Number(int, 1), help="[default: all cores]"),
-        commands.samples(5),
-        commands.OUT,
-        commands.FORCE,
-    )
-
-    def decorate(body: Callable[..., None]) -> click.Command:
-        def given(
-            model: str,
-            text: str,
-            n_prompt: int,
-            n_gen: int,
-            threads: int | None,
-            samples: int,
-            **options: Any,
-        ) -> None:
-            path = Path(model)
-            common = {
-                "model": content_hash(path),
-                "n_prompt": n_prompt,
-                "n_gen": n_gen,
-                "n_threads": threads or engine.usable_cores(),
-                "n_rounds": samples,
-            }
-            book = "\n\n".join(read_texts([Path(text)]))
-            body(path=path, book=book, common=common, **options)
-
-        given.__doc__ = body.__doc__
-        return commands.command(*shared, *own)(given)
-
-    return decorate
 
 
 @dataclass
@@ -120,11 +53,8 @@ class Server:
     port: int
     prompts: list[list[int]]
 
-    def ask(
-        self, slot: int, n_gen: int, go_on: Callable[[Times], bool] = lambda _: True
-    ) -> tuple[Times, dict[str, Any]]:
-        """When the tokens of a reply came, and its timings. It is cancelled, and has none, once
-        `go_on` says no."""
+    def ask(self, slot: int, n_gen: int) -> tuple[Times, dict[str, Any]]:
+        """When the tokens of a reply came, and its timings."""
         body = {
             "prompt": self.prompts[slot],
             "id_slot": slot,
@@ -139,8 +69,6 @@ class Server:
                 last = event["timings"]
             else:
                 times.append(time.perf_counter() - started)
-            if not go_on(times):
-                break
         return times, last
 
     def all_slots(self, n_gen: int) -> list[tuple[Times, dict[str, Any]]]:
@@ -176,8 +104,8 @@ def events(port: int, body: object) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def running(case: Case, model: Path, log: Path, *more: object) -> Iterator[int]:
-    """A server of this kind, with `more` options: its port.
+def running(case: Case, model: Path, log: Path) -> Iterator[int]:
+    """A server of this kind: its port.
 
     Raises:
         SparqError: it did not start; the message has the end of its log.
@@ -187,9 +115,8 @@ def running(case: Case, model: Path, log: Path, *more: object) -> Iterator[int]:
     n_ctx = -(-(case.n_prompt + case.n_gen + 1) // 256) * 256 * case.n_slot
     folder = native.built(case.library == "stock", ("llama-server",))
     argv = [folder / "llama-server", "-m", model, "--host", HOST, "--port", port, "-c", n_ctx]
-    argv += ["-b", case.n_batch, "-ub", case.n_ubatch]
     argv += ["-np", case.n_slot, "-t", case.n_threads, "-fa", "on" if case.flash_attn else "off"]
-    argv += ["--no-kv-unified", "--cache-ram", 0, "--no-warmup", *more]
+    argv += ["--no-kv-unified", "--cache-ram", 0, "--no-warmup"]
     if case.spec.method != "off":
         argv += ["--sparse-attn", case.spec]
     with log.open("wb") as out:

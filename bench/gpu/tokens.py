@@ -1,7 +1,7 @@
 """Tokens on a CUDA device: SparQ beside llama.cpp's attention of the same library, in turns.
 
-    python bench/gpu_tokens.py                          # Fig. 10: Llama-2-7B's geometry in f16
-    python bench/gpu_tokens.py --like llama3-8b -d 131072 --layers 8
+    python -m bench gpu_tokens                          # Fig. 10: Llama-2-7B's geometry in f16
+    python -m bench gpu_tokens --like llama3-8b -d 131072 --layers 8
 
 The model is synthetic and all of it lies on the device; K and V are random. Dense attention is
 `off` of our library, which is llama.cpp's own code with -fa 1, the faster one on a GPU: a build of
@@ -19,21 +19,22 @@ from pathlib import Path
 from typing import Any
 
 import click
-import commands
 import numpy as np
-import plot
 
-from pyorch import engine, native
+from bench import plot, runner
+from pyorch import engine
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import paper, records, state
-from pyorch.cli import run as run_command
+from pyorch.bench.records import Done, Record, Result
+from pyorch.cli.terminal import note
 from pyorch.cli.types import Number, Numbers
 from pyorch.errors import SparqError
 from pyorch.models import synth
+from pyorch.table import markdown
 from pyorch.text import human_bytes
 
-BENCH = "gpu_tokens"
-FILE = f"{BENCH}.jsonl"
+FILE = "gpu_tokens.jsonl"
+NEEDS = "python -m bench gpu_tokens"
 OFF = AttentionSpec("off")
 SPECS = ("sparq,ratio=1/8,gpu_min_mb=0", "sparq,ratio=1/8,shadow=f16,gpu_min_mb=0")
 
@@ -49,7 +50,46 @@ class Case:
     library: str = "sparq"
 
 
-def measure(model: Path, cases: Sequence[Case], n_turn: int) -> list[dict[str, Any]]:
+OPTIONS = (
+    click.option("--like", default="llama2-7b", show_default=True, help="Shape of the model."),
+    click.option("--layers", type=Number(int, 1), help="Number of layers.  [default: all]"),
+    click.option("--quant", default="f16", show_default=True, help="Weights of the model."),
+    click.option("-d", "--n-depth", type=Numbers(1, 1 << 20), default="8192,16384,32768,46080"),
+    click.option("-n", "--n-gen", type=Number(int, 1), default=32, show_default=True),
+    click.option("-r", "--repetitions", type=Number(int, 1), default=3, show_default=True),
+    click.option("-a", "--attn", "specs", multiple=True, help="Settings to time.", default=SPECS),
+)
+
+
+def groups(given: runner.Given) -> list[list[Case]]:
+    """Dense and all settings at a depth."""
+    n_layer = _shape(given.like, given.layers).n_layer
+    return [
+        [
+            Case(given.like, n_layer, given.quant, depth, given.n_gen, spec)
+            for spec in (OFF, *map(parse_spec, given.specs))
+        ]
+        for depth in given.n_depth
+    ]
+
+
+def _shape(like: str, n_layer: int | None) -> synth.Shape:
+    return synth.shape_like(like, n_layer=n_layer, tokenizer="bytes", n_ctx=1 << 20)
+
+
+def _model(case: Case) -> Path:
+    """The file of the model, written if it is not there."""
+    name = f"gpu-{case.like}-{case.n_layer}-{case.quant}-v{synth.VERSION}.gguf"
+    model = synth.folder() / name
+    if not model.exists():
+        shape = _shape(case.like, case.n_layer)
+        note(f"writing {model}, {human_bytes(synth.file_bytes(shape, case.quant))}")
+        model.parent.mkdir(parents=True, exist_ok=True)
+        synth.write(model, shape, case.quant)
+    return model
+
+
+def measure(given: runner.Given, cases: Sequence[Case], _: Done) -> list[Result]:
     """The samples of the cases of one depth, in nanoseconds per token.
 
     Raises:
@@ -57,10 +97,12 @@ def measure(model: Path, cases: Sequence[Case], n_turn: int) -> list[dict[str, A
     """
     first = cases[0]
     n_ctx = -(-(first.n_depth + first.n_gen + 2) // 256) * 256
-    found: list[dict[str, Any]] = [{"samples_ns": [], "counters": {}} for _ in cases]
-    with engine.load(model, n_ctx=n_ctx, n_threads=4, flash_attn=True, n_gpu_layers=99) as s:
+    found: list[Result] = [{"samples_ns": [], "counters": {}} for _ in cases]
+    with engine.load(
+        _model(first), n_ctx=n_ctx, n_threads=4, flash_attn=True, n_gpu_layers=99
+    ) as s:
         state.fill(s, first.n_depth)
-        for turn in range(-1, n_turn):  # the first one warms up
+        for turn in range(-1, given.repetitions):  # the first one warms up
             for case, result in [*zip(cases, found, strict=True)][:: -1 if turn % 2 else 1]:
                 engine.set_attention(s, case.spec)
                 tokens = 3 + np.random.default_rng(turn + 1).integers(0, 200, first.n_gen + 3)
@@ -84,65 +126,28 @@ def measure(model: Path, cases: Sequence[Case], n_turn: int) -> list[dict[str, A
     return found
 
 
-@commands.command(
-    click.option("--like", default="llama2-7b", show_default=True, help="Shape of the model."),
-    click.option("--layers", type=Number(int, 1), help="Number of layers.  [default: all]"),
-    click.option("--quant", default="f16", show_default=True, help="Weights of the model."),
-    click.option(
-        "-d", "--n-depth", "depths", type=Numbers(1, 1 << 20), default="8192,16384,32768,46080"
-    ),
-    click.option("-n", "--n-gen", type=Number(int, 1), default=32, show_default=True),
-    click.option("-r", "--repetitions", type=Number(int, 1), default=3, show_default=True),
-    click.option("-a", "--attn", "lines", multiple=True, help="Settings to time.", default=SPECS),
-    commands.OUT,
-    commands.FORCE,
-)
-def main(
-    like: str,
-    layers: int | None,
-    quant: str,
-    depths: Sequence[int],
-    n_gen: int,
-    repetitions: int,
-    lines: Sequence[str],
-    folder: Path,
-    force: bool,
-) -> None:
-    """Time tokens on a CUDA device."""
-    shape = synth.shape_like(like, n_layer=layers, tokenizer="bytes", n_ctx=1 << 20)
-    model = synth.folder() / f"gpu-{like}-{shape.n_layer}-{quant}-v{synth.VERSION}.gguf"
-    if not model.exists():
-        size = human_bytes(synth.file_bytes(shape, quant))
-        click.echo(f"writing {model}, {size}", err=True)
-        model.parent.mkdir(parents=True, exist_ok=True)
-        synth.write(model, shape, quant)
-    env = records.environment({"sparq": native.built()})
-    known = {} if force else records.load(folder / FILE)
-    specs = [OFF, *map(parse_spec, lines)]
-    for depth in depths:
-        cases = [Case(like, shape.n_layer, quant, depth, n_gen, spec) for spec in specs]
-        stamp = env["stamps"]["sparq"]
-        if all(records.key(BENCH, records.case_of(c), stamp) in known for c in cases):
-            continue
+def table(recs: Sequence[Record]) -> str:
+    rows = []
+    for run in records.by_run(recs):
         dense = 0.0
-        for case, result in zip(cases, measure(model, cases, repetitions), strict=True):
-            rec = records.record(BENCH, records.case_of(case), stamp, **result, env=env)
-            records.append(folder / FILE, rec)
-            ms, low, high = (x / 1e6 for x in records.spread(result["samples_ns"]))
+        for rec in run.values():
+            case = records.read_case(Case, rec)
+            ms, low, high = (x / 1e6 for x in records.spread(rec["samples_ns"]))
             dense = dense or ms
-            click.echo(
-                f"{like} {quant}, {shape.n_layer} layers, {depth:6} positions, {case.spec}:"
-                f" {ms:.3f} ms ({low:.3f} to {high:.3f}), {dense / ms:.2f}x"
-            )
+            row = [f"{case.like} {case.quant}", f"{case.n_layer}", f"{case.n_depth}"]
+            row += [f"`{case.spec}`", f"{ms:.3f} ({low:.3f}-{high:.3f})", f"{dense / ms:.2f}x"]
+            rows.append(row)
+    head = ["model", "layers", "positions", "attention", "ms per token (p10-p90)", "of `off`"]
+    return markdown(head, rows, left=("model", "attention"))
 
 
 def data(folder: Path) -> list[plot.Row]:
     """A row for each length and attention of Llama-2-7B in f16, the last that were measured."""
-    last: dict[tuple[int, str], records.Record] = {}
+    last: dict[tuple[int, str], Record] = {}
     for rec in records.load_all(folder / FILE):
         if rec["case"]["like"] == "llama2-7b" and rec["case"]["quant"] == "f16":
             last[rec["case"]["n_depth"], rec["case"]["spec"]] = rec
-    plot.need([*last], "decoded tokens of llama2-7b f16 on a GPU", "make bench-gpu")
+    plot.need([*last], "decoded tokens of llama2-7b f16 on a GPU", NEEDS)
     rows = []
     for (depth, line), rec in sorted(last.items()):
         off = last.get((depth, str(OFF)))
@@ -192,12 +197,18 @@ FIGURE = plot.Figure(
     caption="Time of one decoded token against llama.cpp's flash attention of the same library, in "
     "turns, medians; bars are the 10th to 90th percentile. Grey: the paper, on an H100 PCIe with "
     "gpt-fast as the dense program.",
-    needs="make bench-gpu",
+    needs=NEEDS,
     file=FILE,
     data=data,
     draw=draw,
 )
 
-
-if __name__ == "__main__":
-    run_command(main)
+MEASUREMENT = runner.Measurement(
+    name="gpu_tokens",
+    about="Tokens on a CUDA device, ours beside llama.cpp's attention in turns.",
+    options=OPTIONS,
+    groups=groups,
+    measure=measure,
+    table=table,
+    cost=lambda group: group[0].n_depth,
+)

@@ -1,47 +1,79 @@
 """Times llama-server with many users at once: llama.cpp's two attentions and ours, in turns.
 
-    python bench/serving.py -m MODEL --text BOOK [--slots 8] [-p 4096] [-n 64]
+    python -m bench serving -m MODEL --text BOOK [--slots 8] [-p 4096] [-n 64]
 
 One server of each kind is started, stock's from the stock library. Each slot reads a piece of the
 book, and its time to the first token is taken while all slots read theirs. Then, in rounds and in
 turns, all slots of one server reply at once to the prompts that they hold. Ours that does not
 count a sparse call for every token and layer fails the run.
 
-It writes serving.jsonl and .md, of which figure `serving` shows the model measured last.
+Figure `serving` shows the model measured last.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
-import commands
 import numpy as np
-import plot
-import servers
-from servers import Case, Server, Times, name_of
 
-from pyorch.attention.spec import AttentionSpec
+from bench import plot, runner
+from bench.users import llama_server
+from bench.users.llama_server import Case, Server, Times, name_of
+from pyorch.attention.spec import parse_spec
 from pyorch.bench import records
-from pyorch.bench.records import Record
-from pyorch.cli import run as run_command
+from pyorch.bench.records import Done, Record, Result
 from pyorch.cli.types import Number
 from pyorch.errors import SparqError
+from pyorch.models.content import content_hash
 from pyorch.table import markdown
 
-BENCH = "serving"
-FILE = f"{BENCH}.jsonl"
+FILE = "serving.jsonl"
 PERCENTILES = (50, 95, 99)
 
 
-def measure(
-    model: Path, book: str, group: Sequence[Case], done: Callable[[float], None]
-) -> list[dict[str, Any]]:
+SPECS = ("dense", "sparq,ratio=1/8")
+OPTIONS = (
+    runner.MODEL,
+    runner.TEXT,
+    click.option("--slots", type=Number(int, 1), default=8, show_default=True, help="Users."),
+    click.option("-p", "--n-prompt", type=Number(int, 2), default=4096, show_default=True),
+    click.option("-n", "--n-gen", type=Number(int, 4), default=64, show_default=True),
+    click.option(
+        "-a",
+        "--attn",
+        "specs",
+        multiple=True,
+        default=SPECS,
+        show_default=True,
+        help="Our settings, one server each.",
+    ),
+    runner.THREADS,
+    runner.samples(5),
+)
+
+
+def groups(given: runner.Given) -> list[list[Case]]:
+    """All servers in one group."""
+    specs = [parse_spec(x) for x in given.specs]
+    return [
+        llama_server.cases(
+            specs,
+            model=content_hash(given.model),
+            n_slot=given.slots,
+            n_prompt=given.n_prompt,
+            n_gen=given.n_gen,
+            n_threads=given.threads,
+            n_rounds=given.samples,
+        )
+    ]
+
+
+def measure(given: runner.Given, group: Sequence[Case], done: Done) -> list[Result]:
     """The result of each kind: medians over the rounds, and percentiles over single tokens.
 
     Raises:
@@ -53,15 +85,15 @@ def measure(
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         running = []
         for i, c in enumerate(group):
-            port = stack.enter_context(servers.running(c, model, logs / str(i)))
-            running.append(Server(c, port, servers.prompts(port, book, c)))
+            port = stack.enter_context(llama_server.running(c, given.model, logs / str(i)))
+            running.append(Server(c, port, llama_server.prompts(port, given.text, c)))
             replies = running[-1].all_slots(2)
             found[i]["first_s"] = [times[0] for times, _ in replies]
             done((i + 1) / n_steps)
         for turn in range(case.n_rounds):
             for i in range(len(group))[:: -1 if turn % 2 else 1]:
                 replies = running[i].all_slots(case.n_gen)
-                servers.check(group[i], [timings for _, timings in replies])
+                llama_server.check(group[i], [timings for _, timings in replies])
                 found[i]["samples"].append(tokens_per_s([times for times, _ in replies]))
                 for times, _ in replies:
                     found[i]["between_s"] += np.diff(times).tolist()
@@ -119,6 +151,11 @@ def rows(recs: Sequence[Record]) -> list[plot.Row]:
 
 
 def table(recs: Sequence[Record]) -> str:
+    """Those of all runs, each of which has its own model and sizes."""
+    return "\n\n".join(_table(list(run.values())) for run in records.by_run(recs))
+
+
+def _table(recs: Sequence[Record]) -> str:
     case, env = records.read_case(Case, recs[0]), recs[0]["env"]
     head = ["attention", "tokens/s of all slots", "against the best stock"]
     head += ["ms between tokens, p50 / p95 / p99", "s to the first token, p50 / p95 / p99"]
@@ -141,7 +178,7 @@ def table(recs: Sequence[Record]) -> str:
     return f"{about}\n\n{markdown(head, body)}"
 
 
-NEEDS = "python bench/serving.py -m MODEL.gguf --text BOOK"
+NEEDS = "python -m bench serving -m MODEL.gguf --text BOOK"
 
 
 def data(folder: Path) -> list[plot.Row]:
@@ -183,27 +220,12 @@ FIGURE = plot.Figure(
 )
 
 
-@servers.measurement(
-    4096,
-    64,
-    ("dense", "sparq,ratio=1/8"),
-    click.option("--slots", type=Number(int, 1), default=8, show_default=True, help="Users."),
+MEASUREMENT = runner.Measurement(
+    name="serving",
+    about="Speed of a server: all slots reply at once, llama.cpp's attention and ours in turns.",
+    options=OPTIONS,
+    groups=groups,
+    measure=measure,
+    table=table,
+    libraries=("stock", "sparq"),
 )
-def command(
-    path: Path,
-    book: str,
-    common: dict[str, Any],
-    specs: Sequence[AttentionSpec],
-    folder: Path,
-    slots: int,
-    force: bool,
-) -> None:
-    """Speed of a server: all slots reply at once, llama.cpp's attention and ours in turns."""
-    group = servers.cases(specs, n_slot=slots, **common)
-    run = partial(measure, path, book)
-    found = commands.recorded(BENCH, path, [group], run, folder, force=force)
-    commands.show(table(found), folder / FILE)
-
-
-if __name__ == "__main__":
-    run_command(command)

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import plot
-import token_rate
-
+from bench import plot
+from bench.users import token_rate
 from pyorch.bench import output, paper
 
 FULL_LAYERS = 32

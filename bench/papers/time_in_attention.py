@@ -2,8 +2,9 @@
 
 It follows the paper: single-token times at several lengths S, a line y(S) = y(0) + slope*S through
 the samples of each S in its interquartile range, and z(S) = (y(S) - y(0)) / y(S). Beside it stands
-the share that the attention nodes themselves take (`bench/node_times.py`). A second row of panels
-has the real model of figure `token_rate`, if there is one, with lines through its own lengths.
+the share that the attention nodes themselves take (`python -m bench node_times`). A second row of
+panels has the real model of figure `token_rate`, if there is one, with lines through its own
+lengths.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import node_times
 import numpy as np
-import plot
-import token_rate
 
+from bench import plot
+from bench.kernels import node_times
+from bench.users import token_rate
 from pyorch.bench import paper
 from pyorch.bench.plan import Case
 from pyorch.bench.records import load_all, read_case, spread

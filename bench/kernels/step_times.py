@@ -1,11 +1,11 @@
 """Times the steps of sparse attention by themselves, beside the bytes they read.
 
-    python bench/step_times.py [--like llama2-7b,llama3-8b] [-d 16384,65536] [-t 1,2] [-a SPEC]...
+    python -m bench step_times [--like llama2-7b,llama3-8b] [-d 16384,65536] [-t 1,2] [-a SPEC]...
 
 ggml is stopped after every node, and the clock is read around SCORE (or SCORE_SELECT, which is both
 in one node) and ATTEND; in a run of its own SCORE is run in the place of SCORE_SELECT, and nothing
 is selected. Before each token the caches are made to forget, by a sequential read that is timed
-too: shares are of that read's speed. It writes step_times.jsonl.
+too: shares are of that read's speed.
 """
 
 from __future__ import annotations
@@ -15,27 +15,23 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
-import commands
 import numpy as np
-import watch
 
+from bench import runner
+from bench.kernels import watch
 from pyorch import engine
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import attention, records, state
 from pyorch.bench.bandwidth import MemoryReader
-from pyorch.bench.records import Record, where_given
-from pyorch.cli import run as run_command
-from pyorch.cli.types import Numbers
+from pyorch.bench.records import Done, Record, Result, where_given
+from pyorch.cli.types import THREADS, Numbers
 from pyorch.errors import SparqError
 from pyorch.native.slots import ATTEND, SCORE, SCORE_SELECT, SELECT
 from pyorch.native.tensor import Tensor, op_number
-from pyorch.progress import Progress, progress_bar
 from pyorch.table import markdown
 
-BENCH = "step_times"
 STEPS = {SCORE: "score", SELECT: "select", SCORE_SELECT: "score_select", ATTEND: "attend"}
 SPECS = tuple(f"sparq,rank=32,topk=128,shadow={s}" for s in ("f16", "q8", "q4"))
 SPECS += ("sparq,ratio=1/8", "dense")
@@ -92,7 +88,51 @@ class Clock:
         ctypes.memset(t.data, 0, t.ne[3] * t.nb[3])
 
 
-def measure(model: Path, case: Case) -> dict[str, Any]:
+OPTIONS = (
+    click.option(
+        "--like",
+        default="llama2-7b,llama3-8b",
+        show_default=True,
+        help="Known models whose heads to measure.",
+    ),
+    click.option("-d", "--n-depth", type=Numbers(256), default="16384,65536", show_default=True),
+    click.option(
+        "-a",
+        "--attn",
+        "specs",
+        multiple=True,
+        metavar="SPEC",
+        help="Settings of attention; repeatable.  [default: five]",
+    ),
+    click.option(
+        "--threads",
+        "-t",
+        type=Numbers(1, THREADS.high),
+        callback=lambda _, __, given: given or sorted({1, engine.usable_cores()}),
+        help="Numbers of threads.  [default: 1 and all cores]",
+    ),
+    runner.samples(21),
+)
+
+
+def groups(given: runner.Given) -> list[list[Case]]:
+    """Each case by itself."""
+    return [
+        [Case(name, 2, n, threads, spec, given.samples, only_score)]
+        for name in given.like.split(",")
+        for n in given.n_depth
+        for threads in given.threads
+        for spec in map(parse_spec, given.specs or SPECS)
+        for only_score in ((False, True) if spec.method == "sparq" else (False,))
+    ]
+
+
+def measure(_: runner.Given, group: Sequence[Case], __: Done) -> list[Result]:
+    (case,) = group
+    return [steps(attention.model_file(case.like, case.n_layer), case)]
+
+
+def steps(model: Path, case: Case) -> Result:
     """Returns the nanoseconds of each token in all layers by step, bytes per token, and bytes/s."""
     reader = MemoryReader(case.n_threads)
     samples: dict[str, list[int]] = {}
@@ -134,21 +174,6 @@ def measure(model: Path, case: Case) -> dict[str, Any]:
     }
 
 
-def run(
-    cases: Sequence[Case], file: Path, progress: Progress, *, force: bool = False
-) -> list[Record]:
-    """Measure what `file` lacks, add it there, and return all records."""
-    return records.resume(
-        BENCH,
-        [[case] for case in cases],
-        lambda group, _: [measure(attention.model_file(c.like, c.n_layer), c) for c in group],
-        file,
-        progress,
-        cost=lambda group: group[0].n_depth,
-        force=force,
-    )
-
-
 def table(recs: Sequence[Record]) -> str:
     """Markdown: a row per case and step, and one for the sum of the steps."""
     lines = []
@@ -171,42 +196,12 @@ def table(recs: Sequence[Record]) -> str:
     return markdown((*head, "GB/s", "share"), lines, left=("heads", "attention", "step"))
 
 
-@commands.command(
-    click.option(
-        "--like",
-        default="llama2-7b,llama3-8b",
-        show_default=True,
-        help="Known models whose heads to measure.",
-    ),
-    click.option("-d", "--n-depth", type=Numbers(256), default="16384,65536", show_default=True),
-    click.option(
-        "-a",
-        "--attn",
-        "specs",
-        multiple=True,
-        metavar="SPEC",
-        help="Settings of attention; repeatable.  [default: five]",
-    ),
-    commands.THREADS,
-    commands.samples(21),
-    commands.OUT,
-    commands.FORCE,
+MEASUREMENT = runner.Measurement(
+    name="step_times",
+    about="Time of the steps of sparse attention, token by token.",
+    options=OPTIONS,
+    groups=groups,
+    measure=measure,
+    table=table,
+    cost=lambda group: group[0].n_depth,
 )
-def command(like: str, folder: Path, force: bool, **options: Any) -> None:
-    """Time the steps of sparse attention, token by token."""
-    cases = [
-        Case(name, 2, n, threads, spec, options["samples"], only_score)
-        for name in like.split(",")
-        for n in options["n_depth"]
-        for threads in options["threads"]
-        for spec in map(parse_spec, options["specs"] or SPECS)
-        for only_score in ((False, True) if spec.method == "sparq" else (False,))
-    ]
-    file = folder / f"{BENCH}.jsonl"
-    with progress_bar("steps") as progress:
-        found = run(cases, file, progress, force=force)
-    commands.show(table(found), file)
-
-
-if __name__ == "__main__":
-    run_command(command)

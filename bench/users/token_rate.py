@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import plot
-
+from bench import plot
 from pyorch.bench import output
 
 FILE = "token_rate/speed.jsonl"

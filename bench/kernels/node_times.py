@@ -1,9 +1,9 @@
 """Times the attention nodes by themselves in stock llama.cpp, as a check of `time_in_attention`.
 
-    python bench/node_times.py [-d 1024,4096,16384] [-fa 0,1]
+    python -m bench node_times [-d 1024,4096,16384] [-fa 0,1]
 
 ggml is stopped before the first and after the last node of each layer's attention (q.k to
-the weighted sum of V), and the clock is read there. It writes node_times.jsonl.
+the weighted sum of V), and the clock is read there.
 """
 
 from __future__ import annotations
@@ -12,25 +12,22 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
-import commands
-import watch
 
+from bench import runner
+from bench.kernels import watch
 from pyorch import engine
 from pyorch.bench import records, state
 from pyorch.bench.plan import Synthetic
-from pyorch.bench.records import Record
-from pyorch.cli import run as run_command
-from pyorch.cli.types import LAYERS, THREADS, Numbers
+from pyorch.bench.records import Done, Record, Result
+from pyorch.cli.types import LAYERS, Numbers
 from pyorch.errors import SparqError
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import read_gguf
 from pyorch.native.tensor import Tensor
-from pyorch.progress import Progress, progress_bar
+from pyorch.table import markdown
 
-BENCH = "node_times"
 BEGINS, ENDS = "Qcur-", "kqv_out-"  # `Qcur-0 (view)` comes after K and V are written
 
 
@@ -62,7 +59,47 @@ class Clock:
         return bool(begins or ends)
 
 
-def measure(model: Path, case: Case) -> dict[str, Any]:
+OPTIONS = (
+    click.option(
+        "--model",
+        "-m",
+        metavar="FILE",
+        type=click.Path(path_type=Path),
+        help="GGUF model to measure.  [default: llama2-7b q8_0, synthetic]",
+    ),
+    click.option(
+        "--layers", type=LAYERS, default=4, show_default=True, help="Layers of the synthetic model."
+    ),
+    click.option(
+        "-d", "--n-depth", type=Numbers(256), default="1024,4096,16384", show_default=True
+    ),
+    click.option("-fa", "--flash-attn", type=Numbers(), default="0,1", show_default=True),
+    runner.THREADS,
+    runner.samples(20),
+)
+
+
+def _model(given: runner.Given) -> Path:
+    return given.model or Synthetic("llama2-7b", given.layers, "q8_0").written()
+
+
+def groups(given: runner.Given) -> list[list[Case]]:
+    """Each case by itself."""
+    geo = geometry(read_gguf(_model(given)))
+    size = geo.weight_bytes
+    return [
+        [Case(geo.name, n_depth, given.threads, bool(fa), given.samples, model_size=size)]
+        for n_depth in given.n_depth
+        for fa in given.flash_attn
+    ]
+
+
+def measure(given: runner.Given, group: Sequence[Case], _: Done) -> list[Result]:
+    (case,) = group
+    return [nodes(_model(given), case)]
+
+
+def nodes(model: Path, case: Case) -> Result:
     """The nanoseconds of whole tokens and of their attention."""
     clock = Clock()
     samples: list[int] = []
@@ -94,68 +131,29 @@ def measure(model: Path, case: Case) -> dict[str, Any]:
     return {"samples_ns": samples, "attention_ns": attention}
 
 
-def run(
-    model: Path, cases: Sequence[Case], file: Path, progress: Progress, *, force: bool = False
-) -> list[Record]:
-    """Measure what `file` lacks, add it there, and return all records."""
-    return records.resume(
-        BENCH,
-        [[case] for case in cases],
-        lambda group, _: [measure(model, case) for case in group],
-        file,
-        progress,
-        cost=lambda group: group[0].n_depth,
-        force=force,
-        libraries=("stock",),
-    )
-
-
-@commands.command(
-    click.option(
-        "--model",
-        "-m",
-        metavar="FILE",
-        help="GGUF model to measure.  [default: llama2-7b q8_0, synthetic]",
-    ),
-    click.option(
-        "--layers", type=LAYERS, default=4, show_default=True, help="Layers of the synthetic model."
-    ),
-    click.option(
-        "-d", "--n-depth", type=Numbers(256), default="1024,4096,16384", show_default=True
-    ),
-    click.option("-fa", "--flash-attn", type=Numbers(), default="0,1", show_default=True),
-    click.option("-t", "--threads", type=THREADS, help="Number of threads.  [default: all cores]"),
-    commands.samples(20),
-    commands.OUT,
-    commands.FORCE,
-)
-def command(
-    model: str | None, layers: int, threads: int | None, folder: Path, force: bool, **options: Any
-) -> None:
-    """Time of the attention nodes of stock llama.cpp, token by token."""
-    path = Path(model) if model else Synthetic("llama2-7b", layers, "q8_0").written()
-    geo = geometry(read_gguf(path))
-    n_threads, n = threads or engine.usable_cores(), options["samples"]
-    cases = [
-        Case(geo.name, n_depth, n_threads, bool(fa), n, model_size=geo.weight_bytes)
-        for n_depth in options["n_depth"]
-        for fa in options["flash_attn"]
-    ]
-    with progress_bar("nodes") as progress:
-        found = run(path, cases, folder / "node_times.jsonl", progress, force=force)
-    for rec in found:
-        case = records.read_case(Case, rec)
-        token, share = records.spread(rec["samples_ns"])[0], shares(rec)
-        print(
-            f"-fa {int(case.flash_attn)}  S {case.n_depth:6d}  {token / 1e6:8.2f} ms per token  "
-            f"{100 * records.spread(share)[0]:5.1f} % in attention"
-        )
-
-
 def shares(rec: Record) -> list[float]:
     """The share of attention in each token."""
     return [a / b for a, b in zip(rec["attention_ns"], rec["samples_ns"], strict=True)]
 
 
-if __name__ == "__main__":
-    run_command(command)
+def table(recs: Sequence[Record]) -> str:
+    rows = []
+    for rec in recs:
+        case = records.read_case(Case, rec)
+        token, share = (records.spread(x)[0] for x in (rec["samples_ns"], shares(rec)))
+        row = case.model_type, case.n_threads, f"`-fa {int(case.flash_attn)}`", case.n_depth
+        rows.append([*map(str, row), f"{token / 1e6:.2f}", f"{100 * share:.1f} %"])
+    head = ["model", "threads", "attention", "positions", "ms per token", "in attention"]
+    return markdown(head, rows, left=("model", "attention"))
+
+
+MEASUREMENT = runner.Measurement(
+    name="node_times",
+    about="Time of the attention nodes of stock llama.cpp, token by token.",
+    options=OPTIONS,
+    groups=groups,
+    measure=measure,
+    table=table,
+    libraries=("stock",),
+    cost=lambda group: group[0].n_depth,
+)

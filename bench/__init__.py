@@ -1,0 +1,1 @@
+"""Measurements, and the figures that are drawn from them: `python -m bench`."""

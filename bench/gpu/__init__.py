@@ -1,0 +1,1 @@
+"""What is gained on a CUDA device?"""

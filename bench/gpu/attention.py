@@ -1,0 +1,411 @@
+"""Times attention by itself on a CUDA device: SparQ against the best dense attention.
+
+    python -m bench gpu_attention           # Table 4, Figs. 8 (batch 64) and F1 (batch 1)
+    python -m bench gpu_attention --quick   # small sizes, to see that it runs
+
+A graph has several layers with their own K and V, more bytes than any cache holds, so that every
+layer reads fresh data. It is computed again and again (llama.cpp then replays it as one CUDA graph)
+and timed by the host's clock from the call until the device is done: launches count, as they do in
+decoding. What each kernel takes of it is read from torch's profiler, in one more run. Dense
+attention is ggml's flash attention, and torch's scaled_dot_product_attention if torch is installed
+(each of its backends, in a CUDA graph, timed in the same way). The time excludes SEAL.
+
+Figure `gpu_attention` compares with the faster of the two, measured with the same library; the last
+record of each case counts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Sequence
+from ctypes import c_void_p
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from bench import plot, runner
+from bench.gpu.device import Device, copy_bandwidth, kernel_times, timed
+from bench.papers import microbenchmark
+from pyorch import native
+from pyorch.attention.bytes import GROUP, GROUPS_PER_SUM, RUN, SHADOW_BYTES
+from pyorch.bench import paper, records
+from pyorch.bench.records import Done, Record, Result, where_given
+from pyorch.cli.terminal import note
+from pyorch.errors import SparqError
+from pyorch.table import markdown
+
+from ggml_ctypes import STATS, AttnInputs, AttnParams, SealParams  # isort: skip  device.py finds it
+
+FILE = "gpu_attention.jsonl"
+NEEDS = "python -m bench gpu_attention"
+D, RANK, TOPK, LOCAL, SINKS = 128, 32, 128, 32, 4
+SHADOWS = {name: int(8 * size) for name, size in SHADOW_BYTES.items()}  # bits
+FRESH = 2 << 30  # the least bytes of K and V in a graph
+SECONDS = 0.3  # of timed repetitions of a case
+POOL = 8_388_593  # random elements of K and V: a prime, so that no two rows are alike
+DENSE = ("ggml flash", "torch sdpa")
+METHODS = (*DENSE, *(f"sparq {s}" for s in SHADOWS))
+KV_HEADS = {32: "llama2-7b", 8: "llama3-8b"}
+_COLOURS = {"ggml flash": plot.STOCK, "torch sdpa": plot.STOCK_2}
+_COLOURS |= plot.colours([f"SparQ {s}" for s in ("f16", "q8", "q4")])
+
+
+@dataclass(frozen=True)
+class Case:
+    batch: int
+    n_head: int
+    n_head_kv: int
+    positions: int
+    method: str  # `copy`, `ggml flash`, `torch sdpa`, `sparq f16|q8|q4`
+    rank: int = RANK
+    topk: int = TOPK
+    head_dim: int = D
+    type_kv: str = "f16"
+    library: str = where_given("sparq")
+
+    def __str__(self) -> str:
+        heads = f"batch {self.batch:2} heads {self.n_head}/{self.n_head_kv}"
+        return f"{heads} S {self.positions:6} {self.method}"
+
+    @property
+    def layer_bytes(self) -> int:
+        """The bytes of K and V in a layer."""
+        return 4 * self.batch * self.n_head_kv * self.positions * self.head_dim
+
+
+OPTIONS = (
+    click.option(
+        "--device", default="cuda", help="Device: cuda, or a library with ggml_backend_init."
+    ),
+    click.option("--quick", is_flag=True, help="Measure small sizes only, as a quick check."),
+    click.option(
+        "--only", default="", metavar="REGEX", help="Measure cases with names like this one only."
+    ),
+)
+
+
+@cache
+def opened(name: str) -> Device:
+    """The device.
+
+    Raises:
+        SparqError: it is not here, or the library cannot use it.
+    """
+    built = native.built()
+    if name == "cuda" and not (built / "libggml-cuda.so").exists():
+        raise SparqError("this build is for the CPU only", "sparq-cpp build --cuda")
+    return Device(built, name)
+
+
+def has_torch() -> bool:
+    """Whether torch is installed and sees a device."""
+    try:
+        import torch
+    except ImportError:
+        return False
+    return bool(torch.cuda.is_available())
+
+
+def cases(quick: bool) -> list[Case]:
+    shapes = [(64, 32, 32, 4096)]
+    shapes += [(1, 32, kv, 4096 << i) for kv in (32, 8) for i in range(6)]
+    if quick:
+        shapes = [(2, 4, 4, 768), (1, 8, 2, 1024)]
+    return [Case(*shape, method) for shape in shapes for method in METHODS]
+
+
+def groups(given: runner.Given) -> list[list[Case]]:
+    """Each case by itself; without torch those of ggml alone."""
+    opened(given.device)
+    found = [c for c in cases(given.quick) if re.search(given.only, str(c))]
+    if not has_torch():
+        note("torch is not installed, or sees no CUDA device: dense is ggml's flash attention only")
+        found = [c for c in found if not c.method.startswith("torch")]
+    return [[c] for c in found]
+
+
+@cache
+def _copied(device: Device, fresh: int, seconds: float) -> Result:
+    speed, by = copy_bandwidth(device, fresh, seconds)
+    return {"copy_gb_s": speed, "copy_by": by}
+
+
+def measure(given: runner.Given, group: Sequence[Case], _: Done) -> list[Result]:
+    """The result of a case, beside the speed of a copy within the device."""
+    (case,) = group
+    device = opened(given.device)
+    fresh, seconds = (1 << 24, 0.1) if given.quick else (FRESH, SECONDS)
+    about = {"device": device.name, **_copied(device, fresh, seconds)}
+    n = layers_of(device, case, fresh)
+    time_it = torch_layers if case.method == "torch sdpa" else partial(ggml_layers, device)
+    return [time_it(case, n, seconds) | about]
+
+
+def layers_of(device: Device, case: Case, fresh: int) -> int:
+    need = -(-fresh // case.layer_bytes)
+    most = int(device.free_bytes() * 0.5 / (case.layer_bytes * 1.6))
+    if most < 1:
+        raise SparqError("K and V of one layer do not fit on the device", "a larger device")
+    return max(1, min(need, most, 64))
+
+
+def ggml_layers(device: Device, c: Case, n: int, seconds: float) -> Result:
+    """Returns samples_ns per layer, the number of layers, and the bytes read per layer."""
+    base = device.base
+    rng = np.random.default_rng(1)
+    block = rng.standard_normal(POOL, np.float32).astype(np.float16)
+    n_grp = -(-c.positions // GROUP)
+    with device.context() as ctx:
+        mask = device.new(ctx, "f16", c.positions, 1, 1, c.batch)
+        q = [device.new(ctx, "f32", D, c.n_head, 1, c.batch) for _ in range(n)]
+        kv = [
+            [device.new(ctx, "f16", D, c.n_head_kv, c.positions, c.batch) for _ in range(2)]
+            for _ in range(n)
+        ]
+        scale, stats = float(1 / np.sqrt(D)), None
+        before: list[Any] = []
+        if c.method == "ggml flash":
+            nodes = [
+                base.ggml_flash_attn_ext(
+                    ctx, *(base.ggml_permute(ctx, x, 0, 2, 1, 3) for x in (qi, *kvi)),
+                    mask, scale, 0.0, 0.0,
+                )
+                for qi, kvi in zip(q, kv, strict=True)
+            ]  # fmt: skip
+        else:
+            stats, before, nodes, inputs = sparq(device, ctx, c, q, kv, mask, scale, n_grp)
+        device.allocate(ctx)
+        for x in q:
+            device.fill(x, rng.standard_normal(D * c.n_head * c.batch, np.float32))
+        for x in (x for pair in kv for x in pair):
+            device.fill(x, block)
+        device.fill(mask, np.zeros(1 << 16, np.float16))
+        read = c.layer_bytes
+        if stats is not None:
+            write_inputs(device, c, inputs, n_grp)
+            device.run(device.graph(ctx, before))  # seal everything
+        graph = device.graph(ctx, nodes)
+        if stats is not None:
+            device.fill(stats, np.zeros(len(STATS), np.int64))
+            device.run(graph)
+            counted = np.zeros(len(STATS), np.int64)
+            base.ggml_backend_tensor_get(stats, counted.ctypes.data, 0, counted.nbytes)
+            found = dict(zip(STATS, counted.tolist(), strict=True))
+            if found["attend_sparse"] != n * c.batch:
+                raise SparqError(f"{c.method}: not every layer ran sparse: {found}", "a bug")
+            read = (found["bytes_score"] + found["bytes_attend"]) // n
+        samples = timed(lambda: device.run(graph), n, seconds)
+        kernels = kernel_times(lambda: device.run(graph), n)
+        return {"samples_ns": samples, "n_layer": n, "bytes_read": read, "kernels_us": kernels}
+
+
+def sparq(
+    device: Device,
+    ctx: c_void_p,
+    c: Case,
+    q: list[Any],
+    kv: list[list[Any]],
+    mask: Any,
+    scale: float,
+    n_grp: int,
+) -> tuple[Any, list[Any], list[Any], dict[str, Any]]:
+    """(stats, SEAL nodes, ATTEND nodes, small inputs by name)."""
+    bits = SHADOWS[c.method.split()[1]]
+    mean_v = c.n_head == c.n_head_kv
+    base = device.base
+
+    def new(kind: str, *ne: int) -> Any:
+        return device.new(ctx, kind, *ne)
+
+    inputs = {
+        "list": new("i32", n_grp, c.batch),
+        "sealed": new("i32", n_grp, c.batch),
+        "wanted": new("i32", 2 + LOCAL + SINKS, 1, 1, c.batch),
+    }
+    stats = new("i64", len(STATS))
+    visible = base.ggml_sparse_attn_visible(ctx, mask, inputs["sealed"])
+    n_run, chan = -(-c.positions // RUN), D * c.n_head_kv
+    seals, nodes = [], []
+    for qi, (k, v) in zip(q, kv, strict=True):
+        width = c.positions if bits == 16 else n_run * RUN * bits // 8
+        k_t = new("f16" if bits == 16 else "i8", width, chan, c.batch)
+        k_range = None if bits == 16 else new("f32", 2, chan, n_run, c.batch)
+        v_sum = (
+            new("f32", chan, -(-n_grp // GROUPS_PER_SUM) * (GROUPS_PER_SUM + 1), c.batch)
+            if mean_v
+            else None
+        )
+        seals.append(
+            base.ggml_sparse_attn_seal(
+                ctx, k_t, v_sum, k, v if mean_v else None, inputs["list"], stats, k_range,
+                None if bits == 16 else inputs["sealed"], SealParams(bits, 0),
+            )
+        )  # fmt: skip
+        tensors = dict(q=qi, k=k, v=v, k_t=k_t, sealed=inputs["sealed"], mask=mask, visible=visible)
+        tensors |= dict(wanted=inputs["wanted"], stats=stats)
+        tensors |= {"v_sum": v_sum} if mean_v else {}
+        tensors |= {"k_range": k_range} if k_range is not None else {}
+        params = AttnParams(c.rank, c.topk, LOCAL, scale, 0.0, 0.0, mean_v, bits, 0)
+        nodes.append(
+            base.ggml_sparq_attn(ctx, ctypes.byref(AttnInputs(**tensors)), ctypes.byref(params))
+        )
+    return stats, seals, nodes, inputs
+
+
+def write_inputs(device: Device, c: Case, inputs: dict[str, Any], n_grp: int) -> None:
+    groups = np.arange(n_grp, dtype=np.int32)
+    full = (groups + 1) * GROUP <= c.positions
+    rows = {
+        "list": np.where(full, groups, -1),
+        "sealed": full,
+        "wanted": np.r_[c.topk, LOCAL, c.positions - 1 - np.arange(LOCAL), np.arange(SINKS)],
+    }
+    for name, row in rows.items():
+        device.fill(inputs[name], np.ascontiguousarray(row, np.int32))
+
+
+def torch_layers(c: Case, n_layer: int, seconds: float) -> Result:
+    """The same of the fastest backend of torch's scaled_dot_product_attention.
+
+    Raises:
+        SparqError: none of them runs.
+    """
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    like = {"dtype": torch.float16, "device": "cuda"}
+    q = [torch.randn(c.batch, c.n_head, 1, D, **like) for _ in range(n_layer)]
+    kv = [
+        [torch.randn(c.batch, c.n_head_kv, c.positions, D, **like) for _ in range(2)]
+        for _ in range(n_layer)
+    ]
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    best: Result = {}
+    for name in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"):
+        graph = torch.cuda.CUDAGraph()
+        gqa = {"enable_gqa": True} if c.n_head != c.n_head_kv else {}
+
+        def once(name: str = name, gqa: dict[str, bool] = gqa) -> None:
+            with sdpa_kernel(getattr(SDPBackend, name)):
+                for qi, (k, v) in zip(q, kv, strict=True):
+                    sdpa(qi, k, v, **gqa)
+
+        def replay(graph: Any = graph) -> None:
+            graph.replay()
+            torch.cuda.synchronize()
+
+        try:
+            once()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                once()
+        except RuntimeError as error:
+            note(f"torch {name}: {str(error).splitlines()[0]}")
+            continue
+        samples = timed(replay, n_layer, seconds / 3)
+        if not best or np.median(samples) < np.median(best["samples_ns"]):
+            best = {"samples_ns": samples, "backend": name}
+    if not best:
+        raise SparqError("no backend of torch's attention runs this", "see the lines above")
+    return best | {"n_layer": n_layer, "bytes_read": c.layer_bytes, "torch": torch.__version__}
+
+
+def table(recs: Sequence[Record]) -> str:
+    """A row for each case, with what its kernels take."""
+    rows = []
+    for rec in recs:
+        us = float(np.median(rec["samples_ns"])) / 1e3
+        rate = rec["bytes_read"] / us / 1e3
+        kernels = (f"{name} {x:.1f}" for name, x in rec.get("kernels_us", {}).items())
+        row = [str(records.read_case(Case, rec)), f"{us:.1f}", f"{rate:.0f}"]
+        rows.append([*row, f"{rate / rec['copy_gb_s']:.0%}", ", ".join(kernels)])
+    head = ["case", "us per layer", "GB/s", "of a copy", "us of its kernels"]
+    return markdown(head, rows, left=("case", "us of its kernels"))
+
+
+# ---- figure ----
+
+
+def data(folder: Path) -> list[plot.Row]:
+    """A row for each batch, number of KV heads, length and method."""
+    known = records.load_all(folder / FILE)
+    plot.need(known, "attention by itself on a GPU", NEEDS)
+    last: dict[str, plot.Row] = {}  # the last row of each case on each device
+    for rec in known:
+        c, ns = rec["case"], float(np.median(rec["samples_ns"]))
+        beside = [
+            r
+            for r in known
+            if r["case"]["method"] in DENSE
+            and all(r["case"][k] == c[k] for k in c if k != "method")
+            and _library(r) == _library(rec)
+        ]
+        same = {r["case"]["method"]: float(np.median(r["samples_ns"])) for r in beside}  # the last
+        if not same:
+            continue  # there is nothing to compare with
+        dense_bytes = beside[-1]["bytes_read"]
+        dense_is = min(same, key=lambda method: same[method])
+        last[f"{_device(rec)} {c}"] = {
+            "device": _device(rec),
+            "model": KV_HEADS.get(c["n_head_kv"], ""),
+            **{k: c[k] for k in ("batch", "n_head", "n_head_kv", "positions", "method")},
+            "attention": c["method"].replace("sparq", "SparQ"),
+            **_milliseconds(rec["samples_ns"]),
+            "speedup": same[dense_is] / ns,
+            "limit": dense_bytes / rec["bytes_read"],
+            "dense_is": dense_is,
+            "gb_s": rec["bytes_read"] / ns,
+            "share_of_copy": rec["bytes_read"] / ns / rec["copy_gb_s"],
+        }
+    rows = list(last.values())
+    plot.need(rows, "dense attention on a GPU", NEEDS)
+    names = ("batch", "n_head_kv", "method", "positions")
+    return sorted(rows, key=lambda r: tuple(r[n] for n in names))
+
+
+def _library(rec: Record) -> Any:
+    """The machine and the library of a record: times of two libraries are not compared."""
+    return _device(rec), rec["env"].get("stamps")
+
+
+def _device(rec: Record) -> str:
+    return str(rec.get("device") or rec["env"]["device"])  # where it was until November 2026
+
+
+def _milliseconds(samples_ns: Sequence[float]) -> plot.Row:
+    mid, low, high = (x / 1e6 for x in records.spread(samples_ns))
+    return {"layer_ms": mid, "layer_ms_p10": low, "layer_ms_p90": high}
+
+
+def _points(gains: Any) -> None:
+    for name, style in (("A100: speed-up at batch 1", "s--"), ("A100: speed-up at batch 64", "D")):
+        points = paper.points("gpu_attention", name)
+        gains.plot(*zip(*points, strict=True), style, color=plot.PAPER)
+
+
+FIGURE = plot.Figure(
+    name="gpu_attention",
+    title="Attention by itself on a GPU (Fig. 8, Table 4, F1)",
+    caption="32 query heads of 128, r = 32, k = 128, f16 cache, fresh data for every layer; "
+    "medians, bars are the 10th to 90th percentile. Lines are of batch 1, diamonds of batch 64. "
+    "Speed-up over the faster of ggml's flash attention and torch's own attention. Dotted: dense "
+    "bytes by bytes read. Grey: the paper, on other GPUs.",
+    needs=NEEDS,
+    file=FILE,
+    data=data,
+    draw=partial(microbenchmark.draw, "dense", _COLOURS, _points),
+)
+
+MEASUREMENT = runner.Measurement(
+    name="gpu_attention",
+    about="Attention by itself on a CUDA device.",
+    options=OPTIONS,
+    groups=groups,
+    measure=measure,
+    table=table,
+)

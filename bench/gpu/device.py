@@ -1,0 +1,170 @@
+"""A CUDA device as the op tests see ggml: tensors, graphs, and how long they take."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pyorch.errors import SparqError
+
+_TESTS = Path(__file__).resolve().parents[2] / "tests"
+sys.path += [str(_TESTS), str(_TESTS / "ops")]  # which are no package
+
+from ggml_ctypes import TYPES, Ggml, InitParams, TensorPtr, _library  # noqa: E402
+
+
+class Device(Ggml):
+    """The ggml of a build, and one of its devices."""
+
+    def __init__(self, folder: Path, device: str) -> None:
+        super().__init__(folder)
+        base, t, p = self.base, TensorPtr, c_void_p
+        for name, result, *args in (
+            ("ggml_backend_reg_dev_get", p, p, c_size_t),
+            ("ggml_backend_reg_dev_count", c_size_t, p),
+            ("ggml_backend_dev_init", p, p, c_char_p),
+            ("ggml_backend_dev_description", c_char_p, p),
+            ("ggml_backend_dev_supports_op", c_bool, p, t),
+            ("ggml_backend_dev_memory", None, p, p, p),
+            ("ggml_backend_dev_buffer_type", p, p),
+            ("ggml_backend_alloc_ctx_tensors_from_buft", p, p, p),
+            ("ggml_backend_buffer_free", None, p),
+            ("ggml_backend_tensor_set", None, t, p, c_size_t, c_size_t),
+            ("ggml_backend_tensor_get", None, t, p, c_size_t, c_size_t),
+            ("ggml_backend_graph_compute", c_int, p, p),
+            ("ggml_cpy", t, p, t, t),
+            ("ggml_permute", t, p, t, c_int, c_int, c_int, c_int),
+            ("ggml_flash_attn_ext", t, p, t, t, t, t, c_float, c_float, c_float),
+        ):
+            getattr(base, name).restype = result
+            getattr(base, name).argtypes = args
+        where = str(_library(folder, "ggml-cuda")) if device == "cuda" else device
+        library = ctypes.CDLL(where)
+        register = library.ggml_backend_cuda_reg if device == "cuda" else library.ggml_backend_init
+        register.restype = p
+        reg = register()
+        if not base.ggml_backend_reg_dev_count(reg):
+            raise SparqError("no CUDA device", "sparq-cpp doctor")
+        self.dev = base.ggml_backend_reg_dev_get(reg, 0)
+        self.backend = base.ggml_backend_dev_init(self.dev, None)
+        self.name = base.ggml_backend_dev_description(self.dev).decode()
+
+    def free_bytes(self) -> int:
+        free, total = c_size_t(), c_size_t()
+        self.base.ggml_backend_dev_memory(self.dev, ctypes.byref(free), ctypes.byref(total))
+        return free.value
+
+    @contextmanager
+    def context(self) -> Iterator[c_void_p]:
+        size = 32 << 20
+        memory = np.empty(size, np.uint8)
+        ctx = self.base.ggml_init(InitParams(size, memory.ctypes.data, True))
+        self.buffer = None
+        try:
+            yield ctx
+        finally:
+            if self.buffer:
+                self.base.ggml_backend_buffer_free(self.buffer)
+            self.base.ggml_free(ctx)
+
+    def new(self, ctx: c_void_p, kind: str, *ne: int) -> Any:
+        return self.base.ggml_new_tensor(ctx, TYPES[kind][0], len(ne), (c_int64 * len(ne))(*ne))
+
+    def allocate(self, ctx: c_void_p) -> None:
+        """Allocate all tensors of the context, including the results of nodes."""
+        buft = self.base.ggml_backend_dev_buffer_type(self.dev)
+        self.buffer = self.base.ggml_backend_alloc_ctx_tensors_from_buft(ctx, buft)
+        if not self.buffer:
+            raise SparqError("no memory on the device for this case", "smaller sizes: --quick")
+
+    def fill(self, t: Any, block: np.ndarray) -> None:
+        """Fill a tensor by repeating a block."""
+        raw, size = block.view(np.uint8).reshape(-1), self.base.ggml_nbytes(t)
+        for at in range(0, size, raw.size):
+            self.base.ggml_backend_tensor_set(t, raw.ctypes.data, at, min(raw.size, size - at))
+
+    def graph(self, ctx: c_void_p, nodes: list[Any]) -> c_void_p:
+        graph = self.base.ggml_new_graph(ctx)
+        for node in nodes:
+            self.base.ggml_build_forward_expand(graph, node)
+            if not self.base.ggml_backend_dev_supports_op(self.dev, node):
+                raise SparqError(f"{self.name} has no kernel for a node of this case", "doctor")
+        return graph
+
+    def run(self, graph: c_void_p) -> None:
+        """Compute a graph. Returns when the device is done."""
+        if self.base.ggml_backend_graph_compute(self.backend, graph) != 0:
+            raise SparqError("the device failed to compute the graph", "sparq-cpp doctor")
+
+
+def timed(run: Callable[[], None], n_layer: int, seconds: float) -> list[float]:
+    """The nanoseconds per layer of each repetition, without the first runs, in which graphs are
+    captured."""
+    for _ in range(4):
+        run()
+    samples: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(samples) < 10 or (time.perf_counter() < end and len(samples) < 500):
+        start = time.perf_counter_ns()
+        run()
+        samples.append((time.perf_counter_ns() - start) / n_layer)
+    return samples
+
+
+def kernel_times(run: Callable[[], None], n_layer: int) -> dict[str, float]:
+    """The microseconds per layer of each kernel, by its name; empty without torch."""
+    try:
+        import torch
+    except ImportError:
+        return {}
+    if not torch.cuda.is_available():
+        return {}
+    torch.zeros(1, device="cuda")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    found: dict[str, float] = {}
+    for event in profile.key_averages():
+        if event.self_device_time_total > 0:
+            ours = re.search(r"sparse_cuda::(\w+)", event.key)
+            name = ours.group(1) if ours else event.key[:60]
+            found[name] = found.get(name, 0.0) + event.self_device_time_total / n_layer
+    return found
+
+
+def copy_bandwidth(device: Device, n_bytes: int, seconds: float) -> tuple[float, str]:
+    """The GB/s of a copy within the device, counting bytes read and written, and whose copy it is:
+    torch's, which is the faster one, or without torch ggml's."""
+    by = "torch"
+    try:
+        import torch
+
+        torch.cuda.init()
+    except (ImportError, RuntimeError, AssertionError):
+        by = "ggml"
+        with device.context() as ctx:
+            a, b = (device.new(ctx, "f32", n_bytes // 4) for _ in range(2))
+            node = device.base.ggml_cpy(ctx, a, b)
+            device.allocate(ctx)
+            device.fill(a, np.ones(1 << 20, np.float32))
+            graph = device.graph(ctx, [node])
+            samples = timed(lambda: device.run(graph), 1, seconds)
+    else:
+        x = torch.ones(n_bytes // 4, device="cuda")
+        y = torch.empty_like(x)
+
+        def copy() -> None:
+            y.copy_(x)
+            torch.cuda.synchronize()
+
+        samples = timed(copy, 1, seconds)
+    return 2 * n_bytes / float(np.median(samples)), by

@@ -1,0 +1,1 @@
+"""What takes the time of a token?"""

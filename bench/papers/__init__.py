@@ -1,0 +1,1 @@
+"""What do the papers' figures and tables look like here?"""

@@ -1,0 +1,1 @@
+"""What do users wait for?"""
