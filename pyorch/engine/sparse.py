@@ -57,13 +57,6 @@ class AttentionInfo:
         return int(read), int(dense)
 
     @property
-    def disk_bytes_per_token(self) -> int:
-        """What came from the files of documents, by decoded token; 0 without `kv_memory`. What a
-        prompt read since the counters were reset is in it."""
-        steps = self.counter("steps")
-        return int(self.raw.get("documents", {}).get("read", 0)) // steps if steps else 0
-
-    @property
     def sparse_share(self) -> float:
         """The share of the attention calls of decoded tokens that ran sparse, from 0 to 1; 0 if no
         token was decoded."""

@@ -6,7 +6,7 @@ import secrets
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,37 +15,25 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from eval_records import ENV, add_ablations, add_repetition, add_topk
 
 from bench import __main__ as main
 from bench import draw, plot
 from bench.kernels import node_times
 from bench.papers import (
-    ablations,
     end_to_end,
     microbenchmark,
-    repetition,
     roofline,
     time_in_attention,
-    topk,
 )
 from bench.users import llama_server, prompt_time, serving, token_rate
-from pyorch import policies
 from pyorch.attention.spec import parse_spec
 from pyorch.bench import attention, pictures, records, speed
 from pyorch.bench.plan import Case
-from pyorch.cli import eval as evaluation
 from pyorch.cli.bench import command as bench_command
 from pyorch.errors import SparqError
-from pyorch.evals import figures, series
 
 BENCH = Path(__file__).parents[2] / "bench"
-ENV = {
-    "machine": {"cpu": "A CPU", "cores": 2},
-    "commit": "0123456789",
-    "stamps": {"stock": "a", "sparq": "b"},
-    "pin": "a pin",
-    "dirty": False,
-}
 WEIGHTS, SPEED = 1_000_000_000, 1e10  # bytes; bytes per second
 STOCK = Case(
     model_filename="m.gguf",
@@ -65,7 +53,6 @@ STOCK = Case(
 )
 OURS = replace(STOCK, library="sparq", flash_attn=True, spec=parse_spec("sparq,ratio=1/8"))
 LENGTHS = (4096, 8192, 16384)
-WOBBLE = 1 + 0.1 * np.linspace(-1, 1, 8)  # of contexts
 
 
 def kv_bytes(n_depth: int) -> int:
@@ -205,127 +192,6 @@ def full(tmp_path: Path) -> Path:
     add_topk(tmp_path)
     add_rates(tmp_path, "m")
     return tmp_path
-
-
-def scored(
-    setting: str,
-    case: dict[str, Any],
-    method: policies.Method,
-    scores: np.ndarray,
-    counters: dict[str, int],
-    about: Sequence[Mapping[str, Any]] = (),
-) -> series.Series:
-    n = len(scores)
-    ones, about = np.ones(n), about or [{}] * n
-    numbers = np.arange(n)
-    return series.Series(setting, case, ENV, 1, method, numbers, n, scores, ones, counters, about)
-
-
-def add_ablations(folder: Path) -> None:
-    """The score falls with each method in turn; each reads an eighth of the bytes."""
-    counters = {"steps": 1, "bytes_read": 1, "bytes_dense": 8, "calls_sparse": 1}
-    model = {"name": "demo.gguf", "hash": "m"}
-    about = {"type_k": "f16", "type_v": "f16", "threads": 1, "model": model}
-    for task, (ctx, _) in ablations.TASKS.items():
-        case = {"task": task, "ctx": ctx, **about}
-        found = [
-            scored(task, case, spec, WOBBLE / (i + 1), counters)
-            for i, (*_, spec) in enumerate(ablations.points())
-        ]
-        series.pack(found, folder / "ablations")
-
-
-def add_repetition(folder: Path) -> None:
-    """SparQ recites all that dense does, the others a tenth of it."""
-    counters = {"steps": 1, "bytes_read": 1, "bytes_dense": 8, "calls_sparse": 1}
-    case = {"task": "repetition", "model": {"name": "m"}, "ctx": 2336}
-    sparq = "sparq,ratio=1/8,min_ctx=0,min_k=1"
-    scores = {"off": 1, sparq: 1, "h2o,ratio=1/8": 0.1, "lm-infinite,ratio=1/8": 0.1}
-    found = [
-        scored("s", case, policies.parse(spec), 100 * x * WOBBLE, counters)
-        for spec, x in scores.items()
-    ]
-    series.pack(found, folder / "eval")
-
-
-def add_topk(folder: Path) -> None:
-    """A score is k / 128, with k that grows half of it; a needle is found below 50 % depth."""
-    counters = {"steps": 1, "bytes_read": 1, "bytes_dense": 8, "calls_sparse": 1}
-    model = {"model": {"name": "m", "hash": "m"}}
-    specs = {"off": 1.0}
-    for k in (8, 64):
-        specs |= {f"topk,topk={k}": k / 128, f"topk,topk={k},budget=ramp": k / 256}
-    for task in topk.TASKS:
-        case = {"task": task, "ctx": 4096, **model}
-        found = [
-            scored(task, case, policies.parse(spec), x * np.ones(4), counters)
-            for spec, x in specs.items()
-        ]
-        series.pack(found, folder / topk.BY_K)
-    about = [{"length": n, "depth": d} for n in (1024, 2048) for d in (0.0, 1.0)]
-    found = [
-        scored("n", {"task": "needle", "ctx": 2048, **model}, policies.parse(spec),
-               np.array([a["depth"] < 0.5 for a in about], float), counters, about)
-        for spec in ("off", "topk,topk=10", "streaming-llm,k=64")
-    ]  # fmt: skip
-    series.pack(found, folder / topk.NEEDLE)
-
-
-def test_scores_over_k_keep_budgets_apart(tmp_path: Path) -> None:
-    add_topk(tmp_path)
-    rows = topk.scores(tmp_path)
-    assert len(rows) == len(topk.TASKS) * 5
-    found = {(r["budget"], r["k"]): r["score"] for r in rows if r["task"] == "vt"}
-    assert found == pytest.approx(
-        {("all", None): 100, ("uniform", 8): 6.25, ("ramp", 8): 3.125, ("uniform", 64): 50,
-         ("ramp", 64): 25}
-    )  # fmt: skip
-    cells = topk.needles(tmp_path)
-    assert [r["found"] for r in cells] == 3 * [1, 0, 1, 0]
-    assert {r["method"] for r in cells} == {"off", "topk,topk=10", "streaming-llm,k=64"}
-
-
-def test_a_needle_of_a_method_that_read_everything_is_not_drawn(tmp_path: Path) -> None:
-    add_topk(tmp_path)
-    found = series.read(tmp_path / topk.NEEDLE / "needle.jsonl")
-    idle = replace(found[1], counters={"calls_sparse": 0})
-    with pytest.raises(SparqError, match="no attention call ran sparse"):
-        figures.needle_rows([found[0], idle])
-
-
-def test_repetition_is_a_share_of_what_dense_recites(tmp_path: Path) -> None:
-    add_repetition(tmp_path)
-    ours = [r for r in repetition.data(tmp_path) if r["model"] == "m"]
-    assert {r["method"]: r["y"] for r in ours} == pytest.approx(
-        {"SparQ": 100, "H2O": 10, "LM-Infinite": 10}
-    )
-    assert all(r["x"] == 12.5 and r["low"] == pytest.approx(r["high"]) for r in ours)
-    n = len(repetition.MODELS) * len(repetition.METHODS) * 2
-    assert len(repetition.data(tmp_path)) == 3 + n
-    found = series.read(tmp_path / repetition.FILE)[0]
-    scores = {"numbers": np.arange(8), "scores": np.array([0, 200.0] * 4)}
-    half = [replace(found, **scores), replace(found, **scores | {"scores": np.full(8, 100.0)})]
-    assert repetition.share(*half) == pytest.approx((100, 10.6, 189.4), abs=0.1)
-
-
-def test_ablations_are_of_valid_methods_each_once(tmp_path: Path) -> None:
-    specs = [spec for *_, spec in ablations.points()]
-    assert len(specs) == len(set(specs)) == 1 + 4 * 5 + 5 * 3 + 4 * 6
-    add_ablations(tmp_path)
-    rows = ablations.data(tmp_path)
-    assert [r["spec"] for r in rows] == 2 * list(map(str, specs))
-    assert rows[0]["share"] == 1 and rows[1]["share"] == 1 / 8
-    assert [r["score"] for r in rows[:3]] == pytest.approx([1, 1 / 2, 1 / 3], rel=1e-5)
-    pairs = {(r["line"], r["point"]) for r in rows if r["panel"] == "b"}
-    assert len(pairs) == len(ablations.TAUS) * len(ablations.CONFIGS)
-
-
-def test_ablations_can_be_measured() -> None:
-    """The options of the lines exist, and ask for all points."""
-    lines = [line.split() for line in ablations.lines().splitlines()]
-    for line in lines[: len(ablations.TASKS)]:
-        asked = evaluation.command.commands["run"].make_context("run", line[2:]).params
-        assert list(asked["methods"]) == [str(spec) for *_, spec in ablations.points()]
 
 
 def test_end_to_end_is_against_the_better_stock_of_the_same_run(tmp_path: Path) -> None:
