@@ -34,8 +34,6 @@ from pyorch.table import markdown
 
 FILE = "serving.jsonl"
 PERCENTILES = (50, 95, 99)
-
-
 SPECS = ("dense", "sparq,ratio=1/8")
 OPTIONS = (
     runner.MODEL,

@@ -343,6 +343,7 @@ def resume(
             if failed is None:
                 raise
             failed(group, error)
+            spent += share
             continue
         run = secrets.token_hex(4)
         made = []
