@@ -34,8 +34,8 @@ N, REPEATS = 2048, 20  # the size of the matrix product, and how often it runs
 
 @dataclass(frozen=True)
 class Case:
-    """Products of matrices of n x n. Nothing of our library runs in them; as they take seconds, they
-    are measured again with each."""
+    """Products of matrices of n x n. Nothing of our library runs in them, but they take seconds, so
+    they are measured again with each."""
 
     n: int
     n_threads: int
