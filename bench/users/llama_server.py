@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ from pyorch.attention.spec import AttentionSpec
 from pyorch.errors import SparqError
 
 HOST = "127.0.0.1"
-READY_S = 600  # that a server may load its model
+READY_S = 600  # that a server may take to load its model
 Times = list[float]  # of the tokens of a reply, seconds since it was asked for
 
 
@@ -119,26 +118,24 @@ def running(case: Case, model: Path, log: Path) -> Iterator[int]:
     argv += ["--no-kv-unified", "--cache-ram", 0, "--no-warmup"]
     if case.spec.method != "off":
         argv += ["--sparse-attn", case.spec]
-    with log.open("wb") as out:
-        process = subprocess.Popen([str(a) for a in argv], stdout=out, stderr=out)
-        try:
-            _wait(process, port, log)
-            yield port
-        finally:
-            children.stop(process, 60)
+    with (
+        log.open("wb") as out,
+        children.running(list(map(str, argv)), stdout=out, stderr=out) as process,
+    ):
+        if not children.wait_until(process, lambda: _answers(port), seconds=READY_S):
+            code = process.poll()
+            how = "did not answer" if code is None else children.ended(code)
+            raise SparqError(f"llama-server {how}: {log.read_text(errors='replace')[-500:]}")
+        yield port
 
 
-def _wait(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    end = time.monotonic() + READY_S
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            with request(port, "/health"):
-                return
-        except (OSError, SparqError):  # not yet: 503, or nobody listens
-            time.sleep(0.2)
-    code = process.poll()
-    how = "did not answer" if code is None else children.ended(code)
-    raise SparqError(f"llama-server {how}: {log.read_text(errors='replace')[-500:]}")
+def _answers(port: int) -> bool:
+    """Whether the server has loaded its model: 503 says not yet, and at first nobody listens."""
+    try:
+        with request(port, "/health"):
+            return True
+    except (OSError, SparqError):
+        return False
 
 
 def prompts(port: int, book: str, case: Case) -> list[list[int]]:
