@@ -3,7 +3,6 @@
 #include "llama-sparse-tools.h"
 
 #include "llama-sparse.h"
-#include "sparse-pages.h"
 #include "sparse-state.h"
 
 #include "llama-context.h"
@@ -233,9 +232,6 @@ std::string llama_sparse_metrics(llama_context * ctx) {
             "Bytes of K, V and the shadow that replies read");
     one("bytes_dense_total", "counter", stat[GGML_SPARSE_STAT_BYTES_DENSE], "Bytes that dense attention would have read for them");
     one("shadow_bytes", "gauge", llama_sparse_shadow_bytes(*ctx), "Memory of the transposed K and the sums of V");
-    const auto pages = llama_sparse_pages_of(*ctx);
-    one("document_bytes", "gauge", pages.held, "Memory of the K and V of documents, where --kv-memory limits it");
-    one("document_bytes_read_total", "counter", pages.read*pages.page, "Bytes of them that came from their files");
     one("groups_waiting", "gauge", state->n_waiting, "Complete groups of 64 positions that are not sealed, in the stream with most of them");
     return out.str();
 }
@@ -322,21 +318,14 @@ bool llama_sparse_document_take(llama_context * ctx, llama_seq_id slot, const st
         return false;
     }
     llama_memory_seq_rm(llama_get_memory(ctx), slot, -1, -1);
-    static const char * kv_memory = getenv("SPARQ_KV_MEMORY");
-    if (kv_memory && llama_sparse_kv_memory(ctx, atoll(kv_memory)) < 0) {
-        LLAMA_LOG_WARN("sparse document: slot %d, the memory of documents can not be limited here\n", slot);
-    }
     char err[512] = "cannot be opened";
     const auto & d = *best;
-    int64_t mapped = -1; // bytes
+    bool is_open = false;
     if (const int fd = open(d.path.c_str(), O_RDONLY | O_CLOEXEC); fd >= 0) {
-        mapped = llama_sparse_document_open(ctx, slot, fd, d.image_at, d.n_tokens, d.n_tokens, d.kind.c_str(), err, sizeof(err));
+        is_open = llama_sparse_document_open(ctx, slot, fd, d.image_at, d.n_tokens, d.n_tokens, d.kind.c_str(), err, sizeof(err)) >= 0;
         close(fd);
     }
-    if (kv_memory && mapped == 0) {
-        LLAMA_LOG_WARN("sparse document: slot %d, %s is in memory: the cache has no pages of files\n", slot, d.path.c_str());
-    }
-    if (mapped >= 0) {
+    if (is_open) {
         tokens = best->tokens;
         LLAMA_LOG_INFO("sparse document: slot %d, %s, %zu tokens of the prompt were read before\n", slot, best->path.c_str(), n_best);
     } else {

@@ -115,19 +115,6 @@ ggml_tensor * emit(const attention & a, ggml_backend_dev_t dev, ggml_tensor * t,
     return t;
 }
 
-// t, the selection or q of a node that reads K and V, or only K; where few pages of documents stay in memory it says first what it reads
-ggml_tensor * with_reads(const attention & a, ggml_tensor * t, bool only_k = false) {
-    const auto shadow = a.inp.mctx ? access::shadow(a.inp.kv()) : nullptr;
-    if (a.device() || !shadow || !shadow->pages->is_limited()) {
-        return t;
-    }
-    a.inp.reads.push_back({ shadow->pages, a.k, only_k ? nullptr : a.v, a.q->ne[1]/a.k->ne[1] });
-    ggml_tensor * res = llama_sparse_build_reads(a.g.ctx0, t, a.inp.reads.back());
-    set_device(a.g, nullptr, res->src[0]);
-    set_device(a.g, nullptr, res);
-    return res;
-}
-
 // SEAL for the layer, once per graph; returns k_t of the graph's streams
 ggml_tensor * build_seal(const attention & a) {
     auto & inp = a.inp;
@@ -148,7 +135,7 @@ ggml_tensor * build_prefill(const attention & a, uint32_t lo, uint32_t hi, ggml_
     const ggml_sparse_prefill_params params = {
         a.scale, a.g.hparams.f_max_alibi_bias, a.softcap(), a.spec().prompt > 0, a.spec().prompt_keep((uint32_t) a.k->ne[2]),
     };
-    ggml_tensor * t = ggml_sparse_attn_prefill(a.g.ctx0, with_reads(a, a.view_q(lo, hi)), a.k, a.v, mask, a.sinks, a.inp.state->stats(a.device()), params);
+    ggml_tensor * t = ggml_sparse_attn_prefill(a.g.ctx0, a.view_q(lo, hi), a.k, a.v, mask, a.sinks, a.inp.state->stats(a.device()), params);
     return emit(a, a.device(), t, "sparse_prefill");
 }
 
@@ -253,7 +240,7 @@ ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string 
     ggml_tensor * res;
     if (all) {
         const ggml_sparse_attend_params attend = { params.scale, params.max_bias, params.softcap, 0 };
-        res = ggml_sparse_attn_attend(a.g.ctx0, with_reads(a, in.q), in.k, in.v, in.mask, in.visible, nullptr, nullptr, in.sinks, in.stats, attend);
+        res = ggml_sparse_attn_attend(a.g.ctx0, in.q, in.k, in.v, in.mask, in.visible, nullptr, nullptr, in.sinks, in.stats, attend);
     } else {
         inp.need_wanted(a.g);
         in.wanted = inp.wanted;
@@ -273,18 +260,12 @@ ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string 
             in.v_sum   = params.mean_v ? layer.view_v_sum(a.g.ctx0, ns, inp.stream0()) : nullptr;
             res = ggml_sparq_attn(a.g.ctx0, &in, &params);
         } else {
-            in.q = with_reads(a, in.q, true);
-            res  = ggml_topk_attn(a.g.ctx0, &in, &params);
+            res = ggml_topk_attn(a.g.ctx0, &in, &params);
         }
     }
     why = llama_sparse_why_not_run(dev, res);
     if (!why.empty()) {
         return nullptr; // the nodes made above are in no graph
-    }
-    if (!all) {
-        ggml_sparse_src src = ggml_sparse_src_of(res);
-        src.sel = with_reads(a, src.sel);
-        ggml_sparse_set_src(res, &src);
     }
     return emit(a, dev, res, "sparse_attend");
 }

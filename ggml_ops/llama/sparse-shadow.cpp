@@ -273,7 +273,7 @@ void llama_sparse_cells_written(llama_sparse_shadow * shadow, uint32_t stream, c
 void llama_sparse_cells_cleared(llama_sparse_shadow * shadow) {
     if (shadow) {
         shadow->invalidate();
-        shadow->pages->unmap();
+        shadow->pages.unmap();
     }
 }
 

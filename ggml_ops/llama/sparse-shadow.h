@@ -92,9 +92,7 @@ struct llama_sparse_shadow {
     void set_prompt(uint32_t stream, const std::vector<uint32_t> & cells, const int8_t * output); // nullptr: it is not known, so no
     void copy_prompt(uint32_t from, uint32_t to);
 
-    // ---- the pages of documents that lie where K and V do. A graph that reads them keeps them
-
-    const std::shared_ptr<llama_sparse_pages> pages = std::make_shared<llama_sparse_pages>();
+    llama_sparse_pages pages; // of documents, where K and V lie
 
 private:
     void unseal(std::vector<uint8_t> & flags, size_t group) const;

@@ -15,7 +15,6 @@ from pyorch.attention.spec import DEFAULT_RATIO, AttentionSpec, parse_spec, rati
 from pyorch.cli.groups import on_the_line
 from pyorch.cli.options import ContextOptions, LoadOptions, ModelOptions
 from pyorch.cli.terminal import confirm, note, note_if_beyond
-from pyorch.errors import SparqError
 from pyorch.models import cards
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import GGUFFile, read_gguf
@@ -196,30 +195,6 @@ def fit(options: SessionOptions, document: Document, model: Path) -> None:
         options["type_k"], options["type_v"] = document.types
 
 
-def check_limited(documents: Sequence[Document], kv_memory: int | None) -> None:
-    """Refuse `--kv-memory` where no document will be opened.
-
-    Raises:
-        SparqError: there is none.
-    """
-    if kv_memory is not None and not documents:
-        raise SparqError("--kv-memory is a limit of documents", "--document FILE", exit_code=2)
-
-
-def limit_documents(options: SessionOptions, model: Path, load: LoadOptions) -> None:
-    """Where a document does not fit into the memory, choose the `kv_memory` that was not given:
-    the system alone would read far more of it than a token needs."""
-    from pyorch.engine.settings import checked
-
-    spec = options["attention"]
-    if not options["n_mapped"] or options["kv_memory"] or spec is None or str(spec) == "off":
-        return
-    n = checked(read_gguf(model), **options).fits
-    if sys.platform == "linux" and n and not on_gpu(load):
-        options["kv_memory"] = n
-        note(f"K and V of the document are larger than the memory: {human_bytes(n)} stay in it")
-
-
 def on_gpu(load: LoadOptions) -> bool:
     """Whether a GPU of this machine holds layers."""
     from pyorch import engine
@@ -248,7 +223,7 @@ def open_document(
     template: ChatTemplate | None = None,
     messages: Sequence[dict[str, str]] = (),
 ) -> bool:
-    """Open a document in a session, and say if the limit of its memory does not hold.
+    """Open a document in a session.
 
     Args:
         template, messages: a conversation that is to begin with it, and then states its time.
@@ -259,8 +234,7 @@ def open_document(
     from pyorch import engine
     from pyorch.engine.chat_template import clock
 
-    if not engine.open_document(session, document) and session.kv_memory is not None:
-        note(f"note: {document.name} is in memory: below 64 MiB a cache has no pages of files")
+    engine.open_document(session, document)
     if template is None:
         return True
     template.now = document.when or clock()
@@ -279,7 +253,6 @@ def open_session(
     load: LoadOptions,
     n_sequences: int = 1,
     documents: Sequence[Document] = (),
-    kv_memory: int | None = None,
 ) -> Session:
     """Load the model that the options name, with a bar if it takes long. Where the command line
     does not say it, the session has room for each of the documents, and the types of its K and V.
@@ -287,12 +260,10 @@ def open_session(
     from pyorch import engine
 
     options = session_options(attention, context, load, n_sequences)
-    options["kv_memory"] = kv_memory
     for document in documents:
         fit(options, document, model_path(model.model, model.yes))
     options["n_mapped"] = min((d.n_tokens for d in documents), default=0)  # one of them is open
     path = ready(model.model, model.yes, options)
-    limit_documents(options, path, load)
     note_if_weights_exceed(path, options, load)
     if attention is None and (card := _card(model.model, path)):
         note(f"attention is exact; for {card} try --ratio {first_ratio(card)}", "dim")

@@ -57,13 +57,6 @@ class AttentionInfo:
         return int(read), int(dense)
 
     @property
-    def disk_bytes_per_token(self) -> int:
-        """What came from the files of documents, by decoded token; 0 without `kv_memory`. What a
-        prompt read since the counters were reset is in it."""
-        steps = self.counter("steps")
-        return int(self.raw.get("documents", {}).get("read", 0)) // steps if steps else 0
-
-    @property
     def sparse_share(self) -> float:
         """The share of the attention calls of decoded tokens that ran sparse, from 0 to 1; 0 if no
         token was decoded."""
@@ -175,21 +168,6 @@ def seal(lib: ModuleType, ctx: int | None) -> int:
         SparqError: a stock library.
     """
     return int(function(lib, "llama_sparse_attn_seal", ctypes.c_int64, _CTX)(ctx))
-
-
-def set_kv_memory(lib: ModuleType, ctx: int | None, n_bytes: int) -> None:
-    """Keep at most so many bytes of the K and V of documents in memory; 0: the system decides.
-
-    Raises:
-        SparqError: that needs Linux, no GPU and a model with a plain KV cache; or it is a stock
-            library.
-    """
-    call = function(lib, "llama_sparse_kv_memory", ctypes.c_int64, _CTX, ctypes.c_int64)
-    if call(ctx, n_bytes) < 0:
-        raise SparqError(
-            "the memory of documents cannot be limited here",
-            "that takes Linux, no GPU (-ngl 0), and a model with a plain KV cache",
-        )
 
 
 class Measure:
