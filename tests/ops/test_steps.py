@@ -12,6 +12,8 @@ from ggml_ctypes import STATS, Ggml, SealParams
 from graphs import Selection, Sources
 from tolerances import EPS32, Errors, check_selection, score_scale
 
+from pyorch.native.slots import sources
+
 QUICK = cases.quick_cases()
 SLOW = [pytest.param(c, marks=pytest.mark.slow) for c in cases.slow_cases()]
 
@@ -28,7 +30,7 @@ def check_steps(case: Case, ggml: Ggml) -> None:
     data = cases.make(case)
     with ggml.graph() as g:
         s = Sources(data, g)
-        visible = g.op("ggml_sparse_attn_visible", s.mask, None)
+        visible = g.op("ggml_sparse_attn_visible", s.mask)
         exact = graphs.score(s, exact=True)
         approximate = graphs.score(s)
         sel = graphs.select(s, approximate)
@@ -69,19 +71,6 @@ def check_scores(data: cases.Data, logits: dict) -> None:
                 score_scale(q[:, part], k[:, part], b.bias, factor),
             )
     errors.check()
-
-
-@pytest.mark.parametrize("batch", [(1, 1), (3, 2)])
-def test_visible_copies_sealed(batch: tuple[int, int], ggml: Ggml) -> None:
-    """With sealed a row more, in which ATTEND finds it; the counts are what they are without."""
-    data = cases.make(Case(n_kv=501, batch=batch, mask="part", sealed="mixed"))
-    with ggml.graph() as g:
-        s = Sources(data, g)
-        node = g.op("ggml_sparse_attn_visible", s.mask, s.sealed)
-        g.compute(node)
-        counts, sealed = np.split(g.read(node), [batch[0]], axis=2)
-    assert np.array_equal(counts, data.visible)
-    assert np.array_equal(sealed[:, 0, 0], data.sealed) and data.sealed.any()
 
 
 def as_alpha(
@@ -194,9 +183,8 @@ def test_score_component_ties(n_head: int, rank: int, ggml: Ggml) -> None:
 
 def seal(g, k_t, k, groups, v_sum=None, v=None, stats=None, n_rot=0):
     """Of `groups`, into an f16 k_t."""
-    list_ = g.tensor(groups, "i32")
-    tail = stats, None, None, SealParams(16, n_rot)
-    return g.op("ggml_sparse_attn_seal", k_t, v_sum, k, v, list_, *tail)
+    src = sources(k_t=k_t, v_sum=v_sum, k=k, v=v, list=g.tensor(groups, "i32"), stats=stats)
+    return g.op("ggml_sparse_attn_seal", src, SealParams(16, n_rot))
 
 
 @pytest.mark.parametrize("type_k", ["f16", "bf16", "f32", "q8_0", "q4_0"])
@@ -345,8 +333,7 @@ def run_select(
     with ggml.graph() as g:
         out = g.op(
             "ggml_sparse_attn_select",
-            g.tensor(logits, "f32"),
-            g.tensor(wanted, "i32"),
+            sources(logits=g.tensor(logits, "f32"), wanted=g.tensor(wanted, "i32")),
             SelectParams(topk_max or k, n_head_kv, n_local_max, rest, top_p),
         )
         g.compute(out, n_threads=n_threads)
