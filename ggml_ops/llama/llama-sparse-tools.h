@@ -56,10 +56,10 @@ LLAMA_API std::string llama_sparse_request_arg(const std::string & spec);
 // adds that field to those of a completion
 template <typename Field, typename Context, typename Json, typename Add> void llama_sparse_add_field(Add add) {
     add((new Field("sparse_attn"))
-        ->set_desc("Attention of the reply, as in --sparse-attn: sparq,ratio=1/8 or dense or off; without it the server's own")
-        ->set_handler([](Context & ctx, const Json & data) {
-            ctx.params.sparse_attn = llama_sparse_request_arg(data.at("sparse_attn").template get<std::string>());
-        }));
+                    ->set_desc("Attention of the reply, as in --sparse-attn: sparq,ratio=1/8 or dense or off; without it the server's own")
+                    ->set_handler([](Context & ctx, const Json & data) {
+                        ctx.params.sparse_attn = llama_sparse_request_arg(data.at("sparse_attn").template get<std::string>());
+                    }));
 }
 
 // What a request runs with: `spec`, or if that is empty the server's own
