@@ -80,7 +80,7 @@ def test_llama_bench_has_the_settings_of_the_environment(tools: Path, tiny: Path
 def test_a_bad_spec_is_an_error_like_others(tools: Path, tiny: Path, program: str) -> None:
     done = run(tools, program, "-m", tiny, "--sparse-attn", "spraq,ratio=1/8")
     assert done.returncode == 1
-    assert "unknown method: spraq\ndid you mean sparq?" in done.stderr
+    assert "unknown method: spraq\nwrite off, dense, sparq or topk" in done.stderr
     assert "--sparse-attn" in done.stderr
 
 
