@@ -5,6 +5,7 @@
 // Each tile of logits is made ready by the thread that has just written it. Then positions have keys: the largest keys win, ties go to the
 // lower cell. With one query head the key is the logit, with several the sum over them of their softmax.
 
+#include "ggml-sparse.h"
 #include "sparse-kth.h"
 
 #include <algorithm>
