@@ -15,10 +15,8 @@ include(${SPARQ_OPS_DIR}/compilers/compilers.cmake)
 function(sparq_attach)
     set(ops ${SPARQ_OPS_DIR})
 
-    # constructors and the scalar reference; -fno-tree-vectorize keeps the reference an honest baseline
-    target_sources(ggml-base PRIVATE ${ops}/ggml-sparse.c ${ops}/sparse-fatal.c ${ops}/ref/sparq-ref.c)
+    target_sources(ggml-base PRIVATE ${ops}/ggml-sparse.c ${ops}/sparse-fatal.c)
     target_include_directories(ggml-base PUBLIC $<BUILD_INTERFACE:${ops}>)
-    set_source_files_properties(${ops}/ref/sparq-ref.c TARGET_DIRECTORY ggml-base PROPERTIES COMPILE_OPTIONS "-fno-tree-vectorize")
 
     file(GLOB cpu_sources CONFIGURE_DEPENDS ${ops}/cpu/*.cpp)
     get_property(targets DIRECTORY ${CMAKE_SOURCE_DIR}/ggml/src PROPERTY BUILDSYSTEM_TARGETS)

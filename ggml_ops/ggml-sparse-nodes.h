@@ -8,21 +8,17 @@
 
 // Which slot of src[] holds which tensor, by step: X(tensor, slot). A slot that a step does not name, or a tensor that is not given, is NULL.
 // A tensor has the same slot in every step, but for SEAL's v and v_sum, and there are at most GGML_MAX_SRC = 10. For one more tensor of a shadow
-// slots 3 and 9 are free in SCORE_SELECT, slot 5 in ATTEND and slot 3 in SCORE and in SEAL.
+// slots 3 and 9 are free in SCORE_SELECT, and slot 3 in SCORE and in SEAL; ATTEND is full.
 #define GGML_SPARSE_SRC_SEAL(X)         X(list, 0)   X(k, 1)                        X(stats, 4) X(sealed, 5) X(k_t, 6) X(k_range, 7) X(v, 8)      X(v_sum, 9)
-#define GGML_SPARSE_SRC_VISIBLE(X)                           X(mask, 2)                         X(sealed, 5)
+#define GGML_SPARSE_SRC_VISIBLE(X)                           X(mask, 2)
 #define GGML_SPARSE_SRC_SCORE(X)        X(q, 0)      X(k, 1) X(mask, 2)             X(stats, 4) X(sealed, 5) X(k_t, 6) X(k_range, 7)              X(visible, 9)
 #define GGML_SPARSE_SRC_SELECT(X)       X(logits, 0)                                                                                 X(wanted, 8)
 #define GGML_SPARSE_SRC_SCORE_SELECT(X) X(q, 0)      X(k, 1) X(mask, 2)             X(stats, 4) X(sealed, 5) X(k_t, 6) X(k_range, 7) X(wanted, 8)
-#define GGML_SPARSE_SRC_ATTEND(X)       X(q, 0)      X(k, 1) X(mask, 2) X(sinks, 3) X(stats, 4)              X(v, 6)   X(v_sum, 7)   X(sel, 8)    X(visible, 9)
+#define GGML_SPARSE_SRC_ATTEND(X)       X(q, 0)      X(k, 1) X(mask, 2) X(sinks, 3) X(stats, 4) X(sealed, 5) X(v, 6)   X(v_sum, 7)   X(sel, 8)    X(visible, 9)
 #define GGML_SPARSE_SRC_PREFILL(X)      X(q, 0)      X(k, 1) X(mask, 2) X(sinks, 3) X(stats, 4)              X(v, 6)
 
 // X(step), in the order of enum ggml_sparse_attn_op
 #define GGML_SPARSE_STEPS(X) X(SEAL) X(VISIBLE) X(SCORE) X(SELECT) X(SCORE_SELECT) X(ATTEND) X(PREFILL)
-
-struct ggml_sparse_src {
-    struct ggml_tensor * q, * k, * v, * mask, * sinks, * stats, * sealed, * k_t, * k_range, * v_sum, * visible, * wanted, * logits, * sel, * list;
-};
 
 static inline struct ggml_sparse_src ggml_sparse_src_of(const struct ggml_tensor * node) {
     struct ggml_sparse_src res;

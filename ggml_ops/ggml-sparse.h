@@ -28,43 +28,11 @@
 // Call sites: patches/README.md lists each hook.
 
 #include "ggml.h"
+#include "sparse-codes.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
-
-// The geometry: what the positions are cut into, from small to large.
-//
-//   name       size                        what it is                                             who goes by it
-//   cell       1 position                  a place in the KV cache                                 everyone
-//   line       64 bytes                    codes of a component: 64 cells of 8 bits, 128 of 4      sparse-codes.h, and the scans and SEAL
-//   group      64 cells                    `list` and `sealed` name groups, `visible` counts       every op, and llama/, which knows for each
-//                                          in them, v_sum has a row for each                       group whether it is sealed
-//   run        512 cells, 8 groups         the cells of a component that share a scale and a       SEAL and SCORE with codes; SCORE on CUDA
-//                                          zero, and are therefore coded at once                   works in runs whatever k_t is
-//   sum block  16 groups, 1024 cells       groups whose sums of V are summed once more             SEAL, and ATTEND with mean_v
-//
-// How many positions a kernel works on at a time is its own business: docs/glossary.md lists the kinds of tiles.
-#define GGML_SPARSE_GROUP 64  // cells
-#define GGML_SPARSE_RUN   512 // cells
-#define GGML_SPARSE_SUM   16  // groups
-
-#if defined(__CUDACC__)
-#define GGML_SPARSE_INLINE static constexpr __host__ __device__
-#elif defined(__cplusplus)
-#define GGML_SPARSE_INLINE static constexpr
-#else
-#define GGML_SPARSE_INLINE static inline
-#endif
-
-// groups of n_kv cells, the last of which may be incomplete
-GGML_SPARSE_INLINE int64_t ggml_sparse_n_groups(int64_t n_kv) { return (n_kv + GGML_SPARSE_GROUP - 1)/GGML_SPARSE_GROUP; }
-
-// Rows of v_sum: the sums of the groups of a sum block, then their total, and so on. The row of a group, the row of the total of the sum block that
-// it lies in, and the number of rows
-GGML_SPARSE_INLINE int64_t ggml_sparse_sum_row(int64_t group) { return group/GGML_SPARSE_SUM*(GGML_SPARSE_SUM + 1) + group % GGML_SPARSE_SUM; }
-GGML_SPARSE_INLINE int64_t ggml_sparse_total_row(int64_t group) { return group/GGML_SPARSE_SUM*(GGML_SPARSE_SUM + 1) + GGML_SPARSE_SUM; }
-GGML_SPARSE_INLINE int64_t ggml_sparse_n_sum_rows(int64_t n_group) { return (n_group + GGML_SPARSE_SUM - 1)/GGML_SPARSE_SUM*(GGML_SPARSE_SUM + 1); }
 
 // Types of K and V: X(name in ggml, in cpu/, elements of a block)
 #define GGML_SPARSE_KV_TYPES(X) \
@@ -124,6 +92,12 @@ enum ggml_sparse_stat {
 
 // ---- the seven sub-operations ----
 
+// Where a step gets its tensors from, by name. A constructor reads those that its step has (the table in ggml-sparse-nodes.h); what is optional may be
+// NULL
+struct ggml_sparse_src {
+    struct ggml_tensor * q, * k, * v, * mask, * sinks, * stats, * sealed, * k_t, * k_range, * v_sum, * visible, * wanted, * logits, * sel, * list;
+};
+
 struct ggml_sparse_seal_params {
     int32_t n_bit;      // of k_t, see sparse-codes.h
     int32_t n_rot;      // > 0: K is rotated, k_t is not
@@ -150,26 +124,12 @@ struct ggml_sparse_seal_params {
 //   SEAL writes v_sum, k_range and stats through src[]; only k_t is its result, through which a graph can show that SCORE comes after it. A backend
 //   that orders nodes by what they read and write, and not as they stand in the graph, has to order ATTEND after SEAL by itself
 GGML_API struct ggml_tensor * ggml_sparse_attn_seal(
-        struct ggml_context * ctx,
-        struct ggml_tensor  * k_t,
-        struct ggml_tensor  * v_sum,
-        struct ggml_tensor  * k,
-        struct ggml_tensor  * v,
-        struct ggml_tensor  * list,
-        struct ggml_tensor  * stats,
-        struct ggml_tensor  * k_range,
-        struct ggml_tensor  * sealed,
-        struct ggml_sparse_seal_params params);
+        struct ggml_context * ctx, const struct ggml_sparse_src * src, struct ggml_sparse_seal_params params);
 
 // VISIBLE
 //   mask   [n_kv, n_tok, 1, n_stream]               f16      -inf hides a position; otherwise a bias (ALiBi) or 0
-//   sealed [n_grp, n_stream]                        i32      which groups of k_t and v_sum are true, or NULL
 //   res    [n_grp, n_tok, 1, n_stream]              i32      number of positions of the group whose mask is not -inf
-//          [n_grp, n_tok + 1, 1, n_stream]          i32      with sealed: the last row is a copy of it, for ATTEND
-GGML_API struct ggml_tensor * ggml_sparse_attn_visible(
-        struct ggml_context * ctx,
-        struct ggml_tensor  * mask,
-        struct ggml_tensor  * sealed);
+GGML_API struct ggml_tensor * ggml_sparse_attn_visible(struct ggml_context * ctx, struct ggml_tensor * mask);
 
 struct ggml_sparse_score_params {
     int32_t rank;       // r: components of q kept, 1..d_k; ignored when k_t == NULL
@@ -204,16 +164,7 @@ struct ggml_sparse_score_params {
 //   acc f32; the order of additions depends on the shapes only, not on the number of threads. From codes: coefficients rounded to whole
 //   numbers, sums of integers (docs/numerics.md, 11a)
 GGML_API struct ggml_tensor * ggml_sparse_attn_score(
-        struct ggml_context * ctx,
-        struct ggml_tensor  * q,
-        struct ggml_tensor  * k,
-        struct ggml_tensor  * k_t,
-        struct ggml_tensor  * sealed,
-        struct ggml_tensor  * mask,
-        struct ggml_tensor  * visible,
-        struct ggml_tensor  * stats,
-        struct ggml_tensor  * k_range,
-        struct ggml_sparse_score_params params);
+        struct ggml_context * ctx, const struct ggml_sparse_src * src, struct ggml_sparse_score_params params);
 
 #define GGML_SPARSE_SELECT_ALL (-1) // as n_sel: every visible position
 
@@ -253,10 +204,7 @@ struct ggml_sparse_select_params {
 //   head h, m: the largest of them. -inf where no more than 2^-18 of the mass is left, or the selected cells' is 0 in f32. ATTEND makes
 //   alpha from it
 GGML_API struct ggml_tensor * ggml_sparse_attn_select(
-        struct ggml_context * ctx,
-        struct ggml_tensor  * logits,
-        struct ggml_tensor  * wanted,
-        struct ggml_sparse_select_params params);
+        struct ggml_context * ctx, const struct ggml_sparse_src * src, struct ggml_sparse_select_params params);
 
 // SCORE_SELECT
 //   sources as for SCORE and SELECT; visible is counted on the way. res and its bits as SELECT(SCORE(..))
@@ -266,16 +214,7 @@ struct ggml_sparse_score_select_params {
 };
 
 GGML_API struct ggml_tensor * ggml_sparse_attn_score_select(
-        struct ggml_context * ctx,
-        struct ggml_tensor  * q,
-        struct ggml_tensor  * k,
-        struct ggml_tensor  * k_t,
-        struct ggml_tensor  * sealed,
-        struct ggml_tensor  * mask,
-        struct ggml_tensor  * wanted,
-        struct ggml_tensor  * stats,
-        struct ggml_tensor  * k_range,
-        struct ggml_sparse_score_select_params params);
+        struct ggml_context * ctx, const struct ggml_sparse_src * src, struct ggml_sparse_score_select_params params);
 
 struct ggml_sparse_attend_params {
     float   scale;
@@ -289,10 +228,11 @@ struct ggml_sparse_attend_params {
 //   k        [d_k, n_head_kv, n_kv, n_stream]       any
 //   v        [d_v, n_head_kv, n_kv, n_stream]       any
 //   mask     [n_kv, n_tok, 1, n_stream]             f16
-//   visible  from VISIBLE, with mean_v made with sealed
+//   visible  from VISIBLE
 //   sel      the result of SELECT or SCORE_SELECT, or NULL: all visible positions (exact dense). A token whose n_sel is GGML_SPARSE_SELECT_ALL gets what
 //            it gets without sel, bit for bit on the CPU, without the mean of V, and counts as dense
-//   v_sum    [d_v*n_head_kv, n_sum_t, n_stream]     f32      with mean_v, else NULL
+//   v_sum    [d_v*n_head_kv, n_sum_t, n_stream]     f32      with mean_v
+//   sealed   [n_grp, n_stream]                      i32      with mean_v: the groups whose sums are in v_sum
 //   sinks    [n_head]                               f32      or NULL
 //   stats    i64 or NULL
 //   res      [d_v*n_head, n_tok*n_stream]           f32      zeros where a token sees nothing
@@ -303,17 +243,7 @@ struct ggml_sparse_attend_params {
 //   single cell may decide. The outer root: since R is an estimate, the mean of V comes in half way. A learned sink takes mass but carries no
 //   value: its share stays with the selection, so that selecting everything is dense attention
 GGML_API struct ggml_tensor * ggml_sparse_attn_attend(
-        struct ggml_context * ctx,
-        struct ggml_tensor  * q,
-        struct ggml_tensor  * k,
-        struct ggml_tensor  * v,
-        struct ggml_tensor  * mask,
-        struct ggml_tensor  * visible,
-        struct ggml_tensor  * sel,
-        struct ggml_tensor  * v_sum,
-        struct ggml_tensor  * sinks,
-        struct ggml_tensor  * stats,
-        struct ggml_sparse_attend_params params);
+        struct ggml_context * ctx, const struct ggml_sparse_src * src, struct ggml_sparse_attend_params params);
 
 struct ggml_sparse_prefill_params {
     float   scale;
@@ -336,55 +266,19 @@ struct ggml_sparse_prefill_params {
 //     samples leave out: the mean of V over what is left out then has u/(1 - u) times the mass that a token found. If K is not finite somewhere,
 //     all is read
 GGML_API struct ggml_tensor * ggml_sparse_attn_prefill(
-        struct ggml_context * ctx,
-        struct ggml_tensor  * q,
-        struct ggml_tensor  * k,
-        struct ggml_tensor  * v,
-        struct ggml_tensor  * mask,
-        struct ggml_tensor  * sinks,
-        struct ggml_tensor  * stats,
-        struct ggml_sparse_prefill_params params);
+        struct ggml_context * ctx, const struct ggml_sparse_src * src, struct ggml_sparse_prefill_params params);
 
 // ---- the methods, composed of them ----
 
-struct ggml_sparse_attn_inputs { // as described above; NULL where optional
-    struct ggml_tensor * q;
-    struct ggml_tensor * k;
-    struct ggml_tensor * v;
-    struct ggml_tensor * k_t;
-    struct ggml_tensor * v_sum;
-    struct ggml_tensor * sealed;
-    struct ggml_tensor * mask;
-    struct ggml_tensor * visible;
-    struct ggml_tensor * wanted;
-    struct ggml_tensor * sinks;
-    struct ggml_tensor * stats;
-    struct ggml_tensor * k_range;
-};
-
-struct ggml_sparse_attn_params {
-    int32_t rank;
-    int32_t topk_max;
-    int32_t n_local_max;
-    float   scale;
-    float   max_bias;
-    float   softcap;
-    int32_t mean_v;
-    int32_t n_bit;
-    int32_t n_rot;
-    float   top_p;
-    int32_t i_k;
-    int32_t i_forced;
-    int32_t i_rank;
-};
+// with select.rest, the mean of V comes in
 
 // SparQ attention: SCORE_SELECT, ATTEND
 GGML_API struct ggml_tensor * ggml_sparq_attn(
-        struct ggml_context * ctx, const struct ggml_sparse_attn_inputs * in, const struct ggml_sparse_attn_params * params);
+        struct ggml_context * ctx, const struct ggml_sparse_src * src, struct ggml_sparse_score_select_params params);
 
 // exact top-k attention: SCORE from K, SELECT, ATTEND
 GGML_API struct ggml_tensor * ggml_topk_attn(
-        struct ggml_context * ctx, const struct ggml_sparse_attn_inputs * in, const struct ggml_sparse_attn_params * params);
+        struct ggml_context * ctx, const struct ggml_sparse_src * src, struct ggml_sparse_score_select_params params);
 
 #ifdef __cplusplus
 }

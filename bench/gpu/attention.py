@@ -37,9 +37,16 @@ from pyorch.bench import paper, records
 from pyorch.bench.records import Done, Record, Result, where_given
 from pyorch.cli.terminal import note
 from pyorch.errors import SparqError
+from pyorch.native.slots import sources
 from pyorch.table import markdown
 
-from ggml_ctypes import STATS, AttnInputs, AttnParams, SealParams  # isort: skip  device.py finds it
+from ggml_ctypes import (  # isort: skip  device.py finds it
+    STATS,
+    ScoreParams,
+    ScoreSelectParams,
+    SealParams,
+    SelectParams,
+)
 
 FILE = "gpu_attention.jsonl"
 NEEDS = "python -m bench gpu_attention"
@@ -228,7 +235,7 @@ def sparq(
         "wanted": new("i32", 2 + LOCAL + SINKS, 1, 1, c.batch),
     }
     stats = new("i64", len(STATS))
-    visible = base.ggml_sparse_attn_visible(ctx, mask, inputs["sealed"])
+    visible = base.ggml_sparse_attn_visible(ctx, mask)
     n_run, chan = -(-c.positions // RUN), D * c.n_head_kv
     seals, nodes = [], []
     for qi, (k, v) in zip(q, kv, strict=True):
@@ -240,20 +247,14 @@ def sparq(
             if mean_v
             else None
         )
-        seals.append(
-            base.ggml_sparse_attn_seal(
-                ctx, k_t, v_sum, k, v if mean_v else None, inputs["list"], stats, k_range,
-                None if bits == 16 else inputs["sealed"], SealParams(bits, 0),
-            )
-        )  # fmt: skip
-        tensors = dict(q=qi, k=k, v=v, k_t=k_t, sealed=inputs["sealed"], mask=mask, visible=visible)
-        tensors |= dict(wanted=inputs["wanted"], stats=stats)
-        tensors |= {"v_sum": v_sum} if mean_v else {}
-        tensors |= {"k_range": k_range} if k_range is not None else {}
-        params = AttnParams(c.rank, c.topk, LOCAL, scale, 0.0, 0.0, mean_v, bits, 0)
-        nodes.append(
-            base.ggml_sparq_attn(ctx, ctypes.byref(AttnInputs(**tensors)), ctypes.byref(params))
+        given = dict(k=k, v=v, k_t=k_t, k_range=k_range, v_sum=v_sum, stats=stats, **inputs)
+        src = sources(q=qi, mask=mask, visible=visible, **given)
+        seals.append(base.ggml_sparse_attn_seal(ctx, src, SealParams(bits, 0)))
+        params = ScoreSelectParams(
+            ScoreParams(c.rank, scale, 0.0, 0.0, bits),
+            SelectParams(c.topk, c.n_head_kv, LOCAL, mean_v),
         )
+        nodes.append(base.ggml_sparq_attn(ctx, src, params))
     return stats, seals, nodes, inputs
 
 

@@ -317,7 +317,7 @@ void attend_units(const attend_src & a, const attend_work & w, unit_queue & queu
 template <typename F, typename G>
 void for_mean(const attend_src & a, int64_t i, int64_t s, F on_sum, G on_group) {
     const int32_t * visible = at<const int32_t>(a.visible, i, 0, s);
-    const int32_t * sealed  = at<const int32_t>(a.visible, a.n_tok, 0, s); // VISIBLE's last row
+    const int32_t * sealed  = at<const int32_t>(a.sealed, s);
     const int64_t   n_grp   = a.visible->ne[0];
 
     for (int64_t g0 = 0; g0 < n_grp; g0 += SUM) {

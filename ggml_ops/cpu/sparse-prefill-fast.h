@@ -11,6 +11,7 @@
 // code, for tests.
 
 #include "sparse-prefill.h"
+#include "sparse-vec-int.h"
 
 #if (defined(SPARQ_AVX512) && defined(__AVX512VNNI__)) || (defined(SPARQ_AVX2) && defined(__AVXVNNI__)) || \
         (defined(SPARQ_NEON) && defined(__ARM_FEATURE_DOTPROD)) || defined(SPARQ_SCALAR_FAST)
@@ -50,100 +51,30 @@ struct kv_bytes {
 
 #if defined(SPARQ_PREFILL_FAST)
 
-// ---- what each instruction set provides ----
-//
-//   vi               W whole numbers of 32 bits             four(p)             the N_BYTE bytes at p in all lanes
-//   to_int(x)        x, which is whole                      to_float(x)         x as floats
-//   low_bytes(x, i)  the lowest byte of each lane, moved up by i bytes
-//   dot4(acc, q, k)  acc + the products of the four bytes of each lane, those of k with a sign
-//   store_low(p, x, n)  the lowest bytes of the first n lanes
-//   bf16_bits(x)     the bits of x, rounded to bf16; the others are 0
-//   pair_bf16(a, b)  two bf16 per lane from those, the first one in the lower half
-//   dot_bf16(acc, p, v)  acc + the products of two bf16
-
-#if defined(SPARQ_AVX512)
-// gcc 12 keeps an array of __m512i in memory, because the products of VNNI take another type
-typedef int32_t vi __attribute__((vector_size(64)));
-
-static inline vi  to_int(vf x)                      { return (vi) _mm512_cvtps_epi32(x); }
-static inline vf  to_float(vi x)                    { return _mm512_cvtepi32_ps((__m512i) x); }
-static inline vi  set1_int(int32_t x)               { return (vi) _mm512_set1_epi32(x); }
-static inline vi  load_int(const void * p)          { return (vi) _mm512_loadu_si512(p); }
-static inline void store_int(void * p, vi x)        { _mm512_storeu_si512(p, (__m512i) x); }
-static inline vi  as_bits(vf x)                     { return (vi) _mm512_castps_si512(x); }
-static inline vf  as_float(vi x)                    { return _mm512_castsi512_ps((__m512i) x); }
-static inline vi  dot4(vi acc, vi q, vi k)          { return (vi) _mm512_dpbusd_epi32((__m512i) acc, (__m512i) q, (__m512i) k); }
-static inline void store_low(int8_t * p, vi x, int n) { _mm512_mask_cvtepi32_storeu_epi8(p, (__mmask16) ((1u << n) - 1), (__m512i) x); }
-#if defined(SPARQ_PREFILL_BF16)
-static inline vf  dot_bf16(vf acc, vi p, vi v)      { return _mm512_dpbf16_ps(acc, (__m512bh) p, (__m512bh) v); }
-#endif
-
-#elif defined(SPARQ_AVX2)
-typedef int32_t vi __attribute__((vector_size(32)));
-
-static inline vi  to_int(vf x)                      { return (vi) _mm256_cvtps_epi32(x); }
-static inline vf  to_float(vi x)                    { return _mm256_cvtepi32_ps((__m256i) x); }
-static inline vi  set1_int(int32_t x)               { return (vi) _mm256_set1_epi32(x); }
-static inline vi  load_int(const void * p)          { return (vi) _mm256_loadu_si256((const __m256i *) p); }
-static inline void store_int(void * p, vi x)        { _mm256_storeu_si256((__m256i *) p, (__m256i) x); }
-static inline vi  dot4(vi acc, vi q, vi k)          { return (vi) _mm256_dpbusd_avx_epi32((__m256i) acc, (__m256i) q, (__m256i) k); }
-static inline void store_low(int8_t * p, vi x, int n) {
-    const __m128i half = _mm_packs_epi32(_mm256_castsi256_si128((__m256i) x), _mm256_extracti128_si256((__m256i) x, 1));
-    const int64_t bytes = _mm_cvtsi128_si64(_mm_packs_epi16(half, half));
-    memcpy(p, &bytes, n == W ? W : n);
-}
-
+// acc + the products of the four bytes of each lane, those of k with a sign
+static inline vi dot4(vi acc, vi q, vi k) {
+#if defined(SPARQ_AVX512) || defined(SPARQ_AVX2)
+    return dot_bytes(acc, q, k);
 #elif defined(SPARQ_NEON)
-typedef int32x4_t vi;
-
-static inline vi  to_int(vf x)                      { return vcvtq_s32_f32(x); }
-static inline vf  to_float(vi x)                    { return vcvtq_f32_s32(x); }
-static inline vi  set1_int(int32_t x)               { return vdupq_n_s32(x); }
-static inline vi  load_int(const void * p)          { return vreinterpretq_s32_u8(vld1q_u8((const uint8_t *) p)); }
-static inline void store_int(void * p, vi x)        { vst1q_u8((uint8_t *) p, vreinterpretq_u8_s32(x)); }
-static inline vi  as_bits(vf x)                     { return vreinterpretq_s32_f32(x); }
-static inline vf  as_float(vi x)                    { return vreinterpretq_f32_s32(x); }
-static inline vi  dot4(vi acc, vi q, vi k)          { return vdotq_s32(acc, vreinterpretq_s8_s32(q), vreinterpretq_s8_s32(k)); }
-static inline void store_low(int8_t * p, vi x, int n) {
-    const int8x8_t bytes = vmovn_s16(vcombine_s16(vmovn_s32(x), vmovn_s32(x)));
-    const int32_t four = vget_lane_s32(vreinterpret_s32_s8(bytes), 0);
-    memcpy(p, &four, n == W ? W : n);
-}
-#if defined(SPARQ_PREFILL_BF16)
-static inline vf  dot_bf16(vf acc, vi p, vi v)      { return vbfdotq_f32(acc, vreinterpretq_bf16_s32(p), vreinterpretq_bf16_s32(v)); }
-#endif
-
+    return vdotq_s32(acc, vreinterpretq_s8_s32(q), vreinterpretq_s8_s32(k));
 #else
-typedef int32_t vi;
-
-static inline vi  to_int(vf x)                      { return (int32_t) x; }
-static inline vf  to_float(vi x)                    { return (float) x; }
-static inline vi  set1_int(int32_t x)               { return x; }
-static inline vi  load_int(const void * p)          { vi x; memcpy(&x, p, sizeof(x)); return x; }
-static inline void store_int(void * p, vi x)        { memcpy(p, &x, sizeof(x)); }
-static inline vi  dot4(vi acc, vi q, vi k) {
     for (int i = 0; i < N_BYTE; ++i) {
         acc += (int8_t) ((uint32_t) q >> 8*i)*(int8_t) ((uint32_t) k >> 8*i);
     }
     return acc;
-}
-static inline void store_low(int8_t * p, vi x, int) { *p = (int8_t) x; }
 #endif
-
-// Vectors of gcc and clang have operators, and NEON's are such vectors
-static inline vi low_bytes(vi x, int i) { return (x & set1_int(0xff)) << set1_int(8*i); }
-static inline vi four(const int8_t * p) {
-    int32_t x;
-    memcpy(&x, p, sizeof(x));
-    return set1_int(x);
 }
+
+// the lowest byte of each lane, moved up by i bytes
+static inline vi low_bytes(vi x, int i) { return (x & set1_int(0xff)) << set1_int(8*i); }
 
 #if defined(SPARQ_PREFILL_BF16)
-// half of the last digit that stays is added, less one bit where that digit is even
+// The bits of x, rounded to bf16; the others are 0: half of the last digit that stays is added, less one bit where that digit is even
 static inline vi bf16_bits(vf x) {
     const vi bits = as_bits(x);
     return (bits + set1_int(0x7fff) + ((bits >> 16) & set1_int(1))) & set1_int((int) 0xffff0000);
 }
+// two bf16 per lane from those, the first one in the lower half
 static inline vi pair_bf16(vi a, vi b) { return ((a >> 16) & set1_int(0xffff)) | b; }
 #endif
 

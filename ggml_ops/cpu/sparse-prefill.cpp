@@ -85,9 +85,9 @@ void prefill_fast(const prefill_src & a, prefill_work & w, const prefill_unit & 
 bool all_are(const uint8_t * kind, int64_t lo, int64_t hi, mask_kind x) {
     return std::all_of(kind + lo, kind + hi, [&](uint8_t y) { return y == x; });
 }
-// and to all the queries [r0, r1)?
+// and to all the queries [r0, r1)? Without kind all see all
 bool all_are(const prefill_src & a, const uint8_t * kind, int64_t r0, int64_t r1, mask_kind x) {
-    return all_are(kind, a.tok(r0), ceil_div(r1, a.n_side), x);
+    return kind ? all_are(kind, a.tok(r0), ceil_div(r1, a.n_side), x) : x == MASK_ZERO;
 }
 
 void load_position(const prefill_src & a, const prefill_work & w, int64_t h, int64_t s, int64_t t, int i) {
@@ -247,18 +247,29 @@ void choose_all(const prefill_src & a, const prefill_work & w, const ggml_comput
 
 // ---- attention ----
 
-// adds n positions, whose K and V are w.k and w.v, to the attention of all queries of a unit; K is overwritten
-void attend_all(const prefill_src & a, prefill_work & w, const prefill_unit & u, int n) {
-    const bool finite = is_finite(w.v, n*a.d_v);
+// adds the n positions from t on, whose K and V are w.k and w.v, to the attention of the queries of a unit; K is overwritten. kind: of the block of
+// positions; nullptr: all queries see all of these positions, which may lie anywhere
+void attend_positions(const prefill_src & a, prefill_work & w, const prefill_unit & u, int64_t t, int n, const uint8_t * kind) {
+    const bool fast = a.fast && n == BLOCK_KV && is_finite(w.k, n*a.d_k) && is_finite(w.v, n*a.d_v);
+    const bool finite = fast || all_are(a, kind, u.r0, u.r1, MASK_ZERO) || is_finite(w.v, n*a.d_v);
+    for (int64_t j = 0; j < u.n_block(); ++j) {
+        if (all_are(a, kind, u.begin(j), u.end(j), MASK_HIDES_ALL)) {
+            continue;
+        }
+        const bool plain = all_are(a, kind, u.begin(j), u.end(j), MASK_ZERO);
+        if (plain && fast) {
+            continue;
+        }
+        if (!plain) {
+            load_bias(a, w.bias, u, j, t, n, kind, !fast);
+        }
+        attend_block(w.block[j], w.k, a.d_k, w.v, a.d_v, n, finite, plain ? nullptr : w.bias, a.p.softcap, w.s);
+    }
 #if defined(SPARQ_PREFILL_FAST)
-    if (a.fast && n == BLOCK_KV && finite && is_finite(w.k, n*a.d_k)) {
-        prefill_fast(a, w, u, nullptr);
-        return;
+    if (fast) {
+        prefill_fast(a, w, u, kind);
     }
 #endif
-    for (int64_t j = 0; j < u.n_block(); ++j) {
-        attend_block(w.block[j], w.k, a.d_k, w.v, a.d_v, n, finite, nullptr, a.p.softcap, w.s);
-    }
 }
 
 // the positions that the unit's choice keeps; w.mean is the mean of V over the others
@@ -282,7 +293,7 @@ void prefill_chosen(const prefill_src & a, prefill_work & w, const prefill_unit 
                 w.mean[d] -= w.v[j*a.d_v + d];
             }
         }
-        attend_all(a, w, u, n);
+        attend_positions(a, w, u, 0, n, nullptr);
         n = 0;
     };
     for (int64_t b = 0; b < a.n_block_kv; ++b) {
@@ -325,26 +336,7 @@ void prefill(const prefill_src & a, prefill_work & w, const prefill_unit & u, gg
             continue;
         }
         load_block(a, w, a.head_kv(u.set), u.s, t, n);
-        const bool fast = a.fast && n == BLOCK_KV && is_finite(w.k, n*a.d_k) && is_finite(w.v, n*a.d_v);
-        const bool finite = fast || all_are(a, kind, u.r0, u.r1, MASK_ZERO) || is_finite(w.v, n*a.d_v);
-        for (int64_t j = 0; j < u.n_block(); ++j) {
-            if (all_are(a, kind, u.begin(j), u.end(j), MASK_HIDES_ALL)) {
-                continue;
-            }
-            const bool plain = all_are(a, kind, u.begin(j), u.end(j), MASK_ZERO);
-            if (plain && fast) {
-                continue;
-            }
-            if (!plain) {
-                load_bias(a, w.bias, u, j, t, n, kind, !fast);
-            }
-            attend_block(w.block[j], w.k, a.d_k, w.v, a.d_v, n, finite, plain ? nullptr : w.bias, a.p.softcap, w.s);
-        }
-#if defined(SPARQ_PREFILL_FAST)
-        if (fast) {
-            prefill_fast(a, w, u, kind);
-        }
-#endif
+        attend_positions(a, w, u, t, n, kind);
     }
     for (int64_t j = 0; j < u.n_block(); ++j) {
         if (a.chooses) {

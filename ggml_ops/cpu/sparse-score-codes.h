@@ -8,92 +8,11 @@
 #include "sparse-codes.h"
 #include "sparse-rows.h"
 #include "sparse-score.h"
+#include "sparse-vec-int.h"
 
 namespace sparse {
 
 constexpr int LINE = GGML_SPARSE_LINE; // bytes
-
-// ---- vectors of bytes ----
-//
-//   vi            VB bytes, or VB/4 sums of 32 bits
-//   zip8, zip16   interleave the bytes, or the pairs of bytes, of a and b within 128 bits: of the lower or the upper half of each
-//   dot           acc + the sum over four neighbouring bytes of x (unsigned) times w (signed). Without DOT_ANY |w| must be at most 64 where
-//                 bytes exceed 127
-#if defined(SPARQ_AVX512)
-typedef __m512i vi;
-constexpr int VB = 64;
-#if defined(__AVX512VNNI__)
-constexpr bool DOT_ANY = true;
-#else
-constexpr bool DOT_ANY = false;
-#endif
-static inline vi vi_load(const uint8_t * p)       { return _mm512_loadu_si512(p); }
-static inline vi vi_set4(const int8_t * p)        { int32_t x; memcpy(&x, p, 4); return _mm512_set1_epi32(x); }
-static inline vi vi_zero()                        { return _mm512_setzero_si512(); }
-static inline vi zip8_lo(vi a, vi b)              { return _mm512_unpacklo_epi8(a, b); }
-static inline vi zip8_hi(vi a, vi b)              { return _mm512_unpackhi_epi8(a, b); }
-static inline vi zip16_lo(vi a, vi b)             { return _mm512_unpacklo_epi16(a, b); }
-static inline vi zip16_hi(vi a, vi b)             { return _mm512_unpackhi_epi16(a, b); }
-static inline vi low4(vi x)                       { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
-static inline vi high4(vi x)                      { return low4(_mm512_srli_epi16(x, 4)); }
-static inline vf to_float(vi x)                   { return _mm512_cvtepi32_ps(x); }
-static inline vi dot(vi acc, vi x, vi w) {
-#if defined(__AVX512VNNI__)
-    return _mm512_dpbusd_epi32(acc, x, w);
-#else
-    return _mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_maddubs_epi16(x, w), _mm512_set1_epi16(1)));
-#endif
-}
-#elif defined(SPARQ_AVX2)
-typedef __m256i vi;
-constexpr int  VB      = 32;
-#if defined(__AVXVNNI__)
-constexpr bool DOT_ANY = true;
-#else
-constexpr bool DOT_ANY = false;
-#endif
-static inline vi vi_load(const uint8_t * p)       { return _mm256_loadu_si256((const __m256i *) p); }
-static inline vi vi_set4(const int8_t * p)        { int32_t x; memcpy(&x, p, 4); return _mm256_set1_epi32(x); }
-static inline vi vi_zero()                        { return _mm256_setzero_si256(); }
-static inline vi zip8_lo(vi a, vi b)              { return _mm256_unpacklo_epi8(a, b); }
-static inline vi zip8_hi(vi a, vi b)              { return _mm256_unpackhi_epi8(a, b); }
-static inline vi zip16_lo(vi a, vi b)             { return _mm256_unpacklo_epi16(a, b); }
-static inline vi zip16_hi(vi a, vi b)             { return _mm256_unpackhi_epi16(a, b); }
-static inline vi low4(vi x)                       { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
-static inline vi high4(vi x)                      { return low4(_mm256_srli_epi16(x, 4)); }
-static inline vf to_float(vi x)                   { return _mm256_cvtepi32_ps(x); }
-static inline vi dot(vi acc, vi x, vi w) {
-#if defined(__AVXVNNI__)
-    return _mm256_dpbusd_avx_epi32(acc, x, w);
-#else
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(x, w), _mm256_set1_epi16(1)));
-#endif
-}
-#elif defined(SPARQ_NEON)
-typedef uint8x16_t vi;
-constexpr int  VB      = 16;
-constexpr bool DOT_ANY = true;
-static inline vi vi_load(const uint8_t * p)       { return vld1q_u8(p); }
-static inline vi vi_set4(const int8_t * p)        { int32_t x; memcpy(&x, p, 4); return vreinterpretq_u8_s32(vdupq_n_s32(x)); }
-static inline vi vi_zero()                        { return vdupq_n_u8(0); }
-static inline vi zip8_lo(vi a, vi b)              { return vzip1q_u8(a, b); }
-static inline vi zip8_hi(vi a, vi b)              { return vzip2q_u8(a, b); }
-static inline vi zip16_lo(vi a, vi b)             { return vreinterpretq_u8_u16(vzip1q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b))); }
-static inline vi zip16_hi(vi a, vi b)             { return vreinterpretq_u8_u16(vzip2q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b))); }
-static inline vi low4(vi x)                       { return vandq_u8(x, vdupq_n_u8(15)); }
-static inline vi high4(vi x)                      { return vshrq_n_u8(x, 4); }
-static inline vf to_float(vi x)                   { return vcvtq_f32_s32(vreinterpretq_s32_u8(x)); }
-static inline vi dot(vi acc, vi x, vi w) {
-    const int8x16_t s = vreinterpretq_s8_u8(w);
-#if defined(__ARM_FEATURE_MATMUL_INT8)
-    return vreinterpretq_u8_s32(vusdotq_s32(vreinterpretq_s32_u8(acc), x, s));
-#else
-    const int16x8_t lo = vmulq_s16(vreinterpretq_s16_u16(vmovl_u8(vget_low_u8(x))), vmovl_s8(vget_low_s8(s)));
-    const int16x8_t hi = vmulq_s16(vreinterpretq_s16_u16(vmovl_high_u8(x)), vmovl_high_s8(s));
-    return vreinterpretq_u8_s32(vaddq_s32(vreinterpretq_s32_u8(acc), vpaddq_s32(vpaddlq_s16(lo), vpaddlq_s16(hi))));
-#endif
-}
-#endif
 
 // components of a pass: so many that sums are seldom loaded and stored
 constexpr int PASS_COMPONENTS = 32;
@@ -123,19 +42,6 @@ static inline vf load_quad(const float * p, int v) {
     return vld1q_f32(p);
 #else
     return p[v % 4];
-#endif
-}
-
-// W whole numbers in -128..127 to bytes
-static inline void store_i8(int8_t * p, vf x) {
-#if defined(SPARQ_AVX512)
-    _mm_storeu_si128((__m128i *) p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x)));
-#else
-    float y[W];
-    store(y, x);
-    for (int i = 0; i < W; ++i) {
-        p[i] = (int8_t) y[i];
-    }
 #endif
 }
 
@@ -235,9 +141,9 @@ static inline void make_coef(run_coef & res, const float * coef, const float * r
                 base[v] = fma(c, load(r + LANES), base[v]);
                 rest[v] = add(sub(a, mul(w, load(step + v*W))), rest[v]);
                 const vf w0 = n_bit == 4 ? w : round_even(mul(w, set1(1.0f/64.0f)));
-                store_i8(res.w0 + 4*(q*MAX_RUN + j0) + v*W, w0);
+                store_low(res.w0 + 4*(q*MAX_RUN + j0) + v*W, to_int(w0), W);
                 if (n_bit == 8) {
-                    store_i8(res.w1 + 4*(q*MAX_RUN + j0) + v*W, sub(w, mul(w0, set1(64.0f))));
+                    store_low(res.w1 + 4*(q*MAX_RUN + j0) + v*W, to_int(sub(w, mul(w0, set1(64.0f)))), W);
                 }
             }
         }
@@ -289,7 +195,7 @@ template <int N_BIT> constexpr bool WHOLE_BYTES = N_BIT == 4 && DOT_ANY;
 static SPARQ_INLINE void zip_rows(vi * res, const uint8_t * const * row, int64_t at) {
     vi x[4];
     for (int i = 0; i < 4; ++i) {
-        x[i] = vi_load(row[i] + at);
+        x[i] = load_int(row[i] + at);
         if (at % LINE == 0) {
             prefetch_first(row[i] + at + CODES_AHEAD);
         }
@@ -335,7 +241,7 @@ static SPARQ_NOINLINE void score_lines(float * s, int64_t ld_s, const run_coef *
         vi a0[HB][4], a1[HB][4];
         for (int h = 0; h < HB; ++h) {
             for (int j = 0; j < 4; ++j) {
-                a0[h][j] = a1[h][j] = vi_zero();
+                a0[h][j] = a1[h][j] = set1_int(0);
             }
         }
 #pragma GCC unroll 8
@@ -345,9 +251,9 @@ static SPARQ_NOINLINE void score_lines(float * s, int64_t ld_s, const run_coef *
             for (int j = 0; j < 4; ++j) {
                 const vi lo = N_BIT == 4 ? low4(x[j]) : x[j], hi = WHOLE_BYTES<N_BIT> || N_BIT == 8 ? x[j] : high4(x[j]);
                 for (int h = 0; h < HB; ++h) {
-                    const vi w = vi_set4(w0[h] + 4*q*MAX_RUN);
-                    a0[h][j] = dot(a0[h][j], lo, w);
-                    a1[h][j] = dot(a1[h][j], hi, N_BIT == 4 ? w : vi_set4(w1[h] + 4*q*MAX_RUN));
+                    const vi w = four(w0[h] + 4*q*MAX_RUN);
+                    a0[h][j] = dot_bytes(a0[h][j], lo, w);
+                    a1[h][j] = dot_bytes(a1[h][j], hi, N_BIT == 4 ? w : four(w1[h] + 4*q*MAX_RUN));
                 }
             }
         }

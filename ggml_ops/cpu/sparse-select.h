@@ -5,6 +5,7 @@
 // Each tile of logits is made ready by the thread that has just written it. Then positions have keys: the largest keys win, ties go to the
 // lower cell. With one query head the key is the logit, with several the sum over them of their softmax.
 
+#include "ggml-sparse.h"
 #include "sparse-kth.h"
 
 #include <algorithm>
@@ -76,16 +77,13 @@ constexpr int LINE_EVERY_FAR  = 32;
 // scratch of a thread
 struct select_scratch {
     float   * key;      // [n + 2*W] the keys, with several heads
-    float   * cand;     // [n + (n_tile + 2)*W] the keys of candidates, which are near or above the cut ..
-    int32_t * cell;     // [n + (n_tile + 2)*W] .. and their cells
+    float   * cand;     // [n + 2*W] the keys of candidates, which are near or above the cut ..
+    int32_t * cell;     // [n + 2*W] .. and their cells
     float   * weight;   // [n + 2*W] with top_p
     float   * saved;    // [n_forced + W] the own keys of forced cells, NaN: the cell does not count as one
     float   * top;      // [n_head] the largest logit ..
     float   * all;      // [n_head] .. and the sum of exp(logit - top)
     float   * factor;   // [n_tile][n_head] brings exp(logit - max) of a tile to exp(logit - top)
-    float   * guess;    // [1] where threads share a head: candidates have at least this key ..
-    int32_t * n_wanted; // [1] .. so many are wanted ..
-    int32_t * n_cand;   // [n_tile] .. and each tile has so many, those of tile i from i*(tile + W) on
 };
 
 // what is to be selected
@@ -197,53 +195,42 @@ static inline void sum_tiles(const select_scratch & w, const head_scores & s) {
     }
 }
 
-// the weight of the exponentials of head h, of which the tile's largest is exp(max - top)
-static inline float head_weight(float factor, float all) { return all > 0.0f ? factor/all : 0.0f; }
-
-// key[t] = sum_h x[h, t]*weight(h) of n positions, with several heads: -inf or NaN where hidden, and behind the last position
-template <typename F>
-static inline void rank_keys(float * key, const float * x, int64_t ld, int64_t n, int n_head, F weight, line_stream & next) {
+// w.key[t] = the sum over the heads of their softmax at t, with several heads: -inf or NaN where hidden, and behind the last position of a tile
+static inline void rank_keys(const select_scratch & w, const head_scores & s, line_stream & next) {
     constexpr int NH = 4; // heads of a pass
-    for (int h0 = 0; h0 < n_head; h0 += NH) {
-        vf f[NH];
-        const float * e[NH];
-        for (int h = 0; h < NH; ++h) {
-            const bool in = h0 + h < n_head;
-            f[h] = set1(in ? weight(h0 + h) : 0.0f);
-            e[h] = x + (in ? h0 + h : h0)*ld;
-        }
-        for (int64_t t = 0; t < n; t += W) {
-            vf p = h0 == 0 ? set1(0.0f) : load(key + t);
+    for (int64_t i = 0; i < s.n_tile(); ++i) {
+        float       * to = w.key + s.begin(i);
+        const float * x  = s.x + s.begin(i);
+        for (int h0 = 0; h0 < s.n_head; h0 += NH) {
+            vf f[NH];
+            const float * e[NH];
             for (int h = 0; h < NH; ++h) {
-                p = fma(load(e[h] + t), f[h], p);
+                const bool in = h0 + h < s.n_head;
+                f[h] = set1(in && w.all[h0 + h] > 0.0f ? w.factor[i*s.n_head + h0 + h]/w.all[h0 + h] : 0.0f);
+                e[h] = x + (in ? h0 + h : h0)*s.ld;
             }
-            next.pass(t, LINE_EVERY_FAR);
-            store(key + t, p);
+            for (int64_t t = 0; t < s.size(i); t += W) {
+                vf p = h0 == 0 ? set1(0.0f) : load(to + t);
+                for (int h = 0; h < NH; ++h) {
+                    p = fma(load(e[h] + t), f[h], p);
+                }
+                next.pass(t, LINE_EVERY_FAR);
+                store(to + t, p);
+            }
         }
-    }
-}
-
-// of the tiles [i0, i1)
-static inline void rank_head_keys(float * key, const select_scratch & w, const head_scores & s, int64_t i0, int64_t i1, line_stream & next) {
-    for (int64_t i = i0; i < i1; ++i) {
-        const auto weight = [&](int h) { return head_weight(w.factor[i*s.n_head + h], w.all[h]); };
-        rank_keys(key + s.begin(i), s.x + s.begin(i), s.ld, s.size(i), s.n_head, weight, next);
     }
 }
 
 // ---- the largest keys ----
 
 // Gives the forced cells the key +inf, each cell once, and keeps their own keys in w.saved. Returns their number
-//   key_of(cell): where its key is, nullptr if it has none
-template <typename F>
-static inline int raise_forced(const select_scratch & w, int64_t n, const select_args & a, F key_of) {
+static inline int raise_forced(const select_scratch & w, float * key, int64_t n, const select_args & a) {
     int n_in = 0;
     for (int i = 0; i < a.n_forced; ++i) {
-        const int32_t cell = a.forced[i];
-        float       * key  = a.is_forced(i, n) && n_in < a.topk_max ? key_of(cell) : nullptr;
-        w.saved[i] = key && *key > -INFINITY && *key < INFINITY ? *key : NAN;
+        const float own = a.is_forced(i, n) && n_in < a.topk_max ? key[a.forced[i]] : NAN;
+        w.saved[i] = own > -INFINITY && own < INFINITY ? own : NAN;
         if (w.saved[i] == w.saved[i]) {
-            *key = INFINITY;
+            key[a.forced[i]] = INFINITY;
             ++n_in;
         }
     }
@@ -265,15 +252,15 @@ static inline float guess_cut(const select_scratch & w, const float * key, int64
     return kth_largest(w.cand, N_SAMPLE, rank, -FLT_MAX, rank/8);
 }
 
-// Appends the cells in [t0, t1) whose keys reach `guess`, and those keys; returns their number. Keys behind the last position are -inf or NaN
-static inline int take_candidates(float * cand, int32_t * cell, const float * key, int64_t t0, int64_t t1, float guess, line_stream & next) {
+// w.cand, w.cell: the cells whose keys reach `guess`, and those keys; returns their number. Keys behind the last position are -inf or NaN
+static inline int take_candidates(const select_scratch & w, const float * key, int64_t n_key, float guess, line_stream & next) {
     const vf g = set1(guess);
     int n = 0;
-    for (int64_t t = t0; t < t1; t += W) {
+    for (int64_t t = 0; t < n_key; t += W) {
         const vf x = load(key + t);
         const vm m = ge(x, g);
-        append_f32(cand + n, x, m);
-        n += append_iota(cell + n, (int32_t) t, m);
+        append_f32(w.cand + n, x, m);
+        n += append_iota(w.cell + n, (int32_t) t, m);
         next.pass(t, LINE_EVERY_FAR);
     }
     return n;
@@ -406,22 +393,19 @@ static inline cell_mass mass_of_logits(float * x, int n, float top) {
     return { sum.total(), root.total() };
 }
 
-// Of head h at the selected candidates, from exponentials. Where these are:
-//   x.end(i)     candidates of tile i have numbers below it
-//   x.row(h, i)  those of head h in tile i, by the number of the candidate
-template <typename X>
-static inline cell_mass mass_of_cells(const int32_t * sel, int n, const select_scratch & w, const head_scores & s, const X & x, int h) {
+// of head h at the selected cells, from exponentials
+static inline cell_mass mass_of_cells(const int32_t * sel, int n, const select_scratch & w, const head_scores & s, int h) {
     cell_mass res = { 0.0f, 0.0f };
     int end = 0;
     for (int64_t tile = 0; tile < s.n_tile(); ++tile) {
         const int i = end;
-        end = (int) (std::lower_bound(sel + i, sel + n, x.end(tile)) - sel);
+        end = (int) (std::lower_bound(sel + i, sel + n, s.begin(tile + 1)) - sel);
         if (i == end) {
             continue;
         }
         long_sum sum, root;
         for (int c = i; c < end; c += W) {
-            const vf p = gather_n(x.row(h, tile), sel + c, std::min(W, end - c));
+            const vf p = gather_n(s.x + h*s.ld, sel + c, std::min(W, end - c));
             sum  += p;
             root += fourth_root(p);
         }
@@ -431,19 +415,9 @@ static inline cell_mass mass_of_cells(const int32_t * sel, int n, const select_s
     return res;
 }
 
-// the exponentials of all positions: candidates are numbered by their cells
-struct all_cells {
-    const head_scores & s;
-
-    int64_t       end(int64_t tile)    const { return s.begin(tile + 1); }
-    const float * row(int h, int64_t)  const { return s.x + h*s.ld; }
-};
-
 // What head h leaves out, as ggml-sparse.h defines it. w.cand: the keys of the selected
-template <typename X>
-static inline float head_rest(const int32_t * sel, int n, const select_scratch & w, const head_scores & s, const X & x, const select_args & a,
-        int h) {
-    cell_mass kept = s.n_head == 1 ? mass_of_logits(w.cand, n, w.top[0]) : mass_of_cells(sel, n, w, s, x, h);
+static inline float head_rest(const int32_t * sel, int n, const select_scratch & w, const head_scores & s, const select_args & a, int h) {
+    cell_mass kept = s.n_head == 1 ? mass_of_logits(w.cand, n, w.top[0]) : mass_of_cells(sel, n, w, s, h);
     if (s.n_head == 1) {
         kept += mass_of_logits(w.saved, a.n_forced, w.top[0]);
     }
@@ -462,24 +436,6 @@ static inline float * keys(const select_scratch & w, const head_scores & s) { re
 // does step 2 need more of the softmax than the order?
 static inline bool wants_softmax(const select_args & a) { return a.want_rest || is_top_p(a.top_p); }
 
-// res = n_sel, rest [n_head], the numbers of the selected candidates, -1 ..: of the n_cand candidates in w.cand, of which forced cells have the
-// key +inf
-template <typename X>
-static inline void finish_select(int32_t * res, const select_scratch & w, const head_scores & s, const X & x, const select_args & a, int n_cand,
-        int k, float guess) {
-    int32_t * sel = res + 1 + s.n_head;
-    int n_sel = take_largest(sel, w, n_cand, k, guess);
-    if (is_top_p(a.top_p)) {
-        n_sel = keep_top_p(sel, n_sel, w, s, a.n_forced, a.top_p);
-    }
-    res[0] = n_sel;
-    std::fill(sel + n_sel, sel + a.topk_max, -1);
-    for (int h = 0; h < s.n_head; ++h) {
-        const float rest = a.want_rest ? head_rest(sel, n_sel, w, s, x, a, h) : -INFINITY;
-        memcpy(res + 1 + h, &rest, sizeof(rest));
-    }
-}
-
 // the result of a token that reads all it sees
 static inline void select_all(int32_t * res, int n_head, int topk_max) {
     const float rest = -INFINITY;
@@ -490,26 +446,36 @@ static inline void select_all(int32_t * res, int n_head, int topk_max) {
     std::fill_n(res + 1 + n_head, topk_max, -1);
 }
 
-// all of it, once the tiles are finished
+// res = n_sel, rest [n_head], the selected cells, -1 .., once the tiles are finished
 static inline void select_topk(int32_t * res, const select_scratch & w, const head_scores & s, const select_args & a, line_stream & next) {
     if (wants_softmax(a) || s.n_head > 1) {
         sum_tiles(w, s);
     }
     float * key = keys(w, s);
     if (s.n_head > 1) {
-        rank_head_keys(key, w, s, 0, s.n_tile(), next);
+        rank_keys(w, s, next);
     }
-    const int k = n_wanted(a, raise_forced(w, s.n, a, [&](int32_t cell) { return key + cell; }));
+    const int k = n_wanted(a, raise_forced(w, key, s.n, a));
     int   n_cand = 0;
     float guess  = -FLT_MAX;
     for (float wide = 1.0f; k > 0; wide *= 4.0f) {
         guess  = guess_cut(w, key, s.n, k, wide);
-        n_cand = take_candidates(w.cand, w.cell, key, 0, s.n, guess, next);
+        n_cand = take_candidates(w, key, s.n, guess, next);
         if (n_cand >= k || guess == -FLT_MAX) {
             break;
         }
     }
-    finish_select(res, w, s, all_cells { s }, a, n_cand, k, guess);
+    int32_t * sel = res + 1 + s.n_head;
+    int n_sel = take_largest(sel, w, n_cand, k, guess);
+    if (is_top_p(a.top_p)) {
+        n_sel = keep_top_p(sel, n_sel, w, s, a.n_forced, a.top_p);
+    }
+    res[0] = n_sel;
+    std::fill(sel + n_sel, sel + a.topk_max, -1);
+    for (int h = 0; h < s.n_head; ++h) {
+        const float rest = a.want_rest ? head_rest(sel, n_sel, w, s, a, h) : -INFINITY;
+        memcpy(res + 1 + h, &rest, sizeof(rest));
+    }
 }
 
 } // namespace sparse

@@ -11,8 +11,9 @@ namespace sparse_cuda {
 
 struct attend_args {
     view q, k, v, mask, v_sum;
-    view visible;                       // with mean_v its row n_tok tells which groups are sealed
+    view visible;
     const int32_t * sel;                // [row][n_head_kv][ld_sel] or NULL: all positions
+    const int32_t * sealed;             // [n_stream][n_grp], with mean_v
     const float   * sink_logits;        // [n_head] or NULL
     float * state;                      // [row][n_head][n_grid][ATTEND_STATE + d_v], or NULL with one split: straight to res
     float * mean;                       // [row][n_head_kv][d_v], with mean_v
@@ -271,7 +272,7 @@ __device__ inline void attend_mean(const attend_args & a, mean_shared & m, float
     if (!mean_v && h > 0) { // the first one counts for all
         return;
     }
-    const int32_t  * sealed = mean_v ? a.visible.at<const int32_t>(a.n_tok, 0, s) : nullptr;
+    const int32_t  * sealed = mean_v ? a.sealed + s*a.n_grp : nullptr;
     const uint16_t * mask   = a.mask.at<const uint16_t>(i, 0, s);
     const int n_col = (a.d_v + 7)/8, n_slice = N_THREAD/n_col, col = tid % n_col, slice = tid/n_col;
     const bool aligned = a.d_v % 8 == 0 && (uintptr_t) a.v_sum.data % 16 == 0 && a.v_sum.nb1 % 16 == 0 && a.v_sum.nb2 % 16 == 0;

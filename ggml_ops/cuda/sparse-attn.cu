@@ -87,10 +87,9 @@ void op_seal(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
 void op_visible(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
     const auto src = ggml_sparse_src_of(dst);
     const view m = make_view(src.mask);
-    const int32_t * sealed = data_of<const int32_t>(src.sealed);
     int32_t * res = data_of<int32_t>(dst);
     const int64_t n_kv = src.mask->ne[0], n_grp = dst->ne[0];
-    SPARQ_LAUNCH(visible, dim3(ceil_div(n_grp, N_WARP), dst->ne[1], dst->ne[3]), dim3(N_THREAD), ctx.stream(), res, m, sealed, n_kv, n_grp);
+    SPARQ_LAUNCH(visible, dim3(ceil_div(n_grp, N_WARP), dst->ne[1], dst->ne[3]), dim3(N_THREAD), ctx.stream(), res, m, n_kv, n_grp);
 }
 
 // ---- SCORE, SELECT, SCORE_SELECT ----
@@ -328,6 +327,7 @@ void op_attend(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
     a.visible   = make_view(src.visible);
     a.sel       = data_of<const int32_t>(src.sel);
     a.v_sum     = make_view(src.v_sum);
+    a.sealed    = data_of<const int32_t>(src.sealed);
     a.sink_logits = data_of<const float>(src.sinks);
     a.stats     = data_of<unsigned long long>(src.stats);
     a.res       = data_of<float>(dst);

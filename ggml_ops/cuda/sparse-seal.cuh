@@ -191,19 +191,18 @@ static __global__ void __launch_bounds__(N_THREAD, 2) seal(const seal_args a) {
 
 // ---- visible ----
 
-// a warp per group; the row behind those of the tokens, if there is one, is sealed
-static __global__ void __launch_bounds__(N_THREAD) visible(int32_t * res, const view mask, const int32_t * sealed, int64_t n_kv, int64_t n_grp) {
+// a warp per group
+static __global__ void __launch_bounds__(N_THREAD) visible(int32_t * res, const view mask, int64_t n_kv, int64_t n_grp) {
     const int64_t g = (int64_t) blockIdx.x*N_WARP + threadIdx.x/32;
     const int64_t i = blockIdx.y, s = blockIdx.z;
-    const bool is_copy = sealed && i == gridDim.y - 1;
     const uint16_t * m = mask.at<const uint16_t>(i, 0, s);
     int n = 0;
-    for (int64_t t = g*GROUP + threadIdx.x % 32; !is_copy && t < n_kv && t < (g + 1)*GROUP; t += 32) {
+    for (int64_t t = g*GROUP + threadIdx.x % 32; t < n_kv && t < (g + 1)*GROUP; t += 32) {
         n += m[t] != F16_NEG_INF;
     }
     n = lane_sum<32>(n);
     if (g < n_grp && threadIdx.x % 32 == 0) {
-        res[(s*gridDim.y + i)*n_grp + g] = is_copy ? sealed[s*n_grp + g] : n;
+        res[(s*gridDim.y + i)*n_grp + g] = n;
     }
 }
 

@@ -3,7 +3,6 @@
 #include "llama-sparse-tools.h"
 
 #include "llama-sparse.h"
-#include "sparse-pages.h"
 #include "sparse-state.h"
 
 #include "llama-context.h"
@@ -17,7 +16,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
 #include <fstream>
 #include <map>
@@ -28,15 +26,11 @@
 #include <thread>
 #include <utility>
 
-static void check(const std::string & spec) {
+std::string llama_sparse_arg(const std::string & spec) {
     char err[512];
     if (llama_sparse_attn_parse(spec.c_str(), err, sizeof(err)) < 0) {
         throw std::invalid_argument(err);
     }
-}
-
-std::string llama_sparse_arg(const std::string & spec) {
-    check(spec);
     return spec;
 }
 
@@ -74,57 +68,6 @@ llama_sparse_measured::~llama_sparse_measured() {
     if (is_other) {
         llama_sparse_attn_default(scope_spec.c_str());
     }
-}
-
-static std::vector<std::string> bench_specs; // empty: the option was not given
-
-void llama_sparse_bench_arg(const std::string & specs) {
-    if (specs.empty()) {
-        check(specs); // refuses it
-    }
-    std::istringstream list(specs);
-    for (std::string spec; std::getline(list, spec, ';');) {
-        check(spec);
-        bench_specs.push_back(spec);
-    }
-}
-
-std::vector<std::string> llama_sparse_bench_specs() {
-    return bench_specs.empty() ? std::vector<std::string>{ "" } : bench_specs;
-}
-
-std::vector<std::string> llama_sparse_bench_fields(const std::vector<std::string> & fields) {
-    auto res = fields;
-    if (!bench_specs.empty()) {
-        res.insert(res.end(), { "sparse_attn", "sparse_calls" });
-    }
-    return res;
-}
-
-std::vector<std::string> llama_sparse_bench_values(llama_context * ctx) {
-    if (bench_specs.empty()) {
-        return {};
-    }
-    ctx->synchronize();
-    const auto & state = ctx->get_cparams().sparse;
-    if (!state) {
-        return { "off", "0" };
-    }
-    return { state->spec.str(), std::to_string(state->read_stats()[GGML_SPARSE_STAT_ATTEND_SPARSE]) };
-}
-
-bool llama_sparse_bench_begin(llama_context * ctx, const std::string & spec) {
-    char err[512];
-    if (!spec.empty() && llama_set_sparse_attn(ctx, spec.c_str(), err, sizeof(err)) != 0) {
-        fprintf(stderr, "llama_bench: error: --sparse-attn %s: %s\n", spec.c_str(), err);
-        return false;
-    }
-    return true;
-}
-
-void llama_sparse_bench_ready(llama_context * ctx) {
-    llama_sparse_attn_seal(ctx);
-    llama_sparse_attn_reset_counters(ctx);
 }
 
 // ---- llama-server ----
@@ -233,9 +176,6 @@ std::string llama_sparse_metrics(llama_context * ctx) {
             "Bytes of K, V and the shadow that replies read");
     one("bytes_dense_total", "counter", stat[GGML_SPARSE_STAT_BYTES_DENSE], "Bytes that dense attention would have read for them");
     one("shadow_bytes", "gauge", llama_sparse_shadow_bytes(*ctx), "Memory of the transposed K and the sums of V");
-    const auto pages = llama_sparse_pages_of(*ctx);
-    one("document_bytes", "gauge", pages.held, "Memory of the K and V of documents, where --kv-memory limits it");
-    one("document_bytes_read_total", "counter", pages.read*pages.page, "Bytes of them that came from their files");
     one("groups_waiting", "gauge", state->n_waiting, "Complete groups of 64 positions that are not sealed, in the stream with most of them");
     return out.str();
 }
@@ -322,21 +262,14 @@ bool llama_sparse_document_take(llama_context * ctx, llama_seq_id slot, const st
         return false;
     }
     llama_memory_seq_rm(llama_get_memory(ctx), slot, -1, -1);
-    static const char * kv_memory = getenv("SPARQ_KV_MEMORY");
-    if (kv_memory && llama_sparse_kv_memory(ctx, atoll(kv_memory)) < 0) {
-        LLAMA_LOG_WARN("sparse document: slot %d, the memory of documents can not be limited here\n", slot);
-    }
     char err[512] = "cannot be opened";
     const auto & d = *best;
-    int64_t mapped = -1; // bytes
+    bool is_open = false;
     if (const int fd = open(d.path.c_str(), O_RDONLY | O_CLOEXEC); fd >= 0) {
-        mapped = llama_sparse_document_open(ctx, slot, fd, d.image_at, d.n_tokens, d.n_tokens, d.kind.c_str(), err, sizeof(err));
+        is_open = llama_sparse_document_open(ctx, slot, fd, d.image_at, d.n_tokens, d.n_tokens, d.kind.c_str(), err, sizeof(err)) >= 0;
         close(fd);
     }
-    if (kv_memory && mapped == 0) {
-        LLAMA_LOG_WARN("sparse document: slot %d, %s is in memory: the cache has no pages of files\n", slot, d.path.c_str());
-    }
-    if (mapped >= 0) {
+    if (is_open) {
         tokens = best->tokens;
         LLAMA_LOG_INFO("sparse document: slot %d, %s, %zu tokens of the prompt were read before\n", slot, best->path.c_str(), n_best);
     } else {

@@ -1,16 +1,25 @@
 #pragma once
 
-// --sparse-attn in the programs of llama.cpp: what common/arg.cpp, llama-bench and llama-server call.
+// --sparse-attn in the programs of llama.cpp: what common/ and llama-server call. Templates, where only they know the types.
 
 #include "llama.h"
 
 #include <algorithm>
+#include <initializer_list>
 #include <string>
 #include <type_traits>
 #include <vector>
 
-// --sparse-attn SPEC of all programs but llama-bench: returns it. Throws std::invalid_argument: what is wrong with the spec, and a hint.
+// Returns a spec. Throws std::invalid_argument: what is wrong with it, and a hint.
 LLAMA_API std::string llama_sparse_arg(const std::string & spec);
+
+// adds --sparse-attn SPEC to the options of these programs
+template <typename Arg, typename Params, typename Add, typename Example> void llama_sparse_add_arg(Add add, std::initializer_list<Example> programs) {
+    const char * help = "attention of decoded tokens: off, dense, sparq or topk, then keys, as in sparq,ratio=1/8 (default: off)";
+    add(Arg({ "--sparse-attn" }, "SPEC", help, [](Params & params, const std::string & value) {
+        params.sparse_attn = llama_sparse_arg(value);
+    }).set_examples(programs).set_env("LLAMA_ARG_SPARSE_ATTN"));
+}
 
 // The contexts that this thread makes while one of these is there have that spec; "": they take SPARQ_ATTN as ever. A model's own context is made
 // under one, that of a draft is not.
@@ -32,35 +41,6 @@ private:
     bool is_other;
 };
 
-// llama-bench: -sa, --sparse-attn SPEC[;SPEC]... Given again, it adds. A spec has commas in it, so they do not separate. Throws likewise.
-LLAMA_API void llama_sparse_bench_arg(const std::string & specs);
-
-// the specs to run one after the other; without the option one empty text, which leaves a context as it is
-LLAMA_API std::vector<std::string> llama_sparse_bench_specs();
-
-// each test of llama-bench with each spec, one after the other
-template <typename T> std::vector<T> llama_sparse_bench_each(const std::vector<T> & instances) {
-    std::vector<T> res;
-    for (T instance : instances) {
-        for (const auto & spec : llama_sparse_bench_specs()) {
-            instance.sparse_attn = spec;
-            res.push_back(instance);
-        }
-    }
-    return res;
-}
-
-// `fields`, and with the option two more: sparse_attn (the spec in full) and sparse_calls (attention calls that ran sparse in the last
-// repetition: of n_gen tokens in every layer that can). Their values are in the same order.
-LLAMA_API std::vector<std::string> llama_sparse_bench_fields(const std::vector<std::string> & fields);
-LLAMA_API std::vector<std::string> llama_sparse_bench_values(llama_context * ctx);
-
-// sets the spec of a fresh context; false: refused, and said so on stderr
-LLAMA_API bool llama_sparse_bench_begin(llama_context * ctx, const std::string & spec);
-
-// before the clock starts: what sealing the tokens of the depth costs is not part of a generated token
-LLAMA_API void llama_sparse_bench_ready(llama_context * ctx);
-
 // llama-server: what is thrown where JSON is wrong. From 0.3.36 on it is common_json_error, before an exception of the class for JSON
 struct common_json_error;
 template <typename Json, typename Error, typename = void> struct llama_sparse_json_error { using type = typename Json::exception; };
@@ -72,6 +52,15 @@ LLAMA_API void llama_sparse_signals(void (*handler)(int));
 
 // llama-server: `sparse_attn` of a request. Returns it; throws std::invalid_argument, in one line
 LLAMA_API std::string llama_sparse_request_arg(const std::string & spec);
+
+// adds that field to those of a completion
+template <typename Field, typename Context, typename Json, typename Add> void llama_sparse_add_field(Add add) {
+    add((new Field("sparse_attn"))
+                    ->set_desc("Attention of the reply, as in --sparse-attn: sparq,ratio=1/8 or dense or off; without it the server's own")
+                    ->set_handler([](Context & ctx, const Json & data) {
+                        ctx.params.sparse_attn = llama_sparse_request_arg(data.at("sparse_attn").template get<std::string>());
+                    }));
+}
 
 // What a request runs with: `spec`, or if that is empty the server's own
 LLAMA_API std::string llama_sparse_request_of(const std::string & spec);

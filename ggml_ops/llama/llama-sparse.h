@@ -118,11 +118,6 @@ LLAMA_API int64_t llama_sparse_document_write_shadow(struct llama_context * ctx,
 LLAMA_API int64_t llama_sparse_document_open(struct llama_context * ctx, llama_seq_id seq_id, int fd, uint64_t offset, uint32_t n_pos, uint32_t n_read,
         const char * kind, char * err, size_t n_err);
 
-// Of the documents that are mapped into a context, attention keeps at most so many bytes of K and V in memory, and the rest in their files; 0: the system
-// decides, as it does without this call. What a token reads of the rest is asked for at once. Not for attention that is `off`, which is llama.cpp's own.
-// 0: done. < 0: no layer of this context can be sparse, sparse attention was never asked for, there is a GPU, or the system is not Linux
-LLAMA_API int64_t llama_sparse_kv_memory(struct llama_context * ctx, int64_t n_bytes);
-
 // For tests: makes k_t and the sums of V of each sealed group anew from K and V, and adds up those of each sum block whose groups are all sealed.
 // Returns how many (layer, group) differ, a wrong total counting for the last group of its block; < 0: no shadow.
 LLAMA_API int64_t llama_sparse_attn_check(struct llama_context * ctx);

@@ -356,9 +356,6 @@ void llama_sparse_attn_reset_counters(llama_context * ctx) {
     if (auto & state = ctx->get_cparams().sparse) {
         state->reset_counters();
     }
-    if (auto * kv = llama_sparse_find_cache(ctx->get_memory()); kv && access::shadow(*kv)) {
-        access::shadow(*kv)->pages->reset_counts();
-    }
 }
 
 static std::map<ggml_backend_dev_t, size_t> shadow_bytes(llama_context & ctx) {
@@ -441,13 +438,6 @@ static std::string info(llama_context & ctx) {
         { "bytes_dense",       json_number(stat[GGML_SPARSE_STAT_BYTES_DENSE]) },
         { "groups_sealed",     json_number(stat[GGML_SPARSE_STAT_GROUPS_SEALED]) },
     });
-    const auto pages = llama_sparse_pages_of(ctx);
-    const std::string documents = json_object({
-        { "limit",  json_number(pages.limit) },
-        { "held",   json_number(pages.held) },
-        { "wanted", json_number(pages.wanted*pages.page) },
-        { "read",   json_number(pages.read*pages.page) },
-    });
     return json_object({
         { "spec",          json_text(spec.str()) },
         { "active",        !state->is_off() && state->reason.empty() ? "true" : "false" },
@@ -460,7 +450,6 @@ static std::string info(llama_context & ctx) {
         { "layers",        "[" + layers + "]" },
         { "devices",       "[" + devices + "]" },
         { "counters",      counters },
-        { "documents",     documents },
     });
     // clang-format on
 }

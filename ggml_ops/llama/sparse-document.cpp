@@ -299,13 +299,13 @@ void read_parts(int fd, uint64_t offset, const std::vector<part> & parts, int n_
 size_t map_rows(llama_sparse_shadow & shadow, int fd, uint64_t offset, const part & p, size_t n_row) {
     const size_t page = sysconf(_SC_PAGESIZE), n = n_row*p.row_bytes, n_page = n/page*page;
     const bool is_host = ggml_backend_buffer_is_host(p.t->buffer) && p.nb == p.row_bytes;
-    char * to = is_host ? (char *) p.t->data + p.at : nullptr;
-    if (!is_host || ggml_backend_buffer_get_size(p.t->buffer) < MIN_MAPPED || (uintptr_t) to % page != 0 || (offset + p.offset) % page != 0 ||
-            !shadow.pages->map(to, n_page, fd, offset + p.offset)) {
+    char * base = is_host ? (char *) p.t->data + p.at : nullptr;
+    if (!is_host || ggml_backend_buffer_get_size(p.t->buffer) < MIN_MAPPED || (uintptr_t) base % page != 0 || (offset + p.offset) % page != 0 ||
+            !shadow.pages.map(base, n_page, fd, offset + p.offset)) {
         read_rows(fd, offset, p, 0, n_row);
         return 0;
     }
-    read_all(fd, to + n_page, n - n_page, offset + p.offset + n_page);
+    read_all(fd, base + n_page, n - n_page, offset + p.offset + n_page);
     return n_page;
 }
 
@@ -352,9 +352,6 @@ int64_t open_document(llama_context & ctx, llama_seq_id seq_id, int fd, uint64_t
     }
     if (has_shadow) {
         read_parts(fd, offset, im.shadow, ctx.get_cparams().n_threads_batch);
-    }
-    if (shadow->pages->is_limited()) {
-        llama_sparse_new_graphs(ctx); // their nodes say what they read
     }
     const std::vector<int8_t> output(n_read, 0);
     shadow->set_prompt(p.stream, own, output.data());
@@ -461,35 +458,4 @@ int64_t llama_sparse_document_write_shadow(llama_context * ctx, llama_seq_id seq
 int64_t llama_sparse_document_open(
         llama_context * ctx, llama_seq_id seq_id, int fd, uint64_t offset, uint32_t n_pos, uint32_t n_read, const char * kind, char * err, size_t n_err) {
     return guarded([&] { return open_document(*ctx, seq_id, fd, offset, n_pos, n_read, kind); }, err, n_err);
-}
-
-//
-// their memory
-//
-
-// false: it can not be limited
-static bool limit_memory(llama_context & ctx, size_t n_bytes) {
-    ctx.synchronize();
-    auto * kv = llama_sparse_find_cache(ctx.get_memory());
-    if (!kv || !llama_sparse_access::shadow(*kv) || !llama_sparse_pages::can_limit()) {
-        return false;
-    }
-    for (const auto & backend : llama_sparse_access::backends(ctx)) {
-        const auto dev = ggml_backend_get_device(backend.get());
-        if (!llama_sparse_is_cpu(dev) && !llama_sparse_is_worker(dev)) {
-            return false; // q may lie in its memory, where no node of the host can stand between
-        }
-    }
-    llama_sparse_access::shadow(*kv)->pages->set_limit(n_bytes);
-    llama_sparse_new_graphs(ctx);
-    return true;
-}
-
-int64_t llama_sparse_kv_memory(llama_context * ctx, int64_t n_bytes) {
-    return guarded([&] { return limit_memory(*ctx, std::max<int64_t>(n_bytes, 0)) ? int64_t(0) : int64_t(-1); }, nullptr, 0);
-}
-
-llama_sparse_pages::counts llama_sparse_pages_of(llama_context & ctx) {
-    auto * kv = llama_sparse_find_cache(ctx.get_memory());
-    return kv && llama_sparse_access::shadow(*kv) ? llama_sparse_access::shadow(*kv)->pages->read_counts() : llama_sparse_pages::counts{};
 }

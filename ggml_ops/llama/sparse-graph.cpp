@@ -32,6 +32,17 @@ struct attention {
     // where K lies: a view of the cache
     ggml_backend_dev_t        device()  const { return llama_sparse_device_of(k->view_src ? k->view_src : k); }
 
+    // what a node of the tokens [lo, hi) may read, but for the mask
+    ggml_sparse_src sources(uint32_t lo, uint32_t hi) const {
+        ggml_sparse_src res = {};
+        res.q     = view_q(lo, hi);
+        res.k     = k;
+        res.v     = v;
+        res.sinks = sinks;
+        res.stats = inp.state->stats(device());
+        return res;
+    }
+
     // the tokens [lo, hi) of q, [d_k, n_head, n, n_stream], and of the mask; with several streams they must be all
     ggml_tensor * view_q(uint32_t lo, uint32_t hi) const {
         const int64_t n = (hi - lo)/k->ne[3];
@@ -115,19 +126,6 @@ ggml_tensor * emit(const attention & a, ggml_backend_dev_t dev, ggml_tensor * t,
     return t;
 }
 
-// t, the selection or q of a node that reads K and V, or only K; where few pages of documents stay in memory it says first what it reads
-ggml_tensor * with_reads(const attention & a, ggml_tensor * t, bool only_k = false) {
-    const auto shadow = a.inp.mctx ? access::shadow(a.inp.kv()) : nullptr;
-    if (a.device() || !shadow || !shadow->pages->is_limited()) {
-        return t;
-    }
-    a.inp.reads.push_back({ shadow->pages, a.k, only_k ? nullptr : a.v, a.q->ne[1]/a.k->ne[1] });
-    ggml_tensor * res = llama_sparse_build_reads(a.g.ctx0, t, a.inp.reads.back());
-    set_device(a.g, nullptr, res->src[0]);
-    set_device(a.g, nullptr, res);
-    return res;
-}
-
 // SEAL for the layer, once per graph; returns k_t of the graph's streams
 ggml_tensor * build_seal(const attention & a) {
     auto & inp = a.inp;
@@ -137,7 +135,13 @@ ggml_tensor * build_seal(const attention & a) {
         if (ggml_sparse_has_codes(inp.shadow().n_bit())) {
             inp.need_sealed(a.g);
         }
-        res = inp.shadow().build_seal(a.g.ctx0, inp.kv(), a.ikv(), a.k, a.v, inp.stream0(), inp.list, inp.sealed, inp.state->stats(a.device()));
+        ggml_sparse_src src = {};
+        src.k      = a.k;
+        src.v      = a.v;
+        src.list   = inp.list;
+        src.sealed = inp.sealed;
+        src.stats  = inp.state->stats(a.device());
+        res = inp.shadow().build_seal(a.g.ctx0, inp.kv(), a.ikv(), inp.stream0(), src);
         emit(a, a.device(), res, "sparse_seal");
     }
     return res;
@@ -148,8 +152,9 @@ ggml_tensor * build_prefill(const attention & a, uint32_t lo, uint32_t hi, ggml_
     const ggml_sparse_prefill_params params = {
         a.scale, a.g.hparams.f_max_alibi_bias, a.softcap(), a.spec().prompt > 0, a.spec().prompt_keep((uint32_t) a.k->ne[2]),
     };
-    ggml_tensor * t = ggml_sparse_attn_prefill(a.g.ctx0, with_reads(a, a.view_q(lo, hi)), a.k, a.v, mask, a.sinks, a.inp.state->stats(a.device()), params);
-    return emit(a, a.device(), t, "sparse_prefill");
+    ggml_sparse_src src = a.sources(lo, hi);
+    src.mask = mask;
+    return emit(a, a.device(), ggml_sparse_attn_prefill(a.g.ctx0, &src, params), "sparse_prefill");
 }
 
 // The tokens [lo, hi) by llama.cpp's own attention. Its function calls our hook again, which knows a mask by its address, and passes on this view
@@ -201,7 +206,6 @@ ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string 
     auto & inp = a.inp;
     const auto & spec = a.spec();
     const auto & tok  = inp.tok;
-    const int64_t ns    = inp.n_stream;
 
     int32_t topk_max = 0, rank = 0; // the largest of those that read a selection
     for (const auto & x : inp.settings) {
@@ -225,66 +229,41 @@ ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string 
         return nullptr;
     }
 
-    ggml_sparse_attn_inputs in = {};
-    in.q       = a.view_q(tok.lo, tok.hi);
-    in.k       = a.k;
-    in.v       = a.v;
-    in.mask    = inp.mask_reply;
-    in.sinks   = a.sinks;
-    in.stats   = inp.state->stats(dev);
-
     auto & visible = inp.visible[dev];
     if (!visible) {
-        if (k_t) {
-            inp.need_sealed(a.g);
-        }
-        visible = ggml_sparse_attn_visible(a.g.ctx0, in.mask, k_t ? inp.sealed : nullptr);
+        visible = ggml_sparse_attn_visible(a.g.ctx0, inp.mask_reply);
         a.g.cb(visible, "sparse_visible", -1);
     }
-    in.visible = visible;
+    ggml_sparse_src src = a.sources(tok.lo, tok.hi);
+    src.mask    = inp.mask_reply;
+    src.visible = visible;
 
-    ggml_sparse_attn_params params = {};
-    params.scale    = a.scale;
-    params.max_bias = a.g.hparams.f_max_alibi_bias;
-    params.softcap  = a.softcap();
-    params.topk_max = topk_max;
-    params.top_p    = (float) spec.top_p;
-
+    const float max_bias = a.g.hparams.f_max_alibi_bias;
     ggml_tensor * res;
     if (all) {
-        const ggml_sparse_attend_params attend = { params.scale, params.max_bias, params.softcap, 0 };
-        res = ggml_sparse_attn_attend(a.g.ctx0, with_reads(a, in.q), in.k, in.v, in.mask, in.visible, nullptr, nullptr, in.sinks, in.stats, attend);
+        res = ggml_sparse_attn_attend(a.g.ctx0, &src, { a.scale, max_bias, a.softcap(), 0 });
     } else {
         inp.need_wanted(a.g);
-        in.wanted = inp.wanted;
-        params.n_local_max = inp.n_local_max;
-        params.i_k         = 2*a.il;
-        params.i_forced    = inp.i_forced();
+        src.wanted = inp.wanted;
+        ggml_sparse_score_select_params params = {
+            { rank, a.scale, max_bias, a.softcap(), 0, 0, 0 },
+            { topk_max, (int32_t) a.k->ne[1], inp.n_local_max, 0, (float) spec.top_p, 2*a.il, inp.i_forced() },
+        };
         if (k_t) {
-            const auto & layer = inp.shadow().at(a.ikv());
-            params.mean_v = spec.wants_mean_v();
-            params.rank   = rank;
-            params.i_rank = inp.i_rank(a.il);
-            params.n_bit  = spec.n_bit;
-            params.n_rot  = llama_sparse_n_rot(inp.kv());
-            in.k_t     = k_t;
-            in.sealed  = inp.sealed;
-            in.k_range = layer.view_range(a.g.ctx0, ns, inp.stream0());
-            in.v_sum   = params.mean_v ? layer.view_v_sum(a.g.ctx0, ns, inp.stream0()) : nullptr;
-            res = ggml_sparq_attn(a.g.ctx0, &in, &params);
-        } else {
-            in.q = with_reads(a, in.q, true);
-            res  = ggml_topk_attn(a.g.ctx0, &in, &params);
+            inp.need_sealed(a.g);
+            inp.shadow().at(a.ikv()).give(a.g.ctx0, inp.n_stream, inp.stream0(), src);
+            src.k_t    = k_t;
+            src.sealed = inp.sealed;
+            params.score.n_bit  = spec.n_bit;
+            params.score.n_rot  = llama_sparse_n_rot(inp.kv());
+            params.score.i_rank = inp.i_rank(a.il);
+            params.select.rest  = spec.wants_mean_v();
         }
+        res = (k_t ? ggml_sparq_attn : ggml_topk_attn)(a.g.ctx0, &src, params);
     }
     why = llama_sparse_why_not_run(dev, res);
     if (!why.empty()) {
         return nullptr; // the nodes made above are in no graph
-    }
-    if (!all) {
-        ggml_sparse_src src = ggml_sparse_src_of(res);
-        src.sel = with_reads(a, src.sel);
-        ggml_sparse_set_src(res, &src);
     }
     return emit(a, dev, res, "sparse_attend");
 }

@@ -7,7 +7,6 @@
 
 #include "llama-graph.h"
 
-#include <deque>
 #include <map>
 
 class llm_graph_input_sparse : public llm_graph_input_i {
@@ -84,8 +83,6 @@ public:
     ggml_tensor * mask_prompt = nullptr;
     std::map<ggml_backend_dev_t, ggml_tensor *> visible;
     std::map<int32_t, ggml_tensor *> k_t;              // SEAL's result, by layer of the cache
-
-    std::deque<llama_sparse_reads> reads; // of the nodes that say what they read of documents
 
     struct layer {
         int         il;

@@ -52,8 +52,12 @@ static double mass_of(const ggml_tensor * attend) {
 
     const size_t size = n_kv*n_head*n_row*sizeof(float) + 3*ggml_tensor_overhead() + ggml_graph_overhead_custom(2, false) + 4*GGML_MEM_ALIGN;
     const ggml_context_ptr ctx(ggml_init({ size, nullptr, false }));
-    const ggml_sparse_score_params score = { 0, p.scale, p.max_bias, p.softcap, 16, 0 };
-    ggml_tensor * logits = ggml_sparse_attn_score(ctx.get(), a.q, a.k, nullptr, nullptr, a.mask, a.visible, nullptr, nullptr, score);
+    ggml_sparse_src exact = {};
+    exact.q       = a.q;
+    exact.k       = a.k;
+    exact.mask    = a.mask;
+    exact.visible = a.visible;
+    ggml_tensor * logits = ggml_sparse_attn_score(ctx.get(), &exact, { 0, p.scale, p.max_bias, p.softcap, 16, 0, 0 });
     ggml_tensor * share  = ggml_soft_max_inplace(ctx.get(), ggml_reshape_4d(ctx.get(), logits, n_kv, 1, n_head, n_row));
     ggml_soft_max_add_sinks(share, a.sinks);
     ggml_cgraph * graph = ggml_new_graph_custom(ctx.get(), 2, false);

@@ -50,10 +50,13 @@ int64_t llama_sparse_seal(llama_kv_cache & kv, llama_sparse_state & state, ggml_
     int64_t n_layer = 0;
     for (const auto & [il, ikv] : access::layer_ids(kv)) {
         if (shadow.at(ikv).k_t && layers[ikv].il == (uint32_t) il) { // a layer that reuses another's cells has none of its own
-            ggml_tensor * k = kv.get_k(ctx, il, kv.get_size(), all);
-            ggml_tensor * v = kv.get_v(ctx, il, kv.get_size(), all);
-            ggml_tensor * stats = state.stats(llama_sparse_device_of(layers[ikv].k));
-            ggml_build_forward_expand(gf, shadow.build_seal(ctx, kv, ikv, k, v, 0, list, sealed, stats));
+            ggml_sparse_src src = {};
+            src.k      = kv.get_k(ctx, il, kv.get_size(), all);
+            src.v      = kv.get_v(ctx, il, kv.get_size(), all);
+            src.list   = list;
+            src.sealed = sealed;
+            src.stats  = state.stats(llama_sparse_device_of(layers[ikv].k));
+            ggml_build_forward_expand(gf, shadow.build_seal(ctx, kv, ikv, 0, src));
             ++n_layer;
         }
     }

@@ -30,18 +30,12 @@ static ggml_tensor * view_streams(ggml_context * ctx, ggml_tensor * t, int64_t n
     return t ? ggml_view_3d(ctx, t, t->ne[0], t->ne[1], n_stream, t->nb[1], t->nb[2], s0*t->nb[2]) : nullptr;
 }
 
-ggml_tensor * llama_sparse_shadow::layer::view_k_t(ggml_context * ctx, int64_t n_stream, uint32_t s0) const {
-    return view_streams(ctx, k_t, n_stream, s0);
-}
-
-ggml_tensor * llama_sparse_shadow::layer::view_v_sum(ggml_context * ctx, int64_t n_stream, uint32_t s0) const {
-    return view_streams(ctx, v_sum, n_stream, s0);
-}
-
-// scales and zeros lie in memory component by component, since SCORE reads those of few components; the ops see [2, components, n_run, n_stream]
-ggml_tensor * llama_sparse_shadow::layer::view_range(ggml_context * ctx, int64_t n_stream, uint32_t s0) const {
-    ggml_tensor * t = k_range;
-    return t ? ggml_view_4d(ctx, t, t->ne[0], t->ne[2], t->ne[1], n_stream, t->nb[2], t->nb[1], t->nb[3], s0*t->nb[3]) : nullptr;
+void llama_sparse_shadow::layer::give(ggml_context * ctx, int64_t n_stream, uint32_t s0, ggml_sparse_src & src) const {
+    src.k_t   = view_streams(ctx, k_t, n_stream, s0);
+    src.v_sum = view_streams(ctx, v_sum, n_stream, s0);
+    // scales and zeros lie in memory component by component, since SCORE reads those of few components; the ops see [2, components, n_run, n_stream]
+    const ggml_tensor * r = k_range;
+    src.k_range = r ? ggml_view_4d(ctx, k_range, r->ne[0], r->ne[2], r->ne[1], n_stream, r->nb[2], r->nb[1], r->nb[3], s0*r->nb[3]) : nullptr;
 }
 
 // positions of a row of k_t
@@ -90,30 +84,30 @@ static std::string why_not_sparq(const llama_kv_cache & kv, const llama_sparse_s
     llama_kv_cache::slot_info all;
     all.s0 = 0;
     all.s1 = ns - 1;
-    ggml_sparse_attn_inputs in = {};
+    ggml_sparse_src in = {};
     in.k       = kv.get_k(ctx, il, n_kv, all);
     in.v       = kv.get_v(ctx, il, n_kv, all);
     in.q       = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, in.k->ne[0], hparams.n_head(il), 1, ns);
     in.mask    = ggml_new_tensor_4d(ctx, GGML_TYPE_F16, n_kv, 1, 1, ns);
     in.sealed  = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, llama_sparse_n_groups(n_kv), ns);
-    in.visible = ggml_sparse_attn_visible(ctx, in.mask, in.sealed);
+    in.visible = ggml_sparse_attn_visible(ctx, in.mask);
     in.wanted  = ggml_new_tensor_4d(ctx, GGML_TYPE_I32, 2 + std::max(spec.sinks, 1), 1, 1, ns);
-    in.k_range = layer.view_range(ctx, ns, 0);
-    in.v_sum   = layer.v_sum;
-    in.k_t     = ggml_sparse_attn_seal(ctx, layer.view_k_t(ctx, ns, 0), layer.v_sum, in.k, layer.v_sum ? in.v : nullptr, in.sealed,
-            nullptr, in.k_range, in.sealed, { spec.n_bit, llama_sparse_n_rot(kv) });
+    in.list    = in.sealed;
+    layer.give(ctx, ns, 0, in);
+    in.k_t     = ggml_sparse_attn_seal(ctx, &in, { spec.n_bit, llama_sparse_n_rot(kv) });
 
     const auto shares = llama_sparse_score_shares(kv, spec, hparams.n_layer());
-    ggml_sparse_attn_params params = {};
-    params.rank     = spec.rank_for(il, in.k->ne[0], llama_sparse_row_bytes(kv, il));
-    params.topk_max = spec.cap_for(spec.topk_for(il, n_kv, shares), n_kv);
-    params.scale    = 1.0f;
-    params.mean_v   = layer.v_sum && spec.wants_mean_v();
-    params.n_bit    = spec.n_bit;
-    params.n_rot    = llama_sparse_n_rot(kv);
-    params.top_p    = (float) spec.top_p;
-    params.i_forced = 2;
-    return llama_sparse_why_not_run(dev, ggml_sparq_attn(ctx, &in, &params));
+    ggml_sparse_score_select_params params = {};
+    params.score.rank       = spec.rank_for(il, in.k->ne[0], llama_sparse_row_bytes(kv, il));
+    params.score.scale      = 1.0f;
+    params.score.n_bit      = spec.n_bit;
+    params.score.n_rot      = llama_sparse_n_rot(kv);
+    params.select.topk_max  = spec.cap_for(spec.topk_for(il, n_kv, shares), n_kv);
+    params.select.n_head_kv = in.k->ne[1];
+    params.select.rest      = layer.v_sum && spec.wants_mean_v();
+    params.select.top_p     = (float) spec.top_p;
+    params.select.i_forced  = 2;
+    return llama_sparse_why_not_run(dev, ggml_sparq_attn(ctx, &in, params));
 }
 
 void llama_sparse_shadow::make_tensors(llama_kv_cache & kv, const llama_sparse_spec & spec) {
@@ -187,12 +181,9 @@ std::map<ggml_backend_dev_t, size_t> llama_sparse_shadow::bytes() const {
     return res;
 }
 
-ggml_tensor * llama_sparse_shadow::build_seal(ggml_context * ctx, const llama_kv_cache & kv, int32_t ikv, ggml_tensor * k, ggml_tensor * v, uint32_t s0,
-        ggml_tensor * list, ggml_tensor * sealed, ggml_tensor * stats) const {
-    const int64_t ns = k->ne[3];
-    const auto & l = layers[ikv];
-    return ggml_sparse_attn_seal(ctx, l.view_k_t(ctx, ns, s0), l.view_v_sum(ctx, ns, s0), k, l.v_sum ? v : nullptr, list, stats,
-            l.view_range(ctx, ns, s0), sealed, { bits, llama_sparse_n_rot(kv) });
+ggml_tensor * llama_sparse_shadow::build_seal(ggml_context * ctx, const llama_kv_cache & kv, int32_t ikv, uint32_t s0, ggml_sparse_src src) const {
+    layers[ikv].give(ctx, src.k->ne[3], s0, src);
+    return ggml_sparse_attn_seal(ctx, &src, { bits, llama_sparse_n_rot(kv) });
 }
 
 //
@@ -273,7 +264,7 @@ void llama_sparse_cells_written(llama_sparse_shadow * shadow, uint32_t stream, c
 void llama_sparse_cells_cleared(llama_sparse_shadow * shadow) {
     if (shadow) {
         shadow->invalidate();
-        shadow->pages->unmap();
+        shadow->pages.unmap();
     }
 }
 

@@ -37,10 +37,8 @@ struct llama_sparse_shadow {
         ggml_tensor * v_sum   = nullptr; // [n_embd_v_gqa, n_sum, n_stream] f32; only with mean_v
         std::string   reason;            // why there is no k_t
 
-        // of n_stream streams from s0 on, as the ops see them; nullptr where there is none
-        ggml_tensor * view_k_t  (ggml_context * ctx, int64_t n_stream, uint32_t s0) const;
-        ggml_tensor * view_range(ggml_context * ctx, int64_t n_stream, uint32_t s0) const;
-        ggml_tensor * view_v_sum(ggml_context * ctx, int64_t n_stream, uint32_t s0) const;
+        // src.k_t, k_range and v_sum as the ops see them, of n_stream streams from s0 on
+        void give(ggml_context * ctx, int64_t n_stream, uint32_t s0, ggml_sparse_src & src) const;
     };
 
     // Those that `spec` needs, where K lies; keeps those that are there, if they will do. Throws std::runtime_error: no memory
@@ -51,9 +49,8 @@ struct llama_sparse_shadow {
     int32_t       n_bit() const { return bits; }
     std::map<ggml_backend_dev_t, size_t> bytes() const; // of each device that holds some
 
-    // SEAL for one layer; returns its k_t. k, v: views of the cache with n_stream streams from s0 on; see ggml_sparse_attn_seal()
-    ggml_tensor * build_seal(ggml_context * ctx, const llama_kv_cache & kv, int32_t ikv, ggml_tensor * k, ggml_tensor * v, uint32_t s0,
-            ggml_tensor * list, ggml_tensor * sealed, ggml_tensor * stats) const;
+    // SEAL for one layer; returns its k_t. src: the other tensors of ggml_sparse_attn_seal(); k and v are views of the cache from stream s0 on
+    ggml_tensor * build_seal(ggml_context * ctx, const llama_kv_cache & kv, int32_t ikv, uint32_t s0, ggml_sparse_src src) const;
 
     // ---- the sealed groups: their part of the tensors equals K and V
 
@@ -92,9 +89,7 @@ struct llama_sparse_shadow {
     void set_prompt(uint32_t stream, const std::vector<uint32_t> & cells, const int8_t * output); // nullptr: it is not known, so no
     void copy_prompt(uint32_t from, uint32_t to);
 
-    // ---- the pages of documents that lie where K and V do. A graph that reads them keeps them
-
-    const std::shared_ptr<llama_sparse_pages> pages = std::make_shared<llama_sparse_pages>();
+    llama_sparse_pages pages; // of documents, where K and V lie
 
 private:
     void unseal(std::vector<uint8_t> & flags, size_t group) const;

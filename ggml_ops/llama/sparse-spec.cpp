@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <functional>
 #include <iomanip>
 #include <locale>
 #include <set>
@@ -14,50 +15,18 @@
 
 namespace {
 
-const std::vector<std::string> METHODS = { "off", "dense", "sparq", "topk" };
-const std::vector<std::string> KEYS = {
-    "ratio", "rank", "topk", "k", "local", "sinks", "min_k", "min_ctx", "gpu_min_mb", "mean_v", "shadow", "budget", "top_p", "cap",
-    "k_layers", "rank_layers", "prompt", "prompt_p",
-};
+using names = std::vector<std::string>;
 
-const std::vector<std::string> PROMPTS = { "f32", "fast", "sparse" };
-
-const std::vector<std::string> SHADOWS = {
-#define X(bits, name) name,
-    GGML_SPARSE_SHADOWS(X)
-#undef X
-};
+const names METHODS = { "off", "dense", "sparq", "topk" };
+const names BUDGETS = { "ramp-down", "uniform", "ramp", "flat" };
 
 // "a, b or c"
-std::string one_of(const std::vector<std::string> & names) {
-    std::string res = names[0];
-    for (size_t i = 1; i < names.size(); ++i) {
-        res += (i + 1 < names.size() ? ", " : " or ") + names[i];
+std::string one_of(const names & words) {
+    std::string res = words[0];
+    for (size_t i = 1; i < words.size(); ++i) {
+        res += (i + 1 < words.size() ? ", " : " or ") + words[i];
     }
     return res;
-}
-
-int edit_distance(const std::string & a, const std::string & b) {
-    std::vector<int> row(b.size() + 1);
-    for (size_t j = 0; j <= b.size(); ++j) {
-        row[j] = j;
-    }
-    for (size_t i = 1; i <= a.size(); ++i) {
-        int diag = row[0];
-        row[0] = i;
-        for (size_t j = 1; j <= b.size(); ++j) {
-            const int up = row[j];
-            row[j] = std::min({ up + 1, row[j - 1] + 1, diag + (a[i - 1] != b[j - 1]) });
-            diag = up;
-        }
-    }
-    return row.back();
-}
-
-std::string nearest(const std::string & word, const std::vector<std::string> & names) {
-    return *std::min_element(names.begin(), names.end(), [&](const auto & a, const auto & b) {
-        return edit_distance(word, a) < edit_distance(word, b);
-    });
 }
 
 std::string trim(const std::string & s) {
@@ -65,8 +34,8 @@ std::string trim(const std::string & s) {
     return b == std::string::npos ? "" : s.substr(b, s.find_last_not_of(" \t\n") - b + 1);
 }
 
-std::vector<std::string> split(const std::string & s, char sep) {
-    std::vector<std::string> res;
+names split(const std::string & s, char sep) {
+    names res;
     size_t b = 0;
     for (size_t e; (e = s.find(sep, b)) != std::string::npos; b = e + 1) {
         res.push_back(trim(s.substr(b, e - b)));
@@ -105,6 +74,13 @@ double parse_ratio(const std::string & s) {
     return x;
 }
 
+std::string format_double(double x) {
+    std::ostringstream out;
+    out.imbue(std::locale::classic());
+    out << std::setprecision(9) << x;
+    return out.str();
+}
+
 int32_t parse_int(const std::string & key, const std::string & s, int32_t min) {
     double x;
     if (!to_double(s, x) || x != std::floor(x) || x > 1e9) {
@@ -116,19 +92,21 @@ int32_t parse_int(const std::string & key, const std::string & s, int32_t min) {
     return (int32_t) x;
 }
 
-std::string format_double(double x) {
-    std::ostringstream out;
-    out.imbue(std::locale::classic());
-    out << std::setprecision(9) << x;
-    return out.str();
-}
-
-double parse_double(const std::string & key, const std::string & s, double min, double max, const std::string & hint) {
+double parse_above_0(const std::string & key, const std::string & s, double max, const std::string & hint) {
     double x;
-    if (!to_double(s, x) || !(x > min && x <= max)) {
-        throw llama_sparse_error(key + " is not a number above " + format_double(min) + " and at most " + format_double(max) + ": " + s, hint);
+    if (!to_double(s, x) || !(x > 0 && x <= max)) {
+        throw llama_sparse_error(key + " is not a number above 0 and at most " + format_double(max) + ": " + s, hint);
     }
     return x;
+}
+
+// the number of a word
+int32_t parse_word(const std::string & key, const std::string & s, const names & words) {
+    const auto word = std::find(words.begin(), words.end(), s);
+    if (word == words.end()) {
+        throw llama_sparse_error(key + " is not " + one_of(words) + ": " + s, "leave it out for the default");
+    }
+    return (int32_t) (word - words.begin());
 }
 
 // 64, 12.5% or dense
@@ -137,129 +115,149 @@ llama_sparse_spec::layer_k parse_layer_k(const std::string & s) {
         return { 100.0, true };
     }
     if (!s.empty() && s.back() == '%') {
-        return { parse_double("k_layers", trim(s.substr(0, s.size() - 1)), 0.0, 100.0, "as in k_layers=64:12.5%:dense"), true };
+        return { parse_above_0("k_layers", trim(s.substr(0, s.size() - 1)), 100.0, "as in k_layers=64:12.5%:dense"), true };
     }
     return { (double) parse_int("k_layers", s, 1), false };
 }
 
-// throws: a key would change nothing, because another says the same of every layer, or because the method does not use it
-void check_idle(const llama_sparse_spec & spec, const std::set<std::string> & given) {
-    const auto refuse = [](bool is_idle, const std::string & key, const std::string & why) {
-        if (is_idle) {
-            throw llama_sparse_error(why + ", so " + key + " would change nothing", "leave out " + key);
-        }
-    };
-    const bool is_topk = spec.method == LLAMA_SPARSE_TOPK;
-    refuse(given.count("k_layers")    && given.count("topk"), "topk", "k_layers has the topk of every layer");
-    refuse(given.count("rank_layers") && given.count("rank"), "rank", "rank_layers has the rank of every layer");
-    refuse(given.count("k_layers")    && spec.ramp,         "budget", "k_layers has the topk of every layer");
-    refuse(is_topk && given.count("shadow"),                "shadow", "topk scores with all of K, not with a transposed copy");
-    refuse(given.count("ratio") && given.count("topk") && (is_topk || given.count("rank")), "ratio", is_topk ? "topk is given" : "topk and rank are given");
+std::string format_layer_k(const llama_sparse_spec::layer_k & k) {
+    return !k.percent ? std::to_string((int32_t) k.x) : k.x >= 100.0 ? "dense" : format_double(k.x) + "%";
 }
 
-const char * BUDGETS = "budgets: uniform, ramp, ramp-down, flat";
+// ---- the keys ----
+
+enum : unsigned {
+    SHARED = 1, // one node of a graph has it for all its tokens, so that a sequence cannot have its own
+    PROMPT = 2, // says how a prompt is read, so that it goes with `dense` too
+};
+
+using spec = llama_sparse_spec;
+
+struct key_info {
+    std::string name;
+    unsigned    flags;
+    std::function<void(spec &, const std::string &)> read; // throws llama_sparse_error
+    std::function<std::string(const spec &)>         text;
+};
+
+key_info whole(const char * name, int32_t spec::*field, int32_t min, unsigned flags = 0) {
+    const auto read = [=](spec & x, const std::string & s) { x.*field = parse_int(name, s, min); };
+    return { name, flags, read, [=](const spec & x) { return std::to_string(x.*field); } };
+}
+
+key_info above_0(const char * name, double spec::*field, double max, unsigned flags, const char * hint) {
+    const auto read = [=](spec & x, const std::string & s) { x.*field = parse_above_0(name, s, max, hint); };
+    return { name, flags, read, [=](const spec & x) { return format_double(x.*field); } };
+}
+
+// words for the numbers from `first` on
+key_info choice(const char * name, int32_t spec::*field, int32_t first, const names & words, unsigned flags = 0) {
+    const auto read = [=](spec & x, const std::string & s) { x.*field = first + parse_word(name, s, words); };
+    return { name, flags, read, [=](const spec & x) { return words[x.*field - first]; } };
+}
+
+// one value for each layer, separated by ':'
+template <typename T, typename Parse, typename Text> key_info list(const char * name, std::vector<T> spec::*field, Parse parse, Text text) {
+    const auto read = [=](spec & x, const std::string & s) {
+        for (const auto & one : split(s, ':')) {
+            (x.*field).push_back(parse(one));
+        }
+    };
+    return { name, 0, read, [=](const spec & x) {
+                std::string res;
+                for (const T & one : x.*field) {
+                    res += (res.empty() ? "" : ":") + text(one);
+                }
+                return res;
+            } };
+}
+
+void read_shadow(spec & x, const std::string & s) {
+#define X(bits, name) name,
+    parse_word("shadow", s, { GGML_SPARSE_SHADOWS(X) });
+#undef X
+    x.n_bit = ggml_sparse_shadow_bits(s.c_str());
+}
+
+// All keys, in the order of the canonical text. Which there are, how they are read and written, and what sequences share follow from this table;
+// llama-sparse.h says what they mean
+const std::vector<key_info> & keys() {
+    // clang-format off
+    static const std::vector<key_info> res = {
+        { "ratio", 0, [](spec & x, const std::string & s) { x.ratio = parse_ratio(s); }, [](const spec & x) { return format_double(x.ratio); } },
+        whole  ("rank",       &spec::rank,       1),
+        whole  ("topk",       &spec::topk,       1),
+        whole  ("local",      &spec::local,      0),
+        whole  ("sinks",      &spec::sinks,      0),
+        whole  ("min_k",      &spec::min_k,      1),
+        whole  ("min_ctx",    &spec::min_ctx,    0),
+        whole  ("gpu_min_mb", &spec::gpu_min_mb, 0, SHARED),
+        choice ("mean_v",     &spec::mean_v,     -1, { "auto", "off", "on" }, SHARED),
+        { "shadow", SHARED, read_shadow, [](const spec & x) { return std::string(ggml_sparse_shadow_name(x.n_bit)); } },
+        choice ("budget",     &spec::ramp,       -1, BUDGETS),
+        above_0("top_p",      &spec::top_p,      1.0, SHARED, "the share of the mass to select, as in top_p=0.95"),
+        above_0("cap",        &spec::cap,        1e6, SHARED, "up to how many times k, as in cap=4"),
+        list   ("k_layers",    &spec::k_layers,    parse_layer_k, format_layer_k),
+        list   ("rank_layers", &spec::rank_layers, [](const std::string & s) { return parse_int("rank_layers", s, 1); }, [](int32_t x) { return std::to_string(x); }),
+        choice ("prompt",     &spec::prompt,     0, { "f32", "fast", "sparse" }, SHARED | PROMPT),
+        above_0("prompt_p",   &spec::prompt_p,   1.0, SHARED | PROMPT, "the share of a prompt's attention to read, as in prompt_p=0.99"),
+    };
+    // clang-format on
+    return res;
+}
+
+// throws: there is none of that name
+const key_info & key_of(const std::string & name) {
+    names known;
+    for (const auto & k : keys()) {
+        if (k.name == (name == "k" ? "topk" : name)) {
+            return k;
+        }
+        known.push_back(k.name);
+    }
+    throw llama_sparse_error("unknown key: " + name, "write " + one_of(known));
+}
+
+// ---- what keys exclude ----
+
+using key_set = std::set<std::string>;
 
 // rank and topk of a budget that reads next to the same at any length
-void make_flat(llama_sparse_spec & spec, const std::set<std::string> & given) {
-    const char * keys[] = { "ratio", "rank", "topk", "k_layers", "rank_layers", "top_p" };
-    if (spec.method != LLAMA_SPARSE_SPARQ || std::any_of(std::begin(keys), std::end(keys), [&](const char * key) { return given.count(key); })) {
+void make_flat(llama_sparse_spec & spec, const key_set & given) {
+    const char * others[] = { "ratio", "rank", "topk", "k_layers", "rank_layers", "top_p" };
+    if (spec.method != LLAMA_SPARSE_SPARQ || std::any_of(std::begin(others), std::end(others), [&](const char * key) { return given.count(key); })) {
         throw llama_sparse_error("budget flat is sparq,rank=32,topk=512, beside no ratio, rank, topk, k_layers, rank_layers or top_p", "write just sparq,flat");
     }
+    spec.ramp = 0;
     spec.rank = 32;
     spec.topk = 512;
 }
 
-// given: receives the keys that are there
-llama_sparse_spec parse_keys(const std::string & text, std::set<std::string> & given) {
-    llama_sparse_spec spec;
-
-    const auto parts = split(text, ',');
-
-    const auto method = std::find(METHODS.begin(), METHODS.end(), parts[0]);
-    if (method == METHODS.end()) {
-        throw llama_sparse_error("unknown method: " + parts[0], "did you mean " + nearest(parts[0], METHODS) + "? methods: off, dense, sparq, topk");
-    }
-    spec.method = (llama_sparse_method) (method - METHODS.begin());
-
-    bool is_flat = false;
-    for (size_t i = 1; i < parts.size(); ++i) {
-        const size_t eq = parts[i].find('=');
-        // "budget" values may stand alone: topk,k=512,ramp
-        const std::string key = eq == std::string::npos ? "budget" : trim(parts[i].substr(0, eq));
-        const std::string val = eq == std::string::npos ? parts[i] : trim(parts[i].substr(eq + 1));
-
-        if (std::find(KEYS.begin(), KEYS.end(), key) == KEYS.end()) {
-            throw llama_sparse_error("unknown key: " + key, "did you mean " + nearest(key, KEYS) + "?");
-        }
-        if (!given.insert(key == "k" ? "topk" : key).second) {
-            throw llama_sparse_error(key + " is given twice: " + text, "leave out one of the two");
-        }
-        if (key == "ratio") {
-            spec.ratio = parse_ratio(val);
-        } else if (key == "rank") {
-            spec.rank = parse_int(key, val, 1);
-        } else if (key == "topk" || key == "k") {
-            spec.topk = parse_int(key, val, 1);
-        } else if (key == "local") {
-            spec.local = parse_int(key, val, 0);
-        } else if (key == "sinks") {
-            spec.sinks = parse_int(key, val, 0);
-        } else if (key == "min_k") {
-            spec.min_k = parse_int(key, val, 1);
-        } else if (key == "min_ctx") {
-            spec.min_ctx = parse_int(key, val, 0);
-        } else if (key == "gpu_min_mb") {
-            spec.gpu_min_mb = parse_int(key, val, 0);
-        } else if (key == "mean_v") {
-            if (val != "auto" && val != "on" && val != "off") {
-                throw llama_sparse_error("mean_v is not auto, on or off: " + val, "leave it out for auto, which is on");
-            }
-            spec.mean_v = val == "auto" ? -1 : val == "on";
-        } else if (key == "shadow") {
-            spec.n_bit = ggml_sparse_shadow_bits(val.c_str());
-            if (spec.n_bit == 0) {
-                throw llama_sparse_error("shadow is not " + one_of(SHADOWS) + ": " + val, "leave it out for the default");
-            }
-        } else if (key == "budget") {
-            if (val == "calibrated" || val == "top-p") {
-                throw llama_sparse_error("budget " + val + " is measured for each model, by sparq-cpp calibrate",
-                        "write what it found here: sparq-cpp explain --budget " + val + " names it");
-            }
-            is_flat = val == "flat";
-            if (val != "uniform" && val != "ramp" && val != "ramp-down" && !is_flat) {
-                throw llama_sparse_error((eq == std::string::npos ? "not a key=value pair: " : "unknown budget: ") + val, BUDGETS);
-            }
-            spec.ramp = val == "ramp" ? 1 : val == "ramp-down" ? -1 : 0;
-        } else if (key == "top_p") {
-            spec.top_p = parse_double(key, val, 0.0, 1.0, "the share of the mass to select, as in top_p=0.95");
-        } else if (key == "cap") {
-            spec.cap = parse_double(key, val, 0.0, 1e6, "up to how many times k, as in cap=4");
-        } else if (key == "k_layers") {
-            for (const auto & k : split(val, ':')) {
-                spec.k_layers.push_back(parse_layer_k(k));
-            }
-        } else if (key == "prompt") {
-            const auto prompt = std::find(PROMPTS.begin(), PROMPTS.end(), val);
-            if (prompt == PROMPTS.end()) {
-                throw llama_sparse_error("prompt is not " + one_of(PROMPTS) + ": " + val, "leave it out for the default");
-            }
-            spec.prompt = (int32_t) (prompt - PROMPTS.begin());
-        } else if (key == "prompt_p") {
-            spec.prompt_p = parse_double(key, val, 0.0, 1.0, "the share of a prompt's attention to read, as in prompt_p=0.99");
-        } else if (key == "rank_layers") {
-            for (const auto & r : split(val, ':')) {
-                spec.rank_layers.push_back(parse_int(key, r, 1));
-            }
+// throws: a key would change nothing, because another says the same of every layer, or because the method does not use it
+void check_idle(const llama_sparse_spec & spec, const key_set & given) {
+    const bool is_topk = spec.method == LLAMA_SPARSE_TOPK;
+    const bool is_rank_given = is_topk || given.count("rank");
+    const struct { bool is_idle; const char * key, * why; } rules[] = {
+        { given.count("k_layers")    && given.count("topk"), "topk",   "k_layers has the topk of every layer" },
+        { given.count("rank_layers") && given.count("rank"), "rank",   "rank_layers has the rank of every layer" },
+        { given.count("k_layers")    && spec.ramp,           "budget", "k_layers has the topk of every layer" },
+        { given.count("shadow")      && is_topk,             "shadow", "topk scores with all of K, not with a transposed copy" },
+        { given.count("ratio") && given.count("topk") && is_rank_given, "ratio", is_topk ? "topk is given" : "topk and rank are given" },
+    };
+    for (const auto & rule : rules) {
+        if (rule.is_idle) {
+            throw llama_sparse_error(std::string(rule.why) + ", so " + rule.key + " would change nothing", std::string("leave out ") + rule.key);
         }
     }
+}
 
-    if (is_flat) {
-        make_flat(spec, given);
-    }
-    const bool sparse = spec.method == LLAMA_SPARSE_SPARQ || spec.method == LLAMA_SPARSE_TOPK;
+void check_together(const llama_sparse_spec & spec, const key_set & given, const std::string & text) {
+    const std::string method = spec.method_name();
     const bool dense = spec.method == LLAMA_SPARSE_DENSE;
-    if (!sparse && given.size() > (dense ? given.count("prompt") + given.count("prompt_p") : 0)) {
-        throw llama_sparse_error(parts[0] + " takes no keys" + (dense ? " but prompt and prompt_p: " : ": ") + text, "write just " + parts[0]);
+    for (const auto & name : given) {
+        if (!spec.is_sparse() && !(dense && key_of(name).flags & PROMPT)) {
+            throw llama_sparse_error(method + " takes no keys" + (dense ? " but prompt and prompt_p: " : ": ") + text, "write just " + method);
+        }
     }
     if (given.count("prompt_p") && spec.prompt != 2) {
         throw llama_sparse_error("prompt_p belongs to prompt=sparse: " + text, "as in prompt=sparse,prompt_p=0.99");
@@ -274,6 +272,39 @@ llama_sparse_spec parse_keys(const std::string & text, std::set<std::string> & g
     if (spec.topk > 0 && spec.sinks + std::max(spec.local, 0) + 1 > spec.topk) {
         throw llama_sparse_error("topk leaves no room beside sinks and local: " + text, "topk counts them; raise topk, or lower sinks or local");
     }
+}
+
+// given: receives the keys that are there
+llama_sparse_spec parse_keys(const std::string & text, key_set & given) {
+    const names parts  = split(text, ',');
+    const auto  method = std::find(METHODS.begin(), METHODS.end(), parts[0]);
+    if (method == METHODS.end()) {
+        throw llama_sparse_error("unknown method: " + parts[0], "write " + one_of(METHODS));
+    }
+    llama_sparse_spec spec;
+    spec.method = (llama_sparse_method) (method - METHODS.begin());
+
+    for (size_t i = 1; i < parts.size(); ++i) {
+        const size_t eq = parts[i].find('=');
+        // a budget may stand alone: topk,k=512,ramp
+        const auto & k = key_of(eq == std::string::npos ? "budget" : trim(parts[i].substr(0, eq)));
+        const std::string val = eq == std::string::npos ? parts[i] : trim(parts[i].substr(eq + 1));
+        if (!given.insert(k.name).second) {
+            throw llama_sparse_error(k.name + " is given twice: " + text, "leave out one of the two");
+        }
+        if (k.name == "budget" && (val == "calibrated" || val == "top-p")) {
+            throw llama_sparse_error("budget " + val + " is measured for each model, by sparq-cpp calibrate",
+                    "write what it found here: sparq-cpp explain --budget " + val + " names it");
+        }
+        if (eq == std::string::npos && std::find(BUDGETS.begin(), BUDGETS.end(), val) == BUDGETS.end()) {
+            throw llama_sparse_error("not a key=value pair: " + val, "without a key there may be " + one_of(BUDGETS));
+        }
+        k.read(spec, val);
+    }
+    if (spec.ramp == 2) { // flat
+        make_flat(spec, given);
+    }
+    check_together(spec, given, text);
     return spec;
 }
 
@@ -285,12 +316,12 @@ std::string llama_sparse_in_one_line(std::string what) {
 }
 
 llama_sparse_spec llama_sparse_spec::parse(const std::string & text) {
-    std::set<std::string> given;
+    key_set given;
     return parse_keys(text, given);
 }
 
 llama_sparse_spec llama_sparse_spec::parse_own(const std::string & text, const llama_sparse_spec & all) {
-    std::set<std::string> given;
+    key_set given;
     llama_sparse_spec spec = parse_keys(text, given);
     if (spec.is_off()) {
         return spec;
@@ -300,19 +331,16 @@ llama_sparse_spec llama_sparse_spec::parse_own(const std::string & text, const l
         throw llama_sparse_error(std::string(spec.method_name()) + " is not available beside the settings of all: " + all.str(),
                 "start the program with it, as in --sparse-attn sparq,ratio=1/8");
     }
-    const auto share = [&](const char * key, auto & mine, const auto & theirs, bool is_same) {
-        if (given.count(key) && !is_same) {
-            throw llama_sparse_error(std::string(key) + " is the same for all" + here, std::string("leave out ") + key);
+    for (const auto & k : keys()) {
+        if (!(k.flags & SHARED)) {
+            continue;
         }
-        mine = theirs;
-    };
-    share("mean_v",     spec.mean_v,     all.mean_v,     (spec.mean_v != 0) == (all.mean_v != 0));
-    share("shadow",     spec.n_bit,      all.n_bit,      spec.n_bit == all.n_bit);
-    share("top_p",      spec.top_p,      all.top_p,      spec.top_p == all.top_p);
-    share("cap",        spec.cap,        all.cap,        spec.cap == all.cap);
-    share("gpu_min_mb", spec.gpu_min_mb, all.gpu_min_mb, spec.gpu_min_mb == all.gpu_min_mb);
-    share("prompt",     spec.prompt,     all.prompt,     spec.prompt == all.prompt);
-    share("prompt_p",   spec.prompt_p,   all.prompt_p,   spec.prompt_p == all.prompt_p);
+        const bool is_same = k.text(spec) == k.text(all) || (k.name == "mean_v" && (spec.mean_v != 0) == (all.mean_v != 0)); // auto is on
+        if (given.count(k.name) && !is_same) {
+            throw llama_sparse_error(k.name + " is the same for all" + here, "leave out " + k.name);
+        }
+        k.read(spec, k.text(all));
+    }
     if (!given.count("min_ctx")) {
         spec.min_ctx = all.min_ctx;
     }
@@ -324,46 +352,16 @@ const char * llama_sparse_spec::method_name() const {
 }
 
 std::string llama_sparse_spec::str() const {
-    const llama_sparse_spec def;
-    std::string s = METHODS[method];
-    const auto add = [&](const char * key, const std::string & val) { s += std::string(",") + key + "=" + val; };
-    const auto add_prompt = [&] {
-        if (prompt   != def.prompt)   { add("prompt",   PROMPTS[prompt]); }
-        if (prompt_p != def.prompt_p) { add("prompt_p", format_double(prompt_p)); }
-    };
-    if (method == LLAMA_SPARSE_OFF || method == LLAMA_SPARSE_DENSE) {
-        add_prompt();
-        return s;
-    }
+    const llama_sparse_spec usual;
     const bool needs_ratio = (topk <= 0 && k_layers.empty()) || (method == LLAMA_SPARSE_SPARQ && rank <= 0 && rank_layers.empty());
-    if (needs_ratio)            { add("ratio",   format_double(ratio)); }
-    if (rank > 0)               { add("rank",    std::to_string(rank)); }
-    if (topk > 0)               { add("topk",    std::to_string(topk)); }
-    if (local >= 0)             { add("local",   std::to_string(local)); }
-    if (sinks   != def.sinks)   { add("sinks",   std::to_string(sinks)); }
-    if (min_k   != def.min_k)   { add("min_k",   std::to_string(min_k)); }
-    if (min_ctx != def.min_ctx) { add("min_ctx", std::to_string(min_ctx)); }
-    if (gpu_min_mb != def.gpu_min_mb) { add("gpu_min_mb", std::to_string(gpu_min_mb)); }
-    if (mean_v >= 0)            { add("mean_v",  mean_v ? "on" : "off"); }
-    if (n_bit != def.n_bit)     { add("shadow",  ggml_sparse_shadow_name(n_bit)); }
-    if (ramp)                   { add("budget",  ramp > 0 ? "ramp" : "ramp-down"); }
-    if (top_p < 1.0)            { add("top_p",   format_double(top_p)); }
-    if (cap != def.cap)         { add("cap",     format_double(cap)); }
-    const auto add_list = [&](const char * key, const auto & list, auto text) {
-        std::string res;
-        for (const auto & x : list) {
-            res += (res.empty() ? "" : ":") + text(x);
+    std::string res = method_name();
+    for (const auto & k : keys()) {
+        const std::string text = k.text(*this);
+        if ((is_sparse() || k.flags & PROMPT) && (k.name == "ratio" ? needs_ratio : text != k.text(usual))) {
+            res += "," + k.name + "=" + text;
         }
-        if (!res.empty()) {
-            add(key, res);
-        }
-    };
-    add_list("k_layers", k_layers, [](const layer_k & k) {
-        return !k.percent ? std::to_string((int32_t) k.x) : k.x >= 100.0 ? "dense" : format_double(k.x) + "%";
-    });
-    add_list("rank_layers", rank_layers, [](int32_t r) { return std::to_string(r); });
-    add_prompt();
-    return s;
+    }
+    return res;
 }
 
 bool llama_sparse_spec::is_dense() const {

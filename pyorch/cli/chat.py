@@ -83,7 +83,6 @@ def command(
     resume: str | None,
     no_keep: bool,
     documents: tuple[str, ...],
-    kv_memory: int | None,
     context: opt.ContextOptions,
     load: opt.LoadOptions,
     attention: opt.AttentionOptions,
@@ -109,9 +108,7 @@ def command(
     if system:  # it replaces the system message of a resumed conversation
         messages = [m for m in messages if m["role"] != "system"]
         messages.insert(0, {"role": "system", "content": system})
-    with open_session(
-        model, spec, context, load, documents=found or saved, kv_memory=kv_memory
-    ) as session:
+    with open_session(model, spec, context, load, documents=found or saved) as session:
         template = chosen.template(session)
         template.stop += stop
         if not template.builtin:

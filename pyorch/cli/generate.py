@@ -11,7 +11,7 @@ import click
 from pyorch.attention.spec import AttentionSpec
 from pyorch.cli import options as opt
 from pyorch.cli import streams
-from pyorch.cli.loading import check_limited, open_document, open_session
+from pyorch.cli.loading import open_document, open_session
 from pyorch.cli.summary import summary_of, why_dense
 from pyorch.cli.templates import TemplateOptions, template_options
 from pyorch.cli.terminal import note, print_json
@@ -56,7 +56,6 @@ def command(
     file: str | None,
     tokens: int,
     documents: tuple[str, ...],
-    kv_memory: int | None,
     context: opt.ContextOptions,
     load: opt.LoadOptions,
     attention: opt.AttentionOptions,
@@ -79,10 +78,9 @@ def command(
     if len(documents) > 1:
         raise SparqError("two documents, but one text to continue", "one --document", 2)
     found = [document_file.load(document_file.find(name)) for name in documents]
-    check_limited(found, kv_memory)
     if not any(d.form == "chat" for d in found):
         chosen.check_unused("the text is used as it is")
-    with open_session(model, spec, context, load, documents=found, kv_memory=kv_memory) as session:
+    with open_session(model, spec, context, load, documents=found) as session:
         words, ends = _after(session, found[0], text, chosen) if found else (text, [])
         settings = sampling.settings(0.0)
         _generate(session, words, spec, settings, tokens, [*ends, *stop], as_json=as_json)

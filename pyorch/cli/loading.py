@@ -15,7 +15,6 @@ from pyorch.attention.spec import DEFAULT_RATIO, AttentionSpec, parse_spec, rati
 from pyorch.cli.groups import on_the_line
 from pyorch.cli.options import ContextOptions, LoadOptions, ModelOptions
 from pyorch.cli.terminal import confirm, note, note_if_beyond
-from pyorch.errors import SparqError
 from pyorch.models import cards
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import GGUFFile, read_gguf
@@ -216,27 +215,6 @@ def _make_room(options: SessionOptions, document: Document, file: GGUFFile) -> N
         options["type_k"], options["type_v"] = document.types
 
 
-def check_limited(documents: Sequence[Document], kv_memory: int | None) -> None:
-    """Refuse `--kv-memory` where no document will be opened.
-
-    Raises:
-        SparqError: there is none.
-    """
-    if kv_memory is not None and not documents:
-        raise SparqError("--kv-memory is a limit of documents", "--document FILE", exit_code=2)
-
-
-def _limit_documents(options: SessionOptions, settings: Settings, load: LoadOptions) -> None:
-    """Where a document does not fit into the memory, choose the `kv_memory` that was not given:
-    the system alone would read far more of it than a token needs."""
-    spec, n = options["attention"], settings.fits
-    if not options["n_mapped"] or options["kv_memory"] or spec is None or str(spec) == "off":
-        return
-    if sys.platform == "linux" and n and not on_gpu(load):
-        options["kv_memory"] = n
-        note(f"K and V of the document are larger than the memory: {human_bytes(n)} stay in it")
-
-
 def on_gpu(load: LoadOptions) -> bool:
     """Whether a GPU of this machine holds layers."""
     from pyorch import engine
@@ -263,7 +241,7 @@ def open_document(
     template: ChatTemplate | None = None,
     messages: Sequence[dict[str, str]] = (),
 ) -> bool:
-    """Open a document in a session, and say if the limit of its memory does not hold.
+    """Open a document in a session.
 
     Args:
         template, messages: a conversation that is to begin with it, and then states its time.
@@ -274,8 +252,7 @@ def open_document(
     from pyorch import engine
     from pyorch.engine.chat_template import clock
 
-    if not engine.open_document(session, document) and session.kv_memory is not None:
-        note(f"note: {document.name} is in memory: below 64 MiB a cache has no pages of files")
+    engine.open_document(session, document)
     if template is None:
         return True
     template.now = document.when or clock()
@@ -294,17 +271,14 @@ def open_session(
     load: LoadOptions,
     n_sequences: int = 1,
     documents: Sequence[Document] = (),
-    kv_memory: int | None = None,
 ) -> Session:
     """Load the model that the options name, with a bar if it takes long. The session has what
     `prepare` gives it for documents."""
     from pyorch import engine
 
     options = session_options(attention, context, load, n_sequences)
-    options["kv_memory"] = kv_memory
     options["n_mapped"] = min((d.n_tokens for d in documents), default=0)  # one of them is open
     file, settings = prepare(model.model, model.yes, options, documents=documents)
-    _limit_documents(options, settings, load)
     note_if_weights_exceed(file, settings, load)
     if attention is None and (card := _card(model.model, file.path)):
         note(f"attention is exact; for {card} try --ratio {first_ratio(card)}", "dim")

@@ -26,7 +26,6 @@ from pyorch.cli.types import (
     Name,
     Number,
     Ratio,
-    Size,
     Text,
 )
 from pyorch.errors import SparqError
@@ -366,10 +365,5 @@ document_option = group(
         multiple=True,
         metavar="FILE",
         help="Begin with what `sparq-cpp read` has read: a file, or its name in `documents list`.",
-    ),
-    click.option(
-        "--kv-memory",
-        type=Size(),
-        help="Keep at most this much of their K and V in memory, say 2G.  [default: what fits]",
     ),
 )

@@ -23,7 +23,6 @@ from pyorch.cli import listen, served_documents, supervise
 from pyorch.cli import options as opt
 from pyorch.cli.groups import option, takes
 from pyorch.cli.loading import (
-    check_limited,
     note_if_weights_exceed,
     placement,
     prepare,
@@ -138,7 +137,6 @@ def command(
     model: opt.ModelOptions,
     server: ServerOptions,
     documents: tuple[str, ...],
-    kv_memory: int | None,
     context: opt.ContextOptions,
     load: opt.LoadOptions,
     attention: opt.AttentionOptions,
@@ -164,9 +162,7 @@ def command(
             )
         note("note: whoever reaches this address can use it", "yellow")
     options = session_options(attention.spec(), context, load, server.parallel)
-    options["kv_memory"] = kv_memory
     found = [document_file.load(document_file.find(name)) for name in documents]
-    check_limited(found, kv_memory)
     with listen.reserved(family, address, server.port) as port:
         file, settings = _prepare(model, options, found)
     alias = _alias(model, file.path)
@@ -319,7 +315,7 @@ def _serve(served: Served, more: Sequence[str]) -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
     account = Account()
     with (
-        _list_of(served.documents, settings.kv_memory) as documents,
+        _list_of(served.documents) as documents,
         served_documents.with_their_time(file, served.documents, more) as template,
         Child(
             [*argv, *template], env | native.waiting() | documents, account.read, shows_log()
@@ -345,7 +341,7 @@ def _serve(served: Served, more: Sequence[str]) -> None:
 
 
 @contextmanager
-def _list_of(documents: Sequence[Document], kv_memory: int | None) -> Iterator[dict[str, str]]:
+def _list_of(documents: Sequence[Document]) -> Iterator[dict[str, str]]:
     """The variables that tell llama-server of the documents."""
     from pyorch.engine import document_file
 
@@ -355,8 +351,7 @@ def _list_of(documents: Sequence[Document], kv_memory: int | None) -> Iterator[d
     with NamedTemporaryFile("wb", suffix=".list") as file:
         file.write(os.fsencode(document_file.listed(documents)))
         file.flush()
-        limit = {} if kv_memory is None else {"SPARQ_KV_MEMORY": str(kv_memory)}
-        yield {"SPARQ_DOCUMENTS": file.name, **limit}
+        yield {"SPARQ_DOCUMENTS": file.name}
 
 
 def _stays_exact(file: GGUFFile, settings: Settings, spec: AttentionSpec) -> str:

@@ -57,8 +57,6 @@ class Summary:
             parts.append(f"{100 * info.sparse_share:.1f} % of calls sparse")
         elif info:
             parts.append("attention exact throughout")
-        if info and (documents := info.raw.get("documents", {})).get("limit"):
-            parts.append(f"{human_bytes(documents['read'])} from the document's file in all")
         return ", ".join(parts)
 
 

@@ -114,7 +114,6 @@ class Session:
         self.path, self.geometry = model.path, model.geometry
         self.vocab, self.n_vocab = model.vocab, model.n_vocab
         self.types, self.rope, self.watch = settings.types, settings.rope, watch
-        self.kv_memory = settings.kv_memory
         self.tokens: list[int] = []
         self.prompts: Sequence[Sequence[int]] = ()  # those that `prefill_each` read last
         self.timings = Timings()
@@ -130,8 +129,6 @@ class Session:
                 watch.attach(self)
             if settings.attention is not None:
                 sparse.set_spec(self.lib, self.ctx, settings.attention)
-            if settings.kv_memory is not None:
-                sparse.set_kv_memory(self.lib, self.ctx, settings.kv_memory)
         except BaseException:  # includes Ctrl-C while the cache is sealed
             self.close()
             raise

@@ -123,8 +123,6 @@ class SessionOptions(TypedDict, total=False):
     n_mapped        positions of a document that is opened next: their K and V are pages of its
                     file, which the system can drop, so they do not count as memory
     n_away          layers whose weights, K and V are on other machines; None is all of them
-    kv_memory       bytes of K and V of documents that stay in memory, the rest is read from their
-                    files; None leaves it to the system. It needs attention of ours, exact or not
     """
 
     n_ctx: int | None
@@ -138,7 +136,6 @@ class SessionOptions(TypedDict, total=False):
     n_sequences: int
     n_mapped: int
     n_away: int | None
-    kv_memory: int | None
 
 
 class Placement(TypedDict, total=False):
@@ -154,8 +151,7 @@ class Placement(TypedDict, total=False):
 @dataclass(frozen=True)
 class Settings:
     """The settings of a context. `types` are those of K and V in the cache; `attention` is None if
-    none was given. `fits` is what stays in memory of a document that does not fit into it, in
-    bytes, and None if it does. `lacking` is how many bytes of the weights do not fit."""
+    none was given. `lacking` is how many bytes of the weights do not fit into the memory."""
 
     n_ctx: int
     n_threads: int
@@ -165,8 +161,6 @@ class Settings:
     attention: AttentionSpec | None
     rope: Rope
     n_sequences: int
-    kv_memory: int | None
-    fits: int | None
     lacking: int
 
     def params(self, lib: ModuleType) -> ctypes.Structure:
@@ -198,7 +192,6 @@ def settings_for(
     n_sequences: int = 1,
     n_mapped: int = 0,
     n_away: int | None = 0,
-    kv_memory: int | None = None,
 ) -> Settings:
     """The settings of a context for this model, from those that `SessionOptions` explains.
 
@@ -217,13 +210,6 @@ def settings_for(
     here = 1 - min(geo.n_layer if n_away is None else n_away, geo.n_layer) / max(geo.n_layer, 1)
     kv = n_sequences * cache_bytes(geo, n_ctx, *types) - mapped
     left = check_memory(file, int(here * kv), int(here * n_sequences * shadow), here)
-    fits = max(left, mapped // 16) if mapped > left else None
-    if kv_memory is not None and (spec is None or spec.method == "off"):
-        raise SparqError(
-            "a limit of the memory of documents needs attention of ours",
-            "--ratio 1/8, or -a dense, which reads everything",
-            exit_code=2,
-        )
     n_threads = min(n_threads or usable_cores(), MAX_THREADS)
     if n_batch is None:
         n_batch = min(512, max(MASK_BYTES // (2 * n_ctx), 32))
@@ -237,8 +223,6 @@ def settings_for(
         spec,
         rope,
         n_sequences,
-        kv_memory,
-        fits,
         lacking=max(-left, 0),
     )
 

@@ -170,21 +170,6 @@ def seal(lib: ModuleType, ctx: int | None) -> int:
     return int(function(lib, "llama_sparse_attn_seal", ctypes.c_int64, _CTX)(ctx))
 
 
-def set_kv_memory(lib: ModuleType, ctx: int | None, n_bytes: int) -> None:
-    """Keep at most so many bytes of the K and V of documents in memory; 0: the system decides.
-
-    Raises:
-        SparqError: that needs Linux, no GPU and a model with a plain KV cache; or it is a stock
-            library.
-    """
-    call = function(lib, "llama_sparse_kv_memory", ctypes.c_int64, _CTX, ctypes.c_int64)
-    if call(ctx, n_bytes) < 0:
-        raise SparqError(
-            "the memory of documents cannot be limited here",
-            "that takes Linux, no GPU (-ngl 0), and a model with a plain KV cache",
-        )
-
-
 class Measure:
     """Measures by layer which share of the true attention a context reads, from here to `end`.
 

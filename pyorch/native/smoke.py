@@ -29,6 +29,7 @@ import numpy as np
 from pyorch import children
 from pyorch.errors import SparqError
 from pyorch.ggml import BY_NAME
+from pyorch.native.slots import Sources, sources
 from pyorch.native.tensor import Tensor
 
 # What a backend of the CPU may leave out: the feature by the name of the buffer that has it.
@@ -182,7 +183,8 @@ def _attention(base: Any, backend: int, fast: int, n_token: int) -> float:
             ne = [*reversed(array.shape), 1, 1][:4]
             tensors.append(base.ggml_new_tensor_4d(context, kind, *ne))
         params = _PrefillParams(width**-0.5, 0.0, 0.0, fast, 0.0)
-        y = base.ggml_sparse_attn_prefill(context, *tensors, None, None, params)
+        named = dict(zip(("q", "k", "v", "mask"), tensors, strict=True))
+        y = base.ggml_sparse_attn_prefill(context, sources(**named), params)
         values = list(zip(tensors, (q, k, v, mask), strict=True))
         found = _computed(base, backend, context, y, values).reshape(n_token, n_head, width)
     k, v = (array[:, 0].astype(np.float64) for array in (k, v))
@@ -287,7 +289,7 @@ def _load(folder: Path) -> tuple[Any, Any]:
         (cpu, "ggml_backend_cpu_set_n_threads", None, p, c_int),
     ]
     if _is_ours(base):
-        prototypes.append((base, _OURS, t, p, *[t] * 6, _PrefillParams))
+        prototypes.append((base, _OURS, t, p, POINTER(Sources), _PrefillParams))
     for lib, name, result, *args in prototypes:
         function = getattr(lib, name)
         function.restype, function.argtypes = result, args

@@ -19,8 +19,8 @@ from pyorch.native import source
 from pyorch.native.patches import HINT, TRAILERS, apply_series, parse, series
 
 # The series as a whole may touch this many lines of upstream files.
-MAX_ADDED = 150
-MAX_REMOVED = 10
+MAX_ADDED = 120
+MAX_REMOVED = 8
 
 STATUS = ("Inappropriate [sparq-specific]", "Submitted ", "Backport ", "Pending")
 _EXPORT = ("--no-signature", "--no-numbered", "--zero-commit", "--full-index", "--no-stat", "-U1")

@@ -144,12 +144,6 @@ def test_what_is_no_size_is_refused(text: str) -> None:
     assert refused.value.exit_code == 2
 
 
-@pytest.mark.parametrize("line", ["generate -m x -p y", "serve -m x"])
-def test_a_limit_of_documents_needs_one(line: str) -> None:
-    result = CliRunner().invoke(cli, [*line.split(), "--ratio", "1/8", "--kv-memory", "1G"])
-    assert "--kv-memory is a limit of documents" in str(result.exception)
-
-
 def test_no_variable_stands_in_for_two_options() -> None:
     named = Counter(
         p.envvar[0] if p.envvar else ""

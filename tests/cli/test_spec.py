@@ -14,6 +14,11 @@ import pytest
 from pyorch import native, paths
 from pyorch.attention.bytes import split
 from pyorch.attention.spec import (
+    _LEAST,
+    _NAMES,
+    BUDGETS,
+    CALIBRATED,
+    METHODS,
     AttentionSpec,
     LayerK,
     check_against_model,
@@ -161,9 +166,8 @@ def test_a_setting_is_known_everywhere() -> None:
     parser, header = (
         (folder / name).read_text("utf-8") for name in ("sparse-spec.cpp", "llama-sparse.h")
     )
-    keys = re.search(r"KEYS = \{(.*?)\};", parser, re.DOTALL)
-    assert keys is not None
-    assert set(re.findall(r'"(\w+)"', keys[1])) == ours | {"k"}
+    rows = re.findall(r'^ {8}(?:\{ |\w+ *\()"(\w+)",', parser, re.MULTILINE)
+    assert sorted(rows) == sorted(ours)
     text = header.partition("// A spec is one line")[2].partition("// Errors are text")[0]
     lines = re.findall(r"^//   ([a-z]\w*(?:, \w+)*)(?: \(or k\))? ", text, re.MULTILINE)
     assert {name for line in lines for name in line.split(", ")} == ours
@@ -183,6 +187,26 @@ def library_parse(line: str) -> tuple[int, str]:
     buf = ctypes.create_string_buffer(512)
     code = lib.llama_sparse_attn_parse(line.encode(), buf, ctypes.c_size_t(len(buf)))
     return code, buf.value.decode()
+
+
+def test_the_library_has_the_same_words_and_bounds() -> None:
+    """As its errors say."""
+
+    def words(line: str) -> set[str]:
+        code, message = library_parse(line)
+        assert code < 0
+        found = re.search(r"(?:is not|write) (.*? or [\w-]+)", message)
+        assert found is not None, message
+        return set(re.split(", | or ", found[1]))
+
+    assert words("x") == set(METHODS)
+    assert words("sparq,x=1") == {f.name for f in fields(AttentionSpec)} - {"method"}
+    for name in ("mean_v", "shadow", "prompt"):
+        assert words(f"sparq,{name}=x") == set(_NAMES[name])
+    assert words("sparq,budget=x") == set(BUDGETS) - set(CALIBRATED)
+    for name, least in _LEAST.items():
+        code, message = library_parse(f"sparq,{name}={least - 1}")
+        assert code < 0 and message.startswith(f"{name} must be at least {least}: ")
 
 
 def test_defaults_are_one_number() -> None:

@@ -35,7 +35,7 @@ from ggml_ctypes import (
 from llama import bindings
 from tolerances import Errors, check_selection, score_scale
 
-from pyorch.native.slots import ATTEND, PREFILL, SCORE, SCORE_SELECT, SEAL, SELECT, VISIBLE
+from pyorch.native.slots import ATTEND, PREFILL, SCORE, SCORE_SELECT, SEAL, SELECT, VISIBLE, sources
 from pyorch.native.slots import source_of as _source
 from pyorch.native.tensor import Tensor, floats, view
 
@@ -185,29 +185,22 @@ class Watch:
             return
         seen = ~np.isneginf(read(_source(t, "mask"))[:, 0])
         counts = np.add.reduceat(seen, np.arange(0, seen.shape[2], GROUP), axis=2, dtype=np.int32)
-        result, n_tok = read(t)[:, 0], seen.shape[1]
-        assert np.array_equal(result[:, :n_tok], counts), (
+        assert np.array_equal(read(t)[:, 0], counts), (
             "VISIBLE counts other positions than the mask shows"
         )
-        if (sealed := _source(t, "sealed")) is not None:
-            assert np.array_equal(result[:, n_tok:], read(sealed)[0, 0][:, None])
 
     def _score_select(self, t: Tensor) -> None:
         """SELECT(SCORE(..)) of the same sources: SCORE is computed here, then both are checked."""
         p = _params(t, ScoreSelectParams)
         with self._ggml.graph() as g:
             names = ("q", "k", "k_t", "sealed", "mask", "wanted", "k_range")
-            q, k, k_t, sealed, mask, wanted, k_range = (
-                _leaf(g, _source(t, name)) for name in names
-            )
-            visible = g.op("ggml_sparse_attn_visible", mask, None)
-            score = g.op(
-                "ggml_sparse_attn_score",
-                *(q, k, k_t, sealed, mask, visible, None, k_range, p.score),
-            )
+            given = {name: _leaf(g, _source(t, name)) for name in names}
+            given["visible"] = g.op("ggml_sparse_attn_visible", given["mask"])
+            score = g.op("ggml_sparse_attn_score", sources(**given), p.score)
             g.compute(score)
             self._score(score.contents)
-            select = g.op("ggml_sparse_attn_select", score, wanted, p.select)
+            given["logits"] = score
+            select = g.op("ggml_sparse_attn_select", sources(**given), p.select)
             select.contents.data = t.data
             self._select(select.contents)
             self._selections[ctypes.addressof(t)] = self._selections.pop(

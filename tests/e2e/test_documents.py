@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny as tiny_models
-from llama import Context, Model, bindings
+from llama import Context, Model, bindings, python_environment
 from tiny_gguf import write_tiny_gguf
 
 from pyorch import engine, paths
@@ -437,3 +438,61 @@ def test_room_is_made_for_what_is_kept(
     assert len(list(path.parent.iterdir())) == 2 and path.exists()
     engine.make_room(0)
     assert not list(path.parent.iterdir())
+
+
+# ---- what a cleared cache holds ----
+
+
+def mapped_pages(path: Path) -> list[tuple[int, int]]:
+    """The addresses where pages of a file lie in this process: from, to."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    found = [re.match(r"(\w+)-(\w+) ", line) for line in lines if line.endswith(str(path))]
+    return [(int(m[1], 16), int(m[2], 16)) for m in found if m]
+
+
+# mmap() that refuses new memory over what is there, once refuse() was called
+REFUSES = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <sys/mman.h>
+static int is_refused;
+void refuse(void) { is_refused = 1; }
+void * mmap(void * at, size_t n, int prot, int flags, int fd, off_t offset) {
+    void * (*next)(void *, size_t, int, int, int, off_t) = dlsym(RTLD_NEXT, "mmap");
+    if (is_refused && (flags & MAP_FIXED) && (flags & MAP_ANONYMOUS)) {
+        errno = ENOMEM;
+        return MAP_FAILED;
+    }
+    return next(at, n, prot, flags, fd, offset);
+}
+"""
+CLEARS = """
+import ctypes, sys
+from pathlib import Path
+from test_documents import MAPPED, SPARSE, engine, mapped_pages, opened
+book = Path(sys.argv[1])
+with engine.load(Path(sys.argv[2]), attention=SPARSE, **MAPPED) as s:
+    opened(s, book)
+    spans = mapped_pages(book)
+    ctypes.CDLL(None).refuse()
+    s.lib.llama_memory_clear(s.memory, True)
+    assert mapped_pages(book) == spans, "the pages of the file are still there"
+    left = sum(ctypes.string_at(a, b - a).count(0) - (b - a) for a, b in spans)
+    print(len(spans), left)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="preloads a library")
+def test_a_cleared_cache_holds_no_document(tiny: Path, book: Path, tmp_path: Path) -> None:
+    """Also where the system has no new memory for it: its pages were given back, and came again."""
+    (tmp_path / "refuses.c").write_text(REFUSES)
+    library = tmp_path / "refuses.so"
+    argv = ["cc", "-shared", "-fPIC", str(tmp_path / "refuses.c"), "-o", str(library), "-ldl"]
+    subprocess.run(argv, check=True)
+    argv = [sys.executable, "-c", CLEARS, str(book), str(tiny)]
+    env = python_environment(LD_PRELOAD=str(library))
+    done = subprocess.run(argv, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    n_span, left = map(int, done.stdout.split())
+    assert n_span > 0 and left == 0

@@ -32,10 +32,10 @@ CHANGES = {
     "counters": ("ggml-sparse.h", "X(PREFILL)   ", "X(NEW) X(PREFILL)   "),
     "order of codes": ("sparse-codes.h", "t/16*4 + t%4;", "t/16*4 + 3 - t%4;"),
     "halves of a byte": ("sparse-codes.h", "/GGML_SPARSE_LINE*n_bit; }", "%2*n_bit; }"),
-    "group": ("ggml-sparse.h", "SPARSE_GROUP 64 ", "SPARSE_GROUP 32 "),
-    "run": ("ggml-sparse.h", "SPARSE_RUN   512", "SPARSE_RUN   1024"),
-    "sum block": ("ggml-sparse.h", "SPARSE_SUM   16", "SPARSE_SUM   8"),
-    "rows of sums": ("ggml-sparse.h", "(GGML_SPARSE_SUM + 1) + GGML_SPARSE_SUM; }", "17 + 15; }"),
+    "group": ("sparse-codes.h", "SPARSE_GROUP 64 ", "SPARSE_GROUP 32 "),
+    "run": ("sparse-codes.h", "SPARSE_RUN   512", "SPARSE_RUN   1024"),
+    "sum block": ("sparse-codes.h", "SPARSE_SUM   16", "SPARSE_SUM   8"),
+    "rows of sums": ("sparse-codes.h", "(GGML_SPARSE_SUM + 1) + GGML_SPARSE_SUM; }", "17 + 15; }"),
 }
 COMMENTS = {
     "comment": ("sparse-codes.h", "// ---- the order of codes", "// ---- other words"),
@@ -90,3 +90,11 @@ def test_another_layout_is_another_number(what: str, layout, ours: int) -> None:
 @pytest.mark.parametrize("what", COMMENTS)
 def test_a_comment_is_none(what: str, layout, ours: int) -> None:
     assert layout(*COMMENTS[what]) == ours
+
+
+@pytest.mark.parametrize(("language", "standard"), [("c", "c11"), ("c++", "c++17")])
+def test_the_layout_of_the_shadow_needs_no_ggml(language: str, standard: str) -> None:
+    ops = paths.data("ggml_ops")
+    argv = [probe.need_compiler().cxx, "-x", language, f"-std={standard}", "-fsyntax-only"]
+    done = subprocess.run([*argv, "-w", ops / "sparse-codes.h"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

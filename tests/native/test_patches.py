@@ -114,7 +114,7 @@ def test_digest_sees_names_and_content(tree: Path) -> None:
         ("Calls: none\n", "Calls:\n", "no Calls line"),
         ("Pending", "Perhaps", "unknown Upstream-Status 'Perhaps'"),
         ("+1 -0", "+2 -0", r"Core-Touch should read '1 file, \+1 -0'"),
-        ("+1,3 @@\n one\n", "+1,153 @@\n one\n" + "+more\n" * 150, r"touches \+151 -0 lines"),
+        ("+1,3 @@\n one\n", "+1,123 @@\n one\n" + "+more\n" * 120, r"touches \+121 -0 lines"),
     ],
 )
 def test_audit(tree: Path, old: str, new: str, wrong: str) -> None:

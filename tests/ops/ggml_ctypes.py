@@ -3,7 +3,7 @@
     with ggml.graph() as g:
         # numpy axes, slowest first: ggml's ne is the reverse
         x = g.tensor(array, "f16", pad=(0, 0, 8))
-        y = g.op("ggml_sparse_attn_visible", x, None)
+        y = g.op("ggml_sparse_attn_visible", x)
         g.compute(y, n_threads=2)
         print(g.read(y))
 
@@ -31,6 +31,7 @@ import numpy as np
 from cases import BLOCKS, bf16_bits, row_bytes, to_blocks
 from cpu import has_fast
 
+from pyorch.native.slots import Sources
 from pyorch.native.tensor import Tensor
 
 CONTEXT = 1 << 20  # bytes for the structs of the tensors and the graph
@@ -142,31 +143,16 @@ class PrefillParams(ctypes.Structure):
     ]
 
 
-class AttnParams(ctypes.Structure):
-    _fields_ = [
-        ("rank", c_int32),
-        ("topk_max", c_int32),
-        ("n_local_max", c_int32),
-        ("scale", c_float),
-        ("max_bias", c_float),
-        ("softcap", c_float),
-        ("mean_v", c_int32),
-        ("n_bit", c_int32),
-        ("n_rot", c_int32),
-        ("top_p", c_float),
-        ("i_k", c_int32),
-        ("i_forced", c_int32),
-        ("i_rank", c_int32),
-    ]
-
-    def __init__(self, *args, i_forced: int = 2, **kwargs) -> None:
-        """As of SelectParams."""
-        super().__init__(*args, i_forced=i_forced, **kwargs)
-
-
-class AttnInputs(ctypes.Structure):
-    _NAMES = "q k v k_t v_sum sealed mask visible wanted sinks stats k_range"
-    _fields_ = [(name, TensorPtr) for name in _NAMES.split()]
+CONSTRUCTORS = {  # of nodes from named sources; the last two make several
+    "sparse_attn_seal": SealParams,
+    "sparse_attn_score": ScoreParams,
+    "sparse_attn_select": SelectParams,
+    "sparse_attn_score_select": ScoreSelectParams,
+    "sparse_attn_attend": AttendParams,
+    "sparse_attn_prefill": PrefillParams,
+    "sparq_attn": ScoreSelectParams,
+    "topk_attn": ScoreSelectParams,
+}
 
 
 class Ggml:
@@ -195,15 +181,11 @@ class Ggml:
             (cpu, "ggml_cpu_init", None),
             (cpu, "ggml_graph_plan", Plan, c_void_p, c_int, c_void_p),
             (cpu, "ggml_graph_compute", c_int, c_void_p, POINTER(Plan)),
-            (base, "ggml_sparse_attn_seal", t, ctx, *[t] * 8, SealParams),
-            (base, "ggml_sparse_attn_visible", t, ctx, t, t),
-            (base, "ggml_sparse_attn_score", t, ctx, *[t] * 8, ScoreParams),
-            (base, "ggml_sparse_attn_select", t, ctx, *[t] * 2, SelectParams),
-            (base, "ggml_sparse_attn_score_select", t, ctx, *[t] * 8, ScoreSelectParams),
-            (base, "ggml_sparse_attn_attend", t, ctx, *[t] * 9, AttendParams),
-            (base, "ggml_sparse_attn_prefill", t, ctx, *[t] * 6, PrefillParams),
-            (base, "ggml_sparq_attn", t, ctx, POINTER(AttnInputs), POINTER(AttnParams)),
-            (base, "ggml_topk_attn", t, ctx, POINTER(AttnInputs), POINTER(AttnParams)),
+            (base, "ggml_sparse_attn_visible", t, ctx, t),
+            *[
+                (base, f"ggml_{name}", t, ctx, POINTER(Sources), params)
+                for name, params in CONSTRUCTORS.items()
+            ],
         ]
         for lib, name, result, *args in self.prototypes:
             getattr(lib, name).restype = result

@@ -9,8 +9,6 @@ from cases import Data
 from ggml_ctypes import (
     STATS,
     AttendParams,
-    AttnInputs,
-    AttnParams,
     Ggml,
     Graph,
     PrefillParams,
@@ -18,6 +16,8 @@ from ggml_ctypes import (
     ScoreSelectParams,
     SelectParams,
 )
+
+from pyorch.native import slots
 
 PADDED = {  # extra elements per numpy axis, as views of larger tensors have them
     "q": (0, 0, 0, 8),
@@ -48,8 +48,7 @@ class Sources:
             ("v_sum", d.v_sum, "f32"),
             ("sealed", d.sealed, "i32"),
             ("mask", d.mask, "f16"),
-            # the last row is sealed
-            ("visible", np.concatenate([d.visible, d.sealed[:, None, None]], axis=2), "i32"),
+            ("visible", d.visible, "i32"),
             ("wanted", np.concatenate([d.kl, d.forced], axis=3), "i32"),
             ("sinks", d.sinks, "f32"),
         ]:
@@ -60,92 +59,61 @@ class Sources:
     def __getattr__(self, name: str):
         return self.tensors[name]
 
+    def node(self, op: str, params, **given):
+        """Of these tensors, and of those that are given in place of them."""
+        named = {name: self.tensors.get(name) for name in slots.Sources.NAMES} | given
+        return self.graph.op(f"ggml_{op}", slots.sources(**named), params)
+
     def stats_read(self) -> dict[str, int]:
         return dict(
             zip(STATS, self.graph.read(self.tensors["stats"])[0, 0, 0].tolist(), strict=True)
         )
 
 
-def score(s: Sources, exact: bool = False):
+def score_params(s: Sources, exact: bool = False) -> ScoreParams:
     case = s.data.case
     rank = 0 if exact else case.rank_value
-    params = ScoreParams(rank, case.scale, case.max_bias, case.softcap, 16, case.n_rot)
-    return s.graph.op(
-        "ggml_sparse_attn_score",
-        s.q,
-        s.k,
-        None if exact else s.k_t,
-        None if exact else s.sealed,
-        s.mask,
-        s.visible,
-        s.stats,
-        None,
-        params,
-    )
+    return ScoreParams(rank, case.scale, case.max_bias, case.softcap, 16, case.n_rot)
+
+
+def select_params(s: Sources) -> SelectParams:
+    case = s.data.case
+    sizes = (s.data.topk_max, case.heads[1], s.data.n_local_max)
+    return SelectParams(*sizes, case.mean_v, case.top_p)
+
+
+def score(s: Sources, exact: bool = False):
+    more = {"k_t": None} if exact else {}
+    return s.node("sparse_attn_score", score_params(s, exact), **more)
 
 
 def score_select(s: Sources):
     """SCORE and SELECT in one node."""
-    case = s.data.case
-    params = ScoreSelectParams(
-        ScoreParams(case.rank_value, case.scale, case.max_bias, case.softcap, 16, case.n_rot),
-        SelectParams(s.data.topk_max, case.heads[1], s.data.n_local_max, case.mean_v, case.top_p),
-    )
-    sources = (s.q, s.k, s.k_t, s.sealed, s.mask, s.wanted, s.stats, None)
-    return s.graph.op("ggml_sparse_attn_score_select", *sources, params)
+    params = ScoreSelectParams(score_params(s), select_params(s))
+    return s.node("sparse_attn_score_select", params)
 
 
 def select(s: Sources, logits):
-    case = s.data.case
-    params = SelectParams(
-        s.data.topk_max, case.heads[1], s.data.n_local_max, case.mean_v, case.top_p
-    )
-    return s.graph.op("ggml_sparse_attn_select", logits, s.wanted, params)
+    return s.node("sparse_attn_select", select_params(s), logits=logits)
 
 
 def attend(s: Sources, sel):
     case = s.data.case
     mean_v = case.mean_v and sel is not None
     params = AttendParams(case.scale, case.max_bias, case.softcap, mean_v)
-    return s.graph.op(
-        "ggml_sparse_attn_attend",
-        s.q,
-        s.k,
-        s.v,
-        s.mask,
-        s.visible,
-        sel,
-        s.v_sum if mean_v else None,
-        s.sinks,
-        s.stats,
-        params,
-    )
+    return s.node("sparse_attn_attend", params, sel=sel)
 
 
 def prefill(s: Sources, fast: bool = False, keep: float = 0):
     case = s.data.case
     params = PrefillParams(case.scale, case.max_bias, case.softcap, fast, keep)
-    sources = (s.q, s.k, s.v, s.mask, s.sinks, s.stats)
-    return s.graph.op("ggml_sparse_attn_prefill", *sources, params)
+    return s.node("sparse_attn_prefill", params)
 
 
 def whole(s: Sources, exact: bool = False):
     """ggml_sparq_attn, or ggml_topk_attn where exact."""
-    case = s.data.case
-    inputs = AttnInputs(**{name: t for name, t in s.tensors.items() if t is not None})
-    params = AttnParams(
-        case.rank_value,
-        s.data.topk_max,
-        s.data.n_local_max,
-        case.scale,
-        case.max_bias,
-        case.softcap,
-        case.mean_v,
-        16,
-        case.n_rot,
-        case.top_p,
-    )
-    return s.graph.op("ggml_topk_attn" if exact else "ggml_sparq_attn", inputs, params)
+    params = ScoreSelectParams(score_params(s), select_params(s))
+    return s.node("topk_attn" if exact else "sparq_attn", params)
 
 
 @dataclass

@@ -18,14 +18,14 @@ from pathlib import Path
 import numpy as np
 from ggml_ctypes import (
     AttendParams,
-    AttnInputs,
-    AttnParams,
     ScoreParams,
     ScoreSelectParams,
     SealParams,
     SelectParams,
 )
 from isa import IsaGgml
+
+from pyorch.native.slots import sources
 
 THREADS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 HEADS = (32, 8)
@@ -79,11 +79,10 @@ def count(ggml: Counting, n_pos: int, n_bit: int, rank: int, topk: int, n_thread
         k, _ = zeros((1, n_pos, n_kv, D), "f16")
         v, _ = zeros((1, n_pos, n_kv, D), "f16")
         mask, _ = zeros((1, 1, 1, n_pos), "f16", False)
-        visible = g.op("ggml_sparse_attn_visible", mask, None)
+        visible = g.op("ggml_sparse_attn_visible", mask)
         if n_bit == 0:
-            params = AttendParams(D**-0.5, 0, 0, 0)
-            sources = (q, k, v, mask, visible, *[None] * 4)
-            out = g.op("ggml_sparse_attn_attend", *sources, params)
+            src = sources(q=q, k=k, v=v, mask=mask, visible=visible)
+            out = g.op("ggml_sparse_attn_attend", src, AttendParams(D**-0.5, 0, 0, 0))
             g.compute(out, n_threads=n_threads)
             return
         if n_bit == 16:
@@ -99,11 +98,12 @@ def count(ggml: Counting, n_pos: int, n_bit: int, rank: int, topk: int, n_thread
         row[..., :2] = topk, n_local
         row[..., 2:-4] = np.arange(n_pos - 1, n_pos - 1 - n_local, -1)
         row[..., -4:] = np.arange(4)
-        inputs = {"q": q, "k": k, "v": v, "k_t": k_t, "k_range": k_range, "sealed": sealed}
-        inputs |= {"mask": mask, "visible": visible, "wanted": wanted}
-        given = AttnInputs(**{name: t for name, t in inputs.items() if t is not None})
-        params = AttnParams(rank, topk, n_local, D**-0.5, 0, 0, 0, n_bit, 0)
-        g.compute(g.op("ggml_sparq_attn", given, params), n_threads=n_threads)
+        cache = {"k": k, "v": v, "k_t": k_t, "k_range": k_range, "sealed": sealed}
+        src = sources(q=q, **cache, mask=mask, visible=visible, wanted=wanted)
+        params = ScoreSelectParams(
+            ScoreParams(rank, D**-0.5, 0, 0, n_bit), SelectParams(topk, n_kv, n_local, 0)
+        )
+        g.compute(g.op("ggml_sparq_attn", src, params), n_threads=n_threads)
 
 
 def shadow_threads(ggml: Counting, n_pos: int, n_threads: int) -> dict[str, np.ndarray]:
@@ -119,24 +119,14 @@ def shadow_threads(ggml: Counting, n_pos: int, n_threads: int) -> dict[str, np.n
         k_range, _ = g.lazy((1, n_run, n_kv * D, 2), "f32")
         sealed = g.tensor(np.ones((1, n_group)), "i32")
         groups = g.tensor(np.arange(n_group)[None], "i32")
-        params = SealParams(4)
-        k_t = g.op(
-            "ggml_sparse_attn_seal", k_t, None, k, None, groups, None, k_range, sealed, params
-        )
+        src = sources(k_t=k_t, k=k, list=groups, k_range=k_range, sealed=sealed)
+        k_t = g.op("ggml_sparse_attn_seal", src, SealParams(4))
         values = np.random.default_rng(0).standard_normal((1, 1, n_head, D))
         wanted = g.tensor(np.array([[[[64, 0, 0]]]]), "i32")
-        sources = (
-            g.tensor(values, "f32"),
-            k,
-            k_t,
-            sealed,
-            g.tensor(np.zeros((1, 1, 1, n_pos)), "f16"),
-        )
-        out = g.op(
-            "ggml_sparse_attn_score_select",
-            *(*sources, wanted, None, k_range),
-            ScoreSelectParams(ScoreParams(32, D**-0.5, 0, 0, 4), SelectParams(64, n_kv, 0, 0)),
-        )
+        q, mask = g.tensor(values, "f32"), g.tensor(np.zeros((1, 1, 1, n_pos)), "f16")
+        src = sources(q=q, k=k, k_t=k_t, k_range=k_range, sealed=sealed, mask=mask, wanted=wanted)
+        params = ScoreSelectParams(ScoreParams(32, D**-0.5, 0, 0, 4), SelectParams(64, n_kv, 0, 0))
+        out = g.op("ggml_sparse_attn_score_select", src, params)
         g.compute(out, n_threads=n_threads)
         return {name: ggml.bytes[name][:, :8].T > 0 for name in ("seal", "score_select")}
 
@@ -156,8 +146,8 @@ def list_bytes(ggml: Counting, n_group: int, n_bit: int) -> int:
         array[:] = np.arange(n_group)
         ggml.lib.count_watch(array.ctypes.data, array.nbytes)
         sealed = None if n_bit == 16 else g.tensor(np.ones((1, n_group)), "i32")
-        sources = (k_t, v_sum, k, k, groups, None, k_range, sealed)
-        out = g.op("ggml_sparse_attn_seal", *sources, SealParams(n_bit))
+        src = sources(k_t=k_t, v_sum=v_sum, k=k, v=k, list=groups, k_range=k_range, sealed=sealed)
+        out = g.op("ggml_sparse_attn_seal", src, SealParams(n_bit))
         g.compute(out, n_threads=2)
         return int(ggml.bytes["seal"][:, 0].sum())
 

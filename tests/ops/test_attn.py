@@ -14,6 +14,8 @@ from ggml_ctypes import Ggml
 from graphs import Selection, Sources, dense_run, sparse_run
 from tolerances import EPS32, Errors
 
+from pyorch.native.slots import sources
+
 CASES = [
     c if c.size <= 600_000 else pytest.param(c, marks=pytest.mark.slow) for c in cases.quick_cases()
 ]
@@ -24,7 +26,6 @@ SHAPES = [
     Case(n_kv=4097, heads=(7, 1), d=80, type_k="bf16", batch=(3, 1), extra="sinks"),
     Case(n_kv=9000, heads=(2, 2), d=64, type_k="f32", extra="softcap", mask="alibi"),
     Case(n_kv=11000, heads=(8, 8), d=16, topk="n"),  # units of more than 128 cells
-    Case(n_kv=66_000, heads=(16, 1), d=16, topk="2000"),  # a long head
 ]
 
 
@@ -256,18 +257,7 @@ def test_score_uses_model_scale(ggml: Ggml) -> None:
         with ggml.graph() as g:
             s = Sources(data, g)
             params = graphs.ScoreParams(16, scale, 0.0, 0.0, 16)
-            node = g.op(
-                "ggml_sparse_attn_score",
-                s.q,
-                s.k,
-                s.k_t,
-                s.sealed,
-                s.mask,
-                s.visible,
-                s.stats,
-                None,
-                params,
-            )
+            node = s.node("sparse_attn_score", params)
             g.compute(node)
             out.append(g.read(node))
     assert np.array_equal(out[0] * np.float32(0.25), out[1])
@@ -407,12 +397,13 @@ def test_attn_beyond_2_gib(ggml: Ggml) -> None:
         q, mask, visible = g.tensor(small.q, "f32"), g.tensor(mask, "f16"), g.tensor(visible, "i32")
         logits = []
         for sealed in (0, 1):
-            sources = (q, k, k_t, g.tensor(np.full((1, n_grp), sealed), "i32"), mask, visible)
+            flags = g.tensor(np.full((1, n_grp), sealed), "i32")
+            src = sources(q=q, k=k, k_t=k_t, sealed=flags, mask=mask, visible=visible)
             params = graphs.ScoreParams(16, case.scale, 0, 0, 16)
-            logits.append(g.op("ggml_sparse_attn_score", *sources, None, None, params))
-        sources = (q, k, v, mask, visible, None, None, None, None)
+            logits.append(g.op("ggml_sparse_attn_score", src, params))
+        src = sources(q=q, k=k, v=v, mask=mask, visible=visible)
         params = graphs.AttendParams(case.scale, 0, 0, 0)
-        dense = g.op("ggml_sparse_attn_attend", *sources, params)
+        dense = g.op("ggml_sparse_attn_attend", src, params)
         g.compute(*logits, dense)
         got = [g.read(x)[0, 0, :, -n_seen:] for x in logits]
         got_dense = g.read(dense).reshape(n_head, d)

@@ -31,16 +31,16 @@ data = cases.make(cases.Case(n_kv=130, heads=(8, 2), extra="mean_v"))
 with ggml.graph() as g:
     s = Sources(data, g)
     def score(rank=16, **changed):
-        t = dict(q=s.q, k=s.k, k_t=s.k_t, sealed=s.sealed, mask=s.mask, visible=s.visible) | changed
-        params = ScoreParams(rank, 1, 0, 0, 16)
-        return g.op("ggml_sparse_attn_score", *t.values(), None, None, params)
+        return s.node("sparse_attn_score", ScoreParams(rank, 1, 0, 0, 16), **changed)
+    def select(*sizes):
+        return s.node("sparse_attn_select", SelectParams(*sizes), logits=score())
     def attend(mean_v=0, **changed):
-        t = dict(q=s.q, k=s.k, v=s.v, mask=s.mask, visible=s.visible, sel=None, v_sum=None,
-                 sinks=None) | changed
-        return g.op("ggml_sparse_attn_attend", *t.values(), None, AttendParams(1, 0, 0, mean_v))
+        return s.node("sparse_attn_attend", AttendParams(1, 0, 0, mean_v), **changed)
     def prefill(**changed):
-        t = dict(q=s.q, k=s.k, v=s.v, mask=s.mask, sinks=None, stats=None) | changed
-        return g.op("ggml_sparse_attn_prefill", *t.values(), PrefillParams(1, 0, 0, 0))
+        return s.node("sparse_attn_prefill", PrefillParams(1, 0, 0, 0), **changed)
+    def seal(**changed):
+        groups = g.tensor(np.zeros((1, 1)), "i32")
+        return s.node("sparse_attn_seal", SealParams(16), list=groups, **changed)
     print("before", flush=True)
     {line}
     print("after", flush=True)
@@ -49,8 +49,11 @@ with ggml.graph() as g:
 ACCEPTED = [
     "score()",
     "score(k_t=None, sealed=None, rank=0)",
+    "select(8, 2, 1, 0)",
+    "seal()",
     "score(k_t=g.tensor(data.k_t[:, :, :128], 'f16'))",  # without the last group, of 2 positions
     "attend()",
+    "attend(mean_v=1, sel=select(8, 2, 1, 1))",
     "prefill()",
 ]
 REFUSED = [
@@ -73,13 +76,12 @@ REFUSED = [
     "prefill(mask=g.tensor(data.mask, 'f32'))",
     "prefill(sinks=g.tensor(np.zeros(7), 'f32'))",
     "prefill(stats=g.tensor(np.zeros(3), 'i64'))",
-    "g.op('ggml_sparse_attn_select', score(), s.wanted, SelectParams(0, 2, 1, 0))",
-    "g.op('ggml_sparse_attn_select', score(), s.wanted, SelectParams(8, 3, 1, 0))",
-    "g.op('ggml_sparse_attn_select', score(), s.wanted, SelectParams(8, 2, 99, 0))",
-    "g.op('ggml_sparse_attn_seal', s.k_t, s.v_sum, s.k, g.tensor(data.v[:, :129], 'f16'),"
-    " g.tensor(np.zeros((1, 1)), 'i32'), None, None, None, SealParams(16))",
-    "g.op('ggml_sparse_attn_seal', g.tensor(data.k_t[:, :64], 'f16'), None, s.k, None,"
-    " g.tensor(np.zeros((1, 1)), 'i32'), None, None, None, SealParams(16))",
+    "attend(mean_v=1, sel=select(8, 2, 1, 1), sealed=None)",
+    "select(0, 2, 1, 0)",
+    "select(8, 3, 1, 0)",
+    "select(8, 2, 99, 0)",
+    "seal(v=g.tensor(data.v[:, :129], 'f16'))",
+    "seal(k_t=g.tensor(data.k_t[:, :64], 'f16'), v_sum=None)",
 ]
 
 
@@ -125,6 +127,12 @@ def test_slots_are_those_of_the_header() -> None:
         assert max(of_step.values()) < MAX_SRC
     listed = re.findall(r"^#define GGML_SPARSE_STEPS\(X\) (.*)$", text, re.M)[0]
     assert re.findall(r"X\((\w+)\)", listed) == step_names()
+
+
+def test_names_of_sources_are_in_the_order_of_the_header() -> None:
+    text = (Path(__file__).parents[2] / "ggml_ops" / "ggml-sparse.h").read_text("utf-8")
+    body = re.findall(r"struct ggml_sparse_src \{(.*?)\};", text, re.S)[0]
+    assert tuple(re.findall(r"\* (\w+)", body)) == slots.Sources.NAMES
 
 
 def test_steps_are_those_of_the_header() -> None:

@@ -120,9 +120,7 @@ def test_each_token_has_its_own_rank(case: Case, ggml: Ggml) -> None:
             p = ScoreParams(rank, case.scale, case.max_bias, case.softcap, 16, case.n_rot, i_rank)
             sizes = (data.topk_max, case.heads[1], data.n_local_max, case.mean_v, case.top_p)
             select = SelectParams(*sizes, i_forced=data.kl.shape[3])
-            sources = (s.q, s.k, s.k_t, s.sealed, s.mask, s.wanted, s.stats, None)
-            params = ScoreSelectParams(p, select)
-            node = g.op("ggml_sparse_attn_score_select", *sources, params)
+            node = s.node("sparse_attn_score_select", ScoreSelectParams(p, select))
             g.compute(node, n_threads=n_threads)
             return g.read(node).copy(), s.stats_read()["bytes_score"]
 

@@ -18,6 +18,7 @@ from isa import IsaGgml
 from tolerances import Errors
 
 from pyorch.ggml import BY_NAME
+from pyorch.native.slots import sources
 
 CHOICE = 512  # tokens that choose together
 FACTORS = {
@@ -143,7 +144,7 @@ def test_scratch_of_a_million_positions(n_threads: int, ggml: Ggml) -> None:
         q, k, v = tensor(f32, 128, 32, n_tok, 1), *[tensor(f16, 128, 8, n_kv, 1) for _ in "kv"]
         mask = tensor(f16, n_kv, n_tok, 1, 1)
         params = PrefillParams(1.0, 0.0, 0.0, 0, 0.95)
-        out = g.op("ggml_sparse_attn_prefill", q, k, v, mask, None, None, params)
+        out = g.op("ggml_sparse_attn_prefill", sources(q=q, k=k, v=v, mask=mask), params)
         graph = ggml.base.ggml_new_graph(g.ctx)
         ggml.base.ggml_build_forward_expand(graph, out)
         size = ggml.cpu.ggml_graph_plan(graph, n_threads, None).work_size

@@ -10,6 +10,8 @@ import pytest
 from cases import to_type
 from ggml_ctypes import STATS, Ggml, ScoreParams, ScoreSelectParams, SealParams, SelectParams
 
+from pyorch.native.slots import sources
+
 GROUP, RUN = 64, 512
 BITS = [8, 4]
 
@@ -72,14 +74,13 @@ def seal(
         k_range = g.tensor(shadow.ranges, "f32", inplace=True)
         out = g.op(
             "ggml_sparse_attn_seal",
-            k_t,
-            None,
-            g.tensor(k, type_k, (0, 64, 2, 0)),
-            None,
-            g.tensor(groups, "i32"),
-            None,
-            k_range,
-            g.tensor(sealed, "i32"),
+            sources(
+                k_t=k_t,
+                k=g.tensor(k, type_k, (0, 64, 2, 0)),
+                list=g.tensor(groups, "i32"),
+                k_range=k_range,
+                sealed=g.tensor(sealed, "i32"),
+            ),
             SealParams(shadow.n_bit),
         )
         g.compute(out, n_threads=n_threads)
@@ -105,14 +106,15 @@ def score(
         m = g.tensor(mask, "f16")
         out = g.op(
             "ggml_sparse_attn_score",
-            g.tensor(q, "f32"),
-            g.tensor(k, "f16"),
-            g.tensor(shadow.codes, "i8"),
-            g.tensor(sealed, "i32"),
-            m,
-            g.op("ggml_sparse_attn_visible", m, None),
-            None,
-            g.tensor(shadow.ranges, "f32", order=order),
+            sources(
+                q=g.tensor(q, "f32"),
+                k=g.tensor(k, "f16"),
+                k_t=g.tensor(shadow.codes, "i8"),
+                sealed=g.tensor(sealed, "i32"),
+                mask=m,
+                visible=g.op("ggml_sparse_attn_visible", m),
+                k_range=g.tensor(shadow.ranges, "f32", order=order),
+            ),
             ScoreParams(rank, 0.125, 0.0, 0.0, shadow.n_bit),
         )
         g.compute(out, n_threads=n_threads)
@@ -383,15 +385,20 @@ def test_score_select_is_select_of_score(ggml, n_bit, heads, rest) -> None:
     for n_threads in (1, 2, 3, 4, 16):
         with ggml.graph() as g:
             m, stats = g.tensor(mask, "f16"), g.tensor(np.zeros(len(STATS)), "i64", inplace=True)
-            tensors = [g.tensor(q, "f32"), g.tensor(k, "f16"), g.tensor(shadow.codes, "i8")]
-            tensors += [g.tensor(sealed, "i32"), m]
-            k_range = g.tensor(shadow.ranges, "f32")
             row = np.r_[topk, 16, np.arange(20) * 7]
-            wanted = g.tensor(np.broadcast_to(row, (1, 1, 3, len(row))), "i32")
-            visible = g.op("ggml_sparse_attn_visible", m, None)
-            logits = g.op("ggml_sparse_attn_score", *tensors, visible, None, k_range, params.score)
-            sel = g.op("ggml_sparse_attn_select", logits, wanted, params.select)
-            fused = g.op("ggml_sparse_attn_score_select", *tensors, wanted, stats, k_range, params)
+            given = {
+                "q": g.tensor(q, "f32"),
+                "k": g.tensor(k, "f16"),
+                "k_t": g.tensor(shadow.codes, "i8"),
+                "k_range": g.tensor(shadow.ranges, "f32"),
+                "sealed": g.tensor(sealed, "i32"),
+                "wanted": g.tensor(np.broadcast_to(row, (1, 1, 3, len(row))), "i32"),
+                "mask": m,
+                "visible": g.op("ggml_sparse_attn_visible", m),
+            }
+            logits = g.op("ggml_sparse_attn_score", sources(**given), params.score)
+            sel = g.op("ggml_sparse_attn_select", sources(**given, logits=logits), params.select)
+            fused = g.op("ggml_sparse_attn_score_select", sources(**given, stats=stats), params)
             g.compute(sel, fused, n_threads=n_threads)
             assert np.array_equal(g.read(fused), g.read(sel)), f"{n_threads} threads"
             rows.append((g.read(fused), g.read(stats)))

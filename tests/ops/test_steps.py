@@ -12,6 +12,8 @@ from ggml_ctypes import STATS, Ggml, SealParams
 from graphs import Selection, Sources
 from tolerances import EPS32, Errors, check_selection, score_scale
 
+from pyorch.native.slots import sources
+
 QUICK = cases.quick_cases()
 SLOW = [pytest.param(c, marks=pytest.mark.slow) for c in cases.slow_cases()]
 
@@ -28,7 +30,7 @@ def check_steps(case: Case, ggml: Ggml) -> None:
     data = cases.make(case)
     with ggml.graph() as g:
         s = Sources(data, g)
-        visible = g.op("ggml_sparse_attn_visible", s.mask, None)
+        visible = g.op("ggml_sparse_attn_visible", s.mask)
         exact = graphs.score(s, exact=True)
         approximate = graphs.score(s)
         sel = graphs.select(s, approximate)
@@ -69,19 +71,6 @@ def check_scores(data: cases.Data, logits: dict) -> None:
                 score_scale(q[:, part], k[:, part], b.bias, factor),
             )
     errors.check()
-
-
-@pytest.mark.parametrize("batch", [(1, 1), (3, 2)])
-def test_visible_copies_sealed(batch: tuple[int, int], ggml: Ggml) -> None:
-    """With sealed a row more, in which ATTEND finds it; the counts are what they are without."""
-    data = cases.make(Case(n_kv=501, batch=batch, mask="part", sealed="mixed"))
-    with ggml.graph() as g:
-        s = Sources(data, g)
-        node = g.op("ggml_sparse_attn_visible", s.mask, s.sealed)
-        g.compute(node)
-        counts, sealed = np.split(g.read(node), [batch[0]], axis=2)
-    assert np.array_equal(counts, data.visible)
-    assert np.array_equal(sealed[:, 0, 0], data.sealed) and data.sealed.any()
 
 
 def as_alpha(
@@ -194,9 +183,8 @@ def test_score_component_ties(n_head: int, rank: int, ggml: Ggml) -> None:
 
 def seal(g, k_t, k, groups, v_sum=None, v=None, stats=None, n_rot=0):
     """Of `groups`, into an f16 k_t."""
-    list_ = g.tensor(groups, "i32")
-    tail = stats, None, None, SealParams(16, n_rot)
-    return g.op("ggml_sparse_attn_seal", k_t, v_sum, k, v, list_, *tail)
+    src = sources(k_t=k_t, v_sum=v_sum, k=k, v=v, list=g.tensor(groups, "i32"), stats=stats)
+    return g.op("ggml_sparse_attn_seal", src, SealParams(16, n_rot))
 
 
 @pytest.mark.parametrize("type_k", ["f16", "bf16", "f32", "q8_0", "q4_0"])
@@ -345,8 +333,7 @@ def run_select(
     with ggml.graph() as g:
         out = g.op(
             "ggml_sparse_attn_select",
-            g.tensor(logits, "f32"),
-            g.tensor(wanted, "i32"),
+            sources(logits=g.tensor(logits, "f32"), wanted=g.tensor(wanted, "i32")),
             SelectParams(topk_max or k, n_head_kv, n_local_max, rest, top_p),
         )
         g.compute(out, n_threads=n_threads)
@@ -433,75 +420,6 @@ def test_select_heads_shared_by_threads(kind, n_head, n_head_kv, ggml) -> None:
             for t in (1, 2, 3, 5, 8, 13)
         ]
         assert all(np.array_equal(run, runs[0]) for run in runs)
-
-
-def long_logits(kind: str, n: int, g: int, rng: np.random.Generator) -> np.ndarray:
-    """Logits that mislead the estimates, which come from groups at the ends and 112 between."""
-    x = logits_of_kind(kind, n, g, rng)
-    n_group = -(-n // GROUP)
-    between = [1 + i * (n_group - 17) // 112 for i in range(112)]
-    in_sample = np.isin(np.arange(n) // GROUP, [0, *between, *range(n_group - 16, n_group)])
-    one, two = (GROUP * i + 7 for i in between[50:52])  # cells of the sample
-    if kind == "the sample is low":
-        x[..., in_sample] -= 4
-    if kind == "the sample is high":
-        x[..., in_sample] += 4
-    if kind == "the sample is hidden":
-        x[..., in_sample] = -np.inf
-    if kind == "only the sample is visible":
-        x[..., ~in_sample] = -np.inf
-    if kind == "a find in the sample":
-        x[0, 0, -1, one] = 25
-    if kind == "two finds in the sample":
-        x[0, 0, -1] *= 2.0
-        x[0, 0, -1, [one, two]] = 14.0
-    if kind == "a find elsewhere":
-        x[0, 0, -1, one + GROUP] = 25
-    if kind == "a huge find elsewhere":
-        x[0, 0, -1, one + GROUP] = 250
-    if kind == "NaN elsewhere":
-        x[0, 0, -1, one + GROUP] = np.nan
-    return x
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "normal",
-        "heavy ties",
-        "all equal",
-        "ascending",
-        "descending",
-        "few visible",
-        "peaked",
-        "tiny",
-        "the sample is low",
-        "the sample is high",
-        "the sample is hidden",
-        "only the sample is visible",
-        "a find in the sample",
-        "two finds in the sample",
-        "a find elsewhere",
-        "a huge find elsewhere",
-        "NaN elsewhere",
-    ],
-)
-@pytest.mark.parametrize(("n", "g"), [(1_050_001, 1), (270_001, 4), (150_016, 7)])
-def test_select_of_a_long_head(kind: str, n: int, g: int, ggml) -> None:
-    """One thread keeps candidates only; several, which share a head, keep it all: the same bits."""
-    rng = np.random.default_rng(g)
-    logits = long_logits(kind, n, g, rng)
-    if g > 1:
-        logits = np.concatenate([logits, logits[..., ::-1]], axis=1)  # two tokens
-    forced = np.r_[n - 1 : n - 70 : -1, rng.integers(-2, n + 2, 50), 0, 1, n // 2, n // 2]
-    forced = np.stack([forced, n - 1 - forced])[: len(logits[0])]
-    for k, top_p in ((1, 1.0), (n // 16, 1.0), (n // 16, 0.6), (n // 3, 1.0), (n, 0.99)):
-        given = (k, forced, 69, 60, 1, k, True)
-        runs = [run_select(ggml, logits, *given, n_threads=t, top_p=top_p) for t in (1, 3)]
-        assert np.array_equal(runs[0].raw, runs[1].raw), f"k={k}, top_p={top_p}"
-    check_selection(
-        run_select(ggml, logits, n // 8, n_threads=1).cells[0, 0, 0], logits[0, 0], n // 8, []
-    )
 
 
 def test_select_group_sums_scores_not_logits(ggml) -> None:

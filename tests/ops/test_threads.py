@@ -29,7 +29,7 @@ CASES = [
 def run_all(ggml: Ggml, data: cases.Data, n_threads: int) -> list[np.ndarray]:
     with ggml.graph() as g:
         s = Sources(data, g)
-        nodes = [g.op("ggml_sparse_attn_visible", s.mask, None)]
+        nodes = [g.op("ggml_sparse_attn_visible", s.mask)]
         nodes += [graphs.score(s, exact=True), graphs.score(s)]
         nodes += [graphs.select(s, nodes[-1]), graphs.score_select(s)]
         nodes += [graphs.attend(s, nodes[-1]), graphs.attend(s, None), graphs.prefill(s)]
