@@ -16,7 +16,6 @@ record of each case counts.
 
 from __future__ import annotations
 
-import ctypes
 import re
 from collections.abc import Sequence
 from ctypes import c_void_p
