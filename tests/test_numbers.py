@@ -4,7 +4,7 @@ intervals of the documentation, the tables beside the records and the CSVs of th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,8 @@ def sentences() -> list[str]:
         f"At ratio 1/8 and 4,096 positions Qwen2.5-Coder-1.5B answers as many questions of SQuAD "
         f"as with all of its cache ({right('off')} of 100, give or take "
         f"{100 * right_or_wrong():.1f})",
+        f"as those of its `-fa 0`: {fast('q15')} its KL on Qwen2.5-Coder-1.5B, {fast('sm')} on "
+        f"SmolLM2-135M and {fast('ge')} on Gemma-3-270M",
         f"reads [32,000 tokens](docs/measurements.md#time-of-a-prompt) "
         f"{prompt(*whole, fast, repack=False)} times as fast as in llama.cpp (summed from four "
         f"depths), and {prompt(*whole, sparse, repack=False)} times with `prompt=sparse`",
@@ -131,16 +133,28 @@ def sentences() -> list[str]:
     ]
 
 
+def factor(folder: str, task: str, base: str, method: str) -> tuple[float, float, float]:
+    """By what factor the KL of a method differs from that of another: the geometric mean over the
+    texts, with its interval."""
+    found = {str(s.method): s for s in series.read(EPYC / folder / f"{task}.jsonl")}
+    one, other = found[base].common(found[method])
+    change = np.log(other.scores / one.scores)
+    return np.exp(change.mean()), *np.exp(stats.mean(change, one.texts))
+
+
 def times(method: str) -> str:
-    """By what factor the KL of a method is above that of SparQ with no more bytes: the geometric
-    mean over the texts, with its interval."""
-    found = series.read(EPYC / "eval-real" / "q05-equal-2k" / "answers_squad.jsonl")
-    by_method = {str(s.method): s for s in found}
-    ours, other = by_method["sparq,ratio=1/10"].common(by_method[method])
-    assert ours.bytes_per_token <= other.bytes_per_token
-    factor = np.log(other.scores / ours.scores)
-    low, high = stats.mean(factor, ours.texts)
-    return f"{np.exp(factor.mean()):.0f} times{{}} ({np.exp(low):,.0f} to {np.exp(high):,.0f})"
+    """How far a method is above SparQ with no more bytes."""
+    folder, base = "q05-equal-2k", "sparq,ratio=1/10"
+    of = [evaluated(folder, "answers_squad", m).share_of_dense for m in (base, method)]
+    assert of[0] <= of[1]
+    mean, low, high = factor(f"eval-real/{folder}", "answers_squad", base, method)
+    return f"{mean:.0f} times{{}} ({low:,.0f} to {high:,.0f})"
+
+
+def fast(model: str) -> str:
+    """How far our prompts are from llama.cpp's, beside its own two settings."""
+    made = factor(f"eval-prompts/{model}-4k", "fidelity", "stock-fa0", "dense")
+    return "{:.2f} times ({:.2f} to {:.2f})".format(*made)
 
 
 def quality() -> list[str]:
@@ -228,8 +242,21 @@ def test_the_marked_table_of_evaluations_is_made_from_records() -> None:
 INTERVAL = re.compile(r"[-+]?\d+\.\d+ \([-+]?[\d.]+(?:-| to )[-+]?[\d.]+\)")
 
 
+def factors() -> Iterator[str]:
+    """The factors that docs/evals.md gives in place of the KL itself."""
+    compared = [(f"eval-prompts/{m}-4k", "fidelity", "stock-fa0") for m in ("q15", "sm", "ge")]
+    compared += [
+        (f"eval-real/{m}-settings", "answers_squad", "sparq,ratio=1/8") for m in ("q05", "sm", "ge")
+    ]
+    for folder, task, base in compared:
+        for s in series.read(EPYC / folder / f"{task}.jsonl"):
+            if str(s.method) not in (base, "off"):
+                yield "{:.2f} ({:.2f}-{:.2f})".format(*factor(folder, task, base, str(s.method)))
+
+
 def test_intervals_of_the_documentation_are_those_of_the_tables() -> None:
     made = {x for name in TABLES for x in INTERVAL.findall(wide(TABLES[name]()))}
+    made |= {x.group() for x in map(INTERVAL.match, factors()) if x}
     found = INTERVAL.findall(wide((ROOT / "docs" / "evals.md").read_text("utf-8")))
     assert len(found) > 50
     assert [x for x in found if x not in made] == []
