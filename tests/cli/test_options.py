@@ -1,4 +1,4 @@
-"""Names of options: one meaning each, and no old spelling with a new meaning."""
+"""Options: few, with one meaning each, and the line wins over the variables."""
 
 from __future__ import annotations
 
