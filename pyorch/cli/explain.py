@@ -13,11 +13,11 @@ from pyorch.attention import bytes as cost
 from pyorch.attention.saved import resolve
 from pyorch.attention.spec import CALIBRATED, AttentionSpec, check_against_model
 from pyorch.cli import options as opt
+from pyorch.cli.cluster import cluster
+from pyorch.cli.cluster import show as show_cluster
 from pyorch.cli.groups import takes
 from pyorch.cli.lengths import lengths, product_rate, show
 from pyorch.cli.loading import model_path
-from pyorch.cli.machines import cluster
-from pyorch.cli.machines import show as show_cluster
 from pyorch.cli.terminal import note, note_if_beyond, print_json
 from pyorch.errors import SparqError
 from pyorch.models.geometry import Geometry, geometry

@@ -43,7 +43,7 @@ LONG = "".join(random.Random(1).choices("abcdefghij klmnopqrstuvwxyz", k=1760)) 
 SPARSE = ("-a", "sparq,rank=8,topk=64,min_ctx=0")
 
 
-@pytest.mark.parametrize("command", ["chat", "generate", "explain", "demo"])
+@pytest.mark.parametrize("command", ["chat", "generate", "explain"])
 def test_help(run: Run, command: str) -> None:
     result = run(command, "--help")
     assert result.code == 0

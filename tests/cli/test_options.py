@@ -1,4 +1,4 @@
-"""Names of options: one meaning each, and no old spelling with a new meaning."""
+"""Options: few, with one meaning each, and the line wins over the variables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pyorch.cli import options as opt
 from pyorch.cli.calibrate import SearchContext, SearchOptions
 from pyorch.cli.explain import WholeContext
 from pyorch.cli.groups import takes
-from pyorch.cli.types import Files, Name, Size
+from pyorch.cli.types import Files, Name, NumberOr, Size
 from pyorch.engine import Sampling
 from pyorch.errors import SparqError
 from pyorch.evals import tasks
@@ -142,6 +142,29 @@ def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(SparqError, match="is no size") as refused:
         Size().convert(text, None, None)
     assert refused.value.exit_code == 2
+
+
+def test_squad_may_take_as_many_paragraphs_as_fit() -> None:
+    def chosen(text: str) -> object:
+        kind = NumberOr("fit", int, 0)
+        examples = evaluate.ExampleOptions(confusion=kind.convert(text, None, None))
+        return evaluate._setup(evaluate.MethodOptions(), examples)["confusion"]
+
+    assert (chosen("fit"), chosen("63"), chosen("0")) == (None, 63, 0)
+    with pytest.raises(SparqError, match="'fits' is not a whole number"):
+        chosen("fits")
+
+
+def test_a_way_that_others_can_read_is_refused_unless_it_is_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    near, far = opt.WorkerOptions(["192.168.0.9:1"]), opt.WorkerOptions(["8.8.8.8:50052"])
+    assert near.allowed() == ["192.168.0.9:1"]
+    with pytest.raises(SparqError, match="everybody on the way") as refused:
+        far.allowed()
+    assert "ssh -N -L" in refused.value.hint and "SPARQ_RPC_INSECURE=1" in refused.value.hint
+    monkeypatch.setenv("SPARQ_RPC_INSECURE", "1")
+    assert far.allowed() == ["8.8.8.8:50052"]
 
 
 def test_no_variable_stands_in_for_two_options() -> None:
