@@ -246,7 +246,8 @@ def factors() -> Iterator[str]:
     """The factors that docs/evals.md gives in place of the KL itself."""
     compared = [(f"eval-prompts/{m}-4k", "fidelity", "stock-fa0") for m in ("q15", "sm", "ge")]
     compared += [
-        (f"eval-real/{m}-settings", "answers_squad", "sparq,ratio=1/8") for m in ("q05", "sm", "ge")
+        (f"eval-real/{name}", "answers_squad", "sparq,ratio=1/8")
+        for name in ("q05-settings", "sm-settings", "ge-settings", "q05-equal")
     ]
     for folder, task, base in compared:
         for s in series.read(EPYC / folder / f"{task}.jsonl"):
