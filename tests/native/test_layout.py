@@ -39,7 +39,7 @@ CHANGES = {
 }
 COMMENTS = {
     "comment": ("sparse-codes.h", "// ---- the order of codes", "// ---- other words"),
-    "new line": ("ggml-sparse-nodes.h", "struct ggml_sparse_src {", "\n\nstruct ggml_sparse_src {"),
+    "new line": ("ggml-sparse.h", "struct ggml_sparse_src {", "\n\nstruct ggml_sparse_src {"),
     "other code": ("ggml-sparse.c", "#include", "// words\n#include"),
 }
 
