@@ -1,15 +1,20 @@
-"""What all tests share: the built library, its Python bindings, small models."""
+"""What all tests share: the built library, its Python bindings, small models.
+
+Nothing is built for tests that do not ask for it: those that load the library have the fixture
+`native_lib_dir`, by themselves, through another fixture, or from the conftest.py of their folder.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
+from filelock import FileLock
 
 from pyorch import native, paths
 from pyorch.native import source
@@ -21,17 +26,42 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # or programs under test had it too
 
 
-@pytest.fixture(scope="session", autouse=True)
-def built() -> None:
-    """The library is there before the first test: `engine.load` does not compile it."""
-    if not os.environ.get("SPARQ_TEST_LIB_DIR"):
-        native.built()
+@pytest.fixture(scope="session")
+def native_lib_dir() -> Path:
+    """Folder of the patched library, built if need be; SPARQ_TEST_LIB_DIR names another one."""
+    return Path(os.environ.get("SPARQ_TEST_LIB_DIR") or native.built())
 
 
 @pytest.fixture(scope="session")
-def native_lib_dir() -> Path:
-    """Folder of the patched library, built if need be."""
-    return native.built()
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`made_once(name, make)`: a folder that `make(folder)` fills, once for all of pytest-xdist's
+    workers. For what takes seconds to compile."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # of all workers of this run
+
+    def folder_of(name: str, make: Callable[[Path], object]) -> Path:
+        folder = root / f"made-{name}"
+        with FileLock(f"{folder}.lock"):
+            if not (folder / "done").exists():
+                folder.mkdir(exist_ok=True)
+                make(folder)
+                (folder / "done").touch()
+        return folder
+
+    return folder_of
+
+
+@pytest.fixture(scope="session")
+def server_dir() -> Path:
+    """The same with llama-server, which takes minutes to compile: its tests are slow."""
+    return Path(os.environ.get("SPARQ_TEST_LIB_DIR") or native.built(tools=("llama-server",)))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "server_dir" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

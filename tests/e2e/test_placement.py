@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,8 +28,7 @@ N_LAYER, N_PROMPT, N_DECODE = 3, 600, 40  # of placed.py
 
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory: pytest.TempPathFactory, native_lib_dir: Path) -> Path:
-    folder = os.environ.get("SPARQ_TEST_LIB_DIR") or native_lib_dir
-    return fake_device.build(tmp_path_factory.mktemp("fake"), Path(folder))
+    return fake_device.build(tmp_path_factory.mktemp("fake"), native_lib_dir)
 
 
 @pytest.fixture(scope="module")
