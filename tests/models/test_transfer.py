@@ -192,15 +192,6 @@ def test_what_will_not_pass_is_not_tried_again(
 # ---- wrong ----
 
 
-def test_wrong_content_is_deleted(hub: Hub, gguf: bytes) -> None:
-    hub.files, hub.wrong = {"m.gguf": gguf}, b"GGUX"
-    error = refused()
-    assert "wrong checksum" in error.message and "deleted" in error.hint
-    assert incomplete(hub) == [] and not list(Path(constants.HF_HUB_CACHE).rglob("*.gguf"))
-    hub.wrong = b""
-    assert load().path.read_bytes() == gguf
-
-
 @pytest.mark.parametrize("rubbish", [b"rubbish", b"rubbish" * 100_000])
 def test_wrong_beginnings_are_found(hub: Hub, gguf: bytes, rubbish: bytes) -> None:
     hub.files = {"m.gguf": gguf}
