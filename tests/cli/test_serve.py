@@ -6,7 +6,6 @@ is told; what it answers, with the real one.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import platform
@@ -709,50 +708,6 @@ def _child_of(pid: int) -> int:
         pytest.skip("this system does not tell the children of a process")
     (child,) = children.read_text().split()
     return int(child)
-
-
-# ---- another program on our library ----
-
-
-def test_the_server_of_the_bindings(demo_model: Path) -> None:
-    """`python -m llama_cpp.server` works with the variables that `build --env` prints."""
-    needed = (
-        "uvicorn",
-        "fastapi",
-        "pydantic_settings",
-        "sse_starlette",
-        "starlette_context",
-        "yaml",
-    )
-    if lacking := [name for name in needed if importlib.util.find_spec(name) is None]:
-        pytest.skip(f"not installed: {', '.join(lacking)}")
-    with socket.create_server(("127.0.0.1", 0)) as place:
-        port = place.getsockname()[1]
-    line = ["-m", "llama_cpp.server", "--model", str(demo_model), "--port", str(port)]
-    env = {**os.environ, **native.environment(), "SPARQ_ATTN": "sparq,ratio=1/8,min_ctx=0"}
-    env["PYTHONPATH"] += os.pathsep + os.environ.get("PYTHONPATH", "")
-    process = subprocess.Popen(
-        [sys.executable, *line, "--n_ctx", "1024", "--n_threads", "1", "--flash_attn", "true"],
-        env=env,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    said = ""
-    try:
-        end, answer = time.monotonic() + READY_S, None
-        while answer is None and process.poll() is None and time.monotonic() < end:
-            with suppress(ConnectionError, urllib.error.URLError):
-                answer = asked(f"http://127.0.0.1:{port}/v1/completions", PROMPT).json
-            time.sleep(0.1)
-        assert answer is not None and answer["usage"]["completion_tokens"] == 8
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            said = process.communicate(timeout=30)[1]
-        except subprocess.TimeoutExpired:
-            process.kill()
-            said = process.communicate()[1]
-    assert re.search(r"sparse attention \S+: [1-9]\d* attention calls sparse", said), said[-2000:]
 
 
 def test_the_account_tells_of_documents(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,11 @@ import pytest
 from pyorch import engine
 
 
+@pytest.fixture(scope="session", autouse=True)
+def library(native_lib_dir: Path) -> None:
+    """All tests of this folder run it."""
+
+
 @pytest.fixture
 def session(tiny: Path) -> Iterator[engine.Session]:
     with engine.load(tiny, n_threads=1) as s:
