@@ -6,16 +6,19 @@ Nothing is built for tests that do not ask for it: those that load the library h
 
 from __future__ import annotations
 
+import io
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 from filelock import FileLock
 
+import pyorch.cli
 from pyorch import native, paths
 from pyorch.native import source
 
@@ -138,3 +141,43 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         monkeypatch.setattr("pyorch.cli.explain._bandwidth", lambda n_threads: 1e10)  # seconds
         yield hub
         huggingface_hub.close_session()
+
+
+class Result(NamedTuple):
+    """Exit code, stdout, stderr."""
+
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """`run("generate", "-p", "x", stdin="...")`: the command as a user would run it, with
+    folders of documents of its own."""
+
+    monkeypatch.setattr(paths, "documents", lambda: tmp_path / "documents")
+    monkeypatch.setattr(paths, "kept_texts", lambda: tmp_path / "texts")
+    for command in ("GENERATE", "CHAT", "DEMO", "READ"):  # busy threads wait for each other
+        monkeypatch.setenv(f"SPARQ_{command}_THREADS", "1")
+
+    def run_command(*args: object, stdin: str | bytes = "") -> Result:
+        raw = stdin.encode() if isinstance(stdin, str) else stdin
+        monkeypatch.setattr(sys, "argv", ["sparq-cpp", *map(str, args)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw)))
+        capsys.readouterr()
+        code: object = 0
+        try:
+            pyorch.cli.main()
+        except SystemExit as e:
+            code = e.code or 0
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        assert "\x1b" not in err or sys.stderr.isatty()  # colour is for terminals
+        assert isinstance(code, int)
+        return Result(code, out, err)
+
+    return run_command

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from c_library import compiled
 
 from pyorch.engine import document_file
 
@@ -234,9 +235,7 @@ __attribute__((constructor)) static void take(void) {
 def test_no_file_of_ours_is_the_prompt(tiny: Path, tmp_path: Path) -> None:
     """A file that was opened before Python looked has the number of the closed stdin: its bytes
     were continued as the prompt."""
-    (code := tmp_path / "take.c").write_text(TAKE)
-    library = tmp_path / "take.so"
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, code], check=True)
+    library = compiled(TAKE, tmp_path / "take.so")
     (secret := tmp_path / "secret").write_text("hello " * 9)
     line = f"{sys.executable} -c 'from pyorch.cli import main; main()' generate -m {tiny} -t 1 -n 1"
     done = shell(f"{line} -f - <&-", LD_PRELOAD=str(library), TAKEN=str(secret))
