@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import tiny as tiny_models
 from llama import Context, Model, bindings, python_environment
+from quick import pairwise
 from tiny_gguf import write_tiny_gguf
 
 from pyorch import engine, paths
@@ -96,9 +97,11 @@ def test_a_text_that_does_not_fit_is_not_begun(
         assert not s.tokens and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("types", [("q8_0", "q8_0"), ("q4_0", "f16"), ("f32", "bf16")])
-@pytest.mark.parametrize("shadow", ["q4", "q8", "f16"])
-@pytest.mark.parametrize("n", [64, 100, 1536])
+@pairwise(
+    types=[("q8_0", "q8_0"), ("q4_0", "f16"), ("f32", "bf16")],
+    shadow=["q4", "q8", "f16"],
+    n=[64, 100, 1536],
+)
 def test_types_and_lengths(
     tiny: Path, tmp_path: Path, types: tuple[str, str], shadow: str, n: int
 ) -> None:

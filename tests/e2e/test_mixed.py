@@ -13,6 +13,7 @@ import pytest
 import tiny as tiny_models
 from llama import Context, Model, Token, tokens
 from nodes import Watch
+from quick import pairwise
 
 N_LAYER, N_PROMPT, N_SEQ, N_CTX = 3, 330, 4, 1024
 SPECS = {  # prompt=f32, since blocks of few bits in a unified cache hold other sequences too
@@ -65,9 +66,7 @@ def test_a_mixed_batch_of_few_bits(order: str, model: Model) -> None:
     test_a_mixed_batch(order, FAST, False, model)
 
 
-@pytest.mark.parametrize("unified", MODES)
-@pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
-@pytest.mark.parametrize("order", ORDERS)
+@pairwise(order=ORDERS, spec=SPECS, unified={"unified": True, "split": False})
 def test_a_mixed_batch(order: str, spec: str, unified: bool, model: Model) -> None:
     n_new = {"r": 1, "p": 90, "f": 1, "e": 1}
     n_done = {"r": N_PROMPT, "p": 0, "f": 0, "e": 200}

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import tiny as tiny_models
 from llama import Context, Model, python_environment
+from quick import pairwise
 
 HERE = Path(__file__).parent
 SPARQ = "sparq,rank=8,topk=64,min_ctx=0,gpu_min_mb=0"
@@ -133,9 +134,11 @@ def test_a_device_without_memory_for_the_counters(run) -> None:
     assert got["bits"] == run("off", 0)["bits"] and not got["info"]["active"]
 
 
-@pytest.mark.parametrize("unified", [True, False], ids=["unified", "split"])
-@pytest.mark.parametrize("order", ["rp", "pr", "prp", "rpr", "rppr"])
-@pytest.mark.parametrize("spec", [SPARQ, TOPK], ids=["sparq", "topk"])
+@pairwise(
+    spec={"sparq": SPARQ, "topk": TOPK},
+    order=["rp", "pr", "prp", "rpr", "rppr"],
+    unified={"unified": True, "split": False},
+)
 def test_a_reply_beside_prompts_is_what_it_is_alone(
     spec: str, order: str, unified: bool, run
 ) -> None:
