@@ -39,6 +39,8 @@ from pyorch.models.layers import Windows
 if TYPE_CHECKING:
     from conftest import Run
 
+pytestmark = pytest.mark.usefixtures("native_lib_dir")
+
 LONG = "".join(random.Random(1).choices("abcdefghij klmnopqrstuvwxyz", k=1760))  # as many tokens
 SPARSE = ("-a", "sparq,rank=8,topk=64,min_ctx=0")
 

@@ -18,6 +18,8 @@ from pyorch.models import cards, wheel
 if TYPE_CHECKING:
     from conftest import Run
 
+pytestmark = pytest.mark.usefixtures("native_lib_dir")
+
 
 @pytest.fixture
 def reports(monkeypatch: pytest.MonkeyPatch) -> list[demo.Report]:

@@ -19,6 +19,8 @@ from pyorch.engine import document_file
 if TYPE_CHECKING:
     from conftest import Run
 
+pytestmark = pytest.mark.usefixtures("native_lib_dir")
+
 TEXT = "The red kettle stands in the tower. Café is open.\n\nAnd now?"
 ENCODINGS: dict[str, Callable[[str], bytes]] = {
     "utf-8": str.encode,

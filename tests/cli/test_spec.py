@@ -28,6 +28,8 @@ from pyorch.attention.spec import (
 from pyorch.cli.options import AttentionOptions
 from pyorch.errors import SparqError
 
+pytestmark = pytest.mark.usefixtures("native_lib_dir")
+
 
 @pytest.mark.parametrize(
     ("text", "value"),

@@ -26,6 +26,8 @@ from pyorch.models import gguf_file
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import read_gguf
 
+pytestmark = pytest.mark.usefixtures("native_lib_dir")
+
 HERE = Path(__file__).parent
 LIMIT_S = 2.0  # of CPU, for a file of 100 KB
 
