@@ -440,6 +440,7 @@ def test_it_is_built_when_first_needed(
     assert result.err.startswith("sparq-cpp: llama-server is not built yet for these sources;")
 
 
+@pytest.mark.usefixtures("native_lib_dir")
 def test_layers_on_a_gpu(run: Callable[..., Any], tiny: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(native, "built", lambda **_: Path())
     result = run("serve", "-m", tiny, "--port", "0", "-ngl", "7")

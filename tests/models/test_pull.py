@@ -471,6 +471,7 @@ def test_a_model_is_pulled_on_demand(
     assert run(*command)[0] == 0 and hub.fetched() == ["m.gguf"]  # it is here now
 
 
+@pytest.mark.usefixtures("native_lib_dir")
 def test_a_cards_settings_are_named(
     hub: Hub, gguf: bytes, run: Callable[..., Any], tmp_path: Path
 ) -> None:
