@@ -171,7 +171,7 @@ def test_build_without_a_working_toolkit(world: Path, machine, monkeypatch, caps
     monkeypatch.setattr(cuda, "toolkit", lambda compiler: (None, "it is broken"))
     with pytest.raises(SparqError, match="CUDA cannot be used: it is broken") as e:
         build.build(build.Options(cuda="90"))
-    assert "--cpu" in e.value.hint
+    assert "SPARQ_CUDA=0" in e.value.hint
     assert build.working(build.usual()) == build.Options()
     assert (
         "building for the CPU only, although there is a CUDA device: it is broken"
