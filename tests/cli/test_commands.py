@@ -45,13 +45,6 @@ LONG = "".join(random.Random(1).choices("abcdefghij klmnopqrstuvwxyz", k=1760)) 
 SPARSE = ("-a", "sparq,rank=8,topk=64,min_ctx=0")
 
 
-@pytest.mark.parametrize("command", ["chat", "generate", "explain", "demo"])
-def test_help(run: Run, command: str) -> None:
-    result = run(command, "--help")
-    assert result.code == 0
-    assert result.out.startswith("Usage:") and "--json" in result.out
-
-
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The clock of the bars, and all bars behind it."""
