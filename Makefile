@@ -6,15 +6,14 @@ STAMP   = $(VENV)/stamp-$(SUM)
 DEV     = $(VENV)/stamp-dev-$(SUM)
 RUN     = $(VENV)/bin
 PYTEST  = $(RUN)/python -m pytest -q
-# a worker for each core, but each holds models of its own; ARGS='-n 0' runs all in one process
-WORKERS = -n auto --maxprocesses 4 --dist loadfile
+# a worker for each core, but each holds models of its own. In their order, since the last files are
+# small ones: the workers end together. ARGS='-n 0' runs all in one process
+WORKERS = -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 CPP     = $(wildcard ggml_ops/*.[ch] ggml_ops/compilers/*.h ggml_ops/ref/*.[ch] ggml_ops/cpu/*.h ggml_ops/cpu/*.cpp ggml_ops/cuda/*.cu ggml_ops/cuda/*.cuh ggml_ops/llama/*.h ggml_ops/llama/*.cpp)
 LOWEST  = .venv-lowest
 
-# the threads of numpy and of ggml together slow the tests down; those of ggml, and of the workers
-# beside them, should not spin while they wait
+# the threads of numpy and of ggml together slow the tests down
 export OPENBLAS_NUM_THREADS = 1
-export OMP_WAIT_POLICY = passive
 # the tests start hundreds of Python processes
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -25,6 +24,8 @@ demo: build             ## build, download a small model (89 MiB), and let it co
 
 # both build for, and run on, the CPU, even where a GPU is
 test test-all: export SPARQ_CUDA = 0
+# threads that spin while they wait take the core that another process of the tests needs
+test test-all test-lowest: export OMP_WAIT_POLICY = passive
 
 test: build $(DEV)      ## build, then the quick tests
 	$(PYTEST) $(WORKERS) -m 'not slow and not gpu' $(ARGS)
