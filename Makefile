@@ -1,13 +1,21 @@
 # The task list. Everything longer than two lines is in Python.
 PYTHON ?= python3
 VENV    = .venv
-STAMP  := $(VENV)/stamp-$(shell cksum < pyproject.toml | cut -d' ' -f1)
+SUM    := $(shell cksum < pyproject.toml | cut -d' ' -f1)
+STAMP   = $(VENV)/stamp-$(SUM)
+DEV     = $(VENV)/stamp-dev-$(SUM)
 RUN     = $(VENV)/bin
+PYTEST  = $(RUN)/python -m pytest -q
+# a worker for each core, but each holds models of its own. In their order, since the last files are
+# small ones: the workers end together. ARGS='-n 0' runs all in one process
+WORKERS = -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 CPP     = $(wildcard ggml_ops/*.[ch] ggml_ops/compilers/*.h ggml_ops/ref/*.[ch] ggml_ops/cpu/*.h ggml_ops/cpu/*.cpp ggml_ops/cuda/*.cu ggml_ops/cuda/*.cuh ggml_ops/llama/*.h ggml_ops/llama/*.cpp)
 LOWEST  = .venv-lowest
 
 # the threads of numpy and of ggml together slow the tests down
 export OPENBLAS_NUM_THREADS = 1
+# the tests start hundreds of Python processes
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all test-lowest test-gpu bench-gpu gpu-all figures fuzz soak sanitize lint fmt build upstream patches-refresh patches-check clean
 
@@ -16,16 +24,18 @@ demo: build             ## build, download a small model (89 MiB), and let it co
 
 # both build for, and run on, the CPU, even where a GPU is
 test test-all: export SPARQ_CUDA = 0
+# threads that spin while they wait take the core that another process of the tests needs
+test test-all test-lowest: export OMP_WAIT_POLICY = passive
 
-test: build             ## build, then the quick tests
-	$(RUN)/python -m pytest -q -m 'not slow and not gpu' $(ARGS)
+test: build $(DEV)      ## build, then the quick tests
+	$(PYTEST) $(WORKERS) -m 'not slow and not gpu' $(ARGS)
 
-test-all: build         ## every test that runs without a GPU
-	$(RUN)/python -m pytest -q -m 'not gpu' $(ARGS)
+test-all: build $(DEV)  ## every test that runs without a GPU; builds llama-server, and makes the converter's environment
+	$(PYTEST) $(WORKERS) -m 'not gpu' $(ARGS)
 
-test-gpu: build         ## with a CUDA device: the op tests on it, CPU against CUDA, decode, compute-sanitizer
-	SPARQ_TEST_DEVICE=cuda $(RUN)/python -m pytest -q -m 'not slow' tests/ops/test_steps.py tests/ops/test_attn.py tests/ops/test_quant.py tests/ops/test_mixed_kinds.py
-	$(RUN)/python -m pytest -q -m 'gpu and not slow' tests/gpu tests/cuda $(ARGS)
+test-gpu: build $(DEV)  ## with a CUDA device: the op tests on it, CPU against CUDA, decode, compute-sanitizer
+	SPARQ_TEST_DEVICE=cuda $(PYTEST) -m 'not slow' tests/ops/test_steps.py tests/ops/test_attn.py tests/ops/test_quant.py tests/ops/test_mixed_kinds.py
+	$(PYTEST) -m 'gpu and not slow' tests/gpu tests/cuda $(ARGS)
 
 bench-gpu: build        ## with a CUDA device: attention by itself and tokens, as records
 	$(RUN)/python -m bench gpu_attention
@@ -40,8 +50,12 @@ build: $(STAMP)         ## the patched library and its Python bindings
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "error: Python 3.10 or newer is needed: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
-	$(RUN)/python -m pip install --quiet --editable '.[test]'
+	$(RUN)/python -m pip install --quiet --editable .
 	@rm -f $(VENV)/stamp-* && touch $@
+
+$(DEV): $(STAMP)
+	$(RUN)/python -m pip install --quiet --editable '.[test]'
+	@touch $@
 
 figures: $(STAMP)       ## draw bench/figures again from the committed records
 	@$(RUN)/python -c 'import matplotlib' 2> /dev/null || $(RUN)/python -m pip install --quiet --editable '.[figures]'
@@ -52,23 +66,23 @@ test-lowest:            ## the quick tests with the lowest versions that pyproje
 	$(PYTHON) -m venv $(LOWEST)
 	grep -oE '"[A-Za-z0-9-]+>=[0-9.]+' pyproject.toml | grep -vE 'torch|tokenizers' | tr -d '"' | sed 's/>=/==/' > $(LOWEST)/lowest.txt
 	$(LOWEST)/bin/python -m pip install --quiet --editable '.[test,eval,figures]' --constraint $(LOWEST)/lowest.txt
-	SPARQ_CUDA=0 $(LOWEST)/bin/python -m pytest -q -m 'not slow and not gpu' -W ignore::DeprecationWarning $(ARGS)
+	SPARQ_CUDA=0 $(LOWEST)/bin/python -m pytest -q $(WORKERS) -m 'not slow and not gpu' -W ignore::DeprecationWarning $(ARGS)
 
-fuzz: build             ## random operations on the cache, spec changes, restored states; OPS=20000, SPARQ_FUZZ_SEED=N
-	SPARQ_FUZZ_OPS=$(or $(OPS),20000) $(RUN)/python -m pytest -q tests/e2e/test_fuzz.py
+fuzz: build $(DEV)      ## random operations on the cache, spec changes, restored states; OPS=20000, SPARQ_FUZZ_SEED=N
+	SPARQ_FUZZ_OPS=$(or $(OPS),20000) $(PYTEST) tests/e2e/test_fuzz.py
 
-soak: build             ## 100,000 decoded tokens with shifts and reused cells; TOKENS=1000000
-	SPARQ_SOAK_TOKENS=$(or $(TOKENS),100000) $(RUN)/python -m pytest -q tests/e2e/test_soak.py
+soak: build $(DEV)      ## 100,000 decoded tokens with shifts and reused cells; TOKENS=1000000
+	SPARQ_SOAK_TOKENS=$(or $(TOKENS),100000) $(PYTEST) tests/e2e/test_soak.py
 
-sanitize: build         ## the op tests on sanitized builds of our sources: addresses, undefined behaviour, threads
-	$(RUN)/python -m pytest -q tests/ops/test_sanitize.py
+sanitize: build $(DEV)  ## the op tests on sanitized builds of our sources: addresses, undefined behaviour, threads
+	$(PYTEST) tests/ops/test_sanitize.py
 
-lint: $(STAMP)          ## what the style asks, without changing anything
+lint: $(DEV)            ## what the style asks, without changing anything
 	$(RUN)/ruff check pyorch tests bench && $(RUN)/ruff format --check pyorch tests bench
 	$(RUN)/mypy
 	$(RUN)/python -m pyorch.native.cpp_style --check $(CPP)
 
-fmt: $(STAMP)           ## bring Python and C++ to that style
+fmt: $(DEV)             ## bring Python and C++ to that style
 	$(RUN)/ruff check --fix pyorch tests bench && $(RUN)/ruff format pyorch tests bench
 	$(RUN)/python -m pyorch.native.cpp_style $(CPP)
 

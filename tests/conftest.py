@@ -1,16 +1,24 @@
-"""What all tests share: the built library, its Python bindings, small models."""
+"""What all tests share: the built library, its Python bindings, small models.
+
+Nothing is built for tests that do not ask for it: those that load the library have the fixture
+`native_lib_dir`, by themselves, through another fixture, or from the conftest.py of their folder.
+"""
 
 from __future__ import annotations
 
+import io
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
+from filelock import FileLock
 
+import pyorch.cli
 from pyorch import native, paths
 from pyorch.native import source
 
@@ -21,17 +29,42 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # or programs under test had it too
 
 
-@pytest.fixture(scope="session", autouse=True)
-def built() -> None:
-    """The library is there before the first test: `engine.load` does not compile it."""
-    if not os.environ.get("SPARQ_TEST_LIB_DIR"):
-        native.built()
+@pytest.fixture(scope="session")
+def native_lib_dir() -> Path:
+    """Folder of the patched library, built if need be; SPARQ_TEST_LIB_DIR names another one."""
+    return Path(os.environ.get("SPARQ_TEST_LIB_DIR") or native.built())
 
 
 @pytest.fixture(scope="session")
-def native_lib_dir() -> Path:
-    """Folder of the patched library, built if need be."""
-    return native.built()
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`made_once(name, make)`: a folder that `make(folder)` fills, once for all of pytest-xdist's
+    workers. For what takes seconds to compile."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # of all workers of this run
+
+    def folder_of(name: str, make: Callable[[Path], object]) -> Path:
+        folder = root / f"made-{name}"
+        with FileLock(f"{folder}.lock"):
+            if not (folder / "done").exists():
+                folder.mkdir(exist_ok=True)
+                make(folder)
+                (folder / "done").touch()
+        return folder
+
+    return folder_of
+
+
+@pytest.fixture(scope="session")
+def server_dir() -> Path:
+    """The same with llama-server, which takes minutes to compile: its tests are slow."""
+    return Path(os.environ.get("SPARQ_TEST_LIB_DIR") or native.built(tools=("llama-server",)))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "server_dir" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
@@ -108,3 +141,43 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         monkeypatch.setattr("pyorch.cli.explain._bandwidth", lambda n_threads: 1e10)  # seconds
         yield hub
         huggingface_hub.close_session()
+
+
+class Result(NamedTuple):
+    """Exit code, stdout, stderr."""
+
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """`run("generate", "-p", "x", stdin="...")`: the command as a user would run it, with
+    folders of documents of its own."""
+
+    monkeypatch.setattr(paths, "documents", lambda: tmp_path / "documents")
+    monkeypatch.setattr(paths, "kept_texts", lambda: tmp_path / "texts")
+    for command in ("GENERATE", "CHAT", "DEMO", "READ"):  # busy threads wait for each other
+        monkeypatch.setenv(f"SPARQ_{command}_THREADS", "1")
+
+    def run_command(*args: object, stdin: str | bytes = "") -> Result:
+        raw = stdin.encode() if isinstance(stdin, str) else stdin
+        monkeypatch.setattr(sys, "argv", ["sparq-cpp", *map(str, args)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw)))
+        capsys.readouterr()
+        code: object = 0
+        try:
+            pyorch.cli.main()
+        except SystemExit as e:
+            code = e.code or 0
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        assert "\x1b" not in err or sys.stderr.isatty()  # colour is for terminals
+        assert isinstance(code, int)
+        return Result(code, out, err)
+
+    return run_command

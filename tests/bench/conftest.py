@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def stock() -> None:
+def stock(native_lib_dir: Path) -> None:
     """The unpatched library, built if need be."""
     native.built(stock=True)
 

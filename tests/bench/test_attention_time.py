@@ -17,6 +17,8 @@ from pyorch.bench.worker import Worker, Workers
 from pyorch.cli.bench import command
 from pyorch.errors import SparqError
 
+pytestmark = pytest.mark.usefixtures("native_lib_dir")
+
 PLAN = attention.AttentionPlan(like=["llama2-7b"], positions=[4096], threads=[2], n_samples=8)
 
 

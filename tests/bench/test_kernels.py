@@ -76,6 +76,7 @@ def test_step_times_add_up_with_select() -> None:
     assert rows[3][1:] == ["7 (7-7)", "1.0", "50% |"]
 
 
+@pytest.mark.usefixtures("native_lib_dir")
 def test_step_times_sees_the_steps_and_what_they_read(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,8 @@ from pyorch import paths
 from pyorch.bench import records
 from pyorch.errors import SparqError
 
+pytestmark = pytest.mark.usefixtures("native_lib_dir")
+
 DOCUMENT = paths.data("models") / "demo" / "document.txt"
 
 

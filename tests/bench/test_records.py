@@ -140,6 +140,7 @@ def test_record_needs_samples_and_env() -> None:
         records.record("b", {}, "s", samples_ns=[1])
 
 
+@pytest.mark.usefixtures("native_lib_dir")
 def test_environment_says_what_ran_and_names_no_host() -> None:
     env = records.environment({"sparq": native.lib_dir()})
     assert env["stamps"]["sparq"] == native.lib_dir().name.rsplit("-", 1)[1]

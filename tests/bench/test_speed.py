@@ -30,6 +30,8 @@ from pyorch.models.geometry import Geometry
 from pyorch.models.layers import Windows
 from pyorch.native import probe
 
+pytestmark = pytest.mark.usefixtures("native_lib_dir")
+
 
 @pytest.mark.parametrize(
     ("text", "wanted"),

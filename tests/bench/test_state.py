@@ -14,6 +14,8 @@ from pyorch.bench.worker import Subject
 from pyorch.engine import sparse
 from pyorch.errors import SparqError
 
+pytestmark = pytest.mark.usefixtures("native_lib_dir")
+
 
 @pytest.mark.parametrize("flash_attn", [True, False])
 def test_state_comes_back_as_it_was_written(model: Path, flash_attn: bool) -> None:

@@ -18,6 +18,8 @@ from pyorch.models import random_weights, synth
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import read_gguf
 
+pytestmark = pytest.mark.usefixtures("native_lib_dir")
+
 
 @pytest.mark.parametrize("quant", synth.QUANTS)
 def test_synth_has_the_asked_shape_and_decodes(tmp_path: Path, quant: str) -> None:

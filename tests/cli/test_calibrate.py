@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from pyorch.progress import Progress
 
+pytestmark = pytest.mark.usefixtures("native_lib_dir")
+
 FOUND = {"mean_v": "on", "k_layers": "10%:dense", "rank_layers": "8:4", "min_k": 30}
 RESULT = {
     "ratio": 1 / 8,

@@ -39,15 +39,10 @@ from pyorch.models.layers import Windows
 if TYPE_CHECKING:
     from conftest import Run
 
+pytestmark = pytest.mark.usefixtures("native_lib_dir")
+
 LONG = "".join(random.Random(1).choices("abcdefghij klmnopqrstuvwxyz", k=1760))  # as many tokens
 SPARSE = ("-a", "sparq,rank=8,topk=64,min_ctx=0")
-
-
-@pytest.mark.parametrize("command", ["chat", "generate", "explain"])
-def test_help(run: Run, command: str) -> None:
-    result = run(command, "--help")
-    assert result.code == 0
-    assert result.out.startswith("Usage:") and "--json" in result.out
 
 
 @pytest.fixture
@@ -180,18 +175,6 @@ def test_types_of_cache_and_shadow(run: Run, tiny: Path) -> None:
     assert q4["shadow_bytes"] < 0.4 * f16["shadow_bytes"]
     f32 = json.loads(run(*base, "-ctk", "f32", "--cache-type-v", "f32").out)["attention"]
     assert f32["counters"]["bytes_dense"] == 2 * f16["counters"]["bytes_dense"]
-
-
-@pytest.mark.parametrize(("name", "share"), [("q8_0", 34 / 64), ("q4_0", 18 / 64)])
-def test_quantised_caches_are_sparse_too(run: Run, tiny: Path, name: str, share: float) -> None:
-    base = ("generate", "-m", tiny, "-p", LONG[:300], "-n", 4, "--json", *SPARSE)
-    f16, other = (json.loads(run(*base, "-ctk", t, "-ctv", t).out) for t in ("f16", name))
-    assert other["share_sparse"] == 1
-    dense = [r["attention_bytes_per_token_dense"] for r in (f16, other)]
-    assert dense[1] == dense[0] * share
-    r = json.loads(run("explain", "-m", tiny, "--ctx", 4096, "-ctk", name, "--json").out)
-    assert r["kv_memory"] == (2 << 20) * (1 + share) / 2
-    assert r["attention_bytes_per_token_dense"] == r["kv_memory"]
 
 
 def test_generate_reads_stdin(run: Run, tiny: Path) -> None:

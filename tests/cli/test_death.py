@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import platform
-import shlex
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-from pyorch.native import probe
+from c_library import compiled
 
 SHIM = """
 #include <signal.h>
@@ -30,10 +28,8 @@ DEATHS = [
 @pytest.fixture
 def preloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
     """Programs die, as the parameter says, at the first graph that is computed."""
-    (tmp_path / "shim.c").write_text(SHIM.replace("DIE", request.param))
-    argv = [*shlex.split(probe.need_compiler().cc), "-shared", "-fPIC", "shim.c", "-o", "shim.so"]
-    subprocess.run(argv, cwd=tmp_path, check=True)
-    monkeypatch.setenv("LD_PRELOAD", str(tmp_path / "shim.so"))
+    library = compiled(SHIM.replace("DIE", request.param), tmp_path / "shim.so")
+    monkeypatch.setenv("LD_PRELOAD", str(library))
 
 
 def dead(*argv: str | Path) -> subprocess.CompletedProcess[str]:

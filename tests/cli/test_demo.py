@@ -18,6 +18,8 @@ from pyorch.models import cards, wheel
 if TYPE_CHECKING:
     from conftest import Run
 
+pytestmark = pytest.mark.usefixtures("native_lib_dir")
+
 
 @pytest.fixture
 def reports(monkeypatch: pytest.MonkeyPatch) -> list[demo.Report]:
@@ -56,6 +58,7 @@ def check(pair: demo.Pair) -> None:
     assert read / full == pytest.approx(1 / 8, rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_real_model(run: Run, reports: list[demo.Report]) -> None:
     """It completes both sentences. Run where its file is, and in CI, which downloads it."""
     package = cards.load(demo.MODEL).package

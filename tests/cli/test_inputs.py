@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from c_library import compiled
 
 from pyorch.engine import document_file
 
 if TYPE_CHECKING:
     from conftest import Run
 
+pytestmark = pytest.mark.usefixtures("native_lib_dir")
+
 TEXT = "The red kettle stands in the tower. Café is open.\n\nAnd now?"
-ENCODINGS: dict[str, Callable[[str], bytes]] = {
-    "utf-8": str.encode,
-    "mark": lambda text: codecs.BOM_UTF8 + text.encode(),
-    "cr lf": lambda text: text.replace("\n", "\r\n").encode(),
-    "utf-16": lambda text: codecs.BOM_UTF16_LE + text.encode("utf-16-le"),
-    "windows-1252": lambda text: text.encode("cp1252"),
-}
 
 
 def given_to_generate(
@@ -38,22 +32,10 @@ def given_to_generate(
     return seen[0]
 
 
-@pytest.mark.parametrize("written", ENCODINGS)
-@pytest.mark.parametrize(
-    "way",
-    [
-        "-f FILE",
-        "-f -",
-        "-p",
-        "read FILE",
-        "read -",
-        "read DIR",
-        "/read",
-        "chat",
-        "eval",
-        "--resume",
-    ],
-)
+WAYS = ("-f FILE", "-f -", "-p", "read FILE", "read -", "read DIR", "/read", "chat", "eval")
+
+
+@pytest.mark.parametrize("way", [*WAYS, "--resume"])
 def test_one_text_by_every_way_in(
     run: Run,
     tiny: Path,
@@ -61,10 +43,10 @@ def test_one_text_by_every_way_in(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     way: str,
-    written: str,
 ) -> None:
-    encode = ENCODINGS[written]
-    raw, out = encode(TEXT), tmp_path / "out"
+    """All use the one decoder (tests/test_text_file.py): of UTF-16, where bytes may be 0."""
+    coding = "cp1252" if way == "-p" else "utf-16"
+    raw, out = TEXT.encode(coding), tmp_path / "out"
     (tmp_path / "in").mkdir()
     (file := tmp_path / "in/text.txt").write_bytes(raw)
     found: object = None
@@ -72,8 +54,6 @@ def test_one_text_by_every_way_in(
         name = file if way == "-f FILE" else "-"
         found = given_to_generate(run, monkeypatch, "-m", tiny, "-f", name, stdin=raw)
     elif way == "-p":
-        if written == "utf-16":
-            pytest.skip("no argument of a process has bytes that are 0")
         found = given_to_generate(run, monkeypatch, "-m", tiny, "-p", os.fsdecode(raw))
     elif way.startswith("read"):
         name = {"FILE": file, "-": "-", "DIR": file.parent}[way.partition(" ")[2]]
@@ -85,7 +65,7 @@ def test_one_text_by_every_way_in(
         assert done.code == 0, done.err
         found = json.loads(out.read_bytes())["messages"][0]["content"].removesuffix("\n\nx")
     elif way == "chat":  # each line is a message
-        done = run("chat", "-m", tiny_chat, "-n", 1, stdin=encode(f"{TEXT}\n/save {out}\n"))
+        done = run("chat", "-m", tiny_chat, "-n", 1, stdin=f"{TEXT}\n/save {out}\n".encode(coding))
         assert done.code == 0, done.err
         messages = json.loads(out.read_bytes())["messages"]
         found = "\n\n".join(m["content"] for m in messages if m["role"] == "user")
@@ -95,7 +75,7 @@ def test_one_text_by_every_way_in(
         found = read_texts([file])[0]
     elif way == "--resume":
         talk = json.dumps({"messages": [{"role": "user", "content": TEXT}]}, ensure_ascii=False)
-        file.write_bytes(encode(talk))
+        file.write_bytes(talk.encode(coding))
         ask = ("chat", "-m", tiny_chat, "-n", 1, "--resume", file)
         assert run(*ask, stdin=f"x\n/save {out}\n").code == 0
         found = json.loads(out.read_bytes())["messages"][0]["content"]
@@ -234,9 +214,7 @@ __attribute__((constructor)) static void take(void) {
 def test_no_file_of_ours_is_the_prompt(tiny: Path, tmp_path: Path) -> None:
     """A file that was opened before Python looked has the number of the closed stdin: its bytes
     were continued as the prompt."""
-    (code := tmp_path / "take.c").write_text(TAKE)
-    library = tmp_path / "take.so"
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, code], check=True)
+    library = compiled(TAKE, tmp_path / "take.so")
     (secret := tmp_path / "secret").write_text("hello " * 9)
     line = f"{sys.executable} -c 'from pyorch.cli import main; main()' generate -m {tiny} -t 1 -n 1"
     done = shell(f"{line} -f - <&-", LD_PRELOAD=str(library), TAKEN=str(secret))

@@ -15,6 +15,8 @@ from pyorch.models.new_file import new_file
 if TYPE_CHECKING:
     from conftest import Run
 
+pytestmark = pytest.mark.usefixtures("native_lib_dir")
+
 TEXT = "what nobody else is to read, " * 60  # long enough to be kept
 
 

@@ -14,6 +14,8 @@ from pyorch.engine import document_file
 if TYPE_CHECKING:
     from conftest import Run
 
+pytestmark = pytest.mark.usefixtures("native_lib_dir")
+
 TEXT = "the text that was read once, " * 60  # a token per byte
 SPARSE = ("-a", "sparq,rank=8,topk=64,min_ctx=0")
 

@@ -6,7 +6,6 @@ is told; what it answers, with the real one.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import platform
@@ -88,7 +87,6 @@ native.check_compiler = lambda *_: None
 supervise.GRACE_S = 0.5
 main()
 """
-TOOLS = ("llama-server",)
 READY_S = 60
 
 
@@ -442,6 +440,7 @@ def test_it_is_built_when_first_needed(
     assert result.err.startswith("sparq-cpp: llama-server is not built yet for these sources;")
 
 
+@pytest.mark.usefixtures("native_lib_dir")
 def test_layers_on_a_gpu(run: Callable[..., Any], tiny: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(native, "built", lambda **_: Path())
     result = run("serve", "-m", tiny, "--port", "0", "-ngl", "7")
@@ -466,11 +465,6 @@ def test_a_document_in_other_types_is_refused(
 # ---- the real one ----
 
 
-@pytest.fixture(scope="module")
-def program() -> Path:
-    return native.built(tools=TOOLS) / TOOLS[0]
-
-
 REAL = "from pyorch.cli import main; main()"
 SPARSE = ("-a", "sparq,ratio=1/8,min_ctx=0", "--ctx", "1024", "-t", "1", "-np", "2")
 PROMPT = {"prompt": "It was a dark night. " * 30, "max_tokens": 8, "temperature": 0}
@@ -478,7 +472,7 @@ PROMPT = {"prompt": "It was a dark night. " * 30, "max_tokens": 8, "temperature"
 
 @pytest.fixture(scope="module")
 def server(
-    program: Path, demo_model: Path, tmp_path_factory: pytest.TempPathFactory
+    server_dir: Path, demo_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Running]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("key-of-test\nother\n")
@@ -609,7 +603,7 @@ def _positions(url: str) -> int:
         "--rope-scaling yarn --rope-scale 2 --yarn-orig-ctx 1024",
     ],
 )
-def test_a_stretched_context_is_served(program: Path, tiny: Path, rope: str) -> None:
+def test_a_stretched_context_is_served(server_dir: Path, tiny: Path, rope: str) -> None:
     """The model was trained on 4,096 positions, of which each is a letter here."""
     line = ("serve", "-m", tiny, "--port", 0, "-t", 1, "-np", 2, "--ctx", 8192, *rope.split())
     with serving(REAL, *line) as running:
@@ -621,7 +615,7 @@ def test_a_stretched_context_is_served(program: Path, tiny: Path, rope: str) -> 
         assert running.end() == 0
 
 
-def test_a_document_beyond_the_training(program: Path, tiny: Path, tmp_path: Path) -> None:
+def test_a_document_beyond_the_training(server_dir: Path, tiny: Path, tmp_path: Path) -> None:
     """It can be asked: there is room for the question without --ctx."""
     from pyorch import engine
 
@@ -641,7 +635,7 @@ def test_a_document_beyond_the_training(program: Path, tiny: Path, tmp_path: Pat
     assert "prompts that began with a document: 1" in running.said
 
 
-def test_slow_clients(program: Path, demo_model: Path) -> None:
+def test_slow_clients(server_dir: Path, demo_model: Path) -> None:
     """Who has sent half a request neither holds others up nor is waited for."""
     line = ("serve", "-m", demo_model, "--port", 0, *SPARSE, "--", "--timeout", 1)
     with serving(REAL, *line) as running, ExitStack() as stack:
@@ -673,7 +667,7 @@ def test_it_ends_and_says_what_ran(server: Running) -> None:
     assert found and int(found[1]) >= 8 and float(found[2]) > 50
 
 
-def test_the_log_keeps_keys(program: Path, tiny: Path, tmp_path: Path) -> None:
+def test_the_log_keeps_keys(server_dir: Path, tiny: Path, tmp_path: Path) -> None:
     """llama-server logs the end of a key: with -v on our stderr, with --log-file on disk."""
     keys, log = tmp_path / "keys", tmp_path / "log"
     keys.write_text("secret")
@@ -689,7 +683,7 @@ def test_the_log_keeps_keys(program: Path, tiny: Path, tmp_path: Path) -> None:
 
 
 def test_an_option_that_llama_server_does_not_know(
-    program: Path, run: Callable[..., Any], tiny: Path
+    server_dir: Path, run: Callable[..., Any], tiny: Path
 ) -> None:
     result = run("serve", "-m", tiny, "--port", 0, "--", "--no-such")
     assert result.code == 1
@@ -698,7 +692,7 @@ def test_an_option_that_llama_server_does_not_know(
     assert result.code == 1 and "ended by itself: exit code 0" in result.err
 
 
-def test_the_real_one_is_killed(program: Path, tiny: Path) -> None:
+def test_the_real_one_is_killed(server_dir: Path, tiny: Path) -> None:
     with serving(REAL, "serve", "-m", tiny, "--port", 0, "-t", 1, "--ctx", 512) as running:
         running.until_ready()
         port = int(running.url.split(":")[2].split("/")[0])
@@ -715,50 +709,6 @@ def _child_of(pid: int) -> int:
         pytest.skip("this system does not tell the children of a process")
     (child,) = children.read_text().split()
     return int(child)
-
-
-# ---- another program on our library ----
-
-
-def test_the_server_of_the_bindings(demo_model: Path) -> None:
-    """`python -m llama_cpp.server` works with the variables that `build --env` prints."""
-    needed = (
-        "uvicorn",
-        "fastapi",
-        "pydantic_settings",
-        "sse_starlette",
-        "starlette_context",
-        "yaml",
-    )
-    if lacking := [name for name in needed if importlib.util.find_spec(name) is None]:
-        pytest.skip(f"not installed: {', '.join(lacking)}")
-    with socket.create_server(("127.0.0.1", 0)) as place:
-        port = place.getsockname()[1]
-    line = ["-m", "llama_cpp.server", "--model", str(demo_model), "--port", str(port)]
-    env = {**os.environ, **native.environment(), "SPARQ_ATTN": "sparq,ratio=1/8,min_ctx=0"}
-    env["PYTHONPATH"] += os.pathsep + os.environ.get("PYTHONPATH", "")
-    process = subprocess.Popen(
-        [sys.executable, *line, "--n_ctx", "1024", "--n_threads", "1", "--flash_attn", "true"],
-        env=env,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    said = ""
-    try:
-        end, answer = time.monotonic() + READY_S, None
-        while answer is None and process.poll() is None and time.monotonic() < end:
-            with suppress(ConnectionError, urllib.error.URLError):
-                answer = asked(f"http://127.0.0.1:{port}/v1/completions", PROMPT).json
-            time.sleep(0.1)
-        assert answer is not None and answer["usage"]["completion_tokens"] == 8
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            said = process.communicate(timeout=30)[1]
-        except subprocess.TimeoutExpired:
-            process.kill()
-            said = process.communicate()[1]
-    assert re.search(r"sparse attention \S+: [1-9]\d* attention calls sparse", said), said[-2000:]
 
 
 def test_the_account_tells_of_documents(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,8 @@ from pyorch.errors import SparqError
 if TYPE_CHECKING:
     from conftest import Run
 
+pytestmark = pytest.mark.usefixtures("native_lib_dir")
+
 TEXT = "the text that was read once, " * 60  # a token per byte
 TURNS = (
     "{% for m in messages %}{{ '<s>' + m['role'] + '\n' + m['content'] + '</s>\n' }}{% endfor %}"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,20 +18,17 @@ from cuda_lib import CudaGgml
 @pytest.fixture(
     scope="session", params=["host", pytest.param("gpu", marks=pytest.mark.gpu)], ids=str
 )
-def ggml(request, ggml_headers, tmp_path_factory) -> CudaGgml:
-    """ggml of our build, whose graphs run on the CUDA kernels: emulated, or on a GPU.
-
-    Its constructors and structs come from SPARQ_TEST_LIB_DIR, if set, or the built library.
-    """
-    lib_dir = os.environ.get("SPARQ_TEST_LIB_DIR") or request.getfixturevalue("native_lib_dir")
-    folder = tmp_path_factory.mktemp("cuda")
+def ggml(request, native_lib_dir: Path, ggml_headers: Path, made_once) -> CudaGgml:
+    """ggml of our build, whose graphs run on the CUDA kernels: emulated, or on a GPU."""
     if request.param == "gpu":
         if reason := cuda_lib.why_no_gpu():
             pytest.skip(reason)
-        return CudaGgml(Path(lib_dir), cuda_lib.build_gpu(ggml_headers, folder))
+        made = made_once("cuda-gpu", partial(cuda_lib.build_gpu, ggml_headers))
+        return CudaGgml(native_lib_dir, made / cuda_lib.NAME)
     if reason := cuda_lib.why_no_host():
         pytest.skip(reason)
-    return CudaGgml(Path(lib_dir), cuda_lib.build_host(ggml_headers, folder))
+    made = made_once("cuda-host", partial(cuda_lib.build_host, ggml_headers))
+    return CudaGgml(native_lib_dir, made / cuda_lib.NAME)
 
 
 N_QUICK = 4  # of the parameters of a test

@@ -19,6 +19,7 @@ from ggml_ctypes import Buffer, Ggml
 HERE = Path(__file__).parent
 OPS = HERE.parents[1] / "ggml_ops"
 SOURCES = (OPS / "cuda" / "sparse-attn.cu", HERE / "host" / "main.cpp")
+NAME = "sparq-cuda.so"
 # as the build of ggml-cuda has it
 NVCC_FLAGS = ["-std=c++17", "-use_fast_math", "-extended-lambda"]
 
@@ -36,18 +37,16 @@ def host_compiler() -> list[str]:
     return [shutil.which("g++") or "c++", *flags]
 
 
-def build_host(headers: Path, folder: Path) -> Path:
-    out = folder / "sparq-cuda-host.so"
+def build_host(headers: Path, folder: Path) -> None:
+    out = folder / NAME
     argv = [*host_compiler(), "-fPIC", "-shared", "-x", "c++", *include_flags(headers)]
     subprocess.run([*argv, *map(str, SOURCES), "-o", str(out)], check=True)
-    return out
 
 
-def build_gpu(headers: Path, folder: Path) -> Path:
-    out = folder / "sparq-cuda-gpu.so"
+def build_gpu(headers: Path, folder: Path) -> None:
+    out = folder / NAME
     argv = ["nvcc", *NVCC_FLAGS, "-arch=native", "-O3", "-x", "cu", "-shared", "-Xcompiler=-fPIC"]
     subprocess.run([*argv, *include_flags(headers), *map(str, SOURCES), "-o", str(out)], check=True)
-    return out
 
 
 class CudaGgml(Ggml):

@@ -32,6 +32,12 @@ ROOT = Path(__file__).parents[2]
 Token = tuple[int, int, int]  # (token, position, sequence)
 
 
+def tokens(seq: int, n: int, first: int = 0) -> list[Token]:
+    """`n` random tokens of a sequence from position `first` on, always the same ones."""
+    rng = np.random.default_rng(seq)
+    return [(int(t), i, seq) for i, t in enumerate(rng.integers(3, 259, first + n))][first:]
+
+
 def environment(stock: bool = False) -> dict[str, str]:
     """Variables for another process that is to use the library (the stock one, if `stock`)."""
     folder = os.environ.get("SPARQ_TEST_STOCK_DIR" if stock else "SPARQ_TEST_LIB_DIR")

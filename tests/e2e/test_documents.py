@@ -18,7 +18,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny as tiny_models
+from c_library import compiled
 from llama import Context, Model, bindings, python_environment
+from quick import pairwise
 from tiny_gguf import write_tiny_gguf
 
 from pyorch import engine, paths
@@ -96,9 +98,11 @@ def test_a_text_that_does_not_fit_is_not_begun(
         assert not s.tokens and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("types", [("q8_0", "q8_0"), ("q4_0", "f16"), ("f32", "bf16")])
-@pytest.mark.parametrize("shadow", ["q4", "q8", "f16"])
-@pytest.mark.parametrize("n", [64, 100, 1536])
+@pairwise(
+    types=[("q8_0", "q8_0"), ("q4_0", "f16"), ("f32", "bf16")],
+    shadow=["q4", "q8", "f16"],
+    n=[64, 100, 1536],
+)
 def test_types_and_lengths(
     tiny: Path, tmp_path: Path, types: tuple[str, str], shadow: str, n: int
 ) -> None:
@@ -486,10 +490,7 @@ with engine.load(Path(sys.argv[2]), attention=SPARSE, **MAPPED) as s:
 @pytest.mark.skipif(sys.platform != "linux", reason="preloads a library")
 def test_a_cleared_cache_holds_no_document(tiny: Path, book: Path, tmp_path: Path) -> None:
     """Also where the system has no new memory for it: its pages were given back, and came again."""
-    (tmp_path / "refuses.c").write_text(REFUSES)
-    library = tmp_path / "refuses.so"
-    argv = ["cc", "-shared", "-fPIC", str(tmp_path / "refuses.c"), "-o", str(library), "-ldl"]
-    subprocess.run(argv, check=True)
+    library = compiled(REFUSES, tmp_path / "refuses.so", "-ldl")
     argv = [sys.executable, "-c", CLEARS, str(book), str(tiny)]
     env = python_environment(LD_PRELOAD=str(library))
     done = subprocess.run(argv, env=env, capture_output=True, text=True)

@@ -513,22 +513,6 @@ def test_there_is_nothing_to_seal_without_a_transposed_k(session: engine.Session
     assert engine.seal(session) == 0
 
 
-def test_short_contexts_are_exact(session: engine.Session) -> None:
-    prompt = engine.tokenize(session, text_of(300))
-    engine.set_attention(session, "sparq,ratio=1/8")
-    greedy(session, prompt, n=4)
-    info = engine.info(session)
-    assert info.counter("calls_sparse") == 0
-    assert info.counter("calls_dense_op") > 0
-
-
-def test_without_flash_attention_sparse_is_refused(tiny: Path) -> None:
-    with engine.load(tiny, n_threads=1, flash_attn=False) as s:
-        with pytest.raises(SparqError, match="flash attention"):
-            engine.set_attention(s, SPARSE)
-        assert len(greedy(s, engine.tokenize(s, "abc"), n=3)) == 3
-
-
 def test_the_environment_variable_is_for_other_programs(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

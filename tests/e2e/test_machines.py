@@ -476,7 +476,7 @@ def test_stats_of_a_chat(tiny_chat: Path, workers: list[str]) -> None:
     assert int(lines[0][1]) == 0 < int(lines[1][1])
 
 
-def test_a_lost_worker_of_a_server(tiny: Path, tmp_path: Path) -> None:
+def test_a_lost_worker_of_a_server(server_dir: Path, tiny: Path, tmp_path: Path) -> None:
     with worker(tmp_path / "log") as (endpoint, process):
         child = cli("serve", "-m", tiny, "--rpc", endpoint, "--port", 0, "-a", SPARQ)
         assert child.stderr is not None

@@ -5,14 +5,15 @@ And each as if its sequence were alone, within rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny as tiny_models
-from llama import Context, Model, Token
+from llama import Context, Model, Token, tokens
 from nodes import Watch
+from quick import pairwise
 
 N_LAYER, N_PROMPT, N_SEQ, N_CTX = 3, 330, 4, 1024
 SPECS = {  # prompt=f32, since blocks of few bits in a unified cache hold other sequences too
@@ -26,24 +27,12 @@ FAST = "sparq,rank=8,topk=40,min_ctx=0,shadow=f16"  # the default, where each ha
 MODES = [pytest.param(True, id="unified"), pytest.param(False, id="split")]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    path = tmp_path_factory.mktemp("m") / "m.gguf"
-    with Model(tiny_models.write(path, "llama", n_layer=N_LAYER)) as m:
-        yield m
-
-
 def context(model: Model, spec: str, unified: bool, **options) -> Context:
     n_ctx = N_CTX * (1 if unified else N_SEQ)
     watch = Watch(checks="top_p" not in spec)  # of which the oracle knows nothing
     ctx = Context(model, n_ctx=n_ctx, n_seq=N_SEQ, unified=unified, watch=watch, **options)
     ctx.set_sparse(spec)
     return ctx
-
-
-def tokens(seq: int, n: int, first: int = 0) -> list[Token]:
-    rng = np.random.default_rng(seq)
-    return [(int(t), i, seq) for i, t in enumerate(rng.integers(3, 259, first + n))][first:]
 
 
 def calls(ctx: Context) -> tuple[int, int]:
@@ -77,9 +66,7 @@ def test_a_mixed_batch_of_few_bits(order: str, model: Model) -> None:
     test_a_mixed_batch(order, FAST, False, model)
 
 
-@pytest.mark.parametrize("unified", MODES)
-@pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
-@pytest.mark.parametrize("order", ORDERS)
+@pairwise(order=ORDERS, spec=SPECS, unified={"unified": True, "split": False})
 def test_a_mixed_batch(order: str, spec: str, unified: bool, model: Model) -> None:
     n_new = {"r": 1, "p": 90, "f": 1, "e": 1}
     n_done = {"r": N_PROMPT, "p": 0, "f": 0, "e": 200}

@@ -12,6 +12,7 @@ from tempfile import TemporaryFile
 
 import pytest
 import tiny as tiny_models
+from c_library import compiled
 from llama import Context, Model, bindings, python_environment
 
 from pyorch import paths
@@ -81,8 +82,7 @@ def main(path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="preloads a library")
 def test_no_memory_is_an_error(tmp_path: Path) -> None:
     model = tiny_models.write(tmp_path / "m.gguf", "llama", n_layer=2)
-    source, library = Path(__file__).with_name("fail_new.cpp"), tmp_path / "fail_new.so"
-    subprocess.run(["c++", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    library = compiled(Path(__file__).with_name("fail_new.cpp"), tmp_path / "fail_new.so")
     argv = [sys.executable, __file__, str(model)]
     env = python_environment(LD_PRELOAD=str(library))
     done = subprocess.run(argv, env=env, capture_output=True, text=True)

@@ -21,8 +21,6 @@ from test_engine import text_of
 from test_server import N_HEAD_KV, N_LAYER, SERVERS
 from tiny_gguf import N_SPECIAL, write_tiny_gguf
 
-from pyorch import native
-
 TEMPLATE = (  # a call of a tool is its JSON, and nothing around it
     "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
@@ -55,12 +53,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def client_of(model: Path, log: Path, *args: object) -> Iterator[openai.OpenAI]:
+def client_of(folder: Path, model: Path, log: Path, *args: object) -> Iterator[openai.OpenAI]:
     """A client of a server of its own. It uses no proxy, and asks once."""
     line = ("-m", model, "-t", 1, "-np", N_SLOT, "-c", N_SLOT * N_CTX, "--no-kv-unified", *args)
     line += ("--no-cache-prompt", "--sparse-attn", SERVERS)
     with (
-        serving(native.built(tools=("llama-server",)), log, *line) as url,
+        serving(folder, log, *line) as url,
         openai.DefaultHttpxClient(trust_env=False) as http,
         openai.OpenAI(
             base_url=f"{url}/v1", api_key="secret", max_retries=0, timeout=60, http_client=http
@@ -70,9 +68,9 @@ def client_of(model: Path, log: Path, *args: object) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def client(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+def client(server_dir: Path, model: Path, tmp_path_factory: Any) -> Iterator[openai.OpenAI]:
     log = tmp_path_factory.mktemp("server") / "log"
-    with client_of(model, log, "--metrics", "--context-shift") as client:
+    with client_of(server_dir, model, log, "--metrics", "--context-shift") as client:
         yield client
 
 
@@ -182,10 +180,10 @@ def test_what_is_refused(client: openai.OpenAI, api: str, stream: bool) -> None:
         create(client, api, text_of(N_CTX + 1), stream=stream)
 
 
-def test_a_key_is_needed(model: Path, tmp_path: Path) -> None:
+def test_a_key_is_needed(server_dir: Path, model: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("secret\n")
-    with client_of(model, tmp_path / "log", "--api-key-file", keys) as client:
+    with client_of(server_dir, model, tmp_path / "log", "--api-key-file", keys) as client:
         ran_sparse(create(client, "chat").timings)
         for header in (openai.Omit(), "Bearer wrong"):
             with pytest.raises(openai.AuthenticationError, match="Invalid API Key"):

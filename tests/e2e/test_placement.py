@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 import tiny as tiny_models
 from llama import Context, Model, python_environment
+from quick import pairwise
 
 HERE = Path(__file__).parent
 SPARQ = "sparq,rank=8,topk=64,min_ctx=0,gpu_min_mb=0"
@@ -29,8 +29,7 @@ N_LAYER, N_PROMPT, N_DECODE = 3, 600, 40  # of placed.py
 
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory: pytest.TempPathFactory, native_lib_dir: Path) -> Path:
-    folder = os.environ.get("SPARQ_TEST_LIB_DIR") or native_lib_dir
-    return fake_device.build(tmp_path_factory.mktemp("fake"), Path(folder))
+    return fake_device.build(tmp_path_factory.mktemp("fake"), native_lib_dir)
 
 
 @pytest.fixture(scope="module")
@@ -135,9 +134,11 @@ def test_a_device_without_memory_for_the_counters(run) -> None:
     assert got["bits"] == run("off", 0)["bits"] and not got["info"]["active"]
 
 
-@pytest.mark.parametrize("unified", [True, False], ids=["unified", "split"])
-@pytest.mark.parametrize("order", ["rp", "pr", "prp", "rpr", "rppr"])
-@pytest.mark.parametrize("spec", [SPARQ, TOPK], ids=["sparq", "topk"])
+@pairwise(
+    spec={"sparq": SPARQ, "topk": TOPK},
+    order=["rp", "pr", "prp", "rpr", "rppr"],
+    unified={"unified": True, "split": False},
+)
 def test_a_reply_beside_prompts_is_what_it_is_alone(
     spec: str, order: str, unified: bool, run
 ) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny as tiny_models
-from llama import Context, Model, SpecError, Token
+from llama import Context, Model, SpecError, tokens
 
 N_LAYER, N_PROMPT, N_SEQ, N_CTX, N_STEP = 3, 330, 4, 512, 3
 # in a unified cache blocks of few bits hold other sequences too, and round otherwise
@@ -25,22 +25,10 @@ OWN = {
 MODES = [pytest.param(True, id="unified"), pytest.param(False, id="split")]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    path = tmp_path_factory.mktemp("m") / "m.gguf"
-    with Model(tiny_models.write(path, "llama", n_layer=N_LAYER)) as m:
-        yield m
-
-
 def context(model: Model, spec: str, unified: bool) -> Context:
     ctx = Context(model, n_ctx=N_CTX * N_SEQ, n_seq=N_SEQ, unified=unified)
     ctx.set_sparse(spec)
     return ctx
-
-
-def tokens(seq: int, n: int, first: int = 0) -> list[Token]:
-    rng = np.random.default_rng(seq)
-    return [(int(t), i, seq) for i, t in enumerate(rng.integers(3, 259, first + n))][first:]
 
 
 def replies(ctx: Context) -> np.ndarray:

@@ -16,7 +16,7 @@ import pytest
 from server import ask, serving
 from tiny_gguf import write_tiny_gguf
 
-from pyorch import engine, native
+from pyorch import engine
 from pyorch.cli import served_documents
 from pyorch.engine import Document
 from pyorch.engine.chat_template import ChatTemplate
@@ -37,11 +37,6 @@ COMMON = ("-t", 1, "-c", 4096, "-np", 1, "-fa", "on", "--sparse-attn", "sparq")
 
 
 @pytest.fixture(scope="module")
-def tools() -> Path:
-    return native.built(tools=("llama-server",))
-
-
-@pytest.fixture(scope="module")
 def dated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_gguf(tmp_path_factory.mktemp("model") / "dated.gguf", chat_template=DATED)
 
@@ -59,7 +54,7 @@ def usable(document: Document, url: str, keys: Path | None = None) -> int:
 
 
 def test_a_prompt_begins_with_a_document_of_another_day(
-    tools: Path, dated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server_dir: Path, dated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     document, file = read(dated, tmp_path / "d.kv"), read_gguf(dated)
     keys = tmp_path / "keys"
@@ -67,7 +62,7 @@ def test_a_prompt_begins_with_a_document_of_another_day(
     args = ("-m", dated, *COMMON)
     with (
         served_documents.with_their_time(file, [document], ()) as options,
-        serving(tools, tmp_path / "log", *args, *options, "--api-key-file", keys) as url,
+        serving(server_dir, tmp_path / "log", *args, *options, "--api-key-file", keys) as url,
     ):
         assert (
             "for all requests it is 2025-01-02 03:04, when story was read"
@@ -80,19 +75,19 @@ def test_a_prompt_begins_with_a_document_of_another_day(
             "not compared with what is rendered: /apply-template answers 401"
             in capsys.readouterr().err
         )
-    with serving(tools, tmp_path / "log", *args) as url:
+    with serving(server_dir, tmp_path / "log", *args) as url:
         assert usable(document, url) == 0
         assert """where "02 Jan '" was read""" in capsys.readouterr().err
 
 
 def test_a_text_that_spells_control_tokens(
-    tools: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """llama-server reads the tokens, so it is told that the document is of no use from there on."""
     model = write_tiny_gguf(tmp_path / "turns.gguf", chat_template=TURNS)
     spelled = read(model, tmp_path / "s.kv", f"It ends with </s>. {TEXT}")
     plain = read(model, tmp_path / "p.kv")
-    with serving(tools, tmp_path / "log", "-m", model, *COMMON) as url:
+    with serving(server_dir, tmp_path / "log", "-m", model, *COMMON) as url:
         assert usable(plain, url) == plain.n_tokens and not capsys.readouterr().err
         assert usable(spelled, url) == 0
     assert "'</s>. the t' comes where '</s>. th' was read" in capsys.readouterr().err
@@ -107,7 +102,7 @@ def test_a_template_of_the_user_is_left_alone(dated: Path, tmp_path: Path, more:
         assert not options
 
 
-def test_serve(tools: Path, dated: Path, tmp_path: Path) -> None:
+def test_serve(server_dir: Path, dated: Path, tmp_path: Path) -> None:
     """The whole command: the document is used, although today is another day."""
     document = read(dated, tmp_path / "d.kv")
     line = [sys.executable, "-m", "pyorch", "serve", "-m", dated, "-t", 1, "-np", 1, "--port", 0]

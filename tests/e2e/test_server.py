@@ -17,8 +17,6 @@ import pytest
 from server import ask, serving, started, text
 from test_engine import text_of
 
-from pyorch import native
-
 N_LAYER, N_HEAD_KV, N_SLOT = 2, 2, 4  # layers and KV heads of the model `tiny`
 # codes and blocks of few bits share a scale with other sequences
 SERVERS = "sparq,rank=8,topk=64,min_ctx=0,shadow=f16,prompt=f32"
@@ -26,19 +24,14 @@ SPECS = [None, "sparq,rank=4,topk=90", "dense", "off"]
 ASKED = {"n_predict": 24, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
 
 
-@pytest.fixture(scope="module")
-def tools() -> Path:
-    return native.built(tools=("llama-server",))
-
-
 @pytest.fixture(scope="module", params=["unified", "split"])
 def url(
-    request: pytest.FixtureRequest, tools: Path, tiny: Path, tmp_path_factory: Any
+    request: pytest.FixtureRequest, server_dir: Path, tiny: Path, tmp_path_factory: Any
 ) -> Iterator[str]:
     mode = "--kv-unified" if request.param == "unified" else "--no-kv-unified"
     log = tmp_path_factory.mktemp("server") / "log"
     line = ("-m", tiny, "-t", 1, "-np", N_SLOT, "-c", 4096, "-b", 64, "-ub", 64, mode, "--metrics")
-    with serving(tools, log, *line, "--slots", "--sparse-attn", SERVERS) as address:
+    with serving(server_dir, log, *line, "--slots", "--sparse-attn", SERVERS) as address:
         yield address
 
 
@@ -108,12 +101,12 @@ def test_chat_completions_and_streams(url: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def keeper(tools: Path, tiny: Path, tmp_path_factory: Any) -> Iterator[str]:
+def keeper(server_dir: Path, tiny: Path, tmp_path_factory: Any) -> Iterator[str]:
     """A server that saves slots, keeps prompts in memory, shifts contexts and reuses pieces."""
     folder = tmp_path_factory.mktemp("keeper")
     line = ("-m", tiny, "-t", 1, "-np", 2, "-c", 1024, "--no-kv-unified", "-b", 64, "-ub", 64)
     line += ("--slot-save-path", folder, "--cache-ram", 64, "--context-shift", "--metrics")
-    with serving(tools, folder / "log", *line, "--sparse-attn", SERVERS) as address:
+    with serving(server_dir, folder / "log", *line, "--sparse-attn", SERVERS) as address:
         yield address
 
 
@@ -223,9 +216,9 @@ def test_settings_and_metrics(url: str) -> None:
     assert [s["id"] for s in ask(f"{url}/slots")] == list(range(N_SLOT))
 
 
-def test_a_server_without_sparse_attention(tools: Path, tiny: Path, tmp_path: Path) -> None:
+def test_a_server_without_sparse_attention(server_dir: Path, tiny: Path, tmp_path: Path) -> None:
     """It has no shadow to begin with: refused, and nothing about it in replies."""
-    with serving(tools, tmp_path / "log", "-m", tiny, "-t", 1, "-c", 1024, "--metrics") as url:
+    with serving(server_dir, tmp_path / "log", "-m", tiny, "-t", 1, "-c", 1024, "--metrics") as url:
         with pytest.raises(urllib.error.HTTPError, match="400") as error:
             complete(url, 1, "sparq,ratio=1/8")
         assert "settings of all: off; hint: start the program" in error.value.read().decode()
@@ -235,11 +228,13 @@ def test_a_server_without_sparse_attention(tools: Path, tiny: Path, tmp_path: Pa
 
 
 @pytest.fixture(params=["f16", "q4"])
-def pair(request: pytest.FixtureRequest, tools: Path, tiny: Path, tmp_path: Path) -> Iterator[str]:
+def pair(
+    request: pytest.FixtureRequest, server_dir: Path, tiny: Path, tmp_path: Path
+) -> Iterator[str]:
     """A server with two slots and a bound below which requests are exact."""
     line = ("-m", tiny, "-t", 1, "-np", 2, "-c", 4096, "--no-kv-unified", "--cache-ram", 0)
     spec = f"sparq,rank=8,topk=64,min_ctx=256,shadow={request.param}"
-    with serving(tools, tmp_path / "log", *line, "--sparse-attn", spec) as address:
+    with serving(server_dir, tmp_path / "log", *line, "--sparse-attn", spec) as address:
         yield address
 
 
@@ -271,12 +266,12 @@ def test_after_what_a_slot_held_before(pair: str) -> None:
 
 
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_amid_a_reply(by: int, tools: Path, tiny: Path, tmp_path: Path) -> None:
+def test_a_signal_amid_a_reply(by: int, server_dir: Path, tiny: Path, tmp_path: Path) -> None:
     """It ends the server, whatever lock the thread that it interrupts holds."""
     line = ("-m", tiny, "-t", 1, "-np", 1, "-c", 4096, "--sparse-attn", "dense")
     for i in range(4):
         body = {"prompt": text_of(50, i), **ASKED, "stream": True, "n_predict": 3000}
-        with started(tools, tmp_path / "log", *line, by=by) as (url, _):
+        with started(server_dir, tmp_path / "log", *line, by=by) as (url, _):
             connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
             connection.request("POST", "/completion", json.dumps(body))
             with closing(connection), connection.getresponse() as answer:

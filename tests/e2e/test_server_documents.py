@@ -12,16 +12,11 @@ import pytest
 from server import ask, serving, text
 from test_documents import SPARSE, reading
 
-from pyorch import engine, native
+from pyorch import engine
 from pyorch.engine import document_file
 
 COMMON = ("-t", 1, "-c", 4096, "-np", 2, "-fa", "on", "--no-kv-unified", "--sparse-attn", SPARSE)
 MAPPED = ("-c", 96 * 2048, "-np", 96)  # a cache that is large enough for pages of a file
-
-
-@pytest.fixture(scope="module")
-def tools() -> Path:
-    return native.built(tools=("llama-server",))
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +36,7 @@ def complete(url: str, prompt: str, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("more", [(), MAPPED], ids=["copied", "mapped"])
 def test_documents_are_not_read_again(
-    tools: Path,
+    server_dir: Path,
     tiny: Path,
     books: list[document_file.Document],
     tmp_path: Path,
@@ -57,12 +52,12 @@ def test_documents_are_not_read_again(
         texts[1][:600],
     ]
     args = ("-m", tiny, *COMMON)
-    with serving(tools, tmp_path / "log", *args) as url:
+    with serving(server_dir, tmp_path / "log", *args) as url:
         wanted = [complete(url, p, cache_prompt=False)["content"] for p in prompts]
     (tmp_path / "list").write_text(document_file.listed(books))
     monkeypatch.setenv("SPARQ_DOCUMENTS", str(tmp_path / "list"))
     args = (*args, "--cache-ram", 0, "-lv", 4, *more)
-    with serving(tools, log := tmp_path / "log2", *args) as url:
+    with serving(server_dir, log := tmp_path / "log2", *args) as url:
         for again in range(2):
             found = [complete(url, p, id_slot=again) for p in prompts]
             assert [f["content"] for f in found] == wanted
@@ -74,7 +69,7 @@ def test_documents_are_not_read_again(
 
 
 def test_a_document_that_went_bad_is_read(
-    tools: Path,
+    server_dir: Path,
     tiny: Path,
     books: list[document_file.Document],
     tmp_path: Path,
@@ -86,10 +81,10 @@ def test_a_document_that_went_bad_is_read(
     lines = document_file.listed(books[:1]).replace(str(books[0].path), str(bad))
     (tmp_path / "list").write_text(f"/nowhere.kv\n3 65536 65536\nx\n{lines}")
     args = ("-m", tiny, *COMMON)
-    with serving(tools, tmp_path / "log", *args) as url:
+    with serving(server_dir, tmp_path / "log", *args) as url:
         wanted = complete(url, prompt)["content"]
     monkeypatch.setenv("SPARQ_DOCUMENTS", str(tmp_path / "list"))
-    with serving(tools, log := tmp_path / "log2", *args) as url:
+    with serving(server_dir, log := tmp_path / "log2", *args) as url:
         found = complete(url, prompt)
         assert found["content"] == wanted and found["timings"]["prompt_n"] > 1000
         assert complete(url, prompt)["content"] == wanted
@@ -173,7 +168,7 @@ BESIDE: dict[str, tuple[Callable[..., tuple[object, ...]], dict[str, Any], str]]
 
 @pytest.mark.parametrize("beside", BESIDE)
 def test_what_changes_k_and_v(
-    tools: Path,
+    server_dir: Path,
     tiny: Path,
     books: list[document_file.Document],
     tmp_path: Path,
@@ -184,11 +179,11 @@ def test_what_changes_k_and_v(
     options, fields, why = BESIDE[beside]
     prompt = document_file.content(books[0])[1] + " who?"
     args = ("-m", tiny, *COMMON, *options(tmp_path, tiny))
-    with serving(tools, tmp_path / "log", *args) as url:
+    with serving(server_dir, tmp_path / "log", *args) as url:
         wanted = complete(url, prompt, **fields)
     (tmp_path / "list").write_text(document_file.listed(books))
     monkeypatch.setenv("SPARQ_DOCUMENTS", str(tmp_path / "list"))
-    with serving(tools, log := tmp_path / "log2", *args, "-lv", 4) as url:
+    with serving(server_dir, log := tmp_path / "log2", *args, "-lv", 4) as url:
         found = complete(url, prompt, **fields)
     assert found["content"] == wanted["content"]
     assert (found["timings"]["prompt_n"] < 10) == (not why)
@@ -197,7 +192,7 @@ def test_what_changes_k_and_v(
 
 
 def test_adapters_that_change_while_it_runs(
-    tools: Path,
+    server_dir: Path,
     tiny: Path,
     books: list[document_file.Document],
     tmp_path: Path,
@@ -206,12 +201,12 @@ def test_adapters_that_change_while_it_runs(
     """What a slot holds was made with the adapters of then, a document with none."""
     prompt = document_file.content(books[0])[1] + " who?"
     args = ("-m", tiny, *COMMON, "--cache-ram", 0, *_adapter(tmp_path, tiny))
-    with serving(tools, tmp_path / "log", *args) as url:
+    with serving(server_dir, tmp_path / "log", *args) as url:
         wanted = {1.0: complete(url, prompt)["content"]}
         wanted[0.0] = complete(url, prompt, **OFF)["content"]
     (tmp_path / "list").write_text(document_file.listed(books))
     monkeypatch.setenv("SPARQ_DOCUMENTS", str(tmp_path / "list"))
-    with serving(tools, tmp_path / "log2", *args) as url:
+    with serving(server_dir, tmp_path / "log2", *args) as url:
         for scale, is_read in ((0.0, False), (1.0, True), (0.0, False)):
             text(f"{url}/lora-adapters", [{"id": 0, "scale": scale}])
             found = complete(url, prompt, id_slot=0)

@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 from server import ask, started
 
-from pyorch import native
-
 N = int(os.environ.get("SPARQ_FUZZ_REQUESTS", "1000"))
 SEED = int(os.environ.get("SPARQ_FUZZ_SEED", "0"))
 HANGS_S = 60  # a request that takes longer
@@ -149,14 +147,13 @@ def resident(pid: int) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is told by /proc")
-def test_generated_requests(tiny_chat: Path, tmp_path: Path) -> None:
+def test_generated_requests(server_dir: Path, tiny_chat: Path, tmp_path: Path) -> None:
     rng = random.Random(SEED)
     seen: Counter[tuple[str, int]] = Counter()
-    folder = native.built(tools=("llama-server",))
     line = ("-m", tiny_chat, "-t", 1, "-np", 3, "-c", 768, "--metrics", "--slots", "--sparse-attn")
     # the cache of prompts may grow to its limit
     line = (*line, SPEC, "--slot-save-path", tmp_path, "--cache-ram", 0)
-    with started(folder, tmp_path / "log", *line) as (url, pid):
+    with started(server_dir, tmp_path / "log", *line) as (url, pid):
         port, before = int(url.rpartition(":")[2]), 0
         for i in range(N):
             kind, data = request(rng)

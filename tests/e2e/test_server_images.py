@@ -18,7 +18,7 @@ import tiny_vision
 from server import ask, serving
 from test_documents import SPARSE, reading
 
-from pyorch import engine, native
+from pyorch import engine
 from pyorch.engine import document_file
 
 COMMON = ("-t", 1, "-c", 4096, "-np", 2, "-fa", "on", "--no-kv-unified", "--cache-ram", 0)
@@ -28,11 +28,6 @@ KINDS = [("llama", "mlp"), ("llama", "gemma3"), ("qwen2vl", "mlp")]
 # two images and the text around them; neither begins or ends where a group of positions does
 STORY = reading(700, seed=3).text
 LETTERS = [reading(n, seed=n).text for n in (201, 333, 150)]
-
-
-@pytest.fixture(scope="module")
-def tools() -> Path:
-    return native.built(tools=("llama-server",))
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +63,13 @@ def replies(url: str, **more: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("arch", "projector"), KINDS)
 def test_the_text_around_images_is_sparse(
-    tools: Path, files: Any, tmp_path: Path, arch: str, projector: str
+    server_dir: Path, files: Any, tmp_path: Path, arch: str, projector: str
 ) -> None:
     line = (*files(arch, projector), *COMMON)
     n_prompt = 1 + 2 * tiny_vision.N_TOKENS[projector] + sum(map(len, LETTERS))
     said = {}
     for spec in ("off", TOPK, SPARQ):
-        with serving(tools, tmp_path / "log", *line, "--sparse-attn", spec) as url:
+        with serving(server_dir, tmp_path / "log", *line, "--sparse-attn", spec) as url:
             found = replies(url)
             said[spec] = [reply["content"] for reply in found]
             assert [r["timings"]["prompt_n"] for r in found[1:]] == [n_prompt, n_prompt]
@@ -87,10 +82,10 @@ def test_the_text_around_images_is_sparse(
     assert said["off"][1] != said["off"][2], "the images are seen"
 
 
-def test_images_that_were_read_are_kept(tools: Path, files: Any, tmp_path: Path) -> None:
+def test_images_that_were_read_are_kept(server_dir: Path, files: Any, tmp_path: Path) -> None:
     line = (*files("qwen2vl", "mlp"), *COMMON, "--sparse-attn", SPARQ)
     story, pictures = "|".join(LETTERS), (tiny_vision.image(1), tiny_vision.image(2))
-    with serving(tools, tmp_path / "log", *line) as url:
+    with serving(server_dir, tmp_path / "log", *line) as url:
         wanted = complete(url, story + " why?", *pictures, id_slot=1)
         complete(url, story, *pictures, id_slot=0)
         found = complete(url, story + " why?", *pictures, id_slot=0)
@@ -99,7 +94,7 @@ def test_images_that_were_read_are_kept(tools: Path, files: Any, tmp_path: Path)
 
 
 def test_documents_beside_images(
-    tools: Path, files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server_dir: Path, files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt that begins with one, and goes on with an image or not, is not read again."""
     line = (*files("llama", "mlp"), *COMMON, "--sparse-attn", SPARSE)
@@ -111,11 +106,11 @@ def test_documents_beside_images(
         asked = (text + " who?",), (text + " | who?", picture), ("| " + text, picture)
         return [complete(url, *a, id_slot=1) for a in asked]
 
-    with serving(tools, tmp_path / "log", *line) as url:
+    with serving(server_dir, tmp_path / "log", *line) as url:
         wanted = [reply["content"] for reply in answers(url)]
     (tmp_path / "list").write_text(document_file.listed([book]))
     monkeypatch.setenv("SPARQ_DOCUMENTS", str(tmp_path / "list"))
-    with serving(tools, log := tmp_path / "log2", *line, "-lv", 4) as url:
+    with serving(server_dir, log := tmp_path / "log2", *line, "-lv", 4) as url:
         found = answers(url)
     assert [reply["content"] for reply in found] == wanted
     n_read = [reply["timings"]["prompt_n"] for reply in found]

@@ -29,7 +29,7 @@ import pytest
 from server import ask, started, text
 from test_server_fuzz import resident
 
-from pyorch import native, paths
+from pyorch import paths
 from pyorch.models import cards, wheel
 
 SECONDS = float(os.environ.get("SPARQ_LOAD_SECONDS", "10"))
@@ -87,9 +87,8 @@ def model(request: pytest.FixtureRequest, tiny: Path) -> Path:
 
 @contextmanager
 def served(
-    model: Path, folder: Path, shadow: str = "f16", ends: int = 0
+    tools: Path, model: Path, folder: Path, shadow: str = "f16", ends: int = 0
 ) -> Iterator[tuple[str, int]]:
-    tools = Path(os.environ.get("SPARQ_TEST_LIB_DIR") or native.built(tools=("llama-server",)))
     ram = 64 if model.name == "tiny.gguf" else 0
     line = ["-m", model, "-t", 1, "-np", N_SLOT, "-c", N_SLOT * N_CTX, "--no-kv-unified", "-b", 256]
     line += ["-ub", 128, "-fa", "on", "--cache-ram", ram, "--metrics", "--slot-save-path", folder]
@@ -184,9 +183,12 @@ class Load:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is told by /proc")
 @pytest.mark.parametrize("shadow", SHADOWS)
-def test_many_clients(model: Path, shadow: str, tmp_path: Path) -> None:
+def test_many_clients(server_dir: Path, model: Path, shadow: str, tmp_path: Path) -> None:
     memory = []
-    with served(model, tmp_path, shadow) as (url, pid), ThreadPoolExecutor(N_CLIENT) as pool:
+    with (
+        served(server_dir, model, tmp_path, shadow) as (url, pid),
+        ThreadPoolExecutor(N_CLIENT) as pool,
+    ):
         load = Load(url, alone(url), SECONDS)
         clients = [pool.submit(load.client, i) for i in range(N_CLIENT)]
         while not any(c.done() for c in clients):
@@ -219,9 +221,9 @@ def metrics(url: str) -> dict[str, float]:
     return {name: float(value) for name, value in lines}
 
 
-def test_killed_under_load(model: Path, tmp_path: Path) -> None:
+def test_killed_under_load(server_dir: Path, model: Path, tmp_path: Path) -> None:
     """A slot that was saved before replies as it did; half a file of one is refused."""
-    with served(model, tmp_path, ends=-signal.SIGKILL) as (url, pid):
+    with served(server_dir, model, tmp_path, ends=-signal.SIGKILL) as (url, pid):
         asked = alone(url)
         slot = asked[-1].body | {"id_slot": 0}
         ask(f"{url}/completion", slot | {"n_predict": 0})
@@ -239,7 +241,7 @@ def test_killed_under_load(model: Path, tmp_path: Path) -> None:
 
     kept = (tmp_path / "kept").read_bytes()
     (tmp_path / "half").write_bytes(kept[: len(kept) // 2])
-    with served(model, tmp_path) as (url, _):
+    with served(server_dir, model, tmp_path) as (url, _):
         with pytest.raises(urllib.error.HTTPError, match="400"):
             ask(f"{url}/slots/0?action=restore", {"filename": "half"})
         n = ask(f"{url}/slots/0?action=restore", {"filename": "kept"})["n_restored"]

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from c_library import compiled
 from llama import Context, Model, python_environment
 from soak import resident
 from tiny import write
@@ -85,8 +86,7 @@ def test_the_threads_that_seal_touch_the_shadow_first(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="counts with glibc's functions")
 def test_sparse_attention_allocates_nothing_per_token(tiny: Path, tmp_path: Path) -> None:
     """llama.cpp allocates for each token; with sparse attention it is not one call more."""
-    source, library = SCRIPT.with_name("count_malloc.c"), tmp_path / "count_malloc.so"
-    subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    library = compiled(SCRIPT.with_name("count_malloc.c"), tmp_path / "count_malloc.so")
     found = run("-c", COUNT, tiny, *SPECS, LD_PRELOAD=str(library))
     assert found["off"][0] > 10
     assert all(found[spec] == found["off"] for spec in SPECS), found

@@ -17,6 +17,7 @@ import pytest
 import tiny as tiny_models
 from llama import Context, Model, SpecError, Token, log_text, python_environment
 from nodes import Watch
+from quick import pairwise
 
 N_PROMPT, N_STEP = 330, 12
 SPARQ = "sparq,rank=8,topk=40,min_ctx=0,shadow=f16"
@@ -140,13 +141,16 @@ def test_architecture_matches_the_oracle(
             assert a.rank == (0 if spec == TOPK else 8)
 
 
-@pytest.mark.parametrize(("arch", "sizes", "sparse"), ARCHITECTURES[:4] + ARCHITECTURES[7:])
-@pytest.mark.parametrize("how", NEAR)
-@pytest.mark.parametrize("spec", ["dense", "sparq,rank=4,topk=100000,min_ctx=0,mean_v=on"])
+@pairwise(
+    kind=ARCHITECTURES[:4] + ARCHITECTURES[7:],
+    how=list(NEAR),
+    spec=["dense", "sparq,rank=4,topk=100000,min_ctx=0,mean_v=on"],
+)
 def test_reading_everything_equals_llama_cpp(
-    model: GetModel, arch: str, sizes: dict[str, int], sparse: list[int], spec: str, how: str
+    model: GetModel, kind: tuple[str, dict[str, int], list[int]], how: str, spec: str
 ) -> None:
     """Our exact attention against llama.cpp's own, which accumulates V in f16."""
+    arch, sizes, _ = kind
     with Context(model(arch, **sizes)) as ctx:
         assert ctx.decode(prompt()) == 0
         want = steps(ctx)

@@ -27,7 +27,7 @@ CTX = 4096
 
 
 @pytest.fixture(scope="module")
-def session(tiny: Path) -> Iterator[engine.Session]:
+def session(native_lib_dir: Path, tiny: Path) -> Iterator[engine.Session]:
     with engine.load(tiny, n_ctx=CTX, n_threads=1) as s:
         yield s
 

@@ -19,6 +19,8 @@ from pyorch.evals.example import Example
 from pyorch.evals.task import Setup
 from pyorch.evals.texts import read_texts
 
+pytestmark = pytest.mark.usefixtures("native_lib_dir")
+
 CTX = 2048
 GENERATED = [t for t in evals.tasks().values() if not t.data and t.family != "answers"]
 

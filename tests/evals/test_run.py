@@ -28,6 +28,8 @@ from pyorch.evals.decode import log_softmax
 from pyorch.evals.fidelity import divergence
 from pyorch.models import cards
 
+pytestmark = pytest.mark.usefixtures("native_lib_dir")
+
 SPARSE = "sparq,ratio=1/4,min_ctx=0,min_k=1"
 Run = Callable[..., Any]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -15,6 +14,5 @@ sys.path[:0] = [str(HERE.parent / "ops"), str(HERE.parent / "e2e")]
 @pytest.fixture(scope="session")
 def cuda_lib_dir(native_lib_dir: Path) -> Path:
     """The library in use, which must be one with CUDA."""
-    folder = Path(os.environ.get("SPARQ_TEST_LIB_DIR") or native_lib_dir)
-    assert (folder / "libggml-cuda.so").exists(), f"{folder} is a build without CUDA"
-    return folder
+    assert (native_lib_dir / "libggml-cuda.so").exists(), f"{native_lib_dir} is without CUDA"
+    return native_lib_dir

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import cases
@@ -14,8 +13,8 @@ from device import DeviceGgml, nmse
 
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory: pytest.TempPathFactory, native_lib_dir: Path) -> DeviceGgml:
-    folder = Path(os.environ.get("SPARQ_TEST_LIB_DIR") or native_lib_dir)
-    return DeviceGgml(folder, str(fake_device.build(tmp_path_factory.mktemp("fake"), folder)))
+    library = fake_device.build(tmp_path_factory.mktemp("fake"), native_lib_dir)
+    return DeviceGgml(native_lib_dir, str(library))
 
 
 @pytest.mark.parametrize("case", [*cases.TYPICAL[:3], cases.QUANTISED[1]], ids=str)

@@ -1,9 +1,10 @@
 """Small random checkpoints in the format of transformers, and what they compute, in float64.
 
 `forward` is written from the papers and the meaning of `config.json`, not from llama.cpp: RoPE
-turns the first half of a head against the second (as in these checkpoints; the converter of
-llama.cpp reorders rows for architectures that pair neighbours), and every norm, bias and scale is
-where the paper of the model has it.
+turns the first half of a head against the second, as in these checkpoints; the converter of
+llama.cpp reorders rows for architectures that pair neighbours. Llama has a vocabulary of
+sentencepiece, Qwen2 one of the tokenizers of transformers, biases, and a tied head: what differs
+beyond that is for llama.cpp to test.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,9 @@ _SPACE = "\u2581"
 class Arch:
     """One architecture: its config.json, and what differs in its computation."""
 
-    name: str  # in config.json
     config: dict[str, Any]
-    tokenizer: str  # of `write_tokenizer`
+    tokenizer: str  # of `write_checkpoint`
     qkv_bias: bool = False
-    qk_norm: bool = False
-    gemma: bool = False  # norms times 1 + weight, embeddings times sqrt(width), gelu
-    arrangement: str = field(default="llama")  # or neox
 
 
 def _config(arch: str, model_type: str, **more: Any) -> dict[str, Any]:
@@ -58,51 +55,14 @@ def _config(arch: str, model_type: str, **more: Any) -> dict[str, Any]:
 
 
 ARCHS = {
-    "llama": Arch("llama", _config("LlamaForCausalLM", "llama"), "sentencepiece"),
-    "mistral": Arch(
-        "mistral",
-        _config("MistralForCausalLM", "mistral", rope_theta=1e6, sliding_window=None, head_dim=48),
-        "bpe-bytes",
-    ),
+    "llama": Arch(_config("LlamaForCausalLM", "llama"), "sentencepiece"),
     "qwen2": Arch(
-        "qwen2",
         _config(
             "Qwen2ForCausalLM", "qwen2", vocab_size=151936, tie_word_embeddings=True,
             rope_theta=1e6, rms_norm_eps=1e-6, bos_token_id=151643, eos_token_id=151643,
         ),
         "qwen2",
         qkv_bias=True,
-    ),
-    "qwen3": Arch(
-        "qwen3",
-        _config(
-            "Qwen3ForCausalLM", "qwen3", vocab_size=151936, tie_word_embeddings=True,
-            hidden_size=64, head_dim=32, rope_theta=1e6, rms_norm_eps=1e-6,
-            bos_token_id=151643, eos_token_id=151643,
-        ),
-        "qwen2",
-        qk_norm=True,
-    ),
-    "gemma": Arch(
-        "gemma",
-        _config(
-            "GemmaForCausalLM", "gemma", hidden_size=64, head_dim=32, num_key_value_heads=1,
-            vocab_size=261, tie_word_embeddings=True,
-            rms_norm_eps=1e-6, hidden_act="gelu_pytorch_tanh",
-            hidden_activation="gelu_pytorch_tanh",
-        ),
-        "sentencepiece",
-        gemma=True,
-    ),
-    "gpt_neox": Arch(
-        "gpt_neox",
-        _config(
-            "GPTNeoXForCausalLM", "gpt_neox", vocab_size=50432, num_key_value_heads=4,
-            rotary_pct=0.25, rotary_emb_base=10000, layer_norm_eps=1e-5, hidden_act="gelu",
-            use_parallel_residual=True, bos_token_id=0, eos_token_id=0,
-        ),
-        "gpt-neox",
-        arrangement="neox",
     ),
 }  # fmt: skip
 
@@ -111,7 +71,7 @@ def make_weights(arch: Arch, seed: int = 0) -> Weights:
     """Random weights by their names in the checkpoint, float32."""
     rng, c, w = np.random.default_rng(seed), arch.config, {}
     n, n_ff, n_vocab = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
-    hd = c.get("head_dim", n // c["num_attention_heads"])
+    hd = n // c["num_attention_heads"]
     n_q, n_kv = c["num_attention_heads"] * hd, c["num_key_value_heads"] * hd
 
     def matrix(name: str, n_out: int, n_in: int, gain: float = 1.0) -> None:
@@ -121,26 +81,9 @@ def make_weights(arch: Arch, seed: int = 0) -> Weights:
         w[name] = (mean + spread * rng.standard_normal(size)).astype(np.float32)
 
     def norm(name: str, size: int) -> None:
-        vector(name + ".weight", size, 0.0 if arch.gemma else 1.0)
-        if arch.arrangement == "neox":
-            vector(name + ".bias", size)
+        vector(name + ".weight", size, 1.0)
 
-    if arch.arrangement == "neox":
-        matrix("gpt_neox.embed_in.weight", n_vocab, n, math.sqrt(n))
-        for i in range(c["num_hidden_layers"]):
-            p = f"gpt_neox.layers.{i}."
-            norm(p + "input_layernorm", n)
-            norm(p + "post_attention_layernorm", n)
-            for name, n_out, n_in in (
-                ("attention.query_key_value", 3 * n, n), ("attention.dense", n, n),
-                ("mlp.dense_h_to_4h", n_ff, n), ("mlp.dense_4h_to_h", n, n_ff),
-            ):  # fmt: skip
-                matrix(p + name + ".weight", n_out, n_in, 1.5)
-                vector(p + name + ".bias", n_out)
-        norm("gpt_neox.final_layer_norm", n)
-        matrix("embed_out.weight", n_vocab, n, 2.0)
-        return w
-    matrix("model.embed_tokens.weight", n_vocab, n, 1.0 if arch.gemma else math.sqrt(n))
+    matrix("model.embed_tokens.weight", n_vocab, n, math.sqrt(n))
     for i in range(c["num_hidden_layers"]):
         p = f"model.layers.{i}."
         norm(p + "input_layernorm", n)
@@ -149,9 +92,6 @@ def make_weights(arch: Arch, seed: int = 0) -> Weights:
             matrix(p + f"self_attn.{name}_proj.weight", size, n, 1.5)
             if arch.qkv_bias:
                 vector(p + f"self_attn.{name}_proj.bias", size)
-        if arch.qk_norm:
-            norm(p + "self_attn.q_norm", hd)
-            norm(p + "self_attn.k_norm", hd)
         matrix(p + "self_attn.o_proj.weight", n, n_q, 1.5)
         for name, n_out, n_in in (("gate", n_ff, n), ("up", n_ff, n), ("down", n, n_ff)):
             matrix(p + f"mlp.{name}_proj.weight", n_out, n_in)
@@ -167,74 +107,42 @@ def make_weights(arch: Arch, seed: int = 0) -> Weights:
 def forward(arch: Arch, weights: Weights, tokens: list[int]) -> np.ndarray:
     """Logits after each token, float64 [n_tokens, n_vocab]."""
     w = {k: v.astype(np.float64) for k, v in weights.items() if "embed" not in k and k != "lm_head"}
-    if arch.arrangement == "neox":
-        return _neox(arch, w, weights, tokens)
     c = arch.config
     n, heads, kv_heads = c["hidden_size"], c["num_attention_heads"], c["num_key_value_heads"]
-    hd = c.get("head_dim", n // heads)
+    hd = n // heads
 
     def norm(x: np.ndarray, name: str) -> np.ndarray:
-        scale = w[name + ".weight"] + arch.gemma
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + c["rms_norm_eps"]) * scale
+        size = np.sqrt((x**2).mean(-1, keepdims=True) + c["rms_norm_eps"])
+        return x / size * w[name + ".weight"]
 
     def project(x: np.ndarray, name: str) -> np.ndarray:
         return x @ w[name + ".weight"].T + w.get(name + ".bias", 0)
 
-    act = _gelu_tanh if arch.gemma else _silu
     embedding = weights["model.embed_tokens.weight"]
-    x = embedding[tokens].astype(np.float64) * (math.sqrt(n) if arch.gemma else 1)
+    x = embedding[tokens].astype(np.float64)
     for i in range(c["num_hidden_layers"]):
         a, m = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
         h = norm(x, f"model.layers.{i}.input_layernorm")
         q = project(h, a + "q_proj").reshape(-1, heads, hd)
         k = project(h, a + "k_proj").reshape(-1, kv_heads, hd)
         v = project(h, a + "v_proj").reshape(-1, kv_heads, hd)
-        if arch.qk_norm:
-            q, k = norm(q, a + "q_norm"), norm(k, a + "k_norm")
-        q, k = _rope(q, hd, c["rope_theta"]), _rope(k, hd, c["rope_theta"])
+        q, k = _rope(q, c["rope_theta"]), _rope(k, c["rope_theta"])
         x = x + project(_attention(q, k, v), a + "o_proj")
         h = norm(x, f"model.layers.{i}.post_attention_layernorm")
         x = x + project(
-            act(project(h, m + "gate_proj")) * project(h, m + "up_proj"), m + "down_proj"
+            _silu(project(h, m + "gate_proj")) * project(h, m + "up_proj"), m + "down_proj"
         )
     head = weights.get("lm_head.weight", embedding).astype(np.float64)
     return norm(x, "model.norm") @ head.T
 
 
-def _neox(arch: Arch, w: Weights, weights: Weights, tokens: list[int]) -> np.ndarray:
-    """GPT-NeoX: attention and MLP side by side, LayerNorm, RoPE on a quarter of the head."""
-    c = arch.config
-    heads, hd = c["num_attention_heads"], c["hidden_size"] // c["num_attention_heads"]
-    rotary = int(c["rotary_pct"] * hd)
-
-    def norm(x: np.ndarray, name: str) -> np.ndarray:
-        x = x - x.mean(-1, keepdims=True)
-        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + c["layer_norm_eps"])
-        return x * w[name + ".weight"] + w[name + ".bias"]
-
-    def project(x: np.ndarray, name: str) -> np.ndarray:
-        return x @ w[name + ".weight"].T + w[name + ".bias"]
-
-    x = weights["gpt_neox.embed_in.weight"][tokens].astype(np.float64)
-    for i in range(c["num_hidden_layers"]):
-        p = f"gpt_neox.layers.{i}."
-        fused = project(norm(x, p + "input_layernorm"), p + "attention.query_key_value")
-        q, k, v = np.split(fused.reshape(-1, heads, 3 * hd), 3, axis=-1)  # per head: q, k, v
-        q, k = (_rope(t, rotary, c["rotary_emb_base"]) for t in (q, k))
-        attended = project(_attention(q, k, v), p + "attention.dense")
-        h = project(norm(x, p + "post_attention_layernorm"), p + "mlp.dense_h_to_4h")
-        x = x + attended + project(_gelu(h), p + "mlp.dense_4h_to_h")
-    head = weights["embed_out.weight"].astype(np.float64)
-    return norm(x, "gpt_neox.final_layer_norm") @ head.T
-
-
-def _rope(x: np.ndarray, n_rot: int, base: float) -> np.ndarray:
-    """RoFormer, eq. 34, with component j paired with j + n_rot/2. x: [n_tokens, n_head, hd]."""
-    half = n_rot // 2
-    angle = np.arange(len(x))[:, None, None] * base ** (-np.arange(half) * 2 / n_rot)
-    a, b = x[..., :half], x[..., half:n_rot]
+def _rope(x: np.ndarray, base: float) -> np.ndarray:
+    """RoFormer, eq. 34, with component j paired with j + hd/2. x: [n_tokens, n_head, hd]."""
+    half = x.shape[-1] // 2
+    angle = np.arange(len(x))[:, None, None] * base ** (-np.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
     cos, sin = np.cos(angle), np.sin(angle)
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., n_rot:]], axis=-1)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
 def _attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -250,14 +158,6 @@ def _attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 def _silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
-
-
-def _gelu(x: np.ndarray) -> np.ndarray:
-    return x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
-
-
-def _gelu_tanh(x: np.ndarray) -> np.ndarray:
-    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
 # ---- files ----
@@ -292,19 +192,17 @@ def write_checkpoint(folder: Path, arch: Arch, weights: Weights, vocab: Path | N
         index |= dict.fromkeys(part, name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     if arch.tokenizer == "sentencepiece":
-        _write_sentencepiece(folder, pad=arch.gemma)
-    elif arch.tokenizer == "bpe-bytes":
-        _write_bpe_bytes(folder)
+        _write_sentencepiece(folder)
     else:
         assert vocab is not None
-        _write_byte_level(folder, vocab / f"ggml-vocab-{arch.tokenizer}.gguf", arch.tokenizer)
+        _write_byte_level(folder, vocab / "ggml-vocab-qwen2.gguf")
     return folder
 
 
 _BYTES = [f"<0x{b:02X}>" for b in range(256)]
 
 
-def _write_sentencepiece(folder: Path, pad: bool) -> None:
+def _write_sentencepiece(folder: Path) -> None:
     """tokenizer.model: a ModelProto of sentencepiece, of single bytes, encoded by hand."""
 
     def number(key: int, value: int) -> bytes:
@@ -313,7 +211,7 @@ def _write_sentencepiece(folder: Path, pad: bool) -> None:
     def block(key: int, data: bytes) -> bytes:
         return _varint(key << 3 | 2) + _varint(len(data)) + data
 
-    special = ["<pad>", "<eos>", "<bos>", "<unk>"] if pad else ["<unk>", "<s>", "</s>"]
+    special = ["<unk>", "<s>", "</s>"]
     pieces = [(t, 2 if t == "<unk>" else 3) for t in special] + [(t, 6) for t in _BYTES]
     pieces.append((_SPACE, 1))
     out = b""
@@ -322,10 +220,8 @@ def _write_sentencepiece(folder: Path, pad: bool) -> None:
         out += block(1, block(1, text.encode()) + score + number(3, kind))
     ids = {t: i for i, (t, _) in enumerate(pieces)}
     trainer = number(3, 2) + number(4, len(pieces)) + number(35, 1)  # BPE, size, byte fallback
-    for key, names in ((40, ["<unk>"]), (41, ["<s>", "<bos>"]), (42, ["</s>", "<eos>"])):
-        trainer += number(key, next(ids[n] for n in names if n in ids))
-    if pad:
-        trainer += number(43, 0)
+    for key, name in zip((40, 41, 42), special, strict=True):
+        trainer += number(key, ids[name])
     out += block(2, trainer) + block(3, block(1, b"identity") + number(3, 0))
     (folder / "tokenizer.model").write_bytes(out)
 
@@ -337,35 +233,14 @@ def _varint(n: int) -> bytes:
     return out + bytes([n])
 
 
-def _write_bpe_bytes(folder: Path) -> None:
-    """tokenizer.json of the kind that Llama 2 and Mistral have: BPE, unknown text as bytes."""
-    tokens = ["<unk>", "<s>", "</s>", *_BYTES, _SPACE]
-    special = [
-        {"id": i, "content": t, "special": True, "single_word": False, "lstrip": False,
-         "rstrip": False, "normalized": False}
-        for i, t in enumerate(tokens[:3])
-    ]  # fmt: skip
-    model = {
-        "type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None,
-        "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True,
-        "vocab": {t: i for i, t in enumerate(tokens)}, "merges": [],
-    }  # fmt: skip
-    decoder = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]}
-    normalizer = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-    _write_tokenizer(folder, special, normalizer, None, decoder, model)
-    names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-    config = {"tokenizer_class": "LlamaTokenizer", **names}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-
-
-# how Qwen2 cuts text before BPE; GPT-NeoX cuts as GPT-2, which ByteLevel does by itself
+# how Qwen2 cuts text before BPE
 _QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
-def _write_byte_level(folder: Path, vocab: Path, name: str) -> None:
+def _write_byte_level(folder: Path, vocab: Path) -> None:
     """tokenizer.json of a real vocabulary, which llama.cpp recognises by what it does."""
     keys = {k.name.decode(): k.value for k in parse(vocab).keys}
     tokens, merges, types = (
@@ -387,20 +262,15 @@ def _write_byte_level(folder: Path, vocab: Path, name: str) -> None:
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     split = {"type": "Split", "pattern": {"Regex": _QWEN2}, "behavior": "Isolated", "invert": False}
     cut = {"type": "Sequence", "pretokenizers": [split, byte_level | {"use_regex": False}]}
-    cut = cut if name == "qwen2" else byte_level | {"use_regex": True}
-    decoder = byte_level | {"use_regex": False}
-    _write_tokenizer(folder, special, {"type": "NFC"}, cut, decoder, model)
-    kind = "Qwen2Tokenizer" if name == "qwen2" else "GPTNeoXTokenizer"
-    config = {"tokenizer_class": kind, "eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-
-
-def _write_tokenizer(
-    folder: Path, added: list[Any], normalizer: Any, cut: Any, decoder: Any, model: Any
-) -> None:
     parts = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
-        "normalizer": normalizer, "pre_tokenizer": cut, "post_processor": None,
-        "decoder": decoder, "model": model,
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": special,
+        "normalizer": {"type": "NFC"}, "pre_tokenizer": cut, "post_processor": None,
+        "decoder": byte_level | {"use_regex": False}, "model": model,
     }  # fmt: skip
     (folder / "tokenizer.json").write_text(json.dumps(parts, ensure_ascii=False), "utf-8")
+    config = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "eos_token": "<|endoftext|>",
+        "bos_token": "<|endoftext|>",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))

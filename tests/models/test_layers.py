@@ -23,6 +23,8 @@ from pyorch.models.gguf_file import read_gguf
 from pyorch.models.layers import INTERVALS, WINDOWS, Windows, recurrent, windows
 from pyorch.native import source
 
+pytestmark = pytest.mark.usefixtures("native_lib_dir")
+
 Run = Callable[..., Any]
 # no model of ours: drafts of another model, an encoder, and caches of another kind
 OTHERS = {"deepseek4", "dflash", "gemma4-assistant", "gemma-embedding", "modern-bert"}

@@ -26,6 +26,8 @@ from pyorch.models.imatrix import read_imatrix
 from pyorch.models.new_file import check_space
 from pyorch.models.quantize import quantize, types
 
+pytestmark = pytest.mark.usefixtures("native_lib_dir")
+
 SPARSE = "sparq,rank=16,topk=64,min_ctx=0"
 TEXT = "It was the best of times, it was the worst of times, " * 8
 

@@ -18,6 +18,8 @@ from pyorch.models import content
 from pyorch.models.gguf_file import read_gguf
 from pyorch.models.quantize import quantize
 
+pytestmark = pytest.mark.usefixtures("native_lib_dir")
+
 Run = Callable[..., Any]
 TEXT = "It was the best of times, it was the worst of times, " * 30
 SPARSE = "sparq,rank=8,topk=64,min_ctx=0"

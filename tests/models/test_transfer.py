@@ -140,9 +140,7 @@ def test_a_slow_link_is_let_be_and_a_dead_one_is_not(
     assert load(say=wakes).path.read_bytes() == gguf[:5000]
     assert starts(hub) == [0, 0, 2000]
     hub.files, hub.hold_after = {"deader.gguf": gguf[:6000]}, 0
-    began = time.monotonic()
     assert "no usable answer" in refused().message
-    assert time.monotonic() - began < 10
 
 
 # ---- refused ----
@@ -190,15 +188,6 @@ def test_what_will_not_pass_is_not_tried_again(
 
 
 # ---- wrong ----
-
-
-def test_wrong_content_is_deleted(hub: Hub, gguf: bytes) -> None:
-    hub.files, hub.wrong = {"m.gguf": gguf}, b"GGUX"
-    error = refused()
-    assert "wrong checksum" in error.message and "deleted" in error.hint
-    assert incomplete(hub) == [] and not list(Path(constants.HF_HUB_CACHE).rglob("*.gguf"))
-    hub.wrong = b""
-    assert load().path.read_bytes() == gguf
 
 
 @pytest.mark.parametrize("rubbish", [b"rubbish", b"rubbish" * 100_000])
@@ -265,9 +254,9 @@ def test_parts_come_at_once_with_one_count(hub: Hub, tmp_path: Path) -> None:
 def test_a_refused_part_stops_the_others(hub: Hub, tmp_path: Path) -> None:
     hub.files, hub.block_s = shards(tmp_path, 2), 0.01  # 6 s
     hub.refuse, hub.refusals = "-00002-of", [(403, {})] * 9
-    began = time.monotonic()
     assert "access denied" in refused().message
-    assert time.monotonic() - began < 5
+    blobs = Path(constants.HF_HUB_CACHE).glob("*/blobs/*")
+    assert all(blob.suffix == ".incomplete" for blob in blobs)
     there = incomplete(hub)
     hub.refusals, hub.block_s = [], 0
     model = load()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
+from c_library import compiled
 
 from pyorch.errors import SparqError
 from pyorch.native import build, cuda, probe
@@ -53,9 +53,7 @@ int cuDeviceTotalMem_v2(size_t * n, int i) { *n = (i + 5ul) << 30; return 0; }
 
 def test_devices_are_those_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one that is not there: its calls, as cuda.h has them."""
-    (tmp_path / "driver.c").write_text(DRIVER)
-    argv = [probe.need_compiler().cc.split()[0], "-shared", "-fPIC", str(tmp_path / "driver.c")]
-    subprocess.run([*argv, "-o", str(tmp_path / "libcuda.so.1")], check=True)
+    compiled(DRIVER, tmp_path / "libcuda.so.1")
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     monkeypatch.setattr(cuda.Path, "exists", lambda path: True)
     found, why = cuda.devices.__wrapped__()

@@ -74,6 +74,7 @@ def byte(layout: int) -> int:
     return 1 + layout % 255
 
 
+@pytest.mark.usefixtures("native_lib_dir")
 def test_workers_and_documents_go_by_it(ours: int, tiny: Path) -> None:
     assert machines.sparse_version(engine.library()) == byte(ours)
     with engine.load(tiny, attention="sparq,rank=8,topk=64") as s:

@@ -110,6 +110,7 @@ def test_a_portable_build_with_cuda_is_found(
     assert native.find() == tmp_path
 
 
+@pytest.mark.usefixtures("native_lib_dir")
 def test_threads_that_wait_sleep_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """libgomp reads these when it is loaded, so they are there before. What a user has set stays,
     and on machines with many cores the system's own setting."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import platform
-import shlex
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from c_library import compiled
 
 from pyorch import cli
 from pyorch.errors import SparqError
@@ -96,10 +95,8 @@ def test_a_trial_that_was_killed_says_nothing_of_the_library(
 def preload(library: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, die: str) -> None:
     """Let a process die at its fourth computation."""
     text = SHIM.replace("DIE", die).replace("LIBRARY", str(library / "libggml-cpu.so"))
-    (folder / "shim.c").write_text(text)
-    argv = [*shlex.split(probe.need_compiler().cc), "-shared", "-fPIC", "-D_GNU_SOURCE"]
-    subprocess.run([*argv, "shim.c", "-o", "shim.so", "-ldl"], cwd=folder, check=True)
-    monkeypatch.setenv("LD_PRELOAD", str(folder / "shim.so"))
+    made = compiled(text, folder / "shim.so", "-D_GNU_SOURCE", "-ldl")
+    monkeypatch.setenv("LD_PRELOAD", str(made))
 
 
 def test_a_trial_that_hangs(native_lib_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,30 +15,28 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 
 @pytest.fixture(scope="session")
-def ref(tmp_path_factory: pytest.TempPathFactory):
-    from ref_lib import Ref, find_compiler
+def ref(made_once):
+    from ref_lib import Ref, build, find_compiler
 
     if find_compiler() is None:
         pytest.skip("no C compiler")
-    return Ref(tmp_path_factory.mktemp("ref"))
+    return Ref(made_once("ref", build))
 
 
 @pytest.fixture(scope="session")
-def ggml(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """ggml of our build; SPARQ_TEST_LIB_DIR names another one, SPARQ_TEST_SANITIZE a sanitizer,
-    SPARQ_TEST_DEVICE a device."""
+def ggml(request: pytest.FixtureRequest, native_lib_dir: Path, tmp_path_factory):
+    """ggml of our build; SPARQ_TEST_SANITIZE names a sanitizer, SPARQ_TEST_DEVICE a device."""
     from ggml_ctypes import Ggml
     from isa import IsaGgml
 
-    folder = os.environ.get("SPARQ_TEST_LIB_DIR") or request.getfixturevalue("native_lib_dir")
     if target := os.environ.get("SPARQ_TEST_SANITIZE"):
         headers = request.getfixturevalue("ggml_headers")
-        return IsaGgml(Path(folder), target, headers, tmp_path_factory.mktemp(target))
+        return IsaGgml(native_lib_dir, target, headers, tmp_path_factory.mktemp(target))
     if device := os.environ.get("SPARQ_TEST_DEVICE"):
         from device import DeviceGgml
 
-        return DeviceGgml(Path(folder), device)
-    return Ggml(Path(folder))
+        return DeviceGgml(native_lib_dir, device)
+    return Ggml(native_lib_dir)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -21,13 +21,15 @@ from ggml_ctypes import CONTEXT, UNWRITTEN, Buffer, Ggml
 HERE = Path(__file__).parent
 OPS = HERE.parents[1] / "ggml_ops"
 
+# so little scratch that one thread works on one choice of positions at a time, and 16 on all
+_PARTS = "-DSPARQ_PARTS_BYTES=40000"
 # name: prefix of the compilers, flags, emulator. The other files of this folder test the kernels as
 # they are built for this machine
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVXVNNI = ["-mavxvnni"]
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 TARGETS = {
-    "scalar": ("", ["-DSPARQ_SCALAR", "-DSPARQ_SCALAR_FAST"], ""),
+    "scalar": ("", ["-DSPARQ_SCALAR", "-DSPARQ_SCALAR_FAST", _PARTS], ""),
     "avx2": ("", _AVX2, ""),
     "avx2-vnni": ("", [*_AVX2, *_AVXVNNI], ""),
     "avx512-without-vnni": ("", [*_AVX2, *_AVX512], ""),
@@ -38,9 +40,6 @@ TARGETS = {
     "neon-bf16": ("aarch64-linux-gnu-", ["-march=armv8.2-a+dotprod+bf16"], "qemu-aarch64"),
 }
 FAST = ("scalar", "avx2-vnni", "avx512-without-bf16", "neon-dotprod", "neon-bf16")  # prompt=fast
-# so little scratch that one thread works on one choice of positions at a time, and 16 on all
-_PARTS = "-DSPARQ_PARTS_BYTES=40000"
-PARTED = {"parted": ("", ["-march=native", _PARTS], "")}
 # tests/ops/test_sanitize.py loads their runtime into Python; every access is seen in scalar code,
 # with vectors not those under a mask
 _UB = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
@@ -79,7 +78,7 @@ class IsaGgml(Ggml):
 
     def __init__(self, lib_dir: Path, target: str, headers: Path, folder: Path) -> None:
         super().__init__(lib_dir)
-        prefix, flags, emulator = (TARGETS | SANITIZED | PARTED | COUNTED)[target]
+        prefix, flags, emulator = (TARGETS | SANITIZED | COUNTED)[target]
         out = folder / f"isa-{target}"
         include = ["include", "src", "src/ggml-cpu"]
         flags = [*flags, "-g1", "-w", "-O2", "-fPIC", f"-I{OPS}", f"-I{OPS / 'cpu'}"]

@@ -39,13 +39,17 @@ def _f32(array: np.ndarray | None) -> np.ndarray | None:
     return None if array is None else np.ascontiguousarray(array, np.float32)
 
 
+def build(folder: Path) -> None:
+    out = folder / "sparq-ref.so"
+    subprocess.run([find_compiler(), *FLAGS, str(SOURCE), "-o", str(out), "-lm"], check=True)
+
+
 class Ref:
     """The steps for one token and one KV head; arrays as in tests/oracle.py."""
 
     def __init__(self, folder: Path) -> None:
-        out = folder / "sparq-ref.so"
-        subprocess.run([find_compiler(), *FLAGS, str(SOURCE), "-o", str(out), "-lm"], check=True)
-        self.lib = ctypes.CDLL(str(out))
+        """folder: what `build` made."""
+        self.lib = ctypes.CDLL(str(folder / "sparq-ref.so"))
         self.lib.sparq_ref_select.restype = I64
 
     def seal(self, k, v, t_stride: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,8 @@
-"""The other instruction sets of the kernels: the same steps, the same oracle. See isa.py."""
+"""The other instruction sets of the kernels: the same steps, the same oracle. See isa.py.
+
+Each takes half a minute to compile. The quick one is that which no machine of ours has by itself:
+scalar code, with little scratch.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +20,13 @@ import test_steps
 from isa import TARGETS, IsaGgml, why_not
 
 CASES = [c for c in cases.quick_cases() if c.size <= 300_000]
+QUICK = "scalar"
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(
+    scope="module",
+    params=[t if t == QUICK else pytest.param(t, marks=pytest.mark.slow) for t in TARGETS],
+)
 def isa(request, ggml, ggml_headers: Path, tmp_path_factory) -> Iterator[IsaGgml]:
     if reason := why_not(request.param):
         pytest.skip(reason)
@@ -69,6 +77,15 @@ def test_isa_prefill_choice(isa: IsaGgml) -> None:
             raise AssertionError(f"{case}: {error}") from error
     for value in (float("nan"), float("inf")):
         test_prefill_choice.test_what_is_not_finite_is_read(value, isa)
+
+
+def test_choices_in_parts(isa: IsaGgml) -> None:
+    """However many query heads choose at a time, which goes by the threads, the bits stay."""
+    if isa.target != QUICK:
+        pytest.skip("compiled with scratch for all of them")
+    for case in test_prefill_choice.SHAPES[::2]:
+        test_prefill_choice.test_threads_are_bit_identical(case, False, isa)
+        test_prefill_choice.check_choice(case, 0.7, isa)
 
 
 def test_isa_seal_and_select(isa: IsaGgml) -> None:

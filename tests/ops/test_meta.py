@@ -50,82 +50,53 @@ def f32_scores(
     return oracle.logits_of(now["q"], now["k"], now["bias"], scale, softcap, kept, F32)
 
 
-def without_tau(b: cases.Block, kept: np.ndarray) -> np.ndarray:
-    return f32_scores(b, kept) * np.maximum(oracle.temperature_factor(b.q, kept), 0.01)[
-        :, None
-    ].astype(F32)
-
-
-def tau_without_root(b: cases.Block, kept: np.ndarray) -> np.ndarray:
-    return f32_scores(b, kept) / np.maximum(oracle.temperature_factor(b.q, kept), 0.01)[
-        :, None
-    ].astype(F32)
+def at_least(tau: np.ndarray) -> np.ndarray:
+    return np.maximum(tau, 0.01)[:, None]
 
 
 def tau_of_the_group(b: cases.Block, kept: np.ndarray) -> np.ndarray:
-    root = oracle.temperature_factor(b.q, kept)
-    group = oracle.temperature_factor(
-        b.q.reshape(1, -1), np.concatenate([kept + h * b.q.shape[1] for h in range(len(b.q))])
-    )
-    return (f32_scores(b, kept) * (np.maximum(root, 0.01) / group)[:, None]).astype(F32)
+    tau = oracle.temperature_factor(b.q, kept)
+    of_all = np.concatenate([kept + h * b.q.shape[1] for h in range(len(b.q))])
+    group = oracle.temperature_factor(b.q.reshape(1, -1), of_all)
+    return (f32_scores(b, kept) * at_least(tau) / group).astype(F32)
 
 
 def components_per_head(b: cases.Block, kept: np.ndarray) -> np.ndarray:
-    return np.concatenate(
-        [
-            f32_scores(
-                b,
-                oracle.select_components(b.q[h : h + 1], len(kept)),
-                q=b.q[h : h + 1],
-                bias=b.bias[h : h + 1],
-            )
-            for h in range(len(b.q))
-        ]
-    )
+    heads = [slice(h, h + 1) for h in range(len(b.q))]
+    own = [oracle.select_components(b.q[h], len(kept)) for h in heads]
+    parts = [f32_scores(b, c, q=b.q[h], bias=b.bias[h]) for c, h in zip(own, heads, strict=True)]
+    return np.concatenate(parts)
 
 
-def one_component_less(b: cases.Block, kept: np.ndarray) -> np.ndarray:
-    return f32_scores(b, kept[1:])
-
-
-def query_in_f16(b: cases.Block, kept: np.ndarray) -> np.ndarray:
-    return f32_scores(b, kept, q=cases.to_type(b.q, "f16"))
-
-
-def neighbour_position(b: cases.Block, kept: np.ndarray) -> np.ndarray:
-    return f32_scores(b, kept, k=np.roll(b.k_score, 1, axis=0))
-
-
-def shows_a_hidden_position(b: cases.Block, kept: np.ndarray) -> np.ndarray:
-    out = f32_scores(b, kept)
-    out[:, -1] = 0
+def with_cell(out: np.ndarray, cell: int, value: float) -> np.ndarray:
+    out[:, cell] = value
     return out
 
 
-def last_position_missing(b: cases.Block, kept: np.ndarray) -> np.ndarray:
-    out = f32_scores(b, kept)
-    out[:, oracle.visible_positions(b.bias)[-1]] = -np.inf
-    return out
+WRONG_SCORES = {
+    "without tau": lambda b, kept: (
+        f32_scores(b, kept) * at_least(oracle.temperature_factor(b.q, kept)).astype(F32)
+    ),
+    "tau without root": lambda b, kept: (
+        f32_scores(b, kept) / at_least(oracle.temperature_factor(b.q, kept)).astype(F32)
+    ),
+    "tau of the group": tau_of_the_group,
+    "components per head": components_per_head,
+    "one component less": lambda b, kept: f32_scores(b, kept[1:]),
+    "q in f16": lambda b, kept: f32_scores(b, kept, q=cases.to_type(b.q, "f16")),
+    "neighbours": lambda b, kept: f32_scores(b, kept, k=np.roll(b.k_score, 1, axis=0)),
+    "a hidden position": lambda b, kept: with_cell(f32_scores(b, kept), -1, 0),
+    "the last one missing": lambda b, kept: with_cell(
+        f32_scores(b, kept), oracle.visible_positions(b.bias)[-1], -np.inf
+    ),
+}
 
 
 def test_comparison_accepts_the_right_scores() -> None:
     compare_scores(CASE, f32_scores)
 
 
-@pytest.mark.parametrize(
-    "break_it",
-    [
-        without_tau,
-        tau_without_root,
-        tau_of_the_group,
-        components_per_head,
-        one_component_less,
-        query_in_f16,
-        neighbour_position,
-        shows_a_hidden_position,
-        last_position_missing,
-    ],
-)
+@pytest.mark.parametrize("break_it", WRONG_SCORES.values(), ids=WRONG_SCORES)
 def test_comparison_trips_on_wrong_scores(break_it) -> None:
     with pytest.raises(AssertionError, match=r"score: error|-inf|NaN"), np.errstate(all="ignore"):
         compare_scores(CASE, break_it)
@@ -162,33 +133,25 @@ def test_comparison_accepts_the_right_selection(logits) -> None:
     check_selection(right_cells(logits, 20, [3, 199]), logits, 20, [3, 199])
 
 
+def better_left_out(x: np.ndarray, k: int) -> np.ndarray:
+    more = right_cells(x, k + 1, [3, 199])
+    return np.setdiff1d(more, [c for c in more if c not in (3, 199)][0])
+
+
+WRONG_SELECTIONS = {
+    "k+1": lambda x, k: right_cells(x, k + 1, [3, 199]),
+    "k-1": lambda x, k: right_cells(x, k - 1, [3, 199]),
+    "forced left out": lambda x, k: right_cells(x, k, []),
+    "descending": lambda x, k: right_cells(x, k, [3, 199])[::-1],
+    "repeated": lambda x, k: np.sort(np.append(right_cells(x, k - 1, [3, 199]), 3)),
+    "smallest": lambda x, k: right_cells(-x, k, [3, 199]),
+    "shifted": lambda x, k: right_cells(np.roll(x, 1, axis=1), k, [3, 199]),
+    "better one left out": better_left_out,
+}
+
+
 @pytest.mark.parametrize("logits", [LOGITS, GROUP_LOGITS], ids=["one head", "group"])
-@pytest.mark.parametrize(
-    "break_it",
-    [
-        lambda x, k: right_cells(x, k + 1, [3, 199]),
-        lambda x, k: right_cells(x, k - 1, [3, 199]),
-        lambda x, k: right_cells(x, k, []),
-        lambda x, k: right_cells(x, k, [3, 199])[::-1],
-        lambda x, k: np.sort(np.append(right_cells(x, k - 1, [3, 199]), 3)),
-        lambda x, k: right_cells(-x, k, [3, 199]),
-        lambda x, k: right_cells(np.roll(x, 1, axis=1), k, [3, 199]),
-        lambda x, k: np.setdiff1d(
-            right_cells(x, k + 1, [3, 199]),
-            [c for c in right_cells(x, k + 1, [3, 199]) if c not in (3, 199)][0],
-        ),
-    ],
-    ids=[
-        "k+1",
-        "k-1",
-        "forced left out",
-        "descending",
-        "repeated",
-        "smallest",
-        "shifted",
-        "better one left out",
-    ],
-)
+@pytest.mark.parametrize("break_it", WRONG_SELECTIONS.values(), ids=WRONG_SELECTIONS)
 def test_comparison_trips_on_wrong_selection(logits, break_it) -> None:
     with pytest.raises(AssertionError):
         check_selection(break_it(logits, 20), logits, 20, [3, 199])
@@ -250,39 +213,26 @@ def test_comparison_accepts_the_right_attention() -> None:
     compare_attend(f32_attend)
 
 
-@pytest.mark.parametrize(
-    "break_it",
-    [
-        lambda b, c, a: f32_attend(b, c[:-1], a),
-        lambda b, c, a: f32_attend(b, c + 1, a),
-        lambda b, c, a: f32_attend(b, c, a * 0 + 1),
-        lambda b, c, a: f32_attend(b, c, 1 - a),
-        lambda b, c, a: f32_attend(b, c, a, scale=1.01 * CASE.scale),
-        lambda b, c, a: f32_attend(b, c, a, softcap=50.0),
-        lambda b, c, a: f32_attend(b, c, a, sinks=False),
-        lambda b, c, a: f32_attend(b, c, a, mean=b.v[c].mean(axis=0)),
-        lambda b, c, a: f32_attend(b, c, a, mean=oracle.v_mean(b.v, b.bias, F32) * F32(501 / 500)),
-        lambda b, c, a: f32_attend(b, c, a, q=cases.to_type(b.q, "f16")),
-        lambda b, c, a: cases.to_type(f32_attend(b, c, a), "f16"),
-        lambda b, c, a: f32_attend(b, c, a, v=np.roll(b.v, 1, axis=1)),
-        lambda b, c, a: f32_attend(b, c, a)[::-1],
-    ],
-    ids=[
-        "one position less",
-        "neighbours",
-        "alpha ignored",
-        "alpha reversed",
-        "scale",
-        "softcap",
-        "sinks ignored",
-        "mean of the selection",
-        "mean divided by another count",
-        "q in f16",
-        "result in f16",
-        "components shifted",
-        "heads swapped",
-    ],
-)
+WRONG_ATTENTION = {
+    "one position less": lambda b, c, a: f32_attend(b, c[:-1], a),
+    "neighbours": lambda b, c, a: f32_attend(b, c + 1, a),
+    "alpha ignored": lambda b, c, a: f32_attend(b, c, a * 0 + 1),
+    "alpha reversed": lambda b, c, a: f32_attend(b, c, 1 - a),
+    "scale": lambda b, c, a: f32_attend(b, c, a, scale=1.01 * CASE.scale),
+    "softcap": lambda b, c, a: f32_attend(b, c, a, softcap=50.0),
+    "sinks ignored": lambda b, c, a: f32_attend(b, c, a, sinks=False),
+    "mean of the selection": lambda b, c, a: f32_attend(b, c, a, mean=b.v[c].mean(axis=0)),
+    "mean divided by another count": lambda b, c, a: f32_attend(
+        b, c, a, mean=oracle.v_mean(b.v, b.bias, F32) * F32(501 / 500)
+    ),
+    "q in f16": lambda b, c, a: f32_attend(b, c, a, q=cases.to_type(b.q, "f16")),
+    "result in f16": lambda b, c, a: cases.to_type(f32_attend(b, c, a), "f16"),
+    "components shifted": lambda b, c, a: f32_attend(b, c, a, v=np.roll(b.v, 1, axis=1)),
+    "heads swapped": lambda b, c, a: f32_attend(b, c, a)[::-1],
+}
+
+
+@pytest.mark.parametrize("break_it", WRONG_ATTENTION.values(), ids=WRONG_ATTENTION)
 def test_comparison_trips_on_wrong_attention(break_it) -> None:
     with pytest.raises(AssertionError, match=r"attend: error|NaN"), np.errstate(all="ignore"):
         compare_attend(break_it)

@@ -9,6 +9,8 @@ import numpy as np
 import partition
 import pytest
 
+pytestmark = pytest.mark.slow  # a minute to compile
+
 # positions: threads
 THREADS = {16384: partition.THREADS, 131072: (1, 16, 64, 128)}
 # name: bits of the transposed K (0: exact dense), rank, topk
@@ -26,7 +28,6 @@ def counting(tmp_path_factory, native_lib_dir: Path, ggml_headers: Path) -> part
     return partition.Counting(native_lib_dir, ggml_headers, tmp_path_factory.mktemp("counting"))
 
 
-@pytest.mark.slow
 def test_eight_kv_heads_feed_many_threads(counting: partition.Counting, capsys) -> None:
     """With 32 query heads. Where a node reads little, its units are few: k = 128 is 32 of them."""
     found: partition.Found = {}

@@ -13,7 +13,7 @@ N_CTX = 512
 
 
 @pytest.fixture(scope="module")
-def demo(demo_model: Path) -> Iterator[engine.Session]:
+def demo(native_lib_dir: Path, demo_model: Path) -> Iterator[engine.Session]:
     """One session for a module; tests switch it and rewind to 0."""
     with policies.open_session(demo_model, n_ctx=N_CTX, n_threads=1) as session:
         yield session

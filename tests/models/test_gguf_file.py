@@ -36,22 +36,6 @@ def test_every_truncation_is_refused(tiny: Path, tmp_path: Path) -> None:
             read_gguf(cut)
 
 
-def test_a_corrupt_header_never_does_more_than_fail(tiny: Path, tmp_path: Path) -> None:
-    whole, bad = tiny.read_bytes(), tmp_path / "bad.gguf"
-    n_header, refused = 7000, 0
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        data = bytearray(whole)
-        for i in rng.integers(4, n_header, 8):
-            data[i] = rng.integers(256)
-        bad.write_bytes(data)
-        try:
-            geometry(read_gguf(bad))
-        except SparqError:
-            refused += 1
-    assert refused > 20  # most bytes are text of the vocabulary, where a change is harmless
-
-
 def test_other_files(tmp_path: Path) -> None:
     (tmp_path / "text.gguf").write_text("not a model")
     with pytest.raises(SparqError, match="not a GGUF file") as e:
