@@ -157,26 +157,29 @@ Run = Callable[..., Result]
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
     """`run("generate", "-p", "x", stdin="...")`: the command as a user would run it, with
-    folders of documents of its own."""
+    folders of documents of its own; with `terminal`, stdin and stderr pass for one."""
 
     monkeypatch.setattr(paths, "documents", lambda: tmp_path / "documents")
     monkeypatch.setattr(paths, "kept_texts", lambda: tmp_path / "texts")
     for command in ("GENERATE", "CHAT", "DEMO", "READ"):  # busy threads wait for each other
         monkeypatch.setenv(f"SPARQ_{command}_THREADS", "1")
 
-    def run_command(*args: object, stdin: str | bytes = "") -> Result:
+    def run_command(*args: object, stdin: str | bytes = "", terminal: bool = False) -> Result:
         raw = stdin.encode() if isinstance(stdin, str) else stdin
         monkeypatch.setattr(sys, "argv", ["sparq-cpp", *map(str, args)])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw)))
         capsys.readouterr()
         code: object = 0
-        try:
-            pyorch.cli.main()
-        except SystemExit as e:
-            code = e.code or 0
+        with monkeypatch.context() as streams:
+            for stream in (sys.stdin, sys.stderr) if terminal else ():
+                streams.setattr(stream, "isatty", lambda: True)
+            try:
+                pyorch.cli.main()
+            except SystemExit as e:
+                code = e.code or 0
         out, err = capsys.readouterr()
         assert "Traceback" not in err
-        assert "\x1b" not in err or sys.stderr.isatty()  # colour is for terminals
+        assert terminal or "\x1b" not in err  # colour is for terminals
         assert isinstance(code, int)
         return Result(code, out, err)
 

@@ -177,13 +177,11 @@ def test_rm_asks(
 ) -> None:
     hub.files = {"m.gguf": gguf}
     path = load()
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setattr("click.termui.visible_prompt_func", lambda prompt: "n")
-    code, out, err = run("models", "rm", f"hf:{REPO}")
+    code, out, err = run("models", "rm", f"hf:{REPO}", terminal=True)
     assert (code, out) == (1, "") and "interrupted" not in err and path.exists()
     monkeypatch.setattr("click.termui.visible_prompt_func", lambda prompt: "y")
-    assert run("models", "rm", f"hf:{REPO}")[0] == 0 and not path.exists()
+    assert run("models", "rm", f"hf:{REPO}", terminal=True)[0] == 0 and not path.exists()
 
 
 def test_a_repository_that_cannot_be_read_is_named(

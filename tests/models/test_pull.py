@@ -444,10 +444,8 @@ def test_command(
     assert err.startswith("m.gguf, ") and len(err.splitlines()) == 1
     assert run("pull", f"{REPO}/m.gguf") == (0, out, "")
     assert run("pull", out.strip()) == (0, out, "")  # a file that is here
-    with monkeypatch.context() as terminal:
-        terminal.setattr(sys.stderr, "isatty", lambda: True)
-        err = run("pull", f"hf:{REPO}")[2]
-        assert f"next: sparq-cpp chat -m hf:{REPO} --ratio 1/8" in err
+    err = run("pull", f"hf:{REPO}", terminal=True)[2]
+    assert f"next: sparq-cpp chat -m hf:{REPO} --ratio 1/8" in err
     assert "`sparq-cpp models` lists" in run("chat")[2]
     code, out, err = run("pull", str(tmp_path / "no.gguf"))
     assert (code, out) == (1, "") and "no such file" in err
@@ -461,11 +459,9 @@ def test_a_model_is_pulled_on_demand(
     code, out, err = run(*command)
     assert (code, out, hub.fetched()) == (1, "", [])
     assert "--yes" in err and f"sparq-cpp pull hf:{REPO}" in err
-    with monkeypatch.context() as terminal:
-        for stream in (sys.stdin, sys.stderr):
-            terminal.setattr(stream, "isatty", lambda: True)
-        terminal.setattr("click.termui.visible_prompt_func", lambda prompt: "n")
-        assert run(*command)[0] == 1 and hub.fetched() == []
+    asked: list[str] = []
+    monkeypatch.setattr("click.termui.visible_prompt_func", lambda p: asked.append(p) or "n")
+    assert run(*command, terminal=True)[0] == 1 and hub.fetched() == [] and len(asked) == 1
     code, out, _ = run(*command, "--yes")
     assert code == 0 and json.loads(out)["model"] == "tiny" and hub.fetched() == ["m.gguf"]
     assert run(*command)[0] == 0 and hub.fetched() == ["m.gguf"]  # it is here now

@@ -123,8 +123,11 @@ def test_environment_without_pip(
     )
     needed = Path(platformdirs.__file__).parent
     shutil.copytree(needed, tmp_path / "lib" / needed.name)
-    if not ensurepip:  # as Debian's Python without python3-venv
+    if not ensurepip:  # as Debian's Python without python3-venv, for `python -I` too
         (tmp_path / "lib" / "venv.py").write_text("raise SystemExit(1)")
+        (packages,) = bare.glob("lib/python*/site-packages")
+        first = f"import sys; sys.path.insert(0, {str(tmp_path / 'lib')!r})\n"
+        (packages / "first.pth").write_text(first)
     lib = os.pathsep.join([str(paths.REPOSITORY), str(tmp_path / "lib")])
     env = {**os.environ, "PATH": str(bin_dir), "PYTHONPATH": lib}
 
