@@ -203,11 +203,6 @@ def test_a_setting_is_known_everywhere() -> None:
     assert sorted(described) == sorted(ours)
     options = {f.name.removeprefix("attn_") for f in fields(AttentionOptions)} - {"attn", "method"}
     assert options < ours
-    said = re.search(
-        r"Only the line of `-a` has (.*?),\s+which", AttentionOptions.__doc__ or "", re.S
-    )
-    assert said is not None
-    assert set(re.split(r",\s+|\s+and\s+", said[1])) == ours - options
 
 
 def test_the_library_has_the_same_words_and_bounds() -> None:
