@@ -17,18 +17,21 @@ export OPENBLAS_NUM_THREADS = 1
 # the tests start hundreds of Python processes
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-lowest test-gpu bench-gpu gpu-all figures fuzz soak sanitize lint fmt build upstream patches-refresh patches-check clean
+.PHONY: demo test test-server test-all test-lowest test-gpu bench-gpu gpu-all figures fuzz soak sanitize lint fmt build upstream patches-refresh patches-check clean
 
 demo: build             ## build, download a small model (89 MiB), and let it complete sentences out of a long story, dense and sparse
 	$(RUN)/sparq-cpp demo --yes
 
 # both build for, and run on, the CPU, even where a GPU is
-test test-all: export SPARQ_CUDA = 0
+test test-server test-all: export SPARQ_CUDA = 0
 # threads that spin while they wait take the core that another process of the tests needs
-test test-all test-lowest: export OMP_WAIT_POLICY = passive
+test test-server test-all test-lowest: export OMP_WAIT_POLICY = passive
 
 test: build $(DEV)      ## build, then the quick tests
 	$(PYTEST) $(WORKERS) -m 'not slow and not gpu' $(ARGS)
+
+test-server: build $(DEV) ## builds llama-server, then the quick tests of it
+	$(PYTEST) $(WORKERS) -m server $(ARGS)
 
 test-all: build $(DEV)  ## every test that runs without a GPU; builds llama-server, and makes the converter's environment
 	$(PYTEST) $(WORKERS) -m 'not gpu' $(ARGS)

@@ -57,14 +57,17 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def server_dir() -> Path:
-    """The same with llama-server, which takes minutes to compile: its tests are slow."""
+    """The same with llama-server, which takes minutes to compile: its tests are `server` and slow."""
     return Path(os.environ.get("SPARQ_TEST_LIB_DIR") or native.built(tools=("llama-server",)))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "server_dir" in getattr(item, "fixturenames", ()):
+            by_itself = item.get_closest_marker("slow")
             item.add_marker(pytest.mark.slow)
+            if not by_itself:
+                item.add_marker(pytest.mark.server)
 
 
 @pytest.fixture(scope="session")
