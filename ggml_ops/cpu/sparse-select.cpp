@@ -1,6 +1,7 @@
-// SELECT: which thread ranks which tiles.
+// SELECT: which thread ranks which tiles, and what threads do together where heads are few.
 
 #include "sparse-score-select.h"
+#include "sparse-select-shared.h"
 
 sparse::select_src::select_src(const ggml_tensor * dst) :
     ggml_sparse_src(ggml_sparse_src_of(dst)),
@@ -10,8 +11,8 @@ sparse::select_src::select_src(const ggml_tensor * dst) :
 namespace {
 
 // Logits wait in slots, each for one head. Of consecutive units a thread has whole heads, which it ranks one after another in a slot that stays
-// in its cache. Where heads are few, it may also have a part of a head at either end. Such a head has a slot of the thread that has its first
-// tile, which owns it and ranks it when all its tiles are there.
+// in its cache. Where heads are few, it may also have a part of a head at either end; that head has a slot of the thread that owns it, which is
+// the one that has its first tile.
 struct select_work : select_scratch {
     char  * slots;
     size_t  slot_size;
@@ -26,13 +27,16 @@ struct select_work : select_scratch {
         slots = shared.take<char>(n_slot*slot_size);
         size  = take_per_thread(shared, ith, nth, [&](bump & own) {
             key      = own.take<float>(a.n_group_q > 1 ? a.n_kv + 2*W : 0);
-            cand     = own.take<float>(a.n_kv + 2*W);
-            cell     = own.take<int32_t>(a.n_kv + 2*W);
+            cand     = own.take<float>(a.n_kv + (a.n_tile + 2)*W);
+            cell     = own.take<int32_t>(a.n_kv + (a.n_tile + 2)*W);
             weight   = own.take<float>(is_top_p(a.p.top_p) ? a.n_kv + 2*W : 0);
             saved    = own.take<float>(a.n_forced + W);
             top      = own.take<float>(a.n_group_q);
             all      = own.take<float>(a.n_group_q);
             factor   = own.take<float>(a.n_group_q*a.n_tile);
+            guess    = own.take<float>(1);
+            n_wanted = own.take<int32_t>(1);
+            n_cand   = own.take<int32_t>(a.n_tile);
         });
     }
 
@@ -56,25 +60,39 @@ struct select_work : select_scratch {
     }
 };
 
+// Threads per head, and positions, from which on threads share the ranking of a head and not only its tiles. One thread takes 5 us to rank 16k
+// positions of four query heads, and three more barriers are not free either, least of all on a busy machine
+constexpr int     MANY_SHARE = 4;
+constexpr int64_t LONG_SHARE = 32768;
+
 // one thread's share of SELECT
 struct select_pass {
     const ggml_compute_params * params;
     ggml_tensor        * dst;
     const select_src   & a;
+    const void         * wdata;
     const logit_source & logits;
 
     const int         ith, nth;
     const select_work w;
     unit_queue        queue;
     const bool        shares;      // do threads have parts of heads? All threads agree on it
-    const int         first_owner; // of the head that this thread's first tile is of
+
+    // the tiles [i0, i1) of a head that this thread shares with others
+    struct part {
+        head_index head;
+        int64_t    i0, i1;
+        int        owner;
+    };
+    part parts[2];
+    int  n_part = 0;
 
     select_pass(const ggml_compute_params * params, ggml_tensor * dst, const select_src & a, const void * wdata, const logit_source & logits) :
-        params(params), dst(dst), a(a), logits(logits), ith(params->ith), nth(params->nth), w(a, wdata, ith, nth),
-        queue(params, a.n_all*a.n_tile, a.n_tile), shares(queue.block == 0 && a.n_all % nth != 0 && a.n_tile > 1),
-        first_owner(shares && has_tiles() ? queue.owner(queue.mine.begin/a.n_tile*a.n_tile) : ith) {}
-
-    bool has_tiles() const { return queue.mine.begin < queue.mine.end; }
+        params(params), dst(dst), a(a), wdata(wdata), logits(logits), ith(params->ith), nth(params->nth),
+        w(a, wdata, ith, nth), queue(params, a.n_all*a.n_tile, a.n_tile),
+        shares(queue.block == 0 && a.n_all % nth != 0 && a.n_tile > 1) {
+        find_parts();
+    }
 
     int32_t * result(const head_index & head) const { return at<int32_t>(dst, head.h, head.i, head.s); }
 
@@ -83,8 +101,18 @@ struct select_pass {
     // are all tiles of head u this thread's?
     bool is_whole(int64_t u) const { return u*a.n_tile >= queue.mine.begin && (u + 1)*a.n_tile <= queue.mine.end; }
 
-    // the thread that has the first tile of head u, of which this thread has some
-    int owner(int64_t u) const { return u*a.n_tile < queue.mine.begin ? first_owner : ith; }
+    // they are at either end of what it has
+    void find_parts() {
+        if (!shares || queue.mine.begin == queue.mine.end) {
+            return;
+        }
+        for (int64_t x : { queue.mine.begin, queue.mine.end - 1 }) {
+            const int64_t u = x/a.n_tile, x0 = u*a.n_tile;
+            if (!is_whole(u) && (n_part == 0 || parts[0].head.u != u)) {
+                parts[n_part++] = { a.head(u), std::max(queue.mine.begin, x0) - x0, std::min(queue.mine.end, x0 + a.n_tile) - x0, queue.owner(x0) };
+            }
+        }
+    }
 
     // phase 1: the results of heads for which nothing is ranked
     void write_unranked() const {
@@ -105,7 +133,8 @@ struct select_pass {
                 continue;
             }
             const bool whole = is_whole(u.head.u);
-            const head_scores scores = w.scores(a, u.head.u, owner(u.head.u), whole, nth);
+            const int  owner = whole ? ith : parts[n_part > 1 && parts[1].head.u == u.head.u].owner;
+            const head_scores scores = w.scores(a, u.head.u, owner, whole, nth);
             const tile_unit   next   = a.unit(queue.peek());
             logits.write(u, scores.x, scores.ld, next);
             lines = logits.lines(next);
@@ -116,12 +145,39 @@ struct select_pass {
         }
     }
 
-    // phase 3, after a barrier: the head that begins among this thread's tiles and ends among those of others
-    void rank_shared() const {
-        const head_index head = a.head((queue.mine.end - 1)/a.n_tile);
-        if (has_tiles() && !is_whole(head.u) && owner(head.u) == ith && !reads_all(head)) {
-            line_stream none;
-            select_topk(result(head), w, w.scores(a, head.u, ith, false, nth), a.args(head), none);
+    // phase 3: the heads that it shares. Their owners rank them, or, where it pays, all who share them do
+    void rank_parts() {
+        const auto by_owner = [&](auto f) {
+            return [this, f](const part & p, const head_scores & scores, const select_work & o) {
+                if (p.owner == ith) {
+                    f(p, scores, o);
+                }
+            };
+        };
+        if (nth < MANY_SHARE*a.n_all || a.n_kv < LONG_SHARE) {
+            each_part(by_owner([&](const part & p, const head_scores & scores, const select_work &) {
+                line_stream none;
+                select_topk(result(p.head), w, scores, a.args(p.head), none);
+            }));
+            return;
+        }
+        each_part([&](const part & p, const head_scores & scores, const select_work & o) { share_keys(o, w, scores, p.i0, p.i1); });
+        each_part(by_owner([&](const part & p, const head_scores & scores, const select_work & o) { share_guess(o, scores, a.args(p.head)); }));
+        each_part([&](const part & p, const head_scores & scores, const select_work & o) { share_candidates(o, scores, p.i0, p.i1); });
+        each_part(by_owner([&](const part & p, const head_scores & scores, const select_work & o) {
+            share_finish(result(p.head), o, scores, a.args(p.head));
+        }));
+    }
+
+    // after a barrier, f(part, its scores, the owner's scratch) for each of this thread's parts that is ranked
+    template <typename F>
+    void each_part(F f) const {
+        ggml_barrier(params->threadpool);
+        for (int i = 0; i < n_part; ++i) {
+            const part & p = parts[i];
+            if (!reads_all(p.head)) {
+                f(p, w.scores(a, p.head.u, p.owner, false, nth), select_work(a, wdata, p.owner, nth));
+            }
         }
     }
 };
@@ -150,8 +206,7 @@ void sparse::select_heads(const ggml_compute_params * params, ggml_tensor * dst,
     pass.write_unranked();
     pass.rank_tiles();
     if (pass.shares) {
-        ggml_barrier(params->threadpool);
-        pass.rank_shared();
+        pass.rank_parts();
     }
 }
 

@@ -77,13 +77,16 @@ constexpr int LINE_EVERY_FAR  = 32;
 // scratch of a thread
 struct select_scratch {
     float   * key;      // [n + 2*W] the keys, with several heads
-    float   * cand;     // [n + 2*W] the keys of candidates, which are near or above the cut ..
-    int32_t * cell;     // [n + 2*W] .. and their cells
+    float   * cand;     // [n + (n_tile + 2)*W] the keys of candidates, which are near or above the cut ..
+    int32_t * cell;     // [n + (n_tile + 2)*W] .. and their cells
     float   * weight;   // [n + 2*W] with top_p
     float   * saved;    // [n_forced + W] the own keys of forced cells, NaN: the cell does not count as one
     float   * top;      // [n_head] the largest logit ..
     float   * all;      // [n_head] .. and the sum of exp(logit - top)
     float   * factor;   // [n_tile][n_head] brings exp(logit - max) of a tile to exp(logit - top)
+    float   * guess;    // [1] where threads share a head: candidates have at least this key ..
+    int32_t * n_wanted; // [1] .. so many are wanted ..
+    int32_t * n_cand;   // [n_tile] .. and each tile has so many, those of tile i from i*(tile + W) on
 };
 
 // what is to be selected
@@ -195,11 +198,12 @@ static inline void sum_tiles(const select_scratch & w, const head_scores & s) {
     }
 }
 
-// w.key[t] = the sum over the heads of their softmax at t, with several heads: -inf or NaN where hidden, and behind the last position of a tile
-static inline void rank_keys(const select_scratch & w, const head_scores & s, line_stream & next) {
+// key[t] = the sum over the heads of their softmax at t in the tiles [i0, i1), with several heads: -inf or NaN where hidden, and behind the last
+// position of a tile
+static inline void rank_keys(float * key, const select_scratch & w, const head_scores & s, int64_t i0, int64_t i1, line_stream & next) {
     constexpr int NH = 4; // heads of a pass
-    for (int64_t i = 0; i < s.n_tile(); ++i) {
-        float       * to = w.key + s.begin(i);
+    for (int64_t i = i0; i < i1; ++i) {
+        float       * to = key + s.begin(i);
         const float * x  = s.x + s.begin(i);
         for (int h0 = 0; h0 < s.n_head; h0 += NH) {
             vf f[NH];
@@ -252,15 +256,15 @@ static inline float guess_cut(const select_scratch & w, const float * key, int64
     return kth_largest(w.cand, N_SAMPLE, rank, -FLT_MAX, rank/8);
 }
 
-// w.cand, w.cell: the cells whose keys reach `guess`, and those keys; returns their number. Keys behind the last position are -inf or NaN
-static inline int take_candidates(const select_scratch & w, const float * key, int64_t n_key, float guess, line_stream & next) {
+// cell, cand: the cells in [t0, t1) whose keys reach `guess`, and those keys; returns their number. Keys behind the last position are -inf or NaN
+static inline int take_candidates(float * cand, int32_t * cell, const float * key, int64_t t0, int64_t t1, float guess, line_stream & next) {
     const vf g = set1(guess);
     int n = 0;
-    for (int64_t t = 0; t < n_key; t += W) {
+    for (int64_t t = t0; t < t1; t += W) {
         const vf x = load(key + t);
         const vm m = ge(x, g);
-        append_f32(w.cand + n, x, m);
-        n += append_iota(w.cell + n, (int32_t) t, m);
+        append_f32(cand + n, x, m);
+        n += append_iota(cell + n, (int32_t) t, m);
         next.pass(t, LINE_EVERY_FAR);
     }
     return n;
@@ -436,35 +440,8 @@ static inline float * keys(const select_scratch & w, const head_scores & s) { re
 // does step 2 need more of the softmax than the order?
 static inline bool wants_softmax(const select_args & a) { return a.want_rest || is_top_p(a.top_p); }
 
-// the result of a token that reads all it sees
-static inline void select_all(int32_t * res, int n_head, int topk_max) {
-    const float rest = -INFINITY;
-    res[0] = GGML_SPARSE_SELECT_ALL;
-    for (int h = 0; h < n_head; ++h) {
-        memcpy(res + 1 + h, &rest, sizeof(rest));
-    }
-    std::fill_n(res + 1 + n_head, topk_max, -1);
-}
-
-// res = n_sel, rest [n_head], the selected cells, -1 .., once the tiles are finished
-static inline void select_topk(int32_t * res, const select_scratch & w, const head_scores & s, const select_args & a, line_stream & next) {
-    if (wants_softmax(a) || s.n_head > 1) {
-        sum_tiles(w, s);
-    }
-    float * key = keys(w, s);
-    if (s.n_head > 1) {
-        rank_keys(w, s, next);
-    }
-    const int k = n_wanted(a, raise_forced(w, key, s.n, a));
-    int   n_cand = 0;
-    float guess  = -FLT_MAX;
-    for (float wide = 1.0f; k > 0; wide *= 4.0f) {
-        guess  = guess_cut(w, key, s.n, k, wide);
-        n_cand = take_candidates(w, key, s.n, guess, next);
-        if (n_cand >= k || guess == -FLT_MAX) {
-            break;
-        }
-    }
+// res = n_sel, rest [n_head], the selected cells, -1 ..: of the n_cand candidates in w.cand, of which forced cells have the key +inf
+static inline void finish_select(int32_t * res, const select_scratch & w, const head_scores & s, const select_args & a, int n_cand, int k, float guess) {
     int32_t * sel = res + 1 + s.n_head;
     int n_sel = take_largest(sel, w, n_cand, k, guess);
     if (is_top_p(a.top_p)) {
@@ -476,6 +453,38 @@ static inline void select_topk(int32_t * res, const select_scratch & w, const he
         const float rest = a.want_rest ? head_rest(sel, n_sel, w, s, a, h) : -INFINITY;
         memcpy(res + 1 + h, &rest, sizeof(rest));
     }
+}
+
+// the result of a token that reads all it sees
+static inline void select_all(int32_t * res, int n_head, int topk_max) {
+    const float rest = -INFINITY;
+    res[0] = GGML_SPARSE_SELECT_ALL;
+    for (int h = 0; h < n_head; ++h) {
+        memcpy(res + 1 + h, &rest, sizeof(rest));
+    }
+    std::fill_n(res + 1 + n_head, topk_max, -1);
+}
+
+// all of it, once the tiles are finished
+static inline void select_topk(int32_t * res, const select_scratch & w, const head_scores & s, const select_args & a, line_stream & next) {
+    if (wants_softmax(a) || s.n_head > 1) {
+        sum_tiles(w, s);
+    }
+    float * key = keys(w, s);
+    if (s.n_head > 1) {
+        rank_keys(key, w, s, 0, s.n_tile(), next);
+    }
+    const int k = n_wanted(a, raise_forced(w, key, s.n, a));
+    int   n_cand = 0;
+    float guess  = -FLT_MAX;
+    for (float wide = 1.0f; k > 0; wide *= 4.0f) {
+        guess  = guess_cut(w, key, s.n, k, wide);
+        n_cand = take_candidates(w.cand, w.cell, key, 0, s.n, guess, next);
+        if (n_cand >= k || guess == -FLT_MAX) {
+            break;
+        }
+    }
+    finish_select(res, w, s, a, n_cand, k, guess);
 }
 
 } // namespace sparse
