@@ -74,11 +74,17 @@ double parse_ratio(const std::string & s) {
     return x;
 }
 
+// the shortest text of 9 digits or more that reads back as x: a sequence takes the settings of all as text
 std::string format_double(double x) {
-    std::ostringstream out;
-    out.imbue(std::locale::classic());
-    out << std::setprecision(9) << x;
-    return out.str();
+    for (int digits = 9;; ++digits) {
+        std::ostringstream out;
+        out.imbue(std::locale::classic());
+        out << std::setprecision(digits) << x;
+        double back;
+        if (digits >= 17 || (to_double(out.str(), back) && back == x)) {
+            return out.str();
+        }
+    }
 }
 
 int32_t parse_int(const std::string & key, const std::string & s, int32_t min) {
@@ -287,17 +293,18 @@ llama_sparse_spec parse_keys(const std::string & text, key_set & given) {
     for (size_t i = 1; i < parts.size(); ++i) {
         const size_t eq = parts[i].find('=');
         // a budget may stand alone: topk,k=512,ramp
-        const auto & k = key_of(eq == std::string::npos ? "budget" : trim(parts[i].substr(0, eq)));
         const std::string val = eq == std::string::npos ? parts[i] : trim(parts[i].substr(eq + 1));
+        const bool is_budget = std::find(BUDGETS.begin(), BUDGETS.end(), val) != BUDGETS.end() || val == "calibrated" || val == "top-p";
+        if (eq == std::string::npos && !is_budget) {
+            throw llama_sparse_error("not a key=value pair: " + val, "without a key there may be " + one_of(BUDGETS));
+        }
+        const auto & k = key_of(eq == std::string::npos ? "budget" : trim(parts[i].substr(0, eq)));
         if (!given.insert(k.name).second) {
             throw llama_sparse_error(k.name + " is given twice: " + text, "leave out one of the two");
         }
         if (k.name == "budget" && (val == "calibrated" || val == "top-p")) {
             throw llama_sparse_error("budget " + val + " is measured for each model, by sparq-cpp calibrate",
                     "write what it found here: sparq-cpp explain --budget " + val + " names it");
-        }
-        if (eq == std::string::npos && std::find(BUDGETS.begin(), BUDGETS.end(), val) == BUDGETS.end()) {
-            throw llama_sparse_error("not a key=value pair: " + val, "without a key there may be " + one_of(BUDGETS));
         }
         k.read(spec, val);
     }
