@@ -126,6 +126,8 @@ llama_sparse_spec::layer_k parse_layer_k(const std::string & s) {
     return { (double) parse_int("k_layers", s, 1), false };
 }
 
+int32_t parse_layer_rank(const std::string & s) { return parse_int("rank_layers", s, 1); }
+
 std::string format_layer_k(const llama_sparse_spec::layer_k & k) {
     return !k.percent ? std::to_string((int32_t) k.x) : k.x >= 100.0 ? "dense" : format_double(k.x) + "%";
 }
@@ -204,7 +206,7 @@ const std::vector<key_info> & keys() {
         above_0("top_p",      &spec::top_p,      1.0, SHARED, "the share of the mass to select, as in top_p=0.95"),
         above_0("cap",        &spec::cap,        1e6, SHARED, "up to how many times k, as in cap=4"),
         list   ("k_layers",    &spec::k_layers,    parse_layer_k, format_layer_k),
-        list   ("rank_layers", &spec::rank_layers, [](const std::string & s) { return parse_int("rank_layers", s, 1); }, [](int32_t x) { return std::to_string(x); }),
+        list   ("rank_layers", &spec::rank_layers, parse_layer_rank, [](int32_t x) { return std::to_string(x); }),
         choice ("prompt",     &spec::prompt,     0, { "f32", "fast", "sparse" }, SHARED | PROMPT),
         above_0("prompt_p",   &spec::prompt_p,   1.0, SHARED | PROMPT, "the share of a prompt's attention to read, as in prompt_p=0.99"),
     };
