@@ -12,8 +12,8 @@
 //     here       ggml_sparse_coef_max, ggml_sparse_line_pos, ggml_sparse_code_byte, ggml_sparse_code_shift
 //     cpu/       sparse-seal.h: seal_run_codes (packing); sparse-score-codes.h: make_coef, WHOLE_BYTES, add_line_sums, score_lines (the one
 //                of scalars and the one of vectors), and the addresses in score_pass and score_codes
-//     cuda/      sparse-seal.cuh: seal_run (packing), and the assertion in op_seal of sparse-attn.cu; sparse-score.cuh: lane_positions,
-//                codes<>, make_coef, score_components, and the address of a thread's codes in score
+//     cuda/      sparse-seal.cuh: seal_run (packing), and the assertion in op_seal of sparse-attn.cu; sparse-score.cuh: codes<>,
+//                make_coef, and the address of a thread's codes in score
 //     llama/     sparse-seal.cpp: matches (unpacking), if a code may lie in two bytes; the comments of llama-sparse.h
 //     texts      SEAL in ggml-sparse.h, the types at the top of cpu/sparse-work.h, docs/glossary.md, docs/numerics.md (11a)
 //     pyorch/    attention/spec.py: SHADOWS; attention/bytes.py

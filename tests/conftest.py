@@ -57,7 +57,7 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def server_dir() -> Path:
-    """The same with llama-server, which takes minutes to compile: its tests are `server` and slow."""
+    """The same with llama-server, which takes minutes to compile: its tests are slow."""
     return Path(os.environ.get("SPARQ_TEST_LIB_DIR") or native.built(tools=("llama-server",)))
 
 

@@ -23,7 +23,8 @@ struct seal_src : ggml_sparse_src {
 
     const int32_t * groups(int64_t s) const { return at<const int32_t>(list, s); }
 
-    bool is_group(int32_t g) const { return g >= 0 && g*(int64_t) GROUP < n_kv; }
+    // k_t in f16 may lack the last group
+    bool is_group(int32_t g) const { return g >= 0 && g*(int64_t) GROUP < n_kv && (p.n_bit != 16 || g*(int64_t) GROUP < k_t->ne[0]); }
 };
 
 // K in blocks, or rotated, is brought to f32 first: a group of it, or the run that it is coded with

@@ -14,7 +14,7 @@ constexpr int VB = 4*W; // bytes
 //   load_int(p)      VB bytes                             store_int(p, x)  VB bytes
 //   set1_int(x)      x in all lanes                       store_low(p, x, n)  the lowest bytes of the first n lanes
 //   to_int(x)        x, which is whole                    to_float(x)      x as floats
-//   as_bits(x)       the bits of floats                   as_float(x)      and back
+//   as_bits(x)       the bits of floats                   as_float(x)      and back; where PREFILL multiplies bf16
 //   zip8, zip16      interleave the bytes, or the pairs of bytes, of a and b within 128 bits: of the lower or the upper half of each
 //   dot_bytes(acc, x, w)  acc + the sum over the four bytes of a lane of x (unsigned) times w (signed). Without DOT_ANY |w| must be at most 64 where
 //                    bytes exceed 127

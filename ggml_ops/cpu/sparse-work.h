@@ -11,7 +11,8 @@
 //            order of the units. So the result has the same bits for any number of threads, whoever takes which unit, and whatever other tokens
 //            read. Every thread reaches every barrier
 //   memory   Scratch comes from params->wdata. Its layout is written once, in the *_work of a step, and serves ggml_sparse_attn_work_size too
-//   stats    Thread 0 adds them. The numbers follow from shapes, visible, sealed and n_sel
+//   stats    Thread 0 adds them, but for those that threads count as they go, which are added atomically. The numbers follow from shapes,
+//            visible, sealed and n_sel
 
 #include "ggml-sparse-nodes.h"
 #include "sparse-attn.h"

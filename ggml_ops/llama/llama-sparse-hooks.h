@@ -1,7 +1,7 @@
 #pragma once
 
-// What the patches call: one line at each call site, which patches/README.md lists. Each does nothing while sparse attention was never asked for, but for
-// llama_sparse_clear(), which serves every cache.
+// What the patches call: one line at each call site, which patches/README.md lists. While sparse attention was never asked for, they change no
+// result.
 
 #include "llama-sparse.h"
 
@@ -62,7 +62,7 @@ void llama_sparse_cells_written(llama_sparse_shadow * shadow, uint32_t stream, c
 void llama_sparse_cells_moved(
         llama_kv_cache & kv, const llama_cparams & cparams, bool do_shift, const std::vector<uint32_t> & from, const std::vector<uint32_t> & to);
 
-// All of K and V was set to zero
+// All of K and V is about to be set to zero. Before it is, since the pages of a document's file must be unmapped first
 void llama_sparse_cells_cleared(llama_sparse_shadow * shadow);
 
 // Sets a buffer of K and V to zero, in place of ggml_backend_buffer_clear(). Where the system can, its pages are given back and come again when they

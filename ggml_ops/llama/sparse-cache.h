@@ -42,12 +42,10 @@ bool llama_sparse_is_cpu(ggml_backend_dev_t dev);
 // "" or why a device can not run all nodes of ours that t is made of
 std::string llama_sparse_why_not_run(ggml_backend_dev_t dev, ggml_tensor * t);
 
-// calls f for each of our nodes that t is made of, t last; those of llama_sparse_build_reads() stand between them
+// calls f for each of our nodes that t is made of, t last
 template <typename F>
 void llama_sparse_for_each_node(ggml_tensor * t, F f) {
-    if (t && t->op == GGML_OP_MAP_CUSTOM1) {
-        llama_sparse_for_each_node(t->src[0], f);
-    } else if (t && t->op == GGML_OP_SPARSE_ATTN) {
+    if (t && t->op == GGML_OP_SPARSE_ATTN) {
         for (ggml_tensor * src : t->src) {
             llama_sparse_for_each_node(src, f);
         }

@@ -361,7 +361,7 @@ int64_t open_document(llama_context & ctx, llama_seq_id seq_id, int fd, uint64_t
             cells.seq_add(own[i], seq_id);
         }
         if (has_shadow) {
-            shadow->begin();
+            shadow->commit();
             for (uint32_t g = 0; g < p.n_group(shadow->n_bit()); ++g) {
                 shadow->seal(p.stream, p.cell/GGML_SPARSE_GROUP + g);
             }

@@ -335,7 +335,7 @@ void llm_graph_input_sparse::account(const llama_ubatch * ubatch) {
 void llm_graph_input_sparse::set_input(const llama_ubatch * ubatch) {
     if (list) {
         const auto & sinfo = access::sinfo(*mctx);
-        shadow().begin();
+        shadow().commit();
         state->n_waiting = std::max<int64_t>(0, state->n_waiting - list->ne[0]);
         // those of the graph's streams without tokens in this ubatch seal nothing new
         static const std::vector<uint32_t> none;

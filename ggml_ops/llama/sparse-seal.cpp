@@ -84,7 +84,7 @@ int64_t llama_sparse_seal(llama_kv_cache & kv, llama_sparse_state & state, ggml_
             }
         }
     };
-    shadow.begin();
+    shadow.commit();
     unless_done guard = { shadow, false };
     for (uint32_t s = 0; s < n_stream; ++s) {
         for (int32_t g : todo[s]) {

@@ -111,10 +111,7 @@ static std::string why_not_sparq(const llama_kv_cache & kv, const llama_sparse_s
 }
 
 void llama_sparse_shadow::make_tensors(llama_kv_cache & kv, const llama_sparse_spec & spec) {
-    bool v_sum = false;
-    for (const auto & [il, ikv] : llama_sparse_access::layer_ids(kv)) {
-        v_sum = v_sum || spec.wants_mean_v();
-    }
+    const bool v_sum = spec.wants_mean_v();
     if (*llama_sparse_why_not(kv) || (has_tensors() && bits == spec.n_bit && (has_v_sum || !v_sum))) {
         return;
     }
@@ -214,10 +211,6 @@ void llama_sparse_shadow::invalidate(uint32_t stream, const std::vector<uint32_t
     for (uint32_t i : cells) {
         unseal(flags[stream], i/GGML_SPARSE_GROUP);
     }
-}
-
-void llama_sparse_shadow::begin() {
-    commit();
 }
 
 void llama_sparse_shadow::seal(uint32_t stream, uint32_t group) {

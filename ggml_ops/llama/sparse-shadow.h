@@ -62,8 +62,7 @@ struct llama_sparse_shadow {
     void invalidate(uint32_t stream, const std::vector<uint32_t> & cells);
 
     // A graph is about to run that seals the groups that seal() names. They count as sealed at once, so that its other nodes read them. If the
-    // graph fails, rollback() takes that back. Nobody tells us that a graph is through, so begin() of the next one commits what the last one did
-    void begin();
+    // graph fails, rollback() takes that back. Nobody tells us that a graph is through, so the next one begins with commit()
     void seal(uint32_t stream, uint32_t group);
     void commit();
     void rollback();

@@ -74,11 +74,17 @@ double parse_ratio(const std::string & s) {
     return x;
 }
 
+// the shortest text of 9 digits or more that reads back as x: a sequence takes the settings of all as text
 std::string format_double(double x) {
-    std::ostringstream out;
-    out.imbue(std::locale::classic());
-    out << std::setprecision(9) << x;
-    return out.str();
+    for (int digits = 9;; ++digits) {
+        std::ostringstream out;
+        out.imbue(std::locale::classic());
+        out << std::setprecision(digits) << x;
+        double back;
+        if (digits >= 17 || (to_double(out.str(), back) && back == x)) {
+            return out.str();
+        }
+    }
 }
 
 int32_t parse_int(const std::string & key, const std::string & s, int32_t min) {
@@ -119,6 +125,8 @@ llama_sparse_spec::layer_k parse_layer_k(const std::string & s) {
     }
     return { (double) parse_int("k_layers", s, 1), false };
 }
+
+int32_t parse_layer_rank(const std::string & s) { return parse_int("rank_layers", s, 1); }
 
 std::string format_layer_k(const llama_sparse_spec::layer_k & k) {
     return !k.percent ? std::to_string((int32_t) k.x) : k.x >= 100.0 ? "dense" : format_double(k.x) + "%";
@@ -198,7 +206,7 @@ const std::vector<key_info> & keys() {
         above_0("top_p",      &spec::top_p,      1.0, SHARED, "the share of the mass to select, as in top_p=0.95"),
         above_0("cap",        &spec::cap,        1e6, SHARED, "up to how many times k, as in cap=4"),
         list   ("k_layers",    &spec::k_layers,    parse_layer_k, format_layer_k),
-        list   ("rank_layers", &spec::rank_layers, [](const std::string & s) { return parse_int("rank_layers", s, 1); }, [](int32_t x) { return std::to_string(x); }),
+        list   ("rank_layers", &spec::rank_layers, parse_layer_rank, [](int32_t x) { return std::to_string(x); }),
         choice ("prompt",     &spec::prompt,     0, { "f32", "fast", "sparse" }, SHARED | PROMPT),
         above_0("prompt_p",   &spec::prompt_p,   1.0, SHARED | PROMPT, "the share of a prompt's attention to read, as in prompt_p=0.99"),
     };
@@ -287,17 +295,18 @@ llama_sparse_spec parse_keys(const std::string & text, key_set & given) {
     for (size_t i = 1; i < parts.size(); ++i) {
         const size_t eq = parts[i].find('=');
         // a budget may stand alone: topk,k=512,ramp
-        const auto & k = key_of(eq == std::string::npos ? "budget" : trim(parts[i].substr(0, eq)));
         const std::string val = eq == std::string::npos ? parts[i] : trim(parts[i].substr(eq + 1));
+        const bool is_budget = std::find(BUDGETS.begin(), BUDGETS.end(), val) != BUDGETS.end() || val == "calibrated" || val == "top-p";
+        if (eq == std::string::npos && !is_budget) {
+            throw llama_sparse_error("not a key=value pair: " + val, "without a key there may be " + one_of(BUDGETS));
+        }
+        const auto & k = key_of(eq == std::string::npos ? "budget" : trim(parts[i].substr(0, eq)));
         if (!given.insert(k.name).second) {
             throw llama_sparse_error(k.name + " is given twice: " + text, "leave out one of the two");
         }
         if (k.name == "budget" && (val == "calibrated" || val == "top-p")) {
             throw llama_sparse_error("budget " + val + " is measured for each model, by sparq-cpp calibrate",
                     "write what it found here: sparq-cpp explain --budget " + val + " names it");
-        }
-        if (eq == std::string::npos && std::find(BUDGETS.begin(), BUDGETS.end(), val) == BUDGETS.end()) {
-            throw llama_sparse_error("not a key=value pair: " + val, "without a key there may be " + one_of(BUDGETS));
         }
         k.read(spec, val);
     }

@@ -42,6 +42,7 @@ BOUNDS = ",".join(f"{name}={value}" for name, value in EXACT.items())
 _NAMES = {"method": METHODS, "mean_v": MEAN_V, "budget": BUDGETS}
 _NAMES |= {"shadow": SHADOWS, "prompt": PROMPTS}
 _LEAST = {"rank": 1, "topk": 1, "local": 0, "sinks": 0, "min_k": 1, "min_ctx": 0, "gpu_min_mb": 0}
+_MOST = 10**9  # of whole numbers, as in the library
 _CHOSEN = ("rank", "topk", "k_layers", "rank_layers", "top_p")
 _ALIASES = {"k": "topk"}  # the library has the same
 
@@ -246,8 +247,9 @@ def _check_numbers(spec: AttentionSpec) -> None:
         value = getattr(spec, key)
         if value is not None and not isinstance(value, Integral):
             raise SparqError(f"{key} {value!r} is not a whole number", exit_code=2)
-        if value is not None and value < low:
-            raise SparqError(f"{key} {value} is below {low}", exit_code=2)
+        if value is not None and not low <= value <= _MOST:
+            bound = f"below {low}" if value < low else f"above {_MOST:,}"
+            raise SparqError(f"{key} {value} is {bound}", exit_code=2)
     for key in ("ratio", "top_p", "cap"):
         value = getattr(spec, key)
         if value is not None and not isinstance(value, Real):
@@ -258,7 +260,7 @@ def _check_numbers(spec: AttentionSpec) -> None:
         raise SparqError(
             f"top_p {spec.top_p} is not above 0 and at most 1", "top_p=0.95", exit_code=2
         )
-    if not (1 <= spec.cap <= 1e6 and (spec.cap == 1 or spec.top_p is not None)):
+    if not (1 <= spec.cap <= 1e6 and (spec.cap == 1 or (spec.top_p or 1) < 1)):
         raise SparqError("cap is 1 or more, and belongs to top_p", "top_p=0.95,cap=4", exit_code=2)
 
 
