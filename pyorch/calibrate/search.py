@@ -285,8 +285,8 @@ def run(
 class _Whole:
     """The progress of a whole search, by the work of its meter.
 
-    How often `fit` has to measure is not known beforehand, so each stage has an estimate of its
-    work, and ends there whatever it took.
+    How often `to_share` has to measure is not known beforehand, so each stage has an estimate of
+    its work, and ends there whatever it took.
     """
 
     def __init__(self, meter: Meter, n_layer: int, progress: Progress) -> None:

@@ -29,7 +29,7 @@ COMMANDS = {
     "pull": ("pull", "Download a model and check it."),
     "convert": ("convert", "Convert a safetensors model to GGUF."),
     "quantize": ("quantize", "Quantise a GGUF model."),
-    "demo": ("demo", "Let the bundled model recite from a long document."),
+    "demo": ("demo", "Let a small model complete sentences out of a long story."),
     "bench": ("bench", "Measure speed beside llama.cpp's."),
     "eval": ("eval", "Measure what sparse attention costs in quality."),
     "synth": ("synth", "Write a model with random weights, for timing."),
