@@ -22,7 +22,7 @@ FILE = "speed.jsonl"
 
 WEIGHTS = "q8_0"
 NEEDS = (
-    "sparq-cpp bench -d 4096-131072*2 -n 10 -r 3 -a sparq,ratio=1/8 -a sparq,ratio=1/8,shadow=f16"
+    "sparq-cpp bench -d '4096-131072*2' -n 10 -r 3 -a sparq,ratio=1/8 -a sparq,ratio=1/8,shadow=f16"
 )
 
 

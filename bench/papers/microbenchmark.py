@@ -22,7 +22,7 @@ SPECS = (
     AttentionSpec("dense"),
     *(AttentionSpec("sparq", rank=32, topk=128, shadow=s) for s in SHADOWS),
 )
-NEEDS = "sparq-cpp bench --attn-only -d 4096-65536*2 " + " ".join(f"-a {s}" for s in SPECS)
+NEEDS = "sparq-cpp bench --attn-only -d '4096-65536*2' " + " ".join(f"-a {s}" for s in SPECS)
 MODELS = {"llama2-7b": "32 KV heads (Llama-2-7B)", "llama3-8b": "8 KV heads (Llama-3-8B)"}
 _COLOURS = plot.colours(
     ["stock -fa 0", "stock -fa 1", "our dense", *(f"SparQ {s}" for s in SHADOWS)]

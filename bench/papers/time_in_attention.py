@@ -23,7 +23,7 @@ from pyorch.bench.plan import Case
 from pyorch.bench.records import load_all, read_case, spread
 
 FILE = "speed.jsonl"
-NEEDS = "sparq-cpp bench --layers 4 -d 2048-32768*2 -n 20 -r 10"
+NEEDS = "sparq-cpp bench --layers 4 -d '2048-32768*2' -n 20 -r 10"
 MIN_LENGTHS = 3  # a line through fewer says nothing
 
 Kind = tuple[str, int]  # a model's name, and threads

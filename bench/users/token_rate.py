@@ -12,8 +12,8 @@ from pyorch.bench import output
 
 FILE = "token_rate/speed.jsonl"
 NEEDS = (
-    "sparq-cpp bench -m MODEL.gguf -d 4096,8192,16384,32768 -a dense -a sparq,ratio=1/8 "
-    "--out bench/results/MACHINE/token_rate"
+    "sparq-cpp bench -m MODEL.gguf -d 4096,8192,16384,32000 -a dense -a sparq,ratio=1/8 "
+    "-r 4 --text BOOK --out bench/results/MACHINE/token_rate"
 )
 STOCK = "llama.cpp, its best setting"
 SAME = ("model_filename", "model_size", "n_threads", "type_k", "type_v", "text", "repack", "rope")
