@@ -9,7 +9,7 @@ PYTEST  = $(RUN)/python -m pytest -q
 # a worker for each core, but each holds models of its own. In their order, since the last files are
 # small ones: the workers end together. ARGS='-n 0' runs all in one process
 WORKERS = -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
-CPP     = $(wildcard ggml_ops/*.[ch] ggml_ops/compilers/*.h ggml_ops/ref/*.[ch] ggml_ops/cpu/*.h ggml_ops/cpu/*.cpp ggml_ops/cuda/*.cu ggml_ops/cuda/*.cuh ggml_ops/llama/*.h ggml_ops/llama/*.cpp)
+CPP     = $(wildcard ggml_ops/*.[ch] ggml_ops/compilers/*.h ggml_ops/ref/*.[ch] ggml_ops/cpu/*.h ggml_ops/cpu/*.cpp ggml_ops/cuda/*.cu ggml_ops/cuda/*.cuh ggml_ops/llama/*.h ggml_ops/llama/*.cpp ggml_ops/rpc/*.h ggml_ops/rpc/*.cpp)
 LOWEST  = .venv-lowest
 
 # the threads of numpy and of ggml together slow the tests down
@@ -63,7 +63,7 @@ $(DEV): $(STAMP)
 figures: $(STAMP)       ## draw bench/figures again from the committed records
 	@$(RUN)/python -c 'import matplotlib' 2> /dev/null || $(RUN)/python -m pip install --quiet --editable '.[figures]'
 	$(RUN)/python -m bench draw
-	$(RUN)/sparq-cpp eval plot bench/results/*/eval repetition needle fidelity --out bench/figures
+	$(RUN)/sparq-cpp eval plot bench/results/amd-epyc-2-cores/eval repetition needle fidelity --out bench/figures
 
 test-lowest:            ## the quick tests with the lowest versions that pyproject.toml declares; PYTHON=python3.11 or 3.10
 	$(PYTHON) -m venv $(LOWEST)
