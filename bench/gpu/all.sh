@@ -53,7 +53,7 @@ step() { # step NAME SECONDS COMMAND...
     rm -f step.log
 }
 ops="tests/ops/test_steps.py tests/ops/test_attn.py tests/ops/test_quant.py tests/ops/test_mixed_kinds.py"
-sparq="$python -c __import__('pyorch.cli').cli.main()"
+sparq="$python -m pyorch"
 pytest="$python -m pytest -q -rs -p no:cacheprovider -W ignore::DeprecationWarning"
 if "$python" -c 'import xdist' 2> /dev/null; then
     pytest="$pytest -n auto"

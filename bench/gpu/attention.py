@@ -71,7 +71,7 @@ class Case:
     rank: int = RANK
     topk: int = TOPK
     head_dim: int = D
-    type_kv: str = "f16"
+    type_kv: str = "f16"  # always; it stays because the key of every record is made from it
     library: str = where_given("sparq")
 
     def __str__(self) -> str:

@@ -133,7 +133,8 @@ def save(model: Path, result: Result) -> Path:
             new.replace(file)
             return file
         except OSError as e:
-            new.unlink(missing_ok=True) if new.exists() else None
+            if new.exists():
+                new.unlink()
             reason = f"{file}: {e.strerror or e}"
     raise SparqError(f"the result cannot be kept: {reason}", "SPARQ_CACHE names another folder")
 

@@ -72,7 +72,7 @@ class Case(Side):
     seed: int
     type_k: str = "f16"
     type_v: str = "f16"
-    n_base: int = BASE
+    n_base: int = BASE  # always; it stays because the key of every record is made from it
     numa: str = where_given("")
     n_embd: int = where_given(512)  # the value in older records
 

@@ -357,13 +357,11 @@ json_option = click.option(
 # ---- documents ----
 
 
-document_option = group(
-    click.option(
-        "--document",
-        "documents",
-        type=File(),
-        multiple=True,
-        metavar="FILE",
-        help="Begin with what `sparq-cpp read` has read: a file, or its name in `documents list`.",
-    ),
+document_option = click.option(
+    "--document",
+    "documents",
+    type=File(),
+    multiple=True,
+    metavar="FILE",
+    help="Begin with what `sparq-cpp read` has read: a file, or its name in `documents list`.",
 )

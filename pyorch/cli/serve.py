@@ -34,6 +34,7 @@ from pyorch.cli.supervise import Child
 from pyorch.cli.terminal import note, note_if_beyond
 from pyorch.cli.types import File, Number
 from pyorch.errors import SparqError
+from pyorch.ggml import MAX_SEQUENCES
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import GGUFFile
 from pyorch.models.memory import available_memory, weight_bytes
@@ -108,7 +109,7 @@ class ServerOptions:
     parallel: int = option(
         "--parallel",
         "-np",
-        type=Number(int, 1, 256),  # llama.cpp's LLAMA_MAX_SEQ
+        type=Number(int, 1, MAX_SEQUENCES),
         default=4,
         show_default=True,
         help="Answer this many requests at once, each with --ctx positions.",

@@ -132,7 +132,7 @@ def with_needles(
 TASKS = tuple(
     ruler.task(
         f"niah_{v.name}",
-        f"{v.n_queries * v.n_values} of {max(v.n_keys, 1) * v.n_values} {v.values} in {v.haystack}",
+        f"{v.n_queries * v.n_values} of {v.n_keys * v.n_values} {v.values} in {v.haystack}",
         "values",
         partial(example, v),
         single=v.n_queries * v.n_values == 1,
