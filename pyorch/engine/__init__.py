@@ -35,26 +35,23 @@ from pyorch.engine.library import library
 from pyorch.engine.loading import load, load_model
 from pyorch.engine.model import Model, Session, Timings, Watch
 from pyorch.engine.parallel import decode_each, prefill_each, rewind_each
-from pyorch.engine.sampling import Sampler, Sampling
+from pyorch.engine.sampling import Sampling
 from pyorch.engine.settings import (
     DEFAULT_CTX,
     Placement,
     Rope,
     SessionOptions,
     cache_type,
-    context_size,
     usable_cores,
 )
 from pyorch.engine.sparse import AttentionInfo
 from pyorch.engine.state import load_state, save_state
 from pyorch.engine.text import detokenize, is_eog, token_bytes, tokenize
-from pyorch.ggml import MAX_THREADS, NUMA, ROPE_SCALING
+from pyorch.ggml import NUMA
 
 __all__ = [
     "DEFAULT_CTX",
-    "MAX_THREADS",
     "NUMA",
-    "ROPE_SCALING",
     "AttentionInfo",
     "Document",
     "Model",
@@ -62,7 +59,6 @@ __all__ = [
     "Placement",
     "Reading",
     "Rope",
-    "Sampler",
     "Sampling",
     "Session",
     "SessionOptions",
@@ -71,7 +67,6 @@ __all__ = [
     "align",
     "begun",
     "cache_type",
-    "context_size",
     "content",
     "decode",
     "decode_each",

@@ -42,24 +42,14 @@ class Rope:
     They let a model read longer texts than it was trained on, more or less well:
     `Rope("linear", freq_scale=1/4)`, `Rope("yarn", freq_scale=1/4, yarn_orig_ctx=4096)`.
 
-    scaling           how frequencies are stretched, a key of `ROPE_SCALING`
-    freq_base         the base of the frequencies
-    freq_scale        a factor of the frequencies; 1/4 makes a context four times as long
-    yarn_orig_ctx     the positions that the model was trained on
-    yarn_ext_factor   YaRN's share of extrapolation; 0 interpolates everything
-    yarn_attn_factor  YaRN's factor of the size of attention's logits
-    yarn_beta_fast    rotations over the trained context from which a dimension is extrapolated
-    yarn_beta_slow    rotations up to which a dimension is interpolated
+    scaling        how frequencies are stretched, a key of `ROPE_SCALING`
+    freq_scale     a factor of the frequencies; 1/4 makes a context four times as long
+    yarn_orig_ctx  the positions that the model was trained on
     """
 
     scaling: str | None = None
-    freq_base: float | None = None
     freq_scale: float | None = None
     yarn_orig_ctx: int | None = None
-    yarn_ext_factor: float | None = None
-    yarn_attn_factor: float | None = None
-    yarn_beta_fast: float | None = None
-    yarn_beta_slow: float | None = None
 
     def __post_init__(self) -> None:
         """Raises:
@@ -70,10 +60,9 @@ class Rope:
                 f"unknown RoPE scaling {self.scaling!r}", ", ".join(ROPE_SCALING), exit_code=2
             )
         for f in fields(self)[1:]:
-            value, may_be_0 = getattr(self, f.name), f.name.startswith(("yarn_ext", "yarn_attn"))
-            if value is not None and not (0 < value < math.inf or (value == 0 and may_be_0)):
-                least = "0 or more" if may_be_0 else "above 0"
-                raise SparqError(f"RoPE {f.name} {value} is out of range", f"it is {least}", 2)
+            value = getattr(self, f.name)
+            if value is not None and not 0 < value < math.inf:
+                raise SparqError(f"RoPE {f.name} {value} is out of range", "it is above 0", 2)
 
     @classmethod
     def parse(cls, text: str) -> Rope:
@@ -93,11 +82,7 @@ class Rope:
     @property
     def params(self) -> dict[str, str | float]:
         """The given settings, by the names of `llama_context_params`."""
-        names = {
-            "scaling": "rope_scaling_type",
-            "freq_base": "rope_freq_base",
-            "freq_scale": "rope_freq_scale",
-        }
+        names = {"scaling": "rope_scaling_type", "freq_scale": "rope_freq_scale"}
         out = {names.get(k, k): v for k, v in self.given.items()}
         if self.scaling is not None:
             out["rope_scaling_type"] = ROPE_SCALING[self.scaling]

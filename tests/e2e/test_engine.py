@@ -584,9 +584,7 @@ def test_a_context_beyond_the_training(tmp_path: Path) -> None:
         Rope("linear", freq_scale=1 / 4),
         Rope("linear", freq_scale=1 / 2),
         Rope("yarn", freq_scale=1 / 4),
-        Rope("yarn", freq_scale=1 / 4, yarn_ext_factor=0, yarn_attn_factor=2),
-        Rope("yarn", freq_scale=1 / 4, yarn_orig_ctx=64, yarn_beta_fast=8, yarn_beta_slow=2),
-        Rope(freq_base=1e6),
+        Rope("yarn", freq_scale=1 / 4, yarn_orig_ctx=64),
     ):
         with engine.load(model, n_ctx=2048, n_threads=1, attention=SPARSE, rope=rope) as s:
             assert s.n_ctx == 2048
@@ -604,9 +602,9 @@ def test_a_context_beyond_the_training(tmp_path: Path) -> None:
 
 
 def test_settings_of_rope() -> None:
-    for rope in (Rope(), Rope("yarn", freq_scale=0.25, yarn_orig_ctx=4096, yarn_ext_factor=0)):
+    for rope in (Rope(), Rope("yarn", freq_scale=0.25, yarn_orig_ctx=4096)):
         assert Rope.parse(str(rope)) == rope
-    for wrong in ({"scaling": "longer"}, {"freq_scale": 0}, {"yarn_beta_fast": -1}):
+    for wrong in ({"scaling": "longer"}, {"freq_scale": 0}, {"yarn_orig_ctx": -1}):
         with pytest.raises(SparqError, match=next(iter(wrong))):
             Rope(**wrong)
 
