@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from pyorch.engine.decoding import LONGER, align, decode, prefill
+from pyorch.engine.decoding import align, check_length, decode, prefill
 from pyorch.engine.model import Session
 from pyorch.engine.sampling import Sampler, Sampling
 from pyorch.engine.text import TextStream, is_eog, tokenize
@@ -58,11 +58,7 @@ def generate(
     prompt = tokenize(session, prompt) if isinstance(prompt, str) else prompt
     if not prompt:
         raise SparqError("the prompt is empty", "give at least one token")
-    if len(prompt) > session.n_ctx:
-        raise SparqError(
-            f"the prompt has {len(prompt)} tokens, but the context has {session.n_ctx} positions",
-            LONGER,
-        )
+    check_length(session, len(prompt))
     stopped = should_stop or (lambda: False)
     prefill(session, align(session, prompt), progress=progress, should_stop=should_stop)
     if len(session.tokens) < len(prompt):

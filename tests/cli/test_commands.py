@@ -316,7 +316,7 @@ def test_bad_files(run: Run, tiny: Path, tmp_path: Path, command: str) -> None:
 
 def test_memory_and_length(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = run("generate", "-m", tiny, "-p", LONG, "--ctx", 1000)
-    assert long.code == 1 and "the prompt has 1761 tokens" in long.err and "--ctx" in long.err
+    assert long.code == 1 and "the text has 1761 tokens" in long.err and "--ctx" in long.err
     monkeypatch.setenv("SPARQ_MEMORY_LIMIT", "1000")
     big = run("generate", "-m", tiny, "-p", "x")
     assert big.code == 1 and "memory is available" in big.err and "hint:" in big.err
