@@ -143,7 +143,6 @@ class Run:
     """A continuation of the document."""
 
     text: str
-    tokens: list[int]
     summary: Summary
 
 
@@ -160,10 +159,7 @@ class Pair:
 class Report:
     """All continuations."""
 
-    demo: Demo
     spec: AttentionSpec
-    document_tokens: int
-    prefill_s: float
     pairs: list[Pair]
 
     @property
@@ -200,8 +196,7 @@ def _run(session: Session, demo: Demo, spec: AttentionSpec, n_tokens: int) -> Re
     prompts = [engine.tokenize(session, f"{demo.document}\n\n{cue.text}") for cue in demo.cues]
     with progress_bar("reading the document", of="tokens") as progress:
         engine.prefill(session, engine.align(session, prompts[0]), progress=progress)
-    prefill_s, n_document = session.timings.prefill_s, len(prompts[0])
-    _say(f"{demo.title}: {n_document} tokens, read in {prefill_s:.1f} s\n")
+    _say(f"{demo.title}: {len(prompts[0])} tokens, read in {session.timings.prefill_s:.1f} s\n")
     pairs = []
     for cue, tokens in zip(demo.cues, prompts, strict=True):
         _say(f"\n{' '.join(cue.text.split())} ...\n")
@@ -214,7 +209,7 @@ def _run(session: Session, demo: Demo, spec: AttentionSpec, n_tokens: int) -> Re
         _say(f"    {'the document:':<20} {' '.join(expected.split())}\n")
         pairs.append(Pair(cue, *runs))
     _say("\n")
-    return Report(demo, spec, n_document, prefill_s, pairs)
+    return Report(spec, pairs)
 
 
 def _say(text: str) -> None:
@@ -234,9 +229,8 @@ def _continue(
     engine.set_attention(session, spec)
     engine.prefill(session, engine.align(session, tokens))
     engine.reset_counters(session)
-    pieces = []
+    text = ""
     for piece in engine.generate(session, tokens, max_tokens=n, stop=stop):
         _say(piece.text.replace("\n", " "))
-        pieces.append(piece)
-    text = "".join(piece.text for piece in pieces)
-    return Run(text, [piece.token for piece in pieces], summary_of(session))
+        text += piece.text
+    return Run(text, summary_of(session))
