@@ -247,8 +247,8 @@ def _check_numbers(spec: AttentionSpec) -> None:
         value = getattr(spec, key)
         if value is not None and not isinstance(value, Integral):
             raise SparqError(f"{key} {value!r} is not a whole number", exit_code=2)
-        if value is not None and not low <= value <= _MOST:
-            bound = f"below {low}" if value < low else f"above {_MOST:,}"
+        if value is not None and not low <= int(value) <= _MOST:
+            bound = f"below {low}" if int(value) < low else f"above {_MOST:,}"
             raise SparqError(f"{key} {value} is {bound}", exit_code=2)
     for key in ("ratio", "top_p", "cap"):
         value = getattr(spec, key)
