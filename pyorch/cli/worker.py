@@ -78,8 +78,14 @@ def command(wanted: WorkerOptions) -> None:
 
 def _check(wanted: WorkerOptions) -> None:
     """Raises:
-    SparqError: others reach the address.
+    SparqError: others reach the address, or it is not of IPv4.
     """
+    if ":" in wanted.host:
+        raise SparqError(
+            f"--host {wanted.host}: llama.cpp's workers listen on IPv4 addresses only",
+            "127.0.0.1, or another IPv4 address of this machine",
+            exit_code=2,
+        )
     reach = machines.reach(wanted.host)
     if reach == "public" and not wanted.insecure:
         raise SparqError(

@@ -56,7 +56,8 @@ def parse_endpoint(text: str) -> str:
     """
     host, _, port = text.strip().partition(":")
     if not host or not (port or str(PORT)).isdecimal() or not 0 < int(port or PORT) < 2**16:
-        raise SparqError(f"{text!r} is not HOST:PORT", f"for example 192.168.1.20:{PORT}", 2)
+        hint = f"for example 192.168.1.20:{PORT}; llama.cpp connects to workers by IPv4 only"
+        raise SparqError(f"{text!r} is not HOST:PORT", hint, 2)
     return f"{host}:{int(port or PORT)}"
 
 
@@ -88,7 +89,7 @@ def ask(endpoint: str) -> Worker:
     Raises:
         SparqError: there is none, it does not answer, or it speaks another version.
     """
-    host, _, port = endpoint.partition(":")
+    host, _, port = parse_endpoint(endpoint).partition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=_ANSWER_S) as wire:
             wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -200,13 +200,14 @@ def closed_port() -> int:
         return free.getsockname()[1]
 
 
-@pytest.mark.parametrize("text", ["", ":1", "a:b", "a:0", "a:70000", "a:1:2"])
+@pytest.mark.parametrize("text", ["", ":1", "a:b", "a:0", "a:70000", "a:1:2", "::1", "[::1]:50052"])
 def test_no_endpoint(text: str) -> None:
     with pytest.raises(SparqError, match="is not HOST:PORT"):
         machines.parse_endpoint(text)
 
 
 def test_nobody_there() -> None:
+    assert not machines.answers("::1:50052")
     with pytest.raises(SparqError, match="no worker answers at 127.0.0.1"):
         machines.ask(f"127.0.0.1:{closed_port()}")
 
@@ -327,6 +328,7 @@ def test_refusals(tiny: Path) -> None:
             "no worker answers",
         ),
         (("worker", "--host", "0.0.0.0"), "lets everybody in"),
+        (("worker", "--host", "::1", "--insecure"), "IPv4 addresses only"),
     ]:
         child = cli(*args)
         _, err = child.communicate(timeout=60)
