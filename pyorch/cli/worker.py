@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 
 import click
@@ -72,7 +73,8 @@ def command(wanted: WorkerOptions) -> None:
         endpoint = f"{wanted.host}:{wanted.port}"
         if child.wait_ready(lambda: machines.answers(endpoint), "starting"):
             note(f"{human_bytes(machines.ask(endpoint).free)} of memory are free for layers")
-            note(f"--rpc {endpoint} on the other machine; Ctrl-C ends it")
+            name = socket.gethostname() if address == "0.0.0.0" else wanted.host
+            note(f"--rpc {name}:{wanted.port} on the other machine; Ctrl-C ends it")
             child.wait_end()
 
 

@@ -336,15 +336,29 @@ def test_refusals(tiny: Path) -> None:
         assert len(err.strip().splitlines()) == 2
 
 
+def last_note(worker: subprocess.Popen[str]) -> str:
+    """What it says when it is ready."""
+    assert worker.stderr is not None
+    said = [worker.stderr.readline()]
+    while "--rpc" not in said[-1]:
+        assert said[-1], "".join(said)
+        said.append(worker.stderr.readline())
+    return said[-1]
+
+
+def test_a_worker_on_all_addresses_says_a_name_that_others_can_use() -> None:
+    port = closed_port()
+    child = cli("worker", "--host", "0.0.0.0", "--insecure", "--port", port, "-t", 1)
+    assert f"--rpc {socket.gethostname()}:{port} on" in last_note(child)
+    child.send_signal(signal.SIGINT)
+    child.communicate(timeout=30)
+
+
 def test_the_command(tiny: Path) -> None:
     """`worker` says when it is ready, serves one program after the other, and ends at a signal."""
     port = closed_port()
     child = cli("worker", "--port", port, "-t", 1)
-    assert child.stderr is not None
-    said = [child.stderr.readline()]
-    while "--rpc" not in said[-1]:
-        assert said[-1], "".join(said)
-        said.append(child.stderr.readline())
+    assert f"--rpc 127.0.0.1:{port} on the other machine" in last_note(child)
     for _ in range(2):
         done = cli("generate", "-m", tiny, "--rpc", f"127.0.0.1:{port}", "-n", 4, "-p", "a")
         _, err = done.communicate(timeout=120)
