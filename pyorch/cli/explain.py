@@ -15,7 +15,7 @@ from pyorch.attention.spec import CALIBRATED, AttentionSpec, check_against_model
 from pyorch.cli import options as opt
 from pyorch.cli.cluster import cluster
 from pyorch.cli.cluster import show as show_cluster
-from pyorch.cli.groups import takes
+from pyorch.cli.groups import on_the_line, takes
 from pyorch.cli.lengths import lengths, product_rate, show
 from pyorch.cli.loading import model_path
 from pyorch.cli.terminal import note, note_if_beyond, print_json
@@ -70,6 +70,12 @@ def command(
     from pyorch import engine
     from pyorch.models.content import card_of
 
+    if not elsewhere.workers and on_the_line(["n_gpu_layers", "tensor_split"]):
+        raise SparqError(
+            "--n-gpu-layers and --tensor-split say what workers hold, and there are none",
+            "--rpc HOST:PORT names them",
+            exit_code=2,
+        )
     spec = attention.spec() or AttentionSpec("sparq")
     needs_file = spec.budget in CALIBRATED or elsewhere.workers
     geo = None if needs_file else _from_card(model.model)

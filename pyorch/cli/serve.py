@@ -302,10 +302,10 @@ def _serve(served: Served, more: Sequence[str]) -> None:
         check_model(document, file, settings.rope, settings.n_ctx, settings.types)
     spec = settings.attention or AttentionSpec("off")
     place = placement(served.load)
-    if place["n_gpu_layers"] and not place["workers"]:
+    if (place["n_gpu_layers"] or place["tensor_split"]) and not place["workers"]:
         from pyorch import engine
 
-        engine.library().check_gpu(place["n_gpu_layers"])
+        engine.library().check_gpu(place["n_gpu_layers"], place["tensor_split"])
     note_if_beyond(settings.n_ctx, geometry(file).n_ctx_train)
     note_if_weights_exceed(file, settings, served.load)
     if why := _stays_exact(file, settings, spec):

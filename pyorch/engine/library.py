@@ -11,7 +11,7 @@ import ctypes
 import logging
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
@@ -112,8 +112,8 @@ class Library:
             for device in found
         )
 
-    def check_gpu(self, n_gpu_layers: int | None) -> None:
-        """Refuse layers on a GPU if this library has none.
+    def check_gpu(self, n_gpu_layers: int | None, tensor_split: Sequence[float] = ()) -> None:
+        """Refuse layers on a GPU, or shares of several, if this library has none.
 
         Raises:
             SparqError: it is a build without CUDA, or there is no device.
@@ -122,6 +122,12 @@ class Library:
             raise SparqError(
                 f"{n_gpu_layers} layers cannot go to a GPU: this library has none",
                 "sparq-cpp doctor says why; with a device, sparq-cpp build --cuda",
+                exit_code=2,
+            )
+        if tensor_split and not self.has_gpu:
+            raise SparqError(
+                "--tensor-split shares layers among machines, and there is only this one",
+                "--rpc HOST:PORT names the others",
                 exit_code=2,
             )
 

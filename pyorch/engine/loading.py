@@ -86,8 +86,8 @@ def load_model(
         n_gpu_layers: how many layers go to the GPU, or to the workers; None is llama.cpp's
             default, all. The first layers stay.
         workers: HOST:PORT of the other machines that hold these layers, in their order.
-        tensor_split: in what proportion the devices of the workers share them; by default as
-            their free memory.
+        tensor_split: in what proportion the GPUs, or the devices of the workers, share them; by
+            default as their free memory.
         numa: one of llama.cpp's strategies, a key of `NUMA`; only a process's first one counts.
         repack: whether llama.cpp may rearrange the weights for its CPU kernels, as it does by
             default; it may decode faster with that, and read prompts faster without. It may not
@@ -102,7 +102,7 @@ def load_model(
     file = path if isinstance(path, GGUFFile) else read_gguf(path)
     found = library(stock)
     if not workers:
-        found.check_gpu(n_gpu_layers)
+        found.check_gpu(n_gpu_layers, tensor_split)
     found.place(numa)
     lib = found.lib
     params = lib.llama_model_default_params()
@@ -114,8 +114,9 @@ def load_model(
         devices = machines.devices(found, workers)
         ended = (ctypes.c_void_p * (len(devices) + 1))(*devices, None)
         params.devices = ctypes.cast(ended, ctypes.c_void_p)
-        shares = _shares(tensor_split, len(devices))
-        params.tensor_split = (ctypes.c_float * lib.llama_max_devices())(*shares)
+        _check_shares(tensor_split, len(devices))
+    if tensor_split:
+        params.tensor_split = (ctypes.c_float * lib.llama_max_devices())(*tensor_split)
     with found.call() as call:
         on_progress = _on_progress(lib, call, progress)  # the name keeps it alive
         params.progress_callback = on_progress
@@ -132,7 +133,7 @@ def load_model(
     return Model(found, file, handle, on_cpu)
 
 
-def _shares(tensor_split: Sequence[float], n_devices: int) -> Sequence[float]:
+def _check_shares(tensor_split: Sequence[float], n_devices: int) -> None:
     """Raises:
     SparqError: it has not one part for each device.
     """
@@ -142,7 +143,6 @@ def _shares(tensor_split: Sequence[float], n_devices: int) -> Sequence[float]:
             "give one part for each",
             exit_code=2,
         )
-    return tensor_split
 
 
 def _on_progress(lib: ModuleType, call: Call, progress: Progress | None) -> object:

@@ -87,6 +87,9 @@ def test_layers_on_a_gpu_are_recorded_where_they_are_given(
     plan = SpeedPlan(models=[model], n_depth=[2048], n_gpu_layers=7)
     with pytest.raises(SparqError, match="7 layers cannot go to a GPU"):
         speed.run(plan, tmp_path / "x.jsonl", lambda done, total: None)
+    plan = SpeedPlan(models=[model], n_depth=[2048], tensor_split=[3, 1])
+    with pytest.raises(SparqError, match="--tensor-split shares layers among machines"):
+        speed.run(plan, tmp_path / "x.jsonl", lambda done, total: None)
 
 
 def test_another_calibration_is_another_case(model: Path, tmp_path: Path) -> None:

@@ -273,17 +273,23 @@ def test_wrong_use(run: Run, tiny: Path, args: list[str], named: str, hint: str)
 
 
 def test_layers_on_a_gpu(run: Run, tiny: Path, tmp_path: Path) -> None:
-    """The tests' library is for the CPU: every command that takes -ngl passes it on."""
-    line = ["-m", tiny, "-ngl", "7"]
+    """The tests' library is for the CPU: every command that takes -ngl and -ts passes them on."""
+    text = tmp_path / "text.txt"
+    text.write_text("some words")
     for args in (
         ["generate", "-p", "x"],
         ["chat"],
+        ["read", text, "-o", tmp_path / "text.kv", "--plain"],
         ["eval", "repetition", "-n", "1", "--ctx", "512", "--out", tmp_path],
     ):
-        result = run(*args, *line, stdin="x")
-        assert (result.code, result.out) == (2, ""), args
-        said = result.err.splitlines()
-        assert "7 layers cannot go to a GPU" in said[-2] and "build --cuda" in said[-1], args
+        for given, named, hint in (
+            (("-ngl", "7"), "7 layers cannot go to a GPU", "build --cuda"),
+            (("-ts", "3,1"), "--tensor-split shares layers among machines", "--rpc"),
+        ):
+            result = run(*args, "-m", tiny, *given, stdin="x")
+            assert (result.code, result.out) == (2, ""), (args, result.err)
+            said = result.err.splitlines()
+            assert named in said[-2] and hint in said[-1], (args, said)
     assert run("generate", "-m", tiny, "-p", "x", "-n", "1", "-ngl", "0").code == 0
 
 
@@ -390,6 +396,13 @@ def test_explain(run: Run, tiny: Path) -> None:
     assert result.code == 0 and result.err == ""
     for piece in ("260 KiB of 2 MiB", "12.7 %", "GB/s, measured", "attention 7.88x", "cache 2 MiB"):
         assert piece in result.out
+
+
+@pytest.mark.parametrize("line", ["-ngl 3", "-ts 3,1"])
+def test_explain_refuses_shares_without_workers(run: Run, tiny: Path, line: str) -> None:
+    result = run("explain", "-m", tiny, *line.split())
+    assert (result.code, result.out) == (2, "")
+    assert "there are none" in result.err and "--rpc HOST:PORT" in result.err
 
 
 def test_explain_json(run: Run, tiny: Path) -> None:

@@ -445,6 +445,8 @@ def test_layers_on_a_gpu(run: Callable[..., Any], tiny: Path, monkeypatch: Any) 
     monkeypatch.setattr(native, "built", lambda **_: Path())
     result = run("serve", "-m", tiny, "--port", "0", "-ngl", "7")
     assert result.code == 2 and "7 layers cannot go to a GPU" in result.err
+    result = run("serve", "-m", tiny, "--port", "0", "-ts", "3,1")
+    assert result.code == 2 and "--tensor-split shares layers" in result.err
 
 
 def test_a_document_in_other_types_is_refused(
