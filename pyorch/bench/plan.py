@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import platform
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -29,6 +30,10 @@ N_BATCH = 512  # the tokens per batch of a prompt
 MAX_POSITIONS = 1 << 20  # the positions that a synthetic model claims to be trained on
 FILL = 0.75  # the share of memory that a model of our choice may take
 PROCESS_BYTES = 300 << 20  # per measured process, besides the model, the cache and FORGET_BYTES
+# The types of weights that llama.cpp rearranges for a CPU (ggml-cpu/repack.cpp, amx/common.h).
+_ON_X86 = frozenset(("q4_0", "q2_k", "q4_k", "iq4_nl", "mxfp4"))
+_ON_AMX = frozenset(("q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k", "iq4_xs"))
+_ELSEWHERE = _ON_X86 | {"q1_0", "q8_0", "q5_k", "q6_k"}
 
 
 @dataclass(frozen=True)
@@ -214,12 +219,13 @@ class SpeedPlan:
         free, so that another run has the same cases."""
         room = room_for(cache.n_depth, max(map(max, self._tests())))
         full, (memory, on_gpu) = synth.shape_like(like).n_layer, memory_of(self.n_gpu_layers)
+        packed = rearranged([self.quant.removesuffix("_m")], self.repack)
         fewer = [2**i for i in range(10, -1, -1) if 2**i < full]
         fitting = (
             n
             for n in [full, *fewer]
             # what the buffers of more threads take is left to the rest of the memory
-            if needs(cache, room, BUFFER_BYTES, *_size_of(like, n, self.quant), on_gpu)
+            if needs(cache, room, BUFFER_BYTES, *_size_of(like, n, self.quant), packed, on_gpu)
             < FILL * memory
         )
         return Synthetic(like, self.n_layer or next(fitting, 1), self.quant)
@@ -264,7 +270,7 @@ class Synthetic:
         return self.path
 
 
-def _size_of(like: str, n_layer: int, quant: str) -> tuple[int, Geometry, bool]:
+def _size_of(like: str, n_layer: int, quant: str) -> tuple[int, Geometry]:
     """What `needs` has to know about a synthetic model, which need not exist."""
     shape = synth.fewer_layers(like, n_layer)
     n_bytes = synth.file_bytes(shape, quant)
@@ -283,7 +289,26 @@ def _size_of(like: str, n_layer: int, quant: str) -> tuple[int, Geometry, bool]:
         weight_bytes=n_bytes,
         weight_bytes_per_token=n_bytes,
     )
-    return n_bytes, geo, quant == "q4_k_m"
+    return n_bytes, geo
+
+
+@cache
+def rearranged_types() -> frozenset[str]:
+    """The types of weights, in small letters, that llama.cpp rearranges for this machine's CPU."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return _ELSEWHERE
+    info = Path("/proc/cpuinfo")
+    has_amx = info.exists() and "amx_int8" in info.read_text("utf-8", "replace")
+    return _ON_X86 | _ON_AMX if has_amx else _ON_X86
+
+
+def rearranged(types: Iterable[str], repack: bool) -> bool:
+    """Whether llama.cpp makes a rearranged copy of weights of these types on the CPU.
+
+    Args:
+        repack: whether it may.
+    """
+    return repack and any(t.lower() in rearranged_types() for t in types)
 
 
 def memory_of(n_gpu_layers: int | None) -> tuple[float, bool]:

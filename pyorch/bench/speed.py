@@ -31,6 +31,7 @@ from pyorch.bench.plan import (
     geometry_of,
     memory_of,
     needs,
+    rearranged,
 )
 from pyorch.bench.records import Record
 from pyorch.bench.turns import check_dense, gather, turns
@@ -140,8 +141,8 @@ def _measure(
 
 def _check_memory(group: Sequence[Case], model: Path) -> None:
     geo = geometry_of(model)
-    packed = any(t.type.startswith(("q2_", "q4_", "iq4_")) for t in read_gguf(model).tensors)
     c = group[0]
+    packed = rearranged((t.type for t in read_gguf(model).tensors), c.repack)
     memory, on_gpu = memory_of(c.n_gpu_layers)
     held = Cache(c.n_depth, c.type_k, c.type_v, group)
     buffers = c.n_threads * usual_bytes(c.n_threads)

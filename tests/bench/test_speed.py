@@ -27,6 +27,7 @@ from pyorch.cli.types import Numbers
 from pyorch.errors import SparqError
 from pyorch.models import cards, synth
 from pyorch.models.geometry import Geometry
+from pyorch.models.gguf_file import read_gguf
 from pyorch.models.layers import Windows
 from pyorch.native import probe
 
@@ -535,6 +536,18 @@ def test_threads_are_charged_for_what_their_buffers_take(
         speed._check_memory([replace(c, n_depth=1 << 24) for c in group], model)
 
 
+@pytest.mark.parametrize(("rearranges", "repack"), [(True, True), (True, False), (False, True)])
+def test_processes_are_charged_for_weights_of_their_own(
+    model: Path, monkeypatch: pytest.MonkeyPatch, rearranges: bool, repack: bool
+) -> None:
+    types = {t.type.lower() for t in read_gguf(model).tensors} if rearranges else set()
+    monkeypatch.setattr(planning, "rearranged_types", lambda: types)
+    packed: list[bool] = []
+    monkeypatch.setattr(speed, "needs", lambda *args: packed.append(args[5]) or 0)
+    speed._check_memory([replace(CASE, repack=repack)], model)
+    assert packed == [rearranges and repack]
+
+
 def test_bench_says_what_does_not_fit_before_it_begins(
     bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -586,6 +599,7 @@ def test_layers_that_fit_do_not_depend_on_what_is_free(
 
     monkeypatch.setattr(records, "machine", lambda: {"memory_gib": 24.0})
     monkeypatch.setattr(planning, "of_nodes", lambda *kinds: None)
+    monkeypatch.setattr(planning, "rearranged_types", lambda: {"q4_0", "q4_k"})
     for depth, free in ((4096, 1 << 30), (4096, 1 << 40), (131072, 1 << 30)):
         monkeypatch.setenv("SPARQ_MEMORY_LIMIT", str(free))
         assert layers(SpeedPlan(n_depth=[depth])) == (32 if depth == 4096 else 1)
@@ -595,6 +609,10 @@ def test_layers_that_fit_do_not_depend_on_what_is_free(
     )  # bound to a part of the memory
     assert layers(SpeedPlan(n_depth=[4096])) == 8
     monkeypatch.setattr(planning, "of_nodes", lambda *kinds: None)
+
+    # each process has its own copy of weights that llama.cpp rearranges
+    for quant, repack, wanted in (("q4_0", True, 16), ("q4_0", False, 32), ("q4_k_m", True, 16)):
+        assert layers(SpeedPlan(quant=quant, repack=repack, n_depth=[4096])) == wanted
 
     # of a GPU: each process has the weights, too
     plan = SpeedPlan(quant="f16", flash_attn=[True], n_depth=[46080])
