@@ -336,10 +336,13 @@ def _data(given: tuple[str, ...], tasks: list[Task]) -> dict[str, Path]:
 
 
 def _list(tasks: list[Task]) -> None:
+    from pyorch.evals.data import HUB
+
     width = [max(len(getattr(t, f)) for t in tasks) for f in ("name", "about", "metric")]
     for t in tasks:
         cells = [s.ljust(w) for s, w in zip((t.name, t.about, t.metric), width, strict=True)]
-        click.echo("  ".join([*cells, "download, or --data" if t.data else "generated"]))
+        source = ("download, or " * (t.data in HUB) + "--data") if t.data else "generated"
+        click.echo("  ".join([*cells, source]))
 
 
 @command.command("table")

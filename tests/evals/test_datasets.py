@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hub_server import Hub
 from huggingface_hub import constants
 from parrot import Parrot
 
 from pyorch import engine, evals
+from pyorch.cli.eval import command
 from pyorch.errors import SparqError
 from pyorch.evals import data, qa, wikitext
 from pyorch.evals.decode import Decoder
@@ -403,6 +405,14 @@ def test_a_data_set_of_the_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(SparqError, match="is not in the cache") as e:
         data.rows("triviaqa", None)
     assert "--data FILE" in e.value.hint
+
+
+def test_the_list_promises_only_downloads_that_there_are() -> None:
+    said = CliRunner().invoke(command, ["--list"]).output.splitlines()
+    ends = {line.split()[0]: line.rpartition("  ")[2] for line in said}
+    for task in evals.tasks().values():
+        assert ("download" in ends[task.name]) == (task.data in data.HUB), task.name
+        assert ("--data" in ends[task.name]) == bool(task.data), task.name
 
 
 def test_a_data_set_that_is_damaged_on_its_way(hub: Hub) -> None:
