@@ -37,6 +37,8 @@ def command(ctx: click.Context) -> None:
 @json_option
 def list_command(folder: str | None, as_json: bool) -> None:
     """List the documents in our own folders, or in FOLDER."""
+    if folder and not Path(folder).is_dir():
+        raise SparqError(f"{folder}: no such folder")
     found, broken = [], []
     for path in document_file.known(*([Path(folder)] if folder else document_file.folders())):
         try:

@@ -93,6 +93,8 @@ def test_folders_and_pipes(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
 
 def test_documents(run: Run, tiny_chat: Path, text: Path) -> None:
     assert "nothing is kept" in run("documents").err
+    nowhere = run("documents", "list", text.parent / "nowhere")
+    assert (nowhere.code, nowhere.out) == (1, "") and "no such folder" in nowhere.err
     assert run("read", text, "-m", tiny_chat).code == 0
     again = run("read", text, "-m", tiny_chat)
     assert again.code == 2 and "exists already" in again.err and "--force" in again.err
