@@ -86,6 +86,12 @@ def command(
         raise SparqError(
             "ratio 1 is dense attention, which has no k and no rank", "--ratio 1/8", exit_code=2
         )
+    if wanted.contexts and wanted.contexts % 2:
+        raise SparqError(
+            f"--contexts {wanted.contexts} is odd: half are prose, half repeat themselves",
+            f"--contexts {wanted.contexts - 1} or {wanted.contexts + 1}",
+            exit_code=2,
+        )
     if show:
         path = model_path(model.model, model.yes)
     else:

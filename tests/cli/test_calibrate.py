@@ -478,5 +478,7 @@ def test_errors(run: Run, model: Path, tmp_path: Path) -> None:
     assert short.code == 2 and "the text has" in short.err and "hint:" in short.err
     assert run("calibrate", "-m", model, "--text", tmp_path / "none.txt").code == 1
     assert run("calibrate", "-m", model, "--ratio", "2").code == 2
+    odd = run("calibrate", "-m", tmp_path / "none.gguf", "--contexts", "5")
+    assert odd.code == 2 and "--contexts 5 is odd" in odd.err and "4 or 6" in odd.err
     dense = run("calibrate", "-m", tmp_path / "none.gguf", "--ratio", "1")
     assert dense.code == 2 and "ratio 1 is dense attention" in dense.err
