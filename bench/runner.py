@@ -34,13 +34,15 @@ MODEL = click.option(
     "-m",
     metavar="FILE",
     required=True,
-    type=click.Path(path_type=Path),
+    type=types.File(),
+    callback=lambda _, __, given: Path(given),
     help="GGUF model to measure.",
 )
 TEXT = click.option(
     "--text",
     metavar="FILE",
     required=True,
+    type=types.File(),
     callback=lambda _, __, given: "\n\n".join(read_texts([Path(given)])),
     help="A book, long enough.",
 )

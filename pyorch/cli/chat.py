@@ -250,6 +250,9 @@ def _set_attention(chat: Chat, spec: AttentionSpec) -> None:
     from pyorch import engine
 
     engine.set_attention(chat.session, spec)
+    if chat.keeps and (spec.prompt, spec.prompt_p) != (chat.spec.prompt, chat.spec.prompt_p):
+        chat.keeps = False  # what is kept is named by how all of it was read
+        note("prompts are read in another way from here on, so /read keeps nothing", "dim")
     chat.spec = spec
     if spec.sparse:
         chat.sparse = spec
@@ -291,6 +294,8 @@ def _resume(name: str) -> list[dict[str, str]]:
         found = [{"role": str(m["role"]), "content": m["content"]} for m in messages]
         if not all(isinstance(m["content"], str) for m in found):  # of others, a list of parts
             raise TypeError
+        for m in found:
+            m["content"].encode()  # half of a surrogate pair is no text
     except OSError as e:
         raise SparqError(f"{name}: {e.strerror or e}", hint) from None
     except (ValueError, KeyError, TypeError):

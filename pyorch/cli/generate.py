@@ -91,11 +91,11 @@ def _after(
 ) -> tuple[list[int], list[str]]:
     """Open the document. Returns the tokens of it and of the text, and what ends the answer."""
     from pyorch import engine
+    from pyorch.engine.control_tokens import inner
 
     if document.form != "chat":
         open_document(session, document)
-        tokens = engine.tokenize(session, text, add_special=False, parse_special=True)
-        return session.tokens + tokens, []
+        return session.tokens + inner(session.model, text, parse_special=True), []
     template, reading = chosen.template(session), engine.reading_of(document)
     if not open_document(session, document, template, reading.messages("a")):
         note("hint: give the chat template of then, or sparq-cpp read it again", "yellow")

@@ -15,7 +15,13 @@ from pyorch.attention.bytes import CELLS
 from pyorch.attention.spec import parse_spec
 from pyorch.cli import options as opt
 from pyorch.cli import streams
-from pyorch.cli.loading import note_if_weights_exceed, placement, prepare, session_options
+from pyorch.cli.loading import (
+    REPLY_ROOM,
+    note_if_weights_exceed,
+    placement,
+    prepare,
+    session_options,
+)
 from pyorch.cli.templates import TemplateOptions, note_system, template_options
 from pyorch.cli.terminal import note, print_json
 from pyorch.cli.types import THREADS, File, Text
@@ -79,9 +85,9 @@ def command(
     """Read a text once and keep it: chat and generate --document FILE then begin at once.
 
     TEXT is a file, a folder (all texts below it) or - for stdin; several are one document. An
-    interrupted reading goes on where it stopped when the same command runs again. The context is as
-    long as the text needs, and what sparse attention needs is kept as well, unless -a says
-    otherwise. The file contains the text itself, and only you can read it.
+    interrupted reading goes on where it stopped when the same command runs again. The context has
+    room for the text and a conversation, and what sparse attention needs is kept as well, unless
+    -a says otherwise. The file contains the text itself, and only you can read it.
     """
     from pyorch import engine
     from pyorch.models.new_file import check_target
@@ -105,9 +111,9 @@ def command(
         template = chosen.template(loaded, engine.begun(path, reading))
         note_system(template, reading.messages(""))
         n = len(reading.tokens(loaded, template))
-        whole = -(-n // CELLS) * CELLS
-        limit = loaded.geometry.n_ctx_train or whole
-        options["n_ctx"] = max(n, min(whole, limit))
+        # the context that it will be opened in: some models rotate by another table in a long one
+        whole = -(-max(n + REPLY_ROOM, engine.DEFAULT_CTX) // CELLS) * CELLS
+        options["n_ctx"] = max(n, min(whole, loaded.geometry.n_ctx_train or whole))
         with (
             loaded.session(**options) as session,
             progress_bar("reading", of="tokens", off_terminal=say) as progress,

@@ -58,16 +58,16 @@ def tokens_of_pieces(of: Model, text: str, placeholders: Mapping[str, str]) -> l
     out = tokenize(of, first, add_special=False, parse_special=True)
     for piece in others:
         name = placeholders.get(piece)
-        out += _inner(of, piece, parse_special=True) if name is None else _spelled(of, name)
+        out += inner(of, piece, parse_special=True) if name is None else _spelled(of, name)
     return out
 
 
 def _spelled(of: Model, name: str) -> list[int]:
-    tokens = _inner(of, name)
-    return tokens if len(tokens) > 1 else _inner(of, name[:1]) + _inner(of, name[1:])
+    tokens = inner(of, name)
+    return tokens if len(tokens) > 1 else inner(of, name[:1]) + inner(of, name[1:])
 
 
-def _inner(of: Model, text: str, *, parse_special: bool = False) -> list[int]:
+def inner(of: Model, text: str, *, parse_special: bool = False) -> list[int]:
     """The tokens of a text that goes on within a line: SentencePiece puts a blank before others."""
     if of.lib.llama_vocab_type(of.vocab) != _SENTENCEPIECE:
         return tokenize(of, text, add_special=False, parse_special=parse_special)

@@ -185,6 +185,8 @@ class Measure:
         begin = function(lib, "llama_sparse_measure_begin", ctypes.c_void_p, _CTX)
         self._mass = (ctypes.c_double * n_layer)()
         self._handle = begin(ctx)
+        if not self._handle:
+            raise SparqError("the library cannot measure attention here: no memory")
 
     def end(self) -> list[float]:
         """The means by layer; 1 where nothing ran over a selection, NaN on a GPU."""

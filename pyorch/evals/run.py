@@ -134,6 +134,7 @@ class _Work:
             with suppress(OSError):  # which the next line tells
                 paths.private(self.file.parent)
                 self.file.touch(0o600)  # answers may recite somebody's text
+                self.file.chmod(0o600)  # also where an earlier version wrote it
             records.append(self.file, self.header)
         for method in self.keys:
             plan = self._asked(method)

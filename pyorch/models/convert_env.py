@@ -124,7 +124,8 @@ def _make(
         # -I keeps out the caller's Python. The index of llama.cpp has torch without CUDA; all else
         # comes from the user's own index.
         pip = [str(folder / "bin" / "python"), "-I", "-m", "pip", "install"]
-        pip += ["--disable-pip-version-check", "--no-input"]
+        # wheels alone: installing one runs none of its code, and its hash is the index's word
+        pip += ["--disable-pip-version-check", "--no-input", "--only-binary", ":all:"]
         torch = ["--no-deps", "--retries", "2", *options, needs[0]]
         what, n_bytes = _size_of(_run([*pip, "--dry-run", *torch], lock, show=False))
         check_space(folder, n_bytes, "the converter's environment")

@@ -167,10 +167,10 @@ def pip_command(folder: Path) -> list[str]:
         SparqError: there is none of the three.
     """
     if importlib.util.find_spec("pip"):
-        return [sys.executable, "-m", "pip"]
+        return children.python("pip")
     made = [sys.executable, "-I", "-m", "venv", str(folder / "pip")]
     if children.run(made).returncode == 0:
-        return [str(folder / "pip" / "bin" / "python"), "-m", "pip"]
+        return [str(folder / "pip" / "bin" / "python"), "-I", "-m", "pip"]
     if uv := shutil.which("uv"):
         (folder / "pip.txt").write_text(_PIP, "utf-8")
         made = [uv, "pip", "install", "--quiet", "--python", sys.executable, "--no-deps"]

@@ -27,7 +27,7 @@ import pytest
 import tiny as tiny_of
 from tiny_gguf import write_tiny_gguf
 
-from pyorch import progress
+from pyorch import paths, progress
 from pyorch.cli.lengths import prompt_operations
 from pyorch.engine import library, loading
 from pyorch.engine.sparse import AttentionInfo
@@ -706,10 +706,25 @@ def test_a_missing_pre_tokenizer_is_said_once(run: Run, demo_model: Path, tmp_pa
         assert "pre-tokenizer" not in run(*args, "-m", demo_model, stdin=stdin).err
 
 
+def test_nothing_is_kept_that_was_read_in_two_ways(
+    run: Run, tiny_chat: Path, tmp_path: Path
+) -> None:
+    """The name of what /read keeps says how prompts are read."""
+    (tmp_path / "t.txt").write_text("a text to keep " * 100)
+    ask = ("chat", "-m", tiny_chat, "-n", 1, "-c", 4096, "-a", "sparq,rank=8,topk=64,prompt=f32")
+    script = f"/read {tmp_path}/t.txt\nhello\n"
+    done = run(*ask, stdin="/dense\n" + script)
+    assert done.code == 0 and "so /read keeps nothing" in done.err
+    assert not paths.kept_texts().exists()
+    assert run(*ask, stdin="/ratio 1/4\n" + script).code == 0
+    assert len(list(paths.kept_texts().iterdir())) == 1
+
+
 def test_chat_resume_errors(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad.json"
     parts = '{"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}'
-    for content in ("{", "[]", '{"messages": [1]}', parts):
+    half = '{"messages": [{"role": "system", "content": "a \\ud83d b"}]}'
+    for content in ("{", "[]", '{"messages": [1]}', parts, half):
         bad.write_text(content)
         result = run("chat", "-m", tiny_chat, "--resume", bad)
         assert result.code == 1 and "not a saved conversation" in result.err

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from tiny_gguf import write_tiny_gguf
 
-from pyorch import paths
+from pyorch import engine, paths
 from pyorch.engine import document_file
 
 if TYPE_CHECKING:
@@ -47,6 +48,44 @@ def test_read_then_chat(run: Run, tiny_chat: Path, text: Path, tmp_path: Path) -
     assert asked.code == 0, asked.err
     assert asked.out.rstrip("\n").lstrip() == first["reply"].rstrip("\n")
     assert "prefill 1" in asked.err or "prefill 2" in asked.err, "of the question alone"
+
+
+def test_a_text_goes_on_without_a_blank(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SentencePiece puts a blank before a text, but not where one goes on."""
+    model = write_tiny_gguf(tmp_path / "blank.gguf", space_prefix=True)
+    (tmp_path / "story.txt").write_text(TEXT + "The answer is 4")
+    out = tmp_path / "story.kv"
+    assert run("read", tmp_path / "story.txt", "-m", model, "--plain", "-o", out).code == 0
+    asked, generate = [], engine.generate
+
+    def watched(session: engine.Session, prompt: Any, *args: Any, **options: Any) -> Any:
+        asked.append(engine.tokenize(session, prompt) if isinstance(prompt, str) else prompt)
+        return generate(session, prompt, *args, **options)
+
+    monkeypatch.setattr(engine, "generate", watched)
+    args = ("generate", "-m", model, "-n", 1, "-c", 4096)
+    assert run(*args, "--document", out, "-p", "2").code == 0
+    assert run(*args, "-p", TEXT + "The answer is 42").code == 0
+    assert asked[0] == asked[1]
+
+
+def test_read_has_the_context_of_a_chat(
+    run: Run, tiny: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some models rotate by another table in a long context, and a document keeps to its own."""
+    made, init = [], engine.Session.__init__
+
+    def watched(self: engine.Session, *args: Any) -> None:
+        init(self, *args)
+        made.append(self.n_ctx)
+
+    monkeypatch.setattr(engine.Session, "__init__", watched)
+    out = tmp_path / "story.kv"
+    assert run("read", text, "-m", tiny, "--plain", "-o", out).code == 0
+    assert run("generate", "-m", tiny, "--document", out, "-p", "x", "-n", 1).code == 0
+    assert len(made) == 2 and made[0] == made[1]
 
 
 def test_read_for_generate(run: Run, tiny: Path, text: Path) -> None:

@@ -443,6 +443,8 @@ def test_the_environment_is_made_once(pip: FakePip) -> None:
         convert_env._TORCH,
     ]
     assert "--extra-index-url" not in rest and rest[-2:] == ["numpy~=2.2.6", "transformers==4.57.6"]
+    installs = [run for run in pip.runs if "install" in run]
+    assert len(installs) == 3 and all("--only-binary" in run for run in installs), "no code runs"
     n = len(pip.runs)
     assert make(said) == argv and len(pip.runs) == n
     folder = Path(argv[0]).parent.parent

@@ -14,7 +14,7 @@ import pip
 import platformdirs
 import pytest
 
-from pyorch import paths
+from pyorch import children, paths
 from pyorch.errors import SparqError
 from pyorch.native import source
 
@@ -232,3 +232,12 @@ def test_another_pin_is_chosen_by_its_version(
     with pytest.raises(SparqError, match="SPARQ_LLAMA_PIN=1.8 is not a pinned") as error:
         source.read_pin(tmp_path)
     assert "1.10, 1.9" in error.value.hint
+
+
+def test_pip_is_not_one_that_lies_in_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pip.py").write_text("raise SystemExit('somebody else runs')")
+    monkeypatch.chdir(tmp_path)
+    done = children.run([*source.pip_command(tmp_path), "--version"])
+    assert done.returncode == 0 and done.stdout.startswith("pip ")
