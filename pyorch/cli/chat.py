@@ -294,8 +294,6 @@ def _resume(name: str) -> list[dict[str, str]]:
         found = [{"role": str(m["role"]), "content": m["content"]} for m in messages]
         if not all(isinstance(m["content"], str) for m in found):  # of others, a list of parts
             raise TypeError
-        for m in found:
-            m["content"].encode()  # half of a surrogate pair is no text
     except OSError as e:
         raise SparqError(f"{name}: {e.strerror or e}", hint) from None
     except (ValueError, KeyError, TypeError):

@@ -210,7 +210,7 @@ def packed(tokens: Sequence[int], text: str) -> tuple[bytes, int]:
 def create(fd: int, header: Header, raw: bytes) -> None:
     """Begin a file, of which nothing is read yet. raw: what `packed` made of its content."""
     os.ftruncate(fd, 0)
-    text = json.dumps(asdict(header), ensure_ascii=False).encode()
+    text = json.dumps(asdict(header), ensure_ascii=False).encode("utf-8", errors="replace")
     if _HEAD.size + len(text) > _PROGRESS_AT:
         raise SparqError("the system message is too long to be kept", "at most 60,000 bytes")
     _write(fd, raw, ALIGN)

@@ -723,8 +723,7 @@ def test_nothing_is_kept_that_was_read_in_two_ways(
 def test_chat_resume_errors(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad.json"
     parts = '{"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}'
-    half = '{"messages": [{"role": "system", "content": "a \\ud83d b"}]}'
-    for content in ("{", "[]", '{"messages": [1]}', parts, half):
+    for content in ("{", "[]", '{"messages": [1]}', parts):
         bad.write_text(content)
         result = run("chat", "-m", tiny_chat, "--resume", bad)
         assert result.code == 1 and "not a saved conversation" in result.err

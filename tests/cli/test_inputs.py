@@ -183,6 +183,11 @@ def test_lone_halves_of_characters_can_be_saved(run: Run, tiny_chat: Path, tmp_p
     done = run(*ask, stdin=f"x\n/save {talk}\n")
     assert done.code == 0, done.err
     assert json.loads(talk.read_text())["messages"][0]["content"] == "\ud83d"
+    talk.write_text('{"messages": [{"role": "system", "content": "a \\ud83d b"}]}')
+    (tmp_path / "t.txt").write_text("a text to keep " * 100)
+    for said in ("before your next message", "read before"):
+        done = run(*ask, "-c", 4096, stdin=f"/read {tmp_path}/t.txt\nx\n")
+        assert done.code == 0 and said in done.err, done.err
 
 
 # ---- streams that are closed ----
