@@ -131,11 +131,11 @@ GGML_SPARSE_INLINE int64_t ggml_sparse_spread_run(int j, int64_t n_run) { return
 #if defined(__cplusplus)
 // How many runs of a stream are sealed, where those that are come first; is_sealed(group). It is found by halving, so that it costs the same wherever
 // the stream ends: the length of the cache will not do, because another stream may be longer, and a token reads the same whoever else is in its batch
-template <typename F>
-GGML_SPARSE_INLINE int64_t ggml_sparse_sealed_runs(int64_t n_kv, F is_sealed) {
-    int64_t n_run = 0;
-    for (int64_t end = n_kv/GGML_SPARSE_RUN; n_run < end;) {
-        const int64_t mid = n_run + (end - n_run)/2;
+template <typename I, typename F>
+GGML_SPARSE_INLINE I ggml_sparse_sealed_runs(I n_kv, F is_sealed) {
+    I n_run = 0;
+    for (I end = n_kv/GGML_SPARSE_RUN; n_run < end;) {
+        const I mid = n_run + (end - n_run)/2;
         if (is_sealed((mid + 1)*(GGML_SPARSE_RUN/GGML_SPARSE_GROUP) - 1)) {
             n_run = mid + 1;
         } else {

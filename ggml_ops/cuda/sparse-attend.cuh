@@ -455,6 +455,7 @@ __device__ __forceinline__ void merge_head(const attend_args & a, merge_shared &
 
 // one block per (query head, row)
 static __global__ void __launch_bounds__(N_THREAD) merge(const attend_args a) {
+    begin_kernel();
     __shared__ merge_shared m;
     merge_head(a, m, blockIdx.y, (int) blockIdx.x);
 }
@@ -465,6 +466,7 @@ constexpr int attend_blocks(int gb, int d) { return gb == 1 ? (d == 256 ? 2 : 3)
 // block n_grid of each row: the mean, and counting; fused: one block does all there is to do for a KV head of a row
 template <int GB, int TYPE_K, int TYPE_V, int D>
 static __global__ void __launch_bounds__(N_THREAD, attend_blocks(GB, D)) attend(const attend_args a) {
+    begin_kernel();
     __shared__ union shared_memory {
         attend_shared<GB> split;
         struct { mean_shared mean; float sum[N_THREAD*8]; };

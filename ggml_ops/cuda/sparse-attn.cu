@@ -8,12 +8,15 @@
 //              or (sum_runs), (rank_keys), select          top_p, or more than two million; rank_keys with several query heads per KV head
 //   SCORE_SELECT  score, and SELECT without sum_runs       2 or 3
 //   ATTEND        attend, (merge)                  1 or 2: merge where a head is split over blocks
+//   SCORE_SELECT and ATTEND of a layer, on Hopper and later: layer, 1
 
 #include "sparse-attn.cuh"
 
 #include "ggml-backend.h"
+#include "ggml-impl.h"
 #include "ggml-sparse-nodes.h"
 #include "sparse-attend.cuh"
+#include "sparse-layer.cuh"
 #include "sparse-score.cuh"
 #include "sparse-seal.cuh"
 #include "sparse-select.cuh"
@@ -314,7 +317,7 @@ void launch_attend_f16(ggml_backend_cuda_context & ctx, const attend_args & a) {
     }
 }
 
-void op_attend(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
+attend_args make_attend(const ggml_tensor * dst) {
     const auto src = ggml_sparse_src_of(dst);
     const auto p   = ggml_sparse_params_of<ggml_sparse_attend_params>(dst);
     const ggml_tensor * q = src.q, * k = src.k, * v = src.v;
@@ -350,8 +353,19 @@ void op_attend(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
     a.softcap   = p.softcap;
     a.max_bias  = p.max_bias;
 
-    const bool f16 = k->type == GGML_TYPE_F16 && v->type == GGML_TYPE_F16 && a.d_k == a.d_v && is_aligned(k) && is_aligned(v);
-    switch (f16 ? a.d_k : 0) {
+    return a;
+}
+
+// the head size of K and V that are f16 with rows that begin at multiples of 16 bytes; 0: they are not
+int f16_size(const ggml_tensor * k, const ggml_tensor * v) {
+    const bool is_f16 = k->type == GGML_TYPE_F16 && v->type == GGML_TYPE_F16 && k->ne[0] == v->ne[0] && is_aligned(k) && is_aligned(v);
+    return is_f16 ? (int) k->ne[0] : 0;
+}
+
+void op_attend(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
+    const auto src = ggml_sparse_src_of(dst);
+    const attend_args a = make_attend(dst);
+    switch (f16_size(src.k, src.v)) {
         case 64:  launch_attend_f16< 64>(ctx, a); break;
         case 128: launch_attend_f16<128>(ctx, a); break;
         case 256: launch_attend_f16<256>(ctx, a); break;
@@ -362,6 +376,72 @@ void op_attend(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
                 launch_attend<4, ANY, 0>(ctx, a);
             }
     }
+}
+
+// ---- SCORE_SELECT and ATTEND in one launch ----
+
+template <int N_BIT, int GB, int TYPE>
+bool launch_layer(ggml_backend_cuda_context & ctx, layer_args a) {
+    constexpr size_t N_SHARED = sizeof(layer_shared<N_BIT, GB>);
+    const int64_t n_row = a.attend.n_row, n_heads = n_row*a.score.n_head_kv, n_head = a.score.n_head;
+    // as large as leaves room for all clusters at once; else as small as can be
+    a.n_block = 0;
+    for (int n = LAYER_BLOCKS; n >= 1 && ceil_div(a.score.n_run, n)*RUN <= LAYER_OWN; n /= 2) {
+        const int n_cluster = n == 1 || n <= a.score.n_run ? max_clusters(layer<N_BIT, GB, TYPE>, n, N_SHARED) : 0;
+        a.n_block = n_cluster > 0 ? n : a.n_block;
+        if (n_cluster >= n_heads) {
+            break;
+        }
+    }
+    if (a.n_block == 0) {
+        return false;
+    }
+    a.ld = a.score.n_run*RUN;
+    ggml_cuda_pool_alloc<float>   logits(ctx.pool(), n_row*n_head*a.ld);
+    ggml_cuda_pool_alloc<int32_t> sel(ctx.pool(), n_heads*a.topk_max);
+    ggml_cuda_pool_alloc<int2>    cand(ctx.pool(), n_heads*LAYER_CAND);
+    ggml_cuda_pool_alloc<float>   state(ctx.pool(), n_row*n_head*a.n_block*(a.attend.d_v + LAYER_STATE)), mean(ctx.pool(), n_heads*a.n_block*a.attend.d_v);
+    ggml_cuda_pool_alloc<float>   key(ctx.pool()); // in this order: the pool is a stack
+    a.score.logits = logits.get();
+    a.key   = a.score.n_group_q > 1 ? key.alloc(n_heads*a.ld) : nullptr;
+    a.sel   = sel.get();
+    a.cand  = cand.get();
+    a.state = state.get();
+    a.mean  = mean.get();
+    launch_cluster(layer<N_BIT, GB, TYPE>, dim3(a.n_block*a.score.n_head_kv, n_row), dim3(N_THREAD), a.n_block, N_SHARED, ctx.stream(), a);
+    return true;
+}
+
+template <int N_BIT, int TYPE>
+bool launch_layer(ggml_backend_cuda_context & ctx, const layer_args & a) {
+    return a.score.n_group_q == 1 ? launch_layer<N_BIT, 1, TYPE>(ctx, a) : launch_layer<N_BIT, 4, TYPE>(ctx, a);
+}
+
+// SCORE_SELECT and the ATTEND that reads it; false: nothing was done
+bool run_layer(ggml_backend_cuda_context & ctx, const ggml_tensor * score_select, const ggml_tensor * attend) {
+    const auto src = ggml_sparse_src_of(score_select), other = ggml_sparse_src_of(attend);
+    const auto p   = ggml_sparse_params_of<ggml_sparse_score_select_params>(score_select);
+    const int  cc  = ggml_cuda_info().devices[ctx.device].cc;
+    layer_args a = {};
+    a.score       = make_score(score_select);
+    a.attend      = make_attend(attend);
+    a.forced      = make_view(src.wanted, p.select.i_forced);
+    a.n_forced    = (int) src.wanted->ne[0] - p.select.i_forced;
+    a.n_local_max = p.select.n_local_max;
+    a.topk_max    = p.select.topk_max;
+    const int d = std::max(a.attend.d_k, a.attend.d_v);
+    a.n_lane      = d <= 64 ? 8 : d <= 128 ? 16 : 32;
+    const bool fits = cc >= 900 && cc < 0x10000 && src.k_t && src.q == other.q && src.k == other.k && src.mask == other.mask &&
+            (!a.attend.mean_v || (src.sealed == other.sealed && p.select.rest)) && !is_top_p(p.select) && a.n_forced <= a.topk_max &&
+            a.score.n_group_q <= LAYER_HEADS && a.score.n_grp <= N_STATE;
+    if (!fits) {
+        return false;
+    }
+    bool done = false;
+    ggml_sparse_with_bits(p.score.n_bit, [&](auto bits) {
+        done = f16_size(src.k, other.v) ? launch_layer<bits(), GGML_TYPE_F16>(ctx, a) : launch_layer<bits(), ANY>(ctx, a);
+    });
+    return done;
 }
 
 // ---- what can run ----
@@ -393,6 +473,23 @@ void ggml_cuda_op_sparse_attn(ggml_backend_cuda_context & ctx, ggml_tensor * dst
         case GGML_SPARSE_ATTN_ATTEND:  op_attend (ctx, dst); break;
         default: GGML_ABORT("sparse_attn: unknown sub-operation %d", dst->op_params[0]);
     }
+}
+
+int ggml_cuda_fuse_sparse_attn(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph, int i) {
+    const auto is_step = [&](int j, ggml_sparse_attn_op op) {
+        return j < graph->n_nodes && graph->nodes[j]->op == graph->nodes[i]->op && graph->nodes[j]->op_params[0] == op;
+    };
+    if (!is_step(i, GGML_SPARSE_ATTN_SCORE_SELECT) || !ggml_node_has_n_uses(graph, i, 1)) {
+        return 0;
+    }
+    const int j = is_step(i + 1, GGML_SPARSE_ATTN_VISIBLE) ? i + 2 : i + 1; // once in a graph, where the first ATTEND needs it
+    if (!is_step(j, GGML_SPARSE_ATTN_ATTEND) || ggml_sparse_src_of(graph->nodes[j]).sel != graph->nodes[i]) {
+        return 0;
+    }
+    if (j == i + 2) {
+        op_visible(ctx, graph->nodes[i + 1]);
+    }
+    return run_layer(ctx, graph->nodes[i], graph->nodes[j]) ? j - i : 0; // VISIBLE may run twice, then
 }
 
 bool ggml_cuda_sparse_attn_supported(const ggml_tensor * dst, int cc) {

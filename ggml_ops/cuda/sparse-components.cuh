@@ -119,7 +119,7 @@ __device__ __forceinline__ float find_spread(const score_shared<N_BIT, GB, NT> &
 
 // the token's `rank` components with the largest spread times the sum over the KV head's query heads of |q| (ties: the lowest), and per head of this pass
 // the coefficients q*scale/sqrt(|p_r|_1/|p|_1) with p = q*spread, 0 where the sums of a head are 0 or beyond f32. Returns the number of
-// components: fewer where q holds NaN
+// components: fewer where q holds NaN. After copy_states()
 template <int N_BIT, int GB, int NT>
 __device__ __forceinline__ int choose_components(score_shared<N_BIT, GB, NT> & m, const score_args & a, int64_t h_kv, int h0, int64_t i, int64_t s) {
     const int c = threadIdx.x;
@@ -135,9 +135,6 @@ __device__ __forceinline__ int choose_components(score_shared<N_BIT, GB, NT> & m
     }
     for (int j = a.n_group_q - h0; j < GB; ++j) {
         m.q[j][c] = 0.0f;
-    }
-    if (ggml_sparse_has_codes(N_BIT)) {
-        copy_states(m, a.sealed + s*a.n_grp, a.n_grp);
     }
     const float spread = c < a.d ? find_spread(m, a, h_kv, c, s) : 0.0f;
     size       *= spread;

@@ -11,8 +11,95 @@
 #include <cfloat>
 #include <cstdint>
 
-#ifndef SPARQ_LAUNCH
-#define SPARQ_LAUNCH(kernel, grid, block, stream, ...) kernel<<<grid, block, 0, stream>>>(__VA_ARGS__)
+#ifndef SPARQ_LAUNCH // the emulation of tests/cuda has its own
+#include <map>
+#include <mutex>
+#include <tuple>
+
+// a kernel may begin before the one in front of it has ended: each begins with begin_kernel()
+#define SPARQ_LAUNCH(kernel, grid, block, stream, ...) ggml_cuda_kernel_launch(kernel, ggml_cuda_kernel_launch_params(grid, block, 0, stream), __VA_ARGS__)
+#define SPARQ_DYNAMIC_SHARED(type, name) \
+    extern __shared__ __align__(16) char sparq_shared[]; \
+    type & name = *(type *) sparq_shared
+
+// The barrier of a cluster, in two halves: what a thread wrote before it arrives, also to global memory, all threads of the cluster see after they waited
+static __device__ __forceinline__ void cluster_arrive() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+#endif
+}
+static __device__ __forceinline__ void cluster_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
+
+// where another block of the cluster has what this one has at p, in shared memory
+template <typename T>
+static __device__ __forceinline__ T * cluster_at(T * p, int block) {
+    T * res = p;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm("mapa.u64 %0, %1, %2;" : "=l"(res) : "l"(p), "r"(block));
+#endif
+    return res;
+}
+
+
+struct cluster_launch {
+    cudaLaunchAttribute attrs[2];
+    cudaLaunchConfig_t  cfg = {};
+
+    // overlaps: the kernel may begin before the one in front of it has ended
+    cluster_launch(dim3 grid, dim3 block, int n_cluster, size_t n_shared, cudaStream_t stream, bool overlaps) {
+        attrs[0].id = cudaLaunchAttributeClusterDimension;
+        attrs[0].val.clusterDim.x = n_cluster;
+        attrs[0].val.clusterDim.y = attrs[0].val.clusterDim.z = 1;
+        attrs[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attrs[1].val.programmaticStreamSerializationAllowed = 1;
+        cfg.gridDim          = grid;
+        cfg.blockDim         = block;
+        cfg.dynamicSmemBytes = n_shared;
+        cfg.stream           = stream;
+        cfg.attrs            = attrs;
+        cfg.numAttrs         = overlaps ? 2 : 1;
+    }
+    cluster_launch(const cluster_launch &) = delete;
+};
+
+// How many clusters of this kernel run at once on the current device; 0 if it cannot run, as where the library has no code for Hopper
+template <typename K>
+int max_clusters(K kernel, int n_cluster, size_t n_shared) {
+    static std::mutex mutex;
+    static std::map<std::tuple<int, const void *, int>, int> known;
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto key = std::make_tuple(ggml_cuda_get_device(), (const void *) kernel, n_cluster);
+    const auto it = known.find(key);
+    if (it != known.end()) {
+        return it->second;
+    }
+    int n = 0;
+    cudaFuncAttributes attr = {};
+    if (cudaFuncGetAttributes(&attr, (const void *) kernel) == cudaSuccess && attr.ptxVersion >= 90) {
+        const cluster_launch launch(dim3(n_cluster), dim3(256), n_cluster, n_shared, nullptr, false);
+        const bool ok = cudaFuncSetAttribute((const void *) kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int) n_shared) == cudaSuccess &&
+                cudaFuncSetAttribute((const void *) kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess &&
+                cudaOccupancyMaxActiveClusters(&n, (const void *) kernel, &launch.cfg) == cudaSuccess;
+        n = ok ? n : 0;
+    }
+    (void) cudaGetLastError(); // a size that the device does not have
+    return known[key] = n;
+}
+
+// a kernel for which max_clusters() was asked
+template <typename K, typename A>
+void launch_cluster(K kernel, dim3 grid, dim3 block, int n_cluster, size_t n_shared, cudaStream_t stream, const A & args) {
+    static const bool overlaps = [] {
+        const char * env = getenv("GGML_CUDA_PDL"); // as upstream's kernels
+        return !env || atoi(env) != 0;
+    }();
+    cluster_launch launch(grid, block, n_cluster, n_shared, stream, overlaps);
+    CUDA_CHECK(cudaLaunchKernelEx(&launch.cfg, kernel, args));
+}
 #endif
 
 namespace sparse_cuda {
@@ -39,6 +126,12 @@ struct view {
         return (T *) (data + i1*nb1 + i2*nb2 + i3*nb3);
     }
 };
+
+// waits for the kernels in front of this one, and lets the next one begin
+__device__ __forceinline__ void begin_kernel() {
+    ggml_cuda_pdl_sync();
+    ggml_cuda_pdl_lc();
+}
 
 __device__ __forceinline__ float neg_inf() { return __int_as_float((int) 0xFF800000); }
 
@@ -189,6 +282,17 @@ __device__ __forceinline__ float warp_max(float x) {
 #pragma unroll
     for (int i = 16; i > 0; i /= 2) {
         x = fmaxf(x, __shfl_xor_sync(ALL, x, i));
+    }
+    return x;
+}
+
+// the sum over the lanes up to this one
+__device__ __forceinline__ int warp_prefix(int x) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) {
+        const int y = __shfl_up_sync(ALL, x, i);
+        x += lane >= i ? y : 0;
     }
     return x;
 }

@@ -81,6 +81,8 @@ template <>          struct codes<8> { using type = uint4; };
 // components whose codes are read at once
 template <int N_BIT, int GB> constexpr int AT_ONCE = N_BIT == 4 && GB == 1 ? 16 : N_BIT != 16 || GB == 1 ? 8 : 4;
 
+constexpr int COEF_PAD = 16; // coefficients are followed by zeros up to a multiple of this
+
 // the coefficients of the warp's heads, times the scales of its run, as whole numbers: logit = sum w*step*code + base; the work of a warp
 //   4 bits: w = w0, |w0| <= 127; 8 bits: w = 64*w0 + w1, |w0| <= 64, |w1| <= 32, and codes less 128, so that they have a sign
 //   range: of the KV head's first component in this run
@@ -90,7 +92,8 @@ __device__ __forceinline__ void make_coef(score_shared<N_BIT, GB, NT> & m, float
         int64_t nb_comp) {
     static_assert(N_BIT == 8 || N_BIT == 4);
     constexpr float MOST = (float) ggml_sparse_coef_max(N_BIT), MID = ggml_sparse_code_max(N_BIT)/2.0f;
-    const int  lane = threadIdx.x % 32, n_pad = (n_comp + AT_ONCE<N_BIT, GB> - 1)/AT_ONCE<N_BIT, GB>*AT_ONCE<N_BIT, GB>;
+    const int  lane = threadIdx.x % 32, n_pad = (n_comp + COEF_PAD - 1)/COEF_PAD*COEF_PAD;
+    static_assert(COEF_PAD % AT_ONCE<N_BIT, GB> == 0, "scans go beyond the last component");
     const auto range_of = [&](int i) { return (const float *) (range + m.comp[i]*nb_comp); };
 
     float top[GB] = {}, inv[GB];
@@ -137,19 +140,26 @@ __device__ __forceinline__ void make_coef(score_shared<N_BIT, GB, NT> & m, float
 }
 
 // the products at a lane's positions, from codes; k_t: the KV head's first component at these positions
-template <int N_BIT, int GB, int NT>
+//   make: makes the coefficients, step and base, while the first codes are on their way; N: components whose codes are read at once
+template <int N, int N_BIT, int GB, int NT, typename F>
 __device__ __forceinline__ void scan_codes(
         float (&x)[GB][PER_LANE], const score_shared<N_BIT, GB, NT> & m, const float (&step)[GB], const float (&base)[GB], int w, int n_comp, const char * k_t,
-        int64_t nb_comp) {
+        int64_t nb_comp, const F & make) {
     static_assert(N_BIT == 8 || N_BIT == 4);
-    constexpr int N = AT_ONCE<N_BIT, GB>;
     int sum[GB][PER_LANE] = {};
-#pragma unroll 1
-    for (int i0 = 0; i0 < n_comp; i0 += N) {
-        typename codes<N_BIT>::type raw[N];
+    typename codes<N_BIT>::type raw[N];
+    const auto load = [&](int i0) {
 #pragma unroll
         for (int j = 0; j < N; ++j) {
             raw[j] = *(const typename codes<N_BIT>::type *) (k_t + m.comp[min(i0 + j, n_comp - 1)]*nb_comp);
+        }
+    };
+    load(0);
+    make();
+#pragma unroll 1
+    for (int i0 = 0; i0 < n_comp; i0 += N) {
+        if (i0 > 0) {
+            load(i0);
         }
 #pragma unroll
         for (int b = 0; b < N; b += 4) {
@@ -185,6 +195,75 @@ __device__ __forceinline__ void scan_codes(
 #pragma unroll
         for (int p = 0; p < PER_LANE; ++p) {
             x[h][p] = (float) sum[h][p]*step[h] + base[h];
+        }
+    }
+}
+
+// the same of one line of 128 positions, where there are more warps than runs: each quarter of the lanes has a quarter of the components, and in the end
+// a lane has one span, span_position<4>(line*8 + lane % 8, line_span(lane)). The sums are the same whole numbers
+//   k_t: the KV head's first component at the line
+__device__ __forceinline__ int line_span(int lane) { return lane/8 % 2*2 + lane/16; }
+
+template <int GB, int NT, typename F>
+__device__ __forceinline__ void scan_line(
+        float (&x)[GB][4], const score_shared<4, GB, NT> & m, const float (&step)[GB], const float (&base)[GB], int w, int n_comp, const char * k_t,
+        int64_t nb_comp, const F & make) {
+    constexpr int N = 8, HEADS = GB == 1 ? 1 : 2; // components, heads at a time: more heads would not fit into registers
+    const int  lane = threadIdx.x % 32, per = (n_comp + COEF_PAD - 1)/COEF_PAD*(COEF_PAD/4), first = lane/8*per;
+    const bool up8 = lane & 8, up16 = lane & 16;
+    uint2 raw[N];
+    const auto load = [&](int i0) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            raw[j] = *(const uint2 *) (k_t + m.comp[min(first + i0 + j, n_comp - 1)]*nb_comp + lane % 8*8);
+        }
+    };
+    load(0);
+    make();
+#pragma unroll
+    for (int h0 = 0; h0 < GB; h0 += HEADS) {
+        int sum[HEADS][PER_LANE] = {};
+#pragma unroll 1
+        for (int i0 = 0; i0 < per; i0 += N) {
+            if (h0 + i0 > 0) {
+                load(i0);
+            }
+#pragma unroll
+            for (int b = 0; b < N; b += 4) {
+                const bool in = i0 + b < per;
+#pragma unroll
+                for (int word = 0; word < 2; ++word) {
+                    unsigned from[4], v[4];
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        from[j] = word == 0 ? raw[b + j].x : raw[b + j].y;
+                    }
+                    zip4(v, from);
+#pragma unroll
+                    for (int h = 0; h < HEADS; ++h) {
+                        const int w0 = in ? *(const int *) &m.w0[w][h0 + h][first + i0 + b] : 0;
+#pragma unroll
+                        for (int l = 0; l < 4; ++l) {
+                            sum[h][word*8 + l]     = __dp4a((int) (v[l]      & 0x0F0F0F0Fu), w0, sum[h][word*8 + l]);
+                            sum[h][word*8 + 4 + l] = __dp4a((int) (v[l] >> 4 & 0x0F0F0F0Fu), w0, sum[h][word*8 + 4 + l]);
+                        }
+                    }
+                }
+            }
+        }
+#pragma unroll
+        for (int h = 0; h < HEADS; ++h) {
+            int half[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const int give = up8 ? sum[h][i] : sum[h][8 + i], keep = up8 ? sum[h][8 + i] : sum[h][i];
+                half[i] = keep + __shfl_xor_sync(ALL, give, 8);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int give = up16 ? half[i] : half[4 + i], keep = up16 ? half[4 + i] : half[i];
+                x[h0 + h][i] = (float) (keep + __shfl_xor_sync(ALL, give, 16))*step[h0 + h] + base[h0 + h];
+            }
         }
     }
 }
@@ -253,6 +332,7 @@ constexpr int score_blocks(int n_bit, int gb, int nt) { return (gb > 1 ? 1 : n_b
 //   N_BIT: of k_t, 0: exact scores from K; TYPE: of K, or ANY
 template <int N_BIT, int GB, int TYPE, int NT>
 static __global__ void __launch_bounds__(NT, score_blocks(N_BIT, GB, NT)) score(const score_args a) {
+    begin_kernel();
     constexpr int N_WARP = NT/32;
     __shared__ score_shared<N_BIT, GB, NT> m;
 
@@ -274,6 +354,9 @@ static __global__ void __launch_bounds__(NT, score_blocks(N_BIT, GB, NT)) score(
         }
         __syncthreads();
     } else {
+        if (ggml_sparse_has_codes(N_BIT)) {
+            copy_states(m, a.sealed + s*a.n_grp, a.n_grp);
+        }
         n_comp = choose_components(m, a, h_kv, h0, i, s);
     }
     static_assert(RUN/GROUP <= 8, "a byte of groups");
@@ -340,8 +423,9 @@ static __global__ void __launch_bounds__(NT, score_blocks(N_BIT, GB, NT)) score(
             const char * k_t = a.k_t.at(h_kv*a.d, s) + (int64_t) t0*N_BIT/8;
             if constexpr (HAS_CODES) {
                 float step[GB], base[GB];
-                make_coef(m, step, base, w, n_comp, a.k_range.at(h_kv*a.d, run, s), a.k_range.nb1);
-                scan_codes(x, m, step, base, w, n_comp, k_t + lane*(PER_LANE*N_BIT/8), a.k_t.nb1);
+                scan_codes<AT_ONCE<N_BIT, GB>>(x, m, step, base, w, n_comp, k_t + lane*(PER_LANE*N_BIT/8), a.k_t.nb1, [&] {
+                    make_coef(m, step, base, w, n_comp, a.k_range.at(h_kv*a.d, run, s), a.k_range.nb1);
+                });
             } else {
                 scan_f16(x, m, n_comp, k_t + lane*16, a.k_t.nb1, n_kv - t0);
             }
@@ -451,6 +535,7 @@ static __global__ void __launch_bounds__(NT, score_blocks(N_BIT, GB, NT)) score(
 
 // the same where the logits come from another node, bit for bit; a warp per (run, query head)
 static __global__ void __launch_bounds__(N_THREAD) sum_runs(const score_args a) {
+    begin_kernel();
     const int64_t run = (int64_t) blockIdx.x*N_WARP + threadIdx.x/32, head = (int64_t) blockIdx.z*a.n_head + blockIdx.y;
     if (run >= a.n_run) {
         return;

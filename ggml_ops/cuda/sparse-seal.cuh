@@ -112,6 +112,7 @@ __device__ inline void seal_run(const seal_args & a, int64_t h, int64_t s, int64
 // one block per (entry of the list, KV head, stream). The first entry of a sum block does all of the list that lie in it, so that
 // runs are coded and sums summed once, and nobody waits for anybody
 static __global__ void __launch_bounds__(N_THREAD, 2) seal(const seal_args a) {
+    begin_kernel();
     static_assert(SUM*GROUP % RUN == 0, "runs do not cross sum blocks");
     __shared__ float   rows[SEAL_ROWS][D_MAX];
     __shared__ uint8_t code[64][D_MAX];
@@ -193,6 +194,7 @@ static __global__ void __launch_bounds__(N_THREAD, 2) seal(const seal_args a) {
 
 // a warp per group
 static __global__ void __launch_bounds__(N_THREAD) visible(int32_t * res, const view mask, int64_t n_kv, int64_t n_grp) {
+    begin_kernel();
     const int64_t g = (int64_t) blockIdx.x*N_WARP + threadIdx.x/32;
     const int64_t i = blockIdx.y, s = blockIdx.z;
     const uint16_t * m = mask.at<const uint16_t>(i, 0, s);

@@ -76,6 +76,7 @@ __device__ __forceinline__ void mark_cells(const select_args & a, const int32_t 
 
 // for select_scan() alone, with several query heads: their keys
 static __global__ void __launch_bounds__(N_THREAD) rank_keys(const select_args a) {
+    begin_kernel();
     constexpr int N = LIST_KEYS/N_THREAD;
     __shared__ float top[G_MAX], inv[G_MAX];
     const head_place at(a, blockIdx.y, blockIdx.z);
@@ -102,6 +103,7 @@ static __global__ void __launch_bounds__(N_THREAD) rank_keys(const select_args a
 // one block: lists blockIdx.x, + gridDim.x, .. of a head, each of the cells of LIST_KEYS positions that are forced or reach a guess of the cut -> list,
 // count; with several query heads key, too
 static __global__ void __launch_bounds__(N_THREAD) list_keys(const select_args a) {
+    begin_kernel();
     constexpr int N = LIST_KEYS/N_THREAD, N_OWN = N_SAMPLE/N_THREAD; // of a thread
     __shared__ float    top[G_MAX], inv[G_MAX];
     __shared__ unsigned marks[LIST_KEYS/32];
@@ -321,6 +323,7 @@ __device__ __forceinline__ void finish_select(const select_args & a, int64_t u, 
 
 // one block per short head
 static __global__ void __launch_bounds__(N_THREAD, 4) select_small(const select_args a) {
+    begin_kernel();
     constexpr int N_HELD = N_SMALL/N_THREAD; // keys of a thread
     __shared__ float    top[G_MAX], inv[G_MAX];
     __shared__ unsigned marks[N_SMALL/32];
@@ -375,6 +378,7 @@ static __global__ void __launch_bounds__(N_THREAD, 4) select_small(const select_
 // one block per head, after list_keys(); its threads hold N_HELD cells each, if that is enough
 template <int NT, int N_HELD>
 static __global__ void __launch_bounds__(NT, NT == 1024 ? 1 : 3) select(const select_args a) {
+    begin_kernel();
     constexpr int NW = NT/32;
     __shared__ int  first[LIST_MAX + 1]; // listed before each list
     __shared__ int  part[2][NW];

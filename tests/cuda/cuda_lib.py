@@ -54,14 +54,19 @@ class CudaGgml(Ggml):
 
     cc: compute capability as ggml numbers it.
     n_sm: multiprocessors to plan for; 0: four on the host, on a GPU those it has.
+    fuse: run SCORE_SELECT and ATTEND of a layer in one launch, where that is possible.
     """
+
+    same_bits = False
 
     def __init__(self, lib_dir: Path, library: Path, cc: int = 900) -> None:
         super().__init__(lib_dir)
         self.lib = ctypes.CDLL(str(library))
         self.run = self.lib.sparq_cuda_compute
-        self.run.argtypes = [c_void_p, c_int, c_int, c_int, POINTER(c_size_t), c_void_p, c_int]
-        self.cc, self.n_sm = cc, 0
+        ints = [c_int] * 5
+        self.run.argtypes = [c_void_p, *ints, POINTER(c_size_t), c_void_p, c_int]
+        self.cc, self.n_sm, self.fuse = cc, 0, True
+        self.n_fused = 0  # layers that were one launch
         self.scratch = 0  # bytes, of the node that needed the most
         self.held: list[Buffer] = []  # memory of the graph
 
@@ -79,14 +84,16 @@ class CudaGgml(Ggml):
         arrays = [b.raw for b in self.held] + self.current.lazies
         table = np.array([[a.ctypes.data, a.nbytes] for a in arrays], np.uint64)
         pointer = table.ctypes.data_as(POINTER(c_uint64))
-        for node in nodes:
+        i = 0
+        while i < len(nodes):
             scratch = c_size_t()
-            backwards = n_threads == 2
-            address = ctypes.addressof(node.contents)
-            sizes = (self.cc, self.n_sm, backwards, scratch, pointer, len(table))
-            if self.run(address, *sizes):
-                raise NotImplementedError(f"sub-operation {node.contents.op_params[0]}")
+            sizes = (self.fuse, self.cc, self.n_sm, n_threads == 2, scratch, pointer, len(table))
+            n_done = self.run(graph, i, *sizes)
+            if n_done == 0:
+                raise NotImplementedError(f"sub-operation {nodes[i].contents.op_params[0]}")
             self.scratch = max(self.scratch, scratch.value)
+            self.n_fused += n_done > 1
+            i += n_done
 
 
 def why_no_host() -> str:

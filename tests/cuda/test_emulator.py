@@ -36,8 +36,35 @@ static void kernel(int * out, int kind) {
     }
 }
 
+// each block of a cluster takes the number of the one after it
+static void neighbour(int * out, int kind) {
+    struct memory { int number; };
+    SPARQ_DYNAMIC_SHARED(memory, m);
+    if (threadIdx.x == 0) {
+        m.number = 100 + blockIdx.x;
+    }
+    if (kind == 6) {
+        __syncthreads();
+    } else if (kind != 7 || blockIdx.x > 0) {
+        cluster_arrive();
+        cluster_wait();
+    }
+    out[blockIdx.x*64 + threadIdx.x] = *cluster_at(&m.number, kind == 8 ? 4 : (blockIdx.x + 1) % 4);
+}
+
 int main(int, char ** argv) {
     const int kind = atoi(argv[1]);
+    if (kind >= 5) {
+        std::vector<int> out[2];
+        for (int back = 0; back < 2; ++back) {
+            out[back].resize(256);
+            int * p = out[back].data();
+            emu::m().backwards = back;
+            emu::launch(dim3(4), dim3(64), [=] { neighbour(p, kind); }, 4, sizeof(int));
+        }
+        printf("%d %d %d\n", out[0] == out[1], out[0][3], out[0][255]);
+        return 0;
+    }
     std::vector<int> out[2];
     for (int back = 0; back < 2; ++back) {
         out[back].resize(64);
@@ -70,6 +97,10 @@ def program(ggml_headers: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
         (2, "threads wait for others"),
         (3, "different operations"),
         (4, "1 49605 152037"),
+        (5, "1 101 100"),
+        (6, "0 "),  # the barrier of a block is none of the cluster
+        (7, "threads wait for others"),
+        (8, "not in the shared memory of a cluster"),
     ],
 )
 def test_emulator_notices(program: Path, kind: int, want: str) -> None:

@@ -159,9 +159,11 @@ class Ggml:
     """The loaded libraries, with prototypes.
 
     n_planned: threads that work buffers are made for, where fewer run; 0: as many as run.
+    same_bits: the bits of a token do not depend on what other tokens of the batch read.
     """
 
     n_planned = 0
+    same_bits = True
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -14,6 +14,7 @@ import pytest
 from cases import Case
 from ggml_ctypes import STATS, Ggml, ScoreParams, ScoreSelectParams, SelectParams
 from graphs import Sources, dense_run, sparse_run
+from tolerances import EPS32
 
 CASES = [
     Case(n_kv=501, heads=(8, 2), d=64, batch=(3, 2), mask="part", extra="mean_v"),
@@ -38,17 +39,23 @@ def mixed(data: cases.Data, parity: int) -> tuple[cases.Data, np.ndarray]:
 @over_cases
 @pytest.mark.parametrize("exact", [False, True], ids=["sparq", "topk"])
 def test_mixed_batch(case: Case, exact: bool, ggml: Ggml) -> None:
-    """Each token has the bits that it has in a batch of its own kind, by any number of threads."""
+    """Each token has the bits that it has in a batch of its own kind, by any number of threads.
+
+    On a GPU one launch has all tokens of a batch, and adds up in another order than dense ATTEND.
+    """
     data = cases.make(case)
     assert np.isnan(data.k).any() or case.mask != "part", "hidden positions are poisoned"
     dense, sparse = dense_run(ggml, data), sparse_run(ggml, data, exact=exact)
+    limit = 0 if ggml.same_bits else 16 * EPS32 * np.abs(dense).max()
     for parity in (0, 1):
         both, every = mixed(data, parity)
         want = np.where(every[..., None, None], dense, sparse)
         for n_threads in (1, 2, 3, 16):
-            assert np.array_equal(sparse_run(ggml, both, n_threads, exact), want), n_threads
+            got = sparse_run(ggml, both, n_threads, exact)
+            assert np.array_equal(got[~every], want[~every]), n_threads
+            assert np.abs(got - want).max() <= limit, n_threads
     both.kl[..., 0] = -1
-    assert np.array_equal(sparse_run(ggml, both, exact=exact), dense)
+    assert np.abs(sparse_run(ggml, both, exact=exact) - dense).max() <= limit
 
 
 @over_cases

@@ -10,6 +10,28 @@
 #ifdef __CUDACC__
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#define CUDA_CHECK(call) do { if ((call) != cudaSuccess) { GGML_ABORT("%s", #call); } } while (0)
+inline int ggml_cuda_get_device() { return 0; }
+struct ggml_cuda_kernel_launch_params {
+    dim3 grid, block;
+    size_t shared;
+    cudaStream_t stream;
+    ggml_cuda_kernel_launch_params(dim3 grid, dim3 block, size_t shared, cudaStream_t stream) : grid(grid), block(block), shared(shared), stream(stream) {}
+};
+template <typename K, typename... A>
+void ggml_cuda_kernel_launch(K kernel, const ggml_cuda_kernel_launch_params & p, A &&... args) {
+    kernel<<<p.grid, p.block, p.shared, p.stream>>>(std::forward<A>(args)...);
+}
+static __device__ __forceinline__ void ggml_cuda_pdl_sync() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    cudaGridDependencySynchronize();
+#endif
+}
+static __device__ __forceinline__ void ggml_cuda_pdl_lc() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
 #else
 #include "cuda_emu.h"
 #endif

@@ -2,9 +2,9 @@
 
 // CUDA kernels on one CPU thread: what our kernels use of the language and its intrinsics, so that g++ compiles them as they are.
 //
-//   Every thread of a block is a fiber. A fiber runs until it waits (at a barrier of the block or of its warp) or ends; then the next one runs.
-//   Blocks run one after another. cuda_emu_order(1) runs threads and blocks from the last to the first: results that differ between the
-//   two orders betray a missing barrier.
+//   Every thread of a block is a fiber. A fiber runs until it waits (at a barrier of its cluster, its block or its warp) or ends; then the next one
+//   runs. Clusters, which as a rule are one block, run one after another. cuda_emu_order(1) runs threads and blocks from the last to the first: results
+//   that differ between the two orders betray a missing barrier.
 //   A barrier that not every thread reaches, and a warp operation that lanes reach at different places, abort.
 //   Not emulated: time, weak memory order, the exact bits of the fast exp and division, what lies in shared memory at the start.
 
@@ -24,7 +24,8 @@
 #define __forceinline__ inline
 #define __noinline__
 #define __launch_bounds__(...)
-#define __shared__ static
+#define __shared__ static // of kernels without clusters
+#define SPARQ_DYNAMIC_SHARED(type, name) type & name = *(type *) emu::dynamic_shared()
 
 struct dim3 {
     unsigned x, y, z;
@@ -46,24 +47,26 @@ struct fiber {
     ucontext_t ctx;
     jmp_buf    at;
     bool       started = false;
-    int        state = 0; // 0 ends, 1 runs, 2 waits for its warp, 3 for its block
-    unsigned   n_warp = 0, n_block = 0; // operations so far
+    int        state = 0; // 0 ends, 1 runs, 2 waits for its warp, 3 for its block, 4 for its cluster
+    unsigned   n_warp = 0, n_block = 0, n_arrived = 0; // operations so far
     dim3       thread;
 };
 
-constexpr int N_MAX = 1024, STACK = 64*1024;
+constexpr int N_MAX = 4096, STACK = 64*1024, C_MAX = 16, SHARED = 232448;
 
 struct machine {
     fiber    f[N_MAX];
     char   * stacks = nullptr;
     jmp_buf  home;
-    int      self = 0, n = 0;
+    char   * shared = nullptr; // [C_MAX][SHARED]
+    int      self = 0, n = 0, n_cluster = 1, n_sm = 4;
     bool     backwards = false;
-    dim3     grid, block, index;
+    dim3     grid, block, index; // index: of the first block of the cluster
     uint64_t lane_value[2][N_MAX]; // by the parity of the operation
     int      lane_op[2][N_MAX];
     int      arrived[N_MAX/32];
-    int      n_block_arrived = 0;
+    int      n_block_arrived[C_MAX], n_cluster_arrived = 0;
+    unsigned n_phase = 0; // barriers of the cluster that are done
     int      block_value[2][N_MAX];
     const std::function<void()> * kernel = nullptr;
 };
@@ -109,14 +112,22 @@ inline void run_fiber(int i) {
     }
 }
 
-inline void run_block() {
+inline int of_block() { return m().self/(int) m().block.x; } // of the cluster
+
+inline char * dynamic_shared() { return m().shared + (size_t) of_block()*SHARED; }
+
+inline dim3 block_index() { return dim3(m().index.x + of_block(), m().index.y, m().index.z); }
+
+inline void run_cluster() {
     machine & x = m();
     memset(x.arrived, 0, sizeof(x.arrived));
-    x.n_block_arrived = 0;
+    memset(x.n_block_arrived, 0, sizeof(x.n_block_arrived));
+    x.n_cluster_arrived = 0;
+    x.n_phase = 0;
     for (int i = 0; i < x.n; ++i) {
         x.f[i].state  = 1;
-        x.f[i].n_warp = x.f[i].n_block = 0;
-        x.f[i].thread = dim3(i);
+        x.f[i].n_warp = x.f[i].n_block = x.f[i].n_arrived = 0;
+        x.f[i].thread = dim3(i % x.block.x);
     }
     for (int alive = x.n; alive > 0; ) {
         bool ran = false;
@@ -137,23 +148,32 @@ inline void run_block() {
     }
 }
 
-inline void launch(dim3 grid, dim3 block, const std::function<void()> & kernel) {
+inline void launch(dim3 grid, dim3 block, const std::function<void()> & kernel, int n_cluster = 1, size_t n_shared = 0) {
     machine & x = m();
     if (!x.stacks) {
-        x.stacks = (char *) mmap(nullptr, (size_t) N_MAX*STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        const auto map = [](size_t n) { return (char *) mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0); };
+        x.stacks = map((size_t) N_MAX*STACK);
+        x.shared = map((size_t) C_MAX*SHARED);
+    }
+    if (n_cluster < 1 || n_cluster > C_MAX || grid.x % n_cluster != 0 || n_cluster*block.x > N_MAX || n_shared > SHARED || block.x > 1024) {
+        fail("a cluster that CUDA would refuse, or that is not emulated");
     }
     if (block.y != 1 || block.z != 1 || block.x % 32 != 0 || block.x > N_MAX || grid.x < 1 || grid.y < 1 || grid.z < 1 || grid.y > 65535 || grid.z > 65535) {
         fail("a launch that CUDA would refuse, or that is not emulated");
     }
     x.grid   = grid;
     x.block  = block;
-    x.n      = (int) block.x;
+    x.n      = n_cluster*(int) block.x;
     x.kernel = &kernel;
-    const uint64_t n = (uint64_t) grid.x*grid.y*grid.z;
+    x.n_cluster = n_cluster;
+    const uint64_t n_x = grid.x/n_cluster, n = n_x*grid.y*grid.z;
     for (uint64_t j = 0; j < n; ++j) {
         const uint64_t i = x.backwards ? n - 1 - j : j;
-        x.index = dim3(i % grid.x, i/grid.x % grid.y, i/grid.x/grid.y);
-        run_block();
+        x.index = dim3(i % n_x*n_cluster, i/n_x % grid.y, i/n_x/grid.y);
+        for (int b = 0; b < n_cluster; ++b) {
+            memset(x.shared + (size_t) b*SHARED, 0xFF, n_shared); // NaN
+        }
+        run_cluster();
     }
 }
 
@@ -180,18 +200,40 @@ inline const uint64_t * exchange(uint64_t value, int op) {
 
 inline const int * sync_block(int value) {
     machine & x = m();
-    const int i = x.self, parity = x.f[i].n_block++ % 2;
+    const int i = x.self, parity = x.f[i].n_block++ % 2, b = of_block(), nt = (int) x.block.x;
     x.block_value[parity][i] = value;
-    if (++x.n_block_arrived < x.n) {
+    if (++x.n_block_arrived[b] < nt) {
         x.f[i].state = 3;
         wait();
     } else {
-        x.n_block_arrived = 0;
-        for (int j = 0; j < x.n; ++j) {
+        x.n_block_arrived[b] = 0;
+        for (int j = b*nt; j < (b + 1)*nt; ++j) {
             x.f[j].state = 1;
         }
     }
-    return x.block_value[parity];
+    return x.block_value[parity] + b*nt;
+}
+
+inline void arrive_cluster() {
+    machine & x = m();
+    if (++x.f[x.self].n_arrived != x.n_phase + 1) {
+        fail("a thread arrives twice at a barrier of the cluster, or does not wait");
+    }
+    if (++x.n_cluster_arrived == x.n) {
+        x.n_cluster_arrived = 0;
+        ++x.n_phase;
+        for (int j = 0; j < x.n; ++j) {
+            x.f[j].state = x.f[j].state == 4 ? 1 : x.f[j].state;
+        }
+    }
+}
+
+inline void wait_cluster() {
+    machine & x = m();
+    if (x.f[x.self].n_arrived > x.n_phase) {
+        x.f[x.self].state = 4;
+        wait();
+    }
 }
 
 template <typename T> inline uint64_t to_bits(T v) { uint64_t b = 0; memcpy(&b, &v, sizeof(v)); return b; }
@@ -202,7 +244,7 @@ inline void check_mask(unsigned mask) { if (mask != 0xFFFFFFFFu) { fail("a mask 
 } // namespace emu
 
 #define threadIdx (emu::m().f[emu::m().self].thread)
-#define blockIdx  (emu::m().index)
+#define blockIdx  (emu::block_index())
 #define blockDim  (emu::m().block)
 #define gridDim   (emu::m().grid)
 
@@ -210,7 +252,7 @@ static inline void __syncthreads() { emu::sync_block(0); }
 static inline int __syncthreads_count(int p) {
     const int * v = emu::sync_block(p != 0);
     int res = 0;
-    for (int i = 0; i < emu::m().n; ++i) { res += v[i]; }
+    for (unsigned i = 0; i < emu::m().block.x; ++i) { res += v[i]; }
     return res;
 }
 static inline int __syncthreads_or(int p) { return __syncthreads_count(p) > 0; }
@@ -239,11 +281,27 @@ static inline unsigned __ballot_sync(unsigned mask, int p) {
 
 static inline void __syncwarp() { __ballot_sync(0xFFFFFFFFu, 0); }
 
+// a cluster: its barrier in two halves; what another block has where this one has *p
+static inline void cluster_arrive() { emu::arrive_cluster(); }
+static inline void cluster_wait()   { emu::wait_cluster(); }
+template <typename T> static inline T * cluster_at(T * p, int block) {
+    if (block < 0 || block >= emu::m().n_cluster || (char *) p - emu::dynamic_shared() < 0 || (char *) p - emu::dynamic_shared() >= emu::SHARED) {
+        emu::fail("not in the shared memory of a cluster");
+    }
+    return (T *) ((char *) p + ((ptrdiff_t) block - emu::of_block())*emu::SHARED);
+}
+static inline void ggml_cuda_pdl_sync() {}
+static inline void ggml_cuda_pdl_lc() {}
+
 static inline int      __popc(unsigned x)            { return __builtin_popcount(x); }
+static inline int      __ffs(int x)                  { return __builtin_ffs(x); }
+static inline unsigned __float_as_uint(float x)      { unsigned b; memcpy(&b, &x, 4); return b; }
 static inline int      __float_as_int(float x)       { int b; memcpy(&b, &x, 4); return b; }
 static inline float    __int_as_float(int b)         { float x; memcpy(&x, &b, 4); return x; }
 static inline float    __uint_as_float(unsigned b)   { float x; memcpy(&x, &b, 4); return x; }
 static inline float    __fdiv_rn(float a, float b)   { return a/b; }
+static inline float    __fdividef(float a, float b)  { return a/b; }
+static inline int      __float2int_rd(float x)       { return x != x ? 0 : x >= 2147483648.0f ? 2147483647 : x <= -2147483648.0f ? -2147483647 - 1 : (int) floorf(x); }
 static inline float    __fsqrt_rn(float a)           { return sqrtf(a); }
 template <typename T> static inline T __ldcg(const T * p) { return *p; }
 static inline int      min(int a, int b)             { return a < b ? a : b; }
@@ -276,3 +334,10 @@ static inline float2 __half22float2(__half2 h)    { return { __half2float(h.x), 
 
 typedef void * cudaStream_t;
 #define SPARQ_LAUNCH(kernel, grid, block, stream, ...) ((void) (stream), emu::launch(grid, block, [=] { kernel(__VA_ARGS__); }))
+
+// as in sparse-device.cuh
+template <typename K, typename A>
+void launch_cluster(K kernel, dim3 grid, dim3 block, int n_cluster, size_t n_shared, cudaStream_t, const A & args) {
+    emu::launch(grid, block, [=] { kernel(args); }, n_cluster, n_shared);
+}
+template <typename K> int max_clusters(K, int n_cluster, size_t) { return 2*emu::m().n_sm/n_cluster; }

@@ -86,63 +86,67 @@ struct test_pool : ggml_cuda_pool {
     std::vector<void *> taken;
 };
 
-// 0: done; 1: not supported. n_sm: multiprocessors to plan for, 0: those there are; backwards: the order of the emulator's threads;
-// scratch: the most bytes of it at a time; buffers [n]: {address, bytes} of all memory that the node's tensors lie in (on a GPU: copied there and back)
-extern "C" int sparq_cuda_compute(ggml_tensor * node, int cc, int n_sm, int backwards, size_t * scratch, const uint64_t (*buffers)[2], int n) {
+// Node i of the graph, or it and those behind it that one launch does where fuse is set. Returns how many it has done; 0: it is not supported
+//   n_sm: multiprocessors to plan for, 0: those there are; backwards: the order of the emulator's threads; scratch: the most bytes of it at a time;
+//   buffers [n]: {address, bytes} of all memory that the tensors lie in (on a GPU: copied there and back)
+extern "C" int sparq_cuda_compute(ggml_cgraph * graph, int i, int fuse, int cc, int n_sm, int backwards, size_t * scratch, const uint64_t (*buffers)[2], int n) {
     test_pool pool;
     ggml_backend_cuda_context ctx;
     ctx.the_pool = &pool;
     info.devices[0].nsm = n_sm > 0 ? n_sm : 4;
+    info.devices[0].cc  = cc;
 #ifdef __CUDACC__
     int nsm = 0;
     CHECK(cudaDeviceGetAttribute(&nsm, cudaDevAttrMultiProcessorCount, 0));
     info.devices[0].nsm = n_sm > 0 ? n_sm : nsm;
     (void) backwards;
     std::vector<char *> device(n);
-    const auto moved = [&](ggml_tensor * t) {
-        for (int i = 0; i < n; ++i) {
-            const uint64_t o = (uint64_t) t->data - buffers[i][0];
-            if (o < buffers[i][1]) {
-                t->data = device[i] + o;
-                return;
+    for (int j = 0; j < n; ++j) { // at the same distance from a multiple of 256
+        const size_t shift = buffers[j][0] % 256;
+        device[j] = (char *) device_alloc(buffers[j][1] + 256) + shift;
+        CHECK(cudaMemcpy(device[j], (void *) buffers[j][0], buffers[j][1], cudaMemcpyHostToDevice));
+    }
+    std::map<ggml_tensor *, void *> before;
+    const auto move = [&](ggml_tensor * t) {
+        for (int j = 0; t && t->data && !before.count(t) && j < n; ++j) {
+            const uint64_t o = (uint64_t) t->data - buffers[j][0];
+            if (o < buffers[j][1]) {
+                before[t] = t->data;
+                t->data   = device[j] + o;
             }
         }
-        fprintf(stderr, "a tensor lies in no buffer\n");
-        abort();
     };
-    for (int i = 0; i < n; ++i) { // at the same distance from a multiple of 256
-        const size_t shift = buffers[i][0] % 256;
-        device[i] = (char *) device_alloc(buffers[i][1] + 256) + shift;
-        CHECK(cudaMemcpy(device[i], (void *) buffers[i][0], buffers[i][1], cudaMemcpyHostToDevice));
-    }
-    ggml_tensor dst = *node, src[GGML_MAX_SRC];
-    moved(&dst);
-    for (int i = 0; i < GGML_MAX_SRC; ++i) {
-        if (node->src[i]) {
-            src[i] = *node->src[i];
-            moved(&src[i]);
-            dst.src[i] = &src[i];
+    for (int j = i; j < graph->n_nodes; ++j) {
+        move(graph->nodes[j]);
+        for (ggml_tensor * src : graph->nodes[j]->src) {
+            move(src);
         }
-    }
-    const bool ok = ggml_cuda_sparse_attn_supported(&dst, cc);
-    if (ok) {
-        ggml_cuda_op_sparse_attn(ctx, &dst);
-        CHECK(cudaGetLastError());
-        CHECK(cudaDeviceSynchronize());
-    }
-    for (int i = 0; i < n; ++i) {
-        CHECK(cudaMemcpy((void *) buffers[i][0], device[i], buffers[i][1], cudaMemcpyDeviceToHost));
-        device_free(device[i] - buffers[i][0] % 256);
     }
 #else
     (void) buffers;
     (void) n;
     emu::m().backwards = backwards;
-    const bool ok = ggml_cuda_sparse_attn_supported(node, cc);
-    if (ok) {
-        ggml_cuda_op_sparse_attn(ctx, node);
+    emu::m().n_sm = info.devices[0].nsm;
+#endif
+    int n_done = ggml_cuda_sparse_attn_supported(graph->nodes[i], cc);
+    if (n_done > 0) {
+        const int more = fuse ? ggml_cuda_fuse_sparse_attn(ctx, graph, i) : 0;
+        n_done += more;
+        if (more == 0) {
+            ggml_cuda_op_sparse_attn(ctx, graph->nodes[i]);
+        }
+    }
+#ifdef __CUDACC__
+    CHECK(cudaGetLastError());
+    CHECK(cudaDeviceSynchronize());
+    for (const auto & [t, data] : before) {
+        t->data = data;
+    }
+    for (int j = 0; j < n; ++j) {
+        CHECK(cudaMemcpy((void *) buffers[j][0], device[j], buffers[j][1], cudaMemcpyDeviceToHost));
+        device_free(device[j] - buffers[j][0] % 256);
     }
 #endif
     *scratch = pool.most;
-    return ok ? 0 : 1;
+    return n_done;
 }

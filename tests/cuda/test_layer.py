@@ -1,0 +1,132 @@
+"""SCORE_SELECT and ATTEND of a layer in one launch: what it does, and when it does.
+
+Both orders of the emulator, by clusters of 1 to 16 blocks. That a result is right the tests of the
+op tell (test_kernels.py), which run in one launch, too; here it is compared with separate launches
+where the cut is hard to find: a cell too many or too few shows, since V is random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import cases
+import numpy as np
+import pytest
+from cases import Case
+from graphs import sparse_run
+
+HEADS = [(2, 2), (8, 2), (12, 2)]  # the last in two passes over the heads
+N_SM = [1, 4, 200]  # for clusters of 1 to 16 blocks
+
+
+@contextmanager
+def planned(ggml, n_sm: int = 0, fuse: bool = True, cc: int = 900) -> Iterator[None]:
+    ggml.n_sm, ggml.fuse, ggml.cc = n_sm, fuse, cc
+    try:
+        yield
+    finally:
+        ggml.n_sm, ggml.fuse, ggml.cc = 0, True, 900
+
+
+def check(ggml, data: cases.Data, n_sm: int) -> None:
+    with planned(ggml, fuse=False):
+        want = sparse_run(ggml, data)
+    before = ggml.n_fused
+    for n_threads in (1, 2):  # both orders
+        with planned(ggml, n_sm):
+            got = sparse_run(ggml, data, n_threads)
+        assert np.allclose(got, want, rtol=0, atol=2e-5 * np.abs(data.v[~data.hidden]).max())
+    assert ggml.n_fused == before + 2, "it was not one launch"
+
+
+@pytest.mark.parametrize("n_sm", N_SM)
+@pytest.mark.parametrize("heads", HEADS)
+def test_as_separate_launches(heads: tuple[int, int], n_sm: int, ggml) -> None:
+    case = Case(n_kv=2600, d=64, heads=heads, local=32, mask="part", extra="mean_v+sinks", seed=3)
+    check(ggml, cases.make(case), n_sm)
+
+
+@pytest.mark.parametrize("sealed", ["none", "mixed", "all"])
+@pytest.mark.parametrize("n_sm", N_SM)
+def test_groups_read_by_rows(sealed: str, n_sm: int, ggml) -> None:
+    """47 groups: more than are shared by the blocks of a cluster, if none is sealed."""
+    check(ggml, cases.make(Case(n_kv=3000, heads=(4, 2), sealed=sealed, extra="mean_v")), n_sm)
+
+
+def with_logits(heads: tuple[int, int], logits: np.ndarray, topk: str = "64") -> cases.Data:
+    """Data whose scores are these, the same for all heads: q has one component."""
+    case = Case(len(logits), 64, heads, "d", topk, 0, mask="open", sealed="none", extra="mean_v")
+    data = cases.make(case)
+    q, k = np.zeros_like(data.q), np.zeros_like(data.k)
+    q[..., 0] = 8  # the scale is 1/8
+    k[..., 0] = logits[:, None]
+    return replace(data, q=q, k=k)
+
+
+def ties(rng: np.random.Generator, n: int) -> np.ndarray:
+    return np.zeros(n)
+
+
+def two_values(rng: np.random.Generator, n: int) -> np.ndarray:
+    return np.where(rng.permutation(n) < 20, 1.0, -1.0)  # 20 of the 64, the others by their place
+
+
+def far_away(rng: np.random.Generator, n: int) -> np.ndarray:
+    x = rng.standard_normal(n)
+    x[[5, 9]] = 1000, -1000  # a bin of all that lies between has nearly all
+    return x
+
+
+def close_together(rng: np.random.Generator, n: int) -> np.ndarray:
+    return 4 + rng.integers(0, 2000, n) / 512.0 * 2.0**-8  # f16 parts few of them
+
+
+def below_all_bins(rng: np.random.Generator, n: int) -> np.ndarray:
+    return np.where(rng.permutation(n) < 40, 20.0, -40.0) + rng.standard_normal(n)
+
+
+@pytest.mark.parametrize("heads", HEADS[:2])
+@pytest.mark.parametrize("make", [ties, two_values, far_away, close_together, below_all_bins])
+def test_cuts_that_are_hard_to_find(make, heads: tuple[int, int], ggml) -> None:
+    logits = make(np.random.default_rng(7), 3000)
+    check(ggml, with_logits(heads, logits.astype(np.float16)), 4)
+
+
+@pytest.mark.parametrize("topk", ["8", "n-1", "n", "n+5"])
+@pytest.mark.parametrize("heads", HEADS[:2])
+def test_any_k(topk: str, heads: tuple[int, int], ggml) -> None:
+    check(ggml, cases.make(Case(1500, 64, heads, topk=topk, mask="part", extra="mean_v")), 4)
+
+
+@pytest.mark.parametrize("heads", HEADS[:2])
+def test_what_is_not_finite(heads: tuple[int, int], ggml) -> None:
+    """A NaN among the keys, which hides its cell; a query of NaN and of inf."""
+    data = cases.make(Case(700, 64, heads, "d", sealed="none", mask="open", batch=(3, 1)))
+    data.k[:, 100] = np.nan
+    data.q[:, 1, 0, 3] = np.nan
+    data.q[:, 2, 0, 5] = np.inf
+    with planned(ggml, fuse=False):
+        want = sparse_run(ggml, data)
+    got = sparse_run(ggml, data)
+    assert np.array_equal(np.isfinite(got), np.isfinite(want))
+    assert np.allclose(got[np.isfinite(got)], want[np.isfinite(got)], rtol=0, atol=1e-4)
+
+
+def test_when_it_is_one_launch(ggml) -> None:
+    """On Hopper and later; without top_p; up to 32 query heads per KV head."""
+    plain = Case(n_kv=600, heads=(4, 2))
+    for case, cc, one in [
+        (plain, 900, True),
+        (plain, 1200, True),
+        (plain, 890, False),
+        (replace(plain, extra="top_p"), 900, False),
+        (replace(plain, heads=(64, 1)), 900, False),
+        (replace(plain, topk="1", local=1), 900, False),  # more are forced than selected
+        (replace(plain, type_k="q8_0"), 900, True),
+    ]:
+        before = ggml.n_fused
+        with planned(ggml, cc=cc):
+            sparse_run(ggml, cases.make(case))
+        assert (ggml.n_fused > before) == one, (case, cc)
