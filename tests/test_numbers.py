@@ -24,7 +24,7 @@ from pyorch.evals import figures, series, stats, summary, table
 
 ROOT = Path(__file__).parents[1]
 EPYC = ROOT / "bench" / "results" / "amd-epyc-2-cores"
-H200 = ROOT / "bench" / "results" / "nvidia-h200-intel-xeon-16-cores"
+H100 = ROOT / "bench" / "results" / "nvidia-h100-intel-xeon-16-cores"
 
 
 def speedup(rows: list[dict[str, Any]], **where: Any) -> float:
@@ -65,13 +65,13 @@ def users() -> str:
 
 
 def on_gpu(positions: int) -> str:
-    rows = gpu_attention.FIGURE.data(H200)
+    rows = gpu_attention.FIGURE.data(H100)
     of = {"model": "llama2-7b", "batch": 1, "attention": "SparQ q4"}
     return f"{speedup(rows, positions=positions, **of):.1f}"
 
 
 def gpu_token(positions: int) -> str:
-    rows = gpu_tokens.FIGURE.data(H200)
+    rows = gpu_tokens.FIGURE.data(H100)
     return f"{speedup(rows, positions=positions, attention='SparQ 1/8 q4'):.1f}"
 
 
@@ -111,9 +111,9 @@ def sentences() -> list[str]:
         f"Eight users with 4,096 positions each get [{users()} "
         "times](docs/measurements.md#many-users-at-once) as many tokens",
         f"attention by itself is {on_gpu(32768)}x as fast as dense at 32k positions of Llama-2-7B "
-        f"and {on_gpu(131072)}x at 128k, but whole tokens gain only {gpu_token(32768)}x at 32k "
-        f"and {gpu_token(46080)}x at 45k",
-        f"read less than {AttentionSpec('sparq', ratio=0.5).gpu_min_mb // 1024} GB",
+        f"and {on_gpu(131072)}x at 128k. Whole tokens gain {gpu_token(32768)}x at 32k "
+        f"and {gpu_token(46080)}x at 45k, and nothing at 8k",
+        f"read less than {AttentionSpec('sparq', ratio=0.5).gpu_min_mb} MB",
         f"Contexts below {AttentionSpec('sparq', ratio=0.5).min_ctx:,} positions run exact",
         *quality(),
     ]
@@ -154,7 +154,7 @@ def quality() -> list[str]:
 
 # what a number in the README may be beside a measurement: names, types, settings, links
 NAMES = (
-    r"\]\([^)]*\)|`[^`]*`|Llama-2-7B|Qwen2\.5-Coder-[\d.]+B|the 0\.5B|NVIDIA H200|q[48]_0"
+    r"\]\([^)]*\)|`[^`]*`|Llama-2-7B|Qwen2\.5-Coder-[\d.]+B|the 0\.5B|NVIDIA H100|q[48]_0"
     r"|b?f(16|32)|1/(8|16)|8 bits|\(.* et al., 20\d\d\)"
 )
 
@@ -247,7 +247,7 @@ def test_intervals_of_the_documentation_are_those_of_the_tables() -> None:
 
 @pytest.mark.parametrize("name", draw.FIGURES)
 def test_the_numbers_of_a_figure_are_those_of_the_records(name: str) -> None:
-    rows = draw.figure(name).data(H200 if "gpu" in name else EPYC)
+    rows = draw.figure(name).data(H100 if "gpu" in name else EPYC)
     short = [{k: f"{v:.6g}" if isinstance(v, float) else v for k, v in r.items()} for r in rows]
     kept = (ROOT / "bench" / "figures" / f"{name}.csv").read_text("utf-8")
     assert kept == tables.as_csv(short) + "\n", "`make figures` draws it again"

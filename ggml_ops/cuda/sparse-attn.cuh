@@ -16,7 +16,8 @@ inline bool ggml_cuda_sparse_attn_supported(const ggml_tensor *, int) { return f
 // runs a node for which the function below says true; no synchronisation, grids that follow from shapes alone, scratch from ctx.pool()
 void ggml_cuda_op_sparse_attn(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
 
-// runs node i of the graph, which is one of ours, together with those behind it, if it is the first of nodes that one launch can do. Returns how many are done besides it
+// runs node i of the graph, which is one of ours, together with those behind it, if it is the first of nodes that one launch can do. Returns how many
+// are done besides it
 int ggml_cuda_fuse_sparse_attn(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph, int i);
 
 // can this node run on a device of compute capability cc (ggml's number: 750, 860, ..)? Sources without a buffer are taken to be on the device

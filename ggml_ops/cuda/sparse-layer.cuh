@@ -20,7 +20,7 @@
 #include "sparse-select-args.cuh"
 
 #ifndef SPARQ_MARK
-#define SPARQ_MARK(phase) // for a program that times the phases
+#define SPARQ_MARK(phase) // bench/gpu/layer.cu times the phases
 #endif
 
 namespace sparse_cuda {
@@ -274,7 +274,7 @@ struct layer_block {
         const int32_t * vis = ta.visible.at<const int32_t>(i_tok, 0, s), * sealed = sa.sealed + s*n_grp;
         const int n_rank = sa.rank_of(i_tok, s), coded_bytes = n_rank*(int) ggml_sparse_scan_bytes(GROUP, N_BIT);
         int sum[5] = {}; // visible positions; groups by rows of K, of V; bytes of step 1, of the mean of V: at most 1 GB, N_STATE groups of D_MAX elements
-constexpr int N = 4; // loads of a thread at once
+        constexpr int N = 4; // loads of a thread at once
 #pragma unroll 1
         for (int g0 = tid; g0 < (n_grp + N_THREAD - 1)/N_THREAD*N_THREAD; g0 += N*N_THREAD) {
             int seen[N], is_sealed[N];

@@ -101,7 +101,7 @@ class AttentionSpec:
     local: int | None = None
     sinks: int = 4
     min_ctx: int = 1024
-    gpu_min_mb: int = 1024
+    gpu_min_mb: int = 320
     mean_v: str = "auto"
     budget: str = "uniform"
     shadow: str = "q4"
