@@ -35,14 +35,15 @@ struct alignas(16) score_shared {
 
     float    q[GB][D_MAX];          // what rows of K are multiplied with, see q_place()
     float    coef[GB][D_MAX];       // per kept component
-    float    x[GB][RUN];            // products with rows of K, of one run
+    float    x[GB][RUN];            // products with rows of K, of one run; before that scratch of choose_components()
     float    size[D_MAX];           // sum over the heads of |q|, times the spread
     float    spread[D_MAX];
     int8_t   w0[HAS_CODES ? N_WARP : 1][GB][D_MAX], w1[N_BIT == 8 ? N_WARP : 1][GB][D_MAX]; // whole coefficients of each warp, see make_coef()
     int16_t  comp[D_MAX];           // kept components, ascending
     unsigned sealed[HAS_CODES ? N_STATE/32 : 1]; // a bit per group
     unsigned rows[N_WARP];          // the groups of a warp's run that are read from K, a bit each
-    int      n_warp[N_WARP];
+    int      n_kept[N_WARP];
+    float    sums[2][N_WARP][GB];
     int64_t  bytes[N_WARP];         // what a warp had to read; the first pass counts
 };
 
@@ -62,150 +63,182 @@ __device__ __forceinline__ void copy_states(score_shared<N_BIT, GB, NT> & m, con
     __syncthreads();
 }
 
-// how far component c of K spreads, as the contract of SCORE says; after copy_states()
-template <int N_BIT, int GB, int NT>
-__device__ __forceinline__ float find_spread(const score_shared<N_BIT, GB, NT> & m, const score_args & a, int64_t h_kv, int c, int64_t s) {
-    if (!ggml_sparse_has_codes(N_BIT)) {
-        return 1.0f;
-    }
-    static_assert(RUN/GROUP == 8, "the states of a run are a byte of m.sealed");
-    const bool few = a.n_grp <= N_STATE;
-    const int32_t * states = a.sealed + s*a.n_grp;
-    const int64_t n_run = ggml_sparse_sealed_runs(a.n_kv, [&](int64_t g) { return few ? (m.sealed[g/32] >> g % 32 & 1) != 0 : states[g] != 0; });
-    if (n_run == 0) {
-        return 1.0f;
-    }
-    float mid[GGML_SPARSE_SPREAD_RUNS], width[GGML_SPARSE_SPREAD_RUNS], mean = 0.0f, square = 0.0f;
-    bool  is_in[GGML_SPARSE_SPREAD_RUNS];
-    int   n = 0;
-    if (few) {
+// the ranges of component c in the runs that tell how far it spreads, as they are read
+struct spread_ranges {
+    static constexpr int N = GGML_SPARSE_SPREAD_RUNS;
+    float width[N], low[N]; // of a code, < 0: none; what code 0 is
+    int   n_sealed;         // runs
+
+    // c < a.d, or nothing is read; after copy_states()
+    template <int N_BIT, int GB, int NT>
+    __device__ __forceinline__ void load(const score_shared<N_BIT, GB, NT> & m, const score_args & a, int64_t h_kv, int c, int64_t s) {
+        static_assert(RUN/GROUP == 8, "the states of a run are a byte of m.sealed");
+        const bool few = a.n_grp <= N_STATE;
+        const int32_t * states = a.sealed + s*a.n_grp;
+        n_sealed = (int) ggml_sparse_sealed_runs((int) a.n_kv, [&](int g) { return few ? (m.sealed[g/32] >> g % 32 & 1) != 0 : states[g] != 0; });
 #pragma unroll
-        for (int j = 0; j < GGML_SPARSE_SPREAD_RUNS; ++j) {
-            const int run = (int) ggml_sparse_spread_run(j, n_run);
-            is_in[j] = (m.sealed[run/4] >> run % 4*8 & 0xFF) == 0xFF;
-        }
-    } else {
-#pragma unroll
-        for (int j = 0; j < GGML_SPARSE_SPREAD_RUNS; ++j) {
-            is_in[j] = true;
+        for (int j = 0; j < N; ++j) {
+            const int run = (int) ggml_sparse_spread_run(j, n_sealed);
+            bool is_in = c < a.d && n_sealed > 0;
+            if (few) {
+                is_in = is_in && (m.sealed[run/4] >> run % 4*8 & 0xFF) == 0xFF;
+            } else {
 #pragma unroll 1
-            for (int g = 0; g < RUN/GROUP; ++g) {
-                is_in[j] = is_in[j] && states[ggml_sparse_spread_run(j, n_run)*(RUN/GROUP) + g] != 0;
+                for (int g = 0; g < RUN/GROUP; ++g) {
+                    is_in = is_in && states[run*(RUN/GROUP) + g] != 0;
+                }
             }
+            const float * range = a.k_range.at<const float>(h_kv*a.d + c, run, s);
+            width[j] = is_in ? range[0] : -1.0f;
+            low[j]   = is_in ? range[1] : 0.0f;
         }
     }
+
+    // the spread, as the contract of SCORE says; middle: the mean of the ranges' middles
+    __device__ __forceinline__ float spread(int code_max, float * middle) const {
+        float mid[N], mean = 0.0f, square = 0.0f;
+        int   n = 0;
 #pragma unroll
-    for (int j = 0; j < GGML_SPARSE_SPREAD_RUNS; ++j) { // all loads first
-        const float * range = a.k_range.at<const float>(h_kv*a.d + c, ggml_sparse_spread_run(j, n_run), s);
-        width[j] = is_in[j] ? range[0] : 0.0f;
-        mid[j]   = is_in[j] ? range[1] : 0.0f;
-    }
-#pragma unroll
-    for (int j = 0; j < GGML_SPARSE_SPREAD_RUNS; ++j) {
-        if (is_in[j]) {
-            const float x = width[j]*ggml_sparse_code_max(N_BIT);
-            mid[j] += 0.5f*x;
+        for (int j = 0; j < N; ++j) {
+            const float x = fmaxf(width[j], 0.0f)*code_max;
+            mid[j]  = low[j] + 0.5f*x;
             mean   += mid[j];
             square += x*x/36.0f;
-            n++;
+            n      += width[j] >= 0.0f;
         }
-    }
+        const float inv = __fdiv_rn(1.0f, (float) max(n, 1));
+        *middle = mean*inv;
 #pragma unroll
-    for (int j = 0; j < GGML_SPARSE_SPREAD_RUNS; ++j) {
-        square += is_in[j] ? (mid[j] - mean/n)*(mid[j] - mean/n) : 0.0f;
+        for (int j = 0; j < N; ++j) {
+            square += width[j] >= 0.0f ? (mid[j] - mean*inv)*(mid[j] - mean*inv) : 0.0f;
+        }
+        return n > 0 ? __fsqrt_rn(square*inv) : 1.0f;
     }
-    return n > 0 ? __fsqrt_rn(square/n) : 1.0f;
-}
+};
 
-// the token's `rank` components with the largest spread times the sum over the KV head's query heads of |q| (ties: the lowest), and per head of this pass
-// the coefficients q*scale/sqrt(|p_r|_1/|p|_1) with p = q*spread, 0 where the sums of a head are 0 or beyond f32. Returns the number of
-// components: fewer where q holds NaN. After copy_states()
+// the token's `rank` components with the largest spread times the sum over the KV head's query heads of |q| (ties: the lowest) -> m.comp, ascending, and
+// per head of this pass the coefficients q*scale/sqrt(|p_r|_1/|p|_1) with p = q*spread, 0 where the sums of a head are 0 or beyond f32. Returns the number
+// of components: fewer where q holds NaN. After copy_states(); ends at a barrier
+//   for_rows: the coefficients are rotated as K is, too, for rows of K -> m.q
+//   m.x[0][c]: what component c is on average, as far as the ranges tell
 template <int N_BIT, int GB, int NT>
-__device__ __forceinline__ int choose_components(score_shared<N_BIT, GB, NT> & m, const score_args & a, int64_t h_kv, int h0, int64_t i, int64_t s) {
-    const int c = threadIdx.x;
+__device__ __forceinline__ int choose_components(
+        score_shared<N_BIT, GB, NT> & m, const score_args & a, int64_t h_kv, int h0, int64_t i, int64_t s, bool for_rows) {
+    const int  d = a.d, G = a.n_group_q, c = threadIdx.x, w = c/32, lane = c % 32;
+    const bool in = c < d;
+    spread_ranges ranges;
+    if (ggml_sparse_has_codes(N_BIT)) {
+        ranges.load(m, a, h_kv, c, s);
+    }
     float size = 0.0f;
-#pragma unroll 1
-    for (int j = 0; j < a.n_group_q; ++j) {
-        float x = c < a.d ? a.q.at<const float>(h_kv*a.n_group_q + j, i, s)[c] : 0.0f;
-        x = hadamard(x, a.n_rot, m.size);
+    const auto take = [&](int j, float x) {
         if (j >= h0 && j < h0 + GB) {
             m.q[j - h0][c] = x;
         }
         size += fabsf(x);
+    };
+    const auto load = [&](int j) { return in ? a.q.at<const float>(h_kv*G + j, i, s)[c] : 0.0f; };
+    if (a.n_rot > 0) {
+#pragma unroll 1
+        for (int j = 0; j < G; ++j) {
+            take(j, hadamard(load(j), a.n_rot, m.size));
+        }
+    } else {
+#pragma unroll 4
+        for (int j = 0; j < G; ++j) {
+            take(j, load(j));
+        }
     }
-    for (int j = a.n_group_q - h0; j < GB; ++j) {
+#pragma unroll 1
+    for (int j = G - h0; j < GB; ++j) {
         m.q[j][c] = 0.0f;
     }
-    const float spread = c < a.d ? find_spread(m, a, h_kv, c, s) : 0.0f;
-    size       *= spread;
+    float spread = 1.0f, middle = 0.0f;
+    if (ggml_sparse_has_codes(N_BIT)) {
+        spread = ranges.spread(ggml_sparse_code_max(N_BIT), &middle);
+    }
+    spread = in ? spread : 0.0f;
+    size  *= spread;
     m.size[c]   = size;
     m.spread[c] = spread;
-    __syncthreads();
+    m.x[0][c]   = middle;
+    const int n_comp = min(__syncthreads_count(in && size == size), a.rank_of(i, s)); // NaN is never kept
 
-    // components that come before c; the zeros behind d come before nothing. A tie comes before c if its number is lower, which is so for all
-    // components of the warps before this one and for none of those after it; within the warp it is looked at
-    const int w0 = c/32*32;
+    // a component is kept where fewer than n_comp come before it; n_part threads count for one. Sizes are >= 0: what is as large as x comes before it where its
+    // number is lower, so x is made a bit smaller for the fours before its own
+    const int   n_part = d <= NT/4 ? 4 : d <= NT/2 ? 2 : 1, mine = c/n_part, part = c % n_part;
+    const float x = m.size[mine], less = x > 0.0f ? __int_as_float(__float_as_int(x) - 1) : -1.0f;
     int before = 0;
-    if (w0 < a.d) {
-        const auto count = [&](int from, int to, const auto & is_before) {
-#pragma unroll 2
-            for (int o = from; o < to; o += 4) {
-                const float4 y = *(const float4 *) &m.size[o];
-                before += is_before(y.x, o) + is_before(y.y, o + 1) + is_before(y.z, o + 2) + is_before(y.w, o + 3);
+#pragma unroll 4
+    for (int o = part*4; o < d; o += n_part*4) {
+        const float4 y = *(const float4 *) &m.size[o];
+        const float  z = o + 3 < mine ? less : x;
+        before += (y.x > z) + (y.y > z) + (y.z > z) + (y.w > z);
+    }
+    for (int o = mine & ~3; part == 0 && o < mine; ++o) {
+        before += m.size[o] == x;
+    }
+#pragma unroll 1
+    for (int o = 1; o < n_part; o *= 2) {
+        before += __shfl_xor_sync(ALL, before, o);
+    }
+    const bool     kept = mine < d && x == x && before < n_comp;
+    const unsigned bits = __ballot_sync(ALL, kept && part == 0);
+    if (lane == 0) {
+        m.n_kept[w] = __popc(bits);
+    }
+#pragma unroll
+    for (int h = 0; h < GB; ++h) { // sums of |p|: of all, of those that are kept
+        const float y = mine < d && part == 0 ? fabsf(m.q[h][mine])*m.spread[mine] : 0.0f;
+        const float all = lane_sum<32>(y), some = lane_sum<32>(kept ? y : 0.0f);
+        if (lane == 0) {
+            m.sums[0][w][h] = all;
+            m.sums[1][w][h] = some;
+        }
+    }
+    __syncthreads();
+    int place = __popc(bits & ((1u << lane) - 1));
+#pragma unroll
+    for (int j = 0; j < NT/32; ++j) {
+        place += j < w ? m.n_kept[j] : 0;
+    }
+    if (kept && part == 0) {
+        m.comp[place] = (int16_t) mine;
+    }
+    float f[GB];
+#pragma unroll
+    for (int h = 0; h < GB; ++h) {
+        float all = 0.0f, some = 0.0f;
+#pragma unroll
+        for (int j = 0; j < NT/32; ++j) {
+            all  += m.sums[0][j][h];
+            some += m.sums[1][j][h];
+        }
+        f[h] = some > 0.0f ? __fdiv_rn(a.scale, __fsqrt_rn(__fdiv_rn(some, all))) : 0.0f;
+        f[h] = f[h] <= FLT_MAX ? f[h] : 0.0f; // NaN and inf are not
+        if (kept && part == 0) {
+            m.coef[h][place] = f[h] > 0.0f ? m.q[h][mine]*f[h] : 0.0f; // q may hold inf
+        }
+    }
+    if (for_rows) {
+        constexpr int BUF = RUN - D_MAX; // behind the middles
+#pragma unroll
+        for (int h = 0; h < GB; ++h) {
+            if (part == 0) {
+                m.x[h][BUF + mine] = kept && f[h] > 0.0f ? m.q[h][mine]*f[h] : 0.0f;
             }
-        };
-        count(0, w0, [&](float y, int) { return y >= size; });
-        count(w0, w0 + 32, [&](float y, int o) { return y > size || (y == size && o < c); });
-        count(w0 + 32, a.d, [&](float y, int) { return y > size; });
-    }
-    const bool     kept = c < a.d && size == size && before < a.rank_of(i, s);
-    const unsigned bits = __ballot_sync(ALL, kept);
-    if (c % 32 == 0) {
-        m.n_warp[c/32] = __popc(bits);
-    }
-    __syncthreads();
-    int n = 0, place = __popc(bits & ((1u << c % 32) - 1));
-    for (int w = 0; w < NT/32; ++w) {
-        place += w < c/32 ? m.n_warp[w] : 0;
-        n     += m.n_warp[w];
-    }
-    if (kept) {
-        m.comp[place] = (int16_t) c;
-    }
-    __syncthreads();
-
-    const int h = c/32, lane = c % 32; // a warp per head
-    if (h < GB) {
-        float all = 0.0f, part = 0.0f;
-#pragma unroll 1
-        for (int o = lane; o < a.d; o += 32) {
-            all += fabsf(m.q[h][o])*m.spread[o];
         }
+        __syncthreads();
 #pragma unroll 1
-        for (int o = lane; o < n; o += 32) {
-            part += fabsf(m.q[h][m.comp[o]])*m.spread[m.comp[o]];
-        }
-        all  = lane_sum<32>(all);
-        part = lane_sum<32>(part);
-        const float f = part > 0.0f ? __fdiv_rn(a.scale, __fsqrt_rn(__fdiv_rn(part, all))) : 0.0f;
-#pragma unroll 1
-        for (int o = lane; o < n; o += 32) {
-            m.coef[h][o] = f <= FLT_MAX ? m.q[h][m.comp[o]]*f : 0.0f; // NaN and inf are not
+        for (int h = 0; h < GB; ++h) {
+            const float y = hadamard(c < d ? m.x[h][BUF + c] : 0.0f, a.n_rot, m.size);
+            if (c < (d + 7)/8*8) {
+                m.q[h][q_place(c, d)] = y;
+            }
         }
     }
     __syncthreads();
-
-    // for rows of K: the kept components, rotated as K is
-#pragma unroll 1
-    for (int j = 0; j < GB; ++j) {
-        float x = kept ? m.coef[j][place] : 0.0f;
-        x = hadamard(x, a.n_rot, m.size);
-        if (c < (a.d + 7)/8*8) {
-            m.q[j][q_place(c, a.d)] = x;
-        }
-    }
-    __syncthreads();
-    return n;
+    return n_comp;
 }
 
 } // namespace sparse_cuda

@@ -357,7 +357,7 @@ static __global__ void __launch_bounds__(NT, score_blocks(N_BIT, GB, NT)) score(
         if (ggml_sparse_has_codes(N_BIT)) {
             copy_states(m, a.sealed + s*a.n_grp, a.n_grp);
         }
-        n_comp = choose_components(m, a, h_kv, h0, i, s);
+        n_comp = choose_components(m, a, h_kv, h0, i, s, true);
     }
     static_assert(RUN/GROUP <= 8, "a byte of groups");
     constexpr bool HAS_CODES = ggml_sparse_has_codes(N_BIT);
