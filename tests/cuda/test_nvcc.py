@@ -61,7 +61,7 @@ def kernel_name(mangled: str) -> str:
     return f"{name}<{','.join(re.findall(r'Li(n?[0-9]+)E', numbers[1])).replace('n', '-')}>"
 
 
-# bytes that these may spill, outside their loops. The registers of the kernel of a layer are limited
+# bytes that these may spill, outside their loops. The registers of the kernel of a layer are few,
 # so that 2 or 3 blocks fit on a multiprocessor
 SPILLS = {"layer<4,1,1>": 256, "layer<4,4,1>": 384, "score<8,1,-1,256>": 16}
 
