@@ -186,6 +186,81 @@ template <> struct raw_span<GGML_TYPE_F16> { // rows begin at multiples of 16 by
     __device__ __forceinline__ void unpack(float (&y)[8]) const { unpack_f16(y, x); }
 };
 
+// attention of GB heads over the rows that a lane has seen; o: its 8 columns of V
+template <int GB>
+struct row_state {
+    float top[GB], l[GB], root[GB], o[GB][8];
+    float mass[GB], mass_root[GB]; // of the approximate logits of what the thread has listed
+
+    __device__ __forceinline__ row_state() {
+#pragma unroll
+        for (int h = 0; h < GB; ++h) {
+            top[h] = neg_inf();
+            l[h] = root[h] = mass[h] = mass_root[h] = 0.0f;
+#pragma unroll
+            for (int c = 0; c < 8; ++c) {
+                o[h][c] = 0.0f;
+            }
+        }
+    }
+
+    // N rows by their logits, -inf for none, and what the lane has read of V
+    template <int N, typename V>
+    __device__ __forceinline__ void add(float (&y)[N][GB], const V (&v)[N], bool roots) {
+#pragma unroll
+        for (int h = 0; h < GB; ++h) {
+            float most = top[h];
+#pragma unroll
+            for (int r = 0; r < N; ++r) {
+                most = fmaxf(most, y[r][h]);
+            }
+            const float ref = most > neg_inf() ? most : 0.0f, f = expf(top[h] - ref), f4 = expf(0.25f*(top[h] - ref));
+            top[h]   = most;
+            l[h]    *= f;
+            root[h] *= f4;
+#pragma unroll
+            for (int c = 0; c < 8; ++c) {
+                o[h][c] *= f;
+            }
+#pragma unroll
+            for (int r = 0; r < N; ++r) {
+                root[h] += roots ? expf(0.25f*(y[r][h] - ref)) : 0.0f;
+                y[r][h]  = expf(y[r][h] - ref);
+                l[h]    += y[r][h];
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < N; ++r) {
+            float x[8];
+            v[r].unpack(x);
+#pragma unroll
+            for (int h = 0; h < GB; ++h) {
+#pragma unroll
+                for (int c = 0; c < 8; ++c) {
+                    o[h][c] += y[r][h]*x[c];
+                }
+            }
+        }
+    }
+
+    // together with the lane at this distance
+    __device__ __forceinline__ void join(int distance) {
+        const auto sum = [&](float x) { return x + __shfl_xor_sync(ALL, x, distance); };
+#pragma unroll
+        for (int h = 0; h < GB; ++h) {
+            const float all = fmaxf(top[h], __shfl_xor_sync(ALL, top[h], distance)), ref = all > neg_inf() ? all : 0.0f;
+            const float f = expf(top[h] - ref), f4 = expf(0.25f*(top[h] - ref));
+            top[h]  = all;
+            l[h]    = sum(l[h]*f);
+            root[h] = sum(root[h]*f4);
+#pragma unroll
+            for (int c = 0; c < 8; ++c) {
+                o[h][c] = sum(o[h][c]*f);
+            }
+        }
+    }
+};
+
 // one block of a cluster, and its work in the order of its steps
 template <int N_BIT, int GB, int TYPE>
 struct layer_block {
@@ -964,201 +1039,156 @@ struct layer_block {
 
     // ---- steps 2 and 3: attention over this block's part of what is selected -> its states ----
 
-    __device__ __forceinline__ void attend() {
+    // n rows from number `first` of what is selected on, or of all positions -> m.list; their approximate mass
+    __device__ __forceinline__ void list_rows(row_state<GB> & st, int first, int n, int h0, int n_head) {
+#pragma unroll 1
+        for (int i = tid; i < n; i += N_THREAD) {
+            const int j = first + i, t = every ? j : j < n_above ? __ldcg(&a.sel[u*a.topk_max + j]) : m.chosen[j - n_above];
+            const uint16_t mt = mask[t];
+            m.list[i]      = mt == F16_NEG_INF ? -1 : t;
+            m.list_bias[i] = f16_value(mt);
+#pragma unroll
+            for (int h = 0; h < GB; ++h) {
+                if (mean_v && h < n_head) {
+                    const float x = finite_top(__ldcg(&logits[(h0 + h)*a.ld + t])) - m.top[h0 + h];
+                    st.mass[h]      += expf(x);
+                    st.mass_root[h] += expf(0.25f*x); // not the root of the former, which is 0 below -104
+                }
+            }
+        }
+    }
+
+    // the rows of m.list; n_lane lanes share one
+    __device__ __forceinline__ void read_rows(row_state<GB> & st, int n) {
         constexpr int AT_A_TIME = TYPE != GGML_TYPE_F16 ? 1 : GB == 1 ? 4 : 2;
-        const int n_list = every ? n_kv : n_sel, first = (int) ((int64_t) n_list*rank/C), n_own = (int) ((int64_t) n_list*(rank + 1)/C) - first;
-        const int d_k = ta.d_k, d_v = ta.d_v, ld_state = d_v + LAYER_STATE, n_span = (d_k + 7)/8;
-        const int n_lane = a.n_lane, col = lane % n_lane*8, sub = lane/n_lane, n_sub = 32/n_lane;
-        const bool has_k = col < d_k, has_v = col < d_v;
-        const int32_t * sel = a.sel + u*a.topk_max;
+        const int  n_lane = a.n_lane, col = lane % n_lane*8, sub = lane/n_lane, n_sub = 32/n_lane, n_span = (ta.d_k + 7)/8;
+        const bool has_k = col < ta.d_k, has_v = col < ta.d_v;
         const char * k_base = ta.k.at(h_kv, 0, s), * v_base = ta.v.at(h_kv, 0, s);
+#pragma unroll 1
+        for (int i0 = w*n_sub + sub; i0 - sub < n; i0 += N_WARP*n_sub*AT_A_TIME) {
+            raw_span<TYPE> k[AT_A_TIME], v[AT_A_TIME];
+            int   t[AT_A_TIME];
+            float y[AT_A_TIME][GB];
+#pragma unroll
+            for (int r = 0; r < AT_A_TIME; ++r) {
+                const int i = i0 + r*N_WARP*n_sub;
+                t[r] = i < n ? m.list[i] : -1;
+            }
+#pragma unroll
+            for (int r = 0; r < AT_A_TIME; ++r) {
+                k[r].clear();
+                v[r].clear();
+                if (t[r] >= 0 && has_k) {
+                    k[r].load(ta.k.type, k_base + t[r]*ta.k.nb2, col, ta.d_k);
+                }
+                if (t[r] >= 0 && has_v) {
+                    v[r].load(ta.v.type, v_base + t[r]*ta.v.nb2, col, ta.d_v);
+                }
+            }
+#pragma unroll
+            for (int r = 0; r < AT_A_TIME; ++r) {
+                float x[8];
+                k[r].unpack(x);
+#pragma unroll
+                for (int h = 0; h < GB; ++h) {
+                    y[r][h] = 0.0f;
+                }
+                if (has_k) {
+                    dot_span<GB>(y[r], m.q, col/8, n_span, x);
+                }
+            }
+#pragma unroll 1
+            for (int o = n_lane/2; o > 0; o /= 2) {
+#pragma unroll
+                for (int r = 0; r < AT_A_TIME*GB; ++r) {
+                    y[r/GB][r % GB] += __shfl_xor_sync(ALL, y[r/GB][r % GB], o);
+                }
+            }
+#pragma unroll
+            for (int r = 0; r < AT_A_TIME; ++r) {
+                const float bias = t[r] >= 0 ? m.list_bias[i0 + r*N_WARP*n_sub] : 0.0f;
+#pragma unroll
+                for (int h = 0; h < GB; ++h) {
+                    y[r][h] *= ta.scale;
+                    if (ta.softcap > 0.0f) {
+                        y[r][h] = soft_cap(y[r][h], ta.softcap);
+                    }
+                    y[r][h] = t[r] >= 0 ? y[r][h] + m.slope[h]*bias : neg_inf();
+                }
+            }
+            st.add(y, v, mean_v);
+        }
+    }
+
+    // the states of all lanes -> a.state
+    __device__ __forceinline__ void write_states(row_state<GB> & st, int h0, int n_head) {
+        const int d_v = ta.d_v, ld = d_v + LAYER_STATE, col = lane % a.n_lane*8;
+#pragma unroll 1
+        for (int o = a.n_lane; o < 32; o *= 2) {
+            st.join(o);
+        }
+#pragma unroll
+        for (int h = 0; h < GB; ++h) {
+            float * p = m.part[w][h];
+#pragma unroll
+            for (int c = 0; c < 8; ++c) {
+                if (lane < a.n_lane && col + c < d_v) {
+                    p[col + c] = st.o[h][c];
+                }
+            }
+            const float mass = lane_sum<32>(st.mass[h]), mass_root = lane_sum<32>(st.mass_root[h]);
+            if (lane == 0) {
+                p[d_v]     = st.top[h];
+                p[d_v + 1] = st.l[h];
+                p[d_v + 2] = st.root[h];
+                p[d_v + 3] = mass;
+                p[d_v + 4] = mass_root;
+            }
+        }
+        __syncthreads();
+#pragma unroll 1
+        for (int i = tid; i < n_head*ld; i += N_THREAD) {
+            const int h = i/ld, c = i - h*ld;
+            float most = neg_inf(), x = 0.0f;
+#pragma unroll
+            for (int j = 0; j < N_WARP; ++j) {
+                most = fmaxf(most, m.part[j][h][d_v]);
+            }
+            const float ref = most > neg_inf() ? most : 0.0f, part = c == d_v + 2 ? 0.25f : c > d_v + 2 ? 0.0f : 1.0f; // exp((top - ref)*part)
+#pragma unroll
+            for (int j = 0; j < N_WARP; ++j) {
+                x += m.part[j][h][c]*expf(part == 0.0f ? 0.0f : part*(m.part[j][h][d_v] - ref));
+            }
+            a.state[((head0 + h0 + h)*C + rank)*ld + c] = c == d_v ? most : x;
+        }
+    }
+
+    __device__ __forceinline__ void attend() {
+        const int n_list = every ? n_kv : n_sel, first = (int) ((int64_t) n_list*rank/C), n_own = (int) ((int64_t) n_list*(rank + 1)/C) - first, d = ta.d_k;
 #pragma unroll 1
         for (int h0 = 0; h0 < G; h0 += GB) {
             const int n_head = min(GB, G - h0);
 #pragma unroll
             for (int h = 0; h < GB; ++h) {
-                if (tid < (d_k + 7)/8*8) {
-                    m.q[h][q_place(tid, d_k)] = h < n_head && tid < d_k ? ta.q.at<const float>(h_kv*G + h0 + h, i_tok, s)[tid] : 0.0f;
+                if (tid < (d + 7)/8*8) {
+                    m.q[h][q_place(tid, d)] = h < n_head && tid < d ? ta.q.at<const float>(h_kv*G + h0 + h, i_tok, s)[tid] : 0.0f;
                 }
             }
             if (tid < GB) {
                 m.slope[tid] = head_slope((int) h_kv*G + h0 + tid, ta.n_log2, ta.max_bias);
             }
-            float top[GB], l[GB], root[GB], acc[GB][8], mass[GB], mass_root[GB];
-#pragma unroll
-            for (int h = 0; h < GB; ++h) {
-                top[h] = neg_inf();
-                l[h] = root[h] = mass[h] = mass_root[h] = 0.0f;
-#pragma unroll
-                for (int c = 0; c < 8; ++c) {
-                    acc[h][c] = 0.0f;
-                }
-            }
+            row_state<GB> st;
 #pragma unroll 1
-            for (int list0 = 0; list0 < n_own; list0 += LAYER_LIST) {
-                const int n = min(LAYER_LIST, n_own - list0);
+            for (int i = 0; i < n_own; i += LAYER_LIST) {
+                const int n = min(LAYER_LIST, n_own - i);
                 __syncthreads(); // the candidates are chosen; the list was read
-#pragma unroll 1
-                for (int i = tid; i < n; i += N_THREAD) {
-                    const int j = first + list0 + i, t = every ? j : j < n_above ? __ldcg(&sel[j]) : m.chosen[j - n_above];
-                    const uint16_t mt = mask[t];
-                    m.list[i]      = mt == F16_NEG_INF ? -1 : t;
-                    m.list_bias[i] = f16_value(mt);
-                    if (mean_v) {
-#pragma unroll
-                        for (int h = 0; h < GB; ++h) {
-                            if (h < n_head) {
-                                const float x = finite_top(__ldcg(&logits[(h0 + h)*a.ld + t])) - m.top[h0 + h];
-                                mass[h]      += expf(x);
-                                mass_root[h] += expf(0.25f*x); // not the root of the former, which is 0 below -104
-                            }
-                        }
-                    }
-                }
+                list_rows(st, first + i, n, h0, n_head);
                 __syncthreads();
-#pragma unroll 1
-                for (int i0 = w*n_sub; i0 < n; i0 += N_WARP*n_sub*AT_A_TIME) {
-                    raw_span<TYPE> k[AT_A_TIME], v[AT_A_TIME];
-                    int t[AT_A_TIME];
-#pragma unroll
-                    for (int r = 0; r < AT_A_TIME; ++r) {
-                        const int i = i0 + r*N_WARP*n_sub + sub;
-                        t[r] = i < n ? m.list[i] : -1;
-                    }
-#pragma unroll
-                    for (int r = 0; r < AT_A_TIME; ++r) {
-                        k[r].clear();
-                        v[r].clear();
-                        if (t[r] >= 0 && has_k) {
-                            k[r].load(ta.k.type, k_base + t[r]*ta.k.nb2, col, d_k);
-                        }
-                        if (t[r] >= 0 && has_v) {
-                            v[r].load(ta.v.type, v_base + t[r]*ta.v.nb2, col, d_v);
-                        }
-                    }
-                    float y[AT_A_TIME][GB];
-#pragma unroll
-                    for (int r = 0; r < AT_A_TIME; ++r) {
-                        float x[8];
-                        k[r].unpack(x);
-#pragma unroll
-                        for (int h = 0; h < GB; ++h) {
-                            y[r][h] = 0.0f;
-                        }
-                        if (has_k) {
-                            dot_span<GB>(y[r], m.q, col/8, n_span, x);
-                        }
-                    }
-#pragma unroll 1
-                    for (int o = n_lane/2; o > 0; o /= 2) {
-#pragma unroll
-                        for (int r = 0; r < AT_A_TIME*GB; ++r) {
-                            y[r/GB][r % GB] += __shfl_xor_sync(ALL, y[r/GB][r % GB], o);
-                        }
-                    }
-#pragma unroll
-                    for (int r = 0; r < AT_A_TIME; ++r) {
-                        const float bias = t[r] >= 0 ? m.list_bias[i0 + r*N_WARP*n_sub + sub] : 0.0f;
-#pragma unroll
-                        for (int h = 0; h < GB; ++h) {
-                            y[r][h] *= ta.scale;
-                            if (ta.softcap > 0.0f) {
-                                y[r][h] = soft_cap(y[r][h], ta.softcap);
-                            }
-                            y[r][h] = t[r] >= 0 ? y[r][h] + m.slope[h]*bias : neg_inf();
-                        }
-                    }
-#pragma unroll
-                    for (int h = 0; h < GB; ++h) {
-                        float most = top[h];
-#pragma unroll
-                        for (int r = 0; r < AT_A_TIME; ++r) {
-                            most = fmaxf(most, y[r][h]);
-                        }
-                        const float ref = most > neg_inf() ? most : 0.0f, f = expf(top[h] - ref), f4 = expf(0.25f*(top[h] - ref));
-                        top[h]   = most;
-                        l[h]    *= f;
-                        root[h] *= f4;
-#pragma unroll
-                        for (int c = 0; c < 8; ++c) {
-                            acc[h][c] *= f;
-                        }
-#pragma unroll
-                        for (int r = 0; r < AT_A_TIME; ++r) {
-                            root[h] += mean_v ? expf(0.25f*(y[r][h] - ref)) : 0.0f;
-                            y[r][h]  = expf(y[r][h] - ref);
-                            l[h]    += y[r][h];
-                        }
-                    }
-#pragma unroll
-                    for (int r = 0; r < AT_A_TIME; ++r) {
-                        float x[8];
-                        v[r].unpack(x);
-#pragma unroll
-                        for (int h = 0; h < GB; ++h) {
-#pragma unroll
-                            for (int c = 0; c < 8; ++c) {
-                                acc[h][c] += y[r][h]*x[c];
-                            }
-                        }
-                    }
-                }
+                read_rows(st, n);
             }
             SPARQ_MARK(14);
             __syncthreads(); // what lies where the parts go was read
-            // the lanes that have the same columns, then the warps
-#pragma unroll 1
-            for (int o = n_lane; o < 32; o *= 2) {
-#pragma unroll
-                for (int h = 0; h < GB; ++h) {
-                    const float all = fmaxf(top[h], __shfl_xor_sync(ALL, top[h], o)), ref = all > neg_inf() ? all : 0.0f;
-                    const float f = expf(top[h] - ref), f4 = expf(0.25f*(top[h] - ref));
-                    top[h] = all;
-                    l[h]    = l[h]*f + __shfl_xor_sync(ALL, l[h]*f, o);
-                    root[h] = root[h]*f4 + __shfl_xor_sync(ALL, root[h]*f4, o);
-#pragma unroll
-                    for (int c = 0; c < 8; ++c) {
-                        acc[h][c] = acc[h][c]*f + __shfl_xor_sync(ALL, acc[h][c]*f, o);
-                    }
-                }
-            }
-#pragma unroll
-            for (int h = 0; h < GB; ++h) {
-                float * p = m.part[w][h];
-                if (sub == 0) {
-#pragma unroll
-                    for (int c = 0; c < 8; ++c) {
-                        if (col + c < d_v) {
-                            p[col + c] = acc[h][c];
-                        }
-                    }
-                }
-                mass[h]      = lane_sum<32>(mass[h]);
-                mass_root[h] = lane_sum<32>(mass_root[h]);
-                if (lane == 0) {
-                    p[d_v]     = top[h];
-                    p[d_v + 1] = l[h];
-                    p[d_v + 2] = root[h];
-                    p[d_v + 3] = mass[h];
-                    p[d_v + 4] = mass_root[h];
-                }
-            }
-            __syncthreads();
-#pragma unroll 1
-            for (int i = tid; i < n_head*ld_state; i += N_THREAD) {
-                const int h = i/ld_state, c = i - h*ld_state;
-                float most = neg_inf(), x = 0.0f;
-#pragma unroll
-                for (int j = 0; j < N_WARP; ++j) {
-                    most = fmaxf(most, m.part[j][h][d_v]);
-                }
-                const float ref = most > neg_inf() ? most : 0.0f, part = c == d_v + 2 ? 0.25f : c > d_v + 2 ? 0.0f : 1.0f; // exp((top - ref)*part)
-#pragma unroll
-                for (int j = 0; j < N_WARP; ++j) {
-                    x += m.part[j][h][c]*expf(part == 0.0f ? 0.0f : part*(m.part[j][h][d_v] - ref));
-                }
-                a.state[((head0 + h0 + h)*C + rank)*ld_state + c] = c == d_v ? most : x;
-            }
+            write_states(st, h0, n_head);
             if (h0 + GB < G) {
                 __syncthreads(); // the parts were read
             }
