@@ -61,15 +61,15 @@ def kernel_name(mangled: str) -> str:
     return f"{name}<{','.join(re.findall(r'Li(n?[0-9]+)E', numbers[1])).replace('n', '-')}>"
 
 
-# bytes that these may spill, outside their loops. The registers of the kernel of a layer are few,
-# so that 2 or 3 blocks fit on a multiprocessor
-SPILLS = {"layer<4,1,1>": 256, "layer<4,4,1>": 384, "score<8,1,-1,256>": 16}
+# bytes that kernels of these names may spill, outside their loops: that of a layer, whose registers
+# are few so that 2 or 3 blocks fit on a multiprocessor, and scans of shadows that few use
+SPILLS = {"layer<4,1,1>": 256, "layer<4,4,1>": 384, "score<8,1": 16, "score<16,1": 16}
 
 
 def is_hot(name: str) -> bool:
     """The kernels of a decoded token with K and V in f16: not exact scores, not other types."""
-    cold = ("seal", "visible", "score<0", "sum_runs", "layer")
-    return not name.startswith(cold) and ",-1,-1," not in name and name not in SPILLS
+    cold = ("seal", "visible", "score<0", "sum_runs", "layer", *SPILLS)
+    return not name.startswith(cold) and ",-1,-1," not in name
 
 
 def compile_for(arch: str, headers: Path, folder: Path) -> dict[str, Resources]:
@@ -92,8 +92,9 @@ def test_hot_kernels_spill_nothing(arch: str, ggml_headers: Path, tmp_path: Path
     assert {"select<1024,8>", "merge", "attend<4,1,1,128>", "score<4,1,-1,128>"} <= set(hot)
     for name, r in hot.items():
         assert (r.stack, r.spilled) == (0, 0), f"{name}: {r}"
-    for name, most in SPILLS.items():
-        assert kernels[name].spilled <= most, f"{name}: {kernels[name]}"
+    for prefix, most in SPILLS.items():
+        found = {name: r.spilled for name, r in kernels.items() if name.startswith(prefix)}
+        assert found and max(found.values()) <= most, found
     for name, r in kernels.items():
         n_thread = 1024 if name.startswith("select<1024") else 256
         assert r.registers * n_thread <= N_REGISTER, f"{name}: {r}"
