@@ -185,6 +185,7 @@ def placement(load: LoadOptions) -> Placement:
                 note(f"note: {endpoint} {why}", "yellow")
     return {
         "n_gpu_layers": load.n_gpu_layers,
+        "kv_offload": not load.no_kv_offload,
         "workers": workers,
         "tensor_split": load.rpc.tensor_split,
         "numa": load.numa or "",

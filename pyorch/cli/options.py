@@ -162,6 +162,16 @@ def gpu_option() -> Any:
     )
 
 
+def kv_option() -> Any:
+    return option(
+        "-nkvo",
+        "--no-kv-offload",
+        is_flag=True,
+        help="Keep K and V in memory, with the weights on the GPU: for contexts that do not fit "
+        "there.",
+    )
+
+
 @dataclass(frozen=True)
 class WorkerOptions:
     """The other machines that hold layers of the model."""
@@ -203,6 +213,7 @@ class LoadOptions:
 
     rope: RopeOptions = field(default_factory=RopeOptions)
     n_gpu_layers: int | None = gpu_option()
+    no_kv_offload: bool = kv_option()
     rpc: WorkerOptions = field(default_factory=WorkerOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
     numa: str | None = numa_option()

@@ -78,6 +78,7 @@ _OURS = {
     "-a SPEC, which needs flash attention": "--sparse-attn -fa --flash-attn",
     "--threads": "-t --threads",
     "--n-gpu-layers": "-ngl --gpu-layers --n-gpu-layers",
+    "--no-kv-offload": "-nkvo --no-kv-offload -kvo --kv-offload",
     "--rpc": "--rpc",
     "--tensor-split": "-ts --tensor-split",
     "--numa": "--numa",
@@ -414,6 +415,7 @@ def _arguments(served: Served, adapted: bool = False) -> list[str]:
         if parts:
             values[f"--{name}"] = ",".join(map(str, parts))
     line = [str(word) for pair in values.items() for word in pair]
+    line += ["--no-kv-offload"] * served.load.no_kv_offload
     line += ["--no-repack"] * (served.load.no_repack or settings.lacking > 0)
     # A cache for each slot, of --ctx positions. In one cache for all (--kv-unified) a long request
     # takes the room of the others, and each reply looks through the cells of all slots.

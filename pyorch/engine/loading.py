@@ -26,6 +26,7 @@ def load(
     *,
     watch: Watch | None = None,
     n_gpu_layers: int | None = None,
+    kv_offload: bool = True,
     workers: Sequence[str] = (),
     tensor_split: Sequence[float] = (),
     numa: str = "",
@@ -39,7 +40,8 @@ def load(
     Args:
         path: a GGUF model, or its header where that has been read.
         watch: as for `Model.session`.
-        n_gpu_layers, workers, tensor_split, numa, repack, stock, progress: as for `load_model`.
+        n_gpu_layers, kv_offload, workers, tensor_split, numa, repack, stock, progress: as for
+            `load_model`.
         options: those of `SessionOptions`; errors in them are raised before the model is
             read.
 
@@ -52,6 +54,7 @@ def load(
     model = load_model(
         file,
         n_gpu_layers=n_gpu_layers,
+        kv_offload=kv_offload,
         workers=workers,
         tensor_split=tensor_split,
         numa=numa,
@@ -72,6 +75,7 @@ def load_model(
     path: str | os.PathLike[str] | GGUFFile,
     *,
     n_gpu_layers: int | None = None,
+    kv_offload: bool = True,
     workers: Sequence[str] = (),
     tensor_split: Sequence[float] = (),
     numa: str = "",
@@ -85,6 +89,8 @@ def load_model(
         path: the model, or its header where that has been read.
         n_gpu_layers: how many layers go to the GPU, or to the workers; None is llama.cpp's
             default, all. The first layers stay.
+        kv_offload: whether K and V of the layers on a GPU lie there, too; False keeps them in
+            memory, where our attention reads them on the CPU.
         workers: HOST:PORT of the other machines that hold these layers, in their order.
         tensor_split: in what proportion the GPUs, or the devices of the workers, share them; by
             default as their free memory.
@@ -130,7 +136,7 @@ def load_model(
         lib.llama_model_free(handle)
         raise SparqError(f"{file.path}: not a decoder-only language model")
     on_cpu = n_gpu_layers == 0 or not (workers or found.has_gpu)
-    return Model(found, file, handle, on_cpu)
+    return Model(found, file, handle, on_cpu, kv_offload)
 
 
 def _check_shares(tensor_split: Sequence[float], n_devices: int) -> None:

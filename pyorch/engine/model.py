@@ -23,13 +23,17 @@ class Model:
     """A loaded GGUF model. `load_model` makes one; it has to be closed, or used with `with`.
 
     Its sessions share the weights; each has a context and a cache of its own. `handle` is
-    llama.cpp's pointer, and `on_cpu` means that no layer is on a GPU.
+    llama.cpp's pointer, `on_cpu` means that no layer is on a GPU, and `kv_offload` that K and V are
+    where their layers are.
     """
 
-    def __init__(self, library: Library, file: GGUFFile, handle: int, on_cpu: bool) -> None:
+    def __init__(
+        self, library: Library, file: GGUFFile, handle: int, on_cpu: bool, kv_offload: bool = True
+    ) -> None:
         self.library, self.lib, self.file = library, library.lib, file
         self.handle: int | None = handle  # None once it is closed
-        self.path, self.geometry, self.on_cpu = file.path, geometry(file), on_cpu
+        self.path, self.geometry = file.path, geometry(file)
+        self.on_cpu, self.kv_offload = on_cpu, kv_offload
         self.vocab = self.lib.llama_model_get_vocab(handle)
         self.n_vocab: int = self.lib.llama_vocab_n_tokens(self.vocab)
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -135,6 +139,7 @@ class Session:
 
     def _context(self, settings: Settings) -> int:
         params = settings.params(self.lib)
+        params.offload_kqv = self.model.kv_offload
         if (watch := self.watch) is not None:
             self._on_node = self.lib.ggml_backend_sched_eval_callback(
                 lambda t, ask, _: watch.node(t, ask)

@@ -127,6 +127,7 @@ class Placement(TypedDict, total=False):
     """Where a model goes, as keywords of `load` and `load_model`, which explains them."""
 
     n_gpu_layers: int | None
+    kv_offload: bool
     workers: Sequence[str]
     tensor_split: Sequence[float]
     numa: str

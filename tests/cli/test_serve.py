@@ -180,7 +180,7 @@ def test_the_line_of_llama_server(standin: Any, tmp_path: Path) -> None:
     key.write_text("# of the tests\nsecret\n")
     key.chmod(0o600)
     line = ("--ratio", "1/8", "--ctx", 2048, "-np", 3, "-t", 1, "-ctk", "q8_0", "--numa", "isolate")
-    rope = ("--rope-scaling", "yarn", "--rope-scale", 2, "--yarn-orig-ctx", 4096, "-nr")
+    rope = ("--rope-scaling", "yarn", "--rope-scale", 2, "--yarn-orig-ctx", 4096, "-nr", "-nkvo")
     env = {"LLAMA_ARG_TOOLS": "all", "AIP_MODE": "PREDICTION", "SPARQ_ATTN": "topk,k=8"}
     with standin("", *line, *rope, "--api-key-file", key, "--", "--metrics", **env) as running:
         running.until_ready()
@@ -193,7 +193,7 @@ def test_the_line_of_llama_server(standin: Any, tmp_path: Path) -> None:
     assert after(argv, "--cache-type-k") == "q8_0" and after(argv, "--cache-type-v") == "f16"
     assert after(argv, "--rope-scaling") == "yarn" and after(argv, "--rope-freq-scale") == "0.5"
     assert after(argv, "--yarn-orig-ctx") == "4096" and after(argv, "--numa") == "isolate"
-    assert {"--no-agent", "--no-slots", "--no-repack"} < set(argv) and after(
+    assert {"--no-agent", "--no-slots", "--no-repack", "--no-kv-offload"} < set(argv) and after(
         argv, "--cors-origins"
     ) == "localhost"
     assert after(argv, "--timeout") == "60" and argv[-1] == "--metrics"
