@@ -192,6 +192,7 @@ def _telling_apart(found: Sequence[Row]) -> dict[str, Callable[[Row], object]]:
         "weights": ("repack", lambda r: "rearranged" if r["repack"] else "as in the file"),
         "numa": ("numa", lambda r: r["numa"] or "none"),
         "RoPE": ("rope", lambda r: r["rope"] or "the model's own"),
+        "K and V": ("kv_offload", lambda r: "with the layers" if r["kv_offload"] else "in memory"),
         "layers on the GPU": (
             "n_gpu_layers",
             lambda r: "all" if r["n_gpu_layers"] is None else r["n_gpu_layers"],

@@ -68,6 +68,7 @@ class Case(Side):
     calibration: str = where_given("")  # a hash of the settings of a calibrated budget
     text: str = where_given("")  # a hash of what ours has read; without one K and V are random
     repack: bool = where_given(True)  # whether llama.cpp may rearrange weights
+    kv_offload: bool = where_given(True)  # whether K and V are on the GPU, with their layers
 
     @property
     def test(self) -> str:
@@ -141,6 +142,7 @@ class SpeedPlan:
     repack: bool = True
     numa: str = ""
     n_gpu_layers: int | None = None
+    kv_offload: bool = True
     workers: Sequence[str] = ()
     tensor_split: Sequence[float] = ()
     rope: str = ""
@@ -176,6 +178,7 @@ class SpeedPlan:
                         below_min_ctx=self.below_min_ctx,
                         seed=self.seed,
                         n_gpu_layers=self.n_gpu_layers,
+                        kv_offload=self.kv_offload,
                         rope=self.rope,
                         n_workers=len(self.workers),
                         tensor_split=",".join(f"{x:g}" for x in self.tensor_split),
@@ -218,7 +221,8 @@ class SpeedPlan:
         """A model with as many layers as fit. The size of the memory decides, not how much is
         free, so that another run has the same cases."""
         room = room_for(cache.n_depth, max(map(max, self._tests())))
-        full, (memory, on_gpu) = synth.shape_like(like).n_layer, memory_of(self.n_gpu_layers)
+        full = synth.shape_like(like).n_layer
+        memory, on_gpu = memory_of(self.n_gpu_layers, self.kv_offload)
         packed = rearranged([self.quant.removesuffix("_m")], self.repack)
         fewer = [2**i for i in range(10, -1, -1) if 2**i < full]
         fitting = (
@@ -311,10 +315,10 @@ def rearranged(types: Iterable[str], repack: bool) -> bool:
     return repack and any(t.lower() in rearranged_types() for t in types)
 
 
-def memory_of(n_gpu_layers: int | None) -> tuple[float, bool]:
-    """The bytes of the memory that the layers go to, and whether it is a GPU's."""
+def memory_of(n_gpu_layers: int | None, kv_offload: bool = True) -> tuple[float, bool]:
+    """The bytes of the memory that K and V go to, and whether it is a GPU's."""
     machine = records.machine()
-    on_gpu = "gpu_gib" in machine and n_gpu_layers != 0
+    on_gpu = "gpu_gib" in machine and n_gpu_layers != 0 and kv_offload
     total = machine["gpu_gib" if on_gpu else "memory_gib"] * 2**30
     return total if on_gpu else min(total, of_nodes("MemTotal") or total), on_gpu
 

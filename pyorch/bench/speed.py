@@ -143,7 +143,7 @@ def _check_memory(group: Sequence[Case], model: Path) -> None:
     geo = geometry_of(model)
     c = group[0]
     packed = rearranged((t.type for t in read_gguf(model).tensors), c.repack)
-    memory, on_gpu = memory_of(c.n_gpu_layers)
+    memory, on_gpu = memory_of(c.n_gpu_layers, c.kv_offload)
     held = Cache(c.n_depth, c.type_k, c.type_v, group)
     buffers = c.n_threads * usual_bytes(c.n_threads)
     needed = needs(held, c.n_positions, buffers, geo.weight_bytes, geo, packed, on_gpu)
@@ -168,6 +168,7 @@ def _open(process: Worker, plan: SpeedPlan, case: Case, model: Path) -> None:
         type_v=case.type_v,
         numa=case.numa,
         n_gpu_layers=case.n_gpu_layers,
+        kv_offload=case.kv_offload,
         rope=case.rope,
         workers=list(plan.workers),
         tensor_split=list(plan.tensor_split),

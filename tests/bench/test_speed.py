@@ -341,8 +341,10 @@ def test_bench_writes_every_format_from_one_measurement(
 def test_bench_reads_a_text_before(bench: Callable[..., Any], tmp_path: Path) -> None:
     book = tmp_path / "book.txt"
     book.write_text("a word and another, " * 600)
-    result = bench("-d", "1280", "--text", str(book), "--no-repack", "-p", "640", "-o", "jsonl")
+    line = ("-d", "1280", "--text", str(book), "--no-repack", "-nkvo", "-p", "640", "-o", "jsonl")
+    result = bench(*line)
     lines = [json.loads(x) for x in result.stdout.splitlines()]
+    assert not any(r["kv_offload"] for r in lines)
     assert {(r["text"], r["repack"]) for r in lines} == {
         (hashlib.sha256(book.read_bytes().strip()).hexdigest()[:16], False)
     }
@@ -527,7 +529,7 @@ def test_threads_are_charged_for_what_their_buffers_take(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """64 threads would take 16 GiB where there is plenty, and take a quarter of what is free."""
-    monkeypatch.setattr(speed, "memory_of", lambda _: (32 << 30, False))
+    monkeypatch.setattr(speed, "memory_of", lambda *_: (32 << 30, False))
     for module in (speed, bandwidth):
         monkeypatch.setattr(module, "available_memory", lambda: 6 << 30)
     group = [replace(CASE, library="stock", spec=OFF, n_threads=64), replace(CASE, n_threads=64)]
