@@ -67,7 +67,6 @@ struct alignas(16) layer_shared {
     alignas(16) unsigned marks[(LAYER_OWN + LAYER_ROWS*GROUP)/32]; // of own positions: the forced cells; later those above the cut
     int      tail[LAYER_ROWS], tail_v[LAYER_ROWS];  // groups: whose rows of K are scored; whose rows of V count for the mean
     float    warp_top[N_WARP][GB], warp_sum[N_WARP][GB], warp_least[N_WARP];
-    float    mass[N_WARP][GB][2];
     float    slope[GB];
     float    head_top[LAYER_HEADS], head_sum[LAYER_HEADS], head_least; // of this block
     float    top[LAYER_HEADS], sum[LAYER_HEADS], inv[LAYER_HEADS], least; // of the cluster
@@ -292,7 +291,6 @@ struct layer_block {
             shift = max(shift - 10, 0);
         }
     };
-
 
     const layer_args  & a;
     const score_args  & sa;

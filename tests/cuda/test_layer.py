@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from cases import Case
 from graphs import sparse_run
+from test_mixed_kinds import CASES as MIXED
+from test_mixed_kinds import test_mixed_batch as check_mixed_batch
 
 HEADS = [(2, 2), (8, 2), (12, 2)]  # the last in two passes over the heads
 N_SM = [1, 4, 200]  # for clusters of 1 to 16 blocks
@@ -130,3 +132,10 @@ def test_when_it_is_one_launch(ggml) -> None:
         with planned(ggml, cc=cc):
             sparse_run(ggml, cases.make(case))
         assert (ggml.n_fused > before) == one, (case, cc)
+
+
+def test_separate_launches_give_mixed_batches_the_same_bits(ggml, monkeypatch) -> None:
+    """Before Hopper a token that reads everything still has the bits of dense attention."""
+    monkeypatch.setattr(ggml, "same_bits", True)
+    with planned(ggml, cc=890):
+        check_mixed_batch(MIXED[0], False, ggml)

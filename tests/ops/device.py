@@ -51,7 +51,7 @@ class DeviceGgml(Ggml):
             raise RuntimeError(f"{device}: no device")
         self.device = base.ggml_backend_reg_dev_get(reg, 0)
         self.backend = base.ggml_backend_dev_init(self.device, None)
-        self.same_bits = device != "cuda"
+        self.same_bits, self.fast_exp = device != "cuda", device == "cuda"
         self.n_computed = 0  # of our nodes, on the device
 
     def buffer(self, size: int, fill: int) -> Buffer:

@@ -160,10 +160,12 @@ class Ggml:
 
     n_planned: threads that work buffers are made for, where fewer run; 0: as many as run.
     same_bits: the bits of a token do not depend on what other tokens of the batch read.
+    fast_exp: exp is a GPU's own, good to 2^-22.
     """
 
     n_planned = 0
     same_bits = True
+    fast_exp = False
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
