@@ -9,36 +9,42 @@
 #include "sparse-codes.h"
 
 #include <cstring>
+#include <typeinfo>
 
 using access = llama_sparse_access;
 
+// x, if it is of this very class: one that derives from it keeps more than K and V, say the keys of an indexer, and attends by itself
+template <typename T, typename U> static T * exactly(U * x) {
+    return x && typeid(*x) == typeid(T) ? static_cast<T *>(x) : nullptr;
+}
+
 llama_kv_cache * llama_sparse_find_cache(llama_memory_i * memory) {
-    if (auto * kv = dynamic_cast<llama_kv_cache *>(memory)) {
+    if (auto * kv = exactly<llama_kv_cache>(memory)) {
         return kv;
     }
-    if (auto * iswa = dynamic_cast<llama_kv_cache_iswa *>(memory)) {
+    if (auto * iswa = exactly<llama_kv_cache_iswa>(memory)) {
         return iswa->get_base();
     }
-    if (auto * hybrid = dynamic_cast<llama_memory_hybrid *>(memory)) {
+    if (auto * hybrid = exactly<llama_memory_hybrid>(memory)) {
         return hybrid->get_mem_attn();
     }
-    if (auto * hybrid = dynamic_cast<llama_memory_hybrid_iswa *>(memory)) {
+    if (auto * hybrid = exactly<llama_memory_hybrid_iswa>(memory)) {
         return hybrid->get_mem_attn()->get_base();
     }
     return nullptr;
 }
 
 const llama_kv_cache_context * llama_sparse_find_cache(const llama_memory_context_i * mctx) {
-    if (auto * kv = dynamic_cast<const llama_kv_cache_context *>(mctx)) {
+    if (auto * kv = exactly<const llama_kv_cache_context>(mctx)) {
         return kv;
     }
-    if (auto * iswa = dynamic_cast<const llama_kv_cache_iswa_context *>(mctx)) {
+    if (auto * iswa = exactly<const llama_kv_cache_iswa_context>(mctx)) {
         return iswa->get_base();
     }
-    if (auto * hybrid = dynamic_cast<const llama_memory_hybrid_context *>(mctx)) {
+    if (auto * hybrid = exactly<const llama_memory_hybrid_context>(mctx)) {
         return hybrid->get_attn();
     }
-    if (auto * hybrid = dynamic_cast<const llama_memory_hybrid_iswa_context *>(mctx)) {
+    if (auto * hybrid = exactly<const llama_memory_hybrid_iswa_context>(mctx)) {
         return hybrid->get_attn()->get_base();
     }
     return nullptr;
@@ -59,10 +65,11 @@ bool llama_sparse_is_cpu(ggml_backend_dev_t dev) {
 }
 
 const char * llama_sparse_why_not(const llama_kv_cache & kv) {
-    return access::has_other(kv)        ? "the cells are shared with another cache" :
-            access::v_trans(kv)          ? "flash attention is off" :
-            access::layers(kv).empty()   ? "the cache has no layers" :
-           access::hparams(kv).is_mla() ? "multi-head latent attention" : "";
+    return access::has_other(kv)                   ? "the cells are shared with another cache" :
+            access::v_trans(kv)                     ? "flash attention is off" :
+            access::layers(kv).empty()              ? "the cache has no layers" :
+            access::hparams(kv).n_rel_attn_bkts > 0 ? "attention with a learned bias" :
+           access::hparams(kv).is_mla()            ? "multi-head latent attention" : "";
 }
 
 const char * llama_sparse_why_not_layer(const llama_kv_cache & kv, int32_t ikv) {

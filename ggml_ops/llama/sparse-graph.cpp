@@ -326,10 +326,10 @@ ggml_tensor * llama_sparse_build_attn(
         const llm_graph_context & g, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
         ggml_tensor * kq_b, ggml_tensor * kq_mask, ggml_tensor * sinks, float kq_scale, int il) {
     const llama_kv_cache_context * mctx = nullptr;
-    if (!g.cparams.sparse || g.cparams.sparse->is_off() || !kq_mask || !find_cache(g, kq_mask, &mctx)) {
+    if (!g.cparams.sparse || g.cparams.sparse->is_off() || !llama_sparse_find_cache(g.mctx) || !kq_mask || !find_cache(g, kq_mask, &mctx)) {
         return nullptr;
     }
-    auto & inp = *llm_graph_input_sparse::of(g, mctx);
+    auto & inp = *llm_graph_input_sparse::of(g);
     if (inp.tok.is_stock) {
         inp.layers.push_back({ il, "off", true });
         return nullptr;
