@@ -329,6 +329,9 @@ ggml_tensor * llama_sparse_build_attn(
     if (!g.cparams.sparse || g.cparams.sparse->is_off() || !llama_sparse_find_cache(g.mctx) || !kq_mask || !find_cache(g, kq_mask, &mctx)) {
         return nullptr;
     }
+    if (kq_mask->ne[3] != k->ne[3]) { // a graph that only measures, for MiniMax-01 with one sequence, while k is of all
+        return nullptr;
+    }
     auto & inp = *llm_graph_input_sparse::of(g);
     if (inp.tok.is_stock) {
         inp.layers.push_back({ il, "off", true });
