@@ -200,6 +200,8 @@ TABLES: dict[str, Callable[[], str]] = {
             ("quantisations/speed", output.markdown),
             ("long/speed", output.markdown),
             ("attention", attention_table.markdown),
+            ("long/prompt_time", prompt_time.table),
+            ("ik_llama/prompt_time", prompt_time.table),
         )
     },
     **{

@@ -16,7 +16,6 @@ record of each case counts.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from ctypes import c_void_p
 from dataclasses import dataclass
@@ -89,9 +88,6 @@ OPTIONS = (
         "--device", default="cuda", help="Device: cuda, or a library with ggml_backend_init."
     ),
     click.option("--quick", is_flag=True, help="Measure small sizes only, as a quick check."),
-    click.option(
-        "--only", default="", metavar="REGEX", help="Measure cases with names like this one only."
-    ),
 )
 
 
@@ -128,7 +124,7 @@ def cases(quick: bool) -> list[Case]:
 def groups(given: runner.Given) -> list[list[Case]]:
     """Each case by itself; without torch those of ggml alone."""
     opened(given.device)
-    found = [c for c in cases(given.quick) if re.search(given.only, str(c))]
+    found = cases(given.quick)
     if not has_torch():
         note("torch is not installed, or sees no CUDA device: dense is ggml's flash attention only")
         found = [c for c in found if not c.method.startswith("torch")]

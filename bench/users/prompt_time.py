@@ -29,7 +29,6 @@ from pyorch.attention.spec import PROMPTS, AttentionSpec, parse_spec
 from pyorch.bench import records, state
 from pyorch.bench.plan import text_hash
 from pyorch.bench.records import Done, Record, Result, where_given
-from pyorch.bench.turns import FLOATS
 from pyorch.cli import options as opt
 from pyorch.cli.types import Numbers
 from pyorch.errors import SparqError
@@ -62,8 +61,6 @@ class Case:
     n_threads: int
     n_samples: int
     library: str = "sparq"
-    type_k: str = where_given("f16")
-    type_v: str = where_given("f16")
     repack: bool = where_given(True)
     rope: str = where_given("")
 
@@ -75,7 +72,6 @@ OPTIONS = (
         "-d", "--n-depth", type=Numbers(0), default="0,2048,8192,16384,32000", show_default=True
     ),
     runner.THREADS,
-    opt.cache_options,
     opt.rope_options,
     click.option("-nr", "--no-repack", is_flag=True, help="Leave the weights as in the file."),
     runner.samples(3),
@@ -89,8 +85,6 @@ def groups(given: runner.Given) -> list[list[Case]]:
         "text": text_hash(given.text),
         "n_threads": given.threads,
         "n_samples": given.samples,
-        "type_k": given.cache.cache_type_k,
-        "type_v": given.cache.cache_type_v,
         "repack": not given.no_repack,
         "rope": str(given.rope.settings() or ""),
     }
@@ -99,7 +93,6 @@ def groups(given: runner.Given) -> list[list[Case]]:
             Case(n_depth=d, flash_attn=fa, spec=spec, **common)
             for d in sorted(given.n_depth)
             for spec, fa in SIDES
-            if fa or given.cache.cache_type_v in FLOATS
         ]
     ]
 
@@ -127,15 +120,12 @@ def measure(given: runner.Given, cases: Sequence[Case], done: Done) -> list[Resu
                 n_ctx=n_ctx,
                 n_threads=first.n_threads,
                 flash_attn=flash_attn,
-                type_k=first.type_k,
-                type_v=first.type_v,
                 rope=engine.Rope.parse(first.rope),
                 attention=str(spec),
             )
 
         ours = session(True, READER)
-        flash_attn = {c.flash_attn for c in cases if c.spec.method == "off"}
-        stock = {fa: session(fa, AttentionSpec("off")) for fa in sorted(flash_attn)}
+        stock = {fa: session(fa, spec) for spec, fa in SIDES if spec.method == "off"}
         for depth in depths:
             engine.set_attention(ours, READER)
             n = len(ours.tokens)
@@ -252,7 +242,7 @@ def _table(recs: Sequence[Record]) -> str:
     case, env = records.read_case(Case, recs[0]), recs[0]["env"]
     about = (
         f"{recs[0]['model_name']}, weights {'rearranged' if case.repack else 'as in the file'}, "
-        f"K in {case.type_k}, V in {case.type_v}, {case.n_threads} threads, "
+        f"K in f16, V in f16, {case.n_threads} threads, "
         f"{env['machine']['cpu']}; medians of {case.n_samples}."
     )
     if case.rope:
