@@ -35,16 +35,15 @@ from pyorch.bench import paper, records
 from pyorch.bench.records import Done, Record, Result, where_given
 from pyorch.cli.terminal import note
 from pyorch.errors import SparqError
-from pyorch.native.slots import sources
-from pyorch.table import markdown
-
-from ggml_ctypes import (  # isort: skip  device.py finds it
+from pyorch.native.params import (
     STATS,
     ScoreParams,
     ScoreSelectParams,
     SealParams,
     SelectParams,
 )
+from pyorch.native.slots import sources
+from pyorch.table import markdown
 
 FILE = "gpu_attention.jsonl"
 NEEDS = "python -m bench gpu_attention"
