@@ -59,7 +59,7 @@ class _StockFa0(AttentionSpec):
 
 
 STOCK_FA0 = _StockFa0()
-FORMER = ("index",)  # methods of records that are here no longer; bench/README.md names the commit
+FORMER = ("index",)  # methods of records that are here no longer; see bench/answered.md
 
 
 @dataclass(frozen=True)
