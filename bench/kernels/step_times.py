@@ -20,7 +20,7 @@ import numpy as np
 from bench import runner
 from bench.kernels import watch
 from pyorch import engine
-from pyorch.attention.spec import AttentionSpec, parse_spec
+from pyorch.attention.spec import AttentionSpec
 from pyorch.bench import attention, records, state
 from pyorch.bench.bandwidth import MemoryReader
 from pyorch.bench.records import Done, Record, Result, where_given
@@ -71,14 +71,7 @@ OPTIONS = (
         help="Known models whose heads to measure.",
     ),
     click.option("-d", "--n-depth", type=Numbers(256), default="16384,65536", show_default=True),
-    click.option(
-        "-a",
-        "--attn",
-        "specs",
-        multiple=True,
-        metavar="SPEC",
-        help="Settings of attention; repeatable.  [default: five]",
-    ),
+    runner.specs(*SPECS),
     click.option(
         "--threads",
         "-t",
@@ -97,7 +90,7 @@ def groups(given: runner.Given) -> list[list[Case]]:
         for name in given.like.split(",")
         for n in given.n_depth
         for threads in given.threads
-        for spec in map(parse_spec, given.specs or SPECS)
+        for spec in given.specs
     ]
 
 

@@ -18,37 +18,20 @@ import click
 import numpy as np
 
 from bench import plot, runner
-from pyorch.attention.spec import parse_spec
 from pyorch.bench import output, speed
-from pyorch.bench.plan import Case, SpeedPlan, Synthetic, check
+from pyorch.bench.plan import Case, SpeedPlan, check
 from pyorch.bench.records import Done, Record, Result
 from pyorch.bench.worker import Workers
-from pyorch.cli.types import LAYERS, Number, Numbers
+from pyorch.cli.types import Number, Numbers
 from pyorch.errors import SparqError
 from pyorch.table import markdown
 
 TOKENS = 20  # of a test
 OPTIONS = (
-    click.option(
-        "--model",
-        "-m",
-        metavar="FILE",
-        type=click.Path(path_type=Path),
-        help="GGUF model to measure.  [default: llama2-7b q8_0, synthetic]",
-    ),
-    click.option(
-        "--layers", type=LAYERS, default=2, show_default=True, help="Layers of the synthetic model."
-    ),
+    runner.SOME_MODEL,
+    runner.layers(2),
     click.option("-d", "--n-depth", type=Numbers(1), default="4096-65536*2", show_default=True),
-    click.option(
-        "-a",
-        "--attn",
-        "specs",
-        multiple=True,
-        default=("sparq,ratio=1/8",),
-        show_default=True,
-        help="Settings of attention; repeatable.",
-    ),
+    runner.specs("sparq,ratio=1/8"),
     runner.THREADS,
     click.option(
         "--rounds", type=Number(int, 1), default=5, show_default=True, help="Rounds of all depths."
@@ -58,13 +41,12 @@ OPTIONS = (
 
 def _plan(given: runner.Given) -> SpeedPlan:
     """The plan of a round, whose number is its seed."""
-    model = given.model or Synthetic("llama2-7b", given.layers, "q8_0").written()
     return SpeedPlan(
-        models=[model],
+        models=[runner.model_of(given)],
         n_gen=[TOKENS],
         n_depth=given.n_depth,
         threads=[given.threads],
-        specs=[parse_spec(line) for line in given.specs],
+        specs=given.specs,
         repetitions=1,
     )
 
