@@ -279,7 +279,7 @@ def _attention(wanted: Wanted, specs: list[AttentionSpec] | None) -> None:
         found = attention.run(plan, file, progress, force=wanted.force)
     _keep(file, attention_table.markdown(records.latest(records.load_all(file))))
     own = {"md": attention_table.markdown, "summary": attention_table.summary}.get(wanted.output)
-    print(own(found) if own else output.FORMATS[wanted.output](attention_table.flat(found), found))
+    print(own(found) if own else output.FORMATS[wanted.output](attention_table.rows(found), found))
     note(f"records: {file}", "dim")
 
 
