@@ -121,8 +121,7 @@ def step_at(i: int, q: np.ndarray, k: np.ndarray, scale: float) -> Step:
 
 def noise_of(policy: Keyformer, heads: Heads, n: int):
     """The noise that a Keyformer selector draws, in its order: noise(head, row, position)."""
-    assert policy.noise == "once"
-    fixed = Noise(policy, heads).rows(1, n)[:, :, 0].reshape(heads.n_head, -1)
+    fixed = Noise(policy, heads).of(n).reshape(heads.n_head, -1)
     return lambda head, row, p: float(fixed[head, p])
 
 
@@ -258,23 +257,6 @@ def test_alisa_sums_do_not_drift() -> None:
     for positions, weights in list(ours.rows)[-11:]:
         want[positions] += weights
     assert len(ours.rows) == 11 and np.abs(ours.sums - want).max() < 1e-6
-
-
-def test_keyformer_noise_anew_for_each_row() -> None:
-    """noise=row: other numbers for other rows, the same ones in a second session."""
-    q, k = keys_and_queries(80, 4, 2, 16)
-    policy = policies.parse("keyformer,k=12,noise=row")
-    runs = [
-        [
-            s.select(step_at(i, q, k, 0.3)).copy()
-            for s in [selector(policy, q, k, 60, 0.3)]
-            for i in range(60, 80)
-        ]
-        for _ in range(2)
-    ]
-    assert all(np.array_equal(a, b) for a, b in zip(*runs, strict=True))
-    noise = Noise(policy, heads_of(q, k))
-    assert not np.array_equal(noise.rows(2, 5)[:, :, 0], noise.rows(1, 5)[:, :, 0])
 
 
 def test_gumbel_noise() -> None:

@@ -340,7 +340,6 @@ def test_bad_settings_are_refused() -> None:
         "keyformer,tau_end=-1": "tau_end",
         "keyformer,seed=-1": "seed",
         "low-rank,seed=-1": "seed",
-        "keyformer,noise=pink": "noise=row",
         "quest,page=0": "below 1",
         "low-rank,k=20": "needs a rank",
         "low-rank,rank=0": "at least 1",
