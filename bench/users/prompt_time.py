@@ -16,7 +16,7 @@ Figure `prompt_time` shows the last run that has both of llama.cpp's attentions.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,8 +101,7 @@ def measure(given: runner.Given, cases: Sequence[Case], done: Done) -> list[Resu
     """The samples of all cases, those of a depth in turns.
 
     Raises:
-        SparqError: the book is too short, our attention did not read a prompt, one of few bits had
-            none, or a sparse one read everything at all depths.
+        SparqError: the book is too short, or as `refuse_idle`.
     """
     depths = sorted({c.n_depth for c in cases})
     n_ctx = -(-(depths[-1] + CHUNK) // 256) * 256
@@ -144,6 +143,14 @@ def measure(given: runner.Given, cases: Sequence[Case], done: Done) -> list[Resu
                     _time(s, case, tokens[depth : depth + CHUNK], found[case])
         for s in (ours, *stock.values()):
             s.close()
+    refuse_idle(found)
+    return list(found.values())
+
+
+def refuse_idle(found: Mapping[Case, Result]) -> None:
+    """Raises:
+    SparqError: our attention did not read a prompt as a case says, or read none sparsely.
+    """
     for c, r in found.items():
         if c.spec.method == "off":
             continue
@@ -155,7 +162,6 @@ def measure(given: runner.Given, cases: Sequence[Case], done: Done) -> list[Resu
     chosen = [r["counters"] for c, r in found.items() if c.spec.prompt == "sparse"]
     if chosen and not any(c["prompt_read"] < c["prompt_visible"] for c in chosen):
         raise SparqError("no prompt was sparse", "a greater depth: short contexts are read exactly")
-    return list(found.values())
 
 
 def _time(s: engine.Session, case: Case, tokens: Sequence[int], found: dict[str, Any]) -> None:
