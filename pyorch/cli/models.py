@@ -79,7 +79,7 @@ def list_command(as_json: bool) -> None:
 def show_command(name: str) -> None:
     """Show everything that is known about the model NAME, or about a FILE if its content is known.
 
-    Evidence is from papers, with their split of the ratio, unless it names docs/evals.md.
+    Evidence is from papers, with their split of the ratio, unless it names docs/quality.md.
     """
     c = _of_file(Path(name)) if Path(name).is_file() else cards.load(name)
     kv = f"{human_bytes(c.kv_bytes)} per position, {human_bytes(c.kv_bytes * c.n_ctx)} at {c.n_ctx}"

@@ -2,7 +2,7 @@
 
 The geometry is that of the published configuration. `settings` is what to try first: ratio 1/4
 if the paper's tables lose more than 4 points at 1/8 or have only 1/4; else 1/8. `evidence` is from
-papers unless it names docs/evals.md. The paper splits a ratio differently (k = 128, K in f16), so
+papers unless it names docs/quality.md. The paper splits a ratio differently (k = 128, K in f16), so
 its numbers speak for the method.
 
 `[gguf]` names a repository with files for llama.cpp and the file to choose. It is given only if

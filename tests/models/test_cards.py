@@ -50,7 +50,7 @@ def test_card_is_whole(c: cards.Card) -> None:
     assert bool(c.gguf) == bool(c.quant) and (c.loads or not c.source)
     assert not (c.gguf and c.package)
     assert not c.gguf or re.fullmatch(r"[\w-]+/[\w.-]+", c.gguf)
-    sources = r"not measured|docs/evals\.md|arXiv \d{4}\.\d{5}\b.*(Table|Figure)"
+    sources = r"not measured|docs/quality\.md|arXiv \d{4}\.\d{5}\b.*(Table|Figure)"
     assert re.search(sources, c.evidence)
     if c.settings:
         assert c.settings == f"sparq,ratio={first_ratio(c.name)}"

@@ -16,8 +16,8 @@ from trace_session import trace, untrace
 from pyorch import engine, policies
 from pyorch.attention.spec import parse_spec
 from pyorch.errors import SparqError
-from pyorch.policies import h2o, index
-from pyorch.policies.base import Heads, Step
+from pyorch.policies import h2o
+from pyorch.policies.base import Heads
 
 N_PROMPT, N_STEP = 200, 12
 
@@ -37,16 +37,9 @@ METHODS = [
     "h2o,k=20",
     "keyformer,k=20",
     "alisa,k=20",
-    "index,k=20,part=4",
 ]
-RATIOS = [f"{name},ratio=1/8" for name in policies.POLICIES if name not in ("flexgen", "index")]
+RATIOS = [f"{name},ratio=1/8" for name in policies.POLICIES if name != "flexgen"]
 RATIOS += ["flexgen,ratio=5/8"]
-
-
-@pytest.fixture(autouse=True)
-def simple_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every seventh key is a centroid of `index`, so that the tests need no faiss."""
-    monkeypatch.setattr("pyorch.policies.index.centroids_of", lambda keys: keys[::7])
 
 
 def tokens_of(session: engine.Session, text: str, n: int = N_PROMPT + N_STEP) -> list[int]:
@@ -135,20 +128,8 @@ def test_a_ratio_is_that_share_of_the_bytes(demo: engine.Session, text: str, lin
 
 
 @pytest.mark.parametrize("line", METHODS)
-def test_bytes_by_formula_are_those_counted(
-    demo: engine.Session, text: str, line: str, demo_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With those that a method says it read to choose."""
+def test_bytes_by_formula_are_those_counted(demo: engine.Session, text: str, line: str) -> None:
     tokens = tokens_of(demo, text)
-    said = []
-
-    def select(self: index.IndexSelector, step: Step) -> np.ndarray:
-        positions = real(self, step)
-        said.append(self.bytes_to_choose)
-        return positions
-
-    real = index.IndexSelector.select
-    monkeypatch.setattr(index.IndexSelector, "select", select)
     method = policies.parse(line)
     policies.switch(demo, method)
     decode(demo, tokens)
@@ -162,8 +143,7 @@ def test_bytes_by_formula_are_those_counted(
     lengths = range(N_PROMPT + 1, N_PROMPT + N_STEP + 1)
     read = [method.bytes_read(n_read(method, n, heads), n, heads) for n in lengths]
     n_kv = n_layer * heads.n_head_kv
-    assert bool(said) == line.startswith("index")
-    assert counted.read == pytest.approx(n_kv * np.mean(read) + sum(said) / N_STEP)
+    assert counted.read == pytest.approx(n_kv * np.mean(read))
     assert counted.dense == pytest.approx(n_kv * heads.row * np.mean(lengths))
     assert engine.info(demo).counter("bytes_dense") == pytest.approx(counted.dense * N_STEP)
 
@@ -360,7 +340,6 @@ def test_bad_settings_are_refused() -> None:
         "keyformer,tau_end=-1": "tau_end",
         "keyformer,seed=-1": "seed",
         "low-rank,seed=-1": "seed",
-        "keyformer,noise=pink": "noise=row",
         "quest,page=0": "below 1",
         "low-rank,k=20": "needs a rank",
         "low-rank,rank=0": "at least 1",
