@@ -161,6 +161,26 @@ def test_a_card_knows_the_windows() -> None:
     assert geo.windows.sizes == (128, 0) * 12
 
 
+def test_recurrent_layers_are_known_by_their_weights(tmp_path: Path) -> None:
+    """A layer without K and V has a state, or a feed-forward block alone."""
+    m = tiny_models.make("llama", n_layer=4)
+    m.keys["attention.head_count_kv"] = [0, 2, 0, 0]
+    m.matrix("blk.0.ssm_in.weight", m.n_embd, 8)
+    m.matrix("blk.2.shortconv.in_proj.weight", m.n_embd, 8)
+    m.matrix("blk.1.ssm_in.weight", m.n_embd, 8)  # beside attention, as in Falcon H1
+    geo = geometry(read_gguf(tiny_models.save(m, tmp_path / "m.gguf")))
+    assert geo.kv_layers == [1] and geo.n_recurrent == 2
+
+
+def test_a_row_is_read_of_the_embeddings_of_layers(tmp_path: Path) -> None:
+    m = tiny_models.make("gemma3", n_layer=2)
+    without = geometry(read_gguf(tiny_models.save(m, tmp_path / "a.gguf")))
+    m.matrix("per_layer_token_embd.weight", 64, 260)
+    geo = geometry(read_gguf(tiny_models.save(m, tmp_path / "b.gguf")))
+    assert geo.weight_bytes == without.weight_bytes + 64 * 260 * 4
+    assert geo.weight_bytes_per_token == without.weight_bytes_per_token
+
+
 def test_layers_that_only_predict_have_no_cache(tmp_path: Path) -> None:
     m = tiny_models.make("llama", n_layer=3)
     m.keys["nextn_predict_layers"] = 1
