@@ -17,7 +17,6 @@ import tiny as tiny_models
 from pyorch import engine
 from pyorch.attention.bytes import cache_bytes, layer_costs, shadow_bytes
 from pyorch.attention.spec import parse_spec
-from pyorch.models import cards
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import read_gguf
 from pyorch.models.layers import INTERVALS, WINDOWS, Windows, recurrent, windows
@@ -154,11 +153,6 @@ def test_explain_tells_layers_with_a_window_apart(run: Run, tmp_path: Path) -> N
     assert [x["counted"] for x in r["layers"]] == ([False] * 5 + [True]) * 2
     text = run(*args)[1]
     assert "sliding window of 64" in text and "layers with a window      160 KiB" in text
-
-
-def test_a_card_knows_the_windows() -> None:
-    geo = cards.load("gpt-oss-20b").geometry
-    assert geo.windows.sizes == (128, 0) * 12
 
 
 def test_recurrent_layers_are_known_by_their_weights(tmp_path: Path) -> None:
