@@ -159,7 +159,8 @@ def layer_weights(file: GGUFFile, n_layer: int, used: bool = True) -> list[int]:
 
     All tensors count, except that only the experts in use count of expert tensors (`_exps`), and
     that an embedding table counts only if it is also the output matrix: otherwise one row is read,
-    as it is of the embeddings for each layer that some models have.
+    as it is of the embeddings for each layer that some models have. Layers that only predict
+    further tokens read nothing.
     """
     arch, m = file.arch, file.metadata
     tied = not any(t.name == "output.weight" for t in file.tensors)
@@ -169,11 +170,15 @@ def layer_weights(file: GGUFFile, n_layer: int, used: bool = True) -> list[int]:
         if used and isinstance(n_used, int) and isinstance(n_expert, int) and n_expert
         else 1
     )
+    n_trunk = m.get(f"{arch}.block_count", 0) - m.get(f"{arch}.nextn_predict_layers", 0)
     total = [0.0] * (n_layer + 1)
     for t in file.tensors:
         if t.name == "per_layer_token_embd.weight" or (t.name == "token_embd.weight" and not tied):
             continue
         part = t.name.split(".")
-        il = int(part[1]) if part[0] == "blk" and part[1].isdecimal() else n_layer
-        total[min(il, n_layer)] += t.n_bytes * (share if "_exps." in t.name else 1)
+        il = int(part[1]) if part[0] == "blk" and part[1].isdecimal() else -1
+        if used and il >= n_trunk:
+            continue
+        read = t.n_bytes * (share if "_exps." in t.name else 1)
+        total[il if 0 <= il < n_layer else n_layer] += read
     return [int(x) for x in total]

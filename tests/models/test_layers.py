@@ -179,5 +179,8 @@ def test_layers_that_only_predict_have_no_cache(tmp_path: Path) -> None:
     m = tiny_models.make("llama", n_layer=3)
     m.keys["nextn_predict_layers"] = 1
     geo = geometry(read_gguf(tiny_models.save(m, tmp_path / "m.gguf")))
-    assert geo.kv_layers == [0, 1]
+    assert geo.kv_layers == [0, 1] and geo.n_recurrent == 0
+    of_a_layer = sum(4 * x.size for name, x in m.tensors.items() if name.startswith("blk.2."))
+    embedding = 4 * m.tensors["token_embd.weight"].size
+    assert geo.weight_bytes_per_token == geo.weight_bytes - of_a_layer - embedding
     assert dataclasses.replace(geo, n_own_cache=1).kv_layers == [0, 1]
