@@ -281,7 +281,8 @@ def open_session(
     options["n_mapped"] = min((d.n_tokens for d in documents), default=0)  # one of them is open
     file, settings = prepare(model.model, model.yes, options, documents=documents)
     note_if_weights_exceed(file, settings, load)
-    if attention is None and (card := _card(model.model, file.path)):
+    card = _card(model.model, file.path) if attention is None else None
+    if card and cards.load(card).settings:
         note(f"attention is exact; for {card} try --ratio {first_ratio(card)}", "dim")
     with progress_bar("loading the model") as progress:
         session = engine.load(file, progress=progress, **placement(load), **options)
