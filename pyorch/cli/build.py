@@ -18,9 +18,6 @@ from pyorch.progress import say
     "--tools", is_flag=True, help="Build llama-bench, llama-cli, llama-server and more, too."
 )
 @click.option(
-    "--web-page", is_flag=True, help="Build llama-server with its web page, too; needs Node.js."
-)
-@click.option(
     "--portable", is_flag=True, help="Build for any CPU of this kind (x86-64: with AVX2)."
 )
 @click.option("--cuda", is_flag=True, help="Build with CUDA, the default with nvcc and a device.")
@@ -36,7 +33,6 @@ from pyorch.progress import say
 def command(
     stock: bool,
     tools: bool,
-    web_page: bool,
     portable: bool,
     cuda: bool,
     cuda_arch: str | None,
@@ -51,7 +47,6 @@ def command(
     """
     from pyorch.native import build
     from pyorch.native import cuda as toolkit
-    from pyorch.native import web_page as page
 
     cuda = cuda or cuda_arch is not None
     options = build.Options(stock=stock, portable=portable)
@@ -61,10 +56,7 @@ def command(
             raise SparqError(
                 "CUDA builds need nvcc, which is not here", "install a CUDA toolkit, 12 or 13", 2
             )
-    names: tuple[str, ...] = build.TOOLS if tools or web_page else ()
-    if web_page:
-        page.check()
-        names += (page.NAME,)
+    names = build.TOOLS if tools else ()
     if not (cuda or portable):
         options = build.usual(stock)
         if build.find(options, names) is None:

@@ -38,7 +38,6 @@ from pyorch.ggml import MAX_SEQUENCES
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import GGUFFile
 from pyorch.models.memory import available_memory, weight_bytes
-from pyorch.native import web_page
 from pyorch.text import printable
 
 if TYPE_CHECKING:
@@ -329,11 +328,10 @@ def _serve(served: Served, more: Sequence[str]) -> None:
             slots = f" in each of {n} slots" if n > 1 else ""
             note(f"{shown(file.path)}, attention {spec}, {settings.n_ctx} positions{slots}")
             url = f"[{served.address}]" if ":" in served.address else served.address
-            page = ", and its web page at /" if (program.parent / web_page.NAME).is_file() else ""
             if served.documents:
                 n_read = served_documents.n_usable(served.documents, host, served.port, served.keys)
                 note(f"documents: {n_read} tokens were read before")
-            note(f"http://{url}:{served.port}/v1 is ready{page}; Ctrl-C ends it")
+            note(f"http://{url}:{served.port}/v1 is ready; Ctrl-C ends it")
             child.wait_end()
     if child.was_late:
         note(f"note: {PROGRAM} did not end in {supervise.GRACE_S:.0f} s, and was killed", "yellow")
