@@ -32,7 +32,6 @@ COMMANDS = {
     "demo": ("demo", "Let a small model complete sentences out of a long story."),
     "bench": ("bench", "Measure speed beside llama.cpp's."),
     "eval": ("eval", "Measure what sparse attention costs in quality."),
-    "synth": ("synth", "Write a model with random weights, for timing."),
     "build": ("build", "Build the patched llama.cpp library."),
     "doctor": ("doctor", "Say what is built and what this machine can do."),
 }

@@ -78,7 +78,7 @@ def shape_like(name: str, **changes: int | str | None) -> Shape:
     card = cards.load(name)
     if card.architecture != "llama":
         raise SparqError(
-            f"{name} is not a Llama but a {card.architecture}, which synth cannot write",
+            f"{name} is not a Llama but a {card.architecture}, which --like cannot write",
             "sparq-cpp models lists the architectures",
             exit_code=2,
         )
@@ -151,20 +151,19 @@ def write(
     quant: str = "q8_0",
     seed: int = 0,
     name: str = "",
-    force: bool = True,
 ) -> int:
-    """Write the model. The file appears only when it is complete. Returns its size in bytes.
+    """Write the model, in the place of any that is there. The file appears only when it is
+    complete. Returns its size in bytes.
 
     Raises:
-        SparqError: the sizes do not fit together, the file exists and `force` is not given, or it
-            cannot be written.
+        SparqError: the sizes do not fit together, or it cannot be written.
     """
     if quant not in QUANTS:
         raise nearest("type of weights", quant, QUANTS)
     _check(shape, _SUPER if quant == "q4_k_m" else _BLOCK)
-    check_target(path, force)
+    check_target(path, force=True)
     check_space(path.absolute().parent, file_bytes(shape, quant), str(path))
-    with new_file(path, force) as (partial, _):
+    with new_file(path, force=True) as (partial, _):
         _write(partial, shape, quant, seed, name or f"synthetic {printable(path.stem)}")
     return path.stat().st_size
 

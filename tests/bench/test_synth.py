@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from pyorch import engine
-from pyorch.cli.synth import command
 from pyorch.errors import SparqError
 from pyorch.models import random_weights, synth
 from pyorch.models.geometry import geometry
@@ -125,23 +122,3 @@ def test_synth_refuses_sizes_that_do_not_fit(changes: dict[str, int], message: s
     with pytest.raises(SparqError, match=message) as e:
         synth.shape_like("llama2-7b", **changes)
     assert e.value.exit_code == 2
-
-
-def test_synth_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = partial(synth.shape_like, n_embd=64, n_ff=32, n_vocab=288)
-    monkeypatch.setattr(synth, "shape_like", small)
-    path, args = tmp_path / "m.gguf", ["--like", "llama2-7b", "--layers", "1"]
-    result = CliRunner().invoke(command, [*args, "--out", str(path)])
-    assert result.exit_code == 0, result.output
-    assert str(path) in result.stdout
-    assert geometry(read_gguf(path)).n_head_kv == (32,)
-    for to, said in (
-        (path, "--force"),
-        (tmp_path / "no" / "m.gguf", "make it"),
-        (tmp_path, "name"),
-    ):
-        result = CliRunner().invoke(command, [*args, "--out", str(to)])
-        assert isinstance(result.exception, SparqError) and said in result.exception.hint
-    assert CliRunner().invoke(command, [*args, "--out", str(path), "--force"]).exit_code == 0
-    result = CliRunner().invoke(command, ["--like", "llama2", "--out", str(path)])
-    assert isinstance(result.exception, SparqError) and "llama2-7b" in result.exception.hint

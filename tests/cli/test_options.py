@@ -90,7 +90,6 @@ def test_there_are_few_options() -> None:
         ("SPARQ_CALIBRATE_SHADOW", "q5", "calibrate -m x", "--shadow 'q5'"),
         ("SPARQ_EVAL_RATIO", "9", "eval repetition -m x", "ratio 9 is not"),
         ("SPARQ_EVAL_TABLE_OUTPUT", "xml", "eval table .", "--output 'xml'"),
-        ("SPARQ_SYNTH_LAYERS", "x", "synth", "--layers 'x'"),
         ("SPARQ_CHAT_JSON", "maybe", "chat -m x", "maybe"),
         ("SPARQ_MODEL", "/none", "explain", "/none: no such file"),
     ],
