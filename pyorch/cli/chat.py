@@ -23,7 +23,7 @@ from pyorch.cli.conversation import REPLY_ROOM, Chat
 from pyorch.cli.loading import open_session, shown
 from pyorch.cli.summary import devices, summary_of, why_dense
 from pyorch.cli.templates import TemplateOptions, note_system, template_options
-from pyorch.cli.terminal import json_text, note
+from pyorch.cli.terminal import note, print_json
 from pyorch.cli.types import File, Number, Text
 from pyorch.errors import SparqError
 from pyorch.progress import progress_bar, say
@@ -279,9 +279,10 @@ def _save(chat: Chat, name: str) -> None:
 
     kv = name.endswith(" kv")
     name = name.removesuffix(" kv")
-    text = json_text({"messages": chat.messages})
+    text = json.dumps({"messages": chat.messages}, indent=2, ensure_ascii=False)
     with new_file(path := _path("/save", name), force=True, private=True) as (partial, _):
-        partial.write_text(text + "\n", encoding="utf-8")
+        # what UTF-8 cannot have becomes an escape of JSON
+        partial.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
     if kv and chat.session.tokens:
         chat_documents.save_beside(chat.session, chat.template, path)
     note(f"{len(chat.messages)} messages written to {name}", "dim")
@@ -329,7 +330,7 @@ def _reply(chat: Chat, text: str) -> None:
     chat_documents.keep(chat)
     if chat.as_json:
         said = {"reply": reply, "finish": finish, "seed": sampling.seed}
-        print(json.dumps({**said, **chat.summary.json()}), flush=True)
+        print_json({**said, **chat.summary.json()}, indent=None)
     if chat.interactive:
         note(chat.summary.line(), "dim")
     _note_end(chat, finish)
