@@ -114,7 +114,8 @@ def run(command: click.Command, prog_name: str | None = None) -> NoReturn:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except OSError as error:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  what is left is not tried again
+        if not error.filename:  # of a stream: what is left in it is not tried again
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         if isinstance(error, BrokenPipeError):  # the reader of our output is gone
             sys.exit(1)
         where = f"{error.filename}: " if error.filename else ""

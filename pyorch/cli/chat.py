@@ -295,8 +295,6 @@ def _resume(name: str) -> list[dict[str, str]]:
         found = [{"role": str(m["role"]), "content": m["content"]} for m in messages]
         if not all(isinstance(m["content"], str) for m in found):  # of others, a list of parts
             raise TypeError
-    except OSError as e:
-        raise SparqError(f"{name}: {e.strerror or e}", hint) from None
     except (ValueError, KeyError, TypeError):
         raise SparqError(f"{name}: not a saved conversation", hint) from None
     for m in found:

@@ -69,10 +69,7 @@ def command(ratio: float, yes: bool) -> None:
 def story() -> str:
     """The story with our sentences in it; its first paragraph is its title."""
     path = paths.data("models") / "demo" / "story.txt"
-    try:
-        paragraphs = path.read_text(encoding="utf-8").strip().split("\n\n")
-    except OSError as e:
-        raise SparqError(f"{path}: {e.strerror or e}", "reinstall, or restore the file") from None
+    paragraphs = path.read_text(encoding="utf-8").strip().split("\n\n")
     for place, cue, rest in reversed(FACTS):
         paragraphs.insert(int(place * len(paragraphs)), f"{cue} {rest}")
     return "\n\n".join(" ".join(p.split()) for p in paragraphs)

@@ -156,10 +156,7 @@ def _prompt(text: str | None, file: str | None) -> str:
     elif file == "-":
         prompt = decoded(streams.stdin().read(), "stdin")
     else:
-        try:
-            prompt = read_text(Path(file))
-        except OSError as e:
-            raise SparqError(f"{file}: {e.strerror or e}", "-f takes a text file, or -") from None
+        prompt = read_text(Path(file))
     if not prompt:
         raise SparqError("the prompt is empty", "give at least one character", exit_code=2)
     return prompt
