@@ -13,7 +13,7 @@ from pyorch.native.source import digest_of
 
 # what a hook patch must not do: files of ours are added by ggml_ops/attach.cmake
 _NO_HOOK = (b"new file", b"deleted file", b"rename ", b"copy ", b"GIT binary", b"old mode")
-TRAILERS = ("Upstream-Status", "Core-Touch", "Calls", "Gate")
+TRAILERS = ("Upstream-Status", "Calls", "Gate")
 
 
 @dataclass
@@ -43,7 +43,8 @@ class Patch:
         return sum(change.count(b"-") for change in self.changes)
 
     @property
-    def core_touch(self) -> str:
+    def touches(self) -> str:
+        """The files and lines that it changes, as text."""
         n = len(self.changes)
         return f"{n} file{'' if n == 1 else 's'}, +{self.added} -{self.removed}"
 

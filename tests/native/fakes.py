@@ -27,7 +27,6 @@ PATCH = """\
 Subject: [PATCH] llama : hook
 
 Upstream-Status: Pending
-Core-Touch: 1 file, +1 -0
 Calls: none
 Gate: none
 

@@ -112,7 +112,6 @@ def test_digest_sees_names_and_content(tree: Path) -> None:
         ("Gate: none\n", "", "no Gate line"),
         ("Calls: none\n", "Calls:\n", "no Calls line"),
         ("Pending", "Perhaps", "unknown Upstream-Status 'Perhaps'"),
-        ("+1 -0", "+2 -0", r"Core-Touch should read '1 file, \+1 -0'"),
         ("+1,3 @@\n one\n", "+1,123 @@\n one\n" + "+more\n" * 120, r"touches \+121 -0 lines"),
     ],
 )
@@ -153,7 +152,7 @@ def test_round_trip_after_an_edit(
     (folder / "src" / "a.cpp").write_text("one\nhook\ntwo\nthree\nfour\n")
     with pytest.raises(SparqError, match="uncommitted edits"):
         upstream.refresh(patch_dir, folder)
-    message = "llama : second\n\nUpstream-Status: Pending\nCore-Touch: ?\nCalls: none\nGate: none\n"
+    message = "llama : second\n\nUpstream-Status: Pending\nCalls: none\nGate: none\n"
     upstream._git(folder, "commit", "--quiet", "-am", message)
     with pytest.raises(SparqError, match="differs from the series"):
         upstream.upstream(patch_dir, folder)
@@ -162,8 +161,7 @@ def test_round_trip_after_an_edit(
         "0001-llama-hook.patch",
         "0002-llama-second.patch",
     ]
-    assert "Core-Touch: 1 file, +1 -0" in (patch_dir / "0002-llama-second.patch").read_text()
-    assert "llama : second" in (patch_dir / "README.md").read_text()
+    assert "| llama : second | 1 file, +1 -0 |" in (patch_dir / "README.md").read_text()
     upstream.upstream(patch_dir, folder)  # up to date now
     assert upstream.check(patch_dir) == []
     (patch_dir / "0002-llama-second.patch").unlink()
