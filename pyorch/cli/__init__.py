@@ -93,7 +93,7 @@ def main() -> None:
 def run(command: click.Command, prog_name: str | None = None) -> NoReturn:
     """Run a command; an error becomes two lines on stderr and an exit code, and so does a death by
     a signal in the library."""
-    native.tells_of_death = True
+    native.reports_crashes = True
     streams.prepare()
     try:
         status = command(standalone_mode=False, prog_name=prog_name)

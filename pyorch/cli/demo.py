@@ -50,7 +50,7 @@ def command(ratio: float, yes: bool) -> None:
     """Let a small model complete sentences out of a long story.
 
     The model, SmolLM2-135M-Instruct (89 MiB), comes from the Python package index, once. It reads a
-    story of 6,600 tokens in which two sentences of ours are hidden. Then it gets the beginning of
+    story of 6,600 tokens, in which two sentences were hidden. Then it gets the beginning of
     each and completes it twice: with llama.cpp's dense attention and with sparse attention.
 
     The command fails if no attention was sparse.
@@ -101,7 +101,7 @@ def complete(session: Session, spec: AttentionSpec) -> list[Pair]:
         engine.prefill(session, engine.align(session, prompts[0]), progress=progress)
     title, _, _ = text.partition("\n")
     read = f"{len(prompts[0])} tokens, read in {session.timings.prefill_s:.1f} s"
-    _say(f"{title}, with two sentences of ours in it: {read}\n")
+    _say(f"{title}, with two sentences added: {read}\n")
     pairs = []
     for (_, cue, rest), tokens in zip(FACTS, prompts, strict=True):
         _say(f"\n{cue} ...\n")

@@ -157,8 +157,8 @@ def command(
     if not (ipaddress.ip_address(address.partition("%")[0]).is_loopback or keys):
         if not server.insecure:
             raise SparqError(
-                f"--host {server.host} lets other machines in, and no key is asked for",
-                "--api-key-file FILE asks for one; --insecure lets everybody in",
+                f"--host {server.host} would let other machines in without a key",
+                "--api-key-file FILE requires one; --insecure does without",
                 exit_code=2,
             )
         note("note: whoever reaches this address can use it", "yellow")
@@ -333,7 +333,7 @@ def _serve(served: Served, more: Sequence[str]) -> None:
                 note(f"documents: {n_read} tokens were read before")
             note(f"http://{url}:{served.port}/v1 is ready; Ctrl-C ends it")
             child.wait_end()
-    if child.was_late:
+    if child.was_killed:
         note(f"note: {PROGRAM} did not end in {supervise.GRACE_S:.0f} s, and was killed", "yellow")
     account.say(spec)
     if served.documents and account.tokens:

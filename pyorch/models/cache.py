@@ -89,7 +89,7 @@ def models(say: Say = silent) -> list[CachedModel]:
             n_bytes = sum({f.blob_path: f.size_on_disk for f in files}.values())
             entries = tuple(f.file_path for f in files)
             found.append(CachedModel(repo.repo_id, name, n_bytes, entries, name in complete))
-    for package, got in wheel.here().items():
+    for package, got in wheel.cached().items():
         assert got.path is not None
         found.append(CachedModel(package, got.name, got.path.stat().st_size, (got.path,)))
     return found

@@ -60,7 +60,7 @@ def read_checkpoint(folder: Path, name: str = "") -> Checkpoint:
         OSError: a file cannot be read.
     """
     if not folder.is_dir():
-        what = "a file" if folder.exists() else "no such folder"
+        what = "not a folder" if folder.exists() else "no such folder"
         raise SparqError(
             f"{folder}: {what}",
             "it takes a folder with config.json and safetensors, or hf:org/repo",

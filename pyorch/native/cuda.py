@@ -133,7 +133,7 @@ def archs(text: str | None) -> str:
     wrong = [arch for arch in chosen if arch not in ARCHS and arch not in here]
     if wrong:
         raise SparqError(
-            f"no architecture we build for: {wrong[0]}", "one of " + ", ".join(ARCHS), 2
+            f"unsupported CUDA architecture: {wrong[0]}", "one of " + ", ".join(ARCHS), 2
         )
     return ";".join(chosen)
 

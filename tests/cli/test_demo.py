@@ -95,7 +95,7 @@ def test_the_real_model(run: Run, found: Pairs) -> None:
         pytest.skip(f"{package.file} is not here: sparq-cpp pull {demo.MODEL}")
     result = run("demo", "--yes")
     assert result.code == 0, result.err
-    assert "two sentences of ours" in result.out and n_read(result.out) > 6000
+    assert "two sentences added" in result.out and n_read(result.out) > 6000
     assert len(found) == 2
     for pair, (_, _, rest) in zip(found, demo.FACTS, strict=True):
         check(pair)
