@@ -327,7 +327,7 @@ def test_refusals(tiny: Path) -> None:
             ("generate", "-m", tiny, "--rpc", f"127.0.0.1:{closed_port()}", "-p", "x"),
             "no worker answers",
         ),
-        (("worker", "--host", "0.0.0.0"), "lets everybody in"),
+        (("worker", "--host", "0.0.0.0"), "would be open to everybody"),
         (("worker", "--host", "::1", "--insecure"), "IPv4 addresses only"),
     ]:
         child = cli(*args)
