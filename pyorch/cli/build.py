@@ -20,10 +20,10 @@ from pyorch.progress import say
 @click.option(
     "--portable", is_flag=True, help="Build for any CPU of this kind (x86-64: with AVX2)."
 )
-@click.option("--cuda", is_flag=True, help="Build with CUDA, the default with nvcc and a device.")
 @click.option(
-    "--cuda-arch",
-    help="CUDA architectures: native, all or 80,90.  [default: native with a device, else all]",
+    "--cuda",
+    metavar="ARCHS",
+    help="Build with CUDA for native, all or 80,90.  [default: native with nvcc and a device]",
 )
 @click.option(
     "--jobs", type=Number(int, 1), help="Compilers that run at once.  [default: one per core]"
@@ -34,8 +34,7 @@ def command(
     stock: bool,
     tools: bool,
     portable: bool,
-    cuda: bool,
-    cuda_arch: str | None,
+    cuda: str | None,
     jobs: int | None,
     force: bool,
     env: bool,
@@ -48,16 +47,15 @@ def command(
     from pyorch.native import build
     from pyorch.native import cuda as toolkit
 
-    cuda = cuda or cuda_arch is not None
     options = build.Options(stock=stock, portable=portable)
-    if cuda:
-        options = replace(options, cuda=toolkit.archs(cuda_arch))
+    if cuda is not None:
+        options = replace(options, cuda=toolkit.archs(cuda))
         if not toolkit.find_nvcc():
             raise SparqError(
                 "CUDA builds need nvcc, which is not here", "install a CUDA toolkit, 12 or 13", 2
             )
     names = build.TOOLS if tools else ()
-    if not (cuda or portable):
+    if cuda is None and not portable:
         options = build.usual(stock)
         if build.find(options, names) is None:
             options = build.working(options)
