@@ -99,7 +99,7 @@ def opened(name: str) -> Device:
     """
     built = native.built()
     if name == "cuda" and not (built / "libggml-cuda.so").exists():
-        raise SparqError("this build is for the CPU only", "sparq-cpp build --cuda")
+        raise SparqError("this build is for the CPU only", "sparq-cpp build --cuda native")
     return Device(built, name)
 
 

@@ -73,7 +73,7 @@ def groups(given: runner.Given) -> list[list[Case]]:
 
 
 def _shape(like: str, n_layer: int | None) -> synth.Shape:
-    return synth.shape_like(like, n_layer=n_layer, tokenizer="bytes", n_ctx=1 << 20)
+    return synth.shape_like(like, n_layer=n_layer, n_ctx=1 << 20)
 
 
 def _model(case: Case) -> Path:

@@ -135,7 +135,7 @@ class Wanted:
         "--text",
         type=File(),
         metavar="FILE",
-        help="A book: ours reads -d tokens of it instead of random K and V, and goes on with it.",
+        help="A book, of which -d tokens are read in place of random K and V.",
     )
     attn_only: bool = option("--attn-only", is_flag=True, help="Time attention alone.")
     out: str | None = option(

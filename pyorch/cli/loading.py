@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from pyorch.engine import Document, Placement, Session, SessionOptions
     from pyorch.engine.chat_template import ChatTemplate
     from pyorch.engine.settings import Settings
-    from pyorch.models.pull import Model
 
 
 REPLY_ROOM = 4096  # positions of a conversation after a document
@@ -61,14 +60,7 @@ def model_path(name: str, yes: bool = False, before: Callable[[], None] | None =
     )
     if yes and n_bytes:
         note(f"downloading {what}")
-    return fetch_model(model).path
-
-
-def fetch_model(model: Model) -> Model:
-    """Download and check a model, with bars on a terminal only."""
-    from pyorch.models import pull
-
-    return pull.bring(model, note)
+    return pull.fetch(model, note).path
 
 
 def find_model(name: str, yes: bool, tools: tuple[str, ...] = ()) -> GGUFFile:

@@ -107,7 +107,7 @@ def _download(name: str) -> list[Path]:
         found = pull.find_files(pull.Spec(repo, kind="dataset"), (pattern,), say)
         if not found.complete:
             say(f"{repo}: {human_bytes(found.missing_bytes)} to download")
-        found = pull.bring(found, say)
+        found = pull.fetch(found, say)
     except SparqError as e:
         own = f"--data FILE: the {name} data as JSON, JSON lines or parquet"
         raise SparqError(e.message, "; or ".join([e.hint] * bool(e.hint) + [own])) from None

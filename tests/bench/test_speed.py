@@ -573,11 +573,10 @@ def test_synthetic_weights_are_written_only_after_asking(
 
     file.parent.mkdir(parents=True)
     file.write_bytes(b"x")
-    (file.parent / "ggml-vocab-llama-spm.gguf").touch()  # of the tokenizers: no model
     assert plan.to_write() == {} and synth.written() == [file]
     removed = CliRunner().invoke(models.command, ["rm", "synthetic", "--yes"])
     assert removed.exit_code == 0 and "1 bytes" in removed.output
-    assert not file.exists() and len(list(file.parent.iterdir())) == 1
+    assert not file.exists()
 
 
 def test_layers_that_fit_do_not_depend_on_what_is_free(

@@ -24,7 +24,7 @@ from pyorch.models.gguf_file import read_gguf
 
 def test_node_times_of_models_with_one_name_are_two_cases(tmp_path: Path) -> None:
     found = []
-    shape = synth.shape_like("llama2-7b", n_layer=1, n_embd=64, n_vocab=288, tokenizer="bytes")
+    shape = synth.shape_like("llama2-7b", n_layer=1, n_embd=64, n_vocab=288)
     for n_ff in (32, 64):
         path = tmp_path / f"{n_ff}.gguf"
         synth.write(path, replace(shape, n_ff=n_ff), name="one name")

@@ -90,7 +90,6 @@ def test_there_are_few_options() -> None:
         ("SPARQ_CALIBRATE_SHADOW", "q5", "calibrate -m x", "--shadow 'q5'"),
         ("SPARQ_EVAL_RATIO", "9", "eval repetition -m x", "ratio 9 is not"),
         ("SPARQ_EVAL_TABLE_OUTPUT", "xml", "eval table .", "--output 'xml'"),
-        ("SPARQ_SYNTH_LAYERS", "x", "synth", "--layers 'x'"),
         ("SPARQ_CHAT_JSON", "maybe", "chat -m x", "maybe"),
         ("SPARQ_MODEL", "/none", "explain", "/none: no such file"),
     ],
@@ -138,8 +137,8 @@ def test_a_size_is_in_binary_units(text: str, wanted: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "G", "-1", "0", "0.1", "2X", "1e9", "2 G G", "inf"])
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(SparqError, match="is no size") as refused:
+def test_what_is_not_a_size_is_refused(text: str) -> None:
+    with pytest.raises(SparqError, match="is not a size") as refused:
         Size().convert(text, None, None)
     assert refused.value.exit_code == 2
 

@@ -169,11 +169,11 @@ def test_documents(run: Run, tiny_chat: Path, text: Path) -> None:
         (["read", "TEXT", "-m", "MODEL", "-o", "/nowhere/x.kv"], 2, "there is no folder"),
         (["chat", "-m", "MODEL", "--document", "none"], 1, "none: no such document"),
         (["chat", "-m", "MODEL", "--document", "TEXT"], 1, "not a document"),
-        (["chat", "-m", "MODEL", "--document", "x", "--resume", "y"], 2, "two beginnings"),
+        (["chat", "-m", "MODEL", "--document", "x", "--resume", "y"], 2, "cannot be combined"),
         (
             ["generate", "-m", "MODEL", "-p", "x", "--document", "a", "--document", "b"],
             2,
-            "two doc",
+            "takes one --document",
         ),
     ],
 )

@@ -341,7 +341,7 @@ def test_a_port_in_use(run: Callable[..., Any], tiny: Path) -> None:
 def test_other_machines_need_a_key(run: Callable[..., Any], tiny: Path, host: str) -> None:
     result = run("serve", "-m", tiny, "--host", host)
     error, hint = result.err.splitlines()
-    assert result.code == 2 and f"--host {host} lets other machines in" in error
+    assert result.code == 2 and f"--host {host} would let other machines in" in error
     assert "--api-key-file" in hint and "--insecure" in hint
 
 

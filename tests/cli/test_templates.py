@@ -357,7 +357,7 @@ def test_variables_of_a_template(run: Run, tmp_path: Path) -> None:
     assert "the chat template has no y: it changes nothing" in done.err
     for bad in ("{", "[]"):
         done = run("chat", "-m", path, "--chat-template-kwargs", bad, stdin="")
-        assert done.code == 2 and "is no object in JSON" in done.err
+        assert done.code == 2 and "is not a JSON object" in done.err
 
 
 def test_stop(run: Run, tiny_chat: Path) -> None:

@@ -133,7 +133,7 @@ def test_windows(windows: Path, workers: list[str], run) -> None:
 
 def test_weights_of_few_bits(workers: list[str], tmp_path: Path, run) -> None:
     """A worker takes them as they are, and so does --no-repack."""
-    shape = synth.Shape(4, 256, 4, 2, 64, 256, 288, n_ctx=4096, tokenizer="bytes")
+    shape = synth.Shape(4, 256, 4, 2, 64, 256, 288, n_ctx=4096)
     synth.write(path := tmp_path / "q4.gguf", shape, "q4_k_m")
     got = run(path, SPARQ, (workers[0],))
     assert got["bits"] == run(path, SPARQ, repack=False)["bits"]
@@ -327,7 +327,7 @@ def test_refusals(tiny: Path) -> None:
             ("generate", "-m", tiny, "--rpc", f"127.0.0.1:{closed_port()}", "-p", "x"),
             "no worker answers",
         ),
-        (("worker", "--host", "0.0.0.0"), "lets everybody in"),
+        (("worker", "--host", "0.0.0.0"), "would be open to everybody"),
         (("worker", "--host", "::1", "--insecure"), "IPv4 addresses only"),
     ]:
         child = cli(*args)

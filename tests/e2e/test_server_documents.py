@@ -198,7 +198,7 @@ def test_adapters_that_change_while_it_runs(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What a slot holds was made with the adapters of then, a document with none."""
+    """What a slot holds was made with the adapters of that time, a document with none."""
     prompt = document_file.content(books[0])[1] + " who?"
     args = ("-m", tiny, *COMMON, "--cache-ram", 0, *_adapter(tmp_path, tiny))
     with serving(server_dir, tmp_path / "log", *args) as url:

