@@ -19,10 +19,6 @@
 #include "sparse-score.cuh"
 #include "sparse-select-args.cuh"
 
-#ifndef SPARQ_MARK
-#define SPARQ_MARK(phase) // bench/gpu/layer.cu times the phases
-#endif
-
 namespace sparse_cuda {
 
 constexpr int LAYER_BINS   = 2048;  // of the histogram; the last one has the forced cells
@@ -585,7 +581,6 @@ struct layer_block {
                 m.slope[tid] = head_slope((int) h_kv*G + h0 + tid, sa.n_log2, sa.max_bias);
             }
             const int n_comp = choose_components(m.score, sa, h_kv, h0, i_tok, s, n_row_group > 0);
-            SPARQ_MARK(3);
             if (GB == 1) {
                 guess_bins(n_comp);
             }
@@ -605,7 +600,6 @@ struct layer_block {
                     score_unit<true>(softmax, least, h0, n_head, n_comp, unit/4, unit % 4);
                 }
             }
-            SPARQ_MARK(4);
             if (n_row_group > 0) {
                 score_rows(softmax, least, h0, n_head);
             }
@@ -963,7 +957,6 @@ struct layer_block {
             cluster_arrive();
             cluster_wait();
         }
-        SPARQ_MARK(10);
         n_sel = m.n_sel;
         // ties: an order, and of those equal to it the cells below a bound are in
         const bool has_ties = m.n_cand > LAYER_CAND, ranks = m.n_need > 0;
@@ -1012,10 +1005,8 @@ struct layer_block {
         __syncthreads();
         write_list(at_sel);
         n_above = has_ties ? n_sel : n_sel - m.n_need;
-        SPARQ_MARK(11);
         cluster_arrive();
         cluster_wait(); // C
-        SPARQ_MARK(12);
         const int n_cand = has_ties ? 0 : m.n_cand;
         for (int i = tid; i < n_cand; i += N_THREAD) {
             m.cand[i] = __ldcg(&a.cand[u*LAYER_CAND + i]);
@@ -1184,7 +1175,6 @@ struct layer_block {
                 __syncthreads();
                 read_rows(st, n);
             }
-            SPARQ_MARK(14);
             __syncthreads(); // what lies where the parts go was read
             write_states(st, h0, n_head);
             if (h0 + GB < G) {
@@ -1254,12 +1244,9 @@ struct layer_block {
     }
 
     __device__ __forceinline__ void run() {
-        SPARQ_MARK(0);
         clear();
         begin_kernel();
-        SPARQ_MARK(1);
         see();
-        SPARQ_MARK(2);
         if (!every) {
             if (GB == 1) {
                 mark_forced();
@@ -1269,7 +1256,6 @@ struct layer_block {
                 sum_bins();
             }
         }
-        SPARQ_MARK(5);
         cluster_arrive(); // A; with one query head per KV head it is B, too
         if (GB > 1 && !every) {
             mark_forced();
@@ -1277,11 +1263,9 @@ struct layer_block {
         if (mean_v) {
             sum_v();
         }
-        SPARQ_MARK(6);
         cluster_wait();
         if (!every) {
             join_softmax();
-            SPARQ_MARK(7);
             if (GB > 1) {
                 make_keys(); // join_softmax() ended at a barrier: the marks are there
                 // softmaxes of a head add up to 1 (of G heads to G), so the k-th is not above G/k; 64 bins per octave below it, 32 octaves
@@ -1289,21 +1273,15 @@ struct layer_block {
                 bin.base  = max((__float_as_int(__fdividef(1.02f*G, (float) max(min(kl[0], a.topk_max), 1))) >> 17) - (LAYER_BINS - 3), 0) << 17;
                 count_keys();
                 sum_bins();
-                SPARQ_MARK(8);
                 cluster_arrive();
                 cluster_wait(); // B
-                SPARQ_MARK(9);
             }
             select();
         }
-        SPARQ_MARK(13);
         attend();
-        SPARQ_MARK(15);
         cluster_arrive();
         cluster_wait(); // D
-        SPARQ_MARK(16);
         finish();
-        SPARQ_MARK(17);
         if (ta.stats && rank == 0 && w == 0) {
             count();
         }
