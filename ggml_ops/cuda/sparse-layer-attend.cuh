@@ -321,17 +321,12 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::write_states(row_s
 
 template <int N_BIT, int GB, int TYPE>
 __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::attend() {
-    const int n_list = every ? n_kv : n_sel, d = ta.d_k;
+    const int n_list = every ? n_kv : n_sel;
     const int first = (int) ((int64_t) n_list*rank/n_block), n_own = (int) ((int64_t) n_list*(rank + 1)/n_block) - first;
 #pragma unroll 1
     for (int h0 = 0; h0 < n_group_q; h0 += GB) {
         const int n_head = min(GB, n_group_q - h0);
-#pragma unroll
-        for (int h = 0; h < GB; ++h) {
-            if (tid < (d + 7)/8*8) {
-                m.q[h][q_place(tid, d)] = h < n_head && tid < d ? ta.q.at<const float>(h_kv*n_group_q + h0 + h, i_tok, s)[tid] : 0.0f;
-            }
-        }
+        load_queries<GB>(m.q, ta.q, h_kv*n_group_q + h0, n_head, i_tok, s, ta.d_k);
         if (tid < GB) {
             m.slope[tid] = head_slope((int) h_kv*n_group_q + h0 + tid, ta.n_log2, ta.max_bias);
         }

@@ -182,8 +182,6 @@ struct layer_block {
     static __device__ __forceinline__ float as_key(float x) { return fminf(fmaxf(x, neg_inf()), FLT_MAX); }
     __device__ __forceinline__ void guess_bins(int n_comp);
     __device__ __forceinline__ void count_key(float x, unsigned mark);
-    template <int N, typename F>
-    __device__ __forceinline__ void load_mask(unsigned (&seen)[N], int t0, const F & place) const;
     template <bool LINE, int N>
     __device__ __forceinline__ void scan_unit(float (&x)[GB][N], int n_comp, int run, int line);
     template <int N, typename F>

@@ -53,28 +53,7 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::count_key(float x,
     }
 }
 
-// the mask of a lane's spans, two positions each; place(j): where span j begins behind t0
-template <int N_BIT, int GB, int TYPE>
-template <int N, typename F>
-__device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::load_mask(unsigned (&seen)[N], int t0, const F & place) const {
-    if (t0 + RUN <= n_kv && (uintptr_t) mask % 8 == 0) {
-#pragma unroll
-        for (int j = 0; j < N/2; ++j) {
-            const uint2 raw = *(const uint2 *) &mask[t0 + place(j)];
-            seen[j*2]     = raw.x;
-            seen[j*2 + 1] = raw.y;
-        }
-    } else {
-#pragma unroll
-        for (int j = 0; j < N; ++j) {
-            const int t = t0 + place(j/2) + j % 2*2;
-            seen[j]  = t     < n_kv ? mask[t]     : F16_NEG_INF;
-            seen[j] |= (unsigned) (t + 1 < n_kv ? mask[t + 1] : F16_NEG_INF) << 16;
-        }
-    }
-}
-
-// its products, from the transposed K
+// the products of a run, or of a line of it, from the transposed K
 template <int N_BIT, int GB, int TYPE>
 template <bool LINE, int N>
 __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::scan_unit(float (&x)[GB][N], int n_comp, int run, int line) {
@@ -127,7 +106,7 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::score_unit(
     unsigned seen[NS*2] = {}; // the mask, two positions each
     bool plain = false;       // all are seen, without a bias
     if (coded != 0) {
-        load_mask(seen, t0, place);
+        load_mask(seen, mask, t0, n_kv, place);
         if (n_comp > 0) {
             scan_unit<LINE>(x, n_comp, run, line);
         }
