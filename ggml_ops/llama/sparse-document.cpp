@@ -9,6 +9,7 @@
 
 #include "sparse-codes.h"
 #include "sparse-layout.h"
+#include "sparse-reasons.h"
 
 #include <sys/mman.h>
 #include <sys/stat.h>
