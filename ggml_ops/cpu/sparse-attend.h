@@ -177,7 +177,9 @@ static SPARQ_NOINLINE void add_position_d(float * acc, int64_t ld_acc, const flo
         const char * row = x + h*nb, * row_ahead = ahead + h*nb;
         float * a = acc + h*ld_acc;
         const vf ph = set1(p[h*ld_p]);
-        const int end = for_each_span<D, T>(d, [&](int c) {
+        int c = 0;
+        SPARQ_UNROLL
+        for (; c + N <= d; c += N) {
             if (row_bytes<T>(c) % 64 < row_bytes<T>(N)) {
                 prefetch_bytes(row_ahead + row_bytes<T>(c), row_bytes<T>(N));
             }
@@ -186,9 +188,9 @@ static SPARQ_NOINLINE void add_position_d(float * acc, int64_t ld_acc, const flo
             for (int v = 0; v < N/W; ++v) {
                 store(a + c + v*W, fma(ph, y.vec(v), load(a + c + v*W)));
             }
-        });
-        if (end < d) {
-            store_n(a + end, fma(ph, span<T>::tail(row, end, d - end), load_n(a + end, d - end)), d - end);
+        }
+        if (c < d) {
+            store_n(a + c, fma(ph, span<T>::tail(row, c, d - c), load_n(a + c, d - c)), d - c);
         }
     }
 }
