@@ -2,6 +2,7 @@
 
 #include "sparse-compat.h"
 #include "sparse-input.h"
+#include "sparse-reasons.h"
 
 #include "llama-hparams.h"
 #include "llama-kv-cache-iswa.h"
@@ -62,41 +63,6 @@ struct attention {
     }
 };
 
-// can our ops read this layer's tensors, if the cache allows?
-bool is_ordinary(const attention & a) {
-    return a.g.cparams.flash_attn && a.mask && a.mask->type == GGML_TYPE_F16 && !a.kq_b && !sparse_is_training(a.g.cparams, 0) && a.g.cparams.causal_attn;
-}
-
-// "" or why this layer's decoded tokens are left to llama.cpp whatever the batch
-std::string why_not_ours(const attention & a, const llama_kv_cache_context * mctx) {
-    if (!mctx) {
-        return "sliding-window layer";
-    }
-    if (a.il >= a.inp.state->n_layer) {
-        return "not a layer of the trunk"; // of a draft head, or one that routes
-    }
-    if (!a.g.cparams.flash_attn || !a.mask || a.mask->type != GGML_TYPE_F16) {
-        return "flash attention is off";
-    }
-    if (a.kq_b) {
-        return "attention with a learned bias";
-    }
-    if (!is_ordinary(a)) {
-        return "not causal decoding";
-    }
-    auto & kv = access::kv(*mctx);
-    for (const char * reason : { llama_sparse_why_not(kv), llama_sparse_why_not_layer(kv, access::layer_ids(kv).at(a.il)) }) {
-        if (*reason) {
-            return reason;
-        }
-    }
-    const auto & shadow = access::shadow(kv);
-    if (!shadow) {
-        return "not a plain KV cache";
-    }
-    return a.spec().has_shadow() ? shadow->at(a.ikv()).reason : "";
-}
-
 // does a CPU compute the prompts of a layer? With a GPU, llama.cpp may run a prompt there even where K lies in host memory
 bool is_prompt_on_cpu(const attention & a) {
     for (int i = 0; i < ggml_backend_sched_get_n_backends(a.g.sched); ++i) {
@@ -110,8 +76,8 @@ bool is_prompt_on_cpu(const attention & a) {
 
 // can PREFILL read this layer, which may have a sliding window?
 bool can_prefill(const attention & a) {
-    return is_ordinary(a) && !a.g.hparams.is_mla() && llama_sparse_is_supported_type(a.k->type) && llama_sparse_is_supported_type(a.v->type) &&
-            is_prompt_on_cpu(a);
+    return llama_sparse_is_ordinary(a.g.cparams, a.mask, a.kq_b) && !a.g.hparams.is_mla() && llama_sparse_is_supported_type(a.k->type) &&
+            llama_sparse_is_supported_type(a.v->type) && is_prompt_on_cpu(a);
 }
 
 // our nodes run where K lies: left to the scheduler, they could follow q, and all of K be copied to them
@@ -364,7 +330,7 @@ ggml_tensor * llama_sparse_build_attn(
     }
     const attention a = { g, inp, q, k, v, kq_b, kq_mask, sinks, v_mla, kq_scale, il };
 
-    std::string why = why_not_ours(a, mctx);
+    std::string why = llama_sparse_why_not_ours(g, *inp.state, mctx, kq_mask, kq_b, il);
     const bool ours = inp.tok.has_prompt() && can_prefill(a);
     ggml_tensor * res = build(a, mctx != nullptr, ours, why);
     inp.layers.push_back({ il, why, res == nullptr, res && !ours });
