@@ -160,12 +160,13 @@ def test_a_thousand_tokens(model: Path, workers: list[str], run) -> None:
 # ---- who is sent what ----
 
 
-def test_no_other_worker_is_sent_our_op(model: Path, workers: list[str], run) -> None:
-    """One that greets as llama.cpp's own keeps its layers to llama.cpp's attention; the others'
-    are sparse."""
-    with Link(workers[1], plain=True) as foreign:
-        assert machines.ask(foreign.endpoint).sparse_version == 0
-        got = run(model, SPARQ, (workers[0], foreign.endpoint), tensor_split=(1, 1))
+def test_no_other_worker_is_sent_our_op(
+    model: Path, workers: list[str], tmp_path: Path, run
+) -> None:
+    """One of llama.cpp's own keeps its layers to llama.cpp's attention; the others' are sparse."""
+    with worker(tmp_path / "log", stock=True) as (foreign, _):
+        assert machines.ask(foreign).sparse_version == 0
+        got = run(model, SPARQ, (workers[0], foreign), tensor_split=(1, 1))
     states = [layer["state"] for layer in got["info"]["layers"]]
     assert "sparse" in states and "dense" in states
     reasons = {layer["reason"] for layer in got["info"]["layers"]} - {""}
@@ -173,16 +174,6 @@ def test_no_other_worker_is_sent_our_op(model: Path, workers: list[str], run) ->
     counters = got["info"]["counters"]
     assert counters["calls_sparse"] == N_DECODE * states.count("sparse")
     assert counters["calls_stock"] > 0
-
-
-def test_one_of_llama_cpp_itself(model: Path, workers: list[str], tmp_path: Path, run) -> None:
-    """Its own program beside ours."""
-    with worker(tmp_path / "log", stock=True) as (foreign, _):
-        assert machines.ask(foreign).sparse_version == 0
-        got = run(model, SPARQ, (workers[0], foreign), tensor_split=(1, 1))
-    states = [layer["state"] for layer in got["info"]["layers"]]
-    assert got["info"]["counters"]["calls_sparse"] == N_DECODE * states.count("sparse") > 0
-    assert "dense" in states
 
 
 def test_what_a_worker_says(workers: list[str]) -> None:
