@@ -21,7 +21,7 @@ from pyorch.bench import attention, bandwidth, growth, output, records, speed
 from pyorch.bench import plan as planning
 from pyorch.bench.plan import Case, SpeedPlan, Synthetic
 from pyorch.bench.worker import Subject
-from pyorch.cli import cli, models
+from pyorch.cli import models
 from pyorch.cli.bench import command
 from pyorch.cli.types import Numbers
 from pyorch.errors import SparqError
@@ -58,7 +58,6 @@ def test_numbers_refuse_what_has_no_end_or_meaning(text: str) -> None:
     assert e.value.exit_code == 2
 
 
-Planned = Callable[..., tuple[SpeedPlan, str]]
 OFF = AttentionSpec("off")
 CASE = Case(
     model_filename="m.gguf",
@@ -141,29 +140,17 @@ def test_keys_of_recorded_cases_stay() -> None:
     ],
 )
 def test_committed_cases_are_read_and_written_alike(name: str, kind: type[Case]) -> None:
-    """Their settings of attention are objects in between. Fields that came later may be added."""
-    files = list((paths.REPOSITORY / "bench" / "results").glob(f"*/{name}.jsonl"))
+    """Their settings of attention are objects in between. Fields that came later may be added. And
+    they have the keys by which they are found again."""
+    files = sorted((paths.REPOSITORY / "bench" / "results").glob(f"*/{name}.jsonl"))
     recs = [rec for file in files for rec in records.load_all(file)]
     assert recs
     for rec in recs:
         case = records.read_case(kind, rec)
-        assert isinstance(case.spec, AttentionSpec)
-        assert rec["case"].items() <= records.case_of(case).items()
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("speed", speed.Case), ("growth", speed.Case), ("attention", attention.Case)],
-)
-def test_records_in_the_repository_would_be_found_again(name: str, kind: type[Any]) -> None:
-    files = sorted((paths.REPOSITORY / "bench" / "results").glob(f"*/{name}.jsonl"))
-    found = [rec for file in files for rec in records.load_all(file)]
-    assert found
-    for rec in found:
-        case = records.read_case(kind, rec)
-        stamp = rec["env"]["stamps"][case.library]
-        version = rec.get("version", 0)
-        assert records.key(rec["bench"], records.case_of(case), stamp, version) == rec["key"]
+        written = records.case_of(case)
+        assert isinstance(case.spec, AttentionSpec) and rec["case"].items() <= written.items()
+        stamp, version = rec["env"]["stamps"][case.library], rec.get("version", 0)
+        assert records.key(rec["bench"], written, stamp, version) == rec["key"]
 
 
 def test_a_row_of_ours_is_refused_unless_it_ran() -> None:
@@ -447,26 +434,8 @@ def test_bench_refuses_in_one_line(
     assert result.exception.exit_code == 2 and message in result.exception.message
 
 
-@pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
-    """What the command would measure, and what it says before."""
-    plans: list[SpeedPlan] = []
-
-    def run(plan: SpeedPlan, *_: Any, **__: Any) -> Any:
-        plans.append(plan)
-        raise SparqError("enough")
-
-    monkeypatch.setattr(speed, "run", run)
-
-    def of(*args: str) -> tuple[SpeedPlan, str]:
-        said = CliRunner().invoke(command, ["--yes", *args]).output
-        return plans[-1], said
-
-    return of
-
-
 def test_threads_are_those_that_the_library_runs(
-    planned: Planned, monkeypatch: pytest.MonkeyPatch
+    planned: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert planned("-t", "1-512*512")[0].threads == [1, 512]
     monkeypatch.setattr(probe, "cores", lambda: 768)
@@ -484,7 +453,7 @@ def test_threads_are_those_that_the_library_runs(
     ],
 )
 def test_flash_attention_is_named_as_in_llama_bench(
-    planned: Planned, given: str, wanted: list[bool]
+    planned: Any, given: str, wanted: list[bool]
 ) -> None:
     assert planned("-fa", given)[0].flash_attn == wanted
 
@@ -501,25 +470,21 @@ def test_flash_attention_is_named_as_in_llama_bench(
     ],
 )
 def test_what_the_line_says_displaces_variables(
-    monkeypatch: pytest.MonkeyPatch, variables: str, line: str, specs: list[str], like: str
+    monkeypatch: pytest.MonkeyPatch,
+    planned: Any,
+    variables: str,
+    line: str,
+    specs: list[str],
+    like: str,
 ) -> None:
-    plans: list[SpeedPlan] = []
-
-    def run(plan: SpeedPlan, *_: Any, **__: Any) -> Any:
-        plans.append(plan)
-        raise SparqError("enough")
-
-    monkeypatch.setattr(speed, "run", run)
-    monkeypatch.setattr(growth, "run", run)
     for variable in variables.split():
         monkeypatch.setenv(*f"SPARQ_BENCH_{variable}".split("=", 1))
-    said = CliRunner().invoke(cli, ["bench", *line.split(), "--yes"])
-    assert plans, said.exception
-    assert [str(s) for s in plans[0].specs] == specs
-    assert list(plans[0].like) == [like] and not plans[0].models
+    plan, _ = planned(*line.split())
+    assert [str(s) for s in plan.specs] == specs
+    assert list(plan.like) == [like] and not plan.models
 
 
-def test_a_stock_row_that_cannot_be_is_noted(planned: Planned) -> None:
+def test_a_stock_row_that_cannot_be_is_noted(planned: Any) -> None:
     why = "no stock -fa 0 beside -ctv q8_0: llama.cpp quantises V only with flash attention"
     assert why in planned("-ctv", "f16,q8_0")[1]
     assert "no stock" not in planned("-ctv", "bf16")[1] + planned("-ctv", "q8_0", "-fa", "1")[1]
@@ -569,7 +534,7 @@ def test_the_time_left_knows_the_cache_and_the_threads(model: Path) -> None:
 
 
 def test_synthetic_weights_are_written_only_after_asking(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, planned: Planned
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, planned: Any
 ) -> None:
     monkeypatch.setenv("SPARQ_CACHE", str(tmp_path))
     result = CliRunner().invoke(command, ["--layers", "2"])

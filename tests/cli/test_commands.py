@@ -126,8 +126,7 @@ def test_generate_prints_text_alone_on_stdout(run: Run, tiny: Path) -> None:
 
 
 def test_llama_cpp_is_silent_unless_asked(tiny: Path) -> None:
-    command = "import sys; from pyorch.cli import main; main()"
-    args = [sys.executable, "-c", command, "generate", "-m", tiny, "-p", "x", "-n", "1", "-t", "1"]
+    args = [sys.executable, "-m", "pyorch", "generate", "-m", tiny, "-p", "x", "-n", "1", "-t", "1"]
     quiet = subprocess.run(args, capture_output=True, check=True).stderr
     loud = subprocess.run([*args, "-v"], capture_output=True, check=True).stderr
     assert b"llama_model_loader" in loud
@@ -135,8 +134,7 @@ def test_llama_cpp_is_silent_unless_asked(tiny: Path) -> None:
 
 
 def test_a_terminal_without_unicode(tiny: Path) -> None:
-    command = "import sys; from pyorch.cli import main; main()"
-    args = [sys.executable, "-c", command, "generate", "-m", tiny, "-p", "é", "-n", "9", "-t", "1"]
+    args = [sys.executable, "-m", "pyorch", "generate", "-m", tiny, "-p", "é", "-n", "9", "-t", "1"]
     env = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(args, capture_output=True, env=env)
     assert done.returncode == 0, done.stderr
@@ -346,7 +344,7 @@ def test_a_context_beyond_the_training(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize("args", ["models", "--help", "explain --json", "generate -p x -t 1"])
 def test_nowhere_to_write(tiny: Path, args: str) -> None:
     verb, *rest = args.split()
-    argv = [sys.executable, "-c", "from pyorch.cli import main; main()", verb, *rest]
+    argv = [sys.executable, "-m", "pyorch", verb, *rest]
     argv += ["-m", str(tiny)] * (verb in ("explain", "generate"))
     with open("/dev/full", "w") as full:
         done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True)
@@ -355,7 +353,7 @@ def test_nowhere_to_write(tiny: Path, args: str) -> None:
 
 
 def test_closed_streams(tiny: Path) -> None:
-    line = f"{sys.executable} -c 'from pyorch.cli import main; main()' generate -m {tiny} -t 1"
+    line = f"{sys.executable} -m pyorch generate -m {tiny} -t 1"
     shell = partial(subprocess.run, shell=True, capture_output=True, text=True)
     assert shell(f"{line} -p x -n 2 >&- 2>&-").returncode == 0
     empty = shell(f"{line} -f - < /dev/null")
@@ -832,10 +830,9 @@ def test_ctrl_c_in_a_terminal_stops_the_reply_and_not_the_program(
 
 
 def test_ctrl_c_ends_what_reads_from_a_pipe(tiny_chat: Path) -> None:
-    code = "import sys; from pyorch.cli import main; main()"
-    args = ["chat", "-m", str(tiny_chat), "--threads", "1", "--temp", "0"]
+    argv = [sys.executable, "-m", "pyorch", "chat", "-m", str(tiny_chat), "-t", "1", "--temp", "0"]
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen([sys.executable, "-c", code, *args], **streams, bufsize=0) as child:
+    with subprocess.Popen(argv, **streams, bufsize=0) as child:
         assert child.stdin and child.stdout and child.stderr
         child.stdin.write(b"hello\nand you?\n")
         assert child.stdout.read(1), child.stderr.read()

@@ -47,8 +47,7 @@ def test_kill_9_loses_and_repeats_nothing(tiny: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
     data = tmp_path / "rows.json"
     data.write_text(json.dumps(rows))
-    command = "from pyorch.cli import main; main()"
-    line = [sys.executable, "-c", command, "eval", "squad", "-m", tiny, "--confusion", "0"]
+    line = [sys.executable, "-m", "pyorch", "eval", "squad", "-m", tiny, "--confusion", "0"]
     line += ["--data", data, "-a", "off", "-a", SPARSE, "-n", "200", "--ctx", "256", "-t", "1"]
     line += ["--out", tmp_path, "-o", "json"]
     file = tmp_path / "squad.jsonl"

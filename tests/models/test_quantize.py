@@ -33,8 +33,7 @@ TEXT = "It was the best of times, it was the worst of times, " * 8
 
 
 def command(*args: object, **kwargs: object) -> subprocess.Popen[str]:
-    code = "from pyorch.cli import main; main()"
-    argv = [sys.executable, "-c", code, "quantize", *map(str, args)]
+    argv = [sys.executable, "-m", "pyorch", "quantize", *map(str, args)]
     return subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, **kwargs)
 
 
