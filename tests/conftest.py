@@ -77,15 +77,25 @@ def llama_cpp(native_lib_dir: Path) -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def ggml_headers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder `ggml` of the source that the library is built from."""
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`unpacked("ggml/include")`: this folder of the source that the library is built from."""
     pin = source.read_pin()
     where = source.locate(pin)
-    if not where.path.exists():
-        pytest.skip("the source of the build is no longer in the cache")
-    into = tmp_path_factory.mktemp("ggml")
-    source.unpack(where, f"{pin.folder}/ggml", into, skip=("cmake",))
-    return into
+
+    def folder_of(name: str) -> Path:
+        if not where.path.exists():
+            pytest.skip("the source of the build is no longer in the cache")
+        into = tmp_path_factory.mktemp("source") / name
+        source.unpack(where, f"{pin.folder}/{name}", into, skip=("cmake",))
+        return into
+
+    return folder_of
+
+
+@pytest.fixture(scope="session")
+def ggml_headers(unpacked: Callable[[str], Path]) -> Path:
+    """Folder `ggml` of that source."""
+    return unpacked("ggml")
 
 
 @pytest.fixture(scope="session")

@@ -177,13 +177,6 @@ def test_no_variable_stands_in_for_two_options() -> None:
     assert len(named) > 200 and set(named.values()) == {1}
 
 
-def test_the_default_of_ctx_is_said_as_each_command_has_it() -> None:
-    said = {verb: shown(c)["--ctx"].help for verb, c in commands().items() if "--ctx" in shown(c)}
-    assert said["chat"] == said["generate"] == said["serve"]
-    assert "at most 8192" in str(said["chat"]) and "default: 2048" in str(said["calibrate"])
-    assert "the model's own]" in str(said["explain"])
-
-
 def test_a_name_means_one_thing() -> None:
     every = commands()
     for verb, command in every.items():
@@ -232,23 +225,3 @@ def test_a_group_made_by_hand_has_the_defaults_of_the_command_line(kind: type) -
 
 def test_sampling_has_the_defaults_of_the_engine() -> None:
     assert opt.SamplingOptions().settings(Sampling().temp) == Sampling()
-
-
-def test_options_become_the_objects_that_a_command_asks_for() -> None:
-    seen = {}
-
-    @click.command()
-    @opt.model_options
-    @click.option("--own")
-    @opt.context_options
-    def command(**given: object) -> None:
-        seen.update(given)
-
-    args = ["-m", "x.gguf", "--own", "1", "-t", "3"]
-    assert CliRunner().invoke(command, args, catch_exceptions=False).exit_code == 0
-    assert seen == {
-        "model": opt.ModelOptions("x.gguf", False),
-        "own": "1",
-        "context": opt.ContextOptions(None, 3),
-    }
-    assert [p.name for p in command.params] == ["model", "yes", "own", "ctx", "threads"]

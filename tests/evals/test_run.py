@@ -113,17 +113,23 @@ def test_a_longer_run_and_another_method_add_only_what_is_missing(
     ]
 
 
-def test_what_prompts_share_is_read_once_and_changes_no_answer(
-    run_eval: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[int] = []
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each prefill reads."""
+    found: list[int] = []
     whole = engine.prefill
 
     def prefill(s: engine.Session, tokens: list[int], **options: Any) -> None:
-        read.append(len(tokens))
+        found.append(len(tokens))
         whole(s, tokens, **options)
 
     monkeypatch.setattr(engine, "prefill", prefill)
+    return found
+
+
+def test_what_prompts_share_is_read_once_and_changes_no_answer(
+    run_eval: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: list[int]
+) -> None:
     args = ["repetition", "niah_many", "--ctx", 1792, "-a", "off", "-a", SPARSE]
 
     def answers() -> dict[tuple[str, ...], tuple[str, float]]:
@@ -147,7 +153,7 @@ def test_what_prompts_share_is_read_once_and_changes_no_answer(
 
 
 def test_a_document_is_not_read_again(
-    run_eval: Run, tiny: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_eval: Run, tiny: Path, book: Path, tmp_path: Path, monkeypatch: Any, read: list[int]
 ) -> None:
     """Its passages are recited as if it had been read: the same answers, with the same numbers."""
     path = tmp_path / "book.kv"
@@ -156,14 +162,7 @@ def test_a_document_is_not_read_again(
         engine.read_document(s, path, engine.Reading("book", text, "plain"))
     args = ["repetition", "answers_repetition", "--document", path, "-n", 4, "-a", "dense"]
     args += ["-a", SPARSE, "--questions", 4]
-    read: list[int] = []
-    whole = engine.prefill
-
-    def prefill(s: engine.Session, tokens: list[int], **options: Any) -> None:
-        read.append(len(tokens))
-        whole(s, tokens, **options)
-
-    monkeypatch.setattr(engine, "prefill", prefill)
+    read.clear()
 
     def answers() -> list[tuple[Any, ...]]:
         done = run_eval(*args)

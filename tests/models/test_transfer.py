@@ -103,17 +103,6 @@ def test_tries_are_counted_while_nothing_comes(hub: Hub, gguf: bytes) -> None:
     assert load().path.read_bytes() == gguf[::-1] and starts(hub)[-1] == 1000
 
 
-def test_a_hub_that_goes_away(hub: Hub, gguf: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.files = {"m.gguf": gguf}
-    model = found()
-    nobody = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", nobody)
-    said: list[str] = []
-    with pytest.raises(SparqError, match="no usable answer"):
-        pull.download(model, say=said.append)
-    assert len(said) == transfer.TRIES - 1
-
-
 # ---- slow ----
 
 

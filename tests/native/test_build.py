@@ -36,16 +36,6 @@ def runs(world: Path) -> int:
     return len(log.read_text().splitlines()) if log.exists() else 0
 
 
-def test_once(world: Path) -> None:
-    assert build.find(OPTIONS) is None
-    folder = make()
-    assert (folder / "libllama.so").read_text() == "library\n"
-    assert (build.bindings() / "llama_cpp" / "__init__.py").is_file()
-    assert build.find(OPTIONS) == folder
-    assert make() == folder
-    assert runs(world) == 1
-
-
 INPUTS: dict[str, tuple[object, ...]] = {  # a file that gets another line, or what is found here
     "upstream": ("sdist/vendor/llama.cpp/src/b.cpp",),
     "patch": ("patches/0001-hook.patch",),
