@@ -412,25 +412,16 @@ def test_token_rates_are_of_the_model_measured_last(
 def test_a_real_model_is_drawn_beside_the_synthetic(tmp_path: Path) -> None:
     """Its points and fits are its own, and change nothing of the others."""
     pytest.importorskip("matplotlib")
-    out = tmp_path / "out"
-
-    def rows(figure: plot.Figure, panel: str, n_models: int) -> list[plot.Row]:
-        plot.make(figure, tmp_path, out)
-        assert (out / f"{figure.name}.svg").read_text().count(f">{panel}<") == n_models
-        return figure.data(tmp_path)
-
-    def both(n: int, n_with_lines: int) -> tuple[list[plot.Row], list[plot.Row]]:
-        return (
-            rows(end_to_end.FIGURE, "time of a token", n),
-            rows(time_in_attention.FIGURE, "time in attention", n_with_lines),
-        )
-
+    panels = {end_to_end.FIGURE: "time of a token", time_in_attention.FIGURE: "time in attention"}
     add_lengths(tmp_path)
-    speeds, times = both(1, 1)
+    speeds, times = (figure.data(tmp_path) for figure in panels)
     add_rates(tmp_path, "real", 3.0, LENGTHS[:2])
-    assert both(2, 1)[1] == times, "too few lengths for a line"
+    assert time_in_attention.data(tmp_path) == times, "too few lengths for a line"
     add_rates(tmp_path, "real", 3.0, LENGTHS[2:])
-    more_speeds, more_times = both(2, 2)
+    more_speeds, more_times = (figure.data(tmp_path) for figure in panels)
+    for figure, panel in panels.items():
+        plot.make(figure, tmp_path, tmp_path)
+        assert (tmp_path / f"{figure.name}.svg").read_text().count(f">{panel}<") == 2
     assert more_speeds[: len(speeds)] == speeds and more_times[: len(times)] == times
     added = more_speeds[len(speeds) :], more_times[len(times) :]
     assert all({r["model"] for r in found} == {"real"} for found in added)

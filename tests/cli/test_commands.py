@@ -386,7 +386,6 @@ def test_explain(run: Run, tiny: Path) -> None:
     assert r["attention_bytes_per_token"] == (256 << 10) + ranges
     # codes; per channel a line of scales and zeros, and one of padding
     assert r["shadow_memory"] / r["kv_memory"] == 1 / 8 + 1 / 128
-    assert r["bandwidth"] > 1e8
     whole = r["weight_bytes_per_token"]
     assert r["speedup_token"] == pytest.approx((whole + (2 << 20)) / (whole + (256 << 10) + ranges))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import pytest
@@ -20,6 +21,9 @@ from pyorch.cli.types import Files, Name, NumberOr, Size
 from pyorch.engine import Sampling
 from pyorch.errors import SparqError
 from pyorch.evals import tasks
+
+if TYPE_CHECKING:
+    from conftest import Run
 
 
 def commands() -> dict[str, click.Command]:
@@ -58,13 +62,12 @@ def test_every_name_of_a_file_may_begin_with_the_home_folder(
 
 
 def test_a_variable_may_begin_with_the_home_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny: Path
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny: Path
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "m.gguf").symlink_to(tiny)
     monkeypatch.setenv("SPARQ_MODEL", "~/m.gguf")
-    assert CliRunner().invoke(cli, ["explain"]).exit_code == 0
-    assert CliRunner().invoke(cli, ["explain", "--model=~/m.gguf"]).exit_code == 0
+    assert run("explain").code == run("explain", "--model=~/m.gguf").code == 0
 
 
 def test_models_may_have_a_comma_in_their_name(tmp_path: Path) -> None:

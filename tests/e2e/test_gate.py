@@ -75,15 +75,6 @@ def test_never_set_without_flash_attention_is_stock(tiny_run: Run) -> None:
 NEAR = {"f32": 0.02, "fast": 0.1}  # of the spread of logits: what rounding may change of a prompt
 
 
-@pytest.mark.parametrize("prompt", NEAR)
-def test_prefill_with_sparse_on_is_exact(run: Run, prompt: str) -> None:
-    """Within rounding."""
-    got = run("--spec", f"{SPARSE},prompt={prompt}")["logits"][0]
-    stock = run(stock=True)["logits"][0]
-    assert np.abs(got - stock).max() < NEAR[prompt] * stock.std()
-    assert not np.array_equal(got, stock), "our op did not run"
-
-
 def test_gate_can_fail(run: Run) -> None:
     """With sparse on, logits of decoded tokens differ: the comparison sees what it is to see."""
     sparse = run("--spec", f"{SPARSE},prompt=f32")["logits"][1:]

@@ -408,6 +408,7 @@ def test_explain(model: Path, workers: list[str]) -> None:
     assert sum(x["weights_read"] for x in rows) == found["weight_bytes_per_token"]
     assert sum(x["read"] for x in rows) == found["attention_bytes_per_token"]
     assert all(x["sparse"] for x in rows) and found["wire_s"] > 0
+    assert found["bandwidth"] > 1e8, "bytes per second, as measured"
 
 
 def test_what_passes_for_a_token_is_what_explain_says(model: Path, workers: list[str]) -> None:

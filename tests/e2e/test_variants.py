@@ -184,21 +184,29 @@ def test_prompts_of_sliding_window_layers_are_ours(
     assert counters["calls_stock"] == 0
 
 
-@pytest.mark.parametrize(("arch", "reason"), [
-    ("deepseek2", "multi-head latent attention"),
-    ("mamba", "this architecture has no plain KV cache"),
+@pytest.mark.parametrize(("arch", "types", "reason"), [
+    ("deepseek2", {}, "multi-head latent attention"),
+    ("mamba", {}, "this architecture has no plain KV cache"),
+    ("llama", {"type_k": "q5_1"}, "K or V of a type without a kernel"),
+    ("llama", {"type_v": "q5_1"}, "K or V of a type without a kernel"),
 ])  # fmt: skip
-def test_other_attention_stays_dense_and_says_why(model: GetModel, arch: str, reason: str) -> None:
-    with Context(model(arch)) as ctx:
-        ctx.decode(prompt())
-        want = steps(ctx)
-    with Context(model(arch)) as ctx:
-        ctx.set_sparse(SPARQ)
-        ctx.decode(prompt())
-        assert np.array_equal(steps(ctx), want)
-        info = ctx.info()
-    assert not info["active"] and info["reason"] == reason
-    assert info["layers_sparse"] == 0 and info["counters"]["calls_sparse"] == 0
+def test_other_attention_stays_dense_and_says_why(
+    model: GetModel, arch: str, types: dict[str, str], reason: str
+) -> None:
+    logits = []
+    for spec in ("off", SPARQ):
+        with Context(model(arch), **types) as ctx:
+            ctx.set_sparse(spec)
+            ctx.decode(prompt())
+            logits.append(steps(ctx))
+            info = ctx.info()
+    assert np.array_equal(*logits)
+    assert info["layers_sparse"] == info["counters"]["calls_sparse"] == 0
+    if not types:  # of no layer
+        assert not info["active"] and info["reason"] == reason
+        return
+    assert {x["reason"] for x in info["layers"]} == {reason}
+    assert info["counters"]["stock_reasons"] == {reason: 4 * (N_PROMPT + N_STEP)}
 
 
 # ---- caches ----
@@ -228,22 +236,6 @@ def test_quantised_caches_are_sparse(
             ctx.set_sparse(spec)
             results.append(steps(ctx))
     assert all(spread(x, results[0]) < 0.1 for x in results[1:])  # stock quantises q as well
-
-
-@pytest.mark.parametrize("types", [{"type_k": "q5_1"}, {"type_v": "q5_1"}])
-def test_other_caches_stay_dense_and_say_why(model: GetModel, types: dict[str, str]) -> None:
-    reason = "K or V of a type without a kernel"
-    with Context(model(), **types) as ctx:
-        ctx.decode(prompt())
-        want = steps(ctx)
-    with Context(model(), **types) as ctx:
-        ctx.set_sparse(SPARQ)
-        ctx.decode(prompt())
-        assert np.array_equal(steps(ctx), want)
-        info = ctx.info()
-    assert {x["reason"] for x in info["layers"]} == {reason}
-    assert info["layers_sparse"] == 0
-    assert info["counters"]["stock_reasons"] == {reason: 4 * (N_PROMPT + N_STEP)}
 
 
 @pytest.mark.parametrize("unified", [True, False])
@@ -322,12 +314,6 @@ def test_prefill_is_exact(model: GetModel, spec: str, how: str) -> None:
             counters = ctx.info().get("counters", {})
     assert spread(results[1], results[0]) < NEAR_PROMPT[how]
     assert counters["calls_prefill"] == 4 * N_PROMPT and counters["calls_stock"] == 0
-
-
-def test_threads_do_not_change_sparse_logits(model: GetModel) -> None:
-    for arch in ("llama", "gemma2"):
-        one, *others = (run(model(arch), SPARQ + ",mean_v=on", n_threads=n) for n in (1, 2, 3))
-        assert all(np.array_equal(one.view(np.uint32), x.view(np.uint32)) for x in others)
 
 
 def test_flash_attention_off_is_refused_with_a_hint(model: GetModel) -> None:
