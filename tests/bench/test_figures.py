@@ -292,17 +292,6 @@ def test_the_compute_peak_is_of_this_machine(
     assert not (other / roofline.PEAK_FILE).exists()
 
 
-def test_names_of_lines() -> None:
-    def name(line: str) -> str:
-        return plot.name_of("sparq", True, parse_spec(line))
-
-    assert plot.name_of("stock", False, parse_spec("off")) == "stock -fa 0"
-    assert name("dense") == "our dense"
-    assert name("sparq,ratio=1/8,shadow=f16") == "SparQ 1/8 f16"
-    assert name("topk,ratio=1/16") == "top-k 1/16"
-    assert name("sparq,ratio=1/8,sinks=1") == "sparq,ratio=1/8,sinks=1"
-
-
 @pytest.mark.parametrize("name", draw.FIGURES)
 def test_a_missing_record_is_named_with_its_command(name: str, tmp_path: Path) -> None:
     figure = draw.figure(name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 import pytest
@@ -21,9 +20,6 @@ from pyorch.cli.types import Files, Name, NumberOr, Size
 from pyorch.engine import Sampling
 from pyorch.errors import SparqError
 from pyorch.evals import tasks
-
-if TYPE_CHECKING:
-    from conftest import Run
 
 
 def commands() -> dict[str, click.Command]:
@@ -59,15 +55,6 @@ def test_every_name_of_a_file_may_begin_with_the_home_folder(
     assert {"model", "text", "texts", "resume", "documents", "out", "output"} <= found
     given = evaluate._data(("wikitext=~/x",), [tasks()["wikitext"]])
     assert given == {"wikitext": Path("/home/me/x")}
-
-
-def test_a_variable_may_begin_with_the_home_folder(
-    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny: Path
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "m.gguf").symlink_to(tiny)
-    monkeypatch.setenv("SPARQ_MODEL", "~/m.gguf")
-    assert run("explain").code == run("explain", "--model=~/m.gguf").code == 0
 
 
 def test_models_may_have_a_comma_in_their_name(tmp_path: Path) -> None:
