@@ -23,7 +23,7 @@ import pytest
 import tiny as tiny_models
 from link import Link
 from link import local_worker as worker
-from llama import python_environment
+from llama import from_child
 
 from pyorch import engine
 from pyorch.attention.shares import split_layers
@@ -62,12 +62,7 @@ def run() -> Callable[..., dict[str, Any]]:
     @functools.cache
     def go(model: Path, spec: str, workers: tuple[str, ...] = (), **options: Any) -> dict[str, Any]:
         text = json.dumps({"spec": spec, "workers": workers, **options})
-        argv = [sys.executable, HERE / "away.py", model, text]
-        done = subprocess.run(
-            argv, env=python_environment(), capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-        return json.loads(done.stdout)
+        return from_child(HERE / "away.py", model, text)
 
     return go
 

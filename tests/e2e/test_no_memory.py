@@ -13,7 +13,7 @@ from tempfile import TemporaryFile
 import pytest
 import tiny as tiny_models
 from c_library import compiled
-from llama import Context, Model, bindings, python_environment
+from llama import Context, Model, bindings, from_child, python_environment
 
 from pyorch import paths
 
@@ -82,11 +82,7 @@ def main(path: Path) -> None:
 def test_no_memory_is_an_error(tmp_path: Path) -> None:
     model = tiny_models.write(tmp_path / "m.gguf", "llama", n_layer=2)
     library = compiled(Path(__file__).with_name("fail_new.cpp"), tmp_path / "fail_new.so")
-    argv = [sys.executable, __file__, str(model)]
-    env = python_environment(LD_PRELOAD=str(library))
-    done = subprocess.run(argv, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
+    found = from_child(__file__, model, LD_PRELOAD=str(library))
     for name, result in found.items():
         assert result["works"], f"{name} works once there is memory: {result['said']}"
     said = {name for name, result in found.items() if any(result["failed"])}
