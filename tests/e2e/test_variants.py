@@ -185,7 +185,6 @@ def test_prompts_of_sliding_window_layers_are_ours(
 
 
 @pytest.mark.parametrize(("arch", "types", "reason"), [
-    ("deepseek2", {}, "multi-head latent attention"),
     ("mamba", {}, "this architecture has no plain KV cache"),
     ("llama", {"type_k": "q5_1"}, "K or V of a type without a kernel"),
     ("llama", {"type_v": "q5_1"}, "K or V of a type without a kernel"),
@@ -207,6 +206,64 @@ def test_other_attention_stays_dense_and_says_why(
         return
     assert {x["reason"] for x in info["layers"]} == {reason}
     assert info["counters"]["stock_reasons"] == {reason: 4 * (N_PROMPT + N_STEP)}
+
+
+# ---- latent attention ----
+
+LATENT = "multi-head latent attention"
+
+
+@pytest.mark.parametrize("type_k", ["f16", "bf16", "q8_0"])
+@pytest.mark.parametrize("spec", ["dense", SPARQ, TOPK])
+def test_latent_attention_is_exact_and_ours(model: GetModel, spec: str, type_k: str) -> None:
+    """One row for all heads, whose front is V: the oracle looks at each node of each step."""
+    m, types = model("deepseek2", head_dim=64), {"type_k": type_k, "type_v": type_k}
+    with Context(m, **types) as ctx:
+        ctx.decode(prompt())
+        want = steps(ctx)
+    watch = Watch()
+    with Context(m, watch=watch, **types) as ctx:
+        ctx.set_sparse(spec)
+        ctx.decode(prompt())
+        assert not watch.attends
+        logits = steps(ctx)
+        info = ctx.info()
+    assert spread(logits, want) < 0.1  # stock quantises q as well
+    assert len(watch.attends) == 4 * N_STEP and not any(a.is_sparse for a in watch.attends)
+    counters = info["counters"]
+    assert not info["active"] and info["reason"] == LATENT
+    assert {x["reason"] for x in info["layers"]} == {LATENT} and info["layers_sparse"] == 0
+    assert counters["calls_dense_op"] == 4 * N_STEP and counters["calls_sparse"] == 0
+    assert counters["stock_reasons"] == {"prefill": 4 * N_PROMPT}
+    n_seen = sum(N_PROMPT + i + 1 for i in range(N_STEP))
+    row = (2 * 64 + 32) * {"f16": 2, "bf16": 2, "q8_0": 34 / 32}[type_k]
+    assert counters["bytes_attend"] == counters["bytes_dense"] == 4 * n_seen * row
+
+
+@pytest.mark.parametrize("unified", [True, False])
+def test_latent_replies_beside_a_prompt(model: GetModel, unified: bool) -> None:
+    """Two replies and a piece of a prompt in one batch give what each gives alone."""
+    m, batches = model("deepseek2"), []
+    for seq, n in enumerate((330, 200)):
+        batches.append([(50, n, seq)])
+    batches.insert(1, prompt(40, 2))
+    with Context(m, watch=Watch(), n_ctx=3072, n_seq=3, unified=unified) as ctx:
+        ctx.set_sparse(SPARQ)
+        ctx.decode(prompt(330, 0))
+        ctx.decode(prompt(200, 1))
+        alone = []
+        for batch in batches:
+            ctx.decode(batch)
+            alone.append(ctx.logits())
+        for seq, n in ((0, 330), (1, 200), (2, 0)):
+            ctx.seq_rm(seq, n)
+        n_before = ctx.info()["counters"]["calls_dense_op"]
+        together = [token for batch in batches for token in batch]
+        ctx.decode(together, logits="all")
+        at = [0, 40, 41]
+        for i, want in zip(at, alone, strict=True):
+            assert spread(ctx.logits(i), want) < 0.02
+        assert ctx.info()["counters"]["calls_dense_op"] == n_before + 4 * 2
 
 
 # ---- caches ----
