@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from pyorch import native
-from pyorch.bench import growth, speed
-from pyorch.bench.plan import SpeedPlan
 from pyorch.bench.worker import Worker
-from pyorch.cli import cli
-from pyorch.errors import SparqError
 from pyorch.models import synth
 
 SHAPE = synth.Shape(
@@ -41,26 +35,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stock(native_lib_dir: Path) -> None:
     """The unpatched library, built if need be."""
     native.built(stock=True)
-
-
-@pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[SpeedPlan, str]]:
-    """What `bench` with these options would measure, and what it says before."""
-    plans: list[SpeedPlan] = []
-
-    def run(plan: SpeedPlan, *_: Any, **__: Any) -> Any:
-        plans.append(plan)
-        raise SparqError("enough")
-
-    monkeypatch.setattr(speed, "run", run)
-    monkeypatch.setattr(growth, "run", run)
-
-    def of(*args: str) -> tuple[SpeedPlan, str]:
-        done = CliRunner().invoke(cli, ["bench", "--yes", *args])
-        assert plans, done.exception
-        return plans[-1], done.output
-
-    return of
 
 
 @pytest.fixture

@@ -40,8 +40,16 @@ def test_turns_go_forwards_and_backwards(swap: bool, wanted: str) -> None:
     assert len(bandwidth) == 3
 
 
-def test_a_median_is_of_twenty_tokens(planned: Any) -> None:
-    plan, _ = planned("--growth")
+def test_a_median_is_of_twenty_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[SpeedPlan] = []
+
+    def run(plan: SpeedPlan, *_: Any, **__: Any) -> Any:
+        plans.append(plan)
+        raise SparqError("enough")
+
+    monkeypatch.setattr(growth, "run", run)
+    CliRunner().invoke(command, ["--growth", "--yes"])
+    (plan,) = plans
     assert (plan.n_gen, plan.n_layer) == ([20], 2)
     assert plan.n_depth == [4096, 8192, 16384, 32768, 65536]
 

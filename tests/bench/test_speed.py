@@ -21,7 +21,7 @@ from pyorch.bench import attention, bandwidth, growth, output, records, speed
 from pyorch.bench import plan as planning
 from pyorch.bench.plan import Case, SpeedPlan, Synthetic
 from pyorch.bench.worker import Subject
-from pyorch.cli import models
+from pyorch.cli import cli, models
 from pyorch.cli.bench import command
 from pyorch.cli.types import Numbers
 from pyorch.errors import SparqError
@@ -58,6 +58,7 @@ def test_numbers_refuse_what_has_no_end_or_meaning(text: str) -> None:
     assert e.value.exit_code == 2
 
 
+Planned = Callable[..., tuple[SpeedPlan, str]]
 OFF = AttentionSpec("off")
 CASE = Case(
     model_filename="m.gguf",
@@ -434,8 +435,26 @@ def test_bench_refuses_in_one_line(
     assert result.exception.exit_code == 2 and message in result.exception.message
 
 
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
+    """What the command would measure, and what it says before."""
+    plans: list[SpeedPlan] = []
+
+    def run(plan: SpeedPlan, *_: Any, **__: Any) -> Any:
+        plans.append(plan)
+        raise SparqError("enough")
+
+    monkeypatch.setattr(speed, "run", run)
+
+    def of(*args: str) -> tuple[SpeedPlan, str]:
+        said = CliRunner().invoke(command, ["--yes", *args]).output
+        return plans[-1], said
+
+    return of
+
+
 def test_threads_are_those_that_the_library_runs(
-    planned: Any, monkeypatch: pytest.MonkeyPatch
+    planned: Planned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert planned("-t", "1-512*512")[0].threads == [1, 512]
     monkeypatch.setattr(probe, "cores", lambda: 768)
@@ -453,7 +472,7 @@ def test_threads_are_those_that_the_library_runs(
     ],
 )
 def test_flash_attention_is_named_as_in_llama_bench(
-    planned: Any, given: str, wanted: list[bool]
+    planned: Planned, given: str, wanted: list[bool]
 ) -> None:
     assert planned("-fa", given)[0].flash_attn == wanted
 
@@ -470,21 +489,25 @@ def test_flash_attention_is_named_as_in_llama_bench(
     ],
 )
 def test_what_the_line_says_displaces_variables(
-    monkeypatch: pytest.MonkeyPatch,
-    planned: Any,
-    variables: str,
-    line: str,
-    specs: list[str],
-    like: str,
+    monkeypatch: pytest.MonkeyPatch, variables: str, line: str, specs: list[str], like: str
 ) -> None:
+    plans: list[SpeedPlan] = []
+
+    def run(plan: SpeedPlan, *_: Any, **__: Any) -> Any:
+        plans.append(plan)
+        raise SparqError("enough")
+
+    monkeypatch.setattr(speed, "run", run)
+    monkeypatch.setattr(growth, "run", run)
     for variable in variables.split():
         monkeypatch.setenv(*f"SPARQ_BENCH_{variable}".split("=", 1))
-    plan, _ = planned(*line.split())
-    assert [str(s) for s in plan.specs] == specs
-    assert list(plan.like) == [like] and not plan.models
+    said = CliRunner().invoke(cli, ["bench", *line.split(), "--yes"])
+    assert plans, said.exception
+    assert [str(s) for s in plans[0].specs] == specs
+    assert list(plans[0].like) == [like] and not plans[0].models
 
 
-def test_a_stock_row_that_cannot_be_is_noted(planned: Any) -> None:
+def test_a_stock_row_that_cannot_be_is_noted(planned: Planned) -> None:
     why = "no stock -fa 0 beside -ctv q8_0: llama.cpp quantises V only with flash attention"
     assert why in planned("-ctv", "f16,q8_0")[1]
     assert "no stock" not in planned("-ctv", "bf16")[1] + planned("-ctv", "q8_0", "-fa", "1")[1]
@@ -534,7 +557,7 @@ def test_the_time_left_knows_the_cache_and_the_threads(model: Path) -> None:
 
 
 def test_synthetic_weights_are_written_only_after_asking(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, planned: Any
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, planned: Planned
 ) -> None:
     monkeypatch.setenv("SPARQ_CACHE", str(tmp_path))
     result = CliRunner().invoke(command, ["--layers", "2"])
