@@ -650,13 +650,11 @@ def test_numa_strategies(tiny: Path) -> None:
         assert (done.returncode, done.stderr) == (0, b"")  # the library's log is silent by default
 
 
-def test_unknown_architecture(tmp_path: Path) -> None:
+def test_files_that_llama_cpp_does_not_load(tmp_path: Path) -> None:
+    """What it says is told."""
     path = write_tiny_gguf(tmp_path / "m.gguf", arch="llama9")
     with pytest.raises(SparqError, match="unknown model architecture: 'llama9'"):
         engine.load(path)
-
-
-def test_a_missing_tensor_is_told(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "m.gguf")
     path.write_bytes(path.read_bytes().replace(b"blk.1.attn_q", b"blk.1.attn_x"))
     with pytest.raises(SparqError, match="blk.1.attn_q"):
