@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 
 from pyorch import engine
 from pyorch.bench import state
+from pyorch.bench.worker import Subject
+from pyorch.engine import sparse
 from pyorch.errors import SparqError
 
 pytestmark = pytest.mark.usefixtures("native_lib_dir")
@@ -59,6 +62,28 @@ def test_state_rows_all_differ(model: Path) -> None:
     assert len(np.unique(rows, axis=0)) == n
     values = rows.copy().view(np.float16).astype(np.float32)
     assert abs(values.std() - 1) < 0.02
+
+
+def test_state_seals_every_complete_group(model: Path) -> None:
+    subject = Subject()
+    subject.open(str(model), n_ctx=2048, n_threads=1)
+    try:
+        subject.fill(2000, seed=1)
+        subject.attention("sparq,ratio=1/8")
+        session = subject.session
+        assert session is not None
+        assert engine.info(session).counter("groups_sealed") == 2000 // 64 * 2  # two layers
+        check = sparse.function(
+            session.lib, "llama_sparse_attn_check", ctypes.c_int64, ctypes.c_void_p
+        )
+        assert check(session.ctx) == 0
+        counters = subject.decode(3, seed=1)["counters"]
+        assert counters["calls_sparse"] == 3 * 2
+        assert counters["positions_visible"] == 3 * 2 * 2 * 2001  # layers, KV heads
+        assert counters["groups_sealed"] == 0
+        assert len(session.tokens) == 2000
+    finally:
+        subject.close()
 
 
 def test_state_refuses_what_does_not_fit(model: Path) -> None:

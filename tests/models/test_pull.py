@@ -441,6 +441,15 @@ def test_a_model_is_pulled_on_demand(
     assert run(*command)[0] == 0 and hub.fetched() == ["m.gguf"]  # it is here now
 
 
+@pytest.mark.usefixtures("native_lib_dir")
+def test_the_settings_of_a_card_that_was_named(
+    hub: Hub, gguf: bytes, run: Callable[..., Any]
+) -> None:
+    hub.repo, hub.files = cards.load("llama2-7b").gguf, {"m.Q4_K_M.gguf": gguf}
+    line = ("generate", "-p", "x", "-n", "1", "--ctx", "64", "-t", "1", "--yes", "-m", "llama2-7b")
+    assert "attention is exact; for llama2-7b try --ratio 1/4" in run(*line)[2]
+
+
 def test_bench_takes_the_same_names(
     hub: Hub, gguf: bytes, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
