@@ -57,16 +57,6 @@ def test_every_name_of_a_file_may_begin_with_the_home_folder(
     assert given == {"wikitext": Path("/home/me/x")}
 
 
-def test_a_variable_may_begin_with_the_home_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny: Path
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "m.gguf").symlink_to(tiny)
-    monkeypatch.setenv("SPARQ_MODEL", "~/m.gguf")
-    assert CliRunner().invoke(cli, ["explain"]).exit_code == 0
-    assert CliRunner().invoke(cli, ["explain", "--model=~/m.gguf"]).exit_code == 0
-
-
 def test_models_may_have_a_comma_in_their_name(tmp_path: Path) -> None:
     (whole := tmp_path / "a,b.gguf").touch()
     assert Files().convert(str(whole), None, None) == [str(whole)]
@@ -176,13 +166,6 @@ def test_no_variable_stands_in_for_two_options() -> None:
     assert len(named) > 200 and set(named.values()) == {1}
 
 
-def test_the_default_of_ctx_is_said_as_each_command_has_it() -> None:
-    said = {verb: shown(c)["--ctx"].help for verb, c in commands().items() if "--ctx" in shown(c)}
-    assert said["chat"] == said["generate"] == said["serve"]
-    assert "at most 8192" in str(said["chat"]) and "default: 2048" in str(said["calibrate"])
-    assert "the model's own]" in str(said["explain"])
-
-
 def test_a_name_means_one_thing() -> None:
     every = commands()
     for verb, command in every.items():
@@ -231,23 +214,3 @@ def test_a_group_made_by_hand_has_the_defaults_of_the_command_line(kind: type) -
 
 def test_sampling_has_the_defaults_of_the_engine() -> None:
     assert opt.SamplingOptions().settings(Sampling().temp) == Sampling()
-
-
-def test_options_become_the_objects_that_a_command_asks_for() -> None:
-    seen = {}
-
-    @click.command()
-    @opt.model_options
-    @click.option("--own")
-    @opt.context_options
-    def command(**given: object) -> None:
-        seen.update(given)
-
-    args = ["-m", "x.gguf", "--own", "1", "-t", "3"]
-    assert CliRunner().invoke(command, args, catch_exceptions=False).exit_code == 0
-    assert seen == {
-        "model": opt.ModelOptions("x.gguf", False),
-        "own": "1",
-        "context": opt.ContextOptions(None, 3),
-    }
-    assert [p.name for p in command.params] == ["model", "yes", "own", "ctx", "threads"]

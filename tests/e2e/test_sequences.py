@@ -193,8 +193,6 @@ REFUSED = {
     "sparq,rank=4000": "rank is above the head size",
     "sparq,k_layers=1:2": "k_layers has 2 entries for 3 layers",
     "spark": "unknown method: spark\nwrite off, dense, sparq or topk",
-    "sparq,ratio=2": "ratio must be above 0",
-    "": "unknown method",
 }
 
 

@@ -398,17 +398,6 @@ def test_the_list_promises_only_downloads_that_there_are() -> None:
         assert ("--data" in ends[task.name]) == bool(task.data), task.name
 
 
-def test_a_data_set_that_is_damaged_on_its_way(hub: Hub) -> None:
-    hub.kind, (hub.repo, _) = "dataset", data.HUB["squad"]
-    hub.files, hub.wrong = {"plain_text/validation-00000-of-00001.parquet": b"right"}, b"wrong"
-    with pytest.raises(SparqError, match="wrong checksum") as e:
-        data.rows("squad", None)
-    assert "--data FILE" in e.value.hint
-    hub.status = 404
-    with pytest.raises(SparqError, match="not found"):
-        data.rows("squad", None)
-
-
 def test_what_is_no_parquet(tmp_path: Path) -> None:
     (tmp_path / "x.parquet").write_bytes(b"no parquet")
     with pytest.raises(SparqError, match="x.parquet"):

@@ -20,7 +20,6 @@ from pyorch.attention.spec import parse_spec
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import read_gguf
 from pyorch.models.layers import INTERVALS, WINDOWS, Windows, recurrent, windows
-from pyorch.native import source
 
 pytestmark = pytest.mark.usefixtures("native_lib_dir")
 
@@ -30,19 +29,8 @@ OTHERS = {"deepseek4", "dflash", "gemma4-assistant", "gemma-embedding", "modern-
 LENGTH = "attention.sliding_window"
 
 
-@pytest.fixture(scope="module")
-def upstream(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder `src` of the source that the library is built from."""
-    pin = source.read_pin()
-    where = source.locate(pin)
-    if not where.path.exists():
-        pytest.skip("the source of the build is no longer in the cache")
-    into = tmp_path_factory.mktemp("src")
-    source.unpack(where, f"{pin.folder}/src", into)
-    return into
-
-
-def test_tables_are_those_of_the_source(upstream: Path) -> None:
+def test_tables_are_those_of_the_source(unpacked: Callable[[str], Path]) -> None:
+    upstream = unpacked("src")
     arch = (upstream / "llama-arch.cpp").read_text()
     names = {k.lower(): n for k, n in re.findall(r'{ LLM_ARCH_(\w+), +"([\w.-]+)" +}', arch)}
     with_window, periods, intervals = set(), {}, {}

@@ -35,69 +35,30 @@ def runs(world: Path) -> int:
     return len(log.read_text().splitlines()) if log.exists() else 0
 
 
-def test_once(world: Path) -> None:
-    assert build.find(OPTIONS) is None
-    folder = make()
-    assert (folder / "libllama.so").read_text() == "library\n"
-    assert (build.bindings() / "llama_cpp" / "__init__.py").is_file()
-    assert build.find(OPTIONS) == folder
-    assert make() == folder
-    assert runs(world) == 1
+INPUTS: dict[str, tuple[object, ...]] = {  # a file that gets another line, or what is found here
+    "upstream": ("sdist/vendor/llama.cpp/src/b.cpp",),
+    "patch": ("patches/0001-hook.patch",),
+    "ours": ("ggml_ops/cpu/op.c",),
+    "another file": ("ggml_ops/new.c",),
+    "compiler": ("find_compiler", probe.Compiler("cc", "c++", "another")),
+    "CPU": ("cpu", ("another", "another")),
+    "flags": ("probe", probe.Probe((), ("-O1",), {}, True)),
+    "OpenMP": ("probe", probe.Probe((), (), {}, False)),
+    "CFLAGS": ("CFLAGS",),
+}
 
 
-def append(file: str) -> Callable[[Path, pytest.MonkeyPatch], None]:
-    def change(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        with (world / file).open("a") as handle:
-            handle.write("\n")
-
-    return change
-
-
-def compiler_changes(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "find_compiler", lambda: probe.Compiler("cc", "c++", "another"))
-
-
-def cpu_changes(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "cpu", lambda: ("another", "another"))
-
-
-def probe_changes(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "probe", lambda c, native: probe.Probe((), ("-O1",), {}, True))
-
-
-def openmp_changes(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "probe", lambda c, native: probe.Probe((), (), {}, False))
-
-
-def flags_change(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CFLAGS", "-O1")
-
-
-def file_appears(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (world / "ggml_ops" / "new.c").write_text("")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        append("sdist/vendor/llama.cpp/src/b.cpp"),
-        append("patches/0001-hook.patch"),
-        append("ggml_ops/cpu/op.c"),
-        file_appears,
-        compiler_changes,
-        cpu_changes,
-        probe_changes,
-        openmp_changes,
-        flags_change,
-    ],
-)
-def test_every_input_counts(
-    world: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[Path, pytest.MonkeyPatch], None],
-) -> None:
+@pytest.mark.parametrize("what", INPUTS)
+def test_every_input_counts(world: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     before = make()
-    change(world, monkeypatch)
+    name, *found = INPUTS[what]
+    if found:
+        monkeypatch.setattr(probe, str(name), lambda *_, **__: found[0])
+    elif what == "CFLAGS":
+        monkeypatch.setenv("CFLAGS", "-O1")
+    else:
+        with (world / str(name)).open("a") as file:
+            file.write("\n")
     after = make()
     assert after != before
     assert runs(world) == 2

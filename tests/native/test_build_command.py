@@ -62,14 +62,6 @@ def test_build(run: Run, world: Path) -> None:
     assert said.split() == [f"{native_build.bindings()}:/mine", folder, folder]
 
 
-def test_failure_is_two_lines(run: Run, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_NINJA", "echo 'a.c:1: error: bad'; exit 1")
-    code, out, err = run("build")
-    assert (code, out) == (1, "")
-    assert err.splitlines()[-2] == "error: ninja failed: a.c:1: error: bad"
-    assert err.splitlines()[-1].startswith("hint: full log: ")
-
-
 def test_doctor_json(run: Run, native_lib_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARQ_ATTN", "sparq,ratio=1/8")
     code, out, err = run("doctor", "--json")

@@ -50,8 +50,13 @@ def decode(session: engine.Session, tokens: list[int]) -> np.ndarray:
     """Prefill anew all tokens but N_STEP, decode these: their logits (N_STEP, n_vocab)."""
     engine.rewind(session, 0)
     engine.prefill(session, tokens[:-N_STEP])
+    return decoded(session, tokens[-N_STEP:])
+
+
+def decoded(session: engine.Session, tokens: list[int]) -> np.ndarray:
+    """Logits after each of these tokens, one at a time."""
     out = []
-    for t in tokens[-N_STEP:]:
+    for t in tokens:
         engine.decode(session, t)
         out.append(engine.logits(session))
     return np.array(out)
@@ -170,11 +175,7 @@ def test_a_rewound_session_begins_again(demo: engine.Session, text: str, line: s
     policies.switch(demo, policies.parse(line))
     once = decode(demo, tokens)
     engine.rewind(demo, N_PROMPT)
-    again = []
-    for t in tokens[N_PROMPT:]:
-        engine.decode(demo, t)
-        again.append(engine.logits(demo))
-    assert np.array_equal(once, again)
+    assert np.array_equal(once, decoded(demo, tokens[N_PROMPT:]))
 
 
 def test_a_prompt_read_before_is_asked_for(demo: engine.Session, text: str) -> None:
@@ -197,10 +198,7 @@ def test_one_prefill_serves_all_methods(demo_model: Path, demo: engine.Session, 
         for line in lines:
             engine.rewind(s, N_PROMPT)
             policies.switch(s, policies.parse(line))
-            got = []
-            for t in tokens[N_PROMPT:]:
-                engine.decode(s, t)
-                got.append(engine.logits(s))
+            got = decoded(s, tokens[N_PROMPT:])
             policies.switch(demo, policies.parse(line))
             assert np.array_equal(got, decode(demo, tokens))
 
@@ -223,11 +221,8 @@ def test_another_prompt_after_a_rewind(
     decode(demo, tokens[:n])
     engine.rewind(demo, 100)
     engine.prefill(demo, other[100:-N_STEP])
-    got = []
-    for t in other[-N_STEP:]:
-        engine.decode(demo, t)
-        got.append(engine.logits(demo))
-    assert np.abs(np.array(got) - want).max() < 0.01 * want.std()
+    got = decoded(demo, other[-N_STEP:])
+    assert np.abs(got - want).max() < 0.01 * want.std()
 
 
 @pytest.mark.parametrize("where", ["select", "node"])
@@ -256,9 +251,7 @@ def test_ctrl_c_waits_for_the_end_of_the_token(
     with pytest.raises(KeyboardInterrupt):
         engine.decode(demo, tokens[N_PROMPT])
     assert pressed and len(demo.tokens) == N_PROMPT + 1
-    for t in tokens[N_PROMPT + 1 :]:
-        engine.decode(demo, t)
-    assert np.array_equal(engine.logits(demo), want[-1])
+    assert np.array_equal(decoded(demo, tokens[N_PROMPT + 1 :])[-1], want[-1])
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -417,8 +410,7 @@ def test_the_attention_of_the_prompt_is_that_of_the_library(
         tiny(arch), policies.parse("h2o,k=50"), n_ctx=512, n_threads=1, **cache
     ) as s:
         engine.prefill(s, tokens[:290])
-        for t in tokens[290:]:
-            engine.decode(s, t)
+        decoded(s, tokens[290:])
         assert sorted(rows) == list(range(n_sparse))
         monkeypatch.undo()
         policies.switch(s, policies.parse("h2o,k=50"))
